@@ -1,0 +1,30 @@
+//! Link flags for binaries, tests and examples that contain voltaic.
+//!
+//! Cargo does not pass a dependency's link arguments on to the crate that depends on it, so that crate asks for
+//! them in its own `build.rs`:
+//!
+//! ```no_run
+//! fn main() {
+//!     voltaic_build::link();
+//! }
+//! ```
+
+use std::env;
+
+/// Prints the `cargo:` lines that make the crate's binaries find libtorch when they run.
+///
+/// # Panics
+/// If the crate does not depend on `voltaic` directly: then Cargo does not tell where libtorch is.
+pub fn link() {
+    println!("cargo:rerun-if-env-changed=DEP_VOLTAIC_LIBTORCH_LIB");
+    let lib_dir = env::var("DEP_VOLTAIC_LIBTORCH_LIB")
+        .expect("voltaic_build::link() needs `voltaic` among the [dependencies] of the crate that calls it");
+    for argument in link_arguments(&lib_dir) {
+        println!("cargo:rustc-link-arg={argument}");
+    }
+}
+
+/// The linker arguments themselves, for build systems other than Cargo. `libtorch_lib` is libtorch's `lib` folder.
+pub fn link_arguments(libtorch_lib: &str) -> Vec<String> {
+    vec![format!("-Wl,-rpath,{libtorch_lib}")]
+}

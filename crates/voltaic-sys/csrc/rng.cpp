@@ -1,0 +1,43 @@
+#include "error.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+
+namespace {
+
+at::Generator default_generator(int32_t device_type, int32_t device_index) {
+  const auto type = static_cast<c10::DeviceType>(device_type);
+  if (type == c10::DeviceType::CPU)
+    return at::detail::getDefaultCPUGenerator();
+  return at::globalContext().defaultGenerator(c10::Device(type, static_cast<c10::DeviceIndex>(device_index)));
+}
+
+} // namespace
+
+vt_error *vt_manual_seed(uint64_t seed) {
+  return voltaic::guard([&] { at::manual_seed(seed); });
+}
+
+vt_error *vt_rng_get_state(int32_t device_type, int32_t device_index, vt_tensor *state) {
+  return voltaic::guard([&] {
+    at::Generator generator = default_generator(device_type, device_index);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    *state = new at::Tensor(generator.get_state());
+  });
+}
+
+vt_error *vt_rng_set_state(int32_t device_type, int32_t device_index, vt_tensor state) {
+  return voltaic::guard([&] {
+    at::Generator generator = default_generator(device_type, device_index);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(*state);
+  });
+}
+
+vt_error *vt_randperm(int64_t len, uint64_t seed, vt_tensor *permutation) {
+  return voltaic::guard([&] {
+    at::Generator generator = at::detail::createCPUGenerator(seed);
+    *permutation = new at::Tensor(at::randperm(len, generator, at::TensorOptions(at::kLong)));
+  });
+}

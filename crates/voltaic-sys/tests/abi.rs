@@ -1,0 +1,34 @@
+//! The numbers Rust uses agree with the libtorch that is linked.
+
+use std::ffi::{CStr, CString};
+
+#[test]
+fn dtype_numbers_agree_with_tch() {
+    let names = [
+        ("uint8", 0),
+        ("int8", 1),
+        ("int16", 2),
+        ("int32", 3),
+        ("int64", 4),
+        ("float16", 5),
+        ("float32", 6),
+        ("float64", 7),
+        ("bool", 11),
+        ("bfloat16", 15),
+        ("float8_e5m2", 23),
+        ("float8_e4m3fn", 24),
+        ("no_such_dtype", -1),
+    ];
+    for (name, number) in names {
+        let c_name = CString::new(name).expect("no NUL in the table");
+        // SAFETY: c_name is a NUL-terminated string that outlives the call.
+        assert_eq!(unsafe { voltaic_sys::vt_dtype_number(c_name.as_ptr()) }, number, "{name}");
+    }
+}
+
+#[test]
+fn libtorch_is_the_version_the_shim_was_written_for() {
+    // SAFETY: the function returns a NUL-terminated string in static storage.
+    let version = unsafe { CStr::from_ptr(voltaic_sys::vt_libtorch_version()) };
+    assert_eq!(version.to_str().expect("ASCII"), "2.11.0");
+}

@@ -1,0 +1,5 @@
+//! The `voltaic` command.
+
+fn main() {
+    println!("libtorch {}", voltaic::ffi::libtorch_version());
+}

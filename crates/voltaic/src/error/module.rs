@@ -1,0 +1,27 @@
+//! Errors of modules.
+
+/// A module was given what it cannot use.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModuleError {
+    /// A layer's input has the wrong shape.
+    #[error("{layer}: input of shape {shape:?} does not fit: {expected}")]
+    Shape {
+        /// The layer with its sizes, such as `Linear(784, 256)`.
+        layer: String,
+        /// The input's shape.
+        shape: Vec<i64>,
+        /// What the layer needs.
+        expected: String,
+    },
+    /// A layer was asked for sizes that make no sense.
+    #[error("{layer}: {what}; {remedy}")]
+    Sizes {
+        /// The layer, such as `Conv2d`.
+        layer: &'static str,
+        /// What is wrong, with the values.
+        what: String,
+        /// How to mend it.
+        remedy: String,
+    },
+}

@@ -1,0 +1,123 @@
+//! Switches and hooks of libtorch's autograd engine.
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tch::Tensor;
+use voltaic_sys as sys;
+
+use super::{check, pointers};
+use crate::error::TorchError;
+
+/// Whether backward hands work to the engine's per-device threads. Holds for the calling thread.
+///
+/// Off is faster on one device: the hop to the device thread costs more than it saves.
+pub fn set_engine_multithreading(enabled: bool) -> Result<(), TorchError> {
+    // SAFETY: takes a plain integer and changes this thread's autograd state only.
+    check("set_multithreading_enabled", unsafe { sys::vt_autograd_set_multithreading(enabled.into()) })
+}
+
+/// Whether backward hands work to the engine's per-device threads, for the calling thread.
+pub fn engine_multithreading() -> Result<bool, TorchError> {
+    let mut enabled = 0;
+    // SAFETY: the out-pointer is a valid i32 on this stack.
+    check("get_multithreading_enabled", unsafe { sys::vt_autograd_is_multithreading(&mut enabled) })?;
+    Ok(enabled != 0)
+}
+
+/// Drops the gradients of the tensors (PyTorch's `zero_grad(set_to_none=True)`).
+pub fn clear_grads<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<(), TorchError> {
+    let tensors = pointers(tensors);
+    // SAFETY: the pointers belong to tensors borrowed for this call.
+    check("clear_grads", unsafe { sys::vt_grads_clear(tensors.as_ptr(), tensors.len()) })
+}
+
+type HookFn = dyn FnMut() -> anyhow::Result<()> + Send;
+
+/// What the C++ side owns: the closure, and where its failure is kept.
+struct HookData {
+    hook: Mutex<Box<HookFn>>,
+    failure: Arc<Mutex<Option<anyhow::Error>>>,
+}
+
+/// A closure that runs each time a gradient has been accumulated into a leaf; removed when dropped.
+///
+/// The closure runs on the thread that runs backward (the calling thread unless engine multithreading is on). If
+/// it fails or panics, `backward` fails, and [`GradHook::take_failure`] gives the reason.
+pub struct GradHook {
+    tensor: Tensor,
+    failure: Arc<Mutex<Option<anyhow::Error>>>,
+}
+
+impl GradHook {
+    /// Registers `hook` on `leaf`, replacing an earlier one.
+    ///
+    /// # Errors
+    /// If `leaf` is not a leaf that requires grad.
+    pub fn register(
+        leaf: &Tensor,
+        hook: impl FnMut() -> anyhow::Result<()> + Send + 'static,
+    ) -> Result<Self, TorchError> {
+        let failure = Arc::new(Mutex::new(None));
+        let data = Box::new(HookData { hook: Mutex::new(Box::new(hook)), failure: failure.clone() });
+        // SAFETY: the shim takes ownership of `data` whether or not it succeeds and gives it back exactly once to
+        // `release`; both trampolines cast it to the type it was made from.
+        let error = unsafe {
+            sys::vt_post_accumulate_grad_hook(
+                leaf.as_ptr().cast_mut(),
+                call_hook,
+                Box::into_raw(data).cast(),
+                release_hook,
+            )
+        };
+        check("register_post_accumulate_grad_hook", error)?;
+        Ok(Self { tensor: leaf.shallow_clone(), failure })
+    }
+
+    /// Why the closure failed, if it did since the last call.
+    pub fn take_failure(&self) -> Option<anyhow::Error> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl Drop for GradHook {
+    fn drop(&mut self) {
+        // SAFETY: the tensor is owned by self and alive.
+        let error = unsafe { sys::vt_clear_post_accumulate_grad_hooks(self.tensor.as_ptr().cast_mut()) };
+        if let Err(error) = check("clear_post_accumulate_grad_hooks", error) {
+            tracing::warn!("a gradient hook could not be removed: {error}");
+        }
+    }
+}
+
+extern "C" fn call_hook(data: *mut c_void) -> i32 {
+    // SAFETY: data is the HookData given at registration, which the C++ hook owns and keeps alive for this call;
+    // it is shared (its parts are behind mutexes), never mutably borrowed.
+    let data = unsafe { &*data.cast::<HookData>() };
+    let mut hook = data.hook.lock().unwrap_or_else(PoisonError::into_inner);
+    let failure = match catch_unwind(AssertUnwindSafe(|| hook())) {
+        Ok(Ok(())) => return 0,
+        Ok(Err(error)) => error,
+        Err(panic) => anyhow::anyhow!("the gradient hook panicked: {}", panic_text(panic.as_ref())),
+    };
+    *data.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure);
+    1
+}
+
+extern "C" fn release_hook(data: *mut c_void) {
+    // SAFETY: called once, by the C++ hook's destructor, with the pointer that Box::into_raw gave.
+    drop(unsafe { Box::from_raw(data.cast::<HookData>()) });
+}
+
+/// The message of a caught panic.
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
+    if let Some(text) = panic.downcast_ref::<&str>() {
+        (*text).to_owned()
+    } else if let Some(text) = panic.downcast_ref::<String>() {
+        text.clone()
+    } else {
+        "no message".to_owned()
+    }
+}

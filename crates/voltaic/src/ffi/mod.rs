@@ -1,0 +1,53 @@
+//! The only unsafe code of this crate: safe functions over `voltaic-sys`.
+//!
+//! Every wrapper takes and returns `tch` tensors, turns a `vt_error` into a [`TorchError`], and states in its
+//! `SAFETY` comment which facts make the call sound.
+
+#![allow(unsafe_code)]
+
+mod autograd;
+mod optim;
+mod rng;
+mod tensor;
+
+use std::ffi::CStr;
+
+use voltaic_sys as sys;
+
+pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading};
+pub use optim::{
+    AdamOptions, FusedAdam, FusedSgd, foreach_add_scalar, foreach_clamp, foreach_mul_tensor, foreach_norm,
+};
+pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
+pub use tensor::{SharedTensor, device_numbers, libtorch_version};
+
+use crate::error::{TorchError, TorchErrorKind};
+
+/// Turns what a shim function returned into a `Result`, freeing the error.
+///
+/// `error` must come straight from the shim function `op`, and must not be used afterwards.
+fn check(op: &'static str, error: *mut sys::vt_error) -> Result<(), TorchError> {
+    if error.is_null() {
+        return Ok(());
+    }
+    // SAFETY: a non-null vt_error from the shim is valid until vt_error_free, which is called once, here; the
+    // message is copied before that.
+    let (kind, message) = unsafe {
+        let kind = sys::vt_error_kind_of(error);
+        let message = CStr::from_ptr(sys::vt_error_message(error)).to_string_lossy().into_owned();
+        sys::vt_error_free(error);
+        (kind, message)
+    };
+    let kind = match kind {
+        sys::VT_ERROR_OUT_OF_MEMORY => TorchErrorKind::OutOfMemory,
+        sys::VT_ERROR_INDEX => TorchErrorKind::Index,
+        sys::VT_ERROR_NOT_IMPLEMENTED => TorchErrorKind::NotImplemented,
+        _ => TorchErrorKind::Other,
+    };
+    Err(TorchError::new(op, kind, &message))
+}
+
+/// The C++ objects behind tensors, for one call. Borrows the tensors, so the pointers stay valid.
+fn pointers<'a>(tensors: impl IntoIterator<Item = &'a tch::Tensor>) -> Vec<sys::vt_tensor> {
+    tensors.into_iter().map(|tensor| tensor.as_ptr().cast_mut()).collect()
+}

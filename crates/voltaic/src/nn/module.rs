@@ -1,0 +1,273 @@
+//! The tree of parameters, buffers and sub-modules that every model is.
+
+use std::collections::HashSet;
+
+use tch::{Kind, Tensor};
+
+use super::{Buffer, Parameter};
+use crate::device::Device;
+use crate::error::{CheckpointError, Result};
+
+/// A direct member of a module.
+#[derive(Clone, Copy)]
+pub enum Member<'a> {
+    /// A trainable tensor.
+    Parameter(&'a Parameter),
+    /// A tensor that is state but not trained.
+    Buffer(&'a Buffer),
+    /// A sub-module.
+    Module(&'a dyn Module),
+}
+
+/// A node of the module tree, usually implemented by `#[derive(Module)]`.
+///
+/// The derive visits the fields in declaration order and names them as the fields are named, which are the names
+/// that PyTorch gives the same module. A field may be a [`Parameter`], a [`Buffer`], a module, `Option` or `Vec` of
+/// those, or a plain number, bool or string; any other field needs `#[module(skip)]`.
+pub trait Module: Send + 'static {
+    /// Calls `visit` with the name of each direct member, in declaration order.
+    fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>));
+
+    /// Calls `visit` with each direct sub-module, to be changed.
+    fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module));
+
+    /// Sets this module's own mode, not its children's: layers that behave differently in training keep it.
+    fn set_training(&mut self, _training: bool) {}
+
+    /// Name of the module's type without its path, such as `Conv2d`.
+    fn type_name(&self) -> &'static str {
+        let name = std::any::type_name::<Self>();
+        let name = name.split('<').next().unwrap_or(name);
+        name.rsplit("::").next().unwrap_or(name)
+    }
+}
+
+/// A module that maps one tensor to one tensor.
+pub trait Forward: Module {
+    /// Applies the module. Shapes are documented with each layer.
+    ///
+    /// # Errors
+    /// If the input does not fit the layer.
+    fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor>;
+}
+
+/// What every module can do, from its tree alone.
+pub trait ModuleExt: Module {
+    /// All parameters with their fqn (`conv1.weight`), depth first in declaration order, as PyTorch's
+    /// `named_parameters()`: a tied parameter appears once, under its first name.
+    fn named_parameters(&self) -> Vec<(String, Parameter)> {
+        let mut seen = HashSet::new();
+        let mut found = Vec::new();
+        walk(self.as_dyn(), "", &mut |fqn, member| {
+            if let Member::Parameter(parameter) = member
+                && seen.insert(parameter.as_ptr())
+            {
+                found.push((fqn.to_owned(), parameter.clone()));
+            }
+        });
+        found
+    }
+
+    /// All parameters, in the order of [`ModuleExt::named_parameters`].
+    fn parameters(&self) -> Vec<Parameter> {
+        self.named_parameters().into_iter().map(|(_, parameter)| parameter).collect()
+    }
+
+    /// All buffers with their fqn, persistent or not.
+    fn named_buffers(&self) -> Vec<(String, &Buffer)> {
+        let mut found = Vec::new();
+        walk(self.as_dyn(), "", &mut |fqn, member| {
+            if let Member::Buffer(buffer) = member {
+                found.push((fqn.to_owned(), buffer));
+            }
+        });
+        found
+    }
+
+    /// Direct sub-modules with their names.
+    fn named_children(&self) -> Vec<(String, &dyn Module)> {
+        let mut found = Vec::new();
+        self.members(&mut |name, member| {
+            if let Member::Module(module) = member {
+                found.push((name.to_owned(), module));
+            }
+        });
+        found
+    }
+
+    /// All sub-modules with their fqn, depth first; the module itself comes first under the empty name.
+    fn named_modules(&self) -> Vec<(String, &dyn Module)> {
+        let mut found = vec![(String::new(), self.as_dyn())];
+        walk(self.as_dyn(), "", &mut |fqn, member| {
+            if let Member::Module(module) = member {
+                found.push((fqn.to_owned(), module));
+            }
+        });
+        found
+    }
+
+    /// Puts the module and all below it into training mode (`true`) or evaluation mode (`false`).
+    fn train(&mut self, training: bool)
+    where
+        Self: Sized,
+    {
+        set_training(self, training);
+    }
+
+    /// Puts the module and all below it into evaluation mode.
+    fn eval(&mut self)
+    where
+        Self: Sized,
+    {
+        set_training(self, false);
+    }
+
+    /// Moves all parameters and buffers, in place.
+    ///
+    /// # Errors
+    /// If the device is absent or out of memory; then some tensors have moved already.
+    fn to_device(&self, device: Device) -> Result<()> {
+        self.convert(&mut |tensor| Ok(tensor.f_to_device(device.tch())?))
+    }
+
+    /// Casts all floating-point parameters and buffers, in place.
+    ///
+    /// # Errors
+    /// If the device has no such dtype.
+    fn to_dtype(&self, dtype: Kind) -> Result<()> {
+        self.convert(&mut |tensor| {
+            Ok(if tensor.is_floating_point() { tensor.f_to_kind(dtype)? } else { tensor.shallow_clone() })
+        })
+    }
+
+    /// Replaces the data of each parameter and buffer by `convert` of it.
+    #[doc(hidden)]
+    fn convert(&self, convert: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        for parameter in self.parameters() {
+            parameter.set_data(&convert(&parameter.detach())?)?;
+        }
+        for (_, buffer) in self.named_buffers() {
+            buffer.set_data(&convert(buffer)?)?;
+        }
+        Ok(())
+    }
+
+    /// Sets whether the parameters are trained.
+    fn set_requires_grad(&self, requires_grad: bool) {
+        for parameter in self.parameters() {
+            let _ = parameter.set_requires_grad(requires_grad);
+        }
+    }
+
+    /// Parameters and persistent buffers by fqn, sharing storage with the module. Tied parameters appear under
+    /// each of their names, as in PyTorch.
+    fn state_dict(&self) -> Vec<(String, Tensor)> {
+        let mut found = Vec::new();
+        walk(self.as_dyn(), "", &mut |fqn, member| match member {
+            Member::Parameter(parameter) => found.push((fqn.to_owned(), parameter.detach())),
+            Member::Buffer(buffer) if buffer.is_persistent() => found.push((fqn.to_owned(), buffer.detach())),
+            _ => {}
+        });
+        found
+    }
+
+    /// Copies values into the module's own tensors, which keep their device and dtype.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Mismatch`] if shapes differ or, when `strict`, if names are missing or left over. Nothing
+    /// is changed in that case.
+    fn load_state_dict(&self, state: &[(String, Tensor)], strict: bool) -> Result<()> {
+        load_state_dict(self.as_dyn(), state, strict)
+    }
+
+    /// Number of elements of all parameters; with `trainable_only`, of those that require grad.
+    fn num_parameters(&self, trainable_only: bool) -> usize {
+        self.parameters().iter().filter(|p| !trainable_only || p.requires_grad()).map(|p| p.numel()).sum()
+    }
+
+    /// This module as a trait object.
+    #[doc(hidden)]
+    fn as_dyn(&self) -> &dyn Module;
+}
+
+impl<M: Module> ModuleExt for M {
+    fn as_dyn(&self) -> &dyn Module {
+        self
+    }
+}
+
+impl ModuleExt for dyn Module {
+    fn as_dyn(&self) -> &dyn Module {
+        self
+    }
+}
+
+/// Calls `visit` with the fqn of every member below `module`, depth first.
+fn walk<'a>(module: &'a dyn Module, prefix: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
+    let mut direct = Vec::new();
+    module.members(&mut |name, member| direct.push((join(prefix, name), member)));
+    // PyTorch lists a module's own parameters and buffers before those of its children
+    for (fqn, member) in &direct {
+        if !matches!(member, Member::Module(_)) {
+            visit(fqn, *member);
+        }
+    }
+    for (fqn, member) in &direct {
+        if let Member::Module(child) = member {
+            visit(fqn, *member);
+            walk(*child, fqn, visit);
+        }
+    }
+}
+
+fn join(prefix: &str, name: &str) -> String {
+    if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
+}
+
+/// Sets the mode of `module` and of all modules below it.
+pub fn set_training(module: &mut dyn Module, training: bool) {
+    module.set_training(training);
+    module.children_mut(&mut |_, child| set_training(child, training));
+}
+
+fn load_state_dict(module: &dyn Module, state: &[(String, Tensor)], strict: bool) -> Result<()> {
+    let own = module.state_dict();
+    let given: std::collections::HashMap<&str, &Tensor> =
+        state.iter().map(|(n, t)| (n.as_str(), t)).collect();
+    let mut problems = Vec::new();
+    let mut copies = Vec::new();
+    for (fqn, target) in &own {
+        match given.get(fqn.as_str()) {
+            None if strict => problems.push(format!("missing {fqn}")),
+            None => {}
+            Some(source) if source.size() != target.size() => problems.push(format!(
+                "{fqn} has shape {:?}, the module's is {:?}",
+                source.size(),
+                target.size()
+            )),
+            Some(source) => copies.push((target, *source)),
+        }
+    }
+    if strict {
+        let names: HashSet<&str> = own.iter().map(|(name, _)| name.as_str()).collect();
+        let unexpected = state.iter().filter(|(name, _)| !names.contains(name.as_str()));
+        problems.extend(unexpected.map(|(name, _)| format!("unexpected {name}")));
+    }
+    if !problems.is_empty() {
+        let shown = problems.iter().take(10).cloned().collect::<Vec<_>>().join(", ");
+        let more = problems.len().saturating_sub(10);
+        let what = if more > 0 { format!("{shown} and {more} more") } else { shown };
+        return Err(CheckpointError::Mismatch {
+            module: module.type_name().to_owned(),
+            what,
+            remedy: "build the module with the sizes it was saved with, or load with strict=false".to_owned(),
+        }
+        .into());
+    }
+    let _no_grad = tch::no_grad_guard();
+    for (target, source) in copies {
+        target.shallow_clone().f_copy_(source)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,100 @@
+//! Parameters and buffers: named handles to the tensors of a module.
+
+use std::ops::Deref;
+
+use tch::Tensor;
+
+use crate::error::Result;
+use crate::ffi;
+
+/// A trainable tensor of a module.
+///
+/// A handle: clones and tied weights share one libtorch tensor, and moving it to another device or dtype keeps its
+/// identity, so that an optimizer that holds it goes on working. Layers reach their weights only through this type.
+#[derive(Debug)]
+pub struct Parameter {
+    tensor: Tensor,
+}
+
+impl Parameter {
+    /// A parameter with the values of `tensor`, detached from any graph, requiring grad.
+    pub fn new(tensor: Tensor) -> Self {
+        Self { tensor: tensor.detach().set_requires_grad(true) }
+    }
+
+    /// The weights. Shares storage and gradient with every clone of this handle.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// Replaces device, dtype or values, keeping the handle's identity. A gradient of the old kind is dropped.
+    ///
+    /// # Errors
+    /// If libtorch cannot swap the data (an incompatible kind of tensor).
+    pub fn set_data(&self, data: &Tensor) -> Result<()> {
+        ffi::clear_grads([&self.tensor])?;
+        self.tensor.shallow_clone().f_set_data(data)?;
+        Ok(())
+    }
+}
+
+impl Clone for Parameter {
+    /// Another handle to the same tensor (a tied weight), not a copy of the values.
+    fn clone(&self) -> Self {
+        Self { tensor: self.tensor.shallow_clone() }
+    }
+}
+
+impl Deref for Parameter {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        self.tensor()
+    }
+}
+
+/// A tensor of a module that is not trained but belongs to its state, such as a running mean.
+#[derive(Debug)]
+pub struct Buffer {
+    tensor: Tensor,
+    persistent: bool,
+}
+
+impl Buffer {
+    /// A buffer that is saved in the state dict.
+    pub fn new(tensor: Tensor) -> Self {
+        Self { tensor: tensor.detach(), persistent: true }
+    }
+
+    /// A buffer that moves with the module but is not saved.
+    pub fn non_persistent(tensor: Tensor) -> Self {
+        Self { tensor: tensor.detach(), persistent: false }
+    }
+
+    /// The values.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// Whether the state dict holds it.
+    pub fn is_persistent(&self) -> bool {
+        self.persistent
+    }
+
+    /// Replaces device, dtype or values, keeping the handle's identity.
+    ///
+    /// # Errors
+    /// If libtorch cannot swap the data.
+    pub fn set_data(&self, data: &Tensor) -> Result<()> {
+        self.tensor.shallow_clone().f_set_data(data)?;
+        Ok(())
+    }
+}
+
+impl Deref for Buffer {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        self.tensor()
+    }
+}
