@@ -2,6 +2,8 @@
 
 #![deny(unsafe_code)]
 
+extern crate self as voltaic; // the derive names everything from `::voltaic`
+
 pub mod device;
 pub mod error;
 pub mod ffi;
@@ -9,4 +11,5 @@ pub mod nn;
 
 pub use device::Device;
 pub use error::{Error, Result};
+pub use nn::Module;
 pub use tch::{Kind, Tensor};
