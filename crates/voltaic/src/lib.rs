@@ -2,6 +2,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod data;
 pub mod device;
 pub mod error;
 pub mod ffi;
