@@ -74,7 +74,10 @@ pub struct DataLoader<B: Batch> {
 
 impl<B: Batch> DataLoader<B> {
     /// Starts building a loader over `dataset`: batches of 1, in order, loaded on the calling thread.
-    #[allow(clippy::new_ret_no_self, reason = "the one way to make a loader; `build` checks the settings together")]
+    #[allow(
+        clippy::new_ret_no_self,
+        reason = "the one way to make a loader; `build` checks the settings together"
+    )]
     pub fn new<D: Dataset<Batch = B>>(dataset: D) -> DataLoaderBuilder<B> {
         DataLoaderBuilder {
             dataset: Arc::new(dataset),
@@ -319,7 +322,11 @@ impl<B: Batch> DataLoaderBuilder<B> {
         }
         match (self.num_workers, self.prefetch) {
             (_, Some(0)) => {
-                problem("prefetch", "0 batches ahead".to_owned(), "set prefetch to 1 or more, or num_workers=0");
+                problem(
+                    "prefetch",
+                    "0 batches ahead".to_owned(),
+                    "set prefetch to 1 or more, or num_workers=0",
+                );
             }
             (0, Some(prefetch)) => {
                 let what = format!("{prefetch} batches ahead, but num_workers=0 loads none ahead");
@@ -328,7 +335,11 @@ impl<B: Batch> DataLoaderBuilder<B> {
             _ => {}
         }
         let sampler = self.sampler.unwrap_or_else(|| {
-            if self.shuffle { Arc::new(RandomSampler::new(len)) } else { Arc::new(SequentialSampler::new(len)) }
+            if self.shuffle {
+                Arc::new(RandomSampler::new(len))
+            } else {
+                Arc::new(SequentialSampler::new(len))
+            }
         });
         let samples = sampler.num_samples();
         match self.batch_size {

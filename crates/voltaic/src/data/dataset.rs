@@ -223,7 +223,10 @@ pub fn random_split<D: Dataset>(dataset: D, lengths: &[usize], seed: u64) -> Res
     if lengths.iter().sum::<usize>() != len {
         return Err(ConfigError::new(
             "random_split.lengths",
-            format!("{lengths:?} add up to {}, but the dataset has {len} samples", lengths.iter().sum::<usize>()),
+            format!(
+                "{lengths:?} add up to {}, but the dataset has {len} samples",
+                lengths.iter().sum::<usize>()
+            ),
             "choose lengths that add up to the dataset's (`fractional_lengths` makes them from fractions)",
         )
         .into());
