@@ -4,10 +4,21 @@
 
 extern crate self as voltaic; // the derive names everything from `::voltaic`
 
+// in the order of the layers: a module uses only those above it
 pub mod device;
 pub mod error;
 pub mod ffi;
+
+pub mod checkpoint;
+pub mod data;
 pub mod nn;
+
+pub mod module;
+
+pub mod callback;
+pub mod logger;
+
+pub mod trainer;
 
 pub use device::Device;
 pub use error::{Error, Result};

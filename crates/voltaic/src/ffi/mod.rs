@@ -9,6 +9,7 @@ mod autograd;
 mod optim;
 mod rng;
 mod tensor;
+mod threads;
 
 use std::ffi::CStr;
 
@@ -20,6 +21,7 @@ pub use optim::{
 };
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version};
+pub use threads::set_thread_num_threads;
 
 use crate::error::{TorchError, TorchErrorKind};
 
