@@ -9,9 +9,11 @@ pub mod device;
 pub mod error;
 pub mod ffi;
 
+pub mod config;
 pub mod checkpoint;
 pub mod data;
 pub mod nn;
+pub mod optim;
 
 pub mod module;
 

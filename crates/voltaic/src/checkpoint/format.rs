@@ -27,21 +27,25 @@ struct Header {
     num_optimizers: usize,
 }
 
-/// A tensor's bytes, copied from its device when safetensors writes them.
-struct Bytes<'a>(&'a Tensor);
+/// A tensor whose bytes are copied from its device when safetensors writes them.
+struct Bytes<'a> {
+    tensor: &'a Tensor,
+    dtype: Dtype,
+    shape: Vec<usize>,
+}
 
 impl View for Bytes<'_> {
     fn dtype(&self) -> Dtype {
-        dtype(self.0.kind()).unwrap_or(Dtype::U8)
+        self.dtype
     }
 
-    fn shape(&self) -> Cow<'_, [usize]> {
-        self.0.size().iter().map(|&d| d as usize).collect::<Vec<_>>().into()
+    fn shape(&self) -> &[usize] {
+        &self.shape
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        let tensor = self.0.to_device(tch::Device::Cpu).contiguous();
-        let mut bytes = vec![0_u8; tensor.numel() * tensor.kind().elt_size_in_bytes()];
+        let tensor = self.tensor.to_device(tch::Device::Cpu).contiguous();
+        let mut bytes = vec![0_u8; self.data_len()];
         if !bytes.is_empty() {
             tensor.copy_data_u8(&mut bytes, tensor.numel());
         }
@@ -49,7 +53,7 @@ impl View for Bytes<'_> {
     }
 
     fn data_len(&self) -> usize {
-        self.0.numel() * self.0.kind().elt_size_in_bytes()
+        self.tensor.numel() * self.tensor.kind().elt_size_in_bytes()
     }
 }
 
@@ -92,15 +96,6 @@ fn named_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor)> {
 /// # Errors
 /// As [`Checkpoint::save`], and if a tensor has a dtype that safetensors has not.
 pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
-    let named = named_tensors(checkpoint);
-    if let Some((name, tensor)) = named.iter().find(|(_, tensor)| dtype(tensor.kind()).is_none()) {
-        return Err(CheckpointError::Mismatch {
-            module: checkpoint.meta.module.clone(),
-            what: format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind()),
-            remedy: "cast it, or make it a non-persistent buffer".to_owned(),
-        }
-        .into());
-    }
     let header = Header {
         meta: CheckpointMeta {
             format_version: FORMAT_VERSION,
@@ -112,7 +107,18 @@ pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
     };
     let text = serde_json::to_string(&header).map_err(|e| Error::io("serialize", path, e.into()))?;
     let metadata = HashMap::from([(METADATA_KEY.to_owned(), text), ("format".to_owned(), "pt".to_owned())]);
-    let views: Vec<(String, Bytes)> = named.into_iter().map(|(name, tensor)| (name, Bytes(tensor))).collect();
+    let views = named_tensors(checkpoint)
+        .into_iter()
+        .map(|(name, tensor)| {
+            let dtype = dtype(tensor.kind()).ok_or_else(|| CheckpointError::Mismatch {
+                module: checkpoint.meta.module.clone(),
+                what: format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind()),
+                remedy: "cast it, or make it a non-persistent buffer".to_owned(),
+            })?;
+            let shape = tensor.size().iter().map(|&dim| dim as usize).collect();
+            Ok((name, Bytes { tensor, dtype, shape }))
+        })
+        .collect::<Result<Vec<_>>>()?;
     write_atomically(path, |writer| {
         let bytes = safetensors::serialize(views, Some(metadata))
             .map_err(|error| std::io::Error::new(std::io::ErrorKind::InvalidData, error))?;

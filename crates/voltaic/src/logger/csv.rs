@@ -54,7 +54,7 @@ impl CsvLogger {
         self.folder.join("curves.png")
     }
 
-    fn failed(&self) -> impl Fn(std::io::Error) -> Error {
+    fn failed(&self) -> impl Fn(std::io::Error) -> Error + use<> {
         let path = self.metrics_path();
         move |error| Error::io("write", &path, error)
     }
@@ -138,13 +138,15 @@ impl Logger for CsvLogger {
             return Ok(());
         }
         let failed = self.failed();
-        let Some(writer) = &mut self.writer else { return self.rewrite() };
+        let Some(mut writer) = self.writer.take() else { return self.rewrite() };
         let mut csv = csv::Writer::from_writer(Vec::new());
         for row in self.pending.drain(..) {
             csv.write_record(cells(&self.columns, &row)).map_err(|e| failed(e.into()))?;
         }
         let bytes = csv.into_inner().map_err(|e| failed(e.into_error()))?;
-        writer.write_all(&bytes).and_then(|()| writer.flush()).map_err(failed)
+        writer.write_all(&bytes).and_then(|()| writer.flush()).map_err(failed)?;
+        self.writer = Some(writer);
+        Ok(())
     }
 
     fn finalize(&mut self, _success: bool) -> Result<()> {

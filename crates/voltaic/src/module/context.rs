@@ -21,7 +21,7 @@ impl StepContext<'_> {
     ///
     /// In `training_step` the value is for the step unless `on_epoch(true)` is said; elsewhere it is averaged over
     /// the epoch. Tensors stay on their device until something has to be printed or written.
-    pub fn log(&mut self, name: &str, value: impl Into<LogValue>) -> LogEntry<'_> {
+    pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
         LogEntry::new(self.metrics, name, value.into())
     }
 
@@ -168,7 +168,7 @@ pub struct HookContext<'a> {
 impl HookContext<'_> {
     /// Logs a scalar under `name`; options are set on what is returned. Values of batch hooks are for the step,
     /// values of epoch hooks for the epoch.
-    pub fn log(&mut self, name: &str, value: impl Into<LogValue>) -> LogEntry<'_> {
+    pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
         LogEntry::new(self.metrics, name, value.into())
     }
 

@@ -267,7 +267,8 @@ impl MetricStore {
             }
         };
         let entry = &mut results.entries[index];
-        if entry.hook == hook && LogOptions { batch_size: None, ..entry.options } != (LogOptions { batch_size: None, ..options }) {
+        let same_options = entry.options == LogOptions { batch_size: entry.options.batch_size, ..options };
+        if entry.hook == hook && !same_options {
             return Err(ConfigError::new(
                 format!("log({name})"),
                 format!("{hook} logs `{name}` twice with different options"),

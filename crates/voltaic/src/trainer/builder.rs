@@ -21,11 +21,11 @@ pub struct TrainerBuilder {
 
 /// A setter per key of [`TrainerConfig`].
 macro_rules! keys {
-    ($($name:ident: $type:ty => $convert:expr;)*) => {$(
+    ($($name:ident: $type:ty $(=> $wrap:ident)?;)*) => {$(
         #[doc = concat!("Sets [`TrainerConfig::", stringify!($name), "`].")]
         #[must_use]
-        pub fn $name(mut self, $name: $type) -> Self {
-            self.config.$name = $convert($name);
+        pub fn $name(mut self, $name: impl Into<$type>) -> Self {
+            self.config.$name = $($wrap)?($name.into());
             self
         }
     )*};
@@ -54,31 +54,31 @@ impl TrainerBuilder {
     }
 
     keys! {
-        accelerator: impl Into<String> => Into::into;
-        devices: impl Into<Devices> => Into::into;
-        strategy: impl Into<String> => Into::into;
-        precision: impl Into<serde_json::Value> => |precision| Some(precision.into());
+        accelerator: String;
+        devices: Devices;
+        strategy: String;
+        precision: serde_json::Value => Some;
         max_epochs: i64 => Some;
         min_epochs: u64 => Some;
-        max_steps: i64 => std::convert::identity;
+        max_steps: i64;
         min_steps: u64 => Some;
-        fast_dev_run: impl Into<FastDevRun> => Into::into;
-        limit_train_batches: impl Into<Limit> => |limit| Some(limit.into());
-        limit_val_batches: impl Into<Limit> => |limit| Some(limit.into());
-        limit_test_batches: impl Into<Limit> => |limit| Some(limit.into());
-        limit_predict_batches: impl Into<Limit> => |limit| Some(limit.into());
-        val_check_interval: impl Into<Limit> => |limit| Some(limit.into());
-        check_val_every_n_epoch: Option<u64> => std::convert::identity;
+        fast_dev_run: FastDevRun;
+        limit_train_batches: Limit => Some;
+        limit_val_batches: Limit => Some;
+        limit_test_batches: Limit => Some;
+        limit_predict_batches: Limit => Some;
+        val_check_interval: Limit => Some;
+        check_val_every_n_epoch: Option<u64>;
         num_sanity_val_steps: i64 => Some;
         log_every_n_steps: u64 => Some;
-        accumulate_grad_batches: u64 => std::convert::identity;
+        accumulate_grad_batches: u64;
         gradient_clip_val: f64 => Some;
         gradient_clip_algorithm: GradientClipAlgorithm => Some;
-        logger: bool => std::convert::identity;
-        enable_checkpointing: bool => std::convert::identity;
-        enable_progress_bar: bool => std::convert::identity;
-        enable_model_summary: bool => std::convert::identity;
-        default_root_dir: impl Into<PathBuf> => |dir| Some(dir.into());
+        logger: bool;
+        enable_checkpointing: bool;
+        enable_progress_bar: bool;
+        enable_model_summary: bool;
+        default_root_dir: PathBuf => Some;
     }
 
     /// Checks everything and makes the trainer.

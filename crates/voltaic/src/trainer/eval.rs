@@ -2,6 +2,7 @@
 
 use tch::Tensor;
 
+use super::EvalMetrics;
 use super::session::{BatchFacts, HookPoint, Session, call_hook};
 use crate::data::{Batch, DataLoader, EpochRange, Stage};
 use crate::error::Result;
@@ -11,9 +12,6 @@ use crate::nn::set_training;
 const VALIDATION_STEP: HookPoint = HookPoint { name: "validation_step", phase: Phase::Eval, level: Level::Epoch };
 const TEST_STEP: HookPoint = HookPoint { name: "test_step", phase: Phase::Eval, level: Level::Epoch };
 const PREDICT_STEP: HookPoint = HookPoint { name: "predict_step", phase: Phase::Eval, level: Level::Denied };
-
-/// Metrics of an evaluation, by name.
-pub(super) type EvalMetrics = Vec<(String, f64)>;
 
 /// Loaders with the number of batches to take from each.
 pub(super) struct EvalLoaders<'a, B: Batch> {

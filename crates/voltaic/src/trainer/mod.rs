@@ -24,13 +24,15 @@ use crate::data::{DataLoader, DataModule, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::{LightningModule, Progress};
-use crate::nn::{Module, ModuleExt, set_training};
+use crate::nn::{ModuleExt, set_training};
 use crate::optim::Optimizers;
 
 pub use builder::TrainerBuilder;
 pub use config::{CallbackConfig, Devices, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
-pub use eval::EvalMetrics;
 pub use seed::{global_seed, seed_everything};
+
+/// Metrics of an evaluation, by name, in the order they were first logged.
+pub type EvalMetrics = Vec<(String, f64)>;
 
 use eval::EvalLoaders;
 use fit::FitLoaders;

@@ -1,0 +1,3 @@
+//! stub
+/// stub
+pub fn to_yaml(v: &serde_json::Value) -> String { v.to_string() }
