@@ -1,0 +1,4 @@
+//! Integration tests, one file per theme.
+
+mod nn;
+mod rng;
