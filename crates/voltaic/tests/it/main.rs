@@ -1,4 +1,5 @@
 //! Integration tests, one file per theme.
 
+mod models;
 mod nn;
 mod rng;
