@@ -10,10 +10,10 @@ pub mod error;
 pub mod ffi;
 
 pub mod config;
+
 pub mod checkpoint;
 pub mod data;
 pub mod nn;
-pub mod optim;
 
 pub mod module;
 
@@ -21,6 +21,8 @@ pub mod callback;
 pub mod logger;
 
 pub mod trainer;
+
+pub mod models;
 
 pub use device::Device;
 pub use error::{Error, Result};

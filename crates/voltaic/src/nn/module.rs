@@ -127,7 +127,7 @@ pub trait ModuleExt: Module {
         let mut found = Vec::new();
         walk(self.as_dyn(), "", &mut |fqn, member| {
             if let Member::Parameter(parameter) = member
-                && seen.insert(parameter.as_ptr())
+                && seen.insert(parameter.id())
             {
                 found.push((fqn.to_owned(), parameter.clone()));
             }
