@@ -6,6 +6,7 @@ pub mod device;
 pub mod error;
 pub mod ffi;
 pub mod nn;
+pub mod optim;
 
 pub use device::Device;
 pub use error::{Error, Result};

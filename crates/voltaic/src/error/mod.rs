@@ -7,13 +7,15 @@ mod checkpoint;
 mod config;
 mod data;
 mod module;
+mod optim;
 
 use std::path::{Path, PathBuf};
 
 pub use checkpoint::CheckpointError;
-pub use config::ConfigError;
+pub use config::{ConfigError, ConfigProblem};
 pub use data::DataError;
 pub use module::ModuleError;
+pub use optim::OptimError;
 
 /// Result of what the user calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -37,6 +39,9 @@ pub enum Error {
     /// A checkpoint cannot be written, read or applied.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// An optimizer or a learning rate schedule cannot do its step.
+    #[error(transparent)]
+    Optim(#[from] OptimError),
     /// libtorch refused an operation.
     #[error(transparent)]
     Torch(#[from] TorchError),

@@ -16,7 +16,8 @@ use voltaic_sys as sys;
 
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading};
 pub use optim::{
-    AdamOptions, FusedAdam, FusedSgd, foreach_add_scalar, foreach_clamp, foreach_mul_tensor, foreach_norm,
+    AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,
+    foreach_norm, is_dense, tensor_id,
 };
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version};
