@@ -77,6 +77,17 @@ impl TensorList {
         Ok(Self::own(raw))
     }
 
+    /// Number of tensors in the list.
+    pub fn len(&self) -> usize {
+        // SAFETY: the list is alive.
+        unsafe { sys::vt_list_len(self.raw.as_ptr()) }
+    }
+
+    /// Whether there is no tensor in the list.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// Replaces the contents of `self` by the gradients of `params`, in order, without the absent ones.
     pub fn fill_with_grads(&mut self, params: &Self) -> Result<(), TorchError> {
         // SAFETY: both lists are alive, and distinct because one is borrowed mutably.
