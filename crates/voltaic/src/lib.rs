@@ -14,6 +14,7 @@ pub mod config;
 pub mod checkpoint;
 pub mod data;
 pub mod nn;
+pub mod optim;
 
 pub mod module;
 
