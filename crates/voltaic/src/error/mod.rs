@@ -6,6 +6,7 @@
 mod checkpoint;
 mod config;
 mod data;
+mod memory;
 mod module;
 
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use std::path::{Path, PathBuf};
 pub use checkpoint::CheckpointError;
 pub use config::ConfigError;
 pub use data::DataError;
+pub use memory::MemoryError;
 pub use module::ModuleError;
 
 /// Result of what the user calls.
@@ -37,6 +39,9 @@ pub enum Error {
     /// A checkpoint cannot be written, read or applied.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// The host memory pool cannot be set up as asked.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
     /// libtorch refused an operation.
     #[error(transparent)]
     Torch(#[from] TorchError),

@@ -5,8 +5,10 @@
 
 #![allow(unsafe_code)]
 
+mod allocator;
 mod autograd;
 mod optim;
+mod pool;
 mod rng;
 mod tensor;
 
@@ -14,10 +16,12 @@ use std::ffi::CStr;
 
 use voltaic_sys as sys;
 
+pub use allocator::{host_pool, install_host_pool};
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading};
 pub use optim::{
     AdamOptions, FusedAdam, FusedSgd, foreach_add_scalar, foreach_clamp, foreach_mul_tensor, foreach_norm,
 };
+pub use pool::{Pool, PoolStats};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version};
 
