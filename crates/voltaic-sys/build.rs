@@ -5,11 +5,9 @@ use std::{env, fs};
 
 fn main() {
     println!("cargo:rerun-if-changed=csrc");
-    let Ok(lib_dir) = env::var("DEP_TCH_LIBTORCH_LIB") else {
-        panic!(
-            "torch-sys did not report its libtorch folder (DEP_TCH_LIBTORCH_LIB); run scripts/setup.sh, or set LIBTORCH"
-        );
-    };
+    let lib_dir = env::var("DEP_TCH_LIBTORCH_LIB").expect(
+        "torch-sys did not report its libtorch folder (DEP_TCH_LIBTORCH_LIB); run scripts/setup.sh, or set LIBTORCH",
+    );
     let include = PathBuf::from(&lib_dir).join("../include");
     let mut sources: Vec<PathBuf> = fs::read_dir("csrc")
         .expect("csrc/ lies beside build.rs")

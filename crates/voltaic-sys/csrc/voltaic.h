@@ -133,7 +133,9 @@ vt_error *vt_randperm(int64_t len, uint64_t seed, vt_tensor *permutation);
 
 typedef struct {
   void *(*allocate)(size_t bytes); // 64-byte aligned; null if there is no memory. Never called with 0.
-  void (*release)(void *block);    // never called with null
+  void (*release)(void *block);
+  // Writes why `bytes` could not be allocated to `text`: at most `capacity` bytes, the last of them 0.
+  void (*explain)(size_t bytes, char *text, size_t capacity);
 } vt_allocator;
 
 // Makes `allocator` libtorch's allocator for the CPU device. Blocks that libtorch's own allocator gave out before

@@ -69,6 +69,7 @@ pub struct vt_adam_state {
 pub struct vt_allocator {
     pub allocate: extern "C" fn(bytes: usize) -> *mut c_void,
     pub release: extern "C" fn(block: *mut c_void),
+    pub explain: extern "C" fn(bytes: usize, text: *mut c_char, capacity: usize),
 }
 
 unsafe extern "C" {

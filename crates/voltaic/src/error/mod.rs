@@ -6,6 +6,7 @@
 mod checkpoint;
 mod config;
 mod data;
+mod memory;
 mod module;
 mod optim;
 
@@ -14,6 +15,7 @@ use std::path::{Path, PathBuf};
 pub use checkpoint::CheckpointError;
 pub use config::{ConfigError, ConfigProblem};
 pub use data::DataError;
+pub use memory::MemoryError;
 pub use module::ModuleError;
 pub use optim::OptimError;
 
@@ -39,9 +41,15 @@ pub enum Error {
     /// A checkpoint cannot be written, read or applied.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+<<<<<<< HEAD
     /// An optimizer or a learning rate schedule cannot do its step.
     #[error(transparent)]
     Optim(#[from] OptimError),
+=======
+    /// The host memory pool cannot be set up as asked.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+>>>>>>> pool
     /// libtorch refused an operation.
     #[error(transparent)]
     Torch(#[from] TorchError),

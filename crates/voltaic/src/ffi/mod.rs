@@ -5,8 +5,10 @@
 
 #![allow(unsafe_code)]
 
+mod allocator;
 mod autograd;
 mod optim;
+mod pool;
 mod rng;
 mod tensor;
 mod threads;
@@ -15,11 +17,17 @@ use std::ffi::CStr;
 
 use voltaic_sys as sys;
 
+<<<<<<< HEAD
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
+=======
+pub use allocator::{host_pool, install_host_pool};
+pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading};
+>>>>>>> pool
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,
     foreach_norm, is_dense, tensor_id,
 };
+pub use pool::{Pool, PoolStats};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version};
 pub use threads::set_thread_num_threads;

@@ -1,6 +1,8 @@
 //! Integration tests, one module per theme.
 
 mod data;
+mod host_pool;
+mod layers;
 mod models;
 mod nn;
 mod rng;

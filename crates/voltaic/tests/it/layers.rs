@@ -1,0 +1,190 @@
+//! The house rules that a compiler does not check: which folder may use which, file length, where unsafe code is.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Folders and files of `src/` by layer. A module uses its own layer and lower ones only.
+const LAYERS: [(&str, u32); 27] = [
+    ("device", 10),
+    ("error", 10),
+    ("ffi", 10),
+    ("accelerator", 20),
+    ("config", 20),
+    ("distributed", 30),
+    ("graph", 30),
+    ("nn", 40),
+    ("precision", 40),
+    ("optim", 40),
+    ("data", 40),
+    ("checkpoint", 40),
+    ("module", 50),
+    ("strategy", 50),
+    ("callback", 60),
+    ("profiler", 60),
+    ("logger", 60),
+    ("metrics", 60),
+    ("trainer", 70),
+    ("models", 75),
+    ("cli", 80),
+    ("prelude", 80),
+    ("lib", 90),
+    ("bin", 90),
+    // re-exports of lib.rs that any layer may name
+    ("Result", 10),
+    ("Error", 10),
+    ("Device", 10),
+];
+const MAX_LINES: usize = 600;
+
+fn layer(name: &str) -> Option<u32> {
+    LAYERS.iter().find(|(known, _)| *known == name).map(|(_, layer)| *layer)
+}
+
+/// All `.rs` files below `folder`.
+fn sources(folder: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files.extend(sources(&path));
+        } else if path.extension().is_some_and(|ext| ext == "rs") {
+            files.push(path);
+        }
+    }
+    files.sort();
+    files
+}
+
+/// The first folder, or the file's name, below `src/`.
+fn top(path: &Path, src: &Path) -> String {
+    let below = path.strip_prefix(src).unwrap();
+    below.iter().next().unwrap().to_string_lossy().trim_end_matches(".rs").to_owned()
+}
+
+/// The names right behind each `crate::` of a source text, as in `use crate::{device::Device, ffi};`.
+fn used_names(text: &str) -> Vec<String> {
+    let code: String =
+        text.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n");
+    let mut names = Vec::new();
+    for (at, _) in code.match_indices("crate::") {
+        if code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == '$') {
+            continue;
+        }
+        let rest = &code[at + "crate::".len()..];
+        match rest.strip_prefix('{') {
+            Some(group) => names.extend(group_heads(group)),
+            None => names.push(head(rest)),
+        }
+    }
+    names
+}
+
+fn head(path: &str) -> String {
+    path.trim_start().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
+}
+
+/// First segments of the paths in a brace group, without those of nested groups.
+fn group_heads(group: &str) -> Vec<String> {
+    let (mut depth, mut start, mut heads) = (0, 0, Vec::new());
+    for (at, c) in group.char_indices() {
+        match c {
+            '{' => depth += 1,
+            ',' | '}' if depth == 0 => {
+                heads.push(head(&group[start..at]));
+                start = at + 1;
+                if c == '}' {
+                    break;
+                }
+            }
+            '}' => depth -= 1,
+            _ => {}
+        }
+    }
+    heads.retain(|head| !head.is_empty());
+    heads
+}
+
+/// What breaks the layering in one file, as readable lines.
+fn layer_problems(file: &str, folder: &str, text: &str) -> Vec<String> {
+    let Some(own) = layer(folder) else {
+        return vec![format!("{file}: `{folder}` is in no layer; add it to LAYERS in tests/it/layers.rs")];
+    };
+    let mut problems = Vec::new();
+    for name in used_names(text) {
+        match layer(&name) {
+            Some(used) if used > own => {
+                problems.push(format!("{file}: `{folder}` (layer {own}) uses crate::{name} (layer {used}); a layer may use lower ones only"));
+            }
+            Some(_) => {}
+            // types and macros at the crate root: Tensor, Kind, vt_try
+            None if !name.starts_with(|c: char| c.is_lowercase()) => {}
+            None => problems.push(format!(
+                "{file}: crate::{name} is in no layer; add it to LAYERS in tests/it/layers.rs"
+            )),
+        }
+    }
+    problems
+}
+
+fn src() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("src")
+}
+
+#[test]
+fn lower_layers_do_not_use_higher_ones() {
+    let src = src();
+    let mut problems = Vec::new();
+    for path in sources(&src) {
+        let text = fs::read_to_string(&path).unwrap();
+        problems.extend(layer_problems(&path.display().to_string(), &top(&path, &src), &text));
+    }
+    assert!(problems.is_empty(), "\n{}", problems.join("\n"));
+}
+
+#[test]
+fn the_layer_check_sees_what_is_wrong() {
+    for (folder, text, expected) in [
+        ("nn", "use crate::trainer::Trainer;", 1),
+        ("nn", "use crate::{device::Device, ffi, callback::{Callback, x}};", 1),
+        ("nn", "    crate::cli::run();", 1),
+        ("nn", "// see crate::trainer", 0),
+        ("nn", "use crate::error::Result;\nuse crate::Tensor;\nuse crate::Device;", 0),
+        ("nn", "use crate::no_such_folder::X;", 1),
+        ("trainer", "use crate::{\n    nn::Module,\n    data::{\n        Batch,\n    },\n};", 0),
+        ("no_such_folder", "", 1),
+    ] {
+        assert_eq!(layer_problems("x.rs", folder, text).len(), expected, "{folder}: {text}");
+    }
+}
+
+#[test]
+fn files_stay_short() {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let mut problems = Vec::new();
+    for path in sources(workspace) {
+        let lines = fs::read_to_string(&path).unwrap().lines().count();
+        if lines > MAX_LINES {
+            problems.push(format!("{}: {lines} lines; split it, {MAX_LINES} is the most", path.display()));
+        }
+    }
+    assert!(problems.is_empty(), "\n{}", problems.join("\n"));
+}
+
+#[test]
+fn unsafe_code_is_in_ffi_only() {
+    let src = src();
+    let mut problems = Vec::new();
+    for path in sources(&src) {
+        if path.starts_with(src.join("ffi")) {
+            continue;
+        }
+        for (number, line) in fs::read_to_string(&path).unwrap().lines().enumerate() {
+            let code = line.split("//").next().unwrap_or("");
+            let mut words = code.split(|c: char| !c.is_alphanumeric() && c != '_');
+            if words.any(|word| word == "unsafe") || code.contains("allow(unsafe_code)") {
+                problems.push(format!("{}:{}: unsafe code belongs to ffi/", path.display(), number + 1));
+            }
+        }
+    }
+    assert!(problems.is_empty(), "\n{}", problems.join("\n"));
+}
