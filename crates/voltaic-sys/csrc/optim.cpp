@@ -86,11 +86,8 @@ vt_error *vt_list_new(const vt_tensor *tensors, size_t len, vt_list **list) {
 
 void vt_list_free(vt_list *list) { delete list; }
 
-<<<<<<< HEAD
-=======
 size_t vt_list_len(const vt_list *list) { return list->tensors.size(); }
 
->>>>>>> optim
 void vt_list_clear(vt_list *list) { list->tensors.clear(); }
 
 vt_error *vt_list_select(const vt_list *list, const size_t *indices, size_t len, vt_list **selected) {

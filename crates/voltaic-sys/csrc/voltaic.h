@@ -68,10 +68,7 @@ vt_error *vt_tensor_is_dense(vt_tensor tensor, int32_t *is_dense);
 typedef struct vt_list vt_list;
 vt_error *vt_list_new(const vt_tensor *tensors, size_t len, vt_list **list);
 void vt_list_free(vt_list *list);
-<<<<<<< HEAD
-=======
 size_t vt_list_len(const vt_list *list);
->>>>>>> optim
 void vt_list_clear(vt_list *list);
 // A list of the entries `indices`; fails if one of them is out of range.
 vt_error *vt_list_select(const vt_list *list, const size_t *indices, size_t len, vt_list **selected);

@@ -101,10 +101,7 @@ unsafe extern "C" {
     pub fn vt_tensor_is_dense(tensor: vt_tensor, is_dense: *mut i32) -> *mut vt_error;
     pub fn vt_list_new(tensors: *const vt_tensor, len: usize, list: *mut *mut vt_list) -> *mut vt_error;
     pub fn vt_list_free(list: *mut vt_list);
-<<<<<<< HEAD
-=======
     pub fn vt_list_len(list: *const vt_list) -> usize;
->>>>>>> optim
     pub fn vt_list_clear(list: *mut vt_list);
     pub fn vt_list_select(
         list: *const vt_list,

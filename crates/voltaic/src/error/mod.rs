@@ -41,15 +41,12 @@ pub enum Error {
     /// A checkpoint cannot be written, read or applied.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-<<<<<<< HEAD
     /// An optimizer or a learning rate schedule cannot do its step.
     #[error(transparent)]
     Optim(#[from] OptimError),
-=======
     /// The host memory pool cannot be set up as asked.
     #[error(transparent)]
     Memory(#[from] MemoryError),
->>>>>>> pool
     /// libtorch refused an operation.
     #[error(transparent)]
     Torch(#[from] TorchError),

@@ -71,20 +71,12 @@ impl TensorList {
     pub fn select(&self, indices: &[usize]) -> Result<Self, TorchError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the list and the indices are alive for the call; the out-pointer is valid.
-<<<<<<< HEAD
-        let error = unsafe {
-            sys::vt_list_select(self.raw.as_ptr(), indices.as_ptr(), indices.len(), &mut raw)
-        };
-=======
         let error =
             unsafe { sys::vt_list_select(self.raw.as_ptr(), indices.as_ptr(), indices.len(), &mut raw) };
->>>>>>> optim
         check("list_select", error)?;
         Ok(Self::own(raw))
     }
 
-<<<<<<< HEAD
-=======
     /// Number of tensors in the list.
     pub fn len(&self) -> usize {
         // SAFETY: the list is alive.
@@ -96,7 +88,6 @@ impl TensorList {
         self.len() == 0
     }
 
->>>>>>> optim
     /// Replaces the contents of `self` by the gradients of `params`, in order, without the absent ones.
     pub fn fill_with_grads(&mut self, params: &Self) -> Result<(), TorchError> {
         // SAFETY: both lists are alive, and distinct because one is borrowed mutably.

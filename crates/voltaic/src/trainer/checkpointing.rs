@@ -83,7 +83,7 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
         num_training_batches: run.facts.num_training_batches,
         batch_size: run.facts.train_batch_size,
         optimizers: names.zip(states.iter().map(|state| state.groups.clone())).collect(),
-        schedulers: session.schedulers.iter().map(|active| active.scheduler.state_dict()).collect(),
+        schedulers: session.schedulers.iter().map(|active| active.configured.scheduler.state_dict()).collect(),
         callbacks: callback_states(&run.callbacks),
         module,
     };
@@ -146,7 +146,7 @@ pub(super) fn restore_training<M: LightningModule>(
         optimizer.load_state_dict(OptimizerState { tensors, groups })?;
     }
     for (active, saved) in session.schedulers.iter_mut().zip(&state.schedulers) {
-        active.scheduler.load_state_dict(saved)?;
+        active.configured.scheduler.load_state_dict(saved)?;
     }
     restore_grads(session, &training.grads)?;
     restore_callbacks(&mut session.run.callbacks, &state.callbacks)?;

@@ -108,7 +108,7 @@ impl<M: LightningModule> Session<'_, M> {
     fn clip_gradients(&mut self) -> Result<()> {
         let Some(clip) = self.plan.clip else { return Ok(()) };
         for optimizer in &self.optimizers {
-            let params = optimizer.param_groups().iter().flat_map(|group| group.params());
+            let params = optimizer.param_groups().iter().flat_map(|group| group.params()).map(|(_, p)| p.tensor());
             match clip {
                 Clip::Norm(max_norm) => drop(clip_grad_norm(params, max_norm)?),
                 Clip::Value(value) => clip_grad_value(params, value)?,
@@ -136,10 +136,7 @@ impl<M: LightningModule> Session<'_, M> {
             None => progress.total_batches.is_multiple_of(plan.val_check_batch as u64),
             Some(every) if !(progress.current_epoch + 1).is_multiple_of(every) => false,
             Some(_) => {
-                let batches = progress.batch_idx as usize;
-                let is_interval = batches.is_multiple_of(plan.val_check_batch);
-                // an interval that does not divide the epoch counts anew in each
-                is_interval || (batches == plan.num_training_batches && plan.val_check_batch >= batches)
+                (progress.batch_idx as usize).is_multiple_of(plan.val_check_batch) // counted anew in each epoch
             }
         }
     }

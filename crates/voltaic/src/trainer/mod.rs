@@ -319,9 +319,7 @@ fn configure_optimizers<M: LightningModule>(session: &mut Session<M>) -> Result<
         .map_err(|source| hook_error("configure_optimizers", 0, source))?;
     for (index, built) in configured.build(session.module)?.into_iter().enumerate() {
         session.optimizers.push(built.optimizer);
-        if let Some((spec, scheduler)) = built.scheduler {
-            session.schedulers.push(ActiveScheduler { optimizer: index, scheduler, spec });
-        }
+        session.schedulers.extend(built.scheduler.map(|configured| ActiveScheduler { optimizer: index, configured }));
     }
     if session.optimizers.len() == 1 {
         return Ok(());

@@ -3,13 +3,13 @@
 use super::session::Session;
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
-use crate::optim::{Interval, LrScheduler, LrSchedulerSpec};
+use crate::optim::{ConfiguredLrScheduler, Interval};
 
-/// A schedule at work on the optimizer of the same index.
+/// A schedule at work on one of the optimizers.
 pub(super) struct ActiveScheduler {
+    /// Index of the optimizer.
     pub optimizer: usize,
-    pub scheduler: Box<dyn LrScheduler>,
-    pub spec: LrSchedulerSpec,
+    pub configured: ConfiguredLrScheduler,
 }
 
 impl<M: LightningModule> Session<'_, M> {
@@ -22,27 +22,23 @@ impl<M: LightningModule> Session<'_, M> {
             Interval::Step => progress.batch_idx + 1,
             Interval::Epoch => progress.current_epoch + 1,
         };
-        for active in &mut self.schedulers {
-            let spec = &active.spec;
-            let is_due = spec.interval == interval
-                && active.scheduler.needs_metric() == watch_metric
-                && position.is_multiple_of(spec.frequency);
+        for ActiveScheduler { optimizer, configured } in &mut self.schedulers {
+            let is_due = configured.interval == interval
+                && configured.monitor.is_some() == watch_metric
+                && position.is_multiple_of(configured.frequency);
             if !is_due {
                 continue;
             }
-            let mut metric = None;
-            if watch_metric {
-                let monitor = spec.monitor.as_deref().unwrap_or("val_loss");
-                metric = self.run.metrics.callback_metric(monitor); // sync point
-                if metric.is_none() && spec.strict {
-                    return Err(missing_metric(monitor, &self.run.metrics.callback_metric_names()));
-                }
-                if metric.is_none() {
-                    tracing::warn!("the schedule waits: no metric `{monitor}` has been logged");
-                    continue;
-                }
-            }
-            active.scheduler.step(self.optimizers[active.optimizer].param_groups_mut(), metric)?;
+            let metric = match &configured.monitor {
+                Some(monitor) => Some(
+                    self.run
+                        .metrics
+                        .callback_metric(monitor) // sync point
+                        .ok_or_else(|| missing_metric(monitor, &self.run.metrics.callback_metric_names()))?,
+                ),
+                None => None,
+            };
+            configured.scheduler.step(self.optimizers[*optimizer].param_groups_mut(), metric)?;
         }
         Ok(())
     }
