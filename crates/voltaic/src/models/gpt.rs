@@ -74,14 +74,14 @@ impl GptConfig {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Module)]
+#[derive(Module, Debug)]
 pub struct Gpt {
     transformer: Transformer,
     lm_head: Linear,
     block_size: i64,
 }
 
-#[derive(Module)]
+#[derive(Module, Debug)]
 struct Transformer {
     wte: Embedding,
     wpe: Embedding,
@@ -172,7 +172,7 @@ impl Forward for Gpt {
     }
 }
 
-#[derive(Module)]
+#[derive(Module, Debug)]
 struct Block {
     ln_1: LayerNorm,
     attn: CausalSelfAttention,
@@ -199,7 +199,7 @@ impl Forward for Block {
     }
 }
 
-#[derive(Module)]
+#[derive(Module, Debug)]
 struct CausalSelfAttention {
     c_attn: Linear,
     c_proj: Linear,
@@ -235,7 +235,7 @@ impl Forward for CausalSelfAttention {
     }
 }
 
-#[derive(Module)]
+#[derive(Module, Debug)]
 struct FeedForward {
     c_fc: Linear,
     c_proj: Linear,

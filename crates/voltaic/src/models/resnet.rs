@@ -43,7 +43,7 @@ impl Default for ResNet18Config {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Module)]
+#[derive(Module, Debug)]
 pub struct ResNet18 {
     conv1: Conv2d,
     bn1: BatchNorm2d,
@@ -98,7 +98,7 @@ fn stage(in_channels: i64, out_channels: i64, stride: i64) -> Result<Sequential>
 }
 
 /// Two convolutions, added to their input.
-#[derive(Module)]
+#[derive(Module, Debug)]
 struct BasicBlock {
     conv1: Conv2d,
     bn1: BatchNorm2d,

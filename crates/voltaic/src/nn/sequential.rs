@@ -1,5 +1,7 @@
 //! Modules one after the other.
 
+use std::fmt;
+
 use tch::Tensor;
 
 use super::{Forward, Member, Module};
@@ -29,7 +31,7 @@ impl Sequential {
 
     /// With `layer` after the others.
     #[must_use = "add() returns the longer sequence; use push() to change one in place"]
-    #[allow(clippy::should_implement_trait, reason = "no sum of sequences is meant")]
+    #[expect(clippy::should_implement_trait, reason = "no sum of sequences is meant")]
     pub fn add(mut self, layer: impl Forward) -> Self {
         self.push(layer);
         self
@@ -72,5 +74,12 @@ impl Forward for Sequential {
             output = layer.forward(&output)?;
         }
         Ok(output)
+    }
+}
+
+impl fmt::Debug for Sequential {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.layers.iter().map(|layer| layer.type_name()).collect();
+        write!(f, "Sequential({})", names.join(", "))
     }
 }

@@ -1,6 +1,8 @@
 //! Ready-made models against PyTorch: names, shapes, initial weights, one forward and backward pass. See
 //! fixtures/models.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+
 use std::sync::LazyLock;
 
 use serde_json::Value;

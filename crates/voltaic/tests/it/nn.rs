@@ -1,5 +1,7 @@
 //! Layers against PyTorch: state-dict names, initial weights, outputs and gradients. See fixtures/nn.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+
 use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::path::PathBuf;
@@ -7,6 +9,7 @@ use std::sync::LazyLock;
 
 use tch::{Kind, Reduction};
 use voltaic::error::{Error, ModuleError};
+use voltaic::ffi::SharedTensor;
 use voltaic::nn::functional::{self, CrossEntropyOptions};
 use voltaic::nn::init::{self, FanMode, Nonlinearity};
 use voltaic::nn::*;
@@ -19,8 +22,6 @@ struct Fixture {
     tensors: HashMap<String, SharedTensor>,
     json: serde_json::Value,
 }
-
-use voltaic::ffi::SharedTensor;
 
 static FIXTURE: LazyLock<Fixture> = LazyLock::new(|| {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/nn");
@@ -333,6 +334,20 @@ fn the_derive_takes_generics_tuples_boxes_and_flags() {
     let conv = Conv1d::new(1, 1, 1).unwrap();
     assert_eq!(conv.type_name(), "Conv1d");
     assert_eq!(BatchNorm2d::new(1).unwrap().type_name(), "BatchNorm2d");
+}
+
+#[test]
+fn a_sequence_prints_its_layers_and_changes_mode_with_them() {
+    let _guard = seeded(0);
+    let mut sequence = Sequential::new().add(Linear::new(4, 2).unwrap());
+    sequence.push(Dropout::new(1.0).unwrap());
+    let ones = Tensor::ones([1, 4], (Kind::Float, tch::Device::Cpu));
+    assert_eq!(format!("{sequence:?}"), "Sequential(Linear, Dropout)");
+    assert_eq!(sequence.forward(&ones).unwrap().abs().sum(Kind::Float).double_value(&[]), 0.0);
+    sequence.eval();
+    assert_ne!(sequence.forward(&ones).unwrap().abs().sum(Kind::Float).double_value(&[]), 0.0);
+    assert_eq!(sequence.len(), 2);
+    assert!(Sequential::new().is_empty());
 }
 
 #[test]
