@@ -1,3 +1,4 @@
 //! Integration tests, one module per theme.
 
 mod data;
+mod data_sets;
