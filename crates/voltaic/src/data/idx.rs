@@ -155,3 +155,24 @@ pub(super) fn md5_of_content(path: &Path) -> Result<String> {
 pub(super) fn corrupt(path: &Path, offset: u64, what: String) -> Error {
     DataError::Corrupt { path: path.to_owned(), offset, what, remedy: REMEDY.to_owned() }.into()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn the_sum_is_that_of_the_unpacked_content() {
+        let folder = tempfile::tempdir().unwrap();
+        let (plain, packed) = (folder.path().join("a"), folder.path().join("b.gz"));
+        let text = "abc".repeat(700_000); // more than one piece
+        std::fs::write(&plain, &text).unwrap();
+        let mut encoder =
+            flate2::write::GzEncoder::new(File::create(&packed).unwrap(), flate2::Compression::fast());
+        encoder.write_all(text.as_bytes()).unwrap();
+        encoder.finish().unwrap();
+        let expected = "063b501377cdf46ee5c5cb9f58881874";
+        assert_eq!(md5_of_content(&plain).unwrap(), expected);
+        assert_eq!(md5_of_content(&packed).unwrap(), expected);
+    }
+}

@@ -1,45 +1,55 @@
 //! Characters as numbers.
 
-use std::collections::{BTreeSet, HashMap};
-
 use crate::Result;
 use crate::error::DataError;
+
+/// Marks a code point that is not in the vocabulary.
+const ABSENT: u16 = u16::MAX;
 
 /// The different characters of a text, in the order of their code points; a character's place is its token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CharVocabulary {
     chars: Vec<char>,
-    tokens: HashMap<char, u16>,
+    /// Token by code point, up to the largest that occurs.
+    tokens: Vec<u16>,
 }
 
 impl CharVocabulary {
     /// The vocabulary of `text`.
     ///
     /// # Errors
-    /// [`DataError::Text`] if there is no character, or more than 65,536 different ones.
+    /// [`DataError::Text`] if there is no character, or 65,536 different ones or more.
     pub fn of(text: &str) -> Result<Self> {
-        let chars: Vec<char> = text.chars().collect::<BTreeSet<_>>().into_iter().collect();
-        Self::from_chars(chars)
+        let mut occurs = Vec::new();
+        for char in text.chars() {
+            let code = char as usize;
+            if code >= occurs.len() {
+                occurs.resize(code + 1, false);
+            }
+            occurs[code] = true;
+        }
+        let codes = (0_u32..).zip(occurs).filter_map(|(code, occurs)| occurs.then_some(code));
+        Self::from_chars(codes.filter_map(char::from_u32).collect())
     }
 
     /// The vocabulary whose token `i` is `chars[i]`, such as one kept in a checkpoint.
     ///
     /// # Errors
-    /// [`DataError::Text`] if there is no character, more than 65,536, or one occurs twice.
+    /// [`DataError::Text`] if there is no character, 65,536 or more, or one occurs twice.
     pub fn from_chars(chars: Vec<char>) -> Result<Self> {
         let error = |what: String, remedy: &str| DataError::Text { what, remedy: remedy.to_owned() };
-        if chars.is_empty() {
+        let Some(&largest) = chars.iter().max() else {
             return Err(
                 error("a vocabulary of no characters".to_owned(), "give a text that is not empty").into()
             );
-        }
-        let mut tokens = HashMap::with_capacity(chars.len());
+        };
+        let mut tokens = vec![ABSENT; largest as usize + 1];
         for (place, &char) in chars.iter().enumerate() {
-            let Ok(token) = u16::try_from(place) else {
+            let Some(token) = u16::try_from(place).ok().filter(|&token| token != ABSENT) else {
                 let what = format!("a vocabulary of {} characters", chars.len());
-                return Err(error(what, "give a text with at most 65536 different characters").into());
+                return Err(error(what, "give a text with less than 65536 different characters").into());
             };
-            if tokens.insert(char, token).is_some() {
+            if std::mem::replace(&mut tokens[char as usize], token) != ABSENT {
                 return Err(error(
                     format!("{char:?} is in the vocabulary twice"),
                     "name each character once",
@@ -75,7 +85,7 @@ impl CharVocabulary {
 
     pub(super) fn encode_u16(&self, text: &str) -> Result<Vec<u16>> {
         let encode = |(place, char)| {
-            self.tokens.get(&char).copied().ok_or_else(|| {
+            self.tokens.get(char as usize).copied().filter(|&token| token != ABSENT).ok_or_else(|| {
                 DataError::Text {
                     what: format!(
                         "character {char:?} at place {place} of the text is not one of the {} of the vocabulary",
@@ -132,5 +142,11 @@ mod tests {
         }
         assert!(CharVocabulary::of("").is_err());
         assert!(CharVocabulary::from_chars(vec!['a', 'b', 'a']).is_err());
+        let all: Vec<char> = (0..=0x10_ffff).filter_map(char::from_u32).collect();
+        assert_eq!(
+            CharVocabulary::from_chars(all[..65_535].to_vec()).unwrap().encode("a\0").unwrap(),
+            [97, 0]
+        );
+        assert!(CharVocabulary::from_chars(all[..65_536].to_vec()).is_err());
     }
 }
