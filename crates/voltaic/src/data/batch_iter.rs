@@ -43,7 +43,7 @@ impl<B: Batch> EpochPlan<B> {
     }
 }
 
-/// The generator of one batch's random transforms.
+/// The generator of one batch's random transforms. A new major version of rand may give other numbers.
 fn batch_rng(seed: u64, epoch: u64, batch_idx: usize, rank: usize) -> StdRng {
     let mut bytes = [0; 32];
     for (place, part) in bytes.chunks_exact_mut(8).zip([seed, epoch, batch_idx as u64, rank as u64]) {

@@ -26,7 +26,7 @@ pub use optim::{
 pub use pool::{Pool, PoolStats};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version};
-pub use threads::set_thread_num_threads;
+pub use threads::{set_thread_num_threads, with_one_thread};
 
 use crate::error::{TorchError, TorchErrorKind};
 

@@ -1,5 +1,7 @@
 //! Datasets, samplers and loaders. The fixture holds what PyTorch's own samplers choose.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -223,7 +225,7 @@ fn workers_of_uneven_speed_deliver_in_order() {
             24
         }
         fn batch(&self, indices: &[usize], _: &mut StdRng) -> anyhow::Result<Tensor> {
-            std::thread::sleep(Duration::from_millis(if indices[0] % 3 == 0 { 8 } else { 0 }));
+            std::thread::sleep(Duration::from_millis(if indices[0].is_multiple_of(3) { 8 } else { 0 }));
             Ok(Tensor::from(indices[0] as i64))
         }
     }

@@ -1,6 +1,7 @@
 //! Integration tests, one module per theme.
 
 mod data;
+mod data_sets;
 mod host_pool;
 mod layers;
 mod models;
