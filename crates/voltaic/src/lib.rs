@@ -2,6 +2,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod config;
 pub mod device;
 pub mod error;
 pub mod ffi;

@@ -11,7 +11,7 @@ mod module;
 use std::path::{Path, PathBuf};
 
 pub use checkpoint::CheckpointError;
-pub use config::ConfigError;
+pub use config::{ConfigError, ConfigProblem};
 pub use data::DataError;
 pub use module::ModuleError;
 

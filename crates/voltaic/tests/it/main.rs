@@ -1,0 +1,3 @@
+//! Integration tests, one file per theme.
+
+mod config;
