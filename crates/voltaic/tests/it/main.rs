@@ -1,5 +1,6 @@
 //! Integration tests, one module per theme.
 
+mod config;
 mod data;
 mod data_sets;
 mod host_pool;
