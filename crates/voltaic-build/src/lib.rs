@@ -4,9 +4,8 @@
 //! them in its own `build.rs`:
 //!
 //! ```no_run
-//! fn main() {
-//!     voltaic_build::link();
-//! }
+//! // build.rs, inside main():
+//! voltaic_build::link();
 //! ```
 
 use std::env;
