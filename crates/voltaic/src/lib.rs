@@ -24,6 +24,7 @@ pub mod logger;
 pub mod trainer;
 
 pub mod models;
+pub mod prelude;
 
 pub use device::Device;
 pub use error::{Error, Result};

@@ -90,7 +90,11 @@ pub trait Callback: Send {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_sanity_check_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_sanity_check_start(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -178,7 +182,11 @@ pub trait Callback: Send {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_before_optimizer_step(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -194,7 +202,11 @@ pub trait Callback: Send {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_validation_epoch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_validation_epoch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -202,7 +214,11 @@ pub trait Callback: Send {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_validation_batch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_validation_batch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -210,7 +226,11 @@ pub trait Callback: Send {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_validation_batch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_validation_batch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -218,7 +238,11 @@ pub trait Callback: Send {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_validation_epoch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_validation_epoch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -290,7 +314,11 @@ pub trait Callback: Send {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_predict_epoch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_predict_epoch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -298,7 +326,11 @@ pub trait Callback: Send {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_predict_batch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_predict_batch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 

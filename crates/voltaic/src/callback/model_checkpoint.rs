@@ -186,7 +186,8 @@ impl ModelCheckpoint {
     fn saves_on_train_epoch_end(&self, ctx: &HookContext) -> bool {
         let facts = ctx.facts();
         self.config.save_on_train_epoch_end.unwrap_or_else(|| {
-            facts.check_val_every_n_epoch == Some(1) && (facts.num_eval_batches == 0 || facts.validates_at_epoch_end)
+            facts.check_val_every_n_epoch == Some(1)
+                && (facts.num_eval_batches == 0 || facts.validates_at_epoch_end)
         })
     }
 
@@ -196,7 +197,9 @@ impl ModelCheckpoint {
     }
 
     fn skips(&self, ctx: &HookContext) -> bool {
-        ctx.facts().fast_dev_run || ctx.is_sanity_check() || self.state.last_step_saved == Some(ctx.global_step())
+        ctx.facts().fast_dev_run
+            || ctx.is_sanity_check()
+            || self.state.last_step_saved == Some(ctx.global_step())
     }
 
     /// Score of the model now; `Err` if the monitored metric has no value yet.
@@ -256,7 +259,13 @@ impl ModelCheckpoint {
         }
     }
 
-    fn request(&self, ctx: &mut HookContext, path: PathBuf, link_to: Option<PathBuf>, then_remove: Option<PathBuf>) {
+    fn request(
+        &self,
+        ctx: &mut HookContext,
+        path: PathBuf,
+        link_to: Option<PathBuf>,
+        then_remove: Option<PathBuf>,
+    ) {
         let weights_only = self.config.save_weights_only;
         let then_remove = then_remove.into_iter().collect();
         ctx.request_checkpoint(CheckpointRequest { path, weights_only, link_to, then_remove });
@@ -346,7 +355,8 @@ impl Callback for ModelCheckpoint {
 
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         let every = self.every_n_train_steps();
-        if every == 0 || ctx.global_step() == 0 || !ctx.global_step().is_multiple_of(every) || self.skips(ctx) {
+        if every == 0 || ctx.global_step() == 0 || !ctx.global_step().is_multiple_of(every) || self.skips(ctx)
+        {
             return Ok(());
         }
         if ctx.will_validate() {

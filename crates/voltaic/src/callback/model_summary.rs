@@ -25,7 +25,11 @@ pub(crate) fn summary(module: &dyn Module) -> String {
     let mut rows: Vec<[String; 3]> = Vec::new();
     module.members(&mut |name, member| match member {
         Member::Module(child) => {
-            rows.push([name.to_owned(), child.type_name().to_owned(), human_count(child.num_parameters(false))]);
+            rows.push([
+                name.to_owned(),
+                child.type_name().to_owned(),
+                human_count(child.num_parameters(false)),
+            ]);
         }
         Member::Parameter(parameter) => {
             rows.push([name.to_owned(), "Parameter".to_owned(), human_count(parameter.numel())]);

@@ -32,7 +32,8 @@ impl Bar {
     fn new(title: String, done: usize, total: usize, terminal: Option<&MultiProgress>) -> Self {
         let drawn = terminal.map(|terminal| {
             let bar = terminal.add(indicatif::ProgressBar::new(total as u64));
-            let style = ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
+            let style =
+                ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
             bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
             bar.set_prefix(title.clone());
             bar
@@ -55,8 +56,10 @@ impl Bar {
         let seconds = self.started.elapsed().as_secs_f64().max(1e-9);
         let rate = (self.done - self.done_before) as f64 / seconds;
         let version = ctx.facts().version.as_ref().map(|version| format!("v_num={version}"));
-        let metrics = ctx.progress_bar_metrics().into_iter().map(|(name, value)| format!("{name}={}", short(value)));
-        let fields: Vec<String> = [format!("{rate:.1} it/s")].into_iter().chain(version).chain(metrics).collect();
+        let metrics =
+            ctx.progress_bar_metrics().into_iter().map(|(name, value)| format!("{name}={}", short(value)));
+        let fields: Vec<String> =
+            [format!("{rate:.1} it/s")].into_iter().chain(version).chain(metrics).collect();
         let text = fields.join(", ");
         match &self.drawn {
             Some(drawn) => {
@@ -129,7 +132,11 @@ fn short(value: f64) -> String {
 }
 
 impl Callback for ProgressBar {
-    fn on_train_epoch_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_train_epoch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         let title = match ctx.facts().max_epochs {
             Some(max) => format!("Epoch {}/{}", ctx.current_epoch(), max.saturating_sub(1)),
             None => format!("Epoch {}", ctx.current_epoch()),
@@ -169,7 +176,11 @@ impl Callback for ProgressBar {
         Ok(())
     }
 
-    fn on_validation_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_validation_batch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         self.advance_eval(ctx);
         Ok(())
     }
@@ -199,7 +210,11 @@ impl Callback for ProgressBar {
         Ok(())
     }
 
-    fn on_predict_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_predict_batch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         self.advance_eval(ctx);
         Ok(())
     }

@@ -165,7 +165,10 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
         .map_err(|e| unreadable(path, format!("its training state is not understood: {e}")))?;
     if header.meta.format_version > FORMAT_VERSION {
         let (found, known) = (header.meta.format_version, FORMAT_VERSION);
-        return Err(unreadable(path, format!("it has format version {found}, this voltaic reads up to {known}")));
+        return Err(unreadable(
+            path,
+            format!("it has format version {found}, this voltaic reads up to {known}"),
+        ));
     }
     let mut weights = Vec::new();
     let mut training = TrainingState {
@@ -218,7 +221,12 @@ mod tests {
                 rng: vec![("cpu".into(), tensor(Kind::Uint8))],
                 json: serde_json::json!({"progress": {"global_step": 7}}),
             }),
-            meta: CheckpointMeta { epoch: 1, global_step: 7, module: "Net".into(), ..CheckpointMeta::default() },
+            meta: CheckpointMeta {
+                epoch: 1,
+                global_step: 7,
+                module: "Net".into(),
+                ..CheckpointMeta::default()
+            },
         }
     }
 
@@ -251,7 +259,12 @@ mod tests {
             assert!(error.contains("a.ckpt") && error.contains("; use another checkpoint"), "{error}");
         }
         std::fs::remove_file(&path).expect("removable");
-        assert!(Checkpoint::load(&path).expect_err("missing").to_string().contains("check that the path is right"));
+        assert!(
+            Checkpoint::load(&path)
+                .expect_err("missing")
+                .to_string()
+                .contains("check that the path is right")
+        );
     }
 
     #[test]
@@ -261,7 +274,9 @@ mod tests {
         example().save(&path).expect("saves");
         let mut bytes = std::fs::read(&path).expect("readable");
         let needle = b"format_version\\\":1";
-        let at = bytes.windows(needle.len()).position(|w| w == needle).expect("holds the version") + needle.len() - 1;
+        let at = bytes.windows(needle.len()).position(|w| w == needle).expect("holds the version")
+            + needle.len()
+            - 1;
         bytes[at] = b'9';
         std::fs::write(&path, bytes).expect("writable");
         assert!(Checkpoint::load(&path).expect_err("later").to_string().contains("format version 9"));

@@ -1,8 +1,3 @@
-<<<<<<< HEAD
-//! stub
-/// stub
-pub fn to_yaml(v: &serde_json::Value) -> String { v.to_string() }
-=======
 //! Layered configuration: defaults, then YAML files, then `VOLTAIC_...` variables, then the command line.
 //!
 //! The layers are merged as trees whose leaves remember where they were set, held against the JSON schema of the
@@ -58,4 +53,3 @@ pub use node::{Origin, Origins};
 
 pub(crate) use emit::{first_paragraph, inline, wrap};
 pub(crate) use suggest::nearest;
->>>>>>> config

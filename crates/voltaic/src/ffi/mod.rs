@@ -17,8 +17,8 @@ use std::ffi::CStr;
 
 use voltaic_sys as sys;
 
-pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
 pub use allocator::{host_pool, install_host_pool};
+pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,
     foreach_norm, is_dense, tensor_id,

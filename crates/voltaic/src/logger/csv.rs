@@ -81,9 +81,11 @@ impl CsvLogger {
 
 fn cells<'a>(columns: &'a BTreeSet<String>, row: &'a [(String, f64)]) -> impl Iterator<Item = String> + 'a {
     columns.iter().map(|column| {
-        row.iter().find(|(name, _)| name == column).map_or_else(String::new, |(name, value)| match name.as_str() {
-            "step" | "epoch" => format!("{value:.0}"),
-            _ => value.to_string(),
+        row.iter().find(|(name, _)| name == column).map_or_else(String::new, |(name, value)| {
+            match name.as_str() {
+                "step" | "epoch" => format!("{value:.0}"),
+                _ => value.to_string(),
+            }
         })
     })
 }

@@ -78,7 +78,8 @@ impl GptConfig {
 pub struct Gpt {
     transformer: Transformer,
     lm_head: Linear,
-    block_size: i64,
+    #[module(skip)]
+    config: GptConfig,
 }
 
 #[derive(Module, Debug)]
@@ -97,7 +98,7 @@ impl Gpt {
     /// # Errors
     /// [`ModuleError::Sizes`] if a size is below 1, `n_head` does not divide `n_embd`, or `dropout` is no probability.
     pub fn new(config: GptConfig) -> Result<Self> {
-        let GptConfig { vocab_size, block_size, n_layer, n_head, n_embd, dropout, bias } = config;
+        let GptConfig { vocab_size, block_size, n_layer, n_head, n_embd, dropout, bias } = config.clone();
         let refuse = |what, remedy: &str| -> Result<Self> {
             Err(ModuleError::Sizes { layer: "Gpt", what, remedy: remedy.to_owned() }.into())
         };
@@ -117,7 +118,7 @@ impl Gpt {
                 ln_f: LayerNorm::builder(n_embd).bias(bias).build()?,
             },
             lm_head: Linear::builder(n_embd, vocab_size).bias(false).build()?,
-            block_size,
+            config,
         };
         gpt.transformer.wte.weight = gpt.lm_head.weight.clone();
 
@@ -137,6 +138,11 @@ impl Gpt {
         Ok(gpt)
     }
 
+    /// The settings that made the model.
+    pub fn config(&self) -> &GptConfig {
+        &self.config
+    }
+
     /// Mean cross-entropy of the next tokens: `tokens` and `targets` are `[batch, time]`, the targets being the tokens
     /// shifted by one. Returns shape `[]`.
     ///
@@ -151,9 +157,12 @@ impl Gpt {
     fn positions(&self, tokens: &Tensor) -> Result<Tensor> {
         let shape = tokens.size();
         match shape[..] {
-            [_, time] if time <= self.block_size => Ok(self.transformer.wpe.weight.f_narrow(0, 0, time)?),
+            [_, time] if time <= self.config.block_size => {
+                Ok(self.transformer.wpe.weight.f_narrow(0, 0, time)?)
+            }
             _ => {
-                let expected = format!("[batch, time] is needed, with time at most {}", self.block_size);
+                let expected =
+                    format!("[batch, time] is needed, with time at most {}", self.config.block_size);
                 Err(ModuleError::Shape { layer: "Gpt".to_owned(), shape, expected }.into())
             }
         }

@@ -251,7 +251,8 @@ impl MetricStore {
         let index = match (dataloader_idx, results.index.get(name)) {
             (None, Some(&index)) => index,
             _ => {
-                let name = dataloader_idx.map_or_else(|| name.to_owned(), |i| format!("{name}/dataloader_idx_{i}"));
+                let name =
+                    dataloader_idx.map_or_else(|| name.to_owned(), |i| format!("{name}/dataloader_idx_{i}"));
                 *results.index.entry(name.clone()).or_insert_with(|| {
                     results.entries.push(Entry {
                         name,
@@ -276,7 +277,11 @@ impl MetricStore {
             ));
         }
         let failed = |error: tch::TchError| {
-            ConfigError::new(format!("log({name})"), format!("the value cannot be reduced: {error}"), "log a float")
+            ConfigError::new(
+                format!("log({name})"),
+                format!("the value cannot be reduced: {error}"),
+                "log a float",
+            )
         };
         if options.on_epoch {
             let weight = options.batch_size.unwrap_or(1) as f64;
@@ -307,7 +312,10 @@ impl MetricStore {
             return refuse("on_step=false and on_epoch=false log nothing".to_owned(), "set one of them");
         }
         if name.contains("/dataloader_idx_") {
-            return refuse("the suffix /dataloader_idx_<i> is added by the trainer".to_owned(), "choose another name");
+            return refuse(
+                "the suffix /dataloader_idx_<i> is added by the trainer".to_owned(),
+                "choose another name",
+            );
         }
         if let LogValue::Tensor(tensor) = value
             && tensor.numel() != 1
@@ -453,7 +461,8 @@ impl MetricStore {
                 weight: entry.weight,
             })
             .collect();
-        let mut finished: Vec<_> = self.finished.iter().map(|(name, value)| (name.clone(), Number(*value))).collect();
+        let mut finished: Vec<_> =
+            self.finished.iter().map(|(name, value)| (name.clone(), Number(*value))).collect();
         finished.sort_by(|a, b| a.0.cmp(&b.0));
         MetricsState { train, finished }
     }

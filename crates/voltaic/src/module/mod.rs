@@ -371,5 +371,7 @@ pub trait LightningModule: Module + Sized {
 }
 
 fn not_implemented(step: &str, way_out: &str) -> anyhow::Error {
-    anyhow::anyhow!("the module has no {step}, but there are batches for it; implement {step}, or set {way_out}")
+    anyhow::anyhow!(
+        "the module has no {step}, but there are batches for it; implement {step}, or set {way_out}"
+    )
 }

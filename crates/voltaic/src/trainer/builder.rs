@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::config::{CallbackConfig, Devices, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::resolve;
 use super::session::Run;
 use super::{Trainer, global_seed};
@@ -10,6 +11,7 @@ use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSum
 use crate::error::{ConfigError, Result};
 use crate::logger::{CsvLogger, Logger};
 use crate::module::{MetricStore, Progress, Requests, RunFacts};
+use crate::optim::OptimizerConfig;
 
 /// Describes a trainer; see [`TrainerConfig`] for what each key means.
 #[derive(Default)]
@@ -17,6 +19,7 @@ pub struct TrainerBuilder {
     config: TrainerConfig,
     callbacks: Vec<Box<dyn Callback>>,
     loggers: Vec<Box<dyn Logger>>,
+    optimizers: Option<OptimizerOverride>,
 }
 
 /// A setter per key of [`TrainerConfig`].
@@ -50,6 +53,17 @@ impl TrainerBuilder {
     #[must_use]
     pub fn with_logger(mut self, logger: impl Logger + 'static) -> Self {
         self.loggers.push(Box::new(logger));
+        self
+    }
+
+    /// Uses this optimizer and schedule in place of the module's `configure_optimizers`, for all its parameters.
+    #[must_use]
+    pub fn optimizer(
+        mut self,
+        optimizer: OptimizerConfig,
+        lr_scheduler: Option<LrSchedulerSettings>,
+    ) -> Self {
+        self.optimizers = Some(OptimizerOverride { optimizer, lr_scheduler });
         self
     }
 
@@ -105,12 +119,15 @@ impl TrainerBuilder {
         if let Err(error) = self.add_defaults() {
             problems.extend(error.problems);
         }
-        let Some(plan) = plan.filter(|_| problems.is_empty()) else { return Err(ConfigError { problems }.into()) };
+        let Some(plan) = plan.filter(|_| problems.is_empty()) else {
+            return Err(ConfigError { problems }.into());
+        };
         if self.loggers.is_empty() && self.config.logger && !plan.fast_dev_run {
             self.loggers.push(Box::new(CsvLogger::new(&plan.default_root_dir)));
         }
         let first = self.loggers.first();
-        let log_dir = first.and_then(|logger| logger.log_dir()).unwrap_or(&plan.default_root_dir).to_path_buf();
+        let log_dir =
+            first.and_then(|logger| logger.log_dir()).unwrap_or(&plan.default_root_dir).to_path_buf();
         let facts = RunFacts {
             max_epochs: plan.max_epochs,
             check_val_every_n_epoch: plan.check_val_every_n_epoch,
@@ -129,7 +146,7 @@ impl TrainerBuilder {
             facts,
             seed: global_seed(),
         };
-        Ok(Trainer { config: self.config, plan, run, ckpt_path: None })
+        Ok(Trainer { config: self.config, plan, run, optimizers: self.optimizers, ckpt_path: None })
     }
 
     fn add_defaults(&mut self) -> Result<(), ConfigError> {

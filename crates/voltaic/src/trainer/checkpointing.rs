@@ -74,7 +74,8 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
     if weights_only {
         return Ok(Checkpoint { weights, training: None, meta });
     }
-    let states: Vec<OptimizerState> = session.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
+    let states: Vec<OptimizerState> =
+        session.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
     let names = session.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
     let state = State {
         progress: run.progress.clone(),
@@ -83,7 +84,11 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
         num_training_batches: run.facts.num_training_batches,
         batch_size: run.facts.train_batch_size,
         optimizers: names.zip(states.iter().map(|state| state.groups.clone())).collect(),
-        schedulers: session.schedulers.iter().map(|active| active.configured.scheduler.state_dict()).collect(),
+        schedulers: session
+            .schedulers
+            .iter()
+            .map(|active| active.configured.scheduler.state_dict())
+            .collect(),
         callbacks: callback_states(&run.callbacks),
         module,
     };
@@ -91,7 +96,8 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
         optimizers: states.into_iter().map(|state| state.tensors).collect(),
         grads: pending_grads(session),
         rng: seed::rng_states(session.plan.device)?,
-        json: serde_json::to_value(&state).map_err(|e| Error::io("serialize", "the training state", e.into()))?,
+        json: serde_json::to_value(&state)
+            .map_err(|e| Error::io("serialize", "the training state", e.into()))?,
     };
     Ok(Checkpoint { weights, training: Some(training), meta })
 }
@@ -127,8 +133,9 @@ pub(super) fn restore_training<M: LightningModule>(
         let remedy = "resume from a full checkpoint, or load the weights alone and start anew";
         return Err(unusable("it holds weights only, no training state".to_owned(), remedy));
     };
-    let state: State = serde_json::from_value(training.json)
-        .map_err(|e| unusable(format!("its training state is not understood: {e}"), "use another checkpoint"))?;
+    let state: State = serde_json::from_value(training.json).map_err(|e| {
+        unusable(format!("its training state is not understood: {e}"), "use another checkpoint")
+    })?;
     check_position(&state, session.run, path)?;
     let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
     let own: Vec<&str> = session.optimizers.iter().map(|optimizer| optimizer.name()).collect();
@@ -142,7 +149,9 @@ pub(super) fn restore_training<M: LightningModule>(
     }
     session.module.load_state_dict(&checkpoint.weights, true)?;
     let tensors = training.optimizers.into_iter();
-    for ((optimizer, tensors), (_, groups)) in session.optimizers.iter_mut().zip(tensors).zip(state.optimizers) {
+    for ((optimizer, tensors), (_, groups)) in
+        session.optimizers.iter_mut().zip(tensors).zip(state.optimizers)
+    {
         optimizer.load_state_dict(OptimizerState { tensors, groups })?;
     }
     for (active, saved) in session.schedulers.iter_mut().zip(&state.schedulers) {
@@ -153,7 +162,11 @@ pub(super) fn restore_training<M: LightningModule>(
     guarded(|| session.module.on_load_checkpoint(&state.module))
         .map_err(|source| hook_error("on_load_checkpoint", state.progress.global_step, source))?;
     if session.run.seed != state.seed {
-        tracing::info!("shuffling with seed {} of the checkpoint instead of {}", state.seed, session.run.seed);
+        tracing::info!(
+            "shuffling with seed {} of the checkpoint instead of {}",
+            state.seed,
+            session.run.seed
+        );
         session.run.seed = state.seed;
         loaders.train.set_seed(state.seed);
     }
@@ -204,7 +217,9 @@ fn restore_callbacks(callbacks: &mut [Box<dyn Callback>], states: &[(String, Val
             tracing::warn!("the checkpoint has state of {key}, which this run does not have");
             continue;
         };
-        callback.load_state_dict(state).map_err(|source| hook_error("load_state_dict of a callback", 0, source))?;
+        callback
+            .load_state_dict(state)
+            .map_err(|source| hook_error("load_state_dict of a callback", 0, source))?;
     }
     Ok(())
 }
@@ -233,7 +248,8 @@ pub(super) fn find(run: &Run, ckpt_path: &str) -> Result<Option<PathBuf>> {
 
 /// The checkpoint written last below `lightning_logs/version_*/checkpoints`.
 fn newest_below(logs: &Path) -> Option<PathBuf> {
-    let entries = |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let entries =
+        |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     entries(logs)
         .flat_map(|version| entries(&version.join("checkpoints")).collect::<Vec<_>>())
         .filter(|path| path.extension().is_some_and(|extension| extension == "ckpt"))

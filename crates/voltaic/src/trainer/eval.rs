@@ -9,7 +9,8 @@ use crate::error::Result;
 use crate::module::{Level, LightningModule, Phase};
 use crate::nn::set_training;
 
-const VALIDATION_STEP: HookPoint = HookPoint { name: "validation_step", phase: Phase::Eval, level: Level::Epoch };
+const VALIDATION_STEP: HookPoint =
+    HookPoint { name: "validation_step", phase: Phase::Eval, level: Level::Epoch };
 const TEST_STEP: HookPoint = HookPoint { name: "test_step", phase: Phase::Eval, level: Level::Epoch };
 const PREDICT_STEP: HookPoint = HookPoint { name: "predict_step", phase: Phase::Eval, level: Level::Denied };
 
@@ -21,7 +22,11 @@ pub(super) struct EvalLoaders<'a, B: Batch> {
 
 impl<M: LightningModule> Session<'_, M> {
     /// Validates within fit and gives the metrics to the loggers.
-    pub(super) fn validate_in_fit(&mut self, val: &[DataLoader<M::Batch>], num_batches: &[usize]) -> Result<()> {
+    pub(super) fn validate_in_fit(
+        &mut self,
+        val: &[DataLoader<M::Batch>],
+        num_batches: &[usize],
+    ) -> Result<()> {
         let metrics = self.validate(&EvalLoaders { loaders: val, num_batches })?;
         drop(metrics);
         Ok(())
@@ -88,7 +93,8 @@ impl<M: LightningModule> Session<'_, M> {
             call_hook!(session, on_predict_epoch_start, Eval, Denied)?;
             session.for_each_batch(data, |session, batch, facts| {
                 call_hook!(session, on_predict_batch_start, Eval, Denied, facts)?;
-                let output = session.step(PREDICT_STEP, facts, |module, ctx| module.predict_step(batch, ctx))?;
+                let output =
+                    session.step(PREDICT_STEP, facts, |module, ctx| module.predict_step(batch, ctx))?;
                 predictions[facts.dataloader_idx].push(output);
                 call_hook!(session, on_predict_batch_end, Eval, Denied, facts)
             })?;
@@ -116,7 +122,8 @@ impl<M: LightningModule> Session<'_, M> {
         mut body: impl FnMut(&mut Self, &M::Batch, BatchFacts) -> Result<()>,
     ) -> Result<()> {
         let has_several = data.loaders.len() > 1;
-        for (dataloader_idx, (loader, &num_batches)) in data.loaders.iter().zip(data.num_batches).enumerate() {
+        for (dataloader_idx, (loader, &num_batches)) in data.loaders.iter().zip(data.num_batches).enumerate()
+        {
             let epoch = self.run.progress.current_epoch;
             let range = EpochRange { epoch, first_batch: 0, num_batches: Some(num_batches) };
             for (batch_idx, batch) in loader.iter(range)?.enumerate() {

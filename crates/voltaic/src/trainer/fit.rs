@@ -108,7 +108,8 @@ impl<M: LightningModule> Session<'_, M> {
     fn clip_gradients(&mut self) -> Result<()> {
         let Some(clip) = self.plan.clip else { return Ok(()) };
         for optimizer in &self.optimizers {
-            let params = optimizer.param_groups().iter().flat_map(|group| group.params()).map(|(_, p)| p.tensor());
+            let params =
+                optimizer.param_groups().iter().flat_map(|group| group.params()).map(|(_, p)| p.tensor());
             match clip {
                 Clip::Norm(max_norm) => drop(clip_grad_norm(params, max_norm)?),
                 Clip::Value(value) => clip_grad_value(params, value)?,
@@ -186,7 +187,10 @@ impl<M: LightningModule> Session<'_, M> {
 fn check_loss(loss: &Tensor) -> Result<()> {
     let refuse = |what: String, remedy: &str| Err(ConfigError::new("training_step", what, remedy).into());
     if loss.numel() != 1 {
-        return refuse(format!("the loss has shape {:?}", loss.size()), "return a scalar, for example with mean()");
+        return refuse(
+            format!("the loss has shape {:?}", loss.size()),
+            "return a scalar, for example with mean()",
+        );
     }
     if !loss.requires_grad() {
         return refuse(

@@ -8,6 +8,7 @@ mod config;
 mod eval;
 mod fit;
 mod guard;
+mod optimizers;
 mod plan;
 mod schedule;
 mod seed;
@@ -29,6 +30,7 @@ use crate::optim::Optimizers;
 
 pub use builder::TrainerBuilder;
 pub use config::{CallbackConfig, Devices, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};
 
 /// Metrics of an evaluation, by name, in the order they were first logged.
@@ -36,6 +38,7 @@ pub type EvalMetrics = Vec<(String, f64)>;
 
 use eval::EvalLoaders;
 use fit::FitLoaders;
+use optimizers::OptimizerOverride;
 use plan::{FitPlan, TrainPlan, limit_batches};
 use schedule::ActiveScheduler;
 use session::{Run, Session, call_hook, hook_error};
@@ -55,6 +58,8 @@ pub struct Trainer {
     config: TrainerConfig,
     plan: TrainPlan,
     run: Run,
+    /// Replaces the module's `configure_optimizers`.
+    optimizers: Option<OptimizerOverride>,
     /// For the next call only: `best`, `last` or a path.
     ckpt_path: Option<String>,
 }
@@ -95,8 +100,9 @@ impl Trainer {
         }
         self.setup(module, data, Stage::Fit)?;
         let mut loaders = self.fit_loaders(data)?;
+        let optimizers = self.optimizers.clone();
         let mut session = self.session(module, Stage::Fit)?;
-        let result = fit_session(&mut session, &mut loaders, ckpt_path.as_deref());
+        let result = fit_session(&mut session, &mut loaders, optimizers, ckpt_path.as_deref());
         if let Err(error) = &result {
             session.on_exception(error);
         }
@@ -129,7 +135,8 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         let limit = self.plan.limit_test;
-        let loaders = |data: &mut D| (data.test_dataloaders(), "test_dataloaders", "limit_test_batches", limit);
+        let loaders =
+            |data: &mut D| (data.test_dataloaders(), "test_dataloaders", "limit_test_batches", limit);
         self.evaluate(module, data, Stage::Test, loaders, |session, data| session.test(data))
     }
 
@@ -143,8 +150,9 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         let limit = self.plan.limit_predict;
-        let loaders =
-            |data: &mut D| (data.predict_dataloaders(), "predict_dataloaders", "limit_predict_batches", limit);
+        let loaders = |data: &mut D| {
+            (data.predict_dataloaders(), "predict_dataloaders", "limit_predict_batches", limit)
+        };
         self.evaluate(module, data, Stage::Predict, loaders, |session, data| session.predict(data))
     }
 
@@ -183,7 +191,11 @@ impl Trainer {
         &self.run.facts.log_dir
     }
 
-    fn session<'a, M: LightningModule>(&'a mut self, module: &'a mut M, stage: Stage) -> Result<Session<'a, M>> {
+    fn session<'a, M: LightningModule>(
+        &'a mut self,
+        module: &'a mut M,
+        stage: Stage,
+    ) -> Result<Session<'a, M>> {
         Ok(Session {
             plan: &self.plan,
             run: &mut self.run,
@@ -256,7 +268,10 @@ impl Trainer {
         module: &mut M,
         data: &mut D,
         stage: Stage,
-        loaders: impl FnOnce(&mut D) -> (anyhow::Result<Vec<DataLoader<M::Batch>>>, &'static str, &'static str, Limit),
+        loaders: impl FnOnce(
+            &mut D,
+        )
+            -> (anyhow::Result<Vec<DataLoader<M::Batch>>>, &'static str, &'static str, Limit),
         body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
     ) -> Result<T>
     where
@@ -265,7 +280,8 @@ impl Trainer {
     {
         let ckpt_path = self.ckpt_path.take();
         self.setup(module, data, stage)?;
-        if let Some(path) = ckpt_path.map(|path| checkpointing::find(&self.run, &path)).transpose()?.flatten() {
+        if let Some(path) = ckpt_path.map(|path| checkpointing::find(&self.run, &path)).transpose()?.flatten()
+        {
             module.load_state_dict(&Checkpoint::load(&path)?.weights, true)?;
         }
         let (loaders, method, limit_key, limit) = loaders(data);
@@ -294,10 +310,11 @@ impl Trainer {
 fn fit_session<M: LightningModule>(
     session: &mut Session<M>,
     loaders: &mut FitLoaders<M::Batch>,
+    optimizers: Option<OptimizerOverride>,
     ckpt_path: Option<&str>,
 ) -> Result<()> {
     set_training(session.module, true);
-    configure_optimizers(session)?;
+    configure_optimizers(session, optimizers)?;
     let mut rng = Vec::new();
     if let Some(path) = ckpt_path.map(|path| checkpointing::find(session.run, path)).transpose()?.flatten() {
         rng = checkpointing::restore_training(session, loaders, Checkpoint::load(&path)?, &path)?;
@@ -314,18 +331,27 @@ fn fit_session<M: LightningModule>(
     call_hook!(session, on_fit_end, Train, Denied)
 }
 
-fn configure_optimizers<M: LightningModule>(session: &mut Session<M>) -> Result<()> {
-    let configured: Optimizers = guard::guarded(|| session.module.configure_optimizers())
-        .map_err(|source| hook_error("configure_optimizers", 0, source))?;
+fn configure_optimizers<M: LightningModule>(
+    session: &mut Session<M>,
+    replacement: Option<OptimizerOverride>,
+) -> Result<()> {
+    let configured: Optimizers = match replacement {
+        Some(replacement) => replacement.into(),
+        None => guard::guarded(|| session.module.configure_optimizers())
+            .map_err(|source| hook_error("configure_optimizers", 0, source))?,
+    };
     for (index, built) in configured.build(session.module)?.into_iter().enumerate() {
         session.optimizers.push(built.optimizer);
-        session.schedulers.extend(built.scheduler.map(|configured| ActiveScheduler { optimizer: index, configured }));
+        session
+            .schedulers
+            .extend(built.scheduler.map(|configured| ActiveScheduler { optimizer: index, configured }));
     }
     if session.optimizers.len() == 1 {
         return Ok(());
     }
     let what = format!("{} optimizers with automatic optimization", session.optimizers.len());
-    Err(ConfigError::new("configure_optimizers", what, "return exactly one, with several groups if need be").into())
+    Err(ConfigError::new("configure_optimizers", what, "return exactly one, with several groups if need be")
+        .into())
 }
 
 /// Backward runs on the calling thread while this lives: the hop to the engine's device threads costs more than it

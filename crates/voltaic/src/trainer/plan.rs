@@ -94,15 +94,24 @@ pub(super) fn resolve(config: &TrainerConfig) -> Result<TrainPlan, ConfigError> 
     let clip = config.gradient_clip_val.and_then(|value| resolve_clip(config, value, &mut problems));
     if let (Some(Limit::Fraction(f)), None) = (config.val_check_interval, config.check_val_every_n_epoch) {
         let what = format!("the fraction {f} of an epoch cannot be counted across epochs");
-        problems.add("val_check_interval", what, "use a number of batches, or set trainer.check_val_every_n_epoch=1");
+        problems.add(
+            "val_check_interval",
+            what,
+            "use a number of batches, or set trainer.check_val_every_n_epoch=1",
+        );
     }
     if config.check_val_every_n_epoch == Some(0) {
-        problems.add("check_val_every_n_epoch", "0 epochs".to_owned(), "use 1 or more, or limit_val_batches=0");
+        problems.add(
+            "check_val_every_n_epoch",
+            "0 epochs".to_owned(),
+            "use 1 or more, or limit_val_batches=0",
+        );
     }
     if config.val_check_interval == Some(Limit::Batches(0)) {
         problems.add("val_check_interval", "0 batches".to_owned(), "use 1 or more, or limit_val_batches=0");
     }
-    let num_sanity_val_steps = problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
+    let num_sanity_val_steps =
+        problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
     let mut plan = TrainPlan {
         device,
         max_epochs,
@@ -217,7 +226,10 @@ impl FitPlan {
             Limit::Fraction(fraction) => ((num_training_batches as f64 * fraction) as usize).max(1),
             Limit::Batches(batches) => {
                 let batches = usize::try_from(batches).unwrap_or(usize::MAX);
-                if batches > num_training_batches && plan.check_val_every_n_epoch.is_some() && num_training_batches > 0 {
+                if batches > num_training_batches
+                    && plan.check_val_every_n_epoch.is_some()
+                    && num_training_batches > 0
+                {
                     return Err(ConfigError::new(
                         "trainer.val_check_interval",
                         format!("{batches} batches are more than the {num_training_batches} of an epoch"),

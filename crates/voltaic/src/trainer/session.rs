@@ -135,7 +135,11 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.metrics.enter(Scope {
             hook: point.name,
             phase: point.phase,
-            level: if self.is_sanity_check && point.level == Level::EpochOnly { Level::Epoch } else { point.level },
+            level: if self.is_sanity_check && point.level == Level::EpochOnly {
+                Level::Epoch
+            } else {
+                point.level
+            },
             batch_size: batch.batch_size,
             dataloader_idx: batch.metric_suffix,
         });

@@ -23,7 +23,11 @@ pub struct Net {
 
 impl Net {
     pub fn new() -> Self {
-        Self { fc1: Linear::new(8, 16).unwrap(), dropout: Dropout::new(0.3).unwrap(), fc2: Linear::new(16, 1).unwrap() }
+        Self {
+            fc1: Linear::new(8, 16).unwrap(),
+            dropout: Dropout::new(0.3).unwrap(),
+            fc2: Linear::new(16, 1).unwrap(),
+        }
     }
 
     fn loss(&self, x: &Tensor, y: &Tensor) -> anyhow::Result<Tensor> {
@@ -68,7 +72,11 @@ pub fn loader(samples: i64, shuffle: bool) -> DataLoader<(Tensor, Tensor)> {
 }
 
 pub fn loaders() -> Loaders<(Tensor, Tensor)> {
-    Loaders::new().train(loader(26, true)).val(loader(6, false)).test(loader(6, false)).predict(loader(6, false))
+    Loaders::new()
+        .train(loader(26, true))
+        .val(loader(6, false))
+        .test(loader(6, false))
+        .predict(loader(6, false))
 }
 
 pub fn quiet(root: &Path) -> TrainerBuilder {
@@ -138,7 +146,11 @@ fn evaluation_uses_all_samples_once_and_changes_nothing() {
     assert_eq!(before, weights(&net));
 }
 
-fn losses_of(root: &Path, build: impl FnOnce(TrainerBuilder) -> TrainerBuilder, ckpt: Option<&Path>) -> (Vec<u64>, Vec<f32>) {
+fn losses_of(
+    root: &Path,
+    build: impl FnOnce(TrainerBuilder) -> TrainerBuilder,
+    ckpt: Option<&Path>,
+) -> (Vec<u64>, Vec<f32>) {
     seed_everything(3).unwrap();
     let mut net = Net::new();
     if ckpt.is_some() {
@@ -158,7 +170,8 @@ fn resume_equals_an_uninterrupted_run_bit_for_bit() {
     let _rng = seeded(1);
     let root = TempDir::new().unwrap();
     for (every, accumulate) in [(1, 1), (3, 1), (5, 2), (7, 1), (9, 1)] {
-        let (all, end) = losses_of(root.path(), |t| t.max_epochs(3).accumulate_grad_batches(accumulate as u64), None);
+        let (all, end) =
+            losses_of(root.path(), |t| t.max_epochs(3).accumulate_grad_batches(accumulate as u64), None);
         let folder = TempDir::new().unwrap();
         let config = ModelCheckpointConfig {
             dirpath: Some(folder.path().to_path_buf()),
@@ -173,12 +186,16 @@ fn resume_equals_an_uninterrupted_run_bit_for_bit() {
             None,
         );
         assert_eq!(all, again, "saving changes nothing");
-        let mut paths: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().path()).collect();
+        let mut paths: Vec<_> =
+            std::fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().path()).collect();
         paths.sort();
         assert!(!paths.is_empty());
         for path in paths {
-            let (rest, resumed) =
-                losses_of(root.path(), |t| t.max_epochs(3).accumulate_grad_batches(accumulate as u64), Some(&path));
+            let (rest, resumed) = losses_of(
+                root.path(),
+                |t| t.max_epochs(3).accumulate_grad_batches(accumulate as u64),
+                Some(&path),
+            );
             assert_eq!(all[all.len() - rest.len()..], rest, "{}", path.display());
             assert_eq!(end, resumed, "{}", path.display());
         }
