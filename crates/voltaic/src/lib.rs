@@ -26,6 +26,8 @@ pub mod trainer;
 pub mod models;
 pub mod prelude;
 
+pub mod cli;
+
 pub use device::Device;
 pub use error::{Error, Result};
 pub use nn::Module;

@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::assign::{Assignment, apply};
-use super::check::{check, typed_key};
+use super::check::check;
 use super::defaults::{fill, prune};
 use super::emit::{to_commented_yaml, to_yaml};
 use super::merge::{Remarks, merge};
@@ -246,7 +246,7 @@ pub fn deserialize_at<T: DeserializeOwned>(
         let origin = origins.get(&full).cloned().unwrap_or(Origin::Default);
         ConfigError {
             problems: vec![ConfigProblem {
-                key: typed_key(&full, &origin),
+                key: origin.typed_key(&full),
                 origin: origin.label(),
                 what: error.inner().to_string(),
                 remedy: "give a value that it accepts".to_owned(),

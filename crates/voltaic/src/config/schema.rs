@@ -170,15 +170,13 @@ impl<'s> View<'s> {
             .collect()
     }
 
-    /// The class of this name; a dotted Python path counts by its last part.
+    /// The class of this name. A dotted Python path counts by its last part, and case is forgiven (`sgd` for `SGD`).
     pub fn class(&self, name: &str) -> Option<Class<'s>> {
         let classes = self.classes();
         let last = name.rsplit('.').next().unwrap_or(name);
-        classes
-            .iter()
-            .find(|class| class.name == name)
-            .or_else(|| classes.iter().find(|class| class.name == last))
-            .cloned()
+        let is_exact = |class: &&Class<'s>| class.name == name || class.name == last;
+        let is_similar = |class: &&Class<'s>| class.name.eq_ignore_ascii_case(last);
+        classes.iter().find(is_exact).or_else(|| classes.iter().find(is_similar)).cloned()
     }
 
     /// The class that stands here if the user names none.
