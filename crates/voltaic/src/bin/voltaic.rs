@@ -5,5 +5,5 @@ use std::process::ExitCode;
 use voltaic::cli::{self, Registry};
 
 fn main() -> ExitCode {
-    cli::run(Registry::empty())
+    cli::run(Registry::builtin())
 }

@@ -24,6 +24,7 @@ mod help;
 mod outcome;
 mod registry;
 mod request;
+mod training;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -31,6 +32,7 @@ use std::process::ExitCode;
 pub use console::Console;
 pub use registry::{FromConfig, Registry};
 pub use request::{RunRequest, Verb};
+pub use training::LrSchedulerTiming;
 
 use args::Command;
 use outcome::Failure;
