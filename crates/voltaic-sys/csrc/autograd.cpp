@@ -39,6 +39,10 @@ vt_error *vt_grads_clear(const vt_tensor *tensors, size_t len) {
   });
 }
 
+vt_error *vt_grad_set(vt_tensor tensor, vt_tensor grad) {
+  return voltaic::guard([&] { tensor->mutable_grad() = *grad; });
+}
+
 vt_error *vt_post_accumulate_grad_hook(vt_tensor tensor, int32_t (*hook)(void *data), void *data,
                                        void (*release)(void *data)) {
   auto owner = std::make_unique<GradHook>(hook, data, release);

@@ -3,64 +3,207 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
-using voltaic::to_list;
+#include <memory>
+#include <vector>
+
 using voltaic::to_optional;
 
-vt_error *vt_fused_sgd(const vt_tensor *params, const vt_tensor *grads, const vt_tensor *momentum_buffers, size_t len,
-                       double lr, double weight_decay, double momentum, double dampening, int32_t nesterov,
-                       int32_t maximize, int32_t is_first_step, vt_tensor grad_scale, vt_tensor found_inf) {
+struct vt_list {
+  std::vector<at::Tensor> tensors;
+};
+
+namespace {
+
+// Whether element i of one tensor's memory is element i of the other's. Strides of dimensions of size 1 mean nothing.
+bool same_layout(const at::Tensor &a, const at::Tensor &b) {
+  if (a.sizes() != b.sizes())
+    return false;
+  for (int64_t dim = 0; dim < a.dim(); ++dim)
+    if (a.size(dim) != 1 && a.stride(dim) != b.stride(dim))
+      return false;
+  return true;
+}
+
+// The kernels walk raw memory and check none of this themselves.
+void check_alike(const vt_list *params, const vt_list *others, const char *name) {
+  TORCH_CHECK(params->tensors.size() == others->tensors.size(), "there are ", params->tensors.size(),
+              " parameters but ", others->tensors.size(), " ", name);
+  for (size_t i = 0; i < params->tensors.size(); ++i) {
+    const at::Tensor &param = params->tensors[i], &other = others->tensors[i];
+    TORCH_CHECK(same_layout(param, other) && param.scalar_type() == other.scalar_type() &&
+                    param.device() == other.device() && param.layout() == at::kStrided &&
+                    other.layout() == at::kStrided && param.is_non_overlapping_and_dense(),
+                "entry ", i, " of ", name, " (", other.toString(), other.sizes(), " on ", other.device(),
+                ") is not laid out as its parameter (", param.toString(), param.sizes(), " on ", param.device(), ")");
+  }
+}
+
+void check_steps(const vt_list *params, const vt_list *steps) {
+  TORCH_CHECK(params->tensors.size() == steps->tensors.size(), "there are ", params->tensors.size(),
+              " parameters but ", steps->tensors.size(), " steps");
+  for (const at::Tensor &step : steps->tensors)
+    TORCH_CHECK(step.numel() == 1 && step.scalar_type() == at::kFloat, "a step count is a float32 scalar, not ",
+                step.toString(), step.sizes());
+}
+
+// Empties the list of gradients when the update is over, so that dropping a gradient frees it.
+struct ClearOnExit {
+  explicit ClearOnExit(vt_list *list) : list_(list) {}
+  ~ClearOnExit() { list_->tensors.clear(); }
+  ClearOnExit(const ClearOnExit &) = delete;
+  ClearOnExit &operator=(const ClearOnExit &) = delete;
+
+private:
+  vt_list *list_;
+};
+
+const std::vector<at::Tensor> &or_empty(const vt_list *list) {
+  static const std::vector<at::Tensor> empty;
+  return list == nullptr ? empty : list->tensors;
+}
+
+} // namespace
+
+vt_error *vt_tensor_id(vt_tensor tensor, size_t *id) {
+  return voltaic::guard([&] { *id = reinterpret_cast<size_t>(tensor->unsafeGetTensorImpl()); });
+}
+
+vt_error *vt_tensor_is_dense(vt_tensor tensor, int32_t *is_dense) {
   return voltaic::guard([&] {
-    at::NoGradGuard no_grad;
-    at::_fused_sgd_(to_list(params, len), to_list(grads, len), to_list(momentum_buffers, len), weight_decay, momentum,
-                    lr, dampening, nesterov != 0, maximize != 0, is_first_step != 0, to_optional(grad_scale),
-                    to_optional(found_inf));
+    *is_dense = tensor->layout() == at::kStrided && tensor->is_non_overlapping_and_dense() ? 1 : 0;
   });
 }
 
-vt_error *vt_fused_adam(const vt_tensor *params, const vt_tensor *grads, const vt_tensor *exp_avgs,
-                        const vt_tensor *exp_avg_sqs, const vt_tensor *max_exp_avg_sqs, const vt_tensor *steps,
-                        size_t len, const vt_adam_options *options, vt_tensor grad_scale, vt_tensor found_inf) {
+vt_error *vt_list_new(const vt_tensor *tensors, size_t len, vt_list **list) {
+  return voltaic::guard([&] {
+    auto owner = std::make_unique<vt_list>();
+    owner->tensors.reserve(len);
+    for (size_t i = 0; i < len; ++i)
+      owner->tensors.push_back(*tensors[i]);
+    *list = owner.release();
+  });
+}
+
+void vt_list_free(vt_list *list) { delete list; }
+
+size_t vt_list_len(const vt_list *list) { return list->tensors.size(); }
+
+void vt_list_clear(vt_list *list) { list->tensors.clear(); }
+
+vt_error *vt_list_select(const vt_list *list, const size_t *indices, size_t len, vt_list **selected) {
+  return voltaic::guard([&] {
+    auto owner = std::make_unique<vt_list>();
+    owner->tensors.reserve(len);
+    for (size_t i = 0; i < len; ++i)
+      owner->tensors.push_back(list->tensors.at(indices[i]));
+    *selected = owner.release();
+  });
+}
+
+vt_error *vt_list_grads(const vt_list *params, vt_list *grads) {
+  return voltaic::guard([&] {
+    grads->tensors.clear();
+    for (const at::Tensor &param : params->tensors)
+      if (const at::Tensor &grad = param.grad(); grad.defined())
+        grads->tensors.push_back(grad);
+  });
+}
+
+vt_error *vt_list_grads_for_update(const vt_list *params, vt_list *grads, uint8_t *status) {
   return voltaic::guard([&] {
     at::NoGradGuard no_grad;
+    grads->tensors.clear();
+    for (size_t i = 0; i < params->tensors.size(); ++i) {
+      const at::Tensor &param = params->tensors[i];
+      const at::Tensor &grad = param.grad();
+      if (!grad.defined()) {
+        status[i] = VT_GRAD_ABSENT;
+      } else if (grad.layout() != at::kStrided || grad.is_complex() || grad.scalar_type() != param.scalar_type() ||
+                 grad.device() != param.device() || grad.sizes() != param.sizes()) {
+        status[i] = VT_GRAD_UNUSABLE;
+      } else {
+        status[i] = VT_GRAD_PRESENT;
+        grads->tensors.push_back(same_layout(grad, param) ? grad : at::empty_like(param).copy_(grad));
+      }
+    }
+  });
+}
+
+vt_error *vt_list_clear_grads(const vt_list *params) {
+  return voltaic::guard([&] {
+    for (const at::Tensor &param : params->tensors)
+      param.mutable_grad() = at::Tensor();
+  });
+}
+
+vt_error *vt_fused_sgd(const vt_list *params, vt_list *grads, const vt_list *momentum_buffers,
+                       const vt_sgd_options *options, int32_t is_first_step) {
+  return voltaic::guard([&] {
+    at::NoGradGuard no_grad;
+    const ClearOnExit clear(grads);
+    check_alike(params, grads, "gradients");
+    TORCH_CHECK((options->momentum == 0) == (momentum_buffers == nullptr),
+                "momentum buffers are needed if momentum is not 0, and only then");
+    if (momentum_buffers != nullptr)
+      check_alike(params, momentum_buffers, "momentum buffers");
+    at::_fused_sgd_(params->tensors, grads->tensors, or_empty(momentum_buffers), options->weight_decay,
+                    options->momentum, options->lr, options->dampening, options->nesterov != 0,
+                    options->maximize != 0, is_first_step != 0);
+  });
+}
+
+vt_error *vt_fused_adam(const vt_list *params, vt_list *grads, const vt_adam_state *state,
+                        const vt_adam_options *options, vt_tensor grad_scale, vt_tensor found_inf) {
+  return voltaic::guard([&] {
+    at::NoGradGuard no_grad;
+    const ClearOnExit clear(grads);
     const vt_adam_options &o = *options;
+    check_alike(params, grads, "gradients");
+    check_alike(params, state->exp_avgs, "exp_avg");
+    check_alike(params, state->exp_avg_sqs, "exp_avg_sq");
+    TORCH_CHECK((o.amsgrad != 0) == (state->max_exp_avg_sqs != nullptr),
+                "maxima of the second moments are needed with amsgrad, and only then");
+    if (state->max_exp_avg_sqs != nullptr)
+      check_alike(params, state->max_exp_avg_sqs, "max_exp_avg_sq");
+    check_steps(params, state->steps);
+    state->all_steps->add_(1);
+    const auto inf = to_optional(found_inf);
     const auto update = [&](auto kernel) {
-      kernel(to_list(params, len), to_list(grads, len), to_list(exp_avgs, len), to_list(exp_avg_sqs, len),
-             to_list(max_exp_avg_sqs, len), to_list(steps, len), o.lr, o.beta1, o.beta2, o.weight_decay, o.eps,
-             o.amsgrad != 0, o.maximize != 0, to_optional(grad_scale), to_optional(found_inf));
+      kernel(params->tensors, grads->tensors, state->exp_avgs->tensors, state->exp_avg_sqs->tensors,
+             or_empty(state->max_exp_avg_sqs), state->steps->tensors, o.lr, o.beta1, o.beta2, o.weight_decay, o.eps,
+             o.amsgrad != 0, o.maximize != 0, to_optional(grad_scale), inf);
     };
     if (o.decoupled != 0)
       update([](auto &&...args) { at::_fused_adamw_(args...); });
     else
       update([](auto &&...args) { at::_fused_adam_(args...); });
+    if (inf.has_value()) // a skipped update is not counted
+      at::_foreach_sub_(state->steps->tensors, std::vector<at::Tensor>(state->steps->tensors.size(), *inf));
   });
 }
 
-vt_error *vt_foreach_add_scalar(const vt_tensor *tensors, size_t len, double value) {
+vt_error *vt_foreach_mul_tensor(const vt_list *list, vt_tensor by) {
   return voltaic::guard([&] {
     at::NoGradGuard no_grad;
-    at::_foreach_add_(to_list(tensors, len), value);
+    if (!list->tensors.empty())
+      at::_foreach_mul_(list->tensors, *by);
   });
 }
 
-vt_error *vt_foreach_mul_tensor(const vt_tensor *tensors, size_t len, vt_tensor by) {
+vt_error *vt_foreach_clamp(const vt_list *list, double min, double max) {
   return voltaic::guard([&] {
     at::NoGradGuard no_grad;
-    at::_foreach_mul_(to_list(tensors, len), *by);
+    if (list->tensors.empty())
+      return;
+    at::_foreach_clamp_min_(list->tensors, min);
+    at::_foreach_clamp_max_(list->tensors, max);
   });
 }
 
-vt_error *vt_foreach_clamp(const vt_tensor *tensors, size_t len, double min, double max) {
+vt_error *vt_foreach_norm(const vt_list *list, double p, vt_tensor *norms) {
   return voltaic::guard([&] {
     at::NoGradGuard no_grad;
-    const auto list = to_list(tensors, len);
-    at::_foreach_clamp_min_(list, min);
-    at::_foreach_clamp_max_(list, max);
-  });
-}
-
-vt_error *vt_foreach_norm(const vt_tensor *tensors, size_t len, double p, vt_tensor *norms) {
-  return voltaic::guard([&] {
-    at::NoGradGuard no_grad;
-    *norms = new at::Tensor(at::stack(at::_foreach_norm(to_list(tensors, len), p)));
+    TORCH_CHECK(!list->tensors.empty(), "there are no tensors");
+    *norms = new at::Tensor(at::stack(at::_foreach_norm(list->tensors, p)));
   });
 }

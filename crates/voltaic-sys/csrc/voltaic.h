@@ -50,19 +50,49 @@ vt_error *vt_autograd_set_multithreading(int32_t enabled);
 vt_error *vt_autograd_is_multithreading(int32_t *enabled);
 // Drops the gradients (PyTorch's zero_grad(set_to_none=True)).
 vt_error *vt_grads_clear(const vt_tensor *tensors, size_t len);
+vt_error *vt_grad_set(vt_tensor tensor, vt_tensor grad);
 // Calls hook(data) each time a gradient has been accumulated into the leaf `tensor`, on the thread that runs
 // backward. A hook that returns non-zero makes backward fail. release(data) runs when the hook goes away.
 vt_error *vt_post_accumulate_grad_hook(vt_tensor tensor, int32_t (*hook)(void *data), void *data,
                                        void (*release)(void *data));
 vt_error *vt_clear_post_accumulate_grad_hooks(vt_tensor tensor);
 
-// ---- optimizer kernels (optim.cpp) --------------------------------------------------------------------------
+// ---- lists of tensors and optimizer kernels (optim.cpp) -------------------------------------------------------
 
-// One update of `len` parameters by torch._fused_sgd_. momentum_buffers is null if momentum is 0; the buffers
-// are written before they are read when is_first_step is set.
-vt_error *vt_fused_sgd(const vt_tensor *params, const vt_tensor *grads, const vt_tensor *momentum_buffers, size_t len,
-                       double lr, double weight_decay, double momentum, double dampening, int32_t nesterov,
-                       int32_t maximize, int32_t is_first_step, vt_tensor grad_scale, vt_tensor found_inf);
+// Same number for handles of the same tensor, as long as one of them lives.
+vt_error *vt_tensor_id(vt_tensor tensor, size_t *id);
+// 1 if the elements fill a block of memory without gaps or overlaps, in any order; the kernels below need that.
+vt_error *vt_tensor_is_dense(vt_tensor tensor, int32_t *is_dense);
+
+// Handles that are kept between calls. Owned by the caller; adding a tensor shares it.
+typedef struct vt_list vt_list;
+vt_error *vt_list_new(const vt_tensor *tensors, size_t len, vt_list **list);
+void vt_list_free(vt_list *list);
+size_t vt_list_len(const vt_list *list);
+void vt_list_clear(vt_list *list);
+// A list of the entries `indices`; fails if one of them is out of range.
+vt_error *vt_list_select(const vt_list *list, const size_t *indices, size_t len, vt_list **selected);
+// Drops the gradients of the tensors in the list.
+vt_error *vt_list_clear_grads(const vt_list *params);
+
+enum vt_grad_status : uint8_t { VT_GRAD_ABSENT = 0, VT_GRAD_PRESENT = 1, VT_GRAD_UNUSABLE = 2 };
+
+// Replaces the contents of `grads` by the gradients themselves, in order, without the absent ones.
+vt_error *vt_list_grads(const vt_list *params, vt_list *grads);
+// The same for an update: a gradient with other strides than its parameter is replaced by a copy. status[i] tells of
+// parameter i; a sparse or complex gradient, or one of another dtype, device or shape, is unusable and left out.
+vt_error *vt_list_grads_for_update(const vt_list *params, vt_list *grads, uint8_t *status);
+
+typedef struct {
+  double lr, weight_decay, momentum, dampening;
+  int32_t nesterov, maximize;
+} vt_sgd_options;
+
+// One update by torch._fused_sgd_. momentum_buffers is null if momentum is 0; the buffers are written before they
+// are read when is_first_step is set. Fails unless all lists have the same shapes, strides, dtypes and devices.
+// Empties `grads`.
+vt_error *vt_fused_sgd(const vt_list *params, vt_list *grads, const vt_list *momentum_buffers,
+                       const vt_sgd_options *options, int32_t is_first_step);
 
 typedef struct {
   double lr, beta1, beta2, eps, weight_decay;
@@ -70,17 +100,22 @@ typedef struct {
   int32_t decoupled; // 1: AdamW (weight decay applied to the weights), 0: Adam (added to the gradient)
 } vt_adam_options;
 
-// One update of `len` parameters by torch._fused_adam_ or _fused_adamw_. steps are float32 scalars, already
-// incremented. max_exp_avg_sqs is null unless amsgrad. grad_scale and found_inf may be null.
-vt_error *vt_fused_adam(const vt_tensor *params, const vt_tensor *grads, const vt_tensor *exp_avgs,
-                        const vt_tensor *exp_avg_sqs, const vt_tensor *max_exp_avg_sqs, const vt_tensor *steps,
-                        size_t len, const vt_adam_options *options, vt_tensor grad_scale, vt_tensor found_inf);
+typedef struct {
+  const vt_list *exp_avgs, *exp_avg_sqs;
+  const vt_list *max_exp_avg_sqs; // null unless amsgrad
+  const vt_list *steps;           // float32 scalars
+  vt_tensor all_steps;            // a tensor whose elements are exactly `steps`; the call increments it
+} vt_adam_state;
 
-vt_error *vt_foreach_add_scalar(const vt_tensor *tensors, size_t len, double value);  // in place
-vt_error *vt_foreach_mul_tensor(const vt_tensor *tensors, size_t len, vt_tensor by);  // in place, 0-dim `by`
-vt_error *vt_foreach_clamp(const vt_tensor *tensors, size_t len, double min, double max); // in place
+// One update by torch._fused_adam_ or _fused_adamw_. grad_scale and found_inf may be null. Fails unless all lists
+// have the same shapes, strides, dtypes and devices. Empties `grads`.
+vt_error *vt_fused_adam(const vt_list *params, vt_list *grads, const vt_adam_state *state,
+                        const vt_adam_options *options, vt_tensor grad_scale, vt_tensor found_inf);
+
+vt_error *vt_foreach_mul_tensor(const vt_list *list, vt_tensor by);          // in place, 0-dim `by`
+vt_error *vt_foreach_clamp(const vt_list *list, double min, double max);     // in place
 // The p-norm of each tensor, stacked: shape [len], float32 or the tensors' dtype as in PyTorch.
-vt_error *vt_foreach_norm(const vt_tensor *tensors, size_t len, double p, vt_tensor *norms);
+vt_error *vt_foreach_norm(const vt_list *list, double p, vt_tensor *norms);
 
 // ---- random numbers (rng.cpp) -------------------------------------------------------------------------------
 

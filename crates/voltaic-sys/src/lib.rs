@@ -25,6 +25,25 @@ pub const VT_CPU: i32 = 0;
 pub const VT_CUDA: i32 = 1;
 pub const VT_HPU: i32 = 15;
 
+pub const VT_GRAD_ABSENT: u8 = 0;
+pub const VT_GRAD_PRESENT: u8 = 1;
+pub const VT_GRAD_UNUSABLE: u8 = 2;
+
+#[repr(C)]
+pub struct vt_list {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub struct vt_sgd_options {
+    pub lr: f64,
+    pub weight_decay: f64,
+    pub momentum: f64,
+    pub dampening: f64,
+    pub nesterov: i32,
+    pub maximize: i32,
+}
+
 #[repr(C)]
 pub struct vt_adam_options {
     pub lr: f64,
@@ -35,6 +54,15 @@ pub struct vt_adam_options {
     pub amsgrad: i32,
     pub maximize: i32,
     pub decoupled: i32,
+}
+
+#[repr(C)]
+pub struct vt_adam_state {
+    pub exp_avgs: *const vt_list,
+    pub exp_avg_sqs: *const vt_list,
+    pub max_exp_avg_sqs: *const vt_list,
+    pub steps: *const vt_list,
+    pub all_steps: vt_tensor,
 }
 
 #[repr(C)]
@@ -60,6 +88,7 @@ unsafe extern "C" {
     pub fn vt_autograd_set_multithreading(enabled: i32) -> *mut vt_error;
     pub fn vt_autograd_is_multithreading(enabled: *mut i32) -> *mut vt_error;
     pub fn vt_grads_clear(tensors: *const vt_tensor, len: usize) -> *mut vt_error;
+    pub fn vt_grad_set(tensor: vt_tensor, grad: vt_tensor) -> *mut vt_error;
     pub fn vt_post_accumulate_grad_hook(
         tensor: vt_tensor,
         hook: extern "C" fn(data: *mut c_void) -> i32,
@@ -68,42 +97,43 @@ unsafe extern "C" {
     ) -> *mut vt_error;
     pub fn vt_clear_post_accumulate_grad_hooks(tensor: vt_tensor) -> *mut vt_error;
 
-    pub fn vt_fused_sgd(
-        params: *const vt_tensor,
-        grads: *const vt_tensor,
-        momentum_buffers: *const vt_tensor,
+    pub fn vt_tensor_id(tensor: vt_tensor, id: *mut usize) -> *mut vt_error;
+    pub fn vt_tensor_is_dense(tensor: vt_tensor, is_dense: *mut i32) -> *mut vt_error;
+    pub fn vt_list_new(tensors: *const vt_tensor, len: usize, list: *mut *mut vt_list) -> *mut vt_error;
+    pub fn vt_list_free(list: *mut vt_list);
+    pub fn vt_list_len(list: *const vt_list) -> usize;
+    pub fn vt_list_clear(list: *mut vt_list);
+    pub fn vt_list_select(
+        list: *const vt_list,
+        indices: *const usize,
         len: usize,
-        lr: f64,
-        weight_decay: f64,
-        momentum: f64,
-        dampening: f64,
-        nesterov: i32,
-        maximize: i32,
+        selected: *mut *mut vt_list,
+    ) -> *mut vt_error;
+    pub fn vt_list_clear_grads(params: *const vt_list) -> *mut vt_error;
+    pub fn vt_list_grads(params: *const vt_list, grads: *mut vt_list) -> *mut vt_error;
+    pub fn vt_list_grads_for_update(
+        params: *const vt_list,
+        grads: *mut vt_list,
+        status: *mut u8,
+    ) -> *mut vt_error;
+    pub fn vt_fused_sgd(
+        params: *const vt_list,
+        grads: *mut vt_list,
+        momentum_buffers: *const vt_list,
+        options: *const vt_sgd_options,
         is_first_step: i32,
-        grad_scale: vt_tensor,
-        found_inf: vt_tensor,
     ) -> *mut vt_error;
     pub fn vt_fused_adam(
-        params: *const vt_tensor,
-        grads: *const vt_tensor,
-        exp_avgs: *const vt_tensor,
-        exp_avg_sqs: *const vt_tensor,
-        max_exp_avg_sqs: *const vt_tensor,
-        steps: *const vt_tensor,
-        len: usize,
+        params: *const vt_list,
+        grads: *mut vt_list,
+        state: *const vt_adam_state,
         options: *const vt_adam_options,
         grad_scale: vt_tensor,
         found_inf: vt_tensor,
     ) -> *mut vt_error;
-    pub fn vt_foreach_add_scalar(tensors: *const vt_tensor, len: usize, value: f64) -> *mut vt_error;
-    pub fn vt_foreach_mul_tensor(tensors: *const vt_tensor, len: usize, by: vt_tensor) -> *mut vt_error;
-    pub fn vt_foreach_clamp(tensors: *const vt_tensor, len: usize, min: f64, max: f64) -> *mut vt_error;
-    pub fn vt_foreach_norm(
-        tensors: *const vt_tensor,
-        len: usize,
-        p: f64,
-        norms: *mut vt_tensor,
-    ) -> *mut vt_error;
+    pub fn vt_foreach_mul_tensor(list: *const vt_list, by: vt_tensor) -> *mut vt_error;
+    pub fn vt_foreach_clamp(list: *const vt_list, min: f64, max: f64) -> *mut vt_error;
+    pub fn vt_foreach_norm(list: *const vt_list, p: f64, norms: *mut vt_tensor) -> *mut vt_error;
 
     pub fn vt_manual_seed(seed: u64) -> *mut vt_error;
     pub fn vt_rng_get_state(device_type: i32, device_index: i32, state: *mut vt_tensor) -> *mut vt_error;

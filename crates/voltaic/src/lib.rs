@@ -2,11 +2,33 @@
 
 #![deny(unsafe_code)]
 
+extern crate self as voltaic; // the derive names everything from `::voltaic`
+
+// in the order of the layers: a module uses only those above it
 pub mod device;
 pub mod error;
 pub mod ffi;
+
+pub mod config;
+
+pub mod checkpoint;
+pub mod data;
 pub mod nn;
+pub mod optim;
+
+pub mod module;
+
+pub mod callback;
+pub mod logger;
+
+pub mod trainer;
+
+pub mod models;
+pub mod prelude;
+
+pub mod cli;
 
 pub use device::Device;
 pub use error::{Error, Result};
+pub use nn::Module;
 pub use tch::{Kind, Tensor};

@@ -8,14 +8,16 @@ mod config;
 mod data;
 mod memory;
 mod module;
+mod optim;
 
 use std::path::{Path, PathBuf};
 
 pub use checkpoint::CheckpointError;
-pub use config::ConfigError;
+pub use config::{ConfigError, ConfigProblem};
 pub use data::DataError;
 pub use memory::MemoryError;
 pub use module::ModuleError;
+pub use optim::OptimError;
 
 /// Result of what the user calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -39,6 +41,9 @@ pub enum Error {
     /// A checkpoint cannot be written, read or applied.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// An optimizer or a learning rate schedule cannot do its step.
+    #[error(transparent)]
+    Optim(#[from] OptimError),
     /// The host memory pool cannot be set up as asked.
     #[error(transparent)]
     Memory(#[from] MemoryError),

@@ -14,6 +14,16 @@ pub enum ModuleError {
         /// What the layer needs.
         expected: String,
     },
+    /// A layer's input has values or a dtype that it cannot use.
+    #[error("{layer}: {what}; {remedy}")]
+    Input {
+        /// The layer with its sizes, such as `Embedding(65, 128)`.
+        layer: String,
+        /// What is wrong, with the values.
+        what: String,
+        /// How to mend it.
+        remedy: String,
+    },
     /// A layer was asked for sizes that make no sense.
     #[error("{layer}: {what}; {remedy}")]
     Sizes {

@@ -34,6 +34,15 @@ pub fn clear_grads<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<
     check("clear_grads", unsafe { sys::vt_grads_clear(tensors.as_ptr(), tensors.len()) })
 }
 
+/// Gives a leaf a gradient, in place of the one it has.
+///
+/// # Errors
+/// If shape, dtype or device of `grad` differ from the leaf's.
+pub fn set_grad(leaf: &Tensor, grad: &Tensor) -> Result<(), TorchError> {
+    // SAFETY: both tensors are borrowed for the call.
+    check("set_grad", unsafe { sys::vt_grad_set(leaf.as_ptr().cast_mut(), grad.as_ptr().cast_mut()) })
+}
+
 type HookFn = dyn FnMut() -> anyhow::Result<()> + Send;
 
 /// What the C++ side owns: the closure, and where its failure is kept.

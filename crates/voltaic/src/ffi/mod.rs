@@ -11,19 +11,22 @@ mod optim;
 mod pool;
 mod rng;
 mod tensor;
+mod threads;
 
 use std::ffi::CStr;
 
 use voltaic_sys as sys;
 
 pub use allocator::{host_pool, install_host_pool};
-pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading};
+pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
 pub use optim::{
-    AdamOptions, FusedAdam, FusedSgd, foreach_add_scalar, foreach_clamp, foreach_mul_tensor, foreach_norm,
+    AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,
+    foreach_norm, is_dense, tensor_id,
 };
 pub use pool::{Pool, PoolStats};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version};
+pub use threads::{set_thread_num_threads, with_one_thread};
 
 use crate::error::{TorchError, TorchErrorKind};
 

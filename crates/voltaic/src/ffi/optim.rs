@@ -1,6 +1,6 @@
-//! Optimizer kernels that work on lists of tensors.
+//! Lists of tensors that stay with libtorch between calls, and optimizer kernels that work on them.
 
-use std::ptr;
+use std::ptr::{self, NonNull};
 
 use tch::Tensor;
 use voltaic_sys as sys;
@@ -8,18 +8,168 @@ use voltaic_sys as sys;
 use super::{check, pointers, rng::take};
 use crate::error::TorchError;
 
-fn or_null(tensor: Option<&Tensor>) -> sys::vt_tensor {
-    tensor.map_or(ptr::null_mut(), |tensor| tensor.as_ptr().cast_mut())
+/// A number that is the same for all handles of one tensor, as long as one of them lives.
+pub fn tensor_id(tensor: &Tensor) -> Result<usize, TorchError> {
+    let mut id = 0;
+    // SAFETY: the tensor is borrowed for the call; the out-pointer is a valid usize on this stack.
+    check("tensor_id", unsafe { sys::vt_tensor_id(tensor.as_ptr().cast_mut(), &mut id) })?;
+    Ok(id)
 }
 
-/// Pointer to a list, or null for an empty one, which is how the shim spells "absent".
-fn list_or_null(list: &[sys::vt_tensor]) -> *const sys::vt_tensor {
-    if list.is_empty() { ptr::null() } else { list.as_ptr() }
+/// Whether the elements fill a block of memory without gaps or overlaps, which the fused kernels need.
+pub fn is_dense(tensor: &Tensor) -> Result<bool, TorchError> {
+    let mut dense = 0;
+    // SAFETY: the tensor is borrowed for the call; the out-pointer is a valid i32 on this stack.
+    check("is_dense", unsafe { sys::vt_tensor_is_dense(tensor.as_ptr().cast_mut(), &mut dense) })?;
+    Ok(dense != 0)
+}
+
+/// What [`Gradients::collect`] found for a parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct GradStatus(u8);
+
+impl GradStatus {
+    /// There is no gradient.
+    pub const ABSENT: Self = Self(sys::VT_GRAD_ABSENT);
+    /// The gradient is in the list.
+    pub const PRESENT: Self = Self(sys::VT_GRAD_PRESENT);
+    /// The gradient is sparse, complex, or of another dtype, device or shape than the parameter.
+    pub const UNUSABLE: Self = Self(sys::VT_GRAD_UNUSABLE);
+}
+
+/// Handles of tensors, kept as the vector that libtorch's list operators take: passing it costs nothing.
+#[derive(Debug)]
+pub struct TensorList {
+    raw: NonNull<sys::vt_list>,
+}
+
+// SAFETY: the list owns its handles; libtorch's reference counts are atomic, and tch's Tensor is Send on the same
+// grounds.
+unsafe impl Send for TensorList {}
+
+impl TensorList {
+    /// A list that shares `tensors`.
+    pub fn new<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<Self, TorchError> {
+        let tensors = pointers(tensors);
+        let mut raw = ptr::null_mut();
+        // SAFETY: the pointers belong to tensors borrowed for this call; the out-pointer is valid.
+        check("list", unsafe { sys::vt_list_new(tensors.as_ptr(), tensors.len(), &mut raw) })?;
+        Ok(Self::own(raw))
+    }
+
+    /// Takes ownership of a list that a shim function has just written to its out-pointer.
+    fn own(raw: *mut sys::vt_list) -> Self {
+        // SAFETY: callers pass what a successful shim call wrote: a pointer from operator new, which is never null.
+        Self { raw: unsafe { NonNull::new_unchecked(raw) } }
+    }
+
+    /// A list of the entries `indices`, in that order.
+    ///
+    /// # Errors
+    /// If an index is out of range.
+    pub fn select(&self, indices: &[usize]) -> Result<Self, TorchError> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the list and the indices are alive for the call; the out-pointer is valid.
+        let error =
+            unsafe { sys::vt_list_select(self.raw.as_ptr(), indices.as_ptr(), indices.len(), &mut raw) };
+        check("list_select", error)?;
+        Ok(Self::own(raw))
+    }
+
+    /// Number of tensors in the list.
+    pub fn len(&self) -> usize {
+        // SAFETY: the list is alive.
+        unsafe { sys::vt_list_len(self.raw.as_ptr()) }
+    }
+
+    /// Whether there is no tensor in the list.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Replaces the contents of `self` by the gradients of `params`, in order, without the absent ones.
+    pub fn fill_with_grads(&mut self, params: &Self) -> Result<(), TorchError> {
+        // SAFETY: both lists are alive, and distinct because one is borrowed mutably.
+        check("grads", unsafe { sys::vt_list_grads(params.raw.as_ptr(), self.raw.as_ptr()) })
+    }
+
+    /// Empties the list.
+    pub fn clear(&mut self) {
+        // SAFETY: the list is alive and borrowed mutably.
+        unsafe { sys::vt_list_clear(self.raw.as_ptr()) }
+    }
+
+    /// Drops the gradients of the tensors in the list.
+    pub fn clear_grads(&self) -> Result<(), TorchError> {
+        // SAFETY: the list is alive and owns its tensors.
+        check("clear_grads", unsafe { sys::vt_list_clear_grads(self.raw.as_ptr()) })
+    }
+}
+
+impl Drop for TensorList {
+    fn drop(&mut self) {
+        // SAFETY: `raw` came from vt_list_new and is freed here only.
+        unsafe { sys::vt_list_free(self.raw.as_ptr()) }
+    }
+}
+
+/// Parameters of which the gradients are collected before each update.
+#[derive(Debug)]
+pub struct Gradients {
+    params: TensorList,
+    grads: TensorList,
+    status: Vec<GradStatus>,
+}
+
+impl Gradients {
+    /// For the gradients of `params`.
+    pub fn of<'a>(params: impl IntoIterator<Item = &'a Tensor>) -> Result<Self, TorchError> {
+        let params: Vec<&Tensor> = params.into_iter().collect();
+        let status = vec![GradStatus::ABSENT; params.len()];
+        Ok(Self { params: TensorList::new(params)?, grads: TensorList::new([])?, status })
+    }
+
+    /// Reads the gradients as they are now, laid out as the parameters, for the next update.
+    ///
+    /// Gives the status of each parameter; the collected list holds those that are present, in order.
+    pub fn collect(&mut self) -> Result<&[GradStatus], TorchError> {
+        // SAFETY: both lists are alive and distinct; `status` has an entry for each of the `params`, whose number
+        // never changes, and GradStatus is a transparent u8 of which the shim writes only the three known values.
+        let error = unsafe {
+            sys::vt_list_grads_for_update(
+                self.params.raw.as_ptr(),
+                self.grads.raw.as_ptr(),
+                self.status.as_mut_ptr().cast(),
+            )
+        };
+        check("grads_for_update", error)?;
+        Ok(&self.status)
+    }
+
+    /// The status that [`Gradients::collect`] found last.
+    pub fn status(&self) -> &[GradStatus] {
+        &self.status
+    }
+
+    /// All parameters.
+    pub fn params(&self) -> &TensorList {
+        &self.params
+    }
+
+    /// The gradients that [`Gradients::collect`] found; an update empties the list.
+    pub fn collected(&mut self) -> &mut TensorList {
+        &mut self.grads
+    }
+}
+
+fn list_or_null(list: Option<&TensorList>) -> *const sys::vt_list {
+    list.map_or(ptr::null(), |list| list.raw.as_ptr().cast_const())
 }
 
 /// Numbers of one `torch._fused_sgd_` call.
 #[derive(Debug, Clone, Copy)]
-pub struct FusedSgd {
+pub struct SgdOptions {
     /// Learning rate.
     pub lr: f64,
     /// L2 penalty.
@@ -32,37 +182,39 @@ pub struct FusedSgd {
     pub nesterov: bool,
     /// Ascend instead of descend.
     pub maximize: bool,
-    /// The momentum buffers hold nothing yet.
-    pub is_first_step: bool,
 }
 
-impl FusedSgd {
-    /// Updates `params` in place. `momentum_buffers` is empty if momentum is 0.
+impl SgdOptions {
+    /// Updates `params` in place and empties `grads`.
+    ///
+    /// `momentum_buffers` is absent if momentum is 0. With `is_first_step` they are written before they are read.
+    ///
+    /// # Errors
+    /// If the lists differ in number, shapes, strides, dtypes or devices.
     pub fn step(
         &self,
-        params: &[Tensor],
-        grads: &[Tensor],
-        momentum_buffers: &[Tensor],
+        params: &TensorList,
+        grads: &mut TensorList,
+        momentum_buffers: Option<&TensorList>,
+        is_first_step: bool,
     ) -> Result<(), TorchError> {
-        debug_assert_eq!(params.len(), grads.len());
-        debug_assert!(momentum_buffers.is_empty() || momentum_buffers.len() == params.len());
-        let (params, grads, buffers) = (pointers(params), pointers(grads), pointers(momentum_buffers));
-        // SAFETY: all lists have params.len() entries (or are null), and their tensors are borrowed for the call.
+        let raw = sys::vt_sgd_options {
+            lr: self.lr,
+            weight_decay: self.weight_decay,
+            momentum: self.momentum,
+            dampening: self.dampening,
+            nesterov: self.nesterov.into(),
+            maximize: self.maximize.into(),
+        };
+        // SAFETY: the lists are alive for the call and the shim checks that they match each other before the
+        // kernel walks their memory; `raw` lives on this stack.
         let error = unsafe {
             sys::vt_fused_sgd(
-                params.as_ptr(),
-                grads.as_ptr(),
-                list_or_null(&buffers),
-                params.len(),
-                self.lr,
-                self.weight_decay,
-                self.momentum,
-                self.dampening,
-                self.nesterov.into(),
-                self.maximize.into(),
-                self.is_first_step.into(),
-                ptr::null_mut(),
-                ptr::null_mut(),
+                params.raw.as_ptr(),
+                grads.raw.as_ptr(),
+                list_or_null(momentum_buffers),
+                &raw,
+                is_first_step.into(),
             )
         };
         check("_fused_sgd_", error)
@@ -88,35 +240,29 @@ pub struct AdamOptions {
     pub decoupled: bool,
 }
 
-/// The lists of one Adam update; all have the same length, except `max_exp_avg_sqs`, empty unless amsgrad.
-#[derive(Debug, Clone, Copy)]
-pub struct FusedAdam<'a> {
+/// What Adam keeps for a list of parameters; all lists have an entry for each.
+#[derive(Debug)]
+pub struct AdamLists {
     /// Parameters, updated in place.
-    pub params: &'a [Tensor],
-    /// Their gradients.
-    pub grads: &'a [Tensor],
+    pub params: TensorList,
     /// First moments.
-    pub exp_avgs: &'a [Tensor],
+    pub exp_avgs: TensorList,
     /// Second moments.
-    pub exp_avg_sqs: &'a [Tensor],
-    /// Maxima of the second moments.
-    pub max_exp_avg_sqs: &'a [Tensor],
-    /// Step counts including this step: `float32` scalars.
-    pub steps: &'a [Tensor],
-    /// Divides the gradients (set by a grad scaler).
-    pub grad_scale: Option<&'a Tensor>,
-    /// Non-zero skips the update (set by a grad scaler).
-    pub found_inf: Option<&'a Tensor>,
+    pub exp_avg_sqs: TensorList,
+    /// Maxima of the second moments, with amsgrad only.
+    pub max_exp_avg_sqs: Option<TensorList>,
+    /// Counts of the updates done: `float32` scalars.
+    pub steps: TensorList,
+    /// A tensor whose elements are exactly `steps`, so that they are counted up in one operation.
+    pub all_steps: Tensor,
 }
 
-impl FusedAdam<'_> {
-    /// Updates the parameters and the moments in place.
-    pub fn step(&self, options: &AdamOptions) -> Result<(), TorchError> {
-        let len = self.params.len();
-        debug_assert!(
-            [self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps].iter().all(|l| l.len() == len)
-        );
-        debug_assert_eq!(self.max_exp_avg_sqs.len(), if options.amsgrad { len } else { 0 });
+impl AdamLists {
+    /// Counts the steps up, updates parameters and moments in place, and empties `grads`.
+    ///
+    /// # Errors
+    /// If the lists differ in number, shapes, strides, dtypes or devices.
+    pub fn step(&self, grads: &mut TensorList, options: &AdamOptions) -> Result<(), TorchError> {
         let raw = sys::vt_adam_options {
             lr: options.lr,
             beta1: options.betas.0,
@@ -127,57 +273,49 @@ impl FusedAdam<'_> {
             maximize: options.maximize.into(),
             decoupled: options.decoupled.into(),
         };
-        let (params, grads, steps) = (pointers(self.params), pointers(self.grads), pointers(self.steps));
-        let (exp_avgs, exp_avg_sqs) = (pointers(self.exp_avgs), pointers(self.exp_avg_sqs));
-        let max_exp_avg_sqs = pointers(self.max_exp_avg_sqs);
-        // SAFETY: all lists have `len` entries (or are null), their tensors are borrowed for the call, and `raw`
-        // lives on this stack.
+        let state = sys::vt_adam_state {
+            exp_avgs: self.exp_avgs.raw.as_ptr(),
+            exp_avg_sqs: self.exp_avg_sqs.raw.as_ptr(),
+            max_exp_avg_sqs: list_or_null(self.max_exp_avg_sqs.as_ref()),
+            steps: self.steps.raw.as_ptr(),
+            all_steps: self.all_steps.as_ptr().cast_mut(),
+        };
+        // SAFETY: the lists are alive for the call and the shim checks that they match each other before the
+        // kernel walks their memory; `raw` and `state` live on this stack; a null grad_scale and found_inf mean
+        // that there is no gradient scaler.
         let error = unsafe {
             sys::vt_fused_adam(
-                params.as_ptr(),
-                grads.as_ptr(),
-                exp_avgs.as_ptr(),
-                exp_avg_sqs.as_ptr(),
-                list_or_null(&max_exp_avg_sqs),
-                steps.as_ptr(),
-                len,
+                self.params.raw.as_ptr(),
+                grads.raw.as_ptr(),
+                &state,
                 &raw,
-                or_null(self.grad_scale),
-                or_null(self.found_inf),
+                ptr::null_mut(),
+                ptr::null_mut(),
             )
         };
         check(if options.decoupled { "_fused_adamw_" } else { "_fused_adam_" }, error)
     }
 }
 
-/// Adds `value` to each tensor, in place.
-pub fn foreach_add_scalar(tensors: &[Tensor], value: f64) -> Result<(), TorchError> {
-    let tensors = pointers(tensors);
-    // SAFETY: the pointers belong to tensors borrowed for this call.
-    check("_foreach_add_", unsafe { sys::vt_foreach_add_scalar(tensors.as_ptr(), tensors.len(), value) })
-}
-
 /// Multiplies each tensor by the scalar tensor `by`, in place, without reading `by` back to the host.
-pub fn foreach_mul_tensor(tensors: &[Tensor], by: &Tensor) -> Result<(), TorchError> {
-    let tensors = pointers(tensors);
-    // SAFETY: all pointers belong to tensors borrowed for this call.
-    check("_foreach_mul_", unsafe {
-        sys::vt_foreach_mul_tensor(tensors.as_ptr(), tensors.len(), by.as_ptr().cast_mut())
-    })
+pub fn foreach_mul_tensor(list: &TensorList, by: &Tensor) -> Result<(), TorchError> {
+    // SAFETY: the list and the tensor are alive for the call.
+    check("_foreach_mul_", unsafe { sys::vt_foreach_mul_tensor(list.raw.as_ptr(), by.as_ptr().cast_mut()) })
 }
 
 /// Limits each element to `[min, max]`, in place.
-pub fn foreach_clamp(tensors: &[Tensor], min: f64, max: f64) -> Result<(), TorchError> {
-    let tensors = pointers(tensors);
-    // SAFETY: the pointers belong to tensors borrowed for this call.
-    check("_foreach_clamp_", unsafe { sys::vt_foreach_clamp(tensors.as_ptr(), tensors.len(), min, max) })
+pub fn foreach_clamp(list: &TensorList, min: f64, max: f64) -> Result<(), TorchError> {
+    // SAFETY: the list is alive for the call.
+    check("_foreach_clamp_", unsafe { sys::vt_foreach_clamp(list.raw.as_ptr(), min, max) })
 }
 
-/// The `p`-norm of each tensor, stacked: shape `[tensors.len()]`, on the tensors' device.
-pub fn foreach_norm(tensors: &[Tensor], p: f64) -> Result<Tensor, TorchError> {
-    let tensors = pointers(tensors);
+/// The `p`-norm of each tensor, stacked: shape `[number of tensors]`, on the tensors' device.
+///
+/// # Errors
+/// If the list is empty.
+pub fn foreach_norm(list: &TensorList, p: f64) -> Result<Tensor, TorchError> {
     let mut norms = ptr::null_mut();
-    // SAFETY: the pointers belong to tensors borrowed for this call; the out-pointer is valid.
-    check("_foreach_norm", unsafe { sys::vt_foreach_norm(tensors.as_ptr(), tensors.len(), p, &mut norms) })?;
+    // SAFETY: the list is alive for the call; the out-pointer is valid.
+    check("_foreach_norm", unsafe { sys::vt_foreach_norm(list.raw.as_ptr(), p, &mut norms) })?;
     Ok(take(norms))
 }

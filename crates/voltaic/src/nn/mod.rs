@@ -1,7 +1,67 @@
 //! Modules: the tree of named parameters, and the usual layers with PyTorch's names and initialisations.
+//!
+//! A model is a struct of layers with `#[derive(Module)]`. Its parameters have the names that PyTorch gives the same
+//! structure, and after [`manual_seed`](crate::ffi::manual_seed) the weights that PyTorch draws, bit for bit, when the
+//! layers are made in the same order.
+//!
+//! # Making layers
+//! Every layer with sizes is made in one of two ways, and both end in `?`:
+//!
+//! ```
+//! use voltaic::nn::{Conv2d, Linear};
+//!
+//! # fn main() -> voltaic::Result<()> {
+//! let fc = Linear::new(784, 256)?; // sizes alone: PyTorch's defaults
+//! let conv = Conv2d::builder(3, 64, 3).stride(2).padding(1).bias(false).build()?; // sizes and options
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Options come before `build`, because some of them decide how many random numbers the layer draws: a layer made
+//! first and changed later would leave the random stream where PyTorch does not. Making a layer fails with
+//! [`ModuleError::Sizes`](crate::error::ModuleError::Sizes) rather than at the first batch, so that a bad size in a
+//! recipe is reported while the model is built, next to the line that gave it. What has nothing to refuse
+//! ([`Relu`], [`Identity`], [`Softmax::new`]) returns no `Result`.
+//!
+//! Sizes are `i64`, as libtorch counts them, so that sizes of tensors and sizes of layers mix without casts.
+//!
+//! # Shapes
+//! A layer does not check its input beforehand: libtorch does that anyway. When libtorch refuses, the layer looks
+//! for the reason and says it in its own terms, as
+//! [`ModuleError::Shape`](crate::error::ModuleError::Shape): the right input pays nothing.
 
+mod activation;
+mod attention;
+mod batch_norm;
+mod check;
+mod conv;
+mod conv_transpose;
+mod dropout;
+mod embedding;
+mod field;
+pub mod functional;
+pub mod init;
+mod linear;
 mod module;
+mod norm;
 mod parameter;
+mod pool;
+mod sequential;
 
+pub use activation::{Gelu, Identity, LeakyRelu, Relu, Sigmoid, Silu, Softmax, Tanh};
+pub use attention::{AttentionMask, MultiheadAttention, MultiheadAttentionBuilder};
+pub use batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d, BatchNormBuilder};
+pub use check::Sizes;
+pub use conv::{Conv, Conv1d, Conv2d, ConvBuilder};
+pub use conv_transpose::{ConvTranspose2d, ConvTranspose2dBuilder};
+pub use dropout::Dropout;
+pub use embedding::{Embedding, EmbeddingBuilder};
+#[doc(hidden)]
+pub use field::Field;
+pub use linear::{Linear, LinearBuilder};
 pub use module::{Forward, Member, Module, ModuleExt, set_training};
+pub use norm::{GroupNorm, GroupNormBuilder, LayerNorm, LayerNormBuilder, NormalizedShape};
 pub use parameter::{Buffer, Parameter};
+pub use pool::{AdaptiveAvgPool2d, AvgPool2d, AvgPool2dBuilder, Flatten, MaxPool2d, MaxPool2dBuilder};
+pub use sequential::Sequential;
+pub use voltaic_macros::Module;

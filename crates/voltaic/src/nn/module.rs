@@ -22,8 +22,57 @@ pub enum Member<'a> {
 /// A node of the module tree, usually implemented by `#[derive(Module)]`.
 ///
 /// The derive visits the fields in declaration order and names them as the fields are named, which are the names
-/// that PyTorch gives the same module. A field may be a [`Parameter`], a [`Buffer`], a module, `Option` or `Vec` of
-/// those, or a plain number, bool or string; any other field needs `#[module(skip)]`.
+/// that PyTorch gives the same module. A field may be a [`Parameter`], a [`Buffer`], a module, a plain number, bool or
+/// string, or an `Option`, `Vec` or array of those; any other field needs `#[module(skip)]`. A `bool` field marked
+/// `#[module(training)]` is the flag that [`Module::set_training`] sets.
+///
+/// ```
+/// use voltaic::nn::{Dropout, Forward, Linear, Module, ModuleExt};
+/// use voltaic::{Kind, Tensor};
+///
+/// #[derive(Module)]
+/// struct Net {
+///     layers: Vec<Linear>,
+///     dropout: Option<Dropout>,
+///     #[module(training)]
+///     training: bool,
+///     #[module(skip)]
+///     labels: std::collections::BTreeMap<i64, String>,
+/// }
+///
+/// impl Forward for Net {
+///     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
+///         let hidden = self.layers[0].forward(input)?.relu();
+///         self.layers[1].forward(&hidden)
+///     }
+/// }
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let layers = vec![Linear::new(8, 4)?, Linear::new(4, 2)?];
+/// let net = Net { layers, dropout: None, training: true, labels: Default::default() };
+/// let names: Vec<String> = net.named_parameters().into_iter().map(|(fqn, _)| fqn).collect();
+/// assert_eq!(names, ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]);
+/// let input = Tensor::zeros([3, 8], (Kind::Float, tch::Device::Cpu));
+/// assert_eq!(net.forward(&input)?.size(), [3, 2]);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// A field that cannot be part of the tree does not compile, rather than being left out of the checkpoint:
+///
+/// ```compile_fail,E0277
+/// # use voltaic::nn::Module;
+/// #[derive(Module)]
+/// struct Net {
+///     labels: std::collections::BTreeMap<i64, String>,
+/// }
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a module",
+    note = "a struct of layers becomes a module by `#[derive(Module)]`",
+    note = "a field that holds no weights is left out by `#[module(skip)]`",
+    note = "a `Tensor` field is either trained (`Parameter`) or not (`Buffer`)"
+)]
 pub trait Module: Send + 'static {
     /// Calls `visit` with the name of each direct member, in declaration order.
     fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>));
@@ -39,6 +88,24 @@ pub trait Module: Send + 'static {
         let name = std::any::type_name::<Self>();
         let name = name.split('<').next().unwrap_or(name);
         name.rsplit("::").next().unwrap_or(name)
+    }
+}
+
+impl<M: Module + ?Sized> Module for Box<M> {
+    fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>)) {
+        (**self).members(visit);
+    }
+
+    fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
+        (**self).children_mut(visit);
+    }
+
+    fn set_training(&mut self, training: bool) {
+        (**self).set_training(training);
+    }
+
+    fn type_name(&self) -> &'static str {
+        (**self).type_name()
     }
 }
 
@@ -60,7 +127,7 @@ pub trait ModuleExt: Module {
         let mut found = Vec::new();
         walk(self.as_dyn(), "", &mut |fqn, member| {
             if let Member::Parameter(parameter) = member
-                && seen.insert(parameter.as_ptr())
+                && seen.insert(parameter.id())
             {
                 found.push((fqn.to_owned(), parameter.clone()));
             }

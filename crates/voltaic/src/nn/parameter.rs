@@ -1,6 +1,7 @@
 //! Parameters and buffers: named handles to the tensors of a module.
 
 use std::ops::Deref;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use tch::Tensor;
 
@@ -14,12 +15,21 @@ use crate::ffi;
 #[derive(Debug)]
 pub struct Parameter {
     tensor: Tensor,
+    id: u64,
 }
+
+static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
 impl Parameter {
     /// A parameter with the values of `tensor`, detached from any graph, requiring grad.
     pub fn new(tensor: Tensor) -> Self {
-        Self { tensor: tensor.detach().set_requires_grad(true) }
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        Self { tensor: tensor.detach().set_requires_grad(true), id }
+    }
+
+    /// Tells parameters apart within this process: clones of a handle (tied weights) have the same id.
+    pub fn id(&self) -> u64 {
+        self.id
     }
 
     /// The weights. Shares storage and gradient with every clone of this handle.
@@ -41,7 +51,7 @@ impl Parameter {
 impl Clone for Parameter {
     /// Another handle to the same tensor (a tied weight), not a copy of the values.
     fn clone(&self) -> Self {
-        Self { tensor: self.tensor.shallow_clone() }
+        Self { tensor: self.tensor.shallow_clone(), id: self.id }
     }
 }
 

@@ -1,6 +1,12 @@
-//! Integration tests, one file per theme.
+//! Integration tests, one module per theme.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a test says what went wrong by failing")]
-
+mod cli;
+mod config;
+mod data;
+mod data_sets;
 mod host_pool;
 mod layers;
+mod models;
+mod nn;
+mod rng;
+mod trainer;

@@ -1,0 +1,427 @@
+//! Saves checkpoints: the newest, the best by a metric, or every so often, with Lightning's names and rules.
+
+use std::path::{Path, PathBuf};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::Callback;
+use super::file_name::{FileName, Value};
+use crate::checkpoint::CheckpointPaths;
+use crate::error::ConfigError;
+use crate::module::{CheckpointRequest, HookContext};
+use crate::nn::Module;
+
+/// Which direction of the monitored metric is better.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// Smaller is better.
+    #[default]
+    Min,
+    /// Larger is better.
+    Max,
+}
+
+impl Mode {
+    /// Whether `a` is better than `b`.
+    fn is_better(self, a: f64, b: f64) -> bool {
+        match self {
+            Self::Min => a < b,
+            Self::Max => a > b,
+        }
+    }
+
+    /// Worst possible value; stands for NaN.
+    fn worst(self) -> f64 {
+        match self {
+            Self::Min => f64::INFINITY,
+            Self::Max => f64::NEG_INFINITY,
+        }
+    }
+}
+
+/// Whether and how `last.ckpt` is kept.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum SaveLast {
+    /// No `last.ckpt`.
+    #[default]
+    No,
+    /// `true`: a file of its own. `false`: none.
+    Copy(bool),
+    /// `link`: a symbolic link to the newest checkpoint.
+    Link(LinkText),
+}
+
+/// The word `link`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum LinkText {
+    /// `link`
+    Link,
+}
+
+/// What [`ModelCheckpoint`] saves, and when.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ModelCheckpointConfig {
+    /// Folder for the checkpoints; `checkpoints` below the run's folder unless set.
+    pub dirpath: Option<PathBuf>,
+    /// File name without `.ckpt`; `{epoch}`, `{step}` and metrics are filled in, as in `{epoch}-{val_loss:.2f}`.
+    pub filename: Option<String>,
+    /// Metric that decides which checkpoints are best; the newest is kept if none is given.
+    pub monitor: Option<String>,
+    /// Which direction of `monitor` is better: `min` or `max`.
+    pub mode: Mode,
+    /// How many of the best to keep: -1 all, 0 none.
+    pub save_top_k: i64,
+    /// Also keep the newest as `last.ckpt`: `true`, `false` or `link`.
+    pub save_last: SaveLast,
+    /// Leave out optimizers and loop positions; training cannot be resumed from such a file.
+    pub save_weights_only: bool,
+    /// Put `name=` before each value in the file name.
+    pub auto_insert_metric_name: bool,
+    /// Save every so many optimizer steps.
+    pub every_n_train_steps: Option<u64>,
+    /// Save every so many epochs; 1 unless `every_n_train_steps` is set.
+    pub every_n_epochs: Option<u64>,
+    /// Save at the end of the training epoch rather than after validation; decided by the run unless set.
+    pub save_on_train_epoch_end: Option<bool>,
+    /// Add `-v1`, `-v2` to a name that is taken, rather than overwrite the file.
+    pub enable_version_counter: bool,
+}
+
+impl Default for ModelCheckpointConfig {
+    fn default() -> Self {
+        Self {
+            dirpath: None,
+            filename: None,
+            monitor: None,
+            mode: Mode::Min,
+            save_top_k: 1,
+            save_last: SaveLast::No,
+            save_weights_only: false,
+            auto_insert_metric_name: true,
+            every_n_train_steps: None,
+            every_n_epochs: None,
+            save_on_train_epoch_end: None,
+            enable_version_counter: true,
+        }
+    }
+}
+
+/// A checkpoint kept for its score.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Kept {
+    path: PathBuf,
+    /// Value of the monitored metric; `None` without one.
+    score: Option<f64>,
+}
+
+/// What is saved of the callback itself.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+struct State {
+    dirpath: PathBuf,
+    best_k_models: Vec<Kept>,
+    best_model_path: Option<PathBuf>,
+    best_model_score: Option<f64>,
+    last_model_path: Option<PathBuf>,
+    last_step_saved: Option<u64>,
+}
+
+/// Saves checkpoints during fit; see [`ModelCheckpointConfig`]. Source: Lightning's `ModelCheckpoint`.
+#[derive(Debug)]
+pub struct ModelCheckpoint {
+    config: ModelCheckpointConfig,
+    file_name: FileName,
+    state: State,
+    /// A save that waits for the validation that follows.
+    deferred: bool,
+}
+
+impl ModelCheckpoint {
+    /// A callback that saves as `config` says.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the options contradict each other.
+    pub fn new(config: ModelCheckpointConfig) -> Result<Self, ConfigError> {
+        let mut problems = Vec::new();
+        let mut refuse = |key: &str, what: String, remedy: &str| {
+            problems.push(crate::error::ConfigProblem::new(format!("ModelCheckpoint.{key}"), what, remedy));
+        };
+        if config.save_top_k < -1 {
+            refuse("save_top_k", format!("{} is below -1", config.save_top_k), "use -1 to keep all");
+        }
+        if config.monitor.is_none() && config.save_top_k > 1 {
+            let what = format!("{} best checkpoints without a metric to compare", config.save_top_k);
+            refuse("save_top_k", what, "set ModelCheckpoint.monitor, or use -1, 0 or 1");
+        }
+        if config.every_n_train_steps.is_some_and(|n| n > 0) && config.every_n_epochs.is_some_and(|n| n > 0) {
+            let what = "set together with every_n_epochs".to_owned();
+            refuse("every_n_train_steps", what, "use one of the two, or two ModelCheckpoint callbacks");
+        }
+        let template = config.filename.clone().unwrap_or_else(|| "{epoch}-{step}".to_owned());
+        let file_name = FileName::parse(&template, config.auto_insert_metric_name);
+        if let Err(what) = &file_name {
+            refuse("filename", format!("`{template}`: {what}"), "write fields as {name} or {name:.2f}");
+        }
+        match file_name {
+            Ok(file_name) if problems.is_empty() => {
+                Ok(Self { config, file_name, state: State::default(), deferred: false })
+            }
+            _ => Err(ConfigError { problems }),
+        }
+    }
+
+    fn every_n_train_steps(&self) -> u64 {
+        self.config.every_n_train_steps.unwrap_or(0)
+    }
+
+    fn every_n_epochs(&self) -> u64 {
+        self.config.every_n_epochs.unwrap_or(u64::from(self.every_n_train_steps() == 0))
+    }
+
+    /// Whether epoch checkpoints are saved at the end of the training epoch rather than after validation.
+    fn saves_on_train_epoch_end(&self, ctx: &HookContext) -> bool {
+        let facts = ctx.facts();
+        self.config.save_on_train_epoch_end.unwrap_or_else(|| {
+            facts.check_val_every_n_epoch == Some(1)
+                && (facts.num_eval_batches == 0 || facts.validates_at_epoch_end)
+        })
+    }
+
+    fn is_epoch_due(&self, ctx: &HookContext) -> bool {
+        let every = self.every_n_epochs();
+        every > 0 && (ctx.current_epoch() + 1).is_multiple_of(every)
+    }
+
+    fn skips(&self, ctx: &HookContext) -> bool {
+        ctx.facts().fast_dev_run
+            || ctx.is_sanity_check()
+            || self.state.last_step_saved == Some(ctx.global_step())
+    }
+
+    /// Score of the model now; `Err` if the monitored metric has no value yet.
+    fn score(&self, ctx: &HookContext) -> Result<Option<f64>, String> {
+        let Some(monitor) = &self.config.monitor else { return Ok(None) };
+        match ctx.metric(monitor) {
+            Some(score) if score.is_nan() => Ok(Some(self.config.mode.worst())),
+            Some(score) => Ok(Some(score)),
+            None => Err(format!(
+                "ModelCheckpoint.monitor: no metric `{monitor}` has been logged; log it, or choose one of: {}",
+                ctx.metric_names().join(", ")
+            )),
+        }
+    }
+
+    /// Saves if the model is among the best, and updates `last.ckpt`.
+    fn save(&mut self, ctx: &mut HookContext, score: Option<f64>) {
+        let top_k = self.config.save_top_k;
+        let kept = &self.state.best_k_models;
+        let worst = worst_of(kept, self.config.mode);
+        let is_full = top_k >= 0 && kept.len() as i64 >= top_k;
+        let is_good = match (score, is_full, worst) {
+            _ if top_k == 0 => false,
+            (_, false, _) | (None, ..) => true,
+            (Some(score), true, Some(worst)) => {
+                self.config.mode.is_better(score, kept[worst].score.unwrap_or(self.config.mode.worst()))
+            }
+            (Some(_), true, None) => true,
+        };
+        let mut newest = None;
+        if is_good {
+            let replaced = (is_full && top_k > 0).then_some(worst).flatten();
+            let replaced = replaced.map(|index| self.state.best_k_models.remove(index).path);
+            let path = self.free_path(ctx, replaced.as_deref());
+            self.state.best_k_models.push(Kept { path: path.clone(), score });
+            self.update_best();
+            newest = Some(path.clone());
+            let then_remove = replaced.filter(|old| *old != path && old.starts_with(&self.state.dirpath));
+            self.request(ctx, path, None, then_remove);
+        }
+        self.state.last_step_saved = Some(ctx.global_step());
+        let last = self.state.dirpath.join("last.ckpt");
+        match (self.config.save_last, newest) {
+            (SaveLast::No | SaveLast::Copy(false), newest) => {
+                if newest.is_some() {
+                    self.state.last_model_path = newest;
+                }
+            }
+            (SaveLast::Link(_), Some(newest)) => {
+                self.state.last_model_path = Some(last.clone());
+                self.request(ctx, last, Some(newest), None);
+            }
+            (SaveLast::Copy(true) | SaveLast::Link(_), _) => {
+                self.state.last_model_path = Some(last.clone());
+                self.request(ctx, last, None, None);
+            }
+        }
+    }
+
+    fn request(
+        &self,
+        ctx: &mut HookContext,
+        path: PathBuf,
+        link_to: Option<PathBuf>,
+        then_remove: Option<PathBuf>,
+    ) {
+        let weights_only = self.config.save_weights_only;
+        let then_remove = then_remove.into_iter().collect();
+        ctx.request_checkpoint(CheckpointRequest { path, weights_only, link_to, then_remove });
+    }
+
+    fn update_best(&mut self) {
+        let kept = &self.state.best_k_models;
+        let best = kept.iter().reduce(|best, next| match (best.score, next.score) {
+            (Some(a), Some(b)) if !self.config.mode.is_better(b, a) => best,
+            _ => next, // without scores the newest is best
+        });
+        self.state.best_model_path = best.map(|best| best.path.clone());
+        self.state.best_model_score = best.and_then(|best| best.score);
+    }
+
+    /// The name from the template, with `-v1`, `-v2` if it is taken by another file than `replaced`.
+    fn free_path(&self, ctx: &HookContext, replaced: Option<&Path>) -> PathBuf {
+        let name = self.file_name.fill(|field| match field {
+            "epoch" => Value::Count(ctx.current_epoch()),
+            "step" => Value::Count(ctx.global_step()),
+            metric => Value::Metric(ctx.metric(metric).unwrap_or(0.0)),
+        });
+        let path = |suffix: String| self.state.dirpath.join(format!("{name}{suffix}.ckpt"));
+        let first = path(String::new());
+        if !self.config.enable_version_counter {
+            return first;
+        }
+        let is_free = |path: &PathBuf| !path.exists() || Some(path.as_path()) == replaced;
+        std::iter::once(first.clone())
+            .chain((1_u64..).map(|version| path(format!("-v{version}"))))
+            .find(is_free)
+            .unwrap_or(first)
+    }
+}
+
+/// Index of the checkpoint that goes first when there is no room.
+fn worst_of(kept: &[Kept], mode: Mode) -> Option<usize> {
+    (0..kept.len()).reduce(|worst, next| match (kept[worst].score, kept[next].score) {
+        (Some(a), Some(b)) if mode.is_better(a, b) => next,
+        _ => worst, // without scores the oldest goes first
+    })
+}
+
+impl Callback for ModelCheckpoint {
+    fn state_key(&self) -> String {
+        let Self { config: c, .. } = self;
+        let monitor = c.monitor.as_deref().unwrap_or("none");
+        format!(
+            "ModelCheckpoint{{monitor={monitor}, mode={:?}, every_n_train_steps={}, every_n_epochs={}}}",
+            c.mode,
+            self.every_n_train_steps(),
+            self.every_n_epochs()
+        )
+    }
+
+    fn saves_checkpoints(&self) -> bool {
+        true
+    }
+
+    fn checkpoint_paths(&self) -> Option<CheckpointPaths> {
+        let State { best_model_path, last_model_path, .. } = self.state.clone();
+        Some(CheckpointPaths { best: best_model_path, last: last_model_path })
+    }
+
+    fn state_dict(&self) -> Option<serde_json::Value> {
+        serde_json::to_value(&self.state).ok()
+    }
+
+    fn load_state_dict(&mut self, state: &serde_json::Value) -> anyhow::Result<()> {
+        self.state = serde_json::from_value(state.clone())?;
+        Ok(())
+    }
+
+    fn on_fit_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        let dirpath = self.config.dirpath.clone().unwrap_or_else(|| ctx.log_dir().join("checkpoints"));
+        if !self.state.dirpath.as_os_str().is_empty() && self.state.dirpath != dirpath {
+            tracing::info!(
+                "checkpoints of the resumed run are in {}; this run saves to {} and keeps those",
+                self.state.dirpath.display(),
+                dirpath.display()
+            );
+            self.state.best_k_models.clear();
+        }
+        self.state.dirpath = dirpath;
+        Ok(())
+    }
+
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        let every = self.every_n_train_steps();
+        if every == 0 || ctx.global_step() == 0 || !ctx.global_step().is_multiple_of(every) || self.skips(ctx)
+        {
+            return Ok(());
+        }
+        if ctx.will_validate() {
+            self.deferred = true; // the metrics of this step come with the validation that follows
+            return Ok(());
+        }
+        match self.score(ctx) {
+            Ok(score) => self.save(ctx, score),
+            Err(reason) => tracing::warn!("no checkpoint at step {}: {reason}", ctx.global_step()),
+        }
+        Ok(())
+    }
+
+    fn on_validation_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        let is_due = self.deferred || (self.is_epoch_due(ctx) && !self.saves_on_train_epoch_end(ctx));
+        if !ctx.is_training() || !is_due || self.skips(ctx) {
+            return Ok(());
+        }
+        self.deferred = false;
+        let score = self.score(ctx).map_err(anyhow::Error::msg)?;
+        self.save(ctx, score);
+        Ok(())
+    }
+
+    fn on_train_epoch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        if self.is_epoch_due(ctx) && self.saves_on_train_epoch_end(ctx) && !self.skips(ctx) {
+            let score = self.score(ctx).map_err(anyhow::Error::msg)?;
+            self.save(ctx, score);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contradictions_are_refused_together() {
+        let config = ModelCheckpointConfig {
+            save_top_k: 3,
+            every_n_train_steps: Some(5),
+            every_n_epochs: Some(1),
+            filename: Some("{epoch".to_owned()),
+            ..ModelCheckpointConfig::default()
+        };
+        let problems = ModelCheckpoint::new(config).expect_err("three mistakes").problems;
+        let keys: Vec<&str> = problems.iter().map(|p| p.key.as_str()).collect();
+        assert_eq!(
+            keys,
+            ["ModelCheckpoint.save_top_k", "ModelCheckpoint.every_n_train_steps", "ModelCheckpoint.filename"]
+        );
+    }
+
+    #[test]
+    fn worst_and_best_follow_the_mode() {
+        let kept = |scores: &[f64]| -> Vec<Kept> {
+            scores.iter().map(|&s| Kept { path: format!("{s}").into(), score: Some(s) }).collect()
+        };
+        assert_eq!(worst_of(&kept(&[0.2, 0.9, 0.5]), Mode::Min), Some(1));
+        assert_eq!(worst_of(&kept(&[0.2, 0.9, 0.5]), Mode::Max), Some(0));
+        assert_eq!(worst_of(&[], Mode::Max), None);
+        let mut callback = ModelCheckpoint::new(ModelCheckpointConfig::default()).expect("valid");
+        callback.state.best_k_models = kept(&[0.2, 0.9, 0.5]);
+        callback.update_best();
+        assert_eq!(callback.state.best_model_score, Some(0.2));
+    }
+}

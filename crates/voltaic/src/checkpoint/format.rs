@@ -1,0 +1,284 @@
+//! The file layout: safetensors, weights under their fqn, everything else under names that start with `voltaic:`.
+//!
+//! safetensors' own header is the only index. The `__metadata__` entry `voltaic` holds JSON: [`CheckpointMeta`]
+//! and the part of the training state that is not tensors.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::io::Write;
+use std::path::Path;
+
+use safetensors::tensor::{Dtype, SafeTensors, View};
+use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
+
+use super::{Checkpoint, CheckpointMeta, FORMAT_VERSION, TrainingState, write_atomically};
+use crate::error::{CheckpointError, Error, Result};
+
+const PREFIX: &str = "voltaic:";
+const METADATA_KEY: &str = "voltaic";
+
+/// What the metadata entry holds.
+#[derive(Serialize, Deserialize)]
+struct Header {
+    meta: CheckpointMeta,
+    /// `null` for a checkpoint of weights only.
+    training: Option<serde_json::Value>,
+    num_optimizers: usize,
+}
+
+/// A tensor whose bytes are copied from its device when safetensors writes them.
+struct Bytes<'a> {
+    tensor: &'a Tensor,
+    dtype: Dtype,
+    shape: Vec<usize>,
+}
+
+impl View for Bytes<'_> {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        let tensor = self.tensor.to_device(tch::Device::Cpu).contiguous();
+        let mut bytes = vec![0_u8; self.data_len()];
+        if !bytes.is_empty() {
+            tensor.copy_data_u8(&mut bytes, tensor.numel());
+        }
+        bytes.into()
+    }
+
+    fn data_len(&self) -> usize {
+        self.tensor.numel() * self.tensor.kind().elt_size_in_bytes()
+    }
+}
+
+const DTYPES: [(Kind, Dtype); 11] = [
+    (Kind::Bool, Dtype::BOOL),
+    (Kind::Uint8, Dtype::U8),
+    (Kind::Int8, Dtype::I8),
+    (Kind::Int16, Dtype::I16),
+    (Kind::Int, Dtype::I32),
+    (Kind::Int64, Dtype::I64),
+    (Kind::Half, Dtype::F16),
+    (Kind::BFloat16, Dtype::BF16),
+    (Kind::Float, Dtype::F32),
+    (Kind::Double, Dtype::F64),
+    (Kind::Float8e4m3fn, Dtype::F8_E4M3),
+];
+
+fn dtype(kind: Kind) -> Option<Dtype> {
+    DTYPES.iter().find(|(k, _)| *k == kind).map(|(_, dtype)| *dtype)
+}
+
+fn kind(dtype: Dtype) -> Option<Kind> {
+    DTYPES.iter().find(|(_, d)| *d == dtype).map(|(kind, _)| *kind)
+}
+
+/// All tensors of a checkpoint with the names they have in the file.
+fn named_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor)> {
+    let mut named: Vec<(String, &Tensor)> = checkpoint.weights.iter().map(|(n, t)| (n.clone(), t)).collect();
+    let Some(training) = &checkpoint.training else { return named };
+    for (i, optimizer) in training.optimizers.iter().enumerate() {
+        named.extend(optimizer.iter().map(|(n, t)| (format!("{PREFIX}optimizer.{i}.{n}"), t)));
+    }
+    named.extend(training.grads.iter().map(|(n, t)| (format!("{PREFIX}grad.{n}"), t)));
+    named.extend(training.rng.iter().map(|(n, t)| (format!("{PREFIX}rng.{n}"), t)));
+    named
+}
+
+/// Writes `checkpoint` to `path`; see [`Checkpoint::save`].
+///
+/// # Errors
+/// As [`Checkpoint::save`], and if a tensor has a dtype that safetensors has not.
+pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
+    let header = Header {
+        meta: CheckpointMeta {
+            format_version: FORMAT_VERSION,
+            voltaic_version: env!("CARGO_PKG_VERSION").to_owned(),
+            ..checkpoint.meta.clone()
+        },
+        training: checkpoint.training.as_ref().map(|training| training.json.clone()),
+        num_optimizers: checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len()),
+    };
+    let text = serde_json::to_string(&header).map_err(|e| Error::io("serialize", path, e.into()))?;
+    let metadata = HashMap::from([(METADATA_KEY.to_owned(), text), ("format".to_owned(), "pt".to_owned())]);
+    let views = named_tensors(checkpoint)
+        .into_iter()
+        .map(|(name, tensor)| {
+            let dtype = dtype(tensor.kind()).ok_or_else(|| CheckpointError::Mismatch {
+                module: checkpoint.meta.module.clone(),
+                what: format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind()),
+                remedy: "cast it, or make it a non-persistent buffer".to_owned(),
+            })?;
+            let shape = tensor.size().iter().map(|&dim| dim as usize).collect();
+            Ok((name, Bytes { tensor, dtype, shape }))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    write_atomically(path, |writer| {
+        let bytes = safetensors::serialize(views, Some(metadata))
+            .map_err(|error| std::io::Error::new(std::io::ErrorKind::InvalidData, error))?;
+        writer.write_all(&bytes)
+    })
+}
+
+fn unreadable(path: &Path, what: impl Into<String>) -> Error {
+    CheckpointError::Unreadable {
+        path: path.to_path_buf(),
+        what: what.into(),
+        remedy: "use another checkpoint".to_owned(),
+    }
+    .into()
+}
+
+/// Reads the file and splits header and tensors.
+fn open(path: &Path) -> Result<(Option<String>, Vec<(String, Tensor)>)> {
+    let bytes = std::fs::read(path).map_err(|e| Error::io("read checkpoint", path, e))?;
+    let file = SafeTensors::deserialize(&bytes).map_err(|e| unreadable(path, e.to_string()))?;
+    let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| unreadable(path, e.to_string()))?;
+    let header = metadata.metadata().as_ref().and_then(|map| map.get(METADATA_KEY).cloned());
+    let mut tensors = Vec::new();
+    for (name, view) in file.iter() {
+        let kind = kind(view.dtype())
+            .ok_or_else(|| unreadable(path, format!("{name} has dtype {:?}, unknown here", view.dtype())))?;
+        let shape: Vec<i64> = view.shape().iter().map(|&d| d as i64).collect();
+        tensors.push((name.to_owned(), Tensor::f_from_data_size(view.data(), &shape, kind)?));
+    }
+    Ok((header, tensors))
+}
+
+/// Reads a checkpoint; see [`Checkpoint::load`].
+///
+/// # Errors
+/// As [`Checkpoint::load`].
+pub fn read(path: &Path) -> Result<Checkpoint> {
+    let (header, tensors) = open(path)?;
+    let Some(header) = header else {
+        // any safetensors file of weights will do
+        return Ok(Checkpoint { weights: tensors, ..Checkpoint::default() });
+    };
+    let header: Header = serde_json::from_str(&header)
+        .map_err(|e| unreadable(path, format!("its training state is not understood: {e}")))?;
+    if header.meta.format_version > FORMAT_VERSION {
+        let (found, known) = (header.meta.format_version, FORMAT_VERSION);
+        return Err(unreadable(
+            path,
+            format!("it has format version {found}, this voltaic reads up to {known}"),
+        ));
+    }
+    let mut weights = Vec::new();
+    let mut training = TrainingState {
+        optimizers: (0..header.num_optimizers).map(|_| Vec::new()).collect(),
+        json: header.training.clone().unwrap_or_default(),
+        ..TrainingState::default()
+    };
+    for (name, tensor) in tensors {
+        let Some(rest) = name.strip_prefix(PREFIX) else {
+            weights.push((name, tensor));
+            continue;
+        };
+        match rest.split_once('.') {
+            Some(("grad", fqn)) => training.grads.push((fqn.to_owned(), tensor)),
+            Some(("rng", device)) => training.rng.push((device.to_owned(), tensor)),
+            Some(("optimizer", rest)) => {
+                let (index, key) = rest.split_once('.').unwrap_or((rest, ""));
+                index
+                    .parse::<usize>()
+                    .ok()
+                    .and_then(|index| training.optimizers.get_mut(index))
+                    .ok_or_else(|| unreadable(path, format!("{name} belongs to no optimizer")))?
+                    .push((key.to_owned(), tensor));
+            }
+            _ => return Err(unreadable(path, format!("{name} has an unknown meaning"))),
+        }
+    }
+    Ok(Checkpoint { weights, training: header.training.is_some().then_some(training), meta: header.meta })
+}
+
+/// The weights alone, from a checkpoint or from any safetensors file.
+///
+/// # Errors
+/// As [`Checkpoint::load`].
+pub fn read_weights(path: &Path) -> Result<Vec<(String, Tensor)>> {
+    Ok(read(path)?.weights)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn example() -> Checkpoint {
+        let tensor = |kind| Tensor::arange(6, (Kind::Float, tch::Device::Cpu)).reshape([2, 3]).to_kind(kind);
+        Checkpoint {
+            weights: DTYPES.iter().map(|(kind, _)| (format!("w.{kind:?}"), tensor(*kind))).collect(),
+            training: Some(TrainingState {
+                optimizers: vec![vec![("exp_avg.fc.weight".into(), tensor(Kind::Float))], vec![]],
+                grads: vec![("fc.weight".into(), Tensor::zeros([0], (Kind::Float, tch::Device::Cpu)))],
+                rng: vec![("cpu".into(), tensor(Kind::Uint8))],
+                json: serde_json::json!({"progress": {"global_step": 7}}),
+            }),
+            meta: CheckpointMeta {
+                epoch: 1,
+                global_step: 7,
+                module: "Net".into(),
+                ..CheckpointMeta::default()
+            },
+        }
+    }
+
+    #[test]
+    fn every_part_comes_back() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.ckpt");
+        let saved = example();
+        saved.save(&path).expect("saves");
+        let loaded = Checkpoint::load(&path).expect("loads");
+        assert_eq!(loaded.meta.global_step, 7);
+        let (saved, loaded) = (named_tensors(&saved), named_tensors(&loaded));
+        assert_eq!(saved.len(), loaded.len());
+        for (name, tensor) in saved {
+            let other = loaded.iter().find(|(n, _)| *n == name).expect(&name).1;
+            assert_eq!(tensor.kind(), other.kind(), "{name}");
+            assert_eq!(tensor.to_kind(Kind::Float), other.to_kind(Kind::Float), "{name}");
+        }
+    }
+
+    #[test]
+    fn damaged_files_are_named_and_explained() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.ckpt");
+        example().save(&path).expect("saves");
+        let whole = std::fs::read(&path).expect("readable");
+        for cut in [0, 4, 100, whole.len() / 2, whole.len() - 1] {
+            std::fs::write(&path, &whole[..cut]).expect("writable");
+            let error = Checkpoint::load(&path).expect_err("truncated").to_string();
+            assert!(error.contains("a.ckpt") && error.contains("; use another checkpoint"), "{error}");
+        }
+        std::fs::remove_file(&path).expect("removable");
+        assert!(
+            Checkpoint::load(&path)
+                .expect_err("missing")
+                .to_string()
+                .contains("check that the path is right")
+        );
+    }
+
+    #[test]
+    fn a_later_format_is_refused() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.ckpt");
+        example().save(&path).expect("saves");
+        let mut bytes = std::fs::read(&path).expect("readable");
+        let needle = b"format_version\\\":1";
+        let at = bytes.windows(needle.len()).position(|w| w == needle).expect("holds the version")
+            + needle.len()
+            - 1;
+        bytes[at] = b'9';
+        std::fs::write(&path, bytes).expect("writable");
+        assert!(Checkpoint::load(&path).expect_err("later").to_string().contains("format version 9"));
+    }
+}

@@ -1,0 +1,89 @@
+//! Checkpoints: one safetensors file with the weights under their own names and the training state beside them.
+//!
+//! A file appears under its name only when it is complete and on disk, so a crash at any moment leaves the previous
+//! checkpoint whole. `docs/checkpoint_format.md` describes the layout.
+
+mod atomic;
+mod format;
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use crate::error::Result;
+
+pub use atomic::{remove_file, write_atomically};
+pub use format::{read, read_weights, write};
+
+/// Version of the file layout; a file of a later version is refused.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// Everything a run needs to go on where it stopped.
+#[derive(Debug, Default)]
+pub struct Checkpoint {
+    /// The module's state dict.
+    pub weights: Vec<(String, Tensor)>,
+    /// All but the weights; `None` if only the weights were saved.
+    pub training: Option<TrainingState>,
+    /// Facts about the run that do not depend on the kind of checkpoint.
+    pub meta: CheckpointMeta,
+}
+
+/// Facts about the run that wrote a checkpoint.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointMeta {
+    /// Layout of the file.
+    pub format_version: u32,
+    /// voltaic's version.
+    pub voltaic_version: String,
+    /// The epoch in progress, from 0.
+    pub epoch: u64,
+    /// Optimizer steps done.
+    pub global_step: u64,
+    /// Type of the module.
+    pub module: String,
+    /// The values that made the module.
+    pub hyper_parameters: serde_json::Value,
+}
+
+/// State of the training loop.
+#[derive(Debug, Default)]
+pub struct TrainingState {
+    /// Tensors of each optimizer, by name.
+    pub optimizers: Vec<Vec<(String, Tensor)>>,
+    /// Gradients of an accumulation window that was not complete, by fqn.
+    pub grads: Vec<(String, Tensor)>,
+    /// States of random number generators, by device name.
+    pub rng: Vec<(String, Tensor)>,
+    /// Everything else, as JSON: loop position, groups, schedules, callbacks, metrics.
+    pub json: serde_json::Value,
+}
+
+/// The checkpoints a callback has saved.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CheckpointPaths {
+    /// The best by the monitored metric, else the newest.
+    pub best: Option<PathBuf>,
+    /// The newest.
+    pub last: Option<PathBuf>,
+}
+
+impl Checkpoint {
+    /// Writes the checkpoint to `path`, replacing a file of that name only once it is complete.
+    ///
+    /// # Errors
+    /// If the folder cannot be written to or the disk is full; the file of that name, if any, is unchanged.
+    pub fn save(&self, path: &std::path::Path) -> Result<()> {
+        write(self, path)
+    }
+
+    /// Reads a checkpoint; tensors are on the CPU.
+    ///
+    /// # Errors
+    /// If the file is missing, damaged, or of a later version.
+    pub fn load(path: &std::path::Path) -> Result<Self> {
+        read(path)
+    }
+}

@@ -1,0 +1,187 @@
+//! Single values set by dotted key: options of the command line and environment variables.
+
+use serde_json::Value;
+
+use super::merge::{Remarks, append, join, merge};
+use super::node::{Data, Node, Origin};
+use super::schema::View;
+use super::yaml;
+use crate::error::ConfigProblem;
+
+/// One option such as `--trainer.max_epochs=3` or `--trainer.callbacks+=EarlyStopping`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Assignment {
+    /// Dotted key without the dashes and without `+`.
+    pub key: String,
+    /// Whether the value is added to a list.
+    pub appends: bool,
+    /// The value's text; `None` if the option stands alone, which sets a true-or-false key to true.
+    pub value: Option<String>,
+}
+
+impl Assignment {
+    /// Reads `key=value`, `key+=value` or `key`, without leading dashes.
+    pub fn parse(text: &str) -> Self {
+        let (key, value) = match text.split_once('=') {
+            Some((key, value)) => (key, Some(value.to_owned())),
+            None => (text, None),
+        };
+        let (key, appends) = match key.strip_suffix('+') {
+            Some(base) => (base, true),
+            None => (key, false),
+        };
+        Self { key: key.to_owned(), appends, value }
+    }
+}
+
+/// Applies one assignment to the tree.
+pub(super) fn apply(
+    tree: &mut Node,
+    assignment: &Assignment,
+    origin: &Origin,
+    view: &View<'_>,
+    remarks: &mut Remarks,
+) {
+    let problem = |what: String, remedy: String| ConfigProblem {
+        key: assignment.key.clone(),
+        origin: origin.label(),
+        what,
+        remedy,
+    };
+    let parts: Vec<&str> = assignment.key.split('.').collect();
+    if parts.iter().any(|part| part.is_empty()) {
+        let what = format!("`{}` is no key", assignment.key);
+        remarks
+            .problems
+            .push(problem(what, "write it as section.key, such as trainer.max_epochs".to_owned()));
+        return;
+    }
+    let value = match &assignment.value {
+        Some(text) => yaml::read_value(text, origin).map_err(|mut problem| {
+            problem.key.clone_from(&assignment.key);
+            *problem
+        }),
+        None if place(tree, &parts, view).is_some_and(|place| place.allows("boolean")) => {
+            Ok(Node::scalar(Value::Bool(true), origin.clone()))
+        }
+        None => Err(problem("no value is given".to_owned(), format!("write --{}=VALUE", assignment.key))),
+    };
+    let result = value.and_then(|value| {
+        let target = Target { node: tree, view: view.clone(), key: String::new() };
+        set(target, &parts, assignment.appends, value, remarks)
+            .map_err(|(what, remedy)| problem(what, remedy))
+    });
+    remarks.problems.extend(result.err());
+}
+
+/// A node, what may stand there, and its key.
+struct Target<'n, 's> {
+    node: &'n mut Node,
+    view: View<'s>,
+    key: String,
+}
+
+/// What is wrong, and what to do about it.
+type Refusal = (String, String);
+
+fn set(
+    target: Target<'_, '_>,
+    parts: &[&str],
+    appends: bool,
+    value: Node,
+    remarks: &mut Remarks,
+) -> Result<(), Refusal> {
+    let Target { node, view, key } = target;
+    let origin = value.origin.clone();
+    let Some((part, rest)) = parts.split_first() else {
+        if appends {
+            append(node, value, &view, &key, remarks);
+        } else {
+            merge(node, value, &view, &key, remarks);
+        }
+        return Ok(());
+    };
+    let is_list_only = view.allows("array") && !view.allows("object");
+    if matches!(node.data, Data::List(_)) || (is_list_only && !view.is_any()) {
+        let (index, rest) = element(node, &key, part, parts, rest)?;
+        let view = view.item(index);
+        let Data::List(items) = &mut node.data else { return Ok(()) };
+        return set(
+            Target { node: &mut items[index], view, key: join(&key, &index.to_string()) },
+            rest,
+            appends,
+            value,
+            remarks,
+        );
+    }
+    if view.classes().is_empty() {
+        let view = view.child(part).unwrap_or_else(|| View::new(&Value::Bool(true)));
+        let key = join(&key, part);
+        let Some(node) = node.child(part, &origin) else { return Ok(()) };
+        return set(Target { node, view, key }, rest, appends, value, remarks);
+    }
+    // Naming a class goes through `merge`, which drops the old class's arguments.
+    if *part == "class_path" && rest.is_empty() {
+        let data = Data::Map(vec![((*part).to_owned(), value)]);
+        merge(node, Node { origin, data }, &view, &key, remarks);
+        return Ok(());
+    }
+    if let Some(name) = node.as_str().map(str::to_owned) {
+        // A class named by a bare string, which was left as text because text is allowed here too.
+        let class = ("class_path".to_owned(), Node::scalar(Value::String(name), node.origin.clone()));
+        *node = Node { origin: node.origin.clone(), data: Data::Map(vec![class]) };
+    }
+    let rest = if *part == "init_args" { rest } else { parts };
+    let class = node.get("class_path").and_then(Node::as_str).or_else(|| view.default_class());
+    let arguments = match class {
+        Some(name) => view.class(name).and_then(|class| class.init_args),
+        None => {
+            let names: Vec<&str> = view.classes().iter().map(|class| class.name).collect();
+            let what = format!("no class is chosen for {key}");
+            return Err((
+                what,
+                format!("write --{key}=NAME before it; the classes are {}", names.join(", ")),
+            ));
+        }
+    };
+    let view = arguments.unwrap_or_else(|| View::new(&Value::Bool(true)));
+    let key = join(&key, "init_args");
+    let Some(node) = node.child("init_args", &origin) else { return Ok(()) };
+    set(Target { node, view, key }, rest, appends, value, remarks)
+}
+
+/// The element that `part` means: by number, or the last one for the name of one of its keys.
+fn element<'p>(
+    node: &Node,
+    key: &str,
+    part: &str,
+    parts: &'p [&'p str],
+    rest: &'p [&'p str],
+) -> Result<(usize, &'p [&'p str]), Refusal> {
+    let count = if let Data::List(items) = &node.data { items.len() } else { 0 };
+    if let Ok(index) = part.parse::<usize>() {
+        if index < count {
+            return Ok((index, rest));
+        }
+        let what = format!("{key} has no element {index}: it has {count}");
+        return Err((what, format!("count from 0, or add one with --{key}+=VALUE")));
+    }
+    match count.checked_sub(1) {
+        Some(last) => Ok((last, parts)),
+        None => Err((format!("{key} has no element yet"), format!("write --{key}+=VALUE before it"))),
+    }
+}
+
+/// What may stand at a dotted key, as far as the schema and the classes chosen so far tell.
+fn place<'s>(tree: &Node, parts: &[&str], view: &View<'s>) -> Option<View<'s>> {
+    let Some((part, rest)) = parts.split_first() else { return Some(view.clone()) };
+    if view.classes().is_empty() || matches!(*part, "class_path" | "init_args") {
+        let class = tree.get("class_path").and_then(Node::as_str).and_then(|name| view.class(name));
+        let view = class.map_or_else(|| view.clone(), |class| view.of_class(&class));
+        let absent = Node::scalar(Value::Null, Origin::Default);
+        return place(tree.get(part).unwrap_or(&absent), rest, &view.child(part)?);
+    }
+    let name = tree.get("class_path").and_then(Node::as_str).or_else(|| view.default_class())?;
+    let absent = Node::scalar(Value::Null, Origin::Default);
+    place(tree.get("init_args").unwrap_or(&absent), parts, &view.class(name)?.init_args?)
+}

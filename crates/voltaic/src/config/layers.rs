@@ -1,0 +1,268 @@
+//! The layers of a configuration, from their sources to one typed value.
+
+use std::path::Path;
+
+use schemars::JsonSchema;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::assign::{Assignment, apply};
+use super::check::check;
+use super::defaults::{fill, prune};
+use super::emit::{to_commented_yaml, to_yaml};
+use super::merge::{Remarks, merge};
+use super::node::{Node, Origin, Origins};
+use super::schema::View;
+use super::suggest::nearest;
+use super::yaml;
+use crate::error::{ConfigError, ConfigProblem};
+
+/// Prefix of the environment variables that set configuration keys.
+const ENV_PREFIX: &str = "VOLTAIC_";
+
+/// A configuration that grows layer by layer: each call outranks the calls before it.
+///
+/// Problems are kept until [`Layers::load`] or [`Layers::settle`] reports them all.
+#[derive(Debug)]
+pub struct Layers {
+    schema: Value,
+    tree: Node,
+    remarks: Remarks,
+    /// Sources that could not be read at all; with them, later checks would complain of what is not there.
+    unreadable: Vec<ConfigProblem>,
+}
+
+/// A typed configuration and where each of its values was set.
+#[derive(Debug, Clone)]
+pub struct Loaded<T> {
+    /// The value.
+    pub value: T,
+    /// Where each leaf was set.
+    pub origins: Origins,
+    /// The merged tree with all defaults.
+    pub tree: Value,
+}
+
+/// A merged and checked configuration that is not yet any Rust type.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Where each leaf was set.
+    pub origins: Origins,
+    /// The merged tree with all defaults.
+    pub tree: Value,
+    /// What the user should know although it is no error, one sentence each.
+    pub notes: Vec<String>,
+}
+
+/// How [`Layers::print_config`] writes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PrintConfig {
+    /// Leave out what equals the default.
+    pub skip_default: bool,
+    /// Write each key's description above it.
+    pub comments: bool,
+}
+
+impl PrintConfig {
+    /// Reads the words after `--print_config=`: `skip_default`, `comments`, or both with a comma between.
+    ///
+    /// # Errors
+    /// [`ConfigError`] for any other word.
+    pub fn parse(words: &str) -> Result<Self, ConfigError> {
+        let mut print = Self::default();
+        for word in words.split(',').filter(|word| !word.is_empty()) {
+            match word {
+                "skip_default" => print.skip_default = true,
+                "comments" => print.comments = true,
+                other => {
+                    let what = format!("`{other}` is unknown");
+                    return Err(ConfigError::new(
+                        "print_config",
+                        what,
+                        "give skip_default, comments or both",
+                    ));
+                }
+            }
+        }
+        Ok(print)
+    }
+}
+
+impl Layers {
+    /// A configuration of type `T` with nothing but its defaults.
+    pub fn of<T: JsonSchema>() -> Self {
+        Self::new(schema_of::<T>())
+    }
+
+    /// A configuration of this JSON schema with nothing but its defaults.
+    pub fn new(schema: Value) -> Self {
+        let mut tree = Node::map(Origin::Default);
+        let view = View::new(&schema);
+        fill(&mut tree, &view, view.default);
+        Self { schema, tree, remarks: Remarks::default(), unreadable: Vec::new() }
+    }
+
+    /// The JSON schema.
+    pub fn schema(&self) -> &Value {
+        &self.schema
+    }
+
+    /// Adds a YAML file.
+    pub fn file(&mut self, path: impl AsRef<Path>) {
+        let path = path.as_ref();
+        match std::fs::read(path).map(String::from_utf8) {
+            Ok(Ok(text)) => self.text(&path.display().to_string(), &text),
+            Ok(Err(error)) => {
+                let offset = error.utf8_error().valid_up_to();
+                let what = format!("{} is not UTF-8 text at byte {offset}", path.display());
+                self.unreadable.push(ConfigProblem::new("config", what, "give a YAML file"));
+            }
+            Err(error) => {
+                let what = format!("cannot read {}: {error}", path.display());
+                let remedy = match similar_file(path) {
+                    Some(other) => format!("did you mean {other}"),
+                    None => "check the path".to_owned(),
+                };
+                self.unreadable.push(ConfigProblem::new("config", what, remedy));
+            }
+        }
+    }
+
+    /// Adds YAML text; `name` stands for the file in origins.
+    pub fn text(&mut self, name: &str, yaml: &str) {
+        match yaml::read(yaml, name) {
+            Ok(node) => merge(&mut self.tree, node, &View::new(&self.schema), "", &mut self.remarks),
+            Err(problem) => self.unreadable.push(*problem),
+        }
+    }
+
+    /// Adds those of the given environment variables that set keys: `VOLTAIC_TRAINER__MAX_EPOCHS=3`.
+    ///
+    /// `__` stands for the dot, and capitals for small letters. Variables with the prefix but without `__` that name no top-level key belong to other
+    /// parts of the library (`VOLTAIC_HPU_DEVICES`) and are left alone.
+    pub fn env(&mut self, variables: impl IntoIterator<Item = (String, String)>) {
+        let mut variables: Vec<(String, String)> = variables.into_iter().collect();
+        variables.sort();
+        let schema = std::mem::take(&mut self.schema);
+        let view = View::new(&schema);
+        for (name, value) in variables {
+            let Some(rest) = name.strip_prefix(ENV_PREFIX) else { continue };
+            let parts: Vec<String> = rest.split("__").map(str::to_lowercase).collect();
+            let is_key = parts.len() > 1 || view.child(&parts[0]).is_some();
+            if is_key {
+                let assignment = Assignment { key: parts.join("."), appends: false, value: Some(value) };
+                apply(&mut self.tree, &assignment, &Origin::Env(name), &view, &mut self.remarks);
+            }
+        }
+        self.schema = schema;
+    }
+
+    /// Adds one option of the command line.
+    pub fn assign(&mut self, assignment: &Assignment) {
+        apply(&mut self.tree, assignment, &Origin::CommandLine, &View::new(&self.schema), &mut self.remarks);
+    }
+
+    /// The merged tree with all defaults, checked against the schema.
+    ///
+    /// # Errors
+    /// All problems together: unreadable sources, or else unknown keys, wrong types and missing values.
+    pub fn settle(&self) -> Result<Settings, ConfigError> {
+        if !self.unreadable.is_empty() {
+            return Err(ConfigError { problems: self.unreadable.clone() });
+        }
+        let tree = self.filled();
+        let mut problems = self.remarks.problems.clone();
+        problems.extend(check(&tree, &View::new(&self.schema)));
+        if !problems.is_empty() {
+            return Err(ConfigError { problems });
+        }
+        Ok(Settings { origins: tree.origins(), tree: tree.to_value(), notes: self.remarks.notes.clone() })
+    }
+
+    /// The configuration as a `T`.
+    ///
+    /// # Errors
+    /// Those of [`Layers::settle`], and what `T`'s own deserialization refuses.
+    pub fn load<T: DeserializeOwned + JsonSchema>(&self) -> Result<Loaded<T>, ConfigError> {
+        let settings = self.settle()?;
+        let value = deserialize_at("", &settings.tree, &settings.origins)?;
+        Ok(Loaded { value, origins: settings.origins, tree: settings.tree })
+    }
+
+    /// The merged tree as it stands, with defaults, checked or not: for help that depends on the classes chosen.
+    pub(crate) fn preview(&self) -> Value {
+        self.filled().to_value()
+    }
+
+    /// The configuration as YAML.
+    ///
+    /// # Errors
+    /// Those of [`Layers::settle`].
+    pub fn print_config(&self, print: PrintConfig) -> Result<String, ConfigError> {
+        self.settle()?;
+        let view = View::new(&self.schema);
+        let tree = self.filled();
+        let tree = if print.skip_default {
+            prune(&tree, &view, view.default).unwrap_or_else(|| Node::map(Origin::Default))
+        } else {
+            tree
+        };
+        let value = tree.to_value();
+        Ok(if print.comments { to_commented_yaml(&value, &view) } else { to_yaml(&value) })
+    }
+
+    fn filled(&self) -> Node {
+        let view = View::new(&self.schema);
+        let mut tree = self.tree.clone();
+        fill(&mut tree, &view, view.default);
+        tree
+    }
+}
+
+/// The JSON schema of a type, with its doc comments as descriptions.
+pub fn schema_of<T: JsonSchema>() -> Value {
+    schemars::SchemaGenerator::default().into_root_schema_for::<T>().to_value()
+}
+
+/// Deserializes the part of a configuration at `key` (empty for the whole).
+///
+/// # Errors
+/// A [`ConfigError`] that names the key that `T` refused, its value and its origin.
+pub fn deserialize_at<T: DeserializeOwned>(
+    key: &str,
+    tree: &Value,
+    origins: &Origins,
+) -> Result<T, ConfigError> {
+    let at = if key.is_empty() { String::new() } else { format!("/{}", key.replace('.', "/")) };
+    let part = tree.pointer(&at).unwrap_or(&Value::Null);
+    serde_path_to_error::deserialize(part).map_err(|error| {
+        let inner = error.path().to_string().replace('[', ".").replace(']', "");
+        let full = match (key, inner.trim_start_matches('.')) {
+            (key, "") => key.to_owned(),
+            ("", inner) => inner.to_owned(),
+            (key, inner) => format!("{key}.{inner}"),
+        };
+        let origin = origins.get(&full).cloned().unwrap_or(Origin::Default);
+        ConfigError {
+            problems: vec![ConfigProblem {
+                key: origin.typed_key(&full),
+                origin: origin.label(),
+                what: error.inner().to_string(),
+                remedy: "give a value that it accepts".to_owned(),
+            }],
+        }
+    })
+}
+
+/// A file beside `path` whose name is like it.
+fn similar_file(path: &Path) -> Option<String> {
+    let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let names: Vec<String> = std::fs::read_dir(folder)
+        .ok()?
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .collect();
+    let name = path.file_name()?.to_str()?;
+    let other = nearest(name, names.iter().map(String::as_str)).filter(|other| *other != name)?;
+    Some(path.with_file_name(other).display().to_string())
+}

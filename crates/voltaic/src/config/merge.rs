@@ -1,0 +1,195 @@
+//! Lays one layer of configuration over another, guided by the schema.
+//!
+//! Mappings merge key by key; lists and scalars replace; `key+` appends. A class family accepts the short forms
+//! `optimizer: AdamW` and `optimizer.lr`, which become `{class_path: AdamW, init_args: {lr: ..}}` here, so that no
+//! later stage sees them. Choosing another class starts from that class's defaults: arguments of the old class that
+//! earlier layers set are dropped, with a note.
+
+use serde_json::Value;
+
+use super::node::{Data, Node, Origin};
+use super::schema::View;
+use crate::error::ConfigProblem;
+
+/// What merging has to say beside its result.
+#[derive(Debug, Default)]
+pub(super) struct Remarks {
+    pub problems: Vec<ConfigProblem>,
+    pub notes: Vec<String>,
+}
+
+/// Lays `incoming` over `target`, which stands at `key`.
+pub(super) fn merge(target: &mut Node, incoming: Node, view: &View<'_>, key: &str, remarks: &mut Remarks) {
+    let incoming = expand(incoming, view);
+    match incoming.data {
+        Data::Map(_) if view.classes().is_empty() && !view.allows("object") && view.allows("array") => {
+            // One element where a list is expected.
+            *target = Node { origin: incoming.origin.clone(), data: Data::List(Vec::new()) };
+            merge_list(target, vec![incoming], view, key, remarks);
+        }
+        Data::Map(entries) => merge_map(target, entries, incoming.origin, view, key, remarks),
+        Data::List(items) => {
+            *target = Node { origin: incoming.origin, data: Data::List(Vec::new()) };
+            merge_list(target, items, view, key, remarks);
+        }
+        // A section whose lines are all commented out says nothing.
+        Data::Scalar { value: Value::Null, .. } if !view.allows("null") && view.allows("object") => {
+            if target.is_null() {
+                *target = Node::map(incoming.origin);
+            }
+        }
+        Data::Scalar { .. } => *target = incoming,
+    }
+}
+
+fn merge_map(
+    target: &mut Node,
+    entries: Vec<(String, Node)>,
+    origin: Origin,
+    view: &View<'_>,
+    key: &str,
+    remarks: &mut Remarks,
+) {
+    if target.entries().is_none() {
+        *target = Node::map(origin);
+    }
+    let named = entries.iter().find(|(name, _)| name == "class_path").map(|(_, class)| class);
+    if let Some(new) = named
+        && !view.classes().is_empty()
+    {
+        change_class(target, new, key, remarks);
+    }
+    let class = named.or(target.get("class_path")).and_then(Node::as_str).or_else(|| view.default_class());
+    let narrowed = match class.and_then(|name| view.class(name)) {
+        Some(class) => view.of_class(&class),
+        None => view.clone(),
+    };
+    for (name, child) in entries {
+        let (name, appends) = match name.strip_suffix('+') {
+            Some(base) if narrowed.child(&name).is_none() => (base.to_owned(), true),
+            _ => (name, false),
+        };
+        let place = narrowed.child(&name).unwrap_or_else(|| View::new(&Value::Bool(true)));
+        let Some(slot) = target.child(&name, &child.origin) else { continue };
+        let key = join(key, &name);
+        if appends {
+            append(slot, child, &place, &key, remarks);
+        } else {
+            merge(slot, child, &place, &key, remarks);
+        }
+    }
+}
+
+/// Replaces nothing: puts `items` at the end of the list at `target`.
+fn merge_list(target: &mut Node, items: Vec<Node>, view: &View<'_>, key: &str, remarks: &mut Remarks) {
+    if !matches!(target.data, Data::List(_)) {
+        *target = Node { origin: target.origin.clone(), data: Data::List(Vec::new()) };
+    }
+    let Data::List(list) = &mut target.data else { return };
+    for item in items {
+        let index = list.len();
+        let mut element = Node::scalar(Value::Null, item.origin.clone());
+        merge(&mut element, item, &view.item(index), &join(key, &index.to_string()), remarks);
+        list.push(element);
+    }
+}
+
+/// Adds a value, or each value of a list, to the end of the list at `target`.
+pub(super) fn append(target: &mut Node, incoming: Node, view: &View<'_>, key: &str, remarks: &mut Remarks) {
+    let kept =
+        std::mem::replace(target, Node { origin: incoming.origin.clone(), data: Data::List(Vec::new()) });
+    match kept.data {
+        Data::List(items) => target.data = Data::List(items),
+        Data::Scalar { value: Value::Null, .. } => {}
+        _ => merge_list(target, vec![kept], view, key, remarks),
+    }
+    let items = match incoming.data {
+        Data::List(items) => items,
+        _ => vec![incoming],
+    };
+    merge_list(target, items, view, key, remarks);
+}
+
+/// Turns the short forms of a class, and a number where only text may stand, into the long ones.
+fn expand(incoming: Node, view: &View<'_>) -> Node {
+    let origin = incoming.origin.clone();
+    match incoming.data {
+        Data::Scalar { value: Value::String(ref name), .. } => {
+            let is_text =
+                view.allows_free_text() || view.choices().iter().any(|choice| choice.as_str() == Some(name));
+            if is_text {
+                return incoming;
+            }
+            if !view.classes().is_empty() {
+                return Node { origin, data: Data::Map(vec![("class_path".to_owned(), incoming)]) };
+            }
+            // `callbacks=EarlyStopping` for a list of one.
+            if view.allows("array") && !view.item(0).classes().is_empty() {
+                return Node { origin, data: Data::List(vec![incoming]) };
+            }
+            incoming
+        }
+        Data::Scalar { ref value, text: Some(ref text) }
+            if value.is_number()
+                && !view.allows(super::schema::type_name(value))
+                && !view.allows("number") =>
+        {
+            let is_choice = view.choices().iter().any(|choice| choice.as_str() == Some(text));
+            if view.allows_free_text() || is_choice {
+                return Node::scalar(Value::String(text.clone()), origin);
+            }
+            incoming
+        }
+        Data::Map(entries) if !view.classes().is_empty() => {
+            let (mut data, arguments): (Vec<_>, Vec<_>) = entries
+                .into_iter()
+                .partition(|(name, _)| matches!(name.as_str(), "class_path" | "init_args"));
+            for (name, node) in &mut data {
+                if name == "class_path"
+                    && let Some(class) = node.as_str().and_then(|text| view.class(text))
+                {
+                    *node = Node::scalar(Value::String(class.name.to_owned()), node.origin.clone());
+                }
+            }
+            if !arguments.is_empty() {
+                data.push((
+                    "init_args".to_owned(),
+                    Node { origin: origin.clone(), data: Data::Map(arguments) },
+                ));
+            }
+            Node { origin, data: Data::Map(data) }
+        }
+        data => Node { origin, data },
+    }
+}
+
+/// Drops the arguments of the class that `new` replaces, except those of the layer that names the new class.
+fn change_class(target: &mut Node, new: &Node, key: &str, remarks: &mut Remarks) {
+    let old = target.get("class_path").and_then(Node::as_str);
+    let (Some(old), Some(name)) = (old.map(str::to_owned), new.as_str()) else { return };
+    if old == name {
+        return;
+    }
+    let Data::Map(entries) = &mut target.data else { return };
+    let Some((_, arguments)) = entries.iter_mut().find(|(name, _)| name == "init_args") else { return };
+    let Data::Map(arguments) = &mut arguments.data else { return };
+    let mut dropped = Vec::new();
+    arguments.retain(|(argument, node)| {
+        let keeps = node.origin.same_layer(&new.origin);
+        if !keeps && node.origin != Origin::Default {
+            dropped.push(format!("{argument} (from {})", node.origin));
+        }
+        keeps
+    });
+    if !dropped.is_empty() {
+        let dropped = dropped.join(", ");
+        remarks
+            .notes
+            .push(format!("{key} is now {name}, so these arguments of {old} are dropped: {dropped}"));
+    }
+}
+
+/// `key` with one more part.
+pub(super) fn join(key: &str, part: &str) -> String {
+    if key.is_empty() { part.to_owned() } else { format!("{key}.{part}") }
+}

@@ -1,0 +1,170 @@
+//! Reads YAML into nodes that know their line.
+
+use saphyr::{LoadableYamlNode, MarkedYaml, Scalar, YamlData};
+use serde_json::{Number, Value};
+
+use super::node::{Data, Node, Origin};
+use crate::error::ConfigProblem;
+
+/// Deeper nesting is a mistake (or an attack on the stack), not a configuration.
+const MAX_DEPTH: usize = 64;
+
+/// Reads one YAML document; an empty one is an empty mapping.
+pub(super) fn read(text: &str, file: &str) -> Result<Node, Box<ConfigProblem>> {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let origin = |line| Origin::File { path: file.to_owned(), line };
+    let reader = Reader { text, origin: &origin };
+    let node = match reader.document()? {
+        Some(node) if !node.is_null() => node,
+        _ => Node::map(origin(1)),
+    };
+    if node.entries().is_none() {
+        return Err(problem(&node.origin, "the top level is no mapping", "write `key: value` lines"));
+    }
+    Ok(node)
+}
+
+/// Reads a value given as text outside a file: a YAML scalar, `[..]` or `{..}`.
+///
+/// Text that is no YAML, such as `a: b: c`, is taken as it stands, unless it starts like a list or mapping.
+pub(super) fn read_value(text: &str, origin: &Origin) -> Result<Node, Box<ConfigProblem>> {
+    let plain = || Node::scalar(Value::String(text.to_owned()), origin.clone());
+    let trimmed = text.trim_start();
+    let is_flow = trimmed.starts_with(['[', '{']);
+    if !is_flow && !trimmed.starts_with(['"', '\'']) {
+        // Block syntax and comments make no sense on one line: `a: b` and `x #1` are meant literally.
+        if trimmed.is_empty() {
+            return Ok(plain());
+        }
+        return Ok(scalar_node(&Scalar::parse_from_cow(text.into()), Some(text), origin.clone())?);
+    }
+    let at = |_| origin.clone();
+    match (Reader { text, origin: &at }).document() {
+        Ok(Some(node)) => Ok(node),
+        Ok(None) => Ok(plain()),
+        Err(problem) => Err(problem),
+    }
+}
+
+struct Reader<'a> {
+    text: &'a str,
+    origin: &'a dyn Fn(usize) -> Origin,
+}
+
+impl Reader<'_> {
+    fn document(&self) -> Result<Option<Node>, Box<ConfigProblem>> {
+        let documents = MarkedYaml::load_from_str(self.text).map_err(|error| {
+            let (line, column) = (error.marker().line(), error.marker().col() + 1);
+            let at = match (self.origin)(line) {
+                Origin::File { path, line } => format!("{path}:{line}:{column}"),
+                other => format!("{other}, column {column}"),
+            };
+            Box::new(ConfigProblem {
+                key: "YAML".to_owned(),
+                origin: at,
+                what: error.info().to_owned(),
+                remedy: "mend the YAML there".to_owned(),
+            })
+        })?;
+        let mut documents = documents.iter();
+        let first = documents.next();
+        if let Some(second) = documents.next() {
+            let origin = (self.origin)(second.span.start.line());
+            return Err(problem(&origin, "a second document begins", "keep one document per file"));
+        }
+        first.map(|node| self.convert(node, 0)).transpose()
+    }
+
+    fn convert(&self, node: &MarkedYaml<'_>, depth: usize) -> Result<Node, Box<ConfigProblem>> {
+        let origin = (self.origin)(node.span.start.line());
+        if depth > MAX_DEPTH {
+            return Err(problem(&origin, &format!("nested deeper than {MAX_DEPTH}"), "nest less"));
+        }
+        let data = match &node.data {
+            YamlData::Value(scalar) => return scalar_node(scalar, self.raw(node).as_deref(), origin),
+            YamlData::Sequence(items) => {
+                Data::List(items.iter().map(|item| self.convert(item, depth + 1)).collect::<Result<_, _>>()?)
+            }
+            YamlData::Mapping(entries) => {
+                let mut map: Vec<(String, Node)> = Vec::with_capacity(entries.len());
+                for (key, value) in entries {
+                    let name = self.key(key)?;
+                    if map.iter().any(|(other, _)| *other == name) {
+                        let at = (self.origin)(key.span.start.line());
+                        return Err(problem(&at, &format!("`{name}` is given twice"), "keep one of them"));
+                    }
+                    let mut child = self.convert(value, depth + 1)?;
+                    if child.is_null() {
+                        // An absent value has the position of whatever follows it.
+                        child.origin = (self.origin)(key.span.start.line());
+                    }
+                    map.push((name, child));
+                }
+                Data::Map(map)
+            }
+            YamlData::Tagged(tag, _) => {
+                let what = format!("tag `!{}` has no meaning here", tag.suffix);
+                return Err(problem(&origin, &what, "remove it; a class is written as `class_path: NAME`"));
+            }
+            // An empty document.
+            YamlData::BadValue if depth == 0 => Data::Scalar { value: Value::Null, text: None },
+            _ => return Err(problem(&origin, "this value cannot be read", "check its tag or alias")),
+        };
+        Ok(Node { origin, data })
+    }
+
+    fn key(&self, key: &MarkedYaml<'_>) -> Result<String, Box<ConfigProblem>> {
+        let origin = (self.origin)(key.span.start.line());
+        match &key.data {
+            YamlData::Value(Scalar::String(text)) if text == "<<" && self.raw(key).is_some() => Err(problem(
+                &origin,
+                "`<<` merges are not part of YAML 1.2",
+                "pass several --config files instead",
+            )),
+            YamlData::Value(Scalar::String(text)) => Ok(text.to_string()),
+            YamlData::Value(_) => {
+                self.raw(key).ok_or_else(|| problem(&origin, "this key cannot be read", "put it in quotes"))
+            }
+            _ => Err(problem(&origin, "a key is a list or a mapping", "use text as a key")),
+        }
+    }
+
+    /// The source text of a scalar without quotes; nothing for an alias, whose text is elsewhere.
+    fn raw(&self, node: &MarkedYaml<'_>) -> Option<String> {
+        let (start, end) = (node.span.start.index(), node.span.end.index());
+        let raw: String = self.text.chars().skip(start).take(end.saturating_sub(start)).collect();
+        let YamlData::Value(scalar) = &node.data else { return None };
+        (Scalar::parse_from_cow(raw.trim().into()) == *scalar).then(|| raw.trim().to_owned())
+    }
+}
+
+fn scalar_node(scalar: &Scalar<'_>, raw: Option<&str>, origin: Origin) -> Result<Node, Box<ConfigProblem>> {
+    let value = match scalar {
+        Scalar::Null => Value::Null,
+        Scalar::Boolean(flag) => Value::Bool(*flag),
+        Scalar::Integer(integer) => Value::from(*integer),
+        Scalar::String(text) => Value::String(text.to_string()),
+        Scalar::FloatingPoint(float) => {
+            // The reader's integers are signed; seeds may use all 64 bits.
+            if let Some(unsigned) = raw.and_then(|raw| raw.trim().parse::<u64>().ok()) {
+                Value::from(unsigned)
+            } else if let Some(number) = Number::from_f64(float.0) {
+                Value::Number(number)
+            } else {
+                let what = format!("`{}` is not a finite number", raw.unwrap_or_default());
+                return Err(problem(&origin, &what, "give a finite number, or null for no limit"));
+            }
+        }
+    };
+    let text = if value.is_number() { raw.map(|raw| raw.trim().to_owned()) } else { None };
+    Ok(Node { origin, data: Data::Scalar { value, text } })
+}
+
+fn problem(origin: &Origin, what: &str, remedy: &str) -> Box<ConfigProblem> {
+    Box::new(ConfigProblem {
+        key: "YAML".to_owned(),
+        origin: origin.label(),
+        what: what.to_owned(),
+        remedy: remedy.to_owned(),
+    })
+}

@@ -1,0 +1,179 @@
+//! `DataModule`: where the loaders of a run come from.
+
+use std::fmt;
+
+use super::{Batch, DataLoader};
+
+/// What a run is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Stage {
+    /// Training, with validation in between.
+    Fit,
+    /// Validation alone.
+    Validate,
+    /// Testing.
+    Test,
+    /// Prediction.
+    Predict,
+}
+
+impl Stage {
+    /// Lightning's name of the stage: `fit`, `validate`, `test` or `predict`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Fit => "fit",
+            Self::Validate => "validate",
+            Self::Test => "test",
+            Self::Predict => "predict",
+        }
+    }
+}
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// Data of a run: how to get it, and a loader for each stage.
+///
+/// The trainer calls, per run, [`prepare_data`](Self::prepare_data) on one process of each node, then
+/// [`setup`](Self::setup) on all, then the loaders of the stage, then [`teardown`](Self::teardown). A method left out
+/// does nothing or gives no loader. Loaders are made for the whole dataset; dividing them among ranks is the trainer's part.
+pub trait DataModule: 'static {
+    /// What the loaders yield.
+    type Batch: Batch;
+
+    /// Fetches or converts files. Called on one process per node, so it must not set state of `self`.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it ends the run.
+    fn prepare_data(&mut self) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Opens and splits the data for `stage`, on all processes.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it ends the run.
+    fn setup(&mut self, stage: Stage) -> anyhow::Result<()> {
+        let _ = stage;
+        Ok(())
+    }
+
+    /// Loader for training.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it ends the run.
+    fn train_dataloader(&mut self) -> anyhow::Result<Option<DataLoader<Self::Batch>>> {
+        Ok(None)
+    }
+
+    /// Loaders for validation.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it ends the run.
+    fn val_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
+        Ok(Vec::new())
+    }
+
+    /// Loaders for testing.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it ends the run.
+    fn test_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
+        Ok(Vec::new())
+    }
+
+    /// Loaders for prediction.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it ends the run.
+    fn predict_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
+        Ok(Vec::new())
+    }
+
+    /// Lets go of what [`setup`](Self::setup) opened.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it ends the run.
+    fn teardown(&mut self, stage: Stage) -> anyhow::Result<()> {
+        let _ = stage;
+        Ok(())
+    }
+}
+
+/// A [`DataModule`] made of ready loaders.
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use voltaic::data::{DataLoader, Loaders, TensorDataset};
+/// let x = Tensor::randn([10, 3], (Kind::Float, Device::Cpu));
+/// let train = DataLoader::new(TensorDataset::new(x)?).batch_size(5).shuffle(true).build()?;
+/// let data = Loaders::new().train(train);
+/// # Ok::<(), voltaic::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Loaders<B: Batch> {
+    train: Option<DataLoader<B>>,
+    val: Vec<DataLoader<B>>,
+    test: Vec<DataLoader<B>>,
+    predict: Vec<DataLoader<B>>,
+}
+
+impl<B: Batch> Default for Loaders<B> {
+    fn default() -> Self {
+        Self { train: None, val: Vec::new(), test: Vec::new(), predict: Vec::new() }
+    }
+}
+
+impl<B: Batch> Loaders<B> {
+    /// No loader yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets the loader for training.
+    pub fn train(mut self, loader: DataLoader<B>) -> Self {
+        self.train = Some(loader);
+        self
+    }
+
+    /// Adds a loader for validation.
+    pub fn val(mut self, loader: DataLoader<B>) -> Self {
+        self.val.push(loader);
+        self
+    }
+
+    /// Adds a loader for testing.
+    pub fn test(mut self, loader: DataLoader<B>) -> Self {
+        self.test.push(loader);
+        self
+    }
+
+    /// Adds a loader for prediction.
+    pub fn predict(mut self, loader: DataLoader<B>) -> Self {
+        self.predict.push(loader);
+        self
+    }
+}
+
+impl<B: Batch> DataModule for Loaders<B> {
+    type Batch = B;
+
+    fn train_dataloader(&mut self) -> anyhow::Result<Option<DataLoader<B>>> {
+        Ok(self.train.clone())
+    }
+
+    fn val_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
+        Ok(self.val.clone())
+    }
+
+    fn test_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
+        Ok(self.test.clone())
+    }
+
+    fn predict_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
+        Ok(self.predict.clone())
+    }
+}

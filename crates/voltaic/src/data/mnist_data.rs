@@ -1,0 +1,221 @@
+//! `MnistData`: handwritten digits as a data module.
+
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use super::locate;
+use super::mnist::{MNIST_MEAN, MNIST_STD, Mnist, MnistFiles, MnistSplit};
+use super::transforms::RandomCrop;
+use super::{DataLoader, DataModule, Dataset, SplitSize, Stage, random_split};
+use crate::Result;
+use crate::error::ConfigError;
+
+/// Which MNIST to use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MnistSet {
+    /// The full set if it is there, otherwise the subset that ships with the source.
+    #[default]
+    Auto,
+    /// The full set: 60,000 and 10,000 images. `scripts/data.sh mnist` brings it.
+    Full,
+    /// The subset that ships with the source: 12,000 and 2,000 images.
+    Subset,
+}
+
+/// Settings of [`MnistData`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct MnistDataConfig {
+    /// Images per batch.
+    pub batch_size: usize,
+    /// Threads that load ahead; 0 loads on the training thread.
+    pub num_workers: usize,
+    /// Training images kept for validation: a number (5000) or a fraction (0.1); 0 for none.
+    pub val_size: SplitSize,
+    /// Seed that decides which training images are kept for validation.
+    pub split_seed: u64,
+    /// Folder with MNIST's four files, plain or .gz. Without it, `VOLTAIC_DATA`, `data/` of the current folder and of
+    /// the source are searched.
+    pub data_dir: Option<PathBuf>,
+    /// Which MNIST to use: `auto`, `full` or `subset`.
+    pub set: MnistSet,
+    /// Height and width of the images in pixels; above 28 they are padded with black.
+    pub image_size: usize,
+    /// Channels of the images; above 1 the grey channel is repeated.
+    pub channels: usize,
+    /// Training images are padded by so many pixels and cropped back at a random place; 0 for none.
+    pub random_crop_padding: usize,
+    /// Mean that is subtracted, on a scale from 0 to 1.
+    pub mean: f64,
+    /// Standard deviation that is divided by, on a scale from 0 to 1.
+    pub std: f64,
+    /// Whether an incomplete last batch of training is left out.
+    pub drop_last: bool,
+}
+
+impl Default for MnistDataConfig {
+    fn default() -> Self {
+        Self {
+            batch_size: 64,
+            num_workers: 0,
+            val_size: SplitSize::Fraction(0.1),
+            split_seed: 42,
+            data_dir: None,
+            set: MnistSet::Auto,
+            image_size: 28,
+            channels: 1,
+            random_crop_padding: 0,
+            mean: MNIST_MEAN,
+            std: MNIST_STD,
+            drop_last: false,
+        }
+    }
+}
+
+type MnistLoader = DataLoader<(Tensor, Tensor)>;
+
+/// Handwritten digits: a shuffled training part, a validation part split off it, and the test set.
+///
+/// Batches are (images, labels): float32 `[B, channels, image_size, image_size]` and int64 `[B]`. The test images are
+/// also those to predict on.
+#[derive(Debug, Default)]
+pub struct MnistData {
+    config: MnistDataConfig,
+    files: Option<MnistFiles>,
+    train: Option<MnistLoader>,
+    val: Option<MnistLoader>,
+    test: Option<MnistLoader>,
+}
+
+impl MnistData {
+    /// A data module with these settings; files are opened by [`DataModule::setup`].
+    pub fn new(config: MnistDataConfig) -> Self {
+        Self { config, ..Self::default() }
+    }
+
+    /// Where the images come from and how many there are: tells a run on the full set from one on the subset.
+    ///
+    /// # Errors
+    /// [`DataError::NotFound`](crate::error::DataError::NotFound) with the places searched,
+    /// [`DataError::Missing`](crate::error::DataError::Missing) or
+    /// [`DataError::Corrupt`](crate::error::DataError::Corrupt) if files are incomplete or damaged, [`ConfigError`] if
+    /// they are not the set asked for.
+    pub fn files(&mut self) -> Result<&MnistFiles> {
+        let files = match self.files.take() {
+            Some(files) => files,
+            None => self.find()?,
+        };
+        Ok(self.files.insert(files))
+    }
+
+    fn find(&self) -> Result<MnistFiles> {
+        let set = self.config.set;
+        let folder = match &self.config.data_dir {
+            Some(folder) => folder.clone(),
+            None => {
+                let folders = locate::data_folders()?;
+                let within = |part: &'static str| folders.iter().map(move |folder| folder.join(part));
+                let full =
+                    folders.iter().flat_map(|folder| [folder.join("mnist"), folder.join("cache/mnist")]);
+                let candidates = match set {
+                    MnistSet::Auto => full.chain(within("digits")).collect(),
+                    MnistSet::Full => full.collect(),
+                    MnistSet::Subset => within("digits").collect(),
+                };
+                let remedy = "run `scripts/data.sh mnist` in the source of voltaic, or set data_dir to the folder with \
+                              MNIST's four files";
+                locate::first("MNIST", candidates, MnistFiles::are_in, remedy)?
+            }
+        };
+        let files = MnistFiles::of(folder)?;
+        let fits = match set {
+            MnistSet::Auto => true,
+            MnistSet::Full => files.is_full(),
+            MnistSet::Subset => !files.is_full(),
+        };
+        if !fits {
+            let asked = if set == MnistSet::Full { "full" } else { "subset" };
+            let remedy = "set it to auto, or data_dir to another folder";
+            return Err(ConfigError::new(
+                "MnistData.set",
+                format!("{asked} asked for, found {files}"),
+                remedy,
+            )
+            .into());
+        }
+        Ok(files)
+    }
+
+    fn open(&mut self, split: MnistSplit) -> Result<Mnist> {
+        let folder = self.files()?.folder.clone();
+        let MnistDataConfig { mean, std, image_size, channels, .. } = self.config;
+        Mnist::open(folder, split)?.normalize(mean, std)?.image_size(image_size)?.channels(channels)
+    }
+
+    fn loader<D: Dataset<Batch = (Tensor, Tensor)>>(
+        &self,
+        dataset: D,
+        training: bool,
+    ) -> Result<MnistLoader> {
+        DataLoader::new(dataset)
+            .batch_size(self.config.batch_size)
+            .num_workers(self.config.num_workers)
+            .shuffle(training)
+            .drop_last(training && self.config.drop_last)
+            .build()
+    }
+
+    fn open_train(&mut self) -> Result<()> {
+        let plain = self.open(MnistSplit::Train)?;
+        let val_len = self.config.val_size.of(plain.len(), "MnistData.val_size")?;
+        let mut augmented = plain.clone();
+        if self.config.random_crop_padding > 0 {
+            augmented = augmented.transform(RandomCrop::new(self.config.random_crop_padding));
+        }
+        let lengths = [plain.len() - val_len, val_len];
+        let train = random_split(augmented, &lengths, self.config.split_seed)?.swap_remove(0);
+        let val = random_split(plain, &lengths, self.config.split_seed)?.swap_remove(1);
+        self.train = Some(self.loader(train, true)?);
+        self.val = if val_len == 0 { None } else { Some(self.loader(val, false)?) };
+        Ok(())
+    }
+}
+
+impl DataModule for MnistData {
+    type Batch = (Tensor, Tensor);
+
+    fn setup(&mut self, stage: Stage) -> anyhow::Result<()> {
+        if self.files.is_none() {
+            tracing::info!("data: {}", self.files()?);
+        }
+        match stage {
+            Stage::Fit | Stage::Validate if self.train.is_none() => self.open_train()?,
+            Stage::Test | Stage::Predict if self.test.is_none() => {
+                let test = self.open(MnistSplit::Test)?;
+                self.test = Some(self.loader(test, false)?);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn train_dataloader(&mut self) -> anyhow::Result<Option<MnistLoader>> {
+        Ok(self.train.clone())
+    }
+
+    fn val_dataloaders(&mut self) -> anyhow::Result<Vec<MnistLoader>> {
+        Ok(self.val.iter().cloned().collect())
+    }
+
+    fn test_dataloaders(&mut self) -> anyhow::Result<Vec<MnistLoader>> {
+        Ok(self.test.iter().cloned().collect())
+    }
+
+    fn predict_dataloaders(&mut self) -> anyhow::Result<Vec<MnistLoader>> {
+        Ok(self.test.iter().cloned().collect())
+    }
+}

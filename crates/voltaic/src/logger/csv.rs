@@ -1,0 +1,195 @@
+//! `metrics.csv` and `hparams.yaml`, with Lightning's folder names and columns.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use super::{Logger, next_version, plot_metrics};
+use crate::checkpoint::write_atomically;
+use crate::error::{Error, Result};
+
+/// Rows kept in memory before they are appended to the file.
+const FLUSH_ROWS: usize = 100;
+
+/// Writes `<save_dir>/<name>/version_<n>/metrics.csv`, and `curves.png` beside it at the end.
+///
+/// Columns are sorted; a row has the metrics of one call and its `step`, other cells are empty. A metric that
+/// appears later adds a column.
+#[derive(Debug)]
+pub struct CsvLogger {
+    folder: PathBuf,
+    version: u64,
+    columns: BTreeSet<String>,
+    /// Rows not yet in the file.
+    pending: Vec<Vec<(String, f64)>>,
+    writer: Option<BufWriter<File>>,
+    plots: bool,
+}
+
+impl CsvLogger {
+    /// A logger for a new run below `save_dir`, named `lightning_logs`.
+    pub fn new(save_dir: impl AsRef<Path>) -> Self {
+        Self::with_name(save_dir, "lightning_logs")
+    }
+
+    /// A logger for a new run below `<save_dir>/<name>`.
+    pub fn with_name(save_dir: impl AsRef<Path>, name: &str) -> Self {
+        let version = next_version(save_dir.as_ref(), name);
+        let folder = save_dir.as_ref().join(name).join(format!("version_{version}"));
+        Self { folder, version, columns: BTreeSet::new(), pending: Vec::new(), writer: None, plots: true }
+    }
+
+    /// Whether `curves.png` is drawn at the end (it is).
+    pub fn plots(mut self, plots: bool) -> Self {
+        self.plots = plots;
+        self
+    }
+
+    fn metrics_path(&self) -> PathBuf {
+        self.folder.join("metrics.csv")
+    }
+
+    fn curves_path(&self) -> PathBuf {
+        self.folder.join("curves.png")
+    }
+
+    fn failed(&self) -> impl Fn(std::io::Error) -> Error + use<> {
+        let path = self.metrics_path();
+        move |error| Error::io("write", &path, error)
+    }
+
+    /// Starts the file anew with all columns known, keeping the rows it had.
+    fn rewrite(&mut self) -> Result<()> {
+        let path = self.metrics_path();
+        let mut rows = if path.exists() { read_rows(&path)? } else { Vec::new() };
+        rows.append(&mut self.pending);
+        let columns = &self.columns;
+        write_atomically(&path, |file| {
+            let mut csv = csv::Writer::from_writer(file);
+            csv.write_record(columns)?;
+            for row in &rows {
+                csv.write_record(cells(columns, row))?;
+            }
+            csv.flush()
+        })?;
+        let file = File::options().append(true).open(&path).map_err(self.failed())?;
+        self.writer = Some(BufWriter::new(file));
+        Ok(())
+    }
+}
+
+fn cells<'a>(columns: &'a BTreeSet<String>, row: &'a [(String, f64)]) -> impl Iterator<Item = String> + 'a {
+    columns.iter().map(|column| {
+        row.iter().find(|(name, _)| name == column).map_or_else(String::new, |(name, value)| {
+            match name.as_str() {
+                "step" | "epoch" => format!("{value:.0}"),
+                _ => value.to_string(),
+            }
+        })
+    })
+}
+
+fn read_rows(path: &Path) -> Result<Vec<Vec<(String, f64)>>> {
+    let failed = |error: csv::Error| Error::io("read", path, error.into());
+    let mut reader = csv::Reader::from_path(path).map_err(failed)?;
+    let columns = reader.headers().map_err(failed)?.clone();
+    let mut rows = Vec::new();
+    for record in reader.records() {
+        let record = record.map_err(failed)?;
+        let row = columns.iter().zip(record.iter());
+        rows.push(row.filter_map(|(name, cell)| Some((name.to_owned(), cell.parse().ok()?))).collect());
+    }
+    Ok(rows)
+}
+
+impl Logger for CsvLogger {
+    fn log_dir(&self) -> Option<&Path> {
+        Some(&self.folder)
+    }
+
+    fn version(&self) -> Option<String> {
+        Some(self.version.to_string())
+    }
+
+    fn log_hyperparams(&mut self, hyper_parameters: &serde_json::Value) -> Result<()> {
+        let text = crate::config::to_yaml(hyper_parameters);
+        write_atomically(&self.folder.join("hparams.yaml"), |file| file.write_all(text.as_bytes()))
+    }
+
+    fn log_metrics(&mut self, metrics: &[(String, f64)], step: u64) -> Result<()> {
+        let mut row = metrics.to_vec();
+        if !row.iter().any(|(name, _)| name == "step") {
+            row.push(("step".to_owned(), step as f64));
+        }
+        let known = self.columns.len();
+        for (name, _) in &row {
+            if !self.columns.contains(name) {
+                self.columns.insert(name.clone());
+            }
+        }
+        self.pending.push(row);
+        if self.columns.len() > known {
+            self.writer = None; // the header has to change
+        }
+        if self.pending.len() >= FLUSH_ROWS { self.save() } else { Ok(()) }
+    }
+
+    fn save(&mut self) -> Result<()> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        let failed = self.failed();
+        let Some(mut writer) = self.writer.take() else { return self.rewrite() };
+        let mut csv = csv::Writer::from_writer(Vec::new());
+        for row in self.pending.drain(..) {
+            csv.write_record(cells(&self.columns, &row)).map_err(|e| failed(e.into()))?;
+        }
+        let bytes = csv.into_inner().map_err(|e| failed(e.into_error()))?;
+        writer.write_all(&bytes).and_then(|()| writer.flush()).map_err(failed)?;
+        self.writer = Some(writer);
+        Ok(())
+    }
+
+    fn finalize(&mut self, _success: bool) -> Result<()> {
+        self.save()?;
+        if self.plots && self.metrics_path().exists() {
+            plot_metrics(&self.metrics_path(), &self.curves_path())?;
+        }
+        Ok(())
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        [self.metrics_path(), self.curves_path()].into_iter().filter(|path| path.exists()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_metric_adds_a_column_and_keeps_the_rows() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let mut logger = CsvLogger::new(folder.path()).plots(false);
+        logger.log_metrics(&[("loss".into(), 0.5), ("epoch".into(), 0.0)], 1).expect("logs");
+        logger.save().expect("saves");
+        logger.log_metrics(&[("acc".into(), 0.25)], 3).expect("logs");
+        logger.save().expect("saves");
+        logger.log_metrics(&[("loss".into(), f64::NAN)], 5).expect("logs");
+        logger.finalize(true).expect("finishes");
+        let text = std::fs::read_to_string(logger.metrics_path()).expect("readable");
+        assert_eq!(text, "acc,epoch,loss,step\n,0,0.5,1\n0.25,,,3\n,,NaN,5\n");
+    }
+
+    #[test]
+    fn versions_count_up() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        for expected in 0..3 {
+            let mut logger = CsvLogger::new(folder.path());
+            assert_eq!(logger.version(), Some(expected.to_string()));
+            logger.log_metrics(&[("loss".into(), 1.0)], 0).expect("logs");
+            logger.save().expect("saves");
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! Where metrics go: `metrics.csv` in a folder of the run, and a picture of the curves.
+
+mod csv;
+mod plot;
+
+use std::path::{Path, PathBuf};
+
+use crate::error::Result;
+
+pub use csv::CsvLogger;
+pub use plot::plot_metrics;
+
+/// Takes the metrics of a run. Called on rank 0 only.
+pub trait Logger: Send {
+    /// Folder of this run, if the logger has one; checkpoints go below the first logger's.
+    fn log_dir(&self) -> Option<&Path>;
+
+    /// Label of this run among the runs of the same name, such as `0`.
+    fn version(&self) -> Option<String> {
+        None
+    }
+
+    /// Records the values that made the module.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    fn log_hyperparams(&mut self, hyper_parameters: &serde_json::Value) -> Result<()>;
+
+    /// Records metrics at a step; `step` counts optimizer steps from 0.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    fn log_metrics(&mut self, metrics: &[(String, f64)], step: u64) -> Result<()>;
+
+    /// Writes what is still in memory.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    fn save(&mut self) -> Result<()>;
+
+    /// Ends the run, which succeeded or failed.
+    ///
+    /// # Errors
+    /// If the rest cannot be written.
+    fn finalize(&mut self, success: bool) -> Result<()> {
+        let _ = success;
+        self.save()
+    }
+
+    /// Files that a user will want to look at after the run.
+    fn files(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+}
+
+/// `<save_dir>/<name>/version_<n>`, n one above the highest there.
+pub(crate) fn next_version(save_dir: &Path, name: &str) -> u64 {
+    let Ok(entries) = std::fs::read_dir(save_dir.join(name)) else { return 0 };
+    entries
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.strip_prefix("version_")?.parse::<u64>().ok())
+        .max()
+        .map_or(0, |highest| highest + 1)
+}

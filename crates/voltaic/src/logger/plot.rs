@@ -1,0 +1,163 @@
+//! The curves of a run as a picture, drawn from its `metrics.csv`.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Once;
+
+use plotters::prelude::*;
+use plotters::style::{FontStyle, register_font};
+
+use crate::error::{Error, Result};
+
+/// A part of DejaVu Sans (Bitstream Vera licence, beside the file), so that no system font is needed.
+static FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-ascii.ttf");
+const PANEL: (u32, u32) = (900, 380);
+const COLORS: [RGBColor; 6] = [
+    RGBColor(31, 119, 180),
+    RGBColor(255, 127, 14),
+    RGBColor(44, 160, 44),
+    RGBColor(214, 39, 40),
+    RGBColor(148, 103, 189),
+    RGBColor(140, 86, 75),
+];
+
+/// A metric over steps.
+type Series = (String, Vec<(f64, f64)>);
+
+/// Draws the metrics of a CSV file with a `step` column: one panel per family (`train_loss` and `val_loss` share
+/// one), one line per metric. A metric with a single value is drawn as a point.
+///
+/// # Errors
+/// If the CSV file cannot be read or the picture cannot be written.
+pub fn plot_metrics(csv_path: &Path, png_path: &Path) -> Result<()> {
+    static REGISTER: Once = Once::new();
+    REGISTER.call_once(|| {
+        // fails only if the bytes are no font, which the test below would show
+        let _ = register_font("sans-serif", FontStyle::Normal, FONT);
+    });
+    let panels = read_panels(csv_path)?;
+    if panels.is_empty() {
+        return Ok(());
+    }
+    let height = PANEL.1 * panels.len() as u32;
+    let temporary = png_path.with_extension("tmp.png");
+    draw(&panels, &temporary, height)
+        .map_err(|error| Error::io("draw", png_path, std::io::Error::other(error.to_string())))?;
+    std::fs::rename(&temporary, png_path).map_err(|error| Error::io("rename to", png_path, error))
+}
+
+/// `val_loss`, `train_loss_step` and `loss` are of the family `loss`.
+fn family(metric: &str) -> &str {
+    let name = ["train_", "val_", "test_", "train/", "val/", "test/"]
+        .iter()
+        .find_map(|prefix| metric.strip_prefix(prefix))
+        .unwrap_or(metric);
+    let name = name.split("/dataloader_idx_").next().unwrap_or(name);
+    ["_step", "_epoch"].iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name)
+}
+
+fn read_panels(csv_path: &Path) -> Result<Vec<(String, Vec<Series>)>> {
+    let failed = |error: csv::Error| Error::io("read", csv_path, error.into());
+    let mut reader = csv::Reader::from_path(csv_path).map_err(failed)?;
+    let columns: Vec<String> = reader.headers().map_err(failed)?.iter().map(str::to_owned).collect();
+    let step_column = columns.iter().position(|name| name == "step");
+    let mut series: Vec<Series> = columns.iter().map(|name| (name.clone(), Vec::new())).collect();
+    for (row, record) in reader.records().enumerate() {
+        let record = record.map_err(failed)?;
+        let step = step_column.and_then(|i| record.get(i)?.parse().ok()).unwrap_or(row as f64);
+        for (cell, (_, points)) in record.iter().zip(&mut series) {
+            if let Some(value) = cell.parse::<f64>().ok().filter(|value| value.is_finite()) {
+                points.push((step, value));
+            }
+        }
+    }
+    let mut panels: BTreeMap<String, Vec<Series>> = BTreeMap::new();
+    for (name, points) in series {
+        if name != "step" && name != "epoch" && !points.is_empty() {
+            panels.entry(family(&name).to_owned()).or_default().push((name, points));
+        }
+    }
+    let mut panels: Vec<_> = panels.into_iter().collect();
+    panels.sort_by_key(|(family, _)| !family.contains("loss")); // losses first
+    Ok(panels)
+}
+
+/// Smallest and largest value with a margin, so that no line lies on the frame.
+fn range(values: impl Iterator<Item = f64> + Clone) -> std::ops::Range<f64> {
+    let low = values.clone().fold(f64::INFINITY, f64::min);
+    let high = values.fold(f64::NEG_INFINITY, f64::max);
+    let margin = if high > low { (high - low) * 0.05 } else { high.abs().max(1.0) * 0.05 };
+    low - margin..high + margin
+}
+
+fn draw(panels: &[(String, Vec<Series>)], path: &Path, height: u32) -> anyhow::Result<()> {
+    let root = BitMapBackend::new(path, (PANEL.0, height)).into_drawing_area();
+    root.fill(&WHITE)?;
+    for (area, (family, series)) in root.split_evenly((panels.len(), 1)).iter().zip(panels) {
+        let points = series.iter().flat_map(|(_, points)| points);
+        let mut chart = ChartBuilder::on(area)
+            .caption(family, ("sans-serif", 20))
+            .margin(12)
+            .x_label_area_size(36)
+            .y_label_area_size(64)
+            .build_cartesian_2d(
+                range(points.clone().map(|point| point.0)),
+                range(points.map(|point| point.1)),
+            )?;
+        chart
+            .configure_mesh()
+            .x_desc("step")
+            .x_label_formatter(&|x| format!("{x:.0}"))
+            .y_label_formatter(&|y| if y.abs() < 0.01 { format!("{y:.1e}") } else { format!("{y:.3}") })
+            .light_line_style(RGBColor(240, 240, 240))
+            .draw()?;
+        for (i, (name, points)) in series.iter().enumerate() {
+            let color = COLORS[i % COLORS.len()];
+            chart
+                .draw_series(LineSeries::new(points.iter().copied(), color.stroke_width(2)))?
+                .label(name)
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
+            if points.len() <= 50 {
+                chart.draw_series(points.iter().map(|&point| Circle::new(point, 3, color.filled())))?;
+            }
+        }
+        chart
+            .configure_series_labels()
+            .background_style(WHITE.mix(0.8))
+            .border_style(RGBColor(200, 200, 200))
+            .position(SeriesLabelPosition::UpperRight)
+            .draw()?;
+    }
+    root.present()?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_of_a_family_share_a_panel() {
+        for (metric, expected) in [
+            ("train_loss_step", "loss"),
+            ("val_loss", "loss"),
+            ("loss", "loss"),
+            ("test_acc", "acc"),
+            ("val_acc/dataloader_idx_1", "acc"),
+            ("lr-Adam", "lr-Adam"),
+        ] {
+            assert_eq!(family(metric), expected, "{metric}");
+        }
+    }
+
+    #[test]
+    fn a_picture_is_drawn_also_of_one_point_and_gaps() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let (csv, png) = (folder.path().join("metrics.csv"), folder.path().join("curves.png"));
+        std::fs::write(&csv, "step,train_loss,val_acc\n0,2.5,\n1,inf,\n2,1.5,0.5\n").expect("writable");
+        plot_metrics(&csv, &png).expect("draws");
+        let picture = std::fs::read(&png).expect("readable");
+        assert_eq!(&picture[..8], b"\x89PNG\r\n\x1a\n");
+        assert!(picture.len() > 5000, "labels and lines take more than {} bytes", picture.len());
+    }
+}

@@ -1,0 +1,82 @@
+//! The convolutional network of PyTorch's MNIST example.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use crate::error::Result;
+use crate::nn::functional::max_pool2d;
+use crate::nn::{Conv2d, Dropout, Forward, Linear, Module};
+
+/// Settings of [`ConvNet`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ConvNetConfig {
+    /// Number of classes, the size of the output.
+    pub num_classes: i64,
+    /// Probability with which a feature is dropped after the convolutions.
+    pub conv_dropout: f64,
+    /// Probability with which a feature is dropped before the last layer.
+    pub fc_dropout: f64,
+}
+
+impl Default for ConvNetConfig {
+    fn default() -> Self {
+        Self { num_classes: 10, conv_dropout: 0.25, fc_dropout: 0.5 }
+    }
+}
+
+/// Two convolutions, a max-pool and two linear layers, with dropout, as in
+/// [PyTorch's MNIST example](https://github.com/pytorch/examples/tree/main/mnist): 1,199,882 parameters.
+///
+/// Input `[batch, 1, 28, 28]`, output logits `[batch, num_classes]` (the example's log-softmax is left to the loss).
+///
+/// ```
+/// use voltaic::models::{ConvNet, ConvNetConfig};
+/// use voltaic::nn::{Forward, ModuleExt};
+/// # use voltaic::{Kind, Tensor};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let net = ConvNet::new(ConvNetConfig { fc_dropout: 0.4, ..Default::default() })?;
+/// # let digits = Tensor::zeros([2, 1, 28, 28], (Kind::Float, tch::Device::Cpu));
+/// assert_eq!(net.forward(&digits)?.size(), [2, 10]);
+/// assert_eq!(net.num_parameters(true), 1_199_882);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Module, Debug)]
+pub struct ConvNet {
+    conv1: Conv2d,
+    conv2: Conv2d,
+    dropout1: Dropout,
+    dropout2: Dropout,
+    fc1: Linear,
+    fc2: Linear,
+}
+
+impl ConvNet {
+    /// Makes the network with PyTorch's initial weights.
+    ///
+    /// # Errors
+    /// [`ModuleError::Sizes`](crate::error::ModuleError::Sizes) if a size is below 1, or a dropout no probability.
+    pub fn new(config: ConvNetConfig) -> Result<Self> {
+        Ok(Self {
+            conv1: Conv2d::new(1, 32, 3)?,
+            conv2: Conv2d::new(32, 64, 3)?,
+            dropout1: Dropout::new(config.conv_dropout)?,
+            dropout2: Dropout::new(config.fc_dropout)?,
+            fc1: Linear::new(64 * 12 * 12, 128)?,
+            fc2: Linear::new(128, config.num_classes)?,
+        })
+    }
+}
+
+impl Forward for ConvNet {
+    fn forward(&self, digits: &Tensor) -> anyhow::Result<Tensor> {
+        let x = self.conv1.forward(digits)?.f_relu()?;
+        let x = max_pool2d(&self.conv2.forward(&x)?.f_relu()?, 2)?;
+        let x = self.dropout1.forward(&x)?.f_flatten(1, -1)?;
+        let x = self.fc1.forward(&x)?.f_relu()?;
+        self.fc2.forward(&self.dropout2.forward(&x)?)
+    }
+}

@@ -1,0 +1,270 @@
+//! A GPT of nanoGPT's shape. Names of tensors: b = batch, t = time (position), c = channels (`n_embd`), v = vocabulary.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use tch::{TchError, Tensor};
+
+use crate::error::{ModuleError, Result};
+use crate::nn::functional::{cross_entropy, gelu, scaled_dot_product_attention};
+use crate::nn::{Dropout, Embedding, Forward, LayerNorm, Linear, Module, ModuleExt, init};
+
+/// Settings of [`Gpt`]; the defaults are those of [`GptConfig::tiny`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct GptConfig {
+    /// Number of different tokens; 256 is enough for any text read as bytes.
+    pub vocab_size: i64,
+    /// Context: the longest sequence of tokens that the model sees.
+    pub block_size: i64,
+    /// Number of blocks.
+    pub n_layer: i64,
+    /// Number of attention heads in each block; must divide `n_embd`.
+    pub n_head: i64,
+    /// Number of channels.
+    pub n_embd: i64,
+    /// Probability with which an embedding, an attention weight or a block's output is dropped.
+    pub dropout: f64,
+    /// Whether linear layers and norms have biases, as GPT-2's do.
+    pub bias: bool,
+}
+
+impl Default for GptConfig {
+    fn default() -> Self {
+        Self::tiny()
+    }
+}
+
+impl GptConfig {
+    /// 4 blocks of 128 channels, context 64: trains on a CPU within minutes.
+    pub fn tiny() -> Self {
+        Self {
+            vocab_size: 256,
+            block_size: 64,
+            n_layer: 4,
+            n_head: 4,
+            n_embd: 128,
+            dropout: 0.0,
+            bias: false,
+        }
+    }
+
+    /// 6 blocks of 384 channels, context 256: nanoGPT's model for Shakespeare by character.
+    pub fn mini() -> Self {
+        Self { block_size: 256, n_layer: 6, n_head: 6, n_embd: 384, dropout: 0.2, ..Self::tiny() }
+    }
+}
+
+/// A decoder-only transformer with GPT-2's layout
+/// ([Radford et al., 2019](https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf)),
+/// with the names and initial values of [nanoGPT](https://github.com/karpathy/nanoGPT). The last layer shares its
+/// weight with the token embedding.
+///
+/// Input tokens `[batch, time]`, `i64` below `vocab_size`, at most `block_size` of them in time; output logits of the
+/// next token at each position, `[batch, time, vocab_size]`.
+///
+/// ```
+/// use voltaic::models::{Gpt, GptConfig};
+/// use voltaic::nn::Forward;
+/// # use voltaic::Tensor;
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let gpt = Gpt::new(GptConfig { n_layer: 2, ..GptConfig::tiny() })?;
+/// let tokens = Tensor::from_slice2(&[[72_i64, 101, 108, 108, 111]]);
+/// assert_eq!(gpt.forward(&tokens)?.size(), [1, 5, 256]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Module, Debug)]
+pub struct Gpt {
+    transformer: Transformer,
+    lm_head: Linear,
+    #[module(skip)]
+    config: GptConfig,
+}
+
+#[derive(Module, Debug)]
+struct Transformer {
+    wte: Embedding,
+    wpe: Embedding,
+    drop: Dropout,
+    h: Vec<Block>,
+    ln_f: LayerNorm,
+}
+
+impl Gpt {
+    /// Makes the model with nanoGPT's initial weights: normal of deviation 0.02, less for what is added to the
+    /// residual stream, so that its variance does not grow with depth.
+    ///
+    /// # Errors
+    /// [`ModuleError::Sizes`] if a size is below 1, `n_head` does not divide `n_embd`, or `dropout` is no probability.
+    pub fn new(config: GptConfig) -> Result<Self> {
+        let GptConfig { vocab_size, block_size, n_layer, n_head, n_embd, dropout, bias } = config.clone();
+        let refuse = |what, remedy: &str| -> Result<Self> {
+            Err(ModuleError::Sizes { layer: "Gpt", what, remedy: remedy.to_owned() }.into())
+        };
+        if n_layer < 1 {
+            return refuse(format!("n_layer is {n_layer}"), "give at least 1");
+        }
+        if n_head < 1 || n_embd % n_head != 0 {
+            let what = format!("n_head = {n_head} does not divide n_embd = {n_embd}");
+            return refuse(what, "choose n_head among the divisors of n_embd");
+        }
+        let mut gpt = Self {
+            transformer: Transformer {
+                wte: Embedding::new(vocab_size, n_embd)?,
+                wpe: Embedding::new(block_size, n_embd)?,
+                drop: Dropout::new(dropout)?,
+                h: (0..n_layer).map(|_| Block::new(&config)).collect::<Result<_>>()?,
+                ln_f: LayerNorm::builder(n_embd).bias(bias).build()?,
+            },
+            lm_head: Linear::builder(n_embd, vocab_size).bias(false).build()?,
+            config,
+        };
+        gpt.transformer.wte.weight = gpt.lm_head.weight.clone();
+
+        for (fqn, tensor) in gpt.state_dict() {
+            if tensor.dim() == 2 {
+                init::normal_(&tensor, 0.0, 0.02)?;
+            } else if fqn.ends_with(".bias") {
+                init::zeros_(&tensor)?;
+            }
+        }
+        let residual_std = 0.02 / (2.0 * n_layer as f64).sqrt();
+        for (fqn, parameter) in gpt.named_parameters() {
+            if fqn.ends_with("c_proj.weight") {
+                init::normal_(&parameter, 0.0, residual_std)?;
+            }
+        }
+        Ok(gpt)
+    }
+
+    /// The settings that made the model.
+    pub fn config(&self) -> &GptConfig {
+        &self.config
+    }
+
+    /// Mean cross-entropy of the next tokens: `tokens` and `targets` are `[batch, time]`, the targets being the tokens
+    /// shifted by one. Returns shape `[]`.
+    ///
+    /// # Errors
+    /// If the shapes do not fit, or a token is none of the vocabulary.
+    pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> anyhow::Result<Tensor> {
+        let logits_btv = self.forward(tokens)?;
+        Ok(cross_entropy(&logits_btv.f_flatten(0, 1)?, &targets.f_flatten(0, 1)?)?)
+    }
+
+    /// The embeddings of the positions of `tokens`, `[time, channels]`.
+    fn positions(&self, tokens: &Tensor) -> Result<Tensor> {
+        let shape = tokens.size();
+        match shape[..] {
+            [_, time] if time <= self.config.block_size => {
+                Ok(self.transformer.wpe.weight.f_narrow(0, 0, time)?)
+            }
+            _ => {
+                let expected =
+                    format!("[batch, time] is needed, with time at most {}", self.config.block_size);
+                Err(ModuleError::Shape { layer: "Gpt".to_owned(), shape, expected }.into())
+            }
+        }
+    }
+}
+
+impl Forward for Gpt {
+    fn forward(&self, tokens: &Tensor) -> anyhow::Result<Tensor> {
+        let Transformer { wte, drop, h, ln_f, .. } = &self.transformer;
+        let positions_tc = self.positions(tokens)?;
+        let mut x_btc = drop.forward(&wte.forward(tokens)?.f_add(&positions_tc)?)?;
+        for block in h {
+            x_btc = block.forward(&x_btc)?;
+        }
+        self.lm_head.forward(&ln_f.forward(&x_btc)?)
+    }
+}
+
+#[derive(Module, Debug)]
+struct Block {
+    ln_1: LayerNorm,
+    attn: CausalSelfAttention,
+    ln_2: LayerNorm,
+    mlp: FeedForward,
+}
+
+impl Block {
+    fn new(config: &GptConfig) -> Result<Self> {
+        Ok(Self {
+            ln_1: LayerNorm::builder(config.n_embd).bias(config.bias).build()?,
+            attn: CausalSelfAttention::new(config)?,
+            ln_2: LayerNorm::builder(config.n_embd).bias(config.bias).build()?,
+            mlp: FeedForward::new(config)?,
+        })
+    }
+}
+
+impl Forward for Block {
+    fn forward(&self, x_btc: &Tensor) -> anyhow::Result<Tensor> {
+        let x_btc = x_btc + self.attn.forward(&self.ln_1.forward(x_btc)?)?;
+        let update_btc = self.mlp.forward(&self.ln_2.forward(&x_btc)?)?;
+        Ok(x_btc + update_btc)
+    }
+}
+
+#[derive(Module, Debug)]
+struct CausalSelfAttention {
+    c_attn: Linear,
+    c_proj: Linear,
+    attn_dropout: Dropout,
+    resid_dropout: Dropout,
+    n_head: i64,
+}
+
+impl CausalSelfAttention {
+    fn new(config: &GptConfig) -> Result<Self> {
+        let GptConfig { n_head, n_embd, dropout, bias, .. } = *config;
+        Ok(Self {
+            c_attn: Linear::builder(n_embd, 3 * n_embd).bias(bias).build()?,
+            c_proj: Linear::builder(n_embd, n_embd).bias(bias).build()?,
+            attn_dropout: Dropout::new(dropout)?,
+            resid_dropout: Dropout::new(dropout)?,
+            n_head,
+        })
+    }
+}
+
+impl Forward for CausalSelfAttention {
+    fn forward(&self, x_btc: &Tensor) -> anyhow::Result<Tensor> {
+        let qkv = self.c_attn.forward(x_btc)?.f_chunk(3, -1)?;
+        let by_head = |x: &Tensor| -> Result<Tensor, TchError> {
+            x.f_unflatten(-1, [self.n_head, -1])?.f_transpose(1, 2)
+        };
+        let (query, key, value) = (by_head(&qkv[0])?, by_head(&qkv[1])?, by_head(&qkv[2])?);
+        let dropout_p = self.attn_dropout.active_p();
+        let y = scaled_dot_product_attention(&query, &key, &value, None, dropout_p, true)?;
+        let y_btc = y.f_transpose(1, 2)?.f_flatten(2, 3)?;
+        self.resid_dropout.forward(&self.c_proj.forward(&y_btc)?)
+    }
+}
+
+#[derive(Module, Debug)]
+struct FeedForward {
+    c_fc: Linear,
+    c_proj: Linear,
+    dropout: Dropout,
+}
+
+impl FeedForward {
+    fn new(config: &GptConfig) -> Result<Self> {
+        let GptConfig { n_embd, dropout, bias, .. } = *config;
+        Ok(Self {
+            c_fc: Linear::builder(n_embd, 4 * n_embd).bias(bias).build()?,
+            c_proj: Linear::builder(4 * n_embd, n_embd).bias(bias).build()?,
+            dropout: Dropout::new(dropout)?,
+        })
+    }
+}
+
+impl Forward for FeedForward {
+    fn forward(&self, x_btc: &Tensor) -> anyhow::Result<Tensor> {
+        let hidden = gelu(&self.c_fc.forward(x_btc)?)?;
+        self.dropout.forward(&self.c_proj.forward(&hidden)?)
+    }
+}

@@ -1,0 +1,68 @@
+//! A network with one hidden layer.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use crate::error::Result;
+use crate::nn::{Forward, Linear, Module};
+
+/// Settings of [`Mlp`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct MlpConfig {
+    /// Number of values of one sample; a picture of 28 x 28 pixels has 784.
+    pub in_features: i64,
+    /// Size of the hidden layer.
+    pub hidden_features: i64,
+    /// Number of classes, the size of the output.
+    pub num_classes: i64,
+}
+
+impl Default for MlpConfig {
+    fn default() -> Self {
+        Self { in_features: 784, hidden_features: 256, num_classes: 10 }
+    }
+}
+
+/// Two linear layers with ReLU between them.
+///
+/// Input `[batch, *]`, flattened to `[batch, in_features]`; output logits `[batch, num_classes]`.
+///
+/// ```
+/// use voltaic::models::{Mlp, MlpConfig};
+/// use voltaic::nn::Forward;
+/// # use voltaic::{Kind, Tensor};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let net = Mlp::new(MlpConfig::default())?;
+/// # let digits = Tensor::zeros([2, 1, 28, 28], (Kind::Float, tch::Device::Cpu));
+/// assert_eq!(net.forward(&digits)?.size(), [2, 10]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Module, Debug)]
+pub struct Mlp {
+    fc1: Linear,
+    fc2: Linear,
+}
+
+impl Mlp {
+    /// Makes the network with PyTorch's initial weights.
+    ///
+    /// # Errors
+    /// [`ModuleError::Sizes`](crate::error::ModuleError::Sizes) if a size is below 1.
+    pub fn new(config: MlpConfig) -> Result<Self> {
+        Ok(Self {
+            fc1: Linear::new(config.in_features, config.hidden_features)?,
+            fc2: Linear::new(config.hidden_features, config.num_classes)?,
+        })
+    }
+}
+
+impl Forward for Mlp {
+    fn forward(&self, samples: &Tensor) -> anyhow::Result<Tensor> {
+        let x = self.fc1.forward(&samples.f_flatten(1, -1)?)?.f_relu()?;
+        self.fc2.forward(&x)
+    }
+}

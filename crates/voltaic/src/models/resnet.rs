@@ -1,0 +1,145 @@
+//! ResNet-18 for small pictures.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use crate::error::Result;
+use crate::nn::init::{self, FanMode, Nonlinearity};
+use crate::nn::{BatchNorm2d, Conv2d, Forward, Linear, Module, ModuleExt, Sequential};
+
+/// Settings of [`ResNet18`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ResNet18Config {
+    /// Number of classes, the size of the output.
+    pub num_classes: i64,
+    /// Channels of the picture: 3 for colours, 1 for grey.
+    pub in_channels: i64,
+    /// Channels of the first stage; each later stage doubles them.
+    pub width: i64,
+}
+
+impl Default for ResNet18Config {
+    fn default() -> Self {
+        Self { num_classes: 10, in_channels: 3, width: 64 }
+    }
+}
+
+/// ResNet-18 ([He et al., 2015](https://arxiv.org/abs/1512.03385)) with the stem for 32 x 32 pictures: a 3 x 3
+/// convolution of stride 1 and no max-pool. 11,173,962 parameters, with torchvision's names and initial values.
+///
+/// Input `[batch, in_channels, height, width]`, output logits `[batch, num_classes]`.
+///
+/// ```
+/// use voltaic::models::{ResNet18, ResNet18Config};
+/// use voltaic::nn::Forward;
+/// # use voltaic::{Kind, Tensor};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let net = ResNet18::new(ResNet18Config { width: 8, ..Default::default() })?;
+/// # let pictures = Tensor::zeros([2, 3, 32, 32], (Kind::Float, tch::Device::Cpu));
+/// assert_eq!(net.forward(&pictures)?.size(), [2, 10]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Module, Debug)]
+pub struct ResNet18 {
+    conv1: Conv2d,
+    bn1: BatchNorm2d,
+    layer1: Sequential,
+    layer2: Sequential,
+    layer3: Sequential,
+    layer4: Sequential,
+    fc: Linear,
+}
+
+impl ResNet18 {
+    /// Makes the network; convolutions are drawn as by torchvision, for ReLU and by their outputs.
+    ///
+    /// # Errors
+    /// [`ModuleError::Sizes`](crate::error::ModuleError::Sizes) if a size is below 1.
+    pub fn new(config: ResNet18Config) -> Result<Self> {
+        let ResNet18Config { num_classes, in_channels, width } = config;
+        let net = Self {
+            conv1: Conv2d::builder(in_channels, width, 3).padding(1).bias(false).build()?,
+            bn1: BatchNorm2d::new(width)?,
+            layer1: stage(width, width, 1)?,
+            layer2: stage(width, 2 * width, 2)?,
+            layer3: stage(2 * width, 4 * width, 2)?,
+            layer4: stage(4 * width, 8 * width, 2)?,
+            fc: Linear::new(8 * width, num_classes)?,
+        };
+        for kernel in net.parameters().iter().filter(|parameter| parameter.dim() == 4) {
+            init::kaiming_normal_(kernel, Nonlinearity::Relu, FanMode::FanOut)?;
+        }
+        Ok(net)
+    }
+}
+
+impl Forward for ResNet18 {
+    fn forward(&self, pictures: &Tensor) -> anyhow::Result<Tensor> {
+        let mut x = self.bn1.forward(&self.conv1.forward(pictures)?)?.f_relu()?;
+        for layer in [&self.layer1, &self.layer2, &self.layer3, &self.layer4] {
+            x = layer.forward(&x)?;
+        }
+        let x = x.f_adaptive_avg_pool2d([1, 1])?.f_flatten(1, -1)?;
+        self.fc.forward(&x)
+    }
+}
+
+/// Two blocks; the first changes the number of channels and, by its stride, the size.
+fn stage(in_channels: i64, out_channels: i64, stride: i64) -> Result<Sequential> {
+    Ok(Sequential::new().add(BasicBlock::new(in_channels, out_channels, stride)?).add(BasicBlock::new(
+        out_channels,
+        out_channels,
+        1,
+    )?))
+}
+
+/// Two convolutions, added to their input.
+#[derive(Module, Debug)]
+struct BasicBlock {
+    conv1: Conv2d,
+    bn1: BatchNorm2d,
+    conv2: Conv2d,
+    bn2: BatchNorm2d,
+    downsample: Option<Sequential>,
+}
+
+impl BasicBlock {
+    fn new(in_channels: i64, out_channels: i64, stride: i64) -> Result<Self> {
+        let conv = |from, kernel_size, stride| {
+            let padding = kernel_size / 2;
+            Conv2d::builder(from, out_channels, kernel_size)
+                .stride(stride)
+                .padding(padding)
+                .bias(false)
+                .build()
+        };
+        let downsample = if stride != 1 || in_channels != out_channels {
+            Some(Sequential::new().add(conv(in_channels, 1, stride)?).add(BatchNorm2d::new(out_channels)?))
+        } else {
+            None
+        };
+        Ok(Self {
+            conv1: conv(in_channels, 3, stride)?,
+            bn1: BatchNorm2d::new(out_channels)?,
+            conv2: conv(out_channels, 3, 1)?,
+            bn2: BatchNorm2d::new(out_channels)?,
+            downsample,
+        })
+    }
+}
+
+impl Forward for BasicBlock {
+    fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
+        let y = self.bn1.forward(&self.conv1.forward(x)?)?.f_relu()?;
+        let y = self.bn2.forward(&self.conv2.forward(&y)?)?;
+        let shortcut = match &self.downsample {
+            Some(downsample) => downsample.forward(x)?,
+            None => x.shallow_clone(),
+        };
+        Ok(y.f_add(&shortcut)?.f_relu()?)
+    }
+}

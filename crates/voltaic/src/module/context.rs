@@ -1,0 +1,266 @@
+//! What steps and hooks are given: where the run stands, `log`, and requests to the trainer.
+
+use std::path::{Path, PathBuf};
+
+use tch::Tensor;
+
+use super::Progress;
+use super::metrics::{LogOptions, LogValue, MetricStore, ReduceFx};
+use crate::optim::Optimizer;
+
+/// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
+pub struct StepContext<'a> {
+    pub(crate) metrics: &'a mut MetricStore,
+    pub(crate) progress: &'a Progress,
+    pub(crate) batch_idx: usize,
+    pub(crate) dataloader_idx: usize,
+}
+
+impl StepContext<'_> {
+    /// Logs a scalar under `name`; options are set on what is returned.
+    ///
+    /// In `training_step` the value is for the step unless `on_epoch(true)` is said; elsewhere it is averaged over
+    /// the epoch. Tensors stay on their device until something has to be printed or written.
+    pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
+        LogEntry::new(self.metrics, name, value.into())
+    }
+
+    /// The epoch in progress, from 0.
+    pub fn current_epoch(&self) -> u64 {
+        self.progress.current_epoch
+    }
+
+    /// Optimizer steps done.
+    pub fn global_step(&self) -> u64 {
+        self.progress.global_step
+    }
+
+    /// Position of this batch within its loader, from 0.
+    pub fn batch_idx(&self) -> usize {
+        self.batch_idx
+    }
+
+    /// Which of several evaluation loaders this batch is from, from 0.
+    pub fn dataloader_idx(&self) -> usize {
+        self.dataloader_idx
+    }
+}
+
+/// A value being logged; recorded with its options when it goes out of scope, so it is not kept.
+pub struct LogEntry<'a> {
+    store: &'a mut MetricStore,
+    name: &'a str,
+    value: Option<LogValue>,
+    options: LogOptions,
+}
+
+impl<'a> LogEntry<'a> {
+    pub(crate) fn new(store: &'a mut MetricStore, name: &'a str, value: LogValue) -> Self {
+        let options = store.default_options();
+        Self { store, name, value: Some(value), options }
+    }
+
+    /// Shows the value in the progress bar.
+    pub fn prog_bar(mut self, prog_bar: bool) -> Self {
+        self.options.prog_bar = prog_bar;
+        self
+    }
+
+    /// Gives the value to the loggers (the default).
+    pub fn logger(mut self, logger: bool) -> Self {
+        self.options.logger = logger;
+        self
+    }
+
+    /// Reports the value of this step by itself.
+    pub fn on_step(mut self, on_step: bool) -> Self {
+        self.options.on_step = on_step;
+        self
+    }
+
+    /// Reports the value reduced over the epoch.
+    pub fn on_epoch(mut self, on_epoch: bool) -> Self {
+        self.options.on_epoch = on_epoch;
+        self
+    }
+
+    /// How the values of an epoch become one; the mean, weighted by batch size, unless set.
+    pub fn reduce_fx(mut self, reduce_fx: ReduceFx) -> Self {
+        self.options.reduce_fx = reduce_fx;
+        self
+    }
+
+    /// Weight of this value in the epoch's mean; the batch's size unless set.
+    pub fn batch_size(mut self, batch_size: usize) -> Self {
+        self.options.batch_size = Some(batch_size);
+        self
+    }
+}
+
+impl Drop for LogEntry<'_> {
+    fn drop(&mut self) {
+        if let Some(value) = self.value.take() {
+            self.store.record(self.name, value, self.options);
+        }
+    }
+}
+
+/// A checkpoint that a callback asks the trainer to write after its hook.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CheckpointRequest {
+    /// Where to write it.
+    pub path: PathBuf,
+    /// Leave out optimizers, schedules, random states and loop positions.
+    pub weights_only: bool,
+    /// Make `path` a symbolic link to this checkpoint instead of writing it.
+    pub link_to: Option<PathBuf>,
+    /// Checkpoints to delete once this one is safely on disk.
+    pub then_remove: Vec<PathBuf>,
+}
+
+/// What a callback or hook asked for.
+#[derive(Debug, Default)]
+pub struct Requests {
+    pub(crate) stop: Option<String>,
+    pub(crate) checkpoints: Vec<CheckpointRequest>,
+}
+
+/// Fixed facts of a run.
+#[derive(Debug, Clone, Default)]
+pub struct RunFacts {
+    /// Last epoch + 1; `None` if the number of epochs is not limited.
+    pub max_epochs: Option<u64>,
+    /// Training batches of an epoch.
+    pub num_training_batches: usize,
+    /// Batches of the evaluation in progress or to come, over all its loaders.
+    pub num_eval_batches: usize,
+    /// Validation happens once, at the end of each epoch.
+    pub validates_at_epoch_end: bool,
+    /// Validation happens every so many epochs.
+    pub check_val_every_n_epoch: Option<u64>,
+    /// A short trial run: nothing is saved.
+    pub fast_dev_run: bool,
+    /// Where the first logger writes, else the root folder of the run.
+    pub log_dir: PathBuf,
+    /// Samples in a training batch, if the loader knows.
+    pub train_batch_size: Option<usize>,
+    /// The folder given as `default_root_dir`.
+    pub default_root_dir: PathBuf,
+    /// The first logger's version label, such as `0`, shown in the progress bar.
+    pub version: Option<String>,
+}
+
+/// Context of a hook, for modules and callbacks.
+pub struct HookContext<'a> {
+    pub(crate) progress: &'a Progress,
+    pub(crate) facts: &'a RunFacts,
+    pub(crate) metrics: &'a mut MetricStore,
+    pub(crate) requests: &'a mut Requests,
+    pub(crate) optimizers: &'a [Box<dyn Optimizer>],
+    pub(crate) loss: Option<&'a Tensor>,
+    pub(crate) batch_idx: usize,
+    pub(crate) dataloader_idx: usize,
+    pub(crate) is_sanity_check: bool,
+    pub(crate) is_training: bool,
+    pub(crate) will_validate: bool,
+}
+
+impl HookContext<'_> {
+    /// Logs a scalar under `name`; options are set on what is returned. Values of batch hooks are for the step,
+    /// values of epoch hooks for the epoch.
+    pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
+        LogEntry::new(self.metrics, name, value.into())
+    }
+
+    /// Where the run stands.
+    pub fn progress(&self) -> &Progress {
+        self.progress
+    }
+
+    /// The epoch in progress, from 0.
+    pub fn current_epoch(&self) -> u64 {
+        self.progress.current_epoch
+    }
+
+    /// Optimizer steps done.
+    pub fn global_step(&self) -> u64 {
+        self.progress.global_step
+    }
+
+    /// Fixed facts of the run.
+    pub fn facts(&self) -> &RunFacts {
+        self.facts
+    }
+
+    /// Position of the batch within its loader, in batch hooks.
+    pub fn batch_idx(&self) -> usize {
+        self.batch_idx
+    }
+
+    /// Which of several evaluation loaders the batch is from, in batch hooks.
+    pub fn dataloader_idx(&self) -> usize {
+        self.dataloader_idx
+    }
+
+    /// The batches are those of the check before training.
+    pub fn is_sanity_check(&self) -> bool {
+        self.is_sanity_check
+    }
+
+    /// The run is a fit, also while it validates.
+    pub fn is_training(&self) -> bool {
+        self.is_training
+    }
+
+    /// Validation follows this training batch.
+    pub fn will_validate(&self) -> bool {
+        self.will_validate
+    }
+
+    /// The loss of the training batch just done, divided by `accumulate_grad_batches`; scalar, detached, on the
+    /// device. Set in `on_train_batch_end`.
+    pub fn loss(&self) -> Option<&Tensor> {
+        self.loss
+    }
+
+    /// The latest value of a metric by its name (`val_loss`, `train_loss_epoch`).
+    ///
+    /// # Sync
+    /// Reads the value back from the device.
+    pub fn metric(&self, name: &str) -> Option<f64> {
+        self.metrics.callback_metric(name)
+    }
+
+    /// Names of all metrics that [`HookContext::metric`] knows.
+    pub fn metric_names(&self) -> Vec<String> {
+        self.metrics.callback_metric_names()
+    }
+
+    /// Names and values for the progress bar.
+    ///
+    /// # Sync
+    /// Reads the values back from the device.
+    pub fn progress_bar_metrics(&self) -> Vec<(String, f64)> {
+        self.metrics.progress_bar_metrics()
+    }
+
+    /// The optimizers, in the order of `configure_optimizers`; empty outside fit.
+    pub fn optimizers(&self) -> &[Box<dyn Optimizer>] {
+        self.optimizers
+    }
+
+    /// Folder of the run: where the first logger writes, else `default_root_dir`.
+    pub fn log_dir(&self) -> &Path {
+        &self.facts.log_dir
+    }
+
+    /// Ends training after this batch, once `min_epochs` and `min_steps` are reached; `reason` goes to the log.
+    pub fn request_stop(&mut self, reason: impl Into<String>) {
+        self.requests.stop.get_or_insert(reason.into());
+    }
+
+    /// Asks the trainer to write a checkpoint after this hook.
+    pub fn request_checkpoint(&mut self, request: CheckpointRequest) {
+        self.requests.checkpoints.push(request);
+    }
+}

@@ -1,0 +1,621 @@
+//! Logged values: kept on their device, reduced over the epoch, read back only when somebody needs the number.
+
+use std::collections::HashMap;
+
+use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
+
+use crate::error::ConfigError;
+
+/// How the values of an epoch become one.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ReduceFx {
+    /// Mean weighted by batch size.
+    #[default]
+    Mean,
+    /// Sum.
+    Sum,
+    /// Smallest value.
+    Min,
+    /// Largest value.
+    Max,
+}
+
+/// A scalar to be logged: a tensor of one element, or a number.
+#[derive(Debug)]
+pub enum LogValue {
+    /// A tensor of one element, on any device.
+    Tensor(Tensor),
+    /// A number of the host.
+    Host(f64),
+}
+
+impl From<&Tensor> for LogValue {
+    fn from(tensor: &Tensor) -> Self {
+        Self::Tensor(tensor.detach())
+    }
+}
+
+impl From<Tensor> for LogValue {
+    fn from(tensor: Tensor) -> Self {
+        Self::Tensor(tensor.detach())
+    }
+}
+
+macro_rules! log_value_from_number {
+    ($($number:ty),*) => {$(
+        impl From<$number> for LogValue {
+            fn from(value: $number) -> Self {
+                Self::Host(value as f64)
+            }
+        }
+    )*};
+}
+log_value_from_number!(f64, f32, i32, i64, u32, u64, usize);
+
+impl LogValue {
+    /// The number. # Sync: reads a tensor back from its device.
+    fn read(&self) -> f64 {
+        match self {
+            Self::Tensor(tensor) => tensor.f_double_value(&[]).unwrap_or(f64::NAN),
+            Self::Host(value) => *value,
+        }
+    }
+
+    /// The value as a float32 scalar.
+    fn to_f32(&self) -> Result<Self, tch::TchError> {
+        Ok(match self {
+            Self::Tensor(tensor) => Self::Tensor(tensor.f_to_kind(Kind::Float)?.f_reshape([] as [i64; 0])?),
+            Self::Host(value) => Self::Host(f64::from(*value as f32)),
+        })
+    }
+
+    /// A scalar float32 tensor on the device of `like`.
+    fn tensor_like(&self, like: &Tensor) -> Result<Tensor, tch::TchError> {
+        match self {
+            Self::Tensor(tensor) => Ok(tensor.shallow_clone()),
+            Self::Host(value) => like.f_full_like(*value)?.f_to_kind(Kind::Float),
+        }
+    }
+
+    /// `self` combined with the next value of the epoch, weighted by `weight`.
+    fn reduce(&self, next: &Self, fx: ReduceFx, weight: f64) -> Result<Self, tch::TchError> {
+        if let (Self::Host(old), Self::Host(new)) = (self, next) {
+            return Ok(Self::Host(match fx {
+                ReduceFx::Mean => old + new * weight,
+                ReduceFx::Sum => old + new,
+                ReduceFx::Min => old.min(*new),
+                ReduceFx::Max => old.max(*new),
+            }));
+        }
+        let like = match (self, next) {
+            (Self::Tensor(tensor), _) | (_, Self::Tensor(tensor)) => tensor,
+            _ => return Ok(Self::Host(f64::NAN)),
+        };
+        let (old, new) = (self.tensor_like(like)?, next.tensor_like(like)?);
+        Ok(Self::Tensor(match fx {
+            ReduceFx::Mean => old.f_add(&new.f_mul_scalar(weight)?)?,
+            ReduceFx::Sum => old.f_add(&new)?,
+            ReduceFx::Min => old.f_minimum(&new)?,
+            ReduceFx::Max => old.f_maximum(&new)?,
+        }))
+    }
+}
+
+/// Options of one logged value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct LogOptions {
+    pub prog_bar: bool,
+    pub logger: bool,
+    pub on_step: bool,
+    pub on_epoch: bool,
+    pub reduce_fx: ReduceFx,
+    #[serde(skip)]
+    pub batch_size: Option<usize>,
+}
+
+impl LogOptions {
+    /// Both a step value and an epoch value are reported, so their names get suffixes.
+    fn is_forked(&self) -> bool {
+        self.on_step && self.on_epoch
+    }
+}
+
+/// Which results a value belongs to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum Phase {
+    #[default]
+    Train,
+    Eval,
+}
+
+/// Whether a hook may log, and at which level it does by default.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum Level {
+    #[default]
+    Denied,
+    Step,
+    Epoch,
+    /// As `Epoch`, and step values make no sense.
+    EpochOnly,
+}
+
+/// The hook that is running, as far as logging is concerned.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Scope {
+    pub hook: &'static str,
+    pub phase: Phase,
+    pub level: Level,
+    pub batch_size: Option<usize>,
+    /// Set if there are several evaluation loaders.
+    pub dataloader_idx: Option<usize>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    name: String,
+    hook: &'static str,
+    options: LogOptions,
+    /// Last value given; tensors are as they were given.
+    last: LogValue,
+    updated_this_batch: bool,
+    reduced: Option<LogValue>,
+    weight: f64,
+}
+
+impl Entry {
+    fn step_name(&self) -> String {
+        if self.options.is_forked() { format!("{}_step", self.name) } else { self.name.clone() }
+    }
+
+    fn epoch_name(&self) -> String {
+        if self.options.is_forked() { format!("{}_epoch", self.name) } else { self.name.clone() }
+    }
+
+    fn epoch_value(&self) -> Option<f64> {
+        let reduced = self.reduced.as_ref()?.read();
+        // torch divides float32 by float32
+        Some(match self.options.reduce_fx {
+            ReduceFx::Mean => f64::from(reduced as f32 / self.weight as f32),
+            _ => reduced,
+        })
+    }
+}
+
+/// One epoch's worth of logged values.
+#[derive(Debug, Default)]
+struct Results {
+    entries: Vec<Entry>,
+    index: HashMap<String, usize>,
+}
+
+impl Results {
+    fn clear(&mut self) {
+        self.entries.clear();
+        self.index.clear();
+    }
+}
+
+/// All values logged in a run, until they are read.
+#[derive(Debug, Default)]
+pub struct MetricStore {
+    scope: Scope,
+    train: Results,
+    eval: Results,
+    /// Latest complete values by name: what `callback_metrics` is in Lightning.
+    finished: HashMap<String, f64>,
+    /// Names and latest complete values of the progress bar, in order of appearance.
+    bar: Vec<(String, f64)>,
+    problem: Option<ConfigError>,
+}
+
+impl MetricStore {
+    /// Enters a hook; values logged from now on belong to it.
+    pub(crate) fn enter(&mut self, scope: Scope) {
+        self.scope = scope;
+    }
+
+    /// Options a value has in the current hook unless it says otherwise.
+    pub(crate) fn default_options(&self) -> LogOptions {
+        let on_step = self.scope.level == Level::Step;
+        LogOptions {
+            prog_bar: false,
+            logger: true,
+            on_step,
+            on_epoch: !on_step,
+            reduce_fx: ReduceFx::Mean,
+            batch_size: self.scope.batch_size,
+        }
+    }
+
+    /// Records a value; a mistake is kept for [`MetricStore::take_problem`].
+    pub(crate) fn record(&mut self, name: &str, value: LogValue, options: LogOptions) {
+        if let Err(problem) = self.try_record(name, value, options) {
+            self.problem.get_or_insert(problem);
+        }
+    }
+
+    /// The first mistake made in logging since the last call.
+    pub(crate) fn take_problem(&mut self) -> Option<ConfigError> {
+        self.problem.take()
+    }
+
+    fn try_record(&mut self, name: &str, value: LogValue, options: LogOptions) -> Result<(), ConfigError> {
+        self.validate(name, &value, options)?;
+        let Scope { hook, phase, dataloader_idx, .. } = self.scope;
+        let results = match phase {
+            Phase::Train => &mut self.train,
+            Phase::Eval => &mut self.eval,
+        };
+        let index = match (dataloader_idx, results.index.get(name)) {
+            (None, Some(&index)) => index,
+            _ => {
+                let name =
+                    dataloader_idx.map_or_else(|| name.to_owned(), |i| format!("{name}/dataloader_idx_{i}"));
+                *results.index.entry(name.clone()).or_insert_with(|| {
+                    results.entries.push(Entry {
+                        name,
+                        hook,
+                        options,
+                        last: LogValue::Host(f64::NAN),
+                        updated_this_batch: false,
+                        reduced: None,
+                        weight: 0.0,
+                    });
+                    results.entries.len() - 1
+                })
+            }
+        };
+        let entry = &mut results.entries[index];
+        let same_options = entry.options == LogOptions { batch_size: entry.options.batch_size, ..options };
+        if entry.hook == hook && !same_options {
+            return Err(ConfigError::new(
+                format!("log({name})"),
+                format!("{hook} logs `{name}` twice with different options"),
+                "use one set of options, or two names",
+            ));
+        }
+        let failed = |error: tch::TchError| {
+            ConfigError::new(
+                format!("log({name})"),
+                format!("the value cannot be reduced: {error}"),
+                "log a float",
+            )
+        };
+        if options.on_epoch {
+            let weight = options.batch_size.unwrap_or(1) as f64;
+            let next = value.to_f32().map_err(failed)?;
+            let start = LogValue::Host(0.0);
+            let reduced = match (&entry.reduced, options.reduce_fx) {
+                (None, ReduceFx::Sum | ReduceFx::Min | ReduceFx::Max) => next,
+                (old, fx) => old.as_ref().unwrap_or(&start).reduce(&next, fx, weight).map_err(failed)?,
+            };
+            entry.reduced = Some(reduced);
+            entry.weight += weight;
+        }
+        entry.last = value;
+        entry.updated_this_batch = true;
+        Ok(())
+    }
+
+    fn validate(&self, name: &str, value: &LogValue, options: LogOptions) -> Result<(), ConfigError> {
+        let Scope { hook, level, .. } = self.scope;
+        let refuse = |what: String, remedy: &str| Err(ConfigError::new(format!("log({name})"), what, remedy));
+        if level == Level::Denied {
+            return refuse(format!("{hook} cannot log"), "log in a step, a batch hook or an epoch hook");
+        }
+        if options.on_step && level == Level::EpochOnly {
+            return refuse(format!("on_step=true in {hook}, which has no steps"), "use on_epoch(true)");
+        }
+        if !options.on_step && !options.on_epoch {
+            return refuse("on_step=false and on_epoch=false log nothing".to_owned(), "set one of them");
+        }
+        if name.contains("/dataloader_idx_") {
+            return refuse(
+                "the suffix /dataloader_idx_<i> is added by the trainer".to_owned(),
+                "choose another name",
+            );
+        }
+        if let LogValue::Tensor(tensor) = value
+            && tensor.numel() != 1
+        {
+            return refuse(
+                format!("a tensor of shape {:?} is not a scalar", tensor.size()),
+                "reduce it first, for example with mean()",
+            );
+        }
+        if options.on_epoch
+            && options.reduce_fx == ReduceFx::Mean
+            && options.batch_size.is_none()
+            && matches!(level, Level::Step | Level::Epoch)
+        {
+            return refuse(
+                "the batch holds no tensor, so the weight of the epoch's mean is unknown".to_owned(),
+                "add .batch_size(n)",
+            );
+        }
+        Ok(())
+    }
+
+    /// Starts a training batch: values of the last one are no longer new.
+    pub(crate) fn begin_train_batch(&mut self) {
+        for entry in &mut self.train.entries {
+            entry.updated_this_batch = false;
+        }
+    }
+
+    /// Starts an evaluation.
+    pub(crate) fn begin_eval(&mut self) {
+        self.eval.clear();
+    }
+
+    /// Values of this training batch for the loggers. # Sync: reads them back.
+    pub(crate) fn step_values(&self) -> Vec<(String, f64)> {
+        self.train
+            .entries
+            .iter()
+            .filter(|e| e.options.on_step && e.options.logger && e.updated_this_batch)
+            .map(|e| (e.step_name(), e.last.read()))
+            .collect()
+    }
+
+    /// Ends the training epoch: values for the loggers. # Sync: reads them back.
+    pub(crate) fn finish_train_epoch(&mut self) -> Vec<(String, f64)> {
+        let mut results = std::mem::take(&mut self.train);
+        let logged = self.finish(&results);
+        results.clear();
+        self.train = results;
+        logged
+    }
+
+    /// Makes the epoch values so far known to callbacks without ending the epoch. # Sync: reads them back.
+    pub(crate) fn publish_train_epoch(&mut self) {
+        let results = std::mem::take(&mut self.train);
+        self.finish(&results);
+        self.train = results;
+    }
+
+    /// Ends an evaluation: all its values by name, and those for the loggers. # Sync: reads them back.
+    pub(crate) fn finish_eval(&mut self) -> EvalValues {
+        let results = std::mem::take(&mut self.eval);
+        let logged = self.finish(&results);
+        let all = results.entries.iter().filter_map(|e| Some((e.epoch_name(), e.epoch_value()?))).collect();
+        EvalValues { all, logged }
+    }
+
+    /// Forgets an evaluation, as after the sanity check.
+    pub(crate) fn discard_eval(&mut self) {
+        self.eval.clear();
+    }
+
+    fn finish(&mut self, results: &Results) -> Vec<(String, f64)> {
+        let mut logged = Vec::new();
+        for entry in &results.entries {
+            if entry.options.on_step {
+                let value = entry.last.read();
+                self.finished.insert(entry.step_name(), value);
+                self.finished.insert(entry.name.clone(), value);
+                if entry.options.prog_bar {
+                    set(&mut self.bar, entry.step_name(), value);
+                }
+            }
+            if let Some(value) = entry.epoch_value() {
+                self.finished.insert(entry.epoch_name(), value);
+                self.finished.insert(entry.name.clone(), value);
+                if entry.options.prog_bar {
+                    set(&mut self.bar, entry.epoch_name(), value);
+                }
+                if entry.options.logger {
+                    logged.push((entry.epoch_name(), value));
+                }
+            }
+        }
+        logged
+    }
+
+    /// The entry whose step value is called `name`, if this epoch has logged it.
+    fn live(&self, name: &str) -> Option<&Entry> {
+        let base = name.strip_suffix("_step").unwrap_or(name);
+        let find = |name: &str| self.train.index.get(name).map(|&i| &self.train.entries[i]);
+        find(name).filter(|e| e.options.on_step).or_else(|| find(base).filter(|e| e.options.is_forked()))
+    }
+
+    /// The latest value called `name`. # Sync: reads a value of the running epoch back.
+    pub(crate) fn callback_metric(&self, name: &str) -> Option<f64> {
+        self.live(name).map(|entry| entry.last.read()).or_else(|| self.finished.get(name).copied())
+    }
+
+    /// All names that have a value, sorted.
+    pub(crate) fn callback_metric_names(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.finished.keys().cloned().collect();
+        for entry in self.train.entries.iter().filter(|e| e.options.on_step) {
+            names.push(entry.name.clone());
+            names.push(entry.step_name());
+        }
+        names.sort();
+        names.dedup();
+        names
+    }
+
+    /// Names and values of the progress bar. # Sync: reads values of the running epoch back.
+    pub(crate) fn progress_bar_metrics(&self) -> Vec<(String, f64)> {
+        let mut shown = self.bar.clone();
+        for entry in self.train.entries.iter().filter(|e| e.options.prog_bar && e.options.on_step) {
+            set(&mut shown, entry.step_name(), entry.last.read());
+        }
+        shown
+    }
+
+    /// What a checkpoint has to keep so that the epoch in progress can go on. # Sync: reads all values back.
+    pub(crate) fn state(&self) -> MetricsState {
+        let train = self
+            .train
+            .entries
+            .iter()
+            .map(|entry| EntryState {
+                name: entry.name.clone(),
+                options: entry.options,
+                last: Number(entry.last.read()),
+                reduced: entry.reduced.as_ref().map(|value| Number(value.read())),
+                weight: entry.weight,
+            })
+            .collect();
+        let mut finished: Vec<_> =
+            self.finished.iter().map(|(name, value)| (name.clone(), Number(*value))).collect();
+        finished.sort_by(|a, b| a.0.cmp(&b.0));
+        MetricsState { train, finished }
+    }
+
+    /// Goes on from a checkpoint.
+    pub(crate) fn restore(&mut self, state: MetricsState) {
+        self.train.clear();
+        for EntryState { name, options, last, reduced, weight } in state.train {
+            self.train.index.insert(name.clone(), self.train.entries.len());
+            self.train.entries.push(Entry {
+                name,
+                hook: "",
+                options,
+                last: LogValue::Host(last.0),
+                updated_this_batch: false,
+                reduced: reduced.map(|number| LogValue::Host(number.0)),
+                weight,
+            });
+        }
+        self.finished = state.finished.into_iter().map(|(name, number)| (name, number.0)).collect();
+    }
+}
+
+/// Values of one evaluation.
+pub(crate) struct EvalValues {
+    pub all: Vec<(String, f64)>,
+    pub logged: Vec<(String, f64)>,
+}
+
+fn set(values: &mut Vec<(String, f64)>, name: String, value: f64) {
+    match values.iter_mut().find(|(known, _)| *known == name) {
+        Some(slot) => slot.1 = value,
+        None => values.push((name, value)),
+    }
+}
+
+/// Logged values of an epoch in progress, as a checkpoint keeps them.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct MetricsState {
+    train: Vec<EntryState>,
+    finished: Vec<(String, Number)>,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct EntryState {
+    name: String,
+    options: LogOptions,
+    last: Number,
+    reduced: Option<Number>,
+    weight: f64,
+}
+
+/// A float that survives JSON, which has no NaN and no infinity.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(into = "NumberText", from = "NumberText")]
+struct Number(f64);
+
+impl PartialEq for Number {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.to_bits() == other.0.to_bits()
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum NumberText {
+    Finite(f64),
+    Text(String),
+}
+
+impl From<Number> for NumberText {
+    fn from(number: Number) -> Self {
+        if number.0.is_finite() { Self::Finite(number.0) } else { Self::Text(number.0.to_string()) }
+    }
+}
+
+impl From<NumberText> for Number {
+    fn from(text: NumberText) -> Self {
+        Self(match text {
+            NumberText::Finite(value) => value,
+            NumberText::Text(text) => text.parse().unwrap_or(f64::NAN),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn store(level: Level) -> MetricStore {
+        let mut store = MetricStore::default();
+        store.enter(Scope { hook: "training_step", level, batch_size: Some(4), ..Scope::default() });
+        store
+    }
+
+    #[test]
+    fn epoch_mean_is_weighted_by_batch_size() {
+        let mut store = store(Level::Step);
+        for (value, size) in [(1.0, 4), (3.0, 2)] {
+            let options = LogOptions { on_epoch: true, batch_size: Some(size), ..store.default_options() };
+            store.record("loss", Tensor::from(value).into(), options);
+        }
+        assert_eq!(store.callback_metric("loss_step"), Some(3.0));
+        let logged = store.finish_train_epoch();
+        assert_eq!(logged, vec![("loss_epoch".to_owned(), f64::from(10.0_f32 / 6.0))]);
+        assert_eq!(store.callback_metric("loss"), store.callback_metric("loss_epoch"));
+        assert!(store.take_problem().is_none());
+    }
+
+    #[test]
+    fn sum_min_max_ignore_batch_size() {
+        for (fx, expected) in [(ReduceFx::Sum, 6.0), (ReduceFx::Min, 1.0), (ReduceFx::Max, 3.0)] {
+            let mut store = store(Level::Epoch);
+            for value in [2.0, 1.0, 3.0] {
+                let options = LogOptions { reduce_fx: fx, ..store.default_options() };
+                store.record("x", value.into(), options);
+            }
+            assert_eq!(store.finish_train_epoch(), vec![("x".to_owned(), expected)], "{fx:?}");
+        }
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        let cases: [(Level, &str, LogValue, fn(&mut LogOptions), &str); 6] = [
+            (Level::Denied, "x", 1.0.into(), |_| {}, "cannot log"),
+            (Level::EpochOnly, "x", 1.0.into(), |o| o.on_step = true, "no steps"),
+            (Level::Step, "x", 1.0.into(), |o| o.on_step = false, "log nothing"),
+            (Level::Step, "x/dataloader_idx_0", 1.0.into(), |_| {}, "suffix"),
+            (Level::Step, "x", Tensor::from_slice(&[1.0, 2.0]).into(), |_| {}, "not a scalar"),
+            (Level::Epoch, "x", 1.0.into(), |o| o.batch_size = None, "weight"),
+        ];
+        for (level, name, value, change, text) in cases {
+            let mut store = store(level);
+            let mut options = store.default_options();
+            change(&mut options);
+            store.record(name, value, options);
+            let problem = store.take_problem().expect("refused").to_string();
+            assert!(problem.contains(text) && problem.contains("; "), "{problem}");
+        }
+    }
+
+    #[test]
+    fn state_survives_json_also_when_not_finite() {
+        let mut store = store(Level::Step);
+        for value in [0.1, f64::NAN, f64::INFINITY] {
+            let options = LogOptions { on_epoch: true, ..store.default_options() };
+            store.record("loss", value.into(), options);
+        }
+        let text = serde_json::to_string(&store.state()).expect("serializes");
+        let state: MetricsState = serde_json::from_str(&text).expect("parses");
+        assert_eq!(state, store.state());
+        let mut other = MetricStore::default();
+        other.restore(state.clone());
+        assert_eq!(other.state(), state);
+    }
+}

@@ -1,0 +1,288 @@
+//! Attention with several heads.
+
+use std::fmt;
+
+use tch::{Kind, Tensor};
+
+use super::check::{at_least, divides, empty, probability};
+use super::functional::scaled_dot_product_attention;
+use super::{Forward, Linear, Module, Parameter, init};
+use crate::device::Device;
+use crate::error::{ModuleError, Result};
+
+/// Attention with several heads, as `torch.nn.MultiheadAttention`
+/// ([Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)).
+///
+/// Query, key and value are `[sequence, batch, embed_dim]`, or `[batch, sequence, embed_dim]` with `batch_first`; the
+/// output has the query's shape. Key and value have one shape. [`Forward`] is self-attention without a mask.
+///
+/// ```
+/// use voltaic::nn::{AttentionMask, MultiheadAttention};
+/// # use voltaic::{Kind, Tensor};
+///
+/// # fn main() -> voltaic::Result<()> {
+/// let attention = MultiheadAttention::builder(64, 4).dropout(0.1).batch_first(true).build()?;
+/// # let x = Tensor::zeros([2, 16, 64], (Kind::Float, tch::Device::Cpu));
+/// let output = attention.attend(&x, &x, &x, &AttentionMask::causal())?;
+/// let (output, weights) = attention.attend_with_weights(&x, &x, &x, &AttentionMask::default())?;
+/// assert_eq!(weights.size(), [2, 16, 16]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Module)]
+pub struct MultiheadAttention {
+    /// The three projections below each other, `[3 * embed_dim, embed_dim]`.
+    pub in_proj_weight: Parameter,
+    /// Shape `[3 * embed_dim]`.
+    pub in_proj_bias: Option<Parameter>,
+    /// The projection of the heads' outputs.
+    pub out_proj: Linear,
+    embed_dim: i64,
+    num_heads: i64,
+    dropout: f64,
+    batch_first: bool,
+    #[module(training)]
+    training: bool,
+}
+
+/// Which keys a query may not see. Masks given together all apply.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct AttentionMask<'a> {
+    /// `[queries, keys]` or `[batch * heads, queries, keys]`: `true` where attention is *not* allowed (PyTorch's
+    /// meaning in this layer), or a number that is added to the score.
+    pub attn_mask: Option<&'a Tensor>,
+    /// `[batch, keys]`: `true` for keys that are padding, or a number that is added to the score.
+    pub key_padding_mask: Option<&'a Tensor>,
+    /// No query sees a key at a later position.
+    pub is_causal: bool,
+}
+
+impl<'a> AttentionMask<'a> {
+    /// No query sees a key at a later position.
+    pub fn causal() -> Self {
+        Self { is_causal: true, ..Self::default() }
+    }
+
+    /// Keys that are padding are not seen; see [`AttentionMask::key_padding_mask`].
+    pub fn key_padding(mask: &'a Tensor) -> Self {
+        Self { key_padding_mask: Some(mask), ..Self::default() }
+    }
+}
+
+/// Query, key and value by head: `[batch, heads, sequence, head_dim]`.
+struct Heads {
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+}
+
+impl MultiheadAttention {
+    /// A layer with biases, without dropout, that takes `[sequence, batch, embed_dim]`.
+    ///
+    /// # Errors
+    /// [`ModuleError::Sizes`] if `num_heads` does not divide `embed_dim`.
+    pub fn new(embed_dim: i64, num_heads: i64) -> Result<Self> {
+        Self::builder(embed_dim, num_heads).build()
+    }
+
+    /// A layer with options.
+    pub fn builder(embed_dim: i64, num_heads: i64) -> MultiheadAttentionBuilder {
+        MultiheadAttentionBuilder { embed_dim, num_heads, dropout: 0.0, bias: true, batch_first: false }
+    }
+
+    /// Attends from `query` to `key`, and returns what `value` holds there. A fused kernel is used where libtorch has
+    /// one.
+    ///
+    /// # Errors
+    /// [`ModuleError::Shape`] if an input has not three dimensions, the last of them `embed_dim`.
+    pub fn attend(
+        &self,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        mask: &AttentionMask<'_>,
+    ) -> Result<Tensor> {
+        let heads = self.project(query, key, value)?;
+        let only_causal = mask.is_causal && mask.attn_mask.is_none() && mask.key_padding_mask.is_none();
+        let bias = if only_causal { None } else { self.score_bias(&heads, mask)? };
+        let Heads { query, key, value } = &heads;
+        let dropout_p = if self.training { self.dropout } else { 0.0 };
+        self.merge(&scaled_dot_product_attention(query, key, value, bias.as_ref(), dropout_p, only_causal)?)
+    }
+
+    /// As [`MultiheadAttention::attend`], and the attention weights, averaged over the heads: `[batch, queries, keys]`.
+    ///
+    /// # Errors
+    /// [`ModuleError::Shape`] if an input has not three dimensions, the last of them `embed_dim`.
+    pub fn attend_with_weights(
+        &self,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        mask: &AttentionMask<'_>,
+    ) -> Result<(Tensor, Tensor)> {
+        let heads = self.project(query, key, value)?;
+        let scale = (1.0 / (self.embed_dim / self.num_heads) as f64).sqrt();
+        let mut scores = heads.query.f_mul_scalar(scale)?.f_matmul(&heads.key.f_transpose(-2, -1)?)?;
+        if let Some(bias) = self.score_bias(&heads, mask)? {
+            scores = scores.f_add(&bias)?;
+        }
+        let weights = scores.f_softmax(-1, None)?.f_dropout(self.dropout, self.training)?;
+        let output = self.merge(&weights.f_matmul(&heads.value)?)?;
+        Ok((output, weights.f_mean_dim([1_i64].as_slice(), false, None)?))
+    }
+
+    fn project(&self, query: &Tensor, key: &Tensor, value: &Tensor) -> Result<Heads> {
+        for input in [query, key, value] {
+            self.check(input)?;
+        }
+        if std::ptr::eq(query, key) && std::ptr::eq(key, value) {
+            // one product instead of three
+            let packed = query.f_linear(&self.in_proj_weight, self.in_proj_bias.as_deref())?;
+            let [query, key, value] = [0, 1, 2].map(|part| {
+                packed.f_narrow(-1, part * self.embed_dim, self.embed_dim).and_then(|part| self.split(&part))
+            });
+            return Ok(Heads { query: query?, key: key?, value: value? });
+        }
+        let [query, key, value] = [query, key, value].map(|input| (input, self.embed_dim));
+        let part = |index: i64, (input, size): (&Tensor, i64)| -> Result<Tensor> {
+            let weight = self.in_proj_weight.f_narrow(0, index * size, size)?;
+            let bias = match &self.in_proj_bias {
+                Some(bias) => Some(bias.f_narrow(0, index * size, size)?),
+                None => None,
+            };
+            Ok(self.split(&input.f_linear(&weight, bias)?)?)
+        };
+        Ok(Heads { query: part(0, query)?, key: part(1, key)?, value: part(2, value)? })
+    }
+
+    fn check(&self, input: &Tensor) -> Result<()> {
+        match input.size().as_slice() {
+            [_, _, embed_dim] if *embed_dim == self.embed_dim => Ok(()),
+            shape => {
+                let dims = if self.batch_first { "[batch, sequence" } else { "[sequence, batch" };
+                let expected = format!("{dims}, {}] is needed", self.embed_dim);
+                Err(ModuleError::Shape { layer: format!("{self:?}"), shape: shape.to_vec(), expected }.into())
+            }
+        }
+    }
+
+    /// `[batch, heads, sequence, head_dim]` from the layer's own layout.
+    fn split(&self, projected: &Tensor) -> Result<Tensor, tch::TchError> {
+        let by_head = projected.f_unflatten(-1, [self.num_heads, self.embed_dim / self.num_heads])?;
+        if self.batch_first { by_head.f_transpose(1, 2) } else { by_head.f_permute([1, 2, 0, 3]) }
+    }
+
+    fn merge(&self, by_head: &Tensor) -> Result<Tensor> {
+        let order = if self.batch_first { [0, 2, 1, 3] } else { [2, 0, 1, 3] };
+        let joined = by_head.f_permute(order)?.f_flatten(-2, -1)?;
+        Ok(joined.f_linear(&self.out_proj.weight, self.out_proj.bias.as_deref())?)
+    }
+
+    /// What is added to the scores, broadcasting to `[batch, heads, queries, keys]`.
+    fn score_bias(&self, heads: &Heads, mask: &AttentionMask<'_>) -> Result<Option<Tensor>> {
+        let (dtype, device) = (heads.query.f_kind()?, Device::of(&heads.query)?.tch());
+        let (batch, queries, keys) = (heads.query.size()[0], heads.query.size()[2], heads.key.size()[2]);
+        let mut parts = Vec::new();
+        if let Some(mask) = mask.attn_mask {
+            let shape = if mask.dim() == 3 { [batch, self.num_heads] } else { [1, 1] };
+            parts.push(additive(mask, dtype)?.f_reshape([shape[0], shape[1], queries, keys])?);
+        }
+        if let Some(mask) = mask.key_padding_mask {
+            parts.push(additive(mask, dtype)?.f_reshape([batch, 1, 1, keys])?);
+        }
+        if mask.is_causal {
+            let later = Tensor::f_ones([queries, keys], (Kind::Bool, device))?.f_triu(1)?;
+            parts.push(additive(&later, dtype)?.f_reshape([1, 1, queries, keys])?);
+        }
+        let mut parts = parts.into_iter();
+        let Some(mut bias) = parts.next() else { return Ok(None) };
+        for part in parts {
+            bias = bias.f_add(&part)?;
+        }
+        Ok(Some(bias))
+    }
+}
+
+/// Minus infinity where a `bool` mask is true; other masks as they are.
+fn additive(mask: &Tensor, dtype: Kind) -> Result<Tensor, tch::TchError> {
+    if mask.f_kind()? != Kind::Bool {
+        return mask.f_to_kind(dtype);
+    }
+    mask.f_zeros_like()?.f_to_kind(dtype)?.f_masked_fill(mask, f64::NEG_INFINITY)
+}
+
+impl Forward for MultiheadAttention {
+    fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
+        Ok(self.attend(input, input, input, &AttentionMask::default())?)
+    }
+}
+
+impl fmt::Debug for MultiheadAttention {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "MultiheadAttention({}, {})", self.embed_dim, self.num_heads)
+    }
+}
+
+/// Options of a [`MultiheadAttention`].
+#[derive(Debug, Clone)]
+#[must_use = "a builder does nothing until build()"]
+pub struct MultiheadAttentionBuilder {
+    embed_dim: i64,
+    num_heads: i64,
+    dropout: f64,
+    bias: bool,
+    batch_first: bool,
+}
+
+impl MultiheadAttentionBuilder {
+    /// Probability with which an attention weight is dropped in training mode (default 0).
+    pub fn dropout(mut self, p: f64) -> Self {
+        self.dropout = p;
+        self
+    }
+
+    /// Whether the projections have biases (default `true`).
+    pub fn bias(mut self, bias: bool) -> Self {
+        self.bias = bias;
+        self
+    }
+
+    /// Whether tensors are `[batch, sequence, embed_dim]` rather than `[sequence, batch, embed_dim]` (default
+    /// `false`).
+    pub fn batch_first(mut self, batch_first: bool) -> Self {
+        self.batch_first = batch_first;
+        self
+    }
+
+    /// Makes the layer.
+    ///
+    /// # Errors
+    /// [`ModuleError::Sizes`] if `num_heads` does not divide `embed_dim`, or `dropout` is no probability.
+    pub fn build(self) -> Result<MultiheadAttention> {
+        const NAME: &str = "MultiheadAttention";
+        let Self { embed_dim, num_heads, dropout, bias, batch_first } = self;
+        at_least(NAME, 1, [("embed_dim", &[embed_dim][..]), ("num_heads", &[num_heads])])?;
+        divides(NAME, ("num_heads", num_heads), ("embed_dim", embed_dim))?;
+        probability(NAME, dropout)?;
+        let in_proj_weight = Parameter::new(empty(&[3 * embed_dim, embed_dim])?);
+        let in_proj_bias = if bias { Some(Parameter::new(empty(&[3 * embed_dim])?)) } else { None };
+        // PyTorch draws the output projection first
+        let out_proj = Linear::builder(embed_dim, embed_dim).bias(bias).build()?;
+        init::xavier_uniform_(&in_proj_weight, 1.0)?;
+        for bias in [&in_proj_bias, &out_proj.bias].into_iter().flatten() {
+            init::zeros_(bias)?;
+        }
+        let training = true;
+        Ok(MultiheadAttention {
+            in_proj_weight,
+            in_proj_bias,
+            out_proj,
+            embed_dim,
+            num_heads,
+            dropout,
+            batch_first,
+            training,
+        })
+    }
+}

@@ -1,0 +1,199 @@
+//! Normalisation over the batch.
+
+use std::fmt;
+
+use tch::{Kind, Tensor};
+
+use super::check::{at_least, empty, explain};
+use super::{Buffer, Forward, Module, Parameter, init};
+use crate::error::Result;
+
+/// Batch normalisation of `[batch, num_features]` or `[batch, num_features, length]`, as `torch.nn.BatchNorm1d`.
+pub type BatchNorm1d = BatchNorm<1>;
+
+/// Batch normalisation of `[batch, num_features, height, width]`, as `torch.nn.BatchNorm2d`.
+pub type BatchNorm2d = BatchNorm<2>;
+
+/// Normalises each channel over the batch and the positions ([`BatchNorm1d`], [`BatchNorm2d`];
+/// [Ioffe and Szegedy, 2015](https://arxiv.org/abs/1502.03167)).
+///
+/// In training mode it uses the batch's mean and variance and updates the running ones, which evaluation mode uses.
+/// Output has the input's shape.
+///
+/// ```
+/// use voltaic::nn::{BatchNorm2d, Forward, ModuleExt};
+/// # use voltaic::{Kind, Tensor};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let mut bn = BatchNorm2d::new(64)?;
+/// # let features = Tensor::zeros([8, 64, 7, 7], (Kind::Float, tch::Device::Cpu));
+/// let normalised = bn.forward(&features)?; // the batch's statistics
+/// bn.eval();
+/// let normalised = bn.forward(&features)?; // the running statistics
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Module)]
+#[module(type_name = Self::NAME)]
+pub struct BatchNorm<const N: usize> {
+    /// Scale of each channel, `[num_features]`, initially 1.
+    pub weight: Option<Parameter>,
+    /// Shift of each channel, `[num_features]`, initially 0.
+    pub bias: Option<Parameter>,
+    /// Mean of each channel over the batches seen, `[num_features]`.
+    pub running_mean: Option<Buffer>,
+    /// Unbiased variance of each channel over the batches seen, `[num_features]`.
+    pub running_var: Option<Buffer>,
+    /// Number of batches seen in training mode, `i64` of shape `[]`.
+    pub num_batches_tracked: Option<Buffer>,
+    num_features: i64,
+    eps: f64,
+    momentum: f64,
+    #[module(training)]
+    training: bool,
+}
+
+impl<const N: usize> BatchNorm<N> {
+    const NAME: &'static str = if N == 1 { "BatchNorm1d" } else { "BatchNorm2d" };
+
+    /// A layer with scale, shift and running statistics, `eps` 1e-5 and `momentum` 0.1.
+    ///
+    /// # Errors
+    /// [`ModuleError::Sizes`](crate::error::ModuleError::Sizes) if `num_features` is below 1.
+    pub fn new(num_features: i64) -> Result<Self> {
+        Self::builder(num_features).build()
+    }
+
+    /// A layer with options.
+    pub fn builder(num_features: i64) -> BatchNormBuilder<N> {
+        BatchNormBuilder { num_features, eps: 1e-5, momentum: 0.1, affine: true, track_running_stats: true }
+    }
+
+    fn normalise(&self, input: &Tensor) -> Result<Tensor, tch::TchError> {
+        input.f_batch_norm(
+            self.weight.as_deref(),
+            self.bias.as_deref(),
+            self.running_mean.as_deref(),
+            self.running_var.as_deref(),
+            self.training || self.running_mean.is_none(),
+            self.momentum,
+            self.eps,
+            true,
+        )
+    }
+
+    /// Whether the number of dimensions is right. libtorch normalises any, which would hide a missing flatten.
+    fn fits(dims: usize) -> bool {
+        dims == N + 2 || (N == 1 && dims == 2)
+    }
+
+    fn misfit(&self, shape: &[i64]) -> Option<(String, String)> {
+        let expected = if !Self::fits(shape.len()) {
+            match N {
+                1 => "2 or 3 dimensions, [batch, channels, length], are needed".to_owned(),
+                _ => "4 dimensions, [batch, channels, height, width], are needed".to_owned(),
+            }
+        } else if shape[1] != self.num_features {
+            format!("dimension 1 holds the channels and must be {}", self.num_features)
+        } else {
+            return None;
+        };
+        Some((format!("{self:?}"), expected))
+    }
+}
+
+impl<const N: usize> Forward for BatchNorm<N> {
+    fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
+        let output = if Self::fits(input.dim()) {
+            self.normalise(input)
+        } else {
+            Err(tch::TchError::Shape("number of dimensions".to_owned()))
+        };
+        let output = explain(output, input, |shape| self.misfit(shape))?;
+        if self.training
+            && let Some(count) = &self.num_batches_tracked
+        {
+            let _ = count.shallow_clone().f_add_scalar_(1)?;
+        }
+        Ok(output)
+    }
+}
+
+impl<const N: usize> fmt::Debug for BatchNorm<N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}({})", Self::NAME, self.num_features)
+    }
+}
+
+/// Options of a [`BatchNorm1d`] or [`BatchNorm2d`].
+#[derive(Debug, Clone)]
+#[must_use = "a builder does nothing until build()"]
+pub struct BatchNormBuilder<const N: usize> {
+    num_features: i64,
+    eps: f64,
+    momentum: f64,
+    affine: bool,
+    track_running_stats: bool,
+}
+
+impl<const N: usize> BatchNormBuilder<N> {
+    /// Added to the variance before its root is taken (default 1e-5).
+    pub fn eps(mut self, eps: f64) -> Self {
+        self.eps = eps;
+        self
+    }
+
+    /// Weight of the new batch in the running statistics (default 0.1).
+    pub fn momentum(mut self, momentum: f64) -> Self {
+        self.momentum = momentum;
+        self
+    }
+
+    /// Whether each channel has a trained scale and shift (default `true`).
+    pub fn affine(mut self, affine: bool) -> Self {
+        self.affine = affine;
+        self
+    }
+
+    /// Whether running statistics are kept (default `true`); without them evaluation mode uses the batch's own.
+    pub fn track_running_stats(mut self, track_running_stats: bool) -> Self {
+        self.track_running_stats = track_running_stats;
+        self
+    }
+
+    /// Makes the layer.
+    ///
+    /// # Errors
+    /// [`ModuleError::Sizes`](crate::error::ModuleError::Sizes) if `num_features` is below 1.
+    pub fn build(self) -> Result<BatchNorm<N>> {
+        let Self { num_features, eps, momentum, affine, track_running_stats } = self;
+        at_least(BatchNorm::<N>::NAME, 1, [("num_features", &[num_features][..])])?;
+        let filled = |value| -> Result<Tensor> {
+            let tensor = empty(&[num_features])?;
+            init::constant_(&tensor, value)?;
+            Ok(tensor)
+        };
+        let mut layer = BatchNorm {
+            weight: None,
+            bias: None,
+            running_mean: None,
+            running_var: None,
+            num_batches_tracked: None,
+            num_features,
+            eps,
+            momentum,
+            training: true,
+        };
+        if affine {
+            layer.weight = Some(Parameter::new(filled(1.0)?));
+            layer.bias = Some(Parameter::new(filled(0.0)?));
+        }
+        if track_running_stats {
+            let count = Tensor::f_zeros([0_i64; 0], (Kind::Int64, tch::Device::Cpu))?;
+            layer.running_mean = Some(Buffer::new(filled(0.0)?));
+            layer.running_var = Some(Buffer::new(filled(1.0)?));
+            layer.num_batches_tracked = Some(Buffer::new(count));
+        }
+        Ok(layer)
+    }
+}

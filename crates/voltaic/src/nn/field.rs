@@ -1,0 +1,116 @@
+//! What a field of a module may be: the calls that `#[derive(Module)]` makes for each one.
+
+use std::marker::PhantomData;
+
+use super::{Buffer, Member, Module, Parameter};
+
+/// A type that may be a field of a `#[derive(Module)]` struct. The derive calls it; nobody else needs it.
+///
+/// It is open, so that a user's own container of modules can be a field.
+#[doc(hidden)]
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be a field of a module",
+    label = "neither a Parameter, Buffer or module, nor a plain number, bool or string",
+    note = "if the field holds no weights, mark it with `#[module(skip)]`",
+    note = "a `Tensor` is either trained (`Parameter::new(tensor)`) or not (`Buffer::new(tensor)`)"
+)]
+pub trait Field {
+    /// Visits the members that this field stands for.
+    fn members<'a>(&'a self, name: &str, visit: &mut dyn FnMut(&str, Member<'a>));
+
+    /// Visits the sub-modules that this field stands for.
+    fn children_mut<'a>(&'a mut self, name: &str, visit: &mut dyn FnMut(&str, &'a mut dyn Module));
+}
+
+impl Field for Parameter {
+    fn members<'a>(&'a self, name: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
+        visit(name, Member::Parameter(self));
+    }
+
+    fn children_mut<'a>(&'a mut self, _: &str, _: &mut dyn FnMut(&str, &'a mut dyn Module)) {}
+}
+
+impl Field for Buffer {
+    fn members<'a>(&'a self, name: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
+        visit(name, Member::Buffer(self));
+    }
+
+    fn children_mut<'a>(&'a mut self, _: &str, _: &mut dyn FnMut(&str, &'a mut dyn Module)) {}
+}
+
+impl<M: Module> Field for M {
+    fn members<'a>(&'a self, name: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
+        visit(name, Member::Module(self));
+    }
+
+    fn children_mut<'a>(&'a mut self, name: &str, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
+        visit(name, self);
+    }
+}
+
+impl<F: Field> Field for Option<F> {
+    fn members<'a>(&'a self, name: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
+        if let Some(field) = self {
+            field.members(name, visit);
+        }
+    }
+
+    fn children_mut<'a>(&'a mut self, name: &str, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
+        if let Some(field) = self {
+            field.children_mut(name, visit);
+        }
+    }
+}
+
+impl<F: Field> Field for [F] {
+    fn members<'a>(&'a self, name: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
+        for (index, field) in self.iter().enumerate() {
+            field.members(&format!("{name}.{index}"), visit);
+        }
+    }
+
+    fn children_mut<'a>(&'a mut self, name: &str, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
+        for (index, field) in self.iter_mut().enumerate() {
+            field.children_mut(&format!("{name}.{index}"), visit);
+        }
+    }
+}
+
+impl<F: Field> Field for Vec<F> {
+    fn members<'a>(&'a self, name: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
+        self.as_slice().members(name, visit);
+    }
+
+    fn children_mut<'a>(&'a mut self, name: &str, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
+        self.as_mut_slice().children_mut(name, visit);
+    }
+}
+
+impl<F: Field, const N: usize> Field for [F; N] {
+    fn members<'a>(&'a self, name: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
+        self.as_slice().members(name, visit);
+    }
+
+    fn children_mut<'a>(&'a mut self, name: &str, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
+        self.as_mut_slice().children_mut(name, visit);
+    }
+}
+
+impl<T: ?Sized> Field for PhantomData<T> {
+    fn members<'a>(&'a self, _: &str, _: &mut dyn FnMut(&str, Member<'a>)) {}
+
+    fn children_mut<'a>(&'a mut self, _: &str, _: &mut dyn FnMut(&str, &'a mut dyn Module)) {}
+}
+
+/// Plain values: sizes, probabilities, names. They are settings of a module, not state.
+macro_rules! leaf {
+    ($($plain:ty),*) => {$(
+        impl Field for $plain {
+            fn members<'a>(&'a self, _: &str, _: &mut dyn FnMut(&str, Member<'a>)) {}
+
+            fn children_mut<'a>(&'a mut self, _: &str, _: &mut dyn FnMut(&str, &'a mut dyn Module)) {}
+        }
+    )*};
+}
+
+leaf!(bool, i8, i16, i32, i64, isize, u8, u16, u32, u64, usize, f32, f64, char, String, &'static str);

@@ -1,0 +1,122 @@
+//! Losses, metrics and attention as functions, as in `torch.nn.functional`: those that have too many arguments in
+//! `tch`, or none of the right name. Everything else is a method of the tensor.
+
+use tch::{Kind, Tensor};
+
+pub use tch::Reduction;
+
+use crate::error::Result;
+
+/// Mean over the batch of the negative log-likelihood of the right class, as `torch.nn.functional.cross_entropy`.
+///
+/// `logits` `[batch, classes]` (or `[batch, classes, *]`), any floating dtype; `targets` `[batch]` (or `[batch, *]`),
+/// class indices as `i64`, or `[batch, classes]`, probabilities. Returns shape `[]`.
+///
+/// # Errors
+/// If the shapes do not fit together.
+pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    cross_entropy_with(logits, targets, &CrossEntropyOptions::default())
+}
+
+/// [`cross_entropy`] with options.
+///
+/// ```
+/// use voltaic::nn::functional::{CrossEntropyOptions, cross_entropy_with};
+/// # use voltaic::{Kind, Tensor};
+///
+/// # fn main() -> voltaic::Result<()> {
+/// # let logits = Tensor::zeros([8, 10], (Kind::Float, tch::Device::Cpu));
+/// # let targets = Tensor::zeros([8], (Kind::Int64, tch::Device::Cpu));
+/// let options = CrossEntropyOptions { label_smoothing: 0.1, ..Default::default() };
+/// let loss = cross_entropy_with(&logits, &targets, &options)?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// If the shapes do not fit together.
+pub fn cross_entropy_with(
+    logits: &Tensor,
+    targets: &Tensor,
+    options: &CrossEntropyOptions<'_>,
+) -> Result<Tensor> {
+    let CrossEntropyOptions { weight, reduction, ignore_index, label_smoothing } = *options;
+    Ok(logits.f_cross_entropy_loss(targets, weight, reduction, ignore_index, label_smoothing)?)
+}
+
+/// Options of [`cross_entropy_with`].
+#[derive(Debug, Clone, Copy)]
+pub struct CrossEntropyOptions<'a> {
+    /// Weight of each class, `[classes]` (default: 1 each).
+    pub weight: Option<&'a Tensor>,
+    /// What becomes of the batch's losses (default: their mean).
+    pub reduction: Reduction,
+    /// Targets of this value do not count (default -100).
+    pub ignore_index: i64,
+    /// Share of the target that is spread over all classes, between 0 and 1 (default 0;
+    /// [Szegedy et al., 2015](https://arxiv.org/abs/1512.00567)).
+    pub label_smoothing: f64,
+}
+
+impl Default for CrossEntropyOptions<'_> {
+    fn default() -> Self {
+        Self { weight: None, reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0 }
+    }
+}
+
+/// Mean of the squared differences, as `torch.nn.functional.mse_loss`. Both of one shape; returns shape `[]`.
+///
+/// # Errors
+/// If the shapes do not fit together.
+pub fn mse_loss(input: &Tensor, target: &Tensor) -> Result<Tensor> {
+    Ok(input.f_mse_loss(target, Reduction::Mean)?)
+}
+
+/// GELU in its exact form, as `torch.nn.functional.gelu`; see [`Gelu`](super::Gelu).
+///
+/// # Errors
+/// If the dtype is not a floating one.
+pub fn gelu(input: &Tensor) -> Result<Tensor> {
+    Ok(input.f_gelu("none")?)
+}
+
+/// The largest value of each window of `size` x `size`, side by side; see [`MaxPool2d`](super::MaxPool2d).
+///
+/// # Errors
+/// If the input is smaller than the window, or has other than 3 or 4 dimensions.
+pub fn max_pool2d(input: &Tensor, size: i64) -> Result<Tensor> {
+    Ok(input.f_max_pool2d([size, size], [size, size], [0, 0], [1, 1], false)?)
+}
+
+/// Attention `softmax(query keyᵀ / sqrt(dim)) value`, as `torch.nn.functional.scaled_dot_product_attention`: libtorch
+/// chooses a fused kernel where it has one.
+///
+/// `query` `[batch, heads, queries, dim]`, `key` and `value` `[batch, heads, keys, dim]`, output as `query`.
+/// `attn_mask` is added to the scores, or, if `bool`, says where attention is allowed; it broadcasts to
+/// `[batch, heads, queries, keys]`. With `is_causal` no query sees a later key. `dropout_p` drops attention weights
+/// whatever the mode: pass [`Dropout::active_p`](super::Dropout::active_p).
+///
+/// # Errors
+/// If the shapes do not fit together, or both `attn_mask` and `is_causal` are given.
+pub fn scaled_dot_product_attention(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    attn_mask: Option<&Tensor>,
+    dropout_p: f64,
+    is_causal: bool,
+) -> Result<Tensor> {
+    Ok(Tensor::f_scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, None, false,
+    )?)
+}
+
+/// Share of samples whose largest logit is the target's: `f32` of shape `[]`, on the device of `logits`.
+///
+/// `logits` `[*, classes]`, `targets` `[*]`. No gradient flows through it, and nothing is read back to the host.
+///
+/// # Errors
+/// If the shapes do not fit together.
+pub fn accuracy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    Ok(logits.f_argmax(-1, false)?.f_eq_tensor(targets)?.f_mean(Kind::Float)?)
+}

@@ -1,0 +1,122 @@
+//! The fully connected layer.
+
+use std::fmt;
+
+use tch::Tensor;
+
+use super::check::{at_least, empty, explain};
+use super::{Forward, Module, Parameter, init};
+use crate::error::Result;
+
+/// Applies `y = x Wᵀ + b` to the last dimension, as `torch.nn.Linear`.
+///
+/// Input `[*, in_features]`, output `[*, out_features]`, for any number of dimensions before the last.
+///
+/// ```
+/// use voltaic::nn::{Forward, Linear};
+/// # use voltaic::{Kind, Tensor};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let fc = Linear::new(784, 256)?;
+/// let without_bias = Linear::builder(256, 10).bias(false).build()?;
+/// # let digits = Tensor::zeros([64, 784], (Kind::Float, tch::Device::Cpu));
+/// let logits = without_bias.forward(&fc.forward(&digits)?.relu())?;
+/// assert_eq!(logits.size(), [64, 10]);
+///
+/// let error = fc.forward(&logits).unwrap_err();
+/// assert_eq!(
+///     error.to_string(),
+///     "Linear(784, 256): input of shape [64, 10] does not fit: last dimension must be 784"
+/// );
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Module)]
+pub struct Linear {
+    /// Shape `[out_features, in_features]`.
+    pub weight: Parameter,
+    /// Shape `[out_features]`.
+    pub bias: Option<Parameter>,
+    in_features: i64,
+    out_features: i64,
+}
+
+impl Linear {
+    /// A layer from `in_features` to `out_features` with a bias, both drawn uniformly within `1 / sqrt(in_features)`.
+    ///
+    /// # Errors
+    /// [`ModuleError::Sizes`](crate::error::ModuleError::Sizes) if a size is below 1.
+    pub fn new(in_features: i64, out_features: i64) -> Result<Self> {
+        Self::builder(in_features, out_features).build()
+    }
+
+    /// A layer with options.
+    pub fn builder(in_features: i64, out_features: i64) -> LinearBuilder {
+        LinearBuilder { in_features, out_features, bias: true }
+    }
+
+    /// Size of the input's last dimension.
+    pub fn in_features(&self) -> i64 {
+        self.in_features
+    }
+
+    /// Size of the output's last dimension.
+    pub fn out_features(&self) -> i64 {
+        self.out_features
+    }
+
+    /// The product itself; the only place that knows how it is computed.
+    fn product(&self, input: &Tensor) -> Result<Tensor, tch::TchError> {
+        input.f_linear(&self.weight, self.bias.as_deref())
+    }
+}
+
+impl Forward for Linear {
+    fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
+        Ok(explain(self.product(input), input, |shape| {
+            let expected = format!("last dimension must be {}", self.in_features);
+            (shape.last() != Some(&self.in_features)).then(|| (format!("{self:?}"), expected))
+        })?)
+    }
+}
+
+impl fmt::Debug for Linear {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Linear({}, {}{})", self.in_features, self.out_features, no_bias(&self.bias))
+    }
+}
+
+/// What a layer's debug text says of a bias: nothing, or that there is none.
+pub(super) fn no_bias(bias: &Option<Parameter>) -> &'static str {
+    if bias.is_some() { "" } else { ", bias=false" }
+}
+
+/// Options of a [`Linear`].
+#[derive(Debug, Clone)]
+#[must_use = "a builder does nothing until build()"]
+pub struct LinearBuilder {
+    in_features: i64,
+    out_features: i64,
+    bias: bool,
+}
+
+impl LinearBuilder {
+    /// Whether a bias is added (default `true`).
+    pub fn bias(mut self, bias: bool) -> Self {
+        self.bias = bias;
+        self
+    }
+
+    /// Makes the layer.
+    ///
+    /// # Errors
+    /// [`ModuleError::Sizes`](crate::error::ModuleError::Sizes) if a size is below 1.
+    pub fn build(self) -> Result<Linear> {
+        let Self { in_features, out_features, bias } = self;
+        at_least("Linear", 1, [("in_features", &[in_features][..]), ("out_features", &[out_features])])?;
+        let weight = Parameter::new(empty(&[out_features, in_features])?);
+        let bias = if bias { Some(Parameter::new(empty(&[out_features])?)) } else { None };
+        init::linear_(&weight, bias.as_deref())?;
+        Ok(Linear { weight, bias, in_features, out_features })
+    }
+}

@@ -1,0 +1,75 @@
+//! Gradient clipping.
+
+use tch::Tensor;
+
+use crate::error::{ConfigError, Result};
+use crate::ffi::{self, TensorList};
+
+/// Scales gradients in place so that their norm, taken over all of them as one vector, is at most `max_norm`.
+///
+/// Returns the norm *before* clipping: shape `[]`, the gradients' dtype and device (`float32` zero on the CPU if no
+/// parameter has a gradient). Nothing is read back to the host: the factor `max_norm / (norm + 1e-6)`, at most 1, is
+/// always multiplied. A norm that is not finite is returned as it is, and then the gradients are not finite either.
+///
+/// Same result as `torch.nn.utils.clip_grad_norm_` with `norm_type=2`; see [`clip_grad_norm_of_type`] for others.
+///
+/// # Errors
+/// [`ConfigError`] if `max_norm` is negative or NaN.
+pub fn clip_grad_norm<'a>(params: impl IntoIterator<Item = &'a Tensor>, max_norm: f64) -> Result<Tensor> {
+    clip_grad_norm_of_type(params, max_norm, 2.0)
+}
+
+/// As [`clip_grad_norm`] with the `norm_type`-norm; `f64::INFINITY` for the largest absolute value.
+///
+/// # Errors
+/// [`ConfigError`] if `max_norm` is negative or NaN, or `norm_type` is NaN.
+pub fn clip_grad_norm_of_type<'a>(
+    params: impl IntoIterator<Item = &'a Tensor>,
+    max_norm: f64,
+    norm_type: f64,
+) -> Result<Tensor> {
+    check_bound(max_norm)?;
+    if norm_type.is_nan() {
+        let remedy = "use 2, another number, or infinity for the largest absolute value";
+        return Err(ConfigError::new("norm_type", "NaN is not a norm", remedy).into());
+    }
+    let grads = grads_of(params)?;
+    if grads.is_empty() {
+        return Ok(Tensor::from(0.0_f32));
+    }
+    let _no_grad = tch::no_grad_guard();
+    let norms = ffi::foreach_norm(&grads, norm_type)?;
+    let dim: Option<&[i64]> = None;
+    let norm = norms.f_linalg_norm(norm_type, dim, false, None)?;
+    // the reciprocal, because PyTorch divides a number by a tensor this way and rounds twice
+    let factor = norm.f_add_scalar(1e-6)?.f_reciprocal()?.f_mul_scalar(max_norm)?.f_clamp_max(1.0)?;
+    ffi::foreach_mul_tensor(&grads, &factor)?;
+    Ok(norm)
+}
+
+/// Limits each element of the gradients to `[-clip_value, clip_value]`, in place.
+///
+/// Same result as `torch.nn.utils.clip_grad_value_`.
+///
+/// # Errors
+/// [`ConfigError`] if `clip_value` is negative or NaN.
+pub fn clip_grad_value<'a>(params: impl IntoIterator<Item = &'a Tensor>, clip_value: f64) -> Result<()> {
+    check_bound(clip_value)?;
+    let grads = grads_of(params)?;
+    Ok(ffi::foreach_clamp(&grads, -clip_value, clip_value)?)
+}
+
+fn grads_of<'a>(params: impl IntoIterator<Item = &'a Tensor>) -> Result<TensorList> {
+    let mut grads = TensorList::new([])?;
+    grads.fill_with_grads(&TensorList::new(params)?)?;
+    Ok(grads)
+}
+
+fn check_bound(bound: f64) -> Result<()> {
+    if bound >= 0.0 {
+        return Ok(());
+    }
+    let what = format!("{bound} is not a number >= 0");
+    Err(ConfigError::new("trainer.gradient_clip_val", what, "set a number above 0, or null for no clipping")
+        .into())
+}

@@ -1,0 +1,214 @@
+//! Optimizers and schedules by name, as a configuration file has them: `{class_path: AdamW, init_args: {lr: 0.001}}`.
+
+use schemars::JsonSchema;
+use serde::de::{DeserializeOwned, Error as _};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::{Map, Value};
+
+use super::lr_scheduler::Chained;
+use super::{
+    Adam, AdamW, BuildLrScheduler, BuildOptimizer, ConstantLr, CosineAnnealingLr,
+    CosineAnnealingWarmRestarts, ExponentialLr, LinearLr, LinearWarmupCosine, LrScheduler, MultiStepLr,
+    OneCycleLr, Optimizer, ParamGroup, ParamGroupSpec, PolynomialLr, ReduceLrOnPlateau, SequentialLr, Sgd,
+    StepLr,
+};
+use crate::error::Result;
+
+/// What a configuration file says, before the class is known.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ClassPath {
+    class_path: String,
+    #[serde(default)]
+    init_args: Map<String, Value>,
+}
+
+impl ClassPath {
+    /// The class named, without PyTorch's module path.
+    fn class(&self) -> &str {
+        let class = self.class_path.strip_prefix("torch.optim.").unwrap_or(&self.class_path);
+        class.strip_prefix("lr_scheduler.").unwrap_or(class)
+    }
+
+    fn args<T: DeserializeOwned>(self) -> Result<T, String> {
+        serde_path_to_error::deserialize(Value::Object(self.init_args)).map_err(|error| {
+            let path = error.path().to_string();
+            let key = if path == "." { "init_args".to_owned() } else { format!("init_args.{path}") };
+            format!("{key} of {}: {}", self.class_path, error.into_inner())
+        })
+    }
+
+    fn unknown(&self, what: &str, known: &[&str]) -> String {
+        let near = known
+            .iter()
+            .map(|name| (strsim::jaro_winkler(&name.to_lowercase(), &self.class().to_lowercase()), name))
+            .max_by(|a, b| a.0.total_cmp(&b.0))
+            .filter(|(similarity, _)| *similarity > 0.7);
+        let hint = near.map(|(_, name)| format!("did you mean {name}? ")).unwrap_or_default();
+        format!("class_path: {} is not {what}; {hint}there are {}", self.class_path, known.join(", "))
+    }
+}
+
+/// An enum of classes. The first name of each is PyTorch's, which is written; the second one is read as well.
+macro_rules! classes {
+    (
+        $(#[$doc:meta])* $enum:ident, $what:literal,
+        $($(#[$variant_doc:meta])* $variant:ident($type:ty) = $name:literal | $alias:literal,)*
+    ) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
+        #[serde(tag = "class_path", content = "init_args")]
+        #[non_exhaustive]
+        pub enum $enum {
+            $($(#[$variant_doc])* #[serde(rename = $name)] $variant($type),)*
+        }
+
+        impl $enum {
+            /// The names that `class_path` may have.
+            pub const CLASSES: &'static [&'static str] = &[$($name),*];
+        }
+
+        impl<'de> Deserialize<'de> for $enum {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let class = ClassPath::deserialize(deserializer)?;
+                match class.class() {
+                    $($name | $alias => class.args().map(Self::$variant),)*
+                    _ => Err(class.unknown($what, Self::CLASSES)),
+                }
+                .map_err(D::Error::custom)
+            }
+        }
+
+        $(impl From<$type> for $enum {
+            fn from(config: $type) -> Self {
+                Self::$variant(config)
+            }
+        })*
+    };
+}
+
+classes! {
+    /// An optimizer by name.
+    ///
+    /// `class_path` may be written with PyTorch's module path (`torch.optim.AdamW`).
+    OptimizerConfig, "an optimizer",
+    /// Stochastic gradient descent.
+    Sgd(Sgd) = "SGD" | "Sgd",
+    /// Adam with L2 penalty.
+    Adam(Adam) = "Adam" | "adam",
+    /// Adam with decoupled weight decay.
+    AdamW(AdamW) = "AdamW" | "adamw",
+}
+
+impl OptimizerConfig {
+    fn inner(&self) -> &dyn BuildOptimizer {
+        match self {
+            Self::Sgd(config) => config,
+            Self::Adam(config) => config,
+            Self::AdamW(config) => config,
+        }
+    }
+}
+
+impl BuildOptimizer for OptimizerConfig {
+    fn name(&self) -> &'static str {
+        self.inner().name()
+    }
+
+    fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
+        self.inner().build(groups)
+    }
+}
+
+classes! {
+    /// A learning rate schedule by name.
+    ///
+    /// `class_path` may be written with PyTorch's module path (`torch.optim.lr_scheduler.StepLR`).
+    LrSchedulerConfig, "a learning rate schedule",
+    /// A factor every so many steps.
+    StepLr(StepLr) = "StepLR" | "StepLr",
+    /// A factor at given steps.
+    MultiStepLr(MultiStepLr) = "MultiStepLR" | "MultiStepLr",
+    /// A smaller rate at first.
+    ConstantLr(ConstantLr) = "ConstantLR" | "ConstantLr",
+    /// A line, such as linear warm-up.
+    LinearLr(LinearLr) = "LinearLR" | "LinearLr",
+    /// A factor at every step.
+    ExponentialLr(ExponentialLr) = "ExponentialLR" | "ExponentialLr",
+    /// A power that falls to zero.
+    PolynomialLr(PolynomialLr) = "PolynomialLR" | "PolynomialLr",
+    /// Half a cosine.
+    CosineAnnealingLr(CosineAnnealingLr) = "CosineAnnealingLR" | "CosineAnnealingLr",
+    /// Half a cosine, over and over.
+    CosineAnnealingWarmRestarts(CosineAnnealingWarmRestarts) =
+        "CosineAnnealingWarmRestarts" | "CosineAnnealingWarmRestartsLR",
+    /// The one-cycle policy.
+    OneCycleLr(OneCycleLr) = "OneCycleLR" | "OneCycleLr",
+    /// Schedules one after the other.
+    SequentialLr(SequentialLr) = "SequentialLR" | "SequentialLr",
+    /// Linear warm-up, then half a cosine.
+    LinearWarmupCosine(LinearWarmupCosine) = "LinearWarmupCosine" | "LinearWarmupCosineLR",
+    /// Lower when a metric has stopped improving.
+    ReduceLrOnPlateau(ReduceLrOnPlateau) = "ReduceLROnPlateau" | "ReduceLrOnPlateau",
+}
+
+impl LrSchedulerConfig {
+    fn inner(&self) -> &dyn BuildLrScheduler {
+        match self {
+            Self::StepLr(config) => config,
+            Self::MultiStepLr(config) => config,
+            Self::ConstantLr(config) => config,
+            Self::LinearLr(config) => config,
+            Self::ExponentialLr(config) => config,
+            Self::PolynomialLr(config) => config,
+            Self::CosineAnnealingLr(config) => config,
+            Self::CosineAnnealingWarmRestarts(config) => config,
+            Self::OneCycleLr(config) => config,
+            Self::SequentialLr(config) => config,
+            Self::LinearWarmupCosine(config) => config,
+            Self::ReduceLrOnPlateau(config) => config,
+        }
+    }
+
+    pub(super) fn is_chainable(&self) -> bool {
+        !matches!(
+            self,
+            Self::OneCycleLr(_)
+                | Self::SequentialLr(_)
+                | Self::LinearWarmupCosine(_)
+                | Self::ReduceLrOnPlateau(_)
+        )
+    }
+
+    /// The schedule as an element of a sequence, if it can be one.
+    pub(super) fn chained(&self, groups: &mut [ParamGroup]) -> Result<Option<Box<dyn Chained>>> {
+        Ok(Some(match self {
+            Self::StepLr(config) => config.chained(groups)?,
+            Self::MultiStepLr(config) => config.chained(groups)?,
+            Self::ConstantLr(config) => config.chained(groups)?,
+            Self::LinearLr(config) => config.chained(groups)?,
+            Self::ExponentialLr(config) => config.chained(groups)?,
+            Self::PolynomialLr(config) => config.chained(groups)?,
+            Self::CosineAnnealingLr(config) => config.chained(groups)?,
+            Self::CosineAnnealingWarmRestarts(config) => config.chained(groups)?,
+            Self::OneCycleLr(_)
+            | Self::SequentialLr(_)
+            | Self::LinearWarmupCosine(_)
+            | Self::ReduceLrOnPlateau(_) => return Ok(None),
+        }))
+    }
+}
+
+impl BuildLrScheduler for LrSchedulerConfig {
+    fn name(&self) -> &'static str {
+        self.inner().name()
+    }
+
+    fn needs_metric(&self) -> bool {
+        self.inner().needs_metric()
+    }
+
+    fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
+        self.inner().build(groups)
+    }
+}

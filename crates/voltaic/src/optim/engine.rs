@@ -1,0 +1,322 @@
+//! What all optimizers share: finding the gradients, keeping the lists that the kernels take, saving and loading
+//! state. An optimizer adds a [`Rule`].
+
+use std::collections::HashMap;
+
+use serde_json::Value;
+use tch::{Kind, Tensor};
+
+use super::param_group::{ParamGroup, SavedGroup};
+use super::{Optimizer, OptimizerState};
+use crate::error::{CheckpointError, OptimError, Result};
+use crate::ffi::{GradStatus, Gradients, TensorList};
+use crate::nn::Parameter;
+
+/// How one sort of optimizer updates parameters.
+pub(super) trait Rule: Send {
+    /// Names of the tensors kept for a parameter.
+    const STATE: &'static [&'static str];
+    /// What the kernel takes, kept between steps.
+    type Lists: Send;
+
+    /// Name of the optimizer, such as `AdamW`.
+    fn name(&self) -> &'static str;
+
+    /// Lists of the members `active` of a bucket. Makes the state that is missing.
+    fn lists(&self, group: &ParamGroup, members: &mut [Slot], active: &[usize]) -> Result<Self::Lists>;
+
+    /// Whether lists made earlier still fit the hyper-parameters of the group.
+    fn fits(&self, group: &ParamGroup, lists: &Self::Lists) -> bool;
+
+    /// Updates the parameters of `lists`, which have `grads`.
+    fn update(&self, group: &ParamGroup, lists: &mut Self::Lists, grads: &mut TensorList) -> Result<()>;
+
+    /// Which of [`Rule::STATE`] a parameter that has any state must have.
+    fn required(group: &SavedGroup) -> Vec<usize>;
+
+    /// Whether the tensor is a count rather than laid out as its parameter.
+    fn is_count(index: usize) -> bool;
+}
+
+/// A parameter and its state.
+pub(super) struct Slot {
+    pub(super) fqn: String,
+    pub(super) param: Parameter,
+    /// In the order of [`Rule::STATE`]; absent until the parameter has had a gradient.
+    pub(super) state: Vec<Option<Tensor>>,
+}
+
+/// Parameters of one group that share dtype and device: one kernel call updates them.
+struct Bucket<L> {
+    group: usize,
+    members: Vec<Slot>,
+    gradients: Gradients,
+    /// The lists of the last step, and which parameters had a gradient then.
+    cached: Option<(Vec<GradStatus>, L)>,
+}
+
+/// An optimizer that follows rule `R`.
+pub(super) struct Engine<R: Rule> {
+    rule: R,
+    groups: Vec<ParamGroup>,
+    buckets: Vec<Bucket<R::Lists>>,
+}
+
+impl<R: Rule> Engine<R> {
+    pub(super) fn new(rule: R, groups: Vec<ParamGroup>) -> Result<Self> {
+        let mut buckets = Vec::new();
+        for (index, group) in groups.iter().enumerate() {
+            let mut alike: Vec<(_, Vec<Slot>)> = Vec::new();
+            for (fqn, param) in group.params() {
+                let kind = (param.kind(), param.device());
+                let state = R::STATE.iter().map(|_| None).collect();
+                let slot = Slot { fqn: fqn.clone(), param: param.clone(), state };
+                match alike.iter_mut().find(|(other, _)| *other == kind) {
+                    Some((_, slots)) => slots.push(slot),
+                    None => alike.push((kind, vec![slot])),
+                }
+            }
+            for (_, members) in alike {
+                let gradients = Gradients::of(members.iter().map(|slot| slot.param.tensor()))?;
+                buckets.push(Bucket { group: index, members, gradients, cached: None });
+            }
+        }
+        Ok(Self { rule, groups, buckets })
+    }
+
+    /// Why the kernel refused, in terms of the parameters; the kernel's own error if it is not known.
+    fn explain(&self, bucket: usize, error: crate::error::Error) -> crate::error::Error {
+        for slot in &self.buckets[bucket].members {
+            for (index, state) in slot.state.iter().enumerate() {
+                if let Some(state) = state
+                    && !R::is_count(index)
+                    && describe(state) != describe(&slot.param)
+                {
+                    return OptimError::Moved {
+                        optimizer: self.rule.name(),
+                        fqn: slot.fqn.clone(),
+                        parameter: describe(&slot.param),
+                        state: format!("{} is {}", R::STATE[index], describe(state)),
+                        remedy: "move or cast the module before the first step of its optimizer".to_owned(),
+                    }
+                    .into();
+                }
+            }
+        }
+        error
+    }
+
+    /// Where each parameter is: bucket and member, by fqn.
+    fn places(&self) -> HashMap<&str, (usize, usize)> {
+        let buckets = self.buckets.iter().enumerate();
+        let places = buckets.flat_map(|(b, bucket)| {
+            bucket.members.iter().enumerate().map(move |(m, slot)| (slot.fqn.as_str(), (b, m)))
+        });
+        places.collect()
+    }
+
+    fn check_groups(&self, groups: &Value, problems: &mut Vec<String>) -> Vec<SavedGroup> {
+        let saved: Vec<SavedGroup> = match serde_json::from_value(groups.clone()) {
+            Ok(saved) => saved,
+            Err(error) => {
+                problems.push(format!("its param groups are not those of {}: {error}", self.rule.name()));
+                return Vec::new();
+            }
+        };
+        if saved.len() != self.groups.len() {
+            problems.push(format!("it has {} param groups, not {}", saved.len(), self.groups.len()));
+            return Vec::new();
+        }
+        for (index, (saved, own)) in saved.iter().zip(&self.groups).enumerate() {
+            if std::mem::discriminant(&saved.options) != std::mem::discriminant(&own.options) {
+                problems.push(format!("param group {index} is not one of {}", self.rule.name()));
+            }
+            let own: Vec<&str> = own.params().iter().map(|(fqn, _)| fqn.as_str()).collect();
+            for fqn in &own {
+                if !saved.params.iter().any(|name| name == fqn) {
+                    problems.push(format!("missing {fqn} in param group {index}"));
+                }
+            }
+            for fqn in &saved.params {
+                if !own.contains(&fqn.as_str()) {
+                    problems.push(format!("unexpected {fqn} in param group {index}"));
+                }
+            }
+        }
+        saved
+    }
+
+    /// Where each given tensor belongs: bucket, member and index into [`Rule::STATE`].
+    fn check_tensors(
+        &self,
+        state: &OptimizerState,
+        saved: &[SavedGroup],
+        problems: &mut Vec<String>,
+    ) -> Vec<(usize, usize, usize)> {
+        let places = self.places();
+        let mut targets = Vec::with_capacity(state.tensors.len());
+        let mut given: HashMap<(usize, usize), Vec<usize>> = HashMap::new();
+        for (name, tensor) in &state.tensors {
+            let target = name.split_once('.').and_then(|(kind, fqn)| {
+                let index = R::STATE.iter().position(|name| *name == kind)?;
+                let (bucket, member) = *places.get(fqn)?;
+                Some((bucket, member, index))
+            });
+            let Some(target @ (bucket, member, index)) = target else {
+                problems.push(format!("unexpected {name}"));
+                continue;
+            };
+            let expected = self.buckets[bucket].members[member].param.size();
+            if R::is_count(index) {
+                if tensor.numel() != 1 {
+                    problems.push(format!("{name} has shape {:?}, not []", tensor.size()));
+                }
+            } else if tensor.size() != expected {
+                problems.push(format!("{name} has shape {:?}, not {expected:?}", tensor.size()));
+            }
+            let found = given.entry((bucket, member)).or_default();
+            if found.contains(&index) {
+                problems.push(format!("{name} is given twice"));
+            }
+            found.push(index);
+            targets.push(target);
+        }
+        for ((bucket, member), found) in given {
+            let bucket = &self.buckets[bucket];
+            let required = saved.get(bucket.group).map(R::required).unwrap_or_default();
+            for index in required.into_iter().filter(|index| !found.contains(index)) {
+                problems.push(format!("missing {}.{}", R::STATE[index], bucket.members[member].fqn));
+            }
+        }
+        targets
+    }
+}
+
+fn describe(tensor: &Tensor) -> String {
+    format!("{:?}{:?} on {:?}", tensor.kind(), tensor.size(), tensor.device())
+}
+
+fn unusable(optimizer: &'static str, slot: &Slot) -> OptimError {
+    let grad = slot.param.grad();
+    let (what, remedy) = if grad.is_sparse() {
+        ("is sparse".to_owned(), "compute it densely (sparse=false for embeddings)".to_owned())
+    } else {
+        (
+            format!("is {}, its parameter {}", describe(&grad), describe(&slot.param)),
+            "drop the gradient (zero_grad) when the parameter is cast, moved or resized".to_owned(),
+        )
+    };
+    OptimError::Gradient { optimizer, fqn: slot.fqn.clone(), what, remedy }
+}
+
+/// One update of a bucket.
+fn step_bucket<R: Rule>(rule: &R, group: &ParamGroup, bucket: &mut Bucket<R::Lists>) -> Result<()> {
+    let status = bucket.gradients.collect()?;
+    if !status.contains(&GradStatus::PRESENT) && !status.contains(&GradStatus::UNUSABLE) {
+        return Ok(());
+    }
+    let reusable =
+        matches!(&bucket.cached, Some((cached, lists)) if cached == status && rule.fits(group, lists));
+    if !reusable {
+        if let Some(index) = status.iter().position(|status| *status == GradStatus::UNUSABLE) {
+            return Err(unusable(rule.name(), &bucket.members[index]).into());
+        }
+        let status = status.to_vec();
+        let active: Vec<usize> =
+            (0..status.len()).filter(|index| status[*index] == GradStatus::PRESENT).collect();
+        bucket.cached = None;
+        let lists = rule.lists(group, &mut bucket.members, &active)?;
+        bucket.cached = Some((status, lists));
+    }
+    match &mut bucket.cached {
+        Some((_, lists)) => rule.update(group, lists, bucket.gradients.collected()),
+        None => Ok(()),
+    }
+}
+
+impl<R: Rule> Optimizer for Engine<R> {
+    fn name(&self) -> &'static str {
+        self.rule.name()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        for index in 0..self.buckets.len() {
+            let bucket = &mut self.buckets[index];
+            let group = &self.groups[bucket.group];
+            if let Err(error) = step_bucket(&self.rule, group, bucket) {
+                return Err(self.explain(index, error));
+            }
+        }
+        Ok(())
+    }
+
+    fn zero_grad(&mut self) -> Result<()> {
+        for bucket in &self.buckets {
+            bucket.gradients.params().clear_grads()?;
+        }
+        Ok(())
+    }
+
+    fn param_groups(&self) -> &[ParamGroup] {
+        &self.groups
+    }
+
+    fn param_groups_mut(&mut self) -> &mut [ParamGroup] {
+        &mut self.groups
+    }
+
+    fn state_dict(&self) -> OptimizerState {
+        let mut tensors = Vec::new();
+        for slot in self.buckets.iter().flat_map(|bucket| &bucket.members) {
+            for (name, tensor) in R::STATE.iter().zip(&slot.state) {
+                if let Some(tensor) = tensor {
+                    tensors.push((format!("{name}.{}", slot.fqn), tensor.shallow_clone()));
+                }
+            }
+        }
+        OptimizerState { tensors, groups: self.groups.iter().map(ParamGroup::save).collect() }
+    }
+
+    fn load_state_dict(&mut self, state: OptimizerState) -> Result<()> {
+        let mut problems = Vec::new();
+        let saved = self.check_groups(&state.groups, &mut problems);
+        let targets = self.check_tensors(&state, &saved, &mut problems);
+        if !problems.is_empty() {
+            problems.sort();
+            return Err(CheckpointError::Mismatch {
+                module: self.rule.name().to_owned(),
+                what: problems.join(", "),
+                remedy: "configure the optimizer and its param groups as when the state was saved".to_owned(),
+            }
+            .into());
+        }
+        let mut loaded = Vec::with_capacity(targets.len());
+        for ((bucket, member, index), (_, tensor)) in targets.into_iter().zip(&state.tensors) {
+            let param = &self.buckets[bucket].members[member].param;
+            loaded.push((bucket, member, index, copy_for(param, tensor, R::is_count(index))?));
+        }
+        for bucket in &mut self.buckets {
+            bucket.cached = None;
+            bucket.members.iter_mut().for_each(|slot| slot.state.fill_with(|| None));
+        }
+        for (bucket, member, index, tensor) in loaded {
+            self.buckets[bucket].members[member].state[index] = Some(tensor);
+        }
+        for (group, saved) in self.groups.iter_mut().zip(&saved) {
+            group.load(saved);
+        }
+        Ok(())
+    }
+}
+
+/// A copy of `tensor` on the device of `param`: a float32 scalar for a count, else laid out as `param`.
+fn copy_for(param: &Tensor, tensor: &Tensor, is_count: bool) -> Result<Tensor> {
+    let _no_grad = tch::no_grad_guard();
+    let mut copy = if is_count {
+        Tensor::f_zeros([0; 0], (Kind::Float, param.device()))?
+    } else {
+        param.f_zeros_like()?
+    };
+    copy.f_copy_(&if is_count { tensor.f_reshape([0; 0])? } else { tensor.shallow_clone() })?;
+    Ok(copy)
+}

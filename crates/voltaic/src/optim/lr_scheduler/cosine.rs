@@ -1,0 +1,212 @@
+//! Cosine schedules (SGDR, arXiv:1608.03983).
+
+use std::f64::consts::PI;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::basic::formula_config;
+use super::stepper::{At, Chained, Formula, Stepper, base_lrs, finite, read};
+use super::{BuildLrScheduler, KEY, LrScheduler};
+use crate::error::Result;
+use crate::optim::problems::Problems;
+use crate::optim::{ParamGroup, setters};
+
+/// Follows half a cosine from the learning rate to `eta_min` in `T_max` steps, and back up after that; as
+/// `torch.optim.lr_scheduler.CosineAnnealingLR`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CosineAnnealingLr {
+    /// Steps until the lowest rate, at least 1.
+    #[serde(rename = "T_max")]
+    pub t_max: u64,
+    /// Lowest learning rate.
+    #[serde(default)]
+    pub eta_min: f64,
+}
+
+impl CosineAnnealingLr {
+    /// Falls to zero in `t_max` steps.
+    pub fn new(t_max: u64) -> Self {
+        Self { t_max, eta_min: 0.0 }
+    }
+
+    setters! {
+        /// Sets the lowest learning rate.
+        eta_min: f64,
+    }
+
+    fn check(&self) -> Result<()> {
+        let mut problems = Problems::new(KEY);
+        problems.require(self.t_max > 0, "T_max", self.t_max, "at least 1");
+        problems.require_not_negative("eta_min", self.eta_min);
+        problems.finish()
+    }
+}
+
+impl Formula for CosineAnnealingLr {
+    fn name(&self) -> &'static str {
+        "CosineAnnealingLR"
+    }
+
+    fn next_lr(&self, at: At, lr: f64) -> f64 {
+        if at.is_initial {
+            return lr;
+        }
+        let (t, t_max) = (at.t(), self.t_max as f64);
+        // at the bottom the ratio below is 0 / 0
+        if (at.epoch as i64 - 1 - self.t_max as i64) % (2 * self.t_max as i64) == 0 {
+            return lr + (at.base_lr - self.eta_min) * (1.0 - (PI / t_max).cos()) / 2.0;
+        }
+        (1.0 + (PI * t / t_max).cos()) / (1.0 + (PI * (t - 1.0) / t_max).cos()) * (lr - self.eta_min)
+            + self.eta_min
+    }
+
+    fn first_lr(&self, at: At) -> f64 {
+        self.eta_min + (at.base_lr - self.eta_min) * (1.0 + 0.0_f64.cos()) / 2.0
+    }
+}
+formula_config!(CosineAnnealingLr, "CosineAnnealingLR");
+
+/// Follows half a cosine from the learning rate to `eta_min`, jumps back and does so again, `T_mult` times as slowly
+/// each time; as `torch.optim.lr_scheduler.CosineAnnealingWarmRestarts`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CosineAnnealingWarmRestarts {
+    /// Steps until the first restart, at least 1.
+    #[serde(rename = "T_0")]
+    pub t_0: u64,
+    /// Factor by which each period is longer than the one before, at least 1.
+    #[serde(rename = "T_mult", default = "one")]
+    pub t_mult: u64,
+    /// Lowest learning rate.
+    #[serde(default)]
+    pub eta_min: f64,
+}
+
+fn one() -> u64 {
+    1
+}
+
+impl CosineAnnealingWarmRestarts {
+    /// Restarts every `t_0` steps.
+    pub fn new(t_0: u64) -> Self {
+        Self { t_0, t_mult: 1, eta_min: 0.0 }
+    }
+
+    setters! {
+        /// Sets the factor by which each period is longer than the one before.
+        t_mult: u64,
+        /// Sets the lowest learning rate.
+        eta_min: f64,
+    }
+
+    pub(in crate::optim) fn chained(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn Chained>> {
+        Ok(Box::new(self.make(groups)?))
+    }
+
+    fn make(&self, groups: &mut [ParamGroup]) -> Result<WarmRestarts> {
+        let mut problems = Problems::new(KEY);
+        problems.require(self.t_0 > 0, "T_0", self.t_0, "at least 1");
+        problems.require(self.t_mult > 0, "T_mult", self.t_mult, "at least 1");
+        problems.require_not_negative("eta_min", self.eta_min);
+        problems.finish()?;
+        let base_lrs = base_lrs(groups);
+        let position = Position {
+            name: self.name().to_owned(),
+            last_epoch: 0,
+            t_cur: 0,
+            t_i: self.t_0,
+            last_lr: base_lrs.clone(),
+            base_lrs,
+        };
+        let mut schedule = WarmRestarts { config: self.clone(), position };
+        schedule.begin(groups)?;
+        Ok(schedule)
+    }
+}
+
+impl BuildLrScheduler for CosineAnnealingWarmRestarts {
+    fn name(&self) -> &'static str {
+        "CosineAnnealingWarmRestarts"
+    }
+
+    fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
+        Ok(Box::new(self.make(groups)?))
+    }
+}
+
+struct WarmRestarts {
+    config: CosineAnnealingWarmRestarts,
+    position: Position,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Position {
+    name: String,
+    last_epoch: u64,
+    /// Steps since the last restart.
+    #[serde(rename = "T_cur")]
+    t_cur: u64,
+    /// Steps from the last restart to the next.
+    #[serde(rename = "T_i")]
+    t_i: u64,
+    base_lrs: Vec<f64>,
+    last_lr: Vec<f64>,
+}
+
+impl WarmRestarts {
+    fn set(&mut self, groups: &mut [ParamGroup]) -> Result<()> {
+        let (position, eta_min) = (&mut self.position, self.config.eta_min);
+        let fall = (1.0 + (PI * position.t_cur as f64 / position.t_i as f64).cos(), 2.0);
+        for (index, group) in groups.iter_mut().enumerate() {
+            let lr = eta_min + (position.base_lrs[index] - eta_min) * fall.0 / fall.1;
+            group.lr = finite(self.config.name(), lr, position.last_epoch)?;
+            position.last_lr[index] = group.lr;
+        }
+        Ok(())
+    }
+}
+
+impl LrScheduler for WarmRestarts {
+    fn name(&self) -> &'static str {
+        self.config.name()
+    }
+
+    fn step(&mut self, groups: &mut [ParamGroup], _metric: Option<f64>) -> Result<()> {
+        let position = &mut self.position;
+        position.last_epoch += 1;
+        position.t_cur += 1;
+        if position.t_cur >= position.t_i {
+            position.t_cur %= position.t_i;
+            position.t_i = position.t_i.saturating_mul(self.config.t_mult);
+        }
+        self.set(groups)
+    }
+
+    fn last_lr(&self) -> &[f64] {
+        &self.position.last_lr
+    }
+
+    fn state_dict(&self) -> Value {
+        json!(self.position)
+    }
+
+    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
+        self.position = read(self.config.name(), state, self.position.last_lr.len())?;
+        Ok(())
+    }
+}
+
+impl Chained for WarmRestarts {
+    fn begin(&mut self, groups: &mut [ParamGroup]) -> Result<()> {
+        let position = &mut self.position;
+        (position.last_epoch, position.t_cur, position.t_i) = (0, 0, self.config.t_0);
+        self.set(groups)
+    }
+
+    fn restart(&mut self, groups: &mut [ParamGroup]) -> Result<()> {
+        self.begin(groups)
+    }
+}

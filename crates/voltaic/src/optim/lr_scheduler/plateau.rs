@@ -1,0 +1,215 @@
+//! A schedule that follows a metric.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::stepper::read;
+use super::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
+use crate::error::{OptimError, Result};
+use crate::optim::problems::Problems;
+use crate::optim::{ParamGroup, setters};
+
+/// Lowers the learning rate when a metric has stopped improving; as `torch.optim.lr_scheduler.ReduceLROnPlateau`.
+///
+/// Needs the name of the metric: [`LrSchedulerSpec::monitor`](crate::optim::LrSchedulerSpec::monitor).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ReduceLrOnPlateau {
+    /// Whether a smaller or a larger metric is better.
+    pub mode: PlateauMode,
+    /// Factor by which the learning rate is multiplied, at least 0 and below 1.
+    pub factor: f64,
+    /// Steps without improvement that are let pass.
+    pub patience: u64,
+    /// How much better counts as better, at least 0.
+    pub threshold: f64,
+    /// Whether the threshold is relative to the best metric.
+    pub threshold_mode: ThresholdMode,
+    /// Steps after a reduction in which nothing is counted.
+    pub cooldown: u64,
+    /// Lowest learning rate.
+    pub min_lr: PerGroup,
+    /// A reduction of no more than this is not done.
+    pub eps: f64,
+}
+
+/// Which way a metric improves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum PlateauMode {
+    /// Smaller is better.
+    #[default]
+    Min,
+    /// Larger is better.
+    Max,
+}
+
+/// What a threshold is measured against.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum ThresholdMode {
+    /// A part of the best metric.
+    #[default]
+    Rel,
+    /// An amount.
+    Abs,
+}
+
+impl Default for ReduceLrOnPlateau {
+    fn default() -> Self {
+        Self {
+            mode: PlateauMode::Min,
+            factor: 0.1,
+            patience: 10,
+            threshold: 1e-4,
+            threshold_mode: ThresholdMode::Rel,
+            cooldown: 0,
+            min_lr: PerGroup::All(0.0),
+            eps: 1e-8,
+        }
+    }
+}
+
+impl ReduceLrOnPlateau {
+    /// PyTorch's settings for a metric that improves in direction `mode`.
+    pub fn new(mode: PlateauMode) -> Self {
+        Self { mode, ..Self::default() }
+    }
+
+    setters! {
+        /// Sets the factor of a reduction.
+        factor: f64,
+        /// Sets how many steps without improvement are let pass.
+        patience: u64,
+        /// Sets how much better counts as better.
+        threshold: f64,
+        /// Sets what the threshold is relative to.
+        threshold_mode: ThresholdMode,
+        /// Sets how many steps after a reduction are not counted.
+        cooldown: u64,
+        /// Sets the lowest learning rate.
+        min_lr: PerGroup,
+        /// Sets the least reduction.
+        eps: f64,
+    }
+
+    fn is_better(&self, metric: f64, best: f64) -> bool {
+        match (self.mode, self.threshold_mode) {
+            (PlateauMode::Min, ThresholdMode::Rel) => metric < best * (1.0 - self.threshold),
+            (PlateauMode::Min, ThresholdMode::Abs) => metric < best - self.threshold,
+            (PlateauMode::Max, ThresholdMode::Rel) => metric > best * (self.threshold + 1.0),
+            (PlateauMode::Max, ThresholdMode::Abs) => metric > best + self.threshold,
+        }
+    }
+
+    fn worst(&self) -> f64 {
+        match self.mode {
+            PlateauMode::Min => f64::INFINITY,
+            PlateauMode::Max => f64::NEG_INFINITY,
+        }
+    }
+}
+
+impl BuildLrScheduler for ReduceLrOnPlateau {
+    fn name(&self) -> &'static str {
+        "ReduceLROnPlateau"
+    }
+
+    fn needs_metric(&self) -> bool {
+        true
+    }
+
+    fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
+        let mut problems = Problems::new(KEY);
+        let in_range = (0.0..1.0).contains(&self.factor);
+        problems.require(in_range, "factor", self.factor, "at least 0 and below 1");
+        problems.require_not_negative("threshold", self.threshold);
+        problems.require_not_negative("eps", self.eps);
+        let min_lrs = self.min_lr.values("min_lr", groups.len(), &mut problems);
+        for min_lr in &min_lrs {
+            problems.require_not_negative("min_lr", *min_lr);
+        }
+        problems.finish()?;
+        let position = Position {
+            name: self.name().to_owned(),
+            last_epoch: 0,
+            best: Some(self.worst()),
+            num_bad_epochs: 0,
+            cooldown_counter: 0,
+            last_lr: groups.iter().map(|group| group.lr).collect(),
+        };
+        Ok(Box::new(Plateau { config: self.clone(), min_lrs, position }))
+    }
+}
+
+struct Plateau {
+    config: ReduceLrOnPlateau,
+    min_lrs: Vec<f64>,
+    position: Position,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Position {
+    name: String,
+    last_epoch: u64,
+    /// The best metric so far. JSON has no infinity, so that an infinite one is written as null.
+    best: Option<f64>,
+    num_bad_epochs: u64,
+    cooldown_counter: u64,
+    last_lr: Vec<f64>,
+}
+
+impl LrScheduler for Plateau {
+    fn name(&self) -> &'static str {
+        self.config.name()
+    }
+
+    fn step(&mut self, groups: &mut [ParamGroup], metric: Option<f64>) -> Result<()> {
+        let Some(metric) = metric else {
+            return Err(OptimError::Schedule {
+                scheduler: self.config.name(),
+                what: "there is no value of the monitored metric".to_owned(),
+                remedy: "log the metric named by `monitor` before the schedule is stepped".to_owned(),
+            }
+            .into());
+        };
+        let position = &mut self.position;
+        position.last_epoch += 1;
+        if self.config.is_better(metric, position.best.unwrap_or(self.config.worst())) {
+            position.best = Some(metric);
+            position.num_bad_epochs = 0;
+        } else {
+            position.num_bad_epochs += 1;
+        }
+        if position.cooldown_counter > 0 {
+            position.cooldown_counter -= 1;
+            position.num_bad_epochs = 0;
+        }
+        if position.num_bad_epochs > self.config.patience {
+            for (group, min_lr) in groups.iter_mut().zip(&self.min_lrs) {
+                let lr = (group.lr * self.config.factor).max(*min_lr);
+                if group.lr - lr > self.config.eps {
+                    group.lr = lr;
+                }
+            }
+            position.cooldown_counter = self.config.cooldown;
+            position.num_bad_epochs = 0;
+        }
+        position.last_lr = groups.iter().map(|group| group.lr).collect();
+        Ok(())
+    }
+
+    fn last_lr(&self) -> &[f64] {
+        &self.position.last_lr
+    }
+
+    fn state_dict(&self) -> Value {
+        json!(self.position)
+    }
+
+    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
+        self.position = read(self.config.name(), state, self.position.last_lr.len())?;
+        Ok(())
+    }
+}

@@ -1,0 +1,174 @@
+//! What schedules share that compute each learning rate from the position and the one before.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::{LrScheduler, mismatch};
+use crate::error::{OptimError, Result};
+use crate::optim::ParamGroup;
+
+/// Where a schedule is.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct At {
+    /// Steps done; 0 when the schedule is built.
+    pub(super) epoch: u64,
+    /// The schedule is being built.
+    pub(super) is_initial: bool,
+    /// Index of the group.
+    pub(super) group: usize,
+    /// Learning rate the group started from.
+    pub(super) base_lr: f64,
+}
+
+impl At {
+    /// The position as a number.
+    pub(super) fn t(&self) -> f64 {
+        self.epoch as f64
+    }
+}
+
+/// The formula of one schedule.
+pub(super) trait Formula: Send {
+    /// PyTorch's name of the schedule.
+    fn name(&self) -> &'static str;
+
+    /// The learning rate at a position, from the group's present one.
+    fn next_lr(&self, at: At, lr: f64) -> f64;
+
+    /// The learning rate at position 0 from the base learning rate alone; for starting in the middle of a sequence.
+    fn first_lr(&self, at: At) -> f64 {
+        self.next_lr(at, at.base_lr)
+    }
+
+    /// Refuses a position behind the end of the schedule.
+    fn check(&self, _epoch: u64) -> Result<()> {
+        Ok(())
+    }
+
+    /// Changes what else the schedule sets, such as momentum.
+    fn set_others(&self, _at: At, _group: &mut ParamGroup) {}
+}
+
+/// A schedule that can be an element of a sequence.
+pub(in crate::optim) trait Chained: LrScheduler {
+    /// Goes to position 0 as when it was built.
+    fn begin(&mut self, groups: &mut [ParamGroup]) -> Result<()>;
+
+    /// Goes to position 0, at a milestone of a sequence.
+    fn restart(&mut self, groups: &mut [ParamGroup]) -> Result<()>;
+}
+
+/// A schedule given by its formula.
+pub(super) struct Stepper<F> {
+    formula: F,
+    position: Position,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Position {
+    name: String,
+    last_epoch: u64,
+    base_lrs: Vec<f64>,
+    last_lr: Vec<f64>,
+}
+
+/// Gives each group its `initial_lr`, and returns them.
+pub(super) fn base_lrs(groups: &mut [ParamGroup]) -> Vec<f64> {
+    groups.iter_mut().map(|group| *group.initial_lr.get_or_insert(group.lr)).collect()
+}
+
+impl<F: Formula> Stepper<F> {
+    pub(super) fn build(formula: F, groups: &mut [ParamGroup]) -> Result<Self> {
+        let base_lrs = base_lrs(groups);
+        let position =
+            Position { name: formula.name().to_owned(), last_epoch: 0, last_lr: base_lrs.clone(), base_lrs };
+        let mut stepper = Self { formula, position };
+        stepper.begin(groups)?;
+        Ok(stepper)
+    }
+
+    fn set(
+        &mut self,
+        groups: &mut [ParamGroup],
+        epoch: u64,
+        is_initial: bool,
+        lr: impl Fn(&F, At, f64) -> f64,
+    ) -> Result<()> {
+        self.formula.check(epoch)?;
+        let at = |group: usize, base_lr: f64| At { epoch, is_initial, group, base_lr };
+        let bases = &self.position.base_lrs;
+        let mut lrs = Vec::with_capacity(groups.len());
+        for (index, (group, base_lr)) in groups.iter().zip(bases).enumerate() {
+            lrs.push(finite(self.formula.name(), lr(&self.formula, at(index, *base_lr), group.lr), epoch)?);
+        }
+        for (index, (group, lr)) in groups.iter_mut().zip(&lrs).enumerate() {
+            group.lr = *lr;
+            self.formula.set_others(at(index, bases[index]), group);
+        }
+        self.position.last_epoch = epoch;
+        self.position.last_lr = lrs;
+        Ok(())
+    }
+}
+
+/// The learning rate, if it is one.
+pub(super) fn finite(scheduler: &'static str, lr: f64, epoch: u64) -> Result<f64> {
+    if lr.is_finite() {
+        return Ok(lr);
+    }
+    let what = format!("the learning rate at step {epoch} is {lr}");
+    let remedy = "check the settings of the schedule, or the function it calls".to_owned();
+    Err(OptimError::Schedule { scheduler, what, remedy }.into())
+}
+
+/// Reads a saved position and checks that it is of this schedule and for as many groups.
+pub(super) fn read<T: serde::de::DeserializeOwned>(
+    scheduler: &'static str,
+    state: &Value,
+    num_groups: usize,
+) -> Result<T> {
+    if let Some(name) = state.get("name").and_then(Value::as_str)
+        && name != scheduler
+    {
+        return Err(mismatch(scheduler, format!("it is a state of {name}")).into());
+    }
+    if let Some(len) = state.get("last_lr").and_then(Value::as_array).map(Vec::len)
+        && len != num_groups
+    {
+        return Err(mismatch(scheduler, format!("it is for {len} param groups, not {num_groups}")).into());
+    }
+    serde_json::from_value(state.clone()).map_err(|error| mismatch(scheduler, error.to_string()).into())
+}
+
+impl<F: Formula> LrScheduler for Stepper<F> {
+    fn name(&self) -> &'static str {
+        self.formula.name()
+    }
+
+    fn step(&mut self, groups: &mut [ParamGroup], _metric: Option<f64>) -> Result<()> {
+        self.set(groups, self.position.last_epoch + 1, false, F::next_lr)
+    }
+
+    fn last_lr(&self) -> &[f64] {
+        &self.position.last_lr
+    }
+
+    fn state_dict(&self) -> Value {
+        json!(self.position)
+    }
+
+    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
+        self.position = read(self.formula.name(), state, self.position.last_lr.len())?;
+        Ok(())
+    }
+}
+
+impl<F: Formula> Chained for Stepper<F> {
+    fn begin(&mut self, groups: &mut [ParamGroup]) -> Result<()> {
+        self.set(groups, 0, true, F::next_lr)
+    }
+
+    fn restart(&mut self, groups: &mut [ParamGroup]) -> Result<()> {
+        self.set(groups, 0, false, |formula, at, _| formula.first_lr(at))
+    }
+}

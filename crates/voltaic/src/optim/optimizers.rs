@@ -1,0 +1,238 @@
+//! What `configure_optimizers` returns: optimizers with their groups and schedules, not built yet.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::problems::Problems;
+use super::{
+    Adam, AdamW, BuildLrScheduler, BuildOptimizer, LrScheduler, Optimizer, OptimizerConfig, ParamGroupSpec,
+    Sgd,
+};
+use crate::error::Result;
+use crate::nn::{Module, ModuleExt};
+
+/// The optimizers of a module; usually one.
+///
+/// ```
+/// use voltaic::optim::{AdamW, CosineAnnealingLr, Interval, LrSchedulerSpec, Optimizers};
+/// let plain: Optimizers = AdamW::new(1e-3).into();
+/// let with_schedule = Optimizers::new(AdamW::new(1e-3))
+///     .scheduler(LrSchedulerSpec::new(CosineAnnealingLr::new(1000)).interval(Interval::Step));
+/// # assert_eq!((plain.len(), with_schedule.len()), (1, 1));
+/// ```
+#[derive(Default)]
+pub struct Optimizers {
+    specs: Vec<OptimizerSpec>,
+}
+
+struct OptimizerSpec {
+    optimizer: Box<dyn BuildOptimizer>,
+    groups: Option<Vec<ParamGroupSpec>>,
+    scheduler: Option<LrSchedulerSpec>,
+}
+
+/// An optimizer that is ready, with its schedule.
+pub struct ConfiguredOptimizer {
+    /// The optimizer.
+    pub optimizer: Box<dyn Optimizer>,
+    /// Its schedule, if it has one.
+    pub scheduler: Option<ConfiguredLrScheduler>,
+}
+
+/// A schedule that is ready, and when to step it.
+pub struct ConfiguredLrScheduler {
+    /// The schedule.
+    pub scheduler: Box<dyn LrScheduler>,
+    /// What is counted.
+    pub interval: Interval,
+    /// Intervals from one step of the schedule to the next.
+    pub frequency: u64,
+    /// Name of the metric that the schedule follows.
+    pub monitor: Option<String>,
+    /// Name under which the learning rate is logged.
+    pub name: Option<String>,
+}
+
+/// After what a schedule is stepped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Interval {
+    /// After each optimizer step.
+    Step,
+    /// After each epoch.
+    #[default]
+    Epoch,
+}
+
+/// A schedule, and when to step it: Lightning's `lr_scheduler` dictionary.
+pub struct LrSchedulerSpec {
+    scheduler: Box<dyn BuildLrScheduler>,
+    interval: Interval,
+    frequency: u64,
+    monitor: Option<String>,
+    name: Option<String>,
+}
+
+impl LrSchedulerSpec {
+    /// Steps the schedule once after each epoch.
+    pub fn new(scheduler: impl BuildLrScheduler + 'static) -> Self {
+        Self {
+            scheduler: Box::new(scheduler),
+            interval: Interval::default(),
+            frequency: 1,
+            monitor: None,
+            name: None,
+        }
+    }
+
+    /// Sets after what the schedule is stepped.
+    #[must_use]
+    pub fn interval(mut self, interval: Interval) -> Self {
+        self.interval = interval;
+        self
+    }
+
+    /// Sets how many intervals pass from one step of the schedule to the next.
+    #[must_use]
+    pub fn frequency(mut self, frequency: u64) -> Self {
+        self.frequency = frequency;
+        self
+    }
+
+    /// Sets the metric that the schedule follows, by the name it is logged under.
+    #[must_use]
+    pub fn monitor(mut self, metric: impl Into<String>) -> Self {
+        self.monitor = Some(metric.into());
+        self
+    }
+
+    /// Sets the name under which the learning rate is logged.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
+    fn build(self, optimizer: &mut dyn Optimizer) -> Result<ConfiguredLrScheduler> {
+        let Self { scheduler, interval, frequency, monitor, name } = self;
+        let mut problems = Problems::new("lr_scheduler");
+        problems.require(frequency > 0, "frequency", frequency, "at least 1");
+        match (scheduler.needs_metric(), &monitor) {
+            (true, None) => {
+                let what = format!("is not set, but {} follows a metric", scheduler.name());
+                problems.add("monitor", what, "name a metric that is logged, such as val_loss");
+            }
+            (false, Some(metric)) => {
+                let what = format!("{metric} is set, but {} follows no metric", scheduler.name());
+                problems.add("monitor", what, "remove it, or use ReduceLROnPlateau");
+            }
+            _ => {}
+        }
+        problems.finish()?;
+        if scheduler.name() == "OneCycleLR" && interval == Interval::Epoch {
+            tracing::warn!("OneCycleLR is made to be stepped after each optimizer step; set interval=step");
+        }
+        let scheduler = scheduler.build(optimizer.param_groups_mut())?;
+        Ok(ConfiguredLrScheduler { scheduler, interval, frequency, monitor, name })
+    }
+}
+
+impl<S: BuildLrScheduler + 'static> From<S> for LrSchedulerSpec {
+    fn from(scheduler: S) -> Self {
+        Self::new(scheduler)
+    }
+}
+
+impl Optimizers {
+    /// One optimizer over all parameters of the module that require grad.
+    pub fn new(optimizer: impl BuildOptimizer + 'static) -> Self {
+        let spec = OptimizerSpec { optimizer: Box::new(optimizer), groups: None, scheduler: None };
+        Self { specs: vec![spec] }
+    }
+
+    /// No optimizer: nothing is trained.
+    pub fn none() -> Self {
+        Self::default()
+    }
+
+    /// Gives the optimizer added last these groups of parameters instead of all parameters.
+    #[must_use]
+    pub fn groups(mut self, groups: impl IntoIterator<Item = ParamGroupSpec>) -> Self {
+        if let Some(spec) = self.specs.last_mut() {
+            spec.groups = Some(groups.into_iter().collect());
+        }
+        self
+    }
+
+    /// Gives the optimizer added last a schedule.
+    #[must_use]
+    pub fn scheduler(mut self, scheduler: impl Into<LrSchedulerSpec>) -> Self {
+        if let Some(spec) = self.specs.last_mut() {
+            spec.scheduler = Some(scheduler.into());
+        }
+        self
+    }
+
+    /// Adds further optimizers, for modules that step them by hand.
+    #[must_use]
+    pub fn and(mut self, others: impl Into<Self>) -> Self {
+        self.specs.extend(others.into().specs);
+        self
+    }
+
+    /// Number of optimizers.
+    pub fn len(&self) -> usize {
+        self.specs.len()
+    }
+
+    /// Whether there is no optimizer.
+    pub fn is_empty(&self) -> bool {
+        self.specs.is_empty()
+    }
+
+    /// Builds optimizers and schedules for the parameters of `module`.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) if a setting is out of range, a schedule that follows a metric has no
+    /// `monitor`, or there are no parameters to train.
+    pub fn build(self, module: &dyn Module) -> Result<Vec<ConfiguredOptimizer>> {
+        let mut built = Vec::with_capacity(self.specs.len());
+        for OptimizerSpec { optimizer, groups, scheduler } in self.specs {
+            let groups = groups.unwrap_or_else(|| vec![trainable(module)]);
+            let mut optimizer = optimizer.build(groups)?;
+            let scheduler = scheduler.map(|spec| spec.build(optimizer.as_mut())).transpose()?;
+            built.push(ConfiguredOptimizer { optimizer, scheduler });
+        }
+        Ok(built)
+    }
+}
+
+/// All parameters that require grad.
+fn trainable(module: &dyn Module) -> ParamGroupSpec {
+    let params = module.named_parameters().into_iter().filter(|(_, parameter)| parameter.requires_grad());
+    ParamGroupSpec::new(params)
+}
+
+/// Lets a hook that returns `anyhow::Result<Optimizers>` end with `AdamW::new(1e-3).into()`.
+macro_rules! into_optimizers {
+    ($($config:ty),*) => {$(
+        impl From<$config> for Optimizers {
+            fn from(config: $config) -> Self {
+                Self::new(config)
+            }
+        }
+
+        impl From<$config> for anyhow::Result<Optimizers> {
+            fn from(config: $config) -> Self {
+                Ok(Optimizers::new(config))
+            }
+        }
+    )*};
+}
+into_optimizers!(Sgd, Adam, AdamW, OptimizerConfig);
+
+impl From<Optimizers> for anyhow::Result<Optimizers> {
+    fn from(optimizers: Optimizers) -> Self {
+        Ok(optimizers)
+    }
+}

@@ -1,0 +1,237 @@
+//! Parameters together with the hyper-parameters that apply to them.
+
+use std::collections::HashSet;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tch::Kind;
+
+use super::problems::Problems;
+use crate::error::Result;
+use crate::ffi;
+use crate::nn::Parameter;
+
+/// Parameters as the user groups them: what is not set here is as in the optimizer's own settings.
+///
+/// ```no_run
+/// # use voltaic::optim::ParamGroupSpec;
+/// # fn groups(decayed: Vec<(String, voltaic::nn::Parameter)>, others: Vec<(String, voltaic::nn::Parameter)>)
+/// # -> [ParamGroupSpec; 2] {
+/// [ParamGroupSpec::new(decayed).weight_decay(0.1), ParamGroupSpec::new(others).weight_decay(0.0).lr(1e-4)]
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct ParamGroupSpec {
+    pub(super) params: Vec<(String, Parameter)>,
+    pub(super) overrides: Overrides,
+}
+
+/// Hyper-parameters that a group sets for itself.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Overrides {
+    pub(super) lr: Option<f64>,
+    pub(super) weight_decay: Option<f64>,
+    pub(super) maximize: Option<bool>,
+    pub(super) momentum: Option<f64>,
+    pub(super) dampening: Option<f64>,
+    pub(super) nesterov: Option<bool>,
+    pub(super) betas: Option<(f64, f64)>,
+    pub(super) eps: Option<f64>,
+    pub(super) amsgrad: Option<bool>,
+}
+
+macro_rules! overrides {
+    ($($(#[$doc:meta])* $name:ident: $type:ty,)*) => {$(
+        $(#[$doc])*
+        #[must_use]
+        pub fn $name(mut self, $name: $type) -> Self {
+            self.overrides.$name = Some($name);
+            self
+        }
+    )*};
+}
+
+impl ParamGroupSpec {
+    /// A group of parameters with their fqn, as [`ModuleExt::named_parameters`] gives them.
+    ///
+    /// [`ModuleExt::named_parameters`]: crate::nn::ModuleExt::named_parameters
+    pub fn new(params: impl IntoIterator<Item = (String, Parameter)>) -> Self {
+        Self { params: params.into_iter().collect(), overrides: Overrides::default() }
+    }
+
+    overrides! {
+        /// Sets the learning rate of this group.
+        lr: f64,
+        /// Sets the weight decay of this group.
+        weight_decay: f64,
+        /// Sets whether this group ascends.
+        maximize: bool,
+        /// Sets the momentum of this group (SGD).
+        momentum: f64,
+        /// Sets the dampening of this group (SGD).
+        dampening: f64,
+        /// Sets whether this group uses Nesterov momentum (SGD).
+        nesterov: bool,
+        /// Sets the decay rates of this group (Adam, AdamW).
+        betas: (f64, f64),
+        /// Sets the term in the denominator of this group (Adam, AdamW).
+        eps: f64,
+        /// Sets whether this group keeps the maximum of the second moments (Adam, AdamW).
+        amsgrad: bool,
+    }
+}
+
+/// Parameters of an optimizer with the hyper-parameters in force, which schedules and callbacks may change between
+/// steps.
+#[derive(Debug)]
+pub struct ParamGroup {
+    params: Vec<(String, Parameter)>,
+    /// Learning rate of the next step.
+    pub lr: f64,
+    /// Learning rate that a schedule started from; absent before a schedule is built.
+    pub initial_lr: Option<f64>,
+    /// Weight decay.
+    pub weight_decay: f64,
+    /// Whether the objective is ascended.
+    pub maximize: bool,
+    /// Hyper-parameters that belong to the sort of optimizer.
+    pub options: GroupOptions,
+}
+
+/// Hyper-parameters of a group that belong to the sort of optimizer.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+#[non_exhaustive]
+pub enum GroupOptions {
+    /// Those of [`Sgd`](super::Sgd).
+    Sgd {
+        /// Momentum factor.
+        momentum: f64,
+        /// Dampening of the momentum.
+        dampening: f64,
+        /// Nesterov momentum.
+        nesterov: bool,
+    },
+    /// Those of [`Adam`](super::Adam) and [`AdamW`](super::AdamW).
+    Adam {
+        /// Decay rates of the two moment estimates.
+        betas: (f64, f64),
+        /// Term added to the denominator.
+        eps: f64,
+        /// Keep the maximum of the second moments.
+        amsgrad: bool,
+    },
+}
+
+/// A group's hyper-parameters as they are saved.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct SavedGroup {
+    pub(super) params: Vec<String>,
+    lr: f64,
+    initial_lr: Option<f64>,
+    weight_decay: f64,
+    maximize: bool,
+    #[serde(flatten)]
+    pub(super) options: GroupOptions,
+}
+
+/// The numbers of a group once the optimizer's settings and the group's own are merged.
+pub(super) struct Merged {
+    pub(super) lr: f64,
+    pub(super) weight_decay: f64,
+    pub(super) maximize: bool,
+    pub(super) options: GroupOptions,
+}
+
+impl ParamGroup {
+    pub(super) fn new(params: Vec<(String, Parameter)>, merged: Merged) -> Self {
+        let Merged { lr, weight_decay, maximize, options } = merged;
+        Self { params, lr, initial_lr: None, weight_decay, maximize, options }
+    }
+
+    /// The parameters with their fqn.
+    pub fn params(&self) -> &[(String, Parameter)] {
+        &self.params
+    }
+
+    /// What momentum schedules cycle: the momentum of SGD, the first decay rate of Adam.
+    pub fn momentum(&self) -> f64 {
+        match self.options {
+            GroupOptions::Sgd { momentum, .. } => momentum,
+            GroupOptions::Adam { betas, .. } => betas.0,
+        }
+    }
+
+    /// Sets what [`ParamGroup::momentum`] gives.
+    pub fn set_momentum(&mut self, value: f64) {
+        match &mut self.options {
+            GroupOptions::Sgd { momentum, .. } => *momentum = value,
+            GroupOptions::Adam { betas, .. } => betas.0 = value,
+        }
+    }
+
+    pub(super) fn save(&self) -> Value {
+        let names: Vec<&str> = self.params.iter().map(|(fqn, _)| fqn.as_str()).collect();
+        let mut saved = json!({
+            "params": names,
+            "lr": self.lr,
+            "initial_lr": self.initial_lr,
+            "weight_decay": self.weight_decay,
+            "maximize": self.maximize,
+        });
+        let options = match self.options {
+            GroupOptions::Sgd { momentum, dampening, nesterov } => {
+                json!({"momentum": momentum, "dampening": dampening, "nesterov": nesterov})
+            }
+            GroupOptions::Adam { betas, eps, amsgrad } => {
+                json!({"betas": [betas.0, betas.1], "eps": eps, "amsgrad": amsgrad})
+            }
+        };
+        if let (Value::Object(saved), Value::Object(options)) = (&mut saved, options) {
+            saved.extend(options);
+        }
+        saved
+    }
+
+    pub(super) fn load(&mut self, saved: &SavedGroup) {
+        self.lr = saved.lr;
+        self.initial_lr = saved.initial_lr;
+        self.weight_decay = saved.weight_decay;
+        self.maximize = saved.maximize;
+        self.options = saved.options;
+    }
+}
+
+/// Checks what any optimizer needs of its parameters.
+pub(super) fn check_params(groups: &[ParamGroupSpec], problems: &mut Problems) -> Result<()> {
+    let key = |index: usize| format!("param_groups[{index}].params");
+    let remedy = "give the optimizer the parameters to train, such as module.named_parameters()";
+    if groups.is_empty() {
+        problems.add("param_groups", "there are no parameters", remedy);
+    }
+    let (mut seen, mut names) = (HashSet::new(), HashSet::new());
+    for (index, group) in groups.iter().enumerate() {
+        if group.params.is_empty() {
+            problems.add(key(index), "there are no parameters", remedy);
+        }
+        for (fqn, parameter) in &group.params {
+            if !seen.insert(ffi::tensor_id(parameter)?) {
+                let what = format!("{fqn} appears more than once");
+                problems.add(key(index), what, "list each parameter, and each set of tied ones, once");
+            } else if !names.insert(fqn.as_str()) {
+                let what = format!("two parameters are named {fqn}");
+                problems.add(key(index), what, "give each parameter a name of its own");
+            }
+            let kind = parameter.kind();
+            if !matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half) {
+                let what = format!("{fqn} has dtype {kind:?}");
+                let remedy = "train float32, float64, bfloat16 or float16 parameters (a complex one: as two real ones)";
+                problems.add(key(index), what, remedy);
+            } else if !ffi::is_dense(parameter)? {
+                let what = format!("{fqn} does not fill its memory without gaps or overlaps");
+                problems.add(key(index), what, "make the parameter from tensor.contiguous()");
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,46 @@
+//! Collects what is wrong with settings, so that all of it is reported together.
+
+use std::fmt::Display;
+
+use crate::error::{ConfigError, ConfigProblem, Result};
+
+/// Problems found so far, under keys that begin with `prefix`.
+pub(super) struct Problems {
+    prefix: String,
+    found: Vec<ConfigProblem>,
+}
+
+impl Problems {
+    pub(super) fn new(prefix: &str) -> Self {
+        Self { prefix: prefix.to_owned(), found: Vec::new() }
+    }
+
+    pub(super) fn add(&mut self, key: impl Display, what: impl Into<String>, remedy: impl Into<String>) {
+        self.found.push(ConfigProblem::new(format!("{}.{key}", self.prefix), what, remedy));
+    }
+
+    /// Notes that `value` does not satisfy `rule` (such as "a finite number >= 0") unless `ok`.
+    pub(super) fn require(&mut self, ok: bool, key: impl Display, value: impl Display, rule: &str) {
+        if !ok {
+            self.add(key, format!("{value} is not {rule}"), format!("set {rule}"));
+        }
+    }
+
+    /// Requires a finite number that is not negative.
+    pub(super) fn require_not_negative(&mut self, key: impl Display, value: f64) {
+        self.require(value.is_finite() && value >= 0.0, key, value, "a finite number >= 0");
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.found.len()
+    }
+
+    pub(super) fn append(&mut self, other: Self) {
+        self.found.extend(other.found);
+    }
+
+    /// The error that holds all problems, if there are any.
+    pub(super) fn finish(self) -> Result<()> {
+        if self.found.is_empty() { Ok(()) } else { Err(ConfigError { problems: self.found }.into()) }
+    }
+}

@@ -1,0 +1,228 @@
+//! Stochastic gradient descent.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use super::engine::{Engine, Rule, Slot};
+use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroupSpec, SavedGroup};
+use super::problems::Problems;
+use super::{BuildOptimizer, Optimizer, build_groups};
+use crate::error::Result;
+use crate::ffi::{SgdOptions, TensorList};
+
+/// Stochastic gradient descent, with momentum if wanted; as `torch.optim.SGD`.
+///
+/// With gradient `g`, weights `w` and buffer `b`: `g += weight_decay * w`; `b = momentum * b + (1 - dampening) * g`
+/// (`b = g` at the first step); `w -= lr * b`, or with Nesterov momentum `w -= lr * (g + momentum * b)`.
+/// Nesterov momentum follows Sutskever et al., "On the importance of initialization and momentum in deep learning"
+/// (ICML 2013).
+///
+/// ```
+/// use voltaic::optim::Sgd;
+/// let sgd = Sgd::new(0.1).momentum(0.9).nesterov(true);
+/// # assert_eq!(sgd.momentum, 0.9);
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Sgd {
+    /// Learning rate, at least 0.
+    pub lr: f64,
+    /// Momentum factor, at least 0; 0 keeps no buffer.
+    pub momentum: f64,
+    /// Part of the gradient that is kept out of the momentum buffer.
+    pub dampening: f64,
+    /// L2 penalty: this times the weights is added to the gradient. At least 0.
+    pub weight_decay: f64,
+    /// Looks ahead along the momentum; needs momentum above 0 and no dampening.
+    pub nesterov: bool,
+    /// Ascends instead of descends.
+    pub maximize: bool,
+}
+
+impl Default for Sgd {
+    fn default() -> Self {
+        Self { lr: 1e-3, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false }
+    }
+}
+
+impl Sgd {
+    /// Plain SGD with a learning rate.
+    pub fn new(lr: f64) -> Self {
+        Self { lr, ..Self::default() }
+    }
+
+    super::setters! {
+        /// Sets the learning rate.
+        lr: f64,
+        /// Sets the momentum factor.
+        momentum: f64,
+        /// Sets the dampening of the momentum.
+        dampening: f64,
+        /// Sets the L2 penalty.
+        weight_decay: f64,
+        /// Sets whether Nesterov momentum is used.
+        nesterov: bool,
+        /// Sets whether the objective is ascended.
+        maximize: bool,
+    }
+
+    /// These settings with those that a group has of its own.
+    fn with(&self, own: &Overrides) -> Self {
+        Self {
+            lr: own.lr.unwrap_or(self.lr),
+            momentum: own.momentum.unwrap_or(self.momentum),
+            dampening: own.dampening.unwrap_or(self.dampening),
+            weight_decay: own.weight_decay.unwrap_or(self.weight_decay),
+            nesterov: own.nesterov.unwrap_or(self.nesterov),
+            maximize: own.maximize.unwrap_or(self.maximize),
+        }
+    }
+
+    fn check(&self, at: &str, problems: &mut Problems) {
+        problems.require_not_negative(format!("{at}.lr"), self.lr);
+        problems.require_not_negative(format!("{at}.momentum"), self.momentum);
+        problems.require(
+            self.dampening.is_finite(),
+            format!("{at}.dampening"),
+            self.dampening,
+            "a finite number",
+        );
+        problems.require_not_negative(format!("{at}.weight_decay"), self.weight_decay);
+        if self.nesterov && (self.momentum <= 0.0 || self.dampening != 0.0) {
+            let what = format!("true with momentum {} and dampening {}", self.momentum, self.dampening);
+            problems.add(
+                format!("{at}.nesterov"),
+                what,
+                "set momentum above 0 and dampening 0, or nesterov=false",
+            );
+        }
+    }
+}
+
+impl BuildOptimizer for Sgd {
+    fn name(&self) -> &'static str {
+        "SGD"
+    }
+
+    fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
+        let groups = build_groups(
+            groups,
+            |problems| self.check("init_args", problems),
+            |own, at, problems| {
+                let merged = self.with(own);
+                merged.check(at, problems);
+                for (key, set) in [
+                    ("betas", own.betas.is_some()),
+                    ("eps", own.eps.is_some()),
+                    ("amsgrad", own.amsgrad.is_some()),
+                ] {
+                    if set {
+                        problems.add(format!("{at}.{key}"), "is not a setting of SGD", "remove it");
+                    }
+                }
+                Merged {
+                    lr: merged.lr,
+                    weight_decay: merged.weight_decay,
+                    maximize: merged.maximize,
+                    options: GroupOptions::Sgd {
+                        momentum: merged.momentum,
+                        dampening: merged.dampening,
+                        nesterov: merged.nesterov,
+                    },
+                }
+            },
+        )?;
+        Ok(Box::new(Engine::new(SgdRule, groups)?))
+    }
+}
+
+struct SgdRule;
+
+struct SgdLists {
+    params: TensorList,
+    buffers: Option<TensorList>,
+    /// Entries whose buffer holds nothing yet, and the others.
+    first: Vec<usize>,
+    later: Vec<usize>,
+}
+
+impl SgdRule {
+    fn options(group: &ParamGroup) -> SgdOptions {
+        let (momentum, dampening, nesterov) = match group.options {
+            GroupOptions::Sgd { momentum, dampening, nesterov } => (momentum, dampening, nesterov),
+            GroupOptions::Adam { .. } => (0.0, 0.0, false),
+        };
+        SgdOptions {
+            lr: group.lr,
+            weight_decay: group.weight_decay,
+            momentum,
+            dampening,
+            nesterov,
+            maximize: group.maximize,
+        }
+    }
+}
+
+impl Rule for SgdRule {
+    const STATE: &'static [&'static str] = &["momentum_buffer"];
+    type Lists = SgdLists;
+
+    fn name(&self) -> &'static str {
+        "SGD"
+    }
+
+    fn lists(&self, group: &ParamGroup, members: &mut [Slot], active: &[usize]) -> Result<SgdLists> {
+        let params = TensorList::new(active.iter().map(|index| members[*index].param.tensor()))?;
+        if Self::options(group).momentum == 0.0 {
+            return Ok(SgdLists { params, buffers: None, first: Vec::new(), later: Vec::new() });
+        }
+        let (mut first, mut later, mut buffers) = (Vec::new(), Vec::new(), Vec::new());
+        for (entry, index) in active.iter().enumerate() {
+            let slot = &mut members[*index];
+            let buffer: &Tensor = match &mut slot.state[0] {
+                Some(buffer) => {
+                    later.push(entry);
+                    buffer
+                }
+                none => {
+                    first.push(entry);
+                    none.insert(slot.param.detach().f_zeros_like()?)
+                }
+            };
+            buffers.push(buffer.shallow_clone());
+        }
+        Ok(SgdLists { params, buffers: Some(TensorList::new(&buffers)?), first, later })
+    }
+
+    fn fits(&self, group: &ParamGroup, lists: &SgdLists) -> bool {
+        lists.buffers.is_some() == (group.momentum() != 0.0)
+    }
+
+    fn update(&self, group: &ParamGroup, lists: &mut SgdLists, grads: &mut TensorList) -> Result<()> {
+        let options = Self::options(group);
+        match &lists.buffers {
+            Some(buffers) if !lists.first.is_empty() && !lists.later.is_empty() => {
+                for (entries, is_first_step) in [(&lists.first, true), (&lists.later, false)] {
+                    let (params, buffers) = (lists.params.select(entries)?, buffers.select(entries)?);
+                    options.step(&params, &mut grads.select(entries)?, Some(&buffers), is_first_step)?;
+                }
+                grads.clear();
+            }
+            buffers => {
+                options.step(&lists.params, grads, buffers.as_ref(), !lists.first.is_empty())?;
+            }
+        }
+        // from now on every buffer holds something
+        lists.first.clear();
+        Ok(())
+    }
+
+    fn required(_: &SavedGroup) -> Vec<usize> {
+        Vec::new()
+    }
+
+    fn is_count(_: usize) -> bool {
+        false
+    }
+}

@@ -1,0 +1,169 @@
+//! Builds a [`Trainer`]: the configuration key by key, and the parts that are code rather than data.
+
+use std::path::PathBuf;
+
+use super::config::{CallbackConfig, Devices, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
+use super::plan::resolve;
+use super::session::Run;
+use super::{Trainer, global_seed};
+use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar};
+use crate::error::{ConfigError, Result};
+use crate::logger::{CsvLogger, Logger};
+use crate::module::{MetricStore, Progress, Requests, RunFacts};
+use crate::optim::OptimizerConfig;
+
+/// Describes a trainer; see [`TrainerConfig`] for what each key means.
+#[derive(Default)]
+pub struct TrainerBuilder {
+    config: TrainerConfig,
+    callbacks: Vec<Box<dyn Callback>>,
+    loggers: Vec<Box<dyn Logger>>,
+    optimizers: Option<OptimizerOverride>,
+}
+
+/// A setter per key of [`TrainerConfig`].
+macro_rules! keys {
+    ($($name:ident: $type:ty $(=> $wrap:ident)?;)*) => {$(
+        #[doc = concat!("Sets [`TrainerConfig::", stringify!($name), "`].")]
+        #[must_use]
+        pub fn $name(mut self, $name: impl Into<$type>) -> Self {
+            self.config.$name = $($wrap)?($name.into());
+            self
+        }
+    )*};
+}
+
+impl TrainerBuilder {
+    /// Replaces the whole configuration; keys set before are lost.
+    #[must_use]
+    pub fn config(mut self, config: TrainerConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Adds a callback; they run in the order they are added.
+    #[must_use]
+    pub fn callback(mut self, callback: impl Callback + 'static) -> Self {
+        self.callbacks.push(Box::new(callback));
+        self
+    }
+
+    /// Adds a logger in place of the default one.
+    #[must_use]
+    pub fn with_logger(mut self, logger: impl Logger + 'static) -> Self {
+        self.loggers.push(Box::new(logger));
+        self
+    }
+
+    /// Uses this optimizer and schedule in place of the module's `configure_optimizers`, for all its parameters.
+    #[must_use]
+    pub fn optimizer(
+        mut self,
+        optimizer: OptimizerConfig,
+        lr_scheduler: Option<LrSchedulerSettings>,
+    ) -> Self {
+        self.optimizers = Some(OptimizerOverride { optimizer, lr_scheduler });
+        self
+    }
+
+    keys! {
+        accelerator: String;
+        devices: Devices;
+        strategy: String;
+        precision: serde_json::Value => Some;
+        max_epochs: i64 => Some;
+        min_epochs: u64 => Some;
+        max_steps: i64;
+        min_steps: u64 => Some;
+        fast_dev_run: FastDevRun;
+        limit_train_batches: Limit => Some;
+        limit_val_batches: Limit => Some;
+        limit_test_batches: Limit => Some;
+        limit_predict_batches: Limit => Some;
+        val_check_interval: Limit => Some;
+        check_val_every_n_epoch: Option<u64>;
+        num_sanity_val_steps: i64 => Some;
+        log_every_n_steps: u64 => Some;
+        accumulate_grad_batches: u64;
+        gradient_clip_val: f64 => Some;
+        gradient_clip_algorithm: GradientClipAlgorithm => Some;
+        logger: bool;
+        enable_checkpointing: bool;
+        enable_progress_bar: bool;
+        enable_model_summary: bool;
+        default_root_dir: PathBuf => Some;
+    }
+
+    /// Checks everything and makes the trainer.
+    ///
+    /// # Errors
+    /// [`ConfigError`] with all problems of the configuration.
+    pub fn build(mut self) -> Result<Trainer> {
+        let mut problems = Vec::new();
+        let plan = match resolve(&self.config) {
+            Ok(plan) => Some(plan),
+            Err(error) => {
+                problems.extend(error.problems);
+                None
+            }
+        };
+        for callback in std::mem::take(&mut self.config.callbacks) {
+            self.config.callbacks.push(callback.clone());
+            let CallbackConfig::ModelCheckpoint(config) = callback;
+            match ModelCheckpoint::new(config) {
+                Ok(callback) => self.callbacks.push(Box::new(callback)),
+                Err(error) => problems.extend(error.problems),
+            }
+        }
+        if let Err(error) = self.add_defaults() {
+            problems.extend(error.problems);
+        }
+        let Some(plan) = plan.filter(|_| problems.is_empty()) else {
+            return Err(ConfigError { problems }.into());
+        };
+        if self.loggers.is_empty() && self.config.logger && !plan.fast_dev_run {
+            self.loggers.push(Box::new(CsvLogger::new(&plan.default_root_dir)));
+        }
+        let first = self.loggers.first();
+        let log_dir =
+            first.and_then(|logger| logger.log_dir()).unwrap_or(&plan.default_root_dir).to_path_buf();
+        let facts = RunFacts {
+            max_epochs: plan.max_epochs,
+            check_val_every_n_epoch: plan.check_val_every_n_epoch,
+            fast_dev_run: plan.fast_dev_run,
+            log_dir,
+            default_root_dir: plan.default_root_dir.clone(),
+            version: first.and_then(|logger| logger.version()),
+            ..RunFacts::default()
+        };
+        let run = Run {
+            callbacks: self.callbacks,
+            loggers: self.loggers,
+            progress: Progress::default(),
+            metrics: MetricStore::default(),
+            requests: Requests::default(),
+            facts,
+            seed: global_seed(),
+        };
+        Ok(Trainer { config: self.config, plan, run, optimizers: self.optimizers, ckpt_path: None })
+    }
+
+    fn add_defaults(&mut self) -> Result<(), ConfigError> {
+        let saves = self.callbacks.iter().any(|callback| callback.saves_checkpoints());
+        if saves && !self.config.enable_checkpointing {
+            let what = "false, but a callback saves checkpoints";
+            return Err(ConfigError::new("trainer.enable_checkpointing", what, "remove one of the two"));
+        }
+        if !saves && self.config.enable_checkpointing {
+            self.callbacks.push(Box::new(ModelCheckpoint::new(ModelCheckpointConfig::default())?));
+        }
+        if self.config.enable_progress_bar {
+            self.callbacks.push(Box::new(ProgressBar::default()));
+        }
+        if self.config.enable_model_summary {
+            self.callbacks.push(Box::new(ModelSummary));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,259 @@
+//! Collects the state of a run into a checkpoint, and puts it back.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::fit::FitLoaders;
+use super::guard::guarded;
+use super::seed;
+use super::session::{Run, Session, hook_error};
+use crate::callback::Callback;
+use crate::checkpoint::{self, Checkpoint, CheckpointMeta, TrainingState};
+use crate::error::{CheckpointError, ConfigError, Error, Result};
+use crate::module::{CheckpointRequest, LightningModule, MetricsState, Progress};
+use crate::nn::{Module, ModuleExt};
+use crate::optim::OptimizerState;
+
+/// The part of the training state that is not tensors.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct State {
+    progress: Progress,
+    metrics: MetricsState,
+    seed: u64,
+    /// Training batches of an epoch and their size: what the position within an epoch means.
+    num_training_batches: usize,
+    batch_size: Option<usize>,
+    /// Name and groups of each optimizer.
+    optimizers: Vec<(String, Value)>,
+    schedulers: Vec<Value>,
+    /// Name and state of each callback that has some.
+    callbacks: Vec<(String, Value)>,
+    /// What the module gave in `on_save_checkpoint`.
+    module: Value,
+}
+
+/// Writes the checkpoint that a callback asked for, then removes those it replaces.
+pub(super) fn write<M: LightningModule>(session: &mut Session<M>, request: &CheckpointRequest) -> Result<()> {
+    match &request.link_to {
+        Some(target) => link(target, &request.path)?,
+        None => collect(session, request.weights_only)?.save(&request.path)?,
+    }
+    request.then_remove.iter().try_for_each(|old| checkpoint::remove_file(old))
+}
+
+/// Makes `path` a symbolic link to `target`, by its name alone if they are in the same folder.
+fn link(target: &Path, path: &Path) -> Result<()> {
+    let target = match (target.parent() == path.parent(), target.file_name()) {
+        (true, Some(name)) => Path::new(name),
+        _ => target,
+    };
+    let temporary = path.with_extension("link.tmp");
+    checkpoint::remove_file(&temporary)?;
+    std::os::unix::fs::symlink(target, &temporary).map_err(|e| Error::io("link", &temporary, e))?;
+    std::fs::rename(&temporary, path).map_err(|e| Error::io("rename to", path, e))
+}
+
+/// # Sync
+/// Reads weights, optimizer state and metrics back.
+fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> Result<Checkpoint> {
+    let global_step = session.run.progress.global_step;
+    let module = guarded(|| session.module.on_save_checkpoint())
+        .map_err(|source| hook_error("on_save_checkpoint", global_step, source))?;
+    let run = &*session.run;
+    let meta = CheckpointMeta {
+        epoch: run.progress.current_epoch,
+        global_step,
+        module: Module::type_name(session.module).to_owned(),
+        hyper_parameters: session.module.hyper_parameters(),
+        ..CheckpointMeta::default()
+    };
+    let weights = session.module.state_dict();
+    if weights_only {
+        return Ok(Checkpoint { weights, training: None, meta });
+    }
+    let states: Vec<OptimizerState> =
+        session.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
+    let names = session.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
+    let state = State {
+        progress: run.progress.clone(),
+        metrics: run.metrics.state(),
+        seed: run.seed,
+        num_training_batches: run.facts.num_training_batches,
+        batch_size: run.facts.train_batch_size,
+        optimizers: names.zip(states.iter().map(|state| state.groups.clone())).collect(),
+        schedulers: session
+            .schedulers
+            .iter()
+            .map(|active| active.configured.scheduler.state_dict())
+            .collect(),
+        callbacks: callback_states(&run.callbacks),
+        module,
+    };
+    let training = TrainingState {
+        optimizers: states.into_iter().map(|state| state.tensors).collect(),
+        grads: pending_grads(session),
+        rng: seed::rng_states(session.plan.device)?,
+        json: serde_json::to_value(&state)
+            .map_err(|e| Error::io("serialize", "the training state", e.into()))?,
+    };
+    Ok(Checkpoint { weights, training: Some(training), meta })
+}
+
+fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {
+    callbacks.iter().filter_map(|callback| Some((callback.state_key(), callback.state_dict()?))).collect()
+}
+
+/// Gradients of an accumulation window that has begun and is not complete.
+fn pending_grads<M: LightningModule>(session: &Session<M>) -> Vec<(String, tch::Tensor)> {
+    let progress = &session.run.progress;
+    let is_open = !progress.batch_idx.is_multiple_of(session.plan.accumulate_grad_batches)
+        && (progress.batch_idx as usize) < session.run.facts.num_training_batches;
+    if !is_open {
+        return Vec::new();
+    }
+    let parameters = session.module.named_parameters().into_iter();
+    parameters.map(|(fqn, parameter)| (fqn, parameter.grad())).filter(|(_, grad)| grad.defined()).collect()
+}
+
+/// Puts a whole training state back: weights, optimizers, schedules, callbacks, metrics, position.
+/// Returns the random states, which are to be set when everything else is ready.
+pub(super) fn restore_training<M: LightningModule>(
+    session: &mut Session<M>,
+    loaders: &mut FitLoaders<M::Batch>,
+    checkpoint: Checkpoint,
+    path: &Path,
+) -> Result<Vec<(String, tch::Tensor)>> {
+    let unusable = |what: String, remedy: &str| -> Error {
+        CheckpointError::Unreadable { path: path.to_path_buf(), what, remedy: remedy.to_owned() }.into()
+    };
+    let Some(training) = checkpoint.training else {
+        let remedy = "resume from a full checkpoint, or load the weights alone and start anew";
+        return Err(unusable("it holds weights only, no training state".to_owned(), remedy));
+    };
+    let state: State = serde_json::from_value(training.json).map_err(|e| {
+        unusable(format!("its training state is not understood: {e}"), "use another checkpoint")
+    })?;
+    check_position(&state, session.run, path)?;
+    let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
+    let own: Vec<&str> = session.optimizers.iter().map(|optimizer| optimizer.name()).collect();
+    if names != own || state.schedulers.len() != session.schedulers.len() {
+        let what = format!(
+            "it was written with optimizers {names:?} and {} schedules, this run has {own:?} and {}",
+            state.schedulers.len(),
+            session.schedulers.len()
+        );
+        return Err(unusable(what, "use the same configure_optimizers, or load the weights alone"));
+    }
+    session.module.load_state_dict(&checkpoint.weights, true)?;
+    let tensors = training.optimizers.into_iter();
+    for ((optimizer, tensors), (_, groups)) in
+        session.optimizers.iter_mut().zip(tensors).zip(state.optimizers)
+    {
+        optimizer.load_state_dict(OptimizerState { tensors, groups })?;
+    }
+    for (active, saved) in session.schedulers.iter_mut().zip(&state.schedulers) {
+        active.configured.scheduler.load_state_dict(saved)?;
+    }
+    restore_grads(session, &training.grads)?;
+    restore_callbacks(&mut session.run.callbacks, &state.callbacks)?;
+    guarded(|| session.module.on_load_checkpoint(&state.module))
+        .map_err(|source| hook_error("on_load_checkpoint", state.progress.global_step, source))?;
+    if session.run.seed != state.seed {
+        tracing::info!(
+            "shuffling with seed {} of the checkpoint instead of {}",
+            state.seed,
+            session.run.seed
+        );
+        session.run.seed = state.seed;
+        loaders.train.set_seed(state.seed);
+    }
+    session.run.metrics.restore(state.metrics);
+    session.run.progress = state.progress;
+    Ok(training.rng)
+}
+
+/// A position within an epoch means nothing if the epoch is cut into other batches.
+fn check_position(state: &State, run: &Run, path: &Path) -> Result<()> {
+    let is_mid_epoch = state.progress.batch_idx > 0 && !state.progress.epoch_ended;
+    let own = (run.facts.num_training_batches, run.facts.train_batch_size);
+    let saved = (state.num_training_batches, state.batch_size);
+    if !is_mid_epoch || own == saved {
+        return Ok(());
+    }
+    let text = |(batches, size): (usize, Option<usize>)| match size {
+        Some(size) => format!("{batches} batches of {size}"),
+        None => format!("{batches} batches"),
+    };
+    Err(ConfigError::new(
+        "ckpt_path",
+        format!(
+            "{} was written at batch {} of an epoch of {}, this run has {}",
+            path.display(),
+            state.progress.batch_idx,
+            text(saved),
+            text(own)
+        ),
+        "use the same data and batch size, or resume from a checkpoint at the end of an epoch",
+    )
+    .into())
+}
+
+fn restore_grads<M: LightningModule>(session: &Session<M>, grads: &[(String, tch::Tensor)]) -> Result<()> {
+    let parameters = session.module.named_parameters();
+    for (fqn, grad) in grads {
+        if let Some((_, parameter)) = parameters.iter().find(|(name, _)| name == fqn) {
+            crate::ffi::set_grad(parameter, &grad.f_to_device(session.plan.device.tch())?)?;
+        }
+    }
+    Ok(())
+}
+
+fn restore_callbacks(callbacks: &mut [Box<dyn Callback>], states: &[(String, Value)]) -> Result<()> {
+    for (key, state) in states {
+        let Some(callback) = callbacks.iter_mut().find(|callback| callback.state_key() == *key) else {
+            tracing::warn!("the checkpoint has state of {key}, which this run does not have");
+            continue;
+        };
+        callback
+            .load_state_dict(state)
+            .map_err(|source| hook_error("load_state_dict of a callback", 0, source))?;
+    }
+    Ok(())
+}
+
+/// Finds the file that `best`, `last` or a path means.
+pub(super) fn find(run: &Run, ckpt_path: &str) -> Result<Option<PathBuf>> {
+    let paths = run.callbacks.iter().find_map(|callback| callback.checkpoint_paths());
+    let missing = |what: &str, remedy: &str| Err(ConfigError::new("ckpt_path", what, remedy).into());
+    match (ckpt_path, paths) {
+        ("best", None) => missing("`best` without a callback that saves checkpoints", "enable checkpointing"),
+        ("best", Some(paths)) => match paths.best {
+            Some(best) => Ok(Some(best)),
+            None => missing("`best`, but no checkpoint has been saved yet", "fit first, or give a path"),
+        },
+        ("last", paths) => {
+            let known = paths.and_then(|paths| paths.last).filter(|path| path.exists());
+            let found = known.or_else(|| newest_below(&run.facts.default_root_dir.join("lightning_logs")));
+            if found.is_none() {
+                tracing::warn!("ckpt_path=last, but there is no checkpoint; starting anew");
+            }
+            Ok(found)
+        }
+        (path, _) => Ok(Some(PathBuf::from(path))),
+    }
+}
+
+/// The checkpoint written last below `lightning_logs/version_*/checkpoints`.
+fn newest_below(logs: &Path) -> Option<PathBuf> {
+    let entries =
+        |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    entries(logs)
+        .flat_map(|version| entries(&version.join("checkpoints")).collect::<Vec<_>>())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "ckpt"))
+        .filter_map(|path| Some((path.metadata().ok()?.modified().ok()?, path)))
+        .max()
+        .map(|(_, path)| path)
+}

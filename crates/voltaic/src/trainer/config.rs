@@ -1,0 +1,202 @@
+//! What the user writes about a run: the same struct behind the builder, YAML, the command line and `--help`.
+
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::callback::ModelCheckpointConfig;
+
+/// A number of batches, or a fraction of all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Limit {
+    /// So many batches.
+    Batches(u64),
+    /// This part of them, from 0.0 to 1.0.
+    Fraction(f64),
+}
+
+impl From<u64> for Limit {
+    fn from(batches: u64) -> Self {
+        Self::Batches(batches)
+    }
+}
+
+impl From<i32> for Limit {
+    /// A negative number becomes a fraction that is refused when the trainer is built.
+    fn from(batches: i32) -> Self {
+        u64::try_from(batches).map_or(Self::Fraction(f64::from(batches)), Self::Batches)
+    }
+}
+
+impl From<f64> for Limit {
+    fn from(fraction: f64) -> Self {
+        Self::Fraction(fraction)
+    }
+}
+
+/// `true`, `false`, or a number of batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum FastDevRun {
+    /// One batch of each kind, or a normal run.
+    Flag(bool),
+    /// So many batches of each kind.
+    Batches(u64),
+}
+
+impl FastDevRun {
+    /// Batches of each kind; `None` for a normal run.
+    pub(crate) fn batches(self) -> Option<u64> {
+        match self {
+            Self::Flag(false) | Self::Batches(0) => None,
+            Self::Flag(true) => Some(1),
+            Self::Batches(batches) => Some(batches),
+        }
+    }
+}
+
+impl From<bool> for FastDevRun {
+    fn from(flag: bool) -> Self {
+        Self::Flag(flag)
+    }
+}
+
+impl From<u64> for FastDevRun {
+    fn from(batches: u64) -> Self {
+        Self::Batches(batches)
+    }
+}
+
+/// How many devices: a number, or a text such as `auto`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Devices {
+    /// So many.
+    Count(i64),
+    /// `auto`, or a number as text.
+    Text(String),
+}
+
+impl From<i64> for Devices {
+    fn from(count: i64) -> Self {
+        Self::Count(count)
+    }
+}
+
+impl From<&str> for Devices {
+    fn from(text: &str) -> Self {
+        Self::Text(text.to_owned())
+    }
+}
+
+/// How gradients are clipped.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum GradientClipAlgorithm {
+    /// Scale all gradients so that their common L2 norm is at most the value.
+    #[default]
+    Norm,
+    /// Limit each element to plus or minus the value.
+    Value,
+}
+
+/// A callback that can be named in YAML.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
+pub enum CallbackConfig {
+    /// Saves checkpoints.
+    ModelCheckpoint(ModelCheckpointConfig),
+}
+
+/// Switches of a run, with Lightning's names and defaults.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainerConfig {
+    /// Kind of hardware: `auto` or `cpu`.
+    pub accelerator: String,
+    /// How many devices: a number, or `auto`.
+    pub devices: Devices,
+    /// How training is spread over devices: `auto` or `single_device`.
+    pub strategy: String,
+    /// Number format of the computation: `32-true`, also written `32`.
+    pub precision: Option<serde_json::Value>,
+    /// Stop after so many epochs; -1 for no limit. 1000 if neither this nor `max_steps` is set.
+    pub max_epochs: Option<i64>,
+    /// Train at least so many epochs, whatever asks to stop.
+    pub min_epochs: Option<u64>,
+    /// Stop after so many optimizer steps; -1 for no limit.
+    pub max_steps: i64,
+    /// Train at least so many optimizer steps, whatever asks to stop.
+    pub min_steps: Option<u64>,
+    /// Run a few batches of everything as a trial: `true` for one, or a number. Saves nothing.
+    pub fast_dev_run: FastDevRun,
+    /// Training batches per epoch: a number, or a fraction of all.
+    pub limit_train_batches: Option<Limit>,
+    /// Validation batches: a number, or a fraction of all.
+    pub limit_val_batches: Option<Limit>,
+    /// Test batches: a number, or a fraction of all.
+    pub limit_test_batches: Option<Limit>,
+    /// Prediction batches: a number, or a fraction of all.
+    pub limit_predict_batches: Option<Limit>,
+    /// Validate every so many training batches, or after this fraction of an epoch; 1.0 unless set.
+    pub val_check_interval: Option<Limit>,
+    /// Validate every so many epochs; null counts `val_check_interval` across epochs.
+    pub check_val_every_n_epoch: Option<u64>,
+    /// Validation batches run before training to find mistakes early; -1 for all. 2 unless set.
+    pub num_sanity_val_steps: Option<i64>,
+    /// Optimizer steps between two rows of the loggers; 0 for none. 50 unless set.
+    pub log_every_n_steps: Option<u64>,
+    /// Batches whose gradients are added up before an optimizer step.
+    pub accumulate_grad_batches: u64,
+    /// Limit for the gradients; none unless set.
+    pub gradient_clip_val: Option<f64>,
+    /// What the limit holds for: `norm` (of all gradients together) or `value` (of each element).
+    pub gradient_clip_algorithm: Option<GradientClipAlgorithm>,
+    /// Write metrics to `lightning_logs/version_<n>/metrics.csv`.
+    pub logger: bool,
+    /// Callbacks by class name.
+    pub callbacks: Vec<CallbackConfig>,
+    /// Save checkpoints, with a default `ModelCheckpoint` unless one is given.
+    pub enable_checkpointing: bool,
+    /// Show a progress bar, or lines if standard error is no terminal.
+    pub enable_progress_bar: bool,
+    /// Print the module's children and numbers of parameters before training.
+    pub enable_model_summary: bool,
+    /// Folder for logs and checkpoints; the current one unless set.
+    pub default_root_dir: Option<PathBuf>,
+}
+
+impl Default for TrainerConfig {
+    fn default() -> Self {
+        Self {
+            accelerator: "auto".to_owned(),
+            devices: Devices::Text("auto".to_owned()),
+            strategy: "auto".to_owned(),
+            precision: None,
+            max_epochs: None,
+            min_epochs: None,
+            max_steps: -1,
+            min_steps: None,
+            fast_dev_run: FastDevRun::Flag(false),
+            limit_train_batches: None,
+            limit_val_batches: None,
+            limit_test_batches: None,
+            limit_predict_batches: None,
+            val_check_interval: None,
+            check_val_every_n_epoch: Some(1),
+            num_sanity_val_steps: None,
+            log_every_n_steps: None,
+            accumulate_grad_batches: 1,
+            gradient_clip_val: None,
+            gradient_clip_algorithm: None,
+            logger: true,
+            callbacks: Vec::new(),
+            enable_checkpointing: true,
+            enable_progress_bar: true,
+            enable_model_summary: true,
+            default_root_dir: None,
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Validation, testing and prediction: batches without grad, in evaluation mode.
+
+use tch::Tensor;
+
+use super::EvalMetrics;
+use super::session::{BatchFacts, HookPoint, Session, call_hook};
+use crate::data::{Batch, DataLoader, EpochRange, Stage};
+use crate::error::Result;
+use crate::module::{Level, LightningModule, Phase};
+use crate::nn::set_training;
+
+const VALIDATION_STEP: HookPoint =
+    HookPoint { name: "validation_step", phase: Phase::Eval, level: Level::Epoch };
+const TEST_STEP: HookPoint = HookPoint { name: "test_step", phase: Phase::Eval, level: Level::Epoch };
+const PREDICT_STEP: HookPoint = HookPoint { name: "predict_step", phase: Phase::Eval, level: Level::Denied };
+
+/// Loaders with the number of batches to take from each.
+pub(super) struct EvalLoaders<'a, B: Batch> {
+    pub loaders: &'a [DataLoader<B>],
+    pub num_batches: &'a [usize],
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Validates within fit and gives the metrics to the loggers.
+    pub(super) fn validate_in_fit(
+        &mut self,
+        val: &[DataLoader<M::Batch>],
+        num_batches: &[usize],
+    ) -> Result<()> {
+        let metrics = self.validate(&EvalLoaders { loaders: val, num_batches })?;
+        drop(metrics);
+        Ok(())
+    }
+
+    /// Runs a few validation batches before training. Leaves no metrics and no change of random state behind.
+    pub(super) fn sanity_check(&mut self, val: &[DataLoader<M::Batch>], num_batches: &[usize]) -> Result<()> {
+        let limit = self.plan.num_sanity_val_steps.unwrap_or(usize::MAX);
+        let num_batches: Vec<usize> = num_batches.iter().map(|&batches| batches.min(limit)).collect();
+        if num_batches.iter().sum::<usize>() == 0 {
+            return Ok(());
+        }
+        let rng = super::seed::rng_states(self.plan.device)?;
+        let all_batches = self.run.facts.num_eval_batches;
+        self.run.facts.num_eval_batches = num_batches.iter().sum();
+        self.is_sanity_check = true;
+        call_hook!(self, on_sanity_check_start, Eval, Denied)?;
+        self.validate(&EvalLoaders { loaders: val, num_batches: &num_batches })?;
+        call_hook!(self, on_sanity_check_end, Eval, Denied)?;
+        self.is_sanity_check = false;
+        self.run.facts.num_eval_batches = all_batches;
+        super::seed::set_rng_states(&rng)
+    }
+
+    /// Validates; returns the metrics.
+    pub(super) fn validate(&mut self, data: &EvalLoaders<M::Batch>) -> Result<EvalMetrics> {
+        self.evaluate(|session| {
+            call_hook!(session, on_validation_start, Eval, EpochOnly)?;
+            call_hook!(session, on_validation_epoch_start, Eval, EpochOnly)?;
+            session.for_each_batch(data, |session, batch, facts| {
+                call_hook!(session, on_validation_batch_start, Eval, Epoch, facts)?;
+                session.step(VALIDATION_STEP, facts, |module, ctx| module.validation_step(batch, ctx))?;
+                call_hook!(session, on_validation_batch_end, Eval, Epoch, facts)
+            })?;
+            call_hook!(session, on_validation_epoch_end, Eval, EpochOnly)?;
+            let metrics = session.finish_eval()?;
+            call_hook!(session, on_validation_end, Eval, Denied)?;
+            Ok(metrics)
+        })
+    }
+
+    /// Tests; returns the metrics.
+    pub(super) fn test(&mut self, data: &EvalLoaders<M::Batch>) -> Result<EvalMetrics> {
+        self.evaluate(|session| {
+            call_hook!(session, on_test_start, Eval, EpochOnly)?;
+            call_hook!(session, on_test_epoch_start, Eval, EpochOnly)?;
+            session.for_each_batch(data, |session, batch, facts| {
+                call_hook!(session, on_test_batch_start, Eval, Epoch, facts)?;
+                session.step(TEST_STEP, facts, |module, ctx| module.test_step(batch, ctx))?;
+                call_hook!(session, on_test_batch_end, Eval, Epoch, facts)
+            })?;
+            call_hook!(session, on_test_epoch_end, Eval, EpochOnly)?;
+            let metrics = session.finish_eval()?;
+            call_hook!(session, on_test_end, Eval, Denied)?;
+            Ok(metrics)
+        })
+    }
+
+    /// Predicts; returns one tensor per batch for each loader, on the device.
+    pub(super) fn predict(&mut self, data: &EvalLoaders<M::Batch>) -> Result<Vec<Vec<Tensor>>> {
+        let mut predictions: Vec<Vec<Tensor>> = data.loaders.iter().map(|_| Vec::new()).collect();
+        self.evaluate(|session| {
+            call_hook!(session, on_predict_start, Eval, Denied)?;
+            call_hook!(session, on_predict_epoch_start, Eval, Denied)?;
+            session.for_each_batch(data, |session, batch, facts| {
+                call_hook!(session, on_predict_batch_start, Eval, Denied, facts)?;
+                let output =
+                    session.step(PREDICT_STEP, facts, |module, ctx| module.predict_step(batch, ctx))?;
+                predictions[facts.dataloader_idx].push(output);
+                call_hook!(session, on_predict_batch_end, Eval, Denied, facts)
+            })?;
+            call_hook!(session, on_predict_epoch_end, Eval, Denied)?;
+            call_hook!(session, on_predict_end, Eval, Denied)
+        })?;
+        Ok(predictions)
+    }
+
+    /// Runs `body` without grad and in evaluation mode; training mode is back afterwards if this is a fit.
+    fn evaluate<T>(&mut self, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let _no_grad = tch::no_grad_guard();
+        set_training(self.module, false);
+        self.run.metrics.begin_eval();
+        let result = body(self);
+        if self.stage == Stage::Fit {
+            set_training(self.module, true);
+        }
+        result
+    }
+
+    fn for_each_batch(
+        &mut self,
+        data: &EvalLoaders<M::Batch>,
+        mut body: impl FnMut(&mut Self, &M::Batch, BatchFacts) -> Result<()>,
+    ) -> Result<()> {
+        let has_several = data.loaders.len() > 1;
+        for (dataloader_idx, (loader, &num_batches)) in data.loaders.iter().zip(data.num_batches).enumerate()
+        {
+            let epoch = self.run.progress.current_epoch;
+            let range = EpochRange { epoch, first_batch: 0, num_batches: Some(num_batches) };
+            for (batch_idx, batch) in loader.iter(range)?.enumerate() {
+                let batch = batch?.to_device(self.plan.device)?;
+                let facts = BatchFacts {
+                    batch_idx,
+                    dataloader_idx,
+                    batch_size: batch.batch_size(),
+                    metric_suffix: has_several.then_some(dataloader_idx),
+                    ..BatchFacts::default()
+                };
+                body(self, &batch, facts)?;
+                self.check_signals()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the metrics back and gives them to the loggers.
+    fn finish_eval(&mut self) -> Result<EvalMetrics> {
+        if self.is_sanity_check {
+            self.run.metrics.discard_eval();
+            return Ok(Vec::new());
+        }
+        let values = self.run.metrics.finish_eval(); // sync point
+        let steps = self.run.progress.global_step;
+        let step = if self.stage == Stage::Fit { steps.saturating_sub(1) } else { steps };
+        self.log(values.logged, step)?;
+        Ok(values.all)
+    }
+}

@@ -1,0 +1,55 @@
+//! Optimizer and schedule given to the trainer, in place of the module's own.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::optim::{Interval, LrSchedulerConfig, LrSchedulerSpec, OptimizerConfig, Optimizers};
+
+/// A schedule, and when it is stepped.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LrSchedulerSettings {
+    /// The schedule.
+    pub scheduler: LrSchedulerConfig,
+    /// After what it is stepped: `step` or `epoch`.
+    #[serde(default)]
+    pub interval: Interval,
+    /// How many intervals pass from one step of the schedule to the next.
+    #[serde(default = "one")]
+    pub frequency: u64,
+    /// Metric that the schedule follows, for ReduceLROnPlateau.
+    #[serde(default)]
+    pub monitor: Option<String>,
+}
+
+fn one() -> u64 {
+    1
+}
+
+impl From<LrSchedulerConfig> for LrSchedulerSettings {
+    /// Stepped after each epoch.
+    fn from(scheduler: LrSchedulerConfig) -> Self {
+        Self { scheduler, interval: Interval::Epoch, frequency: 1, monitor: None }
+    }
+}
+
+/// What replaces `configure_optimizers`.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct OptimizerOverride {
+    pub optimizer: OptimizerConfig,
+    pub lr_scheduler: Option<LrSchedulerSettings>,
+}
+
+impl From<OptimizerOverride> for Optimizers {
+    fn from(given: OptimizerOverride) -> Self {
+        let optimizers = Self::new(given.optimizer);
+        let Some(LrSchedulerSettings { scheduler, interval, frequency, monitor }) = given.lr_scheduler else {
+            return optimizers;
+        };
+        let spec = LrSchedulerSpec::new(scheduler).interval(interval).frequency(frequency);
+        optimizers.scheduler(match monitor {
+            Some(monitor) => spec.monitor(monitor),
+            None => spec,
+        })
+    }
+}

@@ -1,0 +1,311 @@
+//! From the configuration as written to a plan without `auto`: pure functions, all problems reported together.
+
+use std::path::PathBuf;
+
+use super::config::{Devices, GradientClipAlgorithm, Limit, TrainerConfig};
+use crate::device::Device;
+use crate::error::{ConfigError, ConfigProblem};
+
+/// How gradients are clipped.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Clip {
+    Norm(f64),
+    Value(f64),
+}
+
+/// A run as it will be done. Immutable; nothing is `auto`.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct TrainPlan {
+    pub device: Device,
+    /// `None` means no limit.
+    pub max_epochs: Option<u64>,
+    pub min_epochs: u64,
+    /// `None` means no limit.
+    pub max_steps: Option<u64>,
+    pub min_steps: u64,
+    pub limit_train: Limit,
+    pub limit_val: Limit,
+    pub limit_test: Limit,
+    pub limit_predict: Limit,
+    pub val_check_interval: Limit,
+    pub check_val_every_n_epoch: Option<u64>,
+    /// `None` means all batches.
+    pub num_sanity_val_steps: Option<usize>,
+    /// 0 means never.
+    pub log_every_n_steps: u64,
+    pub accumulate_grad_batches: u64,
+    pub clip: Option<Clip>,
+    pub fast_dev_run: bool,
+    pub default_root_dir: PathBuf,
+}
+
+/// Batches of the loaders of a fit, known once they are there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct FitPlan {
+    pub num_training_batches: usize,
+    /// One entry per validation loader.
+    pub num_val_batches: Vec<usize>,
+    /// Validate each time so many training batches are done; counted within the epoch, or across epochs if
+    /// `check_val_every_n_epoch` is null.
+    pub val_check_batch: usize,
+}
+
+struct Problems(Vec<ConfigProblem>);
+
+impl Problems {
+    fn add(&mut self, key: &str, what: String, remedy: &str) {
+        self.0.push(ConfigProblem::new(format!("trainer.{key}"), what, remedy));
+    }
+
+    fn limit(&mut self, key: &str, limit: Option<Limit>) -> Limit {
+        match limit {
+            Some(Limit::Fraction(f)) if !(0.0..=1.0).contains(&f) => {
+                let remedy = "use a fraction from 0.0 to 1.0, or a whole number of batches";
+                self.add(key, format!("{f} is neither a fraction nor a number of batches"), remedy);
+                Limit::Fraction(1.0)
+            }
+            Some(limit) => limit,
+            None => Limit::Fraction(1.0),
+        }
+    }
+
+    /// -1 means no limit.
+    fn count(&mut self, key: &str, value: i64) -> Option<u64> {
+        if value < -1 {
+            self.add(key, format!("{value} is below -1"), "use -1 for no limit, or a number from 0");
+        }
+        u64::try_from(value).ok()
+    }
+}
+
+/// Checks the configuration and resolves what is `auto`.
+pub(super) fn resolve(config: &TrainerConfig) -> Result<TrainPlan, ConfigError> {
+    let mut problems = Problems(Vec::new());
+    let device = resolve_device(config, &mut problems);
+    let max_steps = problems.count("max_steps", config.max_steps);
+    let max_epochs = match config.max_epochs {
+        Some(max_epochs) => problems.count("max_epochs", max_epochs),
+        None if max_steps.is_some() => None,
+        None => Some(1000),
+    };
+    if config.accumulate_grad_batches == 0 {
+        problems.add("accumulate_grad_batches", "0 batches make no step".to_owned(), "use 1 or more");
+    }
+    let clip = config.gradient_clip_val.and_then(|value| resolve_clip(config, value, &mut problems));
+    if let (Some(Limit::Fraction(f)), None) = (config.val_check_interval, config.check_val_every_n_epoch) {
+        let what = format!("the fraction {f} of an epoch cannot be counted across epochs");
+        problems.add(
+            "val_check_interval",
+            what,
+            "use a number of batches, or set trainer.check_val_every_n_epoch=1",
+        );
+    }
+    if config.check_val_every_n_epoch == Some(0) {
+        problems.add(
+            "check_val_every_n_epoch",
+            "0 epochs".to_owned(),
+            "use 1 or more, or limit_val_batches=0",
+        );
+    }
+    if config.val_check_interval == Some(Limit::Batches(0)) {
+        problems.add("val_check_interval", "0 batches".to_owned(), "use 1 or more, or limit_val_batches=0");
+    }
+    let num_sanity_val_steps =
+        problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
+    let mut plan = TrainPlan {
+        device,
+        max_epochs,
+        min_epochs: config.min_epochs.unwrap_or(u64::from(config.min_steps.is_some())),
+        max_steps,
+        min_steps: config.min_steps.unwrap_or(0),
+        limit_train: problems.limit("limit_train_batches", config.limit_train_batches),
+        limit_val: problems.limit("limit_val_batches", config.limit_val_batches),
+        limit_test: problems.limit("limit_test_batches", config.limit_test_batches),
+        limit_predict: problems.limit("limit_predict_batches", config.limit_predict_batches),
+        val_check_interval: problems.limit("val_check_interval", config.val_check_interval),
+        check_val_every_n_epoch: config.check_val_every_n_epoch,
+        num_sanity_val_steps: num_sanity_val_steps.map(|steps| steps as usize),
+        log_every_n_steps: config.log_every_n_steps.unwrap_or(50),
+        accumulate_grad_batches: config.accumulate_grad_batches,
+        clip,
+        fast_dev_run: false,
+        default_root_dir: config.default_root_dir.clone().unwrap_or_else(|| PathBuf::from(".")),
+    };
+    if let Some(batches) = config.fast_dev_run.batches() {
+        let limit = Limit::Batches(batches);
+        plan = TrainPlan {
+            max_epochs: Some(1),
+            max_steps: Some(batches),
+            limit_train: limit,
+            limit_val: limit,
+            limit_test: limit,
+            limit_predict: limit,
+            val_check_interval: Limit::Fraction(1.0),
+            check_val_every_n_epoch: Some(1),
+            num_sanity_val_steps: Some(0),
+            log_every_n_steps: 1,
+            fast_dev_run: true,
+            ..plan
+        };
+    }
+    if problems.0.is_empty() { Ok(plan) } else { Err(ConfigError { problems: problems.0 }) }
+}
+
+fn resolve_clip(config: &TrainerConfig, value: f64, problems: &mut Problems) -> Option<Clip> {
+    if value.is_nan() {
+        problems.add("gradient_clip_val", "NaN is no limit".to_owned(), "use a positive number");
+    }
+    (value > 0.0).then(|| match config.gradient_clip_algorithm.unwrap_or_default() {
+        GradientClipAlgorithm::Norm => Clip::Norm(value),
+        GradientClipAlgorithm::Value => Clip::Value(value),
+    })
+}
+
+fn resolve_device(config: &TrainerConfig, problems: &mut Problems) -> Device {
+    if !matches!(config.accelerator.to_lowercase().as_str(), "auto" | "cpu") {
+        let what = format!("`{}` is no accelerator of this version", config.accelerator);
+        problems.add("accelerator", what, "use auto or cpu");
+    }
+    if !matches!(config.strategy.to_lowercase().as_str(), "auto" | "single_device") {
+        let what = format!("`{}` is no strategy of this version", config.strategy);
+        problems.add("strategy", what, "use auto or single_device");
+    }
+    let devices = match &config.devices {
+        Devices::Count(count) => Some(*count),
+        Devices::Text(text) if text == "auto" => Some(1),
+        Devices::Text(text) => text.trim().parse().ok(),
+    };
+    if devices != Some(1) {
+        let given = match &config.devices {
+            Devices::Count(count) => count.to_string(),
+            Devices::Text(text) => format!("`{text}`"),
+        };
+        problems.add("devices", format!("{given} devices on one process of the cpu"), "use 1 or auto");
+    }
+    if let Some(precision) = &config.precision {
+        let text = precision.as_str().map_or_else(|| precision.to_string(), str::to_owned);
+        if !matches!(text.as_str(), "32" | "32-true" | "null") {
+            problems.add("precision", format!("`{text}` is no precision of this version"), "use 32-true");
+        }
+    }
+    Device::Cpu
+}
+
+impl Limit {
+    /// How many of `available` batches.
+    pub(super) fn of(self, available: usize) -> usize {
+        match self {
+            Self::Batches(batches) => available.min(usize::try_from(batches).unwrap_or(usize::MAX)),
+            Self::Fraction(fraction) => (available as f64 * fraction).floor() as usize,
+        }
+    }
+}
+
+/// How many batches each loader gives under a limit; a fraction that leaves none is a mistake.
+pub(super) fn limit_batches(key: &str, limit: Limit, available: &[usize]) -> Result<Vec<usize>, ConfigError> {
+    available
+        .iter()
+        .map(|&batches| match (limit, limit.of(batches)) {
+            (Limit::Fraction(fraction), 0) if fraction > 0.0 && batches > 0 => Err(ConfigError::new(
+                format!("trainer.{key}"),
+                format!("{fraction} of {batches} batches is less than one"),
+                format!("use at least {:.4}, or a whole number of batches", 1.0 / batches as f64),
+            )),
+            (_, batches) => Ok(batches),
+        })
+        .collect()
+}
+
+impl FitPlan {
+    /// Batches and validation times for loaders with so many batches.
+    pub(super) fn new(plan: &TrainPlan, train: usize, val: &[usize]) -> Result<Self, ConfigError> {
+        let num_training_batches =
+            limit_batches("limit_train_batches", plan.limit_train, &[train])?.first().copied().unwrap_or(0);
+        let num_val_batches = limit_batches("limit_val_batches", plan.limit_val, val)?;
+        let val_check_batch = match plan.val_check_interval {
+            Limit::Fraction(fraction) => ((num_training_batches as f64 * fraction) as usize).max(1),
+            Limit::Batches(batches) => {
+                let batches = usize::try_from(batches).unwrap_or(usize::MAX);
+                if batches > num_training_batches
+                    && plan.check_val_every_n_epoch.is_some()
+                    && num_training_batches > 0
+                {
+                    return Err(ConfigError::new(
+                        "trainer.val_check_interval",
+                        format!("{batches} batches are more than the {num_training_batches} of an epoch"),
+                        "use a smaller number, or check_val_every_n_epoch=null to count across epochs",
+                    ));
+                }
+                batches
+            }
+        };
+        Ok(Self { num_training_batches, num_val_batches, val_check_batch })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_problems_are_reported_together_with_key_and_remedy() {
+        let config = TrainerConfig {
+            accelerator: "tpu".to_owned(),
+            max_epochs: Some(-2),
+            limit_train_batches: Some(Limit::Fraction(1.5)),
+            accumulate_grad_batches: 0,
+            check_val_every_n_epoch: None,
+            val_check_interval: Some(Limit::Fraction(0.5)),
+            ..TrainerConfig::default()
+        };
+        let problems = resolve(&config).expect_err("five mistakes").problems;
+        let mut keys: Vec<&str> = problems.iter().map(|problem| problem.key.as_str()).collect();
+        keys.sort_unstable();
+        assert_eq!(
+            keys,
+            [
+                "trainer.accelerator",
+                "trainer.accumulate_grad_batches",
+                "trainer.limit_train_batches",
+                "trainer.max_epochs",
+                "trainer.val_check_interval"
+            ]
+        );
+        assert!(problems.iter().all(|problem| !problem.remedy.is_empty()));
+    }
+
+    #[test]
+    fn limits_round_down_and_refuse_nothing() {
+        assert_eq!(Limit::Fraction(0.5).of(7), 3);
+        assert_eq!(Limit::Batches(10).of(7), 7);
+        assert_eq!(limit_batches("limit_val_batches", Limit::Fraction(0.0), &[5]), Ok(vec![0]));
+        let error = limit_batches("limit_val_batches", Limit::Fraction(0.1), &[5]).expect_err("no batch");
+        assert!(error.to_string().contains("use at least 0.2000"), "{error}");
+    }
+
+    #[test]
+    fn validation_interval_is_counted_in_batches() {
+        let plan = |interval, every| {
+            let config = TrainerConfig {
+                val_check_interval: interval,
+                check_val_every_n_epoch: every,
+                ..TrainerConfig::default()
+            };
+            FitPlan::new(&resolve(&config).expect("valid"), 10, &[4]).map(|plan| plan.val_check_batch)
+        };
+        assert_eq!(plan(None, Some(1)), Ok(10));
+        assert_eq!(plan(Some(Limit::Fraction(0.25)), Some(1)), Ok(2));
+        assert_eq!(plan(Some(Limit::Batches(4)), Some(1)), Ok(4));
+        assert_eq!(plan(Some(Limit::Batches(40)), None), Ok(40));
+        assert!(plan(Some(Limit::Batches(40)), Some(1)).is_err());
+    }
+
+    #[test]
+    fn fast_dev_run_limits_everything() {
+        let config = TrainerConfig { fast_dev_run: FastDevRun::Batches(3), ..TrainerConfig::default() };
+        let plan = resolve(&config).expect("valid");
+        assert_eq!((plan.max_epochs, plan.max_steps, plan.limit_val), (Some(1), Some(3), Limit::Batches(3)));
+    }
+
+    use super::super::config::FastDevRun;
+}
