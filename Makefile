@@ -11,6 +11,7 @@ setup: ## fetches libtorch into .libtorch, unless LIBTORCH names one
 	@scripts/setup.sh
 
 demo: setup ## trains LeNet on handwritten digits, then tests it
+	@scripts/data.sh mnist || true # without it the digits that ship are used
 	$(CARGO) build --release --bin voltaic
 	target/release/voltaic fit --config recipes/mnist.yaml
 	target/release/voltaic test --config recipes/mnist.yaml --ckpt_path=last
