@@ -8,5 +8,7 @@ mod host_pool;
 mod layers;
 mod models;
 mod nn;
+mod optim;
+mod parity;
 mod rng;
 mod trainer;
