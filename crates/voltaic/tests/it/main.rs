@@ -6,6 +6,7 @@ mod data;
 mod data_sets;
 mod host_pool;
 mod layers;
+mod lr_scheduler;
 mod models;
 mod nn;
 mod optim;

@@ -1,6 +1,6 @@
 //! Whole training runs against PyTorch's losses; see fixtures/parity/make_fixtures.py.
 
-#![allow(clippy::unwrap_used, reason = "the helpers of tests may fail as the tests do")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "the helpers of tests may fail as the tests do")]
 
 use std::path::PathBuf;
 
