@@ -42,6 +42,8 @@ fn train(losses: &Value, class_path: &str, variant: &str) -> Vec<f64> {
         .into_iter()
         .map(|(name, tensor)| (name, Parameter::new(tensor)))
         .collect();
+    // spinning threads cost more than these small operations when the machine is busy
+    tch::set_num_threads(1);
     let order = ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"];
     params.sort_by_key(|(name, _)| order.iter().position(|n| n == name));
     let config = json!({"class_path": class_path, "init_args": losses["optimizers"][class_path]});
