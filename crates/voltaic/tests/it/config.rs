@@ -891,3 +891,78 @@ fn faults_are_missing_descriptions_and_invalid_defaults() {
     assert_eq!(found[0], "undescribed has no description");
     assert!(found[1].starts_with("default of count: `0` is outside the range"), "{found:?}");
 }
+
+/// A class and keys beside it, as a schedule with its interval.
+#[derive(Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+struct Schedule {
+    #[serde(flatten)]
+    optimizer: Optimizer,
+    /// When it is stepped.
+    #[serde(default)]
+    interval: Interval,
+}
+
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+enum Interval {
+    #[default]
+    Epoch,
+    Step,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+struct WithSchedule {
+    /// The schedule.
+    schedule: Option<Schedule>,
+}
+
+#[test]
+fn keys_may_stand_beside_a_class() {
+    let layers = |file: &str, options: &[&str]| {
+        let mut layers = Layers::of::<WithSchedule>();
+        layers.text("a.yaml", file);
+        for option in options {
+            layers.assign(&Assignment::parse(option));
+        }
+        layers
+    };
+    let expected = json!({
+        "class_path": "SGD",
+        "init_args": {"lr": 0.5, "momentum": 0.0},
+        "interval": "step",
+    });
+    let file = "schedule: {class_path: SGD, init_args: {lr: 0.5}, interval: step}";
+    // (reason, file, options)
+    for (reason, file, options) in [
+        ("all in a file", file, vec![]),
+        ("all as options", "", vec!["schedule=SGD", "schedule.interval=step", "schedule.lr=0.5"]),
+        ("short in a file", "schedule: {class_path: SGD, interval: step, lr: 0.5}", vec![]),
+        ("mixed", "schedule: {class_path: SGD, lr: 1}", vec!["schedule.lr=0.5", "schedule.interval=step"]),
+    ] {
+        let loaded =
+            layers(file, &options).load::<WithSchedule>().unwrap_or_else(|error| panic!("{reason}: {error}"));
+        assert_eq!(loaded.tree["schedule"], expected, "{reason}");
+        assert_eq!(loaded.value.schedule.map(|schedule| schedule.interval), Some(Interval::Step), "{reason}");
+    }
+    let error = layers(file, &["schedule.interval=stp"]).settle().unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "schedule.interval (from command line): `stp` is not one of the values; did you mean `step`"
+    );
+    let keys: Vec<String> = keys(&schema_of::<WithSchedule>()).into_iter().map(|key| key.key).collect();
+    assert!(keys.contains(&"schedule.interval".to_owned()), "{keys:?}");
+}
+
+#[test]
+fn the_library_describes_each_key_and_its_defaults_are_valid() {
+    use voltaic::optim::{LrSchedulerConfig, OptimizerConfig};
+    use voltaic::trainer::TrainerConfig;
+
+    for schema in
+        [schema_of::<TrainerConfig>(), schema_of::<OptimizerConfig>(), schema_of::<LrSchedulerConfig>()]
+    {
+        assert_eq!(faults(&schema), Vec::<String>::new());
+        assert!(!keys(&schema).is_empty());
+    }
+}
