@@ -1,5 +1,4 @@
-//! Lightning-style training for Rust on libtorch.
-
+#![doc = include_str!("../../../README.md")]
 #![deny(unsafe_code)]
 
 extern crate self as voltaic; // the derive names everything from `::voltaic`

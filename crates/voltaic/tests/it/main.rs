@@ -1,5 +1,6 @@
 //! Integration tests, one module per theme.
 
+mod autograd;
 mod cli;
 mod config;
 mod data;
