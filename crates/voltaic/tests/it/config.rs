@@ -812,6 +812,58 @@ fn strings_that_look_like_something_else_are_quoted() {
 }
 
 #[test]
+fn what_yaml_1_1_would_read_otherwise_is_quoted() {
+    // (text, its form): most other YAML readers still follow version 1.1.
+    for (text, expected) in [
+        (
+            "2001-01-01",
+            "\"2001-01-01\"
+",
+        ),
+        (
+            "yes", "\"yes\"
+",
+        ),
+        (
+            "1_000",
+            "\"1_000\"
+",
+        ),
+        (
+            "12:30:00",
+            "\"12:30:00\"
+",
+        ),
+        (
+            "32-true", "32-true
+",
+        ),
+        (
+            "bf16-mixed",
+            "bf16-mixed
+",
+        ),
+        (
+            "recipes/mnist.yaml",
+            "recipes/mnist.yaml
+",
+        ),
+    ] {
+        assert_eq!(to_yaml(&json!(text)), expected);
+    }
+    assert_eq!(
+        to_yaml(&json!(1e-8)),
+        "1.0e-8
+"
+    );
+    assert_eq!(
+        to_yaml(&json!(1.5e300)),
+        "1.5e+300
+"
+    );
+}
+
+#[test]
 fn a_short_print_holds_only_what_was_changed() {
     let print = PrintConfig::parse("skip_default").unwrap();
     assert_eq!(layers(&[], &[], &[]).print_config(print).unwrap(), "{}\n");
