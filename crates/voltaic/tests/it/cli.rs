@@ -1,5 +1,7 @@
 //! The command line: verbs, keys, help, exit codes.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
+
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -255,91 +257,88 @@ fn a_single_registered_model_needs_no_name() {
     assert_eq!(ended.log[..2], ["seed 0", "fit width 3 batch 64 epochs 10 ckpt None"]);
 }
 
+/// (reason, arguments, standard error)
+const MISTAKES: &[(&str, &[&str], &str)] = &[
+    ("no verb", &[], "error: no verb is given; the verbs are fit, validate, test, predict, models"),
+    ("misspelt verb", &["fti"], "error: `fti` is no verb; did you mean fit\n"),
+    (
+        "misspelt verb with keys",
+        &["trian", "--trainer.max_epochs=1"],
+        "error: `trian` is no verb; the verbs are fit, ",
+    ),
+    (
+        "misspelt option",
+        &["fit", "--confg", "x.yaml"],
+        "error: confg (from command line): unknown key; did you mean --config\n",
+    ),
+    (
+        "misspelt option with a dash",
+        &["fit", "--print-config"],
+        "error: print-config (from command line): no value is given; write --print-config=VALUE\n",
+    ),
+    (
+        "misspelt key",
+        &["fit", "--trainer.max_epoch=3"],
+        "error: trainer.max_epoch (from command line): unknown key; did you mean trainer.max_epochs\n",
+    ),
+    (
+        "misspelt key of a model",
+        &["fit", "--model.widht=3"],
+        "error: model.widht (from command line): unknown key; did you mean model.width\n",
+    ),
+    (
+        "two problems",
+        &["fit", "--trainer.max_epochs=many", "--model.outcome=succes"],
+        "error: trainer.max_epochs (from command line): `many` is text; give an integer\n\
+             error: model.outcome (from command line): `succes` is not one of the values; did you mean `success`\n",
+    ),
+    (
+        "unknown model",
+        &["fit", "--model=Nett"],
+        "error: model (from command line): `Nett` is not a known class; did you mean Net\n",
+    ),
+    ("no data", &["fit"], "error: data: none is chosen; write --data=NAME; `models` lists the names\n"),
+    (
+        "data of another type",
+        &["fit", "--data=Words"],
+        "error: data (from command line): Words gives batches of String, but Net takes i64; choose --data=Digits\n",
+    ),
+    (
+        "file without --config",
+        &["fit", "run.yaml"],
+        "error: unexpected argument `run.yaml`; did you mean --config run.yaml\n",
+    ),
+    (
+        "key without dashes",
+        &["fit", "trainer.max_epochs=3"],
+        "error: unexpected argument `trainer.max_epochs=3`; did you mean --trainer.max_epochs=3\n",
+    ),
+    (
+        "--config without a file",
+        &["fit", "--config"],
+        "error: a value is required for '--config <FILE>' but none",
+    ),
+    (
+        "way of printing",
+        &["fit", "--print_config=skip"],
+        "error: print_config: `skip` is unknown; give skip_default, comments or both\n",
+    ),
+    (
+        "value that the model refuses",
+        &["fit", "--data=Digits", "--model.width=0"],
+        "error: model.width (from command line): `0` leaves no room; give at least 1\n",
+    ),
+    (
+        "key without a value",
+        &["fit", "--model.width"],
+        "error: model.width (from command line): no value is given",
+    ),
+    ("options of `models`", &["models", "--all"], "error: unexpected argument '--all' found; see --help\n"),
+];
+
 #[test]
 fn mistakes_end_with_code_two_and_a_way_out() {
-    // (reason, arguments, standard error)
-    let cases: &[(&str, &[&str], &str)] = &[
-        ("no verb", &[], "error: no verb is given; the verbs are fit, validate, test, predict, models"),
-        ("misspelt verb", &["fti"], "error: `fti` is no verb; did you mean fit\n"),
-        (
-            "misspelt verb with keys",
-            &["trian", "--trainer.max_epochs=1"],
-            "error: `trian` is no verb; the verbs are fit, ",
-        ),
-        (
-            "misspelt option",
-            &["fit", "--confg", "x.yaml"],
-            "error: confg (from command line): unknown key; did you mean --config\n",
-        ),
-        (
-            "misspelt option with a dash",
-            &["fit", "--print-config"],
-            "error: print-config (from command line): no value is given; write --print-config=VALUE\n",
-        ),
-        (
-            "misspelt key",
-            &["fit", "--trainer.max_epoch=3"],
-            "error: trainer.max_epoch (from command line): unknown key; did you mean trainer.max_epochs\n",
-        ),
-        (
-            "misspelt key of a model",
-            &["fit", "--model.widht=3"],
-            "error: model.widht (from command line): unknown key; did you mean model.width\n",
-        ),
-        (
-            "two problems",
-            &["fit", "--trainer.max_epochs=many", "--model.outcome=succes"],
-            "error: trainer.max_epochs (from command line): `many` is text; give an integer\n\
-             error: model.outcome (from command line): `succes` is not one of the values; did you mean `success`\n",
-        ),
-        (
-            "unknown model",
-            &["fit", "--model=Nett"],
-            "error: model (from command line): `Nett` is not a known class; did you mean Net\n",
-        ),
-        ("no data", &["fit"], "error: data: none is chosen; write --data=NAME; `models` lists the names\n"),
-        (
-            "data of another type",
-            &["fit", "--data=Words"],
-            "error: data (from command line): Words gives batches of String, but Net takes i64; choose --data=Digits\n",
-        ),
-        (
-            "file without --config",
-            &["fit", "run.yaml"],
-            "error: unexpected argument `run.yaml`; did you mean --config run.yaml\n",
-        ),
-        (
-            "key without dashes",
-            &["fit", "trainer.max_epochs=3"],
-            "error: unexpected argument `trainer.max_epochs=3`; did you mean --trainer.max_epochs=3\n",
-        ),
-        (
-            "--config without a file",
-            &["fit", "--config"],
-            "error: a value is required for '--config <FILE>' but none",
-        ),
-        (
-            "way of printing",
-            &["fit", "--print_config=skip"],
-            "error: print_config: `skip` is unknown; give skip_default, comments or both\n",
-        ),
-        (
-            "value that the model refuses",
-            &["fit", "--data=Digits", "--model.width=0"],
-            "error: model.width (from command line): `0` leaves no room; give at least 1\n",
-        ),
-        (
-            "key without a value",
-            &["fit", "--model.width"],
-            "error: model.width (from command line): no value is given",
-        ),
-        (
-            "options of `models`",
-            &["models", "--all"],
-            "error: unexpected argument '--all' found; see --help\n",
-        ),
-    ];
-    for (reason, arguments, expected) in cases {
+    for (reason, arguments, expected) in MISTAKES {
         let ended = run(arguments);
         assert_eq!(ended.code, 2, "{reason}: {}", ended.err);
         assert!(ended.err.starts_with(expected), "{reason}:\n  expected {expected}  found    {}", ended.err);

@@ -3,6 +3,8 @@
 mod autograd;
 mod cli;
 mod config;
+mod config_print;
+mod config_problems;
 mod data;
 mod data_sets;
 mod host_pool;
