@@ -26,7 +26,7 @@ pub(super) fn run_help(program: &str, verb: Verb, layers: &Layers) -> String {
     for section in sections(&all) {
         text.push('\n');
         let own: Vec<&Key> = all.iter().filter(|key| key.key.split('.').next() == Some(section)).collect();
-        text.push_str(&render_section(section, &own, &chosen));
+        text.push_str(&render_section(&own, &chosen));
     }
     text
 }
@@ -43,25 +43,45 @@ fn sections(all: &[Key]) -> Vec<&str> {
     sections
 }
 
-fn render_section(section: &str, keys: &[&Key], tree: &Value) -> String {
+fn render_section(keys: &[&Key], tree: &Value) -> String {
     let mut text = String::new();
-    let mut hidden: Vec<&str> = Vec::new();
+    // Keys at which a class may be chosen, with the classes whose arguments are left out here.
+    let mut hidden: Vec<(&str, Vec<&str>)> = Vec::new();
     for key in keys {
         match &key.class {
             Some(class) if !is_chosen(tree, &key.key, class) => {
-                if !hidden.contains(&class.as_str()) {
-                    hidden.push(class);
+                let at = chooser(&key.key, keys);
+                if hidden.last().is_none_or(|(last, _)| *last != at) {
+                    hidden.push((at, Vec::new()));
+                }
+                if let Some((_, classes)) = hidden.last_mut()
+                    && !classes.contains(&class.as_str())
+                {
+                    classes.push(class);
                 }
             }
             _ => text.push_str(&render_key(key)),
         }
     }
-    if !hidden.is_empty() {
-        let names = hidden.join(", ");
-        let how = if keys.iter().any(|key| key.key == section) { section } else { "the key" };
-        text.push_str(&format!("  (choose a class at {how} to see its keys: {names})\n"));
+    for (at, classes) in hidden {
+        let line = format!("(add --{at}=NAME to see the keys of {})", classes.join(", "));
+        for line in wrap(&line, WIDTH - 2) {
+            text.push_str(&format!("  {line}\n"));
+        }
     }
     text
+}
+
+/// The key at which the class of an argument is chosen: the longest other key that `key` begins with.
+fn chooser<'k>(key: &'k str, keys: &[&Key]) -> &'k str {
+    let mut at = key;
+    while let Some((above, _)) = at.rsplit_once('.') {
+        at = above;
+        if keys.iter().any(|other| other.key == above) {
+            break;
+        }
+    }
+    at
 }
 
 fn render_key(key: &Key) -> String {

@@ -111,10 +111,11 @@ fn of_class<'s>(view: &View<'s>, value: &Value) -> View<'s> {
     class.map_or_else(|| view.clone(), |class| view.of_class(&class))
 }
 
-/// The first paragraph of a doc comment as one line.
+/// The first paragraph of a doc comment as one line, its links as plain names.
 pub(crate) fn first_paragraph(text: &str) -> String {
     let paragraph = text.split("\n\n").next().unwrap_or_default();
-    paragraph.split_whitespace().collect::<Vec<_>>().join(" ")
+    let line = paragraph.split_whitespace().collect::<Vec<_>>().join(" ");
+    line.replace("[`", "`").replace("`]", "`")
 }
 
 /// Breaks a line between words.

@@ -381,6 +381,7 @@ fn help_comes_from_the_schemas() {
         "Stop after so many epochs.",
         "Takes a class (Digits, Words) or null.",
         "--model.width=VALUE  (default 8)",
+        "(add --data=NAME to see the keys of Digits)",
     ] {
         assert!(plain.out.contains(part), "{part} in:\n{}", plain.out);
     }

@@ -159,6 +159,12 @@ const PROBLEMS: &[Problem] = &[
         "optimizer.init_args (from a.yaml:1): this class takes no arguments; remove them",
     ),
     (
+        "key of another class",
+        &["optimizer: {class_path: AdamW, init_args: {momentum: 1}}"],
+        &[],
+        "optimizer.init_args.momentum (from a.yaml:1): unknown key; the keys here are lr, weight_decay",
+    ),
+    (
         "no value",
         &[],
         &["trainer.max_epochs"],
