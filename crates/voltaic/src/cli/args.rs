@@ -18,6 +18,7 @@ pub(super) enum Command {
     Text(String),
     Version,
     Models,
+    New(PathBuf),
     Run(RunArgs),
 }
 
@@ -56,6 +57,12 @@ enum VerbArgs {
     Predict(FixedArgs),
     /// List the registered models and data modules.
     Models,
+    /// Make a crate with a model and data of its own, to start from.
+    New {
+        /// Its folder; the last part is its name.
+        #[arg(value_name = "NAME")]
+        path: PathBuf,
+    },
 }
 
 #[derive(Args)]
@@ -111,6 +118,7 @@ pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -
         Some(VerbArgs::Test(fixed)) => run(Verb::Test, fixed),
         Some(VerbArgs::Predict(fixed)) => run(Verb::Predict, fixed),
         Some(VerbArgs::Models) => Command::Models,
+        Some(VerbArgs::New { path }) => Command::New(path),
         None => {
             let verbs = verbs(&Cli::command()).join(", ");
             return Err(Failure::usage(format!("no verb is given; the verbs are {verbs}; see --help")));

@@ -84,6 +84,7 @@ fn dispatch(
         Command::Text(text) => console.print(&text),
         Command::Version => console.print(&commands::version(program)),
         Command::Models => console.print(&commands::models(registry)),
+        Command::New(path) => console.print(&commands::new(&path)?),
         Command::Run(arguments) => commands::run(registry, program, &arguments, variables, console),
     }
 }

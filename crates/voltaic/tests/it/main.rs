@@ -11,6 +11,7 @@ mod host_pool;
 mod layers;
 mod lr_scheduler;
 mod models;
+mod new_crate;
 mod nn;
 mod optim;
 mod parity;

@@ -284,7 +284,7 @@ impl Ledger {
     /// Whether the clock should be read to see if a window has ended.
     #[inline]
     pub(super) fn wants_clock(&self) -> bool {
-        self.stats.num_frees % FREES_PER_CLOCK_READ == 0
+        self.stats.num_frees.is_multiple_of(FREES_PER_CLOCK_READ)
     }
 
     /// Whether the window has ended at `now_secs` (of any clock that does not go back).
