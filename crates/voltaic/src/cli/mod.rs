@@ -32,7 +32,6 @@ use std::process::ExitCode;
 pub use console::Console;
 pub use registry::{FromConfig, Registry};
 pub use request::{RunRequest, Verb};
-pub use training::LrSchedulerTiming;
 
 use args::Command;
 use outcome::Failure;

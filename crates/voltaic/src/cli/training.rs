@@ -3,9 +3,6 @@
 use std::io::Write;
 use std::path::Path;
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
 use super::{FromConfig, Registry, RunRequest, Verb};
 use crate::checkpoint::write_atomically;
 use crate::data::{DataModule, MnistData, MnistDataConfig, ShakespeareData, ShakespeareDataConfig};
@@ -14,26 +11,8 @@ use crate::models::{
     ResNet18Config,
 };
 use crate::module::LightningModule;
-use crate::optim::{Interval, LrSchedulerConfig, OptimizerConfig};
+use crate::optim::OptimizerConfig;
 use crate::trainer::{LrSchedulerSettings, Trainer, TrainerConfig, seed_everything};
-
-/// When the schedule of `lr_scheduler` is stepped.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct LrSchedulerTiming {
-    /// After what the schedule is stepped: `step` (of the optimizer) or `epoch`.
-    pub interval: Interval,
-    /// How many intervals pass from one step of the schedule to the next.
-    pub frequency: u64,
-    /// Metric that the schedule follows, for ReduceLROnPlateau.
-    pub monitor: Option<String>,
-}
-
-impl Default for LrSchedulerTiming {
-    fn default() -> Self {
-        Self { interval: Interval::Epoch, frequency: 1, monitor: None }
-    }
-}
 
 impl Registry {
     /// A registry for training, without models and data.
@@ -41,8 +20,7 @@ impl Registry {
         Self::empty()
             .section::<TrainerConfig>("trainer", "The trainer.")
             .optional_section::<OptimizerConfig>("optimizer", "Optimizer in place of the model's own.")
-            .optional_section::<LrSchedulerConfig>("lr_scheduler", "Learning rate schedule of `optimizer`.")
-            .section::<LrSchedulerTiming>("lr_scheduler_timing", "When `lr_scheduler` is stepped.")
+            .optional_section::<LrSchedulerSettings>("lr_scheduler", "Learning rate schedule of `optimizer`.")
             .seed_with(|seed| Ok(seed_everything(seed)?))
     }
 
@@ -144,7 +122,7 @@ fn run<M: LightningModule>(
     }
     match request.verb() {
         Verb::Fit => {
-            if trainer.config().logger {
+            if trainer.config().logger && trainer.config().fast_dev_run.batches().is_none() {
                 save_config(request, trainer.log_dir())?;
             }
             trainer.fit(model, data)?;
@@ -166,14 +144,9 @@ fn trainer(request: &RunRequest) -> anyhow::Result<Trainer> {
     }
     let mut builder = Trainer::builder().config(config);
     let optimizer: Option<OptimizerConfig> = request.section("optimizer")?;
-    let lr_scheduler: Option<LrSchedulerConfig> = request.section("lr_scheduler")?;
-    let LrSchedulerTiming { interval, frequency, monitor } = request.section("lr_scheduler_timing")?;
+    let lr_scheduler: Option<LrSchedulerSettings> = request.section("lr_scheduler")?;
     match (optimizer, lr_scheduler) {
-        (Some(optimizer), scheduler) => {
-            let settings =
-                scheduler.map(|scheduler| LrSchedulerSettings { scheduler, interval, frequency, monitor });
-            builder = builder.optimizer(optimizer, settings);
-        }
+        (Some(optimizer), lr_scheduler) => builder = builder.optimizer(optimizer, lr_scheduler),
         (None, Some(_)) => {
             return Err(crate::error::ConfigError::new(
                 "lr_scheduler",

@@ -18,6 +18,7 @@ use std::ffi::CStr;
 use voltaic_sys as sys;
 
 pub use allocator::{host_pool, install_host_pool};
+pub(crate) use autograd::panic_text;
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,

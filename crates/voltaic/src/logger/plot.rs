@@ -93,7 +93,9 @@ fn range(values: impl Iterator<Item = f64> + Clone) -> std::ops::Range<f64> {
 fn draw(panels: &[(String, Vec<Series>)], path: &Path, height: u32) -> anyhow::Result<()> {
     let root = BitMapBackend::new(path, (PANEL.0, height)).into_drawing_area();
     root.fill(&WHITE)?;
-    let steps = range(panels.iter().flat_map(|(_, series)| series).flat_map(|(_, points)| points).map(|point| point.0));
+    let steps = range(
+        panels.iter().flat_map(|(_, series)| series).flat_map(|(_, points)| points).map(|point| point.0),
+    );
     for (area, (family, series)) in root.split_evenly((panels.len(), 1)).iter().zip(panels) {
         let points = series.iter().flat_map(|(_, points)| points);
         let mut chart = ChartBuilder::on(area)
@@ -106,7 +108,9 @@ fn draw(panels: &[(String, Vec<Series>)], path: &Path, height: u32) -> anyhow::R
             .configure_mesh()
             .x_desc("step")
             .x_label_formatter(&|x| format!("{x:.0}"))
-            .y_label_formatter(&|y| if *y != 0.0 && y.abs() < 0.001 { format!("{y:.0e}") } else { format!("{y:.3}") })
+            .y_label_formatter(&|y| {
+                if *y != 0.0 && y.abs() < 0.001 { format!("{y:.0e}") } else { format!("{y:.3}") }
+            })
             .light_line_style(TRANSPARENT)
             .bold_line_style(RGBColor(225, 225, 225))
             .draw()?;

@@ -1,5 +1,7 @@
 //! Integration tests, one module per theme.
 
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a test that panics has failed")]
+
 mod autograd;
 mod cli;
 mod config;
@@ -15,5 +17,6 @@ mod new_crate;
 mod nn;
 mod optim;
 mod parity;
+mod recipes;
 mod rng;
 mod trainer;
