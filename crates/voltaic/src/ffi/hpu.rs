@@ -14,8 +14,8 @@ use crate::error::Result;
 pub struct HpuOptions {
     /// How many devices there are.
     pub num_devices: usize,
-    /// Whether tensors may have a dtype, by c10's number.
-    pub has_dtype: fn(i32) -> bool,
+    /// Bit n is set if tensors may have the dtype that c10 numbers n.
+    pub dtypes: u64,
     /// Why a dtype is refused.
     pub explain_dtype: fn(i32) -> String,
 }
@@ -34,8 +34,8 @@ static OPTIONS: OnceLock<HpuOptions> = OnceLock::new();
 pub fn init_hpu_emulator(options: HpuOptions) -> Result<()> {
     install_device_pools()?;
     let options = OPTIONS.get_or_init(|| options);
-    let dtypes = (0..64).filter(|&number| (options.has_dtype)(number)).fold(0, |bits, number| bits | 1 << number);
-    let raw = sys::vt_hpu_options { num_devices: options.num_devices as i32, dtypes, explain_dtype };
+    let HpuOptions { num_devices, dtypes, .. } = *options;
+    let raw = sys::vt_hpu_options { num_devices: num_devices as i32, dtypes, explain_dtype };
     // SAFETY: the options are read during the call; explain_dtype may run on any thread and does not unwind.
     check("hpu emulator", unsafe { sys::vt_hpu_emulator_init(&raw) })?;
     Ok(())

@@ -25,7 +25,7 @@ pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,
     foreach_norm, is_dense, tensor_id,
 };
-pub use pool::{PeakReset, Pool, PoolStats};
+pub use pool::{PeakReset, Pool, PoolBlock, PoolStats};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version};
 pub use threads::{set_thread_num_threads, with_one_thread};

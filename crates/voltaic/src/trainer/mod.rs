@@ -29,7 +29,8 @@ use crate::nn::{ModuleExt, set_training};
 use crate::optim::Optimizers;
 
 pub use builder::TrainerBuilder;
-pub use config::{CallbackConfig, Devices, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+pub use crate::accelerator::Devices;
+pub use config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
 pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};
 

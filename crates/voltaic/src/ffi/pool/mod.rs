@@ -203,6 +203,11 @@ impl Pool {
         Some(Header::block(header))
     }
 
+    /// A block that goes back when it is dropped. None as for [`Pool::allocate`].
+    pub fn block(&'static self, bytes: usize) -> Option<PoolBlock> {
+        self.allocate(bytes).map(|block| PoolBlock { block })
+    }
+
     #[inline]
     fn take(&'static self, class: SizeClass) -> Option<NonNull<Header>> {
         let mut books = self.books.lock();
@@ -337,6 +342,19 @@ impl Pool {
     pub(super) unsafe fn after_fork(&self) {
         // SAFETY: before_fork has forgotten the guard, in the thread that forked; the child is a copy of it.
         unsafe { self.books.unlock() };
+    }
+}
+
+/// A block of a [`Pool`], with any content.
+#[derive(Debug)]
+pub struct PoolBlock {
+    block: NonNull<u8>,
+}
+
+impl Drop for PoolBlock {
+    fn drop(&mut self) {
+        // SAFETY: the block came from a pool, and this is its only owner.
+        unsafe { Pool::release(self.block) }
     }
 }
 
