@@ -8,6 +8,7 @@ pub mod device;
 pub mod error;
 pub mod ffi;
 
+pub mod accelerator;
 pub mod config;
 
 pub mod checkpoint;

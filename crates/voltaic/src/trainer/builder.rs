@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 
-use super::config::{CallbackConfig, Devices, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+use super::config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::resolve;
 use super::session::Run;
 use super::{Trainer, global_seed};
+use crate::accelerator::{Devices, accelerator};
 use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar};
 use crate::error::{ConfigError, Result};
 use crate::logger::{CsvLogger, Logger};
@@ -101,7 +102,8 @@ impl TrainerBuilder {
     /// [`ConfigError`] with all problems of the configuration.
     pub fn build(mut self) -> Result<Trainer> {
         let mut problems = Vec::new();
-        let plan = match resolve(&self.config) {
+        let accelerator = accelerator(&self.config.accelerator);
+        let plan = match resolve(&self.config, accelerator.as_deref()) {
             Ok(plan) => Some(plan),
             Err(error) => {
                 problems.extend(error.problems);
@@ -119,9 +121,10 @@ impl TrainerBuilder {
         if let Err(error) = self.add_defaults() {
             problems.extend(error.problems);
         }
-        let Some(plan) = plan.filter(|_| problems.is_empty()) else {
+        let (Some(plan), Ok(accelerator), true) = (plan, accelerator, problems.is_empty()) else {
             return Err(ConfigError { problems }.into());
         };
+        accelerator.setup()?;
         if self.loggers.is_empty() && self.config.logger && !plan.fast_dev_run {
             self.loggers.push(Box::new(CsvLogger::new(&plan.default_root_dir)));
         }
@@ -138,6 +141,7 @@ impl TrainerBuilder {
             ..RunFacts::default()
         };
         let run = Run {
+            accelerator,
             callbacks: self.callbacks,
             loggers: self.loggers,
             progress: Progress::default(),

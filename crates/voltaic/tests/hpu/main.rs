@@ -1,0 +1,4 @@
+//! The emulated HPU. A binary of its own: the back end and its memory pools are there for a whole process.
+
+mod support;
+mod training;
