@@ -112,6 +112,15 @@ TensorImplPtr alias_on_cpu(const TensorImpl *tensor) {
   return alias;
 }
 
+Tensor look_alike_on_cpu(const Tensor &tensor) {
+  TensorImplPtr alias = alias_on_cpu(tensor.unsafeGetTensorImpl());
+  if (tensor.requires_grad()) {
+    key_set_of(alias.get()) = plain_cpu_keys();
+    alias->set_requires_grad(true);
+  }
+  return Tensor(std::move(alias));
+}
+
 Tensor tensor_on_hpu(const TensorImpl *like, c10::Storage storage) {
   const DispatchKeySet keys = c10::InferenceMode::is_enabled()
                                   ? hpu_only | DispatchKeySet(DispatchKey::AutocastHPU)

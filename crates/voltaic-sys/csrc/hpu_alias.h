@@ -14,6 +14,9 @@ using TensorImplPtr = c10::intrusive_ptr<c10::TensorImpl>;
 TensorImplPtr alias_on_cpu(const c10::TensorImpl *tensor);
 inline Tensor alias_on_cpu(const Tensor &tensor) { return Tensor(alias_on_cpu(tensor.unsafeGetTensorImpl())); }
 
+// The same for code that only looks at it, and at whether it requires grad.
+Tensor look_alike_on_cpu(const Tensor &tensor);
+
 // An HPU tensor over `storage`, a storage of an HPU, with shape and dtype of `like`.
 Tensor tensor_on_hpu(const c10::TensorImpl *like, c10::Storage storage);
 // A view of an HPU tensor.

@@ -21,16 +21,10 @@ torch::Library &new_library(const char *name_space, DispatchKey key) {
 int64_t choose_attention(const Tensor &query, const Tensor &key, const Tensor &value,
                          const std::optional<Tensor> &mask, double dropout, bool is_causal,
                          std::optional<double> scale, bool enable_gqa) {
-  const auto as_on_cpu = [](const Tensor &tensor) {
-    Tensor alias = alias_on_cpu(tensor);
-    if (tensor.requires_grad())
-      alias.unsafeGetTensorImpl()->set_requires_grad(true);
-    return alias;
-  };
   const std::optional<Tensor> cpu_mask =
-      mask.has_value() && mask->defined() ? std::optional(as_on_cpu(*mask)) : std::nullopt;
-  return at::native::_fused_sdp_choice_cpp(as_on_cpu(query), as_on_cpu(key), as_on_cpu(value), cpu_mask, dropout,
-                                           is_causal, scale, enable_gqa);
+      mask.has_value() && mask->defined() ? std::optional(look_alike_on_cpu(*mask)) : std::nullopt;
+  return at::native::_fused_sdp_choice_cpp(look_alike_on_cpu(query), look_alike_on_cpu(key), look_alike_on_cpu(value),
+                                           cpu_mask, dropout, is_causal, scale, enable_gqa);
 }
 
 void refuse_sparse(const c10::OperatorHandle &op, c10::DispatchKeySet, torch::jit::Stack *) {
