@@ -48,12 +48,16 @@ impl Generation {
     fn refusal(self, dtype: i32) -> Option<String> {
         let name = DTYPES.iter().find(|(number, _)| *number == dtype).map_or("this dtype", |(_, name)| name);
         let remedy = match (name, self) {
-            ("uint8" | "int8" | "int16" | "int32" | "int64" | "float32" | "bool" | "bfloat16", _) => return None,
+            ("uint8" | "int8" | "int16" | "int32" | "int64" | "float32" | "bool" | "bfloat16", _) => {
+                return None;
+            }
             ("float16" | "float8_e5m2" | "float8_e4m3fn", Self::Gaudi) => {
                 "the first generation lacks it; use bfloat16, or set VOLTAIC_HPU_GENERATION=gaudi2"
             }
             ("float16" | "float8_e5m2" | "float8_e4m3fn", _) => return None,
-            ("float64", _) => "the cards compute in 32 bits; convert to float32, or keep this tensor on the cpu",
+            ("float64", _) => {
+                "the cards compute in 32 bits; convert to float32, or keep this tensor on the cpu"
+            }
             ("complex32" | "complex64" | "complex128", _) => {
                 "keep this tensor on the cpu, or compute with real and imaginary parts"
             }
@@ -286,7 +290,10 @@ mod tests {
             ("VOLTAIC_HPU_STRICT", "yes"),
         ] {
             let message = read(&[(name, value)]).unwrap_err().to_string();
-            assert!(message.contains(&format!("{name}=`{value}`")) && message.contains("; use "), "{message}");
+            assert!(
+                message.contains(&format!("{name}=`{value}`")) && message.contains("; use "),
+                "{message}"
+            );
         }
     }
 
@@ -306,7 +313,11 @@ mod tests {
             ("complex64", false, false),
             ("uint32", false, false),
         ] {
-            assert_eq!((has(Generation::Gaudi, name), has(Generation::Gaudi2, name)), (gaudi, gaudi2), "{name}");
+            assert_eq!(
+                (has(Generation::Gaudi, name), has(Generation::Gaudi2, name)),
+                (gaudi, gaudi2),
+                "{name}"
+            );
             assert_eq!(has(Generation::Gaudi3, name), gaudi2, "{name}");
         }
         assert_eq!(HpuSettings { strict: false, ..HpuSettings::default() }.dtypes(), u64::MAX);

@@ -63,7 +63,10 @@ fn pool(device: Device) -> Result<(&'static Pool, usize)> {
         Device::Cpu => Ok((ffi::host_pool(), 0)),
         Device::Hpu(index) => match ffi::hpu_pool(index) {
             Some(pool) => Ok((pool, 1 + index)),
-            None => Err(unavailable("there is no such device; `voltaic devices` lists those that are there").into()),
+            None => {
+                Err(unavailable("there is no such device; `voltaic devices` lists those that are there")
+                    .into())
+            }
         },
         Device::Cuda(_) => {
             Err(unavailable("libtorch's CUDA allocator is not read; use nvidia-smi to see the memory").into())

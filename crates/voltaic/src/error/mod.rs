@@ -124,7 +124,9 @@ pub enum DeviceError {
         accepted: String,
     },
     /// The devices of a process are set up once, and were set up otherwise.
-    #[error("this process has {settings} already, and cannot have {asked}; use one setting, or two processes")]
+    #[error(
+        "this process has {settings} already, and cannot have {asked}; use one setting, or two processes"
+    )]
     AlreadySetUp {
         /// What there is.
         settings: String,

@@ -28,8 +28,8 @@ use crate::module::{LightningModule, Progress};
 use crate::nn::{ModuleExt, set_training};
 use crate::optim::Optimizers;
 
-pub use builder::TrainerBuilder;
 pub use crate::accelerator::Devices;
+pub use builder::TrainerBuilder;
 pub use config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
 pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};

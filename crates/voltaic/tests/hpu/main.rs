@@ -3,4 +3,5 @@
 mod device;
 mod operators;
 mod support;
+mod trainer;
 mod training;

@@ -16,7 +16,13 @@ fn operators_give_the_same_bits() {
         .filter_map(|(op, difference)| Some(format!("{op}: {}", difference.as_ref()?)))
         .collect();
     println!("{} operators compared", compared.len());
-    assert!(different.is_empty(), "{} of {} differ:\n{}", different.len(), compared.len(), different.join("\n"));
+    assert!(
+        different.is_empty(),
+        "{} of {} differ:\n{}",
+        different.len(),
+        compared.len(),
+        different.join("\n")
+    );
     assert!(compared.len() >= 300, "only {} operators could be called", compared.len());
 }
 

@@ -16,8 +16,8 @@ use std::mem;
 use std::ptr::{self, NonNull};
 
 use lock::{SpinGuard, SpinLock};
-pub use policy::{PeakReset, PoolStats};
 use policy::{Ledger, NUM_CLASSES, SizeClass, Source};
+pub use policy::{PeakReset, PoolStats};
 use system::Origin;
 use voltaic_sys::{VT_BLOCK_HEADER_BYTES, vt_block_header};
 
@@ -152,7 +152,8 @@ impl Discarded {
         while let Some(header) = NonNull::new(next) {
             // SAFETY: `add` got headers that nobody else refers to; each is read before its memory goes.
             unsafe {
-                let Header { shared: vt_block_header { twin, .. }, next_free, class, origin, .. } = header.read();
+                let Header { shared: vt_block_header { twin, .. }, next_free, class, origin, .. } =
+                    header.read();
                 if let (Some(drop_twin), false) = (pool.drop_twin, twin.is_null()) {
                     drop_twin(twin);
                 }
