@@ -6,6 +6,7 @@
 //   hpu_direct.cpp    operators that only make tensors, views or copies
 //   hpu_fast.cpp      hot operators, called without boxing
 //   hpu_boxed.cpp     all others
+//   hpu_recurrent.cpp recurrent layers, for which libtorch has other algorithms off the CPU
 //   hpu_register.cpp  fills libtorch's registries
 #pragma once
 
@@ -61,6 +62,7 @@ using Names = std::unordered_set<std::string>;
 void register_direct(torch::Library &library, Names &done);
 void register_fast(torch::Library &library, Names &done);
 void register_boxed(torch::Library &library, const Names &done);
+void register_recurrent(torch::Library &library); // for the keys HPU and AutogradHPU
 torch::CppFunction boxed_fallback();
 
 } // namespace voltaic::hpu

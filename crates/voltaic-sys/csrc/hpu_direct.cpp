@@ -49,9 +49,10 @@ Tensor to_copy(const Tensor &self, optional<ScalarType> dtype, optional<c10::Lay
                optional<c10::Device> device, optional<bool> pinned, bool non_blocking,
                optional<c10::MemoryFormat> format) {
   struct Scope {
-    bool before = std::exchange(converts_for_reading, true);
+    explicit Scope(bool converts) : before(std::exchange(converts_for_reading, converts)) {}
     ~Scope() { converts_for_reading = before; }
-  } scope;
+    bool before;
+  } scope(is_hpu(self.unsafeGetTensorImpl())); // else it is a copy from the host
   return at::_ops::_to_copy::redispatch(cpu_only, self, dtype, layout, device, pinned, non_blocking, format);
 }
 

@@ -38,6 +38,8 @@ void register_kernels() {
   register_direct(library, done);
   register_fast(library, done);
   register_boxed(library, done);
+  register_recurrent(library);
+  register_recurrent(new_library("aten", DispatchKey::AutogradHPU));
   new_library("_", DispatchKey::HPU).fallback(boxed_fallback());
   // libtorch has none for this key, so that each operator would need its own
   new_library("_", DispatchKey::AutocastHPU).fallback(torch::CppFunction::makeFallthrough());

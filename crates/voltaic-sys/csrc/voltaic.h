@@ -170,4 +170,8 @@ vt_error *vt_hpu_emulator_init(const vt_hpu_options *options);
 void vt_hpu_drop_twin(void *twin);
 // How many results of operators had to be copied because their memory was not of the device.
 uint64_t vt_hpu_copied_outputs(void);
+// Calls each operator that has a CPU kernel with several made-up arguments, on the CPU and on hpu:0. report(data, name,
+// null) tells of a call that gave the same bytes, report(data, name, text) of one that did not; on this thread, and an
+// operator may be reported several times. Operators that take none of the arguments are not reported. Seeds libtorch.
+vt_error *vt_hpu_compare_operators(void (*report)(void *data, const char *op, const char *difference), void *data);
 }

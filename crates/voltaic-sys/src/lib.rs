@@ -164,4 +164,8 @@ unsafe extern "C" {
     pub fn vt_hpu_emulator_init(options: *const vt_hpu_options) -> *mut vt_error;
     pub fn vt_hpu_drop_twin(twin: *mut c_void);
     pub fn vt_hpu_copied_outputs() -> u64;
+    pub fn vt_hpu_compare_operators(
+        report: extern "C" fn(data: *mut c_void, op: *const c_char, difference: *const c_char),
+        data: *mut c_void,
+    ) -> *mut vt_error;
 }

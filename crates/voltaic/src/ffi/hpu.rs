@@ -1,6 +1,7 @@
 //! The emulated HPU back end of libtorch.
 
-use std::ffi::c_char;
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char, c_void};
 use std::sync::OnceLock;
 
 use voltaic_sys as sys;
@@ -51,4 +52,30 @@ extern "C" fn explain_dtype(dtype: i32, text: *mut c_char, capacity: usize) {
 pub fn hpu_copied_outputs() -> u64 {
     // SAFETY: reads a counter.
     unsafe { sys::vt_hpu_copied_outputs() }
+}
+
+/// Calls each operator that has a CPU kernel with several made-up arguments, on the CPU and on `hpu:0`, and compares the
+/// results byte by byte. Gives the operators that could be called, with how they first differed if they did. Seeds all
+/// generators; the emulator must be set up.
+///
+/// # Errors
+/// libtorch's error if the comparison itself fails.
+pub fn compare_hpu_operators() -> Result<BTreeMap<String, Option<String>>> {
+    let mut compared = BTreeMap::new();
+    // SAFETY: `note` gets the map back as `data`, during the call and on this thread only, and does not unwind.
+    let error = unsafe { sys::vt_hpu_compare_operators(note, (&raw mut compared).cast()) };
+    check("compare_operators", error)?;
+    Ok(compared)
+}
+
+extern "C" fn note(data: *mut c_void, op: *const c_char, difference: *const c_char) {
+    // SAFETY: data is the map of `compare_hpu_operators`, which nobody else refers to while the shim runs.
+    let compared = unsafe { &mut *data.cast::<BTreeMap<String, Option<String>>>() };
+    // SAFETY: the shim gives a NUL-terminated string that lives for the call.
+    let op = unsafe { CStr::from_ptr(op) }.to_string_lossy().into_owned();
+    let entry = compared.entry(op).or_default();
+    if !difference.is_null() && entry.is_none() {
+        // SAFETY: as above.
+        *entry = Some(unsafe { CStr::from_ptr(difference) }.to_string_lossy().into_owned());
+    }
 }

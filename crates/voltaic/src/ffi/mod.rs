@@ -21,7 +21,7 @@ use voltaic_sys as sys;
 pub use allocator::{host_pool, hpu_pool, install_host_pool};
 pub(crate) use autograd::panic_text;
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
-pub use hpu::{HpuOptions, MAX_HPUS, hpu_copied_outputs, init_hpu_emulator};
+pub use hpu::{HpuOptions, MAX_HPUS, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator};
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,
     foreach_norm, is_dense, tensor_id,

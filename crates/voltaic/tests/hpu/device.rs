@@ -42,7 +42,8 @@ fn tensors_know_that_they_are_on_an_hpu() {
 #[test]
 fn tensors_of_two_devices_do_not_mix() {
     let _rng = start();
-    let (host, card, other) = (Tensor::ones([4], on(CPU)), Tensor::ones([4], on(HPU)), Tensor::ones([4], on(HPU1)));
+    let (host, card, other) =
+        (Tensor::ones([4], on(CPU)), Tensor::ones([4], on(HPU)), Tensor::ones([4], on(HPU1)));
     for (message, devices) in [
         (refused(card.f_add(&host)), "hpu:0 and cpu!"),
         (refused(host.f_add(&card)), "hpu:0 and cpu!"),
@@ -79,7 +80,10 @@ fn dtypes_that_the_cards_lack_are_refused() {
         refused(x.to_kind(Kind::Double).f_add(&x)),
     ] {
         assert!(message.contains("float64 does not exist on gaudi2: "), "{message}");
-        assert!(message.contains("; convert to float32") || message.contains("convert to float32"), "{message}");
+        assert!(
+            message.contains("; convert to float32") || message.contains("convert to float32"),
+            "{message}"
+        );
     }
     let message = refused(x.f_fft_rfft(None, -1, "backward"));
     assert!(message.contains("complex64 does not exist on gaudi2"), "{message}");
@@ -95,8 +99,13 @@ fn sparse_tensors_are_refused_with_a_reason() {
     let message = refused(x.f_to_sparse(None, None::<&[i64]>, None));
     assert!(message.contains("sparse"), "{message}");
     let indices = Tensor::from_slice(&[0_i64, 1, 1, 0]).reshape([2, 2]).to_device(HPU);
-    let message =
-        refused(Tensor::f_sparse_coo_tensor_indices_size(&indices, &Tensor::ones([2], on(HPU)), [2, 2], on(HPU), false));
+    let message = refused(Tensor::f_sparse_coo_tensor_indices_size(
+        &indices,
+        &Tensor::ones([2], on(HPU)),
+        [2, 2],
+        on(HPU),
+        false,
+    ));
     assert!(message.contains("an HPU has no sparse tensors"), "{message}");
 }
 
@@ -125,7 +134,9 @@ fn out_of_memory_is_an_error_and_a_smaller_model_trains_afterwards() {
         let Err(Error::Torch(error)) = train(hidden) else { panic!("{why} fit") };
         assert_eq!(error.kind, TorchErrorKind::OutOfMemory);
         let message = error.message;
-        for part in ["hpu:3 out of memory: tried to allocate ", "in use ", "reserved ", "limit 16777216", "; use a"] {
+        for part in
+            ["hpu:3 out of memory: tried to allocate ", "in use ", "reserved ", "limit 16777216", "; use a"]
+        {
             assert!(message.contains(part), "{why}: {message}");
         }
         assert_eq!(memory_stats(device).unwrap().in_use, 0, "{why}: all is free again");
@@ -188,7 +199,13 @@ fn views_and_changes_in_place_share_memory() {
         let _ = view.g_add_(&Tensor::ones([4, 6], on(device)));
         let _ = x.select(0, 1).fill_(3.0);
         let _ = x.narrow(1, 0, 2).zero_();
-        vec![x.shallow_clone(), view, x.unfold(1, 2, 2), x.diagonal(0, 0, 1), x.split_with_sizes([2, 4], 1).remove(1)]
+        vec![
+            x.shallow_clone(),
+            view,
+            x.unfold(1, 2, 2),
+            x.diagonal(0, 0, 1),
+            x.split_with_sizes([2, 4], 1).remove(1),
+        ]
     });
     assert_same("resized and reset", |device| {
         let mut x = Tensor::ones([4], on(device));

@@ -1,9 +1,7 @@
 //! Training on the emulated HPU gives the bits that training on the CPU gives.
 
 use tch::{Kind, Tensor};
-use voltaic::models::{
-    Gpt, GptConfig, LeNet, LeNetConfig, Mlp, MlpConfig, ResNet18, ResNet18Config,
-};
+use voltaic::models::{Gpt, GptConfig, LeNet, LeNetConfig, Mlp, MlpConfig, ResNet18, ResNet18Config};
 use voltaic::nn::{Forward, ModuleExt, set_training};
 use voltaic::optim::{AdamW, Optimizers, Sgd};
 use voltaic::{Device, Module, ffi};
