@@ -7,5 +7,7 @@ mod host_pool;
 mod layers;
 mod models;
 mod nn;
+mod optim;
+mod parity;
 mod rng;
 mod trainer;
