@@ -307,7 +307,7 @@ impl Ledger {
     /// Whether the clock should be read to see if a window has ended.
     #[inline]
     pub(super) fn wants_clock(&self) -> bool {
-        self.stats.num_frees % FREES_PER_CLOCK_READ == 0
+        self.stats.num_frees.is_multiple_of(FREES_PER_CLOCK_READ)
     }
 
     /// Whether the window has ended at `now_secs` (of any clock that does not go back).
@@ -444,7 +444,7 @@ mod tests {
         let large = take(&mut ledger, 300 * MIB);
         ledger.put(large);
         ledger.reset_peaks(PeakReset::Zero);
-        assert_eq!((ledger.stats().max_in_use, ledger.stats().max_alloc_size), (0, 300 * MIB));
+        assert_eq!((ledger.stats().max_in_use, ledger.stats().max_alloc_size), (0, large.size()));
         assert_eq!(ledger.over_cap(), None, "300 MiB were needed once and may stay");
         ledger.reset_peaks(PeakReset::Current);
         assert_eq!((ledger.stats().max_in_use, ledger.stats().max_alloc_size), (1024, 0));
