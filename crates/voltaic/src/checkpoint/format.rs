@@ -15,6 +15,8 @@ use tch::{Kind, Tensor};
 use super::{Checkpoint, CheckpointMeta, FORMAT_VERSION, TrainingState, write_atomically};
 use crate::error::{CheckpointError, Error, Result};
 
+type NamedTensors = Vec<(String, Tensor)>;
+
 const PREFIX: &str = "voltaic:";
 const METADATA_KEY: &str = "voltaic";
 
@@ -136,7 +138,7 @@ fn unreadable(path: &Path, what: impl Into<String>) -> Error {
 }
 
 /// Reads the file and splits header and tensors.
-fn open(path: &Path) -> Result<(Option<String>, Vec<(String, Tensor)>)> {
+fn open(path: &Path) -> Result<(Option<String>, NamedTensors)> {
     let bytes = std::fs::read(path).map_err(|e| Error::io("read checkpoint", path, e))?;
     let file = SafeTensors::deserialize(&bytes).map_err(|e| unreadable(path, e.to_string()))?;
     let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| unreadable(path, e.to_string()))?;

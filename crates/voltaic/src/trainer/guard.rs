@@ -21,7 +21,10 @@ fn install_panic_hook() {
             if !GUARDED.get() {
                 return previous(info);
             }
-            let text = info.payload_as_str().unwrap_or("panic without a message");
+            let payload = info.payload();
+            let text = payload.downcast_ref::<&str>().copied();
+            let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+            let text = text.unwrap_or("panic without a message");
             // tch prints its error's Debug form, with libtorch's stack behind it
             let text = text.split("\\nException raised from").next().unwrap_or(text);
             let place = info.location().map(|place| format!(" at {}:{}", place.file(), place.line()));
