@@ -15,10 +15,10 @@ use tch::{Kind, Tensor};
 use super::{Checkpoint, CheckpointMeta, FORMAT_VERSION, TrainingState, write_atomically};
 use crate::error::{CheckpointError, Error, Result};
 
+type NamedTensors = Vec<(String, Tensor)>;
+
 const PREFIX: &str = "voltaic:";
 const METADATA_KEY: &str = "voltaic";
-
-type NamedTensors = Vec<(String, Tensor)>;
 
 /// What the metadata entry holds.
 #[derive(Serialize, Deserialize)]

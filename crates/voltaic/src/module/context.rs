@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use tch::Tensor;
 
 use super::Progress;
-use super::metrics::{LogOptions, LogValue, MetricStore, ReduceFx};
+use super::log_value::{LogValue, ReduceFx};
+use super::metrics::{LogOptions, MetricStore};
 use crate::optim::Optimizer;
 
 /// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.

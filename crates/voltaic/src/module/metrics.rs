@@ -3,106 +3,10 @@
 use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
 
+use super::log_value::{LogValue, ReduceFx};
 use super::metrics_state::{EntryState, MetricsState, Number};
 use crate::error::ConfigError;
-
-/// How the values of an epoch become one.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ReduceFx {
-    /// Mean weighted by batch size.
-    #[default]
-    Mean,
-    /// Sum.
-    Sum,
-    /// Smallest value.
-    Min,
-    /// Largest value.
-    Max,
-}
-
-/// A scalar to be logged: a tensor of one element, or a number.
-#[derive(Debug)]
-pub enum LogValue {
-    /// A tensor of one element, on any device.
-    Tensor(Tensor),
-    /// A number of the host.
-    Host(f64),
-}
-
-impl From<&Tensor> for LogValue {
-    fn from(tensor: &Tensor) -> Self {
-        Self::Tensor(tensor.detach())
-    }
-}
-
-impl From<Tensor> for LogValue {
-    fn from(tensor: Tensor) -> Self {
-        Self::Tensor(tensor.detach())
-    }
-}
-
-macro_rules! log_value_from_number {
-    ($($number:ty),*) => {$(
-        impl From<$number> for LogValue {
-            fn from(value: $number) -> Self {
-                Self::Host(value as f64)
-            }
-        }
-    )*};
-}
-log_value_from_number!(f64, f32, i32, i64, u32, u64, usize);
-
-impl LogValue {
-    /// The number. # Sync: reads a tensor back from its device.
-    fn read(&self) -> f64 {
-        match self {
-            Self::Tensor(tensor) => tensor.f_double_value(&[]).unwrap_or(f64::NAN),
-            Self::Host(value) => *value,
-        }
-    }
-
-    /// The value as a float32 scalar.
-    fn to_f32(&self) -> Result<Self, tch::TchError> {
-        Ok(match self {
-            Self::Tensor(tensor) => Self::Tensor(tensor.f_to_kind(Kind::Float)?.f_reshape([] as [i64; 0])?),
-            Self::Host(value) => Self::Host(f64::from(*value as f32)),
-        })
-    }
-
-    /// A scalar float32 tensor on the device of `like`.
-    fn tensor_like(&self, like: &Tensor) -> Result<Tensor, tch::TchError> {
-        match self {
-            Self::Tensor(tensor) => Ok(tensor.shallow_clone()),
-            Self::Host(value) => like.f_full_like(*value)?.f_to_kind(Kind::Float),
-        }
-    }
-
-    /// `self` combined with the next value of the epoch, weighted by `weight`.
-    fn reduce(&self, next: &Self, fx: ReduceFx, weight: f64) -> Result<Self, tch::TchError> {
-        if let (Self::Host(old), Self::Host(new)) = (self, next) {
-            return Ok(Self::Host(match fx {
-                ReduceFx::Mean => old + new * weight,
-                ReduceFx::Sum => old + new,
-                ReduceFx::Min => old.min(*new),
-                ReduceFx::Max => old.max(*new),
-            }));
-        }
-        let like = match (self, next) {
-            (Self::Tensor(tensor), _) | (_, Self::Tensor(tensor)) => tensor,
-            _ => return Ok(Self::Host(f64::NAN)),
-        };
-        let (old, new) = (self.tensor_like(like)?, next.tensor_like(like)?);
-        Ok(Self::Tensor(match fx {
-            ReduceFx::Mean => old.f_add(&new.f_mul_scalar(weight)?)?,
-            ReduceFx::Sum => old.f_add(&new)?,
-            ReduceFx::Min => old.f_minimum(&new)?,
-            ReduceFx::Max => old.f_maximum(&new)?,
-        }))
-    }
-}
 
 /// Options of one logged value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -501,6 +405,8 @@ fn set(values: &mut Vec<(String, f64)>, name: String, value: f64) {
 
 #[cfg(test)]
 mod tests {
+    use tch::Tensor;
+
     use super::*;
 
     fn store(level: Level) -> MetricStore {
@@ -509,27 +415,44 @@ mod tests {
         store
     }
 
+    /// A value as it comes from the host, and as it comes from a device.
+    fn both(value: f64) -> [LogValue; 2] {
+        [LogValue::from(value), LogValue::Tensor(Tensor::from(value))]
+    }
+
     #[test]
     fn epoch_mean_is_weighted_by_batch_size() {
-        let mut store = store(Level::Step);
-        for (value, size) in [(1.0, 4), (3.0, 2)] {
-            let options = LogOptions { on_epoch: true, batch_size: Some(size), ..store.default_options() };
-            store.record("loss", Tensor::from(value).into(), options);
+        for source in 0..2 {
+            let mut store = store(Level::Step);
+            for (value, size) in [(1.0, 4), (3.0, 2)] {
+                let options =
+                    LogOptions { on_epoch: true, batch_size: Some(size), ..store.default_options() };
+                let [host, device] = both(value);
+                store.record("loss", if source == 0 { host } else { device }, options);
+            }
+            assert_eq!(store.callback_metric("loss_step"), Some(3.0));
+            let logged = store.finish_train_epoch();
+            assert_eq!(logged, vec![("loss_epoch".to_owned(), f64::from(10.0_f32 / 6.0))]);
+            assert_eq!(store.callback_metric("loss"), store.callback_metric("loss_epoch"));
+            assert!(store.take_problem().is_none());
         }
-        assert_eq!(store.callback_metric("loss_step"), Some(3.0));
-        let logged = store.finish_train_epoch();
-        assert_eq!(logged, vec![("loss_epoch".to_owned(), f64::from(10.0_f32 / 6.0))]);
-        assert_eq!(store.callback_metric("loss"), store.callback_metric("loss_epoch"));
-        assert!(store.take_problem().is_none());
+    }
+
+    #[test]
+    fn a_tensor_of_the_host_is_read_at_once() {
+        let loss = Tensor::from(0.1_f32).set_requires_grad(true);
+        assert!(matches!(LogValue::from(&loss * 2.0), LogValue::Host(value) if value == f64::from(0.2_f32)));
+        assert!(matches!(LogValue::from(Tensor::from_slice(&[1.0, 2.0])), LogValue::Tensor(_)));
     }
 
     #[test]
     fn sum_min_max_ignore_batch_size() {
         for (fx, expected) in [(ReduceFx::Sum, 6.0), (ReduceFx::Min, 1.0), (ReduceFx::Max, 3.0)] {
             let mut store = store(Level::Epoch);
-            for value in [2.0, 1.0, 3.0] {
+            for (source, value) in [2.0, 1.0, 3.0].into_iter().enumerate() {
                 let options = LogOptions { reduce_fx: fx, ..store.default_options() };
-                store.record("x", value.into(), options);
+                let [host, device] = both(value);
+                store.record("x", if source == 1 { device } else { host }, options);
             }
             assert_eq!(store.finish_train_epoch(), vec![("x".to_owned(), expected)], "{fx:?}");
         }

@@ -1,6 +1,7 @@
 //! What a user writes: a module with its steps, its optimizers and its hooks.
 
 mod context;
+mod log_value;
 mod metrics;
 mod metrics_state;
 
@@ -11,8 +12,8 @@ use crate::nn::Module;
 use crate::optim::Optimizers;
 
 pub use context::{CheckpointRequest, HookContext, LogEntry, Requests, RunFacts, StepContext};
+pub use log_value::{LogValue, ReduceFx};
 pub(crate) use metrics::{Level, MetricStore, Phase, Scope};
-pub use metrics::{LogValue, ReduceFx};
 pub(crate) use metrics_state::MetricsState;
 
 /// Where a run stands; saved in every checkpoint.

@@ -1,0 +1,107 @@
+//! A logged scalar: on its device, or a number of the host.
+
+use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
+
+/// How the values of an epoch become one.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ReduceFx {
+    /// Mean weighted by batch size.
+    #[default]
+    Mean,
+    /// Sum.
+    Sum,
+    /// Smallest value.
+    Min,
+    /// Largest value.
+    Max,
+}
+
+/// A scalar to be logged: a tensor of one element, or a number.
+#[derive(Debug)]
+pub enum LogValue {
+    /// A tensor of one element, on any device.
+    Tensor(Tensor),
+    /// A number of the host.
+    Host(f64),
+}
+
+impl From<&Tensor> for LogValue {
+    fn from(tensor: &Tensor) -> Self {
+        // on the host the number costs less than another handle, and sums of numbers less than sums of tensors
+        if tensor.device() == tch::Device::Cpu
+            && tensor.numel() == 1
+            && let Ok(number) = tensor.f_double_value(&[])
+        {
+            return Self::Host(number);
+        }
+        Self::Tensor(tensor.detach())
+    }
+}
+
+impl From<Tensor> for LogValue {
+    fn from(tensor: Tensor) -> Self {
+        Self::from(&tensor)
+    }
+}
+
+macro_rules! log_value_from_number {
+    ($($number:ty),*) => {$(
+        impl From<$number> for LogValue {
+            fn from(value: $number) -> Self {
+                Self::Host(value as f64)
+            }
+        }
+    )*};
+}
+log_value_from_number!(f64, f32, i32, i64, u32, u64, usize);
+
+impl LogValue {
+    /// The number. # Sync: reads a tensor back from its device.
+    pub(crate) fn read(&self) -> f64 {
+        match self {
+            Self::Tensor(tensor) => tensor.f_double_value(&[]).unwrap_or(f64::NAN),
+            Self::Host(value) => *value,
+        }
+    }
+
+    /// The value as a float32 scalar.
+    pub(crate) fn to_f32(&self) -> Result<Self, tch::TchError> {
+        Ok(match self {
+            Self::Tensor(tensor) => Self::Tensor(tensor.f_to_kind(Kind::Float)?.f_reshape([] as [i64; 0])?),
+            Self::Host(value) => Self::Host(f64::from(*value as f32)),
+        })
+    }
+
+    /// A scalar float32 tensor on the device of `like`.
+    fn tensor_like(&self, like: &Tensor) -> Result<Tensor, tch::TchError> {
+        match self {
+            Self::Tensor(tensor) => Ok(tensor.shallow_clone()),
+            Self::Host(value) => like.f_full_like(*value)?.f_to_kind(Kind::Float),
+        }
+    }
+
+    /// `self` combined with the next value of the epoch, weighted by `weight`.
+    pub(crate) fn reduce(&self, next: &Self, fx: ReduceFx, weight: f64) -> Result<Self, tch::TchError> {
+        if let (Self::Host(old), Self::Host(new)) = (self, next) {
+            return Ok(Self::Host(match fx {
+                ReduceFx::Mean => old + new * weight,
+                ReduceFx::Sum => old + new,
+                ReduceFx::Min => old.min(*new),
+                ReduceFx::Max => old.max(*new),
+            }));
+        }
+        let like = match (self, next) {
+            (Self::Tensor(tensor), _) | (_, Self::Tensor(tensor)) => tensor,
+            _ => return Ok(Self::Host(f64::NAN)),
+        };
+        let (old, new) = (self.tensor_like(like)?, next.tensor_like(like)?);
+        Ok(Self::Tensor(match fx {
+            ReduceFx::Mean => old.f_add(&new.f_mul_scalar(weight)?)?,
+            ReduceFx::Sum => old.f_add(&new)?,
+            ReduceFx::Min => old.f_minimum(&new)?,
+            ReduceFx::Max => old.f_maximum(&new)?,
+        }))
+    }
+}
