@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Callback;
 use super::file_name::{FileName, Value};
-use crate::checkpoint::CheckpointPaths;
+use crate::checkpoint::{CheckpointPaths, remove_leftovers};
 use crate::error::ConfigError;
 use crate::module::{CheckpointRequest, HookContext};
 use crate::nn::Module;
@@ -327,7 +327,8 @@ impl Callback for ModelCheckpoint {
 
     fn checkpoint_paths(&self) -> Option<CheckpointPaths> {
         let State { best_model_path, last_model_path, .. } = self.state.clone();
-        Some(CheckpointPaths { best: best_model_path, last: last_model_path })
+        let folder = self.config.dirpath.clone();
+        Some(CheckpointPaths { best: best_model_path, last: last_model_path, folder })
     }
 
     fn state_dict(&self) -> Option<serde_json::Value> {
@@ -350,6 +351,10 @@ impl Callback for ModelCheckpoint {
             self.state.best_k_models.clear();
         }
         self.state.dirpath = dirpath;
+        self.state.last_step_saved.take_if(|step| *step > ctx.global_step()); // that was another fit
+        if !ctx.facts().fast_dev_run {
+            remove_leftovers(&self.state.dirpath);
+        }
         Ok(())
     }
 

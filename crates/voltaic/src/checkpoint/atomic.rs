@@ -33,6 +33,8 @@ fn write_and_rename(
     write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,
 ) -> Result<()> {
     let file = File::create(temporary).map_err(|e| Error::io("create", temporary, e))?;
+    // tells `remove_leftovers` that the writer lives; a file system without locks leaves it nothing to remove
+    let _ = file.try_lock();
     let mut writer = BufWriter::with_capacity(1 << 20, file);
     write(&mut writer).and_then(|()| writer.flush()).map_err(|e| Error::io("write", temporary, e))?;
     writer.get_ref().sync_all().map_err(|e| Error::io("flush to disk", temporary, e))?;
@@ -50,6 +52,20 @@ fn temporary_path(path: &Path) -> PathBuf {
     path.with_file_name(format!(".{name}.{}-{unique}.tmp", std::process::id()))
 }
 
+/// Removes temporary files of checkpoints in `folder` whose writers were killed.
+///
+/// A file whose writer lives, in this process or another, is locked and stays.
+pub fn remove_leftovers(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_temporary = name.starts_with('.') && name.contains(".ckpt.") && name.ends_with(".tmp");
+        if is_temporary && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok()) {
+            tracing::info!("removing {}, left by a run that was killed", entry.path().display());
+            let _ = fs::remove_file(entry.path()); // it only takes space
+        }
+    }
+}
+
 /// Removes a file; that it is gone already is no error.
 ///
 /// # Errors
@@ -64,6 +80,26 @@ pub fn remove_file(path: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn leftovers_go_unless_their_writer_lives() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.ckpt");
+        for name in [".a.ckpt.1-0.tmp", ".b.ckpt.77-3.tmp", "b.ckpt", ".other.tmp"] {
+            File::create(folder.path().join(name)).expect("writable");
+        }
+        write_atomically(&path, |_| {
+            remove_leftovers(folder.path());
+            Ok(())
+        })
+        .expect("its own temporary file was left alone");
+        let mut left: Vec<_> = fs::read_dir(folder.path())
+            .expect("listable")
+            .map(|entry| entry.expect("readable").file_name().into_string().expect("text"))
+            .collect();
+        left.sort();
+        assert_eq!(left, [".other.tmp", "a.ckpt", "b.ckpt"]);
+    }
 
     #[test]
     fn a_failed_write_leaves_the_old_file_and_no_other() {

@@ -18,6 +18,8 @@ use crate::error::{CheckpointError, Error, Result};
 const PREFIX: &str = "voltaic:";
 const METADATA_KEY: &str = "voltaic";
 
+type NamedTensors = Vec<(String, Tensor)>;
+
 /// What the metadata entry holds.
 #[derive(Serialize, Deserialize)]
 struct Header {
@@ -135,8 +137,8 @@ fn unreadable(path: &Path, what: impl Into<String>) -> Error {
     .into()
 }
 
-/// Reads the file and splits header and tensors.
-fn open(path: &Path) -> Result<(Option<String>, Vec<(String, Tensor)>)> {
+/// Reads the file and splits the text of the header, if there is one, from the tensors.
+fn open(path: &Path) -> Result<(Option<String>, NamedTensors)> {
     let bytes = std::fs::read(path).map_err(|e| Error::io("read checkpoint", path, e))?;
     let file = SafeTensors::deserialize(&bytes).map_err(|e| unreadable(path, e.to_string()))?;
     let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| unreadable(path, e.to_string()))?;

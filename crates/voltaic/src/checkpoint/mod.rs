@@ -13,7 +13,7 @@ use tch::Tensor;
 
 use crate::error::Result;
 
-pub use atomic::{remove_file, write_atomically};
+pub use atomic::{remove_file, remove_leftovers, write_atomically};
 pub use format::{read, read_weights, write};
 
 /// Version of the file layout; a file of a later version is refused.
@@ -68,6 +68,8 @@ pub struct CheckpointPaths {
     pub best: Option<PathBuf>,
     /// The newest.
     pub last: Option<PathBuf>,
+    /// The folder they go to, if it is known before the run.
+    pub folder: Option<PathBuf>,
 }
 
 impl Checkpoint {

@@ -96,6 +96,9 @@ impl Error {
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
                 "free some disk space, or choose another folder"
             }
+            ErrorKind::FileTooLarge => {
+                "raise the limit on the size of files (ulimit -f), or choose another file system"
+            }
             ErrorKind::ReadOnlyFilesystem => "choose a folder that can be written to",
             _ => "check the path and the file system",
         };

@@ -19,6 +19,7 @@ use std::ffi::CStr;
 use voltaic_sys as sys;
 
 pub use allocator::{host_pool, hpu_pool, install_host_pool};
+pub(crate) use autograd::panic_text;
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
 pub use hpu::{HpuOptions, MAX_HPUS, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator};
 pub use optim::{

@@ -259,7 +259,8 @@ impl HookContext<'_> {
         self.requests.stop.get_or_insert(reason.into());
     }
 
-    /// Asks the trainer to write a checkpoint after this hook.
+    /// Asks the trainer to write a checkpoint as soon as a run can be resumed from it: after the batch in progress and
+    /// the validation that follows it, or at the end of the epoch.
     pub fn request_checkpoint(&mut self, request: CheckpointRequest) {
         self.requests.checkpoints.push(request);
     }

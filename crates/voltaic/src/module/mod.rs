@@ -2,6 +2,7 @@
 
 mod context;
 mod metrics;
+mod metrics_state;
 
 use tch::Tensor;
 
@@ -10,8 +11,9 @@ use crate::nn::Module;
 use crate::optim::Optimizers;
 
 pub use context::{CheckpointRequest, HookContext, LogEntry, Requests, RunFacts, StepContext};
-pub(crate) use metrics::{Level, MetricStore, MetricsState, Phase, Scope};
+pub(crate) use metrics::{Level, MetricStore, Phase, Scope};
 pub use metrics::{LogValue, ReduceFx};
+pub(crate) use metrics_state::MetricsState;
 
 /// Where a run stands; saved in every checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

@@ -9,7 +9,8 @@ use super::session::Run;
 use super::{Trainer, global_seed};
 use crate::accelerator::{Devices, accelerator};
 use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar};
-use crate::error::{ConfigError, Result};
+use crate::error::{ConfigError, ConfigProblem, Result};
+use crate::ffi;
 use crate::logger::{CsvLogger, Logger};
 use crate::module::{MetricStore, Progress, Requests, RunFacts};
 use crate::optim::OptimizerConfig;
@@ -50,7 +51,7 @@ impl TrainerBuilder {
         self
     }
 
-    /// Adds a logger in place of the default one.
+    /// Adds a logger in place of the default one. A `fast_dev_run` uses none.
     #[must_use]
     pub fn with_logger(mut self, logger: impl Logger + 'static) -> Self {
         self.loggers.push(Box::new(logger));
@@ -96,10 +97,12 @@ impl TrainerBuilder {
         default_root_dir: PathBuf => Some;
     }
 
-    /// Checks everything and makes the trainer.
+    /// Checks everything and makes the trainer. libtorch's memory comes from the host pool from now on
+    /// ([`ffi::install_host_pool`]).
     ///
     /// # Errors
-    /// [`ConfigError`] with all problems of the configuration.
+    /// [`ConfigError`] with all problems of the configuration; [`MemoryError`](crate::error::MemoryError) if
+    /// `VOLTAIC_HOST_POOL` has a value it cannot have.
     pub fn build(mut self) -> Result<Trainer> {
         let mut problems = Vec::new();
         let accelerator = accelerator(&self.config.accelerator);
@@ -121,10 +124,15 @@ impl TrainerBuilder {
         if let Err(error) = self.add_defaults() {
             problems.extend(error.problems);
         }
+        problems.extend(same_state_keys(&self.callbacks));
         let (Some(plan), Ok(accelerator), true) = (plan, accelerator, problems.is_empty()) else {
             return Err(ConfigError { problems }.into());
         };
         accelerator.setup()?;
+        ffi::install_host_pool()?;
+        if plan.fast_dev_run {
+            self.loggers.clear();
+        }
         if self.loggers.is_empty() && self.config.logger && !plan.fast_dev_run {
             self.loggers.push(Box::new(CsvLogger::new(&plan.default_root_dir)));
         }
@@ -170,4 +178,20 @@ impl TrainerBuilder {
         }
         Ok(())
     }
+}
+
+/// Callbacks whose states would overwrite each other in a checkpoint.
+fn same_state_keys(callbacks: &[Box<dyn Callback>]) -> Vec<ConfigProblem> {
+    let keys: Vec<String> = callbacks
+        .iter()
+        .filter(|callback| callback.state_dict().is_some())
+        .map(|callback| callback.state_key())
+        .collect();
+    let repeated = keys.iter().enumerate().filter(|(i, key)| keys[..*i].contains(key));
+    repeated
+        .map(|(_, key)| {
+            let what = format!("two callbacks keep their state as {key}");
+            ConfigProblem::new("trainer.callbacks", what, "give them different settings or a state_key each")
+        })
+        .collect()
 }

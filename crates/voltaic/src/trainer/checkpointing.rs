@@ -10,7 +10,7 @@ use super::guard::guarded;
 use super::seed;
 use super::session::{Run, Session, hook_error};
 use crate::callback::Callback;
-use crate::checkpoint::{self, Checkpoint, CheckpointMeta, TrainingState};
+use crate::checkpoint::{self, Checkpoint, CheckpointMeta, CheckpointPaths, TrainingState};
 use crate::error::{CheckpointError, ConfigError, Error, Result};
 use crate::module::{CheckpointRequest, LightningModule, MetricsState, Progress};
 use crate::nn::{Module, ModuleExt};
@@ -169,6 +169,7 @@ pub(super) fn restore_training<M: LightningModule>(
         );
         session.run.seed = state.seed;
         loaders.train.set_seed(state.seed);
+        loaders.val.iter_mut().for_each(|loader| loader.set_seed(state.seed));
     }
     session.run.metrics.restore(state.metrics);
     session.run.progress = state.progress;
@@ -226,32 +227,41 @@ fn restore_callbacks(callbacks: &mut [Box<dyn Callback>], states: &[(String, Val
 
 /// Finds the file that `best`, `last` or a path means.
 pub(super) fn find(run: &Run, ckpt_path: &str) -> Result<Option<PathBuf>> {
-    let paths = run.callbacks.iter().find_map(|callback| callback.checkpoint_paths());
     let missing = |what: &str, remedy: &str| Err(ConfigError::new("ckpt_path", what, remedy).into());
-    match (ckpt_path, paths) {
-        ("best", None) => missing("`best` without a callback that saves checkpoints", "enable checkpointing"),
-        ("best", Some(paths)) => match paths.best {
+    let saved: Vec<CheckpointPaths> =
+        run.callbacks.iter().filter_map(|callback| callback.checkpoint_paths()).collect();
+    match ckpt_path {
+        "best" if saved.is_empty() => {
+            missing("`best` without a callback that saves checkpoints", "enable checkpointing")
+        }
+        "best" => match saved.into_iter().find_map(|paths| paths.best) {
             Some(best) => Ok(Some(best)),
             None => missing("`best`, but no checkpoint has been saved yet", "fit first, or give a path"),
         },
-        ("last", paths) => {
-            let known = paths.and_then(|paths| paths.last).filter(|path| path.exists());
-            let found = known.or_else(|| newest_below(&run.facts.default_root_dir.join("lightning_logs")));
+        "last" => {
+            let known = saved.iter().filter_map(|paths| paths.last.clone());
+            let found = newest(known).or_else(|| {
+                let versions = entries(&run.facts.default_root_dir.join("lightning_logs"));
+                let folders = versions.map(|version| version.join("checkpoints"));
+                let folders = folders.chain(saved.iter().filter_map(|paths| paths.folder.clone()));
+                newest(folders.flat_map(|folder| entries(&folder)))
+            });
             if found.is_none() {
                 tracing::warn!("ckpt_path=last, but there is no checkpoint; starting anew");
             }
             Ok(found)
         }
-        (path, _) => Ok(Some(PathBuf::from(path))),
+        path => Ok(Some(PathBuf::from(path))),
     }
 }
 
-/// The checkpoint written last below `lightning_logs/version_*/checkpoints`.
-fn newest_below(logs: &Path) -> Option<PathBuf> {
-    let entries =
-        |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-    entries(logs)
-        .flat_map(|version| entries(&version.join("checkpoints")).collect::<Vec<_>>())
+fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path())
+}
+
+/// The checkpoint written last; links that lead nowhere and files of other kinds do not count.
+fn newest(paths: impl Iterator<Item = PathBuf>) -> Option<PathBuf> {
+    paths
         .filter(|path| path.extension().is_some_and(|extension| extension == "ckpt"))
         .filter_map(|path| Some((path.metadata().ok()?.modified().ok()?, path)))
         .max()

@@ -16,6 +16,14 @@ pub(super) struct FitLoaders<B: Batch> {
     pub plan: FitPlan,
 }
 
+/// What a training batch leaves to be done.
+struct BatchEnd {
+    /// The optimizer has stepped.
+    is_step: bool,
+    /// Validation is due.
+    validates: bool,
+}
+
 const TRAINING_STEP: HookPoint = HookPoint { name: "training_step", phase: Phase::Train, level: Level::Step };
 
 impl<M: LightningModule> Session<'_, M> {
@@ -31,6 +39,9 @@ impl<M: LightningModule> Session<'_, M> {
             }
             self.train_epoch(loaders)?;
         }
+        if let Some(reason) = &self.run.requests.stop {
+            tracing::info!("stopped at global_step {}: {reason}", self.run.progress.global_step);
+        }
         call_hook!(self, on_train_end, Train, Denied)
     }
 
@@ -44,11 +55,14 @@ impl<M: LightningModule> Session<'_, M> {
             num_batches: Some(loaders.plan.num_training_batches.saturating_sub(first_batch)),
         };
         for batch in loaders.train.iter(range)? {
-            let validates = self.train_batch(batch?, &loaders.plan)?;
+            let BatchEnd { is_step, validates } = self.train_batch(batch?, &loaders.plan)?;
             if validates {
                 self.validate_in_fit(&loaders.val, &loaders.plan.num_val_batches)?;
+            }
+            if is_step {
                 self.step_schedulers(Interval::Step, true)?;
             }
+            self.write_checkpoints()?;
             self.check_signals()?;
             if self.must_stop() {
                 break;
@@ -58,8 +72,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// One batch: forward, backward and, at the end of an accumulation window, the optimizer step.
-    /// Returns whether validation is due after it.
-    fn train_batch(&mut self, batch: M::Batch, plan: &FitPlan) -> Result<bool> {
+    fn train_batch(&mut self, batch: M::Batch, plan: &FitPlan) -> Result<BatchEnd> {
         let batch_idx = self.run.progress.batch_idx as usize;
         let is_last = batch_idx + 1 >= plan.num_training_batches;
         let window = self.plan.accumulate_grad_batches;
@@ -96,14 +109,14 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.progress.batch_idx += 1;
         self.run.progress.total_batches += 1;
 
-        let loss = loss.detach();
+        let loss = loss.f_detach()?;
         facts.loss = Some(&loss);
         facts.will_validate = self.validation_is_due(plan);
         call_hook!(self, on_train_batch_end, Train, Step, facts)?;
         if closes_window {
             self.log_step()?;
         }
-        Ok(facts.will_validate)
+        Ok(BatchEnd { is_step: closes_window, validates: facts.will_validate })
     }
 
     fn clip_gradients(&mut self) -> Result<()> {
@@ -151,7 +164,11 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.metrics.publish_train_epoch(); // sync point
         call_hook!(self, on_train_epoch_end, Train, EpochOnly)?;
         self.step_schedulers(Interval::Epoch, true)?;
+        if !self.run.progress.epoch_ended {
+            self.write_checkpoints()?; // with the metrics so far, to which a resumed run adds
+        }
         let values = self.run.metrics.finish_train_epoch(); // sync point
+        self.write_checkpoints()?;
         self.log(values, self.run.progress.global_step.saturating_sub(1))?;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.save())
     }
@@ -161,22 +178,19 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// Somebody asked to stop, and `min_epochs` and `min_steps` allow it.
-    fn stop_is_granted(&mut self) -> bool {
+    fn stop_is_granted(&self) -> bool {
         let progress = &self.run.progress;
-        let Some(reason) = &self.run.requests.stop else { return false };
         let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
-        if epochs >= self.plan.min_epochs && progress.global_step >= self.plan.min_steps {
-            tracing::info!("stopping at global_step {}: {reason}", progress.global_step);
-            return true;
-        }
-        false
+        self.run.requests.stop.is_some()
+            && epochs >= self.plan.min_epochs
+            && progress.global_step >= self.plan.min_steps
     }
 
-    fn must_stop(&mut self) -> bool {
+    fn must_stop(&self) -> bool {
         self.reached_max_steps() || self.stop_is_granted()
     }
 
-    fn is_done(&mut self, loaders: &FitLoaders<M::Batch>) -> bool {
+    fn is_done(&self, loaders: &FitLoaders<M::Batch>) -> bool {
         let progress = &self.run.progress;
         let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
         let reached_max_epochs = self.plan.max_epochs.is_some_and(|max| epochs >= max);

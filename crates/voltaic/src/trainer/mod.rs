@@ -24,7 +24,7 @@ use crate::checkpoint::Checkpoint;
 use crate::data::{DataLoader, DataModule, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
-use crate::module::{LightningModule, Progress};
+use crate::module::{LightningModule, MetricStore, Progress, Requests};
 use crate::nn::{ModuleExt, set_training};
 use crate::optim::Optimizers;
 
@@ -39,6 +39,7 @@ pub type EvalMetrics = Vec<(String, f64)>;
 
 use eval::EvalLoaders;
 use fit::FitLoaders;
+use guard::guarded;
 use optimizers::OptimizerOverride;
 use plan::{FitPlan, TrainPlan, limit_batches};
 use schedule::ActiveScheduler;
@@ -96,9 +97,10 @@ impl Trainer {
     {
         let _engine = SingleThreadedEngine::enter()?;
         let ckpt_path = self.ckpt_path.take();
-        if ckpt_path.is_none() {
-            self.run.progress = Progress::default();
-        }
+        // nothing of an earlier fit may show in this one
+        self.run.requests = Requests::default();
+        self.run.metrics = MetricStore::default();
+        self.run.progress = Progress::default();
         self.setup(module, data, Stage::Fit)?;
         let mut loaders = self.fit_loaders(data)?;
         let optimizers = self.optimizers.clone();
@@ -122,7 +124,9 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         let limit = self.plan.limit_val;
-        let loaders = |data: &mut D| (data.val_dataloaders(), "val_dataloaders", "limit_val_batches", limit);
+        let loaders = |data: &mut D| {
+            (guarded(|| data.val_dataloaders()), "val_dataloaders", "limit_val_batches", limit)
+        };
         self.evaluate(module, data, Stage::Validate, loaders, |session, data| session.validate(data))
     }
 
@@ -136,8 +140,9 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         let limit = self.plan.limit_test;
-        let loaders =
-            |data: &mut D| (data.test_dataloaders(), "test_dataloaders", "limit_test_batches", limit);
+        let loaders = |data: &mut D| {
+            (guarded(|| data.test_dataloaders()), "test_dataloaders", "limit_test_batches", limit)
+        };
         self.evaluate(module, data, Stage::Test, loaders, |session, data| session.test(data))
     }
 
@@ -152,7 +157,7 @@ impl Trainer {
     {
         let limit = self.plan.limit_predict;
         let loaders = |data: &mut D| {
-            (data.predict_dataloaders(), "predict_dataloaders", "limit_predict_batches", limit)
+            (guarded(|| data.predict_dataloaders()), "predict_dataloaders", "limit_predict_batches", limit)
         };
         self.evaluate(module, data, Stage::Predict, loaders, |session, data| session.predict(data))
     }
@@ -216,12 +221,12 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         let fail = |hook| move |source| hook_error(hook, 0, source);
-        guard::guarded(|| data.prepare_data()).map_err(fail("prepare_data"))?;
-        guard::guarded(|| data.setup(stage)).map_err(fail("setup of the data module"))?;
+        guarded(|| data.prepare_data()).map_err(fail("prepare_data"))?;
+        guarded(|| data.setup(stage)).map_err(fail("setup of the data module"))?;
         for callback in &mut self.run.callbacks {
-            guard::guarded(|| callback.setup(stage, module)).map_err(fail("setup of a callback"))?;
+            guarded(|| callback.setup(stage, module)).map_err(fail("setup of a callback"))?;
         }
-        guard::guarded(|| module.setup(stage)).map_err(fail("setup"))?;
+        guarded(|| module.setup(stage)).map_err(fail("setup"))?;
         module.to_device(self.plan.device)
     }
 
@@ -231,11 +236,11 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         let fail = |hook| move |source| hook_error(hook, 0, source);
-        guard::guarded(|| data.teardown(stage)).map_err(fail("teardown of the data module"))?;
+        guarded(|| data.teardown(stage)).map_err(fail("teardown of the data module"))?;
         for callback in &mut self.run.callbacks {
-            guard::guarded(|| callback.teardown(stage, module)).map_err(fail("teardown of a callback"))?;
+            guarded(|| callback.teardown(stage, module)).map_err(fail("teardown of a callback"))?;
         }
-        guard::guarded(|| module.teardown(stage)).map_err(fail("teardown"))?;
+        guarded(|| module.teardown(stage)).map_err(fail("teardown"))?;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))
     }
 
@@ -245,12 +250,12 @@ impl Trainer {
         D: DataModule<Batch = B> + ?Sized,
     {
         let fail = |hook| move |source| hook_error(hook, 0, source);
-        let train = guard::guarded(|| data.train_dataloader()).map_err(fail("train_dataloader"))?;
+        let train = guarded(|| data.train_dataloader()).map_err(fail("train_dataloader"))?;
         let Some(mut train) = train else {
             let remedy = "implement DataModule::train_dataloader, or give Loaders a train loader";
             return Err(ConfigError::new("data", "there is no training loader", remedy).into());
         };
-        let mut val = guard::guarded(|| data.val_dataloaders()).map_err(fail("val_dataloaders"))?;
+        let mut val = guarded(|| data.val_dataloaders()).map_err(fail("val_dataloaders"))?;
         self.run.seed = global_seed();
         train.set_seed(self.run.seed);
         val.iter_mut().for_each(|loader| loader.set_seed(self.run.seed));
@@ -296,7 +301,9 @@ impl Trainer {
         let num_batches = limit_batches(limit_key, limit, &available)?;
         self.run.facts.num_eval_batches = num_batches.iter().sum();
         let mut session = self.session(module, stage)?;
-        let result = body(&mut session, &EvalLoaders { loaders: &loaders, num_batches: &num_batches });
+        let data_of_stage = EvalLoaders { loaders: &loaders, num_batches: &num_batches };
+        let result = body(&mut session, &data_of_stage)
+            .and_then(|output| session.write_checkpoints().map(|()| output));
         if let Err(error) = &result {
             session.on_exception(error);
         }
@@ -329,7 +336,8 @@ fn fit_session<M: LightningModule>(
     session.sanity_check(&loaders.val, &loaders.plan.num_val_batches)?;
     seed::set_rng_states(&rng)?;
     session.train(loaders)?;
-    call_hook!(session, on_fit_end, Train, Denied)
+    call_hook!(session, on_fit_end, Train, Denied)?;
+    session.write_checkpoints()
 }
 
 fn configure_optimizers<M: LightningModule>(
@@ -338,7 +346,7 @@ fn configure_optimizers<M: LightningModule>(
 ) -> Result<()> {
     let configured: Optimizers = match replacement {
         Some(replacement) => replacement.into(),
-        None => guard::guarded(|| session.module.configure_optimizers())
+        None => guarded(|| session.module.configure_optimizers())
             .map_err(|source| hook_error("configure_optimizers", 0, source))?,
     };
     for (index, built) in configured.build(session.module)?.into_iter().enumerate() {

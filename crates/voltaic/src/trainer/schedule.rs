@@ -18,8 +18,7 @@ impl<M: LightningModule> Session<'_, M> {
     pub(super) fn step_schedulers(&mut self, interval: Interval, watch_metric: bool) -> Result<()> {
         let progress = &self.run.progress;
         let position = match interval {
-            Interval::Step if watch_metric => progress.batch_idx, // the batch is counted already
-            Interval::Step => progress.batch_idx + 1,
+            Interval::Step => progress.global_step,
             Interval::Epoch => progress.current_epoch + 1,
         };
         for ActiveScheduler { optimizer, configured } in &mut self.schedulers {

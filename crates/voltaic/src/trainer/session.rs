@@ -91,8 +91,7 @@ macro_rules! call_hook {
 pub(super) use call_hook;
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Calls a hook of the callbacks, then of the module, then of the callbacks that save checkpoints, and does what
-    /// they asked for.
+    /// Calls a hook of the callbacks, then of the module, then of the callbacks that save checkpoints.
     pub(super) fn hook(
         &mut self,
         point: HookPoint,
@@ -129,7 +128,7 @@ impl<M: LightningModule> Session<'_, M> {
                 }
             }
         }
-        self.after_user_code()
+        self.check_logged()
     }
 
     /// Tells the metric store which hook comes.
@@ -147,15 +146,16 @@ impl<M: LightningModule> Session<'_, M> {
         });
     }
 
-    /// Reports mistakes made in logging, and writes the checkpoints that were asked for.
-    fn after_user_code(&mut self) -> Result<()> {
-        if let Some(problem) = self.run.metrics.take_problem() {
-            return Err(problem.into());
-        }
-        for request in std::mem::take(&mut self.run.requests.checkpoints) {
-            checkpointing::write(self, &request)?;
-        }
-        Ok(())
+    /// Reports a mistake made in logging.
+    fn check_logged(&mut self) -> Result<()> {
+        self.run.metrics.take_problem().map_or(Ok(()), |problem| Err(problem.into()))
+    }
+
+    /// Writes the checkpoints that hooks have asked for. Called only where a resumed run can go on: between batches,
+    /// when validation and schedules have had their turn.
+    pub(super) fn write_checkpoints(&mut self) -> Result<()> {
+        let requests = std::mem::take(&mut self.run.requests.checkpoints);
+        requests.iter().try_for_each(|request| checkpointing::write(self, request))
     }
 
     /// Runs one of the user's steps.
@@ -175,10 +175,8 @@ impl<M: LightningModule> Session<'_, M> {
         };
         let output = guarded(|| step(module, &mut ctx))
             .map_err(|source| hook_error(point.name, self.run.progress.global_step, source))?;
-        match self.run.metrics.take_problem() {
-            Some(problem) => Err(problem.into()),
-            None => Ok(output),
-        }
+        self.check_logged()?;
+        Ok(output)
     }
 
     /// Gives metrics to all loggers, with the epoch as a column.

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use tempfile::TempDir;
-use voltaic::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig};
+use voltaic::callback::Callback;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{Dropout, Forward, Linear, ModuleExt};
@@ -144,60 +144,4 @@ fn evaluation_uses_all_samples_once_and_changes_nothing() {
     let predictions = trainer.predict(&mut net, &mut loaders()).unwrap();
     assert_eq!(predictions[0].iter().map(|p| p.size()[0]).collect::<Vec<_>>(), [4, 2]);
     assert_eq!(before, weights(&net));
-}
-
-fn losses_of(
-    root: &Path,
-    build: impl FnOnce(TrainerBuilder) -> TrainerBuilder,
-    ckpt: Option<&Path>,
-) -> (Vec<u64>, Vec<f32>) {
-    seed_everything(3).unwrap();
-    let mut net = Net::new();
-    if ckpt.is_some() {
-        seed_everything(99).unwrap(); // nothing may depend on the seed of the resuming process
-    }
-    let losses = Losses::default();
-    let mut trainer = build(quiet(root).logger(false)).callback(losses.clone()).build().unwrap();
-    if let Some(path) = ckpt {
-        trainer.ckpt_path(path.to_str().unwrap());
-    }
-    trainer.fit(&mut net, &mut loaders()).unwrap();
-    (losses.take(), weights(&net))
-}
-
-#[test]
-fn resume_equals_an_uninterrupted_run_bit_for_bit() {
-    let _rng = seeded(1);
-    let root = TempDir::new().unwrap();
-    for (every, accumulate) in [(1, 1), (3, 1), (5, 2), (7, 1), (9, 1)] {
-        let (all, end) =
-            losses_of(root.path(), |t| t.max_epochs(3).accumulate_grad_batches(accumulate as u64), None);
-        let folder = TempDir::new().unwrap();
-        let config = ModelCheckpointConfig {
-            dirpath: Some(folder.path().to_path_buf()),
-            every_n_train_steps: Some(every),
-            save_top_k: -1,
-            ..ModelCheckpointConfig::default()
-        };
-        let saver = ModelCheckpoint::new(config).unwrap();
-        let (again, _) = losses_of(
-            root.path(),
-            |t| t.max_epochs(3).accumulate_grad_batches(accumulate as u64).callback(saver),
-            None,
-        );
-        assert_eq!(all, again, "saving changes nothing");
-        let mut paths: Vec<_> =
-            std::fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().path()).collect();
-        paths.sort();
-        assert!(!paths.is_empty());
-        for path in paths {
-            let (rest, resumed) = losses_of(
-                root.path(),
-                |t| t.max_epochs(3).accumulate_grad_batches(accumulate as u64),
-                Some(&path),
-            );
-            assert_eq!(all[all.len() - rest.len()..], rest, "{}", path.display());
-            assert_eq!(end, resumed, "{}", path.display());
-        }
-    }
 }

@@ -1,0 +1,206 @@
+//! Checkpoints when things go badly: `kill -9` at any moment, a full disk.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use tempfile::TempDir;
+use voltaic::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
+use voltaic::checkpoint::Checkpoint;
+use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::nn::Parameter;
+use voltaic::optim::{AdamW, Optimizers};
+use voltaic::{Kind, Module, Tensor};
+
+use crate::probe::{files, loaders, names, own_process, plays, silent, text_of};
+
+const KILLS: usize = 50;
+const LANES: usize = 2;
+const FOLDER: &str = "VOLTAIC_TEST_FOLDER";
+/// Weights in a checkpoint; AdamW's state is twice as many.
+const BALLAST: i64 = 1 << 17;
+
+/// One weight, and so many others that a checkpoint takes a while to write.
+#[derive(Module)]
+struct Heavy {
+    ballast: Parameter,
+}
+
+impl Heavy {
+    fn new() -> Self {
+        Self { ballast: Parameter::new(Tensor::zeros([BALLAST], (Kind::Float, tch::Device::Cpu))) }
+    }
+}
+
+impl LightningModule for Heavy {
+    type Batch = Tensor;
+
+    fn training_step(&self, batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        Ok(self.ballast.f_sum(Kind::Float)? * batch.f_mean(Kind::Float)?)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        AdamW::new(1e-3).into()
+    }
+}
+
+/// Tells the parent where training starts.
+struct Announce;
+
+impl Callback for Announce {
+    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        println!("starts at {}", ctx.global_step());
+        Ok(())
+    }
+}
+
+fn saver(folder: &Path) -> ModelCheckpoint {
+    let config = ModelCheckpointConfig {
+        dirpath: Some(folder.to_path_buf()),
+        filename: Some("newest".to_owned()),
+        every_n_train_steps: Some(1),
+        save_last: SaveLast::Copy(true),
+        enable_version_counter: false,
+        ..Default::default()
+    };
+    ModelCheckpoint::new(config).unwrap()
+}
+
+fn train_until_killed(folder: &Path) {
+    let builder = silent().enable_checkpointing(true).limit_val_batches(0).max_epochs(-1);
+    let mut trainer = builder.callback(Announce).callback(saver(folder)).build().unwrap();
+    trainer.ckpt_path("last").fit(&mut Heavy::new(), &mut loaders()).unwrap();
+}
+
+/// Starts a training process; returns it and the step it starts at.
+fn start(folder: &Path) -> (Child, u64) {
+    let name = "kill::a_killed_run_leaves_whole_checkpoints_and_goes_on";
+    let mut child = own_process(name, "trainer")
+        .env(FOLDER, folder)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::inherit())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let step = lines.map_while(Result::ok).find_map(|line| line.split_once("starts at ")?.1.parse().ok());
+    (child, step.expect("the run starts"))
+}
+
+/// Steps of the checkpoints that are there; each has to load completely.
+fn saved_steps(folder: &Path) -> Vec<u64> {
+    let checkpoints = files(folder).into_iter().filter(|path| path.extension().is_some_and(|e| e == "ckpt"));
+    let steps = checkpoints.map(|path| {
+        let checkpoint = Checkpoint::load(&path).unwrap_or_else(|error| panic!("{error}"));
+        let training = checkpoint.training.expect("a full checkpoint");
+        assert_eq!((checkpoint.weights[0].1.numel(), training.optimizers[0].len()), (BALLAST as usize, 3));
+        let step = checkpoint.meta.global_step;
+        // one learning rate a step, whatever the gradient: the weights are of that very step
+        assert_eq!(training.json["progress"]["global_step"].as_u64(), Some(step));
+        step
+    });
+    steps.collect()
+}
+
+/// Kills and resumes one run again and again; returns how many kills hit a file half written.
+fn lane(seed: u64) -> usize {
+    let folder = TempDir::new().unwrap();
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut hits = 0;
+    let mut newest = 0;
+    for round in 0..KILLS / LANES {
+        let (mut child, started_at) = start(folder.path());
+        // two files of one moment may be of two neighbouring steps
+        assert!(started_at + 1 >= newest, "round {round}: {started_at} after {newest}");
+        std::thread::sleep(Duration::from_micros(rng.random_range(0..60_000)));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        hits += usize::from(names(folder.path()).iter().any(|name| name.ends_with(".tmp")));
+        let saved = saved_steps(folder.path()).into_iter().max().unwrap_or(0);
+        assert!(saved >= newest, "round {round}: {saved} after {newest}");
+        newest = saved;
+        assert!(names(folder.path()).len() <= 3, "leftovers add up: {:?}", names(folder.path()));
+    }
+    assert!(newest > KILLS as u64 / 4, "only {newest} steps were done");
+    hits
+}
+
+#[test]
+fn a_killed_run_leaves_whole_checkpoints_and_goes_on() {
+    if plays("trainer") {
+        return train_until_killed(&PathBuf::from(std::env::var_os(FOLDER).unwrap()));
+    }
+    let started = Instant::now();
+    let lanes: Vec<_> = (0..LANES as u64).map(|seed| std::thread::spawn(move || lane(seed))).collect();
+    let hits: usize = lanes.into_iter().map(|lane| lane.join().unwrap()).sum();
+    println!("{hits} of {KILLS} kills hit a file half written, {:.1} s", started.elapsed().as_secs_f64());
+    assert!(hits >= 5, "only {hits} of {KILLS} kills hit a save, which shows little");
+}
+
+/// Saves a small checkpoint, then one that does not fit.
+fn fill_up(folder: &Path, expected: &str) {
+    let path = folder.join("a.ckpt");
+    let checkpoint = |elements: i64| Checkpoint {
+        weights: vec![("w".to_owned(), Tensor::ones([elements], (Kind::Float, tch::Device::Cpu)))],
+        ..Checkpoint::default()
+    };
+    checkpoint(10).save(&path).unwrap();
+    let error = checkpoint(1 << 20).save(&path).expect_err("it does not fit").to_string();
+    assert!(error.contains(".a.ckpt.") && error.contains(expected), "{error}");
+    assert_eq!(Checkpoint::load(&path).unwrap().weights[0].1.numel(), 10, "the old one stays");
+    assert_eq!(names(folder), ["a.ckpt"]);
+    // the same from within a run
+    let mut trainer =
+        silent().enable_checkpointing(true).limit_val_batches(0).callback(saver(folder)).build().unwrap();
+    let error = trainer.fit(&mut Heavy::new(), &mut loaders()).expect_err("it does not fit");
+    assert!(matches!(&error, voltaic::Error::Io { .. }) && error.to_string().contains(expected), "{error}");
+    assert_eq!(names(folder), ["a.ckpt"]);
+    println!("the disk was full");
+}
+
+#[test]
+fn a_full_disk_is_explained_and_the_old_file_stays() {
+    let name = "kill::a_full_disk_is_explained_and_the_old_file_stays";
+    if plays("full disk") {
+        return fill_up(
+            &PathBuf::from(std::env::var_os(FOLDER).unwrap()),
+            "; free some disk space, or choose",
+        );
+    }
+    let folder = TempDir::new().unwrap();
+    let test = own_process(name, "full disk");
+    let mut command = Command::new("unshare");
+    command.args(["--map-root-user", "--mount", "sh", "-c"]);
+    command.arg(r#"mount -t tmpfs -o size=300k tmpfs "$0" && exec "$@""#).arg(folder.path());
+    command.arg(test.get_program()).args(test.get_args()).env(FOLDER, folder.path());
+    command.envs(test.get_envs().filter_map(|(key, value)| Some((key, value?))));
+    let output = command.output();
+    match output {
+        Ok(output) if String::from_utf8_lossy(&output.stdout).contains("running 1 test") => {
+            assert!(text_of(&output).contains("the disk was full"));
+        }
+        // the next test shows the same with a limit on the size of files
+        refused => println!("skipped: this system lets nobody mount a small disk: {refused:?}"),
+    }
+}
+
+#[test]
+fn a_file_beyond_the_size_limit_is_explained_and_the_old_file_stays() {
+    let name = "kill::a_file_beyond_the_size_limit_is_explained_and_the_old_file_stays";
+    if plays("size limit") {
+        return fill_up(
+            &PathBuf::from(std::env::var_os(FOLDER).unwrap()),
+            "; raise the limit on the size of files",
+        );
+    }
+    let folder = TempDir::new().unwrap();
+    let test = own_process(name, "size limit");
+    let mut command = Command::new("sh");
+    command.args(["-c", r#"trap "" XFSZ; ulimit -f 400; exec "$@""#]).arg0("sh").arg("sh");
+    command.arg(test.get_program()).args(test.get_args()).env(FOLDER, folder.path());
+    command.envs(test.get_envs().filter_map(|(key, value)| Some((key, value?))));
+    assert!(text_of(&command.output().unwrap()).contains("the disk was full"));
+}

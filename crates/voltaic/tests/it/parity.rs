@@ -1,0 +1,240 @@
+//! Whole training runs against PyTorch's losses; see fixtures/parity/make_fixtures.py.
+
+#![allow(clippy::unwrap_used, reason = "the helpers of tests may fail as the tests do")]
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use rand::rngs::StdRng;
+use serde_json::{Value, json};
+use voltaic::callback::Callback;
+use voltaic::data::{DataLoader, Dataset, Loaders};
+use voltaic::ffi::SharedTensor;
+use voltaic::models::{Gpt, GptConfig, Mlp, MlpConfig};
+use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::nn::functional::{cross_entropy, max_pool2d};
+use voltaic::nn::{Conv2d, Forward, Linear, Member, ModuleExt};
+use voltaic::optim::*;
+use voltaic::{Kind, Module, Tensor};
+
+use crate::probe::silent;
+
+const IMAGES: i64 = 16;
+const TEXTS: i64 = 4;
+const CONTEXT: i64 = 16;
+const VOCAB: i64 = 65;
+const INT: (Kind, tch::Device) = (Kind::Int64, tch::Device::Cpu);
+const DOUBLE: (Kind, tch::Device) = (Kind::Double, tch::Device::Cpu);
+
+type Pair = (Tensor, Tensor);
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity").join(name)
+}
+
+/// The script's `images`.
+fn images(step: i64, shape: &[i64]) -> Pair {
+    let classes = (Tensor::arange(IMAGES, INT) * 7 + step * 3).remainder(10);
+    let frequency = (classes.to_kind(Kind::Double) * 0.03 + 0.11).unsqueeze(1);
+    let waves = (Tensor::arange(784, DOUBLE) * frequency).sin();
+    let index = Tensor::arange(IMAGES * 784, DOUBLE).reshape([IMAGES, 784]);
+    let disturbance = (index * 12.9 + step as f64 * 7.7).sin() * 0.5;
+    let wrong = (&classes * 3 + step + 1).remainder(10);
+    let labels = wrong.where_self(&Tensor::arange(IMAGES, INT).remainder(4).eq(0), &classes);
+    ((waves + disturbance).to_kind(Kind::Float).reshape(shape), labels)
+}
+
+/// The script's `tokens`.
+fn tokens(step: i64) -> Pair {
+    let row = Tensor::arange(TEXTS, INT).unsqueeze(1);
+    let column = Tensor::arange(CONTEXT + 1, INT);
+    let text = (&row * 11 + step * 17 + column * (row.remainder(3) + 1)).remainder(VOCAB);
+    (text.narrow(1, 0, CONTEXT).contiguous(), text.narrow(1, 1, CONTEXT).contiguous())
+}
+
+/// The script's `ConvNet`.
+#[derive(Module)]
+struct SmallConvNet {
+    conv1: Conv2d,
+    conv2: Conv2d,
+    fc1: Linear,
+    fc2: Linear,
+}
+
+impl Forward for SmallConvNet {
+    fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
+        let x = self.conv2.forward(&self.conv1.forward(x)?.relu())?.relu();
+        let x = self.fc1.forward(&max_pool2d(&x, 2)?.flatten(1, -1))?.relu();
+        self.fc2.forward(&x)
+    }
+}
+
+type BoxedOptimizers = Box<dyn Fn() -> Optimizers + Send>;
+
+/// A network with the script's loss.
+struct Trained<N> {
+    net: N,
+    optimizers: BoxedOptimizers,
+}
+
+impl<N: Forward> Module for Trained<N> {
+    fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>)) {
+        self.net.members(visit);
+    }
+
+    fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
+        self.net.children_mut(visit);
+    }
+
+    fn set_training(&mut self, training: bool) {
+        self.net.set_training(training);
+    }
+
+    fn type_name(&self) -> &'static str {
+        self.net.type_name()
+    }
+}
+
+impl<N: Forward> LightningModule for Trained<N> {
+    type Batch = Pair;
+
+    fn training_step(&self, (x, y): &Pair, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let logits = self.net.forward(x)?;
+        let loss = cross_entropy(&logits.flatten(0, -2), &y.flatten(0, -1))?;
+        ctx.log("train_loss", &loss);
+        Ok(loss)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Ok((self.optimizers)())
+    }
+}
+
+/// Batches in order, made once.
+#[derive(Clone)]
+struct Batches(Arc<[(SharedTensor, SharedTensor)]>);
+
+impl Dataset for Batches {
+    type Batch = Pair;
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn batch(&self, indices: &[usize], _rng: &mut StdRng) -> anyhow::Result<Pair> {
+        let (x, y) = &self.0[indices[0]];
+        Ok((x.get().shallow_clone(), y.get().shallow_clone()))
+    }
+}
+
+/// Losses of the batches, each divided by `accumulate_grad_batches`.
+#[derive(Default, Clone)]
+struct Losses(Arc<Mutex<Vec<f64>>>);
+
+impl Callback for Losses {
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.0.lock().unwrap().push(ctx.loss().unwrap().double_value(&[]));
+        Ok(())
+    }
+}
+
+fn optimizers(script: &Value, class_path: &str, variant: &str) -> Optimizers {
+    let config = json!({"class_path": class_path, "init_args": script["optimizers"][class_path]});
+    let optimizers = Optimizers::new(serde_json::from_value::<OptimizerConfig>(config).unwrap());
+    let spec = match &script["schedules"][variant] {
+        Value::Null => return optimizers,
+        _ if variant == "LambdaLR" => LrSchedulerSpec::new(LambdaLr::new(|step| 1.0 / (1.0 + step as f64))),
+        args => {
+            let config = json!({"class_path": variant, "init_args": args});
+            LrSchedulerSpec::new(serde_json::from_value::<LrSchedulerConfig>(config).unwrap())
+        }
+    };
+    let spec = spec.interval(Interval::Step);
+    optimizers.scheduler(if variant == "ReduceLROnPlateau" { spec.monitor("train_loss") } else { spec })
+}
+
+/// Trains with every variant of the script and compares each of the losses.
+fn matches_pytorch<N: Forward>(model: &str, net: N, batch: impl Fn(i64) -> Pair, class_path: &'static str) {
+    let script: Value =
+        serde_json::from_str(&std::fs::read_to_string(fixture("losses.json")).unwrap()).unwrap();
+    let start = voltaic::checkpoint::read_weights(&fixture(&format!("{model}.safetensors"))).unwrap();
+    let (steps, window) = (script["steps"].as_i64().unwrap(), script["accumulate"].as_u64().unwrap());
+    let batches = (0..steps * window as i64).map(batch);
+    let batches = Batches(batches.map(|(x, y)| (SharedTensor::new(&x), SharedTensor::new(&y))).collect());
+    let mut module = Trained { net, optimizers: Box::new(Optimizers::none) };
+    let variants = script["losses"][model][class_path].as_object().unwrap();
+    assert_eq!(variants.len(), 15);
+    for (variant, expected) in variants {
+        module.load_state_dict(&start, true).unwrap();
+        let (given, name) = (script.clone(), variant.clone());
+        module.optimizers = Box::new(move || optimizers(&given, class_path, &name));
+        let window = if variant == "accumulate" { window } else { 1 };
+        let losses = Losses::default();
+        let mut builder = silent().max_steps(steps).accumulate_grad_batches(window).callback(losses.clone());
+        if variant == "clip" {
+            builder = builder.gradient_clip_val(script["clip"].as_f64().unwrap());
+        }
+        let train = DataLoader::new(batches.clone()).unbatched().build().unwrap();
+        builder.build().unwrap().fit(&mut module, &mut Loaders::new().train(train)).unwrap();
+        let losses = losses.0.lock().unwrap();
+        assert_eq!(losses.len(), (steps as u64 * window) as usize);
+        let actual = losses.chunks(window as usize).map(|window| window.iter().sum::<f64>());
+        for (step, (actual, expected)) in actual.zip(expected.as_array().unwrap()).enumerate() {
+            let expected = expected.as_f64().unwrap();
+            let error = (actual / expected - 1.0).abs();
+            assert!(error < 1e-5, "{model} {class_path} {variant} step {step}: {actual} is not {expected}");
+        }
+    }
+}
+
+fn mlp(class_path: &'static str) {
+    let _rng = crate::rng::seeded(0);
+    let config = MlpConfig { in_features: 784, hidden_features: 32, num_classes: 10 };
+    matches_pytorch("mlp", Mlp::new(config).unwrap(), |step| images(step, &[IMAGES, 784]), class_path);
+}
+
+fn conv_net(class_path: &'static str) {
+    let _rng = crate::rng::seeded(0);
+    let net = SmallConvNet {
+        conv1: Conv2d::new(1, 4, 3).unwrap(),
+        conv2: Conv2d::new(4, 8, 3).unwrap(),
+        fc1: Linear::new(8 * 12 * 12, 16).unwrap(),
+        fc2: Linear::new(16, 10).unwrap(),
+    };
+    matches_pytorch("conv", net, |step| images(step, &[IMAGES, 1, 28, 28]), class_path);
+}
+
+fn gpt(class_path: &'static str) {
+    let _rng = crate::rng::seeded(0);
+    let config = GptConfig {
+        vocab_size: VOCAB,
+        block_size: CONTEXT,
+        n_layer: 2,
+        n_head: 4,
+        n_embd: 32,
+        dropout: 0.0,
+        bias: true,
+    };
+    matches_pytorch("gpt", Gpt::new(config).unwrap(), tokens, class_path);
+}
+
+macro_rules! parity_tests {
+    ($($name:ident: $model:ident, $class_path:literal;)*) => {$(
+        #[test]
+        fn $name() {
+            $model($class_path);
+        }
+    )*};
+}
+
+parity_tests! {
+    mlp_with_sgd_gives_pytorchs_losses: mlp, "SGD";
+    mlp_with_adam_gives_pytorchs_losses: mlp, "Adam";
+    mlp_with_adamw_gives_pytorchs_losses: mlp, "AdamW";
+    conv_net_with_sgd_gives_pytorchs_losses: conv_net, "SGD";
+    conv_net_with_adam_gives_pytorchs_losses: conv_net, "Adam";
+    conv_net_with_adamw_gives_pytorchs_losses: conv_net, "AdamW";
+    gpt_with_sgd_gives_pytorchs_losses: gpt, "SGD";
+    gpt_with_adam_gives_pytorchs_losses: gpt, "Adam";
+    gpt_with_adamw_gives_pytorchs_losses: gpt, "AdamW";
+}

@@ -1,0 +1,249 @@
+//! A module whose steps are all about when they are called: one weight, no random numbers.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{Arc, Mutex};
+
+use voltaic::callback::Callback;
+use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::nn::Parameter;
+use voltaic::optim::{Optimizers, Sgd};
+use voltaic::trainer::{Trainer, TrainerBuilder};
+use voltaic::{Kind, Module, Tensor};
+
+pub type Step = dyn Fn(&Probe, Tensor, &mut StepContext) -> anyhow::Result<Tensor> + Send;
+
+/// `loss = mean(x * weight)`: its gradient is the mean of the batch.
+#[derive(Module)]
+pub struct Probe {
+    pub weight: Parameter,
+    #[module(skip)]
+    pub optimizers: Box<dyn Fn() -> Optimizers + Send>,
+    /// Gets the loss in `training_step` and may log, change it, or fail.
+    #[module(skip)]
+    pub train: Box<Step>,
+    /// The same in `validation_step`; without it there is no `validation_step`.
+    #[module(skip)]
+    pub validate: Option<Box<Step>>,
+}
+
+impl Default for Probe {
+    fn default() -> Self {
+        Self {
+            weight: Parameter::new(Tensor::ones([2], (Kind::Float, tch::Device::Cpu))),
+            optimizers: Box::new(|| Sgd::new(0.125).into()),
+            train: Box::new(|_, loss, _| Ok(loss)),
+            validate: Some(Box::new(|_, loss, _| Ok(loss))),
+        }
+    }
+}
+
+impl Probe {
+    /// Logs as most modules do; `val_loss` has the given value in each epoch.
+    pub fn logging(val_losses: &'static [f64]) -> Self {
+        Self {
+            train: Box::new(|_, loss, ctx| {
+                ctx.log("train_loss", &loss).on_epoch(true).prog_bar(true);
+                ctx.log("lr_x", 0.5);
+                Ok(loss)
+            }),
+            validate: Some(Box::new(|_, loss, ctx| {
+                ctx.log("val_loss", val_losses[ctx.current_epoch() as usize]);
+                Ok(loss)
+            })),
+            ..Self::default()
+        }
+    }
+
+    pub fn with_optimizers(optimizers: impl Fn() -> Optimizers + Send + 'static) -> Self {
+        Self { optimizers: Box::new(optimizers), ..Self::default() }
+    }
+
+    pub fn weights(&self) -> Vec<f32> {
+        Vec::try_from(self.weight.tensor()).unwrap()
+    }
+
+    fn loss(&self, batch: &Tensor) -> anyhow::Result<Tensor> {
+        Ok(batch.f_mul(&self.weight)?.f_sum_dim_intlist(1, false, Kind::Float)?.f_mean(Kind::Float)?)
+    }
+}
+
+impl LightningModule for Probe {
+    type Batch = Tensor;
+
+    fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        (self.train)(self, self.loss(batch)?, ctx)
+    }
+
+    fn validation_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<()> {
+        match &self.validate {
+            Some(step) => step(self, self.loss(batch)?, ctx).map(drop),
+            None => Defaults.validation_step(batch, ctx),
+        }
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Ok((self.optimizers)())
+    }
+}
+
+/// Implements no step that has a default.
+#[derive(Module)]
+pub struct Defaults;
+
+impl LightningModule for Defaults {
+    type Batch = Tensor;
+
+    fn training_step(&self, _batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        anyhow::bail!("not called")
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Sgd::new(0.1).into()
+    }
+}
+
+/// Batches of two samples; sample `i` is `[i, -i / 2]`.
+pub fn loader(samples: i64) -> DataLoader<Tensor> {
+    let i = Tensor::arange(samples, (Kind::Float, tch::Device::Cpu)).unsqueeze(1);
+    let x = Tensor::cat(&[&i, &(&i * -0.5)], 1);
+    DataLoader::new(TensorDataset::new(x).unwrap()).batch_size(2).build().unwrap()
+}
+
+/// 6 training batches and 2 validation batches.
+pub fn loaders() -> Loaders<Tensor> {
+    Loaders::new().train(loader(12)).val(loader(4)).test(loader(4)).predict(loader(4))
+}
+
+/// A trainer that prints nothing and writes nothing unless told to.
+pub fn silent() -> TrainerBuilder {
+    Trainer::builder()
+        .logger(false)
+        .enable_checkpointing(false)
+        .enable_progress_bar(false)
+        .enable_model_summary(false)
+}
+
+/// Notes what happens as words: `t0` a training batch, `t0*` one that ends with an optimizer step, `V2` a validation
+/// of two batches, `S2` a sanity check of two, `e` the end of an epoch, `x` a failure.
+#[derive(Default, Clone)]
+pub struct Events {
+    words: Arc<Mutex<Vec<String>>>,
+    global_step: u64,
+    eval_batches: usize,
+}
+
+impl Events {
+    fn note(&self, word: String) {
+        self.words.lock().unwrap().push(word);
+    }
+
+    pub fn text(&self) -> String {
+        self.words.lock().unwrap().join(" ")
+    }
+}
+
+impl Callback for Events {
+    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.global_step = ctx.global_step();
+        Ok(())
+    }
+
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        let star = if ctx.global_step() > self.global_step { "*" } else { "" };
+        self.global_step = ctx.global_step();
+        self.note(format!("t{}{star}", ctx.batch_idx()));
+        Ok(())
+    }
+
+    fn on_train_epoch_end(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.note("e".to_owned());
+        Ok(())
+    }
+
+    fn on_validation_start(
+        &mut self,
+        _ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        self.eval_batches = 0;
+        Ok(())
+    }
+
+    fn on_validation_batch_end(
+        &mut self,
+        _ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        self.eval_batches += 1;
+        Ok(())
+    }
+
+    fn on_validation_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.note(format!("{}{}", if ctx.is_sanity_check() { "S" } else { "V" }, self.eval_batches));
+        Ok(())
+    }
+
+    fn on_exception(&mut self, _ctx: &mut HookContext, _error: &voltaic::Error) {
+        self.note("x".to_owned());
+    }
+}
+
+/// Learning rate at the start of each batch.
+#[derive(Default, Clone)]
+pub struct LearningRates(pub Arc<Mutex<Vec<f64>>>);
+
+impl Callback for LearningRates {
+    fn on_train_batch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        self.0.lock().unwrap().push(ctx.optimizers()[0].param_groups()[0].lr);
+        Ok(())
+    }
+}
+
+/// Set in a process of this binary to what it is to play.
+pub const PART: &str = "VOLTAIC_TEST_PART";
+
+/// This binary, to run one of its tests in a process of its own as `part`.
+pub fn own_process(test: &str, part: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(PART, part);
+    command.env("OMP_NUM_THREADS", "1");
+    command
+}
+
+pub fn plays(part: &str) -> bool {
+    std::env::var(PART).is_ok_and(|value| value == part)
+}
+
+/// What a process printed, which must have ended well.
+pub fn text_of(output: &Output) -> String {
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    text
+}
+
+/// Names of the files in a folder, sorted; a link has an `@` behind it. None if there is no folder.
+pub fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(folder)
+        .into_iter()
+        .flatten()
+        .map(|entry| {
+            let entry = entry.unwrap();
+            let link = if entry.file_type().unwrap().is_symlink() { "@" } else { "" };
+            format!("{}{link}", entry.file_name().to_str().unwrap())
+        })
+        .collect();
+    names.sort();
+    names
+}
+
+pub fn files(folder: &Path) -> Vec<PathBuf> {
+    names(folder).iter().map(|name| folder.join(name.trim_end_matches('@'))).collect()
+}
