@@ -95,15 +95,15 @@ check_disk() {
         "free some space, or set LIBTORCH to an existing PyTorch $TORCH_VERSION"
 }
 
-# pip's arguments that choose a wheel, one a line: none if python3 itself is one that the wheel exists for
-wheel_arguments() {
-    local python
-    python=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-    case " $PYTHONS " in
-    *" $python "*) ;;
-    *) printf '%s\n' --python-version "$FALLBACK_PYTHON" --implementation cp --platform manylinux_2_28_x86_64 \
-        --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 ;;
-    esac
+choose_wheel() { # sets `arguments`: none if python3 itself is one that the wheel exists for
+    local version glibc
+    version=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    arguments=()
+    case " $PYTHONS " in *" $version "*) return ;; esac
+    [ "${version%.*}" -eq 3 ] && [ "${version#*.}" -ge 8 ] ||
+        fail "python3 is version $version, whose pip does not know today's wheels" "install Python 3.8 or newer, or set LIBTORCH to an existing PyTorch $TORCH_VERSION"
+    arguments=(--ignore-requires-python --python-version "$FALLBACK_PYTHON" --implementation cp --platform manylinux2014_x86_64)
+    for glibc in {17..28}; do arguments+=(--platform "manylinux_2_${glibc}_x86_64"); done
 }
 
 explain_pip() { # what pip said
@@ -124,14 +124,14 @@ download() {
     python3 -m pip --version >/dev/null 2>&1 || fail "python3 has no pip" "apt-get install python3-pip"
     [ "$(uname -m)" = x86_64 ] || fail "there is no tested wheel for $(uname -m)" "set LIBTORCH to a PyTorch $TORCH_VERSION of this machine"
     check_disk
+    local arguments
+    choose_wheel
     echo "setup: installing torch==$TORCH_VERSION with pip into .libtorch-wheel (1.2 GB, once)"
     rm -rf "$wheel" "$wheel.new"
     mkdir -p "$wheel.new/tmp"
     trap 'rm -rf "$wheel.new"' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
-    local arguments
-    mapfile -t arguments < <(wheel_arguments)
     # TMPDIR: pip unpacks there before it moves, and /tmp may be small. The other two undo settings that make
     # sense for packages one imports, and that pip refuses together with --target.
     TMPDIR="$wheel.new/tmp" PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 \

@@ -183,6 +183,10 @@ setup PYTHON=3.14
 check "3.14 has its own wheel" [ "$status" -eq 0 ]
 check "asks for no other" grep -qvF -- --python-version "$work/pip.calls"
 
+fresh
+setup PYTHON=3.7
+refuses "python3 is version 3.7" "install Python 3.8 or newer"
+
 section "another kind of machine"
 stand_in uname 'echo aarch64'
 setup

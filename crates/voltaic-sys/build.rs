@@ -29,5 +29,6 @@ fn main() {
     println!("cargo:rustc-link-search=native={lib_dir}");
     println!("cargo:rustc-link-lib=torch_cpu");
     println!("cargo:rustc-link-lib=c10");
+    println!("cargo:rustc-link-arg-tests=-Wl,-rpath,{lib_dir}");
     println!("cargo:libtorch_lib={lib_dir}");
 }

@@ -7,6 +7,7 @@ fn main() {
     let lib_dir =
         env::var("DEP_VOLTAIC_SYS_LIBTORCH_LIB").expect("voltaic-sys reports libtorch's lib folder");
     println!("cargo:libtorch_lib={lib_dir}");
+    println!("cargo:rustc-env=VOLTAIC_LIBTORCH_LIB={lib_dir}");
     for argument in voltaic_build::link_arguments(&lib_dir) {
         println!("cargo:rustc-link-arg={argument}");
     }

@@ -24,6 +24,14 @@ pub fn link() {
 }
 
 /// The linker arguments themselves, for build systems other than Cargo. `libtorch_lib` is libtorch's `lib` folder.
+///
+/// Besides libtorch's place they put two functions of voltaic's shim in the place of tch's own, so that tch can name
+/// an HPU: its `Device::Cuda(64 + i)` means `hpu:i`. Without them everything but `hpu` works.
 pub fn link_arguments(libtorch_lib: &str) -> Vec<String> {
-    vec![format!("-Wl,-rpath,{libtorch_lib}")]
+    let mut arguments = vec![format!("-Wl,-rpath,{libtorch_lib}")];
+    arguments.extend(TCH_DEVICE_FUNCTIONS.map(|symbol| format!("-Wl,--wrap={symbol}")));
+    arguments
 }
+
+/// How tch turns a device number into a device, and back.
+const TCH_DEVICE_FUNCTIONS: [&str; 2] = ["_Z13device_of_inti", "at_device"];

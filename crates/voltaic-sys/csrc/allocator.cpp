@@ -1,50 +1,64 @@
 #include "error.h"
+#include "memory.h"
 
-#include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+
+namespace voltaic {
+
+constinit thread_local int32_t active_pool = VT_HOST_POOL;
 
 namespace {
 
-// Forwards to the allocator given by Rust. mkldnn takes memory through raw_allocate, hence raw_deleter.
-struct HostAllocator final : c10::Allocator {
-  const vt_allocator *rust = nullptr;
+const vt_allocator *rust = nullptr;
 
+[[noreturn]] void refuse(int32_t pool, size_t bytes) {
+  char text[512];
+  rust->explain(pool, bytes, text, sizeof(text));
+  TORCH_CHECK_WITH(OutOfMemoryError, false, text);
+  __builtin_unreachable();
+}
+
+// mkldnn takes memory through raw_allocate and gives it back through raw_deleter, hence one deleter for all pools.
+struct PoolAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void *block = nullptr;
-    if (bytes != 0) {
-      block = rust->allocate(bytes);
-      if (block == nullptr)
-        refuse(bytes);
-    }
-    return {block, block, rust->release, c10::Device(c10::DeviceType::CPU)};
+    return allocate_block(active_pool, bytes, c10::Device(c10::DeviceType::CPU));
   }
-
-  c10::DeleterFnPtr raw_deleter() const override { return rust->release; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_block; }
   bool is_simple_data_ptr(const c10::DataPtr &data) const override { return data.get() == data.get_context(); }
   void copy_data(void *dst, const void *src, size_t bytes) const override { default_copy_data(dst, src, bytes); }
-
-private:
-  [[noreturn]] void refuse(size_t bytes) const {
-    char text[512];
-    rust->explain(bytes, text, sizeof(text));
-    TORCH_CHECK_WITH(OutOfMemoryError, false, text);
-    __builtin_unreachable();
-  }
 };
-
-// Never destroyed: static tensors may be freed after it would be.
-HostAllocator &host_allocator() {
-  static auto *allocator = new HostAllocator;
-  return *allocator;
-}
 
 } // namespace
 
+c10::DataPtr allocate_block(int32_t pool, size_t bytes, c10::Device device) {
+  void *block = nullptr;
+  if (bytes != 0) {
+    block = rust->allocate(pool, bytes);
+    if (block == nullptr)
+      refuse(pool, bytes);
+  }
+  return {block, block, &release_block, device};
+}
+
+void release_block(void *block) {
+  if (block != nullptr)
+    rust->release(block);
+}
+
+c10::Allocator *cpu_allocator() {
+  // never destroyed: static tensors may be freed after it would be
+  static auto *allocator = new PoolAllocator;
+  return allocator;
+}
+
+bool has_cpu_allocator() { return rust != nullptr; }
+
+} // namespace voltaic
+
 vt_error *vt_set_cpu_allocator(const vt_allocator *allocator) {
   return voltaic::guard([&] {
-    HostAllocator &host = host_allocator();
-    TORCH_CHECK(host.rust == nullptr, "the CPU allocator is already set");
-    host.rust = allocator;
-    c10::SetCPUAllocator(&host, /*priority=*/1);
+    TORCH_CHECK(voltaic::rust == nullptr, "the CPU allocator is already set");
+    voltaic::rust = allocator;
+    c10::SetCPUAllocator(voltaic::cpu_allocator(), /*priority=*/1);
   });
 }

@@ -1,4 +1,5 @@
 #include "error.h"
+#include "hpu.h"
 
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -25,7 +26,10 @@ private:
 } // namespace
 
 vt_error *vt_autograd_set_multithreading(int32_t enabled) {
-  return voltaic::guard([&] { c10::AutogradState::get_tls_state().set_multithreading_enabled(enabled != 0); });
+  return voltaic::guard([&] {
+    voltaic::hpu::reserve_hooks();
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(enabled != 0);
+  });
 }
 
 vt_error *vt_autograd_is_multithreading(int32_t *enabled) {

@@ -20,6 +20,34 @@ vt_error *vt_tensor_device(vt_tensor tensor, int32_t *device_type, int32_t *devi
 
 const char *vt_libtorch_version(void) { return TORCH_VERSION; }
 
+// tch has no HPU. The linker flags of voltaic-build put these two functions in the place of torch-sys's own, so that
+// tch's Cuda(VT_TCH_HPU + i) means hpu:i, in both directions.
+extern "C" {
+
+c10::Device __wrap__Z13device_of_inti(int number) {
+  switch (number) {
+  case -3:
+    return c10::Device(c10::DeviceType::Vulkan);
+  case -2:
+    return c10::Device(c10::DeviceType::MPS);
+  default:
+    if (number < 0)
+      return c10::Device(c10::DeviceType::CPU);
+    if (number >= VT_TCH_HPU)
+      return c10::Device(c10::DeviceType::HPU, static_cast<c10::DeviceIndex>(number - VT_TCH_HPU));
+    return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(number));
+  }
+}
+
+int __real_at_device(vt_tensor tensor);
+
+int __wrap_at_device(vt_tensor tensor) {
+  if (tensor->defined() && tensor->is_hpu())
+    return VT_TCH_HPU + tensor->device().index();
+  return __real_at_device(tensor);
+}
+}
+
 int32_t vt_dtype_number(const char *name) {
   struct Entry {
     const char *name;

@@ -1,4 +1,5 @@
 #include "error.h"
+#include "hpu.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -7,6 +8,7 @@
 namespace {
 
 at::Generator default_generator(int32_t device_type, int32_t device_index) {
+  voltaic::hpu::reserve_hooks();
   const auto type = static_cast<c10::DeviceType>(device_type);
   if (type == c10::DeviceType::CPU)
     return at::detail::getDefaultCPUGenerator();
@@ -16,7 +18,10 @@ at::Generator default_generator(int32_t device_type, int32_t device_index) {
 } // namespace
 
 vt_error *vt_manual_seed(uint64_t seed) {
-  return voltaic::guard([&] { at::manual_seed(seed); });
+  return voltaic::guard([&] {
+    voltaic::hpu::reserve_hooks();
+    at::manual_seed(seed);
+  });
 }
 
 vt_error *vt_rng_get_state(int32_t device_type, int32_t device_index, vt_tensor *state) {

@@ -37,6 +37,9 @@ void vt_error_free(vt_error *error);
 
 enum vt_device_type : int32_t { VT_CPU = 0, VT_CUDA = 1, VT_HPU = 15 };
 
+// tch names an HPU by its CUDA device: index VT_TCH_HPU + i is hpu:i (see voltaic-build).
+#define VT_TCH_HPU 64
+
 vt_error *vt_tensor_device(vt_tensor tensor, int32_t *device_type, int32_t *device_index);
 // Version of the libtorch that is loaded, such as "2.11.0"; static storage.
 const char *vt_libtorch_version(void);
@@ -126,16 +129,49 @@ vt_error *vt_rng_set_state(int32_t device_type, int32_t device_index, vt_tensor 
 // torch.randperm(len, generator=Generator().manual_seed(seed)), int64 on the CPU.
 vt_error *vt_randperm(int64_t len, uint64_t seed, vt_tensor *permutation);
 
-// ---- host memory (allocator.cpp) ----------------------------------------------------------------------------
+// ---- memory (allocator.cpp) ---------------------------------------------------------------------------------
+
+// Pools of blocks, by number: the host's, and from 1 on those of the emulated HPUs.
+#define VT_HOST_POOL 0
+#define VT_HPU_MAX_DEVICES 8
+
+// Lies VT_BLOCK_HEADER_BYTES before each block; the rest of that room is the allocator's own.
+typedef struct {
+  void *twin; // kept with the block for the HPU back end, see vt_hpu_drop_twin; null at first
+  int32_t pool;
+} vt_block_header;
+#define VT_BLOCK_HEADER_BYTES 64
 
 typedef struct {
-  void *(*allocate)(size_t bytes); // 64-byte aligned; null if there is no memory. Never called with 0.
+  // A 64-byte aligned block of a pool; null if there is no memory. Never called with 0 bytes.
+  void *(*allocate)(int32_t pool, size_t bytes);
   void (*release)(void *block);
   // Writes why `bytes` could not be allocated to `text`: at most `capacity` bytes, the last of them 0.
-  void (*explain)(size_t bytes, char *text, size_t capacity);
+  void (*explain)(int32_t pool, size_t bytes, char *text, size_t capacity);
 } vt_allocator;
 
 // Makes `allocator` libtorch's allocator for the CPU device. Blocks that libtorch's own allocator gave out before
 // stay valid and are freed by it. `allocator` must live as long as the process.
 vt_error *vt_set_cpu_allocator(const vt_allocator *allocator);
+
+// ---- the emulated HPU (hpu_*.cpp) -----------------------------------------------------------------------------
+
+typedef struct {
+  int32_t num_devices; // 1 to VT_HPU_MAX_DEVICES
+  uint64_t dtypes;     // bit n is set if tensors may have the dtype that c10 numbers n
+  // Writes why a dtype is refused to `text`: at most `capacity` bytes, the last of them 0.
+  void (*explain_dtype)(int32_t dtype, char *text, size_t capacity);
+} vt_hpu_options;
+
+// Registers the emulator as libtorch's back end for DeviceType::HPU; once per process, after vt_set_cpu_allocator.
+// Fails if there is another HPU back end.
+vt_error *vt_hpu_emulator_init(const vt_hpu_options *options);
+// To be called with a block's twin, if it has one, before the block goes back to the system.
+void vt_hpu_drop_twin(void *twin);
+// How many results of operators had to be copied because their memory was not of the device.
+uint64_t vt_hpu_copied_outputs(void);
+// Calls each operator that has a CPU kernel with several made-up arguments, on the CPU and on hpu:0. report(data, name,
+// null) tells of a call that gave the same bytes, report(data, name, text) of one that did not; on this thread, and an
+// operator may be reported several times. Operators that take none of the arguments are not reported. Seeds libtorch.
+vt_error *vt_hpu_compare_operators(void (*report)(void *data, const char *op, const char *difference), void *data);
 }

@@ -25,6 +25,8 @@ pub const VT_CPU: i32 = 0;
 pub const VT_CUDA: i32 = 1;
 pub const VT_HPU: i32 = 15;
 
+pub const VT_TCH_HPU: usize = 64;
+
 pub const VT_GRAD_ABSENT: u8 = 0;
 pub const VT_GRAD_PRESENT: u8 = 1;
 pub const VT_GRAD_UNUSABLE: u8 = 2;
@@ -65,11 +67,28 @@ pub struct vt_adam_state {
     pub all_steps: vt_tensor,
 }
 
+pub const VT_HOST_POOL: i32 = 0;
+pub const VT_HPU_MAX_DEVICES: usize = 8;
+pub const VT_BLOCK_HEADER_BYTES: usize = 64;
+
+#[repr(C)]
+pub struct vt_block_header {
+    pub twin: *mut c_void,
+    pub pool: i32,
+}
+
 #[repr(C)]
 pub struct vt_allocator {
-    pub allocate: extern "C" fn(bytes: usize) -> *mut c_void,
+    pub allocate: extern "C" fn(pool: i32, bytes: usize) -> *mut c_void,
     pub release: extern "C" fn(block: *mut c_void),
-    pub explain: extern "C" fn(bytes: usize, text: *mut c_char, capacity: usize),
+    pub explain: extern "C" fn(pool: i32, bytes: usize, text: *mut c_char, capacity: usize),
+}
+
+#[repr(C)]
+pub struct vt_hpu_options {
+    pub num_devices: i32,
+    pub dtypes: u64,
+    pub explain_dtype: extern "C" fn(dtype: i32, text: *mut c_char, capacity: usize),
 }
 
 unsafe extern "C" {
@@ -141,4 +160,12 @@ unsafe extern "C" {
     pub fn vt_randperm(len: i64, seed: u64, permutation: *mut vt_tensor) -> *mut vt_error;
 
     pub fn vt_set_cpu_allocator(allocator: *const vt_allocator) -> *mut vt_error;
+
+    pub fn vt_hpu_emulator_init(options: *const vt_hpu_options) -> *mut vt_error;
+    pub fn vt_hpu_drop_twin(twin: *mut c_void);
+    pub fn vt_hpu_copied_outputs() -> u64;
+    pub fn vt_hpu_compare_operators(
+        report: extern "C" fn(data: *mut c_void, op: *const c_char, difference: *const c_char),
+        data: *mut c_void,
+    ) -> *mut vt_error;
 }

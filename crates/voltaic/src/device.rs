@@ -52,7 +52,7 @@ impl Device {
         match self {
             Self::Cpu => tch::Device::Cpu,
             Self::Cuda(index) => tch::Device::Cuda(index),
-            Self::Hpu(index) => tch::Device::Cuda(64 + index),
+            Self::Hpu(index) => tch::Device::Cuda(voltaic_sys::VT_TCH_HPU + index),
         }
     }
 }

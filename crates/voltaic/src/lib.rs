@@ -1,5 +1,4 @@
-//! Lightning-style training for Rust on libtorch.
-
+#![doc = include_str!("../../../README.md")]
 #![deny(unsafe_code)]
 
 extern crate self as voltaic; // the derive names everything from `::voltaic`
@@ -9,6 +8,7 @@ pub mod device;
 pub mod error;
 pub mod ffi;
 
+pub mod accelerator;
 pub mod config;
 
 pub mod checkpoint;
@@ -25,6 +25,8 @@ pub mod trainer;
 
 pub mod models;
 pub mod prelude;
+
+pub mod cli;
 
 pub use device::Device;
 pub use error::{Error, Result};

@@ -1,5 +1,9 @@
 //! The `voltaic` command.
 
-fn main() {
-    println!("libtorch {}", voltaic::ffi::libtorch_version());
+use std::process::ExitCode;
+
+use voltaic::cli::{self, Registry};
+
+fn main() -> ExitCode {
+    cli::run(Registry::builtin())
 }

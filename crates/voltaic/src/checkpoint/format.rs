@@ -15,10 +15,10 @@ use tch::{Kind, Tensor};
 use super::{Checkpoint, CheckpointMeta, FORMAT_VERSION, TrainingState, write_atomically};
 use crate::error::{CheckpointError, Error, Result};
 
-type NamedTensors = Vec<(String, Tensor)>;
-
 const PREFIX: &str = "voltaic:";
 const METADATA_KEY: &str = "voltaic";
+
+type NamedTensors = Vec<(String, Tensor)>;
 
 /// What the metadata entry holds.
 #[derive(Serialize, Deserialize)]
@@ -137,7 +137,7 @@ fn unreadable(path: &Path, what: impl Into<String>) -> Error {
     .into()
 }
 
-/// Reads the file and splits header and tensors.
+/// Reads the file and splits the text of the header, if there is one, from the tensors.
 fn open(path: &Path) -> Result<(Option<String>, NamedTensors)> {
     let bytes = std::fs::read(path).map_err(|e| Error::io("read checkpoint", path, e))?;
     let file = SafeTensors::deserialize(&bytes).map_err(|e| unreadable(path, e.to_string()))?;

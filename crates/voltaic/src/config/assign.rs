@@ -131,20 +131,26 @@ fn set(
         let class = ("class_path".to_owned(), Node::scalar(Value::String(name), node.origin.clone()));
         *node = Node { origin: node.origin.clone(), data: Data::Map(vec![class]) };
     }
-    let rest = if *part == "init_args" { rest } else { parts };
     let class = node.get("class_path").and_then(Node::as_str).or_else(|| view.default_class());
-    let arguments = match class {
-        Some(name) => view.class(name).and_then(|class| class.init_args),
-        None => {
-            let names: Vec<&str> = view.classes().iter().map(|class| class.name).collect();
-            let what = format!("no class is chosen for {key}");
-            return Err((
-                what,
-                format!("write --{key}=NAME before it; the classes are {}", names.join(", ")),
-            ));
+    let class = class.and_then(|name| view.class(name));
+    if *part != "init_args" && view.class_keys().contains(part) {
+        // A key beside the class, such as the interval of a schedule.
+        let place = class.map_or_else(|| view.clone(), |class| view.of_class(&class)).child(part);
+        let view = place.unwrap_or_else(|| View::new(&Value::Bool(true)));
+        let Some(node) = node.child(part, &origin) else { return Ok(()) };
+        return set(Target { node, view, key: join(&key, part) }, rest, appends, value, remarks);
+    }
+    let rest = if *part == "init_args" { rest } else { parts };
+    let Some(class) = class else {
+        if node.get("class_path").is_some() {
+            // The class is unknown, which is reported with the names that are known.
+            return Ok(());
         }
+        let names: Vec<&str> = view.classes().iter().map(|class| class.name).collect();
+        let what = format!("no class is chosen for {key}");
+        return Err((what, format!("write --{key}=NAME before it; the classes are {}", names.join(", "))));
     };
-    let view = arguments.unwrap_or_else(|| View::new(&Value::Bool(true)));
+    let view = class.init_args.unwrap_or_else(|| View::new(&Value::Bool(true)));
     let key = join(&key, "init_args");
     let Some(node) = node.child("init_args", &origin) else { return Ok(()) };
     set(Target { node, view, key }, rest, appends, value, remarks)
@@ -175,7 +181,7 @@ fn element<'p>(
 /// What may stand at a dotted key, as far as the schema and the classes chosen so far tell.
 fn place<'s>(tree: &Node, parts: &[&str], view: &View<'s>) -> Option<View<'s>> {
     let Some((part, rest)) = parts.split_first() else { return Some(view.clone()) };
-    if view.classes().is_empty() || matches!(*part, "class_path" | "init_args") {
+    if view.classes().is_empty() || *part == "init_args" || view.class_keys().contains(part) {
         let class = tree.get("class_path").and_then(Node::as_str).and_then(|name| view.class(name));
         let view = class.map_or_else(|| view.clone(), |class| view.of_class(&class));
         let absent = Node::scalar(Value::Null, Origin::Default);

@@ -20,16 +20,6 @@ pub(super) fn check(node: &Node, view: &View<'_>) -> Vec<ConfigProblem> {
     checker.problems
 }
 
-/// The key as its author would type it: on the command line, arguments of a class follow the class directly.
-pub(super) fn typed_key(key: &str, origin: &Origin) -> String {
-    match origin {
-        Origin::CommandLine | Origin::Env(_) => {
-            key.split('.').filter(|part| *part != "init_args").collect::<Vec<_>>().join(".")
-        }
-        _ => key.to_owned(),
-    }
-}
-
 struct Checker<'s> {
     root: View<'s>,
     problems: Vec<ConfigProblem>,
@@ -38,7 +28,7 @@ struct Checker<'s> {
 impl Checker<'_> {
     fn report(&mut self, key: &str, origin: &Origin, what: String, remedy: String) {
         self.problems.push(ConfigProblem {
-            key: typed_key(key, origin),
+            key: origin.typed_key(key),
             origin: origin.label(),
             what,
             remedy,
@@ -113,7 +103,7 @@ impl Checker<'_> {
                 let full = join(key, name);
                 let expected =
                     view.child(name).map_or_else(|| "a value".to_owned(), |place| expected(&place));
-                let shown = typed_key(&full, &Origin::CommandLine);
+                let shown = Origin::CommandLine.typed_key(&full);
                 let remedy = format!("give {expected}, in a file or with --{shown}=VALUE");
                 self.report(
                     &full,
@@ -134,9 +124,12 @@ impl Checker<'_> {
             return self.report(&full, origin, what, "remove them".to_owned());
         }
         let remedy = if let Some(other) = nearest(name, known.iter().copied()) {
-            format!("did you mean {}", typed_key(&join(key, other), origin))
-        } else if let Some(elsewhere) = find_key(&self.root, name, "", 0) {
-            format!("did you mean {}", typed_key(&elsewhere, &Origin::CommandLine))
+            format!("did you mean {}", origin.typed_key(&join(key, other)))
+        } else if let Some(elsewhere) = find_key(&self.root, name, "", 0)
+            // The same key of another class is no help.
+            .filter(|other| Origin::CommandLine.typed_key(other) != Origin::CommandLine.typed_key(&full))
+        {
+            format!("did you mean {}", Origin::CommandLine.typed_key(&elsewhere))
         } else if known.is_empty() {
             format!("{key} takes no keys")
         } else if known.len() <= MAX_LISTED {

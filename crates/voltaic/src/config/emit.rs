@@ -111,10 +111,11 @@ fn of_class<'s>(view: &View<'s>, value: &Value) -> View<'s> {
     class.map_or_else(|| view.clone(), |class| view.of_class(&class))
 }
 
-/// The first paragraph of a doc comment as one line.
+/// The first paragraph of a doc comment as one line, its links as plain names.
 pub(crate) fn first_paragraph(text: &str) -> String {
     let paragraph = text.split("\n\n").next().unwrap_or_default();
-    paragraph.split_whitespace().collect::<Vec<_>>().join(" ")
+    let line = paragraph.split_whitespace().collect::<Vec<_>>().join(" ");
+    line.replace("[`", "`").replace("`]", "`")
 }
 
 /// Breaks a line between words.
@@ -181,7 +182,13 @@ fn is_plain(string: &str) -> bool {
     let is_number_of_yaml_1_1 = string.replace('_', "").parse::<f64>().is_ok()
         || string.starts_with("0b")
         || string.starts_with("0x");
+    // A date of YAML 1.1, such as 2001-01-01.
+    let is_date = string.len() >= 8
+        && string.starts_with(|c: char| c.is_ascii_digit())
+        && string.split('-').take(3).all(|part| part.starts_with(|c: char| c.is_ascii_digit()))
+        && string.contains('-');
     starts_well
+        && !is_date
         && string.chars().all(is_safe)
         && !string.ends_with(' ')
         && !is_word_of_yaml_1_1

@@ -6,7 +6,7 @@ use super::check::check;
 use super::defaults::fill;
 use super::merge::join;
 use super::node::{Node, Origin};
-use super::schema::View;
+use super::schema::{View, spread};
 use super::words::expected;
 
 /// One key of a configuration.
@@ -30,7 +30,8 @@ pub struct Key {
 /// Lists of classes appear as their classes' arguments: `trainer.callbacks.monitor` of class `EarlyStopping`.
 pub fn keys(schema: &Value) -> Vec<Key> {
     let mut found = Vec::new();
-    walk(&View::new(schema), "", None, &mut Vec::new(), &mut found);
+    let schema = spread(schema.clone());
+    walk(&View::new(&schema), "", None, &mut Vec::new(), &mut |key, _| found.push(key));
     found
 }
 
@@ -39,31 +40,33 @@ pub fn keys(schema: &Value) -> Vec<Key> {
 /// Returns one sentence per fault; a test asserts that there are none.
 pub fn faults(schema: &Value) -> Vec<String> {
     let mut faults = Vec::new();
-    for key in keys(schema) {
-        let class = key.class.as_ref().map(|class| format!(" of {class}")).unwrap_or_default();
+    let schema = spread(schema.clone());
+    walk(&View::new(&schema), "", None, &mut Vec::new(), &mut |key, place| {
+        let name = match &key.class {
+            Some(class) => format!("{} of {class}", key.key),
+            None => key.key.clone(),
+        };
         if key.description.trim().is_empty() {
-            faults.push(format!("{}{class} has no description", key.key));
+            faults.push(format!("{name} has no description"));
         }
-    }
-    let view = View::new(schema);
-    let mut tree = Node::map(Origin::Default);
-    fill(&mut tree, &view, view.default);
-    let problems = check(&tree, &view);
-    faults.extend(
-        problems
-            .into_iter()
-            .filter(|problem| !problem.what.contains("is missing"))
-            .map(|problem| format!("default of {problem}")),
-    );
+        if let Some(default) = &key.default {
+            let mut node = Node::from_value(default, &Origin::Default);
+            fill(&mut node, place, None);
+            for problem in check(&node, place) {
+                faults.push(format!("default of {name}: {}; {}", problem.what, problem.remedy));
+            }
+        }
+    });
     faults
 }
 
+/// Hands each key and its place to `found`.
 fn walk<'s>(
     view: &View<'s>,
     prefix: &str,
     class: Option<&str>,
     seen: &mut Vec<*const Value>,
-    found: &mut Vec<Key>,
+    found: &mut impl FnMut(Key, &View<'s>),
 ) {
     // A class may hold classes of its own kind (a logger of loggers): once is enough.
     let identity: Vec<*const Value> = view.options.iter().map(|option| std::ptr::from_ref(*option)).collect();
@@ -78,29 +81,29 @@ fn walk<'s>(
             walk(arguments, prefix, Some(member.name), seen, found);
         }
     }
-    if classes.is_empty() {
-        for name in view.keys() {
-            let Some(place) = view.child(name) else { continue };
-            let key = join(prefix, name);
-            let default = view.default.and_then(|default| default.get(name)).or(place.default);
-            let nested = if place.allows("array") && !place.is_any() { Some(place.item(0)) } else { None };
-            let has_keys = !place.is_any() && place.objects().next().is_some() && !place.keys().is_empty();
-            let is_section = has_keys && place.classes().is_empty();
-            if !is_section || default.is_some_and(Value::is_null) {
-                found.push(Key {
-                    key: key.clone(),
-                    class: class.map(str::to_owned),
-                    description: place.description.unwrap_or_default().to_owned(),
-                    expected: expected(&place),
-                    default: default.cloned(),
-                });
-            }
-            if has_keys {
-                walk(&place, &key, class, seen, found);
-            }
-            if let Some(element) = nested.filter(|element| !element.is_any()) {
-                walk(&element, &key, class, seen, found);
-            }
+    let beside_class = |name: &str| !matches!(name, "class_path" | "init_args");
+    for name in view.keys().into_iter().filter(|name| classes.is_empty() || beside_class(name)) {
+        let Some(place) = view.child(name) else { continue };
+        let key = join(prefix, name);
+        let default = view.default.and_then(|default| default.get(name)).or(place.default);
+        let element = if place.allows("array") && !place.is_any() { Some(place.item(0)) } else { None };
+        let has_keys = !place.is_any() && !place.keys().is_empty();
+        let is_section = has_keys && place.classes().is_empty();
+        if !is_section || default.is_some_and(Value::is_null) {
+            let key = Key {
+                key: key.clone(),
+                class: class.map(str::to_owned),
+                description: place.description.unwrap_or_default().to_owned(),
+                expected: expected(&place),
+                default: default.cloned(),
+            };
+            found(key, &place);
+        }
+        if has_keys {
+            walk(&place, &key, class, seen, found);
+        }
+        if let Some(element) = element.filter(|element| !element.is_any()) {
+            walk(&element, &key, class, seen, found);
         }
     }
     seen.truncate(depth);

@@ -7,12 +7,12 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::assign::{Assignment, apply};
-use super::check::{check, typed_key};
+use super::check::check;
 use super::defaults::{fill, prune};
 use super::emit::{to_commented_yaml, to_yaml};
 use super::merge::{Remarks, merge};
 use super::node::{Node, Origin, Origins};
-use super::schema::View;
+use super::schema::{View, spread};
 use super::suggest::nearest;
 use super::yaml;
 use crate::error::{ConfigError, ConfigProblem};
@@ -97,6 +97,7 @@ impl Layers {
 
     /// A configuration of this JSON schema with nothing but its defaults.
     pub fn new(schema: Value) -> Self {
+        let schema = spread(schema);
         let mut tree = Node::map(Origin::Default);
         let view = View::new(&schema);
         fill(&mut tree, &view, view.default);
@@ -246,7 +247,7 @@ pub fn deserialize_at<T: DeserializeOwned>(
         let origin = origins.get(&full).cloned().unwrap_or(Origin::Default);
         ConfigError {
             problems: vec![ConfigProblem {
-                key: typed_key(&full, &origin),
+                key: origin.typed_key(&full),
                 origin: origin.label(),
                 what: error.inner().to_string(),
                 remedy: "give a value that it accepts".to_owned(),

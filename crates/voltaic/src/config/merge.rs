@@ -141,9 +141,10 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
             incoming
         }
         Data::Map(entries) if !view.classes().is_empty() => {
+            let own = view.class_keys();
             let (mut data, arguments): (Vec<_>, Vec<_>) = entries
                 .into_iter()
-                .partition(|(name, _)| matches!(name.as_str(), "class_path" | "init_args"));
+                .partition(|(name, _)| own.contains(&name.as_str()) || name == "init_args");
             for (name, node) in &mut data {
                 if name == "class_path"
                     && let Some(class) = node.as_str().and_then(|text| view.class(text))

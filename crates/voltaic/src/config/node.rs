@@ -35,6 +35,16 @@ impl Origin {
         }
     }
 
+    /// A key as its author would type it: outside files, arguments of a class follow the class directly.
+    pub(super) fn typed_key(&self, key: &str) -> String {
+        match self {
+            Self::CommandLine | Self::Env(_) => {
+                key.split('.').filter(|part| *part != "init_args").collect::<Vec<_>>().join(".")
+            }
+            _ => key.to_owned(),
+        }
+    }
+
     /// The origin as an error names it: empty for a default.
     pub(super) fn label(&self) -> String {
         if *self == Self::Default { String::new() } else { self.to_string() }
@@ -74,6 +84,7 @@ impl Origins {
                 && let Some(origin) = self.get(&problem.key)
             {
                 problem.origin = origin.label();
+                problem.key = origin.typed_key(&problem.key);
             }
         }
     }

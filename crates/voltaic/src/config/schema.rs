@@ -170,15 +170,19 @@ impl<'s> View<'s> {
             .collect()
     }
 
-    /// The class of this name; a dotted Python path counts by its last part.
+    /// Keys of a class object itself: `class_path`, `init_args`, and what stands beside them in a struct that flattens
+    /// the class. All other keys are arguments. Empty if this is no place for a class.
+    pub fn class_keys(&self) -> Vec<&'s str> {
+        self.with_options(self.classes().iter().map(|class| class.option).collect()).keys()
+    }
+
+    /// The class of this name. A dotted Python path counts by its last part, and case is forgiven (`sgd` for `SGD`).
     pub fn class(&self, name: &str) -> Option<Class<'s>> {
         let classes = self.classes();
         let last = name.rsplit('.').next().unwrap_or(name);
-        classes
-            .iter()
-            .find(|class| class.name == name)
-            .or_else(|| classes.iter().find(|class| class.name == last))
-            .cloned()
+        let is_exact = |class: &&Class<'s>| class.name == name || class.name == last;
+        let is_similar = |class: &&Class<'s>| class.name.eq_ignore_ascii_case(last);
+        classes.iter().find(is_exact).or_else(|| classes.iter().find(is_similar)).cloned()
     }
 
     /// The class that stands here if the user names none.
@@ -222,6 +226,42 @@ impl<'s> View<'s> {
                     && option.get("const").is_none()
                     && option.get("enum").is_none()
             })
+    }
+}
+
+/// The schema with each struct that flattens an enum rewritten: the struct's own keys go into every alternative.
+pub(super) fn spread(mut schema: Value) -> Value {
+    spread_in(&mut schema);
+    schema
+}
+
+fn spread_in(schema: &mut Value) {
+    match schema {
+        Value::Array(items) => items.iter_mut().for_each(spread_in),
+        Value::Object(entries) => {
+            entries.values_mut().for_each(spread_in);
+            let own = entries.get("properties").and_then(Value::as_object).cloned();
+            let required = entries.get("required").and_then(Value::as_array).cloned();
+            let is_flat = |options: &Vec<Value>| options.iter().all(|option| properties(option).is_some());
+            let nested = ["oneOf", "anyOf"]
+                .into_iter()
+                .find(|key| entries.get(*key).and_then(Value::as_array).is_some_and(is_flat));
+            let (Some(own), Some(nested)) = (own, nested) else { return };
+            for option in entries.get_mut(nested).and_then(Value::as_array_mut).into_iter().flatten() {
+                if let Some(keys) = option.get_mut("properties").and_then(Value::as_object_mut) {
+                    keys.extend(own.clone());
+                }
+                let Some(option) = option.as_object_mut() else { continue };
+                let inner = option.entry("required").or_insert_with(|| Value::Array(Vec::new()));
+                if let (Some(inner), Some(required)) = (inner.as_array_mut(), &required) {
+                    inner.extend(required.iter().cloned());
+                }
+            }
+            for key in ["properties", "required", "type", "additionalProperties", "unevaluatedProperties"] {
+                entries.remove(key);
+            }
+        }
+        _ => {}
     }
 }
 

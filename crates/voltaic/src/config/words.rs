@@ -53,11 +53,12 @@ pub(super) fn expected(view: &View<'_>) -> String {
         let names: Vec<&str> = classes.iter().map(|class| class.name).collect();
         add(format!("a class ({})", names.join(", ")));
     }
+    let has_numbers = view.options.iter().any(|option| option_types(option).contains(&"number"));
     for option in &view.options {
         let is_listed = option.get("const").is_some() || option.get("enum").is_some();
         for name in option_types(option) {
             match name {
-                _ if is_listed || name == "null" => {}
+                _ if is_listed || name == "null" || (name == "integer" && has_numbers) => {}
                 "boolean" => add("true or false".to_owned()),
                 "integer" => add(format!("an integer{}", range(option))),
                 "number" => add(format!("a number{}", range(option))),

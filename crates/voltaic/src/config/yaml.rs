@@ -36,7 +36,7 @@ pub(super) fn read_value(text: &str, origin: &Origin) -> Result<Node, Box<Config
         if trimmed.is_empty() {
             return Ok(plain());
         }
-        return Ok(scalar_node(&Scalar::parse_from_cow(text.into()), Some(text), origin.clone())?);
+        return scalar_node(&Scalar::parse_from_cow(text.into()), Some(text), origin.clone());
     }
     let at = |_| origin.clone();
     match (Reader { text, origin: &at }).document() {

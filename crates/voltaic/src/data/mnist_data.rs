@@ -26,6 +26,8 @@ pub enum MnistSet {
     Subset,
 }
 
+/// Handwritten digits: MNIST, or the part of it that ships.
+///
 /// Settings of [`MnistData`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

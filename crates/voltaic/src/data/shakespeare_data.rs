@@ -12,6 +12,8 @@ use super::{CharVocabulary, DataLoader, DataModule, SplitSize, Stage, TextDatase
 use crate::Result;
 use crate::error::{DataError, Error};
 
+/// Shakespeare's plays by character, or the one that ships.
+///
 /// Settings of [`ShakespeareData`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

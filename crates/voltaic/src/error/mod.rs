@@ -116,6 +116,26 @@ pub enum DeviceError {
         /// What was given.
         text: String,
     },
+    /// A variable of the environment that describes devices has a value that makes no sense.
+    #[error("{name}=`{value}` in the environment makes no sense; use {accepted}, or unset it")]
+    Setting {
+        /// The variable.
+        name: String,
+        /// Its value.
+        value: String,
+        /// What it may be.
+        accepted: String,
+    },
+    /// The devices of a process are set up once, and were set up otherwise.
+    #[error(
+        "this process has {settings} already, and cannot have {asked}; use one setting, or two processes"
+    )]
+    AlreadySetUp {
+        /// What there is.
+        settings: String,
+        /// What was asked for.
+        asked: String,
+    },
     /// The machine, or this build, has no such device.
     #[error("{device} is not available: {reason}")]
     Unavailable {

@@ -1,4 +1,4 @@
-//! libtorch's host memory comes from a [`Pool`].
+//! libtorch's memory comes from [`Pool`]s: one for the host, one for each emulated HPU.
 //!
 //! Freshly mapped pages cost a page fault each when they are first written; on conv nets that is 10 to 20 % of a
 //! step. The pool hands the same pages out again.
@@ -17,9 +17,27 @@ use crate::error::{MemoryError, Result};
 /// Set to `0`, libtorch keeps its own allocator.
 const SWITCH: &str = "VOLTAIC_HOST_POOL";
 
-static HOST_POOL: Pool = Pool::new(0, None);
+/// The host's pool, and behind it those of the HPUs, by number.
+static POOLS: [Pool; 1 + sys::VT_HPU_MAX_DEVICES] = [
+    Pool::new(sys::VT_HOST_POOL, None),
+    device_pool(1),
+    device_pool(2),
+    device_pool(3),
+    device_pool(4),
+    device_pool(5),
+    device_pool(6),
+    device_pool(7),
+    device_pool(8),
+];
 
 static TABLE: sys::vt_allocator = sys::vt_allocator { allocate, release, explain };
+
+const fn device_pool(number: i32) -> Pool {
+    Pool::new(number, None).with_drop_twin(|twin| {
+        // SAFETY: the HPU back end stored the twin, and its block is on its way back to the system.
+        unsafe { sys::vt_hpu_drop_twin(twin) }
+    })
+}
 
 /// Makes the host pool libtorch's allocator for the CPU device. Later calls change nothing.
 ///
@@ -31,27 +49,45 @@ static TABLE: sys::vt_allocator = sys::vt_allocator { allocate, release, explain
 /// # Errors
 /// [`MemoryError::HostPoolSwitch`] if `VOLTAIC_HOST_POOL` is neither `0` nor `1`.
 pub fn install_host_pool() -> Result<bool> {
-    static INSTALLED: Mutex<bool> = Mutex::new(false);
-    let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
-    if *installed {
-        return Ok(true);
-    }
     if !is_wanted(env::var_os(SWITCH).map(|value| value.to_string_lossy().into_owned()))? {
         return Ok(false);
     }
-    // SAFETY: the table and the pool behind it are static, its functions may run on any thread and do not unwind.
+    install()?;
+    Ok(true)
+}
+
+/// Makes the pools libtorch's allocator even if the host is not to have one: then the host's keeps nothing.
+pub(super) fn install_device_pools() -> Result<()> {
+    if !is_wanted(env::var_os(SWITCH).map(|value| value.to_string_lossy().into_owned()))? {
+        host_pool().set_caching(false);
+    }
+    install()
+}
+
+fn install() -> Result<()> {
+    static INSTALLED: Mutex<bool> = Mutex::new(false);
+    let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
+    if *installed {
+        return Ok(());
+    }
+    // SAFETY: the table and the pools behind it are static, its functions may run on any thread and do not unwind.
     check("SetCPUAllocator", unsafe { sys::vt_set_cpu_allocator(&TABLE) })?;
     // SAFETY: the three functions live as long as the process, and are called by fork() in the order that
     // before_fork and after_fork ask for. Without memory for the registration (its only failure) a child of a
     // fork may wait for ever on a lock, which is what happens to most of libtorch after a fork anyway.
     unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     *installed = true;
-    Ok(true)
+    Ok(())
 }
 
 /// The pool that [`install_host_pool`] installs, for its statistics and [`Pool::trim`].
 pub fn host_pool() -> &'static Pool {
-    &HOST_POOL
+    &POOLS[0]
+}
+
+/// The pool of an emulated HPU, by the device's index; none above the last one.
+pub fn hpu_pool(index: usize) -> Option<&'static Pool> {
+    POOLS.get(1 + index)
 }
 
 fn is_wanted(switch: Option<String>) -> Result<bool> {
@@ -62,8 +98,9 @@ fn is_wanted(switch: Option<String>) -> Result<bool> {
     }
 }
 
-extern "C" fn allocate(bytes: usize) -> *mut c_void {
-    HOST_POOL.allocate(bytes).map_or(ptr::null_mut(), |block| block.as_ptr().cast())
+extern "C" fn allocate(pool: i32, bytes: usize) -> *mut c_void {
+    let pool = POOLS.get(pool as usize);
+    pool.and_then(|pool| pool.allocate(bytes)).map_or(ptr::null_mut(), |block| block.as_ptr().cast())
 }
 
 extern "C" fn release(block: *mut c_void) {
@@ -74,27 +111,46 @@ extern "C" fn release(block: *mut c_void) {
 }
 
 /// Writes why there is no memory to `text`: at most `capacity` bytes, the last of them 0.
-extern "C" fn explain(bytes: usize, text: *mut c_char, capacity: usize) {
-    let stats = HOST_POOL.stats();
-    let message = format!(
-        "host out of memory: tried to allocate {bytes} bytes; {stats}; use a smaller batch, or free memory on this machine"
-    );
-    let len = message.len().min(capacity.saturating_sub(1));
-    if capacity > 0 {
-        // SAFETY: the caller gives `capacity` writable bytes.
-        let text = unsafe { slice::from_raw_parts_mut(text.cast::<u8>(), capacity) };
-        text[..len].copy_from_slice(&message.as_bytes()[..len]);
-        text[len] = 0;
+extern "C" fn explain(pool: i32, bytes: usize, text: *mut c_char, capacity: usize) {
+    let Some(stats) = POOLS.get(pool as usize).map(Pool::stats) else { return };
+    let message = if pool == sys::VT_HOST_POOL {
+        format!(
+            "host out of memory: tried to allocate {bytes} bytes; {stats}; use a smaller batch, or free memory on this machine"
+        )
+    } else {
+        let device = pool - 1;
+        let limit_allows = stats.limit.is_none_or(|limit| bytes.saturating_add(stats.in_use) <= limit);
+        let remedy = if limit_allows && stats.cached() == 0 {
+            "the limit allows it, but this machine has no more memory: free some, or use a smaller batch or model"
+        } else {
+            "use a smaller batch or model, or raise the limit of the emulated device with VOLTAIC_HPU_MEMORY"
+        };
+        format!("hpu:{device} out of memory: tried to allocate {bytes} bytes; {stats}; {remedy}")
+    };
+    write_text(&message, text, capacity);
+}
+
+/// Copies a message to a buffer of the shim: at most `capacity` bytes, the last of them 0.
+pub(super) fn write_text(message: &str, text: *mut c_char, capacity: usize) {
+    if capacity == 0 {
+        return;
     }
+    let len = message.len().min(capacity - 1);
+    // SAFETY: the shim gives `capacity` writable bytes.
+    let text = unsafe { slice::from_raw_parts_mut(text.cast::<u8>(), capacity) };
+    text[..len].copy_from_slice(&message.as_bytes()[..len]);
+    text[len] = 0;
 }
 
 extern "C" fn before_fork() {
-    HOST_POOL.before_fork();
+    POOLS.iter().for_each(Pool::before_fork);
 }
 
 extern "C" fn after_fork() {
-    // SAFETY: fork() called before_fork in the same thread, and calls this once in each process.
-    unsafe { HOST_POOL.after_fork() };
+    for pool in &POOLS {
+        // SAFETY: fork() called before_fork in the same thread, and calls this once in each process.
+        unsafe { pool.after_fork() };
+    }
 }
 
 #[cfg(test)]
@@ -114,11 +170,19 @@ mod tests {
     }
 
     #[test]
+    fn pools_are_numbered_by_their_place() {
+        for (number, pool) in POOLS.iter().enumerate() {
+            assert_eq!(pool.id(), number as i32);
+        }
+        assert!(hpu_pool(sys::VT_HPU_MAX_DEVICES).is_none());
+    }
+
+    #[test]
     fn the_explanation_fits_its_buffer() {
         let mut text = [1 as c_char; 32];
-        explain(4096, text.as_mut_ptr(), text.len());
+        explain(0, 4096, text.as_mut_ptr(), text.len());
         assert_eq!(text[31], 0);
         assert!(text[..31].iter().all(|&byte| byte > 1));
-        explain(4096, ptr::null_mut(), 0);
+        explain(0, 4096, ptr::null_mut(), 0);
     }
 }

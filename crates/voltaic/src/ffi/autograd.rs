@@ -106,7 +106,7 @@ extern "C" fn call_hook(data: *mut c_void) -> i32 {
     // it is shared (its parts are behind mutexes), never mutably borrowed.
     let data = unsafe { &*data.cast::<HookData>() };
     let mut hook = data.hook.lock().unwrap_or_else(PoisonError::into_inner);
-    let failure = match catch_unwind(AssertUnwindSafe(|| hook())) {
+    let failure = match catch_unwind(AssertUnwindSafe(&mut *hook)) {
         Ok(Ok(())) => return 0,
         Ok(Err(error)) => error,
         Err(panic) => anyhow::anyhow!("the gradient hook panicked: {}", panic_text(panic.as_ref())),

@@ -7,6 +7,7 @@
 
 mod allocator;
 mod autograd;
+mod hpu;
 mod optim;
 mod pool;
 mod rng;
@@ -17,13 +18,15 @@ use std::ffi::CStr;
 
 use voltaic_sys as sys;
 
-pub use allocator::{host_pool, install_host_pool};
+pub use allocator::{host_pool, hpu_pool, install_host_pool};
+pub(crate) use autograd::panic_text;
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
+pub use hpu::{HpuOptions, MAX_HPUS, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator};
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,
     foreach_norm, is_dense, tensor_id,
 };
-pub use pool::{Pool, PoolStats};
+pub use pool::{PeakReset, Pool, PoolBlock, PoolStats};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version};
 pub use threads::{set_thread_num_threads, with_one_thread};

@@ -93,6 +93,9 @@ fn range(values: impl Iterator<Item = f64> + Clone) -> std::ops::Range<f64> {
 fn draw(panels: &[(String, Vec<Series>)], path: &Path, height: u32) -> anyhow::Result<()> {
     let root = BitMapBackend::new(path, (PANEL.0, height)).into_drawing_area();
     root.fill(&WHITE)?;
+    let steps = range(
+        panels.iter().flat_map(|(_, series)| series).flat_map(|(_, points)| points).map(|point| point.0),
+    );
     for (area, (family, series)) in root.split_evenly((panels.len(), 1)).iter().zip(panels) {
         let points = series.iter().flat_map(|(_, points)| points);
         let mut chart = ChartBuilder::on(area)
@@ -100,16 +103,16 @@ fn draw(panels: &[(String, Vec<Series>)], path: &Path, height: u32) -> anyhow::R
             .margin(12)
             .x_label_area_size(36)
             .y_label_area_size(64)
-            .build_cartesian_2d(
-                range(points.clone().map(|point| point.0)),
-                range(points.map(|point| point.1)),
-            )?;
+            .build_cartesian_2d(steps.clone(), range(points.map(|point| point.1)))?;
         chart
             .configure_mesh()
             .x_desc("step")
             .x_label_formatter(&|x| format!("{x:.0}"))
-            .y_label_formatter(&|y| if y.abs() < 0.01 { format!("{y:.1e}") } else { format!("{y:.3}") })
-            .light_line_style(RGBColor(240, 240, 240))
+            .y_label_formatter(&|y| {
+                if *y != 0.0 && y.abs() < 0.001 { format!("{y:.0e}") } else { format!("{y:.3}") }
+            })
+            .light_line_style(TRANSPARENT)
+            .bold_line_style(RGBColor(225, 225, 225))
             .draw()?;
         for (i, (name, points)) in series.iter().enumerate() {
             let color = COLORS[i % COLORS.len()];

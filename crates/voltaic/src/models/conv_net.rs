@@ -8,6 +8,8 @@ use crate::error::Result;
 use crate::nn::functional::max_pool2d;
 use crate::nn::{Conv2d, Dropout, Forward, Linear, Module};
 
+/// The convolutional net of PyTorch's MNIST example.
+///
 /// Settings of [`ConvNet`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

@@ -8,6 +8,8 @@ use crate::error::{ModuleError, Result};
 use crate::nn::functional::{cross_entropy, gelu, scaled_dot_product_attention};
 use crate::nn::{Dropout, Embedding, Forward, LayerNorm, Linear, Module, ModuleExt, init};
 
+/// A GPT in the shape of nanoGPT, for text by character.
+///
 /// Settings of [`Gpt`]; the defaults are those of [`GptConfig::tiny`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

@@ -8,6 +8,8 @@ use crate::error::Result;
 use crate::nn::functional::max_pool2d;
 use crate::nn::{Conv2d, Forward, Linear, Module};
 
+/// LeNet-5 for digits of 28 x 28 pixels.
+///
 /// Settings of [`LeNet`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

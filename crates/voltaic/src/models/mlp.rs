@@ -7,6 +7,8 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::nn::{Forward, Linear, Module};
 
+/// A perceptron with one hidden layer.
+///
 /// Settings of [`Mlp`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

@@ -8,6 +8,8 @@ use crate::error::Result;
 use crate::nn::init::{self, FanMode, Nonlinearity};
 use crate::nn::{BatchNorm2d, Conv2d, Forward, Linear, Module, ModuleExt, Sequential};
 
+/// ResNet-18 with the stem for small images of CIFAR.
+///
 /// Settings of [`ResNet18`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

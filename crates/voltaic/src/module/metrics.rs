@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use serde::{Deserialize, Serialize};
 
 use super::log_value::{LogValue, ReduceFx};
+use super::metrics_state::{EntryState, MetricsState, Number};
 use crate::error::ConfigError;
 
 /// Options of one logged value.
@@ -161,7 +162,7 @@ impl MetricStore {
                     results.entries.push(Entry {
                         name,
                         hook,
-                        options,
+                        options: LogOptions { batch_size: None, ..options },
                         last: LogValue::Host(f64::NAN),
                         updated_this_batch: false,
                         reduced: None,
@@ -172,8 +173,7 @@ impl MetricStore {
             }
         };
         let entry = &mut results.entries[index];
-        let same_options = entry.options == LogOptions { batch_size: entry.options.batch_size, ..options };
-        if entry.hook == hook && !same_options {
+        if entry.hook == hook && entry.options != (LogOptions { batch_size: None, ..options }) {
             return Err(ConfigError::new(
                 format!("log({name})"),
                 format!("{hook} logs `{name}` twice with different options"),
@@ -400,55 +400,6 @@ fn set(values: &mut Vec<(String, f64)>, name: String, value: f64) {
     match values.iter_mut().find(|(known, _)| *known == name) {
         Some(slot) => slot.1 = value,
         None => values.push((name, value)),
-    }
-}
-
-/// Logged values of an epoch in progress, as a checkpoint keeps them.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct MetricsState {
-    train: Vec<EntryState>,
-    finished: Vec<(String, Number)>,
-}
-
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct EntryState {
-    name: String,
-    options: LogOptions,
-    last: Number,
-    reduced: Option<Number>,
-    weight: f64,
-}
-
-/// A float that survives JSON, which has no NaN and no infinity.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-#[serde(into = "NumberText", from = "NumberText")]
-struct Number(f64);
-
-impl PartialEq for Number {
-    fn eq(&self, other: &Self) -> bool {
-        self.0.to_bits() == other.0.to_bits()
-    }
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(untagged)]
-enum NumberText {
-    Finite(f64),
-    Text(String),
-}
-
-impl From<Number> for NumberText {
-    fn from(number: Number) -> Self {
-        if number.0.is_finite() { Self::Finite(number.0) } else { Self::Text(number.0.to_string()) }
-    }
-}
-
-impl From<NumberText> for Number {
-    fn from(text: NumberText) -> Self {
-        Self(match text {
-            NumberText::Finite(value) => value,
-            NumberText::Text(text) => text.parse().unwrap_or(f64::NAN),
-        })
     }
 }
 

@@ -3,6 +3,7 @@
 mod context;
 mod log_value;
 mod metrics;
+mod metrics_state;
 
 use tch::Tensor;
 
@@ -12,7 +13,8 @@ use crate::optim::Optimizers;
 
 pub use context::{CheckpointRequest, HookContext, LogEntry, Requests, RunFacts, StepContext};
 pub use log_value::{LogValue, ReduceFx};
-pub(crate) use metrics::{Level, MetricStore, MetricsState, Phase, Scope};
+pub(crate) use metrics::{Level, MetricStore, Phase, Scope};
+pub(crate) use metrics_state::MetricsState;
 
 /// Where a run stands; saved in every checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

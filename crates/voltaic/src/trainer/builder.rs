@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 
-use super::config::{CallbackConfig, Devices, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+use super::config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::resolve;
 use super::session::Run;
 use super::{Trainer, global_seed};
+use crate::accelerator::{Devices, accelerator};
 use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar};
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
@@ -104,7 +105,8 @@ impl TrainerBuilder {
     /// `VOLTAIC_HOST_POOL` has a value it cannot have.
     pub fn build(mut self) -> Result<Trainer> {
         let mut problems = Vec::new();
-        let plan = match resolve(&self.config) {
+        let accelerator = accelerator(&self.config.accelerator);
+        let plan = match resolve(&self.config, accelerator.as_deref()) {
             Ok(plan) => Some(plan),
             Err(error) => {
                 problems.extend(error.problems);
@@ -123,9 +125,10 @@ impl TrainerBuilder {
             problems.extend(error.problems);
         }
         problems.extend(same_state_keys(&self.callbacks));
-        let Some(plan) = plan.filter(|_| problems.is_empty()) else {
+        let (Some(plan), Ok(accelerator), true) = (plan, accelerator, problems.is_empty()) else {
             return Err(ConfigError { problems }.into());
         };
+        accelerator.setup()?;
         ffi::install_host_pool()?;
         if plan.fast_dev_run {
             self.loggers.clear();
@@ -146,6 +149,7 @@ impl TrainerBuilder {
             ..RunFacts::default()
         };
         let run = Run {
+            accelerator,
             callbacks: self.callbacks,
             loggers: self.loggers,
             progress: Progress::default(),

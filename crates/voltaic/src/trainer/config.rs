@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::accelerator::Devices;
 use crate::callback::ModelCheckpointConfig;
 
 /// A number of batches, or a fraction of all of them.
@@ -69,28 +70,6 @@ impl From<u64> for FastDevRun {
     }
 }
 
-/// How many devices: a number, or a text such as `auto`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(untagged)]
-pub enum Devices {
-    /// So many.
-    Count(i64),
-    /// `auto`, or a number as text.
-    Text(String),
-}
-
-impl From<i64> for Devices {
-    fn from(count: i64) -> Self {
-        Self::Count(count)
-    }
-}
-
-impl From<&str> for Devices {
-    fn from(text: &str) -> Self {
-        Self::Text(text.to_owned())
-    }
-}
-
 /// How gradients are clipped.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
@@ -114,7 +93,7 @@ pub enum CallbackConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainerConfig {
-    /// Kind of hardware: `auto` or `cpu`.
+    /// Kind of hardware: `cpu`, `hpu`, `cuda`, or `auto` for the best there is (never an emulated one).
     pub accelerator: String,
     /// How many devices: a number, or `auto`.
     pub devices: Devices,

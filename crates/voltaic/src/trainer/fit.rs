@@ -99,6 +99,7 @@ impl<M: LightningModule> Session<'_, M> {
             call_hook!(self, on_before_optimizer_step, Train, Step, facts)?;
             self.clip_gradients()?;
             self.optimizers.iter_mut().try_for_each(|optimizer| optimizer.step())?;
+            self.run.accelerator.step_boundary()?;
             self.run.progress.global_step += 1;
             self.step_schedulers(Interval::Step, false)?;
         }

@@ -7,6 +7,8 @@ use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
+use crate::ffi::panic_text;
+
 thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
     static MESSAGE: RefCell<Option<String>> = const { RefCell::new(None) };
@@ -21,12 +23,9 @@ fn install_panic_hook() {
             if !GUARDED.get() {
                 return previous(info);
             }
-            let payload = info.payload();
-            let text = payload.downcast_ref::<&str>().copied();
-            let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
-            let text = text.unwrap_or("panic without a message");
+            let text = panic_text(info.payload());
             // tch prints its error's Debug form, with libtorch's stack behind it
-            let text = text.split("\\nException raised from").next().unwrap_or(text);
+            let text = text.split("\\nException raised from").next().unwrap_or(&text);
             let place = info.location().map(|place| format!(" at {}:{}", place.file(), place.line()));
             MESSAGE.set(Some(format!("{text}{}", place.unwrap_or_default())));
         }));

@@ -28,8 +28,9 @@ use crate::module::{LightningModule, MetricStore, Progress, Requests};
 use crate::nn::{ModuleExt, set_training};
 use crate::optim::Optimizers;
 
+pub use crate::accelerator::Devices;
 pub use builder::TrainerBuilder;
-pub use config::{CallbackConfig, Devices, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+pub use config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
 pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};
 

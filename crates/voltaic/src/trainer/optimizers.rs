@@ -7,9 +7,9 @@ use crate::optim::{Interval, LrSchedulerConfig, LrSchedulerSpec, OptimizerConfig
 
 /// A schedule, and when it is stepped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
 pub struct LrSchedulerSettings {
     /// The schedule.
+    #[serde(flatten)]
     pub scheduler: LrSchedulerConfig,
     /// After what it is stepped: `step` or `epoch`.
     #[serde(default)]

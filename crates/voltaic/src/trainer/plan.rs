@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
-use super::config::{Devices, GradientClipAlgorithm, Limit, TrainerConfig};
+use super::config::{GradientClipAlgorithm, Limit, TrainerConfig};
+use crate::accelerator::Accelerator;
 use crate::device::Device;
-use crate::error::{ConfigError, ConfigProblem};
+use crate::error::{ConfigError, ConfigProblem, DeviceError};
 
 /// How gradients are clipped.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -57,6 +58,13 @@ impl Problems {
         self.0.push(ConfigProblem::new(format!("trainer.{key}"), what, remedy));
     }
 
+    /// The accelerator that the configuration names is not there; its reason ends with the remedy.
+    fn accelerator(&mut self, error: &DeviceError) {
+        let text = error.to_string();
+        let (what, remedy) = text.split_once("; ").unwrap_or((&text, "use cpu"));
+        self.add("accelerator", what.to_owned(), remedy);
+    }
+
     fn limit(&mut self, key: &str, limit: Option<Limit>) -> Limit {
         match limit {
             Some(Limit::Fraction(f)) if !(0.0..=1.0).contains(&f) => {
@@ -79,9 +87,18 @@ impl Problems {
 }
 
 /// Checks the configuration and resolves what is `auto`.
-pub(super) fn resolve(config: &TrainerConfig) -> Result<TrainPlan, ConfigError> {
+pub(super) fn resolve(
+    config: &TrainerConfig,
+    accelerator: Result<&dyn Accelerator, &DeviceError>,
+) -> Result<TrainPlan, ConfigError> {
     let mut problems = Problems(Vec::new());
-    let device = resolve_device(config, &mut problems);
+    let device = match accelerator {
+        Ok(accelerator) => resolve_device(config, accelerator, &mut problems),
+        Err(error) => {
+            problems.accelerator(error);
+            Device::Cpu
+        }
+    };
     let max_steps = problems.count("max_steps", config.max_steps);
     let max_epochs = match config.max_epochs {
         Some(max_epochs) => problems.count("max_epochs", max_epochs),
@@ -161,26 +178,11 @@ fn resolve_clip(config: &TrainerConfig, value: f64, problems: &mut Problems) -> 
     })
 }
 
-fn resolve_device(config: &TrainerConfig, problems: &mut Problems) -> Device {
-    if !matches!(config.accelerator.to_lowercase().as_str(), "auto" | "cpu") {
-        let what = format!("`{}` is no accelerator of this version", config.accelerator);
-        problems.add("accelerator", what, "use auto or cpu");
-    }
+/// The device of this process: the accelerator must have it, and one process drives one device.
+fn resolve_device(config: &TrainerConfig, accelerator: &dyn Accelerator, problems: &mut Problems) -> Device {
     if !matches!(config.strategy.to_lowercase().as_str(), "auto" | "single_device") {
         let what = format!("`{}` is no strategy of this version", config.strategy);
         problems.add("strategy", what, "use auto or single_device");
-    }
-    let devices = match &config.devices {
-        Devices::Count(count) => Some(*count),
-        Devices::Text(text) if text == "auto" => Some(1),
-        Devices::Text(text) => text.trim().parse().ok(),
-    };
-    if devices != Some(1) {
-        let given = match &config.devices {
-            Devices::Count(count) => count.to_string(),
-            Devices::Text(text) => format!("`{text}`"),
-        };
-        problems.add("devices", format!("{given} devices on one process of the cpu"), "use 1 or auto");
     }
     if let Some(precision) = &config.precision {
         let text = precision.as_str().map_or_else(|| precision.to_string(), str::to_owned);
@@ -188,7 +190,21 @@ fn resolve_device(config: &TrainerConfig, problems: &mut Problems) -> Device {
             problems.add("precision", format!("`{text}` is no precision of this version"), "use 32-true");
         }
     }
-    Device::Cpu
+    let name = accelerator.name();
+    match accelerator.parse_devices(&config.devices).as_deref() {
+        Ok(&[index]) => accelerator.device(index),
+        Ok(indices) => {
+            let what = format!("{} {name} devices with one process", indices.len());
+            problems.add("devices", what, "use 1, since this version trains on one device");
+            accelerator.device(0)
+        }
+        Err(message) => {
+            let (what, remedy) =
+                message.split_once("; ").unwrap_or((message, "use a number from 1, or auto"));
+            problems.add("devices", what.to_owned(), remedy);
+            accelerator.device(0)
+        }
+    }
 }
 
 impl Limit {
@@ -246,6 +262,12 @@ impl FitPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::accelerator::{CpuAccelerator, accelerator};
+
+    /// On the CPU, as on a machine without anything else.
+    fn resolve_on_cpu(config: &TrainerConfig) -> Result<TrainPlan, ConfigError> {
+        resolve(config, Ok(&CpuAccelerator))
+    }
 
     #[test]
     fn all_problems_are_reported_together_with_key_and_remedy() {
@@ -258,7 +280,7 @@ mod tests {
             val_check_interval: Some(Limit::Fraction(0.5)),
             ..TrainerConfig::default()
         };
-        let problems = resolve(&config).expect_err("five mistakes").problems;
+        let problems = resolve(&config, accelerator("tpu").as_deref()).expect_err("five mistakes").problems;
         let mut keys: Vec<&str> = problems.iter().map(|problem| problem.key.as_str()).collect();
         keys.sort_unstable();
         assert_eq!(
@@ -291,7 +313,7 @@ mod tests {
                 check_val_every_n_epoch: every,
                 ..TrainerConfig::default()
             };
-            FitPlan::new(&resolve(&config).expect("valid"), 10, &[4]).map(|plan| plan.val_check_batch)
+            FitPlan::new(&resolve_on_cpu(&config).expect("valid"), 10, &[4]).map(|plan| plan.val_check_batch)
         };
         assert_eq!(plan(None, Some(1)), Ok(10));
         assert_eq!(plan(Some(Limit::Fraction(0.25)), Some(1)), Ok(2));
@@ -303,7 +325,7 @@ mod tests {
     #[test]
     fn fast_dev_run_limits_everything() {
         let config = TrainerConfig { fast_dev_run: FastDevRun::Batches(3), ..TrainerConfig::default() };
-        let plan = resolve(&config).expect("valid");
+        let plan = resolve_on_cpu(&config).expect("valid");
         assert_eq!((plan.max_epochs, plan.max_steps, plan.limit_val), (Some(1), Some(3), Limit::Batches(3)));
     }
 

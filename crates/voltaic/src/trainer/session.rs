@@ -9,6 +9,7 @@ use super::guard::guarded;
 use super::plan::TrainPlan;
 use super::schedule::ActiveScheduler;
 use super::signals::Signals;
+use crate::accelerator::Accelerator;
 use crate::callback::Callback;
 use crate::data::Stage;
 use crate::error::{Error, Result};
@@ -21,6 +22,7 @@ use crate::optim::Optimizer;
 
 /// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
 pub(super) struct Run {
+    pub accelerator: Box<dyn Accelerator>,
     pub callbacks: Vec<Box<dyn Callback>>,
     pub loggers: Vec<Box<dyn Logger>>,
     pub progress: Progress,

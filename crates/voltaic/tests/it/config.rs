@@ -1,18 +1,20 @@
 //! Layered configuration: precedence, origins, short forms, errors, round trips.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use voltaic::config::{Assignment, Layers, PrintConfig, faults, keys, schema_of, to_yaml};
+use voltaic::config::{Assignment, Layers, keys, schema_of};
 use voltaic::error::ConfigError;
 
 /// A whole run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-struct Run {
+pub(super) struct Run {
     /// Seed of all random numbers.
     seed_everything: u64,
     /// The trainer.
@@ -40,7 +42,7 @@ impl Default for Run {
 /// Trainer's keys.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-struct Trainer {
+pub(super) struct Trainer {
     /// Number of epochs.
     max_epochs: Option<u32>,
     /// Batches per epoch, as a count or a fraction.
@@ -76,21 +78,21 @@ impl Default for Trainer {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]
-enum Limit {
+pub(super) enum Limit {
     Count(u64),
     Fraction(f64),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
-enum ClipAlgorithm {
+pub(super) enum ClipAlgorithm {
     Norm,
     Value,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
-enum Optimizer {
+pub(super) enum Optimizer {
     /// Adam with decoupled weight decay.
     AdamW(AdamW),
     /// Plain descent.
@@ -102,7 +104,7 @@ enum Optimizer {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-struct AdamW {
+pub(super) struct AdamW {
     /// Learning rate.
     lr: f64,
     /// Weight decay.
@@ -117,7 +119,7 @@ impl Default for AdamW {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct Sgd {
+pub(super) struct Sgd {
     /// Learning rate.
     lr: f64,
     /// Momentum.
@@ -127,7 +129,7 @@ struct Sgd {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "class_path", content = "init_args")]
-enum Callback {
+pub(super) enum Callback {
     EarlyStopping(EarlyStopping),
     ModelCheckpoint(ModelCheckpoint),
 }
@@ -135,7 +137,7 @@ enum Callback {
 // No `deny_unknown_fields`: a user will forget it, and must not lose a misspelt key for that.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-struct EarlyStopping {
+pub(super) struct EarlyStopping {
     /// Metric to watch.
     monitor: String,
     /// Checks without improvement before stopping.
@@ -144,13 +146,13 @@ struct EarlyStopping {
 
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-struct ModelCheckpoint {
+pub(super) struct ModelCheckpoint {
     /// How many checkpoints to keep.
     save_top_k: i64,
 }
 
 /// Layers of one case: YAML files `a.yaml`, `b.yaml`, ..., then variables, then options.
-fn layers(files: &[&str], env: &[(&str, &str)], options: &[&str]) -> Layers {
+pub(super) fn layers(files: &[&str], env: &[(&str, &str)], options: &[&str]) -> Layers {
     let mut layers = Layers::of::<Run>();
     for (name, text) in ["a.yaml", "b.yaml", "c.yaml"].into_iter().zip(files) {
         layers.text(name, text);
@@ -162,11 +164,11 @@ fn layers(files: &[&str], env: &[(&str, &str)], options: &[&str]) -> Layers {
     layers
 }
 
-fn tree(layers: &Layers) -> Value {
+pub(super) fn tree(layers: &Layers) -> Value {
     layers.load::<Run>().unwrap_or_else(|error| panic!("{error}")).tree
 }
 
-fn error(layers: &Layers) -> ConfigError {
+pub(super) fn error(layers: &Layers) -> ConfigError {
     layers.load::<Run>().unwrap_err()
 }
 
@@ -316,6 +318,13 @@ fn classes_have_short_forms() {
             "/optimizer",
             adamw(1e-3, 1e-2),
         ),
+    ]);
+}
+
+#[test]
+fn another_class_starts_from_its_own_defaults() {
+    let adamw = |lr: f64, weight_decay: f64| json!({"class_path": "AdamW", "init_args": {"lr": lr, "weight_decay": weight_decay}});
+    check_cases(&[
         (
             "same class again keeps its arguments",
             &["optimizer: {class_path: AdamW, init_args: {lr: 0.2}}"],
@@ -461,433 +470,64 @@ fn a_change_of_class_says_which_arguments_it_drops() {
     );
 }
 
-#[test]
-fn problems_name_key_origin_value_and_way_out() {
-    // (reason, files, options, the problem as printed)
-    let cases: &[(&str, &[&str], &[&str], &str)] = &[
-        ("top level", &["nmae: x"], &[], "nmae (from a.yaml:1): unknown key; did you mean name"),
-        (
-            "second level",
-            &["\ntrainer:\n  max_epoch: 3"],
-            &[],
-            "trainer.max_epoch (from a.yaml:3): unknown key; did you mean trainer.max_epochs",
-        ),
-        (
-            "part of a name",
-            &[],
-            &["trainer.epochs=3"],
-            "trainer.epochs (from command line): unknown key; did you mean trainer.max_epochs",
-        ),
-        (
-            "dashes",
-            &[],
-            &["trainer.max-epochs=3"],
-            "trainer.max-epochs (from command line): unknown key; did you mean trainer.max_epochs",
-        ),
-        (
-            "wrong section",
-            &[],
-            &["max_epochs=3"],
-            "max_epochs (from command line): unknown key; did you mean trainer.max_epochs",
-        ),
-        (
-            "argument in a file",
-            &["optimizer:\n  class_path: AdamW\n  init_args:\n    lrr: 1"],
-            &[],
-            "optimizer.init_args.lrr (from a.yaml:4): unknown key; did you mean optimizer.init_args.lr",
-        ),
-        (
-            "argument as option",
-            &[],
-            &["optimizer=AdamW", "optimizer.weight_deca=1"],
-            "optimizer.weight_deca (from command line): unknown key; did you mean optimizer.weight_decay",
-        ),
-        (
-            "in a list",
-            &["trainer:\n  callbacks:\n  - class_path: EarlyStopping\n    init_args:\n      monitr: x"],
-            &[],
-            "trainer.callbacks.0.init_args.monitr (from a.yaml:5): unknown key; did you mean trainer.callbacks.0.init_args.monitor",
-        ),
-        (
-            "nothing alike",
-            &[],
-            &["zzz=3"],
-            "zzz (from command line): unknown key; the keys here are seed_everything, trainer, optimizer, ckpt_path, name",
-        ),
-        (
-            "misspelt variable",
-            &[],
-            &[],
-            "tranier (from VOLTAIC_TRANIER__MAX_EPOCHS): unknown key; did you mean trainer",
-        ),
-        (
-            "text for a number",
-            &["trainer: {max_epochs: abc}"],
-            &[],
-            "trainer.max_epochs (from a.yaml:1): `abc` is text; give an integer of at least 0 or null",
-        ),
-        (
-            "quoted number",
-            &["trainer: {max_epochs: '3'}"],
-            &[],
-            "trainer.max_epochs (from a.yaml:1): `3` is text; remove the quotes to give an integer of at least 0 or null",
-        ),
-        (
-            "fraction for a count",
-            &[],
-            &["trainer.max_epochs=2.5"],
-            "trainer.max_epochs (from command line): `2.5` is a number with a fraction; give an integer of at least 0 or null",
-        ),
-        (
-            "below the range",
-            &[],
-            &["trainer.max_epochs=-1"],
-            "trainer.max_epochs (from command line): `-1` is outside the range; give an integer of at least 0 or null",
-        ),
-        (
-            "not among the choices",
-            &[],
-            &["trainer.gradient_clip_algorithm=nrm"],
-            "trainer.gradient_clip_algorithm (from command line): `nrm` is not one of the values; did you mean `norm`",
-        ),
-        (
-            "number among choices",
-            &[],
-            &["trainer.gradient_clip_algorithm=3"],
-            "trainer.gradient_clip_algorithm (from command line): `3` is an integer; give one of `norm`, `value`",
-        ),
-        (
-            "list for a scalar",
-            &[],
-            &["trainer.fast_dev_run=[1]"],
-            "trainer.fast_dev_run (from command line): `[1]` is a list; give true or false",
-        ),
-        (
-            "scalar for a section",
-            &["trainer: 3"],
-            &[],
-            "trainer (from a.yaml:1): `3` is an integer; give a mapping",
-        ),
-        (
-            "element of a list",
-            &[],
-            &["trainer.sizes=[1,x]"],
-            "trainer.sizes.1 (from command line): `x` is text; give an integer of at least 0",
-        ),
-        (
-            "length of a pair",
-            &[],
-            &["trainer.betas=[0.9]"],
-            "trainer.betas (from command line): `[0.9]` has 1 elements; give a list of 2 elements, each a number",
-        ),
-        (
-            "value of a free mapping",
-            &[],
-            &["trainer.weights.a=x"],
-            "trainer.weights.a (from command line): `x` is text; give a number",
-        ),
-        (
-            "null where it may not be",
-            &[],
-            &["name=null"],
-            "name (from command line): `null` is null; give text",
-        ),
-        (
-            "unknown class",
-            &["optimizer: Adamw2"],
-            &[],
-            "optimizer (from a.yaml:1): `Adamw2` is not a known class; did you mean AdamW",
-        ),
-        (
-            "argument without a class",
-            &[],
-            &["optimizer.lr=1"],
-            "optimizer.lr (from command line): no class is chosen for optimizer; write --optimizer=NAME before it; the classes are AdamW, SGD, Frozen",
-        ),
-        (
-            "missing argument",
-            &["optimizer: SGD"],
-            &[],
-            "optimizer.init_args.lr: this key is missing and has no default; give a number, in a file or with --optimizer.lr=VALUE",
-        ),
-        (
-            "argument of a class without any",
-            &["optimizer: {class_path: Frozen, init_args: {lr: 1}}"],
-            &[],
-            "optimizer.init_args (from a.yaml:1): this class takes no arguments; remove them",
-        ),
-        (
-            "no value",
-            &[],
-            &["trainer.max_epochs"],
-            "trainer.max_epochs (from command line): no value is given; write --trainer.max_epochs=VALUE",
-        ),
-        (
-            "no element",
-            &[],
-            &["trainer.callbacks.monitor=x"],
-            "trainer.callbacks.monitor (from command line): trainer.callbacks has no element yet; write --trainer.callbacks+=VALUE before it",
-        ),
-        (
-            "element out of range",
-            &[],
-            &["trainer.sizes.5=1"],
-            "trainer.sizes.5 (from command line): trainer.sizes has no element 5: it has 2; count from 0, or add one with --trainer.sizes+=VALUE",
-        ),
-        ("broken flow", &[], &["trainer.sizes=[1,"], "trainer.sizes"),
-        (
-            "infinity",
-            &["trainer: {limit_train_batches: .inf}"],
-            &[],
-            "YAML (from a.yaml:1): `.inf` is not a finite number; give a finite number, or null for no limit",
-        ),
-        (
-            "twice",
-            &["name: a\nname: b"],
-            &[],
-            "YAML (from a.yaml:2:1): duplicated key in mapping; mend the YAML there",
-        ),
-        (
-            "second document",
-            &["name: a\n---\nname: b"],
-            &[],
-            "YAML (from a.yaml:3): a second document begins; keep one document per file",
-        ),
-        (
-            "a list on top",
-            &["- name"],
-            &[],
-            "YAML (from a.yaml:1): the top level is no mapping; write `key: value` lines",
-        ),
-        ("syntax", &["trainer:\n  max_epochs: [1, 2\nname: x"], &[], "YAML (from a.yaml:3:"),
-        (
-            "a tag",
-            &["name: !Foo bar"],
-            &[],
-            "YAML (from a.yaml:1): tag `!Foo` has no meaning here; remove it",
-        ),
-    ];
-    for (reason, files, options, expected) in cases {
-        let env: &[(&str, &str)] =
-            if *reason == "misspelt variable" { &[("VOLTAIC_TRANIER__MAX_EPOCHS", "3")] } else { &[] };
-        let text = error(&layers(files, env, options)).to_string();
-        assert!(text.starts_with(expected), "{reason}:\n  expected {expected}\n  found    {text}");
-        assert!(text.contains("; "), "{reason}: no remedy in {text}");
-    }
-}
-
-#[test]
-fn all_problems_are_reported_together() {
-    let layers = layers(
-        &["trainer:\n  max_epoch: 3\n  fast_dev_run: perhaps\nnmae: x\n"],
-        &[("VOLTAIC_TRAINER__SIZES", "many")],
-        &["optimizer=Adam", "ckpt=1"],
-    );
-    let found: Vec<String> = error(&layers).problems.iter().map(|problem| problem.key.clone()).collect();
-    let mut sorted = found.clone();
-    sorted.sort();
-    assert_eq!(
-        sorted,
-        ["ckpt", "nmae", "optimizer", "trainer.fast_dev_run", "trainer.max_epoch", "trainer.sizes"],
-        "{found:?}"
-    );
-}
-
-#[test]
-fn unreadable_files_are_named() {
-    let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("mnist.yaml"), "name: x\n").unwrap();
-    std::fs::write(folder.path().join("latin.yaml"), b"name: \xe9\n").unwrap();
-    let mut layers = Layers::of::<Run>();
-    layers.file(folder.path().join("mnits.yaml"));
-    layers.file(folder.path().join("latin.yaml"));
-    let error = layers.settle().unwrap_err();
-    assert_eq!(error.problems.len(), 2, "{error}");
-    assert!(error.problems[0].what.contains("cannot read") && error.problems[0].what.contains("mnits.yaml"));
-    assert!(error.problems[0].remedy.ends_with("mnist.yaml"), "{error}");
-    assert!(error.problems[1].what.contains("not UTF-8 text at byte 6"), "{error}");
-}
-
-#[test]
-fn what_serde_alone_refuses_names_its_key() {
-    /// A key whose type has rules of its own.
-    #[derive(Debug, Default, Serialize, Deserialize, JsonSchema)]
+/// A class and keys beside it, as a schedule with its interval.
+#[derive(Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+struct Schedule {
+    #[serde(flatten)]
+    optimizer: Optimizer,
+    /// When it is stepped.
     #[serde(default)]
-    struct Even {
-        /// An even number.
-        #[serde(deserialize_with = "even")]
-        count: u64,
-    }
-    fn even<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
-        let number = u64::deserialize(deserializer)?;
-        let error = || serde::de::Error::custom(format!("{number} is odd"));
-        if number % 2 == 0 { Ok(number) } else { Err(error()) }
-    }
-    let mut layers = Layers::of::<Even>();
-    layers.text("a.yaml", "\ncount: 3");
-    let error = layers.load::<Even>().unwrap_err().to_string();
-    assert_eq!(error, "count (from a.yaml:2): 3 is odd; give a value that it accepts");
+    interval: Interval,
+}
+
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+enum Interval {
+    #[default]
+    Epoch,
+    Step,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+struct WithSchedule {
+    /// The schedule.
+    schedule: Option<Schedule>,
 }
 
 #[test]
-fn printed_configurations_read_back_the_same() {
-    let rich = layers(
-        &[
-            "name: 'yes'\ntrainer: {weights: {'1e3': 1e-8, b: 1e300, c: 2.5}, callbacks: [EarlyStopping, ModelCheckpoint]}",
-        ],
-        &[],
-        &["optimizer=SGD", "optimizer.lr=1e-3", "ckpt_path=null", "trainer.callbacks.0.monitor=a: b # c"],
-    );
-    let before = rich.load::<Run>().unwrap();
-    for words in ["", "skip_default", "comments", "skip_default,comments"] {
-        let text = rich.print_config(PrintConfig::parse(words).unwrap()).unwrap();
-        let mut again = Layers::of::<Run>();
-        again.text("printed.yaml", &text);
-        let after = again.load::<Run>().unwrap_or_else(|error| panic!("{words}: {error}\n{text}"));
-        assert_eq!(after.value, before.value, "{words}:\n{text}");
-        assert_eq!(after.tree, before.tree, "{words}:\n{text}");
-    }
-}
-
-#[test]
-fn strings_that_look_like_something_else_are_quoted() {
-    for text in [
-        "",
-        " ",
-        "1",
-        "1.0",
-        "1e-3",
-        "-1",
-        "+1",
-        "0x10",
-        "0b1",
-        "1_000",
-        "true",
-        "Null",
-        "~",
-        "yes",
-        "off",
-        ".inf",
-        "nan",
-        "a: b",
-        "a #b",
-        "- a",
-        "[a]",
-        "{a}",
-        "&a",
-        "*a",
-        "!a",
-        "%a",
-        "@a",
-        "`a`",
-        "a\nb",
-        "a\tb",
-        "\"",
-        "'",
-        "\\",
-        "a ",
-        " a",
-        "12:30:00",
-        "é",
-        "\u{1F600}",
-        "\u{7}",
-        "?",
-        ":",
-        "---",
-        "...",
-        "a: ",
-        "2001-01-01",
-        "inf",
-        "infinity",
-        "=",
-        "<<",
+fn keys_may_stand_beside_a_class() {
+    let layers = |file: &str, options: &[&str]| {
+        let mut layers = Layers::of::<WithSchedule>();
+        layers.text("a.yaml", file);
+        for option in options {
+            layers.assign(&Assignment::parse(option));
+        }
+        layers
+    };
+    let expected = json!({
+        "class_path": "SGD",
+        "init_args": {"lr": 0.5, "momentum": 0.0},
+        "interval": "step",
+    });
+    let file = "schedule: {class_path: SGD, init_args: {lr: 0.5}, interval: step}";
+    // (reason, file, options)
+    for (reason, file, options) in [
+        ("all in a file", file, vec![]),
+        ("all as options", "", vec!["schedule=SGD", "schedule.interval=step", "schedule.lr=0.5"]),
+        ("short in a file", "schedule: {class_path: SGD, interval: step, lr: 0.5}", vec![]),
+        ("mixed", "schedule: {class_path: SGD, lr: 1}", vec!["schedule.lr=0.5", "schedule.interval=step"]),
     ] {
-        let value = json!({"name": text, "list": [text], text: {"deep": [[text], {"k": text}]}});
-        let yaml = to_yaml(&value);
-        let mut layers = Layers::new(json!(true));
-        layers.text("x.yaml", &yaml);
-        let read = layers.settle().unwrap_or_else(|error| panic!("{text:?}: {error}\n{yaml}")).tree;
-        assert_eq!(read, value, "{text:?}:\n{yaml}");
+        let loaded =
+            layers(file, &options).load::<WithSchedule>().unwrap_or_else(|error| panic!("{reason}: {error}"));
+        assert_eq!(loaded.tree["schedule"], expected, "{reason}");
+        assert_eq!(loaded.value.schedule.map(|schedule| schedule.interval), Some(Interval::Step), "{reason}");
     }
-}
-
-#[test]
-fn a_short_print_holds_only_what_was_changed() {
-    let print = PrintConfig::parse("skip_default").unwrap();
-    assert_eq!(layers(&[], &[], &[]).print_config(print).unwrap(), "{}\n");
-    let changed =
-        layers(&[], &[], &["trainer.max_epochs=3", "optimizer=AdamW", "trainer.fast_dev_run=false"]);
+    let error = layers(file, &["schedule.interval=stp"]).settle().unwrap_err().to_string();
     assert_eq!(
-        changed.print_config(print).unwrap(),
-        "trainer:\n  max_epochs: 3\noptimizer:\n  class_path: AdamW\n"
+        error,
+        "schedule.interval (from command line): `stp` is not one of the values; did you mean `step`"
     );
-}
-
-#[test]
-fn comments_are_the_descriptions() {
-    let print = PrintConfig::parse("comments,skip_default").unwrap();
-    let text = layers(&[], &[], &["trainer.max_epochs=3", "optimizer=SGD", "optimizer.lr=1"])
-        .print_config(print)
-        .unwrap();
-    assert_eq!(
-        text,
-        "# The trainer.\ntrainer:\n  # Number of epochs.\n  max_epochs: 3\n# Updates the parameters.\noptimizer:\n  \
-         class_path: SGD\n  init_args:\n    # Learning rate.\n    lr: 1\n"
-    );
-    assert!(PrintConfig::parse("skip_defaults").unwrap_err().to_string().contains("skip_default"));
-}
-
-#[test]
-fn keys_of_a_schema_are_listed_with_their_defaults() {
-    let keys = keys(&schema_of::<Run>());
-    let found: Vec<String> = keys
-        .iter()
-        .map(|key| {
-            let class = key.class.as_ref().map(|class| format!(" of {class}")).unwrap_or_default();
-            let default = key.default.as_ref().map_or_else(|| "required".to_owned(), ToString::to_string);
-            format!("{}{class} = {default}", key.key)
-        })
-        .collect();
-    assert_eq!(
-        found,
-        [
-            "seed_everything = 0",
-            "trainer.max_epochs = 10",
-            "trainer.limit_train_batches = 1.0",
-            "trainer.gradient_clip_algorithm = \"norm\"",
-            "trainer.fast_dev_run = false",
-            "trainer.callbacks = null",
-            "trainer.callbacks.monitor of EarlyStopping = \"\"",
-            "trainer.callbacks.patience of EarlyStopping = 0",
-            "trainer.callbacks.save_top_k of ModelCheckpoint = 0",
-            "trainer.sizes = [8,16]",
-            "trainer.weights = {}",
-            "trainer.betas = [0.9,0.999]",
-            "optimizer = null",
-            "optimizer.lr of AdamW = 0.001",
-            "optimizer.weight_decay of AdamW = 0.01",
-            "optimizer.lr of SGD = required",
-            "optimizer.momentum of SGD = 0.0",
-            "ckpt_path = null",
-            "name = \"run\"",
-        ]
-    );
-}
-
-#[test]
-fn faults_are_missing_descriptions_and_invalid_defaults() {
-    assert_eq!(faults(&schema_of::<Run>()), Vec::<String>::new());
-
-    #[derive(Default, Serialize, Deserialize, JsonSchema)]
-    #[serde(default)]
-    struct Faulty {
-        undescribed: u32,
-        /// Its default lies outside its range.
-        #[schemars(range(min = 1))]
-        count: u32,
-    }
-    let found = faults(&schema_of::<Faulty>());
-    assert_eq!(found.len(), 2, "{found:?}");
-    assert_eq!(found[0], "undescribed has no description");
-    assert!(found[1].starts_with("default of count: `0` is outside the range"), "{found:?}");
+    let keys: Vec<String> = keys(&schema_of::<WithSchedule>()).into_iter().map(|key| key.key).collect();
+    assert!(keys.contains(&"schedule.interval".to_owned()), "{keys:?}");
 }

@@ -1,6 +1,6 @@
-//! Optimizers, schedules and clipping against PyTorch's results; see fixtures/optim/make_fixtures.py.
+//! Optimizers and clipping against PyTorch's results; see fixtures/optim/make_fixtures.py.
 
-#![allow(clippy::unwrap_used, reason = "the helpers of tests may fail as the tests do")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "the helpers of tests may fail as the tests do")]
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/optim").join(name)
 }
 
-fn json_fixture(name: &str) -> Value {
+pub(crate) fn json_fixture(name: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(fixture(name)).unwrap()).unwrap()
 }
 
@@ -244,107 +244,6 @@ fn no_gradient_means_no_change_and_no_state() {
     }
 }
 
-fn two_groups(adam: bool) -> Box<dyn Optimizer> {
-    let param = |name: &str| (name.to_owned(), Parameter::new(Tensor::from_slice(&[0.0_f32])));
-    let groups = vec![ParamGroupSpec::new([param("a")]), ParamGroupSpec::new([param("b")]).lr(0.02)];
-    if adam {
-        Adam::new(0.1).build(groups).unwrap()
-    } else {
-        Sgd::new(0.1).momentum(0.9).build(groups).unwrap()
-    }
-}
-
-fn schedule(case: &Value, optimizer: &mut dyn Optimizer) -> Box<dyn LrScheduler> {
-    let groups = optimizer.param_groups_mut();
-    if case["class_path"] == "LambdaLR" {
-        return LambdaLr::new(|step| 0.95_f64.powf(step as f64) / (1.0 + step as f64)).build(groups).unwrap();
-    }
-    let config: LrSchedulerConfig =
-        serde_json::from_value(json!({"class_path": case["class_path"], "init_args": case["init_args"]}))
-            .unwrap();
-    // what is written is read back as the same
-    let text = serde_json::to_string(&config).unwrap();
-    assert_eq!(serde_json::from_str::<LrSchedulerConfig>(&text).unwrap(), config);
-    config.build(groups).unwrap()
-}
-
-fn assert_curve(optimizer: &dyn Optimizer, case: &Value, step: usize) {
-    for (index, group) in optimizer.param_groups().iter().enumerate() {
-        for (what, actual) in [("lrs", group.lr), ("momentums", group.momentum())] {
-            let Some(expected) = case[what][step][index].as_f64() else { continue };
-            let error = (actual - expected).abs();
-            assert!(
-                error <= 1e-12 * expected.abs(),
-                "{} {} {what} of group {index} at step {step}: {actual} is not {expected}",
-                case["class_path"],
-                case["init_args"]
-            );
-        }
-    }
-}
-
-#[test]
-fn schedules_match_pytorch_for_fifty_steps() {
-    let fixture = json_fixture("schedules.json");
-    let curves = fixture["curves"].as_array().unwrap();
-    assert!(curves.len() > 20);
-    for case in curves {
-        let mut optimizer = two_groups(case["optimizer"] == "adam");
-        let mut scheduler = schedule(case, optimizer.as_mut());
-        assert_eq!(scheduler.name(), case["class_path"]);
-        assert_eq!(case["lrs"].as_array().unwrap().len(), 51);
-        for step in 0..=50 {
-            if step > 0 {
-                scheduler.step(optimizer.param_groups_mut(), None).unwrap();
-            }
-            assert_curve(optimizer.as_ref(), case, step);
-            let rates: Vec<f64> = optimizer.param_groups().iter().map(|group| group.lr).collect();
-            assert_eq!(scheduler.last_lr(), rates);
-        }
-    }
-}
-
-#[test]
-fn plateau_schedules_match_pytorch() {
-    for case in json_fixture("schedules.json")["plateaus"].as_array().unwrap() {
-        let mut optimizer = two_groups(false);
-        let mut scheduler = schedule(case, optimizer.as_mut());
-        for (step, metric) in case["metrics"].as_array().unwrap().iter().enumerate() {
-            // through its saved state at every step
-            let state = serde_json::from_str(&scheduler.state_dict().to_string()).unwrap();
-            let mut fresh = schedule(case, two_groups(false).as_mut());
-            fresh.load_state_dict(&state).unwrap();
-            scheduler = fresh;
-            scheduler.step(optimizer.param_groups_mut(), metric.as_f64()).unwrap();
-            assert_curve(optimizer.as_ref(), case, step);
-        }
-        let error = scheduler.step(optimizer.param_groups_mut(), None).unwrap_err().to_string();
-        assert!(error.starts_with("ReduceLROnPlateau: ") && error.contains("; log the metric"), "{error}");
-    }
-}
-
-#[test]
-fn loaded_schedules_continue_bit_for_bit() {
-    for case in json_fixture("schedules.json")["curves"].as_array().unwrap() {
-        let is_adam = case["optimizer"] == "adam";
-        let mut whole = two_groups(is_adam);
-        let mut whole_schedule = schedule(case, whole.as_mut());
-        for stop in 0..30 {
-            let mut resumed = two_groups(is_adam);
-            let mut resumed_schedule = schedule(case, resumed.as_mut());
-            let groups = serde_json::from_str(&whole.state_dict().groups.to_string()).unwrap();
-            resumed.load_state_dict(OptimizerState { tensors: Vec::new(), groups }).unwrap();
-            let state = serde_json::from_str(&whole_schedule.state_dict().to_string()).unwrap();
-            resumed_schedule.load_state_dict(&state).unwrap();
-            whole_schedule.step(whole.param_groups_mut(), None).unwrap();
-            resumed_schedule.step(resumed.param_groups_mut(), None).unwrap();
-            for (a, b) in whole.param_groups().iter().zip(resumed.param_groups()) {
-                assert_eq!((a.lr, a.momentum()), (b.lr, b.momentum()), "{case} after {stop}");
-            }
-        }
-    }
-}
-
 #[test]
 fn clipping_matches_pytorch() {
     let expected = tensor_fixture("clip.safetensors");
@@ -400,7 +299,7 @@ fn clipping_passes_non_finite_norms_on_and_refuses_senseless_bounds() {
 }
 
 /// The text of an error in settings; checks that each line has a dotted key and a remedy.
-fn config_error<T>(result: voltaic::Result<T>) -> String {
+pub(crate) fn config_error<T>(result: voltaic::Result<T>) -> String {
     let Err(Error::Config(error)) = result else { panic!("there is no ConfigError") };
     for problem in &error.problems {
         assert!(problem.key.contains('.') && !problem.remedy.is_empty(), "{problem}");
@@ -528,87 +427,6 @@ fn a_state_that_does_not_fit_is_refused_with_all_mismatches_and_changes_nothing(
     let sgd = Sgd::new(0.1).build(vec![ParamGroupSpec::new(params.clone())]).unwrap();
     let error = adam.load_state_dict(sgd.state_dict()).unwrap_err().to_string();
     assert!(error.contains("param group 0 is not one of Adam"), "{error}");
-}
-
-#[test]
-fn a_schedule_refuses_another_schedules_state() {
-    let mut optimizer = two_groups(false);
-    let mut step = StepLr::new(3, 0.5).build(optimizer.param_groups_mut()).unwrap();
-    let cosine = CosineAnnealingLr::new(9).build(optimizer.param_groups_mut()).unwrap();
-    let error = step.load_state_dict(&cosine.state_dict()).unwrap_err().to_string();
-    assert!(error.contains("StepLR: it is a state of CosineAnnealingLR; "), "{error}");
-    let mut state = step.state_dict();
-    state["last_lr"] = json!([0.1]);
-    let error = step.load_state_dict(&state).unwrap_err().to_string();
-    assert!(error.contains("for 1 param groups, not 2"), "{error}");
-}
-
-#[test]
-fn schedules_out_of_range_are_refused() {
-    let table: Vec<(Box<dyn BuildLrScheduler>, &str)> = vec![
-        (Box::new(StepLr::new(0, 0.1)), "lr_scheduler.init_args.step_size: 0"),
-        (Box::new(ExponentialLr::new(f64::NAN)), "lr_scheduler.init_args.gamma: NaN"),
-        (Box::new(ConstantLr::new(1.5, 3)), "lr_scheduler.init_args.factor: 1.5"),
-        (Box::new(LinearLr::warmup(0.0, 3)), "lr_scheduler.init_args.start_factor: 0"),
-        (Box::new(CosineAnnealingLr::new(0)), "lr_scheduler.init_args.T_max: 0"),
-        (Box::new(CosineAnnealingWarmRestarts::new(0)), "lr_scheduler.init_args.T_0: 0"),
-        (Box::new(OneCycleLr::new(0.1, 0)), "lr_scheduler.init_args.total_steps: 0"),
-        (
-            Box::new(OneCycleLr::new(vec![0.1], 9)),
-            "lr_scheduler.init_args.max_lr: has 1 values for 2 param groups",
-        ),
-        (Box::new(ReduceLrOnPlateau::default().factor(1.0)), "lr_scheduler.init_args.factor: 1"),
-        (Box::new(LinearWarmupCosine::new(5, 5)), "lr_scheduler.init_args.total_iters: 5 is not more than"),
-        (
-            Box::new(SequentialLr::new(
-                [StepLr::new(1, 0.1).into(), ReduceLrOnPlateau::default().into()],
-                [3],
-            )),
-            "lr_scheduler.init_args.schedulers[1]: ReduceLROnPlateau cannot be part of a sequence",
-        ),
-        (
-            Box::new(SequentialLr::new([StepLr::new(1, 0.1).into()], [3])),
-            "lr_scheduler.init_args.milestones: has 1 values for 1 schedulers",
-        ),
-    ];
-    for (config, expected) in table {
-        let error = config_error(config.build(two_groups(false).param_groups_mut()));
-        assert!(error.contains(expected), "{error}\nlacks {expected}");
-    }
-}
-
-#[test]
-fn schedules_that_end_or_give_no_number_are_errors() {
-    let mut optimizer = two_groups(false);
-    let mut cycle = OneCycleLr::new(0.1, 3).build(optimizer.param_groups_mut()).unwrap();
-    for _ in 0..3 {
-        cycle.step(optimizer.param_groups_mut(), None).unwrap();
-    }
-    let error = cycle.step(optimizer.param_groups_mut(), None).unwrap_err().to_string();
-    assert!(error.contains("OneCycleLR: step 4 lies behind the end of the cycle of 3 steps; set"), "{error}");
-    let mut lambda = LambdaLr::new(|step| if step < 2 { 1.0 } else { f64::NAN })
-        .build(optimizer.param_groups_mut())
-        .unwrap();
-    lambda.step(optimizer.param_groups_mut(), None).unwrap();
-    let before: Vec<f64> = optimizer.param_groups().iter().map(|group| group.lr).collect();
-    let error = lambda.step(optimizer.param_groups_mut(), None).unwrap_err().to_string();
-    assert!(error.contains("LambdaLR: the learning rate at step 2 is NaN; "), "{error}");
-    assert_eq!(before, optimizer.param_groups().iter().map(|group| group.lr).collect::<Vec<_>>());
-}
-
-#[test]
-fn warmup_then_cosine_is_the_sequence_of_the_two() {
-    let (mut one, mut two) = (two_groups(false), two_groups(false));
-    let mut short =
-        LinearWarmupCosine::new(4, 20).start_factor(0.1).eta_min(1e-3).build(one.param_groups_mut()).unwrap();
-    let parts = [LinearLr::warmup(0.1, 4).into(), CosineAnnealingLr::new(16).eta_min(1e-3).into()];
-    let mut long = SequentialLr::new(parts, [4]).build(two.param_groups_mut()).unwrap();
-    for _ in 0..20 {
-        assert_eq!(short.last_lr(), long.last_lr());
-        short.step(one.param_groups_mut(), None).unwrap();
-        long.step(two.param_groups_mut(), None).unwrap();
-    }
-    assert!((short.last_lr()[0] - 1e-3).abs() < 1e-15, "{:?}", short.last_lr());
 }
 
 #[test]

@@ -16,24 +16,26 @@ use std::mem;
 use std::ptr::{self, NonNull};
 
 use lock::{SpinGuard, SpinLock};
-pub use policy::PoolStats;
 use policy::{Ledger, NUM_CLASSES, SizeClass, Source};
+pub use policy::{PeakReset, PoolStats};
 use system::Origin;
+use voltaic_sys::{VT_BLOCK_HEADER_BYTES, vt_block_header};
 
 /// Lies right before each block.
 #[repr(C, align(64))]
 struct Header {
+    /// What the shim reads and writes: the pool's number, and whatever a device keeps with the block for as long as
+    /// it is not given back to the system.
+    shared: vt_block_header,
     pool: &'static Pool,
     next_free: *mut Header,
-    /// Whatever a device keeps with the block for as long as it is not given back to the system.
-    twin: *mut c_void,
     requested: usize,
     class: SizeClass,
     origin: Origin,
 }
 
 const _: () = assert!(size_of::<Header>() == HEADER_BYTES);
-const HEADER_BYTES: usize = 64;
+const HEADER_BYTES: usize = VT_BLOCK_HEADER_BYTES;
 
 impl Header {
     fn of(block: NonNull<u8>) -> *mut Self {
@@ -150,7 +152,8 @@ impl Discarded {
         while let Some(header) = NonNull::new(next) {
             // SAFETY: `add` got headers that nobody else refers to; each is read before its memory goes.
             unsafe {
-                let Header { next_free, twin, class, origin, .. } = header.read();
+                let Header { shared: vt_block_header { twin, .. }, next_free, class, origin, .. } =
+                    header.read();
                 if let (Some(drop_twin), false) = (pool.drop_twin, twin.is_null()) {
                     drop_twin(twin);
                 }
@@ -166,14 +169,14 @@ impl Discarded {
 ///
 /// It hands out blocks aligned to 64 bytes. All methods may be called from any thread.
 pub struct Pool {
-    id: u32,
+    id: i32,
     drop_twin: Option<fn(*mut c_void)>,
     books: SpinLock<Books>,
 }
 
 impl Pool {
-    /// An empty pool that takes at most `limit` bytes from the system. `id` is for the caller's use.
-    pub const fn new(id: u32, limit: Option<usize>) -> Self {
+    /// An empty pool that takes at most `limit` bytes from the system. `id` is what the shim knows it by.
+    pub const fn new(id: i32, limit: Option<usize>) -> Self {
         let books = Books { ledger: Ledger::new(limit), free: [ptr::null_mut(); NUM_CLASSES] };
         Self { id, drop_twin: None, books: SpinLock::new(books) }
     }
@@ -186,7 +189,7 @@ impl Pool {
     }
 
     /// The number given to [`Pool::new`].
-    pub fn id(&self) -> u32 {
+    pub fn id(&self) -> i32 {
         self.id
     }
 
@@ -199,6 +202,11 @@ impl Pool {
         // SAFETY: a header that was just taken is this call's alone until it returns the block.
         unsafe { (*header.as_ptr()).requested = bytes };
         Some(Header::block(header))
+    }
+
+    /// A block that goes back when it is dropped. None as for [`Pool::allocate`].
+    pub fn block(&'static self, bytes: usize) -> Option<PoolBlock> {
+        self.allocate(bytes).map(|block| PoolBlock { block })
     }
 
     #[inline]
@@ -238,9 +246,9 @@ impl Pool {
         books.ledger.commit(class);
         let header = memory.cast::<Header>();
         let blank = Header {
+            shared: vt_block_header { twin: ptr::null_mut(), pool: self.id },
             pool: self,
             next_free: ptr::null_mut(),
-            twin: ptr::null_mut(),
             requested: 0,
             class,
             origin,
@@ -285,7 +293,7 @@ impl Pool {
     /// it is.
     pub unsafe fn twin_of(block: NonNull<u8>) -> NonNull<*mut c_void> {
         // SAFETY: the caller vouches that a live header lies before the block.
-        unsafe { NonNull::from(&mut (*Header::of(block)).twin) }
+        unsafe { NonNull::from(&mut (*Header::of(block)).shared.twin) }
     }
 
     /// What the pool has done and holds.
@@ -302,6 +310,11 @@ impl Pool {
         }
         drop(books);
         discarded.release(self)
+    }
+
+    /// Starts the statistics of the highest use again. What stays cached does not depend on them.
+    pub fn reset_peaks(&self, reset: PeakReset) {
+        self.books.lock().ledger.reset_peaks(reset);
     }
 
     /// Changes the limit. Blocks that are in use stay, even above it.
@@ -330,6 +343,19 @@ impl Pool {
     pub(super) unsafe fn after_fork(&self) {
         // SAFETY: before_fork has forgotten the guard, in the thread that forked; the child is a copy of it.
         unsafe { self.books.unlock() };
+    }
+}
+
+/// A block of a [`Pool`], with any content.
+#[derive(Debug)]
+pub struct PoolBlock {
+    block: NonNull<u8>,
+}
+
+impl Drop for PoolBlock {
+    fn drop(&mut self) {
+        // SAFETY: the block came from a pool, and this is its only owner.
+        unsafe { Pool::release(self.block) }
     }
 }
 

@@ -102,7 +102,7 @@ pub struct PoolStats {
     pub limit: Option<usize>,
     /// Bytes in blocks that are handed out.
     pub in_use: usize,
-    /// Highest value of `in_use` so far.
+    /// Highest value of `in_use` so far, or since [`Pool::reset_peaks`](super::Pool::reset_peaks).
     pub max_in_use: usize,
     /// Bytes taken from the system: in use or cached.
     pub reserved: usize,
@@ -110,7 +110,7 @@ pub struct PoolStats {
     pub num_allocs: u64,
     /// Blocks that came back so far.
     pub num_frees: u64,
-    /// Bytes of the largest block handed out so far.
+    /// Bytes of the largest block handed out so far, or since [`PeakReset::Current`].
     pub max_alloc_size: usize,
     /// Blocks taken from the system so far.
     pub total_system_allocs: u64,
@@ -145,6 +145,15 @@ impl fmt::Display for PoolStats {
     }
 }
 
+/// What [`Pool::reset_peaks`](super::Pool::reset_peaks) starts again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PeakReset {
+    /// `max_in_use` becomes 0 until the next allocation.
+    Zero,
+    /// `max_in_use` becomes `in_use`, and `max_alloc_size` 0.
+    Current,
+}
+
 /// Where the memory of an allocation comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Source {
@@ -167,6 +176,8 @@ struct Shelf {
 /// The books of one pool.
 pub(super) struct Ledger {
     stats: PoolStats,
+    /// Highest use ever, which decides what may stay cached.
+    highest_use: usize,
     shelves: [Shelf; NUM_CLASSES],
     window_start_secs: u64,
     caching: bool,
@@ -187,6 +198,7 @@ impl Ledger {
         };
         Self {
             stats,
+            highest_use: 0,
             shelves: [Shelf { cached: 0, idle: 0 }; NUM_CLASSES],
             window_start_secs: 0,
             caching: true,
@@ -195,6 +207,16 @@ impl Ledger {
 
     pub(super) fn stats(&self) -> PoolStats {
         self.stats
+    }
+
+    pub(super) fn reset_peaks(&mut self, reset: PeakReset) {
+        match reset {
+            PeakReset::Zero => self.stats.max_in_use = 0,
+            PeakReset::Current => {
+                self.stats.max_in_use = self.stats.in_use;
+                self.stats.max_alloc_size = 0;
+            }
+        }
     }
 
     pub(super) fn set_limit(&mut self, limit: Option<usize>) {
@@ -246,6 +268,7 @@ impl Ledger {
         self.stats.num_allocs += 1;
         self.stats.in_use += size;
         self.stats.max_in_use = self.stats.max_in_use.max(self.stats.in_use);
+        self.highest_use = self.highest_use.max(self.stats.in_use);
         self.stats.max_alloc_size = self.stats.max_alloc_size.max(size);
     }
 
@@ -273,7 +296,7 @@ impl Ledger {
     /// A class of which a block must go back at once, because more is cached than a pool may keep.
     #[inline]
     pub(super) fn over_cap(&self) -> Option<SizeClass> {
-        if self.stats.cached() <= CACHE_FLOOR.max(2 * self.stats.max_in_use) {
+        if self.stats.cached() <= CACHE_FLOOR.max(2 * self.highest_use) {
             return None;
         }
         let idle_bytes = |class: &SizeClass| class.size() * self.shelves[class.index()].idle as usize;
@@ -284,7 +307,7 @@ impl Ledger {
     /// Whether the clock should be read to see if a window has ended.
     #[inline]
     pub(super) fn wants_clock(&self) -> bool {
-        self.stats.num_frees % FREES_PER_CLOCK_READ == 0
+        self.stats.num_frees.is_multiple_of(FREES_PER_CLOCK_READ)
     }
 
     /// Whether the window has ended at `now_secs` (of any clock that does not go back).
@@ -412,6 +435,22 @@ mod tests {
         let small = take(&mut ledger, 512);
         ledger.put(small);
         assert_eq!(ledger.take(class(448)), Source::System, "small blocks are used for their own class only");
+    }
+
+    #[test]
+    fn peaks_start_again_without_changing_what_is_kept() {
+        let mut ledger = Ledger::new(None);
+        let kept = take(&mut ledger, 1024);
+        let large = take(&mut ledger, 300 * MIB);
+        ledger.put(large);
+        ledger.reset_peaks(PeakReset::Zero);
+        assert_eq!((ledger.stats().max_in_use, ledger.stats().max_alloc_size), (0, 300 * MIB));
+        assert_eq!(ledger.over_cap(), None, "300 MiB were needed once and may stay");
+        ledger.reset_peaks(PeakReset::Current);
+        assert_eq!((ledger.stats().max_in_use, ledger.stats().max_alloc_size), (1024, 0));
+        ledger.put(kept);
+        take(&mut ledger, 64);
+        assert_eq!((ledger.stats().max_in_use, ledger.stats().max_alloc_size), (1024, 64));
     }
 
     #[test]

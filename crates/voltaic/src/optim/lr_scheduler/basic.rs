@@ -85,7 +85,7 @@ impl Formula for StepLr {
     }
 
     fn next_lr(&self, at: At, lr: f64) -> f64 {
-        if at.epoch == 0 || at.epoch % self.step_size != 0 { lr } else { lr * self.gamma }
+        if at.epoch == 0 || !at.epoch.is_multiple_of(self.step_size) { lr } else { lr * self.gamma }
     }
 }
 formula_config!(StepLr, "StepLR");

@@ -1,0 +1,38 @@
+# What people and CI call. Every target does the set-up first, which takes no time once it is done.
+
+CARGO ?= cargo
+
+.PHONY: help setup demo test check fmt lint doc bench clean
+
+help: ## says what there is
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: ## fetches libtorch into .libtorch, unless LIBTORCH names one
+	@scripts/setup.sh
+
+demo: setup ## trains LeNet on handwritten digits, then tests it
+	@scripts/data.sh mnist || true # without it the digits that ship are used
+	$(CARGO) build --release --bin voltaic
+	target/release/voltaic fit --config recipes/mnist.yaml
+	target/release/voltaic test --config recipes/mnist.yaml --ckpt_path=last
+
+test: setup ## all tests
+	$(CARGO) test --workspace
+
+check: fmt lint doc ## format, clippy, documentation, and the tests of the scripts
+	scripts/test_setup.sh
+
+fmt: setup ## fails if a file is not formatted
+	$(CARGO) fmt --all --check
+
+lint: setup ## clippy, warnings are errors
+	$(CARGO) clippy --workspace --all-targets -- -D warnings
+
+doc: setup ## documentation, warnings are errors
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
+
+bench: setup ## benchmarks; prints tables
+	$(CARGO) bench --workspace
+
+clean: ## removes what was built, not what was fetched
+	$(CARGO) clean

@@ -1,0 +1,43 @@
+// Blocks of the memory pools that Rust owns, as libtorch's data pointers.
+#pragma once
+
+#include "voltaic.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+namespace voltaic {
+
+// The pool that libtorch's allocator for the CPU takes memory from, on this thread. An HPU operator sets its device's
+// pool while a CPU kernel runs, so that outputs and temporaries of the kernel are memory of the device.
+extern constinit thread_local int32_t active_pool;
+
+class PoolScope {
+public:
+  explicit PoolScope(int32_t pool) : before_(active_pool) { active_pool = pool; }
+  ~PoolScope() { active_pool = before_; }
+  PoolScope(const PoolScope &) = delete;
+  PoolScope &operator=(const PoolScope &) = delete;
+
+private:
+  int32_t before_;
+};
+
+// A block of `pool` that claims to be on `device`. Throws c10::OutOfMemoryError with Rust's explanation.
+c10::DataPtr allocate_block(int32_t pool, size_t bytes, c10::Device device);
+// Gives a block back to the pool it came from; null is ignored.
+void release_block(void *block);
+
+// The header before a block, or null if the memory is not the whole of a block.
+inline vt_block_header *header_of(const c10::DataPtr &data) {
+  void *block = data.get();
+  if (block == nullptr || data.get_deleter() != &release_block || data.get_context() != block)
+    return nullptr;
+  return reinterpret_cast<vt_block_header *>(static_cast<char *>(block) - VT_BLOCK_HEADER_BYTES);
+}
+
+// libtorch's allocator for the CPU once vt_set_cpu_allocator was called.
+c10::Allocator *cpu_allocator();
+bool has_cpu_allocator();
+
+} // namespace voltaic

@@ -1,0 +1,141 @@
+//! The hardware a run uses, behind one trait: is it there, how many are there, what happens around a step.
+//!
+//! Owns no state of a run. Which device a process takes is decided here; spreading work over devices is not.
+
+mod cpu;
+mod cuda;
+mod devices;
+mod hpu;
+mod hpu_emulator;
+mod memory;
+mod size;
+
+use std::fmt;
+
+pub use cpu::CpuAccelerator;
+pub use cuda::CudaAccelerator;
+pub use devices::Devices;
+pub use hpu::HpuAccelerator;
+pub use hpu_emulator::{Generation, HpuEmulator, HpuSettings};
+pub use memory::{
+    MemoryStats, max_memory_allocated, mem_get_info, memory_allocated, memory_stats, memory_summary,
+    reset_accumulated_memory_stats, reset_peak_memory_stats,
+};
+
+use crate::device::Device;
+use crate::error::{DeviceError, Result};
+
+/// A kind of hardware.
+pub trait Accelerator: fmt::Debug + Send + Sync {
+    /// The name that chooses it: `cpu`, `cuda` or `hpu`.
+    fn name(&self) -> &'static str;
+
+    /// One line on what stands behind the name, such as `emulated gaudi2, 96 GiB per device`.
+    fn description(&self) -> String;
+
+    /// Whether it can be used on this machine.
+    ///
+    /// # Errors
+    /// Why not, and what to do about it.
+    fn availability(&self) -> Result<(), String>;
+
+    /// Devices on this machine.
+    fn device_count(&self) -> usize;
+
+    /// Which devices the trainer's `devices` means, by index.
+    ///
+    /// # Errors
+    /// What is wrong, and which values are accepted.
+    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String>;
+
+    /// The device of an index.
+    fn device(&self, index: usize) -> Device;
+
+    /// Makes the devices usable in this process. Called once before anything is put on them; later calls change
+    /// nothing.
+    ///
+    /// # Errors
+    /// If the hardware, its driver or libtorch refuses.
+    fn setup(&self) -> Result<()>;
+
+    /// Called after each optimizer step: where a device that collects work starts it.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    fn step_boundary(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Waits until the device has done all its work.
+    ///
+    /// # Errors
+    /// If the device reports that work failed.
+    fn synchronize(&self, device: Device) -> Result<()>;
+
+    /// What the memory of a device is used for.
+    ///
+    /// # Errors
+    /// If its memory is not measured.
+    fn memory_stats(&self, device: Device) -> Result<MemoryStats> {
+        memory_stats(device)
+    }
+}
+
+/// Names that [`accelerator`] knows.
+pub const ACCELERATORS: [&str; 4] = ["auto", "cpu", "cuda", "hpu"];
+
+/// The accelerator of a name in any case; `auto` takes the first that is there of cuda and cpu, and logs its choice.
+/// An emulated HPU is never taken unasked.
+///
+/// # Errors
+/// [`DeviceError::Unavailable`] if there is no accelerator of this name, or this machine has not got it.
+pub fn accelerator(name: &str) -> Result<Box<dyn Accelerator>, DeviceError> {
+    let found: Box<dyn Accelerator> = match name.to_lowercase().as_str() {
+        "auto" => return Ok(choose()),
+        "cpu" => Box::new(CpuAccelerator),
+        "cuda" | "gpu" => Box::new(CudaAccelerator),
+        "hpu" => Box::new(HpuAccelerator::from_env()?),
+        _ => {
+            let reason = format!("there is no accelerator of this name; use {}", ACCELERATORS.join(", "));
+            return Err(DeviceError::Unavailable { device: format!("`{name}`"), reason });
+        }
+    };
+    match found.availability() {
+        Ok(()) => Ok(found),
+        Err(reason) => Err(DeviceError::Unavailable { device: found.name().to_owned(), reason }),
+    }
+}
+
+fn choose() -> Box<dyn Accelerator> {
+    match CudaAccelerator.availability() {
+        Ok(()) => {
+            tracing::info!("accelerator=auto: cuda, {}", CudaAccelerator.description());
+            Box::new(CudaAccelerator)
+        }
+        Err(reason) => {
+            tracing::info!("accelerator=auto: cpu, since cuda is not available: {reason}");
+            Box::new(CpuAccelerator)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn accelerators_are_found_by_name() {
+        assert_eq!(accelerator("CPU").unwrap().name(), "cpu");
+        assert_eq!(accelerator("hpu").unwrap().name(), "hpu");
+        let error = accelerator("tpu").unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "`tpu` is not available: there is no accelerator of this name; use auto, cpu, cuda, hpu"
+        );
+    }
+
+    #[test]
+    fn auto_takes_no_emulated_device() {
+        assert_ne!(accelerator("auto").unwrap().name(), "hpu");
+    }
+}

@@ -1,0 +1,208 @@
+//! Splits a command line into a verb, its fixed options, and dotted keys.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use super::outcome::Failure;
+use super::request::Verb;
+use crate::config::{Assignment, nearest};
+
+/// Options of a run that are no configuration keys, as typed.
+const FIXED_OPTIONS: [&str; 3] = ["config", "print_config", "help"];
+
+/// What the user asked for.
+pub(super) enum Command {
+    /// Print this.
+    Text(String),
+    Version,
+    Models,
+    New(PathBuf),
+    Run(RunArgs),
+}
+
+/// A `fit`, `validate`, `test` or `predict`.
+pub(super) struct RunArgs {
+    pub verb: Verb,
+    pub config: Vec<PathBuf>,
+    pub print_config: Option<String>,
+    pub help: bool,
+    pub assignments: Vec<Assignment>,
+}
+
+/// Trains, validates, tests and predicts with registered models.
+#[derive(Parser)]
+#[command(disable_version_flag = true, disable_help_subcommand = true, after_help = EXAMPLES)]
+struct Cli {
+    /// Print the versions of this program and of libtorch.
+    #[arg(short = 'V', long)]
+    version: bool,
+    #[command(subcommand)]
+    verb: Option<VerbArgs>,
+}
+
+const EXAMPLES: &str = "Each key of the configuration is an option: --trainer.max_epochs=3, --model=NAME, --model.KEY=VALUE.\n\
+     See them with `fit --help`, and those of one model with `fit --model=NAME --help`.";
+
+#[derive(Subcommand)]
+enum VerbArgs {
+    /// Train a model, validating as it goes.
+    Fit(FixedArgs),
+    /// Run the validation data once.
+    Validate(FixedArgs),
+    /// Run the test data once.
+    Test(FixedArgs),
+    /// Compute predictions.
+    Predict(FixedArgs),
+    /// List the registered models and data modules.
+    Models,
+    /// Make a crate with a model and data of its own, to start from.
+    New {
+        /// Its folder; the last part is its name.
+        #[arg(value_name = "NAME")]
+        path: PathBuf,
+    },
+}
+
+#[derive(Args)]
+#[command(disable_help_flag = true)]
+struct FixedArgs {
+    /// YAML file with configuration keys; may be given several times, later files win.
+    #[arg(short, long, value_name = "FILE")]
+    config: Vec<PathBuf>,
+    /// Print the whole configuration as YAML and end; `=skip_default`, `=comments` or both choose how.
+    #[arg(
+        long = "print_config",
+        value_name = "HOW",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = ""
+    )]
+    print_config: Option<String>,
+    /// Print help with all keys; those of a class too, if one is chosen.
+    #[arg(short, long)]
+    help: bool,
+}
+
+/// Reads the arguments after the program's name.
+pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -> Result<Command, Failure> {
+    let arguments = arguments
+        .into_iter()
+        .map(|argument| {
+            argument.into_string().map_err(|bytes| {
+                Failure::usage(format!("argument {} is not UTF-8 text; rename the file", bytes.display()))
+            })
+        })
+        .collect::<Result<Vec<String>, Failure>>()?;
+    let is_run = arguments.first().is_some_and(|verb| Verb::parse(verb).is_some());
+    let (fixed, assignments) = if is_run { split(&arguments)? } else { (arguments, Vec::new()) };
+    let colour = if has_colour { clap::ColorChoice::Auto } else { clap::ColorChoice::Never };
+    let mut command = Cli::command().color(colour).bin_name(program);
+    check_verb(&command, fixed.first())?;
+    let words = std::iter::once(program.to_owned()).chain(fixed);
+    let matches = match command.try_get_matches_from_mut(words) {
+        Ok(matches) => matches,
+        Err(error) if !error.use_stderr() => return Ok(Command::Text(error.render().to_string())),
+        Err(error) => return Err(Failure::usage(clap_message(&error))),
+    };
+    let cli = Cli::from_arg_matches(&matches).map_err(|error| Failure::usage(clap_message(&error)))?;
+    let run = |verb, fixed: FixedArgs| {
+        let FixedArgs { config, print_config, help } = fixed;
+        Command::Run(RunArgs { verb, config, print_config, help, assignments })
+    };
+    Ok(match cli.verb {
+        _ if cli.version => Command::Version,
+        Some(VerbArgs::Fit(fixed)) => run(Verb::Fit, fixed),
+        Some(VerbArgs::Validate(fixed)) => run(Verb::Validate, fixed),
+        Some(VerbArgs::Test(fixed)) => run(Verb::Test, fixed),
+        Some(VerbArgs::Predict(fixed)) => run(Verb::Predict, fixed),
+        Some(VerbArgs::Models) => Command::Models,
+        Some(VerbArgs::New { path }) => Command::New(path),
+        None => {
+            let verbs = verbs(&Cli::command()).join(", ");
+            return Err(Failure::usage(format!("no verb is given; the verbs are {verbs}; see --help")));
+        }
+    })
+}
+
+fn verbs(command: &clap::Command) -> Vec<String> {
+    command.get_subcommands().map(|verb| verb.get_name().to_owned()).collect()
+}
+
+/// clap knows a misspelt verb only if it is very much like one.
+fn check_verb(command: &clap::Command, first: Option<&String>) -> Result<(), Failure> {
+    let Some(word) = first.filter(|word| !word.starts_with('-')) else { return Ok(()) };
+    let verbs = verbs(command);
+    if verbs.contains(word) {
+        return Ok(());
+    }
+    let remedy = match nearest(word, verbs.iter().map(String::as_str)) {
+        Some(verb) => format!("did you mean {verb}"),
+        None => format!("the verbs are {}", verbs.join(", ")),
+    };
+    Err(Failure::usage(format!("`{word}` is no verb; {remedy}")))
+}
+
+/// clap's message without its own `error:` label, its usage and its pointer to `--help`.
+fn clap_message(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let text = text.trim_start_matches("error:").trim();
+    let kept = text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:"));
+    let kept: Vec<&str> = kept.filter(|line| !line.is_empty()).collect();
+    let line = kept.join("; ").replace("tip: ", "");
+    if kept.len() > 1 { line } else { format!("{line}; see --help") }
+}
+
+/// Takes the dotted keys out of a run's arguments; what is left is for clap.
+fn split(arguments: &[String]) -> Result<(Vec<String>, Vec<Assignment>), Failure> {
+    let mut fixed = vec![arguments[0].clone()];
+    let mut assignments = Vec::new();
+    let mut rest = arguments[1..].iter().peekable();
+    while let Some(argument) = rest.next() {
+        let Some(option) = argument.strip_prefix("--").filter(|option| !option.is_empty()) else {
+            let takes_value = argument == "-c";
+            if !argument.starts_with('-') || argument == "--" {
+                return Err(stray(argument));
+            }
+            fixed.push(argument.clone());
+            fixed.extend(rest.next_if(|_| takes_value).cloned());
+            continue;
+        };
+        let mut assignment = Assignment::parse(option);
+        if FIXED_OPTIONS.contains(&assignment.key.as_str()) {
+            fixed.push(argument.clone());
+            let takes_value = assignment.key == "config" && assignment.value.is_none();
+            fixed.extend(rest.next_if(|_| takes_value).cloned());
+            continue;
+        }
+        if assignment.value.is_none() {
+            assignment.value = rest.next_if(|next| is_value(next)).cloned();
+        }
+        assignments.push(assignment);
+    }
+    Ok((fixed, assignments))
+}
+
+/// Whether an argument is the value of the option before it: negative numbers are, options are not.
+fn is_value(argument: &str) -> bool {
+    match argument.strip_prefix('-') {
+        Some(rest) => rest.starts_with(|c: char| c.is_ascii_digit() || c == '.'),
+        None => true,
+    }
+}
+
+fn stray(argument: &str) -> Failure {
+    let is_file = [".yaml", ".yml"].iter().any(|end| argument.ends_with(end));
+    Failure::usage(match argument {
+        "--" => "unexpected argument `--`; leave it out".to_owned(),
+        _ if is_file => format!("unexpected argument `{argument}`; did you mean --config {argument}"),
+        _ if argument.contains('=') => format!("unexpected argument `{argument}`; did you mean --{argument}"),
+        _ => format!("unexpected argument `{argument}`; keys are written --KEY=VALUE"),
+    })
+}
+
+/// The fixed option that a misspelt key without a dot was meant to be.
+pub(super) fn meant_option(key: &str) -> Option<&'static str> {
+    nearest(key, FIXED_OPTIONS)
+}

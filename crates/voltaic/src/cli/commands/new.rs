@@ -1,0 +1,67 @@
+//! `new`: a crate to start from, with a model and data of its own.
+
+use std::fs;
+use std::path::Path;
+
+use crate::cli::outcome::Failure;
+use crate::error::Error;
+
+/// The files of a new crate: path, and text with `{{name}}` and the like.
+const FILES: [(&str, &str); 7] = [
+    ("Cargo.toml", include_str!("../templates/Cargo.toml.txt")),
+    ("build.rs", include_str!("../templates/build.rs.txt")),
+    (".cargo/config.toml", include_str!("../templates/config.toml.txt")),
+    (".gitignore", include_str!("../templates/gitignore.txt")),
+    ("recipe.yaml", include_str!("../templates/recipe.yaml.txt")),
+    ("src/points.rs", include_str!("../templates/points.rs.txt")),
+    ("src/main.rs", include_str!("../templates/main.rs.txt")),
+];
+
+/// Makes the crate `path`, named after its last folder. Returns what to tell the user.
+pub(in crate::cli) fn new(path: &Path) -> Result<String, Failure> {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let starts_well = name.starts_with(|c: char| c.is_ascii_lowercase());
+    if !starts_well || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_') {
+        return Err(Failure::usage(format!(
+            "`{name}` is no name for a crate; use letters, digits, - and _, and begin with a small letter"
+        )));
+    }
+    if path.exists() {
+        return Err(Failure::usage(format!("{} is there already; choose another name", path.display())));
+    }
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let libtorch = Path::new(env!("VOLTAIC_LIBTORCH_LIB")).parent().unwrap_or(source);
+    for folder in [source, libtorch] {
+        if !folder.exists() {
+            return Err(Failure::usage(format!(
+                "{} has gone since this program was built; build it again and run that",
+                folder.display()
+            )));
+        }
+    }
+    for (file, template) in FILES {
+        let text = template
+            .replace("{{name}}", name)
+            .replace("{{voltaic}}", &toml_text(source))
+            .replace("{{voltaic_build}}", &toml_text(&source.with_file_name("voltaic-build")))
+            .replace("{{libtorch}}", &toml_text(libtorch));
+        let file = path.join(file);
+        let folder = file.parent().unwrap_or(path);
+        fs::create_dir_all(folder).map_err(|error| failure("create", folder, error))?;
+        fs::write(&file, text).map_err(|error| failure("write", &file, error))?;
+    }
+    Ok(format!(
+        "{} is ready. Now:\n  cd {}\n  cargo run --release -- fit --config recipe.yaml\n",
+        path.display(),
+        path.display()
+    ))
+}
+
+/// A path as it stands between the quotes of a TOML string.
+fn toml_text(path: &Path) -> String {
+    path.display().to_string().replace('\\', "\\\\").replace('"', "\\\"")
+}
+
+fn failure(action: &'static str, path: &Path, error: std::io::Error) -> Failure {
+    Failure::run(Error::io(action, path, error).into())
+}

@@ -1,0 +1,65 @@
+//! `fit`, `validate`, `test` and `predict`.
+
+use crate::cli::args::{RunArgs, meant_option};
+use crate::cli::console::Console;
+use crate::cli::help::run_help;
+use crate::cli::outcome::{Failure, config_error};
+use crate::cli::registry::Registry;
+use crate::cli::request::RunRequest;
+use crate::config::{Layers, PrintConfig};
+use crate::error::ConfigError;
+
+const YELLOW: u8 = 33;
+
+/// Gathers the configuration, then prints help or the configuration, or runs.
+pub(in crate::cli) fn run(
+    registry: &Registry,
+    program: &str,
+    arguments: &RunArgs,
+    variables: Vec<(String, String)>,
+    console: &mut Console<'_>,
+) -> Result<(), Failure> {
+    let mut layers = Layers::new(registry.schema());
+    for path in &arguments.config {
+        layers.file(path);
+    }
+    layers.env(variables);
+    for assignment in &arguments.assignments {
+        layers.assign(assignment);
+    }
+    if arguments.help {
+        return console.print(&run_help(program, arguments.verb, &layers));
+    }
+    if let Some(words) = &arguments.print_config {
+        let text = layers.print_config(PrintConfig::parse(words)?).map_err(name_options)?;
+        return console.print(&text);
+    }
+    let settings = layers.settle().map_err(name_options)?;
+    for note in &settings.notes {
+        console.complain("note", YELLOW, note);
+    }
+    let request = RunRequest::new(arguments.verb, settings)?;
+    registry.execute(&request).map_err(|error| annotate(&request, error))
+}
+
+/// A misspelt `--config` looks like an unknown key; says so.
+fn name_options(mut error: ConfigError) -> ConfigError {
+    for problem in &mut error.problems {
+        let is_own = problem.what == "unknown key" && !problem.remedy.starts_with("did you mean");
+        if is_own && let Some(option) = meant_option(&problem.key) {
+            problem.remedy = format!("did you mean --{option}");
+        }
+    }
+    error
+}
+
+/// Adds origins to the problems that the trainer finds in its section.
+fn annotate(request: &RunRequest, error: anyhow::Error) -> Failure {
+    match config_error(&error).cloned() {
+        Some(mut config) => {
+            request.origins().annotate(&mut config);
+            config.into()
+        }
+        None => Failure::run(error),
+    }
+}

@@ -1,0 +1,49 @@
+//! Where the command line writes.
+
+use std::io::{ErrorKind, IsTerminal, Write};
+
+use super::outcome::Failure;
+
+/// Standard output and standard error, or what stands for them in a test.
+pub struct Console<'w> {
+    out: Box<dyn Write + 'w>,
+    err: Box<dyn Write + 'w>,
+    has_colour: bool,
+}
+
+impl Console<'static> {
+    /// The console of this process; colours only on a terminal, and not if `NO_COLOR` is set.
+    pub fn of_process() -> Self {
+        let has_colour = std::io::stderr().is_terminal()
+            && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        Self { out: Box::new(std::io::stdout()), err: Box::new(std::io::stderr()), has_colour }
+    }
+}
+
+impl<'w> Console<'w> {
+    /// A console without colours that writes to `out` and `err`.
+    pub fn new(out: impl Write + 'w, err: impl Write + 'w) -> Self {
+        Self { out: Box::new(out), err: Box::new(err), has_colour: false }
+    }
+
+    pub(super) fn has_colour(&self) -> bool {
+        self.has_colour
+    }
+
+    /// Writes to standard output. A reader that has gone away (`| head`) has read enough: that is no failure.
+    pub(super) fn print(&mut self, text: &str) -> Result<(), Failure> {
+        match self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush()) {
+            Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+                Err(Failure::run(anyhow::Error::new(error).context("cannot write to standard output")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes one line to standard error behind a coloured `label`. If that fails there is nobody left to tell.
+    pub(super) fn complain(&mut self, label: &str, colour: u8, text: &str) {
+        let label =
+            if self.has_colour { format!("\x1b[1;{colour}m{label}\x1b[0m") } else { label.to_owned() };
+        let _ = writeln!(self.err, "{label}: {text}").and_then(|()| self.err.flush());
+    }
+}

@@ -1,0 +1,113 @@
+//! `fit --help`: fixed options, then every key with its description and default, from the schema.
+
+use serde_json::Value;
+
+use super::request::Verb;
+use crate::config::{Key, Layers, first_paragraph, inline, keys, wrap};
+
+/// Column where descriptions are broken.
+const WIDTH: usize = 100;
+
+/// Help of a verb. Classes that the other arguments choose show their keys.
+pub(super) fn run_help(program: &str, verb: Verb, layers: &Layers) -> String {
+    let verb = verb.as_str();
+    let mut text = format!(
+        "Usage: {program} {verb} [--config FILE]... [--KEY=VALUE]...\n\n\
+         Options:\n\
+         \x20 -c, --config FILE       YAML file with the keys below; may be repeated, later files win\n\
+         \x20     --print_config[=HOW]  print the whole configuration as YAML and end; HOW is skip_default,\n\
+         \x20                           comments, or both with a comma between\n\
+         \x20 -h, --help              this help; with --model=NAME also that model's keys\n\n\
+         Keys, from weak to strong: defaults, files, variables VOLTAIC_SECTION__KEY, then --section.key=VALUE.\n\
+         A list grows with --KEY+=VALUE; a class is chosen with --KEY=NAME and takes --KEY.ARGUMENT=VALUE.\n"
+    );
+    let all = keys(layers.schema());
+    let chosen = layers.preview();
+    for section in sections(&all) {
+        text.push('\n');
+        let own: Vec<&Key> = all.iter().filter(|key| key.key.split('.').next() == Some(section)).collect();
+        text.push_str(&render_section(&own, &chosen));
+    }
+    text
+}
+
+/// Top-level keys in order, each once.
+fn sections(all: &[Key]) -> Vec<&str> {
+    let mut sections: Vec<&str> = Vec::new();
+    for key in all {
+        let section = key.key.split('.').next().unwrap_or_default();
+        if !sections.contains(&section) {
+            sections.push(section);
+        }
+    }
+    sections
+}
+
+fn render_section(keys: &[&Key], tree: &Value) -> String {
+    let mut text = String::new();
+    // Keys at which a class may be chosen, with the classes whose arguments are left out here.
+    let mut hidden: Vec<(&str, Vec<&str>)> = Vec::new();
+    for key in keys {
+        match &key.class {
+            Some(class) if !is_chosen(tree, &key.key, class) => {
+                let at = chooser(&key.key, keys);
+                if hidden.last().is_none_or(|(last, _)| *last != at) {
+                    hidden.push((at, Vec::new()));
+                }
+                if let Some((_, classes)) = hidden.last_mut()
+                    && !classes.contains(&class.as_str())
+                {
+                    classes.push(class);
+                }
+            }
+            _ => text.push_str(&render_key(key)),
+        }
+    }
+    for (at, classes) in hidden {
+        let line = format!("(add --{at}=NAME to see the keys of {})", classes.join(", "));
+        for line in wrap(&line, WIDTH - 2) {
+            text.push_str(&format!("  {line}\n"));
+        }
+    }
+    text
+}
+
+/// The key at which the class of an argument is chosen: the longest other key that `key` begins with.
+fn chooser<'k>(key: &'k str, keys: &[&Key]) -> &'k str {
+    let mut at = key;
+    while let Some((above, _)) = at.rsplit_once('.') {
+        at = above;
+        if keys.iter().any(|other| other.key == above) {
+            break;
+        }
+    }
+    at
+}
+
+fn render_key(key: &Key) -> String {
+    let default = match &key.default {
+        Some(value) => format!("default {}", inline(value).unwrap_or_else(|| value.to_string())),
+        None => "required".to_owned(),
+    };
+    let mut text = format!("  --{}=VALUE  ({default})\n", key.key);
+    let description = format!("{} Takes {}.", first_paragraph(&key.description), key.expected);
+    for line in wrap(description.trim(), WIDTH - 8) {
+        text.push_str(&format!("        {line}\n"));
+    }
+    text
+}
+
+/// Whether the configuration so far has an object of `class` above `key`.
+fn is_chosen(tree: &Value, key: &str, class: &str) -> bool {
+    let parts: Vec<&str> = key.split('.').collect();
+    let Some((_, above)) = parts.split_last() else { return false };
+    (1..=above.len()).any(|length| {
+        let part = tree.pointer(&format!("/{}", above[..length].join("/")));
+        let names = |value: &Value| value.get("class_path").and_then(Value::as_str) == Some(class);
+        match part {
+            Some(Value::Array(items)) => items.iter().any(names),
+            Some(value) => names(value),
+            None => false,
+        }
+    })
+}

@@ -1,0 +1,89 @@
+//! The command line of `voltaic`, and of any binary that registers its own models and data.
+//!
+//! A binary is a [`Registry`] and one call:
+//!
+//! ```no_run
+//! use std::process::ExitCode;
+//! use voltaic::cli::{self, Registry};
+//!
+//! fn main() -> ExitCode {
+//!     cli::run(Registry::empty())
+//! }
+//! ```
+//!
+//! Verbs and fixed options are parsed by clap; every other option is a dotted key of the configuration, laid over
+//! defaults, `--config` files and `VOLTAIC_...` variables by [`crate::config`]. Help texts come from the same schemas.
+//!
+//! Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong, 130 ended by Ctrl-C, 143 ended
+//! by SIGTERM.
+
+mod args;
+mod commands;
+mod console;
+mod help;
+mod outcome;
+mod registry;
+mod request;
+mod training;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+pub use console::Console;
+pub use registry::{FromConfig, Registry};
+pub use request::{RunRequest, Verb};
+
+use args::Command;
+use outcome::Failure;
+
+/// Runs the command line of this process and returns its exit code.
+pub fn run(registry: Registry) -> ExitCode {
+    outcome::quiet_panics();
+    let mut arguments = std::env::args_os();
+    let program = arguments.next().unwrap_or_default();
+    let mut console = Console::of_process();
+    ExitCode::from(run_with(&registry, &program, arguments.collect(), std::env::vars_os(), &mut console))
+}
+
+/// Runs a command line that is given as values, for tests and for programs around it; returns the exit code.
+///
+/// `variables` is the environment, of which only `VOLTAIC_...` counts. Errors are written to the console.
+pub fn run_with(
+    registry: &Registry,
+    program: &OsString,
+    arguments: Vec<OsString>,
+    variables: impl IntoIterator<Item = (OsString, OsString)>,
+    console: &mut Console<'_>,
+) -> u8 {
+    let program = std::path::Path::new(program)
+        .file_stem()
+        .map_or_else(|| "voltaic".to_owned(), |name| name.to_string_lossy().into_owned());
+    let variables = variables
+        .into_iter()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .collect();
+    let result = outcome::without_panics(|| {
+        let command = args::parse(&program, arguments, console.has_colour())?;
+        dispatch(registry, &program, command, variables, console)
+    });
+    match result {
+        Ok(()) => 0,
+        Err(failure) => failure.report(console),
+    }
+}
+
+fn dispatch(
+    registry: &Registry,
+    program: &str,
+    command: Command,
+    variables: Vec<(String, String)>,
+    console: &mut Console<'_>,
+) -> Result<(), Failure> {
+    match command {
+        Command::Text(text) => console.print(&text),
+        Command::Version => console.print(&commands::version(program)),
+        Command::Models => console.print(&commands::models(registry)),
+        Command::New(path) => console.print(&commands::new(&path)?),
+        Command::Run(arguments) => commands::run(registry, program, &arguments, variables, console),
+    }
+}

@@ -1,0 +1,302 @@
+//! The models and data modules that a binary knows by name.
+
+use std::any::{Any, TypeId, type_name};
+
+use schemars::{JsonSchema, SchemaGenerator};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+
+use super::outcome::config_error;
+use super::request::RunRequest;
+use crate::error::ConfigError;
+
+/// A model or data module that is made from configuration keys.
+///
+/// Each field of `Config` is a key below `model` or `data`; its doc comment is the help text and `Default` gives the
+/// value if the key is left out. Mark the struct `#[serde(default)]`, so that code may leave out fields, too.
+pub trait FromConfig: Sized + 'static {
+    /// The keys.
+    type Config: Serialize + DeserializeOwned + JsonSchema + Default;
+
+    /// Makes it. The random generators are seeded before.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it ends the run. A [`ConfigError`] with keys below `model` or `data` is the user's mistake
+    /// and ends with exit code 2.
+    fn from_config(config: Self::Config) -> anyhow::Result<Self>;
+}
+
+type Run = Box<dyn Fn(&RunRequest, Box<dyn Any>) -> anyhow::Result<()>>;
+type Build = Box<dyn Fn(&RunRequest) -> anyhow::Result<Box<dyn Any>>>;
+
+/// What the registry knows of a model or data module: its keys, and what fits together.
+pub(super) struct Class {
+    pub name: String,
+    pub summary: String,
+    /// Name of the batch type, for people.
+    pub batch: String,
+    schema: fn(&mut SchemaGenerator) -> schemars::Schema,
+    defaults: Value,
+    /// The type that data must have to reach the model.
+    seam: TypeId,
+}
+
+struct Section {
+    key: String,
+    schema: fn(&mut SchemaGenerator) -> schemars::Schema,
+    default: Value,
+    description: String,
+}
+
+/// Models and data modules by name, and the sections of the configuration.
+pub struct Registry {
+    sections: Vec<Section>,
+    models: Vec<(Class, Run)>,
+    data: Vec<(Class, Build)>,
+    seed: Box<dyn Fn(u64) -> anyhow::Result<()>>,
+}
+
+impl Registry {
+    /// A registry without models, data and sections.
+    pub fn empty() -> Self {
+        Self { sections: Vec::new(), models: Vec::new(), data: Vec::new(), seed: Box::new(|_| Ok(())) }
+    }
+
+    /// Adds a section that is always there, with its type's default, such as `trainer`.
+    #[must_use]
+    pub fn section<C: Serialize + JsonSchema + Default>(self, key: &str, description: &str) -> Self {
+        let default = serde_json::to_value(C::default()).unwrap_or_else(|_| json!({}));
+        self.add_section(key, description, SchemaGenerator::subschema_for::<C>, default)
+    }
+
+    /// Adds a section that is null unless given, such as `optimizer`.
+    #[must_use]
+    pub fn optional_section<C: JsonSchema>(self, key: &str, description: &str) -> Self {
+        self.add_section(key, description, SchemaGenerator::subschema_for::<Option<C>>, Value::Null)
+    }
+
+    fn add_section(
+        mut self,
+        key: &str,
+        description: &str,
+        schema: fn(&mut SchemaGenerator) -> schemars::Schema,
+        default: Value,
+    ) -> Self {
+        self.sections.push(Section {
+            key: key.to_owned(),
+            schema,
+            default,
+            description: description.to_owned(),
+        });
+        self
+    }
+
+    /// Sets what seeds the random generators; called before model and data are made.
+    #[must_use]
+    pub fn seed_with(mut self, seed: impl Fn(u64) -> anyhow::Result<()> + 'static) -> Self {
+        self.seed = Box::new(seed);
+        self
+    }
+
+    /// Adds a model together with what runs it.
+    ///
+    /// `D` is the seam to the data, such as `dyn DataModule<Batch = B>`: only data registered with the same `D` reaches
+    /// this model. `batch` names the batch type for people.
+    #[must_use]
+    pub fn model_with<M: FromConfig, D: ?Sized + 'static>(
+        mut self,
+        name: &str,
+        batch: &str,
+        run: impl Fn(&RunRequest, &mut M, &mut D) -> anyhow::Result<()> + 'static,
+    ) -> Self {
+        let class = Class::new::<M, D>(name, batch);
+        let own_name = name.to_owned();
+        let run = move |request: &RunRequest, data: Box<dyn Any>| {
+            let mut data = data.downcast::<Box<D>>().map_err(|_| {
+                anyhow::anyhow!("data for {own_name} is no {}; register both with one type", type_name::<D>())
+            })?;
+            let mut model: M = make("model", &own_name, request)?;
+            run(request, &mut model, &mut data)
+        };
+        self.models.retain(|(class, _)| class.name != name);
+        self.models.push((class, Box::new(run)));
+        self
+    }
+
+    /// Adds a data module, boxed as the type that models take.
+    #[must_use]
+    pub fn data_with<T: FromConfig, D: ?Sized + 'static>(
+        mut self,
+        name: &str,
+        batch: &str,
+        boxed: fn(T) -> Box<D>,
+    ) -> Self {
+        let own_name = name.to_owned();
+        let build = move |request: &RunRequest| {
+            let data: T = make("data", &own_name, request)?;
+            Ok(Box::new(boxed(data)) as Box<dyn Any>)
+        };
+        self.data.retain(|(class, _)| class.name != name);
+        self.data.push((Class::new::<T, D>(name, batch), Box::new(build)));
+        self
+    }
+
+    pub(super) fn models(&self) -> impl Iterator<Item = &Class> {
+        self.models.iter().map(|(class, _)| class)
+    }
+
+    pub(super) fn data_modules(&self) -> impl Iterator<Item = &Class> {
+        self.data.iter().map(|(class, _)| class)
+    }
+
+    /// Names of the data modules whose batches a model takes.
+    pub(super) fn data_for(&self, model: &Class) -> Vec<&str> {
+        self.data_modules().filter(|data| data.seam == model.seam).map(|data| data.name.as_str()).collect()
+    }
+
+    /// The schema of a whole run.
+    pub fn schema(&self) -> Value {
+        let mut generator = SchemaGenerator::default();
+        let mut properties = Map::new();
+        properties.insert(
+            "seed_everything".to_owned(),
+            json!({
+                "description": "Seed of all random numbers; `true` for 0, `false` to leave them unseeded.",
+                "anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0}],
+                "default": true,
+            }),
+        );
+        let (before, after): (Vec<&Section>, Vec<&Section>) =
+            self.sections.iter().partition(|section| section.key == "trainer");
+        let add =
+            |section: &Section, properties: &mut Map<String, Value>, generator: &mut SchemaGenerator| {
+                let mut schema = (section.schema)(generator).to_value();
+                if let Some(entries) = schema.as_object_mut() {
+                    entries.insert("default".to_owned(), section.default.clone());
+                    entries.insert("description".to_owned(), Value::String(section.description.clone()));
+                }
+                properties.insert(section.key.clone(), schema);
+            };
+        for section in before {
+            add(section, &mut properties, &mut generator);
+        }
+        let models: Vec<&Class> = self.models().collect();
+        let data: Vec<&Class> = self.data_modules().collect();
+        properties.insert("model".to_owned(), family("The model, by class name.", &models, &mut generator));
+        properties.insert("data".to_owned(), family("The data, by class name.", &data, &mut generator));
+        for section in after {
+            add(section, &mut properties, &mut generator);
+        }
+        properties.insert(
+            "ckpt_path".to_owned(),
+            json!({
+                "description": "Checkpoint to start from: a path, `last` or `best`.",
+                "type": ["string", "null"],
+                "default": null,
+            }),
+        );
+        let definitions = generator.take_definitions(true);
+        json!({"type": "object", "properties": properties, "additionalProperties": false, "$defs": definitions})
+    }
+
+    /// Makes model and data, and runs them.
+    pub(super) fn execute(&self, request: &RunRequest) -> anyhow::Result<()> {
+        let (model_name, data_name) = (request.class("model"), request.class("data"));
+        if let (Err(first), Err(second)) = (&model_name, &data_name) {
+            let problems = first.problems.iter().chain(&second.problems).cloned().collect();
+            return Err(ConfigError { problems }.into());
+        }
+        let (model_name, data_name) = (model_name?, data_name?);
+        let unknown = |key: &str, name: &str| {
+            let what = format!("`{name}` is not registered");
+            request.problem(key, what, "choose a name that `models` lists".to_owned())
+        };
+        let find = |class: &Class, name: &str| class.name == name;
+        let (model, run) = self
+            .models
+            .iter()
+            .find(|(class, _)| find(class, model_name))
+            .ok_or_else(|| unknown("model", model_name))?;
+        let (data, build) = self
+            .data
+            .iter()
+            .find(|(class, _)| find(class, data_name))
+            .ok_or_else(|| unknown("data", data_name))?;
+        if model.seam != data.seam {
+            let what = format!(
+                "{data_name} gives batches of {}, but {model_name} takes {}",
+                data.batch, model.batch
+            );
+            let fitting = self.data_for(model);
+            let remedy = match fitting.as_slice() {
+                [] => format!("register data with batches of {}", model.batch),
+                names => format!("choose --data={}", names.join(" or --data=")),
+            };
+            return Err(request.problem("data", what, remedy).into());
+        }
+        if let Some(seed) = request.seed() {
+            (self.seed)(seed)?;
+        }
+        let data = build(request)?;
+        run(request, data)
+    }
+}
+
+impl Class {
+    fn new<T: FromConfig, D: ?Sized + 'static>(name: &str, batch: &str) -> Self {
+        let schema = crate::config::schema_of::<T::Config>();
+        let summary = schema.get("description").and_then(Value::as_str).unwrap_or_default();
+        Self {
+            name: name.to_owned(),
+            summary: crate::config::first_paragraph(summary),
+            batch: batch.to_owned(),
+            schema: SchemaGenerator::subschema_for::<T::Config>,
+            defaults: serde_json::to_value(T::Config::default()).unwrap_or_else(|_| json!({})),
+            seam: TypeId::of::<D>(),
+        }
+    }
+}
+
+/// The schema of one of several classes. A single class is the default, so that its keys need no class name.
+fn family(description: &str, classes: &[&Class], generator: &mut SchemaGenerator) -> Value {
+    let mut options: Vec<Value> = Vec::new();
+    for class in classes {
+        let mut arguments = (class.schema)(generator).to_value();
+        if let Some(entries) = arguments.as_object_mut() {
+            entries.insert("default".to_owned(), class.defaults.clone());
+        }
+        options.push(json!({
+            "type": "object",
+            "description": class.summary,
+            "properties": {"class_path": {"type": "string", "const": class.name}, "init_args": arguments},
+            "required": ["class_path", "init_args"],
+            "additionalProperties": false,
+        }));
+    }
+    options.push(json!({"type": "null"}));
+    let default = match classes {
+        [only] => json!({"class_path": only.name, "init_args": only.defaults}),
+        _ => Value::Null,
+    };
+    json!({"description": description, "anyOf": options, "default": default})
+}
+
+/// Reads the arguments of a class and makes it.
+fn make<T: FromConfig>(key: &str, name: &str, request: &RunRequest) -> anyhow::Result<T> {
+    let at = format!("{key}.init_args");
+    let config: T::Config = request.section(&at)?;
+    T::from_config(config).map_err(|error| {
+        match config_error(&error).cloned() {
+            Some(mut config) => {
+                // The class knows its own keys only.
+                for problem in &mut config.problems {
+                    problem.key = format!("{at}.{}", problem.key);
+                }
+                request.origins().annotate(&mut config);
+                anyhow::Error::new(config)
+            }
+            None => error.context(format!("cannot make {key} {name}")),
+        }
+    })
+}

@@ -1,0 +1,206 @@
+//! Joins the registry to the trainer: what `fit`, `validate`, `test` and `predict` do.
+
+use std::io::Write;
+use std::path::Path;
+
+use super::{FromConfig, Registry, RunRequest, Verb};
+use crate::checkpoint::write_atomically;
+use crate::data::{DataModule, MnistData, MnistDataConfig, ShakespeareData, ShakespeareDataConfig};
+use crate::models::{
+    Classifier, ConvNet, ConvNetConfig, Gpt, GptConfig, LeNet, LeNetConfig, Mlp, MlpConfig, ResNet18,
+    ResNet18Config,
+};
+use crate::module::LightningModule;
+use crate::optim::OptimizerConfig;
+use crate::trainer::{LrSchedulerSettings, Trainer, TrainerConfig, seed_everything};
+
+impl Registry {
+    /// A registry for training, without models and data.
+    pub fn new() -> Self {
+        Self::empty()
+            .section::<TrainerConfig>("trainer", "The trainer.")
+            .optional_section::<OptimizerConfig>("optimizer", "Optimizer in place of the model's own.")
+            .optional_section::<LrSchedulerSettings>("lr_scheduler", "Learning rate schedule of `optimizer`.")
+            .seed_with(|seed| Ok(seed_everything(seed)?))
+    }
+
+    /// The models and data that ship with voltaic.
+    pub fn builtin() -> Self {
+        Self::new()
+            .model::<Classifier<LeNet>>("LeNet")
+            .model::<Classifier<ConvNet>>("ConvNet")
+            .model::<Classifier<Mlp>>("Mlp")
+            .model::<Classifier<ResNet18>>("ResNet18")
+            .model::<Gpt>("Gpt")
+            .data::<MnistData>("MnistData")
+            .data::<ShakespeareData>("ShakespeareData")
+    }
+
+    /// Adds a model under the name that `--model` takes.
+    #[must_use]
+    pub fn model<M: LightningModule + FromConfig>(self, name: &str) -> Self {
+        self.model_with::<M, dyn DataModule<Batch = M::Batch>>(name, short_type_name::<M::Batch>(), run)
+    }
+
+    /// Adds a data module under the name that `--data` takes.
+    #[must_use]
+    pub fn data<D: DataModule + FromConfig>(self, name: &str) -> Self {
+        self.data_with::<D, dyn DataModule<Batch = D::Batch>>(name, short_type_name::<D::Batch>(), |data| {
+            Box::new(data)
+        })
+    }
+}
+
+impl Default for Registry {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// `(Tensor, Tensor)` rather than `(tch::wrappers::tensor::Tensor, ...)`, as far as a type has one path.
+fn short_type_name<T>() -> &'static str {
+    let name = std::any::type_name::<T>();
+    match name {
+        "(tch::wrappers::tensor::Tensor, tch::wrappers::tensor::Tensor)" => "(Tensor, Tensor)",
+        "tch::wrappers::tensor::Tensor" => "Tensor",
+        name => name,
+    }
+}
+
+macro_rules! classifier_from_config {
+    ($($net:ident: $config:ident;)*) => {$(
+        impl FromConfig for Classifier<$net> {
+            type Config = $config;
+
+            fn from_config(config: $config) -> anyhow::Result<Self> {
+                let hyper_parameters = serde_json::to_value(&config)?;
+                Ok(Self::new($net::new(config)?).with_hyper_parameters(hyper_parameters))
+            }
+        }
+    )*};
+}
+classifier_from_config! {
+    LeNet: LeNetConfig;
+    ConvNet: ConvNetConfig;
+    Mlp: MlpConfig;
+    ResNet18: ResNet18Config;
+}
+
+impl FromConfig for Gpt {
+    type Config = GptConfig;
+
+    fn from_config(config: GptConfig) -> anyhow::Result<Self> {
+        Ok(Self::new(config)?)
+    }
+}
+
+impl FromConfig for MnistData {
+    type Config = MnistDataConfig;
+
+    fn from_config(config: MnistDataConfig) -> anyhow::Result<Self> {
+        Ok(Self::new(config))
+    }
+}
+
+impl FromConfig for ShakespeareData {
+    type Config = ShakespeareDataConfig;
+
+    fn from_config(config: ShakespeareDataConfig) -> anyhow::Result<Self> {
+        Ok(Self::new(config))
+    }
+}
+
+/// Runs one verb.
+fn run<M: LightningModule>(
+    request: &RunRequest,
+    model: &mut M,
+    data: &mut dyn DataModule<Batch = M::Batch>,
+) -> anyhow::Result<()> {
+    let mut trainer = trainer(request)?;
+    if let Some(path) = request.ckpt_path() {
+        trainer.ckpt_path(path);
+    }
+    match request.verb() {
+        Verb::Fit => {
+            if trainer.config().logger && trainer.config().fast_dev_run.batches().is_none() {
+                save_config(request, trainer.log_dir())?;
+            }
+            trainer.fit(model, data)?;
+            print_files(&trainer);
+        }
+        Verb::Validate => print_metrics("validation", &trainer.validate(model, data)?),
+        Verb::Test => print_metrics("test", &trainer.test(model, data)?),
+        Verb::Predict => print_predictions(&trainer.predict(model, data)?),
+    }
+    Ok(())
+}
+
+fn trainer(request: &RunRequest) -> anyhow::Result<Trainer> {
+    let mut config: TrainerConfig = request.section("trainer")?;
+    if request.verb() != Verb::Fit {
+        // nothing is trained, so there is no run to log
+        config.logger = false;
+        config.enable_checkpointing = config.enable_checkpointing && request.ckpt_path().is_some();
+    }
+    let mut builder = Trainer::builder().config(config);
+    let optimizer: Option<OptimizerConfig> = request.section("optimizer")?;
+    let lr_scheduler: Option<LrSchedulerSettings> = request.section("lr_scheduler")?;
+    match (optimizer, lr_scheduler) {
+        (Some(optimizer), lr_scheduler) => builder = builder.optimizer(optimizer, lr_scheduler),
+        (None, Some(_)) => {
+            return Err(crate::error::ConfigError::new(
+                "lr_scheduler",
+                "given without an optimizer, whose learning rate it would set",
+                "add --optimizer, for example --optimizer=AdamW --optimizer.lr=0.001",
+            )
+            .into());
+        }
+        (None, None) => {}
+    }
+    Ok(builder.build()?)
+}
+
+/// Keeps the whole configuration beside the run, ready to be given to `--config`.
+fn save_config(request: &RunRequest, folder: &Path) -> anyhow::Result<()> {
+    let text = request.config_yaml();
+    Ok(write_atomically(&folder.join("config.yaml"), |file| file.write_all(text.as_bytes()))?)
+}
+
+/// Writes to standard output; a closed pipe is no failure of the run.
+fn print(text: &str) {
+    let _ = std::io::stdout().write_all(text.as_bytes());
+}
+
+fn print_metrics(what: &str, metrics: &[(String, f64)]) {
+    let width = metrics.iter().map(|(name, _)| name.len()).max().unwrap_or(0).max(24);
+    let mut text = format!("{:<width$}  value\n{}\n", format!("{what} metric"), "-".repeat(width + 22));
+    for (name, value) in metrics {
+        text.push_str(&format!("{name:<width$}  {value}\n"));
+    }
+    print(&text);
+}
+
+fn print_files(trainer: &Trainer) {
+    let checkpoint = trainer.best_model_path().filter(|path| path.exists());
+    let mut text = String::new();
+    for path in checkpoint.into_iter().chain(trainer.files()) {
+        let label = match path.extension().and_then(|extension| extension.to_str()) {
+            Some("ckpt") => "checkpoint",
+            Some("csv") => "metrics",
+            Some("png") => "curves",
+            _ => "file",
+        };
+        text.push_str(&format!("{label:<10}  {}\n", path.display()));
+    }
+    print(&text);
+}
+
+/// One line per batch: its predictions, separated by blanks.
+fn print_predictions(predictions: &[Vec<crate::Tensor>]) {
+    for output in predictions.iter().flatten() {
+        let flat: Vec<f64> =
+            Vec::try_from(output.flatten(0, -1).to_kind(crate::Kind::Double)).unwrap_or_default();
+        let words: Vec<String> = flat.iter().map(ToString::to_string).collect();
+        print(&format!("{}\n", words.join(" ")));
+    }
+}

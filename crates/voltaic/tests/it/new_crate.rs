@@ -1,0 +1,54 @@
+//! `voltaic new`: the files it writes and what it refuses. `scripts/test_new.sh` builds and trains such a crate.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn new(folder: &Path, name: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_voltaic")).args(["new", name]).current_dir(folder).output().unwrap()
+}
+
+#[test]
+fn a_new_crate_has_all_files_and_no_placeholder() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = new(folder.path(), "my-net");
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("cd my-net\n"), "{text}");
+    for file in [
+        "Cargo.toml",
+        "build.rs",
+        ".cargo/config.toml",
+        ".gitignore",
+        "recipe.yaml",
+        "src/main.rs",
+        "src/points.rs",
+    ] {
+        let text = fs::read_to_string(folder.path().join("my-net").join(file)).unwrap();
+        assert!(!text.contains("{{"), "{file}: {text}");
+    }
+    let manifest = fs::read_to_string(folder.path().join("my-net/Cargo.toml")).unwrap();
+    assert!(manifest.contains("name = \"my-net\""), "{manifest}");
+    assert!(manifest.contains(&format!("path = \"{}\"", env!("CARGO_MANIFEST_DIR"))), "{manifest}");
+    let config = fs::read_to_string(folder.path().join("my-net/.cargo/config.toml")).unwrap();
+    let libtorch = config.split('"').nth(1).unwrap();
+    assert!(Path::new(libtorch).join("include/ATen").exists(), "{config}");
+}
+
+#[test]
+fn bad_names_and_folders_that_exist_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir(folder.path().join("taken")).unwrap();
+    for (name, complaint) in [
+        ("taken", "taken is there already; choose another name"),
+        ("1net", "`1net` is no name for a crate; use letters"),
+        ("my net", "`my net` is no name for a crate; use letters"),
+        ("..", "`` is no name for a crate; use letters"),
+    ] {
+        let output = new(folder.path(), name);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{name}: {text}");
+        assert!(text.contains(complaint), "{name}: {text}");
+    }
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing was written");
+}
