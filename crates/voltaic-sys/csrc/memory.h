@@ -6,7 +6,12 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
+#include <cstddef>
+
 namespace voltaic {
+
+static_assert(offsetof(vt_block_header, twin) == 0 && offsetof(vt_block_header, pool) == 8);
+static_assert(sizeof(vt_block_header) <= VT_BLOCK_HEADER_BYTES);
 
 // The pool that libtorch's allocator for the CPU takes memory from, on this thread. An HPU operator sets its device's
 // pool while a CPU kernel runs, so that outputs and temporaries of the kernel are memory of the device.

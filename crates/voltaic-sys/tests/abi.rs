@@ -32,3 +32,11 @@ fn libtorch_is_the_version_the_shim_was_written_for() {
     let version = unsafe { CStr::from_ptr(voltaic_sys::vt_libtorch_version()) };
     assert_eq!(version.to_str().expect("ASCII"), "2.11.0");
 }
+
+#[test]
+fn block_headers_are_laid_out_as_in_cpp() {
+    use std::mem::{offset_of, size_of};
+    use voltaic_sys::{VT_BLOCK_HEADER_BYTES, vt_block_header};
+    assert_eq!((offset_of!(vt_block_header, twin), offset_of!(vt_block_header, pool)), (0, 8));
+    assert!(size_of::<vt_block_header>() <= VT_BLOCK_HEADER_BYTES);
+}

@@ -209,9 +209,9 @@ fn views_and_changes_in_place_share_memory() {
     });
     assert_same("resized and reset", |device| {
         let mut x = Tensor::ones([4], on(device));
-        let mut out = Tensor::empty([0], on(device));
+        let out = Tensor::empty([0], on(device));
         let _ = x.resize_([50]).zero_();
-        let _ = Tensor::ones([3, 3], on(device)).matmul_out(&mut out, &Tensor::ones([3, 3], on(device)));
+        let _ = Tensor::ones([3, 3], on(device)).matmul_out(&out, &Tensor::ones([3, 3], on(device)));
         let y = Tensor::empty([0], on(device)).set_source_tensor(&x);
         vec![x, out, y]
     });
@@ -223,9 +223,9 @@ fn views_and_changes_in_place_share_memory() {
 #[test]
 fn a_failed_operator_leaves_its_result_tensor_usable() {
     let _rng = start();
-    let mut out = Tensor::empty([0], on(HPU));
-    assert!(Tensor::ones([2, 3], on(HPU)).f_matmul_out(&mut out, &Tensor::ones([2, 3], on(HPU))).is_err());
-    let _ = Tensor::ones([2, 3], on(HPU)).f_matmul_out(&mut out, &Tensor::ones([3, 2], on(HPU))).unwrap();
+    let out = Tensor::empty([0], on(HPU));
+    assert!(Tensor::ones([2, 3], on(HPU)).f_matmul_out(&out, &Tensor::ones([2, 3], on(HPU))).is_err());
+    let _ = Tensor::ones([2, 3], on(HPU)).f_matmul_out(&out, &Tensor::ones([3, 2], on(HPU))).unwrap();
     assert_eq!(bits(&out), bits(&Tensor::full([2, 2], 3.0, on(CPU))));
     let fresh = Tensor::ones([64], on(HPU));
     assert_eq!(f64::try_from(fresh.sum(Kind::Float)).unwrap(), 64.0);

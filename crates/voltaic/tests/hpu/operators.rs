@@ -72,7 +72,7 @@ fn recurrent_layers_train_to_the_same_bits() {
 fn a_hidden_state_that_is_carried_on_keeps_no_history() {
     let _rng = start();
     let vars = nn::VarStore::new(CPU);
-    let net = nn::lstm(&vars.root(), 8, 8, nn::RNNConfig::default());
+    let net = nn::lstm(vars.root(), 8, 8, nn::RNNConfig::default());
     let mut vars = vars;
     vars.set_device(HPU);
     let mut state = net.zero_state(2);

@@ -29,7 +29,10 @@ fn loader() -> DataLoader<(Tensor, Tensor)> {
 
 /// Remembers the loss of each batch bit for bit, and where it was.
 #[derive(Default, Clone)]
-struct Losses(Arc<Mutex<Vec<(Vec<u8>, Device)>>>);
+struct Losses(Arc<Mutex<Vec<Loss>>>);
+
+/// The bytes of a loss, and where it was.
+type Loss = (Vec<u8>, Device);
 
 impl Callback for Losses {
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {

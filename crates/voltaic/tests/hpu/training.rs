@@ -45,7 +45,8 @@ impl<M: Module> Task<M> {
     }
 
     fn check(&self, what: &str) {
-        let optimizers: [(&str, fn() -> Optimizers); 3] = [
+        type Configure = fn() -> Optimizers;
+        let optimizers: [(&str, Configure); 3] = [
             ("sgd", || Sgd::new(0.05).momentum(0.9).into()),
             ("adamw", || AdamW::new(1e-3).weight_decay(0.1).into()),
             ("adamw with amsgrad", || AdamW::new(1e-3).amsgrad(true).into()),

@@ -1,0 +1,143 @@
+//! What the emulated HPU costs: `cargo bench --bench hpu`.
+//!
+//! Prints the time of small operators and of training steps on the CPU and on the emulated device, which takes the same
+//! kernels. Both alternate in one process; one thread, medians. It says nothing about a real card.
+
+use std::error;
+use std::hint::black_box;
+use std::time::Instant;
+
+use tch::{Device, Kind, Tensor};
+use voltaic::accelerator::{HpuEmulator, HpuSettings};
+use voltaic::ffi;
+use voltaic::models::{Gpt, GptConfig, LeNet, LeNetConfig, ResNet18, ResNet18Config};
+use voltaic::nn::functional::cross_entropy;
+use voltaic::nn::{Forward, ModuleExt};
+use voltaic::optim::{AdamW, Optimizer, Optimizers};
+
+type Result<T> = std::result::Result<T, Box<dyn error::Error>>;
+
+const ROUNDS: usize = 25;
+const CPU: Device = Device::Cpu;
+/// How tch names hpu:0.
+const HPU: Device = Device::Cuda(64);
+
+fn main() -> Result<()> {
+    tch::set_num_threads(1);
+    ffi::install_host_pool()?;
+    HpuEmulator::init(HpuSettings::default())?;
+    print_operators();
+    println!("\n{:<24}{:>10}{:>10}{:>8}   ms per training step", "model", "cpu", "hpu", "ratio");
+    print_steps("lenet, batch 64", || LeNet::new(LeNetConfig::default()), [64, 1, 28, 28], 10)?;
+    let narrow = || ResNet18::new(ResNet18Config { width: 16, ..ResNet18Config::default() });
+    print_steps("resnet18/4, batch 8", narrow, [8, 3, 32, 32], 1)?;
+    print_gpt()?;
+    Ok(())
+}
+
+fn print_operators() {
+    println!("{:<24}{:>10}{:>10}{:>8}   ns per call", "operator", "cpu", "hpu", "more");
+    let row = |name: &str, call: &dyn Fn(&Tensor, &Tensor) -> Tensor, size: &[i64]| {
+        let inputs =
+            |device| (Tensor::rand(size, (Kind::Float, device)), Tensor::rand(size, (Kind::Float, device)));
+        let [cpu, hpu] = [CPU, HPU].map(inputs);
+        let nanos = |(a, b): &(Tensor, Tensor)| {
+            let start = Instant::now();
+            for _ in 0..2000 {
+                let _ = black_box(call(a, b));
+            }
+            start.elapsed().as_nanos() as f64 / 2000.0
+        };
+        let (mut on_cpu, mut on_hpu) = (Vec::new(), Vec::new());
+        for _ in 0..ROUNDS {
+            on_cpu.push(nanos(&cpu));
+            on_hpu.push(nanos(&hpu));
+        }
+        let (cpu, hpu) = (median(on_cpu), median(on_hpu));
+        println!("{name:<24}{cpu:>10.0}{hpu:>10.0}{:>+8.0}", hpu - cpu);
+    };
+    row("add, 16 elements", &|a, b| a + b, &[16]);
+    row("relu, 16 elements", &|a, _| a.relu(), &[16]);
+    row("atan2, 16 elements", &|a, b| a.atan2(b), &[16]);
+    row("mm, 16 x 16", &|a, b| a.mm(b), &[16, 16]);
+    row("softmax, 16 x 16", &|a, _| a.softmax(-1, Kind::Float), &[16, 16]);
+    row("select", &|a, _| a.select(0, 1), &[16, 16]);
+}
+
+/// A network with its optimizer and one batch, on a device.
+struct Training<M> {
+    net: M,
+    optimizer: Box<dyn Optimizer>,
+    batch: (Tensor, Tensor),
+}
+
+impl<M: ModuleExt> Training<M> {
+    fn new(net: M, device: voltaic::Device, batch: (Tensor, Tensor)) -> Result<Self> {
+        net.to_device(device)?;
+        let optimizer =
+            Optimizers::from(AdamW::new(1e-3)).build(net.as_dyn())?.pop().ok_or("one optimizer")?.optimizer;
+        Ok(Self { net, optimizer, batch })
+    }
+
+    fn step_ms(&mut self, loss: impl Fn(&M, &Tensor, &Tensor) -> anyhow::Result<Tensor>) -> Result<f64> {
+        let start = Instant::now();
+        let loss = loss(&self.net, &self.batch.0, &self.batch.1)?;
+        self.optimizer.zero_grad()?;
+        loss.f_backward()?;
+        self.optimizer.step()?;
+        Ok(start.elapsed().as_secs_f64() * 1e3)
+    }
+}
+
+fn print_steps<M: ModuleExt + Forward>(
+    name: &str,
+    net: impl Fn() -> voltaic::Result<M>,
+    size: [i64; 4],
+    steps: usize,
+) -> Result<()> {
+    let batch = |device| {
+        (Tensor::rand(size, (Kind::Float, device)), Tensor::randint(10, [size[0]], (Kind::Int64, device)))
+    };
+    let mut cpu = Training::new(net()?, voltaic::Device::Cpu, batch(CPU))?;
+    let mut hpu = Training::new(net()?, voltaic::Device::Hpu(0), batch(HPU))?;
+    let loss = |net: &M, x: &Tensor, y: &Tensor| Ok(cross_entropy(&net.forward(x)?, y)?);
+    print_ratio(name, steps, || cpu.step_ms(loss), || hpu.step_ms(loss))
+}
+
+fn print_gpt() -> Result<()> {
+    let config = GptConfig { n_layer: 2, ..GptConfig::tiny() };
+    let batch = |device| {
+        let tokens = Tensor::randint(256, [8, 65], (Kind::Int64, device));
+        (tokens.narrow(1, 0, 64), tokens.narrow(1, 1, 64))
+    };
+    let mut cpu = Training::new(Gpt::new(config.clone())?, voltaic::Device::Cpu, batch(CPU))?;
+    let mut hpu = Training::new(Gpt::new(config)?, voltaic::Device::Hpu(0), batch(HPU))?;
+    let loss = |net: &Gpt, x: &Tensor, y: &Tensor| net.loss(x, y);
+    print_ratio("gpt, 2 blocks, batch 8", 2, || cpu.step_ms(loss), || hpu.step_ms(loss))
+}
+
+fn print_ratio(
+    name: &str,
+    steps: usize,
+    mut cpu: impl FnMut() -> Result<f64>,
+    mut hpu: impl FnMut() -> Result<f64>,
+) -> Result<()> {
+    let (mut on_cpu, mut on_hpu, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        let (mut sum_cpu, mut sum_hpu) = (0.0, 0.0);
+        for _ in 0..steps {
+            sum_cpu += cpu()?;
+            sum_hpu += hpu()?;
+        }
+        on_cpu.push(sum_cpu / steps as f64);
+        on_hpu.push(sum_hpu / steps as f64);
+        ratios.push(sum_hpu / sum_cpu);
+    }
+    println!("{name:<24}{:>10.2}{:>10.2}{:>8.3}", median(on_cpu), median(on_hpu), median(ratios));
+    Ok(())
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
