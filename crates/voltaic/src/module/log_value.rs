@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
+use crate::device::Device;
+
 /// How the values of an epoch become one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -30,7 +32,7 @@ pub enum LogValue {
 impl From<&Tensor> for LogValue {
     fn from(tensor: &Tensor) -> Self {
         // on the host the number costs less than another handle, and sums of numbers less than sums of tensors
-        if tensor.device() == tch::Device::Cpu
+        if Device::of(tensor).is_ok_and(|device| device == Device::Cpu)
             && tensor.numel() == 1
             && let Ok(number) = tensor.f_double_value(&[])
         {

@@ -1,7 +1,5 @@
 //! Whole training runs against PyTorch's losses; see fixtures/parity/make_fixtures.py.
 
-#![allow(clippy::unwrap_used, reason = "the helpers of tests may fail as the tests do")]
-
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 

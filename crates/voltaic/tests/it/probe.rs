@@ -1,7 +1,5 @@
 //! A module whose steps are all about when they are called: one weight, no random numbers.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
