@@ -18,6 +18,8 @@ use crate::error::{CheckpointError, Error, Result};
 const PREFIX: &str = "voltaic:";
 const METADATA_KEY: &str = "voltaic";
 
+type NamedTensors = Vec<(String, Tensor)>;
+
 /// What the metadata entry holds.
 #[derive(Serialize, Deserialize)]
 struct Header {
