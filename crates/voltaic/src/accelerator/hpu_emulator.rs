@@ -230,7 +230,9 @@ impl HpuEmulator {
         if !ffi::tch_names_hpu() {
             let reason = "this program was linked without voltaic's linker flags; add voltaic-build to its \
                           [build-dependencies] and call voltaic_build::link() in its build.rs";
-            return Err(DeviceError::Unavailable { device: "hpu".to_owned(), reason: reason.to_owned() }.into());
+            return Err(
+                DeviceError::Unavailable { device: "hpu".to_owned(), reason: reason.to_owned() }.into()
+            );
         }
         for index in 0..settings.num_devices {
             if let Some(pool) = ffi::hpu_pool(index) {
