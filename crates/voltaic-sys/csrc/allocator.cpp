@@ -2,6 +2,9 @@
 #include "memory.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+
+#include <cstring>
 
 namespace voltaic {
 
@@ -18,12 +21,24 @@ const vt_allocator *rust = nullptr;
   __builtin_unreachable();
 }
 
-// mkldnn takes memory through raw_allocate and gives it back through raw_deleter, hence one deleter for all pools.
+// Gives back what raw_allocate gave out. mkldnn asks for the deleter only then, so that a block taken while the pools
+// were being installed may be libtorch's own; that has no header, and the memory before it has no such magic number.
+void release_raw(void *block) {
+  if (block == nullptr)
+    return;
+  vt_block_header header;
+  std::memcpy(&header, static_cast<char *>(block) - VT_BLOCK_HEADER_BYTES, sizeof(header));
+  if (header.magic == VT_BLOCK_MAGIC)
+    release_block(block);
+  else
+    c10::free_cpu(block);
+}
+
 struct PoolAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     return allocate_block(active_pool, bytes, c10::Device(c10::DeviceType::CPU));
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &release_block; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_raw; }
   bool is_simple_data_ptr(const c10::DataPtr &data) const override { return data.get() == data.get_context(); }
   void copy_data(void *dst, const void *src, size_t bytes) const override { default_copy_data(dst, src, bytes); }
 };

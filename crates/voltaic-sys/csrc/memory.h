@@ -10,7 +10,8 @@
 
 namespace voltaic {
 
-static_assert(offsetof(vt_block_header, twin) == 0 && offsetof(vt_block_header, pool) == 8);
+static_assert(offsetof(vt_block_header, twin) == 0 && offsetof(vt_block_header, pool) == 8 &&
+              offsetof(vt_block_header, magic) == 12);
 static_assert(sizeof(vt_block_header) <= VT_BLOCK_HEADER_BYTES);
 
 // The pool that libtorch's allocator for the CPU takes memory from, on this thread. An HPU operator sets its device's

@@ -141,8 +141,10 @@ vt_error *vt_randperm(int64_t len, uint64_t seed, vt_tensor *permutation);
 typedef struct {
   void *twin; // kept with the block for the HPU back end, see vt_hpu_drop_twin; null at first
   int32_t pool;
+  uint32_t magic; // VT_BLOCK_MAGIC
 } vt_block_header;
 #define VT_BLOCK_HEADER_BYTES 64
+#define VT_BLOCK_MAGIC 0x76A17A1Cu
 
 typedef struct {
   // A 64-byte aligned block of a pool; null if there is no memory. Never called with 0 bytes.

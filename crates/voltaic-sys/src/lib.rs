@@ -70,11 +70,13 @@ pub struct vt_adam_state {
 pub const VT_HOST_POOL: i32 = 0;
 pub const VT_HPU_MAX_DEVICES: usize = 8;
 pub const VT_BLOCK_HEADER_BYTES: usize = 64;
+pub const VT_BLOCK_MAGIC: u32 = 0x76A1_7A1C;
 
 #[repr(C)]
 pub struct vt_block_header {
     pub twin: *mut c_void,
     pub pool: i32,
+    pub magic: u32,
 }
 
 #[repr(C)]

@@ -37,7 +37,8 @@ fn libtorch_is_the_version_the_shim_was_written_for() {
 fn block_headers_are_laid_out_as_in_cpp() {
     use std::mem::{offset_of, size_of};
     use voltaic_sys::{VT_BLOCK_HEADER_BYTES, vt_block_header};
-    assert_eq!((offset_of!(vt_block_header, twin), offset_of!(vt_block_header, pool)), (0, 8));
+    assert_eq!(offset_of!(vt_block_header, twin), 0);
+    assert_eq!((offset_of!(vt_block_header, pool), offset_of!(vt_block_header, magic)), (8, 12));
     assert!(size_of::<vt_block_header>() <= VT_BLOCK_HEADER_BYTES);
 }
 

@@ -27,12 +27,12 @@ fn loader() -> DataLoader<(Tensor, Tensor)> {
         .unwrap()
 }
 
-/// Remembers the loss of each batch bit for bit, and where it was.
-#[derive(Default, Clone)]
-struct Losses(Arc<Mutex<Vec<Loss>>>);
-
 /// The bytes of a loss, and where it was.
-type Loss = (Vec<u8>, Device);
+type Seen = (Vec<u8>, Device);
+
+/// Remembers the loss of each batch.
+#[derive(Default, Clone)]
+struct Losses(Arc<Mutex<Vec<Seen>>>);
 
 impl Callback for Losses {
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {

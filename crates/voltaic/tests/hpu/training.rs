@@ -10,6 +10,7 @@ use crate::support::{CPU, HPU, bits, start};
 
 /// Losses, gradients and weights of a few steps, as bytes.
 type Trace = Vec<Vec<u8>>;
+type MakeOptimizers = fn() -> Optimizers;
 
 struct Task<M> {
     net: fn() -> M,
@@ -45,8 +46,7 @@ impl<M: Module> Task<M> {
     }
 
     fn check(&self, what: &str) {
-        type Configure = fn() -> Optimizers;
-        let optimizers: [(&str, Configure); 3] = [
+        let optimizers: [(&str, MakeOptimizers); 3] = [
             ("sgd", || Sgd::new(0.05).momentum(0.9).into()),
             ("adamw", || AdamW::new(1e-3).weight_decay(0.1).into()),
             ("adamw with amsgrad", || AdamW::new(1e-3).amsgrad(true).into()),

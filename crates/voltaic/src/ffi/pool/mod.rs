@@ -19,7 +19,7 @@ use lock::{SpinGuard, SpinLock};
 use policy::{Ledger, NUM_CLASSES, SizeClass, Source};
 pub use policy::{PeakReset, PoolStats};
 use system::Origin;
-use voltaic_sys::{VT_BLOCK_HEADER_BYTES, vt_block_header};
+use voltaic_sys::{VT_BLOCK_HEADER_BYTES, VT_BLOCK_MAGIC, vt_block_header};
 
 /// Lies right before each block.
 #[repr(C, align(64))]
@@ -246,7 +246,7 @@ impl Pool {
         books.ledger.commit(class);
         let header = memory.cast::<Header>();
         let blank = Header {
-            shared: vt_block_header { twin: ptr::null_mut(), pool: self.id },
+            shared: vt_block_header { twin: ptr::null_mut(), pool: self.id, magic: VT_BLOCK_MAGIC },
             pool: self,
             next_free: ptr::null_mut(),
             requested: 0,
