@@ -48,6 +48,11 @@ int __wrap_at_device(vt_tensor tensor) {
 }
 }
 
+// torch-sys's, or the one above.
+at::Device device_of_int(int number);
+
+int32_t vt_tch_names_hpu(void) { return device_of_int(VT_TCH_HPU).type() == c10::DeviceType::HPU ? 1 : 0; }
+
 int32_t vt_dtype_number(const char *name) {
   struct Entry {
     const char *name;

@@ -39,6 +39,8 @@ enum vt_device_type : int32_t { VT_CPU = 0, VT_CUDA = 1, VT_HPU = 15 };
 
 // tch names an HPU by its CUDA device: index VT_TCH_HPU + i is hpu:i (see voltaic-build).
 #define VT_TCH_HPU 64
+// 1 if this program was linked so that tch does.
+int32_t vt_tch_names_hpu(void);
 
 vt_error *vt_tensor_device(vt_tensor tensor, int32_t *device_type, int32_t *device_index);
 // Version of the libtorch that is loaded, such as "2.11.0"; static storage.

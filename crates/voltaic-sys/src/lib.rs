@@ -96,6 +96,7 @@ unsafe extern "C" {
     pub fn vt_error_message(error: *const vt_error) -> *const c_char;
     pub fn vt_error_free(error: *mut vt_error);
 
+    pub fn vt_tch_names_hpu() -> i32;
     pub fn vt_tensor_device(
         tensor: vt_tensor,
         device_type: *mut i32,

@@ -40,3 +40,9 @@ fn block_headers_are_laid_out_as_in_cpp() {
     assert_eq!((offset_of!(vt_block_header, twin), offset_of!(vt_block_header, pool)), (0, 8));
     assert!(size_of::<vt_block_header>() <= VT_BLOCK_HEADER_BYTES);
 }
+
+#[test]
+fn without_the_linker_flags_tch_names_no_hpu() {
+    // SAFETY: a pure function without arguments. The tests of this crate are linked as programs without voltaic-build.
+    assert_eq!(unsafe { voltaic_sys::vt_tch_names_hpu() }, 0);
+}

@@ -57,6 +57,13 @@ impl Device {
     }
 }
 
+impl From<Device> for tch::Device {
+    /// What functions of tch take. An HPU is a CUDA device of index 64 and above to tch, which has no name for it.
+    fn from(device: Device) -> Self {
+        device.tch()
+    }
+}
+
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

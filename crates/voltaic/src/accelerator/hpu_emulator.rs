@@ -201,7 +201,23 @@ impl HpuEmulator {
     /// Backward passes of the calling thread run on that thread from then on, not on the engine's device threads,
     /// which would cost more than they save.
     ///
+    /// The trainer calls this for `accelerator("hpu")`; a program without a trainer calls it itself:
+    ///
+    /// ```
+    /// use voltaic::accelerator::{HpuEmulator, HpuSettings, memory_stats};
+    /// use voltaic::{Device, Kind, Tensor};
+    ///
+    /// # fn main() -> voltaic::Result<()> {
+    /// HpuEmulator::init(HpuSettings::default())?;
+    /// let x = Tensor::ones([1024], (Kind::Float, Device::Hpu(0).into()));
+    /// assert_eq!(memory_stats(Device::Hpu(0))?.in_use, 4096);
+    /// # drop(x);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
+    /// [`DeviceError::Unavailable`] if the program was linked without voltaic's linker flags;
     /// [`DeviceError::AlreadySetUp`] if it is set up with other settings; libtorch's error if it has another HPU back
     /// end, or has trained before without voltaic.
     pub fn init(settings: HpuSettings) -> Result<&'static Self> {
@@ -210,6 +226,13 @@ impl HpuEmulator {
         ffi::set_engine_multithreading(false)?;
         if let Some(emulator) = Self::get() {
             return emulator.check_same(&settings);
+        }
+        if !ffi::tch_names_hpu() {
+            let reason = "this program was linked without voltaic's linker flags; add voltaic-build to its \
+                          [build-dependencies] and call voltaic_build::link() in its build.rs";
+            return Err(
+                DeviceError::Unavailable { device: "hpu".to_owned(), reason: reason.to_owned() }.into()
+            );
         }
         for index in 0..settings.num_devices {
             if let Some(pool) = ffi::hpu_pool(index) {

@@ -28,7 +28,7 @@ pub use optim::{
 };
 pub use pool::{PeakReset, Pool, PoolBlock, PoolStats};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
-pub use tensor::{SharedTensor, device_numbers, libtorch_version};
+pub use tensor::{SharedTensor, device_numbers, libtorch_version, tch_names_hpu};
 pub use threads::{set_thread_num_threads, with_one_thread};
 
 use crate::error::{TorchError, TorchErrorKind};

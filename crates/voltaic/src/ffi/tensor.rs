@@ -17,6 +17,12 @@ pub fn device_numbers(tensor: &Tensor) -> Result<(i32, i32), TorchError> {
     Ok((device_type, index))
 }
 
+/// Whether this program was linked so that tch can name an HPU (see `voltaic-build`).
+pub fn tch_names_hpu() -> bool {
+    // SAFETY: a pure function without arguments.
+    unsafe { sys::vt_tch_names_hpu() != 0 }
+}
+
 /// Version of the libtorch in use, such as `2.11.0`.
 pub fn libtorch_version() -> String {
     // SAFETY: the shim returns a NUL-terminated string in static storage.

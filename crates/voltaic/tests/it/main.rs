@@ -1,6 +1,12 @@
 //! Integration tests, one module per theme.
 
-#![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a test that panics has failed")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::type_complexity,
+    missing_docs,
+    reason = "a test that panics has failed"
+)]
 
 mod autograd;
 mod cli;

@@ -56,10 +56,6 @@ impl Probe {
         }
     }
 
-    pub fn with_optimizers(optimizers: impl Fn() -> Optimizers + Send + 'static) -> Self {
-        Self { optimizers: Box::new(optimizers), ..Self::default() }
-    }
-
     pub fn weights(&self) -> Vec<f32> {
         Vec::try_from(self.weight.tensor()).unwrap()
     }

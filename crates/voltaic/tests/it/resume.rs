@@ -1,6 +1,6 @@
 //! A resumed run equals the uninterrupted one bit for bit, wherever the checkpoint was written.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use tempfile::TempDir;
 use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
@@ -161,7 +161,7 @@ impl Case {
         }
     }
 
-    fn check_from(&self, path: &PathBuf, whole: &Trace) {
+    fn check_from(&self, path: &Path, whole: &Trace) {
         let resumed = self.fit(|t| t, None, Some(path));
         assert_eq!(resumed, whole.tail(resumed.losses.len()), "{}", path.display());
     }
