@@ -15,6 +15,8 @@ use tch::{Kind, Tensor};
 use super::{Checkpoint, CheckpointMeta, FORMAT_VERSION, TrainingState, write_atomically};
 use crate::error::{CheckpointError, Error, Result};
 
+type NamedTensors = Vec<(String, Tensor)>;
+
 const PREFIX: &str = "voltaic:";
 const METADATA_KEY: &str = "voltaic";
 
