@@ -20,8 +20,6 @@ type NamedTensors = Vec<(String, Tensor)>;
 const PREFIX: &str = "voltaic:";
 const METADATA_KEY: &str = "voltaic";
 
-type NamedTensors = Vec<(String, Tensor)>;
-
 /// What the metadata entry holds.
 #[derive(Serialize, Deserialize)]
 struct Header {
