@@ -51,6 +51,10 @@ inline void check_dtype(c10::ScalarType dtype) {
 // Puts the hooks in libtorch's registry; they do nothing until the emulator is set up. To be called before libtorch
 // looks its hooks up (seeding, backward), since it does so once.
 void reserve_hooks();
+// The same, and fails if libtorch has looked its hooks up before there were any.
+void check_hooks();
+// Whether libtorch can reach the devices' generators.
+bool has_generators();
 void register_guard();
 // The CPU generator behind an HPU generator; none means the device's default one.
 at::Generator cpu_generator(const std::optional<at::Generator> &generator, int device);

@@ -122,32 +122,37 @@ const at::Generator &default_generator(DeviceIndex device) {
 
 // ---- what libtorch asks an accelerator ----
 
+// Of the emulator, and of a plugin that brings none, without which libtorch runs no backward.
 struct Hooks final : at::HPUHooksInterface {
   void init() const override {
-    TORCH_CHECK(backend.is_active, "no HPU is set up; use accelerator=hpu, or call HpuEmulator::init first");
+    TORCH_CHECK(is_there(), "no HPU is set up; use accelerator=hpu, or call HpuEmulator::init first");
   }
-  bool isBuilt() const override { return backend.is_active; }
-  bool hasHPU() const override { return backend.is_active; }
-  bool isAvailable() const override { return backend.is_active; }
-  bool hasPrimaryContext(DeviceIndex) const override { return backend.is_active; }
-  DeviceIndex deviceCount() const override { return static_cast<DeviceIndex>(backend.num_devices); }
-  void setCurrentDevice(DeviceIndex device) const override {
-    check_device_index(device);
-    current_device = device;
-  }
-  DeviceIndex getCurrentDevice() const override { return static_cast<DeviceIndex>(current_device); }
-  DeviceIndex exchangeDevice(DeviceIndex device) const override {
-    const DeviceIndex before = getCurrentDevice();
-    setCurrentDevice(device);
-    return before;
-  }
+  bool isBuilt() const override { return is_there(); }
+  bool hasHPU() const override { return is_there(); }
+  bool isAvailable() const override { return is_there(); }
+  bool hasPrimaryContext(DeviceIndex) const override { return is_there(); }
+  DeviceIndex deviceCount() const override { return is_there() ? guard().deviceCount() : DeviceIndex(0); }
+  void setCurrentDevice(DeviceIndex device) const override { guard().setDevice(on(device)); }
+  DeviceIndex getCurrentDevice() const override { return guard().getDevice().index(); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override { return guard().exchangeDevice(on(device)).index(); }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
   c10::Allocator *getPinnedMemoryAllocator() const override { return cpu_allocator(); }
-  const at::Generator &getDefaultGenerator(DeviceIndex device) const override { return default_generator(device); }
+  const at::Generator &getDefaultGenerator(DeviceIndex device) const override {
+    check_generators();
+    return default_generator(device);
+  }
   at::Generator getNewGenerator(DeviceIndex device) const override {
+    check_generators();
     const int index = device < 0 ? current_device : device;
     check_device_index(index);
     return at::Generator(c10::make_intrusive<HpuGenerator>(static_cast<DeviceIndex>(index)));
+  }
+
+private:
+  static bool is_there() { return c10::impl::hasDeviceGuardImpl(DeviceType::HPU); }
+  static const c10::impl::DeviceGuardImplInterface &guard() { return *c10::impl::getDeviceGuardImpl(DeviceType::HPU); }
+  static void check_generators() {
+    TORCH_CHECK(backend.is_active, "this HPU's random number generator cannot be reached from libtorch");
   }
 };
 
@@ -163,12 +168,24 @@ void register_guard() { c10::impl::registerDeviceGuard(DeviceType::HPU, new Guar
 void reserve_hooks() {
   static std::once_flag registered;
   std::call_once(registered, [] {
+    if (at::HPUHooksRegistry()->Has("HPUHooks"))
+      return; // a plugin's
     // as a fallback, so that a real plugin that brings hooks replaces these
     at::HPUHooksRegistry()->Register(
         "HPUHooks", [](at::HPUHooksArgs) -> std::unique_ptr<at::HPUHooksInterface> { return std::make_unique<Hooks>(); },
         c10::REGISTRY_FALLBACK);
   });
 }
+
+void check_hooks() {
+  reserve_hooks();
+  // libtorch looks its hooks up once; what it found then stays
+  TORCH_CHECK(typeid(at::detail::getHPUHooks()) != typeid(at::HPUHooksInterface),
+              "libtorch was used for training before the HPU was set up, and believes that there is none; choose "
+              "accelerator=hpu, or call HpuEmulator::init, before the first backward or seeding");
+}
+
+bool has_generators() { return backend.is_active || typeid(at::detail::getHPUHooks()) != typeid(Hooks); }
 
 at::Generator cpu_generator(const std::optional<at::Generator> &generator, int device) {
   if (generator.has_value() && generator->defined()) {

@@ -52,11 +52,7 @@ void check_that_nothing_is_there() {
   TORCH_CHECK(has_cpu_allocator(), "the memory pools are not installed");
   TORCH_CHECK(!c10::impl::hasDeviceGuardImpl(c10::DeviceType::HPU),
               "another HPU back end is loaded in this process, which can have only one");
-  reserve_hooks();
-  // libtorch looks its hooks up once; what it found then stays
-  TORCH_CHECK(typeid(at::detail::getHPUHooks()) != typeid(at::HPUHooksInterface),
-              "libtorch was used for training before the HPU was set up, and believes that there is none; choose "
-              "accelerator=hpu, or call HpuEmulator::init, before the first backward or seeding");
+  check_hooks();
 }
 
 } // namespace
@@ -76,6 +72,14 @@ vt_error *vt_hpu_emulator_init(const vt_hpu_options *options) {
     register_guard();
     register_kernels();
     backend.is_active = true;
+  });
+}
+
+vt_error *vt_hpu_adopt_plugin(void) {
+  return voltaic::guard([] {
+    TORCH_CHECK(c10::impl::hasDeviceGuardImpl(c10::DeviceType::HPU) && c10::GetAllocator(c10::DeviceType::HPU) != nullptr,
+                "the plugin gave libtorch no back end for hpu; it is none of Habana's, or one for another libtorch");
+    voltaic::hpu::check_hooks();
   });
 }
 

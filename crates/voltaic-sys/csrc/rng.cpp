@@ -4,6 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {
 
@@ -20,7 +21,16 @@ at::Generator default_generator(int32_t device_type, int32_t device_index) {
 vt_error *vt_manual_seed(uint64_t seed) {
   return voltaic::guard([&] {
     voltaic::hpu::reserve_hooks();
-    at::manual_seed(seed);
+    const bool has_devices = c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA) ||
+                             c10::impl::hasDeviceGuardImpl(c10::DeviceType::HPU);
+    if (has_devices) {
+      at::manual_seed(seed);
+      return;
+    }
+    // at::manual_seed would look up the hooks of accelerators, which libtorch does once: none could be loaded afterwards
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_current_seed(seed);
   });
 }
 

@@ -48,6 +48,28 @@ const char *vt_libtorch_version(void);
 // The number c10 gives a dtype, by the name PyTorch gives it ("float32"); -1 for an unknown name.
 int32_t vt_dtype_number(const char *name);
 
+// ---- back ends of devices (backend.cpp) ------------------------------------------------------------------------
+
+// 1 if a back end of this device type is in libtorch's registries.
+int32_t vt_backend_is_loaded(int32_t device_type);
+vt_error *vt_backend_device_count(int32_t device_type, int32_t *devices); // 0 if there is no back end
+// Waits until the device has done its work. The back end must be loaded, here and below.
+vt_error *vt_backend_synchronize(int32_t device_type, int32_t device_index);
+// 1 if libtorch can reach default generators of this device type.
+vt_error *vt_backend_has_generators(int32_t device_type, int32_t *has_generators);
+// Seeds the device's default generator alone.
+vt_error *vt_backend_seed(int32_t device_type, int32_t device_index, uint64_t seed);
+
+typedef struct {
+  uint64_t total, free; // bytes of the device, all processes together
+  uint64_t in_use, max_in_use;
+  uint64_t num_allocs, num_frees;
+} vt_backend_memory_stats;
+// is_measured is 0, and stats is not written, if the back end's allocator keeps no statistics.
+vt_error *vt_backend_memory(int32_t device_type, int32_t device_index, vt_backend_memory_stats *stats,
+                            int32_t *is_measured);
+vt_error *vt_backend_reset_peak_memory(int32_t device_type, int32_t device_index);
+
 // ---- autograd (autograd.cpp) --------------------------------------------------------------------------------
 
 // Whether backward hands work to the engine's per-device threads. Per calling thread.
@@ -170,6 +192,9 @@ typedef struct {
 // Registers the emulator as libtorch's back end for DeviceType::HPU; once per process, after vt_set_cpu_allocator.
 // Fails if there is another HPU back end.
 vt_error *vt_hpu_emulator_init(const vt_hpu_options *options);
+// To be called once after a library that registers an HPU back end was loaded. Fails if it registered none. Supplies
+// what libtorch needs beyond what the library brings.
+vt_error *vt_hpu_adopt_plugin(void);
 // To be called with a block's twin, if it has one, before the block goes back to the system.
 void vt_hpu_drop_twin(void *twin);
 // How many results of operators had to be copied because their memory was not of the device.

@@ -32,6 +32,17 @@ pub const VT_GRAD_PRESENT: u8 = 1;
 pub const VT_GRAD_UNUSABLE: u8 = 2;
 
 #[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct vt_backend_memory_stats {
+    pub total: u64,
+    pub free: u64,
+    pub in_use: u64,
+    pub max_in_use: u64,
+    pub num_allocs: u64,
+    pub num_frees: u64,
+}
+
+#[repr(C)]
 pub struct vt_list {
     _opaque: [u8; 0],
 }
@@ -107,6 +118,19 @@ unsafe extern "C" {
     pub fn vt_libtorch_version() -> *const c_char;
     pub fn vt_dtype_number(name: *const c_char) -> i32;
 
+    pub fn vt_backend_is_loaded(device_type: i32) -> i32;
+    pub fn vt_backend_device_count(device_type: i32, devices: *mut i32) -> *mut vt_error;
+    pub fn vt_backend_synchronize(device_type: i32, device_index: i32) -> *mut vt_error;
+    pub fn vt_backend_has_generators(device_type: i32, has_generators: *mut i32) -> *mut vt_error;
+    pub fn vt_backend_seed(device_type: i32, device_index: i32, seed: u64) -> *mut vt_error;
+    pub fn vt_backend_memory(
+        device_type: i32,
+        device_index: i32,
+        stats: *mut vt_backend_memory_stats,
+        is_measured: *mut i32,
+    ) -> *mut vt_error;
+    pub fn vt_backend_reset_peak_memory(device_type: i32, device_index: i32) -> *mut vt_error;
+
     pub fn vt_autograd_set_multithreading(enabled: i32) -> *mut vt_error;
     pub fn vt_autograd_is_multithreading(enabled: *mut i32) -> *mut vt_error;
     pub fn vt_grads_clear(tensors: *const vt_tensor, len: usize) -> *mut vt_error;
@@ -165,6 +189,7 @@ unsafe extern "C" {
     pub fn vt_set_cpu_allocator(allocator: *const vt_allocator) -> *mut vt_error;
 
     pub fn vt_hpu_emulator_init(options: *const vt_hpu_options) -> *mut vt_error;
+    pub fn vt_hpu_adopt_plugin() -> *mut vt_error;
     pub fn vt_hpu_drop_twin(twin: *mut c_void);
     pub fn vt_hpu_copied_outputs() -> u64;
     pub fn vt_hpu_compare_operators(

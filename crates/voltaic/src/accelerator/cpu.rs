@@ -1,6 +1,9 @@
 //! The host.
 
-use super::{Accelerator, Devices};
+use std::fs;
+
+use super::size::format_size;
+use super::{Accelerator, Card, Devices};
 use crate::device::Device;
 use crate::error::Result;
 use crate::ffi;
@@ -43,6 +46,28 @@ impl Accelerator for CpuAccelerator {
 
     fn device(&self, _index: usize) -> Device {
         Device::Cpu
+    }
+
+    fn cards(&self) -> Vec<Card> {
+        let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+        let value = |text: &str, key: &str| {
+            let line = text.lines().find(|line| line.starts_with(key))?.to_owned();
+            Some(line.split_once(':')?.1.trim().to_owned())
+        };
+        let kibibytes = |key| {
+            let text = value(&read("/proc/meminfo"), key)?;
+            text.trim_end_matches("kB").trim().parse::<usize>().ok()
+        };
+        let total = kibibytes("MemTotal");
+        let used = total.zip(kibibytes("MemAvailable")).map(|(total, free)| total.saturating_sub(free));
+        vec![Card {
+            device: Device::Cpu.to_string(),
+            name: value(&read("/proc/cpuinfo"), "model name")
+                .unwrap_or_else(|| "unknown processor".to_owned()),
+            memory: total.map(|kib| format_size(kib << 10)),
+            memory_used: used.map(|kib| format_size(kib << 10)),
+            ..Card::default()
+        }]
     }
 
     fn setup(&self) -> Result<()> {

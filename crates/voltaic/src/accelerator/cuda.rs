@@ -1,14 +1,26 @@
-//! NVIDIA GPUs, through libtorch's own back end.
+//! NVIDIA GPUs, through libtorch's own back end, which is loaded when it is asked for.
 
-use super::{Accelerator, Devices};
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use nvml_wrapper::Nvml;
+use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
+use nvml_wrapper::error::NvmlError;
+
+use super::size::format_size;
+use super::{Accelerator, Card, Devices};
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{DeviceError, Result};
+use crate::ffi;
 
 /// The NVIDIA GPUs of this machine.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaAccelerator;
 
 const ACCEPTED: &str = "a number of GPUs from 1, a list of indices, -1 for all, or auto";
+/// Names the library to load, or the folder it is in.
+const LIBRARY: &str = "VOLTAIC_LIBTORCH_CUDA";
 
 impl Accelerator for CudaAccelerator {
     fn name(&self) -> &'static str {
@@ -16,18 +28,53 @@ impl Accelerator for CudaAccelerator {
     }
 
     fn description(&self) -> String {
-        format!("{} GPUs", self.device_count())
+        let cards = self.cards();
+        let driver =
+            cards.first().and_then(|card| card.driver.clone()).unwrap_or_else(|| "unknown".to_owned());
+        match &cards[..] {
+            [card] => format!("{}, driver {driver}", card.name),
+            cards => format!("{} GPUs, driver {driver}", cards.len()),
+        }
     }
 
     fn availability(&self) -> Result<(), String> {
-        if tch::Cuda::is_available() {
-            return Ok(());
+        if ffi::backend_is_loaded(Device::Cuda(0)) {
+            return match ffi::backend_device_count(Device::Cuda(0)) {
+                Ok(0) => Err("libtorch's CUDA back end finds no GPU".to_owned()),
+                Ok(_) => Ok(()),
+                Err(error) => Err(error.to_string()),
+            };
         }
-        Err("libtorch has no CUDA back end here, or finds no GPU; use accelerator=cpu or hpu".to_owned())
+        let nvml = nvml()?;
+        match nvml.device_count() {
+            Ok(0) => return Err("NVIDIA's driver lists no GPU".to_owned()),
+            Ok(_) => {}
+            Err(error) => return Err(format!("NVIDIA's driver does not list its GPUs: {error}")),
+        }
+        if self.device_count() == 0 {
+            return Err("CUDA_VISIBLE_DEVICES hides all GPUs; unset it, or name some".to_owned());
+        }
+        libtorch_cuda().map(drop)
     }
 
     fn device_count(&self) -> usize {
-        usize::try_from(tch::Cuda::device_count()).unwrap_or(0)
+        if ffi::backend_is_loaded(Device::Cuda(0)) {
+            return ffi::backend_device_count(Device::Cuda(0)).unwrap_or(0);
+        }
+        let all = nvml().ok().and_then(|nvml| nvml.device_count().ok()).unwrap_or(0) as usize;
+        match env::var("CUDA_VISIBLE_DEVICES") {
+            // CUDA ignores what stands behind the first entry that is no GPU
+            Ok(visible) => {
+                let names_a_gpu = |entry: &&str| {
+                    let entry = entry.trim();
+                    entry
+                        .parse::<usize>()
+                        .map_or(entry.starts_with("GPU-") || entry.starts_with("MIG-"), |i| i < all)
+                };
+                visible.split(',').take_while(names_a_gpu).count()
+            }
+            Err(_) => all,
+        }
     }
 
     fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
@@ -39,14 +86,105 @@ impl Accelerator for CudaAccelerator {
         Device::Cuda(index)
     }
 
+    fn cards(&self) -> Vec<Card> {
+        let Ok(nvml) = nvml() else { return Vec::new() };
+        let count = nvml.device_count().unwrap_or(0);
+        (0..count).filter_map(|index| card(&nvml, index)).collect()
+    }
+
     fn setup(&self) -> Result<()> {
+        if ffi::backend_is_loaded(Device::Cuda(0)) {
+            return Ok(());
+        }
+        let refuse = |reason: String| DeviceError::Unavailable { device: "cuda".to_owned(), reason };
+        if ffi::backend_is_loaded(Device::Hpu(0)) {
+            let reason =
+                "this process has HPUs already, and libtorch knows one accelerator; use another process";
+            return Err(refuse(reason.to_owned()).into());
+        }
+        let library = libtorch_cuda().map_err(refuse)?;
+        ffi::load_library(&library).map_err(|error| {
+            refuse(format!(
+                "{} cannot be loaded: {error}; install the nvidia-* packages of the same PyTorch beside it, or add \
+                 CUDA's libraries to LD_LIBRARY_PATH",
+                library.display()
+            ))
+        })?;
+        if tch::Cuda::device_count() == 0 {
+            let reason = "libtorch's CUDA back end finds no GPU; see what nvidia-smi says, and whether libtorch was \
+                          used before accelerator=cuda was chosen, which it then never notices";
+            return Err(refuse(reason.to_owned()).into());
+        }
         Ok(())
     }
 
     fn synchronize(&self, device: Device) -> Result<()> {
-        if let Device::Cuda(index) = device {
-            tch::Cuda::synchronize(index as i64);
+        Ok(ffi::synchronize(device)?)
+    }
+}
+
+/// NVIDIA's management library, which comes with the driver.
+fn nvml() -> Result<Nvml, String> {
+    Nvml::init().map_err(|error| {
+        let error = match error {
+            NvmlError::LibloadingError(_) => "libnvidia-ml.so.1 is not found".to_owned(),
+            error => error.to_string(),
+        };
+        format!("no NVIDIA driver: {error}; install it, and in a container, pass the GPUs to it (--gpus all)")
+    })
+}
+
+fn card(nvml: &Nvml, index: u32) -> Option<Card> {
+    let gpu = nvml.device_by_index(index).ok()?;
+    let memory = gpu.memory_info().ok();
+    let size = |bytes: u64| format_size(bytes as usize);
+    Some(Card {
+        device: Device::Cuda(index as usize).to_string(),
+        name: gpu.name().ok()?,
+        uuid: gpu.uuid().ok(),
+        module_id: None,
+        memory: memory.as_ref().map(|memory| size(memory.total)),
+        memory_used: memory.as_ref().map(|memory| size(memory.used)),
+        driver: nvml.sys_driver_version().ok(),
+        utilization: gpu.utilization_rates().ok().map(|rates| rates.gpu),
+        temperature: gpu.temperature(TemperatureSensor::Gpu).ok(),
+        power_watts: gpu.power_usage().ok().map(|milliwatts| f64::from(milliwatts) / 1000.0),
+    })
+}
+
+/// libtorch's CUDA library: the one that `VOLTAIC_LIBTORCH_CUDA` names, else that beside the loaded libtorch.
+fn libtorch_cuda() -> Result<PathBuf, String> {
+    const NAME: &str = "libtorch_cuda.so";
+    if let Some(given) = env::var_os(LIBRARY) {
+        let given = PathBuf::from(given);
+        let library = if given.is_dir() { given.join(NAME) } else { given };
+        return if library.is_file() {
+            Ok(library)
+        } else {
+            Err(format!("{LIBRARY} names {}, which is not there; mend or unset it", library.display()))
+        };
+    }
+    let beside = ffi::libtorch_library().as_deref().and_then(Path::parent).map(|folder| folder.join(NAME));
+    match beside.and_then(|library| fs::canonicalize(library).ok()) {
+        Some(library) => Ok(library),
+        None => Err(format!(
+            "{NAME} is not beside the libtorch in use; set LIBTORCH to a PyTorch with CUDA and build again, or name \
+             the library of the same version in {LIBRARY}"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absence_has_a_reason_and_a_remedy() {
+        if let Err(reason) = CudaAccelerator.availability() {
+            assert!(reason.contains("; ") || reason.contains("lists no GPU"), "{reason}");
+            assert!(CudaAccelerator.setup().is_err());
+        } else {
+            assert!(CudaAccelerator.device_count() > 0);
         }
-        Ok(())
     }
 }

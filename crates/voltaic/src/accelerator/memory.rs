@@ -1,11 +1,14 @@
 //! Memory statistics of a device, under the names and with the meanings of the HPU's.
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use super::hpu::{HpuEmulator, card_memory};
 use crate::device::Device;
 use crate::error::{DeviceError, Result};
-use crate::ffi::{self, MAX_HPUS, PeakReset, Pool};
+use crate::ffi::{self, PeakReset, Pool};
 
 /// What the memory of a device is used for. Sizes count whole blocks, which are a little larger than what was asked
 /// for.
@@ -51,51 +54,109 @@ impl MemoryStats {
     }
 }
 
-/// Allocations and frees of each pool at the last reset; the host's pool comes first.
-static RESETS: Mutex<[(u64, u64); 1 + MAX_HPUS]> = Mutex::new([(0, 0); 1 + MAX_HPUS]);
+/// Allocations and frees of each device at its last reset.
+static RESETS: Mutex<BTreeMap<(i32, i32), (u64, u64)>> = Mutex::new(BTreeMap::new());
 
-fn pool(device: Device) -> Result<(&'static Pool, usize)> {
+/// Who measures the memory of a device.
+enum Source {
+    /// A pool of voltaic's.
+    Pool(&'static Pool),
+    /// The allocator of a back end of libtorch.
+    Backend,
+    /// The driver of a Gaudi card whose back end does not tell.
+    Driver,
+}
+
+fn source(device: Device) -> Result<Source> {
     let unavailable = |reason: &str| DeviceError::Unavailable {
         device: format!("memory statistics of {device}"),
         reason: reason.to_owned(),
     };
     match device {
-        Device::Cpu => Ok((ffi::host_pool(), 0)),
+        Device::Cpu => Ok(Source::Pool(ffi::host_pool())),
+        Device::Hpu(_) if ffi::backend_is_loaded(device) && HpuEmulator::get().is_none() => {
+            Ok(if ffi::backend_memory(device)?.is_some() { Source::Backend } else { Source::Driver })
+        }
         Device::Hpu(index) => match ffi::hpu_pool(index) {
-            Some(pool) => Ok((pool, 1 + index)),
+            Some(pool) => Ok(Source::Pool(pool)),
             None => {
                 Err(unavailable("there is no such device; `voltaic devices` lists those that are there")
                     .into())
             }
         },
-        Device::Cuda(_) => {
-            Err(unavailable("libtorch's CUDA allocator is not read; use nvidia-smi to see the memory").into())
+        Device::Cuda(_) if ffi::backend_is_loaded(device) => Ok(Source::Backend),
+        Device::Cuda(_) => Err(unavailable("CUDA is not set up; use accelerator=cuda").into()),
+    }
+}
+
+/// What a source tells, before resets are taken into account.
+#[derive(Default)]
+struct Reading {
+    limit: u64,
+    in_use: u64,
+    max_in_use: u64,
+    num_allocs: u64,
+    num_frees: u64,
+    max_alloc_size: u64,
+}
+
+fn read(device: Device) -> Result<Reading> {
+    let unavailable = |reason: &str| DeviceError::Unavailable {
+        device: format!("memory statistics of {device}"),
+        reason: reason.to_owned(),
+    };
+    match source(device)? {
+        Source::Pool(pool) => {
+            let stats = pool.stats();
+            Ok(Reading {
+                limit: stats.limit.unwrap_or(0) as u64,
+                in_use: stats.in_use as u64,
+                max_in_use: stats.max_in_use as u64,
+                num_allocs: stats.num_allocs,
+                num_frees: stats.num_frees,
+                max_alloc_size: stats.max_alloc_size as u64,
+            })
+        }
+        Source::Backend => {
+            let memory =
+                ffi::backend_memory(device)?.ok_or_else(|| unavailable("nothing was allocated on it yet"))?;
+            let ffi::BackendMemory { total, in_use, max_in_use, num_allocs, num_frees, .. } = memory;
+            Ok(Reading { limit: total, in_use, max_in_use, num_allocs, num_frees, max_alloc_size: 0 })
+        }
+        Source::Driver => {
+            static MAX_IN_USE: AtomicU64 = AtomicU64::new(0);
+            let (limit, in_use) = card_memory().ok_or_else(|| unavailable("HLML does not tell"))?;
+            let max_in_use = MAX_IN_USE.fetch_max(in_use, Ordering::Relaxed).max(in_use);
+            Ok(Reading { limit, in_use, max_in_use, ..Reading::default() })
         }
     }
 }
 
-/// What the memory of a device is used for: measured, of all tensors and of the temporary memory of kernels. On the
-/// CPU it counts what was allocated since [`ffi::install_host_pool`].
+/// What the memory of a device is used for: measured, of all tensors and of the temporary memory of kernels.
+///
+/// On the CPU it counts what was allocated since [`ffi::install_host_pool`]. On CUDA it is what libtorch's allocator
+/// counts, which does not tell `MaxAllocSize` (0 here). On a Gaudi card whose plugin does not tell, only `Limit` and
+/// `InUse` (of all processes) are known, from the driver, and `MaxInUse` is the highest value that was read.
 ///
 /// # Errors
 /// [`DeviceError::Unavailable`] for a device whose memory is not measured.
 pub fn memory_stats(device: Device) -> Result<MemoryStats> {
-    let (pool, number) = pool(device)?;
     let resets = RESETS.lock().unwrap_or_else(PoisonError::into_inner);
-    let (reset_allocs, reset_frees) = resets[number];
-    let stats = pool.stats();
-    let (num_allocs, num_frees) = (stats.num_allocs - reset_allocs, stats.num_frees - reset_frees);
+    let (reset_allocs, reset_frees) = resets.get(&device.numbers()).copied().unwrap_or_default();
+    let reading = read(device)?;
+    let num_allocs = reading.num_allocs.saturating_sub(reset_allocs);
+    let num_frees = reading.num_frees.saturating_sub(reset_frees);
     Ok(MemoryStats {
-        limit: stats.limit.unwrap_or(0) as u64,
-        in_use: stats.in_use as u64,
-        max_in_use: stats.max_in_use as u64,
+        limit: reading.limit,
+        in_use: reading.in_use,
+        max_in_use: reading.max_in_use,
         num_allocs,
         num_frees,
         active_allocs: num_allocs as i64 - num_frees as i64,
-        max_alloc_size: stats.max_alloc_size as u64,
-        total_system_allocs: stats.num_allocs,
-        total_system_frees: stats.num_frees,
-        total_active_allocs: stats.num_allocs as i64 - stats.num_frees as i64,
+        max_alloc_size: reading.max_alloc_size,
+        total_system_allocs: reading.num_allocs,
+        total_system_frees: reading.num_frees,
+        total_active_allocs: reading.num_allocs as i64 - reading.num_frees as i64,
     })
 }
 
@@ -126,12 +187,16 @@ pub fn mem_get_info(device: Device) -> Result<(u64, u64)> {
 
 /// Sets `MaxInUse` to 0, where it stays until the next allocation.
 ///
-/// As on a Gaudi; `torch.cuda` sets it to the bytes in use.
+/// As on a Gaudi. On CUDA it is set to the bytes in use, as `torch.cuda` does.
 ///
 /// # Errors
 /// As [`memory_stats`].
 pub fn reset_peak_memory_stats(device: Device) -> Result<()> {
-    pool(device)?.0.reset_peaks(PeakReset::Zero);
+    match source(device)? {
+        Source::Pool(pool) => pool.reset_peaks(PeakReset::Zero),
+        Source::Backend => ffi::reset_backend_peak(device)?,
+        Source::Driver => {}
+    }
     Ok(())
 }
 
@@ -140,11 +205,14 @@ pub fn reset_peak_memory_stats(device: Device) -> Result<()> {
 /// # Errors
 /// As [`memory_stats`].
 pub fn reset_accumulated_memory_stats(device: Device) -> Result<()> {
-    let (pool, number) = pool(device)?;
     let mut resets = RESETS.lock().unwrap_or_else(PoisonError::into_inner);
-    let stats = pool.stats();
-    resets[number] = (stats.num_allocs, stats.num_frees);
-    pool.reset_peaks(PeakReset::Current);
+    let reading = read(device)?;
+    resets.insert(device.numbers(), (reading.num_allocs, reading.num_frees));
+    match source(device)? {
+        Source::Pool(pool) => pool.reset_peaks(PeakReset::Current),
+        Source::Backend => ffi::reset_backend_peak(device)?,
+        Source::Driver => {}
+    }
     Ok(())
 }
 
@@ -183,6 +251,7 @@ impl fmt::Display for Summary {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ffi::MAX_HPUS;
 
     #[test]
     fn statistics_follow_allocations_and_resets() {

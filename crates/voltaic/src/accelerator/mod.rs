@@ -2,21 +2,21 @@
 //!
 //! Owns no state of a run. Which device a process takes is decided here; spreading work over devices is not.
 
+mod cards;
 mod cpu;
 mod cuda;
 mod devices;
 mod hpu;
-mod hpu_emulator;
 mod memory;
 mod size;
 
 use std::fmt;
 
+pub use cards::{Card, Inventory, Listed};
 pub use cpu::CpuAccelerator;
 pub use cuda::CudaAccelerator;
 pub use devices::Devices;
-pub use hpu::HpuAccelerator;
-pub use hpu_emulator::{Generation, HpuEmulator, HpuSettings};
+pub use hpu::{FlagReport, Generation, HpuAccelerator, HpuEmulator, HpuSettings, RuntimeFlags};
 pub use memory::{
     MemoryStats, max_memory_allocated, mem_get_info, memory_allocated, memory_stats, memory_summary,
     reset_accumulated_memory_stats, reset_peak_memory_stats,
@@ -51,6 +51,11 @@ pub trait Accelerator: fmt::Debug + Send + Sync {
     /// The device of an index.
     fn device(&self, index: usize) -> Device;
 
+    /// The devices of this machine as their driver describes them, without taking one.
+    fn cards(&self) -> Vec<Card> {
+        Vec::new()
+    }
+
     /// Makes the devices usable in this process. Called once before anything is put on them; later calls change
     /// nothing.
     ///
@@ -79,19 +84,29 @@ pub trait Accelerator: fmt::Debug + Send + Sync {
     fn memory_stats(&self, device: Device) -> Result<MemoryStats> {
         memory_stats(device)
     }
+
+    /// What can be measured of a device while it works, by name: the metrics of its memory, and what else the
+    /// hardware tells.
+    ///
+    /// # Errors
+    /// If its memory is not measured.
+    fn device_stats(&self, device: Device) -> Result<Vec<(&'static str, f64)>> {
+        let metrics = self.memory_stats(device)?.metrics();
+        Ok(metrics.map(|(name, value)| (name, value as f64)).to_vec())
+    }
 }
 
 /// Names that [`accelerator`] knows.
 pub const ACCELERATORS: [&str; 4] = ["auto", "cpu", "cuda", "hpu"];
 
-/// The accelerator of a name in any case; `auto` takes the first that is there of cuda and cpu, and logs its choice.
-/// An emulated HPU is never taken unasked.
+/// The accelerator of a name in any case; `auto` takes the first that is there of Gaudi cards, cuda and cpu, and logs
+/// its choice. An emulated HPU is never taken unasked.
 ///
 /// # Errors
 /// [`DeviceError::Unavailable`] if there is no accelerator of this name, or this machine has not got it.
 pub fn accelerator(name: &str) -> Result<Box<dyn Accelerator>, DeviceError> {
     let found: Box<dyn Accelerator> = match name.to_lowercase().as_str() {
-        "auto" => return Ok(choose()),
+        "auto" => return choose(),
         "cpu" => Box::new(CpuAccelerator),
         "cuda" | "gpu" => Box::new(CudaAccelerator),
         "hpu" => Box::new(HpuAccelerator::from_env()?),
@@ -106,17 +121,22 @@ pub fn accelerator(name: &str) -> Result<Box<dyn Accelerator>, DeviceError> {
     }
 }
 
-fn choose() -> Box<dyn Accelerator> {
+fn choose() -> Result<Box<dyn Accelerator>, DeviceError> {
+    let hpu = HpuAccelerator::from_env()?;
+    let no_hpu = match hpu.availability() {
+        Ok(()) if hpu.is_real() => return Ok(taken(hpu, "")),
+        Ok(()) => "there is no Gaudi card, only emulated ones".to_owned(),
+        Err(reason) => reason,
+    };
     match CudaAccelerator.availability() {
-        Ok(()) => {
-            tracing::info!("accelerator=auto: cuda, {}", CudaAccelerator.description());
-            Box::new(CudaAccelerator)
-        }
-        Err(reason) => {
-            tracing::info!("accelerator=auto: cpu, since cuda is not available: {reason}");
-            Box::new(CpuAccelerator)
-        }
+        Ok(()) => Ok(taken(CudaAccelerator, &format!("; not hpu: {no_hpu}"))),
+        Err(reason) => Ok(taken(CpuAccelerator, &format!("; not hpu: {no_hpu}; not cuda: {reason}"))),
     }
+}
+
+fn taken(accelerator: impl Accelerator + 'static, why: &str) -> Box<dyn Accelerator> {
+    tracing::info!("accelerator=auto: {}, {}{why}", accelerator.name(), accelerator.description());
+    Box::new(accelerator)
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ pub(super) enum Command {
     Text(String),
     Version,
     Models,
+    Devices(DevicesArgs),
     New(PathBuf),
     Run(RunArgs),
 }
@@ -57,12 +58,25 @@ enum VerbArgs {
     Predict(FixedArgs),
     /// List the registered models and data modules.
     Models,
+    /// List the devices of this machine, and why an accelerator is not available.
+    Devices(DevicesArgs),
     /// Make a crate with a model and data of its own, to start from.
     New {
         /// Its folder; the last part is its name.
         #[arg(value_name = "NAME")]
         path: PathBuf,
     },
+}
+
+/// Options of `devices`.
+#[derive(Args)]
+pub(super) struct DevicesArgs {
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+    /// Print the variables of the environment that describe HPUs too, with what each does.
+    #[arg(long)]
+    pub env: bool,
 }
 
 #[derive(Args)]
@@ -117,6 +131,7 @@ pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -
         Some(VerbArgs::Validate(fixed)) => run(Verb::Validate, fixed),
         Some(VerbArgs::Test(fixed)) => run(Verb::Test, fixed),
         Some(VerbArgs::Predict(fixed)) => run(Verb::Predict, fixed),
+        Some(VerbArgs::Devices(arguments)) => Command::Devices(arguments),
         Some(VerbArgs::Models) => Command::Models,
         Some(VerbArgs::New { path }) => Command::New(path),
         None => {

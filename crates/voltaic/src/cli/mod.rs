@@ -21,6 +21,7 @@ mod args;
 mod commands;
 mod console;
 mod help;
+mod log;
 mod outcome;
 mod registry;
 mod request;
@@ -39,6 +40,7 @@ use outcome::Failure;
 /// Runs the command line of this process and returns its exit code.
 pub fn run(registry: Registry) -> ExitCode {
     outcome::quiet_panics();
+    log::print_log();
     let mut arguments = std::env::args_os();
     let program = arguments.next().unwrap_or_default();
     let mut console = Console::of_process();
@@ -83,6 +85,7 @@ fn dispatch(
         Command::Text(text) => console.print(&text),
         Command::Version => console.print(&commands::version(program)),
         Command::Models => console.print(&commands::models(registry)),
+        Command::Devices(arguments) => console.print(&commands::devices(&arguments)?),
         Command::New(path) => console.print(&commands::new(&path)?),
         Command::Run(arguments) => commands::run(registry, program, &arguments, variables, console),
     }

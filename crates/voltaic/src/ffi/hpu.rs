@@ -47,6 +47,15 @@ extern "C" fn explain_dtype(dtype: i32, text: *mut c_char, capacity: usize) {
     write_text(&message, text, capacity);
 }
 
+/// Makes an HPU back end that a library has registered usable: to be called once after loading the library.
+///
+/// # Errors
+/// If the library registered none, or libtorch was used too early to notice one.
+pub fn adopt_hpu_plugin() -> Result<()> {
+    // SAFETY: reads and fills libtorch's registries; takes no arguments.
+    Ok(check("hpu plugin", unsafe { sys::vt_hpu_adopt_plugin() })?)
+}
+
 /// How many results of operators on emulated HPUs were copied because their memory was not the device's. 0 unless an
 /// operator's CPU kernel takes its memory elsewhere than from libtorch's allocator.
 pub fn hpu_copied_outputs() -> u64 {

@@ -7,6 +7,8 @@
 
 mod allocator;
 mod autograd;
+mod backend;
+mod hlml;
 mod hpu;
 mod optim;
 mod pool;
@@ -21,7 +23,14 @@ use voltaic_sys as sys;
 pub use allocator::{host_pool, hpu_pool, install_host_pool};
 pub(crate) use autograd::panic_text;
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
-pub use hpu::{HpuOptions, MAX_HPUS, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator};
+pub use backend::{
+    BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, libtorch_library,
+    load_library, reset_backend_peak, seed_device, set_environment, synchronize,
+};
+pub use hlml::{Hlml, HlmlCard};
+pub use hpu::{
+    HpuOptions, MAX_HPUS, adopt_hpu_plugin, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator,
+};
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,
     foreach_norm, is_dense, tensor_id,

@@ -27,10 +27,11 @@ pub fn global_seed() -> u64 {
     SEED.load(Ordering::Relaxed)
 }
 
-/// States of the generators that training on `device` uses, by device name.
+/// States of the generators that training on `device` uses, by device name. A device whose generator libtorch cannot
+/// reach is left out.
 pub(super) fn rng_states(device: Device) -> Result<Vec<(String, Tensor)>> {
     let mut devices = vec![Device::Cpu];
-    if device != Device::Cpu {
+    if device != Device::Cpu && ffi::has_generator(device)? {
         devices.push(device);
     }
     devices
@@ -42,10 +43,17 @@ pub(super) fn rng_states(device: Device) -> Result<Vec<(String, Tensor)>> {
         .collect()
 }
 
-/// Puts generators into saved states.
+/// Puts generators into saved states. One of a device that this run has not got is left out: a run may go on with
+/// another accelerator, whose random numbers are others anyway.
 pub(super) fn set_rng_states(states: &[(String, Tensor)]) -> Result<()> {
     for (name, state) in states {
         let device: Device = name.parse()?;
+        if !ffi::has_generator(device)? {
+            tracing::warn!(
+                "the saved state of {device}'s random numbers is not used: there is no such generator here"
+            );
+            continue;
+        }
         let (device_type, index) = device.numbers();
         ffi::set_rng_state(device_type, index, state)?;
     }

@@ -15,6 +15,7 @@ mod config_print;
 mod config_problems;
 mod data;
 mod data_sets;
+mod devices;
 mod frames;
 mod host_pool;
 mod kill;

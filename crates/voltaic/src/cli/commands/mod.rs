@@ -1,10 +1,12 @@
 //! The verbs. A verb is a file here, a variant in `args.rs` and a line in `cli::dispatch`.
 
+mod devices;
 mod models;
 mod new;
 mod run;
 mod version;
 
+pub(super) use devices::devices;
 pub(super) use models::models;
 pub(super) use new::new;
 pub(super) use run::run;

@@ -6,9 +6,9 @@
 use std::fmt;
 use std::str::FromStr;
 use std::sync::{Mutex, OnceLock, PoisonError};
-use std::{env, num::NonZeroUsize};
 
-use super::size::{format_size, parse_size};
+use super::flags::RuntimeFlags;
+use crate::accelerator::size::format_size;
 use crate::error::{DeviceError, Result};
 use crate::ffi::{self, HpuOptions, MAX_HPUS};
 
@@ -129,48 +129,35 @@ impl HpuSettings {
     }
 
     /// The settings that the environment asks for: `VOLTAIC_HPU_GENERATION` (`gaudi`, `gaudi2`, `gaudi3`),
-    /// `VOLTAIC_HPU_DEVICES` (1 to 8), `VOLTAIC_HPU_MEMORY` (such as `4GiB`) and `VOLTAIC_HPU_STRICT` (0 or 1).
+    /// `VOLTAIC_HPU_DEVICES` (1 to 8), `VOLTAIC_HPU_MEMORY` (such as `4GiB`), `VOLTAIC_HPU_STRICT` (0 or 1), and
+    /// Habana's own flags for the same.
     ///
     /// # Errors
     /// [`DeviceError::Setting`] for a value that makes no sense.
     pub fn from_env() -> Result<Self, DeviceError> {
-        Self::read(|name| env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        Ok(Self::of_flags(&RuntimeFlags::from_env()?))
     }
 
-    fn read(get: impl Fn(&str) -> Option<String>) -> Result<Self, DeviceError> {
-        let refuse = |name: &str, value: String, accepted: &str| DeviceError::Setting {
-            name: name.to_owned(),
-            value,
-            accepted: accepted.to_owned(),
-        };
-        let mut settings = Self::default();
-        if let Some(value) = get("VOLTAIC_HPU_GENERATION") {
-            let generation = value
-                .parse()
-                .map_err(|()| refuse("VOLTAIC_HPU_GENERATION", value, "gaudi, gaudi2 or gaudi3"))?;
-            settings = Self::of(generation);
+    /// Voltaic's own flags win over Habana's.
+    pub(super) fn of_flags(flags: &RuntimeFlags) -> Self {
+        const ALL_OF_THE_MEMORY: usize = 24; // what Habana's pool takes for "no size given"
+        let generation = flags.text("VOLTAIC_HPU_GENERATION").and_then(|name| name.parse().ok());
+        let mut settings = Self::of(generation.unwrap_or_default());
+        let visible = flags.visible_modules().map(|modules| modules.len());
+        if let Some(devices) = flags.number("VOLTAIC_HPU_DEVICES").or(visible) {
+            settings.num_devices = devices;
         }
-        if let Some(value) = get("VOLTAIC_HPU_DEVICES") {
-            settings.num_devices = value
-                .trim()
-                .parse::<NonZeroUsize>()
-                .ok()
-                .map(NonZeroUsize::get)
-                .filter(|&count| count <= MAX_HPUS)
-                .ok_or_else(|| refuse("VOLTAIC_HPU_DEVICES", value, "a number from 1 to 8"))?;
+        if let Some(percent) = flags.number("PT_HPU_POOL_MEM_ACQUIRE_PERC") {
+            settings.memory_bytes = settings.memory_bytes / 100 * percent;
         }
-        if let Some(value) = get("VOLTAIC_HPU_MEMORY") {
-            settings.memory_bytes = parse_size(&value)
-                .ok_or_else(|| refuse("VOLTAIC_HPU_MEMORY", value, "a size such as 4GiB or 512MiB"))?;
+        if let Some(gib) = flags.number("PT_HABANA_POOL_SIZE").filter(|&gib| gib != ALL_OF_THE_MEMORY) {
+            settings.memory_bytes = settings.memory_bytes.min(gib << 30);
         }
-        if let Some(value) = get("VOLTAIC_HPU_STRICT") {
-            settings.strict = match value.trim() {
-                "1" => true,
-                "0" => false,
-                _ => return Err(refuse("VOLTAIC_HPU_STRICT", value, "0 or 1")),
-            };
+        if let Some(bytes) = flags.size("VOLTAIC_HPU_MEMORY") {
+            settings.memory_bytes = bytes;
         }
-        Ok(settings)
+        settings.strict = flags.switch("VOLTAIC_HPU_STRICT").unwrap_or(true);
+        settings
     }
 
     fn dtypes(&self) -> u64 {
@@ -290,34 +277,36 @@ fn explain_dtype(dtype: i32) -> String {
 mod tests {
     use super::*;
 
-    fn read(values: &[(&str, &str)]) -> Result<HpuSettings, DeviceError> {
-        HpuSettings::read(|name| {
+    fn read(values: &[(&str, &str)]) -> HpuSettings {
+        let get = |name: &str| {
             values.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
-        })
+        };
+        HpuSettings::of_flags(&RuntimeFlags::read(get).unwrap())
     }
 
     #[test]
     fn the_environment_describes_the_cards() {
-        assert_eq!(read(&[]).unwrap().to_string(), "8 emulated gaudi2 with 96 GiB each");
+        assert_eq!(read(&[]).to_string(), "8 emulated gaudi2 with 96 GiB each");
         let values =
             [("VOLTAIC_HPU_GENERATION", "Gaudi"), ("VOLTAIC_HPU_DEVICES", "2"), ("VOLTAIC_HPU_STRICT", "0")];
-        let settings = read(&values).unwrap();
+        let settings = read(&values);
         assert_eq!(settings.to_string(), "2 emulated gaudi with 32 GiB each");
         assert!(!settings.strict);
-        assert_eq!(read(&[("VOLTAIC_HPU_MEMORY", "4GiB")]).unwrap().memory_bytes, 4 << 30);
-        for (name, value) in [
-            ("VOLTAIC_HPU_GENERATION", "gaudi4"),
-            ("VOLTAIC_HPU_DEVICES", "0"),
-            ("VOLTAIC_HPU_DEVICES", "9"),
-            ("VOLTAIC_HPU_MEMORY", "much"),
-            ("VOLTAIC_HPU_STRICT", "yes"),
-        ] {
-            let message = read(&[(name, value)]).unwrap_err().to_string();
-            assert!(
-                message.contains(&format!("{name}=`{value}`")) && message.contains("; use "),
-                "{message}"
-            );
-        }
+        assert_eq!(read(&[("VOLTAIC_HPU_MEMORY", "4GiB")]).memory_bytes, 4 << 30);
+    }
+
+    #[test]
+    fn habanas_flags_describe_the_cards_too() {
+        assert_eq!(read(&[("HABANA_VISIBLE_MODULES", "2,3")]).num_devices, 2);
+        assert_eq!(read(&[("PT_HABANA_POOL_SIZE", "4")]).memory_bytes, 4 << 30);
+        assert_eq!(read(&[("PT_HABANA_POOL_SIZE", "24")]).memory_bytes, 96 << 30, "24 stands for all");
+        assert_eq!(read(&[("PT_HABANA_POOL_SIZE", "200")]).memory_bytes, 96 << 30, "no more than there is");
+        assert_eq!(
+            read(&[("PT_HPU_POOL_MEM_ACQUIRE_PERC", "50")]).to_string(),
+            "8 emulated gaudi2 with 48 GiB each"
+        );
+        let both = read(&[("PT_HABANA_POOL_SIZE", "4"), ("VOLTAIC_HPU_MEMORY", "1GiB")]);
+        assert_eq!(both.memory_bytes, 1 << 30);
     }
 
     #[test]

@@ -1,0 +1,275 @@
+//! The variables of the environment that describe HPUs: Habana's runtime flags and voltaic's own, read in this one
+//! place.
+
+use std::env;
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::accelerator::size::parse_size;
+use crate::error::DeviceError;
+use crate::ffi::MAX_HPUS;
+
+/// What values a flag takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// One of these words, in any case.
+    Word(&'static [&'static str]),
+    /// 0 or 1, true or false.
+    Switch,
+    /// A whole number in this range.
+    Number(u64, u64),
+    /// A size such as `4GiB`.
+    Size,
+    /// Numbers of modules with commas between them.
+    Modules,
+    /// `<folder>,<true or false>,<MB>`.
+    RecipeCache,
+    /// A path, or other text.
+    Text,
+}
+
+/// A flag that is known.
+struct Flag {
+    name: &'static str,
+    kind: Kind,
+    default: &'static str,
+    /// What it does on emulated HPUs, and on cards where that is not Habana's doing.
+    effect: &'static str,
+}
+
+const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
+
+#[rustfmt::skip]
+const FLAGS: [Flag; 22] = [
+    Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
+    Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
+    Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
+    Flag { name: "VOLTAIC_HPU_MEMORY", kind: Kind::Size, default: "the generation's", effect: "memory of each emulated card" },
+    Flag { name: "VOLTAIC_HPU_STRICT", kind: Kind::Switch, default: "1", effect: "0: emulated cards allow the dtypes that real ones lack" },
+    Flag { name: "VOLTAIC_HPU_PLUGIN", kind: Kind::Text, default: "searched for", effect: "Habana's plugin for libtorch: the library, or the folder it is in" },
+    Flag { name: "VOLTAIC_HLML", kind: Kind::Text, default: "searched for", effect: "libhlml.so, which lists the cards" },
+    Flag { name: "HABANA_VISIBLE_MODULES", kind: Kind::Modules, default: "0,1,2,3,4,5,6,7", effect: "which modules a node's processes take; emulated: how many cards there are" },
+    Flag { name: "HLS_MODULE_ID", kind: Kind::Number(0, 7), default: "by local rank", effect: "which module this process takes; set before the plugin is loaded" },
+    Flag { name: "PT_HPU_LAZY_MODE", kind: Kind::Number(0, 2), default: "0", effect: "emulated HPUs compute at once whatever it says; cards: 0 only, as libtorch without Python has no lazy mode" },
+    Flag { name: "PT_HABANA_POOL_SIZE", kind: Kind::Number(1, 1024), default: "24", effect: "GiB of the memory pool, 24 means all; emulated: the limit, unless VOLTAIC_HPU_MEMORY is set" },
+    Flag { name: "PT_HPU_POOL_MEM_ACQUIRE_PERC", kind: Kind::Number(1, 100), default: "100", effect: "percent of the memory that the pool takes; emulated: the limit, unless VOLTAIC_HPU_MEMORY is set" },
+    Flag { name: "PT_HPU_RECIPE_CACHE_CONFIG", kind: Kind::RecipeCache, default: "off", effect: HANDED_ON },
+    Flag { name: "PT_ENABLE_INT64_SUPPORT", kind: Kind::Switch, default: "1", effect: "none on emulated HPUs, which always compute int64 in 64 bits; handed to the plugin" },
+    Flag { name: "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES", kind: Kind::Switch, default: "0", effect: HANDED_ON },
+    Flag { name: "PT_HPU_LAZY_ACC_PAR_MODE", kind: Kind::Switch, default: "1", effect: HANDED_ON },
+    Flag { name: "PT_HPU_EAGER_PIPELINE_ENABLE", kind: Kind::Switch, default: "1", effect: HANDED_ON },
+    Flag { name: "PT_HPU_PLACE_ON_CPU", kind: Kind::Text, default: "all operators", effect: HANDED_ON },
+    Flag { name: "HABANA_LOGS", kind: Kind::Text, default: "~/.habana_logs", effect: "none on emulated HPUs, which write no files; handed to the plugin" },
+    Flag { name: "LOG_LEVEL_ALL", kind: Kind::Number(0, 6), default: "4", effect: HANDED_ON },
+    Flag { name: "HABANA_PROFILE", kind: Kind::Text, default: "profile_api_light", effect: HANDED_ON },
+    Flag { name: "GC_KERNEL_PATH", kind: Kind::Text, default: "searched for", effect: "libtpc_kernels.so; set before the plugin is loaded" },
+];
+
+impl Kind {
+    fn accepts(self, value: &str) -> bool {
+        let value = value.trim();
+        match self {
+            Self::Word(words) => words.iter().any(|word| word.eq_ignore_ascii_case(value)),
+            Self::Switch => switch(value).is_some(),
+            Self::Number(low, high) => value.parse().is_ok_and(|number: u64| (low..=high).contains(&number)),
+            Self::Size => parse_size(value).is_some(),
+            Self::Modules => modules(value).is_some(),
+            Self::RecipeCache => is_recipe_cache(value),
+            Self::Text => true,
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Word(words) => match words.split_last() {
+                Some((last, others)) => write!(f, "{} or {last}", others.join(", ")),
+                None => Ok(()),
+            },
+            Self::Switch => f.write_str("0 or 1"),
+            Self::Number(low, high) => write!(f, "a number from {low} to {high}"),
+            Self::Size => f.write_str("a size such as 4GiB or 512MiB"),
+            Self::Modules => {
+                f.write_str("numbers from 0 to 7 with commas between them, each once, such as 0,1")
+            }
+            Self::RecipeCache => {
+                f.write_str("<folder>,<delete it first: true or false>,<MB>, such as recipes/,true,1024")
+            }
+            Self::Text => f.write_str("text"),
+        }
+    }
+}
+
+fn switch(value: &str) -> Option<bool> {
+    match value.to_ascii_lowercase().as_str() {
+        "1" | "true" => Some(true),
+        "0" | "false" => Some(false),
+        _ => None,
+    }
+}
+
+fn modules(value: &str) -> Option<Vec<u32>> {
+    let numbers: Option<Vec<u32>> = value.split(',').map(|part| part.trim().parse().ok()).collect();
+    let numbers = numbers?;
+    let are_good =
+        numbers.iter().enumerate().all(|(at, number)| *number < 8 && !numbers[..at].contains(number));
+    are_good.then_some(numbers)
+}
+
+fn is_recipe_cache(value: &str) -> bool {
+    let parts: Vec<&str> = value.split(',').map(str::trim).collect();
+    match parts[..] {
+        [folder, delete, megabytes] => {
+            !folder.is_empty() && switch(delete).is_some() && megabytes.parse::<u64>().is_ok()
+        }
+        _ => false,
+    }
+}
+
+/// The flags of an environment, all of them well-formed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RuntimeFlags {
+    values: Vec<Option<String>>, // in the order of FLAGS
+}
+
+/// A flag as `voltaic devices --env` shows it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct FlagReport {
+    /// Name of the variable.
+    pub name: &'static str,
+    /// Its value; none if it is not set.
+    pub value: Option<String>,
+    /// What holds if it is not set.
+    pub default: &'static str,
+    /// What it may be.
+    pub accepted: String,
+    /// What it does.
+    pub effect: &'static str,
+}
+
+impl RuntimeFlags {
+    /// The flags of this process's environment.
+    ///
+    /// # Errors
+    /// [`DeviceError::Setting`] for the first flag whose value makes no sense.
+    pub fn from_env() -> Result<Self, DeviceError> {
+        Self::read(|name| env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    /// The flags that `get` gives by name.
+    pub(super) fn read(get: impl Fn(&str) -> Option<String>) -> Result<Self, DeviceError> {
+        let read = |flag: &Flag| match get(flag.name) {
+            Some(value) if !flag.kind.accepts(&value) => Err(DeviceError::Setting {
+                name: flag.name.to_owned(),
+                value,
+                accepted: flag.kind.to_string(),
+            }),
+            value => Ok(value),
+        };
+        Ok(Self { values: FLAGS.iter().map(read).collect::<Result<_, _>>()? })
+    }
+
+    /// All flags that are known, with their values here.
+    pub fn report(&self) -> Vec<FlagReport> {
+        let flags = FLAGS.iter().zip(&self.values);
+        flags
+            .map(|(flag, value)| FlagReport {
+                name: flag.name,
+                value: value.clone(),
+                default: flag.default,
+                accepted: flag.kind.to_string(),
+                effect: flag.effect,
+            })
+            .collect()
+    }
+
+    /// The value of a flag, without blanks around it; none if it is not set.
+    pub(super) fn text(&self, name: &str) -> Option<&str> {
+        let at = FLAGS.iter().position(|flag| flag.name == name);
+        debug_assert!(at.is_some(), "{name} is not in the table of flags");
+        self.values[at?].as_deref().map(str::trim)
+    }
+
+    /// The value of a flag that is a word, in small letters.
+    pub(super) fn word(&self, name: &str) -> Option<String> {
+        self.text(name).map(str::to_ascii_lowercase)
+    }
+
+    pub(super) fn switch(&self, name: &str) -> Option<bool> {
+        self.text(name).and_then(switch)
+    }
+
+    pub(super) fn number(&self, name: &str) -> Option<usize> {
+        self.text(name).and_then(|value| value.parse().ok())
+    }
+
+    pub(super) fn size(&self, name: &str) -> Option<usize> {
+        self.text(name).and_then(parse_size)
+    }
+
+    /// `HABANA_VISIBLE_MODULES`.
+    pub(super) fn visible_modules(&self) -> Option<Vec<u32>> {
+        self.text("HABANA_VISIBLE_MODULES").and_then(modules)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(name: &'static str, value: &str) -> Result<RuntimeFlags, DeviceError> {
+        RuntimeFlags::read(|asked| (asked == name).then(|| value.to_owned()))
+    }
+
+    #[test]
+    fn values_that_make_sense_are_taken() {
+        for (name, value) in [
+            ("VOLTAIC_HPU", "Emulator"),
+            ("VOLTAIC_HPU_MEMORY", "512MiB"),
+            ("VOLTAIC_HPU_STRICT", "0"),
+            ("HABANA_VISIBLE_MODULES", "0, 3,7"),
+            ("PT_HPU_LAZY_MODE", "1"),
+            ("PT_HPU_RECIPE_CACHE_CONFIG", "recipes/,true,1024"),
+            ("PT_ENABLE_INT64_SUPPORT", "True"),
+            ("HABANA_LOGS", "/somewhere"),
+        ] {
+            let flags = read(name, value).unwrap();
+            let report = flags.report().into_iter().find(|flag| flag.name == name).unwrap();
+            assert_eq!(report.value.as_deref(), Some(value));
+        }
+    }
+
+    #[test]
+    fn values_that_make_none_are_named_with_what_is_accepted() {
+        for (name, value, accepted) in [
+            ("VOLTAIC_HPU", "card", "auto, gaudi or emulator"),
+            ("VOLTAIC_HPU_GENERATION", "gaudi4", "gaudi, gaudi2 or gaudi3"),
+            ("VOLTAIC_HPU_DEVICES", "9", "a number from 1 to 8"),
+            ("VOLTAIC_HPU_MEMORY", "much", "a size such as"),
+            ("VOLTAIC_HPU_STRICT", "yes", "0 or 1"),
+            ("HABANA_VISIBLE_MODULES", "0,0", "numbers from 0 to 7"),
+            ("HABANA_VISIBLE_MODULES", "8", "numbers from 0 to 7"),
+            ("HABANA_VISIBLE_MODULES", "", "numbers from 0 to 7"),
+            ("HLS_MODULE_ID", "-1", "a number from 0 to 7"),
+            ("PT_HPU_LAZY_MODE", "3", "a number from 0 to 2"),
+            ("PT_HPU_RECIPE_CACHE_CONFIG", "recipes/,1024", "recipes/,true,1024"),
+            ("PT_HPU_RECIPE_CACHE_CONFIG", ",true,1", "recipes/,true,1024"),
+            ("PT_HPU_POOL_MEM_ACQUIRE_PERC", "0", "a number from 1 to 100"),
+        ] {
+            let message = read(name, value).unwrap_err().to_string();
+            assert!(
+                message.contains(&format!("{name}=`{value}`")) && message.contains(accepted),
+                "{message}"
+            );
+        }
+    }
+
+    #[test]
+    fn flags_are_listed_once() {
+        for (at, flag) in FLAGS.iter().enumerate() {
+            assert!(FLAGS[..at].iter().all(|other| other.name != flag.name), "{}", flag.name);
+        }
+    }
+}

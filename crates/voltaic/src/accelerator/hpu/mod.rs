@@ -1,0 +1,252 @@
+//! Intel Gaudi cards, or emulated ones in their place.
+
+mod emulator;
+mod flags;
+mod gaudi;
+
+pub use emulator::{Generation, HpuEmulator, HpuSettings};
+pub use flags::{FlagReport, RuntimeFlags};
+
+use std::sync::OnceLock;
+
+use super::devices::Wanted;
+use super::size::format_size;
+use super::{Accelerator, Card, Devices, memory_stats};
+use crate::device::Device;
+use crate::error::{DeviceError, Result};
+use crate::ffi::{self, HlmlCard};
+use gaudi::Gaudi;
+
+/// The HPUs of this machine: its Gaudi cards, or emulated ones if it has none.
+#[derive(Debug, Clone)]
+pub struct HpuAccelerator {
+    backend: Backend,
+}
+
+/// What stands behind the name.
+#[derive(Debug, Clone)]
+enum Backend {
+    Gaudi(Gaudi),
+    Emulator {
+        settings: HpuSettings,
+        /// Why it is not Gaudi cards.
+        why: String,
+    },
+    /// Cards were asked for by `VOLTAIC_HPU=gaudi`, and this is why there are none.
+    Absent(String),
+}
+
+/// The cards, once the plugin is loaded in this process.
+static LOADED: OnceLock<Gaudi> = OnceLock::new();
+
+const ACCEPTED: &str = "a number of cards from 1, the same as text, -1 for all, or auto";
+
+impl HpuAccelerator {
+    /// What `VOLTAIC_HPU` asks for: `gaudi`, `emulator`, or `auto`, which is Gaudi cards if there are any. If HPUs are
+    /// set up in this process already, those.
+    ///
+    /// # Errors
+    /// [`DeviceError::Setting`] if a variable of the environment makes no sense.
+    pub fn from_env() -> Result<Self, DeviceError> {
+        if let Some(emulator) = HpuEmulator::get() {
+            let why = "they are set up in this process".to_owned();
+            return Ok(Self { backend: Backend::Emulator { settings: emulator.settings().clone(), why } });
+        }
+        if let Some(gaudi) = LOADED.get() {
+            return Ok(Self { backend: Backend::Gaudi(gaudi.clone()) });
+        }
+        let flags = RuntimeFlags::from_env()?;
+        let emulator = |why| Backend::Emulator { settings: HpuSettings::of_flags(&flags), why };
+        let backend = match flags.word("VOLTAIC_HPU").as_deref() {
+            Some("emulator") => emulator("VOLTAIC_HPU asks for them".to_owned()),
+            Some("gaudi") => Gaudi::find(&flags).map_or_else(Backend::Absent, Backend::Gaudi),
+            _ => Gaudi::find(&flags).map_or_else(emulator, Backend::Gaudi),
+        };
+        Ok(Self { backend })
+    }
+
+    /// Whether these are cards, not emulated.
+    pub fn is_real(&self) -> bool {
+        !matches!(self.backend, Backend::Emulator { .. })
+    }
+}
+
+impl Accelerator for HpuAccelerator {
+    fn name(&self) -> &'static str {
+        "hpu"
+    }
+
+    fn description(&self) -> String {
+        match &self.backend {
+            Backend::Emulator { settings, why } => format!("{settings} ({why})"),
+            Backend::Gaudi(gaudi) => {
+                let driver = gaudi.driver.as_deref().unwrap_or("unknown");
+                format!("{} {} cards, driver {driver}", gaudi.cards.len(), gaudi.generation())
+            }
+            Backend::Absent(_) => "no cards".to_owned(),
+        }
+    }
+
+    fn availability(&self) -> Result<(), String> {
+        match &self.backend {
+            Backend::Emulator { .. } => Ok(()),
+            Backend::Gaudi(gaudi) => gaudi.plugin().map(drop),
+            Backend::Absent(reason) => {
+                Err(format!("{reason}; or leave VOLTAIC_HPU unset to train on emulated cards"))
+            }
+        }
+    }
+
+    fn device_count(&self) -> usize {
+        match &self.backend {
+            Backend::Emulator { settings, .. } => settings.num_devices,
+            Backend::Gaudi(gaudi) => gaudi.cards.len(),
+            Backend::Absent(_) => 0,
+        }
+    }
+
+    /// `auto` is all cards, but one emulated card: its siblings would share the same cores.
+    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
+        let available = self.device_count();
+        let auto = if self.is_real() { available } else { 1 };
+        match devices.wanted(ACCEPTED)? {
+            Wanted::Indices(_) => Err(format!(
+                "the cards of a node are not chosen one by one; use {ACCEPTED}, and \
+                             HABANA_VISIBLE_MODULES to say which"
+            )),
+            wanted => wanted.resolve(self.name(), available, auto),
+        }
+    }
+
+    /// A process drives one Gaudi card, which is its `hpu:0`.
+    fn device(&self, index: usize) -> Device {
+        match self.backend {
+            Backend::Emulator { .. } => Device::Hpu(index),
+            Backend::Gaudi(_) | Backend::Absent(_) => Device::Hpu(0),
+        }
+    }
+
+    fn cards(&self) -> Vec<Card> {
+        match &self.backend {
+            Backend::Emulator { settings, .. } => emulated_cards(settings),
+            Backend::Gaudi(gaudi) => {
+                gaudi.current_cards().into_iter().map(|card| real_card(card, gaudi)).collect()
+            }
+            Backend::Absent(_) => Vec::new(),
+        }
+    }
+
+    fn setup(&self) -> Result<()> {
+        match &self.backend {
+            Backend::Emulator { settings, .. } => {
+                let was_there = HpuEmulator::get().is_some();
+                HpuEmulator::init(settings.clone())?;
+                if !was_there {
+                    tracing::info!("hpu: {}; its speed says nothing about a real card", self.description());
+                }
+                Ok(())
+            }
+            Backend::Gaudi(gaudi) => {
+                ffi::set_engine_multithreading(false)?;
+                gaudi.load()?;
+                if LOADED.set(gaudi.clone()).is_ok() {
+                    tracing::info!("hpu: {}", self.description());
+                }
+                Ok(())
+            }
+            Backend::Absent(reason) => {
+                Err(DeviceError::Unavailable { device: "hpu".to_owned(), reason: reason.clone() }.into())
+            }
+        }
+    }
+
+    /// The emulator does all work when it is asked for.
+    fn synchronize(&self, device: Device) -> Result<()> {
+        if self.is_real() {
+            ffi::synchronize(device)?;
+        }
+        Ok(())
+    }
+
+    /// The ten metrics of the memory, and on a card what HLML tells: `utilization` in percent, `temperature` in
+    /// degrees Celsius, `power` in watts.
+    fn device_stats(&self, device: Device) -> Result<Vec<(&'static str, f64)>> {
+        let metrics = memory_stats(device)?.metrics();
+        let mut stats: Vec<(&'static str, f64)> = metrics.map(|(name, value)| (name, value as f64)).to_vec();
+        if let Backend::Gaudi(gaudi) = &self.backend
+            && let Ok(card) = gaudi.current_card()
+        {
+            let told = [
+                ("utilization", card.utilization.map(f64::from)),
+                ("temperature", card.temperature.map(f64::from)),
+                ("power", card.power.map(|milliwatts| f64::from(milliwatts) / 1000.0)),
+            ];
+            stats.extend(told.into_iter().filter_map(|(name, value)| Some((name, value?))));
+        }
+        Ok(stats)
+    }
+}
+
+/// Total bytes and bytes in use of the card that this process drives, all processes together, as HLML tells.
+pub(super) fn card_memory() -> Option<(u64, u64)> {
+    let card = LOADED.get()?.current_card().ok()?;
+    Some((card.memory_total?, card.memory_used?))
+}
+
+fn emulated_cards(settings: &HpuSettings) -> Vec<Card> {
+    let card = |index| Card {
+        device: Device::Hpu(index).to_string(),
+        name: format!("emulated {}", settings.generation.name()),
+        memory: Some(format_size(settings.memory_bytes)),
+        ..Card::default()
+    };
+    (0..settings.num_devices).map(card).collect()
+}
+
+fn real_card(card: HlmlCard, gaudi: &Gaudi) -> Card {
+    let size = |bytes: u64| format_size(bytes as usize);
+    Card {
+        device: format!("hpu card {}", card.index),
+        name: format!("{} {}", gaudi.generation(), card.name),
+        uuid: card.uuid,
+        module_id: card.module_id,
+        memory: card.memory_total.map(size),
+        memory_used: card.memory_used.map(size),
+        driver: gaudi.driver.clone(),
+        utilization: card.utilization,
+        temperature: card.temperature,
+        power_watts: card.power.map(|milliwatts| f64::from(milliwatts) / 1000.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_counted_not_chosen() {
+        let hpu = HpuAccelerator {
+            backend: Backend::Emulator { settings: HpuSettings::default(), why: "a test".to_owned() },
+        };
+        assert_eq!(hpu.parse_devices(&Devices::from("auto")), Ok(vec![0]));
+        assert_eq!(hpu.parse_devices(&Devices::from("2")), Ok(vec![0, 1]));
+        assert_eq!(hpu.parse_devices(&Devices::from(-1)), Ok((0..8).collect()));
+        for refused in [Devices::from(vec![1]), Devices::from(0), Devices::from("x")] {
+            let message = hpu.parse_devices(&refused).unwrap_err();
+            assert!(message.contains(ACCEPTED), "{message}");
+        }
+        assert!(hpu.parse_devices(&Devices::from(9)).unwrap_err().contains("8 hpu devices"));
+    }
+
+    #[test]
+    fn cards_that_were_asked_for_and_are_not_there_are_an_error() {
+        let hpu = HpuAccelerator { backend: Backend::Absent("no Gaudi cards".to_owned()) };
+        assert!(hpu.is_real() && hpu.device_count() == 0);
+        let message = hpu.availability().unwrap_err();
+        assert!(
+            message.contains("no Gaudi cards") && message.contains("leave VOLTAIC_HPU unset"),
+            "{message}"
+        );
+        assert!(hpu.setup().unwrap_err().to_string().contains("no Gaudi cards"));
+    }
+}

@@ -1,0 +1,45 @@
+//! Log lines on standard error: what a run chose, and what it warns of.
+
+use std::io::{self, IsTerminal, Write};
+
+use tracing_subscriber::EnvFilter;
+
+/// Without the variable `RUST_LOG`: what voltaic has to say, and warnings of everything else.
+const DEFAULT: &str = "warn,voltaic=info";
+
+/// Prints log lines from now on, unless the program has arranged for that itself.
+pub(super) fn print_log() {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT));
+    let has_colour =
+        io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    let printer =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(Lines::default).with_ansi(has_colour);
+    // fails if there is a subscriber already, whose business the lines then are
+    let _ = printer.without_time().with_target(false).try_init();
+}
+
+/// Standard error, on which a progress bar may stand: a line begins by wiping what is there.
+struct Lines {
+    is_terminal: bool,
+}
+
+impl Default for Lines {
+    fn default() -> Self {
+        Self { is_terminal: io::stderr().is_terminal() }
+    }
+}
+
+impl Write for Lines {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let mut err = io::stderr().lock();
+        if self.is_terminal {
+            err.write_all(b"\r\x1b[2K")?;
+        }
+        err.write_all(line)?;
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}

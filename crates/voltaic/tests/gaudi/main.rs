@@ -1,0 +1,229 @@
+//! Real Gaudi cards, as far as they can be tested without one: stand-ins for Habana's libraries are compiled here, and
+//! the program is run with them, as it would be with the real ones. What a process loads it keeps, so that each case is
+//! a process of its own.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+
+/// Where the stand-ins are, laid out as Habana's packages are.
+struct StandIns {
+    hlml: PathBuf,
+    /// `habana_frameworks/torch/lib`.
+    plugin: PathBuf,
+}
+
+/// Compiles them once.
+fn stand_ins() -> &'static StandIns {
+    static MADE: OnceLock<StandIns> = OnceLock::new();
+    MADE.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("gaudi");
+        let plugin = folder.join("habana_frameworks/torch/lib");
+        fs::create_dir_all(&plugin).unwrap();
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gaudi");
+        let hlml = folder.join("libhlml.so");
+        compile("cc", &[], &sources.join("hlml.c"), &hlml);
+        let include = Path::new(env!("VOLTAIC_LIBTORCH_LIB")).with_file_name("include");
+        let include = format!("-isystem{}", include.display());
+        let library = plugin.join("libhabana_pytorch2_plugin.upstream.so");
+        compile("c++", &["-std=c++20", &include], &sources.join("plugin.cpp"), &library);
+        fs::write(plugin.join("libbroken.so"), "no library").unwrap();
+        StandIns { hlml, plugin }
+    })
+}
+
+fn compile(compiler: &str, options: &[&str], source: &Path, library: &Path) {
+    let output = Command::new(compiler)
+        .args(["-shared", "-fPIC", "-O1", "-w"])
+        .args(options)
+        .arg(source)
+        .arg("-o")
+        .arg(library)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// `voltaic` with the stand-ins, and with nothing of this process's environment that describes devices.
+fn voltaic(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+    for (name, _) in std::env::vars_os() {
+        let name = name.to_string_lossy().into_owned();
+        if ["VOLTAIC_", "HABANA_", "PT_", "HLS_"].iter().any(|prefix| name.starts_with(prefix)) {
+            command.env_remove(name);
+        }
+    }
+    command.args(arguments).env("VOLTAIC_HLML", &stand_ins().hlml).env("OMP_NUM_THREADS", "1");
+    command
+}
+
+fn with_plugin(arguments: &[&str]) -> Command {
+    let mut command = voltaic(arguments);
+    command.env("VOLTAIC_HPU_PLUGIN", &stand_ins().plugin);
+    command
+}
+
+fn text(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+/// The `hpu` of `voltaic devices --json`.
+fn hpu(mut command: Command) -> Value {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    json["accelerators"].as_array().unwrap().iter().find(|one| one["name"] == "hpu").unwrap().clone()
+}
+
+#[test]
+fn cards_are_listed_as_their_driver_describes_them() {
+    let hpu = hpu(with_plugin(&["devices", "--json"]));
+    assert_eq!((hpu["available"].as_bool(), hpu["emulated"].as_bool()), (Some(true), Some(false)));
+    assert_eq!(hpu["description"], "2 gaudi2 cards, driver 1.24.0-stub");
+    let card = &hpu["cards"][1];
+    for (key, value) in [
+        ("name", Value::from("gaudi2 HL-225")),
+        ("uuid", "01P0-STUB-1".into()),
+        ("module_id", 5.into()),
+        ("memory", "96 GiB".into()),
+        ("memory_used", "2 GiB".into()),
+        ("utilization", 20.into()),
+        ("temperature", 31.into()),
+        ("driver", "1.24.0-stub".into()),
+    ] {
+        assert_eq!(card[key], value, "{key}");
+    }
+}
+
+#[test]
+fn visible_modules_choose_among_the_cards() {
+    let mut command = with_plugin(&["devices", "--json"]);
+    command.env("HABANA_VISIBLE_MODULES", "5");
+    let hpu = hpu(command);
+    assert_eq!(hpu["cards"].as_array().unwrap().len(), 1);
+    assert_eq!(hpu["cards"][0]["uuid"], "01P0-STUB-1");
+}
+
+#[test]
+fn what_is_missing_is_named() {
+    let broken = stand_ins().plugin.join("libbroken.so");
+    let broken = broken.to_str().unwrap();
+    let cases: [(&[(&str, &str)], &str); 7] = [
+        (&[("VOLTAIC_HPU_PLUGIN", "/nowhere")], "VOLTAIC_HPU_PLUGIN names /nowhere"),
+        (&[("STUB_CARDS", "0"), ("VOLTAIC_HPU", "gaudi")], "the driver lists none"),
+        (&[("STUB_INIT", "9"), ("VOLTAIC_HPU", "gaudi")], "hlml_init gave 9, the driver is not loaded"),
+        (&[("VOLTAIC_HLML", broken), ("VOLTAIC_HPU", "gaudi")], "libbroken.so"),
+        (&[("HABANA_VISIBLE_MODULES", "1")], "leaves none of the 2 Gaudi cards"),
+        (&[("PT_HPU_LAZY_MODE", "1")], "PT_HPU_LAZY_MODE=`1`"),
+        (&[("VOLTAIC_HPU_PLUGIN", broken)], "libbroken.so cannot be loaded"),
+    ];
+    for (variables, expected) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = with_plugin(&["fit", "--config", &recipe(), "--trainer.accelerator=hpu"]);
+        command.arg("--trainer.devices=1");
+        command.arg(format!("--trainer.default_root_dir={}", folder.path().display()));
+        command.envs(variables.iter().copied()).env("VOLTAIC_TRAINER__MAX_STEPS", "1");
+        let is_fallback = variables.iter().any(|(name, _)| *name == "HABANA_VISIBLE_MODULES");
+        if is_fallback {
+            command.env("VOLTAIC_HPU", "gaudi");
+        }
+        let output = command.output().unwrap();
+        let text = text(&output);
+        assert!(!output.status.success(), "{variables:?}: {text}");
+        assert!(text.contains(expected), "{variables:?}: {text}");
+    }
+}
+
+#[test]
+fn a_plugin_for_another_libtorch_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let lib = folder.path().join("habana_frameworks/torch/lib");
+    fs::create_dir_all(&lib).unwrap();
+    let name = "libhabana_pytorch2_plugin.upstream.so";
+    fs::copy(stand_ins().plugin.join(name), lib.join(name)).unwrap();
+    fs::write(lib.with_file_name("required_version.txt"), "2.7.1\n").unwrap();
+    // found by itself, as in a Python path
+    let mut command = voltaic(&["devices", "--json"]);
+    command.env("PYTHONPATH", folder.path());
+    let hpu = hpu(command);
+    assert_eq!(hpu["available"], false);
+    let why = hpu["description"].as_str().unwrap();
+    assert!(why.contains("needs libtorch 2.7.1") && why.contains("this program has 2.11.0"), "{why}");
+}
+
+fn recipe() -> String {
+    format!("{}/../../recipes/mlp.yaml", env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Validation loss after a short run on an accelerator, and what was printed.
+fn fit(mut command: Command) -> (String, String) {
+    let folder = tempfile::tempdir().unwrap();
+    command.args([
+        "fit",
+        "--config",
+        &recipe(),
+        "--trainer.max_epochs=1",
+        "--trainer.limit_train_batches=12",
+    ]);
+    command.args([
+        "--trainer.limit_val_batches=2",
+        "--trainer.devices=1",
+        "--trainer.enable_progress_bar=false",
+    ]);
+    command.arg(format!("--trainer.default_root_dir={}", folder.path().display()));
+    let output = command.output().unwrap();
+    let text = text(&output);
+    assert!(output.status.success(), "{text}");
+    let metrics = folder.path().join("lightning_logs/version_0/metrics.csv");
+    let metrics = fs::read_to_string(&metrics).unwrap();
+    (metrics, text)
+}
+
+#[test]
+fn the_plugin_trains_as_the_cpu_does() {
+    let on = |accelerator: &str| {
+        let mut command = with_plugin(&[]);
+        command.env("VOLTAIC_TRAINER__ACCELERATOR", accelerator);
+        fit(command)
+    };
+    let (cpu, text) = on("cpu");
+    assert!(!text.contains("stub plugin"), "{text}");
+    let (hpu, text) = on("hpu");
+    assert_eq!(hpu, cpu, "the stand-in computes with the CPU's kernels");
+    assert!(text.contains("stub plugin: module=none, lazy=0"), "{text}");
+    assert!(text.contains("hpu: 2 gaudi2 cards"), "{text}");
+    let (auto, text) = on("auto");
+    assert_eq!(auto, cpu);
+    assert!(
+        text.contains("stub plugin") && text.contains("accelerator=auto: hpu"),
+        "auto takes a card: {text}"
+    );
+}
+
+#[test]
+fn the_emulator_can_be_asked_for_beside_cards() {
+    let mut command = with_plugin(&[]);
+    command.env("VOLTAIC_TRAINER__ACCELERATOR", "hpu").env("VOLTAIC_HPU", "emulator");
+    let (_, text) = fit(command);
+    assert!(text.contains("8 emulated gaudi2") && !text.contains("stub plugin"), "{text}");
+}
+
+#[test]
+fn each_local_rank_takes_a_module_of_its_own() {
+    for (variables, module) in [
+        (&[("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")][..], "module=1"),
+        (&[("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("HABANA_VISIBLE_MODULES", "4,5")], "module=5"),
+        (&[("HLS_MODULE_ID", "4"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")], "module=4"),
+    ] {
+        // the device is taken by a tensor of its own, without a trainer that would look for its peers
+        let mut command = with_plugin(&[]);
+        command.envs(variables.iter().copied()).env("VOLTAIC_TRAINER__ACCELERATOR", "hpu");
+        let (_, text) = fit(command);
+        assert!(text.contains(module), "{variables:?}: {text}");
+    }
+}
