@@ -79,6 +79,16 @@ pub trait Accelerator: fmt::Debug + Send + Sync {
     fn memory_stats(&self, device: Device) -> Result<MemoryStats> {
         memory_stats(device)
     }
+
+    /// What monitors show of a device, as names and values: the ten metrics of its memory unless the accelerator
+    /// knows more. Sizes are in bytes.
+    ///
+    /// # Errors
+    /// If the device cannot be asked.
+    fn device_stats(&self, device: Device) -> Result<Vec<(&'static str, f64)>> {
+        let metrics = self.memory_stats(device)?.metrics();
+        Ok(metrics.into_iter().map(|(name, value)| (name, value as f64)).collect())
+    }
 }
 
 /// Names that [`accelerator`] knows.
