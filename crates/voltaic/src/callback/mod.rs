@@ -1,8 +1,10 @@
 //! Code that runs at points of a run without being part of the model.
 //!
 //! A callback sees a [`HookContext`] and the module's tree, never the trainer; it acts through the context
-//! (`log`, `request_stop`, `request_checkpoint`).
+//! (`log`, `log_metrics`, `request_stop`, `request_checkpoint`).
 
+mod cpu_stats;
+mod device_stats_monitor;
 mod file_name;
 mod model_checkpoint;
 mod model_summary;
@@ -12,6 +14,7 @@ use crate::data::Stage;
 use crate::module::HookContext;
 use crate::nn::Module;
 
+pub use device_stats_monitor::{DeviceStatsMonitor, DeviceStatsMonitorConfig};
 pub use model_checkpoint::{LinkText, Mode, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
 pub use model_summary::ModelSummary;
 pub use progress_bar::ProgressBar;
@@ -43,6 +46,11 @@ pub trait Callback: Send {
 
     /// Whether this callback saves checkpoints, and so runs after the others.
     fn saves_checkpoints(&self) -> bool {
+        false
+    }
+
+    /// Whether this callback is of no use without a logger, so that a trainer without one refuses it.
+    fn needs_logger(&self) -> bool {
         false
     }
 

@@ -187,7 +187,7 @@ fn print_files(trainer: &Trainer) {
         let label = match path.extension().and_then(|extension| extension.to_str()) {
             Some("ckpt") => "checkpoint",
             Some("csv") => "metrics",
-            Some("png") => "curves",
+            Some("png") => path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("picture"),
             _ => "file",
         };
         text.push_str(&format!("{label:<10}  {}\n", path.display()));

@@ -5,14 +5,15 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use super::{Logger, next_version, plot_metrics};
+use super::{Logger, next_version, plot_memory, plot_metrics};
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
 
 /// Rows kept in memory before they are appended to the file.
 const FLUSH_ROWS: usize = 100;
 
-/// Writes `<save_dir>/<name>/version_<n>/metrics.csv`, and `curves.png` beside it at the end.
+/// Writes `<save_dir>/<name>/version_<n>/metrics.csv`, and at the end `curves.png` beside it, with
+/// [`DeviceStatsMonitor`](crate::callback::DeviceStatsMonitor) also `memory.png`.
 ///
 /// Columns are sorted; a row has the metrics of one call and its `step`, other cells are empty. A metric that
 /// appears later adds a column.
@@ -40,7 +41,7 @@ impl CsvLogger {
         Self { folder, version, columns: BTreeSet::new(), pending: Vec::new(), writer: None, plots: true }
     }
 
-    /// Whether `curves.png` is drawn at the end (it is).
+    /// Whether the pictures are drawn at the end (they are).
     pub fn plots(mut self, plots: bool) -> Self {
         self.plots = plots;
         self
@@ -52,6 +53,10 @@ impl CsvLogger {
 
     fn curves_path(&self) -> PathBuf {
         self.folder.join("curves.png")
+    }
+
+    fn memory_path(&self) -> PathBuf {
+        self.folder.join("memory.png")
     }
 
     fn failed(&self) -> impl Fn(std::io::Error) -> Error + use<> {
@@ -155,12 +160,14 @@ impl Logger for CsvLogger {
         self.save()?;
         if self.plots && self.metrics_path().exists() {
             plot_metrics(&self.metrics_path(), &self.curves_path())?;
+            plot_memory(&self.metrics_path(), &self.memory_path())?;
         }
         Ok(())
     }
 
     fn files(&self) -> Vec<PathBuf> {
-        [self.metrics_path(), self.curves_path()].into_iter().filter(|path| path.exists()).collect()
+        let paths = [self.metrics_path(), self.curves_path(), self.memory_path()];
+        paths.into_iter().filter(|path| path.exists()).collect()
     }
 }
 

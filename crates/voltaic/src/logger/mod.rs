@@ -1,7 +1,8 @@
-//! Where metrics go: `metrics.csv` in a folder of the run, and a picture of the curves.
+//! Where metrics go: `metrics.csv` in a folder of the run, and pictures of the curves and of the device's memory.
 
 mod csv;
 mod plot;
+mod plot_memory;
 
 use std::path::{Path, PathBuf};
 
@@ -9,6 +10,10 @@ use crate::error::Result;
 
 pub use csv::CsvLogger;
 pub use plot::plot_metrics;
+pub use plot_memory::plot_memory;
+
+/// How the names of metrics begin that are about the device and not about the model.
+pub(crate) const DEVICE_STATS: &str = "DeviceStatsMonitor.";
 
 /// Takes the metrics of a run. Called on rank 0 only.
 pub trait Logger: Send {

@@ -1,12 +1,14 @@
 //! The curves of a run as a picture, drawn from its `metrics.csv`.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Once;
 
 use plotters::prelude::*;
 use plotters::style::{FontStyle, register_font};
 
+use super::DEVICE_STATS;
 use crate::error::{Error, Result};
 
 /// A part of DejaVu Sans (Bitstream Vera licence, beside the file), so that no system font is needed.
@@ -22,26 +24,46 @@ const COLORS: [RGBColor; 6] = [
 ];
 
 /// A metric over steps.
-type Series = (String, Vec<(f64, f64)>);
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Line {
+    pub name: String,
+    pub points: Vec<(f64, f64)>,
+    /// Pixels.
+    pub width: u32,
+}
+
+/// Lines that share an axis, below a caption.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Panel {
+    pub caption: String,
+    pub lines: Vec<Line>,
+    /// What the axis shows.
+    pub y: Range<f64>,
+}
 
 /// Draws the metrics of a CSV file with a `step` column: one panel per family (`train_loss` and `val_loss` share
-/// one), one line per metric. A metric with a single value is drawn as a point.
+/// one), one line per metric. A metric with a single value is drawn as a point. Statistics of the device are left out;
+/// [`plot_memory`](super::plot_memory) draws them.
 ///
 /// # Errors
 /// If the CSV file cannot be read or the picture cannot be written.
 pub fn plot_metrics(csv_path: &Path, png_path: &Path) -> Result<()> {
+    write_picture(&metric_panels(read_lines(csv_path)?), png_path)
+}
+
+/// Draws panels below each other; nothing if there are none.
+pub(super) fn write_picture(panels: &[Panel], png_path: &Path) -> Result<()> {
     static REGISTER: Once = Once::new();
     REGISTER.call_once(|| {
         // fails only if the bytes are no font, which the test below would show
         let _ = register_font("sans-serif", FontStyle::Normal, FONT);
     });
-    let panels = read_panels(csv_path)?;
     if panels.is_empty() {
         return Ok(());
     }
     let height = PANEL.1 * panels.len() as u32;
     let temporary = png_path.with_extension("tmp.png");
-    draw(&panels, &temporary, height)
+    draw(panels, &temporary, height)
         .map_err(|error| Error::io("draw", png_path, std::io::Error::other(error.to_string())))?;
     std::fs::rename(&temporary, png_path).map_err(|error| Error::io("rename to", png_path, error))
 }
@@ -56,54 +78,61 @@ fn family(metric: &str) -> &str {
     ["_step", "_epoch"].iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name)
 }
 
-fn read_panels(csv_path: &Path) -> Result<Vec<(String, Vec<Series>)>> {
+/// The columns of a CSV file but `step` and `epoch`, without those that have no value.
+pub(super) fn read_lines(csv_path: &Path) -> Result<Vec<Line>> {
     let failed = |error: csv::Error| Error::io("read", csv_path, error.into());
     let mut reader = csv::Reader::from_path(csv_path).map_err(failed)?;
     let columns: Vec<String> = reader.headers().map_err(failed)?.iter().map(str::to_owned).collect();
     let step_column = columns.iter().position(|name| name == "step");
-    let mut series: Vec<Series> = columns.iter().map(|name| (name.clone(), Vec::new())).collect();
+    let mut lines: Vec<Line> =
+        columns.into_iter().map(|name| Line { name, points: Vec::new(), width: 2 }).collect();
     for (row, record) in reader.records().enumerate() {
         let record = record.map_err(failed)?;
         let step = step_column.and_then(|i| record.get(i)?.parse().ok()).unwrap_or(row as f64);
-        for (cell, (_, points)) in record.iter().zip(&mut series) {
+        for (cell, line) in record.iter().zip(&mut lines) {
             if let Some(value) = cell.parse::<f64>().ok().filter(|value| value.is_finite()) {
-                points.push((step, value));
+                line.points.push((step, value));
             }
         }
     }
-    let mut panels: BTreeMap<String, Vec<Series>> = BTreeMap::new();
-    for (name, points) in series {
-        if name != "step" && name != "epoch" && !points.is_empty() {
-            panels.entry(family(&name).to_owned()).or_default().push((name, points));
-        }
+    lines.retain(|line| line.name != "step" && line.name != "epoch" && !line.points.is_empty());
+    Ok(lines)
+}
+
+fn metric_panels(lines: Vec<Line>) -> Vec<Panel> {
+    let mut families: BTreeMap<String, Vec<Line>> = BTreeMap::new();
+    for line in lines.into_iter().filter(|line| !line.name.starts_with(DEVICE_STATS)) {
+        families.entry(family(&line.name).to_owned()).or_default().push(line);
     }
-    let mut panels: Vec<_> = panels.into_iter().collect();
-    panels.sort_by_key(|(family, _)| !family.contains("loss")); // losses first
-    Ok(panels)
+    let panel = |(caption, lines): (String, Vec<Line>)| {
+        let y = range(lines.iter().flat_map(|line| &line.points).map(|point| point.1));
+        Panel { caption, lines, y }
+    };
+    let mut panels: Vec<Panel> = families.into_iter().map(panel).collect();
+    panels.sort_by_key(|panel| !panel.caption.contains("loss")); // losses first
+    panels
 }
 
 /// Smallest and largest value with a margin, so that no line lies on the frame.
-fn range(values: impl Iterator<Item = f64> + Clone) -> std::ops::Range<f64> {
+fn range(values: impl Iterator<Item = f64> + Clone) -> Range<f64> {
     let low = values.clone().fold(f64::INFINITY, f64::min);
     let high = values.fold(f64::NEG_INFINITY, f64::max);
     let margin = if high > low { (high - low) * 0.05 } else { high.abs().max(1.0) * 0.05 };
     low - margin..high + margin
 }
 
-fn draw(panels: &[(String, Vec<Series>)], path: &Path, height: u32) -> anyhow::Result<()> {
+fn draw(panels: &[Panel], path: &Path, height: u32) -> anyhow::Result<()> {
     let root = BitMapBackend::new(path, (PANEL.0, height)).into_drawing_area();
     root.fill(&WHITE)?;
-    let steps = range(
-        panels.iter().flat_map(|(_, series)| series).flat_map(|(_, points)| points).map(|point| point.0),
-    );
-    for (area, (family, series)) in root.split_evenly((panels.len(), 1)).iter().zip(panels) {
-        let points = series.iter().flat_map(|(_, points)| points);
+    let lines = panels.iter().flat_map(|panel| &panel.lines);
+    let steps = range(lines.flat_map(|line| &line.points).map(|point| point.0));
+    for (area, panel) in root.split_evenly((panels.len(), 1)).iter().zip(panels) {
         let mut chart = ChartBuilder::on(area)
-            .caption(family, ("sans-serif", 20))
+            .caption(&panel.caption, ("sans-serif", 20))
             .margin(12)
             .x_label_area_size(36)
             .y_label_area_size(64)
-            .build_cartesian_2d(steps.clone(), range(points.map(|point| point.1)))?;
+            .build_cartesian_2d(steps.clone(), panel.y.clone())?;
         chart
             .configure_mesh()
             .x_desc("step")
@@ -114,14 +143,15 @@ fn draw(panels: &[(String, Vec<Series>)], path: &Path, height: u32) -> anyhow::R
             .light_line_style(TRANSPARENT)
             .bold_line_style(RGBColor(225, 225, 225))
             .draw()?;
-        for (i, (name, points)) in series.iter().enumerate() {
+        for (i, Line { name, points, width }) in panel.lines.iter().enumerate() {
             let color = COLORS[i % COLORS.len()];
             chart
-                .draw_series(LineSeries::new(points.iter().copied(), color.stroke_width(2)))?
+                .draw_series(LineSeries::new(points.iter().copied(), color.stroke_width(*width)))?
                 .label(name)
                 .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
             if points.len() <= 50 {
-                chart.draw_series(points.iter().map(|&point| Circle::new(point, 3, color.filled())))?;
+                chart
+                    .draw_series(points.iter().map(|&point| Circle::new(point, width + 1, color.filled())))?;
             }
         }
         chart
@@ -151,6 +181,17 @@ mod tests {
         ] {
             assert_eq!(family(metric), expected, "{metric}");
         }
+    }
+
+    #[test]
+    fn statistics_of_the_device_are_no_curves() {
+        let line = |name: &str| Line { name: name.to_owned(), points: vec![(0.0, 1.0)], width: 2 };
+        let stats = line("DeviceStatsMonitor.on_train_batch_end/InUse");
+        let panels = metric_panels(vec![stats, line("train_loss")]);
+        assert_eq!(
+            panels,
+            [Panel { caption: "loss".to_owned(), lines: vec![line("train_loss")], y: 0.95..1.05 }]
+        );
     }
 
     #[test]

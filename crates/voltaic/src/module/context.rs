@@ -7,6 +7,9 @@ use tch::Tensor;
 use super::Progress;
 use super::log_value::{LogValue, ReduceFx};
 use super::metrics::{LogOptions, MetricStore};
+use crate::accelerator::Accelerator;
+use crate::device::Device;
+use crate::error::Result;
 use crate::optim::Optimizer;
 
 /// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
@@ -124,7 +127,11 @@ pub struct CheckpointRequest {
 pub struct Requests {
     pub(crate) stop: Option<String>,
     pub(crate) checkpoints: Vec<CheckpointRequest>,
+    pub(crate) rows: Vec<LoggerRow>,
 }
+
+/// Metrics for the loggers, and their step.
+pub(crate) type LoggerRow = (Vec<(String, f64)>, u64);
 
 /// Fixed facts of a run.
 #[derive(Debug, Clone, Default)]
@@ -155,6 +162,8 @@ pub struct RunFacts {
 pub struct HookContext<'a> {
     pub(crate) progress: &'a Progress,
     pub(crate) facts: &'a RunFacts,
+    pub(crate) accelerator: &'a dyn Accelerator,
+    pub(crate) device: Device,
     pub(crate) metrics: &'a mut MetricStore,
     pub(crate) requests: &'a mut Requests,
     pub(crate) optimizers: &'a [Box<dyn Optimizer>],
@@ -164,6 +173,7 @@ pub struct HookContext<'a> {
     pub(crate) is_sanity_check: bool,
     pub(crate) is_training: bool,
     pub(crate) will_validate: bool,
+    pub(crate) log_step: Option<u64>,
 }
 
 impl HookContext<'_> {
@@ -171,6 +181,34 @@ impl HookContext<'_> {
     /// values of epoch hooks for the epoch.
     pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
         LogEntry::new(self.metrics, name, value.into())
+    }
+
+    /// The step of the rows that the loggers take of this batch, if they take any; set in batch hooks.
+    ///
+    /// In training they do at every `log_every_n_steps`-th optimizer step, at each of its batches. In an evaluation they
+    /// do at the last batch: its batches all have the same step, at which a curve has room for one point. They never do
+    /// without a logger, with `log_every_n_steps` 0, in the sanity check and in prediction.
+    pub fn log_step(&self) -> Option<u64> {
+        self.log_step
+    }
+
+    /// Gives values to the loggers after this hook, as a row of its own: unlike those of [`HookContext::log`] they are
+    /// not averaged, and neither the progress bar nor [`HookContext::metric`] knows them.
+    pub fn log_metrics(&mut self, metrics: Vec<(String, f64)>, step: u64) {
+        self.requests.rows.push((metrics, step));
+    }
+
+    /// The device of this process.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// What the device has to tell of itself: see [`Accelerator::device_stats`].
+    ///
+    /// # Errors
+    /// If the device cannot be asked.
+    pub fn device_stats(&self) -> Result<Vec<(&'static str, f64)>> {
+        self.accelerator.device_stats(self.device)
     }
 
     /// Where the run stands.

@@ -8,7 +8,9 @@ use super::plan::resolve;
 use super::session::Run;
 use super::{Trainer, global_seed};
 use crate::accelerator::{Devices, accelerator};
-use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar};
+use crate::callback::{
+    Callback, DeviceStatsMonitor, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar,
+};
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
 use crate::logger::{CsvLogger, Logger};
@@ -115,16 +117,23 @@ impl TrainerBuilder {
         };
         for callback in std::mem::take(&mut self.config.callbacks) {
             self.config.callbacks.push(callback.clone());
-            let CallbackConfig::ModelCheckpoint(config) = callback;
-            match ModelCheckpoint::new(config) {
-                Ok(callback) => self.callbacks.push(Box::new(callback)),
-                Err(error) => problems.extend(error.problems),
+            match callback {
+                CallbackConfig::ModelCheckpoint(config) => match ModelCheckpoint::new(config) {
+                    Ok(callback) => self.callbacks.push(Box::new(callback)),
+                    Err(error) => problems.extend(error.problems),
+                },
+                CallbackConfig::DeviceStatsMonitor(config) => {
+                    self.callbacks.push(Box::new(DeviceStatsMonitor::from(config)));
+                }
             }
         }
         if let Err(error) = self.add_defaults() {
             problems.extend(error.problems);
         }
         problems.extend(same_state_keys(&self.callbacks));
+        if self.loggers.is_empty() && !self.config.logger {
+            problems.extend(without_logger(&self.callbacks));
+        }
         let (Some(plan), Ok(accelerator), true) = (plan, accelerator, problems.is_empty()) else {
             return Err(ConfigError { problems }.into());
         };
@@ -178,6 +187,14 @@ impl TrainerBuilder {
         }
         Ok(())
     }
+}
+
+/// Callbacks that have nothing to do in a run without logger.
+fn without_logger(callbacks: &[Box<dyn Callback>]) -> impl Iterator<Item = ConfigProblem> {
+    callbacks.iter().filter(|callback| callback.needs_logger()).map(|callback| {
+        let what = format!("false, but {} has to have a logger", callback.state_key());
+        ConfigProblem::new("trainer.logger", what, "set trainer.logger=true, or remove the callback")
+    })
 }
 
 /// Callbacks whose states would overwrite each other in a checkpoint.

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::accelerator::Devices;
-use crate::callback::ModelCheckpointConfig;
+use crate::callback::{DeviceStatsMonitorConfig, ModelCheckpointConfig};
 
 /// A number of batches, or a fraction of all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -87,6 +87,8 @@ pub enum GradientClipAlgorithm {
 pub enum CallbackConfig {
     /// Saves checkpoints.
     ModelCheckpoint(ModelCheckpointConfig),
+    /// Gives the loggers what the device's memory is used for.
+    DeviceStatsMonitor(DeviceStatsMonitorConfig),
 }
 
 /// Switches of a run, with Lightning's names and defaults.

@@ -122,17 +122,20 @@ impl<M: LightningModule> Session<'_, M> {
         mut body: impl FnMut(&mut Self, &M::Batch, BatchFacts) -> Result<()>,
     ) -> Result<()> {
         let has_several = data.loaders.len() > 1;
+        let mut remaining: usize = data.num_batches.iter().sum();
         for (dataloader_idx, (loader, &num_batches)) in data.loaders.iter().zip(data.num_batches).enumerate()
         {
             let epoch = self.run.progress.current_epoch;
             let range = EpochRange { epoch, first_batch: 0, num_batches: Some(num_batches) };
             for (batch_idx, batch) in loader.iter(range)?.enumerate() {
                 let batch = batch?.to_device(self.plan.device)?;
+                remaining = remaining.saturating_sub(1);
                 let facts = BatchFacts {
                     batch_idx,
                     dataloader_idx,
                     batch_size: batch.batch_size(),
                     metric_suffix: has_several.then_some(dataloader_idx),
+                    log_step: if remaining == 0 { self.eval_log_step() } else { None },
                     ..BatchFacts::default()
                 };
                 body(self, &batch, facts)?;
@@ -149,9 +152,22 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(Vec::new());
         }
         let values = self.run.metrics.finish_eval(); // sync point
-        let steps = self.run.progress.global_step;
-        let step = if self.stage == Stage::Fit { steps.saturating_sub(1) } else { steps };
-        self.log(values.logged, step)?;
+        self.log(values.logged, self.eval_step())?;
         Ok(values.all)
+    }
+
+    /// The step that the metrics of an evaluation belong to: within fit the one just done.
+    fn eval_step(&self) -> u64 {
+        let steps = self.run.progress.global_step;
+        if self.stage == Stage::Fit { steps.saturating_sub(1) } else { steps }
+    }
+
+    /// The step under which loggers take rows of a batch of this evaluation, if they do.
+    fn eval_log_step(&self) -> Option<u64> {
+        let takes_rows = !self.run.loggers.is_empty()
+            && self.plan.log_every_n_steps > 0
+            && !self.is_sanity_check
+            && self.stage != Stage::Predict;
+        takes_rows.then(|| self.eval_step())
     }
 }

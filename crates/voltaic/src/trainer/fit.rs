@@ -80,7 +80,9 @@ impl<M: LightningModule> Session<'_, M> {
         let closes_window = is_last || (batch_idx as u64 + 1).is_multiple_of(window);
 
         let batch = batch.to_device(self.plan.device)?;
-        let mut facts = BatchFacts { batch_idx, batch_size: batch.batch_size(), ..BatchFacts::default() };
+        let log_step = self.log_step();
+        let mut facts =
+            BatchFacts { batch_idx, batch_size: batch.batch_size(), log_step, ..BatchFacts::default() };
         self.run.metrics.begin_train_batch();
         call_hook!(self, on_train_batch_start, Train, Step, facts)?;
 
@@ -113,8 +115,9 @@ impl<M: LightningModule> Session<'_, M> {
         facts.loss = Some(&loss);
         facts.will_validate = self.validation_is_due(plan);
         call_hook!(self, on_train_batch_end, Train, Step, facts)?;
-        if closes_window {
-            self.log_step()?;
+        if let (true, Some(step)) = (closes_window, log_step) {
+            let values = self.run.metrics.step_values(); // sync point
+            self.log(values, step)?;
         }
         Ok(BatchEnd { is_step: closes_window, validates: facts.will_validate })
     }
@@ -132,14 +135,12 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(())
     }
 
-    /// Gives step values to the loggers every `log_every_n_steps` optimizer steps.
-    fn log_step(&mut self) -> Result<()> {
+    /// The step that the loggers take values of, if they do at the optimizer step that comes: every
+    /// `log_every_n_steps`-th.
+    fn log_step(&self) -> Option<u64> {
         let (step, every) = (self.run.progress.global_step, self.plan.log_every_n_steps);
-        if self.run.loggers.is_empty() || every == 0 || !step.is_multiple_of(every) {
-            return Ok(());
-        }
-        let values = self.run.metrics.step_values(); // sync point
-        self.log(values, step - 1)
+        let is_due = !self.run.loggers.is_empty() && every > 0 && (step + 1).is_multiple_of(every);
+        is_due.then_some(step)
     }
 
     fn validation_is_due(&self, plan: &FitPlan) -> bool {

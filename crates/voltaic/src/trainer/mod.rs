@@ -187,7 +187,7 @@ impl Trainer {
         self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.best)
     }
 
-    /// Files of this run that a user will want to look at: metrics, curves.
+    /// Files of this run that a user will want to look at: metrics and pictures.
     pub fn files(&self) -> Vec<PathBuf> {
         self.run.loggers.iter().flat_map(|logger| logger.files()).collect()
     }

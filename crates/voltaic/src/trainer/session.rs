@@ -63,6 +63,8 @@ pub(super) struct BatchFacts<'a> {
     pub batch_size: Option<usize>,
     pub loss: Option<&'a Tensor>,
     pub will_validate: bool,
+    /// Step under which the loggers take rows of this batch, if they do.
+    pub log_step: Option<u64>,
     /// Set if there are several loaders, so that metrics get a suffix.
     pub metric_suffix: Option<usize>,
 }
@@ -105,6 +107,8 @@ impl<M: LightningModule> Session<'_, M> {
             let mut ctx = HookContext {
                 progress: &run.progress,
                 facts: &run.facts,
+                accelerator: run.accelerator.as_ref(),
+                device: self.plan.device,
                 metrics: &mut run.metrics,
                 requests: &mut run.requests,
                 optimizers: &self.optimizers,
@@ -114,6 +118,7 @@ impl<M: LightningModule> Session<'_, M> {
                 is_sanity_check: self.is_sanity_check,
                 is_training: self.stage == Stage::Fit,
                 will_validate: batch.will_validate,
+                log_step: batch.log_step,
             };
             let global_step = run.progress.global_step;
             for callback in run.callbacks.iter_mut().filter(|c| c.saves_checkpoints() == saves_checkpoints) {
@@ -128,7 +133,9 @@ impl<M: LightningModule> Session<'_, M> {
                 }
             }
         }
-        self.check_logged()
+        self.check_logged()?;
+        let rows = std::mem::take(&mut self.run.requests.rows);
+        rows.into_iter().try_for_each(|(metrics, step)| self.log(metrics, step))
     }
 
     /// Tells the metric store which hook comes.
@@ -200,9 +207,12 @@ impl<M: LightningModule> Session<'_, M> {
     pub(super) fn on_exception(&mut self, error: &Error) {
         let run = &mut *self.run;
         run.requests.checkpoints.clear();
+        run.requests.rows.clear();
         let mut ctx = HookContext {
             progress: &run.progress,
             facts: &run.facts,
+            accelerator: run.accelerator.as_ref(),
+            device: self.plan.device,
             metrics: &mut run.metrics,
             requests: &mut run.requests,
             optimizers: &self.optimizers,
@@ -212,6 +222,7 @@ impl<M: LightningModule> Session<'_, M> {
             is_sanity_check: self.is_sanity_check,
             is_training: self.stage == Stage::Fit,
             will_validate: false,
+            log_step: None,
         };
         for callback in &mut run.callbacks {
             callback.on_exception(&mut ctx, error);

@@ -16,7 +16,7 @@ use voltaic::{Device, Module, ffi};
 
 use crate::support::{CPU, bits, start};
 
-fn loader() -> DataLoader<(Tensor, Tensor)> {
+pub fn loader() -> DataLoader<(Tensor, Tensor)> {
     let options = (Kind::Float, CPU);
     let images = Tensor::arange(24 * 784, options).sin().reshape([24, 1, 28, 28]);
     let labels = Tensor::arange(24, (Kind::Int64, CPU)).fmod(10);
@@ -42,7 +42,7 @@ impl Callback for Losses {
     }
 }
 
-fn trainer(root: &Path, accelerator: &str) -> TrainerBuilder {
+pub fn trainer(root: &Path, accelerator: &str) -> TrainerBuilder {
     Trainer::builder()
         .accelerator(accelerator)
         .devices(1)

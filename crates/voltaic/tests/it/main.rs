@@ -15,6 +15,7 @@ mod config_print;
 mod config_problems;
 mod data;
 mod data_sets;
+mod device_stats;
 mod devices;
 mod frames;
 mod host_pool;
