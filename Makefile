@@ -2,10 +2,10 @@
 
 CARGO ?= cargo
 
-.PHONY: help setup demo test check fmt lint doc bench clean
+.PHONY: help setup demo test test-cuda check fmt lint doc bench clean
 
 help: ## says what there is
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: ## fetches libtorch into .libtorch, unless LIBTORCH names one
 	@scripts/setup.sh
@@ -18,6 +18,9 @@ demo: setup ## trains LeNet on handwritten digits, then tests it
 
 test: setup ## all tests
 	$(CARGO) test --workspace
+
+test-cuda: setup ## what needs an NVIDIA GPU; says why it skips if there is none
+	$(CARGO) test -p voltaic --test cuda -- --nocapture
 
 check: fmt lint doc ## format, clippy, documentation, and the tests of the scripts
 	scripts/test_setup.sh

@@ -5,6 +5,7 @@
 mod device;
 mod device_stats;
 mod operators;
+mod processes;
 mod support;
 mod trainer;
 mod training;

@@ -1,0 +1,110 @@
+//! What needs an NVIDIA GPU. On a machine without one each test says why it is skipped, unless VOLTAIC_REQUIRE_CUDA=1.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tch::{Kind, Tensor};
+use voltaic::Device;
+use voltaic::accelerator::{
+    Accelerator, CudaAccelerator, mem_get_info, memory_stats, reset_accumulated_memory_stats,
+    reset_peak_memory_stats,
+};
+use voltaic::models::{LeNet, LeNetConfig};
+use voltaic::nn::functional::cross_entropy;
+use voltaic::nn::{Forward, ModuleExt};
+use voltaic::optim::{AdamW, Optimizers};
+
+const GPU: Device = Device::Cuda(0);
+
+/// Sets CUDA up; none, with a line that says why, if this machine has no GPU.
+fn cuda(test: &str) -> Option<MutexGuard<'static, ()>> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    match CudaAccelerator.availability() {
+        Ok(()) => {
+            CudaAccelerator.setup().unwrap();
+            Some(guard)
+        }
+        Err(reason) => {
+            let is_required = std::env::var_os("VOLTAIC_REQUIRE_CUDA").is_some_and(|value| value == "1");
+            assert!(!is_required, "VOLTAIC_REQUIRE_CUDA=1, but {reason}");
+            println!("skipped {test}: {reason}");
+            None
+        }
+    }
+}
+
+#[test]
+fn memory_statistics_are_those_of_the_allocator() {
+    let Some(_guard) = cuda("memory statistics") else { return };
+    let first = Tensor::zeros([256, 1024], (Kind::Float, GPU.into()));
+    let before = memory_stats(GPU).unwrap();
+    assert!(before.in_use >= 1 << 20 && before.limit > 1 << 30, "{before:?}");
+    let second = Tensor::zeros([512, 1024], (Kind::Float, GPU.into()));
+    let after = memory_stats(GPU).unwrap();
+    assert_eq!(after.in_use - before.in_use, 2 << 20);
+    assert_eq!(after.total_system_allocs, before.total_system_allocs + 1);
+    drop(second);
+    let freed = memory_stats(GPU).unwrap();
+    assert_eq!((freed.in_use, freed.max_in_use), (before.in_use, after.max_in_use));
+    assert_eq!(freed.total_system_frees, before.total_system_frees + 1);
+    reset_peak_memory_stats(GPU).unwrap();
+    assert_eq!(memory_stats(GPU).unwrap().max_in_use, freed.in_use);
+    reset_accumulated_memory_stats(GPU).unwrap();
+    drop(first);
+    let last = memory_stats(GPU).unwrap();
+    assert_eq!((last.num_allocs, last.num_frees, last.active_allocs), (0, 1, -1));
+    let (free, total) = mem_get_info(GPU).unwrap();
+    assert!(0 < free && free <= total && total == last.limit);
+}
+
+#[test]
+fn lenet_trains_as_on_the_cpu() {
+    let Some(_guard) = cuda("training") else { return };
+    let losses = |device: Device| -> Vec<f64> {
+        voltaic::ffi::manual_seed(1).unwrap();
+        let net = LeNet::new(LeNetConfig::default()).unwrap();
+        let images = Tensor::rand([64, 1, 28, 28], (Kind::Float, tch::Device::Cpu));
+        let labels = Tensor::randint(10, [64], (Kind::Int64, tch::Device::Cpu));
+        net.to_device(device).unwrap();
+        let mut optimizer =
+            Optimizers::from(AdamW::new(1e-3)).build(net.as_dyn()).unwrap().remove(0).optimizer;
+        let (images, labels) = (images.to_device(device.into()), labels.to_device(device.into()));
+        let step = |_| {
+            let loss = cross_entropy(&net.forward(&images).unwrap(), &labels).unwrap();
+            optimizer.zero_grad().unwrap();
+            loss.backward();
+            optimizer.step().unwrap();
+            loss.double_value(&[])
+        };
+        (0..20).map(step).collect()
+    };
+    let (cpu, gpu) = (losses(Device::Cpu), losses(GPU));
+    CudaAccelerator.synchronize(GPU).unwrap();
+    for (step, (cpu, gpu)) in cpu.iter().zip(&gpu).enumerate() {
+        assert!((cpu - gpu).abs() <= 2e-3 * cpu.abs(), "step {step}: cpu {cpu}, cuda {gpu}");
+    }
+    assert!(gpu[19] < gpu[0]);
+}
+
+#[test]
+fn out_of_memory_is_an_error_and_the_process_goes_on() {
+    let Some(_guard) = cuda("out of memory") else { return };
+    let (_, total) = {
+        let _there = Tensor::zeros([1], (Kind::Float, GPU.into()));
+        mem_get_info(GPU).unwrap()
+    };
+    let error = Tensor::f_empty([total as i64], (Kind::Float, GPU.into())).unwrap_err().to_string();
+    assert!(error.contains("out of memory"), "{error}");
+    let small = Tensor::ones([1024], (Kind::Float, GPU.into()));
+    assert_eq!(small.sum(Kind::Float).double_value(&[]), 1024.0);
+}
+
+#[test]
+fn cards_are_listed() {
+    let Some(_guard) = cuda("list of GPUs") else { return };
+    let cards = CudaAccelerator.cards();
+    assert!(cards.len() >= CudaAccelerator.device_count() && cards[0].memory.is_some(), "{cards:?}");
+    assert!(cards[0].driver.is_some() && cards[0].uuid.is_some(), "{cards:?}");
+}
