@@ -2,6 +2,7 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include <array>
 #include <cstring>
 
 namespace voltaic::hpu {
@@ -50,7 +51,7 @@ void drop_reference(void *twin) {
 
 // The twin of a block: a CPU storage over it that does not own it, made at its first use and kept in the block's
 // header until the block goes back to the system.
-c10::Storage twin_of(vt_block_header *header, void *data, size_t bytes) {
+StorageImpl *twin_of(vt_block_header *header, void *data, size_t bytes) {
   auto *twin = static_cast<StorageImpl *>(__atomic_load_n(&header->twin, __ATOMIC_ACQUIRE));
   if (C10_UNLIKELY(twin == nullptr)) {
     void *expected = nullptr;
@@ -63,14 +64,14 @@ c10::Storage twin_of(vt_block_header *header, void *data, size_t bytes) {
   }
   if (twin->nbytes() != bytes)
     twin->set_nbytes(bytes);
-  return c10::Storage(c10::intrusive_ptr<StorageImpl>::reclaim_copy(twin));
+  return twin;
 }
 
-c10::Storage cpu_storage_over(StorageImpl *storage) {
+// A CPU storage over the bytes of `storage`, kept with its block; null if it has none of ours.
+StorageImpl *kept_twin(StorageImpl *storage) {
   const c10::DataPtr &data = storage->_mutable_data_ptr_no_checks();
-  if (vt_block_header *header = header_of(data); C10_LIKELY(header != nullptr))
-    return twin_of(header, data.get(), storage->nbytes());
-  return c10::Storage(make_cpu_storage(data.get(), storage->nbytes()));
+  vt_block_header *header = header_of(data);
+  return C10_LIKELY(header != nullptr) ? twin_of(header, data.get(), storage->nbytes()) : nullptr;
 }
 
 // A storage that a CPU kernel made becomes one of the device. Its memory already is, unless the kernel had it from
@@ -95,13 +96,45 @@ void move_storage(StorageImpl *storage, int device) {
 
 void set_device(TensorImpl *tensor, c10::Device device) { tensor->*(&Members::device_opt_) = device; }
 
+namespace {
+
+// Aliases of calls that are over, to be filled anew: making and freeing one costs about as much as a small kernel.
+class Spares {
+public:
+  TensorImplPtr take() { return count_ > 0 ? std::move(aliases_[--count_]) : TensorImplPtr(); }
+  // Only a plain one that nobody else holds.
+  void put(TensorImplPtr alias) {
+    const bool is_plain = !alias->is_conj() && !alias->is_neg() && !alias->is_wrapped_number();
+    if (count_ < aliases_.size() && is_plain && alias.use_count() == 1 && alias.weak_use_count() == 1)
+      aliases_[count_++] = std::move(alias);
+  }
+
+private:
+  std::array<TensorImplPtr, 16> aliases_;
+  size_t count_ = 0;
+};
+thread_local Spares spares;
+
+} // namespace
+
 TensorImplPtr alias_on_cpu(const TensorImpl *tensor) {
-  auto alias = c10::make_intrusive<TensorImpl>(
-      TensorImpl::VIEW, cpu_storage_over(tensor->unsafe_storage().unsafeGetStorageImpl()), cpu_only, tensor->dtype());
+  StorageImpl *storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+  StorageImpl *twin = kept_twin(storage);
+  TensorImplPtr alias = spares.take();
+  // a spare often has the storage and the shape already, from the step before
+  const bool is_over_it = alias.get() != nullptr && twin != nullptr &&
+                          alias->unsafe_storage().unsafeGetStorageImpl() == twin && alias->dtype() == tensor->dtype();
+  if (!is_over_it) {
+    c10::Storage over(twin != nullptr ? c10::intrusive_ptr<StorageImpl>::reclaim_copy(twin)
+                                      : make_cpu_storage(storage->_mutable_data_ptr_no_checks().get(), storage->nbytes()));
+    if (alias.get() != nullptr)
+      alias->set_storage_and_dtype(std::move(over), tensor->dtype());
+    else
+      alias = c10::make_intrusive<TensorImpl>(TensorImpl::VIEW, std::move(over), cpu_only, tensor->dtype());
+  }
   TensorImpl *raw = alias.get();
-  if (tensor->dim() == 1 && tensor->storage_offset() == 0 && tensor->stride(0) == 1)
-    raw->set_sizes_contiguous(tensor->sizes());
-  else
+  if (raw->sizes() != tensor->sizes() || raw->strides() != tensor->strides() ||
+      raw->storage_offset() != tensor->storage_offset())
     raw->set_sizes_and_strides(tensor->sizes(), tensor->strides(), tensor->storage_offset());
   if (C10_UNLIKELY(tensor->is_conj()))
     raw->_set_conj(true);
@@ -172,12 +205,14 @@ void carry_over(TensorImpl *tensor, TensorImpl *alias) {
 }
 
 OpCall::~OpCall() {
-  if (is_carried_over_)
-    return;
-  // the kernel threw; memory that it gave to an alias before must still find its owner
-  for (Argument &argument : arguments_)
-    if (argument.is_written)
-      carry_over_storage(argument.tensor.get(), argument.alias.get());
+  // backwards, so that the next call finds the spares in the order of its arguments
+  while (!arguments_.empty()) {
+    Argument argument = arguments_.pop_back_val();
+    if (!argument.is_written)
+      spares.put(argument.alias.unsafeReleaseIntrusivePtr());
+    else if (!is_carried_over_) // the kernel threw; memory that it gave to an alias before must still find its owner
+      carry_over_storage(argument.tensor, argument.alias.unsafeGetTensorImpl());
+  }
 }
 
 void OpCall::refuse_mixed(c10::Device a, c10::Device b) const {
@@ -201,13 +236,13 @@ void OpCall::enter_device(c10::Device device) {
     device_ = index;
 }
 
-Tensor OpCall::enter(const Tensor &tensor, Use use) {
+c10::MaybeOwned<Tensor> OpCall::enter_borrowed(const Tensor &tensor, Use use) {
   if (C10_UNLIKELY(!tensor.defined()))
-    return Tensor();
+    return c10::MaybeOwned<Tensor>::owned(std::in_place);
   TensorImpl *impl = tensor.unsafeGetTensorImpl();
   if (C10_UNLIKELY(!is_hpu(impl))) {
     enter_cpu(impl, use);
-    return tensor;
+    return c10::MaybeOwned<Tensor>::borrowed(tensor);
   }
   const int device = impl->device().index();
   if (device_ < 0)
@@ -217,16 +252,15 @@ Tensor OpCall::enter(const Tensor &tensor, Use use) {
   if (C10_UNLIKELY(strictly_cpu_ != nullptr))
     refuse_mixed(impl->device(), strictly_cpu_->device());
   check_dtype(impl->dtype().toScalarType());
-  TensorImplPtr alias = alias_on_cpu(impl);
-  arguments_.push_back({TensorImplPtr::reclaim_copy(impl), alias, use == Use::write});
-  return Tensor(std::move(alias));
+  arguments_.push_back({impl, Tensor(alias_on_cpu(impl)), use == Use::write});
+  return c10::MaybeOwned<Tensor>::borrowed(arguments_.back().alias);
 }
 
 void OpCall::carry_over_writes() {
   is_carried_over_ = true;
   for (Argument &argument : arguments_)
     if (argument.is_written)
-      carry_over(argument.tensor.get(), argument.alias.get());
+      carry_over(argument.tensor, argument.alias.unsafeGetTensorImpl());
 }
 
 bool OpCall::is_cpu_argument(const TensorImpl *tensor) const {
@@ -262,14 +296,14 @@ void OpCall::leave(Tensor &result) {
   if (is_hpu(impl) || is_cpu_argument(impl))
     return;
   for (const Argument &argument : arguments_)
-    if (argument.alias.get() == impl) {
-      result = Tensor(argument.tensor);
+    if (argument.alias.unsafeGetTensorImpl() == impl) {
+      result = Tensor(TensorImplPtr::reclaim_copy(argument.tensor));
       return;
     }
   if (impl->has_storage()) {
     const StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
     for (const Argument &argument : arguments_)
-      if (argument.alias->unsafe_storage().unsafeGetStorageImpl() == storage) {
+      if (argument.alias.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == storage) {
         result = tensor_on_hpu(impl, argument.tensor->storage());
         return;
       }

@@ -4,6 +4,7 @@
 #include "hpu.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/MaybeOwned.h>
 #include <c10/util/SmallVector.h>
 
 namespace voltaic::hpu {
@@ -37,8 +38,12 @@ public:
   OpCall(const OpCall &) = delete;
   OpCall &operator=(const OpCall &) = delete;
 
-  // What the kernel gets in place of `tensor`, which may be undefined.
-  Tensor enter(const Tensor &tensor, Use use);
+  // What the kernel gets in place of `tensor`, which may be undefined and must live until the results have left.
+  Tensor enter(const Tensor &tensor, Use use) { return *enter_borrowed(tensor, use); }
+  // The same for the time of the call, without counting a reference.
+  c10::MaybeOwned<Tensor> enter_borrowed(const Tensor &tensor, Use use);
+  // Keeps a tensor alive until the call is over.
+  void keep(Tensor tensor) { kept_.push_back(std::move(tensor)); }
   // Takes part in the choice of the device; for operators that are given a device.
   void enter_device(c10::Device device);
   // The device of the call; known once all arguments have entered.
@@ -50,8 +55,8 @@ public:
 
 private:
   struct Argument {
-    // owning: the kernel may drop the alias, and its address be used again for a result
-    TensorImplPtr tensor, alias;
+    c10::TensorImpl *tensor;
+    Tensor alias; // owning: the kernel may drop its own handle, and the address be used again for a result
     bool is_written;
   };
   [[noreturn]] void refuse_mixed(c10::Device a, c10::Device b) const;
@@ -63,6 +68,7 @@ private:
   bool is_carried_over_ = false;
   int device_ = -1;
   c10::SmallVector<Argument, 8> arguments_;
+  c10::SmallVector<Tensor, 4> kept_;
   c10::SmallVector<const c10::TensorImpl *, 2> cpu_arguments_;
   // a CPU tensor that no HPU tensor may meet
   const c10::TensorImpl *strictly_cpu_ = nullptr;

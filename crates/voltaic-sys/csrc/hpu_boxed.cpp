@@ -94,13 +94,15 @@ private:
     switch (parameter.kind) {
     case Kind::tensor:
       if (value.isTensor())
-        value = IValue(call.enter(value.toTensor(), parameter.use));
+        enter_tensor(call, value, parameter.use);
       break;
     case Kind::tensor_list:
       if (value.isTensorList()) {
         c10::List<Tensor> entered;
-        for (const Tensor &tensor : value.toTensorVector())
+        for (Tensor &tensor : value.toTensorVector()) {
           entered.push_back(call.enter(tensor, parameter.use));
+          call.keep(std::move(tensor));
+        }
         value = IValue(std::move(entered));
       }
       break;
@@ -108,8 +110,12 @@ private:
       if (value.isList()) {
         c10::List<std::optional<Tensor>> entered;
         for (const IValue &element : value.toListRef()) {
-          const bool is_defined = element.isTensor() && element.toTensor().defined();
-          entered.push_back(is_defined ? std::optional(call.enter(element.toTensor(), parameter.use)) : std::nullopt);
+          if (!element.isTensor() || !element.toTensor().defined()) {
+            entered.push_back(std::nullopt);
+            continue;
+          }
+          entered.push_back(call.enter(element.toTensor(), parameter.use));
+          call.keep(element.toTensor());
         }
         value = IValue(std::move(entered));
       }
@@ -123,6 +129,13 @@ private:
     case Kind::generator:
       break; // needs the device of the call, which the tensors tell
     }
+  }
+
+  // The stack gives its handle up for the alias; the call keeps it.
+  static void enter_tensor(OpCall &call, IValue &value, Use use) {
+    Tensor tensor = std::move(value).toTensor();
+    value = IValue(call.enter(tensor, use));
+    call.keep(std::move(tensor));
   }
 
   static void enter_generator(const OpCall &call, IValue &value) {

@@ -18,8 +18,10 @@ template <class T> struct Enter {
 };
 
 template <> struct Enter<const Tensor &> {
-  static Tensor enter(OpCall &call, const Tensor &tensor) { return call.enter(tensor, Use::read); }
-  static const Tensor &pass(Tensor &tensor) { return tensor; }
+  static c10::MaybeOwned<Tensor> enter(OpCall &call, const Tensor &tensor) {
+    return call.enter_borrowed(tensor, Use::read);
+  }
+  static const Tensor &pass(const c10::MaybeOwned<Tensor> &tensor) { return *tensor; }
 };
 
 template <> struct Enter<Tensor &> {
