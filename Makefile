@@ -18,7 +18,7 @@ demo: setup ## trains LeNet on handwritten digits, then tests it
 
 test: setup ## all tests
 	$(CARGO) test --workspace
-	cd bench && $(CARGO) test --release --package measure --package bench-runner
+	cd bench && $(CARGO) test --package measure --package bench-runner
 
 test-cuda: setup ## what needs an NVIDIA GPU; says why it skips if there is none
 	$(CARGO) test -p voltaic --test cuda -- --nocapture
@@ -33,7 +33,7 @@ fmt: setup ## fails if a file is not formatted
 
 lint: setup ## clippy, warnings are errors
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
-	cd bench && $(CARGO) clippy --release --workspace --all-targets -- -D warnings
+	cd bench && $(CARGO) clippy --workspace --all-targets -- -D warnings
 
 doc: setup ## documentation, warnings are errors
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 
-use crate::cases::{Case, PEERS, Peer, WORKLOADS, Workload, cases};
+use crate::cases::{BASELINE, Case, PEERS, Peer, WORKLOADS, Workload, cases};
 use crate::process::{Launcher, Peak};
 use crate::report::{Machine, Results, Table, first_line};
 use crate::summary::Runs;
@@ -42,6 +42,8 @@ impl Settings {
             max_others: number("MAX_OTHERS", &value("MAX_OTHERS", "0.25"))?,
             folder: value("OUT", &bench.join("../docs/benchmarks").to_string_lossy()).into(),
         };
+        let has_baseline = settings.peers.iter().any(|peer| peer.name == BASELINE);
+        ensure!(has_baseline, "PEERS: {BASELINE} is not among them; add it, all others are compared with it");
         ensure!(settings.num_rounds > 0, "ROUNDS: is 0; give at least 1");
         ensure!(!settings.threads.contains(&0), "THREADS: has a 0; give numbers of threads such as 1,2");
         Ok(settings)

@@ -19,8 +19,9 @@ const HEAD: i32 = 40;
 const NAMES: i32 = 150;
 /// Room for numbers right of the longest bar.
 const NUMBERS: i32 = 150;
-const BLUE_OURS: RGBColor = RGBColor(31, 119, 180);
-const GREY_PEER: RGBColor = RGBColor(180, 180, 180);
+const BLUE: RGBColor = RGBColor(31, 119, 180);
+const PALE_BLUE: RGBColor = RGBColor(158, 198, 226);
+const GREY: RGBColor = RGBColor(190, 190, 190);
 const LINE: RGBColor = RGBColor(90, 90, 90);
 
 /// Draws the bars of all tables.
@@ -52,12 +53,16 @@ fn draw_table(
     for (place, row) in table.rows.iter().enumerate() {
         let (top, bottom) = (HEAD + place as i32 * BAR, HEAD + place as i32 * BAR + BAR - 6);
         let middle = (top + bottom) / 2;
-        let color = if row.peer == OURS { BLUE_OURS } else { GREY_PEER };
+        let color = match row.peer {
+            OURS => BLUE,
+            peer if peer.starts_with(OURS) => PALE_BLUE,
+            _ => GREY,
+        };
         area.draw(&Rectangle::new([(NAMES, top), (x_of(row.best_speed), bottom)], color.filled()))?;
         area.draw_text(row.peer, &text(14, &BLACK, HPos::Right), (NAMES - 8, middle))?;
         let digits = if row.step_ms.min < 10.0 { 2 } else { 0 };
         let numbers = format!("{:.2}   {:.digits$} ms", row.best_speed, row.step_ms.min);
-        area.draw_text(&numbers, &text(13, &LINE, HPos::Left), (x_of(row.best_speed) + 6, middle))?;
+        area.draw_text(&numbers, &text(13, &LINE, HPos::Left), (x_of(row.best_speed.max(1.0)) + 6, middle))?;
     }
     let bottom = HEAD + table.rows.len() as i32 * BAR;
     area.draw(&PathElement::new([(x_of(1.0), HEAD - 4), (x_of(1.0), bottom)], LINE.stroke_width(1)))?;

@@ -95,11 +95,11 @@ fn markdown(results: &Results) -> anyhow::Result<String> {
         "{rounds} of processes in turns; one during which others used more than {} cores was repeated, twice at most.\n",
         results.max_others
     )?;
-    writeln!(page, "Matrix products of libtorch, the limit:")?;
+    writeln!(page, "Matrix products of libtorch, the limit:\n")?;
     for (threads, peak) in &results.peaks {
         writeln!(
             page,
-            "{threads} threads {:.0} GFLOP/s fp32, {:.0} bf16.",
+            "- threads {threads}: {:.0} GFLOP/s fp32, {:.0} bf16",
             peak.fp32 / 1e9,
             peak.bf16 / 1e9
         )?;

@@ -137,24 +137,22 @@ fn row(case: Case, runs: &Runs, baseline: Option<&Runs>, peak: Peak) -> Row {
 /// What is wrong with losses, if anything.
 fn wrong_losses(work: Work, losses: &[f64], baseline: Option<&[f64]>) -> Option<String> {
     let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
-    let part = |a: f64, b: f64| ((a - b) / b).abs();
-    let deviates = |what: &str, deviation: f64, tolerance: f64| {
+    let deviates = |what: &str, own: f64, other: f64, tolerance: f64| {
         // a loss that is no number deviates, too
-        let agrees = deviation <= tolerance;
+        let agrees = ((own - other) / other).abs() <= tolerance;
         (!agrees).then(|| {
-            format!("{what} deviates from {BASELINE}'s by {deviation:.1e}, more than {tolerance:.0e}")
+            format!("{what} is {own:.5}, {BASELINE}'s {other:.5}: apart by more than {tolerance:.0e}")
         })
     };
     match (work, baseline) {
         (Work::Same, Some(baseline)) => {
-            let pairs = losses.iter().zip(baseline).take(NUM_COMPARED);
-            let worst = pairs
-                .map(|(a, b)| part(*a, *b))
-                .fold(0.0, |worst: f64, one| if one <= worst { worst } else { one });
-            deviates(&format!("one of the first {NUM_COMPARED} losses"), worst, LOSS_TOLERANCE)
+            let mut pairs = losses.iter().zip(baseline).take(NUM_COMPARED).enumerate();
+            pairs.find_map(|(step, (own, other))| {
+                deviates(&format!("the loss of step {step}"), *own, *other, LOSS_TOLERANCE)
+            })
         }
         (Work::OwnMasks, Some(baseline)) => {
-            deviates("the mean loss", part(mean(losses), mean(baseline)), MASKS_TOLERANCE)
+            deviates("the mean loss", mean(losses), mean(baseline), MASKS_TOLERANCE)
         }
         _ => {
             let quarter = losses.len().div_ceil(4);
