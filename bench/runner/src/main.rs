@@ -35,7 +35,7 @@ impl Settings {
         let threads =
             list("THREADS", "2")?.iter().map(|text| number("THREADS", text)).collect::<Result<_, _>>()?;
         let settings = Self {
-            num_rounds: number("ROUNDS", &value("ROUNDS", "3"))?,
+            num_rounds: number("ROUNDS", &value("ROUNDS", "2"))?,
             threads,
             workloads: choose("WORKLOADS", &WORKLOADS, |workload| workload.name)?,
             peers: choose("PEERS", &PEERS, |peer| peer.name)?,
