@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help setup demo test test-cuda check fmt lint doc bench clean
+.PHONY: help setup demo test test-cuda check fmt lint doc bench bench-micro clean
 
 help: ## says what there is
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -18,6 +18,7 @@ demo: setup ## trains LeNet on handwritten digits, then tests it
 
 test: setup ## all tests
 	$(CARGO) test --workspace
+	cd bench && $(CARGO) test --package measure --package bench-runner
 
 test-cuda: setup ## what needs an NVIDIA GPU; says why it skips if there is none
 	$(CARGO) test -p voltaic --test cuda -- --nocapture
@@ -27,14 +28,21 @@ check: fmt lint doc ## format, clippy, documentation, and the tests of the scrip
 
 fmt: setup ## fails if a file is not formatted
 	$(CARGO) fmt --all --check
+	cd bench && $(CARGO) fmt --all --check
+	cd bench/peers && $(CARGO) fmt --all --check
 
 lint: setup ## clippy, warnings are errors
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
+	cd bench && $(CARGO) clippy --workspace --all-targets -- -D warnings
 
 doc: setup ## documentation, warnings are errors
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
 
-bench: setup ## benchmarks; prints tables
+bench: setup ## voltaic beside its peers, into docs/benchmarks; takes ROUNDS=7 THREADS=1,2 WORKLOADS=mlp,cnn
+	@bench/setup.sh
+	target/release/bench-runner
+
+bench-micro: setup ## what voltaic's own parts cost; prints tables
 	$(CARGO) bench --workspace
 
 clean: ## removes what was built, not what was fetched

@@ -1,0 +1,142 @@
+//! What the runner and the programs it measures say to each other: a [`Job`] as the only argument, a [`Report`] as the
+//! last line of standard output. `peers/torch_peers.py` speaks the same.
+
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+
+/// What a program is to train, and how.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Job {
+    /// Which of the program's ways to train, such as `bare`.
+    pub variant: String,
+    /// Name of the workload, such as `mlp`.
+    pub workload: String,
+    /// Steps that are not measured.
+    pub warmup: usize,
+    /// Steps that are measured.
+    pub steps: usize,
+}
+
+impl Job {
+    /// The job in the program's first argument.
+    ///
+    /// # Errors
+    /// If there is none, or it is not the JSON of a job.
+    pub fn from_args() -> anyhow::Result<Self> {
+        let remedy = "programs of the benchmark are started by `make bench`; give a job such as \
+                      '{\"variant\":\"bare\",\"workload\":\"mlp\",\"warmup\":3,\"steps\":10}'";
+        let argument =
+            std::env::args().nth(1).with_context(|| format!("first argument: is missing; {remedy}"))?;
+        serde_json::from_str(&argument).with_context(|| format!("first argument: is no job; {remedy}"))
+    }
+
+    /// Steps to train: one more than is timed, since a step ends where the next one starts.
+    pub fn total_steps(&self) -> usize {
+        self.warmup + self.steps + 1
+    }
+}
+
+/// What a program measured of itself.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// When the first step started, in seconds since 1970.
+    pub first_step_at: f64,
+    /// Duration of the very first step in seconds: compilation is in it.
+    pub first_step_secs: f64,
+    /// Duration of each measured step in seconds, from its start to the start of the next one.
+    pub step_secs: Vec<f64>,
+    /// Loss of each step, those of the warm-up included.
+    pub losses: Vec<f64>,
+    /// Threads that the program says one operator may use.
+    pub num_threads: usize,
+    /// The most memory that was resident, in bytes.
+    pub peak_rss_bytes: u64,
+}
+
+/// Takes the time at the start of each step.
+#[derive(Debug, Default)]
+pub struct StepClock {
+    first_step_at: f64,
+    starts: Vec<Instant>,
+}
+
+impl StepClock {
+    /// To be called first thing in each step.
+    pub fn tick(&mut self) {
+        if self.starts.is_empty() {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            self.first_step_at = now.as_secs_f64();
+        }
+        self.starts.push(Instant::now());
+    }
+
+    /// Steps begun so far.
+    pub fn num_steps(&self) -> usize {
+        self.starts.len()
+    }
+
+    /// Prints the report of a job that is done.
+    ///
+    /// # Errors
+    /// If fewer steps were trained than the job asks for, or the peak of memory is not known.
+    pub fn print_report(&self, job: &Job, losses: Vec<f64>, num_threads: usize) -> anyhow::Result<()> {
+        let secs: Vec<f64> = self.starts.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect();
+        anyhow::ensure!(
+            secs.len() >= job.warmup + job.steps && job.steps > 0,
+            "{} steps of {} were timed, the job asks for {} + {}; train {} steps, and give steps above 0",
+            secs.len(),
+            job.workload,
+            job.warmup,
+            job.steps,
+            job.total_steps()
+        );
+        let report = Report {
+            first_step_at: self.first_step_at,
+            first_step_secs: secs[0],
+            step_secs: secs[job.warmup..].to_vec(),
+            losses,
+            num_threads,
+            peak_rss_bytes: peak_rss_bytes()?,
+        };
+        println!("{}", serde_json::to_string(&report)?);
+        Ok(())
+    }
+}
+
+/// Peak of this process's resident memory, in bytes.
+fn peak_rss_bytes() -> anyhow::Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").context("read /proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    Ok(1024 * kib.context("/proc/self/status: has no VmHWM; the benchmark needs Linux")?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_survives_its_line() {
+        let job = Job { variant: "bare".into(), workload: "mlp".into(), warmup: 3, steps: 10 };
+        let line = serde_json::to_string(&job).unwrap();
+        assert_eq!(serde_json::from_str::<Job>(&line).unwrap(), job);
+        assert_eq!(job.total_steps(), 14);
+    }
+
+    #[test]
+    fn too_few_steps_are_an_error() {
+        let job = Job { variant: "bare".into(), workload: "mlp".into(), warmup: 1, steps: 2 };
+        let mut clock = StepClock::default();
+        (0..3).for_each(|_| clock.tick());
+        let error = clock.print_report(&job, Vec::new(), 1).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "2 steps of mlp were timed, the job asks for 1 + 2; train 4 steps, and give steps above 0"
+        );
+        clock.tick();
+        clock.print_report(&job, Vec::new(), 1).unwrap();
+    }
+}

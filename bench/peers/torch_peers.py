@@ -1,0 +1,156 @@
+"""PyTorch's side of the benchmark: a plain loop, the same with fused optimizers, torch.compile, and Lightning.
+
+Speaks the protocol of `measure/src/lib.rs`: a job as the only argument, a report as the last line of standard output.
+Weights and batches are drawn as `voltaic/src/data.rs` draws them, so that both train the same network on the same data.
+"""
+
+import json
+import sys
+import tempfile
+import time
+
+import torch
+
+import torch_models
+
+NUM_BATCHES = 8
+
+
+class StepClock:
+    """Takes the time at the start of each step."""
+
+    def __init__(self):
+        self.first_step_at = None
+        self.starts = []
+
+    def tick(self):
+        if self.first_step_at is None:
+            self.first_step_at = time.time()
+            torch.manual_seed(3)  # the masks of dropout are the same everywhere
+        self.starts.append(time.perf_counter())
+
+    def print_report(self, job, losses):
+        secs = [end - start for start, end in zip(self.starts, self.starts[1:])]
+        report = {
+            "first_step_at": self.first_step_at,
+            "first_step_secs": secs[0],
+            "step_secs": secs[job["warmup"]:],
+            "losses": [loss.item() for loss in losses],
+            "num_threads": torch.get_num_threads(),
+            "peak_rss_bytes": peak_rss_bytes(),
+        }
+        print("\n" + json.dumps(report))
+
+
+def peak_rss_bytes():
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmHWM:"))
+    return 1024 * int(line.split()[1])
+
+
+def set_weights(net):
+    """Draws matrices and kernels in the order of their names; biases become 0, weights of norms stay 1."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in sorted(net.named_parameters()):
+            if parameter.dim() > 1:
+                fan_in = parameter.numel() / parameter.size(0)
+                parameter.normal_(0.0, fan_in ** -0.5)
+            elif name.endswith("bias"):
+                parameter.zero_()
+
+
+def draw_batches(workload):
+    torch.manual_seed(2)
+    return [workload.draw_batch() for _ in range(NUM_BATCHES)]
+
+
+def loss_of(net, batch):
+    inputs, targets = batch
+    logits = net(inputs)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(0, -1))
+
+
+def train_plain(job, net, optimizer, batches, loss_of=loss_of):
+    clock, losses = StepClock(), []
+    for step in range(total_steps(job)):
+        clock.tick()
+        loss = loss_of(net, batches[step % NUM_BATCHES])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    clock.print_report(job, losses)
+
+
+def train_compiled(job, net, optimizer, batches):
+    train_plain(job, net, optimizer, batches, torch.compile(loss_of))
+
+
+def train_lightning(job, net, optimizer, batches, defaults):
+    from torch.utils.data import DataLoader, Dataset
+
+    import lightning
+
+    class Ready(Dataset):
+        """Batches that are ready: handing one out costs what the loader itself costs."""
+
+        def __len__(self):
+            return total_steps(job)
+
+        def __getitem__(self, index):
+            return batches[index % NUM_BATCHES]
+
+    class Timed(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.clock, self.losses = net, StepClock(), []
+
+        def training_step(self, batch):
+            self.clock.tick()
+            loss = loss_of(self.net, batch)
+            if defaults:
+                self.log("train_loss", loss, prog_bar=True)
+            self.losses.append(loss.detach())
+            return loss
+
+        def configure_optimizers(self):
+            return optimizer
+
+    names = ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"]
+    options = {} if defaults else dict.fromkeys(names, False)
+    module = Timed()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, max_steps=total_steps(job), default_root_dir=folder, **options
+        )
+        trainer.fit(module, DataLoader(Ready(), batch_size=None))
+    module.clock.print_report(job, module.losses)
+
+
+def total_steps(job):
+    """One more than is timed, since a step ends where the next one starts."""
+    return job["warmup"] + job["steps"] + 1
+
+
+def main():
+    job = json.loads(sys.argv[1])
+    workload = torch_models.WORKLOADS[job["workload"]]
+    net = workload.build()
+    set_weights(net)
+    fused = True if job["variant"] == "plain-fused" else None
+    optimizer = workload.optimizer(net, fused)
+    batches = draw_batches(workload)
+    trainings = {
+        "plain": lambda: train_plain(job, net, optimizer, batches),
+        "plain-fused": lambda: train_plain(job, net, optimizer, batches),
+        "compile": lambda: train_compiled(job, net, optimizer, batches),
+        "lightning": lambda: train_lightning(job, net, optimizer, batches, defaults=False),
+        "lightning-defaults": lambda: train_lightning(job, net, optimizer, batches, defaults=True),
+    }
+    if job["variant"] not in trainings:
+        sys.exit(f"variant: there is no {job['variant']}; use one of {', '.join(trainings)}")
+    trainings[job["variant"]]()
+
+
+main()

@@ -1,0 +1,240 @@
+//! What is compared: workloads and peers, one line each.
+
+use serde::Serialize;
+
+/// A network, its batch, and how long it is trained in one process.
+#[derive(Debug)]
+pub struct Workload {
+    pub name: &'static str,
+    /// What is trained, for the reader.
+    pub what: &'static str,
+    pub warmup: usize,
+    pub steps: usize,
+    /// Samples or tokens of one step.
+    pub items: usize,
+    pub item: &'static str,
+    /// Floating point operations of one step that no implementation can avoid.
+    pub flops: fn() -> f64,
+    /// Voltaic should be this many times faster than Lightning.
+    pub target: f64,
+}
+
+pub const WORKLOADS: [Workload; 5] = [
+    Workload {
+        name: "mlp",
+        what: "784-256-10, batch 64, AdamW",
+        warmup: 30,
+        steps: 400,
+        items: 64,
+        item: "samples",
+        flops: || 2.0 * linear(64, 784, 256) + 3.0 * linear(64, 256, 10),
+        target: 2.0,
+    },
+    Workload {
+        name: "cnn",
+        what: "conv 32, conv 64, max-pool, dropout, fc 128 on 28 x 28, batch 64, Adam",
+        warmup: 4,
+        steps: 24,
+        items: 64,
+        item: "samples",
+        flops: cnn_flops,
+        target: 1.25,
+    },
+    Workload {
+        name: "resnet18",
+        what: "ResNet-18 on 32 x 32, batch 32, SGD with momentum",
+        warmup: 2,
+        steps: 6,
+        items: 32,
+        item: "samples",
+        flops: resnet18_flops,
+        target: 1.0,
+    },
+    Workload {
+        name: "gpt-tiny",
+        what: "GPT of 4 layers, 4 heads, 128 channels, context 64, batch 12, AdamW",
+        warmup: 5,
+        steps: 40,
+        items: 12 * 64,
+        item: "tokens",
+        flops: || gpt_flops(12, 64, 4, 128),
+        target: 1.25,
+    },
+    Workload {
+        name: "gpt-mini",
+        what: "GPT of 6 layers, 6 heads, 384 channels, context 256, batch 4, AdamW",
+        warmup: 2,
+        steps: 6,
+        items: 4 * 256,
+        item: "tokens",
+        flops: || gpt_flops(4, 256, 6, 384),
+        target: 1.15,
+    },
+];
+
+/// The peer that all others are compared with.
+pub const BASELINE: &str = "lightning";
+/// voltaic as it should be judged: the trainer without files and bar, like the baseline.
+pub const OURS: &str = "voltaic";
+
+/// The program that trains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Program {
+    Voltaic,
+    Torch,
+    Burn,
+    Candle,
+}
+
+/// What the losses of a peer must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Work {
+    /// Weights, batches and dropout masks are the baseline's, and so are the losses.
+    Same,
+    /// Weights and batches are the baseline's; dropout draws masks of its own.
+    OwnMasks,
+    /// Weights and batches are drawn by another generator: only the shapes are the same.
+    OwnDraw,
+}
+
+/// A way to train that is compared.
+#[derive(Debug)]
+pub struct Peer {
+    pub name: &'static str,
+    pub program: Program,
+    /// How the program calls it.
+    pub variant: &'static str,
+    pub workloads: &'static [&'static str],
+    pub work: Work,
+}
+
+const ALL: &[&str] = &["mlp", "cnn", "resnet18", "gpt-tiny", "gpt-mini"];
+const SMALL: &[&str] = &["mlp", "cnn"];
+
+pub const PEERS: [Peer; 10] = [
+    peer("voltaic", Program::Voltaic, "bare", ALL, Work::Same),
+    peer("voltaic-defaults", Program::Voltaic, "defaults", ALL, Work::Same),
+    peer("voltaic-hpu", Program::Voltaic, "hpu", ALL, Work::Same),
+    peer("lightning", Program::Torch, "lightning", ALL, Work::Same),
+    peer("lightning-defaults", Program::Torch, "lightning-defaults", ALL, Work::Same),
+    peer("pytorch", Program::Torch, "plain", ALL, Work::Same),
+    peer("pytorch-fused", Program::Torch, "plain-fused", ALL, Work::Same),
+    peer("torch-compile", Program::Torch, "compile", ALL, Work::OwnMasks),
+    peer("burn", Program::Burn, "plain", SMALL, Work::OwnDraw),
+    peer("candle", Program::Candle, "plain", SMALL, Work::OwnDraw),
+];
+
+const fn peer(
+    name: &'static str,
+    program: Program,
+    variant: &'static str,
+    workloads: &'static [&'static str],
+    work: Work,
+) -> Peer {
+    Peer { name, program, variant, workloads, work }
+}
+
+/// Whether glibc may give freed memory back to the system after each step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Malloc {
+    /// It keeps what it has, for all peers alike.
+    Held,
+    /// Its own settings.
+    Stock,
+}
+
+/// A table: peers side by side under equal conditions.
+#[derive(Debug, Clone, Copy)]
+pub struct Case {
+    pub workload: &'static Workload,
+    pub num_threads: usize,
+    pub malloc: Malloc,
+}
+
+impl Case {
+    pub fn title(&self) -> String {
+        let threads =
+            if self.num_threads == 1 { "1 thread" } else { &format!("{} threads", self.num_threads) };
+        let malloc = if self.malloc == Malloc::Stock { ", stock malloc" } else { "" };
+        format!("{}, {threads}{malloc}", self.workload.name)
+    }
+}
+
+/// All cases of some workloads; stock malloc only where it tells most, on `mlp` with one thread.
+pub fn cases(workloads: &[&'static Workload], threads: &[usize]) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for &workload in workloads {
+        for &num_threads in threads {
+            cases.push(Case { workload, num_threads, malloc: Malloc::Held });
+            if workload.name == "mlp" && num_threads == threads[0] {
+                cases.push(Case { workload, num_threads, malloc: Malloc::Stock });
+            }
+        }
+    }
+    cases
+}
+
+/// Operations of the forward pass of a linear layer. Backward takes the same twice: for the weights and for the
+/// input, of which a first layer needs none.
+fn linear(rows: usize, from: usize, to: usize) -> f64 {
+    2.0 * rows as f64 * from as f64 * to as f64
+}
+
+/// The same of a convolution with square kernel and output.
+fn conv(batch: usize, side: usize, kernel: usize, from: usize, to: usize) -> f64 {
+    linear(batch * side * side, kernel * kernel * from, to)
+}
+
+fn cnn_flops() -> f64 {
+    let rest = conv(64, 24, 3, 32, 64) + linear(64, 64 * 12 * 12, 128) + linear(64, 128, 10);
+    2.0 * conv(64, 26, 3, 1, 32) + 3.0 * rest
+}
+
+fn resnet18_flops() -> f64 {
+    let mut forward = linear(32, 512, 10);
+    for (stage, channels) in [64, 128, 256, 512].into_iter().enumerate() {
+        let side = 32 >> stage;
+        let from = if stage == 0 { 64 } else { channels / 2 };
+        forward += conv(32, side, 3, from, channels) + 3.0 * conv(32, side, 3, channels, channels);
+        if stage > 0 {
+            forward += conv(32, side, 1, from, channels); // the shortcut
+        }
+    }
+    2.0 * conv(32, 32, 3, 3, 64) + 3.0 * forward
+}
+
+fn gpt_flops(batch: usize, time: usize, layers: usize, channels: usize) -> f64 {
+    let tokens = batch * time;
+    let matrices = linear(tokens, channels, 12 * channels);
+    let attention = linear(tokens, time, channels); // scores and their sums of values, half of each masked
+    3.0 * (layers as f64 * (matrices + attention) + linear(tokens, channels, 256))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flops_agree_with_the_usual_estimates() {
+        let gflops = |name| (WORKLOADS.iter().find(|w| w.name == name).unwrap().flops)() / 1e9;
+        // ResNet-18 for CIFAR: 0.556 G multiply-adds per picture, 6 operations each in training
+        assert!((gflops("resnet18") / (32.0 * 0.556 * 6.0) - 1.0).abs() < 0.01, "{}", gflops("resnet18"));
+        // GPT: 6 per parameter and token, and the attention
+        assert!(
+            (gflops("gpt-mini") / (6.0 * 10.7e6 * 1024.0 / 1e9) - 1.0).abs() < 0.08,
+            "{}",
+            gflops("gpt-mini")
+        );
+        assert!((gflops("mlp") - 0.0523).abs() < 0.001, "{}", gflops("mlp"));
+    }
+
+    #[test]
+    fn every_peer_has_known_workloads_and_the_baseline_is_there() {
+        assert!(PEERS.iter().flat_map(|p| p.workloads).all(|name| WORKLOADS.iter().any(|w| w.name == *name)));
+        for name in [OURS, BASELINE] {
+            assert_eq!(PEERS.iter().find(|p| p.name == name).unwrap().workloads, ALL);
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! Runs voltaic and its peers in turns on the same work, and writes tables, JSON and a picture.
+//!
+//! Settings are environment variables, so that `make bench ROUNDS=7` hands them on.
+
+mod cases;
+mod picture;
+mod process;
+mod report;
+mod summary;
+
+use std::env;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Instant;
+
+use anyhow::{Context, ensure};
+
+use crate::cases::{BASELINE, Case, PEERS, Peer, WORKLOADS, Workload, cases};
+use crate::process::{Launcher, Peak};
+use crate::report::{Machine, Results, Table, first_line};
+use crate::summary::Runs;
+
+/// What of all there is to run, and how often.
+struct Settings {
+    num_rounds: usize,
+    threads: Vec<usize>,
+    workloads: Vec<&'static Workload>,
+    peers: Vec<&'static Peer>,
+    max_others: f64,
+    folder: PathBuf,
+}
+
+impl Settings {
+    fn from_env(bench: &Path) -> anyhow::Result<Self> {
+        let threads =
+            list("THREADS", "2")?.iter().map(|text| number("THREADS", text)).collect::<Result<_, _>>()?;
+        let settings = Self {
+            num_rounds: number("ROUNDS", &value("ROUNDS", "2"))?,
+            threads,
+            workloads: choose("WORKLOADS", &WORKLOADS, |workload| workload.name)?,
+            peers: choose("PEERS", &PEERS, |peer| peer.name)?,
+            max_others: number("MAX_OTHERS", &value("MAX_OTHERS", "0.25"))?,
+            folder: value("OUT", &bench.join("../docs/benchmarks").to_string_lossy()).into(),
+        };
+        let has_baseline = settings.peers.iter().any(|peer| peer.name == BASELINE);
+        ensure!(has_baseline, "PEERS: {BASELINE} is not among them; add it, all others are compared with it");
+        ensure!(settings.num_rounds > 0, "ROUNDS: is 0; give at least 1");
+        ensure!(!settings.threads.contains(&0), "THREADS: has a 0; give numbers of threads such as 1,2");
+        Ok(settings)
+    }
+}
+
+fn value(name: &str, default: &str) -> String {
+    env::var(name).ok().filter(|value| !value.is_empty()).unwrap_or_else(|| default.to_owned())
+}
+
+fn number<T: FromStr>(name: &str, text: &str) -> anyhow::Result<T> {
+    text.parse()
+        .ok()
+        .with_context(|| format!("{name}: `{text}` is no number that it can be; give one such as {name}=1"))
+}
+
+fn list(name: &str, default: &str) -> anyhow::Result<Vec<String>> {
+    let names: Vec<String> = value(name, default).split(',').map(|name| name.trim().to_owned()).collect();
+    ensure!(
+        !names.iter().any(String::is_empty),
+        "{name}: has an empty entry; separate entries by one comma each"
+    );
+    Ok(names)
+}
+
+/// The entries of a table that a variable names; all if it is not set.
+fn choose<T>(
+    variable: &str,
+    all: &'static [T],
+    name_of: fn(&T) -> &'static str,
+) -> anyhow::Result<Vec<&'static T>> {
+    let known: Vec<&str> = all.iter().map(name_of).collect();
+    let find = |name: &String| {
+        let place = known.iter().position(|one| one == name);
+        let place = place
+            .with_context(|| format!("{variable}: there is no `{name}`; use some of {}", known.join(",")))?;
+        Ok(&all[place])
+    };
+    list(variable, &known.join(","))?.iter().map(find).collect()
+}
+
+fn main() -> anyhow::Result<()> {
+    let bench = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let settings = Settings::from_env(&bench)?;
+    let launcher = Launcher::new(&bench, settings.max_others)?;
+    std::fs::create_dir_all(&settings.folder).with_context(|| {
+        format!("OUT: cannot make {}; give a folder that can be written", settings.folder.display())
+    })?;
+    let (cases, runs, peaks) = measure(&settings, &launcher)?;
+    let mut tables = Vec::new();
+    let mut verdicts = Vec::new();
+    for (case, runs) in cases.into_iter().zip(runs) {
+        let peak = peaks
+            .iter()
+            .find(|(threads, _)| *threads == case.num_threads)
+            .context("each case has its peak")?
+            .1;
+        let rows = summary::rows(case, &runs, peak);
+        verdicts.extend(summary::verdicts(case, &rows));
+        tables.push(Table {
+            title: case.title(),
+            workload: case.workload.name,
+            num_threads: case.num_threads,
+            malloc: case.malloc,
+            gflop_per_step: (case.workload.flops)() / 1e9,
+            rows,
+        });
+    }
+    let results = Results {
+        machine: Machine::this()?,
+        date: first_line("date", &["-u", "+%Y-%m-%d"]),
+        commit: first_line("git", &["-C", &bench.to_string_lossy(), "describe", "--always", "--dirty"]),
+        num_rounds: settings.num_rounds,
+        max_others: settings.max_others,
+        peaks,
+        tables,
+        verdicts,
+    };
+    report::write(&results, &settings.folder)?;
+    picture::draw(&results, &settings.folder.join("results.png"))?;
+    println!("written to {}: results.md, results.json, results.png", settings.folder.display());
+    let mut rows =
+        results.tables.iter().flat_map(|table| table.rows.iter().map(move |row| (&table.title, row)));
+    let wrong =
+        rows.find_map(|(title, row)| Some(format!("{title}: {}: {}", row.peer, row.wrong_losses.as_ref()?)));
+    ensure!(
+        wrong.is_none(),
+        "{}; do not compare their times before the cause is found",
+        wrong.unwrap_or_default()
+    );
+    Ok(())
+}
+
+type Measured = (Vec<Case>, Vec<Vec<Runs>>, Vec<(usize, Peak)>);
+
+/// Runs every peer once per round in each case, in alternating order.
+fn measure(settings: &Settings, launcher: &Launcher) -> anyhow::Result<Measured> {
+    let cases = cases(&settings.workloads, &settings.threads);
+    let mut runs: Vec<Vec<Runs>> = cases.iter().map(|case| runs_of(case, &settings.peers)).collect();
+    let mut peaks: Vec<(usize, Peak)> = Vec::new();
+    let start = Instant::now();
+    for round in 0..settings.num_rounds {
+        for &threads in &settings.threads {
+            let peak = launcher.peak(threads)?;
+            match peaks.iter_mut().find(|(known, _)| *known == threads) {
+                Some((_, best)) => {
+                    *best = Peak { fp32: best.fp32.max(peak.fp32), bf16: best.bf16.max(peak.bf16) };
+                }
+                None => peaks.push((threads, peak)),
+            }
+        }
+        for (case, runs) in cases.iter().zip(&mut runs) {
+            let mut turns: Vec<&mut Runs> = runs.iter_mut().collect();
+            if round % 2 == 1 {
+                turns.reverse();
+            }
+            for run in turns {
+                let outcome = launcher.run(run.peer, *case)?;
+                let secs = start.elapsed().as_secs();
+                let (num_rounds, ms) = (settings.num_rounds, summary::median_ms(&outcome));
+                println!(
+                    "{secs:>5} s  round {}/{num_rounds}  {}: {}: {ms:.2} ms",
+                    round + 1,
+                    case.title(),
+                    run.peer.name
+                );
+                run.outcomes.push(outcome);
+            }
+        }
+    }
+    Ok((cases, runs, peaks))
+}
+
+fn runs_of(case: &Case, peers: &[&'static Peer]) -> Vec<Runs> {
+    let takes_part = |peer: &&&'static Peer| peer.workloads.contains(&case.workload.name);
+    peers.iter().filter(takes_part).map(|&peer| Runs { peer, outcomes: Vec::new() }).collect()
+}

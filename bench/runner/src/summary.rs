@@ -1,0 +1,227 @@
+//! From processes to numbers: what each peer did in a case, and whether the targets are met.
+
+use serde::Serialize;
+
+use crate::cases::{BASELINE, Case, OURS, Peer, Work};
+use crate::process::{Outcome, Peak};
+
+/// Losses compared between peers that do the same work: rounding grows from step to step.
+const NUM_COMPARED: usize = 5;
+const LOSS_TOLERANCE: f64 = 1e-3;
+/// For the mean loss of peers with dropout masks of their own.
+const MASKS_TOLERANCE: f64 = 0.1;
+/// Seconds from the start of the process to the first step.
+const START_TARGET_SECS: f64 = 0.5;
+/// Part of the baseline's peak of memory.
+const MEMORY_TARGET: f64 = 0.5;
+
+/// What the processes of one peer did in a case, by round.
+#[derive(Debug)]
+pub struct Runs {
+    pub peer: &'static Peer,
+    pub outcomes: Vec<Outcome>,
+}
+
+/// A row of a table.
+#[derive(Debug, Serialize)]
+pub struct Row {
+    pub peer: &'static str,
+    /// Over processes, of the median step of each.
+    pub step_ms: Spread,
+    /// Distance of the quartiles of the steps within a process, as part of their median.
+    pub quartile_distance: f64,
+    /// How many times faster than the baseline in the same round.
+    pub speed: Spread,
+    /// The same of the best processes.
+    pub best_speed: f64,
+    pub items_per_sec: f64,
+    /// At the best process.
+    pub gflops: f64,
+    pub share_of_peak: f64,
+    /// From the start of the process to the start of the first step.
+    pub start_secs: f64,
+    /// The first step, in which compilation is: median and longest.
+    pub first_step_secs: Spread,
+    pub peak_rss_mb: f64,
+    /// Cores that others used: the most in any process.
+    pub others: f64,
+    /// Processes thrown away because others were busy.
+    pub num_repeats: usize,
+    pub work: Work,
+    /// Why the losses do not show that the work was done; nothing if they do.
+    pub wrong_losses: Option<String>,
+    /// Median step of each process.
+    pub rounds_ms: Vec<f64>,
+}
+
+/// Smallest, middle and largest value.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Spread {
+    pub min: f64,
+    pub median: f64,
+    pub max: f64,
+}
+
+impl Spread {
+    fn of(values: impl Iterator<Item = f64>) -> Self {
+        let values = sorted(&values.collect::<Vec<f64>>());
+        match values[..] {
+            [] => Self { min: f64::NAN, median: f64::NAN, max: f64::NAN },
+            [min, ..] => Self { min, median: quantile(&values, 0.5), max: quantile(&values, 1.0) },
+        }
+    }
+}
+
+/// Of sorted values, with linear interpolation.
+fn quantile(sorted: &[f64], part: f64) -> f64 {
+    let place = (sorted.len() - 1) as f64 * part;
+    let (low, high) = (place.floor() as usize, place.ceil() as usize);
+    sorted[low] + (sorted[high] - sorted[low]) * place.fract()
+}
+
+fn sorted(values: &[f64]) -> Vec<f64> {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    values
+}
+
+/// Median step of a process.
+pub fn median_ms(outcome: &Outcome) -> f64 {
+    1e3 * quantile(&sorted(&outcome.report.step_secs), 0.5)
+}
+
+/// Rows of a case, the fastest first.
+pub fn rows(case: Case, runs: &[Runs], peak: Peak) -> Vec<Row> {
+    let baseline = runs.iter().find(|run| run.peer.name == BASELINE);
+    let mut rows: Vec<Row> = runs.iter().map(|run| row(case, run, baseline, peak)).collect();
+    rows.sort_by(|a, b| a.step_ms.min.total_cmp(&b.step_ms.min));
+    rows
+}
+
+fn row(case: Case, runs: &Runs, baseline: Option<&Runs>, peak: Peak) -> Row {
+    let rounds_ms: Vec<f64> = runs.outcomes.iter().map(median_ms).collect();
+    let baseline_ms: Vec<f64> =
+        baseline.into_iter().flat_map(|run| run.outcomes.iter().map(median_ms)).collect();
+    let over = |value: &dyn Fn(&Outcome) -> f64| Spread::of(runs.outcomes.iter().map(value));
+    let step_ms = Spread::of(rounds_ms.iter().copied());
+    let best_baseline = baseline_ms.iter().copied().fold(f64::NAN, f64::min);
+    let flops = (case.workload.flops)() / (step_ms.min / 1e3);
+    Row {
+        peer: runs.peer.name,
+        step_ms,
+        quartile_distance: over(&|outcome| {
+            let secs = sorted(&outcome.report.step_secs);
+            (quantile(&secs, 0.75) - quantile(&secs, 0.25)) / quantile(&secs, 0.5)
+        })
+        .median,
+        speed: Spread::of(baseline_ms.iter().zip(&rounds_ms).map(|(baseline, ours)| baseline / ours)),
+        best_speed: best_baseline / step_ms.min,
+        items_per_sec: case.workload.items as f64 / (step_ms.median / 1e3),
+        gflops: flops / 1e9,
+        share_of_peak: flops / peak.fp32,
+        start_secs: over(&|outcome| outcome.start_secs).median,
+        first_step_secs: over(&|outcome| outcome.report.first_step_secs),
+        peak_rss_mb: over(&|outcome| outcome.report.peak_rss_bytes as f64 / 1e6).median,
+        others: over(&|outcome| outcome.others).max,
+        num_repeats: runs.outcomes.iter().map(|outcome| outcome.num_repeats).sum(),
+        work: runs.peer.work,
+        wrong_losses: runs.outcomes.iter().find_map(|outcome| {
+            let expected =
+                baseline.and_then(|run| run.outcomes.first()).map(|first| &first.report.losses[..]);
+            wrong_losses(runs.peer.work, &outcome.report.losses, expected)
+        }),
+        rounds_ms,
+    }
+}
+
+/// What is wrong with losses, if anything.
+fn wrong_losses(work: Work, losses: &[f64], baseline: Option<&[f64]>) -> Option<String> {
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+    let deviates = |what: &str, own: f64, other: f64, tolerance: f64| {
+        // a loss that is no number deviates, too
+        let agrees = ((own - other) / other).abs() <= tolerance;
+        (!agrees).then(|| {
+            format!("{what} is {own:.5}, {BASELINE}'s {other:.5}: apart by more than {tolerance:.0e}")
+        })
+    };
+    match (work, baseline) {
+        (Work::Same, Some(baseline)) => {
+            let mut pairs = losses.iter().zip(baseline).take(NUM_COMPARED).enumerate();
+            pairs.find_map(|(step, (own, other))| {
+                deviates(&format!("the loss of step {step}"), *own, *other, LOSS_TOLERANCE)
+            })
+        }
+        (Work::OwnMasks, Some(baseline)) => {
+            deviates("the mean loss", mean(losses), mean(baseline), MASKS_TOLERANCE)
+        }
+        _ => {
+            let quarter = losses.len().div_ceil(4);
+            let (first, last) = (mean(&losses[..quarter]), mean(&losses[losses.len() - quarter..]));
+            let falls = last < first;
+            (!falls).then(|| format!("the loss does not fall: {first:.3} at first, {last:.3} at last"))
+        }
+    }
+}
+
+/// A target, and what was reached.
+#[derive(Debug, Serialize)]
+pub struct Verdict {
+    pub case: String,
+    pub target: String,
+    pub reached: String,
+    pub met: bool,
+}
+
+/// The targets of a case. Best process against best process, since slow modes of a process hit all peers at random.
+pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
+    let row = |name| rows.iter().find(|row| row.peer == name);
+    let (Some(ours), Some(baseline)) = (row(OURS), row(BASELINE)) else { return Vec::new() };
+    let verdict = |target: String, reached: String, met| Verdict { case: case.title(), target, reached, met };
+    let wanted = case.workload.target;
+    let mut verdicts = vec![verdict(
+        format!("{wanted} times the speed of {BASELINE}"),
+        format!("{:.2} times", ours.best_speed),
+        ours.best_speed >= wanted,
+    )];
+    if let Some(burn) = row("burn").filter(|_| case.workload.name == "mlp") {
+        let speed = burn.step_ms.min / ours.step_ms.min;
+        verdicts.push(verdict("faster than burn".into(), format!("{speed:.2} times its speed"), speed > 1.0));
+    }
+    let memory = ours.peak_rss_mb / baseline.peak_rss_mb;
+    verdicts.push(verdict(
+        format!("at most {MEMORY_TARGET} of {BASELINE}'s memory"),
+        format!("{memory:.2} of it"),
+        memory <= MEMORY_TARGET,
+    ));
+    verdicts.push(verdict(
+        format!("first step within {START_TARGET_SECS} s"),
+        format!("{:.2} s", ours.start_secs),
+        ours.start_secs <= START_TARGET_SECS,
+    ));
+    verdicts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_interpolated() {
+        assert_eq!(quantile(&[1.0, 2.0, 4.0], 0.5), 2.0);
+        assert_eq!(quantile(&[1.0, 2.0], 0.25), 1.25);
+        assert_eq!(Spread::of([3.0, 1.0].into_iter()), Spread { min: 1.0, median: 2.0, max: 3.0 });
+    }
+
+    #[test]
+    fn losses_of_other_work_are_found() {
+        let baseline = Some(&[2.0, 1.9, 1.8, 1.7, 1.6, 9.0][..]);
+        assert_eq!(wrong_losses(Work::Same, &[2.0, 1.9, 1.8, 1.7, 1.6, 1.0], baseline), None);
+        for wrong in [2.01, f64::NAN] {
+            assert!(wrong_losses(Work::Same, &[wrong, 1.9, 1.8], baseline).is_some());
+        }
+        assert!(wrong_losses(Work::OwnMasks, &[2.0, 1.0], Some(&[2.0, 2.0])).is_some());
+        assert_eq!(wrong_losses(Work::OwnMasks, &[2.0, 1.9], Some(&[2.0, 2.0])), None);
+        assert_eq!(wrong_losses(Work::OwnDraw, &[2.0, 1.9, 1.0, 0.9], None), None);
+        assert!(wrong_losses(Work::OwnDraw, &[1.0, 1.0, 1.0], None).is_some());
+    }
+}

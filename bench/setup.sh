@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Builds what `make bench` runs: voltaic's side, the peers in Rust, and a Python environment for the others.
+# VOLTAIC_BENCH_PYTHON names a Python that has the packages, and saves the environment.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+PACKAGES=(torch==2.11.0 lightning==2.6.6)
+CARGO=${CARGO:-cargo}
+
+fail() { # what, remedy
+    printf 'bench: %s\n   to mend it: %s\n' "$1" "$2" >&2
+    exit 1
+}
+
+python=${VOLTAIC_BENCH_PYTHON:-.venv/bin/python}
+if [ -z "${VOLTAIC_BENCH_PYTHON:-}" ] && [ ! -e .venv/complete ]; then
+    python3 -m venv --clear .venv ||
+        fail "python3 cannot make an environment" "install python3-venv, or set VOLTAIC_BENCH_PYTHON"
+    .venv/bin/pip install --quiet "${PACKAGES[@]}" ||
+        fail "pip cannot install ${PACKAGES[*]} (4 GB)" "see pip's message, or set VOLTAIC_BENCH_PYTHON"
+    touch .venv/complete
+fi
+for package in "${PACKAGES[@]}"; do
+    found=$("$python" -c "from importlib.metadata import version; print(version('${package%%==*}'))") ||
+        fail "$python has no ${package%%==*}" "install $package there, or unset VOLTAIC_BENCH_PYTHON"
+    [ "${found%%+*}" = "${package##*==}" ] ||
+        fail "$python has ${package%%==*} $found" "install $package there, or unset VOLTAIC_BENCH_PYTHON"
+done
+
+"$CARGO" build --release
+(cd peers && "$CARGO" build --release)

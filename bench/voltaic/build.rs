@@ -1,0 +1,5 @@
+//! Links to libtorch.
+
+fn main() {
+    voltaic_build::link();
+}

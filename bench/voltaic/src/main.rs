@@ -1,0 +1,72 @@
+//! voltaic's side of the benchmark: its shipping models, trained by its public `Trainer`.
+
+mod data;
+mod peak;
+mod timed;
+
+use anyhow::bail;
+use measure::Job;
+use voltaic::models::{ConvNet, ConvNetConfig, Gpt, GptConfig, Mlp, MlpConfig, ResNet18, ResNet18Config};
+use voltaic::nn::{Forward, ModuleExt};
+use voltaic::optim::{Adam, AdamW, Optimizers, Sgd};
+use voltaic::prelude::*;
+use voltaic::trainer::TrainerBuilder;
+
+use crate::data::Batches;
+use crate::timed::Timed;
+
+fn main() -> anyhow::Result<()> {
+    let job = Job::from_args()?;
+    seed_everything(1)?;
+    match job.workload.as_str() {
+        "matmul" => peak::print(),
+        "mlp" => train(&job, Mlp::new(MlpConfig::default())?, Batches::images(64, 1, 28), |_| {
+            Ok(AdamW::new(1e-3).into())
+        }),
+        "cnn" => train(&job, ConvNet::new(ConvNetConfig::default())?, Batches::images(64, 1, 28), |_| {
+            Ok(Adam::new(1e-3).into())
+        }),
+        "resnet18" => {
+            train(&job, ResNet18::new(ResNet18Config::default())?, Batches::images(32, 3, 32), |_| {
+                Ok(Sgd::new(0.01).momentum(0.9).into())
+            })
+        }
+        "gpt-tiny" => train_gpt(&job, GptConfig::tiny(), 12),
+        "gpt-mini" => train_gpt(&job, GptConfig { dropout: 0.0, ..GptConfig::mini() }, 4),
+        other => bail!("workload: there is no {other}; use matmul, mlp, cnn, resnet18, gpt-tiny or gpt-mini"),
+    }
+}
+
+fn train_gpt(job: &Job, config: GptConfig, batch_size: i64) -> anyhow::Result<()> {
+    let batches = Batches::tokens(batch_size, config.block_size, config.vocab_size);
+    train(job, Gpt::new(config)?, batches, LightningModule::configure_optimizers)
+}
+
+fn train<N: Forward>(
+    job: &Job,
+    net: N,
+    batches: Batches,
+    optimizers: fn(&N) -> anyhow::Result<Optimizers>,
+) -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let builder = Trainer::builder().default_root_dir(folder.path()).max_steps(job.total_steps() as i64);
+    let bare = |builder: TrainerBuilder| {
+        builder
+            .logger(false)
+            .enable_checkpointing(false)
+            .enable_progress_bar(false)
+            .enable_model_summary(false)
+    };
+    let (builder, logs) = match job.variant.as_str() {
+        "bare" => (bare(builder).accelerator("cpu"), false),
+        "defaults" => (builder.accelerator("cpu"), true),
+        "hpu" => (bare(builder).accelerator("hpu").devices(1), false),
+        other => bail!("variant: there is no {other}; use bare, defaults or hpu"),
+    };
+    let mut trainer = builder.build()?;
+    data::set_weights(&net.named_parameters())?;
+    let mut loaders = Loaders::new().train(batches.loader(job.total_steps())?);
+    let mut net = Timed::new(net, optimizers, logs);
+    trainer.fit(&mut net, &mut loaders)?;
+    net.print_report(job)
+}
