@@ -84,6 +84,32 @@ vt_error *vt_post_accumulate_grad_hook(vt_tensor tensor, int32_t (*hook)(void *d
                                        void (*release)(void *data));
 vt_error *vt_clear_post_accumulate_grad_hooks(vt_tensor tensor);
 
+// ---- autocast (autocast.cpp) ----------------------------------------------------------------------------------
+
+// Whether operators on this device type cast their arguments, on the calling thread, and to what (c10's number).
+vt_error *vt_autocast_get(int32_t device_type, int32_t *enabled, int32_t *dtype);
+vt_error *vt_autocast_set(int32_t device_type, int32_t enabled, int32_t dtype);
+// Around each region: weights that were cast are kept until the outermost one is left.
+vt_error *vt_autocast_enter(void);
+vt_error *vt_autocast_leave(void);
+
+enum vt_autocast_policy : uint8_t {
+  VT_AUTOCAST_LOWER = 0,       // arguments go to the autocast dtype
+  VT_AUTOCAST_LOWER_FIRST = 1, // the first tensor does
+  VT_AUTOCAST_FP32 = 2,        // arguments go to float32
+  VT_AUTOCAST_PROMOTE = 3,     // to float32 if one of them is, else to the autocast dtype
+};
+
+// Policies by operator name without "aten::" and overload, in place of those set before; where a name comes twice the
+// first holds. Operators that write to their arguments are left alone. replaces_rest: operators that are not named do
+// not cast, even if libtorch's own lists have them. For all threads; none of them may run an operator meanwhile.
+vt_error *vt_autocast_set_lists(int32_t device_type, const char *const *names, const uint8_t *policies, size_t len,
+                                int32_t replaces_rest);
+// Back to libtorch's own lists.
+vt_error *vt_autocast_reset_lists(int32_t device_type);
+// Calls report(data, name) with the name of each ATen operator, without "aten::" and overload; some come several times.
+vt_error *vt_operator_names(void (*report)(void *data, const char *name), void *data);
+
 // ---- lists of tensors and optimizer kernels (optim.cpp) -------------------------------------------------------
 
 // Same number for handles of the same tensor, as long as one of them lives.

@@ -27,6 +27,11 @@ pub const VT_HPU: i32 = 15;
 
 pub const VT_TCH_HPU: usize = 64;
 
+pub const VT_AUTOCAST_LOWER: u8 = 0;
+pub const VT_AUTOCAST_LOWER_FIRST: u8 = 1;
+pub const VT_AUTOCAST_FP32: u8 = 2;
+pub const VT_AUTOCAST_PROMOTE: u8 = 3;
+
 pub const VT_GRAD_ABSENT: u8 = 0;
 pub const VT_GRAD_PRESENT: u8 = 1;
 pub const VT_GRAD_UNUSABLE: u8 = 2;
@@ -142,6 +147,23 @@ unsafe extern "C" {
         release: extern "C" fn(data: *mut c_void),
     ) -> *mut vt_error;
     pub fn vt_clear_post_accumulate_grad_hooks(tensor: vt_tensor) -> *mut vt_error;
+
+    pub fn vt_autocast_get(device_type: i32, enabled: *mut i32, dtype: *mut i32) -> *mut vt_error;
+    pub fn vt_autocast_set(device_type: i32, enabled: i32, dtype: i32) -> *mut vt_error;
+    pub fn vt_autocast_enter() -> *mut vt_error;
+    pub fn vt_autocast_leave() -> *mut vt_error;
+    pub fn vt_autocast_set_lists(
+        device_type: i32,
+        names: *const *const c_char,
+        policies: *const u8,
+        len: usize,
+        replaces_rest: i32,
+    ) -> *mut vt_error;
+    pub fn vt_autocast_reset_lists(device_type: i32) -> *mut vt_error;
+    pub fn vt_operator_names(
+        report: extern "C" fn(data: *mut c_void, name: *const c_char),
+        data: *mut c_void,
+    ) -> *mut vt_error;
 
     pub fn vt_tensor_id(tensor: vt_tensor, id: *mut usize) -> *mut vt_error;
     pub fn vt_tensor_is_dense(tensor: vt_tensor, is_dense: *mut i32) -> *mut vt_error;

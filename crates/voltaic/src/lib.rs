@@ -15,6 +15,7 @@ pub mod checkpoint;
 pub mod data;
 pub mod nn;
 pub mod optim;
+pub mod precision;
 
 pub mod module;
 

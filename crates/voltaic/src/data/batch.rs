@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::{Device, Result};
 
@@ -11,22 +11,40 @@ use crate::{Device, Result};
 /// Implemented for [`Tensor`], pairs and triples of batches, `Vec` of batches and `HashMap<String, Tensor>`; a struct
 /// of your own implements it by passing the calls on to its fields.
 pub trait Batch: Send + Sized + 'static {
+    /// Replaces each tensor by what `f` makes of it.
+    ///
+    /// # Errors
+    /// The first error of `f`.
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
+
+    /// Number of samples: size of dimension 0 of the first tensor found; `None` if there is no tensor, or a scalar.
+    fn batch_size(&self) -> Option<usize>;
+
     /// Moves all tensors to `device`. A tensor that is there already is handed on without a copy.
     ///
     /// # Errors
     /// libtorch's error if the device is absent or out of memory.
-    fn to_device(self, device: Device) -> Result<Self>;
+    fn to_device(self, device: Device) -> Result<Self> {
+        self.map_tensors(&mut |tensor| {
+            Ok(if Device::of(&tensor)? == device { tensor } else { tensor.f_to_device(device.tch())? })
+        })
+    }
 
-    /// Number of samples: size of dimension 0 of the first tensor found; `None` if there is no tensor, or a scalar.
-    fn batch_size(&self) -> Option<usize>;
+    /// Casts all floating-point tensors. A tensor that has the dtype already is handed on without a copy.
+    ///
+    /// # Errors
+    /// libtorch's error if the device has not got the dtype, or is out of memory.
+    fn to_dtype(self, dtype: Kind) -> Result<Self> {
+        self.map_tensors(&mut |tensor| {
+            let stays = !tensor.is_floating_point() || tensor.kind() == dtype;
+            Ok(if stays { tensor } else { tensor.f_to_kind(dtype)? })
+        })
+    }
 }
 
 impl Batch for Tensor {
-    fn to_device(self, device: Device) -> Result<Self> {
-        if Device::of(&self)? == device {
-            return Ok(self);
-        }
-        Ok(self.f_to_device(device.tch())?)
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        f(self)
     }
 
     fn batch_size(&self) -> Option<usize> {
@@ -35,8 +53,8 @@ impl Batch for Tensor {
 }
 
 impl<A: Batch, B: Batch> Batch for (A, B) {
-    fn to_device(self, device: Device) -> Result<Self> {
-        Ok((self.0.to_device(device)?, self.1.to_device(device)?))
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok((self.0.map_tensors(f)?, self.1.map_tensors(f)?))
     }
 
     fn batch_size(&self) -> Option<usize> {
@@ -45,8 +63,8 @@ impl<A: Batch, B: Batch> Batch for (A, B) {
 }
 
 impl<A: Batch, B: Batch, C: Batch> Batch for (A, B, C) {
-    fn to_device(self, device: Device) -> Result<Self> {
-        Ok((self.0.to_device(device)?, self.1.to_device(device)?, self.2.to_device(device)?))
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok((self.0.map_tensors(f)?, self.1.map_tensors(f)?, self.2.map_tensors(f)?))
     }
 
     fn batch_size(&self) -> Option<usize> {
@@ -55,8 +73,8 @@ impl<A: Batch, B: Batch, C: Batch> Batch for (A, B, C) {
 }
 
 impl<A: Batch> Batch for Vec<A> {
-    fn to_device(self, device: Device) -> Result<Self> {
-        self.into_iter().map(|part| part.to_device(device)).collect()
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        self.into_iter().map(|part| part.map_tensors(f)).collect()
     }
 
     fn batch_size(&self) -> Option<usize> {
@@ -65,8 +83,8 @@ impl<A: Batch> Batch for Vec<A> {
 }
 
 impl Batch for HashMap<String, Tensor> {
-    fn to_device(self, device: Device) -> Result<Self> {
-        self.into_iter().map(|(name, tensor)| Ok((name, tensor.to_device(device)?))).collect()
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        self.into_iter().map(|(name, tensor)| Ok((name, f(tensor)?))).collect()
     }
 
     /// The entry with the smallest key decides, so that the answer does not hang on the map's random order.
@@ -78,7 +96,6 @@ impl Batch for HashMap<String, Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::Kind;
 
     fn zeros(size: &[i64]) -> Tensor {
         Tensor::zeros(size, (Kind::Float, tch::Device::Cpu))
@@ -101,5 +118,8 @@ mod tests {
         let pointer = tensor.data_ptr();
         let (moved, _) = (tensor, zeros(&[1])).to_device(Device::Cpu).unwrap();
         assert_eq!(moved.data_ptr(), pointer);
+        let (cast, labels) = (moved, zeros(&[1]).to_kind(Kind::Int64)).to_dtype(Kind::Float).unwrap();
+        assert_eq!((cast.data_ptr(), labels.kind()), (pointer, Kind::Int64));
+        assert_eq!(cast.to_dtype(Kind::BFloat16).unwrap().kind(), Kind::BFloat16);
     }
 }

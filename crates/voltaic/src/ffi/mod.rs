@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 mod allocator;
+mod autocast;
 mod autograd;
 mod backend;
 mod hlml;
@@ -21,6 +22,10 @@ use std::ffi::CStr;
 use voltaic_sys as sys;
 
 pub use allocator::{host_pool, hpu_pool, install_host_pool};
+pub use autocast::{
+    AutocastPolicy, autocast_state, enter_autocast, leave_autocast, operator_names, reset_autocast_lists,
+    set_autocast_lists, set_autocast_state,
+};
 pub(crate) use autograd::panic_text;
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
 pub use backend::{

@@ -16,6 +16,7 @@ use crate::ffi;
 use crate::logger::{CsvLogger, Logger};
 use crate::module::{MetricStore, Progress, Requests, RunFacts};
 use crate::optim::OptimizerConfig;
+use crate::precision::{GradScaler, Precision, set_op_lists};
 
 /// Describes a trainer; see [`TrainerConfig`] for what each key means.
 #[derive(Default)]
@@ -139,6 +140,9 @@ impl TrainerBuilder {
         };
         accelerator.setup()?;
         ffi::install_host_pool()?;
+        if let Some(lists) = &plan.op_lists {
+            set_op_lists(plan.device, lists)?;
+        }
         if plan.fast_dev_run {
             self.loggers.clear();
         }
@@ -165,6 +169,7 @@ impl TrainerBuilder {
             metrics: MetricStore::default(),
             requests: Requests::default(),
             facts,
+            grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
             seed: global_seed(),
         };
         Ok(Trainer { config: self.config, plan, run, optimizers: self.optimizers, ckpt_path: None })

@@ -15,6 +15,7 @@ use crate::error::{CheckpointError, ConfigError, Error, Result};
 use crate::module::{CheckpointRequest, LightningModule, MetricsState, Progress};
 use crate::nn::{Module, ModuleExt};
 use crate::optim::OptimizerState;
+use crate::precision::GradScaler;
 
 /// The part of the training state that is not tensors.
 #[derive(Debug, Serialize, Deserialize)]
@@ -31,6 +32,9 @@ struct State {
     schedulers: Vec<Value>,
     /// Name and state of each callback that has some.
     callbacks: Vec<(String, Value)>,
+    /// There with `16-mixed`.
+    #[serde(default)]
+    grad_scaler: Option<GradScaler>,
     /// What the module gave in `on_save_checkpoint`.
     module: Value,
 }
@@ -90,6 +94,7 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
             .map(|active| active.configured.scheduler.state_dict())
             .collect(),
         callbacks: callback_states(&run.callbacks),
+        grad_scaler: run.grad_scaler.clone(),
         module,
     };
     let training = TrainingState {
@@ -159,6 +164,9 @@ pub(super) fn restore_training<M: LightningModule>(
     }
     restore_grads(session, &training.grads)?;
     restore_callbacks(&mut session.run.callbacks, &state.callbacks)?;
+    if let (Some(own), Some(saved)) = (&mut session.run.grad_scaler, state.grad_scaler) {
+        *own = saved;
+    }
     guarded(|| session.module.on_load_checkpoint(&state.module))
         .map_err(|source| hook_error("on_load_checkpoint", state.progress.global_step, source))?;
     if session.run.seed != state.seed {

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::accelerator::Devices;
 use crate::callback::{DeviceStatsMonitorConfig, ModelCheckpointConfig};
+use crate::precision::HpuPrecisionPlugin;
 
 /// A number of batches, or a fraction of all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -91,6 +92,14 @@ pub enum CallbackConfig {
     DeviceStatsMonitor(DeviceStatsMonitorConfig),
 }
 
+/// A part of the trainer of one's own choice, by class name.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
+pub enum PluginConfig {
+    /// Precision on an HPU with lists of operators; in place of `trainer.precision`.
+    HpuPrecisionPlugin(HpuPrecisionPlugin),
+}
+
 /// Switches of a run, with Lightning's names and defaults.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -101,7 +110,8 @@ pub struct TrainerConfig {
     pub devices: Devices,
     /// How training is spread over devices: `auto` or `single_device`.
     pub strategy: String,
-    /// Number format of the computation: `32-true`, also written `32`.
+    /// Number format of the computation: `32-true`, `bf16-mixed`, `16-mixed`, `bf16-true`, `16-true`, `64-true`; also
+    /// written `32`, `bf16`, `16`, `64`.
     pub precision: Option<serde_json::Value>,
     /// Stop after so many epochs; -1 for no limit. 1000 if neither this nor `max_steps` is set.
     pub max_epochs: Option<i64>,
@@ -139,6 +149,8 @@ pub struct TrainerConfig {
     pub logger: bool,
     /// Callbacks by class name.
     pub callbacks: Vec<CallbackConfig>,
+    /// Parts of the trainer by class name: `HpuPrecisionPlugin`.
+    pub plugins: Vec<PluginConfig>,
     /// Save checkpoints, with a default `ModelCheckpoint` unless one is given.
     pub enable_checkpointing: bool,
     /// Show a progress bar, or lines if standard error is no terminal.
@@ -174,6 +186,7 @@ impl Default for TrainerConfig {
             gradient_clip_algorithm: None,
             logger: true,
             callbacks: Vec::new(),
+            plugins: Vec::new(),
             enable_checkpointing: true,
             enable_progress_bar: true,
             enable_model_summary: true,

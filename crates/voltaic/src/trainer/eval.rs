@@ -128,7 +128,7 @@ impl<M: LightningModule> Session<'_, M> {
             let epoch = self.run.progress.current_epoch;
             let range = EpochRange { epoch, first_batch: 0, num_batches: Some(num_batches) };
             for (batch_idx, batch) in loader.iter(range)?.enumerate() {
-                let batch = batch?.to_device(self.plan.device)?;
+                let batch = self.take(batch?)?;
                 remaining = remaining.saturating_sub(1);
                 let facts = BatchFacts {
                     batch_idx,

@@ -79,7 +79,7 @@ impl<M: LightningModule> Session<'_, M> {
         let opens_window = (batch_idx as u64).is_multiple_of(window);
         let closes_window = is_last || (batch_idx as u64 + 1).is_multiple_of(window);
 
-        let batch = batch.to_device(self.plan.device)?;
+        let batch = self.take(batch)?;
         let log_step = self.log_step();
         let mut facts =
             BatchFacts { batch_idx, batch_size: batch.batch_size(), log_step, ..BatchFacts::default() };
@@ -94,13 +94,19 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let loss = if window > 1 { loss.f_div_scalar(window as f64)? } else { loss };
         call_hook!(self, on_before_backward, Train, Step, facts)?;
-        loss.f_backward()?;
+        match &self.run.grad_scaler {
+            Some(scaler) => scaler.scale(&loss)?.f_backward()?,
+            None => loss.f_backward()?,
+        }
         call_hook!(self, on_after_backward, Train, Step, facts)?;
 
         if closes_window {
+            let all_finite = self.unscale_gradients()?;
             call_hook!(self, on_before_optimizer_step, Train, Step, facts)?;
             self.clip_gradients()?;
-            self.optimizers.iter_mut().try_for_each(|optimizer| optimizer.step())?;
+            if all_finite {
+                self.optimizers.iter_mut().try_for_each(|optimizer| optimizer.step())?;
+            }
             self.run.accelerator.step_boundary()?;
             self.run.progress.global_step += 1;
             self.step_schedulers(Interval::Step, false)?;
@@ -120,6 +126,24 @@ impl<M: LightningModule> Session<'_, M> {
             self.log(values, step)?;
         }
         Ok(BatchEnd { is_step: closes_window, validates: facts.will_validate })
+    }
+
+    /// With a gradient scaler: takes its factor out of the gradients and adapts it. Returns whether the optimizers may
+    /// step; without a scaler they always may.
+    fn unscale_gradients(&mut self) -> Result<bool> {
+        let Some(scaler) = &mut self.run.grad_scaler else { return Ok(true) };
+        let groups = self.optimizers.iter().flat_map(|optimizer| optimizer.param_groups());
+        let params = groups.flat_map(|group| group.params()).map(|(_, parameter)| parameter.tensor());
+        let all_finite = scaler.unscale(params)?; // sync point
+        scaler.update(all_finite);
+        if !all_finite {
+            tracing::info!(
+                "step {} is left out: its gradients are not finite; the loss is scaled by {} from now on",
+                self.run.progress.global_step,
+                scaler.get_scale()
+            );
+        }
+        Ok(all_finite)
     }
 
     fn clip_gradients(&mut self) -> Result<()> {

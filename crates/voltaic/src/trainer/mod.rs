@@ -227,7 +227,11 @@ impl Trainer {
             guarded(|| callback.setup(stage, module)).map_err(fail("setup of a callback"))?;
         }
         guarded(|| module.setup(stage)).map_err(fail("setup"))?;
-        module.to_device(self.plan.device)
+        module.to_device(self.plan.device)?;
+        match self.plan.precision.true_dtype() {
+            Some(dtype) => module.to_dtype(dtype),
+            None => Ok(()),
+        }
     }
 
     fn finish<M, D>(&mut self, module: &mut M, data: &mut D, stage: Stage) -> Result<()>

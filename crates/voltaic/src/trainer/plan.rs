@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
-use super::config::{GradientClipAlgorithm, Limit, TrainerConfig};
+use super::config::{GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
 use crate::accelerator::Accelerator;
 use crate::device::Device;
-use crate::error::{ConfigError, ConfigProblem, DeviceError};
+use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
+use crate::precision::{OpLists, Precision};
 
 /// How gradients are clipped.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -18,6 +19,9 @@ pub(super) enum Clip {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct TrainPlan {
     pub device: Device,
+    pub precision: Precision,
+    /// Which operators cast; none means the default lists.
+    pub op_lists: Option<OpLists>,
     /// `None` means no limit.
     pub max_epochs: Option<u64>,
     pub min_epochs: u64,
@@ -129,8 +133,12 @@ pub(super) fn resolve(
     }
     let num_sanity_val_steps =
         problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
+    let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
+    let (precision, op_lists) = resolve_precision(config, name, &mut problems);
     let mut plan = TrainPlan {
         device,
+        precision,
+        op_lists,
         max_epochs,
         min_epochs: config.min_epochs.unwrap_or(u64::from(config.min_steps.is_some())),
         max_steps,
@@ -168,6 +176,43 @@ pub(super) fn resolve(
     if problems.0.is_empty() { Ok(plan) } else { Err(ConfigError { problems: problems.0 }) }
 }
 
+/// The precision, from its key or a plugin, and the plugin's lists of operators.
+fn resolve_precision(
+    config: &TrainerConfig,
+    accelerator: &str,
+    problems: &mut Problems,
+) -> (Precision, Option<OpLists>) {
+    match (&config.precision, &config.plugins[..]) {
+        (None, []) => (Precision::default(), None),
+        (Some(value), []) => match Precision::parse(value, accelerator) {
+            Ok(precision) => (precision, None),
+            Err(message) => {
+                let (what, remedy) = message.split_once("; ").unwrap_or((&message, "use 32-true"));
+                problems.add("precision", what.to_owned(), remedy);
+                (Precision::default(), None)
+            }
+        },
+        (None, [PluginConfig::HpuPrecisionPlugin(plugin)]) => match plugin.resolve(accelerator) {
+            Ok(found) => found,
+            Err(Error::Config(error)) => {
+                problems.0.extend(error.problems);
+                (Precision::default(), None)
+            }
+            Err(error) => {
+                let text = error.to_string();
+                let (what, remedy) = text.split_once("; ").unwrap_or((&text, "check the plugin's files"));
+                problems.add("plugins", what.to_owned(), remedy);
+                (Precision::default(), None)
+            }
+        },
+        (precision, _) => {
+            let key = if precision.is_some() { "precision" } else { "plugins" };
+            problems.add(key, "is given twice".to_owned(), "give trainer.precision or one precision plugin");
+            (Precision::default(), None)
+        }
+    }
+}
+
 fn resolve_clip(config: &TrainerConfig, value: f64, problems: &mut Problems) -> Option<Clip> {
     if value.is_nan() {
         problems.add("gradient_clip_val", "NaN is no limit".to_owned(), "use a positive number");
@@ -183,12 +228,6 @@ fn resolve_device(config: &TrainerConfig, accelerator: &dyn Accelerator, problem
     if !matches!(config.strategy.to_lowercase().as_str(), "auto" | "single_device") {
         let what = format!("`{}` is no strategy of this version", config.strategy);
         problems.add("strategy", what, "use auto or single_device");
-    }
-    if let Some(precision) = &config.precision {
-        let text = precision.as_str().map_or_else(|| precision.to_string(), str::to_owned);
-        if !matches!(text.as_str(), "32" | "32-true" | "null") {
-            problems.add("precision", format!("`{text}` is no precision of this version"), "use 32-true");
-        }
     }
     let name = accelerator.name();
     match accelerator.parse_devices(&config.devices).as_deref() {

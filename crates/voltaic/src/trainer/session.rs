@@ -11,7 +11,7 @@ use super::schedule::ActiveScheduler;
 use super::signals::Signals;
 use crate::accelerator::Accelerator;
 use crate::callback::Callback;
-use crate::data::Stage;
+use crate::data::{Batch, Stage};
 use crate::error::{Error, Result};
 use crate::logger::Logger;
 use crate::module::{
@@ -19,6 +19,7 @@ use crate::module::{
 };
 use crate::nn::Module;
 use crate::optim::Optimizer;
+use crate::precision::{GradScaler, autocast};
 
 /// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
 pub(super) struct Run {
@@ -29,6 +30,8 @@ pub(super) struct Run {
     pub metrics: MetricStore,
     pub requests: Requests,
     pub facts: RunFacts,
+    /// There with `16-mixed`.
+    pub grad_scaler: Option<GradScaler>,
     /// Base of all shuffling.
     pub seed: u64,
 }
@@ -165,6 +168,15 @@ impl<M: LightningModule> Session<'_, M> {
         requests.iter().try_for_each(|request| checkpointing::write(self, request))
     }
 
+    /// Moves a batch to the device, in the dtype of the weights if that is not float32.
+    pub(super) fn take(&self, batch: M::Batch) -> Result<M::Batch> {
+        let batch = batch.to_device(self.plan.device)?;
+        match self.plan.precision.true_dtype() {
+            Some(dtype) => batch.to_dtype(dtype),
+            None => Ok(batch),
+        }
+    }
+
     /// Runs one of the user's steps.
     pub(super) fn step<T>(
         &mut self,
@@ -180,8 +192,15 @@ impl<M: LightningModule> Session<'_, M> {
             batch_idx: batch.batch_idx,
             dataloader_idx: batch.dataloader_idx,
         };
+        let region = self
+            .plan
+            .precision
+            .autocast_dtype()
+            .map(|dtype| autocast(self.plan.device, dtype))
+            .transpose()?;
         let output = guarded(|| step(module, &mut ctx))
             .map_err(|source| hook_error(point.name, self.run.progress.global_step, source))?;
+        drop(region);
         self.check_logged()?;
         Ok(output)
     }

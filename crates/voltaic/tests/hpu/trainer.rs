@@ -139,3 +139,38 @@ fn devices_that_one_process_cannot_drive_are_refused() {
     let error = trainer(root.path(), "tpu").build().err().unwrap().to_string();
     assert!(error.contains("trainer.accelerator") && error.contains("use auto, cpu, cuda, hpu"), "{error}");
 }
+
+/// Training losses of a few epochs.
+fn losses_with(accelerator: &str, precision: &str) -> Vec<f64> {
+    let root = TempDir::new().unwrap();
+    seed_everything(3).unwrap();
+    let mut module = Classifier::new(LeNet::new(LeNetConfig::default()).unwrap());
+    let losses = Losses::default();
+    let mut trainer = trainer(root.path(), accelerator)
+        .precision(precision)
+        .max_epochs(12)
+        .enable_checkpointing(false)
+        .logger(false)
+        .callback(losses.clone())
+        .build()
+        .unwrap();
+    trainer.fit(&mut module, &mut Loaders::new().train(loader())).unwrap();
+    let losses = losses.0.lock().unwrap();
+    losses.iter().map(|(bytes, _)| f64::from(f32::from_le_bytes(bytes[..4].try_into().unwrap()))).collect()
+}
+
+#[test]
+fn mixed_precision_reaches_the_loss_of_float32() {
+    let _rng = start();
+    let last = |losses: &[f64]| losses[losses.len() - 3..].iter().sum::<f64>() / 3.0;
+    let full = losses_with("cpu", "32-true");
+    assert!(last(&full) < full[0], "it trains");
+    for accelerator in ["cpu", "hpu"] {
+        for precision in ["bf16-mixed", "16-mixed"] {
+            let mixed = losses_with(accelerator, precision);
+            assert_ne!(mixed, full, "{precision} on {accelerator} does something");
+            let error = (last(&mixed) / last(&full) - 1.0).abs();
+            assert!(error < 0.02, "{precision} on {accelerator}: {} for {}", last(&mixed), last(&full));
+        }
+    }
+}

@@ -4,6 +4,7 @@ use tch::{COptimizer, Kind, TchError, Tensor};
 use voltaic::models::{Gpt, GptConfig, LeNet, LeNetConfig, Mlp, MlpConfig, ResNet18, ResNet18Config};
 use voltaic::nn::{Forward, ModuleExt, set_training};
 use voltaic::optim::{AdamW, Optimizer, Optimizers, Sgd};
+use voltaic::precision::{OpLists, autocast, reset_op_lists, set_op_lists};
 use voltaic::{Device, Module, ffi};
 
 use crate::support::{CPU, HPU, start};
@@ -59,6 +60,7 @@ const OPTIMIZERS: [(&str, MakeOptimizer); 4] = [
 struct Side<M> {
     net: M,
     optimizer: Box<dyn Step>,
+    device: Device,
     place: tch::Device,
 }
 
@@ -69,16 +71,18 @@ impl<M: Module> Task<M> {
         net.to_device(device).unwrap();
         set_training(&mut net, true);
         let optimizer = optimizer(net.as_dyn());
-        Side { net, optimizer, place: if device == Device::Cpu { CPU } else { HPU } }
+        Side { net, optimizer, device, place: if device == Device::Cpu { CPU } else { HPU } }
     }
 
     /// Forward, backward and the optimizer's step; gives the loss.
-    fn step(&self, side: &mut Side<M>, step: u64) -> Tensor {
+    fn step(&self, side: &mut Side<M>, step: u64, dtype: Option<Kind>) -> Tensor {
         ffi::manual_seed(100 + step).unwrap();
         let (x, y) = (self.batch)();
         // dropout draws from the device's own generator, which after this is where the CPU's is
         ffi::manual_seed(200 + step).unwrap();
+        let region = dtype.map(|dtype| autocast(side.device, dtype).unwrap());
         let loss = (self.loss)(&side.net, &x.to_device(side.place), &y.to_device(side.place));
+        drop(region);
         for parameter in side.net.parameters() {
             ffi::clear_grads([parameter.tensor()]).unwrap();
         }
@@ -90,33 +94,44 @@ impl<M: Module> Task<M> {
     /// Losses and gradients of each step, and all weights and buffers after it, are the same bits.
     fn check(&self, what: &str) {
         for (name, optimizer) in OPTIMIZERS {
-            let copied = ffi::hpu_copied_outputs();
-            let [mut cpu, mut hpu] = [Device::Cpu, Device::Hpu(0)].map(|device| self.side(device, optimizer));
-            let first = cpu.net.parameters()[0].tensor().copy();
-            for step in 0..STEPS {
-                let (cpu_loss, hpu_loss) = (self.step(&mut cpu, step), self.step(&mut hpu, step));
-                let place = |part: &str| format!("{part} of {what} with {name} at step {step}");
-                assert_same_bits(&cpu_loss, &hpu_loss, &place("loss"));
-                let grads = cpu.net.parameters().into_iter().zip(hpu.net.parameters());
-                for (cpu, hpu) in grads {
-                    assert!(cpu.grad().defined(), "{what}");
-                    assert_same_bits(&cpu.grad(), &hpu.grad(), &place("gradient"));
-                }
-                let states = cpu.net.state_dict().into_iter().zip(hpu.net.state_dict());
-                for ((fqn, cpu), (_, hpu)) in states {
-                    assert_same_bits(&cpu, &hpu, &place(&fqn));
-                }
-            }
-            assert!(!first.equal(cpu.net.parameters()[0].tensor()), "{what} with {name} does not train");
-            assert_eq!(ffi::hpu_copied_outputs(), copied, "{what} with {name} copied results");
+            self.check_with(what, name, optimizer, None);
         }
+        // the CPU by the HPU's lists
+        set_op_lists(Device::Cpu, &OpLists::hpu()).unwrap();
+        self.check_with(what, "adamw and bf16 autocast", OPTIMIZERS[1].1, Some(Kind::BFloat16));
+        reset_op_lists(Device::Cpu).unwrap();
+    }
+
+    fn check_with(&self, what: &str, name: &str, optimizer: MakeOptimizer, dtype: Option<Kind>) {
+        let copied = ffi::hpu_copied_outputs();
+        let [mut cpu, mut hpu] = [Device::Cpu, Device::Hpu(0)].map(|device| self.side(device, optimizer));
+        let first = cpu.net.parameters()[0].tensor().copy();
+        for step in 0..STEPS {
+            let (cpu_loss, hpu_loss) = (self.step(&mut cpu, step, dtype), self.step(&mut hpu, step, dtype));
+            let place = |part: &str| format!("{part} of {what} with {name} at step {step}");
+            assert_same_bits(&cpu_loss, &hpu_loss, &place("loss"));
+            let grads = cpu.net.parameters().into_iter().zip(hpu.net.parameters());
+            for (cpu, hpu) in grads {
+                assert!(cpu.grad().defined(), "{what}");
+                assert_same_bits(&cpu.grad(), &hpu.grad(), &place("gradient"));
+            }
+            let states = cpu.net.state_dict().into_iter().zip(hpu.net.state_dict());
+            for ((fqn, cpu), (_, hpu)) in states {
+                assert_same_bits(&cpu, &hpu, &place(&fqn));
+            }
+        }
+        assert!(!first.equal(cpu.net.parameters()[0].tensor()), "{what} with {name} does not train");
+        assert_eq!(ffi::hpu_copied_outputs(), copied, "{what} with {name} copied results");
     }
 }
 
 fn assert_same_bits(cpu: &Tensor, hpu: &Tensor, what: &str) {
     let hpu = hpu.to_device(CPU);
-    let is_float = cpu.kind() == Kind::Float;
-    let bits = |tensor: &Tensor| if is_float { tensor.view_dtype(Kind::Int) } else { tensor.shallow_clone() };
+    let bits = |tensor: &Tensor| match tensor.kind() {
+        Kind::Float => tensor.view_dtype(Kind::Int),
+        Kind::BFloat16 => tensor.view_dtype(Kind::Int16),
+        _ => tensor.shallow_clone(),
+    };
     assert!(cpu.kind() == hpu.kind() && bits(cpu).equal(&bits(&hpu)), "{what} differs");
 }
 

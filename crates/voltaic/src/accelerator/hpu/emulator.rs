@@ -160,6 +160,11 @@ impl HpuSettings {
         settings
     }
 
+    /// Whether tensors may be float16.
+    pub(crate) fn has_float16(&self) -> bool {
+        !self.strict || self.generation != Generation::Gaudi
+    }
+
     fn dtypes(&self) -> u64 {
         let exists = |number: i32| !self.strict || self.generation.refusal(number).is_none();
         (0..64).filter(|&number| exists(number)).fold(0, |bits, number| bits | 1 << number)

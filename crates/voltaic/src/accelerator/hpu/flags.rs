@@ -41,7 +41,7 @@ struct Flag {
 const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
 
 #[rustfmt::skip]
-const FLAGS: [Flag; 22] = [
+const FLAGS: [Flag; 26] = [
     Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
     Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
     Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
@@ -60,6 +60,10 @@ const FLAGS: [Flag; 22] = [
     Flag { name: "PT_HPU_LAZY_ACC_PAR_MODE", kind: Kind::Switch, default: "1", effect: HANDED_ON },
     Flag { name: "PT_HPU_EAGER_PIPELINE_ENABLE", kind: Kind::Switch, default: "1", effect: HANDED_ON },
     Flag { name: "PT_HPU_PLACE_ON_CPU", kind: Kind::Text, default: "all operators", effect: HANDED_ON },
+    Flag { name: "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", kind: Kind::Text, default: "the 27 default operators", effect: "file with the operators that autocast lets compute in the lower dtype, one a line" },
+    Flag { name: "PT_HPU_AUTOCAST_FP32_OPS_LIST", kind: Kind::Text, default: "the 49 default operators", effect: "file with the operators that autocast lets compute in float32, one a line" },
+    Flag { name: "LOWER_LIST", kind: Kind::Text, default: "none", effect: "older name of PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST" },
+    Flag { name: "FP32_LIST", kind: Kind::Text, default: "none", effect: "older name of PT_HPU_AUTOCAST_FP32_OPS_LIST" },
     Flag { name: "HABANA_LOGS", kind: Kind::Text, default: "~/.habana_logs", effect: "none on emulated HPUs, which write no files; handed to the plugin" },
     Flag { name: "LOG_LEVEL_ALL", kind: Kind::Number(0, 6), default: "4", effect: HANDED_ON },
     Flag { name: "HABANA_PROFILE", kind: Kind::Text, default: "profile_api_light", effect: HANDED_ON },
@@ -186,7 +190,7 @@ impl RuntimeFlags {
     }
 
     /// The value of a flag, without blanks around it; none if it is not set.
-    pub(super) fn text(&self, name: &str) -> Option<&str> {
+    pub(crate) fn text(&self, name: &str) -> Option<&str> {
         let at = FLAGS.iter().position(|flag| flag.name == name);
         debug_assert!(at.is_some(), "{name} is not in the table of flags");
         self.values[at?].as_deref().map(str::trim)
