@@ -10,7 +10,7 @@ use super::guard::guarded;
 use super::seed;
 use super::session::{Run, Session, hook_error};
 use crate::callback::Callback;
-use crate::checkpoint::{self, Checkpoint, CheckpointMeta, CheckpointPaths, TrainingState};
+use crate::checkpoint::{Checkpoint, CheckpointMeta, CheckpointPaths, TrainingState};
 use crate::error::{CheckpointError, ConfigError, Error, Result};
 use crate::module::{CheckpointRequest, LightningModule, MetricsState, Progress};
 use crate::nn::{Module, ModuleExt};
@@ -42,22 +42,14 @@ struct State {
 /// Writes the checkpoint that a callback asked for, then removes those it replaces.
 pub(super) fn write<M: LightningModule>(session: &mut Session<M>, request: &CheckpointRequest) -> Result<()> {
     match &request.link_to {
-        Some(target) => link(target, &request.path)?,
-        None => collect(session, request.weights_only)?.save(&request.path)?,
+        Some(target) => session.run.checkpoint_io.link_checkpoint(target, &request.path)?,
+        None => {
+            let checkpoint = collect(session, request.weights_only)?;
+            session.run.checkpoint_io.save_checkpoint(&checkpoint, &request.path, None)?;
+        }
     }
-    request.then_remove.iter().try_for_each(|old| checkpoint::remove_file(old))
-}
-
-/// Makes `path` a symbolic link to `target`, by its name alone if they are in the same folder.
-fn link(target: &Path, path: &Path) -> Result<()> {
-    let target = match (target.parent() == path.parent(), target.file_name()) {
-        (true, Some(name)) => Path::new(name),
-        _ => target,
-    };
-    let temporary = path.with_extension("link.tmp");
-    checkpoint::remove_file(&temporary)?;
-    std::os::unix::fs::symlink(target, &temporary).map_err(|e| Error::io("link", &temporary, e))?;
-    std::fs::rename(&temporary, path).map_err(|e| Error::io("rename to", path, e))
+    let io = &mut session.run.checkpoint_io;
+    request.then_remove.iter().try_for_each(|old| io.remove_checkpoint(old))
 }
 
 /// # Sync
@@ -67,16 +59,9 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
     let module = guarded(|| session.module.on_save_checkpoint())
         .map_err(|source| hook_error("on_save_checkpoint", global_step, source))?;
     let run = &*session.run;
-    let meta = CheckpointMeta {
-        epoch: run.progress.current_epoch,
-        global_step,
-        module: Module::type_name(session.module).to_owned(),
-        hyper_parameters: session.module.hyper_parameters(),
-        ..CheckpointMeta::default()
-    };
-    let weights = session.module.state_dict();
+    let weights = weights(session.module, &run.progress);
     if weights_only {
-        return Ok(Checkpoint { weights, training: None, meta });
+        return Ok(weights);
     }
     let states: Vec<OptimizerState> =
         session.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
@@ -104,7 +89,19 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
         json: serde_json::to_value(&state)
             .map_err(|e| Error::io("serialize", "the training state", e.into()))?,
     };
-    Ok(Checkpoint { weights, training: Some(training), meta })
+    Ok(Checkpoint { training: Some(training), ..weights })
+}
+
+/// A checkpoint of weights only; its tensors are the module's.
+pub(super) fn weights<M: LightningModule>(module: &M, progress: &Progress) -> Checkpoint {
+    let meta = CheckpointMeta {
+        epoch: progress.current_epoch,
+        global_step: progress.global_step,
+        module: Module::type_name(module).to_owned(),
+        hyper_parameters: module.hyper_parameters(),
+        ..CheckpointMeta::default()
+    };
+    Checkpoint { weights: module.state_dict(), training: None, meta }
 }
 
 fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {

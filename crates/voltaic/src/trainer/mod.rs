@@ -20,7 +20,6 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use crate::checkpoint::Checkpoint;
 use crate::data::{DataLoader, DataModule, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
@@ -30,7 +29,7 @@ use crate::optim::Optimizers;
 
 pub use crate::accelerator::Devices;
 pub use builder::TrainerBuilder;
-pub use config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+pub use config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
 pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};
 
@@ -160,6 +159,22 @@ impl Trainer {
             (guarded(|| data.predict_dataloaders()), "predict_dataloaders", "limit_predict_batches", limit)
         };
         self.evaluate(module, data, Stage::Predict, loaders, |session, data| session.predict(data))
+    }
+
+    /// Writes the weights and hyper-parameters of `module`. A checkpoint to resume from is written within fit: see
+    /// [`HookContext::request_checkpoint`](crate::module::HookContext::request_checkpoint).
+    ///
+    /// # Errors
+    /// If the file cannot be written, or the trainer's [`CheckpointIo`](crate::checkpoint::CheckpointIo) does not know one of `storage_options`.
+    pub fn save_checkpoint<M: LightningModule>(
+        &mut self,
+        module: &M,
+        path: impl AsRef<std::path::Path>,
+        storage_options: Option<&serde_json::Value>,
+    ) -> Result<()> {
+        let checkpoint = checkpointing::weights(module, &self.run.progress);
+        self.run.checkpoint_io.save_checkpoint(&checkpoint, path.as_ref(), storage_options)?;
+        self.run.checkpoint_io.teardown()
     }
 
     /// The latest value of a metric, such as `val_loss`.
@@ -292,7 +307,8 @@ impl Trainer {
         self.setup(module, data, stage)?;
         if let Some(path) = ckpt_path.map(|path| checkpointing::find(&self.run, &path)).transpose()?.flatten()
         {
-            module.load_state_dict(&Checkpoint::load(&path)?.weights, true)?;
+            let checkpoint = self.run.checkpoint_io.load_checkpoint(&path)?;
+            module.load_state_dict(&checkpoint.weights, true)?;
         }
         let (loaders, method, limit_key, limit) = loaders(data);
         let mut loaders = loaders.map_err(|source| hook_error(method, 0, source))?;
@@ -329,7 +345,8 @@ fn fit_session<M: LightningModule>(
     configure_optimizers(session, optimizers)?;
     let mut rng = Vec::new();
     if let Some(path) = ckpt_path.map(|path| checkpointing::find(session.run, path)).transpose()?.flatten() {
-        rng = checkpointing::restore_training(session, loaders, Checkpoint::load(&path)?, &path)?;
+        let checkpoint = session.run.checkpoint_io.load_checkpoint(&path)?;
+        rng = checkpointing::restore_training(session, loaders, checkpoint, &path)?;
         tracing::info!("resumed {} at global_step {}", path.display(), session.run.progress.global_step);
     }
     call_hook!(session, on_fit_start, Train, Denied)?;
@@ -341,7 +358,8 @@ fn fit_session<M: LightningModule>(
     seed::set_rng_states(&rng)?;
     session.train(loaders)?;
     call_hook!(session, on_fit_end, Train, Denied)?;
-    session.write_checkpoints()
+    session.write_checkpoints()?;
+    session.run.checkpoint_io.teardown()
 }
 
 fn configure_optimizers<M: LightningModule>(

@@ -9,6 +9,7 @@
 )]
 
 mod autograd;
+mod checkpoint_io;
 mod cli;
 mod config;
 mod config_print;
@@ -21,6 +22,7 @@ mod frames;
 mod host_pool;
 mod kill;
 mod layers;
+mod loggers;
 mod lr_scheduler;
 mod master_weights;
 mod memory;
