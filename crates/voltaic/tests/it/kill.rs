@@ -24,7 +24,7 @@ const LANES: usize = 2;
 const HITS: usize = 5;
 const FOLDER: &str = "VOLTAIC_TEST_FOLDER";
 /// Weights in a checkpoint; AdamW's state is twice as many.
-const BALLAST: i64 = 1 << 16;
+const BALLAST: i64 = 1 << 17;
 
 /// One weight, and so many others that a checkpoint takes a while to write.
 #[derive(Module)]
