@@ -150,7 +150,9 @@ impl EarlyStopping {
         let monitor = &self.config.monitor;
         let Some(current) = ctx.metric(monitor) else {
             let known = ctx.metric_names().join(", ");
-            let text = format!("EarlyStopping.monitor: no metric `{monitor}` has been logged; choose one of: {known}");
+            let text = format!(
+                "EarlyStopping.monitor: no metric `{monitor}` has been logged; choose one of: {known}"
+            );
             anyhow::ensure!(!self.config.strict, "{text}, or set strict=false");
             if self.config.verbose {
                 tracing::warn!("{text}");

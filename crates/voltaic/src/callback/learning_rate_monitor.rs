@@ -37,7 +37,10 @@ impl From<LearningRateMonitorConfig> for LearningRateMonitor {
 }
 
 /// Names for the optimizers: first of those with a schedule, then of the others.
-fn names(classes: &[&str], schedules: &[(usize, Option<String>, Interval)]) -> Vec<(String, Option<Interval>)> {
+fn names(
+    classes: &[&str],
+    schedules: &[(usize, Option<String>, Interval)],
+) -> Vec<(String, Option<Interval>)> {
     let mut names = vec![(String::new(), None); classes.len()];
     let mut taken: Vec<String> = Vec::new();
     let mut free = |wanted: String| {

@@ -81,7 +81,11 @@ pub trait Callback: Send {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_save_checkpoint(&mut self, ctx: &mut HookContext, checkpoint: &mut Checkpoint) -> anyhow::Result<()> {
+    fn on_save_checkpoint(
+        &mut self,
+        ctx: &mut HookContext,
+        checkpoint: &mut Checkpoint,
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -205,11 +209,7 @@ pub trait Callback: Send {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_before_optimizer_step(
-        &mut self,
-        ctx: &mut HookContext,
-        module: &dyn Module,
-    ) -> anyhow::Result<()> {
+    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
         Ok(())
     }
 

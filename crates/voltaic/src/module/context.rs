@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use tch::Tensor;
 
-use super::manual::ManualOptimization;
 use super::Progress;
 use super::log_value::{LogValue, ReduceFx};
+use super::manual::ManualOptimization;
 use super::metrics::{LogOptions, MetricStore};
 use crate::accelerator::Accelerator;
 use crate::device::Device;

@@ -15,12 +15,12 @@ use crate::nn::{Module, ModuleExt, set_training};
 use crate::optim::{GradientClip, LrScheduler, Optimizer, Optimizers, ParamGroup};
 
 pub use callback::Callback;
-pub use context::{CheckpointRequest, HookContext, LogEntry, Requests, RunFacts, StepContext};
 pub(crate) use context::step_lr_scheduler;
+pub use context::{CheckpointRequest, HookContext, LogEntry, Requests, RunFacts, StepContext};
 pub use log_value::{LogValue, ReduceFx};
-pub(crate) use metrics::{Level, MetricStore, Phase, Scope};
-pub(crate) use manual::{ManualOptimization, StepState};
 pub use manual::ManualOptimizer;
+pub(crate) use manual::{ManualOptimization, StepState};
+pub(crate) use metrics::{Level, MetricStore, Phase, Scope};
 pub(crate) use metrics_state::MetricsState;
 
 /// Where a run stands; saved in every checkpoint.

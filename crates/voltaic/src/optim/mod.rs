@@ -26,7 +26,9 @@ pub use lr_scheduler::{
     ExponentialLr, LambdaLr, LinearLr, LinearWarmupCosine, LrScheduler, MultiStepLr, OneCycleLr, PerGroup,
     PlateauMode, PolynomialLr, ReduceLrOnPlateau, SequentialLr, StepLr, ThresholdMode,
 };
-pub use optimizers::{ActiveLrScheduler, ConfiguredLrScheduler, ConfiguredOptimizer, Interval, LrSchedulerSpec, Optimizers};
+pub use optimizers::{
+    ActiveLrScheduler, ConfiguredLrScheduler, ConfiguredOptimizer, Interval, LrSchedulerSpec, Optimizers,
+};
 pub use param_group::{GroupOptions, ParamGroup, ParamGroupSpec};
 pub use sgd::Sgd;
 

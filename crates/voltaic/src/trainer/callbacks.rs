@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::callback::{
     Callback, DeviceStatsMonitor, DeviceStatsMonitorConfig, EarlyStopping, EarlyStoppingConfig,
-    LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig, Timer, TimerConfig,
+    LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig, Timer,
+    TimerConfig,
 };
 use crate::error::ConfigError;
 

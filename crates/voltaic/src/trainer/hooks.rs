@@ -41,7 +41,8 @@ pub(super) struct BatchFacts<'a> {
 
 type CallbackHook = fn(&mut dyn Callback, &mut HookContext, &mut dyn Module) -> anyhow::Result<()>;
 type ModuleHook<M> = fn(&mut M, &mut HookContext) -> anyhow::Result<()>;
-pub(super) type SharedCallbackHook = fn(&mut dyn Callback, &mut HookContext, &dyn Module) -> anyhow::Result<()>;
+pub(super) type SharedCallbackHook =
+    fn(&mut dyn Callback, &mut HookContext, &dyn Module) -> anyhow::Result<()>;
 pub(super) type SharedModuleHook<M> = fn(&M, &mut HookContext) -> anyhow::Result<()>;
 
 /// A [`HookPoint`]: `hook_point!(on_train_start, Train, Epoch)`.

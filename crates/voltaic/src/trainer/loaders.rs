@@ -21,7 +21,13 @@ impl<M: LightningModule> Session<'_, M> {
             None => self.val_dataloaders()?,
         };
         let plan = self.fit_plan(&train, &val)?;
-        Ok(FitLoaders { train, val, plan, epoch_of_train: self.next_epoch(), epoch_of_val: self.next_epoch() })
+        Ok(FitLoaders {
+            train,
+            val,
+            plan,
+            epoch_of_train: self.next_epoch(),
+            epoch_of_val: self.next_epoch(),
+        })
     }
 
     fn fit_plan(&mut self, train: &DataLoader<M::Batch>, val: &[DataLoader<M::Batch>]) -> Result<FitPlan> {

@@ -36,7 +36,10 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
             *module,
             hook_point!(on_before_backward, Train, Step),
             batch,
-            (|callback, ctx, module| callback.on_before_backward(ctx, module), |m, ctx| m.on_before_backward(ctx)),
+            (
+                |callback, ctx, module| callback.on_before_backward(ctx, module),
+                |m, ctx| m.on_before_backward(ctx),
+            ),
         )?;
         parts.module_call(again(&mut state), *module, "backward", batch, |m, ctx| m.backward(loss, ctx))?;
         parts.shared_hook(
@@ -44,14 +47,18 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
             *module,
             hook_point!(on_after_backward, Train, Step),
             batch,
-            (|callback, ctx, module| callback.on_after_backward(ctx, module), |m, ctx| m.on_after_backward(ctx)),
+            (
+                |callback, ctx, module| callback.on_after_backward(ctx, module),
+                |m, ctx| m.on_after_backward(ctx),
+            ),
         )
     }
 
     fn step(&mut self, mut state: StepState<'_>, optimizer_idx: usize) -> Result<()> {
         let Self { parts, module, batch, .. } = self;
         let optimizer = &parts.optimizers[optimizer_idx];
-        let is_finite = unscale(parts.grad_scaler, std::slice::from_ref(optimizer), state.progress.global_step)?;
+        let is_finite =
+            unscale(parts.grad_scaler, std::slice::from_ref(optimizer), state.progress.global_step)?;
         parts.shared_hook(
             again(&mut state),
             *module,

@@ -256,8 +256,10 @@ struct LoaderSource<B: Batch> {
     method: &'static str,
     limit_key: &'static str,
     limit: Limit,
-    ask: fn(&mut dyn DataHooks<B>) -> anyhow::Result<Vec<DataLoader<B>>>,
+    ask: AskForLoaders<B>,
 }
+
+type AskForLoaders<B> = fn(&mut dyn DataHooks<B>) -> anyhow::Result<Vec<DataLoader<B>>>;
 
 /// The whole of validate, test and predict.
 fn evaluate_session<M: LightningModule, T>(
@@ -308,14 +310,19 @@ fn fit_session<M: LightningModule>(
     if !hyper_parameters.is_null() {
         session.run.loggers.iter_mut().try_for_each(|logger| logger.log_hyperparams(&hyper_parameters))?;
     }
-    let resumed =
-        checkpoint.map(|(loaded, path)| checkpointing::restore_training(session, loaded, path)).transpose()?;
+    let resumed = checkpoint
+        .map(|(loaded, path)| checkpointing::restore_training(session, loaded, path))
+        .transpose()?;
     let val = session.sanity_check()?;
     let mut loaders = session.fit_loaders(val)?;
     if let Some(resumed) = resumed {
         resumed.check_position(session.run)?;
         seed::set_rng_states(&resumed.rng)?;
-        tracing::info!("resumed {} at global_step {}", resumed.path.display(), session.run.progress.global_step);
+        tracing::info!(
+            "resumed {} at global_step {}",
+            resumed.path.display(),
+            session.run.progress.global_step
+        );
     }
     session.train(&mut loaders)?;
     call_hook!(session, on_fit_end, Train, Denied)?;
@@ -348,7 +355,8 @@ fn configure_optimizers<M: LightningModule>(
         1 => {}
         several => {
             let what = format!("{several} optimizers with automatic optimization");
-            let remedy = "return exactly one, with several groups if need be, or false from automatic_optimization";
+            let remedy =
+                "return exactly one, with several groups if need be, or false from automatic_optimization";
             return Err(ConfigError::new("configure_optimizers", what, remedy).into());
         }
     }

@@ -1,7 +1,7 @@
 //! Learning rate schedules of a run: when each is stepped, and with which metric.
 
-use super::hooks::{hook_error};
 use super::guard::guarded;
+use super::hooks::hook_error;
 use super::session::Session;
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;

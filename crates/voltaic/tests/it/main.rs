@@ -9,6 +9,7 @@
 )]
 
 mod autograd;
+mod callbacks;
 mod cli;
 mod config;
 mod config_print;
@@ -23,6 +24,7 @@ mod host_pool;
 mod kill;
 mod layers;
 mod lr_scheduler;
+mod manual;
 mod memory;
 mod models;
 mod new_crate;

@@ -38,7 +38,10 @@ fn an_error_of_the_user_names_hook_and_step_and_keeps_its_causes() {
     assert_eq!(events, "t0* t1* x");
     let Error::Hook { hook, epoch, global_step, .. } = &error else { panic!("{error}") };
     assert_eq!((*hook, *epoch, *global_step), ("training_step", 0, 2));
-    assert_eq!(error.to_string(), "training_step failed in epoch 0 at global_step 2 on rank 0: no luck: the cause");
+    assert_eq!(
+        error.to_string(),
+        "training_step failed in epoch 0 at global_step 2 on rank 0: no luck: the cause"
+    );
 }
 
 #[test]
@@ -56,7 +59,8 @@ fn a_panic_in_a_step_is_an_error_with_message_and_place_and_nothing_is_printed()
     }));
     assert_eq!(events, "t0* x");
     let text = error.to_string();
-    let expected = "training_step failed in epoch 0 at global_step 1 on rank 0: panicked: step 1 is one too many at ";
+    let expected =
+        "training_step failed in epoch 0 at global_step 1 on rank 0: panicked: step 1 is one too many at ";
     assert!(text.starts_with(expected) && text.contains("trainer_errors.rs:"), "{text}");
     // libtorch's refusals come as panics of tch
     let (error, _) = failure(Probe {
