@@ -25,6 +25,7 @@ mod kill;
 mod layers;
 mod lr_scheduler;
 mod manual;
+mod master_weights;
 mod memory;
 mod models;
 mod new_crate;
