@@ -2,15 +2,13 @@
 
 use std::path::PathBuf;
 
-use super::config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
+use super::config::{FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::resolve;
 use super::session::Run;
 use super::{Trainer, global_seed};
 use crate::accelerator::{Devices, accelerator};
-use crate::callback::{
-    Callback, DeviceStatsMonitor, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar,
-};
+use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar};
 use crate::checkpoint::{AsyncCheckpointIo, CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
@@ -107,6 +105,7 @@ impl TrainerBuilder {
         enable_checkpointing: bool;
         enable_progress_bar: bool;
         enable_model_summary: bool;
+        reload_dataloaders_every_n_epochs: u64;
         default_root_dir: PathBuf => Some;
     }
 
@@ -128,14 +127,9 @@ impl TrainerBuilder {
         };
         for callback in std::mem::take(&mut self.config.callbacks) {
             self.config.callbacks.push(callback.clone());
-            match callback {
-                CallbackConfig::ModelCheckpoint(config) => match ModelCheckpoint::new(config) {
-                    Ok(callback) => self.callbacks.push(Box::new(callback)),
-                    Err(error) => problems.extend(error.problems),
-                },
-                CallbackConfig::DeviceStatsMonitor(config) => {
-                    self.callbacks.push(Box::new(DeviceStatsMonitor::from(config)));
-                }
+            match callback.build() {
+                Ok(callback) => self.callbacks.push(callback),
+                Err(error) => problems.extend(error.problems),
             }
         }
         problems.extend(repeated_plugins(&self.config.plugins, self.checkpoint_io.is_some()));
@@ -170,6 +164,9 @@ impl TrainerBuilder {
             fast_dev_run: plan.fast_dev_run,
             log_dir,
             default_root_dir: plan.default_root_dir.clone(),
+            validates_once_per_epoch: plan.val_check_interval == Limit::Fraction(1.0),
+            has_logger: first.is_some(),
+            log_every_n_steps: plan.log_every_n_steps,
             version: first.and_then(|logger| logger.version()),
             ..RunFacts::default()
         };

@@ -9,6 +9,7 @@
 )]
 
 mod autograd;
+mod callbacks;
 mod checkpoint_io;
 mod cli;
 mod config;
@@ -19,11 +20,13 @@ mod data_sets;
 mod device_stats;
 mod devices;
 mod frames;
+mod hooks;
 mod host_pool;
 mod kill;
 mod layers;
 mod loggers;
 mod lr_scheduler;
+mod manual;
 mod master_weights;
 mod memory;
 mod models;
