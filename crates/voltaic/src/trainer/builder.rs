@@ -180,6 +180,7 @@ impl TrainerBuilder {
             metrics: MetricStore::default(),
             requests: Requests::default(),
             facts,
+            resumed_from: None,
             grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
             seed: global_seed(),
         };

@@ -52,8 +52,14 @@ pub(super) fn write<M: LightningModule>(session: &mut Session<M>, request: &Chec
             session.run.checkpoint_io.save_checkpoint(&checkpoint, &request.path, None)?;
         }
     }
-    let io = &mut session.run.checkpoint_io;
-    request.then_remove.iter().try_for_each(|old| io.remove_checkpoint(old))
+    let Run { checkpoint_io, resumed_from, .. } = &mut *session.run;
+    let is_kept = |old: &&PathBuf| !resumed_from.as_ref().is_some_and(|resumed| is_same_file(resumed, old));
+    request.then_remove.iter().filter(is_kept).try_for_each(|old| checkpoint_io.remove_checkpoint(old))
+}
+
+/// Whether two paths lead to one file, links included.
+fn is_same_file(a: &Path, b: &Path) -> bool {
+    a == b || matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
 /// # Sync

@@ -317,9 +317,11 @@ fn fit_session<M: LightningModule>(
     session.setup()?;
     set_training(session.module, true);
     let mut checkpoint = None;
+    session.run.resumed_from = None;
     if let Some(path) = ckpt_path.map(|path| checkpointing::find(session.run, path)).transpose()?.flatten() {
         let loaded = session.run.checkpoint_io.load_checkpoint(&path)?;
         checkpointing::restore_module(session, &loaded, &path)?;
+        session.run.resumed_from = Some(path.clone());
         checkpoint = Some((loaded, path));
     }
     configure_optimizers(session, optimizers)?;

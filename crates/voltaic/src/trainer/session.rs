@@ -1,5 +1,6 @@
 //! What the loops of fit and of evaluation share: taking batches, running steps, logging, writing checkpoints.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::checkpointing;
@@ -32,6 +33,8 @@ pub(super) struct Run {
     pub metrics: MetricStore,
     pub requests: Requests,
     pub facts: RunFacts,
+    /// The checkpoint that this fit goes on from; it is not replaced by better ones, as in Lightning.
+    pub resumed_from: Option<PathBuf>,
     /// There with `16-mixed`.
     pub grad_scaler: Option<GradScaler>,
     /// Base of all shuffling.

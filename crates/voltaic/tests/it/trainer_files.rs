@@ -392,3 +392,22 @@ fn callbacks_whose_states_would_mix_are_refused() {
     let Some(Error::Config(error)) = error.err() else { panic!("accepted") };
     assert_eq!(error.problems[0].key, "trainer.callbacks");
 }
+
+#[test]
+fn the_checkpoint_that_a_run_goes_on_from_is_not_replaced() {
+    let folder = TempDir::new().unwrap();
+    let fit = |max_epochs: i64, ckpt: Option<&str>| {
+        let config = ModelCheckpointConfig { dirpath: Some(folder.path().into()), ..Default::default() };
+        let builder = silent().enable_checkpointing(true).max_epochs(max_epochs);
+        let mut trainer = builder.callback(ModelCheckpoint::new(config).unwrap()).build().unwrap();
+        if let Some(ckpt) = ckpt {
+            trainer.ckpt_path(folder.path().join(ckpt).to_str().unwrap());
+        }
+        trainer.fit(&mut Probe::logging(&[0.5; 8]), &mut loaders()).unwrap();
+        names(folder.path())
+    };
+    let first = fit(1, None);
+    assert_eq!(first.len(), 1);
+    let then = fit(3, Some(&first[0]));
+    assert!(then.len() == 2 && then.contains(&first[0]), "{then:?}"); // the one of epoch 1 was replaced
+}
