@@ -238,7 +238,12 @@ unsafe extern "C" {
         prefix: *const c_char,
         prefixed: *mut *mut vt_store,
     ) -> *mut vt_error;
-    pub fn vt_store_set(store: *const vt_store, key: *const c_char, value: *const u8, len: usize) -> *mut vt_error;
+    pub fn vt_store_set(
+        store: *const vt_store,
+        key: *const c_char,
+        value: *const u8,
+        len: usize,
+    ) -> *mut vt_error;
     pub fn vt_store_get(
         store: *const vt_store,
         key: *const c_char,
@@ -246,7 +251,12 @@ unsafe extern "C" {
         take: extern "C" fn(data: *mut c_void, value: *const u8, len: usize),
         data: *mut c_void,
     ) -> *mut vt_error;
-    pub fn vt_store_add(store: *const vt_store, key: *const c_char, amount: i64, sum: *mut i64) -> *mut vt_error;
+    pub fn vt_store_add(
+        store: *const vt_store,
+        key: *const c_char,
+        amount: i64,
+        sum: *mut i64,
+    ) -> *mut vt_error;
     pub fn vt_store_has(store: *const vt_store, key: *const c_char, has: *mut i32) -> *mut vt_error;
     pub fn vt_store_free(store: *mut vt_store);
     pub fn vt_group_gloo(

@@ -18,7 +18,21 @@ impl Variables {
     /// Those of this process.
     pub fn of_process() -> Self {
         let pairs = std::env::vars_os();
-        pairs.filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?))).collect()
+        pairs
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+            .collect()
+    }
+
+    /// Ranks that a launcher has started, if this process is one of them.
+    pub(crate) fn launched_ranks(&self) -> Option<usize> {
+        let names: &[&str] = match ClusterEnvironment::detect(self) {
+            ClusterEnvironment::Slurm => &["SLURM_NTASKS"],
+            ClusterEnvironment::Lsf => &["JSM_NAMESPACE_SIZE"],
+            ClusterEnvironment::Mpi => &["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"],
+            ClusterEnvironment::Lightning if self.text("LOCAL_RANK").is_none() => &[],
+            _ => &["WORLD_SIZE"],
+        };
+        names.iter().find_map(|name| self.number(name).ok()?)
     }
 
     fn text(&self, name: &str) -> Option<&str> {
@@ -28,7 +42,11 @@ impl Variables {
     fn number(&self, name: &str) -> Result<Option<usize>, ConfigError> {
         let parse = |text: &str| {
             text.trim().parse().map_err(|_| {
-                ConfigError::new(name, format!("`{text}` is no number"), "set it to a number from 0, or unset it")
+                ConfigError::new(
+                    name,
+                    format!("`{text}` is no number"),
+                    "set it to a number from 0, or unset it",
+                )
             })
         };
         self.text(name).map(parse).transpose()
@@ -36,7 +54,11 @@ impl Variables {
 
     fn required(&self, name: &str, launcher: ClusterEnvironment) -> Result<usize, ConfigError> {
         self.number(name)?.ok_or_else(|| {
-            ConfigError::new(name, format!("not set, but {launcher} started this process"), "set it, or start with another launcher")
+            ConfigError::new(
+                name,
+                format!("not set, but {launcher} started this process"),
+                "set it, or start with another launcher",
+            )
         })
     }
 
@@ -91,12 +113,18 @@ impl ClusterEnvironment {
         let has = |name: &str| variables.text(name).is_some();
         let has_all = |names: &[&str]| names.iter().all(|name| has(name));
         let job = variables.text("SLURM_JOB_NAME");
-        let mpi_size = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].into_iter().find_map(|name| variables.number(name).ok()?);
+        let mpi_size =
+            ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].into_iter().find_map(|name| variables.number(name).ok()?);
         if has("TORCHELASTIC_RUN_ID") {
             Self::TorchElastic
         } else if has("SLURM_NTASKS") && !matches!(job, Some("bash" | "interactive")) {
             Self::Slurm
-        } else if has_all(&["LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"]) {
+        } else if has_all(&[
+            "LSB_JOBID",
+            "LSB_DJOB_RANKFILE",
+            "JSM_NAMESPACE_LOCAL_RANK",
+            "JSM_NAMESPACE_SIZE",
+        ]) {
             Self::Lsf
         } else if mpi_size.is_some_and(|size| size > 1) {
             Self::Mpi
@@ -165,10 +193,12 @@ impl Placement {
             ClusterEnvironment::Lsf => lsf(variables)?,
             ClusterEnvironment::Mpi => mpi(variables)?,
             ClusterEnvironment::Kubeflow => kubeflow(variables)?,
-            ClusterEnvironment::Lightning if variables.text("LOCAL_RANK").is_some() => own(variables, wanted)?,
+            ClusterEnvironment::Lightning if variables.text("LOCAL_RANK").is_some() => {
+                own(variables, wanted)?
+            }
             ClusterEnvironment::Lightning => return not_started(variables, wanted),
         };
-        found.check(variables, wanted, environment)
+        found.check(wanted, environment)
     }
 }
 
@@ -189,12 +219,7 @@ struct Found {
 }
 
 impl Found {
-    fn check(
-        self,
-        variables: &Variables,
-        wanted: Wanted,
-        environment: ClusterEnvironment,
-    ) -> Result<Placement, ConfigError> {
+    fn check(self, wanted: Wanted, environment: ClusterEnvironment) -> Result<Placement, ConfigError> {
         let Wanted { devices, is_auto, num_nodes, .. } = wanted;
         let size = self.world_size;
         let name = self.size_name;
@@ -202,13 +227,20 @@ impl Found {
         if !fits {
             let asked = if is_auto { String::new() } else { format!("trainer.devices={devices} x ") };
             let what = format!("{size} ranks, but {asked}trainer.num_nodes={num_nodes} is another number");
-            let remedy = format!("make them equal: change the keys, or start {} processes with {environment}", devices * num_nodes);
+            let remedy = format!(
+                "make them equal: change the keys, or start {} processes with {environment}",
+                devices * num_nodes
+            );
             return Err(ConfigError::new(name, what, remedy));
         }
         let per_node = self.local_world_size.unwrap_or(size / num_nodes);
         if !is_auto && environment != ClusterEnvironment::Kubeflow && per_node != devices {
             let what = format!("{per_node} ranks on this node, but trainer.devices={devices}");
-            return Err(ConfigError::new(name, what, "start as many processes per node as there are devices"));
+            return Err(ConfigError::new(
+                name,
+                what,
+                "start as many processes per node as there are devices",
+            ));
         }
         if self.rank >= size {
             let what = format!("rank {} of {size}", self.rank);
@@ -216,12 +248,15 @@ impl Found {
         }
         if self.local_rank >= per_node.max(1) {
             let what = format!("{} of {per_node} ranks on this node", self.local_rank);
-            return Err(ConfigError::new("LOCAL_RANK", what, "local ranks count from 0 to trainer.devices - 1"));
+            return Err(ConfigError::new(
+                "LOCAL_RANK",
+                what,
+                "local ranks count from 0 to trainer.devices - 1",
+            ));
         }
         if size == 1 && !wanted.is_distributed {
             return Ok(Placement::Single);
         }
-        let _ = variables;
         Ok(Placement::Rank(RankPlacement {
             environment,
             rank: self.rank,
@@ -274,7 +309,8 @@ fn slurm(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
         return Err(ConfigError::new("SLURM_NTASKS", what, remedy));
     }
     if world_size == 1 && wanted.devices * wanted.num_nodes > 1 {
-        let what = format!("1 task for trainer.devices={} x trainer.num_nodes={}", wanted.devices, wanted.num_nodes);
+        let what =
+            format!("1 task for trainer.devices={} x trainer.num_nodes={}", wanted.devices, wanted.num_nodes);
         let remedy = "start it with srun --ntasks-per-node=<devices>, or set SLURM_JOB_NAME=interactive to have voltaic start the processes of this node";
         return Err(ConfigError::new("SLURM_NTASKS", what, remedy));
     }
@@ -289,7 +325,11 @@ fn slurm(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
     let master_addr = match (variables.text("MASTER_ADDR"), nodes) {
         (Some(address), _) => address.to_owned(),
         (None, Some(list)) => first_host(list).ok_or_else(|| {
-            ConfigError::new("SLURM_NODELIST", format!("`{list}` is not understood"), "set MASTER_ADDR to the first node")
+            ConfigError::new(
+                "SLURM_NODELIST",
+                format!("`{list}` is not understood"),
+                "set MASTER_ADDR to the first node",
+            )
         })?,
         (None, None) => "127.0.0.1".to_owned(),
     };
@@ -314,10 +354,10 @@ fn slurm(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
 fn lsf(variables: &Variables) -> Result<Found, ConfigError> {
     let environment = ClusterEnvironment::Lsf;
     let path = variables.text("LSB_DJOB_RANKFILE").unwrap_or_default();
-    let unreadable = |what: String| {
-        ConfigError::new("LSB_DJOB_RANKFILE", what, "start with jsrun inside an LSF job")
-    };
-    let text = std::fs::read_to_string(path).map_err(|error| unreadable(format!("{path} cannot be read: {error}")))?;
+    let unreadable =
+        |what: String| ConfigError::new("LSB_DJOB_RANKFILE", what, "start with jsrun inside an LSF job");
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| unreadable(format!("{path} cannot be read: {error}")))?;
     // the first line is the node that launches, which computes nothing
     let mut hosts: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).skip(1).collect();
     hosts.dedup();
@@ -342,7 +382,12 @@ fn lsf(variables: &Variables) -> Result<Found, ConfigError> {
 
 /// Names of rank, size, local rank and local size under Open MPI, and under MPICH and Intel MPI.
 const MPI_NAMES: [[&str; 4]; 2] = [
-    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"],
+    [
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ],
     ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
 ];
 
@@ -406,7 +451,9 @@ fn own(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
     if let Some(given) = variables.number("RANK")?
         && given != rank
     {
-        let what = format!("{given}, but NODE_RANK={node_rank} x trainer.devices={devices} + LOCAL_RANK={local_rank} is {rank}");
+        let what = format!(
+            "{given}, but NODE_RANK={node_rank} x trainer.devices={devices} + LOCAL_RANK={local_rank} is {rank}"
+        );
         return Err(ConfigError::new("RANK", what, "correct one of them, or unset RANK"));
     }
     let address = match variables.text("MASTER_ADDR") {
@@ -416,7 +463,11 @@ fn own(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
     let port = variables.port("MASTER_PORT")?;
     if port.is_none() && world_size > 1 {
         let what = "not set, but LOCAL_RANK is";
-        return Err(ConfigError::new("MASTER_PORT", what, "set it to a free port of node 0, or unset LOCAL_RANK"));
+        return Err(ConfigError::new(
+            "MASTER_PORT",
+            what,
+            "set it to a free port of node 0, or unset LOCAL_RANK",
+        ));
     }
     Ok(Found {
         rank,
@@ -446,7 +497,8 @@ fn not_started(variables: &Variables, wanted: Wanted) -> Result<Placement, Confi
     if let Some(given) = variables.number("WORLD_SIZE")?
         && given != world_size
     {
-        let what = format!("{given}, but trainer.devices={devices} x trainer.num_nodes={num_nodes} is {world_size}");
+        let what =
+            format!("{given}, but trainer.devices={devices} x trainer.num_nodes={num_nodes} is {world_size}");
         return Err(ConfigError::new("WORLD_SIZE", what, "make them equal, or unset WORLD_SIZE"));
     }
     if world_size == 1 {

@@ -3,7 +3,9 @@
 /// The first host of a list; `None` if it is empty or has an open bracket.
 pub(super) fn first_host(list: &str) -> Option<String> {
     let first = split_outside_brackets(list.trim()).into_iter().next()?;
-    let Some((prefix, rest)) = first.split_once('[') else { return Some(first.to_owned()).filter(|h| !h.is_empty()) };
+    let Some((prefix, rest)) = first.split_once('[') else {
+        return Some(first.to_owned()).filter(|h| !h.is_empty());
+    };
     let (numbers, suffix) = rest.split_once(']')?;
     let number = numbers.split([',', '-']).next().filter(|number| !number.is_empty())?;
     // a name may have several ranges

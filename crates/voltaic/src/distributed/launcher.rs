@@ -29,6 +29,8 @@ const POLL: Duration = Duration::from_millis(25);
 const GRACE: Duration = Duration::from_secs(3);
 /// How long they have after Ctrl-C: a batch, a checkpoint.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(60);
+/// How long a rank waits for the launcher to show why another has ended.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// Longest end of a rank's output that is shown when it fails.
 const SHOWN_BYTES: u64 = 4096;
 
@@ -97,14 +99,21 @@ fn open_store(launch: &Launch) -> Result<(String, u16, Option<Store>)> {
     // the server listens on all addresses; its own client need not take the way that others take
     let (store, port) = Store::tcp("127.0.0.1", port, true, Duration::from_secs(30)).map_err(|error| {
         let world_size = launch.devices * launch.num_nodes;
-        let (reason, remedy) = if error.message.contains("EADDRINUSE") || error.message.contains("already in use") {
-            let remedy = "set MASTER_PORT to a free port, the same on all nodes";
-            (format!("MASTER_PORT={port} is in use on this host"), remedy)
-        } else {
-            (error.message, "check MASTER_PORT")
-        };
+        let (reason, remedy) =
+            if error.message.contains("EADDRINUSE") || error.message.contains("already in use") {
+                let remedy = "set MASTER_PORT to a free port, the same on all nodes";
+                (format!("MASTER_PORT={port} is in use on this host"), remedy)
+            } else {
+                (error.message, "check MASTER_PORT")
+            };
         let remedy = remedy.to_owned();
-        DistributedError::Rendezvous { rank: 0, world_size, address: format!("{address}:{port}"), reason, remedy }
+        DistributedError::Rendezvous {
+            rank: 0,
+            world_size,
+            address: format!("{address}:{port}"),
+            reason,
+            remedy,
+        }
     })?;
     Ok((address, port, Some(store)))
 }
@@ -164,9 +173,10 @@ fn redirect(command: &mut Command, path: &Path, append: bool) -> Result<PathBuf>
     }
     if !append {
         // another run may be writing to a file of this name: that one keeps its file
-        crate::distributed::launcher::remove(path)?;
+        remove(path)?;
     }
-    let file = File::options().create(true).append(true).open(path).map_err(|e| Error::io("create", path, e))?;
+    let file =
+        File::options().create(true).append(true).open(path).map_err(|e| Error::io("create", path, e))?;
     let second = file.try_clone().map_err(|e| Error::io("open", path, e))?;
     command.stdout(file).stderr(second);
     Ok(path.to_path_buf())
@@ -184,7 +194,10 @@ enum Outcome {
     /// By Ctrl-C or SIGTERM; with the exit code that tells.
     Interrupted(u8),
     /// This rank ended first, and not well.
-    Failed { index: usize, status: ExitStatus },
+    Failed {
+        index: usize,
+        status: ExitStatus,
+    },
 }
 
 /// Waits until all ranks have ended, one has failed, or a signal asks to end.
@@ -196,7 +209,9 @@ fn watch(ranks: &mut [Rank], signals: &Signals) -> Outcome {
             return Outcome::Interrupted(128 + signal as u8);
         }
         let mut failed: Vec<(usize, ExitStatus)> = Vec::new();
-        for (index, rank) in ranks.iter_mut().enumerate().filter(|(index, _)| !ended[*index]).collect::<Vec<_>>() {
+        for (index, rank) in
+            ranks.iter_mut().enumerate().filter(|(index, _)| !ended[*index]).collect::<Vec<_>>()
+        {
             if let Ok(Some(status)) = rank.child.try_wait() {
                 ended[index] = true;
                 if !status.success() {
@@ -311,7 +326,19 @@ impl Signals {
     }
 }
 
-/// Whether this rank was started by a launcher that shows why ranks end.
-pub(crate) fn has_launcher() -> bool {
-    std::env::var_os(LAUNCHER).is_some()
+/// To be called by a rank whose run has failed. One that has only noticed that another is gone lets the launcher show
+/// the reason first, which then ends this rank by SIGTERM.
+pub(crate) fn hold_back(error: &Error) {
+    let is_consequence = matches!(error, Error::Distributed(DistributedError::Collective(_)));
+    if !is_consequence || std::env::var_os(LAUNCHER).is_none() {
+        return;
+    }
+    let told = Arc::new(AtomicBool::new(false));
+    if signal_hook::flag::register(SIGTERM, told.clone()).is_err() {
+        return;
+    }
+    let deadline = Instant::now() + PATIENCE;
+    while !told.load(Ordering::Relaxed) && Instant::now() < deadline {
+        std::thread::sleep(POLL);
+    }
 }

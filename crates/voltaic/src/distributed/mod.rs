@@ -12,7 +12,9 @@ mod rendezvous;
 mod world;
 
 pub use crate::ffi::ReduceOp;
+pub(crate) use cluster::Wanted;
 pub use cluster::{ClusterEnvironment, Placement, RankPlacement, Variables};
+pub(crate) use launcher::hold_back;
 pub use launcher::{Launch, launch};
 pub use process_group::{Pending, ProcessGroup};
 pub use rendezvous::{JoinOptions, RunStore};

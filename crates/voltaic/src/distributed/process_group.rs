@@ -119,8 +119,7 @@ impl ProcessGroup {
     /// The tensors of all ranks in order, stacked: shape `[world_size, ..tensor.size()]`.
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
         let input = tensor.f_contiguous()?;
-        let size: Vec<i64> =
-            std::iter::once(self.world_size() as i64).chain(tensor.size()).collect();
+        let size: Vec<i64> = std::iter::once(self.world_size() as i64).chain(tensor.size()).collect();
         let output = input.f_new_empty(&size, (input.kind(), input.device()))?;
         let flat = output.f_flatten(0, -1)?;
         let flat_input = input.f_reshape([-1_i64])?;
@@ -321,8 +320,7 @@ fn to_bytes<T: Serialize>(value: &T) -> Result<Vec<u8>> {
 fn from_bytes<T: DeserializeOwned>(data: &Tensor) -> Result<T> {
     let mut bytes = vec![0_u8; data.numel()];
     data.f_copy_data(&mut bytes, data.numel())?;
-    serde_json::from_slice(&bytes)
-        .map_err(|error| Error::io("read", "a value of another rank", error.into()))
+    serde_json::from_slice(&bytes).map_err(|error| Error::io("read", "a value of another rank", error.into()))
 }
 
 /// Whether tensors of this device can be given to Gloo.
@@ -336,7 +334,11 @@ pub(super) fn gloo_serves(device: Device) -> bool {
 
 /// Where Gloo listens: on the interface that `GLOO_SOCKET_IFNAME` names, else on the one from which this host reaches
 /// the rendezvous. The host's own name is no good guide, since it often stands for a loopback address.
-pub(super) fn gloo_interface(named: Option<String>, host: &str, port: u16) -> Result<ffi::GlooInterface, String> {
+pub(super) fn gloo_interface(
+    named: Option<String>,
+    host: &str,
+    port: u16,
+) -> Result<ffi::GlooInterface, String> {
     use std::net::UdpSocket;
     if let Some(name) = named {
         return Ok(ffi::GlooInterface::Name(name));
@@ -347,7 +349,8 @@ pub(super) fn gloo_interface(named: Option<String>, host: &str, port: u16) -> Re
         socket.connect(address)?; // chooses a route; nothing is sent
         Ok(socket.local_addr()?.ip())
     };
-    let addresses = std::net::ToSocketAddrs::to_socket_addrs(&(host, port)).map_err(|error| error.to_string())?;
+    let addresses =
+        std::net::ToSocketAddrs::to_socket_addrs(&(host, port)).map_err(|error| error.to_string())?;
     let found = addresses.into_iter().find_map(|address| reached(address).ok());
     found
         .map(|address| ffi::GlooInterface::Address(address.to_string()))

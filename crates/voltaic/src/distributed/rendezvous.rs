@@ -75,10 +75,15 @@ pub(super) fn join(
     options: &JoinOptions,
 ) -> Result<(ProcessGroup, Arc<RunStore>)> {
     if !gloo_serves(options.device) {
-        let what = format!("{} ranks on {} need a back end that is not there", placement.world_size, options.device);
+        let what =
+            format!("{} ranks on {} need a back end that is not there", placement.world_size, options.device);
         let remedy = match options.device {
-            Device::Cuda(_) => "voltaic cannot reach NCCL without being linked to libtorch_cuda; use one device, or accelerator=cpu",
-            _ => "Habana's HCCL back end is reached through Python's libraries alone; use one card, or VOLTAIC_HPU=emulator",
+            Device::Cuda(_) => {
+                "voltaic cannot reach NCCL without being linked to libtorch_cuda; use one device, or accelerator=cpu"
+            }
+            _ => {
+                "Habana's HCCL back end is reached through Python's libraries alone; use one card, or VOLTAIC_HPU=emulator"
+            }
         };
         return Err(ConfigError::new("trainer.devices", what, remedy).into());
     }
@@ -87,14 +92,16 @@ pub(super) fn join(
     let store = run.0.with_prefix(&format!("attempt{}/group{generation}", placement.attempt))?;
     roll_call(placement, &store, options.timeout)?;
     let named = std::env::var("GLOO_SOCKET_IFNAME").ok().filter(|name| !name.is_empty());
-    let interface = gloo_interface(named, &placement.master_addr, placement.master_port)
-        .map_err(|reason| refuse(placement, reason, "check MASTER_ADDR and the network, or set GLOO_SOCKET_IFNAME"))?;
+    let interface =
+        gloo_interface(named, &placement.master_addr, placement.master_port).map_err(|reason| {
+            refuse(placement, reason, "check MASTER_ADDR and the network, or set GLOO_SOCKET_IFNAME")
+        })?;
     let (rank, world_size) = (placement.rank, placement.world_size);
     let backend = Backend::gloo(&store.with_prefix("gloo")?, rank, world_size, options.timeout, &interface)
         .map_err(|error| {
-            let remedy = "check that the nodes reach each other, or set GLOO_SOCKET_IFNAME";
-            refuse(placement, format!("{interface:?}: {}", error.message), remedy)
-        })?;
+        let remedy = "check that the nodes reach each other, or set GLOO_SOCKET_IFNAME";
+        refuse(placement, format!("{interface:?}: {}", error.message), remedy)
+    })?;
     tracing::debug!("rank {rank} of {world_size} has joined over {interface:?}");
     Ok((ProcessGroup::new(backend, "gloo", store, rank, world_size), run))
 }
@@ -172,7 +179,8 @@ fn roll_call(placement: &RankPlacement, store: &Store, timeout: Duration) -> Res
         match store.get("verdict", timeout + VERDICT_GRACE) {
             Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
             Err(error) => {
-                let reason = format!("rank 0 did not answer within {} s: {}", timeout.as_secs_f32(), error.message);
+                let reason =
+                    format!("rank 0 did not answer within {} s: {}", timeout.as_secs_f32(), error.message);
                 return Err(refuse(placement, reason, "look at the output of rank 0"));
             }
         }
@@ -220,5 +228,6 @@ fn count(world_size: usize, store: &Store, timeout: Duration) -> String {
 }
 
 fn host_name() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname").map_or_else(|_| "unknown host".to_owned(), |name| name.trim().to_owned())
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map_or_else(|_| "unknown host".to_owned(), |name| name.trim().to_owned())
 }

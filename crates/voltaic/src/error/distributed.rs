@@ -22,7 +22,9 @@ pub enum DistributedError {
     #[error("{0}")]
     Collective(Box<CollectiveFailure>),
     /// The ranks do not train the same model.
-    #[error("rank {rank} has {what}; build the same module, with the same trainable parameters, on all ranks")]
+    #[error(
+        "rank {rank} has {what}; build the same module, with the same trainable parameters, on all ranks"
+    )]
     Mismatch {
         /// Global rank of this process.
         rank: usize,

@@ -173,7 +173,12 @@ pub struct Backend(*mut sys::vt_group);
 // SAFETY: c10d's back ends have no thread affinity. Not Sync: operations must be started by one thread at a time.
 unsafe impl Send for Backend {}
 
-type Start = unsafe extern "C" fn(*const sys::vt_group, sys::vt_tensor, i32, *mut *mut sys::vt_work) -> *mut sys::vt_error;
+type Start = unsafe extern "C" fn(
+    *const sys::vt_group,
+    sys::vt_tensor,
+    i32,
+    *mut *mut sys::vt_work,
+) -> *mut sys::vt_error;
 
 impl Backend {
     /// Gloo. Returns when all ranks are connected.
@@ -269,8 +274,7 @@ impl Backend {
         let (input, output) = (input.as_ptr().cast_mut(), output.as_ptr().cast_mut());
         let mut work = ptr::null_mut();
         // SAFETY: as in `start`.
-        let error =
-            unsafe { sys::vt_group_reduce_scatter(self.0, input, output, op.number(), &mut work) };
+        let error = unsafe { sys::vt_group_reduce_scatter(self.0, input, output, op.number(), &mut work) };
         check("reduce_scatter", error)?;
         Ok(Work { work, op: "reduce_scatter" })
     }
@@ -380,12 +384,7 @@ pub fn reached_leaves<'a>(
     let mut reached = vec![0_u8; leaves.len()];
     // SAFETY: all tensors are borrowed for the call; `reached` has room for as many bytes as there are leaves.
     check("reached_leaves", unsafe {
-        sys::vt_reaches_leaves(
-            root.as_ptr().cast_mut(),
-            leaves.as_ptr(),
-            leaves.len(),
-            reached.as_mut_ptr(),
-        )
+        sys::vt_reaches_leaves(root.as_ptr().cast_mut(), leaves.as_ptr(), leaves.len(), reached.as_mut_ptr())
     })?;
     Ok(reached.into_iter().map(|flag| flag != 0).collect())
 }

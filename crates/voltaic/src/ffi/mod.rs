@@ -34,9 +34,7 @@ pub use backend::{
     BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, libtorch_library,
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,
 };
-pub use c10d::{
-    Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves,
-};
+pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
 pub use hlml::{Hlml, HlmlCard};
 pub use hpu::{
     HpuOptions, MAX_HPUS, adopt_hpu_plugin, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator,

@@ -3,6 +3,7 @@
 mod context;
 mod log_value;
 mod metrics;
+mod metrics_share;
 mod metrics_state;
 
 use tch::Tensor;

@@ -74,10 +74,15 @@ impl Bucket {
 /// layout they expect.
 fn view_like(part: &Tensor, param: &Tensor) -> Result<Tensor> {
     let (size, stride) = (param.size(), param.stride());
-    let mut dims: Vec<(i64, i64)> = stride.iter().copied().zip(size.iter().copied()).filter(|(_, n)| *n != 1).collect();
+    let mut dims: Vec<(i64, i64)> =
+        stride.iter().copied().zip(size.iter().copied()).filter(|(_, n)| *n != 1).collect();
     dims.sort_unstable();
     let mut expected = 1;
-    let is_dense = dims.iter().all(|&(stride, n)| std::mem::replace(&mut expected, expected * n) == stride);
+    let is_dense = dims.iter().all(|&(stride, n)| {
+        let fits = stride == expected;
+        expected *= n;
+        fits
+    });
     if is_dense { Ok(part.f_as_strided(&size, &stride, None)?) } else { Ok(part.f_view(size.as_slice())?) }
 }
 

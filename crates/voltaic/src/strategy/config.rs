@@ -72,7 +72,8 @@ impl Default for DdpConfig {
 impl DdpConfig {
     /// [`DdpConfig::timeout_secs`].
     pub fn timeout(&self) -> std::time::Duration {
-        std::time::Duration::try_from_secs_f64(self.timeout_secs).unwrap_or(crate::distributed::DEFAULT_TIMEOUT)
+        std::time::Duration::try_from_secs_f64(self.timeout_secs)
+            .unwrap_or(crate::distributed::DEFAULT_TIMEOUT)
     }
 }
 
@@ -92,7 +93,10 @@ impl StrategyConfig {
                 return refuse("bucket_cap_mb is 0".to_owned(), "use 1 or more; 25 is the default");
             }
             if !(config.timeout_secs > 0.0 && config.timeout_secs.is_finite()) {
-                return refuse(format!("timeout_secs is {}", config.timeout_secs), "use a positive number of seconds");
+                return refuse(
+                    format!("timeout_secs is {}", config.timeout_secs),
+                    "use a positive number of seconds",
+                );
             }
             Ok(StrategyPlan::Ddp { name, config: config.clone() })
         };
@@ -129,7 +133,10 @@ impl StrategyConfig {
             }
         };
         if name.to_lowercase().starts_with("hpu") && accelerator != "hpu" {
-            return refuse(format!("{name} needs accelerator=hpu, not {accelerator}"), "use ddp, or trainer.accelerator=hpu");
+            return refuse(
+                format!("{name} needs accelerator=hpu, not {accelerator}"),
+                "use ddp, or trainer.accelerator=hpu",
+            );
         }
         Ok(plan)
     }
@@ -165,11 +172,12 @@ mod tests {
 
     #[test]
     fn names_and_ranks_choose_a_strategy() {
-        let name = |name: &str, accelerator, ranks| match StrategyConfig::from(name).resolve(accelerator, ranks) {
-            Ok(StrategyPlan::SingleDevice) => "single".to_owned(),
-            Ok(StrategyPlan::Ddp { name, .. }) => name.to_owned(),
-            Err(error) => error.to_string(),
-        };
+        let name =
+            |name: &str, accelerator, ranks| match StrategyConfig::from(name).resolve(accelerator, ranks) {
+                Ok(StrategyPlan::SingleDevice) => "single".to_owned(),
+                Ok(StrategyPlan::Ddp { name, .. }) => name.to_owned(),
+                Err(error) => error.to_string(),
+            };
         for (given, accelerator, ranks, expected) in [
             ("auto", "cpu", 1, "single"),
             ("auto", "cpu", 2, "ddp"),

@@ -55,9 +55,14 @@ impl Strategy for Ddp {
         let Some(group) = self.peers().cloned() else { return Ok(()) };
         same_modules(&group, module)?;
         let values = module.parameters().into_iter().map(|parameter| parameter.detach());
-        broadcast(&group, values.chain(module.named_buffers().into_iter().map(|(_, buffer)| buffer.detach())))?;
-        let trainable = module.named_parameters().into_iter().filter(|(_, parameter)| parameter.requires_grad());
-        let trainable: Vec<_> = trainable.map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone())).collect();
+        broadcast(
+            &group,
+            values.chain(module.named_buffers().into_iter().map(|(_, buffer)| buffer.detach())),
+        )?;
+        let trainable =
+            module.named_parameters().into_iter().filter(|(_, parameter)| parameter.requires_grad());
+        let trainable: Vec<_> =
+            trainable.map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone())).collect();
         let reducer = Reducer::new(group, self.config.clone(), trainable)?;
         let params: Vec<Tensor> = reducer.params().iter().map(Tensor::shallow_clone).collect();
         let reducer = Arc::new(Mutex::new(reducer));
@@ -128,7 +133,8 @@ fn broadcast(group: &ProcessGroup, tensors: impl Iterator<Item = Tensor>) -> Res
         }
     }
     for (_, members) in by_kind {
-        let flat: Vec<Tensor> = members.iter().map(|tensor| tensor.f_reshape([-1_i64])).collect::<Result<_, _>>()?;
+        let flat: Vec<Tensor> =
+            members.iter().map(|tensor| tensor.f_reshape([-1_i64])).collect::<Result<_, _>>()?;
         let flat = Tensor::f_cat(&flat, 0)?;
         group.broadcast(&flat, 0)?;
         if group.rank() == 0 {
@@ -151,7 +157,10 @@ fn same_modules(group: &ProcessGroup, module: &dyn Module) -> Result<()> {
         let is_trained = if p.requires_grad() { "trained" } else { "frozen" };
         format!("{fqn} of shape {:?}, {:?}, {is_trained}", p.size(), p.kind())
     });
-    let buffers = module.named_buffers().into_iter().map(|(fqn, b)| format!("{fqn} of shape {:?}, {:?}", b.size(), b.kind()));
+    let buffers = module
+        .named_buffers()
+        .into_iter()
+        .map(|(fqn, b)| format!("{fqn} of shape {:?}, {:?}", b.size(), b.kind()));
     let own: Vec<String> = parameters.chain(buffers).collect();
     let first = group.broadcast_object(&own, 0)?;
     if own == first {

@@ -16,6 +16,7 @@ use crate::distributed::World;
 use crate::error::Result;
 use crate::nn::Module;
 
+pub(crate) use config::StrategyPlan;
 pub use config::{DdpConfig, GradientCompression, StrategyClass, StrategyConfig};
 pub use ddp::Ddp;
 
@@ -31,6 +32,15 @@ pub struct Votes {
 }
 
 impl Votes {
+    /// What either of two asks.
+    pub(crate) fn or(self, other: Self) -> Self {
+        Self {
+            interrupt: self.interrupt || other.interrupt,
+            terminate: self.terminate || other.terminate,
+            stop: self.stop || other.stop,
+        }
+    }
+
     pub(crate) fn numbers(self) -> [f32; 3] {
         [self.interrupt, self.terminate, self.stop].map(|vote| f32::from(u8::from(vote)))
     }

@@ -144,7 +144,8 @@ impl Reducer {
             ffi::fill_bucket(params(), &bucket.views, 1.0)?;
             ffi::adopt_grads(params(), &bucket.views)?;
             let _no_grad = tch::no_grad_guard();
-            let compressed = bucket.flat.f_to_kind(Kind::BFloat16)?.f_div_scalar(self.group.world_size() as f64)?;
+            let compressed =
+                bucket.flat.f_to_kind(Kind::BFloat16)?.f_div_scalar(self.group.world_size() as f64)?;
             let work = self.group.start_all_reduce(&compressed, ReduceOp::Sum)?;
             return Ok(Sent { work, compressed: Some(compressed) });
         }

@@ -43,7 +43,12 @@ struct State {
 pub(super) fn write<M: LightningModule>(session: &mut Session<M>, request: &CheckpointRequest) -> Result<()> {
     match &request.link_to {
         Some(target) => link(target, &request.path)?,
-        None => collect(session, request.weights_only)?.save(&request.path)?,
+        None => {
+            collect(session, request.weights_only)?.save(&request.path)?;
+            if !request.weights_only {
+                session.run.note_checkpoint(&request.path)?;
+            }
+        }
     }
     request.then_remove.iter().try_for_each(|old| checkpoint::remove_file(old))
 }
@@ -233,8 +238,16 @@ fn restore_callbacks(callbacks: &mut [Box<dyn Callback>], states: &[(String, Val
     Ok(())
 }
 
-/// Finds the file that `best`, `last` or a path means.
+/// Finds the file that `best`, `last` or a path means, on rank 0.
 pub(super) fn find(run: &Run, ckpt_path: &str) -> Result<Option<PathBuf>> {
+    if !matches!(ckpt_path, "best" | "last") {
+        return Ok(Some(PathBuf::from(ckpt_path)));
+    }
+    let found = if run.world().is_global_zero() { find_own(run, ckpt_path)? } else { None };
+    run.world().of_rank_zero(found)
+}
+
+fn find_own(run: &Run, ckpt_path: &str) -> Result<Option<PathBuf>> {
     let missing = |what: &str, remedy: &str| Err(ConfigError::new("ckpt_path", what, remedy).into());
     let saved: Vec<CheckpointPaths> =
         run.callbacks.iter().filter_map(|callback| callback.checkpoint_paths()).collect();

@@ -3,6 +3,7 @@
 use tch::Tensor;
 
 use super::EvalMetrics;
+use super::plan::FitPlan;
 use super::session::{BatchFacts, HookPoint, Session, call_hook};
 use crate::data::{Batch, DataLoader, EpochRange, Stage};
 use crate::error::Result;
@@ -29,14 +30,15 @@ impl<M: LightningModule> Session<'_, M> {
     ) -> Result<()> {
         let metrics = self.validate(&EvalLoaders { loaders: val, num_batches })?;
         drop(metrics);
-        Ok(())
+        self.agree()
     }
 
     /// Runs a few validation batches before training. Leaves no metrics and no change of random state behind.
-    pub(super) fn sanity_check(&mut self, val: &[DataLoader<M::Batch>], num_batches: &[usize]) -> Result<()> {
+    pub(super) fn sanity_check(&mut self, val: &[DataLoader<M::Batch>], plan: &FitPlan) -> Result<()> {
+        let FitPlan { num_val_batches: num_batches, has_val_batches, .. } = plan;
         let limit = self.plan.num_sanity_val_steps.unwrap_or(usize::MAX);
         let num_batches: Vec<usize> = num_batches.iter().map(|&batches| batches.min(limit)).collect();
-        if num_batches.iter().sum::<usize>() == 0 {
+        if !has_val_batches || limit == 0 {
             return Ok(());
         }
         let rng = super::seed::rng_states(self.plan.device)?;
@@ -108,6 +110,7 @@ impl<M: LightningModule> Session<'_, M> {
     fn evaluate<T>(&mut self, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let _no_grad = tch::no_grad_guard();
         set_training(self.module, false);
+        self.run.strategy.begin_forward(self.module)?;
         self.run.metrics.begin_eval();
         let result = body(self);
         if self.stage == Stage::Fit {
@@ -151,7 +154,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.run.metrics.discard_eval();
             return Ok(Vec::new());
         }
-        let values = self.run.metrics.finish_eval(); // sync point
+        let values = self.run.metrics.finish_eval()?; // sync point
         self.log(values.logged, self.eval_step())?;
         Ok(values.all)
     }

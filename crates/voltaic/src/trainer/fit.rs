@@ -86,6 +86,9 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.metrics.begin_train_batch();
         call_hook!(self, on_train_batch_start, Train, Step, facts)?;
 
+        if opens_window {
+            self.run.strategy.begin_forward(self.module)?;
+        }
         let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(&batch, ctx))?;
         check_loss(&loss)?;
         if opens_window {
@@ -94,10 +97,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let loss = if window > 1 { loss.f_div_scalar(window as f64)? } else { loss };
         call_hook!(self, on_before_backward, Train, Step, facts)?;
-        match &self.run.grad_scaler {
-            Some(scaler) => scaler.scale(&loss)?.f_backward()?,
-            None => loss.f_backward()?,
-        }
+        self.backward(&loss, closes_window)?;
         call_hook!(self, on_after_backward, Train, Step, facts)?;
 
         if closes_window {
@@ -169,7 +169,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     fn validation_is_due(&self, plan: &FitPlan) -> bool {
         let progress = &self.run.progress;
-        if plan.num_val_batches.iter().sum::<usize>() == 0 {
+        if !plan.has_val_batches {
             return false;
         }
         match self.plan.check_val_every_n_epoch {
@@ -185,14 +185,15 @@ impl<M: LightningModule> Session<'_, M> {
     /// short is left open, so that a resumed run finishes it.
     fn end_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
         let is_complete = self.run.progress.batch_idx as usize >= loaders.plan.num_training_batches;
-        self.run.progress.epoch_ended = is_complete || self.run.requests.stop.is_some();
-        self.run.metrics.publish_train_epoch(); // sync point
+        self.run.progress.epoch_ended = is_complete || self.is_asked_to_stop();
+        self.run.metrics.publish_train_epoch()?; // sync point
         call_hook!(self, on_train_epoch_end, Train, EpochOnly)?;
+        self.agree()?;
         self.step_schedulers(Interval::Epoch, true)?;
         if !self.run.progress.epoch_ended {
             self.write_checkpoints()?; // with the metrics so far, to which a resumed run adds
         }
-        let values = self.run.metrics.finish_train_epoch(); // sync point
+        let values = self.run.metrics.finish_train_epoch()?; // sync point
         self.write_checkpoints()?;
         self.log(values, self.run.progress.global_step.saturating_sub(1))?;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.save())
@@ -206,7 +207,7 @@ impl<M: LightningModule> Session<'_, M> {
     fn stop_is_granted(&self) -> bool {
         let progress = &self.run.progress;
         let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
-        self.run.requests.stop.is_some()
+        self.is_asked_to_stop()
             && epochs >= self.plan.min_epochs
             && progress.global_step >= self.plan.min_steps
     }

@@ -10,6 +10,7 @@ mod fit;
 mod guard;
 mod optimizers;
 mod plan;
+mod ranks;
 mod schedule;
 mod seed;
 mod session;
@@ -22,11 +23,13 @@ use tch::Tensor;
 
 use crate::checkpoint::Checkpoint;
 use crate::data::{DataLoader, DataModule, Stage};
+use crate::distributed::World;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::{LightningModule, MetricStore, Progress, Requests};
-use crate::nn::{ModuleExt, set_training};
+use crate::nn::{ModuleExt, SyncBatchNorm, set_training};
 use crate::optim::Optimizers;
+use crate::strategy::Votes;
 
 pub use crate::accelerator::Devices;
 pub use builder::TrainerBuilder;
@@ -97,19 +100,29 @@ impl Trainer {
     {
         let _engine = SingleThreadedEngine::enter()?;
         let ckpt_path = self.ckpt_path.take();
+        let ckpt_path = self.run.after_restart(ckpt_path)?;
         // nothing of an earlier fit may show in this one
         self.run.requests = Requests::default();
-        self.run.metrics = MetricStore::default();
+        self.run.metrics = MetricStore::of_ranks(self.run.world().group().cloned());
+        self.run.agreed = Votes::default();
         self.run.progress = Progress::default();
         self.setup(module, data, Stage::Fit)?;
         let mut loaders = self.fit_loaders(data)?;
         let optimizers = self.optimizers.clone();
+        let _sync = self
+            .run
+            .world()
+            .group()
+            .filter(|_| self.plan.ranks.sync_batchnorm)
+            .cloned()
+            .map(SyncBatchNorm::over);
         let mut session = self.session(module, Stage::Fit)?;
         let result = fit_session(&mut session, &mut loaders, optimizers, ckpt_path.as_deref());
         if let Err(error) = &result {
             session.on_exception(error);
         }
         drop(session);
+        self.run.strategy.teardown();
         result?;
         self.finish(module, data, Stage::Fit)
     }
@@ -192,6 +205,21 @@ impl Trainer {
         self.run.loggers.iter().flat_map(|logger| logger.files()).collect()
     }
 
+    /// Whether this process is the one of all ranks that prints and writes files.
+    pub fn is_global_zero(&self) -> bool {
+        self.run.world().is_global_zero()
+    }
+
+    /// The ranks of the run, and which of them this process is.
+    pub fn world(&self) -> &World {
+        self.run.world()
+    }
+
+    /// Name of the strategy, such as `ddp`.
+    pub fn strategy(&self) -> &'static str {
+        self.run.strategy.name()
+    }
+
     /// Folder of this run: where the first logger writes, else `default_root_dir`.
     pub fn log_dir(&self) -> &std::path::Path {
         &self.run.facts.log_dir
@@ -221,17 +249,20 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         let fail = |hook| move |source| hook_error(hook, 0, source);
-        guarded(|| data.prepare_data()).map_err(fail("prepare_data"))?;
+        if self.run.world().local_rank == 0 {
+            guarded(|| data.prepare_data()).map_err(fail("prepare_data"))?;
+        }
+        self.run.world().barrier()?;
         guarded(|| data.setup(stage)).map_err(fail("setup of the data module"))?;
         for callback in &mut self.run.callbacks {
             guarded(|| callback.setup(stage, module)).map_err(fail("setup of a callback"))?;
         }
         guarded(|| module.setup(stage)).map_err(fail("setup"))?;
         module.to_device(self.plan.device)?;
-        match self.plan.precision.true_dtype() {
-            Some(dtype) => module.to_dtype(dtype),
-            None => Ok(()),
+        if let Some(dtype) = self.plan.precision.true_dtype() {
+            module.to_dtype(dtype)?;
         }
+        self.run.strategy.setup(module)
     }
 
     fn finish<M, D>(&mut self, module: &mut M, data: &mut D, stage: Stage) -> Result<()>
@@ -245,7 +276,8 @@ impl Trainer {
             guarded(|| callback.teardown(stage, module)).map_err(fail("teardown of a callback"))?;
         }
         guarded(|| module.teardown(stage)).map_err(fail("teardown"))?;
-        self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))?;
+        self.run.world().barrier() // what rank 0 has written is there
     }
 
     fn fit_loaders<B, D>(&mut self, data: &mut D) -> Result<FitLoaders<B>>
@@ -261,10 +293,13 @@ impl Trainer {
         };
         let mut val = guarded(|| data.val_dataloaders()).map_err(fail("val_dataloaders"))?;
         self.run.seed = global_seed();
+        ranks::shard_train(&mut train, &self.plan, self.run.world())?;
+        ranks::shard_eval(&mut val, &self.plan, self.run.world())?;
         train.set_seed(self.run.seed);
         val.iter_mut().for_each(|loader| loader.set_seed(self.run.seed));
         let available: Vec<usize> = val.iter().map(DataLoader::num_batches).collect();
-        let plan = FitPlan::new(&self.plan, train.num_batches(), &available)?;
+        let mut plan = FitPlan::new(&self.plan, train.num_batches(), &available)?;
+        plan.has_val_batches = self.run.world().of_rank_zero(plan.has_val_batches)?;
         let facts = &mut self.run.facts;
         facts.num_training_batches = plan.num_training_batches;
         facts.train_batch_size = train.batch_size();
@@ -301,6 +336,7 @@ impl Trainer {
             return Err(ConfigError::new("data", what, format!("implement DataModule::{method}")).into());
         }
         loaders.iter_mut().for_each(|loader| loader.set_seed(global_seed()));
+        ranks::shard_eval(&mut loaders, &self.plan, self.run.world())?;
         let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
         let num_batches = limit_batches(limit_key, limit, &available)?;
         self.run.facts.num_eval_batches = num_batches.iter().sum();
@@ -337,7 +373,7 @@ fn fit_session<M: LightningModule>(
     if !hyper_parameters.is_null() {
         session.run.loggers.iter_mut().try_for_each(|logger| logger.log_hyperparams(&hyper_parameters))?;
     }
-    session.sanity_check(&loaders.val, &loaders.plan.num_val_batches)?;
+    session.sanity_check(&loaders.val, &loaders.plan)?;
     seed::set_rng_states(&rng)?;
     session.train(loaders)?;
     call_hook!(session, on_fit_end, Train, Denied)?;

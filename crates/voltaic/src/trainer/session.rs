@@ -12,6 +12,7 @@ use super::signals::Signals;
 use crate::accelerator::Accelerator;
 use crate::callback::Callback;
 use crate::data::{Batch, Stage};
+use crate::distributed::{global_rank, hold_back};
 use crate::error::{Error, Result};
 use crate::logger::Logger;
 use crate::module::{
@@ -20,10 +21,14 @@ use crate::module::{
 use crate::nn::Module;
 use crate::optim::Optimizer;
 use crate::precision::{GradScaler, autocast};
+use crate::strategy::{Strategy, Votes};
 
 /// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
 pub(super) struct Run {
     pub accelerator: Box<dyn Accelerator>,
+    pub strategy: Box<dyn Strategy>,
+    /// What any rank has been asked, as far as all know.
+    pub agreed: Votes,
     pub callbacks: Vec<Box<dyn Callback>>,
     pub loggers: Vec<Box<dyn Logger>>,
     pub progress: Progress,
@@ -132,7 +137,7 @@ impl<M: LightningModule> Session<'_, M> {
                 guarded(|| of_module(self.module, &mut ctx))
                     .map_err(|source| hook_error(point.name, global_step, source))?;
                 if point.name == "on_train_epoch_end" {
-                    run.metrics.publish_train_epoch(); // what the epoch's end logged may be monitored
+                    run.metrics.publish_train_epoch()?; // what the epoch's end logged may be monitored
                 }
             }
         }
@@ -158,13 +163,16 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Reports a mistake made in logging.
     fn check_logged(&mut self) -> Result<()> {
-        self.run.metrics.take_problem().map_or(Ok(()), |problem| Err(problem.into()))
+        self.run.metrics.take_problem().map_or(Ok(()), Err)
     }
 
     /// Writes the checkpoints that hooks have asked for. Called only where a resumed run can go on: between batches,
     /// when validation and schedules have had their turn.
     pub(super) fn write_checkpoints(&mut self) -> Result<()> {
         let requests = std::mem::take(&mut self.run.requests.checkpoints);
+        if !self.run.world().is_global_zero() {
+            return Ok(()); // rank 0 writes
+        }
         requests.iter().try_for_each(|request| checkpointing::write(self, request))
     }
 
@@ -216,7 +224,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// An error if a signal asked the run to end.
     pub(super) fn check_signals(&self) -> Result<()> {
-        match self.signals.received() {
+        match self.agreed_signal() {
             Some(signal) => Err(Error::Interrupted { signal, global_step: self.run.progress.global_step }),
             None => Ok(()),
         }
@@ -224,6 +232,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Tells callbacks and loggers that the run failed.
     pub(super) fn on_exception(&mut self, error: &Error) {
+        hold_back(error);
         let run = &mut *self.run;
         run.requests.checkpoints.clear();
         run.requests.rows.clear();
@@ -246,7 +255,10 @@ impl<M: LightningModule> Session<'_, M> {
         for callback in &mut run.callbacks {
             callback.on_exception(&mut ctx, error);
         }
-        for request in std::mem::take(&mut self.run.requests.checkpoints) {
+        let is_global_zero = self.run.world().is_global_zero();
+        for request in
+            std::mem::take(&mut self.run.requests.checkpoints).into_iter().filter(|_| is_global_zero)
+        {
             if let Err(second) = checkpointing::write(self, &request) {
                 tracing::warn!("the checkpoint after the failure could not be written: {second}");
             }
@@ -260,5 +272,5 @@ impl<M: LightningModule> Session<'_, M> {
 }
 
 pub(super) fn hook_error(hook: &'static str, global_step: u64, source: anyhow::Error) -> Error {
-    Error::Hook { hook, rank: 0, global_step, source }
+    Error::Hook { hook, rank: global_rank(), global_step, source }
 }
