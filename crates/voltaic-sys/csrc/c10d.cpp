@@ -25,6 +25,7 @@ struct vt_group {
 struct vt_work {
   c10::intrusive_ptr<c10d::Work> work;
   std::vector<at::Tensor> tensors;
+  bool is_over = false; // waited for: a send or receive must not be waited for twice
 };
 
 namespace {
@@ -205,13 +206,17 @@ vt_error *vt_group_all_reduce_sum_function(const vt_group *group, vt_tensor inpu
   return voltaic::guard([&] { *output = new at::Tensor(AllReduceSum::apply(*input, group->backend)); });
 }
 
-vt_error *vt_work_wait(const vt_work *work) {
-  return voltaic::guard([&] { TORCH_CHECK(work->work->wait(), "the operation was aborted"); });
+vt_error *vt_work_wait(vt_work *work) {
+  return voltaic::guard([&] {
+    work->is_over = true;
+    TORCH_CHECK(work->work->wait(), "the operation was aborted");
+  });
 }
 
 void vt_work_free(vt_work *work) {
   // the back end may be writing to the tensors still
-  vt_error_free(vt_work_wait(work));
+  if (!work->is_over)
+    vt_error_free(vt_work_wait(work));
   delete work;
 }
 

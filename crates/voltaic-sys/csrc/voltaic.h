@@ -210,8 +210,8 @@ vt_error *vt_group_barrier(const vt_group *group, vt_work **work);
 // The sum over the ranks, at once. Its gradient is the sum over the ranks of the gradients.
 vt_error *vt_group_all_reduce_sum_function(const vt_group *group, vt_tensor input, vt_tensor *output);
 // Waits until the operation is done, at most as long as the group's time-out.
-vt_error *vt_work_wait(const vt_work *work);
-// Waits first.
+vt_error *vt_work_wait(vt_work *work);
+// Waits first, unless that has been done.
 void vt_work_free(vt_work *work);
 
 // views[i] = grad of params[i] * scale; zeros where there is no gradient.

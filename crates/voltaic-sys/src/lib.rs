@@ -312,7 +312,7 @@ unsafe extern "C" {
         input: vt_tensor,
         output: *mut vt_tensor,
     ) -> *mut vt_error;
-    pub fn vt_work_wait(work: *const vt_work) -> *mut vt_error;
+    pub fn vt_work_wait(work: *mut vt_work) -> *mut vt_error;
     pub fn vt_work_free(work: *mut vt_work);
     pub fn vt_bucket_fill(
         params: *const vt_tensor,

@@ -134,14 +134,16 @@ fn finish(trainer: &Trainer, net: &Net, folder: &Path) {
             .unwrap();
     }
     for name in ["train_loss_epoch", "val_loss", "val_samples"] {
-        println!("{name}={}", trainer.metric(name).unwrap());
+        println!("\n{name}={}", trainer.metric(name).unwrap());
     }
 }
 
 /// The weights that a folder holds, without the buffer, which counts what one rank saw.
 fn weights(folder: &Path) -> Vec<(String, Tensor)> {
     let all = Checkpoint::load(&folder.join("end.ckpt")).unwrap().weights;
-    all.into_iter().filter(|(name, _)| name != "seen").collect()
+    let mut weights: Vec<_> = all.into_iter().filter(|(name, _)| name != "seen").collect();
+    weights.sort_by(|a, b| a.0.cmp(&b.0));
+    weights
 }
 
 fn values(text: &str, name: &str) -> f64 {

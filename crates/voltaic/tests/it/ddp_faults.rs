@@ -105,7 +105,7 @@ fn a_rank_that_ends_or_hangs_takes_the_others_down() {
         ("killed", "launcher: rank 1 (local rank 1", "was killed by signal 9", 137),
         ("killed in a collective", "launcher: rank 1 (local rank 1", "was killed by signal 9", 137),
         ("fails", "launcher: rank 1 (local rank 1", "the data of rank 1 is broken", 1),
-        ("hangs", "error: all_reduce (operation", "rank 1 did not take part", 1),
+        ("hangs", "error: broadcast (operation", "rank 1 did not take part", 1),
     ];
     for (fault, ..) in cases {
         if plays(fault) {
