@@ -90,21 +90,24 @@ impl Strategy for Ddp {
         }
     }
 
-    fn backward(&mut self, loss: &Tensor, syncs: bool, votes: Votes) -> Result<Votes> {
-        let Some(reducer) = self.reducer.as_ref().filter(|_| syncs) else {
-            loss.f_backward()?;
-            // votes wait for a backward that averages
-            return Ok(if self.reducer.is_some() { Votes::default() } else { votes });
-        };
-        let lock = || reducer.lock().unwrap_or_else(PoisonError::into_inner);
-        lock().begin(loss, votes)?;
-        let done = loss.f_backward();
-        let mut reducer = lock();
-        if let Err(error) = done {
-            reducer.is_active = false;
-            return Err(reducer.failure.take().unwrap_or_else(|| error.into()));
+    fn begin_backward(&mut self, loss: &Tensor, syncs: bool, votes: Votes) -> Result<()> {
+        match &self.reducer {
+            Some(reducer) if syncs => {
+                reducer.lock().unwrap_or_else(PoisonError::into_inner).begin(loss, votes)
+            }
+            _ => Ok(()),
         }
-        reducer.finish()
+    }
+
+    fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {
+        let Some(reducer) = &self.reducer else { return done.map(|()| Votes::default()) };
+        let mut reducer = reducer.lock().unwrap_or_else(PoisonError::into_inner);
+        let was_active = std::mem::take(&mut reducer.is_active);
+        match done {
+            Err(error) => Err(reducer.failure.take().unwrap_or(error)),
+            Ok(()) if was_active => reducer.finish(),
+            Ok(()) => Ok(Votes::default()),
+        }
     }
 
     fn agree(&self, votes: Votes) -> Result<Votes> {

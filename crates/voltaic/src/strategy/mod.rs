@@ -54,7 +54,7 @@ impl Votes {
 /// How training is spread over ranks.
 ///
 /// # Collective
-/// All ranks call [`Strategy::setup`], [`Strategy::begin_forward`], [`Strategy::backward`] and [`Strategy::agree`] in the
+/// All ranks call [`Strategy::setup`], [`Strategy::begin_forward`], [`Strategy::begin_backward`], [`Strategy::end_backward`] and [`Strategy::agree`] in the
 /// same order.
 pub trait Strategy: fmt::Debug + Send {
     /// The name that chooses it, such as `ddp`.
@@ -79,16 +79,20 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(())
     }
 
-    /// Backward. With `syncs` the gradients are averaged over the ranks when it returns, and the votes of all ranks are
-    /// put together; without it (an accumulation window is open) they stay this rank's.
+    /// Called before backward from `loss`. With `syncs` the gradients are to be averaged over the ranks; without it (an
+    /// accumulation window is open) they stay this rank's.
     ///
     /// # Errors
-    /// libtorch's; [`DistributedError`](crate::error::DistributedError) if a rank is gone or a parameter has no part in
-    /// the loss.
-    fn backward(&mut self, loss: &Tensor, _syncs: bool, votes: Votes) -> Result<Votes> {
-        loss.f_backward()?;
-        Ok(votes)
-    }
+    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone.
+    fn begin_backward(&mut self, loss: &Tensor, syncs: bool, votes: Votes) -> Result<()>;
+
+    /// Called after backward, with how it went: gradients are averaged when it returns. Returns the votes of all ranks;
+    /// none if this backward did not average, since they wait for one that does.
+    ///
+    /// # Errors
+    /// Why backward failed; [`DistributedError`](crate::error::DistributedError) if a rank is gone or a parameter has no
+    /// part in the loss.
+    fn end_backward(&mut self, done: Result<()>) -> Result<Votes>;
 
     /// Puts the votes of all ranks together.
     ///
@@ -106,6 +110,7 @@ pub trait Strategy: fmt::Debug + Send {
 #[derive(Debug, Default)]
 pub struct SingleDevice {
     world: World,
+    votes: Votes,
 }
 
 impl Strategy for SingleDevice {
@@ -115,5 +120,14 @@ impl Strategy for SingleDevice {
 
     fn world(&self) -> &World {
         &self.world
+    }
+
+    fn begin_backward(&mut self, _loss: &Tensor, _syncs: bool, votes: Votes) -> Result<()> {
+        self.votes = votes;
+        Ok(())
+    }
+
+    fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {
+        done.map(|()| self.votes)
     }
 }

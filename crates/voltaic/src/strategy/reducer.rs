@@ -46,6 +46,8 @@ pub(super) struct Reducer {
     learnt: Option<Vec<usize>>,
     /// Which parameters have a part in every loss, once `static_graph` has found out.
     reached: Option<Vec<bool>>,
+    /// Gradients that parameters without a part in this rank's loss had before.
+    before: Vec<(usize, Tensor)>,
     /// Votes are in the first bucket that have to be taken out.
     has_votes: bool,
     /// Why a hook failed.
@@ -71,6 +73,7 @@ impl Reducer {
             is_active: false,
             learnt: learns.then(Vec::new),
             reached: None,
+            before: Vec::new(),
             has_votes: false,
             failure: None,
         };
@@ -113,7 +116,10 @@ impl Reducer {
                 Some(reached) => reached,
                 None => ffi::reached_leaves(loss, &self.params)?,
             };
+            self.before.clear();
             for index in (0..self.params.len()).filter(|&index| !reached[index]) {
+                let grad = self.params[index].grad();
+                self.before.push((index, if grad.defined() { grad.copy() } else { grad }));
                 self.ready(index)?; // zeros, or what an accumulation window holds of it
             }
             self.reached = Some(reached);
@@ -156,7 +162,6 @@ impl Reducer {
 
     /// After backward: waits for the buckets. Returns the votes of all ranks.
     pub fn finish(&mut self) -> Result<Votes> {
-        self.is_active = false;
         let rank = self.group.rank();
         if self.sent.len() < self.buckets.len() {
             let absent = self.places.iter().zip(&self.names).filter(|(place, _)| !place.is_ready);
@@ -172,21 +177,25 @@ impl Reducer {
         }
         let votes = self.take_votes()?;
         if self.config.find_unused_parameters && !self.config.static_graph {
-            self.drop_grads_of_unused()?;
+            self.restore_unused()?;
         }
         self.learn()?;
         Ok(votes)
     }
 
-    /// Parameters without a part in the loss of any rank keep no gradient, so that the optimizer leaves them alone.
-    fn drop_grads_of_unused(&self) -> Result<()> {
+    /// Parameters without a part in the loss of any rank keep the gradient they had, mostly none, so that the optimizer
+    /// leaves them alone.
+    fn restore_unused(&mut self) -> Result<()> {
         let Some(reached) = &self.reached else { return Ok(()) };
         let used: Vec<i32> = reached.iter().map(|&reached| i32::from(reached)).collect();
         let used = Tensor::f_from_slice(&used)?;
         self.group.all_reduce(&used, ReduceOp::Max)?;
         let used: Vec<i32> = Vec::try_from(&used)?;
-        let unused = self.params.iter().zip(used).filter(|(_, used)| *used == 0).map(|(param, _)| param);
-        Ok(ffi::clear_grads(unused)?)
+        for (index, grad) in self.before.drain(..).filter(|(index, _)| used[*index] == 0) {
+            let param = &self.params[index];
+            if grad.defined() { ffi::set_grad(param, &grad)? } else { ffi::clear_grads([param])? }
+        }
+        Ok(())
     }
 
     /// Makes buckets in the order in which rank 0's gradients came.

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::config::TrainerConfig;
+use super::hooks::{BatchFacts, Parts};
 use super::plan::{Problems, TrainPlan};
 use super::session::{Run, Session};
 use crate::accelerator::{Accelerator, Devices};
@@ -10,7 +11,7 @@ use crate::data::{Batch, DataLoader, Remainder};
 use crate::device::Device;
 use crate::distributed::{self, Placement, Variables, Wanted, World};
 use crate::error::{ConfigError, DeviceError, Result};
-use crate::module::LightningModule;
+use crate::module::{LightningModule, Requests, StepState};
 use crate::strategy::{Ddp, SingleDevice, Strategy, StrategyPlan, Votes};
 
 /// Where the newest checkpoint of a run is, for ranks that are started anew: two paths, one a line, the newest first.
@@ -197,31 +198,38 @@ impl Run {
     }
 }
 
-impl<M: LightningModule> Session<'_, M> {
-    /// What this rank has been asked.
-    pub(super) fn votes(&self) -> Votes {
-        let received = self.signals.received();
-        Votes {
-            interrupt: received == Some("SIGINT"),
-            terminate: received == Some("SIGTERM"),
-            stop: self.run.requests.stop.is_some(),
-        }
+/// What this rank has been asked.
+fn votes(signal: Option<&str>, requests: &Requests) -> Votes {
+    Votes {
+        interrupt: signal == Some("SIGINT"),
+        terminate: signal == Some("SIGTERM"),
+        stop: requests.stop.is_some(),
     }
+}
 
-    /// Backward; with `syncs` all ranks have the mean gradients and know each other's votes afterwards.
-    pub(super) fn backward(&mut self, loss: &tch::Tensor, syncs: bool) -> Result<()> {
-        let votes = self.votes();
-        let agreed = match &self.run.grad_scaler {
-            Some(scaler) => self.run.strategy.backward(&scaler.scale(loss)?, syncs, votes)?,
-            None => self.run.strategy.backward(loss, syncs, votes)?,
-        };
-        self.run.agreed = self.run.agreed.or(agreed);
+impl Parts<'_> {
+    /// The module's backward; with `syncs` all ranks have the mean gradients and know each other's votes afterwards.
+    pub(super) fn backward<M: LightningModule>(
+        &mut self,
+        state: StepState<'_>,
+        module: &M,
+        batch: &BatchFacts<'_>,
+        loss: &tch::Tensor,
+        syncs: bool,
+    ) -> Result<()> {
+        let scaled = self.grad_scaler.as_ref().map(|scaler| scaler.scale(loss)).transpose()?;
+        let loss = scaled.as_ref().unwrap_or(loss);
+        self.strategy.begin_backward(loss, syncs, votes(self.signal, self.requests))?;
+        let done = self.module_call(state, module, "backward", batch, |m, ctx| m.backward(loss, ctx));
+        *self.agreed = self.agreed.or(self.strategy.end_backward(done)?);
         Ok(())
     }
+}
 
+impl<M: LightningModule> Session<'_, M> {
     /// Lets all ranks know what any of them has been asked; where there is no backward that does.
     pub(super) fn agree(&mut self) -> Result<()> {
-        let agreed = self.run.strategy.agree(self.votes())?;
+        let agreed = self.run.strategy.agree(votes(self.signals.received(), &self.run.requests))?;
         self.run.agreed = self.run.agreed.or(agreed);
         Ok(())
     }

@@ -122,12 +122,12 @@ pub fn loaders(ranks: Option<usize>) -> Loaders<(Tensor, Tensor)> {
     Loaders::new().train(train.build().unwrap()).val(val)
 }
 
-fn builder(folder: &Path) -> TrainerBuilder {
+pub fn builder(folder: &Path) -> TrainerBuilder {
     silent().max_epochs(3).default_root_dir(folder)
 }
 
 /// Weights after training, and metrics, as rank 0 or a process alone leaves them.
-fn finish(trainer: &Trainer, net: &Net, folder: &Path) {
+pub fn finish(trainer: &Trainer, net: &Net, folder: &Path) {
     if trainer.is_global_zero() {
         Checkpoint { weights: net.state_dict(), ..Checkpoint::default() }
             .save(&folder.join("end.ckpt"))
@@ -139,7 +139,7 @@ fn finish(trainer: &Trainer, net: &Net, folder: &Path) {
 }
 
 /// The weights that a folder holds, without the buffer, which counts what one rank saw.
-fn weights(folder: &Path) -> Vec<(String, Tensor)> {
+pub fn weights(folder: &Path) -> Vec<(String, Tensor)> {
     let all = Checkpoint::load(&folder.join("end.ckpt")).unwrap().weights;
     let mut weights: Vec<_> = all.into_iter().filter(|(name, _)| name != "seen").collect();
     weights.sort_by(|a, b| a.0.cmp(&b.0));
@@ -155,7 +155,7 @@ fn values(text: &str, name: &str) -> f64 {
 }
 
 /// One process that accumulates the gradients of the batches of `ranks`.
-fn alone(ranks: usize, windows: u64) -> (TempDir, Vec<(String, Tensor)>, f64, f64) {
+pub fn alone(ranks: usize, windows: u64) -> (TempDir, Vec<(String, Tensor)>, f64, f64) {
     let folder = TempDir::new().unwrap();
     let mut trainer = builder(folder.path()).accumulate_grad_batches(ranks as u64 * windows).build().unwrap();
     let mut net = Net::new();
@@ -166,16 +166,16 @@ fn alone(ranks: usize, windows: u64) -> (TempDir, Vec<(String, Tensor)>, f64, f6
     (folder, weights, metrics.0, metrics.1)
 }
 
-fn folder_of_parent() -> PathBuf {
+pub fn folder_of_parent() -> PathBuf {
     PathBuf::from(std::env::var_os(FOLDER).unwrap())
 }
 
 /// Runs a test again as `part` in a process that starts the ranks; returns what rank 0 printed.
-fn run_ranks(test: &str, part: &str, folder: &Path) -> String {
+pub fn run_ranks(test: &str, part: &str, folder: &Path) -> String {
     text_of(&own_process(test, part).env(FOLDER, folder).output().unwrap())
 }
 
-fn assert_same(own: &[(String, Tensor)], expected: &[(String, Tensor)]) {
+pub fn assert_same(own: &[(String, Tensor)], expected: &[(String, Tensor)]) {
     assert_eq!(own.len(), expected.len());
     for ((name, own), (_, expected)) in own.iter().zip(expected) {
         let difference = (own - expected).abs().max().double_value(&[]);

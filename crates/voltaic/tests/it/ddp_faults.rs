@@ -45,7 +45,7 @@ impl Callback for Fault {
     fn on_before_optimizer_step(
         &mut self,
         ctx: &mut HookContext,
-        _module: &mut dyn Module,
+        _module: &dyn Module,
     ) -> anyhow::Result<()> {
         // rank 1 is gone when rank 0 is in the middle of its all_reduce
         if self.0 == "killed in a collective" && ctx.global_step() == 1 {

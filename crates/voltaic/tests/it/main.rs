@@ -9,6 +9,7 @@
 )]
 
 mod autograd;
+mod callbacks;
 mod cli;
 mod config;
 mod config_print;
@@ -17,14 +18,17 @@ mod data;
 mod data_sets;
 mod ddp;
 mod ddp_faults;
+mod ddp_nodes;
 mod device_stats;
 mod devices;
 mod distributed;
 mod frames;
+mod hooks;
 mod host_pool;
 mod kill;
 mod layers;
 mod lr_scheduler;
+mod manual;
 mod master_weights;
 mod memory;
 mod models;
