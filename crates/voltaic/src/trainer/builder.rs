@@ -2,16 +2,17 @@
 
 use std::path::PathBuf;
 
-use super::config::{FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+use super::config::{FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::resolve;
 use super::session::Run;
 use super::{Trainer, global_seed, ranks};
 use crate::accelerator::{Devices, accelerator};
 use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar};
+use crate::checkpoint::{AsyncCheckpointIo, CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
-use crate::logger::{CsvLogger, Logger};
+use crate::logger::{Logger, Loggers};
 use crate::module::{MetricStore, Progress, Requests, RunFacts};
 use crate::optim::OptimizerConfig;
 use crate::precision::{GradScaler, Precision, set_op_lists};
@@ -23,6 +24,7 @@ pub struct TrainerBuilder {
     config: TrainerConfig,
     callbacks: Vec<Box<dyn Callback>>,
     loggers: Vec<Box<dyn Logger>>,
+    checkpoint_io: Option<Box<dyn CheckpointIo>>,
     optimizers: Option<OptimizerOverride>,
 }
 
@@ -57,6 +59,13 @@ impl TrainerBuilder {
     #[must_use]
     pub fn with_logger(mut self, logger: impl Logger + 'static) -> Self {
         self.loggers.push(Box::new(logger));
+        self
+    }
+
+    /// Saves and loads checkpoints through this.
+    #[must_use]
+    pub fn checkpoint_io(mut self, checkpoint_io: impl CheckpointIo + 'static) -> Self {
+        self.checkpoint_io = Some(Box::new(checkpoint_io));
         self
     }
 
@@ -96,7 +105,8 @@ impl TrainerBuilder {
         accumulate_grad_batches: u64;
         gradient_clip_val: f64 => Some;
         gradient_clip_algorithm: GradientClipAlgorithm => Some;
-        logger: bool;
+        logger: Loggers;
+        plugins: Vec<PluginConfig>;
         enable_checkpointing: bool;
         enable_progress_bar: bool;
         enable_model_summary: bool;
@@ -132,11 +142,12 @@ impl TrainerBuilder {
                 Err(error) => problems.extend(error.problems),
             }
         }
+        problems.extend(repeated_plugins(&self.config.plugins, self.checkpoint_io.is_some()));
         if let Err(error) = self.add_defaults() {
             problems.extend(error.problems);
         }
         problems.extend(same_state_keys(&self.callbacks));
-        if self.loggers.is_empty() && !self.config.logger {
+        if self.loggers.is_empty() && !self.config.logger.is_enabled() {
             problems.extend(without_logger(&self.callbacks));
         }
         let (Some(mut plan), Ok(accelerator), true) = (plan, accelerator, problems.is_empty()) else {
@@ -153,14 +164,15 @@ impl TrainerBuilder {
         if plan.fast_dev_run || !world.is_global_zero() {
             self.loggers.clear();
         }
-        if world.is_global_zero() && self.loggers.is_empty() && self.config.logger && !plan.fast_dev_run {
-            self.loggers.push(Box::new(CsvLogger::new(&plan.default_root_dir)));
+        if world.is_global_zero() && self.loggers.is_empty() && !plan.fast_dev_run {
+            let loggers = self.config.logger.list().into_iter();
+            self.loggers.extend(loggers.map(|logger| logger.build(&plan.default_root_dir)));
         }
         let first = self.loggers.first();
         let log_dir =
             first.and_then(|logger| logger.log_dir()).unwrap_or(&plan.default_root_dir).to_path_buf();
         let version = first.and_then(|logger| logger.version());
-        let (log_dir, version) = world.of_rank_zero((log_dir, version))?;
+        let (log_dir, version, has_logger) = world.of_rank_zero((log_dir, version, first.is_some()))?;
         let facts = RunFacts {
             max_epochs: plan.max_epochs,
             check_val_every_n_epoch: plan.check_val_every_n_epoch,
@@ -168,13 +180,15 @@ impl TrainerBuilder {
             log_dir,
             default_root_dir: plan.default_root_dir.clone(),
             validates_once_per_epoch: plan.val_check_interval == Limit::Fraction(1.0),
-            has_logger: first.is_some(),
+            has_logger,
             log_every_n_steps: plan.log_every_n_steps,
             version,
             ..RunFacts::default()
         };
+        let checkpoint_io = checkpoint_io(self.checkpoint_io, &self.config.plugins, accelerator.name());
         let run = Run {
             accelerator,
+            checkpoint_io,
             callbacks: self.callbacks,
             loggers: self.loggers,
             progress: Progress::default(),
@@ -210,6 +224,42 @@ impl TrainerBuilder {
             self.callbacks.push(Box::new(ModelSummary));
         }
     }
+}
+
+/// What the builder or the plugins ask for, around what the accelerator needs.
+fn checkpoint_io(
+    given: Option<Box<dyn CheckpointIo>>,
+    plugins: &[PluginConfig],
+    accelerator: &str,
+) -> Box<dyn CheckpointIo> {
+    let needs_host = accelerator == "hpu" || plugins.contains(&PluginConfig::HpuCheckpointIo);
+    let own: Box<dyn CheckpointIo> =
+        if needs_host { Box::new(HpuCheckpointIo) } else { Box::new(FileCheckpointIo) };
+    let is_async = plugins.contains(&PluginConfig::AsyncCheckpointIo);
+    let outer =
+        given.or_else(|| is_async.then(|| Box::new(AsyncCheckpointIo::new()) as Box<dyn CheckpointIo>));
+    match outer {
+        Some(mut outer) => {
+            outer.set_inner(own);
+            outer
+        }
+        None => own,
+    }
+}
+
+/// Plugins that would do the same thing twice.
+fn repeated_plugins(plugins: &[PluginConfig], has_checkpoint_io: bool) -> Vec<ConfigProblem> {
+    let kinds = [PluginConfig::AsyncCheckpointIo, PluginConfig::HpuCheckpointIo];
+    let counts = kinds.map(|kind| plugins.iter().filter(|plugin| **plugin == kind).count());
+    let mut problems = Vec::new();
+    if counts.iter().any(|&count| count > 1) {
+        problems.push(ConfigProblem::new("trainer.plugins", "a class is given twice", "give it once"));
+    }
+    if has_checkpoint_io && counts.iter().any(|&count| count > 0) {
+        let what = "names a CheckpointIo, but the builder was given one too";
+        problems.push(ConfigProblem::new("trainer.plugins", what, "give one of the two"));
+    }
+    problems
 }
 
 /// Callbacks that have nothing to do in a run without logger.

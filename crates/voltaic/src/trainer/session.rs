@@ -11,6 +11,7 @@ use super::plan::TrainPlan;
 use super::signals::Signals;
 use crate::accelerator::Accelerator;
 use crate::callback::Callback;
+use crate::checkpoint::CheckpointIo;
 use crate::data::{Batch, Stage};
 use crate::distributed::{global_rank, hold_back};
 use crate::error::{Error, Result};
@@ -29,6 +30,7 @@ pub(super) struct Run {
     pub strategy: Box<dyn Strategy>,
     /// What any rank has been asked, as far as all know.
     pub agreed: Votes,
+    pub checkpoint_io: Box<dyn CheckpointIo>,
     pub callbacks: Vec<Box<dyn Callback>>,
     pub loggers: Vec<Box<dyn Logger>>,
     pub progress: Progress,
@@ -216,6 +218,9 @@ impl<M: LightningModule> Session<'_, M> {
             if let Err(second) = checkpointing::write(self, &request) {
                 tracing::warn!("the checkpoint after the failure could not be written: {second}");
             }
+        }
+        if let Err(second) = self.run.checkpoint_io.teardown() {
+            tracing::warn!("a checkpoint from before the failure could not be written: {second}");
         }
         for logger in &mut self.run.loggers {
             if let Err(second) = logger.finalize(false) {

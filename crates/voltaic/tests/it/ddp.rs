@@ -198,6 +198,10 @@ fn two_ranks_equal_one_process_bit_for_bit() {
     let folder = TempDir::new().unwrap();
     let text = run_ranks(test, "ddp", folder.path());
     assert_same(&weights(folder.path()), &expected);
+    let recorded = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/ddp/two_ranks.safetensors");
+    let mut of_pytorch = voltaic::checkpoint::read_weights(Path::new(recorded)).unwrap();
+    of_pytorch.sort_by(|a, b| a.0.cmp(&b.0));
+    assert_same(&weights(folder.path()), &of_pytorch);
     assert_eq!(values(&text, "val_samples"), 17.0, "each sample counts once");
     // the same float32 sums in another order
     for (name, expected) in [("train_loss_epoch", train_loss), ("val_loss", val_loss)] {

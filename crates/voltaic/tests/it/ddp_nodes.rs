@@ -251,3 +251,33 @@ fn sync_batchnorm_equals_the_whole_batch_on_one_process() {
         assert!(own.allclose(&expected, 1e-4, 1e-5, false), "{name}: {own} {expected}");
     }
 }
+
+/// Weights after a few steps of the recipe on two devices, started by the command line.
+fn fit_recipe(accelerator: &str, strategy: &str) -> Vec<(String, Tensor)> {
+    let folder = TempDir::new().unwrap();
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/mnist.yaml");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+    command.args(["fit", "--config", recipe, "--trainer.devices", "2", "--trainer.strategy", strategy]);
+    command.args(["--trainer.accelerator", accelerator, "--trainer.max_epochs=1", "--data.batch_size=8"]);
+    command.args([
+        "--trainer.limit_train_batches=4",
+        "--trainer.limit_val_batches=2",
+        "--data.num_workers=0",
+    ]);
+    let output = command.env("OMP_NUM_THREADS", "1").current_dir(folder.path()).output().unwrap();
+    let text = text_of(&output);
+    let path =
+        text.lines().find_map(|line| line.strip_prefix("checkpoint")).unwrap_or_else(|| panic!("{text}"));
+    assert_eq!(text.matches("checkpoint ").count(), 1, "rank 0 alone prints: {text}");
+    assert!(
+        folder.path().join("lightning_logs/version_0/metrics.csv").exists()
+            && folder.path().join("rank_logs/rank_1.log").exists()
+    );
+    assert_eq!(std::fs::read_dir(folder.path().join("lightning_logs")).unwrap().count(), 1);
+    voltaic::checkpoint::Checkpoint::load(&folder.path().join(path.trim())).unwrap().weights
+}
+
+#[test]
+fn the_recipe_runs_on_two_devices_and_on_emulated_hpus_alike() {
+    assert_same(&fit_recipe("hpu", "hpu_parallel"), &fit_recipe("cpu", "ddp"));
+}
