@@ -153,7 +153,7 @@ impl TrainerBuilder {
         let (Some(mut plan), Ok(accelerator), true) = (plan, accelerator, problems.is_empty()) else {
             return Err(ConfigError { problems }.into());
         };
-        let strategy = ranks::join(&self.config, &mut plan)?;
+        let strategy = ranks::join(&self.config, &mut plan, accelerator.as_ref())?;
         let world = strategy.world().clone();
         self.add_displays(world.is_global_zero());
         accelerator.setup()?;

@@ -118,7 +118,11 @@ fn expected_ranks(config: &TrainerConfig, devices: usize, is_auto: bool) -> usiz
 
 /// Finds out which rank this process is and joins the others. If nobody has started the ranks of this node, this call
 /// does, and ends the process with them.
-pub(super) fn join(config: &TrainerConfig, plan: &mut TrainPlan) -> Result<Box<dyn Strategy>> {
+pub(super) fn join(
+    config: &TrainerConfig,
+    plan: &mut TrainPlan,
+    accelerator: &dyn Accelerator,
+) -> Result<Box<dyn Strategy>> {
     let StrategyPlan::Ddp { name, config: ddp } = &plan.ranks.strategy else {
         return Ok(Box::new(SingleDevice::default()));
     };
@@ -131,6 +135,7 @@ pub(super) fn join(config: &TrainerConfig, plan: &mut TrainPlan) -> Result<Box<d
         }
         Placement::Rank(placement) => {
             plan.device = plan.ranks.device_of(placement.local_rank)?;
+            accelerator.setup()?; // decides the back end
             World::join(&placement, plan.device, ddp.timeout())?
         }
     };

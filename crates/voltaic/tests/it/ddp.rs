@@ -112,7 +112,7 @@ fn dataset(samples: i64, phase: f64) -> TensorDataset<(Tensor, Tensor)> {
 
 /// Loaders for ranks, whose part the trainer takes; or for a process that does the work of `ranks`.
 pub fn loaders(ranks: Option<usize>) -> Loaders<(Tensor, Tensor)> {
-    let train = DataLoader::new(dataset(SAMPLES, 3.0)).batch_size(BATCH);
+    let train = DataLoader::new(dataset(SAMPLES, 3.0)).batch_size(BATCH).seed(0);
     let train = match ranks {
         None => train.shuffle(true),
         Some(ranks) => train.sampler(Interleaved { order: RandomSampler::new(SAMPLES as usize), ranks }),

@@ -274,7 +274,10 @@ fn fit_recipe(accelerator: &str, strategy: &str) -> Vec<(String, Tensor)> {
             && folder.path().join("rank_logs/rank_1.log").exists()
     );
     assert_eq!(std::fs::read_dir(folder.path().join("lightning_logs")).unwrap().count(), 1);
-    voltaic::checkpoint::Checkpoint::load(&folder.path().join(path.trim())).unwrap().weights
+    let path = folder.path().join(path.trim());
+    let mut weights = voltaic::checkpoint::Checkpoint::load(&path).unwrap().weights;
+    weights.sort_by(|a, b| a.0.cmp(&b.0));
+    weights
 }
 
 #[test]
