@@ -15,6 +15,7 @@ pub mod distributed;
 
 pub mod checkpoint;
 pub mod data;
+pub mod metrics;
 pub mod nn;
 pub mod optim;
 pub mod precision;

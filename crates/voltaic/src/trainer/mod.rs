@@ -11,6 +11,7 @@ mod eval;
 mod fit;
 mod guard;
 mod hooks;
+mod lightning_file;
 mod loaders;
 mod manual;
 mod optimizers;
@@ -39,6 +40,7 @@ pub use crate::accelerator::Devices;
 pub use builder::TrainerBuilder;
 pub use callbacks::CallbackConfig;
 pub use config::{FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
+pub use lightning_file::{Converted, from_lightning, state_dict, to_lightning};
 pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};
 
