@@ -17,6 +17,8 @@ pub mod nn;
 pub mod optim;
 pub mod precision;
 
+pub mod graph;
+
 pub mod module;
 
 pub mod callback;

@@ -6,6 +6,7 @@
 mod checkpoint;
 mod config;
 mod data;
+mod graph;
 mod memory;
 mod module;
 mod optim;
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 pub use checkpoint::CheckpointError;
 pub use config::{ConfigError, ConfigProblem};
 pub use data::DataError;
+pub use graph::GraphError;
 pub use memory::MemoryError;
 pub use module::ModuleError;
 pub use optim::OptimError;
@@ -44,6 +46,9 @@ pub enum Error {
     /// An optimizer or a learning rate schedule cannot do its step.
     #[error(transparent)]
     Optim(#[from] OptimError),
+    /// A graph cannot be recorded or replayed.
+    #[error(transparent)]
+    Graph(#[from] GraphError),
     /// The host memory pool cannot be set up as asked.
     #[error(transparent)]
     Memory(#[from] MemoryError),

@@ -13,7 +13,7 @@ use crate::optim::Optimizers;
 
 pub use context::{CheckpointRequest, HookContext, LogEntry, Requests, RunFacts, StepContext};
 pub use log_value::{LogValue, ReduceFx};
-pub(crate) use metrics::{Level, MetricStore, Phase, Scope};
+pub(crate) use metrics::{Level, Logged, MetricStore, Phase, Scope};
 pub(crate) use metrics_state::MetricsState;
 
 /// Where a run stands; saved in every checkpoint.

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::graphed::{GraphMode, GraphReport};
 use super::config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::resolve;
@@ -97,6 +98,7 @@ impl TrainerBuilder {
         enable_checkpointing: bool;
         enable_progress_bar: bool;
         enable_model_summary: bool;
+        graph: GraphMode;
         default_root_dir: PathBuf => Some;
     }
 
@@ -172,7 +174,7 @@ impl TrainerBuilder {
             grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
             seed: global_seed(),
         };
-        Ok(Trainer { config: self.config, plan, run, optimizers: self.optimizers, ckpt_path: None })
+        Ok(Trainer { config: self.config, plan, run, optimizers: self.optimizers, ckpt_path: None, graphs: GraphReport::default() })
     }
 
     fn add_defaults(&mut self) -> Result<(), ConfigError> {

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::graphed::GraphMode;
 use crate::accelerator::Devices;
 use crate::callback::{DeviceStatsMonitorConfig, ModelCheckpointConfig};
 use crate::precision::HpuPrecisionPlugin;
@@ -145,6 +146,9 @@ pub struct TrainerConfig {
     pub gradient_clip_val: Option<f64>,
     /// What the limit holds for: `norm` (of all gradients together) or `value` (of each element).
     pub gradient_clip_algorithm: Option<GradientClipAlgorithm>,
+    /// Capture training steps and replay them, on cpu and emulated HPUs: `off`, or `step` for forward and backward of
+    /// `training_step` as one graph for each shape of batch. What cannot be captured is reported, and runs as usual.
+    pub graph: GraphMode,
     /// Write metrics to `lightning_logs/version_<n>/metrics.csv`.
     pub logger: bool,
     /// Callbacks by class name.
@@ -184,6 +188,7 @@ impl Default for TrainerConfig {
             accumulate_grad_batches: 1,
             gradient_clip_val: None,
             gradient_clip_algorithm: None,
+            graph: GraphMode::Off,
             logger: true,
             callbacks: Vec::new(),
             plugins: Vec::new(),

@@ -24,7 +24,8 @@ struct BatchEnd {
     validates: bool,
 }
 
-const TRAINING_STEP: HookPoint = HookPoint { name: "training_step", phase: Phase::Train, level: Level::Step };
+pub(super) const TRAINING_STEP: HookPoint =
+    HookPoint { name: "training_step", phase: Phase::Train, level: Level::Step };
 
 impl<M: LightningModule> Session<'_, M> {
     /// Trains until an epoch or step limit, or until somebody asks to stop.
@@ -86,18 +87,10 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.metrics.begin_train_batch();
         call_hook!(self, on_train_batch_start, Train, Step, facts)?;
 
-        let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(&batch, ctx))?;
-        check_loss(&loss)?;
-        if opens_window {
-            call_hook!(self, on_before_zero_grad, Train, Step, facts)?;
-            self.optimizers.iter_mut().try_for_each(|optimizer| optimizer.zero_grad())?;
-        }
-        let loss = if window > 1 { loss.f_div_scalar(window as f64)? } else { loss };
-        call_hook!(self, on_before_backward, Train, Step, facts)?;
-        match &self.run.grad_scaler {
-            Some(scaler) => scaler.scale(&loss)?.f_backward()?,
-            None => loss.f_backward()?,
-        }
+        let loss = match self.graphs.are_on() {
+            false => self.forward_backward(&batch, facts, opens_window, true)?,
+            true => self.graphed_step(batch, facts, opens_window)?,
+        };
         call_hook!(self, on_after_backward, Train, Step, facts)?;
 
         if closes_window {
@@ -117,7 +110,6 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.progress.batch_idx += 1;
         self.run.progress.total_batches += 1;
 
-        let loss = loss.f_detach()?;
         facts.loss = Some(&loss);
         facts.will_validate = self.validation_is_due(plan);
         call_hook!(self, on_train_batch_end, Train, Step, facts)?;
@@ -126,6 +118,34 @@ impl<M: LightningModule> Session<'_, M> {
             self.log(values, step)?;
         }
         Ok(BatchEnd { is_step: closes_window, validates: facts.will_validate })
+    }
+
+    /// Forward and backward of one batch; gives the loss, detached. `calls_hooks` is unset if they were called before.
+    pub(super) fn forward_backward(
+        &mut self,
+        batch: &M::Batch,
+        facts: BatchFacts,
+        opens_window: bool,
+        calls_hooks: bool,
+    ) -> Result<Tensor> {
+        let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(batch, ctx))?;
+        check_loss(&loss)?;
+        if opens_window {
+            if calls_hooks {
+                call_hook!(self, on_before_zero_grad, Train, Step, facts)?;
+            }
+            self.optimizers.iter_mut().try_for_each(|optimizer| optimizer.zero_grad())?;
+        }
+        let window = self.plan.accumulate_grad_batches;
+        let loss = if window > 1 { loss.f_div_scalar(window as f64)? } else { loss };
+        if calls_hooks {
+            call_hook!(self, on_before_backward, Train, Step, facts)?;
+        }
+        match &self.run.grad_scaler {
+            Some(scaler) => scaler.scale(&loss)?.f_backward()?,
+            None => loss.f_backward()?,
+        }
+        Ok(loss.f_detach()?)
     }
 
     /// With a gradient scaler: takes its factor out of the gradients and adapts it. Returns whether the optimizers may

@@ -7,6 +7,7 @@ mod checkpointing;
 mod config;
 mod eval;
 mod fit;
+mod graphed;
 mod guard;
 mod optimizers;
 mod plan;
@@ -31,6 +32,7 @@ use crate::optim::Optimizers;
 pub use crate::accelerator::Devices;
 pub use builder::TrainerBuilder;
 pub use config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+pub use graphed::{GraphMode, GraphReport};
 pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};
 
@@ -39,6 +41,7 @@ pub type EvalMetrics = Vec<(String, f64)>;
 
 use eval::EvalLoaders;
 use fit::FitLoaders;
+use graphed::StepGraphs;
 use guard::guarded;
 use optimizers::OptimizerOverride;
 use plan::{FitPlan, TrainPlan, limit_batches};
@@ -64,6 +67,8 @@ pub struct Trainer {
     optimizers: Option<OptimizerOverride>,
     /// For the next call only: `best`, `last` or a path.
     ckpt_path: Option<String>,
+    /// Of the last fit.
+    graphs: GraphReport,
 }
 
 impl Trainer {
@@ -109,7 +114,9 @@ impl Trainer {
         if let Err(error) = &result {
             session.on_exception(error);
         }
+        let graphs = std::mem::take(&mut session.graphs.report);
         drop(session);
+        self.graphs = graphs;
         result?;
         self.finish(module, data, Stage::Fit)
     }
@@ -182,6 +189,11 @@ impl Trainer {
         self.run.progress.global_step
     }
 
+    /// What graphs did in the last fit, with `trainer.graph` on.
+    pub fn graph_report(&self) -> &GraphReport {
+        &self.graphs
+    }
+
     /// The best checkpoint saved, if any.
     pub fn best_model_path(&self) -> Option<PathBuf> {
         self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.best)
@@ -211,6 +223,7 @@ impl Trainer {
             signals: Arc::new(Signals::watch()?),
             stage,
             is_sanity_check: false,
+            graphs: StepGraphs::new(self.plan.graph),
         })
     }
 

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::graphed::GraphMode;
 use super::config::{GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
 use crate::accelerator::Accelerator;
 use crate::device::Device;
@@ -40,6 +41,7 @@ pub(super) struct TrainPlan {
     pub log_every_n_steps: u64,
     pub accumulate_grad_batches: u64,
     pub clip: Option<Clip>,
+    pub graph: GraphMode,
     pub fast_dev_run: bool,
     pub default_root_dir: PathBuf,
 }
@@ -134,6 +136,10 @@ pub(super) fn resolve(
     let num_sanity_val_steps =
         problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
     let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
+    if config.graph != GraphMode::Off && name == "cuda" {
+        let what = format!("graph={} on cuda: operators are recorded on cpu and emulated HPUs only", config.graph);
+        problems.add("graph", what, "set trainer.graph=off, or accelerator=cpu");
+    }
     let (precision, op_lists) = resolve_precision(config, name, &mut problems);
     let mut plan = TrainPlan {
         device,
@@ -153,6 +159,7 @@ pub(super) fn resolve(
         log_every_n_steps: config.log_every_n_steps.unwrap_or(50),
         accumulate_grad_batches: config.accumulate_grad_batches,
         clip,
+        graph: config.graph,
         fast_dev_run: false,
         default_root_dir: config.default_root_dir.clone().unwrap_or_else(|| PathBuf::from(".")),
     };

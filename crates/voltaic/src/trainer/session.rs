@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tch::Tensor;
 
 use super::checkpointing;
+use super::graphed::StepGraphs;
 use super::guard::guarded;
 use super::plan::TrainPlan;
 use super::schedule::ActiveScheduler;
@@ -48,6 +49,7 @@ pub(super) struct Session<'a, M: LightningModule> {
     pub signals: Arc<Signals>,
     pub stage: Stage,
     pub is_sanity_check: bool,
+    pub graphs: StepGraphs,
 }
 
 /// A hook by name, with what logging in it means.
@@ -142,7 +144,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// Tells the metric store which hook comes.
-    fn enter(&mut self, point: HookPoint, batch: BatchFacts) {
+    pub(super) fn enter(&mut self, point: HookPoint, batch: BatchFacts) {
         self.run.metrics.enter(Scope {
             hook: point.name,
             phase: point.phase,
@@ -157,7 +159,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// Reports a mistake made in logging.
-    fn check_logged(&mut self) -> Result<()> {
+    pub(super) fn check_logged(&mut self) -> Result<()> {
         self.run.metrics.take_problem().map_or(Ok(()), |problem| Err(problem.into()))
     }
 

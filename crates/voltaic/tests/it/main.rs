@@ -18,6 +18,7 @@ mod data_sets;
 mod device_stats;
 mod devices;
 mod frames;
+mod graph;
 mod host_pool;
 mod kill;
 mod layers;
