@@ -38,7 +38,7 @@ lint: setup ## clippy, warnings are errors
 doc: setup ## documentation, warnings are errors
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
 
-bench: setup ## voltaic beside its peers, into docs/benchmarks; takes ROUNDS=7 THREADS=1,2 WORKLOADS=mlp,cnn
+bench: setup ## voltaic beside its peers, into docs/benchmarks; takes ROUNDS=7 THREADS=1,2 WORKLOADS=mlp,cnn PRECISIONS=32-true
 	@bench/setup.sh
 	target/release/bench-runner
 

@@ -75,7 +75,8 @@ def train_plain(job, net, optimizer, batches, loss_of=loss_of):
     clock, losses = StepClock(), []
     for step in range(total_steps(job)):
         clock.tick()
-        loss = loss_of(net, batches[step % NUM_BATCHES])
+        with torch.autocast("cpu", torch.bfloat16, enabled=job["precision"] == "bf16-mixed"):
+            loss = loss_of(net, batches[step % NUM_BATCHES])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -122,7 +123,8 @@ def train_lightning(job, net, optimizer, batches, defaults):
     module = Timed()
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, max_steps=total_steps(job), default_root_dir=folder, **options
+            accelerator="cpu", devices=1, precision=job["precision"], max_steps=total_steps(job),
+            default_root_dir=folder, **options
         )
         trainer.fit(module, DataLoader(Ready(), batch_size=None))
     module.clock.print_report(job, module.losses)
@@ -148,6 +150,8 @@ def main():
         "lightning": lambda: train_lightning(job, net, optimizer, batches, defaults=False),
         "lightning-defaults": lambda: train_lightning(job, net, optimizer, batches, defaults=True),
     }
+    if job["precision"] not in ("32-true", "bf16-mixed"):
+        sys.exit(f"precision: there is no {job['precision']}; use 32-true or bf16-mixed")
     if job["variant"] not in trainings:
         sys.exit(f"variant: there is no {job['variant']}; use one of {', '.join(trainings)}")
     trainings[job["variant"]]()

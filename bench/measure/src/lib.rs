@@ -14,6 +14,8 @@ pub struct Job {
     pub variant: String,
     /// Name of the workload, such as `mlp`.
     pub workload: String,
+    /// Number format: `32-true` or `bf16-mixed`.
+    pub precision: String,
     /// Steps that are not measured.
     pub warmup: usize,
     /// Steps that are measured.
@@ -27,7 +29,7 @@ impl Job {
     /// If there is none, or it is not the JSON of a job.
     pub fn from_args() -> anyhow::Result<Self> {
         let remedy = "programs of the benchmark are started by `make bench`; give a job such as \
-                      '{\"variant\":\"bare\",\"workload\":\"mlp\",\"warmup\":3,\"steps\":10}'";
+                      '{\"variant\":\"bare\",\"workload\":\"mlp\",\"precision\":\"32-true\",\"warmup\":3,\"steps\":10}'";
         let argument =
             std::env::args().nth(1).with_context(|| format!("first argument: is missing; {remedy}"))?;
         serde_json::from_str(&argument).with_context(|| format!("first argument: is no job; {remedy}"))
@@ -118,9 +120,14 @@ fn peak_rss_bytes() -> anyhow::Result<u64> {
 mod tests {
     use super::*;
 
+    fn job(warmup: usize, steps: usize) -> Job {
+        let (variant, workload, precision) = ("bare".into(), "mlp".into(), "32-true".into());
+        Job { variant, workload, precision, warmup, steps }
+    }
+
     #[test]
     fn a_job_survives_its_line() {
-        let job = Job { variant: "bare".into(), workload: "mlp".into(), warmup: 3, steps: 10 };
+        let job = job(3, 10);
         let line = serde_json::to_string(&job).unwrap();
         assert_eq!(serde_json::from_str::<Job>(&line).unwrap(), job);
         assert_eq!(job.total_steps(), 14);
@@ -128,7 +135,7 @@ mod tests {
 
     #[test]
     fn too_few_steps_are_an_error() {
-        let job = Job { variant: "bare".into(), workload: "mlp".into(), warmup: 1, steps: 2 };
+        let job = job(1, 2);
         let mut clock = StepClock::default();
         (0..3).for_each(|_| clock.tick());
         let error = clock.print_report(&job, Vec::new(), 1).unwrap_err().to_string();

@@ -17,6 +17,8 @@ pub struct Workload {
     pub flops: fn() -> f64,
     /// Voltaic should be this many times faster than Lightning.
     pub target: f64,
+    /// The same with both in bfloat16.
+    pub bf16_target: f64,
 }
 
 pub const WORKLOADS: [Workload; 5] = [
@@ -29,6 +31,7 @@ pub const WORKLOADS: [Workload; 5] = [
         item: "samples",
         flops: || 2.0 * linear(64, 784, 256) + 3.0 * linear(64, 256, 10),
         target: 2.0,
+        bf16_target: 2.0,
     },
     Workload {
         name: "cnn",
@@ -39,6 +42,7 @@ pub const WORKLOADS: [Workload; 5] = [
         item: "samples",
         flops: cnn_flops,
         target: 1.25,
+        bf16_target: 1.25,
     },
     Workload {
         name: "resnet18",
@@ -49,6 +53,7 @@ pub const WORKLOADS: [Workload; 5] = [
         item: "samples",
         flops: resnet18_flops,
         target: 1.0,
+        bf16_target: 1.15,
     },
     Workload {
         name: "gpt-tiny",
@@ -59,6 +64,7 @@ pub const WORKLOADS: [Workload; 5] = [
         item: "tokens",
         flops: || gpt_flops(12, 64, 4, 128),
         target: 1.25,
+        bf16_target: 1.25,
     },
     Workload {
         name: "gpt-mini",
@@ -69,6 +75,7 @@ pub const WORKLOADS: [Workload; 5] = [
         item: "tokens",
         flops: || gpt_flops(4, 256, 6, 384),
         target: 1.15,
+        bf16_target: 1.3,
     },
 ];
 
@@ -135,6 +142,27 @@ const fn peer(
     Peer { name, program, variant, workloads, work }
 }
 
+/// Number format of the operators; weights are in float32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum Precision {
+    #[serde(rename = "32-true")]
+    Fp32,
+    #[serde(rename = "bf16-mixed")]
+    Bf16,
+}
+
+pub const PRECISIONS: [Precision; 2] = [Precision::Fp32, Precision::Bf16];
+
+impl Precision {
+    /// As `trainer.precision` has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fp32 => "32-true",
+            Self::Bf16 => "bf16-mixed",
+        }
+    }
+}
+
 /// Whether glibc may give freed memory back to the system after each step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -149,6 +177,7 @@ pub enum Malloc {
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
     pub workload: &'static Workload,
+    pub precision: Precision,
     pub num_threads: usize,
     pub malloc: Malloc,
 }
@@ -158,18 +187,33 @@ impl Case {
         let threads =
             if self.num_threads == 1 { "1 thread" } else { &format!("{} threads", self.num_threads) };
         let malloc = if self.malloc == Malloc::Stock { ", stock malloc" } else { "" };
-        format!("{}, {threads}{malloc}", self.workload.name)
+        let precision = if self.precision == Precision::Bf16 { " bf16-mixed" } else { "" };
+        format!("{}{precision}, {threads}{malloc}", self.workload.name)
+    }
+
+    /// How many times faster than Lightning voltaic should be.
+    pub fn target(&self) -> f64 {
+        if self.precision == Precision::Bf16 { self.workload.bf16_target } else { self.workload.target }
+    }
+
+    pub fn takes(&self, peer: &Peer) -> bool {
+        // of the others, the benchmark trains in float32 only
+        let has_bf16 = matches!(peer.program, Program::Voltaic | Program::Torch);
+        peer.workloads.contains(&self.workload.name) && (has_bf16 || self.precision == Precision::Fp32)
     }
 }
 
-/// All cases of some workloads; stock malloc only where it tells most, on `mlp` with one thread.
-pub fn cases(workloads: &[&'static Workload], threads: &[usize]) -> Vec<Case> {
+/// All cases of some workloads; stock malloc only where it tells most, on `mlp` in float32 with the first thread count.
+pub fn cases(workloads: &[&'static Workload], precisions: &[&Precision], threads: &[usize]) -> Vec<Case> {
     let mut cases = Vec::new();
     for &workload in workloads {
-        for &num_threads in threads {
-            cases.push(Case { workload, num_threads, malloc: Malloc::Held });
-            if workload.name == "mlp" && num_threads == threads[0] {
-                cases.push(Case { workload, num_threads, malloc: Malloc::Stock });
+        for &&precision in precisions {
+            for &num_threads in threads {
+                let case = Case { workload, precision, num_threads, malloc: Malloc::Held };
+                cases.push(case);
+                if workload.name == "mlp" && precision == Precision::Fp32 && num_threads == threads[0] {
+                    cases.push(Case { malloc: Malloc::Stock, ..case });
+                }
             }
         }
     }

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 
-use crate::cases::{BASELINE, Case, PEERS, Peer, WORKLOADS, Workload, cases};
+use crate::cases::{BASELINE, Case, PEERS, PRECISIONS, Peer, Precision, WORKLOADS, Workload, cases};
 use crate::process::{Launcher, Peak};
 use crate::report::{Machine, Results, Table, first_line};
 use crate::summary::Runs;
@@ -25,6 +25,7 @@ struct Settings {
     num_rounds: usize,
     threads: Vec<usize>,
     workloads: Vec<&'static Workload>,
+    precisions: Vec<&'static Precision>,
     peers: Vec<&'static Peer>,
     max_others: f64,
     folder: PathBuf,
@@ -38,6 +39,7 @@ impl Settings {
             num_rounds: number("ROUNDS", &value("ROUNDS", "2"))?,
             threads,
             workloads: choose("WORKLOADS", &WORKLOADS, |workload| workload.name)?,
+            precisions: choose("PRECISIONS", &PRECISIONS, |precision| precision.name())?,
             peers: choose("PEERS", &PEERS, |peer| peer.name)?,
             max_others: number("MAX_OTHERS", &value("MAX_OTHERS", "0.25"))?,
             folder: value("OUT", &bench.join("../docs/benchmarks").to_string_lossy()).into(),
@@ -106,12 +108,14 @@ fn main() -> anyhow::Result<()> {
         tables.push(Table {
             title: case.title(),
             workload: case.workload.name,
+            precision: case.precision,
             num_threads: case.num_threads,
             malloc: case.malloc,
             gflop_per_step: (case.workload.flops)() / 1e9,
             rows,
         });
     }
+    verdicts.extend(summary::gains_of_bf16(&tables));
     let results = Results {
         machine: Machine::this()?,
         date: first_line("date", &["-u", "+%Y-%m-%d"]),
@@ -141,7 +145,7 @@ type Measured = (Vec<Case>, Vec<Vec<Runs>>, Vec<(usize, Peak)>);
 
 /// Runs every peer once per round in each case, in alternating order.
 fn measure(settings: &Settings, launcher: &Launcher) -> anyhow::Result<Measured> {
-    let cases = cases(&settings.workloads, &settings.threads);
+    let cases = cases(&settings.workloads, &settings.precisions, &settings.threads);
     let mut runs: Vec<Vec<Runs>> = cases.iter().map(|case| runs_of(case, &settings.peers)).collect();
     let mut peaks: Vec<(usize, Peak)> = Vec::new();
     let start = Instant::now();
@@ -178,6 +182,5 @@ fn measure(settings: &Settings, launcher: &Launcher) -> anyhow::Result<Measured>
 }
 
 fn runs_of(case: &Case, peers: &[&'static Peer]) -> Vec<Runs> {
-    let takes_part = |peer: &&&'static Peer| peer.workloads.contains(&case.workload.name);
-    peers.iter().filter(takes_part).map(|&peer| Runs { peer, outcomes: Vec::new() }).collect()
+    peers.iter().filter(|peer| case.takes(peer)).map(|&peer| Runs { peer, outcomes: Vec::new() }).collect()
 }

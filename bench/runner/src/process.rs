@@ -9,7 +9,7 @@ use anyhow::{Context, bail, ensure};
 use measure::{Job, Report};
 use serde::Deserialize;
 
-use crate::cases::{Case, Malloc, Peer, Program};
+use crate::cases::{Case, Malloc, Peer, Precision, Program};
 
 /// A process is repeated so often at most if others were busy.
 const MAX_REPEATS: usize = 2;
@@ -66,8 +66,14 @@ impl Launcher {
 
     /// Trains a workload with a peer.
     pub fn run(&self, peer: &Peer, case: Case) -> anyhow::Result<Outcome> {
-        let (variant, workload) = (peer.variant.to_owned(), case.workload.name.to_owned());
-        let job = Job { variant, workload, warmup: case.workload.warmup, steps: case.workload.steps };
+        let Case { workload, precision, .. } = case;
+        let job = Job {
+            variant: peer.variant.to_owned(),
+            workload: workload.name.to_owned(),
+            precision: precision.name().to_owned(),
+            warmup: workload.warmup,
+            steps: workload.steps,
+        };
         let command = || self.command(peer.program, &job, case.num_threads, case.malloc);
         let mut num_repeats = 0;
         loop {
@@ -87,7 +93,8 @@ impl Launcher {
 
     /// Measures how fast matrices are multiplied.
     pub fn peak(&self, num_threads: usize) -> anyhow::Result<Peak> {
-        let job = Job { variant: "bare".into(), workload: "matmul".into(), warmup: 0, steps: 0 };
+        let (variant, workload, precision) = ("bare".into(), "matmul".into(), Precision::Fp32.name().into());
+        let job = Job { variant, workload, precision, warmup: 0, steps: 0 };
         let (line, ..) = self.measure(self.command(Program::Voltaic, &job, num_threads, Malloc::Held))?;
         serde_json::from_str(&line).with_context(|| format!("matmul: its last line is no rate: {line}"))
     }

@@ -8,7 +8,7 @@ use std::process::Command;
 use anyhow::Context;
 use serde::Serialize;
 
-use crate::cases::{Malloc, WORKLOADS};
+use crate::cases::{Malloc, Precision, WORKLOADS};
 use crate::process::Peak;
 use crate::summary::{Row, Verdict};
 
@@ -32,6 +32,7 @@ pub struct Results {
 pub struct Table {
     pub title: String,
     pub workload: &'static str,
+    pub precision: Precision,
     pub num_threads: usize,
     pub malloc: Malloc,
     pub gflop_per_step: f64,

@@ -50,6 +50,7 @@ fn train<N: Forward>(
 ) -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
     let builder = Trainer::builder().default_root_dir(folder.path()).max_steps(job.total_steps() as i64);
+    let builder = builder.precision(job.precision.as_str());
     let bare = |builder: TrainerBuilder| {
         builder
             .logger(false)

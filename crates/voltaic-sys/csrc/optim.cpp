@@ -207,6 +207,24 @@ vt_error *vt_fused_adam(const vt_list *params, vt_list *grads, const vt_adam_sta
   });
 }
 
+vt_error *vt_list_to_float(vt_list *list) {
+  return voltaic::guard([&] {
+    at::NoGradGuard no_grad;
+    for (at::Tensor &tensor : list->tensors)
+      tensor = tensor.to(at::kFloat);
+  });
+}
+
+vt_error *vt_foreach_copy(const vt_list *to, const vt_list *from) {
+  return voltaic::guard([&] {
+    at::NoGradGuard no_grad;
+    TORCH_CHECK(to->tensors.size() == from->tensors.size(), "there are ", to->tensors.size(), " tensors to copy to but ",
+                from->tensors.size(), " to copy from");
+    if (!to->tensors.empty())
+      at::_foreach_copy_(to->tensors, from->tensors);
+  });
+}
+
 vt_error *vt_foreach_mul_tensor(const vt_list *list, vt_tensor by) {
   return voltaic::guard([&] {
     at::NoGradGuard no_grad;

@@ -170,6 +170,8 @@ typedef struct {
 vt_error *vt_fused_adam(const vt_list *params, vt_list *grads, const vt_adam_state *state,
                         const vt_adam_options *options, vt_tensor grad_scale, vt_tensor found_inf);
 
+vt_error *vt_list_to_float(vt_list *list); // replaces tensors of another dtype by copies in float32
+vt_error *vt_foreach_copy(const vt_list *to, const vt_list *from);           // in place, casts; equal shapes
 vt_error *vt_foreach_mul_tensor(const vt_list *list, vt_tensor by);          // in place, 0-dim `by`
 vt_error *vt_foreach_clamp(const vt_list *list, double min, double max);     // in place
 // The p-norm of each tensor, stacked: shape [len], float32 or the tensors' dtype as in PyTorch.

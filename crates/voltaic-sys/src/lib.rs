@@ -236,6 +236,8 @@ unsafe extern "C" {
         grad_scale: vt_tensor,
         found_inf: vt_tensor,
     ) -> *mut vt_error;
+    pub fn vt_list_to_float(list: *mut vt_list) -> *mut vt_error;
+    pub fn vt_foreach_copy(to: *const vt_list, from: *const vt_list) -> *mut vt_error;
     pub fn vt_foreach_mul_tensor(list: *const vt_list, by: vt_tensor) -> *mut vt_error;
     pub fn vt_foreach_clamp(list: *const vt_list, min: f64, max: f64) -> *mut vt_error;
     pub fn vt_foreach_norm(list: *const vt_list, p: f64, norms: *mut vt_tensor) -> *mut vt_error;

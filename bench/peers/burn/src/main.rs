@@ -20,6 +20,9 @@ fn main() -> anyhow::Result<()> {
     if job.variant != "plain" {
         bail!("variant: there is no {}; use plain", job.variant);
     }
+    if job.precision != "32-true" {
+        bail!("precision: there is no {}; use 32-true", job.precision);
+    }
     let device = Device::flex().autodiff();
     device.seed(1);
     match job.workload.as_str() {

@@ -16,6 +16,9 @@ fn main() -> anyhow::Result<()> {
     if job.variant != "plain" {
         bail!("variant: there is no {}; use plain", job.variant);
     }
+    if job.precision != "32-true" {
+        bail!("precision: there is no {}; use 32-true", job.precision);
+    }
     let variables = VarMap::new();
     let builder = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
     // candle has AdamW only; without decay it is Adam

@@ -117,6 +117,21 @@ impl TensorList {
         unsafe { sys::vt_list_clear(self.raw.as_ptr()) }
     }
 
+    /// Replaces the tensors of another dtype by copies in float32.
+    pub fn to_float(&mut self) -> Result<(), TorchError> {
+        // SAFETY: the list is alive and borrowed mutably.
+        check("to_float", unsafe { sys::vt_list_to_float(self.raw.as_ptr()) })
+    }
+
+    /// Copies each tensor of `from` into the one at its place in `self`, casting to its dtype.
+    ///
+    /// # Errors
+    /// If the lists differ in number or shapes.
+    pub fn copy_from(&self, from: &Self) -> Result<(), TorchError> {
+        // SAFETY: both lists are alive for the call.
+        check("_foreach_copy_", unsafe { sys::vt_foreach_copy(self.raw.as_ptr(), from.raw.as_ptr()) })
+    }
+
     /// Drops the gradients of the tensors in the list.
     pub fn clear_grads(&self) -> Result<(), TorchError> {
         // SAFETY: the list is alive and owns its tensors.

@@ -5,6 +5,8 @@ use tch::{Kind, Tensor};
 
 pub use tch::Reduction;
 
+pub use super::dot_product_attention::scaled_dot_product_attention;
+
 use crate::error::Result;
 
 /// Mean over the batch of the negative log-likelihood of the right class, as `torch.nn.functional.cross_entropy`.
@@ -86,29 +88,6 @@ pub fn gelu(input: &Tensor) -> Result<Tensor> {
 /// If the input is smaller than the window, or has other than 3 or 4 dimensions.
 pub fn max_pool2d(input: &Tensor, size: i64) -> Result<Tensor> {
     Ok(input.f_max_pool2d([size, size], [size, size], [0, 0], [1, 1], false)?)
-}
-
-/// Attention `softmax(query keyᵀ / sqrt(dim)) value`, as `torch.nn.functional.scaled_dot_product_attention`: libtorch
-/// chooses a fused kernel where it has one.
-///
-/// `query` `[batch, heads, queries, dim]`, `key` and `value` `[batch, heads, keys, dim]`, output as `query`.
-/// `attn_mask` is added to the scores, or, if `bool`, says where attention is allowed; it broadcasts to
-/// `[batch, heads, queries, keys]`. With `is_causal` no query sees a later key. `dropout_p` drops attention weights
-/// whatever the mode: pass [`Dropout::active_p`](super::Dropout::active_p).
-///
-/// # Errors
-/// If the shapes do not fit together, or both `attn_mask` and `is_causal` are given.
-pub fn scaled_dot_product_attention(
-    query: &Tensor,
-    key: &Tensor,
-    value: &Tensor,
-    attn_mask: Option<&Tensor>,
-    dropout_p: f64,
-    is_causal: bool,
-) -> Result<Tensor> {
-    Ok(Tensor::f_scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, None, false,
-    )?)
 }
 
 /// Share of samples whose largest logit is the target's: `f32` of shape `[]`, on the device of `logits`.

@@ -36,6 +36,7 @@ mod batch_norm;
 mod check;
 mod conv;
 mod conv_transpose;
+mod dot_product_attention;
 mod dropout;
 mod embedding;
 mod field;

@@ -38,12 +38,22 @@ pub(super) trait Rule: Send {
     fn is_count(index: usize) -> bool;
 }
 
+/// Name of the float32 copy of a parameter.
+const MASTER: &str = "master_param";
+
 /// A parameter and its state.
 pub(super) struct Slot {
     pub(super) fqn: String,
     pub(super) param: Parameter,
-    /// In the order of [`Rule::STATE`]; absent until the parameter has had a gradient.
+    /// In the order of [`Rule::STATE`], and last the master copy; absent until the parameter has had a gradient.
     pub(super) state: Vec<Option<Tensor>>,
+}
+
+impl Slot {
+    /// What is updated: the master copy if there is one, else the parameter.
+    pub(super) fn weights(&self) -> &Tensor {
+        self.state.last().and_then(Option::as_ref).unwrap_or(self.param.tensor())
+    }
 }
 
 /// Parameters of one group that share dtype and device: one kernel call updates them.
@@ -51,8 +61,18 @@ struct Bucket<L> {
     group: usize,
     members: Vec<Slot>,
     gradients: Gradients,
-    /// The lists of the last step, and which parameters had a gradient then.
-    cached: Option<(Vec<GradStatus>, L)>,
+    /// Whether the members are of a lower dtype, and copies of them in float32 are updated in their place.
+    has_masters: bool,
+    cached: Option<CachedLists<L>>,
+}
+
+/// What the last step worked on.
+struct CachedLists<L> {
+    /// Which parameters had a gradient.
+    status: Vec<GradStatus>,
+    lists: L,
+    /// Parameters and their master copies, if there are some.
+    rounding: Option<(TensorList, TensorList)>,
 }
 
 /// An optimizer that follows rule `R`.
@@ -63,22 +83,24 @@ pub(super) struct Engine<R: Rule> {
 }
 
 impl<R: Rule> Engine<R> {
-    pub(super) fn new(rule: R, groups: Vec<ParamGroup>) -> Result<Self> {
+    /// With `master_weights`, parameters in bfloat16 and float16 are updated in float32 copies.
+    pub(super) fn new(rule: R, groups: Vec<ParamGroup>, master_weights: bool) -> Result<Self> {
         let mut buckets = Vec::new();
         for (index, group) in groups.iter().enumerate() {
             let mut alike: Vec<(_, Vec<Slot>)> = Vec::new();
             for (fqn, param) in group.params() {
                 let kind = (param.kind(), param.device());
-                let state = R::STATE.iter().map(|_| None).collect();
+                let state = (0..=R::STATE.len()).map(|_| None).collect();
                 let slot = Slot { fqn: fqn.clone(), param: param.clone(), state };
                 match alike.iter_mut().find(|(other, _)| *other == kind) {
                     Some((_, slots)) => slots.push(slot),
                     None => alike.push((kind, vec![slot])),
                 }
             }
-            for (_, members) in alike {
+            for ((dtype, _), members) in alike {
                 let gradients = Gradients::of(members.iter().map(|slot| slot.param.tensor()))?;
-                buckets.push(Bucket { group: index, members, gradients, cached: None });
+                let has_masters = master_weights && matches!(dtype, Kind::BFloat16 | Kind::Half);
+                buckets.push(Bucket { group: index, members, gradients, has_masters, cached: None });
             }
         }
         Ok(Self { rule, groups, buckets })
@@ -86,17 +108,19 @@ impl<R: Rule> Engine<R> {
 
     /// Why the kernel refused, in terms of the parameters; the kernel's own error if it is not known.
     fn explain(&self, bucket: usize, error: crate::error::Error) -> crate::error::Error {
-        for slot in &self.buckets[bucket].members {
+        let bucket = &self.buckets[bucket];
+        for slot in &bucket.members {
             for (index, state) in slot.state.iter().enumerate() {
+                let dtype = if bucket.has_masters { Kind::Float } else { slot.param.kind() };
                 if let Some(state) = state
                     && !R::is_count(index)
-                    && describe(state) != describe(&slot.param)
+                    && describe(state) != describe_as(&slot.param, dtype)
                 {
                     return OptimError::Moved {
                         optimizer: self.rule.name(),
                         fqn: slot.fqn.clone(),
                         parameter: describe(&slot.param),
-                        state: format!("{} is {}", R::STATE[index], describe(state)),
+                        state: format!("{} is {}", state_name::<R>(index), describe(state)),
                         remedy: "move or cast the module before the first step of its optimizer".to_owned(),
                     }
                     .into();
@@ -158,8 +182,11 @@ impl<R: Rule> Engine<R> {
         let mut given: HashMap<(usize, usize), Vec<usize>> = HashMap::new();
         for (name, tensor) in &state.tensors {
             let target = name.split_once('.').and_then(|(kind, fqn)| {
-                let index = R::STATE.iter().position(|name| *name == kind)?;
                 let (bucket, member) = *places.get(fqn)?;
+                let index = match R::STATE.iter().position(|name| *name == kind) {
+                    None if kind == MASTER && self.buckets[bucket].has_masters => R::STATE.len(),
+                    index => index?,
+                };
                 Some((bucket, member, index))
             });
             let Some(target @ (bucket, member, index)) = target else {
@@ -183,17 +210,28 @@ impl<R: Rule> Engine<R> {
         }
         for ((bucket, member), found) in given {
             let bucket = &self.buckets[bucket];
-            let required = saved.get(bucket.group).map(R::required).unwrap_or_default();
+            let mut required = saved.get(bucket.group).map(R::required).unwrap_or_default();
+            if bucket.has_masters {
+                required.push(R::STATE.len());
+            }
             for index in required.into_iter().filter(|index| !found.contains(index)) {
-                problems.push(format!("missing {}.{}", R::STATE[index], bucket.members[member].fqn));
+                problems.push(format!("missing {}.{}", state_name::<R>(index), bucket.members[member].fqn));
             }
         }
         targets
     }
 }
 
+fn state_name<R: Rule>(index: usize) -> &'static str {
+    R::STATE.get(index).copied().unwrap_or(MASTER)
+}
+
 fn describe(tensor: &Tensor) -> String {
-    format!("{:?}{:?} on {:?}", tensor.kind(), tensor.size(), tensor.device())
+    describe_as(tensor, tensor.kind())
+}
+
+fn describe_as(tensor: &Tensor, dtype: Kind) -> String {
+    format!("{dtype:?}{:?} on {:?}", tensor.size(), tensor.device())
 }
 
 fn unusable(optimizer: &'static str, slot: &Slot) -> OptimError {
@@ -215,8 +253,10 @@ fn step_bucket<R: Rule>(rule: &R, group: &ParamGroup, bucket: &mut Bucket<R::Lis
     if !status.contains(&GradStatus::PRESENT) && !status.contains(&GradStatus::UNUSABLE) {
         return Ok(());
     }
-    let reusable =
-        matches!(&bucket.cached, Some((cached, lists)) if cached == status && rule.fits(group, lists));
+    let reusable = bucket
+        .cached
+        .as_ref()
+        .is_some_and(|cached| cached.status == status && rule.fits(group, &cached.lists));
     if !reusable {
         if let Some(index) = status.iter().position(|status| *status == GradStatus::UNUSABLE) {
             return Err(unusable(rule.name(), &bucket.members[index]).into());
@@ -225,13 +265,35 @@ fn step_bucket<R: Rule>(rule: &R, group: &ParamGroup, bucket: &mut Bucket<R::Lis
         let active: Vec<usize> =
             (0..status.len()).filter(|index| status[*index] == GradStatus::PRESENT).collect();
         bucket.cached = None;
+        let rounding = if bucket.has_masters { Some(master_lists(bucket, &active)?) } else { None };
         let lists = rule.lists(group, &mut bucket.members, &active)?;
-        bucket.cached = Some((status, lists));
+        bucket.cached = Some(CachedLists { status, lists, rounding });
     }
-    match &mut bucket.cached {
-        Some((_, lists)) => rule.update(group, lists, bucket.gradients.collected()),
-        None => Ok(()),
+    let Some(CachedLists { lists, rounding, .. }) = &mut bucket.cached else { return Ok(()) };
+    let grads = bucket.gradients.collected();
+    match rounding {
+        None => rule.update(group, lists, grads),
+        Some((params, masters)) => {
+            grads.to_float()?;
+            rule.update(group, lists, grads)?;
+            Ok(params.copy_from(masters)?)
+        }
     }
+}
+
+/// The parameters that are updated, and their master copies, which are made if they are missing.
+fn master_lists<L>(bucket: &mut Bucket<L>, active: &[usize]) -> Result<(TensorList, TensorList)> {
+    let _no_grad = tch::no_grad_guard();
+    let mut masters = Vec::with_capacity(active.len());
+    for index in active {
+        let Slot { param, state, .. } = &mut bucket.members[*index];
+        let Some(master) = state.last_mut() else { continue };
+        if master.is_none() {
+            *master = Some(param.f_to_dtype(Kind::Float, false, true)?);
+        }
+        masters.extend(master.as_ref().map(Tensor::shallow_clone));
+    }
+    Ok((bucket.gradients.params().select(active)?, TensorList::new(&masters)?))
 }
 
 impl<R: Rule> Optimizer for Engine<R> {
@@ -268,9 +330,10 @@ impl<R: Rule> Optimizer for Engine<R> {
     fn state_dict(&self) -> OptimizerState {
         let mut tensors = Vec::new();
         for slot in self.buckets.iter().flat_map(|bucket| &bucket.members) {
-            for (name, tensor) in R::STATE.iter().zip(&slot.state) {
+            for (index, tensor) in slot.state.iter().enumerate() {
                 if let Some(tensor) = tensor {
-                    tensors.push((format!("{name}.{}", slot.fqn), tensor.shallow_clone()));
+                    let name = format!("{}.{}", state_name::<R>(index), slot.fqn);
+                    tensors.push((name, tensor.shallow_clone()));
                 }
             }
         }
@@ -292,8 +355,10 @@ impl<R: Rule> Optimizer for Engine<R> {
         }
         let mut loaded = Vec::with_capacity(targets.len());
         for ((bucket, member, index), (_, tensor)) in targets.into_iter().zip(&state.tensors) {
-            let param = &self.buckets[bucket].members[member].param;
-            loaded.push((bucket, member, index, copy_for(param, tensor, R::is_count(index))?));
+            let Bucket { members, has_masters, .. } = &self.buckets[bucket];
+            let param = &members[member].param;
+            let dtype = if *has_masters { Kind::Float } else { param.kind() };
+            loaded.push((bucket, member, index, copy_for(param, dtype, tensor, R::is_count(index))?));
         }
         for bucket in &mut self.buckets {
             bucket.cached = None;
@@ -309,13 +374,13 @@ impl<R: Rule> Optimizer for Engine<R> {
     }
 }
 
-/// A copy of `tensor` on the device of `param`: a float32 scalar for a count, else laid out as `param`.
-fn copy_for(param: &Tensor, tensor: &Tensor, is_count: bool) -> Result<Tensor> {
+/// A copy of `tensor` on the device of `param`: a float32 scalar for a count, else laid out as `param` in `dtype`.
+fn copy_for(param: &Tensor, dtype: Kind, tensor: &Tensor, is_count: bool) -> Result<Tensor> {
     let _no_grad = tch::no_grad_guard();
     let mut copy = if is_count {
         Tensor::f_zeros([0; 0], (Kind::Float, param.device()))?
     } else {
-        param.f_zeros_like()?
+        param.f_to_dtype(dtype, false, true)?
     };
     copy.f_copy_(&if is_count { tensor.f_reshape([0; 0])? } else { tensor.shallow_clone() })?;
     Ok(copy)

@@ -2,7 +2,6 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use tch::Tensor;
 
 use super::engine::{Engine, Rule, Slot};
 use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroupSpec, SavedGroup};
@@ -38,11 +37,22 @@ pub struct Sgd {
     pub nesterov: bool,
     /// Ascends instead of descends.
     pub maximize: bool,
+    /// Updates parameters in bfloat16 or float16 in float32 copies, which lose no small updates, and rounds these to
+    /// the parameters after each step (arXiv:1710.03740, section 3.1).
+    pub master_weights: bool,
 }
 
 impl Default for Sgd {
     fn default() -> Self {
-        Self { lr: 1e-3, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false }
+        Self {
+            lr: 1e-3,
+            momentum: 0.0,
+            dampening: 0.0,
+            weight_decay: 0.0,
+            nesterov: false,
+            maximize: false,
+            master_weights: false,
+        }
     }
 }
 
@@ -65,6 +75,8 @@ impl Sgd {
         nesterov: bool,
         /// Sets whether the objective is ascended.
         maximize: bool,
+        /// Sets whether parameters of a lower dtype are updated in float32 copies.
+        master_weights: bool,
     }
 
     /// These settings with those that a group has of its own.
@@ -76,6 +88,7 @@ impl Sgd {
             weight_decay: own.weight_decay.unwrap_or(self.weight_decay),
             nesterov: own.nesterov.unwrap_or(self.nesterov),
             maximize: own.maximize.unwrap_or(self.maximize),
+            master_weights: self.master_weights,
         }
     }
 
@@ -133,7 +146,7 @@ impl BuildOptimizer for Sgd {
                 }
             },
         )?;
-        Ok(Box::new(Engine::new(SgdRule, groups)?))
+        Ok(Box::new(Engine::new(SgdRule, groups, self.master_weights)?))
     }
 }
 
@@ -173,24 +186,25 @@ impl Rule for SgdRule {
     }
 
     fn lists(&self, group: &ParamGroup, members: &mut [Slot], active: &[usize]) -> Result<SgdLists> {
-        let params = TensorList::new(active.iter().map(|index| members[*index].param.tensor()))?;
+        let params = TensorList::new(active.iter().map(|index| members[*index].weights()))?;
         if Self::options(group).momentum == 0.0 {
             return Ok(SgdLists { params, buffers: None, first: Vec::new(), later: Vec::new() });
         }
         let (mut first, mut later, mut buffers) = (Vec::new(), Vec::new(), Vec::new());
         for (entry, index) in active.iter().enumerate() {
             let slot = &mut members[*index];
-            let buffer: &Tensor = match &mut slot.state[0] {
+            let buffer = match &slot.state[0] {
                 Some(buffer) => {
                     later.push(entry);
-                    buffer
+                    buffer.shallow_clone()
                 }
-                none => {
+                None => {
                     first.push(entry);
-                    none.insert(slot.param.detach().f_zeros_like()?)
+                    slot.weights().detach().f_zeros_like()?
                 }
             };
-            buffers.push(buffer.shallow_clone());
+            slot.state[0] = Some(buffer.shallow_clone());
+            buffers.push(buffer);
         }
         Ok(SgdLists { params, buffers: Some(TensorList::new(&buffers)?), first, later })
     }

@@ -20,6 +20,8 @@ use crate::probe::{files, loaders, names, own_process, plays, silent, text_of};
 
 const KILLS: usize = 50;
 const LANES: usize = 2;
+/// So many kills have to hit a file half written.
+const HITS: usize = 5;
 const FOLDER: &str = "VOLTAIC_TEST_FOLDER";
 /// Weights in a checkpoint; AdamW's state is twice as many.
 const BALLAST: i64 = 1 << 17;
@@ -111,16 +113,23 @@ fn lane(seed: u64) -> usize {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut hits = 0;
     let mut newest = 0;
-    for round in 0..KILLS / LANES {
+    let mut longest = 60_000;
+    let mut round = 0;
+    // on a busy machine a save takes longer, and it takes more kills to hit some
+    while round < KILLS / LANES || (hits < HITS / LANES + 1 && round < 4 * KILLS / LANES) {
+        round += 1;
         let (mut child, started_at) = start(folder.path());
         // two files of one moment may be of two neighbouring steps
         assert!(started_at + 1 >= newest, "round {round}: {started_at} after {newest}");
-        std::thread::sleep(Duration::from_micros(rng.random_range(0..60_000)));
+        std::thread::sleep(Duration::from_micros(rng.random_range(0..longest)));
         child.kill().unwrap();
         child.wait().unwrap();
         hits += usize::from(names(folder.path()).iter().any(|name| name.ends_with(".tmp")));
         let saved = saved_steps(folder.path()).into_iter().max().unwrap_or(0);
         assert!(saved >= newest, "round {round}: {saved} after {newest}");
+        if saved == newest {
+            longest = (2 * longest).min(4_000_000);
+        }
         newest = saved;
         assert!(names(folder.path()).len() <= 3, "leftovers add up: {:?}", names(folder.path()));
     }
@@ -136,8 +145,8 @@ fn a_killed_run_leaves_whole_checkpoints_and_goes_on() {
     let started = Instant::now();
     let lanes: Vec<_> = (0..LANES as u64).map(|seed| std::thread::spawn(move || lane(seed))).collect();
     let hits: usize = lanes.into_iter().map(|lane| lane.join().unwrap()).sum();
-    println!("{hits} of {KILLS} kills hit a file half written, {:.1} s", started.elapsed().as_secs_f64());
-    assert!(hits >= 5, "only {hits} of {KILLS} kills hit a save, which shows little");
+    println!("{hits} kills hit a file half written, {:.1} s", started.elapsed().as_secs_f64());
+    assert!(hits >= HITS, "only {hits} kills hit a save, which shows little");
 }
 
 /// Saves a small checkpoint, then one that does not fit.

@@ -23,6 +23,7 @@ mod host_pool;
 mod kill;
 mod layers;
 mod lr_scheduler;
+mod master_weights;
 mod memory;
 mod models;
 mod new_crate;

@@ -22,6 +22,7 @@ fn a_new_crate_has_all_files_and_no_placeholder() {
         ".gitignore",
         "recipe.yaml",
         "src/main.rs",
+        "src/net.rs",
         "src/points.rs",
     ] {
         let text = fs::read_to_string(folder.path().join("my-net").join(file)).unwrap();

@@ -7,12 +7,13 @@ use crate::cli::outcome::Failure;
 use crate::error::Error;
 
 /// The files of a new crate: path, and text with `{{name}}` and the like.
-const FILES: [(&str, &str); 7] = [
+const FILES: [(&str, &str); 8] = [
     ("Cargo.toml", include_str!("../templates/Cargo.toml.txt")),
     ("build.rs", include_str!("../templates/build.rs.txt")),
     (".cargo/config.toml", include_str!("../templates/config.toml.txt")),
     (".gitignore", include_str!("../templates/gitignore.txt")),
     ("recipe.yaml", include_str!("../templates/recipe.yaml.txt")),
+    ("src/net.rs", include_str!("../templates/net.rs.txt")),
     ("src/points.rs", include_str!("../templates/points.rs.txt")),
     ("src/main.rs", include_str!("../templates/main.rs.txt")),
 ];

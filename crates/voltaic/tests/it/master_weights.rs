@@ -1,0 +1,105 @@
+//! Optimizers that update bfloat16 parameters in float32 copies.
+
+use std::collections::HashMap;
+
+use tch::{Kind, Tensor};
+use voltaic::nn::Parameter;
+use voltaic::optim::*;
+
+const SHAPES: [&[i64]; 3] = [&[5, 3], &[5], &[]];
+const STEPS: usize = 12;
+
+type Named = Vec<(String, Parameter)>;
+
+fn wave(shape: &[i64], seed: usize) -> Tensor {
+    let len = shape.iter().product::<i64>();
+    let angle = Tensor::arange(len, (Kind::Double, tch::Device::Cpu)) * 0.7 + seed as f64 * 1.3 + 0.1;
+    angle.sin().to_kind(Kind::BFloat16).reshape(shape)
+}
+
+fn params(dtype: Kind) -> Named {
+    let made = SHAPES.iter().enumerate();
+    made.map(|(i, shape)| (format!("p{i}"), Parameter::new(wave(shape, i).to_kind(dtype)))).collect()
+}
+
+/// Steps with the same bfloat16 gradients, whatever the dtype; the second parameter has none in some steps.
+fn train(optimizer: &mut dyn Optimizer, params: &Named, steps: std::ops::Range<usize>) {
+    for step in steps {
+        optimizer.zero_grad().unwrap();
+        for (i, (_, param)) in params.iter().enumerate().filter(|(i, _)| *i != 1 || step % 3 != 0) {
+            let grad = wave(SHAPES[i], 100 + 10 * step + i).to_kind(param.kind());
+            (param.tensor() * grad).sum(param.kind()).backward();
+        }
+        optimizer.step().unwrap();
+    }
+}
+
+/// Each optimizer with master weights and without.
+fn optimizers() -> Vec<(&'static str, [Box<dyn BuildOptimizer>; 2])> {
+    fn pair<O: BuildOptimizer + 'static>(make: impl Fn(bool) -> O) -> [Box<dyn BuildOptimizer>; 2] {
+        [Box::new(make(true)), Box::new(make(false))]
+    }
+    vec![
+        ("SGD", pair(|masters| Sgd::new(1e-3).master_weights(masters))),
+        ("momentum", pair(|masters| Sgd::new(1e-3).momentum(0.9).weight_decay(0.1).master_weights(masters))),
+        ("Adam", pair(|masters| Adam::new(1e-3).amsgrad(true).master_weights(masters))),
+        ("AdamW", pair(|masters| AdamW::new(1e-3).master_weights(masters))),
+    ]
+}
+
+#[test]
+fn parameters_are_the_rounded_results_of_float32() {
+    for (name, [with, without]) in optimizers() {
+        let (half, full, lossy) = (params(Kind::BFloat16), params(Kind::Float), params(Kind::BFloat16));
+        let build = |config: &dyn BuildOptimizer, params: &Named| {
+            config.build(vec![ParamGroupSpec::new(params.clone())]).unwrap()
+        };
+        let mut optimizer = build(&*with, &half);
+        train(&mut *optimizer, &half, 0..STEPS);
+        train(&mut *build(&*with, &full), &full, 0..STEPS); // float32 needs no copies
+        train(&mut *build(&*without, &lossy), &lossy, 0..STEPS);
+        let state: HashMap<String, Tensor> = optimizer.state_dict().tensors.into_iter().collect();
+        for ((fqn, half), (_, full)) in half.iter().zip(&full) {
+            assert_eq!(half.kind(), Kind::BFloat16);
+            assert!(half.equal(&full.to_kind(Kind::BFloat16)), "{name} {fqn}");
+            assert!(state[&format!("master_param.{fqn}")].equal(full.tensor()), "{name} {fqn}");
+        }
+        let is_same = half.iter().zip(&lossy).all(|((_, a), (_, b))| a.equal(b.tensor()));
+        assert!(!is_same, "{name}: bfloat16 alone loses nothing here, so the test shows nothing");
+    }
+}
+
+#[test]
+fn they_are_saved_and_a_state_without_them_is_refused() {
+    for (name, [with, without]) in optimizers() {
+        let whole = params(Kind::BFloat16);
+        train(&mut *with.build(vec![ParamGroupSpec::new(whole.clone())]).unwrap(), &whole, 0..STEPS);
+
+        let first = params(Kind::BFloat16);
+        let mut optimizer = with.build(vec![ParamGroupSpec::new(first.clone())]).unwrap();
+        train(&mut *optimizer, &first, 0..5);
+        let mut resumed = with.build(vec![ParamGroupSpec::new(first.clone())]).unwrap();
+        resumed.load_state_dict(optimizer.state_dict()).unwrap();
+        train(&mut *resumed, &first, 5..STEPS);
+        for ((fqn, resumed), (_, whole)) in first.iter().zip(&whole) {
+            assert!(resumed.equal(whole.tensor()), "{name} {fqn}");
+        }
+
+        let mut plain = without.build(vec![ParamGroupSpec::new(first.clone())]).unwrap();
+        let error = plain.load_state_dict(resumed.state_dict()).unwrap_err().to_string();
+        assert!(error.contains("unexpected master_param.p0"), "{error}");
+        train(&mut *plain, &first, 1..2);
+        let state = plain.state_dict();
+        if !state.tensors.is_empty() {
+            let error = resumed.load_state_dict(state).unwrap_err().to_string();
+            assert!(error.contains("missing master_param.p0"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_configuration_file_can_ask_for_them() {
+    let text = r#"{"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1, "master_weights": true}}"#;
+    let config: OptimizerConfig = serde_json::from_str(text).unwrap();
+    assert_eq!(config, OptimizerConfig::AdamW(AdamW::new(0.1).master_weights(true)));
+}
