@@ -5,7 +5,10 @@
 pub use anyhow::Result;
 pub use tch::{Kind, Tensor};
 
-pub use crate::callback::{Callback, DeviceStatsMonitor, ModelCheckpoint, ModelCheckpointConfig};
+pub use crate::callback::{
+    Callback, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelCheckpoint, ModelCheckpointConfig,
+    Timer,
+};
 pub use crate::data::{Batch, DataLoader, DataModule, Dataset, Loaders, Stage, TensorDataset};
 pub use crate::device::Device;
 pub use crate::module::{HookContext, LightningModule, StepContext};

@@ -25,7 +25,7 @@ pub enum Mode {
 
 impl Mode {
     /// Whether `a` is better than `b`.
-    fn is_better(self, a: f64, b: f64) -> bool {
+    pub(super) fn is_better(self, a: f64, b: f64) -> bool {
         match self {
             Self::Min => a < b,
             Self::Max => a > b,
@@ -33,7 +33,7 @@ impl Mode {
     }
 
     /// Worst possible value; stands for NaN.
-    fn worst(self) -> f64 {
+    pub(super) fn worst(self) -> f64 {
         match self {
             Self::Min => f64::INFINITY,
             Self::Max => f64::NEG_INFINITY,

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::{Batch, DataLoader};
+use crate::device::Device;
 
 /// What a run is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -91,6 +92,65 @@ pub trait DataModule: 'static {
     /// Whatever goes wrong; it ends the run.
     fn predict_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
         Ok(Vec::new())
+    }
+
+    /// Changes a batch before it goes to the device, before the module's hook of this name.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it ends the run.
+    fn on_before_batch_transfer(
+        &mut self,
+        batch: Self::Batch,
+        dataloader_idx: usize,
+    ) -> anyhow::Result<Self::Batch> {
+        let _ = dataloader_idx;
+        Ok(batch)
+    }
+
+    /// Moves a batch to the device; one that this leaves where it is, as the default does, the module's hook moves.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it ends the run.
+    fn transfer_batch_to_device(
+        &mut self,
+        batch: Self::Batch,
+        device: Device,
+        dataloader_idx: usize,
+    ) -> anyhow::Result<Self::Batch> {
+        let _ = (device, dataloader_idx);
+        Ok(batch)
+    }
+
+    /// Changes a batch that is on the device, before the module's hook of this name.
+    ///
+    /// # Errors
+    /// Whatever goes wrong; it ends the run.
+    fn on_after_batch_transfer(
+        &mut self,
+        batch: Self::Batch,
+        dataloader_idx: usize,
+    ) -> anyhow::Result<Self::Batch> {
+        let _ = dataloader_idx;
+        Ok(batch)
+    }
+
+    /// What has to be saved in checkpoints; `None` if nothing.
+    fn state_dict(&self) -> Option<serde_json::Value> {
+        None
+    }
+
+    /// Takes back what [`state_dict`](Self::state_dict) gave, before the loaders are asked for.
+    ///
+    /// # Errors
+    /// If the state is not this data module's.
+    fn load_state_dict(&mut self, state: &serde_json::Value) -> anyhow::Result<()> {
+        let _ = state;
+        Ok(())
+    }
+
+    /// Called when the run fails or is interrupted, after the callbacks were.
+    fn on_exception(&mut self, error: &crate::Error) {
+        let _ = error;
     }
 
     /// Lets go of what [`setup`](Self::setup) opened.

@@ -68,12 +68,14 @@ pub enum Error {
         remedy: String,
     },
     /// The user's code returned an error or panicked.
-    #[error("{hook} failed at global_step {global_step} on rank {rank}: {source:#}")]
+    #[error("{hook} failed in epoch {epoch} at global_step {global_step} on rank {rank}: {source:#}")]
     Hook {
         /// Name of the hook, such as `training_step`.
         hook: &'static str,
         /// Global rank of the process.
         rank: usize,
+        /// The epoch in progress, from 0.
+        epoch: u64,
         /// Optimizer steps done so far.
         global_step: u64,
         /// The user's error.

@@ -6,7 +6,7 @@ use super::capture::{self, Segment, read};
 use super::ir::Graph;
 use super::plan::PlanStats;
 use crate::error::{GraphError, Result};
-use crate::ffi::{Recording, ReplayStats};
+use crate::ffi::Recording;
 
 /// A capture in progress; abandoned when dropped.
 #[derive(Debug)]
@@ -72,10 +72,6 @@ impl StepGraph {
 
     pub(crate) fn plan_stats(&self) -> impl Iterator<Item = PlanStats> {
         self.segments.iter().map(|segment| segment.stats)
-    }
-
-    pub(crate) fn replay_stats(&self) -> impl Iterator<Item = ReplayStats> {
-        self.segments.iter().map(Segment::replay_stats)
     }
 }
 

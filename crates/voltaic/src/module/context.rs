@@ -6,19 +6,22 @@ use tch::Tensor;
 
 use super::Progress;
 use super::log_value::{LogValue, ReduceFx};
+use super::manual::ManualOptimization;
 use super::metrics::{LogOptions, MetricStore};
 use crate::accelerator::Accelerator;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{ConfigError, Result};
 use crate::graph::refuse_capture;
-use crate::optim::Optimizer;
+use crate::optim::{ActiveLrScheduler, Optimizer};
 
 /// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
 pub struct StepContext<'a> {
     pub(crate) metrics: &'a mut MetricStore,
-    pub(crate) progress: &'a Progress,
+    pub(crate) progress: &'a mut Progress,
     pub(crate) batch_idx: usize,
     pub(crate) dataloader_idx: usize,
+    /// There in a training step with manual optimization.
+    pub(crate) manual: Option<&'a mut dyn ManualOptimization>,
 }
 
 impl StepContext<'_> {
@@ -130,6 +133,8 @@ pub struct CheckpointRequest {
 #[derive(Debug, Default)]
 pub struct Requests {
     pub(crate) stop: Option<String>,
+    pub(crate) skips_epoch: bool,
+    pub(crate) accumulate_grad_batches: Option<u64>,
     pub(crate) checkpoints: Vec<CheckpointRequest>,
     pub(crate) rows: Vec<LoggerRow>,
 }
@@ -148,6 +153,8 @@ pub struct RunFacts {
     pub num_eval_batches: usize,
     /// Validation happens once, at the end of each epoch.
     pub validates_at_epoch_end: bool,
+    /// `val_check_interval` is 1.0: validation is meant to happen once an epoch.
+    pub validates_once_per_epoch: bool,
     /// Validation happens every so many epochs.
     pub check_val_every_n_epoch: Option<u64>,
     /// A short trial run: nothing is saved.
@@ -158,6 +165,10 @@ pub struct RunFacts {
     pub train_batch_size: Option<usize>,
     /// The folder given as `default_root_dir`.
     pub default_root_dir: PathBuf,
+    /// Whether there is a logger.
+    pub has_logger: bool,
+    /// `log_every_n_steps`; 0 means never.
+    pub log_every_n_steps: u64,
     /// The first logger's version label, such as `0`, shown in the progress bar.
     pub version: Option<String>,
 }
@@ -170,7 +181,8 @@ pub struct HookContext<'a> {
     pub(crate) device: Device,
     pub(crate) metrics: &'a mut MetricStore,
     pub(crate) requests: &'a mut Requests,
-    pub(crate) optimizers: &'a [Box<dyn Optimizer>],
+    pub(crate) optimizers: &'a mut [Box<dyn Optimizer>],
+    pub(crate) schedulers: &'a mut [ActiveLrScheduler],
     pub(crate) loss: Option<&'a Tensor>,
     pub(crate) batch_idx: usize,
     pub(crate) dataloader_idx: usize,
@@ -287,9 +299,49 @@ impl HookContext<'_> {
         self.metrics.progress_bar_metrics()
     }
 
-    /// The optimizers, in the order of `configure_optimizers`; empty outside fit.
+    /// The optimizers, in the order of `configure_optimizers`; empty outside fit, and in hooks that get an optimizer.
     pub fn optimizers(&self) -> &[Box<dyn Optimizer>] {
         self.optimizers
+    }
+
+    /// The optimizers, so that their hyper-parameters can be changed.
+    pub fn optimizers_mut(&mut self) -> &mut [Box<dyn Optimizer>] {
+        self.optimizers
+    }
+
+    /// The learning rate schedules, in the order of their optimizers; empty outside fit.
+    pub fn lr_schedulers(&self) -> &[ActiveLrScheduler] {
+        self.schedulers
+    }
+
+    /// Steps learning rate schedule number `index`, for modules with manual optimization; `metric` is for one that
+    /// follows a metric.
+    ///
+    /// # Errors
+    /// If there is no such schedule, or it cannot step.
+    pub fn lr_scheduler_step(&mut self, index: usize, metric: Option<f64>) -> Result<()> {
+        step_lr_scheduler(self.optimizers, self.schedulers, index, metric)
+    }
+
+    /// Leaves out the rest of the epoch, the batch in progress included. For `on_train_batch_start`, where Lightning's
+    /// hook returns -1.
+    pub fn skip_epoch(&mut self) {
+        self.requests.skips_epoch = true;
+    }
+
+    /// Sets how many batches make an optimizer step from now on. For `on_train_epoch_start`.
+    pub fn set_accumulate_grad_batches(&mut self, batches: u64) {
+        self.requests.accumulate_grad_batches = Some(batches);
+    }
+
+    /// Makes a value known to [`HookContext::metric`] and to callbacks that monitor it, without giving it to loggers.
+    pub fn set_metric(&mut self, name: impl Into<String>, value: f64) {
+        self.metrics.set_callback_metric(name.into(), value);
+    }
+
+    /// Whether the run has a logger.
+    pub fn has_logger(&self) -> bool {
+        self.facts.has_logger
     }
 
     /// Folder of the run: where the first logger writes, else `default_root_dir`.
@@ -307,4 +359,20 @@ impl HookContext<'_> {
     pub fn request_checkpoint(&mut self, request: CheckpointRequest) {
         self.requests.checkpoints.push(request);
     }
+}
+
+/// Steps one of the schedules on the groups of its optimizer.
+pub(crate) fn step_lr_scheduler(
+    optimizers: &mut [Box<dyn Optimizer>],
+    schedulers: &mut [ActiveLrScheduler],
+    index: usize,
+    metric: Option<f64>,
+) -> Result<()> {
+    let count = schedulers.len();
+    let Some(ActiveLrScheduler { optimizer, configured }) = schedulers.get_mut(index) else {
+        let what = format!("schedule {index} of {count}");
+        let remedy = "configure one for each optimizer that needs it; they count from 0";
+        return Err(ConfigError::new("lr_scheduler_step", what, remedy).into());
+    };
+    configured.scheduler.step(optimizers[*optimizer].param_groups_mut(), metric)
 }

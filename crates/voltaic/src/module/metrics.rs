@@ -126,9 +126,9 @@ pub(crate) struct Logged {
 }
 
 impl MetricStore {
-    /// Enters a hook; values logged from now on belong to it.
-    pub(crate) fn enter(&mut self, scope: Scope) {
-        self.scope = scope;
+    /// Enters a hook; values logged from now on belong to it. Returns the scope before.
+    pub(crate) fn enter(&mut self, scope: Scope) -> Scope {
+        std::mem::replace(&mut self.scope, scope)
     }
 
     /// Options a value has in the current hook unless it says otherwise.
@@ -360,6 +360,11 @@ impl MetricStore {
     /// The latest value called `name`. # Sync: reads a value of the running epoch back.
     pub(crate) fn callback_metric(&self, name: &str) -> Option<f64> {
         self.live(name).map(|entry| entry.last.read()).or_else(|| self.finished.get(name).copied())
+    }
+
+    /// Sets a value that no hook has logged.
+    pub(crate) fn set_callback_metric(&mut self, name: String, value: f64) {
+        self.finished.insert(name, value);
     }
 
     /// All names that have a value, sorted.

@@ -1,18 +1,25 @@
 //! What a user writes: a module with its steps, its optimizers and its hooks.
 
+mod callback;
 mod context;
 mod log_value;
+mod manual;
 mod metrics;
 mod metrics_state;
 
 use tch::Tensor;
 
 use crate::data::{Batch, Stage};
-use crate::nn::Module;
-use crate::optim::Optimizers;
+use crate::device::Device;
+use crate::nn::{Module, ModuleExt, set_training};
+use crate::optim::{GradientClip, LrScheduler, Optimizer, Optimizers, ParamGroup};
 
+pub use callback::Callback;
+pub(crate) use context::step_lr_scheduler;
 pub use context::{CheckpointRequest, HookContext, LogEntry, Requests, RunFacts, StepContext};
 pub use log_value::{LogValue, ReduceFx};
+pub use manual::ManualOptimizer;
+pub(crate) use manual::{ManualOptimization, StepState};
 pub(crate) use metrics::{Level, Logged, MetricStore, Phase, Scope};
 pub(crate) use metrics_state::MetricsState;
 
@@ -30,12 +37,17 @@ pub struct Progress {
     pub total_batches: u64,
     /// The current epoch is over: its end hooks have run.
     pub epoch_ended: bool,
+    /// Batches that ended with an optimizer step: the x-axis of the loggers. With manual optimization, all batches.
+    #[serde(default)]
+    pub batches_that_stepped: u64,
 }
 
 /// A model with all that training it takes.
 ///
 /// Steps get `&self`, so they cannot change the module by accident; layers with state (running means) update their
-/// buffers in place. Hooks get `&mut self`. All hooks of Lightning's `LightningModule` keep their names.
+/// buffers in place. Hooks get `&mut self`, except those around backward and the optimizer: with manual optimization they
+/// run within `training_step`. All hooks of Lightning's `LightningModule` keep their names and their order
+/// (`docs/hooks.md`).
 ///
 /// Steps and hooks return `anyhow::Result`, so that any `?` works; the trainer adds hook, step and rank.
 #[allow(unused_variables)]
@@ -44,6 +56,9 @@ pub trait LightningModule: Module + Sized {
     type Batch: Batch;
 
     /// Loss of one training batch: a scalar that requires grad.
+    ///
+    /// `ctx.no_loss()` instead skips the backward pass of this batch. With manual optimization what is returned is only
+    /// shown to `on_train_batch_end`.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -73,17 +88,188 @@ pub trait LightningModule: Module + Sized {
         Err(not_implemented("predict_step", "limit_predict_batches=0"))
     }
 
-    /// The optimizers, and their learning rate schedules.
+    /// Whether the trainer runs backward, optimizers and schedules. With `false` the `training_step` does, through its
+    /// context: [`StepContext::manual_backward`], [`StepContext::optimizer`], [`StepContext::lr_scheduler_step`].
+    fn automatic_optimization(&self) -> bool {
+        true
+    }
+
+    /// The optimizers, and their learning rate schedules. Automatic optimization takes one, or none to train nothing.
     ///
     /// # Errors
     /// Any error ends the run.
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers>;
+
+    /// Callbacks that belong to the module. They run after the trainer's, and take the place of those of their type.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn configure_callbacks(&mut self) -> anyhow::Result<Vec<Box<dyn Callback>>> {
+        Ok(Vec::new())
+    }
+
+    /// Fetches what the module needs, such as a vocabulary; called on one process of each node before `setup`.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn prepare_data(&mut self) -> anyhow::Result<()> {
+        Ok(())
+    }
 
     /// Called first in each of fit, validate, test and predict.
     ///
     /// # Errors
     /// Any error ends the run.
     fn setup(&mut self, stage: Stage) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Makes layers that depend on what `setup` found; called after it, before weights are loaded or moved.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn configure_model(&mut self) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Changes a batch before it goes to the device, after the data module's hook of this name.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_before_batch_transfer(
+        &mut self,
+        batch: Self::Batch,
+        dataloader_idx: usize,
+    ) -> anyhow::Result<Self::Batch> {
+        Ok(batch)
+    }
+
+    /// Moves a batch to the device, unless the data module has done so.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn transfer_batch_to_device(
+        &mut self,
+        batch: Self::Batch,
+        device: Device,
+        dataloader_idx: usize,
+    ) -> anyhow::Result<Self::Batch> {
+        Ok(batch.to_device(device)?)
+    }
+
+    /// Changes a batch that is on the device, after the data module's hook of this name: augmentation, normalization.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_after_batch_transfer(
+        &mut self,
+        batch: Self::Batch,
+        dataloader_idx: usize,
+    ) -> anyhow::Result<Self::Batch> {
+        Ok(batch)
+    }
+
+    /// Runs the backward pass of a loss, which is divided by `accumulate_grad_batches` and scaled already.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn backward(&self, loss: &Tensor, ctx: &mut HookContext) -> anyhow::Result<()> {
+        Ok(loss.f_backward()?)
+    }
+
+    /// Drops the gradients at the start of an accumulation window. Not called with manual optimization.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn optimizer_zero_grad(
+        &self,
+        optimizer: &mut dyn Optimizer,
+        ctx: &mut HookContext,
+    ) -> anyhow::Result<()> {
+        Ok(optimizer.zero_grad()?)
+    }
+
+    /// Limits the gradients before the optimizer steps; `clip` is what the trainer was given. Not called with manual
+    /// optimization.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn configure_gradient_clipping(
+        &self,
+        optimizer: &mut dyn Optimizer,
+        clip: Option<GradientClip>,
+        ctx: &mut HookContext,
+    ) -> anyhow::Result<()> {
+        Ok(clip.map_or(Ok(()), |clip| clip.apply(optimizer.param_groups()))?)
+    }
+
+    /// Steps the optimizer: the place for a warm-up by hand. Not called with manual optimization, nor for a step left out
+    /// because gradients are not finite with `16-mixed`.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn optimizer_step(&self, optimizer: &mut dyn Optimizer, ctx: &mut HookContext) -> anyhow::Result<()> {
+        Ok(optimizer.step()?)
+    }
+
+    /// Steps a learning rate schedule that is due; `metric` is set for one that follows a metric. Not called with manual
+    /// optimization.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn lr_scheduler_step(
+        &self,
+        scheduler: &mut dyn LrScheduler,
+        groups: &mut [ParamGroup],
+        metric: Option<f64>,
+    ) -> anyhow::Result<()> {
+        Ok(scheduler.step(groups, metric)?)
+    }
+
+    /// Drops the gradients before validation within fit, so that their memory is free. Not called while an accumulation
+    /// window is open.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_validation_model_zero_grad(&mut self) -> anyhow::Result<()> {
+        let parameters = self.parameters();
+        Ok(crate::ffi::clear_grads(parameters.iter().map(|parameter| parameter.tensor()))?)
+    }
+
+    /// Puts the module into evaluation mode before validation.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_validation_model_eval(&mut self) -> anyhow::Result<()> {
+        set_training(self, false);
+        Ok(())
+    }
+
+    /// Puts the module back into training mode after validation within fit. After `validate`, `test` and `predict` it
+    /// stays in evaluation mode.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_validation_model_train(&mut self) -> anyhow::Result<()> {
+        set_training(self, true);
+        Ok(())
+    }
+
+    /// Puts the module into evaluation mode before testing.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_test_model_eval(&mut self) -> anyhow::Result<()> {
+        set_training(self, false);
+        Ok(())
+    }
+
+    /// Puts the module into evaluation mode before prediction.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_predict_model_eval(&mut self) -> anyhow::Result<()> {
+        set_training(self, false);
         Ok(())
     }
 
@@ -200,7 +386,7 @@ pub trait LightningModule: Module + Sized {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_before_zero_grad(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
+    fn on_before_zero_grad(&self, ctx: &mut HookContext) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -208,7 +394,7 @@ pub trait LightningModule: Module + Sized {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_before_backward(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
+    fn on_before_backward(&self, ctx: &mut HookContext) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -216,7 +402,7 @@ pub trait LightningModule: Module + Sized {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_after_backward(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
+    fn on_after_backward(&self, ctx: &mut HookContext) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -224,7 +410,7 @@ pub trait LightningModule: Module + Sized {
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
+    fn on_before_optimizer_step(&self, ctx: &mut HookContext) -> anyhow::Result<()> {
         Ok(())
     }
 

@@ -2,8 +2,32 @@
 
 use tch::Tensor;
 
+use super::ParamGroup;
 use crate::error::{ConfigError, Result};
 use crate::ffi::{self, TensorList};
+
+/// A limit for gradients.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum GradientClip {
+    /// Of the L2 norm of all gradients together.
+    Norm(f64),
+    /// Of the absolute value of each element.
+    Value(f64),
+}
+
+impl GradientClip {
+    /// Limits the gradients of all parameters in `groups`, in place; see [`clip_grad_norm`] and [`clip_grad_value`].
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the limit is negative or NaN.
+    pub fn apply(self, groups: &[ParamGroup]) -> Result<()> {
+        let params = groups.iter().flat_map(|group| group.params()).map(|(_, parameter)| parameter.tensor());
+        match self {
+            Self::Norm(max_norm) => clip_grad_norm(params, max_norm).map(drop),
+            Self::Value(value) => clip_grad_value(params, value),
+        }
+    }
+}
 
 /// Scales gradients in place so that their norm, taken over all of them as one vector, is at most `max_norm`.
 ///

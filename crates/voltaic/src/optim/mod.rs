@@ -19,14 +19,16 @@ use serde_json::Value;
 use tch::Tensor;
 
 pub use adam::{Adam, AdamW};
-pub use clip::{clip_grad_norm, clip_grad_norm_of_type, clip_grad_value};
+pub use clip::{GradientClip, clip_grad_norm, clip_grad_norm_of_type, clip_grad_value};
 pub use config::{LrSchedulerConfig, OptimizerConfig};
 pub use lr_scheduler::{
     AnnealStrategy, BuildLrScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,
     ExponentialLr, LambdaLr, LinearLr, LinearWarmupCosine, LrScheduler, MultiStepLr, OneCycleLr, PerGroup,
     PlateauMode, PolynomialLr, ReduceLrOnPlateau, SequentialLr, StepLr, ThresholdMode,
 };
-pub use optimizers::{ConfiguredLrScheduler, ConfiguredOptimizer, Interval, LrSchedulerSpec, Optimizers};
+pub use optimizers::{
+    ActiveLrScheduler, ConfiguredLrScheduler, ConfiguredOptimizer, Interval, LrSchedulerSpec, Optimizers,
+};
 pub use param_group::{GroupOptions, ParamGroup, ParamGroupSpec};
 pub use sgd::Sgd;
 

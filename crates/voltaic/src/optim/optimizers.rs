@@ -49,8 +49,18 @@ pub struct ConfiguredLrScheduler {
     pub frequency: u64,
     /// Name of the metric that the schedule follows.
     pub monitor: Option<String>,
+    /// A missing metric is an error; otherwise the schedule waits for it.
+    pub strict: bool,
     /// Name under which the learning rate is logged.
     pub name: Option<String>,
+}
+
+/// A schedule at work on one of the optimizers of a run.
+pub struct ActiveLrScheduler {
+    /// Index of the optimizer.
+    pub optimizer: usize,
+    /// The schedule.
+    pub configured: ConfiguredLrScheduler,
 }
 
 /// After what a schedule is stepped.
@@ -70,6 +80,7 @@ pub struct LrSchedulerSpec {
     interval: Interval,
     frequency: u64,
     monitor: Option<String>,
+    strict: bool,
     name: Option<String>,
 }
 
@@ -81,6 +92,7 @@ impl LrSchedulerSpec {
             interval: Interval::default(),
             frequency: 1,
             monitor: None,
+            strict: true,
             name: None,
         }
     }
@@ -106,6 +118,13 @@ impl LrSchedulerSpec {
         self
     }
 
+    /// Sets whether a missing metric is an error, which it is unless set; otherwise the schedule waits for it.
+    #[must_use]
+    pub fn strict(mut self, strict: bool) -> Self {
+        self.strict = strict;
+        self
+    }
+
     /// Sets the name under which the learning rate is logged.
     #[must_use]
     pub fn name(mut self, name: impl Into<String>) -> Self {
@@ -114,7 +133,7 @@ impl LrSchedulerSpec {
     }
 
     fn build(self, optimizer: &mut dyn Optimizer) -> Result<ConfiguredLrScheduler> {
-        let Self { scheduler, interval, frequency, monitor, name } = self;
+        let Self { scheduler, interval, frequency, monitor, strict, name } = self;
         let mut problems = Problems::new("lr_scheduler");
         problems.require(frequency > 0, "frequency", frequency, "at least 1");
         match (scheduler.needs_metric(), &monitor) {
@@ -133,7 +152,7 @@ impl LrSchedulerSpec {
             tracing::warn!("OneCycleLR is made to be stepped after each optimizer step; set interval=step");
         }
         let scheduler = scheduler.build(optimizer.param_groups_mut())?;
-        Ok(ConfiguredLrScheduler { scheduler, interval, frequency, monitor, name })
+        Ok(ConfiguredLrScheduler { scheduler, interval, frequency, monitor, strict, name })
     }
 }
 

@@ -2,16 +2,14 @@
 
 use std::path::PathBuf;
 
+use super::config::{FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
 use super::graphed::{GraphMode, GraphReport};
-use super::config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::resolve;
 use super::session::Run;
 use super::{Trainer, global_seed};
 use crate::accelerator::{Devices, accelerator};
-use crate::callback::{
-    Callback, DeviceStatsMonitor, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar,
-};
+use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar};
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
 use crate::logger::{CsvLogger, Logger};
@@ -98,6 +96,7 @@ impl TrainerBuilder {
         enable_checkpointing: bool;
         enable_progress_bar: bool;
         enable_model_summary: bool;
+        reload_dataloaders_every_n_epochs: u64;
         graph: GraphMode;
         default_root_dir: PathBuf => Some;
     }
@@ -120,14 +119,9 @@ impl TrainerBuilder {
         };
         for callback in std::mem::take(&mut self.config.callbacks) {
             self.config.callbacks.push(callback.clone());
-            match callback {
-                CallbackConfig::ModelCheckpoint(config) => match ModelCheckpoint::new(config) {
-                    Ok(callback) => self.callbacks.push(Box::new(callback)),
-                    Err(error) => problems.extend(error.problems),
-                },
-                CallbackConfig::DeviceStatsMonitor(config) => {
-                    self.callbacks.push(Box::new(DeviceStatsMonitor::from(config)));
-                }
+            match callback.build() {
+                Ok(callback) => self.callbacks.push(callback),
+                Err(error) => problems.extend(error.problems),
             }
         }
         if let Err(error) = self.add_defaults() {
@@ -160,6 +154,9 @@ impl TrainerBuilder {
             fast_dev_run: plan.fast_dev_run,
             log_dir,
             default_root_dir: plan.default_root_dir.clone(),
+            validates_once_per_epoch: plan.val_check_interval == Limit::Fraction(1.0),
+            has_logger: first.is_some(),
+            log_every_n_steps: plan.log_every_n_steps,
             version: first.and_then(|logger| logger.version()),
             ..RunFacts::default()
         };

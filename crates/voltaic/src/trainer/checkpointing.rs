@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::fit::FitLoaders;
 use super::guard::guarded;
+use super::hooks::{BatchFacts, hook_error, of_callback};
 use super::seed;
-use super::session::{Run, Session, hook_error};
+use super::session::{Run, Session};
 use crate::callback::Callback;
 use crate::checkpoint::{self, Checkpoint, CheckpointMeta, CheckpointPaths, TrainingState};
+use crate::data::Stage;
 use crate::error::{CheckpointError, ConfigError, Error, Result};
 use crate::module::{CheckpointRequest, LightningModule, MetricsState, Progress};
 use crate::nn::{Module, ModuleExt};
@@ -35,6 +36,9 @@ struct State {
     /// There with `16-mixed`.
     #[serde(default)]
     grad_scaler: Option<GradScaler>,
+    /// State of the data module, if it has some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    data: Option<Value>,
     /// What the module gave in `on_save_checkpoint`.
     module: Value,
 }
@@ -63,48 +67,66 @@ fn link(target: &Path, path: &Path) -> Result<()> {
 /// # Sync
 /// Reads weights, optimizer state and metrics back.
 fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> Result<Checkpoint> {
-    let global_step = session.run.progress.global_step;
-    let module = guarded(|| session.module.on_save_checkpoint())
-        .map_err(|source| hook_error("on_save_checkpoint", global_step, source))?;
     let run = &*session.run;
     let meta = CheckpointMeta {
         epoch: run.progress.current_epoch,
-        global_step,
+        global_step: run.progress.global_step,
         module: Module::type_name(session.module).to_owned(),
         hyper_parameters: session.module.hyper_parameters(),
         ..CheckpointMeta::default()
     };
-    let weights = session.module.state_dict();
-    if weights_only {
-        return Ok(Checkpoint { weights, training: None, meta });
+    let mut checkpoint = Checkpoint { weights: session.module.state_dict(), training: None, meta };
+    let mut state = None;
+    if !weights_only {
+        let optimizers: Vec<OptimizerState> =
+            session.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
+        let names = session.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
+        let callbacks = callback_states(&run.callbacks);
+        state = Some(State {
+            progress: run.progress.clone(),
+            metrics: run.metrics.state(),
+            seed: run.seed,
+            num_training_batches: run.facts.num_training_batches,
+            batch_size: run.facts.train_batch_size,
+            optimizers: names.zip(optimizers.iter().map(|state| state.groups.clone())).collect(),
+            schedulers: session
+                .schedulers
+                .iter()
+                .map(|active| active.configured.scheduler.state_dict())
+                .collect(),
+            callbacks,
+            grad_scaler: run.grad_scaler.clone(),
+            data: session.data.state_dict(),
+            module: Value::Null,
+        });
+        checkpoint.training = Some(TrainingState {
+            optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
+            grads: pending_grads(session),
+            rng: seed::rng_states(session.plan.device)?,
+            json: Value::Null,
+        });
     }
-    let states: Vec<OptimizerState> =
-        session.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
-    let names = session.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
-    let state = State {
-        progress: run.progress.clone(),
-        metrics: run.metrics.state(),
-        seed: run.seed,
-        num_training_batches: run.facts.num_training_batches,
-        batch_size: run.facts.train_batch_size,
-        optimizers: names.zip(states.iter().map(|state| state.groups.clone())).collect(),
-        schedulers: session
-            .schedulers
-            .iter()
-            .map(|active| active.configured.scheduler.state_dict())
-            .collect(),
-        callbacks: callback_states(&run.callbacks),
-        grad_scaler: run.grad_scaler.clone(),
-        module,
-    };
-    let training = TrainingState {
-        optimizers: states.into_iter().map(|state| state.tensors).collect(),
-        grads: pending_grads(session),
-        rng: seed::rng_states(session.plan.device)?,
-        json: serde_json::to_value(&state)
-            .map_err(|e| Error::io("serialize", "the training state", e.into()))?,
-    };
-    Ok(Checkpoint { weights, training: Some(training), meta })
+    on_save_checkpoint(session, &mut checkpoint)?;
+    let module = guarded(|| session.module.on_save_checkpoint())
+        .map_err(|source| session.hook_error("on_save_checkpoint", source))?;
+    if let (Some(training), Some(state)) = (&mut checkpoint.training, state) {
+        training.json = serde_json::to_value(State { module, ..state })
+            .map_err(|e| Error::io("serialize", "the training state", e.into()))?;
+    }
+    Ok(checkpoint)
+}
+
+/// The callbacks' hook.
+fn on_save_checkpoint<M: LightningModule>(
+    session: &mut Session<M>,
+    checkpoint: &mut Checkpoint,
+) -> Result<()> {
+    let (mut parts, state, _) = session.parts();
+    let (mut ctx, callbacks) = parts.context(state, &BatchFacts::default());
+    callbacks.iter_mut().try_for_each(|callback| {
+        of_callback(callback.as_mut(), |callback| callback.on_save_checkpoint(&mut ctx, checkpoint))
+            .map_err(|source| hook_error("on_save_checkpoint", ctx.progress, source))
+    })
 }
 
 fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {
@@ -114,7 +136,7 @@ fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {
 /// Gradients of an accumulation window that has begun and is not complete.
 fn pending_grads<M: LightningModule>(session: &Session<M>) -> Vec<(String, tch::Tensor)> {
     let progress = &session.run.progress;
-    let is_open = !progress.batch_idx.is_multiple_of(session.plan.accumulate_grad_batches)
+    let is_open = !progress.batch_idx.is_multiple_of(session.accumulate_grad_batches)
         && (progress.batch_idx as usize) < session.run.facts.num_training_batches;
     if !is_open {
         return Vec::new();
@@ -123,25 +145,63 @@ fn pending_grads<M: LightningModule>(session: &Session<M>) -> Vec<(String, tch::
     parameters.map(|(fqn, parameter)| (fqn, parameter.grad())).filter(|(_, grad)| grad.defined()).collect()
 }
 
-/// Puts a whole training state back: weights, optimizers, schedules, callbacks, metrics, position.
-/// Returns the random states, which are to be set when everything else is ready.
+/// What is left to do with a checkpoint once the loaders are there.
+pub(super) struct Resumed {
+    pub path: PathBuf,
+    /// Random states, which are to be set when everything else is ready.
+    pub rng: Vec<(String, tch::Tensor)>,
+    /// Training batches of an epoch, and their size.
+    shape: (usize, Option<usize>),
+}
+
+/// Takes the weights, and what modules, data and callbacks have saved.
+pub(super) fn restore_module<M: LightningModule>(
+    session: &mut Session<M>,
+    checkpoint: &Checkpoint,
+    path: &Path,
+) -> Result<()> {
+    session.module.load_state_dict(&checkpoint.weights, true)?;
+    let Some(training) = &checkpoint.training else { return Ok(()) };
+    let state = read_state(&training.json, path)?;
+    guarded(|| session.module.on_load_checkpoint(&state.module))
+        .map_err(|source| hook_error("on_load_checkpoint", &state.progress, source))?;
+    if let Some(data) = &state.data {
+        guarded(|| session.data.load_state_dict(data))
+            .map_err(|source| hook_error("load_state_dict of the data module", &state.progress, source))?;
+    }
+    for callback in &mut session.run.callbacks {
+        of_callback(callback.as_mut(), |callback| callback.on_load_checkpoint(checkpoint))
+            .map_err(|source| hook_error("on_load_checkpoint", &state.progress, source))?;
+    }
+    restore_callbacks(&mut session.run.callbacks, &state)?;
+    if session.stage == Stage::Fit {
+        session.run.progress = state.progress;
+    }
+    Ok(())
+}
+
+fn read_state(json: &Value, path: &Path) -> Result<State> {
+    State::deserialize(json).map_err(|e| {
+        let what = format!("its training state is not understood: {e}");
+        unusable(path, what, "use another checkpoint")
+    })
+}
+
+fn unusable(path: &Path, what: String, remedy: &str) -> Error {
+    CheckpointError::Unreadable { path: path.to_path_buf(), what, remedy: remedy.to_owned() }.into()
+}
+
+/// Puts the rest of a training state back: optimizers, schedules, metrics, position.
 pub(super) fn restore_training<M: LightningModule>(
     session: &mut Session<M>,
-    loaders: &mut FitLoaders<M::Batch>,
     checkpoint: Checkpoint,
-    path: &Path,
-) -> Result<Vec<(String, tch::Tensor)>> {
-    let unusable = |what: String, remedy: &str| -> Error {
-        CheckpointError::Unreadable { path: path.to_path_buf(), what, remedy: remedy.to_owned() }.into()
-    };
+    path: PathBuf,
+) -> Result<Resumed> {
     let Some(training) = checkpoint.training else {
         let remedy = "resume from a full checkpoint, or load the weights alone and start anew";
-        return Err(unusable("it holds weights only, no training state".to_owned(), remedy));
+        return Err(unusable(&path, "it holds weights only, no training state".to_owned(), remedy));
     };
-    let state: State = serde_json::from_value(training.json).map_err(|e| {
-        unusable(format!("its training state is not understood: {e}"), "use another checkpoint")
-    })?;
-    check_position(&state, session.run, path)?;
+    let state = read_state(&training.json, &path)?;
     let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
     let own: Vec<&str> = session.optimizers.iter().map(|optimizer| optimizer.name()).collect();
     if names != own || state.schedulers.len() != session.schedulers.len() {
@@ -150,9 +210,8 @@ pub(super) fn restore_training<M: LightningModule>(
             state.schedulers.len(),
             session.schedulers.len()
         );
-        return Err(unusable(what, "use the same configure_optimizers, or load the weights alone"));
+        return Err(unusable(&path, what, "use the same configure_optimizers, or load the weights alone"));
     }
-    session.module.load_state_dict(&checkpoint.weights, true)?;
     let tensors = training.optimizers.into_iter();
     for ((optimizer, tensors), (_, groups)) in
         session.optimizers.iter_mut().zip(tensors).zip(state.optimizers)
@@ -163,51 +222,41 @@ pub(super) fn restore_training<M: LightningModule>(
         active.configured.scheduler.load_state_dict(saved)?;
     }
     restore_grads(session, &training.grads)?;
-    restore_callbacks(&mut session.run.callbacks, &state.callbacks)?;
     if let (Some(own), Some(saved)) = (&mut session.run.grad_scaler, state.grad_scaler) {
         *own = saved;
     }
-    guarded(|| session.module.on_load_checkpoint(&state.module))
-        .map_err(|source| hook_error("on_load_checkpoint", state.progress.global_step, source))?;
     if session.run.seed != state.seed {
-        tracing::info!(
-            "shuffling with seed {} of the checkpoint instead of {}",
-            state.seed,
-            session.run.seed
-        );
-        session.run.seed = state.seed;
-        loaders.train.set_seed(state.seed);
-        loaders.val.iter_mut().for_each(|loader| loader.set_seed(state.seed));
+        let (saved, own) = (state.seed, session.run.seed);
+        tracing::info!("shuffling with seed {saved} of the checkpoint instead of {own}");
+        session.run.seed = saved;
     }
     session.run.metrics.restore(state.metrics);
     session.run.progress = state.progress;
-    Ok(training.rng)
+    Ok(Resumed { path, rng: training.rng, shape: (state.num_training_batches, state.batch_size) })
 }
 
-/// A position within an epoch means nothing if the epoch is cut into other batches.
-fn check_position(state: &State, run: &Run, path: &Path) -> Result<()> {
-    let is_mid_epoch = state.progress.batch_idx > 0 && !state.progress.epoch_ended;
-    let own = (run.facts.num_training_batches, run.facts.train_batch_size);
-    let saved = (state.num_training_batches, state.batch_size);
-    if !is_mid_epoch || own == saved {
-        return Ok(());
-    }
-    let text = |(batches, size): (usize, Option<usize>)| match size {
-        Some(size) => format!("{batches} batches of {size}"),
-        None => format!("{batches} batches"),
-    };
-    Err(ConfigError::new(
-        "ckpt_path",
-        format!(
+impl Resumed {
+    /// A position within an epoch means nothing if the epoch is cut into other batches.
+    pub(super) fn check_position(&self, run: &Run) -> Result<()> {
+        let is_mid_epoch = run.progress.batch_idx > 0 && !run.progress.epoch_ended;
+        let own = (run.facts.num_training_batches, run.facts.train_batch_size);
+        if !is_mid_epoch || own == self.shape {
+            return Ok(());
+        }
+        let text = |(batches, size): (usize, Option<usize>)| match size {
+            Some(size) => format!("{batches} batches of {size}"),
+            None => format!("{batches} batches"),
+        };
+        let what = format!(
             "{} was written at batch {} of an epoch of {}, this run has {}",
-            path.display(),
-            state.progress.batch_idx,
-            text(saved),
+            self.path.display(),
+            run.progress.batch_idx,
+            text(self.shape),
             text(own)
-        ),
-        "use the same data and batch size, or resume from a checkpoint at the end of an epoch",
-    )
-    .into())
+        );
+        let remedy = "use the same data and batch size, or resume from a checkpoint at the end of an epoch";
+        Err(ConfigError::new("ckpt_path", what, remedy).into())
+    }
 }
 
 fn restore_grads<M: LightningModule>(session: &Session<M>, grads: &[(String, tch::Tensor)]) -> Result<()> {
@@ -220,15 +269,14 @@ fn restore_grads<M: LightningModule>(session: &Session<M>, grads: &[(String, tch
     Ok(())
 }
 
-fn restore_callbacks(callbacks: &mut [Box<dyn Callback>], states: &[(String, Value)]) -> Result<()> {
-    for (key, state) in states {
+fn restore_callbacks(callbacks: &mut [Box<dyn Callback>], state: &State) -> Result<()> {
+    for (key, saved) in &state.callbacks {
         let Some(callback) = callbacks.iter_mut().find(|callback| callback.state_key() == *key) else {
             tracing::warn!("the checkpoint has state of {key}, which this run does not have");
             continue;
         };
-        callback
-            .load_state_dict(state)
-            .map_err(|source| hook_error("load_state_dict of a callback", 0, source))?;
+        of_callback(callback.as_mut(), |callback| callback.load_state_dict(saved))
+            .map_err(|source| hook_error("load_state_dict", &state.progress, source))?;
     }
     Ok(())
 }

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::callbacks::CallbackConfig;
 use super::graphed::GraphMode;
 use crate::accelerator::Devices;
-use crate::callback::{DeviceStatsMonitorConfig, ModelCheckpointConfig};
 use crate::precision::HpuPrecisionPlugin;
 
 /// A number of batches, or a fraction of all of them.
@@ -83,16 +83,6 @@ pub enum GradientClipAlgorithm {
     Value,
 }
 
-/// A callback that can be named in YAML.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
-pub enum CallbackConfig {
-    /// Saves checkpoints.
-    ModelCheckpoint(ModelCheckpointConfig),
-    /// Gives the loggers what the device's memory is used for.
-    DeviceStatsMonitor(DeviceStatsMonitorConfig),
-}
-
 /// A part of the trainer of one's own choice, by class name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
@@ -161,6 +151,8 @@ pub struct TrainerConfig {
     pub enable_progress_bar: bool,
     /// Print the module's children and numbers of parameters before training.
     pub enable_model_summary: bool,
+    /// Ask the data module for new loaders every so many epochs; 0 for never.
+    pub reload_dataloaders_every_n_epochs: u64,
     /// Folder for logs and checkpoints; the current one unless set.
     pub default_root_dir: Option<PathBuf>,
 }
@@ -195,6 +187,7 @@ impl Default for TrainerConfig {
             enable_checkpointing: true,
             enable_progress_bar: true,
             enable_model_summary: true,
+            reload_dataloaders_every_n_epochs: 0,
             default_root_dir: None,
         }
     }

@@ -3,16 +3,16 @@
 use tch::Tensor;
 
 use super::EvalMetrics;
-use super::session::{BatchFacts, HookPoint, Session, call_hook};
+use super::fit::FitLoaders;
+use super::hooks::{BatchFacts, HookPoint, call_hook, hook_point, module_hook};
+use super::session::Session;
 use crate::data::{Batch, DataLoader, EpochRange, Stage};
 use crate::error::Result;
-use crate::module::{Level, LightningModule, Phase};
-use crate::nn::set_training;
+use crate::module::LightningModule;
 
-const VALIDATION_STEP: HookPoint =
-    HookPoint { name: "validation_step", phase: Phase::Eval, level: Level::Epoch };
-const TEST_STEP: HookPoint = HookPoint { name: "test_step", phase: Phase::Eval, level: Level::Epoch };
-const PREDICT_STEP: HookPoint = HookPoint { name: "predict_step", phase: Phase::Eval, level: Level::Denied };
+const VALIDATION_STEP: HookPoint = hook_point!(validation_step, Eval, Epoch);
+const TEST_STEP: HookPoint = hook_point!(test_step, Eval, Epoch);
+const PREDICT_STEP: HookPoint = hook_point!(predict_step, Eval, Denied);
 
 /// Loaders with the number of batches to take from each.
 pub(super) struct EvalLoaders<'a, B: Batch> {
@@ -22,38 +22,48 @@ pub(super) struct EvalLoaders<'a, B: Batch> {
 
 impl<M: LightningModule> Session<'_, M> {
     /// Validates within fit and gives the metrics to the loggers.
-    pub(super) fn validate_in_fit(
-        &mut self,
-        val: &[DataLoader<M::Batch>],
-        num_batches: &[usize],
-    ) -> Result<()> {
-        let metrics = self.validate(&EvalLoaders { loaders: val, num_batches })?;
-        drop(metrics);
+    pub(super) fn validate_in_fit(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
+        let is_window_open = !self.run.progress.batch_idx.is_multiple_of(self.accumulate_grad_batches)
+            && (self.run.progress.batch_idx as usize) < loaders.plan.num_training_batches;
+        if !is_window_open {
+            module_hook!(self, on_validation_model_zero_grad)?;
+        }
+        self.reload_val_dataloaders(loaders)?;
+        let (val, num_batches) = (&loaders.val, &loaders.plan.num_val_batches);
+        self.validate(&EvalLoaders { loaders: val, num_batches })?;
         Ok(())
     }
 
-    /// Runs a few validation batches before training. Leaves no metrics and no change of random state behind.
-    pub(super) fn sanity_check(&mut self, val: &[DataLoader<M::Batch>], num_batches: &[usize]) -> Result<()> {
+    /// Runs a few validation batches before training, and returns the loaders. Leaves no metrics and no change of random
+    /// state behind. A run that is resumed within an epoch has done it before.
+    pub(super) fn sanity_check(&mut self) -> Result<Option<Vec<DataLoader<M::Batch>>>> {
         let limit = self.plan.num_sanity_val_steps.unwrap_or(usize::MAX);
+        let is_mid_epoch = self.run.progress.batch_idx > 0 && !self.run.progress.epoch_ended;
+        if limit == 0 || self.plan.limit_val.is_none() || is_mid_epoch {
+            return Ok(None);
+        }
+        // asked for before the hook, since a run without data to validate on has no such check
+        let val = self.val_dataloaders()?;
+        let num_batches = self.num_val_batches(&val)?;
         let num_batches: Vec<usize> = num_batches.iter().map(|&batches| batches.min(limit)).collect();
         if num_batches.iter().sum::<usize>() == 0 {
-            return Ok(());
+            return Ok(Some(val));
         }
         let rng = super::seed::rng_states(self.plan.device)?;
-        let all_batches = self.run.facts.num_eval_batches;
         self.run.facts.num_eval_batches = num_batches.iter().sum();
         self.is_sanity_check = true;
         call_hook!(self, on_sanity_check_start, Eval, Denied)?;
-        self.validate(&EvalLoaders { loaders: val, num_batches: &num_batches })?;
+        self.validate(&EvalLoaders { loaders: &val, num_batches: &num_batches })?;
         call_hook!(self, on_sanity_check_end, Eval, Denied)?;
         self.is_sanity_check = false;
-        self.run.facts.num_eval_batches = all_batches;
-        super::seed::set_rng_states(&rng)
+        super::seed::set_rng_states(&rng)?;
+        Ok(Some(val))
     }
 
     /// Validates; returns the metrics.
     pub(super) fn validate(&mut self, data: &EvalLoaders<M::Batch>) -> Result<EvalMetrics> {
         self.evaluate(|session| {
+            module_hook!(session, on_validation_model_eval)?;
             call_hook!(session, on_validation_start, Eval, EpochOnly)?;
             call_hook!(session, on_validation_epoch_start, Eval, EpochOnly)?;
             session.for_each_batch(data, |session, batch, facts| {
@@ -64,6 +74,9 @@ impl<M: LightningModule> Session<'_, M> {
             call_hook!(session, on_validation_epoch_end, Eval, EpochOnly)?;
             let metrics = session.finish_eval()?;
             call_hook!(session, on_validation_end, Eval, Denied)?;
+            if session.stage == Stage::Fit {
+                module_hook!(session, on_validation_model_train)?;
+            }
             Ok(metrics)
         })
     }
@@ -71,6 +84,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// Tests; returns the metrics.
     pub(super) fn test(&mut self, data: &EvalLoaders<M::Batch>) -> Result<EvalMetrics> {
         self.evaluate(|session| {
+            module_hook!(session, on_test_model_eval)?;
             call_hook!(session, on_test_start, Eval, EpochOnly)?;
             call_hook!(session, on_test_epoch_start, Eval, EpochOnly)?;
             session.for_each_batch(data, |session, batch, facts| {
@@ -89,6 +103,7 @@ impl<M: LightningModule> Session<'_, M> {
     pub(super) fn predict(&mut self, data: &EvalLoaders<M::Batch>) -> Result<Vec<Vec<Tensor>>> {
         let mut predictions: Vec<Vec<Tensor>> = data.loaders.iter().map(|_| Vec::new()).collect();
         self.evaluate(|session| {
+            module_hook!(session, on_predict_model_eval)?;
             call_hook!(session, on_predict_start, Eval, Denied)?;
             call_hook!(session, on_predict_epoch_start, Eval, Denied)?;
             session.for_each_batch(data, |session, batch, facts| {
@@ -104,16 +119,11 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(predictions)
     }
 
-    /// Runs `body` without grad and in evaluation mode; training mode is back afterwards if this is a fit.
+    /// Runs `body` without grad.
     fn evaluate<T>(&mut self, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let _no_grad = tch::no_grad_guard();
-        set_training(self.module, false);
         self.run.metrics.begin_eval();
-        let result = body(self);
-        if self.stage == Stage::Fit {
-            set_training(self.module, true);
-        }
-        result
+        body(self)
     }
 
     fn for_each_batch(
@@ -128,7 +138,7 @@ impl<M: LightningModule> Session<'_, M> {
             let epoch = self.run.progress.current_epoch;
             let range = EpochRange { epoch, first_batch: 0, num_batches: Some(num_batches) };
             for (batch_idx, batch) in loader.iter(range)?.enumerate() {
-                let batch = self.take(batch?)?;
+                let batch = self.take(batch?, dataloader_idx)?;
                 remaining = remaining.saturating_sub(1);
                 let facts = BatchFacts {
                     batch_idx,
@@ -158,7 +168,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// The step that the metrics of an evaluation belong to: within fit the one just done.
     fn eval_step(&self) -> u64 {
-        let steps = self.run.progress.global_step;
+        let steps = self.run.progress.batches_that_stepped;
         if self.stage == Stage::Fit { steps.saturating_sub(1) } else { steps }
     }
 

@@ -2,18 +2,32 @@
 
 use tch::Tensor;
 
-use super::plan::{Clip, FitPlan};
-use super::session::{BatchFacts, HookPoint, Session, call_hook};
+use super::hooks::{BatchFacts, HookPoint, call_hook, call_shared_hook, hook_point};
+use super::manual::unscale;
+use super::plan::FitPlan;
+use super::session::Session;
 use crate::data::{Batch, DataLoader, EpochRange};
 use crate::error::{ConfigError, Result};
-use crate::module::{Level, LightningModule, Phase};
-use crate::optim::{Interval, clip_grad_norm, clip_grad_value};
+use crate::module::{HookContext, LightningModule};
+use crate::optim::{Interval, Optimizer};
 
 /// Loaders of a fit and what is known about them.
 pub(super) struct FitLoaders<B: Batch> {
     pub train: DataLoader<B>,
     pub val: Vec<DataLoader<B>>,
     pub plan: FitPlan,
+    /// Epochs in which the loaders were asked for.
+    pub epoch_of_train: u64,
+    pub epoch_of_val: u64,
+}
+
+/// Where a batch stands in its accumulation window.
+#[derive(Clone, Copy)]
+pub(super) struct Window {
+    /// Batches whose gradients make one step.
+    pub size: u64,
+    pub opens: bool,
+    pub closes: bool,
 }
 
 /// What a training batch leaves to be done.
@@ -24,12 +38,14 @@ struct BatchEnd {
     validates: bool,
 }
 
-pub(super) const TRAINING_STEP: HookPoint =
-    HookPoint { name: "training_step", phase: Phase::Train, level: Level::Step };
+pub(super) const TRAINING_STEP: HookPoint = hook_point!(training_step, Train, Step);
 
 impl<M: LightningModule> Session<'_, M> {
     /// Trains until an epoch or step limit, or until somebody asks to stop.
-    pub(super) fn train(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
+    pub(super) fn train(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
+        if self.is_done(loaders) {
+            return Ok(());
+        }
         call_hook!(self, on_train_start, Train, EpochOnly)?;
         while !self.is_done(loaders) {
             if self.run.progress.epoch_ended {
@@ -38,6 +54,7 @@ impl<M: LightningModule> Session<'_, M> {
                 self.run.progress.epoch_ended = false;
                 continue; // the new epoch may be one too many
             }
+            self.reload_train_dataloader(loaders)?;
             self.train_epoch(loaders)?;
         }
         if let Some(reason) = &self.run.requests.stop {
@@ -47,18 +64,23 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// One epoch, or the rest of one that a checkpoint interrupted.
-    fn train_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
+    fn train_epoch(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
         let first_batch = self.run.progress.batch_idx as usize;
         call_hook!(self, on_train_epoch_start, Train, EpochOnly)?;
+        if let Some(batches) = self.run.requests.accumulate_grad_batches.take() {
+            self.accumulate_grad_batches = batches.max(1);
+        }
         let range = EpochRange {
             epoch: self.run.progress.current_epoch,
             first_batch,
             num_batches: Some(loaders.plan.num_training_batches.saturating_sub(first_batch)),
         };
         for batch in loaders.train.iter(range)? {
-            let BatchEnd { is_step, validates } = self.train_batch(batch?, &loaders.plan)?;
+            let Some(BatchEnd { is_step, validates }) = self.train_batch(batch?, &loaders.plan)? else {
+                break; // a hook has left out the rest
+            };
             if validates {
-                self.validate_in_fit(&loaders.val, &loaders.plan.num_val_batches)?;
+                self.validate_in_fit(loaders)?;
             }
             if is_step {
                 self.step_schedulers(Interval::Step, true)?;
@@ -72,36 +94,43 @@ impl<M: LightningModule> Session<'_, M> {
         self.end_epoch(loaders)
     }
 
-    /// One batch: forward, backward and, at the end of an accumulation window, the optimizer step.
-    fn train_batch(&mut self, batch: M::Batch, plan: &FitPlan) -> Result<BatchEnd> {
+    /// One batch: forward, backward and, at the end of an accumulation window, the optimizer step. `None` if
+    /// `on_train_batch_start` leaves out the rest of the epoch.
+    fn train_batch(&mut self, batch: M::Batch, plan: &FitPlan) -> Result<Option<BatchEnd>> {
         let batch_idx = self.run.progress.batch_idx as usize;
         let is_last = batch_idx + 1 >= plan.num_training_batches;
-        let window = self.plan.accumulate_grad_batches;
-        let opens_window = (batch_idx as u64).is_multiple_of(window);
-        let closes_window = is_last || (batch_idx as u64 + 1).is_multiple_of(window);
+        let size = self.accumulate_grad_batches;
+        let window = Window {
+            size,
+            opens: (batch_idx as u64).is_multiple_of(size),
+            closes: is_last || (batch_idx as u64 + 1).is_multiple_of(size),
+        };
 
-        let batch = self.take(batch)?;
-        let log_step = self.log_step();
-        let mut facts =
-            BatchFacts { batch_idx, batch_size: batch.batch_size(), log_step, ..BatchFacts::default() };
+        let batch = self.take(batch, 0)?;
+        let mut facts = BatchFacts {
+            batch_idx,
+            batch_size: batch.batch_size(),
+            log_step: self.log_step(),
+            ..BatchFacts::default()
+        };
         self.run.metrics.begin_train_batch();
         call_hook!(self, on_train_batch_start, Train, Step, facts)?;
+        if std::mem::take(&mut self.run.requests.skips_epoch) {
+            self.skip_epoch(is_last, plan)?;
+            return Ok(None);
+        }
 
-        let loss = match self.graphs.are_on() {
-            false => self.forward_backward(&batch, facts, opens_window, true)?,
-            true => self.graphed_step(batch, facts, opens_window)?,
+        let loss = if !self.module.automatic_optimization() {
+            self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(&batch, ctx))?
+        } else {
+            let loss = match self.graphs.are_on() {
+                true => self.graphed_step(batch, window, facts)?,
+                false => self.forward_backward(&batch, window, facts)?,
+            };
+            self.optimize(&loss, window, facts)?;
+            loss
         };
-        call_hook!(self, on_after_backward, Train, Step, facts)?;
-
-        if closes_window {
-            let all_finite = self.unscale_gradients()?;
-            call_hook!(self, on_before_optimizer_step, Train, Step, facts)?;
-            self.clip_gradients()?;
-            if all_finite {
-                self.optimizers.iter_mut().try_for_each(|optimizer| optimizer.step())?;
-            }
-            self.run.accelerator.step_boundary()?;
-            self.run.progress.global_step += 1;
+        if window.closes {
             self.step_schedulers(Interval::Step, false)?;
         }
         if is_last {
@@ -110,79 +139,113 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.progress.batch_idx += 1;
         self.run.progress.total_batches += 1;
 
-        facts.loss = Some(&loss);
+        let loss = if loss.defined() { Some(loss.f_detach()?) } else { None };
+        facts.loss = loss.as_ref();
         facts.will_validate = self.validation_is_due(plan);
         call_hook!(self, on_train_batch_end, Train, Step, facts)?;
-        if let (true, Some(step)) = (closes_window, log_step) {
-            let values = self.run.metrics.step_values(); // sync point
-            self.log(values, step)?;
-        }
-        Ok(BatchEnd { is_step: closes_window, validates: facts.will_validate })
+        self.log_step_values(facts.log_step, window)?;
+        Ok(Some(BatchEnd { is_step: window.closes, validates: facts.will_validate }))
     }
 
-    /// Forward and backward of one batch; gives the loss, detached. `calls_hooks` is unset if they were called before.
+    /// Forward and backward of one batch, with automatic optimization. Returns the loss divided by the window's size.
     pub(super) fn forward_backward(
         &mut self,
         batch: &M::Batch,
+        window: Window,
         facts: BatchFacts,
-        opens_window: bool,
-        calls_hooks: bool,
     ) -> Result<Tensor> {
         let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(batch, ctx))?;
         check_loss(&loss)?;
-        if opens_window {
-            if calls_hooks {
-                call_hook!(self, on_before_zero_grad, Train, Step, facts)?;
+        let is_captured = self.graphs.is_capturing(); // then the hooks were called before
+        if window.opens {
+            if !is_captured {
+                call_shared_hook!(self, on_before_zero_grad, facts)?;
             }
-            self.optimizers.iter_mut().try_for_each(|optimizer| optimizer.zero_grad())?;
+            self.each_optimizer("optimizer_zero_grad", facts, |module, optimizer, ctx| {
+                module.optimizer_zero_grad(optimizer, ctx)
+            })?;
         }
-        let window = self.plan.accumulate_grad_batches;
-        let loss = if window > 1 { loss.f_div_scalar(window as f64)? } else { loss };
-        if calls_hooks {
-            call_hook!(self, on_before_backward, Train, Step, facts)?;
+        let loss =
+            if window.size > 1 && loss.defined() { loss.f_div_scalar(window.size as f64)? } else { loss };
+        if loss.defined() {
+            if !is_captured {
+                call_shared_hook!(self, on_before_backward, facts)?;
+            }
+            let scaled = self.run.grad_scaler.as_ref().map(|scaler| scaler.scale(&loss)).transpose()?;
+            let (mut parts, state, module) = self.parts();
+            parts.module_call(state, &*module, "backward", &facts, |module, ctx| {
+                module.backward(scaled.as_ref().unwrap_or(&loss), ctx)
+            })?;
         }
-        match &self.run.grad_scaler {
-            Some(scaler) => scaler.scale(&loss)?.f_backward()?,
-            None => loss.f_backward()?,
-        }
-        Ok(loss.f_detach()?)
+        Ok(loss)
     }
 
-    /// With a gradient scaler: takes its factor out of the gradients and adapts it. Returns whether the optimizers may
-    /// step; without a scaler they always may.
-    fn unscale_gradients(&mut self) -> Result<bool> {
-        let Some(scaler) = &mut self.run.grad_scaler else { return Ok(true) };
-        let groups = self.optimizers.iter().flat_map(|optimizer| optimizer.param_groups());
-        let params = groups.flat_map(|group| group.params()).map(|(_, parameter)| parameter.tensor());
-        let all_finite = scaler.unscale(params)?; // sync point
-        scaler.update(all_finite);
-        if !all_finite {
-            tracing::info!(
-                "step {} is left out: its gradients are not finite; the loss is scaled by {} from now on",
-                self.run.progress.global_step,
-                scaler.get_scale()
-            );
+    /// Everything between the gradients of one batch and the changed weights.
+    fn optimize(&mut self, loss: &Tensor, window: Window, facts: BatchFacts) -> Result<()> {
+        if loss.defined() {
+            call_shared_hook!(self, on_after_backward, facts)?;
         }
-        Ok(all_finite)
-    }
-
-    fn clip_gradients(&mut self) -> Result<()> {
-        let Some(clip) = self.plan.clip else { return Ok(()) };
-        for optimizer in &self.optimizers {
-            let params =
-                optimizer.param_groups().iter().flat_map(|group| group.params()).map(|(_, p)| p.tensor());
-            match clip {
-                Clip::Norm(max_norm) => drop(clip_grad_norm(params, max_norm)?),
-                Clip::Value(value) => clip_grad_value(params, value)?,
+        if window.closes {
+            let is_finite =
+                unscale(&mut self.run.grad_scaler, &self.optimizers, self.run.progress.global_step)?;
+            call_shared_hook!(self, on_before_optimizer_step, facts)?;
+            let clip = self.plan.clip;
+            self.each_optimizer("configure_gradient_clipping", facts, |module, optimizer, ctx| {
+                module.configure_gradient_clipping(optimizer, clip, ctx)
+            })?;
+            if is_finite {
+                self.each_optimizer("optimizer_step", facts, |module, optimizer, ctx| {
+                    module.optimizer_step(optimizer, ctx)
+                })?;
             }
+            self.run.accelerator.step_boundary()?;
+            self.run.progress.global_step += 1;
         }
         Ok(())
+    }
+
+    /// Calls a method of the module with each optimizer.
+    fn each_optimizer(
+        &mut self,
+        name: &'static str,
+        facts: BatchFacts,
+        mut call: impl FnMut(&M, &mut dyn Optimizer, &mut HookContext) -> anyhow::Result<()>,
+    ) -> Result<()> {
+        let (mut parts, state, module) = self.parts();
+        let optimizers = std::mem::take(&mut parts.optimizers);
+        parts.module_call(state, &*module, name, &facts, |module, ctx| {
+            optimizers.iter_mut().try_for_each(|optimizer| call(module, optimizer.as_mut(), ctx))
+        })
+    }
+
+    /// Leaves out the rest of the epoch. Schedules by epoch are stepped only if it was the last batch, as in Lightning.
+    fn skip_epoch(&mut self, is_last: bool, plan: &FitPlan) -> Result<()> {
+        if is_last {
+            self.step_schedulers(Interval::Epoch, false)?;
+        }
+        self.run.progress.batch_idx = plan.num_training_batches as u64;
+        Ok(())
+    }
+
+    /// Gives the values of a batch to the loggers if it is their turn, or the run is about to stop.
+    fn log_step_values(&mut self, log_step: Option<u64>, window: Window) -> Result<()> {
+        if !window.closes {
+            return Ok(());
+        }
+        let step = self.run.progress.batches_that_stepped;
+        self.run.progress.batches_that_stepped += 1;
+        let logs = log_step.is_some() || (self.run.requests.stop.is_some() && !self.run.loggers.is_empty());
+        if !logs {
+            return Ok(());
+        }
+        let values = self.run.metrics.step_values(); // sync point
+        self.log(values, step)
     }
 
     /// The step that the loggers take values of, if they do at the optimizer step that comes: every
     /// `log_every_n_steps`-th.
     fn log_step(&self) -> Option<u64> {
-        let (step, every) = (self.run.progress.global_step, self.plan.log_every_n_steps);
+        let (step, every) = (self.run.progress.batches_that_stepped, self.plan.log_every_n_steps);
         let is_due = !self.run.loggers.is_empty() && every > 0 && (step + 1).is_multiple_of(every);
         is_due.then_some(step)
     }
@@ -214,7 +277,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let values = self.run.metrics.finish_train_epoch(); // sync point
         self.write_checkpoints()?;
-        self.log(values, self.run.progress.global_step.saturating_sub(1))?;
+        self.log(values, self.run.progress.batches_that_stepped.saturating_sub(1))?;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.save())
     }
 
@@ -245,6 +308,9 @@ impl<M: LightningModule> Session<'_, M> {
 
 /// A loss that cannot be trained on is a mistake of the step, best named at once.
 fn check_loss(loss: &Tensor) -> Result<()> {
+    if !loss.defined() {
+        return Ok(()); // ctx.no_loss()
+    }
     let refuse = |what: String, remedy: &str| Err(ConfigError::new("training_step", what, remedy).into());
     if loss.numel() != 1 {
         return refuse(

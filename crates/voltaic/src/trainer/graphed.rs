@@ -11,8 +11,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::fit::TRAINING_STEP;
-use super::session::{BatchFacts, Session, call_hook};
+use super::fit::{TRAINING_STEP, Window};
+use super::hooks::{BatchFacts, call_shared_hook};
+use super::session::Session;
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::ffi::TensorList;
@@ -65,6 +66,7 @@ const MAX_GRAPHS: usize = 10;
 struct Signature {
     inputs: Vec<(Kind, Vec<i64>)>,
     opens_window: bool,
+    window_size: u64,
     loss_scale: f64,
 }
 
@@ -91,6 +93,8 @@ pub(super) struct StepGraphs {
     trained: Vec<bool>,
     epoch: Option<u64>,
     is_full: bool,
+    /// A step is being captured.
+    is_capturing: bool,
     pub(super) report: GraphReport,
 }
 
@@ -103,6 +107,7 @@ impl StepGraphs {
             trained: Vec::new(),
             epoch: None,
             is_full: false,
+            is_capturing: false,
             report: GraphReport::default(),
         }
     }
@@ -110,6 +115,11 @@ impl StepGraphs {
     /// Whether steps may be captured or replayed.
     pub(super) fn are_on(&self) -> bool {
         self.mode != GraphMode::Off && self.report.refusal.is_none()
+    }
+
+    /// Whether the step that runs is being captured.
+    pub(super) fn is_capturing(&self) -> bool {
+        self.is_capturing
     }
 
     fn refuse(&mut self, why: &str) {
@@ -129,8 +139,8 @@ impl<M: LightningModule> Session<'_, M> {
     pub(super) fn graphed_step(
         &mut self,
         batch: M::Batch,
+        window: Window,
         facts: BatchFacts,
-        opens_window: bool,
     ) -> Result<Tensor> {
         let mut inputs = Vec::new();
         let batch = batch.map_tensors(&mut |tensor| {
@@ -140,20 +150,21 @@ impl<M: LightningModule> Session<'_, M> {
         self.check_trained_parameters();
         let signature = Signature {
             inputs: inputs.iter().map(|input| (input.kind(), input.size())).collect(),
-            opens_window,
+            opens_window: window.opens,
+            window_size: window.size,
             loss_scale: self.run.grad_scaler.as_ref().map_or(1.0, |scaler| scaler.get_scale()),
         };
         if let Some(index) = self.graphs.find(&signature) {
             return match &self.graphs.entries[index].1 {
-                State::Ready(_) => self.replay_step(index, &inputs, facts, opens_window),
-                State::Seen(_) => self.capture_step(batch, facts, signature),
+                State::Ready(_) => self.replay_step(index, &inputs, window, facts),
+                State::Seen(_) => self.capture_step(batch, window, facts, signature),
             };
         }
         if self.graphs.report.eager_steps >= WARM_UP_STEPS && self.has_room(&signature) {
-            return self.capture_step(batch, facts, signature);
+            return self.capture_step(batch, window, facts, signature);
         }
         self.graphs.report.eager_steps += 1;
-        self.forward_backward(&batch, facts, opens_window, true)
+        self.forward_backward(&batch, window, facts)
     }
 
     /// Graphs of another loss scale are of no use any more; says once if there are too many others.
@@ -188,29 +199,29 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// Calls what comes before backward in an eager step; in a graphed one they come before forward too.
-    fn hooks_before_graph(&mut self, facts: BatchFacts, opens_window: bool) -> Result<()> {
-        if opens_window {
-            call_hook!(self, on_before_zero_grad, Train, Step, facts)?;
+    fn hooks_before_graph(&mut self, window: Window, facts: BatchFacts) -> Result<()> {
+        if window.opens {
+            call_shared_hook!(self, on_before_zero_grad, facts)?;
         }
-        call_hook!(self, on_before_backward, Train, Step, facts)
+        call_shared_hook!(self, on_before_backward, facts)
     }
 
     fn replay_step(
         &mut self,
         index: usize,
         inputs: &[Tensor],
+        window: Window,
         facts: BatchFacts,
-        opens_window: bool,
     ) -> Result<Tensor> {
-        self.hooks_before_graph(facts, opens_window)?;
-        self.enter(TRAINING_STEP, facts);
+        self.hooks_before_graph(window, facts)?;
+        self.run.metrics.enter(TRAINING_STEP.scope(&facts, self.is_sanity_check));
         let graphs = &mut self.graphs;
         let (Some(params), Some((_, State::Ready(ready)))) = (&graphs.params, graphs.entries.get_mut(index))
         else {
             return Err(crate::error::GraphError::NothingCaptured.into());
         };
         // a graph that adds to gradients goes on from those that are there
-        ready.grads.bind_grads(params, !opens_window)?;
+        ready.grads.bind_grads(params, !window.opens)?;
         ready.graph.replay(inputs)?;
         self.run.metrics.record_again(&ready.logged)?;
         let loss = graph::copy_of(&ready.loss)?;
@@ -223,11 +234,11 @@ impl<M: LightningModule> Session<'_, M> {
     fn capture_step(
         &mut self,
         batch: M::Batch,
+        window: Window,
         facts: BatchFacts,
         signature: Signature,
     ) -> Result<Tensor> {
-        let opens_window = signature.opens_window;
-        self.hooks_before_graph(facts, opens_window)?;
+        self.hooks_before_graph(window, facts)?;
         let mut inputs = Vec::new();
         let batch = batch.map_tensors(&mut |tensor| {
             let placeholder = graph::copy_of(&tensor)?;
@@ -236,14 +247,22 @@ impl<M: LightningModule> Session<'_, M> {
         })?;
         let capture = graph::StepCapture::begin()?;
         self.run.metrics.begin_capture();
-        let loss = self.forward_backward(&batch, facts, opens_window, false);
+        self.graphs.is_capturing = true;
+        let loss = self.forward_backward(&batch, window, facts).and_then(|loss| {
+            if !loss.defined() {
+                graph::refuse_capture("training_step gives no loss");
+                return Ok(loss);
+            }
+            Ok(loss.f_detach()?) // the rest of autograd's graph ends here, and its tensors with it
+        });
+        self.graphs.is_capturing = false;
         let logged = self.run.metrics.end_capture();
         let captured = capture.end();
         let loss = loss?; // an error of the step is more to the point than one of the capture
         self.run.metrics.record_again(&logged)?;
         self.check_logged()?;
         self.graphs.report.captured_steps += 1;
-        let copy = graph::copy_of(&loss)?;
+        let copy = if loss.defined() { graph::copy_of(&loss)? } else { Tensor::new() };
         let ready = captured.and_then(|capture| self.make_ready(capture, &inputs, loss, logged, signature));
         match ready {
             Ok(()) => {}
@@ -278,6 +297,15 @@ impl<M: LightningModule> Session<'_, M> {
             grads.fill_with_all_grads(params)?;
         }
         let graph = capture.compile(&names, inputs)?;
+        for stats in graph.plan_stats() {
+            tracing::info!(
+                "captured training_step for {:?}: {} operators, {} replayed in {} KiB",
+                signature.inputs.iter().map(|(_, size)| size).collect::<Vec<_>>(),
+                stats.num_nodes,
+                stats.num_calls,
+                stats.arena_bytes / 1024
+            );
+        }
         let ready = Ready { graph, loss, logged, grads };
         self.graphs.entries[index].1 = State::Ready(Box::new(ready));
         self.graphs.report.graphs =

@@ -3,12 +3,17 @@
 //! Start with `fit.rs`: it holds the whole training step in reading order.
 
 mod builder;
+mod callbacks;
 mod checkpointing;
 mod config;
+mod data_hooks;
 mod eval;
 mod fit;
 mod graphed;
 mod guard;
+mod hooks;
+mod loaders;
+mod manual;
 mod optimizers;
 mod plan;
 mod schedule;
@@ -22,16 +27,17 @@ use std::sync::Arc;
 use tch::Tensor;
 
 use crate::checkpoint::Checkpoint;
-use crate::data::{DataLoader, DataModule, Stage};
+use crate::data::{Batch, DataLoader, DataModule, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::{LightningModule, MetricStore, Progress, Requests};
-use crate::nn::{ModuleExt, set_training};
-use crate::optim::Optimizers;
+use crate::nn::set_training;
+use crate::optim::{ActiveLrScheduler, Optimizers};
 
 pub use crate::accelerator::Devices;
 pub use builder::TrainerBuilder;
-pub use config::{CallbackConfig, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+pub use callbacks::CallbackConfig;
+pub use config::{FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
 pub use graphed::{GraphMode, GraphReport};
 pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};
@@ -39,14 +45,14 @@ pub use seed::{global_seed, seed_everything};
 /// Metrics of an evaluation, by name, in the order they were first logged.
 pub type EvalMetrics = Vec<(String, f64)>;
 
+use data_hooks::{Data, DataHooks};
 use eval::EvalLoaders;
-use fit::FitLoaders;
 use graphed::StepGraphs;
 use guard::guarded;
+use hooks::call_hook;
 use optimizers::OptimizerOverride;
-use plan::{FitPlan, TrainPlan, limit_batches};
-use schedule::ActiveScheduler;
-use session::{Run, Session, call_hook, hook_error};
+use plan::{TrainPlan, limit_batches};
+use session::{Run, Session};
 use signals::Signals;
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].
@@ -106,19 +112,17 @@ impl Trainer {
         self.run.requests = Requests::default();
         self.run.metrics = MetricStore::default();
         self.run.progress = Progress::default();
-        self.setup(module, data, Stage::Fit)?;
-        let mut loaders = self.fit_loaders(data)?;
         let optimizers = self.optimizers.clone();
-        let mut session = self.session(module, Stage::Fit)?;
-        let result = fit_session(&mut session, &mut loaders, optimizers, ckpt_path.as_deref());
+        let mut data = Data(data);
+        let mut session = self.session(module, &mut data, Stage::Fit)?;
+        let result = fit_session(&mut session, optimizers, ckpt_path.as_deref());
         if let Err(error) = &result {
             session.on_exception(error);
         }
         let graphs = std::mem::take(&mut session.graphs.report);
         drop(session);
         self.graphs = graphs;
-        result?;
-        self.finish(module, data, Stage::Fit)
+        result
     }
 
     /// Runs the validation loaders once; returns their metrics.
@@ -130,11 +134,13 @@ impl Trainer {
         M: LightningModule,
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
-        let limit = self.plan.limit_val;
-        let loaders = |data: &mut D| {
-            (guarded(|| data.val_dataloaders()), "val_dataloaders", "limit_val_batches", limit)
+        let source = LoaderSource {
+            method: "val_dataloaders",
+            limit_key: "limit_val_batches",
+            limit: self.plan.limit_val,
+            ask: |data: &mut dyn DataHooks<M::Batch>| data.val_dataloaders(),
         };
-        self.evaluate(module, data, Stage::Validate, loaders, |session, data| session.validate(data))
+        self.evaluate(module, data, Stage::Validate, source, |session, data| session.validate(data))
     }
 
     /// Runs the test loaders once; returns their metrics.
@@ -146,11 +152,13 @@ impl Trainer {
         M: LightningModule,
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
-        let limit = self.plan.limit_test;
-        let loaders = |data: &mut D| {
-            (guarded(|| data.test_dataloaders()), "test_dataloaders", "limit_test_batches", limit)
+        let source = LoaderSource {
+            method: "test_dataloaders",
+            limit_key: "limit_test_batches",
+            limit: self.plan.limit_test,
+            ask: |data: &mut dyn DataHooks<M::Batch>| data.test_dataloaders(),
         };
-        self.evaluate(module, data, Stage::Test, loaders, |session, data| session.test(data))
+        self.evaluate(module, data, Stage::Test, source, |session, data| session.test(data))
     }
 
     /// Runs the prediction loaders once; returns, for each loader, one tensor per batch.
@@ -162,11 +170,13 @@ impl Trainer {
         M: LightningModule,
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
-        let limit = self.plan.limit_predict;
-        let loaders = |data: &mut D| {
-            (guarded(|| data.predict_dataloaders()), "predict_dataloaders", "limit_predict_batches", limit)
+        let source = LoaderSource {
+            method: "predict_dataloaders",
+            limit_key: "limit_predict_batches",
+            limit: self.plan.limit_predict,
+            ask: |data: &mut dyn DataHooks<M::Batch>| data.predict_dataloaders(),
         };
-        self.evaluate(module, data, Stage::Predict, loaders, |session, data| session.predict(data))
+        self.evaluate(module, data, Stage::Predict, source, |session, data| session.predict(data))
     }
 
     /// The latest value of a metric, such as `val_loss`.
@@ -212,14 +222,19 @@ impl Trainer {
     fn session<'a, M: LightningModule>(
         &'a mut self,
         module: &'a mut M,
+        data: &'a mut dyn DataHooks<M::Batch>,
         stage: Stage,
     ) -> Result<Session<'a, M>> {
+        self.run.seed = global_seed();
         Ok(Session {
             plan: &self.plan,
             run: &mut self.run,
             module,
+            data,
             optimizers: Vec::new(),
             schedulers: Vec::new(),
+            accumulate_grad_batches: self.plan.accumulate_grad_batches,
+            toggled: Vec::new(),
             signals: Arc::new(Signals::watch()?),
             stage,
             is_sanity_check: false,
@@ -227,74 +242,12 @@ impl Trainer {
         })
     }
 
-    /// `prepare_data`, then `setup` of data, callbacks and module, then the module goes to its device.
-    fn setup<M, D>(&mut self, module: &mut M, data: &mut D, stage: Stage) -> Result<()>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
-        let fail = |hook| move |source| hook_error(hook, 0, source);
-        guarded(|| data.prepare_data()).map_err(fail("prepare_data"))?;
-        guarded(|| data.setup(stage)).map_err(fail("setup of the data module"))?;
-        for callback in &mut self.run.callbacks {
-            guarded(|| callback.setup(stage, module)).map_err(fail("setup of a callback"))?;
-        }
-        guarded(|| module.setup(stage)).map_err(fail("setup"))?;
-        module.to_device(self.plan.device)?;
-        match self.plan.precision.true_dtype() {
-            Some(dtype) => module.to_dtype(dtype),
-            None => Ok(()),
-        }
-    }
-
-    fn finish<M, D>(&mut self, module: &mut M, data: &mut D, stage: Stage) -> Result<()>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
-        let fail = |hook| move |source| hook_error(hook, 0, source);
-        guarded(|| data.teardown(stage)).map_err(fail("teardown of the data module"))?;
-        for callback in &mut self.run.callbacks {
-            guarded(|| callback.teardown(stage, module)).map_err(fail("teardown of a callback"))?;
-        }
-        guarded(|| module.teardown(stage)).map_err(fail("teardown"))?;
-        self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))
-    }
-
-    fn fit_loaders<B, D>(&mut self, data: &mut D) -> Result<FitLoaders<B>>
-    where
-        B: crate::data::Batch,
-        D: DataModule<Batch = B> + ?Sized,
-    {
-        let fail = |hook| move |source| hook_error(hook, 0, source);
-        let train = guarded(|| data.train_dataloader()).map_err(fail("train_dataloader"))?;
-        let Some(mut train) = train else {
-            let remedy = "implement DataModule::train_dataloader, or give Loaders a train loader";
-            return Err(ConfigError::new("data", "there is no training loader", remedy).into());
-        };
-        let mut val = guarded(|| data.val_dataloaders()).map_err(fail("val_dataloaders"))?;
-        self.run.seed = global_seed();
-        train.set_seed(self.run.seed);
-        val.iter_mut().for_each(|loader| loader.set_seed(self.run.seed));
-        let available: Vec<usize> = val.iter().map(DataLoader::num_batches).collect();
-        let plan = FitPlan::new(&self.plan, train.num_batches(), &available)?;
-        let facts = &mut self.run.facts;
-        facts.num_training_batches = plan.num_training_batches;
-        facts.train_batch_size = train.batch_size();
-        facts.num_eval_batches = plan.num_val_batches.iter().sum();
-        facts.validates_at_epoch_end = plan.val_check_batch == plan.num_training_batches;
-        Ok(FitLoaders { train, val, plan })
-    }
-
     fn evaluate<M, D, T>(
         &mut self,
         module: &mut M,
         data: &mut D,
         stage: Stage,
-        loaders: impl FnOnce(
-            &mut D,
-        )
-            -> (anyhow::Result<Vec<DataLoader<M::Batch>>>, &'static str, &'static str, Limit),
+        source: LoaderSource<M::Batch>,
         body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
     ) -> Result<T>
     where
@@ -302,59 +255,93 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         let ckpt_path = self.ckpt_path.take();
-        self.setup(module, data, stage)?;
-        if let Some(path) = ckpt_path.map(|path| checkpointing::find(&self.run, &path)).transpose()?.flatten()
-        {
-            module.load_state_dict(&Checkpoint::load(&path)?.weights, true)?;
-        }
-        let (loaders, method, limit_key, limit) = loaders(data);
-        let mut loaders = loaders.map_err(|source| hook_error(method, 0, source))?;
-        if loaders.is_empty() {
-            let what = format!("there is no loader to {stage}");
-            return Err(ConfigError::new("data", what, format!("implement DataModule::{method}")).into());
-        }
-        loaders.iter_mut().for_each(|loader| loader.set_seed(global_seed()));
-        let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
-        let num_batches = limit_batches(limit_key, limit, &available)?;
-        self.run.facts.num_eval_batches = num_batches.iter().sum();
-        let mut session = self.session(module, stage)?;
-        let data_of_stage = EvalLoaders { loaders: &loaders, num_batches: &num_batches };
-        let result = body(&mut session, &data_of_stage)
-            .and_then(|output| session.write_checkpoints().map(|()| output));
+        let mut data = Data(data);
+        let mut session = self.session(module, &mut data, stage)?;
+        let result = evaluate_session(&mut session, source, ckpt_path.as_deref(), body);
         if let Err(error) = &result {
             session.on_exception(error);
         }
-        drop(session);
-        let output = result?;
-        self.finish(module, data, stage)?;
-        Ok(output)
+        result
     }
 }
 
-/// The whole of fit once data and module are set up.
+/// Where an evaluation has its loaders from.
+struct LoaderSource<B: Batch> {
+    method: &'static str,
+    limit_key: &'static str,
+    limit: Limit,
+    ask: AskForLoaders<B>,
+}
+
+type AskForLoaders<B> = fn(&mut dyn DataHooks<B>) -> anyhow::Result<Vec<DataLoader<B>>>;
+
+/// The whole of validate, test and predict.
+fn evaluate_session<M: LightningModule, T>(
+    session: &mut Session<M>,
+    source: LoaderSource<M::Batch>,
+    ckpt_path: Option<&str>,
+    body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
+) -> Result<T> {
+    let stage = session.stage;
+    session.setup()?;
+    if let Some(path) = ckpt_path.map(|path| checkpointing::find(session.run, path)).transpose()?.flatten() {
+        checkpointing::restore_module(session, &Checkpoint::load(&path)?, &path)?;
+    }
+    let LoaderSource { method, limit_key, limit, ask } = source;
+    let loaders = guarded(|| ask(session.data));
+    let mut loaders = loaders.map_err(|source| session.hook_error(method, source))?;
+    if loaders.is_empty() {
+        let what = format!("there is no loader to {stage}");
+        return Err(ConfigError::new("data", what, format!("implement DataModule::{method}")).into());
+    }
+    loaders.iter_mut().for_each(|loader| loader.set_seed(global_seed()));
+    let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
+    let num_batches = limit_batches(limit_key, limit, &available)?;
+    session.run.facts.num_eval_batches = num_batches.iter().sum();
+    let output = body(session, &EvalLoaders { loaders: &loaders, num_batches: &num_batches })?;
+    session.write_checkpoints()?;
+    session.teardown()?;
+    Ok(output)
+}
+
+/// The whole of fit.
 fn fit_session<M: LightningModule>(
     session: &mut Session<M>,
-    loaders: &mut FitLoaders<M::Batch>,
     optimizers: Option<OptimizerOverride>,
     ckpt_path: Option<&str>,
 ) -> Result<()> {
+    session.setup()?;
     set_training(session.module, true);
-    configure_optimizers(session, optimizers)?;
-    let mut rng = Vec::new();
+    let mut checkpoint = None;
     if let Some(path) = ckpt_path.map(|path| checkpointing::find(session.run, path)).transpose()?.flatten() {
-        rng = checkpointing::restore_training(session, loaders, Checkpoint::load(&path)?, &path)?;
-        tracing::info!("resumed {} at global_step {}", path.display(), session.run.progress.global_step);
+        let loaded = Checkpoint::load(&path)?;
+        checkpointing::restore_module(session, &loaded, &path)?;
+        checkpoint = Some((loaded, path));
     }
+    configure_optimizers(session, optimizers)?;
     call_hook!(session, on_fit_start, Train, Denied)?;
     let hyper_parameters = session.module.hyper_parameters();
     if !hyper_parameters.is_null() {
         session.run.loggers.iter_mut().try_for_each(|logger| logger.log_hyperparams(&hyper_parameters))?;
     }
-    session.sanity_check(&loaders.val, &loaders.plan.num_val_batches)?;
-    seed::set_rng_states(&rng)?;
-    session.train(loaders)?;
+    let resumed = checkpoint
+        .map(|(loaded, path)| checkpointing::restore_training(session, loaded, path))
+        .transpose()?;
+    let val = session.sanity_check()?;
+    let mut loaders = session.fit_loaders(val)?;
+    if let Some(resumed) = resumed {
+        resumed.check_position(session.run)?;
+        seed::set_rng_states(&resumed.rng)?;
+        tracing::info!(
+            "resumed {} at global_step {}",
+            resumed.path.display(),
+            session.run.progress.global_step
+        );
+    }
+    session.train(&mut loaders)?;
     call_hook!(session, on_fit_end, Train, Denied)?;
-    session.write_checkpoints()
+    session.write_checkpoints()?;
+    session.teardown()
 }
 
 fn configure_optimizers<M: LightningModule>(
@@ -363,21 +350,31 @@ fn configure_optimizers<M: LightningModule>(
 ) -> Result<()> {
     let configured: Optimizers = match replacement {
         Some(replacement) => replacement.into(),
-        None => guarded(|| session.module.configure_optimizers())
-            .map_err(|source| hook_error("configure_optimizers", 0, source))?,
+        None => {
+            let configured = guarded(|| session.module.configure_optimizers());
+            configured.map_err(|source| session.hook_error("configure_optimizers", source))?
+        }
     };
     for (index, built) in configured.build(session.module)?.into_iter().enumerate() {
         session.optimizers.push(built.optimizer);
         session
             .schedulers
-            .extend(built.scheduler.map(|configured| ActiveScheduler { optimizer: index, configured }));
+            .extend(built.scheduler.map(|configured| ActiveLrScheduler { optimizer: index, configured }));
     }
-    if session.optimizers.len() == 1 {
-        return Ok(());
+    if !session.module.automatic_optimization() {
+        return Ok(manual::check_plan(session.plan)?);
     }
-    let what = format!("{} optimizers with automatic optimization", session.optimizers.len());
-    Err(ConfigError::new("configure_optimizers", what, "return exactly one, with several groups if need be")
-        .into())
+    match session.optimizers.len() {
+        0 => tracing::warn!("configure_optimizers gave no optimizer, so nothing is trained"),
+        1 => {}
+        several => {
+            let what = format!("{several} optimizers with automatic optimization");
+            let remedy =
+                "return exactly one, with several groups if need be, or false from automatic_optimization";
+            return Err(ConfigError::new("configure_optimizers", what, remedy).into());
+        }
+    }
+    Ok(())
 }
 
 /// Backward runs on the calling thread while this lives: the hop to the engine's device threads costs more than it

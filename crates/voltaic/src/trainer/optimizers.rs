@@ -20,16 +20,26 @@ pub struct LrSchedulerSettings {
     /// Metric that the schedule follows, for ReduceLROnPlateau.
     #[serde(default)]
     pub monitor: Option<String>,
+    /// Whether a missing metric is an error; otherwise the schedule waits for it.
+    #[serde(default = "yes")]
+    pub strict: bool,
+    /// Name under which the learning rate is logged.
+    #[serde(default)]
+    pub name: Option<String>,
 }
 
 fn one() -> u64 {
     1
 }
 
+fn yes() -> bool {
+    true
+}
+
 impl From<LrSchedulerConfig> for LrSchedulerSettings {
     /// Stepped after each epoch.
     fn from(scheduler: LrSchedulerConfig) -> Self {
-        Self { scheduler, interval: Interval::Epoch, frequency: 1, monitor: None }
+        Self { scheduler, interval: Interval::Epoch, frequency: 1, monitor: None, strict: true, name: None }
     }
 }
 
@@ -43,13 +53,17 @@ pub(super) struct OptimizerOverride {
 impl From<OptimizerOverride> for Optimizers {
     fn from(given: OptimizerOverride) -> Self {
         let optimizers = Self::new(given.optimizer);
-        let Some(LrSchedulerSettings { scheduler, interval, frequency, monitor }) = given.lr_scheduler else {
+        let Some(settings) = given.lr_scheduler else {
             return optimizers;
         };
-        let spec = LrSchedulerSpec::new(scheduler).interval(interval).frequency(frequency);
-        optimizers.scheduler(match monitor {
-            Some(monitor) => spec.monitor(monitor),
-            None => spec,
-        })
+        let LrSchedulerSettings { scheduler, interval, frequency, monitor, strict, name } = settings;
+        let mut spec = LrSchedulerSpec::new(scheduler).interval(interval).frequency(frequency).strict(strict);
+        if let Some(monitor) = monitor {
+            spec = spec.monitor(monitor);
+        }
+        if let Some(name) = name {
+            spec = spec.name(name);
+        }
+        optimizers.scheduler(spec)
     }
 }

@@ -7,14 +7,8 @@ use super::config::{GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
 use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
+use crate::optim::GradientClip;
 use crate::precision::{OpLists, Precision};
-
-/// How gradients are clipped.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Clip {
-    Norm(f64),
-    Value(f64),
-}
 
 /// A run as it will be done. Immutable; nothing is `auto`.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,7 +34,9 @@ pub(super) struct TrainPlan {
     /// 0 means never.
     pub log_every_n_steps: u64,
     pub accumulate_grad_batches: u64,
-    pub clip: Option<Clip>,
+    pub clip: Option<GradientClip>,
+    /// 0 means never.
+    pub reload_dataloaders_every_n_epochs: u64,
     pub graph: GraphMode,
     pub fast_dev_run: bool,
     pub default_root_dir: PathBuf,
@@ -159,6 +155,7 @@ pub(super) fn resolve(
         log_every_n_steps: config.log_every_n_steps.unwrap_or(50),
         accumulate_grad_batches: config.accumulate_grad_batches,
         clip,
+        reload_dataloaders_every_n_epochs: config.reload_dataloaders_every_n_epochs,
         graph: config.graph,
         fast_dev_run: false,
         default_root_dir: config.default_root_dir.clone().unwrap_or_else(|| PathBuf::from(".")),
@@ -220,13 +217,13 @@ fn resolve_precision(
     }
 }
 
-fn resolve_clip(config: &TrainerConfig, value: f64, problems: &mut Problems) -> Option<Clip> {
+fn resolve_clip(config: &TrainerConfig, value: f64, problems: &mut Problems) -> Option<GradientClip> {
     if value.is_nan() {
         problems.add("gradient_clip_val", "NaN is no limit".to_owned(), "use a positive number");
     }
     (value > 0.0).then(|| match config.gradient_clip_algorithm.unwrap_or_default() {
-        GradientClipAlgorithm::Norm => Clip::Norm(value),
-        GradientClipAlgorithm::Value => Clip::Value(value),
+        GradientClipAlgorithm::Norm => GradientClip::Norm(value),
+        GradientClipAlgorithm::Value => GradientClip::Value(value),
     })
 }
 
@@ -254,6 +251,11 @@ fn resolve_device(config: &TrainerConfig, accelerator: &dyn Accelerator, problem
 }
 
 impl Limit {
+    /// Whether it leaves no batch at all.
+    pub(super) fn is_none(self) -> bool {
+        matches!(self, Self::Batches(0)) || self == Self::Fraction(0.0)
+    }
+
     /// How many of `available` batches.
     pub(super) fn of(self, available: usize) -> usize {
         match self {

@@ -1,27 +1,25 @@
 //! Learning rate schedules of a run: when each is stepped, and with which metric.
 
+use super::guard::guarded;
+use super::hooks::hook_error;
 use super::session::Session;
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
-use crate::optim::{ConfiguredLrScheduler, Interval};
-
-/// A schedule at work on one of the optimizers.
-pub(super) struct ActiveScheduler {
-    /// Index of the optimizer.
-    pub optimizer: usize,
-    pub configured: ConfiguredLrScheduler,
-}
+use crate::optim::{ActiveLrScheduler, Interval};
 
 impl<M: LightningModule> Session<'_, M> {
     /// Steps the schedules of `interval` that are due. Those that watch a metric are stepped apart from the others,
-    /// after validation.
+    /// after validation. With manual optimization the module steps them itself.
     pub(super) fn step_schedulers(&mut self, interval: Interval, watch_metric: bool) -> Result<()> {
+        if self.schedulers.is_empty() || !self.module.automatic_optimization() {
+            return Ok(());
+        }
         let progress = &self.run.progress;
         let position = match interval {
             Interval::Step => progress.global_step,
             Interval::Epoch => progress.current_epoch + 1,
         };
-        for ActiveScheduler { optimizer, configured } in &mut self.schedulers {
+        for ActiveLrScheduler { optimizer, configured } in &mut self.schedulers {
             let is_due = configured.interval == interval
                 && configured.monitor.is_some() == watch_metric
                 && position.is_multiple_of(configured.frequency);
@@ -29,18 +27,35 @@ impl<M: LightningModule> Session<'_, M> {
                 continue;
             }
             let metric = match &configured.monitor {
-                Some(monitor) => Some(
-                    self.run
-                        .metrics
-                        .callback_metric(monitor) // sync point
-                        .ok_or_else(|| missing_metric(monitor, &self.run.metrics.callback_metric_names()))?,
-                ),
+                Some(monitor) => {
+                    let metric = self.run.metrics.callback_metric(monitor); // sync point
+                    match metric {
+                        Some(metric) => Some(metric),
+                        None if configured.strict => {
+                            return Err(missing_metric(monitor, &self.run.metrics.callback_metric_names()));
+                        }
+                        None => {
+                            tracing::warn!("no metric `{monitor}` has been logged, so its schedule waits");
+                            continue;
+                        }
+                    }
+                }
                 None => None,
             };
-            configured.scheduler.step(self.optimizers[*optimizer].param_groups_mut(), metric)?;
+            let groups = self.optimizers[*optimizer].param_groups_mut();
+            let scheduler = configured.scheduler.as_mut();
+            guarded(|| self.module.lr_scheduler_step(scheduler, groups, metric))
+                .map_err(|source| own_error(source, &self.run.progress))?;
         }
         Ok(())
     }
+}
+
+/// An error of the schedule itself stays what it is.
+fn own_error(source: anyhow::Error, progress: &crate::module::Progress) -> crate::Error {
+    source
+        .downcast::<crate::Error>()
+        .unwrap_or_else(|source| hook_error("lr_scheduler_step", progress, source))
 }
 
 fn missing_metric(monitor: &str, known: &[String]) -> crate::Error {

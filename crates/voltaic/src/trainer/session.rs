@@ -1,14 +1,14 @@
-//! What the loops of fit and of evaluation share: calling hooks, logging, writing checkpoints.
+//! What the loops of fit and of evaluation share: taking batches, running steps, logging, writing checkpoints.
 
 use std::sync::Arc;
 
-use tch::Tensor;
-
 use super::checkpointing;
+use super::data_hooks::DataHooks;
 use super::graphed::StepGraphs;
 use super::guard::guarded;
+use super::hooks::{BatchFacts, HookPoint, hook_error, module_hook, of_callback};
+use super::manual::Manual;
 use super::plan::TrainPlan;
-use super::schedule::ActiveScheduler;
 use super::signals::Signals;
 use crate::accelerator::Accelerator;
 use crate::callback::Callback;
@@ -16,10 +16,10 @@ use crate::data::{Batch, Stage};
 use crate::error::{Error, Result};
 use crate::logger::Logger;
 use crate::module::{
-    HookContext, Level, LightningModule, MetricStore, Phase, Progress, Requests, RunFacts, Scope, StepContext,
+    LightningModule, ManualOptimization, MetricStore, Progress, Requests, RunFacts, StepContext,
 };
-use crate::nn::Module;
-use crate::optim::Optimizer;
+use crate::nn::{ModuleExt, Parameter};
+use crate::optim::{ActiveLrScheduler, Optimizer};
 use crate::precision::{GradScaler, autocast};
 
 /// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
@@ -42,120 +42,63 @@ pub(super) struct Session<'a, M: LightningModule> {
     pub plan: &'a TrainPlan,
     pub run: &'a mut Run,
     pub module: &'a mut M,
+    pub data: &'a mut dyn DataHooks<M::Batch>,
     /// Empty outside fit.
     pub optimizers: Vec<Box<dyn Optimizer>>,
     /// Empty outside fit.
-    pub schedulers: Vec<ActiveScheduler>,
+    pub schedulers: Vec<ActiveLrScheduler>,
+    /// Batches per optimizer step, which a callback may change between epochs.
+    pub accumulate_grad_batches: u64,
+    /// Parameters that a manual step has switched, with what they required before.
+    pub toggled: Vec<(Parameter, bool)>,
     pub signals: Arc<Signals>,
     pub stage: Stage,
     pub is_sanity_check: bool,
     pub graphs: StepGraphs,
 }
 
-/// A hook by name, with what logging in it means.
-#[derive(Clone, Copy)]
-pub(super) struct HookPoint {
-    pub name: &'static str,
-    pub phase: Phase,
-    pub level: Level,
-}
-
-/// Facts of the batch that a batch hook is about.
-#[derive(Clone, Copy, Default)]
-pub(super) struct BatchFacts<'a> {
-    pub batch_idx: usize,
-    pub dataloader_idx: usize,
-    pub batch_size: Option<usize>,
-    pub loss: Option<&'a Tensor>,
-    pub will_validate: bool,
-    /// Step under which the loggers take rows of this batch, if they do.
-    pub log_step: Option<u64>,
-    /// Set if there are several loaders, so that metrics get a suffix.
-    pub metric_suffix: Option<usize>,
-}
-
-type CallbackHook = fn(&mut dyn Callback, &mut HookContext, &mut dyn Module) -> anyhow::Result<()>;
-type ModuleHook<M> = fn(&mut M, &mut HookContext) -> anyhow::Result<()>;
-
-/// Calls a hook of all callbacks, then of the module: `call_hook!(session, on_train_start, Train, Epoch, batch)`.
-macro_rules! call_hook {
-    ($session:expr, $hook:ident, $phase:ident, $level:ident) => {
-        call_hook!($session, $hook, $phase, $level, $crate::trainer::session::BatchFacts::default())
-    };
-    ($session:expr, $hook:ident, $phase:ident, $level:ident, $batch:expr) => {
-        $session.hook(
-            $crate::trainer::session::HookPoint {
-                name: stringify!($hook),
-                phase: $crate::module::Phase::$phase,
-                level: $crate::module::Level::$level,
-            },
-            $batch,
-            |callback, ctx, module| callback.$hook(ctx, module),
-            |module, ctx| module.$hook(ctx),
-        )
-    };
-}
-pub(super) use call_hook;
-
 impl<M: LightningModule> Session<'_, M> {
-    /// Calls a hook of the callbacks, then of the module, then of the callbacks that save checkpoints.
-    pub(super) fn hook(
-        &mut self,
-        point: HookPoint,
-        batch: BatchFacts,
-        of_callback: CallbackHook,
-        of_module: ModuleHook<M>,
-    ) -> Result<()> {
-        self.enter(point, batch);
-        for saves_checkpoints in [false, true] {
-            let run = &mut *self.run;
-            let mut ctx = HookContext {
-                progress: &run.progress,
-                facts: &run.facts,
-                accelerator: run.accelerator.as_ref(),
-                device: self.plan.device,
-                metrics: &mut run.metrics,
-                requests: &mut run.requests,
-                optimizers: &self.optimizers,
-                loss: batch.loss,
-                batch_idx: batch.batch_idx,
-                dataloader_idx: batch.dataloader_idx,
-                is_sanity_check: self.is_sanity_check,
-                is_training: self.stage == Stage::Fit,
-                will_validate: batch.will_validate,
-                log_step: batch.log_step,
-            };
-            let global_step = run.progress.global_step;
-            for callback in run.callbacks.iter_mut().filter(|c| c.saves_checkpoints() == saves_checkpoints) {
-                guarded(|| of_callback(callback.as_mut(), &mut ctx, self.module))
-                    .map_err(|source| hook_error(point.name, global_step, source))?;
-            }
-            if !saves_checkpoints {
-                guarded(|| of_module(self.module, &mut ctx))
-                    .map_err(|source| hook_error(point.name, global_step, source))?;
-                if point.name == "on_train_epoch_end" {
-                    run.metrics.publish_train_epoch(); // what the epoch's end logged may be monitored
-                }
-            }
+    /// The hooks from `configure_callbacks` to `configure_model`; then the module goes to its device.
+    pub(super) fn setup(&mut self) -> Result<()> {
+        let stage = self.stage;
+        let callbacks = module_hook!(self, configure_callbacks)?;
+        self.add_callbacks(callbacks);
+        let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
+        guarded(|| self.data.prepare_data()).map_err(fail("prepare_data of the data module"))?;
+        module_hook!(self, prepare_data)?;
+        guarded(|| self.data.setup(stage)).map_err(fail("setup of the data module"))?;
+        for callback in &mut self.run.callbacks {
+            of_callback(callback.as_mut(), |callback| callback.setup(stage, self.module))
+                .map_err(fail("setup"))?;
         }
-        self.check_logged()?;
-        let rows = std::mem::take(&mut self.run.requests.rows);
-        rows.into_iter().try_for_each(|(metrics, step)| self.log(metrics, step))
+        module_hook!(self, setup, stage)?;
+        module_hook!(self, configure_model)?;
+        self.module.to_device(self.plan.device)?;
+        match self.plan.precision.true_dtype() {
+            Some(dtype) => self.module.to_dtype(dtype),
+            None => Ok(()),
+        }
     }
 
-    /// Tells the metric store which hook comes.
-    pub(super) fn enter(&mut self, point: HookPoint, batch: BatchFacts) {
-        self.run.metrics.enter(Scope {
-            hook: point.name,
-            phase: point.phase,
-            level: if self.is_sanity_check && point.level == Level::EpochOnly {
-                Level::Epoch
-            } else {
-                point.level
-            },
-            batch_size: batch.batch_size,
-            dataloader_idx: batch.metric_suffix,
-        });
+    /// The `teardown` hooks, and the end of the loggers.
+    pub(super) fn teardown(&mut self) -> Result<()> {
+        let stage = self.stage;
+        let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
+        guarded(|| self.data.teardown(stage)).map_err(fail("teardown of the data module"))?;
+        for callback in &mut self.run.callbacks {
+            of_callback(callback.as_mut(), |callback| callback.teardown(stage, self.module))
+                .map_err(fail("teardown"))?;
+        }
+        module_hook!(self, teardown, stage)?;
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))
+    }
+
+    /// Adds the module's callbacks in place of those of the same type, and puts all into the order in which they run.
+    fn add_callbacks(&mut self, callbacks: Vec<Box<dyn Callback>>) {
+        let own = &mut self.run.callbacks;
+        own.retain(|old| !callbacks.iter().any(|new| new.type_name() == old.type_name()));
+        own.extend(callbacks);
+        own.sort_by_key(|callback| (callback.runs_after_module(), callback.saves_checkpoints()));
     }
 
     /// Reports a mistake made in logging.
@@ -166,17 +109,33 @@ impl<M: LightningModule> Session<'_, M> {
     /// Writes the checkpoints that hooks have asked for. Called only where a resumed run can go on: between batches,
     /// when validation and schedules have had their turn.
     pub(super) fn write_checkpoints(&mut self) -> Result<()> {
+        if self.run.requests.checkpoints.is_empty() {
+            return Ok(());
+        }
         let requests = std::mem::take(&mut self.run.requests.checkpoints);
         requests.iter().try_for_each(|request| checkpointing::write(self, request))
     }
 
-    /// Moves a batch to the device, in the dtype of the weights if that is not float32.
-    pub(super) fn take(&self, batch: M::Batch) -> Result<M::Batch> {
-        let batch = batch.to_device(self.plan.device)?;
-        match self.plan.precision.true_dtype() {
-            Some(dtype) => batch.to_dtype(dtype),
-            None => Ok(batch),
-        }
+    /// Moves a batch to the device, in the dtype of the weights if that is not float32, with the hooks for it.
+    pub(super) fn take(&mut self, batch: M::Batch, dataloader_idx: usize) -> Result<M::Batch> {
+        let (data, module) = (&mut *self.data, &mut *self.module);
+        let (device, true_dtype) = (self.plan.device, self.plan.precision.true_dtype());
+        let mut hook = "on_before_batch_transfer";
+        guarded(|| {
+            let batch = data.on_before_batch_transfer(batch, dataloader_idx)?;
+            let batch = module.on_before_batch_transfer(batch, dataloader_idx)?;
+            hook = "transfer_batch_to_device";
+            let batch = data.transfer_batch_to_device(batch, device, dataloader_idx)?;
+            let batch = module.transfer_batch_to_device(batch, device, dataloader_idx)?;
+            let batch = match true_dtype {
+                Some(dtype) => batch.to_dtype(dtype)?,
+                None => batch,
+            };
+            hook = "on_after_batch_transfer";
+            let batch = data.on_after_batch_transfer(batch, dataloader_idx)?;
+            module.on_after_batch_transfer(batch, dataloader_idx)
+        })
+        .map_err(|source| hook_error(hook, &self.run.progress, source))
     }
 
     /// Runs one of the user's steps.
@@ -186,22 +145,23 @@ impl<M: LightningModule> Session<'_, M> {
         batch: BatchFacts,
         step: impl FnOnce(&M, &mut StepContext) -> anyhow::Result<T>,
     ) -> Result<T> {
-        self.enter(point, batch);
-        let module = &*self.module;
+        let scope = point.scope(&batch, self.is_sanity_check);
+        let plan = self.plan;
+        let is_manual = point.name == "training_step" && !self.module.automatic_optimization();
+        let (parts, state, module) = self.parts();
+        state.metrics.enter(scope);
+        let module = &*module;
+        let mut manual = Manual { parts, module, batch };
         let mut ctx = StepContext {
-            metrics: &mut self.run.metrics,
-            progress: &self.run.progress,
+            metrics: state.metrics,
+            progress: state.progress,
             batch_idx: batch.batch_idx,
             dataloader_idx: batch.dataloader_idx,
+            manual: is_manual.then_some(&mut manual as &mut dyn ManualOptimization),
         };
-        let region = self
-            .plan
-            .precision
-            .autocast_dtype()
-            .map(|dtype| autocast(self.plan.device, dtype))
-            .transpose()?;
+        let region = plan.precision.autocast_dtype().map(|dtype| autocast(plan.device, dtype)).transpose()?;
         let output = guarded(|| step(module, &mut ctx))
-            .map_err(|source| hook_error(point.name, self.run.progress.global_step, source))?;
+            .map_err(|source| hook_error(point.name, &self.run.progress, source))?;
         drop(region);
         self.check_logged()?;
         Ok(output)
@@ -224,30 +184,22 @@ impl<M: LightningModule> Session<'_, M> {
         }
     }
 
-    /// Tells callbacks and loggers that the run failed.
+    /// Tells callbacks, the data module and loggers that the run failed.
     pub(super) fn on_exception(&mut self, error: &Error) {
-        let run = &mut *self.run;
-        run.requests.checkpoints.clear();
-        run.requests.rows.clear();
-        let mut ctx = HookContext {
-            progress: &run.progress,
-            facts: &run.facts,
-            accelerator: run.accelerator.as_ref(),
-            device: self.plan.device,
-            metrics: &mut run.metrics,
-            requests: &mut run.requests,
-            optimizers: &self.optimizers,
-            loss: None,
-            batch_idx: 0,
-            dataloader_idx: 0,
-            is_sanity_check: self.is_sanity_check,
-            is_training: self.stage == Stage::Fit,
-            will_validate: false,
-            log_step: None,
-        };
-        for callback in &mut run.callbacks {
-            callback.on_exception(&mut ctx, error);
+        self.run.requests.checkpoints.clear();
+        self.run.requests.rows.clear();
+        let (mut parts, state, _) = self.parts();
+        let (mut ctx, callbacks) = parts.context(state, &BatchFacts::default());
+        for callback in callbacks {
+            let told = of_callback(callback.as_mut(), |callback| {
+                callback.on_exception(&mut ctx, error);
+                Ok(())
+            });
+            if let Err(second) = told {
+                tracing::warn!("on_exception failed, too: {second:#}");
+            }
         }
+        self.data.on_exception(error);
         for request in std::mem::take(&mut self.run.requests.checkpoints) {
             if let Err(second) = checkpointing::write(self, &request) {
                 tracing::warn!("the checkpoint after the failure could not be written: {second}");
@@ -259,8 +211,4 @@ impl<M: LightningModule> Session<'_, M> {
             }
         }
     }
-}
-
-pub(super) fn hook_error(hook: &'static str, global_step: u64, source: anyhow::Error) -> Error {
-    Error::Hook { hook, rank: 0, global_step, source }
 }

@@ -9,6 +9,7 @@
 )]
 
 mod autograd;
+mod callbacks;
 mod cli;
 mod config;
 mod config_print;
@@ -19,10 +20,12 @@ mod device_stats;
 mod devices;
 mod frames;
 mod graph;
+mod hooks;
 mod host_pool;
 mod kill;
 mod layers;
 mod lr_scheduler;
+mod manual;
 mod master_weights;
 mod memory;
 mod models;

@@ -1,0 +1,164 @@
+//! Gives the loggers the learning rates.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::Callback;
+use crate::module::HookContext;
+use crate::nn::Module;
+use crate::optim::{Interval, Optimizer};
+
+/// What [`LearningRateMonitor`] logs, and when.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct LearningRateMonitorConfig {
+    /// `step` or `epoch`; unless set, as often as each schedule is stepped.
+    pub logging_interval: Option<Interval>,
+    /// Log momentum too (for Adam the first beta).
+    pub log_momentum: bool,
+    /// Log weight decay too.
+    pub log_weight_decay: bool,
+}
+
+/// Gives the loggers the learning rates as `lr-<optimizer>`, `lr-<optimizer>-1` for a second of the same class, or the
+/// schedule's name, with `/pg1`, `/pg2` for several groups. Monitors can use the names too. A step row is written when
+/// `log_every_n_steps` says so. Source: Lightning's `LearningRateMonitor`.
+#[derive(Debug, Default)]
+pub struct LearningRateMonitor {
+    config: LearningRateMonitorConfig,
+    /// Name of each optimizer, and the interval of its schedule.
+    optimizers: Vec<(String, Option<Interval>)>,
+}
+
+impl From<LearningRateMonitorConfig> for LearningRateMonitor {
+    fn from(config: LearningRateMonitorConfig) -> Self {
+        Self { config, optimizers: Vec::new() }
+    }
+}
+
+/// Names for the optimizers: first of those with a schedule, then of the others.
+fn names(
+    classes: &[&str],
+    schedules: &[(usize, Option<String>, Interval)],
+) -> Vec<(String, Option<Interval>)> {
+    let mut names = vec![(String::new(), None); classes.len()];
+    let mut taken: Vec<String> = Vec::new();
+    let mut free = |wanted: String| {
+        let suffixed = (1..).map(|n| format!("{wanted}-{n}"));
+        let name = std::iter::once(wanted.clone()).chain(suffixed).find(|name| !taken.contains(name));
+        let name = name.unwrap_or(wanted);
+        taken.push(name.clone());
+        name
+    };
+    for (optimizer, name, interval) in schedules {
+        let wanted = name.clone().unwrap_or_else(|| format!("lr-{}", classes[*optimizer]));
+        names[*optimizer] = (free(wanted), Some(*interval));
+    }
+    for (index, class) in classes.iter().enumerate() {
+        if names[index].1.is_none() {
+            names[index].0 = free(format!("lr-{class}"));
+        }
+    }
+    names
+}
+
+impl LearningRateMonitor {
+    /// Values of the optimizers whose schedule has the interval; of all if none is given.
+    fn values(&self, optimizers: &[Box<dyn Optimizer>], interval: Option<Interval>) -> Vec<(String, f64)> {
+        let mut values = Vec::new();
+        for (optimizer, (name, own)) in optimizers.iter().zip(&self.optimizers) {
+            if interval.is_some() && own.is_some() && *own != interval {
+                continue;
+            }
+            let groups = optimizer.param_groups();
+            for (index, group) in groups.iter().enumerate() {
+                let name = if groups.len() > 1 { format!("{name}/pg{}", index + 1) } else { name.clone() };
+                values.push((name.clone(), group.lr));
+                if self.config.log_momentum {
+                    values.push((format!("{name}-momentum"), group.momentum()));
+                }
+                if self.config.log_weight_decay {
+                    values.push((format!("{name}-weight_decay"), group.weight_decay));
+                }
+            }
+        }
+        values
+    }
+
+    fn log(&self, ctx: &mut HookContext, interval: Option<Interval>) {
+        let values = self.values(ctx.optimizers(), interval);
+        for (name, value) in &values {
+            ctx.set_metric(name, *value);
+        }
+        let step = ctx.progress().batches_that_stepped;
+        if !values.is_empty() {
+            ctx.log_metrics(values, step);
+        }
+    }
+}
+
+impl Callback for LearningRateMonitor {
+    fn needs_logger(&self) -> bool {
+        true
+    }
+
+    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        let classes: Vec<&str> = ctx.optimizers().iter().map(|optimizer| optimizer.name()).collect();
+        let schedules: Vec<_> = ctx
+            .lr_schedulers()
+            .iter()
+            .map(|active| (active.optimizer, active.configured.name.clone(), active.configured.interval))
+            .collect();
+        self.optimizers = names(&classes, &schedules);
+        Ok(())
+    }
+
+    fn on_train_epoch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        match self.config.logging_interval {
+            Some(Interval::Step) => {}
+            Some(Interval::Epoch) => self.log(ctx, None),
+            None => self.log(ctx, Some(Interval::Epoch)),
+        }
+        Ok(())
+    }
+
+    fn on_train_batch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        if ctx.log_step().is_none() {
+            return Ok(());
+        }
+        match self.config.logging_interval {
+            Some(Interval::Epoch) => {}
+            Some(Interval::Step) => self.log(ctx, None),
+            None => self.log(ctx, Some(Interval::Step)),
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_lightnings() {
+        let named = |classes: &[&str], schedules: &[(usize, Option<&str>)]| -> Vec<String> {
+            let schedules: Vec<_> = schedules
+                .iter()
+                .map(|(index, name)| (*index, name.map(str::to_owned), Interval::Epoch))
+                .collect();
+            names(classes, &schedules).into_iter().map(|(name, _)| name).collect()
+        };
+        assert_eq!(named(&["Adam"], &[(0, None)]), ["lr-Adam"]);
+        assert_eq!(named(&["SGD", "SGD"], &[(0, None), (1, None)]), ["lr-SGD", "lr-SGD-1"]);
+        assert_eq!(named(&["SGD", "SGD"], &[(1, None)]), ["lr-SGD-1", "lr-SGD"]);
+        assert_eq!(named(&["Adam", "SGD"], &[(0, Some("warm"))]), ["warm", "lr-SGD"]);
+    }
+}

@@ -1,0 +1,383 @@
+//! `Callback`: code that runs at points of a run without being part of the model.
+
+use super::HookContext;
+use crate::checkpoint::{Checkpoint, CheckpointPaths};
+use crate::data::Stage;
+use crate::nn::Module;
+
+/// Code that runs at points of a run. All hooks do nothing unless they are implemented.
+///
+/// Callbacks run in the order they were given, before the module's hook of the same name; those that look at what
+/// hooks log ([`Callback::runs_after_module`]) run after it, and of them those that save checkpoints last.
+///
+/// Hooks around backward and the optimizer see the module only to read, since with manual optimization they run within
+/// its `training_step`.
+#[allow(unused_variables)]
+pub trait Callback: Send {
+    /// Name under which the callback's state is saved; two callbacks with state need different ones.
+    fn state_key(&self) -> String {
+        let name = std::any::type_name::<Self>();
+        name.rsplit("::").next().unwrap_or(name).to_owned()
+    }
+
+    /// The callback's type: one that a module configures takes the place of the trainer's of the same type.
+    fn type_name(&self) -> &'static str {
+        std::any::type_name::<Self>()
+    }
+
+    /// What has to be saved in checkpoints; `None` if nothing.
+    fn state_dict(&self) -> Option<serde_json::Value> {
+        None
+    }
+
+    /// Takes back what [`Callback::state_dict`] gave.
+    ///
+    /// # Errors
+    /// If the state is not this callback's.
+    fn load_state_dict(&mut self, state: &serde_json::Value) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Whether this callback saves checkpoints, and so runs after the others.
+    fn saves_checkpoints(&self) -> bool {
+        false
+    }
+
+    /// Whether this callback looks at what the module's hooks log, and so runs after them.
+    fn runs_after_module(&self) -> bool {
+        self.saves_checkpoints()
+    }
+
+    /// Whether this callback is of no use without a logger, so that a trainer without one refuses it.
+    fn needs_logger(&self) -> bool {
+        false
+    }
+
+    /// The best and the last checkpoint this callback has saved, if it saves any.
+    fn checkpoint_paths(&self) -> Option<CheckpointPaths> {
+        None
+    }
+
+    /// Called first in each of fit, validate, test and predict.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn setup(&mut self, stage: Stage, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called last in each of fit, validate, test and predict, not after a failure.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn teardown(&mut self, stage: Stage, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called when the run fails or is interrupted, before the error is returned.
+    fn on_exception(&mut self, ctx: &mut HookContext, error: &crate::Error) {}
+
+    /// Called with each checkpoint before it is written; may change it.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_save_checkpoint(
+        &mut self,
+        ctx: &mut HookContext,
+        checkpoint: &mut Checkpoint,
+    ) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called with the checkpoint that a run starts from, when the module has its weights.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called once before the sanity check, when module and optimizers are in place.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_fit_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called once at the very end of fit.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_fit_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before the validation batches that are run to find mistakes early.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_sanity_check_start(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after them.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_sanity_check_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before the first epoch.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_train_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after the last epoch.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_train_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before the first batch of an epoch.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_train_epoch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after the last batch and validation of an epoch.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_train_epoch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before each training step.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_train_batch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after each training step, its loss in `ctx.loss()`.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before the gradients are dropped.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_before_zero_grad(&mut self, ctx: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before the backward pass.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_before_backward(&mut self, ctx: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after each backward pass, before clipping.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_after_backward(&mut self, ctx: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before each optimizer step, before clipping; gradients are complete.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before validation, in evaluation mode.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_validation_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after `on_validation_start`.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_validation_epoch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before each validation step.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_validation_batch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after each validation step.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_validation_batch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after the last validation batch; what it logs is part of the result.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_validation_epoch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after `on_validation_epoch_end`, when the metrics are complete.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_validation_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before testing, in evaluation mode.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_test_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after `on_test_start`.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_test_epoch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before each test step.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_test_batch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after each test step.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_test_batch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after the last test batch; what it logs is part of the result.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_test_epoch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after `on_test_epoch_end`.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_test_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before prediction, in evaluation mode.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_predict_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after `on_predict_start`.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_predict_epoch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called before each prediction step.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_predict_batch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after each prediction step.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_predict_batch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after the last prediction batch.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_predict_epoch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// Called after `on_predict_epoch_end`.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_predict_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,283 @@
+//! How hooks are called: of the callbacks, of the module, of the callbacks that look at what was logged; with an error
+//! that names the hook.
+
+use tch::Tensor;
+
+use super::guard::guarded;
+use super::session::Session;
+use crate::accelerator::Accelerator;
+use crate::callback::Callback;
+use crate::data::Stage;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::module::{
+    HookContext, Level, LightningModule, Phase, Progress, Requests, RunFacts, Scope, StepState,
+};
+use crate::nn::{Module, Parameter};
+use crate::optim::{ActiveLrScheduler, Optimizer};
+use crate::precision::GradScaler;
+
+/// A hook by name, with what logging in it means.
+#[derive(Clone, Copy)]
+pub(super) struct HookPoint {
+    pub name: &'static str,
+    pub phase: Phase,
+    pub level: Level,
+}
+
+/// Facts of the batch that a batch hook is about.
+#[derive(Clone, Copy, Default)]
+pub(super) struct BatchFacts<'a> {
+    pub batch_idx: usize,
+    pub dataloader_idx: usize,
+    pub batch_size: Option<usize>,
+    pub loss: Option<&'a Tensor>,
+    pub will_validate: bool,
+    /// Step under which the loggers take rows of this batch, if they do.
+    pub log_step: Option<u64>,
+    /// Set if there are several loaders, so that metrics get a suffix.
+    pub metric_suffix: Option<usize>,
+}
+
+type CallbackHook = fn(&mut dyn Callback, &mut HookContext, &mut dyn Module) -> anyhow::Result<()>;
+type ModuleHook<M> = fn(&mut M, &mut HookContext) -> anyhow::Result<()>;
+pub(super) type SharedCallbackHook =
+    fn(&mut dyn Callback, &mut HookContext, &dyn Module) -> anyhow::Result<()>;
+pub(super) type SharedModuleHook<M> = fn(&M, &mut HookContext) -> anyhow::Result<()>;
+
+/// A [`HookPoint`]: `hook_point!(on_train_start, Train, Epoch)`.
+macro_rules! hook_point {
+    ($hook:ident, $phase:ident, $level:ident) => {
+        $crate::trainer::hooks::HookPoint {
+            name: stringify!($hook),
+            phase: $crate::module::Phase::$phase,
+            level: $crate::module::Level::$level,
+        }
+    };
+}
+pub(super) use hook_point;
+
+/// Calls a hook of all callbacks and of the module: `call_hook!(session, on_train_start, Train, Epoch, batch)`.
+macro_rules! call_hook {
+    ($session:expr, $hook:ident, $phase:ident, $level:ident) => {
+        call_hook!($session, $hook, $phase, $level, $crate::trainer::hooks::BatchFacts::default())
+    };
+    ($session:expr, $hook:ident, $phase:ident, $level:ident, $batch:expr) => {
+        $session.hook(
+            $crate::trainer::hooks::hook_point!($hook, $phase, $level),
+            $batch,
+            |callback, ctx, module| callback.$hook(ctx, module),
+            |module, ctx| module.$hook(ctx),
+        )
+    };
+}
+pub(super) use call_hook;
+
+/// Calls a hook around backward or the optimizer: `call_shared_hook!(session, on_before_backward, batch)`.
+macro_rules! call_shared_hook {
+    ($session:expr, $hook:ident, $batch:expr) => {{
+        let (mut parts, state, module) = $session.parts();
+        let point = $crate::trainer::hooks::hook_point!($hook, Train, Step);
+        parts.shared_hook(
+            state,
+            &*module,
+            point,
+            &$batch,
+            (|callback, ctx, module| callback.$hook(ctx, module), |module, ctx| module.$hook(ctx)),
+        )
+    }};
+}
+pub(super) use call_shared_hook;
+
+/// Calls a hook that the module has and callbacks have not: `module_hook!(session, on_validation_model_eval)`.
+macro_rules! module_hook {
+    ($session:expr, $hook:ident $(, $argument:expr)*) => {{
+        let session = &mut *$session;
+        $crate::trainer::guard::guarded(|| session.module.$hook($($argument),*))
+            .map_err(|source| session.hook_error(stringify!($hook), source))
+    }};
+}
+pub(super) use module_hook;
+
+/// The error of a hook, with where the run stands. One that comes from a hook within a step keeps its own name.
+pub(super) fn hook_error(hook: &'static str, progress: &Progress, source: anyhow::Error) -> Error {
+    let source = match source.downcast_ref() {
+        Some(Error::Hook { .. }) => match source.downcast::<Error>() {
+            Ok(error) => return error,
+            Err(source) => source,
+        },
+        _ => source,
+    };
+    let (epoch, global_step) = (progress.current_epoch, progress.global_step);
+    Error::Hook { hook, rank: 0, epoch, global_step, source }
+}
+
+/// Calls one callback's hook; an error says whose it is.
+pub(super) fn of_callback<T>(
+    callback: &mut dyn Callback,
+    hook: impl FnOnce(&mut dyn Callback) -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    guarded(|| hook(&mut *callback)).map_err(|source| source.context(format!("in {}", callback.state_key())))
+}
+
+/// The parts of a session that hooks work on, apart from metrics, position and module, which a step holds while it runs.
+pub(super) struct Parts<'a> {
+    pub callbacks: &'a mut [Box<dyn Callback>],
+    pub run_facts: &'a RunFacts,
+    pub accelerator: &'a dyn Accelerator,
+    pub requests: &'a mut Requests,
+    pub optimizers: &'a mut [Box<dyn Optimizer>],
+    pub schedulers: &'a mut [ActiveLrScheduler],
+    pub grad_scaler: &'a mut Option<GradScaler>,
+    pub toggled: &'a mut Vec<(Parameter, bool)>,
+    pub device: Device,
+    pub is_sanity_check: bool,
+    pub is_training: bool,
+}
+
+impl Parts<'_> {
+    /// What a hook is given, and the callbacks.
+    pub(super) fn context<'c>(
+        &'c mut self,
+        state: StepState<'c>,
+        batch: &BatchFacts<'c>,
+    ) -> (HookContext<'c>, &'c mut [Box<dyn Callback>]) {
+        let ctx = HookContext {
+            progress: state.progress,
+            facts: self.run_facts,
+            accelerator: self.accelerator,
+            device: self.device,
+            metrics: state.metrics,
+            requests: self.requests,
+            optimizers: self.optimizers,
+            schedulers: self.schedulers,
+            loss: batch.loss,
+            batch_idx: batch.batch_idx,
+            dataloader_idx: batch.dataloader_idx,
+            is_sanity_check: self.is_sanity_check,
+            is_training: self.is_training,
+            will_validate: batch.will_validate,
+            log_step: batch.log_step,
+        };
+        (ctx, self.callbacks)
+    }
+
+    /// Calls a hook that a step may call while it runs, so that it sees the module only to read.
+    pub(super) fn shared_hook<M: LightningModule>(
+        &mut self,
+        state: StepState<'_>,
+        module: &M,
+        point: HookPoint,
+        batch: &BatchFacts<'_>,
+        (hook_of_callback, hook_of_module): (SharedCallbackHook, SharedModuleHook<M>),
+    ) -> Result<()> {
+        let outer = state.metrics.enter(point.scope(batch, false));
+        let (mut ctx, callbacks) = self.context(state, batch);
+        let mut call = || -> anyhow::Result<()> {
+            for is_late in [false, true] {
+                for callback in callbacks.iter_mut().filter(|c| c.runs_after_module() == is_late) {
+                    of_callback(callback.as_mut(), |callback| hook_of_callback(callback, &mut ctx, module))?;
+                }
+                if !is_late {
+                    guarded(|| hook_of_module(module, &mut ctx))?;
+                }
+            }
+            Ok(())
+        };
+        let result = call().map_err(|source| (source, ctx.progress.clone()));
+        let problem = ctx.metrics.take_problem();
+        ctx.metrics.enter(outer);
+        result.map_err(|(source, progress)| hook_error(point.name, &progress, source))?;
+        problem.map_or(Ok(()), |problem| Err(problem.into()))
+    }
+
+    /// Calls a method of the module that does a part of the step, such as `backward`.
+    pub(super) fn module_call<M: LightningModule>(
+        &mut self,
+        state: StepState<'_>,
+        module: &M,
+        name: &'static str,
+        batch: &BatchFacts<'_>,
+        call: impl FnOnce(&M, &mut HookContext) -> anyhow::Result<()>,
+    ) -> Result<()> {
+        let point = HookPoint { name, phase: Phase::Train, level: Level::Step };
+        let outer = state.metrics.enter(point.scope(batch, false));
+        let (mut ctx, _) = self.context(state, batch);
+        let result =
+            guarded(|| call(module, &mut ctx)).map_err(|source| hook_error(name, ctx.progress, source));
+        let problem = ctx.metrics.take_problem();
+        ctx.metrics.enter(outer);
+        result?;
+        problem.map_or(Ok(()), |problem| Err(problem.into()))
+    }
+}
+
+impl HookPoint {
+    pub(super) fn scope(self, batch: &BatchFacts<'_>, is_sanity_check: bool) -> Scope {
+        let level = match self.level {
+            Level::EpochOnly if is_sanity_check => Level::Epoch,
+            level => level,
+        };
+        let (batch_size, dataloader_idx) = (batch.batch_size, batch.metric_suffix);
+        Scope { hook: self.name, phase: self.phase, level, batch_size, dataloader_idx }
+    }
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// The session in parts that can be changed independently.
+    pub(super) fn parts(&mut self) -> (Parts<'_>, StepState<'_>, &mut M) {
+        let run = &mut *self.run;
+        let parts = Parts {
+            callbacks: &mut run.callbacks,
+            run_facts: &run.facts,
+            accelerator: run.accelerator.as_ref(),
+            requests: &mut run.requests,
+            optimizers: &mut self.optimizers,
+            schedulers: &mut self.schedulers,
+            grad_scaler: &mut run.grad_scaler,
+            toggled: &mut self.toggled,
+            device: self.plan.device,
+            is_sanity_check: self.is_sanity_check,
+            is_training: self.stage == Stage::Fit,
+        };
+        (parts, StepState { metrics: &mut run.metrics, progress: &mut run.progress }, self.module)
+    }
+
+    /// Calls a hook of the callbacks, then of the module, then of the callbacks that look at what was logged.
+    pub(super) fn hook(
+        &mut self,
+        point: HookPoint,
+        batch: BatchFacts,
+        hook_of_callback: CallbackHook,
+        hook_of_module: ModuleHook<M>,
+    ) -> Result<()> {
+        let scope = point.scope(&batch, self.is_sanity_check);
+        let (mut parts, state, module) = self.parts();
+        state.metrics.enter(scope);
+        let (mut ctx, callbacks) = parts.context(state, &batch);
+        for is_late in [false, true] {
+            for callback in callbacks.iter_mut().filter(|c| c.runs_after_module() == is_late) {
+                of_callback(callback.as_mut(), |callback| hook_of_callback(callback, &mut ctx, module))
+                    .map_err(|source| hook_error(point.name, ctx.progress, source))?;
+            }
+            if !is_late {
+                guarded(|| hook_of_module(module, &mut ctx))
+                    .map_err(|source| hook_error(point.name, ctx.progress, source))?;
+                if point.name == "on_train_epoch_end" {
+                    ctx.metrics.publish_train_epoch(); // what the epoch's end logged may be monitored
+                }
+            }
+        }
+        self.check_logged()?;
+        if self.run.requests.rows.is_empty() {
+            return Ok(());
+        }
+        let rows = std::mem::take(&mut self.run.requests.rows);
+        rows.into_iter().try_for_each(|(metrics, step)| self.log(metrics, step))
+    }
+
+    /// The error of a hook of this session.
+    pub(super) fn hook_error(&self, hook: &'static str, source: anyhow::Error) -> Error {
+        hook_error(hook, &self.run.progress, source)
+    }
+}

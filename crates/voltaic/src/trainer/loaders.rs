@@ -1,0 +1,94 @@
+//! Asks the data module for loaders when it is their turn, and reckons how many batches they give.
+
+use super::fit::FitLoaders;
+use super::guard::guarded;
+use super::plan::{FitPlan, limit_batches};
+use super::session::Session;
+use crate::data::DataLoader;
+use crate::error::{ConfigError, Result};
+use crate::module::LightningModule;
+
+impl<M: LightningModule> Session<'_, M> {
+    /// The loaders of a fit: for training, and for validation unless the sanity check has asked for them already.
+    pub(super) fn fit_loaders(
+        &mut self,
+        val: Option<Vec<DataLoader<M::Batch>>>,
+    ) -> Result<FitLoaders<M::Batch>> {
+        let train = self.train_dataloader()?;
+        let val = match val {
+            Some(val) => val,
+            None if self.plan.limit_val.is_none() => Vec::new(),
+            None => self.val_dataloaders()?,
+        };
+        let plan = self.fit_plan(&train, &val)?;
+        Ok(FitLoaders {
+            train,
+            val,
+            plan,
+            epoch_of_train: self.next_epoch(),
+            epoch_of_val: self.next_epoch(),
+        })
+    }
+
+    fn fit_plan(&mut self, train: &DataLoader<M::Batch>, val: &[DataLoader<M::Batch>]) -> Result<FitPlan> {
+        let available: Vec<usize> = val.iter().map(DataLoader::num_batches).collect();
+        let plan = FitPlan::new(self.plan, train.num_batches(), &available)?;
+        let facts = &mut self.run.facts;
+        facts.num_training_batches = plan.num_training_batches;
+        facts.train_batch_size = train.batch_size();
+        facts.num_eval_batches = plan.num_val_batches.iter().sum();
+        facts.validates_at_epoch_end = plan.val_check_batch == plan.num_training_batches;
+        Ok(plan)
+    }
+
+    /// The epoch in progress or to come.
+    fn next_epoch(&self) -> u64 {
+        self.run.progress.current_epoch + u64::from(self.run.progress.epoch_ended)
+    }
+
+    fn train_dataloader(&mut self) -> Result<DataLoader<M::Batch>> {
+        let train = guarded(|| self.data.train_dataloader());
+        let train = train.map_err(|source| self.hook_error("train_dataloader", source))?;
+        let Some(mut train) = train else {
+            let remedy = "implement DataModule::train_dataloader, or give Loaders a train loader";
+            return Err(ConfigError::new("data", "there is no training loader", remedy).into());
+        };
+        train.set_seed(self.run.seed);
+        Ok(train)
+    }
+
+    pub(super) fn val_dataloaders(&mut self) -> Result<Vec<DataLoader<M::Batch>>> {
+        let val = guarded(|| self.data.val_dataloaders());
+        let mut val = val.map_err(|source| self.hook_error("val_dataloaders", source))?;
+        val.iter_mut().for_each(|loader| loader.set_seed(self.run.seed));
+        Ok(val)
+    }
+
+    /// How many batches validation takes from each loader.
+    pub(super) fn num_val_batches(&self, val: &[DataLoader<M::Batch>]) -> Result<Vec<usize>> {
+        let available: Vec<usize> = val.iter().map(DataLoader::num_batches).collect();
+        Ok(limit_batches("limit_val_batches", self.plan.limit_val, &available)?)
+    }
+
+    /// Asks for the training loader anew if `reload_dataloaders_every_n_epochs` says so.
+    pub(super) fn reload_train_dataloader(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
+        let (epoch, every) = (self.run.progress.current_epoch, self.plan.reload_dataloaders_every_n_epochs);
+        if every > 0 && epoch >= loaders.epoch_of_train + every {
+            loaders.train = self.train_dataloader()?;
+            loaders.epoch_of_train = epoch;
+            loaders.plan = self.fit_plan(&loaders.train, &loaders.val)?;
+        }
+        Ok(())
+    }
+
+    /// The same for validation, which asks when it is due.
+    pub(super) fn reload_val_dataloaders(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
+        let (epoch, every) = (self.run.progress.current_epoch, self.plan.reload_dataloaders_every_n_epochs);
+        if every > 0 && epoch >= loaders.epoch_of_val + every {
+            loaders.val = self.val_dataloaders()?;
+            loaders.epoch_of_val = epoch;
+            loaders.plan = self.fit_plan(&loaders.train, &loaders.val)?;
+        }
+        Ok(())
+    }
+}

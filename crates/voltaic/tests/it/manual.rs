@@ -1,0 +1,133 @@
+//! Manual optimization: the module runs backward, optimizers and schedules itself.
+
+use voltaic::module::{LightningModule, StepContext};
+use voltaic::nn::{ModuleExt, Parameter};
+use voltaic::optim::{AdamW, BuildOptimizer, Optimizers, ParamGroupSpec, Sgd, StepLr, clip_grad_norm};
+use voltaic::{Kind, Module, Tensor};
+
+use crate::probe::{Events, loaders, silent};
+
+/// Two weights with an optimizer each; the second is trained on what the first makes of the batch.
+#[derive(Module)]
+struct Pair {
+    first: Parameter,
+    second: Parameter,
+    #[module(skip)]
+    step: fn(&Pair, &Tensor, &mut StepContext) -> anyhow::Result<()>,
+    #[module(skip)]
+    is_automatic: bool,
+}
+
+impl Pair {
+    fn new(step: fn(&Pair, &Tensor, &mut StepContext) -> anyhow::Result<()>) -> Self {
+        let weight = |value: f32| Parameter::new(Tensor::from_slice(&[value, 1.0]));
+        Self { first: weight(1.0), second: weight(2.0), step, is_automatic: false }
+    }
+
+    fn losses(&self, batch: &Tensor) -> (Tensor, Tensor) {
+        let hidden = (batch * self.first.tensor()).tanh();
+        let output = (&hidden * self.second.tensor()).mean(Kind::Float);
+        (hidden.square().mean(Kind::Float), output)
+    }
+
+    fn weights(&self) -> Vec<f32> {
+        self.parameters().iter().flat_map(|p| Vec::<f32>::try_from(p.detach()).unwrap()).collect()
+    }
+}
+
+impl LightningModule for Pair {
+    type Batch = Tensor;
+
+    fn automatic_optimization(&self) -> bool {
+        self.is_automatic
+    }
+
+    fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        (self.step)(self, batch, ctx)?;
+        Ok(ctx.no_loss())
+    }
+
+    fn validation_step(&self, _batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        let group = |name: &str, p: &Parameter| [ParamGroupSpec::new([(name.to_owned(), p.clone())])];
+        Ok(Optimizers::new(Sgd::new(0.5).momentum(0.9))
+            .groups(group("first", &self.first))
+            .scheduler(StepLr::new(2, 0.5))
+            .and(Optimizers::new(AdamW::new(0.1)).groups(group("second", &self.second))))
+    }
+}
+
+/// One step of a two-player game, as it would be written without a trainer but for `ctx`.
+fn both(net: &Pair, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<()> {
+    ctx.toggle_optimizer(0)?;
+    assert!(!net.second.requires_grad() && net.first.requires_grad());
+    let (loss, _) = net.losses(batch);
+    ctx.optimizer(0)?.zero_grad()?;
+    ctx.manual_backward(&loss)?;
+    let _ = clip_grad_norm([net.first.tensor()], 0.25)?;
+    ctx.optimizer(0)?.step()?;
+    ctx.untoggle_optimizer()?;
+    assert!(net.second.requires_grad());
+
+    ctx.toggle_optimizer(1)?;
+    let (_, loss) = net.losses(batch);
+    ctx.optimizer(1)?.zero_grad()?;
+    ctx.manual_backward(&loss)?;
+    ctx.optimizer(1)?.step()?;
+    ctx.untoggle_optimizer()?;
+    ctx.lr_scheduler_step(0, None)?;
+    ctx.log("first_loss", 1.0);
+    Ok(())
+}
+
+#[test]
+fn two_optimizers_do_what_a_bare_loop_does() {
+    let mut net = Pair::new(both);
+    let events = Events::default();
+    let mut trainer =
+        silent().max_epochs(2).num_sanity_val_steps(0).callback(events.clone()).build().unwrap();
+    trainer.fit(&mut net, &mut loaders()).unwrap();
+    assert_eq!(trainer.global_step(), 24, "each optimizer step counts");
+    assert!(events.text().starts_with("t0* t1* t2*"), "{}", events.text());
+
+    let bare = Pair::new(both);
+    let group = |name: &str, p: &Parameter| vec![ParamGroupSpec::new([(name.to_owned(), p.clone())])];
+    let mut sgd = Sgd::new(0.5).momentum(0.9).build(group("first", &bare.first)).unwrap();
+    let mut adamw = AdamW::new(0.1).build(group("second", &bare.second)).unwrap();
+    for step in 0..12_i64 {
+        let i = (step % 6) * 2;
+        let batch = Tensor::from_slice(&[i as f32, i as f32 * -0.5, i as f32 + 1.0, (i as f32 + 1.0) * -0.5]);
+        let batch = batch.reshape([2, 2]);
+        sgd.zero_grad().unwrap();
+        bare.losses(&batch).0.backward();
+        let _ = clip_grad_norm([bare.first.tensor()], 0.25).unwrap();
+        sgd.step().unwrap();
+        adamw.zero_grad().unwrap();
+        bare.losses(&batch).1.backward();
+        adamw.step().unwrap();
+        sgd.param_groups_mut()[0].lr = 0.5 * 0.5_f64.powi((step as i32 + 1) / 2);
+    }
+    assert_eq!(net.weights(), bare.weights());
+}
+
+#[test]
+fn what_belongs_to_the_other_kind_of_optimization_is_refused() {
+    let fit = |net: &mut Pair, build: fn(voltaic::trainer::TrainerBuilder) -> _| -> String {
+        let builder: voltaic::trainer::TrainerBuilder = build(silent().max_epochs(1));
+        builder.build().unwrap().fit(net, &mut loaders()).unwrap_err().to_string()
+    };
+    let error = fit(&mut Pair::new(both), |t| t.accumulate_grad_batches(2_u64).gradient_clip_val(1.0));
+    assert!(error.contains("trainer.accumulate_grad_batches: 2 with manual optimization; step"), "{error}");
+    assert!(error.contains("trainer.gradient_clip_val: Norm(1.0) with manual optimization; call"), "{error}");
+    let error = fit(&mut Pair::new(|_, _, ctx| ctx.optimizer(2)?.step().map_err(Into::into)), |t| t);
+    assert!(error.contains("optimizer(2), but configure_optimizers gave 2; they count from 0"), "{error}");
+    let mut net = Pair::new(|_, _, ctx| ctx.lr_scheduler_step(1, None));
+    let error = fit(&mut net, |t| t);
+    assert!(error.contains("lr_scheduler_step: schedule 1 of 1; configure one"), "{error}");
+    let mut net = Pair { is_automatic: true, ..Pair::new(both) };
+    let error = fit(&mut net, |t| t);
+    assert!(error.contains("2 optimizers with automatic optimization; return exactly one"), "{error}");
+}
