@@ -35,5 +35,4 @@ pub fn link_arguments(libtorch_lib: &str) -> Vec<String> {
 }
 
 /// How tch turns a device number into a device, and back; how it moves data between slices and tensors.
-const TCH_FUNCTIONS: [&str; 4] =
-    ["_Z13device_of_inti", "at_device", "at_tensor_of_data", "at_copy_data"];
+const TCH_FUNCTIONS: [&str; 4] = ["_Z13device_of_inti", "at_device", "at_tensor_of_data", "at_copy_data"];

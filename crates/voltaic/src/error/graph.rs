@@ -17,7 +17,9 @@ pub enum GraphError {
         remedy: String,
     },
     /// Two captures of the same code gave two graphs.
-    #[error("the step is not static: {difference}; take from it what changes from step to step, or compute that on the device from tensors of the batch")]
+    #[error(
+        "the step is not static: {difference}; take from it what changes from step to step, or compute that on the device from tensors of the batch"
+    )]
     NotStatic {
         /// In what they differ.
         difference: String,
@@ -35,7 +37,9 @@ pub enum GraphError {
     #[error("replay of a graph that holds nothing; capture something first (capture_begin, capture_end)")]
     NothingCaptured,
     /// An input is not like the one that was captured.
-    #[error("input {index} is {given}, but the graph was captured with {captured}; capture a graph for each shape, or use a ModuleCacher")]
+    #[error(
+        "input {index} is {given}, but the graph was captured with {captured}; capture a graph for each shape, or use a ModuleCacher"
+    )]
     InputMismatch {
         /// Its position.
         index: usize,
@@ -53,13 +57,17 @@ pub enum GraphError {
         remedy: String,
     },
     /// A tensor that the graph reads or writes is gone.
-    #[error("{tensor} is gone or was given other memory since the graph was captured; keep it alive and change it in place (copy_), or capture again")]
+    #[error(
+        "{tensor} is gone or was given other memory since the graph was captured; keep it alive and change it in place (copy_), or capture again"
+    )]
     TensorGone {
         /// Which tensor.
         tensor: String,
     },
     /// The backward pass of a graph came after another replay of its forward pass.
-    #[error("the graph of {module} was replayed again before its backward pass; call backward after each forward pass, or use one graph for each")]
+    #[error(
+        "the graph of {module} was replayed again before its backward pass; call backward after each forward pass, or use one graph for each"
+    )]
     Overwritten {
         /// The module.
         module: String,

@@ -105,9 +105,8 @@ impl TensorList {
     /// they replace.
     pub fn bind_grads(&self, params: &Self, carries_over: bool) -> Result<(), TorchError> {
         // SAFETY: both lists are alive.
-        let error = unsafe {
-            sys::vt_list_bind_grads(params.raw.as_ptr(), self.raw.as_ptr(), carries_over.into())
-        };
+        let error =
+            unsafe { sys::vt_list_bind_grads(params.raw.as_ptr(), self.raw.as_ptr(), carries_over.into()) };
         check("bind_grads", error)
     }
 

@@ -127,7 +127,11 @@ impl Segment {
     ///
     /// # Errors
     /// [`GraphError::NotCapturable`].
-    pub(super) fn compile(recording: Recording, names: &[(String, Tensor)], inputs: &[Tensor]) -> Result<Self> {
+    pub(super) fn compile(
+        recording: Recording,
+        names: &[(String, Tensor)],
+        inputs: &[Tensor],
+    ) -> Result<Self> {
         let graph = read(&recording, names)?;
         if let Some(problem) = graph.problem() {
             return Err(problem.into());
@@ -155,11 +159,15 @@ impl Segment {
         if let Some(name) = self.graph.buffer_name(buffer) {
             return format!("`{name}`");
         }
-        let reader = self.graph.nodes.iter().position(|node| {
-            node.values().any(|value| self.graph.values[value].buffer == buffer)
-        });
+        let reader = self
+            .graph
+            .nodes
+            .iter()
+            .position(|node| node.values().any(|value| self.graph.values[value].buffer == buffer));
         match reader {
-            Some(node) => format!("a tensor that {} {} uses", self.graph.nodes[node].op, self.graph.place(node)),
+            Some(node) => {
+                format!("a tensor that {} {} uses", self.graph.nodes[node].op, self.graph.place(node))
+            }
             None => "a tensor of the graph".to_owned(),
         }
     }

@@ -30,7 +30,10 @@ impl Graph {
     fn node_problem(&self, index: usize, node: &Node) -> Option<(String, &'static str)> {
         const SPLIT: &str = "compute it on the device, or leave it between two graphs (mark_step)";
         if node.reads_data {
-            return Some(("its result is read back to the host, where the code may depend on it".to_owned(), SPLIT));
+            return Some((
+                "its result is read back to the host, where the code may depend on it".to_owned(),
+                SPLIT,
+            ));
         }
         if node.has_dynamic_shape && self.depends_on_data(node) {
             let what = "the shape of its result depends on data".to_owned();

@@ -54,8 +54,10 @@ impl HpuGraph {
     /// Gives the weights of `module` their names, for messages and when the graph is printed.
     pub fn name_weights(&mut self, module: &dyn Module) {
         let parameters = module.named_parameters();
-        self.names.extend(parameters.into_iter().map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone())));
-        self.names.extend(module.named_buffers().into_iter().map(|(fqn, b)| (fqn, b.tensor().shallow_clone())));
+        self.names
+            .extend(parameters.into_iter().map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone())));
+        self.names
+            .extend(module.named_buffers().into_iter().map(|(fqn, b)| (fqn, b.tensor().shallow_clone())));
     }
 
     /// Captures what this thread does from now on. What was captured before is dropped.
@@ -202,7 +204,8 @@ pub(super) fn describe(tensor: &Tensor) -> String {
 
 pub(super) fn check_inputs(captured: &[Tensor], given: &[&Tensor]) -> Result<()> {
     if captured.len() != given.len() {
-        let what = format!("{} inputs are given to a graph that was captured with {}", given.len(), captured.len());
+        let what =
+            format!("{} inputs are given to a graph that was captured with {}", given.len(), captured.len());
         return Err(GraphError::Arguments { what, remedy: "give one for each".to_owned() }.into());
     }
     for (index, (captured, given)) in captured.iter().zip(given).enumerate() {

@@ -129,7 +129,8 @@ impl Block {
 }
 
 /// Operators that make tensors without computing anything.
-const EMPTIES: [&str; 6] = ["empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided"];
+const EMPTIES: [&str; 6] =
+    ["empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided"];
 
 impl Node {
     /// Name without `aten::` and overload.
@@ -199,8 +200,10 @@ impl Graph {
         if !node.backward_node.is_empty() {
             return format!("in the backward pass ({})", node.backward_node);
         }
+        // inputs and gradients have names with blanks, weights have not
+        let is_weight = |name: &&String| !name.contains(' ');
         let named = self.nodes[..=index].iter().rev().find_map(|node| {
-            node.values().find_map(|value| self.names.get(&self.values[value].buffer))
+            node.values().find_map(|value| self.names.get(&self.values[value].buffer).filter(is_weight))
         });
         match named.map(|name| name.rsplit_once('.').map_or(name.as_str(), |(layer, _)| layer)) {
             Some(layer) => format!("in or after `{layer}`"),
@@ -212,7 +215,12 @@ impl Graph {
     pub fn difference(&self, other: &Self) -> Option<String> {
         for (index, (a, b)) in self.nodes.iter().zip(&other.nodes).enumerate() {
             if a.op != b.op {
-                return Some(format!("operator {index}, {}, was {} and is {}", self.place(index), a.op, b.op));
+                return Some(format!(
+                    "operator {index}, {}, was {} and is {}",
+                    self.place(index),
+                    a.op,
+                    b.op
+                ));
             }
             let operands = a.arguments.iter().chain(&a.results).zip(b.arguments.iter().chain(&b.results));
             for (at, (ours, theirs)) in operands.enumerate() {
@@ -297,7 +305,8 @@ impl Graph {
                 let from = match writer[buffer] {
                     Some(from) => format!("n{from}"),
                     None => {
-                        let name = self.buffer_name(buffer).map_or_else(|| self.describe(value), str::to_owned);
+                        let name =
+                            self.buffer_name(buffer).map_or_else(|| self.describe(value), str::to_owned);
                         _ = writeln!(dot, "  b{buffer} [shape=ellipse, label=\"{name}\"];");
                         format!("b{buffer}")
                     }

@@ -11,10 +11,10 @@ mod metrics;
 mod plan;
 mod step;
 
+pub use crate::ffi::ReplayStats;
 pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
 pub use hpu_graph::{CaptureGuard, HpuGraph, graph};
 pub use ir::{Buffer, Graph, Node, Operand, Value};
 pub use metrics::{GraphMetrics, graph_metrics, reset_metrics};
-pub use crate::ffi::ReplayStats;
 pub use plan::PlanStats;
 pub(crate) use step::{CapturedStep, StepCapture, StepGraph, check_same, copy_of};

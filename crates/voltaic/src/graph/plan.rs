@@ -109,7 +109,12 @@ fn pieces(graph: &Graph, runs: &[bool]) -> Vec<Piece> {
                 life.1 = index;
             }
             pieces.extend(node.blocks.iter().enumerate().filter(|(_, block)| block.is_temporary()).map(
-                |(at, taken)| Piece { first: index, last: index, bytes: taken.bytes, owner: Owner::Block(block + at) },
+                |(at, taken)| Piece {
+                    first: index,
+                    last: index,
+                    bytes: taken.bytes,
+                    owner: Owner::Block(block + at),
+                },
             ));
         }
         block += node.blocks.len();

@@ -171,7 +171,14 @@ impl TrainerBuilder {
             grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
             seed: global_seed(),
         };
-        Ok(Trainer { config: self.config, plan, run, optimizers: self.optimizers, ckpt_path: None, graphs: GraphReport::default() })
+        Ok(Trainer {
+            config: self.config,
+            plan,
+            run,
+            optimizers: self.optimizers,
+            ckpt_path: None,
+            graphs: GraphReport::default(),
+        })
     }
 
     fn add_defaults(&mut self) -> Result<(), ConfigError> {

@@ -315,8 +315,11 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Tensors that are there before a step, with their names.
     fn tensor_names(&self, inputs: &[Tensor], opens_window: bool) -> Vec<(String, Tensor)> {
-        let mut names: Vec<(String, Tensor)> =
-            inputs.iter().enumerate().map(|(i, input)| (format!("batch.{i}"), input.shallow_clone())).collect();
+        let mut names: Vec<(String, Tensor)> = inputs
+            .iter()
+            .enumerate()
+            .map(|(i, input)| (format!("input {i}"), input.shallow_clone()))
+            .collect();
         for (fqn, parameter) in self.module.named_parameters() {
             let grad = parameter.grad();
             if !opens_window && grad.defined() {
@@ -324,7 +327,9 @@ impl<M: LightningModule> Session<'_, M> {
             }
             names.push((fqn, parameter.tensor().shallow_clone()));
         }
-        names.extend(self.module.named_buffers().into_iter().map(|(fqn, b)| (fqn, b.tensor().shallow_clone())));
+        names.extend(
+            self.module.named_buffers().into_iter().map(|(fqn, b)| (fqn, b.tensor().shallow_clone())),
+        );
         names
     }
 }

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use super::graphed::GraphMode;
 use super::config::{GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
+use super::graphed::GraphMode;
 use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
@@ -133,7 +133,8 @@ pub(super) fn resolve(
         problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
     let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
     if config.graph != GraphMode::Off && name == "cuda" {
-        let what = format!("graph={} on cuda: operators are recorded on cpu and emulated HPUs only", config.graph);
+        let what =
+            format!("graph={} on cuda: operators are recorded on cpu and emulated HPUs only", config.graph);
         problems.add("graph", what, "set trainer.graph=off, or accelerator=cpu");
     }
     let (precision, op_lists) = resolve_precision(config, name, &mut problems);

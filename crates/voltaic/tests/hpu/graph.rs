@@ -81,7 +81,10 @@ fn check<M: LightningModule<Batch = Pair>>(
 
 fn digits(samples: i64) -> Pair {
     ffi::manual_seed(1).unwrap();
-    (Tensor::rand([samples, 1, 28, 28], (Kind::Float, CPU)), Tensor::randint(10, [samples], (Kind::Int64, CPU)))
+    (
+        Tensor::rand([samples, 1, 28, 28], (Kind::Float, CPU)),
+        Tensor::randint(10, [samples], (Kind::Int64, CPU)),
+    )
 }
 
 fn text(samples: i64) -> Pair {
@@ -166,7 +169,8 @@ fn resnet18_is_replayed_for_a_hundred_steps() {
 fn gpt_tiny_with_dropout_is_replayed_for_a_hundred_steps() {
     let _rng = start();
     let make = || {
-        let config = GptConfig { vocab_size: 65, block_size: 32, n_layer: 2, dropout: 0.1, ..GptConfig::tiny() };
+        let config =
+            GptConfig { vocab_size: 65, block_size: 32, n_layer: 2, dropout: 0.1, ..GptConfig::tiny() };
         Gpt::new(config).unwrap()
     };
     check("gpt-tiny", make, &text(40), 2, |t| t.max_epochs(5).gradient_clip_val(1.0));
@@ -222,7 +226,10 @@ fn what_cannot_be_captured_is_named_and_runs_as_usual() {
     let _rng = start();
     type Make = fn() -> Flawed;
     let cases: [(Make, &[&str]); 4] = [
-        (|| flawed(Flaw::ReadsBack), &["aten::_local_scalar_dense in or after `first`", "read back to the host"]),
+        (
+            || flawed(Flaw::ReadsBack),
+            &["aten::_local_scalar_dense in or after `first`", "read back to the host"],
+        ),
         (|| flawed(Flaw::DependsOnData), &["aten::masked_select in or after `first`", "depends on data"]),
         (|| flawed(Flaw::Counts), &["not static", "aten::mul.Scalar in or after `first`", "was 4 and is 5"]),
         (|| flawed(Flaw::AsksForStep), &["ctx.global_step()"]),

@@ -26,10 +26,7 @@ fn waves(size: &[i64], phase: i64) -> Tensor {
 }
 
 fn mlp() -> Sequential {
-    Sequential::new()
-        .add(Linear::new(64, 64).unwrap())
-        .add(Relu)
-        .add(Linear::new(64, 10).unwrap())
+    Sequential::new().add(Linear::new(64, 64).unwrap()).add(Relu).add(Linear::new(64, 10).unwrap())
 }
 
 /// A network with its optimizer, its placeholders and its loss.
@@ -76,7 +73,8 @@ impl Side {
 fn assert_same_bits(a: &[Tensor], b: &[Tensor], what: &str) {
     assert_eq!(a.len(), b.len(), "{what}");
     for (index, (a, b)) in a.iter().zip(b).enumerate() {
-        let bits = |t: &Tensor| if t.kind() == Kind::Float { t.view_dtype(Kind::Int) } else { t.shallow_clone() };
+        let bits =
+            |t: &Tensor| if t.kind() == Kind::Float { t.view_dtype(Kind::Int) } else { t.shallow_clone() };
         assert!(bits(a).equal(&bits(b)), "{what}: tensor {index}: {a} and {b}");
     }
 }
