@@ -120,16 +120,16 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(None);
         }
 
-        let loss = if !self.module.automatic_optimization() {
-            self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(&batch, ctx))?
+        let is_automatic = self.module.automatic_optimization();
+        let loss = if is_automatic && self.graphs.are_on() {
+            self.graphed_step(batch, window, facts)?
         } else {
-            let loss = match self.graphs.are_on() {
-                true => self.graphed_step(batch, window, facts)?,
-                false => self.forward_backward(&batch, window, facts)?,
-            };
-            self.optimize(&loss, window, facts)?;
-            loss
+            let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(&batch, ctx))?;
+            if is_automatic { self.backward(loss, window, facts)? } else { loss }
         };
+        if is_automatic {
+            self.optimize(&loss, window, facts)?;
+        }
         if window.closes {
             self.step_schedulers(Interval::Step, false)?;
         }
@@ -147,14 +147,8 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(Some(BatchEnd { is_step: window.closes, validates: facts.will_validate }))
     }
 
-    /// Forward and backward of one batch, with automatic optimization. Returns the loss divided by the window's size.
-    pub(super) fn forward_backward(
-        &mut self,
-        batch: &M::Batch,
-        window: Window,
-        facts: BatchFacts,
-    ) -> Result<Tensor> {
-        let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(batch, ctx))?;
+    /// Gradients of one batch from its loss, with automatic optimization. Returns the loss divided by the window's size.
+    pub(super) fn backward(&mut self, loss: Tensor, window: Window, facts: BatchFacts) -> Result<Tensor> {
         check_loss(&loss)?;
         let is_captured = self.graphs.is_capturing(); // then the hooks were called before
         if window.opens {

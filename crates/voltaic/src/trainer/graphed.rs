@@ -226,6 +226,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.metrics.record_again(&ready.logged)?;
         let loss = graph::copy_of(&ready.loss)?;
         graphs.report.replayed_steps += 1;
+        graph::count_hit();
         self.check_logged()?;
         Ok(loss)
     }
@@ -262,11 +263,15 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.metrics.record_again(&logged)?;
         self.check_logged()?;
         self.graphs.report.captured_steps += 1;
+        graph::count_miss();
         let copy = if loss.defined() { graph::copy_of(&loss)? } else { Tensor::new() };
         let ready = captured.and_then(|capture| self.make_ready(capture, &inputs, loss, logged, signature));
         match ready {
             Ok(()) => {}
-            Err(error @ Error::Graph(_)) => self.graphs.refuse(&error.to_string()),
+            Err(Error::Graph(error)) => {
+                graph::count_fallback(&error);
+                self.graphs.refuse(&error.to_string());
+            }
             Err(error) => return Err(error),
         }
         Ok(copy)
@@ -311,6 +316,11 @@ impl<M: LightningModule> Session<'_, M> {
         self.graphs.report.graphs =
             self.graphs.entries.iter().filter(|(_, state)| matches!(state, State::Ready(_))).count();
         Ok(())
+    }
+
+    fn forward_backward(&mut self, batch: &M::Batch, window: Window, facts: BatchFacts) -> Result<Tensor> {
+        let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(batch, ctx))?;
+        self.backward(loss, window, facts)
     }
 
     /// Tensors that are there before a step, with their names.

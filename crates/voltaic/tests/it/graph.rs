@@ -3,7 +3,9 @@
 use std::cell::Cell;
 
 use tch::{Device, Kind, Reduction, Tensor};
-use voltaic::graph::{HpuGraph, graph, mark_step, scope};
+use voltaic::graph::{
+    Buckets, HpuGraph, WrapOptions, graph, mark_step, metric_global, reset_metrics, scope, wrap_in_hpu_graph,
+};
 use voltaic::nn::{Forward, Linear, Module, ModuleExt, Relu, Sequential};
 use voltaic::optim::{AdamW, Optimizer, Optimizers};
 
@@ -311,4 +313,123 @@ fn a_graph_can_be_replayed_on_another_thread() {
     .unwrap();
     g.replay().unwrap();
     assert_eq!((y, calls.get()), (x.sin() + x.cos(), 1));
+}
+
+#[derive(Module)]
+struct Flexible {
+    first: Linear,
+}
+
+impl Forward for Flexible {
+    fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
+        Ok(self.first.forward(input)?.relu())
+    }
+}
+
+fn flexible() -> Flexible {
+    Flexible { first: Linear::new(4, 3).unwrap() }
+}
+
+#[test]
+fn a_wrapped_module_gives_what_the_module_gives() {
+    let net =
+        wrap_in_hpu_graph(flexible(), WrapOptions { disable_tensor_cache: true, ..WrapOptions::default() });
+    assert_eq!(net.named_parameters()[0].0, "first.weight");
+    let _no_grad = tch::no_grad_guard();
+    reset_metrics();
+    for round in 0..3 {
+        for batch in [2, 5, 7] {
+            let input = waves(&[batch, 4], round + batch);
+            assert_eq!(net.forward(&input).unwrap(), net.module().forward(&input).unwrap());
+        }
+    }
+    let stats = net.stats();
+    assert_eq!((stats.num_graphs, stats.misses, stats.hits, stats.uncached), (3, 3, 6, 0));
+    assert_eq!(stats.recompilations.into_iter().collect::<Vec<_>>(), [(0, 2)]);
+    let value = |name, tag| metric_global(name).unwrap().into_iter().find(|(t, _)| t == tag).unwrap().1;
+    assert_eq!(value("graph_compilation", "TotalNumber"), 3.0);
+    assert!(value("graph_compilation", "TotalTime") >= value("graph_compilation", "AvgTime"));
+    assert_eq!((value("recipe_cache", "TotalHit"), value("recipe_cache", "TotalMiss")), (6.0, 3.0));
+    let message = metric_global("no_such").unwrap_err().to_string();
+    assert!(message.contains("Metric with given name (no_such) doesn't exist"), "{message}");
+
+    let kept = net.forward(&waves(&[2, 4], 1)).unwrap();
+    let before = kept.copy();
+    net.forward(&waves(&[2, 4], 9)).unwrap();
+    assert_eq!(kept, before, "each output is a tensor of its own");
+    net.module().to_dtype(Kind::Double).unwrap();
+    let input = waves(&[2, 4], 3).to_kind(Kind::Double);
+    assert_eq!(net.forward(&input).unwrap().kind(), Kind::Double);
+}
+
+#[test]
+fn a_full_cache_and_calls_with_grad_run_as_usual() {
+    let net = wrap_in_hpu_graph(flexible(), WrapOptions { max_graphs: Some(1), ..WrapOptions::default() });
+    assert!(net.forward(&waves(&[2, 4], 0)).unwrap().requires_grad());
+    let _no_grad = tch::no_grad_guard();
+    for batch in [2, 3, 2] {
+        net.forward(&waves(&[batch, 4], 0)).unwrap();
+    }
+    let stats = net.stats();
+    assert_eq!((stats.num_graphs, stats.misses, stats.hits, stats.uncached), (1, 1, 1, 2));
+    assert!(stats.to_string().contains("Total forwards executed: 4"), "{stats}");
+    net.clear_cache();
+    assert_eq!(net.stats().num_graphs, 0);
+}
+
+#[test]
+fn inputs_are_padded_to_few_shapes() {
+    let buckets = Some(Buckets { dim: 0, sizes: vec![4, 8] });
+    let net = wrap_in_hpu_graph(flexible(), WrapOptions { buckets, ..WrapOptions::default() });
+    let _no_grad = tch::no_grad_guard();
+    for batch in [1, 2, 3, 4, 5, 6, 7, 8, 9] {
+        let input = waves(&[batch, 4], batch);
+        let (output, expected) = (net.forward(&input).unwrap(), net.module().forward(&input).unwrap());
+        assert_eq!(output.size(), [batch, 3]);
+        assert!(output.allclose(&expected, 1e-5, 1e-6, false), "batch {batch}");
+    }
+    assert_eq!(net.stats().num_graphs, 3, "4, 8, and 9 as it is");
+}
+
+#[derive(Module)]
+struct Dynamic {
+    first: Linear,
+}
+
+impl Forward for Dynamic {
+    fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
+        let hidden = self.first.forward(input)?;
+        Ok(hidden.masked_select(&hidden.gt(0.0)))
+    }
+}
+
+#[test]
+fn a_module_that_cannot_be_captured_runs_as_usual() {
+    let net = wrap_in_hpu_graph(Dynamic { first: Linear::new(4, 3).unwrap() }, WrapOptions::default());
+    let _no_grad = tch::no_grad_guard();
+    for step in 0..3 {
+        let input = waves(&[6, 4], step);
+        assert_eq!(net.forward(&input).unwrap(), net.module().forward(&input).unwrap());
+    }
+    assert!(net.refusal().unwrap().contains("aten::masked_select in or after `first`"));
+    let fallback = metric_global("cpu_fallback").unwrap();
+    assert!(fallback.iter().any(|(tag, count)| tag == "FallbackOps.aten::masked_select" && *count >= 1.0));
+}
+
+#[test]
+fn static_parts_are_graphs_with_a_dynamic_part_between_them() {
+    let first = wrap_in_hpu_graph(flexible(), WrapOptions::default());
+    let second = wrap_in_hpu_graph(Relu, WrapOptions { max_graphs: Some(10), ..WrapOptions::default() });
+    let _no_grad = tch::no_grad_guard();
+    for step in 0..4 {
+        let input = waves(&[6, 4], step);
+        let hidden = first.forward(&input).unwrap();
+        mark_step().unwrap();
+        let chosen = hidden.masked_select(&hidden.gt(0.1));
+        mark_step().unwrap();
+        let output = second.forward(&chosen).unwrap();
+        let hidden = first.module().forward(&input).unwrap();
+        assert_eq!(output, hidden.masked_select(&hidden.gt(0.1)).relu());
+    }
+    assert_eq!((first.stats().misses, first.stats().hits), (1, 3));
 }
