@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::callbacks::CallbackConfig;
 use super::graphed::GraphMode;
 use crate::accelerator::Devices;
+use crate::logger::Loggers;
 use crate::precision::HpuPrecisionPlugin;
 
 /// A number of batches, or a fraction of all of them.
@@ -89,6 +90,10 @@ pub enum GradientClipAlgorithm {
 pub enum PluginConfig {
     /// Precision on an HPU with lists of operators; in place of `trainer.precision`.
     HpuPrecisionPlugin(HpuPrecisionPlugin),
+    /// Writes checkpoints while training goes on.
+    AsyncCheckpointIo,
+    /// Writes checkpoints with all tensors on the host first, as is done on an HPU anyway.
+    HpuCheckpointIo,
 }
 
 /// Switches of a run, with Lightning's names and defaults.
@@ -139,11 +144,11 @@ pub struct TrainerConfig {
     /// Capture training steps and replay them, on cpu and emulated HPUs: `off`, or `step` for forward and backward of
     /// `training_step` as one graph for each shape of batch. What cannot be captured is reported, and runs as usual.
     pub graph: GraphMode,
-    /// Write metrics to `lightning_logs/version_<n>/metrics.csv`.
-    pub logger: bool,
+    /// Where metrics go: `true` for a `CSVLogger`, `false` for nothing, or loggers by class name.
+    pub logger: Loggers,
     /// Callbacks by class name.
     pub callbacks: Vec<CallbackConfig>,
-    /// Parts of the trainer by class name: `HpuPrecisionPlugin`.
+    /// Parts of the trainer by class name: `HpuPrecisionPlugin`, `AsyncCheckpointIo`, `HpuCheckpointIo`.
     pub plugins: Vec<PluginConfig>,
     /// Save checkpoints, with a default `ModelCheckpoint` unless one is given.
     pub enable_checkpointing: bool,
@@ -181,7 +186,7 @@ impl Default for TrainerConfig {
             gradient_clip_val: None,
             gradient_clip_algorithm: None,
             graph: GraphMode::Off,
-            logger: true,
+            logger: Loggers::Flag(true),
             callbacks: Vec::new(),
             plugins: Vec::new(),
             enable_checkpointing: true,

@@ -8,7 +8,7 @@ use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
 use crate::optim::GradientClip;
-use crate::precision::{OpLists, Precision};
+use crate::precision::{HpuPrecisionPlugin, OpLists, Precision};
 
 /// A run as it will be done. Immutable; nothing is `auto`.
 #[derive(Debug, Clone, PartialEq)]
@@ -187,7 +187,15 @@ fn resolve_precision(
     accelerator: &str,
     problems: &mut Problems,
 ) -> (Precision, Option<OpLists>) {
-    match (&config.precision, &config.plugins[..]) {
+    let plugins: Vec<&HpuPrecisionPlugin> = config
+        .plugins
+        .iter()
+        .filter_map(|plugin| match plugin {
+            PluginConfig::HpuPrecisionPlugin(plugin) => Some(plugin),
+            _ => None,
+        })
+        .collect();
+    match (&config.precision, &plugins[..]) {
         (None, []) => (Precision::default(), None),
         (Some(value), []) => match Precision::parse(value, accelerator) {
             Ok(precision) => (precision, None),
@@ -197,7 +205,7 @@ fn resolve_precision(
                 (Precision::default(), None)
             }
         },
-        (None, [PluginConfig::HpuPrecisionPlugin(plugin)]) => match plugin.resolve(accelerator) {
+        (None, [plugin]) => match plugin.resolve(accelerator) {
             Ok(found) => found,
             Err(Error::Config(error)) => {
                 problems.0.extend(error.problems);
