@@ -13,7 +13,7 @@ use super::step::copy_of;
 use crate::device::Device;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi;
-use crate::nn::{Forward, Member, Module, ModuleExt, Parameter};
+use crate::nn::{Forward, Member, Module, ModuleExt};
 
 /// Pads one dimension of the input with zeros up to the next of a few sizes, so that few shapes need a graph. The
 /// output is cut back along the same dimension. For modules that treat the entries of the dimension apart from each
@@ -78,6 +78,8 @@ pub struct GraphedModule<M> {
     module: M,
     options: WrapOptions,
     cache: RefCell<Cache>,
+    /// Tells whether grad is on.
+    probe: Tensor,
 }
 
 #[derive(Debug)]
@@ -128,7 +130,8 @@ struct Captured {
 pub fn wrap_in_hpu_graph<M: Forward>(module: M, options: WrapOptions) -> GraphedModule<M> {
     let stats = CacheStats { max_graphs: options.max_graphs, ..CacheStats::default() };
     let cache = Cache { graphs: Vec::new(), training: true, last_size: Vec::new(), stats, refusal: None };
-    GraphedModule { module, options, cache: RefCell::new(cache) }
+    let probe = Tensor::from(0.0_f32).set_requires_grad(true);
+    GraphedModule { module, options, cache: RefCell::new(cache), probe }
 }
 
 impl<M: Forward> GraphedModule<M> {
@@ -160,12 +163,9 @@ impl<M: Forward> GraphedModule<M> {
 
     /// Whether a result of the module would have a history, which a replay does not give.
     fn needs_grad(&self, input: &Tensor) -> Result<bool> {
-        let parameters = self.module.parameters();
-        let trained = parameters.iter().find(|parameter| parameter.requires_grad()).map(Parameter::tensor);
-        match trained.or_else(|| input.requires_grad().then_some(input)) {
-            Some(tensor) => Ok(tensor.f_alias()?.requires_grad()),
-            None => Ok(false),
-        }
+        let may_need = input.requires_grad() || self.module.parameters().iter().any(|p| p.requires_grad());
+        // a number computed from one that requires grad does so too, unless grad is off
+        Ok(may_need && self.probe.f_neg()?.requires_grad())
     }
 
     fn key(&self, input: &Tensor) -> Result<Key> {

@@ -355,7 +355,7 @@ fn a_wrapped_module_gives_what_the_module_gives() {
 
     let kept = net.forward(&waves(&[2, 4], 1)).unwrap();
     let before = kept.copy();
-    net.forward(&waves(&[2, 4], 9)).unwrap();
+    let _ = net.forward(&waves(&[2, 4], 9)).unwrap();
     assert_eq!(kept, before, "each output is a tensor of its own");
     net.module().to_dtype(Kind::Double).unwrap();
     let input = waves(&[2, 4], 3).to_kind(Kind::Double);
@@ -368,7 +368,7 @@ fn a_full_cache_and_calls_with_grad_run_as_usual() {
     assert!(net.forward(&waves(&[2, 4], 0)).unwrap().requires_grad());
     let _no_grad = tch::no_grad_guard();
     for batch in [2, 3, 2] {
-        net.forward(&waves(&[batch, 4], 0)).unwrap();
+        let _ = net.forward(&waves(&[batch, 4], 0)).unwrap();
     }
     let stats = net.stats();
     assert_eq!((stats.num_graphs, stats.misses, stats.hits, stats.uncached), (1, 1, 1, 2));
