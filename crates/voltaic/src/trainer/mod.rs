@@ -12,6 +12,7 @@ mod fit;
 mod graphed;
 mod guard;
 mod hooks;
+mod lightning_file;
 mod loaders;
 mod manual;
 mod optimizers;
@@ -38,6 +39,7 @@ pub use builder::TrainerBuilder;
 pub use callbacks::CallbackConfig;
 pub use config::{FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
 pub use graphed::{GraphMode, GraphReport};
+pub use lightning_file::{Converted, from_lightning, state_dict, to_lightning};
 pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};
 
