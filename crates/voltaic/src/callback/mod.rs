@@ -1,6 +1,6 @@
 //! Code that runs at points of a run without being part of the model.
 //!
-//! A callback sees a [`HookContext`] and the module's tree, never the trainer; it acts through the context
+//! A callback sees a [`HookContext`](crate::module::HookContext) and the module's tree, never the trainer; it acts through the context
 //! (`log`, `log_metrics`, `request_stop`, `request_checkpoint`).
 
 mod cpu_stats;
@@ -11,6 +11,7 @@ mod learning_rate_monitor;
 mod model_checkpoint;
 mod model_summary;
 mod progress_bar;
+mod throughput_monitor;
 mod time_span;
 mod timer;
 
@@ -21,5 +22,6 @@ pub use learning_rate_monitor::{LearningRateMonitor, LearningRateMonitorConfig};
 pub use model_checkpoint::{LinkText, Mode, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
 pub use model_summary::ModelSummary;
 pub use progress_bar::ProgressBar;
+pub use throughput_monitor::{ThroughputMonitor, ThroughputMonitorConfig};
 pub use time_span::{TimeParts, TimeSpan};
 pub use timer::{Timer, TimerConfig};

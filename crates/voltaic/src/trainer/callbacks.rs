@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::callback::{
     Callback, DeviceStatsMonitor, DeviceStatsMonitorConfig, EarlyStopping, EarlyStoppingConfig,
-    LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig, Timer,
-    TimerConfig,
+    LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig,
+    ThroughputMonitor, ThroughputMonitorConfig, Timer, TimerConfig,
 };
 use crate::error::ConfigError;
 
@@ -20,6 +20,8 @@ pub enum CallbackConfig {
     EarlyStopping(EarlyStoppingConfig),
     /// Gives the loggers the learning rates.
     LearningRateMonitor(LearningRateMonitorConfig),
+    /// Gives the loggers how fast training goes.
+    ThroughputMonitor(ThroughputMonitorConfig),
     /// Ends training when its time is over.
     Timer(TimerConfig),
     /// Gives the loggers what the device's memory is used for.
@@ -33,6 +35,7 @@ impl CallbackConfig {
             Self::ModelCheckpoint(config) => Box::new(ModelCheckpoint::new(config)?),
             Self::EarlyStopping(config) => Box::new(EarlyStopping::new(config)?),
             Self::LearningRateMonitor(config) => Box::new(LearningRateMonitor::from(config)),
+            Self::ThroughputMonitor(config) => Box::new(ThroughputMonitor::new(config)?),
             Self::Timer(config) => Box::new(Timer::from_config(config)?),
             Self::DeviceStatsMonitor(config) => Box::new(DeviceStatsMonitor::from(config)),
         })

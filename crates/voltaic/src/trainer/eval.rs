@@ -31,7 +31,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.reload_val_dataloaders(loaders)?;
         let (val, num_batches) = (&loaders.val, &loaders.plan.num_val_batches);
         self.validate(&EvalLoaders { loaders: val, num_batches })?;
-        Ok(())
+        self.agree()
     }
 
     /// Runs a few validation batches before training, and returns the loaders. Leaves no metrics and no change of random
@@ -46,7 +46,7 @@ impl<M: LightningModule> Session<'_, M> {
         let val = self.val_dataloaders()?;
         let num_batches = self.num_val_batches(&val)?;
         let num_batches: Vec<usize> = num_batches.iter().map(|&batches| batches.min(limit)).collect();
-        if num_batches.iter().sum::<usize>() == 0 {
+        if !self.run.world().of_rank_zero(num_batches.iter().any(|&batches| batches > 0))? {
             return Ok(Some(val));
         }
         let rng = super::seed::rng_states(self.plan.device)?;
@@ -122,6 +122,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// Runs `body` without grad.
     fn evaluate<T>(&mut self, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let _no_grad = tch::no_grad_guard();
+        self.run.strategy.begin_forward(self.module)?;
         self.run.metrics.begin_eval();
         body(self)
     }
@@ -161,7 +162,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.run.metrics.discard_eval();
             return Ok(Vec::new());
         }
-        let values = self.run.metrics.finish_eval(); // sync point
+        let values = self.run.metrics.finish_eval()?; // sync point
         self.log(values.logged, self.eval_step())?;
         Ok(values.all)
     }

@@ -3,6 +3,7 @@
 use super::fit::FitLoaders;
 use super::guard::guarded;
 use super::plan::{FitPlan, limit_batches};
+use super::ranks;
 use super::session::Session;
 use crate::data::DataLoader;
 use crate::error::{ConfigError, Result};
@@ -32,7 +33,8 @@ impl<M: LightningModule> Session<'_, M> {
 
     fn fit_plan(&mut self, train: &DataLoader<M::Batch>, val: &[DataLoader<M::Batch>]) -> Result<FitPlan> {
         let available: Vec<usize> = val.iter().map(DataLoader::num_batches).collect();
-        let plan = FitPlan::new(self.plan, train.num_batches(), &available)?;
+        let mut plan = FitPlan::new(self.plan, train.num_batches(), &available)?;
+        plan.has_val_batches = self.run.world().of_rank_zero(plan.has_val_batches)?;
         let facts = &mut self.run.facts;
         facts.num_training_batches = plan.num_training_batches;
         facts.train_batch_size = train.batch_size();
@@ -54,6 +56,7 @@ impl<M: LightningModule> Session<'_, M> {
             return Err(ConfigError::new("data", "there is no training loader", remedy).into());
         };
         train.set_seed(self.run.seed);
+        ranks::shard_train(&mut train, self.plan, self.run.world())?;
         Ok(train)
     }
 
@@ -61,6 +64,7 @@ impl<M: LightningModule> Session<'_, M> {
         let val = guarded(|| self.data.val_dataloaders());
         let mut val = val.map_err(|source| self.hook_error("val_dataloaders", source))?;
         val.iter_mut().for_each(|loader| loader.set_seed(self.run.seed));
+        ranks::shard_eval(&mut val, self.plan, self.run.world())?;
         Ok(val)
     }
 
