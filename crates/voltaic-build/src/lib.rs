@@ -25,13 +25,14 @@ pub fn link() {
 
 /// The linker arguments themselves, for build systems other than Cargo. `libtorch_lib` is libtorch's `lib` folder.
 ///
-/// Besides libtorch's place they put two functions of voltaic's shim in the place of tch's own, so that tch can name
-/// an HPU: its `Device::Cuda(64 + i)` means `hpu:i`. Without them everything but `hpu` works.
+/// Besides libtorch's place they put four functions of voltaic's shim in the place of tch's own, so that tch can name
+/// an HPU: its `Device::Cuda(64 + i)` means `hpu:i`, and so that a graph knows of data that come from the host or go
+/// there. Without them everything but `hpu` works, and graphs do not notice such data.
 pub fn link_arguments(libtorch_lib: &str) -> Vec<String> {
     let mut arguments = vec![format!("-Wl,-rpath,{libtorch_lib}")];
-    arguments.extend(TCH_DEVICE_FUNCTIONS.map(|symbol| format!("-Wl,--wrap={symbol}")));
+    arguments.extend(TCH_FUNCTIONS.map(|symbol| format!("-Wl,--wrap={symbol}")));
     arguments
 }
 
-/// How tch turns a device number into a device, and back.
-const TCH_DEVICE_FUNCTIONS: [&str; 2] = ["_Z13device_of_inti", "at_device"];
+/// How tch turns a device number into a device, and back; how it moves data between slices and tensors.
+const TCH_FUNCTIONS: [&str; 4] = ["_Z13device_of_inti", "at_device", "at_tensor_of_data", "at_copy_data"];

@@ -9,6 +9,7 @@
 namespace voltaic {
 
 constinit thread_local int32_t active_pool = VT_HOST_POOL;
+constinit thread_local BlockWatch *block_watch = nullptr;
 
 namespace {
 
@@ -30,7 +31,7 @@ void release_raw(void *block) {
   std::memcpy(&header, static_cast<char *>(block) - VT_BLOCK_HEADER_BYTES, sizeof(header));
   if (header.magic == VT_BLOCK_MAGIC)
     release_block(block);
-  else
+  else if (header.magic != supplied_magic)
     c10::free_cpu(block);
 }
 
@@ -43,21 +44,31 @@ struct PoolAllocator final : c10::Allocator {
   void copy_data(void *dst, const void *src, size_t bytes) const override { default_copy_data(dst, src, bytes); }
 };
 
+void keep_supplied(void *) {}
+
 } // namespace
 
 c10::DataPtr allocate_block(int32_t pool, size_t bytes, c10::Device device) {
   void *block = nullptr;
   if (bytes != 0) {
+    if (C10_UNLIKELY(block_watch != nullptr))
+      if (void *supplied = block_watch->supply(bytes); supplied != nullptr)
+        return {supplied, supplied, &keep_supplied, device};
     block = rust->allocate(pool, bytes);
     if (block == nullptr)
       refuse(pool, bytes);
+    if (C10_UNLIKELY(block_watch != nullptr))
+      block_watch->taken(block, bytes);
   }
   return {block, block, &release_block, device};
 }
 
 void release_block(void *block) {
-  if (block != nullptr)
-    rust->release(block);
+  if (block == nullptr)
+    return;
+  if (C10_UNLIKELY(block_watch != nullptr))
+    block_watch->given_back(block);
+  rust->release(block);
 }
 
 c10::Allocator *cpu_allocator() {

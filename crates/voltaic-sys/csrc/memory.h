@@ -29,6 +29,33 @@ private:
   int32_t before_;
 };
 
+// Told of each block that libtorch takes and gives back on this thread, while it is set. May supply blocks itself.
+class BlockWatch {
+public:
+  // A block of its own in place of a pool's, which is never given back; null leaves it to the pool.
+  virtual void *supply(size_t bytes) = 0;
+  virtual void taken(void *block, size_t bytes) = 0;
+  virtual void given_back(void *block) = 0;
+
+protected:
+  ~BlockWatch() = default;
+};
+extern constinit thread_local BlockWatch *block_watch;
+
+class BlockWatchScope {
+public:
+  explicit BlockWatchScope(BlockWatch *watch) : before_(block_watch) { block_watch = watch; }
+  ~BlockWatchScope() { block_watch = before_; }
+  BlockWatchScope(const BlockWatchScope &) = delete;
+  BlockWatchScope &operator=(const BlockWatchScope &) = delete;
+
+private:
+  BlockWatch *before_;
+};
+
+// In the header of a block that a BlockWatch supplied.
+inline constexpr uint32_t supplied_magic = 0x76A17A2Eu;
+
 // A block of `pool` that claims to be on `device`. Throws c10::OutOfMemoryError with Rust's explanation.
 c10::DataPtr allocate_block(int32_t pool, size_t bytes, c10::Device device);
 // Gives a block back to the pool it came from; null is ignored.

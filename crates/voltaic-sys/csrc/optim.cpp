@@ -109,6 +109,31 @@ vt_error *vt_list_grads(const vt_list *params, vt_list *grads) {
   });
 }
 
+vt_error *vt_list_all_grads(const vt_list *params, vt_list *grads) {
+  return voltaic::guard([&] {
+    grads->tensors.clear();
+    for (const at::Tensor &param : params->tensors)
+      grads->tensors.push_back(param.grad());
+  });
+}
+
+vt_error *vt_list_bind_grads(const vt_list *params, const vt_list *grads, int32_t carries_over) {
+  return voltaic::guard([&] {
+    at::NoGradGuard no_grad;
+    TORCH_CHECK(params->tensors.size() == grads->tensors.size(), "there are ", params->tensors.size(),
+                " parameters but ", grads->tensors.size(), " gradients");
+    for (size_t i = 0; i < params->tensors.size(); ++i) {
+      at::Tensor &bound = params->tensors[i].mutable_grad();
+      at::Tensor grad = grads->tensors[i];
+      if (bound.is_same(grad))
+        continue;
+      if (carries_over != 0 && bound.defined() && grad.defined())
+        grad.copy_(bound);
+      bound = std::move(grad);
+    }
+  });
+}
+
 vt_error *vt_list_grads_for_update(const vt_list *params, vt_list *grads, uint8_t *status) {
   return voltaic::guard([&] {
     at::NoGradGuard no_grad;

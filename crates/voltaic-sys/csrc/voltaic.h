@@ -132,6 +132,11 @@ enum vt_grad_status : uint8_t { VT_GRAD_ABSENT = 0, VT_GRAD_PRESENT = 1, VT_GRAD
 
 // Replaces the contents of `grads` by the gradients themselves, in order, without the absent ones.
 vt_error *vt_list_grads(const vt_list *params, vt_list *grads);
+// The same with an undefined tensor in place of an absent one.
+vt_error *vt_list_all_grads(const vt_list *params, vt_list *grads);
+// Makes `grads`, as vt_list_all_grads gave them, the gradients of `params` again. carries_over: with the values of the
+// gradients that they replace.
+vt_error *vt_list_bind_grads(const vt_list *params, const vt_list *grads, int32_t carries_over);
 // The same for an update: a gradient with other strides than its parameter is replaced by a copy. status[i] tells of
 // parameter i; a sparse or complex gradient, or one of another dtype, device or shape, is unusable and left out.
 vt_error *vt_list_grads_for_update(const vt_list *params, vt_list *grads, uint8_t *status);
@@ -280,4 +285,54 @@ uint64_t vt_hpu_copied_outputs(void);
 // null) tells of a call that gave the same bytes, report(data, name, text) of one that did not; on this thread, and an
 // operator may be reported several times. Operators that take none of the arguments are not reported. Seeds libtorch.
 vt_error *vt_hpu_compare_operators(void (*report)(void *data, const char *op, const char *difference), void *data);
+
+// ---- graphs (graph_*.cpp) -------------------------------------------------------------------------------------------
+
+// Operators of a thread, below autograd, in the order in which they ran.
+typedef struct vt_recording vt_recording;
+
+// Operators of this thread are recorded until the end; they run all the same. Backward must run on this thread.
+vt_error *vt_recording_begin(void);
+vt_error *vt_recording_end(vt_recording **recording);
+void vt_recording_free(vt_recording *recording);
+int32_t vt_recording_is_on(void);
+// What follows cannot be replayed; the first reason counts. Nothing if nothing is being recorded, here and below.
+void vt_recording_refuse(const char *reason);
+// Where the operators that follow are, for messages.
+void vt_recording_set_scope(const char *scope);
+// Gives the recording as JSON, during the call.
+vt_error *vt_recording_describe(const vt_recording *recording, void (*take)(void *data, const char *text), void *data);
+// Index of the memory of a tensor among the recording's buffers; -1 if no operator touched it.
+vt_error *vt_recording_buffer_of(const vt_recording *recording, vt_tensor tensor, int32_t *buffer);
+
+#define VT_GRAPH_NOWHERE UINT64_MAX
+
+typedef struct {
+  const uint8_t *runs;            // per node: 0 if it is left out
+  const uint64_t *buffer_offsets; // per buffer: its place in the arena; VT_GRAPH_NOWHERE if it keeps its memory
+  const uint64_t *block_offsets;  // per block of all nodes: the same for what a kernel takes and gives back
+  uint64_t arena_bytes;           // before each place there is room for a block header
+  int32_t uses_out_variants;      // calls variants that write to given tensors where there are real ones
+  const vt_tensor *inputs;        // tensors that a replay may be given others for
+  size_t num_inputs;
+} vt_graph_plan;
+
+// A recording made ready: its kernels are called over memory that never moves.
+typedef struct vt_graph vt_graph;
+
+// Once per recording.
+vt_error *vt_graph_build(vt_recording *recording, const vt_graph_plan *plan, vt_graph **graph);
+void vt_graph_free(vt_graph *graph);
+// The first buffer that was there before the recording and is gone, or has other memory now; -1 if all are there.
+int32_t vt_graph_gone_buffer(const vt_graph *graph);
+// To be called if no buffer is gone. `inputs` stand for those of the plan, during the call; null: the recorded ones.
+vt_error *vt_graph_replay(vt_graph *graph, const vt_tensor *inputs, size_t num_inputs);
+
+typedef struct {
+  uint64_t replays;
+  uint64_t moved_results; // results that had to be copied to their place, since the kernel put them elsewhere
+  uint64_t pool_blocks;   // blocks that kernels took from a pool, since the plan had none of that size for them
+} vt_graph_stats;
+// Counts of all replays so far.
+void vt_graph_get_stats(const vt_graph *graph, vt_graph_stats *stats);
 }

@@ -129,6 +129,37 @@ pub struct vt_hpu_options {
     pub explain_dtype: extern "C" fn(dtype: i32, text: *mut c_char, capacity: usize),
 }
 
+#[repr(C)]
+pub struct vt_recording {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub struct vt_graph {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct vt_graph_stats {
+    pub replays: u64,
+    pub moved_results: u64,
+    pub pool_blocks: u64,
+}
+
+pub const VT_GRAPH_NOWHERE: u64 = u64::MAX;
+
+#[repr(C)]
+pub struct vt_graph_plan {
+    pub runs: *const u8,
+    pub buffer_offsets: *const u64,
+    pub block_offsets: *const u64,
+    pub arena_bytes: u64,
+    pub uses_out_variants: i32,
+    pub inputs: *const vt_tensor,
+    pub num_inputs: usize,
+}
+
 unsafe extern "C" {
     pub fn vt_error_kind_of(error: *const vt_error) -> i32;
     pub fn vt_error_message(error: *const vt_error) -> *const c_char;
@@ -199,6 +230,12 @@ unsafe extern "C" {
     ) -> *mut vt_error;
     pub fn vt_list_clear_grads(params: *const vt_list) -> *mut vt_error;
     pub fn vt_list_grads(params: *const vt_list, grads: *mut vt_list) -> *mut vt_error;
+    pub fn vt_list_all_grads(params: *const vt_list, grads: *mut vt_list) -> *mut vt_error;
+    pub fn vt_list_bind_grads(
+        params: *const vt_list,
+        grads: *const vt_list,
+        carries_over: i32,
+    ) -> *mut vt_error;
     pub fn vt_list_grads_for_update(
         params: *const vt_list,
         grads: *mut vt_list,
@@ -343,4 +380,34 @@ unsafe extern "C" {
         report: extern "C" fn(data: *mut c_void, op: *const c_char, difference: *const c_char),
         data: *mut c_void,
     ) -> *mut vt_error;
+
+    pub fn vt_recording_begin() -> *mut vt_error;
+    pub fn vt_recording_end(recording: *mut *mut vt_recording) -> *mut vt_error;
+    pub fn vt_recording_free(recording: *mut vt_recording);
+    pub fn vt_recording_is_on() -> i32;
+    pub fn vt_recording_refuse(reason: *const c_char);
+    pub fn vt_recording_set_scope(scope: *const c_char);
+    pub fn vt_recording_describe(
+        recording: *const vt_recording,
+        take: extern "C" fn(data: *mut c_void, text: *const c_char),
+        data: *mut c_void,
+    ) -> *mut vt_error;
+    pub fn vt_recording_buffer_of(
+        recording: *const vt_recording,
+        tensor: vt_tensor,
+        buffer: *mut i32,
+    ) -> *mut vt_error;
+    pub fn vt_graph_build(
+        recording: *mut vt_recording,
+        plan: *const vt_graph_plan,
+        graph: *mut *mut vt_graph,
+    ) -> *mut vt_error;
+    pub fn vt_graph_free(graph: *mut vt_graph);
+    pub fn vt_graph_gone_buffer(graph: *const vt_graph) -> i32;
+    pub fn vt_graph_replay(
+        graph: *mut vt_graph,
+        inputs: *const vt_tensor,
+        num_inputs: usize,
+    ) -> *mut vt_error;
+    pub fn vt_graph_get_stats(graph: *const vt_graph, stats: *mut vt_graph_stats);
 }

@@ -20,6 +20,8 @@ pub mod nn;
 pub mod optim;
 pub mod precision;
 
+pub mod graph;
+
 pub mod module;
 pub mod strategy;
 

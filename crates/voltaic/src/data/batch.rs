@@ -84,7 +84,10 @@ impl<A: Batch> Batch for Vec<A> {
 
 impl Batch for HashMap<String, Tensor> {
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
-        self.into_iter().map(|(name, tensor)| Ok((name, f(tensor)?))).collect()
+        // in the order of the keys, so that a tensor has the same turn in each batch
+        let mut entries: Vec<(String, Tensor)> = self.into_iter().collect();
+        entries.sort_by(|a, b| a.0.cmp(&b.0));
+        entries.into_iter().map(|(name, tensor)| Ok((name, f(tensor)?))).collect()
     }
 
     /// The entry with the smallest key decides, so that the answer does not hang on the map's random order.

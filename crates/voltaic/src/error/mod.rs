@@ -7,6 +7,7 @@ mod checkpoint;
 mod config;
 mod data;
 mod distributed;
+mod graph;
 mod memory;
 mod module;
 mod optim;
@@ -17,6 +18,7 @@ pub use checkpoint::CheckpointError;
 pub use config::{ConfigError, ConfigProblem};
 pub use data::DataError;
 pub use distributed::{CollectiveFailure, DistributedError};
+pub use graph::GraphError;
 pub use memory::MemoryError;
 pub use module::ModuleError;
 pub use optim::OptimError;
@@ -49,6 +51,9 @@ pub enum Error {
     /// An optimizer or a learning rate schedule cannot do its step.
     #[error(transparent)]
     Optim(#[from] OptimError),
+    /// A graph cannot be recorded or replayed.
+    #[error(transparent)]
+    Graph(#[from] GraphError),
     /// The host memory pool cannot be set up as asked.
     #[error(transparent)]
     Memory(#[from] MemoryError),

@@ -10,6 +10,7 @@ mod autocast;
 mod autograd;
 mod backend;
 mod c10d;
+mod graph;
 mod hlml;
 mod hpu;
 mod optim;
@@ -35,6 +36,9 @@ pub use backend::{
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,
 };
 pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
+pub use graph::{
+    GraphPlan, Recording, ReplayGraph, ReplayStats, is_recording, refuse_recording, set_recording_scope,
+};
 pub use hlml::{Hlml, HlmlCard};
 pub use hpu::{
     HpuOptions, MAX_HPUS, adopt_hpu_plugin, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator,

@@ -94,6 +94,22 @@ impl TensorList {
         check("grads", unsafe { sys::vt_list_grads(params.raw.as_ptr(), self.raw.as_ptr()) })
     }
 
+    /// Replaces the contents of `self` by the gradients of `params`, an undefined tensor for an absent one, to be
+    /// given back by [`TensorList::bind_grads`].
+    pub fn fill_with_all_grads(&mut self, params: &Self) -> Result<(), TorchError> {
+        // SAFETY: both lists are alive, and distinct because one is borrowed mutably.
+        check("all_grads", unsafe { sys::vt_list_all_grads(params.raw.as_ptr(), self.raw.as_ptr()) })
+    }
+
+    /// Makes the tensors of `self` the gradients of `params`; with `carries_over` they take the values of those that
+    /// they replace.
+    pub fn bind_grads(&self, params: &Self, carries_over: bool) -> Result<(), TorchError> {
+        // SAFETY: both lists are alive.
+        let error =
+            unsafe { sys::vt_list_bind_grads(params.raw.as_ptr(), self.raw.as_ptr(), carries_over.into()) };
+        check("bind_grads", error)
+    }
+
     /// Empties the list.
     pub fn clear(&mut self) {
         // SAFETY: the list is alive and borrowed mutably.

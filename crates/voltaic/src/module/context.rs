@@ -12,6 +12,7 @@ use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
+use crate::graph::refuse_capture;
 use crate::optim::{ActiveLrScheduler, Optimizer};
 
 /// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
@@ -40,16 +41,19 @@ impl StepContext<'_> {
 
     /// The epoch in progress, from 0.
     pub fn current_epoch(&self) -> u64 {
+        refuse_capture("the step asks for ctx.current_epoch(), which changes from step to step");
         self.progress.current_epoch
     }
 
     /// Optimizer steps done.
     pub fn global_step(&self) -> u64 {
+        refuse_capture("the step asks for ctx.global_step(), which changes from step to step");
         self.progress.global_step
     }
 
     /// Position of this batch within its loader, from 0.
     pub fn batch_idx(&self) -> usize {
+        refuse_capture("the step asks for ctx.batch_idx(), which changes from step to step");
         self.batch_idx
     }
 

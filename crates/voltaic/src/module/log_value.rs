@@ -4,6 +4,8 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use crate::device::Device;
+use crate::graph;
+use crate::precision::disable_casts;
 
 /// How the values of an epoch become one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,6 +33,10 @@ pub enum LogValue {
 
 impl From<&Tensor> for LogValue {
     fn from(tensor: &Tensor) -> Self {
+        // the number of a step that is captured is not that of its replays
+        if graph::is_capturing() {
+            return Self::Tensor(tensor.detach());
+        }
         // on the host the number costs less than another handle, and sums of numbers less than sums of tensors
         if Device::of(tensor).is_ok_and(|device| device == Device::Cpu)
             && tensor.numel() == 1
@@ -60,6 +66,17 @@ macro_rules! log_value_from_number {
 log_value_from_number!(f64, f32, i32, i64, u32, u64, usize);
 
 impl LogValue {
+    /// The value as it is now, whatever becomes of its tensor.
+    pub(crate) fn snapshot(&self) -> Result<Self, tch::TchError> {
+        Ok(match self {
+            Self::Host(value) => Self::Host(*value),
+            Self::Tensor(tensor) => match Self::from(tensor) {
+                Self::Tensor(tensor) => Self::Tensor(tensor.f_add_scalar(0)?),
+                host => host,
+            },
+        })
+    }
+
     /// The number. # Sync: reads a tensor back from its device.
     pub(crate) fn read(&self) -> f64 {
         match self {
@@ -98,6 +115,8 @@ impl LogValue {
             (Self::Tensor(tensor), _) | (_, Self::Tensor(tensor)) => tensor,
             _ => return Ok(Self::Host(f64::NAN)),
         };
+        // sums of an epoch are no part of what autocast is for
+        let _no_casts = Device::of(like).ok().and_then(|device| disable_casts(device).ok());
         let (old, new) = (self.tensor_like(like)?, next.tensor_like(like)?);
         Ok(Self::Tensor(match fx {
             ReduceFx::Mean => old.f_add(&new.f_mul_scalar(weight)?)?,

@@ -123,6 +123,16 @@ pub struct MetricStore {
     problem: Option<Error>,
     /// The ranks, if there are several.
     group: Option<Arc<ProcessGroup>>,
+    /// What the step that is being captured logs.
+    captured: Option<Vec<Logged>>,
+}
+
+/// A value as a step logged it, so that it can be logged again when the step is replayed.
+#[derive(Debug)]
+pub(crate) struct Logged {
+    name: String,
+    value: LogValue,
+    options: LogOptions,
 }
 
 impl MetricStore {
@@ -157,9 +167,31 @@ impl MetricStore {
 
     /// Records a value; a mistake is kept for [`MetricStore::take_problem`].
     pub(crate) fn record(&mut self, name: &str, value: LogValue, options: LogOptions) {
+        if let Some(captured) = &mut self.captured {
+            captured.push(Logged { name: name.to_owned(), value, options });
+            return;
+        }
         if let Err(problem) = self.try_record(name, value, options) {
             self.problem.get_or_insert(problem);
         }
+    }
+
+    /// Keeps what is logged from now on as it is: nothing is computed with it while a graph is captured.
+    pub(crate) fn begin_capture(&mut self) {
+        self.captured = Some(Vec::new());
+    }
+
+    /// What was logged since [`MetricStore::begin_capture`].
+    pub(crate) fn end_capture(&mut self) -> Vec<Logged> {
+        self.captured.take().unwrap_or_default()
+    }
+
+    /// Records what a captured step logged, with the values that its tensors have now.
+    pub(crate) fn record_again(&mut self, logged: &[Logged]) -> Result<(), tch::TchError> {
+        for Logged { name, value, options } in logged {
+            self.record(name, value.snapshot()?, *options);
+        }
+        Ok(())
     }
 
     /// The first mistake made in logging since the last call.

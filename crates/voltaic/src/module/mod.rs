@@ -21,7 +21,7 @@ pub use context::{CheckpointRequest, HookContext, LogEntry, Requests, RunFacts, 
 pub use log_value::{LogValue, ReduceFx};
 pub use manual::ManualOptimizer;
 pub(crate) use manual::{ManualOptimization, StepState};
-pub(crate) use metrics::{Level, MetricStore, Phase, Scope};
+pub(crate) use metrics::{Level, Logged, MetricStore, Phase, Scope};
 pub(crate) use metrics_state::MetricsState;
 
 /// Where a run stands; saved in every checkpoint.

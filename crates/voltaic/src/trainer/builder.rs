@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::config::{FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
+use super::graphed::{GraphMode, GraphReport};
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::resolve;
 use super::session::Run;
@@ -111,6 +112,7 @@ impl TrainerBuilder {
         enable_progress_bar: bool;
         enable_model_summary: bool;
         reload_dataloaders_every_n_epochs: u64;
+        graph: GraphMode;
         default_root_dir: PathBuf => Some;
     }
 
@@ -201,7 +203,14 @@ impl TrainerBuilder {
             grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
             seed: global_seed(),
         };
-        Ok(Trainer { config: self.config, plan, run, optimizers: self.optimizers, ckpt_path: None })
+        Ok(Trainer {
+            config: self.config,
+            plan,
+            run,
+            optimizers: self.optimizers,
+            ckpt_path: None,
+            graphs: GraphReport::default(),
+        })
     }
 
     fn add_defaults(&mut self) -> Result<(), ConfigError> {

@@ -6,6 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::callbacks::CallbackConfig;
+use super::graphed::GraphMode;
 use crate::accelerator::Devices;
 use crate::logger::Loggers;
 use crate::precision::HpuPrecisionPlugin;
@@ -150,6 +151,9 @@ pub struct TrainerConfig {
     pub gradient_clip_val: Option<f64>,
     /// What the limit holds for: `norm` (of all gradients together) or `value` (of each element).
     pub gradient_clip_algorithm: Option<GradientClipAlgorithm>,
+    /// Capture training steps and replay them, on cpu and emulated HPUs: `off`, or `step` for forward and backward of
+    /// `training_step` as one graph for each shape of batch. What cannot be captured is reported, and runs as usual.
+    pub graph: GraphMode,
     /// Where metrics go: `true` for a `CSVLogger`, `false` for nothing, or loggers by class name.
     pub logger: Loggers,
     /// Callbacks by class name.
@@ -195,6 +199,7 @@ impl Default for TrainerConfig {
             accumulate_grad_batches: 1,
             gradient_clip_val: None,
             gradient_clip_algorithm: None,
+            graph: GraphMode::Off,
             logger: Loggers::Flag(true),
             callbacks: Vec::new(),
             plugins: Vec::new(),

@@ -23,11 +23,11 @@ pub(super) struct FitLoaders<B: Batch> {
 
 /// Where a batch stands in its accumulation window.
 #[derive(Clone, Copy)]
-struct Window {
+pub(super) struct Window {
     /// Batches whose gradients make one step.
-    size: u64,
-    opens: bool,
-    closes: bool,
+    pub size: u64,
+    pub opens: bool,
+    pub closes: bool,
 }
 
 /// What a training batch leaves to be done.
@@ -38,7 +38,7 @@ struct BatchEnd {
     validates: bool,
 }
 
-const TRAINING_STEP: HookPoint = hook_point!(training_step, Train, Step);
+pub(super) const TRAINING_STEP: HookPoint = hook_point!(training_step, Train, Step);
 
 impl<M: LightningModule> Session<'_, M> {
     /// Trains until an epoch or step limit, or until somebody asks to stop.
@@ -120,12 +120,18 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(None);
         }
 
+        let is_automatic = self.module.automatic_optimization();
         if window.opens {
             self.run.strategy.begin_forward(self.module)?;
         }
-        let mut loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(&batch, ctx))?;
-        if self.module.automatic_optimization() {
-            loss = self.optimize(loss, window, facts)?;
+        let loss = if is_automatic && self.graphs.are_on() {
+            self.graphed_step(batch, window, facts)?
+        } else {
+            let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(&batch, ctx))?;
+            if is_automatic { self.backward(loss, window, facts)? } else { loss }
+        };
+        if is_automatic {
+            self.optimize(&loss, window, facts)?;
         }
         if window.closes {
             self.step_schedulers(Interval::Step, false)?;
@@ -144,12 +150,14 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(Some(BatchEnd { is_step: window.closes, validates: facts.will_validate }))
     }
 
-    /// Automatic optimization of one batch: everything between its loss and the changed weights. Returns the loss
-    /// divided by the window's size.
-    fn optimize(&mut self, loss: Tensor, window: Window, facts: BatchFacts) -> Result<Tensor> {
+    /// Gradients of one batch from its loss, with automatic optimization. Returns the loss divided by the window's size.
+    pub(super) fn backward(&mut self, loss: Tensor, window: Window, facts: BatchFacts) -> Result<Tensor> {
         check_loss(&loss)?;
+        let is_captured = self.graphs.is_capturing(); // then the hooks were called before
         if window.opens {
-            call_shared_hook!(self, on_before_zero_grad, facts)?;
+            if !is_captured {
+                call_shared_hook!(self, on_before_zero_grad, facts)?;
+            }
             self.each_optimizer("optimizer_zero_grad", facts, |module, optimizer, ctx| {
                 module.optimizer_zero_grad(optimizer, ctx)
             })?;
@@ -157,9 +165,18 @@ impl<M: LightningModule> Session<'_, M> {
         let loss =
             if window.size > 1 && loss.defined() { loss.f_div_scalar(window.size as f64)? } else { loss };
         if loss.defined() {
-            call_shared_hook!(self, on_before_backward, facts)?;
+            if !is_captured {
+                call_shared_hook!(self, on_before_backward, facts)?;
+            }
             let (mut parts, state, module) = self.parts();
             parts.backward(state, &*module, &facts, &loss, window.closes)?;
+        }
+        Ok(loss)
+    }
+
+    /// Everything between the gradients of one batch and the changed weights.
+    fn optimize(&mut self, loss: &Tensor, window: Window, facts: BatchFacts) -> Result<()> {
+        if loss.defined() {
             call_shared_hook!(self, on_after_backward, facts)?;
         }
         if window.closes {
@@ -178,7 +195,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.run.accelerator.step_boundary()?;
             self.run.progress.global_step += 1;
         }
-        Ok(loss)
+        Ok(())
     }
 
     /// Calls a method of the module with each optimizer.

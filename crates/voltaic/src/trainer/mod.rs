@@ -9,6 +9,7 @@ mod config;
 mod data_hooks;
 mod eval;
 mod fit;
+mod graphed;
 mod guard;
 mod hooks;
 mod lightning_file;
@@ -40,6 +41,7 @@ pub use crate::accelerator::Devices;
 pub use builder::TrainerBuilder;
 pub use callbacks::CallbackConfig;
 pub use config::{FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
+pub use graphed::{GraphMode, GraphReport};
 pub use lightning_file::{Converted, from_lightning, state_dict, to_lightning};
 pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};
@@ -49,6 +51,7 @@ pub type EvalMetrics = Vec<(String, f64)>;
 
 use data_hooks::{Data, DataHooks};
 use eval::EvalLoaders;
+use graphed::StepGraphs;
 use guard::guarded;
 use hooks::call_hook;
 use optimizers::OptimizerOverride;
@@ -74,6 +77,8 @@ pub struct Trainer {
     optimizers: Option<OptimizerOverride>,
     /// For the next call only: `best`, `last` or a path.
     ckpt_path: Option<String>,
+    /// Of the last fit.
+    graphs: GraphReport,
 }
 
 impl Trainer {
@@ -122,6 +127,9 @@ impl Trainer {
         if let Err(error) = &result {
             session.on_exception(error);
         }
+        let graphs = std::mem::take(&mut session.graphs.report);
+        drop(session);
+        self.graphs = graphs;
         self.run.strategy.teardown();
         result
     }
@@ -219,6 +227,11 @@ impl Trainer {
         self.run.progress.global_step
     }
 
+    /// What graphs did in the last fit, with `trainer.graph` on.
+    pub fn graph_report(&self) -> &GraphReport {
+        &self.graphs
+    }
+
     /// The best checkpoint saved, if any.
     pub fn best_model_path(&self) -> Option<PathBuf> {
         self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.best)
@@ -268,6 +281,7 @@ impl Trainer {
             signals: Arc::new(Signals::watch()?),
             stage,
             is_sanity_check: false,
+            graphs: StepGraphs::new(self.plan.graph),
         })
     }
 

@@ -3,12 +3,14 @@
 use std::path::PathBuf;
 
 use super::config::{GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
+use super::graphed::GraphMode;
 use super::ranks::RankPlan;
 use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
 use crate::optim::GradientClip;
 use crate::precision::{HpuPrecisionPlugin, OpLists, Precision};
+use crate::strategy::StrategyPlan;
 
 /// A run as it will be done. Immutable; nothing is `auto`.
 #[derive(Debug, Clone, PartialEq)]
@@ -39,6 +41,7 @@ pub(super) struct TrainPlan {
     pub clip: Option<GradientClip>,
     /// 0 means never.
     pub reload_dataloaders_every_n_epochs: u64,
+    pub graph: GraphMode,
     pub fast_dev_run: bool,
     pub default_root_dir: PathBuf,
 }
@@ -129,6 +132,16 @@ pub(super) fn resolve(
     let num_sanity_val_steps =
         problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
     let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
+    if config.graph != GraphMode::Off && name == "cuda" {
+        let what =
+            format!("graph={} on cuda: operators are recorded on cpu and emulated HPUs only", config.graph);
+        problems.add("graph", what, "set trainer.graph=off, or accelerator=cpu");
+    }
+    if config.graph != GraphMode::Off && ranks.strategy != StrategyPlan::SingleDevice {
+        let what =
+            format!("graph={} with several ranks: a replay would not average their gradients", config.graph);
+        problems.add("graph", what, "set trainer.graph=off, or train on one device");
+    }
     let (precision, op_lists) = resolve_precision(config, name, &mut problems);
     let mut plan = TrainPlan {
         device: ranks.devices[0],
@@ -150,6 +163,7 @@ pub(super) fn resolve(
         accumulate_grad_batches: config.accumulate_grad_batches,
         clip,
         reload_dataloaders_every_n_epochs: config.reload_dataloaders_every_n_epochs,
+        graph: config.graph,
         fast_dev_run: false,
         default_root_dir: config.default_root_dir.clone().unwrap_or_else(|| PathBuf::from(".")),
     };

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::checkpointing;
 use super::data_hooks::DataHooks;
+use super::graphed::StepGraphs;
 use super::guard::guarded;
 use super::hooks::{BatchFacts, HookPoint, hook_error, module_hook, of_callback};
 use super::manual::Manual;
@@ -63,6 +64,7 @@ pub(super) struct Session<'a, M: LightningModule> {
     pub signals: Arc<Signals>,
     pub stage: Stage,
     pub is_sanity_check: bool,
+    pub graphs: StepGraphs,
 }
 
 impl<M: LightningModule> Session<'_, M> {

@@ -4,6 +4,7 @@
 
 mod device;
 mod device_stats;
+mod graph;
 mod operators;
 mod processes;
 mod support;

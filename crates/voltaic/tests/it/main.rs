@@ -25,6 +25,7 @@ mod device_stats;
 mod devices;
 mod distributed;
 mod frames;
+mod graph;
 mod hooks;
 mod host_pool;
 mod kill;

@@ -1,0 +1,414 @@
+#include "graph_replay.h"
+
+#include "error.h"
+#include "hpu_alias.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/copy_ops.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <cstring>
+#include <map>
+
+namespace voltaic::graph {
+namespace {
+
+using at::Tensor;
+
+// ---- variants of operators that write their results to given tensors ----
+
+bool has_alias_write(const c10::Argument &argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
+// Whether `out` takes the arguments of `op` and then one tensor for each of its results.
+bool is_out_variant(const c10::FunctionSchema &op, const c10::FunctionSchema &out) {
+  const auto &given = op.arguments();
+  const auto &taken = out.arguments();
+  if (taken.size() != given.size() + op.returns().size())
+    return false;
+  for (size_t i = 0; i < given.size(); ++i)
+    if (given[i].name() != taken[i].name() || *given[i].type() != *taken[i].type())
+      return false;
+  for (size_t i = given.size(); i < taken.size(); ++i)
+    if (!has_alias_write(taken[i]) || taken[i].type()->kind() != c10::TypeKind::TensorType)
+      return false;
+  return true;
+}
+
+std::optional<c10::OperatorHandle> find_out_variant(const c10::FunctionSchema &schema) {
+  for (const c10::Argument &result : schema.returns())
+    if (result.type()->kind() != c10::TypeKind::TensorType)
+      return std::nullopt;
+  for (const c10::OperatorName &name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.name != schema.name())
+      continue;
+    const auto op = c10::Dispatcher::singleton().findSchema(name);
+    // generated ones, and those composed of others, compute the result elsewhere and copy it
+    if (op && is_out_variant(schema, op->schema()) && !op->hasTag(at::Tag::generated) &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CPU))
+      return op;
+  }
+  return std::nullopt;
+}
+
+std::optional<c10::OperatorHandle> out_variant(const c10::OperatorHandle &op) {
+  static thread_local std::map<std::string, std::optional<c10::OperatorHandle>> known;
+  const c10::OperatorName &name = op.operator_name();
+  const auto [found, is_new] = known.try_emplace(name.name + "." + name.overload_name);
+  if (is_new)
+    found->second = find_out_variant(op.schema());
+  return found->second;
+}
+
+// ---- building ----
+
+class Builder {
+public:
+  Builder(vt_recording &recording, const vt_graph_plan &plan) : recording_(recording), plan_(plan) {}
+
+  std::unique_ptr<vt_graph> build();
+
+private:
+  void place_buffers();
+  void add_inputs();
+  void add_node(const Node &node, size_t first_block);
+  IValue argument(const Operand &operand, const IValue &constant, const c10::Argument &declared);
+  Tensor tensor(int32_t value);
+  void *at(uint64_t offset) const { return static_cast<char *>(graph_->arena.get()) + offset; }
+  bool is_placed(int32_t buffer) const { return plan_.buffer_offsets[buffer] != VT_GRAPH_NOWHERE; }
+  void add_results(const Node &node, Call &call);
+
+  vt_recording &recording_;
+  const vt_graph_plan &plan_;
+  std::unique_ptr<vt_graph> graph_ = std::make_unique<vt_graph>();
+  std::vector<c10::intrusive_ptr<StorageImpl>> storages_; // by buffer
+  std::vector<Tensor> tensors_;                           // by value; made when needed
+};
+
+c10::DataPtr allocate_arena(c10::Device device, size_t bytes) {
+  if (!has_cpu_allocator())
+    return c10::GetCPUAllocator()->allocate(bytes);
+  const int32_t pool = device.is_hpu() ? hpu::pool_of(device.index()) : VT_HOST_POOL;
+  return allocate_block(pool, bytes, c10::Device(c10::DeviceType::CPU));
+}
+
+void Builder::place_buffers() {
+  storages_.reserve(recording_.buffers.size());
+  for (size_t i = 0; i < recording_.buffers.size(); ++i) {
+    const Buffer &buffer = recording_.buffers[i];
+    void *address = is_placed(i) ? at(plan_.buffer_offsets[i]) : buffer.address;
+    storages_.push_back(c10::make_intrusive<StorageImpl>(
+        StorageImpl::use_byte_size_t(), buffer.bytes, c10::DataPtr(address, c10::Device(c10::DeviceType::CPU)),
+        c10::GetCPUAllocator(), /*resizable=*/false));
+    if (buffer.node >= 0) {
+      if (buffer.is_kept)
+        graph_->kept.push_back(buffer.held);
+      continue;
+    }
+    std::optional<WeakTensor> tensor;
+    for (const int32_t value : buffer.values)
+      if (const auto &seen = recording_.values[value].tensor; seen.has_value() && seen->use_count() != 0 && !tensor)
+        tensor = *seen;
+    graph_->watched.push_back({buffer.held, buffer.address, buffer.bytes, std::move(tensor), static_cast<int32_t>(i),
+                               is_constant(recording_, buffer)});
+  }
+  for (Buffer &buffer : recording_.buffers)
+    buffer.held = c10::Storage(); // the graph has it now
+}
+
+void Builder::add_inputs() {
+  for (size_t i = 0; i < plan_.num_inputs; ++i) {
+    const Tensor &recorded = *plan_.inputs[i];
+    const int32_t buffer = buffer_of(recording_, recorded);
+    // one that no operator reads needs no memory
+    auto storage = buffer < 0 ? c10::intrusive_ptr<StorageImpl>() : storages_[buffer];
+    void *address = buffer < 0 ? nullptr : recording_.buffers[buffer].address;
+    graph_->inputs.push_back({recorded, std::move(storage), address});
+  }
+}
+
+Tensor Builder::tensor(int32_t value) {
+  if (value < 0)
+    return Tensor();
+  Tensor &made = tensors_[value];
+  if (made.defined())
+    return made;
+  const Geometry &geometry = recording_.values[value].geometry;
+  auto impl = c10::make_intrusive<TensorImpl>(TensorImpl::VIEW,
+                                              c10::Storage(storages_[recording_.values[value].buffer]), hpu::cpu_only,
+                                              c10::scalarTypeToTypeMeta(geometry.dtype));
+  impl->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
+  if (geometry.is_conj)
+    impl->_set_conj(true);
+  if (geometry.is_neg)
+    impl->_set_neg(true);
+  if (geometry.is_wrapped_number)
+    impl->set_wrapped_number(true);
+  made = Tensor(std::move(impl));
+  return made;
+}
+
+IValue Builder::argument(const Operand &operand, const IValue &constant, const c10::Argument &declared) {
+  switch (operand.kind) {
+  case Operand::Kind::tensor:
+    return IValue(tensor(operand.values[0]));
+  case Operand::Kind::tensor_list: {
+    c10::List<Tensor> list;
+    for (const int32_t value : operand.values)
+      list.push_back(tensor(value));
+    return IValue(std::move(list));
+  }
+  case Operand::Kind::optional_tensor_list: {
+    c10::List<std::optional<Tensor>> list;
+    for (const int32_t value : operand.values)
+      list.push_back(value < 0 ? std::nullopt : std::optional<Tensor>(tensor(value)));
+    return IValue(std::move(list));
+  }
+  case Operand::Kind::constant:
+    break;
+  }
+  if (!recording_.device.is_hpu())
+    return constant;
+  if (constant.isDevice() && constant.toDevice().is_hpu())
+    return IValue(c10::Device(c10::DeviceType::CPU));
+  c10::TypePtr type = declared.type();
+  if (const auto optional = type->cast<c10::OptionalType>())
+    type = optional->getElementType();
+  if (type->kind() == c10::TypeKind::GeneratorType) {
+    const auto given = constant.isNone() ? std::nullopt : std::optional<at::Generator>(constant.toGenerator());
+    return IValue(hpu::cpu_generator(given, recording_.device.index()));
+  }
+  return constant;
+}
+
+void Builder::add_results(const Node &node, Call &call) {
+  for (uint32_t i = 0; i < node.results.size(); ++i) {
+    const Operand &result = node.results[i];
+    if (result.kind == Operand::Kind::tensor && result.values[0] >= 0) {
+      call.results.emplace_back(i, tensor(result.values[0]));
+    } else if (result.kind == Operand::Kind::tensor_list) {
+      std::vector<Tensor> list;
+      for (const int32_t value : result.values)
+        list.push_back(tensor(value));
+      call.result_lists.emplace_back(i, std::move(list));
+    }
+  }
+}
+
+void Builder::add_node(const Node &node, size_t first_block) {
+  const auto &declared = node.op.schema().arguments();
+  Call call{node.op, {}, node.results.size(), {}, {}, static_cast<uint32_t>(graph_->blocks.size()), 0};
+  for (size_t i = 0; i < node.operands.size(); ++i)
+    call.arguments.push_back(argument(node.operands[i], node.arguments[i], declared[i]));
+  const bool makes_results = [&] {
+    for (const Block &block : node.blocks)
+      if (block.buffer >= 0)
+        return true;
+    return false;
+  }();
+  std::optional<c10::OperatorHandle> out;
+  if (makes_results && plan_.uses_out_variants != 0)
+    out = out_variant(node.op);
+  for (const Operand &result : node.results)
+    if (result.kind != Operand::Kind::tensor || result.values[0] < 0)
+      out.reset();
+  if (out) {
+    call.op = *out;
+    call.num_results = node.results.size();
+    for (const Operand &result : node.results)
+      call.arguments.push_back(IValue(tensor(result.values[0])));
+  } else {
+    add_results(node, call);
+  }
+  for (size_t i = 0; i < node.blocks.size(); ++i) {
+    const Block &block = node.blocks[i];
+    if (block.buffer >= 0) {
+      if (!out)
+        graph_->blocks.push_back({storages_[block.buffer]->mutable_data(), block.bytes, is_placed(block.buffer)});
+    } else if (const uint64_t offset = plan_.block_offsets[first_block + i]; offset != VT_GRAPH_NOWHERE) {
+      graph_->blocks.push_back({at(offset), block.bytes, true});
+    }
+  }
+  call.num_blocks = static_cast<uint32_t>(graph_->blocks.size()) - call.first_block;
+  graph_->calls.push_back(std::move(call));
+}
+
+std::unique_ptr<vt_graph> Builder::build() {
+  TORCH_CHECK(recording_.refusal.empty(), recording_.refusal);
+  graph_->device = recording_.device;
+  if (plan_.arena_bytes != 0)
+    graph_->arena = allocate_arena(recording_.device, plan_.arena_bytes);
+  place_buffers();
+  tensors_.resize(recording_.values.size());
+  add_inputs();
+  size_t first_block = 0;
+  for (size_t i = 0; i < recording_.nodes.size(); ++i) {
+    if (plan_.runs[i] != 0)
+      add_node(recording_.nodes[i], first_block);
+    first_block += recording_.nodes[i].blocks.size();
+  }
+  return std::move(graph_);
+}
+
+// ---- replaying ----
+
+// Gives each kernel the memory it had when it was recorded.
+class Placement final : public BlockWatch {
+public:
+  explicit Placement(vt_graph &graph) : blocks_(graph.blocks.data()), pool_blocks_(graph.stats.pool_blocks) {}
+  void enter(const Call &call) {
+    next_ = blocks_ + call.first_block;
+    end_ = next_ + call.num_blocks;
+  }
+  void *supply(size_t bytes) override {
+    for (const PlacedBlock *block = next_; block != end_; ++block) {
+      if (block->bytes != bytes)
+        continue;
+      next_ = block + 1;
+      if (block->has_header) {
+        auto *header = reinterpret_cast<vt_block_header *>(static_cast<char *>(block->address) - VT_BLOCK_HEADER_BYTES);
+        *header = {nullptr, VT_HOST_POOL, supplied_magic};
+      }
+      return block->address;
+    }
+    return nullptr;
+  }
+  void taken(void *, size_t) override { ++pool_blocks_; }
+  void given_back(void *) override {}
+
+private:
+  const PlacedBlock *blocks_, *next_ = nullptr, *end_ = nullptr;
+  uint64_t &pool_blocks_;
+};
+
+// Puts a result where the rest of the graph expects it, which the kernel has usually done.
+void settle(vt_graph &graph, const Tensor &result, const Tensor &place) {
+  if (!place.defined() || C10_LIKELY(result.const_data_ptr() == place.const_data_ptr()))
+    return;
+  TORCH_CHECK(result.sizes() == place.sizes(), "an operator gives a tensor of shape ", result.sizes(),
+              " in place of ", place.sizes(), "; its shape depends on data, which a graph cannot hold");
+  ++graph.stats.moved_results;
+  Tensor target = place;
+  at::_ops::copy_::redispatch(hpu::cpu_only, target, result, false);
+}
+
+void run(vt_graph &graph) {
+  Placement placement(graph);
+  const BlockWatchScope watch(has_cpu_allocator() ? &placement : nullptr);
+  std::vector<IValue> &stack = graph.stack;
+  for (const Call &call : graph.calls) {
+    stack.assign(call.arguments.begin(), call.arguments.end());
+    placement.enter(call);
+    call.op.redispatchBoxed(hpu::cpu_only, &stack);
+    for (const auto &[index, place] : call.results)
+      settle(graph, stack[index].toTensor(), place);
+    for (const auto &[index, places] : call.result_lists) {
+      const std::vector<Tensor> results = stack[index].toTensorVector();
+      for (size_t i = 0; i < places.size(); ++i)
+        settle(graph, results[i], places[i]);
+    }
+  }
+  stack.clear();
+}
+
+} // namespace
+
+int32_t gone_buffer(const vt_graph &graph) {
+  for (const Watched &watched : graph.watched) {
+    if (watched.is_constant)
+      continue;
+    const StorageImpl *storage = watched.held.unsafeGetStorageImpl();
+    bool is_gone = storage->data() != watched.address || storage->nbytes() != watched.bytes;
+    if (!is_gone && watched.tensor.has_value()) {
+      const TensorImpl *tensor = watched.tensor->_unsafe_get_target();
+      is_gone = watched.tensor->use_count() == 0
+                    ? watched.held.use_count() <= 1
+                    : tensor->unsafe_storage().unsafeGetStorageImpl() != storage;
+    }
+    if (is_gone)
+      return watched.buffer;
+  }
+  return -1;
+}
+
+namespace {
+
+// Whether a tensor's memory can be read as that of the recorded one.
+bool is_alike(const Tensor &tensor, const Tensor &recorded) {
+  return tensor.sizes() == recorded.sizes() && tensor.strides() == recorded.strides() && !tensor.is_conj() &&
+         !tensor.is_neg();
+}
+
+void bind_inputs(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs) {
+  TORCH_CHECK(num_inputs == graph.inputs.size(), num_inputs, " inputs are given to a graph of ", graph.inputs.size());
+  for (size_t i = 0; i < num_inputs; ++i) {
+    Input &input = graph.inputs[i];
+    const Tensor &given = *inputs[i];
+    TORCH_CHECK(given.scalar_type() == input.recorded.scalar_type() && given.device() == input.recorded.device() &&
+                    given.sizes() == input.recorded.sizes(),
+                "input ", i, " is ", given.toString(), given.sizes(), " on ", given.device(), ", but the graph was recorded with ",
+                input.recorded.toString(), input.recorded.sizes(), " on ", input.recorded.device());
+    if (input.storage.get() == nullptr)
+      continue;
+    if (is_alike(given, input.recorded)) {
+      const size_t before = input.recorded.storage_offset() * input.recorded.itemsize();
+      input.storage->set_data_ptr_noswap(
+          c10::DataPtr(static_cast<char *>(const_cast<void *>(given.const_data_ptr())) - before,
+                       c10::Device(c10::DeviceType::CPU)));
+    } else {
+      Tensor target = input.recorded.detach();
+      target.copy_(given);
+    }
+  }
+}
+
+void release_inputs(vt_graph &graph) {
+  for (Input &input : graph.inputs)
+    if (input.storage.get() != nullptr)
+      input.storage->set_data_ptr_noswap(c10::DataPtr(input.address, c10::Device(c10::DeviceType::CPU)));
+}
+
+} // namespace
+
+void replay(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs) {
+  if (C10_UNLIKELY(is_recording()))
+    vt_recording_refuse("a graph was replayed");
+  const Pause pause;
+  const bool binds = inputs != nullptr;
+  if (binds)
+    bind_inputs(graph, inputs, num_inputs);
+  struct Release {
+    vt_graph *graph;
+    ~Release() {
+      if (graph != nullptr)
+        release_inputs(*graph);
+    }
+  } release{binds ? &graph : nullptr};
+  const PoolScope pool(graph.device.is_hpu() ? hpu::pool_of(graph.device.index()) : active_pool);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  run(graph);
+  ++graph.stats.replays;
+}
+
+} // namespace voltaic::graph
+
+using namespace voltaic::graph;
+
+vt_error *vt_graph_build(vt_recording *recording, const vt_graph_plan *plan, vt_graph **graph) {
+  return voltaic::guard([&] {
+    const Pause pause;
+    *graph = Builder(*recording, *plan).build().release();
+  });
+}
+
+vt_error *vt_graph_replay(vt_graph *graph, const vt_tensor *inputs, size_t num_inputs) {
+  return voltaic::guard([&] { replay(*graph, inputs, num_inputs); });
+}
+
+int32_t vt_graph_gone_buffer(const vt_graph *graph) { return gone_buffer(*graph); }
+
+void vt_graph_get_stats(const vt_graph *graph, vt_graph_stats *stats) { *stats = graph->stats; }
+
+void vt_graph_free(vt_graph *graph) { delete graph; }

@@ -1,0 +1,66 @@
+// A graph that can be replayed.
+#pragma once
+
+#include "graph.h"
+
+#include <memory>
+
+namespace voltaic::graph {
+
+// A kernel's call with all its arguments: tensors over memory that never moves.
+struct Call {
+  c10::OperatorHandle op;
+  std::vector<IValue> arguments;
+  size_t num_results;
+  // results that must lie at a place of the graph; others are dropped
+  std::vector<std::pair<uint32_t, at::Tensor>> results;
+  std::vector<std::pair<uint32_t, std::vector<at::Tensor>>> result_lists;
+  uint32_t first_block, num_blocks;
+};
+
+// Memory that a call's kernel is given.
+struct PlacedBlock {
+  void *address;
+  size_t bytes;
+  bool has_header; // there is room for a header before it
+};
+
+// What was there before the recording, and must still be there.
+struct Watched {
+  c10::Storage held;
+  void *address;
+  size_t bytes;
+  std::optional<WeakTensor> tensor;
+  int32_t buffer;
+  bool is_constant;
+};
+
+// A tensor that is given anew for each replay.
+struct Input {
+  at::Tensor recorded;                           // as it was given to the recording
+  c10::intrusive_ptr<StorageImpl> storage;       // of the graph, over the memory of `recorded` or of what is given
+  void *address;                                 // of that memory while nothing is given
+};
+
+} // namespace voltaic::graph
+
+struct vt_graph {
+  c10::Device device = c10::Device(c10::DeviceType::CPU);
+  std::vector<voltaic::graph::Call> calls;
+  std::vector<voltaic::graph::PlacedBlock> blocks;
+  std::vector<voltaic::graph::Watched> watched;
+  std::vector<voltaic::graph::Input> inputs;
+  std::vector<c10::Storage> kept; // what outlived the recording
+  c10::DataPtr arena;
+  std::vector<c10::IValue> stack; // kept for its memory
+  vt_graph_stats stats = {};
+};
+
+namespace voltaic::graph {
+
+// The first buffer of the recording that nobody holds any more, or that was given other memory; -1 if there is none.
+int32_t gone_buffer(const vt_graph &graph);
+// To be called if no buffer is gone. Without `inputs` what the recorded ones hold is taken.
+void replay(vt_graph &graph, const at::Tensor *const *inputs, size_t num_inputs);
+
+} // namespace voltaic::graph

@@ -1,0 +1,85 @@
+//! Errors of graphs.
+
+/// A graph cannot be recorded or replayed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum GraphError {
+    /// What ran while it was recorded cannot be replayed.
+    #[error("{op} {place} cannot be part of a graph: {reason}; {remedy}")]
+    NotCapturable {
+        /// The operator.
+        op: String,
+        /// The layer it came from.
+        place: String,
+        /// Why.
+        reason: String,
+        /// How to mend it.
+        remedy: String,
+    },
+    /// Two captures of the same code gave two graphs.
+    #[error(
+        "the step is not static: {difference}; take from it what changes from step to step, or compute that on the device from tensors of the batch"
+    )]
+    NotStatic {
+        /// In what they differ.
+        difference: String,
+    },
+    /// A graph is being captured on this thread.
+    #[error("{what} while a graph is being captured on this thread; end that capture first")]
+    CaptureInProgress {
+        /// What was tried.
+        what: &'static str,
+    },
+    /// Nothing is being captured.
+    #[error("capture_end without capture_begin on this thread; begin the capture on the thread that ends it")]
+    NotCapturing,
+    /// A graph is replayed before anything was captured.
+    #[error("replay of a graph that holds nothing; capture something first (capture_begin, capture_end)")]
+    NothingCaptured,
+    /// An input is not like the one that was captured.
+    #[error(
+        "input {index} is {given}, but the graph was captured with {captured}; capture a graph for each shape, or use a ModuleCacher"
+    )]
+    InputMismatch {
+        /// Its position.
+        index: usize,
+        /// What was given.
+        given: String,
+        /// What the graph takes.
+        captured: String,
+    },
+    /// A number of inputs, or their nesting, is not what was captured.
+    #[error("{what}; {remedy}")]
+    Arguments {
+        /// What is wrong.
+        what: String,
+        /// How to mend it.
+        remedy: String,
+    },
+    /// A tensor that the graph reads or writes is gone.
+    #[error(
+        "{tensor} is gone or was given other memory since the graph was captured; keep it alive and change it in place (copy_), or capture again"
+    )]
+    TensorGone {
+        /// Which tensor.
+        tensor: String,
+    },
+    /// The backward pass of a graph came after another replay of its forward pass.
+    #[error(
+        "the graph of {module} was replayed again before its backward pass; call backward after each forward pass, or use one graph for each"
+    )]
+    Overwritten {
+        /// The module.
+        module: String,
+    },
+    /// What was asked for cannot be had here.
+    #[error("{what} is not available: {reason}; {remedy}")]
+    Unavailable {
+        /// What was asked for.
+        what: String,
+        /// Why not.
+        reason: String,
+        /// What to do instead.
+        remedy: String,
+    },
+}

@@ -1,0 +1,225 @@
+//! A graph that is captured once and replayed many times.
+
+use tch::Tensor;
+
+use super::capture::{self, Segment, check_not_capturing};
+use super::ir::Graph;
+use super::plan::PlanStats;
+use crate::error::{GraphError, Result};
+use crate::ffi::ReplayStats;
+use crate::nn::{Module, ModuleExt};
+
+/// Records what a thread does on its device, forward, backward and optimizer alike, and does it again on request.
+///
+/// Capturing runs the operators as usual, so that results are there afterwards. A replay calls their kernels again, on
+/// the same memory: inputs are the tensors that were there when the capture began, to be filled by `copy_`; results are
+/// the tensors that the captured code made, overwritten by each replay. Random numbers are drawn anew. Nothing else of
+/// the captured code runs: numbers that it computed on the host, such as a learning rate, stay what they were.
+///
+/// ```
+/// use voltaic::graph::HpuGraph;
+/// use voltaic::{Kind, Tensor};
+///
+/// # fn main() -> voltaic::Result<()> {
+/// let mut input = Tensor::ones([2, 3], (Kind::Float, tch::Device::Cpu));
+/// let mut graph = HpuGraph::new();
+/// graph.capture_begin()?;
+/// let output = &input * 2.0;
+/// graph.capture_end()?;
+/// input.copy_(&Tensor::full([2, 3], 4.0, (Kind::Float, tch::Device::Cpu)));
+/// graph.replay()?;
+/// assert_eq!(output.double_value(&[1, 2]), 8.0);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// What cannot be replayed (results that go to the host, shapes that depend on data) is found at the end of the capture
+/// and reported with the operator and the layer. Works on the CPU and on emulated HPUs.
+///
+/// Source: `habana_frameworks.torch.hpu.HPUGraph`.
+#[derive(Debug, Default)]
+pub struct HpuGraph {
+    segments: Vec<Segment>,
+    is_capturing: bool,
+    names: Vec<(String, Tensor)>,
+    inputs: Vec<Tensor>,
+}
+
+impl HpuGraph {
+    /// A graph that holds nothing yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Gives the weights of `module` their names, for messages and when the graph is printed.
+    pub fn name_weights(&mut self, module: &dyn Module) {
+        let parameters = module.named_parameters();
+        self.names
+            .extend(parameters.into_iter().map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone())));
+        self.names
+            .extend(module.named_buffers().into_iter().map(|(fqn, b)| (fqn, b.tensor().shallow_clone())));
+    }
+
+    /// Captures what this thread does from now on. What was captured before is dropped.
+    ///
+    /// # Errors
+    /// [`GraphError::CaptureInProgress`] if this thread captures already.
+    pub fn capture_begin(&mut self) -> Result<()> {
+        check_not_capturing("capture_begin")?;
+        self.segments.clear();
+        self.inputs.clear();
+        capture::begin()?;
+        self.is_capturing = true;
+        Ok(())
+    }
+
+    /// Tensors that [`HpuGraph::replay_with`] will be given others for. To be called during a capture.
+    ///
+    /// # Errors
+    /// [`GraphError::NotCapturing`] outside one.
+    pub fn mark_user_inputs(&mut self, inputs: &[&Tensor]) -> Result<()> {
+        if !self.is_capturing {
+            return Err(GraphError::NotCapturing.into());
+        }
+        self.inputs = inputs.iter().map(|input| input.shallow_clone()).collect();
+        Ok(())
+    }
+
+    /// Ends the capture.
+    ///
+    /// # Errors
+    /// [`GraphError::NotCapturable`] for the first operator that cannot be replayed: then this graph holds nothing.
+    /// [`GraphError::NotCapturing`] without [`HpuGraph::capture_begin`].
+    pub fn capture_end(&mut self) -> Result<()> {
+        if !std::mem::take(&mut self.is_capturing) {
+            return Err(GraphError::NotCapturing.into());
+        }
+        let recordings = capture::end()?;
+        let compile = |recording| Segment::compile(recording, &self.names, &self.inputs);
+        self.segments = recordings.into_iter().map(compile).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Does what was captured once more.
+    ///
+    /// # Errors
+    /// [`GraphError::TensorGone`] if a tensor that was there before the capture is not there any more;
+    /// [`GraphError::NothingCaptured`]; what a kernel reports.
+    pub fn replay(&mut self) -> Result<()> {
+        self.check_ready()?;
+        self.segments.iter_mut().try_for_each(|segment| segment.replay(None))
+    }
+
+    /// The same with other tensors in place of those given to [`HpuGraph::mark_user_inputs`]. They are read where they
+    /// are, without a copy if they are laid out as those.
+    ///
+    /// # Errors
+    /// [`GraphError::InputMismatch`] if shape, dtype or device of one differ; as [`HpuGraph::replay`].
+    pub fn replay_with(&mut self, inputs: &[&Tensor]) -> Result<()> {
+        self.check_ready()?;
+        check_inputs(&self.inputs, inputs)?;
+        let inputs: Vec<Tensor> = inputs.iter().map(|input| input.shallow_clone()).collect();
+        self.segments.iter_mut().try_for_each(|segment| segment.replay(Some(&inputs)))
+    }
+
+    fn check_ready(&self) -> Result<()> {
+        if self.is_capturing {
+            return Err(GraphError::CaptureInProgress { what: "replay" }.into());
+        }
+        if self.segments.is_empty() { Err(GraphError::NothingCaptured.into()) } else { Ok(()) }
+    }
+
+    /// Drops what was captured, with its memory.
+    pub fn reset(&mut self) {
+        self.abort();
+        self.segments.clear();
+        self.inputs.clear();
+    }
+
+    /// The recorded operators: one graph for each part between two `mark_step`s.
+    pub fn graphs(&self) -> impl Iterator<Item = &Graph> {
+        self.segments.iter().map(|segment| &segment.graph)
+    }
+
+    /// What a replay of each part runs, and the memory it needs.
+    pub fn stats(&self) -> impl Iterator<Item = PlanStats> {
+        self.segments.iter().map(|segment| segment.stats)
+    }
+
+    /// Counts of the replays of each part. Kernels are given the memory that they had before, so that nothing is
+    /// allocated or copied unless a kernel takes memory elsewhere or in other pieces.
+    pub fn replay_stats(&self) -> impl Iterator<Item = ReplayStats> {
+        self.segments.iter().map(Segment::replay_stats)
+    }
+
+    fn abort(&mut self) {
+        if std::mem::take(&mut self.is_capturing) {
+            drop(capture::end());
+        }
+    }
+}
+
+impl Drop for HpuGraph {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
+
+/// Captures into a graph until [`CaptureGuard::end`]; dropped before, the capture is abandoned.
+#[derive(Debug)]
+#[must_use = "the capture is abandoned when the guard is dropped; call end()"]
+pub struct CaptureGuard<'a> {
+    graph: &'a mut HpuGraph,
+}
+
+/// Captures what this thread does into `graph` until the guard's end: `with htcore.hpu.graph(g):`.
+///
+/// # Errors
+/// [`GraphError::CaptureInProgress`].
+pub fn graph(graph: &mut HpuGraph) -> Result<CaptureGuard<'_>> {
+    graph.capture_begin()?;
+    Ok(CaptureGuard { graph })
+}
+
+impl CaptureGuard<'_> {
+    /// Ends the capture.
+    ///
+    /// # Errors
+    /// As [`HpuGraph::capture_end`].
+    pub fn end(self) -> Result<()> {
+        self.graph.capture_end()
+    }
+}
+
+impl Drop for CaptureGuard<'_> {
+    fn drop(&mut self) {
+        self.graph.abort();
+    }
+}
+
+/// Dtype, shape and device, such as `Float[8, 64] on Cpu`.
+pub(super) fn describe(tensor: &Tensor) -> String {
+    format!("{:?}{:?} on {:?}", tensor.kind(), tensor.size(), tensor.device())
+}
+
+pub(super) fn check_inputs(captured: &[Tensor], given: &[&Tensor]) -> Result<()> {
+    if captured.len() != given.len() {
+        let what =
+            format!("{} inputs are given to a graph that was captured with {}", given.len(), captured.len());
+        return Err(GraphError::Arguments { what, remedy: "give one for each".to_owned() }.into());
+    }
+    for (index, (captured, given)) in captured.iter().zip(given).enumerate() {
+        let is_alike = captured.kind() == given.kind()
+            && captured.device() == given.device()
+            && captured.size() == given.size();
+        if !is_alike {
+            return Err(GraphError::InputMismatch {
+                index,
+                given: describe(given),
+                captured: describe(captured),
+            }
+            .into());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,342 @@
+//! A recorded graph as data: operators, the values they take and give, and the memory behind the values.
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
+
+use serde::Deserialize;
+
+/// Operators in the order in which they ran, below autograd: of forward, backward and optimizer alike.
+///
+/// Printed with `Display` it is one line for each operator; [`Graph::to_dot`] draws it.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Graph {
+    /// The operators.
+    pub nodes: Vec<Node>,
+    /// What they take and give.
+    pub values: Vec<Value>,
+    /// The memory of the values.
+    pub buffers: Vec<Buffer>,
+    pub(super) refusal: String,
+    pub(super) refused_node: i64,
+    #[serde(skip)]
+    pub(super) names: BTreeMap<usize, String>,
+}
+
+/// One call of an operator.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Node {
+    /// Its name with overload, such as `aten::add.Tensor`.
+    pub op: String,
+    /// What it was called with.
+    pub arguments: Vec<Operand>,
+    /// What it gave.
+    pub results: Vec<Operand>,
+    pub(super) blocks: Vec<Block>,
+    /// It writes to an argument.
+    #[serde(default)]
+    pub writes: bool,
+    /// It draws random numbers.
+    #[serde(default)]
+    pub is_random: bool,
+    #[serde(default)]
+    pub(super) reads_data: bool,
+    #[serde(default)]
+    pub(super) has_dynamic_shape: bool,
+    #[serde(default)]
+    pub(super) changes_view: bool,
+    /// Where the caller said that it was; empty if he did not.
+    pub scope: String,
+    /// The node of autograd that called it, such as `AddmmBackward0`; empty outside a backward pass.
+    pub backward_node: String,
+}
+
+/// An argument or a result.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Operand {
+    /// Anything but tensors, as text.
+    Constant(String),
+    /// Index of a value; -1 for none.
+    Tensor(i64),
+    /// Indices of values.
+    Tensors(Vec<i64>),
+}
+
+impl Operand {
+    /// Indices of the values, without those that are absent.
+    pub fn values(&self) -> impl Iterator<Item = usize> {
+        let indices = match self {
+            Self::Constant(_) => &[][..],
+            Self::Tensor(index) => std::slice::from_ref(index),
+            Self::Tensors(indices) => indices,
+        };
+        indices.iter().filter_map(|&index| usize::try_from(index).ok())
+    }
+}
+
+/// A tensor: a buffer, and how the tensor lies in it.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Value {
+    /// Index of its buffer.
+    pub buffer: usize,
+    /// libtorch's name of its dtype, such as `Float`.
+    pub dtype: String,
+    /// Where it begins in the buffer, in elements.
+    pub offset: i64,
+    /// Its shape.
+    pub size: Vec<i64>,
+    /// Its strides, in elements.
+    pub stride: Vec<i64>,
+}
+
+/// Memory of one or more values.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Buffer {
+    /// Its size.
+    pub bytes: u64,
+    node: i64,
+    /// A tensor outside the graph shares it when the recording ends.
+    pub is_kept: bool,
+    pub(super) is_on_cpu: bool,
+    #[serde(default)]
+    pub(super) address: u64,
+    /// Hash of what it holds, if it is a constant.
+    #[serde(default)]
+    pub(super) constant: Option<u64>,
+}
+
+impl Buffer {
+    /// Index of the node that made it; none if it was there before, as weights and inputs are.
+    pub fn made_by(&self) -> Option<usize> {
+        usize::try_from(self.node).ok()
+    }
+}
+
+/// What a kernel took from the allocator.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub(super) struct Block {
+    pub(super) bytes: u64,
+    /// Whose memory it is; negative if it belongs to no value.
+    buffer: i64,
+    pub(super) is_given_back: bool,
+}
+
+impl Block {
+    /// Memory that the kernel uses while it runs only.
+    pub(super) fn is_temporary(&self) -> bool {
+        self.is_given_back && self.buffer < 0
+    }
+}
+
+/// Operators that make tensors without computing anything.
+const EMPTIES: [&str; 6] =
+    ["empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided"];
+
+impl Node {
+    /// Name without `aten::` and overload.
+    pub fn name(&self) -> &str {
+        let name = self.op.split_once("::").map_or(self.op.as_str(), |(_, name)| name);
+        name.split('.').next().unwrap_or(name)
+    }
+
+    /// The values it takes, then those it gives.
+    pub(super) fn values(&self) -> impl Iterator<Item = usize> {
+        self.arguments.iter().chain(&self.results).flat_map(Operand::values)
+    }
+
+    pub(super) fn makes_empty_tensor(&self) -> bool {
+        EMPTIES.contains(&self.name())
+    }
+
+    /// It may change memory that no result shows.
+    pub(super) fn has_hidden_effect(&self) -> bool {
+        self.is_random || self.results.is_empty() || self.name().contains("batch_norm")
+    }
+}
+
+impl Graph {
+    /// Number of operators.
+    pub fn num_nodes(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// How often each operator occurs, by name with overload.
+    pub fn op_counts(&self) -> BTreeMap<&str, usize> {
+        let mut counts = BTreeMap::new();
+        for node in &self.nodes {
+            *counts.entry(node.op.as_str()).or_insert(0) += 1;
+        }
+        counts
+    }
+
+    /// Name given to a buffer that was there before the recording, such as the fqn of a parameter.
+    pub fn buffer_name(&self, buffer: usize) -> Option<&str> {
+        self.names.get(&buffer).map(String::as_str)
+    }
+
+    pub(super) fn buffer_of(&self, value: usize) -> &Buffer {
+        &self.buffers[self.values[value].buffer]
+    }
+
+    /// Whether a node only gives views of memory that is there, or does nothing at all.
+    pub(super) fn is_view(&self, index: usize) -> bool {
+        let node = &self.nodes[index];
+        if node.changes_view {
+            return true;
+        }
+        let mut results = node.results.iter().flat_map(Operand::values).peekable();
+        !node.writes
+            && !node.has_hidden_effect()
+            && results.peek().is_some()
+            && results.all(|value| self.buffer_of(value).made_by() != Some(index))
+    }
+
+    /// Where a node is, for messages: the scope it was called in, or the weights used last before it.
+    pub fn place(&self, index: usize) -> String {
+        let node = &self.nodes[index];
+        if !node.scope.is_empty() {
+            return format!("in {}", node.scope);
+        }
+        if !node.backward_node.is_empty() {
+            return format!("in the backward pass ({})", node.backward_node);
+        }
+        // inputs and gradients have names with blanks, weights have not
+        let is_weight = |name: &&String| !name.contains(' ');
+        let named = self.nodes[..=index].iter().rev().find_map(|node| {
+            node.values().find_map(|value| self.names.get(&self.values[value].buffer).filter(is_weight))
+        });
+        match named.map(|name| name.rsplit_once('.').map_or(name.as_str(), |(layer, _)| layer)) {
+            Some(layer) => format!("in or after `{layer}`"),
+            None => "before the first weights".to_owned(),
+        }
+    }
+
+    /// In what two recordings of the same code differ; none if one can stand for the other.
+    pub fn difference(&self, other: &Self) -> Option<String> {
+        for (index, (a, b)) in self.nodes.iter().zip(&other.nodes).enumerate() {
+            if a.op != b.op {
+                return Some(format!(
+                    "operator {index}, {}, was {} and is {}",
+                    self.place(index),
+                    a.op,
+                    b.op
+                ));
+            }
+            let operands = a.arguments.iter().chain(&a.results).zip(b.arguments.iter().chain(&b.results));
+            for (at, (ours, theirs)) in operands.enumerate() {
+                if let Some(what) = self.operand_difference(ours, other, theirs) {
+                    return Some(format!("argument {at} of {} {} {what}", a.op, self.place(index)));
+                }
+            }
+        }
+        let (ours, theirs) = (self.nodes.len(), other.nodes.len());
+        (ours != theirs).then(|| format!("there were {ours} operators and are {theirs}"))
+    }
+
+    fn operand_difference(&self, ours: &Operand, other: &Self, theirs: &Operand) -> Option<String> {
+        if let (Operand::Constant(a), Operand::Constant(b)) = (ours, theirs) {
+            return (a != b).then(|| format!("was {a} and is {b}"));
+        }
+        if ours.values().count() != theirs.values().count() {
+            return Some("was another number of tensors".to_owned());
+        }
+        ours.values().zip(theirs.values()).find_map(|(a, b)| {
+            let (x, y) = (&self.values[a], &other.values[b]);
+            if (&x.dtype, &x.size, &x.stride, x.offset) != (&y.dtype, &y.size, &y.stride, y.offset) {
+                return Some(format!("was {} and is {}", self.describe(a), other.describe(b)));
+            }
+            let (p, q) = (&self.buffers[x.buffer], &other.buffers[y.buffer]);
+            if p.node != q.node || p.is_kept != q.is_kept {
+                return Some("was another tensor".to_owned());
+            }
+            match (self.buffer_name(x.buffer), other.buffer_name(y.buffer)) {
+                (Some(a), Some(b)) => (a != b).then(|| format!("was {a} and is {b}")),
+                _ if p.constant.is_some() || q.constant.is_some() => {
+                    (p.constant != q.constant).then(|| "was another number".to_owned())
+                }
+                _ => (p.address != q.address).then(|| "was another tensor".to_owned()),
+            }
+        })
+    }
+
+    /// Dtype and shape of a value, such as `Float[8, 64]`.
+    fn describe(&self, value: usize) -> String {
+        format!("{}{:?}", self.values[value].dtype, self.values[value].size)
+    }
+
+    fn write_operand(&self, text: &mut String, operand: &Operand) {
+        let value = |text: &mut String, index: i64| {
+            let Ok(index) = usize::try_from(index) else { return text.push_str("none") };
+            match self.names.get(&self.values[index].buffer) {
+                Some(name) => _ = write!(text, "%{index}:{name}"),
+                None => _ = write!(text, "%{index}"),
+            }
+        };
+        match operand {
+            Operand::Constant(constant) => text.push_str(constant),
+            Operand::Tensor(index) => value(text, *index),
+            Operand::Tensors(indices) => {
+                text.push('[');
+                for (at, index) in indices.iter().enumerate() {
+                    text.push_str(if at > 0 { ", " } else { "" });
+                    value(text, *index);
+                }
+                text.push(']');
+            }
+        }
+    }
+
+    fn write_list(&self, text: &mut String, operands: &[Operand]) {
+        for (at, operand) in operands.iter().enumerate() {
+            text.push_str(if at > 0 { ", " } else { "" });
+            self.write_operand(text, operand);
+        }
+    }
+
+    /// The graph in the language of Graphviz: a box for each operator that computes, an ellipse for what was there
+    /// before.
+    pub fn to_dot(&self) -> String {
+        let mut dot = "digraph graph_of_operators {\n  node [shape=box];\n".to_owned();
+        let mut writer: Vec<Option<usize>> = self.buffers.iter().map(|_| None).collect();
+        for (index, node) in self.nodes.iter().enumerate().filter(|(index, _)| !self.is_view(*index)) {
+            _ = writeln!(dot, "  n{index} [label=\"{}\"];", node.op);
+            for value in node.arguments.iter().flat_map(Operand::values) {
+                let buffer = self.values[value].buffer;
+                let from = match writer[buffer] {
+                    Some(from) => format!("n{from}"),
+                    None => {
+                        let name =
+                            self.buffer_name(buffer).map_or_else(|| self.describe(value), str::to_owned);
+                        _ = writeln!(dot, "  b{buffer} [shape=ellipse, label=\"{name}\"];");
+                        format!("b{buffer}")
+                    }
+                };
+                _ = writeln!(dot, "  {from} -> n{index} [label=\"{}\"];", self.describe(value));
+            }
+            for value in node.results.iter().flat_map(Operand::values) {
+                writer[self.values[value].buffer] = Some(index);
+            }
+        }
+        dot.push_str("}\n");
+        dot
+    }
+}
+
+impl fmt::Display for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, node) in self.nodes.iter().enumerate() {
+            let mut line = String::new();
+            self.write_list(&mut line, &node.results);
+            line.push_str(if node.results.is_empty() { "" } else { " = " });
+            line.push_str(&node.op);
+            line.push('(');
+            self.write_list(&mut line, &node.arguments);
+            line.push(')');
+            let shapes: Vec<String> =
+                node.results.iter().flat_map(Operand::values).map(|value| self.describe(value)).collect();
+            let note = if self.is_view(index) { "  # view" } else { "" };
+            writeln!(f, "{line}  {}{note}", shapes.join(", "))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,23 @@
+//! Graphs: what a step does is recorded once, below autograd, and replayed without the cost of doing it anew.
+//!
+//! A recording is data ([`Graph`]): operators, values, memory. Before it is replayed it is planned: views vanish, dead
+//! results are not computed, and all memory gets its place once (`plan`). A replay is a loop over prepared kernel calls.
+
+mod capture;
+mod check;
+mod hpu_graph;
+mod ir;
+mod metrics;
+mod plan;
+mod step;
+mod wrap;
+
+pub use crate::ffi::ReplayStats;
+pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
+pub use hpu_graph::{CaptureGuard, HpuGraph, graph};
+pub use ir::{Buffer, Graph, Node, Operand, Value};
+pub use metrics::{GraphMetrics, graph_metrics, metric_global, reset_metrics};
+pub(crate) use metrics::{count_fallback, count_hit, count_miss};
+pub use plan::PlanStats;
+pub(crate) use step::{CapturedStep, StepCapture, StepGraph, check_same, copy_of};
+pub use wrap::{Buckets, CacheStats, GraphedModule, WrapOptions, wrap_in_hpu_graph};

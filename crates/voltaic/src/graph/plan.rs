@@ -1,0 +1,177 @@
+//! What of a recording is replayed, and where its memory lies: planned once for all replays.
+//!
+//! Views cost nothing in a replay, since memory never moves; results that nobody uses are not computed. Each buffer
+//! lives from the node that makes it to the last one that uses it, and shares its place with buffers of other times.
+
+use super::ir::{Graph, Operand};
+use crate::ffi::GraphPlan;
+
+/// Sizes and counts of a plan.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PlanStats {
+    /// Operators that were recorded.
+    pub num_nodes: usize,
+    /// Those of them that a replay runs.
+    pub num_calls: usize,
+    /// Memory that a replay works in beside what is kept.
+    pub arena_bytes: u64,
+    /// What it would be if no buffer were used twice.
+    pub unshared_bytes: u64,
+    /// Memory that outlives the recording, and is written anew by each replay.
+    pub kept_bytes: u64,
+}
+
+/// A piece of memory, in use from node `first` to node `last`.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    first: usize,
+    last: usize,
+    bytes: u64,
+    owner: Owner,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Owner {
+    Buffer(usize),
+    /// Index over the blocks of all nodes.
+    Block(usize),
+}
+
+/// Plans the replay of a graph.
+pub(super) fn plan(graph: &Graph, uses_out_variants: bool) -> (GraphPlan, PlanStats) {
+    let runs = needed_nodes(graph);
+    let mut pieces = pieces(graph, &runs);
+    let unshared_bytes = pieces.iter().map(|piece| room(piece.bytes)).sum();
+    pieces.sort_by_key(|piece| (std::cmp::Reverse(piece.bytes), piece.first));
+    let num_blocks = graph.nodes.iter().map(|node| node.blocks.len()).sum();
+    let mut plan = GraphPlan {
+        runs: runs.iter().map(|&runs| u8::from(runs)).collect(),
+        buffer_offsets: vec![GraphPlan::NOWHERE; graph.buffers.len()],
+        block_offsets: vec![GraphPlan::NOWHERE; num_blocks],
+        arena_bytes: 0,
+        uses_out_variants,
+    };
+    for (piece, start) in place(&pieces) {
+        let offset = start + GraphPlan::HEADER_BYTES;
+        plan.arena_bytes = plan.arena_bytes.max(start + room(piece.bytes));
+        match piece.owner {
+            Owner::Buffer(index) => plan.buffer_offsets[index] = offset,
+            Owner::Block(index) => plan.block_offsets[index] = offset,
+        }
+    }
+    let stats = PlanStats {
+        num_nodes: graph.nodes.len(),
+        num_calls: runs.iter().filter(|runs| **runs).count(),
+        arena_bytes: plan.arena_bytes,
+        unshared_bytes,
+        kept_bytes: graph.buffers.iter().filter(|buffer| buffer.is_kept).map(|buffer| buffer.bytes).sum(),
+    };
+    (plan, stats)
+}
+
+/// Room of a piece with its header.
+fn room(bytes: u64) -> u64 {
+    GraphPlan::HEADER_BYTES + bytes.next_multiple_of(GraphPlan::HEADER_BYTES)
+}
+
+/// Nodes whose effect is seen outside the graph, and those that they need.
+fn needed_nodes(graph: &Graph) -> Vec<bool> {
+    let mut is_read: Vec<bool> = graph.buffers.iter().map(|buffer| buffer.is_kept).collect();
+    let mut runs = vec![false; graph.nodes.len()];
+    for (index, node) in graph.nodes.iter().enumerate().rev() {
+        if graph.is_view(index) || node.makes_empty_tensor() {
+            continue;
+        }
+        let is_seen = node.results.iter().flat_map(Operand::values).any(|value| {
+            let buffer = graph.values[value].buffer;
+            is_read[buffer] || graph.buffers[buffer].made_by().is_none()
+        });
+        if !is_seen && !node.has_hidden_effect() {
+            continue;
+        }
+        runs[index] = true;
+        for value in node.arguments.iter().flat_map(Operand::values) {
+            is_read[graph.values[value].buffer] = true;
+        }
+    }
+    runs
+}
+
+/// The memory that the running nodes need beside what is kept.
+fn pieces(graph: &Graph, runs: &[bool]) -> Vec<Piece> {
+    let mut lives: Vec<Option<(usize, usize)>> = vec![None; graph.buffers.len()];
+    let mut pieces = Vec::new();
+    let mut block = 0;
+    for (index, node) in graph.nodes.iter().enumerate() {
+        if runs[index] {
+            for value in node.values() {
+                let life = lives[graph.values[value].buffer].get_or_insert((index, index));
+                life.1 = index;
+            }
+            pieces.extend(node.blocks.iter().enumerate().filter(|(_, block)| block.is_temporary()).map(
+                |(at, taken)| Piece {
+                    first: index,
+                    last: index,
+                    bytes: taken.bytes,
+                    owner: Owner::Block(block + at),
+                },
+            ));
+        }
+        block += node.blocks.len();
+    }
+    for (index, (buffer, life)) in graph.buffers.iter().zip(lives).enumerate() {
+        if let Some((first, last)) = life
+            && buffer.made_by().is_some()
+            && !buffer.is_kept
+            && buffer.bytes > 0
+        {
+            pieces.push(Piece { first, last, bytes: buffer.bytes, owner: Owner::Buffer(index) });
+        }
+    }
+    pieces
+}
+
+/// Start of each piece: the lowest place that is free during all of its life, the pieces taken in the order given.
+fn place(pieces: &[Piece]) -> Vec<(Piece, u64)> {
+    let mut placed: Vec<(Piece, u64)> = Vec::with_capacity(pieces.len()); // by start
+    for piece in pieces {
+        let size = room(piece.bytes);
+        let mut start = 0;
+        for (other, at) in &placed {
+            if other.last < piece.first || piece.last < other.first {
+                continue;
+            }
+            if start + size <= *at {
+                break;
+            }
+            start = start.max(at + room(other.bytes));
+        }
+        let index = placed.partition_point(|(_, at)| *at <= start);
+        placed.insert(index, (*piece, start));
+    }
+    placed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn piece(first: usize, last: usize, bytes: u64) -> Piece {
+        Piece { first, last, bytes, owner: Owner::Block(0) }
+    }
+
+    #[test]
+    fn pieces_of_other_times_share_their_place() {
+        let pieces = [piece(0, 1, 640), piece(2, 3, 640), piece(1, 2, 64), piece(4, 4, 100)];
+        let placed = place(&pieces);
+        for (at, (a, start)) in placed.iter().enumerate() {
+            for (b, other) in &placed[at + 1..] {
+                let overlap_in_time = a.first <= b.last && b.first <= a.last;
+                let overlap = *start < other + room(b.bytes) && *other < start + room(a.bytes);
+                assert!(!overlap_in_time || !overlap, "{placed:?}");
+            }
+        }
+        let end = placed.iter().map(|(piece, start)| start + room(piece.bytes)).max();
+        assert_eq!(end, Some(room(640) + room(64)), "{placed:?}");
+    }
+}

@@ -1,0 +1,345 @@
+//! `trainer.graph`: forward and backward of a training step as one graph, captured by itself.
+//!
+//! The first steps run as usual. Then each sort of batch (shapes and dtypes) is captured twice, which costs two eager
+//! steps; if both captures are the same graph, it takes the place of the code from then on. What is not the same, or
+//! cannot be replayed, is reported once, and the run goes on without graphs. The optimizer stays outside, so that
+//! learning rates, clipping, gradient scaling and hooks on complete gradients work as without graphs.
+
+use std::fmt;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
+
+use super::fit::{TRAINING_STEP, Window};
+use super::hooks::{BatchFacts, call_shared_hook};
+use super::session::Session;
+use crate::data::Batch;
+use crate::error::{Error, Result};
+use crate::ffi::TensorList;
+use crate::graph::{self, Graph, StepGraph};
+use crate::module::{LightningModule, Logged};
+use crate::nn::ModuleExt;
+
+/// What of a training step is captured and replayed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum GraphMode {
+    /// Nothing.
+    #[default]
+    Off,
+    /// Forward and backward of `training_step`, as one graph for each shape of batch.
+    Step,
+}
+
+impl fmt::Display for GraphMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Off => "off",
+            Self::Step => "step",
+        })
+    }
+}
+
+/// What graphs did in a fit.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GraphReport {
+    /// Steps that were captured.
+    pub captured_steps: u64,
+    /// Steps that were replayed.
+    pub replayed_steps: u64,
+    /// Steps that ran as usual.
+    pub eager_steps: u64,
+    /// Graphs that are ready: one for each sort of batch.
+    pub graphs: usize,
+    /// Why there are no graphs any more.
+    pub refusal: Option<String>,
+}
+
+/// Steps that run as usual before the first capture: kernels choose their algorithms meanwhile.
+const WARM_UP_STEPS: u64 = 3;
+/// Sorts of batches that get a graph; others run as usual.
+const MAX_GRAPHS: usize = 10;
+
+/// What makes a step another graph.
+#[derive(Debug, Clone, PartialEq)]
+struct Signature {
+    inputs: Vec<(Kind, Vec<i64>)>,
+    opens_window: bool,
+    window_size: u64,
+    loss_scale: f64,
+}
+
+enum State {
+    /// Captured once, to be compared.
+    Seen(Box<[Graph]>),
+    Ready(Box<Ready>),
+}
+
+/// A step that can be replayed.
+struct Ready {
+    graph: StepGraph,
+    loss: Tensor,
+    logged: Vec<Logged>,
+    grads: TensorList,
+}
+
+/// The graphs of one fit.
+pub(super) struct StepGraphs {
+    mode: GraphMode,
+    params: Option<TensorList>,
+    entries: Vec<(Signature, State)>,
+    /// Which parameters were trained when the graphs were captured, and in which epoch that was looked at.
+    trained: Vec<bool>,
+    epoch: Option<u64>,
+    is_full: bool,
+    /// A step is being captured.
+    is_capturing: bool,
+    pub(super) report: GraphReport,
+}
+
+impl StepGraphs {
+    pub(super) fn new(mode: GraphMode) -> Self {
+        Self {
+            mode,
+            params: None,
+            entries: Vec::new(),
+            trained: Vec::new(),
+            epoch: None,
+            is_full: false,
+            is_capturing: false,
+            report: GraphReport::default(),
+        }
+    }
+
+    /// Whether steps may be captured or replayed.
+    pub(super) fn are_on(&self) -> bool {
+        self.mode != GraphMode::Off && self.report.refusal.is_none()
+    }
+
+    /// Whether the step that runs is being captured.
+    pub(super) fn is_capturing(&self) -> bool {
+        self.is_capturing
+    }
+
+    fn refuse(&mut self, why: &str) {
+        tracing::warn!("trainer.graph={}: {why}; the run goes on without graphs", self.mode);
+        self.report.refusal = Some(why.to_owned());
+        self.entries.clear();
+    }
+
+    /// Position of the graphs for a signature; none if there is no room for another one.
+    fn find(&self, signature: &Signature) -> Option<usize> {
+        self.entries.iter().position(|(known, _)| known == signature)
+    }
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Forward and backward of one batch by a graph, or while one is being found, as usual.
+    pub(super) fn graphed_step(
+        &mut self,
+        batch: M::Batch,
+        window: Window,
+        facts: BatchFacts,
+    ) -> Result<Tensor> {
+        let mut inputs = Vec::new();
+        let batch = batch.map_tensors(&mut |tensor| {
+            inputs.push(tensor.shallow_clone());
+            Ok(tensor)
+        })?;
+        self.check_trained_parameters();
+        let signature = Signature {
+            inputs: inputs.iter().map(|input| (input.kind(), input.size())).collect(),
+            opens_window: window.opens,
+            window_size: window.size,
+            loss_scale: self.run.grad_scaler.as_ref().map_or(1.0, |scaler| scaler.get_scale()),
+        };
+        if let Some(index) = self.graphs.find(&signature) {
+            return match &self.graphs.entries[index].1 {
+                State::Ready(_) => self.replay_step(index, &inputs, window, facts),
+                State::Seen(_) => self.capture_step(batch, window, facts, signature),
+            };
+        }
+        if self.graphs.report.eager_steps >= WARM_UP_STEPS && self.has_room(&signature) {
+            return self.capture_step(batch, window, facts, signature);
+        }
+        self.graphs.report.eager_steps += 1;
+        self.forward_backward(&batch, window, facts)
+    }
+
+    /// Graphs of another loss scale are of no use any more; says once if there are too many others.
+    fn has_room(&mut self, signature: &Signature) -> bool {
+        let graphs = &mut self.graphs;
+        graphs.entries.retain(|(known, _)| known.loss_scale == signature.loss_scale);
+        if graphs.entries.len() < MAX_GRAPHS {
+            return true;
+        }
+        if !std::mem::replace(&mut graphs.is_full, true) {
+            tracing::warn!(
+                "trainer.graph={}: batches of more than {MAX_GRAPHS} shapes; those of {:?} and later ones run without a graph; pad batches to few shapes",
+                graphs.mode,
+                signature.inputs.iter().map(|(_, size)| size).collect::<Vec<_>>()
+            );
+        }
+        false
+    }
+
+    /// Hooks of an epoch's start may freeze parameters or thaw them, which makes another graph.
+    fn check_trained_parameters(&mut self) {
+        let epoch = self.run.progress.current_epoch;
+        if self.graphs.epoch.replace(epoch) == Some(epoch) {
+            return;
+        }
+        let trained: Vec<bool> = self.module.parameters().iter().map(|p| p.requires_grad()).collect();
+        if self.graphs.trained != trained {
+            self.graphs.entries.clear();
+            self.graphs.params = None;
+            self.graphs.trained = trained;
+        }
+    }
+
+    /// Calls what comes before backward in an eager step; in a graphed one they come before forward too.
+    fn hooks_before_graph(&mut self, window: Window, facts: BatchFacts) -> Result<()> {
+        if window.opens {
+            call_shared_hook!(self, on_before_zero_grad, facts)?;
+        }
+        call_shared_hook!(self, on_before_backward, facts)
+    }
+
+    fn replay_step(
+        &mut self,
+        index: usize,
+        inputs: &[Tensor],
+        window: Window,
+        facts: BatchFacts,
+    ) -> Result<Tensor> {
+        self.hooks_before_graph(window, facts)?;
+        self.run.metrics.enter(TRAINING_STEP.scope(&facts, self.is_sanity_check));
+        let graphs = &mut self.graphs;
+        let (Some(params), Some((_, State::Ready(ready)))) = (&graphs.params, graphs.entries.get_mut(index))
+        else {
+            return Err(crate::error::GraphError::NothingCaptured.into());
+        };
+        // a graph that adds to gradients goes on from those that are there
+        ready.grads.bind_grads(params, !window.opens)?;
+        ready.graph.replay(inputs)?;
+        self.run.metrics.record_again(&ready.logged)?;
+        let loss = graph::copy_of(&ready.loss)?;
+        graphs.report.replayed_steps += 1;
+        graph::count_hit();
+        self.check_logged()?;
+        Ok(loss)
+    }
+
+    /// Runs one batch as usual, on placeholders, while it is captured. The second time the graph is made ready.
+    fn capture_step(
+        &mut self,
+        batch: M::Batch,
+        window: Window,
+        facts: BatchFacts,
+        signature: Signature,
+    ) -> Result<Tensor> {
+        self.hooks_before_graph(window, facts)?;
+        let mut inputs = Vec::new();
+        let batch = batch.map_tensors(&mut |tensor| {
+            let placeholder = graph::copy_of(&tensor)?;
+            inputs.push(placeholder.shallow_clone());
+            Ok(placeholder)
+        })?;
+        let capture = graph::StepCapture::begin()?;
+        self.run.metrics.begin_capture();
+        self.graphs.is_capturing = true;
+        let loss = self.forward_backward(&batch, window, facts).and_then(|loss| {
+            if !loss.defined() {
+                graph::refuse_capture("training_step gives no loss");
+                return Ok(loss);
+            }
+            Ok(loss.f_detach()?) // the rest of autograd's graph ends here, and its tensors with it
+        });
+        self.graphs.is_capturing = false;
+        let logged = self.run.metrics.end_capture();
+        let captured = capture.end();
+        let loss = loss?; // an error of the step is more to the point than one of the capture
+        self.run.metrics.record_again(&logged)?;
+        self.check_logged()?;
+        self.graphs.report.captured_steps += 1;
+        graph::count_miss();
+        let copy = if loss.defined() { graph::copy_of(&loss)? } else { Tensor::new() };
+        let ready = captured.and_then(|capture| self.make_ready(capture, &inputs, loss, logged, signature));
+        match ready {
+            Ok(()) => {}
+            Err(Error::Graph(error)) => {
+                graph::count_fallback(&error);
+                self.graphs.refuse(&error.to_string());
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(copy)
+    }
+
+    fn make_ready(
+        &mut self,
+        capture: graph::CapturedStep,
+        inputs: &[Tensor],
+        loss: Tensor,
+        logged: Vec<Logged>,
+        signature: Signature,
+    ) -> Result<()> {
+        let names = self.tensor_names(inputs, signature.opens_window);
+        let recorded = capture.read(&names)?;
+        let Some(index) = self.graphs.find(&signature) else {
+            self.graphs.entries.push((signature, State::Seen(recorded)));
+            return Ok(());
+        };
+        if let State::Seen(before) = &self.graphs.entries[index].1 {
+            graph::check_same(before, &recorded)?;
+        }
+        if self.graphs.params.is_none() {
+            self.graphs.params = Some(TensorList::new(self.module.parameters().iter().map(|p| p.tensor()))?);
+        }
+        let mut grads = TensorList::new([])?;
+        if let Some(params) = &self.graphs.params {
+            grads.fill_with_all_grads(params)?;
+        }
+        let graph = capture.compile(&names, inputs)?;
+        for stats in graph.plan_stats() {
+            tracing::info!(
+                "captured training_step for {:?}: {} operators, {} replayed in {} KiB",
+                signature.inputs.iter().map(|(_, size)| size).collect::<Vec<_>>(),
+                stats.num_nodes,
+                stats.num_calls,
+                stats.arena_bytes / 1024
+            );
+        }
+        let ready = Ready { graph, loss, logged, grads };
+        self.graphs.entries[index].1 = State::Ready(Box::new(ready));
+        self.graphs.report.graphs =
+            self.graphs.entries.iter().filter(|(_, state)| matches!(state, State::Ready(_))).count();
+        Ok(())
+    }
+
+    fn forward_backward(&mut self, batch: &M::Batch, window: Window, facts: BatchFacts) -> Result<Tensor> {
+        let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(batch, ctx))?;
+        self.backward(loss, window, facts)
+    }
+
+    /// Tensors that are there before a step, with their names.
+    fn tensor_names(&self, inputs: &[Tensor], opens_window: bool) -> Vec<(String, Tensor)> {
+        let mut names: Vec<(String, Tensor)> = inputs
+            .iter()
+            .enumerate()
+            .map(|(i, input)| (format!("input {i}"), input.shallow_clone()))
+            .collect();
+        for (fqn, parameter) in self.module.named_parameters() {
+            let grad = parameter.grad();
+            if !opens_window && grad.defined() {
+                names.push((format!("gradient of {fqn}"), grad));
+            }
+            names.push((fqn, parameter.tensor().shallow_clone()));
+        }
+        names.extend(
+            self.module.named_buffers().into_iter().map(|(fqn, b)| (fqn, b.tensor().shallow_clone())),
+        );
+        names
+    }
+}
