@@ -9,6 +9,7 @@ mod allocator;
 mod autocast;
 mod autograd;
 mod backend;
+mod execution;
 mod hlml;
 mod hpu;
 mod optim;
@@ -31,6 +32,9 @@ pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_mult
 pub use backend::{
     BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, libtorch_library,
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,
+};
+pub use execution::{
+    AnomalyWatch, DeterministicMode, InferenceMode, deterministic, set_cudnn_benchmark, set_deterministic,
 };
 pub use hlml::{Hlml, HlmlCard};
 pub use hpu::{

@@ -2,6 +2,7 @@
 
 mod csv;
 mod plot;
+mod plot_lr;
 mod plot_memory;
 
 use std::path::{Path, PathBuf};
@@ -10,6 +11,7 @@ use crate::error::Result;
 
 pub use csv::CsvLogger;
 pub use plot::plot_metrics;
+pub use plot_lr::plot_lr_find;
 pub use plot_memory::plot_memory;
 
 /// How the names of metrics begin that are about the device and not about the model.

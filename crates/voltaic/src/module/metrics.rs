@@ -113,9 +113,16 @@ pub struct MetricStore {
     /// Names and latest complete values of the progress bar, in order of appearance.
     bar: Vec<(String, f64)>,
     problem: Option<ConfigError>,
+    /// Nothing is recorded, as in a barebones run.
+    is_off: bool,
 }
 
 impl MetricStore {
+    /// A store that records what is logged, or does not.
+    pub(crate) fn new(is_on: bool) -> Self {
+        Self { is_off: !is_on, ..Self::default() }
+    }
+
     /// Enters a hook; values logged from now on belong to it. Returns the scope before.
     pub(crate) fn enter(&mut self, scope: Scope) -> Scope {
         std::mem::replace(&mut self.scope, scope)
@@ -136,6 +143,9 @@ impl MetricStore {
 
     /// Records a value; a mistake is kept for [`MetricStore::take_problem`].
     pub(crate) fn record(&mut self, name: &str, value: LogValue, options: LogOptions) {
+        if self.is_off {
+            return;
+        }
         if let Err(problem) = self.try_record(name, value, options) {
             self.problem.get_or_insert(problem);
         }

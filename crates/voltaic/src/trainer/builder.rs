@@ -2,13 +2,19 @@
 
 use std::path::PathBuf;
 
-use super::config::{FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig};
+use super::callbacks::CallbackConfig;
+use super::config::{
+    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig, ValCheckInterval,
+};
+use super::lr_finder::LearningRateFinderConfig;
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::resolve;
 use super::session::Run;
 use super::{Trainer, global_seed};
 use crate::accelerator::{Devices, accelerator};
-use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar};
+use crate::callback::{
+    Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, TimeSpan, Timer,
+};
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
 use crate::logger::{CsvLogger, Logger};
@@ -23,6 +29,7 @@ pub struct TrainerBuilder {
     callbacks: Vec<Box<dyn Callback>>,
     loggers: Vec<Box<dyn Logger>>,
     optimizers: Option<OptimizerOverride>,
+    lr_finder: Option<LearningRateFinderConfig>,
 }
 
 /// A setter per key of [`TrainerConfig`].
@@ -84,7 +91,7 @@ impl TrainerBuilder {
         limit_val_batches: Limit => Some;
         limit_test_batches: Limit => Some;
         limit_predict_batches: Limit => Some;
-        val_check_interval: Limit => Some;
+        val_check_interval: ValCheckInterval => Some;
         check_val_every_n_epoch: Option<u64>;
         num_sanity_val_steps: i64 => Some;
         log_every_n_steps: u64 => Some;
@@ -96,6 +103,15 @@ impl TrainerBuilder {
         enable_progress_bar: bool;
         enable_model_summary: bool;
         reload_dataloaders_every_n_epochs: u64;
+        overfit_batches: Limit;
+        max_time: TimeSpan => Some;
+        deterministic: Deterministic => Some;
+        benchmark: bool => Some;
+        inference_mode: bool;
+        detect_anomaly: bool;
+        barebones: bool;
+        enable_autolog_hparams: bool;
+        save_on_signal: bool;
         default_root_dir: PathBuf => Some;
     }
 
@@ -117,10 +133,24 @@ impl TrainerBuilder {
         };
         for callback in std::mem::take(&mut self.config.callbacks) {
             self.config.callbacks.push(callback.clone());
+            if let CallbackConfig::LearningRateFinder(config) = &callback {
+                problems.extend(config.check().err().into_iter().flat_map(|error| error.problems));
+                self.lr_finder = Some(config.clone());
+                continue;
+            }
             match callback.build() {
                 Ok(callback) => self.callbacks.push(callback),
                 Err(error) => problems.extend(error.problems),
             }
+        }
+        if self.config.barebones {
+            self.config.logger = false;
+            self.config.enable_checkpointing = false;
+            self.config.enable_progress_bar = false;
+            self.config.enable_model_summary = false;
+        }
+        if let Some(limit) = plan.as_ref().and_then(|plan| plan.max_time) {
+            self.callbacks.insert(0, Box::new(Timer::new(limit)));
         }
         if let Err(error) = self.add_defaults() {
             problems.extend(error.problems);
@@ -134,6 +164,12 @@ impl TrainerBuilder {
         };
         accelerator.setup()?;
         ffi::install_host_pool()?;
+        if let Some(mode) = plan.deterministic {
+            ffi::set_deterministic(mode)?;
+        }
+        if let Some(benchmark) = plan.benchmark {
+            ffi::set_cudnn_benchmark(benchmark)?;
+        }
         if let Some(lists) = &plan.op_lists {
             set_op_lists(plan.device, lists)?;
         }
@@ -154,6 +190,8 @@ impl TrainerBuilder {
             default_root_dir: plan.default_root_dir.clone(),
             validates_once_per_epoch: plan.val_check_interval == Limit::Fraction(1.0),
             has_logger: first.is_some(),
+            accumulate_grad_batches: plan.accumulate_grad_batches,
+            automatic_optimization: true,
             log_every_n_steps: plan.log_every_n_steps,
             version: first.and_then(|logger| logger.version()),
             ..RunFacts::default()
@@ -163,13 +201,20 @@ impl TrainerBuilder {
             callbacks: self.callbacks,
             loggers: self.loggers,
             progress: Progress::default(),
-            metrics: MetricStore::default(),
+            metrics: MetricStore::new(!plan.barebones),
             requests: Requests::default(),
             facts,
             grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
             seed: global_seed(),
         };
-        Ok(Trainer { config: self.config, plan, run, optimizers: self.optimizers, ckpt_path: None })
+        Ok(Trainer {
+            config: self.config,
+            plan,
+            run,
+            optimizers: self.optimizers,
+            lr_finder: self.lr_finder,
+            ckpt_path: None,
+        })
     }
 
     fn add_defaults(&mut self) -> Result<(), ConfigError> {

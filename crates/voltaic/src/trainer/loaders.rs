@@ -54,13 +54,23 @@ impl<M: LightningModule> Session<'_, M> {
             return Err(ConfigError::new("data", "there is no training loader", remedy).into());
         };
         train.set_seed(self.run.seed);
+        if self.plan.overfits && train.make_sequential() {
+            tracing::warn!(
+                "overfit_batches: the training data is not shuffled, so that the batches stay the same"
+            );
+        }
         Ok(train)
     }
 
     pub(super) fn val_dataloaders(&mut self) -> Result<Vec<DataLoader<M::Batch>>> {
         let val = guarded(|| self.data.val_dataloaders());
         let mut val = val.map_err(|source| self.hook_error("val_dataloaders", source))?;
-        val.iter_mut().for_each(|loader| loader.set_seed(self.run.seed));
+        for loader in &mut val {
+            loader.set_seed(self.run.seed);
+            if self.plan.overfits {
+                loader.make_sequential();
+            }
+        }
         Ok(val)
     }
 
