@@ -426,7 +426,7 @@ mod tests {
 
     #[test]
     fn validation_interval_is_counted_in_batches() {
-        let plan = |interval, every| {
+        let plan = |interval: Option<Limit>, every| {
             let config = TrainerConfig {
                 val_check_interval: interval.map(ValCheckInterval::Batches),
                 check_val_every_n_epoch: every,
