@@ -19,6 +19,9 @@ type NamedTensors = Vec<(String, Tensor)>;
 
 const PREFIX: &str = "voltaic:";
 const METADATA_KEY: &str = "voltaic";
+/// Metadata entry with the CRC-32 of the whole file, in which these eight digits count as zeros.
+const CHECKSUM_KEY: &str = "voltaic_crc32";
+const NO_CHECKSUM: &[u8; 8] = b"00000000";
 
 /// What the metadata entry holds.
 #[derive(Serialize, Deserialize)]
@@ -109,7 +112,11 @@ pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
         num_optimizers: checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len()),
     };
     let text = serde_json::to_string(&header).map_err(|e| Error::io("serialize", path, e.into()))?;
-    let metadata = HashMap::from([(METADATA_KEY.to_owned(), text), ("format".to_owned(), "pt".to_owned())]);
+    let metadata = HashMap::from([
+        (METADATA_KEY.to_owned(), text),
+        (CHECKSUM_KEY.to_owned(), String::from_utf8_lossy(NO_CHECKSUM).into_owned()),
+        ("format".to_owned(), "pt".to_owned()),
+    ]);
     let views = named_tensors(checkpoint)
         .into_iter()
         .map(|(name, tensor)| {
@@ -123,8 +130,9 @@ pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
         })
         .collect::<Result<Vec<_>>>()?;
     write_atomically(path, |writer| {
-        let bytes = safetensors::serialize(views, Some(metadata))
+        let mut bytes = safetensors::serialize(views, Some(metadata))
             .map_err(|error| std::io::Error::new(std::io::ErrorKind::InvalidData, error))?;
+        seal(&mut bytes);
         writer.write_all(&bytes)
     })
 }
@@ -138,9 +146,56 @@ fn unreadable(path: &Path, what: impl Into<String>) -> Error {
     .into()
 }
 
+/// Where the digits of the checksum are. Quotes within other entries are escaped, so this is found nowhere else.
+fn checksum_at(bytes: &[u8]) -> Option<usize> {
+    let length = u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?);
+    let end = usize::try_from(length).ok()?.checked_add(8)?.min(bytes.len());
+    let needle = format!("\"{CHECKSUM_KEY}\":\"");
+    let header = &bytes[8..end.max(8)];
+    let at = header.windows(needle.len()).position(|window| window == needle.as_bytes())?;
+    let digits = 8 + at + needle.len();
+    (digits + NO_CHECKSUM.len() <= end).then_some(digits)
+}
+
+/// The checksum of a file whose checksum is at `at`.
+fn checksum(bytes: &[u8], at: usize) -> String {
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(&bytes[..at]);
+    crc.update(NO_CHECKSUM);
+    crc.update(&bytes[at + NO_CHECKSUM.len()..]);
+    format!("{:08x}", crc.finalize())
+}
+
+/// Puts the checksum into a file that has room for it.
+fn seal(bytes: &mut [u8]) {
+    if let Some(at) = checksum_at(bytes) {
+        let digits = checksum(bytes, at);
+        bytes[at..at + NO_CHECKSUM.len()].copy_from_slice(digits.as_bytes());
+    }
+}
+
+/// Refuses a file whose checksum is not that of its bytes.
+fn check_seal(bytes: &[u8], path: &Path) -> Result<()> {
+    let Some(at) = checksum_at(bytes) else { return Ok(()) };
+    let found = String::from_utf8_lossy(&bytes[at..at + NO_CHECKSUM.len()]).into_owned();
+    let computed = checksum(bytes, at);
+    if found == computed {
+        return Ok(());
+    }
+    Err(unreadable(path, format!("its checksum is {computed} but should be {found}: the file is damaged")))
+}
+
 /// Reads the file and splits the text of the header, if there is one, from the tensors.
-fn open(path: &Path) -> Result<(Option<String>, NamedTensors)> {
+fn open(path: &Path) -> Result<Opened> {
     let bytes = std::fs::read(path).map_err(|e| Error::io("read checkpoint", path, e))?;
+    if bytes.starts_with(b"PK\x03\x04") {
+        let mut error = unreadable(path, "it is a file of PyTorch or Lightning");
+        if let Error::Checkpoint(CheckpointError::Unreadable { remedy, .. }) = &mut error {
+            *remedy = format!("convert it with `voltaic convert {} NEW_NAME`", path.display());
+        }
+        return Err(error);
+    }
+    check_seal(&bytes, path)?;
     let file = SafeTensors::deserialize(&bytes).map_err(|e| unreadable(path, e.to_string()))?;
     let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| unreadable(path, e.to_string()))?;
     let header = metadata.metadata().as_ref().and_then(|map| map.get(METADATA_KEY).cloned());
@@ -151,7 +206,16 @@ fn open(path: &Path) -> Result<(Option<String>, NamedTensors)> {
         let shape: Vec<i64> = view.shape().iter().map(|&d| d as i64).collect();
         tensors.push((name.to_owned(), Tensor::f_from_data_size(view.data(), &shape, kind)?));
     }
-    Ok((header, tensors))
+    Ok(Opened { header, tensors, is_sealed: checksum_at(&bytes).is_some() })
+}
+
+/// A file taken apart.
+struct Opened {
+    /// Text of the header, if there is one.
+    header: Option<String>,
+    tensors: NamedTensors,
+    /// There is a checksum, and it is right.
+    is_sealed: bool,
 }
 
 /// Reads a checkpoint; see [`Checkpoint::load`].
@@ -159,8 +223,11 @@ fn open(path: &Path) -> Result<(Option<String>, NamedTensors)> {
 /// # Errors
 /// As [`Checkpoint::load`].
 pub fn read(path: &Path) -> Result<Checkpoint> {
-    let (header, tensors) = open(path)?;
+    let Opened { header, tensors, is_sealed } = open(path)?;
     let Some(header) = header else {
+        if let Some((name, _)) = tensors.iter().find(|(name, _)| name.starts_with(PREFIX)) {
+            return Err(unreadable(path, format!("it has {name} but no entry `{METADATA_KEY}`")));
+        }
         // any safetensors file of weights will do
         return Ok(Checkpoint { weights: tensors, ..Checkpoint::default() });
     };
@@ -172,6 +239,9 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
             path,
             format!("it has format version {found}, this voltaic reads up to {known}"),
         ));
+    }
+    if header.meta.format_version >= 2 && !is_sealed {
+        return Err(unreadable(path, "its checksum is missing"));
     }
     let mut weights = Vec::new();
     let mut training = TrainingState {
@@ -278,11 +348,12 @@ mod tests {
         let path = folder.path().join("a.ckpt");
         example().save(&path).expect("saves");
         let mut bytes = std::fs::read(&path).expect("readable");
-        let needle = b"format_version\\\":1";
+        let needle = b"format_version\\\":2";
         let at = bytes.windows(needle.len()).position(|w| w == needle).expect("holds the version")
             + needle.len()
             - 1;
         bytes[at] = b'9';
+        seal(&mut bytes);
         std::fs::write(&path, bytes).expect("writable");
         assert!(Checkpoint::load(&path).expect_err("later").to_string().contains("format version 9"));
     }

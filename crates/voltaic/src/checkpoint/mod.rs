@@ -3,8 +3,12 @@
 //! A file appears under its name only when it is complete and on disk, so a crash at any moment leaves the previous
 //! checkpoint whole. `docs/checkpoint_format.md` describes the layout.
 
+mod async_io;
 mod atomic;
 mod format;
+mod io;
+pub mod pickle;
+mod torch_file;
 
 use std::path::PathBuf;
 
@@ -13,11 +17,14 @@ use tch::Tensor;
 
 use crate::error::Result;
 
+pub use async_io::AsyncCheckpointIo;
 pub use atomic::{remove_file, remove_leftovers, write_atomically};
 pub use format::{read, read_weights, write};
+pub use io::{CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
+pub use torch_file::{read_torch, write_torch};
 
-/// Version of the file layout; a file of a later version is refused.
-pub const FORMAT_VERSION: u32 = 1;
+/// Version of the file layout; a file of a later version is refused. Version 2 added the checksum.
+pub const FORMAT_VERSION: u32 = 2;
 
 /// Everything a run needs to go on where it stopped.
 #[derive(Debug, Default)]
@@ -75,6 +82,45 @@ pub struct CheckpointPaths {
 }
 
 impl Checkpoint {
+    /// The checkpoint with all its tensors on the host; those that are there are shared.
+    ///
+    /// # Errors
+    /// If a tensor cannot be copied.
+    pub fn to_host(&self) -> Result<Self> {
+        self.with_tensors(|tensor| Ok(tensor.f_to_device(tch::Device::Cpu)?))
+    }
+
+    /// A copy on the host that shares nothing with the run, which may go on.
+    ///
+    /// # Errors
+    /// If memory of the host runs out.
+    pub fn snapshot(&self) -> Result<Self> {
+        self.with_tensors(|tensor| match tensor.device() {
+            tch::Device::Cpu => {
+                let mut copy = tensor.f_empty_like()?;
+                copy.f_copy_(tensor)?;
+                Ok(copy)
+            }
+            _ => Ok(tensor.f_to_device(tch::Device::Cpu)?),
+        })
+    }
+
+    fn with_tensors(&self, convert: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let list = |tensors: &[(String, Tensor)]| -> Result<Vec<(String, Tensor)>> {
+            tensors.iter().map(|(name, tensor)| Ok((name.clone(), convert(tensor)?))).collect()
+        };
+        let training = match &self.training {
+            Some(training) => Some(TrainingState {
+                optimizers: training.optimizers.iter().map(|o| list(o)).collect::<Result<_>>()?,
+                grads: list(&training.grads)?,
+                rng: list(&training.rng)?,
+                json: training.json.clone(),
+            }),
+            None => None,
+        };
+        Ok(Self { weights: list(&self.weights)?, training, meta: self.meta.clone() })
+    }
+
     /// Writes the checkpoint to `path`, replacing a file of that name only once it is complete.
     ///
     /// # Errors

@@ -122,7 +122,7 @@ fn run<M: LightningModule>(
     }
     match request.verb() {
         Verb::Fit => {
-            if trainer.config().logger && trainer.config().fast_dev_run.batches().is_none() {
+            if trainer.config().logger.is_enabled() && trainer.config().fast_dev_run.batches().is_none() {
                 save_config(request, trainer.log_dir())?;
             }
             trainer.fit(model, data)?;
@@ -139,7 +139,7 @@ fn trainer(request: &RunRequest) -> anyhow::Result<Trainer> {
     let mut config: TrainerConfig = request.section("trainer")?;
     if request.verb() != Verb::Fit {
         // nothing is trained, so there is no run to log
-        config.logger = false;
+        config.logger = false.into();
         config.enable_checkpointing = config.enable_checkpointing && request.ckpt_path().is_some();
     }
     let mut builder = Trainer::builder().config(config);
@@ -186,7 +186,7 @@ fn print_files(trainer: &Trainer) {
     for path in checkpoint.into_iter().chain(trainer.files()) {
         let label = match path.extension().and_then(|extension| extension.to_str()) {
             Some("ckpt") => "checkpoint",
-            Some("csv") => "metrics",
+            Some("csv" | "jsonl") => "metrics",
             Some("png") => path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("picture"),
             _ => "file",
         };

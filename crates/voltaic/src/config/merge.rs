@@ -121,7 +121,9 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
                 return incoming;
             }
             if !view.classes().is_empty() {
-                return Node { origin, data: Data::Map(vec![("class_path".to_owned(), incoming)]) };
+                let name = view.class(name).map_or_else(|| name.clone(), |class| class.name.to_owned());
+                let class = Node::scalar(Value::String(name), origin.clone());
+                return Node { origin, data: Data::Map(vec![("class_path".to_owned(), class)]) };
             }
             // `callbacks=EarlyStopping` for a list of one.
             if view.allows("array") && !view.item(0).classes().is_empty() {

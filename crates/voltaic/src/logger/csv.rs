@@ -5,12 +5,10 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use super::{Logger, next_version, plot_memory, plot_metrics};
+use super::run_folder::{RunFolder, with_prefix};
+use super::{CsvLoggerConfig, Logger, plot_memory, plot_metrics};
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
-
-/// Rows kept in memory before they are appended to the file.
-const FLUSH_ROWS: usize = 100;
 
 /// Writes `<save_dir>/<name>/version_<n>/metrics.csv`, and at the end `curves.png` beside it, with
 /// [`DeviceStatsMonitor`](crate::callback::DeviceStatsMonitor) also `memory.png`.
@@ -19,11 +17,15 @@ const FLUSH_ROWS: usize = 100;
 /// appears later adds a column.
 #[derive(Debug)]
 pub struct CsvLogger {
-    folder: PathBuf,
-    version: u64,
+    folder: RunFolder,
+    prefix: String,
     columns: BTreeSet<String>,
     /// Rows not yet in the file.
     pending: Vec<Vec<(String, f64)>>,
+    /// Rows kept in memory before they are appended to the file.
+    flush_rows: usize,
+    /// This run has written to the file.
+    is_started: bool,
     writer: Option<BufWriter<File>>,
     plots: bool,
 }
@@ -36,9 +38,23 @@ impl CsvLogger {
 
     /// A logger for a new run below `<save_dir>/<name>`.
     pub fn with_name(save_dir: impl AsRef<Path>, name: &str) -> Self {
-        let version = next_version(save_dir.as_ref(), name);
-        let folder = save_dir.as_ref().join(name).join(format!("version_{version}"));
-        Self { folder, version, columns: BTreeSet::new(), pending: Vec::new(), writer: None, plots: true }
+        let config = CsvLoggerConfig { name: name.to_owned(), ..CsvLoggerConfig::default() };
+        Self::from_config(config, save_dir.as_ref())
+    }
+
+    /// A logger as `config` says, below `default_root_dir` if it names no folder.
+    pub fn from_config(config: CsvLoggerConfig, default_root_dir: &Path) -> Self {
+        let save_dir = config.save_dir.as_deref().unwrap_or(default_root_dir);
+        Self {
+            folder: RunFolder::new(save_dir, &config.name, config.version.as_ref()),
+            prefix: config.prefix,
+            columns: BTreeSet::new(),
+            pending: Vec::new(),
+            flush_rows: usize::try_from(config.flush_logs_every_n_steps.max(1)).unwrap_or(usize::MAX),
+            is_started: false,
+            writer: None,
+            plots: config.plots,
+        }
     }
 
     /// Whether the pictures are drawn at the end (they are).
@@ -48,15 +64,15 @@ impl CsvLogger {
     }
 
     fn metrics_path(&self) -> PathBuf {
-        self.folder.join("metrics.csv")
+        self.folder.path.join("metrics.csv")
     }
 
     fn curves_path(&self) -> PathBuf {
-        self.folder.join("curves.png")
+        self.folder.path.join("curves.png")
     }
 
     fn memory_path(&self) -> PathBuf {
-        self.folder.join("memory.png")
+        self.folder.path.join("memory.png")
     }
 
     fn failed(&self) -> impl Fn(std::io::Error) -> Error + use<> {
@@ -66,7 +82,8 @@ impl CsvLogger {
 
     /// Starts the file anew with all columns known, keeping the rows it had.
     fn rewrite(&mut self) -> Result<()> {
-        let path = self.metrics_path();
+        let path = if self.is_started { self.metrics_path() } else { self.folder.claim("metrics.csv")? };
+        self.is_started = true;
         let mut rows = if path.exists() { read_rows(&path)? } else { Vec::new() };
         rows.append(&mut self.pending);
         let columns = &self.columns;
@@ -110,20 +127,19 @@ fn read_rows(path: &Path) -> Result<Vec<Vec<(String, f64)>>> {
 
 impl Logger for CsvLogger {
     fn log_dir(&self) -> Option<&Path> {
-        Some(&self.folder)
+        Some(&self.folder.path)
     }
 
     fn version(&self) -> Option<String> {
-        Some(self.version.to_string())
+        Some(self.folder.version.clone())
     }
 
     fn log_hyperparams(&mut self, hyper_parameters: &serde_json::Value) -> Result<()> {
-        let text = crate::config::to_yaml(hyper_parameters);
-        write_atomically(&self.folder.join("hparams.yaml"), |file| file.write_all(text.as_bytes()))
+        self.folder.write_hparams(hyper_parameters)
     }
 
     fn log_metrics(&mut self, metrics: &[(String, f64)], step: u64) -> Result<()> {
-        let mut row = metrics.to_vec();
+        let mut row = with_prefix(metrics, &self.prefix);
         if !row.iter().any(|(name, _)| name == "step") {
             row.push(("step".to_owned(), step as f64));
         }
@@ -137,7 +153,7 @@ impl Logger for CsvLogger {
         if self.columns.len() > known {
             self.writer = None; // the header has to change
         }
-        if self.pending.len() >= FLUSH_ROWS { self.save() } else { Ok(()) }
+        if self.pending.len() >= self.flush_rows { self.save() } else { Ok(()) }
     }
 
     fn save(&mut self) -> Result<()> {
@@ -187,6 +203,20 @@ mod tests {
         logger.finalize(true).expect("finishes");
         let text = std::fs::read_to_string(logger.metrics_path()).expect("readable");
         assert_eq!(text, "acc,epoch,loss,step\n,0,0.5,1\n0.25,,,3\n,,NaN,5\n");
+    }
+
+    #[test]
+    fn a_chosen_version_starts_anew_and_a_prefix_leaves_step_and_epoch_alone() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        for value in [0.5, 0.25] {
+            let version = Some(super::super::Version::Name("mine".into()));
+            let config = CsvLoggerConfig { version, prefix: "a".into(), plots: false, ..Default::default() };
+            let mut logger = CsvLogger::from_config(config, folder.path());
+            logger.log_metrics(&[("loss".into(), value), ("epoch".into(), 0.0)], 1).expect("logs");
+            logger.finalize(true).expect("finishes");
+        }
+        let path = folder.path().join("lightning_logs/mine/metrics.csv");
+        assert_eq!(std::fs::read_to_string(path).expect("readable"), "a-loss,epoch,step\n0.25,0,1\n");
     }
 
     #[test]

@@ -1,18 +1,28 @@
-//! Where metrics go: `metrics.csv` in a folder of the run, and pictures of the curves and of the device's memory.
+//! Where metrics go: CSV, JSON lines or TensorBoard event files in a folder of the run, and pictures of the curves and of
+//! the device's memory.
 
+mod config;
 mod csv;
+mod json_lines;
 mod plot;
 mod plot_lr;
 mod plot_memory;
+mod run_folder;
+mod tensorboard;
+pub mod tfevents;
 
 use std::path::{Path, PathBuf};
 
 use crate::error::Result;
 
+pub use config::{CsvLoggerConfig, JsonLinesLoggerConfig, LoggerConfig, Loggers, TensorBoardLoggerConfig};
 pub use csv::CsvLogger;
+pub use json_lines::JsonLinesLogger;
 pub use plot::plot_metrics;
 pub use plot_lr::plot_lr_find;
 pub use plot_memory::plot_memory;
+pub use run_folder::Version;
+pub use tensorboard::TensorBoardLogger;
 
 /// How the names of metrics begin that are about the device and not about the model.
 pub(crate) const DEVICE_STATS: &str = "DeviceStatsMonitor.";
@@ -58,13 +68,4 @@ pub trait Logger: Send {
     fn files(&self) -> Vec<PathBuf> {
         Vec::new()
     }
-}
-
-/// `<save_dir>/<name>/version_<n>`, n one above the highest there.
-pub(crate) fn next_version(save_dir: &Path, name: &str) -> u64 {
-    let Ok(entries) = std::fs::read_dir(save_dir.join(name)) else { return 0 };
-    entries
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.strip_prefix("version_")?.parse::<u64>().ok())
-        .max()
-        .map_or(0, |highest| highest + 1)
 }

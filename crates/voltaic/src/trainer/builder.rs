@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::callbacks::CallbackConfig;
 use super::config::{
-    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig, ValCheckInterval,
+    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
 };
 use super::lr_finder::LearningRateFinderConfig;
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
@@ -15,9 +15,10 @@ use crate::accelerator::{Devices, accelerator};
 use crate::callback::{
     Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, TimeSpan, Timer,
 };
+use crate::checkpoint::{AsyncCheckpointIo, CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
-use crate::logger::{CsvLogger, Logger};
+use crate::logger::{Logger, Loggers};
 use crate::module::{MetricStore, Progress, Requests, RunFacts};
 use crate::optim::OptimizerConfig;
 use crate::precision::{GradScaler, Precision, set_op_lists};
@@ -28,6 +29,7 @@ pub struct TrainerBuilder {
     config: TrainerConfig,
     callbacks: Vec<Box<dyn Callback>>,
     loggers: Vec<Box<dyn Logger>>,
+    checkpoint_io: Option<Box<dyn CheckpointIo>>,
     optimizers: Option<OptimizerOverride>,
     lr_finder: Option<LearningRateFinderConfig>,
 }
@@ -66,6 +68,13 @@ impl TrainerBuilder {
         self
     }
 
+    /// Saves and loads checkpoints through this.
+    #[must_use]
+    pub fn checkpoint_io(mut self, checkpoint_io: impl CheckpointIo + 'static) -> Self {
+        self.checkpoint_io = Some(Box::new(checkpoint_io));
+        self
+    }
+
     /// Uses this optimizer and schedule in place of the module's `configure_optimizers`, for all its parameters.
     #[must_use]
     pub fn optimizer(
@@ -98,7 +107,8 @@ impl TrainerBuilder {
         accumulate_grad_batches: u64;
         gradient_clip_val: f64 => Some;
         gradient_clip_algorithm: GradientClipAlgorithm => Some;
-        logger: bool;
+        logger: Loggers;
+        plugins: Vec<PluginConfig>;
         enable_checkpointing: bool;
         enable_progress_bar: bool;
         enable_model_summary: bool;
@@ -152,11 +162,12 @@ impl TrainerBuilder {
         if let Some(limit) = plan.as_ref().and_then(|plan| plan.max_time) {
             self.callbacks.insert(0, Box::new(Timer::new(limit)));
         }
+        problems.extend(repeated_plugins(&self.config.plugins, self.checkpoint_io.is_some()));
         if let Err(error) = self.add_defaults() {
             problems.extend(error.problems);
         }
         problems.extend(same_state_keys(&self.callbacks));
-        if self.loggers.is_empty() && !self.config.logger {
+        if self.loggers.is_empty() && !self.config.logger.is_enabled() {
             problems.extend(without_logger(&self.callbacks));
         }
         let (Some(plan), Ok(accelerator), true) = (plan, accelerator, problems.is_empty()) else {
@@ -176,8 +187,9 @@ impl TrainerBuilder {
         if plan.fast_dev_run {
             self.loggers.clear();
         }
-        if self.loggers.is_empty() && self.config.logger && !plan.fast_dev_run {
-            self.loggers.push(Box::new(CsvLogger::new(&plan.default_root_dir)));
+        if self.loggers.is_empty() && !plan.fast_dev_run {
+            let loggers = self.config.logger.list().into_iter();
+            self.loggers.extend(loggers.map(|logger| logger.build(&plan.default_root_dir)));
         }
         let first = self.loggers.first();
         let log_dir =
@@ -196,8 +208,10 @@ impl TrainerBuilder {
             version: first.and_then(|logger| logger.version()),
             ..RunFacts::default()
         };
+        let checkpoint_io = checkpoint_io(self.checkpoint_io, &self.config.plugins, accelerator.name());
         let run = Run {
             accelerator,
+            checkpoint_io,
             callbacks: self.callbacks,
             loggers: self.loggers,
             progress: Progress::default(),
@@ -234,6 +248,42 @@ impl TrainerBuilder {
         }
         Ok(())
     }
+}
+
+/// What the builder or the plugins ask for, around what the accelerator needs.
+fn checkpoint_io(
+    given: Option<Box<dyn CheckpointIo>>,
+    plugins: &[PluginConfig],
+    accelerator: &str,
+) -> Box<dyn CheckpointIo> {
+    let needs_host = accelerator == "hpu" || plugins.contains(&PluginConfig::HpuCheckpointIo);
+    let own: Box<dyn CheckpointIo> =
+        if needs_host { Box::new(HpuCheckpointIo) } else { Box::new(FileCheckpointIo) };
+    let is_async = plugins.contains(&PluginConfig::AsyncCheckpointIo);
+    let outer =
+        given.or_else(|| is_async.then(|| Box::new(AsyncCheckpointIo::new()) as Box<dyn CheckpointIo>));
+    match outer {
+        Some(mut outer) => {
+            outer.set_inner(own);
+            outer
+        }
+        None => own,
+    }
+}
+
+/// Plugins that would do the same thing twice.
+fn repeated_plugins(plugins: &[PluginConfig], has_checkpoint_io: bool) -> Vec<ConfigProblem> {
+    let kinds = [PluginConfig::AsyncCheckpointIo, PluginConfig::HpuCheckpointIo];
+    let counts = kinds.map(|kind| plugins.iter().filter(|plugin| **plugin == kind).count());
+    let mut problems = Vec::new();
+    if counts.iter().any(|&count| count > 1) {
+        problems.push(ConfigProblem::new("trainer.plugins", "a class is given twice", "give it once"));
+    }
+    if has_checkpoint_io && counts.iter().any(|&count| count > 0) {
+        let what = "names a CheckpointIo, but the builder was given one too";
+        problems.push(ConfigProblem::new("trainer.plugins", what, "give one of the two"));
+    }
+    problems
 }
 
 /// Callbacks that have nothing to do in a run without logger.

@@ -10,7 +10,7 @@ use super::hooks::{BatchFacts, hook_error, of_callback};
 use super::seed;
 use super::session::{Run, Session};
 use crate::callback::Callback;
-use crate::checkpoint::{self, Checkpoint, CheckpointMeta, CheckpointPaths, TrainingState};
+use crate::checkpoint::{Checkpoint, CheckpointMeta, CheckpointPaths, TrainingState};
 use crate::data::Stage;
 use crate::error::{CheckpointError, ConfigError, Error, Result};
 use crate::module::{CheckpointRequest, LightningModule, MetricsState, Progress};
@@ -46,36 +46,21 @@ struct State {
 /// Writes the checkpoint that a callback asked for, then removes those it replaces.
 pub(super) fn write<M: LightningModule>(session: &mut Session<M>, request: &CheckpointRequest) -> Result<()> {
     match &request.link_to {
-        Some(target) => link(target, &request.path)?,
-        None => collect(session, request.weights_only)?.save(&request.path)?,
+        Some(target) => session.run.checkpoint_io.link_checkpoint(target, &request.path)?,
+        None => {
+            let checkpoint = collect(session, request.weights_only)?;
+            session.run.checkpoint_io.save_checkpoint(&checkpoint, &request.path, None)?;
+        }
     }
-    request.then_remove.iter().try_for_each(|old| checkpoint::remove_file(old))
-}
-
-/// Makes `path` a symbolic link to `target`, by its name alone if they are in the same folder.
-fn link(target: &Path, path: &Path) -> Result<()> {
-    let target = match (target.parent() == path.parent(), target.file_name()) {
-        (true, Some(name)) => Path::new(name),
-        _ => target,
-    };
-    let temporary = path.with_extension("link.tmp");
-    checkpoint::remove_file(&temporary)?;
-    std::os::unix::fs::symlink(target, &temporary).map_err(|e| Error::io("link", &temporary, e))?;
-    std::fs::rename(&temporary, path).map_err(|e| Error::io("rename to", path, e))
+    let io = &mut session.run.checkpoint_io;
+    request.then_remove.iter().try_for_each(|old| io.remove_checkpoint(old))
 }
 
 /// # Sync
 /// Reads weights, optimizer state and metrics back.
 fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> Result<Checkpoint> {
     let run = &*session.run;
-    let meta = CheckpointMeta {
-        epoch: run.progress.current_epoch,
-        global_step: run.progress.global_step,
-        module: Module::type_name(session.module).to_owned(),
-        hyper_parameters: session.module.hyper_parameters(),
-        ..CheckpointMeta::default()
-    };
-    let mut checkpoint = Checkpoint { weights: session.module.state_dict(), training: None, meta };
+    let mut checkpoint = weights(session.module, &run.progress);
     let mut state = None;
     if !weights_only {
         let optimizers: Vec<OptimizerState> =
@@ -115,6 +100,18 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
             .map_err(|e| Error::io("serialize", "the training state", e.into()))?;
     }
     Ok(checkpoint)
+}
+
+/// A checkpoint of weights only; its tensors are the module's.
+pub(super) fn weights<M: LightningModule>(module: &M, progress: &Progress) -> Checkpoint {
+    let meta = CheckpointMeta {
+        epoch: progress.current_epoch,
+        global_step: progress.global_step,
+        module: Module::type_name(module).to_owned(),
+        hyper_parameters: module.hyper_parameters(),
+        ..CheckpointMeta::default()
+    };
+    Checkpoint { weights: module.state_dict(), training: None, meta }
 }
 
 /// The callbacks' hook.

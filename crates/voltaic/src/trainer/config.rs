@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::callbacks::CallbackConfig;
 use crate::accelerator::Devices;
 use crate::callback::TimeSpan;
+use crate::logger::Loggers;
 use crate::precision::HpuPrecisionPlugin;
 
 /// A number of batches, or a fraction of all of them.
@@ -141,6 +142,10 @@ pub enum GradientClipAlgorithm {
 pub enum PluginConfig {
     /// Precision on an HPU with lists of operators; in place of `trainer.precision`.
     HpuPrecisionPlugin(HpuPrecisionPlugin),
+    /// Writes checkpoints while training goes on.
+    AsyncCheckpointIo,
+    /// Writes checkpoints with all tensors on the host first, as is done on an HPU anyway.
+    HpuCheckpointIo,
 }
 
 /// Switches of a run, with Lightning's names and defaults.
@@ -189,11 +194,11 @@ pub struct TrainerConfig {
     pub gradient_clip_val: Option<f64>,
     /// What the limit holds for: `norm` (of all gradients together) or `value` (of each element).
     pub gradient_clip_algorithm: Option<GradientClipAlgorithm>,
-    /// Write metrics to `lightning_logs/version_<n>/metrics.csv`.
-    pub logger: bool,
+    /// Where metrics go: `true` for a `CSVLogger`, `false` for nothing, or loggers by class name.
+    pub logger: Loggers,
     /// Callbacks by class name.
     pub callbacks: Vec<CallbackConfig>,
-    /// Parts of the trainer by class name: `HpuPrecisionPlugin`.
+    /// Parts of the trainer by class name: `HpuPrecisionPlugin`, `AsyncCheckpointIo`, `HpuCheckpointIo`.
     pub plugins: Vec<PluginConfig>,
     /// Save checkpoints, with a default `ModelCheckpoint` unless one is given.
     pub enable_checkpointing: bool,
@@ -249,7 +254,7 @@ impl Default for TrainerConfig {
             accumulate_grad_batches: 1,
             gradient_clip_val: None,
             gradient_clip_algorithm: None,
-            logger: true,
+            logger: Loggers::Flag(true),
             callbacks: Vec::new(),
             plugins: Vec::new(),
             enable_checkpointing: true,

@@ -27,7 +27,6 @@ use std::time::Instant;
 
 use tch::Tensor;
 
-use crate::checkpoint::Checkpoint;
 use crate::data::{Batch, DataLoader, DataModule, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
@@ -39,7 +38,8 @@ pub use crate::accelerator::Devices;
 pub use builder::TrainerBuilder;
 pub use callbacks::CallbackConfig;
 pub use config::{
-    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, TrainerConfig, ValCheckInterval, WarnText,
+    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
+    WarnText,
 };
 pub use lr_finder::{LearningRateFinderConfig, LrFind, LrGrowth};
 pub use optimizers::LrSchedulerSettings;
@@ -181,6 +181,22 @@ impl Trainer {
         self.evaluate(module, data, Stage::Predict, source, |session, data| session.predict(data))
     }
 
+    /// Writes the weights and hyper-parameters of `module`. A checkpoint to resume from is written within fit: see
+    /// [`HookContext::request_checkpoint`](crate::module::HookContext::request_checkpoint).
+    ///
+    /// # Errors
+    /// If the file cannot be written, or the trainer's [`CheckpointIo`](crate::checkpoint::CheckpointIo) does not know one of `storage_options`.
+    pub fn save_checkpoint<M: LightningModule>(
+        &mut self,
+        module: &M,
+        path: impl AsRef<std::path::Path>,
+        storage_options: Option<&serde_json::Value>,
+    ) -> Result<()> {
+        let checkpoint = checkpointing::weights(module, &self.run.progress);
+        self.run.checkpoint_io.save_checkpoint(&checkpoint, path.as_ref(), storage_options)?;
+        self.run.checkpoint_io.teardown()
+    }
+
     /// The latest value of a metric, such as `val_loss`.
     pub fn metric(&self, name: &str) -> Option<f64> {
         self.run.metrics.callback_metric(name)
@@ -283,7 +299,8 @@ fn evaluate_session<M: LightningModule, T>(
     let stage = session.stage;
     session.setup()?;
     if let Some(path) = ckpt_path.map(|path| checkpointing::find(session.run, path)).transpose()?.flatten() {
-        checkpointing::restore_module(session, &Checkpoint::load(&path)?, &path)?;
+        let checkpoint = session.run.checkpoint_io.load_checkpoint(&path)?;
+        checkpointing::restore_module(session, &checkpoint, &path)?;
     }
     let LoaderSource { method, limit_key, limit, ask } = source;
     let loaders = guarded(|| ask(session.data));
@@ -312,7 +329,7 @@ fn fit_session<M: LightningModule>(
     set_training(session.module, true);
     let mut checkpoint = None;
     if let Some(path) = ckpt_path.map(|path| checkpointing::find(session.run, path)).transpose()?.flatten() {
-        let loaded = Checkpoint::load(&path)?;
+        let loaded = session.run.checkpoint_io.load_checkpoint(&path)?;
         checkpointing::restore_module(session, &loaded, &path)?;
         checkpoint = Some((loaded, path));
     }
@@ -341,6 +358,7 @@ fn fit_session<M: LightningModule>(
     session.train(&mut loaders)?;
     call_hook!(session, on_fit_end, Train, Denied)?;
     session.write_checkpoints()?;
+    session.run.checkpoint_io.teardown()?;
     session.teardown()
 }
 

@@ -12,7 +12,7 @@ use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
 use crate::ffi::DeterministicMode;
 use crate::optim::GradientClip;
-use crate::precision::{OpLists, Precision};
+use crate::precision::{HpuPrecisionPlugin, OpLists, Precision};
 
 /// A run as it will be done. Immutable; nothing is `auto`.
 #[derive(Debug, Clone, PartialEq)]
@@ -256,7 +256,15 @@ fn resolve_precision(
     accelerator: &str,
     problems: &mut Problems,
 ) -> (Precision, Option<OpLists>) {
-    match (&config.precision, &config.plugins[..]) {
+    let plugins: Vec<&HpuPrecisionPlugin> = config
+        .plugins
+        .iter()
+        .filter_map(|plugin| match plugin {
+            PluginConfig::HpuPrecisionPlugin(plugin) => Some(plugin),
+            _ => None,
+        })
+        .collect();
+    match (&config.precision, &plugins[..]) {
         (None, []) => (Precision::default(), None),
         (Some(value), []) => match Precision::parse(value, accelerator) {
             Ok(precision) => (precision, None),
@@ -266,7 +274,7 @@ fn resolve_precision(
                 (Precision::default(), None)
             }
         },
-        (None, [PluginConfig::HpuPrecisionPlugin(plugin)]) => match plugin.resolve(accelerator) {
+        (None, [plugin]) => match plugin.resolve(accelerator) {
             Ok(found) => found,
             Err(Error::Config(error)) => {
                 problems.0.extend(error.problems);

@@ -12,6 +12,7 @@ use super::plan::TrainPlan;
 use super::signals::Signals;
 use crate::accelerator::Accelerator;
 use crate::callback::Callback;
+use crate::checkpoint::CheckpointIo;
 use crate::data::{Batch, Stage};
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
@@ -27,6 +28,7 @@ use crate::precision::{GradScaler, autocast};
 /// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
 pub(super) struct Run {
     pub accelerator: Box<dyn Accelerator>,
+    pub checkpoint_io: Box<dyn CheckpointIo>,
     pub callbacks: Vec<Box<dyn Callback>>,
     pub loggers: Vec<Box<dyn Logger>>,
     pub progress: Progress,
@@ -216,6 +218,9 @@ impl<M: LightningModule> Session<'_, M> {
             if let Err(second) = checkpointing::write(self, &request) {
                 tracing::warn!("the checkpoint after the failure could not be written: {second}");
             }
+        }
+        if let Err(second) = self.run.checkpoint_io.teardown() {
+            tracing::warn!("a checkpoint from before the failure could not be written: {second}");
         }
         for logger in &mut self.run.loggers {
             if let Err(second) = logger.finalize(false) {

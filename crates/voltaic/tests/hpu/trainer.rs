@@ -114,6 +114,20 @@ fn a_checkpoint_goes_from_one_device_to_the_other() {
 }
 
 #[test]
+fn evaluation_on_hpu_has_no_grad_but_is_no_inference_mode() {
+    let _rng = start();
+    let root = TempDir::new().unwrap();
+    let mut net = Classifier::new(LeNet::new(LeNetConfig::default()).unwrap());
+    let mut trainer = trainer(root.path(), "hpu").logger(false).build().unwrap();
+    let mut data = Loaders::new().predict(loader());
+    for output in trainer.predict(&mut net, &mut data).unwrap().remove(0) {
+        // a tensor of inference mode cannot be used where autograd records
+        assert!(!output.is_inference() && !output.requires_grad());
+        (output.set_requires_grad(true) * 2.0).sum(Kind::Float).backward();
+    }
+}
+
+#[test]
 fn memory_statistics_tell_of_the_run() {
     let _rng = start();
     let root = TempDir::new().unwrap();

@@ -10,6 +10,7 @@
 
 mod autograd;
 mod callbacks;
+mod checkpoint_io;
 mod cli;
 mod config;
 mod config_print;
@@ -23,6 +24,7 @@ mod hooks;
 mod host_pool;
 mod kill;
 mod layers;
+mod loggers;
 mod lr_scheduler;
 mod manual;
 mod master_weights;

@@ -1,0 +1,125 @@
+//! How checkpoints reach storage: a trait, the default, the one for HPUs. The asynchronous one is in `async_io.rs`.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::{Checkpoint, remove_file};
+use crate::error::{ConfigError, Error, Result};
+
+/// Saves, loads and removes checkpoints; Lightning's `CheckpointIO`.
+///
+/// A run has one, in which calls come in order: a checkpoint is saved before it is linked to, and before the one that it
+/// replaces is removed.
+pub trait CheckpointIo: Send {
+    /// Writes `checkpoint` so that `path` holds either the old file or the whole new one, whatever happens.
+    ///
+    /// # Errors
+    /// If it cannot be written; if `storage_options` has options that this class does not know.
+    fn save_checkpoint(
+        &mut self,
+        checkpoint: &Checkpoint,
+        path: &Path,
+        storage_options: Option<&Value>,
+    ) -> Result<()>;
+
+    /// Reads a checkpoint; tensors are on the CPU.
+    ///
+    /// # Errors
+    /// If the file is missing or damaged.
+    fn load_checkpoint(&mut self, path: &Path) -> Result<Checkpoint> {
+        Checkpoint::load(path)
+    }
+
+    /// Removes a checkpoint; that it is gone already is no error.
+    ///
+    /// # Errors
+    /// If it is there and cannot be removed.
+    fn remove_checkpoint(&mut self, path: &Path) -> Result<()> {
+        remove_file(path)
+    }
+
+    /// Makes `path` a symbolic link to the checkpoint `target`.
+    ///
+    /// # Errors
+    /// If the folder cannot be written to.
+    fn link_checkpoint(&mut self, target: &Path, path: &Path) -> Result<()> {
+        link(target, path)
+    }
+
+    /// Waits until everything is on disk; called at the end of each fit.
+    ///
+    /// # Errors
+    /// If something that was begun could not be done.
+    fn teardown(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Gets what the accelerator would use by itself. A wrapper made without an inner one takes it.
+    fn set_inner(&mut self, inner: Box<dyn CheckpointIo>) {
+        drop(inner);
+    }
+}
+
+/// Writes checkpoints to files; the default.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FileCheckpointIo;
+
+impl CheckpointIo for FileCheckpointIo {
+    fn save_checkpoint(
+        &mut self,
+        checkpoint: &Checkpoint,
+        path: &Path,
+        storage_options: Option<&Value>,
+    ) -> Result<()> {
+        refuse_storage_options("FileCheckpointIo", storage_options)?;
+        checkpoint.save(path)
+    }
+}
+
+/// Writes checkpoints of a device that only the trainer's thread may touch: all tensors are on the host before the
+/// first byte is written. The default on HPUs; Lightning's `HPUCheckpointIO`.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct HpuCheckpointIo;
+
+impl CheckpointIo for HpuCheckpointIo {
+    /// # Sync
+    /// Reads all tensors back.
+    fn save_checkpoint(
+        &mut self,
+        checkpoint: &Checkpoint,
+        path: &Path,
+        storage_options: Option<&Value>,
+    ) -> Result<()> {
+        refuse_storage_options("HpuCheckpointIo", storage_options)?;
+        checkpoint.to_host()?.save(path)
+    }
+}
+
+/// Files take no options: whatever was meant by them would not happen.
+fn refuse_storage_options(class: &str, storage_options: Option<&Value>) -> Result<()> {
+    let names = match storage_options {
+        None | Some(Value::Null) => return Ok(()),
+        Some(Value::Object(options)) => options.keys().cloned().collect::<Vec<_>>().join(", "),
+        Some(other) => other.to_string(),
+    };
+    let names = if names.is_empty() { "{}".to_owned() } else { names };
+    Err(ConfigError::new(
+        "Trainer.save_checkpoint(.., storage_options)",
+        format!("{class} knows no storage options, but was given {names}"),
+        format!("leave storage_options out, or give the trainer a CheckpointIo that knows them in place of {class}"),
+    )
+    .into())
+}
+
+/// Makes `path` a symbolic link to `target`, by its name alone if they are in the same folder.
+fn link(target: &Path, path: &Path) -> Result<()> {
+    let target = match (target.parent() == path.parent(), target.file_name()) {
+        (true, Some(name)) => Path::new(name),
+        _ => target,
+    };
+    let temporary = path.with_extension("link.tmp");
+    remove_file(&temporary)?;
+    std::os::unix::fs::symlink(target, &temporary).map_err(|e| Error::io("link", &temporary, e))?;
+    std::fs::rename(&temporary, path).map_err(|e| Error::io("rename to", path, e))
+}

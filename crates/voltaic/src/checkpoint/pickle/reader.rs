@@ -1,0 +1,505 @@
+//! The machine that pickles are programs for, with data as its only instructions.
+//!
+//! Values live in an arena, since a pickle may share them, refer in circles and nest without end; the result is a tree
+//! of bounded depth and size.
+
+use std::collections::HashMap;
+
+use tch::{Kind, Tensor};
+
+use super::Value;
+use super::globals::{self, Global};
+
+/// A tree deeper than this is refused.
+const MAX_DEPTH: usize = 64;
+/// A tree with more values than this is refused.
+const MAX_VALUES: usize = 20_000_000;
+
+/// Gives the elements of a storage by key, dtype and number.
+pub(in crate::checkpoint) type Loaded<'a> = dyn FnMut(&str, Kind, usize) -> Result<Tensor, String> + 'a;
+
+/// Reads a pickle; `load` gives the storages of its tensors.
+///
+/// # Errors
+/// What is wrong, and at which byte.
+pub(in crate::checkpoint) fn read(bytes: &[u8], load: &mut Loaded) -> Result<Value, String> {
+    let mut machine = Machine {
+        bytes,
+        at: 0,
+        nodes: Vec::new(),
+        stack: Vec::new(),
+        marks: Vec::new(),
+        memo: HashMap::new(),
+        load,
+    };
+    let root = machine.run().map_err(|what| format!("{what} (byte {} of its pickle)", machine.at))?;
+    let mut budget = MAX_VALUES;
+    machine.tree(root, 0, &mut budget)
+}
+
+type Id = usize;
+type Step<T = ()> = Result<T, String>;
+
+#[derive(Debug)]
+enum Node {
+    None,
+    Bool(bool),
+    Int(i64),
+    Float(f64),
+    Text(String),
+    Bytes(Vec<u8>),
+    List(Vec<Id>),
+    Tuple(Vec<Id>),
+    Dict { entries: Vec<(Id, Id)>, is_namespace: bool },
+    Global(Global),
+    Storage { kind: Option<Kind>, key: String, numel: usize },
+    Tensor(Tensor),
+}
+
+struct Machine<'a, 'l> {
+    bytes: &'a [u8],
+    at: usize,
+    nodes: Vec<Node>,
+    stack: Vec<Id>,
+    /// Heights of the stack at each open mark.
+    marks: Vec<usize>,
+    memo: HashMap<u64, Id>,
+    load: &'l mut Loaded<'l>,
+}
+
+impl Machine<'_, '_> {
+    fn run(&mut self) -> Step<Id> {
+        loop {
+            let opcode = self.take(1)?[0];
+            if opcode == b'.' {
+                return self.pop();
+            }
+            self.step(opcode)?;
+        }
+    }
+
+    fn take(&mut self, count: usize) -> Step<&[u8]> {
+        let end = self.at.checked_add(count).filter(|end| *end <= self.bytes.len());
+        let end = end.ok_or("it ends in the middle")?;
+        let taken = &self.bytes[self.at..end];
+        self.at = end;
+        Ok(taken)
+    }
+
+    /// A little-endian number of so many bytes.
+    fn number(&mut self, width: usize) -> Step<u64> {
+        Ok(self.take(width)?.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte)))
+    }
+
+    fn bytes(&mut self, width: usize) -> Step<Vec<u8>> {
+        let length = usize::try_from(self.number(width)?).map_err(|_| "a length is too large")?;
+        Ok(self.take(length)?.to_vec())
+    }
+
+    fn text(&mut self, width: usize) -> Step<String> {
+        String::from_utf8(self.bytes(width)?).map_err(|_| "a text is not UTF-8".to_owned())
+    }
+
+    fn line(&mut self) -> Step<String> {
+        let length =
+            self.bytes[self.at..].iter().position(|byte| *byte == b'\n').ok_or("it ends in the middle")?;
+        let line = String::from_utf8(self.take(length)?.to_vec()).map_err(|_| "a text is not UTF-8")?;
+        self.at += 1;
+        Ok(line)
+    }
+
+    fn push(&mut self, node: Node) -> Step {
+        self.nodes.push(node);
+        self.stack.push(self.nodes.len() - 1);
+        Ok(())
+    }
+
+    fn pop(&mut self) -> Step<Id> {
+        let floor = self.marks.last().copied().unwrap_or(0);
+        if self.stack.len() <= floor {
+            return Err("it takes a value where there is none".to_owned());
+        }
+        self.stack.pop().ok_or_else(|| "it takes a value where there is none".to_owned())
+    }
+
+    /// The values above the last mark, which goes too.
+    fn pop_mark(&mut self) -> Step<Vec<Id>> {
+        let height = self.marks.pop().ok_or("it takes a mark where there is none")?;
+        Ok(self.stack.split_off(height.min(self.stack.len())))
+    }
+
+    fn top(&self) -> Step<Id> {
+        let floor = self.marks.last().copied().unwrap_or(0);
+        self.stack[floor.min(self.stack.len())..]
+            .last()
+            .copied()
+            .ok_or_else(|| "it takes a value where there is none".to_owned())
+    }
+
+    /// One instruction. The numbers are those of `pickletools`.
+    fn step(&mut self, opcode: u8) -> Step {
+        match opcode {
+            0x80 => match self.number(1)? {
+                version @ 6.. => Err(format!("its pickle protocol {version} is unknown")),
+                _ => Ok(()),
+            },
+            0x95 => self.number(8).map(drop), // frame
+            b'(' => {
+                self.marks.push(self.stack.len());
+                Ok(())
+            }
+            b'0' => self.pop().map(drop),
+            b'1' => self.pop_mark().map(drop),
+            b'2' => {
+                let top = self.top()?;
+                self.stack.push(top);
+                Ok(())
+            }
+            b'N' => self.push(Node::None),
+            0x88 => self.push(Node::Bool(true)),
+            0x89 => self.push(Node::Bool(false)),
+            b'I' | b'L' | b'F' | b'V' | b'S' => self.text_scalar(opcode),
+            b'J' => {
+                let bits = self.number(4)? as u32;
+                self.push(Node::Int(i64::from(bits.cast_signed())))
+            }
+            b'K' => self.number(1).and_then(|n| self.push(Node::Int(n as i64))),
+            b'M' => self.number(2).and_then(|n| self.push(Node::Int(n as i64))),
+            0x8a => self.bytes(1).and_then(|bytes| self.long(&bytes)),
+            0x8b => self.bytes(4).and_then(|bytes| self.long(&bytes)),
+            b'G' => {
+                let bytes: [u8; 8] = self.take(8)?.try_into().map_err(|_| "it ends in the middle")?;
+                self.push(Node::Float(f64::from_be_bytes(bytes)))
+            }
+            b'X' => self.text(4).and_then(|text| self.push(Node::Text(text))),
+            0x8c => self.text(1).and_then(|text| self.push(Node::Text(text))),
+            0x8d => self.text(8).and_then(|text| self.push(Node::Text(text))),
+            b'T' => self.text(4).and_then(|text| self.push(Node::Text(text))),
+            b'U' => self.text(1).and_then(|text| self.push(Node::Text(text))),
+            b'B' => self.bytes(4).and_then(|bytes| self.push(Node::Bytes(bytes))),
+            b'C' => self.bytes(1).and_then(|bytes| self.push(Node::Bytes(bytes))),
+            0x8e | 0x96 => self.bytes(8).and_then(|bytes| self.push(Node::Bytes(bytes))),
+            _ => self.compound(opcode),
+        }
+    }
+
+    /// An instruction on values that hold others.
+    fn compound(&mut self, opcode: u8) -> Step {
+        match opcode {
+            b']' | 0x8f => self.push(Node::List(Vec::new())),
+            b'}' => self.push(Node::Dict { entries: Vec::new(), is_namespace: false }),
+            b')' => self.push(Node::Tuple(Vec::new())),
+            b'l' | 0x91 => self.pop_mark().and_then(|items| self.push(Node::List(items))),
+            b't' => self.pop_mark().and_then(|items| self.push(Node::Tuple(items))),
+            0x85..=0x87 => {
+                let mut items = (0..opcode - 0x84).map(|_| self.pop()).collect::<Step<Vec<_>>>()?;
+                items.reverse();
+                self.push(Node::Tuple(items))
+            }
+            b'd' => {
+                let items = self.pop_mark()?;
+                let entries = pairs(&items)?;
+                self.push(Node::Dict { entries, is_namespace: false })
+            }
+            b'a' => self.pop().and_then(|item| self.append(vec![item])),
+            b'e' | 0x90 => self.pop_mark().and_then(|items| self.append(items)),
+            b's' => {
+                let (value, key) = (self.pop()?, self.pop()?);
+                self.set(vec![(key, value)])
+            }
+            b'u' => self.pop_mark().and_then(|items| pairs(&items)).and_then(|entries| self.set(entries)),
+            b'q' => self.number(1).and_then(|index| self.memoize(index)),
+            b'r' => self.number(4).and_then(|index| self.memoize(index)),
+            b'p' => self
+                .line()
+                .and_then(|index| self.memoize(index.parse().map_err(|_| "a memo index is no number")?)),
+            0x94 => self.memoize(self.memo.len() as u64),
+            b'h' => self.number(1).and_then(|index| self.recall(index)),
+            b'j' => self.number(4).and_then(|index| self.recall(index)),
+            b'g' => self
+                .line()
+                .and_then(|index| self.recall(index.parse().map_err(|_| "a memo index is no number")?)),
+            b'c' => {
+                let (module, name) = (self.line()?, self.line()?);
+                self.global(&module, &name)
+            }
+            0x93 => {
+                let (name, module) = (self.pop()?, self.pop()?);
+                let (Node::Text(module), Node::Text(name)) = (&self.nodes[module], &self.nodes[name]) else {
+                    return Err("a global is named by something other than text".to_owned());
+                };
+                let (module, name) = (module.clone(), name.clone());
+                self.global(&module, &name)
+            }
+            b'R' | 0x81 => {
+                let (arguments, callee) = (self.pop()?, self.pop()?);
+                self.call(callee, arguments)
+            }
+            b'b' => self.build(),
+            b'Q' => self.persistent(),
+            other => Err(format!("instruction {other:#04x} is unknown, or makes more than plain data")),
+        }
+    }
+
+    fn text_scalar(&mut self, opcode: u8) -> Step {
+        let line = self.line()?;
+        let bad = || format!("`{line}` is no number");
+        match opcode {
+            b'I' if line == "00" || line == "01" => self.push(Node::Bool(line == "01")),
+            b'I' | b'L' => {
+                let int = line.trim_end_matches('L').parse().map_err(|_| bad())?;
+                self.push(Node::Int(int))
+            }
+            b'F' => {
+                let float = line.parse().map_err(|_| bad())?;
+                self.push(Node::Float(float))
+            }
+            b'S' => self.push(Node::Text(line.trim_matches(['\'', '"']).to_owned())),
+            _ => self.push(Node::Text(line)),
+        }
+    }
+
+    /// A little-endian two's complement number.
+    fn long(&mut self, bytes: &[u8]) -> Step {
+        if bytes.len() > 8 {
+            return Err(format!("a whole number of {} bytes is too large", bytes.len()));
+        }
+        let fill = if bytes.last().is_some_and(|byte| byte & 0x80 != 0) { 0xff } else { 0 };
+        let mut full = [fill; 8];
+        full[..bytes.len()].copy_from_slice(bytes);
+        self.push(Node::Int(i64::from_le_bytes(full)))
+    }
+
+    fn append(&mut self, items: Vec<Id>) -> Step {
+        let top = self.top()?;
+        match &mut self.nodes[top] {
+            Node::List(list) => {
+                list.extend(items);
+                Ok(())
+            }
+            _ => Err("it appends to something other than a list".to_owned()),
+        }
+    }
+
+    fn set(&mut self, items: Vec<(Id, Id)>) -> Step {
+        let top = self.top()?;
+        match &mut self.nodes[top] {
+            Node::Dict { entries, .. } => {
+                entries.extend(items);
+                Ok(())
+            }
+            _ => Err("it sets an item of something other than a dictionary".to_owned()),
+        }
+    }
+
+    fn memoize(&mut self, index: u64) -> Step {
+        let top = self.top()?;
+        self.memo.insert(index, top);
+        Ok(())
+    }
+
+    fn recall(&mut self, index: u64) -> Step {
+        let id = *self.memo.get(&index).ok_or_else(|| format!("memo {index} is used before it is set"))?;
+        self.stack.push(id);
+        Ok(())
+    }
+
+    fn global(&mut self, module: &str, name: &str) -> Step {
+        let global = globals::find(module, name).ok_or_else(|| {
+            format!("the global `{module}.{name}` is refused, since only plain data is read")
+        })?;
+        self.push(Node::Global(global))
+    }
+
+    fn items(&self, id: Id) -> Option<&[Id]> {
+        if let Node::Tuple(items) | Node::List(items) = &self.nodes[id] { Some(items) } else { None }
+    }
+
+    fn call(&mut self, callee: Id, arguments: Id) -> Step {
+        let &Node::Global(global) = &self.nodes[callee] else {
+            return Err("it calls something that is no class or function".to_owned());
+        };
+        let arguments = self.items(arguments).ok_or("arguments are no tuple")?.to_vec();
+        let first = arguments.first().copied();
+        let text = |id: Id| if let Node::Text(text) = &self.nodes[id] { Some(text.clone()) } else { None };
+        let node = match global {
+            Global::Dict | Global::Namespace => {
+                let entries = match first.map(|id| &self.nodes[id]) {
+                    Some(Node::Dict { entries, .. }) => entries.clone(),
+                    Some(Node::List(list)) => {
+                        let pairs = list
+                            .iter()
+                            .map(|id| self.items(*id).and_then(|pair| Some((*pair.first()?, *pair.get(1)?))));
+                        pairs
+                            .collect::<Option<_>>()
+                            .ok_or("a dictionary is made of something other than pairs")?
+                    }
+                    _ => Vec::new(),
+                };
+                Node::Dict { entries, is_namespace: global == Global::Namespace }
+            }
+            Global::List => Node::List(first.and_then(|id| self.items(id)).unwrap_or_default().to_vec()),
+            Global::Tuple => Node::Tuple(first.and_then(|id| self.items(id)).unwrap_or_default().to_vec()),
+            Global::Tensor | Global::TypedTensor => Node::Tensor(self.tensor(global, &arguments)?),
+            Global::First => {
+                self.stack.push(first.ok_or("a parameter without a tensor")?);
+                return Ok(());
+            }
+            Global::Device => {
+                let kind = first.and_then(text).ok_or("a device without a name")?;
+                match arguments.get(1).map(|id| &self.nodes[*id]) {
+                    Some(Node::Int(index)) => Node::Text(format!("{kind}:{index}")),
+                    _ => Node::Text(kind),
+                }
+            }
+            Global::Encode => {
+                let text = first.and_then(text).ok_or("it encodes something other than text")?;
+                let bytes = text.chars().map(|c| u8::try_from(u32::from(c)));
+                Node::Bytes(bytes.collect::<Result<_, _>>().map_err(|_| "encoded text is not latin1")?)
+            }
+            Global::Bytes if arguments.is_empty() => Node::Bytes(Vec::new()),
+            Global::Path => {
+                let parts = arguments.iter().map(|id| text(*id)).collect::<Option<Vec<_>>>();
+                let path: std::path::PathBuf =
+                    parts.ok_or("a path is made of something other than text")?.iter().collect();
+                Node::Text(path.to_string_lossy().into_owned())
+            }
+            Global::Bytes | Global::Storage(_) | Global::Dtype(..) => {
+                return Err(format!("it calls {global:?}, which is refused, since only plain data is read"));
+            }
+        };
+        self.push(node)
+    }
+
+    /// State given to an object after it was made: attributes of a namespace; those of other values are left out.
+    fn build(&mut self) -> Step {
+        let (state, object) = (self.pop()?, self.top()?);
+        let attributes = match &self.nodes[state] {
+            Node::Dict { entries, .. } => entries.clone(),
+            _ => Vec::new(),
+        };
+        match &mut self.nodes[object] {
+            Node::Dict { entries, is_namespace: true } => entries.extend(attributes),
+            Node::Dict { .. } | Node::Tensor(_) => {}
+            _ => return Err("it gives state to something other than an object".to_owned()),
+        }
+        Ok(())
+    }
+
+    /// `('storage', class, key, location, numel)`.
+    fn persistent(&mut self) -> Step {
+        let id = self.pop()?;
+        let storage = self.items(id).and_then(|items| {
+            let nodes: Vec<&Node> = items.iter().map(|id| &self.nodes[*id]).collect();
+            match nodes[..] {
+                [
+                    Node::Text(tag),
+                    Node::Global(Global::Storage(kind)),
+                    Node::Text(key),
+                    _,
+                    Node::Int(numel),
+                ] if tag == "storage" => {
+                    let numel = usize::try_from(*numel).ok()?;
+                    Some(Node::Storage { kind: *kind, key: key.clone(), numel })
+                }
+                _ => None,
+            }
+        });
+        self.push(storage.ok_or("a reference to something other than a storage of a known dtype")?)
+    }
+
+    fn integers(&self, id: Id) -> Option<Vec<i64>> {
+        let int = |id: &Id| if let Node::Int(int) = self.nodes[*id] { Some(int) } else { None };
+        self.items(id)?.iter().map(int).collect()
+    }
+
+    fn tensor(&mut self, global: Global, arguments: &[Id]) -> Step<Tensor> {
+        let bad = || "a tensor is made of something other than storage, offset, size and stride".to_owned();
+        let &[storage, offset, size, stride, ..] = arguments else { return Err(bad()) };
+        let (Node::Storage { kind, key, numel }, &Node::Int(offset)) =
+            (&self.nodes[storage], &self.nodes[offset])
+        else {
+            return Err(bad());
+        };
+        let (size, stride) = (self.integers(size).ok_or_else(bad)?, self.integers(stride).ok_or_else(bad)?);
+        let (kind, numel) = match (global, arguments.get(6).map(|id| &self.nodes[*id]), kind) {
+            (Global::TypedTensor, Some(Node::Global(Global::Dtype(_, kind))), None) => {
+                (*kind, numel / kind.elt_size_in_bytes())
+            }
+            (_, _, Some(kind)) => (*kind, *numel),
+            _ => return Err("a tensor has no dtype".to_owned()),
+        };
+        check_geometry(key, numel, offset, &size, &stride)?;
+        let key = key.clone();
+        let storage = (self.load)(&key, kind, numel)?;
+        let view = storage.f_as_strided(&size, &stride, offset).and_then(|view| view.f_contiguous());
+        view.map_err(|error| error.to_string())
+    }
+
+    fn tree(&self, id: Id, depth: usize, budget: &mut usize) -> Step<Value> {
+        *budget = budget.checked_sub(1).ok_or_else(|| format!("it holds more than {MAX_VALUES} values"))?;
+        if depth > MAX_DEPTH {
+            return Err(format!("its values nest deeper than {MAX_DEPTH}"));
+        }
+        let mut list =
+            |items: &[Id]| items.iter().map(|id| self.tree(*id, depth + 1, budget)).collect::<Step<Vec<_>>>();
+        Ok(match &self.nodes[id] {
+            Node::None => Value::None,
+            Node::Bool(flag) => Value::Bool(*flag),
+            Node::Int(int) => Value::Int(*int),
+            Node::Float(float) => Value::Float(*float),
+            Node::Text(text) => Value::Text(text.clone()),
+            Node::Bytes(bytes) => Value::Bytes(bytes.clone()),
+            Node::List(items) => Value::List(list(items)?),
+            Node::Tuple(items) => Value::Tuple(list(items)?),
+            Node::Dict { entries, .. } => {
+                let mut dict = Vec::with_capacity(entries.len());
+                for (key, value) in entries {
+                    dict.push((self.tree(*key, depth + 1, budget)?, self.tree(*value, depth + 1, budget)?));
+                }
+                Value::Dict(dict)
+            }
+            Node::Tensor(tensor) => Value::Tensor(tensor.shallow_clone()),
+            Node::Global(Global::Dtype(name, _)) => Value::Text(format!("torch.{name}")),
+            Node::Global(global) => Value::Text(format!("{global:?}")),
+            Node::Storage { key, .. } => return Err(format!("storage {key} is used without a tensor")),
+        })
+    }
+}
+
+fn pairs(items: &[Id]) -> Step<Vec<(Id, Id)>> {
+    let chunks = items.chunks_exact(2);
+    if chunks.remainder().is_empty() {
+        Ok(chunks.map(|pair| (pair[0], pair[1])).collect())
+    } else {
+        Err("a dictionary has a key without a value".to_owned())
+    }
+}
+
+/// A tensor must lie within its storage, and not be larger.
+fn check_geometry(key: &str, numel: usize, offset: i64, size: &[i64], stride: &[i64]) -> Step {
+    let wrong = || {
+        format!(
+            "a tensor of size {size:?} and stride {stride:?} at {offset} does not fit into storage {key} of {numel} elements"
+        )
+    };
+    if size.len() != stride.len() || offset < 0 || size.iter().chain(stride).any(|n| *n < 0) {
+        return Err(wrong());
+    }
+    let count = size.iter().try_fold(1_i64, |count, n| count.checked_mul(*n)).ok_or_else(wrong)?;
+    if count == 0 {
+        return Ok(());
+    }
+    let last = size
+        .iter()
+        .zip(stride)
+        .try_fold(offset, |at, (n, stride)| at.checked_add((n - 1).checked_mul(*stride)?));
+    let numel = i64::try_from(numel).map_err(|_| wrong())?;
+    match last {
+        Some(last) if last < numel && count <= numel => Ok(()),
+        Some(last) if last < numel => {
+            Err(format!("{}; it was expanded: call contiguous() before saving", wrong()))
+        }
+        _ => Err(wrong()),
+    }
+}

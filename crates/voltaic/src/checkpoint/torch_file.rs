@@ -1,0 +1,259 @@
+//! Files of `torch.save`: a zip archive with a pickle and the bytes of each storage beside it, nothing compressed.
+//!
+//! Source: `torch/serialization.py`. Files are read entry by entry; checksums of the archive are checked.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{BufReader, Read, Seek, Write};
+use std::path::Path;
+
+use tch::{Kind, Tensor};
+use zip::write::SimpleFileOptions;
+use zip::{CompressionMethod, ZipArchive, ZipWriter};
+
+use super::pickle::{self, Value};
+use super::write_atomically;
+use crate::error::{CheckpointError, Error, Result};
+
+/// Storages begin at multiples of this, as PyTorch writes them, so that it can map the file into memory.
+const ALIGNMENT: u16 = 64;
+/// Pickles are small: the elements of tensors are beside them.
+const MAX_PICKLE: u64 = 1 << 30;
+
+/// Reads a file of `torch.save`. No code of it is executed.
+///
+/// # Errors
+/// [`CheckpointError::Unreadable`] with what is wrong: no such file, damaged, in the format before PyTorch 1.6, or with
+/// values that are not plain data, by the name of their class.
+pub fn read_torch(path: &Path) -> Result<Value> {
+    let file = File::open(path).map_err(|e| Error::io("read checkpoint", path, e))?;
+    let mut reader = BufReader::new(file);
+    let refuse = |what: String, remedy: &str| -> Error {
+        CheckpointError::Unreadable { path: path.to_path_buf(), what, remedy: remedy.to_owned() }.into()
+    };
+    let mut head = [0; 16];
+    let mut length = 0;
+    while let Ok(more @ 1..) = reader.read(&mut head[length..]) {
+        length += more;
+    }
+    if let Some((what, remedy)) = other_format(&head[..length]) {
+        return Err(refuse(what.to_owned(), remedy));
+    }
+    let read = || -> Result<Value, String> {
+        reader.rewind().map_err(|error| error.to_string())?;
+        let mut archive = Archive::open(reader)?;
+        let bytes = archive.entry("data.pkl", MAX_PICKLE)?;
+        let mut storages: HashMap<String, Tensor> = HashMap::new();
+        pickle::read(&bytes, &mut |key, kind, numel| archive.storage(&mut storages, key, kind, numel))
+    };
+    read().map_err(|what| {
+        let remedy = if what.contains("plain data") {
+            "save plain data, such as model.state_dict(), or load the file in Python and save it again"
+        } else {
+            "use another checkpoint"
+        };
+        refuse(what, remedy)
+    })
+}
+
+/// What a file is that is no archive, and what to do about it.
+fn other_format(head: &[u8]) -> Option<(&'static str, &'static str)> {
+    let old = "load it with Python's torch.load and save it again with torch.save";
+    match head {
+        [b'P', b'K', 3, 4, ..] => None,
+        [0x80, 2, 0x8a, ..] => Some(("it is in PyTorch's format from before version 1.6", old)),
+        [0x80, 2..=5, ..] => Some(("it is a bare pickle, not a file of torch.save", old)),
+        _ => Some(("it is no file of PyTorch", "use a file of torch.save, Lightning or safetensors")),
+    }
+}
+
+struct Archive {
+    zip: ZipArchive<BufReader<File>>,
+    /// Name of the one folder, with a slash.
+    folder: String,
+}
+
+impl Archive {
+    fn open(reader: BufReader<File>) -> Result<Self, String> {
+        let zip = ZipArchive::new(reader).map_err(|error| format!("its archive is damaged: {error}"))?;
+        let names = zip.file_names().filter_map(Result::ok);
+        let mut folders: Vec<String> =
+            names.filter_map(|name| Some(name.strip_suffix("data.pkl")?.to_owned())).collect();
+        let (Some(folder), true) = (folders.pop(), folders.is_empty()) else {
+            return Err("its archive does not have one entry `data.pkl`".to_owned());
+        };
+        let mut archive = Self { folder, zip };
+        let has_order = archive.zip.index_for_name(&format!("{}byteorder", archive.folder)).is_some();
+        if has_order && archive.entry("byteorder", 16)? != b"little" {
+            return Err("it was written on a machine with another byte order".to_owned());
+        }
+        Ok(archive)
+    }
+
+    /// The bytes of an entry, at most so many.
+    fn entry(&mut self, name: &str, most: u64) -> Result<Vec<u8>, String> {
+        let full = format!("{}{name}", self.folder);
+        let damaged = |what: String| format!("entry {name} of its archive is damaged: {what}");
+        let entry = self.zip.by_name(&full).map_err(|error| damaged(error.to_string()))?;
+        if entry.compression() != CompressionMethod::Stored {
+            return Err(damaged("it is compressed".to_owned()));
+        }
+        if entry.size() > most {
+            return Err(damaged(format!("it has {} bytes, at most {most} are expected", entry.size())));
+        }
+        let mut bytes = Vec::new();
+        entry.take(most + 1).read_to_end(&mut bytes).map_err(|error| damaged(error.to_string()))?;
+        Ok(bytes)
+    }
+
+    /// The elements of a storage, which several tensors may share.
+    fn storage(
+        &mut self,
+        known: &mut HashMap<String, Tensor>,
+        key: &str,
+        kind: Kind,
+        numel: usize,
+    ) -> Result<Tensor, String> {
+        if let Some(tensor) = known.get(key) {
+            if tensor.kind() == kind && tensor.numel() == numel {
+                return Ok(tensor.shallow_clone());
+            }
+            return Err(format!("storage {key} is used with two dtypes or sizes"));
+        }
+        let expected = numel.checked_mul(kind.elt_size_in_bytes()).ok_or("a storage is too large")?;
+        let bytes = self.entry(&format!("data/{key}"), expected as u64)?;
+        if bytes.len() != expected {
+            return Err(format!("storage {key} has {} bytes, its tensors need {expected}", bytes.len()));
+        }
+        let tensor =
+            Tensor::f_from_data_size(&bytes, &[numel as i64], kind).map_err(|error| error.to_string())?;
+        known.insert(key.to_owned(), tensor.shallow_clone());
+        Ok(tensor)
+    }
+}
+
+/// Writes a file that `torch.load` reads, also with `weights_only=True`; see [`write_atomically`].
+///
+/// # Errors
+/// If the file cannot be written, or a tensor has a dtype that such files do not hold.
+pub fn write_torch(value: &Value, path: &Path) -> Result<()> {
+    let written = pickle::write(value).map_err(|what| CheckpointError::Mismatch {
+        module: path.display().to_string(),
+        what,
+        remedy: "cast the tensor".to_owned(),
+    })?;
+    write_atomically(path, |file| {
+        let mut zip = ZipWriter::new(file);
+        let mut entry = |name: &str, bytes: &[u8]| -> std::io::Result<()> {
+            let options = SimpleFileOptions::default()
+                .compression_method(CompressionMethod::Stored)
+                .large_file(bytes.len() >= u32::MAX as usize)
+                .with_alignment(ALIGNMENT);
+            zip.start_file(format!("archive/{name}"), options)?;
+            zip.write_all(bytes)
+        };
+        entry("data.pkl", &written.pickle)?;
+        entry("byteorder", b"little")?;
+        for (key, tensor) in written.storages.iter().enumerate() {
+            let mut bytes = vec![0; tensor.numel() * tensor.kind().elt_size_in_bytes()];
+            if !bytes.is_empty() {
+                tensor.copy_data_u8(&mut bytes, tensor.numel());
+            }
+            entry(&format!("data/{key}"), &bytes)?;
+        }
+        entry("version", b"3\n")?;
+        zip.finish()?;
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_come_back_and_tied_tensors_stay_tied() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.pt");
+        let weight = Tensor::arange(6, (Kind::Float, tch::Device::Cpu)).reshape([2, 3]);
+        let kinds = [Kind::Half, Kind::BFloat16, Kind::Int64, Kind::Bool, Kind::Float8e4m3fn];
+        let mut entries = vec![
+            ("a".to_owned(), Value::Tensor(weight.shallow_clone())),
+            ("b".to_owned(), Value::Tensor(weight.shallow_clone())),
+            ("t".to_owned(), Value::Tensor(weight.tr())),
+            ("empty".to_owned(), Value::Tensor(Tensor::zeros([0, 3], (Kind::Float, tch::Device::Cpu)))),
+            ("big".to_owned(), Value::Int(-(1 << 40))),
+            ("x".to_owned(), Value::Tuple(vec![Value::Float(0.1), Value::None, Value::Bool(true)])),
+            ("bytes".to_owned(), Value::Bytes(vec![0, 200, 255])),
+            ("text".to_owned(), Value::List(vec![Value::Text("\u{e4}\u{4e2d}".to_owned())])),
+        ];
+        entries.extend(kinds.map(|kind| (format!("{kind:?}"), Value::Tensor(weight.to_kind(kind)))));
+        write_torch(&Value::dict(entries), &path).expect("writes");
+        let read = read_torch(&path).expect("reads");
+        let tensor = |key: &str| read.get(key).and_then(Value::as_tensor).expect(key);
+        assert_eq!(tensor("a").data_ptr(), tensor("b").data_ptr());
+        assert_eq!(tensor("t"), &weight.tr());
+        assert_eq!(tensor("empty").size(), [0, 3]);
+        for kind in kinds {
+            let found = tensor(&format!("{kind:?}"));
+            assert_eq!(found.kind(), kind);
+            assert_eq!(found.to_kind(Kind::Float), weight.to_kind(kind).to_kind(Kind::Float));
+        }
+        let rest = ["big", "x", "bytes", "text"].map(|key| format!("{:?}", read.get(key).expect(key)));
+        let expected = [
+            "Int(-1099511627776)",
+            "Tuple([Float(0.1), None, Bool(true)])",
+            "Bytes([0, 200, 255])",
+            "List([Text(\"\u{e4}\u{4e2d}\")])",
+        ];
+        assert_eq!(rest, expected);
+    }
+
+    /// Reads a pickle without tensors.
+    fn read_pickle(pickle: &[u8]) -> Result<Value, String> {
+        pickle::read(pickle, &mut |_, _, _| Err("there are no storages".to_owned()))
+    }
+
+    #[test]
+    fn what_is_no_plain_data_is_refused_by_name() {
+        for (pickle, expected) in [
+            (&b"cos\nsystem\n(X\x02\0\0\0lstR."[..], "`os.system` is refused"),
+            (b"c__builtin__\neval\n.", "`__builtin__.eval` is refused"),
+            (b"X\x03\0\0\0abcX\x03\0\0\0def\x93.", "`abc.def` is refused"),
+            (b"ctorch\nFloatStorage\n)R.", "plain data"),
+            (b"i", "instruction 0x69 is unknown"),
+            (b"]q\0h\0a.", "nest deeper"),
+            (b"h\x05.", "memo 5 is used before"),
+            (b"a.", "where there is none"),
+            (b"X\xff\xff\xff\xffab", "ends in the middle"),
+        ] {
+            let error = read_pickle(pickle).expect_err(expected);
+            assert!(error.contains(expected), "{error}");
+        }
+        // each list holds the one before twice: 2^60 values in a few bytes
+        let bomb: Vec<u8> =
+            b"]".iter().chain(b"q\0](h\0h\0e".repeat(60).iter()).chain(b".").copied().collect();
+        let error = read_pickle(&bomb).expect_err("too large");
+        assert!(error.contains("more than") || error.contains("deeper"), "{error}");
+    }
+
+    #[test]
+    fn other_formats_are_named() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.pt");
+        for (bytes, expected) in [
+            (
+                &b"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."[..],
+                "before version 1.6; load it with Python",
+            ),
+            (b"\x80\x04\x95.", "a bare pickle"),
+            (b"hello", "no file of PyTorch"),
+            (b"", "no file of PyTorch"),
+            (b"PK\x03\x04", "archive is damaged"),
+        ] {
+            std::fs::write(&path, bytes).expect("writable");
+            let error = read_torch(&path).expect_err(expected).to_string();
+            assert!(error.contains(expected) && error.contains("a.pt"), "{error}");
+        }
+    }
+}

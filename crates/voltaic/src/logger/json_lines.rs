@@ -1,0 +1,122 @@
+//! `metrics.jsonl`: an object per row.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::run_folder::{RunFolder, with_prefix};
+use super::{JsonLinesLoggerConfig, Logger};
+use crate::error::{Error, Result};
+
+/// Writes `<save_dir>/<name>/version_<n>/metrics.jsonl`: a line per row, `{"step":5,"epoch":0,"train_loss":0.25}`.
+///
+/// Unlike a CSV file it needs no rewriting when a metric appears later. JSON has no word for values that are not
+/// finite: they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
+#[derive(Debug)]
+pub struct JsonLinesLogger {
+    folder: RunFolder,
+    prefix: String,
+    writer: Option<BufWriter<File>>,
+}
+
+impl JsonLinesLogger {
+    /// A logger for a new run below `save_dir`, named `lightning_logs`.
+    pub fn new(save_dir: impl AsRef<Path>) -> Self {
+        Self::from_config(JsonLinesLoggerConfig::default(), save_dir.as_ref())
+    }
+
+    /// A logger as `config` says, below `default_root_dir` if it names no folder.
+    pub fn from_config(config: JsonLinesLoggerConfig, default_root_dir: &Path) -> Self {
+        let save_dir = config.save_dir.as_deref().unwrap_or(default_root_dir);
+        let folder = RunFolder::new(save_dir, &config.name, config.version.as_ref());
+        Self { folder, prefix: config.prefix, writer: None }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path.join("metrics.jsonl")
+    }
+
+    fn failed(&self) -> impl Fn(std::io::Error) -> Error + use<> {
+        let path = self.path();
+        move |error| Error::io("write", &path, error)
+    }
+
+    fn writer(&mut self) -> Result<&mut BufWriter<File>> {
+        if self.writer.is_none() {
+            let path = self.folder.claim("metrics.jsonl")?;
+            std::fs::create_dir_all(&self.folder.path)
+                .map_err(|e| Error::io("create folder", &self.folder.path, e))?;
+            let file = File::options().create(true).append(true).open(&path);
+            self.writer = Some(BufWriter::new(file.map_err(|e| Error::io("create", &path, e))?));
+        }
+        self.writer
+            .as_mut()
+            .ok_or_else(|| Error::io("write", "metrics.jsonl", std::io::Error::other("closed")))
+    }
+}
+
+fn number(value: f64) -> Value {
+    let word = if value.is_nan() {
+        "NaN"
+    } else if value > 0.0 {
+        "Infinity"
+    } else {
+        "-Infinity"
+    };
+    serde_json::Number::from_f64(value).map_or_else(|| Value::from(word), Value::Number)
+}
+
+impl Logger for JsonLinesLogger {
+    fn log_dir(&self) -> Option<&Path> {
+        Some(&self.folder.path)
+    }
+
+    fn version(&self) -> Option<String> {
+        Some(self.folder.version.clone())
+    }
+
+    fn log_hyperparams(&mut self, hyper_parameters: &Value) -> Result<()> {
+        self.folder.write_hparams(hyper_parameters)
+    }
+
+    fn log_metrics(&mut self, metrics: &[(String, f64)], step: u64) -> Result<()> {
+        let mut row = Map::new();
+        row.insert("step".to_owned(), Value::from(step));
+        for (name, value) in with_prefix(metrics, &self.prefix) {
+            let is_count = matches!(name.as_str(), "step" | "epoch") && value >= 0.0 && value.fract() == 0.0;
+            row.insert(name, if is_count { Value::from(value as u64) } else { number(value) });
+        }
+        let failed = self.failed();
+        writeln!(self.writer()?, "{}", Value::Object(row)).map_err(failed)
+    }
+
+    fn save(&mut self) -> Result<()> {
+        let failed = self.failed();
+        self.writer.as_mut().map_or(Ok(()), |writer| writer.flush().map_err(failed))
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        Some(self.path()).filter(|path| path.exists()).into_iter().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_row_is_an_object_also_when_values_are_not_finite() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let mut logger = JsonLinesLogger::new(folder.path());
+        logger.log_metrics(&[("loss".into(), 0.1), ("epoch".into(), 0.0)], 1).expect("logs");
+        logger.log_metrics(&[("acc".into(), f64::NAN), ("low".into(), f64::NEG_INFINITY)], 3).expect("logs");
+        logger.log_metrics(&[("acc".into(), 0.25), ("step".into(), 9.0)], 5).expect("logs");
+        logger.finalize(true).expect("finishes");
+        let text = std::fs::read_to_string(&logger.files()[0]).expect("readable");
+        let expected = "{\"step\":1,\"loss\":0.1,\"epoch\":0}\n{\"step\":3,\"acc\":\"NaN\",\"low\":\"-Infinity\"}\n\
+            {\"step\":9,\"acc\":0.25}\n";
+        assert_eq!(text, expected);
+    }
+}

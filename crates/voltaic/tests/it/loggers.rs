@@ -1,0 +1,226 @@
+//! Where metrics go: loggers by class name, event files that TensorBoard reads, JSON lines.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use voltaic::logger::tfevents::{Event, hparams, read_record, write_record};
+use voltaic::logger::{CsvLoggerConfig, LoggerConfig, TensorBoardLoggerConfig, Version};
+use voltaic::trainer::{Trainer, TrainerBuilder};
+
+use crate::probe::{Probe, loaders, names};
+
+const VAL_LOSSES: &[f64] = &[0.5, 0.25];
+
+fn logging_to(root: &Path) -> TrainerBuilder {
+    Trainer::builder()
+        .default_root_dir(root)
+        .max_epochs(2)
+        .log_every_n_steps(2_u64)
+        .enable_progress_bar(false)
+        .enable_model_summary(false)
+}
+
+fn loggers(list: Value) -> Vec<LoggerConfig> {
+    serde_json::from_value(list).unwrap()
+}
+
+/// The parts of a protocol buffer message: number, and an integer's or float's bits or the bytes.
+fn fields(mut bytes: &[u8]) -> Vec<(u64, u64, Vec<u8>)> {
+    fn varint(bytes: &mut &[u8]) -> u64 {
+        let (mut value, mut shift) = (0, 0);
+        loop {
+            let byte = bytes[0];
+            *bytes = &bytes[1..];
+            value |= u64::from(byte & 0x7f) << shift;
+            shift += 7;
+            if byte < 0x80 {
+                return value;
+            }
+        }
+    }
+    let mut fields = Vec::new();
+    while !bytes.is_empty() {
+        let key = varint(&mut bytes);
+        let length = match key & 7 {
+            0 => {
+                fields.push((key >> 3, varint(&mut bytes), Vec::new()));
+                continue;
+            }
+            1 => 8,
+            5 => 4,
+            _ => varint(&mut bytes) as usize,
+        };
+        let (head, rest) = bytes.split_at(length);
+        bytes = rest;
+        let mut number = [0; 8];
+        number[..length.min(8)].copy_from_slice(&head[..length.min(8)]);
+        fields.push((key >> 3, u64::from_le_bytes(number), head.to_vec()));
+    }
+    fields
+}
+
+/// Scalars of an event file by tag: steps and values.
+fn scalars(path: &Path) -> BTreeMap<String, Vec<(u64, f32)>> {
+    let mut reader = File::open(path).unwrap();
+    let mut found: BTreeMap<String, Vec<(u64, f32)>> = BTreeMap::new();
+    while let Some(record) = read_record(&mut reader).unwrap() {
+        let event = fields(&record);
+        let step = event.iter().find(|f| f.0 == 2).map_or(0, |f| f.1);
+        for (_, _, summary) in event.iter().filter(|f| f.0 == 5) {
+            for (_, _, value) in fields(summary) {
+                let value = fields(&value);
+                let Some(number) = value.iter().find(|f| f.0 == 2) else { continue };
+                let tag = String::from_utf8(value.iter().find(|f| f.0 == 1).unwrap().2.clone()).unwrap();
+                found.entry(tag).or_default().push((step, f32::from_bits(number.1 as u32)));
+            }
+        }
+    }
+    found
+}
+
+fn event_file(folder: &Path) -> PathBuf {
+    let name = names(folder).into_iter().find(|name| name.starts_with("events.out.tfevents.")).unwrap();
+    folder.join(name)
+}
+
+#[test]
+fn a_run_may_have_several_loggers_in_one_folder() {
+    let root = TempDir::new().unwrap();
+    let list = loggers(json!([
+        {"class_path": "TensorBoardLogger", "init_args": {}},
+        {"class_path": "CSVLogger", "init_args": {"plots": false}},
+        {"class_path": "JsonLinesLogger", "init_args": {}},
+    ]));
+    let mut trainer = logging_to(root.path()).logger(list).build().unwrap();
+    trainer.fit(&mut Probe::logging(VAL_LOSSES), &mut loaders()).unwrap();
+    let folder = root.path().join("lightning_logs/version_0");
+    let events = event_file(&folder);
+    let expected =
+        ["checkpoints", events.file_name().unwrap().to_str().unwrap(), "metrics.csv", "metrics.jsonl"];
+    assert_eq!(names(&folder), expected);
+    assert_eq!(trainer.files().len(), 3);
+
+    let found = scalars(&events);
+    let tags: Vec<&str> = found.keys().map(String::as_str).collect();
+    assert_eq!(tags, ["epoch", "lr_x", "train_loss_epoch", "train_loss_step", "val_loss"]);
+    assert_eq!(found["val_loss"], [(5, 0.5), (11, 0.25)]);
+    let steps: Vec<u64> = found["train_loss_step"].iter().map(|(step, _)| *step).collect();
+    assert_eq!(steps, [1, 3, 5, 7, 9, 11]);
+    // the same numbers in all three
+    let mut csv = csv_column(&folder.join("metrics.csv"), "train_loss_step");
+    let jsonl = std::fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
+    let rows: Vec<Value> = jsonl.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let json: Vec<f64> = rows.iter().filter_map(|row| row["train_loss_step"].as_f64()).collect();
+    assert_eq!(csv, json);
+    for ((_, value), other) in found["train_loss_step"].iter().zip(csv.drain(..)) {
+        assert_eq!(*value, other as f32);
+    }
+    assert_eq!(rows[0]["step"], 1);
+}
+
+fn csv_column(path: &Path, name: &str) -> Vec<f64> {
+    let text = std::fs::read_to_string(path).unwrap();
+    let mut lines = text.lines().map(|line| line.split(',').collect::<Vec<_>>());
+    let at = lines.next().unwrap().iter().position(|column| *column == name).unwrap();
+    lines.filter_map(|cells| cells[at].parse().ok()).collect()
+}
+
+#[test]
+fn names_versions_and_prefixes_are_lightnings() {
+    let root = TempDir::new().unwrap();
+    let config = TensorBoardLoggerConfig {
+        save_dir: Some(root.path().join("tb")),
+        name: "digits".to_owned(),
+        version: Some(Version::Number(7)),
+        prefix: "a".to_owned(),
+        sub_dir: Some("events".into()),
+        ..Default::default()
+    };
+    let mut trainer = logging_to(root.path()).logger(LoggerConfig::TensorBoard(config)).build().unwrap();
+    trainer.fit(&mut Probe::logging(VAL_LOSSES), &mut loaders()).unwrap();
+    let folder = root.path().join("tb/digits/version_7");
+    assert_eq!(trainer.log_dir(), folder);
+    assert_eq!(names(&folder), ["checkpoints", "events"]);
+    let tags: Vec<String> = scalars(&event_file(&folder.join("events"))).into_keys().collect();
+    assert_eq!(tags, ["a-lr_x", "a-train_loss_epoch", "a-train_loss_step", "a-val_loss", "epoch"]);
+
+    let config = CsvLoggerConfig { version: Some(Version::Name("mine".to_owned())), ..Default::default() };
+    let trainer = logging_to(root.path()).logger(LoggerConfig::Csv(config)).build().unwrap();
+    assert_eq!(trainer.log_dir(), root.path().join("lightning_logs/mine"));
+}
+
+#[test]
+fn loggers_are_chosen_on_the_command_line() {
+    let folder = TempDir::new().unwrap();
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"))
+        .args(["fit", "--model=LeNet", "--data=MnistData", "--data.batch_size=8", "--trainer.max_steps=2"])
+        .args(["--trainer.limit_val_batches=0", "--trainer.plugins=AsyncCheckpointIo"])
+        .args(["--trainer.logger=lightning.pytorch.loggers.TensorBoardLogger", "--trainer.logger.name=tb"])
+        .args(["--trainer.logger+=JsonLinesLogger", "--trainer.log_every_n_steps=1"])
+        .current_dir(folder.path())
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let run = folder.path().join("tb/version_0");
+    let tags: Vec<String> = scalars(&event_file(&run)).into_keys().collect();
+    assert!(tags.contains(&"train_loss".to_owned()) && tags.contains(&"hp_metric".to_owned()), "{tags:?}");
+    assert!(run.join("hparams.yaml").exists() && run.join("config.yaml").exists());
+    assert_eq!(names(&run.join("checkpoints")).len(), 1);
+    assert!(folder.path().join("lightning_logs/version_0/metrics.jsonl").exists());
+}
+
+/// What `events.json` was made from.
+fn fixture() -> Vec<u8> {
+    let mut events = vec![Event::version(1000.0)];
+    events.push(Event::scalars(1000.5, 0, &[("hp_metric".into(), -1.0)]));
+    let values = [
+        ("lr".to_owned(), json!(0.1)),
+        ("model/width".to_owned(), json!(2)),
+        ("name".to_owned(), json!("net")),
+        ("bias".to_owned(), json!(true)),
+        ("sizes".to_owned(), json!([1, 2])),
+    ];
+    events.extend(hparams(1000.5, &values, &[("hp_metric".to_owned(), -1.0)]));
+    for step in [1_u64, 300, 70_000] {
+        let loss = 1.0 / step as f64;
+        events.push(Event::scalars(1001.25, step, &[("loss".into(), loss), ("epoch".into(), 0.0)]));
+    }
+    events.push(Event::scalars(1002.0, 70_001, &[("loss".into(), f64::NAN)]));
+    let mut bytes = Vec::new();
+    events.iter().for_each(|event| write_record(&mut bytes, event.encode()).unwrap());
+    bytes
+}
+
+#[test]
+fn the_event_file_is_the_one_that_tensorboard_read() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/loggers");
+    let path = folder.join("run/events.out.tfevents.1000.fixture.1.0");
+    if std::env::var_os("VOLTAIC_WRITE_FIXTURES").is_some() {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, fixture()).unwrap();
+    }
+    assert!(
+        std::fs::read(&path).unwrap() == fixture(),
+        "run read_events.py on the new file, then replace it"
+    );
+    let read: Value =
+        serde_json::from_str(&std::fs::read_to_string(folder.join("events.json")).unwrap()).unwrap();
+    for (tag, own) in scalars(&path) {
+        let theirs = read["scalars"][&tag].as_array().unwrap();
+        assert_eq!(own.len(), theirs.len(), "{tag}");
+        for ((step, value), event) in own.iter().zip(theirs) {
+            let number: f32 = event[2].as_str().unwrap().parse().unwrap();
+            assert!(
+                event[0] == *step && (number == *value || (number.is_nan() && value.is_nan())),
+                "{event}"
+            );
+        }
+    }
+    let expected = json!({"bias": true, "lr": 0.1, "model/width": 2.0, "name": "net", "sizes": "[1,2]"});
+    assert_eq!(read["hparams"], expected);
+    assert_eq!(read["metrics"], json!(["hp_metric"]));
+}
