@@ -113,6 +113,7 @@ impl Checkpoint {
             Some(training) => Some(TrainingState {
                 optimizers: training.optimizers.iter().map(|o| list(o)).collect::<Result<_>>()?,
                 grads: list(&training.grads)?,
+                callbacks: list(&training.callbacks)?,
                 rng: list(&training.rng)?,
                 json: training.json.clone(),
             }),

@@ -154,7 +154,7 @@ impl TrainerBuilder {
             }
         }
         if self.config.barebones {
-            self.config.logger = false;
+            self.config.logger = Loggers::Flag(false);
             self.config.enable_checkpointing = false;
             self.config.enable_progress_bar = false;
             self.config.enable_model_summary = false;

@@ -477,7 +477,7 @@ mod tests {
             READS.get() - before
         };
         let without_rows = reads_in(0);
-        assert!(without_rows <= 6, "{without_rows} reads at the end of the epoch");
+        assert!(without_rows <= 9, "{without_rows} reads at the end of the epoch");
         assert_eq!(reads_in(10), without_rows + 2 * 4, "two values in each of four rows");
     }
 }

@@ -138,7 +138,7 @@ fn a_timer_whose_time_is_over_ends_the_run_after_the_batch() {
     let timer = Timer::new(Duration::from_nanos(1));
     let builder = silent().max_epochs(3).num_sanity_val_steps(0).callback(timer).callback(events.clone());
     builder.build().unwrap().fit(&mut Probe::default(), &mut loaders()).unwrap();
-    assert_eq!(events.text(), "t0* e");
+    assert_eq!(events.text(), "t0* V2 e");
 }
 
 #[test]
