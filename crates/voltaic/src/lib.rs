@@ -13,6 +13,7 @@ pub mod config;
 
 pub mod checkpoint;
 pub mod data;
+pub mod metrics;
 pub mod nn;
 pub mod optim;
 pub mod precision;

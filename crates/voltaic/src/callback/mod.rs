@@ -14,6 +14,7 @@ mod model_checkpoint;
 mod model_summary;
 mod on_exception_checkpoint;
 mod progress_bar;
+mod throughput_monitor;
 mod time_span;
 mod timer;
 mod weight_averaging;
@@ -30,6 +31,7 @@ pub use model_checkpoint::{LinkText, Mode, ModelCheckpoint, ModelCheckpointConfi
 pub use model_summary::ModelSummary;
 pub use on_exception_checkpoint::{OnExceptionCheckpoint, OnExceptionCheckpointConfig};
 pub use progress_bar::ProgressBar;
+pub use throughput_monitor::{ThroughputMonitor, ThroughputMonitorConfig};
 pub use time_span::{TimeParts, TimeSpan};
 pub use timer::{Timer, TimerConfig};
 pub use weight_averaging::{EmaWeightAveragingConfig, WeightAveraging, WeightAveragingConfig};

@@ -117,22 +117,39 @@ pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
         (CHECKSUM_KEY.to_owned(), String::from_utf8_lossy(NO_CHECKSUM).into_owned()),
         ("format".to_owned(), "pt".to_owned()),
     ]);
-    let views = named_tensors(checkpoint)
-        .into_iter()
-        .map(|(name, tensor)| {
-            let dtype = dtype(tensor.kind()).ok_or_else(|| CheckpointError::Mismatch {
-                module: checkpoint.meta.module.clone(),
-                what: format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind()),
-                remedy: "cast it, or make it a non-persistent buffer".to_owned(),
-            })?;
-            let shape = tensor.size().iter().map(|&dim| dim as usize).collect();
-            Ok((name, Bytes { tensor, dtype, shape }))
-        })
-        .collect::<Result<Vec<_>>>()?;
+    let views = views(named_tensors(checkpoint), &checkpoint.meta.module)?;
     write_atomically(path, |writer| {
         let mut bytes = safetensors::serialize(views, Some(metadata))
             .map_err(|error| std::io::Error::new(std::io::ErrorKind::InvalidData, error))?;
         seal(&mut bytes);
+        writer.write_all(&bytes)
+    })
+}
+
+/// What safetensors writes.
+fn views<'a>(tensors: Vec<(String, &'a Tensor)>, module: &str) -> Result<Vec<(String, Bytes<'a>)>> {
+    let view = |(name, tensor): (String, &'a Tensor)| {
+        let dtype = dtype(tensor.kind()).ok_or_else(|| CheckpointError::Mismatch {
+            module: module.to_owned(),
+            what: format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind()),
+            remedy: "cast it, or make it a non-persistent buffer".to_owned(),
+        })?;
+        let shape = tensor.size().iter().map(|&dim| dim as usize).collect();
+        Ok((name, Bytes { tensor, dtype, shape }))
+    };
+    tensors.into_iter().map(view).collect()
+}
+
+/// Writes weights as a plain safetensors file, as PyTorch's users share them.
+///
+/// # Errors
+/// As [`Checkpoint::save`].
+pub fn write_weights(weights: &[(String, Tensor)], path: &Path) -> Result<()> {
+    let views = views(weights.iter().map(|(name, tensor)| (name.clone(), tensor)).collect(), "weights")?;
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    write_atomically(path, |writer| {
+        let bytes = safetensors::serialize(views, Some(metadata))
+            .map_err(|error| std::io::Error::new(std::io::ErrorKind::InvalidData, error))?;
         writer.write_all(&bytes)
     })
 }

@@ -6,6 +6,7 @@
 mod async_io;
 mod atomic;
 mod format;
+mod hugging_face;
 mod io;
 pub mod pickle;
 mod torch_file;
@@ -19,7 +20,8 @@ use crate::error::Result;
 
 pub use async_io::AsyncCheckpointIo;
 pub use atomic::{remove_file, remove_leftovers, write_atomically};
-pub use format::{read, read_weights, write};
+pub use format::{read, read_weights, write, write_weights};
+pub use hugging_face::{from_hugging_face, to_hugging_face};
 pub use io::{CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
 pub use torch_file::{read_torch, write_torch};
 

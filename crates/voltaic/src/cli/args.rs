@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 use super::outcome::Failure;
 use super::request::Verb;
@@ -20,6 +20,7 @@ pub(super) enum Command {
     Models,
     Devices(DevicesArgs),
     New(PathBuf),
+    Convert(ConvertArgs),
     Run(RunArgs),
 }
 
@@ -60,12 +61,61 @@ enum VerbArgs {
     Models,
     /// List the devices of this machine, and why an accelerator is not available.
     Devices(DevicesArgs),
+    /// Convert a checkpoint from or to Lightning, PyTorch or safetensors.
+    Convert(ConvertArgs),
     /// Make a crate with a model and data of its own, to start from.
     New {
         /// Its folder; the last part is its name.
         #[arg(value_name = "NAME")]
         path: PathBuf,
     },
+}
+
+/// Options of `convert`.
+#[derive(Args)]
+pub(super) struct ConvertArgs {
+    /// A checkpoint of voltaic or Lightning, a file of torch.save, or safetensors.
+    pub input: PathBuf,
+    /// Where to write.
+    pub output: PathBuf,
+    /// The format to write; unless given: by the name .safetensors, .pt, .pth or .bin, else voltaic's for a file of PyTorch or
+    /// Lightning and Lightning's for one of voltaic.
+    #[arg(long, value_enum)]
+    pub to: Option<Format>,
+    /// Rename GPT-2's or ResNet's weights.
+    #[arg(long, value_enum)]
+    pub names: Option<Names>,
+    /// Leave out the training state.
+    #[arg(long = "weights_only")]
+    pub weights_only: bool,
+    /// File with the names of the optimizer's parameters in its order, one a line.
+    #[arg(long = "param_names", value_name = "FILE")]
+    pub param_names: Option<PathBuf>,
+}
+
+/// A format of checkpoints.
+#[derive(Clone, Copy, ValueEnum)]
+pub(super) enum Format {
+    /// voltaic's own, to be resumed.
+    Voltaic,
+    /// Lightning's .ckpt, to be resumed there.
+    Lightning,
+    /// A state dict as torch.save writes it.
+    #[value(name = "state_dict")]
+    StateDict,
+    /// Weights as safetensors.
+    Safetensors,
+}
+
+/// How weights are renamed.
+#[derive(Clone, Copy, ValueEnum)]
+pub(super) enum Names {
+    /// From the names of Hugging Face's transformers.
+    #[value(name = "from_huggingface")]
+    FromHuggingface,
+    /// To the names of Hugging Face's transformers.
+    #[value(name = "to_huggingface")]
+    ToHuggingface,
 }
 
 /// Options of `devices`.
@@ -134,6 +184,7 @@ pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -
         Some(VerbArgs::Devices(arguments)) => Command::Devices(arguments),
         Some(VerbArgs::Models) => Command::Models,
         Some(VerbArgs::New { path }) => Command::New(path),
+        Some(VerbArgs::Convert(arguments)) => Command::Convert(arguments),
         None => {
             let verbs = verbs(&Cli::command()).join(", ");
             return Err(Failure::usage(format!("no verb is given; the verbs are {verbs}; see --help")));

@@ -86,6 +86,7 @@ fn dispatch(
         Command::Version => console.print(&commands::version(program)),
         Command::Models => console.print(&commands::models(registry)),
         Command::Devices(arguments) => console.print(&commands::devices(&arguments)?),
+        Command::Convert(arguments) => console.print(&commands::convert(&arguments)?),
         Command::New(path) => console.print(&commands::new(&path)?),
         Command::Run(arguments) => commands::run(registry, program, &arguments, variables, console),
     }

@@ -8,8 +8,8 @@ use crate::callback::{
     Callback, DeviceStatsMonitor, DeviceStatsMonitorConfig, EarlyStopping, EarlyStoppingConfig,
     EmaWeightAveragingConfig, GradientAccumulationScheduler, GradientAccumulationSchedulerConfig,
     LambdaCallback, LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig,
-    OnExceptionCheckpoint, OnExceptionCheckpointConfig, Timer, TimerConfig, WeightAveraging,
-    WeightAveragingConfig,
+    OnExceptionCheckpoint, OnExceptionCheckpointConfig, ThroughputMonitor, ThroughputMonitorConfig, Timer,
+    TimerConfig, WeightAveraging, WeightAveragingConfig,
 };
 use crate::error::ConfigError;
 
@@ -23,6 +23,8 @@ pub enum CallbackConfig {
     EarlyStopping(EarlyStoppingConfig),
     /// Gives the loggers the learning rates.
     LearningRateMonitor(LearningRateMonitorConfig),
+    /// Gives the loggers how fast training goes.
+    ThroughputMonitor(ThroughputMonitorConfig),
     /// Ends training when its time is over.
     Timer(TimerConfig),
     /// Changes how many batches make an optimizer step as training goes on.
@@ -48,6 +50,7 @@ impl CallbackConfig {
             Self::ModelCheckpoint(config) => Box::new(ModelCheckpoint::new(config)?),
             Self::EarlyStopping(config) => Box::new(EarlyStopping::new(config)?),
             Self::LearningRateMonitor(config) => Box::new(LearningRateMonitor::from(config)),
+            Self::ThroughputMonitor(config) => Box::new(ThroughputMonitor::new(config)?),
             Self::Timer(config) => Box::new(Timer::from_config(config)?),
             Self::GradientAccumulationScheduler(config) => {
                 Box::new(GradientAccumulationScheduler::from_config(config)?)

@@ -21,26 +21,26 @@ use crate::precision::GradScaler;
 /// The part of the training state that is not tensors.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct State {
-    progress: Progress,
-    metrics: MetricsState,
-    seed: u64,
+pub(super) struct State {
+    pub(super) progress: Progress,
+    pub(super) metrics: MetricsState,
+    pub(super) seed: u64,
     /// Training batches of an epoch and their size: what the position within an epoch means.
-    num_training_batches: usize,
-    batch_size: Option<usize>,
+    pub(super) num_training_batches: usize,
+    pub(super) batch_size: Option<usize>,
     /// Name and groups of each optimizer.
-    optimizers: Vec<(String, Value)>,
-    schedulers: Vec<Value>,
+    pub(super) optimizers: Vec<(String, Value)>,
+    pub(super) schedulers: Vec<Value>,
     /// Name and state of each callback that has some.
-    callbacks: Vec<(String, Value)>,
+    pub(super) callbacks: Vec<(String, Value)>,
     /// There with `16-mixed`.
     #[serde(default)]
-    grad_scaler: Option<GradScaler>,
+    pub(super) grad_scaler: Option<GradScaler>,
     /// State of the data module, if it has some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    data: Option<Value>,
+    pub(super) data: Option<Value>,
     /// What the module gave in `on_save_checkpoint`.
-    module: Value,
+    pub(super) module: Value,
 }
 
 /// Writes the checkpoint that a callback asked for, then removes those it replaces.
@@ -238,7 +238,8 @@ impl Resumed {
     pub(super) fn check_position(&self, run: &Run) -> Result<()> {
         let is_mid_epoch = run.progress.batch_idx > 0 && !run.progress.epoch_ended;
         let own = (run.facts.num_training_batches, run.facts.train_batch_size);
-        if !is_mid_epoch || own == self.shape {
+        let is_known = self.shape.0 > 0; // a converted checkpoint does not tell
+        if !is_mid_epoch || !is_known || own == self.shape {
             return Ok(());
         }
         let text = |(batches, size): (usize, Option<usize>)| match size {

@@ -11,6 +11,7 @@ mod eval;
 mod fit;
 mod guard;
 mod hooks;
+mod lightning_file;
 mod loaders;
 mod lr_finder;
 mod manual;
@@ -41,6 +42,7 @@ pub use config::{
     Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
     WarnText,
 };
+pub use lightning_file::{Converted, from_lightning, state_dict, to_lightning};
 pub use lr_finder::{LearningRateFinderConfig, LrFind, LrGrowth};
 pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};

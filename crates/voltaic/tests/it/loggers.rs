@@ -160,6 +160,7 @@ fn loggers_are_chosen_on_the_command_line() {
         .args(["--trainer.limit_val_batches=0", "--trainer.plugins=AsyncCheckpointIo"])
         .args(["--trainer.logger=lightning.pytorch.loggers.TensorBoardLogger", "--trainer.logger.name=tb"])
         .args(["--trainer.logger+=JsonLinesLogger", "--trainer.log_every_n_steps=1"])
+        .args(["--trainer.callbacks=ThroughputMonitor", "--trainer.callbacks.window_size=2"])
         .current_dir(folder.path())
         .output()
         .unwrap();
@@ -170,7 +171,12 @@ fn loggers_are_chosen_on_the_command_line() {
     assert!(tags.contains(&"train_loss".to_owned()) && tags.contains(&"hp_metric".to_owned()), "{tags:?}");
     assert!(run.join("hparams.yaml").exists() && run.join("config.yaml").exists());
     assert_eq!(names(&run.join("checkpoints")).len(), 1);
-    assert!(folder.path().join("lightning_logs/version_0/metrics.jsonl").exists());
+    let text = std::fs::read_to_string(folder.path().join("lightning_logs/version_0/metrics.jsonl")).unwrap();
+    let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let values = |name: &str| rows.iter().filter_map(|row| row[name].as_f64()).collect::<Vec<_>>();
+    assert_eq!((values("train/batches"), values("train/samples")), (vec![1.0, 2.0], vec![8.0, 16.0]));
+    let (batches, samples) = (values("train/device/batches_per_sec"), values("train/device/samples_per_sec"));
+    assert!(batches.len() == 1 && batches[0] > 0.0 && (samples[0] / batches[0] - 8.0).abs() < 1e-9, "{text}");
 }
 
 /// What `events.json` was made from.

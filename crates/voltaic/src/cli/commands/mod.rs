@@ -1,11 +1,13 @@
 //! The verbs. A verb is a file here, a variant in `args.rs` and a line in `cli::dispatch`.
 
+mod convert;
 mod devices;
 mod models;
 mod new;
 mod run;
 mod version;
 
+pub(super) use convert::convert;
 pub(super) use devices::devices;
 pub(super) use models::models;
 pub(super) use new::new;

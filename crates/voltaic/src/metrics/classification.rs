@@ -1,0 +1,209 @@
+//! Metrics of classes: counts of right and wrong predictions for each class.
+
+use tch::{Kind, Tensor};
+
+use super::Metric;
+use super::state::{Reduction, State, metric_by_state, refuse, safe_divide};
+use crate::error::Result;
+
+/// How the values of the classes become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Average {
+    /// Counts of all classes together.
+    Micro,
+    /// Mean over the classes that occur as target or prediction.
+    Macro,
+    /// Mean weighted by how often a class is the target.
+    Weighted,
+    /// One value per class, `[num_classes]`.
+    None,
+}
+
+/// Predictions `[n]` and targets `[n]`, without those whose target is to be ignored. Logits or probabilities
+/// `[n, num_classes, ...]` are made classes by their maximum.
+fn classes(
+    metric: &'static str,
+    preds: &Tensor,
+    target: &Tensor,
+    ignore_index: Option<i64>,
+) -> Result<(Tensor, Tensor)> {
+    let preds =
+        if preds.dim() == target.dim() + 1 { preds.f_argmax(1, false)? } else { preds.shallow_clone() };
+    if preds.size() != target.size() {
+        return Err(refuse(metric, &preds.size(), format!("targets have shape {:?}", target.size())));
+    }
+    let (preds, target) = (preds.f_flatten(0, -1)?, target.f_flatten(0, -1)?.f_to_kind(Kind::Int64)?);
+    let Some(ignored) = ignore_index else { return Ok((preds, target)) };
+    let kept = target.f_ne(ignored)?;
+    Ok((preds.f_masked_select(&kept)?, target.f_masked_select(&kept)?))
+}
+
+const COUNTS: &[(&str, Reduction)] =
+    &[("tp", Reduction::Sum), ("fp", Reduction::Sum), ("fn", Reduction::Sum)];
+
+/// True positives, false positives and false negatives of each class, `[num_classes]` each.
+fn counts(preds: &Tensor, target: &Tensor, num_classes: i64) -> Result<Vec<Tensor>> {
+    let count = |of: &Tensor, weight: &Tensor| -> Result<Tensor> {
+        let zeros = Tensor::f_zeros([num_classes], (Kind::Int64, of.device()))?;
+        Ok(zeros.f_scatter_add(0, of, weight)?)
+    };
+    let ones = target.f_ones_like()?;
+    let right = preds.f_eq_tensor(target)?.f_to_kind(Kind::Int64)?;
+    let tp = count(target, &right)?;
+    let predicted = count(&preds.f_to_kind(Kind::Int64)?, &ones)?;
+    let wanted = count(target, &ones)?;
+    Ok(vec![tp.shallow_clone(), predicted.f_sub(&tp)?, wanted.f_sub(&tp)?])
+}
+
+/// Averages values of classes; `counts` are those of [`counts`].
+fn averaged(average: Average, values: Tensor, counts: &[Tensor]) -> Result<Tensor> {
+    let weights = match average {
+        Average::None | Average::Micro => return Ok(values),
+        Average::Weighted => counts[0].f_add(&counts[2])?.f_to_kind(Kind::Float)?,
+        Average::Macro => {
+            let occurs = counts[0].f_add(&counts[1])?.f_add(&counts[2])?;
+            occurs.f_gt(0)?.f_to_kind(Kind::Float)?
+        }
+    };
+    let total = weights.f_sum(Kind::Float)?;
+    safe_divide(&values.f_mul(&weights)?.f_sum(Kind::Float)?, &total)
+}
+
+fn summed(average: Average, counts: Vec<Tensor>) -> Result<Vec<Tensor>> {
+    match average {
+        Average::Micro => counts.iter().map(|count| Ok(count.f_sum(Kind::Int64)?)).collect(),
+        _ => Ok(counts),
+    }
+}
+
+/// Part of the samples whose class is right, or among the `top_k` most likely; torchmetrics' `MulticlassAccuracy`.
+#[derive(Debug)]
+pub struct Accuracy {
+    num_classes: i64,
+    average: Average,
+    top_k: i64,
+    ignore_index: Option<i64>,
+    state: State,
+}
+
+impl Accuracy {
+    /// Over `num_classes` classes.
+    pub fn new(num_classes: i64, average: Average) -> Self {
+        Self { num_classes, average, top_k: 1, ignore_index: None, state: State::new("Accuracy", COUNTS) }
+    }
+
+    /// Counts a sample as right if its class is among so many of the largest logits.
+    #[must_use]
+    pub fn top_k(mut self, top_k: i64) -> Self {
+        self.top_k = top_k;
+        self
+    }
+
+    /// Leaves out samples with this target.
+    #[must_use]
+    pub fn ignore_index(mut self, ignore_index: i64) -> Self {
+        self.ignore_index = Some(ignore_index);
+        self
+    }
+
+    /// Adds a batch: logits or probabilities `[n, num_classes, ...]`, or classes `[n, ...]`, and targets `[n, ...]`, `i64`.
+    ///
+    /// # Errors
+    /// If the shapes do not fit.
+    pub fn update(&self, preds: &Tensor, target: &Tensor) -> Result<()> {
+        let preds = if self.top_k > 1 { self.best_of_top(preds, target)? } else { preds.shallow_clone() };
+        let (preds, target) = classes("Accuracy", &preds, target, self.ignore_index)?;
+        self.state.add(counts(&preds, &target, self.num_classes)?)
+    }
+
+    /// The target where it is among the first `top_k`, else the most likely class.
+    fn best_of_top(&self, preds: &Tensor, target: &Tensor) -> Result<Tensor> {
+        if preds.dim() != target.dim() + 1 || preds.size()[1] < self.top_k {
+            let expected = format!("[n, num_classes, ...] is needed for the top {}", self.top_k);
+            return Err(refuse("Accuracy", &preds.size(), expected));
+        }
+        let (_, top) = preds.f_topk(self.top_k, 1, true, true)?;
+        let hit = top.f_eq_tensor(&target.f_unsqueeze(1)?)?.f_any_dim(1, false)?;
+        Ok(target.f_where_self(&hit, &top.f_select(1, 0)?)?)
+    }
+}
+
+impl Metric for Accuracy {
+    fn compute(&self) -> Result<Tensor> {
+        let counts = summed(self.average, self.state.get()?)?;
+        let values = safe_divide(&counts[0], &counts[0].f_add(&counts[2])?)?;
+        averaged(self.average, values, &counts)
+    }
+
+    metric_by_state!();
+}
+
+/// Harmonic mean of precision and recall; torchmetrics' `MulticlassF1Score`.
+#[derive(Debug)]
+pub struct F1Score {
+    num_classes: i64,
+    average: Average,
+    state: State,
+}
+
+impl F1Score {
+    /// Over `num_classes` classes.
+    pub fn new(num_classes: i64, average: Average) -> Self {
+        Self { num_classes, average, state: State::new("F1Score", COUNTS) }
+    }
+
+    /// Adds a batch; as [`Accuracy::update`].
+    ///
+    /// # Errors
+    /// If the shapes do not fit.
+    pub fn update(&self, preds: &Tensor, target: &Tensor) -> Result<()> {
+        let (preds, target) = classes("F1Score", preds, target, None)?;
+        self.state.add(counts(&preds, &target, self.num_classes)?)
+    }
+}
+
+impl Metric for F1Score {
+    fn compute(&self) -> Result<Tensor> {
+        let counts = summed(self.average, self.state.get()?)?;
+        let double = counts[0].f_mul_scalar(2)?;
+        let values = safe_divide(&double, &double.f_add(&counts[1])?.f_add(&counts[2])?)?;
+        averaged(self.average, values, &counts)
+    }
+
+    metric_by_state!();
+}
+
+/// How often each class was predicted for each target: `[num_classes, num_classes]`, `i64`, targets in rows;
+/// torchmetrics' `MulticlassConfusionMatrix`.
+#[derive(Debug)]
+pub struct ConfusionMatrix {
+    num_classes: i64,
+    state: State,
+}
+
+impl ConfusionMatrix {
+    /// Over `num_classes` classes.
+    pub fn new(num_classes: i64) -> Self {
+        Self { num_classes, state: State::new("ConfusionMatrix", &[("confmat", Reduction::Sum)]) }
+    }
+
+    /// Adds a batch; as [`Accuracy::update`].
+    ///
+    /// # Errors
+    /// If the shapes do not fit.
+    pub fn update(&self, preds: &Tensor, target: &Tensor) -> Result<()> {
+        let (preds, target) = classes("ConfusionMatrix", preds, target, None)?;
+        let cells = target.f_mul_scalar(self.num_classes)?.f_add(&preds)?;
+        let zeros = Tensor::f_zeros([self.num_classes * self.num_classes], (Kind::Int64, cells.device()))?;
+        let counts = zeros.f_scatter_add(0, &cells, &cells.f_ones_like()?)?;
+        self.state.add(vec![counts.f_reshape([self.num_classes, self.num_classes])?])
+    }
+}
+
+impl Metric for ConfusionMatrix {
+    fn compute(&self) -> Result<Tensor> {
+        Ok(self.state.get()?.swap_remove(0))
+    }
+
+    metric_by_state!();
+}

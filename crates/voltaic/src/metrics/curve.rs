@@ -1,0 +1,77 @@
+//! Area under the receiver operating characteristic.
+
+use tch::{Kind, Tensor};
+
+use super::Metric;
+use super::state::{Reduction, State, metric_by_state, refuse, safe_divide};
+use crate::error::Result;
+
+/// Area under the receiver operating characteristic, exact: all scores are kept until the reset. torchmetrics'
+/// `BinaryAUROC`, and `MulticlassAUROC` with `average="macro"`: each class against the others.
+///
+/// It is the probability that a positive sample has a higher score than a negative one, ties counting half
+/// ([Mann and Whitney, 1947](https://doi.org/10.1214/aoms/1177730491)).
+#[derive(Debug)]
+pub struct Auroc {
+    /// 1 for two classes told by one score.
+    num_classes: i64,
+    state: State,
+}
+
+const SCORES: &[(&str, Reduction)] = &[("preds", Reduction::Cat), ("target", Reduction::Cat)];
+
+impl Auroc {
+    /// Of scores `[n]` and targets 0 or 1.
+    pub fn binary() -> Self {
+        Self { num_classes: 1, state: State::new("Auroc", SCORES) }
+    }
+
+    /// Mean over classes of scores `[n, num_classes]`.
+    pub fn multiclass(num_classes: i64) -> Self {
+        Self { num_classes, state: State::new("Auroc", SCORES) }
+    }
+
+    /// Adds a batch: scores `[n]` or `[n, num_classes]`, and targets `[n]`, `i64`.
+    ///
+    /// # Errors
+    /// If the shapes do not fit.
+    pub fn update(&self, preds: &Tensor, target: &Tensor) -> Result<()> {
+        let n = target.numel() as i64;
+        let expected = if self.num_classes == 1 { vec![n] } else { vec![n, self.num_classes] };
+        if preds.size() != expected {
+            return Err(refuse("Auroc", &preds.size(), format!("scores of shape {expected:?} are needed")));
+        }
+        self.state.add(vec![preds.f_detach()?, target.f_to_kind(Kind::Int64)?])
+    }
+}
+
+/// Area of one class against the others.
+fn area(scores: &Tensor, is_positive: &Tensor) -> Result<Tensor> {
+    let (sorted, _) = scores.f_sort(0, false)?;
+    // mean of the first and the last rank of equal scores, from 1
+    let first = scores.f_searchsorted(&sorted, false, false, "left", None::<Tensor>)?;
+    let last = scores.f_searchsorted(&sorted, false, true, "right", None::<Tensor>)?;
+    let rank = first.f_add(&last)?.f_add_scalar(1)?.f_to_kind(Kind::Double)?.f_mul_scalar(0.5)?;
+    let is_positive = is_positive.f_to_kind(Kind::Double)?;
+    let positives = is_positive.f_sum(Kind::Double)?;
+    let negatives = positives.f_neg()?.f_add_scalar(scores.numel() as f64)?;
+    let least = positives.f_mul(&positives.f_add_scalar(1.0)?)?.f_mul_scalar(0.5)?;
+    let wins = rank.f_mul(&is_positive)?.f_sum(Kind::Double)?.f_sub(&least)?;
+    safe_divide(&wins, &positives.f_mul(&negatives)?)
+}
+
+impl Metric for Auroc {
+    fn compute(&self) -> Result<Tensor> {
+        let state = self.state.get()?;
+        let (preds, target) = (&state[0], &state[1]);
+        if self.num_classes == 1 {
+            return area(&preds.f_contiguous()?, target);
+        }
+        let areas = (0..self.num_classes)
+            .map(|class| area(&preds.f_select(1, class)?.f_contiguous()?, &target.f_eq(class)?));
+        let areas = areas.collect::<Result<Vec<_>>>()?;
+        Ok(Tensor::f_stack(&areas, 0)?.f_mean(Kind::Float)?)
+    }
+
+    metric_by_state!();
+}
