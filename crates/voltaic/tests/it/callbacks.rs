@@ -277,6 +277,7 @@ fn an_average_goes_on_after_a_checkpoint_which_holds_it_as_the_weights() {
 
 #[test]
 fn a_learning_rate_is_found_drawn_and_used_and_leaves_the_weights_alone() {
+    let _rng = crate::rng::seeded(1);
     let root = TempDir::new().unwrap();
     let config = LearningRateFinderConfig { num_training_steps: 30, max_lr: 10.0, ..Default::default() };
     let mut net = crate::trainer::Net::new();
