@@ -186,6 +186,55 @@ vt_error *vt_foreach_clamp(const vt_list *list, double min, double max);     // 
 // The p-norm of each tensor, stacked: shape [len], float32 or the tensors' dtype as in PyTorch.
 vt_error *vt_foreach_norm(const vt_list *list, double p, vt_tensor *norms);
 
+// ---- distributed (c10d.cpp) -----------------------------------------------------------------------------------
+
+typedef struct vt_store vt_store; // keys and values that all ranks see; may be used by several threads
+typedef struct vt_group vt_group; // ranks that communicate; one thread at a time, and all ranks in the same order
+typedef struct vt_work vt_work;   // an operation under way; keeps its tensors alive
+
+// Connects to the server at host:port, which is made first if is_server; port 0 lets the system choose one.
+vt_error *vt_store_tcp(const char *host, uint16_t port, int32_t is_server, int64_t timeout_ms, vt_store **store,
+                       uint16_t *actual_port);
+// The same store, with `prefix` before each key.
+vt_error *vt_store_with_prefix(const vt_store *store, const char *prefix, vt_store **prefixed);
+vt_error *vt_store_set(const vt_store *store, const char *key, const uint8_t *value, size_t len);
+// Waits for a key; take(data, ...) gets its value, once, during the call.
+vt_error *vt_store_get(const vt_store *store, const char *key, int64_t timeout_ms,
+                       void (*take)(void *data, const uint8_t *value, size_t len), void *data);
+vt_error *vt_store_add(const vt_store *store, const char *key, int64_t amount, int64_t *sum);
+vt_error *vt_store_has(const vt_store *store, const char *key, int32_t *has);
+void vt_store_free(vt_store *store);
+
+// Gloo over `interface`, or over the interface that has `address` if that is null. Returns when all ranks are connected.
+vt_error *vt_group_gloo(const vt_store *store, int32_t rank, int32_t size, int64_t timeout_ms, const char *interface,
+                        const char *address, vt_group **group);
+void vt_group_free(vt_group *group);
+
+enum vt_reduce_op : int32_t { VT_REDUCE_SUM = 0, VT_REDUCE_AVG = 1, VT_REDUCE_MIN = 2, VT_REDUCE_MAX = 3 };
+
+// Each starts an operation on contiguous tensors. Those of an emulated HPU are reached where they are.
+vt_error *vt_group_all_reduce(const vt_group *group, vt_tensor tensor, int32_t op, vt_work **work);
+vt_error *vt_group_broadcast(const vt_group *group, vt_tensor tensor, int32_t root, vt_work **work);
+vt_error *vt_group_all_gather(const vt_group *group, vt_tensor input, vt_tensor output, vt_work **work);
+vt_error *vt_group_reduce_scatter(const vt_group *group, vt_tensor input, vt_tensor output, int32_t op,
+                                  vt_work **work);
+vt_error *vt_group_send(const vt_group *group, vt_tensor tensor, int32_t peer, vt_work **work);
+vt_error *vt_group_recv(const vt_group *group, vt_tensor tensor, int32_t peer, vt_work **work);
+vt_error *vt_group_barrier(const vt_group *group, vt_work **work);
+// The sum over the ranks, at once. Its gradient is the sum over the ranks of the gradients.
+vt_error *vt_group_all_reduce_sum_function(const vt_group *group, vt_tensor input, vt_tensor *output);
+// Waits until the operation is done, at most as long as the group's time-out.
+vt_error *vt_work_wait(vt_work *work);
+// Waits first, unless that has been done.
+void vt_work_free(vt_work *work);
+
+// views[i] = grad of params[i] * scale; zeros where there is no gradient.
+vt_error *vt_bucket_fill(const vt_tensor *params, const vt_tensor *views, size_t len, double scale);
+// The gradient of params[i] is views[i] from now on.
+vt_error *vt_bucket_adopt(const vt_tensor *params, const vt_tensor *views, size_t len);
+// reached[i] = 1 if backward from `root` would give leaves[i] a gradient.
+vt_error *vt_reaches_leaves(vt_tensor root, const vt_tensor *leaves, size_t len, uint8_t *reached);
+
 // ---- random numbers (rng.cpp) -------------------------------------------------------------------------------
 
 vt_error *vt_manual_seed(uint64_t seed);

@@ -21,6 +21,26 @@ pub const VT_ERROR_OUT_OF_MEMORY: i32 = 1;
 pub const VT_ERROR_INDEX: i32 = 2;
 pub const VT_ERROR_NOT_IMPLEMENTED: i32 = 3;
 
+#[repr(C)]
+pub struct vt_store {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub struct vt_group {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub struct vt_work {
+    _opaque: [u8; 0],
+}
+
+pub const VT_REDUCE_SUM: i32 = 0;
+pub const VT_REDUCE_AVG: i32 = 1;
+pub const VT_REDUCE_MIN: i32 = 2;
+pub const VT_REDUCE_MAX: i32 = 3;
+
 pub const VT_CPU: i32 = 0;
 pub const VT_CUDA: i32 = 1;
 pub const VT_HPU: i32 = 15;
@@ -211,6 +231,109 @@ unsafe extern "C" {
     pub fn vt_foreach_mul_tensor(list: *const vt_list, by: vt_tensor) -> *mut vt_error;
     pub fn vt_foreach_clamp(list: *const vt_list, min: f64, max: f64) -> *mut vt_error;
     pub fn vt_foreach_norm(list: *const vt_list, p: f64, norms: *mut vt_tensor) -> *mut vt_error;
+
+    pub fn vt_store_tcp(
+        host: *const c_char,
+        port: u16,
+        is_server: i32,
+        timeout_ms: i64,
+        store: *mut *mut vt_store,
+        actual_port: *mut u16,
+    ) -> *mut vt_error;
+    pub fn vt_store_with_prefix(
+        store: *const vt_store,
+        prefix: *const c_char,
+        prefixed: *mut *mut vt_store,
+    ) -> *mut vt_error;
+    pub fn vt_store_set(
+        store: *const vt_store,
+        key: *const c_char,
+        value: *const u8,
+        len: usize,
+    ) -> *mut vt_error;
+    pub fn vt_store_get(
+        store: *const vt_store,
+        key: *const c_char,
+        timeout_ms: i64,
+        take: extern "C" fn(data: *mut c_void, value: *const u8, len: usize),
+        data: *mut c_void,
+    ) -> *mut vt_error;
+    pub fn vt_store_add(
+        store: *const vt_store,
+        key: *const c_char,
+        amount: i64,
+        sum: *mut i64,
+    ) -> *mut vt_error;
+    pub fn vt_store_has(store: *const vt_store, key: *const c_char, has: *mut i32) -> *mut vt_error;
+    pub fn vt_store_free(store: *mut vt_store);
+    pub fn vt_group_gloo(
+        store: *const vt_store,
+        rank: i32,
+        size: i32,
+        timeout_ms: i64,
+        interface: *const c_char,
+        address: *const c_char,
+        group: *mut *mut vt_group,
+    ) -> *mut vt_error;
+    pub fn vt_group_free(group: *mut vt_group);
+    pub fn vt_group_all_reduce(
+        group: *const vt_group,
+        tensor: vt_tensor,
+        op: i32,
+        work: *mut *mut vt_work,
+    ) -> *mut vt_error;
+    pub fn vt_group_broadcast(
+        group: *const vt_group,
+        tensor: vt_tensor,
+        root: i32,
+        work: *mut *mut vt_work,
+    ) -> *mut vt_error;
+    pub fn vt_group_all_gather(
+        group: *const vt_group,
+        input: vt_tensor,
+        output: vt_tensor,
+        work: *mut *mut vt_work,
+    ) -> *mut vt_error;
+    pub fn vt_group_reduce_scatter(
+        group: *const vt_group,
+        input: vt_tensor,
+        output: vt_tensor,
+        op: i32,
+        work: *mut *mut vt_work,
+    ) -> *mut vt_error;
+    pub fn vt_group_send(
+        group: *const vt_group,
+        tensor: vt_tensor,
+        peer: i32,
+        work: *mut *mut vt_work,
+    ) -> *mut vt_error;
+    pub fn vt_group_recv(
+        group: *const vt_group,
+        tensor: vt_tensor,
+        peer: i32,
+        work: *mut *mut vt_work,
+    ) -> *mut vt_error;
+    pub fn vt_group_barrier(group: *const vt_group, work: *mut *mut vt_work) -> *mut vt_error;
+    pub fn vt_group_all_reduce_sum_function(
+        group: *const vt_group,
+        input: vt_tensor,
+        output: *mut vt_tensor,
+    ) -> *mut vt_error;
+    pub fn vt_work_wait(work: *mut vt_work) -> *mut vt_error;
+    pub fn vt_work_free(work: *mut vt_work);
+    pub fn vt_bucket_fill(
+        params: *const vt_tensor,
+        views: *const vt_tensor,
+        len: usize,
+        scale: f64,
+    ) -> *mut vt_error;
+    pub fn vt_bucket_adopt(params: *const vt_tensor, views: *const vt_tensor, len: usize) -> *mut vt_error;
+    pub fn vt_reaches_leaves(
+        root: vt_tensor,
+        leaves: *const vt_tensor,
+        len: usize,
+        reached: *mut u8,
+    ) -> *mut vt_error;
 
     pub fn vt_manual_seed(seed: u64) -> *mut vt_error;
     pub fn vt_rng_get_state(device_type: i32, device_index: i32, state: *mut vt_tensor) -> *mut vt_error;

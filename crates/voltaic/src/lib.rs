@@ -11,6 +11,8 @@ pub mod ffi;
 pub mod accelerator;
 pub mod config;
 
+pub mod distributed;
+
 pub mod checkpoint;
 pub mod data;
 pub mod metrics;
@@ -19,6 +21,7 @@ pub mod optim;
 pub mod precision;
 
 pub mod module;
+pub mod strategy;
 
 pub mod callback;
 pub mod logger;

@@ -1,6 +1,6 @@
 //! Code that runs at points of a run without being part of the model.
 //!
-//! A callback sees a [`HookContext`] and the module's tree, never the trainer; it acts through the context
+//! A callback sees a [`HookContext`](crate::module::HookContext) and the module's tree, never the trainer; it acts through the context
 //! (`log`, `log_metrics`, `request_stop`, `request_checkpoint`).
 
 mod cpu_stats;

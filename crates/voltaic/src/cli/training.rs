@@ -122,14 +122,26 @@ fn run<M: LightningModule>(
     }
     match request.verb() {
         Verb::Fit => {
-            if trainer.config().logger.is_enabled() && trainer.config().fast_dev_run.batches().is_none() {
+            if trainer.is_global_zero()
+                && trainer.config().logger.is_enabled()
+                && trainer.config().fast_dev_run.batches().is_none()
+            {
                 save_config(request, trainer.log_dir())?;
             }
             trainer.fit(model, data)?;
-            print_files(&trainer);
+            if trainer.is_global_zero() {
+                print_files(&trainer);
+            }
         }
-        Verb::Validate => print_metrics("validation", &trainer.validate(model, data)?),
-        Verb::Test => print_metrics("test", &trainer.test(model, data)?),
+        Verb::Validate | Verb::Test => {
+            let (what, metrics) = match request.verb() {
+                Verb::Test => ("test", trainer.test(model, data)?),
+                _ => ("validation", trainer.validate(model, data)?),
+            };
+            if trainer.is_global_zero() {
+                print_metrics(what, &metrics);
+            }
+        }
         Verb::Predict => print_predictions(&trainer.predict(model, data)?),
     }
     Ok(())

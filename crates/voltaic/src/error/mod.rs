@@ -6,6 +6,7 @@
 mod checkpoint;
 mod config;
 mod data;
+mod distributed;
 mod memory;
 mod module;
 mod optim;
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 pub use checkpoint::CheckpointError;
 pub use config::{ConfigError, ConfigProblem};
 pub use data::DataError;
+pub use distributed::{CollectiveFailure, DistributedError};
 pub use memory::MemoryError;
 pub use module::ModuleError;
 pub use optim::OptimError;
@@ -41,6 +43,9 @@ pub enum Error {
     /// A checkpoint cannot be written, read or applied.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// Ranks cannot work together.
+    #[error(transparent)]
+    Distributed(#[from] DistributedError),
     /// An optimizer or a learning rate schedule cannot do its step.
     #[error(transparent)]
     Optim(#[from] OptimError),

@@ -9,11 +9,13 @@ mod allocator;
 mod autocast;
 mod autograd;
 mod backend;
+mod c10d;
 mod execution;
 mod hlml;
 mod hpu;
 mod optim;
 mod pool;
+mod process;
 mod rng;
 mod tensor;
 mod threads;
@@ -33,6 +35,7 @@ pub use backend::{
     BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, libtorch_library,
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,
 };
+pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
 pub use execution::{
     AnomalyWatch, DeterministicMode, InferenceMode, deterministic, set_cudnn_benchmark, set_deterministic,
 };
@@ -45,6 +48,7 @@ pub use optim::{
     foreach_norm, is_dense, tensor_id,
 };
 pub use pool::{PeakReset, Pool, PoolBlock, PoolStats};
+pub use process::{die_with_parent, signal_group};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version, tch_names_hpu};
 pub use threads::{set_thread_num_threads, with_one_thread};

@@ -10,6 +10,7 @@ use super::manual::ManualOptimization;
 use super::metrics::{LogOptions, MetricStore};
 use crate::accelerator::Accelerator;
 use crate::device::Device;
+use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
 use crate::optim::{ActiveLrScheduler, Optimizer};
 
@@ -30,6 +31,11 @@ impl StepContext<'_> {
     /// the epoch. Tensors stay on their device until something has to be printed or written.
     pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
         LogEntry::new(self.metrics, name, value.into())
+    }
+
+    /// The ranks, to exchange tensors with; `None` for a process alone.
+    pub fn process_group(&self) -> Option<&ProcessGroup> {
+        self.metrics.group().map(std::convert::AsRef::as_ref)
     }
 
     /// The epoch in progress, from 0.
@@ -94,6 +100,16 @@ impl<'a> LogEntry<'a> {
     /// How the values of an epoch become one; the mean, weighted by batch size, unless set.
     pub fn reduce_fx(mut self, reduce_fx: ReduceFx) -> Self {
         self.options.reduce_fx = reduce_fx;
+        self
+    }
+
+    /// Reduces the value over all ranks: the mean of an epoch by batch size, a step's as `reduce_fx` says. Without it
+    /// each rank's steps show its own value, and of an epoch rank 0's counts on all ranks.
+    ///
+    /// # Collective
+    /// All ranks must log the value; one of a step is reduced at once.
+    pub fn sync_dist(mut self, sync_dist: bool) -> Self {
+        self.options.sync_dist = sync_dist;
         self
     }
 
@@ -212,6 +228,16 @@ impl HookContext<'_> {
     /// not averaged, and neither the progress bar nor [`HookContext::metric`] knows them.
     pub fn log_metrics(&mut self, metrics: Vec<(String, f64)>, step: u64) {
         self.requests.rows.push((metrics, step));
+    }
+
+    /// The ranks, to exchange tensors with; `None` for a process alone.
+    pub fn process_group(&self) -> Option<&ProcessGroup> {
+        self.metrics.group().map(std::convert::AsRef::as_ref)
+    }
+
+    /// Whether this process is the one of all ranks that prints and writes files.
+    pub fn is_global_zero(&self) -> bool {
+        self.metrics.group().is_none_or(|group| group.rank() == 0)
     }
 
     /// The device of this process.

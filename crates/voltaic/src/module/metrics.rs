@@ -1,12 +1,15 @@
 //! Logged values: kept on their device, reduced over the epoch, read back only when somebody needs the number.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use super::log_value::{LogValue, ReduceFx};
+use super::metrics_share::{RankValue, share, sync_step};
 use super::metrics_state::{EntryState, MetricsState, Number};
-use crate::error::ConfigError;
+use crate::distributed::ProcessGroup;
+use crate::error::{ConfigError, Error, Result};
 
 /// Options of one logged value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,6 +19,8 @@ pub(crate) struct LogOptions {
     pub on_step: bool,
     pub on_epoch: bool,
     pub reduce_fx: ReduceFx,
+    #[serde(default)]
+    pub sync_dist: bool,
     #[serde(skip)]
     pub batch_size: Option<usize>,
 }
@@ -78,12 +83,15 @@ impl Entry {
         if self.options.is_forked() { format!("{}_epoch", self.name) } else { self.name.clone() }
     }
 
-    fn epoch_value(&self) -> Option<f64> {
-        let reduced = self.reduced.as_ref()?.read();
-        // torch divides float32 by float32
-        Some(match self.options.reduce_fx {
-            ReduceFx::Mean => f64::from(reduced as f32 / self.weight as f32),
-            _ => reduced,
+    /// What the values of the epoch have become so far. # Sync: reads it back.
+    fn rank_value(&self) -> Option<RankValue> {
+        Some(RankValue {
+            name: self.name.clone(),
+            epoch_name: self.epoch_name(),
+            sync_dist: self.options.sync_dist,
+            reduce_fx: self.options.reduce_fx,
+            reduced: Number(self.reduced.as_ref()?.read()),
+            weight: self.weight,
         })
     }
 }
@@ -112,15 +120,27 @@ pub struct MetricStore {
     finished: HashMap<String, f64>,
     /// Names and latest complete values of the progress bar, in order of appearance.
     bar: Vec<(String, f64)>,
-    problem: Option<ConfigError>,
+    problem: Option<Error>,
+    /// The ranks, if there are several.
+    group: Option<Arc<ProcessGroup>>,
     /// Nothing is recorded, as in a barebones run.
     is_off: bool,
 }
 
 impl MetricStore {
-    /// A store that records what is logged, or does not.
-    pub(crate) fn new(is_on: bool) -> Self {
-        Self { is_off: !is_on, ..Self::default() }
+    /// For one of several ranks, or for a process alone.
+    pub(crate) fn of_ranks(group: Option<Arc<ProcessGroup>>) -> Self {
+        Self { group: group.filter(|group| group.world_size() > 1), ..Self::default() }
+    }
+
+    /// The same, recording nothing if the run is to be without.
+    pub(crate) fn off_if(self, is_off: bool) -> Self {
+        Self { is_off, ..self }
+    }
+
+    /// The ranks, if there are several.
+    pub(crate) fn group(&self) -> Option<&Arc<ProcessGroup>> {
+        self.group.as_ref()
     }
 
     /// Enters a hook; values logged from now on belong to it. Returns the scope before.
@@ -137,6 +157,7 @@ impl MetricStore {
             on_step,
             on_epoch: !on_step,
             reduce_fx: ReduceFx::Mean,
+            sync_dist: false,
             batch_size: self.scope.batch_size,
         }
     }
@@ -152,12 +173,18 @@ impl MetricStore {
     }
 
     /// The first mistake made in logging since the last call.
-    pub(crate) fn take_problem(&mut self) -> Option<ConfigError> {
+    pub(crate) fn take_problem(&mut self) -> Option<Error> {
         self.problem.take()
     }
 
-    fn try_record(&mut self, name: &str, value: LogValue, options: LogOptions) -> Result<(), ConfigError> {
+    fn try_record(&mut self, name: &str, value: LogValue, options: LogOptions) -> Result<()> {
         self.validate(name, &value, options)?;
+        let last = match &self.group {
+            Some(group) if options.sync_dist && options.on_step => {
+                Some(sync_step(group, &value, options.reduce_fx)?)
+            }
+            _ => None,
+        };
         let Scope { hook, phase, dataloader_idx, .. } = self.scope;
         let results = match phase {
             Phase::Train => &mut self.train,
@@ -188,7 +215,8 @@ impl MetricStore {
                 format!("log({name})"),
                 format!("{hook} logs `{name}` twice with different options"),
                 "use one set of options, or two names",
-            ));
+            )
+            .into());
         }
         let failed = |error: tch::TchError| {
             ConfigError::new(
@@ -208,7 +236,7 @@ impl MetricStore {
             entry.reduced = Some(reduced);
             entry.weight += weight;
         }
-        entry.last = value;
+        entry.last = last.unwrap_or(value);
         entry.updated_this_batch = true;
         Ok(())
     }
@@ -275,27 +303,26 @@ impl MetricStore {
     }
 
     /// Ends the training epoch: values for the loggers. # Sync: reads them back.
-    pub(crate) fn finish_train_epoch(&mut self) -> Vec<(String, f64)> {
+    pub(crate) fn finish_train_epoch(&mut self) -> Result<Vec<(String, f64)>> {
         let mut results = std::mem::take(&mut self.train);
-        let logged = self.finish(&results);
+        let logged = self.finish(&results)?.logged;
         results.clear();
         self.train = results;
-        logged
+        Ok(logged)
     }
 
     /// Makes the epoch values so far known to callbacks without ending the epoch. # Sync: reads them back.
-    pub(crate) fn publish_train_epoch(&mut self) {
+    pub(crate) fn publish_train_epoch(&mut self) -> Result<()> {
         let results = std::mem::take(&mut self.train);
-        self.finish(&results);
+        let finished = self.finish(&results);
         self.train = results;
+        finished.map(drop)
     }
 
     /// Ends an evaluation: all its values by name, and those for the loggers. # Sync: reads them back.
-    pub(crate) fn finish_eval(&mut self) -> EvalValues {
+    pub(crate) fn finish_eval(&mut self) -> Result<EvalValues> {
         let results = std::mem::take(&mut self.eval);
-        let logged = self.finish(&results);
-        let all = results.entries.iter().filter_map(|e| Some((e.epoch_name(), e.epoch_value()?))).collect();
-        EvalValues { all, logged }
+        self.finish(&results)
     }
 
     /// Forgets an evaluation, as after the sanity check.
@@ -303,8 +330,10 @@ impl MetricStore {
         self.eval.clear();
     }
 
-    fn finish(&mut self, results: &Results) -> Vec<(String, f64)> {
-        let mut logged = Vec::new();
+    fn finish(&mut self, results: &Results) -> Result<EvalValues> {
+        let own = results.entries.iter().filter_map(Entry::rank_value).collect();
+        let mut shared = share(self.group.as_deref(), own)?;
+        let (mut logged, mut all) = (Vec::new(), Vec::new());
         for entry in &results.entries {
             if entry.options.on_step {
                 let value = entry.last.read();
@@ -314,7 +343,8 @@ impl MetricStore {
                     set(&mut self.bar, entry.step_name(), value);
                 }
             }
-            if let Some(value) = entry.epoch_value() {
+            if let Some((epoch_name, value)) = shared.remove(&entry.name) {
+                all.push((epoch_name, value));
                 self.finished.insert(entry.epoch_name(), value);
                 self.finished.insert(entry.name.clone(), value);
                 if entry.options.prog_bar {
@@ -325,7 +355,13 @@ impl MetricStore {
                 }
             }
         }
-        logged
+        // of a rank that had no batch
+        for (name, (epoch_name, value)) in shared {
+            self.finished.insert(epoch_name.clone(), value);
+            self.finished.insert(name, value);
+            all.push((epoch_name, value));
+        }
+        Ok(EvalValues { all, logged })
     }
 
     /// The entry whose step value is called `name`, if this epoch has logged it.
@@ -446,7 +482,7 @@ mod tests {
                 store.record("loss", if source == 0 { host } else { device }, options);
             }
             assert_eq!(store.callback_metric("loss_step"), Some(3.0));
-            let logged = store.finish_train_epoch();
+            let logged = store.finish_train_epoch().unwrap();
             assert_eq!(logged, vec![("loss_epoch".to_owned(), f64::from(10.0_f32 / 6.0))]);
             assert_eq!(store.callback_metric("loss"), store.callback_metric("loss_epoch"));
             assert!(store.take_problem().is_none());
@@ -469,7 +505,7 @@ mod tests {
                 let [host, device] = both(value);
                 store.record("x", if source == 1 { device } else { host }, options);
             }
-            assert_eq!(store.finish_train_epoch(), vec![("x".to_owned(), expected)], "{fx:?}");
+            assert_eq!(store.finish_train_epoch().unwrap(), vec![("x".to_owned(), expected)], "{fx:?}");
         }
     }
 

@@ -5,6 +5,7 @@ mod context;
 mod log_value;
 mod manual;
 mod metrics;
+mod metrics_share;
 mod metrics_state;
 
 use tch::Tensor;

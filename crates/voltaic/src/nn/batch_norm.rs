@@ -5,7 +5,8 @@ use std::fmt;
 use tch::{Kind, Tensor};
 
 use super::check::{at_least, empty, explain};
-use super::{Buffer, Forward, Module, Parameter, init};
+use super::{Buffer, Forward, Module, Parameter, init, sync_batch_norm};
+use crate::distributed::ProcessGroup;
 use crate::error::Result;
 
 /// Batch normalisation of `[batch, num_features]` or `[batch, num_features, length]`, as `torch.nn.BatchNorm1d`.
@@ -82,9 +83,36 @@ impl<const N: usize> BatchNorm<N> {
         )
     }
 
+    /// The same with the statistics of all ranks' batches.
+    fn normalise_over(&self, input: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
+        let (mut output, mean, variance) = sync_batch_norm::normalise(input, self.eps, group)?;
+        let shape: Vec<i64> = (0..input.dim()).map(|dim| if dim == 1 { -1 } else { 1 }).collect();
+        if let Some(weight) = &self.weight {
+            output = output.f_mul(&weight.f_view(&shape[..])?)?;
+        }
+        if let Some(bias) = &self.bias {
+            output = output.f_add(&bias.f_view(&shape[..])?)?;
+        }
+        let _no_grad = tch::no_grad_guard();
+        for (running, now) in [(&self.running_mean, mean), (&self.running_var, variance)] {
+            if let Some(running) = running {
+                let now = now.f_to_kind(running.kind())?;
+                let _ = running.shallow_clone().f_lerp_(&now, self.momentum)?;
+            }
+        }
+        Ok(output)
+    }
+
     /// Whether the number of dimensions is right. libtorch normalises any, which would hide a missing flatten.
     fn fits(dims: usize) -> bool {
         dims == N + 2 || (N == 1 && dims == 2)
+    }
+
+    fn count(&self) -> Result<(), tch::TchError> {
+        if let Some(count) = &self.num_batches_tracked {
+            let _ = count.shallow_clone().f_add_scalar_(1)?;
+        }
+        Ok(())
     }
 
     fn misfit(&self, shape: &[i64]) -> Option<(String, String)> {
@@ -104,16 +132,20 @@ impl<const N: usize> BatchNorm<N> {
 
 impl<const N: usize> Forward for BatchNorm<N> {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
+        let fits = self.misfit(&input.size()).is_none();
+        if let Some(group) = sync_batch_norm::ranks().filter(|_| self.training && fits) {
+            let output = self.normalise_over(input, &group)?;
+            self.count()?;
+            return Ok(output);
+        }
         let output = if Self::fits(input.dim()) {
             self.normalise(input)
         } else {
             Err(tch::TchError::Shape("number of dimensions".to_owned()))
         };
         let output = explain(output, input, |shape| self.misfit(shape))?;
-        if self.training
-            && let Some(count) = &self.num_batches_tracked
-        {
-            let _ = count.shallow_clone().f_add_scalar_(1)?;
+        if self.training {
+            self.count()?;
         }
         Ok(output)
     }

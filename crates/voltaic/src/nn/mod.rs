@@ -48,6 +48,7 @@ mod norm;
 mod parameter;
 mod pool;
 mod sequential;
+mod sync_batch_norm;
 
 pub use activation::{Gelu, Identity, LeakyRelu, Relu, Sigmoid, Silu, Softmax, Tanh};
 pub use attention::{AttentionMask, MultiheadAttention, MultiheadAttentionBuilder};
@@ -65,4 +66,5 @@ pub use norm::{GroupNorm, GroupNormBuilder, LayerNorm, LayerNormBuilder, Normali
 pub use parameter::{Buffer, Parameter};
 pub use pool::{AdaptiveAvgPool2d, AvgPool2d, AvgPool2dBuilder, Flatten, MaxPool2d, MaxPool2dBuilder};
 pub use sequential::Sequential;
+pub use sync_batch_norm::SyncBatchNorm;
 pub use voltaic_macros::Module;

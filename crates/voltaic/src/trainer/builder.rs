@@ -10,7 +10,7 @@ use super::lr_finder::LearningRateFinderConfig;
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::resolve;
 use super::session::Run;
-use super::{Trainer, global_seed};
+use super::{Trainer, global_seed, ranks};
 use crate::accelerator::{Devices, accelerator};
 use crate::callback::{
     Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, TimeSpan, Timer,
@@ -22,6 +22,7 @@ use crate::logger::{Logger, Loggers};
 use crate::module::{MetricStore, Progress, Requests, RunFacts};
 use crate::optim::OptimizerConfig;
 use crate::precision::{GradScaler, Precision, set_op_lists};
+use crate::strategy::{StrategyConfig, Votes};
 
 /// Describes a trainer; see [`TrainerConfig`] for what each key means.
 #[derive(Default)]
@@ -89,7 +90,11 @@ impl TrainerBuilder {
     keys! {
         accelerator: String;
         devices: Devices;
-        strategy: String;
+        num_nodes: u64;
+        strategy: StrategyConfig;
+        use_distributed_sampler: bool;
+        sync_batchnorm: bool;
+        max_restarts: u64;
         precision: serde_json::Value => Some;
         max_epochs: i64 => Some;
         min_epochs: u64 => Some;
@@ -125,7 +130,12 @@ impl TrainerBuilder {
         default_root_dir: PathBuf => Some;
     }
 
-    /// Checks everything and makes the trainer. libtorch's memory comes from the host pool from now on
+    /// Checks everything, joins the other ranks if there are any, and makes the trainer.
+    ///
+    /// With several ranks on this node and no launcher around it, the call starts them by running this program again with
+    /// the same arguments, waits for them, and ends the process with their exit code: what follows it runs in the ranks.
+    ///
+    /// libtorch's memory comes from the host pool from now on
     /// ([`ffi::install_host_pool`]).
     ///
     /// # Errors
@@ -170,9 +180,12 @@ impl TrainerBuilder {
         if self.loggers.is_empty() && !self.config.logger.is_enabled() {
             problems.extend(without_logger(&self.callbacks));
         }
-        let (Some(plan), Ok(accelerator), true) = (plan, accelerator, problems.is_empty()) else {
+        let (Some(mut plan), Ok(accelerator), true) = (plan, accelerator, problems.is_empty()) else {
             return Err(ConfigError { problems }.into());
         };
+        let strategy = ranks::join(&self.config, &mut plan, accelerator.as_ref())?;
+        let world = strategy.world().clone();
+        self.add_displays(world.is_global_zero());
         accelerator.setup()?;
         ffi::install_host_pool()?;
         if let Some(mode) = plan.deterministic {
@@ -184,16 +197,18 @@ impl TrainerBuilder {
         if let Some(lists) = &plan.op_lists {
             set_op_lists(plan.device, lists)?;
         }
-        if plan.fast_dev_run {
+        if plan.fast_dev_run || !world.is_global_zero() {
             self.loggers.clear();
         }
-        if self.loggers.is_empty() && !plan.fast_dev_run {
+        if world.is_global_zero() && self.loggers.is_empty() && !plan.fast_dev_run {
             let loggers = self.config.logger.list().into_iter();
             self.loggers.extend(loggers.map(|logger| logger.build(&plan.default_root_dir)));
         }
         let first = self.loggers.first();
         let log_dir =
             first.and_then(|logger| logger.log_dir()).unwrap_or(&plan.default_root_dir).to_path_buf();
+        let version = first.and_then(|logger| logger.version());
+        let (log_dir, version, has_logger) = world.of_rank_zero((log_dir, version, first.is_some()))?;
         let facts = RunFacts {
             max_epochs: plan.max_epochs,
             check_val_every_n_epoch: plan.check_val_every_n_epoch,
@@ -201,11 +216,11 @@ impl TrainerBuilder {
             log_dir,
             default_root_dir: plan.default_root_dir.clone(),
             validates_once_per_epoch: plan.val_check_interval == Limit::Fraction(1.0),
-            has_logger: first.is_some(),
+            has_logger,
             accumulate_grad_batches: plan.accumulate_grad_batches,
             automatic_optimization: true,
             log_every_n_steps: plan.log_every_n_steps,
-            version: first.and_then(|logger| logger.version()),
+            version,
             ..RunFacts::default()
         };
         let checkpoint_io = checkpoint_io(self.checkpoint_io, &self.config.plugins, accelerator.name());
@@ -215,7 +230,9 @@ impl TrainerBuilder {
             callbacks: self.callbacks,
             loggers: self.loggers,
             progress: Progress::default(),
-            metrics: MetricStore::new(!plan.barebones),
+            metrics: MetricStore::of_ranks(world.group().cloned()).off_if(plan.barebones),
+            strategy,
+            agreed: Votes::default(),
             requests: Requests::default(),
             facts,
             grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
@@ -240,13 +257,17 @@ impl TrainerBuilder {
         if !saves && self.config.enable_checkpointing {
             self.callbacks.push(Box::new(ModelCheckpoint::new(ModelCheckpointConfig::default())?));
         }
-        if self.config.enable_progress_bar {
+        Ok(())
+    }
+
+    /// What one process shows for all.
+    fn add_displays(&mut self, is_global_zero: bool) {
+        if is_global_zero && self.config.enable_progress_bar {
             self.callbacks.push(Box::new(ProgressBar::default()));
         }
-        if self.config.enable_model_summary {
+        if is_global_zero && self.config.enable_model_summary {
             self.callbacks.push(Box::new(ModelSummary));
         }
-        Ok(())
     }
 }
 

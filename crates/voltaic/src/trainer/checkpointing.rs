@@ -50,6 +50,9 @@ pub(super) fn write<M: LightningModule>(session: &mut Session<M>, request: &Chec
         None => {
             let checkpoint = collect(session, request.weights_only)?;
             session.run.checkpoint_io.save_checkpoint(&checkpoint, &request.path, None)?;
+            if !request.weights_only {
+                session.run.note_checkpoint(&request.path)?;
+            }
         }
     }
     let io = &mut session.run.checkpoint_io;
@@ -280,8 +283,16 @@ fn restore_callbacks(callbacks: &mut [Box<dyn Callback>], state: &State) -> Resu
     Ok(())
 }
 
-/// Finds the file that `best`, `last` or a path means.
+/// Finds the file that `best`, `last` or a path means, on rank 0.
 pub(super) fn find(run: &Run, ckpt_path: &str) -> Result<Option<PathBuf>> {
+    if !matches!(ckpt_path, "best" | "last") {
+        return Ok(Some(PathBuf::from(ckpt_path)));
+    }
+    let found = if run.world().is_global_zero() { find_own(run, ckpt_path)? } else { None };
+    run.world().of_rank_zero(found)
+}
+
+fn find_own(run: &Run, ckpt_path: &str) -> Result<Option<PathBuf>> {
     let missing = |what: &str, remedy: &str| Err(ConfigError::new("ckpt_path", what, remedy).into());
     let saved: Vec<CheckpointPaths> =
         run.callbacks.iter().filter_map(|callback| callback.checkpoint_paths()).collect();

@@ -10,6 +10,7 @@ use crate::accelerator::Devices;
 use crate::callback::TimeSpan;
 use crate::logger::Loggers;
 use crate::precision::HpuPrecisionPlugin;
+use crate::strategy::StrategyConfig;
 
 /// A number of batches, or a fraction of all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -156,8 +157,17 @@ pub struct TrainerConfig {
     pub accelerator: String,
     /// How many devices: a number, or `auto`.
     pub devices: Devices,
-    /// How training is spread over devices: `auto` or `single_device`.
-    pub strategy: String,
+    /// Nodes, on each of which the same command is started; 1 unless set.
+    pub num_nodes: u64,
+    /// How training is spread over ranks: `auto`, `single_device`, `hpu_single`, `ddp`, `hpu_ddp`, `hpu_parallel`, or a
+    /// class with settings.
+    pub strategy: StrategyConfig,
+    /// Divide the samples of loaders among the ranks.
+    pub use_distributed_sampler: bool,
+    /// Batch normalisation over the batches of all ranks.
+    pub sync_batchnorm: bool,
+    /// How often all ranks are started anew from the last checkpoint after one has failed.
+    pub max_restarts: u64,
     /// Number format of the computation: `32-true`, `bf16-mixed`, `16-mixed`, `bf16-true`, `16-true`, `64-true`; also
     /// written `32`, `bf16`, `16`, `64`.
     pub precision: Option<serde_json::Value>,
@@ -236,7 +246,11 @@ impl Default for TrainerConfig {
         Self {
             accelerator: "auto".to_owned(),
             devices: Devices::Text("auto".to_owned()),
-            strategy: "auto".to_owned(),
+            num_nodes: 1,
+            strategy: StrategyConfig::Name("auto".to_owned()),
+            use_distributed_sampler: true,
+            sync_batchnorm: false,
+            max_restarts: 0,
             precision: None,
             max_epochs: None,
             min_epochs: None,

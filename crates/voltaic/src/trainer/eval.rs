@@ -37,7 +37,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.validate(&EvalLoaders { loaders: val, num_batches })?;
         self.run.progress.validation_is_open = false;
         self.last_validation = Instant::now();
-        Ok(())
+        self.agree()
     }
 
     /// Runs a few validation batches before training, and returns the loaders. Leaves no metrics and no change of random
@@ -52,7 +52,7 @@ impl<M: LightningModule> Session<'_, M> {
         let val = self.val_dataloaders()?;
         let num_batches = self.num_val_batches(&val)?;
         let num_batches: Vec<usize> = num_batches.iter().map(|&batches| batches.min(limit)).collect();
-        if num_batches.iter().sum::<usize>() == 0 {
+        if !self.run.world().of_rank_zero(num_batches.iter().any(|&batches| batches > 0))? {
             return Ok(Some(val));
         }
         let rng = super::seed::rng_states(self.plan.device)?;
@@ -130,6 +130,7 @@ impl<M: LightningModule> Session<'_, M> {
         let _no_grad = tch::no_grad_guard();
         let infers = self.plan.inference_mode && self.stage != Stage::Fit;
         let _inference = infers.then(InferenceMode::enter).transpose()?;
+        self.run.strategy.begin_forward(self.module)?;
         self.run.metrics.begin_eval();
         body(self)
     }
@@ -169,7 +170,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.run.metrics.discard_eval();
             return Ok(Vec::new());
         }
-        let values = self.run.metrics.finish_eval(); // sync point
+        let values = self.run.metrics.finish_eval()?; // sync point
         self.log(values.logged, self.eval_step())?;
         Ok(values.all)
     }

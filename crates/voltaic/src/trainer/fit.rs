@@ -129,6 +129,9 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(None);
         }
 
+        if window.opens {
+            self.run.strategy.begin_forward(self.module)?;
+        }
         let mut loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(&batch, ctx))?;
         if self.module.automatic_optimization() {
             loss = self.optimize(loss, window, facts)?;
@@ -168,11 +171,8 @@ impl<M: LightningModule> Session<'_, M> {
             if window.size > 1 && loss.defined() { loss.f_div_scalar(window.size as f64)? } else { loss };
         if loss.defined() {
             call_shared_hook!(self, on_before_backward, facts)?;
-            let scaled = self.run.grad_scaler.as_ref().map(|scaler| scaler.scale(&loss)).transpose()?;
             let (mut parts, state, module) = self.parts();
-            parts.module_call(state, &*module, "backward", &facts, |module, ctx| {
-                module.backward(scaled.as_ref().unwrap_or(&loss), ctx)
-            })?;
+            parts.backward(state, &*module, &facts, &loss, window.closes)?;
             self.check_gradients()?;
             call_shared_hook!(self, on_after_backward, facts)?;
         }
@@ -265,7 +265,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     fn validation_is_due(&self, plan: &FitPlan) -> bool {
         let progress = &self.run.progress;
-        if plan.num_val_batches.iter().sum::<usize>() == 0 {
+        if !plan.has_val_batches {
             return false;
         }
         if self.stop_is_granted() {
@@ -289,14 +289,15 @@ impl<M: LightningModule> Session<'_, M> {
     /// short is left open, so that a resumed run finishes it.
     fn end_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
         let is_complete = self.run.progress.batch_idx as usize >= loaders.plan.num_training_batches;
-        self.run.progress.epoch_ended = is_complete || self.run.requests.stop.is_some();
-        self.run.metrics.publish_train_epoch(); // sync point
+        self.run.progress.epoch_ended = is_complete || self.is_asked_to_stop();
+        self.run.metrics.publish_train_epoch()?; // sync point
         call_hook!(self, on_train_epoch_end, Train, EpochOnly)?;
+        self.agree()?;
         self.step_schedulers(Interval::Epoch, true)?;
         if !self.run.progress.epoch_ended {
             self.write_checkpoints()?; // with the metrics so far, to which a resumed run adds
         }
-        let values = self.run.metrics.finish_train_epoch(); // sync point
+        let values = self.run.metrics.finish_train_epoch()?; // sync point
         self.write_checkpoints()?;
         self.log(values, self.run.progress.batches_that_stepped.saturating_sub(1))?;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.save())
@@ -310,7 +311,7 @@ impl<M: LightningModule> Session<'_, M> {
     fn stop_is_granted(&self) -> bool {
         let progress = &self.run.progress;
         let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
-        self.run.requests.stop.is_some()
+        self.is_asked_to_stop()
             && epochs >= self.plan.min_epochs
             && progress.global_step >= self.plan.min_steps
     }

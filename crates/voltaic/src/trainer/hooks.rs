@@ -9,6 +9,7 @@ use crate::accelerator::Accelerator;
 use crate::callback::Callback;
 use crate::data::Stage;
 use crate::device::Device;
+use crate::distributed::global_rank;
 use crate::error::{Error, Result};
 use crate::module::{
     HookContext, Level, LightningModule, Phase, Progress, Requests, RunFacts, Scope, StepState,
@@ -16,6 +17,7 @@ use crate::module::{
 use crate::nn::{Module, Parameter};
 use crate::optim::{ActiveLrScheduler, Optimizer};
 use crate::precision::GradScaler;
+use crate::strategy::{Strategy, Votes};
 
 /// A hook by name, with what logging in it means.
 #[derive(Clone, Copy)]
@@ -109,7 +111,7 @@ pub(super) fn hook_error(hook: &'static str, progress: &Progress, source: anyhow
         _ => source,
     };
     let (epoch, global_step) = (progress.current_epoch, progress.global_step);
-    Error::Hook { hook, rank: 0, epoch, global_step, source }
+    Error::Hook { hook, rank: global_rank(), epoch, global_step, source }
 }
 
 /// Calls one callback's hook; an error says whose it is.
@@ -130,6 +132,10 @@ pub(super) struct Parts<'a> {
     pub schedulers: &'a mut [ActiveLrScheduler],
     pub grad_scaler: &'a mut Option<GradScaler>,
     pub toggled: &'a mut Vec<(Parameter, bool)>,
+    pub strategy: &'a mut dyn Strategy,
+    pub agreed: &'a mut Votes,
+    /// The signal that this rank has received.
+    pub signal: Option<&'static str>,
     pub device: Device,
     pub is_sanity_check: bool,
     pub is_training: bool,
@@ -188,7 +194,7 @@ impl Parts<'_> {
         let problem = ctx.metrics.take_problem();
         ctx.metrics.enter(outer);
         result.map_err(|(source, progress)| hook_error(point.name, &progress, source))?;
-        problem.map_or(Ok(()), |problem| Err(problem.into()))
+        problem.map_or(Ok(()), Err)
     }
 
     /// Calls a method of the module that does a part of the step, such as `backward`.
@@ -208,7 +214,7 @@ impl Parts<'_> {
         let problem = ctx.metrics.take_problem();
         ctx.metrics.enter(outer);
         result?;
-        problem.map_or(Ok(()), |problem| Err(problem.into()))
+        problem.map_or(Ok(()), Err)
     }
 }
 
@@ -236,6 +242,9 @@ impl<M: LightningModule> Session<'_, M> {
             schedulers: &mut self.schedulers,
             grad_scaler: &mut run.grad_scaler,
             toggled: &mut self.toggled,
+            strategy: run.strategy.as_mut(),
+            agreed: &mut run.agreed,
+            signal: self.signals.received(),
             device: self.plan.device,
             is_sanity_check: self.is_sanity_check,
             is_training: self.stage == Stage::Fit,
@@ -264,7 +273,7 @@ impl<M: LightningModule> Session<'_, M> {
                 guarded(|| hook_of_module(module, &mut ctx))
                     .map_err(|source| hook_error(point.name, ctx.progress, source))?;
                 if point.name == "on_train_epoch_end" {
-                    ctx.metrics.publish_train_epoch(); // what the epoch's end logged may be monitored
+                    ctx.metrics.publish_train_epoch()?; // what the epoch's end logged may be monitored
                 }
             }
         }

@@ -3,6 +3,7 @@
 use super::fit::FitLoaders;
 use super::guard::guarded;
 use super::plan::{FitPlan, limit_batches};
+use super::ranks;
 use super::session::Session;
 use crate::data::DataLoader;
 use crate::error::{ConfigError, Result};
@@ -31,8 +32,14 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     fn fit_plan(&mut self, train: &DataLoader<M::Batch>, val: &[DataLoader<M::Batch>]) -> Result<FitPlan> {
+        if self.plan.val_check_time.is_some() && self.run.world().world_size > 1 {
+            let what = format!("by time with {} ranks, whose clocks differ", self.run.world().world_size);
+            let remedy = "use a number of batches, or a fraction of an epoch";
+            return Err(ConfigError::new("trainer.val_check_interval", what, remedy).into());
+        }
         let available: Vec<usize> = val.iter().map(DataLoader::num_batches).collect();
-        let plan = FitPlan::new(self.plan, train.num_batches(), &available)?;
+        let mut plan = FitPlan::new(self.plan, train.num_batches(), &available)?;
+        plan.has_val_batches = self.run.world().of_rank_zero(plan.has_val_batches)?;
         let facts = &mut self.run.facts;
         facts.num_training_batches = plan.num_training_batches;
         facts.train_batch_size = train.batch_size();
@@ -59,6 +66,7 @@ impl<M: LightningModule> Session<'_, M> {
                 "overfit_batches: the training data is not shuffled, so that the batches stay the same"
             );
         }
+        ranks::shard_train(&mut train, self.plan, self.run.world())?;
         Ok(train)
     }
 
@@ -71,6 +79,7 @@ impl<M: LightningModule> Session<'_, M> {
                 loader.make_sequential();
             }
         }
+        ranks::shard_eval(&mut val, self.plan, self.run.world())?;
         Ok(val)
     }
 

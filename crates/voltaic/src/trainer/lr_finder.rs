@@ -225,6 +225,11 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         config.check()?;
+        if self.run.world().world_size > 1 {
+            let what = format!("{} ranks", self.run.world().world_size);
+            let remedy = "search with devices=1, and give the learning rate to the run with several";
+            return Err(ConfigError::new("LearningRateFinder", what, remedy).into());
+        }
         let found = Arc::new(Mutex::new(LrFind::default()));
         let mut own = self.config.clone();
         own.callbacks.clear();

@@ -29,8 +29,6 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
 
     fn backward(&mut self, mut state: StepState<'_>, loss: &Tensor) -> Result<()> {
         let Self { parts, module, batch, .. } = self;
-        let scaled = parts.grad_scaler.as_ref().map(|scaler| scaler.scale(loss)).transpose()?;
-        let loss = scaled.as_ref().unwrap_or(loss);
         parts.shared_hook(
             again(&mut state),
             *module,
@@ -41,7 +39,7 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
                 |m, ctx| m.on_before_backward(ctx),
             ),
         )?;
-        parts.module_call(again(&mut state), *module, "backward", batch, |m, ctx| m.backward(loss, ctx))?;
+        parts.backward(again(&mut state), *module, batch, loss, true)?;
         parts.shared_hook(
             state,
             *module,

@@ -17,6 +17,7 @@ mod lr_finder;
 mod manual;
 mod optimizers;
 mod plan;
+mod ranks;
 mod schedule;
 mod seed;
 mod session;
@@ -29,11 +30,13 @@ use std::time::Instant;
 use tch::Tensor;
 
 use crate::data::{Batch, DataLoader, DataModule, Stage};
+use crate::distributed::World;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::{LightningModule, MetricStore, Progress, Requests};
-use crate::nn::set_training;
+use crate::nn::{SyncBatchNorm, set_training};
 use crate::optim::{ActiveLrScheduler, Optimizers};
+use crate::strategy::Votes;
 
 pub use crate::accelerator::Devices;
 pub use builder::TrainerBuilder;
@@ -112,20 +115,26 @@ impl Trainer {
     {
         let _engine = SingleThreadedEngine::enter()?;
         let ckpt_path = self.ckpt_path.take();
+        let ckpt_path = self.run.after_restart(ckpt_path)?;
         if ckpt_path.is_none() {
             self.find_lr(module, data)?;
         }
         // nothing of an earlier fit may show in this one
         self.run.requests = Requests::default();
-        self.run.metrics = MetricStore::new(!self.plan.barebones);
+        self.run.metrics =
+            MetricStore::of_ranks(self.run.world().group().cloned()).off_if(self.plan.barebones);
+        self.run.agreed = Votes::default();
         self.run.progress = Progress::default();
         let optimizers = self.optimizers.clone();
+        let ranks = self.run.world().group().cloned();
+        let _sync = ranks.filter(|_| self.plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
         let mut data = Data(data);
         let mut session = self.session(module, &mut data, Stage::Fit)?;
         let result = fit_session(&mut session, optimizers, ckpt_path.as_deref());
         if let Err(error) = &result {
             session.on_exception(error);
         }
+        self.run.strategy.teardown();
         result
     }
 
@@ -194,9 +203,12 @@ impl Trainer {
         path: impl AsRef<std::path::Path>,
         storage_options: Option<&serde_json::Value>,
     ) -> Result<()> {
-        let checkpoint = checkpointing::weights(module, &self.run.progress);
-        self.run.checkpoint_io.save_checkpoint(&checkpoint, path.as_ref(), storage_options)?;
-        self.run.checkpoint_io.teardown()
+        if self.is_global_zero() {
+            let checkpoint = checkpointing::weights(module, &self.run.progress);
+            self.run.checkpoint_io.save_checkpoint(&checkpoint, path.as_ref(), storage_options)?;
+            self.run.checkpoint_io.teardown()?;
+        }
+        self.run.world().barrier()
     }
 
     /// The latest value of a metric, such as `val_loss`.
@@ -227,6 +239,21 @@ impl Trainer {
     /// Files of this run that a user will want to look at: metrics and pictures.
     pub fn files(&self) -> Vec<PathBuf> {
         self.run.loggers.iter().flat_map(|logger| logger.files()).collect()
+    }
+
+    /// Whether this process is the one of all ranks that prints and writes files.
+    pub fn is_global_zero(&self) -> bool {
+        self.run.world().is_global_zero()
+    }
+
+    /// The ranks of the run, and which of them this process is.
+    pub fn world(&self) -> &World {
+        self.run.world()
+    }
+
+    /// Name of the strategy, such as `ddp`.
+    pub fn strategy(&self) -> &'static str {
+        self.run.strategy.name()
     }
 
     /// Folder of this run: where the first logger writes, else `default_root_dir`.
@@ -312,6 +339,7 @@ fn evaluate_session<M: LightningModule, T>(
         return Err(ConfigError::new("data", what, format!("implement DataModule::{method}")).into());
     }
     loaders.iter_mut().for_each(|loader| loader.set_seed(global_seed()));
+    ranks::shard_eval(&mut loaders, session.plan, session.run.world())?;
     let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
     let num_batches = limit_batches(limit_key, limit, &available)?;
     session.run.facts.num_eval_batches = num_batches.iter().sum();

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::config::{
     Deterministic, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
 };
+use super::ranks::RankPlan;
 use crate::accelerator::Accelerator;
 use crate::callback::TimeSpan;
 use crate::device::Device;
@@ -17,7 +18,9 @@ use crate::precision::{HpuPrecisionPlugin, OpLists, Precision};
 /// A run as it will be done. Immutable; nothing is `auto`.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct TrainPlan {
+    /// The device of this process.
     pub device: Device,
+    pub ranks: RankPlan,
     pub precision: Precision,
     /// Which operators cast; none means the default lists.
     pub op_lists: Option<OpLists>,
@@ -66,20 +69,22 @@ pub(super) struct FitPlan {
     pub num_training_batches: usize,
     /// One entry per validation loader.
     pub num_val_batches: Vec<usize>,
+    /// Any rank has some.
+    pub has_val_batches: bool,
     /// Validate each time so many training batches are done; counted within the epoch, or across epochs if
     /// `check_val_every_n_epoch` is null.
     pub val_check_batch: usize,
 }
 
-struct Problems(Vec<ConfigProblem>);
+pub(super) struct Problems(pub Vec<ConfigProblem>);
 
 impl Problems {
-    fn add(&mut self, key: &str, what: String, remedy: &str) {
+    pub(super) fn add(&mut self, key: &str, what: String, remedy: &str) {
         self.0.push(ConfigProblem::new(format!("trainer.{key}"), what, remedy));
     }
 
     /// The accelerator that the configuration names is not there; its reason ends with the remedy.
-    fn accelerator(&mut self, error: &DeviceError) {
+    pub(super) fn accelerator(&mut self, error: &DeviceError) {
         let text = error.to_string();
         let (what, remedy) = text.split_once("; ").unwrap_or((&text, "use cpu"));
         self.add("accelerator", what.to_owned(), remedy);
@@ -116,13 +121,8 @@ pub(super) fn resolve(
     accelerator: Result<&dyn Accelerator, &DeviceError>,
 ) -> Result<TrainPlan, ConfigError> {
     let mut problems = Problems(Vec::new());
-    let device = match accelerator {
-        Ok(accelerator) => resolve_device(config, accelerator, &mut problems),
-        Err(error) => {
-            problems.accelerator(error);
-            Device::Cpu
-        }
-    };
+    let ranks = RankPlan::resolve(config, accelerator, &mut problems);
+    let device = ranks.devices[0];
     let max_steps = problems.count("max_steps", config.max_steps);
     let max_epochs = match config.max_epochs {
         Some(max_epochs) => problems.count("max_epochs", max_epochs),
@@ -163,6 +163,7 @@ pub(super) fn resolve(
     let (precision, op_lists) = resolve_precision(config, name, &mut problems);
     let mut plan = TrainPlan {
         device,
+        ranks,
         precision,
         op_lists,
         max_epochs,
@@ -305,29 +306,6 @@ fn resolve_clip(config: &TrainerConfig, value: f64, problems: &mut Problems) -> 
     })
 }
 
-/// The device of this process: the accelerator must have it, and one process drives one device.
-fn resolve_device(config: &TrainerConfig, accelerator: &dyn Accelerator, problems: &mut Problems) -> Device {
-    if !matches!(config.strategy.to_lowercase().as_str(), "auto" | "single_device") {
-        let what = format!("`{}` is no strategy of this version", config.strategy);
-        problems.add("strategy", what, "use auto or single_device");
-    }
-    let name = accelerator.name();
-    match accelerator.parse_devices(&config.devices).as_deref() {
-        Ok(&[index]) => accelerator.device(index),
-        Ok(indices) => {
-            let what = format!("{} {name} devices with one process", indices.len());
-            problems.add("devices", what, "use 1, since this version trains on one device");
-            accelerator.device(0)
-        }
-        Err(message) => {
-            let (what, remedy) =
-                message.split_once("; ").unwrap_or((message, "use a number from 1, or auto"));
-            problems.add("devices", what.to_owned(), remedy);
-            accelerator.device(0)
-        }
-    }
-}
-
 impl Limit {
     /// Whether it leaves no batch at all.
     pub(super) fn is_none(self) -> bool {
@@ -382,7 +360,8 @@ impl FitPlan {
                 batches
             }
         };
-        Ok(Self { num_training_batches, num_val_batches, val_check_batch })
+        let has_val_batches = num_val_batches.iter().any(|&batches| batches > 0);
+        Ok(Self { num_training_batches, num_val_batches, has_val_batches, val_check_batch })
     }
 }
 

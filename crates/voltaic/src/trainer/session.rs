@@ -14,6 +14,7 @@ use crate::accelerator::Accelerator;
 use crate::callback::Callback;
 use crate::checkpoint::CheckpointIo;
 use crate::data::{Batch, Stage};
+use crate::distributed::{global_rank, hold_back};
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
 use crate::logger::Logger;
@@ -24,10 +25,14 @@ use crate::module::{
 use crate::nn::{ModuleExt, Parameter};
 use crate::optim::{ActiveLrScheduler, Optimizer};
 use crate::precision::{GradScaler, autocast};
+use crate::strategy::{Strategy, Votes};
 
 /// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
 pub(super) struct Run {
     pub accelerator: Box<dyn Accelerator>,
+    pub strategy: Box<dyn Strategy>,
+    /// What any rank has been asked, as far as all know.
+    pub agreed: Votes,
     pub checkpoint_io: Box<dyn CheckpointIo>,
     pub callbacks: Vec<Box<dyn Callback>>,
     pub loggers: Vec<Box<dyn Logger>>,
@@ -71,8 +76,11 @@ impl<M: LightningModule> Session<'_, M> {
         let callbacks = module_hook!(self, configure_callbacks)?;
         self.add_callbacks(callbacks);
         let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
-        guarded(|| self.data.prepare_data()).map_err(fail("prepare_data of the data module"))?;
-        module_hook!(self, prepare_data)?;
+        if self.run.world().local_rank == 0 {
+            guarded(|| self.data.prepare_data()).map_err(fail("prepare_data of the data module"))?;
+            module_hook!(self, prepare_data)?;
+        }
+        self.run.world().barrier()?; // what it has fetched is there
         guarded(|| self.data.setup(stage)).map_err(fail("setup of the data module"))?;
         for callback in &mut self.run.callbacks {
             of_callback(callback.as_mut(), |callback| callback.setup(stage, self.module))
@@ -81,10 +89,10 @@ impl<M: LightningModule> Session<'_, M> {
         module_hook!(self, setup, stage)?;
         module_hook!(self, configure_model)?;
         self.module.to_device(self.plan.device)?;
-        match self.plan.precision.true_dtype() {
-            Some(dtype) => self.module.to_dtype(dtype),
-            None => Ok(()),
+        if let Some(dtype) = self.plan.precision.true_dtype() {
+            self.module.to_dtype(dtype)?;
         }
+        self.run.strategy.setup(self.module)
     }
 
     /// The `teardown` hooks, and the end of the loggers.
@@ -97,7 +105,8 @@ impl<M: LightningModule> Session<'_, M> {
                 .map_err(fail("teardown"))?;
         }
         module_hook!(self, teardown, stage)?;
-        self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))?;
+        self.run.world().barrier() // what rank 0 has written is there
     }
 
     /// Adds the module's callbacks in place of those of the same type, and puts all into the order in which they run.
@@ -110,7 +119,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Reports a mistake made in logging.
     pub(super) fn check_logged(&mut self) -> Result<()> {
-        self.run.metrics.take_problem().map_or(Ok(()), |problem| Err(problem.into()))
+        self.run.metrics.take_problem().map_or(Ok(()), Err)
     }
 
     /// Writes the checkpoints that hooks have asked for. Called only where a resumed run can go on: between batches,
@@ -120,6 +129,9 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(());
         }
         let requests = std::mem::take(&mut self.run.requests.checkpoints);
+        if !self.run.world().is_global_zero() {
+            return Ok(()); // rank 0 writes
+        }
         requests.iter().try_for_each(|request| checkpointing::write(self, request))
     }
 
@@ -185,7 +197,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// An error if a signal asked the run to end, after the checkpoint for it if the run is to save one.
     pub(super) fn check_signals(&mut self) -> Result<()> {
-        let Some(signal) = self.signals.received() else { return Ok(()) };
+        let Some(signal) = self.agreed_signal() else { return Ok(()) };
         if self.plan.save_on_signal && self.stage == Stage::Fit && !self.is_sanity_check {
             let saved = self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.folder);
             let folder = saved.unwrap_or_else(|| self.run.facts.log_dir.join("checkpoints"));
@@ -200,6 +212,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Tells callbacks, the data module and loggers that the run failed.
     pub(super) fn on_exception(&mut self, error: &Error) {
+        hold_back(error);
         self.run.requests.checkpoints.clear();
         self.run.requests.rows.clear();
         let (mut parts, state, _) = self.parts();
@@ -214,7 +227,8 @@ impl<M: LightningModule> Session<'_, M> {
             }
         }
         self.data.on_exception(error);
-        for request in std::mem::take(&mut self.run.requests.checkpoints) {
+        let requests = std::mem::take(&mut self.run.requests.checkpoints);
+        for request in requests.into_iter().filter(|_| global_rank() == 0) {
             if let Err(second) = checkpointing::write(self, &request) {
                 tracing::warn!("the checkpoint after the failure could not be written: {second}");
             }

@@ -1,0 +1,536 @@
+//! Which launcher started this process, and what it says about ranks: read from the environment, in Lightning's order.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use super::host_list::first_host;
+use super::launcher::Launch;
+use crate::error::ConfigError;
+
+/// Port of the store under launchers that name none, as in Lightning.
+const DEFAULT_PORT: u16 = 12910;
+
+/// Variables of the environment.
+#[derive(Debug, Clone, Default)]
+pub struct Variables(HashMap<String, String>);
+
+impl Variables {
+    /// Those of this process.
+    pub fn of_process() -> Self {
+        let pairs = std::env::vars_os();
+        pairs
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+            .collect()
+    }
+
+    /// Ranks that a launcher has started, if this process is one of them.
+    pub(crate) fn launched_ranks(&self) -> Option<usize> {
+        let names: &[&str] = match ClusterEnvironment::detect(self) {
+            ClusterEnvironment::Slurm => &["SLURM_NTASKS"],
+            ClusterEnvironment::Lsf => &["JSM_NAMESPACE_SIZE"],
+            ClusterEnvironment::Mpi => &["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"],
+            ClusterEnvironment::Lightning if self.text("LOCAL_RANK").is_none() => &[],
+            _ => &["WORLD_SIZE"],
+        };
+        names.iter().find_map(|name| self.number(name).ok()?)
+    }
+
+    fn text(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str).filter(|value| !value.is_empty())
+    }
+
+    fn number(&self, name: &str) -> Result<Option<usize>, ConfigError> {
+        let parse = |text: &str| {
+            text.trim().parse().map_err(|_| {
+                ConfigError::new(
+                    name,
+                    format!("`{text}` is no number"),
+                    "set it to a number from 0, or unset it",
+                )
+            })
+        };
+        self.text(name).map(parse).transpose()
+    }
+
+    fn required(&self, name: &str, launcher: ClusterEnvironment) -> Result<usize, ConfigError> {
+        self.number(name)?.ok_or_else(|| {
+            ConfigError::new(
+                name,
+                format!("not set, but {launcher} started this process"),
+                "set it, or start with another launcher",
+            )
+        })
+    }
+
+    fn port(&self, name: &str) -> Result<Option<u16>, ConfigError> {
+        let Some(number) = self.number(name)? else { return Ok(None) };
+        match u16::try_from(number) {
+            Ok(port) if port > 0 => Ok(Some(port)),
+            _ => Err(ConfigError::new(name, format!("{number} is no port"), "use a port from 1 to 65535")),
+        }
+    }
+}
+
+impl<N: Into<String>, V: Into<String>> FromIterator<(N, V)> for Variables {
+    fn from_iter<I: IntoIterator<Item = (N, V)>>(pairs: I) -> Self {
+        Self(pairs.into_iter().map(|(name, value)| (name.into(), value.into())).collect())
+    }
+}
+
+/// What starts the ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ClusterEnvironment {
+    /// `torchrun` (`TORCHELASTIC_RUN_ID` is set).
+    TorchElastic,
+    /// `srun` in a job that is not interactive.
+    Slurm,
+    /// `jsrun` under LSF.
+    Lsf,
+    /// `mpirun` of Open MPI, MPICH or Intel MPI.
+    Mpi,
+    /// One process per pod (`RANK` without `LOCAL_RANK`), as Kubeflow's PyTorchJob starts them.
+    Kubeflow,
+    /// voltaic's own launcher, or somebody who sets the same variables.
+    Lightning,
+}
+
+impl fmt::Display for ClusterEnvironment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::TorchElastic => "torchrun",
+            Self::Slurm => "Slurm",
+            Self::Lsf => "LSF",
+            Self::Mpi => "MPI",
+            Self::Kubeflow => "Kubeflow (RANK is set and LOCAL_RANK is not)",
+            Self::Lightning => "a launcher that sets LOCAL_RANK",
+        })
+    }
+}
+
+impl ClusterEnvironment {
+    /// The launcher that the variables speak of.
+    pub fn detect(variables: &Variables) -> Self {
+        let has = |name: &str| variables.text(name).is_some();
+        let has_all = |names: &[&str]| names.iter().all(|name| has(name));
+        let job = variables.text("SLURM_JOB_NAME");
+        let mpi_size =
+            ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].into_iter().find_map(|name| variables.number(name).ok()?);
+        if has("TORCHELASTIC_RUN_ID") {
+            Self::TorchElastic
+        } else if has("SLURM_NTASKS") && !matches!(job, Some("bash" | "interactive")) {
+            Self::Slurm
+        } else if has_all(&[
+            "LSB_JOBID",
+            "LSB_DJOB_RANKFILE",
+            "JSM_NAMESPACE_LOCAL_RANK",
+            "JSM_NAMESPACE_SIZE",
+        ]) {
+            Self::Lsf
+        } else if mpi_size.is_some_and(|size| size > 1) {
+            Self::Mpi
+        } else if has_all(&["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+            && !["LOCAL_RANK", "NODE_RANK", "GROUP_RANK"].into_iter().any(has)
+        {
+            Self::Kubeflow
+        } else {
+            Self::Lightning
+        }
+    }
+}
+
+/// What the configuration asks for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted {
+    /// Ranks per node.
+    pub devices: usize,
+    /// `devices` was not written, so that the launcher's number holds.
+    pub is_auto: bool,
+    pub num_nodes: usize,
+    /// Ranks are wanted even if there is one.
+    pub is_distributed: bool,
+}
+
+/// What this process is to a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Placement {
+    /// The only process.
+    Single,
+    /// The launcher: the ranks of this node are to be started.
+    Launcher(Launch),
+    /// One of the ranks.
+    Rank(RankPlacement),
+}
+
+/// Which rank a process is, and where the ranks meet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankPlacement {
+    /// What started it.
+    pub environment: ClusterEnvironment,
+    /// Global rank.
+    pub rank: usize,
+    /// Ranks on all nodes.
+    pub world_size: usize,
+    /// Rank within the node.
+    pub local_rank: usize,
+    /// Number of the node.
+    pub node_rank: usize,
+    /// Host of the store.
+    pub master_addr: String,
+    /// Port of the store; 0 with a single rank.
+    pub master_port: u16,
+    /// This rank is the store's server.
+    pub hosts_store: bool,
+    /// How often the launcher has started the ranks anew.
+    pub attempt: u64,
+}
+
+impl Placement {
+    pub(crate) fn find(variables: &Variables, wanted: Wanted) -> Result<Self, ConfigError> {
+        let environment = ClusterEnvironment::detect(variables);
+        let found = match environment {
+            ClusterEnvironment::TorchElastic => torchrun(variables)?,
+            ClusterEnvironment::Slurm => slurm(variables, wanted)?,
+            ClusterEnvironment::Lsf => lsf(variables)?,
+            ClusterEnvironment::Mpi => mpi(variables)?,
+            ClusterEnvironment::Kubeflow => kubeflow(variables)?,
+            ClusterEnvironment::Lightning if variables.text("LOCAL_RANK").is_some() => {
+                own(variables, wanted)?
+            }
+            ClusterEnvironment::Lightning => return not_started(variables, wanted),
+        };
+        found.check(wanted, environment)
+    }
+}
+
+/// What a launcher says.
+struct Found {
+    rank: usize,
+    world_size: usize,
+    /// Name of the variable that gave the world size.
+    size_name: &'static str,
+    local_rank: usize,
+    /// Ranks per node, if the launcher tells.
+    local_world_size: Option<usize>,
+    node_rank: usize,
+    master_addr: String,
+    master_port: u16,
+    launcher_hosts_store: bool,
+    attempt: u64,
+}
+
+impl Found {
+    fn check(self, wanted: Wanted, environment: ClusterEnvironment) -> Result<Placement, ConfigError> {
+        let Wanted { devices, is_auto, num_nodes, .. } = wanted;
+        let size = self.world_size;
+        let name = self.size_name;
+        let fits = if is_auto { size.is_multiple_of(num_nodes) } else { devices * num_nodes == size };
+        if !fits {
+            let asked = if is_auto { String::new() } else { format!("trainer.devices={devices} x ") };
+            let what = format!("{size} ranks, but {asked}trainer.num_nodes={num_nodes} is another number");
+            let remedy = format!(
+                "make them equal: change the keys, or start {} processes with {environment}",
+                devices * num_nodes
+            );
+            return Err(ConfigError::new(name, what, remedy));
+        }
+        let per_node = self.local_world_size.unwrap_or(size / num_nodes);
+        if !is_auto && environment != ClusterEnvironment::Kubeflow && per_node != devices {
+            let what = format!("{per_node} ranks on this node, but trainer.devices={devices}");
+            return Err(ConfigError::new(
+                name,
+                what,
+                "start as many processes per node as there are devices",
+            ));
+        }
+        if self.rank >= size {
+            let what = format!("rank {} of {size}", self.rank);
+            return Err(ConfigError::new("RANK", what, "ranks count from 0 to WORLD_SIZE - 1"));
+        }
+        if self.local_rank >= per_node.max(1) {
+            let what = format!("{} of {per_node} ranks on this node", self.local_rank);
+            return Err(ConfigError::new(
+                "LOCAL_RANK",
+                what,
+                "local ranks count from 0 to trainer.devices - 1",
+            ));
+        }
+        if size == 1 && !wanted.is_distributed {
+            return Ok(Placement::Single);
+        }
+        Ok(Placement::Rank(RankPlacement {
+            environment,
+            rank: self.rank,
+            world_size: size,
+            local_rank: self.local_rank,
+            node_rank: self.node_rank,
+            master_addr: self.master_addr,
+            master_port: self.master_port,
+            hosts_store: self.rank == 0 && !self.launcher_hosts_store,
+            attempt: self.attempt,
+        }))
+    }
+}
+
+fn required_address(variables: &Variables, environment: ClusterEnvironment) -> Result<String, ConfigError> {
+    variables.text("MASTER_ADDR").map(str::to_owned).ok_or_else(|| {
+        let what = format!("not set, but {environment} started this process");
+        ConfigError::new("MASTER_ADDR", what, "set it to the name or address of the node of rank 0")
+    })
+}
+
+fn torchrun(variables: &Variables) -> Result<Found, ConfigError> {
+    let environment = ClusterEnvironment::TorchElastic;
+    Ok(Found {
+        rank: variables.required("RANK", environment)?,
+        world_size: variables.required("WORLD_SIZE", environment)?,
+        size_name: "WORLD_SIZE",
+        local_rank: variables.required("LOCAL_RANK", environment)?,
+        local_world_size: variables.number("LOCAL_WORLD_SIZE")?,
+        node_rank: variables.number("GROUP_RANK")?.unwrap_or(0),
+        master_addr: required_address(variables, environment)?,
+        master_port: variables.port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
+        launcher_hosts_store: variables.text("TORCHELASTIC_USE_AGENT_STORE") == Some("True"),
+        attempt: variables.number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0) as u64,
+    })
+}
+
+fn slurm(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
+    let environment = ClusterEnvironment::Slurm;
+    let world_size = variables.required("SLURM_NTASKS", environment)?;
+    let per_node = variables.text("SLURM_NTASKS_PER_NODE");
+    // "4(x2)" in some versions: 4 on each of 2 nodes
+    let per_node = per_node.and_then(|text| text.split('(').next()?.trim().parse::<usize>().ok());
+    if world_size > 1 && per_node.is_none() {
+        let what = format!("{world_size} tasks without SLURM_NTASKS_PER_NODE");
+        let remedy = format!(
+            "write #SBATCH --ntasks-per-node={}, not --ntasks, so that each node has one task per device",
+            wanted.devices
+        );
+        return Err(ConfigError::new("SLURM_NTASKS", what, remedy));
+    }
+    if world_size == 1 && wanted.devices * wanted.num_nodes > 1 {
+        let what =
+            format!("1 task for trainer.devices={} x trainer.num_nodes={}", wanted.devices, wanted.num_nodes);
+        let remedy = "start it with srun --ntasks-per-node=<devices>, or set SLURM_JOB_NAME=interactive to have voltaic start the processes of this node";
+        return Err(ConfigError::new("SLURM_NTASKS", what, remedy));
+    }
+    if let Some(nodes) = variables.number("SLURM_NNODES")?
+        && nodes != wanted.num_nodes
+        && !wanted.is_auto
+    {
+        let what = format!("{nodes} nodes, but trainer.num_nodes={}", wanted.num_nodes);
+        return Err(ConfigError::new("SLURM_NNODES", what, "make them equal"));
+    }
+    let nodes = variables.text("SLURM_NODELIST").or_else(|| variables.text("SLURM_JOB_NODELIST"));
+    let master_addr = match (variables.text("MASTER_ADDR"), nodes) {
+        (Some(address), _) => address.to_owned(),
+        (None, Some(list)) => first_host(list).ok_or_else(|| {
+            ConfigError::new(
+                "SLURM_NODELIST",
+                format!("`{list}` is not understood"),
+                "set MASTER_ADDR to the first node",
+            )
+        })?,
+        (None, None) => "127.0.0.1".to_owned(),
+    };
+    let job_port = variables.text("SLURM_JOB_ID").and_then(|id| {
+        let last = &id[id.len().saturating_sub(4)..];
+        Some(15000 + last.parse::<u16>().ok()?)
+    });
+    Ok(Found {
+        rank: variables.required("SLURM_PROCID", environment)?,
+        world_size,
+        size_name: "SLURM_NTASKS",
+        local_rank: variables.required("SLURM_LOCALID", environment)?,
+        local_world_size: per_node,
+        node_rank: variables.number("SLURM_NODEID")?.unwrap_or(0),
+        master_addr,
+        master_port: variables.port("MASTER_PORT")?.or(job_port).unwrap_or(DEFAULT_PORT),
+        launcher_hosts_store: false,
+        attempt: 0,
+    })
+}
+
+fn lsf(variables: &Variables) -> Result<Found, ConfigError> {
+    let environment = ClusterEnvironment::Lsf;
+    let path = variables.text("LSB_DJOB_RANKFILE").unwrap_or_default();
+    let unreadable =
+        |what: String| ConfigError::new("LSB_DJOB_RANKFILE", what, "start with jsrun inside an LSF job");
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| unreadable(format!("{path} cannot be read: {error}")))?;
+    // the first line is the node that launches, which computes nothing
+    let mut hosts: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).skip(1).collect();
+    hosts.dedup();
+    let first = *hosts.first().ok_or_else(|| unreadable(format!("{path} names no compute node")))?;
+    let job = variables.required("LSB_JOBID", environment)?;
+    let world_size = variables.required("JSM_NAMESPACE_SIZE", environment)?;
+    let rank = variables.required("JSM_NAMESPACE_RANK", environment)?;
+    let per_node = world_size / hosts.len().max(1);
+    Ok(Found {
+        rank,
+        world_size,
+        size_name: "JSM_NAMESPACE_SIZE",
+        local_rank: variables.required("JSM_NAMESPACE_LOCAL_RANK", environment)?,
+        local_world_size: Some(per_node),
+        node_rank: rank / per_node.max(1),
+        master_addr: variables.text("MASTER_ADDR").unwrap_or(first).to_owned(),
+        master_port: variables.port("MASTER_PORT")?.unwrap_or(10_000 + (job % 1000) as u16),
+        launcher_hosts_store: false,
+        attempt: 0,
+    })
+}
+
+/// Names of rank, size, local rank and local size under Open MPI, and under MPICH and Intel MPI.
+const MPI_NAMES: [[&str; 4]; 2] = [
+    [
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ],
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+];
+
+fn mpi(variables: &Variables) -> Result<Found, ConfigError> {
+    let environment = ClusterEnvironment::Mpi;
+    let is_open_mpi = variables.text("OMPI_COMM_WORLD_SIZE").is_some();
+    let [rank, size, local_rank, local_size] = MPI_NAMES[usize::from(!is_open_mpi)];
+    let world_size = variables.required(size, environment)?;
+    let rank = variables.required(rank, environment)?;
+    let per_node = variables.required(local_size, environment)?;
+    let address = if per_node == world_size {
+        variables.text("MASTER_ADDR").unwrap_or("127.0.0.1").to_owned()
+    } else {
+        required_address(variables, environment)?
+    };
+    Ok(Found {
+        rank,
+        world_size,
+        size_name: size,
+        local_rank: variables.required(local_rank, environment)?,
+        local_world_size: Some(per_node),
+        node_rank: rank / per_node.max(1),
+        master_addr: address,
+        master_port: variables.port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
+        launcher_hosts_store: false,
+        attempt: 0,
+    })
+}
+
+fn kubeflow(variables: &Variables) -> Result<Found, ConfigError> {
+    let environment = ClusterEnvironment::Kubeflow;
+    let rank = variables.required("RANK", environment)?;
+    Ok(Found {
+        rank,
+        world_size: variables.required("WORLD_SIZE", environment)?,
+        size_name: "WORLD_SIZE",
+        local_rank: 0,
+        local_world_size: Some(1),
+        node_rank: rank,
+        master_addr: required_address(variables, environment)?,
+        master_port: variables.port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
+        launcher_hosts_store: false,
+        attempt: 0,
+    })
+}
+
+/// Started by voltaic's launcher, or by somebody who sets the same variables.
+fn own(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
+    let environment = ClusterEnvironment::Lightning;
+    let Wanted { is_auto, num_nodes, .. } = wanted;
+    let local_rank = variables.required("LOCAL_RANK", environment)?;
+    let node_rank = node_rank(variables)?.unwrap_or(0);
+    let given = variables.number("WORLD_SIZE")?;
+    let devices = match (is_auto, given, variables.number("LOCAL_WORLD_SIZE")?) {
+        (true, _, Some(local)) => local,
+        (true, Some(size), None) => size / num_nodes,
+        _ => wanted.devices,
+    };
+    let world_size = given.unwrap_or(devices * num_nodes);
+    let rank = node_rank * devices + local_rank;
+    if let Some(given) = variables.number("RANK")?
+        && given != rank
+    {
+        let what = format!(
+            "{given}, but NODE_RANK={node_rank} x trainer.devices={devices} + LOCAL_RANK={local_rank} is {rank}"
+        );
+        return Err(ConfigError::new("RANK", what, "correct one of them, or unset RANK"));
+    }
+    let address = match variables.text("MASTER_ADDR") {
+        None if num_nodes > 1 => required_address(variables, environment)?,
+        address => address.unwrap_or("127.0.0.1").to_owned(),
+    };
+    let port = variables.port("MASTER_PORT")?;
+    if port.is_none() && world_size > 1 {
+        let what = "not set, but LOCAL_RANK is";
+        return Err(ConfigError::new(
+            "MASTER_PORT",
+            what,
+            "set it to a free port of node 0, or unset LOCAL_RANK",
+        ));
+    }
+    Ok(Found {
+        rank,
+        world_size,
+        size_name: "WORLD_SIZE",
+        local_rank,
+        local_world_size: Some(devices),
+        node_rank,
+        master_addr: address,
+        master_port: port.unwrap_or(0),
+        launcher_hosts_store: variables.text(super::launcher::LAUNCHER).is_some(),
+        attempt: variables.number(super::launcher::ATTEMPT)?.unwrap_or(0) as u64,
+    })
+}
+
+fn node_rank(variables: &Variables) -> Result<Option<usize>, ConfigError> {
+    Ok(variables.number("NODE_RANK")?.or(variables.number("GROUP_RANK")?))
+}
+
+/// Nobody has started ranks: this process is alone, or it is to start those of its node.
+fn not_started(variables: &Variables, wanted: Wanted) -> Result<Placement, ConfigError> {
+    let Wanted { devices, num_nodes, is_distributed, .. } = wanted;
+    let world_size = devices * num_nodes;
+    if world_size == 1 && !is_distributed {
+        return Ok(Placement::Single);
+    }
+    if let Some(given) = variables.number("WORLD_SIZE")?
+        && given != world_size
+    {
+        let what =
+            format!("{given}, but trainer.devices={devices} x trainer.num_nodes={num_nodes} is {world_size}");
+        return Err(ConfigError::new("WORLD_SIZE", what, "make them equal, or unset WORLD_SIZE"));
+    }
+    if world_size == 1 {
+        return Ok(Placement::Rank(RankPlacement {
+            environment: ClusterEnvironment::Lightning,
+            rank: 0,
+            world_size,
+            local_rank: 0,
+            node_rank: 0,
+            master_addr: "127.0.0.1".to_owned(),
+            master_port: 0,
+            hosts_store: true,
+            attempt: 0,
+        }));
+    }
+    let needs = |name: &str, what: &str, remedy: &str| Err(ConfigError::new(name, what, remedy));
+    let not_set = format!("not set with trainer.num_nodes={num_nodes}");
+    let node_rank = match node_rank(variables)? {
+        None if num_nodes > 1 => return needs("NODE_RANK", &not_set, "set it to 0, 1, ... on the nodes"),
+        node_rank => node_rank.unwrap_or(0),
+    };
+    if node_rank >= num_nodes {
+        let what = format!("{node_rank} of trainer.num_nodes={num_nodes}");
+        return needs("NODE_RANK", &what, "nodes count from 0 to num_nodes - 1");
+    }
+    let master_port = variables.port("MASTER_PORT")?;
+    if num_nodes > 1 && master_port.is_none() {
+        return needs("MASTER_PORT", &not_set, "set it to a free port of node 0, the same on all nodes");
+    }
+    let master_addr = variables.text("MASTER_ADDR").map(str::to_owned);
+    if node_rank > 0 && master_addr.is_none() {
+        return needs("MASTER_ADDR", &not_set, "set it to the name or address of node 0");
+    }
+    Ok(Placement::Launcher(Launch { devices, num_nodes, node_rank, master_addr, master_port }))
+}

@@ -1,0 +1,344 @@
+//! Starts the ranks of a node by running the same command again, and looks after them.
+//!
+//! The process that the user started becomes the launcher and trains nothing: so it can show why a rank ended, take the
+//! others down, and start all of them anew, whichever rank it was. Each rank gets Lightning's variables (`MASTER_ADDR`,
+//! `MASTER_PORT`, `WORLD_SIZE`, `NODE_RANK`, `LOCAL_RANK`). Rank 0 has the launcher's output; others write to files.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
+
+use crate::error::{DistributedError, Error, Result};
+use crate::ffi::{self, Store};
+
+/// Set for ranks that this launcher started: it holds the store.
+pub(super) const LAUNCHER: &str = "VOLTAIC_LAUNCHER";
+/// How often it has started the ranks anew.
+pub(super) const ATTEMPT: &str = "VOLTAIC_RESTART_COUNT";
+
+/// How often the launcher looks at its ranks.
+const POLL: Duration = Duration::from_millis(25);
+/// How long ranks have to end after SIGTERM before they are killed.
+const GRACE: Duration = Duration::from_secs(3);
+/// How long they have after Ctrl-C: a batch, a checkpoint.
+const INTERRUPT_GRACE: Duration = Duration::from_secs(60);
+/// How long a rank waits for the launcher to show why another has ended.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Longest end of a rank's output that is shown when it fails.
+const SHOWN_BYTES: u64 = 4096;
+
+/// The ranks that a node has to start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Launch {
+    /// Ranks on this node.
+    pub devices: usize,
+    /// Nodes.
+    pub num_nodes: usize,
+    /// Number of this node.
+    pub node_rank: usize,
+    /// Host of node 0; known on all other nodes.
+    pub master_addr: Option<String>,
+    /// Port of the store; chosen by the system if there is one node.
+    pub master_port: Option<u16>,
+}
+
+struct Rank {
+    local_rank: usize,
+    rank: usize,
+    child: Child,
+    /// Where its output goes; `None` if it has the launcher's.
+    log: Option<PathBuf>,
+}
+
+/// Starts the ranks, waits for them, and returns the exit code for this process: 0 if all ended well, else that of the
+/// rank that ended first. After a failure they are started anew up to `max_restarts` times.
+///
+/// `log_folder` gets the output of all ranks but global rank 0.
+///
+/// # Errors
+/// [`DistributedError::Rendezvous`] if the store cannot be opened, [`Error::Io`] if a rank cannot be started or its file
+/// cannot be made.
+pub fn launch(launch: &Launch, max_restarts: u64, log_folder: &Path) -> Result<u8> {
+    let (address, port, _store) = open_store(launch)?;
+    let signals = Signals::watch()?;
+    let mut attempt = 0;
+    loop {
+        let mut ranks = start(launch, &address, port, attempt, log_folder)?;
+        let outcome = watch(&mut ranks, &signals);
+        match outcome {
+            Outcome::Done => return Ok(0),
+            Outcome::Interrupted(code) => return Ok(code),
+            Outcome::Failed { index, status } => {
+                report(&ranks[index], status);
+                stop(&mut ranks, SIGTERM, GRACE);
+                if attempt == max_restarts || signals.received().is_some() {
+                    return Ok(exit_code(status));
+                }
+                attempt += 1;
+                say(&format!("starting all ranks anew ({attempt} of at most {max_restarts} times)"));
+            }
+        }
+    }
+}
+
+/// The store of the run: node 0's launcher holds it, so that it outlives the ranks.
+fn open_store(launch: &Launch) -> Result<(String, u16, Option<Store>)> {
+    let port = launch.master_port.unwrap_or(0);
+    if launch.node_rank > 0 {
+        return Ok((launch.master_addr.clone().unwrap_or_default(), port, None));
+    }
+    let own = || if launch.num_nodes > 1 { own_address() } else { "127.0.0.1".to_owned() };
+    let address = launch.master_addr.clone().unwrap_or_else(own);
+    // the server listens on all addresses; its own client need not take the way that others take
+    let (store, port) = Store::tcp("127.0.0.1", port, true, Duration::from_secs(30)).map_err(|error| {
+        let world_size = launch.devices * launch.num_nodes;
+        let (reason, remedy) =
+            if error.message.contains("EADDRINUSE") || error.message.contains("already in use") {
+                let remedy = "set MASTER_PORT to a free port, the same on all nodes";
+                (format!("MASTER_PORT={port} is in use on this host"), remedy)
+            } else {
+                (error.message, "check MASTER_PORT")
+            };
+        let remedy = remedy.to_owned();
+        DistributedError::Rendezvous {
+            rank: 0,
+            world_size,
+            address: format!("{address}:{port}"),
+            reason,
+            remedy,
+        }
+    })?;
+    Ok((address, port, Some(store)))
+}
+
+/// The address of this host that others reach: of the interface that the default route takes.
+fn own_address() -> String {
+    let route = || -> std::io::Result<String> {
+        let socket = std::net::UdpSocket::bind("0.0.0.0:0")?;
+        socket.connect("192.0.2.1:9")?; // an address for documentation: nothing is sent
+        Ok(socket.local_addr()?.ip().to_string())
+    };
+    route().unwrap_or_else(|_| "127.0.0.1".to_owned())
+}
+
+fn start(launch: &Launch, address: &str, port: u16, attempt: u64, log_folder: &Path) -> Result<Vec<Rank>> {
+    let program = std::env::current_exe().map_err(|e| Error::io("find", "this program", e))?;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from) / launch.devices;
+    let mut ranks: Vec<Rank> = Vec::new();
+    for local_rank in 0..launch.devices {
+        let rank = launch.node_rank * launch.devices + local_rank;
+        let mut command = Command::new(&program);
+        command
+            .args(std::env::args_os().skip(1))
+            .env("MASTER_ADDR", address)
+            .env("MASTER_PORT", port.to_string())
+            .env("WORLD_SIZE", (launch.devices * launch.num_nodes).to_string())
+            .env("NODE_RANK", launch.node_rank.to_string())
+            .env("LOCAL_RANK", local_rank.to_string())
+            .env(LAUNCHER, "1")
+            .env(ATTEMPT, attempt.to_string())
+            .stdin(Stdio::null())
+            // Ctrl-C reaches the launcher alone, which passes it on: once to each rank
+            .process_group(0);
+        if std::env::var_os("OMP_NUM_THREADS").is_none() {
+            command.env("OMP_NUM_THREADS", threads.max(1).to_string());
+        }
+        ffi::die_with_parent(&mut command);
+        let log = match rank {
+            0 => None,
+            _ => Some(redirect(&mut command, &log_folder.join(format!("rank_{rank}.log")), attempt > 0)?),
+        };
+        match command.spawn() {
+            Ok(child) => ranks.push(Rank { local_rank, rank, child, log }),
+            Err(error) => {
+                stop(&mut ranks, SIGKILL, Duration::ZERO);
+                return Err(Error::io("start a rank with", &program, error));
+            }
+        }
+    }
+    Ok(ranks)
+}
+
+/// Sends a rank's output to a file: a new one, or behind what it wrote before it was started anew.
+fn redirect(command: &mut Command, path: &Path, append: bool) -> Result<PathBuf> {
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+    }
+    if !append {
+        // another run may be writing to a file of this name: that one keeps its file
+        remove(path)?;
+    }
+    let file =
+        File::options().create(true).append(true).open(path).map_err(|e| Error::io("create", path, e))?;
+    let second = file.try_clone().map_err(|e| Error::io("open", path, e))?;
+    command.stdout(file).stderr(second);
+    Ok(path.to_path_buf())
+}
+
+fn remove(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, error)),
+        _ => Ok(()),
+    }
+}
+
+enum Outcome {
+    Done,
+    /// By Ctrl-C or SIGTERM; with the exit code that tells.
+    Interrupted(u8),
+    /// This rank ended first, and not well.
+    Failed {
+        index: usize,
+        status: ExitStatus,
+    },
+}
+
+/// Waits until all ranks have ended, one has failed, or a signal asks to end.
+fn watch(ranks: &mut [Rank], signals: &Signals) -> Outcome {
+    let mut ended = vec![false; ranks.len()];
+    loop {
+        if let Some(signal) = signals.received() {
+            stop(ranks, signal, INTERRUPT_GRACE);
+            return Outcome::Interrupted(128 + signal as u8);
+        }
+        let mut failed: Vec<(usize, ExitStatus)> = Vec::new();
+        for (index, rank) in
+            ranks.iter_mut().enumerate().filter(|(index, _)| !ended[*index]).collect::<Vec<_>>()
+        {
+            if let Ok(Some(status)) = rank.child.try_wait() {
+                ended[index] = true;
+                if !status.success() {
+                    failed.push((index, status));
+                }
+            }
+        }
+        // a rank that only notices that another is gone waits before it ends; of those that end at one time, one
+        // that was killed says least for itself
+        failed.sort_by_key(|(_, status)| status.signal().is_none());
+        if let Some((index, status)) = failed.first() {
+            return Outcome::Failed { index: *index, status: *status };
+        }
+        if ended.iter().all(|ended| *ended) {
+            return Outcome::Done;
+        }
+        std::thread::sleep(POLL);
+    }
+}
+
+/// Sends a signal to all ranks, and kills those that have not ended after `grace`.
+fn stop(ranks: &mut [Rank], signal: i32, grace: Duration) {
+    for rank in ranks.iter_mut() {
+        if matches!(rank.child.try_wait(), Ok(None)) {
+            ffi::signal_group(rank.child.id(), signal);
+        }
+    }
+    let deadline = Instant::now() + grace;
+    let mut all_ended = false;
+    while !all_ended && Instant::now() < deadline {
+        all_ended = ranks.iter_mut().all(|rank| !matches!(rank.child.try_wait(), Ok(None)));
+        if !all_ended {
+            std::thread::sleep(POLL);
+        }
+    }
+    for rank in ranks.iter_mut() {
+        // the whole group: what a rank has started goes with it
+        if matches!(rank.child.try_wait(), Ok(None)) {
+            ffi::signal_group(rank.child.id(), SIGKILL);
+        }
+        let _ = rank.child.wait();
+    }
+}
+
+fn exit_code(status: ExitStatus) -> u8 {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => u8::try_from(code).unwrap_or(1).max(1),
+        (None, Some(signal)) => 128_u8.saturating_add(signal as u8),
+        (None, None) => 1,
+    }
+}
+
+/// Shows which rank ended first, and the end of what it wrote.
+fn report(rank: &Rank, status: ExitStatus) {
+    let how = match (status.code(), status.signal()) {
+        (_, Some(signal)) => format!("was killed by signal {signal}"),
+        (Some(code), None) => format!("ended with exit code {code}"),
+        (None, None) => "ended".to_owned(),
+    };
+    let (number, pid) = (rank.rank, rank.child.id());
+    let Some(path) = &rank.log else {
+        return say(&format!("rank {number} (process {pid}) {how}; the other ranks are stopped"));
+    };
+    let text = last_lines(path).unwrap_or_default();
+    let lines: String = text.lines().map(|line| format!("  {line}\n")).collect();
+    say(&format!(
+        "rank {number} (local rank {}, process {pid}) {how}; the other ranks are stopped. The end of {}:\n{lines}",
+        rank.local_rank,
+        path.display()
+    ));
+}
+
+fn last_lines(path: &Path) -> std::io::Result<String> {
+    let mut file = File::open(path)?;
+    let len = file.metadata()?.len();
+    file.seek(SeekFrom::Start(len.saturating_sub(SHOWN_BYTES)))?;
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes)?;
+    let text = String::from_utf8_lossy(&bytes).into_owned();
+    let whole = len <= SHOWN_BYTES;
+    Ok(if whole { text } else { text.split_once('\n').map_or(text.clone(), |(_, rest)| rest.to_owned()) })
+}
+
+/// Writes to standard error, since a log may not be printed.
+fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "launcher: {}", text.trim_end());
+}
+
+/// Ctrl-C and SIGTERM while ranks run. A second one ends the launcher at once, and the ranks with it.
+struct Signals {
+    interrupt: Arc<AtomicBool>,
+    terminate: Arc<AtomicBool>,
+}
+
+impl Signals {
+    fn watch() -> Result<Self> {
+        let signals = Self { interrupt: Arc::default(), terminate: Arc::default() };
+        let register = || -> std::io::Result<()> {
+            for (signal, flag) in [(SIGINT, &signals.interrupt), (SIGTERM, &signals.terminate)] {
+                signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, flag.clone())?;
+                signal_hook::flag::register(signal, flag.clone())?;
+            }
+            Ok(())
+        };
+        register().map_err(|error| Error::io("watch signals for", "the launcher", error))?;
+        Ok(signals)
+    }
+
+    fn received(&self) -> Option<i32> {
+        let is_set = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        is_set(&self.interrupt).then_some(SIGINT).or(is_set(&self.terminate).then_some(SIGTERM))
+    }
+}
+
+/// To be called by a rank whose run has failed. One that has only noticed that another is gone lets the launcher show
+/// the reason first, which then ends this rank by SIGTERM.
+pub(crate) fn hold_back(error: &Error) {
+    let is_consequence = matches!(error, Error::Distributed(DistributedError::Collective(_)));
+    if !is_consequence || std::env::var_os(LAUNCHER).is_none() {
+        return;
+    }
+    let told = Arc::new(AtomicBool::new(false));
+    if signal_hook::flag::register(SIGTERM, told.clone()).is_err() {
+        return;
+    }
+    let deadline = Instant::now() + PATIENCE;
+    while !told.load(Ordering::Relaxed) && Instant::now() < deadline {
+        std::thread::sleep(POLL);
+    }
+}

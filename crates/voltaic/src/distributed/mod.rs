@@ -1,0 +1,24 @@
+//! Ranks: who they are, how they are started, how they find each other, and what they exchange.
+//!
+//! [`Placement`] reads from the environment which rank this process is, or that the ranks are still to be started, which
+//! `launcher` does. [`World::join`] brings the ranks together at a store and connects them to a [`ProcessGroup`], whose
+//! operations all ranks call in the same order. What the operations are for is decided above: in `strategy`.
+
+mod cluster;
+mod host_list;
+mod launcher;
+mod process_group;
+mod rendezvous;
+mod world;
+
+pub use crate::ffi::ReduceOp;
+pub(crate) use cluster::Wanted;
+pub use cluster::{ClusterEnvironment, Placement, RankPlacement, Variables};
+pub(crate) use launcher::hold_back;
+pub use launcher::{Launch, launch};
+pub use process_group::{Pending, ProcessGroup};
+pub use rendezvous::{JoinOptions, RunStore};
+pub use world::{World, global_rank, is_global_zero};
+
+/// Time that ranks wait for each other unless told otherwise, as in PyTorch.
+pub const DEFAULT_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1800);

@@ -1,0 +1,112 @@
+//! Which of how many ranks this process is.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use super::ProcessGroup;
+use super::cluster::RankPlacement;
+use super::rendezvous::{self, JoinOptions, RunStore};
+use crate::device::Device;
+use crate::error::Result;
+
+/// Rank of this process, 0 before it joins others.
+static RANK: AtomicUsize = AtomicUsize::new(0);
+
+/// Global rank of this process: 0 unless it has joined others.
+pub fn global_rank() -> usize {
+    RANK.load(Ordering::Relaxed)
+}
+
+/// Whether this process is the one that prints and writes files: rank 0, or the only one.
+pub fn is_global_zero() -> bool {
+    global_rank() == 0
+}
+
+/// The ranks of a run, and which of them this process is.
+///
+/// Of a process alone it is rank 0 of 1 without a group, and nothing is exchanged.
+#[derive(Debug, Clone)]
+pub struct World {
+    /// Global rank of this process.
+    pub rank: usize,
+    /// Ranks on all nodes.
+    pub world_size: usize,
+    /// Rank within the node.
+    pub local_rank: usize,
+    /// Number of the node.
+    pub node_rank: usize,
+    /// How often the ranks have been started anew after a failure.
+    pub attempt: u64,
+    group: Option<Arc<ProcessGroup>>,
+    store: Option<Arc<RunStore>>,
+}
+
+impl Default for World {
+    /// A process alone.
+    fn default() -> Self {
+        Self { rank: 0, world_size: 1, local_rank: 0, node_rank: 0, attempt: 0, group: None, store: None }
+    }
+}
+
+impl World {
+    /// Joins the other ranks; returns when all are connected.
+    ///
+    /// # Errors
+    /// [`DistributedError::Rendezvous`](crate::error::DistributedError::Rendezvous) if they do not come within the
+    /// time-out or do not fit; [`ConfigError`](crate::error::ConfigError) if there is no back end for the device.
+    pub fn join(placement: &RankPlacement, device: Device, timeout: Duration) -> Result<Self> {
+        let options = JoinOptions { device, timeout };
+        let (group, store) = rendezvous::join(placement, &options)?;
+        RANK.store(placement.rank, Ordering::Relaxed);
+        Ok(Self {
+            rank: placement.rank,
+            world_size: placement.world_size,
+            local_rank: placement.local_rank,
+            node_rank: placement.node_rank,
+            attempt: placement.attempt,
+            group: Some(Arc::new(group)),
+            store: Some(store),
+        })
+    }
+
+    /// Whether this is the rank that prints and writes files.
+    pub fn is_global_zero(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// The group of all ranks; `None` for a process alone.
+    pub fn group(&self) -> Option<&Arc<ProcessGroup>> {
+        self.group.as_ref()
+    }
+
+    /// What ranks, also those started anew, can leave for each other; `None` for a process alone.
+    pub fn store(&self) -> Option<&RunStore> {
+        self.store.as_deref()
+    }
+
+    /// Returns when all ranks have called it; at once for a process alone.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    ///
+    /// # Errors
+    /// [`DistributedError::Collective`](crate::error::DistributedError::Collective).
+    pub fn barrier(&self) -> Result<()> {
+        self.group.as_ref().map_or(Ok(()), |group| group.barrier())
+    }
+
+    /// The value of rank 0; of this process if it is alone.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    ///
+    /// # Errors
+    /// [`DistributedError::Collective`](crate::error::DistributedError::Collective).
+    pub fn of_rank_zero<T: serde::Serialize + serde::de::DeserializeOwned>(&self, value: T) -> Result<T> {
+        match &self.group {
+            Some(group) if self.world_size > 1 => group.broadcast_object(&value, 0),
+            _ => Ok(value),
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Errors between ranks.
+
+/// A failure of communication, or of another rank.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DistributedError {
+    /// The ranks could not be brought together.
+    #[error("rank {rank} of {world_size} could not join the others at {address}: {reason}; {remedy}")]
+    Rendezvous {
+        /// Global rank of this process.
+        rank: usize,
+        /// Ranks in all.
+        world_size: usize,
+        /// `host:port` of the store.
+        address: String,
+        /// What is wrong.
+        reason: String,
+        /// What to do about it.
+        remedy: String,
+    },
+    /// An operation between ranks failed.
+    #[error("{0}")]
+    Collective(Box<CollectiveFailure>),
+    /// The ranks do not train the same model.
+    #[error(
+        "rank {rank} has {what}; build the same module, with the same trainable parameters, on all ranks"
+    )]
+    Mismatch {
+        /// Global rank of this process.
+        rank: usize,
+        /// The first difference to rank 0.
+        what: String,
+    },
+    /// Parameters that got no gradient, so that their bucket cannot be averaged.
+    #[error(
+        "{} of the parameters took no part in the loss on rank {rank}: {}; use all of them, freeze them \
+         with set_requires_grad(false), or set find_unused_parameters=true in trainer.strategy \
+         (strategy=ddp_find_unused_parameters_true)",
+        names.len(),
+        shown(names)
+    )]
+    UnusedParameters {
+        /// Global rank of this process.
+        rank: usize,
+        /// Their fqn.
+        names: Vec<String>,
+    },
+}
+
+/// What is known of an operation that failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CollectiveFailure {
+    /// The operation, such as `all_reduce`.
+    pub op: &'static str,
+    /// Global rank of this process.
+    pub rank: usize,
+    /// Ranks in all.
+    pub world_size: usize,
+    /// Ranks that did not take part, as far as is known.
+    pub missing: Vec<usize>,
+    /// Which operation of the group it was, from 1.
+    pub seq: u64,
+    /// Size of this rank's tensor.
+    pub bytes: usize,
+    /// It took longer than the time-out.
+    pub timed_out: bool,
+    /// What the back end said.
+    pub reason: String,
+}
+
+impl std::fmt::Display for CollectiveFailure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { op, rank, world_size, missing, seq, bytes, timed_out, reason } = self;
+        write!(f, "{op} (operation {seq}, {bytes} bytes) failed on rank {rank} of {world_size}")?;
+        if let [first, rest @ ..] = missing.as_slice() {
+            let ranks: Vec<String> = rest.iter().map(|rank| format!(", {rank}")).collect();
+            let s = if rest.is_empty() { "" } else { "s" };
+            write!(f, ", rank{s} {first}{} did not take part", ranks.concat())?;
+        }
+        let remedy = if *timed_out {
+            "look at what the missing ranks do, or raise timeout_secs in trainer.strategy"
+        } else {
+            "look at the output of the rank that ended first"
+        };
+        write!(f, ": {reason}; {remedy}")
+    }
+}
+
+fn shown(names: &[String]) -> String {
+    const MAX: usize = 5;
+    let more = names.len().saturating_sub(MAX);
+    let shown = names[..names.len().min(MAX)].join(", ");
+    if more > 0 { format!("{shown} and {more} more") } else { shown }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_collective_names_everything_known() {
+        let failure = CollectiveFailure {
+            op: "all_reduce",
+            rank: 0,
+            world_size: 4,
+            missing: vec![1, 3],
+            seq: 7,
+            bytes: 4096,
+            timed_out: true,
+            reason: "timed out".to_owned(),
+        };
+        let text = DistributedError::Collective(Box::new(failure)).to_string();
+        let expected = "all_reduce (operation 7, 4096 bytes) failed on rank 0 of 4, ranks 1, 3 did not take part: timed \
+             out; look at what the missing ranks do, or raise timeout_secs in trainer.strategy";
+        assert_eq!(text, expected);
+    }
+}

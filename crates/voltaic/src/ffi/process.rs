@@ -1,0 +1,33 @@
+//! Child processes that must not outlive their parent.
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+/// Has the system kill the child when the thread that starts it ends, however it does.
+pub fn die_with_parent(command: &mut Command) {
+    let parent = std::process::id();
+    // SAFETY: the closure runs between fork and exec; prctl, getppid and the error's making allocate nothing and take no
+    // lock.
+    unsafe {
+        command.pre_exec(move || {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+            // the parent may have ended before the line above
+            if libc::getppid() as u32 != parent {
+                return Err(std::io::Error::from_raw_os_error(libc::ESRCH));
+            }
+            Ok(())
+        });
+    }
+}
+
+/// Sends a signal to a process group, that of a child started with a group of its own; one that has ended is no mistake.
+pub fn signal_group(leader: u32, signal: i32) {
+    if let Ok(leader) = i32::try_from(leader)
+        && leader > 1
+    {
+        // SAFETY: takes integers; a negative id above 1 in size names one process group, never all processes.
+        unsafe { libc::kill(-leader, signal) };
+    }
+}

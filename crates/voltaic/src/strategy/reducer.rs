@@ -1,0 +1,229 @@
+//! Averages gradients bucket by bucket while backward computes the next ones.
+//!
+//! A hook of each parameter tells when its gradient is complete. When a bucket's are, they are written into it, each divided
+//! by the number of ranks, and it travels; buckets leave in their order on all ranks, whatever order hooks run in. The
+//! same arithmetic as PyTorch's `DistributedDataParallel`: sum of `grad * (1 / world_size)`.
+
+use std::sync::Arc;
+
+use tch::{Kind, Tensor};
+
+use super::bucket::{Bucket, assign};
+use super::{DdpConfig, GradientCompression, Votes};
+use crate::distributed::{Pending, ProcessGroup, ReduceOp};
+use crate::error::{DistributedError, Error, Result};
+use crate::ffi;
+
+/// A bucket on its way.
+#[derive(Debug)]
+struct Sent {
+    work: Pending,
+    /// What travels, if not the bucket itself.
+    compressed: Option<Tensor>,
+}
+
+/// Where a parameter's gradient goes.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    bucket: usize,
+    is_ready: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Reducer {
+    group: Arc<ProcessGroup>,
+    config: DdpConfig,
+    names: Vec<String>,
+    params: Vec<Tensor>,
+    places: Vec<Place>,
+    buckets: Vec<Bucket>,
+    /// For each bucket, how many of its gradients are still to come.
+    waiting: Vec<usize>,
+    sent: Vec<Sent>,
+    /// Hooks count: this backward is one that averages.
+    pub is_active: bool,
+    /// The order in which gradients came in the first backward that averages, until buckets are made after it.
+    learnt: Option<Vec<usize>>,
+    /// Which parameters have a part in every loss, once `static_graph` has found out.
+    reached: Option<Vec<bool>>,
+    /// Gradients that parameters without a part in this rank's loss had before.
+    before: Vec<(usize, Tensor)>,
+    /// Votes are in the first bucket that have to be taken out.
+    has_votes: bool,
+    /// Why a hook failed.
+    pub failure: Option<Error>,
+}
+
+impl Reducer {
+    /// For the trainable parameters of a module, by fqn.
+    pub fn new(group: Arc<ProcessGroup>, config: DdpConfig, params: Vec<(String, Tensor)>) -> Result<Self> {
+        let (names, params): (Vec<_>, Vec<_>) = params.into_iter().unzip();
+        let backwards: Vec<usize> = (0..params.len()).rev().collect();
+        // an order can be learnt only if all gradients come each time
+        let learns = !config.find_unused_parameters || config.static_graph;
+        let mut reducer = Self {
+            group,
+            config,
+            names,
+            places: vec![Place { bucket: 0, is_ready: false }; params.len()],
+            params,
+            buckets: Vec::new(),
+            waiting: Vec::new(),
+            sent: Vec::new(),
+            is_active: false,
+            learnt: learns.then(Vec::new),
+            reached: None,
+            before: Vec::new(),
+            has_votes: false,
+            failure: None,
+        };
+        reducer.make_buckets(&backwards)?;
+        Ok(reducer)
+    }
+
+    pub fn params(&self) -> &[Tensor] {
+        &self.params
+    }
+
+    fn make_buckets(&mut self, order: &[usize]) -> Result<()> {
+        let sizes: Vec<(Kind, usize)> = self
+            .params
+            .iter()
+            .map(|param| (param.kind(), param.numel() * param.kind().elt_size_in_bytes()))
+            .collect();
+        let cap_bytes = self.config.bucket_cap_mb as usize * (1 << 20);
+        self.buckets.clear();
+        for (number, members) in assign(&sizes, order, cap_bytes).into_iter().enumerate() {
+            for &index in &members {
+                self.places[index].bucket = number;
+            }
+            self.buckets.push(Bucket::new(members, &self.params, number == 0)?);
+        }
+        self.has_votes = false;
+        Ok(())
+    }
+
+    /// Before a backward from `loss` that averages.
+    pub fn begin(&mut self, loss: &Tensor, votes: Votes) -> Result<()> {
+        self.failure = None;
+        self.sent.clear();
+        self.is_active = true;
+        self.waiting = self.buckets.iter().map(|bucket| bucket.params.len()).collect();
+        self.places.iter_mut().for_each(|place| place.is_ready = false);
+        self.put_votes(votes)?;
+        if self.config.find_unused_parameters || self.config.static_graph {
+            let reached = match self.reached.take() {
+                Some(reached) => reached,
+                None => ffi::reached_leaves(loss, &self.params)?,
+            };
+            self.before.clear();
+            for index in (0..self.params.len()).filter(|&index| !reached[index]) {
+                let grad = self.params[index].grad();
+                self.before.push((index, if grad.defined() { grad.copy() } else { grad }));
+                self.ready(index)?; // zeros, or what an accumulation window holds of it
+            }
+            self.reached = Some(reached);
+        }
+        Ok(())
+    }
+
+    /// A gradient is complete.
+    pub fn ready(&mut self, index: usize) -> Result<()> {
+        if !self.is_active || std::mem::replace(&mut self.places[index].is_ready, true) {
+            return Ok(());
+        }
+        if let Some(order) = &mut self.learnt {
+            order.push(index);
+        }
+        self.waiting[self.places[index].bucket] -= 1;
+        while self.sent.len() < self.buckets.len() && self.waiting[self.sent.len()] == 0 {
+            let sent = self.send(&self.buckets[self.sent.len()])?;
+            self.sent.push(sent);
+        }
+        Ok(())
+    }
+
+    fn send(&self, bucket: &Bucket) -> Result<Sent> {
+        let params = || bucket.params.iter().map(|&index| &self.params[index]);
+        let share = 1.0 / self.group.world_size() as f64;
+        if self.config.gradient_compression == GradientCompression::Bf16 {
+            ffi::fill_bucket(params(), &bucket.views, 1.0)?;
+            ffi::adopt_grads(params(), &bucket.views)?;
+            let _no_grad = tch::no_grad_guard();
+            let compressed =
+                bucket.flat.f_to_kind(Kind::BFloat16)?.f_div_scalar(self.group.world_size() as f64)?;
+            let work = self.group.start_all_reduce(&compressed, ReduceOp::Sum)?;
+            return Ok(Sent { work, compressed: Some(compressed) });
+        }
+        ffi::fill_bucket(params(), &bucket.views, share)?;
+        ffi::adopt_grads(params(), &bucket.views)?;
+        Ok(Sent { work: self.group.start_all_reduce(&bucket.flat, ReduceOp::Sum)?, compressed: None })
+    }
+
+    /// After backward: waits for the buckets. Returns the votes of all ranks.
+    pub fn finish(&mut self) -> Result<Votes> {
+        let rank = self.group.rank();
+        if self.sent.len() < self.buckets.len() {
+            let absent = self.places.iter().zip(&self.names).filter(|(place, _)| !place.is_ready);
+            let names = absent.map(|(_, name)| name.clone()).collect();
+            return Err(DistributedError::UnusedParameters { rank, names }.into());
+        }
+        for (bucket, Sent { work, compressed }) in self.buckets.iter().zip(self.sent.drain(..)) {
+            work.wait()?;
+            if let Some(compressed) = compressed {
+                let _no_grad = tch::no_grad_guard();
+                bucket.flat.shallow_clone().f_copy_(&compressed)?;
+            }
+        }
+        let votes = self.take_votes()?;
+        if self.config.find_unused_parameters && !self.config.static_graph {
+            self.restore_unused()?;
+        }
+        self.learn()?;
+        Ok(votes)
+    }
+
+    /// Parameters without a part in the loss of any rank keep the gradient they had, mostly none, so that the optimizer
+    /// leaves them alone.
+    fn restore_unused(&mut self) -> Result<()> {
+        let Some(reached) = &self.reached else { return Ok(()) };
+        let used: Vec<i32> = reached.iter().map(|&reached| i32::from(reached)).collect();
+        let used = Tensor::f_from_slice(&used)?;
+        self.group.all_reduce(&used, ReduceOp::Max)?;
+        let used: Vec<i32> = Vec::try_from(&used)?;
+        for (index, grad) in self.before.drain(..).filter(|(index, _)| used[*index] == 0) {
+            let param = &self.params[index];
+            if grad.defined() { ffi::set_grad(param, &grad)? } else { ffi::clear_grads([param])? }
+        }
+        Ok(())
+    }
+
+    /// Makes buckets in the order in which rank 0's gradients came.
+    fn learn(&mut self) -> Result<()> {
+        if !self.config.static_graph {
+            self.reached = None; // it is of one loss
+        }
+        let Some(order) = self.learnt.take() else { return Ok(()) };
+        let order: Vec<usize> = self.group.broadcast_object(&order, 0)?;
+        self.make_buckets(&order) // gradients of this step stay views of the old ones until the next
+    }
+
+    fn put_votes(&mut self, votes: Votes) -> Result<()> {
+        let Some(first) = self.buckets.first().filter(|_| self.has_votes || votes != Votes::default()) else {
+            return Ok(());
+        };
+        let _no_grad = tch::no_grad_guard();
+        first.votes()?.f_copy_(&Tensor::f_from_slice(&votes.numbers())?)?;
+        Ok(())
+    }
+
+    fn take_votes(&mut self) -> Result<Votes> {
+        let Some(first) = self.buckets.first() else { return Ok(Votes::default()) };
+        let votes = first.votes()?.f_to_kind(Kind::Float)?.f_to_device(tch::Device::Cpu)?; // sync point
+        let mut numbers = [0_f32; 3];
+        votes.f_copy_data(&mut numbers, 3)?;
+        let votes = Votes::from_numbers(numbers);
+        self.has_votes = votes != Votes::default();
+        Ok(votes)
+    }
+}

@@ -1,0 +1,255 @@
+//! What a run with several ranks does besides training: joining them, dividing loaders, agreeing to stop, starting anew.
+
+use std::path::{Path, PathBuf};
+
+use super::config::TrainerConfig;
+use super::hooks::{BatchFacts, Parts};
+use super::plan::{Problems, TrainPlan};
+use super::session::{Run, Session};
+use crate::accelerator::{Accelerator, Devices};
+use crate::data::{Batch, DataLoader, Remainder};
+use crate::device::Device;
+use crate::distributed::{self, Placement, Variables, Wanted, World};
+use crate::error::{ConfigError, DeviceError, Result};
+use crate::module::{LightningModule, Requests, StepState};
+use crate::strategy::{Ddp, SingleDevice, Strategy, StrategyPlan, Votes};
+
+/// Where the newest checkpoint of a run is, for ranks that are started anew: two paths, one a line, the newest first.
+const LAST_CHECKPOINT: &str = "last_checkpoint";
+
+/// Ranks as the configuration speaks of them.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct RankPlan {
+    /// Devices of this node, one per rank; fewer than ranks if the launcher decides how many there are.
+    pub devices: Vec<Device>,
+    pub devices_is_auto: bool,
+    pub num_nodes: usize,
+    pub strategy: StrategyPlan,
+    pub use_distributed_sampler: bool,
+    pub sync_batchnorm: bool,
+}
+
+impl RankPlan {
+    /// Checks what the configuration says of ranks.
+    pub(super) fn resolve(
+        config: &TrainerConfig,
+        accelerator: Result<&dyn Accelerator, &DeviceError>,
+        problems: &mut Problems,
+    ) -> Self {
+        let devices = match accelerator {
+            Ok(accelerator) => resolve_devices(config, accelerator, problems),
+            Err(error) => {
+                problems.accelerator(error);
+                vec![Device::Cpu]
+            }
+        };
+        let devices_is_auto = config.devices == Devices::from("auto");
+        let num_ranks = expected_ranks(config, devices.len(), devices_is_auto);
+        let strategy =
+            match accelerator.map(|accelerator| config.strategy.resolve(accelerator.name(), num_ranks)) {
+                Ok(Ok(strategy)) => strategy,
+                Ok(Err(error)) => {
+                    problems.0.extend(error.problems);
+                    StrategyPlan::SingleDevice
+                }
+                Err(_) => StrategyPlan::SingleDevice, // reported above
+            };
+        if config.num_nodes == 0 {
+            problems.add("num_nodes", "0 nodes".to_owned(), "use 1 or more");
+        }
+        Self {
+            devices,
+            devices_is_auto,
+            num_nodes: config.num_nodes.max(1) as usize,
+            strategy,
+            use_distributed_sampler: config.use_distributed_sampler,
+            sync_batchnorm: config.sync_batchnorm,
+        }
+    }
+
+    /// What this process is to the run.
+    pub(super) fn place(&self, variables: &Variables) -> Result<Placement, ConfigError> {
+        let wanted = Wanted {
+            devices: self.devices.len(),
+            is_auto: self.devices_is_auto,
+            num_nodes: self.num_nodes,
+            is_distributed: true,
+        };
+        Placement::find(variables, wanted)
+    }
+
+    /// The device of a rank of this node.
+    pub(super) fn device_of(&self, local_rank: usize) -> Result<Device, ConfigError> {
+        let device = match self.devices[0] {
+            Device::Cpu => Some(Device::Cpu),
+            _ => self.devices.get(local_rank).copied(),
+        };
+        device.ok_or_else(|| {
+            let what = format!("{} for local rank {local_rank}", self.devices.len());
+            let remedy = "set trainer.devices to the number of ranks per node";
+            ConfigError::new("trainer.devices", what, remedy)
+        })
+    }
+}
+
+/// The devices of this node, one for each rank.
+fn resolve_devices(
+    config: &TrainerConfig,
+    accelerator: &dyn Accelerator,
+    problems: &mut Problems,
+) -> Vec<Device> {
+    match accelerator.parse_devices(&config.devices) {
+        Ok(indices) => indices.into_iter().map(|index| accelerator.device(index)).collect(),
+        Err(message) => {
+            let (what, remedy) =
+                message.split_once("; ").unwrap_or((&message, "use a number from 1, or auto"));
+            problems.add("devices", what.to_owned(), remedy);
+            vec![accelerator.device(0)]
+        }
+    }
+}
+
+/// Ranks that the configuration speaks of; with `devices=auto` those that a launcher has started.
+fn expected_ranks(config: &TrainerConfig, devices: usize, is_auto: bool) -> usize {
+    let configured = devices * config.num_nodes.max(1) as usize;
+    let launched = Variables::of_process().launched_ranks().filter(|_| is_auto);
+    launched.map_or(configured, |launched| launched.max(configured))
+}
+
+/// Finds out which rank this process is and joins the others. If nobody has started the ranks of this node, this call
+/// does, and ends the process with them.
+pub(super) fn join(
+    config: &TrainerConfig,
+    plan: &mut TrainPlan,
+    accelerator: &dyn Accelerator,
+) -> Result<Box<dyn Strategy>> {
+    let StrategyPlan::Ddp { name, config: ddp } = &plan.ranks.strategy else {
+        return Ok(Box::new(SingleDevice::default()));
+    };
+    let world = match plan.ranks.place(&Variables::of_process())? {
+        Placement::Single => World::default(),
+        Placement::Launcher(launch) => {
+            let folder = plan.default_root_dir.join("rank_logs");
+            let code = distributed::launch(&launch, config.max_restarts, &folder)?;
+            std::process::exit(code.into());
+        }
+        Placement::Rank(placement) => {
+            plan.device = plan.ranks.device_of(placement.local_rank)?;
+            accelerator.setup()?; // decides the back end
+            World::join(&placement, plan.device, ddp.timeout())?
+        }
+    };
+    Ok(Box::new(Ddp::new(name, world, ddp.clone())))
+}
+
+/// Leaves a training loader with this rank's part, padded so that all ranks have as many batches.
+pub(super) fn shard_train<B: Batch>(
+    loader: &mut DataLoader<B>,
+    plan: &TrainPlan,
+    world: &World,
+) -> Result<()> {
+    shard(std::slice::from_mut(loader), plan, world, Remainder::Repeat)
+}
+
+/// Leaves evaluation loaders with this rank's part: each sample counts once.
+pub(super) fn shard_eval<B: Batch>(
+    loaders: &mut [DataLoader<B>],
+    plan: &TrainPlan,
+    world: &World,
+) -> Result<()> {
+    shard(loaders, plan, world, Remainder::Exact)
+}
+
+fn shard<B: Batch>(
+    loaders: &mut [DataLoader<B>],
+    plan: &TrainPlan,
+    world: &World,
+    remainder: Remainder,
+) -> Result<()> {
+    if world.world_size == 1 || !plan.ranks.use_distributed_sampler {
+        return Ok(());
+    }
+    loaders.iter_mut().try_for_each(|loader| loader.shard(world.rank, world.world_size, remainder))
+}
+
+impl Run {
+    /// The ranks.
+    pub(super) fn world(&self) -> &World {
+        self.strategy.world()
+    }
+
+    /// The checkpoint to go on from, for ranks that were started anew after a failure; else `ckpt_path`.
+    pub(super) fn after_restart(&self, ckpt_path: Option<String>) -> Result<Option<String>> {
+        let world = self.world();
+        let Some(store) = world.store().filter(|_| world.attempt > 0) else { return Ok(ckpt_path) };
+        let known = world.of_rank_zero(store.get(LAST_CHECKPOINT)?)?;
+        let found = known.as_deref().into_iter().flat_map(str::lines).find(|path| Path::new(path).exists());
+        match found {
+            Some(path) => Ok(Some(path.to_owned())),
+            None => {
+                tracing::info!("no checkpoint was written before the failure: starting from the beginning");
+                Ok(ckpt_path)
+            }
+        }
+    }
+
+    /// Notes a checkpoint that a run can go on from.
+    pub(super) fn note_checkpoint(&self, path: &Path) -> Result<()> {
+        let Some(store) = self.world().store() else { return Ok(()) };
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| PathBuf::from(path));
+        let before = store.get(LAST_CHECKPOINT)?.unwrap_or_default();
+        let before = before.lines().next().unwrap_or_default();
+        store.set(LAST_CHECKPOINT, &format!("{}\n{before}", absolute.display()))
+    }
+}
+
+/// What this rank has been asked.
+fn votes(signal: Option<&str>, requests: &Requests) -> Votes {
+    Votes {
+        interrupt: signal == Some("SIGINT"),
+        terminate: signal == Some("SIGTERM"),
+        stop: requests.stop.is_some(),
+    }
+}
+
+impl Parts<'_> {
+    /// The module's backward; with `syncs` all ranks have the mean gradients and know each other's votes afterwards.
+    pub(super) fn backward<M: LightningModule>(
+        &mut self,
+        state: StepState<'_>,
+        module: &M,
+        batch: &BatchFacts<'_>,
+        loss: &tch::Tensor,
+        syncs: bool,
+    ) -> Result<()> {
+        let scaled = self.grad_scaler.as_ref().map(|scaler| scaler.scale(loss)).transpose()?;
+        let loss = scaled.as_ref().unwrap_or(loss);
+        self.strategy.begin_backward(loss, syncs, votes(self.signal, self.requests))?;
+        let done = self.module_call(state, module, "backward", batch, |m, ctx| m.backward(loss, ctx));
+        *self.agreed = self.agreed.or(self.strategy.end_backward(done)?);
+        Ok(())
+    }
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Lets all ranks know what any of them has been asked; where there is no backward that does.
+    pub(super) fn agree(&mut self) -> Result<()> {
+        let agreed = self.run.strategy.agree(votes(self.signals.received(), &self.run.requests))?;
+        self.run.agreed = self.run.agreed.or(agreed);
+        Ok(())
+    }
+
+    /// Somebody asked to stop, and all ranks know.
+    pub(super) fn is_asked_to_stop(&self) -> bool {
+        if self.run.world().world_size > 1 { self.run.agreed.stop } else { self.run.requests.stop.is_some() }
+    }
+
+    /// The signal on which to end, known to all ranks.
+    pub(super) fn agreed_signal(&self) -> Option<&'static str> {
+        if self.run.world().world_size == 1 {
+            return self.signals.received();
+        }
+        let Votes { interrupt, terminate, .. } = self.run.agreed;
+        interrupt.then_some("SIGINT").or(terminate.then_some("SIGTERM"))
+    }
+}

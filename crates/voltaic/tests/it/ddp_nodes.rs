@@ -1,0 +1,286 @@
+//! Ranks on several nodes, ranks that are started anew, and other launchers.
+
+use std::process::{Command, Stdio};
+
+use tempfile::TempDir;
+use voltaic::Module;
+use voltaic::callback::Callback;
+use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::nn::{BatchNorm1d, Forward, Linear, ModuleExt};
+use voltaic::optim::{Optimizers, Sgd};
+use voltaic::{Kind, Tensor};
+
+use crate::ddp::{
+    FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, run_ranks, weights,
+};
+use crate::distributed::free_port;
+use crate::probe::{own_process, plays, silent, text_of};
+
+#[test]
+fn two_nodes_train_through_the_environment() {
+    let test = "ddp_nodes::two_nodes_train_through_the_environment";
+    if plays("node") {
+        let folder = folder_of_parent();
+        let mut trainer = builder(&folder).devices(1).num_nodes(2_u64).build().unwrap();
+        assert_eq!((trainer.strategy(), trainer.world().node_rank), ("ddp", trainer.world().rank));
+        let mut net = Net::new();
+        trainer.fit(&mut net, &mut loaders(None)).unwrap();
+        return finish(&trainer, &net, &folder);
+    }
+    let (_kept, expected, ..) = alone(2, 1);
+    let folder = TempDir::new().unwrap();
+    let port = free_port();
+    let nodes: Vec<_> = (0..2)
+        .map(|node_rank| {
+            let mut command = own_process(test, "node");
+            command
+                .env(FOLDER, folder.path())
+                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_PORT", port.to_string());
+            command.env("WORLD_SIZE", "2").env("NODE_RANK", node_rank.to_string());
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        })
+        .collect();
+    for node in nodes {
+        text_of(&node.wait_with_output().unwrap());
+    }
+    assert_same(&weights(folder.path()), &expected);
+}
+
+#[test]
+fn contradictions_name_the_variable() {
+    let test = "ddp_nodes::contradictions_name_the_variable";
+    if plays("contradiction") {
+        let error =
+            builder(&folder_of_parent()).devices(2).num_nodes(2_u64).build().err().expect("a contradiction");
+        println!("refused: {error}");
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let cases: [(&[(&str, &str)], &str); 7] = [
+        (
+            &[("WORLD_SIZE", "3")],
+            "WORLD_SIZE: 3, but trainer.devices=2 x trainer.num_nodes=2 is 4; make them equal",
+        ),
+        (&[], "NODE_RANK: not set with trainer.num_nodes=2"),
+        (&[("NODE_RANK", "2")], "NODE_RANK: 2 of trainer.num_nodes=2"),
+        (&[("NODE_RANK", "0")], "MASTER_PORT: not set with trainer.num_nodes=2"),
+        (&[("NODE_RANK", "1"), ("MASTER_PORT", "1")], "MASTER_ADDR: not set with trainer.num_nodes=2"),
+        (&[("NODE_RANK", "x")], "NODE_RANK: `x` is no number"),
+        (
+            &[
+                ("LOCAL_RANK", "1"),
+                ("NODE_RANK", "1"),
+                ("RANK", "2"),
+                ("MASTER_ADDR", "a"),
+                ("MASTER_PORT", "1"),
+            ],
+            "RANK: 2, but NODE_RANK=1 x trainer.devices=2 + LOCAL_RANK=1 is 3",
+        ),
+    ];
+    for (variables, expected) in cases {
+        let mut command = own_process(test, "contradiction");
+        command.env(FOLDER, folder.path()).envs(variables.iter().copied());
+        let text = text_of(&command.output().unwrap());
+        assert!(text.contains(expected), "{variables:?}: {text}");
+    }
+}
+
+/// Kills its rank in the second epoch, unless ranks have been started anew.
+struct KillOnce;
+
+impl Callback for KillOnce {
+    fn on_train_batch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        let is_first = ["VOLTAIC_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"]
+            .iter()
+            .all(|name| std::env::var(name).is_ok_and(|count| count == "0") || std::env::var(name).is_err());
+        let rank = ctx.process_group().map(|group| group.rank());
+        if is_first && rank == Some(1) && ctx.current_epoch() == 1 && ctx.batch_idx() == 1 {
+            Command::new("kill").args(["-KILL", &std::process::id().to_string()]).status()?;
+            std::thread::sleep(std::time::Duration::from_secs(60));
+        }
+        Ok(())
+    }
+}
+
+fn train_with_a_kill(max_restarts: u64) {
+    let folder = folder_of_parent();
+    let builder =
+        builder(&folder).devices(2).strategy("ddp").enable_checkpointing(true).max_restarts(max_restarts);
+    let mut trainer = builder.callback(KillOnce).build().unwrap();
+    println!("attempt {}", trainer.world().attempt);
+    let mut net = Net::new();
+    trainer.fit(&mut net, &mut loaders(None)).unwrap();
+    finish(&trainer, &net, &folder);
+}
+
+#[test]
+fn ranks_are_started_anew_from_the_last_checkpoint() {
+    let test = "ddp_nodes::ranks_are_started_anew_from_the_last_checkpoint";
+    if plays("restart") {
+        return train_with_a_kill(1);
+    }
+    let (_kept, expected, ..) = alone(2, 1);
+    let folder = TempDir::new().unwrap();
+    let output = own_process(test, "restart").env(FOLDER, folder.path()).output().unwrap();
+    let shown = String::from_utf8_lossy(&output.stderr).into_owned();
+    let text = text_of(&output);
+    assert!(text.contains("attempt 0") && text.contains("attempt 1"), "{text}{shown}");
+    assert!(shown.contains("starting all ranks anew (1 of at most 1 times)"), "{shown}");
+    assert_same(&weights(folder.path()), &expected);
+}
+
+/// With `VOLTAIC_TEST_TORCHRUN` set to the path of torchrun.
+#[test]
+fn torchrun_starts_ranks_and_restarts_them() {
+    let test = "ddp_nodes::torchrun_starts_ranks_and_restarts_them";
+    if plays("torchrun") {
+        return train_with_a_kill(0);
+    }
+    let Some(torchrun) = std::env::var_os("VOLTAIC_TEST_TORCHRUN") else {
+        println!("skipped: VOLTAIC_TEST_TORCHRUN does not name torchrun");
+        return;
+    };
+    let (_kept, expected, ..) = alone(2, 1);
+    let folder = TempDir::new().unwrap();
+    let own = own_process(test, "torchrun");
+    let mut command = Command::new(torchrun);
+    command.args(["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python"]);
+    command.arg(own.get_program()).args(own.get_args()).env(FOLDER, folder.path());
+    command.envs(own.get_envs().filter_map(|(key, value)| Some((key, value?))));
+    let text = text_of(&command.output().unwrap());
+    assert!(text.contains("attempt 1"), "{text}");
+    assert_same(&weights(folder.path()), &expected);
+}
+
+#[test]
+fn four_ranks_equal_one_process_up_to_the_order_of_sums() {
+    let test = "ddp_nodes::four_ranks_equal_one_process_up_to_the_order_of_sums";
+    if plays("four") {
+        let folder = folder_of_parent();
+        let mut trainer = builder(&folder).devices(4).strategy("ddp").build().unwrap();
+        let mut net = Net::new();
+        trainer.fit(&mut net, &mut loaders(None)).unwrap();
+        return finish(&trainer, &net, &folder);
+    }
+    let (_kept, expected, ..) = alone(4, 1);
+    let folder = TempDir::new().unwrap();
+    run_ranks(test, "four", folder.path());
+    for ((name, own), (_, expected)) in weights(folder.path()).iter().zip(&expected) {
+        // four float32 numbers are added in another order: each gradient is off by a few units in the last place,
+        // relative to its largest summand, and AdamW divides by the gradient's own size
+        assert!(own.allclose(expected, 1e-4, 1e-5, false), "{name}: {}", (own - expected).abs().max());
+    }
+}
+
+/// A layer, batch normalisation, a layer.
+#[derive(Module)]
+struct Normed {
+    first: Linear,
+    norm: BatchNorm1d,
+    second: Linear,
+}
+
+impl LightningModule for Normed {
+    type Batch = Tensor;
+
+    fn training_step(&self, x: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let hidden = self.norm.forward(&self.first.forward(x)?)?;
+        Ok(self.second.forward(&hidden.tanh())?.square().mean(Kind::Float))
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Sgd::new(0.1).into()
+    }
+}
+
+fn train_normed(devices: i64, batch: usize, folder: &std::path::Path) {
+    let net = Normed {
+        first: Linear::new(3, 4).unwrap(),
+        norm: BatchNorm1d::new(4).unwrap(),
+        second: Linear::new(4, 2).unwrap(),
+    };
+    let wave = |size: &[i64], phase: f64| {
+        let count: i64 = size.iter().product();
+        (Tensor::arange(count, (Kind::Double, tch::Device::Cpu)) * 7.77 + phase)
+            .sin()
+            .to_kind(Kind::Float)
+            .reshape(size)
+    };
+    for (number, parameter) in net.parameters().into_iter().enumerate() {
+        parameter.set_data(&(wave(&parameter.size(), number as f64) + 0.5)).unwrap();
+    }
+    let train =
+        DataLoader::new(TensorDataset::new(wave(&[24, 3], 2.0) * 3.0 + 5.0).unwrap()).batch_size(batch);
+    let mut net = net;
+    let builder = silent()
+        .max_epochs(2)
+        .devices(devices)
+        .sync_batchnorm(true)
+        .limit_val_batches(0)
+        .default_root_dir(folder);
+    let mut trainer = builder.build().unwrap();
+    trainer.fit(&mut net, &mut Loaders::new().train(train.build().unwrap())).unwrap();
+    if trainer.is_global_zero() {
+        let weights = net.state_dict();
+        voltaic::checkpoint::Checkpoint { weights, ..Default::default() }
+            .save(&folder.join("end.ckpt"))
+            .unwrap();
+    }
+}
+
+#[test]
+fn sync_batchnorm_equals_the_whole_batch_on_one_process() {
+    let test = "ddp_nodes::sync_batchnorm_equals_the_whole_batch_on_one_process";
+    if plays("normed") {
+        return train_normed(2, 4, &folder_of_parent());
+    }
+    let (one, two) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    train_normed(1, 8, one.path());
+    run_ranks(test, "normed", two.path());
+    let (expected, own) = (weights(one.path()), weights(two.path()));
+    assert_eq!(own.len(), 9);
+    for ((name, own), (_, expected)) in own.iter().zip(&expected) {
+        // sums over the batch in another order
+        let (own, expected) = (own.to_kind(Kind::Float), expected.to_kind(Kind::Float));
+        assert!(own.allclose(&expected, 1e-4, 1e-5, false), "{name}: {own} {expected}");
+    }
+}
+
+/// Weights after a few steps of the recipe on two devices, started by the command line.
+fn fit_recipe(accelerator: &str, strategy: &str) -> Vec<(String, Tensor)> {
+    let folder = TempDir::new().unwrap();
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/mnist.yaml");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+    command.args(["fit", "--config", recipe, "--trainer.devices", "2", "--trainer.strategy", strategy]);
+    command.args(["--trainer.accelerator", accelerator, "--trainer.max_epochs=1", "--data.batch_size=8"]);
+    command.args([
+        "--trainer.limit_train_batches=4",
+        "--trainer.limit_val_batches=2",
+        "--data.num_workers=0",
+    ]);
+    let output = command.env("OMP_NUM_THREADS", "1").current_dir(folder.path()).output().unwrap();
+    let text = text_of(&output);
+    let path =
+        text.lines().find_map(|line| line.strip_prefix("checkpoint")).unwrap_or_else(|| panic!("{text}"));
+    assert_eq!(text.matches("checkpoint ").count(), 1, "rank 0 alone prints: {text}");
+    assert!(
+        folder.path().join("lightning_logs/version_0/metrics.csv").exists()
+            && folder.path().join("rank_logs/rank_1.log").exists()
+    );
+    assert_eq!(std::fs::read_dir(folder.path().join("lightning_logs")).unwrap().count(), 1);
+    let path = folder.path().join(path.trim());
+    let mut weights = voltaic::checkpoint::Checkpoint::load(&path).unwrap().weights;
+    weights.sort_by(|a, b| a.0.cmp(&b.0));
+    weights
+}
+
+#[test]
+fn the_recipe_runs_on_two_devices_and_on_emulated_hpus_alike() {
+    assert_same(&fit_recipe("hpu", "hpu_parallel"), &fit_recipe("cpu", "ddp"));
+}

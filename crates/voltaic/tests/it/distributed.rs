@@ -1,0 +1,174 @@
+//! Groups of ranks: threads of this process that meet at a store.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use voltaic::distributed::{ClusterEnvironment, ProcessGroup, RankPlacement, ReduceOp, World};
+use voltaic::error::DistributedError;
+use voltaic::{Device, Error, Kind, Tensor};
+
+const CPU: tch::Device = tch::Device::Cpu;
+
+/// A port that was free a moment ago.
+pub fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn placement(rank: usize, world_size: usize, port: u16) -> RankPlacement {
+    RankPlacement {
+        environment: ClusterEnvironment::Lightning,
+        rank,
+        world_size,
+        local_rank: rank,
+        node_rank: 0,
+        master_addr: "127.0.0.1".to_owned(),
+        master_port: port,
+        hosts_store: rank == 0,
+        attempt: 0,
+    }
+}
+
+/// Runs `body` as each rank of a group of processes: this test's own, started again with `LOCAL_RANK`.
+fn as_ranks(test: &str, world_size: usize, body: impl Fn(Arc<ProcessGroup>)) {
+    let part = format!("rank of {world_size}");
+    if !crate::probe::plays(&part) {
+        let port = free_port();
+        let ranks: Vec<_> = (0..world_size)
+            .map(|rank| {
+                let mut command = crate::probe::own_process(test, &part);
+                command.env("LOCAL_RANK", rank.to_string()).env("MASTER_PORT", port.to_string());
+                command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+                command.spawn().unwrap()
+            })
+            .collect();
+        for rank in ranks {
+            crate::probe::text_of(&rank.wait_with_output().unwrap());
+        }
+        return;
+    }
+    let number = |name: &str| std::env::var(name).unwrap().parse::<u16>().unwrap();
+    let placement = placement(number("LOCAL_RANK").into(), world_size, number("MASTER_PORT"));
+    let world = World::join(&placement, Device::Cpu, Duration::from_secs(30)).unwrap();
+    body(world.group().unwrap().clone());
+    world.barrier().unwrap(); // rank 0 has the store
+}
+
+fn floats(tensor: &Tensor) -> Vec<f32> {
+    Vec::try_from(tensor.flatten(0, -1)).unwrap()
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Note {
+    rank: usize,
+    text: String,
+}
+
+#[test]
+fn three_ranks_exchange_tensors_and_objects() {
+    as_ranks("distributed::three_ranks_exchange_tensors_and_objects", 3, |group| {
+        let rank = group.rank() as f32;
+        let own = || Tensor::from_slice(&[rank, rank + 1.0]);
+        for (op, expected) in [
+            (ReduceOp::Sum, [3.0, 6.0]),
+            (ReduceOp::Avg, [1.0, 2.0]),
+            (ReduceOp::Min, [0.0, 1.0]),
+            (ReduceOp::Max, [2.0, 3.0]),
+        ] {
+            let tensor = own();
+            group.all_reduce(&tensor, op).unwrap();
+            assert_eq!(floats(&tensor), expected, "{op:?}");
+        }
+        for kind in [Kind::Double, Kind::Half, Kind::BFloat16, Kind::Int64, Kind::Int] {
+            let tensor = own().to_kind(kind);
+            group.all_reduce(&tensor, ReduceOp::Sum).unwrap();
+            assert_eq!(floats(&tensor.to_kind(Kind::Float)), [3.0, 6.0], "{kind:?}");
+        }
+        let tensor = own();
+        group.broadcast(&tensor, 2).unwrap();
+        assert_eq!(floats(&tensor), [2.0, 3.0]);
+        let all = group.all_gather(&own()).unwrap();
+        assert_eq!((all.size(), floats(&all)), (vec![3, 2], vec![0.0, 1.0, 1.0, 2.0, 2.0, 3.0]));
+        let part =
+            group.reduce_scatter(&(Tensor::arange(6, (Kind::Float, CPU)) + f64::from(rank)), ReduceOp::Sum);
+        let first = 3.0 * 2.0 * rank + 3.0;
+        assert_eq!(floats(&part.unwrap()), [first, first + 3.0]);
+        let (next, previous) = ((group.rank() + 1) % 3, (group.rank() + 2) % 3);
+        let received = Tensor::zeros([2], (Kind::Float, CPU));
+        if group.rank() == 0 {
+            group.send(&own(), next).unwrap();
+            group.recv(&received, previous).unwrap();
+        } else {
+            group.recv(&received, previous).unwrap();
+            group.send(&own(), next).unwrap();
+        }
+        assert_eq!(floats(&received), [previous as f32, previous as f32 + 1.0]);
+        let note = |rank: usize| Note { rank, text: "x".repeat(rank * 100) };
+        assert_eq!(group.broadcast_object(&note(group.rank()), 1).unwrap(), note(1));
+        let notes = group.all_gather_object(&note(group.rank())).unwrap();
+        assert_eq!(notes, [note(0), note(1), note(2)]);
+        group.barrier().unwrap();
+        // several under way at once
+        let tensors: Vec<Tensor> = (0..4).map(|i| own() * f64::from(i)).collect();
+        let pending: Vec<_> =
+            tensors.iter().map(|tensor| group.start_all_reduce(tensor, ReduceOp::Sum).unwrap()).collect();
+        pending.into_iter().for_each(|pending| pending.wait().unwrap());
+        assert_eq!(floats(&tensors[3]), [9.0, 18.0]);
+    });
+}
+
+#[test]
+fn a_sum_over_ranks_has_the_sum_of_the_gradients() {
+    as_ranks("distributed::a_sum_over_ranks_has_the_sum_of_the_gradients", 2, |group| {
+        let x = Tensor::from_slice(&[1.0_f32 + group.rank() as f32]).set_requires_grad(true);
+        let y = group.differentiable_sum(&x).unwrap();
+        assert_eq!(floats(&y), [3.0]);
+        // rank r's loss is (r + 1) y^2, whose derivative is 6 (r + 1)
+        (y.square() * (group.rank() as f64 + 1.0)).backward();
+        assert_eq!(floats(&x.grad()), [18.0]);
+    });
+}
+
+#[test]
+fn misuse_is_refused_before_anything_is_sent() {
+    let world = World::join(&placement(0, 1, 0), Device::Cpu, Duration::from_secs(5)).unwrap();
+    let group = world.group().unwrap();
+    let tensor = Tensor::zeros([2, 3], (Kind::Float, CPU));
+    let error = group.all_reduce(&tensor.transpose(0, 1), ReduceOp::Sum).unwrap_err().to_string();
+    assert!(error.contains("not contiguous; call contiguous()"), "{error}");
+    assert!(group.broadcast(&tensor, 1).unwrap_err().to_string().contains("rank 1 of 1; ranks count"));
+    group.all_reduce(&tensor, ReduceOp::Sum).unwrap();
+}
+
+/// The error of a rank that joins alone.
+fn refused(placement: &RankPlacement) -> String {
+    let error = World::join(placement, Device::Cpu, Duration::from_millis(600)).unwrap_err();
+    assert!(matches!(&error, Error::Distributed(DistributedError::Rendezvous { .. })), "{error}");
+    error.to_string()
+}
+
+#[test]
+fn ranks_that_do_not_come_are_named() {
+    let error = refused(&placement(0, 3, free_port()));
+    assert!(error.contains("ranks 1, 2 of 3 did not come within 0.6 s; look at their output"), "{error}");
+}
+
+#[test]
+fn a_port_in_use_and_an_unknown_host_are_named() {
+    let taken = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let error = refused(&placement(0, 2, port));
+    assert!(
+        error.contains(&format!("MASTER_PORT={port} is in use on this host; set MASTER_PORT")),
+        "{error}"
+    );
+    let unknown = RankPlacement { master_addr: "no-such-host.invalid".to_owned(), ..placement(1, 2, port) };
+    let error = refused(&unknown);
+    assert!(error.contains("MASTER_ADDR=no-such-host.invalid is no known host"), "{error}");
+}
+
+#[test]
+fn nobody_at_the_address_is_told() {
+    let error = refused(&placement(1, 2, free_port()));
+    assert!(error.contains("nothing answers within 0.6 s") && error.contains("MASTER_PORT"), "{error}");
+}
