@@ -70,6 +70,20 @@ vt_error *vt_backend_memory(int32_t device_type, int32_t device_index, vt_backen
                             int32_t *is_measured);
 vt_error *vt_backend_reset_peak_memory(int32_t device_type, int32_t device_index);
 
+// ---- what operations produce, and how they run (anomaly.cpp) ------------------------------------------------------
+
+// Watches the operations of the calling thread for the first that makes NaN or infinity of arguments without. Slow.
+vt_error *vt_anomaly_watch(int32_t on);
+// Writes that operation's name (empty if there is none) and forgets it.
+vt_error *vt_anomaly_take(char *text, size_t capacity);
+// No gradients and no version counters on the calling thread until `leave` is given the guard.
+vt_error *vt_inference_mode_enter(void **guard);
+void vt_inference_mode_leave(void *guard);
+// 0 off, 1 operations without a deterministic kernel fail, 2 they warn. Per process.
+vt_error *vt_set_deterministic(int32_t mode);
+vt_error *vt_deterministic(int32_t *mode);
+vt_error *vt_set_cudnn_benchmark(int32_t on);
+
 // ---- autograd (autograd.cpp) --------------------------------------------------------------------------------
 
 // Whether backward hands work to the engine's per-device threads. Per calling thread.

@@ -187,6 +187,13 @@ unsafe extern "C" {
     ) -> *mut vt_error;
     pub fn vt_backend_reset_peak_memory(device_type: i32, device_index: i32) -> *mut vt_error;
 
+    pub fn vt_anomaly_watch(on: i32) -> *mut vt_error;
+    pub fn vt_anomaly_take(text: *mut c_char, capacity: usize) -> *mut vt_error;
+    pub fn vt_inference_mode_enter(guard: *mut *mut c_void) -> *mut vt_error;
+    pub fn vt_inference_mode_leave(guard: *mut c_void);
+    pub fn vt_set_deterministic(mode: i32) -> *mut vt_error;
+    pub fn vt_deterministic(mode: *mut i32) -> *mut vt_error;
+    pub fn vt_set_cudnn_benchmark(on: i32) -> *mut vt_error;
     pub fn vt_autograd_set_multithreading(enabled: i32) -> *mut vt_error;
     pub fn vt_autograd_is_multithreading(enabled: *mut i32) -> *mut vt_error;
     pub fn vt_grads_clear(tensors: *const vt_tensor, len: usize) -> *mut vt_error;

@@ -7,21 +7,31 @@ mod cpu_stats;
 mod device_stats_monitor;
 mod early_stopping;
 mod file_name;
+mod gradient_accumulation_scheduler;
+mod lambda_callback;
 mod learning_rate_monitor;
 mod model_checkpoint;
 mod model_summary;
+mod on_exception_checkpoint;
 mod progress_bar;
 mod throughput_monitor;
 mod time_span;
 mod timer;
+mod weight_averaging;
 
 pub use crate::module::Callback;
 pub use device_stats_monitor::{DeviceStatsMonitor, DeviceStatsMonitorConfig};
 pub use early_stopping::{EarlyStopping, EarlyStoppingConfig, StoppingReason};
+pub use gradient_accumulation_scheduler::{
+    GradientAccumulationScheduler, GradientAccumulationSchedulerConfig,
+};
+pub use lambda_callback::LambdaCallback;
 pub use learning_rate_monitor::{LearningRateMonitor, LearningRateMonitorConfig};
 pub use model_checkpoint::{LinkText, Mode, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
 pub use model_summary::ModelSummary;
+pub use on_exception_checkpoint::{OnExceptionCheckpoint, OnExceptionCheckpointConfig};
 pub use progress_bar::ProgressBar;
 pub use throughput_monitor::{ThroughputMonitor, ThroughputMonitorConfig};
 pub use time_span::{TimeParts, TimeSpan};
 pub use timer::{Timer, TimerConfig};
+pub use weight_averaging::{EmaWeightAveragingConfig, WeightAveraging, WeightAveragingConfig};

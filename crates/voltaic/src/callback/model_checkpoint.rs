@@ -1,12 +1,13 @@
 //! Saves checkpoints: the newest, the best by a metric, or every so often, with Lightning's names and rules.
 
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::Callback;
 use super::file_name::{FileName, Value};
+use super::{Callback, TimeSpan};
 use crate::checkpoint::{CheckpointPaths, remove_leftovers};
 use crate::error::ConfigError;
 use crate::module::{CheckpointRequest, HookContext};
@@ -84,8 +85,14 @@ pub struct ModelCheckpointConfig {
     pub auto_insert_metric_name: bool,
     /// Save every so many optimizer steps.
     pub every_n_train_steps: Option<u64>,
-    /// Save every so many epochs; 1 unless `every_n_train_steps` is set.
+    /// Save every so many epochs; 1 unless `every_n_train_steps` or `train_time_interval` is set.
     pub every_n_epochs: Option<u64>,
+    /// Save whenever so much time has passed since the last: `DD:HH:MM:SS` or `{minutes: 10}`.
+    pub train_time_interval: Option<TimeSpan>,
+    /// Save when the run fails or is interrupted.
+    pub save_on_exception: bool,
+    /// Log a line for each checkpoint saved.
+    pub verbose: bool,
     /// Save at the end of the training epoch rather than after validation; decided by the run unless set.
     pub save_on_train_epoch_end: Option<bool>,
     /// Add `-v1`, `-v2` to a name that is taken, rather than overwrite the file.
@@ -105,6 +112,9 @@ impl Default for ModelCheckpointConfig {
             auto_insert_metric_name: true,
             every_n_train_steps: None,
             every_n_epochs: None,
+            train_time_interval: None,
+            save_on_exception: false,
+            verbose: false,
             save_on_train_epoch_end: None,
             enable_version_counter: true,
         }
@@ -138,6 +148,9 @@ pub struct ModelCheckpoint {
     state: State,
     /// A save that waits for the validation that follows.
     deferred: bool,
+    interval: Option<Duration>,
+    /// When the last checkpoint was saved, or the fit began.
+    last_time: Instant,
 }
 
 impl ModelCheckpoint {
@@ -147,6 +160,15 @@ impl ModelCheckpoint {
     /// [`ConfigError`] if the options contradict each other.
     pub fn new(config: ModelCheckpointConfig) -> Result<Self, ConfigError> {
         let mut problems = Vec::new();
+        let span = config.train_time_interval.as_ref();
+        let interval = match span.map(|span| span.duration("ModelCheckpoint.train_time_interval")).transpose()
+        {
+            Ok(interval) => interval,
+            Err(error) => {
+                problems.extend(error.problems);
+                None
+            }
+        };
         let mut refuse = |key: &str, what: String, remedy: &str| {
             problems.push(crate::error::ConfigProblem::new(format!("ModelCheckpoint.{key}"), what, remedy));
         };
@@ -157,9 +179,17 @@ impl ModelCheckpoint {
             let what = format!("{} best checkpoints without a metric to compare", config.save_top_k);
             refuse("save_top_k", what, "set ModelCheckpoint.monitor, or use -1, 0 or 1");
         }
-        if config.every_n_train_steps.is_some_and(|n| n > 0) && config.every_n_epochs.is_some_and(|n| n > 0) {
-            let what = "set together with every_n_epochs".to_owned();
-            refuse("every_n_train_steps", what, "use one of the two, or two ModelCheckpoint callbacks");
+        let triggers = [
+            ("every_n_train_steps", config.every_n_train_steps.is_some_and(|n| n > 0)),
+            ("every_n_epochs", config.every_n_epochs.is_some_and(|n| n > 0)),
+            ("train_time_interval", config.train_time_interval.is_some()),
+        ];
+        let set: Vec<&str> = triggers.iter().filter(|(_, is_set)| *is_set).map(|(key, _)| *key).collect();
+        if let [first, others @ ..] = &set[..]
+            && !others.is_empty()
+        {
+            let what = format!("set together with {}", others.join(" and "));
+            refuse(first, what, "use one of them, or several ModelCheckpoint callbacks");
         }
         let template = config.filename.clone().unwrap_or_else(|| "{epoch}-{step}".to_owned());
         let file_name = FileName::parse(&template, config.auto_insert_metric_name);
@@ -168,7 +198,8 @@ impl ModelCheckpoint {
         }
         match file_name {
             Ok(file_name) if problems.is_empty() => {
-                Ok(Self { config, file_name, state: State::default(), deferred: false })
+                let state = State::default();
+                Ok(Self { config, file_name, state, deferred: false, interval, last_time: Instant::now() })
             }
             _ => Err(ConfigError { problems }),
         }
@@ -179,7 +210,8 @@ impl ModelCheckpoint {
     }
 
     fn every_n_epochs(&self) -> u64 {
-        self.config.every_n_epochs.unwrap_or(u64::from(self.every_n_train_steps() == 0))
+        let is_by_epoch = self.every_n_train_steps() == 0 && self.interval.is_none();
+        self.config.every_n_epochs.unwrap_or(u64::from(is_by_epoch))
     }
 
     /// Whether epoch checkpoints are saved at the end of the training epoch rather than after validation.
@@ -241,7 +273,15 @@ impl ModelCheckpoint {
             self.request(ctx, path, None, then_remove);
         }
         self.state.last_step_saved = Some(ctx.global_step());
-        let last = self.state.dirpath.join("last.ckpt");
+        self.last_time = Instant::now();
+        if self.config.verbose {
+            let (epoch, step) = (ctx.current_epoch(), ctx.global_step());
+            match &newest {
+                Some(path) => tracing::info!("epoch {epoch}, step {step}: saving {}", path.display()),
+                None => tracing::info!("epoch {epoch}, step {step}: not among the best {top_k}"),
+            }
+        }
+        let last = self.last_path();
         match (self.config.save_last, newest) {
             (SaveLast::No | SaveLast::Copy(false), newest) => {
                 if newest.is_some() {
@@ -257,6 +297,25 @@ impl ModelCheckpoint {
                 self.request(ctx, last, None, None);
             }
         }
+    }
+
+    /// `last.ckpt`, or `last-v1.ckpt` and so on beside those of other runs.
+    fn last_path(&self) -> PathBuf {
+        if let Some(own) = &self.state.last_model_path
+            && own.file_stem().and_then(|stem| stem.to_str()).is_some_and(|stem| stem.starts_with("last"))
+            && own.parent() == Some(&self.state.dirpath)
+        {
+            return own.clone();
+        }
+        let first = self.state.dirpath.join("last.ckpt");
+        if !self.config.enable_version_counter {
+            return first;
+        }
+        let versions = (1_u64..).map(|version| self.state.dirpath.join(format!("last-v{version}.ckpt")));
+        std::iter::once(first.clone())
+            .chain(versions)
+            .find(|path| path.symlink_metadata().is_err())
+            .unwrap_or(first)
     }
 
     fn request(
@@ -351,6 +410,7 @@ impl Callback for ModelCheckpoint {
             self.state.best_k_models.clear();
         }
         self.state.dirpath = dirpath;
+        self.last_time = Instant::now();
         self.state.last_step_saved.take_if(|step| *step > ctx.global_step()); // that was another fit
         if !ctx.facts().fast_dev_run {
             remove_leftovers(&self.state.dirpath);
@@ -360,8 +420,9 @@ impl Callback for ModelCheckpoint {
 
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         let every = self.every_n_train_steps();
-        if every == 0 || ctx.global_step() == 0 || !ctx.global_step().is_multiple_of(every) || self.skips(ctx)
-        {
+        let is_step = every > 0 && ctx.global_step() > 0 && ctx.global_step().is_multiple_of(every);
+        let is_time = self.interval.is_some_and(|interval| self.last_time.elapsed() >= interval);
+        if !(is_step || is_time) || self.skips(ctx) {
             return Ok(());
         }
         if ctx.will_validate() {
@@ -392,6 +453,14 @@ impl Callback for ModelCheckpoint {
             self.save(ctx, score);
         }
         Ok(())
+    }
+
+    fn on_exception(&mut self, ctx: &mut HookContext, _error: &crate::Error) {
+        let has_begun = ctx.is_training() && !ctx.optimizers().is_empty();
+        if self.config.save_on_exception && has_begun && !self.skips(ctx) {
+            let score = self.score(ctx).unwrap_or(None);
+            self.save(ctx, score);
+        }
     }
 }
 

@@ -64,6 +64,8 @@ pub struct TrainingState {
     pub optimizers: Vec<Vec<(String, Tensor)>>,
     /// Gradients of an accumulation window that was not complete, by fqn.
     pub grads: Vec<(String, Tensor)>,
+    /// Tensors that callbacks keep, by name.
+    pub callbacks: Vec<(String, Tensor)>,
     /// States of random number generators, by device name.
     pub rng: Vec<(String, Tensor)>,
     /// Everything else, as JSON: loop position, groups, schedules, callbacks, metrics.
@@ -113,6 +115,7 @@ impl Checkpoint {
             Some(training) => Some(TrainingState {
                 optimizers: training.optimizers.iter().map(|o| list(o)).collect::<Result<_>>()?,
                 grads: list(&training.grads)?,
+                callbacks: list(&training.callbacks)?,
                 rng: list(&training.rng)?,
                 json: training.json.clone(),
             }),

@@ -137,6 +137,15 @@ impl<B: Batch> DataLoader<B> {
         self.default_seed = seed;
     }
 
+    /// Makes the loader give its samples in order; returns whether they were shuffled.
+    pub(crate) fn make_sequential(&mut self) -> bool {
+        let was_shuffled = self.sampler.is_shuffled();
+        if was_shuffled {
+            self.sampler = Arc::new(SequentialSampler::new(self.dataset.len()));
+        }
+        was_shuffled
+    }
+
     /// Leaves this loader with the part of `rank` out of `world_size`, in the order that its sampler gives. Random
     /// transforms then draw other numbers on each rank. A loader whose sampler is distributed keeps its sampler.
     ///

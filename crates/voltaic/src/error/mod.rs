@@ -86,6 +86,21 @@ pub enum Error {
         /// The user's error.
         source: anyhow::Error,
     },
+    /// `detect_anomaly` has found a loss or gradient that is NaN or infinite.
+    #[error(
+        "{what} is not finite in epoch {epoch} at global_step {global_step}: the first operation that made NaN or \
+         infinity is {operation}; look at what goes into it, or lower the learning rate"
+    )]
+    Anomaly {
+        /// `the loss`, or the gradient of a parameter.
+        what: String,
+        /// The operation, with the backward function that ran it if any.
+        operation: String,
+        /// The epoch in progress, from 0.
+        epoch: u64,
+        /// Optimizer steps done so far.
+        global_step: u64,
+    },
     /// The run was asked to stop by a signal.
     #[error(
         "interrupted by {signal} at global_step {global_step}; resume with ckpt_path=last if a checkpoint was saved"

@@ -5,6 +5,7 @@ mod config;
 mod csv;
 mod json_lines;
 mod plot;
+mod plot_lr;
 mod plot_memory;
 mod run_folder;
 mod tensorboard;
@@ -18,6 +19,7 @@ pub use config::{CsvLoggerConfig, JsonLinesLoggerConfig, LoggerConfig, Loggers, 
 pub use csv::CsvLogger;
 pub use json_lines::JsonLinesLogger;
 pub use plot::plot_metrics;
+pub use plot_lr::plot_lr_find;
 pub use plot_memory::plot_memory;
 pub use run_folder::Version;
 pub use tensorboard::TensorBoardLogger;

@@ -53,11 +53,7 @@ pub fn plot_metrics(csv_path: &Path, png_path: &Path) -> Result<()> {
 
 /// Draws panels below each other; nothing if there are none.
 pub(super) fn write_picture(panels: &[Panel], png_path: &Path) -> Result<()> {
-    static REGISTER: Once = Once::new();
-    REGISTER.call_once(|| {
-        // fails only if the bytes are no font, which the test below would show
-        let _ = register_font("sans-serif", FontStyle::Normal, FONT);
-    });
+    register_fonts();
     if panels.is_empty() {
         return Ok(());
     }
@@ -66,6 +62,15 @@ pub(super) fn write_picture(panels: &[Panel], png_path: &Path) -> Result<()> {
     draw(panels, &temporary, height)
         .map_err(|error| Error::io("draw", png_path, std::io::Error::other(error.to_string())))?;
     std::fs::rename(&temporary, png_path).map_err(|error| Error::io("rename to", png_path, error))
+}
+
+/// Makes the font known, once.
+pub(super) fn register_fonts() {
+    static REGISTER: Once = Once::new();
+    REGISTER.call_once(|| {
+        // fails only if the bytes are no font, which the test below would show
+        let _ = register_font("sans-serif", FontStyle::Normal, FONT);
+    });
 }
 
 /// `val_loss`, `train_loss_step` and `loss` are of the family `loss`.

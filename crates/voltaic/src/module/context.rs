@@ -183,6 +183,10 @@ pub struct RunFacts {
     pub default_root_dir: PathBuf,
     /// Whether there is a logger.
     pub has_logger: bool,
+    /// Batches per optimizer step as the trainer was told.
+    pub accumulate_grad_batches: u64,
+    /// The trainer runs backward and optimizers.
+    pub automatic_optimization: bool,
     /// `log_every_n_steps`; 0 means never.
     pub log_every_n_steps: u64,
     /// The first logger's version label, such as `0`, shown in the progress bar.

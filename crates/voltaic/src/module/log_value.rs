@@ -65,6 +65,12 @@ macro_rules! log_value_from_number {
 }
 log_value_from_number!(f64, f32, i32, i64, u32, u64, usize);
 
+#[cfg(test)]
+thread_local! {
+    /// Tensors read back on this thread.
+    pub(crate) static READS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
 impl LogValue {
     /// The value as it is now, whatever becomes of its tensor.
     pub(crate) fn snapshot(&self) -> Result<Self, tch::TchError> {
@@ -80,7 +86,11 @@ impl LogValue {
     /// The number. # Sync: reads a tensor back from its device.
     pub(crate) fn read(&self) -> f64 {
         match self {
-            Self::Tensor(tensor) => tensor.f_double_value(&[]).unwrap_or(f64::NAN),
+            Self::Tensor(tensor) => {
+                #[cfg(test)]
+                READS.with(|reads| reads.set(reads.get() + 1));
+                tensor.f_double_value(&[]).unwrap_or(f64::NAN)
+            }
             Self::Host(value) => *value,
         }
     }

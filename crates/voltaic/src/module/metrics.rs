@@ -125,6 +125,8 @@ pub struct MetricStore {
     group: Option<Arc<ProcessGroup>>,
     /// What the step that is being captured logs.
     captured: Option<Vec<Logged>>,
+    /// Nothing is recorded, as in a barebones run.
+    is_off: bool,
 }
 
 /// A value as a step logged it, so that it can be logged again when the step is replayed.
@@ -139,6 +141,11 @@ impl MetricStore {
     /// For one of several ranks, or for a process alone.
     pub(crate) fn of_ranks(group: Option<Arc<ProcessGroup>>) -> Self {
         Self { group: group.filter(|group| group.world_size() > 1), ..Self::default() }
+    }
+
+    /// The same, recording nothing if the run is to be without.
+    pub(crate) fn off_if(self, is_off: bool) -> Self {
+        Self { is_off, ..self }
     }
 
     /// The ranks, if there are several.
@@ -167,6 +174,9 @@ impl MetricStore {
 
     /// Records a value; a mistake is kept for [`MetricStore::take_problem`].
     pub(crate) fn record(&mut self, name: &str, value: LogValue, options: LogOptions) {
+        if self.is_off {
+            return;
+        }
         if let Some(captured) = &mut self.captured {
             captured.push(Logged { name: name.to_owned(), value, options });
             return;

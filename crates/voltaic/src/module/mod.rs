@@ -18,6 +18,8 @@ use crate::optim::{GradientClip, LrScheduler, Optimizer, Optimizers, ParamGroup}
 pub use callback::Callback;
 pub(crate) use context::step_lr_scheduler;
 pub use context::{CheckpointRequest, HookContext, LogEntry, Requests, RunFacts, StepContext};
+#[cfg(test)]
+pub(crate) use log_value::READS;
 pub use log_value::{LogValue, ReduceFx};
 pub use manual::ManualOptimizer;
 pub(crate) use manual::{ManualOptimization, StepState};
@@ -38,6 +40,9 @@ pub struct Progress {
     pub total_batches: u64,
     /// The current epoch is over: its end hooks have run.
     pub epoch_ended: bool,
+    /// A validation after the batch done last has begun and is not over.
+    #[serde(default)]
+    pub validation_is_open: bool,
     /// Batches that ended with an optimizer step: the x-axis of the loggers. With manual optimization, all batches.
     #[serde(default)]
     pub batches_that_stepped: u64,

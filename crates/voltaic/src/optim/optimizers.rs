@@ -23,6 +23,7 @@ use crate::nn::{Module, ModuleExt};
 #[derive(Default)]
 pub struct Optimizers {
     specs: Vec<OptimizerSpec>,
+    lr: Option<f64>,
 }
 
 struct OptimizerSpec {
@@ -166,7 +167,7 @@ impl Optimizers {
     /// One optimizer over all parameters of the module that require grad.
     pub fn new(optimizer: impl BuildOptimizer + 'static) -> Self {
         let spec = OptimizerSpec { optimizer: Box::new(optimizer), groups: None, scheduler: None };
-        Self { specs: vec![spec] }
+        Self { specs: vec![spec], lr: None }
     }
 
     /// No optimizer: nothing is trained.
@@ -199,6 +200,13 @@ impl Optimizers {
         self
     }
 
+    /// Gives all groups this learning rate, which their schedules then start from.
+    #[must_use]
+    pub fn with_lr(mut self, lr: f64) -> Self {
+        self.lr = Some(lr);
+        self
+    }
+
     /// Number of optimizers.
     pub fn len(&self) -> usize {
         self.specs.len()
@@ -219,6 +227,9 @@ impl Optimizers {
         for OptimizerSpec { optimizer, groups, scheduler } in self.specs {
             let groups = groups.unwrap_or_else(|| vec![trainable(module)]);
             let mut optimizer = optimizer.build(groups)?;
+            if let Some(lr) = self.lr {
+                optimizer.param_groups_mut().iter_mut().for_each(|group| group.lr = lr);
+            }
             let scheduler = scheduler.map(|spec| spec.build(optimizer.as_mut())).transpose()?;
             built.push(ConfiguredOptimizer { optimizer, scheduler });
         }

@@ -2,14 +2,20 @@
 
 use std::path::PathBuf;
 
-use super::config::{FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
+use super::callbacks::CallbackConfig;
+use super::config::{
+    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
+};
 use super::graphed::{GraphMode, GraphReport};
+use super::lr_finder::LearningRateFinderConfig;
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::resolve;
 use super::session::Run;
 use super::{Trainer, global_seed, ranks};
 use crate::accelerator::{Devices, accelerator};
-use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar};
+use crate::callback::{
+    Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, TimeSpan, Timer,
+};
 use crate::checkpoint::{AsyncCheckpointIo, CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
@@ -27,6 +33,7 @@ pub struct TrainerBuilder {
     loggers: Vec<Box<dyn Logger>>,
     checkpoint_io: Option<Box<dyn CheckpointIo>>,
     optimizers: Option<OptimizerOverride>,
+    lr_finder: Option<LearningRateFinderConfig>,
 }
 
 /// A setter per key of [`TrainerConfig`].
@@ -99,7 +106,7 @@ impl TrainerBuilder {
         limit_val_batches: Limit => Some;
         limit_test_batches: Limit => Some;
         limit_predict_batches: Limit => Some;
-        val_check_interval: Limit => Some;
+        val_check_interval: ValCheckInterval => Some;
         check_val_every_n_epoch: Option<u64>;
         num_sanity_val_steps: i64 => Some;
         log_every_n_steps: u64 => Some;
@@ -113,6 +120,15 @@ impl TrainerBuilder {
         enable_model_summary: bool;
         reload_dataloaders_every_n_epochs: u64;
         graph: GraphMode;
+        overfit_batches: Limit;
+        max_time: TimeSpan => Some;
+        deterministic: Deterministic => Some;
+        benchmark: bool => Some;
+        inference_mode: bool;
+        detect_anomaly: bool;
+        barebones: bool;
+        enable_autolog_hparams: bool;
+        save_on_signal: bool;
         default_root_dir: PathBuf => Some;
     }
 
@@ -139,10 +155,24 @@ impl TrainerBuilder {
         };
         for callback in std::mem::take(&mut self.config.callbacks) {
             self.config.callbacks.push(callback.clone());
+            if let CallbackConfig::LearningRateFinder(config) = &callback {
+                problems.extend(config.check().err().into_iter().flat_map(|error| error.problems));
+                self.lr_finder = Some(config.clone());
+                continue;
+            }
             match callback.build() {
                 Ok(callback) => self.callbacks.push(callback),
                 Err(error) => problems.extend(error.problems),
             }
+        }
+        if self.config.barebones {
+            self.config.logger = Loggers::Flag(false);
+            self.config.enable_checkpointing = false;
+            self.config.enable_progress_bar = false;
+            self.config.enable_model_summary = false;
+        }
+        if let Some(limit) = plan.as_ref().and_then(|plan| plan.max_time) {
+            self.callbacks.insert(0, Box::new(Timer::new(limit)));
         }
         problems.extend(repeated_plugins(&self.config.plugins, self.checkpoint_io.is_some()));
         if let Err(error) = self.add_defaults() {
@@ -160,6 +190,12 @@ impl TrainerBuilder {
         self.add_displays(world.is_global_zero());
         accelerator.setup()?;
         ffi::install_host_pool()?;
+        if let Some(mode) = plan.deterministic {
+            ffi::set_deterministic(mode)?;
+        }
+        if let Some(benchmark) = plan.benchmark {
+            ffi::set_cudnn_benchmark(benchmark)?;
+        }
         if let Some(lists) = &plan.op_lists {
             set_op_lists(plan.device, lists)?;
         }
@@ -183,6 +219,8 @@ impl TrainerBuilder {
             default_root_dir: plan.default_root_dir.clone(),
             validates_once_per_epoch: plan.val_check_interval == Limit::Fraction(1.0),
             has_logger,
+            accumulate_grad_batches: plan.accumulate_grad_batches,
+            automatic_optimization: true,
             log_every_n_steps: plan.log_every_n_steps,
             version,
             ..RunFacts::default()
@@ -194,7 +232,7 @@ impl TrainerBuilder {
             callbacks: self.callbacks,
             loggers: self.loggers,
             progress: Progress::default(),
-            metrics: MetricStore::of_ranks(world.group().cloned()),
+            metrics: MetricStore::of_ranks(world.group().cloned()).off_if(plan.barebones),
             strategy,
             agreed: Votes::default(),
             requests: Requests::default(),
@@ -208,6 +246,7 @@ impl TrainerBuilder {
             plan,
             run,
             optimizers: self.optimizers,
+            lr_finder: self.lr_finder,
             ckpt_path: None,
             graphs: GraphReport::default(),
         })

@@ -3,10 +3,13 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::lr_finder::LearningRateFinderConfig;
 use crate::callback::{
     Callback, DeviceStatsMonitor, DeviceStatsMonitorConfig, EarlyStopping, EarlyStoppingConfig,
-    LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig,
-    ThroughputMonitor, ThroughputMonitorConfig, Timer, TimerConfig,
+    EmaWeightAveragingConfig, GradientAccumulationScheduler, GradientAccumulationSchedulerConfig,
+    LambdaCallback, LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig,
+    OnExceptionCheckpoint, OnExceptionCheckpointConfig, ThroughputMonitor, ThroughputMonitorConfig, Timer,
+    TimerConfig, WeightAveraging, WeightAveragingConfig,
 };
 use crate::error::ConfigError;
 
@@ -24,19 +27,37 @@ pub enum CallbackConfig {
     ThroughputMonitor(ThroughputMonitorConfig),
     /// Ends training when its time is over.
     Timer(TimerConfig),
+    /// Changes how many batches make an optimizer step as training goes on.
+    GradientAccumulationScheduler(GradientAccumulationSchedulerConfig),
+    /// Keeps an equal average of the weights.
+    WeightAveraging(WeightAveragingConfig),
+    /// Keeps an exponential moving average of the weights.
+    #[serde(rename = "EMAWeightAveraging")]
+    EmaWeightAveraging(EmaWeightAveragingConfig),
+    /// Saves a checkpoint when a run fails.
+    OnExceptionCheckpoint(OnExceptionCheckpointConfig),
+    /// Finds a learning rate before a fit that starts anew, and uses it for all groups of parameters.
+    LearningRateFinder(LearningRateFinderConfig),
     /// Gives the loggers what the device's memory is used for.
     DeviceStatsMonitor(DeviceStatsMonitorConfig),
 }
 
 impl CallbackConfig {
-    /// Makes the callback.
+    /// Makes the callback. The search for a learning rate is the trainer's part: it gives a callback without hooks.
     pub(super) fn build(self) -> Result<Box<dyn Callback>, ConfigError> {
         Ok(match self {
+            Self::LearningRateFinder(_) => Box::new(LambdaCallback::new()),
             Self::ModelCheckpoint(config) => Box::new(ModelCheckpoint::new(config)?),
             Self::EarlyStopping(config) => Box::new(EarlyStopping::new(config)?),
             Self::LearningRateMonitor(config) => Box::new(LearningRateMonitor::from(config)),
             Self::ThroughputMonitor(config) => Box::new(ThroughputMonitor::new(config)?),
             Self::Timer(config) => Box::new(Timer::from_config(config)?),
+            Self::GradientAccumulationScheduler(config) => {
+                Box::new(GradientAccumulationScheduler::from_config(config)?)
+            }
+            Self::WeightAveraging(config) => Box::new(WeightAveraging::new(config)),
+            Self::EmaWeightAveraging(config) => Box::new(WeightAveraging::ema(config)?),
+            Self::OnExceptionCheckpoint(config) => Box::new(OnExceptionCheckpoint::new(config)?),
             Self::DeviceStatsMonitor(config) => Box::new(DeviceStatsMonitor::from(config)),
         })
     }

@@ -96,6 +96,7 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
         checkpoint.training = Some(TrainingState {
             optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
             grads: pending_grads(session),
+            callbacks: Vec::new(),
             rng: seed::rng_states(session.plan.device)?,
             json: Value::Null,
         });

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::callbacks::CallbackConfig;
 use super::graphed::GraphMode;
 use crate::accelerator::Devices;
+use crate::callback::TimeSpan;
 use crate::logger::Loggers;
 use crate::precision::HpuPrecisionPlugin;
 use crate::strategy::StrategyConfig;
@@ -38,6 +39,58 @@ impl From<i32> for Limit {
 impl From<f64> for Limit {
     fn from(fraction: f64) -> Self {
         Self::Fraction(fraction)
+    }
+}
+
+/// When validation is due within an epoch: batches, a fraction of the epoch, or time.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum ValCheckInterval {
+    /// Every so many training batches, or after this part of an epoch.
+    Batches(Limit),
+    /// Whenever so much time has passed since the last.
+    Time(TimeSpan),
+}
+
+impl<T: Into<Limit>> From<T> for ValCheckInterval {
+    fn from(limit: T) -> Self {
+        Self::Batches(limit.into())
+    }
+}
+
+impl From<TimeSpan> for ValCheckInterval {
+    fn from(span: TimeSpan) -> Self {
+        Self::Time(span)
+    }
+}
+
+impl From<std::time::Duration> for ValCheckInterval {
+    fn from(time: std::time::Duration) -> Self {
+        Self::Time(time.into())
+    }
+}
+
+/// `true`, `false` or `warn`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Deterministic {
+    /// Operations without a deterministic kernel fail, or run.
+    Flag(bool),
+    /// They run with a warning.
+    Warn(WarnText),
+}
+
+/// The word `warn`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum WarnText {
+    /// `warn`
+    Warn,
+}
+
+impl From<bool> for Deterministic {
+    fn from(flag: bool) -> Self {
+        Self::Flag(flag)
     }
 }
 
@@ -137,8 +190,9 @@ pub struct TrainerConfig {
     pub limit_test_batches: Option<Limit>,
     /// Prediction batches: a number, or a fraction of all.
     pub limit_predict_batches: Option<Limit>,
-    /// Validate every so many training batches, or after this fraction of an epoch; 1.0 unless set.
-    pub val_check_interval: Option<Limit>,
+    /// Validate every so many training batches, after this fraction of an epoch, or whenever so much time has passed
+    /// (`DD:HH:MM:SS` or `{minutes: 10}`); 1.0 unless set.
+    pub val_check_interval: Option<ValCheckInterval>,
     /// Validate every so many epochs; null counts `val_check_interval` across epochs.
     pub check_val_every_n_epoch: Option<u64>,
     /// Validation batches run before training to find mistakes early; -1 for all. 2 unless set.
@@ -168,6 +222,25 @@ pub struct TrainerConfig {
     pub enable_model_summary: bool,
     /// Ask the data module for new loaders every so many epochs; 0 for never.
     pub reload_dataloaders_every_n_epochs: u64,
+    /// Train and validate on these batches only, a number or a fraction, in the same order in each epoch; 0 for no.
+    pub overfit_batches: Limit,
+    /// Stop after so much time: `DD:HH:MM:SS` or `{hours: 12}`.
+    pub max_time: Option<TimeSpan>,
+    /// Refuse operations without a deterministic kernel: `true`, `false` or `warn`. For the whole process.
+    pub deterministic: Option<Deterministic>,
+    /// Whether cuDNN tries its kernels out to find the fastest. For the whole process.
+    pub benchmark: Option<bool>,
+    /// Run validate, test and predict in inference mode rather than only without grad; never on an HPU.
+    pub inference_mode: bool,
+    /// End the run at a loss or gradient that is not finite, naming the operation that made it. Slow.
+    pub detect_anomaly: bool,
+    /// Switch off everything that costs time beside training: checkpoints, logger, progress bar, summary, sanity check
+    /// and `log`.
+    pub barebones: bool,
+    /// Give the module's hyper-parameters to the loggers.
+    pub enable_autolog_hparams: bool,
+    /// On SIGTERM and Ctrl-C, save `on_signal.ckpt` beside the checkpoints before the run ends.
+    pub save_on_signal: bool,
     /// Folder for logs and checkpoints; the current one unless set.
     pub default_root_dir: Option<PathBuf>,
 }
@@ -207,6 +280,15 @@ impl Default for TrainerConfig {
             enable_progress_bar: true,
             enable_model_summary: true,
             reload_dataloaders_every_n_epochs: 0,
+            overfit_batches: Limit::Fraction(0.0),
+            max_time: None,
+            deterministic: None,
+            benchmark: None,
+            inference_mode: true,
+            detect_anomaly: false,
+            barebones: false,
+            enable_autolog_hparams: true,
+            save_on_signal: false,
             default_root_dir: None,
         }
     }

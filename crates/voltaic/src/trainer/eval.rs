@@ -1,5 +1,7 @@
 //! Validation, testing and prediction: batches without grad, in evaluation mode.
 
+use std::time::Instant;
+
 use tch::Tensor;
 
 use super::EvalMetrics;
@@ -8,6 +10,7 @@ use super::hooks::{BatchFacts, HookPoint, call_hook, hook_point, module_hook};
 use super::session::Session;
 use crate::data::{Batch, DataLoader, EpochRange, Stage};
 use crate::error::Result;
+use crate::ffi::InferenceMode;
 use crate::module::LightningModule;
 
 const VALIDATION_STEP: HookPoint = hook_point!(validation_step, Eval, Epoch);
@@ -30,7 +33,10 @@ impl<M: LightningModule> Session<'_, M> {
         }
         self.reload_val_dataloaders(loaders)?;
         let (val, num_batches) = (&loaders.val, &loaders.plan.num_val_batches);
+        self.run.progress.validation_is_open = true;
         self.validate(&EvalLoaders { loaders: val, num_batches })?;
+        self.run.progress.validation_is_open = false;
+        self.last_validation = Instant::now();
         self.agree()
     }
 
@@ -119,9 +125,11 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(predictions)
     }
 
-    /// Runs `body` without grad.
+    /// Runs `body` without grad, and in inference mode outside fit.
     fn evaluate<T>(&mut self, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let _no_grad = tch::no_grad_guard();
+        let infers = self.plan.inference_mode && self.stage != Stage::Fit;
+        let _inference = infers.then(InferenceMode::enter).transpose()?;
         self.run.strategy.begin_forward(self.module)?;
         self.run.metrics.begin_eval();
         body(self)

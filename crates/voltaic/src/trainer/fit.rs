@@ -1,5 +1,7 @@
 //! The training loop: epochs, batches and the whole step in reading order.
 
+use std::time::Instant;
+
 use tch::Tensor;
 
 use super::hooks::{BatchFacts, HookPoint, call_hook, call_shared_hook, hook_point};
@@ -7,8 +9,9 @@ use super::manual::unscale;
 use super::plan::FitPlan;
 use super::session::Session;
 use crate::data::{Batch, DataLoader, EpochRange};
-use crate::error::{ConfigError, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::module::{HookContext, LightningModule};
+use crate::nn::ModuleExt;
 use crate::optim::{Interval, Optimizer};
 
 /// Loaders of a fit and what is known about them.
@@ -47,6 +50,7 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(());
         }
         call_hook!(self, on_train_start, Train, EpochOnly)?;
+        self.last_validation = Instant::now();
         while !self.is_done(loaders) {
             if self.run.progress.epoch_ended {
                 self.run.progress.current_epoch += 1;
@@ -69,6 +73,11 @@ impl<M: LightningModule> Session<'_, M> {
         call_hook!(self, on_train_epoch_start, Train, EpochOnly)?;
         if let Some(batches) = self.run.requests.accumulate_grad_batches.take() {
             self.accumulate_grad_batches = batches.max(1);
+        }
+        if self.run.progress.validation_is_open {
+            // the checkpoint was written while it ran
+            self.validate_in_fit(loaders)?;
+            self.step_schedulers(Interval::Step, true)?;
         }
         let range = EpochRange {
             epoch: self.run.progress.current_epoch,
@@ -145,14 +154,18 @@ impl<M: LightningModule> Session<'_, M> {
         let loss = if loss.defined() { Some(loss.f_detach()?) } else { None };
         facts.loss = loss.as_ref();
         facts.will_validate = self.validation_is_due(plan);
+        self.run.progress.validation_is_open = facts.will_validate;
+        self.run.progress.batches_that_stepped += u64::from(window.closes);
         call_hook!(self, on_train_batch_end, Train, Step, facts)?;
         self.log_step_values(facts.log_step, window)?;
-        Ok(Some(BatchEnd { is_step: window.closes, validates: facts.will_validate }))
+        let validates = facts.will_validate || self.validation_is_due(plan); // the hook may have asked to stop
+        Ok(Some(BatchEnd { is_step: window.closes, validates }))
     }
 
     /// Gradients of one batch from its loss, with automatic optimization. Returns the loss divided by the window's size.
     pub(super) fn backward(&mut self, loss: Tensor, window: Window, facts: BatchFacts) -> Result<Tensor> {
         check_loss(&loss)?;
+        self.check_anomaly("the loss", &loss)?;
         let is_captured = self.graphs.is_capturing(); // then the hooks were called before
         if window.opens {
             if !is_captured {
@@ -170,6 +183,7 @@ impl<M: LightningModule> Session<'_, M> {
             }
             let (mut parts, state, module) = self.parts();
             parts.backward(state, &*module, &facts, &loss, window.closes)?;
+            self.check_gradients()?;
         }
         Ok(loss)
     }
@@ -196,6 +210,29 @@ impl<M: LightningModule> Session<'_, M> {
             self.run.progress.global_step += 1;
         }
         Ok(())
+    }
+
+    /// With `detect_anomaly`: an error if a tensor has NaN or infinity, with the operation that made it.
+    fn check_anomaly(&self, what: &str, tensor: &Tensor) -> Result<()> {
+        let Some(watch) = &self.anomaly else { return Ok(()) };
+        let is_finite = !tensor.defined() || tensor.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0; // sync point
+        if is_finite {
+            return Ok(());
+        }
+        let operation =
+            watch.take()?.unwrap_or_else(|| "none: the values came with the data or the weights".into());
+        let (epoch, global_step) = (self.run.progress.current_epoch, self.run.progress.global_step);
+        Err(Error::Anomaly { what: what.to_owned(), operation, epoch, global_step })
+    }
+
+    /// The same for all gradients; not with a gradient scaler, which leaves out such steps itself.
+    fn check_gradients(&self) -> Result<()> {
+        if self.anomaly.is_none() || self.run.grad_scaler.is_some() {
+            return Ok(());
+        }
+        self.module.named_parameters().into_iter().try_for_each(|(fqn, parameter)| {
+            self.check_anomaly(&format!("the gradient of {fqn}"), &parameter.grad())
+        })
     }
 
     /// Calls a method of the module with each optimizer.
@@ -226,8 +263,7 @@ impl<M: LightningModule> Session<'_, M> {
         if !window.closes {
             return Ok(());
         }
-        let step = self.run.progress.batches_that_stepped;
-        self.run.progress.batches_that_stepped += 1;
+        let step = self.run.progress.batches_that_stepped.saturating_sub(1);
         let logs = log_step.is_some() || (self.run.requests.stop.is_some() && !self.run.loggers.is_empty());
         if !logs {
             return Ok(());
@@ -249,9 +285,17 @@ impl<M: LightningModule> Session<'_, M> {
         if !plan.has_val_batches {
             return false;
         }
+        if self.stop_is_granted() {
+            return true; // the last metrics belong to the last weights
+        }
+        let is_epoch = |every: u64| (progress.current_epoch + 1).is_multiple_of(every);
+        if let Some(interval) = self.plan.val_check_time {
+            let has_passed = self.last_validation.elapsed() >= interval;
+            return has_passed && self.plan.check_val_every_n_epoch.is_none_or(is_epoch);
+        }
         match self.plan.check_val_every_n_epoch {
             None => progress.total_batches.is_multiple_of(plan.val_check_batch as u64),
-            Some(every) if !(progress.current_epoch + 1).is_multiple_of(every) => false,
+            Some(every) if !is_epoch(every) => false,
             Some(_) => {
                 (progress.batch_idx as usize).is_multiple_of(plan.val_check_batch) // counted anew in each epoch
             }

@@ -146,6 +146,7 @@ fn progress_of(file: &Value) -> Progress {
     let in_fit = |path: &[&str]| count(&[&fit[..], path].concat());
     let epochs = in_fit(&["epoch_progress", "current", "processed"]);
     Progress {
+        validation_is_open: false,
         current_epoch,
         global_step: count(&["global_step"]),
         batch_idx: in_fit(&["epoch_loop.batch_progress", "current", "processed"]),

@@ -32,6 +32,11 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     fn fit_plan(&mut self, train: &DataLoader<M::Batch>, val: &[DataLoader<M::Batch>]) -> Result<FitPlan> {
+        if self.plan.val_check_time.is_some() && self.run.world().world_size > 1 {
+            let what = format!("by time with {} ranks, whose clocks differ", self.run.world().world_size);
+            let remedy = "use a number of batches, or a fraction of an epoch";
+            return Err(ConfigError::new("trainer.val_check_interval", what, remedy).into());
+        }
         let available: Vec<usize> = val.iter().map(DataLoader::num_batches).collect();
         let mut plan = FitPlan::new(self.plan, train.num_batches(), &available)?;
         plan.has_val_batches = self.run.world().of_rank_zero(plan.has_val_batches)?;
@@ -56,6 +61,11 @@ impl<M: LightningModule> Session<'_, M> {
             return Err(ConfigError::new("data", "there is no training loader", remedy).into());
         };
         train.set_seed(self.run.seed);
+        if self.plan.overfits && train.make_sequential() {
+            tracing::warn!(
+                "overfit_batches: the training data is not shuffled, so that the batches stay the same"
+            );
+        }
         ranks::shard_train(&mut train, self.plan, self.run.world())?;
         Ok(train)
     }
@@ -63,7 +73,12 @@ impl<M: LightningModule> Session<'_, M> {
     pub(super) fn val_dataloaders(&mut self) -> Result<Vec<DataLoader<M::Batch>>> {
         let val = guarded(|| self.data.val_dataloaders());
         let mut val = val.map_err(|source| self.hook_error("val_dataloaders", source))?;
-        val.iter_mut().for_each(|loader| loader.set_seed(self.run.seed));
+        for loader in &mut val {
+            loader.set_seed(self.run.seed);
+            if self.plan.overfits {
+                loader.make_sequential();
+            }
+        }
         ranks::shard_eval(&mut val, self.plan, self.run.world())?;
         Ok(val)
     }

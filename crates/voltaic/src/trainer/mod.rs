@@ -14,6 +14,7 @@ mod guard;
 mod hooks;
 mod lightning_file;
 mod loaders;
+mod lr_finder;
 mod manual;
 mod optimizers;
 mod plan;
@@ -25,6 +26,7 @@ mod signals;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use tch::Tensor;
 
@@ -40,9 +42,13 @@ use crate::strategy::Votes;
 pub use crate::accelerator::Devices;
 pub use builder::TrainerBuilder;
 pub use callbacks::CallbackConfig;
-pub use config::{FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
+pub use config::{
+    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
+    WarnText,
+};
 pub use graphed::{GraphMode, GraphReport};
 pub use lightning_file::{Converted, from_lightning, state_dict, to_lightning};
+pub use lr_finder::{LearningRateFinderConfig, LrFind, LrGrowth};
 pub use optimizers::LrSchedulerSettings;
 pub use seed::{global_seed, seed_everything};
 
@@ -75,6 +81,8 @@ pub struct Trainer {
     run: Run,
     /// Replaces the module's `configure_optimizers`.
     optimizers: Option<OptimizerOverride>,
+    /// There with the callback LearningRateFinder.
+    lr_finder: Option<LearningRateFinderConfig>,
     /// For the next call only: `best`, `last` or a path.
     ckpt_path: Option<String>,
     /// Of the last fit.
@@ -113,9 +121,13 @@ impl Trainer {
         let _engine = SingleThreadedEngine::enter()?;
         let ckpt_path = self.ckpt_path.take();
         let ckpt_path = self.run.after_restart(ckpt_path)?;
+        if ckpt_path.is_none() {
+            self.find_lr(module, data)?;
+        }
         // nothing of an earlier fit may show in this one
         self.run.requests = Requests::default();
-        self.run.metrics = MetricStore::of_ranks(self.run.world().group().cloned());
+        self.run.metrics =
+            MetricStore::of_ranks(self.run.world().group().cloned()).off_if(self.plan.barebones);
         self.run.agreed = Votes::default();
         self.run.progress = Progress::default();
         let optimizers = self.optimizers.clone();
@@ -278,6 +290,8 @@ impl Trainer {
             schedulers: Vec::new(),
             accumulate_grad_batches: self.plan.accumulate_grad_batches,
             toggled: Vec::new(),
+            last_validation: Instant::now(),
+            anomaly: None,
             signals: Arc::new(Signals::watch()?),
             stage,
             is_sanity_check: false,
@@ -366,9 +380,11 @@ fn fit_session<M: LightningModule>(
         checkpoint = Some((loaded, path));
     }
     configure_optimizers(session, optimizers)?;
+    session.run.facts.automatic_optimization = session.module.automatic_optimization();
+    session.anomaly = session.plan.detect_anomaly.then(ffi::AnomalyWatch::begin).transpose()?;
     call_hook!(session, on_fit_start, Train, Denied)?;
     let hyper_parameters = session.module.hyper_parameters();
-    if !hyper_parameters.is_null() {
+    if session.plan.enable_autolog_hparams && !hyper_parameters.is_null() {
         session.run.loggers.iter_mut().try_for_each(|logger| logger.log_hyperparams(&hyper_parameters))?;
     }
     let resumed = checkpoint
@@ -403,11 +419,18 @@ fn configure_optimizers<M: LightningModule>(
             configured.map_err(|source| session.hook_error("configure_optimizers", source))?
         }
     };
+    let configured = match session.plan.found_lr {
+        Some(lr) => configured.with_lr(lr),
+        None => configured,
+    };
     for (index, built) in configured.build(session.module)?.into_iter().enumerate() {
         session.optimizers.push(built.optimizer);
         session
             .schedulers
             .extend(built.scheduler.map(|configured| ActiveLrScheduler { optimizer: index, configured }));
+    }
+    if session.plan.drops_schedulers {
+        session.schedulers.clear();
     }
     if !session.module.automatic_optimization() {
         return Ok(manual::check_plan(session.plan)?);
@@ -444,5 +467,63 @@ impl Drop for SingleThreadedEngine {
         if let Err(error) = ffi::set_engine_multithreading(self.was_multithreaded) {
             tracing::warn!("autograd's threads could not be switched back: {error}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Kind, Tensor};
+
+    use super::Trainer;
+    use crate::data::{DataLoader, Loaders, TensorDataset};
+    use crate::module::{LightningModule, LogValue, READS, StepContext};
+    use crate::nn::{Module, Parameter};
+    use crate::optim::{Optimizers, Sgd};
+
+    /// Logs as if its tensors were on a device, where a read makes the host wait.
+    #[derive(Module)]
+    struct Net {
+        weight: Parameter,
+    }
+
+    impl LightningModule for Net {
+        type Batch = Tensor;
+
+        fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+            let loss = (batch * self.weight.tensor()).f_mean(Kind::Float)?;
+            ctx.log("loss", LogValue::Tensor(loss.f_detach()?)).on_epoch(true).prog_bar(true);
+            ctx.log("other", LogValue::Tensor(loss.f_detach()?));
+            Ok(loss)
+        }
+
+        fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+            Sgd::new(0.1).into()
+        }
+    }
+
+    #[test]
+    fn logged_values_are_read_back_for_rows_and_at_the_end_of_an_epoch_only() {
+        let root = tempfile::tempdir().unwrap();
+        let reads_in = |every: u64| {
+            let x = Tensor::ones([40, 2], (Kind::Float, tch::Device::Cpu));
+            let mut data =
+                Loaders::new().train(DataLoader::new(TensorDataset::new(x).unwrap()).build().unwrap());
+            let mut trainer = Trainer::builder()
+                .default_root_dir(root.path())
+                .enable_progress_bar(false)
+                .enable_model_summary(false)
+                .enable_checkpointing(false)
+                .max_epochs(1)
+                .log_every_n_steps(every)
+                .build()
+                .unwrap();
+            let weight = Parameter::new(Tensor::ones([2], (Kind::Float, tch::Device::Cpu)));
+            let before = READS.get();
+            trainer.fit(&mut Net { weight }, &mut data).unwrap();
+            READS.get() - before
+        };
+        let without_rows = reads_in(0);
+        assert!(without_rows <= 9, "{without_rows} reads at the end of the epoch");
+        assert_eq!(reads_in(10), without_rows + 2 * 4, "two values in each of four rows");
     }
 }

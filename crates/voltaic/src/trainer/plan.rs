@@ -1,13 +1,18 @@
 //! From the configuration as written to a plan without `auto`: pure functions, all problems reported together.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use super::config::{GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig};
+use super::config::{
+    Deterministic, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
+};
 use super::graphed::GraphMode;
 use super::ranks::RankPlan;
 use crate::accelerator::Accelerator;
+use crate::callback::TimeSpan;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
+use crate::ffi::DeterministicMode;
 use crate::optim::GradientClip;
 use crate::precision::{HpuPrecisionPlugin, OpLists, Precision};
 use crate::strategy::StrategyPlan;
@@ -32,6 +37,21 @@ pub(super) struct TrainPlan {
     pub limit_test: Limit,
     pub limit_predict: Limit,
     pub val_check_interval: Limit,
+    /// In place of `val_check_interval`.
+    pub val_check_time: Option<Duration>,
+    pub max_time: Option<Duration>,
+    pub overfits: bool,
+    pub deterministic: Option<DeterministicMode>,
+    pub benchmark: Option<bool>,
+    pub inference_mode: bool,
+    pub detect_anomaly: bool,
+    pub barebones: bool,
+    pub enable_autolog_hparams: bool,
+    pub save_on_signal: bool,
+    /// Learning rates are set by a search.
+    pub drops_schedulers: bool,
+    /// What a search has found.
+    pub found_lr: Option<f64>,
     pub check_val_every_n_epoch: Option<u64>,
     /// `None` means all batches.
     pub num_sanity_val_steps: Option<usize>,
@@ -85,6 +105,10 @@ impl Problems {
         }
     }
 
+    fn time(&mut self, key: &str, span: &TimeSpan) -> Option<Duration> {
+        span.duration(&format!("trainer.{key}")).map_err(|error| self.0.extend(error.problems)).ok()
+    }
+
     /// -1 means no limit.
     fn count(&mut self, key: &str, value: i64) -> Option<u64> {
         if value < -1 {
@@ -101,17 +125,24 @@ pub(super) fn resolve(
 ) -> Result<TrainPlan, ConfigError> {
     let mut problems = Problems(Vec::new());
     let ranks = RankPlan::resolve(config, accelerator, &mut problems);
+    let device = ranks.devices[0];
     let max_steps = problems.count("max_steps", config.max_steps);
     let max_epochs = match config.max_epochs {
         Some(max_epochs) => problems.count("max_epochs", max_epochs),
-        None if max_steps.is_some() => None,
+        None if max_steps.is_some() || config.max_time.is_some() => None,
         None => Some(1000),
     };
     if config.accumulate_grad_batches == 0 {
         problems.add("accumulate_grad_batches", "0 batches make no step".to_owned(), "use 1 or more");
     }
     let clip = config.gradient_clip_val.and_then(|value| resolve_clip(config, value, &mut problems));
-    if let (Some(Limit::Fraction(f)), None) = (config.val_check_interval, config.check_val_every_n_epoch) {
+    let (val_check_interval, val_check_time) = match &config.val_check_interval {
+        Some(ValCheckInterval::Batches(limit)) => (Some(*limit), None),
+        Some(ValCheckInterval::Time(span)) => (None, problems.time("val_check_interval", span)),
+        None => (None, None),
+    };
+    let max_time = config.max_time.as_ref().and_then(|span| problems.time("max_time", span));
+    if let (Some(Limit::Fraction(f)), None) = (val_check_interval, config.check_val_every_n_epoch) {
         let what = format!("the fraction {f} of an epoch cannot be counted across epochs");
         problems.add(
             "val_check_interval",
@@ -126,7 +157,7 @@ pub(super) fn resolve(
             "use 1 or more, or limit_val_batches=0",
         );
     }
-    if config.val_check_interval == Some(Limit::Batches(0)) {
+    if val_check_interval == Some(Limit::Batches(0)) {
         problems.add("val_check_interval", "0 batches".to_owned(), "use 1 or more, or limit_val_batches=0");
     }
     let num_sanity_val_steps =
@@ -137,6 +168,10 @@ pub(super) fn resolve(
             format!("graph={} on cuda: operators are recorded on cpu and emulated HPUs only", config.graph);
         problems.add("graph", what, "set trainer.graph=off, or accelerator=cpu");
     }
+    if config.graph != GraphMode::Off && config.detect_anomaly {
+        let what = format!("graph={} with detect_anomaly: a replay runs no checks", config.graph);
+        problems.add("graph", what, "set trainer.graph=off, or trainer.detect_anomaly=false");
+    }
     if config.graph != GraphMode::Off && ranks.strategy != StrategyPlan::SingleDevice {
         let what =
             format!("graph={} with several ranks: a replay would not average their gradients", config.graph);
@@ -144,7 +179,7 @@ pub(super) fn resolve(
     }
     let (precision, op_lists) = resolve_precision(config, name, &mut problems);
     let mut plan = TrainPlan {
-        device: ranks.devices[0],
+        device,
         ranks,
         precision,
         op_lists,
@@ -156,7 +191,26 @@ pub(super) fn resolve(
         limit_val: problems.limit("limit_val_batches", config.limit_val_batches),
         limit_test: problems.limit("limit_test_batches", config.limit_test_batches),
         limit_predict: problems.limit("limit_predict_batches", config.limit_predict_batches),
-        val_check_interval: problems.limit("val_check_interval", config.val_check_interval),
+        val_check_interval: problems.limit("val_check_interval", val_check_interval),
+        val_check_time,
+        max_time,
+        overfits: false,
+        deterministic: config.deterministic.map(|deterministic| match deterministic {
+            Deterministic::Flag(false) => DeterministicMode::Off,
+            Deterministic::Flag(true) => DeterministicMode::Error,
+            Deterministic::Warn(_) => DeterministicMode::Warn,
+        }),
+        benchmark: match (config.benchmark, config.deterministic) {
+            (None, Some(Deterministic::Flag(true))) => Some(false),
+            (benchmark, _) => benchmark,
+        },
+        inference_mode: config.inference_mode && !matches!(device, Device::Hpu(_)),
+        detect_anomaly: config.detect_anomaly,
+        barebones: config.barebones,
+        enable_autolog_hparams: config.enable_autolog_hparams,
+        save_on_signal: config.save_on_signal,
+        drops_schedulers: false,
+        found_lr: None,
         check_val_every_n_epoch: config.check_val_every_n_epoch,
         num_sanity_val_steps: num_sanity_val_steps.map(|steps| steps as usize),
         log_every_n_steps: config.log_every_n_steps.unwrap_or(50),
@@ -167,6 +221,13 @@ pub(super) fn resolve(
         fast_dev_run: false,
         default_root_dir: config.default_root_dir.clone().unwrap_or_else(|| PathBuf::from(".")),
     };
+    if config.barebones {
+        barebones(config, &mut plan, &mut problems);
+    }
+    let overfit = problems.limit("overfit_batches", Some(config.overfit_batches));
+    if !overfit.is_none() {
+        plan = TrainPlan { limit_train: overfit, limit_val: overfit, overfits: true, ..plan };
+    }
     if let Some(batches) = config.fast_dev_run.batches() {
         let limit = Limit::Batches(batches);
         plan = TrainPlan {
@@ -177,6 +238,7 @@ pub(super) fn resolve(
             limit_test: limit,
             limit_predict: limit,
             val_check_interval: Limit::Fraction(1.0),
+            val_check_time: None,
             check_val_every_n_epoch: Some(1),
             num_sanity_val_steps: Some(0),
             log_every_n_steps: 1,
@@ -185,6 +247,26 @@ pub(super) fn resolve(
         };
     }
     if problems.0.is_empty() { Ok(plan) } else { Err(ConfigError { problems: problems.0 }) }
+}
+
+/// A run without anything beside training; what asks for such a thing is a contradiction.
+fn barebones(config: &TrainerConfig, plan: &mut TrainPlan, problems: &mut Problems) {
+    let asked = [
+        ("fast_dev_run", config.fast_dev_run.batches().is_some()),
+        ("detect_anomaly", config.detect_anomaly),
+        ("log_every_n_steps", config.log_every_n_steps.is_some_and(|steps| steps > 0)),
+        ("num_sanity_val_steps", config.num_sanity_val_steps.is_some_and(|steps| steps != 0)),
+        ("save_on_signal", config.save_on_signal),
+    ];
+    for (key, _) in asked.iter().filter(|(_, is_asked)| *is_asked) {
+        problems.add(
+            key,
+            "is set beside barebones=true, which switches it off".to_owned(),
+            "remove one of the two",
+        );
+    }
+    plan.num_sanity_val_steps = Some(0);
+    plan.log_every_n_steps = 0;
 }
 
 /// The precision, from its key or a plugin, and the plugin's lists of operators.
@@ -279,6 +361,7 @@ impl FitPlan {
             limit_batches("limit_train_batches", plan.limit_train, &[train])?.first().copied().unwrap_or(0);
         let num_val_batches = limit_batches("limit_val_batches", plan.limit_val, val)?;
         let val_check_batch = match plan.val_check_interval {
+            _ if plan.val_check_time.is_some() => usize::MAX,
             Limit::Fraction(fraction) => ((num_training_batches as f64 * fraction) as usize).max(1),
             Limit::Batches(batches) => {
                 let batches = usize::try_from(batches).unwrap_or(usize::MAX);
@@ -318,7 +401,7 @@ mod tests {
             limit_train_batches: Some(Limit::Fraction(1.5)),
             accumulate_grad_batches: 0,
             check_val_every_n_epoch: None,
-            val_check_interval: Some(Limit::Fraction(0.5)),
+            val_check_interval: Some(Limit::Fraction(0.5).into()),
             ..TrainerConfig::default()
         };
         let problems = resolve(&config, accelerator("tpu").as_deref()).expect_err("five mistakes").problems;
@@ -348,9 +431,9 @@ mod tests {
 
     #[test]
     fn validation_interval_is_counted_in_batches() {
-        let plan = |interval, every| {
+        let plan = |interval: Option<Limit>, every| {
             let config = TrainerConfig {
-                val_check_interval: interval,
+                val_check_interval: interval.map(ValCheckInterval::Batches),
                 check_val_every_n_epoch: every,
                 ..TrainerConfig::default()
             };

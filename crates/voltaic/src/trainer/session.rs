@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::checkpointing;
 use super::data_hooks::DataHooks;
@@ -17,9 +18,11 @@ use crate::checkpoint::CheckpointIo;
 use crate::data::{Batch, Stage};
 use crate::distributed::{global_rank, hold_back};
 use crate::error::{Error, Result};
+use crate::ffi::AnomalyWatch;
 use crate::logger::Logger;
 use crate::module::{
-    LightningModule, ManualOptimization, MetricStore, Progress, Requests, RunFacts, StepContext,
+    CheckpointRequest, LightningModule, ManualOptimization, MetricStore, Progress, Requests, RunFacts,
+    StepContext,
 };
 use crate::nn::{ModuleExt, Parameter};
 use crate::optim::{ActiveLrScheduler, Optimizer};
@@ -61,6 +64,10 @@ pub(super) struct Session<'a, M: LightningModule> {
     pub accumulate_grad_batches: u64,
     /// Parameters that a manual step has switched, with what they required before.
     pub toggled: Vec<(Parameter, bool)>,
+    /// When the last validation ended, or training began.
+    pub last_validation: Instant,
+    /// There with `detect_anomaly`.
+    pub anomaly: Option<AnomalyWatch>,
     pub signals: Arc<Signals>,
     pub stage: Stage,
     pub is_sanity_check: bool,
@@ -193,12 +200,19 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&metrics, step))
     }
 
-    /// An error if a signal asked the run to end.
-    pub(super) fn check_signals(&self) -> Result<()> {
-        match self.agreed_signal() {
-            Some(signal) => Err(Error::Interrupted { signal, global_step: self.run.progress.global_step }),
-            None => Ok(()),
+    /// An error if a signal asked the run to end, after the checkpoint for it if the run is to save one.
+    pub(super) fn check_signals(&mut self) -> Result<()> {
+        let Some(signal) = self.agreed_signal() else { return Ok(()) };
+        if self.plan.save_on_signal && self.stage == Stage::Fit && !self.is_sanity_check {
+            let saved = self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.folder);
+            let folder = saved.unwrap_or_else(|| self.run.facts.log_dir.join("checkpoints"));
+            let path = folder.join("on_signal.ckpt");
+            tracing::info!("{signal}: saving {}", path.display());
+            let request =
+                CheckpointRequest { path, weights_only: false, link_to: None, then_remove: Vec::new() };
+            checkpointing::write(self, &request)?;
         }
+        Err(Error::Interrupted { signal, global_step: self.run.progress.global_step })
     }
 
     /// Tells callbacks, the data module and loggers that the run failed.

@@ -7,13 +7,16 @@ use std::time::Duration;
 use tempfile::TempDir;
 use voltaic::Module;
 use voltaic::callback::{
-    Callback, EarlyStopping, EarlyStoppingConfig, LearningRateMonitor, LearningRateMonitorConfig, Timer,
+    Callback, EarlyStopping, EarlyStoppingConfig, EmaWeightAveragingConfig, LambdaCallback,
+    LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig, SaveLast, Timer,
+    WeightAveraging, WeightAveragingConfig,
 };
 use voltaic::module::HookContext;
+use voltaic::nn::ModuleExt;
 use voltaic::optim::{Interval, LrSchedulerSpec, Optimizers, Sgd, StepLr};
-use voltaic::trainer::{Trainer, TrainerBuilder};
+use voltaic::trainer::{LearningRateFinderConfig, Trainer, TrainerBuilder};
 
-use crate::probe::{Events, Probe, loaders, silent};
+use crate::probe::{Events, Probe, loaders, names, silent};
 
 /// Columns `step` and those that begin with `lr`, of the rows that have one of them.
 fn lr_rows(root: &Path) -> Vec<String> {
@@ -135,7 +138,7 @@ fn a_timer_whose_time_is_over_ends_the_run_after_the_batch() {
     let timer = Timer::new(Duration::from_nanos(1));
     let builder = silent().max_epochs(3).num_sanity_val_steps(0).callback(timer).callback(events.clone());
     builder.build().unwrap().fit(&mut Probe::default(), &mut loaders()).unwrap();
-    assert_eq!(events.text(), "t0* e");
+    assert_eq!(events.text(), "t0* V2 e");
 }
 
 #[test]
@@ -190,4 +193,157 @@ fn callbacks_that_look_at_metrics_run_last() {
     }
     builder.build().unwrap().fit(&mut Probe::default(), &mut loaders()).unwrap();
     assert_eq!(*calls.lock().unwrap(), ["first", "second", "late"]);
+}
+
+/// Weights after each optimizer step, from a run without averages.
+fn weights_by_step() -> Vec<Vec<f64>> {
+    let steps = Arc::new(Mutex::new(Vec::new()));
+    let note = steps.clone();
+    let lambda = LambdaCallback::new().on_train_batch_end(move |_, module| {
+        let weight = &module.parameters()[0];
+        note.lock().unwrap().push(Vec::<f64>::try_from(weight.detach()).unwrap());
+        Ok(())
+    });
+    let mut trainer = silent().max_epochs(1).callback(lambda).build().unwrap();
+    trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
+    Arc::try_unwrap(steps)
+        .map_or_else(|steps| steps.lock().unwrap().clone(), |steps| steps.into_inner().unwrap())
+}
+
+fn close(a: &[f32], b: &[f64]) {
+    let is_close = a.iter().zip(b).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-5);
+    assert!(is_close && a.len() == b.len(), "{a:?} {b:?}");
+}
+
+#[test]
+fn an_average_of_the_weights_is_what_validation_and_the_finished_model_have() {
+    let steps = weights_by_step();
+    let ema = EmaWeightAveragingConfig { decay: 0.75, ..Default::default() };
+    let mut expected = steps[0].clone();
+    for now in &steps[1..] {
+        expected = expected.iter().zip(now).map(|(old, new)| 0.75 * old + 0.25 * new).collect();
+    }
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let note = seen.clone();
+    let mut net = Probe {
+        validate: Some(Box::new(move |net, loss, _| {
+            *note.lock().unwrap() = net.weights();
+            Ok(loss)
+        })),
+        ..Probe::default()
+    };
+    let mut trainer = silent().max_epochs(1).callback(WeightAveraging::ema(ema).unwrap()).build().unwrap();
+    trainer.fit(&mut net, &mut loaders()).unwrap();
+    close(&seen.lock().unwrap(), &expected);
+    close(&net.weights(), &expected);
+
+    let equal = WeightAveragingConfig { update_starting_at_step: Some(3), ..Default::default() };
+    let mut net = Probe::default();
+    let mut trainer = silent().max_epochs(1).callback(WeightAveraging::new(equal)).build().unwrap();
+    trainer.fit(&mut net, &mut loaders()).unwrap();
+    let mean: Vec<f64> = (0..2).map(|i| steps[3..].iter().map(|now| now[i]).sum::<f64>() / 3.0).collect();
+    close(&net.weights(), &mean);
+    assert!(WeightAveraging::ema(EmaWeightAveragingConfig { decay: 1.5, ..Default::default() }).is_err());
+}
+
+#[test]
+fn an_average_goes_on_after_a_checkpoint_which_holds_it_as_the_weights() {
+    let folder = TempDir::new().unwrap();
+    let run = |epochs: i64, ckpt: Option<&Path>| {
+        let saver = ModelCheckpoint::new(ModelCheckpointConfig {
+            dirpath: Some(folder.path().into()),
+            save_top_k: -1,
+            enable_version_counter: false,
+            ..Default::default()
+        });
+        let ema =
+            WeightAveraging::ema(EmaWeightAveragingConfig { decay: 0.75, ..Default::default() }).unwrap();
+        let builder = silent().enable_checkpointing(true).max_epochs(epochs);
+        let mut trainer = builder.callback(saver.unwrap()).callback(ema).build().unwrap();
+        if let Some(ckpt) = ckpt {
+            trainer.ckpt_path(ckpt.to_str().unwrap());
+        }
+        let mut net = Probe::default();
+        trainer.fit(&mut net, &mut loaders()).unwrap();
+        net.weights()
+    };
+    let whole = run(2, None);
+    let after_one = run(1, None);
+    let path = folder.path().join("epoch=0-step=6.ckpt");
+    let saved = voltaic::checkpoint::Checkpoint::load(&path).unwrap();
+    assert_eq!(Vec::<f32>::try_from(&saved.weights[0].1).unwrap(), after_one);
+    assert_eq!(run(2, Some(&path)), whole);
+}
+
+#[test]
+fn a_learning_rate_is_found_drawn_and_used_and_leaves_the_weights_alone() {
+    let _rng = crate::rng::seeded(1);
+    let root = TempDir::new().unwrap();
+    let config = LearningRateFinderConfig { num_training_steps: 30, max_lr: 10.0, ..Default::default() };
+    let mut net = crate::trainer::Net::new();
+    let before = crate::trainer::weights(&net);
+    let trainer = silent().max_epochs(1).build().unwrap();
+    let found = trainer.lr_find(&mut net, &mut crate::trainer::loaders(), &config).unwrap();
+    assert_eq!(crate::trainer::weights(&net), before);
+    assert!(found.lrs.len() > 12 && found.lrs.windows(2).all(|pair| pair[0] <= pair[1]), "{found:?}");
+    let suggestion = found.suggestion().unwrap();
+    assert!(found.lrs.contains(&suggestion));
+    found.plot(&root.path().join("lr.png")).unwrap();
+    assert!(std::fs::read(root.path().join("lr.png")).unwrap().starts_with(b"\x89PNG"));
+
+    let config = serde_json::json!({
+        "max_epochs": 1, "enable_progress_bar": false, "enable_model_summary": false, "logger": true,
+        "default_root_dir": root.path(),
+        "callbacks": [{"class_path": "LearningRateFinder", "init_args": {"num_training_steps": 30}}],
+    });
+    let rates = crate::probe::LearningRates::default();
+    let builder = Trainer::builder().config(serde_json::from_value(config).unwrap()).callback(rates.clone());
+    let mut trainer = builder.build().unwrap();
+    trainer.fit(&mut net, &mut crate::trainer::loaders()).unwrap();
+    let rates = rates.0.lock().unwrap();
+    assert!(rates[0] != 1e-2 && rates.iter().all(|rate| *rate == rates[0]), "{rates:?}");
+    assert!(trainer.log_dir().join("lr_find.png").exists());
+}
+
+#[test]
+fn checkpoints_by_time_at_a_failure_and_beside_those_of_other_runs() {
+    let save = |folder: &Path, change: fn(&mut ModelCheckpointConfig), fails: bool| {
+        let mut config = ModelCheckpointConfig { dirpath: Some(folder.into()), ..Default::default() };
+        change(&mut config);
+        let lambda = LambdaCallback::new().on_train_batch_end(move |ctx, _| {
+            anyhow::ensure!(!fails || ctx.global_step() != 2, "no luck");
+            Ok(())
+        });
+        let builder = silent().enable_checkpointing(true).max_epochs(1).callback(lambda);
+        let mut trainer = builder.callback(ModelCheckpoint::new(config).unwrap()).build().unwrap();
+        let result = trainer.fit(&mut Probe::default(), &mut loaders());
+        assert_eq!(result.is_err(), fails);
+        names(folder)
+    };
+    let folder = TempDir::new().unwrap();
+    let by_time = |c: &mut ModelCheckpointConfig| {
+        c.train_time_interval = Some(Duration::from_nanos(1).into());
+        c.save_top_k = -1;
+    };
+    assert_eq!(save(folder.path(), by_time, false).len(), 6, "after each batch");
+    let folder = TempDir::new().unwrap();
+    let on_exception = |c: &mut ModelCheckpointConfig| {
+        c.save_on_exception = true;
+        c.save_last = SaveLast::Copy(true);
+    };
+    assert_eq!(save(folder.path(), on_exception, true), ["epoch=0-step=2.ckpt", "last.ckpt"]);
+    assert_eq!(
+        save(folder.path(), |c| c.save_last = SaveLast::Copy(true), false),
+        ["epoch=0-step=2.ckpt", "epoch=0-step=6.ckpt", "last-v1.ckpt", "last.ckpt"]
+    );
+    let error = ModelCheckpoint::new(ModelCheckpointConfig {
+        every_n_epochs: Some(1),
+        train_time_interval: Some("00:00:01:00".into()),
+        ..Default::default()
+    });
+    let error = error.err().unwrap().to_string();
+    assert!(
+        error.contains("ModelCheckpoint.every_n_epochs: set together with train_time_interval"),
+        "{error}"
+    );
 }

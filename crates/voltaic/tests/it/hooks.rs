@@ -460,6 +460,7 @@ fn fit_calls_hooks_as_lightning_does() {
     fit("fit_without_validation", Does::Trains, |t| t.limit_val_batches(0).gradient_clip_val(1.0));
     fit("validation_within_epoch", Does::Trains, |t| t.val_check_interval(1));
     fit("early_stop", Does::Trains, |t| t.max_epochs(3).limit_val_batches(0).callback(Stop));
+    fit("early_stop_validates", Does::Trains, |t| t.max_epochs(3).callback(Stop));
     fit("early_stop_after_min_epochs", Does::Trains, |t| {
         t.max_epochs(3).min_epochs(2_u64).limit_val_batches(0).callback(Stop)
     });

@@ -48,6 +48,7 @@ mod recipes;
 mod resume;
 mod rng;
 mod trainer;
+mod trainer_arguments;
 mod trainer_errors;
 mod trainer_files;
 mod trainer_rules;

@@ -285,3 +285,80 @@ fn another_batch_size_within_an_epoch_is_refused() {
         "was written at batch 3 of an epoch of 7 batches of 4, this run has 6 batches of 4; use the same";
     assert!(error.to_string().contains(expected), "{error}");
 }
+
+/// Every optimizer, in float32 and in `16-mixed`, whose first steps are left out because the scaled loss overflows.
+#[test]
+fn after_any_step_with_every_optimizer_and_precision() {
+    let optimizers: [fn() -> Optimizers; 5] = [
+        || Sgd::new(0.02).into(),
+        || Sgd::new(0.02).momentum(0.9).nesterov(true).weight_decay(0.01).into(),
+        || Adam::new(1e-2).into(),
+        || Adam::new(1e-2).amsgrad(true).weight_decay(0.01).into(),
+        || AdamW::new(1e-2).into(),
+    ];
+    for optimizers in optimizers {
+        Case { optimizers, ..CASE }.check(21);
+        Case { optimizers, build: |trainer| trainer.precision("16-mixed"), ..CASE }.check(21);
+        Case {
+            optimizers,
+            build: |trainer| trainer.precision("16-mixed").accumulate_grad_batches(2_u64),
+            ..CASE
+        }
+        .check(12);
+    }
+}
+
+/// A run that failed at any hook of an epoch goes on where it was.
+#[test]
+fn after_a_failure_at_any_place() {
+    use voltaic::callback::{LambdaCallback, OnExceptionCheckpoint, OnExceptionCheckpointConfig};
+    let _rng = seeded(1);
+    let case = Case { build: |trainer| trainer.accumulate_grad_batches(2_u64).val_check_interval(3), ..CASE };
+    let whole = case.fit(|t| t, None, None);
+    type Fail = fn(LambdaCallback) -> LambdaCallback;
+    let places: [(&str, Fail); 5] = [
+        ("before a batch", |lambda| {
+            lambda.on_train_batch_start(|ctx, _| match ctx.progress().total_batches {
+                10 => anyhow::bail!("no luck"),
+                _ => Ok(()),
+            })
+        }),
+        ("after a batch", |lambda| {
+            lambda.on_train_batch_end(|ctx, _| match ctx.progress().total_batches {
+                11 => anyhow::bail!("no luck"),
+                _ => Ok(()),
+            })
+        }),
+        ("within validation", |lambda| {
+            lambda.on_validation_batch_start(|ctx, _| match (ctx.global_step(), ctx.batch_idx()) {
+                (5, 1) => anyhow::bail!("no luck"),
+                _ => Ok(()),
+            })
+        }),
+        ("after validation", |lambda| {
+            lambda.on_validation_end(|ctx, _| match ctx.global_step() {
+                5 => anyhow::bail!("no luck"),
+                _ => Ok(()),
+            })
+        }),
+        ("before an epoch", |lambda| {
+            lambda.on_train_epoch_start(|ctx, _| match ctx.current_epoch() {
+                2 => anyhow::bail!("no luck"),
+                _ => Ok(()),
+            })
+        }),
+    ];
+    for (place, fail) in places {
+        let folder = TempDir::new().unwrap();
+        let config = OnExceptionCheckpointConfig { dirpath: folder.path().into(), ..Default::default() };
+        let failing = std::panic::catch_unwind(|| {
+            let saver = OnExceptionCheckpoint::new(config).unwrap();
+            case.fit(|t| t.callback(fail(LambdaCallback::new())).callback(saver), None, None)
+        });
+        assert!(failing.is_err(), "{place}: it fails");
+        let path = folder.path().join("on_exception.ckpt");
+        let resumed = case.fit(|t| t, None, Some(&path));
+        assert_eq!(resumed, whole.tail(resumed.losses.len()), "{place}");
+        assert!(resumed.losses.len() < whole.losses.len(), "{place}");
+    }
+}

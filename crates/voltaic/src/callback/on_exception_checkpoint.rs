@@ -1,0 +1,83 @@
+//! Saves a checkpoint when a run fails.
+
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::Callback;
+use crate::data::Stage;
+use crate::error::ConfigError;
+use crate::module::{CheckpointRequest, HookContext};
+use crate::nn::Module;
+
+/// Where [`OnExceptionCheckpoint`] saves.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct OnExceptionCheckpointConfig {
+    /// Folder. Must be set, since a run may fail before it has one.
+    pub dirpath: PathBuf,
+    /// File name without `.ckpt`.
+    pub filename: String,
+}
+
+impl Default for OnExceptionCheckpointConfig {
+    fn default() -> Self {
+        Self { dirpath: PathBuf::new(), filename: "on_exception".to_owned() }
+    }
+}
+
+/// Saves a full checkpoint when a fit fails or is interrupted, over one of an earlier failure; deletes it when a later
+/// run ends well. Source: Lightning's `OnExceptionCheckpoint`.
+#[derive(Debug)]
+pub struct OnExceptionCheckpoint {
+    path: PathBuf,
+}
+
+impl OnExceptionCheckpoint {
+    /// From its configuration.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if folder or name is empty.
+    pub fn new(config: OnExceptionCheckpointConfig) -> Result<Self, ConfigError> {
+        let OnExceptionCheckpointConfig { dirpath, filename } = config;
+        for (key, is_empty) in
+            [("dirpath", dirpath.as_os_str().is_empty()), ("filename", filename.is_empty())]
+        {
+            if is_empty {
+                let key = format!("OnExceptionCheckpoint.{key}");
+                return Err(ConfigError::new(key, "it is empty", "name a folder and a file"));
+            }
+        }
+        Ok(Self { path: dirpath.join(format!("{filename}.ckpt")) })
+    }
+
+    /// Where it saves.
+    pub fn ckpt_path(&self) -> &std::path::Path {
+        &self.path
+    }
+}
+
+impl Callback for OnExceptionCheckpoint {
+    fn state_key(&self) -> String {
+        format!("OnExceptionCheckpoint{{{}}}", self.path.display())
+    }
+
+    fn on_exception(&mut self, ctx: &mut HookContext, _error: &crate::Error) {
+        if ctx.is_training() && !ctx.optimizers().is_empty() {
+            ctx.request_checkpoint(CheckpointRequest {
+                path: self.path.clone(),
+                weights_only: false,
+                link_to: None,
+                then_remove: Vec::new(),
+            });
+        }
+    }
+
+    fn teardown(&mut self, stage: Stage, _module: &mut dyn Module) -> anyhow::Result<()> {
+        if stage == Stage::Fit {
+            crate::checkpoint::remove_file(&self.path)?;
+        }
+        Ok(())
+    }
+}

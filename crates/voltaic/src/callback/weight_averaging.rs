@@ -1,0 +1,295 @@
+//! Keeps an average of the weights, which validation and the finished model use.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tch::Tensor;
+
+use super::Callback;
+use crate::checkpoint::Checkpoint;
+use crate::error::{ConfigError, ConfigProblem, Result};
+use crate::module::HookContext;
+use crate::nn::{Module, ModuleExt};
+
+/// When an equal average of the weights is taken.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct WeightAveragingConfig {
+    /// Take the weights in after every so many optimizer steps; 0 for never.
+    pub update_every_n_steps: u64,
+    /// Optimizer step, from 0, from which on they are taken in.
+    pub update_starting_at_step: Option<u64>,
+    /// Epoch, from 0, from which on they are taken in at each end of an epoch; never unless set.
+    pub update_starting_at_epoch: Option<u64>,
+    /// Average buffers, such as running means, too.
+    pub use_buffers: bool,
+}
+
+impl Default for WeightAveragingConfig {
+    fn default() -> Self {
+        Self {
+            update_every_n_steps: 1,
+            update_starting_at_step: None,
+            update_starting_at_epoch: None,
+            use_buffers: true,
+        }
+    }
+}
+
+/// When and how fast an exponential moving average of the weights follows them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct EmaWeightAveragingConfig {
+    /// Part of the old average that an update keeps.
+    pub decay: f64,
+    /// Take the weights in after every so many optimizer steps; 0 for never.
+    pub update_every_n_steps: u64,
+    /// Optimizer step, from 0, from which on they are taken in.
+    pub update_starting_at_step: Option<u64>,
+    /// Epoch, from 0, from which on they are taken in at each end of an epoch; never unless set.
+    pub update_starting_at_epoch: Option<u64>,
+    /// Average buffers, such as running means, too.
+    pub use_buffers: bool,
+}
+
+impl Default for EmaWeightAveragingConfig {
+    fn default() -> Self {
+        Self {
+            decay: 0.999,
+            update_every_n_steps: 1,
+            update_starting_at_step: None,
+            update_starting_at_epoch: None,
+            use_buffers: true,
+        }
+    }
+}
+
+/// Keeps an average of the weights: validation within fit, checkpoints and the module after fit have it; training goes
+/// on with the weights themselves, which a checkpoint keeps beside it. Source: Lightning's `WeightAveraging` and
+/// `EMAWeightAveraging`, PyTorch's `AveragedModel`.
+///
+/// The average lies on the weights' device and takes as much memory as they.
+pub struct WeightAveraging {
+    when: WeightAveragingConfig,
+    /// `None` for an equal average.
+    decay: Option<f64>,
+    /// Parameters and buffers by name, as in the module's state dict.
+    average: Vec<(String, Tensor)>,
+    num_averaged: u64,
+    latest_update_step: u64,
+    latest_update_epoch: Option<u64>,
+    /// The average is in the module, and its weights are in `average`.
+    is_swapped: bool,
+    /// Weights of a checkpoint, until the module can take them.
+    loaded: Option<Vec<(String, Tensor)>>,
+}
+
+impl WeightAveraging {
+    /// An equal average of the weights.
+    pub fn new(config: WeightAveragingConfig) -> Self {
+        Self {
+            when: config,
+            decay: None,
+            average: Vec::new(),
+            num_averaged: 0,
+            latest_update_step: 0,
+            latest_update_epoch: None,
+            is_swapped: false,
+            loaded: None,
+        }
+    }
+
+    /// An exponential moving average.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the decay is not between 0 and 1.
+    pub fn ema(config: EmaWeightAveragingConfig) -> Result<Self, ConfigError> {
+        let EmaWeightAveragingConfig {
+            decay,
+            update_every_n_steps,
+            update_starting_at_step,
+            update_starting_at_epoch,
+            use_buffers,
+        } = config;
+        if !(0.0..=1.0).contains(&decay) {
+            let what = format!("{decay} is not between 0 and 1");
+            let problem = ConfigProblem::new("EMAWeightAveraging.decay", what, "use a number such as 0.999");
+            return Err(ConfigError { problems: vec![problem] });
+        }
+        let when = WeightAveragingConfig {
+            update_every_n_steps,
+            update_starting_at_step,
+            update_starting_at_epoch,
+            use_buffers,
+        };
+        Ok(Self { decay: Some(decay), ..Self::new(when) })
+    }
+
+    fn is_step_due(&self, step: u64) -> bool {
+        let every = self.when.update_every_n_steps;
+        every > 0
+            && step.is_multiple_of(every)
+            && self.when.update_starting_at_step.is_none_or(|start| step >= start)
+    }
+
+    /// The module's tensors that are averaged, with the average's.
+    fn pairs<'a>(&'a self, module: &dyn Module) -> Vec<(Tensor, &'a Tensor)> {
+        let current = self.averaged(module);
+        current.into_iter().zip(&self.average).map(|((_, now), (_, average))| (now, average)).collect()
+    }
+
+    fn averaged(&self, module: &dyn Module) -> Vec<(String, Tensor)> {
+        let is_parameter: std::collections::HashSet<String> =
+            module.named_parameters().into_iter().map(|(fqn, _)| fqn).collect();
+        let state = module.state_dict().into_iter();
+        state.filter(|(fqn, _)| self.when.use_buffers || is_parameter.contains(fqn)).collect()
+    }
+
+    /// Takes the module's weights in.
+    fn update(&mut self, module: &dyn Module) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        for (now, average) in self.pairs(module) {
+            let mut average = average.shallow_clone();
+            match self.decay {
+                _ if self.num_averaged == 0 || !now.is_floating_point() => {
+                    average.f_copy_(&now)?;
+                }
+                Some(decay) => drop(average.f_lerp_(&now, 1.0 - decay)?),
+                None => drop(average.f_lerp_(&now, 1.0 / (self.num_averaged + 1) as f64)?),
+            }
+        }
+        self.num_averaged += 1;
+        Ok(())
+    }
+
+    /// Exchanges the module's weights and the average.
+    fn swap(&mut self, module: &dyn Module) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        for (now, average) in self.pairs(module) {
+            let mut kept = now.f_empty_like()?;
+            kept.f_copy_(&now)?;
+            now.shallow_clone().f_copy_(average)?;
+            average.shallow_clone().f_copy_(&kept)?;
+        }
+        self.is_swapped = !self.is_swapped;
+        Ok(())
+    }
+}
+
+const CURRENT: &str = "WeightAveraging.current.";
+
+impl Callback for WeightAveraging {
+    fn state_dict(&self) -> Option<Value> {
+        Some(json!({
+            "latest_update_step": self.latest_update_step,
+            "latest_update_epoch": self.latest_update_epoch,
+            "num_averaged": self.num_averaged,
+        }))
+    }
+
+    fn load_state_dict(&mut self, state: &Value) -> anyhow::Result<()> {
+        self.latest_update_step = state["latest_update_step"].as_u64().unwrap_or(0);
+        self.latest_update_epoch = state["latest_update_epoch"].as_u64();
+        self.num_averaged = state["num_averaged"].as_u64().unwrap_or(0);
+        Ok(())
+    }
+
+    fn on_save_checkpoint(
+        &mut self,
+        _ctx: &mut HookContext,
+        checkpoint: &mut Checkpoint,
+    ) -> anyhow::Result<()> {
+        if self.average.is_empty() || self.num_averaged == 0 || self.is_swapped {
+            return Ok(());
+        }
+        let mut current = Vec::new();
+        for (name, average) in &self.average {
+            if let Some((_, weight)) = checkpoint.weights.iter_mut().find(|(fqn, _)| fqn == name) {
+                current
+                    .push((format!("{CURRENT}{name}"), std::mem::replace(weight, average.shallow_clone())));
+            }
+        }
+        if let Some(training) = &mut checkpoint.training {
+            training.callbacks.extend(current);
+        }
+        Ok(())
+    }
+
+    fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
+        let saved = checkpoint.training.iter().flat_map(|training| &training.callbacks);
+        let current: Vec<(String, Tensor)> = saved
+            .filter_map(|(name, tensor)| {
+                Some((name.strip_prefix(CURRENT)?.to_owned(), tensor.shallow_clone()))
+            })
+            .collect();
+        self.loaded = (!current.is_empty()).then_some(current);
+        Ok(())
+    }
+
+    fn on_fit_start(&mut self, _ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        self.is_swapped = false;
+        self.average = self.averaged(module).into_iter().map(|(fqn, now)| (fqn, now.copy())).collect();
+        match self.loaded.take() {
+            // the module has got the average, under its own names
+            Some(current) => module.load_state_dict(&current, false)?,
+            None => {
+                self.num_averaged = 0;
+                self.latest_update_step = 0;
+                self.latest_update_epoch = None;
+            }
+        }
+        Ok(())
+    }
+
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        let steps = ctx.global_step();
+        if steps > self.latest_update_step && self.is_step_due(steps - 1) {
+            self.update(module)?;
+            self.latest_update_step = steps;
+        }
+        Ok(())
+    }
+
+    fn on_train_epoch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        let epoch = ctx.current_epoch();
+        let is_due = self.when.update_starting_at_epoch.is_some_and(|start| epoch >= start)
+            && self.latest_update_epoch.is_none_or(|latest| epoch > latest);
+        if is_due {
+            self.update(module)?;
+            self.latest_update_epoch = Some(epoch);
+        }
+        Ok(())
+    }
+
+    fn on_validation_epoch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        if ctx.is_training() && self.num_averaged > 0 {
+            self.swap(module)?;
+        }
+        Ok(())
+    }
+
+    fn on_validation_epoch_end(
+        &mut self,
+        _ctx: &mut HookContext,
+        module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        if self.is_swapped {
+            self.swap(module)?;
+        }
+        Ok(())
+    }
+
+    fn on_train_end(&mut self, _ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        if self.num_averaged > 0 {
+            let _no_grad = tch::no_grad_guard();
+            for (now, average) in self.pairs(module) {
+                now.shallow_clone().f_copy_(average)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,342 @@
+//! Arguments of the trainer: the table of docs/trainer_arguments.md, and what the less common ones do.
+
+use std::time::Duration;
+
+use serde_json::json;
+use tempfile::TempDir;
+use voltaic::Error;
+use voltaic::callback::{
+    GradientAccumulationScheduler, LambdaCallback, OnExceptionCheckpoint, OnExceptionCheckpointConfig,
+};
+use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::trainer::{Deterministic, Trainer, TrainerBuilder, TrainerConfig, WarnText};
+use voltaic::{Kind, Tensor};
+
+use crate::probe::{Events, Probe, loader, loaders, names, own_process, plays, silent, text_of};
+
+/// `Trainer.__init__` of Lightning 2.6.6.
+const LIGHTNING: &str = "accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs \
+    min_epochs max_steps min_steps max_time limit_train_batches limit_val_batches limit_test_batches \
+    limit_predict_batches overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps \
+    log_every_n_steps enable_checkpointing enable_progress_bar enable_model_summary accumulate_grad_batches \
+    gradient_clip_val gradient_clip_algorithm deterministic benchmark inference_mode use_distributed_sampler profiler \
+    detect_anomaly barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir \
+    enable_autolog_hparams model_registry";
+
+#[test]
+fn the_table_names_every_argument_of_lightning_and_every_key() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/trainer_arguments.md");
+    let text = std::fs::read_to_string(path).unwrap();
+    let row = |key: &str| text.lines().find(|line| line.starts_with(&format!("| `{key}` |")));
+    let config = serde_json::to_value(TrainerConfig::default()).unwrap();
+    let keys = config.as_object().unwrap();
+    for key in LIGHTNING.split_whitespace() {
+        let row = row(key).unwrap_or_else(|| panic!("no row for {key}"));
+        let verdicts = ["same", "different", "more", "see", "not applicable"];
+        assert!(verdicts.iter().any(|verdict| row.contains(&format!("| {verdict}"))), "{row}");
+    }
+    for key in keys.keys() {
+        assert!(row(key).is_some(), "no row for {key}");
+    }
+}
+
+fn events(build: impl FnOnce(TrainerBuilder) -> TrainerBuilder) -> String {
+    let events = Events::default();
+    let builder = silent().num_sanity_val_steps(0).max_epochs(1).callback(events.clone());
+    build(builder).build().unwrap().fit(&mut Probe::default(), &mut loaders()).unwrap();
+    events.text()
+}
+
+#[test]
+fn validation_by_time_and_the_end_of_all_time() {
+    let always = Duration::from_nanos(1);
+    assert_eq!(events(|t| t.val_check_interval(always).limit_train_batches(2)), "t0* V2 t1* V2 e");
+    assert_eq!(events(|t| t.val_check_interval(Duration::from_secs(3600))), "t0* t1* t2* t3* t4* t5* e");
+    assert_eq!(events(|t| t.max_time(always)), "t0* V2 e", "the last weights are validated");
+    let error = silent().max_time("an hour").build().err().unwrap().to_string();
+    assert!(error.contains("trainer.max_time: `an hour` is no length of time; write DD:HH:MM:SS"), "{error}");
+}
+
+#[test]
+fn overfitting_sees_the_same_batches_in_each_epoch() {
+    let seen = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let note = seen.clone();
+    let mut net = Probe {
+        train: Box::new(move |_, loss, _| {
+            note.lock().unwrap().push(loss.detach().double_value(&[]));
+            Ok(loss)
+        }),
+        optimizers: Box::new(|| voltaic::optim::Sgd::new(0.0).into()),
+        ..Probe::default()
+    };
+    let x = Tensor::arange(24, (Kind::Float, tch::Device::Cpu)).reshape([12, 2]);
+    let shuffled =
+        DataLoader::new(TensorDataset::new(x).unwrap()).batch_size(2).shuffle(true).build().unwrap();
+    let events = Events::default();
+    let builder =
+        silent().num_sanity_val_steps(0).max_epochs(2).overfit_batches(2_u64).callback(events.clone());
+    builder.build().unwrap().fit(&mut net, &mut Loaders::new().train(shuffled).val(loader(8))).unwrap();
+    assert_eq!(events.text(), "t0* t1* V2 e t0* t1* V2 e");
+    let seen = seen.lock().unwrap();
+    assert_eq!(seen[..2], seen[2..]);
+    assert_eq!(seen[0], (0.0 + 1.0 + 2.0 + 3.0) / 2.0, "the first samples, in order");
+}
+
+#[test]
+fn barebones_switches_everything_off_and_refuses_what_asks_for_it() {
+    let root = TempDir::new().unwrap();
+    let mut trainer =
+        Trainer::builder().barebones(true).default_root_dir(root.path()).max_epochs(1).build().unwrap();
+    trainer.fit(&mut Probe::logging(&[0.5]), &mut loaders()).unwrap();
+    assert!(names(root.path()).is_empty());
+    assert!(trainer.metric_names().is_empty());
+    let error = Trainer::builder()
+        .barebones(true)
+        .fast_dev_run(true)
+        .detect_anomaly(true)
+        .num_sanity_val_steps(1)
+        .log_every_n_steps(1_u64)
+        .build()
+        .err()
+        .unwrap()
+        .to_string();
+    for key in ["fast_dev_run", "detect_anomaly", "num_sanity_val_steps", "log_every_n_steps"] {
+        assert!(error.contains(&format!("trainer.{key}: is set beside barebones=true")), "{error}");
+    }
+}
+
+#[test]
+fn an_anomaly_is_named_by_the_operation_that_made_it() {
+    type Step = crate::probe::Step;
+    let cases: [(&str, &str, Box<Step>); 3] = [
+        (
+            "the loss is not finite in epoch 0 at global_step 0",
+            "aten::log (NaN)",
+            Box::new(|_, loss, _| Ok((loss.detach() * 0.0 - 1.0).log() * 0.0 + loss)),
+        ),
+        (
+            "the gradient of weight is not finite",
+            "in SqrtBackward0",
+            Box::new(|net, loss, _| Ok((net.weight.tensor() * 0.0).sqrt().sum(Kind::Float) + loss)),
+        ),
+        // a mask is no anomaly
+        (
+            "the loss is not finite",
+            "aten::div (NaN)",
+            Box::new(|net, loss, _| {
+                let masked = net.weight.tensor().masked_fill(&net.weight.tensor().ge(0.0), f64::NEG_INFINITY);
+                let zero = masked.exp().sum(Kind::Float);
+                Ok(loss + &zero / &zero)
+            }),
+        ),
+    ];
+    for (what, operation, train) in cases {
+        let mut trainer = silent().max_epochs(1).detect_anomaly(true).build().unwrap();
+        let error = trainer.fit(&mut Probe { train, ..Probe::default() }, &mut loaders()).unwrap_err();
+        assert!(matches!(error, Error::Anomaly { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains(what) && text.contains(operation), "{text}");
+    }
+    let mut trainer = silent().max_epochs(1).detect_anomaly(true).build().unwrap();
+    trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
+}
+
+#[test]
+fn evaluation_is_in_inference_mode_unless_told_otherwise() {
+    for (inference_mode, expected) in [(true, true), (false, false)] {
+        let mut net = Probe {
+            validate: Some(Box::new(move |net, loss, _| {
+                let made = net.weight.tensor() * 2.0;
+                assert!(!made.requires_grad());
+                assert_eq!(made.is_inference(), expected);
+                Ok(loss)
+            })),
+            ..Probe::default()
+        };
+        let mut trainer = silent().inference_mode(inference_mode).build().unwrap();
+        trainer.validate(&mut net, &mut loaders()).unwrap();
+    }
+    let mut net = Probe {
+        validate: Some(Box::new(|net, loss, _| {
+            assert!(!(net.weight.tensor() * 2.0).is_inference(), "never within fit");
+            Ok(loss)
+        })),
+        ..Probe::default()
+    };
+    silent().max_epochs(1).build().unwrap().fit(&mut net, &mut loaders()).unwrap();
+}
+
+#[test]
+fn determinism_is_a_switch_of_the_process() {
+    let name = "trainer_arguments::determinism_is_a_switch_of_the_process";
+    if !plays("deterministic") {
+        text_of(&own_process(name, "deterministic").output().unwrap());
+        return;
+    }
+    use voltaic::ffi::{DeterministicMode, deterministic};
+    let set = |value: Deterministic| {
+        silent().deterministic(value).build().unwrap();
+        deterministic().unwrap()
+    };
+    assert_eq!(set(true.into()), DeterministicMode::Error);
+    silent().build().unwrap();
+    assert_eq!(deterministic().unwrap(), DeterministicMode::Error, "not touched unless set");
+    assert_eq!(set(Deterministic::Warn(WarnText::Warn)), DeterministicMode::Warn);
+    assert_eq!(set(false.into()), DeterministicMode::Off);
+    let config: TrainerConfig = serde_json::from_value(json!({"deterministic": "warn"})).unwrap();
+    assert_eq!(config.deterministic, Some(Deterministic::Warn(WarnText::Warn)));
+}
+
+#[test]
+fn accumulation_changes_with_the_epoch() {
+    let schedule = || GradientAccumulationScheduler::new([(1, 2), (2, 4)]).unwrap();
+    assert_eq!(
+        events(|t| t.max_epochs(3).limit_val_batches(0).callback(schedule())),
+        "t0* t1* t2* t3* t4* t5* e t0 t1* t2 t3* t4 t5* e t0 t1 t2 t3* t4 t5* e"
+    );
+    let error = silent().accumulate_grad_batches(2_u64).callback(schedule()).max_epochs(1).build().unwrap();
+    let error = { error }.fit(&mut Probe::default(), &mut loaders()).unwrap_err().to_string();
+    assert!(
+        error.contains("trainer.accumulate_grad_batches=2 beside GradientAccumulationScheduler"),
+        "{error}"
+    );
+}
+
+#[test]
+fn closures_run_at_hooks_and_a_failure_leaves_a_checkpoint() {
+    let folder = TempDir::new().unwrap();
+    let saver = || {
+        let config = OnExceptionCheckpointConfig {
+            dirpath: folder.path().into(),
+            ..OnExceptionCheckpointConfig::default()
+        };
+        OnExceptionCheckpoint::new(config).unwrap()
+    };
+    let failing = LambdaCallback::new().on_train_batch_end(|ctx, _| {
+        anyhow::ensure!(ctx.global_step() != 4, "no luck");
+        Ok(())
+    });
+    let mut trainer = silent().max_epochs(1).callback(saver()).callback(failing).build().unwrap();
+    let error = trainer.fit(&mut Probe::default(), &mut loaders()).unwrap_err().to_string();
+    assert!(
+        error.starts_with(
+            "on_train_batch_end failed in epoch 0 at global_step 4 on rank 0: in LambdaCallback: no"
+        ),
+        "{error}"
+    );
+    assert_eq!(names(folder.path()), ["on_exception.ckpt"]);
+    let events = Events::default();
+    let mut trainer = silent()
+        .max_epochs(1)
+        .num_sanity_val_steps(0)
+        .callback(saver())
+        .callback(events.clone())
+        .build()
+        .unwrap();
+    let path = folder.path().join("on_exception.ckpt");
+    trainer.ckpt_path(path.to_str().unwrap()).fit(&mut Probe::default(), &mut loaders()).unwrap();
+    assert_eq!(events.text(), "t4* t5* V2 e");
+    assert!(names(folder.path()).is_empty(), "a run that ends well needs it no more");
+}
+
+#[test]
+fn a_run_that_a_signal_ends_is_saved_and_goes_on() {
+    let name = "trainer_arguments::a_run_that_a_signal_ends_is_saved_and_goes_on";
+    if !plays("signal") {
+        text_of(&own_process(name, "signal").output().unwrap());
+        return;
+    }
+    let raise = || signal_hook::low_level::raise(signal_hook::consts::SIGTERM);
+    let whole = {
+        let mut net = Probe::default();
+        silent().max_epochs(2).build().unwrap().fit(&mut net, &mut loaders()).unwrap();
+        net.weights()
+    };
+    for in_validation in [false, true] {
+        let root = TempDir::new().unwrap();
+        let trainer = || {
+            let builder = silent().max_epochs(2).num_sanity_val_steps(0).default_root_dir(root.path());
+            builder.save_on_signal(true)
+        };
+        let mut net = Probe {
+            train: Box::new(move |_, loss, ctx| {
+                if !in_validation && ctx.global_step() == 7 {
+                    raise()?;
+                }
+                Ok(loss)
+            }),
+            validate: Some(Box::new(move |_, loss, ctx| {
+                if in_validation && ctx.batch_idx() == 0 {
+                    raise()?;
+                }
+                Ok(loss)
+            })),
+            ..Probe::default()
+        };
+        let error = trainer().build().unwrap().fit(&mut net, &mut loaders()).unwrap_err();
+        assert!(matches!(error, Error::Interrupted { signal: "SIGTERM", .. }), "{error}");
+        let path = root.path().join("checkpoints/on_signal.ckpt");
+        let events = Events::default();
+        let mut net = Probe::default();
+        let mut second = trainer().callback(events.clone()).build().unwrap();
+        second.ckpt_path(path.to_str().unwrap()).fit(&mut net, &mut loaders()).unwrap();
+        let rest = if in_validation { "V2 e t0* t1* t2* t3* t4* t5* V2 e" } else { "t2* t3* t4* t5* V2 e" };
+        assert_eq!(events.text(), rest);
+        assert_eq!(net.weights(), whole);
+    }
+}
+
+#[test]
+fn precision_and_a_precision_plugin_exclude_each_other() {
+    let config: TrainerConfig = serde_json::from_value(json!({
+        "accelerator": "hpu",
+        "precision": "bf16-mixed",
+        "plugins": [{"class_path": "HpuPrecisionPlugin", "init_args": {"precision": "bf16-mixed"}}],
+    }))
+    .unwrap();
+    let error = Trainer::builder().config(config).build().err().unwrap().to_string();
+    assert!(error.contains("trainer.precision: is given twice; give trainer.precision or one"), "{error}");
+}
+
+/// Losses of a short fit of the command line on an HPU with these variables.
+fn losses_on_hpu(precision: &str, variables: &[(&str, &std::path::Path)]) -> Result<Vec<String>, String> {
+    let recipe = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/mlp.yaml");
+    let root = TempDir::new().unwrap();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"));
+    command.current_dir(root.path()).env("OMP_NUM_THREADS", "1").envs(variables.iter().copied());
+    command.args([
+        "fit",
+        "--trainer.accelerator=hpu",
+        "--trainer.max_steps=3",
+        "--trainer.limit_val_batches=0",
+    ]);
+    command.args(["--trainer.log_every_n_steps=1", "--trainer.enable_checkpointing=false"]);
+    command.arg(format!("--trainer.precision={precision}")).arg("--config").arg(recipe);
+    let output = command.output().unwrap();
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+    }
+    let csv = std::fs::read_to_string(root.path().join("lightning_logs/version_0/metrics.csv")).unwrap();
+    let header: Vec<&str> = csv.lines().next().unwrap().split(',').collect();
+    let column = header.iter().position(|name| *name == "train_loss_step" || *name == "train_loss").unwrap();
+    Ok(csv.lines().skip(1).map(|line| line.split(',').nth(column).unwrap().to_owned()).collect())
+}
+
+#[test]
+fn lists_of_operators_take_effect_from_the_command_line() {
+    let folder = TempDir::new().unwrap();
+    let [lower, fp32, missing] =
+        ["lower.txt", "fp32.txt", "missing.txt"].map(|name| folder.path().join(name));
+    std::fs::write(&lower, "tan\n").unwrap();
+    std::fs::write(&fp32, "linear\naddmm\nmm\ncross_entropy_loss\n").unwrap();
+    let full = losses_on_hpu("32-true", &[]).unwrap();
+    let mixed = losses_on_hpu("bf16-mixed", &[]).unwrap();
+    assert_eq!(full.len(), 3);
+    assert_ne!(full, mixed, "by default products are computed in bfloat16");
+    let lists = [("LOWER_LIST", lower.as_path()), ("FP32_LIST", fp32.as_path())];
+    assert_eq!(losses_on_hpu("bf16-mixed", &lists).unwrap(), full, "nothing of this model is cast");
+    for variable in ["LOWER_LIST", "FP32_LIST"] {
+        let error = losses_on_hpu("bf16-mixed", &[(variable, &missing)]).unwrap_err();
+        assert!(error.contains("missing.txt"), "{error}");
+    }
+}
