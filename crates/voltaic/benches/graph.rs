@@ -58,8 +58,8 @@ fn measure<M: Module>(
     let (mut eager, mut graphed) = (Side::new(make()?, loss)?, Side::new(make()?, loss)?);
     let mut whole_step = HpuGraph::new();
     for (x, y) in &batches[..3] {
-        eager.step(x, y)?;
-        graphed.step(x, y)?;
+        drop(eager.step(x, y)?);
+        drop(graphed.step(x, y)?);
     }
     let (x, y) = &batches[3];
     let started = Instant::now();
@@ -80,7 +80,7 @@ fn measure<M: Module>(
         let started = Instant::now();
         for step in 0..steps {
             let (x, y) = &batches[step % batches.len()];
-            eager.step(x, y)?;
+            drop(eager.step(x, y)?);
         }
         let eager_us = micros(started) / steps as f64;
         let started = Instant::now();
@@ -158,7 +158,7 @@ fn run() -> Result<()> {
             };
             Ok(Gpt::new(GptConfig { dropout: 0.1, ..config })?)
         },
-        |net, x, y| Ok(net.loss(x, y)?),
+        |net, x, y| net.loss(x, y),
         &|| text(2, 16),
     )?;
     measure("LeNet, batch 64", || Ok(LeNet::new(LeNetConfig::default())?), classify, &|| {
@@ -170,7 +170,7 @@ fn run() -> Result<()> {
     measure(
         "GPT-mini, 2 x 128",
         || Ok(Gpt::new(GptConfig { vocab_size: 256, ..GptConfig::mini() })?),
-        |net, x, y| Ok(net.loss(x, y)?),
+        |net, x, y| net.loss(x, y),
         &|| text(2, 128),
     )?;
     println!("misses: blocks that kernels took from the pool, and results that were copied, in all replays");

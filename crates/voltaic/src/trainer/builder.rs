@@ -9,7 +9,7 @@ use super::config::{
 use super::graphed::{GraphMode, GraphReport};
 use super::lr_finder::LearningRateFinderConfig;
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
-use super::plan::resolve;
+use super::plan::{TrainPlan, resolve};
 use super::session::Run;
 use super::{Trainer, global_seed, ranks};
 use crate::accelerator::{Devices, accelerator};
@@ -17,6 +17,7 @@ use crate::callback::{
     Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, TimeSpan, Timer,
 };
 use crate::checkpoint::{AsyncCheckpointIo, CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
+use crate::distributed::World;
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
 use crate::logger::{Logger, Loggers};
@@ -153,18 +154,7 @@ impl TrainerBuilder {
                 None
             }
         };
-        for callback in std::mem::take(&mut self.config.callbacks) {
-            self.config.callbacks.push(callback.clone());
-            if let CallbackConfig::LearningRateFinder(config) = &callback {
-                problems.extend(config.check().err().into_iter().flat_map(|error| error.problems));
-                self.lr_finder = Some(config.clone());
-                continue;
-            }
-            match callback.build() {
-                Ok(callback) => self.callbacks.push(callback),
-                Err(error) => problems.extend(error.problems),
-            }
-        }
+        problems.extend(self.build_callbacks());
         if self.config.barebones {
             self.config.logger = Loggers::Flag(false);
             self.config.enable_checkpointing = false;
@@ -190,41 +180,8 @@ impl TrainerBuilder {
         self.add_displays(world.is_global_zero());
         accelerator.setup()?;
         ffi::install_host_pool()?;
-        if let Some(mode) = plan.deterministic {
-            ffi::set_deterministic(mode)?;
-        }
-        if let Some(benchmark) = plan.benchmark {
-            ffi::set_cudnn_benchmark(benchmark)?;
-        }
-        if let Some(lists) = &plan.op_lists {
-            set_op_lists(plan.device, lists)?;
-        }
-        if plan.fast_dev_run || !world.is_global_zero() {
-            self.loggers.clear();
-        }
-        if world.is_global_zero() && self.loggers.is_empty() && !plan.fast_dev_run {
-            let loggers = self.config.logger.list().into_iter();
-            self.loggers.extend(loggers.map(|logger| logger.build(&plan.default_root_dir)));
-        }
-        let first = self.loggers.first();
-        let log_dir =
-            first.and_then(|logger| logger.log_dir()).unwrap_or(&plan.default_root_dir).to_path_buf();
-        let version = first.and_then(|logger| logger.version());
-        let (log_dir, version, has_logger) = world.of_rank_zero((log_dir, version, first.is_some()))?;
-        let facts = RunFacts {
-            max_epochs: plan.max_epochs,
-            check_val_every_n_epoch: plan.check_val_every_n_epoch,
-            fast_dev_run: plan.fast_dev_run,
-            log_dir,
-            default_root_dir: plan.default_root_dir.clone(),
-            validates_once_per_epoch: plan.val_check_interval == Limit::Fraction(1.0),
-            has_logger,
-            accumulate_grad_batches: plan.accumulate_grad_batches,
-            automatic_optimization: true,
-            log_every_n_steps: plan.log_every_n_steps,
-            version,
-            ..RunFacts::default()
-        };
+        set_up_libtorch(&plan)?;
+        let facts = self.build_loggers(&plan, &world)?;
         let checkpoint_io = checkpoint_io(self.checkpoint_io, &self.config.plugins, accelerator.name());
         let run = Run {
             accelerator,
@@ -249,6 +206,56 @@ impl TrainerBuilder {
             lr_finder: self.lr_finder,
             ckpt_path: None,
             graphs: GraphReport::default(),
+        })
+    }
+
+    /// Builds the callbacks of the configuration.
+    fn build_callbacks(&mut self) -> Vec<ConfigProblem> {
+        let mut problems = Vec::new();
+        for callback in self.config.callbacks.clone() {
+            if let CallbackConfig::LearningRateFinder(config) = callback {
+                problems.extend(config.check().err().into_iter().flat_map(|error| error.problems));
+                self.lr_finder = Some(config);
+                continue;
+            }
+            match callback.build() {
+                Ok(callback) => self.callbacks.push(callback),
+                Err(error) => problems.extend(error.problems),
+            }
+        }
+        problems
+    }
+
+    /// Builds the loggers, on rank 0 only, and puts together what callbacks may know.
+    ///
+    /// # Collective
+    /// All ranks learn where rank 0 logs.
+    fn build_loggers(&mut self, plan: &TrainPlan, world: &World) -> Result<RunFacts> {
+        if plan.fast_dev_run || !world.is_global_zero() {
+            self.loggers.clear();
+        }
+        if world.is_global_zero() && self.loggers.is_empty() && !plan.fast_dev_run {
+            let loggers = self.config.logger.list().into_iter();
+            self.loggers.extend(loggers.map(|logger| logger.build(&plan.default_root_dir)));
+        }
+        let first = self.loggers.first();
+        let log_dir =
+            first.and_then(|logger| logger.log_dir()).unwrap_or(&plan.default_root_dir).to_path_buf();
+        let version = first.and_then(|logger| logger.version());
+        let (log_dir, version, has_logger) = world.of_rank_zero((log_dir, version, first.is_some()))?;
+        Ok(RunFacts {
+            max_epochs: plan.max_epochs,
+            check_val_every_n_epoch: plan.check_val_every_n_epoch,
+            fast_dev_run: plan.fast_dev_run,
+            log_dir,
+            default_root_dir: plan.default_root_dir.clone(),
+            validates_once_per_epoch: plan.val_check_interval == Limit::Fraction(1.0),
+            has_logger,
+            accumulate_grad_batches: plan.accumulate_grad_batches,
+            automatic_optimization: true,
+            log_every_n_steps: plan.log_every_n_steps,
+            version,
+            ..RunFacts::default()
         })
     }
 
@@ -333,4 +340,18 @@ fn same_state_keys(callbacks: &[Box<dyn Callback>]) -> Vec<ConfigProblem> {
             ConfigProblem::new("trainer.callbacks", what, "give them different settings or a state_key each")
         })
         .collect()
+}
+
+/// Sets what holds for the process.
+fn set_up_libtorch(plan: &TrainPlan) -> Result<()> {
+    if let Some(mode) = plan.deterministic {
+        ffi::set_deterministic(mode)?;
+    }
+    if let Some(benchmark) = plan.benchmark {
+        ffi::set_cudnn_benchmark(benchmark)?;
+    }
+    if let Some(lists) = &plan.op_lists {
+        set_op_lists(plan.device, lists)?;
+    }
+    Ok(())
 }

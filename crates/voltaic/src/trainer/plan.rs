@@ -136,47 +136,12 @@ pub(super) fn resolve(
         problems.add("accumulate_grad_batches", "0 batches make no step".to_owned(), "use 1 or more");
     }
     let clip = config.gradient_clip_val.and_then(|value| resolve_clip(config, value, &mut problems));
-    let (val_check_interval, val_check_time) = match &config.val_check_interval {
-        Some(ValCheckInterval::Batches(limit)) => (Some(*limit), None),
-        Some(ValCheckInterval::Time(span)) => (None, problems.time("val_check_interval", span)),
-        None => (None, None),
-    };
+    let (val_check_interval, val_check_time) = resolve_val_check(config, &mut problems);
     let max_time = config.max_time.as_ref().and_then(|span| problems.time("max_time", span));
-    if let (Some(Limit::Fraction(f)), None) = (val_check_interval, config.check_val_every_n_epoch) {
-        let what = format!("the fraction {f} of an epoch cannot be counted across epochs");
-        problems.add(
-            "val_check_interval",
-            what,
-            "use a number of batches, or set trainer.check_val_every_n_epoch=1",
-        );
-    }
-    if config.check_val_every_n_epoch == Some(0) {
-        problems.add(
-            "check_val_every_n_epoch",
-            "0 epochs".to_owned(),
-            "use 1 or more, or limit_val_batches=0",
-        );
-    }
-    if val_check_interval == Some(Limit::Batches(0)) {
-        problems.add("val_check_interval", "0 batches".to_owned(), "use 1 or more, or limit_val_batches=0");
-    }
     let num_sanity_val_steps =
         problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
     let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
-    if config.graph != GraphMode::Off && name == "cuda" {
-        let what =
-            format!("graph={} on cuda: operators are recorded on cpu and emulated HPUs only", config.graph);
-        problems.add("graph", what, "set trainer.graph=off, or accelerator=cpu");
-    }
-    if config.graph != GraphMode::Off && config.detect_anomaly {
-        let what = format!("graph={} with detect_anomaly: a replay runs no checks", config.graph);
-        problems.add("graph", what, "set trainer.graph=off, or trainer.detect_anomaly=false");
-    }
-    if config.graph != GraphMode::Off && ranks.strategy != StrategyPlan::SingleDevice {
-        let what =
-            format!("graph={} with several ranks: a replay would not average their gradients", config.graph);
-        problems.add("graph", what, "set trainer.graph=off, or train on one device");
-    }
+    check_graph(config, name, &ranks, &mut problems);
     let (precision, op_lists) = resolve_precision(config, name, &mut problems);
     let mut plan = TrainPlan {
         device,
@@ -195,11 +160,7 @@ pub(super) fn resolve(
         val_check_time,
         max_time,
         overfits: false,
-        deterministic: config.deterministic.map(|deterministic| match deterministic {
-            Deterministic::Flag(false) => DeterministicMode::Off,
-            Deterministic::Flag(true) => DeterministicMode::Error,
-            Deterministic::Warn(_) => DeterministicMode::Warn,
-        }),
+        deterministic: config.deterministic.map(mode_of),
         benchmark: match (config.benchmark, config.deterministic) {
             (None, Some(Deterministic::Flag(true))) => Some(false),
             (benchmark, _) => benchmark,
@@ -229,24 +190,83 @@ pub(super) fn resolve(
         plan = TrainPlan { limit_train: overfit, limit_val: overfit, overfits: true, ..plan };
     }
     if let Some(batches) = config.fast_dev_run.batches() {
-        let limit = Limit::Batches(batches);
-        plan = TrainPlan {
-            max_epochs: Some(1),
-            max_steps: Some(batches),
-            limit_train: limit,
-            limit_val: limit,
-            limit_test: limit,
-            limit_predict: limit,
-            val_check_interval: Limit::Fraction(1.0),
-            val_check_time: None,
-            check_val_every_n_epoch: Some(1),
-            num_sanity_val_steps: Some(0),
-            log_every_n_steps: 1,
-            fast_dev_run: true,
-            ..plan
-        };
+        plan = trial(plan, batches);
     }
     if problems.0.is_empty() { Ok(plan) } else { Err(ConfigError { problems: problems.0 }) }
+}
+
+/// When validation is due: after so many batches or part of an epoch, or after so much time.
+fn resolve_val_check(config: &TrainerConfig, problems: &mut Problems) -> (Option<Limit>, Option<Duration>) {
+    let (val_check_interval, val_check_time) = match &config.val_check_interval {
+        Some(ValCheckInterval::Batches(limit)) => (Some(*limit), None),
+        Some(ValCheckInterval::Time(span)) => (None, problems.time("val_check_interval", span)),
+        None => (None, None),
+    };
+    if let (Some(Limit::Fraction(f)), None) = (val_check_interval, config.check_val_every_n_epoch) {
+        let what = format!("the fraction {f} of an epoch cannot be counted across epochs");
+        problems.add(
+            "val_check_interval",
+            what,
+            "use a number of batches, or set trainer.check_val_every_n_epoch=1",
+        );
+    }
+    if config.check_val_every_n_epoch == Some(0) {
+        problems.add(
+            "check_val_every_n_epoch",
+            "0 epochs".to_owned(),
+            "use 1 or more, or limit_val_batches=0",
+        );
+    }
+    if val_check_interval == Some(Limit::Batches(0)) {
+        problems.add("val_check_interval", "0 batches".to_owned(), "use 1 or more, or limit_val_batches=0");
+    }
+    (val_check_interval, val_check_time)
+}
+
+/// What graphs cannot be combined with.
+fn check_graph(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, problems: &mut Problems) {
+    if config.graph != GraphMode::Off && accelerator == "cuda" {
+        let what =
+            format!("graph={} on cuda: operators are recorded on cpu and emulated HPUs only", config.graph);
+        problems.add("graph", what, "set trainer.graph=off, or accelerator=cpu");
+    }
+    if config.graph != GraphMode::Off && config.detect_anomaly {
+        let what = format!("graph={} with detect_anomaly: a replay runs no checks", config.graph);
+        problems.add("graph", what, "set trainer.graph=off, or trainer.detect_anomaly=false");
+    }
+    if config.graph != GraphMode::Off && ranks.strategy != StrategyPlan::SingleDevice {
+        let what =
+            format!("graph={} with several ranks: a replay would not average their gradients", config.graph);
+        problems.add("graph", what, "set trainer.graph=off, or train on one device");
+    }
+}
+
+fn mode_of(deterministic: Deterministic) -> DeterministicMode {
+    match deterministic {
+        Deterministic::Flag(false) => DeterministicMode::Off,
+        Deterministic::Flag(true) => DeterministicMode::Error,
+        Deterministic::Warn(_) => DeterministicMode::Warn,
+    }
+}
+
+/// The plan of `fast_dev_run`: so many batches of everything.
+fn trial(plan: TrainPlan, batches: u64) -> TrainPlan {
+    let limit = Limit::Batches(batches);
+    TrainPlan {
+        max_epochs: Some(1),
+        max_steps: Some(batches),
+        limit_train: limit,
+        limit_val: limit,
+        limit_test: limit,
+        limit_predict: limit,
+        val_check_interval: Limit::Fraction(1.0),
+        val_check_time: None,
+        check_val_every_n_epoch: Some(1),
+        num_sanity_val_steps: Some(0),
+        log_every_n_steps: 1,
+        fast_dev_run: true,
+        ..plan
+    }
 }
 
 /// A run without anything beside training; what asks for such a thing is a contradiction.
