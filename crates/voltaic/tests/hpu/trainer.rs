@@ -144,7 +144,6 @@ fn devices_that_one_process_cannot_drive_are_refused() {
     let _rng = start();
     let root = TempDir::new().unwrap();
     for (devices, expected) in [
-        (voltaic::trainer::Devices::from(2), "2 hpu devices with one process"),
         (voltaic::trainer::Devices::from(9), "there are 8 hpu devices"),
         (voltaic::trainer::Devices::from(vec![1]), "not chosen one by one"),
         (voltaic::trainer::Devices::from("x"), "`x` is no choice of devices"),
