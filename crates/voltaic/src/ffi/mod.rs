@@ -10,6 +10,7 @@ mod autocast;
 mod autograd;
 mod backend;
 mod c10d;
+mod collectives;
 mod execution;
 mod graph;
 mod hlml;
@@ -37,6 +38,7 @@ pub use backend::{
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,
 };
 pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
+pub use collectives::{CollectiveApi, CollectiveLibrary, Seat};
 pub use execution::{
     AnomalyWatch, DeterministicMode, InferenceMode, deterministic, set_cudnn_benchmark, set_deterministic,
 };
