@@ -10,8 +10,11 @@ use super::hooks::{BatchFacts, hook_error, of_callback};
 use super::seed;
 use super::session::{Run, Session};
 use crate::callback::Callback;
-use crate::checkpoint::{Checkpoint, CheckpointMeta, CheckpointPaths, TrainingState};
+use crate::checkpoint::{
+    Checkpoint, CheckpointMeta, CheckpointPaths, RankState, TrainingState, rank_from_bytes, rank_to_bytes,
+};
 use crate::data::Stage;
+use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Result};
 use crate::module::{CheckpointRequest, LightningModule, MetricsState, Progress};
 use crate::nn::{Module, ModuleExt};
@@ -43,13 +46,47 @@ pub(super) struct State {
     pub(super) module: Value,
 }
 
-/// Writes the checkpoint that a callback asked for, then removes those it replaces.
-pub(super) fn write<M: LightningModule>(session: &mut Session<M>, request: &CheckpointRequest) -> Result<()> {
+/// Gives rank 0 what the other ranks have to themselves, for the checkpoints that all of them are about to ask for.
+///
+/// # Collective
+/// All ranks must call it after the same batch.
+pub(super) fn gather_ranks<M: LightningModule>(session: &Session<M>) -> Result<Vec<RankState>> {
+    let Some(group) = session.run.world().group().filter(|group| group.world_size() > 1) else {
+        return Ok(Vec::new());
+    };
+    let own = if group.rank() == 0 { Vec::new() } else { rank_to_bytes(&own_state(session)?)? };
+    let all = group.gather_bytes(&own, 0)?;
+    all.iter().skip(1).map(|bytes| rank_from_bytes(bytes)).collect()
+}
+
+/// What this rank has to itself.
+fn own_state<M: LightningModule>(session: &Session<M>) -> Result<RankState> {
+    let metrics = serde_json::to_value(session.run.metrics.state());
+    Ok(RankState {
+        grads: pending_grads(session),
+        rng: seed::rng_states(session.plan.device)?,
+        metrics: metrics.map_err(|e| Error::io("serialize", "logged values", e.into()))?,
+    })
+}
+
+/// Writes the checkpoint that a callback asked for, then removes those it replaces. `ranks` is what the other ranks
+/// have to themselves; it may be taken out.
+pub(super) fn write<M: LightningModule>(
+    session: &mut Session<M>,
+    request: &CheckpointRequest,
+    ranks: &mut Vec<RankState>,
+) -> Result<()> {
     match &request.link_to {
         Some(target) => session.run.checkpoint_io.link_checkpoint(target, &request.path)?,
         None => {
-            let checkpoint = collect(session, request.weights_only)?;
+            let mut checkpoint = collect(session, request.weights_only)?;
+            if let Some(training) = &mut checkpoint.training {
+                training.ranks = std::mem::take(ranks);
+            }
             session.run.checkpoint_io.save_checkpoint(&checkpoint, &request.path, None)?;
+            if let Some(training) = checkpoint.training {
+                *ranks = training.ranks; // for the next file of the same moment
+            }
             if !request.weights_only {
                 session.run.note_checkpoint(&request.path)?;
             }
@@ -99,6 +136,7 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
             callbacks: Vec::new(),
             rng: seed::rng_states(session.plan.device)?,
             json: Value::Null,
+            ranks: Vec::new(),
         });
     }
     on_save_checkpoint(session, &mut checkpoint)?;
@@ -209,6 +247,13 @@ pub(super) fn restore_training<M: LightningModule>(
         return Err(unusable(&path, "it holds weights only, no training state".to_owned(), remedy));
     };
     let state = read_state(&training.json, &path)?;
+    let OwnPart { metrics, grads, rng } = own_part(
+        session.run.world(),
+        RankState { grads: training.grads, rng: training.rng, metrics: Value::Null },
+        training.ranks,
+        state.metrics,
+        &path,
+    )?;
     let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
     let own: Vec<&str> = session.optimizers.iter().map(|optimizer| optimizer.name()).collect();
     if names != own || state.schedulers.len() != session.schedulers.len() {
@@ -228,7 +273,7 @@ pub(super) fn restore_training<M: LightningModule>(
     for (active, saved) in session.schedulers.iter_mut().zip(&state.schedulers) {
         active.configured.scheduler.load_state_dict(saved)?;
     }
-    restore_grads(session, &training.grads)?;
+    restore_grads(session, &grads)?;
     if let (Some(own), Some(saved)) = (&mut session.run.grad_scaler, state.grad_scaler) {
         *own = saved;
     }
@@ -237,9 +282,43 @@ pub(super) fn restore_training<M: LightningModule>(
         tracing::info!("shuffling with seed {saved} of the checkpoint instead of {own}");
         session.run.seed = saved;
     }
-    session.run.metrics.restore(state.metrics);
+    session.run.metrics.restore(metrics);
     session.run.progress = state.progress;
-    Ok(Resumed { path, rng: training.rng, shape: (state.num_training_batches, state.batch_size) })
+    Ok(Resumed { path, rng, shape: (state.num_training_batches, state.batch_size) })
+}
+
+/// What this rank takes of the parts that each rank has for itself.
+struct OwnPart {
+    metrics: MetricsState,
+    grads: Vec<(String, tch::Tensor)>,
+    rng: Vec<(String, tch::Tensor)>,
+}
+
+/// `first` and `metrics` are rank 0's, `ranks` the others'. A rank that the saved run did not have goes on from rank 0's
+/// random state, and with nothing logged of its own.
+fn own_part(
+    world: &World,
+    first: RankState,
+    ranks: Vec<RankState>,
+    metrics: MetricsState,
+    path: &Path,
+) -> Result<OwnPart> {
+    let saved = ranks.len() + 1;
+    if saved != world.world_size && world.is_global_zero() {
+        tracing::info!("{} is of {saved} rank(s), this run has {}", path.display(), world.world_size);
+    }
+    let own = world.rank.checked_sub(1).map(|index| ranks.into_iter().nth(index));
+    Ok(match own {
+        None => OwnPart { metrics, grads: first.grads, rng: first.rng },
+        Some(None) => OwnPart { metrics: metrics.without_open_epoch(), grads: Vec::new(), rng: first.rng },
+        Some(Some(RankState { grads, rng, metrics })) => {
+            let metrics = MetricsState::deserialize(metrics).map_err(|e| {
+                let what = format!("the logged values of rank {} are not understood: {e}", world.rank);
+                unusable(path, what, "use another checkpoint")
+            })?;
+            OwnPart { metrics, grads, rng }
+        }
+    })
 }
 
 impl Resumed {
