@@ -11,6 +11,7 @@ mod graph;
 mod memory;
 mod module;
 mod optim;
+mod profiler;
 
 use std::path::{Path, PathBuf};
 
@@ -22,6 +23,7 @@ pub use graph::GraphError;
 pub use memory::MemoryError;
 pub use module::ModuleError;
 pub use optim::OptimError;
+pub use profiler::ProfilerError;
 
 /// Result of what the user calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -54,6 +56,9 @@ pub enum Error {
     /// A graph cannot be recorded or replayed.
     #[error(transparent)]
     Graph(#[from] GraphError),
+    /// Actions of a profiler do not begin and end as they should.
+    #[error(transparent)]
+    Profiler(#[from] ProfilerError),
     /// The host memory pool cannot be set up as asked.
     #[error(transparent)]
     Memory(#[from] MemoryError),

@@ -8,6 +8,7 @@ use super::Progress;
 use super::log_value::{LogValue, ReduceFx};
 use super::manual::ManualOptimization;
 use super::metrics::{LogOptions, MetricStore};
+use super::profiler::{Action, Profiling};
 use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::distributed::ProcessGroup;
@@ -19,6 +20,7 @@ use crate::optim::{ActiveLrScheduler, Optimizer};
 pub struct StepContext<'a> {
     pub(crate) metrics: &'a mut MetricStore,
     pub(crate) progress: &'a mut Progress,
+    pub(crate) profiling: &'a Profiling,
     pub(crate) batch_idx: usize,
     pub(crate) dataloader_idx: usize,
     /// There in a training step with manual optimization.
@@ -32,6 +34,15 @@ impl StepContext<'_> {
     /// the epoch. Tensors stay on their device until something has to be printed or written.
     pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
         LogEntry::new(self.metrics, name, value.into())
+    }
+
+    /// Begins an action of one's own for the profiler; it ends when what is returned goes out of scope. Nothing is measured
+    /// without a profiler, and in a step that a graph replays.
+    ///
+    /// # Errors
+    /// If an action of this name runs already.
+    pub fn profile(&self, action: &str) -> Result<Action> {
+        self.profiling.start(|| action.to_owned())
     }
 
     /// The ranks, to exchange tensors with; `None` for a process alone.
@@ -200,11 +211,13 @@ pub struct HookContext<'a> {
     pub(crate) accelerator: &'a dyn Accelerator,
     pub(crate) device: Device,
     pub(crate) metrics: &'a mut MetricStore,
+    pub(crate) profiling: &'a Profiling,
     pub(crate) requests: &'a mut Requests,
     pub(crate) optimizers: &'a mut [Box<dyn Optimizer>],
     pub(crate) schedulers: &'a mut [ActiveLrScheduler],
     pub(crate) loss: Option<&'a Tensor>,
     pub(crate) batch_idx: usize,
+    pub(crate) batch_size: Option<usize>,
     pub(crate) dataloader_idx: usize,
     pub(crate) is_sanity_check: bool,
     pub(crate) is_training: bool,
@@ -232,6 +245,15 @@ impl HookContext<'_> {
     /// not averaged, and neither the progress bar nor [`HookContext::metric`] knows them.
     pub fn log_metrics(&mut self, metrics: Vec<(String, f64)>, step: u64) {
         self.requests.rows.push((metrics, step));
+    }
+
+    /// Begins an action of one's own for the profiler; it ends when what is returned goes out of scope. Nothing is measured
+    /// without a profiler.
+    ///
+    /// # Errors
+    /// If an action of this name runs already.
+    pub fn profile(&self, action: &str) -> Result<Action> {
+        self.profiling.start(|| action.to_owned())
     }
 
     /// The ranks, to exchange tensors with; `None` for a process alone.
@@ -280,6 +302,11 @@ impl HookContext<'_> {
     /// Position of the batch within its loader, in batch hooks.
     pub fn batch_idx(&self) -> usize {
         self.batch_idx
+    }
+
+    /// Samples of the batch, in batch hooks; `None` if its tensors do not tell.
+    pub fn batch_size(&self) -> Option<usize> {
+        self.batch_size
     }
 
     /// Which of several evaluation loaders the batch is from, in batch hooks.

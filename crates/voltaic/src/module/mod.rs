@@ -7,6 +7,7 @@ mod manual;
 mod metrics;
 mod metrics_share;
 mod metrics_state;
+mod profiler;
 
 use tch::Tensor;
 
@@ -25,6 +26,8 @@ pub use manual::ManualOptimizer;
 pub(crate) use manual::{ManualOptimization, StepState};
 pub(crate) use metrics::{Level, Logged, MetricStore, Phase, Scope};
 pub(crate) use metrics_state::MetricsState;
+pub(crate) use profiler::Profiling;
+pub use profiler::{Action, ProfiledRun, Profiler};
 
 /// Where a run stands; saved in every checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

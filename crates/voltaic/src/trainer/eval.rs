@@ -146,8 +146,11 @@ impl<M: LightningModule> Session<'_, M> {
         {
             let epoch = self.run.progress.current_epoch;
             let range = EpochRange { epoch, first_batch: 0, num_batches: Some(num_batches) };
-            for (batch_idx, batch) in loader.iter(range)?.enumerate() {
-                let batch = self.take(batch?, dataloader_idx)?;
+            let mut batches = loader.iter(range)?;
+            let action = self.next_action();
+            while let Some(batch) = self.next_batch(&mut batches, action)? {
+                let batch_idx = batches.next_batch_idx() - 1;
+                let batch = self.take(batch, dataloader_idx)?;
                 remaining = remaining.saturating_sub(1);
                 let facts = BatchFacts {
                     batch_idx,
@@ -162,6 +165,15 @@ impl<M: LightningModule> Session<'_, M> {
             }
         }
         Ok(())
+    }
+
+    /// What the profiler calls fetching a batch.
+    fn next_action(&self) -> &'static str {
+        match self.stage {
+            Stage::Fit | Stage::Validate => "[_EvaluationLoop].val_next",
+            Stage::Test => "[_EvaluationLoop].test_next",
+            Stage::Predict => "[_PredictionLoop].predict_next",
+        }
     }
 
     /// Reads the metrics back and gives them to the loggers.

@@ -54,8 +54,10 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     fn train_dataloader(&mut self) -> Result<DataLoader<M::Batch>> {
+        let action = self.profile_data("train_dataloader")?;
         let train = guarded(|| self.data.train_dataloader());
         let train = train.map_err(|source| self.hook_error("train_dataloader", source))?;
+        drop(action);
         let Some(mut train) = train else {
             let remedy = "implement DataModule::train_dataloader, or give Loaders a train loader";
             return Err(ConfigError::new("data", "there is no training loader", remedy).into());
@@ -71,8 +73,10 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     pub(super) fn val_dataloaders(&mut self) -> Result<Vec<DataLoader<M::Batch>>> {
+        let action = self.profile_data("val_dataloaders")?;
         let val = guarded(|| self.data.val_dataloaders());
         let mut val = val.map_err(|source| self.hook_error("val_dataloaders", source))?;
+        drop(action);
         for loader in &mut val {
             loader.set_seed(self.run.seed);
             if self.plan.overfits {

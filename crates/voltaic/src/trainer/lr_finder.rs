@@ -233,6 +233,7 @@ impl Trainer {
         let found = Arc::new(Mutex::new(LrFind::default()));
         let mut own = self.config.clone();
         own.callbacks.clear();
+        own.profiler = None;
         own.max_epochs = Some(-1);
         own.min_epochs = None;
         own.min_steps = None;

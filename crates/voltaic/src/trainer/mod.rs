@@ -34,7 +34,7 @@ use crate::data::{Batch, DataLoader, DataModule, Stage};
 use crate::distributed::World;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
-use crate::module::{LightningModule, MetricStore, Progress, Requests};
+use crate::module::{LightningModule, MetricStore, ProfiledRun, Progress, Requests};
 use crate::nn::{SyncBatchNorm, set_training};
 use crate::optim::{ActiveLrScheduler, Optimizers};
 use crate::strategy::Votes;
@@ -136,9 +136,7 @@ impl Trainer {
         let mut data = Data(data);
         let mut session = self.session(module, &mut data, Stage::Fit)?;
         let result = fit_session(&mut session, optimizers, ckpt_path.as_deref());
-        if let Err(error) = &result {
-            session.on_exception(error);
-        }
+        let result = session.conclude(result);
         let graphs = std::mem::take(&mut session.graphs.report);
         drop(session);
         self.graphs = graphs;
@@ -244,6 +242,11 @@ impl Trainer {
         &self.graphs
     }
 
+    /// What the profiler has measured, as text; `None` without a profiler.
+    pub fn profiler_summary(&self) -> Option<String> {
+        self.run.profiling.summary()
+    }
+
     /// The best checkpoint saved, if any.
     pub fn best_model_path(&self) -> Option<PathBuf> {
         self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.best)
@@ -281,6 +284,13 @@ impl Trainer {
         stage: Stage,
     ) -> Result<Session<'a, M>> {
         self.run.seed = global_seed();
+        let world = self.run.world();
+        self.run.profiling.setup(|| ProfiledRun {
+            stage,
+            rank: world.rank,
+            world_size: world.world_size,
+            log_dir: self.run.facts.log_dir.clone(),
+        })?;
         Ok(Session {
             plan: &self.plan,
             run: &mut self.run,
@@ -315,10 +325,7 @@ impl Trainer {
         let mut data = Data(data);
         let mut session = self.session(module, &mut data, stage)?;
         let result = evaluate_session(&mut session, source, ckpt_path.as_deref(), body);
-        if let Err(error) = &result {
-            session.on_exception(error);
-        }
-        result
+        session.conclude(result)
     }
 }
 
@@ -346,8 +353,10 @@ fn evaluate_session<M: LightningModule, T>(
         checkpointing::restore_module(session, &checkpoint, &path)?;
     }
     let LoaderSource { method, limit_key, limit, ask } = source;
+    let action = session.profile_data(method)?;
     let loaders = guarded(|| ask(session.data));
     let mut loaders = loaders.map_err(|source| session.hook_error(method, source))?;
+    drop(action);
     if loaders.is_empty() {
         let what = format!("there is no loader to {stage}");
         return Err(ConfigError::new("data", what, format!("implement DataModule::{method}")).into());
@@ -415,6 +424,7 @@ fn configure_optimizers<M: LightningModule>(
     let configured: Optimizers = match replacement {
         Some(replacement) => replacement.into(),
         None => {
+            let _action = session.profile_hook("configure_optimizers")?;
             let configured = guarded(|| session.module.configure_optimizers());
             configured.map_err(|source| session.hook_error("configure_optimizers", source))?
         }

@@ -277,6 +277,7 @@ fn barebones(config: &TrainerConfig, plan: &mut TrainPlan, problems: &mut Proble
         ("log_every_n_steps", config.log_every_n_steps.is_some_and(|steps| steps > 0)),
         ("num_sanity_val_steps", config.num_sanity_val_steps.is_some_and(|steps| steps != 0)),
         ("save_on_signal", config.save_on_signal),
+        ("profiler", config.profiler.is_some()),
     ];
     for (key, _) in asked.iter().filter(|(_, is_asked)| *is_asked) {
         problems.add(

@@ -47,6 +47,7 @@ mod optim;
 mod parity;
 mod precision;
 mod probe;
+mod profilers;
 mod recipes;
 mod resume;
 mod rng;
