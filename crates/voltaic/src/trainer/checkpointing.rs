@@ -99,6 +99,7 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
             optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
             grads: pending_grads(session),
             callbacks: Vec::new(),
+            metrics: session.run.metrics.metric_states(),
             rng: seed::rng_states(session.plan.device)?,
             json: Value::Null,
         });
@@ -250,8 +251,26 @@ pub(super) fn restore_training<M: LightningModule>(
         session.run.seed = saved;
     }
     session.run.metrics.restore(state.metrics);
+    restore_metrics(session, &training.metrics)?;
     session.run.progress = state.progress;
     Ok(Resumed { path, rng: training.rng, shape: (state.num_training_batches, state.batch_size) })
+}
+
+/// Each batch counts at most once: rank 0 has written what it had seen.
+fn restore_metrics<M: LightningModule>(
+    session: &mut Session<M>,
+    saved: &[(String, tch::Tensor)],
+) -> Result<()> {
+    let (rank, world_size) = (session.run.world().rank, session.run.world().world_size);
+    if world_size > 1 && rank == 0 && !saved.is_empty() {
+        tracing::warn!(
+            "what the metrics of the {} other ranks had accumulated in the open epoch is not in the checkpoint, and is missing \
+             in the values of this epoch",
+            world_size - 1
+        );
+    }
+    let own = if rank == 0 { saved } else { &[] };
+    session.run.metrics.restore_metrics(own, session.plan.device)
 }
 
 impl Resumed {
