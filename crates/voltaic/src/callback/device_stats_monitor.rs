@@ -175,6 +175,8 @@ mod tests {
             loss: None,
             batch_idx: 0,
             batch_size: None,
+            batch_indices: &[],
+            prediction: None,
             dataloader_idx: 0,
             is_sanity_check: false,
             is_training: true,

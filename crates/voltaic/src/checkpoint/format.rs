@@ -96,6 +96,7 @@ fn named_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor)> {
     }
     named.extend(training.grads.iter().map(|(n, t)| (format!("{PREFIX}grad.{n}"), t)));
     named.extend(training.callbacks.iter().map(|(n, t)| (format!("{PREFIX}callback.{n}"), t)));
+    named.extend(training.metrics.iter().map(|(n, t)| (format!("{PREFIX}metric.{n}"), t)));
     named.extend(training.rng.iter().map(|(n, t)| (format!("{PREFIX}rng.{n}"), t)));
     for (rank, state) in (1..).zip(&training.ranks) {
         named.extend(tensors_of_rank(state).map(|(n, t)| (format!("{PREFIX}rank.{rank}.{n}"), t)));
@@ -104,14 +105,18 @@ fn named_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor)> {
 }
 
 fn tensors_of_rank(state: &RankState) -> impl Iterator<Item = (String, &Tensor)> {
-    let grads = state.grads.iter().map(|(fqn, tensor)| (format!("grad.{fqn}"), tensor));
-    grads.chain(state.rng.iter().map(|(device, tensor)| (format!("rng.{device}"), tensor)))
+    let RankState { grads, metrics, rng, .. } = state;
+    let lists = [("grad", grads), ("metric", metrics), ("rng", rng)];
+    lists
+        .into_iter()
+        .flat_map(|(kind, list)| list.iter().map(move |(name, tensor)| (format!("{kind}.{name}"), tensor)))
 }
 
 /// Puts a tensor where [`tensors_of_rank`] has it from; false if its name has no meaning.
 fn add_to_rank(state: &mut RankState, name: &str, tensor: Tensor) -> bool {
     match name.split_once('.') {
         Some(("grad", fqn)) => state.grads.push((fqn.to_owned(), tensor)),
+        Some(("metric", name)) => state.metrics.push((name.to_owned(), tensor)),
         Some(("rng", device)) => state.rng.push((device.to_owned(), tensor)),
         _ => return false,
     }
@@ -121,7 +126,7 @@ fn add_to_rank(state: &mut RankState, name: &str, tensor: Tensor) -> bool {
 /// A rank's own state as one message for rank 0: a safetensors file.
 pub(crate) fn rank_to_bytes(state: &RankState) -> Result<Vec<u8>> {
     let views = views(tensors_of_rank(state).collect(), "the state of a rank")?;
-    let metadata = HashMap::from([(METADATA_KEY.to_owned(), state.metrics.to_string())]);
+    let metadata = HashMap::from([(METADATA_KEY.to_owned(), state.logged.to_string())]);
     safetensors::serialize(views, Some(metadata)).map_err(|error| {
         let source = std::io::Error::new(std::io::ErrorKind::InvalidData, error);
         Error::io("serialize", "the state of a rank", source)
@@ -133,8 +138,8 @@ pub(crate) fn rank_from_bytes(bytes: &[u8]) -> Result<RankState> {
     let path = Path::new("the state of a rank");
     let Opened { header, tensors, .. } = open_bytes(bytes, path)?;
     let header = header.unwrap_or_default();
-    let metrics = serde_json::from_str(&header).map_err(|e| unreadable(path, e.to_string()))?;
-    let mut state = RankState { metrics, ..RankState::default() };
+    let logged = serde_json::from_str(&header).map_err(|e| unreadable(path, e.to_string()))?;
+    let mut state = RankState { logged, ..RankState::default() };
     for (name, tensor) in tensors {
         if !add_to_rank(&mut state, &name, tensor) {
             return Err(unreadable(path, format!("{name} has an unknown meaning")));
@@ -159,7 +164,7 @@ pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
         ranks: checkpoint
             .training
             .as_ref()
-            .map(|training| training.ranks.iter().map(|rank| rank.metrics.clone()).collect())
+            .map(|training| training.ranks.iter().map(|rank| rank.logged.clone()).collect())
             .unwrap_or_default(),
     };
     let text = serde_json::to_string(&header).map_err(|e| Error::io("serialize", path, e.into()))?;
@@ -320,11 +325,7 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
     let mut training = TrainingState {
         optimizers: (0..header.num_optimizers).map(|_| Vec::new()).collect(),
         json: header.training.clone().unwrap_or_default(),
-        ranks: header
-            .ranks
-            .into_iter()
-            .map(|metrics| RankState { metrics, ..RankState::default() })
-            .collect(),
+        ranks: header.ranks.into_iter().map(|logged| RankState { logged, ..RankState::default() }).collect(),
         ..TrainingState::default()
     };
     for (name, tensor) in tensors {
@@ -335,6 +336,7 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
         match rest.split_once('.') {
             Some(("grad", fqn)) => training.grads.push((fqn.to_owned(), tensor)),
             Some(("callback", name)) => training.callbacks.push((name.to_owned(), tensor)),
+            Some(("metric", name)) => training.metrics.push((name.to_owned(), tensor)),
             Some(("rng", device)) => training.rng.push((device.to_owned(), tensor)),
             Some(("rank", rest)) => {
                 let (rank, key) = rest.split_once('.').unwrap_or((rest, ""));
@@ -379,14 +381,16 @@ mod tests {
                 optimizers: vec![vec![("exp_avg.fc.weight".into(), tensor(Kind::Float))], vec![]],
                 grads: vec![("fc.weight".into(), Tensor::zeros([0], (Kind::Float, tch::Device::Cpu)))],
                 callbacks: vec![("average.fc.weight".into(), tensor(Kind::Float))],
+                metrics: vec![("accuracy.tp".into(), tensor(Kind::Int64))],
                 rng: vec![("cpu".into(), tensor(Kind::Uint8))],
                 json: serde_json::json!({"progress": {"global_step": 7}}),
                 ranks: vec![
-                    RankState { metrics: serde_json::json!({"train": []}), ..RankState::default() },
+                    RankState { logged: serde_json::json!({"train": []}), ..RankState::default() },
                     RankState {
                         grads: vec![("fc.weight".into(), tensor(Kind::Float))],
+                        metrics: vec![("accuracy.tp".into(), tensor(Kind::Int64))],
                         rng: vec![("hpu:2".into(), tensor(Kind::Uint8))],
-                        metrics: serde_json::Value::Null,
+                        logged: serde_json::Value::Null,
                     },
                 ],
             }),
@@ -408,7 +412,7 @@ mod tests {
         let loaded = Checkpoint::load(&path).expect("loads");
         assert_eq!(loaded.meta.global_step, 7);
         let ranks = &loaded.training.as_ref().expect("a full checkpoint").ranks;
-        assert_eq!((ranks.len(), &ranks[0].metrics), (2, &serde_json::json!({"train": []})));
+        assert_eq!((ranks.len(), &ranks[0].logged), (2, &serde_json::json!({"train": []})));
         let (saved, loaded) = (named_tensors(&saved), named_tensors(&loaded));
         assert_eq!(saved.len(), loaded.len());
         assert!(saved.iter().any(|(name, _)| name == "voltaic:rank.2.rng.hpu:2"));

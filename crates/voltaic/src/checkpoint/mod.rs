@@ -67,6 +67,8 @@ pub struct TrainingState {
     pub grads: Vec<(String, Tensor)>,
     /// Tensors that callbacks keep, by name.
     pub callbacks: Vec<(String, Tensor)>,
+    /// What the module's metrics have accumulated in an epoch that is not over, by fqn and part.
+    pub metrics: Vec<(String, Tensor)>,
     /// States of random number generators, by device name.
     pub rng: Vec<(String, Tensor)>,
     /// Everything else, as JSON: loop position, groups, schedules, callbacks, metrics.
@@ -80,10 +82,12 @@ pub struct TrainingState {
 pub struct RankState {
     /// Its gradients of an accumulation window that was not complete, by fqn.
     pub grads: Vec<(String, Tensor)>,
+    /// What its metrics had accumulated in an epoch that was not over, by fqn and part.
+    pub metrics: Vec<(String, Tensor)>,
     /// States of its random number generators, by device name.
     pub rng: Vec<(String, Tensor)>,
     /// The values that it logged in an epoch that was not over.
-    pub metrics: serde_json::Value,
+    pub logged: serde_json::Value,
 }
 
 /// The checkpoints a callback has saved.
@@ -130,14 +134,19 @@ impl Checkpoint {
                 optimizers: training.optimizers.iter().map(|o| list(o)).collect::<Result<_>>()?,
                 grads: list(&training.grads)?,
                 callbacks: list(&training.callbacks)?,
+                metrics: list(&training.metrics)?,
                 rng: list(&training.rng)?,
                 json: training.json.clone(),
                 ranks: training
                     .ranks
                     .iter()
                     .map(|rank| {
-                        let (grads, rng) = (list(&rank.grads)?, list(&rank.rng)?);
-                        Ok(RankState { grads, rng, metrics: rank.metrics.clone() })
+                        Ok(RankState {
+                            grads: list(&rank.grads)?,
+                            metrics: list(&rank.metrics)?,
+                            rng: list(&rank.rng)?,
+                            logged: rank.logged.clone(),
+                        })
                     })
                     .collect::<Result<_>>()?,
             }),

@@ -119,6 +119,20 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether memory of a device or of the host is used up; also if a hook says so, since tch's operators panic then.
+    pub fn is_out_of_memory(&self) -> bool {
+        let says_so = |text: &str| {
+            let text = text.to_lowercase();
+            text.contains("out of memory") || text.contains("not enough memory")
+        };
+        match self {
+            Self::Torch(error) => error.kind == TorchErrorKind::OutOfMemory || says_so(&error.message),
+            Self::Hook { source, .. } => says_so(&format!("{source:#}")),
+            Self::Data(_) => says_so(&self.to_string()),
+            _ => false,
+        }
+    }
+
     /// An [`Error::Io`] whose remedy follows from the kind of failure.
     pub fn io(action: &'static str, path: impl AsRef<Path>, source: std::io::Error) -> Self {
         use std::io::ErrorKind;

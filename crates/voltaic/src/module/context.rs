@@ -7,8 +7,9 @@ use tch::Tensor;
 use super::Progress;
 use super::log_value::{LogValue, ReduceFx};
 use super::manual::ManualOptimization;
-use super::metrics::{LogOptions, MetricStore};
+use super::metrics::MetricStore;
 use super::profiler::{Action, Profiling};
+use super::scope::LogOptions;
 use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::distributed::ProcessGroup;
@@ -190,6 +191,8 @@ pub struct RunFacts {
     pub log_dir: PathBuf,
     /// Samples in a training batch, if the loader knows.
     pub train_batch_size: Option<usize>,
+    /// Samples of the largest loader that was asked for last, on this rank.
+    pub num_samples: usize,
     /// The folder given as `default_root_dir`.
     pub default_root_dir: PathBuf,
     /// Whether there is a logger.
@@ -218,6 +221,8 @@ pub struct HookContext<'a> {
     pub(crate) loss: Option<&'a Tensor>,
     pub(crate) batch_idx: usize,
     pub(crate) batch_size: Option<usize>,
+    pub(crate) batch_indices: &'a [usize],
+    pub(crate) prediction: Option<&'a Tensor>,
     pub(crate) dataloader_idx: usize,
     pub(crate) is_sanity_check: bool,
     pub(crate) is_training: bool,
@@ -307,6 +312,16 @@ impl HookContext<'_> {
     /// Samples of the batch, in batch hooks; `None` if its tensors do not tell.
     pub fn batch_size(&self) -> Option<usize> {
         self.batch_size
+    }
+
+    /// Samples of the data set that the batch is made of, in its order; set in the batch hooks of evaluations.
+    pub fn batch_indices(&self) -> &[usize] {
+        self.batch_indices
+    }
+
+    /// What `predict_step` gave for the batch; set in `on_predict_batch_end`.
+    pub fn prediction(&self) -> Option<&Tensor> {
+        self.prediction
     }
 
     /// Which of several evaluation loaders the batch is from, in batch hooks.

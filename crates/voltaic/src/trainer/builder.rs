@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::batch_size_finder::BatchSizeFinderConfig;
 use super::callbacks::CallbackConfig;
 use super::config::{
     Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
@@ -37,6 +38,7 @@ pub struct TrainerBuilder {
     optimizers: Option<OptimizerOverride>,
     profiler: Option<Box<dyn Profiler>>,
     lr_finder: Option<LearningRateFinderConfig>,
+    batch_size_finder: Option<BatchSizeFinderConfig>,
 }
 
 /// A setter per key of [`TrainerConfig`].
@@ -216,7 +218,9 @@ impl TrainerBuilder {
             run,
             optimizers: self.optimizers,
             lr_finder: self.lr_finder,
+            batch_size_finder: self.batch_size_finder,
             ckpt_path: None,
+            drops_predictions: false,
             graphs: GraphReport::default(),
         })
     }
@@ -228,6 +232,11 @@ impl TrainerBuilder {
             if let CallbackConfig::LearningRateFinder(config) = callback {
                 problems.extend(config.check().err().into_iter().flat_map(|error| error.problems));
                 self.lr_finder = Some(config);
+                continue;
+            }
+            if let CallbackConfig::BatchSizeFinder(config) = callback {
+                problems.extend(config.check().err().into_iter().flat_map(|error| error.problems));
+                self.batch_size_finder = Some(config);
                 continue;
             }
             match callback.build() {

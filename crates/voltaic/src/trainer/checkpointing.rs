@@ -61,11 +61,12 @@ pub(super) fn gather_ranks<M: LightningModule>(session: &Session<M>) -> Result<V
 
 /// What this rank has to itself.
 fn own_state<M: LightningModule>(session: &Session<M>) -> Result<RankState> {
-    let metrics = serde_json::to_value(session.run.metrics.state());
+    let logged = serde_json::to_value(session.run.metrics.state());
     Ok(RankState {
         grads: pending_grads(session),
+        metrics: session.run.metrics.metric_states(),
         rng: seed::rng_states(session.plan.device)?,
-        metrics: metrics.map_err(|e| Error::io("serialize", "logged values", e.into()))?,
+        logged: logged.map_err(|e| Error::io("serialize", "logged values", e.into()))?,
     })
 }
 
@@ -136,6 +137,7 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
             optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
             grads: pending_grads(session),
             callbacks: Vec::new(),
+            metrics: session.run.metrics.metric_states(),
             rng: seed::rng_states(session.plan.device)?,
             json: Value::Null,
             ranks: Vec::new(),
@@ -259,13 +261,14 @@ pub(super) fn restore_training<M: LightningModule>(
         return Err(unusable(&path, "it holds weights only, no training state".to_owned(), remedy));
     };
     let state = read_state(&training.json, &path)?;
-    let OwnPart { metrics, grads, rng } = own_part(
-        session.run.world(),
-        RankState { grads: training.grads, rng: training.rng, metrics: Value::Null },
-        training.ranks,
-        state.metrics,
-        &path,
-    )?;
+    let first = RankState {
+        grads: training.grads,
+        metrics: training.metrics,
+        rng: training.rng,
+        logged: Value::Null,
+    };
+    let OwnPart { logged, metrics, grads, rng } =
+        own_part(session.run.world(), first, training.ranks, state.metrics, &path)?;
     let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
     let own: Vec<&str> = session.optimizers.iter().map(|optimizer| optimizer.name()).collect();
     if names != own || state.schedulers.len() != session.schedulers.len() {
@@ -294,25 +297,27 @@ pub(super) fn restore_training<M: LightningModule>(
         tracing::info!("shuffling with seed {saved} of the checkpoint instead of {own}");
         session.run.seed = saved;
     }
-    session.run.metrics.restore(metrics);
+    session.run.metrics.restore(logged);
+    session.run.metrics.restore_metrics(&metrics, session.plan.device)?;
     session.run.progress = state.progress;
     Ok(Resumed { path, rng, shape: (state.num_training_batches, state.batch_size) })
 }
 
 /// What this rank takes of the parts that each rank has for itself.
 struct OwnPart {
-    metrics: MetricsState,
+    logged: MetricsState,
+    metrics: Vec<(String, tch::Tensor)>,
     grads: Vec<(String, tch::Tensor)>,
     rng: Vec<(String, tch::Tensor)>,
 }
 
-/// `first` and `metrics` are rank 0's, `ranks` the others'. A rank that the saved run did not have goes on from rank 0's
-/// random state, and with nothing logged of its own.
+/// `first` and `logged` are rank 0's, `ranks` the others'. A rank that the saved run did not have goes on from rank 0's
+/// random state, and has counted nothing: each batch counts at most once.
 fn own_part(
     world: &World,
     first: RankState,
     ranks: Vec<RankState>,
-    metrics: MetricsState,
+    logged: MetricsState,
     path: &Path,
 ) -> Result<OwnPart> {
     let saved = ranks.len() + 1;
@@ -320,17 +325,19 @@ fn own_part(
         tracing::info!("{} is of {saved} rank(s), this run has {}", path.display(), world.world_size);
     }
     let own = world.rank.checked_sub(1).map(|index| ranks.into_iter().nth(index));
-    Ok(match own {
-        None => OwnPart { metrics, grads: first.grads, rng: first.rng },
-        Some(None) => OwnPart { metrics: metrics.without_open_epoch(), grads: Vec::new(), rng: first.rng },
-        Some(Some(RankState { grads, rng, metrics })) => {
-            let metrics = MetricsState::deserialize(metrics).map_err(|e| {
-                let what = format!("the logged values of rank {} are not understood: {e}", world.rank);
-                unusable(path, what, "use another checkpoint")
-            })?;
-            OwnPart { metrics, grads, rng }
+    let RankState { grads, metrics, rng, logged } = match own {
+        None => return Ok(OwnPart { logged, metrics: first.metrics, grads: first.grads, rng: first.rng }),
+        Some(None) => {
+            let (metrics, grads) = (Vec::new(), Vec::new());
+            return Ok(OwnPart { logged: logged.without_open_epoch(), metrics, grads, rng: first.rng });
         }
-    })
+        Some(Some(own)) => own,
+    };
+    let logged = MetricsState::deserialize(logged).map_err(|e| {
+        let what = format!("the logged values of rank {} are not understood: {e}", world.rank);
+        unusable(path, what, "use another checkpoint")
+    })?;
+    Ok(OwnPart { logged, metrics, grads, rng })
 }
 
 impl Resumed {

@@ -105,8 +105,12 @@ impl<M: LightningModule> Session<'_, M> {
         })
     }
 
-    /// Predicts; returns one tensor per batch for each loader, on the device.
-    pub(super) fn predict(&mut self, data: &EvalLoaders<M::Batch>) -> Result<Vec<Vec<Tensor>>> {
+    /// Predicts; returns one tensor per batch for each loader, on the device; none of them unless `returns`.
+    pub(super) fn predict(
+        &mut self,
+        data: &EvalLoaders<M::Batch>,
+        returns: bool,
+    ) -> Result<Vec<Vec<Tensor>>> {
         let mut predictions: Vec<Vec<Tensor>> = data.loaders.iter().map(|_| Vec::new()).collect();
         self.evaluate(|session| {
             module_hook!(session, on_predict_model_eval)?;
@@ -116,8 +120,12 @@ impl<M: LightningModule> Session<'_, M> {
                 call_hook!(session, on_predict_batch_start, Eval, Denied, facts)?;
                 let output =
                     session.step(PREDICT_STEP, facts, |module, ctx| module.predict_step(batch, ctx))?;
-                predictions[facts.dataloader_idx].push(output);
-                call_hook!(session, on_predict_batch_end, Eval, Denied, facts)
+                let ended = BatchFacts { prediction: Some(&output), ..facts };
+                call_hook!(session, on_predict_batch_end, Eval, Denied, ended)?;
+                if returns {
+                    predictions[facts.dataloader_idx].push(output);
+                }
+                Ok(())
             })?;
             call_hook!(session, on_predict_epoch_end, Eval, Denied)?;
             call_hook!(session, on_predict_end, Eval, Denied)
@@ -156,6 +164,7 @@ impl<M: LightningModule> Session<'_, M> {
                     batch_idx,
                     dataloader_idx,
                     batch_size: batch.batch_size(),
+                    batch_indices: batches.batch_indices(batch_idx),
                     metric_suffix: has_several.then_some(dataloader_idx),
                     log_step: if remaining == 0 { self.eval_log_step() } else { None },
                     ..BatchFacts::default()

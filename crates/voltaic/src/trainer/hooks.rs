@@ -34,6 +34,8 @@ pub(super) struct BatchFacts<'a> {
     pub batch_idx: usize,
     pub dataloader_idx: usize,
     pub batch_size: Option<usize>,
+    pub batch_indices: &'a [usize],
+    pub prediction: Option<&'a Tensor>,
     pub loss: Option<&'a Tensor>,
     pub will_validate: bool,
     /// Step under which the loggers take rows of this batch, if they do.
@@ -167,6 +169,8 @@ impl Parts<'_> {
             loss: batch.loss,
             batch_idx: batch.batch_idx,
             batch_size: batch.batch_size,
+            batch_indices: batch.batch_indices,
+            prediction: batch.prediction,
             dataloader_idx: batch.dataloader_idx,
             is_sanity_check: self.is_sanity_check,
             is_training: self.is_training,

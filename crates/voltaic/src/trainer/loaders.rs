@@ -63,6 +63,7 @@ impl<M: LightningModule> Session<'_, M> {
             return Err(ConfigError::new("data", "there is no training loader", remedy).into());
         };
         train.set_seed(self.run.seed);
+        self.set_batch_size(std::slice::from_mut(&mut train))?;
         if self.plan.overfits && train.make_sequential() {
             tracing::warn!(
                 "overfit_batches: the training data is not shuffled, so that the batches stay the same"
@@ -70,6 +71,17 @@ impl<M: LightningModule> Session<'_, M> {
         }
         ranks::shard_train(&mut train, self.plan, self.run.world())?;
         Ok(train)
+    }
+
+    /// Gives the loaders of this stage the batch size that was found for it, if one was.
+    pub(super) fn set_batch_size(&mut self, loaders: &mut [DataLoader<M::Batch>]) -> Result<()> {
+        self.run.facts.num_samples = loaders.iter().map(DataLoader::num_samples).max().unwrap_or(0);
+        match self.plan.batch_size {
+            Some((stage, size)) if stage == self.stage => {
+                Ok(loaders.iter_mut().try_for_each(|loader| loader.set_batch_size(size))?)
+            }
+            _ => Ok(()),
+        }
     }
 
     pub(super) fn val_dataloaders(&mut self) -> Result<Vec<DataLoader<M::Batch>>> {

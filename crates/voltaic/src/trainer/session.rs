@@ -99,6 +99,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         module_hook!(self, setup, stage)?;
         module_hook!(self, configure_model)?;
+        self.run.metrics.set_metrics(self.module.named_metrics());
         self.module.to_device(self.plan.device)?;
         if let Some(dtype) = self.plan.precision.true_dtype() {
             self.module.to_dtype(dtype)?;
@@ -261,6 +262,7 @@ impl<M: LightningModule> Session<'_, M> {
     pub(super) fn conclude<T>(&mut self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
             self.on_exception(error);
+            self.run.metrics.abandon();
         }
         let described = self.run.profiling.describe();
         match (result, described) {
