@@ -5,6 +5,7 @@
 
 mod capture;
 mod check;
+mod flops;
 mod hpu_graph;
 mod ir;
 mod metrics;
@@ -14,6 +15,7 @@ mod wrap;
 
 pub use crate::ffi::ReplayStats;
 pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
+pub use flops::Flops;
 pub use hpu_graph::{CaptureGuard, HpuGraph, graph};
 pub use ir::{Buffer, Graph, Node, Operand, Value};
 pub use metrics::{GraphMetrics, graph_metrics, metric_global, reset_metrics};
