@@ -221,7 +221,9 @@ impl Case {
         // of the others, the benchmark trains in float32 only
         let has_bf16 = matches!(peer.program, Program::Voltaic | Program::Torch);
         let has_ranks = [OURS, BASELINE].contains(&peer.name) || self.num_processes == 1;
-        has_ranks && peer.workloads.contains(&self.workload.name) && (has_bf16 || self.precision == Precision::Fp32)
+        has_ranks
+            && peer.workloads.contains(&self.workload.name)
+            && (has_bf16 || self.precision == Precision::Fp32)
     }
 }
 
@@ -232,8 +234,7 @@ pub fn cases(workloads: &[&'static Workload], precisions: &[&Precision], threads
     for &workload in workloads {
         for &&precision in precisions {
             for &num_threads in threads {
-                let case =
-                    Case { workload, precision, num_threads, malloc: Malloc::Held, num_processes: 1 };
+                let case = Case { workload, precision, num_threads, malloc: Malloc::Held, num_processes: 1 };
                 cases.push(case);
                 let trains_together = IN_TWO_PROCESSES.iter().any(|(name, _)| *name == workload.name);
                 if trains_together && precision == Precision::Fp32 && num_threads == 1 {
