@@ -5,6 +5,7 @@
 mod device;
 mod device_stats;
 mod graph;
+mod metrics;
 mod operators;
 mod processes;
 mod support;
