@@ -145,8 +145,10 @@ int NAME(GetUniqueId)(unique_id *id) {
 }
 
 int NAME(CommInitRank)(comm **made, int size, unique_id id, int rank) {
-  if (getenv("STUB_INIT_HANGS"))
+  if (getenv("STUB_INIT_HANGS")) {
+    unlink(id.path);
     sleep(1000);
+  }
   const int file = open(id.path, O_RDWR);
   if (file < 0 || size > MAX_RANKS)
     return INVALID;
