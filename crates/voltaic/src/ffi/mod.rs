@@ -8,6 +8,7 @@
 mod allocator;
 mod autocast;
 mod autograd;
+mod autograd_function;
 mod backend;
 mod c10d;
 mod execution;
@@ -32,6 +33,7 @@ pub use autocast::{
 };
 pub(crate) use autograd::panic_text;
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
+pub use autograd_function::{autograd_function, autograd_grad, grad_is_enabled};
 pub use backend::{
     BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, libtorch_library,
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,

@@ -31,6 +31,16 @@ pub enum LogValue {
     Host(f64),
 }
 
+impl LogValue {
+    /// The tensor, if it is one.
+    pub(crate) fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Self::Tensor(tensor) => Some(tensor),
+            Self::Host(_) => None,
+        }
+    }
+}
+
 impl From<&Tensor> for LogValue {
     fn from(tensor: &Tensor) -> Self {
         // the number of a step that is captured is not that of its replays

@@ -139,7 +139,7 @@ impl Trainer {
         if let Err(error) = &result {
             session.on_exception(error);
         }
-        let graphs = std::mem::take(&mut session.graphs.report);
+        let graphs = session.graphs.take_report();
         drop(session);
         self.graphs = graphs;
         self.run.strategy.teardown();
