@@ -42,17 +42,30 @@ pub fn role(field: &Field) -> Result<Role> {
     Ok(role)
 }
 
-/// The expression of `#[module(type_name = EXPRESSION)]`, if the struct has one.
-pub fn type_name(attributes: &[Attribute]) -> Result<Option<Expr>> {
-    let mut found = None;
+/// What `#[module(...)]` on a struct says.
+#[derive(Default)]
+pub struct OfStruct {
+    /// The expression of `#[module(type_name = EXPRESSION)]`.
+    pub type_name: Option<Expr>,
+    /// `#[module(metric)]`: the struct is a metric.
+    pub is_metric: bool,
+}
+
+/// Reads the attributes of a struct.
+pub fn of_struct(attributes: &[Attribute]) -> Result<OfStruct> {
+    let mut found = OfStruct::default();
     for attribute in module_attributes(attributes) {
         attribute.parse_nested_meta(|meta| {
-            if !meta.path.is_ident("type_name") {
+            if meta.path.is_ident("type_name") {
+                found.type_name = Some(meta.value()?.parse()?);
+            } else if meta.path.is_ident("metric") {
+                found.is_metric = true;
+            } else {
                 return Err(meta.error(
-                    "a struct knows #[module(type_name = ...)]; skip and training belong to a field",
+                    "a struct knows #[module(type_name = ...)] and #[module(metric)]; skip and training belong to a \
+                     field",
                 ));
             }
-            found = Some(meta.value()?.parse()?);
             Ok(())
         })?;
     }

@@ -54,7 +54,15 @@ pub fn expand(input: &DeriveInput) -> Result<TokenStream> {
             }
         }
     });
-    let type_name = attributes::type_name(&input.attrs)?.map(|expression| {
+    let of_struct = attributes::of_struct(&input.attrs)?;
+    let metric = of_struct.is_metric.then(|| {
+        quote! {
+            fn metric(&self) -> ::core::option::Option<::std::sync::Arc<dyn ::voltaic::metrics::Metric>> {
+                ::core::option::Option::Some(::std::sync::Arc::new(::core::clone::Clone::clone(self)))
+            }
+        }
+    });
+    let type_name = of_struct.type_name.map(|expression| {
         quote! {
             fn type_name(&self) -> &'static str {
                 #expression
@@ -82,6 +90,7 @@ pub fn expand(input: &DeriveInput) -> Result<TokenStream> {
 
             #set_training
             #type_name
+            #metric
         }
     })
 }

@@ -27,6 +27,7 @@ pub mod strategy;
 
 pub mod callback;
 pub mod logger;
+pub mod profiler;
 
 pub mod trainer;
 

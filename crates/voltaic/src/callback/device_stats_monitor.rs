@@ -157,7 +157,7 @@ impl Callback for DeviceStatsMonitor {
 mod tests {
     use super::*;
     use crate::accelerator::CudaAccelerator;
-    use crate::module::{MetricStore, Progress, Requests, RunFacts};
+    use crate::module::{MetricStore, Profiling, Progress, Requests, RunFacts};
 
     /// What is logged in a hook of a run on a GPU, whose memory is not measured.
     fn rows_on_a_gpu(monitor: &mut DeviceStatsMonitor, log_step: Option<u64>) -> Vec<(Vec<String>, u64)> {
@@ -168,11 +168,15 @@ mod tests {
             accelerator: &CudaAccelerator,
             device: Device::Cuda(0),
             metrics: &mut MetricStore::default(),
+            profiling: &Profiling::default(),
             requests: &mut requests,
             optimizers: &mut [],
             schedulers: &mut [],
             loss: None,
             batch_idx: 0,
+            batch_size: None,
+            batch_indices: &[],
+            prediction: None,
             dataloader_idx: 0,
             is_sanity_check: false,
             is_training: true,

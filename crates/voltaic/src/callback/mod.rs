@@ -13,6 +13,7 @@ mod learning_rate_monitor;
 mod model_checkpoint;
 mod model_summary;
 mod on_exception_checkpoint;
+mod prediction_writer;
 mod progress_bar;
 mod throughput_monitor;
 mod time_span;
@@ -30,6 +31,9 @@ pub use learning_rate_monitor::{LearningRateMonitor, LearningRateMonitorConfig};
 pub use model_checkpoint::{LinkText, Mode, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
 pub use model_summary::ModelSummary;
 pub use on_exception_checkpoint::{OnExceptionCheckpoint, OnExceptionCheckpointConfig};
+pub use prediction_writer::{
+    PredictedBatch, PredictionWriter, PredictionWriterConfig, WriteInterval, WritePredictions,
+};
 pub use progress_bar::ProgressBar;
 pub use throughput_monitor::{ThroughputMonitor, ThroughputMonitorConfig};
 pub use time_span::{TimeParts, TimeSpan};

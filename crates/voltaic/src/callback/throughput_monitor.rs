@@ -45,19 +45,50 @@ impl Default for ThroughputMonitorConfig {
 
 /// Gives the loggers, with each of their rows of training, `train/time` (seconds of training without validation),
 /// `train/batches`, `train/samples`, and over a window of batches `train/device/batches_per_sec`, `samples_per_sec`,
-/// `items_per_sec`, `flops_per_sec` and `mfu`. Counts begin anew with each fit. Source: Lightning's `ThroughputMonitor`.
+/// `items_per_sec`, `flops_per_sec` and `mfu`; with several ranks also `train/batches_per_sec` and so on of all of them.
+/// The same of each validation (`validate/..`), test and prediction when it is over, in one row. Counts begin anew with
+/// each fit and each evaluation. Source: Lightning's `ThroughputMonitor`.
 ///
 /// Time is the host's: on a device that works asynchronously a rate is right over a window, not for one batch.
+/// `flops_per_batch` is of training, and so is what follows from it.
 #[derive(Debug)]
 pub struct ThroughputMonitor {
     config: ThroughputMonitorConfig,
+    training: Counter,
+    evaluation: Counter,
+}
+
+/// Batches of one stage.
+#[derive(Debug, Default)]
+struct Counter {
     started: Option<Instant>,
     /// Time of validations since the start.
     paused: Duration,
-    validation_started: Option<Instant>,
     batches: u64,
-    /// Seconds of training when each of the last batches was done.
-    times: VecDeque<f64>,
+    samples: Option<u64>,
+    /// Seconds of work, and samples, when each of the last batches was done.
+    window: VecDeque<(f64, u64)>,
+}
+
+impl Counter {
+    fn start() -> Self {
+        Self { started: Some(Instant::now()), samples: Some(0), ..Self::default() }
+    }
+
+    fn elapsed(&self) -> f64 {
+        let elapsed = self.started.map(|started| started.elapsed()).unwrap_or_default();
+        elapsed.saturating_sub(self.paused).as_secs_f64()
+    }
+
+    /// Counts a batch that was done after so many seconds; a size that is not known makes all samples unknown.
+    fn count(&mut self, seconds: f64, samples: Option<u64>, window_size: usize) {
+        self.batches += 1;
+        self.samples = self.samples.zip(samples).map(|(sum, samples)| sum + samples);
+        if self.window.len() == window_size {
+            self.window.pop_front();
+        }
+        self.window.push_back((seconds, self.samples.unwrap_or(0)));
+    }
 }
 
 impl ThroughputMonitor {
@@ -86,53 +117,70 @@ impl ThroughputMonitor {
         if config.available_flops.is_some() && config.flops_per_batch.is_none() {
             return refuse("available_flops", "set without flops_per_batch".to_owned(), "set both");
         }
-        Ok(Self {
-            config,
-            started: None,
-            paused: Duration::ZERO,
-            validation_started: None,
-            batches: 0,
-            times: VecDeque::new(),
-        })
+        Ok(Self { config, training: Counter::default(), evaluation: Counter::default() })
     }
 
-    /// Counts a batch that was done after so many seconds of training.
-    fn count(&mut self, seconds: f64) {
-        self.batches += 1;
-        if self.times.len() == self.config.window_size {
-            self.times.pop_front();
-        }
-        self.times.push_back(seconds);
-    }
-
-    /// Names and values of a row.
-    fn row(&self, batch_size: Option<u64>) -> Vec<(String, f64)> {
-        let Self { config, batches, times, .. } = self;
+    /// Names and values of a row of a stage.
+    fn row(&self, stage: &str, counter: &Counter, world_size: usize) -> Vec<(String, f64)> {
+        let config = &self.config;
         let separator = &config.separator;
         let mut row = Vec::new();
-        let mut add = |name: &str, value: f64| row.push((format!("train{separator}{name}"), value));
-        add("time", times.back().copied().unwrap_or(0.0));
-        add("batches", *batches as f64);
-        let size = batch_size.map(|size| size as f64);
-        let length = config.length.zip(size).map(|(length, size)| length as f64 * size);
-        size.into_iter().for_each(|size| add("samples", size * *batches as f64));
-        length.into_iter().for_each(|length| add("lengths", length * *batches as f64));
-        let (Some(first), Some(last)) = (times.front(), times.back()) else { return row };
-        if times.len() < config.window_size || last <= first {
+        let mut add = |name: &str, value: f64| row.push((format!("{stage}{separator}{name}"), value));
+        add("time", counter.window.back().map_or(0.0, |(seconds, _)| *seconds));
+        add("batches", counter.batches as f64);
+        let length = config.length.filter(|_| counter.samples.is_some()).map(|length| length as f64);
+        let samples = counter.samples.map(|samples| samples as f64);
+        samples.into_iter().for_each(|samples| add("samples", samples));
+        samples.zip(length).into_iter().for_each(|(samples, length)| add("lengths", samples * length));
+        let (Some(first), Some(last)) = (counter.window.front(), counter.window.back()) else { return row };
+        if counter.window.len() < config.window_size || last.0 <= first.0 {
             return row;
         }
-        let rate = (times.len() - 1) as f64 / (last - first);
-        let mut add = |name: &str, value: f64| add(&format!("device{separator}{name}"), value);
-        add("batches_per_sec", rate);
-        size.into_iter().for_each(|size| add("samples_per_sec", size * rate));
-        length.into_iter().for_each(|length| add("items_per_sec", length * rate));
-        if let Some(flops) = config.flops_per_batch {
-            add("flops_per_sec", flops * rate);
-            config.available_flops.into_iter().for_each(|available| add("mfu", flops * rate / available));
+        let seconds = last.0 - first.0;
+        let batches_per_sec = (counter.window.len() - 1) as f64 / seconds;
+        let mut rates = vec![("batches_per_sec", batches_per_sec)];
+        if samples.is_some() {
+            let samples_per_sec = (last.1 - first.1) as f64 / seconds;
+            rates.push(("samples_per_sec", samples_per_sec));
+            rates.extend(length.map(|length| ("items_per_sec", samples_per_sec * length)));
+        }
+        let flops = config.flops_per_batch.filter(|_| stage == TRAIN).map(|flops| flops * batches_per_sec);
+        rates.extend(flops.map(|flops| ("flops_per_sec", flops)));
+        for (name, rate) in &rates {
+            add(&format!("device{separator}{name}"), *rate);
+        }
+        if let Some((flops, available)) = flops.zip(config.available_flops) {
+            add(&format!("device{separator}mfu"), flops / available);
+        }
+        if world_size > 1 {
+            rates.iter().for_each(|(name, rate)| add(name, rate * world_size as f64));
         }
         row
     }
+
+    fn log(&self, stage: &str, counter: &Counter, ctx: &mut HookContext, step: u64) {
+        let world_size = ctx.process_group().map_or(1, |group| group.world_size());
+        ctx.log_metrics(self.row(stage, counter, world_size), step);
+    }
+
+    fn count_evaluation(&mut self, ctx: &HookContext) {
+        if !ctx.is_sanity_check() {
+            let seconds = self.evaluation.elapsed();
+            self.evaluation.count(seconds, ctx.batch_size().map(|n| n as u64), self.config.window_size);
+        }
+    }
+
+    fn end_evaluation(&mut self, stage: &str, ctx: &mut HookContext) {
+        if ctx.is_sanity_check() {
+            return;
+        }
+        let steps = ctx.progress().batches_that_stepped;
+        let step = if ctx.is_training() { steps.saturating_sub(1) } else { steps };
+        self.log(stage, &self.evaluation, ctx, step);
+    }
 }
+
+const TRAIN: &str = "train";
 
 impl Callback for ThroughputMonitor {
     fn needs_logger(&self) -> bool {
@@ -145,17 +193,17 @@ impl Callback for ThroughputMonitor {
             has_size || self.config.length.is_none(),
             "items cannot be counted, since the loader does not tell its batch size; set ThroughputMonitor.batch_size"
         );
-        *self = Self::new(self.config.clone())?;
-        self.started = Some(Instant::now());
+        self.training = Counter::start();
         Ok(())
     }
 
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        let elapsed = self.started.map(|started| started.elapsed()).unwrap_or_default();
-        self.count(elapsed.saturating_sub(self.paused).as_secs_f64());
+        let known = ctx.batch_size().or(ctx.facts().train_batch_size);
+        let batch_size = self.config.batch_size.or(known.map(|size| size as u64));
+        let seconds = self.training.elapsed();
+        self.training.count(seconds, batch_size, self.config.window_size);
         if let Some(step) = ctx.log_step() {
-            let batch_size = self.config.batch_size.or(ctx.facts().train_batch_size.map(|size| size as u64));
-            ctx.log_metrics(self.row(batch_size), step);
+            self.log(TRAIN, &self.training, ctx, step);
         }
         Ok(())
     }
@@ -165,12 +213,56 @@ impl Callback for ThroughputMonitor {
         _ctx: &mut HookContext,
         _module: &mut dyn Module,
     ) -> anyhow::Result<()> {
-        self.validation_started = Some(Instant::now());
+        self.evaluation = Counter::start();
         Ok(())
     }
 
-    fn on_validation_end(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.paused += self.validation_started.take().map(|started| started.elapsed()).unwrap_or_default();
+    fn on_validation_batch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        self.count_evaluation(ctx);
+        Ok(())
+    }
+
+    fn on_validation_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.end_evaluation("validate", ctx);
+        self.training.paused += self.evaluation.started.map(|at| at.elapsed()).unwrap_or_default();
+        Ok(())
+    }
+
+    fn on_test_start(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.evaluation = Counter::start();
+        Ok(())
+    }
+
+    fn on_test_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.count_evaluation(ctx);
+        Ok(())
+    }
+
+    fn on_test_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.end_evaluation("test", ctx);
+        Ok(())
+    }
+
+    fn on_predict_start(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.evaluation = Counter::start();
+        Ok(())
+    }
+
+    fn on_predict_batch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        self.count_evaluation(ctx);
+        Ok(())
+    }
+
+    fn on_predict_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.end_evaluation("predict", ctx);
         Ok(())
     }
 }
@@ -188,11 +280,12 @@ mod tests {
             window_size: 3,
             ..Default::default()
         };
-        let mut monitor = ThroughputMonitor::new(config).expect("valid");
+        let monitor = ThroughputMonitor::new(config).expect("valid");
+        let mut counter = Counter::start();
         let mut rows = Vec::new();
         for seconds in [1.0, 2.0, 2.5, 3.0] {
-            monitor.count(seconds);
-            rows.push(monitor.row(Some(4)));
+            counter.count(seconds, Some(4), 3);
+            rows.push(monitor.row(TRAIN, &counter, 1));
         }
         let named = |names: &[(&str, f64)]| -> Vec<(String, f64)> {
             names.iter().map(|(name, value)| (format!("train/{name}"), *value)).collect()
@@ -211,6 +304,26 @@ mod tests {
             ("device/mfu", 0.2),
         ]);
         assert_eq!(rows[3], expected);
+        let of_all = monitor.row(TRAIN, &counter, 2).split_off(expected.len());
+        let rates = [("batches", 4.0), ("samples", 16.0), ("items", 128.0), ("flops", 4e9)];
+        let rates = rates.map(|(name, rate)| (format!("train/{name}_per_sec"), rate));
+        assert_eq!(of_all, rates);
+        let evaluated: Vec<String> =
+            monitor.row("validate", &counter, 1).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(evaluated.len(), 7, "operations are those of training: {evaluated:?}");
+        assert!(evaluated.contains(&"validate/device/samples_per_sec".to_owned()));
+    }
+
+    #[test]
+    fn a_size_that_is_not_known_leaves_samples_out() {
+        let config = ThroughputMonitorConfig { length: Some(8), window_size: 2, ..Default::default() };
+        let monitor = ThroughputMonitor::new(config).expect("valid");
+        let mut counter = Counter::start();
+        for (seconds, size) in [(1.0, Some(4)), (2.0, None), (3.0, Some(4))] {
+            counter.count(seconds, size, 2);
+        }
+        let names: Vec<String> = monitor.row("test", &counter, 1).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["test/time", "test/batches", "test/device/batches_per_sec"]);
     }
 
     #[test]

@@ -66,6 +66,8 @@ pub struct TrainingState {
     pub grads: Vec<(String, Tensor)>,
     /// Tensors that callbacks keep, by name.
     pub callbacks: Vec<(String, Tensor)>,
+    /// What the module's metrics have accumulated in an epoch that is not over, by fqn and part.
+    pub metrics: Vec<(String, Tensor)>,
     /// States of random number generators, by device name.
     pub rng: Vec<(String, Tensor)>,
     /// Everything else, as JSON: loop position, groups, schedules, callbacks, metrics.
@@ -116,6 +118,7 @@ impl Checkpoint {
                 optimizers: training.optimizers.iter().map(|o| list(o)).collect::<Result<_>>()?,
                 grads: list(&training.grads)?,
                 callbacks: list(&training.callbacks)?,
+                metrics: list(&training.metrics)?,
                 rng: list(&training.rng)?,
                 json: training.json.clone(),
             }),

@@ -30,9 +30,14 @@ pub(super) struct EpochPlan<B: Batch> {
 }
 
 impl<B: Batch> EpochPlan<B> {
+    fn indices_of(&self, batch_idx: usize) -> &[usize] {
+        let end = self.indices.len();
+        let first = (batch_idx * self.batch_size).min(end);
+        &self.indices[first..(first + self.batch_size).min(end)]
+    }
+
     fn load(&self, batch_idx: usize) -> Result<B> {
-        let first = batch_idx * self.batch_size;
-        let indices = &self.indices[first..(first + self.batch_size).min(self.indices.len())];
+        let indices = self.indices_of(batch_idx);
         let mut rng = batch_rng(self.seed, self.epoch, batch_idx, self.rank);
         let loaded = catch_unwind(AssertUnwindSafe(|| self.dataset.batch(indices, &mut rng)));
         let loaded = loaded.unwrap_or_else(|panic| Err(anyhow::anyhow!("panicked: {}", panic_text(&*panic))));
@@ -118,6 +123,11 @@ impl<B: Batch> BatchIter<B> {
     /// Place in the epoch of the batch that `next` will give.
     pub fn next_batch_idx(&self) -> usize {
         self.next
+    }
+
+    /// Samples of the data set that a batch of the epoch is made of; empty if there is no such batch.
+    pub fn batch_indices(&self, batch_idx: usize) -> &[usize] {
+        self.plan.indices_of(batch_idx)
     }
 
     fn receive(&self, batch_idx: usize) -> Result<B> {

@@ -137,6 +137,26 @@ impl<B: Batch> DataLoader<B> {
         self.default_seed = seed;
     }
 
+    /// Sets the samples per batch.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if each sample of the dataset is a batch already.
+    pub fn set_batch_size(&mut self, batch_size: usize) -> Result<(), ConfigError> {
+        if self.batch_size.is_none() {
+            let what = "cannot be changed: each sample of the dataset is a batch already";
+            return Err(ConfigError::new(
+                "DataLoader.batch_size",
+                what,
+                "let the dataset give single samples",
+            ));
+        }
+        if batch_size == 0 {
+            return Err(ConfigError::new("DataLoader.batch_size", "0 samples", "use 1 or more"));
+        }
+        self.batch_size = Some(batch_size);
+        Ok(())
+    }
+
     /// Makes the loader give its samples in order; returns whether they were shuffled.
     pub(crate) fn make_sequential(&mut self) -> bool {
         let was_shuffled = self.sampler.is_shuffled();

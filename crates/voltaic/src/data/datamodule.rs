@@ -45,6 +45,11 @@ pub trait DataModule: 'static {
     /// What the loaders yield.
     type Batch: Batch;
 
+    /// Name of the type, with its path.
+    fn type_name(&self) -> &'static str {
+        std::any::type_name::<Self>()
+    }
+
     /// Fetches or converts files. Called on one process per node, so it must not set state of `self`.
     ///
     /// # Errors

@@ -11,6 +11,7 @@ mod graph;
 mod memory;
 mod module;
 mod optim;
+mod profiler;
 
 use std::path::{Path, PathBuf};
 
@@ -22,6 +23,7 @@ pub use graph::GraphError;
 pub use memory::MemoryError;
 pub use module::ModuleError;
 pub use optim::OptimError;
+pub use profiler::ProfilerError;
 
 /// Result of what the user calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -54,6 +56,9 @@ pub enum Error {
     /// A graph cannot be recorded or replayed.
     #[error(transparent)]
     Graph(#[from] GraphError),
+    /// Actions of a profiler do not begin and end as they should.
+    #[error(transparent)]
+    Profiler(#[from] ProfilerError),
     /// The host memory pool cannot be set up as asked.
     #[error(transparent)]
     Memory(#[from] MemoryError),
@@ -114,6 +119,20 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether memory of a device or of the host is used up; also if a hook says so, since tch's operators panic then.
+    pub fn is_out_of_memory(&self) -> bool {
+        let says_so = |text: &str| {
+            let text = text.to_lowercase();
+            text.contains("out of memory") || text.contains("not enough memory")
+        };
+        match self {
+            Self::Torch(error) => error.kind == TorchErrorKind::OutOfMemory || says_so(&error.message),
+            Self::Hook { source, .. } => says_so(&format!("{source:#}")),
+            Self::Data(_) => says_so(&self.to_string()),
+            _ => false,
+        }
+    }
+
     /// An [`Error::Io`] whose remedy follows from the kind of failure.
     pub fn io(action: &'static str, path: impl AsRef<Path>, source: std::io::Error) -> Self {
         use std::io::ErrorKind;

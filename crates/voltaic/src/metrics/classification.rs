@@ -3,8 +3,9 @@
 use tch::{Kind, Tensor};
 
 use super::Metric;
-use super::state::{Reduction, State, metric_by_state, refuse, safe_divide};
+use super::state::{MetricState, Reduction, refuse, safe_divide};
 use crate::error::Result;
+use crate::nn::Module;
 
 /// How the values of the classes become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,27 +70,36 @@ fn averaged(average: Average, values: Tensor, counts: &[Tensor]) -> Result<Tenso
     safe_divide(&values.f_mul(&weights)?.f_sum(Kind::Float)?, &total)
 }
 
-fn summed(average: Average, counts: Vec<Tensor>) -> Result<Vec<Tensor>> {
-    match average {
-        Average::Micro => counts.iter().map(|count| Ok(count.f_sum(Kind::Int64)?)).collect(),
-        _ => Ok(counts),
-    }
+fn summed(average: Average, counts: &[Tensor]) -> Result<Vec<Tensor>> {
+    let sum = |count: &Tensor| match average {
+        Average::Micro => Ok(count.f_sum(Kind::Int64)?),
+        _ => Ok(count.shallow_clone()),
+    };
+    counts.iter().map(sum).collect()
 }
 
 /// Part of the samples whose class is right, or among the `top_k` most likely; torchmetrics' `MulticlassAccuracy`.
-#[derive(Debug)]
+#[derive(Debug, Clone, Module)]
+#[module(metric)]
 pub struct Accuracy {
     num_classes: i64,
+    #[module(skip)]
     average: Average,
     top_k: i64,
     ignore_index: Option<i64>,
-    state: State,
+    state: MetricState,
 }
 
 impl Accuracy {
     /// Over `num_classes` classes.
     pub fn new(num_classes: i64, average: Average) -> Self {
-        Self { num_classes, average, top_k: 1, ignore_index: None, state: State::new("Accuracy", COUNTS) }
+        Self {
+            num_classes,
+            average,
+            top_k: 1,
+            ignore_index: None,
+            state: MetricState::new("Accuracy", COUNTS),
+        }
     }
 
     /// Counts a sample as right if its class is among so many of the largest logits.
@@ -129,27 +139,31 @@ impl Accuracy {
 }
 
 impl Metric for Accuracy {
-    fn compute(&self) -> Result<Tensor> {
-        let counts = summed(self.average, self.state.get()?)?;
+    fn state(&self) -> &MetricState {
+        &self.state
+    }
+
+    fn value(&self, state: &[Tensor]) -> Result<Tensor> {
+        let counts = summed(self.average, state)?;
         let values = safe_divide(&counts[0], &counts[0].f_add(&counts[2])?)?;
         averaged(self.average, values, &counts)
     }
-
-    metric_by_state!();
 }
 
 /// Harmonic mean of precision and recall; torchmetrics' `MulticlassF1Score`.
-#[derive(Debug)]
+#[derive(Debug, Clone, Module)]
+#[module(metric)]
 pub struct F1Score {
     num_classes: i64,
+    #[module(skip)]
     average: Average,
-    state: State,
+    state: MetricState,
 }
 
 impl F1Score {
     /// Over `num_classes` classes.
     pub fn new(num_classes: i64, average: Average) -> Self {
-        Self { num_classes, average, state: State::new("F1Score", COUNTS) }
+        Self { num_classes, average, state: MetricState::new("F1Score", COUNTS) }
     }
 
     /// Adds a batch; as [`Accuracy::update`].
@@ -163,28 +177,31 @@ impl F1Score {
 }
 
 impl Metric for F1Score {
-    fn compute(&self) -> Result<Tensor> {
-        let counts = summed(self.average, self.state.get()?)?;
+    fn state(&self) -> &MetricState {
+        &self.state
+    }
+
+    fn value(&self, state: &[Tensor]) -> Result<Tensor> {
+        let counts = summed(self.average, state)?;
         let double = counts[0].f_mul_scalar(2)?;
         let values = safe_divide(&double, &double.f_add(&counts[1])?.f_add(&counts[2])?)?;
         averaged(self.average, values, &counts)
     }
-
-    metric_by_state!();
 }
 
 /// How often each class was predicted for each target: `[num_classes, num_classes]`, `i64`, targets in rows;
 /// torchmetrics' `MulticlassConfusionMatrix`.
-#[derive(Debug)]
+#[derive(Debug, Clone, Module)]
+#[module(metric)]
 pub struct ConfusionMatrix {
     num_classes: i64,
-    state: State,
+    state: MetricState,
 }
 
 impl ConfusionMatrix {
     /// Over `num_classes` classes.
     pub fn new(num_classes: i64) -> Self {
-        Self { num_classes, state: State::new("ConfusionMatrix", &[("confmat", Reduction::Sum)]) }
+        Self { num_classes, state: MetricState::new("ConfusionMatrix", &[("confmat", Reduction::Sum)]) }
     }
 
     /// Adds a batch; as [`Accuracy::update`].
@@ -201,9 +218,11 @@ impl ConfusionMatrix {
 }
 
 impl Metric for ConfusionMatrix {
-    fn compute(&self) -> Result<Tensor> {
-        Ok(self.state.get()?.swap_remove(0))
+    fn state(&self) -> &MetricState {
+        &self.state
     }
 
-    metric_by_state!();
+    fn value(&self, state: &[Tensor]) -> Result<Tensor> {
+        Ok(state[0].shallow_clone())
+    }
 }

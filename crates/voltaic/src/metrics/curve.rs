@@ -3,19 +3,21 @@
 use tch::{Kind, Tensor};
 
 use super::Metric;
-use super::state::{Reduction, State, metric_by_state, refuse, safe_divide};
+use super::state::{MetricState, Reduction, refuse, safe_divide};
 use crate::error::Result;
+use crate::nn::Module;
 
 /// Area under the receiver operating characteristic, exact: all scores are kept until the reset. torchmetrics'
 /// `BinaryAUROC`, and `MulticlassAUROC` with `average="macro"`: each class against the others.
 ///
 /// It is the probability that a positive sample has a higher score than a negative one, ties counting half
 /// ([Mann and Whitney, 1947](https://doi.org/10.1214/aoms/1177730491)).
-#[derive(Debug)]
+#[derive(Debug, Clone, Module)]
+#[module(metric)]
 pub struct Auroc {
     /// 1 for two classes told by one score.
     num_classes: i64,
-    state: State,
+    state: MetricState,
 }
 
 const SCORES: &[(&str, Reduction)] = &[("preds", Reduction::Cat), ("target", Reduction::Cat)];
@@ -23,12 +25,12 @@ const SCORES: &[(&str, Reduction)] = &[("preds", Reduction::Cat), ("target", Red
 impl Auroc {
     /// Of scores `[n]` and targets 0 or 1.
     pub fn binary() -> Self {
-        Self { num_classes: 1, state: State::new("Auroc", SCORES) }
+        Self { num_classes: 1, state: MetricState::new("Auroc", SCORES) }
     }
 
     /// Mean over classes of scores `[n, num_classes]`.
     pub fn multiclass(num_classes: i64) -> Self {
-        Self { num_classes, state: State::new("Auroc", SCORES) }
+        Self { num_classes, state: MetricState::new("Auroc", SCORES) }
     }
 
     /// Adds a batch: scores `[n]` or `[n, num_classes]`, and targets `[n]`, `i64`.
@@ -61,8 +63,11 @@ fn area(scores: &Tensor, is_positive: &Tensor) -> Result<Tensor> {
 }
 
 impl Metric for Auroc {
-    fn compute(&self) -> Result<Tensor> {
-        let state = self.state.get()?;
+    fn state(&self) -> &MetricState {
+        &self.state
+    }
+
+    fn value(&self, state: &[Tensor]) -> Result<Tensor> {
         let (preds, target) = (&state[0], &state[1]);
         if self.num_classes == 1 {
             return area(&preds.f_contiguous()?, target);
@@ -72,6 +77,4 @@ impl Metric for Auroc {
         let areas = areas.collect::<Result<Vec<_>>>()?;
         Ok(Tensor::f_stack(&areas, 0)?.f_mean(Kind::Float)?)
     }
-
-    metric_by_state!();
 }

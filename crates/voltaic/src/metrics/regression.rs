@@ -3,8 +3,9 @@
 use tch::{Kind, Tensor};
 
 use super::Metric;
-use super::state::{Reduction, State, metric_by_state, refuse, safe_divide};
+use super::state::{MetricState, Reduction, refuse, safe_divide};
 use crate::error::Result;
+use crate::nn::Module;
 
 const MEAN: &[(&str, Reduction)] = &[("sum", Reduction::Sum), ("total", Reduction::Sum)];
 
@@ -13,16 +14,17 @@ fn total(n: usize, like: &Tensor) -> Result<Tensor> {
 }
 
 /// Mean of squared differences, or its root; torchmetrics' `MeanSquaredError`.
-#[derive(Debug)]
+#[derive(Debug, Clone, Module)]
+#[module(metric)]
 pub struct MeanSquaredError {
     squared: bool,
-    state: State,
+    state: MetricState,
 }
 
 impl MeanSquaredError {
     /// The mean of squares.
     pub fn new() -> Self {
-        Self { squared: true, state: State::new("MeanSquaredError", MEAN) }
+        Self { squared: true, state: MetricState::new("MeanSquaredError", MEAN) }
     }
 
     /// With `false`: the root of the mean.
@@ -53,26 +55,28 @@ impl Default for MeanSquaredError {
 }
 
 impl Metric for MeanSquaredError {
-    fn compute(&self) -> Result<Tensor> {
-        let state = self.state.get()?;
+    fn state(&self) -> &MetricState {
+        &self.state
+    }
+
+    fn value(&self, state: &[Tensor]) -> Result<Tensor> {
         let mean = safe_divide(&state[0], &state[1])?;
         if self.squared { Ok(mean) } else { Ok(mean.f_sqrt()?) }
     }
-
-    metric_by_state!();
 }
 
 /// Exponential of the mean negative log likelihood of the tokens; torchmetrics' `Perplexity`.
-#[derive(Debug)]
+#[derive(Debug, Clone, Module)]
+#[module(metric)]
 pub struct Perplexity {
     ignore_index: Option<i64>,
-    state: State,
+    state: MetricState,
 }
 
 impl Perplexity {
     /// Over all tokens.
     pub fn new() -> Self {
-        Self { ignore_index: None, state: State::new("Perplexity", MEAN) }
+        Self { ignore_index: None, state: MetricState::new("Perplexity", MEAN) }
     }
 
     /// Leaves out tokens with this target.
@@ -111,24 +115,26 @@ impl Default for Perplexity {
 }
 
 impl Metric for Perplexity {
-    fn compute(&self) -> Result<Tensor> {
-        let state = self.state.get()?;
-        Ok(safe_divide(&state[0], &state[1])?.f_exp()?)
+    fn state(&self) -> &MetricState {
+        &self.state
     }
 
-    metric_by_state!();
+    fn value(&self, state: &[Tensor]) -> Result<Tensor> {
+        Ok(safe_divide(&state[0], &state[1])?.f_exp()?)
+    }
 }
 
 /// Weighted mean of anything; torchmetrics' `MeanMetric`.
-#[derive(Debug)]
+#[derive(Debug, Clone, Module)]
+#[module(metric)]
 pub struct MeanMetric {
-    state: State,
+    state: MetricState,
 }
 
 impl MeanMetric {
     /// Of no values yet.
     pub fn new() -> Self {
-        Self { state: State::new("MeanMetric", MEAN) }
+        Self { state: MetricState::new("MeanMetric", MEAN) }
     }
 
     /// Adds values of any shape, each with this weight.
@@ -150,10 +156,11 @@ impl Default for MeanMetric {
 }
 
 impl Metric for MeanMetric {
-    fn compute(&self) -> Result<Tensor> {
-        let state = self.state.get()?;
-        safe_divide(&state[0], &state[1])
+    fn state(&self) -> &MetricState {
+        &self.state
     }
 
-    metric_by_state!();
+    fn value(&self, state: &[Tensor]) -> Result<Tensor> {
+        safe_divide(&state[0], &state[1])
+    }
 }

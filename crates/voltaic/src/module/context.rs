@@ -7,7 +7,9 @@ use tch::Tensor;
 use super::Progress;
 use super::log_value::{LogValue, ReduceFx};
 use super::manual::ManualOptimization;
-use super::metrics::{LogOptions, MetricStore};
+use super::metrics::MetricStore;
+use super::profiler::{Action, Profiling};
+use super::scope::LogOptions;
 use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::distributed::ProcessGroup;
@@ -19,6 +21,7 @@ use crate::optim::{ActiveLrScheduler, Optimizer};
 pub struct StepContext<'a> {
     pub(crate) metrics: &'a mut MetricStore,
     pub(crate) progress: &'a mut Progress,
+    pub(crate) profiling: &'a Profiling,
     pub(crate) batch_idx: usize,
     pub(crate) dataloader_idx: usize,
     /// There in a training step with manual optimization.
@@ -64,6 +67,15 @@ impl StepContext<'_> {
             Some((graphs, is_training)) => graphs.call(module, args, *is_training),
             None => module.call(args),
         }
+    }
+
+    /// Begins an action of one's own for the profiler; it ends when what is returned goes out of scope. Nothing is measured
+    /// without a profiler, and in a step that a graph replays.
+    ///
+    /// # Errors
+    /// If an action of this name runs already.
+    pub fn profile(&self, action: &str) -> Result<Action> {
+        self.profiling.start(|| action.to_owned())
     }
 
     /// The ranks, to exchange tensors with; `None` for a process alone.
@@ -211,6 +223,8 @@ pub struct RunFacts {
     pub log_dir: PathBuf,
     /// Samples in a training batch, if the loader knows.
     pub train_batch_size: Option<usize>,
+    /// Samples of the largest loader that was asked for last, on this rank.
+    pub num_samples: usize,
     /// The folder given as `default_root_dir`.
     pub default_root_dir: PathBuf,
     /// Whether there is a logger.
@@ -232,11 +246,15 @@ pub struct HookContext<'a> {
     pub(crate) accelerator: &'a dyn Accelerator,
     pub(crate) device: Device,
     pub(crate) metrics: &'a mut MetricStore,
+    pub(crate) profiling: &'a Profiling,
     pub(crate) requests: &'a mut Requests,
     pub(crate) optimizers: &'a mut [Box<dyn Optimizer>],
     pub(crate) schedulers: &'a mut [ActiveLrScheduler],
     pub(crate) loss: Option<&'a Tensor>,
     pub(crate) batch_idx: usize,
+    pub(crate) batch_size: Option<usize>,
+    pub(crate) batch_indices: &'a [usize],
+    pub(crate) prediction: Option<&'a Tensor>,
     pub(crate) dataloader_idx: usize,
     pub(crate) is_sanity_check: bool,
     pub(crate) is_training: bool,
@@ -264,6 +282,15 @@ impl HookContext<'_> {
     /// not averaged, and neither the progress bar nor [`HookContext::metric`] knows them.
     pub fn log_metrics(&mut self, metrics: Vec<(String, f64)>, step: u64) {
         self.requests.rows.push((metrics, step));
+    }
+
+    /// Begins an action of one's own for the profiler; it ends when what is returned goes out of scope. Nothing is measured
+    /// without a profiler.
+    ///
+    /// # Errors
+    /// If an action of this name runs already.
+    pub fn profile(&self, action: &str) -> Result<Action> {
+        self.profiling.start(|| action.to_owned())
     }
 
     /// The ranks, to exchange tensors with; `None` for a process alone.
@@ -312,6 +339,21 @@ impl HookContext<'_> {
     /// Position of the batch within its loader, in batch hooks.
     pub fn batch_idx(&self) -> usize {
         self.batch_idx
+    }
+
+    /// Samples of the batch, in batch hooks; `None` if its tensors do not tell.
+    pub fn batch_size(&self) -> Option<usize> {
+        self.batch_size
+    }
+
+    /// Samples of the data set that the batch is made of, in its order; set in the batch hooks of evaluations.
+    pub fn batch_indices(&self) -> &[usize] {
+        self.batch_indices
+    }
+
+    /// What `predict_step` gave for the batch; set in `on_predict_batch_end`.
+    pub fn prediction(&self) -> Option<&Tensor> {
+        self.prediction
     }
 
     /// Which of several evaluation loaders the batch is from, in batch hooks.

@@ -1,10 +1,13 @@
 //! A logged scalar: on its device, or a number of the host.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use crate::device::Device;
 use crate::graph;
+use crate::metrics::Metric;
 use crate::precision::disable_casts;
 
 /// How the values of an epoch become one.
@@ -29,6 +32,15 @@ pub enum LogValue {
     Tensor(Tensor),
     /// A number of the host.
     Host(f64),
+    /// A metric of the module, whose value is of its last batch for a step, and of all batches and ranks for an epoch.
+    Metric(Arc<dyn Metric>),
+}
+
+impl<M: Metric + Clone + 'static> From<&M> for LogValue {
+    fn from(metric: &M) -> Self {
+        graph::refuse_capture("the step logs a metric, whose state is kept outside the graph");
+        Self::Metric(Arc::new(metric.clone()))
+    }
 }
 
 impl LogValue {
@@ -36,7 +48,7 @@ impl LogValue {
     pub(crate) fn tensor(&self) -> Option<&Tensor> {
         match self {
             Self::Tensor(tensor) => Some(tensor),
-            Self::Host(_) => None,
+            _ => None,
         }
     }
 }
@@ -86,9 +98,10 @@ impl LogValue {
     pub(crate) fn snapshot(&self) -> Result<Self, tch::TchError> {
         Ok(match self {
             Self::Host(value) => Self::Host(*value),
+            Self::Metric(metric) => Self::Metric(Arc::clone(metric)),
             Self::Tensor(tensor) => match Self::from(tensor) {
                 Self::Tensor(tensor) => Self::Tensor(tensor.f_add_scalar(0)?),
-                host => host,
+                other => other,
             },
         })
     }
@@ -102,6 +115,7 @@ impl LogValue {
                 tensor.f_double_value(&[]).unwrap_or(f64::NAN)
             }
             Self::Host(value) => *value,
+            Self::Metric(metric) => metric.compute_last().map_or(f64::NAN, |value| Self::from(value).read()),
         }
     }
 
@@ -110,6 +124,7 @@ impl LogValue {
         Ok(match self {
             Self::Tensor(tensor) => Self::Tensor(tensor.f_to_kind(Kind::Float)?.f_reshape([] as [i64; 0])?),
             Self::Host(value) => Self::Host(f64::from(*value as f32)),
+            Self::Metric(metric) => Self::Metric(Arc::clone(metric)),
         })
     }
 
@@ -118,6 +133,7 @@ impl LogValue {
         match self {
             Self::Tensor(tensor) => Ok(tensor.shallow_clone()),
             Self::Host(value) => like.f_full_like(*value)?.f_to_kind(Kind::Float),
+            Self::Metric(_) => like.f_full_like(f64::NAN)?.f_to_kind(Kind::Float), // it reduces itself
         }
     }
 

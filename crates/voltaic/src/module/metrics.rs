@@ -3,64 +3,17 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
+use tch::Tensor;
 
 use super::log_value::{LogValue, ReduceFx};
+use super::metric_objects::{LoggedMetric, MetricObjects, check_scalar};
 use super::metrics_share::{RankValue, share, sync_step};
 use super::metrics_state::{EntryState, MetricsState, Number};
+use super::scope::{Level, LogOptions, Phase, Scope};
+use crate::device::Device;
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Error, Result};
-
-/// Options of one logged value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct LogOptions {
-    pub prog_bar: bool,
-    pub logger: bool,
-    pub on_step: bool,
-    pub on_epoch: bool,
-    pub reduce_fx: ReduceFx,
-    #[serde(default)]
-    pub sync_dist: bool,
-    #[serde(skip)]
-    pub batch_size: Option<usize>,
-}
-
-impl LogOptions {
-    /// Both a step value and an epoch value are reported, so their names get suffixes.
-    fn is_forked(&self) -> bool {
-        self.on_step && self.on_epoch
-    }
-}
-
-/// Which results a value belongs to.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) enum Phase {
-    #[default]
-    Train,
-    Eval,
-}
-
-/// Whether a hook may log, and at which level it does by default.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) enum Level {
-    #[default]
-    Denied,
-    Step,
-    Epoch,
-    /// As `Epoch`, and step values make no sense.
-    EpochOnly,
-}
-
-/// The hook that is running, as far as logging is concerned.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Scope {
-    pub hook: &'static str,
-    pub phase: Phase,
-    pub level: Level,
-    pub batch_size: Option<usize>,
-    /// Set if there are several evaluation loaders.
-    pub dataloader_idx: Option<usize>,
-}
+use crate::metrics::Metric;
 
 #[derive(Debug)]
 struct Entry {
@@ -72,6 +25,8 @@ struct Entry {
     updated_this_batch: bool,
     reduced: Option<LogValue>,
     weight: f64,
+    /// Fqn of the metric that is logged, if one is.
+    metric: Option<String>,
 }
 
 impl Entry {
@@ -104,6 +59,16 @@ struct Results {
 }
 
 impl Results {
+    /// The metrics whose values over the epoch are wanted.
+    fn metrics(&self) -> Vec<LoggedMetric> {
+        let entries = self.entries.iter().filter(|entry| entry.options.on_epoch);
+        let logged = entries.filter_map(|entry| {
+            let (name, epoch_name, fqn) = (entry.name.clone(), entry.epoch_name(), entry.metric.clone()?);
+            Some(LoggedMetric { name, epoch_name, fqn })
+        });
+        logged.collect()
+    }
+
     fn clear(&mut self) {
         self.entries.clear();
         self.index.clear();
@@ -121,6 +86,8 @@ pub struct MetricStore {
     /// Names and latest complete values of the progress bar, in order of appearance.
     bar: Vec<(String, f64)>,
     problem: Option<Error>,
+    /// The metrics of the module.
+    objects: MetricObjects,
     /// The ranks, if there are several.
     group: Option<Arc<ProcessGroup>>,
     /// What the step that is being captured logs.
@@ -153,6 +120,11 @@ impl MetricStore {
     /// The same, recording nothing if the run is to be without.
     pub(crate) fn off_if(self, is_off: bool) -> Self {
         Self { is_off, ..self }
+    }
+
+    /// Makes the module's metrics known, by fqn.
+    pub(crate) fn set_metrics(&mut self, metrics: Vec<(String, Arc<dyn Metric>)>) {
+        self.objects = MetricObjects::new(metrics);
     }
 
     /// The ranks, if there are several.
@@ -218,6 +190,10 @@ impl MetricStore {
 
     fn try_record(&mut self, name: &str, value: LogValue, options: LogOptions) -> Result<()> {
         self.validate(name, &value, options)?;
+        let metric = match &value {
+            LogValue::Metric(metric) => Some(self.objects.fqn_of(name, metric.as_ref())?.to_owned()),
+            _ => None,
+        };
         let last = match &self.group {
             Some(group) if options.sync_dist && options.on_step => {
                 Some(sync_step(group, &value, options.reduce_fx)?)
@@ -243,12 +219,16 @@ impl MetricStore {
                         updated_this_batch: false,
                         reduced: None,
                         weight: 0.0,
+                        metric: None,
                     });
                     results.entries.len() - 1
                 })
             }
         };
         let entry = &mut results.entries[index];
+        if let (None, LogValue::Metric(metric)) = (&entry.metric, &value) {
+            check_scalar(name, &metric.compute()?)?; // once an epoch
+        }
         if entry.hook == hook && entry.options != (LogOptions { batch_size: None, ..options }) {
             return Err(ConfigError::new(
                 format!("log({name})"),
@@ -264,7 +244,7 @@ impl MetricStore {
                 "log a float",
             )
         };
-        if options.on_epoch {
+        if options.on_epoch && metric.is_none() {
             let weight = options.batch_size.unwrap_or(1) as f64;
             let next = value.to_f32().map_err(failed)?;
             let start = LogValue::Host(0.0);
@@ -275,6 +255,7 @@ impl MetricStore {
             entry.reduced = Some(reduced);
             entry.weight += weight;
         }
+        entry.metric = metric;
         entry.last = last.unwrap_or(value);
         entry.updated_this_batch = true;
         Ok(())
@@ -309,6 +290,7 @@ impl MetricStore {
         if options.on_epoch
             && options.reduce_fx == ReduceFx::Mean
             && options.batch_size.is_none()
+            && !matches!(value, LogValue::Metric(_))
             && matches!(level, Level::Step | Level::Epoch)
         {
             return refuse(
@@ -329,6 +311,7 @@ impl MetricStore {
     /// Starts an evaluation.
     pub(crate) fn begin_eval(&mut self) {
         self.eval.clear();
+        self.objects.begin_eval();
     }
 
     /// Values of this training batch for the loggers. # Sync: reads them back.
@@ -345,6 +328,7 @@ impl MetricStore {
     pub(crate) fn finish_train_epoch(&mut self) -> Result<Vec<(String, f64)>> {
         let mut results = std::mem::take(&mut self.train);
         let logged = self.finish(&results)?.logged;
+        self.reset_metrics(&results);
         results.clear();
         self.train = results;
         Ok(logged)
@@ -361,17 +345,34 @@ impl MetricStore {
     /// Ends an evaluation: all its values by name, and those for the loggers. # Sync: reads them back.
     pub(crate) fn finish_eval(&mut self) -> Result<EvalValues> {
         let results = std::mem::take(&mut self.eval);
-        self.finish(&results)
+        let finished = self.finish(&results)?;
+        self.reset_metrics(&results);
+        self.objects.end_eval();
+        Ok(finished)
+    }
+
+    /// Forgets what the metrics of an epoch that is over have accumulated.
+    fn reset_metrics(&self, results: &Results) {
+        let logged = results.entries.iter().filter_map(|entry| entry.metric.as_deref());
+        logged.for_each(|fqn| self.objects.reset(fqn));
+    }
+
+    /// Leaves a run that has failed: metrics are as if its open epoch and evaluation had not begun.
+    pub(crate) fn abandon(&mut self) {
+        self.discard_eval();
+        self.reset_metrics(&self.train);
     }
 
     /// Forgets an evaluation, as after the sanity check.
     pub(crate) fn discard_eval(&mut self) {
         self.eval.clear();
+        self.objects.abandon_eval();
     }
 
     fn finish(&mut self, results: &Results) -> Result<EvalValues> {
         let own = results.entries.iter().filter_map(Entry::rank_value).collect();
         let mut shared = share(self.group.as_deref(), own)?;
+        shared.extend(self.objects.values(self.group.as_deref(), results.metrics())?);
         let (mut logged, mut all) = (Vec::new(), Vec::new());
         for entry in &results.entries {
             if entry.options.on_step {
@@ -453,6 +454,7 @@ impl MetricStore {
                 last: Number(entry.last.read()),
                 reduced: entry.reduced.as_ref().map(|value| Number(value.read())),
                 weight: entry.weight,
+                metric: entry.metric.clone(),
             })
             .collect();
         let mut finished: Vec<_> =
@@ -461,10 +463,20 @@ impl MetricStore {
         MetricsState { train, finished }
     }
 
+    /// What a checkpoint has to keep of the module's metrics, by fqn and part.
+    pub(crate) fn metric_states(&self) -> Vec<(String, Tensor)> {
+        self.objects.saved()
+    }
+
+    /// Goes on from what [`MetricStore::metric_states`] gave.
+    pub(crate) fn restore_metrics(&mut self, saved: &[(String, Tensor)], device: Device) -> Result<()> {
+        self.objects.restore(saved, device)
+    }
+
     /// Goes on from a checkpoint.
     pub(crate) fn restore(&mut self, state: MetricsState) {
         self.train.clear();
-        for EntryState { name, options, last, reduced, weight } in state.train {
+        for EntryState { name, options, last, reduced, weight, metric } in state.train {
             self.train.index.insert(name.clone(), self.train.entries.len());
             self.train.entries.push(Entry {
                 name,
@@ -474,6 +486,7 @@ impl MetricStore {
                 updated_this_batch: false,
                 reduced: reduced.map(|number| LogValue::Host(number.0)),
                 weight,
+                metric,
             });
         }
         self.finished = state.finished.into_iter().map(|(name, number)| (name, number.0)).collect();

@@ -72,6 +72,7 @@ pub(super) fn sync_step(group: &ProcessGroup, value: &LogValue, fx: ReduceFx) ->
     };
     let tensor = match value {
         LogValue::Host(number) => Tensor::from(*number as f32),
+        LogValue::Metric(_) => return value.snapshot().map_err(Into::into), // shown as this rank has it
         LogValue::Tensor(tensor) => {
             tensor.f_detach()?.f_to_dtype(Kind::Float, false, true)?.f_reshape([] as [i64; 0])?
         }

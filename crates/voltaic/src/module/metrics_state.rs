@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::metrics::LogOptions;
+use super::scope::LogOptions;
 
 /// Logged values of an epoch in progress, as a checkpoint keeps them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -18,6 +18,9 @@ pub(super) struct EntryState {
     pub last: Number,
     pub reduced: Option<Number>,
     pub weight: f64,
+    /// Fqn of the metric that was logged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metric: Option<String>,
 }
 
 /// A float that survives JSON, which has no NaN and no infinity.

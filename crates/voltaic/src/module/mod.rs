@@ -4,9 +4,12 @@ mod callback;
 mod context;
 mod log_value;
 mod manual;
+mod metric_objects;
 mod metrics;
 mod metrics_share;
 mod metrics_state;
+mod profiler;
+mod scope;
 
 use tch::Tensor;
 
@@ -23,8 +26,11 @@ pub(crate) use log_value::READS;
 pub use log_value::{LogValue, ReduceFx};
 pub use manual::ManualOptimizer;
 pub(crate) use manual::{ManualOptimization, StepState};
-pub(crate) use metrics::{Level, Logged, MetricStore, Phase, Scope};
+pub(crate) use metrics::{Logged, MetricStore};
 pub(crate) use metrics_state::MetricsState;
+pub(crate) use profiler::Profiling;
+pub use profiler::{Action, ProfiledRun, Profiler};
+pub(crate) use scope::{Level, Phase, Scope};
 
 /// Where a run stands; saved in every checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

@@ -3,6 +3,7 @@
 use std::marker::PhantomData;
 
 use super::{Buffer, Member, Module, Parameter};
+use crate::metrics::MetricState;
 
 /// A type that may be a field of a `#[derive(Module)]` struct. The derive calls it; nobody else needs it.
 ///
@@ -94,6 +95,13 @@ impl<F: Field, const N: usize> Field for [F; N] {
     fn children_mut<'a>(&'a mut self, name: &str, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
         self.as_mut_slice().children_mut(name, visit);
     }
+}
+
+/// What a metric has accumulated is saved by the trainer, not with the weights.
+impl Field for MetricState {
+    fn members<'a>(&'a self, _: &str, _: &mut dyn FnMut(&str, Member<'a>)) {}
+
+    fn children_mut<'a>(&'a mut self, _: &str, _: &mut dyn FnMut(&str, &'a mut dyn Module)) {}
 }
 
 impl<T: ?Sized> Field for PhantomData<T> {

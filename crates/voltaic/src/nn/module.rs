@@ -1,12 +1,14 @@
 //! The tree of parameters, buffers and sub-modules that every model is.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
 use super::{Buffer, Parameter};
 use crate::device::Device;
 use crate::error::{CheckpointError, Result};
+use crate::metrics::Metric;
 
 /// A direct member of a module.
 #[derive(Clone, Copy)]
@@ -83,6 +85,12 @@ pub trait Module: Send + 'static {
     /// Sets this module's own mode, not its children's: layers that behave differently in training keep it.
     fn set_training(&mut self, _training: bool) {}
 
+    /// The metric that this module is, sharing its state; `None` if it is none. `#[module(metric)]` on a struct that
+    /// implements [`Metric`] derives it.
+    fn metric(&self) -> Option<Arc<dyn Metric>> {
+        None
+    }
+
     /// Name of the module's type without its path, such as `Conv2d`.
     fn type_name(&self) -> &'static str {
         let name = std::any::type_name::<Self>();
@@ -102,6 +110,10 @@ impl<M: Module + ?Sized> Module for Box<M> {
 
     fn set_training(&mut self, training: bool) {
         (**self).set_training(training);
+    }
+
+    fn metric(&self) -> Option<Arc<dyn Metric>> {
+        (**self).metric()
     }
 
     fn type_name(&self) -> &'static str {
@@ -171,6 +183,12 @@ pub trait ModuleExt: Module {
             }
         });
         found
+    }
+
+    /// All metrics in the tree with their fqn.
+    fn named_metrics(&self) -> Vec<(String, Arc<dyn Metric>)> {
+        let modules = self.named_modules().into_iter();
+        modules.filter_map(|(fqn, module)| Some((fqn, module.metric()?))).collect()
     }
 
     /// Puts the module and all below it into training mode (`true`) or evaluation mode (`false`).

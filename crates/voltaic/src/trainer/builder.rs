@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::batch_size_finder::BatchSizeFinderConfig;
 use super::callbacks::CallbackConfig;
 use super::config::{
     Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
@@ -21,9 +22,10 @@ use crate::distributed::World;
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
 use crate::logger::{Logger, Loggers};
-use crate::module::{MetricStore, Progress, Requests, RunFacts};
+use crate::module::{MetricStore, Profiling, Progress, Requests, RunFacts};
 use crate::optim::OptimizerConfig;
 use crate::precision::{GradScaler, Precision, set_op_lists};
+use crate::profiler::{Profiler, ProfilerConfig};
 use crate::strategy::{StrategyConfig, Votes};
 
 /// Describes a trainer; see [`TrainerConfig`] for what each key means.
@@ -34,7 +36,9 @@ pub struct TrainerBuilder {
     loggers: Vec<Box<dyn Logger>>,
     checkpoint_io: Option<Box<dyn CheckpointIo>>,
     optimizers: Option<OptimizerOverride>,
+    profiler: Option<Box<dyn Profiler>>,
     lr_finder: Option<LearningRateFinderConfig>,
+    batch_size_finder: Option<BatchSizeFinderConfig>,
 }
 
 /// A setter per key of [`TrainerConfig`].
@@ -75,6 +79,13 @@ impl TrainerBuilder {
     #[must_use]
     pub fn checkpoint_io(mut self, checkpoint_io: impl CheckpointIo + 'static) -> Self {
         self.checkpoint_io = Some(Box::new(checkpoint_io));
+        self
+    }
+
+    /// Measures the run with this in place of [`TrainerConfig::profiler`].
+    #[must_use]
+    pub fn with_profiler(mut self, profiler: impl Profiler + 'static) -> Self {
+        self.profiler = Some(Box::new(profiler));
         self
     }
 
@@ -126,6 +137,7 @@ impl TrainerBuilder {
         deterministic: Deterministic => Some;
         benchmark: bool => Some;
         inference_mode: bool;
+        profiler: ProfilerConfig => Some;
         detect_anomaly: bool;
         barebones: bool;
         enable_autolog_hparams: bool;
@@ -155,6 +167,7 @@ impl TrainerBuilder {
             }
         };
         problems.extend(self.build_callbacks());
+        problems.extend(self.build_profiler().err().into_iter().flat_map(|error| error.problems));
         if self.config.barebones {
             self.config.logger = Loggers::Flag(false);
             self.config.enable_checkpointing = false;
@@ -190,6 +203,7 @@ impl TrainerBuilder {
             loggers: self.loggers,
             progress: Progress::default(),
             metrics: MetricStore::of_ranks(world.group().cloned()).off_if(plan.barebones),
+            profiling: self.profiler.map(Profiling::with).unwrap_or_default(),
             strategy,
             agreed: Votes::default(),
             requests: Requests::default(),
@@ -204,7 +218,9 @@ impl TrainerBuilder {
             run,
             optimizers: self.optimizers,
             lr_finder: self.lr_finder,
+            batch_size_finder: self.batch_size_finder,
             ckpt_path: None,
+            drops_predictions: false,
             graphs: GraphReport::default(),
         })
     }
@@ -218,12 +234,32 @@ impl TrainerBuilder {
                 self.lr_finder = Some(config);
                 continue;
             }
+            if let CallbackConfig::BatchSizeFinder(config) = callback {
+                problems.extend(config.check().err().into_iter().flat_map(|error| error.problems));
+                self.batch_size_finder = Some(config);
+                continue;
+            }
             match callback.build() {
                 Ok(callback) => self.callbacks.push(callback),
                 Err(error) => problems.extend(error.problems),
             }
         }
         problems
+    }
+
+    /// Builds the profiler of the configuration.
+    fn build_profiler(&mut self) -> Result<(), ConfigError> {
+        if self.config.barebones && self.profiler.is_some() {
+            let what = "is set beside barebones=true, which switches it off";
+            return Err(ConfigError::new("trainer.profiler", what, "remove one of the two"));
+        }
+        let Some(config) = &self.config.profiler else { return Ok(()) };
+        if self.profiler.is_some() {
+            let what = "is set, but the builder was given a profiler too";
+            return Err(ConfigError::new("trainer.profiler", what, "give one of the two"));
+        }
+        self.profiler = Some(config.build()?);
+        Ok(())
     }
 
     /// Builds the loggers, on rank 0 only, and puts together what callbacks may know.

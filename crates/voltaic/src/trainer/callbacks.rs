@@ -3,13 +3,14 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::batch_size_finder::BatchSizeFinderConfig;
 use super::lr_finder::LearningRateFinderConfig;
 use crate::callback::{
     Callback, DeviceStatsMonitor, DeviceStatsMonitorConfig, EarlyStopping, EarlyStoppingConfig,
     EmaWeightAveragingConfig, GradientAccumulationScheduler, GradientAccumulationSchedulerConfig,
     LambdaCallback, LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig,
-    OnExceptionCheckpoint, OnExceptionCheckpointConfig, ThroughputMonitor, ThroughputMonitorConfig, Timer,
-    TimerConfig, WeightAveraging, WeightAveragingConfig,
+    OnExceptionCheckpoint, OnExceptionCheckpointConfig, PredictionWriter, PredictionWriterConfig,
+    ThroughputMonitor, ThroughputMonitorConfig, Timer, TimerConfig, WeightAveraging, WeightAveragingConfig,
 };
 use crate::error::ConfigError;
 
@@ -38,15 +39,20 @@ pub enum CallbackConfig {
     OnExceptionCheckpoint(OnExceptionCheckpointConfig),
     /// Finds a learning rate before a fit that starts anew, and uses it for all groups of parameters.
     LearningRateFinder(LearningRateFinderConfig),
+    /// Finds the largest batch size that memory has room for, before each fit that starts anew and each evaluation, and
+    /// uses it.
+    BatchSizeFinder(BatchSizeFinderConfig),
+    /// Writes predictions to files.
+    PredictionWriter(PredictionWriterConfig),
     /// Gives the loggers what the device's memory is used for.
     DeviceStatsMonitor(DeviceStatsMonitorConfig),
 }
 
 impl CallbackConfig {
-    /// Makes the callback. The search for a learning rate is the trainer's part: it gives a callback without hooks.
+    /// Makes the callback. Searches for a learning rate or batch size are the trainer's part: they give one without hooks.
     pub(super) fn build(self) -> Result<Box<dyn Callback>, ConfigError> {
         Ok(match self {
-            Self::LearningRateFinder(_) => Box::new(LambdaCallback::new()),
+            Self::LearningRateFinder(_) | Self::BatchSizeFinder(_) => Box::new(LambdaCallback::new()),
             Self::ModelCheckpoint(config) => Box::new(ModelCheckpoint::new(config)?),
             Self::EarlyStopping(config) => Box::new(EarlyStopping::new(config)?),
             Self::LearningRateMonitor(config) => Box::new(LearningRateMonitor::from(config)),
@@ -58,6 +64,7 @@ impl CallbackConfig {
             Self::WeightAveraging(config) => Box::new(WeightAveraging::new(config)),
             Self::EmaWeightAveraging(config) => Box::new(WeightAveraging::ema(config)?),
             Self::OnExceptionCheckpoint(config) => Box::new(OnExceptionCheckpoint::new(config)?),
+            Self::PredictionWriter(config) => Box::new(PredictionWriter::from(config)),
             Self::DeviceStatsMonitor(config) => Box::new(DeviceStatsMonitor::from(config)),
         })
     }

@@ -13,7 +13,7 @@ use crate::callback::Callback;
 use crate::checkpoint::{Checkpoint, CheckpointMeta, CheckpointPaths, TrainingState};
 use crate::data::Stage;
 use crate::error::{CheckpointError, ConfigError, Error, Result};
-use crate::module::{CheckpointRequest, LightningModule, MetricsState, Progress};
+use crate::module::{CheckpointRequest, LightningModule, MetricsState, Profiling, Progress};
 use crate::nn::{Module, ModuleExt};
 use crate::optim::OptimizerState;
 use crate::precision::GradScaler;
@@ -48,6 +48,7 @@ pub(super) fn write<M: LightningModule>(session: &mut Session<M>, request: &Chec
     match &request.link_to {
         Some(target) => session.run.checkpoint_io.link_checkpoint(target, &request.path)?,
         None => {
+            let _action = session.profile("save_checkpoint")?;
             let checkpoint = collect(session, request.weights_only)?;
             session.run.checkpoint_io.save_checkpoint(&checkpoint, &request.path, None)?;
             if !request.weights_only {
@@ -76,6 +77,7 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
             session.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
         let names = session.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
         let callbacks = callback_states(&run.callbacks);
+        let data = session.profile_data("state_dict")?.around(|| session.data.state_dict());
         state = Some(State {
             progress: run.progress.clone(),
             metrics: run.metrics.state(),
@@ -90,18 +92,20 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
                 .collect(),
             callbacks,
             grad_scaler: run.grad_scaler.clone(),
-            data: session.data.state_dict(),
+            data,
             module: Value::Null,
         });
         checkpoint.training = Some(TrainingState {
             optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
             grads: pending_grads(session),
             callbacks: Vec::new(),
+            metrics: session.run.metrics.metric_states(),
             rng: seed::rng_states(session.plan.device)?,
             json: Value::Null,
         });
     }
     on_save_checkpoint(session, &mut checkpoint)?;
+    let _action = session.profile_hook("on_save_checkpoint")?;
     let module = guarded(|| session.module.on_save_checkpoint())
         .map_err(|source| session.hook_error("on_save_checkpoint", source))?;
     if let (Some(training), Some(state)) = (&mut checkpoint.training, state) {
@@ -129,10 +133,13 @@ fn on_save_checkpoint<M: LightningModule>(
     checkpoint: &mut Checkpoint,
 ) -> Result<()> {
     let (mut parts, state, _) = session.parts();
+    let profiling = parts.profiling;
     let (mut ctx, callbacks) = parts.context(state, &BatchFacts::default());
     callbacks.iter_mut().try_for_each(|callback| {
-        of_callback(callback.as_mut(), |callback| callback.on_save_checkpoint(&mut ctx, checkpoint))
-            .map_err(|source| hook_error("on_save_checkpoint", ctx.progress, source))
+        of_callback(profiling, callback.as_mut(), "on_save_checkpoint", |callback| {
+            callback.on_save_checkpoint(&mut ctx, checkpoint)
+        })
+        .map_err(|source| hook_error("on_save_checkpoint", ctx.progress, source))
     })
 }
 
@@ -170,17 +177,23 @@ pub(super) fn restore_module<M: LightningModule>(
     session.module.load_state_dict(&checkpoint.weights, true)?;
     let Some(training) = &checkpoint.training else { return Ok(()) };
     let state = read_state(&training.json, path)?;
+    let action = session.profile_hook("on_load_checkpoint")?;
     guarded(|| session.module.on_load_checkpoint(&state.module))
         .map_err(|source| hook_error("on_load_checkpoint", &state.progress, source))?;
+    drop(action);
     if let Some(data) = &state.data {
+        let _action = session.profile_data("load_state_dict")?;
         guarded(|| session.data.load_state_dict(data))
             .map_err(|source| hook_error("load_state_dict of the data module", &state.progress, source))?;
     }
-    for callback in &mut session.run.callbacks {
-        of_callback(callback.as_mut(), |callback| callback.on_load_checkpoint(checkpoint))
-            .map_err(|source| hook_error("on_load_checkpoint", &state.progress, source))?;
+    let Run { callbacks, profiling, .. } = &mut *session.run;
+    for callback in &mut *callbacks {
+        of_callback(profiling, callback.as_mut(), "on_load_checkpoint", |callback| {
+            callback.on_load_checkpoint(checkpoint)
+        })
+        .map_err(|source| hook_error("on_load_checkpoint", &state.progress, source))?;
     }
-    restore_callbacks(&mut session.run.callbacks, &state)?;
+    restore_callbacks(profiling, callbacks, &state)?;
     if session.stage == Stage::Fit {
         session.run.progress = state.progress;
     }
@@ -238,8 +251,26 @@ pub(super) fn restore_training<M: LightningModule>(
         session.run.seed = saved;
     }
     session.run.metrics.restore(state.metrics);
+    restore_metrics(session, &training.metrics)?;
     session.run.progress = state.progress;
     Ok(Resumed { path, rng: training.rng, shape: (state.num_training_batches, state.batch_size) })
+}
+
+/// Each batch counts at most once: rank 0 has written what it had seen.
+fn restore_metrics<M: LightningModule>(
+    session: &mut Session<M>,
+    saved: &[(String, tch::Tensor)],
+) -> Result<()> {
+    let (rank, world_size) = (session.run.world().rank, session.run.world().world_size);
+    if world_size > 1 && rank == 0 && !saved.is_empty() {
+        tracing::warn!(
+            "what the metrics of the {} other ranks had accumulated in the open epoch is not in the checkpoint, and is missing \
+             in the values of this epoch",
+            world_size - 1
+        );
+    }
+    let own = if rank == 0 { saved } else { &[] };
+    session.run.metrics.restore_metrics(own, session.plan.device)
 }
 
 impl Resumed {
@@ -277,14 +308,20 @@ fn restore_grads<M: LightningModule>(session: &Session<M>, grads: &[(String, tch
     Ok(())
 }
 
-fn restore_callbacks(callbacks: &mut [Box<dyn Callback>], state: &State) -> Result<()> {
+fn restore_callbacks(
+    profiling: &Profiling,
+    callbacks: &mut [Box<dyn Callback>],
+    state: &State,
+) -> Result<()> {
     for (key, saved) in &state.callbacks {
         let Some(callback) = callbacks.iter_mut().find(|callback| callback.state_key() == *key) else {
             tracing::warn!("the checkpoint has state of {key}, which this run does not have");
             continue;
         };
-        of_callback(callback.as_mut(), |callback| callback.load_state_dict(saved))
-            .map_err(|source| hook_error("load_state_dict", &state.progress, source))?;
+        of_callback(profiling, callback.as_mut(), "load_state_dict", |callback| {
+            callback.load_state_dict(saved)
+        })
+        .map_err(|source| hook_error("load_state_dict", &state.progress, source))?;
     }
     Ok(())
 }

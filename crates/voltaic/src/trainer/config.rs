@@ -11,6 +11,7 @@ use crate::accelerator::Devices;
 use crate::callback::TimeSpan;
 use crate::logger::Loggers;
 use crate::precision::HpuPrecisionPlugin;
+use crate::profiler::ProfilerConfig;
 use crate::strategy::StrategyConfig;
 
 /// A number of batches, or a fraction of all of them.
@@ -232,6 +233,9 @@ pub struct TrainerConfig {
     pub benchmark: Option<bool>,
     /// Run validate, test and predict in inference mode rather than only without grad; never on an HPU.
     pub inference_mode: bool,
+    /// Measure how long each part of the run takes: `simple` for the time of each action, `advanced` for how it is spread and
+    /// nested, or a class with settings. Nothing unless set.
+    pub profiler: Option<ProfilerConfig>,
     /// End the run at a loss or gradient that is not finite, naming the operation that made it. Slow.
     pub detect_anomaly: bool,
     /// Switch off everything that costs time beside training: checkpoints, logger, progress bar, summary, sanity check
@@ -285,6 +289,7 @@ impl Default for TrainerConfig {
             deterministic: None,
             benchmark: None,
             inference_mode: true,
+            profiler: None,
             detect_anomaly: false,
             barebones: false,
             enable_autolog_hparams: true,

@@ -11,6 +11,7 @@ pub(super) struct Data<'a, D: ?Sized>(pub &'a mut D);
 
 /// What a session asks of a [`DataModule`]. A trait of its own because `DataModule` is `'static`, which no borrow is.
 pub(super) trait DataHooks<B: Batch> {
+    fn type_name(&self) -> &'static str;
     fn prepare_data(&mut self) -> anyhow::Result<()>;
     fn setup(&mut self, stage: Stage) -> anyhow::Result<()>;
     fn teardown(&mut self, stage: Stage) -> anyhow::Result<()>;
@@ -32,6 +33,10 @@ pub(super) trait DataHooks<B: Batch> {
 }
 
 impl<B: Batch, D: DataModule<Batch = B> + ?Sized> DataHooks<B> for Data<'_, D> {
+    fn type_name(&self) -> &'static str {
+        self.0.type_name()
+    }
+
     fn prepare_data(&mut self) -> anyhow::Result<()> {
         self.0.prepare_data()
     }

@@ -105,8 +105,12 @@ impl<M: LightningModule> Session<'_, M> {
         })
     }
 
-    /// Predicts; returns one tensor per batch for each loader, on the device.
-    pub(super) fn predict(&mut self, data: &EvalLoaders<M::Batch>) -> Result<Vec<Vec<Tensor>>> {
+    /// Predicts; returns one tensor per batch for each loader, on the device; none of them unless `returns`.
+    pub(super) fn predict(
+        &mut self,
+        data: &EvalLoaders<M::Batch>,
+        returns: bool,
+    ) -> Result<Vec<Vec<Tensor>>> {
         let mut predictions: Vec<Vec<Tensor>> = data.loaders.iter().map(|_| Vec::new()).collect();
         self.evaluate(|session| {
             module_hook!(session, on_predict_model_eval)?;
@@ -116,8 +120,12 @@ impl<M: LightningModule> Session<'_, M> {
                 call_hook!(session, on_predict_batch_start, Eval, Denied, facts)?;
                 let output =
                     session.step(PREDICT_STEP, facts, |module, ctx| module.predict_step(batch, ctx))?;
-                predictions[facts.dataloader_idx].push(output);
-                call_hook!(session, on_predict_batch_end, Eval, Denied, facts)
+                let ended = BatchFacts { prediction: Some(&output), ..facts };
+                call_hook!(session, on_predict_batch_end, Eval, Denied, ended)?;
+                if returns {
+                    predictions[facts.dataloader_idx].push(output);
+                }
+                Ok(())
             })?;
             call_hook!(session, on_predict_epoch_end, Eval, Denied)?;
             call_hook!(session, on_predict_end, Eval, Denied)
@@ -146,13 +154,17 @@ impl<M: LightningModule> Session<'_, M> {
         {
             let epoch = self.run.progress.current_epoch;
             let range = EpochRange { epoch, first_batch: 0, num_batches: Some(num_batches) };
-            for (batch_idx, batch) in loader.iter(range)?.enumerate() {
-                let batch = self.take(batch?, dataloader_idx)?;
+            let mut batches = loader.iter(range)?;
+            let action = self.next_action();
+            while let Some(batch) = self.next_batch(&mut batches, action)? {
+                let batch_idx = batches.next_batch_idx() - 1;
+                let batch = self.take(batch, dataloader_idx)?;
                 remaining = remaining.saturating_sub(1);
                 let facts = BatchFacts {
                     batch_idx,
                     dataloader_idx,
                     batch_size: batch.batch_size(),
+                    batch_indices: batches.batch_indices(batch_idx),
                     metric_suffix: has_several.then_some(dataloader_idx),
                     log_step: if remaining == 0 { self.eval_log_step() } else { None },
                     ..BatchFacts::default()
@@ -162,6 +174,15 @@ impl<M: LightningModule> Session<'_, M> {
             }
         }
         Ok(())
+    }
+
+    /// What the profiler calls fetching a batch.
+    fn next_action(&self) -> &'static str {
+        match self.stage {
+            Stage::Fit | Stage::Validate => "[_EvaluationLoop].val_next",
+            Stage::Test => "[_EvaluationLoop].test_next",
+            Stage::Predict => "[_PredictionLoop].predict_next",
+        }
     }
 
     /// Reads the metrics back and gives them to the loggers.

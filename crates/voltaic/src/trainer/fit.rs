@@ -84,8 +84,10 @@ impl<M: LightningModule> Session<'_, M> {
             first_batch,
             num_batches: Some(loaders.plan.num_training_batches.saturating_sub(first_batch)),
         };
-        for batch in loaders.train.iter(range)? {
-            let Some(BatchEnd { is_step, validates }) = self.train_batch(batch?, &loaders.plan)? else {
+        let action = self.profile("run_training_epoch")?;
+        let mut batches = loaders.train.iter(range)?;
+        while let Some(batch) = self.next_batch(&mut batches, "[_TrainingEpochLoop].train_dataloader_next")? {
+            let Some(BatchEnd { is_step, validates }) = self.train_batch(batch, &loaders.plan)? else {
                 break; // a hook has left out the rest
             };
             if validates {
@@ -100,6 +102,7 @@ impl<M: LightningModule> Session<'_, M> {
                 break;
             }
         }
+        drop((batches, action));
         self.end_epoch(loaders)
     }
 
@@ -129,6 +132,7 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(None);
         }
 
+        let action = self.profile("run_training_batch")?;
         let is_automatic = self.module.automatic_optimization();
         if window.opens {
             self.run.strategy.begin_forward(self.module)?;
@@ -142,6 +146,7 @@ impl<M: LightningModule> Session<'_, M> {
         if is_automatic {
             self.optimize(&loss, window, facts)?;
         }
+        drop(action);
         if window.closes {
             self.step_schedulers(Interval::Step, false)?;
         }

@@ -230,6 +230,7 @@ impl<M: LightningModule> Session<'_, M> {
         facts: BatchFacts,
     ) -> Result<Tensor> {
         self.hooks_before_graph(window, facts)?;
+        let _action = self.profile_strategy("replay")?;
         self.run.metrics.enter(TRAINING_STEP.scope(&facts, self.is_sanity_check));
         let graphs = &mut self.graphs;
         let (Some(params), Some((_, State::Ready(ready)))) = (&graphs.params, graphs.entries.get_mut(index))

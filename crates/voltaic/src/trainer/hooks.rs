@@ -12,7 +12,8 @@ use crate::device::Device;
 use crate::distributed::global_rank;
 use crate::error::{Error, Result};
 use crate::module::{
-    HookContext, Level, LightningModule, Phase, Progress, Requests, RunFacts, Scope, StepState,
+    Action, HookContext, Level, LightningModule, Phase, Profiling, Progress, Requests, RunFacts, Scope,
+    StepState,
 };
 use crate::nn::{Module, Parameter};
 use crate::optim::{ActiveLrScheduler, Optimizer};
@@ -33,6 +34,8 @@ pub(super) struct BatchFacts<'a> {
     pub batch_idx: usize,
     pub dataloader_idx: usize,
     pub batch_size: Option<usize>,
+    pub batch_indices: &'a [usize],
+    pub prediction: Option<&'a Tensor>,
     pub loss: Option<&'a Tensor>,
     pub will_validate: bool,
     /// Step under which the loggers take rows of this batch, if they do.
@@ -95,6 +98,7 @@ pub(super) use call_shared_hook;
 macro_rules! module_hook {
     ($session:expr, $hook:ident $(, $argument:expr)*) => {{
         let session = &mut *$session;
+        let _action = session.profile_hook(stringify!($hook))?;
         $crate::trainer::guard::guarded(|| session.module.$hook($($argument),*))
             .map_err(|source| session.hook_error(stringify!($hook), source))
     }};
@@ -116,9 +120,12 @@ pub(super) fn hook_error(hook: &'static str, progress: &Progress, source: anyhow
 
 /// Calls one callback's hook; an error says whose it is.
 pub(super) fn of_callback<T>(
+    profiling: &Profiling,
     callback: &mut dyn Callback,
+    name: &str,
     hook: impl FnOnce(&mut dyn Callback) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
+    let _action = profiling.start(|| format!("[Callback]{}.{name}", callback.state_key()))?;
     guarded(|| hook(&mut *callback)).map_err(|source| source.context(format!("in {}", callback.state_key())))
 }
 
@@ -127,6 +134,7 @@ pub(super) struct Parts<'a> {
     pub callbacks: &'a mut [Box<dyn Callback>],
     pub run_facts: &'a RunFacts,
     pub accelerator: &'a dyn Accelerator,
+    pub profiling: &'a Profiling,
     pub requests: &'a mut Requests,
     pub optimizers: &'a mut [Box<dyn Optimizer>],
     pub schedulers: &'a mut [ActiveLrScheduler],
@@ -154,11 +162,15 @@ impl Parts<'_> {
             accelerator: self.accelerator,
             device: self.device,
             metrics: state.metrics,
+            profiling: self.profiling,
             requests: self.requests,
             optimizers: self.optimizers,
             schedulers: self.schedulers,
             loss: batch.loss,
             batch_idx: batch.batch_idx,
+            batch_size: batch.batch_size,
+            batch_indices: batch.batch_indices,
+            prediction: batch.prediction,
             dataloader_idx: batch.dataloader_idx,
             is_sanity_check: self.is_sanity_check,
             is_training: self.is_training,
@@ -178,13 +190,17 @@ impl Parts<'_> {
         (hook_of_callback, hook_of_module): (SharedCallbackHook, SharedModuleHook<M>),
     ) -> Result<()> {
         let outer = state.metrics.enter(point.scope(batch, false));
+        let profiling = self.profiling;
         let (mut ctx, callbacks) = self.context(state, batch);
         let mut call = || -> anyhow::Result<()> {
             for is_late in [false, true] {
                 for callback in callbacks.iter_mut().filter(|c| c.runs_after_module() == is_late) {
-                    of_callback(callback.as_mut(), |callback| hook_of_callback(callback, &mut ctx, module))?;
+                    of_callback(profiling, callback.as_mut(), point.name, |callback| {
+                        hook_of_callback(callback, &mut ctx, module)
+                    })?;
                 }
                 if !is_late {
+                    let _action = profiling.of_module(Module::type_name(module), point.name)?;
                     guarded(|| hook_of_module(module, &mut ctx))?;
                 }
             }
@@ -208,6 +224,7 @@ impl Parts<'_> {
     ) -> Result<()> {
         let point = HookPoint { name, phase: Phase::Train, level: Level::Step };
         let outer = state.metrics.enter(point.scope(batch, false));
+        let _action = self.profiling.of_module(Module::type_name(module), name)?;
         let (mut ctx, _) = self.context(state, batch);
         let result =
             guarded(|| call(module, &mut ctx)).map_err(|source| hook_error(name, ctx.progress, source));
@@ -237,6 +254,7 @@ impl<M: LightningModule> Session<'_, M> {
             callbacks: &mut run.callbacks,
             run_facts: &run.facts,
             accelerator: run.accelerator.as_ref(),
+            profiling: &run.profiling,
             requests: &mut run.requests,
             optimizers: &mut self.optimizers,
             schedulers: &mut self.schedulers,
@@ -263,13 +281,17 @@ impl<M: LightningModule> Session<'_, M> {
         let scope = point.scope(&batch, self.is_sanity_check);
         let (mut parts, state, module) = self.parts();
         state.metrics.enter(scope);
+        let profiling = parts.profiling;
         let (mut ctx, callbacks) = parts.context(state, &batch);
         for is_late in [false, true] {
             for callback in callbacks.iter_mut().filter(|c| c.runs_after_module() == is_late) {
-                of_callback(callback.as_mut(), |callback| hook_of_callback(callback, &mut ctx, module))
-                    .map_err(|source| hook_error(point.name, ctx.progress, source))?;
+                of_callback(profiling, callback.as_mut(), point.name, |callback| {
+                    hook_of_callback(callback, &mut ctx, module)
+                })
+                .map_err(|source| hook_error(point.name, ctx.progress, source))?;
             }
             if !is_late {
+                let _action = profiling.of_module(Module::type_name(module), point.name)?;
                 guarded(|| hook_of_module(module, &mut ctx))
                     .map_err(|source| hook_error(point.name, ctx.progress, source))?;
                 if point.name == "on_train_epoch_end" {
@@ -283,6 +305,21 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let rows = std::mem::take(&mut self.run.requests.rows);
         rows.into_iter().try_for_each(|(metrics, step)| self.log(metrics, step))
+    }
+
+    /// Begins an action for the profiler.
+    pub(super) fn profile(&self, action: &str) -> Result<Action> {
+        self.run.profiling.start(|| action.to_owned())
+    }
+
+    /// Begins a hook of the module for the profiler.
+    pub(super) fn profile_hook(&self, hook: &str) -> Result<Action> {
+        self.run.profiling.of_module(Module::type_name(self.module), hook)
+    }
+
+    /// Begins what the strategy does for the profiler.
+    pub(super) fn profile_strategy(&self, method: &str) -> Result<Action> {
+        self.run.profiling.of_strategy(self.run.strategy.name(), method)
     }
 
     /// The error of a hook of this session.

@@ -54,13 +54,16 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     fn train_dataloader(&mut self) -> Result<DataLoader<M::Batch>> {
+        let action = self.profile_data("train_dataloader")?;
         let train = guarded(|| self.data.train_dataloader());
         let train = train.map_err(|source| self.hook_error("train_dataloader", source))?;
+        drop(action);
         let Some(mut train) = train else {
             let remedy = "implement DataModule::train_dataloader, or give Loaders a train loader";
             return Err(ConfigError::new("data", "there is no training loader", remedy).into());
         };
         train.set_seed(self.run.seed);
+        self.set_batch_size(std::slice::from_mut(&mut train))?;
         if self.plan.overfits && train.make_sequential() {
             tracing::warn!(
                 "overfit_batches: the training data is not shuffled, so that the batches stay the same"
@@ -70,9 +73,22 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(train)
     }
 
+    /// Gives the loaders of this stage the batch size that was found for it, if one was.
+    pub(super) fn set_batch_size(&mut self, loaders: &mut [DataLoader<M::Batch>]) -> Result<()> {
+        self.run.facts.num_samples = loaders.iter().map(DataLoader::num_samples).max().unwrap_or(0);
+        match self.plan.batch_size {
+            Some((stage, size)) if stage == self.stage => {
+                Ok(loaders.iter_mut().try_for_each(|loader| loader.set_batch_size(size))?)
+            }
+            _ => Ok(()),
+        }
+    }
+
     pub(super) fn val_dataloaders(&mut self) -> Result<Vec<DataLoader<M::Batch>>> {
+        let action = self.profile_data("val_dataloaders")?;
         let val = guarded(|| self.data.val_dataloaders());
         let mut val = val.map_err(|source| self.hook_error("val_dataloaders", source))?;
+        drop(action);
         for loader in &mut val {
             loader.set_seed(self.run.seed);
             if self.plan.overfits {

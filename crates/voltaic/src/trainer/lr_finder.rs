@@ -6,13 +6,14 @@ use std::sync::{Arc, Mutex};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{Limit, Trainer, TrainerBuilder};
+use super::Trainer;
+use super::trial::Kept;
 use crate::callback::Callback;
 use crate::data::DataModule;
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::logger::plot_lr_find;
 use crate::module::{HookContext, LightningModule};
-use crate::nn::{Module, ModuleExt};
+use crate::nn::Module;
 
 /// How the learning rate grows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -225,44 +226,13 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         config.check()?;
-        if self.run.world().world_size > 1 {
-            let what = format!("{} ranks", self.run.world().world_size);
-            let remedy = "search with devices=1, and give the learning rate to the run with several";
-            return Err(ConfigError::new("LearningRateFinder", what, remedy).into());
-        }
         let found = Arc::new(Mutex::new(LrFind::default()));
-        let mut own = self.config.clone();
-        own.callbacks.clear();
-        own.max_epochs = Some(-1);
-        own.min_epochs = None;
-        own.min_steps = None;
-        own.max_time = None;
-        own.max_steps = config.num_training_steps as i64;
-        own.accumulate_grad_batches = 1;
-        own.limit_val_batches = Some(Limit::Batches(0));
-        own.overfit_batches = Limit::Fraction(0.0);
-        own.barebones = true;
-        own.log_every_n_steps = None;
-        own.num_sanity_val_steps = None;
-        own.save_on_signal = false;
-        own.detect_anomaly = false;
-        let mut builder = TrainerBuilder::default().config(own).callback(Probe {
-            config: config.clone(),
-            found: found.clone(),
-            average: 0.0,
-            best: f64::INFINITY,
-        });
-        if let Some(given) = &self.optimizers {
-            builder = builder.optimizer(given.optimizer.clone(), None);
-        }
-        let before: Vec<(String, tch::Tensor)> =
-            module.state_dict().into_iter().map(|(fqn, tensor)| (fqn, tensor.copy())).collect();
-        let rng = super::seed::rng_states(self.plan.device)?;
-        let mut trainer = builder.build()?;
-        trainer.plan.drops_schedulers = true;
+        let probe = Probe { config: config.clone(), found: found.clone(), average: 0.0, best: f64::INFINITY };
+        let mut trainer =
+            self.trial("LearningRateFinder", config.num_training_steps, |builder| builder.callback(probe))?;
+        let kept = Kept::of(module, self.plan.device)?;
         let result = trainer.fit(module, data);
-        module.load_state_dict(&before, true)?;
-        super::seed::set_rng_states(&rng)?;
+        kept.restore(module)?;
         result?;
         let found = found.lock().map(|found| found.clone()).unwrap_or_default();
         Ok(found)

@@ -2,6 +2,7 @@
 //!
 //! Start with `fit.rs`: it holds the whole training step in reading order.
 
+mod batch_size_finder;
 mod builder;
 mod callbacks;
 mod checkpointing;
@@ -23,6 +24,7 @@ mod schedule;
 mod seed;
 mod session;
 mod signals;
+mod trial;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -34,12 +36,13 @@ use crate::data::{Batch, DataLoader, DataModule, Stage};
 use crate::distributed::World;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
-use crate::module::{LightningModule, MetricStore, Progress, Requests};
+use crate::module::{LightningModule, MetricStore, ProfiledRun, Progress, Requests};
 use crate::nn::{SyncBatchNorm, set_training};
 use crate::optim::{ActiveLrScheduler, Optimizers};
 use crate::strategy::Votes;
 
 pub use crate::accelerator::Devices;
+pub use batch_size_finder::{BatchSizeFinderConfig, BatchSizeSearch};
 pub use builder::TrainerBuilder;
 pub use callbacks::CallbackConfig;
 pub use config::{
@@ -83,8 +86,12 @@ pub struct Trainer {
     optimizers: Option<OptimizerOverride>,
     /// There with the callback LearningRateFinder.
     lr_finder: Option<LearningRateFinderConfig>,
+    /// There with the callback BatchSizeFinder.
+    batch_size_finder: Option<BatchSizeFinderConfig>,
     /// For the next call only: `best`, `last` or a path.
     ckpt_path: Option<String>,
+    /// The next call of predict returns nothing.
+    drops_predictions: bool,
     /// Of the last fit.
     graphs: GraphReport,
 }
@@ -107,6 +114,13 @@ impl Trainer {
         self
     }
 
+    /// Whether the next call of [`Trainer::predict`] returns what it predicts, as it does unless told otherwise. Without,
+    /// predictions are not kept in memory: callbacks such as [`PredictionWriter`](crate::callback::PredictionWriter) take them.
+    pub fn return_predictions(&mut self, returns: bool) -> &mut Self {
+        self.drops_predictions = !returns;
+        self
+    }
+
     /// Trains `module` on the data's training loader, validating as configured.
     ///
     /// # Errors
@@ -122,6 +136,7 @@ impl Trainer {
         let ckpt_path = self.ckpt_path.take();
         let ckpt_path = self.run.after_restart(ckpt_path)?;
         if ckpt_path.is_none() {
+            self.find_batch_size(module, data, Stage::Fit)?;
             self.find_lr(module, data)?;
         }
         // nothing of an earlier fit may show in this one
@@ -136,9 +151,7 @@ impl Trainer {
         let mut data = Data(data);
         let mut session = self.session(module, &mut data, Stage::Fit)?;
         let result = fit_session(&mut session, optimizers, ckpt_path.as_deref());
-        if let Err(error) = &result {
-            session.on_exception(error);
-        }
+        let result = session.conclude(result);
         let graphs = session.graphs.take_report();
         drop(session);
         self.graphs = graphs;
@@ -182,7 +195,8 @@ impl Trainer {
         self.evaluate(module, data, Stage::Test, source, |session, data| session.test(data))
     }
 
-    /// Runs the prediction loaders once; returns, for each loader, one tensor per batch.
+    /// Runs the prediction loaders once; returns, for each loader, one tensor per batch, or none after
+    /// [`Trainer::return_predictions`]`(false)`.
     ///
     /// # Errors
     /// As [`Trainer::fit`].
@@ -197,7 +211,8 @@ impl Trainer {
             limit: self.plan.limit_predict,
             ask: |data: &mut dyn DataHooks<M::Batch>| data.predict_dataloaders(),
         };
-        self.evaluate(module, data, Stage::Predict, source, |session, data| session.predict(data))
+        let returns = !std::mem::take(&mut self.drops_predictions);
+        self.evaluate(module, data, Stage::Predict, source, |session, data| session.predict(data, returns))
     }
 
     /// Writes the weights and hyper-parameters of `module`. A checkpoint to resume from is written within fit: see
@@ -244,6 +259,11 @@ impl Trainer {
         &self.graphs
     }
 
+    /// What the profiler has measured, as text; `None` without a profiler.
+    pub fn profiler_summary(&self) -> Option<String> {
+        self.run.profiling.summary()
+    }
+
     /// The best checkpoint saved, if any.
     pub fn best_model_path(&self) -> Option<PathBuf> {
         self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.best)
@@ -281,6 +301,13 @@ impl Trainer {
         stage: Stage,
     ) -> Result<Session<'a, M>> {
         self.run.seed = global_seed();
+        let world = self.run.world();
+        self.run.profiling.setup(|| ProfiledRun {
+            stage,
+            rank: world.rank,
+            world_size: world.world_size,
+            log_dir: self.run.facts.log_dir.clone(),
+        })?;
         Ok(Session {
             plan: &self.plan,
             run: &mut self.run,
@@ -311,14 +338,12 @@ impl Trainer {
         M: LightningModule,
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
+        self.find_batch_size(module, data, stage)?;
         let ckpt_path = self.ckpt_path.take();
         let mut data = Data(data);
         let mut session = self.session(module, &mut data, stage)?;
         let result = evaluate_session(&mut session, source, ckpt_path.as_deref(), body);
-        if let Err(error) = &result {
-            session.on_exception(error);
-        }
-        result
+        session.conclude(result)
     }
 }
 
@@ -346,13 +371,16 @@ fn evaluate_session<M: LightningModule, T>(
         checkpointing::restore_module(session, &checkpoint, &path)?;
     }
     let LoaderSource { method, limit_key, limit, ask } = source;
+    let action = session.profile_data(method)?;
     let loaders = guarded(|| ask(session.data));
     let mut loaders = loaders.map_err(|source| session.hook_error(method, source))?;
+    drop(action);
     if loaders.is_empty() {
         let what = format!("there is no loader to {stage}");
         return Err(ConfigError::new("data", what, format!("implement DataModule::{method}")).into());
     }
     loaders.iter_mut().for_each(|loader| loader.set_seed(global_seed()));
+    session.set_batch_size(&mut loaders)?;
     ranks::shard_eval(&mut loaders, session.plan, session.run.world())?;
     let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
     let num_batches = limit_batches(limit_key, limit, &available)?;
@@ -415,6 +443,7 @@ fn configure_optimizers<M: LightningModule>(
     let configured: Optimizers = match replacement {
         Some(replacement) => replacement.into(),
         None => {
+            let _action = session.profile_hook("configure_optimizers")?;
             let configured = guarded(|| session.module.configure_optimizers());
             configured.map_err(|source| session.hook_error("configure_optimizers", source))?
         }

@@ -10,6 +10,7 @@ use super::graphed::GraphMode;
 use super::ranks::RankPlan;
 use crate::accelerator::Accelerator;
 use crate::callback::TimeSpan;
+use crate::data::Stage;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
 use crate::ffi::DeterministicMode;
@@ -52,6 +53,8 @@ pub(super) struct TrainPlan {
     pub drops_schedulers: bool,
     /// What a search has found.
     pub found_lr: Option<f64>,
+    /// The same for the loaders of a stage.
+    pub batch_size: Option<(Stage, usize)>,
     pub check_val_every_n_epoch: Option<u64>,
     /// `None` means all batches.
     pub num_sanity_val_steps: Option<usize>,
@@ -172,6 +175,7 @@ pub(super) fn resolve(
         save_on_signal: config.save_on_signal,
         drops_schedulers: false,
         found_lr: None,
+        batch_size: None,
         check_val_every_n_epoch: config.check_val_every_n_epoch,
         num_sanity_val_steps: num_sanity_val_steps.map(|steps| steps as usize),
         log_every_n_steps: config.log_every_n_steps.unwrap_or(50),
@@ -277,6 +281,7 @@ fn barebones(config: &TrainerConfig, plan: &mut TrainPlan, problems: &mut Proble
         ("log_every_n_steps", config.log_every_n_steps.is_some_and(|steps| steps > 0)),
         ("num_sanity_val_steps", config.num_sanity_val_steps.is_some_and(|steps| steps != 0)),
         ("save_on_signal", config.save_on_signal),
+        ("profiler", config.profiler.is_some()),
     ];
     for (key, _) in asked.iter().filter(|(_, is_asked)| *is_asked) {
         problems.add(

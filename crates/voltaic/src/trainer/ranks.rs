@@ -224,6 +224,7 @@ impl Parts<'_> {
     ) -> Result<()> {
         let scaled = self.grad_scaler.as_ref().map(|scaler| scaler.scale(loss)).transpose()?;
         let loss = scaled.as_ref().unwrap_or(loss);
+        let _action = self.profiling.of_strategy(self.strategy.name(), "backward")?;
         self.strategy.begin_backward(loss, syncs, votes(self.signal, self.requests))?;
         let done = self.module_call(state, module, "backward", batch, |m, ctx| m.backward(loss, ctx));
         *self.agreed = self.agreed.or(self.strategy.end_backward(done)?);

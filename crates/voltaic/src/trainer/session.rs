@@ -15,16 +15,16 @@ use super::signals::Signals;
 use crate::accelerator::Accelerator;
 use crate::callback::Callback;
 use crate::checkpoint::CheckpointIo;
-use crate::data::{Batch, Stage};
+use crate::data::{Batch, BatchIter, Stage};
 use crate::distributed::{global_rank, hold_back};
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
 use crate::logger::Logger;
 use crate::module::{
-    CheckpointRequest, LightningModule, ManualOptimization, MetricStore, Progress, Requests, RunFacts,
-    StepContext,
+    Action, CheckpointRequest, LightningModule, ManualOptimization, MetricStore, Profiling, Progress,
+    Requests, RunFacts, StepContext,
 };
-use crate::nn::{ModuleExt, Parameter};
+use crate::nn::{Module, ModuleExt, Parameter};
 use crate::optim::{ActiveLrScheduler, Optimizer};
 use crate::precision::{GradScaler, autocast};
 use crate::strategy::{Strategy, Votes};
@@ -40,6 +40,7 @@ pub(super) struct Run {
     pub loggers: Vec<Box<dyn Logger>>,
     pub progress: Progress,
     pub metrics: MetricStore,
+    pub profiling: Profiling,
     pub requests: Requests,
     pub facts: RunFacts,
     /// The checkpoint that this fit goes on from; it is not replaced by better ones, as in Lightning.
@@ -82,17 +83,23 @@ impl<M: LightningModule> Session<'_, M> {
         self.add_callbacks(callbacks);
         let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
         if self.run.world().local_rank == 0 {
+            let action = self.profile_data("prepare_data")?;
             guarded(|| self.data.prepare_data()).map_err(fail("prepare_data of the data module"))?;
+            drop(action);
             module_hook!(self, prepare_data)?;
         }
         self.run.world().barrier()?; // what it has fetched is there
+        let action = self.profile_data("setup")?;
         guarded(|| self.data.setup(stage)).map_err(fail("setup of the data module"))?;
-        for callback in &mut self.run.callbacks {
-            of_callback(callback.as_mut(), |callback| callback.setup(stage, self.module))
+        drop(action);
+        let Run { callbacks, profiling, .. } = &mut *self.run;
+        for callback in callbacks {
+            of_callback(profiling, callback.as_mut(), "setup", |callback| callback.setup(stage, self.module))
                 .map_err(fail("setup"))?;
         }
         module_hook!(self, setup, stage)?;
         module_hook!(self, configure_model)?;
+        self.run.metrics.set_metrics(self.module.named_metrics());
         self.module.to_device(self.plan.device)?;
         if let Some(dtype) = self.plan.precision.true_dtype() {
             self.module.to_dtype(dtype)?;
@@ -104,10 +111,13 @@ impl<M: LightningModule> Session<'_, M> {
     pub(super) fn teardown(&mut self) -> Result<()> {
         let stage = self.stage;
         let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
+        let action = self.profile_data("teardown")?;
         guarded(|| self.data.teardown(stage)).map_err(fail("teardown of the data module"))?;
-        for callback in &mut self.run.callbacks {
-            of_callback(callback.as_mut(), |callback| callback.teardown(stage, self.module))
-                .map_err(fail("teardown"))?;
+        drop(action);
+        let Run { callbacks, profiling, .. } = &mut *self.run;
+        for callback in callbacks {
+            let hook = |callback: &mut dyn Callback| callback.teardown(stage, self.module);
+            of_callback(profiling, callback.as_mut(), "teardown", hook).map_err(fail("teardown"))?;
         }
         module_hook!(self, teardown, stage)?;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))?;
@@ -140,24 +150,48 @@ impl<M: LightningModule> Session<'_, M> {
         requests.iter().try_for_each(|request| checkpointing::write(self, request))
     }
 
+    /// The next batch of a loader; `action` is what the profiler calls that.
+    pub(super) fn next_batch(
+        &self,
+        batches: &mut BatchIter<M::Batch>,
+        action: &str,
+    ) -> Result<Option<M::Batch>> {
+        if batches.size_hint().1 == Some(0) {
+            return Ok(None); // fetches nothing
+        }
+        let _action = self.profile(action)?;
+        batches.next().transpose()
+    }
+
+    /// Begins a hook of the data module for the profiler.
+    pub(super) fn profile_data(&self, hook: &str) -> Result<Action> {
+        self.run.profiling.of_data(self.data.type_name(), hook)
+    }
+
     /// Moves a batch to the device, in the dtype of the weights if that is not float32, with the hooks for it.
     pub(super) fn take(&mut self, batch: M::Batch, dataloader_idx: usize) -> Result<M::Batch> {
-        let (data, module) = (&mut *self.data, &mut *self.module);
+        let _action = self.profile_strategy("batch_to_device")?;
+        let (data, module, profiling) = (&mut *self.data, &mut *self.module, &self.run.profiling);
+        let (data_name, module_name) = (data.type_name(), Module::type_name(module));
+        let of_data = |hook| profiling.of_data(data_name, hook);
+        let of_module = |hook| profiling.of_module(module_name, hook);
         let (device, true_dtype) = (self.plan.device, self.plan.precision.true_dtype());
         let mut hook = "on_before_batch_transfer";
         guarded(|| {
-            let batch = data.on_before_batch_transfer(batch, dataloader_idx)?;
-            let batch = module.on_before_batch_transfer(batch, dataloader_idx)?;
+            let batch = of_data(hook)?.around(|| data.on_before_batch_transfer(batch, dataloader_idx))?;
+            let batch = of_module(hook)?.around(|| module.on_before_batch_transfer(batch, dataloader_idx))?;
             hook = "transfer_batch_to_device";
-            let batch = data.transfer_batch_to_device(batch, device, dataloader_idx)?;
-            let batch = module.transfer_batch_to_device(batch, device, dataloader_idx)?;
+            let batch =
+                of_data(hook)?.around(|| data.transfer_batch_to_device(batch, device, dataloader_idx))?;
+            let batch =
+                of_module(hook)?.around(|| module.transfer_batch_to_device(batch, device, dataloader_idx))?;
             let batch = match true_dtype {
                 Some(dtype) => batch.to_dtype(dtype)?,
                 None => batch,
             };
             hook = "on_after_batch_transfer";
-            let batch = data.on_after_batch_transfer(batch, dataloader_idx)?;
-            module.on_after_batch_transfer(batch, dataloader_idx)
+            let batch = of_data(hook)?.around(|| data.on_after_batch_transfer(batch, dataloader_idx))?;
+            of_module(hook)?.around(|| module.on_after_batch_transfer(batch, dataloader_idx))
         })
         .map_err(|source| hook_error(hook, &self.run.progress, source))
     }
@@ -171,16 +205,18 @@ impl<M: LightningModule> Session<'_, M> {
     ) -> Result<T> {
         let scope = point.scope(&batch, self.is_sanity_check);
         let plan = self.plan;
+        let _action = self.profile_strategy(point.name)?;
         let is_training = point.name == "training_step";
         let is_manual = is_training && !self.module.automatic_optimization();
         let mut graphs = self.graphs.modules.take();
         let (parts, state, module) = self.parts();
         state.metrics.enter(scope);
-        let module = &*module;
+        let (module, profiling) = (&*module, parts.profiling);
         let mut manual = Manual { parts, module, batch };
         let mut ctx = StepContext {
             metrics: state.metrics,
             progress: state.progress,
+            profiling,
             batch_idx: batch.batch_idx,
             dataloader_idx: batch.dataloader_idx,
             manual: is_manual.then_some(&mut manual as &mut dyn ManualOptimization),
@@ -219,15 +255,32 @@ impl<M: LightningModule> Session<'_, M> {
         Err(Error::Interrupted { signal, global_step: self.run.progress.global_step })
     }
 
+    /// Ends the call: tells all of a failure, and lets the profiler report.
+    pub(super) fn conclude<T>(&mut self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result {
+            self.on_exception(error);
+            self.run.metrics.abandon();
+        }
+        let described = self.run.profiling.describe();
+        match (result, described) {
+            (Err(error), Err(second)) => {
+                tracing::warn!("the profiler could not report after the failure: {second}");
+                Err(error)
+            }
+            (result, described) => described.and(result),
+        }
+    }
+
     /// Tells callbacks, the data module and loggers that the run failed.
     pub(super) fn on_exception(&mut self, error: &Error) {
         hold_back(error);
         self.run.requests.checkpoints.clear();
         self.run.requests.rows.clear();
         let (mut parts, state, _) = self.parts();
+        let profiling = parts.profiling;
         let (mut ctx, callbacks) = parts.context(state, &BatchFacts::default());
         for callback in callbacks {
-            let told = of_callback(callback.as_mut(), |callback| {
+            let told = of_callback(profiling, callback.as_mut(), "on_exception", |callback| {
                 callback.on_exception(&mut ctx, error);
                 Ok(())
             });

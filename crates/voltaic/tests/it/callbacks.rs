@@ -306,6 +306,40 @@ fn a_learning_rate_is_found_drawn_and_used_and_leaves_the_weights_alone() {
 }
 
 #[test]
+fn throughput_of_validation_test_and_prediction_is_told_in_a_row_each() {
+    use voltaic::callback::{ThroughputMonitor, ThroughputMonitorConfig};
+    use voltaic::logger::{JsonLinesLoggerConfig, LoggerConfig};
+    let root = TempDir::new().unwrap();
+    let config = ThroughputMonitorConfig { window_size: 2, ..Default::default() };
+    let mut trainer = silent()
+        .default_root_dir(root.path())
+        .logger(LoggerConfig::JsonLines(JsonLinesLoggerConfig::default()))
+        .log_every_n_steps(3_u64)
+        .max_epochs(2)
+        .callback(ThroughputMonitor::new(config).unwrap())
+        .build()
+        .unwrap();
+    let mut net = Probe::default();
+    trainer.fit(&mut net, &mut loaders()).unwrap();
+    trainer.validate(&mut net, &mut loaders()).unwrap();
+    let text = std::fs::read_to_string(trainer.log_dir().join("metrics.jsonl")).unwrap();
+    let rows: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let told = |name: &str| -> Vec<(u64, f64)> {
+        let values = rows.iter().filter_map(|row| Some((row["step"].as_u64()?, row[name].as_f64()?)));
+        values.collect()
+    };
+    assert_eq!(told("train/batches"), [(2, 3.0), (5, 6.0), (8, 9.0), (11, 12.0)]);
+    // two batches of two samples, after each epoch and by itself; not in the sanity check
+    let steps = [5, 11, 12];
+    assert_eq!(told("validate/batches"), steps.map(|step| (step, 2.0)));
+    assert_eq!(told("validate/samples"), steps.map(|step| (step, 4.0)));
+    let rates = told("validate/device/samples_per_sec");
+    assert!(rates.len() == 3 && rates.iter().all(|(_, rate)| *rate > 0.0), "{text}");
+    let (train, validate) = (told("train/time"), told("validate/time"));
+    assert!(train.windows(2).all(|pair| pair[0].1 < pair[1].1) && validate.iter().all(|(_, s)| *s > 0.0));
+}
+
+#[test]
 fn checkpoints_by_time_at_a_failure_and_beside_those_of_other_runs() {
     let save = |folder: &Path, change: fn(&mut ModelCheckpointConfig), fails: bool| {
         let mut config = ModelCheckpointConfig { dirpath: Some(folder.into()), ..Default::default() };

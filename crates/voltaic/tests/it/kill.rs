@@ -1,6 +1,6 @@
 //! Checkpoints when things go badly: `kill -9` at any moment, a full disk.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -8,12 +8,15 @@ use std::time::{Duration, Instant};
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use serde_json::Value;
 use tempfile::TempDir;
-use voltaic::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
-use voltaic::checkpoint::Checkpoint;
+use voltaic::callback::{Callback, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
+use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, CheckpointIo};
+use voltaic::error::Result;
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::Parameter;
 use voltaic::optim::{AdamW, Optimizers};
+use voltaic::trainer::PluginConfig;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::probe::{files, loaders, names, own_process, plays, silent, text_of};
@@ -72,17 +75,24 @@ fn saver(folder: &Path) -> ModelCheckpoint {
     ModelCheckpoint::new(config).unwrap()
 }
 
+/// Checkpoints are written while training goes on.
+const ASYNC: &str = "VOLTAIC_TEST_ASYNC";
+
 fn train_until_killed(folder: &Path) {
-    let builder = silent().enable_checkpointing(true).limit_val_batches(0).max_epochs(-1);
+    let mut builder = silent().enable_checkpointing(true).limit_val_batches(0).max_epochs(-1);
+    if std::env::var_os(ASYNC).is_some() {
+        builder = builder.plugins(vec![PluginConfig::AsyncCheckpointIo]);
+    }
     let mut trainer = builder.callback(Announce).callback(saver(folder)).build().unwrap();
     trainer.ckpt_path("last").fit(&mut Heavy::new(), &mut loaders()).unwrap();
 }
 
 /// Starts a training process; returns it and the step it starts at.
-fn start(folder: &Path) -> (Child, u64) {
+fn start(folder: &Path, is_async: bool) -> (Child, u64) {
     let name = "kill::a_killed_run_leaves_whole_checkpoints_and_goes_on";
     let mut child = own_process(name, "trainer")
         .env(FOLDER, folder)
+        .envs(is_async.then_some((ASYNC, "1")))
         .stdout(Stdio::piped())
         .stderr(Stdio::inherit())
         .spawn()
@@ -108,7 +118,7 @@ fn saved_steps(folder: &Path) -> Vec<u64> {
 }
 
 /// Kills and resumes one run again and again; returns how many kills hit a file half written.
-fn lane(seed: u64) -> usize {
+fn lane(seed: u64, is_async: bool) -> usize {
     let folder = TempDir::new().unwrap();
     let mut rng = StdRng::seed_from_u64(seed);
     let mut hits = 0;
@@ -118,7 +128,7 @@ fn lane(seed: u64) -> usize {
     // on a busy machine a save takes longer, and it takes more kills to hit some
     while round < KILLS / LANES || (hits < HITS / LANES + 1 && round < 4 * KILLS / LANES) {
         round += 1;
-        let (mut child, started_at) = start(folder.path());
+        let (mut child, started_at) = start(folder.path(), is_async);
         // two files of one moment may be of two neighbouring steps
         assert!(started_at + 1 >= newest, "round {round}: {started_at} after {newest}");
         std::thread::sleep(Duration::from_micros(rng.random_range(0..longest)));
@@ -143,10 +153,80 @@ fn a_killed_run_leaves_whole_checkpoints_and_goes_on() {
         return train_until_killed(&PathBuf::from(std::env::var_os(FOLDER).unwrap()));
     }
     let started = Instant::now();
-    let lanes: Vec<_> = (0..LANES as u64).map(|seed| std::thread::spawn(move || lane(seed))).collect();
+    let lanes: Vec<_> =
+        (0..LANES as u64).map(|seed| std::thread::spawn(move || lane(seed, seed % 2 == 1))).collect();
     let hits: usize = lanes.into_iter().map(|lane| lane.join().unwrap()).sum();
     println!("{hits} kills hit a file half written, {:.1} s", started.elapsed().as_secs_f64());
     assert!(hits >= HITS, "only {hits} kills hit a save, which shows little");
+}
+
+/// Writes half of each checkpoint after the first, tells the parent, and waits for its end.
+struct Halting {
+    saves: usize,
+}
+
+impl CheckpointIo for Halting {
+    fn save_checkpoint(&mut self, checkpoint: &Checkpoint, path: &Path, _: Option<&Value>) -> Result<()> {
+        self.saves += 1;
+        if self.saves == 1 {
+            return checkpoint.save(path);
+        }
+        voltaic::checkpoint::write_atomically(path, |writer| {
+            writer.write_all(&vec![0; 1 << 16])?;
+            writer.flush()?;
+            println!("half of {}", path.file_name().unwrap().display());
+            loop {
+                std::thread::park();
+            }
+        })
+    }
+}
+
+#[test]
+fn a_run_killed_while_it_writes_beside_training_keeps_the_old_checkpoint() {
+    let name = "kill::a_run_killed_while_it_writes_beside_training_keeps_the_old_checkpoint";
+    if plays("async trainer") {
+        let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
+        let saver = ModelCheckpoint::new(ModelCheckpointConfig {
+            dirpath: Some(folder),
+            every_n_train_steps: Some(2),
+            ..Default::default()
+        });
+        let builder = silent().enable_checkpointing(true).limit_val_batches(0).max_epochs(1);
+        let io = AsyncCheckpointIo::around(Halting { saves: 0 });
+        let step = LambdaCallback::new().on_train_batch_start(|ctx, _| {
+            println!("training at {}", ctx.global_step());
+            Ok(())
+        });
+        let mut trainer = builder.callback(step).callback(saver.unwrap()).checkpoint_io(io).build().unwrap();
+        trainer.fit(&mut Heavy::new(), &mut loaders()).unwrap();
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let mut command = own_process(name, "async trainer");
+    let mut child = command.env(FOLDER, folder.path()).stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
+    // the second checkpoint is of step 4; training goes on to the third, which has to wait
+    let mut seen = (false, false);
+    for line in lines {
+        seen.0 |= line.contains("half of epoch=0-step=4.ckpt");
+        seen.1 |= line.contains("training at 5");
+        if seen == (true, true) {
+            break;
+        }
+    }
+    assert_eq!(seen, (true, true), "it trained while it wrote");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let left = names(folder.path());
+    assert!(left.contains(&"epoch=0-step=2.ckpt".to_owned()), "{left:?}");
+    assert!(left.iter().all(|name| name == "epoch=0-step=2.ckpt" || name.ends_with(".tmp")), "{left:?}");
+    assert_eq!(saved_steps(folder.path()), [2]);
+    // and a run goes on from it
+    let mut trainer = silent().limit_val_batches(0).max_epochs(1).build().unwrap();
+    trainer.ckpt_path(folder.path().join("epoch=0-step=2.ckpt").to_str().unwrap());
+    trainer.fit(&mut Heavy::new(), &mut loaders()).unwrap();
+    assert_eq!(trainer.global_step(), 6);
 }
 
 /// Saves a small checkpoint, then one that does not fit.

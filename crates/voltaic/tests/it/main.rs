@@ -9,6 +9,7 @@
 )]
 
 mod autograd;
+mod batch_size_finder;
 mod callbacks;
 mod checkpoint_io;
 mod cli;
@@ -35,6 +36,7 @@ mod lr_scheduler;
 mod manual;
 mod master_weights;
 mod memory;
+mod metric_objects;
 mod metrics;
 mod models;
 mod new_crate;
@@ -43,7 +45,9 @@ mod ops;
 mod optim;
 mod parity;
 mod precision;
+mod prediction_writer;
 mod probe;
+mod profilers;
 mod recipes;
 mod resume;
 mod rng;

@@ -296,10 +296,26 @@ fn precision_and_a_precision_plugin_exclude_each_other() {
     .unwrap();
     let error = Trainer::builder().config(config).build().err().unwrap().to_string();
     assert!(error.contains("trainer.precision: is given twice; give trainer.precision or one"), "{error}");
+    let plugin = voltaic::trainer::PluginConfig::HpuPrecisionPlugin(Default::default());
+    let builder = silent().accelerator("hpu").precision("bf16-mixed").plugins(vec![plugin]);
+    assert_eq!(builder.build().err().unwrap().to_string(), error, "by the builder's keys");
+    // and in a file
+    let folder = TempDir::new().unwrap();
+    let file = folder.path().join("precision.yaml");
+    let text =
+        "trainer: {accelerator: hpu, precision: bf16-mixed, plugins: [{class_path: HpuPrecisionPlugin}]}";
+    std::fs::write(&file, text).unwrap();
+    let error = losses_on_hpu("bf16-mixed", &[], &["--config", file.to_str().unwrap()]).unwrap_err();
+    let expected = "trainer.precision (from command line): is given twice; give trainer.precision or one";
+    assert!(error.contains(expected), "{error}");
 }
 
 /// Losses of a short fit of the command line on an HPU with these variables.
-fn losses_on_hpu(precision: &str, variables: &[(&str, &std::path::Path)]) -> Result<Vec<String>, String> {
+fn losses_on_hpu(
+    precision: &str,
+    variables: &[(&str, &std::path::Path)],
+    arguments: &[&str],
+) -> Result<(Vec<String>, String), String> {
     let recipe = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/mlp.yaml");
     let root = TempDir::new().unwrap();
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"));
@@ -311,32 +327,40 @@ fn losses_on_hpu(precision: &str, variables: &[(&str, &std::path::Path)]) -> Res
         "--trainer.limit_val_batches=0",
     ]);
     command.args(["--trainer.log_every_n_steps=1", "--trainer.enable_checkpointing=false"]);
-    command.arg(format!("--trainer.precision={precision}")).arg("--config").arg(recipe);
+    command.arg(format!("--trainer.precision={precision}")).arg("--config").arg(recipe).args(arguments);
     let output = command.output().unwrap();
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
     if !output.status.success() {
-        return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+        return Err(printed);
     }
     let csv = std::fs::read_to_string(root.path().join("lightning_logs/version_0/metrics.csv")).unwrap();
     let header: Vec<&str> = csv.lines().next().unwrap().split(',').collect();
     let column = header.iter().position(|name| *name == "train_loss_step" || *name == "train_loss").unwrap();
-    Ok(csv.lines().skip(1).map(|line| line.split(',').nth(column).unwrap().to_owned()).collect())
+    let losses = csv.lines().skip(1).map(|line| line.split(',').nth(column).unwrap().to_owned());
+    Ok((losses.collect(), printed))
 }
 
 #[test]
 fn lists_of_operators_take_effect_from_the_command_line() {
     let folder = TempDir::new().unwrap();
-    let [lower, fp32, missing] =
-        ["lower.txt", "fp32.txt", "missing.txt"].map(|name| folder.path().join(name));
+    let [lower, fp32, missing, misspelt] =
+        ["lower.txt", "fp32.txt", "missing.txt", "misspelt.txt"].map(|name| folder.path().join(name));
     std::fs::write(&lower, "tan\n").unwrap();
     std::fs::write(&fp32, "linear\naddmm\nmm\ncross_entropy_loss\n").unwrap();
-    let full = losses_on_hpu("32-true", &[]).unwrap();
-    let mixed = losses_on_hpu("bf16-mixed", &[]).unwrap();
+    std::fs::write(&misspelt, "linear\n\nadmm\n").unwrap();
+    let losses = |precision, variables: &[_]| losses_on_hpu(precision, variables, &[]);
+    let (full, _) = losses("32-true", &[]).unwrap();
+    let (mixed, printed) = losses("bf16-mixed", &[]).unwrap();
     assert_eq!(full.len(), 3);
+    assert!(!printed.contains("libtorch has no operator"), "{printed}");
     assert_ne!(full, mixed, "by default products are computed in bfloat16");
     let lists = [("LOWER_LIST", lower.as_path()), ("FP32_LIST", fp32.as_path())];
-    assert_eq!(losses_on_hpu("bf16-mixed", &lists).unwrap(), full, "nothing of this model is cast");
+    assert_eq!(losses("bf16-mixed", &lists).unwrap().0, full, "nothing of this model is cast");
     for variable in ["LOWER_LIST", "FP32_LIST"] {
-        let error = losses_on_hpu("bf16-mixed", &[(variable, &missing)]).unwrap_err();
-        assert!(error.contains("missing.txt"), "{error}");
+        let error = losses("bf16-mixed", &[(variable, &missing)]).unwrap_err();
+        assert!(error.contains("missing.txt") && error.contains("check that the path is right"), "{error}");
+        let (_, printed) = losses("bf16-mixed", &[(variable, &misspelt)]).unwrap();
+        let warning = "misspelt.txt:3: libtorch has no operator `admm`; did you mean addmm";
+        assert!(printed.contains(warning), "{printed}");
     }
 }

@@ -1,0 +1,29 @@
+//! Errors of profilers.
+
+/// Actions that do not begin and end as they should.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProfilerError {
+    /// An action is to begin that has not ended.
+    #[error(
+        "profiler: cannot start `{action}`, which has already started; stop it first, or use another name"
+    )]
+    AlreadyStarted {
+        /// Its name.
+        action: String,
+    },
+    /// An action is to end that has not begun.
+    #[error("profiler: cannot stop `{action}`, which was never started; start it first")]
+    NeverStarted {
+        /// Its name.
+        action: String,
+    },
+    /// An action is to end before one that began within it.
+    #[error("profiler: cannot stop `{action}` while `{inner}` runs, which began later; stop that first")]
+    NotInnermost {
+        /// The one that is to end.
+        action: String,
+        /// The one that runs.
+        inner: String,
+    },
+}

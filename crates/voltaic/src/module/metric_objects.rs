@@ -1,0 +1,224 @@
+//! Metrics that are logged as objects: found in the module's tree, computed over all ranks, reset, and saved.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
+
+use super::log_value::LogValue;
+use crate::device::Device;
+use crate::distributed::ProcessGroup;
+use crate::error::{ConfigError, Result};
+use crate::metrics::Metric;
+
+/// Tensors of metrics by the metrics' fqn.
+type States = Vec<(String, Vec<(String, Tensor)>)>;
+
+/// The metrics of a module.
+#[derive(Debug, Default)]
+pub(super) struct MetricObjects {
+    metrics: Vec<(String, Arc<dyn Metric>)>,
+    /// What they had accumulated before the evaluation that is open.
+    before_eval: Option<States>,
+}
+
+/// A metric that an epoch has logged.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) struct LoggedMetric {
+    pub name: String,
+    pub epoch_name: String,
+    pub fqn: String,
+}
+
+impl MetricObjects {
+    pub fn new(metrics: Vec<(String, Arc<dyn Metric>)>) -> Self {
+        Self { metrics, before_eval: None }
+    }
+
+    /// The fqn of a metric that is logged as `name`.
+    pub fn fqn_of(&self, name: &str, metric: &dyn Metric) -> Result<&str, ConfigError> {
+        let id = metric.state().id();
+        let known = self.metrics.iter().find(|(_, metric)| metric.state().id() == id);
+        known.map(|(fqn, _)| fqn.as_str()).ok_or_else(|| {
+            ConfigError::new(
+                format!("log({name})"),
+                "the metric is no part of the module, so nobody would save it",
+                "make it a field of the module, without #[module(skip)], or log its compute()",
+            )
+        })
+    }
+
+    fn get(&self, fqn: &str) -> Option<&dyn Metric> {
+        self.metrics.iter().find(|(known, _)| known == fqn).map(|(_, metric)| metric.as_ref())
+    }
+
+    pub fn reset(&self, fqn: &str) {
+        if let Some(metric) = self.get(fqn) {
+            metric.reset();
+        }
+    }
+
+    fn states(&self) -> States {
+        self.metrics.iter().map(|(fqn, metric)| (fqn.clone(), metric.state().named())).collect()
+    }
+
+    /// Notes what there is, which an evaluation that does not come to its end leaves behind.
+    pub fn begin_eval(&mut self) {
+        self.abandon_eval();
+        self.before_eval = Some(self.states());
+    }
+
+    pub fn end_eval(&mut self) {
+        self.before_eval = None;
+    }
+
+    /// Back to before the evaluation, if one is open.
+    pub fn abandon_eval(&mut self) {
+        for (fqn, state) in self.before_eval.take().unwrap_or_default() {
+            if let Some(metric) = self.get(&fqn)
+                && metric.state().restore(&state).is_err()
+            {
+                metric.reset(); // cannot be: these were its own
+            }
+        }
+    }
+
+    /// What a checkpoint keeps: that of before an evaluation, which is repeated. Names are `<fqn>.<part>`.
+    pub fn saved(&self) -> Vec<(String, Tensor)> {
+        let own;
+        let states = match &self.before_eval {
+            Some(states) => states,
+            None => {
+                own = self.states();
+                &own
+            }
+        };
+        let named = |(fqn, state): &(String, Vec<(String, Tensor)>)| -> Vec<(String, Tensor)> {
+            state.iter().map(|(part, tensor)| (format!("{fqn}.{part}"), tensor.shallow_clone())).collect()
+        };
+        states.iter().flat_map(named).collect()
+    }
+
+    /// Goes on from what [`MetricObjects::saved`] gave, on `device`.
+    pub fn restore(&mut self, saved: &[(String, Tensor)], device: Device) -> Result<()> {
+        self.before_eval = None;
+        let mut states: BTreeMap<&str, Vec<(String, Tensor)>> = BTreeMap::new();
+        for (name, tensor) in saved {
+            let (fqn, part) = name.rsplit_once('.').unwrap_or(("", name));
+            states.entry(fqn).or_default().push((part.to_owned(), tensor.f_to_device(device.tch())?));
+        }
+        for (fqn, metric) in &self.metrics {
+            metric.state().restore(&states.remove(fqn.as_str()).unwrap_or_default())?;
+        }
+        for fqn in states.keys() {
+            tracing::warn!("the checkpoint has state of the metric {fqn}, which this module does not have");
+        }
+        Ok(())
+    }
+
+    /// Values over all ranks by name, with their epoch name, of the metrics that any rank has logged.
+    ///
+    /// # Collective
+    /// If there are metrics. # Sync: reads the values back.
+    pub fn values(
+        &self,
+        group: Option<&ProcessGroup>,
+        own: Vec<LoggedMetric>,
+    ) -> Result<Vec<(String, (String, f64))>> {
+        if self.metrics.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut logged = match group {
+            Some(group) => group.all_gather_object(&own)?.into_iter().flatten().collect(),
+            None => own,
+        };
+        logged.sort(); // the same order on all ranks
+        logged.dedup();
+        let mut values = Vec::new();
+        for LoggedMetric { name, epoch_name, fqn } in logged {
+            let Some(metric) = self.get(&fqn) else { continue };
+            let parts = match group {
+                Some(group) => gathered(group, metric)?,
+                None => metric.state().tensors()?,
+            };
+            let value = metric.value(&parts)?;
+            check_scalar(&name, &value)?;
+            values.push((name, (epoch_name, LogValue::from(value).read())));
+        }
+        Ok(values)
+    }
+}
+
+/// A logged metric has one number.
+pub(super) fn check_scalar(name: &str, value: &Tensor) -> Result<(), ConfigError> {
+    if value.numel() == 1 {
+        return Ok(());
+    }
+    Err(ConfigError::new(
+        format!("log({name})"),
+        format!("the metric's value has shape {:?}, which is no scalar", value.size()),
+        "log a number made of its compute(), such as one class of it",
+    ))
+}
+
+/// Dtype and shape of a part.
+type Shape = (String, Vec<i64>);
+
+const KINDS: [Kind; 10] = [
+    Kind::Uint8,
+    Kind::Int8,
+    Kind::Int16,
+    Kind::Int,
+    Kind::Int64,
+    Kind::Half,
+    Kind::BFloat16,
+    Kind::Float,
+    Kind::Double,
+    Kind::Bool,
+];
+
+fn kind_of(name: &str) -> Option<Kind> {
+    KINDS.into_iter().find(|kind| format!("{kind:?}") == name)
+}
+
+/// The parts of all ranks together, in the order of the ranks, on the host. # Collective
+fn gathered(group: &ProcessGroup, metric: &dyn Metric) -> Result<Vec<Tensor>> {
+    let own = metric.state().named();
+    let shapes: Vec<Shape> =
+        own.iter().map(|(_, part)| (format!("{:?}", part.kind()), part.size())).collect();
+    let shapes = group.all_gather_object(&shapes)?;
+    let largest = shapes.iter().map(|shapes| shapes.iter().map(num_bytes).sum::<i64>()).max().unwrap_or(0);
+    let bytes = Tensor::f_zeros([largest], (Kind::Uint8, tch::Device::Cpu))?;
+    let mut at = 0;
+    for (_, part) in &own {
+        let part = part.f_to_device(tch::Device::Cpu)?.f_contiguous()?.f_reshape([-1])?;
+        let part = part.f_view_dtype(Kind::Uint8)?;
+        bytes.f_narrow(0, at, part.numel() as i64)?.f_copy_(&part)?;
+        at += part.numel() as i64;
+    }
+    let all = group.all_gather(&bytes)?;
+    let sum = metric.state().empty();
+    for (rank, shapes) in shapes.iter().enumerate() {
+        let (mut at, mut parts) = (0, Vec::new());
+        for shape in shapes {
+            let Some(kind) = kind_of(&shape.0) else {
+                let what = format!("a part has dtype {}, which ranks cannot exchange", shape.0);
+                return Err(ConfigError::new("metric", what, "keep it as float32 or int64").into());
+            };
+            let mut part = Tensor::f_empty([num_bytes(shape)], (Kind::Uint8, tch::Device::Cpu))?;
+            part.f_copy_(&all.f_get(rank as i64)?.f_narrow(0, at, num_bytes(shape))?)?;
+            parts.push(part.f_view_dtype(kind)?.f_reshape(&shape.1)?);
+            at += num_bytes(shape);
+        }
+        if !parts.is_empty() {
+            sum.add(parts)?;
+        }
+    }
+    sum.tensors()
+}
+
+fn num_bytes((kind, size): &Shape) -> i64 {
+    let width = kind_of(kind).map_or(0, |kind| kind.elt_size_in_bytes() as i64);
+    width * size.iter().product::<i64>()
+}

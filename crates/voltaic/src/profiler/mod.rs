@@ -1,0 +1,15 @@
+//! Where the time of a run goes: reports on its actions.
+//!
+//! [`SimpleProfiler`] adds up the time of each action, [`AdvancedProfiler`] also tells how it is spread and nested. A
+//! profiler of one's own implements [`Profiler`].
+
+mod advanced;
+mod config;
+mod durations;
+mod report;
+mod simple;
+
+pub use crate::module::{Action, ProfiledRun, Profiler};
+pub use advanced::{AdvancedProfiler, AdvancedProfilerConfig, RowLimit};
+pub use config::{ProfilerClass, ProfilerConfig};
+pub use simple::{SimpleProfiler, SimpleProfilerConfig};

@@ -1,0 +1,238 @@
+//! Adds up the time of each action.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::Profiler;
+use super::report::{Output, significant};
+use crate::error::{ProfilerError, Result};
+use crate::module::ProfiledRun;
+
+/// What [`SimpleProfiler`] reports, and where.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct SimpleProfilerConfig {
+    /// Folder of the reports; that of the run unless set.
+    pub dirpath: Option<PathBuf>,
+    /// Write `<stage>-<filename>.txt`, with `-<rank>` if there are several ranks. Without this and `dirpath` rank 0 prints
+    /// its report.
+    pub filename: Option<String>,
+    /// Also tell the number of calls, and the part of all time.
+    pub extended: bool,
+}
+
+impl Default for SimpleProfilerConfig {
+    fn default() -> Self {
+        Self { dirpath: None, filename: None, extended: true }
+    }
+}
+
+/// Calls of one action.
+#[derive(Debug)]
+struct Recorded {
+    action: String,
+    calls: u64,
+    total: Duration,
+}
+
+impl Recorded {
+    fn mean(&self) -> f64 {
+        self.total.as_secs_f64() / self.calls as f64
+    }
+}
+
+/// Adds up the time of each action, over all stages; reports a table sorted by it. Source: Lightning's `SimpleProfiler`.
+#[derive(Debug)]
+pub struct SimpleProfiler {
+    output: Output,
+    extended: bool,
+    begun: Instant,
+    running: HashMap<String, Instant>,
+    recorded: Vec<Recorded>,
+    index: HashMap<String, usize>,
+}
+
+impl Default for SimpleProfiler {
+    fn default() -> Self {
+        Self::new(SimpleProfilerConfig::default())
+    }
+}
+
+impl SimpleProfiler {
+    /// Reports as `config` says.
+    pub fn new(config: SimpleProfilerConfig) -> Self {
+        Self {
+            output: Output::new(config.dirpath, config.filename),
+            extended: config.extended,
+            begun: Instant::now(),
+            running: HashMap::new(),
+            recorded: Vec::new(),
+            index: HashMap::new(),
+        }
+    }
+
+    fn record(&mut self, action: &str, duration: Duration) {
+        let index = match self.index.get(action) {
+            Some(&index) => index,
+            None => {
+                self.index.insert(action.to_owned(), self.recorded.len());
+                self.recorded.push(Recorded { action: action.to_owned(), calls: 0, total: Duration::ZERO });
+                self.recorded.len() - 1
+            }
+        };
+        self.recorded[index].calls += 1;
+        self.recorded[index].total += duration;
+    }
+
+    /// The report, when so much time has passed since the profiler was made.
+    fn report(&self, elapsed: Duration) -> String {
+        let mut rows: Vec<&Recorded> = self.recorded.iter().collect();
+        let mut table = Table::new(&rows, self.extended);
+        if self.extended {
+            rows.sort_by_key(|row| std::cmp::Reverse(row.total));
+            let calls: u64 = rows.iter().map(|row| row.calls).sum();
+            let elapsed = elapsed.as_secs_f64();
+            table.row("Total", ["-", &calls.to_string(), &significant(elapsed, 5), "100 %"]);
+            table.line();
+            for row in rows {
+                let total = row.total.as_secs_f64();
+                let cells = [row.mean(), total, 100.0 * total / elapsed].map(|value| significant(value, 5));
+                table.row(&row.action, [&cells[0], &row.calls.to_string(), &cells[1], &cells[2]]);
+            }
+        } else {
+            rows.sort_by(|a, b| b.mean().total_cmp(&a.mean()));
+            for row in rows {
+                let cells = [row.mean(), row.total.as_secs_f64()].map(|value| significant(value, 5));
+                table.row(&row.action, [&cells[0], &cells[1]]);
+            }
+        }
+        table.line();
+        format!("{}\n{}\n", self.output.title(), table.text)
+    }
+}
+
+/// Lightning's table: cells are at least 15 wide and end with a tab.
+struct Table {
+    text: String,
+    action_width: usize,
+    line_width: usize,
+}
+
+impl Table {
+    fn new(rows: &[&Recorded], extended: bool) -> Self {
+        let longest = rows.iter().map(|row| row.action.chars().count()).max();
+        let mut table = Self { text: String::new(), action_width: longest.unwrap_or(0), line_width: 0 };
+        let mean = "Mean duration (s)";
+        if extended {
+            table.row("Action", [mean, "Num calls", "Total time (s)", "Percentage %"]);
+        } else {
+            table.row("Action", [mean, "Total time (s)"]);
+        }
+        let header = std::mem::take(&mut table.text);
+        table.line_width = width_with_tabs(&header);
+        table.line();
+        table.text.push_str(&header);
+        table.line();
+        table
+    }
+
+    fn row<const N: usize>(&mut self, action: &str, cells: [&str; N]) {
+        self.text.push_str(&format!("\n|  {action:<0$}\t|", self.action_width));
+        for cell in cells {
+            self.text.push_str(&format!("  {cell:<15}\t|"));
+        }
+    }
+
+    fn line(&mut self) {
+        self.text.push('\n');
+        self.text.push_str(&"-".repeat(self.line_width));
+    }
+}
+
+/// Characters of a line that begins with a line break, with tabs at every eighth column.
+fn width_with_tabs(line: &str) -> usize {
+    let columns = line.trim_start_matches('\n').chars().fold(0, |column, c| match c {
+        '\t' => (column / 8 + 1) * 8,
+        _ => column + 1,
+    });
+    columns + 1
+}
+
+impl Profiler for SimpleProfiler {
+    fn setup(&mut self, run: &ProfiledRun) -> Result<()> {
+        self.output.setup(run);
+        Ok(())
+    }
+
+    fn start(&mut self, action: &str) -> Result<()> {
+        if self.running.contains_key(action) {
+            return Err(ProfilerError::AlreadyStarted { action: action.to_owned() }.into());
+        }
+        self.running.insert(action.to_owned(), Instant::now());
+        Ok(())
+    }
+
+    fn stop(&mut self, action: &str) -> Result<()> {
+        let now = Instant::now();
+        let Some(started) = self.running.remove(action) else {
+            return Err(ProfilerError::NeverStarted { action: action.to_owned() }.into());
+        };
+        self.record(action, now - started);
+        Ok(())
+    }
+
+    fn summary(&self) -> String {
+        self.report(self.begun.elapsed())
+    }
+
+    fn describe(&mut self) -> Result<()> {
+        self.output.write(&self.summary())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::Stage;
+    use crate::error::Error;
+
+    #[test]
+    fn the_report_is_that_of_lightning() {
+        for (extended, expected) in [
+            (true, include_str!("../../tests/fixtures/profilers/extended.txt")),
+            (false, include_str!("../../tests/fixtures/profilers/short.txt")),
+        ] {
+            let mut profiler =
+                SimpleProfiler::new(SimpleProfilerConfig { extended, ..SimpleProfilerConfig::default() });
+            let run = ProfiledRun { stage: Stage::Fit, rank: 0, world_size: 1, log_dir: PathBuf::new() };
+            profiler.setup(&run).expect("nothing to fail");
+            for (action, millis) in [
+                ("run_training_batch", 1.5),
+                ("[LightningModule]Net.on_train_batch_end", 0.0125),
+                ("run_training_batch", 2.5),
+                ("run_training_epoch", 2000.0),
+                ("a", 0.001),
+                ("save_checkpoint", 123_456.0),
+            ] {
+                profiler.record(action, Duration::from_secs_f64(millis / 1e3));
+            }
+            assert_eq!(profiler.report(Duration::from_secs(250)), expected);
+        }
+    }
+
+    #[test]
+    fn actions_that_begin_twice_or_never_are_refused() {
+        let mut profiler = SimpleProfiler::default();
+        profiler.start("a").expect("the first time");
+        let error = profiler.start("a").expect_err("the second time");
+        assert!(matches!(error, Error::Profiler(ProfilerError::AlreadyStarted { .. })), "{error}");
+        profiler.stop("a").expect("it runs");
+        let error = profiler.stop("a").expect_err("it has ended");
+        assert!(error.to_string().contains("`a`, which was never started; start it first"), "{error}");
+        assert!(SimpleProfiler::default().summary().contains("Profiler Report"));
+    }
+}

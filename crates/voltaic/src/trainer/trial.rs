@@ -1,0 +1,97 @@
+//! Short runs before the real one, after which everything is as it was.
+
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use super::{Limit, Trainer, TrainerBuilder, TrainerConfig, seed};
+use crate::device::Device;
+use crate::error::{ConfigError, Result};
+use crate::ffi;
+use crate::metrics::Metric;
+use crate::module::LightningModule;
+use crate::nn::ModuleExt;
+
+type Tensors = Vec<(String, Tensor)>;
+
+/// What a trial changes: weights, buffers, metrics, random numbers.
+pub(super) struct Kept {
+    state: Tensors,
+    metrics: Vec<(Arc<dyn Metric>, Tensors)>,
+    rng: Tensors,
+}
+
+impl Kept {
+    pub fn of<M: LightningModule>(module: &M, device: Device) -> Result<Self> {
+        let copied = module.state_dict().into_iter().map(|(fqn, tensor)| {
+            let mut copy = tensor.f_empty_like()?;
+            copy.f_copy_(&tensor)?;
+            Ok((fqn, copy))
+        });
+        let metrics = module.named_metrics().into_iter().map(|(_, metric)| {
+            let state = metric.state().named();
+            (metric, state)
+        });
+        Ok(Self {
+            state: copied.collect::<Result<_>>()?,
+            metrics: metrics.collect(),
+            rng: seed::rng_states(device)?,
+        })
+    }
+
+    /// Puts everything back; gradients of the trial are gone.
+    pub fn restore<M: LightningModule>(&self, module: &M) -> Result<()> {
+        module.load_state_dict(&self.state, true)?;
+        for (metric, state) in &self.metrics {
+            metric.state().restore(state)?;
+        }
+        let parameters = module.parameters();
+        ffi::clear_grads(parameters.iter().map(|parameter| parameter.tensor()))?;
+        seed::set_rng_states(&self.rng)
+    }
+}
+
+impl Trainer {
+    /// A trainer like this one for a short run of so many steps, or batches: no callbacks, loggers, files or schedules,
+    /// and one batch per step.
+    pub(super) fn trial(
+        &self,
+        what: &str,
+        steps: u64,
+        build: impl FnOnce(TrainerBuilder) -> TrainerBuilder,
+    ) -> Result<Self> {
+        if self.run.world().world_size > 1 {
+            let ranks = format!("{} ranks", self.run.world().world_size);
+            let remedy = "search with devices=1, and give what it finds to the run with several";
+            return Err(ConfigError::new(what, ranks, remedy).into());
+        }
+        let limit = Some(Limit::Batches(steps));
+        let config = TrainerConfig {
+            callbacks: Vec::new(),
+            profiler: None,
+            max_epochs: Some(-1),
+            min_epochs: None,
+            min_steps: None,
+            max_time: None,
+            max_steps: steps as i64,
+            accumulate_grad_batches: 1,
+            limit_val_batches: Some(Limit::Batches(0)),
+            limit_test_batches: limit,
+            limit_predict_batches: limit,
+            overfit_batches: Limit::Fraction(0.0),
+            barebones: true,
+            log_every_n_steps: None,
+            num_sanity_val_steps: None,
+            save_on_signal: false,
+            detect_anomaly: false,
+            ..self.config.clone()
+        };
+        let mut builder = build(TrainerBuilder::default().config(config));
+        if let Some(given) = &self.optimizers {
+            builder = builder.optimizer(given.optimizer.clone(), None);
+        }
+        let mut trainer = builder.build()?;
+        trainer.plan.drops_schedulers = true;
+        Ok(trainer)
+    }
+}

@@ -1,0 +1,196 @@
+//! Predictions written by batch and by epoch, by each rank.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use serde_json::json;
+use tempfile::TempDir;
+use voltaic::callback::{
+    PredictedBatch, PredictionWriter, PredictionWriterConfig, WriteInterval, WritePredictions,
+};
+use voltaic::checkpoint::read_weights;
+use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::nn::Parameter;
+use voltaic::optim::{Optimizers, Sgd};
+use voltaic::{Kind, Module, Tensor};
+
+use crate::ddp::{folder_of_parent, run_ranks};
+use crate::probe::{names, plays, silent};
+
+/// Predicts the sum of each sample, or of the whole batch.
+#[derive(Module)]
+struct Sums {
+    weight: Parameter,
+    #[module(skip)]
+    of_batches: bool,
+}
+
+impl Sums {
+    fn new() -> Self {
+        let weight = Parameter::new(Tensor::ones([2], (Kind::Float, tch::Device::Cpu)));
+        Self { weight, of_batches: false }
+    }
+}
+
+impl LightningModule for Sums {
+    type Batch = Tensor;
+
+    fn training_step(&self, _batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        Ok(ctx.no_loss())
+    }
+
+    fn predict_step(&self, batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let sums = batch.f_mul(&self.weight)?.f_sum_dim_intlist(1, false, Kind::Float)?;
+        Ok(if self.of_batches { sums.f_sum(Kind::Float)? } else { sums })
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Sgd::new(0.1).into()
+    }
+}
+
+/// Sample i is `[i, 2 i]`.
+fn loader(samples: i64) -> DataLoader<Tensor> {
+    let i = Tensor::arange(samples, (Kind::Float, tch::Device::Cpu));
+    let x = Tensor::stack(&[&i, &(&i * 2)], 1);
+    DataLoader::new(TensorDataset::new(x).unwrap()).batch_size(2).shuffle(true).seed(1).build().unwrap()
+}
+
+fn read(path: &Path) -> Vec<(String, Vec<f64>)> {
+    let mut tensors: Vec<(String, Vec<f64>)> = read_weights(path)
+        .unwrap()
+        .into_iter()
+        .map(|(name, t)| (name, Vec::try_from(t.to_kind(Kind::Double).flatten(0, -1)).unwrap()))
+        .collect();
+    tensors.sort_by(|a, b| a.0.cmp(&b.0));
+    tensors
+}
+
+/// Each prediction is three times its index.
+fn check(indices: &[f64], predictions: &[f64]) {
+    assert_eq!(indices.iter().map(|index| 3.0 * index).collect::<Vec<_>>(), predictions);
+}
+
+#[test]
+fn batches_and_epochs_are_written_with_their_samples() {
+    let folder = TempDir::new().unwrap();
+    let config = json!({
+        "callbacks": [{"class_path": "PredictionWriter", "init_args": {"write_interval": "batch_and_epoch"}}],
+        "default_root_dir": folder.path(), "logger": false, "enable_progress_bar": false,
+        "enable_checkpointing": false, "enable_model_summary": false,
+    });
+    let builder = voltaic::trainer::Trainer::builder().config(serde_json::from_value(config).unwrap());
+    let mut trainer = builder.build().unwrap();
+    let data = || Loaders::new().predict(loader(5)).predict(loader(3));
+    let returned = trainer.predict(&mut Sums::new(), &mut data()).unwrap();
+    let root = folder.path().join("predictions");
+    assert_eq!(names(&root), ["0", "1", "predictions.safetensors"]);
+    assert_eq!(names(&root.join("0")), ["0.safetensors", "1.safetensors", "2.safetensors"]);
+    assert_eq!(names(&root.join("1")), ["0.safetensors", "1.safetensors"]);
+    let mut all = [Vec::new(), Vec::new()];
+    for (dataloader_idx, batches) in returned.iter().enumerate() {
+        for (batch_idx, prediction) in batches.iter().enumerate() {
+            let path = root.join(format!("{dataloader_idx}/{batch_idx}.safetensors"));
+            let [(_, indices), (_, predicted)] = &read(&path)[..] else { panic!("two tensors") };
+            check(indices, predicted);
+            assert_eq!(*predicted, Vec::<f64>::try_from(prediction.to_kind(Kind::Double)).unwrap());
+            all[dataloader_idx].extend(indices.iter().copied());
+        }
+    }
+    let epoch = read(&root.join("predictions.safetensors"));
+    let names: Vec<&str> = epoch.iter().map(|(name, _)| name.as_str()).collect();
+    let expected =
+        ["batch_indices", "prediction"].map(|what| [0, 1].map(|i| format!("dataloader_{i}.{what}")));
+    let mut expected = expected.concat();
+    expected.sort();
+    assert_eq!(names, expected);
+    for loader in 0..2 {
+        assert_eq!(epoch[2 * loader].1, all[loader]);
+        check(&epoch[2 * loader].1, &epoch[2 * loader + 1].1);
+    }
+
+    // nothing is kept if nothing is to be returned, and only for that call
+    let none = trainer.return_predictions(false).predict(&mut Sums::new(), &mut data()).unwrap();
+    assert!(none.iter().all(Vec::is_empty));
+    assert_eq!(trainer.predict(&mut Sums::new(), &mut data()).unwrap().iter().flatten().count(), 5);
+}
+
+#[test]
+fn predictions_that_cannot_be_joined_are_written_apart() {
+    let folder = TempDir::new().unwrap();
+    let config = PredictionWriterConfig {
+        output_dir: Some(folder.path().into()),
+        write_interval: WriteInterval::Epoch,
+    };
+    let mut trainer = silent().callback(PredictionWriter::from(config)).build().unwrap();
+    let mut net = Sums { of_batches: true, ..Sums::new() };
+    trainer.predict(&mut net, &mut Loaders::new().predict(loader(4))).unwrap();
+    assert_eq!(names(folder.path()), ["predictions.safetensors"]);
+    let names: Vec<String> =
+        read(&folder.path().join("predictions.safetensors")).into_iter().map(|(name, _)| name).collect();
+    assert_eq!(
+        names,
+        ["dataloader_0.0.prediction", "dataloader_0.1.prediction", "dataloader_0.batch_indices"]
+    );
+}
+
+/// Notes what it is given; knows no epochs.
+struct Notes(Arc<Mutex<Vec<String>>>);
+
+impl WritePredictions for Notes {
+    fn write_on_batch_end(&mut self, ctx: &HookContext, batch: &PredictedBatch) -> anyhow::Result<()> {
+        let sum = batch.prediction.sum(Kind::Float).double_value(&[]);
+        let indices: usize = batch.batch_indices.iter().sum();
+        let note =
+            format!("{} {} {}", batch.batch_idx, ctx.batch_size().unwrap_or(0), sum == 3.0 * indices as f64);
+        self.0.lock().unwrap().push(note);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_writer_of_ones_own_gets_what_its_interval_says() {
+    let notes = Arc::new(Mutex::new(Vec::new()));
+    let run = |interval| {
+        let writer = PredictionWriter::new(interval, Notes(notes.clone()));
+        let mut trainer = silent().callback(writer).build().unwrap();
+        trainer.predict(&mut Sums::new(), &mut Loaders::new().predict(loader(3)))
+    };
+    run(WriteInterval::Batch).unwrap();
+    assert_eq!(*notes.lock().unwrap(), ["0 2 true", "1 1 true"]);
+    let error = run(WriteInterval::Epoch).unwrap_err().to_string();
+    assert!(
+        error.contains("on_predict_epoch_end failed") && error.contains("use write_interval=batch"),
+        "{error}"
+    );
+}
+
+#[test]
+fn each_rank_writes_its_part() {
+    let test = "prediction_writer::each_rank_writes_its_part";
+    if plays("rank") {
+        let folder = folder_of_parent();
+        let config = PredictionWriterConfig {
+            output_dir: Some(folder.join("out")),
+            write_interval: WriteInterval::BatchAndEpoch,
+        };
+        let builder = silent().default_root_dir(folder).accelerator("cpu").devices(2).strategy("ddp");
+        let mut trainer = builder.callback(PredictionWriter::from(config)).build().unwrap();
+        trainer.predict(&mut Sums::new(), &mut Loaders::new().predict(loader(5))).unwrap();
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    run_ranks(test, "rank", folder.path());
+    let out = folder.path().join("out");
+    assert_eq!(names(&out), ["0", "predictions-0.safetensors", "predictions-1.safetensors"]);
+    assert_eq!(names(&out.join("0")), ["0-0.safetensors", "0-1.safetensors", "1-0.safetensors"]);
+    let mut seen = Vec::new();
+    for rank in 0..2 {
+        let part = read(&out.join(format!("predictions-{rank}.safetensors")));
+        check(&part[0].1, &part[1].1);
+        seen.extend(part[0].1.iter().copied());
+    }
+    seen.sort_by(f64::total_cmp);
+    assert_eq!(seen, [0.0, 1.0, 2.0, 3.0, 4.0], "each sample once");
+}
