@@ -93,11 +93,13 @@ def train_lightning(job, net, optimizer, batches, defaults):
 
     import lightning
 
+    processes = job.get("processes", 1)
+
     class Ready(Dataset):
         """Batches that are ready: handing one out costs what the loader itself costs."""
 
         def __len__(self):
-            return total_steps(job)
+            return total_steps(job) * processes
 
         def __getitem__(self, index):
             return batches[index % NUM_BATCHES]
@@ -123,11 +125,15 @@ def train_lightning(job, net, optimizer, batches, defaults):
     module = Timed()
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, precision=job["precision"], max_steps=total_steps(job),
-            default_root_dir=folder, **options
+            accelerator="cpu", devices=processes, strategy="ddp" if processes > 1 else "auto",
+            precision=job["precision"], max_steps=total_steps(job), default_root_dir=folder, **options
         )
         trainer.fit(module, DataLoader(Ready(), batch_size=None))
-    module.clock.print_report(job, module.losses)
+    if trainer.is_global_zero:
+        if processes > 1:
+            for process in trainer.strategy.launcher.procs:
+                process.wait()  # whoever measures this process counts what its children did
+        module.clock.print_report(job, module.losses)
 
 
 def total_steps(job):

@@ -20,6 +20,13 @@ pub struct Job {
     pub warmup: usize,
     /// Steps that are measured.
     pub steps: usize,
+    /// Processes that train together, each with batches of its own.
+    #[serde(default = "one")]
+    pub processes: usize,
+}
+
+fn one() -> usize {
+    1
 }
 
 impl Job {
@@ -122,7 +129,7 @@ mod tests {
 
     fn job(warmup: usize, steps: usize) -> Job {
         let (variant, workload, precision) = ("bare".into(), "mlp".into(), "32-true".into());
-        Job { variant, workload, precision, warmup, steps }
+        Job { variant, workload, precision, warmup, steps, processes: 1 }
     }
 
     #[test]

@@ -180,37 +180,65 @@ pub struct Case {
     pub precision: Precision,
     pub num_threads: usize,
     pub malloc: Malloc,
+    /// Processes that train together over Gloo, each with that many threads and batches of its own.
+    pub num_processes: usize,
 }
+
+/// Workloads that two processes train, too, and how many times faster than Lightning voltaic should be then.
+const IN_TWO_PROCESSES: [(&str, f64); 2] = [("mlp", 1.3), ("cnn", 1.3)];
 
 impl Case {
     pub fn title(&self) -> String {
         let threads =
             if self.num_threads == 1 { "1 thread" } else { &format!("{} threads", self.num_threads) };
+        let processes = if self.num_processes == 1 { "" } else { ", DDP with 2 processes" };
         let malloc = if self.malloc == Malloc::Stock { ", stock malloc" } else { "" };
         let precision = if self.precision == Precision::Bf16 { " bf16-mixed" } else { "" };
-        format!("{}{precision}, {threads}{malloc}", self.workload.name)
+        format!("{}{precision}{processes}, {threads}{malloc}", self.workload.name)
+    }
+
+    /// Samples or tokens of one step of all processes.
+    pub fn items(&self) -> usize {
+        self.workload.items * self.num_processes
+    }
+
+    /// Floating point operations of one step of all processes.
+    pub fn flops(&self) -> f64 {
+        (self.workload.flops)() * self.num_processes as f64
     }
 
     /// How many times faster than Lightning voltaic should be.
     pub fn target(&self) -> f64 {
-        if self.precision == Precision::Bf16 { self.workload.bf16_target } else { self.workload.target }
+        let together = IN_TWO_PROCESSES.iter().find(|(name, _)| *name == self.workload.name);
+        match (self.precision, together) {
+            (_, Some((_, target))) if self.num_processes > 1 => *target,
+            (Precision::Bf16, _) => self.workload.bf16_target,
+            (Precision::Fp32, _) => self.workload.target,
+        }
     }
 
     pub fn takes(&self, peer: &Peer) -> bool {
         // of the others, the benchmark trains in float32 only
         let has_bf16 = matches!(peer.program, Program::Voltaic | Program::Torch);
-        peer.workloads.contains(&self.workload.name) && (has_bf16 || self.precision == Precision::Fp32)
+        let has_ranks = [OURS, BASELINE].contains(&peer.name) || self.num_processes == 1;
+        has_ranks && peer.workloads.contains(&self.workload.name) && (has_bf16 || self.precision == Precision::Fp32)
     }
 }
 
-/// All cases of some workloads; stock malloc only where it tells most, on `mlp` in float32 with the first thread count.
+/// All cases of some workloads; stock malloc only where it tells most, on `mlp` in float32 with the first thread count,
+/// and two processes with one thread each, in float32.
 pub fn cases(workloads: &[&'static Workload], precisions: &[&Precision], threads: &[usize]) -> Vec<Case> {
     let mut cases = Vec::new();
     for &workload in workloads {
         for &&precision in precisions {
             for &num_threads in threads {
-                let case = Case { workload, precision, num_threads, malloc: Malloc::Held };
+                let case =
+                    Case { workload, precision, num_threads, malloc: Malloc::Held, num_processes: 1 };
                 cases.push(case);
+                let trains_together = IN_TWO_PROCESSES.iter().any(|(name, _)| *name == workload.name);
+                if trains_together && precision == Precision::Fp32 && num_threads == 1 {
+                    cases.push(Case { num_processes: 2, ..case });
+                }
                 if workload.name == "mlp" && precision == Precision::Fp32 && num_threads == threads[0] {
                     cases.push(Case { malloc: Malloc::Stock, ..case });
                 }
@@ -272,6 +300,21 @@ mod tests {
             gflops("gpt-mini")
         );
         assert!((gflops("mlp") - 0.0523).abs() < 0.001, "{}", gflops("mlp"));
+    }
+
+    #[test]
+    fn two_processes_have_cases_of_their_own() {
+        let workloads: Vec<&Workload> = WORKLOADS.iter().collect();
+        let together = |threads: &[usize]| -> Vec<String> {
+            let cases = cases(&workloads, &[&Precision::Fp32, &Precision::Bf16], threads);
+            cases.iter().filter(|case| case.num_processes > 1).map(Case::title).collect()
+        };
+        let titles = ["mlp, DDP with 2 processes, 1 thread", "cnn, DDP with 2 processes, 1 thread"];
+        assert_eq!(together(&[1, 2]), titles);
+        assert!(together(&[2]).is_empty());
+        let case = cases(&workloads, &[&Precision::Fp32], &[1])[1];
+        assert_eq!((case.items(), case.flops() / (case.workload.flops)(), case.target()), (128, 2.0, 1.3));
+        assert_eq!(PEERS.iter().filter(|peer| case.takes(peer)).count(), 2);
     }
 
     #[test]

@@ -111,11 +111,13 @@ fn main() -> anyhow::Result<()> {
             precision: case.precision,
             num_threads: case.num_threads,
             malloc: case.malloc,
-            gflop_per_step: (case.workload.flops)() / 1e9,
+            gflop_per_step: case.flops() / 1e9,
+            num_processes: case.num_processes,
             rows,
         });
     }
     verdicts.extend(summary::gains_of_bf16(&tables));
+    verdicts.extend(summary::scaling(&tables));
     let results = Results {
         machine: Machine::this()?,
         date: first_line("date", &["-u", "+%Y-%m-%d"]),

@@ -73,6 +73,7 @@ impl Launcher {
             precision: precision.name().to_owned(),
             warmup: workload.warmup,
             steps: workload.steps,
+            processes: case.num_processes,
         };
         let command = || self.command(peer.program, &job, case.num_threads, case.malloc);
         let mut num_repeats = 0;
@@ -94,7 +95,7 @@ impl Launcher {
     /// Measures how fast matrices are multiplied.
     pub fn peak(&self, num_threads: usize) -> anyhow::Result<Peak> {
         let (variant, workload, precision) = ("bare".into(), "matmul".into(), Precision::Fp32.name().into());
-        let job = Job { variant, workload, precision, warmup: 0, steps: 0 };
+        let job = Job { variant, workload, precision, warmup: 0, steps: 0, processes: 1 };
         let (line, ..) = self.measure(self.command(Program::Voltaic, &job, num_threads, Malloc::Held))?;
         serde_json::from_str(&line).with_context(|| format!("matmul: its last line is no rate: {line}"))
     }

@@ -35,6 +35,7 @@ pub struct Table {
     pub precision: Precision,
     pub num_threads: usize,
     pub malloc: Malloc,
+    pub num_processes: usize,
     pub gflop_per_step: f64,
     pub rows: Vec<Row>,
 }

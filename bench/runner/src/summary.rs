@@ -110,7 +110,8 @@ fn row(case: Case, runs: &Runs, baseline: Option<&Runs>, peak: Peak) -> Row {
     let over = |value: &dyn Fn(&Outcome) -> f64| Spread::of(runs.outcomes.iter().map(value));
     let step_ms = Spread::of(rounds_ms.iter().copied());
     let best_baseline = baseline_ms.iter().copied().fold(f64::NAN, f64::min);
-    let flops = (case.workload.flops)() / (step_ms.min / 1e3);
+    let flops = case.flops() / (step_ms.min / 1e3);
+    let peak = if case.precision == Precision::Bf16 { peak.bf16 } else { peak.fp32 };
     Row {
         peer: runs.peer.name,
         step_ms,
@@ -121,9 +122,9 @@ fn row(case: Case, runs: &Runs, baseline: Option<&Runs>, peak: Peak) -> Row {
         .median,
         speed: Spread::of(baseline_ms.iter().zip(&rounds_ms).map(|(baseline, ours)| baseline / ours)),
         best_speed: best_baseline / step_ms.min,
-        items_per_sec: case.workload.items as f64 / (step_ms.median / 1e3),
+        items_per_sec: case.items() as f64 / (step_ms.median / 1e3),
         gflops: flops / 1e9,
-        share_of_peak: flops / if case.precision == Precision::Bf16 { peak.bf16 } else { peak.fp32 },
+        share_of_peak: flops / (peak * case.num_processes as f64),
         start_secs: over(&|outcome| outcome.start_secs).median,
         first_step_secs: over(&|outcome| outcome.report.first_step_secs),
         peak_rss_mb: over(&|outcome| outcome.report.peak_rss_bytes as f64 / 1e6).median,
@@ -190,6 +191,9 @@ pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
         format!("{:.2} times", ours.best_speed),
         ours.best_speed >= wanted,
     )];
+    if case.num_processes > 1 {
+        return verdicts;
+    }
     if let Some(burn) = row("burn").filter(|_| case.workload.name == "mlp") {
         let speed = burn.step_ms.min / ours.step_ms.min;
         verdicts.push(verdict("faster than burn".into(), format!("{speed:.2} times its speed"), speed > 1.0));
@@ -217,6 +221,7 @@ pub fn gains_of_bf16(tables: &[Table]) -> Vec<Verdict> {
             other.precision == Precision::Fp32
                 && other.malloc == table.malloc
                 && (other.workload, other.num_threads) == (table.workload, table.num_threads)
+                && other.num_processes == table.num_processes
         };
         let wanted = BF16_GAINS.iter().find(|(name, _)| *name == table.workload);
         let fp32 = tables.iter().find(is_like).and_then(ours);
@@ -230,6 +235,28 @@ pub fn gains_of_bf16(tables: &[Table]) -> Vec<Verdict> {
         }
     }
     verdicts
+}
+
+/// What two processes do against one, of voltaic and of the baseline.
+pub fn scaling(tables: &[Table]) -> Vec<Verdict> {
+    let best = |table: &Table, name| table.rows.iter().find(|row| row.peer == name).map(|row| row.step_ms.min);
+    let verdict = |table: &Table| {
+        let alone = tables.iter().find(|other| {
+            other.num_processes == 1
+                && (other.workload, other.precision) == (table.workload, table.precision)
+                && (other.num_threads, other.malloc) == (table.num_threads, table.malloc)
+        })?;
+        // each process does the work of one step, in the time that one alone takes if nothing is lost
+        let efficiency = |name| Some(best(alone, name)? / best(table, name)?);
+        let (ours, baseline) = (efficiency(OURS)?, efficiency(BASELINE)?);
+        Some(Verdict {
+            case: table.title.clone(),
+            target: format!("scales at least as well as {BASELINE}, {:.0} %", 100.0 * baseline),
+            reached: format!("{:.0} % of twice the speed of one process", 100.0 * ours),
+            met: ours >= baseline,
+        })
+    };
+    tables.iter().filter(|table| table.num_processes > 1).filter_map(verdict).collect()
 }
 
 #[cfg(test)]

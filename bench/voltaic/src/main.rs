@@ -49,7 +49,9 @@ fn train<N: Forward>(
     optimizers: fn(&N) -> anyhow::Result<Optimizers>,
 ) -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
-    let builder = Trainer::builder().default_root_dir(folder.path()).max_steps(job.total_steps() as i64);
+    // several processes share the folder, and the one that starts them does not come back to remove it
+    let root = if job.processes > 1 { &std::env::temp_dir() } else { folder.path() };
+    let builder = Trainer::builder().default_root_dir(root).max_steps(job.total_steps() as i64);
     let builder = builder.precision(job.precision.as_str());
     let bare = |builder: TrainerBuilder| {
         builder
@@ -59,15 +61,15 @@ fn train<N: Forward>(
             .enable_model_summary(false)
     };
     let (builder, logs) = match job.variant.as_str() {
-        "bare" => (bare(builder).accelerator("cpu"), false),
+        "bare" => (bare(builder).accelerator("cpu").devices(job.processes as i64), false),
         "defaults" => (builder.accelerator("cpu"), true),
         "hpu" => (bare(builder).accelerator("hpu").devices(1), false),
         other => bail!("variant: there is no {other}; use bare, defaults or hpu"),
     };
     let mut trainer = builder.build()?;
     data::set_weights(&net.named_parameters())?;
-    let mut loaders = Loaders::new().train(batches.loader(job.total_steps())?);
+    let mut loaders = Loaders::new().train(batches.loader(job.total_steps() * job.processes)?);
     let mut net = Timed::new(net, optimizers, logs);
     trainer.fit(&mut net, &mut loaders)?;
-    net.print_report(job)
+    if trainer.is_global_zero() { net.print_report(job) } else { Ok(()) }
 }

@@ -1,6 +1,7 @@
 // Stores and process groups of c10d.
 #define USE_C10D_GLOO
 
+#include "c10d.h"
 #include "error.h"
 #include "hpu_alias.h"
 
@@ -15,10 +16,6 @@
 
 struct vt_store {
   c10::intrusive_ptr<c10d::Store> store;
-};
-
-struct vt_group {
-  c10::intrusive_ptr<c10d::Backend> backend;
 };
 
 // The tensors live as long as the operation, whatever becomes of the caller's.

@@ -252,6 +252,31 @@ vt_error *vt_work_wait(vt_work *work);
 // Waits first, unless that has been done.
 void vt_work_free(vt_work *work);
 
+// ---- libraries with NCCL's C interface ----
+
+// Bytes that hold the id of a communicator of any library.
+enum { VT_COLLECTIVE_ID_BYTES = 4096 };
+
+// Functions of NCCL, or of HCCL and Synapse, with the types of NCCL's and Synapse's headers. Those of Synapse are null
+// for NCCL, whose operations take the tensors' own memory.
+typedef struct vt_collective_library {
+  const char *name; // lives as long as the library
+  int32_t has_average;
+  void (*get_unique_id)(void), (*init_rank)(void);
+  void (*all_reduce)(void), (*broadcast)(void), (*all_gather)(void), (*reduce_scatter)(void);
+  void (*send)(void), (*recv)(void);
+  void (*async_error)(void), (*abort)(void); // may be null
+  void (*destroy)(void), (*error_text)(void);
+  void (*device_malloc)(void), (*device_free)(void), (*host_malloc)(void), (*host_free)(void), (*copy)(void);
+  void (*stream_create)(void), (*stream_query)(void);
+} vt_collective_library;
+
+// A new id for a communicator, VT_COLLECTIVE_ID_BYTES long, to be given to all its ranks.
+vt_error *vt_collective_id(const vt_collective_library *library, uint8_t *id);
+// Joins the communicator; returns when all ranks have. The library is copied; it must stay loaded.
+vt_error *vt_collective_join(const vt_collective_library *library, const uint8_t *id, int32_t rank, int32_t size,
+                             int32_t device_type, int32_t device_index, int64_t timeout_ms, vt_group **group);
+
 // views[i] = grad of params[i] * scale; zeros where there is no gradient.
 vt_error *vt_bucket_fill(const vt_tensor *params, const vt_tensor *views, size_t len, double scale);
 // The gradient of params[i] is views[i] from now on.

@@ -36,6 +36,37 @@ pub struct vt_work {
     _opaque: [u8; 0],
 }
 
+pub const VT_COLLECTIVE_ID_BYTES: usize = 4096;
+
+/// A function that C++ calls with the type of its vendor's header.
+pub type vt_function = Option<unsafe extern "C" fn()>;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct vt_collective_library {
+    pub name: *const c_char,
+    pub has_average: i32,
+    pub get_unique_id: vt_function,
+    pub init_rank: vt_function,
+    pub all_reduce: vt_function,
+    pub broadcast: vt_function,
+    pub all_gather: vt_function,
+    pub reduce_scatter: vt_function,
+    pub send: vt_function,
+    pub recv: vt_function,
+    pub async_error: vt_function,
+    pub abort: vt_function,
+    pub destroy: vt_function,
+    pub error_text: vt_function,
+    pub device_malloc: vt_function,
+    pub device_free: vt_function,
+    pub host_malloc: vt_function,
+    pub host_free: vt_function,
+    pub copy: vt_function,
+    pub stream_create: vt_function,
+    pub stream_query: vt_function,
+}
+
 pub const VT_REDUCE_SUM: i32 = 0;
 pub const VT_REDUCE_AVG: i32 = 1;
 pub const VT_REDUCE_MIN: i32 = 2;
@@ -339,6 +370,17 @@ unsafe extern "C" {
         timeout_ms: i64,
         interface: *const c_char,
         address: *const c_char,
+        group: *mut *mut vt_group,
+    ) -> *mut vt_error;
+    pub fn vt_collective_id(library: *const vt_collective_library, id: *mut u8) -> *mut vt_error;
+    pub fn vt_collective_join(
+        library: *const vt_collective_library,
+        id: *const u8,
+        rank: i32,
+        size: i32,
+        device_type: i32,
+        device_index: i32,
+        timeout_ms: i64,
         group: *mut *mut vt_group,
     ) -> *mut vt_error;
     pub fn vt_group_free(group: *mut vt_group);

@@ -247,6 +247,15 @@ impl ModelCheckpoint {
         }
     }
 
+    /// Rank 0's score on all ranks, so that all save at once; without `sync_dist` each has metrics of its own.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    fn agreed_score(&self, ctx: &HookContext) -> anyhow::Result<Result<Option<f64>, String>> {
+        let bits = self.score(ctx).map(|score| score.map(f64::to_bits)); // JSON has no infinity
+        Ok(of_rank_zero(ctx, bits)?.map(|score| score.map(f64::from_bits)))
+    }
+
     /// Saves if the model is among the best, and updates `last.ckpt`.
     fn save(&mut self, ctx: &mut HookContext, score: Option<f64>) {
         let top_k = self.config.save_top_k;
@@ -360,6 +369,14 @@ impl ModelCheckpoint {
     }
 }
 
+/// The value of rank 0. # Collective
+fn of_rank_zero<T: Serialize + serde::de::DeserializeOwned>(ctx: &HookContext, value: T) -> crate::Result<T> {
+    match ctx.process_group() {
+        Some(group) => group.broadcast_object(&value, 0),
+        None => Ok(value),
+    }
+}
+
 /// Index of the checkpoint that goes first when there is no room.
 fn worst_of(kept: &[Kept], mode: Mode) -> Option<usize> {
     (0..kept.len()).reduce(|worst, next| match (kept[worst].score, kept[next].score) {
@@ -421,7 +438,10 @@ impl Callback for ModelCheckpoint {
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         let every = self.every_n_train_steps();
         let is_step = every > 0 && ctx.global_step() > 0 && ctx.global_step().is_multiple_of(every);
-        let is_time = self.interval.is_some_and(|interval| self.last_time.elapsed() >= interval);
+        let is_time = match self.interval {
+            Some(interval) => of_rank_zero(ctx, self.last_time.elapsed() >= interval)?, // clocks differ
+            None => false,
+        };
         if !(is_step || is_time) || self.skips(ctx) {
             return Ok(());
         }
@@ -429,7 +449,7 @@ impl Callback for ModelCheckpoint {
             self.deferred = true; // the metrics of this step come with the validation that follows
             return Ok(());
         }
-        match self.score(ctx) {
+        match self.agreed_score(ctx)? {
             Ok(score) => self.save(ctx, score),
             Err(reason) => tracing::warn!("no checkpoint at step {}: {reason}", ctx.global_step()),
         }
@@ -442,14 +462,14 @@ impl Callback for ModelCheckpoint {
             return Ok(());
         }
         self.deferred = false;
-        let score = self.score(ctx).map_err(anyhow::Error::msg)?;
+        let score = self.agreed_score(ctx)?.map_err(anyhow::Error::msg)?;
         self.save(ctx, score);
         Ok(())
     }
 
     fn on_train_epoch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         if self.is_epoch_due(ctx) && self.saves_on_train_epoch_end(ctx) && !self.skips(ctx) {
-            let score = self.score(ctx).map_err(anyhow::Error::msg)?;
+            let score = self.agreed_score(ctx)?.map_err(anyhow::Error::msg)?;
             self.save(ctx, score);
         }
         Ok(())

@@ -12,7 +12,7 @@ use safetensors::tensor::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::{Checkpoint, CheckpointMeta, FORMAT_VERSION, TrainingState, write_atomically};
+use super::{Checkpoint, CheckpointMeta, FORMAT_VERSION, RankState, TrainingState, write_atomically};
 use crate::error::{CheckpointError, Error, Result};
 
 type NamedTensors = Vec<(String, Tensor)>;
@@ -30,6 +30,9 @@ struct Header {
     /// `null` for a checkpoint of weights only.
     training: Option<serde_json::Value>,
     num_optimizers: usize,
+    /// Values logged on ranks 1, 2, ...
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    ranks: Vec<serde_json::Value>,
 }
 
 /// A tensor whose bytes are copied from its device when safetensors writes them.
@@ -95,7 +98,54 @@ fn named_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor)> {
     named.extend(training.callbacks.iter().map(|(n, t)| (format!("{PREFIX}callback.{n}"), t)));
     named.extend(training.metrics.iter().map(|(n, t)| (format!("{PREFIX}metric.{n}"), t)));
     named.extend(training.rng.iter().map(|(n, t)| (format!("{PREFIX}rng.{n}"), t)));
+    for (rank, state) in (1..).zip(&training.ranks) {
+        named.extend(tensors_of_rank(state).map(|(n, t)| (format!("{PREFIX}rank.{rank}.{n}"), t)));
+    }
     named
+}
+
+fn tensors_of_rank(state: &RankState) -> impl Iterator<Item = (String, &Tensor)> {
+    let RankState { grads, metrics, rng, .. } = state;
+    let lists = [("grad", grads), ("metric", metrics), ("rng", rng)];
+    lists
+        .into_iter()
+        .flat_map(|(kind, list)| list.iter().map(move |(name, tensor)| (format!("{kind}.{name}"), tensor)))
+}
+
+/// Puts a tensor where [`tensors_of_rank`] has it from; false if its name has no meaning.
+fn add_to_rank(state: &mut RankState, name: &str, tensor: Tensor) -> bool {
+    match name.split_once('.') {
+        Some(("grad", fqn)) => state.grads.push((fqn.to_owned(), tensor)),
+        Some(("metric", name)) => state.metrics.push((name.to_owned(), tensor)),
+        Some(("rng", device)) => state.rng.push((device.to_owned(), tensor)),
+        _ => return false,
+    }
+    true
+}
+
+/// A rank's own state as one message for rank 0: a safetensors file.
+pub(crate) fn rank_to_bytes(state: &RankState) -> Result<Vec<u8>> {
+    let views = views(tensors_of_rank(state).collect(), "the state of a rank")?;
+    let metadata = HashMap::from([(METADATA_KEY.to_owned(), state.logged.to_string())]);
+    safetensors::serialize(views, Some(metadata)).map_err(|error| {
+        let source = std::io::Error::new(std::io::ErrorKind::InvalidData, error);
+        Error::io("serialize", "the state of a rank", source)
+    })
+}
+
+/// Reads [`rank_to_bytes`].
+pub(crate) fn rank_from_bytes(bytes: &[u8]) -> Result<RankState> {
+    let path = Path::new("the state of a rank");
+    let Opened { header, tensors, .. } = open_bytes(bytes, path)?;
+    let header = header.unwrap_or_default();
+    let logged = serde_json::from_str(&header).map_err(|e| unreadable(path, e.to_string()))?;
+    let mut state = RankState { logged, ..RankState::default() };
+    for (name, tensor) in tensors {
+        if !add_to_rank(&mut state, &name, tensor) {
+            return Err(unreadable(path, format!("{name} has an unknown meaning")));
+        }
+    }
+    Ok(state)
 }
 
 /// Writes `checkpoint` to `path`; see [`Checkpoint::save`].
@@ -111,6 +161,11 @@ pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
         },
         training: checkpoint.training.as_ref().map(|training| training.json.clone()),
         num_optimizers: checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len()),
+        ranks: checkpoint
+            .training
+            .as_ref()
+            .map(|training| training.ranks.iter().map(|rank| rank.logged.clone()).collect())
+            .unwrap_or_default(),
     };
     let text = serde_json::to_string(&header).map_err(|e| Error::io("serialize", path, e.into()))?;
     let metadata = HashMap::from([
@@ -214,8 +269,13 @@ fn open(path: &Path) -> Result<Opened> {
         return Err(error);
     }
     check_seal(&bytes, path)?;
-    let file = SafeTensors::deserialize(&bytes).map_err(|e| unreadable(path, e.to_string()))?;
-    let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| unreadable(path, e.to_string()))?;
+    open_bytes(&bytes, path)
+}
+
+/// The same of what has been read from `path`.
+fn open_bytes(bytes: &[u8], path: &Path) -> Result<Opened> {
+    let file = SafeTensors::deserialize(bytes).map_err(|e| unreadable(path, e.to_string()))?;
+    let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| unreadable(path, e.to_string()))?;
     let header = metadata.metadata().as_ref().and_then(|map| map.get(METADATA_KEY).cloned());
     let mut tensors = Vec::new();
     for (name, view) in file.iter() {
@@ -224,7 +284,7 @@ fn open(path: &Path) -> Result<Opened> {
         let shape: Vec<i64> = view.shape().iter().map(|&d| d as i64).collect();
         tensors.push((name.to_owned(), Tensor::f_from_data_size(view.data(), &shape, kind)?));
     }
-    Ok(Opened { header, tensors, is_sealed: checksum_at(&bytes).is_some() })
+    Ok(Opened { header, tensors, is_sealed: checksum_at(bytes).is_some() })
 }
 
 /// A file taken apart.
@@ -265,6 +325,7 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
     let mut training = TrainingState {
         optimizers: (0..header.num_optimizers).map(|_| Vec::new()).collect(),
         json: header.training.clone().unwrap_or_default(),
+        ranks: header.ranks.into_iter().map(|logged| RankState { logged, ..RankState::default() }).collect(),
         ..TrainingState::default()
     };
     for (name, tensor) in tensors {
@@ -277,6 +338,14 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
             Some(("callback", name)) => training.callbacks.push((name.to_owned(), tensor)),
             Some(("metric", name)) => training.metrics.push((name.to_owned(), tensor)),
             Some(("rng", device)) => training.rng.push((device.to_owned(), tensor)),
+            Some(("rank", rest)) => {
+                let (rank, key) = rest.split_once('.').unwrap_or((rest, ""));
+                let index = rank.parse::<usize>().ok().and_then(|rank| rank.checked_sub(1));
+                let state = index.and_then(|index| training.ranks.get_mut(index));
+                if !state.is_some_and(|state| add_to_rank(state, key, tensor)) {
+                    return Err(unreadable(path, format!("{name} belongs to no rank")));
+                }
+            }
             Some(("optimizer", rest)) => {
                 let (index, key) = rest.split_once('.').unwrap_or((rest, ""));
                 index
@@ -315,6 +384,15 @@ mod tests {
                 metrics: vec![("accuracy.tp".into(), tensor(Kind::Int64))],
                 rng: vec![("cpu".into(), tensor(Kind::Uint8))],
                 json: serde_json::json!({"progress": {"global_step": 7}}),
+                ranks: vec![
+                    RankState { logged: serde_json::json!({"train": []}), ..RankState::default() },
+                    RankState {
+                        grads: vec![("fc.weight".into(), tensor(Kind::Float))],
+                        metrics: vec![("accuracy.tp".into(), tensor(Kind::Int64))],
+                        rng: vec![("hpu:2".into(), tensor(Kind::Uint8))],
+                        logged: serde_json::Value::Null,
+                    },
+                ],
             }),
             meta: CheckpointMeta {
                 epoch: 1,
@@ -333,8 +411,11 @@ mod tests {
         saved.save(&path).expect("saves");
         let loaded = Checkpoint::load(&path).expect("loads");
         assert_eq!(loaded.meta.global_step, 7);
+        let ranks = &loaded.training.as_ref().expect("a full checkpoint").ranks;
+        assert_eq!((ranks.len(), &ranks[0].logged), (2, &serde_json::json!({"train": []})));
         let (saved, loaded) = (named_tensors(&saved), named_tensors(&loaded));
         assert_eq!(saved.len(), loaded.len());
+        assert!(saved.iter().any(|(name, _)| name == "voltaic:rank.2.rng.hpu:2"));
         for (name, tensor) in saved {
             let other = loaded.iter().find(|(n, _)| *n == name).expect(&name).1;
             assert_eq!(tensor.kind(), other.kind(), "{name}");

@@ -20,6 +20,7 @@ use crate::error::Result;
 
 pub use async_io::AsyncCheckpointIo;
 pub use atomic::{remove_file, remove_leftovers, write_atomically};
+pub(crate) use format::{rank_from_bytes, rank_to_bytes};
 pub use format::{read, read_weights, write, write_weights};
 pub use hugging_face::{from_hugging_face, to_hugging_face};
 pub use io::{CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
@@ -72,6 +73,21 @@ pub struct TrainingState {
     pub rng: Vec<(String, Tensor)>,
     /// Everything else, as JSON: loop position, groups, schedules, callbacks, metrics.
     pub json: serde_json::Value,
+    /// What ranks 1, 2, ... have to themselves; empty if there was one rank.
+    pub ranks: Vec<RankState>,
+}
+
+/// What a rank other than 0 has to itself. Rank 0's is in [`TrainingState`].
+#[derive(Debug, Default)]
+pub struct RankState {
+    /// Its gradients of an accumulation window that was not complete, by fqn.
+    pub grads: Vec<(String, Tensor)>,
+    /// What its metrics had accumulated in an epoch that was not over, by fqn and part.
+    pub metrics: Vec<(String, Tensor)>,
+    /// States of its random number generators, by device name.
+    pub rng: Vec<(String, Tensor)>,
+    /// The values that it logged in an epoch that was not over.
+    pub logged: serde_json::Value,
 }
 
 /// The checkpoints a callback has saved.
@@ -121,6 +137,18 @@ impl Checkpoint {
                 metrics: list(&training.metrics)?,
                 rng: list(&training.rng)?,
                 json: training.json.clone(),
+                ranks: training
+                    .ranks
+                    .iter()
+                    .map(|rank| {
+                        Ok(RankState {
+                            grads: list(&rank.grads)?,
+                            metrics: list(&rank.metrics)?,
+                            rng: list(&rank.rng)?,
+                            logged: rank.logged.clone(),
+                        })
+                    })
+                    .collect::<Result<_>>()?,
             }),
             None => None,
         };

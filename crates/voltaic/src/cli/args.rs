@@ -12,6 +12,9 @@ use crate::config::{Assignment, nearest};
 /// Options of a run that are no configuration keys, as typed.
 const FIXED_OPTIONS: [&str; 3] = ["config", "print_config", "help"];
 
+/// Options of launchers, as torchrun writes them, and the keys that they are.
+const LAUNCHER_OPTIONS: [(&str, &str); 1] = [("max-restarts", "trainer.max_restarts")];
+
 /// What the user asked for.
 pub(super) enum Command {
     /// Print this.
@@ -236,6 +239,9 @@ fn split(arguments: &[String]) -> Result<(Vec<String>, Vec<Assignment>), Failure
             continue;
         };
         let mut assignment = Assignment::parse(option);
+        if let Some((_, key)) = LAUNCHER_OPTIONS.iter().find(|(option, _)| *option == assignment.key) {
+            assignment.key = (*key).to_owned();
+        }
         if FIXED_OPTIONS.contains(&assignment.key.as_str()) {
             fixed.push(argument.clone());
             let takes_value = assignment.key == "config" && assignment.value.is_none();

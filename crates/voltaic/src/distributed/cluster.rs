@@ -534,3 +534,6 @@ fn not_started(variables: &Variables, wanted: Wanted) -> Result<Placement, Confi
     }
     Ok(Placement::Launcher(Launch { devices, num_nodes, node_rank, master_addr, master_port }))
 }
+
+#[cfg(test)]
+mod tests;

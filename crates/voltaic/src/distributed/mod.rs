@@ -7,6 +7,7 @@
 mod cluster;
 mod host_list;
 mod launcher;
+mod libraries;
 mod process_group;
 mod rendezvous;
 mod world;

@@ -7,18 +7,21 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::{Kind, Tensor};
 
-use crate::device::Device;
+use super::rendezvous::within;
 use crate::error::{CollectiveFailure, ConfigError, DistributedError, Error, Result, TorchError};
 use crate::ffi::{self, Backend, ReduceOp, Store, Work};
 
 /// How long a rank whose operation failed waits to see which ranks it failed on, too.
 const INQUEST: Duration = Duration::from_secs(2);
+/// How much longer it waits for a store that does not answer.
+const INQUEST_GRACE: Duration = Duration::from_secs(1);
 
 /// Ranks that are connected.
 ///
 /// All ranks call the same operations in the same order, with tensors of the same shape and dtype, on the devices that the
-/// back end serves: Gloo the CPU and emulated HPUs, whose memory it reads and writes where it is. An operation
-/// fails if a rank is gone, or does not come within the time-out; after that the group is of no use.
+/// back end serves: Gloo the CPU and emulated HPUs, whose memory it reads and writes where it is; NCCL GPUs and HCCL
+/// Gaudi cards, which tensors of the host pass through. An operation fails if a rank is gone, or does not come within
+/// the time-out; after that the group is of no use.
 ///
 /// # Collective
 /// All methods but [`ProcessGroup::send`], [`ProcessGroup::recv`] and the getters: all ranks must call them.
@@ -36,7 +39,7 @@ struct Shared {
     backend: Mutex<(Backend, u64)>,
     name: &'static str,
     /// Where ranks tell each other of failures.
-    store: Store,
+    store: Arc<Store>,
     rank: usize,
     world_size: usize,
 }
@@ -75,7 +78,7 @@ impl ProcessGroup {
     pub(crate) fn new(
         backend: Backend,
         name: &'static str,
-        store: Store,
+        store: Arc<Store>,
         rank: usize,
         world_size: usize,
     ) -> Self {
@@ -192,6 +195,30 @@ impl ProcessGroup {
         parts.map(|(rank, len)| from_bytes(&all.f_get(rank as i64)?.f_narrow(0, 0, len)?)).collect()
     }
 
+    /// What each rank gives, on rank `root` in the order of the ranks; nothing on the others.
+    pub fn gather_bytes(&self, bytes: &[u8], root: usize) -> Result<Vec<Vec<u8>>> {
+        self.check_peer("gather_bytes", root)?;
+        let lens = self.all_gather(&Tensor::from(bytes.len() as i64))?;
+        let lens: Vec<i64> = Vec::try_from(&lens)?;
+        if self.rank() != root {
+            if !bytes.is_empty() {
+                self.send(&Tensor::f_from_slice(bytes)?, root)?;
+            }
+            return Ok(Vec::new());
+        }
+        let receive = |(rank, &len): (usize, &i64)| {
+            if rank == root {
+                return Ok(bytes.to_vec());
+            }
+            let data = Tensor::f_zeros([len], (Kind::Uint8, tch::Device::Cpu))?;
+            if len > 0 {
+                self.recv(&data, rank)?;
+            }
+            to_vec(&data)
+        };
+        lens.iter().enumerate().map(receive).collect()
+    }
+
     /// The sum over the ranks as a new tensor, through which gradients flow: the gradient of each rank's input is the
     /// sum over the ranks of the outputs'.
     ///
@@ -278,30 +305,32 @@ impl Shared {
         .into()
     }
 
-    /// Tells the others that this rank's group has failed, and returns those that do not tell the same.
+    /// Tells the others that this rank's group has failed, and returns those that do not tell the same; none if the
+    /// store is gone or out of reach, and with it all that could be known.
     fn missing(&self) -> Vec<usize> {
-        let key = |rank: usize| format!("failed/{rank}");
-        let deadline = Instant::now() + INQUEST;
-        let mut silent: Vec<usize> = (0..self.world_size).filter(|&rank| rank != self.rank).collect();
-        if self.store.set(&key(self.rank), b"1").is_err() {
-            return Vec::new(); // the store is gone, and with it all that could be known
-        }
-        while !silent.is_empty() && Instant::now() < deadline {
-            let mut reachable = true;
-            silent.retain(|&rank| match self.store.has(&key(rank)) {
-                Ok(has_failed) => !has_failed,
-                Err(_) => {
-                    reachable = false;
-                    true
-                }
-            });
-            if !reachable {
-                return Vec::new();
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        silent
+        let (store, rank, world_size) = (self.store.clone(), self.rank, self.world_size);
+        let silent = within(INQUEST + INQUEST_GRACE, move || inquest(&store, rank, world_size).ok());
+        silent.flatten().unwrap_or_default()
     }
+}
+
+/// The ranks on which nothing fails while [`INQUEST`] lasts.
+fn inquest(store: &Store, rank: usize, world_size: usize) -> Result<Vec<usize>, TorchError> {
+    let key = |rank: usize| format!("failed/{rank}");
+    let deadline = Instant::now() + INQUEST;
+    let mut silent: Vec<usize> = (0..world_size).filter(|&other| other != rank).collect();
+    store.set(&key(rank), b"1")?;
+    while !silent.is_empty() && Instant::now() < deadline {
+        let mut still = Vec::new();
+        for other in silent {
+            if !store.has(&key(other))? {
+                still.push(other);
+            }
+        }
+        silent = still;
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(silent)
 }
 
 /// Gloo's message without the place in its source that stands before it.
@@ -317,19 +346,15 @@ fn to_bytes<T: Serialize>(value: &T) -> Result<Vec<u8>> {
     serde_json::to_vec(value).map_err(|error| Error::io("serialize", "a value for other ranks", error.into()))
 }
 
-fn from_bytes<T: DeserializeOwned>(data: &Tensor) -> Result<T> {
+fn to_vec(data: &Tensor) -> Result<Vec<u8>> {
     let mut bytes = vec![0_u8; data.numel()];
     data.f_copy_data(&mut bytes, data.numel())?;
-    serde_json::from_slice(&bytes).map_err(|error| Error::io("read", "a value of another rank", error.into()))
+    Ok(bytes)
 }
 
-/// Whether tensors of this device can be given to Gloo.
-pub(super) fn gloo_serves(device: Device) -> bool {
-    match device {
-        Device::Cpu => true,
-        Device::Hpu(_) => crate::accelerator::HpuEmulator::get().is_some(),
-        Device::Cuda(_) => false,
-    }
+fn from_bytes<T: DeserializeOwned>(data: &Tensor) -> Result<T> {
+    serde_json::from_slice(&to_vec(data)?)
+        .map_err(|error| Error::io("read", "a value of another rank", error.into()))
 }
 
 /// Where Gloo listens: on the interface that `GLOO_SOCKET_IFNAME` names, else on the one from which this host reaches

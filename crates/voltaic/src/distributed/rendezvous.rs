@@ -10,15 +10,16 @@ use serde::{Deserialize, Serialize};
 
 use super::ProcessGroup;
 use super::cluster::RankPlacement;
-use super::process_group::{gloo_interface, gloo_serves};
+use super::process_group::gloo_interface;
 use crate::device::Device;
-use crate::error::{ConfigError, DistributedError, Error, Result};
-use crate::ffi::{Backend, Store};
+use crate::error::{DistributedError, Error, Result};
+use crate::ffi::{Backend, CollectiveLibrary, Seat, Store};
 
 /// How long an unknown host name is asked for again: names of a cluster may come up after the process.
 const NAME_PATIENCE: Duration = Duration::from_secs(5);
 /// How much longer than rank 0 the others wait for its verdict.
 const VERDICT_GRACE: Duration = Duration::from_secs(5);
+const SAME_SIZE: &str = "use the same trainer.devices, trainer.num_nodes and WORLD_SIZE everywhere";
 
 /// How ranks are joined.
 #[derive(Debug, Clone, Copy)]
@@ -74,36 +75,64 @@ pub(super) fn join(
     placement: &RankPlacement,
     options: &JoinOptions,
 ) -> Result<(ProcessGroup, Arc<RunStore>)> {
-    if !gloo_serves(options.device) {
-        let what =
-            format!("{} ranks on {} need a back end that is not there", placement.world_size, options.device);
-        let remedy = match options.device {
-            Device::Cuda(_) => {
-                "voltaic cannot reach NCCL without being linked to libtorch_cuda; use one device, or accelerator=cpu"
-            }
-            _ => {
-                "Habana's HCCL back end is reached through Python's libraries alone; use one card, or VOLTAIC_HPU=emulator"
-            }
-        };
-        return Err(ConfigError::new("trainer.devices", what, remedy).into());
-    }
+    let library = super::libraries::of(options.device)?;
     let run = open_store(placement, options.timeout)?;
     let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
-    let store = run.0.with_prefix(&format!("attempt{}/group{generation}", placement.attempt))?;
+    let store = Arc::new(run.0.with_prefix(&format!("attempt{}/group{generation}", placement.attempt))?);
     roll_call(placement, &store, options.timeout)?;
+    let (rank, world_size) = (placement.rank, placement.world_size);
+    let backend = match library {
+        None => gloo(placement, &store, options.timeout)?,
+        Some(library) => communicator(library, placement, &store, options)?,
+    };
+    let name = library.map_or("gloo", |library| library.name());
+    Ok((ProcessGroup::new(backend, name, store, rank, world_size), run))
+}
+
+fn gloo(placement: &RankPlacement, store: &Store, timeout: Duration) -> Result<Backend> {
     let named = std::env::var("GLOO_SOCKET_IFNAME").ok().filter(|name| !name.is_empty());
     let interface =
         gloo_interface(named, &placement.master_addr, placement.master_port).map_err(|reason| {
             refuse(placement, reason, "check MASTER_ADDR and the network, or set GLOO_SOCKET_IFNAME")
         })?;
     let (rank, world_size) = (placement.rank, placement.world_size);
-    let backend = Backend::gloo(&store.with_prefix("gloo")?, rank, world_size, options.timeout, &interface)
-        .map_err(|error| {
-        let remedy = "check that the nodes reach each other, or set GLOO_SOCKET_IFNAME";
-        refuse(placement, format!("{interface:?}: {}", error.message), remedy)
-    })?;
+    let backend = Backend::gloo(&store.with_prefix("gloo")?, rank, world_size, timeout, &interface).map_err(
+        |error| {
+            let remedy = "check that the nodes reach each other, or set GLOO_SOCKET_IFNAME";
+            refuse(placement, format!("{interface:?}: {}", error.message), remedy)
+        },
+    )?;
     tracing::debug!("rank {rank} of {world_size} has joined over {interface:?}");
-    Ok((ProcessGroup::new(backend, "gloo", store, rank, world_size), run))
+    Ok(backend)
+}
+
+/// The communicator of NCCL or HCCL, whose id rank 0 leaves in the store.
+fn communicator(
+    library: CollectiveLibrary,
+    placement: &RankPlacement,
+    store: &Store,
+    options: &JoinOptions,
+) -> Result<Backend> {
+    const KEY: &str = "communicator";
+    let JoinOptions { device, timeout } = *options;
+    let remedy = "see what the library logs: NCCL_DEBUG=INFO, or HABANA_LOGS";
+    let failed = |error: crate::error::TorchError| refuse(placement, error.message, remedy);
+    let id = if placement.rank == 0 {
+        let id = library.unique_id().map_err(failed)?;
+        store.set(KEY, &id)?;
+        id
+    } else {
+        store.get(KEY, timeout).map_err(failed)?
+    };
+    let seat = Seat { rank: placement.rank, size: placement.world_size, device, timeout };
+    match within(timeout, move || library.join(&id, seat)) {
+        Some(joined) => joined.map_err(failed),
+        None => {
+            let name = library.name();
+            let reason = format!("{name} has not connected the ranks within {} s", timeout.as_secs_f32());
+            Err(refuse(placement, reason, remedy))
+        }
+    }
 }
 
 fn refuse(placement: &RankPlacement, reason: impl Into<String>, remedy: &str) -> Error {
@@ -157,8 +186,28 @@ fn resolve(placement: &RankPlacement) -> Result<()> {
     }
 }
 
+/// [`answer`] with an end: a request to a store waits for as long as the system takes to notice that a network is cut.
+fn roll_call(placement: &RankPlacement, store: &Arc<Store>, timeout: Duration) -> Result<()> {
+    let limit = timeout + 2 * VERDICT_GRACE;
+    let (thread_placement, thread_store) = (placement.clone(), store.clone());
+    within(limit, move || answer(&thread_placement, &thread_store, timeout)).unwrap_or_else(|| {
+        let reason = format!("the store has not answered for {} s", limit.as_secs_f32());
+        Err(refuse(placement, reason, "check the network to MASTER_ADDR"))
+    })
+}
+
+/// What `body` gives on a thread of its own; none if it takes longer than `limit`, and then it is left alone.
+pub(super) fn within<T: Send + 'static>(
+    limit: Duration,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || sender.send(body()));
+    receiver.recv_timeout(limit).ok()
+}
+
 /// Every rank says that it is there; rank 0 waits for all, and tells them how it went.
-fn roll_call(placement: &RankPlacement, store: &Store, timeout: Duration) -> Result<()> {
+fn answer(placement: &RankPlacement, store: &Store, timeout: Duration) -> Result<()> {
     let (rank, world_size) = (placement.rank, placement.world_size);
     let lost = |error: crate::error::TorchError| {
         refuse(placement, format!("the store is gone: {}", error.message), "look at the output of rank 0")
@@ -185,9 +234,20 @@ fn roll_call(placement: &RankPlacement, store: &Store, timeout: Duration) -> Res
             }
         }
     };
-    match verdict.split_once("; ") {
-        None => Ok(()),
-        Some((reason, remedy)) => Err(refuse(placement, reason, remedy)),
+    if let Some((reason, remedy)) = verdict.split_once("; ") {
+        return Err(refuse(placement, reason, remedy));
+    }
+    // rank 0 looks at the ranks that it expects only
+    let first = store.get("arrival/0", VERDICT_GRACE).map_err(lost)?;
+    match serde_json::from_slice::<Arrival>(&first) {
+        Ok(first) if first.world_size != world_size => {
+            let Arrival { world_size: expected, host, pid } = first;
+            let reason = format!(
+                "this rank expects {world_size} ranks, rank 0 (process {pid} on {host}) expects {expected}"
+            );
+            Err(refuse(placement, reason, SAME_SIZE))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -203,8 +263,7 @@ fn count(world_size: usize, store: &Store, timeout: Duration) -> String {
             None => missing.push(rank.to_string()),
             Some(arrival) if arrival.world_size != world_size => {
                 return format!(
-                    "rank 0 expects {world_size} ranks, rank {rank} (process {} on {}) expects {}; use the same \
-                     trainer.devices, trainer.num_nodes and WORLD_SIZE everywhere",
+                    "rank 0 expects {world_size} ranks, rank {rank} (process {} on {}) expects {}; {SAME_SIZE}",
                     arrival.pid, arrival.host, arrival.world_size
                 );
             }

@@ -14,7 +14,7 @@ fn c_string(op: &'static str, text: &str) -> Result<CString, TorchError> {
     CString::new(text).map_err(|_| TorchError::new(op, TorchErrorKind::Other, "a text holds a NUL byte"))
 }
 
-fn millis(timeout: Duration) -> i64 {
+pub(super) fn millis(timeout: Duration) -> i64 {
     i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX)
 }
 
@@ -212,6 +212,11 @@ impl Backend {
             )
         })?;
         Ok(Self(group))
+    }
+
+    /// Takes ownership of a group that a shim function has just made.
+    pub(super) fn from_raw(group: *mut sys::vt_group) -> Self {
+        Self(group)
     }
 
     /// Starts one of the operations on a tensor and a number.

@@ -11,6 +11,7 @@ mod autograd;
 mod autograd_function;
 mod backend;
 mod c10d;
+mod collectives;
 mod execution;
 mod graph;
 mod hlml;
@@ -39,6 +40,7 @@ pub use backend::{
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,
 };
 pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
+pub use collectives::{CollectiveApi, CollectiveLibrary, Seat};
 pub use execution::{
     AnomalyWatch, DeterministicMode, InferenceMode, deterministic, set_cudnn_benchmark, set_deterministic,
 };

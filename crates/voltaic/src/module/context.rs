@@ -459,7 +459,10 @@ impl HookContext<'_> {
     }
 
     /// Asks the trainer to write a checkpoint as soon as a run can be resumed from it: after the batch in progress and
-    /// the validation that follows it, or at the end of the epoch.
+    /// the validation that follows it, or at the end of the epoch. Rank 0 writes it.
+    ///
+    /// # Collective
+    /// All ranks must ask in the same hook, since each has a part of its own in a full checkpoint.
     pub fn request_checkpoint(&mut self, request: CheckpointRequest) {
         self.requests.checkpoints.push(request);
     }

@@ -11,6 +11,13 @@ pub(crate) struct MetricsState {
     pub(super) finished: Vec<(String, Number)>,
 }
 
+impl MetricsState {
+    /// Without the values of the epoch that is not over, which another rank counts.
+    pub(crate) fn without_open_epoch(self) -> Self {
+        Self { train: Vec::new(), ..self }
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct EntryState {
     pub name: String,

@@ -46,6 +46,8 @@ pub(super) struct Reducer {
     learnt: Option<Vec<usize>>,
     /// Which parameters have a part in every loss, once `static_graph` has found out.
     reached: Option<Vec<bool>>,
+    /// Which have one on any rank; kept as long as `reached`.
+    reached_anywhere: Option<Vec<bool>>,
     /// Gradients that parameters without a part in this rank's loss had before.
     before: Vec<(usize, Tensor)>,
     /// Votes are in the first bucket that have to be taken out.
@@ -73,6 +75,7 @@ impl Reducer {
             is_active: false,
             learnt: learns.then(Vec::new),
             reached: None,
+            reached_anywhere: None,
             before: Vec::new(),
             has_votes: false,
             failure: None,
@@ -176,9 +179,7 @@ impl Reducer {
             }
         }
         let votes = self.take_votes()?;
-        if self.config.find_unused_parameters && !self.config.static_graph {
-            self.restore_unused()?;
-        }
+        self.restore_unused()?;
         self.learn()?;
         Ok(votes)
     }
@@ -187,21 +188,27 @@ impl Reducer {
     /// leaves them alone.
     fn restore_unused(&mut self) -> Result<()> {
         let Some(reached) = &self.reached else { return Ok(()) };
-        let used: Vec<i32> = reached.iter().map(|&reached| i32::from(reached)).collect();
-        let used = Tensor::f_from_slice(&used)?;
-        self.group.all_reduce(&used, ReduceOp::Max)?;
-        let used: Vec<i32> = Vec::try_from(&used)?;
-        for (index, grad) in self.before.drain(..).filter(|(index, _)| used[*index] == 0) {
+        let anywhere = match self.reached_anywhere.take() {
+            Some(anywhere) => anywhere,
+            None => {
+                let reached: Vec<i32> = reached.iter().map(|&reached| i32::from(reached)).collect();
+                let reached = Tensor::f_from_slice(&reached)?;
+                self.group.all_reduce(&reached, ReduceOp::Max)?;
+                Vec::<i32>::try_from(&reached)?.into_iter().map(|reached| reached != 0).collect()
+            }
+        };
+        for (index, grad) in self.before.drain(..).filter(|(index, _)| !anywhere[*index]) {
             let param = &self.params[index];
             if grad.defined() { ffi::set_grad(param, &grad)? } else { ffi::clear_grads([param])? }
         }
+        self.reached_anywhere = Some(anywhere);
         Ok(())
     }
 
     /// Makes buckets in the order in which rank 0's gradients came.
     fn learn(&mut self) -> Result<()> {
         if !self.config.static_graph {
-            self.reached = None; // it is of one loss
+            (self.reached, self.reached_anywhere) = (None, None); // they are of one loss
         }
         let Some(order) = self.learnt.take() else { return Ok(()) };
         let order: Vec<usize> = self.group.broadcast_object(&order, 0)?;

@@ -10,8 +10,11 @@ use super::hooks::{BatchFacts, hook_error, of_callback};
 use super::seed;
 use super::session::{Run, Session};
 use crate::callback::Callback;
-use crate::checkpoint::{Checkpoint, CheckpointMeta, CheckpointPaths, TrainingState};
+use crate::checkpoint::{
+    Checkpoint, CheckpointMeta, CheckpointPaths, RankState, TrainingState, rank_from_bytes, rank_to_bytes,
+};
 use crate::data::Stage;
+use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Result};
 use crate::module::{CheckpointRequest, LightningModule, MetricsState, Profiling, Progress};
 use crate::nn::{Module, ModuleExt};
@@ -43,14 +46,49 @@ pub(super) struct State {
     pub(super) module: Value,
 }
 
-/// Writes the checkpoint that a callback asked for, then removes those it replaces.
-pub(super) fn write<M: LightningModule>(session: &mut Session<M>, request: &CheckpointRequest) -> Result<()> {
+/// Gives rank 0 what the other ranks have to themselves, for the checkpoints that all of them are about to ask for.
+///
+/// # Collective
+/// All ranks must call it after the same batch.
+pub(super) fn gather_ranks<M: LightningModule>(session: &Session<M>) -> Result<Vec<RankState>> {
+    let Some(group) = session.run.world().group().filter(|group| group.world_size() > 1) else {
+        return Ok(Vec::new());
+    };
+    let own = if group.rank() == 0 { Vec::new() } else { rank_to_bytes(&own_state(session)?)? };
+    let all = group.gather_bytes(&own, 0)?;
+    all.iter().skip(1).map(|bytes| rank_from_bytes(bytes)).collect()
+}
+
+/// What this rank has to itself.
+fn own_state<M: LightningModule>(session: &Session<M>) -> Result<RankState> {
+    let logged = serde_json::to_value(session.run.metrics.state());
+    Ok(RankState {
+        grads: pending_grads(session),
+        metrics: session.run.metrics.metric_states(),
+        rng: seed::rng_states(session.plan.device)?,
+        logged: logged.map_err(|e| Error::io("serialize", "logged values", e.into()))?,
+    })
+}
+
+/// Writes the checkpoint that a callback asked for, then removes those it replaces. `ranks` is what the other ranks
+/// have to themselves; it may be taken out.
+pub(super) fn write<M: LightningModule>(
+    session: &mut Session<M>,
+    request: &CheckpointRequest,
+    ranks: &mut Vec<RankState>,
+) -> Result<()> {
     match &request.link_to {
         Some(target) => session.run.checkpoint_io.link_checkpoint(target, &request.path)?,
         None => {
             let _action = session.profile("save_checkpoint")?;
-            let checkpoint = collect(session, request.weights_only)?;
+            let mut checkpoint = collect(session, request.weights_only)?;
+            if let Some(training) = &mut checkpoint.training {
+                training.ranks = std::mem::take(ranks);
+            }
             session.run.checkpoint_io.save_checkpoint(&checkpoint, &request.path, None)?;
+            if let Some(training) = checkpoint.training {
+                *ranks = training.ranks; // for the next file of the same moment
+            }
             if !request.weights_only {
                 session.run.note_checkpoint(&request.path)?;
             }
@@ -102,6 +140,7 @@ fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> 
             metrics: session.run.metrics.metric_states(),
             rng: seed::rng_states(session.plan.device)?,
             json: Value::Null,
+            ranks: Vec::new(),
         });
     }
     on_save_checkpoint(session, &mut checkpoint)?;
@@ -222,6 +261,14 @@ pub(super) fn restore_training<M: LightningModule>(
         return Err(unusable(&path, "it holds weights only, no training state".to_owned(), remedy));
     };
     let state = read_state(&training.json, &path)?;
+    let first = RankState {
+        grads: training.grads,
+        metrics: training.metrics,
+        rng: training.rng,
+        logged: Value::Null,
+    };
+    let OwnPart { logged, metrics, grads, rng } =
+        own_part(session.run.world(), first, training.ranks, state.metrics, &path)?;
     let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
     let own: Vec<&str> = session.optimizers.iter().map(|optimizer| optimizer.name()).collect();
     if names != own || state.schedulers.len() != session.schedulers.len() {
@@ -241,7 +288,7 @@ pub(super) fn restore_training<M: LightningModule>(
     for (active, saved) in session.schedulers.iter_mut().zip(&state.schedulers) {
         active.configured.scheduler.load_state_dict(saved)?;
     }
-    restore_grads(session, &training.grads)?;
+    restore_grads(session, &grads)?;
     if let (Some(own), Some(saved)) = (&mut session.run.grad_scaler, state.grad_scaler) {
         *own = saved;
     }
@@ -250,27 +297,47 @@ pub(super) fn restore_training<M: LightningModule>(
         tracing::info!("shuffling with seed {saved} of the checkpoint instead of {own}");
         session.run.seed = saved;
     }
-    session.run.metrics.restore(state.metrics);
-    restore_metrics(session, &training.metrics)?;
+    session.run.metrics.restore(logged);
+    session.run.metrics.restore_metrics(&metrics, session.plan.device)?;
     session.run.progress = state.progress;
-    Ok(Resumed { path, rng: training.rng, shape: (state.num_training_batches, state.batch_size) })
+    Ok(Resumed { path, rng, shape: (state.num_training_batches, state.batch_size) })
 }
 
-/// Each batch counts at most once: rank 0 has written what it had seen.
-fn restore_metrics<M: LightningModule>(
-    session: &mut Session<M>,
-    saved: &[(String, tch::Tensor)],
-) -> Result<()> {
-    let (rank, world_size) = (session.run.world().rank, session.run.world().world_size);
-    if world_size > 1 && rank == 0 && !saved.is_empty() {
-        tracing::warn!(
-            "what the metrics of the {} other ranks had accumulated in the open epoch is not in the checkpoint, and is missing \
-             in the values of this epoch",
-            world_size - 1
-        );
+/// What this rank takes of the parts that each rank has for itself.
+struct OwnPart {
+    logged: MetricsState,
+    metrics: Vec<(String, tch::Tensor)>,
+    grads: Vec<(String, tch::Tensor)>,
+    rng: Vec<(String, tch::Tensor)>,
+}
+
+/// `first` and `logged` are rank 0's, `ranks` the others'. A rank that the saved run did not have goes on from rank 0's
+/// random state, and has counted nothing: each batch counts at most once.
+fn own_part(
+    world: &World,
+    first: RankState,
+    ranks: Vec<RankState>,
+    logged: MetricsState,
+    path: &Path,
+) -> Result<OwnPart> {
+    let saved = ranks.len() + 1;
+    if saved != world.world_size && world.is_global_zero() {
+        tracing::info!("{} is of {saved} rank(s), this run has {}", path.display(), world.world_size);
     }
-    let own = if rank == 0 { saved } else { &[] };
-    session.run.metrics.restore_metrics(own, session.plan.device)
+    let own = world.rank.checked_sub(1).map(|index| ranks.into_iter().nth(index));
+    let RankState { grads, metrics, rng, logged } = match own {
+        None => return Ok(OwnPart { logged, metrics: first.metrics, grads: first.grads, rng: first.rng }),
+        Some(None) => {
+            let (metrics, grads) = (Vec::new(), Vec::new());
+            return Ok(OwnPart { logged: logged.without_open_epoch(), metrics, grads, rng: first.rng });
+        }
+        Some(Some(own)) => own,
+    };
+    let logged = MetricsState::deserialize(logged).map_err(|e| {
+        let what = format!("the logged values of rank {} are not understood: {e}", world.rank);
+        unusable(path, what, "use another checkpoint")
+    })?;
+    Ok(OwnPart { logged, metrics, grads, rng })
 }
 
 impl Resumed {

@@ -139,15 +139,21 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Writes the checkpoints that hooks have asked for. Called only where a resumed run can go on: between batches,
     /// when validation and schedules have had their turn.
+    ///
+    /// # Collective
+    /// If a full checkpoint has been asked for.
     pub(super) fn write_checkpoints(&mut self) -> Result<()> {
         if self.run.requests.checkpoints.is_empty() {
             return Ok(());
         }
         let requests = std::mem::take(&mut self.run.requests.checkpoints);
+        let is_full = |request: &CheckpointRequest| !request.weights_only && request.link_to.is_none();
+        let mut ranks =
+            if requests.iter().any(is_full) { checkpointing::gather_ranks(self)? } else { Vec::new() };
         if !self.run.world().is_global_zero() {
             return Ok(()); // rank 0 writes
         }
-        requests.iter().try_for_each(|request| checkpointing::write(self, request))
+        requests.iter().try_for_each(|request| checkpointing::write(self, request, &mut ranks))
     }
 
     /// The next batch of a loader; `action` is what the profiler calls that.
@@ -250,7 +256,8 @@ impl<M: LightningModule> Session<'_, M> {
             tracing::info!("{signal}: saving {}", path.display());
             let request =
                 CheckpointRequest { path, weights_only: false, link_to: None, then_remove: Vec::new() };
-            checkpointing::write(self, &request)?;
+            self.run.requests.checkpoints = vec![request]; // others wait for a better moment, which does not come
+            self.write_checkpoints()?;
         }
         Err(Error::Interrupted { signal, global_step: self.run.progress.global_step })
     }
@@ -291,7 +298,8 @@ impl<M: LightningModule> Session<'_, M> {
         self.data.on_exception(error);
         let requests = std::mem::take(&mut self.run.requests.checkpoints);
         for request in requests.into_iter().filter(|_| global_rank() == 0) {
-            if let Err(second) = checkpointing::write(self, &request) {
+            // the other ranks may be gone, and with them what they have to themselves
+            if let Err(second) = checkpointing::write(self, &request, &mut Vec::new()) {
                 tracing::warn!("the checkpoint after the failure could not be written: {second}");
             }
         }

@@ -14,6 +14,8 @@ use serde_json::Value;
 /// Where the stand-ins are, laid out as Habana's packages are.
 struct StandIns {
     hlml: PathBuf,
+    /// HCCL and Synapse.
+    hccl: PathBuf,
     /// `habana_frameworks/torch/lib`.
     plugin: PathBuf,
 }
@@ -28,12 +30,14 @@ fn stand_ins() -> &'static StandIns {
         let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gaudi");
         let hlml = folder.join("libhlml.so");
         compile("cc", &[], &sources.join("hlml.c"), &hlml);
+        let hccl = folder.join("libhcl.so");
+        compile("cc", &["-DHCCL"], &sources.join("../collectives/library.c"), &hccl);
         let include = Path::new(env!("VOLTAIC_LIBTORCH_LIB")).with_file_name("include");
         let include = format!("-isystem{}", include.display());
         let library = plugin.join("libhabana_pytorch2_plugin.upstream.so");
         compile("c++", &["-std=c++20", &include], &sources.join("plugin.cpp"), &library);
         fs::write(plugin.join("libbroken.so"), "no library").unwrap();
-        StandIns { hlml, plugin }
+        StandIns { hlml, hccl, plugin }
     })
 }
 
@@ -226,4 +230,49 @@ fn each_local_rank_takes_a_module_of_its_own() {
         let (_, text) = fit(command);
         assert!(text.contains(module), "{variables:?}: {text}");
     }
+}
+
+/// Metrics of a short run with two ranks, and what was printed.
+fn fit_together(mut command: Command, accelerator: &str) -> (bool, String, String) {
+    let folder = tempfile::tempdir().unwrap();
+    command.args(["fit", "--config", &recipe(), "--trainer.devices=2", "--trainer.strategy=auto"]);
+    command.args(["--trainer.max_epochs=1", "--trainer.limit_train_batches=12"]);
+    command.args(["--trainer.limit_val_batches=2", "--trainer.enable_progress_bar=false"]);
+    command.args([format!("--trainer.accelerator={accelerator}")]);
+    command.arg(format!("--trainer.default_root_dir={}", folder.path().display()));
+    let output = command.output().unwrap();
+    let metrics = fs::read_to_string(folder.path().join("lightning_logs/version_0/metrics.csv"));
+    let log = fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap_or_default();
+    (output.status.success(), metrics.unwrap_or_default(), text(&output) + &log)
+}
+
+#[test]
+fn two_cards_train_over_hccl_as_two_processes_over_gloo() {
+    let hccl = stand_ins().hccl.as_os_str();
+    let mut command = with_plugin(&[]);
+    command.env("VOLTAIC_HCCL", hccl).env("VOLTAIC_SYNAPSE", hccl);
+    let (succeeded, hpu, text) = fit_together(command, "hpu");
+    assert!(succeeded, "{text}");
+    for module in ["module=0", "module=1"] {
+        assert!(text.contains(module), "each rank has its card: {text}");
+    }
+    let (succeeded, cpu, cpu_text) = fit_together(with_plugin(&[]), "cpu");
+    assert!(succeeded && !cpu_text.contains("stub plugin"), "{cpu_text}");
+    assert_eq!(hpu, cpu, "the stand-ins compute with the CPU's kernels, and add in the same order");
+}
+
+#[test]
+fn several_cards_without_hccl_are_refused_with_a_way_out() {
+    let mut command = with_plugin(&[]);
+    command.env("VOLTAIC_HCCL", "/nowhere/libhcl.so");
+    let (succeeded, _, text) = fit_together(command, "hpu");
+    assert!(!succeeded, "{text}");
+    assert!(
+        text.contains("several ranks on hpu:0 need a library that cannot be loaded: /nowhere/libhcl.so"),
+        "{text}"
+    );
+    assert!(
+        text.contains("name the libraries in VOLTAIC_HCCL and VOLTAIC_SYNAPSE, or use one card"),
+        "{text}"
+    );
 }

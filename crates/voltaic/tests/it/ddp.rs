@@ -12,6 +12,7 @@ use voltaic::strategy::{DdpConfig, GradientCompression};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 use voltaic::{Kind, Module, Tensor};
 
+use crate::ddp_unused::of_pytorch;
 use crate::probe::{own_process, plays, silent, text_of};
 
 const CPU: tch::Device = tch::Device::Cpu;
@@ -28,7 +29,7 @@ pub struct Net {
 }
 
 /// Numbers without a pattern that a mistake could hide in, the same everywhere.
-fn numbers(size: &[i64], phase: f64) -> Tensor {
+pub fn numbers(size: &[i64], phase: f64) -> Tensor {
     let count: i64 = size.iter().product();
     (Tensor::arange(count, (Kind::Double, CPU)) * 12.9898 + phase).sin().to_kind(Kind::Float).reshape(size)
 }
@@ -40,11 +41,15 @@ impl Net {
             second: Linear::new(16, 3).unwrap(),
             seen: Buffer::new(Tensor::zeros([1], (Kind::Float, CPU))),
         };
-        for (number, parameter) in net.parameters().into_iter().enumerate() {
-            let values = numbers(&parameter.size(), number as f64) * 0.3;
-            parameter.set_data(&values).unwrap();
-        }
+        numbered(&net);
         net
+    }
+}
+
+/// Gives parameters the same values everywhere.
+pub fn numbered(net: &impl Module) {
+    for (number, parameter) in net.parameters().into_iter().enumerate() {
+        parameter.set_data(&(numbers(&parameter.size(), number as f64) * 0.3)).unwrap();
     }
 }
 
@@ -198,10 +203,7 @@ fn two_ranks_equal_one_process_bit_for_bit() {
     let folder = TempDir::new().unwrap();
     let text = run_ranks(test, "ddp", folder.path());
     assert_same(&weights(folder.path()), &expected);
-    let recorded = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/ddp/two_ranks.safetensors");
-    let mut of_pytorch = voltaic::checkpoint::read_weights(Path::new(recorded)).unwrap();
-    of_pytorch.sort_by(|a, b| a.0.cmp(&b.0));
-    assert_same(&weights(folder.path()), &of_pytorch);
+    assert_same(&weights(folder.path()), &of_pytorch("two_ranks"));
     assert_eq!(values(&text, "val_samples"), 17.0, "each sample counts once");
     // the same float32 sums in another order
     for (name, expected) in [("train_loss_epoch", train_loss), ("val_loss", val_loss)] {
@@ -210,6 +212,22 @@ fn two_ranks_equal_one_process_bit_for_bit() {
     let log = std::fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap();
     assert!(log.contains("val_loss="), "rank 1 writes to its file: {log}");
     assert!(text.matches("val_loss=").count() == 1, "rank 0 alone prints: {text}");
+}
+
+#[test]
+fn gradients_that_travel_in_bfloat16_are_pytorchs() {
+    let test = "ddp::gradients_that_travel_in_bfloat16_are_pytorchs";
+    if plays("compressed") {
+        let folder = folder_of_parent();
+        let config = DdpConfig { gradient_compression: GradientCompression::Bf16, ..DdpConfig::default() };
+        let mut trainer = builder(&folder).devices(2).strategy(config).build().unwrap();
+        let mut net = Net::new();
+        trainer.fit(&mut net, &mut loaders(None)).unwrap();
+        return finish(&trainer, &net, &folder);
+    }
+    let folder = TempDir::new().unwrap();
+    run_ranks(test, "compressed", folder.path());
+    assert_same(&weights(folder.path()), &of_pytorch("bf16"));
 }
 
 #[test]

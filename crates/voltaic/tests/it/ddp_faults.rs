@@ -1,22 +1,23 @@
 //! Runs of several ranks when things go badly.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
 use tempfile::TempDir;
-use voltaic::Module;
 use voltaic::callback::Callback;
-use voltaic::module::HookContext;
+use voltaic::checkpoint::{Checkpoint, CheckpointIo, write_atomically};
+use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::optim::Optimizers;
 use voltaic::strategy::DdpConfig;
+use voltaic::{Module, Tensor};
 
-use crate::ddp::{FOLDER, Net, loaders};
-use crate::probe::{own_process, plays, silent};
+use crate::ddp::{FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, weights};
+use crate::probe::{files, own_process, plays, silent, text_of};
 
 const TEST: &str = "ddp_faults::a_rank_that_ends_or_hangs_takes_the_others_down";
-
-/// What goes wrong on rank 1.
-struct Fault(String);
 
 fn kill_self() {
     let pid = std::process::id().to_string();
@@ -24,24 +25,39 @@ fn kill_self() {
     std::thread::sleep(Duration::from_secs(60));
 }
 
-impl Callback for Fault {
-    fn on_train_batch_start(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        if ctx.process_group().is_none_or(|group| group.rank() != 1) || ctx.batch_idx() != 2 {
-            return Ok(());
+/// The net, with what goes wrong in the forward of rank 1.
+#[derive(Module)]
+struct Faulty {
+    net: Net,
+    #[module(skip)]
+    fault: String,
+}
+
+impl LightningModule for Faulty {
+    type Batch = (Tensor, Tensor);
+
+    fn training_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let loss = self.net.training_step(batch, ctx)?;
+        if ctx.process_group().is_some_and(|group| group.rank() == 1) && ctx.batch_idx() == 2 {
+            match self.fault.as_str() {
+                "killed in forward" => kill_self(),
+                "hangs" => std::thread::sleep(Duration::from_secs(60)),
+                "fails" => anyhow::bail!("the data of rank 1 is broken"),
+                _ => {}
+            }
         }
-        match self.0.as_str() {
-            "killed" => kill_self(),
-            "hangs" => std::thread::sleep(Duration::from_secs(60)),
-            "fails" => anyhow::bail!("the data of rank 1 is broken"),
-            _ => {}
-        }
-        Ok(())
+        Ok(loss)
     }
 
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        self.net.configure_optimizers()
+    }
+}
+
+/// What goes wrong between backward and the step.
+struct Fault(String);
+
+impl Callback for Fault {
     fn on_before_optimizer_step(
         &mut self,
         ctx: &mut HookContext,
@@ -56,7 +72,7 @@ impl Callback for Fault {
                     kill_self();
                 });
             }
-            let tensor = voltaic::Tensor::zeros([1], (voltaic::Kind::Float, tch::Device::Cpu));
+            let tensor = Tensor::zeros([1], (voltaic::Kind::Float, tch::Device::Cpu));
             loop {
                 group.all_reduce(&tensor, voltaic::distributed::ReduceOp::Sum)?;
             }
@@ -66,15 +82,16 @@ impl Callback for Fault {
 }
 
 fn train(fault: &str) {
-    let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
-    if fault == "killed before joining" && std::env::var("LOCAL_RANK").is_ok_and(|rank| rank == "1") {
+    if fault == "killed in the rendezvous" && std::env::var("LOCAL_RANK").is_ok_and(|rank| rank == "1") {
         kill_self();
     }
     let config = DdpConfig { timeout_secs: 2.0, ..DdpConfig::default() };
-    let builder = silent().max_epochs(2).devices(2).strategy(config).default_root_dir(folder);
+    let builder = silent().max_epochs(2).limit_val_batches(0).devices(2).strategy(config);
+    let builder = builder.default_root_dir(folder_of_parent());
     let built = builder.callback(Fault(fault.to_owned())).build();
     let mut trainer = built.unwrap_or_else(|error| fail(&error));
-    trainer.fit(&mut Net::new(), &mut loaders(None)).unwrap_or_else(|error| fail(&error));
+    let mut module = Faulty { net: Net::new(), fault: fault.to_owned() };
+    trainer.fit(&mut module, &mut loaders(None)).unwrap_or_else(|error| fail(&error));
 }
 
 fn fail(error: &voltaic::Error) -> ! {
@@ -101,11 +118,11 @@ fn orphans(folder: &Path) -> usize {
 #[test]
 fn a_rank_that_ends_or_hangs_takes_the_others_down() {
     let cases = [
-        ("killed before joining", "launcher: rank 1 (local rank 1", "was killed by signal 9", 137),
-        ("killed", "launcher: rank 1 (local rank 1", "was killed by signal 9", 137),
+        ("killed in the rendezvous", "launcher: rank 1 (local rank 1", "was killed by signal 9", 137),
+        ("killed in forward", "launcher: rank 1 (local rank 1", "was killed by signal 9", 137),
         ("killed in a collective", "launcher: rank 1 (local rank 1", "was killed by signal 9", 137),
         ("fails", "launcher: rank 1 (local rank 1", "the data of rank 1 is broken", 1),
-        ("hangs", "error: broadcast (operation", "rank 1 did not take part", 1),
+        ("hangs", "error: all_reduce (operation", "rank 1 did not take part", 1),
     ];
     for (fault, ..) in cases {
         if plays(fault) {
@@ -126,5 +143,131 @@ fn a_rank_that_ends_or_hangs_takes_the_others_down() {
         // the hanging one has to run into its time-out of 2 s first
         assert!(took < Duration::from_secs(40), "{fault} took {took:?}: {shown}");
         assert_eq!(orphans(folder.path()), 0, "{fault}");
+    }
+}
+
+/// Kills its process, once, when half of the second checkpoint is written.
+struct KilledWhileSaving(usize);
+
+impl CheckpointIo for KilledWhileSaving {
+    fn save_checkpoint(
+        &mut self,
+        checkpoint: &Checkpoint,
+        path: &Path,
+        _storage_options: Option<&Value>,
+    ) -> voltaic::Result<()> {
+        self.0 += 1;
+        if self.0 == 2 && std::env::var("VOLTAIC_RESTART_COUNT").is_ok_and(|count| count == "0") {
+            checkpoint.save(&path.with_file_name("whole"))?;
+            let bytes = std::fs::read(path.with_file_name("whole")).unwrap();
+            write_atomically(path, |file| {
+                file.write_all(&bytes[..bytes.len() / 2])?;
+                file.flush()?;
+                for saved in files(path.parent().unwrap()).iter().filter(|file| file.extension().is_some()) {
+                    println!("there is {}", saved.file_name().unwrap().display());
+                }
+                kill_self();
+                Ok(())
+            })?;
+        }
+        checkpoint.save(path)
+    }
+}
+
+#[test]
+fn a_rank_killed_while_saving_leaves_the_checkpoint_before_which_others_go_on_from() {
+    let test = "ddp_faults::a_rank_killed_while_saving_leaves_the_checkpoint_before_which_others_go_on_from";
+    if plays("saving") {
+        let folder = folder_of_parent();
+        let builder = builder(&folder).devices(2).max_restarts(1_u64).enable_checkpointing(true);
+        let mut trainer = builder.checkpoint_io(KilledWhileSaving(0)).build().unwrap();
+        let mut net = Net::new();
+        trainer.fit(&mut net, &mut loaders(None)).unwrap();
+        return finish(&trainer, &net, &folder);
+    }
+    let folder = TempDir::new().unwrap();
+    let output = own_process(test, "saving").env(FOLDER, folder.path()).output().unwrap();
+    let text = text_of(&output);
+    let shown = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        shown.contains("launcher: rank 0 (process") && shown.contains("was killed by signal 9"),
+        "{shown}"
+    );
+    assert!(text.contains("there is epoch=0-step=6.ckpt") && text.contains(".tmp"), "{text}");
+    let (_kept, expected, ..) = alone(2, 1);
+    assert_same(&weights(folder.path()), &expected);
+    for saved in files(&folder.path().join("checkpoints")) {
+        Checkpoint::load(&saved).unwrap();
+    }
+}
+
+/// Says that training has begun on all ranks, and trains on.
+struct Endless;
+
+impl Callback for Endless {
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        if ctx.global_step() == 3 && ctx.is_global_zero() {
+            println!("\ntraining");
+        }
+        if plays("stuck") && ctx.global_step() == 3 {
+            std::thread::sleep(Duration::from_secs(60));
+        }
+        Ok(())
+    }
+}
+
+fn train_until_told() {
+    let builder = builder(&folder_of_parent()).devices(2).max_epochs(-1).callback(Endless);
+    let mut trainer = builder.build().unwrap_or_else(|error| fail(&error));
+    match trainer.fit(&mut Net::new(), &mut loaders(None)) {
+        Err(voltaic::Error::Interrupted { signal, .. }) => {
+            println!("\nrank {} was told by {signal}", trainer.world().rank);
+            std::process::exit(if signal == "SIGINT" { 130 } else { 143 })
+        }
+        outcome => panic!("{outcome:?}"),
+    }
+}
+
+fn tell(launcher: &Child, signal: &str) {
+    assert!(Command::new("kill").args([signal, &launcher.id().to_string()]).status().unwrap().success());
+}
+
+#[test]
+fn signals_to_the_launcher_reach_all_ranks() {
+    let test = "ddp_faults::signals_to_the_launcher_reach_all_ranks";
+    if plays("endless") || plays("stuck") {
+        return train_until_told();
+    }
+    for (part, signals, code, told) in [
+        ("endless", &["-INT"][..], Some(130), "SIGINT"),
+        ("endless", &["-TERM"], Some(143), "SIGTERM"),
+        ("stuck", &["-INT", "-INT"], Some(130), ""), // the second is for the impatient
+        ("stuck", &["-KILL"], None, ""),
+    ] {
+        let folder = TempDir::new().unwrap();
+        let mut command = own_process(test, part);
+        let mut launcher =
+            command.env(FOLDER, folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(launcher.stdout.take().unwrap()).lines().map_while(Result::ok);
+        assert!(lines.any(|line| line == "training"), "{part}");
+        for (number, signal) in signals.iter().enumerate() {
+            if number > 0 {
+                std::thread::sleep(Duration::from_millis(300)); // signals of one kind that come at once are one
+            }
+            tell(&launcher, signal);
+        }
+        let output = lines.collect::<Vec<_>>().join("\n"); // ends when all who could write are gone
+        let status = launcher.wait().unwrap();
+        assert_eq!(status.code(), code, "{part} {signals:?}: {output}");
+        if !told.is_empty() {
+            let log = std::fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap();
+            assert!(output.contains(&format!("rank 0 was told by {told}")), "{output}");
+            assert!(log.contains(&format!("rank 1 was told by {told}")), "{log}");
+        }
+        let deadline = Instant::now() + Duration::from_secs(10); // killed ones take a moment to vanish
+        while orphans(folder.path()) > 0 && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        assert_eq!(orphans(folder.path()), 0, "{part} {signals:?}");
     }
 }

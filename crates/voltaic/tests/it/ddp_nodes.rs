@@ -14,6 +14,7 @@ use voltaic::{Kind, Tensor};
 use crate::ddp::{
     FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, run_ranks, weights,
 };
+use crate::ddp_unused::of_pytorch;
 use crate::distributed::free_port;
 use crate::probe::{own_process, plays, silent, text_of};
 
@@ -135,6 +136,15 @@ fn ranks_are_started_anew_from_the_last_checkpoint() {
     assert_same(&weights(folder.path()), &expected);
 }
 
+#[test]
+fn max_restarts_is_spelled_as_torchrun_spells_it_too() {
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/mnist.yaml");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+    let options = ["--max-restarts", "2", "--trainer.devices=2", "--print_config=skip_default"];
+    let text = text_of(&command.args(["fit", "--config", recipe]).args(options).output().unwrap());
+    assert!(text.contains("max_restarts: 2"), "{text}");
+}
+
 /// With `VOLTAIC_TEST_TORCHRUN` set to the path of torchrun.
 #[test]
 fn torchrun_starts_ranks_and_restarts_them() {
@@ -245,10 +255,12 @@ fn sync_batchnorm_equals_the_whole_batch_on_one_process() {
     run_ranks(test, "normed", two.path());
     let (expected, own) = (weights(one.path()), weights(two.path()));
     assert_eq!(own.len(), 9);
-    for ((name, own), (_, expected)) in own.iter().zip(&expected) {
-        // sums over the batch in another order
-        let (own, expected) = (own.to_kind(Kind::Float), expected.to_kind(Kind::Float));
-        assert!(own.allclose(&expected, 1e-4, 1e-5, false), "{name}: {own} {expected}");
+    for expected in [expected, of_pytorch("sync_batchnorm")] {
+        for ((name, own), (_, expected)) in own.iter().zip(&expected) {
+            // sums over the batch in another order
+            let (own, expected) = (own.to_kind(Kind::Float), expected.to_kind(Kind::Float));
+            assert!(own.allclose(&expected, 1e-4, 1e-5, false), "{name}: {own} {expected}");
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Groups of ranks: threads of this process that meet at a store.
 
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,7 +39,7 @@ fn as_ranks(test: &str, world_size: usize, body: impl Fn(Arc<ProcessGroup>)) {
             .map(|rank| {
                 let mut command = crate::probe::own_process(test, &part);
                 command.env("LOCAL_RANK", rank.to_string()).env("MASTER_PORT", port.to_string());
-                command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+                command.stdout(Stdio::piped()).stderr(Stdio::piped());
                 command.spawn().unwrap()
             })
             .collect();
@@ -171,4 +172,67 @@ fn a_port_in_use_and_an_unknown_host_are_named() {
 fn nobody_at_the_address_is_told() {
     let error = refused(&placement(1, 2, free_port()));
     assert!(error.contains("nothing answers within 0.6 s") && error.contains("MASTER_PORT"), "{error}");
+}
+
+/// What processes that join at one store say, by their place in `placements` (rank and world size). The first holds
+/// the store, and stays until the others are done.
+fn join_together(test: &str, placements: &[(usize, usize)]) -> Option<Vec<String>> {
+    const NUMBER: &str = "VOLTAIC_TEST_NUMBER";
+    if crate::probe::plays("one of them") {
+        let number = |name: &str| std::env::var(name).unwrap().parse::<usize>().unwrap();
+        let (rank, world_size) = placements[number(NUMBER)];
+        let hosts_store = number(NUMBER) == 0;
+        let placement =
+            RankPlacement { hosts_store, ..placement(rank, world_size, number("MASTER_PORT") as u16) };
+        match World::join(&placement, Device::Cpu, Duration::from_secs(60)) {
+            Ok(_) => println!("\njoined"),
+            Err(error) => println!("\nrefused: {error}"),
+        }
+        if hosts_store {
+            std::io::read_to_string(std::io::stdin()).unwrap();
+        }
+        return None;
+    }
+    let port = free_port();
+    let start = |number: usize| {
+        let mut command = crate::probe::own_process(test, "one of them");
+        command.env(NUMBER, number.to_string()).env("MASTER_PORT", port.to_string());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let mut processes: Vec<_> = (0..placements.len()).map(start).collect();
+    let first = processes.remove(0);
+    let text = |process: std::process::Child| crate::probe::text_of(&process.wait_with_output().unwrap());
+    let mut texts: Vec<String> = processes.into_iter().map(text).collect();
+    texts.insert(0, text(first)); // closes its standard input
+    Some(texts)
+}
+
+#[test]
+fn ranks_that_believe_in_different_world_sizes_are_refused() {
+    let test = "distributed::ranks_that_believe_in_different_world_sizes_are_refused";
+    let Some(texts) = join_together(test, &[(0, 2), (1, 3)]) else { return };
+    for text in &texts {
+        assert!(text.contains("rank 0 expects 2 ranks, rank 1 (process"), "{text}");
+        assert!(text.contains("expects 3; use the same trainer.devices, trainer.num_nodes"), "{text}");
+    }
+}
+
+#[test]
+fn a_rank_that_nobody_expects_is_refused() {
+    let test = "distributed::a_rank_that_nobody_expects_is_refused";
+    let Some(texts) = join_together(test, &[(0, 2), (1, 2), (2, 3)]) else { return };
+    assert!(texts[0].contains("joined") && texts[1].contains("joined"), "{texts:?}");
+    assert!(texts[2].contains("this rank expects 3 ranks, rank 0 (process"), "{texts:?}");
+}
+
+#[test]
+fn two_processes_of_one_rank_are_told() {
+    let test = "distributed::two_processes_of_one_rank_are_told";
+    let Some(texts) = join_together(test, &[(0, 2), (1, 2), (1, 2)]) else { return };
+    let refused: Vec<&String> =
+        texts.iter().filter(|text| text.contains("another process is rank 1")).collect();
+    assert_eq!(refused.len(), 1, "{texts:?}");
+    assert!(refused[0].contains("give each process a rank of its own: NODE_RANK for each node"), "{texts:?}");
+    assert!(texts[0].contains("joined"), "{texts:?}");
 }

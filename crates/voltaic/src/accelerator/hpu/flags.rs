@@ -41,7 +41,7 @@ struct Flag {
 const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
 
 #[rustfmt::skip]
-const FLAGS: [Flag; 26] = [
+const FLAGS: [Flag; 29] = [
     Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
     Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
     Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
@@ -49,11 +49,14 @@ const FLAGS: [Flag; 26] = [
     Flag { name: "VOLTAIC_HPU_STRICT", kind: Kind::Switch, default: "1", effect: "0: emulated cards allow the dtypes that real ones lack" },
     Flag { name: "VOLTAIC_HPU_PLUGIN", kind: Kind::Text, default: "searched for", effect: "Habana's plugin for libtorch: the library, or the folder it is in" },
     Flag { name: "VOLTAIC_HLML", kind: Kind::Text, default: "searched for", effect: "libhlml.so, which lists the cards" },
+    Flag { name: "VOLTAIC_HCCL", kind: Kind::Text, default: "searched for", effect: "libhcl.so, which several cards exchange tensors by" },
+    Flag { name: "VOLTAIC_SYNAPSE", kind: Kind::Text, default: "searched for", effect: "libSynapse.so, which copies what is exchanged" },
     Flag { name: "HABANA_VISIBLE_MODULES", kind: Kind::Modules, default: "0,1,2,3,4,5,6,7", effect: "which modules a node's processes take; emulated: how many cards there are" },
     Flag { name: "HLS_MODULE_ID", kind: Kind::Number(0, 7), default: "by local rank", effect: "which module this process takes; set before the plugin is loaded" },
     Flag { name: "PT_HPU_LAZY_MODE", kind: Kind::Number(0, 2), default: "0", effect: "emulated HPUs compute at once whatever it says; cards: 0 only, as libtorch without Python has no lazy mode" },
     Flag { name: "PT_HABANA_POOL_SIZE", kind: Kind::Number(1, 1024), default: "24", effect: "GiB of the memory pool, 24 means all; emulated: the limit, unless VOLTAIC_HPU_MEMORY is set" },
     Flag { name: "PT_HPU_POOL_MEM_ACQUIRE_PERC", kind: Kind::Number(1, 100), default: "100", effect: "percent of the memory that the pool takes; emulated: the limit, unless VOLTAIC_HPU_MEMORY is set" },
+    Flag { name: "PT_HCCL_MEMORY_ALLOWANCE_MB", kind: Kind::Number(0, 65536), default: "512", effect: "MiB of a card that the pool leaves to HCCL; none on emulated HPUs" },
     Flag { name: "PT_HPU_RECIPE_CACHE_CONFIG", kind: Kind::RecipeCache, default: "off", effect: HANDED_ON },
     Flag { name: "PT_ENABLE_INT64_SUPPORT", kind: Kind::Switch, default: "1", effect: "none on emulated HPUs, which always compute int64 in 64 bits; handed to the plugin" },
     Flag { name: "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES", kind: Kind::Switch, default: "0", effect: HANDED_ON },

@@ -15,6 +15,9 @@ use crate::ffi::{self, Hlml, HlmlCard};
 
 /// Where Habana's packages put their libraries.
 const INSTALLED: &str = "/usr/lib/habanalabs";
+/// Memory of the card that the plugin leaves to HCCL, and to what is exchanged.
+const HCCL_MEMORY: &str = "PT_HCCL_MEMORY_ALLOWANCE_MB";
+const HCCL_MEMORY_MB: &str = "512";
 
 /// The Gaudi cards of this machine, and the plugin that drives them.
 #[derive(Debug, Clone)]
@@ -132,6 +135,9 @@ impl Gaudi {
         ffi::set_environment("PT_HPU_LAZY_MODE", "0");
         if let Some(module) = self.module().map_err(refuse)? {
             ffi::set_environment("HLS_MODULE_ID", &module.to_string());
+        }
+        if self.flags.text(HCCL_MEMORY).is_none() {
+            ffi::set_environment(HCCL_MEMORY, HCCL_MEMORY_MB); // heeded if there are several ranks
         }
         let kernels = Path::new(INSTALLED).join("libtpc_kernels.so");
         if self.flags.text("GC_KERNEL_PATH").is_none() && kernels.exists() {

@@ -1,0 +1,108 @@
+//! What each rank has to itself is in a checkpoint: random states, gradients and values of an open window and epoch.
+
+use std::path::Path;
+
+use tempfile::TempDir;
+use voltaic::callback::Callback;
+use voltaic::checkpoint::Checkpoint;
+use voltaic::module::{CheckpointRequest, HookContext, LightningModule, StepContext};
+use voltaic::nn::{Forward, Linear, ModuleExt};
+use voltaic::optim::{AdamW, Optimizers};
+use voltaic::{Kind, Module, Tensor};
+
+use crate::ddp::{assert_same, builder, folder_of_parent, loaders, numbered, run_ranks, weights};
+use crate::probe::{plays, text_of};
+
+/// Drops half of what a layer gives.
+#[derive(Module)]
+struct Dropped {
+    first: Linear,
+    second: Linear,
+}
+
+impl LightningModule for Dropped {
+    type Batch = (Tensor, Tensor);
+
+    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let hidden = self.first.forward(x)?.relu().f_dropout(0.5, true)?;
+        let loss = (self.second.forward(&hidden)? - y).square().mean(Kind::Float);
+        ctx.log("train_loss", &loss).on_epoch(true).sync_dist(true);
+        Ok(loss)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        AdamW::new(0.01).into()
+    }
+}
+
+/// Gives each rank a random state of its own, and asks for a checkpoint in the middle of a window and of an epoch.
+struct OwnMasks;
+
+const SAVED: &str = "middle.ckpt";
+
+impl Callback for OwnMasks {
+    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        if ctx.global_step() == 0 {
+            let rank = ctx.process_group().map_or(0, |group| group.rank());
+            voltaic::ffi::manual_seed(7 + rank as u64)?;
+        }
+        Ok(())
+    }
+
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        if (ctx.current_epoch(), ctx.batch_idx()) == (1, 2) {
+            ctx.request_checkpoint(CheckpointRequest {
+                path: ctx.log_dir().join(SAVED),
+                weights_only: false,
+                link_to: None,
+                then_remove: Vec::new(),
+            });
+        }
+        Ok(())
+    }
+}
+
+fn train(ckpt_path: Option<&Path>, folder: &Path) {
+    let net = Dropped { first: Linear::new(5, 16).unwrap(), second: Linear::new(16, 3).unwrap() };
+    numbered(&net);
+    let mut net = net;
+    let builder = builder(folder).max_epochs(2).limit_val_batches(0).devices(2);
+    let mut trainer = builder.accumulate_grad_batches(2_u64).callback(OwnMasks).build().unwrap();
+    if let Some(path) = ckpt_path {
+        trainer.ckpt_path(path.to_str().unwrap());
+    }
+    trainer.fit(&mut net, &mut loaders(None)).unwrap();
+    println!("\ntrain_loss_epoch={}", trainer.metric("train_loss_epoch").unwrap());
+    if trainer.is_global_zero() {
+        let checkpoint = Checkpoint { weights: net.state_dict(), ..Checkpoint::default() };
+        checkpoint.save(&folder.join("end.ckpt")).unwrap();
+    }
+}
+
+fn loss_of(text: &str) -> &str {
+    text.lines().find(|line| line.starts_with("train_loss_epoch=")).unwrap_or_else(|| panic!("{text}"))
+}
+
+#[test]
+fn a_resumed_run_draws_what_each_rank_would_have_drawn() {
+    let test = "ddp_resume::a_resumed_run_draws_what_each_rank_would_have_drawn";
+    const CHECKPOINT: &str = "VOLTAIC_TEST_CHECKPOINT";
+    if plays("whole") {
+        return train(None, &folder_of_parent());
+    }
+    if plays("resumed") {
+        return train(Some(Path::new(&std::env::var_os(CHECKPOINT).unwrap())), &folder_of_parent());
+    }
+    let (whole, resumed) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    let expected = run_ranks(test, "whole", whole.path());
+    let path = whole.path().join(SAVED);
+    let training = Checkpoint::load(&path).unwrap().training.unwrap();
+    let [other] = training.ranks.as_slice() else { panic!("{} ranks", training.ranks.len()) };
+    assert_eq!((training.grads.len(), other.grads.len()), (4, 4), "a window is open");
+    assert!(training.rng[0].1 != other.rng[0].1, "masks of their own");
+    let mut command = crate::probe::own_process(test, "resumed");
+    command.env(crate::ddp::FOLDER, resumed.path()).env(CHECKPOINT, &path);
+    let text = text_of(&command.output().unwrap());
+    assert_same(&weights(resumed.path()), &weights(whole.path()));
+    assert_eq!(loss_of(&text), loss_of(&expected));
+}
