@@ -16,8 +16,9 @@ demo: setup ## trains LeNet on handwritten digits, then tests it
 	target/release/voltaic fit --config recipes/mnist.yaml
 	target/release/voltaic test --config recipes/mnist.yaml --ckpt_path=last
 
-test: setup ## all tests
+test: setup ## all tests, among them a crate of a user's own
 	$(CARGO) test --workspace
+	scripts/test_new.sh
 
 test-cuda: setup ## what needs an NVIDIA GPU; says why it skips if there is none
 	$(CARGO) test -p voltaic --test cuda -- --nocapture

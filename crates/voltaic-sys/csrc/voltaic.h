@@ -393,4 +393,16 @@ typedef struct {
 } vt_graph_stats;
 // Counts of all replays so far.
 void vt_graph_get_stats(const vt_graph *graph, vt_graph_stats *stats);
+
+// ---- CUDA graphs (cuda_graph.cpp) -----------------------------------------------------------------------------------
+
+// A graph of libtorch's CUDA library, which must be loaded.
+typedef struct vt_cuda_graph vt_cuda_graph;
+// Captures what this thread does on the device from now on, on a stream of its own.
+vt_error *vt_cuda_graph_begin(int32_t device_index, vt_cuda_graph **graph);
+// Ends the capture, on the thread that began it.
+vt_error *vt_cuda_graph_end(vt_cuda_graph *graph);
+// On the current stream, after the capture has ended.
+vt_error *vt_cuda_graph_replay(vt_cuda_graph *graph);
+void vt_cuda_graph_free(vt_cuda_graph *graph);
 }

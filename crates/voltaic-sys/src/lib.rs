@@ -99,6 +99,11 @@ pub struct vt_backend_memory_stats {
 }
 
 #[repr(C)]
+pub struct vt_cuda_graph {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
 pub struct vt_autograd_callbacks {
     pub backward: extern "C" fn(
         data: *mut c_void,
@@ -238,6 +243,11 @@ unsafe extern "C" {
     pub fn vt_set_deterministic(mode: i32) -> *mut vt_error;
     pub fn vt_deterministic(mode: *mut i32) -> *mut vt_error;
     pub fn vt_set_cudnn_benchmark(on: i32) -> *mut vt_error;
+    pub fn vt_cuda_graph_begin(device_index: i32, graph: *mut *mut vt_cuda_graph) -> *mut vt_error;
+    pub fn vt_cuda_graph_end(graph: *mut vt_cuda_graph) -> *mut vt_error;
+    pub fn vt_cuda_graph_replay(graph: *mut vt_cuda_graph) -> *mut vt_error;
+    pub fn vt_cuda_graph_free(graph: *mut vt_cuda_graph);
+
     pub fn vt_grad_is_enabled() -> i32;
     pub fn vt_autograd_function(
         inputs: *const vt_tensor,

@@ -12,6 +12,7 @@ mod autograd_function;
 mod backend;
 mod c10d;
 mod collectives;
+mod cuda_graph;
 mod execution;
 mod graph;
 mod hlml;
@@ -41,6 +42,7 @@ pub use backend::{
 };
 pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
 pub use collectives::{CollectiveApi, CollectiveLibrary, Seat};
+pub use cuda_graph::CudaGraph;
 pub use execution::{
     AnomalyWatch, DeterministicMode, InferenceMode, deterministic, set_cudnn_benchmark, set_deterministic,
 };
