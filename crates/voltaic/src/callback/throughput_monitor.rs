@@ -19,9 +19,10 @@ pub struct ThroughputMonitorConfig {
     pub batch_size: Option<u64>,
     /// Items of a sample, such as tokens of a sequence; adds `items_per_sec`.
     pub length: Option<u64>,
-    /// Floating-point operations of a training batch on this device, forward and backward; adds `flops_per_sec`.
+    /// Floating-point operations of a training batch on this device, forward and backward; adds `flops_per_sec`. Those that
+    /// ModelSummary has counted unless set.
     pub flops_per_batch: Option<f64>,
-    /// Operations per second that the device is capable of; with `flops_per_batch` adds `mfu`, the part that is used.
+    /// Operations per second that the device is capable of; with those of a batch adds `mfu`, the part that is used.
     pub available_flops: Option<f64>,
     /// Batches that a rate is measured over; there is none before so many are done.
     #[schemars(range(min = 2))]
@@ -54,6 +55,8 @@ impl Default for ThroughputMonitorConfig {
 #[derive(Debug)]
 pub struct ThroughputMonitor {
     config: ThroughputMonitorConfig,
+    /// Operations of a training batch.
+    flops: Option<f64>,
     training: Counter,
     evaluation: Counter,
 }
@@ -114,10 +117,12 @@ impl ThroughputMonitor {
                 return refuse(key, format!("{flops} operations"), "use a positive number");
             }
         }
-        if config.available_flops.is_some() && config.flops_per_batch.is_none() {
-            return refuse("available_flops", "set without flops_per_batch".to_owned(), "set both");
-        }
-        Ok(Self { config, training: Counter::default(), evaluation: Counter::default() })
+        Ok(Self {
+            flops: config.flops_per_batch,
+            config,
+            training: Counter::default(),
+            evaluation: Counter::default(),
+        })
     }
 
     /// Names and values of a row of a stage.
@@ -144,7 +149,7 @@ impl ThroughputMonitor {
             rates.push(("samples_per_sec", samples_per_sec));
             rates.extend(length.map(|length| ("items_per_sec", samples_per_sec * length)));
         }
-        let flops = config.flops_per_batch.filter(|_| stage == TRAIN).map(|flops| flops * batches_per_sec);
+        let flops = self.flops.filter(|_| stage == TRAIN).map(|flops| flops * batches_per_sec);
         rates.extend(flops.map(|flops| ("flops_per_sec", flops)));
         for (name, rate) in &rates {
             add(&format!("device{separator}{name}"), *rate);
@@ -192,6 +197,13 @@ impl Callback for ThroughputMonitor {
         anyhow::ensure!(
             has_size || self.config.length.is_none(),
             "items cannot be counted, since the loader does not tell its batch size; set ThroughputMonitor.batch_size"
+        );
+        let counted = ctx.facts().flops.as_ref().map(|flops| flops.total as f64);
+        self.flops = self.config.flops_per_batch.or(counted);
+        anyhow::ensure!(
+            self.flops.is_some() || self.config.available_flops.is_none(),
+            "ThroughputMonitor.available_flops is set, but not how many operations a batch takes; set flops_per_batch, or add \
+             ModelSummary with flops=true"
         );
         self.training = Counter::start();
         Ok(())
@@ -332,7 +344,7 @@ mod tests {
         for (config, key) in [
             (ThroughputMonitorConfig { window_size: 1, ..default() }, "window_size"),
             (ThroughputMonitorConfig { flops_per_batch: Some(0.0), ..default() }, "flops_per_batch"),
-            (ThroughputMonitorConfig { available_flops: Some(1.0), ..default() }, "available_flops"),
+            (ThroughputMonitorConfig { available_flops: Some(-1.0), ..default() }, "available_flops"),
         ] {
             let error = ThroughputMonitor::new(config).expect_err(key).to_string();
             assert!(error.contains(&format!("ThroughputMonitor.{key}")), "{error}");

@@ -44,12 +44,16 @@ pub(crate) struct CapturedStep {
 impl CapturedStep {
     /// The operators; an error if they cannot be replayed.
     pub(crate) fn read(&self, names: &[(String, Tensor)]) -> Result<Box<[Graph]>> {
-        let graphs: Box<[Graph]> =
-            self.recordings.iter().map(|recording| read(recording, names)).collect::<Result<_>>()?;
+        let graphs = self.graphs(names)?;
         match graphs.iter().find_map(Graph::problem) {
             Some(problem) => Err(problem.into()),
             None => Ok(graphs),
         }
+    }
+
+    /// The operators, whether they can be replayed or not.
+    pub(crate) fn graphs(&self, names: &[(String, Tensor)]) -> Result<Box<[Graph]>> {
+        self.recordings.iter().map(|recording| read(recording, names)).collect()
     }
 
     /// Makes it ready; `inputs` are the placeholders that replays are given others for.

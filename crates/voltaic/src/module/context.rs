@@ -1,6 +1,7 @@
 //! What steps and hooks are given: where the run stands, `log`, and requests to the trainer.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use tch::Tensor;
 
@@ -14,7 +15,7 @@ use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
-use crate::graph::{Callable, ModuleGraphs, TensorTuple, refuse_capture};
+use crate::graph::{Callable, Flops, ModuleGraphs, TensorTuple, refuse_capture};
 use crate::optim::{ActiveLrScheduler, Optimizer};
 
 /// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
@@ -225,6 +226,8 @@ pub struct RunFacts {
     pub train_batch_size: Option<usize>,
     /// Samples of the largest loader that was asked for last, on this rank.
     pub num_samples: usize,
+    /// Operations of a training batch, if they were counted.
+    pub flops: Option<Arc<Flops>>,
     /// The folder given as `default_root_dir`.
     pub default_root_dir: PathBuf,
     /// Whether there is a logger.

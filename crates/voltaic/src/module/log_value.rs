@@ -115,7 +115,9 @@ impl LogValue {
                 tensor.f_double_value(&[]).unwrap_or(f64::NAN)
             }
             Self::Host(value) => *value,
-            Self::Metric(metric) => metric.compute_last().map_or(f64::NAN, |value| Self::from(value).read()),
+            Self::Metric(metric) => {
+                metric.compute_last().map_or(f64::NAN, |value| Self::Tensor(value).read())
+            }
         }
     }
 

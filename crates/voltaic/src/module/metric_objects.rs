@@ -144,7 +144,7 @@ impl MetricObjects {
             };
             let value = metric.value(&parts)?;
             check_scalar(&name, &value)?;
-            values.push((name, (epoch_name, LogValue::from(value).read())));
+            values.push((name, (epoch_name, LogValue::Tensor(value).read())));
         }
         Ok(values)
     }

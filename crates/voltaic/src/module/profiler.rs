@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::data::Stage;
 use crate::error::Result;
+use crate::nn::Module;
 
 /// The run that a profiler looks at.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,14 +84,18 @@ impl Profiling {
         Ok(Action(Some((Arc::clone(profiler), name))))
     }
 
-    /// Begins a hook of a module whose type has this name.
-    pub(crate) fn of_module(&self, type_name: &str, hook: &str) -> Result<Action> {
-        self.start(|| format!("[LightningModule]{type_name}.{hook}"))
+    /// Begins a hook of a module.
+    pub(crate) fn of_module(&self, module: &impl Module, hook: &str) -> Result<Action> {
+        self.start(|| format!("[LightningModule]{}.{hook}", module.type_name()))
     }
 
-    /// The same of a data module.
+    /// The same of a data module whose type has this name.
     pub(crate) fn of_data(&self, type_name: &str, hook: &str) -> Result<Action> {
         self.start(|| format!("[LightningDataModule]{}.{hook}", short(type_name)))
+    }
+
+    pub(crate) fn is_on(&self) -> bool {
+        self.0.is_some()
     }
 
     /// Begins what a strategy does.

@@ -39,6 +39,7 @@ pub struct TrainerBuilder {
     profiler: Option<Box<dyn Profiler>>,
     lr_finder: Option<LearningRateFinderConfig>,
     batch_size_finder: Option<BatchSizeFinderConfig>,
+    counts_flops: bool,
 }
 
 /// A setter per key of [`TrainerConfig`].
@@ -219,6 +220,7 @@ impl TrainerBuilder {
             optimizers: self.optimizers,
             lr_finder: self.lr_finder,
             batch_size_finder: self.batch_size_finder,
+            counts_flops: self.counts_flops,
             ckpt_path: None,
             drops_predictions: false,
             graphs: GraphReport::default(),
@@ -234,6 +236,7 @@ impl TrainerBuilder {
                 self.lr_finder = Some(config);
                 continue;
             }
+            self.counts_flops |= matches!(&callback, CallbackConfig::ModelSummary(config) if config.flops);
             if let CallbackConfig::BatchSizeFinder(config) = callback {
                 problems.extend(config.check().err().into_iter().flat_map(|error| error.problems));
                 self.batch_size_finder = Some(config);
@@ -312,8 +315,12 @@ impl TrainerBuilder {
         if is_global_zero && self.config.enable_progress_bar {
             self.callbacks.push(Box::new(ProgressBar::default()));
         }
-        if is_global_zero && self.config.enable_model_summary {
-            self.callbacks.push(Box::new(ModelSummary));
+        let has_summary = self
+            .callbacks
+            .iter()
+            .any(|callback| callback.type_name() == std::any::type_name::<ModelSummary>());
+        if is_global_zero && self.config.enable_model_summary && !has_summary {
+            self.callbacks.push(Box::new(ModelSummary::default()));
         }
     }
 }

@@ -9,8 +9,9 @@ use crate::callback::{
     Callback, DeviceStatsMonitor, DeviceStatsMonitorConfig, EarlyStopping, EarlyStoppingConfig,
     EmaWeightAveragingConfig, GradientAccumulationScheduler, GradientAccumulationSchedulerConfig,
     LambdaCallback, LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig,
-    OnExceptionCheckpoint, OnExceptionCheckpointConfig, PredictionWriter, PredictionWriterConfig,
-    ThroughputMonitor, ThroughputMonitorConfig, Timer, TimerConfig, WeightAveraging, WeightAveragingConfig,
+    ModelSummary, ModelSummaryConfig, OnExceptionCheckpoint, OnExceptionCheckpointConfig, PredictionWriter,
+    PredictionWriterConfig, ThroughputMonitor, ThroughputMonitorConfig, Timer, TimerConfig, WeightAveraging,
+    WeightAveragingConfig,
 };
 use crate::error::ConfigError;
 
@@ -39,6 +40,8 @@ pub enum CallbackConfig {
     OnExceptionCheckpoint(OnExceptionCheckpointConfig),
     /// Finds a learning rate before a fit that starts anew, and uses it for all groups of parameters.
     LearningRateFinder(LearningRateFinderConfig),
+    /// Prints the module's layers before training.
+    ModelSummary(ModelSummaryConfig),
     /// Finds the largest batch size that memory has room for, before each fit that starts anew and each evaluation, and
     /// uses it.
     BatchSizeFinder(BatchSizeFinderConfig),
@@ -64,6 +67,7 @@ impl CallbackConfig {
             Self::WeightAveraging(config) => Box::new(WeightAveraging::new(config)),
             Self::EmaWeightAveraging(config) => Box::new(WeightAveraging::ema(config)?),
             Self::OnExceptionCheckpoint(config) => Box::new(OnExceptionCheckpoint::new(config)?),
+            Self::ModelSummary(config) => Box::new(ModelSummary::new(config)?),
             Self::PredictionWriter(config) => Box::new(PredictionWriter::from(config)),
             Self::DeviceStatsMonitor(config) => Box::new(DeviceStatsMonitor::from(config)),
         })

@@ -312,6 +312,7 @@ impl<M: LightningModule> Session<'_, M> {
     fn end_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
         let is_complete = self.run.progress.batch_idx as usize >= loaders.plan.num_training_batches;
         self.run.progress.epoch_ended = is_complete || self.is_asked_to_stop();
+        self.is_ending_epoch = true;
         self.run.metrics.publish_train_epoch()?; // sync point
         call_hook!(self, on_train_epoch_end, Train, EpochOnly)?;
         self.agree()?;
@@ -320,6 +321,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.write_checkpoints()?; // with the metrics so far, to which a resumed run adds
         }
         let values = self.run.metrics.finish_train_epoch()?; // sync point
+        self.is_ending_epoch = false;
         self.write_checkpoints()?;
         self.log(values, self.run.progress.batches_that_stepped.saturating_sub(1))?;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.save())

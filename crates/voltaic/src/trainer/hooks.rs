@@ -200,7 +200,7 @@ impl Parts<'_> {
                     })?;
                 }
                 if !is_late {
-                    let _action = profiling.of_module(Module::type_name(module), point.name)?;
+                    let _action = profiling.of_module(module, point.name)?;
                     guarded(|| hook_of_module(module, &mut ctx))?;
                 }
             }
@@ -224,7 +224,7 @@ impl Parts<'_> {
     ) -> Result<()> {
         let point = HookPoint { name, phase: Phase::Train, level: Level::Step };
         let outer = state.metrics.enter(point.scope(batch, false));
-        let _action = self.profiling.of_module(Module::type_name(module), name)?;
+        let _action = self.profiling.of_module(module, name)?;
         let (mut ctx, _) = self.context(state, batch);
         let result =
             guarded(|| call(module, &mut ctx)).map_err(|source| hook_error(name, ctx.progress, source));
@@ -291,7 +291,7 @@ impl<M: LightningModule> Session<'_, M> {
                 .map_err(|source| hook_error(point.name, ctx.progress, source))?;
             }
             if !is_late {
-                let _action = profiling.of_module(Module::type_name(module), point.name)?;
+                let _action = profiling.of_module(module, point.name)?;
                 guarded(|| hook_of_module(module, &mut ctx))
                     .map_err(|source| hook_error(point.name, ctx.progress, source))?;
                 if point.name == "on_train_epoch_end" {
@@ -314,7 +314,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Begins a hook of the module for the profiler.
     pub(super) fn profile_hook(&self, hook: &str) -> Result<Action> {
-        self.run.profiling.of_module(Module::type_name(self.module), hook)
+        self.run.profiling.of_module(self.module, hook)
     }
 
     /// Begins what the strategy does for the profiler.

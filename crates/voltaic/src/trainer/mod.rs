@@ -10,6 +10,7 @@ mod config;
 mod data_hooks;
 mod eval;
 mod fit;
+mod flops;
 mod graphed;
 mod guard;
 mod hooks;
@@ -88,6 +89,8 @@ pub struct Trainer {
     lr_finder: Option<LearningRateFinderConfig>,
     /// There with the callback BatchSizeFinder.
     batch_size_finder: Option<BatchSizeFinderConfig>,
+    /// The model summary shows operations.
+    counts_flops: bool,
     /// For the next call only: `best`, `last` or a path.
     ckpt_path: Option<String>,
     /// The next call of predict returns nothing.
@@ -139,6 +142,7 @@ impl Trainer {
             self.find_batch_size(module, data, Stage::Fit)?;
             self.find_lr(module, data)?;
         }
+        self.count_for_summary(module, data)?;
         // nothing of an earlier fit may show in this one
         self.run.requests = Requests::default();
         self.run.metrics =
@@ -322,6 +326,7 @@ impl Trainer {
             signals: Arc::new(Signals::watch()?),
             stage,
             is_sanity_check: false,
+            is_ending_epoch: false,
             graphs: StepGraphs::new(self.plan.graph),
         })
     }
@@ -505,6 +510,7 @@ mod tests {
 
     use super::Trainer;
     use crate::data::{DataLoader, Loaders, TensorDataset};
+    use crate::metrics::MeanMetric;
     use crate::module::{LightningModule, LogValue, READS, StepContext};
     use crate::nn::{Module, Parameter};
     use crate::optim::{Optimizers, Sgd};
@@ -513,6 +519,7 @@ mod tests {
     #[derive(Module)]
     struct Net {
         weight: Parameter,
+        mean: MeanMetric,
     }
 
     impl LightningModule for Net {
@@ -522,6 +529,8 @@ mod tests {
             let loss = (batch * self.weight.tensor()).f_mean(Kind::Float)?;
             ctx.log("loss", LogValue::Tensor(loss.f_detach()?)).on_epoch(true).prog_bar(true);
             ctx.log("other", LogValue::Tensor(loss.f_detach()?));
+            self.mean.update(&loss, 1.0)?;
+            ctx.log("mean", &self.mean).on_epoch(true);
             Ok(loss)
         }
 
@@ -548,11 +557,11 @@ mod tests {
                 .unwrap();
             let weight = Parameter::new(Tensor::ones([2], (Kind::Float, tch::Device::Cpu)));
             let before = READS.get();
-            trainer.fit(&mut Net { weight }, &mut data).unwrap();
+            trainer.fit(&mut Net { weight, mean: MeanMetric::new() }, &mut data).unwrap();
             READS.get() - before
         };
         let without_rows = reads_in(0);
-        assert!(without_rows <= 9, "{without_rows} reads at the end of the epoch");
-        assert_eq!(reads_in(10), without_rows + 2 * 4, "two values in each of four rows");
+        assert!(without_rows <= 15, "{without_rows} reads at the end of the epoch");
+        assert_eq!(reads_in(10), without_rows + 3 * 4, "three values in each of four rows");
     }
 }

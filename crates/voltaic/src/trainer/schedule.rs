@@ -5,7 +5,6 @@ use super::hooks::hook_error;
 use super::session::Session;
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
-use crate::nn::Module;
 use crate::optim::{ActiveLrScheduler, Interval};
 
 impl<M: LightningModule> Session<'_, M> {
@@ -45,8 +44,7 @@ impl<M: LightningModule> Session<'_, M> {
             };
             let groups = self.optimizers[*optimizer].param_groups_mut();
             let scheduler = configured.scheduler.as_mut();
-            let _action =
-                self.run.profiling.of_module(Module::type_name(self.module), "lr_scheduler_step")?;
+            let _action = self.run.profiling.of_module(self.module, "lr_scheduler_step")?;
             guarded(|| self.module.lr_scheduler_step(scheduler, groups, metric))
                 .map_err(|source| own_error(source, &self.run.progress))?;
         }

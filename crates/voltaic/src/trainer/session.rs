@@ -72,6 +72,8 @@ pub(super) struct Session<'a, M: LightningModule> {
     pub signals: Arc<Signals>,
     pub stage: Stage,
     pub is_sanity_check: bool,
+    /// The hooks at the end of an epoch have begun, and schedules and metrics have not had their turn.
+    pub is_ending_epoch: bool,
     pub graphs: StepGraphs,
 }
 
@@ -178,9 +180,10 @@ impl<M: LightningModule> Session<'_, M> {
     pub(super) fn take(&mut self, batch: M::Batch, dataloader_idx: usize) -> Result<M::Batch> {
         let _action = self.profile_strategy("batch_to_device")?;
         let (data, module, profiling) = (&mut *self.data, &mut *self.module, &self.run.profiling);
-        let (data_name, module_name) = (data.type_name(), Module::type_name(module));
+        let (data_name, module_name) =
+            if profiling.is_on() { (data.type_name(), Module::type_name(module)) } else { ("", "") };
         let of_data = |hook| profiling.of_data(data_name, hook);
-        let of_module = |hook| profiling.of_module(module_name, hook);
+        let of_module = |hook: &str| profiling.start(|| format!("[LightningModule]{module_name}.{hook}"));
         let (device, true_dtype) = (self.plan.device, self.plan.precision.true_dtype());
         let mut hook = "on_before_batch_transfer";
         guarded(|| {
@@ -283,6 +286,8 @@ impl<M: LightningModule> Session<'_, M> {
         hold_back(error);
         self.run.requests.checkpoints.clear();
         self.run.requests.rows.clear();
+        // a checkpoint of now goes on with the end of the epoch
+        self.run.progress.epoch_ended &= !self.is_ending_epoch;
         let (mut parts, state, _) = self.parts();
         let profiling = parts.profiling;
         let (mut ctx, callbacks) = parts.context(state, &BatchFacts::default());

@@ -13,6 +13,7 @@ use voltaic::trainer::{BatchSizeFinderConfig, BatchSizeSearch, Trainer, TrainerB
 use voltaic::{Kind, Module, Tensor};
 
 use crate::probe::{loaders, own_process, plays, silent, text_of};
+use crate::rng::seeded;
 
 const WIDTH: i64 = 128;
 const SAMPLES: i64 = 8192;
@@ -140,6 +141,7 @@ fn memory_decides_and_everything_is_as_before() {
 
 #[test]
 fn other_errors_and_batches_made_elsewhere_are_reported() {
+    let _rng = seeded(1);
     let trainer = silent().build().unwrap();
     let config = BatchSizeFinderConfig { max_trials: 3, ..BatchSizeFinderConfig::default() };
     let mut net = crate::probe::Probe {

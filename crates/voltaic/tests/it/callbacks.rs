@@ -17,6 +17,7 @@ use voltaic::optim::{Interval, LrSchedulerSpec, Optimizers, Sgd, StepLr};
 use voltaic::trainer::{LearningRateFinderConfig, Trainer, TrainerBuilder};
 
 use crate::probe::{Events, Probe, loaders, names, silent};
+use crate::rng::seeded;
 
 /// Columns `step` and those that begin with `lr`, of the rows that have one of them.
 fn lr_rows(root: &Path) -> Vec<String> {
@@ -307,6 +308,7 @@ fn a_learning_rate_is_found_drawn_and_used_and_leaves_the_weights_alone() {
 
 #[test]
 fn throughput_of_validation_test_and_prediction_is_told_in_a_row_each() {
+    let _rng = seeded(1);
     use voltaic::callback::{ThroughputMonitor, ThroughputMonitorConfig};
     use voltaic::logger::{JsonLinesLoggerConfig, LoggerConfig};
     let root = TempDir::new().unwrap();

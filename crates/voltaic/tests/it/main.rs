@@ -28,6 +28,7 @@ mod ddp_unused;
 mod device_stats;
 mod devices;
 mod distributed;
+mod flops;
 mod frames;
 mod graph;
 mod hooks;

@@ -15,6 +15,7 @@ use voltaic::{Kind, Module, Tensor};
 
 use crate::ddp::{folder_of_parent, run_ranks};
 use crate::probe::{files, plays, silent};
+use crate::rng::seeded;
 
 const CPU: tch::Device = tch::Device::Cpu;
 type Pair = (Tensor, Tensor);
@@ -101,6 +102,7 @@ fn expected_auroc(weight: &Parameter, samples: i64) -> f64 {
 
 #[test]
 fn values_are_of_the_epoch_and_of_each_step() {
+    let _rng = seeded(1);
     let steps = Arc::new(Mutex::new(Vec::new()));
     let seen = steps.clone();
     let mut net = Scored::new(false);
@@ -160,6 +162,7 @@ fn run(folder: Option<&Path>, ckpt: Option<&Path>) -> (Vec<f32>, Vec<Option<u64>
 
 #[test]
 fn a_resumed_epoch_has_the_value_of_an_uninterrupted_one() {
+    let _rng = seeded(1);
     let whole = run(None, None);
     assert!(whole.1.iter().all(Option::is_some), "{whole:?}");
     let folder = TempDir::new().unwrap();
@@ -185,6 +188,7 @@ fn a_resumed_epoch_has_the_value_of_an_uninterrupted_one() {
 
 #[test]
 fn a_failed_run_leaves_nothing_to_the_next_one() {
+    let _rng = seeded(1);
     for hook in ["training", "validation"] {
         let lambda = match hook {
             "training" => LambdaCallback::new().on_train_batch_end(|ctx, _| {
@@ -229,6 +233,42 @@ fn ranks_have_the_value_over_all_their_batches() {
     assert!(text.contains("1 metrics of rank 0"), "{text}");
     let log = std::fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap();
     assert!(log.contains("1 metrics of rank 1"), "{log}");
+}
+
+#[test]
+fn ranks_go_on_in_the_middle_of_an_epoch() {
+    let test = "metric_objects::ranks_go_on_in_the_middle_of_an_epoch";
+    if plays("rank") {
+        let folder = folder_of_parent();
+        let run = |ckpt: Option<&Path>| {
+            let builder = silent().default_root_dir(folder.as_path()).accelerator("cpu").devices(2);
+            let mut builder = builder.strategy("ddp").max_epochs(1).limit_val_batches(0);
+            if ckpt.is_none() {
+                let saver = ModelCheckpoint::new(ModelCheckpointConfig {
+                    dirpath: Some(folder.join("saved")),
+                    save_top_k: -1,
+                    every_n_train_steps: Some(1),
+                    ..ModelCheckpointConfig::default()
+                });
+                builder = builder.enable_checkpointing(true).callback(saver.unwrap());
+            }
+            let mut trainer = builder.build().unwrap();
+            if let Some(ckpt) = ckpt {
+                trainer.ckpt_path(ckpt.to_str().unwrap());
+            }
+            trainer.fit(&mut Scored::new(true), &mut Loaders::new().train(loader(40, 4))).unwrap();
+            ["train_auroc_epoch", "train_mse"].map(|name| trainer.metric(name).unwrap().to_bits())
+        };
+        let whole = run(None);
+        for step in 1..=4 {
+            let ckpt = folder.join(format!("saved/epoch=0-step={step}.ckpt"));
+            assert_eq!(run(Some(&ckpt)), whole, "after step {step}");
+        }
+        return println!("equal");
+    }
+    let folder = TempDir::new().unwrap();
+    let text = run_ranks(test, "rank", folder.path());
+    assert!(text.contains("equal"), "{text}");
 }
 
 #[derive(Module)]

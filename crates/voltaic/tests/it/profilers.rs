@@ -16,6 +16,7 @@ use voltaic::trainer::TrainerBuilder;
 use voltaic::{Error, Kind, Module, Tensor};
 
 use crate::probe::{Probe, loader, loaders, names, own_process, plays, silent, text_of};
+use crate::rng::seeded;
 
 /// Notes calls by action, without the types of those that do them, and checks that actions are nested.
 #[derive(Default, Clone)]
@@ -129,6 +130,7 @@ const LIGHTNING_ONLY: [&str; 9] = [
 
 #[test]
 fn the_actions_of_lightning_are_profiled_and_as_often() {
+    let _rng = seeded(1);
     let fixture: Value = serde_json::from_str(include_str!("../fixtures/profilers/actions.json")).unwrap();
     let notes = Notes::default();
     let folder = TempDir::new().unwrap();
@@ -202,6 +204,7 @@ fn fitted(build: impl FnOnce(TrainerBuilder) -> TrainerBuilder) -> voltaic::trai
 
 #[test]
 fn reports_go_to_files_by_stage_and_add_up() {
+    let _rng = seeded(1);
     let root = TempDir::new().unwrap();
     let config =
         SimpleProfilerConfig { filename: Some("perf".to_owned()), ..SimpleProfilerConfig::default() };
@@ -232,6 +235,7 @@ fn reports_go_to_files_by_stage_and_add_up() {
 
 #[test]
 fn the_advanced_profiler_tells_what_is_within() {
+    let _rng = seeded(1);
     let root = TempDir::new().unwrap();
     let config = json!({
         "profiler": {"class_path": "AdvancedProfiler", "init_args": {"dirpath": root.path(), "dump_stats": true}},
@@ -261,6 +265,7 @@ fn the_advanced_profiler_tells_what_is_within() {
 
 #[test]
 fn a_run_that_fails_is_reported_and_the_next_one_profiled() {
+    let _rng = seeded(1);
     let notes = Notes::default();
     let fails = Arc::new(Mutex::new(true));
     let hook = fails.clone();
@@ -343,4 +348,39 @@ fn each_rank_has_a_report() {
     );
     let report = std::fs::read_to_string(folder.path().join("fit-p-1.txt")).unwrap();
     assert!(report.contains("[Strategy]ddp.backward"), "{report}");
+}
+
+#[test]
+fn the_command_line_names_profilers_and_their_settings() {
+    let folder = TempDir::new().unwrap();
+    let fit = |arguments: &[&str]| {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"))
+            .args([
+                "fit",
+                "--model=LeNet",
+                "--data=MnistData",
+                "--data.batch_size=8",
+                "--trainer.max_steps=2",
+            ])
+            .args(["--trainer.limit_val_batches=0", "--trainer.logger=false"])
+            .args(["--trainer.enable_checkpointing=false"])
+            .args(arguments)
+            .current_dir(folder.path())
+            .env("OMP_NUM_THREADS", "1")
+            .output()
+            .unwrap();
+        (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (succeeded, printed) = fit(&["--trainer.profiler=simple"]);
+    assert!(succeeded && printed.contains("FIT Profiler Report"), "{printed}");
+    let class = ["--trainer.profiler=AdvancedProfiler", "--trainer.profiler.filename=p"];
+    let (succeeded, printed) = fit(&[class[0], class[1], "--trainer.profiler.line_count_restriction=3"]);
+    assert!(succeeded && !printed.contains("Profiler Report"), "{printed}");
+    let report = std::fs::read_to_string(folder.path().join("fit-p.txt")).unwrap();
+    assert!(report.contains("  run_training_epoch") && report.contains("\n3 of "), "{report}");
+    let (succeeded, printed) = fit(&["--trainer.profiler=simpel"]);
+    assert!(
+        !succeeded && printed.contains("there is no profiler `simpel`; use simple or advanced"),
+        "{printed}"
+    );
 }
