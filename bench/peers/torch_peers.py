@@ -5,6 +5,7 @@ Weights and batches are drawn as `voltaic/src/data.rs` draws them, so that both 
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -89,7 +90,7 @@ def train_compiled(job, net, optimizer, batches):
 
 
 def train_lightning(job, net, optimizer, batches, defaults):
-    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
     import lightning
 
@@ -128,7 +129,10 @@ def train_lightning(job, net, optimizer, batches, defaults):
             accelerator="cpu", devices=processes, strategy="ddp" if processes > 1 else "auto",
             precision=job["precision"], max_steps=total_steps(job), default_root_dir=folder, **options
         )
-        trainer.fit(module, DataLoader(Ready(), batch_size=None))
+        # Lightning's own would shuffle
+        sampler = DistributedSampler(Ready(), processes, int(os.environ.get("LOCAL_RANK", 0)), shuffle=False)
+        loader = DataLoader(Ready(), batch_size=None, sampler=sampler if processes > 1 else None)
+        trainer.fit(module, loader)
     if trainer.is_global_zero:
         if processes > 1:
             for process in trainer.strategy.launcher.procs:

@@ -242,6 +242,9 @@ pub fn gains_of_bf16(tables: &[Table]) -> Vec<Verdict> {
     verdicts
 }
 
+/// Where computing outweighs what is exchanged, so that a second process should be worth it.
+const SCALES: &str = "cnn";
+
 /// What two processes do against one, of voltaic and of the baseline.
 pub fn scaling(tables: &[Table]) -> Vec<Verdict> {
     let best =
@@ -262,7 +265,8 @@ pub fn scaling(tables: &[Table]) -> Vec<Verdict> {
             met: ours >= baseline,
         })
     };
-    tables.iter().filter(|table| table.num_processes > 1).filter_map(verdict).collect()
+    let is_judged = |table: &&Table| table.num_processes > 1 && table.workload == SCALES;
+    tables.iter().filter(is_judged).filter_map(verdict).collect()
 }
 
 #[cfg(test)]

@@ -75,7 +75,8 @@ pub(super) fn join(
     placement: &RankPlacement,
     options: &JoinOptions,
 ) -> Result<(ProcessGroup, Arc<RunStore>)> {
-    let library = super::libraries::of(options.device)?;
+    let is_alone = placement.world_size == 1; // nothing is exchanged
+    let library = if is_alone { None } else { super::libraries::of(options.device)? };
     let run = open_store(placement, options.timeout)?;
     let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
     let store = Arc::new(run.0.with_prefix(&format!("attempt{}/group{generation}", placement.attempt))?);

@@ -10,6 +10,7 @@ use voltaic::accelerator::{
     Accelerator, CudaAccelerator, mem_get_info, memory_stats, reset_accumulated_memory_stats,
     reset_peak_memory_stats,
 };
+use voltaic::ffi::{CollectiveApi, CollectiveLibrary, ReduceOp, Seat};
 use voltaic::models::{LeNet, LeNetConfig};
 use voltaic::nn::functional::cross_entropy;
 use voltaic::nn::{Forward, ModuleExt};
@@ -99,6 +100,53 @@ fn out_of_memory_is_an_error_and_the_process_goes_on() {
     assert!(error.contains("out of memory"), "{error}");
     let small = Tensor::ones([1024], (Kind::Float, GPU.into()));
     assert_eq!(small.sum(Kind::Float).double_value(&[]), 1024.0);
+}
+
+#[test]
+fn nccl_reduces_on_a_stream_of_its_own() {
+    let Some(_guard) = cuda("NCCL with one rank") else { return };
+    let library = CollectiveLibrary::open(CollectiveApi::Nccl, &["libnccl.so.2"]).unwrap();
+    let seat = Seat { rank: 0, size: 1, device: GPU, timeout: std::time::Duration::from_secs(60) };
+    let backend = library.join(&library.unique_id().unwrap(), seat).unwrap();
+    for device in [tch::Device::from(GPU), tch::Device::Cpu] {
+        // the sum is only right if the operation waits for the multiplication before it
+        let tensor = Tensor::ones([1 << 22], (Kind::Float, device)) * 3.0;
+        let work = backend.all_reduce(&tensor, ReduceOp::Avg).unwrap();
+        work.wait().unwrap();
+        assert_eq!(tensor.sum(Kind::Double).double_value(&[]), 3.0 * f64::from(1 << 22), "{device:?}");
+        let gathered = tensor.empty_like();
+        backend.all_gather(&tensor, &gathered).unwrap().wait().unwrap();
+        assert!(gathered.equal(&tensor), "{device:?}");
+    }
+    backend.barrier().unwrap().wait().unwrap();
+}
+
+#[test]
+fn two_gpus_train_as_two_processes_on_the_cpu() {
+    let Some(_guard) = cuda("DDP over NCCL") else { return };
+    if CudaAccelerator.device_count() < 2 {
+        println!("skipped DDP over NCCL: this machine has {} GPU", CudaAccelerator.device_count());
+        return;
+    }
+    let last_loss = |accelerator: &str| -> f64 {
+        let folder = tempfile::tempdir().unwrap();
+        let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/mlp.yaml");
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"));
+        command.args(["fit", "--config", recipe, "--trainer.devices=2", "--trainer.strategy=ddp"]);
+        command.args(["--trainer.max_epochs=1", "--trainer.limit_train_batches=12"]);
+        command.args(["--trainer.limit_val_batches=2", "--trainer.enable_progress_bar=false"]);
+        command.arg(format!("--trainer.accelerator={accelerator}"));
+        command.arg(format!("--trainer.default_root_dir={}", folder.path().display()));
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let metrics = folder.path().join("lightning_logs/version_0/metrics.csv");
+        let text = std::fs::read_to_string(metrics).unwrap();
+        let mut lines = text.lines();
+        let column = lines.next().unwrap().split(',').position(|name| name == "val_loss").unwrap();
+        lines.filter_map(|line| line.split(',').nth(column)?.parse().ok()).next_back().unwrap()
+    };
+    let (cpu, gpu) = (last_loss("cpu"), last_loss("cuda"));
+    assert!((cpu - gpu).abs() <= 2e-3 * cpu.abs(), "cpu {cpu}, cuda {gpu}");
 }
 
 #[test]

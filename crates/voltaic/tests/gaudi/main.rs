@@ -232,13 +232,15 @@ fn each_local_rank_takes_a_module_of_its_own() {
     }
 }
 
+const HPU: &str = "--trainer.accelerator=hpu";
+
 /// Metrics of a short run with two ranks, and what was printed.
-fn fit_together(mut command: Command, accelerator: &str) -> (bool, String, String) {
+fn fit_together(mut command: Command, options: &[&str]) -> (bool, String, String) {
     let folder = tempfile::tempdir().unwrap();
-    command.args(["fit", "--config", &recipe(), "--trainer.devices=2", "--trainer.strategy=auto"]);
+    command.args(["fit", "--config", &recipe(), "--trainer.devices=2"]);
     command.args(["--trainer.max_epochs=1", "--trainer.limit_train_batches=12"]);
     command.args(["--trainer.limit_val_batches=2", "--trainer.enable_progress_bar=false"]);
-    command.args([format!("--trainer.accelerator={accelerator}")]);
+    command.args(options);
     command.arg(format!("--trainer.default_root_dir={}", folder.path().display()));
     let output = command.output().unwrap();
     let metrics = fs::read_to_string(folder.path().join("lightning_logs/version_0/metrics.csv"));
@@ -251,21 +253,36 @@ fn two_cards_train_over_hccl_as_two_processes_over_gloo() {
     let hccl = stand_ins().hccl.as_os_str();
     let mut command = with_plugin(&[]);
     command.env("VOLTAIC_HCCL", hccl).env("VOLTAIC_SYNAPSE", hccl);
-    let (succeeded, hpu, text) = fit_together(command, "hpu");
+    let (succeeded, hpu, text) = fit_together(command, &[HPU]);
     assert!(succeeded, "{text}");
     for module in ["module=0", "module=1"] {
         assert!(text.contains(module), "each rank has its card: {text}");
     }
-    let (succeeded, cpu, cpu_text) = fit_together(with_plugin(&[]), "cpu");
+    let (succeeded, cpu, cpu_text) = fit_together(with_plugin(&[]), &["--trainer.accelerator=cpu"]);
     assert!(succeeded && !cpu_text.contains("stub plugin"), "{cpu_text}");
     assert_eq!(hpu, cpu, "the stand-ins compute with the CPU's kernels, and add in the same order");
+}
+
+#[test]
+fn hccl_that_hangs_ends_within_the_time_out() {
+    let hccl = stand_ins().hccl.as_os_str();
+    for (fault, value, expected) in [
+        ("STUB_INIT_HANGS", "1", "hccl has not connected the ranks within 3 s; see what the library logs"),
+        ("STUB_STUCK_AFTER", "20", "timed out after 3000 ms; look at what the missing ranks do"),
+    ] {
+        let mut command = with_plugin(&[]);
+        command.env("VOLTAIC_HCCL", hccl).env("VOLTAIC_SYNAPSE", hccl).env(fault, value);
+        let strategy = [HPU, "--trainer.strategy=HPUParallelStrategy", "--trainer.strategy.timeout_secs=3"];
+        let (succeeded, _, text) = fit_together(command, &strategy);
+        assert!(!succeeded && text.contains(expected), "{fault}: {text}");
+    }
 }
 
 #[test]
 fn several_cards_without_hccl_are_refused_with_a_way_out() {
     let mut command = with_plugin(&[]);
     command.env("VOLTAIC_HCCL", "/nowhere/libhcl.so");
-    let (succeeded, _, text) = fit_together(command, "hpu");
+    let (succeeded, _, text) = fit_together(command, &[HPU]);
     assert!(!succeeded, "{text}");
     assert!(
         text.contains("several ranks on hpu:0 need a library that cannot be loaded: /nowhere/libhcl.so"),

@@ -49,6 +49,54 @@ fn two_nodes_train_through_the_environment() {
     assert_same(&weights(folder.path()), &expected);
 }
 
+/// Variables that a launcher gives the two processes that it starts, by rank.
+fn launchers(folder: &std::path::Path) -> Vec<(&'static str, String)> {
+    let hosts = folder.join("hosts");
+    std::fs::write(&hosts, "launch\nlocalhost\nlocalhost\n").unwrap();
+    let lsf = format!("LSB_JOBID=7 LSB_DJOB_RANKFILE={} JSM_NAMESPACE_SIZE=2", hosts.display());
+    vec![
+        ("Slurm", "SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 SLURM_NNODES=1 SLURM_JOB_NAME=train SLURM_NODELIST=localhost \
+                   SLURM_NODEID=0 SLURM_PROCID=# SLURM_LOCALID=#".to_owned()),
+        ("LSF", format!("{lsf} JSM_NAMESPACE_RANK=# JSM_NAMESPACE_LOCAL_RANK=#")),
+        ("Open MPI", "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_RANK=# \
+                      OMPI_COMM_WORLD_LOCAL_RANK=#".to_owned()),
+        ("Intel MPI", "PMI_SIZE=2 MPI_LOCALNRANKS=2 PMI_RANK=# MPI_LOCALRANKID=#".to_owned()),
+        ("Kubeflow", "WORLD_SIZE=2 MASTER_ADDR=localhost RANK=#".to_owned()),
+    ]
+}
+
+#[test]
+fn ranks_that_others_start_find_each_other() {
+    let test = "ddp_nodes::ranks_that_others_start_find_each_other";
+    if plays("started") {
+        let is_pod = std::env::var_os("RANK").is_some();
+        let builder = builder(&folder_of_parent()).devices(if is_pod { 1 } else { 2 });
+        let mut trainer = builder.num_nodes(if is_pod { 2_u64 } else { 1 }).build().unwrap();
+        let mut net = Net::new();
+        trainer.fit(&mut net, &mut loaders(None)).unwrap();
+        return finish(&trainer, &net, &folder_of_parent());
+    }
+    let (_kept, expected, ..) = alone(2, 1);
+    let rank_files = TempDir::new().unwrap();
+    for (launcher, variables) in launchers(rank_files.path()) {
+        let folder = TempDir::new().unwrap();
+        let port = free_port().to_string();
+        let start = |rank: &str| {
+            let mut command = own_process(test, "started");
+            for (name, value) in variables.split_whitespace().filter_map(|pair| pair.split_once('=')) {
+                command.env(name, value.replace('#', rank));
+            }
+            command.env(FOLDER, folder.path()).env("MASTER_PORT", &port);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        for rank in ["0", "1"].map(start) {
+            text_of(&rank.wait_with_output().unwrap());
+        }
+        println!("{launcher}");
+        assert_same(&weights(folder.path()), &expected);
+    }
+}
+
 #[test]
 fn contradictions_name_the_variable() {
     let test = "ddp_nodes::contradictions_name_the_variable";

@@ -5,6 +5,7 @@ use std::path::Path;
 use tempfile::TempDir;
 use voltaic::callback::Callback;
 use voltaic::checkpoint::Checkpoint;
+use voltaic::metrics::MeanSquaredError;
 use voltaic::module::{CheckpointRequest, HookContext, LightningModule, StepContext};
 use voltaic::nn::{Forward, Linear, ModuleExt};
 use voltaic::optim::{AdamW, Optimizers};
@@ -18,6 +19,7 @@ use crate::probe::{plays, text_of};
 struct Dropped {
     first: Linear,
     second: Linear,
+    error: MeanSquaredError,
 }
 
 impl LightningModule for Dropped {
@@ -25,8 +27,11 @@ impl LightningModule for Dropped {
 
     fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
         let hidden = self.first.forward(x)?.relu().f_dropout(0.5, true)?;
-        let loss = (self.second.forward(&hidden)? - y).square().mean(Kind::Float);
+        let out = self.second.forward(&hidden)?;
+        self.error.update(&out, y)?;
+        let loss = (out - y).square().mean(Kind::Float);
         ctx.log("train_loss", &loss).on_epoch(true).sync_dist(true);
+        ctx.log("train_error", &self.error).on_epoch(true);
         Ok(loss)
     }
 
@@ -63,24 +68,25 @@ impl Callback for OwnMasks {
 }
 
 fn train(ckpt_path: Option<&Path>, folder: &Path) {
-    let net = Dropped { first: Linear::new(5, 16).unwrap(), second: Linear::new(16, 3).unwrap() };
+    let (first, second) = (Linear::new(5, 16).unwrap(), Linear::new(16, 3).unwrap());
+    let mut net = Dropped { first, second, error: MeanSquaredError::new() };
     numbered(&net);
-    let mut net = net;
     let builder = builder(folder).max_epochs(2).limit_val_batches(0).devices(2);
     let mut trainer = builder.accumulate_grad_batches(2_u64).callback(OwnMasks).build().unwrap();
     if let Some(path) = ckpt_path {
         trainer.ckpt_path(path.to_str().unwrap());
     }
     trainer.fit(&mut net, &mut loaders(None)).unwrap();
-    println!("\ntrain_loss_epoch={}", trainer.metric("train_loss_epoch").unwrap());
+    let value = |name: &str| trainer.metric(name).unwrap();
+    println!("\nvalues: {} {}", value("train_loss_epoch"), value("train_error_epoch"));
     if trainer.is_global_zero() {
         let checkpoint = Checkpoint { weights: net.state_dict(), ..Checkpoint::default() };
         checkpoint.save(&folder.join("end.ckpt")).unwrap();
     }
 }
 
-fn loss_of(text: &str) -> &str {
-    text.lines().find(|line| line.starts_with("train_loss_epoch=")).unwrap_or_else(|| panic!("{text}"))
+fn values_of(text: &str) -> &str {
+    text.lines().find(|line| line.starts_with("values: ")).unwrap_or_else(|| panic!("{text}"))
 }
 
 #[test]
@@ -99,10 +105,11 @@ fn a_resumed_run_draws_what_each_rank_would_have_drawn() {
     let training = Checkpoint::load(&path).unwrap().training.unwrap();
     let [other] = training.ranks.as_slice() else { panic!("{} ranks", training.ranks.len()) };
     assert_eq!((training.grads.len(), other.grads.len()), (4, 4), "a window is open");
+    assert_eq!((training.metrics.len(), other.metrics.len()), (2, 2), "so is an epoch");
     assert!(training.rng[0].1 != other.rng[0].1, "masks of their own");
     let mut command = crate::probe::own_process(test, "resumed");
     command.env(crate::ddp::FOLDER, resumed.path()).env(CHECKPOINT, &path);
     let text = text_of(&command.output().unwrap());
     assert_same(&weights(resumed.path()), &weights(whole.path()));
-    assert_eq!(loss_of(&text), loss_of(&expected));
+    assert_eq!(values_of(&text), values_of(&expected));
 }
