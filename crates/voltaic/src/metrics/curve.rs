@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::Metric;
 use super::state::{MetricState, Reduction, refuse, safe_divide};
+use crate::device::Device;
 use crate::error::Result;
 use crate::nn::Module;
 
@@ -11,7 +12,8 @@ use crate::nn::Module;
 /// `BinaryAUROC`, and `MulticlassAUROC` with `average="macro"`: each class against the others.
 ///
 /// It is the probability that a positive sample has a higher score than a negative one, ties counting half
-/// ([Mann and Whitney, 1947](https://doi.org/10.1214/aoms/1177730491)).
+/// ([Mann and Whitney, 1947](https://doi.org/10.1214/aoms/1177730491)). On an HPU, which has no float64, the value is computed on
+/// the host.
 #[derive(Debug, Clone, Module)]
 #[module(metric)]
 pub struct Auroc {
@@ -68,7 +70,12 @@ impl Metric for Auroc {
     }
 
     fn value(&self, state: &[Tensor]) -> Result<Tensor> {
-        let (preds, target) = (&state[0], &state[1]);
+        // ranks of many samples take float64, which an HPU has not
+        let is_on_hpu = matches!(Device::of(&state[0])?, Device::Hpu(_));
+        let placed = |tensor: &Tensor| {
+            if is_on_hpu { tensor.f_to_device(tch::Device::Cpu) } else { Ok(tensor.shallow_clone()) }
+        };
+        let (preds, target) = (&placed(&state[0])?, &placed(&state[1])?);
         if self.num_classes == 1 {
             return area(&preds.f_contiguous()?, target);
         }

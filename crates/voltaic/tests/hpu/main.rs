@@ -7,6 +7,7 @@ mod device_stats;
 mod graph;
 mod graph_modes;
 mod graph_modules;
+mod metrics;
 mod operators;
 mod processes;
 mod support;

@@ -217,7 +217,8 @@ impl Callback for Endless {
 }
 
 fn train_until_told() {
-    let builder = builder(&folder_of_parent()).devices(2).max_epochs(-1).callback(Endless);
+    let builder =
+        builder(&folder_of_parent()).devices(2).max_epochs(-1).save_on_signal(true).callback(Endless);
     let mut trainer = builder.build().unwrap_or_else(|error| fail(&error));
     match trainer.fit(&mut Net::new(), &mut loaders(None)) {
         Err(voltaic::Error::Interrupted { signal, .. }) => {
@@ -263,6 +264,8 @@ fn signals_to_the_launcher_reach_all_ranks() {
             let log = std::fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap();
             assert!(output.contains(&format!("rank 0 was told by {told}")), "{output}");
             assert!(log.contains(&format!("rank 1 was told by {told}")), "{log}");
+            let saved = Checkpoint::load(&folder.path().join("checkpoints/on_signal.ckpt")).unwrap();
+            assert_eq!(saved.training.unwrap().ranks.len(), 1, "with what rank 1 has to itself");
         }
         let deadline = Instant::now() + Duration::from_secs(10); // killed ones take a moment to vanish
         while orphans(folder.path()) > 0 && Instant::now() < deadline {
