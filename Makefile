@@ -16,9 +16,9 @@ demo: setup ## trains LeNet on handwritten digits, then tests it
 	target/release/voltaic fit --config recipes/mnist.yaml
 	target/release/voltaic test --config recipes/mnist.yaml --ckpt_path=last
 
-test: setup ## all tests
+test: setup ## all tests, among them a crate of a user's own
 	$(CARGO) test --workspace
-	cd bench && $(CARGO) test --package measure --package bench-runner
+	scripts/test_new.sh
 
 test-cuda: setup ## what needs an NVIDIA GPU; says why it skips if there is none
 	$(CARGO) test -p voltaic --test cuda -- --nocapture
@@ -28,12 +28,10 @@ check: fmt lint doc ## format, clippy, documentation, and the tests of the scrip
 
 fmt: setup ## fails if a file is not formatted
 	$(CARGO) fmt --all --check
-	cd bench && $(CARGO) fmt --all --check
 	cd bench/peers && $(CARGO) fmt --all --check
 
 lint: setup ## clippy, warnings are errors
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
-	cd bench && $(CARGO) clippy --workspace --all-targets -- -D warnings
 
 doc: setup ## documentation, warnings are errors
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
@@ -43,7 +41,7 @@ bench: setup ## voltaic beside its peers, into docs/benchmarks; takes ROUNDS=7 T
 	target/release/bench-runner
 
 bench-micro: setup ## what voltaic's own parts cost; prints tables
-	$(CARGO) bench --workspace
+	$(CARGO) bench -p voltaic
 
 clean: ## removes what was built, not what was fetched
 	$(CARGO) clean

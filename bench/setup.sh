@@ -27,5 +27,5 @@ for package in "${PACKAGES[@]}"; do
         fail "$python has ${package%%==*} $found" "install $package there, or unset VOLTAIC_BENCH_PYTHON"
 done
 
-"$CARGO" build --release
+"$CARGO" build --release --package bench-runner --package bench-voltaic
 (cd peers && "$CARGO" build --release)

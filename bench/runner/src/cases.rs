@@ -83,6 +83,10 @@ pub const WORKLOADS: [Workload; 5] = [
 pub const BASELINE: &str = "lightning";
 /// voltaic as it should be judged: the trainer without files and bar, like the baseline.
 pub const OURS: &str = "voltaic";
+/// The same with `trainer.graph=step`.
+pub const GRAPHS: &str = "voltaic-graphs";
+/// What it is compared with.
+pub const COMPILED: &str = "torch-compile";
 
 /// The program that trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,15 +123,16 @@ pub struct Peer {
 const ALL: &[&str] = &["mlp", "cnn", "resnet18", "gpt-tiny", "gpt-mini"];
 const SMALL: &[&str] = &["mlp", "cnn"];
 
-pub const PEERS: [Peer; 10] = [
+pub const PEERS: [Peer; 11] = [
     peer("voltaic", Program::Voltaic, "bare", ALL, Work::Same),
     peer("voltaic-defaults", Program::Voltaic, "defaults", ALL, Work::Same),
     peer("voltaic-hpu", Program::Voltaic, "hpu", ALL, Work::Same),
+    peer(GRAPHS, Program::Voltaic, "graphs", ALL, Work::Same),
     peer("lightning", Program::Torch, "lightning", ALL, Work::Same),
     peer("lightning-defaults", Program::Torch, "lightning-defaults", ALL, Work::Same),
     peer("pytorch", Program::Torch, "plain", ALL, Work::Same),
     peer("pytorch-fused", Program::Torch, "plain-fused", ALL, Work::Same),
-    peer("torch-compile", Program::Torch, "compile", ALL, Work::OwnMasks),
+    peer(COMPILED, Program::Torch, "compile", ALL, Work::OwnMasks),
     peer("burn", Program::Burn, "plain", SMALL, Work::OwnDraw),
     peer("candle", Program::Candle, "plain", SMALL, Work::OwnDraw),
 ];
@@ -140,6 +145,13 @@ const fn peer(
     work: Work,
 ) -> Peer {
     Peer { name, program, variant, workloads, work }
+}
+
+impl Peer {
+    /// Steps that are not measured. A step is captured when it comes for the fourth and fifth time.
+    pub fn warmup(&self, workload: &Workload) -> usize {
+        if self.name == GRAPHS { workload.warmup.max(6) } else { workload.warmup }
+    }
 }
 
 /// Number format of the operators; weights are in float32.

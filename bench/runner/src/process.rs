@@ -71,7 +71,7 @@ impl Launcher {
             variant: peer.variant.to_owned(),
             workload: workload.name.to_owned(),
             precision: precision.name().to_owned(),
-            warmup: workload.warmup,
+            warmup: peer.warmup(workload),
             steps: workload.steps,
             processes: case.num_processes,
         };

@@ -2,12 +2,12 @@
 
 use serde::Serialize;
 
-use crate::cases::{BASELINE, Case, OURS, Peer, Precision, Work};
+use crate::cases::{BASELINE, COMPILED, Case, GRAPHS, OURS, Peer, Precision, Work};
 use crate::process::{Outcome, Peak};
 use crate::report::Table;
 
 /// Losses compared between peers that do the same work: rounding grows from step to step.
-const NUM_COMPARED: usize = 5;
+const NUM_COMPARED: usize = 8;
 const LOSS_TOLERANCE: f64 = 1e-3;
 /// In bfloat16 a rounding the other way is 0.4 %.
 const BF16_LOSS_TOLERANCE: f64 = 1e-2;
@@ -197,6 +197,11 @@ pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
     if let Some(burn) = row("burn").filter(|_| case.workload.name == "mlp") {
         let speed = burn.step_ms.min / ours.step_ms.min;
         verdicts.push(verdict("faster than burn".into(), format!("{speed:.2} times its speed"), speed > 1.0));
+    }
+    if let (Some(graphs), Some(compiled)) = (row(GRAPHS), row(COMPILED)) {
+        let speed = compiled.step_ms.min / graphs.step_ms.min;
+        let target = format!("with graphs as fast as {COMPILED}");
+        verdicts.push(verdict(target, format!("{speed:.2} times its speed"), speed >= 1.0));
     }
     let memory = ours.peak_rss_mb / baseline.peak_rss_mb;
     verdicts.push(verdict(

@@ -10,7 +10,7 @@ use voltaic::models::{ConvNet, ConvNetConfig, Gpt, GptConfig, Mlp, MlpConfig, Re
 use voltaic::nn::{Forward, ModuleExt};
 use voltaic::optim::{Adam, AdamW, Optimizers, Sgd};
 use voltaic::prelude::*;
-use voltaic::trainer::TrainerBuilder;
+use voltaic::trainer::{GraphMode, TrainerBuilder};
 
 use crate::data::Batches;
 use crate::timed::Timed;
@@ -63,8 +63,9 @@ fn train<N: Forward>(
     let (builder, logs) = match job.variant.as_str() {
         "bare" => (bare(builder).accelerator("cpu").devices(job.processes as i64), false),
         "defaults" => (builder.accelerator("cpu"), true),
+        "graphs" => (bare(builder).accelerator("cpu").graph(GraphMode::Step), false),
         "hpu" => (bare(builder).accelerator("hpu").devices(1), false),
-        other => bail!("variant: there is no {other}; use bare, defaults or hpu"),
+        other => bail!("variant: there is no {other}; use bare, defaults, graphs or hpu"),
     };
     let mut trainer = builder.build()?;
     data::set_weights(&net.named_parameters())?;

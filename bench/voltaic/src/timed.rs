@@ -1,8 +1,7 @@
 //! A network with the steps of a trained module, and a clock in them.
 
-use std::cell::RefCell;
-
 use measure::{Job, StepClock};
+use voltaic::module::HookContext;
 use voltaic::nn::functional::cross_entropy;
 use voltaic::nn::{Forward, Module};
 use voltaic::optim::Optimizers;
@@ -17,19 +16,19 @@ pub struct Timed<N: Forward> {
     #[module(skip)]
     logs: bool,
     #[module(skip)]
-    clock: RefCell<StepClock>,
+    clock: StepClock,
     #[module(skip)]
-    losses: RefCell<Vec<Tensor>>,
+    losses: Vec<Tensor>,
 }
 
 impl<N: Forward> Timed<N> {
     pub fn new(net: N, optimizers: fn(&N) -> anyhow::Result<Optimizers>, logs: bool) -> Self {
-        Self { net, optimizers, logs, clock: RefCell::default(), losses: RefCell::default() }
+        Self { net, optimizers, logs, clock: StepClock::default(), losses: Vec::new() }
     }
 
     pub fn print_report(&self, job: &Job) -> anyhow::Result<()> {
-        let losses = self.losses.borrow().iter().map(f64::try_from).collect::<Result<_, _>>()?;
-        self.clock.borrow().print_report(job, losses, tch::get_num_threads().try_into()?)
+        let losses = self.losses.iter().map(f64::try_from).collect::<Result<_, _>>()?;
+        self.clock.print_report(job, losses, tch::get_num_threads().try_into()?)
     }
 }
 
@@ -41,18 +40,26 @@ impl<N: Forward> LightningModule for Timed<N> {
         (inputs, targets): &Self::Batch,
         ctx: &mut StepContext,
     ) -> anyhow::Result<Tensor> {
-        let mut clock = self.clock.borrow_mut();
-        if clock.num_steps() == 0 {
-            seed_everything(3)?; // the masks of dropout are the same everywhere
-        }
-        clock.tick();
         let logits = self.net.forward(inputs)?;
         let loss = cross_entropy(&logits.f_flatten(0, -2)?, &targets.f_flatten(0, -1)?)?;
         if self.logs {
             ctx.log("train_loss", &loss).prog_bar(true);
         }
-        self.losses.borrow_mut().push(loss.f_detach()?);
         Ok(loss)
+    }
+
+    // the clock is in hooks, which are called for a step that a graph replays, too
+    fn on_train_batch_start(&mut self, _ctx: &mut HookContext) -> anyhow::Result<()> {
+        if self.clock.num_steps() == 0 {
+            seed_everything(3)?; // the masks of dropout are the same everywhere
+        }
+        self.clock.tick();
+        Ok(())
+    }
+
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
+        self.losses.extend(ctx.loss().map(Tensor::shallow_clone));
+        Ok(())
     }
 
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {

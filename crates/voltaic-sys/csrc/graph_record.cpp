@@ -71,7 +71,8 @@ void Recorder::note_device(c10::Device device) {
   if (!known.is_cpu())
     refuse("works on " + device.str() + ", and operators before it on " + known.str());
   else if (!device.is_hpu())
-    refuse("works on " + device.str() + "; only operators on cpu and on emulated HPUs can be replayed");
+    refuse("works on " + device.str() + "; only operators on cpu and on emulated HPUs are recorded, use " +
+           (device.is_cuda() ? "HpuGraph::on the device" : "no graph"));
   else if (!hpu::backend.is_active)
     refuse("works on a Gaudi card; its graphs need the lazy mode of Habana's Python packages");
   known = device;

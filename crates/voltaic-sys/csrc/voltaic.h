@@ -84,7 +84,7 @@ vt_error *vt_set_deterministic(int32_t mode);
 vt_error *vt_deterministic(int32_t *mode);
 vt_error *vt_set_cudnn_benchmark(int32_t on);
 
-// ---- autograd (autograd.cpp) --------------------------------------------------------------------------------
+// ---- autograd (autograd.cpp, autograd_function.cpp) --------------------------------------------------------------------------------
 
 // Whether backward hands work to the engine's per-device threads. Per calling thread.
 vt_error *vt_autograd_set_multithreading(int32_t enabled);
@@ -97,6 +97,25 @@ vt_error *vt_grad_set(vt_tensor tensor, vt_tensor grad);
 vt_error *vt_post_accumulate_grad_hook(vt_tensor tensor, int32_t (*hook)(void *data), void *data,
                                        void (*release)(void *data));
 vt_error *vt_clear_post_accumulate_grad_hooks(vt_tensor tensor);
+// Whether operators of the calling thread note how to differentiate them.
+int32_t vt_grad_is_enabled(void);
+
+typedef struct {
+  // Writes the gradients of the inputs to grad_inputs, whose entries are null at first and owned by the shim then; null
+  // is none. grad_outputs[i] is undefined if backward does not reach output i. Not 0: backward fails with what was
+  // written to `text`, at most `capacity` bytes, the last of them 0. On the thread that runs backward, perhaps again.
+  int32_t (*backward)(void *data, const vt_tensor *grad_outputs, vt_tensor *grad_inputs, char *text, size_t capacity);
+  void (*release)(void *data); // when autograd's graph goes away, on any thread
+  void *data;                  // owned by the shim, even if the call fails
+} vt_autograd_callbacks;
+// Makes `outputs`, which must have no history yet, results of a function of `inputs` with this gradient.
+vt_error *vt_autograd_function(const vt_tensor *inputs, size_t num_inputs, const vt_tensor *outputs, size_t num_outputs,
+                               vt_autograd_callbacks callbacks);
+// torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=True, allow_unused=True):
+// grads[i] is undefined if there is none.
+// Tensors written to `grads` are owned by the caller.
+vt_error *vt_autograd_grad(const vt_tensor *outputs, const vt_tensor *grad_outputs, size_t num_outputs,
+                           const vt_tensor *inputs, size_t num_inputs, vt_tensor *grads);
 
 // ---- autocast (autocast.cpp) ----------------------------------------------------------------------------------
 
@@ -374,4 +393,16 @@ typedef struct {
 } vt_graph_stats;
 // Counts of all replays so far.
 void vt_graph_get_stats(const vt_graph *graph, vt_graph_stats *stats);
+
+// ---- CUDA graphs (cuda_graph.cpp) -----------------------------------------------------------------------------------
+
+// A graph of libtorch's CUDA library, which must be loaded.
+typedef struct vt_cuda_graph vt_cuda_graph;
+// Captures what this thread does on the device from now on, on a stream of its own.
+vt_error *vt_cuda_graph_begin(int32_t device_index, vt_cuda_graph **graph);
+// Ends the capture, on the thread that began it.
+vt_error *vt_cuda_graph_end(vt_cuda_graph *graph);
+// On the current stream, after the capture has ended.
+vt_error *vt_cuda_graph_replay(vt_cuda_graph *graph);
+void vt_cuda_graph_free(vt_cuda_graph *graph);
 }

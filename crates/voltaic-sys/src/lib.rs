@@ -99,6 +99,24 @@ pub struct vt_backend_memory_stats {
 }
 
 #[repr(C)]
+pub struct vt_cuda_graph {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub struct vt_autograd_callbacks {
+    pub backward: extern "C" fn(
+        data: *mut c_void,
+        grad_outputs: *const vt_tensor,
+        grad_inputs: *mut vt_tensor,
+        text: *mut c_char,
+        capacity: usize,
+    ) -> i32,
+    pub release: extern "C" fn(data: *mut c_void),
+    pub data: *mut c_void,
+}
+
+#[repr(C)]
 pub struct vt_list {
     _opaque: [u8; 0],
 }
@@ -225,6 +243,27 @@ unsafe extern "C" {
     pub fn vt_set_deterministic(mode: i32) -> *mut vt_error;
     pub fn vt_deterministic(mode: *mut i32) -> *mut vt_error;
     pub fn vt_set_cudnn_benchmark(on: i32) -> *mut vt_error;
+    pub fn vt_cuda_graph_begin(device_index: i32, graph: *mut *mut vt_cuda_graph) -> *mut vt_error;
+    pub fn vt_cuda_graph_end(graph: *mut vt_cuda_graph) -> *mut vt_error;
+    pub fn vt_cuda_graph_replay(graph: *mut vt_cuda_graph) -> *mut vt_error;
+    pub fn vt_cuda_graph_free(graph: *mut vt_cuda_graph);
+
+    pub fn vt_grad_is_enabled() -> i32;
+    pub fn vt_autograd_function(
+        inputs: *const vt_tensor,
+        num_inputs: usize,
+        outputs: *const vt_tensor,
+        num_outputs: usize,
+        callbacks: vt_autograd_callbacks,
+    ) -> *mut vt_error;
+    pub fn vt_autograd_grad(
+        outputs: *const vt_tensor,
+        grad_outputs: *const vt_tensor,
+        num_outputs: usize,
+        inputs: *const vt_tensor,
+        num_inputs: usize,
+        grads: *mut vt_tensor,
+    ) -> *mut vt_error;
     pub fn vt_autograd_set_multithreading(enabled: i32) -> *mut vt_error;
     pub fn vt_autograd_is_multithreading(enabled: *mut i32) -> *mut vt_error;
     pub fn vt_grads_clear(tensors: *const vt_tensor, len: usize) -> *mut vt_error;

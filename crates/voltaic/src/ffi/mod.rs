@@ -8,9 +8,11 @@
 mod allocator;
 mod autocast;
 mod autograd;
+mod autograd_function;
 mod backend;
 mod c10d;
 mod collectives;
+mod cuda_graph;
 mod execution;
 mod graph;
 mod hlml;
@@ -33,12 +35,14 @@ pub use autocast::{
 };
 pub(crate) use autograd::panic_text;
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
+pub use autograd_function::{autograd_function, autograd_grad, grad_is_enabled};
 pub use backend::{
     BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, libtorch_library,
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,
 };
 pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
 pub use collectives::{CollectiveApi, CollectiveLibrary, Seat};
+pub use cuda_graph::CudaGraph;
 pub use execution::{
     AnomalyWatch, DeterministicMode, InferenceMode, deterministic, set_cudnn_benchmark, set_deterministic,
 };

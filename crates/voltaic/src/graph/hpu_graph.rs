@@ -5,8 +5,9 @@ use tch::Tensor;
 use super::capture::{self, Segment, check_not_capturing};
 use super::ir::Graph;
 use super::plan::PlanStats;
+use crate::device::Device;
 use crate::error::{GraphError, Result};
-use crate::ffi::ReplayStats;
+use crate::ffi::{CudaGraph, ReplayStats};
 use crate::nn::{Module, ModuleExt};
 
 /// Records what a thread does on its device, forward, backward and optimizer alike, and does it again on request.
@@ -34,12 +35,14 @@ use crate::nn::{Module, ModuleExt};
 /// ```
 ///
 /// What cannot be replayed (results that go to the host, shapes that depend on data) is found at the end of the capture
-/// and reported with the operator and the layer. Works on the CPU and on emulated HPUs.
+/// and reported with the operator and the layer. Works on the CPU and on emulated HPUs; [`HpuGraph::on`] a CUDA device too.
 ///
 /// Source: `habana_frameworks.torch.hpu.HPUGraph`.
 #[derive(Debug, Default)]
 pub struct HpuGraph {
     segments: Vec<Segment>,
+    /// On a CUDA device: its index, and the driver's graph in place of segments.
+    cuda: Option<(usize, Option<CudaGraph>)>,
     is_capturing: bool,
     names: Vec<(String, Tensor)>,
     inputs: Vec<Tensor>,
@@ -49,6 +52,16 @@ impl HpuGraph {
     /// A graph that holds nothing yet.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// A graph for a device: on CUDA it is the driver's, made by libtorch, which must have been set up
+    /// (`accelerator=cuda`). It has no printed form, and what it cannot hold is reported by CUDA. Not yet run on hardware.
+    pub fn on(device: Device) -> Self {
+        let mut graph = Self::default();
+        if let Device::Cuda(index) = device {
+            graph.cuda = Some((index, None));
+        }
+        graph
     }
 
     /// Gives the weights of `module` their names, for messages and when the graph is printed.
@@ -68,7 +81,13 @@ impl HpuGraph {
         check_not_capturing("capture_begin")?;
         self.segments.clear();
         self.inputs.clear();
-        capture::begin()?;
+        match &mut self.cuda {
+            Some((index, graph)) => {
+                *graph = None; // with its memory, before there is another
+                *graph = Some(CudaGraph::begin(*index)?);
+            }
+            None => capture::begin()?,
+        }
         self.is_capturing = true;
         Ok(())
     }
@@ -94,6 +113,11 @@ impl HpuGraph {
         if !std::mem::take(&mut self.is_capturing) {
             return Err(GraphError::NotCapturing.into());
         }
+        if let Some((_, graph)) = &mut self.cuda {
+            let ended = graph.as_mut().map_or(Ok(()), CudaGraph::end);
+            *graph = graph.take().filter(|_| ended.is_ok());
+            return Ok(ended?);
+        }
         let recordings = capture::end()?;
         let compile = |recording| Segment::compile(recording, &self.names, &self.inputs);
         self.segments = recordings.into_iter().map(compile).collect::<Result<_>>()?;
@@ -107,6 +131,9 @@ impl HpuGraph {
     /// [`GraphError::NothingCaptured`]; what a kernel reports.
     pub fn replay(&mut self) -> Result<()> {
         self.check_ready()?;
+        if let Some((_, Some(graph))) = &mut self.cuda {
+            return Ok(graph.replay()?);
+        }
         self.segments.iter_mut().try_for_each(|segment| segment.replay(None))
     }
 
@@ -118,6 +145,12 @@ impl HpuGraph {
     pub fn replay_with(&mut self, inputs: &[&Tensor]) -> Result<()> {
         self.check_ready()?;
         check_inputs(&self.inputs, inputs)?;
+        if self.cuda.is_some() {
+            for (place, input) in self.inputs.iter().zip(inputs) {
+                place.f_detach()?.f_copy_(&input.f_detach()?)?;
+            }
+            return self.replay();
+        }
         let inputs: Vec<Tensor> = inputs.iter().map(|input| input.shallow_clone()).collect();
         self.segments.iter_mut().try_for_each(|segment| segment.replay(Some(&inputs)))
     }
@@ -126,12 +159,14 @@ impl HpuGraph {
         if self.is_capturing {
             return Err(GraphError::CaptureInProgress { what: "replay" }.into());
         }
-        if self.segments.is_empty() { Err(GraphError::NothingCaptured.into()) } else { Ok(()) }
+        let is_empty = self.cuda.as_ref().map_or(self.segments.is_empty(), |(_, graph)| graph.is_none());
+        if is_empty { Err(GraphError::NothingCaptured.into()) } else { Ok(()) }
     }
 
     /// Drops what was captured, with its memory.
     pub fn reset(&mut self) {
         self.abort();
+        self.cuda = self.cuda.take().map(|(index, _)| (index, None));
         self.segments.clear();
         self.inputs.clear();
     }
@@ -153,8 +188,12 @@ impl HpuGraph {
     }
 
     fn abort(&mut self) {
-        if std::mem::take(&mut self.is_capturing) {
-            drop(capture::end());
+        if !std::mem::take(&mut self.is_capturing) {
+            return;
+        }
+        match &mut self.cuda {
+            Some((_, graph)) => *graph = None,
+            None => drop(capture::end()),
         }
     }
 }

@@ -3,23 +3,33 @@
 //! A recording is data ([`Graph`]): operators, values, memory. Before it is replayed it is planned: views vanish, dead
 //! results are not computed, and all memory gets its place once (`plan`). A replay is a loop over prepared kernel calls.
 
+mod cache;
+mod call;
+mod callable;
 mod capture;
 mod check;
 mod flops;
+mod graphed_callable;
 mod hpu_graph;
 mod ir;
 mod metrics;
+mod modules;
 mod plan;
 mod step;
 mod wrap;
 
 pub use crate::ffi::ReplayStats;
+pub use cache::{Buckets, CacheStats};
+pub(crate) use call::{any_within, fill};
+pub use callable::{Callable, TensorTuple};
 pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
 pub use flops::Flops;
+pub use graphed_callable::{GraphedCallable, make_graphed_callables};
 pub use hpu_graph::{CaptureGuard, HpuGraph, graph};
 pub use ir::{Buffer, Graph, Node, Operand, Value};
 pub use metrics::{GraphMetrics, graph_metrics, metric_global, reset_metrics};
 pub(crate) use metrics::{count_fallback, count_hit, count_miss};
+pub(crate) use modules::ModuleGraphs;
 pub use plan::PlanStats;
 pub(crate) use step::{CapturedStep, StepCapture, StepGraph, check_same, copy_of};
-pub use wrap::{Buckets, CacheStats, GraphedModule, WrapOptions, wrap_in_hpu_graph};
+pub use wrap::{GraphedModule, ModuleCacher, WrapOptions, wrap_in_hpu_graph};

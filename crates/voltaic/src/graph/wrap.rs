@@ -1,30 +1,12 @@
-//! Inference by graphs: a module whose forward pass is captured for each shape of input, and replayed.
+//! Modules whose calls are captured and replayed.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
-use std::fmt;
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
-use super::capture::is_capturing;
-use super::hpu_graph::HpuGraph;
-use super::metrics;
-use super::step::copy_of;
-use crate::device::Device;
-use crate::error::{Error, GraphError, Result};
-use crate::ffi;
+use super::cache::{Buckets, CacheOptions, CacheStats, GraphCache};
+use super::callable::{Callable, TensorTuple, call_with};
 use crate::nn::{Forward, Member, Module, ModuleExt};
-
-/// Pads one dimension of the input with zeros up to the next of a few sizes, so that few shapes need a graph. The
-/// output is cut back along the same dimension. For modules that treat the entries of the dimension apart from each
-/// other, such as the samples of a batch in evaluation mode.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Buckets {
-    /// The dimension, from 0.
-    pub dim: usize,
-    /// The sizes. An input that is longer than all of them is not padded.
-    pub sizes: Vec<i64>,
-}
 
 /// Options of [`wrap_in_hpu_graph`], with Habana's names and defaults.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -32,7 +14,7 @@ pub struct WrapOptions {
     /// Without effect: a replay on the CPU and on an emulated HPU is over when it returns.
     pub asynchronous: bool,
     /// Each call gives a tensor of its own. Otherwise outputs of the same shape share memory, and the next call
-    /// overwrites them.
+    /// overwrites them. `PT_HPUGRAPH_DISABLE_TENSOR_CACHE` wins over it.
     pub disable_tensor_cache: bool,
     /// How many graphs are kept; inputs of further shapes run without one. No limit if absent.
     pub max_graphs: Option<usize>,
@@ -40,75 +22,17 @@ pub struct WrapOptions {
     pub buckets: Option<Buckets>,
 }
 
-/// What the calls of a [`GraphedModule`] found.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct CacheStats {
-    /// Graphs in the cache.
-    pub num_graphs: usize,
-    /// Most graphs that it may hold.
-    pub max_graphs: Option<usize>,
-    /// Calls that were replayed.
-    pub hits: u64,
-    /// Calls that were captured.
-    pub misses: u64,
-    /// Calls that ran as usual: with grad, within another capture, or since there was no room for a graph.
-    pub uncached: u64,
-    /// How often a dimension of the input had another size than in the call before, and that needed a new graph.
-    pub recompilations: BTreeMap<usize, u64>,
-}
-
-impl fmt::Display for CacheStats {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let max = self.max_graphs.map_or_else(|| "no limit".to_owned(), |max| max.to_string());
-        writeln!(f, "Max graphs: {max}")?;
-        writeln!(f, "No. of HPUGraphs cached: {}", self.num_graphs)?;
-        writeln!(f, "Total cached hits: {}", self.hits)?;
-        writeln!(f, "Total captured: {}", self.misses)?;
-        writeln!(f, "Total uncached: {}", self.uncached)?;
-        for (dim, count) in &self.recompilations {
-            writeln!(f, "Captured anew for another size of dimension {dim}: {count}")?;
-        }
-        write!(f, "Total forwards executed: {}", self.hits + self.misses + self.uncached)
-    }
-}
-
-/// A module whose forward pass is replayed; made by [`wrap_in_hpu_graph`]. Names of weights are those of the module.
+/// A module whose calls are replayed; made by [`wrap_in_hpu_graph`] or a [`ModuleCacher`]. Names of weights are those of
+/// the module.
 #[derive(Debug)]
 pub struct GraphedModule<M> {
     module: M,
-    options: WrapOptions,
-    cache: RefCell<Cache>,
-    /// Tells whether grad is on.
-    probe: Tensor,
-}
-
-#[derive(Debug)]
-struct Cache {
-    graphs: Vec<(Key, Captured)>,
-    training: bool,
-    last_size: Vec<i64>,
-    stats: CacheStats,
-    refusal: Option<String>,
-}
-
-/// What makes a forward pass another graph.
-#[derive(Debug, Clone, PartialEq)]
-struct Key {
-    size: Vec<i64>,
-    kind: Kind,
-    device: Device,
-    training: bool,
-    autocast: (bool, i32),
-}
-
-#[derive(Debug)]
-struct Captured {
-    graph: HpuGraph,
-    output: Tensor,
+    cache: RefCell<GraphCache>,
+    is_training: bool,
 }
 
 /// Makes a module whose forward pass is captured once for each shape of input, and replayed from then on: for
-/// validation, testing and prediction. Calls with grad run as usual.
+/// validation, testing and prediction. Calls with grad run as usual; a [`ModuleCacher`] captures those.
 ///
 /// ```
 /// use voltaic::graph::{wrap_in_hpu_graph, WrapOptions};
@@ -127,14 +51,103 @@ struct Captured {
 /// ```
 ///
 /// Source: `habana_frameworks.torch.hpu.wrap_in_hpu_graph`.
-pub fn wrap_in_hpu_graph<M: Forward>(module: M, options: WrapOptions) -> GraphedModule<M> {
-    let stats = CacheStats { max_graphs: options.max_graphs, ..CacheStats::default() };
-    let cache = Cache { graphs: Vec::new(), training: true, last_size: Vec::new(), stats, refusal: None };
-    let probe = Tensor::from(0.0_f32).set_requires_grad(true);
-    GraphedModule { module, options, cache: RefCell::new(cache), probe }
+pub fn wrap_in_hpu_graph<M: Module>(module: M, options: WrapOptions) -> GraphedModule<M> {
+    GraphedModule::new(
+        module,
+        CacheOptions {
+            max_graphs: options.max_graphs,
+            disable_tensor_cache: disable_tensor_cache(options.disable_tensor_cache),
+            buckets: options.buckets,
+            ..CacheOptions::default()
+        },
+    )
 }
 
-impl<M: Forward> GraphedModule<M> {
+/// Habana's variable wins over the argument.
+fn disable_tensor_cache(argument: bool) -> bool {
+    std::env::var("PT_HPUGRAPH_DISABLE_TENSOR_CACHE").map_or(argument, |value| value == "1")
+}
+
+/// Wraps modules so that training is captured too: the forward pass and the backward pass of each sort of call (shapes,
+/// dtypes, which tensors require grad, training or evaluation, autocast) are two graphs, replayed from then on. Results
+/// are bit for bit those of the module.
+///
+/// ```
+/// use voltaic::graph::ModuleCacher;
+/// use voltaic::nn::{Forward, Linear, Relu, Sequential};
+/// # use voltaic::{Kind, Tensor};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let net = Sequential::new().add(Linear::new(4, 8)?).add(Relu).add(Linear::new(8, 2)?);
+/// let net = ModuleCacher::new(10).wrap(net);
+/// for batch in [8, 8, 5, 8, 5] {
+///     let loss = net.forward(&Tensor::ones([batch, 4], (Kind::Float, tch::Device::Cpu)))?.sum(Kind::Float);
+///     loss.backward();
+/// }
+/// assert_eq!((net.stats().misses, net.stats().hits), (2, 3));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// With grad each call gives tensors of its own. A graph keeps what its backward pass needs, so a second call before the
+/// backward pass of the first gets another graph, or none if there is no room. Gradients add up as usual.
+///
+/// Source: `habana_frameworks.torch.hpu.ModuleCacher`. Its options `inplace`, `have_grad_accumulation` and
+/// `allow_unused_input` have no counterpart: a module is moved into its wrapper, and the other two always hold.
+#[derive(Debug, Clone)]
+#[must_use = "wrap() makes the module"]
+pub struct ModuleCacher {
+    options: CacheOptions,
+}
+
+impl ModuleCacher {
+    /// At most `max_graphs` graphs for each module; further sorts of calls run as usual.
+    pub fn new(max_graphs: usize) -> Self {
+        let options = CacheOptions {
+            max_graphs: Some(max_graphs),
+            captures_grad: true,
+            disable_tensor_cache: disable_tensor_cache(false),
+            ..CacheOptions::default()
+        };
+        Self { options }
+    }
+
+    /// When the cache is full, a sort of call that has come more often than that of the least used graph takes its place.
+    pub fn use_lfu(mut self, use_lfu: bool) -> Self {
+        self.options.use_lfu = use_lfu;
+        self
+    }
+
+    /// Calls without grad give tensors of their own, too. `PT_HPUGRAPH_DISABLE_TENSOR_CACHE` wins over it.
+    pub fn disable_tensor_cache(mut self, disable: bool) -> Self {
+        self.options.disable_tensor_cache = disable_tensor_cache(disable);
+        self
+    }
+
+    /// Pads inputs to few shapes.
+    pub fn buckets(mut self, buckets: Buckets) -> Self {
+        self.options.buckets = Some(buckets);
+        self
+    }
+
+    /// Logs the statistics after each `log_frequency` calls, and at the end.
+    pub fn verbose(mut self, log_frequency: u64) -> Self {
+        self.options.log_frequency = log_frequency;
+        self
+    }
+
+    /// The module with its cache.
+    pub fn wrap<M: Module>(&self, module: M) -> GraphedModule<M> {
+        GraphedModule::new(module, self.options.clone())
+    }
+}
+
+impl<M: Module> GraphedModule<M> {
+    pub(super) fn new(module: M, options: CacheOptions) -> Self {
+        let cache = RefCell::new(GraphCache::new(module.type_name(), options));
+        Self { module, cache, is_training: true }
+    }
+
     /// The module.
     pub fn module(&self) -> &M {
         &self.module
@@ -147,8 +160,12 @@ impl<M: Forward> GraphedModule<M> {
 
     /// What the calls so far found.
     pub fn stats(&self) -> CacheStats {
-        let cache = self.cache.borrow();
-        CacheStats { num_graphs: cache.graphs.len(), ..cache.stats.clone() }
+        self.cache.borrow().stats()
+    }
+
+    /// Counts of the replays of each graph: forward, then backward if it has one.
+    pub fn replay_stats(&self) -> Vec<super::ReplayStats> {
+        self.cache.borrow().replay_stats()
     }
 
     /// Why there are no graphs, if the module cannot be captured.
@@ -156,132 +173,34 @@ impl<M: Forward> GraphedModule<M> {
         self.cache.borrow().refusal.clone()
     }
 
-    /// Drops all graphs, with their memory.
+    /// Drops all graphs, with their memory. To be called after a parameter was replaced by another one; weights that were
+    /// moved, cast, frozen or thawed are found out.
     pub fn clear_cache(&self) {
-        self.cache.borrow_mut().graphs.clear();
+        self.cache.borrow_mut().clear();
     }
 
-    /// Whether a result of the module would have a history, which a replay does not give.
-    fn needs_grad(&self, input: &Tensor) -> Result<bool> {
-        let may_need = input.requires_grad() || self.module.parameters().iter().any(|p| p.requires_grad());
-        // a number computed from one that requires grad does so too, unless grad is off
-        Ok(may_need && self.probe.f_neg()?.requires_grad())
-    }
-
-    fn key(&self, input: &Tensor) -> Result<Key> {
-        let device = Device::of(input)?;
-        Ok(Key {
-            size: input.size(),
-            kind: input.kind(),
-            device,
-            training: self.cache.borrow().training,
-            autocast: ffi::autocast_state(device)?,
-        })
-    }
-
-    fn uncached(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        self.cache.borrow_mut().stats.uncached += 1;
-        self.module.forward(input)
-    }
-
-    fn replay(&self, key: &Key, input: &Tensor) -> Result<Option<Tensor>> {
-        let cache = &mut *self.cache.borrow_mut();
-        let Some(index) = cache.graphs.iter().position(|(known, _)| known == key) else { return Ok(None) };
-        let captured = &mut cache.graphs[index].1;
-        match captured.graph.replay_with(&[input]) {
-            Ok(()) => {}
-            Err(Error::Graph(GraphError::TensorGone { .. })) => {
-                cache.graphs.swap_remove(index); // the weights were moved or cast: captured anew
-                return Ok(None);
-            }
-            Err(error) => return Err(error),
-        }
-        cache.stats.hits += 1;
-        metrics::count_hit();
-        cache.last_size.clone_from(&key.size);
-        Ok(Some(captured.output.shallow_clone()))
-    }
-
-    fn capture(&self, key: Key, input: &Tensor) -> anyhow::Result<Tensor> {
-        let placeholder = copy_of(input)?;
-        let mut graph = HpuGraph::new();
-        graph.name_weights(self.module.as_dyn());
-        graph.capture_begin()?;
-        graph.mark_user_inputs(&[&placeholder])?;
-        let output = self.module.forward(&placeholder)?;
-        let cache = &mut *self.cache.borrow_mut();
-        cache.stats.misses += 1;
-        metrics::count_miss();
-        if cache.last_size.len() == key.size.len() {
-            for (dim, (old, new)) in cache.last_size.iter().zip(&key.size).enumerate() {
-                if old != new {
-                    *cache.stats.recompilations.entry(dim).or_insert(0) += 1;
-                }
-            }
-        }
-        cache.last_size.clone_from(&key.size);
-        match graph.capture_end() {
-            Ok(()) => cache.graphs.push((key, Captured { graph, output: output.shallow_clone() })),
-            Err(Error::Graph(error)) => {
-                tracing::warn!("{} runs without graphs: {error}", self.module.type_name());
-                metrics::count_fallback(&error);
-                cache.refusal = Some(error.to_string());
-            }
-            Err(error) => return Err(error.into()),
-        }
-        Ok(output)
-    }
-
-    fn has_room(&self) -> bool {
-        let cache = self.cache.borrow();
-        cache.refusal.is_none() && self.options.max_graphs.is_none_or(|max| cache.graphs.len() < max)
-    }
-
-    fn forward_same_size(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        let key = self.key(input)?;
-        let output = match self.replay(&key, input)? {
-            Some(output) => output,
-            None if self.has_room() => self.capture(key, input)?,
-            None => return self.uncached(input),
-        };
-        Ok(if self.options.disable_tensor_cache { copy_of(&output)? } else { output })
-    }
-}
-
-impl Buckets {
-    /// The size that an input of this shape is padded to; none if it stays.
-    fn target(&self, size: &[i64]) -> Option<i64> {
-        let given = *size.get(self.dim)?;
-        self.sizes
-            .iter()
-            .copied()
-            .filter(|&bucket| bucket > given)
-            .min()
-            .filter(|_| !self.sizes.contains(&given))
+    /// The module's call, by a graph if there is one. For a module of one tensor this is its `forward`.
+    ///
+    /// # Errors
+    /// The module's own; what a kernel reports.
+    pub fn call<A: TensorTuple>(&self, args: &A) -> anyhow::Result<M::Output>
+    where
+        M: Callable<A>,
+    {
+        let call = |inputs: &[Tensor]| call_with(&self.module, inputs);
+        let mut cache = self.cache.borrow_mut();
+        let outputs = cache.run(self.module.as_dyn(), self.is_training, &args.tensors(), &call)?;
+        Ok(M::Output::from_tensors(outputs)?)
     }
 }
 
 impl<M: Forward> Forward for GraphedModule<M> {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        if is_capturing() || self.needs_grad(input)? {
-            return self.uncached(input);
-        }
-        let size = input.size();
-        let Some((dim, target)) =
-            self.options.buckets.as_ref().and_then(|buckets| Some((buckets.dim, buckets.target(&size)?)))
-        else {
-            return self.forward_same_size(input);
-        };
-        let mut padding = vec![0; 2 * (size.len() - dim)]; // from the last dimension backwards
-        if let Some(last) = padding.last_mut() {
-            *last = target - size[dim];
-        }
-        let output = self.forward_same_size(&input.f_constant_pad_nd(&padding)?)?;
-        Ok(output.f_narrow(dim as i64, 0, size[dim])?)
+        self.call(input)
     }
 }
 
-impl<M: Forward> Module for GraphedModule<M> {
+impl<M: Module> Module for GraphedModule<M> {
     fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>)) {
         self.module.members(visit);
     }
@@ -291,7 +210,7 @@ impl<M: Forward> Module for GraphedModule<M> {
     }
 
     fn set_training(&mut self, training: bool) {
-        self.cache.get_mut().training = training;
+        self.is_training = training;
         self.module.set_training(training);
     }
 

@@ -54,7 +54,7 @@ impl<N: Forward> Classifier<N> {
         stage: Stage,
         ctx: &mut StepContext,
     ) -> anyhow::Result<()> {
-        let logits = self.net.forward(inputs)?;
+        let logits = ctx.graphed(&self.net, inputs)?;
         let prefix = if stage == Stage::Test { "test" } else { "val" };
         ctx.log(&format!("{prefix}_loss"), cross_entropy(&logits, labels)?).prog_bar(true);
         ctx.log(&format!("{prefix}_acc"), accuracy(&logits, labels)?).prog_bar(true);
@@ -84,7 +84,7 @@ impl<N: Forward> LightningModule for Classifier<N> {
     type Batch = (Tensor, Tensor);
 
     fn training_step(&self, (inputs, labels): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let loss = cross_entropy(&self.net.forward(inputs)?, labels)?;
+        let loss = cross_entropy(&ctx.graphed(&self.net, inputs)?, labels)?;
         ctx.log("train_loss", &loss).prog_bar(true);
         Ok(loss)
     }
@@ -98,8 +98,8 @@ impl<N: Forward> LightningModule for Classifier<N> {
     }
 
     /// The most likely class of each input, `int64 [batch]`.
-    fn predict_step(&self, (inputs, _): &Self::Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        Ok(self.net.forward(inputs)?.f_argmax(1, false)?)
+    fn predict_step(&self, (inputs, _): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        Ok(ctx.graphed(&self.net, inputs)?.f_argmax(1, false)?)
     }
 
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {

@@ -151,8 +151,7 @@ impl Gpt {
     /// # Errors
     /// If the shapes do not fit, or a token is none of the vocabulary.
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> anyhow::Result<Tensor> {
-        let logits_btv = self.forward(tokens)?;
-        Ok(cross_entropy(&logits_btv.f_flatten(0, 1)?, &targets.f_flatten(0, 1)?)?)
+        loss_of(&self.forward(tokens)?, targets)
     }
 
     /// The embeddings of the positions of `tokens`, `[time, channels]`.
@@ -269,4 +268,9 @@ impl Forward for FeedForward {
         let hidden = gelu(&self.c_fc.forward(x_btc)?)?;
         self.dropout.forward(&self.c_proj.forward(&hidden)?)
     }
+}
+
+/// Mean cross-entropy of `logits_btv` against the next tokens.
+pub(super) fn loss_of(logits_btv: &Tensor, targets: &Tensor) -> anyhow::Result<Tensor> {
+    Ok(cross_entropy(&logits_btv.f_flatten(0, 1)?, &targets.f_flatten(0, 1)?)?)
 }

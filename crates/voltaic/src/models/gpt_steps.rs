@@ -2,9 +2,9 @@
 
 use tch::Tensor;
 
-use super::Gpt;
+use super::gpt::{Gpt, loss_of};
 use crate::module::{LightningModule, StepContext};
-use crate::nn::{Forward, ModuleExt};
+use crate::nn::ModuleExt;
 use crate::optim::{AdamW, Optimizers, ParamGroupSpec};
 
 impl LightningModule for Gpt {
@@ -16,24 +16,26 @@ impl LightningModule for Gpt {
         (tokens, targets): &Self::Batch,
         ctx: &mut StepContext,
     ) -> anyhow::Result<Tensor> {
-        let loss = self.loss(tokens, targets)?;
+        let loss = loss_of(&ctx.graphed(self, tokens)?, targets)?;
         ctx.log("train_loss", &loss).prog_bar(true);
         Ok(loss)
     }
 
     fn validation_step(&self, (tokens, targets): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
-        ctx.log("val_loss", self.loss(tokens, targets)?).prog_bar(true);
+        let loss = loss_of(&ctx.graphed(self, tokens)?, targets)?;
+        ctx.log("val_loss", loss).prog_bar(true);
         Ok(())
     }
 
     fn test_step(&self, (tokens, targets): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
-        ctx.log("test_loss", self.loss(tokens, targets)?).prog_bar(true);
+        let loss = loss_of(&ctx.graphed(self, tokens)?, targets)?;
+        ctx.log("test_loss", loss).prog_bar(true);
         Ok(())
     }
 
     /// The most likely next token at each position, `int64 [batch, time]`.
-    fn predict_step(&self, (tokens, _): &Self::Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        Ok(self.forward(tokens)?.f_argmax(-1, false)?)
+    fn predict_step(&self, (tokens, _): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        Ok(ctx.graphed(self, tokens)?.f_argmax(-1, false)?)
     }
 
     /// nanoGPT's AdamW: betas (0.9, 0.99), weight decay 0.1 on matrices, none on biases and norms.

@@ -15,7 +15,7 @@ use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
-use crate::graph::{Flops, refuse_capture};
+use crate::graph::{Callable, Flops, ModuleGraphs, TensorTuple, refuse_capture};
 use crate::optim::{ActiveLrScheduler, Optimizer};
 
 /// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
@@ -27,6 +27,8 @@ pub struct StepContext<'a> {
     pub(crate) dataloader_idx: usize,
     /// There in a training step with manual optimization.
     pub(crate) manual: Option<&'a mut dyn ManualOptimization>,
+    /// There with `trainer.graph=modules`, with whether modules are in training mode.
+    pub(crate) graphs: Option<(&'a mut ModuleGraphs, bool)>,
 }
 
 impl StepContext<'_> {
@@ -36,6 +38,36 @@ impl StepContext<'_> {
     /// the epoch. Tensors stay on their device until something has to be printed or written.
     pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
         LogEntry::new(self.metrics, name, value.into())
+    }
+
+    /// Calls a module that lies within the user's own: with `trainer.graph=modules` by a graph, which is captured for each
+    /// sort of inputs, else as usual. For static parts of a step whose other parts cannot be captured.
+    ///
+    /// ```
+    /// # use voltaic::module::StepContext;
+    /// # use voltaic::nn::Linear;
+    /// # use voltaic::Tensor;
+    /// # struct Net { encoder: Linear, decoder: Linear }
+    /// # impl Net {
+    /// fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+    ///     let hidden = ctx.graphed(&self.encoder, batch)?;
+    ///     let kept = hidden.f_index(&[Some(hidden.f_gt(0.0)?)])?; // its size depends on data
+    ///     Ok(ctx.graphed(&self.decoder, &kept.f_view([-1, 1])?)?.f_mean(voltaic::Kind::Float)?)
+    /// }
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// The module's own; what a kernel reports.
+    pub fn graphed<A: TensorTuple, M: Callable<A>>(
+        &mut self,
+        module: &M,
+        args: &A,
+    ) -> anyhow::Result<M::Output> {
+        match &mut self.graphs {
+            Some((graphs, is_training)) => graphs.call(module, args, *is_training),
+            None => module.call(args),
+        }
     }
 
     /// Begins an action of one's own for the profiler; it ends when what is returned goes out of scope. Nothing is measured

@@ -43,6 +43,16 @@ impl<M: Metric + Clone + 'static> From<&M> for LogValue {
     }
 }
 
+impl LogValue {
+    /// The tensor, if it is one.
+    pub(crate) fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Self::Tensor(tensor) => Some(tensor),
+            _ => None,
+        }
+    }
+}
+
 impl From<&Tensor> for LogValue {
     fn from(tensor: &Tensor) -> Self {
         // the number of a step that is captured is not that of its replays

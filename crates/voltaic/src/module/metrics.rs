@@ -104,6 +104,13 @@ pub(crate) struct Logged {
     options: LogOptions,
 }
 
+impl Logged {
+    /// The value, if it is on a device.
+    pub(crate) fn tensor(&self) -> Option<&tch::Tensor> {
+        self.value.tensor()
+    }
+}
+
 impl MetricStore {
     /// For one of several ranks, or for a process alone.
     pub(crate) fn of_ranks(group: Option<Arc<ProcessGroup>>) -> Self {

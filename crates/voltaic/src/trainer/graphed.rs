@@ -17,7 +17,7 @@ use super::session::Session;
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::ffi::TensorList;
-use crate::graph::{self, Graph, StepGraph};
+use crate::graph::{self, CacheStats, Graph, ModuleGraphs, StepGraph};
 use crate::module::{LightningModule, Logged};
 use crate::nn::ModuleExt;
 
@@ -30,6 +30,8 @@ pub enum GraphMode {
     Off,
     /// Forward and backward of `training_step`, as one graph for each shape of batch.
     Step,
+    /// Modules that a step calls by `ctx.graphed`: forward and backward of each are two graphs for each shape of inputs.
+    Modules,
 }
 
 impl fmt::Display for GraphMode {
@@ -37,6 +39,7 @@ impl fmt::Display for GraphMode {
         f.write_str(match self {
             Self::Off => "off",
             Self::Step => "step",
+            Self::Modules => "modules",
         })
     }
 }
@@ -54,6 +57,8 @@ pub struct GraphReport {
     pub graphs: usize,
     /// Why there are no graphs any more.
     pub refusal: Option<String>,
+    /// With `modules`: the type of each module that was called, and what its calls found.
+    pub modules: Vec<(&'static str, CacheStats)>,
 }
 
 /// Steps that run as usual before the first capture: kernels choose their algorithms meanwhile.
@@ -79,6 +84,8 @@ enum State {
 /// A step that can be replayed.
 struct Ready {
     graph: StepGraph,
+    /// Where the batch must be if a result is a view of it.
+    places: Option<Vec<Tensor>>,
     loss: Tensor,
     logged: Vec<Logged>,
     grads: TensorList,
@@ -95,7 +102,9 @@ pub(super) struct StepGraphs {
     is_full: bool,
     /// A step is being captured.
     is_capturing: bool,
-    pub(super) report: GraphReport,
+    /// There with `modules`.
+    pub(super) modules: Option<ModuleGraphs>,
+    report: GraphReport,
 }
 
 impl StepGraphs {
@@ -108,13 +117,20 @@ impl StepGraphs {
             epoch: None,
             is_full: false,
             is_capturing: false,
+            modules: (mode == GraphMode::Modules).then(ModuleGraphs::default),
             report: GraphReport::default(),
         }
     }
 
     /// Whether steps may be captured or replayed.
     pub(super) fn are_on(&self) -> bool {
-        self.mode != GraphMode::Off && self.report.refusal.is_none()
+        self.mode == GraphMode::Step && self.report.refusal.is_none()
+    }
+
+    /// What was done so far.
+    pub(super) fn take_report(&mut self) -> GraphReport {
+        let modules = self.modules.as_ref().map_or_else(Vec::new, ModuleGraphs::stats);
+        GraphReport { modules, ..std::mem::take(&mut self.report) }
     }
 
     /// Whether the step that runs is being captured.
@@ -223,7 +239,13 @@ impl<M: LightningModule> Session<'_, M> {
         };
         // a graph that adds to gradients goes on from those that are there
         ready.grads.bind_grads(params, !window.opens)?;
-        ready.graph.replay(inputs)?;
+        match &ready.places {
+            Some(places) => {
+                graph::fill(places, inputs)?;
+                ready.graph.replay(places)?;
+            }
+            None => ready.graph.replay(inputs)?,
+        }
         self.run.metrics.record_again(&ready.logged)?;
         let loss = graph::copy_of(&ready.loss)?;
         graphs.report.replayed_steps += 1;
@@ -312,7 +334,10 @@ impl<M: LightningModule> Session<'_, M> {
                 stats.arena_bytes / 1024
             );
         }
-        let ready = Ready { graph, loss, logged, grads };
+        let results = logged.iter().filter_map(Logged::tensor).chain([&loss]);
+        let places =
+            graph::any_within(results, inputs).then(|| inputs.iter().map(Tensor::shallow_clone).collect());
+        let ready = Ready { graph, places, loss, logged, grads };
         self.graphs.entries[index].1 = State::Ready(Box::new(ready));
         self.graphs.report.graphs =
             self.graphs.entries.iter().filter(|(_, state)| matches!(state, State::Ready(_))).count();

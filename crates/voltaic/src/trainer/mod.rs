@@ -156,7 +156,7 @@ impl Trainer {
         let mut session = self.session(module, &mut data, Stage::Fit)?;
         let result = fit_session(&mut session, optimizers, ckpt_path.as_deref());
         let result = session.conclude(result);
-        let graphs = std::mem::take(&mut session.graphs.report);
+        let graphs = session.graphs.take_report();
         drop(session);
         self.graphs = graphs;
         self.run.strategy.teardown();

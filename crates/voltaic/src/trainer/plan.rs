@@ -238,10 +238,10 @@ fn check_graph(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, prob
         let what = format!("graph={} with detect_anomaly: a replay runs no checks", config.graph);
         problems.add("graph", what, "set trainer.graph=off, or trainer.detect_anomaly=false");
     }
-    if config.graph != GraphMode::Off && ranks.strategy != StrategyPlan::SingleDevice {
+    if config.graph == GraphMode::Step && ranks.strategy != StrategyPlan::SingleDevice {
         let what =
             format!("graph={} with several ranks: a replay would not average their gradients", config.graph);
-        problems.add("graph", what, "set trainer.graph=off, or train on one device");
+        problems.add("graph", what, "set trainer.graph=modules or off, or train on one device");
     }
 }
 

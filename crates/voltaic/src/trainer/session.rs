@@ -215,7 +215,9 @@ impl<M: LightningModule> Session<'_, M> {
         let scope = point.scope(&batch, self.is_sanity_check);
         let plan = self.plan;
         let _action = self.profile_strategy(point.name)?;
-        let is_manual = point.name == "training_step" && !self.module.automatic_optimization();
+        let is_training = point.name == "training_step";
+        let is_manual = is_training && !self.module.automatic_optimization();
+        let mut graphs = self.graphs.modules.take();
         let (parts, state, module) = self.parts();
         state.metrics.enter(scope);
         let (module, profiling) = (&*module, parts.profiling);
@@ -227,11 +229,13 @@ impl<M: LightningModule> Session<'_, M> {
             batch_idx: batch.batch_idx,
             dataloader_idx: batch.dataloader_idx,
             manual: is_manual.then_some(&mut manual as &mut dyn ManualOptimization),
+            graphs: graphs.as_mut().map(|graphs| (graphs, is_training)),
         };
         let region = plan.precision.autocast_dtype().map(|dtype| autocast(plan.device, dtype)).transpose()?;
-        let output = guarded(|| step(module, &mut ctx))
-            .map_err(|source| hook_error(point.name, &self.run.progress, source))?;
+        let output = guarded(|| step(module, &mut ctx));
         drop(region);
+        self.graphs.modules = graphs;
+        let output = output.map_err(|source| hook_error(point.name, &self.run.progress, source))?;
         self.check_logged()?;
         Ok(output)
     }

@@ -5,6 +5,8 @@
 mod device;
 mod device_stats;
 mod graph;
+mod graph_modes;
+mod graph_modules;
 mod metrics;
 mod operators;
 mod processes;

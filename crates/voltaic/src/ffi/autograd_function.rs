@@ -1,0 +1,132 @@
+//! Functions whose gradient is a closure, and gradients without a backward pass over a whole model.
+
+use std::ffi::{c_char, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+use std::sync::{Mutex, PoisonError};
+
+use tch::Tensor;
+use voltaic_sys as sys;
+
+use super::allocator::write_text;
+use super::autograd::panic_text;
+use super::{check, pointers};
+use crate::error::TorchError;
+
+type BackwardFn = dyn FnMut(&[Tensor]) -> anyhow::Result<Vec<Option<Tensor>>> + Send;
+
+/// What autograd's node owns.
+struct Function {
+    backward: Mutex<Box<BackwardFn>>,
+    num_inputs: usize,
+    num_outputs: usize,
+}
+
+/// Makes `outputs` results of a function of `inputs`, with `backward` as its gradient: it gets the gradients of the
+/// outputs, in order (undefined tensors where none came), and gives one for each input. It is called on the thread that
+/// runs backward, with grad off, and again if backward runs again. An error or a panic of it makes backward fail.
+///
+/// # Errors
+/// If an output has a history already, or is not of floating point.
+///
+/// Source: `torch.autograd.Function`.
+pub fn autograd_function<'a>(
+    inputs: impl IntoIterator<Item = &'a Tensor>,
+    outputs: &[Tensor],
+    backward: impl FnMut(&[Tensor]) -> anyhow::Result<Vec<Option<Tensor>>> + Send + 'static,
+) -> Result<(), TorchError> {
+    let (inputs, results) = (pointers(inputs), pointers(outputs));
+    let function = Function {
+        backward: Mutex::new(Box::new(backward)),
+        num_inputs: inputs.len(),
+        num_outputs: results.len(),
+    };
+    let callbacks = sys::vt_autograd_callbacks {
+        backward: call_backward,
+        release,
+        data: Box::into_raw(Box::new(function)).cast(),
+    };
+    // SAFETY: the tensors are borrowed for the call. The shim takes ownership of the data whether or not it succeeds, and
+    // gives it back once to `release`; both trampolines cast it to the type it was made from.
+    let error = unsafe {
+        sys::vt_autograd_function(inputs.as_ptr(), inputs.len(), results.as_ptr(), results.len(), callbacks)
+    };
+    check("autograd_function", error)
+}
+
+extern "C" fn call_backward(
+    data: *mut c_void,
+    grad_outputs: *const sys::vt_tensor,
+    grad_inputs: *mut sys::vt_tensor,
+    text: *mut c_char,
+    capacity: usize,
+) -> i32 {
+    // SAFETY: data is the Function given at registration, which autograd's node owns and keeps alive for this call; it is
+    // shared, its closure is behind a mutex.
+    let function = unsafe { &*data.cast::<Function>() };
+    let grads: Vec<Tensor> = (0..function.num_outputs)
+        // SAFETY: the shim gives a tensor for each output, alive for this call.
+        .map(|i| unsafe { Tensor::clone_from_ptr(*grad_outputs.add(i)) })
+        .collect();
+    let mut backward = function.backward.lock().unwrap_or_else(PoisonError::into_inner);
+    let failure = match catch_unwind(AssertUnwindSafe(|| backward(&grads))) {
+        Ok(Ok(found)) if found.len() == function.num_inputs => {
+            for (i, grad) in found.into_iter().enumerate() {
+                if let Some(grad) = grad {
+                    // SAFETY: there is room for a pointer per input; the shim owns the tensor from now on.
+                    unsafe { *grad_inputs.add(i) = grad.as_ptr().cast_mut() };
+                    std::mem::forget(grad);
+                }
+            }
+            return 0;
+        }
+        Ok(Ok(found)) => format!("{} gradients for {} inputs", found.len(), function.num_inputs),
+        Ok(Err(error)) => format!("{error:#}"),
+        Err(panic) => format!("the gradient panicked: {}", panic_text(panic.as_ref())),
+    };
+    write_text(&failure, text, capacity);
+    1
+}
+
+extern "C" fn release(data: *mut c_void) {
+    // SAFETY: called once, by the node's destructor, with the pointer that Box::into_raw gave.
+    drop(unsafe { Box::from_raw(data.cast::<Function>()) });
+}
+
+/// Gradients of `outputs` with respect to `inputs`, given those of the outputs; none for an input that has no part in
+/// them. Autograd's graph stays.
+///
+/// # Errors
+/// If an output has no history, or a gradient has not the shape of its output.
+///
+/// Source: `torch.autograd.grad` with `retain_graph`.
+pub fn autograd_grad(
+    outputs: &[Tensor],
+    grad_outputs: &[Tensor],
+    inputs: &[Tensor],
+) -> Result<Vec<Option<Tensor>>, TorchError> {
+    assert_eq!(outputs.len(), grad_outputs.len(), "a gradient for each output");
+    let (outputs, grad_outputs, inputs) = (pointers(outputs), pointers(grad_outputs), pointers(inputs));
+    let mut grads = vec![ptr::null_mut(); inputs.len()];
+    // SAFETY: the tensors are borrowed for the call; there is room for a gradient of each input.
+    let error = unsafe {
+        sys::vt_autograd_grad(
+            outputs.as_ptr(),
+            grad_outputs.as_ptr(),
+            outputs.len(),
+            inputs.as_ptr(),
+            inputs.len(),
+            grads.as_mut_ptr(),
+        )
+    };
+    check("autograd_grad", error)?;
+    // SAFETY: the call succeeded, so that each entry is a tensor that is ours.
+    let grads = grads.into_iter().map(|grad| unsafe { Tensor::from_ptr(grad) });
+    Ok(grads.map(|grad| grad.defined().then_some(grad)).collect())
+}
+
+/// Whether operators of this thread note how to differentiate them: not within `tch::no_grad`.
+pub fn grad_is_enabled() -> bool {
+    // SAFETY: reads this thread's state.
+    unsafe { sys::vt_grad_is_enabled() != 0 }
+}

@@ -1,0 +1,366 @@
+//! Graphs of a module's calls, one for each sort of inputs.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use tch::{Kind, Tensor};
+
+use super::call::{CallInputs, CapturedCall};
+use super::capture::is_capturing;
+use super::metrics;
+use super::step::copy_of;
+use crate::device::Device;
+use crate::error::{Error, GraphError, Result};
+use crate::ffi;
+use crate::nn::{Module, ModuleExt};
+
+/// Pads one dimension of the inputs with zeros up to the next of a few sizes, so that few shapes need a graph. Outputs
+/// are cut back along the same dimension. For modules that treat the entries of the dimension apart from each other,
+/// such as the samples of a batch where no batch norm is trained.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Buckets {
+    /// The dimension, from 0. Inputs that have fewer dimensions are left as they are.
+    pub dim: usize,
+    /// The sizes. An input that is longer than all of them is not padded.
+    pub sizes: Vec<i64>,
+}
+
+/// How a cache of graphs behaves.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct CacheOptions {
+    pub(crate) max_graphs: Option<usize>,
+    /// Calls with grad are captured too.
+    pub(crate) captures_grad: bool,
+    pub(crate) disable_tensor_cache: bool,
+    pub(crate) use_lfu: bool,
+    pub(crate) buckets: Option<Buckets>,
+    /// Logs the statistics after so many calls, and at the end; 0 does not.
+    pub(crate) log_frequency: u64,
+}
+
+/// What the calls of a module with graphs found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CacheStats {
+    /// Graphs in the cache.
+    pub num_graphs: usize,
+    /// Most graphs that it may hold.
+    pub max_graphs: Option<usize>,
+    /// Calls that were replayed.
+    pub hits: u64,
+    /// Calls that were captured.
+    pub misses: u64,
+    /// Calls that ran as usual: within another capture, while a backward pass was still to come, since there was no room
+    /// for a graph, or since the module cannot be captured.
+    pub uncached: u64,
+    /// Graphs that made room for those of inputs that come more often.
+    pub evictions: u64,
+    /// How often a dimension of an input had another size than in the call before, and that needed a new graph.
+    pub recompilations: BTreeMap<usize, u64>,
+}
+
+impl fmt::Display for CacheStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let max = self.max_graphs.map_or_else(|| "no limit".to_owned(), |max| max.to_string());
+        writeln!(f, "Max graphs: {max}")?;
+        writeln!(f, "No. of HPUGraphs cached: {}", self.num_graphs)?;
+        writeln!(f, "Total cached hits: {}", self.hits)?;
+        writeln!(f, "Total captured: {}", self.misses)?;
+        writeln!(f, "Total uncached: {}", self.uncached)?;
+        if self.evictions > 0 {
+            writeln!(f, "Total evicted: {}", self.evictions)?;
+        }
+        for (dim, count) in &self.recompilations {
+            writeln!(f, "Captured anew for another size of dimension {dim}: {count}")?;
+        }
+        write!(f, "Total forwards executed: {}", self.hits + self.misses + self.uncached)
+    }
+}
+
+/// What makes a call another graph.
+#[derive(Debug, Clone, PartialEq)]
+struct Key {
+    inputs: Vec<InputKey>,
+    is_training: bool,
+    with_grad: bool,
+    autocast: (bool, i32),
+    /// Which parameters are trained.
+    trained: Vec<bool>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+struct InputKey {
+    size: Vec<i64>,
+    kind: Kind,
+    device: Device,
+    requires_grad: bool,
+}
+
+/// The graphs of one module.
+#[derive(Debug)]
+pub(crate) struct GraphCache {
+    options: CacheOptions,
+    module: &'static str,
+    graphs: Vec<(Key, CapturedCall)>,
+    /// How often each sort of call came; kept to find the least frequent one.
+    counts: Vec<(Key, u64)>,
+    params: Option<Vec<Tensor>>,
+    last_sizes: Vec<Vec<i64>>,
+    stats: CacheStats,
+    pub(crate) refusal: Option<String>,
+}
+
+/// A module's forward pass on some tensors.
+pub(crate) type Call<'a> = &'a dyn Fn(&[Tensor]) -> anyhow::Result<Vec<Tensor>>;
+
+impl GraphCache {
+    pub(crate) fn new(module: &'static str, options: CacheOptions) -> Self {
+        let stats = CacheStats { max_graphs: options.max_graphs, ..CacheStats::default() };
+        Self {
+            options,
+            module,
+            graphs: Vec::new(),
+            counts: Vec::new(),
+            params: None,
+            last_sizes: Vec::new(),
+            stats,
+            refusal: None,
+        }
+    }
+
+    pub(crate) fn stats(&self) -> CacheStats {
+        CacheStats { num_graphs: self.graphs.len(), ..self.stats.clone() }
+    }
+
+    pub(crate) fn module(&self) -> &'static str {
+        self.module
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.graphs.clear();
+        self.params = None;
+    }
+
+    /// Runs `call` of `module`: by a graph if there is one, else captured if there is room, else as usual.
+    pub(crate) fn run(
+        &mut self,
+        module: &dyn Module,
+        is_training: bool,
+        inputs: &[Tensor],
+        call: Call,
+    ) -> anyhow::Result<Vec<Tensor>> {
+        if is_capturing() {
+            return call(inputs); // part of a larger graph
+        }
+        let Some((dim, size, target)) = self.options.buckets.as_ref().and_then(|b| b.target(inputs)) else {
+            return self.run_same_size(module, is_training, inputs, call);
+        };
+        let padded =
+            inputs.iter().map(|input| resize(input, dim, size, target)).collect::<Result<Vec<_>>>()?;
+        let outputs = self.run_same_size(module, is_training, &padded, call)?;
+        Ok(outputs.iter().map(|output| resize(output, dim, target, size)).collect::<Result<_>>()?)
+    }
+
+    fn run_same_size(
+        &mut self,
+        module: &dyn Module,
+        is_training: bool,
+        inputs: &[Tensor],
+        call: Call,
+    ) -> anyhow::Result<Vec<Tensor>> {
+        let key = self.key(module, is_training, inputs)?;
+        self.count(&key);
+        let outputs = if key.with_grad && !self.options.captures_grad {
+            self.uncached(inputs, call)?
+        } else if let Some(outputs) = self.replay(&key, inputs)? {
+            outputs
+        } else if self.has_room(&key) {
+            self.capture(module, key, inputs, call)?
+        } else {
+            self.uncached(inputs, call)?
+        };
+        self.log_stats();
+        Ok(outputs)
+    }
+
+    fn key(&mut self, module: &dyn Module, is_training: bool, inputs: &[Tensor]) -> Result<Key> {
+        let params = self.params.get_or_insert_with(|| {
+            module.parameters().iter().map(|parameter| parameter.tensor().shallow_clone()).collect()
+        });
+        let grad_is_on = ffi::grad_is_enabled();
+        let trained: Vec<bool> = params.iter().map(|param| grad_is_on && param.requires_grad()).collect();
+        let describe = |input: &Tensor| {
+            Ok(InputKey {
+                size: input.size(),
+                kind: input.kind(),
+                device: Device::of(input)?,
+                requires_grad: grad_is_on && input.requires_grad(),
+            })
+        };
+        let inputs: Vec<InputKey> = inputs.iter().map(describe).collect::<Result<_>>()?;
+        let device = inputs.first().map_or(Device::Cpu, |input| input.device);
+        let with_grad =
+            trained.iter().any(|is_trained| *is_trained) || inputs.iter().any(|input| input.requires_grad);
+        Ok(Key { inputs, is_training, with_grad, autocast: ffi::autocast_state(device)?, trained })
+    }
+
+    fn count(&mut self, key: &Key) {
+        if !self.options.use_lfu {
+            return;
+        }
+        match self.counts.iter_mut().find(|(known, _)| known == key) {
+            Some((_, count)) => *count += 1,
+            None => self.counts.push((key.clone(), 1)),
+        }
+    }
+
+    fn uncached(&mut self, inputs: &[Tensor], call: Call) -> anyhow::Result<Vec<Tensor>> {
+        self.stats.uncached += 1;
+        call(inputs)
+    }
+
+    fn replay(&mut self, key: &Key, inputs: &[Tensor]) -> Result<Option<Vec<Tensor>>> {
+        let is_free = |(known, call): &(Key, CapturedCall)| known == key && !call.is_busy();
+        let Some(index) = self.graphs.iter().position(is_free) else { return Ok(None) };
+        let outputs = match self.graphs[index].1.replay(inputs) {
+            Ok(outputs) => outputs,
+            Err(Error::Graph(GraphError::TensorGone { .. })) => {
+                self.clear(); // the weights were moved or cast: captured anew
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        };
+        self.stats.hits += 1;
+        metrics::count_hit();
+        self.note_sizes(key);
+        self.own(outputs, key).map(Some)
+    }
+
+    /// Without a backward pass outputs are the graph's own, unless each call is to give tensors of its own.
+    fn own(&self, outputs: Vec<Tensor>, key: &Key) -> Result<Vec<Tensor>> {
+        if self.options.disable_tensor_cache && !key.with_grad {
+            return outputs.iter().map(copy_of).collect();
+        }
+        Ok(outputs)
+    }
+
+    fn capture(
+        &mut self,
+        module: &dyn Module,
+        key: Key,
+        inputs: &[Tensor],
+        call: Call,
+    ) -> anyhow::Result<Vec<Tensor>> {
+        let of_call = CallInputs { inputs, with_grad: key.with_grad };
+        let (captured, outputs) = CapturedCall::capture(module, of_call, call)?;
+        self.stats.misses += 1;
+        metrics::count_miss();
+        self.count_recompilation(&key);
+        match captured {
+            Ok(captured) => {
+                self.note_sizes(&key);
+                let outputs = self.own(outputs, &key)?;
+                self.graphs.push((key, captured));
+                Ok(outputs)
+            }
+            Err(Error::Graph(error)) => {
+                tracing::warn!("{} runs without graphs: {error}", self.module);
+                metrics::count_fallback(&error);
+                self.refusal = Some(error.to_string());
+                self.clear();
+                Ok(outputs)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Which dimensions have other sizes than in the call before.
+    fn count_recompilation(&mut self, key: &Key) {
+        for (before, now) in self.last_sizes.iter().zip(&key.inputs) {
+            if before.len() != now.size.len() {
+                continue;
+            }
+            for (dim, (old, new)) in before.iter().zip(&now.size).enumerate() {
+                if old != new {
+                    *self.stats.recompilations.entry(dim).or_insert(0) += 1;
+                }
+            }
+        }
+    }
+
+    fn note_sizes(&mut self, key: &Key) {
+        if !self.last_sizes.iter().eq(key.inputs.iter().map(|input| &input.size)) {
+            self.last_sizes = key.inputs.iter().map(|input| input.size.clone()).collect();
+        }
+    }
+
+    fn has_room(&mut self, key: &Key) -> bool {
+        if self.refusal.is_some() {
+            return false;
+        }
+        if self.options.max_graphs.is_none_or(|max| self.graphs.len() < max) {
+            return true;
+        }
+        self.options.use_lfu && self.evict_for(key)
+    }
+
+    /// Drops the graph of the calls that came least often, if those of `key` came more often.
+    fn evict_for(&mut self, key: &Key) -> bool {
+        let count =
+            |key: &Key| self.counts.iter().find(|(known, _)| known == key).map_or(0, |(_, count)| *count);
+        let free = self.graphs.iter().enumerate().filter(|(_, (_, call))| !call.is_busy());
+        let Some((least, index)) = free.map(|(index, (known, _))| (count(known), index)).min() else {
+            return false;
+        };
+        if count(key) <= least {
+            return false;
+        }
+        self.graphs.swap_remove(index);
+        self.stats.evictions += 1;
+        true
+    }
+
+    fn log_stats(&self) {
+        let calls = self.stats.hits + self.stats.misses + self.stats.uncached;
+        if self.options.log_frequency != 0 && calls.is_multiple_of(self.options.log_frequency) {
+            tracing::info!("graphs of {}:\n{}", self.module, self.stats());
+        }
+    }
+
+    /// Replays in all, and what they could not place as planned.
+    pub(crate) fn replay_stats(&self) -> Vec<ffi::ReplayStats> {
+        self.graphs.iter().flat_map(|(_, call)| call.replay_stats()).collect()
+    }
+}
+
+impl Drop for GraphCache {
+    fn drop(&mut self) {
+        if self.options.log_frequency != 0 {
+            tracing::info!("graphs of {} at the end:\n{}", self.module, self.stats());
+        }
+    }
+}
+
+impl Buckets {
+    /// The dimension, its size, and what the inputs are padded to; none if they stay.
+    fn target(&self, inputs: &[Tensor]) -> Option<(usize, i64, i64)> {
+        let given = inputs.iter().find_map(|input| input.size().get(self.dim).copied())?;
+        let larger = self.sizes.iter().copied().filter(|&bucket| bucket >= given).min()?;
+        (larger != given).then_some((self.dim, given, larger))
+    }
+}
+
+/// Pads dimension `dim` with zeros, or cuts it, from `size` to `target`; a tensor of another size there stays.
+fn resize(tensor: &Tensor, dim: usize, size: i64, target: i64) -> Result<Tensor> {
+    let sizes = tensor.size();
+    if sizes.get(dim) != Some(&size) {
+        return Ok(tensor.shallow_clone());
+    }
+    if target < size {
+        return Ok(tensor.f_narrow(dim as i64, 0, target)?);
+    }
+    let mut padding = vec![0; 2 * (sizes.len() - dim)]; // from the last dimension backwards
+    if let Some(last) = padding.last_mut() {
+        *last = target - size;
+    }
+    Ok(tensor.f_constant_pad_nd(&padding)?)
+}

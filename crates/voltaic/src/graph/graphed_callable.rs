@@ -1,0 +1,170 @@
+//! A module as one graph for one sort of inputs.
+
+use std::cell::RefCell;
+use std::marker::PhantomData;
+
+use tch::Tensor;
+
+use super::call::{CallInputs, CapturedCall, trained_params};
+use super::callable::{Callable, TensorTuple, call_with};
+use super::capture::{check_not_capturing, is_capturing};
+use super::step::copy_of;
+use crate::device::Device;
+use crate::error::{GraphError, Result};
+use crate::ffi;
+use crate::nn::{Forward, Member, Module, ModuleExt};
+
+/// A module that is a graph; made by [`make_graphed_callables`]. Names of weights are those of the module.
+#[derive(Debug)]
+pub struct GraphedCallable<M, A> {
+    module: M,
+    call: RefCell<CapturedCall>,
+    is_training: bool,
+    was_training: bool,
+    num_trained: usize,
+    _args: PhantomData<fn(&A)>,
+}
+
+/// Captures the forward pass of `module` on `sample_args`, and its backward pass if grad is on; from then on they are
+/// replayed. Inputs must have the shapes, dtypes and devices of the sample, and results are bit for bit those of the
+/// module.
+///
+/// With grad the module is captured in training mode, within `no_grad` in evaluation mode; in the other mode, and while a
+/// backward pass is still to come, its own code runs. `warmup` is how often it runs before it is captured. Neither that
+/// nor the capture changes buffers, gradients or random numbers.
+///
+/// ```
+/// use voltaic::graph::make_graphed_callables;
+/// use voltaic::nn::{Forward, Linear};
+/// # use voltaic::{Kind, Tensor};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let sample = Tensor::ones([8, 4], (Kind::Float, tch::Device::Cpu));
+/// let net = make_graphed_callables(Linear::new(4, 2)?, &sample, 3)?;
+/// net.forward(&(&sample * 2.0))?.sum(Kind::Float).backward();
+/// assert!(net.forward(&sample.narrow(0, 0, 5)).is_err());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`GraphError::NotCapturable`]; the module's own.
+///
+/// Source: `habana_frameworks.torch.hpu.make_graphed_callables`, `torch.cuda.make_graphed_callables`.
+pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
+    mut module: M,
+    sample_args: &A,
+    warmup: usize,
+) -> anyhow::Result<GraphedCallable<M, A>> {
+    check_not_capturing("make_graphed_callables")?;
+    let is_training = ffi::grad_is_enabled();
+    module.set_training(is_training);
+    let inputs = sample_args.tensors();
+    let params = trained_params(module.as_dyn());
+    let with_grad = is_training && (!params.is_empty() || inputs.iter().any(Tensor::requires_grad));
+    let kept = Kept::of(&module, inputs.first())?;
+    for _ in 0..warmup {
+        warm_up(&call_with(&module, &inputs)?, &inputs, &params)?;
+    }
+    let of_call = CallInputs { inputs: &inputs, with_grad };
+    let (captured, _) =
+        CapturedCall::capture(module.as_dyn(), of_call, &|inputs| call_with(&module, inputs))?;
+    kept.restore(&module)?;
+    Ok(GraphedCallable {
+        call: RefCell::new(captured?),
+        is_training,
+        was_training: is_training,
+        num_trained: params.len(),
+        module,
+        _args: PhantomData,
+    })
+}
+
+/// A backward pass whose gradients are dropped.
+fn warm_up(outputs: &[Tensor], inputs: &[Tensor], params: &[Tensor]) -> Result<()> {
+    let outputs: Vec<Tensor> =
+        outputs.iter().filter(|o| o.requires_grad()).map(Tensor::shallow_clone).collect();
+    if outputs.is_empty() {
+        return Ok(());
+    }
+    let grads = outputs.iter().map(Tensor::f_zeros_like).collect::<Result<Vec<_>, _>>()?;
+    let inputs = inputs.iter().filter(|input| input.requires_grad());
+    let leaves: Vec<Tensor> = inputs.chain(params).map(Tensor::shallow_clone).collect();
+    ffi::autograd_grad(&outputs, &grads, &leaves)?;
+    Ok(())
+}
+
+/// What running a module changes.
+struct Kept {
+    buffers: Vec<Tensor>,
+    rng: (Device, Tensor),
+}
+
+impl Kept {
+    fn of(module: &dyn Module, input: Option<&Tensor>) -> Result<Self> {
+        let buffers = module.named_buffers().into_iter().map(|(_, buffer)| copy_of(buffer.tensor()));
+        let device = input.map_or(Ok(Device::Cpu), Device::of)?;
+        Ok(Self {
+            buffers: buffers.collect::<Result<_>>()?,
+            rng: (device, ffi::rng_state(device.numbers().0, device.numbers().1)?),
+        })
+    }
+
+    fn restore(&self, module: &dyn Module) -> Result<()> {
+        for ((_, buffer), kept) in module.named_buffers().into_iter().zip(&self.buffers) {
+            tch::no_grad(|| buffer.tensor().shallow_clone().f_copy_(kept))?;
+        }
+        let (device, state) = &self.rng;
+        Ok(ffi::set_rng_state(device.numbers().0, device.numbers().1, state)?)
+    }
+}
+
+impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
+    /// The module.
+    pub fn module(&self) -> &M {
+        &self.module
+    }
+
+    /// The module's call by its graph. For a module of one tensor this is its `forward`.
+    ///
+    /// # Errors
+    /// [`GraphError::InputMismatch`], [`GraphError::TensorGone`]; the module's own where its code runs.
+    pub fn call(&self, args: &A) -> anyhow::Result<M::Output> {
+        let mut call = self.call.borrow_mut();
+        if is_capturing() || self.is_training != self.was_training || call.is_busy() {
+            drop(call);
+            return self.module.call(args);
+        }
+        if self.was_training && trained_params(self.module.as_dyn()).len() > self.num_trained {
+            let module = self.module.type_name();
+            let what = format!("a parameter of {module} is trained that was not when the graph was captured");
+            return Err(GraphError::Arguments { what, remedy: "capture it again".to_owned() }.into());
+        }
+        Ok(M::Output::from_tensors(call.replay(&args.tensors())?)?)
+    }
+}
+
+impl<M: Forward> Forward for GraphedCallable<M, Tensor> {
+    fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
+        self.call(input)
+    }
+}
+
+impl<A: TensorTuple + 'static, M: Module> Module for GraphedCallable<M, A> {
+    fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>)) {
+        self.module.members(visit);
+    }
+
+    fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
+        self.module.children_mut(visit);
+    }
+
+    fn set_training(&mut self, training: bool) {
+        self.is_training = training;
+        self.module.set_training(training);
+    }
+
+    fn type_name(&self) -> &'static str {
+        self.module.type_name()
+    }
+}
