@@ -17,7 +17,7 @@ const MAX_REPEATS: usize = 2;
 const MAX_WAIT: Duration = Duration::from_secs(20);
 /// Ticks of the kernel's CPU accounting per second.
 const TICKS_PER_SEC: f64 = 100.0;
-/// glibc keeps what it has: https://sourceware.org/glibc/manual/latest/html_node/Memory-Allocation-Tunables.html
+/// glibc keeps what it has: <https://sourceware.org/glibc/manual/latest/html_node/Memory-Allocation-Tunables.html>
 const HELD_MALLOC: [(&str, &str); 3] = [
     ("MALLOC_TRIM_THRESHOLD_", "4000000000"),
     ("MALLOC_MMAP_THRESHOLD_", "33554432"),
