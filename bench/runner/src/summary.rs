@@ -282,8 +282,9 @@ mod tests {
 
     #[test]
     fn losses_of_other_work_are_found() {
-        let baseline = Some(&[2.0, 1.9, 1.8, 1.7, 1.6, 9.0][..]);
-        assert_eq!(wrong_losses(Work::Same, &[2.0, 1.9, 1.8, 1.7, 1.6, 1.0], baseline, 1e-3), None);
+        let baseline = Some(&[2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3, 9.0][..]);
+        let losses = [2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3, 1.0];
+        assert_eq!(wrong_losses(Work::Same, &losses, baseline, 1e-3), None);
         for wrong in [2.01, f64::NAN] {
             assert!(wrong_losses(Work::Same, &[wrong, 1.9, 1.8], baseline, 1e-3).is_some());
         }
