@@ -160,19 +160,19 @@ unsafe impl Send for ReplayGraph {}
 
 impl ReplayGraph {
     /// The first buffer of the recording that was there before and is gone, or has other memory now.
-    pub fn gone_buffer(&self) -> Option<usize> {
+    fn gone_buffer(&self) -> Option<usize> {
         // SAFETY: the graph is alive; it holds what it looks at.
         usize::try_from(unsafe { sys::vt_graph_gone_buffer(self.raw.as_ptr()) }).ok()
     }
 
-    /// Calls the kernels. `inputs` stand in for those that the graph was built with.
+    /// Calls the kernels. `inputs` stand in for those that the graph was built with. If a buffer of the recording that was
+    /// there before is gone, or has other memory now, nothing runs, and its number is given.
     ///
     /// # Errors
-    /// If a buffer is gone, an input does not fit, or a kernel fails.
-    pub fn replay(&mut self, inputs: Option<&[Tensor]>) -> Result<(), TorchError> {
+    /// If an input does not fit, or a kernel fails.
+    pub fn replay(&mut self, inputs: Option<&[Tensor]>) -> Result<Option<usize>, TorchError> {
         if let Some(buffer) = self.gone_buffer() {
-            let what = format!("buffer {buffer}, which was there when the graph was recorded, is gone");
-            return Err(TorchError::new("graph_replay", crate::error::TorchErrorKind::Other, &what));
+            return Ok(Some(buffer));
         }
         let error = match inputs {
             // SAFETY: no buffer is gone, as was just seen; the graph is borrowed mutably.
@@ -184,7 +184,7 @@ impl ReplayGraph {
                 unsafe { sys::vt_graph_replay(self.raw.as_ptr(), inputs.as_ptr(), inputs.len()) }
             }
         };
-        check("graph_replay", error)
+        check("graph_replay", error).map(|()| None)
     }
 
     /// Counts of all replays so far.

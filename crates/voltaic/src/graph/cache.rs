@@ -5,7 +5,7 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use super::call::{CallInputs, CapturedCall};
+use super::call::CapturedCall;
 use super::capture::is_capturing;
 use super::metrics;
 use super::step::copy_of;
@@ -250,8 +250,7 @@ impl GraphCache {
         inputs: &[Tensor],
         call: Call,
     ) -> anyhow::Result<Vec<Tensor>> {
-        let of_call = CallInputs { inputs, with_grad: key.with_grad };
-        let (captured, outputs) = CapturedCall::capture(module, of_call, call)?;
+        let (captured, outputs) = CapturedCall::capture(module, inputs, key.with_grad, call)?;
         self.stats.misses += 1;
         metrics::count_miss();
         self.count_recompilation(&key);

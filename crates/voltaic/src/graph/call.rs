@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tch::Tensor;
 
 use super::hpu_graph::{HpuGraph, check_inputs};
-use super::step::copy_of;
+use super::step::{copy_of, fill};
 use crate::device::Device;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi::{self, ReplayStats};
@@ -52,13 +52,6 @@ struct BackwardState {
     needs_copies: bool,
 }
 
-/// What a call is made with.
-pub(super) struct CallInputs<'a> {
-    pub(super) inputs: &'a [Tensor],
-    /// Whether the results are to have a history.
-    pub(super) with_grad: bool,
-}
-
 impl CapturedCall {
     /// Runs `call` of `module` on copies of the inputs while it is captured, and with grad its backward pass on zeros.
     /// Returns the results of this call, too.
@@ -67,7 +60,8 @@ impl CapturedCall {
     /// `call`'s own; a [`GraphError`] beside the results if it cannot be captured.
     pub(super) fn capture(
         module: &dyn Module,
-        CallInputs { inputs, with_grad }: CallInputs,
+        inputs: &[Tensor],
+        with_grad: bool,
         call: &dyn Fn(&[Tensor]) -> anyhow::Result<Vec<Tensor>>,
     ) -> anyhow::Result<(Result<Self>, Vec<Tensor>)> {
         let places = inputs.iter().map(|input| place_for(input, with_grad)).collect::<Result<Vec<_>>>()?;
@@ -134,14 +128,6 @@ impl CapturedCall {
         }
         stats
     }
-}
-
-/// Copies each tensor to its place.
-pub(crate) fn fill(places: &[Tensor], tensors: &[Tensor]) -> Result<()> {
-    for (place, tensor) in places.iter().zip(tensors) {
-        place.f_detach()?.f_copy_(&tensor.f_detach()?)?;
-    }
-    Ok(())
 }
 
 /// Whether one of the tensors lies within the memory of one of the places, which have no gaps.

@@ -145,10 +145,10 @@ impl Segment {
 
     /// Runs the kernels once more.
     pub(super) fn replay(&mut self, inputs: Option<&[Tensor]>) -> Result<()> {
-        if let Some(buffer) = self.replay.gone_buffer() {
-            return Err(GraphError::TensorGone { tensor: self.name_of(buffer) }.into());
+        match self.replay.replay(inputs)? {
+            Some(buffer) => Err(GraphError::TensorGone { tensor: self.name_of(buffer) }.into()),
+            None => Ok(()),
         }
-        Ok(self.replay.replay(inputs)?)
     }
 
     pub(super) fn replay_stats(&self) -> ReplayStats {

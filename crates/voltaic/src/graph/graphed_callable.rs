@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use tch::Tensor;
 
-use super::call::{CallInputs, CapturedCall, trained_params};
+use super::call::{CapturedCall, trained_params};
 use super::callable::{Callable, TensorTuple, call_with};
 use super::capture::{check_not_capturing, is_capturing};
 use super::step::copy_of;
@@ -21,7 +21,8 @@ pub struct GraphedCallable<M, A> {
     call: RefCell<CapturedCall>,
     is_training: bool,
     was_training: bool,
-    num_trained: usize,
+    /// Parameters that the graph has no gradient for.
+    frozen: Vec<Tensor>,
     _args: PhantomData<fn(&A)>,
 }
 
@@ -66,15 +67,16 @@ pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
     for _ in 0..warmup {
         warm_up(&call_with(&module, &inputs)?, &inputs, &params)?;
     }
-    let of_call = CallInputs { inputs: &inputs, with_grad };
-    let (captured, _) =
-        CapturedCall::capture(module.as_dyn(), of_call, &|inputs| call_with(&module, inputs))?;
+    let call = |inputs: &[Tensor]| call_with(&module, inputs);
+    let (captured, _) = CapturedCall::capture(module.as_dyn(), &inputs, with_grad, &call)?;
     kept.restore(&module)?;
+    let frozen = module.parameters().into_iter().filter(|parameter| !parameter.requires_grad());
+    let frozen = frozen.map(|parameter| parameter.tensor().shallow_clone()).collect();
     Ok(GraphedCallable {
         call: RefCell::new(captured?),
         is_training,
         was_training: is_training,
-        num_trained: params.len(),
+        frozen,
         module,
         _args: PhantomData,
     })
@@ -135,7 +137,7 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
             drop(call);
             return self.module.call(args);
         }
-        if self.was_training && trained_params(self.module.as_dyn()).len() > self.num_trained {
+        if self.was_training && self.frozen.iter().any(Tensor::requires_grad) {
             let module = self.module.type_name();
             let what = format!("a parameter of {module} is trained that was not when the graph was captured");
             return Err(GraphError::Arguments { what, remedy: "capture it again".to_owned() }.into());

@@ -5,6 +5,7 @@ use tch::Tensor;
 use super::capture::{self, Segment, check_not_capturing};
 use super::ir::Graph;
 use super::plan::PlanStats;
+use super::step::fill;
 use crate::device::Device;
 use crate::error::{GraphError, Result};
 use crate::ffi::{CudaGraph, ReplayStats};
@@ -146,9 +147,7 @@ impl HpuGraph {
         self.check_ready()?;
         check_inputs(&self.inputs, inputs)?;
         if self.cuda.is_some() {
-            for (place, input) in self.inputs.iter().zip(inputs) {
-                place.f_detach()?.f_copy_(&input.f_detach()?)?;
-            }
+            fill(&self.inputs, inputs)?;
             return self.replay();
         }
         let inputs: Vec<Tensor> = inputs.iter().map(|input| input.shallow_clone()).collect();

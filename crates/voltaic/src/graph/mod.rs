@@ -20,7 +20,7 @@ mod wrap;
 
 pub use crate::ffi::ReplayStats;
 pub use cache::{Buckets, CacheStats};
-pub(crate) use call::{any_within, fill};
+pub(crate) use call::any_within;
 pub use callable::{Callable, TensorTuple};
 pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
 pub use flops::Flops;
@@ -31,5 +31,5 @@ pub use metrics::{GraphMetrics, graph_metrics, metric_global, reset_metrics};
 pub(crate) use metrics::{count_fallback, count_hit, count_miss};
 pub(crate) use modules::ModuleGraphs;
 pub use plan::PlanStats;
-pub(crate) use step::{CapturedStep, StepCapture, StepGraph, check_same, copy_of};
+pub(crate) use step::{CapturedStep, StepCapture, StepGraph, check_same, copy_of, fill};
 pub use wrap::{GraphedModule, ModuleCacher, WrapOptions, wrap_in_hpu_graph};

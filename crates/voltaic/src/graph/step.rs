@@ -1,5 +1,7 @@
 //! Capture of a training step that somebody else runs: recorded, compared with the one before, made ready.
 
+use std::borrow::Borrow;
+
 use tch::Tensor;
 
 use super::capture::{self, Segment, read};
@@ -96,4 +98,12 @@ pub(crate) fn copy_of(tensor: &Tensor) -> Result<Tensor> {
     let mut copy = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
     copy.f_copy_(tensor)?;
     Ok(copy)
+}
+
+/// Copies each tensor to its place.
+pub(crate) fn fill<T: Borrow<Tensor>>(places: &[Tensor], tensors: &[T]) -> Result<()> {
+    for (place, tensor) in places.iter().zip(tensors) {
+        place.f_detach()?.f_copy_(&tensor.borrow().f_detach()?)?;
+    }
+    Ok(())
 }

@@ -11,6 +11,7 @@ use voltaic::metrics::{Auroc, ConfusionMatrix, MeanSquaredError, Metric};
 use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{ModuleExt, Parameter};
 use voltaic::optim::{Optimizers, Sgd};
+use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::ddp::{folder_of_parent, run_ranks};
@@ -137,17 +138,22 @@ fn values_are_of_the_epoch_and_of_each_step() {
     assert_eq!(metrics, [("val_auroc".to_owned(), expected_auroc(&net.weight, 10))]);
 }
 
+/// Keeps a checkpoint of each step in a folder.
+fn saving_each_step(builder: TrainerBuilder, folder: &Path) -> TrainerBuilder {
+    let saver = ModelCheckpoint::new(ModelCheckpointConfig {
+        dirpath: Some(folder.into()),
+        save_top_k: -1,
+        every_n_train_steps: Some(1),
+        ..ModelCheckpointConfig::default()
+    });
+    builder.enable_checkpointing(true).callback(saver.unwrap())
+}
+
 /// Trains two epochs of 7 batches, validating after 3 and 6; returns weights and metrics.
 fn run(folder: Option<&Path>, ckpt: Option<&Path>) -> (Vec<f32>, Vec<Option<u64>>) {
     let mut builder = silent().max_epochs(2).val_check_interval(3);
     if let Some(folder) = folder {
-        let saver = ModelCheckpoint::new(ModelCheckpointConfig {
-            dirpath: Some(folder.into()),
-            save_top_k: -1,
-            every_n_train_steps: Some(1),
-            ..ModelCheckpointConfig::default()
-        });
-        builder = builder.enable_checkpointing(true).callback(saver.unwrap());
+        builder = saving_each_step(builder, folder);
     }
     let mut trainer = builder.build().unwrap();
     if let Some(ckpt) = ckpt {
@@ -244,13 +250,7 @@ fn ranks_go_on_in_the_middle_of_an_epoch() {
             let builder = silent().default_root_dir(folder.as_path()).accelerator("cpu").devices(2);
             let mut builder = builder.strategy("ddp").max_epochs(1).limit_val_batches(0);
             if ckpt.is_none() {
-                let saver = ModelCheckpoint::new(ModelCheckpointConfig {
-                    dirpath: Some(folder.join("saved")),
-                    save_top_k: -1,
-                    every_n_train_steps: Some(1),
-                    ..ModelCheckpointConfig::default()
-                });
-                builder = builder.enable_checkpointing(true).callback(saver.unwrap());
+                builder = saving_each_step(builder, &folder.join("saved"));
             }
             let mut trainer = builder.build().unwrap();
             if let Some(ckpt) = ckpt {
