@@ -47,13 +47,7 @@ pub fn expand(input: &DeriveInput) -> Result<TokenStream> {
     let visits_mut = members.iter().map(|(member, name, ty)| {
         quote_spanned!(ty.span()=> <#ty as ::voltaic::nn::Field>::children_mut(&mut self.#member, #name, visit);)
     });
-    let set_training = training.map(|member| {
-        quote! {
-            fn set_training(&mut self, training: bool) {
-                self.#member = training;
-            }
-        }
-    });
+    let modes = training.map(|member| modes(&member));
     let of_struct = attributes::of_struct(&input.attrs)?;
     let metric = of_struct.is_metric.then(|| {
         quote! {
@@ -88,11 +82,24 @@ pub fn expand(input: &DeriveInput) -> Result<TokenStream> {
                 #(#visits_mut)*
             }
 
-            #set_training
+            #modes
             #type_name
             #metric
         }
     })
+}
+
+/// The methods for the mode that the field `member` keeps.
+fn modes(member: &impl ToTokens) -> TokenStream {
+    quote! {
+        fn set_training(&mut self, training: bool) {
+            self.#member = training;
+        }
+
+        fn is_training(&self) -> ::core::option::Option<bool> {
+            ::core::option::Option::Some(self.#member)
+        }
+    }
 }
 
 /// Adds what the implementation needs of type parameters: that they may be part of a module at all, and that the

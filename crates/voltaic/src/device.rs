@@ -3,13 +3,15 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
 use crate::error::{DeviceError, Result};
 use crate::ffi;
 
 /// A place where tensors live and operators run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
 #[non_exhaustive]
 pub enum Device {
     /// Host memory and host cores.
@@ -71,6 +73,20 @@ impl fmt::Display for Device {
             Self::Cuda(index) => write!(f, "cuda:{index}"),
             Self::Hpu(index) => write!(f, "hpu:{index}"),
         }
+    }
+}
+
+impl From<Device> for String {
+    fn from(device: Device) -> Self {
+        device.to_string()
+    }
+}
+
+impl TryFrom<String> for Device {
+    type Error = DeviceError;
+
+    fn try_from(text: String) -> Result<Self, DeviceError> {
+        text.parse()
     }
 }
 

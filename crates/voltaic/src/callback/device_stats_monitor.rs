@@ -171,7 +171,7 @@ mod tests {
             profiling: &Profiling::default(),
             requests: &mut requests,
             optimizers: &mut [],
-            schedulers: &mut [],
+            schedulers: &mut Vec::new(),
             loss: None,
             batch_idx: 0,
             batch_size: None,

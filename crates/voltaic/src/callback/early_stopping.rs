@@ -33,6 +33,8 @@ pub struct EarlyStoppingConfig {
     pub divergence_threshold: Option<f64>,
     /// Check at the end of the training epoch rather than after validation; decided by the run unless set.
     pub check_on_train_epoch_end: Option<bool>,
+    /// Log those lines on rank 0 only.
+    pub log_rank_zero_only: bool,
 }
 
 impl Default for EarlyStoppingConfig {
@@ -48,6 +50,7 @@ impl Default for EarlyStoppingConfig {
             stopping_threshold: None,
             divergence_threshold: None,
             check_on_train_epoch_end: None,
+            log_rank_zero_only: false,
         }
     }
 }
@@ -147,6 +150,7 @@ impl EarlyStopping {
         if ctx.facts().fast_dev_run {
             return Ok(());
         }
+        let tells = self.config.verbose && (ctx.is_global_zero() || !self.config.log_rank_zero_only);
         let monitor = &self.config.monitor;
         let Some(current) = ctx.metric(monitor) else {
             let known = ctx.metric_names().join(", ");
@@ -154,12 +158,12 @@ impl EarlyStopping {
                 "EarlyStopping.monitor: no metric `{monitor}` has been logged; choose one of: {known}"
             );
             anyhow::ensure!(!self.config.strict, "{text}, or set strict=false");
-            if self.config.verbose {
+            if tells {
                 tracing::warn!("{text}");
             }
             return Ok(());
         };
-        let stop = self.judge(current);
+        let stop = self.judge(current, tells);
         if let Some((reason, text)) = stop {
             self.state.stopping_reason = reason;
             self.state.stopping_reason_message = Some(text.clone());
@@ -170,7 +174,7 @@ impl EarlyStopping {
     }
 
     /// Takes a value in; returns why to stop, if so.
-    fn judge(&mut self, current: f64) -> Option<(StoppingReason, String)> {
+    fn judge(&mut self, current: f64, tells: bool) -> Option<(StoppingReason, String)> {
         let EarlyStoppingConfig { monitor, mode, min_delta, patience, .. } = &self.config;
         let best = self.state.best_score;
         if self.config.check_finite && !current.is_finite() {
@@ -190,7 +194,7 @@ impl EarlyStopping {
             Mode::Max => min_delta.abs(),
         };
         if mode.is_better(current - delta, best.unwrap_or(mode.worst())) {
-            if self.config.verbose {
+            if tells {
                 tracing::info!("{monitor} has improved to {current}");
             }
             self.state.best_score = Some(current);
@@ -270,7 +274,7 @@ mod tests {
             change(&mut config);
             let mut callback = EarlyStopping::new(config).unwrap();
             let stop = values.iter().position(|&value| {
-                let stop = callback.judge(value);
+                let stop = callback.judge(value, false);
                 callback.state.stopping_reason = stop.map_or(StoppingReason::NotStopped, |stop| stop.0);
                 callback.state.stopping_reason != StoppingReason::NotStopped
             });

@@ -1,12 +1,17 @@
 //! A callback made of closures.
 
 use super::Callback;
+use crate::checkpoint::Checkpoint;
 use crate::data::Stage;
+use crate::error::Error;
 use crate::module::HookContext;
 use crate::nn::Module;
 
 type Hook = Box<dyn FnMut(&mut HookContext, &mut dyn Module) -> anyhow::Result<()> + Send>;
 type SharedHook = Box<dyn FnMut(&mut HookContext, &dyn Module) -> anyhow::Result<()> + Send>;
+type ExceptionHook = Box<dyn FnMut(&mut HookContext, &Error) + Send>;
+type SaveHook = Box<dyn FnMut(&mut HookContext, &mut Checkpoint) -> anyhow::Result<()> + Send>;
+type LoadHook = Box<dyn FnMut(&Checkpoint) -> anyhow::Result<()> + Send>;
 type StageHook = Box<dyn FnMut(Stage, &mut dyn Module) -> anyhow::Result<()> + Send>;
 
 /// Makes the struct with a closure for each hook, the setters, and the hooks that call them.
@@ -26,6 +31,9 @@ macro_rules! lambda_callback {
             $($hook: Option<Hook>,)*
             $($shared: Option<SharedHook>,)*
             $($stage: Option<StageHook>,)*
+            on_exception: Option<ExceptionHook>,
+            on_save_checkpoint: Option<SaveHook>,
+            on_load_checkpoint: Option<LoadHook>,
         }
 
         impl LambdaCallback {
@@ -67,9 +75,58 @@ macro_rules! lambda_callback {
                     self
                 }
             )*
+
+            /// Sets what runs at [`Callback::on_exception`].
+            #[must_use]
+            pub fn on_exception(mut self, hook: impl FnMut(&mut HookContext, &Error) + Send + 'static) -> Self {
+                self.on_exception = Some(Box::new(hook));
+                self
+            }
+
+            /// Sets what runs at [`Callback::on_save_checkpoint`].
+            #[must_use]
+            pub fn on_save_checkpoint(
+                mut self,
+                hook: impl FnMut(&mut HookContext, &mut Checkpoint) -> anyhow::Result<()> + Send + 'static,
+            ) -> Self {
+                self.on_save_checkpoint = Some(Box::new(hook));
+                self
+            }
+
+            /// Sets what runs at [`Callback::on_load_checkpoint`].
+            #[must_use]
+            pub fn on_load_checkpoint(
+                mut self,
+                hook: impl FnMut(&Checkpoint) -> anyhow::Result<()> + Send + 'static,
+            ) -> Self {
+                self.on_load_checkpoint = Some(Box::new(hook));
+                self
+            }
         }
 
         impl Callback for LambdaCallback {
+            fn saves_on_exception(&self) -> bool {
+                self.on_exception.is_some() // it may
+            }
+
+            fn on_exception(&mut self, ctx: &mut HookContext, error: &Error) {
+                if let Some(hook) = &mut self.on_exception {
+                    hook(ctx, error);
+                }
+            }
+
+            fn on_save_checkpoint(
+                &mut self,
+                ctx: &mut HookContext,
+                checkpoint: &mut Checkpoint,
+            ) -> anyhow::Result<()> {
+                self.on_save_checkpoint.as_mut().map_or(Ok(()), |hook| hook(ctx, checkpoint))
+            }
+
+            fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
+                self.on_load_checkpoint.as_mut().map_or(Ok(()), |hook| hook(checkpoint))
+            }
+
             $(
                 fn $hook(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
                     self.$hook.as_mut().map_or(Ok(()), |hook| hook(ctx, module))

@@ -15,6 +15,7 @@ mod model_summary;
 mod on_exception_checkpoint;
 mod prediction_writer;
 mod progress_bar;
+mod stochastic_weight_averaging;
 mod throughput_monitor;
 mod time_span;
 mod timer;
@@ -35,6 +36,9 @@ pub use prediction_writer::{
     PredictedBatch, PredictionWriter, PredictionWriterConfig, WriteInterval, WritePredictions,
 };
 pub use progress_bar::ProgressBar;
+pub use stochastic_weight_averaging::{
+    EpochStart, StochasticWeightAveraging, StochasticWeightAveragingConfig,
+};
 pub use throughput_monitor::{ThroughputMonitor, ThroughputMonitorConfig};
 pub use time_span::{TimeParts, TimeSpan};
 pub use timer::{Timer, TimerConfig};

@@ -397,6 +397,10 @@ impl Callback for ModelCheckpoint {
         )
     }
 
+    fn saves_on_exception(&self) -> bool {
+        self.config.save_on_exception
+    }
+
     fn saves_checkpoints(&self) -> bool {
         true
     }

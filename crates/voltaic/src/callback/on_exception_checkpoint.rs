@@ -6,6 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::Callback;
+use crate::checkpoint::CheckpointPaths;
 use crate::data::Stage;
 use crate::error::ConfigError;
 use crate::module::{CheckpointRequest, HookContext};
@@ -27,8 +28,8 @@ impl Default for OnExceptionCheckpointConfig {
     }
 }
 
-/// Saves a full checkpoint when a fit fails or is interrupted, over one of an earlier failure; deletes it when a later
-/// run ends well. Source: Lightning's `OnExceptionCheckpoint`.
+/// Saves a full checkpoint when a fit fails or is interrupted, over one of an earlier failure. A fit that is not told where
+/// to start goes on from it if it is there, and deletes it when it ends well. Source: Lightning's `OnExceptionCheckpoint`.
 #[derive(Debug)]
 pub struct OnExceptionCheckpoint {
     path: PathBuf,
@@ -61,6 +62,14 @@ impl OnExceptionCheckpoint {
 impl Callback for OnExceptionCheckpoint {
     fn state_key(&self) -> String {
         format!("OnExceptionCheckpoint{{{}}}", self.path.display())
+    }
+
+    fn saves_on_exception(&self) -> bool {
+        true
+    }
+
+    fn checkpoint_paths(&self) -> Option<CheckpointPaths> {
+        Some(CheckpointPaths { best: None, last: Some(self.path.clone()), folder: None })
     }
 
     fn on_exception(&mut self, ctx: &mut HookContext, _error: &crate::Error) {

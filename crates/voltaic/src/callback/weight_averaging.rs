@@ -7,6 +7,7 @@ use tch::Tensor;
 
 use super::Callback;
 use crate::checkpoint::Checkpoint;
+use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::module::HookContext;
 use crate::nn::{Module, ModuleExt};
@@ -23,6 +24,9 @@ pub struct WeightAveragingConfig {
     pub update_starting_at_epoch: Option<u64>,
     /// Average buffers, such as running means, too.
     pub use_buffers: bool,
+    /// Device that keeps the average; that of the weights unless set.
+    #[schemars(with = "Option<String>")]
+    pub device: Option<Device>,
 }
 
 impl Default for WeightAveragingConfig {
@@ -32,6 +36,7 @@ impl Default for WeightAveragingConfig {
             update_starting_at_step: None,
             update_starting_at_epoch: None,
             use_buffers: true,
+            device: None,
         }
     }
 }
@@ -50,6 +55,9 @@ pub struct EmaWeightAveragingConfig {
     pub update_starting_at_epoch: Option<u64>,
     /// Average buffers, such as running means, too.
     pub use_buffers: bool,
+    /// Device that keeps the average; that of the weights unless set.
+    #[schemars(with = "Option<String>")]
+    pub device: Option<Device>,
 }
 
 impl Default for EmaWeightAveragingConfig {
@@ -60,6 +68,7 @@ impl Default for EmaWeightAveragingConfig {
             update_starting_at_step: None,
             update_starting_at_epoch: None,
             use_buffers: true,
+            device: None,
         }
     }
 }
@@ -68,7 +77,7 @@ impl Default for EmaWeightAveragingConfig {
 /// on with the weights themselves, which a checkpoint keeps beside it. Source: Lightning's `WeightAveraging` and
 /// `EMAWeightAveraging`, PyTorch's `AveragedModel`.
 ///
-/// The average lies on the weights' device and takes as much memory as they.
+/// The average takes as much memory as the weights.
 pub struct WeightAveraging {
     when: WeightAveragingConfig,
     /// `None` for an equal average.
@@ -110,6 +119,7 @@ impl WeightAveraging {
             update_starting_at_step,
             update_starting_at_epoch,
             use_buffers,
+            device,
         } = config;
         if !(0.0..=1.0).contains(&decay) {
             let what = format!("{decay} is not between 0 and 1");
@@ -121,6 +131,7 @@ impl WeightAveraging {
             update_starting_at_step,
             update_starting_at_epoch,
             use_buffers,
+            device,
         };
         Ok(Self { decay: Some(decay), ..Self::new(when) })
     }
@@ -150,6 +161,7 @@ impl WeightAveraging {
         let _no_grad = tch::no_grad_guard();
         for (now, average) in self.pairs(module) {
             let mut average = average.shallow_clone();
+            let now = now.f_to_device(average.device())?;
             match self.decay {
                 _ if self.num_averaged == 0 || !now.is_floating_point() => {
                     average.f_copy_(&now)?;
@@ -228,7 +240,11 @@ impl Callback for WeightAveraging {
 
     fn on_fit_start(&mut self, _ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         self.is_swapped = false;
-        self.average = self.averaged(module).into_iter().map(|(fqn, now)| (fqn, now.copy())).collect();
+        let copies = self.averaged(module).into_iter().map(|(fqn, now)| {
+            let device = self.when.device.map_or_else(|| now.device(), Device::tch);
+            Ok((fqn, now.f_detach()?.f_to_device(device)?.copy()))
+        });
+        self.average = copies.collect::<Result<_>>()?;
         match self.loaded.take() {
             // the module has got the average, under its own names
             Some(current) => module.load_state_dict(&current, false)?,

@@ -123,7 +123,7 @@ fn run<M: LightningModule>(
     match request.verb() {
         Verb::Fit => {
             if trainer.is_global_zero()
-                && trainer.config().logger.is_enabled()
+                && trainer.config().loggers().is_enabled()
                 && trainer.config().fast_dev_run.batches().is_none()
             {
                 save_config(request, trainer.log_dir())?;
@@ -151,8 +151,10 @@ fn trainer(request: &RunRequest) -> anyhow::Result<Trainer> {
     let mut config: TrainerConfig = request.section("trainer")?;
     if request.verb() != Verb::Fit {
         // nothing is trained, so there is no run to log
-        config.logger = false.into();
-        config.enable_checkpointing = config.enable_checkpointing && request.ckpt_path().is_some();
+        config.logger = Some(false.into());
+        if request.ckpt_path().is_none() {
+            config.enable_checkpointing = Some(false);
+        }
     }
     let mut builder = Trainer::builder().config(config);
     let optimizer: Option<OptimizerConfig> = request.section("optimizer")?;

@@ -166,6 +166,10 @@ impl<A: TensorTuple + 'static, M: Module> Module for GraphedCallable<M, A> {
         self.module.set_training(training);
     }
 
+    fn is_training(&self) -> Option<bool> {
+        Some(self.is_training)
+    }
+
     fn type_name(&self) -> &'static str {
         self.module.type_name()
     }

@@ -214,6 +214,10 @@ impl<M: Module> Module for GraphedModule<M> {
         self.module.set_training(training);
     }
 
+    fn is_training(&self) -> Option<bool> {
+        Some(self.is_training)
+    }
+
     fn type_name(&self) -> &'static str {
         self.module.type_name()
     }

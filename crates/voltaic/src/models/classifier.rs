@@ -75,6 +75,10 @@ impl<N: Forward> Module for Classifier<N> {
         self.net.set_training(training);
     }
 
+    fn is_training(&self) -> Option<bool> {
+        self.net.is_training()
+    }
+
     fn type_name(&self) -> &'static str {
         self.net.type_name()
     }

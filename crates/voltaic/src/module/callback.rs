@@ -43,6 +43,12 @@ pub trait Callback: Send {
         false
     }
 
+    /// Whether this callback asks for a checkpoint when a run fails; then what a batch changes is kept until it is done, so
+    /// that a run that failed within it goes on from its beginning.
+    fn saves_on_exception(&self) -> bool {
+        false
+    }
+
     /// Whether this callback looks at what the module's hooks log, and so runs after them.
     fn runs_after_module(&self) -> bool {
         self.saves_checkpoints()

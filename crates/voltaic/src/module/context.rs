@@ -16,7 +16,7 @@ use crate::device::Device;
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
 use crate::graph::{Callable, Flops, ModuleGraphs, TensorTuple, refuse_capture};
-use crate::optim::{ActiveLrScheduler, Optimizer};
+use crate::optim::{ActiveLrScheduler, LrSchedulerSpec, Optimizer};
 
 /// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
 pub struct StepContext<'a> {
@@ -162,6 +162,13 @@ impl<'a> LogEntry<'a> {
         self
     }
 
+    /// Whether the name of a value of one of several evaluation loaders tells which (the default). Without, the values of
+    /// all loaders are reduced together, unless the name differs.
+    pub fn add_dataloader_idx(mut self, add_dataloader_idx: bool) -> Self {
+        self.options.add_dataloader_idx = add_dataloader_idx;
+        self
+    }
+
     /// Weight of this value in the epoch's mean; the batch's size unless set.
     pub fn batch_size(mut self, batch_size: usize) -> Self {
         self.options.batch_size = Some(batch_size);
@@ -195,6 +202,7 @@ pub struct CheckpointRequest {
 pub struct Requests {
     pub(crate) stop: Option<String>,
     pub(crate) skips_epoch: bool,
+    pub(crate) updates_running_statistics: bool,
     pub(crate) accumulate_grad_batches: Option<u64>,
     pub(crate) checkpoints: Vec<CheckpointRequest>,
     pub(crate) rows: Vec<LoggerRow>,
@@ -252,7 +260,7 @@ pub struct HookContext<'a> {
     pub(crate) profiling: &'a Profiling,
     pub(crate) requests: &'a mut Requests,
     pub(crate) optimizers: &'a mut [Box<dyn Optimizer>],
-    pub(crate) schedulers: &'a mut [ActiveLrScheduler],
+    pub(crate) schedulers: &'a mut Vec<ActiveLrScheduler>,
     pub(crate) loss: Option<&'a Tensor>,
     pub(crate) batch_idx: usize,
     pub(crate) batch_size: Option<usize>,
@@ -428,6 +436,31 @@ impl HookContext<'_> {
     /// If there is no such schedule, or it cannot step.
     pub fn lr_scheduler_step(&mut self, index: usize, metric: Option<f64>) -> Result<()> {
         step_lr_scheduler(self.optimizers, self.schedulers, index, metric)
+    }
+
+    /// Puts other learning rate schedules, of the optimizers in their order, in the place of those there are. They start
+    /// from the rates in force.
+    ///
+    /// # Errors
+    /// If there are more than optimizers, or one of them cannot be made.
+    pub fn replace_lr_schedulers(&mut self, specs: Vec<LrSchedulerSpec>) -> Result<()> {
+        let (count, optimizers) = (specs.len(), self.optimizers.len());
+        if count > optimizers {
+            let what = format!("{count} schedules for {optimizers} optimizers");
+            return Err(ConfigError::new("lr_scheduler", what, "give one for each optimizer at most").into());
+        }
+        let built = specs.into_iter().zip(self.optimizers.iter_mut()).enumerate();
+        let built = built.map(|(optimizer, (spec, of))| {
+            Ok(ActiveLrScheduler { optimizer, configured: spec.build(of.as_mut())? })
+        });
+        *self.schedulers = built.collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Asks for a pass over the training data after `on_train_end` that takes the running statistics of batch normalisation
+    /// anew, for weights that were not trained but set.
+    pub fn request_running_statistics(&mut self) {
+        self.requests.updates_running_statistics = true;
     }
 
     /// Leaves out the rest of the epoch, the batch in progress included. For `on_train_batch_start`, where Lightning's

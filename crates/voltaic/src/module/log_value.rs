@@ -94,6 +94,15 @@ thread_local! {
 }
 
 impl LogValue {
+    /// The same value.
+    pub(crate) fn handle(&self) -> Self {
+        match self {
+            Self::Tensor(tensor) => Self::Tensor(tensor.shallow_clone()),
+            Self::Host(value) => Self::Host(*value),
+            Self::Metric(metric) => Self::Metric(Arc::clone(metric)),
+        }
+    }
+
     /// The value as it is now, whatever becomes of its tensor.
     pub(crate) fn snapshot(&self) -> Result<Self, tch::TchError> {
         Ok(match self {

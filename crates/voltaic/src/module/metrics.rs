@@ -15,6 +15,9 @@ use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Error, Result};
 use crate::metrics::Metric;
 
+/// Between the name of a value and the loader it is of; no name has it otherwise.
+const LOADER: &str = "/dataloader_idx_";
+
 #[derive(Debug)]
 struct Entry {
     name: String,
@@ -31,11 +34,20 @@ struct Entry {
 
 impl Entry {
     fn step_name(&self) -> String {
-        if self.options.is_forked() { format!("{}_step", self.name) } else { self.name.clone() }
+        self.forked("_step")
     }
 
     fn epoch_name(&self) -> String {
-        if self.options.is_forked() { format!("{}_epoch", self.name) } else { self.name.clone() }
+        self.forked("_epoch")
+    }
+
+    /// The name, with the suffix of a value of steps or epochs before that of the loader.
+    fn forked(&self, suffix: &str) -> String {
+        match self.name.split_once(LOADER) {
+            _ if !self.options.is_forked() => self.name.clone(),
+            Some((name, index)) => format!("{name}{suffix}{LOADER}{index}"),
+            None => format!("{}{suffix}", self.name),
+        }
     }
 
     /// What the values of the epoch have become so far. # Sync: reads it back.
@@ -69,6 +81,12 @@ impl Results {
         logged.collect()
     }
 
+    /// What was logged for the step by itself since the batch began. # Sync: reads it back.
+    fn step_values(&self) -> Vec<(String, f64)> {
+        let is_wanted = |e: &&Entry| e.options.on_step && e.options.logger && e.updated_this_batch;
+        self.entries.iter().filter(is_wanted).map(|e| (e.step_name(), e.last.read())).collect()
+    }
+
     fn clear(&mut self) {
         self.entries.clear();
         self.index.clear();
@@ -94,6 +112,14 @@ pub struct MetricStore {
     captured: Option<Vec<Logged>>,
     /// Nothing is recorded, as in a barebones run.
     is_off: bool,
+}
+
+/// What training steps have logged up to a moment, to go back to.
+#[derive(Debug)]
+pub(crate) struct MetricsMark {
+    /// Last value, reduced value and weight of each entry.
+    values: Vec<(LogValue, Option<LogValue>, f64)>,
+    objects: Vec<(String, Tensor)>,
 }
 
 /// A value as a step logged it, so that it can be logged again when the step is replayed.
@@ -147,6 +173,7 @@ impl MetricStore {
             on_epoch: !on_step,
             reduce_fx: ReduceFx::Mean,
             sync_dist: false,
+            add_dataloader_idx: true,
             batch_size: self.scope.batch_size,
         }
     }
@@ -201,6 +228,7 @@ impl MetricStore {
             _ => None,
         };
         let Scope { hook, phase, dataloader_idx, .. } = self.scope;
+        let dataloader_idx = dataloader_idx.filter(|_| options.add_dataloader_idx);
         let results = match phase {
             Phase::Train => &mut self.train,
             Phase::Eval => &mut self.eval,
@@ -208,8 +236,7 @@ impl MetricStore {
         let index = match (dataloader_idx, results.index.get(name)) {
             (None, Some(&index)) => index,
             _ => {
-                let name =
-                    dataloader_idx.map_or_else(|| name.to_owned(), |i| format!("{name}/dataloader_idx_{i}"));
+                let name = dataloader_idx.map_or_else(|| name.to_owned(), |i| format!("{name}{LOADER}{i}"));
                 *results.index.entry(name.clone()).or_insert_with(|| {
                     results.entries.push(Entry {
                         name,
@@ -273,7 +300,7 @@ impl MetricStore {
         if !options.on_step && !options.on_epoch {
             return refuse("on_step=false and on_epoch=false log nothing".to_owned(), "set one of them");
         }
-        if name.contains("/dataloader_idx_") {
+        if name.contains(LOADER) {
             return refuse(
                 "the suffix /dataloader_idx_<i> is added by the trainer".to_owned(),
                 "choose another name",
@@ -316,12 +343,14 @@ impl MetricStore {
 
     /// Values of this training batch for the loggers. # Sync: reads them back.
     pub(crate) fn step_values(&self) -> Vec<(String, f64)> {
-        self.train
-            .entries
-            .iter()
-            .filter(|e| e.options.on_step && e.options.logger && e.updated_this_batch)
-            .map(|e| (e.step_name(), e.last.read()))
-            .collect()
+        self.train.step_values()
+    }
+
+    /// Values of this batch of an evaluation for the loggers. # Sync: reads them back.
+    pub(crate) fn eval_step_values(&mut self) -> Vec<(String, f64)> {
+        let values = self.eval.step_values();
+        self.eval.entries.iter_mut().for_each(|entry| entry.updated_this_batch = false);
+        values
     }
 
     /// Ends the training epoch: values for the loggers. # Sync: reads them back.
@@ -471,6 +500,24 @@ impl MetricStore {
     /// Goes on from what [`MetricStore::metric_states`] gave.
     pub(crate) fn restore_metrics(&mut self, saved: &[(String, Tensor)], device: Device) -> Result<()> {
         self.objects.restore(saved, device)
+    }
+
+    /// Remembers what is logged so far in the training epoch.
+    pub(crate) fn mark(&self) -> MetricsMark {
+        let entries = self.train.entries.iter();
+        let value = |e: &Entry| (e.last.handle(), e.reduced.as_ref().map(LogValue::handle), e.weight);
+        MetricsMark { values: entries.map(value).collect(), objects: self.objects.saved() }
+    }
+
+    /// Forgets what was logged in the training epoch since then.
+    pub(crate) fn go_back(&mut self, mark: MetricsMark, device: Device) -> Result<()> {
+        let known = mark.values.len();
+        self.train.entries.truncate(known);
+        self.train.index.retain(|_, index| *index < known);
+        for (entry, (last, reduced, weight)) in self.train.entries.iter_mut().zip(mark.values) {
+            (entry.last, entry.reduced, entry.weight) = (last, reduced, weight);
+        }
+        self.objects.restore(&mark.objects, device)
     }
 
     /// Goes on from a checkpoint.

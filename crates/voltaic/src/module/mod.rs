@@ -26,7 +26,7 @@ pub(crate) use log_value::READS;
 pub use log_value::{LogValue, ReduceFx};
 pub use manual::ManualOptimizer;
 pub(crate) use manual::{ManualOptimization, StepState};
-pub(crate) use metrics::{Logged, MetricStore};
+pub(crate) use metrics::{Logged, MetricStore, MetricsMark};
 pub(crate) use metrics_state::MetricsState;
 pub(crate) use profiler::Profiling;
 pub use profiler::{Action, ProfiledRun, Profiler};
@@ -49,6 +49,9 @@ pub struct Progress {
     /// A validation after the batch done last has begun and is not over.
     #[serde(default)]
     pub validation_is_open: bool,
+    /// Batches of each validation loader done in all epochs: the x-axis of what validation steps log.
+    #[serde(default)]
+    pub validation_batches: Vec<u64>,
     /// Batches that ended with an optimizer step: the x-axis of the loggers. With manual optimization, all batches.
     #[serde(default)]
     pub batches_that_stepped: u64,
@@ -257,13 +260,12 @@ pub trait LightningModule: Module + Sized {
         Ok(())
     }
 
-    /// Puts the module back into training mode after validation within fit. After `validate`, `test` and `predict` it
-    /// stays in evaluation mode.
+    /// Called after validation within fit, when each layer has the mode again that it had before. After `validate`, `test`
+    /// and `predict` the module stays in evaluation mode.
     ///
     /// # Errors
     /// Any error ends the run.
     fn on_validation_model_train(&mut self) -> anyhow::Result<()> {
-        set_training(self, true);
         Ok(())
     }
 

@@ -14,8 +14,14 @@ pub(crate) struct LogOptions {
     pub reduce_fx: ReduceFx,
     #[serde(default)]
     pub sync_dist: bool,
+    #[serde(default = "yes")]
+    pub add_dataloader_idx: bool,
     #[serde(skip)]
     pub batch_size: Option<usize>,
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl LogOptions {

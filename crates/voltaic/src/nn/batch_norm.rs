@@ -5,7 +5,7 @@ use std::fmt;
 use tch::{Kind, Tensor};
 
 use super::check::{at_least, empty, explain};
-use super::{Buffer, Forward, Module, Parameter, init, sync_batch_norm};
+use super::{Buffer, Forward, Module, Parameter, init, running_statistics, sync_batch_norm};
 use crate::distributed::ProcessGroup;
 use crate::error::Result;
 
@@ -77,7 +77,7 @@ impl<const N: usize> BatchNorm<N> {
             self.running_mean.as_deref(),
             self.running_var.as_deref(),
             self.training || self.running_mean.is_none(),
-            self.momentum,
+            self.batch_weight()?,
             self.eps,
             true,
         )
@@ -97,7 +97,7 @@ impl<const N: usize> BatchNorm<N> {
         for (running, now) in [(&self.running_mean, mean), (&self.running_var, variance)] {
             if let Some(running) = running {
                 let now = now.f_to_kind(running.kind())?;
-                let _ = running.shallow_clone().f_lerp_(&now, self.momentum)?;
+                let _ = running.shallow_clone().f_lerp_(&now, self.batch_weight()?)?;
             }
         }
         Ok(output)
@@ -106,6 +106,16 @@ impl<const N: usize> BatchNorm<N> {
     /// Whether the number of dimensions is right. libtorch normalises any, which would hide a missing flatten.
     fn fits(dims: usize) -> bool {
         dims == N + 2 || (N == 1 && dims == 2)
+    }
+
+    /// Weight of this batch in the running statistics.
+    fn batch_weight(&self) -> Result<f64, tch::TchError> {
+        match &self.num_batches_tracked {
+            Some(count) if running_statistics::are_equal() => {
+                Ok(1.0 / (count.f_int64_value(&[])? + 1) as f64)
+            }
+            _ => Ok(self.momentum),
+        }
     }
 
     fn count(&self) -> Result<(), tch::TchError> {

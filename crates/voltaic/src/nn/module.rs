@@ -85,6 +85,11 @@ pub trait Module: Send + 'static {
     /// Sets this module's own mode, not its children's: layers that behave differently in training keep it.
     fn set_training(&mut self, _training: bool) {}
 
+    /// This module's own mode; `None` if it is the same in both.
+    fn is_training(&self) -> Option<bool> {
+        None
+    }
+
     /// The metric that this module is, sharing its state; `None` if it is none. `#[module(metric)]` on a struct that
     /// implements [`Metric`] derives it.
     fn metric(&self) -> Option<Arc<dyn Metric>> {
@@ -110,6 +115,10 @@ impl<M: Module + ?Sized> Module for Box<M> {
 
     fn set_training(&mut self, training: bool) {
         (**self).set_training(training);
+    }
+
+    fn is_training(&self) -> Option<bool> {
+        (**self).is_training()
     }
 
     fn metric(&self) -> Option<Arc<dyn Metric>> {
@@ -314,6 +323,23 @@ fn join(prefix: &str, name: &str) -> String {
 pub fn set_training(module: &mut dyn Module, training: bool) {
     module.set_training(training);
     module.children_mut(&mut |_, child| set_training(child, training));
+}
+
+/// The modes of `module` and of all modules below it that have one, in the order of [`set_training_modes`].
+pub(crate) fn training_modes(module: &mut dyn Module) -> Vec<bool> {
+    let mut modes: Vec<bool> = module.is_training().into_iter().collect();
+    module.children_mut(&mut |_, child| modes.extend(training_modes(child)));
+    modes
+}
+
+/// Sets the modes that [`training_modes`] gave.
+pub(crate) fn set_training_modes(module: &mut dyn Module, modes: &mut impl Iterator<Item = bool>) {
+    if module.is_training().is_some()
+        && let Some(mode) = modes.next()
+    {
+        module.set_training(mode);
+    }
+    module.children_mut(&mut |_, child| set_training_modes(child, modes));
 }
 
 fn load_state_dict(module: &dyn Module, state: &[(String, Tensor)], strict: bool) -> Result<()> {

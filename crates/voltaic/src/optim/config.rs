@@ -10,7 +10,7 @@ use super::{
     Adam, AdamW, BuildLrScheduler, BuildOptimizer, ConstantLr, CosineAnnealingLr,
     CosineAnnealingWarmRestarts, ExponentialLr, LinearLr, LinearWarmupCosine, LrScheduler, MultiStepLr,
     OneCycleLr, Optimizer, ParamGroup, ParamGroupSpec, PolynomialLr, ReduceLrOnPlateau, SequentialLr, Sgd,
-    StepLr,
+    StepLr, SwaLr,
 };
 use crate::error::Result;
 
@@ -27,7 +27,8 @@ impl ClassPath {
     /// The class named, without PyTorch's module path.
     fn class(&self) -> &str {
         let class = self.class_path.strip_prefix("torch.optim.").unwrap_or(&self.class_path);
-        class.strip_prefix("lr_scheduler.").unwrap_or(class)
+        let class = class.strip_prefix("lr_scheduler.").unwrap_or(class);
+        class.strip_prefix("swa_utils.").unwrap_or(class)
     }
 
     fn args<T: DeserializeOwned>(self) -> Result<T, String> {
@@ -148,6 +149,8 @@ classes! {
     SequentialLr(SequentialLr) = "SequentialLR" | "SequentialLr",
     /// Linear warm-up, then half a cosine.
     LinearWarmupCosine(LinearWarmupCosine) = "LinearWarmupCosine" | "LinearWarmupCosineLR",
+    /// To a rate that then stays, for averages of the weights.
+    SwaLr(SwaLr) = "SWALR" | "SwaLr",
     /// Lower when a metric has stopped improving.
     ReduceLrOnPlateau(ReduceLrOnPlateau) = "ReduceLROnPlateau" | "ReduceLrOnPlateau",
 }
@@ -166,6 +169,7 @@ impl LrSchedulerConfig {
             Self::OneCycleLr(config) => config,
             Self::SequentialLr(config) => config,
             Self::LinearWarmupCosine(config) => config,
+            Self::SwaLr(config) => config,
             Self::ReduceLrOnPlateau(config) => config,
         }
     }
@@ -176,6 +180,7 @@ impl LrSchedulerConfig {
             Self::OneCycleLr(_)
                 | Self::SequentialLr(_)
                 | Self::LinearWarmupCosine(_)
+                | Self::SwaLr(_)
                 | Self::ReduceLrOnPlateau(_)
         )
     }
@@ -194,6 +199,7 @@ impl LrSchedulerConfig {
             Self::OneCycleLr(_)
             | Self::SequentialLr(_)
             | Self::LinearWarmupCosine(_)
+            | Self::SwaLr(_)
             | Self::ReduceLrOnPlateau(_) => return Ok(None),
         }))
     }

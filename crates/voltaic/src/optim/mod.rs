@@ -24,7 +24,7 @@ pub use config::{LrSchedulerConfig, OptimizerConfig};
 pub use lr_scheduler::{
     AnnealStrategy, BuildLrScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,
     ExponentialLr, LambdaLr, LinearLr, LinearWarmupCosine, LrScheduler, MultiStepLr, OneCycleLr, PerGroup,
-    PlateauMode, PolynomialLr, ReduceLrOnPlateau, SequentialLr, StepLr, ThresholdMode,
+    PlateauMode, PolynomialLr, ReduceLrOnPlateau, SequentialLr, StepLr, SwaLr, ThresholdMode,
 };
 pub use optimizers::{
     ActiveLrScheduler, ConfiguredLrScheduler, ConfiguredOptimizer, Interval, LrSchedulerSpec, Optimizers,

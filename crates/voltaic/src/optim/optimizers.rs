@@ -133,7 +133,7 @@ impl LrSchedulerSpec {
         self
     }
 
-    fn build(self, optimizer: &mut dyn Optimizer) -> Result<ConfiguredLrScheduler> {
+    pub(crate) fn build(self, optimizer: &mut dyn Optimizer) -> Result<ConfiguredLrScheduler> {
         let Self { scheduler, interval, frequency, monitor, strict, name } = self;
         let mut problems = Problems::new("lr_scheduler");
         problems.require(frequency > 0, "frequency", frequency, "at least 1");

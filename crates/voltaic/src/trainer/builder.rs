@@ -126,11 +126,11 @@ impl TrainerBuilder {
         accumulate_grad_batches: u64;
         gradient_clip_val: f64 => Some;
         gradient_clip_algorithm: GradientClipAlgorithm => Some;
-        logger: Loggers;
+        logger: Loggers => Some;
         plugins: Vec<PluginConfig>;
-        enable_checkpointing: bool;
-        enable_progress_bar: bool;
-        enable_model_summary: bool;
+        enable_checkpointing: bool => Some;
+        enable_progress_bar: bool => Some;
+        enable_model_summary: bool => Some;
         reload_dataloaders_every_n_epochs: u64;
         graph: GraphMode;
         overfit_batches: Limit;
@@ -160,7 +160,7 @@ impl TrainerBuilder {
     pub fn build(mut self) -> Result<Trainer> {
         let mut problems = Vec::new();
         let accelerator = accelerator(&self.config.accelerator);
-        let plan = match resolve(&self.config, accelerator.as_deref()) {
+        let mut plan = match resolve(&self.config, accelerator.as_deref()) {
             Ok(plan) => Some(plan),
             Err(error) => {
                 problems.extend(error.problems);
@@ -168,12 +168,22 @@ impl TrainerBuilder {
             }
         };
         problems.extend(self.build_callbacks());
+        let has_timer = self.callbacks.iter().any(|callback| is_a::<Timer>(callback.as_ref()));
+        if let Some(plan) = plan.as_mut().filter(|plan| has_timer && !plan.fast_dev_run)
+            && self.config.max_epochs.is_none()
+        {
+            plan.max_epochs = None; // the time is the limit
+        }
+        if self.config.barebones && !self.loggers.is_empty() {
+            let what = "barebones=true switches logging off, but the builder was given a logger";
+            problems.push(ConfigProblem::new("trainer.logger", what, "remove one of the two"));
+        }
         problems.extend(self.build_profiler().err().into_iter().flat_map(|error| error.problems));
         if self.config.barebones {
-            self.config.logger = Loggers::Flag(false);
-            self.config.enable_checkpointing = false;
-            self.config.enable_progress_bar = false;
-            self.config.enable_model_summary = false;
+            self.config.logger = Some(Loggers::Flag(false));
+            self.config.enable_checkpointing = Some(false);
+            self.config.enable_progress_bar = Some(false);
+            self.config.enable_model_summary = Some(false);
         }
         if let Some(limit) = plan.as_ref().and_then(|plan| plan.max_time) {
             self.callbacks.insert(0, Box::new(Timer::new(limit)));
@@ -183,7 +193,7 @@ impl TrainerBuilder {
             problems.extend(error.problems);
         }
         problems.extend(same_state_keys(&self.callbacks));
-        if self.loggers.is_empty() && !self.config.logger.is_enabled() {
+        if self.loggers.is_empty() && !self.config.loggers().is_enabled() {
             problems.extend(without_logger(&self.callbacks));
         }
         let (Some(mut plan), Ok(accelerator), true) = (plan, accelerator, problems.is_empty()) else {
@@ -274,7 +284,7 @@ impl TrainerBuilder {
             self.loggers.clear();
         }
         if world.is_global_zero() && self.loggers.is_empty() && !plan.fast_dev_run {
-            let loggers = self.config.logger.list().into_iter();
+            let loggers = self.config.loggers().list().into_iter();
             self.loggers.extend(loggers.map(|logger| logger.build(&plan.default_root_dir)));
         }
         let first = self.loggers.first();
@@ -300,11 +310,12 @@ impl TrainerBuilder {
 
     fn add_defaults(&mut self) -> Result<(), ConfigError> {
         let saves = self.callbacks.iter().any(|callback| callback.saves_checkpoints());
-        if saves && !self.config.enable_checkpointing {
+        let is_enabled = self.config.enable_checkpointing.unwrap_or(true);
+        if saves && !is_enabled {
             let what = "false, but a callback saves checkpoints";
             return Err(ConfigError::new("trainer.enable_checkpointing", what, "remove one of the two"));
         }
-        if !saves && self.config.enable_checkpointing {
+        if !saves && is_enabled {
             self.callbacks.push(Box::new(ModelCheckpoint::new(ModelCheckpointConfig::default())?));
         }
         Ok(())
@@ -312,17 +323,19 @@ impl TrainerBuilder {
 
     /// What one process shows for all.
     fn add_displays(&mut self, is_global_zero: bool) {
-        if is_global_zero && self.config.enable_progress_bar {
+        if is_global_zero && self.config.enable_progress_bar.unwrap_or(true) {
             self.callbacks.push(Box::new(ProgressBar::default()));
         }
-        let has_summary = self
-            .callbacks
-            .iter()
-            .any(|callback| callback.type_name() == std::any::type_name::<ModelSummary>());
-        if is_global_zero && self.config.enable_model_summary && !has_summary {
+        let has_summary = self.callbacks.iter().any(|callback| is_a::<ModelSummary>(callback.as_ref()));
+        if is_global_zero && self.config.enable_model_summary.unwrap_or(true) && !has_summary {
             self.callbacks.push(Box::new(ModelSummary::default()));
         }
     }
+}
+
+/// Whether a callback is of this type.
+pub(super) fn is_a<T: Callback>(callback: &dyn Callback) -> bool {
+    callback.type_name() == std::any::type_name::<T>()
 }
 
 /// What the builder or the plugins ask for, around what the accelerator needs.

@@ -10,8 +10,8 @@ use crate::callback::{
     EmaWeightAveragingConfig, GradientAccumulationScheduler, GradientAccumulationSchedulerConfig,
     LambdaCallback, LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig,
     ModelSummary, ModelSummaryConfig, OnExceptionCheckpoint, OnExceptionCheckpointConfig, PredictionWriter,
-    PredictionWriterConfig, ThroughputMonitor, ThroughputMonitorConfig, Timer, TimerConfig, WeightAveraging,
-    WeightAveragingConfig,
+    PredictionWriterConfig, StochasticWeightAveraging, StochasticWeightAveragingConfig, ThroughputMonitor,
+    ThroughputMonitorConfig, Timer, TimerConfig, WeightAveraging, WeightAveragingConfig,
 };
 use crate::error::ConfigError;
 
@@ -36,6 +36,8 @@ pub enum CallbackConfig {
     /// Keeps an exponential moving average of the weights.
     #[serde(rename = "EMAWeightAveraging")]
     EmaWeightAveraging(EmaWeightAveragingConfig),
+    /// Averages the weights of the last epochs, trained at a learning rate of their own.
+    StochasticWeightAveraging(StochasticWeightAveragingConfig),
     /// Saves a checkpoint when a run fails.
     OnExceptionCheckpoint(OnExceptionCheckpointConfig),
     /// Finds a learning rate before a fit that starts anew, and uses it for all groups of parameters.
@@ -66,6 +68,9 @@ impl CallbackConfig {
             }
             Self::WeightAveraging(config) => Box::new(WeightAveraging::new(config)),
             Self::EmaWeightAveraging(config) => Box::new(WeightAveraging::ema(config)?),
+            Self::StochasticWeightAveraging(config) => {
+                Box::new(StochasticWeightAveraging::from_config(config)?)
+            }
             Self::OnExceptionCheckpoint(config) => Box::new(OnExceptionCheckpoint::new(config)?),
             Self::ModelSummary(config) => Box::new(ModelSummary::new(config)?),
             Self::PredictionWriter(config) => Box::new(PredictionWriter::from(config)),

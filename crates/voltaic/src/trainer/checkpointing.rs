@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::builder::is_a;
 use super::guard::guarded;
 use super::hooks::{BatchFacts, hook_error, of_callback};
 use super::seed;
 use super::session::{Run, Session};
-use crate::callback::Callback;
+use crate::callback::{Callback, OnExceptionCheckpoint};
 use crate::checkpoint::{
     Checkpoint, CheckpointMeta, CheckpointPaths, RankState, TrainingState, rank_from_bytes, rank_to_bytes,
 };
@@ -391,6 +392,24 @@ fn restore_callbacks(
         .map_err(|source| hook_error("load_state_dict", &state.progress, source))?;
     }
     Ok(())
+}
+
+/// Where a fit starts: as it is told, else from what [`OnExceptionCheckpoint`] has saved of a run that failed.
+///
+/// # Collective
+/// Rank 0 looks.
+pub(super) fn or_of_failed_run(run: &Run, ckpt_path: Option<String>) -> Result<Option<String>> {
+    let mut savers =
+        run.callbacks.iter().filter(|saver| is_a::<OnExceptionCheckpoint>(saver.as_ref())).peekable();
+    if ckpt_path.is_some() || savers.peek().is_none() {
+        return Ok(ckpt_path);
+    }
+    let found = newest(savers.filter_map(|saver| saver.checkpoint_paths()?.last));
+    let found = run.world().of_rank_zero(found.map(|path| path.display().to_string()))?;
+    if let Some(path) = &found {
+        tracing::info!("no ckpt_path is given: going on from {path}, which a run that failed has left");
+    }
+    Ok(found)
 }
 
 /// Finds the file that `best`, `last` or a path means, on rank 0.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::callbacks::CallbackConfig;
 use super::graphed::GraphMode;
@@ -209,18 +209,22 @@ pub struct TrainerConfig {
     /// Capture training steps and replay them, on cpu and emulated HPUs: `off`, or `step` for forward and backward of
     /// `training_step` as one graph for each shape of batch. What cannot be captured is reported, and runs as usual.
     pub graph: GraphMode,
-    /// Where metrics go: `true` for a `CSVLogger`, `false` for nothing, or loggers by class name.
-    pub logger: Loggers,
+    /// Where metrics go: `true` for a `CSVLogger`, `false` for nothing, or loggers by class name; `true` unless set.
+    pub logger: Option<Loggers>,
     /// Callbacks by class name.
+    #[serde(deserialize_with = "null_for_none")]
+    #[schemars(with = "Option<Vec<CallbackConfig>>")]
     pub callbacks: Vec<CallbackConfig>,
     /// Parts of the trainer by class name: `HpuPrecisionPlugin`, `AsyncCheckpointIo`, `HpuCheckpointIo`.
+    #[serde(deserialize_with = "null_for_none")]
+    #[schemars(with = "Option<Vec<PluginConfig>>")]
     pub plugins: Vec<PluginConfig>,
-    /// Save checkpoints, with a default `ModelCheckpoint` unless one is given.
-    pub enable_checkpointing: bool,
-    /// Show a progress bar, or lines if standard error is no terminal.
-    pub enable_progress_bar: bool,
-    /// Print the module's children and numbers of parameters before training.
-    pub enable_model_summary: bool,
+    /// Save checkpoints, with a default `ModelCheckpoint` unless one is given; `true` unless set.
+    pub enable_checkpointing: Option<bool>,
+    /// Show a progress bar, or lines if standard error is no terminal; `true` unless set.
+    pub enable_progress_bar: Option<bool>,
+    /// Print the module's children and numbers of parameters before training; `true` unless set.
+    pub enable_model_summary: Option<bool>,
     /// Ask the data module for new loaders every so many epochs; 0 for never.
     pub reload_dataloaders_every_n_epochs: u64,
     /// Train and validate on these batches only, a number or a fraction, in the same order in each epoch; 0 for no.
@@ -247,6 +251,18 @@ pub struct TrainerConfig {
     pub save_on_signal: bool,
     /// Folder for logs and checkpoints; the current one unless set.
     pub default_root_dir: Option<PathBuf>,
+}
+
+/// An empty list may be written as null, as Lightning does.
+fn null_for_none<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Vec<T>, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_default())
+}
+
+impl TrainerConfig {
+    /// Which loggers the run has.
+    pub(crate) fn loggers(&self) -> Loggers {
+        self.logger.clone().unwrap_or(Loggers::Flag(true))
+    }
 }
 
 impl Default for TrainerConfig {
@@ -277,12 +293,12 @@ impl Default for TrainerConfig {
             gradient_clip_val: None,
             gradient_clip_algorithm: None,
             graph: GraphMode::Off,
-            logger: Loggers::Flag(true),
+            logger: None,
             callbacks: Vec::new(),
             plugins: Vec::new(),
-            enable_checkpointing: true,
-            enable_progress_bar: true,
-            enable_model_summary: true,
+            enable_checkpointing: None,
+            enable_progress_bar: None,
+            enable_model_summary: None,
             reload_dataloaders_every_n_epochs: 0,
             overfit_batches: Limit::Fraction(0.0),
             max_time: None,

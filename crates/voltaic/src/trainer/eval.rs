@@ -12,6 +12,7 @@ use crate::data::{Batch, DataLoader, EpochRange, Stage};
 use crate::error::Result;
 use crate::ffi::InferenceMode;
 use crate::module::LightningModule;
+use crate::nn::{set_training, set_training_modes, training_modes};
 
 const VALIDATION_STEP: HookPoint = hook_point!(validation_step, Eval, Epoch);
 const TEST_STEP: HookPoint = hook_point!(test_step, Eval, Epoch);
@@ -36,6 +37,9 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.progress.validation_is_open = true;
         self.validate(&EvalLoaders { loaders: val, num_batches })?;
         self.run.progress.validation_is_open = false;
+        let seen = &mut self.run.progress.validation_batches;
+        seen.resize(num_batches.len(), 0);
+        seen.iter_mut().zip(num_batches).for_each(|(seen, &batches)| *seen += batches as u64);
         self.last_validation = Instant::now();
         self.agree()
     }
@@ -69,6 +73,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// Validates; returns the metrics.
     pub(super) fn validate(&mut self, data: &EvalLoaders<M::Batch>) -> Result<EvalMetrics> {
         self.evaluate(|session| {
+            let modes = training_modes(session.module);
             module_hook!(session, on_validation_model_eval)?;
             call_hook!(session, on_validation_start, Eval, EpochOnly)?;
             call_hook!(session, on_validation_epoch_start, Eval, EpochOnly)?;
@@ -81,6 +86,8 @@ impl<M: LightningModule> Session<'_, M> {
             let metrics = session.finish_eval()?;
             call_hook!(session, on_validation_end, Eval, Denied)?;
             if session.stage == Stage::Fit {
+                set_training(session.module, true); // of modules that do not tell their mode
+                set_training_modes(session.module, &mut modes.into_iter());
                 module_hook!(session, on_validation_model_train)?;
             }
             Ok(metrics)
@@ -170,10 +177,29 @@ impl<M: LightningModule> Session<'_, M> {
                     ..BatchFacts::default()
                 };
                 body(self, &batch, facts)?;
+                self.log_eval_step_values(dataloader_idx, batch_idx)?;
                 self.check_signals()?;
             }
         }
         Ok(())
+    }
+
+    /// Gives what a batch has logged for the step by itself to the loggers. The step is the number of the batch among all
+    /// that this loader has given in the run.
+    fn log_eval_step_values(&mut self, dataloader_idx: usize, batch_idx: usize) -> Result<()> {
+        if self.eval_log_step().is_none() {
+            return Ok(());
+        }
+        let values = self.run.metrics.eval_step_values(); // sync point
+        if values.is_empty() {
+            return Ok(());
+        }
+        let before = match self.stage {
+            Stage::Fit => self.run.progress.validation_batches.get(dataloader_idx).copied().unwrap_or(0),
+            _ => 0,
+        };
+        let step = before + batch_idx as u64;
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&values, step))
     }
 
     /// What the profiler calls fetching a batch.

@@ -64,7 +64,8 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(reason) = &self.run.requests.stop {
             tracing::info!("stopped at global_step {}: {reason}", self.run.progress.global_step);
         }
-        call_hook!(self, on_train_end, Train, Denied)
+        call_hook!(self, on_train_end, Train, Denied)?;
+        self.update_running_statistics(loaders)
     }
 
     /// One epoch, or the rest of one that a checkpoint interrupted.
@@ -118,6 +119,9 @@ impl<M: LightningModule> Session<'_, M> {
             closes: is_last || (batch_idx as u64 + 1).is_multiple_of(size),
         };
 
+        if self.can_undo() {
+            self.keep_for_undo(window)?;
+        }
         let batch = self.take(batch, 0)?;
         let mut facts = BatchFacts {
             batch_idx,
@@ -128,6 +132,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.metrics.begin_train_batch();
         call_hook!(self, on_train_batch_start, Train, Step, facts)?;
         if std::mem::take(&mut self.run.requests.skips_epoch) {
+            self.undo = None;
             self.skip_epoch(is_last, plan)?;
             return Ok(None);
         }
@@ -155,6 +160,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         self.run.progress.batch_idx += 1;
         self.run.progress.total_batches += 1;
+        self.undo = None;
 
         let loss = if loss.defined() { Some(loss.f_detach()?) } else { None };
         facts.loss = loss.as_ref();
@@ -211,6 +217,7 @@ impl<M: LightningModule> Session<'_, M> {
                     module.optimizer_step(optimizer, ctx)
                 })?;
             }
+            self.undo = None;
             self.run.accelerator.step_boundary()?;
             self.run.progress.global_step += 1;
         }

@@ -137,7 +137,7 @@ pub(super) struct Parts<'a> {
     pub profiling: &'a Profiling,
     pub requests: &'a mut Requests,
     pub optimizers: &'a mut [Box<dyn Optimizer>],
-    pub schedulers: &'a mut [ActiveLrScheduler],
+    pub schedulers: &'a mut Vec<ActiveLrScheduler>,
     pub grad_scaler: &'a mut Option<GradScaler>,
     pub toggled: &'a mut Vec<(Parameter, bool)>,
     pub strategy: &'a mut dyn Strategy,

@@ -102,7 +102,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// How many batches validation takes from each loader.
     pub(super) fn num_val_batches(&self, val: &[DataLoader<M::Batch>]) -> Result<Vec<usize>> {
         let available: Vec<usize> = val.iter().map(DataLoader::num_batches).collect();
-        Ok(limit_batches("limit_val_batches", self.plan.limit_val, &available)?)
+        Ok(limit_batches(self.plan.key_of_limit("limit_val_batches"), self.plan.limit_val, &available)?)
     }
 
     /// Asks for the training loader anew if `reload_dataloaders_every_n_epochs` says so.

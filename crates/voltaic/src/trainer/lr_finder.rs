@@ -40,6 +40,8 @@ pub struct LearningRateFinderConfig {
     pub mode: LrGrowth,
     /// Stop when the smoothed loss is so many times the best; null for never.
     pub early_stop_threshold: Option<f64>,
+    /// Train with what is found; otherwise it is only told and drawn.
+    pub update_attr: bool,
 }
 
 impl Default for LearningRateFinderConfig {
@@ -50,6 +52,7 @@ impl Default for LearningRateFinderConfig {
             num_training_steps: 100,
             mode: LrGrowth::Exponential,
             early_stop_threshold: Some(4.0),
+            update_attr: true,
         }
     }
 }
@@ -199,7 +202,7 @@ impl Trainer {
             let remedy = "use more num_training_steps, or a smaller max_lr";
             return Err(ConfigError::new("LearningRateFinder", what, remedy).into());
         };
-        self.plan.found_lr = Some(lr);
+        self.plan.found_lr = config.update_attr.then_some(lr);
         let picture = self.log_dir().join("lr_find.png");
         if !self.run.loggers.is_empty() {
             std::fs::create_dir_all(self.log_dir())

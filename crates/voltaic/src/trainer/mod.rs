@@ -21,11 +21,13 @@ mod manual;
 mod optimizers;
 mod plan;
 mod ranks;
+mod running_statistics;
 mod schedule;
 mod seed;
 mod session;
 mod signals;
 mod trial;
+mod undo;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -138,6 +140,7 @@ impl Trainer {
         let _engine = SingleThreadedEngine::enter()?;
         let ckpt_path = self.ckpt_path.take();
         let ckpt_path = self.run.after_restart(ckpt_path)?;
+        let ckpt_path = checkpointing::or_of_failed_run(&self.run, ckpt_path)?;
         if ckpt_path.is_none() {
             self.find_batch_size(module, data, Stage::Fit)?;
             self.find_lr(module, data)?;
@@ -152,6 +155,11 @@ impl Trainer {
         let optimizers = self.optimizers.clone();
         let ranks = self.run.world().group().cloned();
         let _sync = ranks.filter(|_| self.plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
+        if self.config.max_epochs.is_none() && self.plan.max_epochs == Some(1000) && self.is_global_zero() {
+            tracing::warn!(
+                "trainer.max_epochs is not set: training ends after 1000 epochs; -1 is for no limit"
+            );
+        }
         let mut data = Data(data);
         let mut session = self.session(module, &mut data, Stage::Fit)?;
         let result = fit_session(&mut session, optimizers, ckpt_path.as_deref());
@@ -327,6 +335,7 @@ impl Trainer {
             stage,
             is_sanity_check: false,
             is_ending_epoch: false,
+            undo: None,
             graphs: StepGraphs::new(self.plan.graph),
         })
     }

@@ -14,6 +14,7 @@ use crate::data::Stage;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
 use crate::ffi::DeterministicMode;
+use crate::logger::Loggers;
 use crate::optim::GradientClip;
 use crate::precision::{HpuPrecisionPlugin, OpLists, Precision};
 use crate::strategy::StrategyPlan;
@@ -67,6 +68,13 @@ pub(super) struct TrainPlan {
     pub graph: GraphMode,
     pub fast_dev_run: bool,
     pub default_root_dir: PathBuf,
+}
+
+impl TrainPlan {
+    /// The key that the user has set the limit of a fit's loaders by.
+    pub fn key_of_limit(&self, key: &'static str) -> &'static str {
+        if self.overfits { "overfit_batches" } else { key }
+    }
 }
 
 /// Batches of the loaders of a fit, known once they are there.
@@ -282,6 +290,10 @@ fn barebones(config: &TrainerConfig, plan: &mut TrainPlan, problems: &mut Proble
         ("num_sanity_val_steps", config.num_sanity_val_steps.is_some_and(|steps| steps != 0)),
         ("save_on_signal", config.save_on_signal),
         ("profiler", config.profiler.is_some()),
+        ("logger", config.logger.as_ref().is_some_and(Loggers::is_enabled)),
+        ("enable_checkpointing", config.enable_checkpointing == Some(true)),
+        ("enable_progress_bar", config.enable_progress_bar == Some(true)),
+        ("enable_model_summary", config.enable_model_summary == Some(true)),
     ];
     for (key, _) in asked.iter().filter(|(_, is_asked)| *is_asked) {
         problems.add(
@@ -383,8 +395,11 @@ impl FitPlan {
     /// Batches and validation times for loaders with so many batches.
     pub(super) fn new(plan: &TrainPlan, train: usize, val: &[usize]) -> Result<Self, ConfigError> {
         let num_training_batches =
-            limit_batches("limit_train_batches", plan.limit_train, &[train])?.first().copied().unwrap_or(0);
-        let num_val_batches = limit_batches("limit_val_batches", plan.limit_val, val)?;
+            limit_batches(plan.key_of_limit("limit_train_batches"), plan.limit_train, &[train])?
+                .first()
+                .copied()
+                .unwrap_or(0);
+        let num_val_batches = limit_batches(plan.key_of_limit("limit_val_batches"), plan.limit_val, val)?;
         let val_check_batch = match plan.val_check_interval {
             _ if plan.val_check_time.is_some() => usize::MAX,
             Limit::Fraction(fraction) => ((num_training_batches as f64 * fraction) as usize).max(1),

@@ -12,6 +12,7 @@ use super::hooks::{BatchFacts, HookPoint, hook_error, module_hook, of_callback};
 use super::manual::Manual;
 use super::plan::TrainPlan;
 use super::signals::Signals;
+use super::undo::Undo;
 use crate::accelerator::Accelerator;
 use crate::callback::Callback;
 use crate::checkpoint::CheckpointIo;
@@ -74,6 +75,8 @@ pub(super) struct Session<'a, M: LightningModule> {
     pub is_sanity_check: bool,
     /// The hooks at the end of an epoch have begun, and schedules and metrics have not had their turn.
     pub is_ending_epoch: bool,
+    /// There while a training batch has not come to its optimizer step, if that may have to be undone.
+    pub undo: Option<Undo>,
     pub graphs: StepGraphs,
 }
 
@@ -240,8 +243,11 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(output)
     }
 
-    /// Gives metrics to all loggers, with the epoch as a column.
-    pub(super) fn log(&mut self, mut metrics: Vec<(String, f64)>, step: u64) -> Result<()> {
+    /// Gives metrics to all loggers, with the epoch as a column. One that is called `step` takes the place of the step.
+    pub(super) fn log(&mut self, mut metrics: Vec<(String, f64)>, mut step: u64) -> Result<()> {
+        if let Some(index) = metrics.iter().position(|(name, _)| name == "step") {
+            step = metrics.remove(index).1 as u64;
+        }
         if metrics.is_empty() || self.is_sanity_check {
             return Ok(());
         }
@@ -302,6 +308,9 @@ impl<M: LightningModule> Session<'_, M> {
         }
         self.data.on_exception(error);
         let requests = std::mem::take(&mut self.run.requests.checkpoints);
+        if let Err(second) = self.undo() {
+            tracing::warn!("the batch that failed could not be undone: {second}");
+        }
         for request in requests.into_iter().filter(|_| global_rank() == 0) {
             // the other ranks may be gone, and with them what they have to themselves
             if let Err(second) = checkpointing::write(self, &request, &mut Vec::new()) {

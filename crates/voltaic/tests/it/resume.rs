@@ -9,7 +9,7 @@ use voltaic::callback::{
 };
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::{LightningModule, StepContext};
-use voltaic::nn::{Dropout, Forward, Linear, ModuleExt};
+use voltaic::nn::{BatchNorm1d, Dropout, Forward, Linear, ModuleExt};
 use voltaic::optim::{
     Adam, AdamW, CosineAnnealingLr, Interval, LrSchedulerSpec, OneCycleLr, Optimizers, PlateauMode,
     ReduceLrOnPlateau, Sgd, StepLr,
@@ -25,6 +25,7 @@ use crate::trainer::{Losses, loader, loaders};
 #[derive(Module)]
 struct Net {
     fc1: Linear,
+    bn: BatchNorm1d,
     dropout: Dropout,
     fc2: Linear,
     #[module(skip)]
@@ -32,8 +33,18 @@ struct Net {
 }
 
 impl Net {
+    fn new(optimizers: fn() -> Optimizers) -> Self {
+        Self {
+            fc1: Linear::new(8, 16).unwrap(),
+            bn: BatchNorm1d::new(16).unwrap(),
+            dropout: Dropout::new(0.3).unwrap(),
+            fc2: Linear::new(16, 1).unwrap(),
+            optimizers,
+        }
+    }
+
     fn loss(&self, x: &Tensor, y: &Tensor) -> anyhow::Result<Tensor> {
-        let hidden = self.dropout.forward(&self.fc1.forward(x)?.relu())?;
+        let hidden = self.dropout.forward(&self.bn.forward(&self.fc1.forward(x)?)?.relu())?;
         Ok(self.fc2.forward(&hidden)?.f_mse_loss(y, tch::Reduction::Mean)?)
     }
 }
@@ -108,12 +119,7 @@ impl Case {
     ) -> Trace {
         // nothing may depend on the seed of a process that resumes
         seed_everything(if ckpt.is_some() { 99 } else { 3 }).unwrap();
-        let mut net = Net {
-            fc1: Linear::new(8, 16).unwrap(),
-            dropout: Dropout::new(0.3).unwrap(),
-            fc2: Linear::new(16, 1).unwrap(),
-            optimizers: self.optimizers,
-        };
+        let mut net = Net::new(self.optimizers);
         let (losses, learning_rates) = (Losses::default(), LearningRates::default());
         let mut builder = (self.build)(silent().max_epochs(3).num_sanity_val_steps(1))
             .callback(losses.clone())
@@ -135,9 +141,9 @@ impl Case {
             losses: losses.take(),
             learning_rates: std::mem::take(&mut learning_rates.0.lock().unwrap()),
             weights: net
-                .parameters()
+                .state_dict()
                 .iter()
-                .flat_map(|p| Vec::<f32>::try_from(p.flatten(0, -1)).unwrap())
+                .flat_map(|(_, t)| Vec::<f32>::try_from(t.flatten(0, -1).to_kind(Kind::Float)).unwrap())
                 .collect(),
             metrics: ["train_loss_epoch", "val_loss", "batches"].map(metric).to_vec(),
             global_step: trainer.global_step(),
@@ -281,7 +287,7 @@ fn another_batch_size_within_an_epoch_is_refused() {
     let case = Case { save: |config| every(3)(config), ..CASE };
     case.fit(|t| t.max_epochs(1), Some(folder.path()), None);
     let path = folder.path().join("epoch=0-step=3.ckpt");
-    let mut net = crate::trainer::Net::new();
+    let mut net = Net::new(case.optimizers);
     let mut trainer = silent().max_epochs(1).limit_train_batches(6).build().unwrap();
     let error = trainer.ckpt_path(path.to_str().unwrap()).fit(&mut net, &mut loaders()).unwrap_err();
     let expected =
@@ -340,8 +346,32 @@ fn after_a_failure_at_any_place() {
 type Fail = fn(LambdaCallback) -> LambdaCallback;
 
 /// Hooks at which a run fails, in the middle.
-fn places() -> [(&'static str, Fail); 7] {
+fn places() -> [(&'static str, Fail); 11] {
     [
+        ("before zero_grad", |lambda| {
+            lambda.on_before_zero_grad(|ctx, _| match ctx.progress().total_batches {
+                9 => anyhow::bail!("no luck"),
+                _ => Ok(()),
+            })
+        }),
+        ("before backward", |lambda| {
+            lambda.on_before_backward(|ctx, _| match ctx.progress().total_batches {
+                10 => anyhow::bail!("no luck"),
+                _ => Ok(()),
+            })
+        }),
+        ("after backward", |lambda| {
+            lambda.on_after_backward(|ctx, _| match ctx.progress().total_batches {
+                10 => anyhow::bail!("no luck"),
+                _ => Ok(()),
+            })
+        }),
+        ("before the optimizer step", |lambda| {
+            lambda.on_before_optimizer_step(|ctx, _| match ctx.progress().total_batches {
+                10 => anyhow::bail!("no luck"),
+                _ => Ok(()),
+            })
+        }),
         ("before a batch", |lambda| {
             lambda.on_train_batch_start(|ctx, _| match ctx.progress().total_batches {
                 10 => anyhow::bail!("no luck"),

@@ -96,13 +96,70 @@ fn barebones_switches_everything_off_and_refuses_what_asks_for_it() {
         .detect_anomaly(true)
         .num_sanity_val_steps(1)
         .log_every_n_steps(1_u64)
+        .logger(true)
+        .enable_checkpointing(true)
+        .enable_progress_bar(true)
+        .enable_model_summary(true)
         .build()
         .err()
         .unwrap()
         .to_string();
-    for key in ["fast_dev_run", "detect_anomaly", "num_sanity_val_steps", "log_every_n_steps"] {
+    let keys = "fast_dev_run detect_anomaly num_sanity_val_steps log_every_n_steps logger enable_checkpointing \
+                enable_progress_bar enable_model_summary";
+    for key in keys.split_whitespace() {
         assert!(error.contains(&format!("trainer.{key}: is set beside barebones=true")), "{error}");
     }
+}
+
+#[test]
+fn what_lightning_writes_down_of_a_trainer_is_read() {
+    // the keys whose default is null there, as `fit --print_config` of LightningCLI prints them
+    let nulls = "precision logger callbacks max_epochs min_epochs min_steps max_time limit_train_batches \
+                 limit_val_batches limit_test_batches limit_predict_batches val_check_interval num_sanity_val_steps \
+                 log_every_n_steps enable_checkpointing enable_progress_bar enable_model_summary gradient_clip_val \
+                 gradient_clip_algorithm deterministic benchmark profiler plugins default_root_dir";
+    let section: serde_json::Map<_, _> =
+        nulls.split_whitespace().map(|key| (key.to_owned(), serde_json::Value::Null)).collect();
+    let config: TrainerConfig = serde_json::from_value(section.clone().into()).unwrap();
+    assert_eq!(config, TrainerConfig::default());
+    let root = TempDir::new().unwrap();
+    let path = root.path().join("config.yaml");
+    std::fs::write(&path, json!({"trainer": section}).to_string()).unwrap();
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"))
+        .args(["fit", "--print_config=skip_default", "--config", path.to_str().unwrap()])
+        .args(["--model=LeNet", "--data=MnistData", "--trainer.callbacks+=LearningRateMonitor"])
+        .output()
+        .unwrap();
+    assert!(text_of(&output).contains("LearningRateMonitor"));
+}
+
+#[test]
+fn a_timer_or_a_warning_takes_the_place_of_a_number_of_epochs() {
+    let epochs = |builder: TrainerBuilder| {
+        let stop = LambdaCallback::new().on_fit_start(|ctx, _| {
+            ctx.request_stop(format!("{:?}", ctx.facts().max_epochs));
+            Ok(())
+        });
+        let seen = std::sync::Arc::new(std::sync::Mutex::new(None));
+        let note = seen.clone();
+        let look = LambdaCallback::new().on_fit_end(move |ctx, _| {
+            *note.lock().unwrap() = ctx.facts().max_epochs;
+            Ok(())
+        });
+        let mut trainer = builder.callback(stop).callback(look).build().unwrap();
+        trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
+        *seen.lock().unwrap()
+    };
+    assert_eq!(epochs(silent()), Some(1000));
+    assert_eq!(epochs(silent().callback(voltaic::callback::Timer::new(Duration::from_secs(60)))), None);
+    assert_eq!(epochs(silent().max_time("00:00:01:00")), None);
+}
+
+#[test]
+fn a_mistake_in_overfit_batches_is_told_of_its_own_key() {
+    let mut trainer = silent().max_epochs(1).overfit_batches(0.01).build().unwrap();
+    let error = trainer.fit(&mut Probe::default(), &mut loaders()).unwrap_err().to_string();
+    assert!(error.contains("trainer.overfit_batches: 0.01 of"), "{error}");
 }
 
 #[test]
@@ -216,7 +273,16 @@ fn closures_run_at_hooks_and_a_failure_leaves_a_checkpoint() {
         anyhow::ensure!(ctx.global_step() != 4, "no luck");
         Ok(())
     });
-    let mut trainer = silent().max_epochs(1).callback(saver()).callback(failing).build().unwrap();
+    let seen = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let (saved, failed) = (seen.clone(), seen.clone());
+    let noting = LambdaCallback::new()
+        .on_save_checkpoint(move |_, checkpoint| {
+            saved.lock().unwrap().push(format!("saved {}", checkpoint.meta.global_step));
+            Ok(())
+        })
+        .on_exception(move |_, error| failed.lock().unwrap().push(format!("{error}")[..28].to_owned()));
+    let mut trainer =
+        silent().max_epochs(1).callback(saver()).callback(failing).callback(noting).build().unwrap();
     let error = trainer.fit(&mut Probe::default(), &mut loaders()).unwrap_err().to_string();
     assert!(
         error.starts_with(
@@ -224,18 +290,25 @@ fn closures_run_at_hooks_and_a_failure_leaves_a_checkpoint() {
         ),
         "{error}"
     );
+    assert_eq!(*seen.lock().unwrap(), ["on_train_batch_end failed in", "saved 4"]);
     assert_eq!(names(folder.path()), ["on_exception.ckpt"]);
+    let loaded = std::sync::Arc::new(std::sync::Mutex::new(0));
+    let note = loaded.clone();
     let events = Events::default();
     let mut trainer = silent()
         .max_epochs(1)
         .num_sanity_val_steps(0)
         .callback(saver())
+        .callback(LambdaCallback::new().on_load_checkpoint(move |checkpoint| {
+            *note.lock().unwrap() = checkpoint.meta.global_step;
+            Ok(())
+        }))
         .callback(events.clone())
         .build()
         .unwrap();
-    let path = folder.path().join("on_exception.ckpt");
-    trainer.ckpt_path(path.to_str().unwrap()).fit(&mut Probe::default(), &mut loaders()).unwrap();
-    assert_eq!(events.text(), "t4* t5* V2 e");
+    trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
+    assert_eq!(events.text(), "t4* t5* V2 e", "without being told, as in Lightning");
+    assert_eq!(*loaded.lock().unwrap(), 4);
     assert!(names(folder.path()).is_empty(), "a run that ends well needs it no more");
 }
 

@@ -10,6 +10,7 @@ mod one_cycle;
 mod plateau;
 mod sequential;
 mod stepper;
+mod swa;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -22,6 +23,7 @@ pub use one_cycle::{AnnealStrategy, OneCycleLr};
 pub use plateau::{PlateauMode, ReduceLrOnPlateau, ThresholdMode};
 pub use sequential::{LinearWarmupCosine, SequentialLr};
 pub(super) use stepper::Chained;
+pub use swa::SwaLr;
 
 use super::ParamGroup;
 use super::problems::Problems;

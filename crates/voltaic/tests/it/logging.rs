@@ -1,0 +1,87 @@
+//! Rules of `ctx.log` that show in the loggers' files; rows are those of Lightning 2.6.6.
+
+use tempfile::TempDir;
+use voltaic::data::Loaders;
+use voltaic::logger::CsvLogger;
+use voltaic::trainer::TrainerBuilder;
+
+use crate::probe::{Probe, loader, silent};
+
+fn csv(root: &TempDir, version: u64) -> String {
+    let path = root.path().join(format!("lightning_logs/version_{version}/metrics.csv"));
+    std::fs::read_to_string(path).unwrap()
+}
+
+fn trainer(root: &TempDir) -> TrainerBuilder {
+    let logger = CsvLogger::new(root.path()).plots(false);
+    silent().max_epochs(2).log_every_n_steps(2_u64).with_logger(logger)
+}
+
+fn net() -> Probe {
+    Probe {
+        validate: Some(Box::new(|_, loss, ctx| {
+            let value = (ctx.batch_idx() + 10 * ctx.dataloader_idx()) as f64;
+            ctx.log("v", value).on_step(true).on_epoch(true);
+            ctx.log("w", ctx.batch_idx() as f64).on_step(true).on_epoch(false);
+            Ok(loss)
+        })),
+        ..Probe::default()
+    }
+}
+
+#[test]
+fn values_of_validation_steps_have_rows_of_their_own() {
+    let root = TempDir::new().unwrap();
+    trainer(&root)
+        .build()
+        .unwrap()
+        .fit(&mut net(), &mut Loaders::new().train(loader(8)).val(loader(6)))
+        .unwrap();
+    let expected = "epoch,step,v_epoch,v_step,w\n\
+        ,0,,0,0\n,1,,1,1\n,2,,2,2\n0,3,1,,\n\
+        ,3,,0,0\n,4,,1,1\n,5,,2,2\n1,7,1,,\n";
+    assert_eq!(csv(&root, 0).trim_end(), expected.trim_end());
+}
+
+#[test]
+fn values_of_several_loaders_have_the_loader_last() {
+    let root = TempDir::new().unwrap();
+    let mut data = Loaders::new().val(loader(4)).val(loader(4));
+    let metrics = trainer(&root).build().unwrap().validate(&mut net(), &mut data).unwrap();
+    let expected = [("v_epoch/dataloader_idx_0", 0.5), ("v_epoch/dataloader_idx_1", 10.5)];
+    assert_eq!(metrics, expected.map(|(name, value)| (name.to_owned(), value)));
+    let expected = "epoch,step,v_epoch/dataloader_idx_0,v_epoch/dataloader_idx_1,v_step/dataloader_idx_0,\
+        v_step/dataloader_idx_1,w/dataloader_idx_0,w/dataloader_idx_1\n\
+        ,0,,,0,,0,\n,1,,,1,,1,\n,0,,,,10,,0\n,1,,,,11,,1\n0,0,0.5,10.5,,,,\n";
+    assert_eq!(csv(&root, 0).trim_end(), expected.trim_end());
+}
+
+#[test]
+fn a_value_without_its_loader_is_of_all_loaders() {
+    let mut net = Probe {
+        validate: Some(Box::new(|_, loss, ctx| {
+            ctx.log("v", ctx.dataloader_idx() as f64).add_dataloader_idx(false);
+            Ok(loss)
+        })),
+        ..Probe::default()
+    };
+    let mut data = Loaders::new().val(loader(4)).val(loader(12));
+    let metrics = silent().build().unwrap().validate(&mut net, &mut data).unwrap();
+    assert_eq!(metrics, [("v".to_owned(), 0.75)]);
+}
+
+#[test]
+fn a_value_called_step_takes_the_place_of_the_step() {
+    let root = TempDir::new().unwrap();
+    let mut net = Probe {
+        validate: Some(Box::new(|_, loss, ctx| {
+            ctx.log("v", 0.5);
+            ctx.log("step", (100 + ctx.current_epoch()) as f64);
+            Ok(loss)
+        })),
+        ..Probe::default()
+    };
+    let mut data = Loaders::new().train(loader(8)).val(loader(4));
+    trainer(&root).build().unwrap().fit(&mut net, &mut data).unwrap();
+    assert_eq!(csv(&root, 0).trim_end(), "epoch,step,v\n0,100,0.5\n1,101,0.5");
+}
