@@ -58,6 +58,12 @@ pub trait DataModule: 'static {
         Ok(())
     }
 
+    /// What the loggers are given beside the module's own; an object, or null for nothing. A name that both have must have
+    /// the same value.
+    fn hyper_parameters(&self) -> serde_json::Value {
+        serde_json::Value::Null
+    }
+
     /// Opens and splits the data for `stage`, on all processes.
     ///
     /// # Errors

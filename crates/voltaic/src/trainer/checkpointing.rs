@@ -344,6 +344,13 @@ fn own_part(
 impl Resumed {
     /// A position within an epoch means nothing if the epoch is cut into other batches.
     pub(super) fn check_position(&self, run: &Run) -> Result<()> {
+        let epoch = run.progress.current_epoch;
+        if let Some(max_epochs) = run.facts.max_epochs.filter(|max_epochs| epoch > *max_epochs) {
+            let what =
+                format!("{max_epochs}, but {} is of epoch {epoch}, counted from 0", self.path.display());
+            let remedy = "train for more epochs, or from another checkpoint";
+            return Err(ConfigError::new("trainer.max_epochs", what, remedy).into());
+        }
         let is_mid_epoch = run.progress.batch_idx > 0 && !run.progress.epoch_ended;
         let own = (run.facts.num_training_batches, run.facts.train_batch_size);
         let is_known = self.shape.0 > 0; // a converted checkpoint does not tell

@@ -12,6 +12,7 @@ pub(super) struct Data<'a, D: ?Sized>(pub &'a mut D);
 /// What a session asks of a [`DataModule`]. A trait of its own because `DataModule` is `'static`, which no borrow is.
 pub(super) trait DataHooks<B: Batch> {
     fn type_name(&self) -> &'static str;
+    fn hyper_parameters(&self) -> Value;
     fn prepare_data(&mut self) -> anyhow::Result<()>;
     fn setup(&mut self, stage: Stage) -> anyhow::Result<()>;
     fn teardown(&mut self, stage: Stage) -> anyhow::Result<()>;
@@ -35,6 +36,10 @@ pub(super) trait DataHooks<B: Batch> {
 impl<B: Batch, D: DataModule<Batch = B> + ?Sized> DataHooks<B> for Data<'_, D> {
     fn type_name(&self) -> &'static str {
         self.0.type_name()
+    }
+
+    fn hyper_parameters(&self) -> Value {
+        self.0.hyper_parameters()
     }
 
     fn prepare_data(&mut self) -> anyhow::Result<()> {

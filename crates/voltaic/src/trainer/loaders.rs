@@ -22,6 +22,14 @@ impl<M: LightningModule> Session<'_, M> {
             None => self.val_dataloaders()?,
         };
         let plan = self.fit_plan(&train, &val)?;
+        self.warn_of_shuffled(&val);
+        let (batches, every) = (plan.num_training_batches as u64, self.plan.log_every_n_steps);
+        if !self.run.loggers.is_empty() && batches < every {
+            tracing::warn!(
+                "an epoch has {batches} batches, fewer than trainer.log_every_n_steps={every}: set a smaller number to \
+                 see values of steps"
+            );
+        }
         Ok(FitLoaders {
             train,
             val,
@@ -29,6 +37,13 @@ impl<M: LightningModule> Session<'_, M> {
             epoch_of_train: self.next_epoch(),
             epoch_of_val: self.next_epoch(),
         })
+    }
+
+    /// Says on rank 0 if data to evaluate on is shuffled.
+    pub(super) fn warn_of_shuffled(&self, loaders: &[DataLoader<M::Batch>]) {
+        if self.run.world().is_global_zero() && loaders.iter().any(DataLoader::is_shuffled) {
+            tracing::warn!("a loader for evaluation shuffles its data; leave out shuffle(true) there");
+        }
     }
 
     fn fit_plan(&mut self, train: &DataLoader<M::Batch>, val: &[DataLoader<M::Batch>]) -> Result<FitPlan> {

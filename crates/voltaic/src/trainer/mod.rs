@@ -33,6 +33,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
+use serde_json::Value;
 use tch::Tensor;
 
 use crate::data::{Batch, DataLoader, DataModule, Stage};
@@ -393,6 +394,7 @@ fn evaluate_session<M: LightningModule, T>(
         let what = format!("there is no loader to {stage}");
         return Err(ConfigError::new("data", what, format!("implement DataModule::{method}")).into());
     }
+    session.warn_of_shuffled(&loaders);
     loaders.iter_mut().for_each(|loader| loader.set_seed(global_seed()));
     session.set_batch_size(&mut loaders)?;
     ranks::shard_eval(&mut loaders, session.plan, session.run.world())?;
@@ -425,8 +427,9 @@ fn fit_session<M: LightningModule>(
     session.run.facts.automatic_optimization = session.module.automatic_optimization();
     session.anomaly = session.plan.detect_anomaly.then(ffi::AnomalyWatch::begin).transpose()?;
     call_hook!(session, on_fit_start, Train, Denied)?;
-    let hyper_parameters = session.module.hyper_parameters();
-    if session.plan.enable_autolog_hparams && !hyper_parameters.is_null() {
+    let hyper_parameters =
+        merged(session.module.hyper_parameters(), session.data.hyper_parameters(), session.plan)?;
+    if !hyper_parameters.is_null() {
         session.run.loggers.iter_mut().try_for_each(|logger| logger.log_hyperparams(&hyper_parameters))?;
     }
     let resumed = checkpoint
@@ -448,6 +451,27 @@ fn fit_session<M: LightningModule>(
     session.write_checkpoints()?;
     session.run.checkpoint_io.teardown()?;
     session.teardown()
+}
+
+/// Hyper-parameters of module and data for the loggers; null if they are to get none.
+fn merged(module: Value, data: Value, plan: &TrainPlan) -> Result<Value> {
+    if !plan.enable_autolog_hparams {
+        return Ok(Value::Null);
+    }
+    let (mut all, data) = match (module, data) {
+        (Value::Object(module), Value::Object(data)) => (module, data),
+        (Value::Null, data) => return Ok(data),
+        (module, _) => return Ok(module),
+    };
+    for (name, value) in data {
+        if let Some(own) = all.get(&name).filter(|own| **own != value) {
+            let what = format!("`{name}` is {own} in the module and {value} in the data module");
+            let remedy = "use the same value or another name, or set trainer.enable_autolog_hparams=false";
+            return Err(ConfigError::new("hyper_parameters", what, remedy).into());
+        }
+        all.insert(name, value);
+    }
+    Ok(Value::Object(all))
 }
 
 fn configure_optimizers<M: LightningModule>(

@@ -1,9 +1,13 @@
 //! Rules of `ctx.log` that show in the loggers' files; rows are those of Lightning 2.6.6.
 
+use serde_json::{Value, json};
 use tempfile::TempDir;
-use voltaic::data::Loaders;
+use voltaic::data::{DataLoader, DataModule, Loaders};
 use voltaic::logger::CsvLogger;
+use voltaic::module::{LightningModule, StepContext};
+use voltaic::optim::Optimizers;
 use voltaic::trainer::TrainerBuilder;
+use voltaic::{Module, Tensor};
 
 use crate::probe::{Probe, loader, silent};
 
@@ -84,4 +88,57 @@ fn a_value_called_step_takes_the_place_of_the_step() {
     let mut data = Loaders::new().train(loader(8)).val(loader(4));
     trainer(&root).build().unwrap().fit(&mut net, &mut data).unwrap();
     assert_eq!(csv(&root, 0).trim_end(), "epoch,step,v\n0,100,0.5\n1,101,0.5");
+}
+
+/// Data with hyper-parameters.
+struct Data(Loaders<Tensor>, Value);
+
+impl DataModule for Data {
+    type Batch = Tensor;
+
+    fn hyper_parameters(&self) -> Value {
+        self.1.clone()
+    }
+
+    fn train_dataloader(&mut self) -> anyhow::Result<Option<DataLoader<Tensor>>> {
+        self.0.train_dataloader()
+    }
+}
+
+#[derive(Module)]
+struct Net(Probe);
+
+impl LightningModule for Net {
+    type Batch = Tensor;
+
+    fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        self.0.training_step(batch, ctx)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        self.0.configure_optimizers()
+    }
+
+    fn hyper_parameters(&self) -> Value {
+        json!({"width": 2, "seed": 1})
+    }
+}
+
+#[test]
+fn hyper_parameters_of_module_and_data_are_joined() {
+    let root = TempDir::new().unwrap();
+    let fit = |data: Value, autolog: bool| {
+        let mut data = Data(Loaders::new().train(loader(4)), data);
+        let mut trainer = trainer(&root).max_epochs(1).enable_autolog_hparams(autolog).build().unwrap();
+        trainer.fit(&mut Net(Probe::default()), &mut data).map_err(|error| error.to_string())
+    };
+    fit(json!({"samples": 4, "seed": 1}), true).unwrap();
+    let path = root.path().join("lightning_logs/version_0/hparams.yaml");
+    assert_eq!(std::fs::read_to_string(path).unwrap(), "width: 2\nseed: 1\nsamples: 4\n");
+    let error = fit(json!({"seed": 2}), true).unwrap_err();
+    assert!(
+        error.contains("hyper_parameters: `seed` is 1 in the module and 2 in the data module; use"),
+        "{error}"
+    );
+    fit(json!({"seed": 2}), false).unwrap();
 }

@@ -295,6 +295,25 @@ fn another_batch_size_within_an_epoch_is_refused() {
     assert!(error.to_string().contains(expected), "{error}");
 }
 
+#[test]
+fn a_checkpoint_beyond_the_last_epoch_is_refused() {
+    let _rng = seeded(1);
+    let folder = TempDir::new().unwrap();
+    let case = Case { save: |config| config.every_n_epochs = Some(1), ..CASE };
+    case.fit(|t| t, Some(folder.path()), None);
+    let path = folder.path().join("epoch=2-step=21.ckpt");
+    let fit = |max_epochs: i64| {
+        let mut trainer = silent().max_epochs(max_epochs).build().unwrap();
+        trainer.ckpt_path(path.to_str().unwrap()).fit(&mut Net::new(case.optimizers), &mut loaders())
+    };
+    let error = fit(1).unwrap_err().to_string();
+    assert!(
+        error.contains("trainer.max_epochs: 1, but ") && error.contains("is of epoch 2, counted from 0"),
+        "{error}"
+    );
+    fit(2).unwrap(); // nothing is left to do, as in Lightning
+}
+
 /// Every optimizer, in float32 and in `16-mixed`, whose first steps are left out because the scaled loss overflows.
 #[test]
 fn after_any_step_with_every_optimizer_and_precision() {
