@@ -394,6 +394,59 @@ typedef struct {
 // Counts of all replays so far.
 void vt_graph_get_stats(const vt_graph *graph, vt_graph_stats *stats);
 
+// ---- kernels of the CPU that are written in Rust (kernels.cpp) --------------------------------------------------------
+
+enum vt_float : int32_t { VT_FLOAT32 = 0, VT_BFLOAT16 = 1 };
+
+// out = a b, or out += a b, of float32 matrices, `batches` times. Strides in elements, of batch, row and column.
+typedef struct {
+  int64_t batches, rows, columns, depth;
+  float *out;
+  const float *a, *b;
+  int64_t out_strides[3], a_strides[3], b_strides[3];
+  int32_t adds;
+} vt_product;
+
+// A tensor [batch, head, row, dim] with dim next to each other; strides in elements, of batch, head and row.
+typedef struct {
+  void *data;
+  int64_t strides[3];
+} vt_rows;
+
+// grad_* are null in the forward pass. The rows of log_sum_exp are numbers.
+typedef struct {
+  int32_t dtype, is_causal;
+  double scale;
+  int64_t batches, heads, queries, keys, dim;
+  vt_rows query, key, value, out, grad_out, grad_query, grad_key, grad_value;
+  vt_rows log_sum_exp; // float32
+} vt_attention;
+
+// The state of libtorch's generator of the CPU: numbers left in `words` + 1, and the next one.
+typedef struct {
+  int32_t left;
+  uint32_t next;
+  uint32_t *words; // 624
+} vt_mt19937;
+
+// Null where libtorch's own is to be kept. Functions that give int32_t give 0, before they write, for a call that is
+// libtorch's. Matrices of elements are dense.
+typedef struct {
+  int32_t (*product)(const vt_product *product);
+  void (*gelu)(int32_t dtype, int32_t is_tanh, const void *input, void *output, int64_t len);
+  void (*gelu_backward)(int32_t dtype, int32_t is_tanh, const void *grad, const void *input, void *output, int64_t len);
+  // Windows of 2 x 2, each element once. `indices` count from the start of their plane.
+  void (*max_pool2d)(int32_t dtype, const void *input, void *output, int64_t *indices, int64_t planes, int64_t height,
+                     int64_t width);
+  // Each element 1 with probability p, else 0.
+  void (*bernoulli)(int32_t dtype, vt_mt19937 *generator, double p, void *output, int64_t len);
+  void (*attention)(const vt_attention *attention);
+  void (*attention_backward)(const vt_attention *attention);
+} vt_kernels;
+
+// Puts the kernels in the place of libtorch's, once per process. They live as long as it.
+vt_error *vt_install_kernels(const vt_kernels *kernels);
+
 // ---- CUDA graphs (cuda_graph.cpp) -----------------------------------------------------------------------------------
 
 // A graph of libtorch's CUDA library, which must be loaded.

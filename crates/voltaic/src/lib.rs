@@ -7,6 +7,7 @@ extern crate self as voltaic; // the derive names everything from `::voltaic`
 pub mod device;
 pub mod error;
 pub mod ffi;
+pub mod kernels;
 
 pub mod accelerator;
 pub mod config;

@@ -72,6 +72,7 @@ impl Accelerator for CpuAccelerator {
 
     fn setup(&self) -> Result<()> {
         ffi::install_host_pool()?;
+        ffi::install_kernels()?;
         Ok(())
     }
 

@@ -8,10 +8,10 @@ mod config;
 mod data;
 mod distributed;
 mod graph;
-mod memory;
 mod module;
 mod optim;
 mod profiler;
+mod switch;
 
 use std::path::{Path, PathBuf};
 
@@ -20,10 +20,10 @@ pub use config::{ConfigError, ConfigProblem};
 pub use data::DataError;
 pub use distributed::{CollectiveFailure, DistributedError};
 pub use graph::GraphError;
-pub use memory::MemoryError;
 pub use module::ModuleError;
 pub use optim::OptimError;
 pub use profiler::ProfilerError;
+pub use switch::SwitchError;
 
 /// Result of what the user calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -59,9 +59,9 @@ pub enum Error {
     /// Actions of a profiler do not begin and end as they should.
     #[error(transparent)]
     Profiler(#[from] ProfilerError),
-    /// The host memory pool cannot be set up as asked.
+    /// A switch in the environment has a value it cannot have.
     #[error(transparent)]
-    Memory(#[from] MemoryError),
+    Switch(#[from] SwitchError),
     /// libtorch refused an operation.
     #[error(transparent)]
     Torch(#[from] TorchError),

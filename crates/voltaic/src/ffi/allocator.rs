@@ -5,14 +5,15 @@
 
 use std::ffi::{c_char, c_void};
 use std::ptr::{self, NonNull};
+use std::slice;
 use std::sync::{Mutex, PoisonError};
-use std::{env, slice};
 
 use voltaic_sys as sys;
 
 use super::check;
 use super::pool::Pool;
-use crate::error::{MemoryError, Result};
+use super::switch::read_switch;
+use crate::error::Result;
 
 /// Set to `0`, libtorch keeps its own allocator.
 const SWITCH: &str = "VOLTAIC_HOST_POOL";
@@ -47,9 +48,9 @@ const fn device_pool(number: i32) -> Pool {
 /// Returns whether the pool is in use: it is not if the environment says `VOLTAIC_HOST_POOL=0`.
 ///
 /// # Errors
-/// [`MemoryError::HostPoolSwitch`] if `VOLTAIC_HOST_POOL` is neither `0` nor `1`.
+/// [`SwitchError`](crate::error::SwitchError) if `VOLTAIC_HOST_POOL` is neither `0` nor `1`.
 pub fn install_host_pool() -> Result<bool> {
-    if !is_wanted(env::var_os(SWITCH).map(|value| value.to_string_lossy().into_owned()))? {
+    if !is_wanted()? {
         return Ok(false);
     }
     install()?;
@@ -58,7 +59,7 @@ pub fn install_host_pool() -> Result<bool> {
 
 /// Makes the pools libtorch's allocator even if the host is not to have one: then the host's keeps nothing.
 pub(super) fn install_device_pools() -> Result<()> {
-    if !is_wanted(env::var_os(SWITCH).map(|value| value.to_string_lossy().into_owned()))? {
+    if !is_wanted()? {
         host_pool().set_caching(false);
     }
     install()
@@ -90,12 +91,8 @@ pub fn hpu_pool(index: usize) -> Option<&'static Pool> {
     POOLS.get(1 + index)
 }
 
-fn is_wanted(switch: Option<String>) -> Result<bool> {
-    match switch.as_deref() {
-        None | Some("1") => Ok(true),
-        Some("0") => Ok(false),
-        Some(_) => Err(MemoryError::HostPoolSwitch { value: switch.unwrap_or_default() }.into()),
-    }
+fn is_wanted() -> Result<bool> {
+    Ok(read_switch(SWITCH, "allocator")?.unwrap_or(true))
 }
 
 extern "C" fn allocate(pool: i32, bytes: usize) -> *mut c_void {
@@ -156,18 +153,6 @@ extern "C" fn after_fork() {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_switch_is_0_or_1() {
-        assert!(is_wanted(None).unwrap());
-        assert!(is_wanted(Some("1".to_owned())).unwrap());
-        assert!(!is_wanted(Some("0".to_owned())).unwrap());
-        for nonsense in ["", "yes", "01", "false"] {
-            let message = is_wanted(Some(nonsense.to_owned())).unwrap_err().to_string();
-            assert!(message.contains(&format!("VOLTAIC_HOST_POOL=`{nonsense}`")), "{message}");
-            assert!(message.contains("; unset it"), "{message}");
-        }
-    }
 
     #[test]
     fn pools_are_numbered_by_their_place() {

@@ -8,6 +8,7 @@ use voltaic_sys as sys;
 
 use super::allocator::{install_device_pools, write_text};
 use super::check;
+use super::kernels::install_kernels;
 use crate::error::Result;
 
 /// What an emulated HPU allows.
@@ -34,6 +35,7 @@ static OPTIONS: OnceLock<HpuOptions> = OnceLock::new();
 /// libtorch's error if there is another HPU back end, or if libtorch has trained before it was told of HPUs.
 pub fn init_hpu_emulator(options: HpuOptions) -> Result<()> {
     install_device_pools()?;
+    install_kernels()?; // those of emulated devices are the CPU's
     let options = OPTIONS.get_or_init(|| options);
     let HpuOptions { num_devices, dtypes, .. } = *options;
     let raw = sys::vt_hpu_options { num_devices: num_devices as i32, dtypes, explain_dtype };

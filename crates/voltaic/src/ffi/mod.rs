@@ -17,10 +17,14 @@ mod execution;
 mod graph;
 mod hlml;
 mod hpu;
+mod kernels;
+mod matrix;
 mod optim;
 mod pool;
 mod process;
 mod rng;
+mod simd;
+mod switch;
 mod tensor;
 mod threads;
 
@@ -53,6 +57,8 @@ pub use hlml::{Hlml, HlmlCard};
 pub use hpu::{
     HpuOptions, MAX_HPUS, adopt_hpu_plugin, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator,
 };
+pub use kernels::install_kernels;
+pub use matrix::{Matrix, MatrixMut, multiply};
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,
     foreach_norm, is_dense, tensor_id,
@@ -60,6 +66,7 @@ pub use optim::{
 pub use pool::{PeakReset, Pool, PoolBlock, PoolStats};
 pub use process::{die_with_parent, signal_group};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
+pub use simd::run_vectorized;
 pub use tensor::{SharedTensor, device_numbers, libtorch_version, tch_names_hpu};
 pub use threads::{set_thread_num_threads, with_one_thread};
 

@@ -151,12 +151,12 @@ impl TrainerBuilder {
     /// With several ranks on this node and no launcher around it, the call starts them by running this program again with
     /// the same arguments, waits for them, and ends the process with their exit code: what follows it runs in the ranks.
     ///
-    /// libtorch's memory comes from the host pool from now on
-    /// ([`ffi::install_host_pool`]).
+    /// libtorch's memory comes from the host pool from now on ([`ffi::install_host_pool`]), and some of its kernels for
+    /// the CPU are voltaic's ([`ffi::install_kernels`]).
     ///
     /// # Errors
-    /// [`ConfigError`] with all problems of the configuration; [`MemoryError`](crate::error::MemoryError) if
-    /// `VOLTAIC_HOST_POOL` has a value it cannot have.
+    /// [`ConfigError`] with all problems of the configuration; [`SwitchError`](crate::error::SwitchError)
+    /// if `VOLTAIC_HOST_POOL` or `VOLTAIC_CPU_KERNELS` has a value it cannot have.
     pub fn build(mut self) -> Result<Trainer> {
         let mut problems = Vec::new();
         let accelerator = accelerator(&self.config.accelerator);
@@ -204,6 +204,7 @@ impl TrainerBuilder {
         self.add_displays(world.is_global_zero());
         accelerator.setup()?;
         ffi::install_host_pool()?;
+        ffi::install_kernels()?;
         set_up_libtorch(&plan)?;
         let facts = self.build_loggers(&plan, &world)?;
         let checkpoint_io = checkpoint_io(self.checkpoint_io, &self.config.plugins, accelerator.name());

@@ -4,10 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Folders and files of `src/` by layer. A module uses its own layer and lower ones only.
-const LAYERS: [(&str, u32); 27] = [
+const LAYERS: [(&str, u32); 28] = [
     ("device", 10),
     ("error", 10),
     ("ffi", 10),
+    ("kernels", 10),
     ("accelerator", 20),
     ("config", 20),
     ("distributed", 30),

@@ -1,0 +1,335 @@
+//! Attention of one head, a block of queries after the other: the scores of a block stay in the cache between the
+//! products, and keys that a causal block cannot see cost nothing. The backward pass computes the scores again, as
+//! FlashAttention does (Dao et al., arXiv 2205.14135); the scores of a block are kept for all keys, so that softmax is
+//! the plain one.
+
+use std::ops::Range;
+
+use super::Kernel;
+use super::element::Element;
+use super::math::exp;
+use crate::ffi::{Matrix, MatrixMut, multiply, run_vectorized};
+
+/// Queries of a block.
+const BLOCK: usize = 64;
+
+/// Rows of `dim` numbers at equal distances.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows<'a, T> {
+    data: &'a [T],
+    stride: usize,
+    dim: usize,
+}
+
+impl<'a, T: Element> Rows<'a, T> {
+    /// Rows that start every `stride` numbers of `data`.
+    pub fn new(data: &'a [T], stride: usize, dim: usize) -> Self {
+        Self { data, stride, dim }
+    }
+
+    /// Numbers of a row.
+    pub fn dim(&self) -> usize {
+        self.dim
+    }
+
+    #[inline(always)]
+    fn row(&self, i: usize) -> &'a [T] {
+        &self.data[i * self.stride..i * self.stride + self.dim]
+    }
+
+    /// Writes the rows one after the other into `copy`, in float32.
+    pub fn copy_to(&self, copy: &mut Vec<f32>) {
+        copy.resize(self.data.len().div_ceil(self.stride) * self.dim, 0.0);
+        run_vectorized(CopyRows { rows: *self, copy });
+    }
+}
+
+impl<'a> Rows<'a, f32> {
+    fn matrix(&self, rows: Range<usize>) -> Matrix<'a> {
+        Matrix::new(&self.data[rows.start * self.stride..], [rows.len(), self.dim], [self.stride, 1])
+    }
+
+    fn transposed(&self, rows: Range<usize>) -> Matrix<'a> {
+        Matrix::new(&self.data[rows.start * self.stride..], [self.dim, rows.len()], [1, self.stride])
+    }
+}
+
+/// Queries, keys and values of a head.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionHead<'a, T> {
+    /// `[queries, dim]`
+    pub query: Rows<'a, T>,
+    /// `[keys, dim]`
+    pub key: Rows<'a, T>,
+    /// `[keys, dim]`
+    pub value: Rows<'a, T>,
+    /// Number of queries.
+    pub queries: usize,
+    /// Number of keys.
+    pub keys: usize,
+    /// What scores are multiplied with.
+    pub scale: f32,
+    /// Whether query `i` sees keys `0..=i` only.
+    pub is_causal: bool,
+}
+
+/// What a thread needs for its work, to be used again.
+#[derive(Debug, Default)]
+pub struct AttentionScratch {
+    query: Vec<f32>,
+    key: Vec<f32>,
+    value: Vec<f32>,
+    grad: Vec<f32>,
+    scores: Vec<f32>,
+    grad_scores: Vec<f32>,
+    block: Vec<f32>,
+    grad_key: Vec<f32>,
+    grad_value: Vec<f32>,
+}
+
+/// The first `len` numbers, whatever they are.
+fn sized(numbers: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if numbers.len() < len {
+        numbers.resize(len, 0.0);
+    }
+    &mut numbers[..len]
+}
+
+impl<T: Element> AttentionHead<'_, T> {
+    /// Keys that some query before `last` sees.
+    #[inline(always)]
+    fn visible(&self, last: usize) -> usize {
+        if self.is_causal { last.min(self.keys) } else { self.keys }
+    }
+
+    /// Computes the rows `queries` of the output; `write(i, row, log_sum_exp)` gets them in order.
+    pub fn forward(
+        &self,
+        queries: Range<usize>,
+        scratch: &mut AttentionScratch,
+        mut write: impl FnMut(usize, &[f32], f32),
+    ) {
+        let query = T::in_f32(self.query, &mut scratch.query);
+        let key = T::in_f32(self.key, &mut scratch.key);
+        let value = T::in_f32(self.value, &mut scratch.value);
+        let dim = self.query.dim;
+        for first in queries.clone().step_by(BLOCK) {
+            let block = first..(first + BLOCK).min(queries.end);
+            let keys = self.visible(block.end);
+            let scores = sized(&mut scratch.scores, block.len() * keys);
+            let out = sized(&mut scratch.block, block.len() * dim);
+            multiply(
+                MatrixMut::dense(scores, [block.len(), keys]),
+                query.matrix(block.clone()),
+                key.transposed(0..keys),
+                false,
+            );
+            let mut sums = [(0.0, 0.0); BLOCK];
+            run_vectorized(Softmax { head: self, block: block.clone(), scores, sums: &mut sums });
+            multiply(
+                MatrixMut::dense(out, [block.len(), dim]),
+                Matrix::dense(scores, [block.len(), keys]),
+                value.matrix(0..keys),
+                false,
+            );
+            for ((i, row), (max, sum)) in block.zip(out.chunks_exact_mut(dim)).zip(sums) {
+                let factor = 1.0 / sum;
+                row.iter_mut().for_each(|number| *number *= factor);
+                write(i, row, max + f32::ln(sum));
+            }
+        }
+    }
+}
+
+/// What the backward pass needs besides.
+#[derive(Debug, Clone, Copy)]
+pub struct GradHead<'a, T> {
+    /// Output of the forward pass, `[queries, dim]`.
+    pub out: Rows<'a, T>,
+    /// Its gradient.
+    pub grad_out: Rows<'a, T>,
+    /// By query, at equal distances.
+    pub log_sum_exp: Rows<'a, f32>,
+}
+
+impl<T: Element> AttentionHead<'_, T> {
+    /// Computes gradients: `write_query(i, row)` gets those of the queries in order. Returns those of keys and values,
+    /// `[keys, dim]`.
+    pub fn backward<'s>(
+        &self,
+        grad: &GradHead<'_, T>,
+        scratch: &'s mut AttentionScratch,
+        mut write_query: impl FnMut(usize, &[f32]),
+    ) -> (&'s [f32], &'s [f32]) {
+        let query = T::in_f32(self.query, &mut scratch.query);
+        let key = T::in_f32(self.key, &mut scratch.key);
+        let value = T::in_f32(self.value, &mut scratch.value);
+        let grad_out = T::in_f32(grad.grad_out, &mut scratch.grad);
+        let dim = self.query.dim;
+        let grad_key = sized(&mut scratch.grad_key, self.keys * dim);
+        let grad_value = sized(&mut scratch.grad_value, self.keys * dim);
+        grad_key.fill(0.0);
+        grad_value.fill(0.0);
+        for first in (0..self.queries).step_by(BLOCK) {
+            let block = first..(first + BLOCK).min(self.queries);
+            let keys = self.visible(block.end);
+            let shape = [block.len(), keys];
+            let scores = sized(&mut scratch.scores, block.len() * keys);
+            let grad_scores = sized(&mut scratch.grad_scores, block.len() * keys);
+            let grad_query = sized(&mut scratch.block, block.len() * dim);
+            let block_query = query.matrix(block.clone());
+            let block_grad = grad_out.matrix(block.clone());
+            multiply(MatrixMut::dense(scores, shape), block_query, key.transposed(0..keys), false);
+            multiply(MatrixMut::dense(grad_scores, shape), block_grad, value.transposed(0..keys), false);
+            run_vectorized(SoftmaxBackward { head: self, grad, block: block.clone(), scores, grad_scores });
+            let (weights, grads) = (Matrix::dense(scores, shape), Matrix::dense(grad_scores, shape));
+            let seen = keys * dim;
+            let shape = [keys, dim];
+            multiply(
+                MatrixMut::dense(&mut grad_value[..seen], shape),
+                weights.transposed(),
+                block_grad,
+                true,
+            );
+            multiply(MatrixMut::dense(&mut grad_key[..seen], shape), grads.transposed(), block_query, true);
+            multiply(MatrixMut::dense(grad_query, [block.len(), dim]), grads, key.matrix(0..keys), false);
+            for (i, row) in block.zip(grad_query.chunks_exact(dim)) {
+                write_query(i, row);
+            }
+        }
+        (grad_key, grad_value)
+    }
+}
+
+const LANES: usize = 16;
+
+/// Folds a row lane by lane, so that it needs no order of the compiler's liking.
+#[inline(always)]
+fn fold<const N: usize>(
+    inputs: [&[f32]; N],
+    start: f32,
+    f: impl Fn(f32, [f32; N]) -> f32,
+    join: impl Fn(f32, f32) -> f32,
+) -> f32 {
+    let mut lanes = [start; LANES];
+    let whole = inputs[0].len() / LANES * LANES;
+    for at in (0..whole).step_by(LANES) {
+        let parts = inputs.map(|input| &input[at..at + LANES]);
+        for (i, lane) in lanes.iter_mut().enumerate() {
+            *lane = f(*lane, parts.map(|part| part[i]));
+        }
+    }
+    for at in whole..inputs[0].len() {
+        lanes[0] = f(lanes[0], inputs.map(|input| input[at]));
+    }
+    lanes.into_iter().fold(start, join)
+}
+
+/// Turns scores into weights that are still to be divided by their sum; those from `visible` on are 0. Returns the
+/// largest score and the sum.
+#[inline(always)]
+fn softmax(row: &mut [f32], visible: usize, scale: f32) -> (f32, f32) {
+    let (seen, hidden) = row.split_at_mut(visible);
+    let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
+    let max = fold([seen], f32::NEG_INFINITY, |max, [x]| larger(max, x * scale), larger);
+    for x in seen.iter_mut() {
+        *x = exp(x.mul_add(scale, -max));
+    }
+    hidden.fill(0.0);
+    (max, fold([seen], 0.0, |sum, [x]| sum + x, |a, b| a + b))
+}
+
+/// Turns the scores of a block into weights.
+struct Softmax<'a, 'h, T> {
+    head: &'a AttentionHead<'h, T>,
+    block: Range<usize>,
+    scores: &'a mut [f32],
+    /// By query, the largest score and what the weights are to be divided by.
+    sums: &'a mut [(f32, f32)],
+}
+
+impl<T: Element> Kernel for Softmax<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let keys = self.scores.len() / self.block.len();
+        for ((i, row), sum) in self.block.zip(self.scores.chunks_exact_mut(keys)).zip(self.sums) {
+            *sum = softmax(row, self.head.visible(i + 1), self.head.scale);
+        }
+    }
+}
+
+/// Turns the scores of a block into weights, and gradients of the weights into those of the scores.
+struct SoftmaxBackward<'a, 'h, 'g, T> {
+    head: &'a AttentionHead<'h, T>,
+    grad: &'a GradHead<'g, T>,
+    block: Range<usize>,
+    scores: &'a mut [f32],
+    grad_scores: &'a mut [f32],
+}
+
+impl<T: Element> Kernel for SoftmaxBackward<'_, '_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let (head, grad) = (self.head, self.grad);
+        let keys = self.scores.len() / self.block.len();
+        let rows = self.scores.chunks_exact_mut(keys).zip(self.grad_scores.chunks_exact_mut(keys));
+        for (i, (weights, grads)) in self.block.zip(rows) {
+            let delta = dot(grad.out.row(i), grad.grad_out.row(i));
+            let log_sum_exp = grad.log_sum_exp.row(i)[0];
+            softmax_backward(weights, grads, head.visible(i + 1), head.scale, log_sum_exp, delta);
+        }
+    }
+}
+
+/// Writes rows one after the other, in float32.
+struct CopyRows<'a, 'r, T> {
+    rows: Rows<'r, T>,
+    copy: &'a mut [f32],
+}
+
+impl<T: Element> Kernel for CopyRows<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let rows = self.rows.data.chunks(self.rows.stride);
+        for (row, copy) in rows.zip(self.copy.chunks_exact_mut(self.rows.dim)) {
+            copy.iter_mut().zip(row).for_each(|(copy, number)| *copy = number.to_f32());
+        }
+    }
+}
+
+/// Turns scores into weights, and gradients of the weights into those of the scores.
+#[inline(always)]
+fn softmax_backward(
+    weights: &mut [f32],
+    grads: &mut [f32],
+    visible: usize,
+    scale: f32,
+    log_sum_exp: f32,
+    delta: f32,
+) {
+    let (seen, hidden) = weights.split_at_mut(visible);
+    let (seen_grads, hidden_grads) = grads.split_at_mut(visible);
+    for (weight, grad) in seen.iter_mut().zip(seen_grads) {
+        *weight = exp(weight.mul_add(scale, -log_sum_exp));
+        *grad = *weight * (*grad - delta) * scale;
+    }
+    hidden.fill(0.0);
+    hidden_grads.fill(0.0);
+}
+
+#[inline(always)]
+fn dot<T: Element>(a: &[T], b: &[T]) -> f32 {
+    let mut lanes = [0.0; LANES];
+    for (a, b) in a.chunks(LANES).zip(b.chunks(LANES)) {
+        for (lane, (a, b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
+            *lane = a.to_f32().mul_add(b.to_f32(), *lane);
+        }
+    }
+    lanes.into_iter().sum()
+}

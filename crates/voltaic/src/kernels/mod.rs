@@ -1,0 +1,26 @@
+//! Kernels for the CPU that take the place of libtorch's where those leave time on the table: attention over blocks of
+//! queries, GELU, max-pooling, random masks. Plain loops over slices, which the compiler turns into vector instructions
+//! ([`ffi::run_vectorized`](crate::ffi::run_vectorized)); [`ffi::install_kernels`](crate::ffi::install_kernels) puts them in
+//! libtorch's dispatcher.
+
+mod attention;
+mod element;
+mod gelu;
+mod math;
+mod max_pool;
+mod mt19937;
+
+pub use attention::{AttentionHead, AttentionScratch, GradHead, Rows};
+pub use element::{Bf16, Element};
+pub use gelu::{Gelu, GeluBackward};
+pub use max_pool::MaxPool2d;
+pub use mt19937::{Bernoulli, Mt19937};
+
+/// A loop with its arguments, to be run by [`ffi::run_vectorized`](crate::ffi::run_vectorized).
+pub trait Kernel {
+    /// What it computes besides what it writes.
+    type Output;
+    /// Runs the loop. To be `#[inline(always)]`, as all that it calls: only what is inlined is compiled for the vectors
+    /// of the processor.
+    fn run(self) -> Self::Output;
+}

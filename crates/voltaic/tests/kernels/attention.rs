@@ -1,0 +1,96 @@
+//! Attention and its gradients.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::{assert_close, install};
+
+struct Case {
+    kind: Kind,
+    /// batch, heads, queries, keys, dim
+    sizes: [i64; 5],
+    is_causal: bool,
+}
+
+/// Query, key and value as a model has them: views of `[batch, row, head, dim]`.
+fn inputs(case: &Case) -> [Tensor; 3] {
+    let [batch, heads, queries, keys, dim] = case.sizes;
+    [queries, keys, keys].map(|rows| {
+        let tensor =
+            Tensor::randn([batch, rows, heads, 2 * dim], (Kind::Float, Device::Cpu)).to_kind(case.kind);
+        tensor.narrow(3, dim / 2, dim).transpose(1, 2).detach()
+    })
+}
+
+fn attend(inputs: &[Tensor; 3], is_causal: bool, scale: Option<f64>) -> Tensor {
+    let [query, key, value] = inputs;
+    Tensor::scaled_dot_product_attention(query, key, value, None::<Tensor>, 0.0, is_causal, scale, false)
+}
+
+/// The output and the gradients of the inputs, for a gradient of the output that differs everywhere.
+fn results(inputs: &[Tensor; 3], is_causal: bool, scale: Option<f64>) -> Vec<Tensor> {
+    let inputs = [0, 1, 2].map(|i| inputs[i].detach().set_requires_grad(true));
+    let out = attend(&inputs, is_causal, scale);
+    let weights = Tensor::arange(out.numel() as i64, (Kind::Double, Device::Cpu)).sin().view_as(&out);
+    (&out * weights.to_kind(out.kind())).sum(out.kind()).backward();
+    let mut results = vec![out.detach()];
+    results.extend(inputs.iter().map(Tensor::grad));
+    results
+}
+
+#[test]
+fn attention_agrees_with_float64() {
+    install();
+    tch::manual_seed(6);
+    let mut cases = Vec::new();
+    for kind in [Kind::Float, Kind::BFloat16] {
+        for is_causal in [false, true] {
+            for sizes in [
+                [1, 1, 1, 1, 4],
+                [2, 3, 65, 65, 8],
+                [1, 2, 70, 130, 16],
+                [2, 1, 130, 33, 40],
+                [3, 2, 17, 17, 64],
+            ] {
+                cases.push(Case { kind, sizes, is_causal });
+            }
+        }
+    }
+    for case in &cases {
+        let inputs = inputs(case);
+        let in_float64 = [0, 1, 2].map(|i| inputs[i].to_kind(Kind::Double));
+        let scale = (case.sizes[4] == 40).then_some(0.3);
+        let expected = results(&in_float64, case.is_causal, scale);
+        let tolerance = if case.kind == Kind::Float { 2e-6 } else { 2e-2 };
+        let names = ["output", "grad of query", "grad of key", "grad of value"];
+        for ((name, a), b) in names.iter().zip(results(&inputs, case.is_causal, scale)).zip(&expected) {
+            let what = format!("{name}, {:?} {:?} causal {}", case.kind, case.sizes, case.is_causal);
+            assert_close(&what, &a, b, tolerance);
+        }
+    }
+}
+
+#[test]
+fn large_scores_do_not_overflow_and_a_nan_is_not_lost() {
+    install();
+    let ones = || Tensor::ones([1, 1, 4, 8], (Kind::Float, Device::Cpu));
+    let large = [ones() * 1e3, ones() * 1e3, ones()];
+    assert_close("large", &attend(&large, true, None), &ones(), 1e-6);
+    let broken = [ones() * f64::NAN, ones(), ones()];
+    assert_eq!(attend(&broken, true, None).isnan().sum(Kind::Int64).int64_value(&[]), 32);
+}
+
+#[test]
+fn a_mask_or_dropout_is_libtorchs() {
+    install();
+    tch::manual_seed(7);
+    let case = Case { kind: Kind::Float, sizes: [1, 2, 5, 6, 8], is_causal: false };
+    let [query, key, value] = inputs(&case);
+    let mask = Tensor::randn([5, 6], (Kind::Float, Device::Cpu));
+    let with = |mask: &Tensor, tensors: [&Tensor; 3]| {
+        let [query, key, value] = tensors;
+        Tensor::scaled_dot_product_attention(query, key, value, Some(mask), 0.0, false, None, false)
+    };
+    let doubles = [&query, &key, &value].map(|tensor| tensor.to_kind(Kind::Double));
+    let expected = with(&mask.to_kind(Kind::Double), [&doubles[0], &doubles[1], &doubles[2]]);
+    assert_close("mask", &with(&mask, [&query, &key, &value]), &expected, 2e-6);
+}

@@ -1,0 +1,84 @@
+//! Kernels that go element by element.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::{assert_close, install};
+
+#[test]
+fn gelu_and_its_derivative() {
+    install();
+    for kind in [Kind::Float, Kind::BFloat16] {
+        // an odd length, so that the end of the vectors is seen, and steps of 2^-6, which bfloat16 holds around 0
+        let x = (Tensor::arange(1025, (Kind::Double, Device::Cpu)) / 64.0 - 8.0).to_kind(kind);
+        for approximate in ["none", "tanh"] {
+            let x64 = x.to_kind(Kind::Double).set_requires_grad(true);
+            let expected = x64.gelu(approximate);
+            let weights = Tensor::arange(1025, (Kind::Double, Device::Cpu)).sin().to_kind(kind);
+            (&expected * weights.to_kind(Kind::Double)).sum(Kind::Double).backward();
+            let leaf = x.detach().copy().set_requires_grad(true);
+            let y = leaf.gelu(approximate);
+            (&y * weights).sum(kind).backward(); // a dense gradient, which that of a sum is not
+            let tolerance = if kind == Kind::Float { 3e-7 } else { 4e-3 };
+            assert_close(approximate, &y, &expected.detach(), tolerance);
+            assert_close("derivative", &leaf.grad(), &x64.grad(), tolerance);
+        }
+    }
+    let far = Tensor::from_slice(&[f32::NEG_INFINITY, -100.0, 0.0, 100.0, f32::INFINITY, f32::NAN]);
+    let y = Vec::<f32>::try_from(far.gelu("none")).unwrap();
+    assert!(y[..3].iter().all(|y| y.abs() < 1e-37), "{y:?}");
+    assert_eq!(y[3..5], [100.0, f32::INFINITY]);
+    assert!(y[5].is_nan());
+    let turned = Tensor::randn([5, 7], (Kind::Float, Device::Cpu)).tr();
+    assert_close("turned", &turned.gelu("none"), &turned.to_kind(Kind::Double).gelu("none"), 3e-7);
+}
+
+#[test]
+fn max_pooling_is_libtorchs_bit_for_bit() {
+    install();
+    tch::manual_seed(4);
+    for (kind, size) in
+        [(Kind::Float, vec![3, 5, 8, 6]), (Kind::BFloat16, vec![2, 3, 4, 66]), (Kind::Float, vec![2, 4, 4])]
+    {
+        let x = Tensor::randn(&*size, (Kind::Float, Device::Cpu)).to_kind(kind);
+        let [x, x64] = [x.copy(), x.to_kind(Kind::Double)].map(|x| x.set_requires_grad(true));
+        let [(y, at), (y64, at64)] =
+            [&x, &x64].map(|x| x.max_pool2d_with_indices([2, 2], [2, 2], [0, 0], [1, 1], false));
+        assert_eq!(y.to_kind(Kind::Double), y64);
+        assert_eq!(at, at64);
+        let grad = Tensor::randn(y.size(), (Kind::Double, Device::Cpu)).to_kind(kind);
+        (y * &grad).sum(kind).backward();
+        (y64 * grad.to_kind(Kind::Double)).sum(Kind::Double).backward();
+        assert_eq!(x.grad().to_kind(Kind::Double), x64.grad());
+    }
+    // odd sides, and other windows, are libtorch's
+    let x = Tensor::randn([1, 1, 5, 7], (Kind::Float, Device::Cpu));
+    for (window, stride, padding) in [(2, 2, 0), (3, 2, 1), (2, 1, 0)] {
+        let pool =
+            |x: &Tensor| x.max_pool2d([window, window], [stride, stride], [padding, padding], [1, 1], false);
+        assert_eq!(pool(&x).to_kind(Kind::Double), pool(&x.to_kind(Kind::Double)));
+    }
+}
+
+#[test]
+fn random_masks_are_libtorchs_bit_for_bit() {
+    install();
+    let draw = |kind, len, p| {
+        let mut mask = Tensor::empty([len], (kind, Device::Cpu));
+        let _ = mask.f_bernoulli_float_(p).unwrap();
+        mask.to_kind(Kind::Double)
+    };
+    for kind in [Kind::Float, Kind::BFloat16] {
+        for p in [0.0, 0.25, 0.3, 0.5, 0.9, 1.0] {
+            let drawn = [kind, Kind::Double].map(|kind| {
+                tch::manual_seed(5);
+                // lengths that leave the generator anywhere in its words, and one number between
+                let masks = [3, 1000, 624, 1].map(|len| draw(kind, len, p));
+                (masks, Tensor::rand([3], (Kind::Float, Device::Cpu)), draw(kind, 312, p))
+            });
+            assert_eq!(drawn[0], drawn[1], "p = {p}");
+        }
+    }
+    let mut mask = Tensor::empty([2], (Kind::Float, Device::Cpu));
+    let message = mask.f_bernoulli_float_(1.5).unwrap_err().to_string();
+    assert!(message.contains("1.5"), "{message}");
+}

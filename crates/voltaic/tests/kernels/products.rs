@@ -1,0 +1,86 @@
+//! Products of matrices.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::{assert_close, install};
+
+/// A float32 matrix, its rows next to each other or its columns.
+fn matrix(rows: i64, columns: i64, is_turned: bool) -> Tensor {
+    if is_turned {
+        Tensor::randn([columns, rows], (Kind::Float, Device::Cpu)).tr()
+    } else {
+        Tensor::randn([rows, columns], (Kind::Float, Device::Cpu))
+    }
+}
+
+fn in_float64(tensors: [&Tensor; 2]) -> [Tensor; 2] {
+    tensors.map(|tensor| tensor.to_kind(Kind::Double))
+}
+
+#[test]
+fn products_of_all_layouts_and_sizes() {
+    install();
+    tch::manual_seed(1);
+    for (rows, columns, depth) in
+        [(1, 1, 1), (3, 5, 7), (64, 10, 256), (1, 300, 40), (130, 257, 65), (200, 1, 9)]
+    {
+        for layout in 0..4 {
+            let (a, b) = (matrix(rows, depth, layout & 1 != 0), matrix(depth, columns, layout & 2 != 0));
+            let [a64, b64] = in_float64([&a, &b]);
+            let expected = a64.mm(&b64);
+            let what = format!("{rows} x {columns} x {depth}, layout {layout}");
+            assert_close(&what, &a.mm(&b), &expected, 2e-6);
+            let mut out = Tensor::full([columns, rows], f64::NAN, (Kind::Float, Device::Cpu)).tr();
+            let _ = a.mm_out(&out, &b);
+            assert_close(&what, &out, &expected, 2e-6);
+            let bias = matrix(1, columns, false).squeeze();
+            let with_bias = bias.to_kind(Kind::Double) + &expected;
+            assert_close(&what, &bias.addmm(&a, &b), &with_bias, 2e-6);
+            out = out.fill(f64::NAN);
+            let _ = bias.addmm_out(&out, &a, &b);
+            assert_close(&what, &out, &with_bias, 2e-6);
+        }
+    }
+}
+
+#[test]
+fn products_of_batches() {
+    install();
+    tch::manual_seed(2);
+    let a = Tensor::randn([3, 4, 33], (Kind::Float, Device::Cpu));
+    let b = Tensor::randn([3, 9, 33], (Kind::Float, Device::Cpu)).transpose(1, 2);
+    let [a64, b64] = in_float64([&a, &b]);
+    assert_close("bmm", &a.bmm(&b), &a64.bmm(&b64), 2e-6);
+    let shared = b.narrow(0, 0, 1).expand([3, 33, 9], false);
+    assert_close("shared", &a.bmm(&shared), &a64.bmm(&shared.to_kind(Kind::Double)), 2e-6);
+}
+
+#[test]
+fn an_output_that_is_an_input_and_other_calls_are_libtorchs() {
+    install();
+    tch::manual_seed(3);
+    let a = matrix(4, 4, false);
+    let expected = a.to_kind(Kind::Double).mm(&a.to_kind(Kind::Double));
+    let twice = Tensor::ones([4, 4], (Kind::Float, Device::Cpu));
+    assert_close("in place", &a.copy().mm(&a), &expected, 2e-6);
+    let scaled = twice.f_addmm(&a, &a).unwrap();
+    assert_close("ones", &scaled, &(expected + 1.0), 2e-6);
+    assert_eq!(matrix(0, 4, false).mm(&a).size(), [0, 4]);
+    assert_eq!(
+        matrix(2, 0, false).mm(&matrix(0, 3, false)),
+        Tensor::zeros([2, 3], (Kind::Float, Device::Cpu))
+    );
+    let message = a.f_mm(&matrix(3, 4, false)).unwrap_err().to_string();
+    assert!(message.contains("cannot be multiplied"), "{message}");
+    let message = a.f_mm(&matrix(4, 4, false).to_kind(Kind::Double)).unwrap_err().to_string();
+    assert!(message.contains("dtype"), "{message}");
+}
+
+#[test]
+fn a_nan_is_not_lost() {
+    install();
+    let a = Tensor::from_slice(&[1f32, f32::NAN, 0.0, 0.0]).view([2, 2]);
+    let ones = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
+    let isnan = a.mm(&ones).isnan();
+    assert_eq!(Vec::<bool>::try_from(isnan.view(-1)).unwrap(), [true, true, false, false]);
+}
