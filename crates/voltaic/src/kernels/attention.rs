@@ -11,7 +11,7 @@ use super::math::exp;
 use crate::ffi::{Matrix, MatrixMut, multiply, run_vectorized};
 
 /// Queries of a block.
-const BLOCK: usize = 64;
+const BLOCK: usize = 32;
 
 /// Rows of `dim` numbers at equal distances.
 #[derive(Debug, Clone, Copy)]
