@@ -8,6 +8,7 @@ use std::sync::{Mutex, PoisonError};
 
 use voltaic_sys as sys;
 
+use super::bf16_product::has_bf16_products;
 use super::check;
 use super::matrix::Product;
 use super::simd::{has_vectors, is_intel, run_vectorized};
@@ -15,8 +16,8 @@ use super::switch::read_switch;
 use super::threads::parallel_for;
 use crate::error::Result;
 use crate::kernels::{
-    AttentionHead, AttentionScratch, Bernoulli, Bf16, Element, Gelu, GeluBackward, GradHead, MaxPool2d,
-    Mt19937, Rows,
+    AttentionHead, AttentionScratch, Bernoulli, Bf16, Element, FactorOf, Gelu, GeluBackward, GradHead,
+    MaxPool2d, Mt19937, Rows,
 };
 
 /// `0`: libtorch's kernels. `1`: voltaic's. Unset: voltaic's if the program is optimized.
@@ -26,6 +27,14 @@ const SWITCH: &str = "VOLTAIC_CPU_KERNELS";
 const GRAIN: usize = 32_768;
 /// Rows or columns of a product that are worth a thread.
 const MIN_STRIP: usize = 64;
+
+/// Whether [`install_kernels`] has put them in.
+static INSTALLED: Mutex<bool> = Mutex::new(false);
+
+/// Whether attention without mask and dropout is voltaic's.
+pub fn has_attention_kernel() -> bool {
+    *INSTALLED.lock().unwrap_or_else(PoisonError::into_inner) && !is_intel()
+}
 
 /// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: products of float32
 /// matrices and attention (not on Intel's processors, where those of libtorch are as good), GELU, max-pooling of
@@ -39,7 +48,6 @@ const MIN_STRIP: usize = 64;
 /// # Errors
 /// [`SwitchError`](crate::error::SwitchError) if `VOLTAIC_CPU_KERNELS` is neither `0` nor `1`.
 pub fn install_kernels() -> Result<bool> {
-    static INSTALLED: Mutex<bool> = Mutex::new(false);
     let is_wanted = read_switch(SWITCH, "kernels")?.unwrap_or(!cfg!(debug_assertions));
     let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
     if *installed || !is_wanted || !has_vectors() {
@@ -277,7 +285,7 @@ unsafe fn head_of<'a, T: Element>(call: &sys::vt_attention, head: [usize; 2]) ->
 }
 
 extern "C" fn attention(call: *const sys::vt_attention) {
-    fn run<T: Element>(call: &sys::vt_attention) {
+    fn run<T: Element, C: FactorOf<T>>(call: &sys::vt_attention) {
         let (heads, queries) = (call.heads as usize, call.queries as usize);
         let all = call.batches as usize * heads;
         // few heads are split, so that all threads have work
@@ -295,7 +303,7 @@ extern "C" fn attention(call: *const sys::vt_attention) {
                 SCRATCH.with_borrow_mut(|scratch| {
                     // SAFETY: the shim holds the tensors during the call, and nobody writes to the inputs.
                     let head = unsafe { head_of::<T>(call, head) };
-                    head.forward(first..(first + strip).min(queries), scratch, |i, row, sum| {
+                    head.forward::<C>(first..(first + strip).min(queries), scratch, |i, row, sum| {
                         // SAFETY: the outputs are new tensors; this row belongs to this item alone.
                         unsafe {
                             out.write(i, row);
@@ -308,11 +316,15 @@ extern "C" fn attention(call: *const sys::vt_attention) {
     }
     // SAFETY: the shim passes a description that lives during the call.
     let call = unsafe { &*call };
-    by_dtype!(call.dtype, run(call));
+    match call.dtype {
+        sys::VT_FLOAT32 => run::<f32, f32>(call),
+        _ if has_bf16_products() => run::<Bf16, Bf16>(call),
+        _ => run::<Bf16, f32>(call),
+    }
 }
 
 extern "C" fn attention_backward(call: *const sys::vt_attention) {
-    fn run<T: Element>(call: &sys::vt_attention) {
+    fn run<T: Element, C: FactorOf<T>>(call: &sys::vt_attention) {
         let heads = call.heads as usize;
         let all = call.batches as usize * heads;
         let call = &SharedCall(call);
@@ -333,7 +345,7 @@ extern "C" fn attention_backward(call: *const sys::vt_attention) {
                             GradHead { out: out(&call.out, call.queries).rows(), grad_out, log_sum_exp };
                         (head_of::<T>(call, at), grad)
                     };
-                    let (keys, values) = head.backward(&grad, scratch, |i, row| {
+                    let (keys, values) = head.backward::<C>(&grad, scratch, |i, row| {
                         // SAFETY: the gradients are new tensors; this head belongs to this item alone.
                         unsafe { grad_query.write(i, row) };
                     });
@@ -352,7 +364,11 @@ extern "C" fn attention_backward(call: *const sys::vt_attention) {
     }
     // SAFETY: the shim passes a description that lives during the call.
     let call = unsafe { &*call };
-    by_dtype!(call.dtype, run(call));
+    match call.dtype {
+        sys::VT_FLOAT32 => run::<f32, f32>(call),
+        _ if has_bf16_products() => run::<Bf16, Bf16>(call),
+        _ => run::<Bf16, f32>(call),
+    }
 }
 
 /// A description that threads share.

@@ -1,9 +1,9 @@
 //! Products of matrices by the `gemm` crate.
 
-/// A matrix of float32 in a slice; strides in numbers.
+/// A matrix in a slice; strides in numbers.
 #[derive(Debug, Clone, Copy)]
-pub struct Matrix<'a> {
-    data: &'a [f32],
+pub struct Matrix<'a, T = f32> {
+    data: &'a [T],
     shape: [usize; 2],
     strides: [usize; 2],
 }
@@ -15,12 +15,12 @@ pub struct MatrixMut<'a> {
     shape: [usize; 2],
 }
 
-impl<'a> Matrix<'a> {
+impl<'a, T> Matrix<'a, T> {
     /// A matrix whose number `[i, j]` is `data[i * strides[0] + j * strides[1]]`.
     ///
     /// # Panics
     /// If a number lies outside of `data`.
-    pub fn new(data: &'a [f32], shape: [usize; 2], strides: [usize; 2]) -> Self {
+    pub fn new(data: &'a [T], shape: [usize; 2], strides: [usize; 2]) -> Self {
         let [rows, columns] = shape;
         let last = rows.saturating_sub(1) * strides[0] + columns.saturating_sub(1) * strides[1];
         assert!(rows == 0 || columns == 0 || last < data.len(), "{shape:?} by {strides:?} in {}", data.len());
@@ -31,7 +31,7 @@ impl<'a> Matrix<'a> {
     ///
     /// # Panics
     /// If `data` has another length.
-    pub fn dense(data: &'a [f32], shape: [usize; 2]) -> Self {
+    pub fn dense(data: &'a [T], shape: [usize; 2]) -> Self {
         assert_eq!(data.len(), shape[0] * shape[1]);
         Self { data, shape, strides: [shape[1], 1] }
     }
@@ -40,6 +40,11 @@ impl<'a> Matrix<'a> {
     pub fn transposed(self) -> Self {
         let ([rows, columns], [down, right]) = (self.shape, self.strides);
         Self { shape: [columns, rows], strides: [right, down], ..self }
+    }
+
+    /// The address of the first number, and the strides.
+    pub(super) fn into_parts(self) -> (*const T, [isize; 2]) {
+        (self.data.as_ptr(), self.strides.map(|stride| stride as isize))
     }
 }
 
@@ -52,6 +57,27 @@ impl<'a> MatrixMut<'a> {
         assert_eq!(data.len(), shape[0] * shape[1]);
         Self { data, shape }
     }
+
+    /// The address of the first number, and the strides.
+    pub(super) fn into_parts(self) -> (*mut f32, [isize; 2]) {
+        (self.data.as_mut_ptr(), [self.shape[1] as isize, 1])
+    }
+}
+
+/// Rows, columns and depth of a product.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub(super) fn shape_of<T>(out: &MatrixMut, a: &Matrix<T>, b: &Matrix<T>) -> [usize; 3] {
+    let ([rows, depth], [height, columns]) = (a.shape, b.shape);
+    assert!(
+        depth == height && out.shape == [rows, columns],
+        "{:?} of {:?} and {:?}",
+        out.shape,
+        a.shape,
+        b.shape
+    );
+    [rows, columns, depth]
 }
 
 /// `out = a b`, or `out += a b` if `adds`, on this thread.
@@ -59,16 +85,9 @@ impl<'a> MatrixMut<'a> {
 /// # Panics
 /// If the shapes do not fit.
 pub fn multiply(out: MatrixMut, a: Matrix, b: Matrix, adds: bool) {
-    assert!(a.shape[1] == b.shape[0] && out.shape == [a.shape[0], b.shape[1]], "{out:?} of {a:?} and {b:?}");
-    let strides = [out.shape[1], 1];
-    let product = Product {
-        shape: [a.shape[0], b.shape[1], a.shape[1]],
-        out: out.data.as_mut_ptr(),
-        a: a.data.as_ptr(),
-        b: b.data.as_ptr(),
-        strides: [strides, a.strides, b.strides].map(|pair| pair.map(|stride| stride as isize)),
-        adds,
-    };
+    let shape = shape_of(&out, &a, &b);
+    let ((out, to_out), (a, to_a), (b, to_b)) = (out.into_parts(), a.into_parts(), b.into_parts());
+    let product = Product { shape, out, a, b, strides: [to_out, to_a, to_b], adds };
     // SAFETY: the constructors of the matrices checked that their numbers lie in their slices; `out` is borrowed
     // mutably, so it is none of the others.
     unsafe { product.run() };

@@ -10,6 +10,7 @@ mod autocast;
 mod autograd;
 mod autograd_function;
 mod backend;
+mod bf16_product;
 mod c10d;
 mod collectives;
 mod cuda_graph;
@@ -44,6 +45,7 @@ pub use backend::{
     BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, libtorch_library,
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,
 };
+pub use bf16_product::{has_bf16_products, multiply_bf16};
 pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
 pub use collectives::{CollectiveApi, CollectiveLibrary, Seat};
 pub use cuda_graph::CudaGraph;
@@ -57,7 +59,7 @@ pub use hlml::{Hlml, HlmlCard};
 pub use hpu::{
     HpuOptions, MAX_HPUS, adopt_hpu_plugin, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator,
 };
-pub use kernels::install_kernels;
+pub use kernels::{has_attention_kernel, install_kernels};
 pub use matrix::{Matrix, MatrixMut, multiply};
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,

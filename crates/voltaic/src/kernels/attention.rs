@@ -6,12 +6,90 @@
 use std::ops::Range;
 
 use super::Kernel;
-use super::element::Element;
+use super::element::{Bf16, Element};
 use super::math::exp;
-use crate::ffi::{Matrix, MatrixMut, multiply, run_vectorized};
+use crate::ffi::{Matrix, MatrixMut, multiply, multiply_bf16, run_vectorized};
 
-/// Queries of a block.
-const BLOCK: usize = 32;
+/// The most queries of a block.
+const MAX_BLOCK: usize = 64;
+
+/// A number that products are made of; their sums are float32.
+pub trait Factor: Element {
+    /// Queries of a block. Fewer leave out more keys of a causal one, more make better use of what products prepare.
+    const BLOCK: usize;
+
+    /// `out = a b`, or `out += a b`.
+    fn multiply(out: MatrixMut, a: Matrix<Self>, b: Matrix<Self>, adds: bool);
+
+    /// `numbers` as factors: themselves, or in `copy`.
+    fn from_numbers<'a>(numbers: &'a [f32], copy: &'a mut Vec<Bf16>) -> &'a [Self];
+}
+
+impl Factor for f32 {
+    const BLOCK: usize = 32;
+
+    fn multiply(out: MatrixMut, a: Matrix<Self>, b: Matrix<Self>, adds: bool) {
+        multiply(out, a, b, adds);
+    }
+
+    fn from_numbers<'a>(numbers: &'a [f32], _copy: &'a mut Vec<Bf16>) -> &'a [Self] {
+        numbers
+    }
+}
+
+/// For processors with [`has_bf16_products`](crate::ffi::has_bf16_products).
+impl Factor for Bf16 {
+    const BLOCK: usize = 64;
+
+    fn multiply(out: MatrixMut, a: Matrix<Self>, b: Matrix<Self>, adds: bool) {
+        multiply_bf16(out, a, b, adds);
+    }
+
+    fn from_numbers<'a>(numbers: &'a [f32], copy: &'a mut Vec<Bf16>) -> &'a [Self] {
+        copy.resize(numbers.len(), Bf16::default());
+        run_vectorized(Convert { numbers, copy });
+        copy
+    }
+}
+
+/// Factors that rows of a tensor of `T` can be made into.
+pub trait FactorOf<T: Element>: Factor {
+    /// `rows` as factors: themselves, or in `copy`.
+    fn from_rows<'a>(rows: Rows<'a, T>, copy: &'a mut Vec<f32>) -> Rows<'a, Self>;
+}
+
+impl<T: Factor> FactorOf<T> for T {
+    fn from_rows<'a>(rows: Rows<'a, T>, _copy: &'a mut Vec<f32>) -> Rows<'a, Self> {
+        rows
+    }
+}
+
+impl FactorOf<Bf16> for f32 {
+    fn from_rows<'a>(rows: Rows<'a, Bf16>, copy: &'a mut Vec<f32>) -> Rows<'a, Self> {
+        copy.resize(rows.data.len().div_ceil(rows.stride) * rows.dim, 0.0);
+        for (row, copy) in rows.data.chunks(rows.stride).zip(copy.chunks_exact_mut(rows.dim)) {
+            run_vectorized(Convert { numbers: &row[..rows.dim], copy });
+        }
+        Rows::new(copy, rows.dim, rows.dim)
+    }
+}
+
+/// Numbers in another format.
+struct Convert<'a, T, U> {
+    numbers: &'a [T],
+    copy: &'a mut [U],
+}
+
+impl<T: Element, U: Element> Kernel for Convert<'_, T, U> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for (copy, number) in self.copy.iter_mut().zip(self.numbers) {
+            *copy = U::from_f32(number.to_f32());
+        }
+    }
+}
 
 /// Rows of `dim` numbers at equal distances.
 #[derive(Debug, Clone, Copy)]
@@ -27,29 +105,18 @@ impl<'a, T: Element> Rows<'a, T> {
         Self { data, stride, dim }
     }
 
-    /// Numbers of a row.
-    pub fn dim(&self) -> usize {
-        self.dim
-    }
-
     #[inline(always)]
     fn row(&self, i: usize) -> &'a [T] {
         &self.data[i * self.stride..i * self.stride + self.dim]
     }
-
-    /// Writes the rows one after the other into `copy`, in float32.
-    pub fn copy_to(&self, copy: &mut Vec<f32>) {
-        copy.resize(self.data.len().div_ceil(self.stride) * self.dim, 0.0);
-        run_vectorized(CopyRows { rows: *self, copy });
-    }
 }
 
-impl<'a> Rows<'a, f32> {
-    fn matrix(&self, rows: Range<usize>) -> Matrix<'a> {
+impl<'a, C: Factor> Rows<'a, C> {
+    fn matrix(&self, rows: Range<usize>) -> Matrix<'a, C> {
         Matrix::new(&self.data[rows.start * self.stride..], [rows.len(), self.dim], [self.stride, 1])
     }
 
-    fn transposed(&self, rows: Range<usize>) -> Matrix<'a> {
+    fn transposed(&self, rows: Range<usize>) -> Matrix<'a, C> {
         Matrix::new(&self.data[rows.start * self.stride..], [self.dim, rows.len()], [1, self.stride])
     }
 }
@@ -82,6 +149,8 @@ pub struct AttentionScratch {
     grad: Vec<f32>,
     scores: Vec<f32>,
     grad_scores: Vec<f32>,
+    weights: Vec<Bf16>,
+    weight_grads: Vec<Bf16>,
     block: Vec<f32>,
     grad_key: Vec<f32>,
     grad_value: Vec<f32>,
@@ -102,33 +171,33 @@ impl<T: Element> AttentionHead<'_, T> {
         if self.is_causal { last.min(self.keys) } else { self.keys }
     }
 
-    /// Computes the rows `queries` of the output; `write(i, row, log_sum_exp)` gets them in order.
-    pub fn forward(
+    /// Computes the rows `queries` of the output by products of `C`; `write(i, row, log_sum_exp)` gets them in order.
+    pub fn forward<C: FactorOf<T>>(
         &self,
         queries: Range<usize>,
         scratch: &mut AttentionScratch,
         mut write: impl FnMut(usize, &[f32], f32),
     ) {
-        let query = T::in_f32(self.query, &mut scratch.query);
-        let key = T::in_f32(self.key, &mut scratch.key);
-        let value = T::in_f32(self.value, &mut scratch.value);
+        let query = C::from_rows(self.query, &mut scratch.query);
+        let key = C::from_rows(self.key, &mut scratch.key);
+        let value = C::from_rows(self.value, &mut scratch.value);
         let dim = self.query.dim;
-        for first in queries.clone().step_by(BLOCK) {
-            let block = first..(first + BLOCK).min(queries.end);
+        for first in queries.clone().step_by(C::BLOCK) {
+            let block = first..(first + C::BLOCK).min(queries.end);
             let keys = self.visible(block.end);
             let scores = sized(&mut scratch.scores, block.len() * keys);
             let out = sized(&mut scratch.block, block.len() * dim);
-            multiply(
+            C::multiply(
                 MatrixMut::dense(scores, [block.len(), keys]),
                 query.matrix(block.clone()),
                 key.transposed(0..keys),
                 false,
             );
-            let mut sums = [(0.0, 0.0); BLOCK];
+            let mut sums = [(0.0, 0.0); MAX_BLOCK];
             run_vectorized(Softmax { head: self, block: block.clone(), scores, sums: &mut sums });
-            multiply(
+            C::multiply(
                 MatrixMut::dense(out, [block.len(), dim]),
-                Matrix::dense(scores, [block.len(), keys]),
+                Matrix::dense(C::from_numbers(scores, &mut scratch.weights), [block.len(), keys]),
                 value.matrix(0..keys),
                 false,
             );
@@ -153,25 +222,25 @@ pub struct GradHead<'a, T> {
 }
 
 impl<T: Element> AttentionHead<'_, T> {
-    /// Computes gradients: `write_query(i, row)` gets those of the queries in order. Returns those of keys and values,
+    /// Computes gradients by products of `C`: `write_query(i, row)` gets those of the queries in order. Returns those of keys and values,
     /// `[keys, dim]`.
-    pub fn backward<'s>(
+    pub fn backward<'s, C: FactorOf<T>>(
         &self,
         grad: &GradHead<'_, T>,
         scratch: &'s mut AttentionScratch,
         mut write_query: impl FnMut(usize, &[f32]),
     ) -> (&'s [f32], &'s [f32]) {
-        let query = T::in_f32(self.query, &mut scratch.query);
-        let key = T::in_f32(self.key, &mut scratch.key);
-        let value = T::in_f32(self.value, &mut scratch.value);
-        let grad_out = T::in_f32(grad.grad_out, &mut scratch.grad);
+        let query = C::from_rows(self.query, &mut scratch.query);
+        let key = C::from_rows(self.key, &mut scratch.key);
+        let value = C::from_rows(self.value, &mut scratch.value);
+        let grad_out = C::from_rows(grad.grad_out, &mut scratch.grad);
         let dim = self.query.dim;
         let grad_key = sized(&mut scratch.grad_key, self.keys * dim);
         let grad_value = sized(&mut scratch.grad_value, self.keys * dim);
         grad_key.fill(0.0);
         grad_value.fill(0.0);
-        for first in (0..self.queries).step_by(BLOCK) {
-            let block = first..(first + BLOCK).min(self.queries);
+        for first in (0..self.queries).step_by(C::BLOCK) {
+            let block = first..(first + C::BLOCK).min(self.queries);
             let keys = self.visible(block.end);
             let shape = [block.len(), keys];
             let scores = sized(&mut scratch.scores, block.len() * keys);
@@ -179,20 +248,26 @@ impl<T: Element> AttentionHead<'_, T> {
             let grad_query = sized(&mut scratch.block, block.len() * dim);
             let block_query = query.matrix(block.clone());
             let block_grad = grad_out.matrix(block.clone());
-            multiply(MatrixMut::dense(scores, shape), block_query, key.transposed(0..keys), false);
-            multiply(MatrixMut::dense(grad_scores, shape), block_grad, value.transposed(0..keys), false);
+            C::multiply(MatrixMut::dense(scores, shape), block_query, key.transposed(0..keys), false);
+            C::multiply(MatrixMut::dense(grad_scores, shape), block_grad, value.transposed(0..keys), false);
             run_vectorized(SoftmaxBackward { head: self, grad, block: block.clone(), scores, grad_scores });
-            let (weights, grads) = (Matrix::dense(scores, shape), Matrix::dense(grad_scores, shape));
+            let weights = Matrix::dense(C::from_numbers(scores, &mut scratch.weights), shape);
+            let grads = Matrix::dense(C::from_numbers(grad_scores, &mut scratch.weight_grads), shape);
             let seen = keys * dim;
             let shape = [keys, dim];
-            multiply(
+            C::multiply(
                 MatrixMut::dense(&mut grad_value[..seen], shape),
                 weights.transposed(),
                 block_grad,
                 true,
             );
-            multiply(MatrixMut::dense(&mut grad_key[..seen], shape), grads.transposed(), block_query, true);
-            multiply(MatrixMut::dense(grad_query, [block.len(), dim]), grads, key.matrix(0..keys), false);
+            C::multiply(
+                MatrixMut::dense(&mut grad_key[..seen], shape),
+                grads.transposed(),
+                block_query,
+                true,
+            );
+            C::multiply(MatrixMut::dense(grad_query, [block.len(), dim]), grads, key.matrix(0..keys), false);
             for (i, row) in block.zip(grad_query.chunks_exact(dim)) {
                 write_query(i, row);
             }
@@ -281,24 +356,6 @@ impl<T: Element> Kernel for SoftmaxBackward<'_, '_, '_, T> {
             let delta = dot(grad.out.row(i), grad.grad_out.row(i));
             let log_sum_exp = grad.log_sum_exp.row(i)[0];
             softmax_backward(weights, grads, head.visible(i + 1), head.scale, log_sum_exp, delta);
-        }
-    }
-}
-
-/// Writes rows one after the other, in float32.
-struct CopyRows<'a, 'r, T> {
-    rows: Rows<'r, T>,
-    copy: &'a mut [f32],
-}
-
-impl<T: Element> Kernel for CopyRows<'_, '_, T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        let rows = self.rows.data.chunks(self.rows.stride);
-        for (row, copy) in rows.zip(self.copy.chunks_exact_mut(self.rows.dim)) {
-            copy.iter_mut().zip(row).for_each(|(copy, number)| *copy = number.to_f32());
         }
     }
 }

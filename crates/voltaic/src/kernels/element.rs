@@ -1,15 +1,11 @@
 //! Numbers as they lie in tensors.
 
-use super::attention::Rows;
-
 /// A number of a tensor, computed with in float32.
 pub trait Element: Copy + Default + Send + Sync + 'static {
     /// The number.
     fn to_f32(self) -> f32;
     /// The nearest number, ties to even.
     fn from_f32(value: f32) -> Self;
-    /// `rows` in float32: themselves, or a copy of them in `copy`.
-    fn in_f32<'a>(rows: Rows<'a, Self>, copy: &'a mut Vec<f32>) -> Rows<'a, f32>;
 }
 
 impl Element for f32 {
@@ -21,10 +17,6 @@ impl Element for f32 {
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
         value
-    }
-
-    fn in_f32<'a>(rows: Rows<'a, Self>, _copy: &'a mut Vec<f32>) -> Rows<'a, f32> {
-        rows
     }
 }
 
@@ -44,11 +36,6 @@ impl Element for Bf16 {
         let bits = value.to_bits();
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
         Self(if value.is_nan() { 0x7fc0 } else { rounded as u16 })
-    }
-
-    fn in_f32<'a>(rows: Rows<'a, Self>, copy: &'a mut Vec<f32>) -> Rows<'a, f32> {
-        rows.copy_to(copy);
-        Rows::new(copy, rows.dim(), rows.dim())
     }
 }
 

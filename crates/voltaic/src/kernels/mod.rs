@@ -10,7 +10,7 @@ mod math;
 mod max_pool;
 mod mt19937;
 
-pub use attention::{AttentionHead, AttentionScratch, GradHead, Rows};
+pub use attention::{AttentionHead, AttentionScratch, Factor, FactorOf, GradHead, Rows};
 pub use element::{Bf16, Element};
 pub use gelu::{Gelu, GeluBackward};
 pub use max_pool::MaxPool2d;

@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 use crate::accelerator::HpuEmulator;
 use crate::device::Device;
 use crate::error::Result;
+use crate::ffi;
 use crate::precision::disable_casts;
 
 /// Keys up to which the CPU attends faster in float32 than in 16 bits, for which its small products are emulated:
@@ -20,7 +21,7 @@ const MAX_FLOAT32_KEYS: i64 = 256;
 /// whatever the mode: pass [`Dropout::active_p`](super::Dropout::active_p).
 ///
 /// On the CPU and the emulated HPU, 16-bit attention over at most 256 keys is computed in float32, which is faster
-/// there, and rounded.
+/// there than in libtorch's kernel for 16 bits, and rounded.
 ///
 /// # Errors
 /// If the shapes do not fit together, or both `attn_mask` and `is_causal` are given.
@@ -35,7 +36,10 @@ pub fn scaled_dot_product_attention(
     let attend = |query: &Tensor, key: &Tensor, value: &Tensor, mask: Option<&Tensor>| {
         Tensor::f_scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, None, false)
     };
-    let Some(device) = attends_in_float32(query, key)? else {
+    // ours takes bfloat16 as it is
+    let is_ours = ffi::has_attention_kernel() && attn_mask.is_none() && dropout_p == 0.0;
+    let Some(device) = attends_in_float32(query, key)?.filter(|_| !is_ours || query.kind() != Kind::BFloat16)
+    else {
         return Ok(attend(query, key, value, attn_mask)?);
     };
     let _no_casts = disable_casts(device)?;

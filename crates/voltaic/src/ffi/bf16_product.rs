@@ -1,0 +1,280 @@
+//! Products of bfloat16 matrices by the dot products of AVX-512: pairs of numbers are multiplied and added to a float32.
+//!
+//! Both matrices are brought into strips whose columns hold the pairs one after the other, [`ROWS`] rows of the left one
+//! and [`COLUMNS`] columns of the right one to a strip; a tile of the product is the sum over two strips.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{
+    __m512, __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_setzero_ps,
+    _mm512_storeu_ps,
+};
+use std::cell::RefCell;
+
+use super::matrix::{Matrix, MatrixMut};
+use super::simd::run_vectorized;
+use crate::kernels::{Bf16, Element, Kernel};
+
+const ROWS: usize = 8;
+const COLUMNS: usize = 32;
+/// Pairs of the left matrix that are worked on at a time: half a megabyte, which the second cache holds.
+const MAX_BLOCK: usize = 1 << 17;
+
+/// A matrix of bfloat16 by its address; strides in numbers, from row to row and from column to column.
+#[derive(Debug, Clone, Copy)]
+struct Bf16Matrix {
+    data: *const Bf16,
+    strides: [isize; 2],
+}
+
+/// `out = a b`, or `out += a b` if `adds`, on this thread, with sums in float32.
+///
+/// # Panics
+/// If the shapes do not fit, or the processor does not have [`has_bf16_products`].
+pub fn multiply_bf16(out: MatrixMut, a: Matrix<Bf16>, b: Matrix<Bf16>, adds: bool) {
+    assert!(has_bf16_products(), "no AVX512_BF16");
+    let shape = super::matrix::shape_of(&out, &a, &b);
+    let (address, strides) = out.into_parts();
+    let by_address = |matrix: Matrix<Bf16>| {
+        let (data, strides) = matrix.into_parts();
+        Bf16Matrix { data, strides }
+    };
+    let product =
+        Bf16Product { shape, out: address, out_strides: strides, a: by_address(a), b: by_address(b), adds };
+    // SAFETY: the constructors of the matrices checked that their numbers lie in their slices; `out` is borrowed
+    // mutably, so it is none of the others.
+    unsafe { product.run() };
+}
+
+/// A product of matrices by their addresses.
+#[derive(Debug, Clone, Copy)]
+struct Bf16Product<O> {
+    /// Rows, columns, depth.
+    shape: [usize; 3],
+    out: *mut O,
+    out_strides: [isize; 2],
+    a: Bf16Matrix,
+    b: Bf16Matrix,
+    adds: bool,
+}
+
+/// Whether the processor has these dot products.
+pub fn has_bf16_products() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return std::arch::is_x86_feature_detected!("avx512bf16")
+        && std::arch::is_x86_feature_detected!("avx512f");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+#[derive(Default)]
+struct Strips {
+    a: Vec<u32>,
+    b: Vec<u32>,
+}
+
+thread_local! {
+    static STRIPS: RefCell<Strips> = RefCell::default();
+}
+
+impl<O: Element> Bf16Product<O> {
+    /// # Safety
+    /// The processor must have [`has_bf16_products`]; all numbers of the matrices must be readable, those of `out`
+    /// writable and in none of the others; without `adds` those of `out` may be uninitialised.
+    unsafe fn run(self) {
+        let [rows, columns, depth] = self.shape;
+        let pairs = depth.div_ceil(2);
+        let block = (MAX_BLOCK / pairs.max(1)).max(ROWS) / ROWS * ROWS;
+        STRIPS.with_borrow_mut(|Strips { a, b }| {
+            // SAFETY: as this function asks.
+            unsafe { pack::<COLUMNS>(b, self.b.transposed(), columns, depth) };
+            for first in (0..rows).step_by(block) {
+                let count = block.min(rows - first);
+                // SAFETY: as this function asks.
+                unsafe { pack::<ROWS>(a, self.a.at_row(first), count, depth) };
+                for (j, b) in (0..columns).step_by(COLUMNS).zip(b.chunks_exact(pairs * COLUMNS)) {
+                    for (i, a) in (0..count).step_by(ROWS).zip(a.chunks_exact(pairs * ROWS)) {
+                        let mut tile = [[0.0; COLUMNS]; ROWS];
+                        // SAFETY: the processor has what this is compiled for.
+                        unsafe { multiply(a, b, &mut tile) };
+                        let (height, width) = (ROWS.min(count - i), COLUMNS.min(columns - j));
+                        // SAFETY: the tile lies within the shape.
+                        unsafe { self.write(first + i, j, &tile, height, width) };
+                    }
+                }
+            }
+        });
+    }
+
+    /// Writes the first `height` rows and `width` columns of a tile.
+    ///
+    /// # Safety
+    /// They must lie in `out`.
+    unsafe fn write(
+        &self,
+        row: usize,
+        column: usize,
+        tile: &[[f32; COLUMNS]; ROWS],
+        height: usize,
+        width: usize,
+    ) {
+        let [down, right] = self.out_strides;
+        for (i, numbers) in tile[..height].iter().enumerate() {
+            let start = (row + i) as isize * down + column as isize * right;
+            if right == 1 && width == COLUMNS {
+                // SAFETY: as this function asks; with `adds` the numbers are initialised.
+                let out = unsafe { &mut *self.out.offset(start).cast::<[O; COLUMNS]>() };
+                run_vectorized(Round { numbers, out, adds: self.adds });
+                continue;
+            }
+            for (j, number) in numbers[..width].iter().enumerate() {
+                // SAFETY: as this function asks; with `adds` the numbers are initialised.
+                unsafe {
+                    let out = self.out.offset(start + j as isize * right);
+                    let before = if self.adds { (*out).to_f32() } else { 0.0 };
+                    out.write(O::from_f32(before + number));
+                }
+            }
+        }
+    }
+}
+
+struct Round<'a, O> {
+    numbers: &'a [f32; COLUMNS],
+    out: &'a mut [O; COLUMNS],
+    adds: bool,
+}
+
+impl<O: Element> Kernel for Round<'_, O> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        if self.adds {
+            for (out, number) in self.out.iter_mut().zip(self.numbers) {
+                *out = O::from_f32(out.to_f32() + number);
+            }
+        } else {
+            for (out, number) in self.out.iter_mut().zip(self.numbers) {
+                *out = O::from_f32(*number);
+            }
+        }
+    }
+}
+
+impl Bf16Matrix {
+    fn transposed(self) -> Self {
+        let [down, right] = self.strides;
+        Self { strides: [right, down], ..self }
+    }
+
+    fn at_row(self, row: usize) -> Self {
+        Self { data: self.data.wrapping_offset(row as isize * self.strides[0]), ..self }
+    }
+}
+
+/// Brings a matrix into strips of `N` rows, filled up with zeros: `strips[strip][pair of columns][row]`.
+///
+/// # Safety
+/// The numbers of the matrix must be readable.
+unsafe fn pack<const N: usize>(strips: &mut Vec<u32>, matrix: Bf16Matrix, rows: usize, depth: usize) {
+    let pairs = depth.div_ceil(2);
+    let len = rows.div_ceil(N) * pairs * N;
+    if strips.len() < len {
+        strips.resize(len, 0);
+    }
+    strips.truncate(len);
+    for (strip, first) in strips.chunks_exact_mut(pairs * N).zip((0..rows).step_by(N)) {
+        let count = N.min(rows - first);
+        if count < N {
+            strip.fill(0);
+        }
+        // SAFETY: as this function asks.
+        run_vectorized(Pack::<N> { strip, matrix: matrix.at_row(first), count, depth });
+    }
+}
+
+struct Pack<'a, const N: usize> {
+    strip: &'a mut [u32],
+    matrix: Bf16Matrix,
+    count: usize,
+    depth: usize,
+}
+
+impl<const N: usize> Kernel for Pack<'_, N> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let [down, right] = self.matrix.strides;
+        // SAFETY: `pack` is given a matrix that is readable, and asks for rows and columns that it has.
+        let at = |i: usize, j: usize| unsafe {
+            u32::from((*self.matrix.data.offset(i as isize * down + j as isize * right)).0)
+        };
+        let (whole, is_odd) = (self.depth / 2, self.depth % 2 == 1);
+        if right == 1 {
+            for i in 0..self.count {
+                let row = self.matrix.at_row(i).data.cast::<u32>();
+                for (p, column) in self.strip.chunks_exact_mut(N).take(whole).enumerate() {
+                    // SAFETY: as above; the two numbers of a pair are next to each other, the first one lower.
+                    column[i] = unsafe { row.add(p).read_unaligned() };
+                }
+            }
+        } else if down == 1 && self.count == N {
+            for (p, column) in self.strip.chunks_exact_mut(N).take(whole).enumerate() {
+                // SAFETY: as above; the rows of a column are next to each other.
+                let [low, high] = [0, 1].map(|k| unsafe {
+                    &*self.matrix.data.offset((2 * p + k) as isize * right).cast::<[Bf16; N]>()
+                });
+                for i in 0..N {
+                    column[i] = u32::from(low[i].0) | u32::from(high[i].0) << 16;
+                }
+            }
+        } else {
+            for p in 0..whole {
+                for i in 0..self.count {
+                    self.strip[p * N + i] = at(i, 2 * p) | at(i, 2 * p + 1) << 16;
+                }
+            }
+        }
+        if is_odd {
+            for i in 0..self.count {
+                self.strip[whole * N + i] = at(i, 2 * whole);
+            }
+        }
+    }
+}
+
+/// The product of two strips.
+///
+/// # Safety
+/// The processor must have [`has_bf16_products`].
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn multiply(a: &[u32], b: &[u32], tile: &mut [[f32; COLUMNS]; ROWS]) {
+    let mut sums: [[__m512; 2]; ROWS] = [[_mm512_setzero_ps(); 2]; ROWS];
+    let dot = |sum: __m512, a: __m512i, b: __m512i| {
+        // SAFETY: all are 512 bits of numbers.
+        let [a, b] = [a, b].map(|bits| unsafe { std::mem::transmute::<__m512i, __m512bh>(bits) });
+        _mm512_dpbf16_ps(sum, a, b)
+    };
+    for (a, b) in a.chunks_exact(ROWS).zip(b.chunks_exact(COLUMNS)) {
+        // SAFETY: `b` has 32 numbers of 32 bits.
+        let [left, right] = [0, 16].map(|j| unsafe { _mm512_loadu_si512(b.as_ptr().add(j).cast()) });
+        for i in 0..ROWS {
+            let pair = _mm512_set1_epi32(a[i].cast_signed());
+            sums[i] = [dot(sums[i][0], pair, left), dot(sums[i][1], pair, right)];
+        }
+    }
+    for (row, sums) in tile.iter_mut().zip(sums) {
+        // SAFETY: a row has 32 float32.
+        unsafe {
+            _mm512_storeu_ps(row.as_mut_ptr(), sums[0]);
+            _mm512_storeu_ps(row.as_mut_ptr().add(16), sums[1]);
+        }
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn multiply(_a: &[u32], _b: &[u32], _tile: &mut [[f32; COLUMNS]; ROWS]) {
+    unreachable!("has_bf16_products() is false here");
+}
