@@ -94,3 +94,60 @@ fn a_mask_or_dropout_is_libtorchs() {
     let expected = with(&mask.to_kind(Kind::Double), [&doubles[0], &doubles[1], &doubles[2]]);
     assert_close("mask", &with(&mask, [&query, &key, &value]), &expected, 2e-6);
 }
+
+#[test]
+fn bfloat16_by_float32_products_is_what_processors_without_its_own_get() {
+    use voltaic::kernels::{AttentionHead, AttentionScratch, Bf16, Element, GradHead, Rows};
+
+    const ROWS: usize = 70;
+    const DIM: usize = 12;
+    let numbers =
+        |phase: f32| -> Vec<f32> { (0..ROWS * DIM).map(|i| (i as f32 * 0.37 + phase).sin()).collect() };
+    let [query, key, value, grad] = [0.0, 1.0, 2.0, 3.0].map(numbers);
+    let [q16, k16, v16, g16] =
+        [&query, &key, &value, &grad].map(|x| x.iter().map(|x| Bf16::from_f32(*x)).collect::<Vec<_>>());
+    let shape = |numbers: &[f32]| {
+        Tensor::from_slice(numbers).to_kind(Kind::BFloat16).to_kind(Kind::Double).view([
+            1,
+            1,
+            ROWS as i64,
+            DIM as i64,
+        ])
+    };
+    let inputs = [&query, &key, &value].map(|x| shape(x).set_requires_grad(true));
+    let expected = attend(&inputs, true, None);
+    (&expected * shape(&grad)).sum(Kind::Double).backward();
+
+    let rows = |x| Rows::new(x, DIM, DIM);
+    let scale = 1.0 / (DIM as f32).sqrt();
+    let head = AttentionHead {
+        query: rows(&q16),
+        key: rows(&k16),
+        value: rows(&v16),
+        queries: ROWS,
+        keys: ROWS,
+        scale,
+        is_causal: true,
+    };
+    let mut scratch = AttentionScratch::default();
+    let (mut out, mut log_sum_exp) = (Vec::new(), Vec::new());
+    head.forward::<f32>(0..ROWS, &mut scratch, |_, row, sum| {
+        out.extend_from_slice(row);
+        log_sum_exp.push(sum);
+    });
+    let assert_rows = |what: &str, rows: &[f32], expected: &Tensor, tolerance| {
+        assert_close(what, &Tensor::from_slice(rows).view_as(expected), expected, tolerance);
+    };
+    assert_rows("output", &out, &expected.detach(), 2e-6);
+    let out: Vec<_> = out.iter().map(|x| Bf16::from_f32(*x)).collect();
+    let grads =
+        GradHead { out: rows(&out), grad_out: rows(&g16), log_sum_exp: Rows::new(&log_sum_exp, 1, 1) };
+    let mut grad_query = Vec::new();
+    let (grad_key, grad_value) =
+        head.backward::<f32>(&grads, &mut scratch, |_, row| grad_query.extend_from_slice(row));
+    // the output, from which gradients are computed, is rounded
+    for (what, rows, input) in [("query", &grad_query[..], 0), ("key", grad_key, 1), ("value", grad_value, 2)]
+    {
+        assert_rows(what, rows, &inputs[input].grad(), 4e-3);
+    }
+}
