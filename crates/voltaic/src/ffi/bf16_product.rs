@@ -12,7 +12,7 @@ use std::cell::RefCell;
 
 use super::matrix::{Matrix, MatrixMut};
 use super::simd::run_vectorized;
-use crate::kernels::{Bf16, Element, Kernel};
+use crate::kernels::{Bf16, Kernel};
 
 const ROWS: usize = 8;
 const COLUMNS: usize = 32;
@@ -33,25 +33,21 @@ struct Bf16Matrix {
 pub fn multiply_bf16(out: MatrixMut, a: Matrix<Bf16>, b: Matrix<Bf16>, adds: bool) {
     assert!(has_bf16_products(), "no AVX512_BF16");
     let shape = super::matrix::shape_of(&out, &a, &b);
-    let (address, strides) = out.into_parts();
     let by_address = |matrix: Matrix<Bf16>| {
         let (data, strides) = matrix.into_parts();
         Bf16Matrix { data, strides }
     };
-    let product =
-        Bf16Product { shape, out: address, out_strides: strides, a: by_address(a), b: by_address(b), adds };
-    // SAFETY: the constructors of the matrices checked that their numbers lie in their slices; `out` is borrowed
-    // mutably, so it is none of the others.
+    let product = Bf16Product { shape, out: out.into_data(), a: by_address(a), b: by_address(b), adds };
+    // SAFETY: the constructors of the matrices checked that their numbers lie in their slices.
     unsafe { product.run() };
 }
 
-/// A product of matrices by their addresses.
-#[derive(Debug, Clone, Copy)]
-struct Bf16Product<O> {
+/// A product of matrices.
+struct Bf16Product<'a> {
     /// Rows, columns, depth.
     shape: [usize; 3],
-    out: *mut O,
-    out_strides: [isize; 2],
+    /// One row after the other.
+    out: &'a mut [f32],
     a: Bf16Matrix,
     b: Bf16Matrix,
     adds: bool,
@@ -76,10 +72,9 @@ thread_local! {
     static STRIPS: RefCell<Strips> = RefCell::default();
 }
 
-impl<O: Element> Bf16Product<O> {
+impl Bf16Product<'_> {
     /// # Safety
-    /// The processor must have [`has_bf16_products`]; all numbers of the matrices must be readable, those of `out`
-    /// writable and in none of the others; without `adds` those of `out` may be uninitialised.
+    /// The processor must have [`has_bf16_products`]; all numbers of `a` and `b` must be readable.
     unsafe fn run(self) {
         let [rows, columns, depth] = self.shape;
         let pairs = depth.div_ceil(2);
@@ -92,71 +87,38 @@ impl<O: Element> Bf16Product<O> {
                 // SAFETY: as this function asks.
                 unsafe { pack::<ROWS>(a, self.a.at_row(first), count, depth) };
                 for (j, b) in (0..columns).step_by(COLUMNS).zip(b.chunks_exact(pairs * COLUMNS)) {
-                    for (i, a) in (0..count).step_by(ROWS).zip(a.chunks_exact(pairs * ROWS)) {
+                    let width = COLUMNS.min(columns - j);
+                    for (i, a) in (first..first + count).step_by(ROWS).zip(a.chunks_exact(pairs * ROWS)) {
                         let mut tile = [[0.0; COLUMNS]; ROWS];
                         // SAFETY: the processor has what this is compiled for.
                         unsafe { multiply(a, b, &mut tile) };
-                        let (height, width) = (ROWS.min(count - i), COLUMNS.min(columns - j));
-                        // SAFETY: the tile lies within the shape.
-                        unsafe { self.write(first + i, j, &tile, height, width) };
+                        for (row, numbers) in (i..first + count).zip(&tile) {
+                            let start = row * columns + j;
+                            let out = &mut self.out[start..start + width];
+                            run_vectorized(Store { numbers: &numbers[..width], out, adds: self.adds });
+                        }
                     }
                 }
             }
         });
     }
-
-    /// Writes the first `height` rows and `width` columns of a tile.
-    ///
-    /// # Safety
-    /// They must lie in `out`.
-    unsafe fn write(
-        &self,
-        row: usize,
-        column: usize,
-        tile: &[[f32; COLUMNS]; ROWS],
-        height: usize,
-        width: usize,
-    ) {
-        let [down, right] = self.out_strides;
-        for (i, numbers) in tile[..height].iter().enumerate() {
-            let start = (row + i) as isize * down + column as isize * right;
-            if right == 1 && width == COLUMNS {
-                // SAFETY: as this function asks; with `adds` the numbers are initialised.
-                let out = unsafe { &mut *self.out.offset(start).cast::<[O; COLUMNS]>() };
-                run_vectorized(Round { numbers, out, adds: self.adds });
-                continue;
-            }
-            for (j, number) in numbers[..width].iter().enumerate() {
-                // SAFETY: as this function asks; with `adds` the numbers are initialised.
-                unsafe {
-                    let out = self.out.offset(start + j as isize * right);
-                    let before = if self.adds { (*out).to_f32() } else { 0.0 };
-                    out.write(O::from_f32(before + number));
-                }
-            }
-        }
-    }
 }
 
-struct Round<'a, O> {
-    numbers: &'a [f32; COLUMNS],
-    out: &'a mut [O; COLUMNS],
+struct Store<'a> {
+    numbers: &'a [f32],
+    out: &'a mut [f32],
     adds: bool,
 }
 
-impl<O: Element> Kernel for Round<'_, O> {
+impl Kernel for Store<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
         if self.adds {
-            for (out, number) in self.out.iter_mut().zip(self.numbers) {
-                *out = O::from_f32(out.to_f32() + number);
-            }
+            self.out.iter_mut().zip(self.numbers).for_each(|(out, number)| *out += number);
         } else {
-            for (out, number) in self.out.iter_mut().zip(self.numbers) {
-                *out = O::from_f32(*number);
-            }
+            self.out.copy_from_slice(self.numbers);
         }
     }
 }

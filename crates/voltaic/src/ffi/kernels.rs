@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::ffi::c_void;
 use std::ops::Range;
 use std::slice;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use voltaic_sys as sys;
@@ -30,10 +31,11 @@ const MIN_STRIP: usize = 64;
 
 /// Whether [`install_kernels`] has put them in.
 static INSTALLED: Mutex<bool> = Mutex::new(false);
+static HAS_ATTENTION: AtomicBool = AtomicBool::new(false);
 
 /// Whether attention without mask and dropout is voltaic's.
 pub fn has_attention_kernel() -> bool {
-    *INSTALLED.lock().unwrap_or_else(PoisonError::into_inner) && !is_intel()
+    HAS_ATTENTION.load(Ordering::Relaxed)
 }
 
 /// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: products of float32
@@ -53,19 +55,20 @@ pub fn install_kernels() -> Result<bool> {
     if *installed || !is_wanted || !has_vectors() {
         return Ok(*installed);
     }
-    let unless_intel = |is_there: bool| is_there && !is_intel();
+    let is_other = !is_intel();
     let table = sys::vt_kernels {
-        product: unless_intel(true).then_some(product as _),
+        product: is_other.then_some(product as _),
         gelu: Some(gelu),
         gelu_backward: Some(gelu_backward),
         max_pool2d: Some(max_pool2d),
-        bernoulli: unless_intel(true).then_some(bernoulli as _),
-        attention: unless_intel(true).then_some(attention as _),
-        attention_backward: unless_intel(true).then_some(attention_backward as _),
+        bernoulli: is_other.then_some(bernoulli as _),
+        attention: is_other.then_some(attention as _),
+        attention_backward: is_other.then_some(attention_backward as _),
     };
     // SAFETY: the shim copies the table, whose functions keep what voltaic.h asks of them.
     check("install_kernels", unsafe { sys::vt_install_kernels(&table) })?;
     *installed = true;
+    HAS_ATTENTION.store(is_other, Ordering::Relaxed);
     Ok(true)
 }
 

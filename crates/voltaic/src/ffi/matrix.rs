@@ -58,6 +58,11 @@ impl<'a> MatrixMut<'a> {
         Self { data, shape }
     }
 
+    /// Its numbers.
+    pub(super) fn into_data(self) -> &'a mut [f32] {
+        self.data
+    }
+
     /// The address of the first number, and the strides.
     pub(super) fn into_parts(self) -> (*mut f32, [isize; 2]) {
         (self.data.as_mut_ptr(), [self.shape[1] as isize, 1])

@@ -222,8 +222,8 @@ pub struct GradHead<'a, T> {
 }
 
 impl<T: Element> AttentionHead<'_, T> {
-    /// Computes gradients by products of `C`: `write_query(i, row)` gets those of the queries in order. Returns those of keys and values,
-    /// `[keys, dim]`.
+    /// Computes gradients by products of `C`: `write_query(i, row)` gets those of the queries in order. Returns those of
+    /// keys and values, `[keys, dim]`.
     pub fn backward<'s, C: FactorOf<T>>(
         &self,
         grad: &GradHead<'_, T>,
@@ -280,22 +280,17 @@ const LANES: usize = 16;
 
 /// Folds a row lane by lane, so that it needs no order of the compiler's liking.
 #[inline(always)]
-fn fold<const N: usize>(
-    inputs: [&[f32]; N],
-    start: f32,
-    f: impl Fn(f32, [f32; N]) -> f32,
-    join: impl Fn(f32, f32) -> f32,
-) -> f32 {
+fn fold(row: &[f32], start: f32, f: impl Fn(f32, f32) -> f32, join: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = [start; LANES];
-    let whole = inputs[0].len() / LANES * LANES;
-    for at in (0..whole).step_by(LANES) {
-        let parts = inputs.map(|input| &input[at..at + LANES]);
-        for (i, lane) in lanes.iter_mut().enumerate() {
-            *lane = f(*lane, parts.map(|part| part[i]));
+    let parts = row.chunks_exact(LANES);
+    let rest = parts.remainder();
+    for part in parts {
+        for (lane, number) in lanes.iter_mut().zip(part) {
+            *lane = f(*lane, *number);
         }
     }
-    for at in whole..inputs[0].len() {
-        lanes[0] = f(lanes[0], inputs.map(|input| input[at]));
+    for number in rest {
+        lanes[0] = f(lanes[0], *number);
     }
     lanes.into_iter().fold(start, join)
 }
@@ -306,12 +301,12 @@ fn fold<const N: usize>(
 fn softmax(row: &mut [f32], visible: usize, scale: f32) -> (f32, f32) {
     let (seen, hidden) = row.split_at_mut(visible);
     let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
-    let max = fold([seen], f32::NEG_INFINITY, |max, [x]| larger(max, x * scale), larger);
+    let max = fold(seen, f32::NEG_INFINITY, |max, x| larger(max, x * scale), larger);
     for x in seen.iter_mut() {
         *x = exp(x.mul_add(scale, -max));
     }
     hidden.fill(0.0);
-    (max, fold([seen], 0.0, |sum, [x]| sum + x, |a, b| a + b))
+    (max, fold(seen, 0.0, |sum, x| sum + x, |a, b| a + b))
 }
 
 /// Turns the scores of a block into weights.

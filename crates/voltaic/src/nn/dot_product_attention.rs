@@ -37,9 +37,13 @@ pub fn scaled_dot_product_attention(
         Tensor::f_scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, None, false)
     };
     // ours takes bfloat16 as it is
-    let is_ours = ffi::has_attention_kernel() && attn_mask.is_none() && dropout_p == 0.0;
-    let Some(device) = attends_in_float32(query, key)?.filter(|_| !is_ours || query.kind() != Kind::BFloat16)
-    else {
+    let is_ours = || {
+        query.kind() == Kind::BFloat16
+            && attn_mask.is_none()
+            && dropout_p == 0.0
+            && ffi::has_attention_kernel()
+    };
+    let Some(device) = attends_in_float32(query, key)?.filter(|_| !is_ours()) else {
         return Ok(attend(query, key, value, attn_mask)?);
     };
     let _no_casts = disable_casts(device)?;
