@@ -250,11 +250,7 @@ impl Callback for StochasticWeightAveraging {
     }
 
     fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
-        let saved = checkpoint.training.iter().flat_map(|training| &training.callbacks);
-        let average = saved.filter_map(|(name, tensor)| {
-            Some((name.strip_prefix(AVERAGE)?.to_owned(), tensor.shallow_clone()))
-        });
-        self.loaded = Some(average.collect());
+        self.loaded = Some(checkpoint.callback_tensors(AVERAGE));
         Ok(())
     }
 

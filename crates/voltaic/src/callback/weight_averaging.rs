@@ -228,12 +228,7 @@ impl Callback for WeightAveraging {
     }
 
     fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
-        let saved = checkpoint.training.iter().flat_map(|training| &training.callbacks);
-        let current: Vec<(String, Tensor)> = saved
-            .filter_map(|(name, tensor)| {
-                Some((name.strip_prefix(CURRENT)?.to_owned(), tensor.shallow_clone()))
-            })
-            .collect();
+        let current = checkpoint.callback_tensors(CURRENT);
         self.loaded = (!current.is_empty()).then_some(current);
         Ok(())
     }

@@ -102,6 +102,16 @@ pub struct CheckpointPaths {
 }
 
 impl Checkpoint {
+    /// Tensors that a callback keeps under names with this prefix, by the rest of the name; they are shared.
+    pub fn callback_tensors(&self, prefix: &str) -> Vec<(String, Tensor)> {
+        let saved = self.training.iter().flat_map(|training| &training.callbacks);
+        saved
+            .filter_map(|(name, tensor)| {
+                Some((name.strip_prefix(prefix)?.to_owned(), tensor.shallow_clone()))
+            })
+            .collect()
+    }
+
     /// The checkpoint with all its tensors on the host; those that are there are shared.
     ///
     /// # Errors
