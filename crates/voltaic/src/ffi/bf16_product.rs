@@ -30,19 +30,52 @@ struct Bf16Matrix {
     strides: [isize; 2],
 }
 
-/// `out = a b`, or `out += a b` if `adds`, on this thread, with sums in float32.
+impl Bf16Matrix {
+    fn new(matrix: Matrix<Bf16>) -> Self {
+        let (data, strides) = matrix.into_parts();
+        Self { data, strides }
+    }
+}
+
+/// A right factor in strips, for any number of products.
+#[derive(Debug, Clone, Copy)]
+pub struct Bf16Strips<'a> {
+    strips: &'a [u32],
+    shape: [usize; 2],
+}
+
+impl<'a> Bf16Strips<'a> {
+    /// Brings a matrix into `strips`.
+    ///
+    /// # Panics
+    /// If the processor does not have [`has_bf16_products`].
+    pub fn new(matrix: Matrix<Bf16>, strips: &'a mut Vec<u32>) -> Self {
+        assert!(has_bf16_products(), "no AVX512_BF16");
+        let shape = matrix.shape();
+        // SAFETY: the constructor of the matrix checked that its numbers lie in its slice.
+        unsafe { pack::<COLUMNS>(strips, Bf16Matrix::new(matrix).transposed(), shape[1], shape[0]) };
+        Self { strips, shape }
+    }
+}
+
+/// `out = a b`, or `out += a b` if `adds`, on this thread, with sums in float32. Of `b` there are taken the first rows and
+/// columns, as many as `a` has columns and `out` has.
 ///
 /// # Panics
-/// If the shapes do not fit, or the processor does not have [`has_bf16_products`].
-pub fn multiply_bf16(out: MatrixMut, a: Matrix<Bf16>, b: Matrix<Bf16>, adds: bool) {
-    assert!(has_bf16_products(), "no AVX512_BF16");
-    let shape = super::matrix::shape_of(&out, &a, &b);
-    let by_address = |matrix: Matrix<Bf16>| {
-        let (data, strides) = matrix.into_parts();
-        Bf16Matrix { data, strides }
-    };
-    let product = Bf16Product { shape, out: out.into_data(), a: by_address(a), b: by_address(b), adds };
-    // SAFETY: the constructors of the matrices checked that their numbers lie in their slices.
+/// If the shapes do not fit.
+pub fn multiply_bf16(out: MatrixMut, a: Matrix<Bf16>, b: Bf16Strips, adds: bool) {
+    let ([rows, columns], [height, depth]) = (out.shape(), a.shape());
+    assert!(
+        rows == height && depth <= b.shape[0] && columns <= b.shape[1],
+        "{:?} of {:?} and {:?}",
+        out.shape(),
+        a.shape(),
+        b.shape
+    );
+    let product =
+        Bf16Product { shape: [rows, columns, depth], out: out.into_data(), a: Bf16Matrix::new(a), b, adds };
+    // SAFETY: the constructor of `a` checked that its numbers lie in its slice; strips are there only on processors
+    // with these products.
     unsafe { product.run() };
 }
 
@@ -53,7 +86,7 @@ struct Bf16Product<'a> {
     /// One row after the other.
     out: &'a mut [f32],
     a: Bf16Matrix,
-    b: Bf16Matrix,
+    b: Bf16Strips<'a>,
     adds: bool,
 }
 
@@ -66,32 +99,26 @@ pub fn has_bf16_products() -> bool {
     false
 }
 
-#[derive(Default)]
-struct Strips {
-    a: Vec<u32>,
-    b: Vec<u32>,
-}
-
 thread_local! {
-    static STRIPS: RefCell<Strips> = RefCell::default();
+    /// Of the left matrix.
+    static STRIPS: RefCell<Vec<u32>> = RefCell::default();
 }
 
 impl Bf16Product<'_> {
     /// # Safety
-    /// The processor must have [`has_bf16_products`]; all numbers of `a` and `b` must be readable.
+    /// The processor must have [`has_bf16_products`]; all numbers of `a` must be readable.
     unsafe fn run(self) {
         let [rows, columns, depth] = self.shape;
-        let pairs = depth.div_ceil(2);
+        let [pairs, all_pairs] = [depth, self.b.shape[0]].map(|depth| depth.div_ceil(2));
         let block = (MAX_BLOCK / pairs.max(1)).max(ROWS) / ROWS * ROWS;
-        STRIPS.with_borrow_mut(|Strips { a, b }| {
-            // SAFETY: as this function asks.
-            unsafe { pack::<COLUMNS>(b, self.b.transposed(), columns, depth) };
+        STRIPS.with_borrow_mut(|a| {
             for first in (0..rows).step_by(block) {
                 let count = block.min(rows - first);
                 // SAFETY: as this function asks.
                 unsafe { pack::<ROWS>(a, self.a.at_row(first), count, depth) };
-                for (j, b) in (0..columns).step_by(COLUMNS).zip(b.chunks_exact(pairs * COLUMNS)) {
+                for j in (0..columns).step_by(COLUMNS) {
                     let width = COLUMNS.min(columns - j);
+                    let b = &self.b.strips[j * all_pairs..][..pairs * COLUMNS];
                     for (i, a) in (first..first + count).step_by(ROWS).zip(a.chunks_exact(pairs * ROWS)) {
                         let mut tile = [[0.0; COLUMNS]; ROWS];
                         // SAFETY: the processor has what this is compiled for.

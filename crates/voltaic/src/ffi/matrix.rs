@@ -42,6 +42,20 @@ impl<'a, T> Matrix<'a, T> {
         Self { shape: [columns, rows], strides: [right, down], ..self }
     }
 
+    /// Its first rows and columns.
+    ///
+    /// # Panics
+    /// If it has not as many.
+    pub fn part(self, shape: [usize; 2]) -> Self {
+        assert!(shape[0] <= self.shape[0] && shape[1] <= self.shape[1], "{shape:?} of {:?}", self.shape);
+        Self { shape, ..self }
+    }
+
+    /// Rows and columns.
+    pub fn shape(&self) -> [usize; 2] {
+        self.shape
+    }
+
     /// The address of the first number, and the strides.
     pub(super) fn into_parts(self) -> (*const T, [isize; 2]) {
         (self.data.as_ptr(), self.strides.map(|stride| stride as isize))
@@ -58,6 +72,11 @@ impl<'a> MatrixMut<'a> {
         Self { data, shape }
     }
 
+    /// Rows and columns.
+    pub fn shape(&self) -> [usize; 2] {
+        self.shape
+    }
+
     /// Its numbers.
     pub(super) fn into_data(self) -> &'a mut [f32] {
         self.data
@@ -69,11 +88,11 @@ impl<'a> MatrixMut<'a> {
     }
 }
 
-/// Rows, columns and depth of a product.
+/// `out = a b`, or `out += a b` if `adds`, on this thread.
 ///
 /// # Panics
 /// If the shapes do not fit.
-pub(super) fn shape_of<T>(out: &MatrixMut, a: &Matrix<T>, b: &Matrix<T>) -> [usize; 3] {
+pub fn multiply(out: MatrixMut, a: Matrix, b: Matrix, adds: bool) {
     let ([rows, depth], [height, columns]) = (a.shape, b.shape);
     assert!(
         depth == height && out.shape == [rows, columns],
@@ -82,15 +101,7 @@ pub(super) fn shape_of<T>(out: &MatrixMut, a: &Matrix<T>, b: &Matrix<T>) -> [usi
         a.shape,
         b.shape
     );
-    [rows, columns, depth]
-}
-
-/// `out = a b`, or `out += a b` if `adds`, on this thread.
-///
-/// # Panics
-/// If the shapes do not fit.
-pub fn multiply(out: MatrixMut, a: Matrix, b: Matrix, adds: bool) {
-    let shape = shape_of(&out, &a, &b);
+    let shape = [rows, columns, depth];
     let ((out, to_out), (a, to_a), (b, to_b)) = (out.into_parts(), a.into_parts(), b.into_parts());
     let product = Product { shape, out, a, b, strides: [to_out, to_a, to_b], adds };
     // SAFETY: the constructors of the matrices checked that their numbers lie in their slices; `out` is borrowed

@@ -45,7 +45,7 @@ pub use backend::{
     BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, libtorch_library,
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,
 };
-pub use bf16_product::{has_bf16_products, multiply_bf16};
+pub use bf16_product::{Bf16Strips, has_bf16_products, multiply_bf16};
 pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
 pub use collectives::{CollectiveApi, CollectiveLibrary, Seat};
 pub use cuda_graph::CudaGraph;

@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::Kernel;
 use super::element::{Bf16, Element};
 use super::math::exp;
-use crate::ffi::{Matrix, MatrixMut, multiply, multiply_bf16, run_vectorized};
+use crate::ffi::{Bf16Strips, Matrix, MatrixMut, multiply, multiply_bf16, run_vectorized};
 
 /// The most queries of a block.
 const MAX_BLOCK: usize = 64;
@@ -18,8 +18,14 @@ pub trait Factor: Element {
     /// Queries of a block. Fewer leave out more keys of a causal one, more make better use of what products prepare.
     const BLOCK: usize;
 
-    /// `out = a b`, or `out += a b`.
-    fn multiply(out: MatrixMut, a: Matrix<Self>, b: Matrix<Self>, adds: bool);
+    /// A right factor that is ready for products.
+    type Right<'a>: Copy;
+
+    /// Makes a right factor ready, in `strips` if it has to be brought into another order.
+    fn prepare<'a>(b: Matrix<'a, Self>, strips: &'a mut Vec<u32>) -> Self::Right<'a>;
+
+    /// `out = a b`, or `out += a b`, with the first rows and columns of `b`, as many as `a` has columns and `out` has.
+    fn multiply(out: MatrixMut, a: Matrix<Self>, b: Self::Right<'_>, adds: bool);
 
     /// `numbers` as factors: themselves, or in `copy`.
     fn from_numbers<'a>(numbers: &'a [f32], copy: &'a mut Vec<Bf16>) -> &'a [Self];
@@ -28,7 +34,14 @@ pub trait Factor: Element {
 impl Factor for f32 {
     const BLOCK: usize = 32;
 
-    fn multiply(out: MatrixMut, a: Matrix<Self>, b: Matrix<Self>, adds: bool) {
+    type Right<'a> = Matrix<'a>;
+
+    fn prepare<'a>(b: Matrix<'a, Self>, _strips: &'a mut Vec<u32>) -> Matrix<'a> {
+        b
+    }
+
+    fn multiply(out: MatrixMut, a: Matrix<Self>, b: Matrix, adds: bool) {
+        let b = b.part([a.shape()[1], out.shape()[1]]);
         multiply(out, a, b, adds);
     }
 
@@ -41,7 +54,13 @@ impl Factor for f32 {
 impl Factor for Bf16 {
     const BLOCK: usize = 64;
 
-    fn multiply(out: MatrixMut, a: Matrix<Self>, b: Matrix<Self>, adds: bool) {
+    type Right<'a> = Bf16Strips<'a>;
+
+    fn prepare<'a>(b: Matrix<'a, Self>, strips: &'a mut Vec<u32>) -> Bf16Strips<'a> {
+        Bf16Strips::new(b, strips)
+    }
+
+    fn multiply(out: MatrixMut, a: Matrix<Self>, b: Bf16Strips<'_>, adds: bool) {
         multiply_bf16(out, a, b, adds);
     }
 
@@ -151,6 +170,8 @@ pub struct AttentionScratch {
     grad_scores: Vec<f32>,
     weights: Vec<Bf16>,
     weight_grads: Vec<Bf16>,
+    /// Of right factors: those of all keys, then those of a block.
+    strips: [Vec<u32>; 5],
     block: Vec<f32>,
     grad_key: Vec<f32>,
     grad_value: Vec<f32>,
@@ -182,6 +203,10 @@ impl<T: Element> AttentionHead<'_, T> {
         let key = C::from_rows(self.key, &mut scratch.key);
         let value = C::from_rows(self.value, &mut scratch.value);
         let dim = self.query.dim;
+        let [key_strips, value_strips, ..] = &mut scratch.strips;
+        let all = 0..self.visible(queries.end);
+        let turned_keys = C::prepare(key.transposed(all.clone()), key_strips);
+        let values = C::prepare(value.matrix(all), value_strips);
         for first in queries.clone().step_by(C::BLOCK) {
             let block = first..(first + C::BLOCK).min(queries.end);
             let keys = self.visible(block.end);
@@ -190,7 +215,7 @@ impl<T: Element> AttentionHead<'_, T> {
             C::multiply(
                 MatrixMut::dense(scores, [block.len(), keys]),
                 query.matrix(block.clone()),
-                key.transposed(0..keys),
+                turned_keys,
                 false,
             );
             let mut sums = [(0.0, 0.0); MAX_BLOCK];
@@ -198,7 +223,7 @@ impl<T: Element> AttentionHead<'_, T> {
             C::multiply(
                 MatrixMut::dense(out, [block.len(), dim]),
                 Matrix::dense(C::from_numbers(scores, &mut scratch.weights), [block.len(), keys]),
-                value.matrix(0..keys),
+                values,
                 false,
             );
             for ((i, row), (max, sum)) in block.zip(out.chunks_exact_mut(dim)).zip(sums) {
@@ -239,6 +264,12 @@ impl<T: Element> AttentionHead<'_, T> {
         let grad_value = sized(&mut scratch.grad_value, self.keys * dim);
         grad_key.fill(0.0);
         grad_value.fill(0.0);
+        let [turned_key_strips, turned_value_strips, key_strips, query_strips, grad_strips] =
+            &mut scratch.strips;
+        let all = 0..self.visible(self.queries);
+        let turned_keys = C::prepare(key.transposed(all.clone()), turned_key_strips);
+        let turned_values = C::prepare(value.transposed(all.clone()), turned_value_strips);
+        let all_keys = C::prepare(key.matrix(all), key_strips);
         for first in (0..self.queries).step_by(C::BLOCK) {
             let block = first..(first + C::BLOCK).min(self.queries);
             let keys = self.visible(block.end);
@@ -248,26 +279,20 @@ impl<T: Element> AttentionHead<'_, T> {
             let grad_query = sized(&mut scratch.block, block.len() * dim);
             let block_query = query.matrix(block.clone());
             let block_grad = grad_out.matrix(block.clone());
-            C::multiply(MatrixMut::dense(scores, shape), block_query, key.transposed(0..keys), false);
-            C::multiply(MatrixMut::dense(grad_scores, shape), block_grad, value.transposed(0..keys), false);
+            C::multiply(MatrixMut::dense(scores, shape), block_query, turned_keys, false);
+            C::multiply(MatrixMut::dense(grad_scores, shape), block_grad, turned_values, false);
             run_vectorized(SoftmaxBackward { head: self, grad, block: block.clone(), scores, grad_scores });
             let weights = Matrix::dense(C::from_numbers(scores, &mut scratch.weights), shape);
             let grads = Matrix::dense(C::from_numbers(grad_scores, &mut scratch.weight_grads), shape);
             let seen = keys * dim;
             let shape = [keys, dim];
-            C::multiply(
-                MatrixMut::dense(&mut grad_value[..seen], shape),
-                weights.transposed(),
-                block_grad,
-                true,
-            );
-            C::multiply(
-                MatrixMut::dense(&mut grad_key[..seen], shape),
-                grads.transposed(),
-                block_query,
-                true,
-            );
-            C::multiply(MatrixMut::dense(grad_query, [block.len(), dim]), grads, key.matrix(0..keys), false);
+            let block_grad = C::prepare(block_grad, grad_strips);
+            let grad_value = MatrixMut::dense(&mut grad_value[..seen], shape);
+            C::multiply(grad_value, weights.transposed(), block_grad, true);
+            let block_query = C::prepare(block_query, query_strips);
+            let grad_key = MatrixMut::dense(&mut grad_key[..seen], shape);
+            C::multiply(grad_key, grads.transposed(), block_query, true);
+            C::multiply(MatrixMut::dense(grad_query, [block.len(), dim]), grads, all_keys, false);
             for (i, row) in block.zip(grad_query.chunks_exact(dim)) {
                 write_query(i, row);
             }
