@@ -83,6 +83,8 @@ struct Key {
     is_training: bool,
     with_grad: bool,
     autocast: (bool, i32),
+    /// Of the operators that cast.
+    lists_version: u64,
     /// Which parameters are trained.
     trained: Vec<bool>,
 }
@@ -200,7 +202,9 @@ impl GraphCache {
         let device = inputs.first().map_or(Device::Cpu, |input| input.device);
         let with_grad =
             trained.iter().any(|is_trained| *is_trained) || inputs.iter().any(|input| input.requires_grad);
-        Ok(Key { inputs, is_training, with_grad, autocast: ffi::autocast_state(device)?, trained })
+        let autocast = ffi::autocast_state(device)?;
+        let lists_version = ffi::autocast_lists_version();
+        Ok(Key { inputs, is_training, with_grad, autocast, lists_version, trained })
     }
 
     fn count(&mut self, key: &Key) {

@@ -207,6 +207,7 @@ impl<M: LightningModule> Session<'_, M> {
         if window.closes {
             let is_finite =
                 unscale(&mut self.run.grad_scaler, &self.optimizers, self.run.progress.global_step)?;
+            self.adapt_loss_scale();
             call_shared_hook!(self, on_before_optimizer_step, facts)?;
             let clip = self.plan.clip;
             self.each_optimizer("configure_gradient_clipping", facts, |module, optimizer, ctx| {

@@ -9,6 +9,8 @@ mod graph_modes;
 mod graph_modules;
 mod metrics;
 mod operators;
+mod ops;
+mod precision;
 mod processes;
 mod support;
 mod trainer;
