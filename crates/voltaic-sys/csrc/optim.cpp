@@ -46,6 +46,16 @@ void check_steps(const vt_list *params, const vt_list *steps) {
                 step.toString(), step.sizes());
 }
 
+// Calls `update` with the number, or with the tensor if there is one.
+template <typename Update> void with_lr(double number, vt_tensor tensor, const Update &update) {
+  if (tensor == nullptr)
+    return update(number);
+  const at::Tensor &lr = *tensor;
+  TORCH_CHECK(lr.dim() == 0 && lr.scalar_type() == at::kDouble && lr.is_cpu(), "a learning rate is a float64 scalar on ",
+              "the CPU, not ", lr.toString(), lr.sizes(), " on ", lr.device());
+  update(lr);
+}
+
 // Empties the list of gradients when the update is over, so that dropping a gradient frees it.
 struct ClearOnExit {
   explicit ClearOnExit(vt_list *list) : list_(list) {}
@@ -134,6 +144,14 @@ vt_error *vt_list_bind_grads(const vt_list *params, const vt_list *grads, int32_
   });
 }
 
+vt_error *vt_list_are_grads(const vt_list *params, const vt_list *grads, int32_t *are_grads) {
+  return voltaic::guard([&] {
+    *are_grads = params->tensors.size() == grads->tensors.size();
+    for (size_t i = 0; *are_grads != 0 && i < params->tensors.size(); ++i)
+      *are_grads = params->tensors[i].grad().is_same(grads->tensors[i]);
+  });
+}
+
 vt_error *vt_list_grads_for_update(const vt_list *params, vt_list *grads, uint8_t *status) {
   return voltaic::guard([&] {
     at::NoGradGuard no_grad;
@@ -171,9 +189,11 @@ vt_error *vt_fused_sgd(const vt_list *params, vt_list *grads, const vt_list *mom
                 "momentum buffers are needed if momentum is not 0, and only then");
     if (momentum_buffers != nullptr)
       check_alike(params, momentum_buffers, "momentum buffers");
-    at::_fused_sgd_(params->tensors, grads->tensors, or_empty(momentum_buffers), options->weight_decay,
-                    options->momentum, options->lr, options->dampening, options->nesterov != 0,
-                    options->maximize != 0, is_first_step != 0);
+    with_lr(options->lr, options->lr_tensor, [&](const auto &lr) {
+      at::_fused_sgd_(params->tensors, grads->tensors, or_empty(momentum_buffers), options->weight_decay,
+                      options->momentum, lr, options->dampening, options->nesterov != 0, options->maximize != 0,
+                      is_first_step != 0);
+    });
   });
 }
 
@@ -194,9 +214,11 @@ vt_error *vt_fused_adam(const vt_list *params, vt_list *grads, const vt_adam_sta
     state->all_steps->add_(1);
     const auto inf = to_optional(found_inf);
     const auto update = [&](auto kernel) {
-      kernel(params->tensors, grads->tensors, state->exp_avgs->tensors, state->exp_avg_sqs->tensors,
-             or_empty(state->max_exp_avg_sqs), state->steps->tensors, o.lr, o.beta1, o.beta2, o.weight_decay, o.eps,
-             o.amsgrad != 0, o.maximize != 0, to_optional(grad_scale), inf);
+      with_lr(o.lr, o.lr_tensor, [&](const auto &lr) {
+        kernel(params->tensors, grads->tensors, state->exp_avgs->tensors, state->exp_avg_sqs->tensors,
+               or_empty(state->max_exp_avg_sqs), state->steps->tensors, lr, o.beta1, o.beta2, o.weight_decay, o.eps,
+               o.amsgrad != 0, o.maximize != 0, to_optional(grad_scale), inf);
+      });
     };
     if (o.decoupled != 0)
       update([](auto &&...args) { at::_fused_adamw_(args...); });

@@ -174,6 +174,8 @@ vt_error *vt_list_all_grads(const vt_list *params, vt_list *grads);
 // Makes `grads`, as vt_list_all_grads gave them, the gradients of `params` again. carries_over: with the values of the
 // gradients that they replace.
 vt_error *vt_list_bind_grads(const vt_list *params, const vt_list *grads, int32_t carries_over);
+// Whether `grads`, as vt_list_all_grads gave them, are still the gradients of `params`.
+vt_error *vt_list_are_grads(const vt_list *params, const vt_list *grads, int32_t *are_grads);
 // The same for an update: a gradient with other strides than its parameter is replaced by a copy. status[i] tells of
 // parameter i; a sparse or complex gradient, or one of another dtype, device or shape, is unusable and left out.
 vt_error *vt_list_grads_for_update(const vt_list *params, vt_list *grads, uint8_t *status);
@@ -181,6 +183,7 @@ vt_error *vt_list_grads_for_update(const vt_list *params, vt_list *grads, uint8_
 typedef struct {
   double lr, weight_decay, momentum, dampening;
   int32_t nesterov, maximize;
+  vt_tensor lr_tensor; // 0-dim float64 on the CPU that the kernel reads in place of lr; may be null
 } vt_sgd_options;
 
 // One update by torch._fused_sgd_. momentum_buffers is null if momentum is 0; the buffers are written before they
@@ -193,6 +196,7 @@ typedef struct {
   double lr, beta1, beta2, eps, weight_decay;
   int32_t amsgrad, maximize;
   int32_t decoupled; // 1: AdamW (weight decay applied to the weights), 0: Adam (added to the gradient)
+  vt_tensor lr_tensor; // as for SGD
 } vt_adam_options;
 
 typedef struct {

@@ -132,6 +132,7 @@ pub struct vt_sgd_options {
     pub dampening: f64,
     pub nesterov: i32,
     pub maximize: i32,
+    pub lr_tensor: vt_tensor,
 }
 
 #[repr(C)]
@@ -144,6 +145,7 @@ pub struct vt_adam_options {
     pub amsgrad: i32,
     pub maximize: i32,
     pub decoupled: i32,
+    pub lr_tensor: vt_tensor,
 }
 
 #[repr(C)]
@@ -401,6 +403,11 @@ unsafe extern "C" {
         params: *const vt_list,
         grads: *const vt_list,
         carries_over: i32,
+    ) -> *mut vt_error;
+    pub fn vt_list_are_grads(
+        params: *const vt_list,
+        grads: *const vt_list,
+        are_grads: *mut i32,
     ) -> *mut vt_error;
     pub fn vt_list_grads_for_update(
         params: *const vt_list,

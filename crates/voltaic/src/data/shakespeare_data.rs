@@ -20,7 +20,7 @@ use crate::error::{DataError, Error};
 pub struct ShakespeareDataConfig {
     /// Blocks of text per batch.
     pub batch_size: usize,
-    /// Characters of a block.
+    /// Characters of a block; by default what the default model for text takes.
     pub context_length: usize,
     /// Blocks per epoch of training; without it, as many as fit into the text side by side.
     pub samples_per_epoch: Option<usize>,
@@ -39,7 +39,7 @@ impl Default for ShakespeareDataConfig {
     fn default() -> Self {
         Self {
             batch_size: 64,
-            context_length: 256,
+            context_length: 64,
             samples_per_epoch: None,
             val_size: SplitSize::Fraction(0.1),
             test_size: SplitSize::Fraction(0.05),

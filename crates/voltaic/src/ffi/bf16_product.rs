@@ -5,8 +5,10 @@
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
-    __m512, __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_setzero_ps,
-    _mm512_storeu_ps,
+    __m512, __m512bh, __m512i, _mm256_storeu_si256, _mm512_castsi512_si256, _mm512_dpbf16_ps,
+    _mm512_loadu_si512, _mm512_maskz_loadu_epi32, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_setzero_si512,
+    _mm512_shuffle_i32x4, _mm512_storeu_ps, _mm512_storeu_si512, _mm512_unpackhi_epi32,
+    _mm512_unpackhi_epi64, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
 };
 use std::cell::RefCell;
 
@@ -16,6 +18,8 @@ use crate::kernels::{Bf16, Kernel};
 
 const ROWS: usize = 8;
 const COLUMNS: usize = 32;
+/// Numbers of 32 bits in a register.
+const LANES: usize = 16;
 /// Pairs of the left matrix that are worked on at a time: half a megabyte, which the second cache holds.
 const MAX_BLOCK: usize = 1 << 17;
 
@@ -174,12 +178,14 @@ impl<const N: usize> Kernel for Pack<'_, N> {
         };
         let (whole, is_odd) = (self.depth / 2, self.depth % 2 == 1);
         if right == 1 {
-            for i in 0..self.count {
-                let row = self.matrix.at_row(i).data.cast::<u32>();
-                for (p, column) in self.strip.chunks_exact_mut(N).take(whole).enumerate() {
-                    // SAFETY: as above; the two numbers of a pair are next to each other, the first one lower.
-                    column[i] = unsafe { row.add(p).read_unaligned() };
-                }
+            for first in (0..self.count).step_by(LANES) {
+                let rows = std::array::from_fn(|i| {
+                    let row = first + i;
+                    (row < self.count).then(|| self.matrix.at_row(row).data.cast::<u32>())
+                });
+                // SAFETY: as above; the two numbers of a pair are next to each other, the first one lower; products are
+                // made on processors with AVX-512 only.
+                unsafe { turn::<N>(&rows, whole, &mut self.strip[first..]) };
             }
         } else if down == 1 && self.count == N {
             for (p, column) in self.strip.chunks_exact_mut(N).take(whole).enumerate() {
@@ -204,6 +210,69 @@ impl<const N: usize> Kernel for Pack<'_, N> {
             }
         }
     }
+}
+
+/// Writes number `j` of row `i` to `columns[j * N + i]`, and 0 for rows that are not there; at most `N` rows.
+///
+/// # Safety
+/// The processor must have AVX-512; each row must have `len` readable numbers.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn turn<const N: usize>(rows: &[Option<*const u32>; LANES], len: usize, columns: &mut [u32]) {
+    for (first, columns) in (0..len).step_by(LANES).zip(columns.chunks_mut(LANES * N)) {
+        let mask = u16::MAX >> LANES.saturating_sub(len - first);
+        let mut numbers = [_mm512_setzero_si512(); LANES];
+        for (numbers, row) in numbers.iter_mut().zip(rows) {
+            if let Some(row) = row {
+                // SAFETY: the mask leaves out what is behind the end of the row.
+                *numbers = unsafe { _mm512_maskz_loadu_epi32(mask, row.add(first).cast()) };
+            }
+        }
+        for (column, numbers) in columns.chunks_mut(N).zip(transpose(numbers)).take(len - first) {
+            // SAFETY: the places of a column's rows are checked by the slices.
+            unsafe {
+                if N < LANES {
+                    _mm256_storeu_si256(column[..8].as_mut_ptr().cast(), _mm512_castsi512_si256(numbers));
+                } else {
+                    _mm512_storeu_si512(column[..LANES].as_mut_ptr().cast(), numbers);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn turn<const N: usize>(_rows: &[Option<*const u32>; LANES], _len: usize, _columns: &mut [u32]) {
+    unreachable!("has_bf16_products() is false here");
+}
+
+/// Rows and columns of 16 x 16 numbers exchanged.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn transpose(rows: [__m512i; LANES]) -> [__m512i; LANES] {
+    // each round makes pairs of registers of others: 2 x 2 numbers and 4 x 4 in each quarter, then the quarters
+    let (mut twos, mut fours, mut eights, mut columns) = (rows, rows, rows, rows);
+    for i in (0..LANES).step_by(2) {
+        twos[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        twos[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for i in (0..LANES).step_by(4) {
+        for k in 0..2 {
+            fours[i + 2 * k] = _mm512_unpacklo_epi64(twos[i + k], twos[i + k + 2]);
+            fours[i + 2 * k + 1] = _mm512_unpackhi_epi64(twos[i + k], twos[i + k + 2]);
+        }
+    }
+    for i in (0..LANES).step_by(8) {
+        for k in i..i + 4 {
+            eights[k] = _mm512_shuffle_i32x4::<0x88>(fours[k], fours[k + 4]);
+            eights[k + 4] = _mm512_shuffle_i32x4::<0xdd>(fours[k], fours[k + 4]);
+        }
+    }
+    for k in 0..8 {
+        columns[k] = _mm512_shuffle_i32x4::<0x88>(eights[k], eights[k + 8]);
+        columns[k + 8] = _mm512_shuffle_i32x4::<0xdd>(eights[k], eights[k + 8]);
+    }
+    columns
 }
 
 /// The product of two strips.

@@ -62,8 +62,8 @@ pub use hpu::{
 pub use kernels::{has_attention_kernel, install_kernels};
 pub use matrix::{Matrix, MatrixMut, multiply};
 pub use optim::{
-    AdamLists, AdamOptions, GradStatus, Gradients, SgdOptions, TensorList, foreach_clamp, foreach_mul_tensor,
-    foreach_norm, is_dense, tensor_id,
+    AdamLists, AdamOptions, GradStatus, Gradients, LearningRate, SgdOptions, TensorList, foreach_clamp,
+    foreach_mul_tensor, foreach_norm, is_dense, tensor_id,
 };
 pub use pool::{PeakReset, Pool, PoolBlock, PoolStats};
 pub use process::{die_with_parent, signal_group};

@@ -110,6 +110,16 @@ impl TensorList {
         check("bind_grads", error)
     }
 
+    /// Whether the tensors of `self`, as [`TensorList::fill_with_all_grads`] found them, are still the gradients of
+    /// `params`.
+    pub fn are_grads_of(&self, params: &Self) -> Result<bool, TorchError> {
+        let mut are_grads = 0;
+        // SAFETY: both lists are alive; the out-pointer is a valid i32 on this stack.
+        let error = unsafe { sys::vt_list_are_grads(params.raw.as_ptr(), self.raw.as_ptr(), &mut are_grads) };
+        check("are_grads", error)?;
+        Ok(are_grads != 0)
+    }
+
     /// Empties the list.
     pub fn clear(&mut self) {
         // SAFETY: the list is alive and borrowed mutably.
@@ -198,11 +208,29 @@ fn list_or_null(list: Option<&TensorList>) -> *const sys::vt_list {
     list.map_or(ptr::null(), |list| list.raw.as_ptr().cast_const())
 }
 
+/// The learning rate of one update.
+#[derive(Debug, Clone, Copy)]
+pub enum LearningRate<'a> {
+    /// A constant of the call.
+    Number(f64),
+    /// What the kernel reads when it runs: a 0-dim `float64` tensor on the CPU.
+    Tensor(&'a Tensor),
+}
+
+impl LearningRate<'_> {
+    fn raw(self) -> (f64, sys::vt_tensor) {
+        match self {
+            Self::Number(lr) => (lr, ptr::null_mut()),
+            Self::Tensor(lr) => (f64::NAN, lr.as_ptr().cast_mut()),
+        }
+    }
+}
+
 /// Numbers of one `torch._fused_sgd_` call.
 #[derive(Debug, Clone, Copy)]
-pub struct SgdOptions {
+pub struct SgdOptions<'a> {
     /// Learning rate.
-    pub lr: f64,
+    pub lr: LearningRate<'a>,
     /// L2 penalty.
     pub weight_decay: f64,
     /// Momentum factor.
@@ -215,7 +243,7 @@ pub struct SgdOptions {
     pub maximize: bool,
 }
 
-impl SgdOptions {
+impl SgdOptions<'_> {
     /// Updates `params` in place and empties `grads`.
     ///
     /// `momentum_buffers` is absent if momentum is 0. With `is_first_step` they are written before they are read.
@@ -229,16 +257,18 @@ impl SgdOptions {
         momentum_buffers: Option<&TensorList>,
         is_first_step: bool,
     ) -> Result<(), TorchError> {
+        let (lr, lr_tensor) = self.lr.raw();
         let raw = sys::vt_sgd_options {
-            lr: self.lr,
+            lr,
             weight_decay: self.weight_decay,
             momentum: self.momentum,
             dampening: self.dampening,
             nesterov: self.nesterov.into(),
             maximize: self.maximize.into(),
+            lr_tensor,
         };
-        // SAFETY: the lists are alive for the call and the shim checks that they match each other before the
-        // kernel walks their memory; `raw` lives on this stack.
+        // SAFETY: the lists and the learning rate are alive for the call and the shim checks that they match each
+        // other before the kernel walks their memory; `raw` lives on this stack.
         let error = unsafe {
             sys::vt_fused_sgd(
                 params.raw.as_ptr(),
@@ -254,9 +284,9 @@ impl SgdOptions {
 
 /// Numbers of one `torch._fused_adam_` or `_fused_adamw_` call.
 #[derive(Debug, Clone, Copy)]
-pub struct AdamOptions {
+pub struct AdamOptions<'a> {
     /// Learning rate.
-    pub lr: f64,
+    pub lr: LearningRate<'a>,
     /// Decay rates of the two moment estimates.
     pub betas: (f64, f64),
     /// Term added to the denominator.
@@ -293,9 +323,10 @@ impl AdamLists {
     ///
     /// # Errors
     /// If the lists differ in number, shapes, strides, dtypes or devices.
-    pub fn step(&self, grads: &mut TensorList, options: &AdamOptions) -> Result<(), TorchError> {
+    pub fn step(&self, grads: &mut TensorList, options: &AdamOptions<'_>) -> Result<(), TorchError> {
+        let (lr, lr_tensor) = options.lr.raw();
         let raw = sys::vt_adam_options {
-            lr: options.lr,
+            lr,
             beta1: options.betas.0,
             beta2: options.betas.1,
             eps: options.eps,
@@ -303,6 +334,7 @@ impl AdamLists {
             amsgrad: options.amsgrad.into(),
             maximize: options.maximize.into(),
             decoupled: options.decoupled.into(),
+            lr_tensor,
         };
         let state = sys::vt_adam_state {
             exp_avgs: self.exp_avgs.raw.as_ptr(),
@@ -311,8 +343,8 @@ impl AdamLists {
             steps: self.steps.raw.as_ptr(),
             all_steps: self.all_steps.as_ptr().cast_mut(),
         };
-        // SAFETY: the lists are alive for the call and the shim checks that they match each other before the
-        // kernel walks their memory; `raw` and `state` live on this stack; a null grad_scale and found_inf mean
+        // SAFETY: the lists and the learning rate are alive for the call and the shim checks that they match each
+        // other before the kernel walks their memory; `raw` and `state` live on this stack; a null grad_scale and found_inf mean
         // that there is no gradient scaler.
         let error = unsafe {
             sys::vt_fused_adam(

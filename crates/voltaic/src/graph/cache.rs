@@ -12,7 +12,7 @@ use super::step::copy_of;
 use crate::device::Device;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi;
-use crate::nn::{Module, ModuleExt};
+use crate::nn::{Module, ModuleExt, training_modes};
 
 /// Pads one dimension of the inputs with zeros up to the next of a few sizes, so that few shapes need a graph. Outputs
 /// are cut back along the same dimension. For modules that treat the entries of the dimension apart from each other,
@@ -80,7 +80,8 @@ impl fmt::Display for CacheStats {
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
     inputs: Vec<InputKey>,
-    is_training: bool,
+    /// Of the module and all modules below it, and last that of the call.
+    modes: Vec<bool>,
     with_grad: bool,
     autocast: (bool, i32),
     /// Of the operators that cast.
@@ -202,9 +203,11 @@ impl GraphCache {
         let device = inputs.first().map_or(Device::Cpu, |input| input.device);
         let with_grad =
             trained.iter().any(|is_trained| *is_trained) || inputs.iter().any(|input| input.requires_grad);
+        let mut modes = training_modes(module);
+        modes.push(is_training);
         let autocast = ffi::autocast_state(device)?;
         let lists_version = ffi::autocast_lists_version();
-        Ok(Key { inputs, is_training, with_grad, autocast, lists_version, trained })
+        Ok(Key { inputs, modes, with_grad, autocast, lists_version, trained })
     }
 
     fn count(&mut self, key: &Key) {

@@ -12,7 +12,7 @@ use super::step::copy_of;
 use crate::device::Device;
 use crate::error::{GraphError, Result};
 use crate::ffi;
-use crate::nn::{Forward, Member, Module, ModuleExt};
+use crate::nn::{Forward, Member, Module, ModuleExt, set_training, training_modes};
 
 /// A module that is a graph; made by [`make_graphed_callables`]. Names of weights are those of the module.
 #[derive(Debug)]
@@ -21,6 +21,8 @@ pub struct GraphedCallable<M, A> {
     call: RefCell<CapturedCall>,
     is_training: bool,
     was_training: bool,
+    /// Of the module and all modules below it, when it was captured.
+    modes: Vec<bool>,
     /// Parameters that the graph has no gradient for.
     frozen: Vec<Tensor>,
     _args: PhantomData<fn(&A)>,
@@ -30,8 +32,8 @@ pub struct GraphedCallable<M, A> {
 /// replayed. Inputs must have the shapes, dtypes and devices of the sample, and results are bit for bit those of the
 /// module.
 ///
-/// With grad the module is captured in training mode, within `no_grad` in evaluation mode; in the other mode, and while a
-/// backward pass is still to come, its own code runs. `warmup` is how often it runs before it is captured. Neither that
+/// With grad the module is captured in training mode, within `no_grad` in evaluation mode; in other modes of it
+/// or of a layer, and while a backward pass is still to come, its own code runs. `warmup` is how often it runs before it is captured. Neither that
 /// nor the capture changes buffers, gradients or random numbers.
 ///
 /// ```
@@ -59,7 +61,7 @@ pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
 ) -> anyhow::Result<GraphedCallable<M, A>> {
     check_not_capturing("make_graphed_callables")?;
     let is_training = ffi::grad_is_enabled();
-    module.set_training(is_training);
+    set_training(&mut module, is_training);
     let inputs = sample_args.tensors();
     let params = trained_params(module.as_dyn());
     let with_grad = is_training && (!params.is_empty() || inputs.iter().any(Tensor::requires_grad));
@@ -76,6 +78,7 @@ pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
         call: RefCell::new(captured?),
         is_training,
         was_training: is_training,
+        modes: training_modes(&module),
         frozen,
         module,
         _args: PhantomData,
@@ -133,7 +136,9 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
     /// [`GraphError::InputMismatch`], [`GraphError::TensorGone`]; the module's own where its code runs.
     pub fn call(&self, args: &A) -> anyhow::Result<M::Output> {
         let mut call = self.call.borrow_mut();
-        if is_capturing() || self.is_training != self.was_training || call.is_busy() {
+        let is_other_mode =
+            self.is_training != self.was_training || self.modes != training_modes(self.module.as_dyn());
+        if is_capturing() || is_other_mode || call.is_busy() {
             drop(call);
             return self.module.call(args);
         }

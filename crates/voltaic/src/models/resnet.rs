@@ -31,7 +31,8 @@ impl Default for ResNet18Config {
 /// ResNet-18 ([He et al., 2015](https://arxiv.org/abs/1512.03385)) with the stem for 32 x 32 pictures: a 3 x 3
 /// convolution of stride 1 and no max-pool. 11,173,962 parameters, with torchvision's names and initial values.
 ///
-/// Input `[batch, in_channels, height, width]`, output logits `[batch, num_classes]`.
+/// Input `[batch, in_channels, height, width]`, output logits `[batch, num_classes]`. In memory the channels are last, for
+/// speed; shapes and checkpoints are as usual.
 ///
 /// ```
 /// use voltaic::models::{ResNet18, ResNet18Config};
@@ -75,6 +76,7 @@ impl ResNet18 {
         for kernel in net.parameters().iter().filter(|parameter| parameter.dim() == 4) {
             init::kaiming_normal_(kernel, Nonlinearity::Relu, FanMode::FanOut)?;
         }
+        net.to_channels_last()?;
         Ok(net)
     }
 }

@@ -329,16 +329,19 @@ impl HookContext<'_> {
 
     /// Where the run stands.
     pub fn progress(&self) -> &Progress {
+        refuse_capture("the step asks for ctx.progress(), which changes from step to step");
         self.progress
     }
 
     /// The epoch in progress, from 0.
     pub fn current_epoch(&self) -> u64 {
+        refuse_capture("the step asks for ctx.current_epoch(), which changes from step to step");
         self.progress.current_epoch
     }
 
     /// Optimizer steps done.
     pub fn global_step(&self) -> u64 {
+        refuse_capture("the step asks for ctx.global_step(), which changes from step to step");
         self.progress.global_step
     }
 
@@ -349,6 +352,7 @@ impl HookContext<'_> {
 
     /// Position of the batch within its loader, in batch hooks.
     pub fn batch_idx(&self) -> usize {
+        refuse_capture("the step asks for ctx.batch_idx(), which changes from step to step");
         self.batch_idx
     }
 
@@ -398,6 +402,7 @@ impl HookContext<'_> {
     /// # Sync
     /// Reads the value back from the device.
     pub fn metric(&self, name: &str) -> Option<f64> {
+        refuse_capture("the step asks for ctx.metric(), which changes from step to step");
         self.metrics.callback_metric(name)
     }
 

@@ -175,9 +175,16 @@ pub(super) fn linear_(weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     Ok(())
 }
 
+/// Values do not depend on how the tensor lies in memory.
 fn fill(tensor: &Tensor, change: impl FnOnce(&mut Tensor) -> Result<Tensor, tch::TchError>) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
-    let _ = change(&mut tensor.shallow_clone())?;
+    if tensor.is_contiguous() {
+        let _ = change(&mut tensor.shallow_clone())?;
+    } else {
+        let mut dense = tensor.detach().f_contiguous()?;
+        let _ = change(&mut dense)?;
+        tensor.shallow_clone().f_copy_(&dense)?;
+    }
     Ok(())
 }
 

@@ -9,7 +9,7 @@ use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroup
 use super::problems::Problems;
 use super::{BuildOptimizer, Optimizer, build_groups};
 use crate::error::Result;
-use crate::ffi::{AdamLists, AdamOptions, TensorList};
+use crate::ffi::{AdamLists, AdamOptions, LearningRate, TensorList};
 
 macro_rules! adam_config {
     ($(#[$doc:meta])* $name:ident, $weight_decay:literal, $decoupled:literal, $(#[$decay_doc:meta])*) => {
@@ -237,10 +237,16 @@ impl Rule for AdamRule {
         lists.max_exp_avg_sqs.is_some() == is_amsgrad(group.options)
     }
 
-    fn update(&self, group: &ParamGroup, lists: &mut AdamLists, grads: &mut TensorList) -> Result<()> {
+    fn update(
+        &self,
+        group: &ParamGroup,
+        lr: LearningRate<'_>,
+        lists: &mut AdamLists,
+        grads: &mut TensorList,
+    ) -> Result<()> {
         let GroupOptions::Adam { betas, eps, amsgrad } = group.options else { return Ok(()) };
         let options = AdamOptions {
-            lr: group.lr,
+            lr,
             betas,
             eps,
             weight_decay: group.weight_decay,

@@ -7,9 +7,10 @@ use serde_json::Value;
 use tch::{Kind, Tensor};
 
 use super::param_group::{ParamGroup, SavedGroup};
+use super::replay::Replayed;
 use super::{Optimizer, OptimizerState};
 use crate::error::{CheckpointError, OptimError, Result};
-use crate::ffi::{GradStatus, Gradients, TensorList};
+use crate::ffi::{self, GradStatus, Gradients, LearningRate, TensorList};
 use crate::nn::Parameter;
 
 /// How one sort of optimizer updates parameters.
@@ -29,7 +30,13 @@ pub(super) trait Rule: Send {
     fn fits(&self, group: &ParamGroup, lists: &Self::Lists) -> bool;
 
     /// Updates the parameters of `lists`, which have `grads`.
-    fn update(&self, group: &ParamGroup, lists: &mut Self::Lists, grads: &mut TensorList) -> Result<()>;
+    fn update(
+        &self,
+        group: &ParamGroup,
+        lr: LearningRate<'_>,
+        lists: &mut Self::Lists,
+        grads: &mut TensorList,
+    ) -> Result<()>;
 
     /// Which of [`Rule::STATE`] a parameter that has any state must have.
     fn required(group: &SavedGroup) -> Vec<usize>;
@@ -80,6 +87,10 @@ pub(super) struct Engine<R: Rule> {
     rule: R,
     groups: Vec<ParamGroup>,
     buckets: Vec<Bucket<R::Lists>>,
+    /// There once a step is to be captured.
+    replayed: Option<Replayed>,
+    /// Counts how often steps took to other tensors.
+    memory: u64,
 }
 
 impl<R: Rule> Engine<R> {
@@ -103,7 +114,7 @@ impl<R: Rule> Engine<R> {
                 buckets.push(Bucket { group: index, members, gradients, has_masters, cached: None });
             }
         }
-        Ok(Self { rule, groups, buckets })
+        Ok(Self { rule, groups, buckets, replayed: None, memory: 0 })
     }
 
     /// Why the kernel refused, in terms of the parameters; the kernel's own error if it is not known.
@@ -247,11 +258,16 @@ fn unusable(optimizer: &'static str, slot: &Slot) -> OptimError {
     OptimError::Gradient { optimizer, fqn: slot.fqn.clone(), what, remedy }
 }
 
-/// One update of a bucket.
-fn step_bucket<R: Rule>(rule: &R, group: &ParamGroup, bucket: &mut Bucket<R::Lists>) -> Result<()> {
+/// One update of a bucket. Gives whether it made new lists.
+fn step_bucket<R: Rule>(
+    rule: &R,
+    group: &ParamGroup,
+    lr: LearningRate<'_>,
+    bucket: &mut Bucket<R::Lists>,
+) -> Result<bool> {
     let status = bucket.gradients.collect()?;
     if !status.contains(&GradStatus::PRESENT) && !status.contains(&GradStatus::UNUSABLE) {
-        return Ok(());
+        return Ok(false);
     }
     let reusable = bucket
         .cached
@@ -269,16 +285,16 @@ fn step_bucket<R: Rule>(rule: &R, group: &ParamGroup, bucket: &mut Bucket<R::Lis
         let lists = rule.lists(group, &mut bucket.members, &active)?;
         bucket.cached = Some(CachedLists { status, lists, rounding });
     }
-    let Some(CachedLists { lists, rounding, .. }) = &mut bucket.cached else { return Ok(()) };
+    let Some(CachedLists { lists, rounding, .. }) = &mut bucket.cached else { return Ok(!reusable) };
     let grads = bucket.gradients.collected();
-    match rounding {
-        None => rule.update(group, lists, grads),
-        Some((params, masters)) => {
-            grads.to_float()?;
-            rule.update(group, lists, grads)?;
-            Ok(params.copy_from(masters)?)
-        }
+    if rounding.is_some() {
+        grads.to_float()?;
     }
+    rule.update(group, lr, lists, grads)?;
+    if let Some((params, masters)) = rounding {
+        params.copy_from(masters)?;
+    }
+    Ok(!reusable)
 }
 
 /// The parameters that are updated, and their master copies, which are made if they are missing.
@@ -305,8 +321,13 @@ impl<R: Rule> Optimizer for Engine<R> {
         for index in 0..self.buckets.len() {
             let bucket = &mut self.buckets[index];
             let group = &self.groups[bucket.group];
-            if let Err(error) = step_bucket(&self.rule, group, bucket) {
-                return Err(self.explain(index, error));
+            let lr = match &self.replayed {
+                Some(replayed) if ffi::is_recording() => replayed.lr(bucket.group, group),
+                _ => LearningRate::Number(group.lr),
+            };
+            match step_bucket(&self.rule, group, lr, bucket) {
+                Ok(takes_to_others) => self.memory += u64::from(takes_to_others),
+                Err(error) => return Err(self.explain(index, error)),
             }
         }
         Ok(())
@@ -317,6 +338,14 @@ impl<R: Rule> Optimizer for Engine<R> {
             bucket.gradients.params().clear_grads()?;
         }
         Ok(())
+    }
+
+    fn prepare_replay(&mut self) -> Result<Option<u64>> {
+        let replayed = match &mut self.replayed {
+            Some(replayed) => replayed,
+            none => none.insert(Replayed::of(&self.groups)),
+        };
+        Ok(Some(self.memory + replayed.refresh(&self.groups)?))
     }
 
     fn param_groups(&self) -> &[ParamGroup] {
@@ -370,6 +399,7 @@ impl<R: Rule> Optimizer for Engine<R> {
         for (group, saved) in self.groups.iter_mut().zip(&saved) {
             group.load(saved);
         }
+        self.memory += 1;
         Ok(())
     }
 }

@@ -13,6 +13,7 @@ mod lr_scheduler;
 mod optimizers;
 mod param_group;
 mod problems;
+mod replay;
 mod sgd;
 
 use serde_json::Value;
@@ -60,6 +61,18 @@ pub trait Optimizer: Send {
     /// [`OptimError::Gradient`](crate::error::OptimError::Gradient) if a gradient is sparse, or not of its
     /// parameter's dtype, shape and device. Parameters of groups before the failing one are updated then.
     fn step(&mut self) -> Result<()>;
+
+    /// To be called before a step is captured in a graph, and before each replay: writes the learning rates in force to
+    /// where a captured step reads them, so that replays follow schedules.
+    ///
+    /// Gives a number that grows when a captured step is of no use any more, because a step would now work on other
+    /// tensors or with other hyper-parameters; `None` (the default) if a replay is not all that [`Optimizer::step`] does.
+    ///
+    /// # Errors
+    /// libtorch's.
+    fn prepare_replay(&mut self) -> Result<Option<u64>> {
+        Ok(None)
+    }
 
     /// Drops the gradients of all parameters.
     ///

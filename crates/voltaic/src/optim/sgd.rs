@@ -8,7 +8,7 @@ use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroup
 use super::problems::Problems;
 use super::{BuildOptimizer, Optimizer, build_groups};
 use crate::error::Result;
-use crate::ffi::{SgdOptions, TensorList};
+use crate::ffi::{LearningRate, SgdOptions, TensorList};
 
 /// Stochastic gradient descent, with momentum if wanted; as `torch.optim.SGD`.
 ///
@@ -161,13 +161,13 @@ struct SgdLists {
 }
 
 impl SgdRule {
-    fn options(group: &ParamGroup) -> SgdOptions {
+    fn options<'a>(group: &ParamGroup, lr: LearningRate<'a>) -> SgdOptions<'a> {
         let (momentum, dampening, nesterov) = match group.options {
             GroupOptions::Sgd { momentum, dampening, nesterov } => (momentum, dampening, nesterov),
             GroupOptions::Adam { .. } => (0.0, 0.0, false),
         };
         SgdOptions {
-            lr: group.lr,
+            lr,
             weight_decay: group.weight_decay,
             momentum,
             dampening,
@@ -187,7 +187,7 @@ impl Rule for SgdRule {
 
     fn lists(&self, group: &ParamGroup, members: &mut [Slot], active: &[usize]) -> Result<SgdLists> {
         let params = TensorList::new(active.iter().map(|index| members[*index].weights()))?;
-        if Self::options(group).momentum == 0.0 {
+        if group.momentum() == 0.0 {
             return Ok(SgdLists { params, buffers: None, first: Vec::new(), later: Vec::new() });
         }
         let (mut first, mut later, mut buffers) = (Vec::new(), Vec::new(), Vec::new());
@@ -213,8 +213,14 @@ impl Rule for SgdRule {
         lists.buffers.is_some() == (group.momentum() != 0.0)
     }
 
-    fn update(&self, group: &ParamGroup, lists: &mut SgdLists, grads: &mut TensorList) -> Result<()> {
-        let options = Self::options(group);
+    fn update(
+        &self,
+        group: &ParamGroup,
+        lr: LearningRate<'_>,
+        lists: &mut SgdLists,
+        grads: &mut TensorList,
+    ) -> Result<()> {
+        let options = Self::options(group, lr);
         match &lists.buffers {
             Some(buffers) if !lists.first.is_empty() && !lists.later.is_empty() => {
                 for (entries, is_first_step) in [(&lists.first, true), (&lists.later, false)] {

@@ -42,6 +42,7 @@ struct BatchEnd {
 }
 
 pub(super) const TRAINING_STEP: HookPoint = hook_point!(training_step, Train, Step);
+pub(super) const OPTIMIZER_STEP: HookPoint = hook_point!(optimizer_step, Train, Step);
 
 impl<M: LightningModule> Session<'_, M> {
     /// Trains until an epoch or step limit, or until somebody asks to stop.
@@ -209,18 +210,26 @@ impl<M: LightningModule> Session<'_, M> {
                 unscale(&mut self.run.grad_scaler, &self.optimizers, self.run.progress.global_step)?;
             self.adapt_loss_scale();
             call_shared_hook!(self, on_before_optimizer_step, facts)?;
-            let clip = self.plan.clip;
-            self.each_optimizer("configure_gradient_clipping", facts, |module, optimizer, ctx| {
-                module.configure_gradient_clipping(optimizer, clip, ctx)
-            })?;
-            if is_finite {
-                self.each_optimizer("optimizer_step", facts, |module, optimizer, ctx| {
-                    module.optimizer_step(optimizer, ctx)
-                })?;
+            if !(is_finite && self.graphed_update(facts)?) {
+                self.update(is_finite, facts)?;
             }
             self.undo = None;
             self.run.accelerator.step_boundary()?;
             self.run.progress.global_step += 1;
+        }
+        Ok(())
+    }
+
+    /// Clips the gradients, and steps the optimizers if the gradients are finite.
+    pub(super) fn update(&mut self, is_finite: bool, facts: BatchFacts) -> Result<()> {
+        let clip = self.plan.clip;
+        self.each_optimizer("configure_gradient_clipping", facts, |module, optimizer, ctx| {
+            module.configure_gradient_clipping(optimizer, clip, ctx)
+        })?;
+        if is_finite {
+            self.each_optimizer("optimizer_step", facts, |module, optimizer, ctx| {
+                module.optimizer_step(optimizer, ctx)
+            })?;
         }
         Ok(())
     }

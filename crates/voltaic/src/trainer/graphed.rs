@@ -2,8 +2,8 @@
 //!
 //! The first steps run as usual. Then each sort of batch (shapes and dtypes) is captured twice, which costs two eager
 //! steps; if both captures are the same graph, it takes the place of the code from then on. What is not the same, or
-//! cannot be replayed, is reported once, and the run goes on without graphs. The optimizer stays outside, so that
-//! learning rates, clipping, gradient scaling and hooks on complete gradients work as without graphs.
+//! cannot be replayed, is reported once, and the run goes on without graphs. Clipping and the optimizer step are a graph
+//! of their own ([`graphed_update`](super::graphed_update)), so that hooks and gradient scaling stay between the two.
 
 use std::fmt;
 
@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::fit::{TRAINING_STEP, Window};
+use super::graphed_update::Update;
 use super::hooks::{BatchFacts, call_shared_hook};
 use super::session::Session;
 use crate::data::Batch;
@@ -19,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{self, TensorList};
 use crate::graph::{self, CacheStats, Graph, ModuleGraphs, StepGraph};
 use crate::module::{LightningModule, Logged};
-use crate::nn::ModuleExt;
+use crate::nn::{ModuleExt, training_modes};
 
 /// What of a training step is captured and replayed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -28,7 +29,8 @@ pub enum GraphMode {
     /// Nothing.
     #[default]
     Off,
-    /// Forward and backward of `training_step`, as one graph for each shape of batch.
+    /// For each shape of batch, forward and backward of `training_step` as one graph, clipping and the optimizer step as
+    /// another.
     Step,
     /// Modules that a step calls by `ctx.graphed`: forward and backward of each are two graphs for each shape of inputs.
     Modules,
@@ -53,6 +55,12 @@ pub struct GraphReport {
     pub replayed_steps: u64,
     /// Steps that ran as usual.
     pub eager_steps: u64,
+    /// Optimizer steps, with clipping, that were captured.
+    pub captured_updates: u64,
+    /// Optimizer steps, with clipping, that were replayed.
+    pub replayed_updates: u64,
+    /// Why optimizer steps have no graphs any more.
+    pub update_refusal: Option<String>,
     /// Graphs that are ready: one for each sort of batch.
     pub graphs: usize,
     /// Why there are no graphs any more.
@@ -75,6 +83,8 @@ struct Signature {
     loss_scale: f64,
     /// Of the operators that cast.
     lists_version: u64,
+    /// Of the module and all modules below it.
+    modes: Vec<bool>,
 }
 
 enum State {
@@ -84,13 +94,15 @@ enum State {
 }
 
 /// A step that can be replayed.
-struct Ready {
+pub(super) struct Ready {
     graph: StepGraph,
     /// Where the batch must be if a result is a view of it.
     places: Option<Vec<Tensor>>,
     loss: Tensor,
     logged: Vec<Logged>,
-    grads: TensorList,
+    pub(super) grads: TensorList,
+    /// What follows it.
+    pub(super) update: Update,
 }
 
 /// The graphs of one fit.
@@ -104,9 +116,13 @@ pub(super) struct StepGraphs {
     is_full: bool,
     /// A step is being captured.
     is_capturing: bool,
+    /// Position of the graphs that have just been replayed.
+    pub(super) replayed: Option<usize>,
+    /// Updates that were not what was captured before.
+    pub(super) changed_updates: u64,
     /// There with `modules`.
     pub(super) modules: Option<ModuleGraphs>,
-    report: GraphReport,
+    pub(super) report: GraphReport,
 }
 
 impl StepGraphs {
@@ -119,6 +135,8 @@ impl StepGraphs {
             epoch: None,
             is_full: false,
             is_capturing: false,
+            replayed: None,
+            changed_updates: 0,
             modules: (mode == GraphMode::Modules).then(ModuleGraphs::default),
             report: GraphReport::default(),
         }
@@ -138,6 +156,14 @@ impl StepGraphs {
     /// Whether the step that runs is being captured.
     pub(super) fn is_capturing(&self) -> bool {
         self.is_capturing
+    }
+
+    /// The step that has just been replayed, and the parameters.
+    pub(super) fn replayed_step(&mut self) -> Option<(&mut Ready, &TensorList)> {
+        match (self.entries.get_mut(self.replayed?), &self.params) {
+            (Some((_, State::Ready(ready))), Some(params)) => Some((ready, params)),
+            _ => None,
+        }
     }
 
     fn refuse(&mut self, why: &str) {
@@ -172,7 +198,9 @@ impl<M: LightningModule> Session<'_, M> {
             window_size: window.size,
             loss_scale: self.run.grad_scaler.as_ref().map_or(1.0, |scaler| scaler.get_scale()),
             lists_version: ffi::autocast_lists_version(),
+            modes: training_modes(self.module),
         };
+        self.graphs.replayed = None;
         if let Some(index) = self.graphs.find(&signature) {
             return match &self.graphs.entries[index].1 {
                 State::Ready(_) => self.replay_step(index, &inputs, window, facts),
@@ -255,6 +283,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.metrics.record_again(&ready.logged)?;
         let loss = graph::copy_of(&ready.loss)?;
         graphs.report.replayed_steps += 1;
+        graphs.replayed = Some(index);
         graph::count_hit();
         self.check_logged()?;
         Ok(loss)
@@ -343,7 +372,7 @@ impl<M: LightningModule> Session<'_, M> {
         let results = logged.iter().filter_map(Logged::tensor).chain([&loss]);
         let places =
             graph::any_within(results, inputs).then(|| inputs.iter().map(Tensor::shallow_clone).collect());
-        let ready = Ready { graph, places, loss, logged, grads };
+        let ready = Ready { graph, places, loss, logged, grads, update: Update::default() };
         self.graphs.entries[index].1 = State::Ready(Box::new(ready));
         self.graphs.report.graphs =
             self.graphs.entries.iter().filter(|(_, state)| matches!(state, State::Ready(_))).count();
@@ -356,7 +385,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// Tensors that are there before a step, with their names.
-    fn tensor_names(&self, inputs: &[Tensor], opens_window: bool) -> Vec<(String, Tensor)> {
+    pub(super) fn tensor_names(&self, inputs: &[Tensor], opens_window: bool) -> Vec<(String, Tensor)> {
         let mut names: Vec<(String, Tensor)> = inputs
             .iter()
             .enumerate()

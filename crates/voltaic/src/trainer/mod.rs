@@ -12,6 +12,7 @@ mod eval;
 mod fit;
 mod flops;
 mod graphed;
+mod graphed_update;
 mod guard;
 mod hooks;
 mod lightning_file;

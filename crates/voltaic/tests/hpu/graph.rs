@@ -15,17 +15,17 @@ use voltaic::{Module, ffi};
 
 use crate::support::{CPU, bits, start};
 
-type Pair = (Tensor, Tensor);
+pub(crate) type Pair = (Tensor, Tensor);
 type Configure = fn(TrainerBuilder) -> TrainerBuilder;
 
 /// All that a run leaves behind.
-struct Outcome {
-    metrics: String,
-    weights: Vec<(String, Vec<u8>)>,
-    report: GraphReport,
+pub(crate) struct Outcome {
+    pub(crate) metrics: String,
+    pub(crate) weights: Vec<(String, Vec<u8>)>,
+    pub(crate) report: GraphReport,
 }
 
-fn fit<M: LightningModule<Batch = Pair>>(
+pub(crate) fn fit<M: LightningModule<Batch = Pair>>(
     make: fn() -> M,
     data: &Pair,
     batch: usize,
@@ -78,6 +78,7 @@ fn check<M: LightningModule<Batch = Pair>>(
             };
             let by_step = run(GraphMode::Step);
             assert!(by_step.replayed_steps > 0, "{what} on {accelerator}: {by_step:?}");
+            assert!(by_step.replayed_updates > 0, "{what} on {accelerator}: {by_step:?}");
             if accelerator == "hpu" {
                 let by_modules = run(GraphMode::Modules);
                 let (module, stats) = &by_modules.modules[0];
@@ -88,7 +89,7 @@ fn check<M: LightningModule<Batch = Pair>>(
         .into()
 }
 
-fn digits(samples: i64) -> Pair {
+pub(crate) fn digits(samples: i64) -> Pair {
     ffi::manual_seed(1).unwrap();
     (
         Tensor::rand([samples, 1, 28, 28], (Kind::Float, CPU)),
@@ -153,6 +154,7 @@ fn lenet_is_replayed_for_a_hundred_steps() {
     let make = || Classifier::new(LeNet::new(LeNetConfig::default()).unwrap());
     let reports = check("lenet", make, &digits(8 * 20), 8, |t| t.max_epochs(5));
     assert!(reports.iter().all(|report| report.replayed_steps == 95), "{reports:?}");
+    assert!(reports.iter().all(|report| report.replayed_updates == 93), "{reports:?}");
 }
 
 #[test]

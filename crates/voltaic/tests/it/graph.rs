@@ -112,6 +112,33 @@ fn a_whole_training_step_is_replayed_to_the_same_bits() {
 }
 
 #[test]
+fn a_captured_optimizer_follows_a_schedule() {
+    let (mut eager, mut graphed) = (Side::new(), Side::new());
+    let mut whole_step = HpuGraph::new();
+    for step in 0..10 {
+        for side in [&mut eager, &mut graphed] {
+            side.feed(step);
+            side.optimizer.param_groups_mut()[0].lr = 0.01 / (step + 1) as f64;
+        }
+        eager.step();
+        graphed.optimizer.prepare_replay().unwrap().unwrap();
+        match step {
+            0..3 => graphed.step(),
+            3 => {
+                let capture = graph(&mut whole_step).unwrap();
+                graphed.step();
+                capture.end().unwrap();
+            }
+            _ => whole_step.replay().unwrap(),
+        }
+        assert_same_bits(&eager.state(), &graphed.state(), &format!("step {step}"));
+    }
+    let before = graphed.optimizer.prepare_replay().unwrap();
+    graphed.optimizer.param_groups_mut()[0].weight_decay = 0.5;
+    assert!(graphed.optimizer.prepare_replay().unwrap() > before);
+}
+
+#[test]
 fn a_replay_takes_no_memory() {
     let mut side = Side::new();
     let mut whole_step = HpuGraph::new();

@@ -584,3 +584,33 @@ fn a_tied_weight_is_one_parameter_with_two_names() {
     tied.head.forward(&tied.wte.forward(&tokens).unwrap()).unwrap().sum(Kind::Double).backward();
     assert_eq!(tied.wte.weight.grad(), tied.head.weight.grad());
 }
+
+#[test]
+fn channels_may_be_last_in_memory() {
+    let _rng = seeded(4);
+    let net = || {
+        let conv = Conv2d::builder(3, 5, 3).padding(1).build().unwrap();
+        Sequential::new().add(conv).add(BatchNorm2d::new(5).unwrap()).add(Relu)
+    };
+    let (first, last) = (net(), net());
+    last.load_state_dict(&first.state_dict(), true).unwrap();
+    last.to_channels_last().unwrap();
+    let kernels = [&first, &last].map(|net| net.parameters().remove(0));
+    assert_eq!(kernels[0].stride(), [27, 9, 3, 1]);
+    assert_eq!(kernels[1].stride(), [27, 1, 9, 3]);
+    assert!(kernels[0].equal(&kernels[1]));
+
+    let input = Tensor::rand([2, 3, 8, 6], (Kind::Float, tch::Device::Cpu));
+    let outputs = [&first, &last].map(|net| net.forward(&input).unwrap());
+    assert_eq!(outputs[1].size(), [2, 5, 8, 6]);
+    assert_eq!(outputs[1].stride(), [240, 1, 30, 5]);
+    assert!(outputs[0].allclose(&outputs[1], 1e-5, 1e-6, false));
+
+    // what is drawn is the same, wherever it lies
+    for kernel in &kernels {
+        voltaic::ffi::manual_seed(9).unwrap();
+        init::normal_(kernel, 0.0, 1.0).unwrap();
+    }
+    assert!(kernels[0].equal(&kernels[1]));
+    assert_eq!(kernels[1].stride(), [27, 1, 9, 3]);
+}
