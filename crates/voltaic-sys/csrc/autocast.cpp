@@ -5,6 +5,8 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <atomic>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <string>
@@ -16,11 +18,15 @@ using at::Tensor;
 using c10::IValue;
 using Stack = torch::jit::Stack;
 
+constexpr const char *aten = "aten::";
+
 at::DeviceType type_of(int32_t number) { return static_cast<at::DeviceType>(number); }
 
 bool is_float32(const Tensor &tensor, at::DeviceType type) {
   return tensor.defined() && at::autocast::is_eligible(tensor, type) && tensor.scalar_type() == at::kFloat;
 }
+
+std::atomic<vt_cast_report> observer{nullptr};
 
 // Casts the arguments of one operator by its policy.
 class CastingKernel final : public c10::OperatorKernel {
@@ -33,7 +39,7 @@ public:
     IValue *arguments = stack->data() + stack->size() - count;
     const at::ScalarType to = target(arguments, count);
     for (size_t i = 0; i < count; ++i)
-      if (cast(arguments[i], to) && policy_ == VT_AUTOCAST_LOWER_FIRST)
+      if (cast(op, i, arguments[i], to) && policy_ == VT_AUTOCAST_LOWER_FIRST)
         break;
     op.callBoxed(stack);
   }
@@ -60,19 +66,28 @@ private:
   }
 
   // Whether the argument holds tensors.
-  bool cast(IValue &value, at::ScalarType to) const {
+  bool cast(const c10::OperatorHandle &op, size_t index, IValue &value, at::ScalarType to) const {
     if (value.isTensor()) {
-      value = IValue(at::autocast::cached_cast(to, value.toTensor(), type_));
+      value = IValue(cast(op, index, value.toTensor(), to));
       return true;
     }
     if (value.isTensorList()) {
       c10::List<Tensor> list;
       for (const Tensor &tensor : value.toTensorVector())
-        list.push_back(at::autocast::cached_cast(to, tensor, type_));
+        list.push_back(cast(op, index, tensor, to));
       value = IValue(std::move(list));
       return true;
     }
     return false;
+  }
+
+  Tensor cast(const c10::OperatorHandle &op, size_t index, const Tensor &from, at::ScalarType to) const {
+    Tensor result = at::autocast::cached_cast(to, from, type_);
+    const vt_cast_report report = observer.load(std::memory_order_relaxed);
+    if (report && result.defined() && result.scalar_type() != from.scalar_type())
+      report(op.schema().name().c_str() + std::strlen(aten), index, static_cast<int32_t>(from.scalar_type()),
+             static_cast<int32_t>(result.scalar_type()));
+    return result;
   }
 
   at::DeviceType type_;
@@ -88,8 +103,6 @@ std::map<at::DeviceType, std::unique_ptr<torch::Library>> &libraries() {
   static auto *libraries = new std::map<at::DeviceType, std::unique_ptr<torch::Library>>;
   return *libraries;
 }
-
-constexpr const char *aten = "aten::";
 
 // libtorch warns when its own kernel is replaced, which is what is wanted here.
 struct Quiet final : c10::WarningHandler {
@@ -160,6 +173,8 @@ vt_error *vt_autocast_set_lists(int32_t device_type, const char *const *names, c
 vt_error *vt_autocast_reset_lists(int32_t device_type) {
   return voltaic::guard([&] { libraries().erase(type_of(device_type)); });
 }
+
+void vt_autocast_observe(vt_cast_report report) { observer.store(report, std::memory_order_relaxed); }
 
 vt_error *vt_operator_names(void (*report)(void *data, const char *name), void *data) {
   return voltaic::guard([&] {

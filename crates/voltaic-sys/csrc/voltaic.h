@@ -140,6 +140,10 @@ vt_error *vt_autocast_set_lists(int32_t device_type, const char *const *names, c
                                 int32_t replaces_rest);
 // Back to libtorch's own lists.
 vt_error *vt_autocast_reset_lists(int32_t device_type);
+// Is told of each cast that lists set here ask for: operator without "aten::" and overload, position of the argument, and
+// c10's numbers of both dtypes. Called on the thread that runs the operator; must not throw. Null for nobody.
+typedef void (*vt_cast_report)(const char *op, size_t argument, int32_t from, int32_t to);
+void vt_autocast_observe(vt_cast_report report);
 // Calls report(data, name) with the name of each ATen operator, without "aten::" and overload; some come several times.
 vt_error *vt_operator_names(void (*report)(void *data, const char *name), void *data);
 

@@ -38,6 +38,9 @@ pub struct vt_work {
 
 pub const VT_COLLECTIVE_ID_BYTES: usize = 4096;
 
+/// Is told of a cast of autocast: operator, position of the argument, numbers of both dtypes.
+pub type vt_cast_report = extern "C" fn(op: *const c_char, argument: usize, from: i32, to: i32);
+
 /// A function that C++ calls with the type of its vendor's header.
 pub type vt_function = Option<unsafe extern "C" fn()>;
 
@@ -375,6 +378,7 @@ unsafe extern "C" {
         replaces_rest: i32,
     ) -> *mut vt_error;
     pub fn vt_autocast_reset_lists(device_type: i32) -> *mut vt_error;
+    pub fn vt_autocast_observe(report: Option<vt_cast_report>);
     pub fn vt_operator_names(
         report: extern "C" fn(data: *mut c_void, name: *const c_char),
         data: *mut c_void,

@@ -56,6 +56,11 @@ pub trait Accelerator: fmt::Debug + Send + Sync {
         Vec::new()
     }
 
+    /// Whether the devices have float16.
+    fn has_float16(&self) -> bool {
+        true
+    }
+
     /// Makes the devices usable in this process. Called once before anything is put on them; later calls change
     /// nothing.
     ///

@@ -7,13 +7,13 @@ use crate::Result;
 use crate::error::DataError;
 
 /// Environment variable that names a folder laid out like the repository's `data/`.
-const VARIABLE: &str = "VOLTAIC_DATA";
+const VARIABLE: &str = "VOLTAIC_DATA_DIR";
 
-/// Folders laid out like the repository's `data/`, first choice first: that of `VOLTAIC_DATA`, `data` of the current
+/// Folders laid out like the repository's `data/`, first choice first: that of `VOLTAIC_DATA_DIR`, `data` of the current
 /// folder, and that of the source this crate was built from.
 ///
 /// # Errors
-/// [`DataError::Missing`] if `VOLTAIC_DATA` names a folder that is not there: to go on to the next place would train
+/// [`DataError::Missing`] if `VOLTAIC_DATA_DIR` names a folder that is not there: to go on to the next place would train
 /// on other data than was asked for.
 pub(super) fn data_folders() -> Result<Vec<PathBuf>> {
     folders_with(std::env::var_os(VARIABLE))
@@ -70,7 +70,7 @@ mod tests {
         assert_eq!(folders_with(None).unwrap().len(), 2);
         assert_eq!(folders_with(Some(OsString::new())).unwrap().len(), 2);
         let error = folders_with(Some(folder.path().join("no").into())).unwrap_err().to_string();
-        assert!(error.contains("is missing; VOLTAIC_DATA names it"), "{error}");
+        assert!(error.contains("is missing; VOLTAIC_DATA_DIR names it"), "{error}");
     }
 
     #[test]

@@ -40,7 +40,7 @@ pub struct MnistDataConfig {
     pub val_size: SplitSize,
     /// Seed that decides which training images are kept for validation.
     pub split_seed: u64,
-    /// Folder with MNIST's four files, plain or .gz. Without it, `VOLTAIC_DATA`, `data/` of the current folder and of
+    /// Folder with MNIST's four files, plain or .gz. Without it, `VOLTAIC_DATA_DIR`, `data/` of the current folder and of
     /// the source are searched.
     pub data_dir: Option<PathBuf>,
     /// Which MNIST to use: `auto`, `full` or `subset`.

@@ -30,7 +30,7 @@ pub struct ShakespeareDataConfig {
     pub test_size: SplitSize,
     /// Threads that load ahead; 0 loads on the training thread.
     pub num_workers: usize,
-    /// A text of your own, in UTF-8. Without it, Shakespeare's works are searched in `VOLTAIC_DATA`, in `data/` of the
+    /// A text of your own, in UTF-8. Without it, Shakespeare's works are searched in `VOLTAIC_DATA_DIR`, in `data/` of the
     /// current folder and of the source; one play ships with the source.
     pub text_file: Option<PathBuf>,
 }

@@ -2,7 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_void};
+use std::panic::catch_unwind;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{PoisonError, RwLock};
 
+use tch::Kind;
 use voltaic_sys as sys;
 
 use super::check;
@@ -65,6 +69,14 @@ pub fn leave_autocast() {
     let _ = check("autocast", unsafe { sys::vt_autocast_leave() });
 }
 
+/// How often lists were set in this process, so that what was made by other lists can be told.
+static LISTS_VERSION: AtomicU64 = AtomicU64::new(0);
+
+/// A number that is another one after each change of lists.
+pub fn autocast_lists_version() -> u64 {
+    LISTS_VERSION.load(Ordering::Relaxed)
+}
+
 /// Sets what autocast does by operator name, in place of what was set before; of two entries with the same name the
 /// first holds. With `replaces_rest` all other operators are left as they are, even those of libtorch's own lists.
 ///
@@ -78,6 +90,7 @@ pub fn set_autocast_lists(
     let named = |(name, policy): &(&str, AutocastPolicy)| Some((CString::new(*name).ok()?, policy.number()));
     let (names, numbers): (Vec<CString>, Vec<u8>) = policies.iter().filter_map(named).unzip();
     let pointers: Vec<*const c_char> = names.iter().map(|name| name.as_ptr()).collect();
+    LISTS_VERSION.fetch_add(1, Ordering::Relaxed);
     // SAFETY: names and numbers have the same length and live for the call; the strings end with NUL.
     check("autocast lists", unsafe {
         sys::vt_autocast_set_lists(
@@ -95,8 +108,47 @@ pub fn set_autocast_lists(
 /// # Errors
 /// libtorch's, if it has no autocast for this kind of device.
 pub fn reset_autocast_lists(device: Device) -> Result<(), TorchError> {
+    LISTS_VERSION.fetch_add(1, Ordering::Relaxed);
     // SAFETY: a plain number.
     check("autocast lists", unsafe { sys::vt_autocast_reset_lists(device.numbers().0) })
+}
+
+/// What became of one argument of an operator.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Cast {
+    /// ATen's name of the operator, without its overload.
+    pub operator: String,
+    /// Position of the argument.
+    pub argument: usize,
+    /// The dtype that was given.
+    pub from: Kind,
+    /// The dtype that the operator got.
+    pub to: Kind,
+}
+
+static CAST_OBSERVER: RwLock<Option<fn(&Cast)>> = RwLock::new(None);
+
+/// Tells `observer`, or nobody, of each argument that operators cast by lists that were set here; libtorch's own lists
+/// and replays of graphs are not seen. It is called on the thread that runs the operator, for all threads of the process.
+pub fn observe_casts(observer: Option<fn(&Cast)>) {
+    *CAST_OBSERVER.write().unwrap_or_else(PoisonError::into_inner) = observer;
+    let report: Option<sys::vt_cast_report> = if observer.is_some() { Some(report_cast) } else { None };
+    // SAFETY: a function that lives as long as the process and does not unwind, or none.
+    unsafe { sys::vt_autocast_observe(report) }
+}
+
+extern "C" fn report_cast(op: *const c_char, argument: usize, from: i32, to: i32) {
+    let Some(observer) = *CAST_OBSERVER.read().unwrap_or_else(PoisonError::into_inner) else { return };
+    let kind = |number| match number {
+        5 => Kind::Half,
+        7 => Kind::Double,
+        15 => Kind::BFloat16,
+        _ => Kind::Float, // autocast knows no others
+    };
+    // SAFETY: the shim gives a NUL-terminated string that lives for the call.
+    let operator = unsafe { CStr::from_ptr(op) }.to_string_lossy().into_owned();
+    let cast = Cast { operator, argument, from: kind(from), to: kind(to) };
+    let _ = catch_unwind(|| observer(&cast)); // a panic must not reach the shim; its hook has reported it
 }
 
 /// Names of libtorch's operators, without overloads.

@@ -35,8 +35,8 @@ use voltaic_sys as sys;
 
 pub use allocator::{host_pool, hpu_pool, install_host_pool};
 pub use autocast::{
-    AutocastPolicy, autocast_state, enter_autocast, leave_autocast, operator_names, reset_autocast_lists,
-    set_autocast_lists, set_autocast_state,
+    AutocastPolicy, Cast, autocast_lists_version, autocast_state, enter_autocast, leave_autocast,
+    observe_casts, operator_names, reset_autocast_lists, set_autocast_lists, set_autocast_state,
 };
 pub(crate) use autograd::panic_text;
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};

@@ -84,6 +84,8 @@ struct Key {
     modes: Vec<bool>,
     with_grad: bool,
     autocast: (bool, i32),
+    /// Of the operators that cast.
+    lists_version: u64,
     /// Which parameters are trained.
     trained: Vec<bool>,
 }
@@ -203,7 +205,9 @@ impl GraphCache {
             trained.iter().any(|is_trained| *is_trained) || inputs.iter().any(|input| input.requires_grad);
         let mut modes = training_modes(module);
         modes.push(is_training);
-        Ok(Key { inputs, modes, with_grad, autocast: ffi::autocast_state(device)?, trained })
+        let autocast = ffi::autocast_state(device)?;
+        let lists_version = ffi::autocast_lists_version();
+        Ok(Key { inputs, modes, with_grad, autocast, lists_version, trained })
     }
 
     fn count(&mut self, key: &Key) {

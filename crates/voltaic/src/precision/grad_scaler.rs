@@ -8,7 +8,8 @@ use crate::ffi;
 
 /// Scales the loss up, gradients down, and skips steps with gradients that are not finite.
 ///
-/// The scale doubles after 2000 steps in a row without such gradients, and halves at each step with them.
+/// The scale doubles after 2000 steps in a row without such gradients, as long as float32 can hold it, and halves at each
+/// step with them.
 ///
 /// Source: `torch.amp.GradScaler`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -22,6 +23,9 @@ pub struct GradScaler {
     /// Steps that were left out so far.
     #[serde(default)]
     num_skipped_steps: u64,
+    /// Whether all gradients were finite since the scale was adapted, if there were any.
+    #[serde(skip)]
+    all_finite: Option<bool>,
 }
 
 impl Default for GradScaler {
@@ -41,6 +45,7 @@ impl GradScaler {
             growth_interval,
             growth_tracker: 0,
             num_skipped_steps: 0,
+            all_finite: None,
         }
     }
 
@@ -81,15 +86,32 @@ impl GradScaler {
 
     /// Adapts the scale after a step, or after one that was left out because gradients were not finite.
     pub fn update(&mut self, all_finite: bool) {
-        if !all_finite {
-            self.num_skipped_steps += 1;
-            self.scale *= self.backoff_factor;
-            self.growth_tracker = 0;
-            return;
+        self.record(all_finite);
+        self.adapt();
+    }
+
+    /// Notes what [`GradScaler::unscale`] found for one of several optimizers.
+    pub(crate) fn record(&mut self, all_finite: bool) {
+        self.num_skipped_steps += u64::from(!all_finite);
+        self.all_finite = Some(self.all_finite.unwrap_or(true) && all_finite);
+    }
+
+    /// Adapts the scale by what was noted. Losses that were scaled before must have had their steps.
+    pub(crate) fn adapt(&mut self) {
+        match self.all_finite.take() {
+            None => return,
+            Some(false) => {
+                self.scale *= self.backoff_factor;
+                self.growth_tracker = 0;
+                return;
+            }
+            Some(true) => self.growth_tracker += 1,
         }
-        self.growth_tracker += 1;
         if self.growth_tracker == self.growth_interval {
-            self.scale *= self.growth_factor;
+            let scale = self.scale * self.growth_factor;
+            if scale <= f64::from(f32::MAX) {
+                self.scale = scale;
+            }
             self.growth_tracker = 0;
         }
     }
@@ -132,6 +154,10 @@ mod tests {
             .collect();
         assert_eq!(scales, [1024.0, 2048.0, 2048.0, 1024.0, 1024.0, 2048.0, 2048.0]);
         assert_eq!(scaler.num_skipped_steps(), 1);
+        let mut largest = GradScaler::new(f64::from(f32::MAX) / 1.5, 2.0, 0.5, 1);
+        let scale = largest.get_scale();
+        largest.update(true);
+        assert_eq!(largest.get_scale(), scale, "twice of it is infinite in float32");
         let saved = serde_json::to_string(&scaler).unwrap();
         assert_eq!(serde_json::from_str::<GradScaler>(&saved).unwrap(), scaler);
     }

@@ -4,7 +4,9 @@
 //! in the lower dtype. Which operators cast is decided by lists of names ([`OpLists`]) at libtorch's dispatcher.
 
 mod autocast;
+mod cast_log;
 mod grad_scaler;
+mod op_files;
 mod op_lists;
 mod plugin;
 
@@ -13,17 +15,22 @@ use std::fmt;
 use serde_json::Value;
 use tch::Kind;
 
+pub use crate::ffi::{Cast, observe_casts};
 pub use autocast::{
     AutocastGuard, autocast, autocast_dtype, autocast_enabled, disable_casts, is_autocast_enabled,
     with_autocast,
 };
+pub(crate) use cast_log::log_casts;
 pub use grad_scaler::GradScaler;
+pub(crate) use op_lists::set_run_lists;
 pub use op_lists::{OpLists, reset_op_lists, set_op_lists};
 pub use plugin::{HpuPrecisionPlugin, OptLevel};
 
 /// Values of `trainer.precision`.
 pub const PRECISIONS: &str =
     "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true, 64-true (also 32, 16, bf16, 64)";
+
+const HPU_PRECISIONS: &str = "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true (also 32, 16, bf16)";
 
 /// Number format of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -47,17 +54,13 @@ pub enum Precision {
 impl Precision {
     /// Reads a value of `trainer.precision`, a number or text, of any of Lightning's versions.
     ///
-    /// `16` meant bfloat16 by operator lists on an HPU before it meant `16-mixed`, and still does there.
+    /// `16` meant bfloat16 by HMP ([`HpuPrecisionPlugin`]) on an HPU before it meant `16-mixed`, and still does there.
     ///
     /// # Errors
     /// That it is none, or that the accelerator cannot compute in it; with what is accepted.
     pub fn parse(value: &Value, accelerator: &str) -> Result<Self, String> {
-        let text = match value {
-            Value::String(text) => text.trim().to_ascii_lowercase(),
-            other => other.to_string(),
-        };
         let is_hpu = accelerator == "hpu";
-        let precision = match text.as_str() {
+        let precision = match spelling(value).as_str() {
             "32" | "32-true" => Self::Full,
             "bf16" | "bf16-mixed" => Self::Bf16Mixed,
             "16" if is_hpu => Self::Bf16Mixed,
@@ -65,10 +68,13 @@ impl Precision {
             "bf16-true" => Self::Bf16True,
             "16-true" => Self::Fp16True,
             "64" | "64-true" => Self::Double,
-            _ => return Err(format!("{value} is no precision; use {PRECISIONS}")),
+            _ => {
+                let accepted = if is_hpu { HPU_PRECISIONS } else { PRECISIONS };
+                return Err(format!("{value} is no precision; use {accepted}"));
+            }
         };
         if is_hpu && precision == Self::Double {
-            return Err(format!("{value}: an HPU computes in 32 bits; use 32-true, or accelerator=cpu"));
+            return Err(format!("{value}: an HPU has no float64; use accelerator=cpu, or {HPU_PRECISIONS}"));
         }
         Ok(precision)
     }
@@ -83,6 +89,11 @@ impl Precision {
         }
     }
 
+    /// Whether tensors are float16, which the first generation of Gaudi has not got.
+    pub fn has_float16(self) -> bool {
+        matches!(self, Self::Fp16Mixed | Self::Fp16True)
+    }
+
     /// What operators cast to; none if they do not.
     pub fn autocast_dtype(self) -> Option<Kind> {
         match self {
@@ -91,6 +102,19 @@ impl Precision {
             _ => None,
         }
     }
+}
+
+/// A value of `trainer.precision` as text, without regard to how it is written.
+fn spelling(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.trim().to_ascii_lowercase(),
+        other => other.to_string(),
+    }
+}
+
+/// Whether a precision of an HPU stands for HMP.
+pub(crate) fn is_hmp(value: &Value) -> bool {
+    spelling(value) == "16"
 }
 
 impl fmt::Display for Precision {
@@ -140,6 +164,10 @@ mod tests {
         for value in [json!("fp32"), json!(8), json!(true), json!(""), json!("16-half"), json!([32])] {
             let message = Precision::parse(&value, "cpu").unwrap_err();
             assert!(message.contains(&value.to_string()) && message.ends_with(PRECISIONS), "{message}");
+        }
+        for value in [json!("fp32"), json!("64-true"), json!(64)] {
+            let message = Precision::parse(&value, "hpu").unwrap_err();
+            assert!(message.contains(&value.to_string()) && message.ends_with(HPU_PRECISIONS), "{message}");
         }
     }
 }

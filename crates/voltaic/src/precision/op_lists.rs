@@ -1,14 +1,12 @@
 //! Which operators cast, by lists of names.
 
-use std::collections::BTreeSet;
-use std::fs;
 use std::path::Path;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::accelerator::{HpuEmulator, RuntimeFlags};
-use crate::config::nearest;
+use super::op_files::{OpFile, files_of_env};
+use crate::accelerator::HpuEmulator;
 use crate::device::Device;
-use crate::error::{ConfigError, Error, Result};
+use crate::error::Result;
 use crate::ffi::{self, AutocastPolicy};
 
 /// Operators by what autocast does with their arguments, by ATen's names without overloads. An operator that is in
@@ -46,22 +44,29 @@ const HPU_FP32: [&str; 49] = [
 const HPU_PROMOTE: [&str; 12] =
     ["add", "addcmul", "addcdiv", "cat", "div", "exp", "mul", "pow", "sub", "iadd", "truediv", "stack"];
 
+// Habana's lists of HMP.
 #[rustfmt::skip]
-const HMP_O1_BF16: [&str; 25] = [
+const HMP_O1_BF16: [&str; 23] = [
     "addmm", "batch_norm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
     "conv_transpose3d", "dot", "dropout", "group_norm", "instance_norm", "layer_norm", "leaky_relu", "linear",
-    "matmul", "mean", "mm", "mul", "mv", "relu", "t", "baddbmm", "addbmm",
+    "matmul", "mean", "mm", "mul", "mv", "relu", "t",
 ];
 #[rustfmt::skip]
-const HMP_O1_FP32: [&str; 13] = [
+const HMP_O1_FP32: [&str; 14] = [
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy_loss", "div", "divide", "embedding_bag",
-    "log", "log2", "log_softmax", "nll_loss", "smooth_l1_loss", "softmax", "topk",
+    "log", "log2", "log_softmax", "nll_loss", "smooth_l1_loss", "softmax", "topk", "truediv",
 ];
 /// Products and convolutions; `linear` and `matmul` are made of them.
 #[rustfmt::skip]
 const HMP_O2_BF16: [&str; 13] = [
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "bmm", "addmm", "mm",
     "mv", "dot", "linear", "matmul",
+];
+/// Operators in no other list that O2 computes in float32.
+#[rustfmt::skip]
+const HMP_O2_FP32: [&str; 16] = [
+    "cumprod", "cumsum", "elu", "gelu", "hardtanh", "log_sigmoid", "norm", "prod", "rsub", "sigmoid", "silu", "sqrt",
+    "std", "sum", "tanh", "var",
 ];
 
 fn owned(names: &[&str]) -> Vec<String> {
@@ -81,35 +86,25 @@ impl OpLists {
 
     /// The lists of the older HMP at its second level: products and convolutions in bfloat16, all else in float32.
     pub fn hmp_o2() -> Self {
-        let is_lower = |name: &&&str| HMP_O2_BF16.contains(name);
-        let others =
-            HMP_O1_BF16.iter().chain(&HMP_O1_FP32).chain(&HPU_PROMOTE).filter(|name| !is_lower(name));
-        Self {
-            lower: owned(&HMP_O2_BF16),
-            fp32: others.map(|&name| name.to_owned()).collect(),
-            promote: Vec::new(),
+        let lists: [&[&str]; 6] =
+            [&HMP_O1_BF16, &HMP_O1_FP32, &HPU_PROMOTE, &HPU_LOWER, &HPU_FP32, &HMP_O2_FP32];
+        let mut fp32: Vec<String> = Vec::new();
+        for &name in lists.into_iter().flatten().filter(|name| !HMP_O2_BF16.contains(name)) {
+            if !fp32.iter().any(|known| known == name) {
+                fp32.push(name.to_owned());
+            }
         }
+        Self { lower: owned(&HMP_O2_BF16), fp32, promote: Vec::new() }
     }
 
     /// [`OpLists::hpu`], with the lists that the environment names in their place:
     /// `PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST` and `PT_HPU_AUTOCAST_FP32_OPS_LIST`, or their older names
-    /// `LOWER_LIST` and `FP32_LIST`.
+    /// `LOWER_LIST` and `FP32_LIST`. An empty variable is none.
     ///
     /// # Errors
     /// If a file cannot be read.
     pub fn from_env() -> Result<Self> {
-        let flags = RuntimeFlags::from_env()?;
-        let file = |name: &str, old: &str| {
-            if let Some(path) = flags.text(name) {
-                return Some(path.to_owned());
-            }
-            let path = flags.text(old)?;
-            tracing::warn!("{old} is deprecated; use {name}");
-            Some(path.to_owned())
-        };
-        let lower = file("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "LOWER_LIST");
-        let fp32 = file("PT_HPU_AUTOCAST_FP32_OPS_LIST", "FP32_LIST");
-        Self::hpu().with_files(lower.as_ref().map(Path::new), fp32.as_ref().map(Path::new), false)
+        Self::hpu().with_op_files(&files_of_env()?, false)
     }
 
     /// These lists, with those read from files in their place. A file has one operator a line; blank lines are skipped.
@@ -118,22 +113,40 @@ impl OpLists {
     /// # Errors
     /// If a file cannot be read.
     pub fn with_files(
-        mut self,
+        self,
         lower: Option<&Path>,
         fp32: Option<&Path>,
         ignore_unreadable: bool,
     ) -> Result<Self> {
-        let lower_read = lower.map(|path| read_list(path, ignore_unreadable)).transpose()?.flatten();
-        let fp32_read = fp32.map(|path| read_list(path, ignore_unreadable)).transpose()?.flatten();
-        if let Some(names) = &fp32_read {
-            // what a file asks for must not be undone by a default
-            self.lower.retain(|name| !names.contains(name));
-            self.fp32.clone_from(names);
+        let file = |key: &str, path: Option<&Path>| path.map(|path| OpFile::new(key, path));
+        self.with_op_files(&[file("OpLists.lower", lower), file("OpLists.fp32", fp32)], ignore_unreadable)
+    }
+
+    /// The same with files for the lower dtype and for float32.
+    pub(super) fn with_op_files(
+        mut self,
+        files: &[Option<OpFile>; 2],
+        ignore_unreadable: bool,
+    ) -> Result<Self> {
+        let read = |file: &Option<OpFile>| -> Result<Option<Vec<String>>> {
+            Ok(file.as_ref().map(|file| file.read(ignore_unreadable)).transpose()?.flatten())
+        };
+        let [lower, fp32] = files;
+        let (lower, fp32) = (read(lower)?, read(fp32)?);
+        // what a file asks for must not be undone by a default
+        match (&lower, &fp32) {
+            (None, Some(names)) => self.lower.retain(|name| !names.contains(name)),
+            (Some(names), None) => self.fp32.retain(|name| !names.contains(name)),
+            _ => {}
         }
-        if let Some(names) = lower_read {
-            self.lower = names;
-        }
+        self.lower = lower.unwrap_or(self.lower);
+        self.fp32 = fp32.unwrap_or(self.fp32);
         Ok(self)
+    }
+
+    /// Operators that are in the lists of both dtypes.
+    pub(super) fn in_both(&self) -> Vec<&str> {
+        self.lower.iter().filter(|name| self.fp32.contains(name)).map(String::as_str).collect()
     }
 
     /// Names with their policies, those that win first.
@@ -148,48 +161,23 @@ impl OpLists {
     }
 }
 
-/// The names in a file; none if it cannot be read and that is to be ignored.
-fn read_list(path: &Path, ignore_unreadable: bool) -> Result<Option<Vec<String>>> {
-    let text = match fs::read_to_string(path) {
-        Ok(text) => text,
-        Err(error) if ignore_unreadable => {
-            tracing::warn!(
-                "the list of operators {} cannot be read ({error}); the default list is used",
-                path.display()
-            );
-            return Ok(None);
-        }
-        Err(error) => return Err(Error::io("read the list of operators", path, error)),
-    };
-    let known = known_operators()?;
-    let mut names = Vec::new();
-    for (number, line) in text.lines().enumerate() {
-        let name = line.trim();
-        if name.is_empty() {
-            continue;
-        }
-        let name = if name == "cross_entropy" { "cross_entropy_loss" } else { name }; // Python's name of it
-        if !known.contains(name) {
-            let meant = nearest(name, known.iter().map(String::as_str));
-            let meant = meant.map_or_else(String::new, |meant| format!("; did you mean {meant}"));
-            tracing::warn!("{}:{}: libtorch has no operator `{name}`{meant}", path.display(), number + 1);
-        }
-        names.push(name.to_owned());
-    }
-    if names.is_empty() {
-        let what = format!("{} names no operator", path.display());
-        return Err(ConfigError::new("list of operators", what, "write one operator a line").into());
-    }
-    Ok(Some(names))
+/// Whose lists HPUs have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    /// None yet: those of the device's software, which the emulator has not got.
+    Nobody,
+    Default,
+    /// A trainer's.
+    Run,
+    /// [`set_op_lists`].
+    User,
 }
 
-fn known_operators() -> Result<&'static BTreeSet<String>> {
-    static KNOWN: LazyLock<BTreeSet<String>> = LazyLock::new(|| ffi::operator_names().unwrap_or_default());
-    Ok(&KNOWN)
-}
+static HPU_LISTS: Mutex<Source> = Mutex::new(Source::Nobody);
 
-/// Whether the lists of HPUs are set.
-static HPU_LISTS_ARE_SET: Mutex<bool> = Mutex::new(false);
+fn hpu_lists() -> MutexGuard<'static, Source> {
+    HPU_LISTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Makes operators on `device`'s kind of device cast by these lists and no others, from now on and on all threads. No
 /// operator may run meanwhile.
@@ -197,9 +185,11 @@ static HPU_LISTS_ARE_SET: Mutex<bool> = Mutex::new(false);
 /// # Errors
 /// If libtorch has no autocast for this kind of device.
 pub fn set_op_lists(device: Device, lists: &OpLists) -> Result<()> {
-    let mut are_set = HPU_LISTS_ARE_SET.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut source = hpu_lists();
     ffi::set_autocast_lists(device, &lists.policies(), true)?;
-    *are_set |= matches!(device, Device::Hpu(_));
+    if matches!(device, Device::Hpu(_)) {
+        *source = Source::User;
+    }
     Ok(())
 }
 
@@ -208,30 +198,58 @@ pub fn set_op_lists(device: Device, lists: &OpLists) -> Result<()> {
 /// # Errors
 /// If libtorch has no autocast for this kind of device.
 pub fn reset_op_lists(device: Device) -> Result<()> {
-    let mut are_set = HPU_LISTS_ARE_SET.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut source = hpu_lists();
     ffi::reset_autocast_lists(device)?;
     if matches!(device, Device::Hpu(_)) {
-        *are_set = false;
+        *source = Source::Nobody;
     }
     Ok(())
 }
 
-/// Gives an emulated HPU its lists, unless it has some. A card has its plugin's.
-pub(super) fn ensure_op_lists(device: Device) -> Result<()> {
-    if !matches!(device, Device::Hpu(_)) || HpuEmulator::get().is_none() {
+/// The lists of a run that begins. Without any, those of an earlier run give way to the default. What [`set_op_lists`]
+/// has set stays unless the run has lists of its own, not only those of the environment (`are_default`).
+pub(crate) fn set_run_lists(device: Device, lists: Option<&OpLists>, are_default: bool) -> Result<()> {
+    if !matches!(device, Device::Hpu(_)) {
         return Ok(());
     }
-    let mut are_set = HPU_LISTS_ARE_SET.lock().unwrap_or_else(PoisonError::into_inner);
-    if !*are_set {
-        ffi::set_autocast_lists(device, &OpLists::from_env()?.policies(), true)?;
-        *are_set = true;
+    let mut source = hpu_lists();
+    match lists {
+        Some(_) if are_default && *source == Source::User => {}
+        Some(lists) => {
+            ffi::set_autocast_lists(device, &lists.policies(), true)?;
+            *source = Source::Run;
+        }
+        None if *source == Source::Run => {
+            ffi::reset_autocast_lists(device)?;
+            *source = Source::Nobody;
+        }
+        None => {}
     }
+    Ok(())
+}
+
+/// Gives HPUs their default lists, unless they have some. Without files of the environment a card keeps its plugin's.
+pub(super) fn ensure_op_lists(device: Device) -> Result<()> {
+    if !matches!(device, Device::Hpu(_)) {
+        return Ok(());
+    }
+    let mut source = hpu_lists();
+    if *source != Source::Nobody {
+        return Ok(());
+    }
+    let files = files_of_env()?;
+    if HpuEmulator::get().is_some() || files.iter().any(Option::is_some) {
+        let lists = OpLists::hpu().with_op_files(&files, false)?;
+        ffi::set_autocast_lists(device, &lists.policies(), true)?;
+    }
+    *source = Source::Default;
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     #[test]
     fn the_first_list_wins() {
@@ -265,8 +283,15 @@ mod tests {
         assert_eq!(lists.fp32, ["linear", "cross_entropy_loss", "no_such_operator"]);
         let lists = OpLists::hpu().with_files(None, Some(&fp32), false).unwrap();
         assert!(!lists.lower.contains(&"linear".to_owned()) && lists.lower.contains(&"mm".to_owned()));
+        let marked = file("marked.txt", "\u{feff}tan\n");
+        let lists = OpLists::hmp_o1().with_files(Some(&marked), None, false).unwrap();
+        assert_eq!((lists.lower, lists.fp32), (vec!["tan".to_owned()], OpLists::hmp_o1().fp32));
+        let softmax = file("softmax.txt", "softmax\n");
+        let lists = OpLists::hmp_o1().with_files(Some(&softmax), None, false).unwrap();
+        assert!(!lists.fp32.contains(&"softmax".to_owned()), "asked for in bfloat16");
         let empty = file("empty.txt", "\n");
-        assert!(OpLists::hpu().with_files(Some(&empty), None, false).is_err());
+        let lists = OpLists::hpu().with_files(None, Some(&empty), false).unwrap();
+        assert_eq!((lists.fp32.len(), lists.lower), (0, OpLists::hpu().lower));
         let missing = folder.path().join("missing.txt");
         let message = OpLists::hpu().with_files(Some(&missing), None, false).unwrap_err().to_string();
         assert!(message.contains("missing.txt"), "{message}");
@@ -276,9 +301,12 @@ mod tests {
     #[test]
     fn hmp_o2_keeps_all_but_products_in_float32() {
         let lists = OpLists::hmp_o2();
-        for name in ["relu", "layer_norm", "add", "softmax"] {
+        for name in ["relu", "layer_norm", "add", "softmax", "gelu", "exp", "embedding"] {
             assert!(lists.fp32.contains(&name.to_owned()), "{name}");
         }
-        assert!(lists.lower.iter().all(|name| !lists.fp32.contains(name)));
+        assert!(lists.in_both().is_empty());
+        let known = ffi::operator_names().unwrap();
+        let unknown: Vec<&String> = lists.fp32.iter().filter(|name| !known.contains(*name)).collect();
+        assert_eq!(unknown, ["truediv", "iadd"], "Habana's names for operators of Python");
     }
 }

@@ -6,8 +6,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::op_files::{OpFile, files_of_env};
 use super::op_lists::OpLists;
-use super::{PRECISIONS, Precision};
+use super::{PRECISIONS, Precision, is_hmp};
 use crate::error::{ConfigError, Result};
 
 /// How many operators HMP lets compute in bfloat16.
@@ -19,11 +20,14 @@ pub enum OptLevel {
     O2,
 }
 
-/// Precision of a run on an HPU, with lists of operators of one's own. Given in place of `trainer.precision`. The lists
-/// belong to the process: they hold until others are set.
+/// Precision of a run on an HPU, with lists of operators of one's own. Given in place of `trainer.precision`.
+///
+/// A list comes from the file named here, else from that of the environment ([`OpLists::from_env`]), else it is the
+/// default one.
 ///
 /// `opt_level`, or a precision of `16`, chooses HMP, the interface before autocast, which is deprecated: it goes by its
-/// own lists, and otherwise does the same.
+/// own lists, in bfloat16 only, and otherwise does the same. Its level is `O1` if there are files, else Lightning's
+/// default, `O2`.
 ///
 /// Source: `lightning_habana.pytorch.plugins.HPUPrecisionPlugin`, and Habana's `hmp`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -37,12 +41,16 @@ pub struct HpuPrecisionPlugin {
     pub bf16_file_path: Option<PathBuf>,
     /// File with the operators that compute in float32, one a line, in place of the default list.
     pub fp32_file_path: Option<PathBuf>,
-    /// HMP's level (deprecated): `O1` or `O2`. `O2` knows no files.
+    /// HMP's level (deprecated): `O1` or `O2`. `O2` uses no files.
     pub opt_level: Option<OptLevel>,
-    /// Log the lists.
+    /// Log the lists, and each sort of cast when it is first done.
     pub verbose: bool,
     /// Use the default list, with a warning, in place of a file that cannot be read.
     pub ignore_unreadable_files: bool,
+    /// Must be false: layers with float8 go with a precision that voltaic does not have.
+    pub replace_layers: bool,
+    /// Must be null, for the same reason.
+    pub recipe: Option<Value>,
 }
 
 impl Default for HpuPrecisionPlugin {
@@ -55,6 +63,8 @@ impl Default for HpuPrecisionPlugin {
             opt_level: None,
             verbose: false,
             ignore_unreadable_files: false,
+            replace_layers: false,
+            recipe: None,
         }
     }
 }
@@ -83,49 +93,81 @@ impl HpuPrecisionPlugin {
             let (what, remedy) = message.split_once("; ").unwrap_or((&message, PRECISIONS));
             refuse("precision", what.to_owned(), remedy)
         })?;
-        let files = [&self.bf16_file_path, &self.fp32_file_path];
-        let has_files = files.iter().any(|path| path.is_some());
+        for (key, is_set) in [("replace_layers", self.replace_layers), ("recipe", self.recipe.is_some())] {
+            if is_set {
+                let what = "is for float8, which is no precision here".to_owned();
+                return Err(refuse(key, what, "leave it out").into());
+            }
+        }
+        let has_files = self.bf16_file_path.is_some() || self.fp32_file_path.is_some();
         if precision.autocast_dtype().is_none() && (has_files || self.opt_level.is_some()) {
             let what = format!("{precision} casts no operators, and lists of them are given");
             return Err(refuse("precision", what, "use bf16-mixed, or leave the lists out").into());
         }
-        if self.opt_level == Some(OptLevel::O2) && has_files {
-            let what = "O2 has a fixed list, and files are given".to_owned();
-            return Err(refuse("opt_level", what, "use O1, or leave the files out").into());
+        if precision == Precision::Fp16Mixed && self.opt_level.is_some() {
+            let what = format!("{precision} with HMP, which computes in bfloat16");
+            return Err(refuse("opt_level", what, "leave it out, or use bf16-mixed").into());
         }
-        let is_hmp = matches!(&self.precision, Value::Number(_)) || self.precision == "16";
-        let level =
-            self.opt_level.or((is_hmp && precision.autocast_dtype().is_some()).then_some(OptLevel::O1));
-        let lists = match level {
-            Some(OptLevel::O1) => OpLists::hmp_o1(),
-            Some(OptLevel::O2) => OpLists::hmp_o2(),
-            None if has_files => OpLists::hpu(),
-            None => return Ok((precision, None)),
+        Ok((precision, self.op_lists(precision)?))
+    }
+
+    /// The lists of an HPU; none if they are the default ones.
+    pub(crate) fn op_lists(&self, precision: Precision) -> Result<Option<OpLists>> {
+        if precision.autocast_dtype().is_none() {
+            return Ok(None);
+        }
+        let own = |key: &str, path: &Option<PathBuf>| {
+            path.as_ref().map(|path| OpFile::new(format!("HpuPrecisionPlugin.{key}"), path))
         };
+        let [lower, fp32] = files_of_env()?;
+        let files = [
+            own("bf16_file_path", &self.bf16_file_path).or(lower),
+            own("fp32_file_path", &self.fp32_file_path).or(fp32),
+        ];
+        let has_files = files.iter().any(Option::is_some);
+        let level_of_files = if has_files { OptLevel::O1 } else { OptLevel::O2 };
+        let level = self.opt_level.or(is_hmp(&self.precision).then_some(level_of_files));
         if level.is_some() {
-            tracing::warn!("HMP is deprecated; use precision=bf16-mixed without opt_level");
+            tracing::warn!(
+                "HMP (opt_level, or precision=16 on an HPU) is deprecated; use precision=bf16-mixed"
+            );
         }
-        let [lower, fp32] = files.map(|path| path.as_deref());
-        let lists = lists.with_files(lower, fp32, self.ignore_unreadable_files)?;
+        let lists = match level {
+            Some(OptLevel::O2) => {
+                for file in files.iter().flatten() {
+                    tracing::warn!("{}: opt_level O2 has a fixed list; the file is not used", file.key);
+                }
+                OpLists::hmp_o2()
+            }
+            Some(OptLevel::O1) => OpLists::hmp_o1().with_op_files(&files, self.ignore_unreadable_files)?,
+            None if has_files || self.verbose => {
+                OpLists::hpu().with_op_files(&files, self.ignore_unreadable_files)?
+            }
+            None => return Ok(None),
+        };
         check_apart(&lists, level.is_some())?;
         if self.verbose {
             tracing::info!("lower precision: {}", lists.lower.join(" "));
             tracing::info!("float32: {}", lists.fp32.join(" "));
             tracing::info!("widest of the arguments: {}", lists.promote.join(" "));
         }
-        Ok((precision, Some(lists)))
+        Ok(Some(lists))
     }
 }
 
-/// HMP takes no operator in both lists.
+/// HMP takes no operator in both lists; autocast takes the lower precision.
 fn check_apart(lists: &OpLists, is_hmp: bool) -> Result<()> {
-    let both: Vec<&str> =
-        lists.lower.iter().filter(|name| lists.fp32.contains(name)).map(String::as_str).collect();
-    if both.is_empty() || !is_hmp {
+    let both = lists.in_both().join(", ");
+    if both.is_empty() {
         return Ok(());
     }
-    let what = format!("{} in both the bf16 and the fp32 list", both.join(", "));
-    Err(ConfigError::new("HpuPrecisionPlugin.bf16_file_path", what, "name each operator once").into())
+    if is_hmp {
+        let what = format!("{both} in both the bf16 and the fp32 list");
+        let key = "HpuPrecisionPlugin.bf16_file_path";
+        return Err(ConfigError::new(key, what, "name each operator once").into());
+    }
+    tracing::warn!("{both} in the lists of both dtypes; the lower precision holds");
+    Ok(())
 }
 
 #[cfg(test)]
@@ -137,10 +179,39 @@ mod tests {
     fn it_gives_precision_and_lists() {
         let plugin = HpuPrecisionPlugin::new("bf16-mixed");
         assert_eq!(plugin.resolve("hpu").unwrap(), (Precision::Bf16Mixed, None));
-        let hmp = HpuPrecisionPlugin::new(16);
-        assert_eq!(hmp.resolve("hpu").unwrap(), (Precision::Bf16Mixed, Some(OpLists::hmp_o1())));
-        let o2 = HpuPrecisionPlugin { opt_level: Some(OptLevel::O2), ..HpuPrecisionPlugin::new("bf16") };
-        assert_eq!(o2.resolve("hpu").unwrap().1, Some(OpLists::hmp_o2()));
+        for precision in [Value::from(16), Value::from("16")] {
+            let hmp = HpuPrecisionPlugin::new(precision);
+            assert_eq!(hmp.resolve("hpu").unwrap(), (Precision::Bf16Mixed, Some(OpLists::hmp_o2())));
+        }
+        let level = |opt_level| HpuPrecisionPlugin { opt_level, ..HpuPrecisionPlugin::new("bf16") };
+        assert_eq!(level(Some(OptLevel::O1)).resolve("hpu").unwrap().1, Some(OpLists::hmp_o1()));
+        assert_eq!(level(Some(OptLevel::O2)).resolve("hpu").unwrap().1, Some(OpLists::hmp_o2()));
+        assert_eq!(level(None).resolve("hpu").unwrap().1, None);
+        let verbose = HpuPrecisionPlugin { verbose: true, ..HpuPrecisionPlugin::new("bf16-mixed") };
+        assert_eq!(verbose.resolve("hpu").unwrap().1, Some(OpLists::hpu()));
+    }
+
+    #[test]
+    fn files_choose_the_level_of_hmp_that_has_lists() {
+        let folder = tempfile::tempdir().unwrap();
+        let [bf16, fp32] = ["bf16.txt", "fp32.txt"].map(|name| folder.path().join(name));
+        fs::write(&bf16, "linear\nrelu\nmm\n").unwrap();
+        fs::write(&fp32, "cross_entropy\ntan\n").unwrap();
+        let plugin = |opt_level| HpuPrecisionPlugin {
+            opt_level,
+            bf16_file_path: Some(bf16.clone()),
+            fp32_file_path: Some(fp32.clone()),
+            ..HpuPrecisionPlugin::new(16)
+        };
+        for level in [Some(OptLevel::O1), None] {
+            let lists = plugin(level).resolve("hpu").unwrap().1.unwrap();
+            assert_eq!(lists.lower, ["linear", "relu", "mm"]);
+            assert_eq!(lists.fp32, ["cross_entropy_loss", "tan"]);
+            assert_eq!(lists.promote, OpLists::hmp_o1().promote);
+        }
+        assert_eq!(plugin(Some(OptLevel::O2)).resolve("hpu").unwrap().1, Some(OpLists::hmp_o2()), "as HMP");
+        let one = HpuPrecisionPlugin { opt_level: None, precision: "bf16-mixed".into(), ..plugin(None) };
+        assert_eq!(one.resolve("hpu").unwrap().1.unwrap().promote, OpLists::hpu().promote);
     }
 
     #[test]
@@ -164,14 +235,12 @@ mod tests {
                 "32-true",
             ),
             (
-                HpuPrecisionPlugin {
-                    opt_level: Some(OptLevel::O2),
-                    bf16_file_path: Some(file.clone()),
-                    ..base()
-                },
+                HpuPrecisionPlugin { opt_level: Some(OptLevel::O1), ..HpuPrecisionPlugin::new("16-mixed") },
                 "hpu",
-                "O2",
+                "16-mixed with HMP",
             ),
+            (HpuPrecisionPlugin { replace_layers: true, ..base() }, "hpu", "replace_layers: is for float8"),
+            (HpuPrecisionPlugin { recipe: Some("DelayedScaling".into()), ..base() }, "hpu", "recipe: is"),
             (both, "hpu", "mm in both"),
             (
                 HpuPrecisionPlugin { fp32_file_path: Some("/nowhere.txt".into()), ..base() },

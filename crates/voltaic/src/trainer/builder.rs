@@ -24,7 +24,7 @@ use crate::ffi;
 use crate::logger::{Logger, Loggers};
 use crate::module::{MetricStore, Profiling, Progress, Requests, RunFacts};
 use crate::optim::OptimizerConfig;
-use crate::precision::{GradScaler, Precision, set_op_lists};
+use crate::precision::{GradScaler, Precision};
 use crate::profiler::{Profiler, ProfilerConfig};
 use crate::strategy::{StrategyConfig, Votes};
 
@@ -406,9 +406,6 @@ fn set_up_libtorch(plan: &TrainPlan) -> Result<()> {
     }
     if let Some(benchmark) = plan.benchmark {
         ffi::set_cudnn_benchmark(benchmark)?;
-    }
-    if let Some(lists) = &plan.op_lists {
-        set_op_lists(plan.device, lists)?;
     }
     Ok(())
 }

@@ -142,6 +142,7 @@ pub enum GradientClipAlgorithm {
 /// A part of the trainer of one's own choice, by class name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
+#[expect(clippy::large_enum_variant, reason = "a run has one or two of them")]
 pub enum PluginConfig {
     /// Precision on an HPU with lists of operators; in place of `trainer.precision`.
     HpuPrecisionPlugin(HpuPrecisionPlugin),

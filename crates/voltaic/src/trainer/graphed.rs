@@ -17,7 +17,7 @@ use super::hooks::{BatchFacts, call_shared_hook};
 use super::session::Session;
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::ffi::TensorList;
+use crate::ffi::{self, TensorList};
 use crate::graph::{self, CacheStats, Graph, ModuleGraphs, StepGraph};
 use crate::module::{LightningModule, Logged};
 use crate::nn::{ModuleExt, training_modes};
@@ -81,6 +81,8 @@ struct Signature {
     opens_window: bool,
     window_size: u64,
     loss_scale: f64,
+    /// Of the operators that cast.
+    lists_version: u64,
     /// Of the module and all modules below it.
     modes: Vec<bool>,
 }
@@ -195,6 +197,7 @@ impl<M: LightningModule> Session<'_, M> {
             opens_window: window.opens,
             window_size: window.size,
             loss_scale: self.run.grad_scaler.as_ref().map_or(1.0, |scaler| scaler.get_scale()),
+            lists_version: ffi::autocast_lists_version(),
             modes: training_modes(self.module),
         };
         self.graphs.replayed = None;
@@ -211,10 +214,13 @@ impl<M: LightningModule> Session<'_, M> {
         self.forward_backward(&batch, window, facts)
     }
 
-    /// Graphs of another loss scale are of no use any more; says once if there are too many others.
+    /// Graphs of another loss scale, or of other lists, are of no use any more; says once if there are too many others.
     fn has_room(&mut self, signature: &Signature) -> bool {
         let graphs = &mut self.graphs;
-        graphs.entries.retain(|(known, _)| known.loss_scale == signature.loss_scale);
+        let holds = |known: &Signature| {
+            known.loss_scale == signature.loss_scale && known.lists_version == signature.lists_version
+        };
+        graphs.entries.retain(|(known, _)| holds(known));
         if graphs.entries.len() < MAX_GRAPHS {
             return true;
         }

@@ -11,6 +11,7 @@ use crate::checkpoint::pickle::Value;
 use crate::checkpoint::{Checkpoint, CheckpointMeta, TrainingState};
 use crate::error::{CheckpointError, Result};
 use crate::module::{MetricsState, Progress};
+use crate::precision::GradScaler;
 
 /// The version of Lightning whose files are written.
 const LIGHTNING_VERSION: &str = "2.6.6";
@@ -123,13 +124,38 @@ fn training_of(
         optimizers: named_groups,
         schedulers,
         callbacks: Vec::new(),
-        grad_scaler: None,
+        grad_scaler: scaler_of(file)?,
         data: None,
         module: Json::Null,
     };
     let json = serde_json::to_value(&state)
         .or_else(|error| refuse(error.to_string(), "convert the weights only"))?;
     Ok(TrainingState { optimizers: tensors, json, ..TrainingState::default() })
+}
+
+/// Lightning's precision plugin, which keeps the gradient scaler of `16-mixed`, and what it calls the fields.
+const SCALER: &str = "MixedPrecision";
+const SCALER_FIELDS: [(&str, &str); 5] = [
+    ("scale", "scale"),
+    ("growth_factor", "growth_factor"),
+    ("backoff_factor", "backoff_factor"),
+    ("growth_interval", "growth_interval"),
+    ("growth_tracker", "_growth_tracker"),
+];
+
+fn scaler_of(file: &Value) -> Result<Option<GradScaler>> {
+    let Some(saved) = file.get(SCALER) else { return Ok(None) };
+    let fields = SCALER_FIELDS
+        .iter()
+        .filter_map(|&(own, theirs)| Some((own.to_owned(), saved.get(theirs)?.to_json().ok()?)));
+    serde_json::from_value(Json::Object(fields.collect())).map(Some).or_else(|error| {
+        refuse(format!("{SCALER} is no gradient scaler: {error}"), "convert with --weights_only")
+    })
+}
+
+fn scaler(saved: &GradScaler) -> Value {
+    let json = serde_json::to_value(saved).unwrap_or_default();
+    Value::dict(SCALER_FIELDS.map(|(own, theirs)| (theirs, Value::from_json(&json[own]))))
 }
 
 /// Follows a path of keys.
@@ -351,6 +377,9 @@ pub fn to_lightning(checkpoint: &Checkpoint) -> Result<Converted<Value>> {
                 optimizers.map(|((name, groups), tensors)| optimizer(name, groups, tensors, &mut notes));
             file.push(("optimizer_states", Value::List(optimizers.collect())));
             file.push(("lr_schedulers", Value::List(state.schedulers.iter().map(scheduler).collect())));
+            if let Some(saved) = &state.grad_scaler {
+                file.push((SCALER, scaler(saved)));
+            }
             if !training.grads.is_empty() {
                 notes.push("gradients of an open accumulation window are left out".to_owned());
             }

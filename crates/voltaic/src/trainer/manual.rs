@@ -2,6 +2,7 @@
 
 use tch::Tensor;
 
+use super::Trainer;
 use super::hooks::{BatchFacts, Parts, hook_point};
 use super::plan::TrainPlan;
 use crate::error::{ConfigError, ConfigProblem, Result};
@@ -97,8 +98,15 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
     }
 }
 
-/// With a gradient scaler: takes its factor out of the gradients and adapts it. Returns whether the optimizers may step;
-/// without a scaler they always may.
+impl Trainer {
+    /// What scales the loss with `precision=16-mixed`, and how many steps it left out so far.
+    pub fn grad_scaler(&self) -> Option<&GradScaler> {
+        self.run.grad_scaler.as_ref()
+    }
+}
+
+/// With a gradient scaler: takes its factor out of the gradients, and notes whether they are finite. Returns whether the
+/// optimizers may step; without a scaler they always may.
 pub(super) fn unscale(
     scaler: &mut Option<GradScaler>,
     optimizers: &[Box<dyn Optimizer>],
@@ -108,11 +116,11 @@ pub(super) fn unscale(
     let groups = optimizers.iter().flat_map(|optimizer| optimizer.param_groups());
     let params = groups.flat_map(|group| group.params()).map(|(_, parameter)| parameter.tensor());
     let all_finite = scaler.unscale(params)?; // sync point
-    scaler.update(all_finite);
+    scaler.record(all_finite);
     if !all_finite {
-        let scale = scaler.get_scale();
+        let (scale, count) = (scaler.get_scale(), scaler.num_skipped_steps());
         tracing::info!(
-            "step {global_step} is left out: its gradients are not finite; the loss is scaled by {scale} from now on"
+            "step {global_step} is left out ({count} so far): its gradients are not finite; the loss was scaled by {scale}, and is by less from now on"
         );
     }
     Ok(all_finite)

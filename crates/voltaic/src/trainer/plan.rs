@@ -16,7 +16,7 @@ use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
 use crate::ffi::DeterministicMode;
 use crate::logger::Loggers;
 use crate::optim::GradientClip;
-use crate::precision::{HpuPrecisionPlugin, OpLists, Precision};
+use crate::precision::{HpuPrecisionPlugin, OpLists, Precision, is_hmp};
 use crate::strategy::StrategyPlan;
 
 /// A run as it will be done. Immutable; nothing is `auto`.
@@ -28,6 +28,10 @@ pub(super) struct TrainPlan {
     pub precision: Precision,
     /// Which operators cast; none means the default lists.
     pub op_lists: Option<OpLists>,
+    /// The lists come from the environment only.
+    pub lists_are_default: bool,
+    /// Log each sort of cast when it is first done.
+    pub logs_casts: bool,
     /// `None` means no limit.
     pub max_epochs: Option<u64>,
     pub min_epochs: u64,
@@ -153,12 +157,15 @@ pub(super) fn resolve(
         problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
     let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
     check_graph(config, name, &ranks, &mut problems);
-    let (precision, op_lists) = resolve_precision(config, name, &mut problems);
+    let PrecisionPlan { precision, op_lists, lists_are_default, logs_casts } =
+        resolve_precision(config, accelerator.ok(), &mut problems);
     let mut plan = TrainPlan {
         device,
         ranks,
         precision,
         op_lists,
+        lists_are_default,
+        logs_casts,
         max_epochs,
         min_epochs: config.min_epochs.unwrap_or(u64::from(config.min_steps.is_some())),
         max_steps,
@@ -306,12 +313,21 @@ fn barebones(config: &TrainerConfig, plan: &mut TrainPlan, problems: &mut Proble
     plan.log_every_n_steps = 0;
 }
 
-/// The precision, from its key or a plugin, and the plugin's lists of operators.
+/// The part of the plan that the precision or its plugin decides.
+#[derive(Default)]
+struct PrecisionPlan {
+    precision: Precision,
+    op_lists: Option<OpLists>,
+    lists_are_default: bool,
+    logs_casts: bool,
+}
+
+/// The precision, from its key or a plugin, and the lists of operators of an HPU.
 fn resolve_precision(
     config: &TrainerConfig,
-    accelerator: &str,
+    accelerator: Option<&dyn Accelerator>,
     problems: &mut Problems,
-) -> (Precision, Option<OpLists>) {
+) -> PrecisionPlan {
     let plugins: Vec<&HpuPrecisionPlugin> = config
         .plugins
         .iter()
@@ -320,35 +336,53 @@ fn resolve_precision(
             _ => None,
         })
         .collect();
-    match (&config.precision, &plugins[..]) {
-        (None, []) => (Precision::default(), None),
-        (Some(value), []) => match Precision::parse(value, accelerator) {
-            Ok(precision) => (precision, None),
-            Err(message) => {
-                let (what, remedy) = message.split_once("; ").unwrap_or((&message, "use 32-true"));
-                problems.add("precision", what.to_owned(), remedy);
-                (Precision::default(), None)
-            }
-        },
-        (None, [plugin]) => match plugin.resolve(accelerator) {
-            Ok(found) => found,
-            Err(Error::Config(error)) => {
-                problems.0.extend(error.problems);
-                (Precision::default(), None)
-            }
-            Err(error) => {
-                let text = error.to_string();
-                let (what, remedy) = text.split_once("; ").unwrap_or((&text, "check the plugin's files"));
-                problems.add("plugins", what.to_owned(), remedy);
-                (Precision::default(), None)
-            }
-        },
+    let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
+    let (key, found) = match (&config.precision, &plugins[..]) {
+        (None, []) => return PrecisionPlan::default(),
+        (Some(value), []) => ("precision", precision_of(value, name)),
+        (None, [plugin]) => ("plugins", plugin.resolve(name)),
         (precision, _) => {
             let key = if precision.is_some() { "precision" } else { "plugins" };
             problems.add(key, "is given twice".to_owned(), "give trainer.precision or one precision plugin");
-            (Precision::default(), None)
+            return PrecisionPlan::default();
+        }
+    };
+    match found {
+        Ok((precision, _)) if precision.has_float16() && accelerator.is_some_and(|it| !it.has_float16()) => {
+            let what = format!("{precision}: the first generation of Gaudi has no float16");
+            problems.add(key, what, "use bf16-mixed, or a Gaudi2");
+            PrecisionPlan::default()
+        }
+        Ok((precision, op_lists)) => PrecisionPlan {
+            precision,
+            op_lists,
+            lists_are_default: config.precision.as_ref().is_some_and(|value| !is_hmp(value)),
+            logs_casts: plugins.iter().any(|plugin| plugin.verbose),
+        },
+        Err(Error::Config(error)) => {
+            problems.0.extend(error.problems);
+            PrecisionPlan::default()
+        }
+        Err(error) => {
+            let text = error.to_string();
+            let (what, remedy) = text.split_once("; ").unwrap_or((&text, "check its lists"));
+            problems.add(key, what.to_owned(), remedy);
+            PrecisionPlan::default()
         }
     }
+}
+
+/// What `trainer.precision` says; on an HPU it stands for the plugin with that precision.
+fn precision_of(value: &serde_json::Value, accelerator: &str) -> Result<(Precision, Option<OpLists>), Error> {
+    let precision = Precision::parse(value, accelerator).map_err(|message| {
+        let (what, remedy) = message.split_once("; ").unwrap_or((&message, "use 32-true"));
+        ConfigError::new("trainer.precision", what, remedy)
+    })?;
+    let lists = match accelerator {
+        "hpu" => HpuPrecisionPlugin::new(value.clone()).op_lists(precision)?,
+        _ => None,
+    };
+    Ok((precision, lists))
 }
 
 fn resolve_clip(config: &TrainerConfig, value: f64, problems: &mut Problems) -> Option<GradientClip> {

@@ -27,7 +27,7 @@ use crate::module::{
 };
 use crate::nn::{Module, ModuleExt, Parameter};
 use crate::optim::{ActiveLrScheduler, Optimizer};
-use crate::precision::{GradScaler, autocast};
+use crate::precision::{GradScaler, autocast, log_casts, set_run_lists};
 use crate::strategy::{Strategy, Votes};
 
 /// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
@@ -84,6 +84,8 @@ impl<M: LightningModule> Session<'_, M> {
     /// The hooks from `configure_callbacks` to `configure_model`; then the module goes to its device.
     pub(super) fn setup(&mut self) -> Result<()> {
         let stage = self.stage;
+        set_run_lists(self.plan.device, self.plan.op_lists.as_ref(), self.plan.lists_are_default)?;
+        log_casts(self.plan.logs_casts);
         let callbacks = module_hook!(self, configure_callbacks)?;
         self.add_callbacks(callbacks);
         let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
@@ -237,10 +239,18 @@ impl<M: LightningModule> Session<'_, M> {
         let region = plan.precision.autocast_dtype().map(|dtype| autocast(plan.device, dtype)).transpose()?;
         let output = guarded(|| step(module, &mut ctx));
         drop(region);
+        if is_manual {
+            self.adapt_loss_scale(); // after the steps of all optimizers, whose losses had the same scale
+        }
         self.graphs.modules = graphs;
         let output = output.map_err(|source| hook_error(point.name, &self.run.progress, source))?;
         self.check_logged()?;
         Ok(output)
+    }
+
+    /// After optimizer steps with `16-mixed`.
+    pub(super) fn adapt_loss_scale(&mut self) {
+        self.run.grad_scaler.iter_mut().for_each(GradScaler::adapt);
     }
 
     /// Gives metrics to all loggers, with the epoch as a column. One that is called `step` takes the place of the step.

@@ -10,6 +10,8 @@ mod graph_modules;
 mod graph_updates;
 mod metrics;
 mod operators;
+mod ops;
+mod precision;
 mod processes;
 mod support;
 mod trainer;

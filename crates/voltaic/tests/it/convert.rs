@@ -16,7 +16,7 @@ use voltaic::models::{Gpt, GptConfig, ResNet18, ResNet18Config};
 use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{BatchNorm1d, Forward, Linear, ModuleExt};
 use voltaic::optim::{AdamW, LrSchedulerSpec, Optimizers, StepLr};
-use voltaic::trainer::{from_lightning, to_lightning};
+use voltaic::trainer::{TrainerBuilder, from_lightning, to_lightning};
 use voltaic::{Kind, Module, Tensor};
 
 use crate::probe::silent;
@@ -90,14 +90,18 @@ fn convert(input: &Path, output: &Path, options: &[&str]) -> String {
     String::from_utf8(ended.stdout).unwrap()
 }
 
-fn fit(net: &mut Net, max_epochs: i64, ckpt: Option<&Path>, folder: &Path) -> u64 {
+/// A trainer that saves to a folder.
+fn saver(folder: &Path) -> TrainerBuilder {
     let saver = ModelCheckpoint::new(ModelCheckpointConfig {
         dirpath: Some(folder.to_path_buf()),
         filename: Some("{step}".to_owned()),
         ..Default::default()
     });
-    let builder = silent().enable_checkpointing(true).callback(saver.unwrap());
-    let mut trainer = builder.max_epochs(max_epochs).build().unwrap();
+    silent().enable_checkpointing(true).callback(saver.unwrap())
+}
+
+fn fit(net: &mut Net, max_epochs: i64, ckpt: Option<&Path>, folder: &Path) -> u64 {
+    let mut trainer = saver(folder).max_epochs(max_epochs).build().unwrap();
     if let Some(path) = ckpt {
         trainer.ckpt_path(path.to_str().unwrap());
     }
@@ -240,6 +244,25 @@ fn compare(path: &str, own: &Value, real: &Value, differences: &mut Vec<String>)
                 differences.push(format!("{path}: {a:?} for {b:?}"));
             }
         }
+    }
+}
+
+#[test]
+fn the_gradient_scaler_goes_both_ways() {
+    let folder = TempDir::new().unwrap();
+    let saver = saver(folder.path()).precision("16-mixed").max_epochs(2);
+    saver.build().unwrap().fit(&mut Net::new(), &mut data()).unwrap();
+    let own = Checkpoint::load(&folder.path().join("step=12.ckpt")).unwrap();
+    let file = to_lightning(&own).unwrap().value;
+    let Value::Dict(entries) = file.get("MixedPrecision").unwrap() else { panic!("is a dict") };
+    // what Lightning 2.6.6 writes
+    let keys: Vec<&str> = entries.iter().filter_map(|(key, _)| key.as_str()).collect();
+    assert_eq!(keys, ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]);
+    let scaler = |checkpoint: &Checkpoint| checkpoint.training.as_ref().unwrap().json["grad_scaler"].clone();
+    let back = from_lightning(&file, None, false).unwrap().value;
+    assert!(scaler(&back)["growth_tracker"].as_u64() > Some(0));
+    for key in ["scale", "growth_factor", "backoff_factor", "growth_interval", "growth_tracker"] {
+        assert_eq!(scaler(&back)[key], scaler(&own)[key], "{key}");
     }
 }
 

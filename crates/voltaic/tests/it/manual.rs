@@ -16,12 +16,14 @@ struct Pair {
     step: fn(&Pair, &Tensor, &mut StepContext) -> anyhow::Result<()>,
     #[module(skip)]
     is_automatic: bool,
+    #[module(skip)]
+    has_sgd_only: bool,
 }
 
 impl Pair {
     fn new(step: fn(&Pair, &Tensor, &mut StepContext) -> anyhow::Result<()>) -> Self {
         let weight = |value: f32| Parameter::new(Tensor::from_slice(&[value, 1.0]));
-        Self { first: weight(1.0), second: weight(2.0), step, is_automatic: false }
+        Self { first: weight(1.0), second: weight(2.0), step, is_automatic: false, has_sgd_only: false }
     }
 
     fn losses(&self, batch: &Tensor) -> (Tensor, Tensor) {
@@ -53,10 +55,14 @@ impl LightningModule for Pair {
 
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
         let group = |name: &str, p: &Parameter| [ParamGroupSpec::new([(name.to_owned(), p.clone())])];
+        let second = match self.has_sgd_only {
+            true => Optimizers::new(Sgd::new(0.5)),
+            false => Optimizers::new(AdamW::new(0.1)),
+        };
         Ok(Optimizers::new(Sgd::new(0.5).momentum(0.9))
             .groups(group("first", &self.first))
             .scheduler(StepLr::new(2, 0.5))
-            .and(Optimizers::new(AdamW::new(0.1)).groups(group("second", &self.second))))
+            .and(second.groups(group("second", &self.second))))
     }
 }
 
@@ -111,6 +117,30 @@ fn two_optimizers_do_what_a_bare_loop_does() {
         sgd.param_groups_mut()[0].lr = 0.5 * 0.5_f64.powi((step as i32 + 1) / 2);
     }
     assert_eq!(net.weights(), bare.weights());
+}
+
+/// Both losses are scaled before the first step, which is left out: its gradients are infinite in float32.
+fn overflows(net: &Pair, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<()> {
+    ctx.manual_backward(&(net.losses(batch).0 * 1e36))?;
+    ctx.manual_backward(&net.losses(batch).1)?;
+    ctx.optimizer(0)?.step()?;
+    ctx.optimizer(1)?.step()?;
+    Ok(())
+}
+
+#[test]
+fn all_optimizers_of_a_step_have_the_same_loss_scale() {
+    let fit = |precision: &str| {
+        let mut net = Pair { has_sgd_only: true, ..Pair::new(overflows) };
+        let mut trainer = silent().precision(precision).max_steps(2).num_sanity_val_steps(0).build().unwrap();
+        trainer.fit(&mut net, &mut loaders()).unwrap();
+        (net.weights(), trainer.grad_scaler().cloned())
+    };
+    let ((scaled, scaler), (full, _)) = (fit("16-mixed"), fit("32-true"));
+    let scaler = scaler.unwrap();
+    assert_eq!((scaler.num_skipped_steps(), scaler.get_scale()), (1, 32768.0));
+    assert_eq!(scaled[..2], [1.0, 1.0], "the first was left out");
+    assert!(scaled[2] != 2.0 && (scaled[2] - full[2]).abs() < 1e-6, "{scaled:?} for {full:?}");
 }
 
 #[test]

@@ -14,6 +14,7 @@ use voltaic::optim::{
     Adam, AdamW, CosineAnnealingLr, Interval, LrSchedulerSpec, OneCycleLr, Optimizers, PlateauMode,
     ReduceLrOnPlateau, Sgd, StepLr,
 };
+use voltaic::precision::GradScaler;
 use voltaic::trainer::{TrainerBuilder, seed_everything};
 use voltaic::{Kind, Module, Tensor};
 
@@ -93,6 +94,7 @@ struct Trace {
     weights: Vec<f32>,
     metrics: Vec<Option<u64>>,
     global_step: u64,
+    grad_scaler: Option<GradScaler>,
 }
 
 impl Trace {
@@ -105,6 +107,7 @@ impl Trace {
             weights: self.weights.clone(),
             metrics: self.metrics.clone(),
             global_step: self.global_step,
+            grad_scaler: self.grad_scaler.clone(),
         }
     }
 }
@@ -147,6 +150,7 @@ impl Case {
                 .collect(),
             metrics: ["train_loss_epoch", "val_loss", "batches"].map(metric).to_vec(),
             global_step: trainer.global_step(),
+            grad_scaler: trainer.grad_scaler().cloned(),
         }
     }
 
@@ -326,7 +330,14 @@ fn after_any_step_with_every_optimizer_and_precision() {
     ];
     for optimizers in optimizers {
         Case { optimizers, ..CASE }.check(21);
-        Case { optimizers, build: |trainer| trainer.precision("16-mixed"), ..CASE }.check(21);
+        let scaled = Case { optimizers, build: |trainer| trainer.precision("16-mixed"), ..CASE };
+        scaled.check(21);
+        let scaler = {
+            let _rng = seeded(1);
+            scaled.fit(|t| t, None, None).grad_scaler.unwrap()
+        };
+        let halved = 65536.0 * 0.5_f64.powi(scaler.num_skipped_steps() as i32);
+        assert!(scaler.num_skipped_steps() > 0 && scaler.get_scale() == halved, "{scaler:?}");
         Case {
             optimizers,
             build: |trainer| trainer.precision("16-mixed").accumulate_grad_batches(2_u64),

@@ -413,6 +413,50 @@ fn losses_on_hpu(
     Ok((losses.collect(), printed))
 }
 
+/// A configuration with `HpuPrecisionPlugin`.
+fn plugin_file(folder: &TempDir, arguments: &str) -> std::path::PathBuf {
+    let file = folder.path().join("plugin.yaml");
+    let plugin = format!("{{class_path: HpuPrecisionPlugin, init_args: {{{arguments}}}}}");
+    std::fs::write(&file, format!("trainer: {{plugins: [{plugin}]}}")).unwrap();
+    file
+}
+
+#[test]
+fn lists_come_from_the_plugin_then_from_the_environment() {
+    let folder = TempDir::new().unwrap();
+    let [lower, missing] = ["lower.txt", "missing.txt"].map(|name| folder.path().join(name));
+    std::fs::write(&lower, "linear\n").unwrap();
+    let run = |arguments: &str, variables: &[(&str, &std::path::Path)]| {
+        let file = plugin_file(&folder, arguments);
+        losses_on_hpu("null", variables, &["--config", file.to_str().unwrap()])
+    };
+    let own = format!("precision: bf16-mixed, verbose: true, bf16_file_path: {}", lower.display());
+    let fp32 = "PT_HPU_AUTOCAST_FP32_OPS_LIST";
+    let (_, printed) =
+        run(&own, &[("LOWER_LIST", &missing), ("FP32_LIST", std::path::Path::new(""))]).unwrap();
+    assert!(
+        printed.contains("lower precision: linear") && printed.contains("linear casts Float to BFloat16")
+    );
+    let error = run(&own, &[(fp32, &missing)]).unwrap_err();
+    assert!(error.contains(&format!("{fp32}: cannot read the list of operators")), "{error}");
+    let (_, printed) = run(&format!("{own}, ignore_unreadable_files: true"), &[(fp32, &missing)]).unwrap();
+    assert!(printed.contains("missing.txt cannot be read") && printed.contains("default list"), "{printed}");
+}
+
+#[test]
+fn sixteen_bits_on_an_hpu() {
+    let (_, printed) = losses_on_hpu("16", &[], &[]).unwrap();
+    assert!(printed.contains("HMP (opt_level, or precision=16 on an HPU) is deprecated"), "{printed}");
+    let first = [("VOLTAIC_HPU_GENERATION", std::path::Path::new("gaudi"))];
+    for precision in ["16-mixed", "16-true"] {
+        let error = losses_on_hpu(precision, &first, &[]).unwrap_err();
+        let expected =
+            format!("trainer.precision (from command line): {precision}: the first generation of Gaudi");
+        assert!(error.contains(&expected) && error.contains("use bf16-mixed"), "{error}");
+    }
+    losses_on_hpu("16", &first, &[]).unwrap();
+}
+
 #[test]
 fn lists_of_operators_take_effect_from_the_command_line() {
     let folder = TempDir::new().unwrap();

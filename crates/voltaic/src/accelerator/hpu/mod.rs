@@ -105,6 +105,15 @@ impl Accelerator for HpuAccelerator {
         }
     }
 
+    /// The first generation lacks it.
+    fn has_float16(&self) -> bool {
+        match &self.backend {
+            Backend::Emulator { settings, .. } => settings.has_float16(),
+            Backend::Gaudi(gaudi) => gaudi.generation() != Generation::Gaudi.name(),
+            Backend::Absent(_) => true,
+        }
+    }
+
     /// `auto` is all cards, but one emulated card: its siblings would share the same cores.
     fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
         let available = self.device_count();

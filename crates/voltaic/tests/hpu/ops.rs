@@ -1,4 +1,4 @@
-//! A call of each operator that autocast's lists name, on two matrices `[4, 4]`.
+//! A call of each operator that autocast's lists name, on two matrices `[4, 4]` of one device.
 
 use tch::{Kind, Reduction, Tensor};
 
@@ -20,8 +20,18 @@ fn batch(x: &Tensor) -> Tensor {
     x.view([1, 4, 4])
 }
 
-fn classes() -> Tensor {
-    Tensor::from_slice(&[0_i64, 1, 2, 3])
+fn classes(x: &Tensor) -> Tensor {
+    Tensor::from_slice(&[0_i64, 1, 2, 3]).to_device(x.device())
+}
+
+/// Weight or bias of a norm, which stay float32 whatever the input is cast to.
+fn weights(x: &Tensor) -> Option<Tensor> {
+    Some(Tensor::ones([4], (Kind::Float, x.device())))
+}
+
+/// Values that are probabilities, without an operator that a list names.
+fn probabilities(x: &Tensor) -> Tensor {
+    x.clamp(0.1, 0.9)
 }
 
 /// Targets of 1 and -1, in the dtype of `x`.
@@ -30,10 +40,10 @@ fn signs(x: &Tensor) -> Tensor {
 }
 
 #[rustfmt::skip]
-pub const SAMPLES: [(&str, Op); 80] = [
+pub const SAMPLES: [(&str, Op); 97] = [
     ("addmm", |a, b| a.addmm(a, b)),
     ("addbmm", |a, b| a.addbmm(&batch(a), &batch(b))),
-    ("batch_norm", |a, _| Tensor::batch_norm(a, NONE, NONE, NONE, NONE, true, 0.1, 1e-5, false)),
+    ("batch_norm", |a, _| Tensor::batch_norm(a, weights(a), weights(a), NONE, NONE, true, 0.1, 1e-5, false)),
     ("baddbmm", |a, b| batch(a).baddbmm(&batch(a), &batch(b), 1.0, 1.0)),
     ("bmm", |a, b| batch(a).bmm(&batch(b))),
     ("conv1d", |a, b| batch(a).conv1d(&b.view([4, 4, 1]), NONE, 1, 0, 1, 1)),
@@ -45,9 +55,11 @@ pub const SAMPLES: [(&str, Op); 80] = [
     ("dot", |a, b| a.view(-1).dot(&b.view(-1))),
     ("dropout", |a, _| a.dropout(0.5, true)),
     ("feature_dropout", |a, _| a.feature_dropout(0.5, true)),
-    ("group_norm", |a, _| a.group_norm(2, NONE, NONE, 1e-5, false)),
-    ("instance_norm", |a, _| Tensor::instance_norm(&batch(a), NONE, NONE, NONE, NONE, true, 0.1, 1e-5, false)),
-    ("layer_norm", |a, _| a.layer_norm([4], NONE, NONE, 1e-5, false)),
+    ("group_norm", |a, _| a.group_norm(2, weights(a), weights(a), 1e-5, false)),
+    ("instance_norm", |a, _| {
+        Tensor::instance_norm(&batch(a), weights(a), weights(a), NONE, NONE, true, 0.1, 1e-5, false)
+    }),
+    ("layer_norm", |a, _| a.layer_norm([4], weights(a), weights(a), 1e-5, false)),
     ("leaky_relu", |a, _| a.leaky_relu()),
     ("linear", |a, b| a.linear(b, NONE)),
     ("matmul", |a, b| a.matmul(b)),
@@ -65,19 +77,19 @@ pub const SAMPLES: [(&str, Op); 80] = [
     ("asin", |a, _| a.asin()),
     ("atan2", |a, b| a.atan2(b)),
     ("bilinear", |a, b| Tensor::bilinear(a, b, &a.view([1, 4, 4]), NONE)),
-    ("binary_cross_entropy", |a, b| a.sigmoid().binary_cross_entropy(&b.sigmoid(), NONE, MEAN)),
-    ("binary_cross_entropy_with_logits", |a, b| a.binary_cross_entropy_with_logits(&b.sigmoid(), NONE, NONE, MEAN)),
+    ("binary_cross_entropy", |a, b| probabilities(a).binary_cross_entropy(&probabilities(b), NONE, MEAN)),
+    ("binary_cross_entropy_with_logits", |a, b| a.binary_cross_entropy_with_logits(&probabilities(b), NONE, NONE, MEAN)),
     ("cdist", |a, b| Tensor::cdist(a, b, 2.0, None)),
     ("cosh", |a, _| a.cosh()),
     ("cosine_embedding_loss", |a, b| Tensor::cosine_embedding_loss(a, b, &signs(a).select(0, 0), 0.0, MEAN)),
     ("cosine_similarity", |a, b| Tensor::cosine_similarity(a, b, 1, 1e-8)),
-    ("cross_entropy_loss", |a, _| a.cross_entropy_loss(&classes(), NONE, MEAN, -100, 0.0)),
+    ("cross_entropy_loss", |a, _| a.cross_entropy_loss(&classes(a), NONE, MEAN, -100, 0.0)),
     ("dist", |a, b| a.dist(b)),
     ("div", |a, b| a / b),
     ("divide", |a, b| a.divide(b)),
-    ("embedding", |a, _| Tensor::embedding(a, &classes(), -1, false, false)),
+    ("embedding", |a, _| Tensor::embedding(a, &classes(a), -1, false, false)),
     ("embedding_bag", |a, _| {
-        Tensor::embedding_bag(a, &classes(), &Tensor::from_slice(&[0_i64]), false, 0, false, NONE, false).0
+        Tensor::embedding_bag(a, &classes(a), &Tensor::from_slice(&[0_i64]).to_device(a.device()), false, 0, false, NONE, false).0
     }),
     ("erfinv", |a, _| a.erfinv()),
     ("exp", |a, _| a.exp()),
@@ -93,8 +105,8 @@ pub const SAMPLES: [(&str, Op); 80] = [
     ("logsumexp", |a, _| a.logsumexp([0], false)),
     ("margin_ranking_loss", |a, b| Tensor::margin_ranking_loss(a, b, &signs(a), 0.0, MEAN)),
     ("mse_loss", |a, b| a.mse_loss(b, MEAN)),
-    ("multilabel_margin_loss", |a, _| a.multilabel_margin_loss(&classes().expand([4, 4], false), MEAN)),
-    ("nll_loss", |a, _| a.nll_loss(&classes())),
+    ("multilabel_margin_loss", |a, _| a.multilabel_margin_loss(&classes(a).expand([4, 4], false), MEAN)),
+    ("nll_loss", |a, _| a.nll_loss(&classes(a))),
     ("pdist", |a, _| a.pdist(2.0)),
     ("poisson_nll_loss", |a, b| Tensor::poisson_nll_loss(a, b, true, false, 1e-8, MEAN)),
     ("pow", |a, b| a.pow(b)),
@@ -115,4 +127,21 @@ pub const SAMPLES: [(&str, Op); 80] = [
     ("sub", |a, b| a - b),
     ("stack", |a, b| Tensor::stack(&[a, b], 0)),
     ("relu", |a, _| a.relu()),
+    ("t", |a, _| a.tr()),
+    ("cumprod", |a, _| a.cumprod(0, None)),
+    ("cumsum", |a, _| a.cumsum(0, None)),
+    ("elu", |a, _| a.elu()),
+    ("gelu", |a, _| a.gelu("none")),
+    ("hardtanh", |a, _| a.hardtanh()),
+    ("log_sigmoid", |a, _| a.log_sigmoid()),
+    ("norm", |a, _| a.norm()),
+    ("prod", |a, _| a.prod(None)),
+    ("rsub", |a, b| a.rsub(b)),
+    ("sigmoid", |a, _| a.sigmoid()),
+    ("silu", |a, _| a.silu()),
+    ("sqrt", |a, _| a.sqrt()),
+    ("std", |a, _| a.std(true)),
+    ("sum", |a, _| a.sum(None::<Kind>)),
+    ("tanh", |a, _| a.tanh()),
+    ("var", |a, _| a.var(true)),
 ];
