@@ -40,7 +40,8 @@ fn main() {
 /// Compiles what has changed since the last time; all of it takes minutes. Objects lie in the target folder, where debug
 /// and release builds share them, each with a stamp that tells what it was made from.
 fn compile(compiler: &cc::Build, sources: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
-    let command = format!("{:?}", compiler.get_compiler().to_command());
+    let tool = compiler.get_compiler(); // not as a command, which has variables of each build
+    let command = format!("{:?} {:?}", tool.path(), tool.args());
     let folder = objects_folder(&command);
     fs::create_dir_all(&folder)?;
     let mut objects = Vec::new();
