@@ -1,81 +1,15 @@
 //! Which launcher started this process, and what it says about ranks: read from the environment, in Lightning's order.
 
-use std::collections::HashMap;
+use std::collections::BTreeSet;
 use std::fmt;
 
 use super::host_list::first_host;
-use super::launcher::Launch;
+use super::launcher::{ATTEMPT, LAUNCHER, Launch};
+use super::variables::Variables;
 use crate::error::ConfigError;
 
 /// Port of the store under launchers that name none, as in Lightning.
 const DEFAULT_PORT: u16 = 12910;
-
-/// Variables of the environment.
-#[derive(Debug, Clone, Default)]
-pub struct Variables(HashMap<String, String>);
-
-impl Variables {
-    /// Those of this process.
-    pub fn of_process() -> Self {
-        let pairs = std::env::vars_os();
-        pairs
-            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-            .collect()
-    }
-
-    /// Ranks that a launcher has started, if this process is one of them.
-    pub(crate) fn launched_ranks(&self) -> Option<usize> {
-        let names: &[&str] = match ClusterEnvironment::detect(self) {
-            ClusterEnvironment::Slurm => &["SLURM_NTASKS"],
-            ClusterEnvironment::Lsf => &["JSM_NAMESPACE_SIZE"],
-            ClusterEnvironment::Mpi => &["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"],
-            ClusterEnvironment::Lightning if self.text("LOCAL_RANK").is_none() => &[],
-            _ => &["WORLD_SIZE"],
-        };
-        names.iter().find_map(|name| self.number(name).ok()?)
-    }
-
-    fn text(&self, name: &str) -> Option<&str> {
-        self.0.get(name).map(String::as_str).filter(|value| !value.is_empty())
-    }
-
-    fn number(&self, name: &str) -> Result<Option<usize>, ConfigError> {
-        let parse = |text: &str| {
-            text.trim().parse().map_err(|_| {
-                ConfigError::new(
-                    name,
-                    format!("`{text}` is no number"),
-                    "set it to a number from 0, or unset it",
-                )
-            })
-        };
-        self.text(name).map(parse).transpose()
-    }
-
-    fn required(&self, name: &str, launcher: ClusterEnvironment) -> Result<usize, ConfigError> {
-        self.number(name)?.ok_or_else(|| {
-            ConfigError::new(
-                name,
-                format!("not set, but {launcher} started this process"),
-                "set it, or start with another launcher",
-            )
-        })
-    }
-
-    fn port(&self, name: &str) -> Result<Option<u16>, ConfigError> {
-        let Some(number) = self.number(name)? else { return Ok(None) };
-        match u16::try_from(number) {
-            Ok(port) if port > 0 => Ok(Some(port)),
-            _ => Err(ConfigError::new(name, format!("{number} is no port"), "use a port from 1 to 65535")),
-        }
-    }
-}
-
-impl<N: Into<String>, V: Into<String>> FromIterator<(N, V)> for Variables {
-    fn from_iter<I: IntoIterator<Item = (N, V)>>(pairs: I) -> Self {
-        Self(pairs.into_iter().map(|(name, value)| (name.into(), value.into())).collect())
-    }
-}
 
 /// What starts the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -148,6 +82,8 @@ pub(crate) struct Wanted {
     pub num_nodes: usize,
     /// Ranks are wanted even if there is one.
     pub is_distributed: bool,
+    /// A rank that fails is to be started anew, so that somebody has to look after it.
+    pub restarts: bool,
 }
 
 /// What this process is to a run.
@@ -180,8 +116,19 @@ pub struct RankPlacement {
     pub master_port: u16,
     /// This rank is the store's server.
     pub hosts_store: bool,
-    /// How often the launcher has started the ranks anew.
+    /// voltaic's launcher, if that has started this rank: a text that no other has.
+    pub launcher: Option<String>,
+    /// torchrun's name of the run, if that has started this rank.
+    pub elastic_run: Option<String>,
+    /// How often this rank's launcher has started it anew. Launchers of other nodes may count otherwise.
     pub attempt: u64,
+}
+
+impl RankPlacement {
+    /// Whether ranks are started anew after a failure.
+    pub(super) fn may_come_back(&self) -> bool {
+        self.launcher.is_some() || self.elastic_run.is_some()
+    }
 }
 
 impl Placement {
@@ -198,6 +145,14 @@ impl Placement {
             }
             ClusterEnvironment::Lightning => return not_started(variables, wanted),
         };
+        if wanted.restarts && found.launcher.is_none() {
+            let what = format!("set, but {environment} starts the ranks");
+            let remedy = match environment {
+                ClusterEnvironment::TorchElastic => "leave it out, and use torchrun --max-restarts",
+                _ => "leave it out: who started the ranks has to start them anew, with ckpt_path=last",
+            };
+            return Err(ConfigError::new("trainer.max_restarts", what, remedy));
+        }
         found.check(wanted, environment)
     }
 }
@@ -206,15 +161,17 @@ impl Placement {
 struct Found {
     rank: usize,
     world_size: usize,
-    /// Name of the variable that gave the world size.
-    size_name: &'static str,
     local_rank: usize,
+    /// Variables that gave rank, world size and local rank.
+    names: [&'static str; 3],
     /// Ranks per node, if the launcher tells.
     local_world_size: Option<usize>,
     node_rank: usize,
     master_addr: String,
     master_port: u16,
     launcher_hosts_store: bool,
+    launcher: Option<String>,
+    elastic_run: Option<String>,
     attempt: u64,
 }
 
@@ -222,7 +179,7 @@ impl Found {
     fn check(self, wanted: Wanted, environment: ClusterEnvironment) -> Result<Placement, ConfigError> {
         let Wanted { devices, is_auto, num_nodes, .. } = wanted;
         let size = self.world_size;
-        let name = self.size_name;
+        let [rank_name, name, local_name] = self.names;
         let fits = if is_auto { size.is_multiple_of(num_nodes) } else { devices * num_nodes == size };
         if !fits {
             let asked = if is_auto { String::new() } else { format!("trainer.devices={devices} x ") };
@@ -242,19 +199,19 @@ impl Found {
                 "start as many processes per node as there are devices",
             ));
         }
-        if self.rank >= size {
-            let what = format!("rank {} of {size}", self.rank);
-            return Err(ConfigError::new("RANK", what, "ranks count from 0 to WORLD_SIZE - 1"));
-        }
         if self.local_rank >= per_node.max(1) {
             let what = format!("{} of {per_node} ranks on this node", self.local_rank);
             return Err(ConfigError::new(
-                "LOCAL_RANK",
+                local_name,
                 what,
                 "local ranks count from 0 to trainer.devices - 1",
             ));
         }
-        if size == 1 && !wanted.is_distributed {
+        if self.rank >= size {
+            let what = format!("rank {} of {size}", self.rank);
+            return Err(ConfigError::new(rank_name, what, format!("ranks count from 0 to {name} - 1")));
+        }
+        if size == 1 && !wanted.is_distributed && self.launcher.is_none() {
             return Ok(Placement::Single);
         }
         Ok(Placement::Rank(RankPlacement {
@@ -266,6 +223,8 @@ impl Found {
             master_addr: self.master_addr,
             master_port: self.master_port,
             hosts_store: self.rank == 0 && !self.launcher_hosts_store,
+            launcher: self.launcher,
+            elastic_run: self.elastic_run,
             attempt: self.attempt,
         }))
     }
@@ -283,13 +242,15 @@ fn torchrun(variables: &Variables) -> Result<Found, ConfigError> {
     Ok(Found {
         rank: variables.required("RANK", environment)?,
         world_size: variables.required("WORLD_SIZE", environment)?,
-        size_name: "WORLD_SIZE",
         local_rank: variables.required("LOCAL_RANK", environment)?,
+        names: ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
         local_world_size: variables.number("LOCAL_WORLD_SIZE")?,
         node_rank: variables.number("GROUP_RANK")?.unwrap_or(0),
         master_addr: required_address(variables, environment)?,
         master_port: variables.port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
         launcher_hosts_store: variables.text("TORCHELASTIC_USE_AGENT_STORE") == Some("True"),
+        launcher: None,
+        elastic_run: variables.text("TORCHELASTIC_RUN_ID").map(str::to_owned),
         attempt: variables.number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0) as u64,
     })
 }
@@ -340,13 +301,15 @@ fn slurm(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
     Ok(Found {
         rank: variables.required("SLURM_PROCID", environment)?,
         world_size,
-        size_name: "SLURM_NTASKS",
         local_rank: variables.required("SLURM_LOCALID", environment)?,
+        names: ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],
         local_world_size: per_node,
         node_rank: variables.number("SLURM_NODEID")?.unwrap_or(0),
         master_addr,
         master_port: variables.port("MASTER_PORT")?.or(job_port).unwrap_or(DEFAULT_PORT),
         launcher_hosts_store: false,
+        launcher: None,
+        elastic_run: None,
         attempt: 0,
     })
 }
@@ -359,23 +322,25 @@ fn lsf(variables: &Variables) -> Result<Found, ConfigError> {
     let text = std::fs::read_to_string(path)
         .map_err(|error| unreadable(format!("{path} cannot be read: {error}")))?;
     // the first line is the node that launches, which computes nothing
-    let mut hosts: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).skip(1).collect();
-    hosts.dedup();
+    let hosts: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).skip(1).collect();
     let first = *hosts.first().ok_or_else(|| unreadable(format!("{path} names no compute node")))?;
+    let num_hosts = hosts.iter().collect::<BTreeSet<_>>().len();
     let job = variables.required("LSB_JOBID", environment)?;
     let world_size = variables.required("JSM_NAMESPACE_SIZE", environment)?;
     let rank = variables.required("JSM_NAMESPACE_RANK", environment)?;
-    let per_node = world_size / hosts.len().max(1);
+    let per_node = world_size / num_hosts;
     Ok(Found {
         rank,
         world_size,
-        size_name: "JSM_NAMESPACE_SIZE",
         local_rank: variables.required("JSM_NAMESPACE_LOCAL_RANK", environment)?,
+        names: ["JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"],
         local_world_size: Some(per_node),
         node_rank: rank / per_node.max(1),
         master_addr: variables.text("MASTER_ADDR").unwrap_or(first).to_owned(),
         master_port: variables.port("MASTER_PORT")?.unwrap_or(10_000 + (job % 1000) as u16),
         launcher_hosts_store: false,
+        launcher: None,
+        elastic_run: None,
         attempt: 0,
     })
 }
@@ -394,9 +359,9 @@ const MPI_NAMES: [[&str; 4]; 2] = [
 fn mpi(variables: &Variables) -> Result<Found, ConfigError> {
     let environment = ClusterEnvironment::Mpi;
     let is_open_mpi = variables.text("OMPI_COMM_WORLD_SIZE").is_some();
-    let [rank, size, local_rank, local_size] = MPI_NAMES[usize::from(!is_open_mpi)];
-    let world_size = variables.required(size, environment)?;
-    let rank = variables.required(rank, environment)?;
+    let [rank_name, size_name, local_name, local_size] = MPI_NAMES[usize::from(!is_open_mpi)];
+    let world_size = variables.required(size_name, environment)?;
+    let rank = variables.required(rank_name, environment)?;
     let per_node = variables.required(local_size, environment)?;
     let address = if per_node == world_size {
         variables.text("MASTER_ADDR").unwrap_or("127.0.0.1").to_owned()
@@ -406,13 +371,15 @@ fn mpi(variables: &Variables) -> Result<Found, ConfigError> {
     Ok(Found {
         rank,
         world_size,
-        size_name: size,
-        local_rank: variables.required(local_rank, environment)?,
+        local_rank: variables.required(local_name, environment)?,
+        names: [rank_name, size_name, local_name],
         local_world_size: Some(per_node),
         node_rank: rank / per_node.max(1),
         master_addr: address,
         master_port: variables.port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
         launcher_hosts_store: false,
+        launcher: None,
+        elastic_run: None,
         attempt: 0,
     })
 }
@@ -423,13 +390,15 @@ fn kubeflow(variables: &Variables) -> Result<Found, ConfigError> {
     Ok(Found {
         rank,
         world_size: variables.required("WORLD_SIZE", environment)?,
-        size_name: "WORLD_SIZE",
         local_rank: 0,
+        names: ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
         local_world_size: Some(1),
         node_rank: rank,
         master_addr: required_address(variables, environment)?,
         master_port: variables.port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
         launcher_hosts_store: false,
+        launcher: None,
+        elastic_run: None,
         attempt: 0,
     })
 }
@@ -460,6 +429,7 @@ fn own(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
         None if num_nodes > 1 => required_address(variables, environment)?,
         address => address.unwrap_or("127.0.0.1").to_owned(),
     };
+    let launcher = variables.text(LAUNCHER).map(str::to_owned);
     let port = variables.port("MASTER_PORT")?;
     if port.is_none() && world_size > 1 {
         let what = "not set, but LOCAL_RANK is";
@@ -472,14 +442,16 @@ fn own(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
     Ok(Found {
         rank,
         world_size,
-        size_name: "WORLD_SIZE",
         local_rank,
+        names: ["NODE_RANK", "WORLD_SIZE", "LOCAL_RANK"],
         local_world_size: Some(devices),
         node_rank,
         master_addr: address,
         master_port: port.unwrap_or(0),
-        launcher_hosts_store: variables.text(super::launcher::LAUNCHER).is_some(),
-        attempt: variables.number(super::launcher::ATTEMPT)?.unwrap_or(0) as u64,
+        launcher_hosts_store: launcher.is_some(),
+        launcher,
+        elastic_run: None,
+        attempt: variables.number(ATTEMPT)?.unwrap_or(0) as u64,
     })
 }
 
@@ -489,9 +461,9 @@ fn node_rank(variables: &Variables) -> Result<Option<usize>, ConfigError> {
 
 /// Nobody has started ranks: this process is alone, or it is to start those of its node.
 fn not_started(variables: &Variables, wanted: Wanted) -> Result<Placement, ConfigError> {
-    let Wanted { devices, num_nodes, is_distributed, .. } = wanted;
+    let Wanted { devices, num_nodes, is_distributed, restarts, .. } = wanted;
     let world_size = devices * num_nodes;
-    if world_size == 1 && !is_distributed {
+    if world_size == 1 && !is_distributed && !restarts {
         return Ok(Placement::Single);
     }
     if let Some(given) = variables.number("WORLD_SIZE")?
@@ -501,7 +473,7 @@ fn not_started(variables: &Variables, wanted: Wanted) -> Result<Placement, Confi
             format!("{given}, but trainer.devices={devices} x trainer.num_nodes={num_nodes} is {world_size}");
         return Err(ConfigError::new("WORLD_SIZE", what, "make them equal, or unset WORLD_SIZE"));
     }
-    if world_size == 1 {
+    if world_size == 1 && !restarts {
         return Ok(Placement::Rank(RankPlacement {
             environment: ClusterEnvironment::Lightning,
             rank: 0,
@@ -511,6 +483,8 @@ fn not_started(variables: &Variables, wanted: Wanted) -> Result<Placement, Confi
             master_addr: "127.0.0.1".to_owned(),
             master_port: 0,
             hosts_store: true,
+            launcher: None,
+            elastic_run: None,
             attempt: 0,
         }));
     }

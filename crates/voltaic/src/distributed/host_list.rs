@@ -1,4 +1,4 @@
-//! Host lists as Slurm writes them: `node[1-3,07],login`.
+//! Host lists as Slurm writes them: `node[1-3,07],login`, or with blanks in place of commas.
 
 /// The first host of a list; `None` if it is empty or has an open bracket.
 pub(super) fn first_host(list: &str) -> Option<String> {
@@ -18,7 +18,7 @@ fn split_outside_brackets(list: &str) -> Vec<&str> {
         match c {
             '[' => depth += 1,
             ']' => depth -= 1,
-            ',' if depth == 0 => {
+            ',' | ' ' if depth == 0 => {
                 parts.push(&list[start..at]);
                 start = at + 1;
             }
@@ -38,6 +38,7 @@ mod tests {
         for (list, expected) in [
             ("alpha", Some("alpha")),
             ("alpha,beta,gamma", Some("alpha")),
+            ("alpha beta gamma", Some("alpha")),
             ("host[5-9]", Some("host5")),
             ("alpha[01-03,07],beta", Some("alpha01")),
             ("rack[2,4]n[10-11].local", Some("rack2n10.local")),

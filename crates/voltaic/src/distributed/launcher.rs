@@ -15,10 +15,11 @@ use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
 
+use super::roll_call::host_name;
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::{self, Store};
 
-/// Set for ranks that this launcher started: it holds the store.
+/// Set for ranks that this launcher started: it holds the store. Its value is another for each launcher.
 pub(super) const LAUNCHER: &str = "VOLTAIC_LAUNCHER";
 /// How often it has started the ranks anew.
 pub(super) const ATTEMPT: &str = "VOLTAIC_RESTART_COUNT";
@@ -67,10 +68,19 @@ struct Rank {
 /// cannot be made.
 pub fn launch(launch: &Launch, max_restarts: u64, log_folder: &Path) -> Result<u8> {
     let (address, port, _store) = open_store(launch)?;
+    let identity = identity();
+    if launch.node_rank > 0 {
+        let first = launch.node_rank * launch.devices;
+        let ranks = match launch.devices {
+            1 => format!("rank {first} writes"),
+            devices => format!("ranks {first} to {} write", first + devices - 1),
+        };
+        say(&format!("{ranks} to {}", log_folder.join("rank_<n>.log").display()));
+    }
     let signals = Signals::watch()?;
     let mut attempt = 0;
     loop {
-        let mut ranks = start(launch, &address, port, attempt, log_folder)?;
+        let mut ranks = start(launch, &identity, (&address, port), attempt, log_folder)?;
         let outcome = watch(&mut ranks, &signals);
         match outcome {
             Outcome::Done => return Ok(0),
@@ -128,7 +138,19 @@ fn own_address() -> String {
     route().unwrap_or_else(|_| "127.0.0.1".to_owned())
 }
 
-fn start(launch: &Launch, address: &str, port: u16, attempt: u64, log_folder: &Path) -> Result<Vec<Rank>> {
+/// A text that no other launcher has.
+fn identity() -> String {
+    let since = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
+    format!("{}/{}/{}", host_name(), std::process::id(), since.as_nanos())
+}
+
+fn start(
+    launch: &Launch,
+    identity: &str,
+    (address, port): (&str, u16),
+    attempt: u64,
+    log_folder: &Path,
+) -> Result<Vec<Rank>> {
     let program = std::env::current_exe().map_err(|e| Error::io("find", "this program", e))?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from) / launch.devices;
     let mut ranks: Vec<Rank> = Vec::new();
@@ -142,7 +164,7 @@ fn start(launch: &Launch, address: &str, port: u16, attempt: u64, log_folder: &P
             .env("WORLD_SIZE", (launch.devices * launch.num_nodes).to_string())
             .env("NODE_RANK", launch.node_rank.to_string())
             .env("LOCAL_RANK", local_rank.to_string())
-            .env(LAUNCHER, "1")
+            .env(LAUNCHER, identity)
             .env(ATTEMPT, attempt.to_string())
             .stdin(Stdio::null())
             // Ctrl-C reaches the launcher alone, which passes it on: once to each rank
@@ -329,7 +351,8 @@ impl Signals {
 /// To be called by a rank whose run has failed. One that has only noticed that another is gone lets the launcher show
 /// the reason first, which then ends this rank by SIGTERM.
 pub(crate) fn hold_back(error: &Error) {
-    let is_consequence = matches!(error, Error::Distributed(DistributedError::Collective(_)));
+    let is_consequence =
+        matches!(error, Error::Distributed(DistributedError::Collective(failure)) if !failure.timed_out);
     if !is_consequence || std::env::var_os(LAUNCHER).is_none() {
         return;
     }

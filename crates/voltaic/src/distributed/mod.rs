@@ -10,15 +10,18 @@ mod launcher;
 mod libraries;
 mod process_group;
 mod rendezvous;
+mod roll_call;
+mod variables;
 mod world;
 
 pub use crate::ffi::ReduceOp;
 pub(crate) use cluster::Wanted;
-pub use cluster::{ClusterEnvironment, Placement, RankPlacement, Variables};
+pub use cluster::{ClusterEnvironment, Placement, RankPlacement};
 pub(crate) use launcher::hold_back;
 pub use launcher::{Launch, launch};
 pub use process_group::{Pending, ProcessGroup};
 pub use rendezvous::{JoinOptions, RunStore};
+pub use variables::Variables;
 pub use world::{World, global_rank, is_global_zero};
 
 /// Time that ranks wait for each other unless told otherwise, as in PyTorch.

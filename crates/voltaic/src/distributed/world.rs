@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::ProcessGroup;
 use super::cluster::RankPlacement;
-use super::rendezvous::{self, JoinOptions, RunStore};
+use super::rendezvous::{self, JoinOptions, Joined, RunStore};
 use crate::device::Device;
 use crate::error::Result;
 
@@ -36,16 +36,26 @@ pub struct World {
     pub local_rank: usize,
     /// Number of the node.
     pub node_rank: usize,
-    /// How often the ranks have been started anew after a failure.
+    /// How often the ranks have been started anew after a failure; the same on all ranks.
     pub attempt: u64,
     group: Option<Arc<ProcessGroup>>,
     store: Option<Arc<RunStore>>,
+    forgetful_run: Option<String>,
 }
 
 impl Default for World {
     /// A process alone.
     fn default() -> Self {
-        Self { rank: 0, world_size: 1, local_rank: 0, node_rank: 0, attempt: 0, group: None, store: None }
+        Self {
+            rank: 0,
+            world_size: 1,
+            local_rank: 0,
+            node_rank: 0,
+            attempt: 0,
+            group: None,
+            store: None,
+            forgetful_run: None,
+        }
     }
 }
 
@@ -57,17 +67,28 @@ impl World {
     /// time-out or do not fit; [`ConfigError`](crate::error::ConfigError) if there is no back end for the device.
     pub fn join(placement: &RankPlacement, device: Device, timeout: Duration) -> Result<Self> {
         let options = JoinOptions { device, timeout };
-        let (group, store) = rendezvous::join(placement, &options)?;
+        let Joined { group, run, attempt } = rendezvous::join(placement, &options)?;
         RANK.store(placement.rank, Ordering::Relaxed);
         Ok(Self {
             rank: placement.rank,
             world_size: placement.world_size,
             local_rank: placement.local_rank,
             node_rank: placement.node_rank,
-            attempt: placement.attempt,
+            attempt,
             group: Some(Arc::new(group)),
-            store: Some(store),
+            store: Some(Arc::new(run)),
+            forgetful_run: placement.elastic_run.clone().filter(|_| placement.hosts_store),
         })
+    }
+
+    /// A process alone that its launcher starts anew if it fails.
+    ///
+    /// # Errors
+    /// [`DistributedError::Rendezvous`](crate::error::DistributedError::Rendezvous) if the launcher's store does not
+    /// answer within `timeout`.
+    pub fn supervised(placement: &RankPlacement, timeout: Duration) -> Result<Self> {
+        let (_, run) = rendezvous::open_group(placement, timeout)?;
+        Ok(Self { attempt: placement.attempt, store: Some(Arc::new(run)), ..Self::default() })
     }
 
     /// Whether this is the rank that prints and writes files.
@@ -83,6 +104,11 @@ impl World {
     /// What ranks, also those started anew, can leave for each other; `None` for a process alone.
     pub fn store(&self) -> Option<&RunStore> {
         self.store.as_deref()
+    }
+
+    /// torchrun's name of the run, on the rank whose end is the end of the store although it may be started anew.
+    pub(crate) fn forgetful_run(&self) -> Option<&str> {
+        self.forgetful_run.as_deref()
     }
 
     /// Returns when all ranks have called it; at once for a process alone.

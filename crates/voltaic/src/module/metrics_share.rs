@@ -1,6 +1,7 @@
 //! Logged values of several ranks: what becomes one number, and what is rank 0's.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
@@ -38,7 +39,12 @@ pub(super) fn share(
     own: Vec<RankValue>,
 ) -> Result<BTreeMap<String, (String, f64)>> {
     let all = match group {
-        Some(group) => group.all_gather_object(&own)?,
+        Some(group) => {
+            if group.rank() == 0 && group.world_size() > 1 {
+                own.iter().filter(|value| !value.sync_dist).for_each(|value| warn_of_a_part(&value.name));
+            }
+            group.all_gather_object(&own)?
+        }
         None => vec![own],
     };
     let mut merged: BTreeMap<String, RankValue> = BTreeMap::new();
@@ -60,6 +66,16 @@ pub(super) fn share(
         }
     }
     Ok(merged.into_iter().map(|(name, value)| (name, (value.epoch_name.clone(), value.value()))).collect())
+}
+
+/// Says once that a value of an epoch is rank 0's.
+fn warn_of_a_part(name: &str) {
+    static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    if SAID.lock().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned()) {
+        tracing::warn!(
+            "{name} is of rank 0's part of the data; log it with sync_dist(true) for the value over all ranks"
+        );
+    }
 }
 
 /// The value of one step over all ranks. # Collective

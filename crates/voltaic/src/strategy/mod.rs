@@ -113,6 +113,13 @@ pub struct SingleDevice {
     votes: Votes,
 }
 
+impl SingleDevice {
+    /// For a process that its launcher starts anew if it fails.
+    pub(crate) fn of(world: World) -> Self {
+        Self { world, votes: Votes::default() }
+    }
+}
+
 impl Strategy for SingleDevice {
     fn name(&self) -> &'static str {
         "single_device"

@@ -223,6 +223,7 @@ impl TrainerBuilder {
             resumed_from: None,
             grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
             seed: global_seed(),
+            fits: 0,
         };
         Ok(Trainer {
             config: self.config,

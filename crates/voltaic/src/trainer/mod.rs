@@ -170,7 +170,8 @@ impl Trainer {
         drop(session);
         self.graphs = graphs;
         self.run.strategy.teardown();
-        result
+        result?;
+        self.run.forget_note()
     }
 
     /// Runs the validation loaders once; returns their metrics.

@@ -1,5 +1,6 @@
 //! What a run with several ranks does besides training: joining them, dividing loaders, agreeing to stop, starting anew.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::config::TrainerConfig;
@@ -7,12 +8,13 @@ use super::hooks::{BatchFacts, Parts};
 use super::plan::{Problems, TrainPlan};
 use super::session::{Run, Session};
 use crate::accelerator::{Accelerator, Devices};
+use crate::checkpoint::write_atomically;
 use crate::data::{Batch, DataLoader, Remainder};
 use crate::device::Device;
 use crate::distributed::{self, Placement, Variables, Wanted, World};
-use crate::error::{ConfigError, DeviceError, Result};
+use crate::error::{ConfigError, DeviceError, Error, Result};
 use crate::module::{LightningModule, Requests, StepState};
-use crate::strategy::{Ddp, SingleDevice, Strategy, StrategyPlan, Votes};
+use crate::strategy::{Ddp, SingleDevice, Strategy, StrategyConfig, StrategyPlan, Votes};
 
 /// Where the newest checkpoint of a run is, for ranks that are started anew: two paths, one a line, the newest first.
 const LAST_CHECKPOINT: &str = "last_checkpoint";
@@ -68,12 +70,13 @@ impl RankPlan {
     }
 
     /// What this process is to the run.
-    pub(super) fn place(&self, variables: &Variables) -> Result<Placement, ConfigError> {
+    pub(super) fn place(&self, variables: &Variables, restarts: bool) -> Result<Placement, ConfigError> {
         let wanted = Wanted {
             devices: self.devices.len(),
             is_auto: self.devices_is_auto,
             num_nodes: self.num_nodes,
-            is_distributed: true,
+            is_distributed: self.strategy != StrategyPlan::SingleDevice,
+            restarts,
         };
         Placement::find(variables, wanted)
     }
@@ -123,23 +126,39 @@ pub(super) fn join(
     plan: &mut TrainPlan,
     accelerator: &dyn Accelerator,
 ) -> Result<Box<dyn Strategy>> {
-    let StrategyPlan::Ddp { name, config: ddp } = &plan.ranks.strategy else {
-        return Ok(Box::new(SingleDevice::default()));
-    };
-    let world = match plan.ranks.place(&Variables::of_process())? {
-        Placement::Single => World::default(),
+    let variables = Variables::of_process();
+    let restarts = config.max_restarts > 0;
+    let strategy = plan.ranks.strategy.clone();
+    if strategy == StrategyPlan::SingleDevice {
+        if config.strategy == StrategyConfig::from("auto") {
+            variables.check_alone()?;
+        }
+        // a rank may have a trainer for itself, which its launcher does not look after
+        if !restarts || variables.is_rank_of_launcher() {
+            return Ok(Box::new(SingleDevice::default()));
+        }
+    }
+    let placement = match plan.ranks.place(&variables, restarts)? {
+        Placement::Single => return Ok(Box::new(SingleDevice::default())),
         Placement::Launcher(launch) => {
             let folder = plan.default_root_dir.join("rank_logs");
             let code = distributed::launch(&launch, config.max_restarts, &folder)?;
             std::process::exit(code.into());
         }
-        Placement::Rank(placement) => {
-            plan.device = plan.ranks.device_of(placement.local_rank)?;
-            accelerator.setup()?; // decides the back end
-            World::join(&placement, plan.device, ddp.timeout())?
-        }
+        Placement::Rank(placement) => placement,
     };
-    Ok(Box::new(Ddp::new(name, world, ddp.clone())))
+    let StrategyPlan::Ddp { name, config: ddp } = strategy else {
+        let world = World::supervised(&placement, distributed::DEFAULT_TIMEOUT)?;
+        return Ok(Box::new(SingleDevice::of(world)));
+    };
+    plan.device = plan.ranks.device_of(placement.local_rank)?;
+    accelerator.setup()?; // decides the back end
+    let world = World::join(&placement, plan.device, ddp.timeout())?;
+    if let Some(group) = world.group().filter(|_| world.is_global_zero() && world.world_size > 1) {
+        let nodes = plan.ranks.num_nodes;
+        tracing::info!("{name}: {} ranks on {nodes} node(s), over {}", world.world_size, group.backend());
+    }
+    Ok(Box::new(Ddp::new(name, world, ddp)))
 }
 
 /// Leaves a training loader with this rank's part, padded so that all ranks have as many batches.
@@ -179,15 +198,29 @@ impl Run {
     }
 
     /// The checkpoint to go on from, for ranks that were started anew after a failure; else `ckpt_path`.
-    pub(super) fn after_restart(&self, ckpt_path: Option<String>) -> Result<Option<String>> {
+    ///
+    /// # Collective
+    /// All ranks must call it. Rank 0 decides: a rank that does not find the file says so when it reads it.
+    pub(super) fn after_restart(&mut self, ckpt_path: Option<String>) -> Result<Option<String>> {
+        self.fits += 1;
         let world = self.world();
-        let Some(store) = world.store().filter(|_| world.attempt > 0) else { return Ok(ckpt_path) };
-        let known = world.of_rank_zero(store.get(LAST_CHECKPOINT)?)?;
+        let Some(store) = world.store() else { return Ok(ckpt_path) };
+        if world.attempt == 0 {
+            return self.forget_note().map(|()| ckpt_path);
+        }
+        let mut known = store.get(&self.note_key())?;
+        if let (None, Some(path)) = (&known, self.note_file()) {
+            known = std::fs::read_to_string(path).ok();
+        }
         let found = known.as_deref().into_iter().flat_map(str::lines).find(|path| Path::new(path).exists());
-        match found {
-            Some(path) => Ok(Some(path.to_owned())),
+        match world.of_rank_zero(found.map(str::to_owned))? {
+            Some(path) => Ok(Some(path)),
             None => {
-                tracing::info!("no checkpoint was written before the failure: starting from the beginning");
+                if world.is_global_zero() {
+                    tracing::info!(
+                        "no checkpoint is known from before the failure: starting from the beginning"
+                    );
+                }
                 Ok(ckpt_path)
             }
         }
@@ -197,9 +230,38 @@ impl Run {
     pub(super) fn note_checkpoint(&self, path: &Path) -> Result<()> {
         let Some(store) = self.world().store() else { return Ok(()) };
         let absolute = std::path::absolute(path).unwrap_or_else(|_| PathBuf::from(path));
-        let before = store.get(LAST_CHECKPOINT)?.unwrap_or_default();
+        let before = store.get(&self.note_key())?.unwrap_or_default();
         let before = before.lines().next().unwrap_or_default();
-        store.set(LAST_CHECKPOINT, &format!("{}\n{before}", absolute.display()))
+        let note = format!("{}\n{before}", absolute.display());
+        store.set(&self.note_key(), &note)?;
+        match self.note_file() {
+            Some(path) => write_atomically(&path, |file| file.write_all(note.as_bytes())),
+            None => Ok(()),
+        }
+    }
+
+    /// Called when a fit is over: nobody has to go on with it.
+    pub(super) fn forget_note(&self) -> Result<()> {
+        let Some(path) = self.note_file() else { return Ok(()) };
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(Error::io("remove", path, error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A fit that is started anew must not take the checkpoint of a later one of the same trainer.
+    fn note_key(&self) -> String {
+        format!("{LAST_CHECKPOINT}/{}", self.fits)
+    }
+
+    /// Where rank 0 leaves its note if it would be lost in the store.
+    fn note_file(&self) -> Option<PathBuf> {
+        let run = self.world().forgetful_run()?;
+        let run: String = run.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+        let name = format!(".{LAST_CHECKPOINT}.{run}.{}", self.fits);
+        Some(self.facts.default_root_dir.join(name))
     }
 }
 

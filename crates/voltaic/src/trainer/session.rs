@@ -50,6 +50,8 @@ pub(super) struct Run {
     pub grad_scaler: Option<GradScaler>,
     /// Base of all shuffling.
     pub seed: u64,
+    /// Calls of fit so far.
+    pub fits: u64,
 }
 
 /// One call of fit, validate, test or predict.

@@ -227,6 +227,7 @@ fn each_local_rank_takes_a_module_of_its_own() {
         // the device is taken by a tensor of its own, without a trainer that would look for its peers
         let mut command = with_plugin(&[]);
         command.envs(variables.iter().copied()).env("VOLTAIC_TRAINER__ACCELERATOR", "hpu");
+        command.env("VOLTAIC_TRAINER__STRATEGY", "single_device");
         let (_, text) = fit(command);
         assert!(text.contains(module), "{variables:?}: {text}");
     }

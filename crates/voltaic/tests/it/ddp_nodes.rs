@@ -1,12 +1,11 @@
-//! Ranks on several nodes, ranks that are started anew, and other launchers.
+//! Ranks on several nodes, and those that other launchers start.
 
 use std::process::{Command, Stdio};
 
 use tempfile::TempDir;
 use voltaic::Module;
-use voltaic::callback::Callback;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{BatchNorm1d, Forward, Linear, ModuleExt};
 use voltaic::optim::{Optimizers, Sgd};
 use voltaic::{Kind, Tensor};
@@ -136,103 +135,71 @@ fn contradictions_name_the_variable() {
     }
 }
 
-/// Kills its rank in the second epoch, unless ranks have been started anew.
-struct KillOnce;
-
-impl Callback for KillOnce {
-    fn on_train_batch_start(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        let is_first = ["VOLTAIC_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"]
-            .iter()
-            .all(|name| std::env::var(name).is_ok_and(|count| count == "0") || std::env::var(name).is_err());
-        let rank = ctx.process_group().map(|group| group.rank());
-        if is_first && rank == Some(1) && ctx.current_epoch() == 1 && ctx.batch_idx() == 1 {
-            Command::new("kill").args(["-KILL", &std::process::id().to_string()]).status()?;
-            std::thread::sleep(std::time::Duration::from_secs(60));
-        }
-        Ok(())
-    }
-}
-
-fn train_with_a_kill(max_restarts: u64) {
-    let folder = folder_of_parent();
-    let builder =
-        builder(&folder).devices(2).strategy("ddp").enable_checkpointing(true).max_restarts(max_restarts);
-    let mut trainer = builder.callback(KillOnce).build().unwrap();
-    println!("attempt {}", trainer.world().attempt);
-    let mut net = Net::new();
-    trainer.fit(&mut net, &mut loaders(None)).unwrap();
-    finish(&trainer, &net, &folder);
-}
-
 #[test]
-fn ranks_are_started_anew_from_the_last_checkpoint() {
-    let test = "ddp_nodes::ranks_are_started_anew_from_the_last_checkpoint";
-    if plays("restart") {
-        return train_with_a_kill(1);
-    }
-    let (_kept, expected, ..) = alone(2, 1);
-    let folder = TempDir::new().unwrap();
-    let output = own_process(test, "restart").env(FOLDER, folder.path()).output().unwrap();
-    let shown = String::from_utf8_lossy(&output.stderr).into_owned();
-    let text = text_of(&output);
-    assert!(text.contains("attempt 0") && text.contains("attempt 1"), "{text}{shown}");
-    assert!(shown.contains("starting all ranks anew (1 of at most 1 times)"), "{shown}");
-    assert_same(&weights(folder.path()), &expected);
-}
-
-#[test]
-fn max_restarts_is_spelled_as_torchrun_spells_it_too() {
-    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/mnist.yaml");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
-    let options = ["--max-restarts", "2", "--trainer.devices=2", "--print_config=skip_default"];
-    let text = text_of(&command.args(["fit", "--config", recipe]).args(options).output().unwrap());
-    assert!(text.contains("max_restarts: 2"), "{text}");
-}
-
-/// With `VOLTAIC_TEST_TORCHRUN` set to the path of torchrun.
-#[test]
-fn torchrun_starts_ranks_and_restarts_them() {
-    let test = "ddp_nodes::torchrun_starts_ranks_and_restarts_them";
-    if plays("torchrun") {
-        return train_with_a_kill(0);
-    }
-    let Some(torchrun) = std::env::var_os("VOLTAIC_TEST_TORCHRUN") else {
-        println!("skipped: VOLTAIC_TEST_TORCHRUN does not name torchrun");
+fn one_of_several_processes_does_not_train_by_itself_unless_told() {
+    let test = "ddp_nodes::one_of_several_processes_does_not_train_by_itself_unless_told";
+    if plays("alone") {
+        let of = |strategy: &str, max_restarts: u64| {
+            let folder = folder_of_parent();
+            let builder = builder(&folder).devices(1).strategy(strategy).max_restarts(max_restarts);
+            builder.build().err().map_or_else(|| "built".to_owned(), |error| error.to_string())
+        };
+        println!("\nauto: {}", of("auto", 0));
+        println!("single_device: {}", of("single_device", 0));
+        println!("restarts: {}", of("single_device", 1));
         return;
-    };
-    let (_kept, expected, ..) = alone(2, 1);
+    }
+    let torchrun: &[(&str, &str)] = &[
+        ("TORCHELASTIC_RUN_ID", "x"),
+        ("RANK", "1"),
+        ("LOCAL_RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+    ];
+    let mpi: &[(&str, &str)] = &[("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "0")];
+    for (variables, name) in [
+        (torchrun, "WORLD_SIZE"),
+        (&[("WORLD_SIZE", "2"), ("NODE_RANK", "0")], "WORLD_SIZE"),
+        (mpi, "OMPI_COMM_WORLD_SIZE"),
+    ] {
+        let folder = TempDir::new().unwrap();
+        let mut command = own_process(test, "alone");
+        command.env(FOLDER, folder.path()).envs(variables.iter().copied());
+        let text = text_of(&command.output().unwrap());
+        let expected =
+            format!("auto: {name}: 2 ranks, but trainer.devices and trainer.num_nodes speak of one");
+        assert!(text.contains(&expected), "{text}");
+        assert!(text.contains("single_device: built"), "{text}");
+    }
     let folder = TempDir::new().unwrap();
-    let own = own_process(test, "torchrun");
-    let mut command = Command::new(torchrun);
-    command.args(["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python"]);
-    command.arg(own.get_program()).args(own.get_args()).env(FOLDER, folder.path());
-    command.envs(own.get_envs().filter_map(|(key, value)| Some((key, value?))));
+    let mut command = own_process(test, "alone");
+    command.env(FOLDER, folder.path()).envs(torchrun.iter().copied()).env("MASTER_PORT", "1");
     let text = text_of(&command.output().unwrap());
-    assert!(text.contains("attempt 1"), "{text}");
-    assert_same(&weights(folder.path()), &expected);
+    assert!(text.contains("restarts: trainer.max_restarts: set, but torchrun starts the ranks"), "{text}");
 }
 
 #[test]
-fn four_ranks_equal_one_process_up_to_the_order_of_sums() {
-    let test = "ddp_nodes::four_ranks_equal_one_process_up_to_the_order_of_sums";
-    if plays("four") {
-        let folder = folder_of_parent();
-        let mut trainer = builder(&folder).devices(4).strategy("ddp").build().unwrap();
-        let mut net = Net::new();
-        trainer.fit(&mut net, &mut loaders(None)).unwrap();
-        return finish(&trainer, &net, &folder);
+fn nodes_with_other_numbers_of_devices_are_both_told_at_once() {
+    let test = "ddp_nodes::nodes_with_other_numbers_of_devices_are_both_told_at_once";
+    if plays("node") {
+        let devices = if std::env::var("NODE_RANK").unwrap() == "0" { 2 } else { 1 };
+        let built = builder(&folder_of_parent()).devices(devices).num_nodes(2_u64).build();
+        eprintln!("refused: {}", built.err().unwrap());
+        std::process::exit(3);
     }
-    let (_kept, expected, ..) = alone(4, 1);
-    let folder = TempDir::new().unwrap();
-    run_ranks(test, "four", folder.path());
-    for ((name, own), (_, expected)) in weights(folder.path()).iter().zip(&expected) {
-        // four float32 numbers are added in another order: each gradient is off by a few units in the last place,
-        // relative to its largest summand, and AdamW divides by the gradient's own size
-        assert!(own.allclose(expected, 1e-4, 1e-5, false), "{name}: {}", (own - expected).abs().max());
+    let folders = [TempDir::new().unwrap(), TempDir::new().unwrap()];
+    let port = free_port().to_string();
+    let start = |(node, folder): (usize, &TempDir)| {
+        let mut command = own_process(test, "node");
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port).env("NODE_RANK", node.to_string());
+        command.env(FOLDER, folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for node in folders.iter().enumerate().map(start).collect::<Vec<_>>() {
+        let output = node.wait_with_output().unwrap();
+        let shown = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(3), "{shown}");
+        assert!(shown.contains("rank 0 expects 4 ranks, rank 1 (process"), "{shown}");
+        assert!(shown.contains("expects 2; use the same trainer.devices"), "{shown}");
     }
 }
 

@@ -26,6 +26,8 @@ fn placement(rank: usize, world_size: usize, port: u16) -> RankPlacement {
         master_addr: "127.0.0.1".to_owned(),
         master_port: port,
         hosts_store: rank == 0,
+        launcher: None,
+        elastic_run: None,
         attempt: 0,
     }
 }

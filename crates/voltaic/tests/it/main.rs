@@ -20,6 +20,7 @@ mod convert;
 mod data;
 mod data_sets;
 mod ddp;
+mod ddp_elastic;
 mod ddp_faults;
 mod ddp_network;
 mod ddp_nodes;

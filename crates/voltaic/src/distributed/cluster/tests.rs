@@ -10,7 +10,7 @@ fn parse(text: &str) -> Variables {
 }
 
 fn wanted(devices: usize, num_nodes: usize) -> Wanted {
-    Wanted { devices, is_auto: false, num_nodes, is_distributed: true }
+    Wanted { devices, is_auto: false, num_nodes, is_distributed: true, restarts: false }
 }
 
 const LSF: &str = "LSB_JOBID=1 LSB_DJOB_RANKFILE=hosts JSM_NAMESPACE_LOCAL_RANK=0 JSM_NAMESPACE_SIZE=2";
@@ -239,6 +239,33 @@ fn contradictions_name_the_variable_and_a_way_out() {
 }
 
 #[test]
+fn ranks_beyond_the_last_are_told_by_the_launchers_own_variables() {
+    for (given, devices, nodes, expected) in [
+        (
+            "LOCAL_RANK=5 WORLD_SIZE=2 MASTER_PORT=1",
+            2,
+            1,
+            "LOCAL_RANK: 5 of 2 ranks on this node; local ranks count from 0",
+        ),
+        (
+            "LOCAL_RANK=0 NODE_RANK=2 WORLD_SIZE=4 MASTER_PORT=1 MASTER_ADDR=a",
+            2,
+            2,
+            "NODE_RANK: rank 4 of 4; ranks count from 0 to WORLD_SIZE - 1",
+        ),
+        (
+            "SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 SLURM_PROCID=2 SLURM_LOCALID=1",
+            2,
+            1,
+            "SLURM_PROCID: rank 2 of 2; ranks count from 0 to SLURM_NTASKS - 1",
+        ),
+    ] {
+        let error = place(&parse(given), wanted(devices, nodes));
+        assert!(error.contains(expected), "{given}: {error}");
+    }
+}
+
+#[test]
 fn with_devices_auto_the_launcher_says_how_many_ranks_there_are() {
     let auto = Wanted { is_auto: true, ..wanted(8, 1) };
     let given = "TORCHELASTIC_RUN_ID=x RANK=1 WORLD_SIZE=3 LOCAL_RANK=1 LOCAL_WORLD_SIZE=3 MASTER_ADDR=a";
@@ -248,4 +275,42 @@ fn with_devices_auto_the_launcher_says_how_many_ranks_there_are() {
     assert!(place(&parse(given), two_nodes).contains("trainer.num_nodes=2 is another number"));
     assert_eq!(parse("LOCAL_RANK=1 WORLD_SIZE=4").launched_ranks(), Some(4));
     assert_eq!(parse("WORLD_SIZE=4").launched_ranks(), None, "nobody has started them");
+}
+
+#[test]
+fn a_process_is_alone_if_nobody_has_started_others() {
+    for (given, expected) in [
+        ("", None),
+        ("WORLD_SIZE=1", None),
+        ("WORLD_SIZE=2", Some("WORLD_SIZE: 2 ranks, but trainer.devices and trainer.num_nodes speak of one")),
+        ("WORLD_SIZE=2 LOCAL_RANK=0 VOLTAIC_LAUNCHER=a", None),
+        ("TORCHELASTIC_RUN_ID=x WORLD_SIZE=2", Some("WORLD_SIZE: 2 ranks")),
+        ("PMI_SIZE=3", Some("PMI_SIZE: 3 ranks")),
+        ("SLURM_NTASKS=4", None),
+        ("SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4", Some("SLURM_STEP_NUM_TASKS: 4 ranks")),
+        (LSF, Some("JSM_NAMESPACE_SIZE: 2 ranks")),
+    ] {
+        let found = parse(given).check_alone().map_err(|error| error.to_string());
+        match expected {
+            None => assert_eq!(found, Ok(()), "{given}"),
+            Some(text) => {
+                assert!(found.as_ref().is_err_and(|error| error.contains(text)), "{given}: {found:?}")
+            }
+        }
+    }
+}
+
+#[test]
+fn a_process_that_is_to_be_started_anew_gets_a_launcher() {
+    let one = Wanted { is_distributed: false, restarts: true, ..wanted(1, 1) };
+    let launch = Launch { devices: 1, num_nodes: 1, node_rank: 0, master_addr: None, master_port: None };
+    assert_eq!(Placement::find(&parse(""), one).unwrap(), Placement::Launcher(launch));
+    let child = "LOCAL_RANK=0 WORLD_SIZE=1 MASTER_PORT=1 VOLTAIC_LAUNCHER=a";
+    assert_eq!(place(&parse(child), one), "0/1 l0 n0 127.0.0.1:1 guest a0");
+    let torchrun = "TORCHELASTIC_RUN_ID=x RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=a";
+    let refused = place(&parse(torchrun), one);
+    assert!(
+        refused.contains("trainer.max_restarts: set, but torchrun starts the ranks; leave it out"),
+        "{refused}"
+    );
 }

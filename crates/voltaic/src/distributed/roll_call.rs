@@ -1,0 +1,325 @@
+//! The roll call: every rank says that it is there, and rank 0 tells all how it went.
+//!
+//! Rank 0 opens a *round* when it starts, and the others join the newest one. So ranks that are started anew meet again
+//! whatever their launcher calls the attempt: the nodes of a `torchrun` count restarts each for itself.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::cluster::RankPlacement;
+use super::rendezvous::{refuse, within};
+use crate::error::{Result, TorchError};
+use crate::ffi::Store;
+
+/// How much longer than rank 0 the others wait for its verdict.
+const VERDICT_GRACE: Duration = Duration::from_secs(5);
+/// After this time a rank says for whom it waits.
+pub(super) const NOTICE: Duration = Duration::from_secs(10);
+/// How rarely a rank looks whether what it waits for has come.
+const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+const SAME_SIZE: &str = "use the same trainer.devices, trainer.num_nodes and WORLD_SIZE everywhere";
+const OWN_RANK: &str = "give each process a rank of its own: NODE_RANK for each node, or RANK and LOCAL_RANK";
+
+/// A rank that has come.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Arrival {
+    world_size: usize,
+    host: String,
+    pid: u32,
+}
+
+/// What rank 0 says when all have come, or have not.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Verdict {
+    /// What is wrong, and what to do about it.
+    problem: Option<(String, String)>,
+    /// How often the ranks have been started anew.
+    attempt: u64,
+}
+
+impl Verdict {
+    fn problem(reason: String, remedy: &str) -> Self {
+        Self { problem: Some((reason, remedy.to_owned())), attempt: 0 }
+    }
+}
+
+/// A round in which all have come.
+#[derive(Debug)]
+pub(super) struct Round {
+    /// Of this round alone.
+    pub store: Arc<Store>,
+    /// How often the ranks have been started anew, the same for all of them.
+    pub attempt: u64,
+}
+
+impl Round {
+    /// A rank that was in this round has been started anew, so that it will take no part.
+    pub fn is_abandoned(&self) -> bool {
+        self.store.has(ABANDONED).unwrap_or(false)
+    }
+}
+
+/// Keys of a round.
+const FIRST: &str = "first";
+const ARRIVED: &str = "arrived";
+const ABANDONED: &str = "abandoned";
+const MISFIT: &str = "misfit";
+const RESTARTED: &str = "restarted";
+const VERDICT: &str = "verdict";
+/// Keys of all rounds.
+const ROUNDS: &str = "rounds";
+const NEWEST: &str = "newest";
+
+/// Returns when all ranks have come. `store` is that of one group.
+///
+/// It ends in time even if the store does not answer: a request waits for as long as the system takes to notice that a
+/// network is cut.
+pub(super) fn roll_call(placement: &RankPlacement, store: &Arc<Store>, timeout: Duration) -> Result<Round> {
+    let limit = timeout + 2 * VERDICT_GRACE;
+    let call = Call { placement: placement.clone(), store: store.clone(), timeout };
+    within(limit, move || call.answer()).unwrap_or_else(|| {
+        let reason = format!("the store has not answered for {} s", limit.as_secs_f32());
+        Err(refuse(placement, reason, "check the network to MASTER_ADDR"))
+    })
+}
+
+struct Call {
+    placement: RankPlacement,
+    store: Arc<Store>,
+    timeout: Duration,
+}
+
+impl Call {
+    fn answer(&self) -> Result<Round> {
+        let (store, verdict) = if self.placement.rank == 0 { self.lead()? } else { self.follow()? };
+        match verdict.problem {
+            Some((reason, remedy)) => Err(refuse(&self.placement, reason, &remedy)),
+            None => Ok(Round { store: Arc::new(store), attempt: verdict.attempt }),
+        }
+    }
+
+    /// A rank belongs to the launcher that was first to start it.
+    fn claim(&self) -> Result<()> {
+        let Some(launcher) = &self.placement.launcher else { return Ok(()) };
+        let key = format!("owner/{}", self.placement.rank);
+        if self.store.add(&format!("claims/{}", self.placement.rank), 1).map_err(|e| self.lost(&e))? > 1
+            && let Ok(owner) = self.store.get(&key, VERDICT_GRACE)
+        {
+            return if owner == launcher.as_bytes() { Ok(()) } else { Err(self.taken()) };
+        }
+        self.store.set(&key, launcher.as_bytes()).map_err(|e| self.lost(&e))
+    }
+
+    /// Rank 0: opens a round, and waits for the others.
+    fn lead(&self) -> Result<(Store, Verdict)> {
+        let lost = |error: TorchError| self.lost(&error);
+        self.claim()?;
+        let number = self.store.add(ROUNDS, 1).map_err(lost)?;
+        if number > 1 && !self.placement.may_come_back() {
+            return Err(self.taken());
+        }
+        let round = self.round(number)?;
+        round.set(FIRST, &self.arrival()).map_err(lost)?;
+        self.say_if_restarted(&round)?;
+        self.store.set(NEWEST, number.to_string().as_bytes()).map_err(lost)?;
+        let mut verdict = self.count(&round)?;
+        // a store that ended with the ranks has forgotten the rounds before
+        verdict.attempt = (number as u64 - 1).max(u64::from(round.has(RESTARTED).map_err(lost)?));
+        round.set(VERDICT, &serde_json::to_vec(&verdict).unwrap_or_default()).map_err(lost)?;
+        if verdict.problem.is_some() && self.placement.hosts_store {
+            std::thread::sleep(2 * LONGEST_PAUSE); // the others have to read it
+        }
+        Ok((round, verdict))
+    }
+
+    /// Another rank: joins the newest round, and the next one if rank 0 is started anew meanwhile.
+    fn follow(&self) -> Result<(Store, Verdict)> {
+        let lost = |error: TorchError| self.lost(&error);
+        let mut pause = Pause::until(self.timeout);
+        let (mut seen, mut joined) = (0, None);
+        loop {
+            let newest = self.newest()?;
+            if newest > seen {
+                seen = newest;
+                joined = self.enter(newest)?;
+                pause = Pause::until(
+                    self.timeout + if joined.is_some() { VERDICT_GRACE } else { Duration::ZERO },
+                );
+            }
+            if let Some(round) = joined.take() {
+                if round.has(VERDICT).map_err(lost)? {
+                    let verdict = round.get(VERDICT, VERDICT_GRACE).map_err(lost)?;
+                    let verdict = serde_json::from_slice(&verdict).unwrap_or_default();
+                    return Ok((round, verdict));
+                }
+                joined = Some(round);
+            }
+            if !pause.rest(|| self.say_whom_it_waits_for("rank 0")) {
+                let reason = format!("rank 0 did not answer within {} s", self.timeout.as_secs_f32());
+                return Err(refuse(&self.placement, reason, "look at the output of rank 0"));
+            }
+        }
+    }
+
+    /// Takes this rank's place in a round; none if it was taken before this rank was started anew.
+    fn enter(&self, number: i64) -> Result<Option<Store>> {
+        let lost = |error: TorchError| self.lost(&error);
+        let Self { placement, .. } = self;
+        let round = self.round(number)?;
+        self.fits(&round)?;
+        self.claim()?;
+        if round.add(&format!("taken/{}", placement.rank), 1).map_err(lost)? > 1 {
+            if !placement.may_come_back() {
+                return Err(self.taken());
+            }
+            round.set(ABANDONED, placement.rank.to_string().as_bytes()).map_err(lost)?;
+            return Ok(None);
+        }
+        self.say_if_restarted(&round)?;
+        round.set(&format!("arrival/{}", placement.rank), b"1").map_err(lost)?;
+        round.add(ARRIVED, 1).map_err(lost)?;
+        Ok(Some(round))
+    }
+
+    /// Whether rank 0 expects as many ranks; if it does not, both say so.
+    fn fits(&self, round: &Store) -> Result<()> {
+        let lost = |error: TorchError| self.lost(&error);
+        let own = self.placement.world_size;
+        let first = round.get(FIRST, VERDICT_GRACE).map_err(lost)?;
+        let Ok(first) = serde_json::from_slice::<Arrival>(&first) else { return Ok(()) };
+        if first.world_size == own {
+            return Ok(());
+        }
+        let Arrival { world_size: expected, host, pid } = first;
+        let rank = self.placement.rank;
+        let reason = if rank < expected {
+            let (pid, host) = (std::process::id(), host_name());
+            let reason = format!(
+                "rank 0 expects {expected} ranks, rank {rank} (process {pid} on {host}) expects {own}"
+            );
+            round.set(MISFIT, reason.as_bytes()).map_err(lost)?;
+            reason
+        } else {
+            // rank 0 does not wait for it
+            format!("this rank expects {own} ranks, rank 0 (process {pid} on {host}) expects {expected}")
+        };
+        Err(refuse(&self.placement, reason, SAME_SIZE))
+    }
+
+    /// Waits for all ranks.
+    fn count(&self, round: &Store) -> Result<Verdict> {
+        let lost = |error: TorchError| self.lost(&error);
+        let others = self.placement.world_size - 1;
+        let mut pause = Pause::until(self.timeout);
+        loop {
+            if round.has(MISFIT).map_err(lost)? {
+                let reason = round.get(MISFIT, VERDICT_GRACE).map_err(lost)?;
+                return Ok(Verdict::problem(String::from_utf8_lossy(&reason).into_owned(), SAME_SIZE));
+            }
+            if round.add(ARRIVED, 0).map_err(lost)? >= others as i64 {
+                return Ok(Verdict::default());
+            }
+            if round.has(ABANDONED).map_err(lost)? {
+                let reason = "a rank has ended while the others were still to come".to_owned();
+                return Ok(Verdict::problem(reason, "look at its output"));
+            }
+            if !pause.rest(|| self.say_whom_it_waits_for(&self.missing(round))) {
+                let reason = format!(
+                    "{} of {} did not come within {} s",
+                    self.missing(round),
+                    self.placement.world_size,
+                    self.timeout.as_secs_f32()
+                );
+                let remedy = "look at their output, or raise timeout_secs in trainer.strategy";
+                return Ok(Verdict::problem(reason, remedy));
+            }
+        }
+    }
+
+    /// `rank 1` or `ranks 1, 2`.
+    fn missing(&self, round: &Store) -> String {
+        let is_missing = |rank: &usize| !round.has(&format!("arrival/{rank}")).unwrap_or(false);
+        let missing: Vec<String> =
+            (1..self.placement.world_size).filter(is_missing).map(|rank| rank.to_string()).collect();
+        let s = if missing.len() == 1 { "" } else { "s" };
+        format!("rank{s} {}", missing.join(", "))
+    }
+
+    fn say_whom_it_waits_for(&self, whom: &str) {
+        let RankPlacement { rank, world_size, master_addr, master_port, .. } = &self.placement;
+        tracing::info!("rank {rank} of {world_size} waits for {whom} at {master_addr}:{master_port}");
+    }
+
+    fn say_if_restarted(&self, round: &Store) -> Result<()> {
+        if self.placement.attempt == 0 {
+            return Ok(());
+        }
+        round.set(RESTARTED, b"1").map_err(|error| self.lost(&error))
+    }
+
+    /// Number of the newest round, from 1; 0 if there is none.
+    fn newest(&self) -> Result<i64> {
+        let lost = |error: TorchError| self.lost(&error);
+        if !self.store.has(NEWEST).map_err(lost)? {
+            return Ok(0);
+        }
+        let number = self.store.get(NEWEST, VERDICT_GRACE).map_err(lost)?;
+        Ok(String::from_utf8_lossy(&number).parse().unwrap_or(0))
+    }
+
+    fn round(&self, number: i64) -> Result<Store> {
+        Ok(self.store.with_prefix(&format!("round{number}"))?)
+    }
+
+    fn arrival(&self) -> Vec<u8> {
+        let world_size = self.placement.world_size;
+        let arrival = Arrival { world_size, host: host_name(), pid: std::process::id() };
+        serde_json::to_vec(&arrival).unwrap_or_default()
+    }
+
+    fn taken(&self) -> crate::Error {
+        let reason = format!("another process is rank {} already", self.placement.rank);
+        refuse(&self.placement, reason, OWN_RANK)
+    }
+
+    fn lost(&self, error: &TorchError) -> crate::Error {
+        let reason = format!("the store is gone: {}", error.message);
+        refuse(&self.placement, reason, "look at the output of rank 0")
+    }
+}
+
+/// Looks again, at first often.
+struct Pause {
+    next: Duration,
+    deadline: Instant,
+    notice: Option<Instant>,
+}
+
+impl Pause {
+    fn until(timeout: Duration) -> Self {
+        let now = Instant::now();
+        Self { next: Duration::from_millis(2), deadline: now + timeout, notice: Some(now + NOTICE) }
+    }
+
+    /// False when the time is over. Calls `say` once, when it begins to be long.
+    fn rest(&mut self, say: impl FnOnce()) -> bool {
+        let now = Instant::now();
+        if now >= self.deadline {
+            return false;
+        }
+        if self.notice.is_some_and(|notice| now >= notice) {
+            self.notice = None;
+            say();
+        }
+        std::thread::sleep(self.next.min(self.deadline - now));
+        self.next = (self.next * 3 / 2).min(LONGEST_PAUSE);
+        true
+    }
+}
+
+pub(super) fn host_name() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map_or_else(|_| "unknown host".to_owned(), |name| name.trim().to_owned())
+}
