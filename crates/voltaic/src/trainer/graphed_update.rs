@@ -88,7 +88,14 @@ impl<M: LightningModule> Session<'_, M> {
             let recorded = captured.read(&names)?;
             let Some(before) = before else { return Ok(Update::Seen(prepared, recorded)) };
             graph::check_same(&before, &recorded)?;
-            Ok(Update::Ready(prepared, captured.compile(&names, &[])?))
+            let graph = captured.compile(&names, &[])?;
+            for stats in graph.plan_stats() {
+                let (all, replayed) = (stats.num_nodes, stats.num_calls);
+                tracing::info!(
+                    "captured clipping and the optimizer step: {all} operators, {replayed} replayed"
+                );
+            }
+            Ok(Update::Ready(prepared, graph))
         });
         match (update, self.graphs.replayed_step()) {
             (Ok(update), Some((ready, _))) => ready.update = update,
