@@ -33,8 +33,8 @@ pub struct GraphedCallable<M, A> {
 /// module.
 ///
 /// With grad the module is captured in training mode, within `no_grad` in evaluation mode; in other modes of it
-/// or of a layer, and while a backward pass is still to come, its own code runs. `warmup` is how often it runs before it is captured. Neither that
-/// nor the capture changes buffers, gradients or random numbers.
+/// or of a layer, and while a backward pass is still to come, its own code runs. `warmup` is how often it runs before it is
+/// captured. Neither that nor the capture changes buffers, gradients or random numbers.
 ///
 /// ```
 /// use voltaic::graph::make_graphed_callables;

@@ -58,6 +58,19 @@ impl Side {
         self.optimizer.step().unwrap();
     }
 
+    /// As usual three times, captured once, replayed from then on.
+    fn step_by(&mut self, whole_step: &mut HpuGraph, step: i64) {
+        match step {
+            0..3 => self.step(),
+            3 => {
+                let capture = graph(whole_step).unwrap();
+                self.step();
+                capture.end().unwrap();
+            }
+            _ => whole_step.replay().unwrap(),
+        }
+    }
+
     /// The same inputs for the same `step`.
     fn feed(&mut self, step: i64) {
         self.x.copy_(&waves(&[8, 64], step + 1));
@@ -90,15 +103,7 @@ fn a_whole_training_step_is_replayed_to_the_same_bits() {
         eager.feed(step);
         eager.step();
         graphed.feed(step);
-        match step {
-            0..3 => graphed.step(),
-            3 => {
-                let capture = graph(&mut whole_step).unwrap();
-                graphed.step();
-                capture.end().unwrap();
-            }
-            _ => whole_step.replay().unwrap(),
-        }
+        graphed.step_by(&mut whole_step, step);
         assert_same_bits(&eager.state(), &graphed.state(), &format!("step {step}"));
     }
     let recorded = whole_step.graphs().next().unwrap();
@@ -122,15 +127,7 @@ fn a_captured_optimizer_follows_a_schedule() {
         }
         eager.step();
         graphed.optimizer.prepare_replay().unwrap().unwrap();
-        match step {
-            0..3 => graphed.step(),
-            3 => {
-                let capture = graph(&mut whole_step).unwrap();
-                graphed.step();
-                capture.end().unwrap();
-            }
-            _ => whole_step.replay().unwrap(),
-        }
+        graphed.step_by(&mut whole_step, step);
         assert_same_bits(&eager.state(), &graphed.state(), &format!("step {step}"));
     }
     let before = graphed.optimizer.prepare_replay().unwrap();
