@@ -343,6 +343,7 @@ impl ModelCheckpoint {
         let kept = &self.state.best_k_models;
         let best = kept.iter().reduce(|best, next| match (best.score, next.score) {
             (Some(a), Some(b)) if !self.config.mode.is_better(b, a) => best,
+            (Some(_), None) => best,
             _ => next, // without scores the newest is best
         });
         self.state.best_model_path = best.map(|best| best.path.clone());
@@ -381,6 +382,7 @@ fn of_rank_zero<T: Serialize + serde::de::DeserializeOwned>(ctx: &HookContext, v
 fn worst_of(kept: &[Kept], mode: Mode) -> Option<usize> {
     (0..kept.len()).reduce(|worst, next| match (kept[worst].score, kept[next].score) {
         (Some(a), Some(b)) if mode.is_better(a, b) => next,
+        (Some(_), None) => next,
         _ => worst, // without scores the oldest goes first
     })
 }
@@ -473,7 +475,16 @@ impl Callback for ModelCheckpoint {
 
     fn on_train_epoch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         if self.is_epoch_due(ctx) && self.saves_on_train_epoch_end(ctx) && !self.skips(ctx) {
-            let score = self.agreed_score(ctx)?.map_err(anyhow::Error::msg)?;
+            let score = match self.agreed_score(ctx)? {
+                Ok(score) => score,
+                Err(reason) if ctx.is_cut_short() => {
+                    tracing::warn!(
+                        "training ended within its epoch, so the checkpoint has no score: {reason}"
+                    );
+                    None
+                }
+                Err(reason) => return Err(anyhow::Error::msg(reason)),
+            };
             self.save(ctx, score);
         }
         Ok(())
@@ -517,8 +528,15 @@ mod tests {
         assert_eq!(worst_of(&kept(&[0.2, 0.9, 0.5]), Mode::Min), Some(1));
         assert_eq!(worst_of(&kept(&[0.2, 0.9, 0.5]), Mode::Max), Some(0));
         assert_eq!(worst_of(&[], Mode::Max), None);
+        let without_score = Kept { path: "cut short".into(), score: None };
+        let mut mixed = kept(&[0.2, 0.9]);
+        mixed.push(without_score);
+        assert_eq!(worst_of(&mixed, Mode::Max), Some(2));
         let mut callback = ModelCheckpoint::new(ModelCheckpointConfig::default()).expect("valid");
         callback.state.best_k_models = kept(&[0.2, 0.9, 0.5]);
+        callback.update_best();
+        assert_eq!(callback.state.best_model_score, Some(0.2));
+        callback.state.best_k_models = mixed;
         callback.update_best();
         assert_eq!(callback.state.best_model_score, Some(0.2));
     }

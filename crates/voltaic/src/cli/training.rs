@@ -152,9 +152,6 @@ fn trainer(request: &RunRequest) -> anyhow::Result<Trainer> {
     if request.verb() != Verb::Fit {
         // nothing is trained, so there is no run to log
         config.logger = Some(false.into());
-        if request.ckpt_path().is_none() {
-            config.enable_checkpointing = Some(false);
-        }
     }
     let mut builder = Trainer::builder().config(config);
     let optimizer: Option<OptimizerConfig> = request.section("optimizer")?;

@@ -56,8 +56,8 @@ impl<N: Forward> Classifier<N> {
     ) -> anyhow::Result<()> {
         let logits = ctx.graphed(&self.net, inputs)?;
         let prefix = if stage == Stage::Test { "test" } else { "val" };
-        ctx.log(&format!("{prefix}_loss"), cross_entropy(&logits, labels)?).prog_bar(true);
-        ctx.log(&format!("{prefix}_acc"), accuracy(&logits, labels)?).prog_bar(true);
+        ctx.log(&format!("{prefix}_loss"), cross_entropy(&logits, labels)?).prog_bar(true).sync_dist(true);
+        ctx.log(&format!("{prefix}_acc"), accuracy(&logits, labels)?).prog_bar(true).sync_dist(true);
         Ok(())
     }
 }

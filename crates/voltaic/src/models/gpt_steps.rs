@@ -23,13 +23,13 @@ impl LightningModule for Gpt {
 
     fn validation_step(&self, (tokens, targets): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
         let loss = loss_of(&ctx.graphed(self, tokens)?, targets)?;
-        ctx.log("val_loss", loss).prog_bar(true);
+        ctx.log("val_loss", loss).prog_bar(true).sync_dist(true);
         Ok(())
     }
 
     fn test_step(&self, (tokens, targets): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
         let loss = loss_of(&ctx.graphed(self, tokens)?, targets)?;
-        ctx.log("test_loss", loss).prog_bar(true);
+        ctx.log("test_loss", loss).prog_bar(true).sync_dist(true);
         Ok(())
     }
 

@@ -345,6 +345,11 @@ impl HookContext<'_> {
         self.progress.global_step
     }
 
+    /// Whether the epoch ends before its last batch, as at a limit of steps: its validation may never have run.
+    pub(crate) fn is_cut_short(&self) -> bool {
+        self.progress.is_cut_short(self.facts.num_training_batches)
+    }
+
     /// Fixed facts of the run.
     pub fn facts(&self) -> &RunFacts {
         self.facts

@@ -57,6 +57,13 @@ pub struct Progress {
     pub batches_that_stepped: u64,
 }
 
+impl Progress {
+    /// Whether batches of the current epoch are left.
+    pub(crate) fn is_cut_short(&self, num_training_batches: usize) -> bool {
+        (self.batch_idx as usize) < num_training_batches
+    }
+}
+
 /// A model with all that training it takes.
 ///
 /// Steps get `&self`, so they cannot change the module by accident; layers with state (running means) update their

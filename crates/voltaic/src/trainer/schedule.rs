@@ -15,6 +15,8 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(());
         }
         let progress = &self.run.progress;
+        let is_cut_short =
+            interval == Interval::Epoch && progress.is_cut_short(self.run.facts.num_training_batches);
         let position = match interval {
             Interval::Step => progress.global_step,
             Interval::Epoch => progress.current_epoch + 1,
@@ -31,7 +33,7 @@ impl<M: LightningModule> Session<'_, M> {
                     let metric = self.run.metrics.callback_metric(monitor); // sync point
                     match metric {
                         Some(metric) => Some(metric),
-                        None if configured.strict => {
+                        None if configured.strict && !is_cut_short => {
                             return Err(missing_metric(monitor, &self.run.metrics.callback_metric_names()));
                         }
                         None => {

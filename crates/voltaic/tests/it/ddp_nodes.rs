@@ -331,3 +331,28 @@ fn fit_recipe(accelerator: &str, strategy: &str) -> Vec<(String, Tensor)> {
 fn the_recipe_runs_on_two_devices_and_on_emulated_hpus_alike() {
     assert_same(&fit_recipe("hpu", "hpu_parallel"), &fit_recipe("cpu", "ddp"));
 }
+
+/// What `voltaic test` shows on a number of devices.
+fn tested(devices: &str) -> Vec<(String, f64)> {
+    let folder = TempDir::new().unwrap();
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/mnist.yaml");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+    command.args(["test", "--config", recipe, "--trainer.accelerator=cpu", "--trainer.devices", devices]);
+    command.args(["--data.num_workers=0", "--data.batch_size=300"]);
+    let output = command.env("OMP_NUM_THREADS", "1").current_dir(folder.path()).output().unwrap();
+    let text = text_of(&output);
+    let row = |line: &str| {
+        let (name, value) = line.trim().split_once(' ')?;
+        Some((name.to_owned(), value.trim().parse().ok().filter(|_| name.starts_with("test_"))?))
+    };
+    text.lines().filter_map(row).collect()
+}
+
+#[test]
+fn models_that_ship_are_tested_alike_on_any_number_of_devices() {
+    let alone = tested("1");
+    assert_eq!(alone.len(), 2, "{alone:?}");
+    for ((name, value), (_, expected)) in tested("3").iter().zip(&alone) {
+        assert!((value - expected).abs() < 1e-5, "{name}: {value} {expected}");
+    }
+}

@@ -3,10 +3,14 @@
 use std::path::Path;
 
 use tempfile::TempDir;
-use voltaic::callback::{Callback, LinkText, Mode, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
+use voltaic::callback::{
+    Callback, EarlyStopping, EarlyStoppingConfig, LinkText, Mode, ModelCheckpoint, ModelCheckpointConfig,
+    SaveLast,
+};
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::Loaders;
 use voltaic::module::HookContext;
+use voltaic::optim::{LrSchedulerSpec, Optimizers, ReduceLrOnPlateau, Sgd};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 use voltaic::{Error, Module};
 
@@ -306,6 +310,27 @@ fn a_name_that_another_run_took_gets_a_version() {
     }
     let expected = ["epoch=0-step=6-v1.ckpt", "epoch=0-step=6-v2.ckpt", "epoch=0-step=6.ckpt"];
     assert_eq!(names(folder.path()), expected);
+}
+
+#[test]
+fn a_run_that_ends_before_its_first_validation_is_kept() {
+    let folder = TempDir::new().unwrap();
+    let monitor = "val_loss".to_owned();
+    let config = ModelCheckpointConfig {
+        dirpath: Some(folder.path().into()),
+        monitor: Some(monitor.clone()),
+        ..Default::default()
+    };
+    let stopping = EarlyStopping::new(EarlyStoppingConfig { monitor, ..Default::default() }).unwrap();
+    let optimizers = || {
+        let schedule = LrSchedulerSpec::new(ReduceLrOnPlateau::default()).monitor("val_loss");
+        Optimizers::new(Sgd::new(0.5)).scheduler(schedule)
+    };
+    let mut net = Probe { optimizers: Box::new(optimizers), ..Probe::logging(VAL_LOSSES) };
+    let builder = silent().max_steps(4).num_sanity_val_steps(0).enable_checkpointing(true);
+    let builder = builder.callback(ModelCheckpoint::new(config).unwrap()).callback(stopping);
+    builder.build().unwrap().fit(&mut net, &mut loaders()).unwrap();
+    assert_eq!(names(folder.path()), ["epoch=0-step=4.ckpt"]);
 }
 
 #[test]
