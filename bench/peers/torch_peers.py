@@ -150,12 +150,15 @@ def main():
     workload = torch_models.WORKLOADS[job["workload"]]
     net = workload.build()
     set_weights(net)
+    if job["variant"] == "plain-channels-last":
+        net = net.to(memory_format=torch.channels_last)
     fused = True if job["variant"] == "plain-fused" else None
     optimizer = workload.optimizer(net, fused)
     batches = draw_batches(workload)
     trainings = {
         "plain": lambda: train_plain(job, net, optimizer, batches),
         "plain-fused": lambda: train_plain(job, net, optimizer, batches),
+        "plain-channels-last": lambda: train_plain(job, net, optimizer, batches),
         "compile": lambda: train_compiled(job, net, optimizer, batches),
         "lightning": lambda: train_lightning(job, net, optimizer, batches, defaults=False),
         "lightning-defaults": lambda: train_lightning(job, net, optimizer, batches, defaults=True),

@@ -123,7 +123,7 @@ pub struct Peer {
 const ALL: &[&str] = &["mlp", "cnn", "resnet18", "gpt-tiny", "gpt-mini"];
 const SMALL: &[&str] = &["mlp", "cnn"];
 
-pub const PEERS: [Peer; 11] = [
+pub const PEERS: [Peer; 12] = [
     peer("voltaic", Program::Voltaic, "bare", ALL, Work::Same),
     peer("voltaic-defaults", Program::Voltaic, "defaults", ALL, Work::Same),
     peer("voltaic-hpu", Program::Voltaic, "hpu", ALL, Work::Same),
@@ -132,6 +132,8 @@ pub const PEERS: [Peer; 11] = [
     peer("lightning-defaults", Program::Torch, "lightning-defaults", ALL, Work::Same),
     peer("pytorch", Program::Torch, "plain", ALL, Work::Same),
     peer("pytorch-fused", Program::Torch, "plain-fused", ALL, Work::Same),
+    // the layout that voltaic's own has
+    peer("pytorch-channels-last", Program::Torch, "plain-channels-last", &["resnet18"], Work::Same),
     peer(COMPILED, Program::Torch, "compile", ALL, Work::OwnMasks),
     peer("burn", Program::Burn, "plain", SMALL, Work::OwnDraw),
     peer("candle", Program::Candle, "plain", SMALL, Work::OwnDraw),

@@ -77,7 +77,8 @@ pub struct ModelCheckpointConfig {
     pub mode: Mode,
     /// How many of the best to keep: -1 all, 0 none.
     pub save_top_k: i64,
-    /// Also keep the newest as `last.ckpt`: `true`, `false` or `link`.
+    /// Also keep the newest as `last.ckpt`: `true`, `false` or `link`. A fit that ends before anything was saved then
+    /// saves that at its end.
     pub save_last: SaveLast,
     /// Leave out optimizers and loop positions; training cannot be resumed from such a file.
     pub save_weights_only: bool,
@@ -148,6 +149,8 @@ pub struct ModelCheckpoint {
     state: State,
     /// A save that waits for the validation that follows.
     deferred: bool,
+    /// Something was saved in this fit.
+    has_saved: bool,
     interval: Option<Duration>,
     /// When the last checkpoint was saved, or the fit began.
     last_time: Instant,
@@ -199,7 +202,15 @@ impl ModelCheckpoint {
         match file_name {
             Ok(file_name) if problems.is_empty() => {
                 let state = State::default();
-                Ok(Self { config, file_name, state, deferred: false, interval, last_time: Instant::now() })
+                Ok(Self {
+                    config,
+                    file_name,
+                    state,
+                    deferred: false,
+                    has_saved: false,
+                    interval,
+                    last_time: Instant::now(),
+                })
             }
             _ => Err(ConfigError { problems }),
         }
@@ -282,6 +293,7 @@ impl ModelCheckpoint {
             self.request(ctx, path, None, then_remove);
         }
         self.state.last_step_saved = Some(ctx.global_step());
+        self.has_saved = true;
         self.last_time = Instant::now();
         if self.config.verbose {
             let (epoch, step) = (ctx.current_epoch(), ctx.global_step());
@@ -433,6 +445,7 @@ impl Callback for ModelCheckpoint {
             self.state.best_k_models.clear();
         }
         self.state.dirpath = dirpath;
+        self.has_saved = false;
         self.last_time = Instant::now();
         self.state.last_step_saved.take_if(|step| *step > ctx.global_step()); // that was another fit
         if !ctx.facts().fast_dev_run {
@@ -486,6 +499,17 @@ impl Callback for ModelCheckpoint {
                 Err(reason) => return Err(anyhow::Error::msg(reason)),
             };
             self.save(ctx, score);
+        }
+        Ok(())
+    }
+
+    fn on_train_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        let keeps_last = !matches!(self.config.save_last, SaveLast::No | SaveLast::Copy(false));
+        if keeps_last && !self.has_saved && !self.skips(ctx) {
+            let last = self.last_path();
+            self.state.last_model_path = Some(last.clone());
+            self.state.last_step_saved = Some(ctx.global_step());
+            self.request(ctx, last, None, None);
         }
         Ok(())
     }

@@ -4,12 +4,17 @@ use std::io::{self, IsTerminal, Write};
 
 use tracing_subscriber::EnvFilter;
 
+use crate::distributed::Variables;
+
 /// Without the variable `RUST_LOG`: what voltaic has to say, and warnings of everything else.
 const DEFAULT: &str = "warn,voltaic=info";
+/// The same of a rank beside the first, which says what is common to all.
+const DEFAULT_OF_OTHERS: &str = "warn";
 
 /// Prints log lines from now on, unless the program has arranged for that itself.
 pub(super) fn print_log() {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT));
+    let default = if Variables::of_process().is_one_more_rank() { DEFAULT_OF_OTHERS } else { DEFAULT };
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
     let has_colour =
         io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     let printer =

@@ -192,7 +192,8 @@ fn print_metrics(what: &str, metrics: &[(String, f64)]) {
 }
 
 fn print_files(trainer: &Trainer) {
-    let checkpoint = trainer.best_model_path().filter(|path| path.exists());
+    let checkpoint = trainer.best_model_path().or_else(|| trainer.last_model_path());
+    let checkpoint = checkpoint.filter(|path| path.exists());
     let mut text = String::new();
     for path in checkpoint.into_iter().chain(trainer.files()) {
         let label = match path.extension().and_then(|extension| extension.to_str()) {

@@ -36,6 +36,21 @@ impl Variables {
         self.text(LAUNCHER).is_some() && self.launched_ranks().is_some_and(|ranks| ranks > 1)
     }
 
+    /// Whether another program has started this process as a rank that is not the first, and whose output appears among
+    /// that of the others. Those of voltaic's launcher and pods have logs of their own.
+    pub(crate) fn is_one_more_rank(&self) -> bool {
+        let names: &[&str] = match ClusterEnvironment::detect(self) {
+            _ if self.text(LAUNCHER).is_some() => &[],
+            ClusterEnvironment::Kubeflow => &[],
+            ClusterEnvironment::TorchElastic => &["RANK"],
+            ClusterEnvironment::Slurm => &["SLURM_PROCID"],
+            ClusterEnvironment::Lsf => &["JSM_NAMESPACE_RANK"],
+            ClusterEnvironment::Mpi => &["OMPI_COMM_WORLD_RANK", "PMI_RANK"],
+            ClusterEnvironment::Lightning => &["LOCAL_RANK"],
+        };
+        names.iter().find_map(|name| self.number(name).ok()?).is_some_and(|rank| rank > 0)
+    }
+
     /// Refuses to let each of several processes train for itself, only because the configuration speaks of one.
     pub(crate) fn check_alone(&self) -> Result<(), ConfigError> {
         let names: &[&str] = match ClusterEnvironment::detect(self) {

@@ -284,6 +284,11 @@ impl Trainer {
         self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.best)
     }
 
+    /// The newest checkpoint of the last fit, if a callback keeps it.
+    pub fn last_model_path(&self) -> Option<PathBuf> {
+        self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.last)
+    }
+
     /// Files of this run that a user will want to look at: metrics and pictures.
     pub fn files(&self) -> Vec<PathBuf> {
         self.run.loggers.iter().flat_map(|logger| logger.files()).collect()

@@ -334,6 +334,25 @@ fn a_run_that_ends_before_its_first_validation_is_kept() {
 }
 
 #[test]
+fn a_run_without_validation_or_checkpoint_ends_with_its_last() {
+    for (save_last, expected) in [(SaveLast::Copy(true), &["last.ckpt"][..]), (SaveLast::No, &[])] {
+        let folder = TempDir::new().unwrap();
+        let dirpath = Some(folder.path().into());
+        let config = ModelCheckpointConfig { dirpath, save_last, ..Default::default() };
+        let builder = silent().max_steps(4).check_val_every_n_epoch(None).val_check_interval(250);
+        let builder = builder.enable_checkpointing(true).callback(ModelCheckpoint::new(config).unwrap());
+        let mut trainer = builder.build().unwrap();
+        trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
+        assert_eq!(names(folder.path()), expected);
+        let last = trainer.last_model_path();
+        assert_eq!(
+            last.map(|path| Checkpoint::load(&path).unwrap().training.is_some()),
+            expected.first().map(|_| true)
+        );
+    }
+}
+
+#[test]
 fn last_is_the_newest_checkpoint_wherever_it_goes() {
     let root = TempDir::new().unwrap();
     let elsewhere = root.path().join("elsewhere");
