@@ -491,9 +491,11 @@ impl Callback for ModelCheckpoint {
             let score = match self.agreed_score(ctx)? {
                 Ok(score) => score,
                 Err(reason) if ctx.is_cut_short() => {
-                    tracing::warn!(
-                        "training ended within its epoch, so the checkpoint has no score: {reason}"
-                    );
+                    if ctx.is_global_zero() {
+                        tracing::warn!(
+                            "training ended within its epoch, so the checkpoint has no score: {reason}"
+                        );
+                    }
                     None
                 }
                 Err(reason) => return Err(anyhow::Error::msg(reason)),
