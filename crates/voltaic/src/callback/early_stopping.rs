@@ -157,8 +157,7 @@ impl EarlyStopping {
             let text = format!(
                 "EarlyStopping.monitor: no metric `{monitor}` has been logged; choose one of: {known}"
             );
-            let is_strict = self.config.strict && !ctx.is_cut_short();
-            anyhow::ensure!(!is_strict, "{text}, or set strict=false");
+            anyhow::ensure!(!self.config.strict, "{text}, or set strict=false");
             if tells {
                 tracing::warn!("{text}");
             }
@@ -233,7 +232,8 @@ impl Callback for EarlyStopping {
     }
 
     fn on_train_epoch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        if self.checks_on_train_epoch_end(ctx) {
+        let never_came = ctx.is_cut_short() && ctx.metric(&self.config.monitor).is_none();
+        if self.checks_on_train_epoch_end(ctx) && !never_came {
             self.check(ctx)?;
         }
         Ok(())

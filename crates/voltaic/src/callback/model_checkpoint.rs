@@ -302,22 +302,22 @@ impl ModelCheckpoint {
                 None => tracing::info!("epoch {epoch}, step {step}: not among the best {top_k}"),
             }
         }
-        let last = self.last_path();
         match (self.config.save_last, newest) {
             (SaveLast::No | SaveLast::Copy(false), newest) => {
                 if newest.is_some() {
                     self.state.last_model_path = newest;
                 }
             }
-            (SaveLast::Link(_), Some(newest)) => {
-                self.state.last_model_path = Some(last.clone());
-                self.request(ctx, last, Some(newest), None);
-            }
-            (SaveLast::Copy(true) | SaveLast::Link(_), _) => {
-                self.state.last_model_path = Some(last.clone());
-                self.request(ctx, last, None, None);
-            }
+            (SaveLast::Link(_), newest @ Some(_)) => self.save_last(ctx, newest),
+            (SaveLast::Copy(true) | SaveLast::Link(_), _) => self.save_last(ctx, None),
         }
+    }
+
+    /// Writes `last.ckpt`, or links it to a checkpoint.
+    fn save_last(&mut self, ctx: &mut HookContext, link_to: Option<PathBuf>) {
+        let last = self.last_path();
+        self.state.last_model_path = Some(last.clone());
+        self.request(ctx, last, link_to, None);
     }
 
     /// `last.ckpt`, or `last-v1.ckpt` and so on beside those of other runs.
@@ -508,10 +508,8 @@ impl Callback for ModelCheckpoint {
     fn on_train_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         let keeps_last = !matches!(self.config.save_last, SaveLast::No | SaveLast::Copy(false));
         if keeps_last && !self.has_saved && !self.skips(ctx) {
-            let last = self.last_path();
-            self.state.last_model_path = Some(last.clone());
             self.state.last_step_saved = Some(ctx.global_step());
-            self.request(ctx, last, None, None);
+            self.save_last(ctx, None);
         }
         Ok(())
     }

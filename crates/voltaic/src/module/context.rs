@@ -345,9 +345,10 @@ impl HookContext<'_> {
         self.progress.global_step
     }
 
-    /// Whether the epoch ends before its last batch, as at a limit of steps: its validation may never have run.
+    /// At the end of an epoch: whether it ends before its last batch, as at a limit of steps, so that its validation may
+    /// never have run.
     pub(crate) fn is_cut_short(&self) -> bool {
-        self.progress.is_cut_short(self.facts.num_training_batches)
+        self.progress.has_batches_left(self.facts.num_training_batches)
     }
 
     /// Fixed facts of the run.

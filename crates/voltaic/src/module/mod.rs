@@ -59,7 +59,7 @@ pub struct Progress {
 
 impl Progress {
     /// Whether batches of the current epoch are left.
-    pub(crate) fn is_cut_short(&self, num_training_batches: usize) -> bool {
+    pub(crate) fn has_batches_left(&self, num_training_batches: usize) -> bool {
         (self.batch_idx as usize) < num_training_batches
     }
 }

@@ -191,7 +191,7 @@ fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {
 fn pending_grads<M: LightningModule>(session: &Session<M>) -> Vec<(String, tch::Tensor)> {
     let progress = &session.run.progress;
     let is_open = !progress.batch_idx.is_multiple_of(session.accumulate_grad_batches)
-        && (progress.batch_idx as usize) < session.run.facts.num_training_batches;
+        && progress.has_batches_left(session.run.facts.num_training_batches);
     if !is_open {
         return Vec::new();
     }

@@ -28,7 +28,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// Validates within fit and gives the metrics to the loggers.
     pub(super) fn validate_in_fit(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
         let is_window_open = !self.run.progress.batch_idx.is_multiple_of(self.accumulate_grad_batches)
-            && (self.run.progress.batch_idx as usize) < loaders.plan.num_training_batches;
+            && self.run.progress.has_batches_left(loaders.plan.num_training_batches);
         if !is_window_open {
             module_hook!(self, on_validation_model_zero_grad)?;
         }

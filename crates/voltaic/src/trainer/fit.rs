@@ -327,7 +327,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// Ends the epoch: its hooks, plateau schedules, and its metrics to the loggers. An epoch that a step limit cut
     /// short is left open, so that a resumed run finishes it.
     fn end_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
-        let is_complete = !self.run.progress.is_cut_short(loaders.plan.num_training_batches);
+        let is_complete = !self.run.progress.has_batches_left(loaders.plan.num_training_batches);
         self.run.progress.epoch_ended = is_complete || self.is_asked_to_stop();
         self.is_ending_epoch = true;
         self.run.metrics.publish_train_epoch()?; // sync point

@@ -16,7 +16,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let progress = &self.run.progress;
         let is_cut_short =
-            interval == Interval::Epoch && progress.is_cut_short(self.run.facts.num_training_batches);
+            interval == Interval::Epoch && progress.has_batches_left(self.run.facts.num_training_batches);
         let position = match interval {
             Interval::Step => progress.global_step,
             Interval::Epoch => progress.current_epoch + 1,

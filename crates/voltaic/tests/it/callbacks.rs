@@ -118,11 +118,13 @@ fn a_run_stops_early_where_lightnings_does() {
 #[test]
 fn a_metric_that_is_missing_is_named_with_those_there_are() {
     let config = EarlyStoppingConfig { monitor: "val_los".to_owned(), ..Default::default() };
-    let fit = |config: &EarlyStoppingConfig| {
+    let fit_checked = |config: &EarlyStoppingConfig, val_check_interval: f64| {
         let callback = EarlyStopping::new(config.clone()).unwrap();
-        let mut trainer = silent().max_epochs(1).callback(callback).build().unwrap();
-        trainer.fit(&mut Probe::logging(&[1.0]), &mut loaders())
+        let builder = silent().max_epochs(1).val_check_interval(val_check_interval);
+        let mut trainer = builder.callback(callback).build().unwrap();
+        trainer.fit(&mut Probe::logging(&[1.0, 1.0]), &mut loaders())
     };
+    let fit = |config: &EarlyStoppingConfig| fit_checked(config, 1.0);
     let error = fit(&config).unwrap_err().to_string();
     assert!(
         error
@@ -130,6 +132,11 @@ fn a_metric_that_is_missing_is_named_with_those_there_are() {
         "{error}"
     );
     assert!(error.contains("no metric `val_los`") && error.contains("val_loss"), "{error}");
+    let error = fit_checked(&config, 0.5).unwrap_err().to_string();
+    assert!(
+        error.contains("at global_step 3") && error.contains("no metric `val_los`"),
+        "within an epoch: {error}"
+    );
     fit(&EarlyStoppingConfig { strict: false, ..config }).unwrap();
 }
 
