@@ -12,7 +12,7 @@ use super::step::copy_of;
 use crate::device::Device;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi;
-use crate::nn::{Module, ModuleExt, training_modes};
+use crate::nn::{ModeNumbers, Module, ModuleExt};
 
 /// Pads one dimension of the inputs with zeros up to the next of a few sizes, so that few shapes need a graph. Outputs
 /// are cut back along the same dimension. For modules that treat the entries of the dimension apart from each other,
@@ -80,8 +80,9 @@ impl fmt::Display for CacheStats {
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
     inputs: Vec<InputKey>,
-    /// Of the module and all modules below it, and last that of the call.
-    modes: Vec<bool>,
+    /// Number of the modes of the module and all modules below it.
+    modes: usize,
+    is_training: bool,
     with_grad: bool,
     autocast: (bool, i32),
     /// Of the operators that cast.
@@ -107,6 +108,7 @@ pub(crate) struct GraphCache {
     /// How often each sort of call came; kept to find the least frequent one.
     counts: Vec<(Key, u64)>,
     params: Option<Vec<Tensor>>,
+    modes: ModeNumbers,
     last_sizes: Vec<Vec<i64>>,
     stats: CacheStats,
     pub(crate) refusal: Option<String>,
@@ -124,6 +126,7 @@ impl GraphCache {
             graphs: Vec::new(),
             counts: Vec::new(),
             params: None,
+            modes: ModeNumbers::default(),
             last_sizes: Vec::new(),
             stats,
             refusal: None,
@@ -203,11 +206,10 @@ impl GraphCache {
         let device = inputs.first().map_or(Device::Cpu, |input| input.device);
         let with_grad =
             trained.iter().any(|is_trained| *is_trained) || inputs.iter().any(|input| input.requires_grad);
-        let mut modes = training_modes(module);
-        modes.push(is_training);
+        let modes = self.modes.number(module);
         let autocast = ffi::autocast_state(device)?;
         let lists_version = ffi::autocast_lists_version();
-        Ok(Key { inputs, modes, with_grad, autocast, lists_version, trained })
+        Ok(Key { inputs, modes, is_training, with_grad, autocast, lists_version, trained })
     }
 
     fn count(&mut self, key: &Key) {

@@ -12,7 +12,7 @@ use super::step::copy_of;
 use crate::device::Device;
 use crate::error::{GraphError, Result};
 use crate::ffi;
-use crate::nn::{Forward, Member, Module, ModuleExt, set_training, training_modes};
+use crate::nn::{Forward, Member, ModeNumbers, Module, ModuleExt, mode_changed, set_training};
 
 /// A module that is a graph; made by [`make_graphed_callables`]. Names of weights are those of the module.
 #[derive(Debug)]
@@ -21,8 +21,8 @@ pub struct GraphedCallable<M, A> {
     call: RefCell<CapturedCall>,
     is_training: bool,
     was_training: bool,
-    /// Of the module and all modules below it, when it was captured.
-    modes: Vec<bool>,
+    /// Number 0 are those when it was captured.
+    modes: RefCell<ModeNumbers>,
     /// Parameters that the graph has no gradient for.
     frozen: Vec<Tensor>,
     _args: PhantomData<fn(&A)>,
@@ -74,11 +74,13 @@ pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
     kept.restore(&module)?;
     let frozen = module.parameters().into_iter().filter(|parameter| !parameter.requires_grad());
     let frozen = frozen.map(|parameter| parameter.tensor().shallow_clone()).collect();
+    let mut modes = ModeNumbers::default();
+    modes.number(module.as_dyn());
     Ok(GraphedCallable {
         call: RefCell::new(captured?),
         is_training,
         was_training: is_training,
-        modes: training_modes(&module),
+        modes: RefCell::new(modes),
         frozen,
         module,
         _args: PhantomData,
@@ -136,8 +138,8 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
     /// [`GraphError::InputMismatch`], [`GraphError::TensorGone`]; the module's own where its code runs.
     pub fn call(&self, args: &A) -> anyhow::Result<M::Output> {
         let mut call = self.call.borrow_mut();
-        let is_other_mode =
-            self.is_training != self.was_training || self.modes != training_modes(self.module.as_dyn());
+        let is_other_mode = self.is_training != self.was_training
+            || self.modes.borrow_mut().number(self.module.as_dyn()) != 0;
         if is_capturing() || is_other_mode || call.is_busy() {
             drop(call);
             return self.module.call(args);
@@ -168,6 +170,7 @@ impl<A: TensorTuple + 'static, M: Module> Module for GraphedCallable<M, A> {
 
     fn set_training(&mut self, training: bool) {
         self.is_training = training;
+        mode_changed();
         self.module.set_training(training);
     }
 

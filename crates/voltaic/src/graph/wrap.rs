@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use super::cache::{Buckets, CacheOptions, CacheStats, GraphCache};
 use super::callable::{Callable, TensorTuple, call_with};
-use crate::nn::{Forward, Member, Module, ModuleExt};
+use crate::nn::{Forward, Member, Module, ModuleExt, mode_changed};
 
 /// Options of [`wrap_in_hpu_graph`], with Habana's names and defaults.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -211,6 +211,7 @@ impl<M: Module> Module for GraphedModule<M> {
 
     fn set_training(&mut self, training: bool) {
         self.is_training = training;
+        mode_changed();
         self.module.set_training(training);
     }
 

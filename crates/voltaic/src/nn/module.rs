@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use super::{Buffer, Parameter};
+use super::{Buffer, Parameter, set_training};
 use crate::device::Device;
 use crate::error::{CheckpointError, Result};
 use crate::metrics::Metric;
@@ -26,7 +26,7 @@ pub enum Member<'a> {
 /// The derive visits the fields in declaration order and names them as the fields are named, which are the names
 /// that PyTorch gives the same module. A field may be a [`Parameter`], a [`Buffer`], a module, a plain number, bool or
 /// string, or an `Option`, `Vec` or array of those; any other field needs `#[module(skip)]`. A `bool` field marked
-/// `#[module(training)]` is the flag that [`Module::set_training`] sets.
+/// `#[module(training)]` is the flag that [`Module::set_training`] sets; nothing else may change it.
 ///
 /// ```
 /// use voltaic::nn::{Dropout, Forward, Linear, Module, ModuleExt};
@@ -82,7 +82,8 @@ pub trait Module: Send + 'static {
     /// Calls `visit` with each direct sub-module, to be changed.
     fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module));
 
-    /// Sets this module's own mode, not its children's: layers that behave differently in training keep it.
+    /// Sets this module's own mode, not its children's: layers that behave differently in training keep it, and call
+    /// [`mode_changed`](super::mode_changed).
     fn set_training(&mut self, _training: bool) {}
 
     /// This module's own mode; `None` if it is the same in both.
@@ -334,37 +335,6 @@ fn walk<'a>(module: &'a dyn Module, prefix: &str, visit: &mut dyn FnMut(&str, Me
 
 fn join(prefix: &str, name: &str) -> String {
     if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
-}
-
-/// Sets the mode of `module` and of all modules below it.
-pub fn set_training(module: &mut dyn Module, training: bool) {
-    module.set_training(training);
-    module.children_mut(&mut |_, child| set_training(child, training));
-}
-
-/// The modes of `module` and of all modules below it that have one, in the order of [`set_training_modes`].
-pub(crate) fn training_modes(module: &dyn Module) -> Vec<bool> {
-    fn collect(module: &dyn Module, modes: &mut Vec<bool>) {
-        modes.extend(module.is_training());
-        module.members(&mut |_, member| {
-            if let Member::Module(child) = member {
-                collect(child, modes);
-            }
-        });
-    }
-    let mut modes = Vec::new();
-    collect(module, &mut modes);
-    modes
-}
-
-/// Sets the modes that [`training_modes`] gave.
-pub(crate) fn set_training_modes(module: &mut dyn Module, modes: &mut impl Iterator<Item = bool>) {
-    if module.is_training().is_some()
-        && let Some(mode) = modes.next()
-    {
-        module.set_training(mode);
-    }
-    module.children_mut(&mut |_, child| set_training_modes(child, modes));
 }
 
 fn load_state_dict(module: &dyn Module, state: &[(String, Tensor)], strict: bool) -> Result<()> {

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{self, TensorList};
 use crate::graph::{self, CacheStats, Graph, ModuleGraphs, StepGraph};
 use crate::module::{LightningModule, Logged};
-use crate::nn::{ModuleExt, training_modes};
+use crate::nn::{ModeNumbers, ModuleExt};
 
 /// What of a training step is captured and replayed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -83,8 +83,8 @@ struct Signature {
     loss_scale: f64,
     /// Of the operators that cast.
     lists_version: u64,
-    /// Of the module and all modules below it.
-    modes: Vec<bool>,
+    /// Number of the modes of the module and all modules below it.
+    modes: usize,
 }
 
 enum State {
@@ -110,6 +110,7 @@ pub(super) struct StepGraphs {
     mode: GraphMode,
     params: Option<TensorList>,
     entries: Vec<(Signature, State)>,
+    modes: ModeNumbers,
     /// Which parameters were trained when the graphs were captured, and in which epoch that was looked at.
     trained: Vec<bool>,
     epoch: Option<u64>,
@@ -131,6 +132,7 @@ impl StepGraphs {
             mode,
             params: None,
             entries: Vec::new(),
+            modes: ModeNumbers::default(),
             trained: Vec::new(),
             epoch: None,
             is_full: false,
@@ -198,7 +200,7 @@ impl<M: LightningModule> Session<'_, M> {
             window_size: window.size,
             loss_scale: self.run.grad_scaler.as_ref().map_or(1.0, |scaler| scaler.get_scale()),
             lists_version: ffi::autocast_lists_version(),
-            modes: training_modes(self.module),
+            modes: self.graphs.modes.number(self.module),
         };
         self.graphs.replayed = None;
         if let Some(index) = self.graphs.find(&signature) {
@@ -240,6 +242,7 @@ impl<M: LightningModule> Session<'_, M> {
         if self.graphs.epoch.replace(epoch) == Some(epoch) {
             return;
         }
+        self.graphs.modes.look_again();
         let trained: Vec<bool> = self.module.parameters().iter().map(|p| p.requires_grad()).collect();
         if self.graphs.trained != trained {
             self.graphs.entries.clear();

@@ -3,16 +3,18 @@
 use std::cell::Cell;
 
 use tch::Tensor;
+use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::functional::cross_entropy;
 use voltaic::nn::{Dropout, Forward, Linear};
 use voltaic::optim::{
     Adam, ExponentialLr, Interval, LrSchedulerSpec, OneCycleLr, Optimizer, Optimizers, ParamGroupSpec, Sgd,
 };
-use voltaic::trainer::{GraphMode, GraphReport};
+use voltaic::trainer::{GraphMode, GraphReport, Trainer};
 use voltaic::{Module, ffi};
 
 use crate::graph::{Pair, digits, fit};
+use crate::heap;
 use crate::support::start;
 
 /// What is special about a run.
@@ -212,4 +214,68 @@ fn what_keeps_an_update_from_being_captured_is_told() {
         assert!(refusal.contains(reason), "{case:?}: {refusal}");
         assert_eq!(report.replayed_updates, 0, "{case:?}");
     }
+}
+
+/// Counts what each step takes from the heap, from the start of its batch to that of the next one.
+#[derive(Module)]
+struct Deep {
+    first: Linear,
+    layers: Vec<Linear>,
+    dropouts: Vec<Dropout>,
+    #[module(skip)]
+    starts: Vec<u64>,
+}
+
+impl LightningModule for Deep {
+    type Batch = Pair;
+
+    fn training_step(&self, (x, y): &Pair, _: &mut StepContext) -> anyhow::Result<Tensor> {
+        let mut hidden = self.first.forward(&x.flatten(1, -1))?;
+        for (layer, dropout) in self.layers.iter().zip(&self.dropouts) {
+            hidden = dropout.forward(&layer.forward(&hidden)?.relu())?;
+        }
+        Ok(cross_entropy(&hidden, y)?)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Ok(Optimizers::new(Adam::new(0.01)))
+    }
+
+    fn on_train_batch_start(&mut self, _: &mut HookContext) -> anyhow::Result<()> {
+        self.starts.push(heap::allocs());
+        Ok(())
+    }
+}
+
+#[test]
+fn a_replayed_step_takes_as_much_from_the_heap_for_2_layers_as_for_20() {
+    let _rng = start();
+    let counts = |num_layers: usize| {
+        let mut net = Deep {
+            first: Linear::new(784, 10).unwrap(),
+            layers: (0..num_layers).map(|_| Linear::new(10, 10).unwrap()).collect(),
+            dropouts: (0..num_layers).map(|_| Dropout::new(0.5).unwrap()).collect(),
+            starts: Vec::with_capacity(64),
+        };
+        let root = tempfile::tempdir().unwrap();
+        let (x, y) = digits(4 * 40);
+        let loader = DataLoader::new(TensorDataset::new((x, y)).unwrap()).batch_size(4).build().unwrap();
+        Trainer::builder()
+            .accelerator("cpu")
+            .devices(1)
+            .default_root_dir(root.path())
+            .enable_progress_bar(false)
+            .enable_model_summary(false)
+            .enable_checkpointing(false)
+            .gradient_clip_val(0.5)
+            .max_epochs(1)
+            .graph(GraphMode::Step)
+            .build()
+            .unwrap()
+            .fit(&mut net, &mut Loaders::new().train(loader))
+            .unwrap();
+        let steps: Vec<u64> = net.starts.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        steps[20..].iter().min().copied().unwrap()
+    };
+    assert_eq!(counts(2), counts(20));
 }

@@ -8,6 +8,7 @@ mod graph;
 mod graph_modes;
 mod graph_modules;
 mod graph_updates;
+mod heap;
 mod metrics;
 mod operators;
 mod ops;
