@@ -7,7 +7,7 @@ mod timed;
 use anyhow::bail;
 use measure::Job;
 use voltaic::models::{ConvNet, ConvNetConfig, Gpt, GptConfig, Mlp, MlpConfig, ResNet18, ResNet18Config};
-use voltaic::nn::{Forward, ModuleExt};
+use voltaic::nn::{Forward, ModuleExt, init};
 use voltaic::optim::{Adam, AdamW, Optimizers, Sgd};
 use voltaic::prelude::*;
 use voltaic::trainer::{GraphMode, TrainerBuilder};
@@ -20,17 +20,24 @@ fn main() -> anyhow::Result<()> {
     seed_everything(1)?;
     match job.workload.as_str() {
         "matmul" => peak::print(),
-        "mlp" => train(&job, Mlp::new(MlpConfig::default())?, Batches::images(64, 1, 28), |_| {
-            Ok(AdamW::new(1e-3).into())
-        }),
-        "cnn" => train(&job, ConvNet::new(ConvNetConfig::default())?, Batches::images(64, 1, 28), |_| {
-            Ok(Adam::new(1e-3).into())
-        }),
-        "resnet18" => {
-            train(&job, ResNet18::new(ResNet18Config::default())?, Batches::images(32, 3, 32), |_| {
-                Ok(Sgd::new(0.01).momentum(0.9).into())
-            })
-        }
+        "mlp" => train(
+            &job,
+            init::without_draws(|| Mlp::new(MlpConfig::default()))?,
+            Batches::images(64, 1, 28),
+            |_| Ok(AdamW::new(1e-3).into()),
+        ),
+        "cnn" => train(
+            &job,
+            init::without_draws(|| ConvNet::new(ConvNetConfig::default()))?,
+            Batches::images(64, 1, 28),
+            |_| Ok(Adam::new(1e-3).into()),
+        ),
+        "resnet18" => train(
+            &job,
+            init::without_draws(|| ResNet18::new(ResNet18Config::default()))?,
+            Batches::images(32, 3, 32),
+            |_| Ok(Sgd::new(0.01).momentum(0.9).into()),
+        ),
         "gpt-tiny" => train_gpt(&job, GptConfig::tiny(), 12),
         "gpt-mini" => train_gpt(&job, GptConfig { dropout: 0.0, ..GptConfig::mini() }, 4),
         other => bail!("workload: there is no {other}; use matmul, mlp, cnn, resnet18, gpt-tiny or gpt-mini"),
@@ -39,7 +46,7 @@ fn main() -> anyhow::Result<()> {
 
 fn train_gpt(job: &Job, config: GptConfig, batch_size: i64) -> anyhow::Result<()> {
     let batches = Batches::tokens(batch_size, config.block_size, config.vocab_size);
-    train(job, Gpt::new(config)?, batches, LightningModule::configure_optimizers)
+    train(job, init::without_draws(|| Gpt::new(config))?, batches, LightningModule::configure_optimizers)
 }
 
 fn train<N: Forward>(

@@ -10,6 +10,7 @@ use std::sync::LazyLock;
 use tch::{Kind, Reduction};
 use voltaic::error::{Error, ModuleError};
 use voltaic::ffi::SharedTensor;
+use voltaic::models::{ResNet18, ResNet18Config};
 use voltaic::nn::functional::{self, CrossEntropyOptions};
 use voltaic::nn::init::{self, FanMode, Nonlinearity};
 use voltaic::nn::*;
@@ -348,6 +349,28 @@ fn a_sequence_prints_its_layers_and_changes_mode_with_them() {
     assert_ne!(sequence.forward(&ones).unwrap().abs().sum(Kind::Float).double_value(&[]), 0.0);
     assert_eq!(sequence.len(), 2);
     assert!(Sequential::new().is_empty());
+}
+
+#[test]
+fn modules_made_without_draws_hold_zeros_and_leave_the_generator_alone() {
+    let _guard = seeded(3);
+    let expected = Tensor::rand([4], (Kind::Float, tch::Device::Cpu));
+    tch::manual_seed(3);
+    let net =
+        init::without_draws(|| ResNet18::new(ResNet18Config { width: 4, ..Default::default() })).unwrap();
+    let weight = Tensor::ones([3, 3], (Kind::Float, tch::Device::Cpu));
+    init::without_draws(|| init::trunc_normal_(&weight, 0.5, 1.0, 0.0, 1.0)).unwrap();
+    assert_eq!(weight.sum(Kind::Float).double_value(&[]), 0.0);
+    for (fqn, parameter) in net.named_parameters() {
+        let is_norm = fqn.contains("bn") || fqn.contains("downsample.1");
+        let expected = if is_norm && fqn.ends_with("weight") { 1.0 } else { 0.0 };
+        assert_eq!(parameter.abs().max().double_value(&[]), expected, "{fqn}");
+    }
+    assert_eq!(Tensor::rand([4], (Kind::Float, tch::Device::Cpu)), expected);
+    let refused = std::panic::catch_unwind(|| init::without_draws(|| panic!("while it is made")));
+    assert!(refused.is_err());
+    let drawn = Linear::new(4, 4).unwrap();
+    assert_ne!(drawn.weight.abs().max().double_value(&[]), 0.0, "layers are drawn again after it");
 }
 
 #[test]
