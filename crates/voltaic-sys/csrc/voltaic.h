@@ -430,6 +430,13 @@ typedef struct {
   vt_rows log_sum_exp; // float32
 } vt_attention;
 
+// A convolution of images without groups or dilation, channels last in memory. Pairs are of height and width.
+typedef struct {
+  int32_t dtype;
+  int64_t batches, in_channels, out_channels;
+  int64_t in_size[2], out_size[2], kernel[2], stride[2], padding[2];
+} vt_convolution;
+
 // The state of libtorch's generator of the CPU: numbers left in `words` + 1, and the next one.
 typedef struct {
   int32_t left;
@@ -450,6 +457,8 @@ typedef struct {
   void (*bernoulli)(int32_t dtype, vt_mt19937 *generator, double p, void *output, int64_t len);
   void (*attention)(const vt_attention *attention);
   void (*attention_backward)(const vt_attention *attention);
+  // Whether the gradient of the weights is to be one product for each tap of the kernel.
+  int32_t (*convolves_by_taps)(const vt_convolution *convolution);
 } vt_kernels;
 
 // Puts the kernels in the place of libtorch's, once per process. They live as long as it.

@@ -230,6 +230,19 @@ pub struct vt_mt19937 {
 }
 
 #[repr(C)]
+pub struct vt_convolution {
+    pub dtype: i32,
+    pub batches: i64,
+    pub in_channels: i64,
+    pub out_channels: i64,
+    pub in_size: [i64; 2],
+    pub out_size: [i64; 2],
+    pub kernel: [i64; 2],
+    pub stride: [i64; 2],
+    pub padding: [i64; 2],
+}
+
+#[repr(C)]
 pub struct vt_kernels {
     pub product: Option<extern "C" fn(product: *const vt_product) -> i32>,
     pub gelu:
@@ -259,6 +272,7 @@ pub struct vt_kernels {
         Option<extern "C" fn(dtype: i32, generator: *mut vt_mt19937, p: f64, output: *mut c_void, len: i64)>,
     pub attention: Option<extern "C" fn(attention: *const vt_attention)>,
     pub attention_backward: Option<extern "C" fn(attention: *const vt_attention)>,
+    pub convolves_by_taps: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
 }
 
 #[repr(C)]

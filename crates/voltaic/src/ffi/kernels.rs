@@ -39,10 +39,11 @@ pub fn has_attention_kernel() -> bool {
 }
 
 /// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: products of float32
-/// matrices and attention (not on Intel's processors, where those of libtorch are as good), GELU, max-pooling of
-/// 2 x 2, random masks. Later calls change nothing.
+/// matrices, attention and gradients of some convolutions' weights (not on Intel's processors, where those of libtorch
+/// are as good or were not compared), GELU, max-pooling of 2 x 2, random masks. Later calls change nothing.
 ///
-/// Results differ from libtorch's in the last bits of products, attention and GELU; max-pooling and masks are equal.
+/// Results differ from libtorch's in the last bits of products, attention, weights' gradients and GELU; max-pooling and
+/// masks are equal.
 ///
 /// Returns whether they are in use: they are not in a program compiled without optimization, unless the environment says
 /// `VOLTAIC_CPU_KERNELS=1`; nor with `VOLTAIC_CPU_KERNELS=0`; nor on x86-64 without AVX2.
@@ -64,6 +65,7 @@ pub fn install_kernels() -> Result<bool> {
         bernoulli: is_other.then_some(bernoulli as _),
         attention: is_other.then_some(attention as _),
         attention_backward: is_other.then_some(attention_backward as _),
+        convolves_by_taps: is_other.then_some(convolves_by_taps as _),
     };
     // SAFETY: the shim copies the table, whose functions keep what voltaic.h asks of them.
     check("install_kernels", unsafe { sys::vt_install_kernels(&table) })?;
@@ -151,6 +153,22 @@ extern "C" fn product(call: *const sys::vt_product) -> i32 {
 fn is_faster_here(call: &sys::vt_product) -> bool {
     let is_turned = call.b_strides[1] == 1 && call.b_strides[2] != 1;
     !(is_turned && (call.depth >= 1024 || call.depth > 256 && call.rows < 128))
+}
+
+// ---- weights of convolutions ----
+
+extern "C" fn convolves_by_taps(call: *const sys::vt_convolution) -> i32 {
+    // SAFETY: the shim passes a description that lives during the call.
+    let call = unsafe { &*call };
+    let has_products = call.dtype == sys::VT_FLOAT32 || has_bf16_products();
+    i32::from(has_products && is_faster_by_taps(call))
+}
+
+/// oneDNN is slow at the weights of many channels on small images; the taps at their border leave out work, too.
+/// Measured with kernels of 3 x 3 and strides of 1 and 2: below these bounds 1.04 to 12 times as fast.
+fn is_faster_by_taps(call: &sys::vt_convolution) -> bool {
+    let (pixels, channels) = (call.out_size[0] * call.out_size[1], call.in_channels * call.out_channels);
+    call.kernel == [3, 3] && (pixels <= 16 && channels >= 256 * 256 || pixels <= 64 && channels >= 512 * 512)
 }
 
 // ---- element by element ----

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod attention;
+mod convolutions;
 mod elements;
 mod products;
 mod training;

@@ -1,0 +1,98 @@
+//! Gradients of convolutions.
+
+use tch::{Device, Kind, Tensor};
+use voltaic::ffi;
+
+use crate::{assert_close, install};
+
+/// A convolution of images `[batch, inputs, height, width]`.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    images: [i64; 4],
+    outputs: i64,
+    kernel: [i64; 2],
+    stride: [i64; 2],
+    padding: [i64; 2],
+    dilation: i64,
+    groups: i64,
+}
+
+const SQUARE: Case = Case {
+    images: [3, 256, 4, 4],
+    outputs: 256,
+    kernel: [3, 3],
+    stride: [1, 1],
+    padding: [1, 1],
+    dilation: 1,
+    groups: 1,
+};
+
+/// The same values with the channels last in memory.
+fn channels_last(tensor: &Tensor) -> Tensor {
+    tensor.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2])
+}
+
+/// Gradients of input, weight and bias.
+fn grads(case: Case, [input, weight, bias, grad]: &[Tensor; 4]) -> [Tensor; 3] {
+    let [input, weight, bias] = [input, weight, bias].map(|tensor| tensor.detach().set_requires_grad(true));
+    let dilation = [case.dilation; 2];
+    let out = input.conv2d(&weight, Some(&bias), case.stride, case.padding, dilation, case.groups);
+    (out * grad).sum(input.kind()).backward();
+    [input, weight, bias].map(|tensor| tensor.grad())
+}
+
+#[test]
+fn gradients_of_weights_agree_with_float64() {
+    install();
+    ffi::manual_seed(6).unwrap();
+    let cases = [
+        SQUARE,
+        Case { images: [3, 256, 8, 8], stride: [2, 2], ..SQUARE },
+        Case { images: [2, 256, 7, 5], stride: [2, 2], outputs: 320, ..SQUARE },
+        Case { images: [2, 256, 4, 9], stride: [1, 3], ..SQUARE },
+        Case { images: [2, 256, 1, 1], ..SQUARE },
+        Case { images: [2, 256, 2, 2], padding: [2, 0], kernel: [3, 1], ..SQUARE },
+        Case { images: [1, 256, 5, 5], padding: [0, 0], ..SQUARE },
+        Case { images: [1, 512, 8, 7], outputs: 512, ..SQUARE },
+        // what is libtorch's
+        Case { images: [1, 64, 4, 4], outputs: 64, ..SQUARE },
+        Case { dilation: 2, padding: [2, 2], ..SQUARE },
+        Case { groups: 2, ..SQUARE },
+    ];
+    for case in cases {
+        let [batch, inputs, ..] = case.images;
+        let draw = |sizes: &[i64]| Tensor::randn(sizes, (Kind::Double, Device::Cpu));
+        let weight = draw(&[case.outputs, inputs / case.groups, case.kernel[0], case.kernel[1]]) * 0.05;
+        let (input, bias) = (draw(&case.images), draw(&[case.outputs]));
+        let dilation = [case.dilation; 2];
+        let out = input.conv2d(&weight, Some(&bias), case.stride, case.padding, dilation, case.groups);
+        assert_eq!(out.size()[0], batch);
+        for (kind, tolerance) in [(Kind::Float, 3e-6), (Kind::BFloat16, 0.02)] {
+            let given = [&input, &weight, &bias, &out.randn_like()].map(|tensor| tensor.to_kind(kind));
+            let expected = grads(case, &given.each_ref().map(|tensor| tensor.to_kind(Kind::Double)));
+            let [input, weight, bias, grad] = &given;
+            let last = [channels_last(input), channels_last(weight), bias.copy(), channels_last(grad)];
+            // gradients in the usual order are turned
+            let mixed = [channels_last(input), channels_last(weight), bias.copy(), grad.copy()];
+            for (layout, given) in [("usual", &given), ("channels last", &last), ("mixed", &mixed)] {
+                for (i, (a, expected)) in grads(case, given).iter().zip(&expected).enumerate() {
+                    assert_close(&format!("{case:?}, {kind:?}, {layout}, {i}"), a, expected, tolerance);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_of_weights_have_their_layout_and_are_there_if_asked_for() {
+    install();
+    ffi::manual_seed(7).unwrap();
+    let draw = |sizes: [i64; 4]| channels_last(&Tensor::randn(sizes, (Kind::Float, Device::Cpu)));
+    let (input, weight) = (draw(SQUARE.images), draw([256, 256, 3, 3]).set_requires_grad(true));
+    let out = input.conv2d(&weight, None::<&Tensor>, [1, 1], [1, 1], [1, 1], 1);
+    out.sum(Kind::Float).backward();
+    assert_eq!(weight.grad().stride(), weight.stride());
+    let (input, frozen) = (input.set_requires_grad(true), weight.detach());
+    input.conv2d(&frozen, None::<&Tensor>, [1, 1], [1, 1], [1, 1], 1).sum(Kind::Float).backward();
+    assert!(input.grad().defined() && !frozen.grad().defined());
+}
