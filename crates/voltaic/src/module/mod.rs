@@ -6,8 +6,6 @@ mod log_value;
 mod manual;
 mod metric_objects;
 mod metrics;
-mod metrics_share;
-mod metrics_state;
 mod profiler;
 mod scope;
 
@@ -26,8 +24,7 @@ pub(crate) use log_value::READS;
 pub use log_value::{LogValue, ReduceFx};
 pub use manual::ManualOptimizer;
 pub(crate) use manual::{ManualOptimization, StepState};
-pub(crate) use metrics::{Logged, MetricStore, MetricsMark};
-pub(crate) use metrics_state::MetricsState;
+pub(crate) use metrics::{Logged, MetricStore, MetricsMark, MetricsState};
 pub(crate) use profiler::Profiling;
 pub use profiler::{Action, ProfiledRun, Profiler};
 pub(crate) use scope::{Level, Phase, Scope};

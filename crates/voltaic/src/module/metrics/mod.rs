@@ -1,16 +1,17 @@
 //! Logged values: kept on their device, reduced over the epoch, read back only when somebody needs the number.
 
+mod share;
+mod state;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use tch::Tensor;
-
+use self::share::{RankValue, share, sync_step};
+use self::state::Number;
+pub(crate) use self::state::{MetricsMark, MetricsState};
 use super::log_value::{LogValue, ReduceFx};
 use super::metric_objects::{LoggedMetric, MetricObjects, check_scalar};
-use super::metrics_share::{RankValue, share, sync_step};
-use super::metrics_state::{EntryState, MetricsState, Number};
 use super::scope::{Level, LogOptions, Phase, Scope};
-use crate::device::Device;
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Error, Result};
 use crate::metrics::Metric;
@@ -112,14 +113,6 @@ pub struct MetricStore {
     captured: Option<Vec<Logged>>,
     /// Nothing is recorded, as in a barebones run.
     is_off: bool,
-}
-
-/// What training steps have logged up to a moment, to go back to.
-#[derive(Debug)]
-pub(crate) struct MetricsMark {
-    /// Last value, reduced value and weight of each entry.
-    values: Vec<(LogValue, Option<LogValue>, f64)>,
-    objects: Vec<(String, Tensor)>,
 }
 
 /// A value as a step logged it, so that it can be logged again when the step is replayed.
@@ -469,74 +462,6 @@ impl MetricStore {
             set(&mut shown, entry.step_name(), entry.last.read());
         }
         shown
-    }
-
-    /// What a checkpoint has to keep so that the epoch in progress can go on. # Sync: reads all values back.
-    pub(crate) fn state(&self) -> MetricsState {
-        let train = self
-            .train
-            .entries
-            .iter()
-            .map(|entry| EntryState {
-                name: entry.name.clone(),
-                options: entry.options,
-                last: Number(entry.last.read()),
-                reduced: entry.reduced.as_ref().map(|value| Number(value.read())),
-                weight: entry.weight,
-                metric: entry.metric.clone(),
-            })
-            .collect();
-        let mut finished: Vec<_> =
-            self.finished.iter().map(|(name, value)| (name.clone(), Number(*value))).collect();
-        finished.sort_by(|a, b| a.0.cmp(&b.0));
-        MetricsState { train, finished }
-    }
-
-    /// What a checkpoint has to keep of the module's metrics, by fqn and part.
-    pub(crate) fn metric_states(&self) -> Vec<(String, Tensor)> {
-        self.objects.saved()
-    }
-
-    /// Goes on from what [`MetricStore::metric_states`] gave.
-    pub(crate) fn restore_metrics(&mut self, saved: &[(String, Tensor)], device: Device) -> Result<()> {
-        self.objects.restore(saved, device)
-    }
-
-    /// Remembers what is logged so far in the training epoch.
-    pub(crate) fn mark(&self) -> MetricsMark {
-        let entries = self.train.entries.iter();
-        let value = |e: &Entry| (e.last.handle(), e.reduced.as_ref().map(LogValue::handle), e.weight);
-        MetricsMark { values: entries.map(value).collect(), objects: self.objects.saved() }
-    }
-
-    /// Forgets what was logged in the training epoch since then.
-    pub(crate) fn go_back(&mut self, mark: MetricsMark, device: Device) -> Result<()> {
-        let known = mark.values.len();
-        self.train.entries.truncate(known);
-        self.train.index.retain(|_, index| *index < known);
-        for (entry, (last, reduced, weight)) in self.train.entries.iter_mut().zip(mark.values) {
-            (entry.last, entry.reduced, entry.weight) = (last, reduced, weight);
-        }
-        self.objects.restore(&mark.objects, device)
-    }
-
-    /// Goes on from a checkpoint.
-    pub(crate) fn restore(&mut self, state: MetricsState) {
-        self.train.clear();
-        for EntryState { name, options, last, reduced, weight, metric } in state.train {
-            self.train.index.insert(name.clone(), self.train.entries.len());
-            self.train.entries.push(Entry {
-                name,
-                hook: "",
-                options,
-                last: LogValue::Host(last.0),
-                updated_this_batch: false,
-                reduced: reduced.map(|number| LogValue::Host(number.0)),
-                weight,
-                metric,
-            });
-        }
-        self.finished = state.finished.into_iter().map(|(name, number)| (name, number.0)).collect();
     }
 }
 

@@ -6,10 +6,10 @@ use std::sync::{Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::log_value::{LogValue, ReduceFx};
-use super::metrics_state::Number;
+use super::state::Number;
 use crate::distributed::{ProcessGroup, ReduceOp};
 use crate::error::Result;
+use crate::module::log_value::{LogValue, ReduceFx};
 
 /// A value of one rank, reduced over its part of an epoch.
 #[derive(Debug, Clone, Serialize, Deserialize)]

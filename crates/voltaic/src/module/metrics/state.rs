@@ -1,0 +1,147 @@
+//! What a checkpoint, and a batch that may be undone, keep of the values logged in an epoch that is not over.
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use super::{Entry, MetricStore};
+use crate::device::Device;
+use crate::error::Result;
+use crate::module::log_value::LogValue;
+use crate::module::scope::LogOptions;
+
+/// Logged values of an epoch in progress, as a checkpoint keeps them.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct MetricsState {
+    train: Vec<EntryState>,
+    finished: Vec<(String, Number)>,
+}
+
+impl MetricsState {
+    /// Without the values of the epoch that is not over, which another rank counts.
+    pub(crate) fn without_open_epoch(self) -> Self {
+        Self { train: Vec::new(), ..self }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct EntryState {
+    name: String,
+    options: LogOptions,
+    last: Number,
+    reduced: Option<Number>,
+    weight: f64,
+    /// Fqn of the metric that was logged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    metric: Option<String>,
+}
+
+/// What training steps have logged up to a moment, to go back to.
+#[derive(Debug)]
+pub(crate) struct MetricsMark {
+    /// Last value, reduced value and weight of each entry.
+    values: Vec<(LogValue, Option<LogValue>, f64)>,
+    objects: Vec<(String, Tensor)>,
+}
+
+impl MetricStore {
+    /// What a checkpoint has to keep so that the epoch in progress can go on. # Sync: reads all values back.
+    pub(crate) fn state(&self) -> MetricsState {
+        let train = self
+            .train
+            .entries
+            .iter()
+            .map(|entry| EntryState {
+                name: entry.name.clone(),
+                options: entry.options,
+                last: Number(entry.last.read()),
+                reduced: entry.reduced.as_ref().map(|value| Number(value.read())),
+                weight: entry.weight,
+                metric: entry.metric.clone(),
+            })
+            .collect();
+        let mut finished: Vec<_> =
+            self.finished.iter().map(|(name, value)| (name.clone(), Number(*value))).collect();
+        finished.sort_by(|a, b| a.0.cmp(&b.0));
+        MetricsState { train, finished }
+    }
+
+    /// What a checkpoint has to keep of the module's metrics, by fqn and part.
+    pub(crate) fn metric_states(&self) -> Vec<(String, Tensor)> {
+        self.objects.saved()
+    }
+
+    /// Goes on from what [`MetricStore::metric_states`] gave.
+    pub(crate) fn restore_metrics(&mut self, saved: &[(String, Tensor)], device: Device) -> Result<()> {
+        self.objects.restore(saved, device)
+    }
+
+    /// Remembers what is logged so far in the training epoch.
+    pub(crate) fn mark(&self) -> MetricsMark {
+        let entries = self.train.entries.iter();
+        let value = |e: &Entry| (e.last.handle(), e.reduced.as_ref().map(LogValue::handle), e.weight);
+        MetricsMark { values: entries.map(value).collect(), objects: self.objects.saved() }
+    }
+
+    /// Forgets what was logged in the training epoch since then.
+    pub(crate) fn go_back(&mut self, mark: MetricsMark, device: Device) -> Result<()> {
+        let known = mark.values.len();
+        self.train.entries.truncate(known);
+        self.train.index.retain(|_, index| *index < known);
+        for (entry, (last, reduced, weight)) in self.train.entries.iter_mut().zip(mark.values) {
+            (entry.last, entry.reduced, entry.weight) = (last, reduced, weight);
+        }
+        self.objects.restore(&mark.objects, device)
+    }
+
+    /// Goes on from a checkpoint.
+    pub(crate) fn restore(&mut self, state: MetricsState) {
+        self.train.clear();
+        for EntryState { name, options, last, reduced, weight, metric } in state.train {
+            self.train.index.insert(name.clone(), self.train.entries.len());
+            self.train.entries.push(Entry {
+                name,
+                hook: "",
+                options,
+                last: LogValue::Host(last.0),
+                updated_this_batch: false,
+                reduced: reduced.map(|number| LogValue::Host(number.0)),
+                weight,
+                metric,
+            });
+        }
+        self.finished = state.finished.into_iter().map(|(name, number)| (name, number.0)).collect();
+    }
+}
+
+/// A float that survives JSON, which has no NaN and no infinity.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(into = "NumberText", from = "NumberText")]
+pub(super) struct Number(pub f64);
+
+impl PartialEq for Number {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.to_bits() == other.0.to_bits() || (self.0.is_nan() && other.0.is_nan())
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum NumberText {
+    Finite(f64),
+    Text(String),
+}
+
+impl From<Number> for NumberText {
+    fn from(number: Number) -> Self {
+        if number.0.is_finite() { Self::Finite(number.0) } else { Self::Text(number.0.to_string()) }
+    }
+}
+
+impl From<NumberText> for Number {
+    fn from(text: NumberText) -> Self {
+        Self(match text {
+            NumberText::Finite(value) => value,
+            NumberText::Text(text) => text.parse().unwrap_or(f64::NAN),
+        })
+    }
+}
