@@ -4,8 +4,11 @@
 #![allow(missing_docs)] // each item is documented in csrc/voltaic.h
 #![allow(non_camel_case_types)]
 
+mod kernels;
+
 use std::ffi::{c_char, c_void};
 
+pub use kernels::*;
 pub use torch_sys::C_tensor;
 
 /// A borrowed or owned `at::Tensor`, the object torch-sys calls `C_tensor`.
@@ -174,105 +177,6 @@ pub struct vt_allocator {
     pub allocate: extern "C" fn(pool: i32, bytes: usize) -> *mut c_void,
     pub release: extern "C" fn(block: *mut c_void),
     pub explain: extern "C" fn(pool: i32, bytes: usize, text: *mut c_char, capacity: usize),
-}
-
-pub const VT_FLOAT32: i32 = 0;
-pub const VT_BFLOAT16: i32 = 1;
-
-#[repr(C)]
-pub struct vt_product {
-    pub batches: i64,
-    pub rows: i64,
-    pub columns: i64,
-    pub depth: i64,
-    pub out: *mut f32,
-    pub a: *const f32,
-    pub b: *const f32,
-    pub out_strides: [i64; 3],
-    pub a_strides: [i64; 3],
-    pub b_strides: [i64; 3],
-    pub adds: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct vt_rows {
-    pub data: *mut c_void,
-    pub strides: [i64; 3],
-}
-
-#[repr(C)]
-pub struct vt_attention {
-    pub dtype: i32,
-    pub is_causal: i32,
-    pub scale: f64,
-    pub batches: i64,
-    pub heads: i64,
-    pub queries: i64,
-    pub keys: i64,
-    pub dim: i64,
-    pub query: vt_rows,
-    pub key: vt_rows,
-    pub value: vt_rows,
-    pub out: vt_rows,
-    pub grad_out: vt_rows,
-    pub grad_query: vt_rows,
-    pub grad_key: vt_rows,
-    pub grad_value: vt_rows,
-    pub log_sum_exp: vt_rows,
-}
-
-#[repr(C)]
-pub struct vt_mt19937 {
-    pub left: i32,
-    pub next: u32,
-    pub words: *mut u32,
-}
-
-#[repr(C)]
-pub struct vt_convolution {
-    pub dtype: i32,
-    pub batches: i64,
-    pub in_channels: i64,
-    pub out_channels: i64,
-    pub in_size: [i64; 2],
-    pub out_size: [i64; 2],
-    pub kernel: [i64; 2],
-    pub stride: [i64; 2],
-    pub padding: [i64; 2],
-}
-
-#[repr(C)]
-pub struct vt_kernels {
-    pub product: Option<extern "C" fn(product: *const vt_product) -> i32>,
-    pub gelu:
-        Option<extern "C" fn(dtype: i32, is_tanh: i32, input: *const c_void, output: *mut c_void, len: i64)>,
-    pub gelu_backward: Option<
-        extern "C" fn(
-            dtype: i32,
-            is_tanh: i32,
-            grad: *const c_void,
-            input: *const c_void,
-            output: *mut c_void,
-            len: i64,
-        ),
-    >,
-    pub max_pool2d: Option<
-        extern "C" fn(
-            dtype: i32,
-            input: *const c_void,
-            output: *mut c_void,
-            indices: *mut i64,
-            planes: i64,
-            height: i64,
-            width: i64,
-        ),
-    >,
-    pub bernoulli:
-        Option<extern "C" fn(dtype: i32, generator: *mut vt_mt19937, p: f64, output: *mut c_void, len: i64)>,
-    pub attention: Option<extern "C" fn(attention: *const vt_attention)>,
-    pub attention_backward: Option<extern "C" fn(attention: *const vt_attention)>,
-    pub convolves_by_taps: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
 }
 
 #[repr(C)]
