@@ -22,19 +22,19 @@ fn main() -> anyhow::Result<()> {
         "matmul" => peak::print(),
         "mlp" => train(
             &job,
-            init::without_draws(|| Mlp::new(MlpConfig::default()))?,
+            || Mlp::new(MlpConfig::default()),
             Batches::images(64, 1, 28),
             |_| Ok(AdamW::new(1e-3).into()),
         ),
         "cnn" => train(
             &job,
-            init::without_draws(|| ConvNet::new(ConvNetConfig::default()))?,
+            || ConvNet::new(ConvNetConfig::default()),
             Batches::images(64, 1, 28),
             |_| Ok(Adam::new(1e-3).into()),
         ),
         "resnet18" => train(
             &job,
-            init::without_draws(|| ResNet18::new(ResNet18Config::default()))?,
+            || ResNet18::new(ResNet18Config::default()),
             Batches::images(32, 3, 32),
             |_| Ok(Sgd::new(0.01).momentum(0.9).into()),
         ),
@@ -46,12 +46,12 @@ fn main() -> anyhow::Result<()> {
 
 fn train_gpt(job: &Job, config: GptConfig, batch_size: i64) -> anyhow::Result<()> {
     let batches = Batches::tokens(batch_size, config.block_size, config.vocab_size);
-    train(job, init::without_draws(|| Gpt::new(config))?, batches, LightningModule::configure_optimizers)
+    train(job, || Gpt::new(config), batches, LightningModule::configure_optimizers)
 }
 
 fn train<N: Forward>(
     job: &Job,
-    net: N,
+    make: impl FnOnce() -> voltaic::Result<N>,
     batches: Batches,
     optimizers: fn(&N) -> anyhow::Result<Optimizers>,
 ) -> anyhow::Result<()> {
@@ -75,6 +75,7 @@ fn train<N: Forward>(
         other => bail!("variant: there is no {other}; use bare, defaults, graphs or hpu"),
     };
     let mut trainer = builder.build()?;
+    let net = init::without_draws(make)?;
     data::set_weights(&net.named_parameters())?;
     let mut loaders = Loaders::new().train(batches.loader(job.total_steps() * job.processes)?);
     let mut net = Timed::new(net, optimizers, logs);

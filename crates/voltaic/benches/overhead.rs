@@ -7,8 +7,10 @@
 //! extreme tenth of the pairs, which includes the row that a logger writes now and then. Also printed: memory taken
 //! from the system, allocations on Rust's heap, and what a `DataLoader` costs.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::{Cell, RefCell};
+#[path = "../tests/hpu/heap.rs"]
+mod heap;
+
+use std::cell::RefCell;
 use std::hint::black_box;
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Instant;
@@ -50,29 +52,6 @@ const BLOCK: usize = 11;
 const PAIRS: usize = 250;
 const WARM_UP_BLOCKS: usize = 10;
 
-struct Counting;
-
-thread_local!(static HEAP_ALLOCS: Cell<u64> = const { Cell::new(0) });
-
-// SAFETY: every call goes to the system's allocator as it came; the counter is a plain thread-local integer, whose
-// access allocates nothing.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // a thread that ends has no counter left, and its last allocations do not matter
-        let _ = HEAP_ALLOCS.try_with(|count| count.set(count.get() + 1));
-        // SAFETY: the caller's promises are those that the system's allocator asks for.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: `block` came from the system's allocator with this layout, through `alloc` above.
-        unsafe { System.dealloc(block, layout) }
-    }
-}
-
-#[global_allocator]
-static HEAP: Counting = Counting;
-
 /// Microseconds and heap allocations of each step of a block.
 type Block = Vec<(f64, u64)>;
 
@@ -109,7 +88,7 @@ impl Turns {
     /// turn after each block.
     fn tick(&mut self) -> anyhow::Result<()> {
         if let Some((started, allocs)) = self.started {
-            self.current.push((micros(started), heap_allocs() - allocs));
+            self.current.push((micros(started), heap::allocs() - allocs));
         }
         if self.current.len() == BLOCK {
             self.trainer.push(std::mem::take(&mut self.current));
@@ -120,12 +99,12 @@ impl Turns {
             let block = (0..BLOCK).map(|step| self.bare_step(step)).collect::<anyhow::Result<_>>()?;
             self.bare.push(block);
         }
-        self.started = Some((Instant::now(), heap_allocs()));
+        self.started = Some((Instant::now(), heap::allocs()));
         Ok(())
     }
 
     fn bare_step(&mut self, step: usize) -> anyhow::Result<(f64, u64)> {
-        let (started, allocs) = (Instant::now(), heap_allocs());
+        let (started, allocs) = (Instant::now(), heap::allocs());
         let (x, y) = &self.batches[step % self.batches.len()];
         let [w1, b1, w2, b2] = self.params.as_slice() else { anyhow::bail!("an MLP has four parameters") };
         let hidden = x.f_linear(&w1.1, Some(&*b1.1))?.f_relu()?;
@@ -135,7 +114,7 @@ impl Turns {
         loss.f_backward()?;
         self.optimizer.step()?;
         drop((hidden, logits, loss));
-        Ok((micros(started), heap_allocs() - allocs))
+        Ok((micros(started), heap::allocs() - allocs))
     }
 }
 
@@ -382,10 +361,6 @@ impl Row {
 
 fn micros(started: Instant) -> f64 {
     started.elapsed().as_nanos() as f64 / 1e3
-}
-
-fn heap_allocs() -> u64 {
-    HEAP_ALLOCS.get()
 }
 
 fn median_us(block: &Block) -> f64 {

@@ -206,20 +206,14 @@ pub(super) fn linear_(weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     Ok(())
 }
 
-/// Values do not depend on how the tensor lies in memory.
+/// Changes each number by itself.
 fn fill(tensor: &Tensor, change: impl FnOnce(&mut Tensor) -> Result<Tensor, tch::TchError>) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
-    if tensor.is_contiguous() {
-        let _ = change(&mut tensor.shallow_clone())?;
-    } else {
-        let mut dense = tensor.detach().f_contiguous()?;
-        let _ = change(&mut dense)?;
-        tensor.shallow_clone().f_copy_(&dense)?;
-    }
+    let _ = change(&mut tensor.shallow_clone())?;
     Ok(())
 }
 
-/// The same for values that take the place of all that were there.
+/// Replaces all numbers by drawn ones, which do not depend on how the tensor lies in memory.
 fn draw(tensor: &Tensor, change: impl FnOnce(&mut Tensor) -> Result<Tensor, tch::TchError>) -> Result<()> {
     if !DRAWS.get() {
         return zeros_(tensor);
@@ -227,11 +221,12 @@ fn draw(tensor: &Tensor, change: impl FnOnce(&mut Tensor) -> Result<Tensor, tch:
     if tensor.is_contiguous() {
         return fill(tensor, change);
     }
-    let _no_grad = tch::no_grad_guard();
-    let mut dense = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
-    let _ = change(&mut dense)?;
-    tensor.shallow_clone().f_copy_(&dense)?;
-    Ok(())
+    let dense = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
+    fill(&dense, change)?;
+    fill(tensor, |tensor| {
+        tensor.f_copy_(&dense)?;
+        Ok(tensor.shallow_clone())
+    })
 }
 
 fn fans(function: &'static str, tensor: &Tensor) -> Result<(i64, i64)> {
