@@ -27,6 +27,7 @@ mod schedule;
 mod seed;
 mod session;
 mod signals;
+mod stages;
 mod trial;
 mod undo;
 
@@ -34,16 +35,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use serde_json::Value;
 use tch::Tensor;
 
-use crate::data::{Batch, DataLoader, DataModule, Stage};
+use crate::data::{DataModule, Stage};
 use crate::distributed::World;
-use crate::error::{ConfigError, Result};
+use crate::error::Result;
 use crate::ffi;
 use crate::module::{LightningModule, MetricStore, ProfiledRun, Progress, Requests};
-use crate::nn::{SyncBatchNorm, set_training};
-use crate::optim::{ActiveLrScheduler, Optimizers};
+use crate::nn::SyncBatchNorm;
 use crate::strategy::Votes;
 
 pub use crate::accelerator::Devices;
@@ -66,12 +65,11 @@ pub type EvalMetrics = Vec<(String, f64)>;
 use data_hooks::{Data, DataHooks};
 use eval::EvalLoaders;
 use graphed::StepGraphs;
-use guard::guarded;
-use hooks::call_hook;
 use optimizers::OptimizerOverride;
-use plan::{TrainPlan, limit_batches};
+use plan::TrainPlan;
 use session::{Run, Session};
 use signals::Signals;
+use stages::{LoaderSource, evaluate_session, fit_session};
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].
 ///
@@ -367,159 +365,6 @@ impl Trainer {
         let result = evaluate_session(&mut session, source, ckpt_path.as_deref(), body);
         session.conclude(result)
     }
-}
-
-/// Where an evaluation has its loaders from.
-struct LoaderSource<B: Batch> {
-    method: &'static str,
-    limit_key: &'static str,
-    limit: Limit,
-    ask: AskForLoaders<B>,
-}
-
-type AskForLoaders<B> = fn(&mut dyn DataHooks<B>) -> anyhow::Result<Vec<DataLoader<B>>>;
-
-/// The whole of validate, test and predict.
-fn evaluate_session<M: LightningModule, T>(
-    session: &mut Session<M>,
-    source: LoaderSource<M::Batch>,
-    ckpt_path: Option<&str>,
-    body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
-) -> Result<T> {
-    let stage = session.stage;
-    session.setup()?;
-    if let Some(path) = ckpt_path.map(|path| checkpointing::find(session.run, path)).transpose()?.flatten() {
-        let checkpoint = session.run.checkpoint_io.load_checkpoint(&path)?;
-        checkpointing::restore_module(session, &checkpoint, &path)?;
-    }
-    let LoaderSource { method, limit_key, limit, ask } = source;
-    let action = session.profile_data(method)?;
-    let loaders = guarded(|| ask(session.data));
-    let mut loaders = loaders.map_err(|source| session.hook_error(method, source))?;
-    drop(action);
-    if loaders.is_empty() {
-        let what = format!("there is no loader to {stage}");
-        return Err(ConfigError::new("data", what, format!("implement DataModule::{method}")).into());
-    }
-    session.warn_of_shuffled(&loaders);
-    loaders.iter_mut().for_each(|loader| loader.set_seed(global_seed()));
-    session.set_batch_size(&mut loaders)?;
-    ranks::shard_eval(&mut loaders, session.plan, session.run.world())?;
-    let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
-    let num_batches = limit_batches(limit_key, limit, &available)?;
-    session.run.facts.num_eval_batches = num_batches.iter().sum();
-    let output = body(session, &EvalLoaders { loaders: &loaders, num_batches: &num_batches })?;
-    session.write_checkpoints()?;
-    session.teardown()?;
-    Ok(output)
-}
-
-/// The whole of fit.
-fn fit_session<M: LightningModule>(
-    session: &mut Session<M>,
-    optimizers: Option<OptimizerOverride>,
-    ckpt_path: Option<&str>,
-) -> Result<()> {
-    session.setup()?;
-    set_training(session.module, true);
-    let mut checkpoint = None;
-    session.run.resumed_from = None;
-    if let Some(path) = ckpt_path.map(|path| checkpointing::find(session.run, path)).transpose()?.flatten() {
-        let loaded = session.run.checkpoint_io.load_checkpoint(&path)?;
-        checkpointing::restore_module(session, &loaded, &path)?;
-        session.run.resumed_from = Some(path.clone());
-        checkpoint = Some((loaded, path));
-    }
-    configure_optimizers(session, optimizers)?;
-    session.run.facts.automatic_optimization = session.module.automatic_optimization();
-    session.anomaly = session.plan.detect_anomaly.then(ffi::AnomalyWatch::begin).transpose()?;
-    call_hook!(session, on_fit_start, Train, Denied)?;
-    let hyper_parameters =
-        merged(session.module.hyper_parameters(), session.data.hyper_parameters(), session.plan)?;
-    if !hyper_parameters.is_null() {
-        session.run.loggers.iter_mut().try_for_each(|logger| logger.log_hyperparams(&hyper_parameters))?;
-    }
-    let resumed = checkpoint
-        .map(|(loaded, path)| checkpointing::restore_training(session, loaded, path))
-        .transpose()?;
-    let val = session.sanity_check()?;
-    let mut loaders = session.fit_loaders(val)?;
-    if let Some(resumed) = resumed {
-        resumed.check_position(session.run)?;
-        seed::set_rng_states(&resumed.rng)?;
-        tracing::info!(
-            "resumed {} at global_step {}",
-            resumed.path.display(),
-            session.run.progress.global_step
-        );
-    }
-    session.train(&mut loaders)?;
-    call_hook!(session, on_fit_end, Train, Denied)?;
-    session.write_checkpoints()?;
-    session.run.checkpoint_io.teardown()?;
-    session.teardown()
-}
-
-/// Hyper-parameters of module and data for the loggers; null if they are to get none.
-fn merged(module: Value, data: Value, plan: &TrainPlan) -> Result<Value> {
-    if !plan.enable_autolog_hparams {
-        return Ok(Value::Null);
-    }
-    let (mut all, data) = match (module, data) {
-        (Value::Object(module), Value::Object(data)) => (module, data),
-        (Value::Null, data) => return Ok(data),
-        (module, _) => return Ok(module),
-    };
-    for (name, value) in data {
-        if let Some(own) = all.get(&name).filter(|own| **own != value) {
-            let what = format!("`{name}` is {own} in the module and {value} in the data module");
-            let remedy = "use the same value or another name, or set trainer.enable_autolog_hparams=false";
-            return Err(ConfigError::new("hyper_parameters", what, remedy).into());
-        }
-        all.insert(name, value);
-    }
-    Ok(Value::Object(all))
-}
-
-fn configure_optimizers<M: LightningModule>(
-    session: &mut Session<M>,
-    replacement: Option<OptimizerOverride>,
-) -> Result<()> {
-    let configured: Optimizers = match replacement {
-        Some(replacement) => replacement.into(),
-        None => {
-            let _action = session.profile_hook("configure_optimizers")?;
-            let configured = guarded(|| session.module.configure_optimizers());
-            configured.map_err(|source| session.hook_error("configure_optimizers", source))?
-        }
-    };
-    let configured = match session.plan.found_lr {
-        Some(lr) => configured.with_lr(lr),
-        None => configured,
-    };
-    for (index, built) in configured.build(session.module)?.into_iter().enumerate() {
-        session.optimizers.push(built.optimizer);
-        session
-            .schedulers
-            .extend(built.scheduler.map(|configured| ActiveLrScheduler { optimizer: index, configured }));
-    }
-    if session.plan.drops_schedulers {
-        session.schedulers.clear();
-    }
-    if !session.module.automatic_optimization() {
-        return Ok(manual::check_plan(session.plan)?);
-    }
-    match session.optimizers.len() {
-        0 => tracing::warn!("configure_optimizers gave no optimizer, so nothing is trained"),
-        1 => {}
-        several => {
-            let what = format!("{several} optimizers with automatic optimization");
-            let remedy =
-                "return exactly one, with several groups if need be, or false from automatic_optimization";
-            return Err(ConfigError::new("configure_optimizers", what, remedy).into());
-        }
-    }
-    Ok(())
 }
 
 /// Backward runs on the calling thread while this lives: the hop to the engine's device threads costs more than it

@@ -1,9 +1,16 @@
-//! Optimizer and schedule given to the trainer, in place of the module's own.
+//! The optimizers and schedules of a fit: the module's own, or those given to the trainer in their place.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::optim::{Interval, LrSchedulerConfig, LrSchedulerSpec, OptimizerConfig, Optimizers};
+use super::guard::guarded;
+use super::manual;
+use super::session::Session;
+use crate::error::{ConfigError, Result};
+use crate::module::LightningModule;
+use crate::optim::{
+    ActiveLrScheduler, Interval, LrSchedulerConfig, LrSchedulerSpec, OptimizerConfig, Optimizers,
+};
 
 /// A schedule, and when it is stepped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -66,4 +73,46 @@ impl From<OptimizerOverride> for Optimizers {
         }
         optimizers.scheduler(spec)
     }
+}
+
+/// Gives a session its optimizers and schedules: those that the trainer was given, else the module's.
+pub(super) fn configure_optimizers<M: LightningModule>(
+    session: &mut Session<M>,
+    replacement: Option<OptimizerOverride>,
+) -> Result<()> {
+    let configured: Optimizers = match replacement {
+        Some(replacement) => replacement.into(),
+        None => {
+            let _action = session.profile_hook("configure_optimizers")?;
+            let configured = guarded(|| session.module.configure_optimizers());
+            configured.map_err(|source| session.hook_error("configure_optimizers", source))?
+        }
+    };
+    let configured = match session.plan.found_lr {
+        Some(lr) => configured.with_lr(lr),
+        None => configured,
+    };
+    for (index, built) in configured.build(session.module)?.into_iter().enumerate() {
+        session.optimizers.push(built.optimizer);
+        session
+            .schedulers
+            .extend(built.scheduler.map(|configured| ActiveLrScheduler { optimizer: index, configured }));
+    }
+    if session.plan.drops_schedulers {
+        session.schedulers.clear();
+    }
+    if !session.module.automatic_optimization() {
+        return Ok(manual::check_plan(session.plan)?);
+    }
+    match session.optimizers.len() {
+        0 => tracing::warn!("configure_optimizers gave no optimizer, so nothing is trained"),
+        1 => {}
+        several => {
+            let what = format!("{several} optimizers with automatic optimization");
+            let remedy =
+                "return exactly one, with several groups if need be, or false from automatic_optimization";
+            return Err(ConfigError::new("configure_optimizers", what, remedy).into());
+        }
+    }
+    Ok(())
 }
