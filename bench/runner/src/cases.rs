@@ -133,7 +133,7 @@ pub const PEERS: [Peer; 12] = [
     peer("pytorch", Program::Torch, "plain", ALL, Work::Same),
     peer("pytorch-fused", Program::Torch, "plain-fused", ALL, Work::Same),
     // the layout that voltaic's own has
-    peer("pytorch-channels-last", Program::Torch, "plain-channels-last", &["resnet18"], Work::Same),
+    peer("pytorch-channels-last", Program::Torch, "plain-channels-last", &["cnn", "resnet18"], Work::Same),
     peer(COMPILED, Program::Torch, "compile", ALL, Work::OwnMasks),
     peer("burn", Program::Burn, "plain", SMALL, Work::OwnDraw),
     peer("candle", Program::Candle, "plain", SMALL, Work::OwnDraw),

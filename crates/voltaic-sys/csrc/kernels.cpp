@@ -12,6 +12,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu_backward_cpu_dispatch.h>
 #include <ATen/ops/gelu_cpu_dispatch.h>
+#include <ATen/ops/max_pool2d_with_indices_backward_cpu_dispatch.h>
 #include <ATen/ops/max_pool2d_with_indices_cpu_dispatch.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
@@ -201,18 +202,27 @@ bool are_all(IntArrayRef numbers, int64_t number) {
   return std::all_of(numbers.begin(), numbers.end(), [=](int64_t n) { return n == number; });
 }
 
-bool takes_pool(const Tensor &input, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
-                IntArrayRef dilation) {
-  return is_simple(input) && (input.dim() == 3 || input.dim() == 4) &&
-         input.suggest_memory_format() == at::MemoryFormat::Contiguous && !kernel.empty() && are_all(kernel, 2) &&
-         are_all(stride, 2) && are_all(padding, 0) && are_all(dilation, 1) && input.size(-1) % 2 == 0 &&
-         input.size(-2) % 2 == 0;
+// The layout of what is computed from such images, as in libtorch.
+at::MemoryFormat layout_of(const Tensor &images) { return images.suggest_memory_format(); }
+
+bool is_dense(const Tensor &tensor, at::MemoryFormat layout) {
+  return is_plain(tensor) && tensor.is_contiguous(layout);
 }
 
-void run_pool(const Tensor &input, const Tensor &out, const Tensor &indices) {
-  const int64_t height = input.size(-2), width = input.size(-1);
-  rust.max_pool2d(dtype_of(input), input.const_data_ptr(), out.mutable_data_ptr(), indices.mutable_data_ptr<int64_t>(),
-                  input.numel() / (height * width), height, width);
+// Empty for a pool that is libtorch's.
+std::optional<vt_max_pool> pool_of(const Tensor &input, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+                                   IntArrayRef dilation) {
+  if (!has_rust_dtype(input) || (input.dim() != 3 && input.dim() != 4) || !is_dense(input, layout_of(input)) ||
+      kernel.empty() || !are_all(kernel, 2) || !are_all(stride, 2) || !are_all(padding, 0) || !are_all(dilation, 1) ||
+      input.size(-1) % 2 != 0 || input.size(-2) % 2 != 0)
+    return std::nullopt;
+  vt_max_pool pool{};
+  pool.dtype = dtype_of(input);
+  pool.height = input.size(-2);
+  pool.width = input.size(-1);
+  pool.channels = layout_of(input) == at::MemoryFormat::ChannelsLast ? input.size(1) : 1;
+  pool.images = input.numel() / (pool.height * pool.width * pool.channels);
+  return pool;
 }
 
 c10::SmallVector<int64_t, 4> pooled_sizes(const Tensor &input) {
@@ -222,26 +232,71 @@ c10::SmallVector<int64_t, 4> pooled_sizes(const Tensor &input) {
   return sizes;
 }
 
+bool are_pooled(const Tensor &output, const Tensor &indices, const Tensor &input) {
+  return output.sizes() == IntArrayRef(pooled_sizes(input)) && indices.sizes() == output.sizes() &&
+         output.scalar_type() == input.scalar_type() && indices.scalar_type() == at::kLong;
+}
+
+void run_pool(const vt_max_pool &pool, const Tensor &input, const Tensor &out, const Tensor &indices) {
+  rust.max_pool2d(&pool, input.const_data_ptr(), out.mutable_data_ptr(), indices.mutable_data_ptr<int64_t>());
+}
+
 std::tuple<Tensor, Tensor> max_pool2d(const Tensor &input, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                                       IntArrayRef dilation, bool ceil_mode) {
-  if (!takes_pool(input, kernel, stride, padding, dilation))
+  const auto pool = pool_of(input, kernel, stride, padding, dilation);
+  if (!pool)
     return at::cpu::max_pool2d_with_indices(input, kernel, stride, padding, dilation, ceil_mode);
   const auto sizes = pooled_sizes(input);
-  Tensor out = new_empty(input, sizes);
-  Tensor indices = at::empty(sizes, input.options().dtype(at::kLong));
-  run_pool(input, out, indices);
+  Tensor out = at::empty(sizes, input.options(), layout_of(input));
+  Tensor indices = at::empty(sizes, input.options().dtype(at::kLong), layout_of(input));
+  run_pool(*pool, input, out, indices);
   return {std::move(out), std::move(indices)};
 }
 
 std::tuple<Tensor &, Tensor &> max_pool2d_out(const Tensor &input, IntArrayRef kernel, IntArrayRef stride,
                                               IntArrayRef padding, IntArrayRef dilation, bool ceil_mode, Tensor &out,
                                               Tensor &indices) {
-  if (!takes_pool(input, kernel, stride, padding, dilation) || out.sizes() != IntArrayRef(pooled_sizes(input)) ||
-      indices.sizes() != out.sizes() || out.scalar_type() != input.scalar_type() ||
-      indices.scalar_type() != at::kLong || !out.is_contiguous() || !indices.is_contiguous() || out.is_alias_of(input))
+  const auto pool = pool_of(input, kernel, stride, padding, dilation);
+  if (!pool || !are_pooled(out, indices, input) || !is_dense(out, layout_of(input)) ||
+      !is_dense(indices, layout_of(input)) || out.is_alias_of(input))
     return at::cpu::max_pool2d_with_indices_outf(input, kernel, stride, padding, dilation, ceil_mode, out, indices);
-  run_pool(input, out, indices);
+  run_pool(*pool, input, out, indices);
   return {out, indices};
+}
+
+// libtorch is faster with the usual layout. Its sum of one number, 0 + x, is kept to the sign.
+bool takes_pool_backward(const std::optional<vt_max_pool> &pool, const Tensor &grad, const Tensor &input,
+                         const Tensor &indices) {
+  return pool.has_value() && layout_of(input) == at::MemoryFormat::ChannelsLast && is_plain(grad) && are_pooled(grad, indices, input);
+}
+
+void run_pool_backward(const vt_max_pool &pool, const Tensor &grad, const Tensor &indices, const Tensor &out) {
+  const Tensor grads = grad.contiguous(at::MemoryFormat::ChannelsLast);
+  const Tensor places = indices.contiguous(at::MemoryFormat::ChannelsLast);
+  rust.max_pool2d_backward(&pool, grads.const_data_ptr(), places.const_data_ptr<int64_t>(), out.mutable_data_ptr());
+}
+
+Tensor max_pool2d_backward(const Tensor &grad, const Tensor &input, IntArrayRef kernel, IntArrayRef stride,
+                           IntArrayRef padding, IntArrayRef dilation, bool ceil_mode, const Tensor &indices) {
+  const auto pool = pool_of(input, kernel, stride, padding, dilation);
+  if (!takes_pool_backward(pool, grad, input, indices))
+    return at::cpu::max_pool2d_with_indices_backward(grad, input, kernel, stride, padding, dilation, ceil_mode,
+                                                     indices);
+  Tensor out = at::empty(input.sizes(), input.options(), at::MemoryFormat::ChannelsLast);
+  run_pool_backward(*pool, grad, indices, out);
+  return out;
+}
+
+Tensor &max_pool2d_backward_out(const Tensor &grad, const Tensor &input, IntArrayRef kernel, IntArrayRef stride,
+                                IntArrayRef padding, IntArrayRef dilation, bool ceil_mode, const Tensor &indices,
+                                Tensor &out) {
+  const auto pool = pool_of(input, kernel, stride, padding, dilation);
+  if (!takes_pool_backward(pool, grad, input, indices) || !are_alike(out, input) ||
+      !is_dense(out, at::MemoryFormat::ChannelsLast) || out.is_alias_of(grad) || out.is_alias_of(indices))
+    return at::cpu::max_pool2d_with_indices_backward_outf(grad, input, kernel, stride, padding, dilation, ceil_mode,
+                                                          indices, out);
+  run_pool_backward(*pool, grad, indices, out);
+  return out;
 }
 
 // ---- weights of convolutions ----
@@ -265,7 +320,6 @@ std::optional<vt_convolution> taps_of(const Tensor &grad, const Tensor &input, c
     return std::nullopt;
   vt_convolution call{};
   call.dtype = dtype_of(input);
-  call.batches = input.size(0);
   call.in_channels = input.size(1);
   call.out_channels = grad.size(1);
   set_pair(call.in_size, input.sizes().slice(2));
@@ -456,6 +510,10 @@ vt_error *vt_install_kernels(const vt_kernels *kernels) {
     if (rust.max_pool2d != nullptr) {
       library.impl("max_pool2d_with_indices", &max_pool2d);
       library.impl("max_pool2d_with_indices.out", &max_pool2d_out);
+    }
+    if (rust.max_pool2d_backward != nullptr) {
+      library.impl("max_pool2d_with_indices_backward", &max_pool2d_backward);
+      library.impl("max_pool2d_with_indices_backward.grad_input", &max_pool2d_backward_out);
     }
     if (rust.convolves_by_taps != nullptr)
       library.impl("convolution_backward", &convolution_backward);

@@ -433,9 +433,16 @@ typedef struct {
 // A convolution of images without groups or dilation, channels last in memory. Pairs are of height and width.
 typedef struct {
   int32_t dtype;
-  int64_t batches, in_channels, out_channels;
+  int64_t in_channels, out_channels;
   int64_t in_size[2], out_size[2], kernel[2], stride[2], padding[2];
 } vt_convolution;
+
+// Max-pooling of `[images, height, width, channels]` by windows of 2 x 2, each element once: height and width are even.
+// Where the channels are not last in memory, each plane is an image of one channel.
+typedef struct {
+  int32_t dtype;
+  int64_t images, height, width, channels;
+} vt_max_pool;
 
 // The state of libtorch's generator of the CPU: numbers left in `words` + 1, and the next one.
 typedef struct {
@@ -450,9 +457,9 @@ typedef struct {
   int32_t (*product)(const vt_product *product);
   void (*gelu)(int32_t dtype, int32_t is_tanh, const void *input, void *output, int64_t len);
   void (*gelu_backward)(int32_t dtype, int32_t is_tanh, const void *grad, const void *input, void *output, int64_t len);
-  // Windows of 2 x 2, each element once. `indices` count from the start of their plane.
-  void (*max_pool2d)(int32_t dtype, const void *input, void *output, int64_t *indices, int64_t planes, int64_t height,
-                     int64_t width);
+  // `indices` count the pixels of their image.
+  void (*max_pool2d)(const vt_max_pool *pool, const void *input, void *output, int64_t *indices);
+  void (*max_pool2d_backward)(const vt_max_pool *pool, const void *grad, const int64_t *indices, void *output);
   // Each element 1 with probability p, else 0.
   void (*bernoulli)(int32_t dtype, vt_mt19937 *generator, double p, void *output, int64_t len);
   void (*attention)(const vt_attention *attention);

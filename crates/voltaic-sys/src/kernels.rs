@@ -58,7 +58,6 @@ pub struct vt_mt19937 {
 #[repr(C)]
 pub struct vt_convolution {
     pub dtype: i32,
-    pub batches: i64,
     pub in_channels: i64,
     pub out_channels: i64,
     pub in_size: [i64; 2],
@@ -66,6 +65,15 @@ pub struct vt_convolution {
     pub kernel: [i64; 2],
     pub stride: [i64; 2],
     pub padding: [i64; 2],
+}
+
+#[repr(C)]
+pub struct vt_max_pool {
+    pub dtype: i32,
+    pub images: i64,
+    pub height: i64,
+    pub width: i64,
+    pub channels: i64,
 }
 
 #[repr(C)]
@@ -84,14 +92,14 @@ pub struct vt_kernels {
         ),
     >,
     pub max_pool2d: Option<
+        extern "C" fn(pool: *const vt_max_pool, input: *const c_void, output: *mut c_void, indices: *mut i64),
+    >,
+    pub max_pool2d_backward: Option<
         extern "C" fn(
-            dtype: i32,
-            input: *const c_void,
+            pool: *const vt_max_pool,
+            grad: *const c_void,
+            indices: *const i64,
             output: *mut c_void,
-            indices: *mut i64,
-            planes: i64,
-            height: i64,
-            width: i64,
         ),
     >,
     pub bernoulli:

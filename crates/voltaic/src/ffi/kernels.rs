@@ -9,6 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use voltaic_sys as sys;
 
+use super::amx::withhold_undescribed_amx;
 use super::bf16_product::has_bf16_products;
 use super::check;
 use super::matrix::Product;
@@ -18,10 +19,11 @@ use super::threads::parallel_for;
 use crate::error::Result;
 use crate::kernels::{
     AttentionHead, AttentionScratch, Bernoulli, Bf16, Element, FactorOf, Gelu, GeluBackward, GradHead,
-    MaxPool2d, Mt19937, Rows,
+    MaxPool2d, MaxPool2dBackward, Mt19937, RowPairs, Rows,
 };
 
-/// `0`: libtorch's kernels. `1`: voltaic's. Unset: voltaic's if the program is optimized.
+/// `0`: libtorch's kernels. `1`: voltaic's, also products on Intel's processors. Unset: voltaic's if the program is
+/// optimized.
 const SWITCH: &str = "VOLTAIC_CPU_KERNELS";
 
 /// Numbers that are worth a thread, as for libtorch.
@@ -38,39 +40,44 @@ pub fn has_attention_kernel() -> bool {
     HAS_ATTENTION.load(Ordering::Relaxed)
 }
 
-/// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: products of float32
-/// matrices, attention and gradients of some convolutions' weights (not on Intel's processors, where those of libtorch
-/// are as good or were not compared), GELU, max-pooling of 2 x 2, random masks. Later calls change nothing.
+/// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: attention, gradients of
+/// some convolutions' weights, GELU, max-pooling of 2 x 2, and on processors that are not Intel's, where libtorch has the
+/// MKL at its best, products of float32 matrices and random masks. Later calls change nothing.
 ///
 /// Results differ from libtorch's in the last bits of products, attention, weights' gradients and GELU; max-pooling and
 /// masks are equal.
 ///
+/// Keeps oneDNN from AMX, too, on virtual machines that offer it without a description, where its operators in bfloat16
+/// would end the process; to be called before the first of them, as trainers and accelerators do.
+///
 /// Returns whether they are in use: they are not in a program compiled without optimization, unless the environment says
-/// `VOLTAIC_CPU_KERNELS=1`; nor with `VOLTAIC_CPU_KERNELS=0`; nor on x86-64 without AVX2.
+/// `VOLTAIC_CPU_KERNELS=1`, which asks for the products on Intel's processors, too; nor with `VOLTAIC_CPU_KERNELS=0`; nor on x86-64 without AVX2.
 ///
 /// # Errors
 /// [`SwitchError`](crate::error::SwitchError) if `VOLTAIC_CPU_KERNELS` is neither `0` nor `1`.
 pub fn install_kernels() -> Result<bool> {
-    let is_wanted = read_switch(SWITCH, "kernels")?.unwrap_or(!cfg!(debug_assertions));
+    withhold_undescribed_amx();
+    let switch = read_switch(SWITCH, "kernels")?;
+    let is_wanted = switch.unwrap_or(!cfg!(debug_assertions));
     let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
     if *installed || !is_wanted || !has_vectors() {
         return Ok(*installed);
     }
-    let is_other = !is_intel();
     let table = sys::vt_kernels {
-        product: is_other.then_some(product as _),
+        product: (!is_intel() || switch == Some(true)).then_some(product as _),
         gelu: Some(gelu),
         gelu_backward: Some(gelu_backward),
         max_pool2d: Some(max_pool2d),
-        bernoulli: is_other.then_some(bernoulli as _),
-        attention: is_other.then_some(attention as _),
-        attention_backward: is_other.then_some(attention_backward as _),
-        convolves_by_taps: is_other.then_some(convolves_by_taps as _),
+        max_pool2d_backward: Some(max_pool2d_backward),
+        bernoulli: (!is_intel()).then_some(bernoulli as _),
+        attention: Some(attention),
+        attention_backward: Some(attention_backward),
+        convolves_by_taps: Some(convolves_by_taps),
     };
     // SAFETY: the shim copies the table, whose functions keep what voltaic.h asks of them.
     check("install_kernels", unsafe { sys::vt_install_kernels(&table) })?;
     *installed = true;
-    HAS_ATTENTION.store(is_other, Ordering::Relaxed);
+    HAS_ATTENTION.store(true, Ordering::Relaxed);
     Ok(true)
 }
 
@@ -206,36 +213,58 @@ extern "C" fn gelu_backward(
 }
 
 extern "C" fn max_pool2d(
-    dtype: i32,
+    call: *const sys::vt_max_pool,
     input: *const c_void,
     output: *mut c_void,
     indices: *mut i64,
-    planes: i64,
-    height: i64,
-    width: i64,
 ) {
-    fn run<T: Element>(
-        addresses: [*mut c_void; 2],
-        indices: *mut i64,
-        planes: usize,
-        plane: usize,
-        width: usize,
-    ) {
-        let [input, output] = addresses.map(|address| Shared(address.cast::<T>()));
+    fn run<T: Element>(call: &sys::vt_max_pool, [input, output]: [*mut c_void; 2], indices: *mut i64) {
+        let (input, output) = (Shared(input.cast::<T>()), Shared(output.cast::<T>()));
         let indices = Shared(indices);
-        parallel_for(planes, (GRAIN / plane).max(1), |part| {
-            for i in part {
-                let (whole, pooled) = (i * plane..(i + 1) * plane, i * plane / 4..(i + 1) * plane / 4);
-                // SAFETY: the shim passes dense tensors of `planes` planes that share no memory; each is of one part.
-                let (input, output, indices) = unsafe {
-                    (input.slice(whole), output.slice_mut(pooled.clone()), indices.slice_mut(pooled))
-                };
-                run_vectorized(MaxPool2d { input, output, indices, width });
-            }
+        for_row_pairs(call, |pairs, whole, pooled| {
+            // SAFETY: the shim passes dense tensors of such sizes that share no memory; parts do not overlap.
+            let (input, output, indices) =
+                unsafe { (input.slice(whole), output.slice_mut(pooled.clone()), indices.slice_mut(pooled)) };
+            run_vectorized(MaxPool2d { pairs, input, output, indices });
         });
     }
-    let plane = (height * width) as usize;
-    by_dtype!(dtype, run([input.cast_mut(), output], indices, planes as usize, plane, width as usize));
+    // SAFETY: the shim passes a description that lives during the call.
+    let call = unsafe { &*call };
+    by_dtype!(call.dtype, run(call, [input.cast_mut(), output], indices));
+}
+
+extern "C" fn max_pool2d_backward(
+    call: *const sys::vt_max_pool,
+    grad: *const c_void,
+    indices: *const i64,
+    output: *mut c_void,
+) {
+    fn run<T: Element>(call: &sys::vt_max_pool, [grad, output]: [*mut c_void; 2], indices: *const i64) {
+        let (grad, output) = (Shared(grad.cast::<T>()), Shared(output.cast::<T>()));
+        let indices = Shared(indices.cast_mut());
+        for_row_pairs(call, |pairs, whole, pooled| {
+            // SAFETY: as in `max_pool2d`.
+            let (grad, indices, output) =
+                unsafe { (grad.slice(pooled.clone()), indices.slice(pooled), output.slice_mut(whole)) };
+            run_vectorized(MaxPool2dBackward { pairs, grad, indices, output });
+        });
+    }
+    // SAFETY: as in `max_pool2d`.
+    let call = unsafe { &*call };
+    by_dtype!(call.dtype, run(call, [grad.cast_mut(), output], indices));
+}
+
+/// Calls `body` for parts of all pairs of rows on libtorch's threads, with where the numbers of a part lie in the whole
+/// tensor and in the pooled one.
+fn for_row_pairs(call: &sys::vt_max_pool, body: impl Fn(RowPairs, Range<usize>, Range<usize>) + Sync) {
+    let [images, height, width, channels] =
+        [call.images, call.height, call.width, call.channels].map(|length| length as usize);
+    let all = RowPairs { start: 0, height, width, channels };
+    let pooled = all.row_len() / 2;
+    parallel_for(images * height / 2, (GRAIN / pooled / 4).max(1), |part| {
+        let [whole, pooled] = [4 * pooled, pooled].map(|len| part.start * len..part.end * len);
+        body(RowPairs { start: part.start, ..all }, whole, pooled);
+    });
 }
 
 extern "C" fn bernoulli(dtype: i32, state: *mut sys::vt_mt19937, p: f64, output: *mut c_void, len: i64) {
@@ -251,6 +280,11 @@ extern "C" fn bernoulli(dtype: i32, state: *mut sys::vt_mt19937, p: f64, output:
 }
 
 // ---- attention ----
+
+/// Intel's processors do fewer dot products of bfloat16 in a cycle than of float32.
+fn has_fast_bf16_products() -> bool {
+    has_bf16_products() && !is_intel()
+}
 
 thread_local! {
     static SCRATCH: RefCell<AttentionScratch> = RefCell::default();
@@ -339,7 +373,7 @@ extern "C" fn attention(call: *const sys::vt_attention) {
     let call = unsafe { &*call };
     match call.dtype {
         sys::VT_FLOAT32 => run::<f32, f32>(call),
-        _ if has_bf16_products() => run::<Bf16, Bf16>(call),
+        _ if has_fast_bf16_products() => run::<Bf16, Bf16>(call),
         _ => run::<Bf16, f32>(call),
     }
 }
@@ -387,7 +421,7 @@ extern "C" fn attention_backward(call: *const sys::vt_attention) {
     let call = unsafe { &*call };
     match call.dtype {
         sys::VT_FLOAT32 => run::<f32, f32>(call),
-        _ if has_bf16_products() => run::<Bf16, Bf16>(call),
+        _ if has_fast_bf16_products() => run::<Bf16, Bf16>(call),
         _ => run::<Bf16, f32>(call),
     }
 }

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 mod allocator;
+mod amx;
 mod autocast;
 mod autograd;
 mod autograd_function;
@@ -68,7 +69,7 @@ pub use optim::{
 pub use pool::{PeakReset, Pool, PoolBlock, PoolStats};
 pub use process::{die_with_parent, signal_group};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
-pub use simd::run_vectorized;
+pub use simd::{is_intel, run_vectorized};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version, tch_names_hpu};
 pub use threads::{set_thread_num_threads, with_one_thread};
 

@@ -13,7 +13,7 @@ mod mt19937;
 pub use attention::{AttentionHead, AttentionScratch, Factor, FactorOf, GradHead, Rows};
 pub use element::{Bf16, Element};
 pub use gelu::{Gelu, GeluBackward};
-pub use max_pool::MaxPool2d;
+pub use max_pool::{MaxPool2d, MaxPool2dBackward, RowPairs};
 pub use mt19937::{Bernoulli, Mt19937};
 
 /// A loop with its arguments, to be run by [`ffi::run_vectorized`](crate::ffi::run_vectorized).

@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use crate::error::Result;
 use crate::nn::functional::max_pool2d;
-use crate::nn::{Conv2d, Dropout, Forward, Linear, Module};
+use crate::nn::{Conv2d, Dropout, Forward, Linear, Module, ModuleExt};
 
 /// The convolutional net of PyTorch's MNIST example.
 ///
@@ -62,14 +62,16 @@ impl ConvNet {
     /// # Errors
     /// [`ModuleError::Sizes`](crate::error::ModuleError::Sizes) if a size is below 1, or a dropout no probability.
     pub fn new(config: ConvNetConfig) -> Result<Self> {
-        Ok(Self {
+        let net = Self {
             conv1: Conv2d::new(1, 32, 3)?,
             conv2: Conv2d::new(32, 64, 3)?,
             dropout1: Dropout::new(config.conv_dropout)?,
             dropout2: Dropout::new(config.fc_dropout)?,
             fc1: Linear::new(64 * 12 * 12, 128)?,
             fc2: Linear::new(128, config.num_classes)?,
-        })
+        };
+        net.to_channels_last()?;
+        Ok(net)
     }
 }
 
@@ -77,7 +79,7 @@ impl Forward for ConvNet {
     fn forward(&self, digits: &Tensor) -> anyhow::Result<Tensor> {
         let x = self.conv1.forward(digits)?.f_relu()?;
         let x = max_pool2d(&self.conv2.forward(&x)?.f_relu()?, 2)?;
-        let x = self.dropout1.forward(&x)?.f_flatten(1, -1)?;
+        let x = self.dropout1.forward(&x.f_flatten(1, -1)?)?; // flat, so that the masks are PyTorch's
         let x = self.fc1.forward(&x)?.f_relu()?;
         self.fc2.forward(&self.dropout2.forward(&x)?)
     }

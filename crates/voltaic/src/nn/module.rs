@@ -248,7 +248,11 @@ pub trait ModuleExt: Module {
             if tensor.dim() != 4 {
                 return Ok(tensor.shallow_clone());
             }
-            Ok(tensor.f_permute([0, 2, 3, 1])?.f_contiguous()?.f_permute([0, 3, 1, 2])?)
+            // the strides are set, too, since those of a single channel would say nothing of the layout
+            let (size, dense) = (tensor.size(), tensor.f_permute([0, 2, 3, 1])?.f_contiguous()?);
+            let [channels, height, width] = [size[1], size[2], size[3]];
+            let strides = [channels * height * width, 1, width * channels, channels];
+            Ok(dense.f_as_strided(&size, strides, None)?)
         })
     }
 

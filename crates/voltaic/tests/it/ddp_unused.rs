@@ -11,6 +11,7 @@ use voltaic::strategy::DdpConfig;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::ddp::{assert_same, builder, folder_of_parent, loaders, numbered, run_ranks, weights};
+use crate::parity::recorded_here;
 use crate::probe::{own_process, plays, silent};
 
 /// One layer that all losses need, two of which each loss takes one, and one that none takes.
@@ -71,10 +72,10 @@ fn train(config: DdpConfig, folder: &Path) {
     }
 }
 
-/// Weights of one of the files in `fixtures/ddp`, sorted by name.
+/// Weights that PyTorch's data parallel training left on such a processor, sorted by name.
 pub fn of_pytorch(name: &str) -> Vec<(String, Tensor)> {
-    let path = format!("{}/tests/fixtures/ddp/{name}.safetensors", env!("CARGO_MANIFEST_DIR"));
-    let mut weights = voltaic::checkpoint::read_weights(Path::new(&path)).unwrap();
+    let path = recorded_here("ddp").join(format!("{name}.safetensors"));
+    let mut weights = voltaic::checkpoint::read_weights(&path).unwrap();
     weights.sort_by(|a, b| a.0.cmp(&b.0));
     weights
 }

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 use voltaic::ffi;
 
-use crate::{assert_close, install};
+use crate::{assert_close, channels_last, install};
 
 /// A convolution of images `[batch, inputs, height, width]`.
 #[derive(Clone, Copy, Debug)]
@@ -26,11 +26,6 @@ const SQUARE: Case = Case {
     dilation: 1,
     groups: 1,
 };
-
-/// The same values with the channels last in memory.
-fn channels_last(tensor: &Tensor) -> Tensor {
-    tensor.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2])
-}
 
 /// Gradients of input, weight and bias.
 fn grads(case: Case, [input, weight, bias, grad]: &[Tensor; 4]) -> [Tensor; 3] {

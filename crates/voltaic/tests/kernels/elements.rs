@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::{assert_close, install};
+use crate::{assert_close, channels_last, install};
 
 #[test]
 fn gelu_and_its_derivative() {
@@ -36,19 +36,28 @@ fn gelu_and_its_derivative() {
 fn max_pooling_is_libtorchs_bit_for_bit() {
     install();
     tch::manual_seed(4);
-    for (kind, size) in
-        [(Kind::Float, vec![3, 5, 8, 6]), (Kind::BFloat16, vec![2, 3, 4, 66]), (Kind::Float, vec![2, 4, 4])]
-    {
-        let x = Tensor::randn(&*size, (Kind::Float, Device::Cpu)).to_kind(kind);
-        let [x, x64] = [x.copy(), x.to_kind(Kind::Double)].map(|x| x.set_requires_grad(true));
-        let [(y, at), (y64, at64)] =
-            [&x, &x64].map(|x| x.max_pool2d_with_indices([2, 2], [2, 2], [0, 0], [1, 1], false));
-        assert_eq!(y.to_kind(Kind::Double), y64);
-        assert_eq!(at, at64);
-        let grad = Tensor::randn(y.size(), (Kind::Double, Device::Cpu)).to_kind(kind);
-        (y * &grad).sum(kind).backward();
-        (y64 * grad.to_kind(Kind::Double)).sum(Kind::Double).backward();
-        assert_eq!(x.grad().to_kind(Kind::Double), x64.grad());
+    // channels that fill vectors, leave a rest, or are too few for one
+    let sizes = [vec![3, 5, 8, 6], vec![2, 3, 4, 66], vec![2, 4, 4], vec![4, 32, 6, 4], vec![2, 37, 2, 8]];
+    for (size, kind) in sizes.iter().flat_map(|size| [(size, Kind::Float), (size, Kind::BFloat16)]) {
+        let plain = Tensor::randn(&**size, (Kind::Float, Device::Cpu)).to_kind(kind);
+        let grad =
+            Tensor::randn([size.iter().product::<i64>() / 4], (Kind::Float, Device::Cpu)).to_kind(kind);
+        let layouts = if size.len() == 4 { vec![plain.copy(), channels_last(&plain)] } else { vec![plain] };
+        for x in layouts {
+            let [x, x64] = [x.copy(), x.to_kind(Kind::Double)].map(|x| x.set_requires_grad(true));
+            let [(y, at), (y64, at64)] =
+                [&x, &x64].map(|x| x.max_pool2d_with_indices([2, 2], [2, 2], [0, 0], [1, 1], false));
+            assert_eq!((y.stride(), at.stride()), (y64.stride(), at64.stride()));
+            assert_eq!(y.to_kind(Kind::Double), y64);
+            assert_eq!(at, at64);
+            let grad = grad.view(&*y.size()).clamp_min(0.0) * -1.0; // half of it -0
+            (y * &grad).sum(kind).backward();
+            (y64 * grad.to_kind(Kind::Double)).sum(Kind::Double).backward();
+            let [grad, grad64] = [x, x64].map(|x| x.grad());
+            assert_eq!(grad.to_kind(Kind::Double), grad64);
+            assert_eq!(grad.signbit(), grad64.signbit());
+            assert_eq!(grad.stride(), grad64.stride());
+        }
     }
     // odd sides, and other windows, are libtorch's
     let x = Tensor::randn([1, 1, 5, 7], (Kind::Float, Device::Cpu));

@@ -1,0 +1,140 @@
+//! Voltaic's kernels for the CPU beside libtorch's: `cargo bench --bench kernels`.
+//!
+//! Processes with voltaic's kernels (all of them, also those that this processor is not given by itself) and with
+//! libtorch's take turns, with one thread; of each operator the fastest run counts, which other programs disturb least.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+use std::{env, error, io};
+
+use tch::{Device, Kind, Tensor};
+use voltaic::ffi;
+
+type Result<T> = std::result::Result<T, Box<dyn error::Error>>;
+
+/// Set in the processes that measure.
+const CHILD: &str = "VOLTAIC_BENCH_CHILD";
+const ROUNDS: usize = 5;
+/// How long an operator is repeated in one process.
+const REPEATED: Duration = Duration::from_millis(150);
+
+fn main() -> Result<()> {
+    if env::var_os(CHILD).is_some() {
+        tch::set_num_threads(1);
+        ffi::install_kernels()?;
+        operators().into_iter().for_each(|(name, mut run)| println!("{name}\t{}", fastest_us(&mut *run)));
+        return Ok(());
+    }
+    let mut best: Vec<(String, [f64; 2])> = Vec::new();
+    for _ in 0..ROUNDS {
+        for (side, switch) in ["0", "1"].into_iter().enumerate() {
+            for (row, (name, us)) in measure(switch)?.into_iter().enumerate() {
+                if row == best.len() {
+                    best.push((name, [f64::INFINITY; 2]));
+                }
+                best[row].1[side] = best[row].1[side].min(us);
+            }
+        }
+    }
+    println!("{:<58}{:>12}{:>12}{:>8}", "microseconds, best", "libtorch", "voltaic", "times");
+    for (name, [libtorch, voltaic]) in best {
+        println!("{name:<58}{libtorch:>12.1}{voltaic:>12.1}{:>8.2}", libtorch / voltaic);
+    }
+    Ok(())
+}
+
+/// Microseconds of each operator in a process of its own.
+fn measure(switch: &str) -> Result<Vec<(String, f64)>> {
+    let mut command = Command::new(env::current_exe()?);
+    let output = command.env(CHILD, "1").env("VOLTAIC_CPU_KERNELS", switch).output()?;
+    if !output.status.success() {
+        return Err(io::Error::other(String::from_utf8_lossy(&output.stderr).into_owned()).into());
+    }
+    let text = String::from_utf8(output.stdout)?;
+    text.lines()
+        .filter_map(|line| line.split_once('\t'))
+        .map(|(name, us)| Ok((name.to_owned(), us.parse()?)))
+        .collect()
+}
+
+fn fastest_us(run: &mut dyn FnMut()) -> f64 {
+    run();
+    let (first, mut best) = (Instant::now(), f64::INFINITY);
+    while first.elapsed() < REPEATED {
+        let start = Instant::now();
+        run();
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    best * 1e6
+}
+
+type Operators = Vec<(String, Box<dyn FnMut()>)>;
+
+fn operators() -> Operators {
+    let mut all: Operators = Vec::new();
+    for (rows, from, to) in
+        [(64, 784, 256), (64, 9216, 128), (768, 128, 512), (1024, 384, 1536), (1024, 1536, 384)]
+    {
+        let (x, weight, grad) = (normal(&[rows, from]), normal(&[to, from]), normal(&[rows, to]));
+        let name = |what: &str| format!("linear {from} to {to}, {rows} rows: {what}");
+        let turned = weight.tr();
+        all.push((name("forward"), Box::new(move || drop(x.mm(&turned)))));
+        let to_input = grad.shallow_clone();
+        all.push((name("gradient of input"), Box::new(move || drop(to_input.mm(&weight)))));
+        let (turned, x) = (grad.tr(), normal(&[rows, from]));
+        all.push((name("gradient of weight"), Box::new(move || drop(turned.mm(&x)))));
+    }
+    for kind in [Kind::Float, Kind::BFloat16] {
+        for sizes in [[12, 4, 64, 32], [4, 6, 256, 64]] {
+            let rows = || normal(&sizes).to_kind(kind);
+            let inputs = [rows(), rows(), rows()];
+            let attend = |[query, key, value]: &[Tensor; 3]| {
+                Tensor::scaled_dot_product_attention::<Tensor>(
+                    query, key, value, None, 0.0, true, None, false,
+                )
+            };
+            add(&mut all, &format!("attention {sizes:?} {kind:?}"), inputs, attend);
+        }
+        for (channels, side) in [(512, 4), (256, 8), (64, 32)] {
+            let pixels = normal(&[32, channels, side, side]).to_kind(kind);
+            let weight = normal(&[channels, channels, 3, 3]).to_kind(kind);
+            let convolve = |[pixels, weight]: &[Tensor; 2]| {
+                pixels.conv2d::<Tensor>(weight, None, [1, 1], [1, 1], [1, 1], 1)
+            };
+            let name = format!("convolution 3x3, {channels} channels, {side}x{side} {kind:?}");
+            add(&mut all, &name, [pixels, weight].map(|tensor| channels_last(&tensor)), convolve);
+        }
+        let features = channels_last(&normal(&[64, 64, 24, 24]).to_kind(kind));
+        add(&mut all, &format!("max_pool2d, channels last {kind:?}"), [features], |[features]| {
+            features.max_pool2d([2, 2], [2, 2], [0, 0], [1, 1], false)
+        });
+        let hidden = normal(&[1024, 1536]).to_kind(kind);
+        add(&mut all, &format!("gelu [1024, 1536] {kind:?}"), [hidden], |[hidden]| hidden.gelu("tanh"));
+    }
+    all
+}
+
+/// An operator, and its gradients.
+fn add<const N: usize>(
+    all: &mut Operators,
+    name: &str,
+    inputs: [Tensor; N],
+    operator: impl Fn(&[Tensor; N]) -> Tensor + 'static,
+) {
+    let leaves = inputs.each_ref().map(|input| input.detach().set_requires_grad(true));
+    let output = [operator(&leaves)];
+    let grad = [output[0].detach().cos()];
+    all.push((format!("{name}: forward"), Box::new(move || drop(operator(&inputs)))));
+    all.push((
+        format!("{name}: gradients"),
+        Box::new(move || drop(ffi::autograd_grad(&output, &grad, &leaves))),
+    ));
+}
+
+fn channels_last(images: &Tensor) -> Tensor {
+    images.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2])
+}
+
+fn normal(sizes: &[i64]) -> Tensor {
+    Tensor::randn(sizes, (Kind::Float, Device::Cpu))
+}
