@@ -7,15 +7,18 @@ use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
 use super::amx::withhold_undescribed_amx;
 use super::bf16_product::has_bf16_products;
 use super::check;
 use super::matrix::Product;
+use super::rng::{rng_state, set_rng_state};
 use super::simd::{has_vectors, is_intel, run_vectorized};
 use super::switch::read_switch;
 use super::threads::parallel_for;
+use crate::device::Device;
 use crate::error::Result;
 use crate::kernels::{
     AttentionHead, AttentionScratch, Bernoulli, Bf16, Element, FactorOf, Gelu, GeluBackward, GradHead,
@@ -41,8 +44,8 @@ pub fn has_attention_kernel() -> bool {
 }
 
 /// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: attention, gradients of
-/// some convolutions' weights, GELU, max-pooling of 2 x 2, and on processors that are not Intel's, where libtorch has the
-/// MKL at its best, products of float32 matrices and random masks. Later calls change nothing.
+/// some convolutions' weights, GELU, max-pooling of 2 x 2, random masks unless libtorch draws them by the MKL, and products of
+/// float32 matrices but on Intel's processors, where the MKL is at its best. Later calls change nothing.
 ///
 /// Results differ from libtorch's in the last bits of products, attention, weights' gradients and GELU; max-pooling and
 /// masks are equal.
@@ -69,7 +72,7 @@ pub fn install_kernels() -> Result<bool> {
         gelu_backward: Some(gelu_backward),
         max_pool2d: Some(max_pool2d),
         max_pool2d_backward: Some(max_pool2d_backward),
-        bernoulli: (!is_intel()).then_some(bernoulli as _),
+        bernoulli: draws_by_mt19937()?.then_some(bernoulli as _),
         attention: Some(attention),
         attention_backward: Some(attention_backward),
         convolves_by_taps: Some(convolves_by_taps),
@@ -265,6 +268,19 @@ fn for_row_pairs(call: &sys::vt_max_pool, body: impl Fn(RowPairs, Range<usize>, 
         let [whole, pooled] = [4 * pooled, pooled].map(|len| part.start * len..part.end * len);
         body(RowPairs { start: part.start, ..all }, whole, pooled);
     });
+}
+
+/// Whether libtorch's masks follow from its generator's numbers, as voltaic's do: on Intel's processors it may draw them
+/// by the MKL. To be asked before the kernels are in.
+fn draws_by_mt19937() -> Result<bool> {
+    let (device_type, index) = Device::Cpu.numbers();
+    let state = rng_state(device_type, index)?;
+    let empty = || Tensor::f_empty([64], (Kind::Double, tch::Device::Cpu));
+    let mask = empty()?.f_bernoulli_float_(0.5)?;
+    set_rng_state(device_type, index, &state)?;
+    let numbers = empty()?.f_uniform_(0.0, 1.0)?;
+    set_rng_state(device_type, index, &state)?;
+    Ok(mask.f_equal(&numbers.f_lt(0.5)?.f_to_kind(Kind::Double)?)?)
 }
 
 extern "C" fn bernoulli(dtype: i32, state: *mut sys::vt_mt19937, p: f64, output: *mut c_void, len: i64) {

@@ -77,10 +77,10 @@ impl ConvNet {
 
 impl Forward for ConvNet {
     fn forward(&self, digits: &Tensor) -> anyhow::Result<Tensor> {
-        let x = self.conv1.forward(digits)?.f_relu()?;
-        let x = max_pool2d(&self.conv2.forward(&x)?.f_relu()?, 2)?;
+        let x = self.conv1.forward(digits)?.f_relu_()?;
+        let x = max_pool2d(&self.conv2.forward(&x)?.f_relu_()?, 2)?;
         let x = self.dropout1.forward(&x.f_flatten(1, -1)?)?; // flat, so that the masks are PyTorch's
-        let x = self.fc1.forward(&x)?.f_relu()?;
+        let x = self.fc1.forward(&x)?.f_relu_()?;
         self.fc2.forward(&self.dropout2.forward(&x)?)
     }
 }

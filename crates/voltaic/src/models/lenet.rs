@@ -68,10 +68,10 @@ impl LeNet {
 
 impl Forward for LeNet {
     fn forward(&self, digits: &Tensor) -> anyhow::Result<Tensor> {
-        let x = max_pool2d(&self.conv1.forward(digits)?.f_relu()?, 2)?;
-        let x = max_pool2d(&self.conv2.forward(&x)?.f_relu()?, 2)?.f_flatten(1, -1)?;
-        let x = self.fc1.forward(&x)?.f_relu()?;
-        let x = self.fc2.forward(&x)?.f_relu()?;
+        let x = max_pool2d(&self.conv1.forward(digits)?.f_relu_()?, 2)?;
+        let x = max_pool2d(&self.conv2.forward(&x)?.f_relu_()?, 2)?.f_flatten(1, -1)?;
+        let x = self.fc1.forward(&x)?.f_relu_()?;
+        let x = self.fc2.forward(&x)?.f_relu_()?;
         self.fc3.forward(&x)
     }
 }

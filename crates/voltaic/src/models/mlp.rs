@@ -64,7 +64,7 @@ impl Mlp {
 
 impl Forward for Mlp {
     fn forward(&self, samples: &Tensor) -> anyhow::Result<Tensor> {
-        let x = self.fc1.forward(&samples.f_flatten(1, -1)?)?.f_relu()?;
+        let x = self.fc1.forward(&samples.f_flatten(1, -1)?)?.f_relu_()?;
         self.fc2.forward(&x)
     }
 }

@@ -83,7 +83,7 @@ impl ResNet18 {
 
 impl Forward for ResNet18 {
     fn forward(&self, pictures: &Tensor) -> anyhow::Result<Tensor> {
-        let mut x = self.bn1.forward(&self.conv1.forward(pictures)?)?.f_relu()?;
+        let mut x = self.bn1.forward(&self.conv1.forward(pictures)?)?.f_relu_()?;
         for layer in [&self.layer1, &self.layer2, &self.layer3, &self.layer4] {
             x = layer.forward(&x)?;
         }
@@ -138,12 +138,12 @@ impl BasicBlock {
 
 impl Forward for BasicBlock {
     fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
-        let y = self.bn1.forward(&self.conv1.forward(x)?)?.f_relu()?;
-        let y = self.bn2.forward(&self.conv2.forward(&y)?)?;
+        let y = self.bn1.forward(&self.conv1.forward(x)?)?.f_relu_()?;
+        let mut y = self.bn2.forward(&self.conv2.forward(&y)?)?;
         let shortcut = match &self.downsample {
             Some(downsample) => downsample.forward(x)?,
             None => x.shallow_clone(),
         };
-        Ok(y.f_add(&shortcut)?.f_relu()?)
+        Ok(y.f_add_(&shortcut)?.f_relu_()?)
     }
 }
