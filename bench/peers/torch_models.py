@@ -26,7 +26,7 @@ class ConvNet(nn.Module):
     def forward(self, images):
         x = F.relu(self.conv1(images))
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
-        x = self.dropout1(x).flatten(1)
+        x = self.dropout1(x.flatten(1))  # flat, so that the masks do not depend on the layout
         return self.fc2(self.dropout2(F.relu(self.fc1(x))))
 
 

@@ -132,7 +132,7 @@ pub const PEERS: [Peer; 12] = [
     peer("lightning-defaults", Program::Torch, "lightning-defaults", ALL, Work::Same),
     peer("pytorch", Program::Torch, "plain", ALL, Work::Same),
     peer("pytorch-fused", Program::Torch, "plain-fused", ALL, Work::Same),
-    // the layout that voltaic's own has
+    // the layout that voltaic's own have
     peer("pytorch-channels-last", Program::Torch, "plain-channels-last", &["cnn", "resnet18"], Work::Same),
     peer(COMPILED, Program::Torch, "compile", ALL, Work::OwnMasks),
     peer("burn", Program::Burn, "plain", SMALL, Work::OwnDraw),

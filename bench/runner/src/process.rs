@@ -1,7 +1,8 @@
 //! One process of a peer: start it, see how busy others are meanwhile, and again if they were too busy.
 
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::{env, fs, thread};
 
@@ -135,7 +136,8 @@ impl Launcher {
         let output = command.output().with_context(|| format!("start {command:?}"))?;
         let others = CpuTime::now()?.others_since(&before);
         if !output.status.success() {
-            bail!("{command:?} failed ({}):\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+            let text = String::from_utf8_lossy(&output.stderr);
+            bail!("{command:?} failed ({}){}:\n{text}", output.status, hint(output.status));
         }
         let text = String::from_utf8_lossy(&output.stdout);
         let line = text.lines().last().with_context(|| format!("{command:?} printed nothing"))?;
@@ -152,6 +154,17 @@ impl Launcher {
             }
         }
         Ok(())
+    }
+}
+
+/// What to do about an end that has a known cause.
+fn hint(status: ExitStatus) -> &'static str {
+    let is_illegal_instruction = status.signal() == Some(4);
+    if is_illegal_instruction {
+        "; this machine may have AMX without describing it (docs/kernels.md): set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 \
+         for all peers"
+    } else {
+        ""
     }
 }
 
