@@ -16,7 +16,7 @@ const WITHOUT_AMX: &str = "AVX512_CORE_FP16";
 /// Source: CPUID leaf 0x1D, "Tile Information", of Intel's architecture manual.
 pub(super) fn withhold_undescribed_amx() {
     if has_undescribed_amx() && LIMITS.iter().all(|name| env::var_os(name).is_none()) {
-        tracing::warn!(
+        tracing::info!(
             "this machine has AMX but does not say what its tiles are (CPUID leaf 0x1D is empty), so bfloat16 runs \
              without it; {}={WITHOUT_AMX} is set, or set another limit yourself",
             LIMITS[0]
