@@ -64,6 +64,12 @@ fn attention_agrees_with_float64() {
         let names = ["output", "grad of query", "grad of key", "grad of value"];
         for ((name, a), b) in names.iter().zip(results(&inputs, case.is_causal, scale)).zip(&expected) {
             let what = format!("{name}, {:?} {:?} causal {}", case.kind, case.sizes, case.is_causal);
+            if case.sizes[3] == 1 && ["grad of query", "grad of key"].contains(name) {
+                // a single key has weight 1 whatever its score, so these are 0 but for rounding
+                let largest = a.to_kind(Kind::Double).abs().max().double_value(&[]);
+                assert!(largest <= 1e-7, "{what}: {largest:e} is not 0");
+                continue;
+            }
             assert_close(&what, &a, b, tolerance);
         }
     }
