@@ -159,8 +159,8 @@ impl Launcher {
 
 /// What to do about an end that has a known cause.
 fn hint(status: ExitStatus) -> &'static str {
-    let is_illegal_instruction = status.signal() == Some(4);
-    if is_illegal_instruction {
+    const SIGILL: i32 = 4;
+    if status.signal() == Some(SIGILL) {
         "; this machine may have AMX without describing it (docs/kernels.md): set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 \
          for all peers"
     } else {

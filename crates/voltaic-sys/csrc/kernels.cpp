@@ -267,7 +267,8 @@ std::tuple<Tensor &, Tensor &> max_pool2d_out(const Tensor &input, IntArrayRef k
 // libtorch is faster with the usual layout. Its sum of one number, 0 + x, is kept to the sign.
 bool takes_pool_backward(const std::optional<vt_max_pool> &pool, const Tensor &grad, const Tensor &input,
                          const Tensor &indices) {
-  return pool.has_value() && layout_of(input) == at::MemoryFormat::ChannelsLast && is_plain(grad) && are_pooled(grad, indices, input);
+  return pool.has_value() && layout_of(input) == at::MemoryFormat::ChannelsLast && is_plain(grad) &&
+         are_pooled(grad, indices, input);
 }
 
 void run_pool_backward(const vt_max_pool &pool, const Tensor &grad, const Tensor &indices, const Tensor &out) {
