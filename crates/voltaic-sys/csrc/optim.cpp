@@ -67,6 +67,14 @@ private:
   vt_list *list_;
 };
 
+// libtorch's kernels for the CPU make a copy in the usual order of a gradient in another one, and do not use it: a row of
+// the same memory is in the usual order.
+void line_up(vt_list *grads) {
+  for (at::Tensor &grad : grads->tensors)
+    if (grad.is_cpu() && !grad.is_contiguous())
+      grad = grad.as_strided({grad.numel()}, {1});
+}
+
 const std::vector<at::Tensor> &or_empty(const vt_list *list) {
   static const std::vector<at::Tensor> empty;
   return list == nullptr ? empty : list->tensors;
@@ -189,6 +197,7 @@ vt_error *vt_fused_sgd(const vt_list *params, vt_list *grads, const vt_list *mom
                 "momentum buffers are needed if momentum is not 0, and only then");
     if (momentum_buffers != nullptr)
       check_alike(params, momentum_buffers, "momentum buffers");
+    line_up(grads);
     with_lr(options->lr, options->lr_tensor, [&](const auto &lr) {
       at::_fused_sgd_(params->tensors, grads->tensors, or_empty(momentum_buffers), options->weight_decay,
                       options->momentum, lr, options->dampening, options->nesterov != 0, options->maximize != 0,
@@ -211,6 +220,7 @@ vt_error *vt_fused_adam(const vt_list *params, vt_list *grads, const vt_adam_sta
     if (state->max_exp_avg_sqs != nullptr)
       check_alike(params, state->max_exp_avg_sqs, "max_exp_avg_sq");
     check_steps(params, state->steps);
+    line_up(grads);
     state->all_steps->add_(1);
     const auto inf = to_optional(found_inf);
     const auto update = [&](auto kernel) {

@@ -402,7 +402,7 @@ typedef struct {
 // Counts of all replays so far.
 void vt_graph_get_stats(const vt_graph *graph, vt_graph_stats *stats);
 
-// ---- kernels of the CPU that are written in Rust (kernels.cpp) --------------------------------------------------------
+// ---- kernels of the CPU that are written in Rust (kernels*.cpp) -------------------------------------------------------
 
 enum vt_float : int32_t { VT_FLOAT32 = 0, VT_BFLOAT16 = 1 };
 
@@ -444,6 +444,18 @@ typedef struct {
   int64_t images, height, width, channels;
 } vt_max_pool;
 
+// Batch norm in training of `[pixels, channels]`. The other pointers are of float32 numbers, one for each channel, null
+// where the norm has none.
+typedef struct {
+  int32_t dtype;
+  int64_t pixels, channels;
+  double momentum, eps;
+  const void *input;
+  const float *weight, *bias;
+  float *running_mean, *running_var; // brought up to date
+  float *mean, *invstd;              // of the batch; written forward, read backward
+} vt_batch_norm;
+
 // The state of libtorch's generator of the CPU: numbers left in `words` + 1, and the next one.
 typedef struct {
   int32_t left;
@@ -460,12 +472,20 @@ typedef struct {
   // `indices` count the pixels of their image.
   void (*max_pool2d)(const vt_max_pool *pool, const void *input, void *output, int64_t *indices);
   void (*max_pool2d_backward)(const vt_max_pool *pool, const void *grad, const int64_t *indices, void *output);
+  // The output may be the first input.
+  void (*relu_bf16)(const void *input, void *output, int64_t len);
+  void (*relu_backward_bf16)(const void *grad, const void *result, void *output, int64_t len);
+  void (*add_bf16)(const void *a, const void *b, void *output, int64_t len);
   // Each element 1 with probability p, else 0.
   void (*bernoulli)(int32_t dtype, vt_mt19937 *generator, double p, void *output, int64_t len);
   void (*attention)(const vt_attention *attention);
   void (*attention_backward)(const vt_attention *attention);
   // Whether the gradient of the weights is to be one product for each tap of the kernel.
   int32_t (*convolves_by_taps)(const vt_convolution *convolution);
+  void (*batch_norm)(const vt_batch_norm *norm, void *output);
+  // `output` is null if the gradient of the input is not wanted.
+  void (*batch_norm_backward)(const vt_batch_norm *norm, const void *grad, void *output, float *grad_weight,
+                              float *grad_bias);
 } vt_kernels;
 
 // Puts the kernels in the place of libtorch's, once per process. They live as long as it.

@@ -77,6 +77,22 @@ pub struct vt_max_pool {
 }
 
 #[repr(C)]
+pub struct vt_batch_norm {
+    pub dtype: i32,
+    pub pixels: i64,
+    pub channels: i64,
+    pub momentum: f64,
+    pub eps: f64,
+    pub input: *const c_void,
+    pub weight: *const f32,
+    pub bias: *const f32,
+    pub running_mean: *mut f32,
+    pub running_var: *mut f32,
+    pub mean: *mut f32,
+    pub invstd: *mut f32,
+}
+
+#[repr(C)]
 pub struct vt_kernels {
     pub product: Option<extern "C" fn(product: *const vt_product) -> i32>,
     pub gelu:
@@ -102,9 +118,23 @@ pub struct vt_kernels {
             output: *mut c_void,
         ),
     >,
+    pub relu_bf16: Option<extern "C" fn(input: *const c_void, output: *mut c_void, len: i64)>,
+    pub relu_backward_bf16:
+        Option<extern "C" fn(grad: *const c_void, result: *const c_void, output: *mut c_void, len: i64)>,
+    pub add_bf16: Option<extern "C" fn(a: *const c_void, b: *const c_void, output: *mut c_void, len: i64)>,
     pub bernoulli:
         Option<extern "C" fn(dtype: i32, generator: *mut vt_mt19937, p: f64, output: *mut c_void, len: i64)>,
     pub attention: Option<extern "C" fn(attention: *const vt_attention)>,
     pub attention_backward: Option<extern "C" fn(attention: *const vt_attention)>,
     pub convolves_by_taps: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
+    pub batch_norm: Option<extern "C" fn(norm: *const vt_batch_norm, output: *mut c_void)>,
+    pub batch_norm_backward: Option<
+        extern "C" fn(
+            norm: *const vt_batch_norm,
+            grad: *const c_void,
+            output: *mut c_void,
+            grad_weight: *mut f32,
+            grad_bias: *mut f32,
+        ),
+    >,
 }

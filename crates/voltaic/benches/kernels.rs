@@ -2,6 +2,7 @@
 //!
 //! Processes with voltaic's kernels (all of them, also those that this processor is not given by itself) and with
 //! libtorch's take turns, with one thread; of each operator the fastest run counts, which other programs disturb least.
+//! `cargo bench --bench kernels -- linear` runs those with `linear` in their names.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -15,6 +16,7 @@ type Result<T> = std::result::Result<T, Box<dyn error::Error>>;
 /// Set in the processes that measure.
 const CHILD: &str = "VOLTAIC_BENCH_CHILD";
 const ROUNDS: usize = 5;
+const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
 /// How long an operator is repeated in one process.
 const REPEATED: Duration = Duration::from_millis(150);
 
@@ -22,7 +24,10 @@ fn main() -> Result<()> {
     if env::var_os(CHILD).is_some() {
         tch::set_num_threads(1);
         ffi::install_kernels()?;
-        operators().into_iter().for_each(|(name, mut run)| println!("{name}\t{}", fastest_us(&mut *run)));
+        let wanted = env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
+        for (name, mut run) in operators().into_iter().filter(|(name, _)| name.contains(&wanted)) {
+            println!("{name}\t{}", fastest_us(&mut *run));
+        }
         return Ok(());
     }
     let mut best: Vec<(String, [f64; 2])> = Vec::new();
@@ -46,7 +51,8 @@ fn main() -> Result<()> {
 /// Microseconds of each operator in a process of its own.
 fn measure(switch: &str) -> Result<Vec<(String, f64)>> {
     let mut command = Command::new(env::current_exe()?);
-    let output = command.env(CHILD, "1").env("VOLTAIC_CPU_KERNELS", switch).output()?;
+    let output =
+        command.args(env::args().skip(1)).env(CHILD, "1").env("VOLTAIC_CPU_KERNELS", switch).output()?;
     if !output.status.success() {
         return Err(io::Error::other(String::from_utf8_lossy(&output.stderr).into_owned()).into());
     }
@@ -108,6 +114,25 @@ fn operators() -> Operators {
         add(&mut all, &format!("max_pool2d, channels last {kind:?}"), [features], |[features]| {
             features.max_pool2d([2, 2], [2, 2], [0, 0], [1, 1], false)
         });
+        let features = channels_last(&normal(&[32, 64, 32, 32]).to_kind(kind));
+        let inputs = [features, Tensor::ones([64], FLOAT), Tensor::zeros([64], FLOAT)];
+        add(&mut all, &format!("batch_norm, channels last {kind:?}"), inputs, |[features, weight, bias]| {
+            let none = None::<Tensor>;
+            features.batch_norm(
+                Some(weight),
+                Some(bias),
+                none.as_ref(),
+                none.as_ref(),
+                true,
+                0.1,
+                1e-5,
+                false,
+            )
+        });
+        let hidden = normal(&[1024, 1536]).to_kind(kind);
+        add(&mut all, &format!("relu [1024, 1536] {kind:?}"), [hidden], |[hidden]| hidden.relu());
+        let (hidden, other) = (normal(&[1024, 1536]).to_kind(kind), normal(&[1024, 1536]).to_kind(kind));
+        all.push((format!("add [1024, 1536] {kind:?}"), Box::new(move || drop(hidden.f_add(&other)))));
         let hidden = normal(&[1024, 1536]).to_kind(kind);
         add(&mut all, &format!("gelu [1024, 1536] {kind:?}"), [hidden], |[hidden]| hidden.gelu("tanh"));
     }
@@ -136,5 +161,5 @@ fn channels_last(images: &Tensor) -> Tensor {
 }
 
 fn normal(sizes: &[i64]) -> Tensor {
-    Tensor::randn(sizes, (Kind::Float, Device::Cpu))
+    Tensor::randn(sizes, FLOAT)
 }

@@ -91,3 +91,44 @@ fn random_masks_are_libtorchs_bit_for_bit() {
     let message = mask.f_bernoulli_float_(1.5).unwrap_err().to_string();
     assert!(message.contains("1.5"), "{message}");
 }
+
+#[test]
+fn relu_and_sums_in_bfloat16_are_libtorchs_bit_for_bit() {
+    install();
+    tch::manual_seed(6);
+    let draw = |size: &[i64]| {
+        let numbers = Tensor::randn(size, (Kind::Float, Device::Cpu));
+        numbers.view([-1]).narrow(0, 0, 3).copy_(&Tensor::from_slice(&[f32::NAN, -0.0, 0.0]));
+        numbers.to_kind(Kind::BFloat16)
+    };
+    // bfloat16 is a part of float32, of which these operators are libtorch's
+    let same = |what: &str, y: &Tensor, by_libtorch: Tensor| {
+        let rounded = by_libtorch.to_kind(Kind::BFloat16);
+        assert!(y.allclose(&rounded, 0.0, 0.0, true), "{what}");
+        assert_eq!(y.stride(), rounded.stride(), "{what}");
+    };
+    let float = |x: &Tensor| x.to_kind(Kind::Float);
+    for size in [vec![2, 3], vec![7, 131], vec![3, 5, 40, 200]] {
+        let (a, b, grad) = (draw(&size), draw(&size), draw(&size));
+        let [a, b, grad] = [a, b, grad].map(|x| x.transpose(0, 1)); // dense, in another order
+        same("relu", &a.relu(), float(&a).relu());
+        same("relu_", &a.copy().relu_(), float(&a).relu());
+        same("add", &(&a + &b), float(&a) + float(&b));
+        same("add_", &a.copy().f_add_(&b).unwrap(), float(&a) + float(&b));
+        same("twice itself", &a.copy().f_add_(&a).unwrap(), float(&a) * 2);
+        let itself = a.copy();
+        same("itself in place", &itself.shallow_clone().f_add_(&itself).unwrap(), float(&a) * 2);
+        same("a row for all", &(&a + b.select(0, 0)), float(&a) + float(&b.select(0, 0)));
+        same("half of it", &a.f_sub(&(&b * 0.5)).unwrap(), float(&a) - float(&(&b * 0.5)));
+        let gradient_of = |x: &Tensor, grad: &Tensor| {
+            let x = x.detach().set_requires_grad(true);
+            voltaic::ffi::autograd_grad(&[x.relu()], &[grad.copy()], &[x]).unwrap().remove(0).unwrap()
+        };
+        let expected = gradient_of(&float(&a), &float(&grad));
+        same("gradient", &gradient_of(&a, &grad), expected.copy());
+        same("gradient in the usual order", &gradient_of(&a, &grad.contiguous()), expected);
+    }
+    let both = draw(&[100]);
+    let message = both.narrow(0, 0, 50).f_add_(&both.narrow(0, 1, 50)).unwrap_err().to_string();
+    assert!(message.contains("overlap"), "{message}");
+}

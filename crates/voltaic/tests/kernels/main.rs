@@ -5,6 +5,7 @@
 mod attention;
 mod convolutions;
 mod elements;
+mod norms;
 mod products;
 mod training;
 

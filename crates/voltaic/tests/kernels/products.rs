@@ -21,9 +21,10 @@ fn in_float64(tensors: [&Tensor; 2]) -> [Tensor; 2] {
 fn products_of_all_layouts_and_sizes() {
     install();
     tch::manual_seed(1);
-    for (rows, columns, depth) in
-        [(1, 1, 1), (3, 5, 7), (64, 10, 256), (1, 300, 40), (130, 257, 65), (200, 1, 9)]
-    {
+    let few_rows_and_long_columns = [(16, 33, 300), (64, 256, 784), (127, 70, 257), (15, 20, 300)];
+    let long_columns = [(128, 33, 513), (130, 257, 600), (300, 7, 1100)];
+    let others = [(1, 1, 1), (3, 5, 7), (64, 10, 256), (1, 300, 40), (130, 257, 65), (200, 1, 9)];
+    for (rows, columns, depth) in few_rows_and_long_columns.into_iter().chain(long_columns).chain(others) {
         for layout in 0..4 {
             let (a, b) = (matrix(rows, depth, layout & 1 != 0), matrix(depth, columns, layout & 2 != 0));
             let [a64, b64] = in_float64([&a, &b]);

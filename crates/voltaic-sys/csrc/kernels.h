@@ -1,0 +1,51 @@
+// What the kernels' files share: the table of functions in Rust, and what they ask of tensors.
+#pragma once
+
+#include "error.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+namespace voltaic {
+
+using at::Scalar;
+using at::Tensor;
+using c10::IntArrayRef;
+
+// Null entries until vt_install_kernels.
+extern vt_kernels rust;
+
+inline bool has_rust_dtype(const Tensor &tensor) {
+  return tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16;
+}
+
+inline int32_t dtype_of(const Tensor &tensor) { return tensor.scalar_type() == at::kFloat ? VT_FLOAT32 : VT_BFLOAT16; }
+
+// Not a view that says conjugate or negative.
+inline bool is_plain(const Tensor &tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_neg() && tensor.numel() > 0;
+}
+
+inline bool is_dense(const Tensor &tensor, at::MemoryFormat layout) {
+  return is_plain(tensor) && tensor.is_contiguous(layout);
+}
+
+// Dense float32 or bfloat16 in the usual order.
+inline bool is_simple(const Tensor &tensor) {
+  return is_dense(tensor, at::MemoryFormat::Contiguous) && has_rust_dtype(tensor);
+}
+
+inline bool are_alike(const Tensor &a, const Tensor &b) {
+  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes();
+}
+
+inline Tensor new_empty(const Tensor &like, IntArrayRef sizes) { return at::empty(sizes, like.options()); }
+
+// Each puts the kernels of one file in libtorch's dispatcher; see vt_kernels for those that are null.
+void install_products(torch::Library &library);
+void install_attention(torch::Library &library);
+void install_elementwise(torch::Library &library);
+void install_images(torch::Library &library);
+
+} // namespace voltaic

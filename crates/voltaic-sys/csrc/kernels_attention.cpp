@@ -1,0 +1,90 @@
+// Attention, written in Rust, in the place of libtorch's for the CPU.
+#include "kernels.h"
+
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
+
+namespace voltaic {
+namespace {
+
+vt_rows rows_of(const Tensor &tensor) {
+  return {const_cast<void *>(tensor.const_data_ptr()), {tensor.stride(0), tensor.stride(1), tensor.stride(2)}};
+}
+
+bool is_rows(const Tensor &tensor, const Tensor &query) {
+  return is_plain(tensor) && tensor.dim() == 4 && tensor.scalar_type() == query.scalar_type() &&
+         tensor.stride(3) == 1 && tensor.size(0) == query.size(0) && tensor.size(1) == query.size(1) &&
+         tensor.size(3) == query.size(3);
+}
+
+bool takes_attention(const Tensor &query, const Tensor &key, const Tensor &value, double dropout,
+                     const std::optional<Tensor> &mask) {
+  return query.dim() == 4 && has_rust_dtype(query) && is_rows(query, query) && is_rows(key, query) &&
+         is_rows(value, query) && key.size(2) == value.size(2) && dropout == 0 &&
+         !(mask.has_value() && mask->defined());
+}
+
+vt_attention describe(const Tensor &query, const Tensor &key, const Tensor &value, const Tensor &out,
+                      const Tensor &log_sum_exp, bool is_causal, std::optional<double> scale) {
+  vt_attention attention{};
+  attention.dtype = dtype_of(query);
+  attention.is_causal = is_causal;
+  attention.scale = scale.value_or(1 / std::sqrt(static_cast<double>(query.size(3))));
+  attention.batches = query.size(0);
+  attention.heads = query.size(1);
+  attention.queries = query.size(2);
+  attention.keys = key.size(2);
+  attention.dim = query.size(3);
+  attention.query = rows_of(query);
+  attention.key = rows_of(key);
+  attention.value = rows_of(value);
+  attention.out = rows_of(out);
+  attention.log_sum_exp = rows_of(log_sum_exp);
+  return attention;
+}
+
+// libtorch's layout: [batch, row, head, dim], seen as [batch, head, row, dim].
+Tensor new_rows(const Tensor &like) {
+  return new_empty(like, {like.size(0), like.size(2), like.size(1), like.size(3)}).transpose(1, 2);
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensor &query, const Tensor &key, const Tensor &value, double dropout,
+                                     bool is_causal, const std::optional<Tensor> &mask, std::optional<double> scale) {
+  if (!takes_attention(query, key, value, dropout, mask))
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, is_causal, mask, scale);
+  Tensor out = new_rows(query);
+  Tensor log_sum_exp =
+      at::empty({query.size(0), query.size(2), query.size(1)}, query.options().dtype(at::kFloat)).transpose(1, 2);
+  const vt_attention call = describe(query, key, value, out, log_sum_exp, is_causal, scale);
+  rust.attention(&call);
+  return {std::move(out), std::move(log_sum_exp)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor &grad, const Tensor &query, const Tensor &key,
+                                                      const Tensor &value, const Tensor &out,
+                                                      const Tensor &log_sum_exp, double dropout, bool is_causal,
+                                                      const std::optional<Tensor> &mask, std::optional<double> scale) {
+  if (!takes_attention(query, key, value, dropout, mask) || !is_rows(grad, query) || !is_rows(out, query) ||
+      log_sum_exp.scalar_type() != at::kFloat)
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, log_sum_exp,
+                                                                         dropout, is_causal, mask, scale);
+  Tensor grad_query = new_rows(query), grad_key = new_rows(key), grad_value = new_rows(value);
+  vt_attention call = describe(query, key, value, out, log_sum_exp, is_causal, scale);
+  call.grad_out = rows_of(grad);
+  call.grad_query = rows_of(grad_query);
+  call.grad_key = rows_of(grad_key);
+  call.grad_value = rows_of(grad_value);
+  rust.attention_backward(&call);
+  return {std::move(grad_query), std::move(grad_key), std::move(grad_value)};
+}
+
+} // namespace
+
+void install_attention(torch::Library &library) {
+  if (rust.attention == nullptr)
+    return;
+  library.impl("_scaled_dot_product_flash_attention_for_cpu", &attention);
+  library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", &attention_backward);
+}
+
+} // namespace voltaic

@@ -1,0 +1,168 @@
+//! Attention, head by head.
+
+use std::cell::RefCell;
+
+use voltaic_sys as sys;
+
+use super::super::bf16_product::has_bf16_products;
+use super::super::simd::is_intel;
+use super::super::threads::parallel_for;
+use super::Shared;
+use crate::kernels::{AttentionHead, AttentionScratch, Bf16, Element, FactorOf, GradHead, Rows};
+
+/// Intel's processors do fewer dot products of bfloat16 in a cycle than of float32.
+fn has_fast_bf16_products() -> bool {
+    has_bf16_products() && !is_intel()
+}
+
+thread_local! {
+    static SCRATCH: RefCell<AttentionScratch> = RefCell::default();
+}
+
+/// One head of a tensor `[batch, head, row, dim]`.
+struct HeadRows<T> {
+    start: Shared<T>,
+    stride: usize,
+    len: usize,
+    dim: usize,
+}
+
+impl<T: Element> HeadRows<T> {
+    fn new(rows: &sys::vt_rows, head: [usize; 2], len: i64, dim: i64) -> Self {
+        let [batch, head] = head.map(|index| index as i64);
+        let offset = batch * rows.strides[0] + head * rows.strides[1];
+        let start = Shared(Shared(rows.data.cast::<T>()).at(offset as isize));
+        Self { start, stride: rows.strides[2] as usize, len: len as usize, dim: dim as usize }
+    }
+
+    /// # Safety
+    /// The tensor must be there for `'a` and written by nobody.
+    unsafe fn rows<'a>(&self) -> Rows<'a, T> {
+        let len = (self.len - 1) * self.stride + self.dim;
+        // SAFETY: from the first number of the first row to the last of the last.
+        Rows::new(unsafe { self.start.slice(0..len) }, self.stride, self.dim)
+    }
+
+    /// # Safety
+    /// The tensor must be there, and row `i` used by nobody else.
+    unsafe fn write(&self, i: usize, row: &[f32]) {
+        // SAFETY: as this function asks.
+        let out = unsafe { self.start.slice_mut(i * self.stride..i * self.stride + self.dim) };
+        out.iter_mut().zip(row).for_each(|(out, number)| *out = T::from_f32(*number));
+    }
+}
+
+/// # Safety
+/// The tensors of `call` must be there for `'a` and their inputs written by nobody.
+unsafe fn head_of<'a, T: Element>(call: &sys::vt_attention, head: [usize; 2]) -> AttentionHead<'a, T> {
+    // SAFETY: as this function asks.
+    let rows = |rows: &sys::vt_rows, len: i64| unsafe { HeadRows::new(rows, head, len, call.dim).rows() };
+    AttentionHead {
+        query: rows(&call.query, call.queries),
+        key: rows(&call.key, call.keys),
+        value: rows(&call.value, call.keys),
+        queries: call.queries as usize,
+        keys: call.keys as usize,
+        scale: call.scale as f32,
+        is_causal: call.is_causal != 0,
+    }
+}
+
+pub(super) extern "C" fn attention(call: *const sys::vt_attention) {
+    fn run<T: Element, C: FactorOf<T>>(call: &sys::vt_attention) {
+        let (heads, queries) = (call.heads as usize, call.queries as usize);
+        let all = call.batches as usize * heads;
+        // few heads are split, so that all threads have work
+        let threads = tch::get_num_threads().max(1) as usize;
+        let strip = queries.div_ceil(threads.div_ceil(all)).next_multiple_of(64);
+        let strips = queries.div_ceil(strip);
+        let call = &SharedCall(call);
+        parallel_for(all * strips, 1, |part| {
+            for item in part {
+                let call = call.get();
+                let head = [item / strips / heads, item / strips % heads];
+                let first = item % strips * strip;
+                let out = HeadRows::<T>::new(&call.out, head, call.queries, call.dim);
+                let log_sum_exp = HeadRows::<f32>::new(&call.log_sum_exp, head, call.queries, 1);
+                SCRATCH.with_borrow_mut(|scratch| {
+                    // SAFETY: the shim holds the tensors during the call, and nobody writes to the inputs.
+                    let head = unsafe { head_of::<T>(call, head) };
+                    head.forward::<C>(first..(first + strip).min(queries), scratch, |i, row, sum| {
+                        // SAFETY: the outputs are new tensors; this row belongs to this item alone.
+                        unsafe {
+                            out.write(i, row);
+                            log_sum_exp.write(i, &[sum]);
+                        }
+                    });
+                });
+            }
+        });
+    }
+    // SAFETY: the shim passes a description that lives during the call.
+    let call = unsafe { &*call };
+    match call.dtype {
+        sys::VT_FLOAT32 => run::<f32, f32>(call),
+        _ if has_fast_bf16_products() => run::<Bf16, Bf16>(call),
+        _ => run::<Bf16, f32>(call),
+    }
+}
+
+pub(super) extern "C" fn attention_backward(call: *const sys::vt_attention) {
+    fn run<T: Element, C: FactorOf<T>>(call: &sys::vt_attention) {
+        let heads = call.heads as usize;
+        let all = call.batches as usize * heads;
+        let call = &SharedCall(call);
+        parallel_for(all, 1, |part| {
+            for item in part {
+                let call = call.get();
+                let at = [item / heads, item % heads];
+                let out = |rows: &sys::vt_rows, len| HeadRows::<T>::new(rows, at, len, call.dim);
+                let grad_query = out(&call.grad_query, call.queries);
+                let grad_key = out(&call.grad_key, call.keys);
+                let grad_value = out(&call.grad_value, call.keys);
+                SCRATCH.with_borrow_mut(|scratch| {
+                    // SAFETY: the shim holds the tensors during the call, and nobody writes to the inputs.
+                    let (head, grad) = unsafe {
+                        let log_sum_exp = HeadRows::new(&call.log_sum_exp, at, call.queries, 1).rows();
+                        let grad_out = out(&call.grad_out, call.queries).rows();
+                        let grad =
+                            GradHead { out: out(&call.out, call.queries).rows(), grad_out, log_sum_exp };
+                        (head_of::<T>(call, at), grad)
+                    };
+                    let (keys, values) = head.backward::<C>(&grad, scratch, |i, row| {
+                        // SAFETY: the gradients are new tensors; this head belongs to this item alone.
+                        unsafe { grad_query.write(i, row) };
+                    });
+                    let dim = call.dim as usize;
+                    for (i, (key, value)) in keys.chunks_exact(dim).zip(values.chunks_exact(dim)).enumerate()
+                    {
+                        // SAFETY: as above.
+                        unsafe {
+                            grad_key.write(i, key);
+                            grad_value.write(i, value);
+                        }
+                    }
+                });
+            }
+        });
+    }
+    // SAFETY: the shim passes a description that lives during the call.
+    let call = unsafe { &*call };
+    match call.dtype {
+        sys::VT_FLOAT32 => run::<f32, f32>(call),
+        _ if has_fast_bf16_products() => run::<Bf16, Bf16>(call),
+        _ => run::<Bf16, f32>(call),
+    }
+}
+
+/// A description that threads share.
+struct SharedCall<'a>(&'a sys::vt_attention);
+
+// SAFETY: threads read the description; who writes to the tensors it names says why that is sound.
+unsafe impl Sync for SharedCall<'_> {}
+
+impl SharedCall<'_> {
+    fn get(&self) -> &sys::vt_attention {
+        self.0
+    }
+}

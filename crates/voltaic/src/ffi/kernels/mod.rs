@@ -1,0 +1,124 @@
+//! The kernels of [`kernels`](crate::kernels) in libtorch's dispatcher.
+
+mod attention;
+mod batch_norm;
+mod elementwise;
+mod images;
+mod products;
+
+use std::ops::Range;
+use std::slice;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use voltaic_sys as sys;
+
+use super::amx::withhold_undescribed_amx;
+use super::check;
+use super::simd::{has_vectors, is_intel};
+use super::switch::read_switch;
+use crate::error::Result;
+
+/// `0`: libtorch's kernels. `1`: voltaic's, also products on Intel's processors. Unset: voltaic's if the program is
+/// optimized.
+const SWITCH: &str = "VOLTAIC_CPU_KERNELS";
+
+/// Numbers that are worth a thread, as for libtorch.
+const GRAIN: usize = 32_768;
+
+/// Held while [`install_kernels`] puts them in.
+static INSTALLING: Mutex<()> = Mutex::new(());
+/// Whether it has.
+static INSTALLED: AtomicBool = AtomicBool::new(false);
+
+/// Whether attention without mask and dropout is voltaic's.
+pub fn has_attention_kernel() -> bool {
+    INSTALLED.load(Ordering::Acquire)
+}
+
+/// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: attention, gradients of
+/// some convolutions' weights, batch norm of images with the channels last, GELU, max-pooling of 2 x 2, ReLU and sums in
+/// bfloat16, random masks unless libtorch draws them by the MKL, and products of float32 matrices but on Intel's
+/// processors, where the MKL is at its best. Later calls change nothing.
+///
+/// Results differ from libtorch's in the last bits of products, attention, weights' gradients, batch norm and GELU; the
+/// others are equal.
+///
+/// Keeps oneDNN from AMX, too, on virtual machines that offer it without a description, where its operators in bfloat16
+/// would end the process; to be called before the first of them, as trainers and accelerators do.
+///
+/// Returns whether they are in use: they are not in a program compiled without optimization, unless the environment says
+/// `VOLTAIC_CPU_KERNELS=1`, which asks for the products on Intel's processors, too; nor with `VOLTAIC_CPU_KERNELS=0`;
+/// nor on x86-64 without AVX2.
+///
+/// # Errors
+/// [`SwitchError`](crate::error::SwitchError) if `VOLTAIC_CPU_KERNELS` is neither `0` nor `1`.
+pub fn install_kernels() -> Result<bool> {
+    withhold_undescribed_amx();
+    let switch = read_switch(SWITCH, "kernels")?;
+    let is_wanted = switch.unwrap_or(!cfg!(debug_assertions));
+    let _installing = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_installed = INSTALLED.load(Ordering::Acquire);
+    if is_installed || !is_wanted || !has_vectors() {
+        return Ok(is_installed);
+    }
+    let table = sys::vt_kernels {
+        product: (!is_intel() || switch == Some(true)).then_some(products::product as _),
+        gelu: Some(elementwise::gelu),
+        gelu_backward: Some(elementwise::gelu_backward),
+        max_pool2d: Some(images::max_pool2d),
+        max_pool2d_backward: Some(images::max_pool2d_backward),
+        relu_bf16: Some(elementwise::relu_bf16),
+        relu_backward_bf16: Some(elementwise::relu_backward_bf16),
+        add_bf16: Some(elementwise::add_bf16),
+        bernoulli: elementwise::draws_by_mt19937()?.then_some(elementwise::bernoulli as _),
+        attention: Some(attention::attention),
+        attention_backward: Some(attention::attention_backward),
+        convolves_by_taps: Some(images::convolves_by_taps),
+        batch_norm: Some(batch_norm::batch_norm),
+        batch_norm_backward: Some(batch_norm::batch_norm_backward),
+    };
+    // SAFETY: the shim copies the table, whose functions keep what voltaic.h asks of them.
+    check("install_kernels", unsafe { sys::vt_install_kernels(&table) })?;
+    INSTALLED.store(true, Ordering::Release);
+    Ok(true)
+}
+
+/// An address that threads share; each uses another part of what is there.
+#[derive(Clone, Copy)]
+struct Shared<T>(*mut T);
+
+// SAFETY: whoever makes slices of it says why no two threads write to the same numbers.
+unsafe impl<T: Send> Sync for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Send for Shared<T> {}
+
+impl<T> Shared<T> {
+    /// The address of another number.
+    fn at(self, offset: isize) -> *mut T {
+        self.0.wrapping_offset(offset)
+    }
+
+    /// # Safety
+    /// The numbers must be there for `'a`, initialised unless they are only written, and used by nobody else.
+    unsafe fn slice_mut<'a>(self, range: Range<usize>) -> &'a mut [T] {
+        // SAFETY: as this function asks.
+        unsafe { slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }
+    }
+
+    /// # Safety
+    /// The numbers must be there for `'a`, initialised, and written by nobody.
+    unsafe fn slice<'a>(self, range: Range<usize>) -> &'a [T] {
+        // SAFETY: as this function asks.
+        unsafe { slice::from_raw_parts(self.0.add(range.start), range.len()) }
+    }
+}
+
+/// Calls one of two instances of a generic function, by the dtype of a tensor.
+macro_rules! by_dtype {
+    ($dtype:expr, $function:ident($($argument:expr),*)) => {
+        if $dtype == sys::VT_FLOAT32 { $function::<f32>($($argument),*) } else { $function::<Bf16>($($argument),*) }
+    };
+}
+
+use by_dtype;
