@@ -97,7 +97,7 @@ fn markdown(results: &Results) -> anyhow::Result<String> {
         "{rounds} of processes in turns; one during which others used more than {} cores was repeated, twice at most.\n",
         results.max_others
     )?;
-    writeln!(page, "Matrix products of libtorch, the limit:\n")?;
+    writeln!(page, "Matrix products by libtorch or voltaic, whichever is faster, the limit:\n")?;
     for (threads, peak) in &results.peaks {
         writeln!(
             page,

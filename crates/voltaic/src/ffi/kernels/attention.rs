@@ -4,10 +4,10 @@ use std::cell::RefCell;
 
 use voltaic_sys as sys;
 
-use super::super::bf16_product::has_bf16_products;
-use super::super::simd::is_intel;
-use super::super::threads::parallel_for;
 use super::Shared;
+use crate::ffi::bf16_product::has_bf16_products;
+use crate::ffi::simd::is_intel;
+use crate::ffi::threads::parallel_for;
 use crate::kernels::{AttentionHead, AttentionScratch, Bf16, Element, FactorOf, GradHead, Rows};
 
 /// Intel's processors do fewer dot products of bfloat16 in a cycle than of float32.

@@ -6,9 +6,9 @@ use std::ops::Range;
 
 use voltaic_sys as sys;
 
-use super::super::simd::run_vectorized;
-use super::super::threads::parallel_for;
 use super::{GRAIN, Shared, by_dtype};
+use crate::ffi::simd::run_vectorized;
+use crate::ffi::threads::parallel_for;
 use crate::kernels::{BatchNormBackward, Bf16, Element, GradSums, Moments, Normalize};
 
 /// The most blocks of pixels that are summed up apart.

@@ -5,12 +5,12 @@ use std::ffi::c_void;
 use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
-use super::super::rng::{rng_state, set_rng_state};
-use super::super::simd::run_vectorized;
-use super::super::threads::parallel_for;
 use super::{GRAIN, Shared, by_dtype};
 use crate::device::Device;
 use crate::error::Result;
+use crate::ffi::rng::{rng_state, set_rng_state};
+use crate::ffi::simd::run_vectorized;
+use crate::ffi::threads::parallel_for;
 use crate::kernels::{
     Add, Bernoulli, Bf16, Element, Gelu, GeluBackward, Map, MapOnto, Mt19937, Pointwise, Relu, ReluBackward,
 };

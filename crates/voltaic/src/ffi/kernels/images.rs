@@ -5,10 +5,10 @@ use std::ops::Range;
 
 use voltaic_sys as sys;
 
-use super::super::bf16_product::has_bf16_products;
-use super::super::simd::run_vectorized;
-use super::super::threads::parallel_for;
 use super::{GRAIN, Shared, by_dtype};
+use crate::ffi::bf16_product::has_bf16_products;
+use crate::ffi::simd::run_vectorized;
+use crate::ffi::threads::parallel_for;
 use crate::kernels::{Bf16, Element, MaxPool2d, MaxPool2dBackward, RowPairs};
 
 pub(super) extern "C" fn max_pool2d(

@@ -5,10 +5,10 @@ use std::ops::Range;
 use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
-use super::super::matrix::Product;
-use super::super::simd::run_vectorized;
-use super::super::threads::parallel_for;
 use super::{GRAIN, Shared};
+use crate::ffi::matrix::Product;
+use crate::ffi::simd::run_vectorized;
+use crate::ffi::threads::parallel_for;
 use crate::kernels::Turn;
 
 /// Rows or columns of a product that are worth a thread.
