@@ -80,6 +80,11 @@ bool may_write(const Tensor &out, const Tensor &first, const Tensor &second) {
          (!out.is_alias_of(first) || out.const_data_ptr() == first.const_data_ptr());
 }
 
+Tensor &run_pair(decltype(vt_kernels::add_bf16) kernel, const Tensor &a, const Tensor &b, Tensor &out) {
+  kernel(a.const_data_ptr(), b.const_data_ptr(), out.mutable_data_ptr(), a.numel());
+  return out;
+}
+
 Tensor relu(const Tensor &input) {
   if (!is_bf16_row(input))
     return at::cpu::relu(input);
@@ -99,21 +104,16 @@ bool takes_relu_backward(const Tensor &grad, const Tensor &output, const Scalar 
   return is_bf16_row(grad) && are_parallel(grad, output) && threshold.equal(0);
 }
 
-Tensor &run_relu_backward(const Tensor &grad, const Tensor &output, Tensor &out) {
-  rust.relu_backward_bf16(grad.const_data_ptr(), output.const_data_ptr(), out.mutable_data_ptr(), grad.numel());
-  return out;
-}
-
 Tensor threshold_backward(const Tensor &grad, const Tensor &output, const Scalar &threshold) {
   if (!takes_relu_backward(grad, output, threshold))
     return at::cpu::threshold_backward(grad, output, threshold);
   Tensor out = at::empty_like(grad);
-  return run_relu_backward(grad, output, out);
+  return run_pair(rust.relu_backward_bf16, grad, output, out);
 }
 
 Tensor &threshold_backward_out(const Tensor &grad, const Tensor &output, const Scalar &threshold, Tensor &out) {
   if (takes_relu_backward(grad, output, threshold) && may_write(out, grad, output))
-    return run_relu_backward(grad, output, out);
+    return run_pair(rust.relu_backward_bf16, grad, output, out);
   return at::cpu::threshold_backward_outf(grad, output, threshold, out);
 }
 
@@ -121,27 +121,22 @@ bool takes_add(const Tensor &a, const Tensor &b, const Scalar &alpha) {
   return is_bf16_row(a) && are_parallel(a, b) && alpha.equal(1);
 }
 
-Tensor &run_add(const Tensor &a, const Tensor &b, Tensor &out) {
-  rust.add_bf16(a.const_data_ptr(), b.const_data_ptr(), out.mutable_data_ptr(), a.numel());
-  return out;
-}
-
 Tensor add(const Tensor &a, const Tensor &b, const Scalar &alpha) {
   if (!takes_add(a, b, alpha))
     return at::cpu::add(a, b, alpha);
   Tensor out = at::empty_like(a);
-  return run_add(a, b, out);
+  return run_pair(rust.add_bf16, a, b, out);
 }
 
 Tensor &add_(Tensor &self, const Tensor &other, const Scalar &alpha) {
   if (takes_add(self, other, alpha) && may_write(self, self, other))
-    return run_add(self, other, self);
+    return run_pair(rust.add_bf16, self, other, self);
   return at::cpu::add_(self, other, alpha);
 }
 
 Tensor &add_out(const Tensor &a, const Tensor &b, const Scalar &alpha, Tensor &out) {
   if (takes_add(a, b, alpha) && may_write(out, a, b))
-    return run_add(a, b, out);
+    return run_pair(rust.add_bf16, a, b, out);
   return at::cpu::add_outf(a, b, alpha, out);
 }
 

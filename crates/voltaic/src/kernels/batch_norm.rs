@@ -32,11 +32,9 @@ impl<T: Element> Kernel for Moments<'_, T> {
         let mut pixels = 0.0;
         for part in input.chunks(part_len) {
             let part_pixels = (part.len() / channels) as f32;
-            part_mean.fill(0.0);
-            part_squares.fill(0.0);
-            add_up(part, &mut part_mean, None);
+            sum_up(part, &mut part_mean, None);
             part_mean.iter_mut().for_each(|mean| *mean /= part_pixels);
-            add_up(part, &mut part_squares, Some(&part_mean));
+            sum_up(part, &mut part_squares, Some(&part_mean));
 
             let share = part_pixels / (pixels + part_pixels);
             let parts = part_mean.iter().zip(&part_squares);
@@ -70,15 +68,15 @@ fn part<T, const WIDTH: usize>(numbers: &[T], first: usize) -> &[T; WIDTH] {
     numbers[first..].first_chunk().expect("a tile lies in the channels")
 }
 
-/// Adds the numbers of all pixels to `sums`; with `center` the squares of what differs from it.
+/// Writes the sums over all pixels; with `center` those of the squares of what differs from it.
 #[inline(always)]
-fn add_up<T: Element>(input: &[T], sums: &mut [f32], center: Option<&[f32]>) {
-    for_tiles!(sums.len(), add_up_tile(input, sums, center));
+fn sum_up<T: Element>(input: &[T], sums: &mut [f32], center: Option<&[f32]>) {
+    for_tiles!(sums.len(), sum_up_tile(input, sums, center));
 }
 
 /// Four pixels at a time, which spares three of four additions to memory.
 #[inline(always)]
-fn add_up_tile<T: Element, const WIDTH: usize>(
+fn sum_up_tile<T: Element, const WIDTH: usize>(
     first: usize,
     input: &[T],
     sums: &mut [f32],
@@ -107,7 +105,7 @@ fn add_up_tile<T: Element, const WIDTH: usize>(
             sum[i] += term(i, x[i]);
         }
     }
-    sums[first..first + WIDTH].iter_mut().zip(sum).for_each(|(total, sum)| *total += sum);
+    sums[first..first + WIDTH].copy_from_slice(&sum);
     WIDTH
 }
 

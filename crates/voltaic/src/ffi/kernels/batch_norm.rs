@@ -15,7 +15,7 @@ use crate::kernels::{BatchNormBackward, Bf16, Element, GradSums, Moments, Normal
 const MAX_BLOCKS: usize = 64;
 
 thread_local! {
-    /// Two sums of each block, and two factors, by channel.
+    /// Factors, and two sums of each block, by channel.
     static SCRATCH: RefCell<Vec<f32>> = RefCell::default();
 }
 
@@ -46,6 +46,12 @@ impl Blocks {
     /// Where the numbers of such pixels lie.
     fn numbers(&self, pixels: Range<usize>) -> Range<usize> {
         pixels.start * self.channels..pixels.end * self.channels
+    }
+
+    /// Parts of `scratch`: for `factors` numbers of each channel, and for the two sums of all blocks.
+    fn split<'a>(&self, scratch: &'a mut Vec<f32>, factors: usize) -> (&'a mut [f32], &'a mut [f32]) {
+        scratch.resize((factors + 2 * self.count()) * self.channels, 0.0);
+        scratch.split_at_mut(factors * self.channels)
     }
 
     /// Calls `sum_up` for all blocks on libtorch's threads, with where the numbers of the block lie, and space for two
@@ -90,14 +96,13 @@ pub(super) extern "C" fn batch_norm(norm: *const sys::vt_batch_norm, output: *mu
         let blocks = Blocks::new(norm);
         let (pixels, channels) = (blocks.pixels, blocks.channels);
         let (input, output) = (Shared(norm.input.cast_mut().cast::<T>()), Shared(output.cast::<T>()));
-        scratch.resize(2 * channels * (blocks.count() + 1), 0.0);
-        let (factors, sums) = scratch.split_at_mut(2 * channels);
+        let (factors, sums) = blocks.split(scratch, 2);
         blocks.sum_up(sums, |numbers, mean, squares| {
             // SAFETY: the shim passes dense tensors of such sizes that share no memory.
             run_vectorized(Moments { input: unsafe { input.slice(numbers) }, mean, squares });
         });
         // SAFETY: the shim passes vectors of `channels` numbers, all apart.
-        let ([weight, bias], [mean, invstd, running_mean, running_var]) = unsafe {
+        let ([weight, bias], [mean, invstd, mut running_mean, mut running_var]) = unsafe {
             let outputs = [norm.mean, norm.invstd, norm.running_mean, norm.running_var];
             (
                 [norm.weight, norm.bias].map(|data| vector(data, channels)),
@@ -106,7 +111,6 @@ pub(super) extern "C" fn batch_norm(norm: *const sys::vt_batch_norm, output: *mu
         };
         let (Some(mean), Some(invstd)) = (mean, invstd) else { unreachable!("the shim makes both") };
         let (scale, shift) = factors.split_at_mut(channels);
-        let (mut running_mean, mut running_var) = (running_mean, running_var);
         let momentum = norm.momentum;
         let update = |running: &mut Option<&mut [f32]>, c: usize, value: f64| {
             if let Some(running) = running {
@@ -165,8 +169,7 @@ pub(super) extern "C" fn batch_norm_backward(
         else {
             unreachable!("the shim makes them")
         };
-        scratch.resize(2 * channels * (blocks.count() + 1) + channels, 0.0);
-        let (factors, sums) = scratch.split_at_mut(3 * channels);
+        let (factors, sums) = blocks.split(scratch, 3);
         blocks.sum_up(sums, |numbers, sums, products| {
             // SAFETY: the shim passes dense tensors of such sizes that share no memory.
             let (input, grad) = unsafe { (input.slice(numbers.clone()), grad.slice(numbers)) };
