@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::cases::{BASELINE, COMPILED, Case, GRAPHS, OURS, Peer, Precision, Work};
+use crate::cases::{BASELINE, COMPILED, Case, GRAPHS, OURS, Peer, Precision, Rival, Work};
 use crate::process::{Outcome, Peak};
 use crate::report::Table;
 
@@ -186,17 +186,32 @@ pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
     let (Some(ours), Some(baseline)) = (row(OURS), row(BASELINE)) else { return Vec::new() };
     let verdict = |target: String, reached: String, met| Verdict { case: case.title(), target, reached, met };
     let wanted = case.target();
-    let mut verdicts = vec![verdict(
-        format!("{wanted} times the speed of {BASELINE}"),
-        format!("{:.2} times", ours.best_speed),
-        ours.best_speed >= wanted,
-    )];
+    let faster = |what: &str, row: &Row, than: &str, rival: &Row| {
+        let speed = rival.step_ms.min / row.step_ms.min;
+        let reached = if rival.peer == than { String::new() } else { format!(" that of {}", rival.peer) };
+        verdict(
+            format!("{what}{wanted} times the speed of {than}"),
+            format!("{speed:.2} times{reached}"),
+            speed >= wanted,
+        )
+    };
+    let mut verdicts = vec![match case.workload.rival {
+        Rival::Best if case.num_processes == 1 => {
+            let eager = fastest(rows.iter().filter(|row| row.peer != COMPILED)).unwrap_or(baseline);
+            faster("", ours, "the fastest peer that does not compile", eager)
+        }
+        _ => faster("", ours, BASELINE, baseline),
+    }];
     if case.num_processes > 1 {
         return verdicts;
     }
     if let Some(burn) = row("burn").filter(|_| case.workload.name == "mlp") {
         let speed = burn.step_ms.min / ours.step_ms.min;
         verdicts.push(verdict("faster than burn".into(), format!("{speed:.2} times its speed"), speed > 1.0));
+    }
+    if let (Rival::Best, Some(graphs)) = (case.workload.rival, row(GRAPHS)) {
+        let rival = fastest(rows.iter()).unwrap_or(baseline);
+        verdicts.push(faster("with graphs ", graphs, "the fastest peer", rival));
     }
     if let (Some(graphs), Some(compiled)) = (row(GRAPHS), row(COMPILED)) {
         let speed = compiled.step_ms.min / graphs.step_ms.min;
@@ -215,6 +230,12 @@ pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
         ours.start_secs <= START_TARGET_SECS,
     ));
     verdicts
+}
+
+/// The peer with the fastest process.
+fn fastest<'a>(rows: impl Iterator<Item = &'a Row>) -> Option<&'a Row> {
+    let peers = rows.filter(|row| !row.peer.starts_with(OURS));
+    peers.min_by(|a, b| a.step_ms.min.total_cmp(&b.step_ms.min))
 }
 
 /// What voltaic gains by a shorter number format, in tables that have their like in float32.
@@ -272,12 +293,64 @@ pub fn scaling(tables: &[Table]) -> Vec<Verdict> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cases::{Malloc, WORKLOADS};
 
     #[test]
     fn quantiles_are_interpolated() {
         assert_eq!(quantile(&[1.0, 2.0, 4.0], 0.5), 2.0);
         assert_eq!(quantile(&[1.0, 2.0], 0.25), 1.25);
         assert_eq!(Spread::of([3.0, 1.0].into_iter()), Spread { min: 1.0, median: 2.0, max: 3.0 });
+    }
+
+    fn row(peer: &'static str, ms: f64) -> Row {
+        let spread = Spread { min: ms, median: ms, max: ms };
+        Row {
+            peer,
+            step_ms: spread,
+            quartile_distance: 0.0,
+            speed: spread,
+            best_speed: 100.0 / ms,
+            items_per_sec: 1.0,
+            gflops: 1.0,
+            share_of_peak: 1.0,
+            start_secs: 0.1,
+            first_step_secs: spread,
+            peak_rss_mb: 1.0,
+            others: 0.0,
+            num_repeats: 0,
+            work: Work::Same,
+            wrong_losses: None,
+            rounds_ms: vec![ms],
+        }
+    }
+
+    #[test]
+    fn rivals_are_those_of_the_workload() {
+        let rows = [
+            row(OURS, 60.0),
+            row(GRAPHS, 50.0),
+            row(BASELINE, 100.0),
+            row("pytorch-fused", 80.0),
+            row(COMPILED, 55.0),
+        ];
+        let speeds = |name: &str| -> Vec<(String, bool)> {
+            let workload = WORKLOADS.iter().find(|workload| workload.name == name).unwrap();
+            let case = Case {
+                workload,
+                precision: Precision::Bf16,
+                num_threads: 1,
+                malloc: Malloc::Held,
+                num_processes: 1,
+            };
+            let verdicts = verdicts(case, &rows).into_iter();
+            verdicts.filter(|v| v.target.contains("times the speed")).map(|v| (v.reached, v.met)).collect()
+        };
+        assert_eq!(speeds("gpt-tiny"), [("1.67 times".to_owned(), true)]);
+        let of_the_best = [
+            ("1.33 times that of pytorch-fused".to_owned(), true),
+            ("1.10 times that of torch-compile".to_owned(), false),
+        ];
+        assert_eq!(speeds("gpt-mini"), of_the_best);
     }
 
     #[test]

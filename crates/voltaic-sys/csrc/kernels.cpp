@@ -27,6 +27,7 @@ vt_error *vt_install_kernels(const vt_kernels *kernels) {
     install_products(library);
     install_attention(library);
     install_elementwise(library);
+    install_convolutions(library);
     install_images(library);
   });
 }

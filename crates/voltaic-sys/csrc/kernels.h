@@ -36,6 +36,16 @@ inline bool is_simple(const Tensor &tensor) {
   return is_dense(tensor, at::MemoryFormat::Contiguous) && has_rust_dtype(tensor);
 }
 
+// Images with the channels next to each other in memory.
+inline bool is_channels_last(const Tensor &tensor) {
+  return is_plain(tensor) && has_rust_dtype(tensor) && tensor.dim() == 4 &&
+         tensor.is_contiguous(at::MemoryFormat::ChannelsLast);
+}
+
+inline bool are_all(IntArrayRef numbers, int64_t number) {
+  return std::all_of(numbers.begin(), numbers.end(), [=](int64_t n) { return n == number; });
+}
+
 inline bool are_alike(const Tensor &a, const Tensor &b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes();
 }
@@ -46,6 +56,7 @@ inline Tensor new_empty(const Tensor &like, IntArrayRef sizes) { return at::empt
 void install_products(torch::Library &library);
 void install_attention(torch::Library &library);
 void install_elementwise(torch::Library &library);
+void install_convolutions(torch::Library &library);
 void install_images(torch::Library &library);
 
 } // namespace voltaic

@@ -1,10 +1,8 @@
-// Operators on images, written in Rust, in the place of libtorch's for the CPU.
+// Pooling and norms of images, written in Rust, in the place of libtorch's for the CPU.
 #include "kernels.h"
 
-#include <ATen/ops/convolution_backward_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/max_pool2d_with_indices_backward_cpu_dispatch.h>
 #include <ATen/ops/max_pool2d_with_indices_cpu_dispatch.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/native_batch_norm_backward_cpu_dispatch.h>
 #include <ATen/ops/native_batch_norm_cpu_dispatch.h>
 
@@ -12,10 +10,6 @@ namespace voltaic {
 namespace {
 
 // ---- max-pooling ----
-
-bool are_all(IntArrayRef numbers, int64_t number) {
-  return std::all_of(numbers.begin(), numbers.end(), [=](int64_t n) { return n == number; });
-}
 
 // The layout of what is computed from such images, as in libtorch.
 at::MemoryFormat layout_of(const Tensor &images) { return images.suggest_memory_format(); }
@@ -109,94 +103,6 @@ Tensor &max_pool2d_backward_out(const Tensor &grad, const Tensor &input, IntArra
                                                           indices, out);
   run_pool_backward(*pool, grad, indices, out);
   return out;
-}
-
-// ---- weights of convolutions ----
-
-bool is_channels_last(const Tensor &tensor) {
-  return is_plain(tensor) && has_rust_dtype(tensor) && tensor.dim() == 4 &&
-         tensor.is_contiguous(at::MemoryFormat::ChannelsLast);
-}
-
-void set_pair(int64_t (&pair)[2], IntArrayRef numbers) {
-  pair[0] = numbers.front();
-  pair[1] = numbers.back();
-}
-
-// Empty for a convolution whose weights have their gradient by libtorch.
-std::optional<vt_convolution> taps_of(const Tensor &grad, const Tensor &input, const Tensor &weight, IntArrayRef stride,
-                                      IntArrayRef padding, IntArrayRef dilation, bool transposed, int64_t groups) {
-  if (!is_channels_last(input) || !is_channels_last(weight) || weight.is_contiguous() || transposed || groups != 1 ||
-      !are_all(dilation, 1) || stride.empty() || padding.empty() || grad.dim() != 4 ||
-      grad.scalar_type() != input.scalar_type() || weight.scalar_type() != input.scalar_type())
-    return std::nullopt;
-  vt_convolution call{};
-  call.dtype = dtype_of(input);
-  call.in_channels = input.size(1);
-  call.out_channels = grad.size(1);
-  set_pair(call.in_size, input.sizes().slice(2));
-  set_pair(call.out_size, grad.sizes().slice(2));
-  set_pair(call.kernel, weight.sizes().slice(2));
-  set_pair(call.stride, stride);
-  set_pair(call.padding, padding);
-  return rust.convolves_by_taps(&call) != 0 ? std::optional(call) : std::nullopt;
-}
-
-// The rows, or columns, of outputs that a tap sees an input at, [first, last], and the input that it sees at the first.
-struct Seen {
-  int64_t first, last, input;
-};
-
-Seen seen_by(int64_t tap, const vt_convolution &call, int dim) {
-  const int64_t stride = call.stride[dim], before = call.padding[dim] - tap; // outputs see input o * stride - before
-  const int64_t first = before > 0 ? (before + stride - 1) / stride : 0;
-  const int64_t end = call.in_size[dim] - 1 + before;
-  const int64_t last = end < 0 ? -1 : std::min(call.out_size[dim] - 1, end / stride);
-  return {first, last, first * stride - before};
-}
-
-// Each tap's weights are a product of the outputs' gradients and of the inputs that they see at this tap.
-Tensor weight_grad_by_taps(const Tensor &grad, const Tensor &input, const vt_convolution &call) {
-  const int64_t outputs = call.out_channels, inputs = call.in_channels;
-  const Tensor grads = grad.contiguous(at::MemoryFormat::ChannelsLast).permute({0, 2, 3, 1});
-  const Tensor pixels = input.permute({0, 2, 3, 1});
-  Tensor out = at::empty({outputs, inputs, call.kernel[0], call.kernel[1]}, input.options(),
-                         at::MemoryFormat::ChannelsLast);
-  for (int64_t y = 0; y < call.kernel[0]; ++y)
-    for (int64_t x = 0; x < call.kernel[1]; ++x) {
-      Tensor tap = out.select(3, x).select(2, y);
-      const Seen rows = seen_by(y, call, 0), columns = seen_by(x, call, 1);
-      if (rows.first > rows.last || columns.first > columns.last) {
-        tap.zero_();
-        continue;
-      }
-      const auto part = [](const Tensor &t, int dim, int64_t first, const Seen &seen, int64_t stride) {
-        return t.slice(dim, first, first + (seen.last - seen.first) * stride + 1, stride);
-      };
-      const Tensor a = part(part(grads, 1, rows.first, rows, 1), 2, columns.first, columns, 1);
-      const Tensor seen_rows = part(pixels, 1, rows.input, rows, call.stride[0]);
-      const Tensor b = part(seen_rows, 2, columns.input, columns, call.stride[1]);
-      at::mm_out(tap, a.reshape({-1, outputs}).t(), b.reshape({-1, inputs}));
-    }
-  return out;
-}
-
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor &grad, const Tensor &input, const Tensor &weight,
-                                                        at::OptionalIntArrayRef bias_sizes, IntArrayRef stride,
-                                                        IntArrayRef padding, IntArrayRef dilation, bool transposed,
-                                                        IntArrayRef output_padding, int64_t groups,
-                                                        std::array<bool, 3> wanted) {
-  const auto by_libtorch = [&](std::array<bool, 3> wanted) {
-    return at::compositeexplicitautograd::convolution_backward(grad, input, weight, bias_sizes, stride, padding,
-                                                               dilation, transposed, output_padding, groups, wanted);
-  };
-  const auto call = wanted[1] ? taps_of(grad, input, weight, stride, padding, dilation, transposed, groups)
-                              : std::optional<vt_convolution>();
-  if (!call)
-    return by_libtorch(wanted);
-  Tensor grad_input = wanted[0] ? std::get<0>(by_libtorch({true, false, false})) : Tensor();
-  Tensor grad_bias = wanted[2] ? grad.sum({0, 2, 3}) : Tensor();
-  return {std::move(grad_input), weight_grad_by_taps(grad, input, *call), std::move(grad_bias)};
 }
 
 // ---- batch norm ----
@@ -321,8 +227,6 @@ void install_images(torch::Library &library) {
     library.impl("max_pool2d_with_indices_backward", &max_pool2d_backward);
     library.impl("max_pool2d_with_indices_backward.grad_input", &max_pool2d_backward_out);
   }
-  if (rust.convolves_by_taps != nullptr)
-    library.impl("convolution_backward", &convolution_backward);
   if (rust.batch_norm != nullptr) {
     library.impl("native_batch_norm", &batch_norm);
     library.impl("native_batch_norm.out", &batch_norm_out);

@@ -1,4 +1,4 @@
-// Products of float32 matrices, written in Rust, in the place of libtorch's for the CPU.
+// Products of matrices, written in Rust, in the place of libtorch's for the CPU.
 #include "kernels.h"
 
 #include <ATen/ops/addmm_cpu_dispatch.h>
@@ -8,8 +8,20 @@
 namespace voltaic {
 namespace {
 
-bool is_float_matrix(const Tensor &tensor, int64_t dim) {
-  return is_plain(tensor) && tensor.scalar_type() == at::kFloat && tensor.dim() == dim;
+// Null for a dtype whose products are libtorch's.
+auto product_of(const Tensor &tensor) {
+  switch (tensor.scalar_type()) {
+  case at::kFloat:
+    return rust.product;
+  case at::kBFloat16:
+    return rust.product_bf16;
+  default:
+    return decltype(rust.product)();
+  }
+}
+
+bool is_matrix_like(const Tensor &tensor, const Tensor &a, int64_t dim) {
+  return is_plain(tensor) && tensor.scalar_type() == a.scalar_type() && tensor.dim() == dim;
 }
 
 void set_strides(int64_t (&strides)[3], const Tensor &tensor) {
@@ -21,25 +33,25 @@ void set_strides(int64_t (&strides)[3], const Tensor &tensor) {
 
 // Whether Rust takes a product of such tensors of `dim` dimensions, and has written it to `out`.
 bool multiplies(const Tensor &a, const Tensor &b, const Tensor &out, int64_t dim, bool adds) {
-  if (!is_float_matrix(out, dim))
+  if (!is_matrix_like(out, a, dim))
     return false;
   vt_product product{};
   product.batches = dim == 3 ? a.size(0) : 1;
   product.rows = a.size(dim - 2);
   product.columns = b.size(dim - 1);
   product.depth = a.size(dim - 1);
-  product.out = out.mutable_data_ptr<float>();
-  product.a = a.const_data_ptr<float>();
-  product.b = b.const_data_ptr<float>();
+  product.out = out.mutable_data_ptr();
+  product.a = a.const_data_ptr();
+  product.b = b.const_data_ptr();
   set_strides(product.out_strides, out);
   set_strides(product.a_strides, a);
   set_strides(product.b_strides, b);
   product.adds = adds;
-  return rust.product(&product) != 0;
+  return product_of(a)(&product) != 0;
 }
 
 bool fit(const Tensor &a, const Tensor &b, int64_t dim) {
-  return is_float_matrix(a, dim) && is_float_matrix(b, dim) && a.size(dim - 1) == b.size(dim - 2) &&
+  return product_of(a) != nullptr && is_matrix_like(a, a, dim) && is_matrix_like(b, a, dim) && a.size(dim - 1) == b.size(dim - 2) &&
          (dim == 2 || a.size(0) == b.size(0));
 }
 
@@ -82,7 +94,7 @@ Tensor &bmm_out(const Tensor &a, const Tensor &b, Tensor &out) {
 
 // self is what the product is added to: a row for all rows, or a matrix.
 bool can_add(const Tensor &self, const Tensor &a, const Tensor &b, const Scalar &beta, const Scalar &alpha) {
-  return fit(a, b, 2) && self.scalar_type() == at::kFloat && is_plain(self) && self.dim() >= 1 && self.dim() <= 2 &&
+  return fit(a, b, 2) && self.scalar_type() == a.scalar_type() && is_plain(self) && self.dim() >= 1 && self.dim() <= 2 &&
          self.size(-1) == b.size(1) && (self.dim() == 1 || self.size(0) == 1 || self.size(0) == a.size(0)) &&
          beta.equal(1) && alpha.equal(1);
 }
@@ -110,7 +122,7 @@ Tensor &addmm_out(const Tensor &self, const Tensor &a, const Tensor &b, const Sc
 } // namespace
 
 void install_products(torch::Library &library) {
-  if (rust.product == nullptr)
+  if (rust.product == nullptr && rust.product_bf16 == nullptr)
     return;
   library.impl("mm", &mm);
   library.impl("mm.out", &mm_out);

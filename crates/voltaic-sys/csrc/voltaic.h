@@ -406,11 +406,11 @@ void vt_graph_get_stats(const vt_graph *graph, vt_graph_stats *stats);
 
 enum vt_float : int32_t { VT_FLOAT32 = 0, VT_BFLOAT16 = 1 };
 
-// out = a b, or out += a b, of float32 matrices, `batches` times. Strides in elements, of batch, row and column.
+// out = a b, or out += a b, of matrices of one dtype, `batches` times. Strides in elements, of batch, row and column.
 typedef struct {
   int64_t batches, rows, columns, depth;
-  float *out;
-  const float *a, *b;
+  void *out;
+  const void *a, *b;
   int64_t out_strides[3], a_strides[3], b_strides[3];
   int32_t adds;
 } vt_product;
@@ -433,9 +433,12 @@ typedef struct {
 // A convolution of images without groups or dilation, channels last in memory. Pairs are of height and width.
 typedef struct {
   int32_t dtype;
-  int64_t in_channels, out_channels;
+  int64_t images, in_channels, out_channels;
   int64_t in_size[2], out_size[2], kernel[2], stride[2], padding[2];
 } vt_convolution;
+
+// What is computed of a convolution.
+enum vt_convolves : int32_t { VT_OUTPUT = 1, VT_INPUT_GRAD = 2, VT_WEIGHT_GRAD = 4 };
 
 // Max-pooling of `[images, height, width, channels]` by windows of 2 x 2, each element once: height and width are even.
 // Where the channels are not last in memory, each plane is an image of one channel.
@@ -466,7 +469,8 @@ typedef struct {
 // Null where libtorch's own is to be kept. Functions that give int32_t give 0, before they write, for a call that is
 // libtorch's. Matrices of elements are dense.
 typedef struct {
-  int32_t (*product)(const vt_product *product);
+  int32_t (*product)(const vt_product *product); // of float32
+  int32_t (*product_bf16)(const vt_product *product);
   void (*gelu)(int32_t dtype, int32_t is_tanh, const void *input, void *output, int64_t len);
   void (*gelu_backward)(int32_t dtype, int32_t is_tanh, const void *grad, const void *input, void *output, int64_t len);
   // `indices` count the pixels of their image.
@@ -482,6 +486,15 @@ typedef struct {
   void (*attention_backward)(const vt_attention *attention);
   // Whether the gradient of the weights is to be one product for each tap of the kernel.
   int32_t (*convolves_by_taps)(const vt_convolution *convolution);
+  // Which of the following are to compute a convolution in bfloat16, as vt_convolves; null for none ever.
+  int32_t (*convolves_bf16)(const vt_convolution *convolution);
+  // Of dense tensors with the channels last; `bias` may be null.
+  void (*convolution_bf16)(const vt_convolution *convolution, const void *input, const void *weight, const void *bias,
+                           void *output);
+  void (*convolution_input_grad_bf16)(const vt_convolution *convolution, const void *grad, const void *weight,
+                                      void *output);
+  void (*convolution_weight_grad_bf16)(const vt_convolution *convolution, const void *grad, const void *input,
+                                       void *output);
   void (*batch_norm)(const vt_batch_norm *norm, void *output);
   // `output` is null if the gradient of the input is not wanted.
   void (*batch_norm_backward)(const vt_batch_norm *norm, const void *grad, void *output, float *grad_weight,

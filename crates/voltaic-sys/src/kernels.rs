@@ -5,15 +5,19 @@ use std::ffi::c_void;
 pub const VT_FLOAT32: i32 = 0;
 pub const VT_BFLOAT16: i32 = 1;
 
+pub const VT_OUTPUT: i32 = 1;
+pub const VT_INPUT_GRAD: i32 = 2;
+pub const VT_WEIGHT_GRAD: i32 = 4;
+
 #[repr(C)]
 pub struct vt_product {
     pub batches: i64,
     pub rows: i64,
     pub columns: i64,
     pub depth: i64,
-    pub out: *mut f32,
-    pub a: *const f32,
-    pub b: *const f32,
+    pub out: *mut c_void,
+    pub a: *const c_void,
+    pub b: *const c_void,
     pub out_strides: [i64; 3],
     pub a_strides: [i64; 3],
     pub b_strides: [i64; 3],
@@ -58,6 +62,7 @@ pub struct vt_mt19937 {
 #[repr(C)]
 pub struct vt_convolution {
     pub dtype: i32,
+    pub images: i64,
     pub in_channels: i64,
     pub out_channels: i64,
     pub in_size: [i64; 2],
@@ -95,6 +100,7 @@ pub struct vt_batch_norm {
 #[repr(C)]
 pub struct vt_kernels {
     pub product: Option<extern "C" fn(product: *const vt_product) -> i32>,
+    pub product_bf16: Option<extern "C" fn(product: *const vt_product) -> i32>,
     pub gelu:
         Option<extern "C" fn(dtype: i32, is_tanh: i32, input: *const c_void, output: *mut c_void, len: i64)>,
     pub gelu_backward: Option<
@@ -127,6 +133,32 @@ pub struct vt_kernels {
     pub attention: Option<extern "C" fn(attention: *const vt_attention)>,
     pub attention_backward: Option<extern "C" fn(attention: *const vt_attention)>,
     pub convolves_by_taps: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
+    pub convolves_bf16: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
+    pub convolution_bf16: Option<
+        extern "C" fn(
+            convolution: *const vt_convolution,
+            input: *const c_void,
+            weight: *const c_void,
+            bias: *const c_void,
+            output: *mut c_void,
+        ),
+    >,
+    pub convolution_input_grad_bf16: Option<
+        extern "C" fn(
+            convolution: *const vt_convolution,
+            grad: *const c_void,
+            weight: *const c_void,
+            output: *mut c_void,
+        ),
+    >,
+    pub convolution_weight_grad_bf16: Option<
+        extern "C" fn(
+            convolution: *const vt_convolution,
+            grad: *const c_void,
+            input: *const c_void,
+            output: *mut c_void,
+        ),
+    >,
     pub batch_norm: Option<extern "C" fn(norm: *const vt_batch_norm, output: *mut c_void)>,
     pub batch_norm_backward: Option<
         extern "C" fn(

@@ -78,19 +78,8 @@ type Operators = Vec<(String, Box<dyn FnMut()>)>;
 
 fn operators() -> Operators {
     let mut all: Operators = Vec::new();
-    for (rows, from, to) in
-        [(64, 784, 256), (64, 9216, 128), (768, 128, 512), (1024, 384, 1536), (1024, 1536, 384)]
-    {
-        let (x, weight, grad) = (normal(&[rows, from]), normal(&[to, from]), normal(&[rows, to]));
-        let name = |what: &str| format!("linear {from} to {to}, {rows} rows: {what}");
-        let turned = weight.tr();
-        all.push((name("forward"), Box::new(move || drop(x.mm(&turned)))));
-        let to_input = grad.shallow_clone();
-        all.push((name("gradient of input"), Box::new(move || drop(to_input.mm(&weight)))));
-        let (turned, x) = (grad.tr(), normal(&[rows, from]));
-        all.push((name("gradient of weight"), Box::new(move || drop(turned.mm(&x)))));
-    }
     for kind in [Kind::Float, Kind::BFloat16] {
+        add_linear(&mut all, kind);
         for sizes in [[12, 4, 64, 32], [4, 6, 256, 64]] {
             let rows = || normal(&sizes).to_kind(kind);
             let inputs = [rows(), rows(), rows()];
@@ -101,15 +90,7 @@ fn operators() -> Operators {
             };
             add(&mut all, &format!("attention {sizes:?} {kind:?}"), inputs, attend);
         }
-        for (channels, side) in [(512, 4), (256, 8), (64, 32)] {
-            let pixels = normal(&[32, channels, side, side]).to_kind(kind);
-            let weight = normal(&[channels, channels, 3, 3]).to_kind(kind);
-            let convolve = |[pixels, weight]: &[Tensor; 2]| {
-                pixels.conv2d::<Tensor>(weight, None, [1, 1], [1, 1], [1, 1], 1)
-            };
-            let name = format!("convolution 3x3, {channels} channels, {side}x{side} {kind:?}");
-            add(&mut all, &name, [pixels, weight].map(|tensor| channels_last(&tensor)), convolve);
-        }
+        add_convolutions(&mut all, kind);
         let features = channels_last(&normal(&[64, 64, 24, 24]).to_kind(kind));
         add(&mut all, &format!("max_pool2d, channels last {kind:?}"), [features], |[features]| {
             features.max_pool2d([2, 2], [2, 2], [0, 0], [1, 1], false)
@@ -137,6 +118,54 @@ fn operators() -> Operators {
         add(&mut all, &format!("gelu [1024, 1536] {kind:?}"), [hidden], |[hidden]| hidden.gelu("tanh"));
     }
     all
+}
+
+/// The products of layers.
+fn add_linear(all: &mut Operators, kind: Kind) {
+    for (rows, from, to) in
+        [(64, 784, 256), (64, 9216, 128), (768, 128, 512), (1024, 384, 1536), (1024, 1536, 384)]
+    {
+        let draw = |sizes: [i64; 2]| normal(&sizes).to_kind(kind);
+        let (x, weight, grad) = (draw([rows, from]), draw([to, from]), draw([rows, to]));
+        let name = |what: &str| format!("linear {from} to {to}, {rows} rows {kind:?}: {what}");
+        let turned = weight.tr();
+        all.push((name("forward"), Box::new(move || drop(x.mm(&turned)))));
+        let to_input = grad.shallow_clone();
+        all.push((name("gradient of input"), Box::new(move || drop(to_input.mm(&weight)))));
+        let (turned, x) = (grad.tr(), draw([rows, from]));
+        all.push((name("gradient of weight"), Box::new(move || drop(turned.mm(&x)))));
+    }
+}
+
+/// Convolutions of ResNet-18, and the gradients of their inputs and weights.
+fn add_convolutions(all: &mut Operators, kind: Kind) {
+    for (from, to, side, stride) in [
+        (64, 64, 32, 1),
+        (64, 128, 32, 2),
+        (128, 128, 16, 1),
+        (128, 256, 16, 2),
+        (256, 256, 8, 1),
+        (256, 512, 8, 2),
+        (512, 512, 4, 1),
+    ] {
+        let images = channels_last(&normal(&[32, from, side, side]).to_kind(kind));
+        let weight = channels_last(&normal(&[to, from, 3, 3]).to_kind(kind));
+        let convolve = move |images: &Tensor, weight: &Tensor| {
+            images.conv2d::<Tensor>(weight, None, [stride, stride], [1, 1], [1, 1], 1)
+        };
+        let name = |what: &str| {
+            format!("convolution 3x3, {from} to {to}, {side}x{side} by {stride} {kind:?}: {what}")
+        };
+        for (what, wanted) in [("gradient of input", [true, false]), ("gradient of weight", [false, true])] {
+            let images = images.detach().set_requires_grad(wanted[0]);
+            let weight = weight.detach().set_requires_grad(wanted[1]);
+            let output = [convolve(&images, &weight)];
+            let grad = [output[0].detach().cos()];
+            let leaf = [if wanted[0] { images } else { weight }];
+            all.push((name(what), Box::new(move || drop(ffi::autograd_grad(&output, &grad, &leaf)))));
+        }
+        all.push((name("forward"), Box::new(move || drop(convolve(&images, &weight)))));
+    }
 }
 
 /// An operator, and its gradients.

@@ -56,6 +56,11 @@ impl<'a, T> Matrix<'a, T> {
         self.shape
     }
 
+    /// From row to row and from column to column, in numbers.
+    pub fn strides(&self) -> [usize; 2] {
+        self.strides
+    }
+
     /// The address of the first number, and the strides.
     pub(super) fn into_parts(self) -> (*const T, [isize; 2]) {
         (self.data.as_ptr(), self.strides.map(|stride| stride as isize))

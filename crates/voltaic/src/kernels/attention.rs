@@ -8,7 +8,10 @@ use std::ops::Range;
 use super::Kernel;
 use super::element::{Bf16, Element};
 use super::math::exp;
-use crate::ffi::{Bf16Strips, Matrix, MatrixMut, multiply, multiply_bf16, run_vectorized};
+use crate::ffi::{
+    Bf16Strips, Matrix, MatrixMut, has_mkl_amx, multiply, multiply_bf16, multiply_by_mkl, prefers_mkl,
+    run_vectorized,
+};
 
 /// The most queries of a block.
 const MAX_BLOCK: usize = 64;
@@ -42,7 +45,7 @@ impl Factor for f32 {
 
     fn multiply(out: MatrixMut, a: Matrix<Self>, b: Matrix, adds: bool) {
         let b = b.part([a.shape()[1], out.shape()[1]]);
-        multiply(out, a, b, adds);
+        if prefers_mkl() { multiply_by_mkl(out, a, b, adds) } else { multiply(out, a, b, adds) }
     }
 
     fn from_numbers<'a>(numbers: &'a [f32], _copy: &'a mut Vec<Bf16>) -> &'a [Self] {
@@ -50,18 +53,33 @@ impl Factor for f32 {
     }
 }
 
-/// For processors with [`has_bf16_products`](crate::ffi::has_bf16_products).
+/// A right factor of bfloat16.
+#[derive(Debug, Clone, Copy)]
+pub enum Bf16Right<'a> {
+    /// For the dot products of AVX-512.
+    Strips(Bf16Strips<'a>),
+    /// For the MKL.
+    Matrix(Matrix<'a, Bf16>),
+}
+
+/// For processors with AMX, or with [`has_bf16_products`](crate::ffi::has_bf16_products).
 impl Factor for Bf16 {
     const BLOCK: usize = 64;
 
-    type Right<'a> = Bf16Strips<'a>;
+    type Right<'a> = Bf16Right<'a>;
 
-    fn prepare<'a>(b: Matrix<'a, Self>, strips: &'a mut Vec<u32>) -> Bf16Strips<'a> {
-        Bf16Strips::new(b, strips)
+    fn prepare<'a>(b: Matrix<'a, Self>, strips: &'a mut Vec<u32>) -> Bf16Right<'a> {
+        if has_mkl_amx() { Bf16Right::Matrix(b) } else { Bf16Right::Strips(Bf16Strips::new(b, strips)) }
     }
 
-    fn multiply(out: MatrixMut, a: Matrix<Self>, b: Bf16Strips<'_>, adds: bool) {
-        multiply_bf16(out, a, b, adds);
+    fn multiply(out: MatrixMut, a: Matrix<Self>, b: Bf16Right<'_>, adds: bool) {
+        match b {
+            Bf16Right::Strips(b) => multiply_bf16(out, a, b, adds),
+            Bf16Right::Matrix(b) => {
+                let b = b.part([a.shape()[1], out.shape()[1]]);
+                multiply_by_mkl(out, a, b, adds);
+            }
+        }
     }
 
     fn from_numbers<'a>(numbers: &'a [f32], copy: &'a mut Vec<Bf16>) -> &'a [Self] {
@@ -94,9 +112,11 @@ impl FactorOf<Bf16> for f32 {
 }
 
 /// Numbers in another format.
-struct Convert<'a, T, U> {
-    numbers: &'a [T],
-    copy: &'a mut [U],
+pub struct Convert<'a, T, U> {
+    /// What is converted.
+    pub numbers: &'a [T],
+    /// As long.
+    pub copy: &'a mut [U],
 }
 
 impl<T: Element, U: Element> Kernel for Convert<'_, T, U> {
@@ -324,14 +344,22 @@ fn fold(row: &[f32], start: f32, f: impl Fn(f32, f32) -> f32, join: impl Fn(f32,
 /// largest score and the sum.
 #[inline(always)]
 fn softmax(row: &mut [f32], visible: usize, scale: f32) -> (f32, f32) {
-    let (seen, hidden) = row.split_at_mut(visible);
-    let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
-    let max = fold(seen, f32::NEG_INFINITY, |max, x| larger(max, x * scale), larger);
-    for x in seen.iter_mut() {
+    let end = whole_lanes(row, visible);
+    // a NaN may be lost here: its own weight is NaN, and so is the sum
+    let larger = |a: f32, b: f32| if a > b { a } else { b };
+    let max = fold(&row[..visible], f32::NEG_INFINITY, |max, x| larger(max, x * scale), larger);
+    for x in &mut row[..end] {
         *x = exp(x.mul_add(scale, -max));
     }
-    hidden.fill(0.0);
-    (max, fold(seen, 0.0, |sum, x| sum + x, |a, b| a + b))
+    row[visible..].fill(0.0);
+    (max, fold(&row[..end], 0.0, |sum, x| sum + x, |a, b| a + b))
+}
+
+/// Numbers from the start of a row that are worked on to have the first `visible`: compilers are slow at what is left
+/// over.
+#[inline(always)]
+fn whole_lanes(row: &[f32], visible: usize) -> usize {
+    visible.next_multiple_of(LANES).min(row.len())
 }
 
 /// Turns the scores of a block into weights.
@@ -390,14 +418,13 @@ fn softmax_backward(
     log_sum_exp: f32,
     delta: f32,
 ) {
-    let (seen, hidden) = weights.split_at_mut(visible);
-    let (seen_grads, hidden_grads) = grads.split_at_mut(visible);
-    for (weight, grad) in seen.iter_mut().zip(seen_grads) {
+    let end = whole_lanes(weights, visible);
+    for (weight, grad) in weights[..end].iter_mut().zip(&mut grads[..end]) {
         *weight = exp(weight.mul_add(scale, -log_sum_exp));
         *grad = *weight * (*grad - delta) * scale;
     }
-    hidden.fill(0.0);
-    hidden_grads.fill(0.0);
+    weights[visible..].fill(0.0);
+    grads[visible..].fill(0.0);
 }
 
 #[inline(always)]

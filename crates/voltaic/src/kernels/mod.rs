@@ -1,7 +1,8 @@
 //! Kernels for the CPU that take the place of libtorch's where those leave time on the table: attention over blocks of
-//! queries, batch norm and max-pooling with the channels last, GELU, ReLU, sums, random masks. Plain loops over slices, which the compiler turns into vector instructions
-//! ([`ffi::run_vectorized`](crate::ffi::run_vectorized)); [`ffi::install_kernels`](crate::ffi::install_kernels) puts them in
-//! libtorch's dispatcher.
+//! queries, batch norm and max-pooling with the channels last, GELU, ReLU, sums, random masks, and what is around the
+//! products of others. Plain loops over slices, which the compiler turns into vector instructions
+//! ([`ffi::run_vectorized`](crate::ffi::run_vectorized)); [`ffi::install_kernels`](crate::ffi::install_kernels) puts them
+//! in libtorch's dispatcher.
 
 mod attention;
 mod batch_norm;
@@ -11,15 +12,19 @@ mod gelu;
 mod math;
 mod max_pool;
 mod mt19937;
+mod patches;
+mod round;
 mod turn;
 
-pub use attention::{AttentionHead, AttentionScratch, Factor, FactorOf, GradHead, Rows};
+pub use attention::{AttentionHead, AttentionScratch, Convert, Factor, FactorOf, GradHead, Rows};
 pub use batch_norm::{BatchNormBackward, GradSums, Moments, Normalize};
 pub use element::{Bf16, Element};
 pub use elementwise::{Add, Map, MapOnto, Pointwise, Relu, ReluBackward};
 pub use gelu::{Gelu, GeluBackward};
 pub use max_pool::{MaxPool2d, MaxPool2dBackward, RowPairs};
 pub use mt19937::{Bernoulli, Mt19937};
+pub use patches::{Axis, Patches};
+pub use round::{Addend, RoundRows};
 pub use turn::Turn;
 
 /// A loop with its arguments, to be run by [`ffi::run_vectorized`](crate::ffi::run_vectorized).

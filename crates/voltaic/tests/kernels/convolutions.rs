@@ -1,4 +1,4 @@
-//! Gradients of convolutions.
+//! Convolutions and their gradients.
 
 use tch::{Device, Kind, Tensor};
 use voltaic::ffi;
@@ -90,4 +90,75 @@ fn gradients_of_weights_have_their_layout_and_are_there_if_asked_for() {
     let (input, frozen) = (input.set_requires_grad(true), weight.detach());
     input.conv2d(&frozen, None::<&Tensor>, [1, 1], [1, 1], [1, 1], 1).sum(Kind::Float).backward();
     assert!(input.grad().defined() && !frozen.grad().defined());
+}
+
+/// Small integers, whose products and sums are exact.
+fn integers(sizes: &[i64]) -> Tensor {
+    Tensor::randint_low(-3, 4, sizes, (Kind::BFloat16, Device::Cpu))
+}
+
+/// The output, and the gradients of input, weight and bias.
+fn forward_and_grads(case: Case, [input, weight, bias, grad]: &[Tensor; 4]) -> [Tensor; 4] {
+    let [input, weight, bias] = [input, weight, bias].map(|tensor| tensor.detach().set_requires_grad(true));
+    let dilation = [case.dilation; 2];
+    let out = input.conv2d(&weight, Some(&bias), case.stride, case.padding, dilation, case.groups);
+    (&out * grad).sum(out.kind()).backward();
+    [out.detach(), input.grad(), weight.grad(), bias.grad()]
+}
+
+#[test]
+fn in_bfloat16_sums_are_rounded_once() {
+    install();
+    ffi::manual_seed(8).unwrap();
+    let small = Case { images: [3, 5, 6, 7], outputs: 4, ..SQUARE };
+    let cases = [
+        small,
+        Case { stride: [2, 2], ..small },
+        Case { stride: [3, 1], padding: [0, 2], ..small },
+        Case { kernel: [1, 1], padding: [0, 0], ..small },
+        Case { kernel: [1, 1], stride: [2, 2], padding: [0, 0], ..small }, // inputs that no output sees
+        Case { kernel: [2, 4], stride: [3, 2], padding: [0, 1], ..small },
+        Case { images: [2, 1, 28, 28], outputs: 8, padding: [0, 0], ..small },
+        Case { images: [2, 3, 9, 9], outputs: 1, kernel: [7, 7], stride: [2, 2], padding: [3, 3], ..small },
+        Case { images: [1, 40, 20, 33], outputs: 70, ..small }, // more than a block
+        Case { images: [5, 8, 1, 1], outputs: 300, ..small },
+        // what is libtorch's
+        Case { dilation: 2, ..small },
+        Case { images: [3, 4, 6, 7], groups: 2, ..small },
+    ];
+    for case in cases {
+        let [batch, inputs, height, width] = case.images;
+        let input = integers(&[batch, inputs, height, width]);
+        let weight = integers(&[case.outputs, inputs / case.groups, case.kernel[0], case.kernel[1]]);
+        let bias = integers(&[case.outputs]);
+        let dilation = [case.dilation; 2];
+        let out = input.conv2d(&weight, Some(&bias), case.stride, case.padding, dilation, case.groups);
+        let given = [input, weight, bias, integers(&out.size())];
+        let exact = forward_and_grads(case, &given.each_ref().map(|tensor| tensor.to_kind(Kind::Double)));
+        let [input, weight, bias, grad] = &given;
+        let last = [channels_last(input), channels_last(weight), bias.copy(), channels_last(grad)];
+        let mixed = [channels_last(input), weight.copy(), bias.copy(), grad.copy()];
+        for (layout, given) in [("usual", &given), ("channels last", &last), ("mixed", &mixed)] {
+            let got = forward_and_grads(case, given);
+            for (what, (got, exact)) in
+                ["output", "input", "weight", "bias"].iter().zip(got.iter().zip(&exact))
+            {
+                assert_eq!(*got, exact.to_kind(Kind::BFloat16), "{case:?}, {layout}, {what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn in_bfloat16_layouts_are_those_of_the_inputs() {
+    install();
+    let (input, weight) = (integers(&[2, 3, 5, 5]), integers(&[4, 3, 3, 3]));
+    let convolve =
+        |input: &Tensor, weight| input.conv2d::<Tensor>(weight, None, [1, 1], [1, 1], [1, 1], 1).stride();
+    let usual = convolve(&input, &weight);
+    assert_eq!(usual, [100, 25, 5, 1]);
+    assert_eq!(convolve(&channels_last(&input), &weight), [100, 1, 20, 4]);
+    assert_eq!(convolve(&input, &channels_last(&weight)), [100, 1, 20, 4]);
+    let message = input.f_conv2d::<Tensor>(&integers(&[4, 2, 3, 3]), None, [1, 1], [1, 1], [1, 1], 1);
+    assert!(message.unwrap_err().to_string().contains("channels"));
 }

@@ -65,8 +65,11 @@ fn batch_norm_and_its_gradients() {
                     assert_eq!(result.kind(), if is_in_float32 { Kind::Float } else { kind }, "{what}");
                     assert!(is_vector || result.stride() == channels_last(&x).stride(), "{what}");
                 }
-                assert_close("running mean", &norm.running_mean, &norm64.running_mean, 2e-6);
-                assert_close("running variance", &norm.running_var, &norm64.running_var, 2e-6);
+                // libtorch's own, which sums less well with one thread
+                let is_libtorchs = kind == Kind::BFloat16 && !is_affine;
+                let tolerance = if is_libtorchs { 1e-5 } else { 2e-6 };
+                assert_close("running mean", &norm.running_mean, &norm64.running_mean, tolerance);
+                assert_close("running variance", &norm.running_var, &norm64.running_var, tolerance);
             }
         }
     }

@@ -85,3 +85,49 @@ fn a_nan_is_not_lost() {
     let isnan = a.mm(&ones).isnan();
     assert_eq!(Vec::<bool>::try_from(isnan.view(-1)).unwrap(), [true, true, false, false]);
 }
+
+/// Small integers, whose products and sums are exact.
+fn integers(rows: i64, columns: i64, is_turned: bool) -> Tensor {
+    let draw = |sizes| Tensor::randint_low(-3, 4, sizes, (Kind::BFloat16, Device::Cpu));
+    if is_turned { draw([columns, rows]).tr() } else { draw([rows, columns]) }
+}
+
+#[test]
+fn in_bfloat16_sums_are_rounded_once() {
+    install();
+    tch::manual_seed(4);
+    for (rows, columns, depth) in
+        [(1, 1, 1), (3, 1, 7), (1, 9, 4), (64, 10, 256), (130, 70, 65), (600, 530, 33), (7, 1100, 5)]
+    {
+        for layout in 0..4 {
+            let (a, b) = (integers(rows, depth, layout & 1 != 0), integers(depth, columns, layout & 2 != 0));
+            let [a64, b64] = in_float64([&a, &b]);
+            let exact = a64.mm(&b64);
+            let rounded = |exact: &Tensor| exact.to_kind(Kind::BFloat16);
+            let what = format!("{rows} x {columns} x {depth}, layout {layout}");
+            assert_eq!(a.mm(&b), rounded(&exact), "{what}");
+            let bias = integers(1, columns, false).squeeze_dim(0);
+            let with_bias = bias.to_kind(Kind::Double) + &exact;
+            assert_eq!(bias.addmm(&a, &b), rounded(&with_bias), "{what}");
+            // columns in one piece are libtorch's; so is a view of every second one
+            for out in [integers(rows, columns, false), integers(rows, columns, true)] {
+                let _ = a.mm_out(&out, &b);
+                assert_eq!(out, rounded(&exact), "{what}");
+                let _ = bias.addmm_out(&out, &a, &b);
+                assert_eq!(out, rounded(&with_bias), "{what}");
+            }
+            let scattered = integers(rows, 2 * depth, false).slice(1, 0, None, 2);
+            let exact = scattered.to_kind(Kind::Double).mm(&b64);
+            assert_eq!(scattered.mm(&b), rounded(&exact), "{what}");
+        }
+    }
+    let (a, b) =
+        (integers(12, 33, false).view([3, 4, 33]), integers(27, 33, false).view([3, 9, 33]).transpose(1, 2));
+    let [a64, b64] = in_float64([&a, &b]);
+    assert_eq!(a.bmm(&b), a64.bmm(&b64).to_kind(Kind::BFloat16));
+    let heads = a.view([3, 4, 3, 11]).transpose(1, 2).reshape([9, 4, 11]);
+    assert_eq!(heads.bmm(&heads.transpose(1, 2)).size(), [9, 4, 4]);
+    let nan = Tensor::from_slice(&[1f32, f32::NAN, 0.0, 0.0]).to_kind(Kind::BFloat16).view([2, 2]);
+    let isnan = nan.mm(&nan.ones_like()).isnan();
+    assert_eq!(Vec::<bool>::try_from(isnan.view(-1)).unwrap(), [true, true, false, false]);
+}

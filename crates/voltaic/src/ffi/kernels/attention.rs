@@ -6,13 +6,14 @@ use voltaic_sys as sys;
 
 use super::Shared;
 use crate::ffi::bf16_product::has_bf16_products;
-use crate::ffi::simd::is_intel;
+use crate::ffi::mkl::has_mkl_amx;
+use crate::ffi::simd::{is_intel, run_vectorized};
 use crate::ffi::threads::parallel_for;
-use crate::kernels::{AttentionHead, AttentionScratch, Bf16, Element, FactorOf, GradHead, Rows};
+use crate::kernels::{AttentionHead, AttentionScratch, Bf16, Convert, Element, FactorOf, GradHead, Rows};
 
-/// Intel's processors do fewer dot products of bfloat16 in a cycle than of float32.
+/// Intel's processors do fewer dot products of bfloat16 in a cycle than of float32, but for those with AMX.
 fn has_fast_bf16_products() -> bool {
-    has_bf16_products() && !is_intel()
+    has_mkl_amx() || has_bf16_products() && !is_intel()
 }
 
 thread_local! {
@@ -47,8 +48,8 @@ impl<T: Element> HeadRows<T> {
     /// The tensor must be there, and row `i` used by nobody else.
     unsafe fn write(&self, i: usize, row: &[f32]) {
         // SAFETY: as this function asks.
-        let out = unsafe { self.start.slice_mut(i * self.stride..i * self.stride + self.dim) };
-        out.iter_mut().zip(row).for_each(|(out, number)| *out = T::from_f32(*number));
+        let copy = unsafe { self.start.slice_mut(i * self.stride..i * self.stride + self.dim) };
+        run_vectorized(Convert { numbers: row, copy });
     }
 }
 

@@ -1,4 +1,4 @@
-//! Max-pooling, and which convolutions have the gradients of their weights tap by tap.
+//! Max-pooling.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -6,7 +6,6 @@ use std::ops::Range;
 use voltaic_sys as sys;
 
 use super::{GRAIN, Shared, by_dtype};
-use crate::ffi::bf16_product::has_bf16_products;
 use crate::ffi::simd::run_vectorized;
 use crate::ffi::threads::parallel_for;
 use crate::kernels::{Bf16, Element, MaxPool2d, MaxPool2dBackward, RowPairs};
@@ -64,20 +63,4 @@ fn for_row_pairs(call: &sys::vt_max_pool, body: impl Fn(RowPairs, Range<usize>, 
         let [whole, pooled] = [4 * pooled, pooled].map(|len| part.start * len..part.end * len);
         body(RowPairs { start: part.start, ..all }, whole, pooled);
     });
-}
-
-// ---- weights of convolutions ----
-
-pub(super) extern "C" fn convolves_by_taps(call: *const sys::vt_convolution) -> i32 {
-    // SAFETY: the shim passes a description that lives during the call.
-    let call = unsafe { &*call };
-    let has_products = call.dtype == sys::VT_FLOAT32 || has_bf16_products();
-    i32::from(has_products && is_faster_by_taps(call))
-}
-
-/// oneDNN is slow at the weights of many channels on small images; the taps at their border leave out work, too.
-/// Measured with kernels of 3 x 3 and strides of 1 and 2: below these bounds 1.04 to 12 times as fast.
-fn is_faster_by_taps(call: &sys::vt_convolution) -> bool {
-    let (pixels, channels) = (call.out_size[0] * call.out_size[1], call.in_channels * call.out_channels);
-    call.kernel == [3, 3] && (pixels <= 16 && channels >= 256 * 256 || pixels <= 64 && channels >= 512 * 512)
 }

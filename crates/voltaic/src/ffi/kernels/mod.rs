@@ -2,6 +2,7 @@
 
 mod attention;
 mod batch_norm;
+mod convolutions;
 mod elementwise;
 mod images;
 mod products;
@@ -11,15 +12,18 @@ use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
-use super::amx::withhold_undescribed_amx;
+use super::amx::{has_described_amx, withhold_undescribed_amx};
+use super::bf16_product::has_bf16_products;
 use super::check;
+use super::mkl::has_mkl_bf16;
 use super::simd::{has_vectors, is_intel};
 use super::switch::read_switch;
 use crate::error::Result;
 
-/// `0`: libtorch's kernels. `1`: voltaic's, also products on Intel's processors. Unset: voltaic's if the program is
+/// `0`: libtorch's kernels. `1`: all of voltaic's, also where libtorch's are faster. Unset: voltaic's if the program is
 /// optimized.
 const SWITCH: &str = "VOLTAIC_CPU_KERNELS";
 
@@ -38,18 +42,19 @@ pub fn has_attention_kernel() -> bool {
 
 /// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: attention, gradients of
 /// some convolutions' weights, batch norm of images with the channels last, GELU, max-pooling of 2 x 2, ReLU and sums in
-/// bfloat16, random masks unless libtorch draws them by the MKL, and products of float32 matrices but on Intel's
-/// processors, where the MKL is at its best. Later calls change nothing.
+/// bfloat16, random masks unless libtorch draws them by the MKL, products of float32 matrices but on Intel's processors,
+/// where the MKL is at its best, and products and convolutions of bfloat16 where oneDNN has no fast instructions for them.
+/// Later calls change nothing.
 ///
-/// Results differ from libtorch's in the last bits of products, attention, weights' gradients, batch norm and GELU; the
-/// others are equal.
+/// Results differ from libtorch's in the last bits of products, convolutions, attention, weights' gradients, batch norm
+/// and GELU; the others are equal.
 ///
 /// Keeps oneDNN from AMX, too, on virtual machines that offer it without a description, where its operators in bfloat16
 /// would end the process; to be called before the first of them, as trainers and accelerators do.
 ///
 /// Returns whether they are in use: they are not in a program compiled without optimization, unless the environment says
-/// `VOLTAIC_CPU_KERNELS=1`, which asks for the products on Intel's processors, too; nor with `VOLTAIC_CPU_KERNELS=0`;
-/// nor on x86-64 without AVX2.
+/// `VOLTAIC_CPU_KERNELS=1`, which asks for all of them, also where libtorch's are faster; nor with
+/// `VOLTAIC_CPU_KERNELS=0`; nor on x86-64 without AVX2.
 ///
 /// # Errors
 /// [`SwitchError`](crate::error::SwitchError) if `VOLTAIC_CPU_KERNELS` is neither `0` nor `1`.
@@ -62,8 +67,12 @@ pub fn install_kernels() -> Result<bool> {
     if is_installed || !is_wanted || !has_vectors() {
         return Ok(is_installed);
     }
+    let is_for_all = switch == Some(true);
+    let takes_bf16 = has_mkl_bf16() && (is_for_all || !onednn_is_fast_at_bf16());
+    let takes_small_images = has_mkl_bf16() && has_described_amx();
     let table = sys::vt_kernels {
-        product: (!is_intel() || switch == Some(true)).then_some(products::product as _),
+        product: (!is_intel() || is_for_all).then_some(products::product as _),
+        product_bf16: takes_bf16.then_some(products::product_bf16 as _),
         gelu: Some(elementwise::gelu),
         gelu_backward: Some(elementwise::gelu_backward),
         max_pool2d: Some(images::max_pool2d),
@@ -74,7 +83,15 @@ pub fn install_kernels() -> Result<bool> {
         bernoulli: elementwise::draws_by_mt19937()?.then_some(elementwise::bernoulli as _),
         attention: Some(attention::attention),
         attention_backward: Some(attention::attention_backward),
-        convolves_by_taps: Some(images::convolves_by_taps),
+        convolves_by_taps: Some(convolutions::convolves_by_taps),
+        convolves_bf16: match (takes_bf16, takes_small_images) {
+            (true, _) => Some(convolutions::convolves_all),
+            (false, true) => Some(convolutions::convolves_small_images),
+            (false, false) => None,
+        },
+        convolution_bf16: Some(convolutions::convolution_bf16),
+        convolution_input_grad_bf16: Some(convolutions::input_grad_bf16),
+        convolution_weight_grad_bf16: Some(convolutions::weight_grad_bf16),
         batch_norm: Some(batch_norm::batch_norm),
         batch_norm_backward: Some(batch_norm::batch_norm_backward),
     };
@@ -82,6 +99,35 @@ pub fn install_kernels() -> Result<bool> {
     check("install_kernels", unsafe { sys::vt_install_kernels(&table) })?;
     INSTALLED.store(true, Ordering::Release);
     Ok(true)
+}
+
+/// Whether oneDNN, which computes libtorch's products and convolutions of bfloat16, has fast instructions for them: AMX, or
+/// on processors that are not Intel's the dot products of AVX-512.
+fn onednn_is_fast_at_bf16() -> bool {
+    has_described_amx() || has_bf16_products() && !is_intel()
+}
+
+/// Parts of a range, `len` long but for the last.
+fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range.step_by(len).map(move |start| start..(start + len).min(end))
+}
+
+/// The first `len` numbers, whatever they are.
+fn sized<T: Copy + Default>(numbers: &mut Vec<T>, len: usize) -> &mut [T] {
+    if numbers.len() < len {
+        numbers.resize(len, T::default());
+    }
+    &mut numbers[..len]
+}
+
+/// Memory for `len` numbers; None if there is none left.
+fn scratch(len: usize) -> Option<Tensor> {
+    Tensor::f_empty([len as i64], (Kind::Float, tch::Device::Cpu)).ok()
+}
+
+fn address(scratch: &Tensor) -> Shared<f32> {
+    Shared(scratch.data_ptr().cast())
 }
 
 /// An address that threads share; each uses another part of what is there.

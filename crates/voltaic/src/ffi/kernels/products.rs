@@ -1,15 +1,16 @@
-//! Products of float32 matrices.
+//! Products of matrices: of float32 by gemm, of bfloat16 by the MKL.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
-use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
-use super::{GRAIN, Shared};
-use crate::ffi::matrix::Product;
+use super::{GRAIN, Shared, address, blocks, scratch, sized};
+use crate::ffi::matrix::{Matrix, MatrixMut, Product};
+use crate::ffi::mkl::{is_for_mkl, multiply_by_mkl};
 use crate::ffi::simd::run_vectorized;
 use crate::ffi::threads::parallel_for;
-use crate::kernels::Turn;
+use crate::kernels::{Addend, Bf16, RoundRows, Turn};
 
 /// Rows or columns of a product that are worth a thread.
 const MIN_STRIP: usize = 64;
@@ -26,7 +27,7 @@ const TURNED_ROWS: usize = 16;
 
 pub(super) extern "C" fn product(call: *const sys::vt_product) -> i32 {
     // SAFETY: the shim passes a description that lives during the call.
-    let product = Products::new(unsafe { &*call });
+    let product = Products::<f32>::new(unsafe { &*call });
     let [_, rows, _, depth] = product.shape;
     let [_, down, right] = product.to_b;
     let long = if rows < MANY_ROWS { LONG_FOR_FEW_ROWS } else { LONG };
@@ -43,12 +44,12 @@ pub(super) extern "C" fn product(call: *const sys::vt_product) -> i32 {
 
 /// A product for each batch.
 #[derive(Clone, Copy)]
-struct Products {
+struct Products<T> {
     /// Batches, rows, columns, depth.
     shape: [usize; 4],
-    out: Shared<f32>,
-    a: Shared<f32>,
-    b: Shared<f32>,
+    out: Shared<T>,
+    a: Shared<T>,
+    b: Shared<T>,
     /// From batch to batch, row to row and column to column.
     to_out: [isize; 3],
     to_a: [isize; 3],
@@ -56,14 +57,14 @@ struct Products {
     adds: bool,
 }
 
-impl Products {
+impl<T: Copy + Send + Sync> Products<T> {
     fn new(call: &sys::vt_product) -> Self {
         let strides = |strides: [i64; 3]| strides.map(|stride| stride as isize);
         Self {
             shape: [call.batches, call.rows, call.columns, call.depth].map(|length| length as usize),
-            out: Shared(call.out),
-            a: Shared(call.a.cast_mut()),
-            b: Shared(call.b.cast_mut()),
+            out: Shared(call.out.cast()),
+            a: Shared(call.a.cast_mut().cast()),
+            b: Shared(call.b.cast_mut().cast()),
             to_out: strides(call.out_strides),
             to_a: strides(call.a_strides),
             to_b: strides(call.b_strides),
@@ -71,17 +72,24 @@ impl Products {
         }
     }
 
-    /// Multiplies by gemm on libtorch's threads.
-    fn run(&self) {
+    /// Calls `part` for parts of the product on libtorch's threads: with a batch, rows and columns.
+    fn split(&self, part: impl Fn(usize, Range<usize>, Range<usize>) + Sync) {
         let [batches, rows, columns, _] = self.shape;
         if batches > 1 {
-            let whole = |batch| self.run_part(batch, 0..rows, 0..columns);
-            parallel_for(batches, 1, |part| part.for_each(whole));
+            let whole = |batch| part(batch, 0..rows, 0..columns);
+            parallel_for(batches, 1, |batches| batches.for_each(whole));
         } else if rows >= columns {
-            parallel_for(rows, MIN_STRIP, |part| self.run_part(0, part, 0..columns));
+            parallel_for(rows, MIN_STRIP, |rows| part(0, rows, 0..columns));
         } else {
-            parallel_for(columns, MIN_STRIP, |part| self.run_part(0, 0..rows, part));
+            parallel_for(columns, MIN_STRIP, |columns| part(0, 0..rows, columns));
         }
+    }
+}
+
+impl Products<f32> {
+    /// Multiplies by gemm on libtorch's threads.
+    fn run(&self) {
+        self.split(|batch, rows, columns| self.run_part(batch, rows, columns));
     }
 
     fn run_part(&self, batch: usize, rows: Range<usize>, columns: Range<usize>) {
@@ -134,13 +142,70 @@ impl Products {
     }
 }
 
-/// Memory for `len` numbers; None if there is none left.
-fn scratch(len: usize) -> Option<Tensor> {
-    Tensor::f_empty([len as i64], (Kind::Float, tch::Device::Cpu)).ok()
+/// Rows and columns of what a thread multiplies at a time in bfloat16: a megabyte of sums, which the second cache holds.
+const BLOCK: usize = 512;
+
+thread_local! {
+    /// In float32, until they are rounded.
+    static SUMS: RefCell<Vec<f32>> = RefCell::default();
 }
 
-fn address(scratch: &Tensor) -> Shared<f32> {
-    Shared(scratch.data_ptr().cast())
+pub(super) extern "C" fn product_bf16(call: *const sys::vt_product) -> i32 {
+    // SAFETY: the shim passes a description that lives during the call.
+    let product = Products::<Bf16>::new(unsafe { &*call });
+    let [_, rows, columns, _] = product.shape;
+    let is_taken = product.to_out[2] == 1
+        && (rows == 1 || product.to_out[1] >= columns as isize)
+        && is_for_mkl(&product.a(0, 0..rows))
+        && is_for_mkl(&product.b(0, 0..columns));
+    if is_taken {
+        product.split(|batch, rows, columns| product.run_part(batch, rows, columns));
+    }
+    is_taken.into()
+}
+
+impl Products<Bf16> {
+    fn run_part(&self, batch: usize, rows: Range<usize>, columns: Range<usize>) {
+        SUMS.with_borrow_mut(|sums| {
+            for rows in blocks(rows, BLOCK) {
+                for columns in blocks(columns.clone(), BLOCK) {
+                    self.run_block(batch, rows.clone(), columns, sums);
+                }
+            }
+        });
+    }
+
+    fn run_block(&self, batch: usize, rows: Range<usize>, columns: Range<usize>, sums: &mut Vec<f32>) {
+        let sums = sized(sums, rows.len() * columns.len());
+        let (a, b) = (self.a(batch, rows.clone()), self.b(batch, columns.clone()));
+        multiply_by_mkl(MatrixMut::dense(sums, [rows.len(), columns.len()]), a, b, false);
+        let [to_batch, down, _] = self.to_out;
+        let out =
+            self.out.at(batch as isize * to_batch + rows.start as isize * down + columns.start as isize);
+        let stride = if self.shape[1] == 1 { columns.len() } else { down as usize };
+        // SAFETY: the shim passes a tensor with room for the result, which shares no memory with the others; its rows do
+        // not overlap, and each part of them belongs to one thread.
+        let output = unsafe { Shared(out).slice_mut(0..(rows.len() - 1) * stride + columns.len()) };
+        let addend = if self.adds { Addend::Output } else { Addend::Zero };
+        run_vectorized(RoundRows { sums, width: columns.len(), output, stride, addend });
+    }
+
+    fn a(&self, batch: usize, rows: Range<usize>) -> Matrix<'_, Bf16> {
+        let start = self.a.at(batch as isize * self.to_a[0] + rows.start as isize * self.to_a[1]);
+        self.matrix(start, [rows.len(), self.shape[3]], self.to_a)
+    }
+
+    fn b(&self, batch: usize, columns: Range<usize>) -> Matrix<'_, Bf16> {
+        let start = self.b.at(batch as isize * self.to_b[0] + columns.start as isize * self.to_b[2]);
+        self.matrix(start, [self.shape[3], columns.len()], self.to_b)
+    }
+
+    fn matrix(&self, start: *mut Bf16, shape: [usize; 2], [_, down, right]: [isize; 3]) -> Matrix<'_, Bf16> {
+        let strides = [down, right].map(|stride| stride as usize);
+        let len = (shape[0] - 1) * strides[0] + (shape[1] - 1) * strides[1] + 1;
+        // SAFETY: from the first number of a factor that the shim holds to its last; nobody writes to it.
+        Matrix::new(unsafe { Shared(start).slice(0..len) }, shape, strides)
+    }
 }
 
 /// Writes a matrix of such rows and columns, rows `stride` apart, as a dense one of its columns, on libtorch's threads.

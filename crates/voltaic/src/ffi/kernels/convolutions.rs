@@ -1,0 +1,405 @@
+//! Convolutions of images with the channels last: in bfloat16 as products of patches by the MKL, and which have the
+//! gradients of their weights tap by tap.
+
+use std::cell::RefCell;
+use std::ffi::c_void;
+use std::ops::Range;
+
+use voltaic_sys as sys;
+
+use super::{Shared, address, blocks, scratch, sized};
+use crate::ffi::bf16_product::has_bf16_products;
+use crate::ffi::matrix::{Matrix, MatrixMut};
+use crate::ffi::mkl::{has_mkl_bf16, multiply_by_mkl};
+use crate::ffi::simd::run_vectorized;
+use crate::ffi::threads::parallel_for;
+use crate::kernels::{Addend, Axis, Bf16, Patches, RoundRows};
+
+/// Numbers of the patches that a thread works on at a time: a megabyte, which the second cache holds.
+const MAX_NUMBERS: usize = 1 << 19;
+/// Fewer patches at a time leave the MKL too little for what it prepares.
+const MIN_PATCHES: usize = 128;
+/// Patches, or channels, that are worth a thread.
+const MIN_PART: usize = 32;
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    /// Weights in the order of the gradients of inputs.
+    static TURNED: RefCell<Vec<Bf16>> = RefCell::default();
+}
+
+/// What a thread needs for its work, to be used again.
+#[derive(Default)]
+struct Scratch {
+    patches: Vec<Bf16>,
+    sums: Vec<f32>,
+}
+
+/// Sizes of a convolution; pairs are of rows and columns.
+#[derive(Clone, Copy)]
+struct Convolution {
+    images: usize,
+    in_channels: usize,
+    out_channels: usize,
+    in_size: [usize; 2],
+    out_size: [usize; 2],
+    kernel: [usize; 2],
+    stride: [usize; 2],
+    padding: [usize; 2],
+}
+
+impl Convolution {
+    fn new(call: &sys::vt_convolution) -> Self {
+        let pair = |numbers: [i64; 2]| numbers.map(|number| number as usize);
+        Self {
+            images: call.images as usize,
+            in_channels: call.in_channels as usize,
+            out_channels: call.out_channels as usize,
+            in_size: pair(call.in_size),
+            out_size: pair(call.out_size),
+            kernel: pair(call.kernel),
+            stride: pair(call.stride),
+            padding: pair(call.padding),
+        }
+    }
+
+    /// What each output sees of the input.
+    fn patches<'a>(&self, input: &'a [Bf16]) -> Patches<'a> {
+        let axis = |dim: usize| Axis {
+            pixels: self.in_size[dim],
+            patches: self.out_size[dim],
+            step: self.stride[dim],
+            first: -(self.padding[dim] as isize),
+            taps: self.kernel[dim],
+        };
+        Patches { images: input, axes: [axis(0), axis(1)], channels: self.in_channels }
+    }
+
+    fn in_len(&self) -> usize {
+        self.images * self.in_size[0] * self.in_size[1] * self.in_channels
+    }
+
+    fn out_pixels(&self) -> usize {
+        self.images * self.out_size[0] * self.out_size[1]
+    }
+
+    /// Numbers that one output is made of.
+    fn depth(&self) -> usize {
+        self.kernel[0] * self.kernel[1] * self.in_channels
+    }
+
+    fn weight_len(&self) -> usize {
+        self.out_channels * self.depth()
+    }
+
+    /// Of every `stride`-th input from number `phase` on: what they see of the outputs.
+    fn phase(&self, dim: usize, phase: usize) -> Phase {
+        let (stride, kernel) = (self.stride[dim], self.kernel[dim]);
+        let first_tap = (phase + self.padding[dim]) % stride;
+        let taps = kernel.saturating_sub(first_tap).div_ceil(stride);
+        // input `i * stride + phase` is seen by output `i + (phase + padding - tap) / stride` at each tap
+        let last_tap = first_tap + taps.saturating_sub(1) * stride;
+        let first = ((phase + self.padding[dim]) as isize - last_tap as isize) / stride as isize;
+        let inputs = self.in_size[dim].saturating_sub(phase).div_ceil(stride);
+        let axis = Axis { pixels: self.out_size[dim], patches: inputs, step: 1, first, taps };
+        Phase { axis, first_tap, stride }
+    }
+}
+
+/// Inputs that are seen at the same taps.
+#[derive(Clone, Copy)]
+struct Phase {
+    /// Of the patches of outputs that they see.
+    axis: Axis,
+    first_tap: usize,
+    stride: usize,
+}
+
+impl Phase {
+    /// In the order of the outputs that see an input: from the last to the first.
+    fn taps(self) -> impl Iterator<Item = usize> + Clone {
+        (0..self.axis.taps).rev().map(move |tap| self.first_tap + tap * self.stride)
+    }
+}
+
+/// # Safety
+/// The address is of `len` numbers that are there for `'a` and written by nobody.
+unsafe fn numbers<'a>(address: *const c_void, len: usize) -> &'a [Bf16] {
+    // SAFETY: as this function asks.
+    unsafe { std::slice::from_raw_parts(address.cast(), len) }
+}
+
+/// How many patches of a depth a thread works on at a time.
+fn patches_at_a_time(depth: usize) -> usize {
+    (MAX_NUMBERS / depth.max(1)).max(MIN_PATCHES)
+}
+
+// ---- products of patches ----
+
+/// Outputs that are products of patches and a matrix.
+struct Correlation<'a> {
+    patches: Patches<'a>,
+    /// `[depth, channels]`
+    weight: Matrix<'a, Bf16>,
+    bias: Option<&'a [Bf16]>,
+    output: Shared<Bf16>,
+    /// Rows and columns of the output.
+    size: [usize; 2],
+    /// The first row and column that is written, and the distance to the next.
+    places: [[usize; 2]; 2],
+}
+
+impl Correlation<'_> {
+    /// # Safety
+    /// `output` must have room for `images` of `size`, and be used by nobody else.
+    unsafe fn run(&self, images: usize) {
+        let [rows, columns] = self.patches.axes.map(|axis| axis.patches);
+        let block = patches_at_a_time(self.patches.depth());
+        parallel_for(images * rows * columns, MIN_PART, |part| {
+            SCRATCH.with_borrow_mut(|scratch| {
+                // SAFETY: as this function asks; parts do not overlap.
+                blocks(part, block).for_each(|block| unsafe { self.run_block(block, scratch) });
+            });
+        });
+    }
+
+    /// # Safety
+    /// As for `run`.
+    unsafe fn run_block(&self, block: Range<usize>, scratch: &mut Scratch) {
+        let (depth, channels) = (self.patches.depth(), self.weight.shape()[1]);
+        let sums = sized(&mut scratch.sums, block.len() * channels);
+        if depth > 0 {
+            let patches = self.patches.rows(block.clone(), &mut scratch.patches);
+            let patches = Matrix::dense(patches, [block.len(), depth]);
+            multiply_by_mkl(MatrixMut::dense(sums, [block.len(), channels]), patches, self.weight, false);
+        } else {
+            sums.fill(0.0); // inputs that no output sees
+        }
+        let [rows, columns] = self.patches.axes.map(|axis| axis.patches);
+        let addend = self.bias.map_or(Addend::Zero, Addend::Row);
+        let [[top, left], [down, right]] = self.places;
+        // SAFETY: callers promise that there is room for all images; each patch has a place of its own.
+        let write = |first: usize, sums: &[f32], len: usize, stride: usize| unsafe {
+            let len = (len - 1) * stride + channels;
+            let output = self.output.slice_mut(first * channels..first * channels + len);
+            run_vectorized(RoundRows { sums, width: channels, output, stride, addend });
+        };
+        if [rows, columns] == self.size {
+            write(block.start, sums, block.len(), channels);
+            return;
+        }
+        let mut patch = block.start;
+        while patch < block.end {
+            let (line, column) = (patch / columns, patch % columns);
+            let len = (columns - column).min(block.end - patch);
+            let row = line / rows * self.size[0] + line % rows * down + top;
+            let place = row * self.size[1] + column * right + left;
+            write(place, &sums[(patch - block.start) * channels..][..len * channels], len, right * channels);
+            patch += len;
+        }
+    }
+}
+
+pub(super) extern "C" fn convolution_bf16(
+    call: *const sys::vt_convolution,
+    input: *const c_void,
+    weight: *const c_void,
+    bias: *const c_void,
+    output: *mut c_void,
+) {
+    // SAFETY: the shim passes a description and dense tensors of its sizes that live during the call, of which `output`
+    // shares no memory with the others.
+    unsafe {
+        let call = Convolution::new(&*call);
+        let bias = (!bias.is_null()).then(|| numbers(bias, call.out_channels));
+        let weight = Matrix::dense(numbers(weight, call.weight_len()), [call.out_channels, call.depth()]);
+        let correlation = Correlation {
+            patches: call.patches(numbers(input, call.in_len())),
+            weight: weight.transposed(),
+            bias,
+            output: Shared(output.cast()),
+            size: call.out_size,
+            places: [[0, 0], [1, 1]],
+        };
+        correlation.run(call.images);
+    }
+}
+
+pub(super) extern "C" fn input_grad_bf16(
+    call: *const sys::vt_convolution,
+    grad: *const c_void,
+    weight: *const c_void,
+    output: *mut c_void,
+) {
+    // SAFETY: as in `convolution_bf16`.
+    let (call, grad, weight) = unsafe {
+        let call = Convolution::new(&*call);
+        let grad = numbers(grad, call.out_pixels() * call.out_channels);
+        (call, grad, numbers(weight, call.weight_len()))
+    };
+    let [height, width] = call.stride;
+    for (top, left) in (0..height).flat_map(|top| (0..width).map(move |left| (top, left))) {
+        let (rows, columns) = (call.phase(0, top), call.phase(1, left));
+        let patches = Patches { images: grad, axes: [rows.axis, columns.axis], channels: call.out_channels };
+        TURNED.with_borrow_mut(|turned| {
+            turn_weight(&call, weight, [rows, columns], turned);
+            let correlation = Correlation {
+                patches,
+                weight: Matrix::dense(turned, [patches.depth(), call.in_channels]),
+                bias: None,
+                output: Shared(output.cast()),
+                size: call.in_size,
+                places: [[top, left], call.stride],
+            };
+            // SAFETY: as in `convolution_bf16`.
+            unsafe { correlation.run(call.images) };
+        });
+    }
+}
+
+/// Writes the weights of a phase as `[taps, outputs, inputs]`.
+fn turn_weight(call: &Convolution, weight: &[Bf16], [rows, columns]: [Phase; 2], turned: &mut Vec<Bf16>) {
+    let inputs = call.in_channels;
+    let taps = rows.axis.taps * columns.axis.taps;
+    turned.resize(taps * call.out_channels * inputs, Bf16::default());
+    let taps = rows.taps().flat_map(|y| columns.taps().map(move |x| y * call.kernel[1] + x));
+    for (tap, turned) in taps.zip(turned.chunks_exact_mut(call.out_channels * inputs)) {
+        for (from, to) in weight.chunks_exact(call.depth()).zip(turned.chunks_exact_mut(inputs)) {
+            to.copy_from_slice(&from[tap * inputs..][..inputs]);
+        }
+    }
+}
+
+// ---- weights ----
+
+pub(super) extern "C" fn weight_grad_bf16(
+    call: *const sys::vt_convolution,
+    grad: *const c_void,
+    input: *const c_void,
+    output: *mut c_void,
+) {
+    // SAFETY: as in `convolution_bf16`.
+    let (call, grad, input) = unsafe {
+        let call = Convolution::new(&*call);
+        let grad = numbers(grad, call.out_pixels() * call.out_channels);
+        (call, grad, numbers(input, call.in_len()))
+    };
+    let output = Shared(output.cast::<Bf16>());
+    let gradient = WeightGrad { patches: call.patches(input), grad, outputs: call.out_channels };
+    let pixels = call.out_pixels();
+    // patches are made by each thread that multiplies by them, sums of all weights by each that has some of the patches
+    if pixels < 4 * call.out_channels || tch::get_num_threads() <= 1 {
+        gradient.split_outputs(pixels, output);
+    } else {
+        gradient.split_pixels(pixels, output);
+    }
+}
+
+/// Gradients of weights `[outputs, depth]`: the products of the gradients of the outputs and of the patches they see.
+struct WeightGrad<'a> {
+    patches: Patches<'a>,
+    /// `[pixels, outputs]`
+    grad: &'a [Bf16],
+    outputs: usize,
+}
+
+impl WeightGrad<'_> {
+    /// Adds up what some pixels give for the weights of some outputs, in `sums`.
+    fn sum(&self, pixels: Range<usize>, outputs: Range<usize>, sums: &mut [f32], copy: &mut Vec<Bf16>) {
+        let depth = self.patches.depth();
+        let mut adds = false;
+        for block in blocks(pixels, patches_at_a_time(depth)) {
+            let grad = &self.grad[block.start * self.outputs + outputs.start..];
+            let grad = Matrix::new(grad, [outputs.len(), block.len()], [1, self.outputs]);
+            let patches = Matrix::dense(self.patches.rows(block.clone(), copy), [block.len(), depth]);
+            multiply_by_mkl(MatrixMut::dense(sums, [outputs.len(), depth]), grad, patches, adds);
+            adds = true;
+        }
+    }
+
+    /// Each thread has some of the outputs.
+    fn split_outputs(&self, pixels: usize, output: Shared<Bf16>) {
+        let depth = self.patches.depth();
+        parallel_for(self.outputs, MIN_PART, |outputs| {
+            SCRATCH.with_borrow_mut(|Scratch { patches, sums }| {
+                let sums = sized(sums, outputs.len() * depth);
+                self.sum(0..pixels, outputs.clone(), sums, patches);
+                // SAFETY: the shim passes a dense tensor of all weights; parts do not overlap.
+                let output = unsafe { output.slice_mut(outputs.start * depth..outputs.end * depth) };
+                round(sums, output);
+            });
+        });
+    }
+
+    /// Each thread has some of the pixels.
+    fn split_pixels(&self, pixels: usize, output: Shared<Bf16>) {
+        let len = self.outputs * self.patches.depth();
+        let threads = (tch::get_num_threads() as usize).min(pixels.div_ceil(MIN_PATCHES));
+        let Some(memory) = scratch(threads * len) else { return self.split_outputs(pixels, output) };
+        let all = address(&memory);
+        let part = pixels.div_ceil(threads);
+        let threads = pixels.div_ceil(part); // each has some
+        parallel_for(threads, 1, |some| {
+            SCRATCH.with_borrow_mut(|scratch| {
+                for thread in some {
+                    // SAFETY: each thread has sums of its own.
+                    let sums = unsafe { all.slice_mut(thread * len..(thread + 1) * len) };
+                    let pixels = thread * part..((thread + 1) * part).min(pixels);
+                    self.sum(pixels, 0..self.outputs, sums, &mut scratch.patches);
+                }
+            });
+        });
+        // SAFETY: as above, and each thread has written its own.
+        let (sums, others) = unsafe { all.slice_mut(0..threads * len) }.split_at_mut(len);
+        for other in others.chunks_exact(len) {
+            sums.iter_mut().zip(other).for_each(|(sum, other)| *sum += other);
+        }
+        // SAFETY: as above; no other thread writes now.
+        round(sums, unsafe { output.slice_mut(0..len) });
+    }
+}
+
+fn round(sums: &[f32], output: &mut [Bf16]) {
+    let width = sums.len();
+    run_vectorized(RoundRows { sums, width, output, stride: width, addend: Addend::Zero });
+}
+
+// ---- which ----
+
+/// All of any convolution.
+pub(super) extern "C" fn convolves_all(_call: *const sys::vt_convolution) -> i32 {
+    sys::VT_OUTPUT | sys::VT_INPUT_GRAD | sys::VT_WEIGHT_GRAD
+}
+
+/// What oneDNN is slow at with AMX, too: small images. Measured with kernels of 3 x 3 and strides of 1 and 2: below these
+/// bounds 1.4 to 3.4 times as fast, above them 0.3 to 1.1 times.
+pub(super) extern "C" fn convolves_small_images(call: *const sys::vt_convolution) -> i32 {
+    // SAFETY: the shim passes a description that lives during the call.
+    let call = unsafe { &*call };
+    let (pixels, channels) = pixels_and_channels(call);
+    match pixels {
+        _ if call.kernel != [3, 3] => 0,
+        0..=16 if channels >= 256 * 512 => sys::VT_OUTPUT | sys::VT_INPUT_GRAD | sys::VT_WEIGHT_GRAD,
+        0..=64 if channels >= 128 * 256 => sys::VT_WEIGHT_GRAD,
+        _ => 0,
+    }
+}
+
+pub(super) extern "C" fn convolves_by_taps(call: *const sys::vt_convolution) -> i32 {
+    // SAFETY: the shim passes a description that lives during the call.
+    let call = unsafe { &*call };
+    let has_products = call.dtype == sys::VT_FLOAT32 || has_bf16_products() || has_mkl_bf16();
+    i32::from(has_products && is_faster_by_taps(call))
+}
+
+/// oneDNN is slow at the weights of many channels on small images; the taps at their border leave out work, too.
+/// Measured with kernels of 3 x 3 and strides of 1 and 2: below these bounds 1.04 to 12 times as fast.
+fn is_faster_by_taps(call: &sys::vt_convolution) -> bool {
+    let (pixels, channels) = pixels_and_channels(call);
+    call.kernel == [3, 3] && (pixels <= 16 && channels >= 256 * 256 || pixels <= 64 && channels >= 512 * 512)
+}
+
+/// Of an output image, and pairs of input and output.
+fn pixels_and_channels(call: &sys::vt_convolution) -> (i64, i64) {
+    (call.out_size[0] * call.out_size[1], call.in_channels * call.out_channels)
+}
