@@ -12,6 +12,7 @@ namespace voltaic {
 using at::Scalar;
 using at::Tensor;
 using c10::IntArrayRef;
+using OptionalTensor = std::optional<Tensor>;
 
 // Null entries until vt_install_kernels.
 extern vt_kernels rust;

@@ -65,8 +65,6 @@ Tensor new_images(IntArrayRef sizes, const Tensor &like) {
 
 // ---- forward ----
 
-using OptionalTensor = std::optional<Tensor>;
-
 Tensor convolution(const Tensor &input, const Tensor &weight, const OptionalTensor &bias, IntArrayRef stride,
                    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
                    int64_t groups) {

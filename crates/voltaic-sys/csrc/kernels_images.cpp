@@ -107,8 +107,6 @@ Tensor &max_pool2d_backward_out(const Tensor &grad, const Tensor &input, IntArra
 
 // ---- batch norm ----
 
-using OptionalTensor = std::optional<Tensor>;
-
 // Or none.
 bool is_float_vector(const OptionalTensor &tensor, int64_t len) {
   return !tensor.has_value() || !tensor->defined() ||

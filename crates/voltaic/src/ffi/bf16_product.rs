@@ -13,7 +13,7 @@ use std::arch::x86_64::{
 use std::cell::RefCell;
 
 use super::matrix::{Matrix, MatrixMut};
-use super::simd::run_vectorized;
+use super::simd::{is_intel, run_vectorized};
 use crate::kernels::{Bf16, Kernel};
 
 const ROWS: usize = 8;
@@ -97,6 +97,11 @@ pub fn has_bf16_products() -> bool {
         && std::arch::is_x86_feature_detected!("avx512f");
     #[cfg(not(target_arch = "x86_64"))]
     false
+}
+
+/// Whether they are faster than those of float32: Intel's processors do fewer of them in a cycle.
+pub(super) fn has_fast_bf16_products() -> bool {
+    has_bf16_products() && !is_intel()
 }
 
 thread_local! {

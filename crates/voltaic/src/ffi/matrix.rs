@@ -1,4 +1,6 @@
-//! Products of matrices by the `gemm` crate.
+//! Matrices in slices, and products of float32 ones by the `gemm` crate, or by the MKL on Intel's processors.
+
+use super::mkl::{is_for_mkl, multiply_by_mkl, prefers_mkl};
 
 /// A matrix in a slice; strides in numbers.
 #[derive(Debug, Clone, Copy)]
@@ -93,7 +95,7 @@ impl<'a> MatrixMut<'a> {
     }
 }
 
-/// `out = a b`, or `out += a b` if `adds`, on this thread.
+/// `out = a b`, or `out += a b` if `adds`: on this thread within libtorch's threads, else on as many as the MKL likes.
 ///
 /// # Panics
 /// If the shapes do not fit.
@@ -106,6 +108,9 @@ pub fn multiply(out: MatrixMut, a: Matrix, b: Matrix, adds: bool) {
         a.shape,
         b.shape
     );
+    if prefers_mkl() && is_for_mkl(&a) && is_for_mkl(&b) {
+        return multiply_by_mkl(out, a, b, adds);
+    }
     let shape = [rows, columns, depth];
     let ((out, to_out), (a, to_a), (b, to_b)) = (out.into_parts(), a.into_parts(), b.into_parts());
     let product = Product { shape, out, a, b, strides: [to_out, to_a, to_b], adds };

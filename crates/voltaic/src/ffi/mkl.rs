@@ -1,9 +1,10 @@
 //! Products of matrices by the MKL, which libtorch for x86-64 has in it.
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
 use super::amx::has_amx;
+use super::backend::loaded_symbol;
 use super::matrix::{Matrix, MatrixMut};
 use super::simd::is_intel;
 use crate::kernels::{Bf16, Element};
@@ -51,10 +52,8 @@ impl MklFactor for Bf16 {
 /// # Safety
 /// A function of this name must have the signature.
 unsafe fn find<T>(name: &CStr) -> Option<Gemm<T>> {
-    // SAFETY: dlsym only looks the symbol up among the libraries that are loaded.
-    let symbol = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     // SAFETY: as this function asks; libtorch_cpu.so, which holds it, is never unloaded.
-    (!symbol.is_null()).then(|| unsafe { std::mem::transmute::<*mut libc::c_void, Gemm<T>>(symbol) })
+    loaded_symbol(name).map(|symbol| unsafe { std::mem::transmute::<*mut c_void, Gemm<T>>(symbol) })
 }
 
 /// Whether libtorch has products of bfloat16 by the MKL in it.

@@ -63,7 +63,7 @@ pub use hpu::{
 };
 pub use kernels::{has_attention_kernel, install_kernels};
 pub use matrix::{Matrix, MatrixMut, multiply};
-pub use mkl::{has_mkl_amx, multiply_by_mkl, prefers_mkl};
+pub use mkl::{has_mkl_amx, multiply_by_mkl};
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, LearningRate, SgdOptions, TensorList, foreach_clamp,
     foreach_mul_tensor, foreach_norm, is_dense, tensor_id,

@@ -4,9 +4,11 @@
 //! default that threads take over at their first operator, which would slow down autograd and trainer threads started
 //! later. OpenMP's own setting belongs to the calling thread alone, so that is what is changed here.
 
-use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::ffi::{c_int, c_uint, c_void};
 use std::ops::Range;
 use std::sync::OnceLock;
+
+use super::backend::loaded_symbol;
 
 /// Functions of the OpenMP library that libtorch has loaded.
 #[derive(Clone, Copy)]
@@ -23,33 +25,28 @@ impl OpenMp {
     fn get() -> Option<Self> {
         static FOUND: OnceLock<Option<OpenMp>> = OnceLock::new();
         *FOUND.get_or_init(|| {
-            let find = |name: &CStr| {
-                // SAFETY: dlsym only looks the symbol up among the libraries that are loaded.
-                let symbol = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
-                (!symbol.is_null()).then_some(symbol)
-            };
             // SAFETY: the OpenMP specification, and for the last one GCC's and LLVM's common interface, fix the C
             // signatures of these functions; the library that holds them (libgomp, a dependency of libtorch_cpu.so) is
             // never unloaded.
             unsafe {
                 use std::mem::transmute;
                 Some(Self {
-                    set_num_threads: transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(find(
+                    set_num_threads: transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(loaded_symbol(
                         c"omp_set_num_threads",
                     )?),
-                    num_threads: transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(find(
+                    num_threads: transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(loaded_symbol(
                         c"omp_get_num_threads",
                     )?),
-                    thread_num: transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(find(
+                    thread_num: transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(loaded_symbol(
                         c"omp_get_thread_num",
                     )?),
-                    in_parallel: transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(find(
+                    in_parallel: transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(loaded_symbol(
                         c"omp_in_parallel",
                     )?),
                     parallel: transmute::<
                         *mut c_void,
                         unsafe extern "C" fn(extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint),
-                    >(find(c"GOMP_parallel")?),
+                    >(loaded_symbol(c"GOMP_parallel")?),
                 })
             }
         })

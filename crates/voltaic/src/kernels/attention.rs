@@ -5,12 +5,11 @@
 
 use std::ops::Range;
 
-use super::Kernel;
 use super::element::{Bf16, Element};
 use super::math::exp;
+use super::{Kernel, sized};
 use crate::ffi::{
-    Bf16Strips, Matrix, MatrixMut, has_mkl_amx, multiply, multiply_bf16, multiply_by_mkl, prefers_mkl,
-    run_vectorized,
+    Bf16Strips, Matrix, MatrixMut, has_mkl_amx, multiply, multiply_bf16, multiply_by_mkl, run_vectorized,
 };
 
 /// The most queries of a block.
@@ -45,7 +44,7 @@ impl Factor for f32 {
 
     fn multiply(out: MatrixMut, a: Matrix<Self>, b: Matrix, adds: bool) {
         let b = b.part([a.shape()[1], out.shape()[1]]);
-        if prefers_mkl() { multiply_by_mkl(out, a, b, adds) } else { multiply(out, a, b, adds) }
+        multiply(out, a, b, adds);
     }
 
     fn from_numbers<'a>(numbers: &'a [f32], _copy: &'a mut Vec<Bf16>) -> &'a [Self] {
@@ -83,7 +82,7 @@ impl Factor for Bf16 {
     }
 
     fn from_numbers<'a>(numbers: &'a [f32], copy: &'a mut Vec<Bf16>) -> &'a [Self] {
-        copy.resize(numbers.len(), Bf16::default());
+        let copy = sized(copy, numbers.len());
         run_vectorized(Convert { numbers, copy });
         copy
     }
@@ -195,14 +194,6 @@ pub struct AttentionScratch {
     block: Vec<f32>,
     grad_key: Vec<f32>,
     grad_value: Vec<f32>,
-}
-
-/// The first `len` numbers, whatever they are.
-fn sized(numbers: &mut Vec<f32>, len: usize) -> &mut [f32] {
-    if numbers.len() < len {
-        numbers.resize(len, 0.0);
-    }
-    &mut numbers[..len]
 }
 
 impl<T: Element> AttentionHead<'_, T> {

@@ -35,3 +35,11 @@ pub trait Kernel {
     /// of the processor.
     fn run(self) -> Self::Output;
 }
+
+/// The first `len` numbers, whatever they are.
+pub fn sized<T: Copy + Default>(numbers: &mut Vec<T>, len: usize) -> &mut [T] {
+    if numbers.len() < len {
+        numbers.resize(len, T::default());
+    }
+    &mut numbers[..len]
+}

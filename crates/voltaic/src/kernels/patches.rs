@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::Bf16;
+use super::{Bf16, sized};
 
 /// Rows, or columns, of images and of their patches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,11 +50,7 @@ impl<'a> Patches<'a> {
         {
             return &self.images[range.start * depth..range.end * depth];
         }
-        let len = range.len() * depth;
-        if copy.len() < len {
-            copy.resize(len, Bf16::default());
-        }
-        let copy = &mut copy[..len];
+        let copy = sized(copy, range.len() * depth);
         let columns = self.axes[1].patches;
         let (mut patch, mut rest) = (range.start, &mut copy[..]);
         while patch < range.end {

@@ -5,15 +5,15 @@ use std::cell::RefCell;
 use voltaic_sys as sys;
 
 use super::Shared;
-use crate::ffi::bf16_product::has_bf16_products;
+use crate::ffi::bf16_product::has_fast_bf16_products;
 use crate::ffi::mkl::has_mkl_amx;
-use crate::ffi::simd::{is_intel, run_vectorized};
+use crate::ffi::simd::run_vectorized;
 use crate::ffi::threads::parallel_for;
 use crate::kernels::{AttentionHead, AttentionScratch, Bf16, Convert, Element, FactorOf, GradHead, Rows};
 
-/// Intel's processors do fewer dot products of bfloat16 in a cycle than of float32, but for those with AMX.
-fn has_fast_bf16_products() -> bool {
-    has_mkl_amx() || has_bf16_products() && !is_intel()
+/// Whether attention in bfloat16 multiplies such numbers, and not float32.
+fn multiplies_bf16() -> bool {
+    has_mkl_amx() || has_fast_bf16_products()
 }
 
 thread_local! {
@@ -103,7 +103,7 @@ pub(super) extern "C" fn attention(call: *const sys::vt_attention) {
     let call = unsafe { &*call };
     match call.dtype {
         sys::VT_FLOAT32 => run::<f32, f32>(call),
-        _ if has_fast_bf16_products() => run::<Bf16, Bf16>(call),
+        _ if multiplies_bf16() => run::<Bf16, Bf16>(call),
         _ => run::<Bf16, f32>(call),
     }
 }
@@ -151,7 +151,7 @@ pub(super) extern "C" fn attention_backward(call: *const sys::vt_attention) {
     let call = unsafe { &*call };
     match call.dtype {
         sys::VT_FLOAT32 => run::<f32, f32>(call),
-        _ if has_fast_bf16_products() => run::<Bf16, Bf16>(call),
+        _ if multiplies_bf16() => run::<Bf16, Bf16>(call),
         _ => run::<Bf16, f32>(call),
     }
 }

@@ -7,13 +7,13 @@ use std::ops::Range;
 
 use voltaic_sys as sys;
 
-use super::{Shared, address, blocks, scratch, sized};
+use super::{Shared, address, blocks, scratch};
 use crate::ffi::bf16_product::has_bf16_products;
 use crate::ffi::matrix::{Matrix, MatrixMut};
 use crate::ffi::mkl::{has_mkl_bf16, multiply_by_mkl};
 use crate::ffi::simd::run_vectorized;
 use crate::ffi::threads::parallel_for;
-use crate::kernels::{Addend, Axis, Bf16, Patches, RoundRows};
+use crate::kernels::{Addend, Axis, Bf16, Patches, RoundRows, sized};
 
 /// Numbers of the patches that a thread works on at a time: a megabyte, which the second cache holds.
 const MAX_NUMBERS: usize = 1 << 19;
@@ -242,7 +242,7 @@ pub(super) extern "C" fn input_grad_bf16(
         let (rows, columns) = (call.phase(0, top), call.phase(1, left));
         let patches = Patches { images: grad, axes: [rows.axis, columns.axis], channels: call.out_channels };
         TURNED.with_borrow_mut(|turned| {
-            turn_weight(&call, weight, [rows, columns], turned);
+            let turned = turn_weight(&call, weight, [rows, columns], turned);
             let correlation = Correlation {
                 patches,
                 weight: Matrix::dense(turned, [patches.depth(), call.in_channels]),
@@ -258,16 +258,22 @@ pub(super) extern "C" fn input_grad_bf16(
 }
 
 /// Writes the weights of a phase as `[taps, outputs, inputs]`.
-fn turn_weight(call: &Convolution, weight: &[Bf16], [rows, columns]: [Phase; 2], turned: &mut Vec<Bf16>) {
+fn turn_weight<'a>(
+    call: &Convolution,
+    weight: &[Bf16],
+    [rows, columns]: [Phase; 2],
+    turned: &'a mut Vec<Bf16>,
+) -> &'a [Bf16] {
     let inputs = call.in_channels;
     let taps = rows.axis.taps * columns.axis.taps;
-    turned.resize(taps * call.out_channels * inputs, Bf16::default());
+    let all = sized(turned, taps * call.out_channels * inputs);
     let taps = rows.taps().flat_map(|y| columns.taps().map(move |x| y * call.kernel[1] + x));
-    for (tap, turned) in taps.zip(turned.chunks_exact_mut(call.out_channels * inputs)) {
+    for (tap, turned) in taps.zip(all.chunks_exact_mut(call.out_channels * inputs)) {
         for (from, to) in weight.chunks_exact(call.depth()).zip(turned.chunks_exact_mut(inputs)) {
             to.copy_from_slice(&from[tap * inputs..][..inputs]);
         }
     }
+    all
 }
 
 // ---- weights ----

@@ -16,7 +16,7 @@ use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
 use super::amx::{has_described_amx, withhold_undescribed_amx};
-use super::bf16_product::has_bf16_products;
+use super::bf16_product::has_fast_bf16_products;
 use super::check;
 use super::mkl::has_mkl_bf16;
 use super::simd::{has_vectors, is_intel};
@@ -104,21 +104,13 @@ pub fn install_kernels() -> Result<bool> {
 /// Whether oneDNN, which computes libtorch's products and convolutions of bfloat16, has fast instructions for them: AMX, or
 /// on processors that are not Intel's the dot products of AVX-512.
 fn onednn_is_fast_at_bf16() -> bool {
-    has_described_amx() || has_bf16_products() && !is_intel()
+    has_described_amx() || has_fast_bf16_products()
 }
 
 /// Parts of a range, `len` long but for the last.
 fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
     range.step_by(len).map(move |start| start..(start + len).min(end))
-}
-
-/// The first `len` numbers, whatever they are.
-fn sized<T: Copy + Default>(numbers: &mut Vec<T>, len: usize) -> &mut [T] {
-    if numbers.len() < len {
-        numbers.resize(len, T::default());
-    }
-    &mut numbers[..len]
 }
 
 /// Memory for `len` numbers; None if there is none left.
