@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/_to_copy_native.h>
 #include <ATen/ops/add_cpu_dispatch.h>
 #include <ATen/ops/bernoulli_cpu_dispatch.h>
 #include <ATen/ops/gelu_backward_cpu_dispatch.h>
@@ -62,27 +63,24 @@ Tensor &gelu_backward_out(const Tensor &grad, const Tensor &input, std::string_v
   return at::cpu::gelu_backward_outf(grad, input, approximate, out);
 }
 
-// ---- bfloat16 ----
+// ---- ReLU and sums in bfloat16 ----
 
-// Dense bfloat16 in any order; float32 is libtorch's, which keeps up with memory.
-bool is_bf16_row(const Tensor &tensor) {
-  return is_plain(tensor) && tensor.scalar_type() == at::kBFloat16 && tensor.is_non_overlapping_and_dense();
+// Dense float32 or bfloat16 in any order.
+bool is_row(const Tensor &tensor) {
+  return is_plain(tensor) && has_rust_dtype(tensor) && tensor.is_non_overlapping_and_dense();
 }
+
+// Of these dtypes; those of float32 alone are libtorch's, which keep up with memory.
+bool is_bf16_row(const Tensor &tensor) { return tensor.scalar_type() == at::kBFloat16 && is_row(tensor); }
 
 // Their elements follow each other in the same order.
-bool are_parallel(const Tensor &a, const Tensor &b) {
-  return are_alike(a, b) && a.strides() == b.strides() && is_plain(b);
-}
+bool are_parallel(const Tensor &a, const Tensor &b) { return a.sizes() == b.sizes() && a.strides() == b.strides(); }
 
 // Whether Rust may write to `out`: memory of its own, or that of the first input.
 bool may_write(const Tensor &out, const Tensor &first, const Tensor &second) {
-  return are_parallel(first, out) && !out.is_alias_of(second) &&
+  return is_plain(out) && out.scalar_type() == first.scalar_type() && are_parallel(first, out) &&
+         !out.is_alias_of(second) &&
          (!out.is_alias_of(first) || out.const_data_ptr() == first.const_data_ptr());
-}
-
-Tensor &run_pair(decltype(vt_kernels::add_bf16) kernel, const Tensor &a, const Tensor &b, Tensor &out) {
-  kernel(a.const_data_ptr(), b.const_data_ptr(), out.mutable_data_ptr(), a.numel());
-  return out;
 }
 
 Tensor relu(const Tensor &input) {
@@ -101,43 +99,92 @@ Tensor &relu_(Tensor &self) {
 }
 
 bool takes_relu_backward(const Tensor &grad, const Tensor &output, const Scalar &threshold) {
-  return is_bf16_row(grad) && are_parallel(grad, output) && threshold.equal(0);
+  return is_bf16_row(grad) && is_bf16_row(output) && are_parallel(grad, output) && threshold.equal(0);
+}
+
+Tensor &run_relu_backward(const Tensor &grad, const Tensor &output, Tensor &out) {
+  rust.relu_backward_bf16(grad.const_data_ptr(), output.const_data_ptr(), out.mutable_data_ptr(), grad.numel());
+  return out;
 }
 
 Tensor threshold_backward(const Tensor &grad, const Tensor &output, const Scalar &threshold) {
   if (!takes_relu_backward(grad, output, threshold))
     return at::cpu::threshold_backward(grad, output, threshold);
   Tensor out = at::empty_like(grad);
-  return run_pair(rust.relu_backward_bf16, grad, output, out);
+  return run_relu_backward(grad, output, out);
 }
 
 Tensor &threshold_backward_out(const Tensor &grad, const Tensor &output, const Scalar &threshold, Tensor &out) {
   if (takes_relu_backward(grad, output, threshold) && may_write(out, grad, output))
-    return run_pair(rust.relu_backward_bf16, grad, output, out);
+    return run_relu_backward(grad, output, out);
   return at::cpu::threshold_backward_outf(grad, output, threshold, out);
 }
 
 bool takes_add(const Tensor &a, const Tensor &b, const Scalar &alpha) {
-  return is_bf16_row(a) && are_parallel(a, b) && alpha.equal(1);
+  return is_row(a) && is_bf16_row(b) && are_parallel(a, b) && alpha.equal(1);
+}
+
+Tensor &run_add(const Tensor &a, const Tensor &b, Tensor &out) {
+  rust.add_bf16(dtype_of(a), a.const_data_ptr(), b.const_data_ptr(), out.mutable_data_ptr(), a.numel());
+  return out;
+}
+
+// Whether a float32 comes second, which Rust takes first.
+bool has_wide_second(const Tensor &a, const Tensor &b) {
+  return a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kFloat;
 }
 
 Tensor add(const Tensor &a, const Tensor &b, const Scalar &alpha) {
-  if (!takes_add(a, b, alpha))
+  const bool turns = has_wide_second(a, b);
+  const Tensor &first = turns ? b : a, &second = turns ? a : b;
+  if (!takes_add(first, second, alpha))
     return at::cpu::add(a, b, alpha);
-  Tensor out = at::empty_like(a);
-  return run_pair(rust.add_bf16, a, b, out);
+  Tensor out = at::empty_like(first);
+  return run_add(first, second, out);
 }
 
 Tensor &add_(Tensor &self, const Tensor &other, const Scalar &alpha) {
   if (takes_add(self, other, alpha) && may_write(self, self, other))
-    return run_pair(rust.add_bf16, self, other, self);
+    return run_add(self, other, self);
   return at::cpu::add_(self, other, alpha);
 }
 
 Tensor &add_out(const Tensor &a, const Tensor &b, const Scalar &alpha, Tensor &out) {
-  if (takes_add(a, b, alpha) && may_write(out, a, b))
-    return run_pair(rust.add_bf16, a, b, out);
+  const bool turns = has_wide_second(a, b);
+  const Tensor &first = turns ? b : a, &second = turns ? a : b;
+  if (takes_add(first, second, alpha) && may_write(out, first, second))
+    return run_add(first, second, out);
   return at::cpu::add_outf(a, b, alpha, out);
+}
+
+// ---- casts ----
+
+bool converts(const Tensor &self, const Tensor &out) {
+  return is_row(out) && out.scalar_type() != self.scalar_type() && are_parallel(self, out) && !out.is_alias_of(self);
+}
+
+Tensor &run_convert(const Tensor &self, Tensor &out) {
+  rust.convert(dtype_of(self), self.const_data_ptr(), out.mutable_data_ptr(), self.numel());
+  return out;
+}
+
+Tensor to_copy(const Tensor &self, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+               std::optional<at::Device> device, std::optional<bool> pins, bool non_blocking,
+               std::optional<at::MemoryFormat> format) {
+  const bool stays = layout.value_or(at::kStrided) == at::kStrided && device.value_or(self.device()) == self.device() &&
+                     !pins.value_or(false) &&
+                     format.value_or(at::MemoryFormat::Preserve) == at::MemoryFormat::Preserve;
+  if (stays && dtype.has_value() && is_row(self))
+    if (*dtype == (self.scalar_type() == at::kFloat ? at::kBFloat16 : at::kFloat))
+      if (Tensor out = at::empty_like(self, self.options().dtype(*dtype)); converts(self, out))
+        return run_convert(self, out);
+  return at::native::_to_copy(self, dtype, layout, device, pins, non_blocking, format);
+}
+
+Tensor &to_copy_out(const Tensor &self, bool non_blocking, std::optional<at::MemoryFormat> format, Tensor &out) {
+  if (is_row(self) && converts(self, out))
+    return run_convert(self, out);
+  return at::native::_to_copy_out(self, non_blocking, format, out);
 }
 
 // ---- random masks ----
@@ -179,6 +226,10 @@ void install_elementwise(torch::Library &library) {
     library.impl("add.Tensor", &add);
     library.impl("add_.Tensor", &add_);
     library.impl("add.out", &add_out);
+  }
+  if (rust.convert != nullptr) {
+    library.impl("_to_copy", &to_copy);
+    library.impl("_to_copy.out", &to_copy_out);
   }
   if (rust.bernoulli != nullptr)
     library.impl("bernoulli_.float", &bernoulli);

@@ -479,7 +479,9 @@ typedef struct {
   // The output may be the first input.
   void (*relu_bf16)(const void *input, void *output, int64_t len);
   void (*relu_backward_bf16)(const void *grad, const void *result, void *output, int64_t len);
-  void (*add_bf16)(const void *a, const void *b, void *output, int64_t len);
+  void (*add_bf16)(int32_t dtype, const void *a, const void *b, void *output, int64_t len); // `dtype` of all but b
+  // From this dtype to the other.
+  void (*convert)(int32_t dtype, const void *input, void *output, int64_t len);
   // Each element 1 with probability p, else 0.
   void (*bernoulli)(int32_t dtype, vt_mt19937 *generator, double p, void *output, int64_t len);
   void (*attention)(const vt_attention *attention);

@@ -127,7 +127,9 @@ pub struct vt_kernels {
     pub relu_bf16: Option<extern "C" fn(input: *const c_void, output: *mut c_void, len: i64)>,
     pub relu_backward_bf16:
         Option<extern "C" fn(grad: *const c_void, result: *const c_void, output: *mut c_void, len: i64)>,
-    pub add_bf16: Option<extern "C" fn(a: *const c_void, b: *const c_void, output: *mut c_void, len: i64)>,
+    pub add_bf16:
+        Option<extern "C" fn(dtype: i32, a: *const c_void, b: *const c_void, output: *mut c_void, len: i64)>,
+    pub convert: Option<extern "C" fn(dtype: i32, input: *const c_void, output: *mut c_void, len: i64)>,
     pub bernoulli:
         Option<extern "C" fn(dtype: i32, generator: *mut vt_mt19937, p: f64, output: *mut c_void, len: i64)>,
     pub attention: Option<extern "C" fn(attention: *const vt_attention)>,

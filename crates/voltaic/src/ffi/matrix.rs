@@ -1,5 +1,7 @@
 //! Matrices in slices, and products of float32 ones by the `gemm` crate, or by the MKL on Intel's processors.
 
+use std::ops::Range;
+
 use super::mkl::{is_for_mkl, multiply_by_mkl, prefers_mkl};
 
 /// A matrix in a slice; strides in numbers.
@@ -44,13 +46,18 @@ impl<'a, T> Matrix<'a, T> {
         Self { shape: [columns, rows], strides: [right, down], ..self }
     }
 
-    /// Its first rows and columns.
+    /// Some of its rows and columns.
     ///
     /// # Panics
-    /// If it has not as many.
-    pub fn part(self, shape: [usize; 2]) -> Self {
-        assert!(shape[0] <= self.shape[0] && shape[1] <= self.shape[1], "{shape:?} of {:?}", self.shape);
-        Self { shape, ..self }
+    /// If it does not have them.
+    pub fn part(self, [rows, columns]: [Range<usize>; 2]) -> Self {
+        assert!(
+            rows.end <= self.shape[0] && columns.end <= self.shape[1],
+            "{rows:?}, {columns:?} of {:?}",
+            self.shape
+        );
+        let data = &self.data[rows.start * self.strides[0] + columns.start * self.strides[1]..];
+        Self { data, shape: [rows.len(), columns.len()], ..self }
     }
 
     /// Rows and columns.
@@ -61,6 +68,14 @@ impl<'a, T> Matrix<'a, T> {
     /// From row to row and from column to column, in numbers.
     pub fn strides(&self) -> [usize; 2] {
         self.strides
+    }
+
+    #[cfg(test)]
+    pub(super) fn at(&self, i: usize, j: usize) -> T
+    where
+        T: Copy,
+    {
+        self.data[i * self.strides[0] + j * self.strides[1]]
     }
 
     /// The address of the first number, and the strides.

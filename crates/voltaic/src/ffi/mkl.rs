@@ -3,7 +3,6 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-use super::amx::has_amx;
 use super::backend::loaded_symbol;
 use super::matrix::{Matrix, MatrixMut};
 use super::simd::is_intel;
@@ -65,12 +64,6 @@ pub fn has_mkl_bf16() -> bool {
 pub fn prefers_mkl() -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| is_intel() && has_mkl_bf16() && f32::gemm().is_some()) // another BLAS has no bfloat16
-}
-
-/// Whether these products run on AMX.
-pub fn has_mkl_amx() -> bool {
-    static FOUND: OnceLock<bool> = OnceLock::new();
-    *FOUND.get_or_init(|| has_mkl_bf16() && has_amx())
 }
 
 /// Whether a matrix lies as the MKL takes it: its rows in one piece each, or its columns.

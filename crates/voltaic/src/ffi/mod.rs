@@ -7,6 +7,7 @@
 
 mod allocator;
 mod amx;
+mod amx_product;
 mod autocast;
 mod autograd;
 mod autograd_function;
@@ -16,6 +17,7 @@ mod c10d;
 mod collectives;
 mod cuda_graph;
 mod execution;
+mod f32_product;
 mod graph;
 mod hlml;
 mod hpu;
@@ -27,6 +29,7 @@ mod pool;
 mod process;
 mod rng;
 mod simd;
+mod strips;
 mod switch;
 mod tensor;
 mod threads;
@@ -36,6 +39,7 @@ use std::ffi::CStr;
 use voltaic_sys as sys;
 
 pub use allocator::{host_pool, hpu_pool, install_host_pool};
+pub use amx_product::{Tiles, has_tiles};
 pub use autocast::{
     AutocastPolicy, Cast, autocast_lists_version, autocast_state, enter_autocast, leave_autocast,
     observe_casts, operator_names, reset_autocast_lists, set_autocast_lists, set_autocast_state,
@@ -47,13 +51,14 @@ pub use backend::{
     BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, libtorch_library,
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,
 };
-pub use bf16_product::{Bf16Strips, has_bf16_products, multiply_bf16};
+pub use bf16_product::{has_bf16_products, multiply_by_dots};
 pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
 pub use collectives::{CollectiveApi, CollectiveLibrary, Seat};
 pub use cuda_graph::CudaGraph;
 pub use execution::{
     AnomalyWatch, DeterministicMode, InferenceMode, deterministic, set_cudnn_benchmark, set_deterministic,
 };
+pub use f32_product::multiply_by_strips;
 pub use graph::{
     GraphPlan, Recording, ReplayGraph, ReplayStats, is_recording, refuse_recording, set_recording_scope,
 };
@@ -63,7 +68,6 @@ pub use hpu::{
 };
 pub use kernels::{has_attention_kernel, install_kernels};
 pub use matrix::{Matrix, MatrixMut, multiply};
-pub use mkl::{has_mkl_amx, multiply_by_mkl};
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, LearningRate, SgdOptions, TensorList, foreach_clamp,
     foreach_mul_tensor, foreach_norm, is_dense, tensor_id,
@@ -72,6 +76,7 @@ pub use pool::{PeakReset, Pool, PoolBlock, PoolStats};
 pub use process::{die_with_parent, signal_group};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use simd::{is_intel, run_vectorized};
+pub use strips::{Packed, Strips, has_strips};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version, tch_names_hpu};
 pub use threads::{set_thread_num_threads, with_one_thread};
 

@@ -22,6 +22,20 @@ pub fn is_intel() -> bool {
     false
 }
 
+/// Asks for memory that is to be in the cache soon. Processors do by themselves what comes next in a page, and lose time at
+/// the start of each.
+#[inline]
+pub fn prefetch<T>(address: *const T, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (0..len * size_of::<T>()).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: it is a hint, which does nothing if there is no memory at the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast::<i8>().wrapping_add(offset)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (address, len); // processors of which none was measured
+}
+
 /// Runs a kernel compiled for AVX-512 or AVX2 where the processor has it.
 #[inline]
 pub fn run_vectorized<K: Kernel>(kernel: K) -> K::Output {

@@ -1,21 +1,21 @@
-//! Operators on numbers alone, in bfloat16: libtorch's convert them more slowly than memory brings them.
+//! Operators on numbers alone, with bfloat16 among them: libtorch's convert it more slowly than memory brings it.
 
 use super::Kernel;
 use super::element::{Bf16, Element};
 
-/// An operator on one number of each input.
-pub trait Pointwise<const N: usize>: Copy + Sync {
+/// An operator on a number of `T` and, unless `U` is `()`, one of `U`.
+pub trait Pointwise<T, U>: Copy + Sync {
     /// Its result.
-    fn apply(inputs: [Bf16; N]) -> Bf16;
+    fn apply(x: T, other: U) -> T;
 }
 
 /// `max(x, 0)`; NaN stays.
 #[derive(Debug, Clone, Copy)]
 pub struct Relu;
 
-impl Pointwise<1> for Relu {
+impl Pointwise<Bf16, ()> for Relu {
     #[inline(always)]
-    fn apply([x]: [Bf16; 1]) -> Bf16 {
+    fn apply(x: Bf16, (): ()) -> Bf16 {
         if x.to_f32() <= 0.0 { Bf16(0) } else { x }
     }
 }
@@ -24,72 +24,83 @@ impl Pointwise<1> for Relu {
 #[derive(Debug, Clone, Copy)]
 pub struct ReluBackward;
 
-impl Pointwise<2> for ReluBackward {
+impl Pointwise<Bf16, Bf16> for ReluBackward {
     #[inline(always)]
-    fn apply([grad, result]: [Bf16; 2]) -> Bf16 {
+    fn apply(grad: Bf16, result: Bf16) -> Bf16 {
         if result.to_f32() <= 0.0 { Bf16(0) } else { grad }
     }
 }
 
-/// `a + b`
+/// `x + other`
 #[derive(Debug, Clone, Copy)]
 pub struct Add;
 
-impl Pointwise<2> for Add {
+impl<T: Element> Pointwise<T, Bf16> for Add {
     #[inline(always)]
-    fn apply([a, b]: [Bf16; 2]) -> Bf16 {
-        Bf16::from_f32(a.to_f32() + b.to_f32())
+    fn apply(x: T, other: Bf16) -> T {
+        T::from_f32(x.to_f32() + other.to_f32())
     }
 }
 
 /// Writes the results for whole slices.
-pub struct Map<'a, F, const N: usize> {
+pub struct Map<'a, F, T, U> {
     /// The operator.
     pub operator: F,
-    /// All as long as the output.
-    pub inputs: [&'a [Bf16]; N],
+    /// As long as the output.
+    pub input: &'a [T],
+    /// As long as the output.
+    pub other: &'a [U],
     /// The results.
-    pub output: &'a mut [Bf16],
+    pub output: &'a mut [T],
 }
 
-impl<F: Pointwise<N>, const N: usize> Kernel for Map<'_, F, N> {
+impl<T: Copy, U: Copy, F: Pointwise<T, U>> Kernel for Map<'_, F, T, U> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
-        let inputs = self.inputs.map(|input| &input[..self.output.len()]);
-        for (i, out) in self.output.iter_mut().enumerate() {
-            *out = F::apply(inputs.map(|input| input[i]));
+        // zipped, since a loop with an index may end early to the compiler, which then leaves a rest to be done one by one
+        for ((out, x), other) in self.output.iter_mut().zip(self.input).zip(self.other) {
+            *out = F::apply(*x, *other);
         }
     }
 }
 
 /// Writes the results over the first input.
-pub struct MapOnto<'a, F, const OTHERS: usize> {
+pub struct MapOnto<'a, F, T, U> {
     /// The operator.
     pub operator: F,
     /// The first input, and the results.
-    pub output: &'a mut [Bf16],
-    /// The other inputs, as long as the first.
-    pub others: [&'a [Bf16]; OTHERS],
+    pub output: &'a mut [T],
+    /// As long.
+    pub other: &'a [U],
 }
 
-impl<F: Pointwise<1>> Kernel for MapOnto<'_, F, 0> {
+impl<T: Copy, U: Copy, F: Pointwise<T, U>> Kernel for MapOnto<'_, F, T, U> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
-        self.output.iter_mut().for_each(|x| *x = F::apply([*x]));
+        self.output.iter_mut().zip(self.other).for_each(|(x, other)| *x = F::apply(*x, *other));
     }
 }
 
-impl<F: Pointwise<2>> Kernel for MapOnto<'_, F, 1> {
+/// Writes numbers in another format.
+pub struct Convert<'a, T, U> {
+    /// What is converted.
+    pub numbers: &'a [T],
+    /// As long.
+    pub copy: &'a mut [U],
+}
+
+impl<T: Element, U: Element> Kernel for Convert<'_, T, U> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
-        let [other] = self.others;
-        self.output.iter_mut().zip(other).for_each(|(a, b)| *a = F::apply([*a, *b]));
+        for (copy, number) in self.copy.iter_mut().zip(self.numbers) {
+            *copy = U::from_f32(number.to_f32());
+        }
     }
 }
 
@@ -102,20 +113,21 @@ mod tests {
     #[test]
     fn relu_keeps_what_is_positive_and_nan() {
         let numbers = [1.5, -1.5, 0.0, -0.0].map(Bf16::from_f32);
-        assert_eq!(numbers.map(|x| Relu::apply([x])), [numbers[0], Bf16(0), Bf16(0), Bf16(0)]);
-        assert_eq!(Relu::apply([NAN]), NAN);
+        assert_eq!(numbers.map(|x| Relu::apply(x, ())), [numbers[0], Bf16(0), Bf16(0), Bf16(0)]);
+        assert_eq!(Relu::apply(NAN, ()), NAN);
     }
 
     #[test]
     fn gradients_pass_where_the_result_is_above_0() {
         let [grad, one, zero] = [-2.0, 1.0, 0.0].map(Bf16::from_f32);
-        assert_eq!([one, zero, NAN].map(|result| ReluBackward::apply([grad, result])), [grad, zero, grad]);
+        assert_eq!([one, zero, NAN].map(|result| ReluBackward::apply(grad, result)), [grad, zero, grad]);
     }
 
     #[test]
     fn sums_are_rounded_once() {
         let [a, b, c] = [256.0, 1.0, 3.0].map(Bf16::from_f32);
-        assert_eq!(Add::apply([a, b]).to_f32(), 256.0); // a tie, to even
-        assert_eq!(Add::apply([a, c]).to_f32(), 260.0);
+        assert_eq!(Add::apply(a, b).to_f32(), 256.0); // a tie, to even
+        assert_eq!(Add::apply(a, c).to_f32(), 260.0);
+        assert_eq!(Add::apply(256.0f32, b), 257.0);
     }
 }

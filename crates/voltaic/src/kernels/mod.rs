@@ -16,10 +16,10 @@ mod patches;
 mod round;
 mod turn;
 
-pub use attention::{AttentionHead, AttentionScratch, Convert, Factor, FactorOf, GradHead, Rows};
+pub use attention::{AttentionHead, AttentionScratch, Factor, FactorOf, FactorScratch, GradHead, Rows};
 pub use batch_norm::{BatchNormBackward, GradSums, Moments, Normalize};
 pub use element::{Bf16, Element};
-pub use elementwise::{Add, Map, MapOnto, Pointwise, Relu, ReluBackward};
+pub use elementwise::{Add, Convert, Map, MapOnto, Pointwise, Relu, ReluBackward};
 pub use gelu::{Gelu, GeluBackward};
 pub use max_pool::{MaxPool2d, MaxPool2dBackward, RowPairs};
 pub use mt19937::{Bernoulli, Mt19937};
@@ -36,10 +36,15 @@ pub trait Kernel {
     fn run(self) -> Self::Output;
 }
 
-/// The first `len` numbers, whatever they are.
+/// Bytes of a line of the cache, and of the widest vector.
+const LINE: usize = 64;
+
+/// The first `len` numbers from the start of a line of the cache, whatever they are.
 pub fn sized<T: Copy + Default>(numbers: &mut Vec<T>, len: usize) -> &mut [T] {
-    if numbers.len() < len {
-        numbers.resize(len, T::default());
+    let room = len + LINE / size_of::<T>();
+    if numbers.len() < room {
+        numbers.resize(room, T::default());
     }
-    &mut numbers[..len]
+    let start = numbers.as_ptr().align_offset(LINE);
+    &mut numbers[start..start + len]
 }

@@ -137,9 +137,9 @@ fn bfloat16_by_float32_products_is_what_processors_without_its_own_get() {
     };
     let mut scratch = AttentionScratch::default();
     let (mut out, mut log_sum_exp) = (Vec::new(), Vec::new());
-    head.forward::<f32>(0..ROWS, &mut scratch, |_, row, sum| {
-        out.extend_from_slice(row);
-        log_sum_exp.push(sum);
+    head.forward::<f32>(0..ROWS, &mut scratch, |_, rows, sums| {
+        out.extend_from_slice(rows);
+        log_sum_exp.extend_from_slice(sums);
     });
     let assert_rows = |what: &str, rows: &[f32], expected: &Tensor, tolerance| {
         assert_close(what, &Tensor::from_slice(rows).view_as(expected), expected, tolerance);
@@ -150,7 +150,7 @@ fn bfloat16_by_float32_products_is_what_processors_without_its_own_get() {
         GradHead { out: rows(&out), grad_out: rows(&g16), log_sum_exp: Rows::new(&log_sum_exp, 1, 1) };
     let mut grad_query = Vec::new();
     let (grad_key, grad_value) =
-        head.backward::<f32>(&grads, &mut scratch, |_, row| grad_query.extend_from_slice(row));
+        head.backward::<f32>(&grads, &mut scratch, |_, rows| grad_query.extend_from_slice(rows));
     // the output, from which gradients are computed, is rounded
     for (what, rows, input) in [("query", &grad_query[..], 0), ("key", grad_key, 1), ("value", grad_value, 2)]
     {

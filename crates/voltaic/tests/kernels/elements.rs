@@ -132,3 +132,50 @@ fn relu_and_sums_in_bfloat16_are_libtorchs_bit_for_bit() {
     let message = both.narrow(0, 0, 50).f_add_(&both.narrow(0, 1, 50)).unwrap_err().to_string();
     assert!(message.contains("overlap"), "{message}");
 }
+
+#[test]
+fn sums_with_float32_are_libtorchs_bit_for_bit() {
+    install();
+    tch::manual_seed(7);
+    let float = |x: &Tensor| x.to_kind(Kind::Float);
+    for size in [vec![1, 1], vec![7, 131], vec![300, 1000]] {
+        let wide = Tensor::randn(&*size, (Kind::Float, Device::Cpu)).tr();
+        let narrow = Tensor::randn(&*size, (Kind::Float, Device::Cpu)).to_kind(Kind::BFloat16).tr();
+        let expected = &wide + float(&narrow);
+        for sum in [&wide + &narrow, &narrow + &wide, wide.copy().f_add_(&narrow).unwrap()] {
+            assert_eq!((&sum, sum.kind(), sum.stride()), (&expected, Kind::Float, wide.stride()));
+        }
+        assert_eq!(narrow.copy().f_add_(&wide).unwrap(), expected.to_kind(Kind::BFloat16));
+        assert_eq!(&wide + narrow.contiguous(), expected, "in another order");
+        assert_eq!(&wide + narrow.select(0, 0), &wide + float(&narrow).select(0, 0), "a row for all");
+    }
+}
+
+#[test]
+fn casts_are_libtorchs_bit_for_bit() {
+    install();
+    let bits = |x: &Tensor| {
+        Vec::<i64>::try_from(x.view_dtype(Kind::Int16).to_kind(Kind::Int64).flatten(0, -1)).unwrap()
+    };
+    // all upper halves of a float32, with lower ones that are rounded down, up and to even
+    let upper = Tensor::arange(1 << 16, (Kind::Int64, Device::Cpu)) * (1 << 16);
+    for lower in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+        let wide = (&upper + lower).to_kind(Kind::Int).view_dtype(Kind::Float);
+        let narrow = wide.to_kind(Kind::BFloat16);
+        let by_libtorch = wide.to_kind(Kind::Double).to_kind(Kind::BFloat16);
+        let is_number = wide.isnan().logical_not();
+        assert_eq!(bits(&narrow.masked_select(&is_number)), bits(&by_libtorch.masked_select(&is_number)));
+        assert_eq!(narrow.isnan(), wide.isnan());
+        let widened = narrow.to_kind(Kind::Float);
+        assert!(widened.allclose(&narrow.to_kind(Kind::Double).to_kind(Kind::Float), 0.0, 0.0, true));
+    }
+    let turned = Tensor::randn([3, 5, 7], (Kind::Float, Device::Cpu)).permute([2, 0, 1]);
+    assert_eq!(turned.to_kind(Kind::BFloat16).stride(), turned.stride());
+    let part = turned.narrow(0, 1, 3);
+    let expected = part.to_kind(Kind::Double).to_kind(Kind::BFloat16);
+    let narrow = part.to_kind(Kind::BFloat16);
+    assert_eq!((&narrow, narrow.stride()), (&expected, expected.stride()));
+    let x = Tensor::ones([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    (x.to_kind(Kind::BFloat16) * 3.0).sum(Kind::Float).backward();
+    assert_eq!(x.grad(), Tensor::from_slice(&[3.0f32, 3.0]));
+}

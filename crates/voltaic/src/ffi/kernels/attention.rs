@@ -1,19 +1,22 @@
 //! Attention, head by head.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use voltaic_sys as sys;
 
 use super::Shared;
+use crate::ffi::amx_product::has_tiles;
 use crate::ffi::bf16_product::has_fast_bf16_products;
-use crate::ffi::mkl::has_mkl_amx;
-use crate::ffi::simd::run_vectorized;
+use crate::ffi::simd::{prefetch, run_vectorized};
 use crate::ffi::threads::parallel_for;
-use crate::kernels::{AttentionHead, AttentionScratch, Bf16, Convert, Element, FactorOf, GradHead, Rows};
+use crate::kernels::{
+    AttentionHead, AttentionScratch, Bf16, Convert, Element, FactorOf, GradHead, Kernel, Rows,
+};
 
 /// Whether attention in bfloat16 multiplies such numbers, and not float32.
 fn multiplies_bf16() -> bool {
-    has_mkl_amx() || has_fast_bf16_products()
+    has_tiles() || has_fast_bf16_products()
 }
 
 thread_local! {
@@ -44,12 +47,42 @@ impl<T: Element> HeadRows<T> {
         Rows::new(unsafe { self.start.slice(0..len) }, self.stride, self.dim)
     }
 
+    /// Asks for rows that are to be in the cache soon.
+    fn prefetch(&self, rows: &Range<usize>) {
+        for i in rows.start..rows.end.min(self.len) {
+            prefetch(self.start.at((i * self.stride) as isize), self.dim);
+        }
+    }
+
+    /// Writes rows of the head from `first` on.
+    ///
     /// # Safety
-    /// The tensor must be there, and row `i` used by nobody else.
-    unsafe fn write(&self, i: usize, row: &[f32]) {
+    /// The tensor must be there, and these rows used by nobody else.
+    unsafe fn write(&self, first: usize, rows: &[f32]) {
+        let output = Shared(self.start.at((first * self.stride) as isize));
         // SAFETY: as this function asks.
-        let copy = unsafe { self.start.slice_mut(i * self.stride..i * self.stride + self.dim) };
-        run_vectorized(Convert { numbers: row, copy });
+        run_vectorized(WriteRows { rows, dim: self.dim, output, stride: self.stride });
+    }
+}
+
+/// Rows into a tensor in which those of other heads are between them.
+struct WriteRows<'a, T> {
+    rows: &'a [f32],
+    dim: usize,
+    output: Shared<T>,
+    stride: usize,
+}
+
+impl<T: Element> Kernel for WriteRows<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for (i, row) in self.rows.chunks_exact(self.dim).enumerate() {
+            // SAFETY: as `HeadRows::write` asks.
+            let copy = unsafe { self.output.slice_mut(i * self.stride..i * self.stride + self.dim) };
+            Convert { numbers: row, copy }.run();
+        }
     }
 }
 
@@ -69,9 +102,25 @@ unsafe fn head_of<'a, T: Element>(call: &sys::vt_attention, head: [usize; 2]) ->
     }
 }
 
+/// Rows of the head behind `head`, to be asked for while that one is worked on; none behind the last.
+fn next_rows<T: Element, const N: usize>(
+    call: &sys::vt_attention,
+    head: usize,
+    tensors: [(&sys::vt_rows, i64); N],
+) -> Option<[HeadRows<T>; N]> {
+    let (next, heads) = (head + 1, call.heads as usize);
+    let is_there = next < call.batches as usize * heads;
+    let rows = |(rows, len)| HeadRows::new(rows, [next / heads, next % heads], len, call.dim);
+    is_there.then(|| tensors.map(rows))
+}
+
+fn prefetch_rows<T: Element, const N: usize>(next: &Option<[HeadRows<T>; N]>, rows: &Range<usize>) {
+    next.iter().flatten().for_each(|head| head.prefetch(rows));
+}
+
 pub(super) extern "C" fn attention(call: *const sys::vt_attention) {
     fn run<T: Element, C: FactorOf<T>>(call: &sys::vt_attention) {
-        let (heads, queries) = (call.heads as usize, call.queries as usize);
+        let (heads, queries, dim) = (call.heads as usize, call.queries as usize, call.dim as usize);
         let all = call.batches as usize * heads;
         // few heads are split, so that all threads have work
         let threads = tch::get_num_threads().max(1) as usize;
@@ -80,19 +129,22 @@ pub(super) extern "C" fn attention(call: *const sys::vt_attention) {
         let call = &SharedCall(call);
         parallel_for(all * strips, 1, |part| {
             for item in part {
-                let call = call.get();
-                let head = [item / strips / heads, item / strips % heads];
+                let (call, head) = (call.get(), item / strips);
                 let first = item % strips * strip;
-                let out = HeadRows::<T>::new(&call.out, head, call.queries, call.dim);
-                let log_sum_exp = HeadRows::<f32>::new(&call.log_sum_exp, head, call.queries, 1);
+                let at = [head / heads, head % heads];
+                let out = HeadRows::<T>::new(&call.out, at, call.queries, call.dim);
+                let log_sum_exp = HeadRows::<f32>::new(&call.log_sum_exp, at, call.queries, 1);
+                let inputs = [(&call.query, call.queries), (&call.key, call.keys), (&call.value, call.keys)];
+                let next = next_rows::<T, 3>(call, head, inputs);
                 SCRATCH.with_borrow_mut(|scratch| {
                     // SAFETY: the shim holds the tensors during the call, and nobody writes to the inputs.
-                    let head = unsafe { head_of::<T>(call, head) };
-                    head.forward::<C>(first..(first + strip).min(queries), scratch, |i, row, sum| {
-                        // SAFETY: the outputs are new tensors; this row belongs to this item alone.
+                    let head = unsafe { head_of::<T>(call, at) };
+                    head.forward::<C>(first..(first + strip).min(queries), scratch, |first, rows, sums| {
+                        prefetch_rows(&next, &(first..first + rows.len() / dim));
+                        // SAFETY: the outputs are new tensors; these rows belong to this item alone.
                         unsafe {
-                            out.write(i, row);
-                            log_sum_exp.write(i, &[sum]);
+                            out.write(first, rows);
+                            log_sum_exp.write(first, sums);
                         }
                     });
                 });
@@ -110,7 +162,7 @@ pub(super) extern "C" fn attention(call: *const sys::vt_attention) {
 
 pub(super) extern "C" fn attention_backward(call: *const sys::vt_attention) {
     fn run<T: Element, C: FactorOf<T>>(call: &sys::vt_attention) {
-        let heads = call.heads as usize;
+        let (heads, dim) = (call.heads as usize, call.dim as usize);
         let all = call.batches as usize * heads;
         let call = &SharedCall(call);
         parallel_for(all, 1, |part| {
@@ -121,6 +173,14 @@ pub(super) extern "C" fn attention_backward(call: *const sys::vt_attention) {
                 let grad_query = out(&call.grad_query, call.queries);
                 let grad_key = out(&call.grad_key, call.keys);
                 let grad_value = out(&call.grad_value, call.keys);
+                let inputs = [
+                    (&call.query, call.queries),
+                    (&call.key, call.keys),
+                    (&call.value, call.keys),
+                    (&call.out, call.queries),
+                    (&call.grad_out, call.queries),
+                ];
+                let next = next_rows::<T, 5>(call, item, inputs);
                 SCRATCH.with_borrow_mut(|scratch| {
                     // SAFETY: the shim holds the tensors during the call, and nobody writes to the inputs.
                     let (head, grad) = unsafe {
@@ -130,18 +190,15 @@ pub(super) extern "C" fn attention_backward(call: *const sys::vt_attention) {
                             GradHead { out: out(&call.out, call.queries).rows(), grad_out, log_sum_exp };
                         (head_of::<T>(call, at), grad)
                     };
-                    let (keys, values) = head.backward::<C>(&grad, scratch, |i, row| {
+                    let (keys, values) = head.backward::<C>(&grad, scratch, |first, rows| {
+                        prefetch_rows(&next, &(first..first + rows.len() / dim));
                         // SAFETY: the gradients are new tensors; this head belongs to this item alone.
-                        unsafe { grad_query.write(i, row) };
+                        unsafe { grad_query.write(first, rows) };
                     });
-                    let dim = call.dim as usize;
-                    for (i, (key, value)) in keys.chunks_exact(dim).zip(values.chunks_exact(dim)).enumerate()
-                    {
-                        // SAFETY: as above.
-                        unsafe {
-                            grad_key.write(i, key);
-                            grad_value.write(i, value);
-                        }
+                    // SAFETY: as above.
+                    unsafe {
+                        grad_key.write(0, keys);
+                        grad_value.write(0, values);
                     }
                 });
             }

@@ -1,24 +1,26 @@
 //! Operators element by element, and random masks.
 
 use std::ffi::c_void;
+use std::ops::Range;
 
 use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
-use super::{GRAIN, Shared, by_dtype};
+use super::{Shared, by_dtype, stream};
 use crate::device::Device;
 use crate::error::Result;
 use crate::ffi::rng::{rng_state, set_rng_state};
 use crate::ffi::simd::run_vectorized;
-use crate::ffi::threads::parallel_for;
 use crate::kernels::{
-    Add, Bernoulli, Bf16, Element, Gelu, GeluBackward, Map, MapOnto, Mt19937, Pointwise, Relu, ReluBackward,
+    Add, Bernoulli, Bf16, Convert, Element, Gelu, GeluBackward, Map, MapOnto, Mt19937, Pointwise, Relu,
+    ReluBackward,
 };
 
 pub(super) extern "C" fn gelu(dtype: i32, is_tanh: i32, input: *const c_void, output: *mut c_void, len: i64) {
     fn run<T: Element>(input: *const c_void, output: *mut c_void, len: usize, is_tanh: bool) {
         let (input, output) = (Shared(input.cast_mut().cast::<T>()), Shared(output.cast::<T>()));
-        parallel_for(len, GRAIN, |part| {
+        let prefetch = |soon| input.prefetch(soon);
+        stream(len, prefetch, |part| {
             // SAFETY: the shim passes dense tensors of `len` numbers that share no memory; parts do not overlap.
             let (input, output) = unsafe { (input.slice(part.clone()), output.slice_mut(part)) };
             run_vectorized(Gelu { input, output, is_tanh });
@@ -37,7 +39,11 @@ pub(super) extern "C" fn gelu_backward(
 ) {
     fn run<T: Element>(addresses: [*mut c_void; 3], len: usize, is_tanh: bool) {
         let [grad, input, output] = addresses.map(|address| Shared(address.cast::<T>()));
-        parallel_for(len, GRAIN, |part| {
+        let prefetch = |soon: Range<usize>| {
+            grad.prefetch(soon.clone());
+            input.prefetch(soon);
+        };
+        stream(len, prefetch, |part| {
             // SAFETY: as in `gelu`.
             let (grad, input, output) =
                 unsafe { (grad.slice(part.clone()), input.slice(part.clone()), output.slice_mut(part)) };
@@ -48,18 +54,7 @@ pub(super) extern "C" fn gelu_backward(
 }
 
 pub(super) extern "C" fn relu_bf16(input: *const c_void, output: *mut c_void, len: i64) {
-    let (input, output) = (Shared(input.cast_mut().cast::<Bf16>()), Shared(output.cast::<Bf16>()));
-    parallel_for(len as usize, GRAIN, |part| {
-        if input.0 == output.0 {
-            // SAFETY: the shim passes a dense tensor of `len` numbers; parts do not overlap.
-            let output = unsafe { output.slice_mut(part) };
-            run_vectorized(MapOnto { operator: Relu, output, others: [] });
-        } else {
-            // SAFETY: the shim passes dense tensors of `len` numbers that share no memory; parts do not overlap.
-            let (input, output) = unsafe { (input.slice(part.clone()), output.slice_mut(part)) };
-            run_vectorized(Map { operator: Relu, inputs: [input], output });
-        }
-    });
+    map::<_, Bf16, ()>(Relu, [input, input], output, len); // the second is of no size
 }
 
 pub(super) extern "C" fn relu_backward_bf16(
@@ -68,29 +63,67 @@ pub(super) extern "C" fn relu_backward_bf16(
     output: *mut c_void,
     len: i64,
 ) {
-    pairwise(ReluBackward, [grad, result], output, len as usize);
+    map::<_, Bf16, Bf16>(ReluBackward, [grad, result], output, len);
 }
 
-pub(super) extern "C" fn add_bf16(a: *const c_void, b: *const c_void, output: *mut c_void, len: i64) {
-    pairwise(Add, [a, b], output, len as usize);
+pub(super) extern "C" fn add_bf16(
+    dtype: i32,
+    a: *const c_void,
+    b: *const c_void,
+    output: *mut c_void,
+    len: i64,
+) {
+    fn run<T: Element>(inputs: [*const c_void; 2], output: *mut c_void, len: i64) {
+        map::<_, T, Bf16>(Add, inputs, output, len);
+    }
+    by_dtype!(dtype, run([a, b], output, len));
 }
 
-fn pairwise<F: Pointwise<2>>(operator: F, inputs: [*const c_void; 2], output: *mut c_void, len: usize) {
-    let [first, second] = inputs.map(|input| Shared(input.cast_mut().cast::<Bf16>()));
-    let output = Shared(output.cast::<Bf16>());
-    parallel_for(len, GRAIN, |part| {
-        if first.0 == output.0 {
-            // SAFETY: the shim passes dense tensors of `len` numbers, and the second shares no memory with the output;
-            // parts do not overlap.
-            let (output, other) = unsafe { (output.slice_mut(part.clone()), second.slice(part)) };
-            run_vectorized(MapOnto { operator, output, others: [other] });
+fn map<F: Pointwise<T, U>, T: Element, U: Copy + Send + Sync>(
+    operator: F,
+    [input, other]: [*const c_void; 2],
+    output: *mut c_void,
+    len: i64,
+) {
+    let (input, other) = (Shared(input.cast_mut().cast::<T>()), Shared(other.cast_mut().cast::<U>()));
+    let output = Shared(output.cast::<T>());
+    let prefetch = |soon: Range<usize>| {
+        input.prefetch(soon.clone());
+        other.prefetch(soon.clone());
+        output.prefetch(soon);
+    };
+    stream(len as usize, prefetch, |part| {
+        // SAFETY: the shim passes dense tensors of `len` numbers, of which the second shares no memory with the output;
+        // parts do not overlap.
+        let (other, output_part) = unsafe { (other.slice(part.clone()), output.slice_mut(part.clone())) };
+        if input.0 == output.0 {
+            run_vectorized(MapOnto { operator, output: output_part, other });
         } else {
-            // SAFETY: as in `relu_bf16`.
-            let (inputs, output) =
-                unsafe { ([first.slice(part.clone()), second.slice(part.clone())], output.slice_mut(part)) };
-            run_vectorized(Map { operator, inputs, output });
+            // SAFETY: as above; the first shares no memory with the output either.
+            let input = unsafe { input.slice(part) };
+            run_vectorized(Map { operator, input, other, output: output_part });
         }
     });
+}
+
+pub(super) extern "C" fn convert(dtype: i32, input: *const c_void, output: *mut c_void, len: i64) {
+    fn run<T: Element, U: Element>(input: *const c_void, output: *mut c_void, len: usize) {
+        let (input, output) = (Shared(input.cast_mut().cast::<T>()), Shared(output.cast::<U>()));
+        let prefetch = |soon: Range<usize>| {
+            input.prefetch(soon.clone());
+            output.prefetch(soon);
+        };
+        stream(len, prefetch, |part| {
+            // SAFETY: the shim passes dense tensors of `len` numbers that share no memory; parts do not overlap.
+            let (numbers, copy) = unsafe { (input.slice(part.clone()), output.slice_mut(part)) };
+            run_vectorized(Convert { numbers, copy });
+        });
+    }
+    if dtype == sys::VT_FLOAT32 {
+        run::<f32, Bf16>(input, output, len as usize);
+    } else {
+        run::<Bf16, f32>(input, output, len as usize);
+    }
 }
 
 /// Whether libtorch's masks follow from its generator's numbers, as voltaic's do: on Intel's processors it may draw them

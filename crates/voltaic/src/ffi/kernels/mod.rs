@@ -19,8 +19,9 @@ use super::amx::{has_described_amx, withhold_undescribed_amx};
 use super::bf16_product::has_fast_bf16_products;
 use super::check;
 use super::mkl::has_mkl_bf16;
-use super::simd::{has_vectors, is_intel};
+use super::simd::{has_vectors, is_intel, prefetch};
 use super::switch::read_switch;
+use super::threads::parallel_for;
 use crate::error::Result;
 
 /// `0`: libtorch's kernels. `1`: all of voltaic's, also where libtorch's are faster. Unset: voltaic's if the program is
@@ -41,8 +42,8 @@ pub fn has_attention_kernel() -> bool {
 }
 
 /// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: attention, gradients of
-/// some convolutions' weights, batch norm of images with the channels last, GELU, max-pooling of 2 x 2, ReLU and sums in
-/// bfloat16, random masks unless libtorch draws them by the MKL, products of float32 matrices but on Intel's processors,
+/// some convolutions' weights, batch norm of images with the channels last, GELU, max-pooling of 2 x 2, ReLU, sums
+/// and casts with bfloat16, random masks unless libtorch draws them by the MKL, products of float32 matrices but on Intel's processors,
 /// where the MKL is at its best, and products and convolutions of bfloat16 where oneDNN has no fast instructions for them.
 /// Later calls change nothing.
 ///
@@ -80,6 +81,7 @@ pub fn install_kernels() -> Result<bool> {
         relu_bf16: Some(elementwise::relu_bf16),
         relu_backward_bf16: Some(elementwise::relu_backward_bf16),
         add_bf16: Some(elementwise::add_bf16),
+        convert: Some(elementwise::convert),
         bernoulli: elementwise::draws_by_mt19937()?.then_some(elementwise::bernoulli as _),
         attention: Some(attention::attention),
         attention_backward: Some(attention::attention_backward),
@@ -113,6 +115,22 @@ fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>>
     range.step_by(len).map(move |start| start..(start + len).min(end))
 }
 
+/// Numbers that are worked on while those two steps later are brought into the cache.
+const STREAMED: usize = 256;
+
+/// Calls `run` for parts of `0..len` on libtorch's threads, and before it `prefetch` for the part that comes soon.
+fn stream(len: usize, prefetch: impl Fn(Range<usize>) + Sync, run: impl Fn(Range<usize>) + Sync) {
+    parallel_for(len, GRAIN, |part| {
+        for block in blocks(part.clone(), STREAMED) {
+            let soon = block.start + 2 * STREAMED;
+            if soon < part.end {
+                prefetch(soon..(soon + STREAMED).min(part.end));
+            }
+            run(block);
+        }
+    });
+}
+
 /// Memory for `len` numbers; None if there is none left.
 fn scratch(len: usize) -> Option<Tensor> {
     Tensor::f_empty([len as i64], (Kind::Float, tch::Device::Cpu)).ok()
@@ -135,6 +153,11 @@ impl<T> Shared<T> {
     /// The address of another number.
     fn at(self, offset: isize) -> *mut T {
         self.0.wrapping_offset(offset)
+    }
+
+    /// Asks for numbers that are to be in the cache soon.
+    fn prefetch(self, range: Range<usize>) {
+        prefetch(self.0.wrapping_add(range.start), range.len());
     }
 
     /// # Safety

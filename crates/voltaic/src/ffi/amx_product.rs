@@ -1,0 +1,263 @@
+//! Products of bfloat16 matrices by Intel's tiles (AMX): 16 rows of 16 pairs of numbers times 16 pairs in 16 columns.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::asm;
+use std::cell::RefCell;
+use std::marker::PhantomData;
+#[cfg(target_arch = "x86_64")]
+use std::sync::OnceLock;
+
+use super::amx::has_amx;
+use super::matrix::{Matrix, MatrixMut};
+use super::simd::run_vectorized;
+use super::strips::{COLUMNS, LANES, Numbers, Packed, Store, Strips, has_strips, pack_tiles};
+use crate::kernels::{Bf16, sized};
+
+/// Rows of a tile, and pairs in each.
+const SIDE: usize = LANES;
+/// Rows of the product that are worked on at a time, in two tiles.
+const ROWS: usize = 2 * SIDE;
+
+/// The tiles of this thread, with the shape that products want.
+#[derive(Debug)]
+pub struct Tiles {
+    /// They are the thread's own.
+    thread: PhantomData<*const ()>,
+}
+
+impl Tiles {
+    /// Sets them up until this is dropped; others must not use them meanwhile. None if the processor does not have
+    /// [`has_tiles`].
+    pub fn set_up() -> Option<Self> {
+        if !has_tiles() {
+            return None;
+        }
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: AMX is there, and the shapes are those of its first palette.
+        unsafe {
+            asm!("ldtilecfg [{}]", in(reg) &raw const SHAPES, options(nostack, readonly, preserves_flags));
+        }
+        Some(Self { thread: PhantomData })
+    }
+
+    /// `out = a b`, or `out += a b` if `adds`, on this thread, with sums in float32.
+    ///
+    /// # Panics
+    /// If the shapes do not fit.
+    pub fn multiply(&self, out: MatrixMut, a: Matrix<Bf16>, b: Strips<Bf16>, adds: bool) {
+        let ([rows, columns], lanes) = (out.shape(), b.check_product(&out, &a));
+        if rows == 0 || columns == 0 {
+            return;
+        }
+        SCRATCH.with_borrow_mut(|scratch| {
+            let Scratch { last, sums, left } = scratch;
+            let (a, out) = (Left::new(a, left), out.into_data());
+            for j in (0..columns).step_by(COLUMNS) {
+                let (b, width) = (Right::new(b.strip(j, lanes), last), COLUMNS.min(columns - j));
+                for i in (0..rows).step_by(ROWS) {
+                    let count = ROWS.min(rows - i);
+                    let place = &mut out[i * columns + j..];
+                    if width == COLUMNS && count == ROWS {
+                        // SAFETY: AMX is set up; `out` has such rows and columns from this place on.
+                        unsafe { multiply(&a, i, &b, place.as_mut_ptr(), columns, adds) };
+                        continue;
+                    }
+                    // SAFETY: AMX is set up; the sums are of a whole part.
+                    unsafe { multiply(&a, i, &b, sums.as_flattened_mut().as_mut_ptr(), COLUMNS, false) };
+                    run_vectorized(Store { tile: &sums[..count], width, out: place, columns, adds });
+                }
+            }
+        });
+    }
+}
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: they were set up; without their state threads are switched faster.
+        unsafe {
+            asm!("tilerelease", options(nomem, nostack, preserves_flags));
+        }
+    }
+}
+
+/// What tiles are set up by: the first palette, and each of 16 rows of 64 bytes.
+#[cfg(target_arch = "x86_64")]
+#[repr(C, align(64))]
+struct Shapes {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+#[cfg(target_arch = "x86_64")]
+static SHAPES: Shapes = Shapes {
+    palette: 1,
+    start_row: 0,
+    reserved: [0; 14],
+    row_bytes: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
+    rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
+};
+
+/// Whether the processor has these tiles, and the system lets this process use them, which it has to be asked for.
+pub fn has_tiles() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    {
+        /// `ARCH_REQ_XCOMP_PERM`, and the state of the tiles' numbers, of Linux's `arch_prctl`.
+        const REQUEST: [libc::c_long; 2] = [0x1023, 18];
+        static FOUND: OnceLock<bool> = OnceLock::new();
+        *FOUND.get_or_init(|| {
+            let [request, state] = REQUEST;
+            // SAFETY: the call takes two numbers and allows this process another state of its registers.
+            has_strips() && has_amx() && unsafe { libc::syscall(libc::SYS_arch_prctl, request, state) } == 0
+        })
+    }
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    false
+}
+
+/// Aligned to lines of the cache.
+#[repr(C, align(64))]
+struct Scratch {
+    /// The last rows of a strip, with zeros behind them.
+    last: [u32; SIDE * COLUMNS],
+    sums: [[f32; COLUMNS]; ROWS],
+    left: Vec<u32>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = const {
+        RefCell::new(Scratch {
+            last: [0; SIDE * COLUMNS],
+            sums: [[0.0; COLUMNS]; ROWS],
+            left: Vec::new(),
+        })
+    };
+}
+
+/// A left factor, in tiles.
+struct Left {
+    data: *const u8,
+    /// Bytes from row to row, from a tile to that of the next columns, and to that of the next rows.
+    strides: [usize; 3],
+    /// Tiles next to each other, and below each other.
+    tiles: [usize; 2],
+}
+
+impl Left {
+    /// As it is, if it is made of whole tiles whose rows are in one piece; else in `copy`, filled up with zeros.
+    fn new(matrix: Matrix<Bf16>, copy: &mut Vec<u32>) -> Self {
+        let [rows, depth] = matrix.shape();
+        let tiles = [depth.div_ceil(SIDE * Bf16::PER_LANE), rows.div_ceil(SIDE)];
+        let numbers = Numbers::new(matrix);
+        let [down, right] = numbers.strides;
+        if right == 1 && depth % (SIDE * Bf16::PER_LANE) == 0 && rows % SIDE == 0 {
+            let row = down as usize * size_of::<Bf16>();
+            let strides = [row, SIDE * size_of::<u32>(), SIDE * row];
+            return Self { data: numbers.data.cast(), strides, tiles };
+        }
+        let row = SIDE * size_of::<u32>();
+        let strides = [row, SIDE * row, tiles[0] * SIDE * row];
+        let copy = sized(copy, tiles[0] * tiles[1] * SIDE * SIDE);
+        // SAFETY: the constructor of the matrix checked that its numbers lie in its slice; AMX comes with AVX-512.
+        unsafe { pack_tiles(copy, numbers, rows, depth) };
+        Self { data: copy.as_ptr().cast(), strides, tiles }
+    }
+
+    /// The first tile of these rows; the last one if there are no such rows.
+    fn tile(&self, row: usize) -> *const u8 {
+        self.data.wrapping_add((row / SIDE).min(self.tiles[1] - 1) * self.strides[2])
+    }
+}
+
+/// A strip in tiles of [`SIDE`] rows of pairs.
+struct Right<'a> {
+    whole: &'a [u32],
+    /// What is left over, with zeros behind it.
+    last: Option<&'a [u32]>,
+}
+
+impl<'a> Right<'a> {
+    fn new(strip: &'a [u32], last: &'a mut [u32; SIDE * COLUMNS]) -> Self {
+        let (whole, rest) = strip.split_at(strip.len() / last.len() * last.len());
+        last[..rest.len()].copy_from_slice(rest);
+        last[rest.len()..].fill(0);
+        Self { whole, last: (!rest.is_empty()).then_some(last) }
+    }
+}
+
+/// 32 rows of a product, from row `row` of `a` on, and 32 columns.
+///
+/// # Safety
+/// AMX must be there and set up; `out` must be writable, its rows `columns` numbers apart.
+#[cfg(target_arch = "x86_64")]
+unsafe fn multiply(a: &Left, row: usize, b: &Right, out: *mut f32, columns: usize, adds: bool) {
+    let [row_bytes, step, _] = a.strides;
+    let whole = b.whole.len() / (SIDE * COLUMNS);
+    let mut left = [a.tile(row), a.tile(row + SIDE)];
+    let parts = [(b.whole, whole), (b.last.unwrap_or_default(), usize::from(b.last.is_some()))];
+    let mut adds = adds;
+    for (right, count) in parts {
+        if count == 0 {
+            continue;
+        }
+        // SAFETY: as this function asks; the factors have `count` tiles more.
+        unsafe {
+            asm!(
+                "test {adds:e}, {adds:e}",
+                "jz 2f",
+                "tileloadd tmm0, [{upper} + {out_bytes}]",
+                "tileloadd tmm1, [{upper} + {out_bytes} + 64]",
+                "tileloadd tmm2, [{lower} + {out_bytes}]",
+                "tileloadd tmm3, [{lower} + {out_bytes} + 64]",
+                "jmp 3f",
+                "2:",
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "3:",
+                "tileloadd tmm6, [{right} + {strip_bytes}]",
+                "tileloadd tmm4, [{first} + {row_bytes}]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{right} + {strip_bytes} + 64]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm5, [{second} + {row_bytes}]",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {first}, {step}",
+                "add {second}, {step}",
+                "add {right}, {tile_bytes}",
+                "dec {count}",
+                "jnz 3b",
+                "tilestored [{upper} + {out_bytes}], tmm0",
+                "tilestored [{upper} + {out_bytes} + 64], tmm1",
+                "tilestored [{lower} + {out_bytes}], tmm2",
+                "tilestored [{lower} + {out_bytes} + 64], tmm3",
+                adds = in(reg) u32::from(adds),
+                upper = in(reg) out,
+                lower = in(reg) out.wrapping_add(SIDE * columns),
+                out_bytes = in(reg) columns * size_of::<f32>(),
+                first = inout(reg) left[0],
+                second = inout(reg) left[1],
+                row_bytes = in(reg) row_bytes,
+                step = in(reg) step,
+                right = inout(reg) right.as_ptr() => _,
+                strip_bytes = in(reg) COLUMNS * size_of::<u32>(),
+                tile_bytes = const SIDE * COLUMNS * size_of::<u32>(),
+                count = inout(reg) count => _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            );
+        }
+        adds = true;
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn multiply(_a: &Left, _row: usize, _b: &Right, _out: *mut f32, _columns: usize, _adds: bool) {
+    unreachable!("has_tiles() is false here");
+}
