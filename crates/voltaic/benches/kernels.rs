@@ -114,10 +114,20 @@ fn operators() -> Operators {
         add(&mut all, &format!("relu [1024, 1536] {kind:?}"), [hidden], |[hidden]| hidden.relu());
         let (hidden, other) = (normal(&[1024, 1536]).to_kind(kind), normal(&[1024, 1536]).to_kind(kind));
         all.push((format!("add [1024, 1536] {kind:?}"), Box::new(move || drop(hidden.f_add(&other)))));
+        let (hidden, other) = (normal(&[1024, 1536]).to_kind(kind), opposite(kind));
+        let name = format!("cast [1024, 1536] {kind:?} to {other:?}");
+        all.push((name, Box::new(move || drop(hidden.to_kind(other)))));
         let hidden = normal(&[1024, 1536]).to_kind(kind);
         add(&mut all, &format!("gelu [1024, 1536] {kind:?}"), [hidden], |[hidden]| hidden.gelu("tanh"));
     }
+    let (wide, narrow) = (normal(&[1024, 1536]), normal(&[1024, 1536]).to_kind(Kind::BFloat16));
+    all.push(("add [1024, 1536] Float and BFloat16".to_owned(), Box::new(move || drop(wide.f_add(&narrow)))));
     all
+}
+
+/// The other of the two number formats.
+fn opposite(kind: Kind) -> Kind {
+    if kind == Kind::Float { Kind::BFloat16 } else { Kind::Float }
 }
 
 /// The products of layers.
