@@ -16,6 +16,8 @@ mod patches;
 mod round;
 mod turn;
 
+use std::ops::Range;
+
 pub use attention::{AttentionHead, AttentionScratch, Factor, FactorOf, FactorScratch, GradHead, Rows};
 pub use batch_norm::{BatchNormBackward, GradSums, Moments, Normalize};
 pub use element::{Bf16, Element};
@@ -34,6 +36,12 @@ pub trait Kernel {
     /// Runs the loop. To be `#[inline(always)]`, as all that it calls: only what is inlined is compiled for the vectors
     /// of the processor.
     fn run(self) -> Self::Output;
+}
+
+/// Parts of a range, `len` long but for the last.
+pub fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range.step_by(len).map(move |first| first..first.saturating_add(len).min(end))
 }
 
 /// Bytes of a line of the cache, and of the widest vector.

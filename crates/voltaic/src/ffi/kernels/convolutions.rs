@@ -7,13 +7,13 @@ use std::ops::Range;
 
 use voltaic_sys as sys;
 
-use super::{Shared, address, blocks, scratch};
+use super::{Shared, address, scratch};
 use crate::ffi::bf16_product::has_bf16_products;
 use crate::ffi::matrix::{Matrix, MatrixMut};
 use crate::ffi::mkl::{has_mkl_bf16, multiply_by_mkl};
 use crate::ffi::simd::run_vectorized;
 use crate::ffi::threads::parallel_for;
-use crate::kernels::{Addend, Axis, Bf16, Patches, RoundRows, sized};
+use crate::kernels::{Addend, Axis, Bf16, Patches, RoundRows, blocks, sized};
 
 /// Numbers of the patches that a thread works on at a time: a megabyte, which the second cache holds.
 const MAX_NUMBERS: usize = 1 << 19;

@@ -23,6 +23,7 @@ use super::simd::{has_vectors, is_intel, prefetch};
 use super::switch::read_switch;
 use super::threads::parallel_for;
 use crate::error::Result;
+use crate::kernels::blocks;
 
 /// `0`: libtorch's kernels. `1`: all of voltaic's, also where libtorch's are faster. Unset: voltaic's if the program is
 /// optimized.
@@ -107,12 +108,6 @@ pub fn install_kernels() -> Result<bool> {
 /// on processors that are not Intel's the dot products of AVX-512.
 fn onednn_is_fast_at_bf16() -> bool {
     has_described_amx() || has_fast_bf16_products()
-}
-
-/// Parts of a range, `len` long but for the last.
-fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
-    let end = range.end;
-    range.step_by(len).map(move |start| start..(start + len).min(end))
 }
 
 /// Numbers that are worked on while those two steps later are brought into the cache.

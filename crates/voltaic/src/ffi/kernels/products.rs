@@ -5,12 +5,12 @@ use std::ops::Range;
 
 use voltaic_sys as sys;
 
-use super::{GRAIN, Shared, address, blocks, scratch};
+use super::{GRAIN, Shared, address, scratch};
 use crate::ffi::matrix::{Matrix, MatrixMut, Product};
 use crate::ffi::mkl::{is_for_mkl, multiply_by_mkl};
 use crate::ffi::simd::run_vectorized;
 use crate::ffi::threads::parallel_for;
-use crate::kernels::{Addend, Bf16, RoundRows, Turn, sized};
+use crate::kernels::{Addend, Bf16, RoundRows, Turn, blocks, sized};
 
 /// Rows or columns of a product that are worth a thread.
 const MIN_STRIP: usize = 64;

@@ -9,6 +9,9 @@ use crate::ffi::{
 };
 use crate::kernels::{Bf16, Convert, Element};
 
+/// Keys of a block from strips, so few that the first cache holds what is made of them.
+const STRIPED_KEYS: usize = 64;
+
 /// A number that products are made of; their sums are float32.
 pub trait Factor: Element {
     /// Queries of a block. Fewer leave out more keys of a causal one, more make better use of what products prepare.
@@ -19,6 +22,11 @@ pub trait Factor: Element {
 
     /// A right factor that is ready for products.
     type Right<'a>: Copy;
+
+    /// The most keys that the backward pass takes at a time.
+    fn max_keys() -> usize {
+        STRIPED_KEYS
+    }
 
     /// Sets up what multiplies, on this thread.
     fn set_up() -> Self::Unit;
@@ -61,6 +69,10 @@ impl Factor for f32 {
     type Unit = ();
 
     type Right<'a> = F32Right<'a>;
+
+    fn max_keys() -> usize {
+        if has_strips() { STRIPED_KEYS } else { usize::MAX } // the others are better at large products
+    }
 
     fn set_up() {}
 

@@ -13,13 +13,11 @@ pub use factor::{Factor, FactorOf, FactorScratch};
 use softmax::{Deltas, DivideRows, Softmax, SoftmaxBackward};
 
 use super::element::Element;
-use super::sized;
+use super::{blocks, sized};
 use crate::ffi::{Matrix, MatrixMut, run_vectorized};
 
 /// The most queries of a block.
 const MAX_BLOCK: usize = 64;
-/// Keys that the backward pass takes at a time.
-const CHUNK: usize = 64;
 
 /// Rows of `dim` numbers at equal distances.
 #[derive(Debug, Clone, Copy)]
@@ -83,12 +81,6 @@ pub struct AttentionScratch {
     block: Vec<f32>,
     grad_key: Vec<f32>,
     grad_value: Vec<f32>,
-}
-
-/// Parts of a range, `len` long but for the last.
-fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
-    let end = range.end;
-    range.step_by(len).map(move |first| first..(first + len).min(end))
 }
 
 impl<T: Element> AttentionHead<'_, T> {
@@ -180,7 +172,7 @@ impl<T: Element> AttentionHead<'_, T> {
             let grads = (C::prepare(block_grad, grad_strips), [0..block.len(), 0..dim]);
             let mut deltas = [0.0; MAX_BLOCK];
             run_vectorized(Deltas { grad, block: block.clone(), deltas: &mut deltas });
-            for keys in blocks(0..self.visible(block.end), CHUNK) {
+            for keys in blocks(0..self.visible(block.end), C::max_keys()) {
                 let (shape, len) = ([block.len(), keys.len()], block.len() * keys.len());
                 let scores = sized(&mut scratch.scores, len);
                 let grad_weights = sized(&mut scratch.grad_weights, len);
