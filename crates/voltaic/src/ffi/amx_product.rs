@@ -4,7 +4,6 @@
 use std::arch::asm;
 use std::cell::RefCell;
 use std::marker::PhantomData;
-#[cfg(target_arch = "x86_64")]
 use std::sync::OnceLock;
 
 use super::amx::has_amx;
@@ -103,18 +102,21 @@ static SHAPES: Shapes = Shapes {
 
 /// Whether the processor has these tiles, and the system lets this process use them, which it has to be asked for.
 pub fn has_tiles() -> bool {
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    {
-        /// `ARCH_REQ_XCOMP_PERM`, and the state of the tiles' numbers, of Linux's `arch_prctl`.
-        const REQUEST: [libc::c_long; 2] = [0x1023, 18];
-        static FOUND: OnceLock<bool> = OnceLock::new();
-        *FOUND.get_or_init(|| {
-            let [request, state] = REQUEST;
-            // SAFETY: the call takes two numbers and allows this process another state of its registers.
-            has_strips() && has_amx() && unsafe { libc::syscall(libc::SYS_arch_prctl, request, state) } == 0
-        })
-    }
-    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| has_strips() && has_amx() && are_granted())
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn are_granted() -> bool {
+    /// `ARCH_REQ_XCOMP_PERM`, and the state of the tiles' numbers, of Linux's `arch_prctl`.
+    const REQUEST: [libc::c_long; 2] = [0x1023, 18];
+    let [request, state] = REQUEST;
+    // SAFETY: the call takes two numbers and allows this process another state of its registers.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, request, state) == 0 }
+}
+
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+fn are_granted() -> bool {
     false
 }
 

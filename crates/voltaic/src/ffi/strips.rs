@@ -141,6 +141,22 @@ impl<T> Numbers<T> {
     }
 }
 
+impl<T: Packed> Numbers<T> {
+    /// The numbers of a row that share lane `lane`, with zeros from column `depth` on.
+    ///
+    /// # Safety
+    /// The row must be there, with `depth` readable columns.
+    #[inline(always)]
+    unsafe fn lane(self, row: usize, lane: usize, depth: usize) -> u32 {
+        let ([_, right], first) = (self.strides, lane * T::PER_LANE);
+        T::lane(|k| {
+            // SAFETY: as this function asks.
+            let number = |j| unsafe { *self.at_row(row).data.offset(j as isize * right) };
+            if first + k < depth { number(first + k) } else { T::default() }
+        })
+    }
+}
+
 /// Brings a matrix into strips of `N` rows, filled up with zeros: `strips[strip][lane of columns][row]`.
 ///
 /// # Safety
@@ -177,9 +193,8 @@ impl<const N: usize, T: Packed> Kernel for Pack<'_, N, T> {
     #[inline(always)]
     fn run(self) {
         let [down, right] = self.matrix.strides;
-        // SAFETY: `pack` is given a matrix that is readable, and asks for rows and columns that it has.
-        let at =
-            |i: usize, j: usize| unsafe { *self.matrix.data.offset(i as isize * down + j as isize * right) };
+        // SAFETY: `pack` is given a matrix that is readable, with such rows and columns.
+        let lane_at = |i: usize, lane: usize| unsafe { self.matrix.lane(i, lane, self.depth) };
         let whole = self.depth / T::PER_LANE;
         if right == 1 {
             for first in (0..self.count).step_by(LANES) {
@@ -202,14 +217,13 @@ impl<const N: usize, T: Packed> Kernel for Pack<'_, N, T> {
         } else {
             for lane in 0..whole {
                 for i in 0..self.count {
-                    self.strip[lane * N + i] = T::lane(|k| at(i, lane * T::PER_LANE + k));
+                    self.strip[lane * N + i] = lane_at(i, lane);
                 }
             }
         }
         if self.depth > whole * T::PER_LANE {
-            let rest = |i: usize, k: usize| if k == 0 { at(i, self.depth - 1) } else { T::default() };
             for i in 0..self.count {
-                self.strip[whole * N + i] = T::lane(|k| rest(i, k));
+                self.strip[whole * N + i] = lane_at(i, whole);
             }
         }
     }
@@ -344,9 +358,8 @@ impl Kernel for PackTiles<'_> {
     #[inline(always)]
     fn run(self) {
         let [down, right] = self.matrix.strides;
-        // SAFETY: `pack_tiles` is given a matrix that is readable, and asks for rows and columns that it has.
-        let at =
-            |i: usize, j: usize| unsafe { *self.matrix.data.offset(i as isize * down + j as isize * right) };
+        // SAFETY: `pack_tiles` is given a matrix that is readable, with such rows and columns.
+        let lane_at = |i: usize, lane: usize| unsafe { self.matrix.lane(i, lane, self.depth) };
         for (tile, first) in self.band.chunks_exact_mut(LANES * LANES).zip((0..).step_by(2 * LANES)) {
             let whole = ((self.depth - first) / 2).min(LANES);
             if down == 1 && self.count == LANES && whole == LANES {
@@ -358,11 +371,7 @@ impl Kernel for PackTiles<'_> {
             tile.fill(0);
             for (i, row) in tile.chunks_exact_mut(LANES).enumerate().take(self.count) {
                 for (pair, place) in row.iter_mut().enumerate() {
-                    let column = first + 2 * pair;
-                    let number = |k: usize| {
-                        if column + k < self.depth { at(i, column + k) } else { Bf16::default() }
-                    };
-                    *place = Bf16::lane(number);
+                    *place = lane_at(i, first / 2 + pair);
                 }
             }
         }
