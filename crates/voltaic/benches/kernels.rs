@@ -23,6 +23,7 @@ const REPEATED: Duration = Duration::from_millis(150);
 fn main() -> Result<()> {
     if env::var_os(CHILD).is_some() {
         tch::set_num_threads(1);
+        ffi::install_host_pool()?;
         ffi::install_kernels()?;
         let wanted = env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
         for (name, mut run) in operators().into_iter().filter(|(name, _)| name.contains(&wanted)) {

@@ -11,6 +11,7 @@ use std::arch::x86_64::{
 };
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::ptr;
 
 use super::matrix::{Matrix, MatrixMut};
 use super::simd::run_vectorized;
@@ -28,6 +29,12 @@ pub trait Packed: Element {
 
     /// Those of these numbers, the first one lowest.
     fn lane(numbers: impl Fn(usize) -> Self) -> u32;
+
+    /// Lanes of as many rows, whose numbers are next to each other in each column of the lane.
+    ///
+    /// # Safety
+    /// The numbers must be readable, and none of the lanes; the processor must have AVX-512.
+    unsafe fn fill<const N: usize>(lanes: &mut [u32; N], column: impl Fn(usize) -> *const Self);
 }
 
 impl Packed for f32 {
@@ -37,6 +44,12 @@ impl Packed for f32 {
     fn lane(numbers: impl Fn(usize) -> Self) -> u32 {
         numbers(0).to_bits()
     }
+
+    #[inline(always)]
+    unsafe fn fill<const N: usize>(lanes: &mut [u32; N], column: impl Fn(usize) -> *const Self) {
+        // SAFETY: as this function asks.
+        unsafe { ptr::copy_nonoverlapping(column(0).cast(), lanes.as_mut_ptr(), N) };
+    }
 }
 
 impl Packed for Bf16 {
@@ -45,6 +58,19 @@ impl Packed for Bf16 {
     #[inline(always)]
     fn lane(numbers: impl Fn(usize) -> Self) -> u32 {
         u32::from(numbers(0).0) | u32::from(numbers(1).0) << 16
+    }
+
+    #[inline(always)]
+    unsafe fn fill<const N: usize>(lanes: &mut [u32; N], column: impl Fn(usize) -> *const Self) {
+        let mut parts = lanes.chunks_exact_mut(LANES);
+        for (lanes, first) in parts.by_ref().zip((0..).step_by(LANES)) {
+            // SAFETY: as this function asks; there are 16 lanes of 32 bits.
+            unsafe { fill_pairs(lanes, [0, 1].map(|k| column(k).wrapping_add(first))) };
+        }
+        for (lane, i) in parts.into_remainder().iter_mut().zip(N / LANES * LANES..) {
+            // SAFETY: as this function asks.
+            *lane = Self::lane(|k| unsafe { *column(k).wrapping_add(i) });
+        }
     }
 }
 
@@ -204,15 +230,11 @@ impl<const N: usize, T: Packed> Kernel for Pack<'_, N, T> {
                 unsafe { turn::<N>(rows, stride, self.count - first, whole, &mut self.strip[first..]) };
             }
         } else if down == 1 && self.count == N {
-            for (lane, places) in self.strip.chunks_exact_mut(N).take(whole).enumerate() {
-                // SAFETY: as above; the rows of a column are next to each other. As copies they are none of the strip.
-                let columns: [[T; N]; 2] = std::array::from_fn(|k| unsafe {
-                    let column = lane * T::PER_LANE + k.min(T::PER_LANE - 1);
-                    *self.matrix.data.offset(column as isize * right).cast()
-                });
-                for i in 0..N {
-                    places[i] = T::lane(|k| columns[k][i]);
-                }
+            let column = |j: usize| self.matrix.data.wrapping_offset(j as isize * right);
+            for (places, lane) in self.strip.chunks_exact_mut(N).zip(0..whole) {
+                let lanes = places.try_into().expect("N of them");
+                // SAFETY: as above; the rows of a column are next to each other.
+                unsafe { T::fill::<N>(lanes, |k| column(lane * T::PER_LANE + k)) };
             }
         } else {
             for lane in 0..whole {
@@ -378,6 +400,36 @@ impl Kernel for PackTiles<'_> {
     }
 }
 
+/// Writes 16 pairs of numbers, of two columns.
+///
+/// # Safety
+/// The processor must have AVX-512, the numbers be readable, and there be 16 lanes.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn fill_pairs(lanes: &mut [u32], columns: [*const Bf16; 2]) {
+    // SAFETY: as this function asks.
+    unsafe { _mm512_storeu_si512(lanes.as_mut_ptr().cast(), pairs(columns)) };
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn fill_pairs(_lanes: &mut [u32], _columns: [*const Bf16; 2]) {
+    unreachable!("has_strips() is false here");
+}
+
+/// 16 pairs of numbers from two columns, the first one's lower.
+///
+/// # Safety
+/// The processor must have AVX-512, and the numbers be readable.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn pairs(columns: [*const Bf16; 2]) -> __m512i {
+    // SAFETY: as this function asks.
+    let [lower, upper] = columns.map(|column| unsafe { _mm256_loadu_si256(column.cast()) });
+    _mm512_or_si512(_mm512_cvtepu16_epi32(lower), _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(upper)))
+}
+
 /// Writes 16 rows of 16 pairs, given by 32 columns of 16 numbers, `right` apart.
 ///
 /// # Safety
@@ -385,14 +437,9 @@ impl Kernel for PackTiles<'_> {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 unsafe fn turn_pairs(columns: *const Bf16, right: isize, tile: &mut [u32; LANES * LANES]) {
-    let column = |j: usize| {
-        // SAFETY: as this function asks.
-        let numbers = unsafe { _mm256_loadu_si256(columns.wrapping_offset(j as isize * right).cast()) };
-        _mm512_cvtepu16_epi32(numbers)
-    };
-    let pairs: [__m512i; LANES] = std::array::from_fn(|pair| {
-        _mm512_or_si512(column(2 * pair), _mm512_slli_epi32::<16>(column(2 * pair + 1)))
-    });
+    let column = |j: usize| columns.wrapping_offset(j as isize * right);
+    // SAFETY: as this function asks.
+    let pairs = std::array::from_fn(|pair| unsafe { pairs([column(2 * pair), column(2 * pair + 1)]) });
     for (row, numbers) in tile.chunks_exact_mut(LANES).zip(transpose(pairs)) {
         // SAFETY: a row has 512 bits.
         unsafe { _mm512_storeu_si512(row.as_mut_ptr().cast(), numbers) };
