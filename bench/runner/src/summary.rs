@@ -187,7 +187,7 @@ pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
     let verdict = |target: String, reached: String, met| Verdict { case: case.title(), target, reached, met };
     let wanted = case.target();
     let faster = |what: &str, row: &Row, than: &str, rival: &Row| {
-        let speed = rival.step_ms.min / row.step_ms.min;
+        let speed = speed(row, rival);
         let reached = if rival.peer == than { String::new() } else { format!(" that of {}", rival.peer) };
         verdict(
             format!("{what}{wanted} times the speed of {than}"),
@@ -206,7 +206,7 @@ pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
         return verdicts;
     }
     if let Some(burn) = row("burn").filter(|_| case.workload.name == "mlp") {
-        let speed = burn.step_ms.min / ours.step_ms.min;
+        let speed = speed(ours, burn);
         verdicts.push(verdict("faster than burn".into(), format!("{speed:.2} times its speed"), speed > 1.0));
     }
     if let (Rival::Best, Some(graphs)) = (case.workload.rival, row(GRAPHS)) {
@@ -214,7 +214,7 @@ pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
         verdicts.push(faster("with graphs ", graphs, "the fastest peer", rival));
     }
     if let (Some(graphs), Some(compiled)) = (row(GRAPHS), row(COMPILED)) {
-        let speed = compiled.step_ms.min / graphs.step_ms.min;
+        let speed = speed(graphs, compiled);
         let target = format!("with graphs as fast as {COMPILED}");
         verdicts.push(verdict(target, format!("{speed:.2} times its speed"), speed >= 1.0));
     }
@@ -230,6 +230,11 @@ pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
         ours.start_secs <= START_TARGET_SECS,
     ));
     verdicts
+}
+
+/// How many times as fast as a rival, best against best.
+fn speed(row: &Row, rival: &Row) -> f64 {
+    rival.step_ms.min / row.step_ms.min
 }
 
 /// The peer with the fastest process.
