@@ -467,7 +467,7 @@ typedef struct {
 } vt_mt19937;
 
 // Null where libtorch's own is to be kept. Functions that give int32_t give 0, before they write, for a call that is
-// libtorch's. Matrices of elements are dense.
+// libtorch's; `product` may have written to `out`, too. Matrices of elements are dense.
 typedef struct {
   int32_t (*product)(const vt_product *product); // of float32
   int32_t (*product_bf16)(const vt_product *product);

@@ -29,6 +29,8 @@ mod pool;
 mod process;
 mod rng;
 mod simd;
+#[cfg(target_arch = "x86_64")]
+mod split_product;
 mod strips;
 mod switch;
 mod tensor;

@@ -157,13 +157,19 @@ impl<T> Numbers<T> {
         Self { data, strides }
     }
 
-    fn transposed(self) -> Self {
+    pub fn transposed(self) -> Self {
         let [down, right] = self.strides;
         Self { strides: [right, down], ..self }
     }
 
     pub fn at_row(self, row: usize) -> Self {
-        Self { data: self.data.wrapping_offset(row as isize * self.strides[0]), ..self }
+        self.at([row, 0])
+    }
+
+    /// From a row and a column on.
+    pub fn at(self, [row, column]: [usize; 2]) -> Self {
+        let [down, right] = self.strides;
+        Self { data: self.data.wrapping_offset(row as isize * down + column as isize * right), ..self }
     }
 }
 
@@ -299,7 +305,7 @@ unsafe fn turn<const N: usize>(
 /// Rows and columns of 16 x 16 numbers exchanged.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn transpose(rows: [__m512i; LANES]) -> [__m512i; LANES] {
+pub(super) fn transpose(rows: [__m512i; LANES]) -> [__m512i; LANES] {
     // each round makes pairs of registers of others: 2 x 2 numbers and 4 x 4 in each quarter, then the quarters
     let (mut twos, mut fours, mut eights, mut columns) = (rows, rows, rows, rows);
     for i in (0..LANES).step_by(2) {

@@ -23,8 +23,10 @@ fn products_of_all_layouts_and_sizes() {
     tch::manual_seed(1);
     let few_rows_and_long_columns = [(16, 33, 300), (64, 256, 784), (127, 70, 257), (15, 20, 300)];
     let long_columns = [(128, 33, 513), (130, 257, 600), (300, 7, 1100)];
+    let for_tiles = [(1100, 70, 65), (64, 800, 100), (70, 64, 1200), (97, 400, 385)];
     let others = [(1, 1, 1), (3, 5, 7), (64, 10, 256), (1, 300, 40), (130, 257, 65), (200, 1, 9)];
-    for (rows, columns, depth) in few_rows_and_long_columns.into_iter().chain(long_columns).chain(others) {
+    let all = few_rows_and_long_columns.into_iter().chain(long_columns).chain(for_tiles).chain(others);
+    for (rows, columns, depth) in all {
         for layout in 0..4 {
             let (a, b) = (matrix(rows, depth, layout & 1 != 0), matrix(depth, columns, layout & 2 != 0));
             let [a64, b64] = in_float64([&a, &b]);
@@ -84,6 +86,50 @@ fn a_nan_is_not_lost() {
     let ones = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
     let isnan = a.mm(&ones).isnan();
     assert_eq!(Vec::<bool>::try_from(isnan.view(-1)).unwrap(), [true, true, false, false]);
+}
+
+#[test]
+fn what_is_not_finite_is_as_in_float64() {
+    install();
+    tch::manual_seed(5);
+    for (rows, columns, depth) in [(9, 7, 30), (130, 257, 600), (1100, 70, 400)] {
+        for special in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN, f64::from(f32::MAX)] {
+            let (mut a, b) = (matrix(rows, depth, false), matrix(depth, columns, true));
+            let _ = a.get(rows / 2).get(depth - 1).fill_(special);
+            // what float64 holds and float32 does not is infinite
+            let bias = matrix(1, columns, false).squeeze();
+            let [a64, b64] = in_float64([&a, &b]);
+            let exact = a64.mm(&b64).to_kind(Kind::Float);
+            let with_bias = (a64.mm(&b64) + &bias).to_kind(Kind::Float);
+            for (result, exact) in [(a.mm(&b), exact), (bias.addmm(&a, &b), with_bias)] {
+                assert_eq!(result.isnan(), exact.isnan(), "{special}");
+                assert_eq!(result.isinf(), exact.isinf(), "{special}");
+                let finite = exact.isfinite();
+                assert_eq!(
+                    result.sign().masked_select(&finite.logical_not()),
+                    exact.sign().masked_select(&finite.logical_not())
+                );
+                assert_close("finite", &result.masked_select(&finite), &exact.masked_select(&finite), 2e-6);
+            }
+            let _ = a.detach_();
+        }
+    }
+}
+
+#[test]
+fn numbers_keep_their_24_bits() {
+    install();
+    tch::manual_seed(6);
+    let signs = Tensor::randn([96, 1024], (Kind::Float, Device::Cpu));
+    let exponents = Tensor::randint_low(-80, 80, [96, 1024], (Kind::Float, Device::Cpu));
+    let numbers = signs * exponents.exp2();
+    let ones = Tensor::eye(1024, (Kind::Float, Device::Cpu));
+    let kept = numbers.mm(&ones);
+    let rounded = ones.mm(&numbers.tr().contiguous()).tr();
+    for (product, tolerance) in [(kept, 0.0), (rounded, 2f64.powi(-23))] {
+        let apart = ((product - &numbers) / &numbers).abs().max().double_value(&[]);
+        assert!(apart <= tolerance, "{apart:e} of a number");
+    }
 }
 
 /// Small integers, whose products and sums are exact.

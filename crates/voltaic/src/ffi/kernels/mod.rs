@@ -16,6 +16,7 @@ use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
 use super::amx::{has_described_amx, withhold_undescribed_amx};
+use super::amx_product::has_tiles;
 use super::bf16_product::has_fast_bf16_products;
 use super::check;
 use super::mkl::has_mkl_bf16;
@@ -44,9 +45,9 @@ pub fn has_attention_kernel() -> bool {
 
 /// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: attention, gradients of
 /// some convolutions' weights, batch norm of images with the channels last, GELU, max-pooling of 2 x 2, ReLU, sums
-/// and casts with bfloat16, random masks unless libtorch draws them by the MKL, products of float32 matrices but on Intel's processors,
-/// where the MKL is at its best, and products and convolutions of bfloat16 where oneDNN has no fast instructions for them.
-/// Later calls change nothing.
+/// and casts with bfloat16, random masks unless libtorch draws them by the MKL, products of float32 matrices, on Intel's
+/// processors only large ones and only with AMX, since the MKL is at its best there, and products and convolutions of bfloat16
+/// where oneDNN has no fast instructions for them. Later calls change nothing.
 ///
 /// Results differ from libtorch's in the last bits of products, convolutions, attention, weights' gradients, batch norm
 /// and GELU; the others are equal.
@@ -73,7 +74,11 @@ pub fn install_kernels() -> Result<bool> {
     let takes_bf16 = has_mkl_bf16() && (is_for_all || !onednn_is_fast_at_bf16());
     let takes_small_images = has_mkl_bf16() && has_described_amx();
     let table = sys::vt_kernels {
-        product: (!is_intel() || is_for_all).then_some(products::product as _),
+        product: match (is_intel() && !is_for_all, has_tiles()) {
+            (false, _) => Some(products::product),
+            (true, true) => Some(products::large_product),
+            (true, false) => None,
+        },
         product_bf16: takes_bf16.then_some(products::product_bf16 as _),
         gelu: Some(elementwise::gelu),
         gelu_backward: Some(elementwise::gelu_backward),

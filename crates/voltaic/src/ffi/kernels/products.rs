@@ -1,11 +1,14 @@
-//! Products of matrices: of float32 by gemm, of bfloat16 by the MKL.
+//! Products of matrices: of float32 by AMX or gemm, of bfloat16 by the MKL.
 
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use voltaic_sys as sys;
 
 use super::{GRAIN, Shared, address, scratch};
+#[cfg(target_arch = "x86_64")]
+use crate::ffi::amx_product::{Tiles, has_tiles};
 use crate::ffi::matrix::{Matrix, MatrixMut, Product};
 use crate::ffi::mkl::{is_for_mkl, multiply_by_mkl};
 use crate::ffi::simd::run_vectorized;
@@ -28,6 +31,9 @@ const TURNED_ROWS: usize = 16;
 pub(super) extern "C" fn product(call: *const sys::vt_product) -> i32 {
     // SAFETY: the shim passes a description that lives during the call.
     let product = Products::<f32>::new(unsafe { &*call });
+    if let Some(is_done) = product.run_by_tiles() {
+        return is_done.into();
+    }
     let [_, rows, _, depth] = product.shape;
     let [_, down, right] = product.to_b;
     let long = if rows < MANY_ROWS { LONG_FOR_FEW_ROWS } else { LONG };
@@ -40,6 +46,12 @@ pub(super) extern "C" fn product(call: *const sys::vt_product) -> i32 {
         rows >= FEW_ROWS && product.run_with_turned_rows().is_some()
     };
     is_done.into()
+}
+
+/// As [`product`], for those alone that tiles are faster at than the MKL.
+pub(super) extern "C" fn large_product(call: *const sys::vt_product) -> i32 {
+    // SAFETY: the shim passes a description that lives during the call.
+    Products::<f32>::new(unsafe { &*call }).run_by_tiles().unwrap_or(false).into()
 }
 
 /// A product for each batch.
@@ -93,19 +105,46 @@ impl Products<f32> {
     }
 
     fn run_part(&self, batch: usize, rows: Range<usize>, columns: Range<usize>) {
+        // SAFETY: the addresses, sizes and strides are those of tensors that the shim holds, or of this file's own
+        // scratch; `out` shares no memory with the others, and each part of it is written by one thread.
+        unsafe { self.part(batch, rows, columns).run() };
+    }
+
+    fn part(&self, batch: usize, rows: Range<usize>, columns: Range<usize>) -> Product {
         let (batch, row, column) = (batch as isize, rows.start as isize, columns.start as isize);
         let Self { to_out, to_a, to_b, .. } = *self;
-        let part = Product {
+        Product {
             shape: [rows.len(), columns.len(), self.shape[3]],
             out: self.out.at(batch * to_out[0] + row * to_out[1] + column * to_out[2]),
             a: self.a.at(batch * to_a[0] + row * to_a[1]),
             b: self.b.at(batch * to_b[0] + column * to_b[2]),
             strides: [to_out, to_a, to_b].map(|[_, down, right]| [down, right]),
             adds: self.adds,
-        };
-        // SAFETY: the addresses, sizes and strides are those of tensors that the shim holds, or of this file's own
-        // scratch; `out` shares no memory with the others, and each part of it is written by one thread.
-        unsafe { part.run() };
+        }
+    }
+
+    /// Multiplies by AMX, if that can be done and is worth it. False if another has to do it once more, since some numbers
+    /// are not finite.
+    #[cfg(target_arch = "x86_64")]
+    fn run_by_tiles(&self) -> Option<bool> {
+        let [_, rows, columns, _] = self.shape;
+        if !has_tiles() || !self.part(0, 0..rows, 0..columns).is_for_tiles() {
+            return None;
+        }
+        let is_finite = AtomicBool::new(true);
+        self.split(|batch, rows, columns| {
+            let tiles = Tiles::set_up().expect("has_tiles()");
+            // SAFETY: as in `run_part`; the whole product is for tiles.
+            if !unsafe { tiles.multiply_split(&self.part(batch, rows, columns)) } {
+                is_finite.store(false, Ordering::Relaxed);
+            }
+        });
+        Some(is_finite.into_inner())
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn run_by_tiles(&self) -> Option<bool> {
+        None
     }
 
     /// With the columns of `b` as rows. None, and nothing done, if that is not for these matrices.
