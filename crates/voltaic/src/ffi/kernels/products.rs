@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::ops::Range;
+#[cfg(target_arch = "x86_64")]
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use voltaic_sys as sys;
