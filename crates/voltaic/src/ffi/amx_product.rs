@@ -190,6 +190,48 @@ impl<'a> Right<'a> {
     }
 }
 
+/// Loads 32 rows and columns of a product from `upper` and, from the 17th row on, from `lower`, its rows `out_bytes` apart; zeros
+/// if the register is 0. For `asm!`, with label 3 behind it.
+#[cfg(target_arch = "x86_64")]
+macro_rules! load_sums {
+    ($adds:literal) => {
+        concat!(
+            "test ",
+            $adds,
+            ", ",
+            $adds,
+            "\n",
+            "jz 2f\n",
+            "tileloadd tmm0, [{upper} + {out_bytes}]\n",
+            "tileloadd tmm1, [{upper} + {out_bytes} + 64]\n",
+            "tileloadd tmm2, [{lower} + {out_bytes}]\n",
+            "tileloadd tmm3, [{lower} + {out_bytes} + 64]\n",
+            "jmp 3f\n",
+            "2:\n",
+            "tilezero tmm0\n",
+            "tilezero tmm1\n",
+            "tilezero tmm2\n",
+            "tilezero tmm3",
+        )
+    };
+}
+
+/// Stores what [`load_sums`] loaded.
+#[cfg(target_arch = "x86_64")]
+macro_rules! store_sums {
+    () => {
+        concat!(
+            "tilestored [{upper} + {out_bytes}], tmm0\n",
+            "tilestored [{upper} + {out_bytes} + 64], tmm1\n",
+            "tilestored [{lower} + {out_bytes}], tmm2\n",
+            "tilestored [{lower} + {out_bytes} + 64], tmm3",
+        )
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use {load_sums, store_sums};
+
 /// 32 rows of a product, from row `row` of `a` on, and 32 columns.
 ///
 /// # Safety
@@ -208,18 +250,7 @@ unsafe fn multiply(a: &Left, row: usize, b: &Right, out: *mut f32, columns: usiz
         // SAFETY: as this function asks; the factors have `count` tiles more.
         unsafe {
             asm!(
-                "test {adds:e}, {adds:e}",
-                "jz 2f",
-                "tileloadd tmm0, [{upper} + {out_bytes}]",
-                "tileloadd tmm1, [{upper} + {out_bytes} + 64]",
-                "tileloadd tmm2, [{lower} + {out_bytes}]",
-                "tileloadd tmm3, [{lower} + {out_bytes} + 64]",
-                "jmp 3f",
-                "2:",
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
+                load_sums!("{adds:e}"),
                 "3:",
                 "tileloadd tmm6, [{right} + {strip_bytes}]",
                 "tileloadd tmm4, [{first} + {row_bytes}]",
@@ -234,10 +265,7 @@ unsafe fn multiply(a: &Left, row: usize, b: &Right, out: *mut f32, columns: usiz
                 "add {right}, {tile_bytes}",
                 "dec {count}",
                 "jnz 3b",
-                "tilestored [{upper} + {out_bytes}], tmm0",
-                "tilestored [{upper} + {out_bytes} + 64], tmm1",
-                "tilestored [{lower} + {out_bytes}], tmm2",
-                "tilestored [{lower} + {out_bytes} + 64], tmm3",
+                store_sums!(),
                 adds = in(reg) u32::from(adds),
                 upper = in(reg) out,
                 lower = in(reg) out.wrapping_add(SIDE * columns),

@@ -15,7 +15,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::slice;
 
-use super::amx_product::Tiles;
+use super::amx_product::{Tiles, load_sums, store_sums};
 use super::matrix::Product;
 use super::simd::run_vectorized;
 use super::strips::{COLUMNS, LANES, Numbers, Store, transpose};
@@ -463,18 +463,7 @@ unsafe fn multiply([left, right]: [&[u32]; 2], out: *mut f32, down: isize, adds:
     // SAFETY: as this function asks.
     unsafe {
         asm!(
-            "test {count:e}, {count:e}",
-            "jz 2f",
-            "tileloadd tmm0, [{upper} + {down}]",
-            "tileloadd tmm1, [{upper} + {down} + 64]",
-            "tileloadd tmm2, [{lower} + {down}]",
-            "tileloadd tmm3, [{lower} + {down} + 64]",
-            "jmp 3f",
-            "2:",
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "tilezero tmm2",
-            "tilezero tmm3",
+            load_sums!("{count:e}"),
             "3:",
             left!("0"), right!("0"), products!(),
             ask!("prefetcht1", "{left_soon}", "0"),
@@ -489,14 +478,11 @@ unsafe fn multiply([left, right]: [&[u32]; 2], out: *mut f32, down: isize, adds:
             "add {right}, {step}",
             "dec {steps}",
             "jnz 3b",
-            "tilestored [{upper} + {down}], tmm0",
-            "tilestored [{upper} + {down} + 64], tmm1",
-            "tilestored [{lower} + {down}], tmm2",
-            "tilestored [{lower} + {down} + 64], tmm3",
+            store_sums!(),
             count = inout(reg) u64::from(adds) => _, // afterwards it counts pairs
             upper = in(reg) out,
             lower = in(reg) out.wrapping_offset(LANES as isize * down),
-            down = in(reg) down * size_of::<f32>() as isize,
+            out_bytes = in(reg) down * size_of::<f32>() as isize,
             left = inout(reg) left.as_ptr() => _,
             right = inout(reg) right.as_ptr() => _,
             row = in(reg) LANES * size_of::<u32>(),
