@@ -28,6 +28,7 @@ struct Convolution {
       return std::nullopt;
     vt_convolution call{};
     call.dtype = dtype_of(input);
+    call.is_channels_last = layout() == at::MemoryFormat::ChannelsLast;
     call.images = input.size(0);
     call.in_channels = input.size(1);
     call.out_channels = weight.size(0);
@@ -54,7 +55,7 @@ struct Convolution {
 
 // What Rust computes of a convolution, as vt_convolves.
 int32_t computed_by_rust(const vt_convolution &call) {
-  return call.dtype == VT_BFLOAT16 && rust.convolves_bf16 != nullptr ? rust.convolves_bf16(&call) : 0;
+  return rust.convolves != nullptr ? rust.convolves(&call) : 0;
 }
 
 Tensor with_channels_last(const Tensor &images) { return images.contiguous(at::MemoryFormat::ChannelsLast); }
@@ -71,15 +72,15 @@ Tensor convolution(const Tensor &input, const Tensor &weight, const OptionalTens
   const Convolution convolution{input, weight, stride, padding, dilation, transposed, groups};
   const auto call = convolution.describe();
   const bool has_bias = bias.has_value() && bias->defined();
-  const bool fits = !has_bias || (is_simple(*bias) && bias->scalar_type() == at::kBFloat16 && bias->dim() == 1 &&
+  const bool fits = !has_bias || (is_simple(*bias) && bias->scalar_type() == input.scalar_type() && bias->dim() == 1 &&
                                   bias->size(0) == weight.size(0));
   if (!call || !fits || !(computed_by_rust(*call) & VT_OUTPUT))
     return at::compositeexplicitautograd::convolution(input, weight, bias, stride, padding, dilation, transposed,
                                                       output_padding, groups);
   const Tensor images = with_channels_last(input), weights = with_channels_last(weight);
   Tensor out = new_images({call->images, call->out_channels, call->out_size[0], call->out_size[1]}, input);
-  rust.convolution_bf16(&*call, images.const_data_ptr(), weights.const_data_ptr(),
-                        has_bias ? bias->const_data_ptr() : nullptr, out.mutable_data_ptr());
+  rust.convolution(&*call, images.const_data_ptr(), weights.const_data_ptr(),
+                   has_bias ? bias->const_data_ptr() : nullptr, out.mutable_data_ptr());
   return out.contiguous(convolution.layout());
 }
 
@@ -132,17 +133,17 @@ Tensor weight_grad_by_taps(const Tensor &grad, const Tensor &input, const vt_con
   return out;
 }
 
-Tensor input_grad_bf16(const Tensor &grad, const Tensor &weight, const vt_convolution &call) {
+Tensor input_grad_by_rust(const Tensor &grad, const Tensor &weight, const vt_convolution &call) {
   Tensor out = new_images({call.images, call.in_channels, call.in_size[0], call.in_size[1]}, grad);
-  rust.convolution_input_grad_bf16(&call, grad.const_data_ptr(), with_channels_last(weight).const_data_ptr(),
-                                   out.mutable_data_ptr());
+  rust.convolution_input_grad(&call, grad.const_data_ptr(), with_channels_last(weight).const_data_ptr(),
+                              out.mutable_data_ptr());
   return out;
 }
 
-Tensor weight_grad_bf16(const Tensor &grad, const Tensor &input, const vt_convolution &call) {
+Tensor weight_grad_by_rust(const Tensor &grad, const Tensor &input, const vt_convolution &call) {
   Tensor out = new_images({call.out_channels, call.in_channels, call.kernel[0], call.kernel[1]}, grad);
-  rust.convolution_weight_grad_bf16(&call, grad.const_data_ptr(), with_channels_last(input).const_data_ptr(),
-                                    out.mutable_data_ptr());
+  rust.convolution_weight_grad(&call, grad.const_data_ptr(), with_channels_last(input).const_data_ptr(),
+                               out.mutable_data_ptr());
   return out;
 }
 
@@ -172,10 +173,10 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor &grad, cons
   const auto in_layout = [&](const Tensor &tensor) { return tensor.contiguous(convolution.layout()); };
   Tensor grad_input, grad_weight;
   if (own_input)
-    grad_input = in_layout(input_grad_bf16(grads, weight, *call));
+    grad_input = in_layout(input_grad_by_rust(grads, weight, *call));
   if (own_weight)
     grad_weight = by_taps ? weight_grad_by_taps(grads, input, *call)
-                          : in_layout(weight_grad_bf16(grads, input, *call));
+                          : in_layout(weight_grad_by_rust(grads, input, *call));
   const std::array<bool, 3> rest{wanted[0] && !own_input, wanted[1] && !own_weight, false};
   if (rest[0] || rest[1]) {
     auto others = by_libtorch(rest);
@@ -187,9 +188,9 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor &grad, cons
 } // namespace
 
 void install_convolutions(torch::Library &library) {
-  if (rust.convolves_bf16 != nullptr)
+  if (rust.convolves != nullptr)
     library.impl("convolution", &convolution);
-  if (rust.convolves_bf16 != nullptr || rust.convolves_by_taps != nullptr)
+  if (rust.convolves != nullptr || rust.convolves_by_taps != nullptr)
     library.impl("convolution_backward", &convolution_backward);
 }
 

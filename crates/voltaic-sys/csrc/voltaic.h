@@ -433,6 +433,7 @@ typedef struct {
 // A convolution of images without groups or dilation, channels last in memory. Pairs are of height and width.
 typedef struct {
   int32_t dtype;
+  int32_t is_channels_last; // whether input or weight are so for the caller; else they are brought to it
   int64_t images, in_channels, out_channels;
   int64_t in_size[2], out_size[2], kernel[2], stride[2], padding[2];
 } vt_convolution;
@@ -488,15 +489,15 @@ typedef struct {
   void (*attention_backward)(const vt_attention *attention);
   // Whether the gradient of the weights is to be one product for each tap of the kernel.
   int32_t (*convolves_by_taps)(const vt_convolution *convolution);
-  // Which of the following are to compute a convolution in bfloat16, as vt_convolves; null for none ever.
-  int32_t (*convolves_bf16)(const vt_convolution *convolution);
+  // Which of the following are to compute a convolution, as vt_convolves; null for none ever.
+  int32_t (*convolves)(const vt_convolution *convolution);
   // Of dense tensors with the channels last; `bias` may be null.
-  void (*convolution_bf16)(const vt_convolution *convolution, const void *input, const void *weight, const void *bias,
-                           void *output);
-  void (*convolution_input_grad_bf16)(const vt_convolution *convolution, const void *grad, const void *weight,
-                                      void *output);
-  void (*convolution_weight_grad_bf16)(const vt_convolution *convolution, const void *grad, const void *input,
-                                       void *output);
+  void (*convolution)(const vt_convolution *convolution, const void *input, const void *weight, const void *bias,
+                      void *output);
+  void (*convolution_input_grad)(const vt_convolution *convolution, const void *grad, const void *weight,
+                                 void *output);
+  void (*convolution_weight_grad)(const vt_convolution *convolution, const void *grad, const void *input,
+                                  void *output);
   void (*batch_norm)(const vt_batch_norm *norm, void *output);
   // `output` is null if the gradient of the input is not wanted.
   void (*batch_norm_backward)(const vt_batch_norm *norm, const void *grad, void *output, float *grad_weight,

@@ -62,6 +62,7 @@ pub struct vt_mt19937 {
 #[repr(C)]
 pub struct vt_convolution {
     pub dtype: i32,
+    pub is_channels_last: i32,
     pub images: i64,
     pub in_channels: i64,
     pub out_channels: i64,
@@ -135,8 +136,8 @@ pub struct vt_kernels {
     pub attention: Option<extern "C" fn(attention: *const vt_attention)>,
     pub attention_backward: Option<extern "C" fn(attention: *const vt_attention)>,
     pub convolves_by_taps: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
-    pub convolves_bf16: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
-    pub convolution_bf16: Option<
+    pub convolves: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
+    pub convolution: Option<
         extern "C" fn(
             convolution: *const vt_convolution,
             input: *const c_void,
@@ -145,7 +146,7 @@ pub struct vt_kernels {
             output: *mut c_void,
         ),
     >,
-    pub convolution_input_grad_bf16: Option<
+    pub convolution_input_grad: Option<
         extern "C" fn(
             convolution: *const vt_convolution,
             grad: *const c_void,
@@ -153,7 +154,7 @@ pub struct vt_kernels {
             output: *mut c_void,
         ),
     >,
-    pub convolution_weight_grad_bf16: Option<
+    pub convolution_weight_grad: Option<
         extern "C" fn(
             convolution: *const vt_convolution,
             grad: *const c_void,

@@ -7,9 +7,10 @@ use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 use super::amx::has_amx;
+use super::lanes::LANES;
 use super::matrix::{Matrix, MatrixMut};
 use super::simd::run_vectorized;
-use super::strips::{COLUMNS, LANES, Numbers, Packed, Store, Strips, has_strips, pack_tiles};
+use super::strips::{COLUMNS, Numbers, Packed, Store, Strips, has_strips, pack_tiles};
 use crate::kernels::{Bf16, sized};
 
 /// Rows of a tile, and pairs in each.

@@ -7,8 +7,9 @@ use std::arch::x86_64::{
     _mm512_set1_ps, _mm512_setzero_ps,
 };
 
+use super::lanes::LANES;
 use super::matrix::{Matrix, MatrixMut};
-use super::strips::{COLUMNS, LANES, Numbers, Strips};
+use super::strips::{COLUMNS, Numbers, Strips};
 
 /// Rows of a tile.
 const ROWS: usize = 8;

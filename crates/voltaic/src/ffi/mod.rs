@@ -22,6 +22,7 @@ mod graph;
 mod hlml;
 mod hpu;
 mod kernels;
+mod lanes;
 mod matrix;
 mod mkl;
 mod optim;
@@ -35,6 +36,7 @@ mod strips;
 mod switch;
 mod tensor;
 mod threads;
+mod winograd;
 
 use std::ffi::CStr;
 

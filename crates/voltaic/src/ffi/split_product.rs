@@ -16,9 +16,10 @@ use std::ops::Range;
 use std::slice;
 
 use super::amx_product::{Tiles, load_sums, store_sums};
+use super::lanes::LANES;
 use super::matrix::Product;
 use super::simd::run_vectorized;
-use super::strips::{COLUMNS, LANES, Numbers, Store, transpose};
+use super::strips::{COLUMNS, Numbers, Store, transpose};
 use crate::kernels::{blocks, sized};
 
 /// Lines of a panel, numbers of each that go into one product of tiles, and so rows and columns of a block of the product.

@@ -13,14 +13,13 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr;
 
+use super::lanes::LANES;
 use super::matrix::{Matrix, MatrixMut};
 use super::simd::run_vectorized;
 use crate::kernels::{Bf16, Element, Kernel, sized};
 
 /// Columns of a strip.
 pub(super) const COLUMNS: usize = 32;
-/// Numbers of 32 bits in a register.
-pub(super) const LANES: usize = 16;
 
 /// A number that fills 32 bits alone, or with others of the next rows.
 pub trait Packed: Element {
@@ -92,6 +91,29 @@ pub struct Strips<'a, T> {
     start: [usize; 2],
     shape: [usize; 2],
     format: PhantomData<T>,
+}
+
+impl<'a> Strips<'a, f32> {
+    /// A matrix of this shape that was written in strips.
+    ///
+    /// # Panics
+    /// If there are too few numbers.
+    pub fn of_numbers(numbers: &'a [f32], shape: [usize; 2]) -> Self {
+        assert!(
+            shape[0] * shape[1].next_multiple_of(COLUMNS) <= numbers.len(),
+            "{shape:?}, {}",
+            numbers.len()
+        );
+        // SAFETY: both have 32 bits, and all bits are numbers.
+        let strips = unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), numbers.len()) };
+        Self { strips, lanes: shape[0], start: [0; 2], shape, format: PhantomData }
+    }
+
+    /// All numbers, strip by strip.
+    pub(super) fn numbers(self) -> &'a [f32] {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts(self.strips.as_ptr().cast(), self.strips.len()) }
+    }
 }
 
 impl<'a, T: Packed> Strips<'a, T> {

@@ -27,17 +27,8 @@ const SQUARE: Case = Case {
     groups: 1,
 };
 
-/// Gradients of input, weight and bias.
-fn grads(case: Case, [input, weight, bias, grad]: &[Tensor; 4]) -> [Tensor; 3] {
-    let [input, weight, bias] = [input, weight, bias].map(|tensor| tensor.detach().set_requires_grad(true));
-    let dilation = [case.dilation; 2];
-    let out = input.conv2d(&weight, Some(&bias), case.stride, case.padding, dilation, case.groups);
-    (out * grad).sum(input.kind()).backward();
-    [input, weight, bias].map(|tensor| tensor.grad())
-}
-
 #[test]
-fn gradients_of_weights_agree_with_float64() {
+fn convolutions_agree_with_float64() {
     install();
     ffi::manual_seed(6).unwrap();
     let cases = [
@@ -49,6 +40,12 @@ fn gradients_of_weights_agree_with_float64() {
         Case { images: [2, 256, 2, 2], padding: [2, 0], kernel: [3, 1], ..SQUARE },
         Case { images: [1, 256, 5, 5], padding: [0, 0], ..SQUARE },
         Case { images: [1, 512, 8, 7], outputs: 512, ..SQUARE },
+        // by tiles
+        Case { images: [2, 48, 33, 34], outputs: 80, ..SQUARE }, // more than a block
+        Case { images: [18, 32, 3, 4], outputs: 32, padding: [0, 0], ..SQUARE },
+        Case { images: [17, 16, 3, 3], outputs: 32, padding: [0, 0], ..SQUARE },
+        Case { images: [1, 32, 5, 140], outputs: 16, padding: [2, 2], ..SQUARE },
+        Case { images: [17, 64, 2, 1], outputs: 48, ..SQUARE },
         // what is libtorch's
         Case { images: [1, 64, 4, 4], outputs: 64, ..SQUARE },
         Case { dilation: 2, padding: [2, 2], ..SQUARE },
@@ -64,13 +61,14 @@ fn gradients_of_weights_agree_with_float64() {
         assert_eq!(out.size()[0], batch);
         for (kind, tolerance) in [(Kind::Float, 3e-6), (Kind::BFloat16, 0.02)] {
             let given = [&input, &weight, &bias, &out.randn_like()].map(|tensor| tensor.to_kind(kind));
-            let expected = grads(case, &given.each_ref().map(|tensor| tensor.to_kind(Kind::Double)));
+            let expected =
+                forward_and_grads(case, &given.each_ref().map(|tensor| tensor.to_kind(Kind::Double)));
             let [input, weight, bias, grad] = &given;
             let last = [channels_last(input), channels_last(weight), bias.copy(), channels_last(grad)];
             // gradients in the usual order are turned
             let mixed = [channels_last(input), channels_last(weight), bias.copy(), grad.copy()];
             for (layout, given) in [("usual", &given), ("channels last", &last), ("mixed", &mixed)] {
-                for (i, (a, expected)) in grads(case, given).iter().zip(&expected).enumerate() {
+                for (i, (a, expected)) in forward_and_grads(case, given).iter().zip(&expected).enumerate() {
                     assert_close(&format!("{case:?}, {kind:?}, {layout}, {i}"), a, expected, tolerance);
                 }
             }

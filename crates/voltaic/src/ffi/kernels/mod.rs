@@ -12,6 +12,7 @@ use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use convolutions::{ByPatches, Choice};
 use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
@@ -21,6 +22,7 @@ use super::bf16_product::has_fast_bf16_products;
 use super::check;
 use super::mkl::has_mkl_bf16;
 use super::simd::{has_vectors, is_intel, prefetch};
+use super::strips::has_strips;
 use super::switch::read_switch;
 use super::threads::parallel_for;
 use crate::error::Result;
@@ -43,11 +45,12 @@ pub fn has_attention_kernel() -> bool {
     INSTALLED.load(Ordering::Acquire)
 }
 
-/// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: attention, gradients of
-/// some convolutions' weights, batch norm of images with the channels last, GELU, max-pooling of 2 x 2, ReLU, sums
-/// and casts with bfloat16, random masks unless libtorch draws them by the MKL, products of float32 matrices, on Intel's
-/// processors only large ones and only with AMX, since the MKL is at its best there, and products and convolutions of bfloat16
-/// where oneDNN has no fast instructions for them. Later calls change nothing.
+/// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: attention, convolutions of
+/// 3 x 3 in float32 but on Intel's processors, gradients of others' weights, batch norm of images with the channels last,
+/// GELU, max-pooling of 2 x 2, ReLU, sums and casts with bfloat16, random masks unless libtorch draws them by the MKL,
+/// products of float32 matrices, on Intel's processors only large ones and only with AMX, since the MKL is at its best
+/// there, and products and convolutions of bfloat16 where oneDNN has no fast instructions for them. Later calls change
+/// nothing.
 ///
 /// Results differ from libtorch's in the last bits of products, convolutions, attention, weights' gradients, batch norm
 /// and GELU; the others are equal.
@@ -72,7 +75,15 @@ pub fn install_kernels() -> Result<bool> {
     }
     let is_for_all = switch == Some(true);
     let takes_bf16 = has_mkl_bf16() && (is_for_all || !onednn_is_fast_at_bf16());
-    let takes_small_images = has_mkl_bf16() && has_described_amx();
+    let choice = Choice {
+        by_patches: match takes_bf16 {
+            true => ByPatches::All,
+            false if has_mkl_bf16() && has_described_amx() => ByPatches::SmallImages,
+            false => ByPatches::None,
+        },
+        by_tiles: has_strips() && (is_for_all || !is_intel()),
+    };
+    choice.set();
     let table = sys::vt_kernels {
         product: match (is_intel() && !is_for_all, has_tiles()) {
             (false, _) => Some(products::product),
@@ -92,14 +103,10 @@ pub fn install_kernels() -> Result<bool> {
         attention: Some(attention::attention),
         attention_backward: Some(attention::attention_backward),
         convolves_by_taps: Some(convolutions::convolves_by_taps),
-        convolves_bf16: match (takes_bf16, takes_small_images) {
-            (true, _) => Some(convolutions::convolves_all),
-            (false, true) => Some(convolutions::convolves_small_images),
-            (false, false) => None,
-        },
-        convolution_bf16: Some(convolutions::convolution_bf16),
-        convolution_input_grad_bf16: Some(convolutions::input_grad_bf16),
-        convolution_weight_grad_bf16: Some(convolutions::weight_grad_bf16),
+        convolves: choice.is_any().then_some(convolutions::convolves as _),
+        convolution: Some(convolutions::convolution),
+        convolution_input_grad: Some(convolutions::input_grad),
+        convolution_weight_grad: Some(convolutions::weight_grad),
         batch_norm: Some(batch_norm::batch_norm),
         batch_norm_backward: Some(batch_norm::batch_norm_backward),
     };

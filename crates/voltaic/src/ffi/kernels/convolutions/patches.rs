@@ -1,16 +1,12 @@
-//! Convolutions of images with the channels last: in bfloat16 as products of patches by the MKL, and which have the
-//! gradients of their weights tap by tap.
+//! Convolutions in bfloat16 as products of patches by the MKL.
 
 use std::cell::RefCell;
-use std::ffi::c_void;
 use std::ops::Range;
 
-use voltaic_sys as sys;
-
-use super::{Shared, address, scratch};
-use crate::ffi::bf16_product::has_bf16_products;
+use super::super::{Shared, address, scratch};
+use super::Convolution;
 use crate::ffi::matrix::{Matrix, MatrixMut};
-use crate::ffi::mkl::{has_mkl_bf16, multiply_by_mkl};
+use crate::ffi::mkl::multiply_by_mkl;
 use crate::ffi::simd::run_vectorized;
 use crate::ffi::threads::parallel_for;
 use crate::kernels::{Addend, Axis, Bf16, Patches, RoundRows, blocks, sized};
@@ -35,34 +31,7 @@ struct Scratch {
     sums: Vec<f32>,
 }
 
-/// Sizes of a convolution; pairs are of rows and columns.
-#[derive(Clone, Copy)]
-struct Convolution {
-    images: usize,
-    in_channels: usize,
-    out_channels: usize,
-    in_size: [usize; 2],
-    out_size: [usize; 2],
-    kernel: [usize; 2],
-    stride: [usize; 2],
-    padding: [usize; 2],
-}
-
 impl Convolution {
-    fn new(call: &sys::vt_convolution) -> Self {
-        let pair = |numbers: [i64; 2]| numbers.map(|number| number as usize);
-        Self {
-            images: call.images as usize,
-            in_channels: call.in_channels as usize,
-            out_channels: call.out_channels as usize,
-            in_size: pair(call.in_size),
-            out_size: pair(call.out_size),
-            kernel: pair(call.kernel),
-            stride: pair(call.stride),
-            padding: pair(call.padding),
-        }
-    }
-
     /// What each output sees of the input.
     fn patches<'a>(&self, input: &'a [Bf16]) -> Patches<'a> {
         let axis = |dim: usize| Axis {
@@ -73,23 +42,6 @@ impl Convolution {
             taps: self.kernel[dim],
         };
         Patches { images: input, axes: [axis(0), axis(1)], channels: self.in_channels }
-    }
-
-    fn in_len(&self) -> usize {
-        self.images * self.in_size[0] * self.in_size[1] * self.in_channels
-    }
-
-    fn out_pixels(&self) -> usize {
-        self.images * self.out_size[0] * self.out_size[1]
-    }
-
-    /// Numbers that one output is made of.
-    fn depth(&self) -> usize {
-        self.kernel[0] * self.kernel[1] * self.in_channels
-    }
-
-    fn weight_len(&self) -> usize {
-        self.out_channels * self.depth()
     }
 
     /// Of every `stride`-th input from number `phase` on: what they see of the outputs.
@@ -120,13 +72,6 @@ impl Phase {
     fn taps(self) -> impl Iterator<Item = usize> + Clone {
         (0..self.axis.taps).rev().map(move |tap| self.first_tap + tap * self.stride)
     }
-}
-
-/// # Safety
-/// The address is of `len` numbers that are there for `'a` and written by nobody.
-unsafe fn numbers<'a>(address: *const c_void, len: usize) -> &'a [Bf16] {
-    // SAFETY: as this function asks.
-    unsafe { std::slice::from_raw_parts(address.cast(), len) }
 }
 
 /// How many patches of a depth a thread works on at a time.
@@ -200,58 +145,44 @@ impl Correlation<'_> {
     }
 }
 
-pub(super) extern "C" fn convolution_bf16(
-    call: *const sys::vt_convolution,
-    input: *const c_void,
-    weight: *const c_void,
-    bias: *const c_void,
-    output: *mut c_void,
+/// Writes the outputs.
+pub(super) fn output(
+    call: &Convolution,
+    input: &[Bf16],
+    weight: &[Bf16],
+    bias: Option<&[Bf16]>,
+    out: Shared<Bf16>,
 ) {
-    // SAFETY: the shim passes a description and dense tensors of its sizes that live during the call, of which `output`
-    // shares no memory with the others.
-    unsafe {
-        let call = Convolution::new(&*call);
-        let bias = (!bias.is_null()).then(|| numbers(bias, call.out_channels));
-        let weight = Matrix::dense(numbers(weight, call.weight_len()), [call.out_channels, call.depth()]);
-        let correlation = Correlation {
-            patches: call.patches(numbers(input, call.in_len())),
-            weight: weight.transposed(),
-            bias,
-            output: Shared(output.cast()),
-            size: call.out_size,
-            places: [[0, 0], [1, 1]],
-        };
-        correlation.run(call.images);
-    }
+    let weight = Matrix::dense(weight, [call.out_channels, call.depth()]);
+    let correlation = Correlation {
+        patches: call.patches(input),
+        weight: weight.transposed(),
+        bias,
+        output: out,
+        size: call.out_size,
+        places: [[0, 0], [1, 1]],
+    };
+    // SAFETY: `out` has all outputs, and nobody else uses it.
+    unsafe { correlation.run(call.images) };
 }
 
-pub(super) extern "C" fn input_grad_bf16(
-    call: *const sys::vt_convolution,
-    grad: *const c_void,
-    weight: *const c_void,
-    output: *mut c_void,
-) {
-    // SAFETY: as in `convolution_bf16`.
-    let (call, grad, weight) = unsafe {
-        let call = Convolution::new(&*call);
-        let grad = numbers(grad, call.out_pixels() * call.out_channels);
-        (call, grad, numbers(weight, call.weight_len()))
-    };
+/// Writes the gradients of the inputs.
+pub(super) fn input_grad(call: &Convolution, grad: &[Bf16], weight: &[Bf16], out: Shared<Bf16>) {
     let [height, width] = call.stride;
     for (top, left) in (0..height).flat_map(|top| (0..width).map(move |left| (top, left))) {
         let (rows, columns) = (call.phase(0, top), call.phase(1, left));
         let patches = Patches { images: grad, axes: [rows.axis, columns.axis], channels: call.out_channels };
         TURNED.with_borrow_mut(|turned| {
-            let turned = turn_weight(&call, weight, [rows, columns], turned);
+            let turned = turn_weight(call, weight, [rows, columns], turned);
             let correlation = Correlation {
                 patches,
                 weight: Matrix::dense(turned, [patches.depth(), call.in_channels]),
                 bias: None,
-                output: Shared(output.cast()),
+                output: out,
                 size: call.in_size,
                 places: [[top, left], call.stride],
             };
-            // SAFETY: as in `convolution_bf16`.
+            // SAFETY: `out` has all inputs, and nobody else uses it.
             unsafe { correlation.run(call.images) };
         });
     }
@@ -278,26 +209,15 @@ fn turn_weight<'a>(
 
 // ---- weights ----
 
-pub(super) extern "C" fn weight_grad_bf16(
-    call: *const sys::vt_convolution,
-    grad: *const c_void,
-    input: *const c_void,
-    output: *mut c_void,
-) {
-    // SAFETY: as in `convolution_bf16`.
-    let (call, grad, input) = unsafe {
-        let call = Convolution::new(&*call);
-        let grad = numbers(grad, call.out_pixels() * call.out_channels);
-        (call, grad, numbers(input, call.in_len()))
-    };
-    let output = Shared(output.cast::<Bf16>());
+/// Writes the gradients of the weights.
+pub(super) fn weight_grad(call: &Convolution, grad: &[Bf16], input: &[Bf16], out: Shared<Bf16>) {
     let gradient = WeightGrad { patches: call.patches(input), grad, outputs: call.out_channels };
     let pixels = call.out_pixels();
     // patches are made by each thread that multiplies by them, sums of all weights by each that has some of the patches
     if pixels < 4 * call.out_channels || tch::get_num_threads() <= 1 {
-        gradient.split_outputs(pixels, output);
+        gradient.split_outputs(pixels, out);
     } else {
-        gradient.split_pixels(pixels, output);
+        gradient.split_pixels(pixels, out);
     }
 }
 
@@ -368,44 +288,4 @@ impl WeightGrad<'_> {
 fn round(sums: &[f32], output: &mut [Bf16]) {
     let width = sums.len();
     run_vectorized(RoundRows { sums, width, output, stride: width, addend: Addend::Zero });
-}
-
-// ---- which ----
-
-/// All of any convolution.
-pub(super) extern "C" fn convolves_all(_call: *const sys::vt_convolution) -> i32 {
-    sys::VT_OUTPUT | sys::VT_INPUT_GRAD | sys::VT_WEIGHT_GRAD
-}
-
-/// What oneDNN is slow at with AMX, too: small images. Measured with kernels of 3 x 3 and strides of 1 and 2: below these
-/// bounds 1.4 to 3.4 times as fast, above them 0.3 to 1.1 times.
-pub(super) extern "C" fn convolves_small_images(call: *const sys::vt_convolution) -> i32 {
-    // SAFETY: the shim passes a description that lives during the call.
-    let call = unsafe { &*call };
-    let (pixels, channels) = pixels_and_channels(call);
-    match pixels {
-        _ if call.kernel != [3, 3] => 0,
-        0..=16 if channels >= 256 * 512 => sys::VT_OUTPUT | sys::VT_INPUT_GRAD | sys::VT_WEIGHT_GRAD,
-        0..=64 if channels >= 128 * 256 => sys::VT_WEIGHT_GRAD,
-        _ => 0,
-    }
-}
-
-pub(super) extern "C" fn convolves_by_taps(call: *const sys::vt_convolution) -> i32 {
-    // SAFETY: the shim passes a description that lives during the call.
-    let call = unsafe { &*call };
-    let has_products = call.dtype == sys::VT_FLOAT32 || has_bf16_products() || has_mkl_bf16();
-    i32::from(has_products && is_faster_by_taps(call))
-}
-
-/// oneDNN is slow at the weights of many channels on small images; the taps at their border leave out work, too.
-/// Measured with kernels of 3 x 3 and strides of 1 and 2: below these bounds 1.04 to 12 times as fast.
-fn is_faster_by_taps(call: &sys::vt_convolution) -> bool {
-    let (pixels, channels) = pixels_and_channels(call);
-    call.kernel == [3, 3] && (pixels <= 16 && channels >= 256 * 256 || pixels <= 64 && channels >= 512 * 512)
-}
-
-/// Of an output image, and pairs of input and output.
-fn pixels_and_channels(call: &sys::vt_convolution) -> (i64, i64) {
-    (call.out_size[0] * call.out_size[1], call.in_channels * call.out_channels)
 }

@@ -1,0 +1,228 @@
+//! Convolutions of images with the channels last, and their gradients.
+
+mod patches;
+mod winograd;
+
+use std::ffi::c_void;
+use std::sync::OnceLock;
+
+use voltaic_sys as sys;
+
+use super::Shared;
+use crate::ffi::bf16_product::has_bf16_products;
+use crate::ffi::mkl::has_mkl_bf16;
+
+/// Sizes of a convolution; pairs are of rows and columns.
+#[derive(Clone, Copy)]
+struct Convolution {
+    images: usize,
+    in_channels: usize,
+    out_channels: usize,
+    in_size: [usize; 2],
+    out_size: [usize; 2],
+    kernel: [usize; 2],
+    stride: [usize; 2],
+    padding: [usize; 2],
+}
+
+impl Convolution {
+    fn new(call: &sys::vt_convolution) -> Self {
+        let pair = |numbers: [i64; 2]| numbers.map(|number| number as usize);
+        Self {
+            images: call.images as usize,
+            in_channels: call.in_channels as usize,
+            out_channels: call.out_channels as usize,
+            in_size: pair(call.in_size),
+            out_size: pair(call.out_size),
+            kernel: pair(call.kernel),
+            stride: pair(call.stride),
+            padding: pair(call.padding),
+        }
+    }
+
+    fn in_len(&self) -> usize {
+        self.images * self.in_size[0] * self.in_size[1] * self.in_channels
+    }
+
+    fn out_pixels(&self) -> usize {
+        self.images * self.out_size[0] * self.out_size[1]
+    }
+
+    fn out_len(&self) -> usize {
+        self.out_pixels() * self.out_channels
+    }
+
+    /// Numbers that one output is made of.
+    fn depth(&self) -> usize {
+        self.kernel[0] * self.kernel[1] * self.in_channels
+    }
+
+    fn weight_len(&self) -> usize {
+        self.out_channels * self.depth()
+    }
+}
+
+// ---- which ----
+
+const ALL: i32 = sys::VT_OUTPUT | sys::VT_INPUT_GRAD | sys::VT_WEIGHT_GRAD;
+
+/// Convolutions in bfloat16 that are products of patches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ByPatches {
+    None,
+    /// What oneDNN is slow at with AMX, too.
+    SmallImages,
+    All,
+}
+
+/// What is computed here, as decided when kernels are installed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Choice {
+    pub by_patches: ByPatches,
+    /// Whether convolutions of 3 x 3 go by Winograd's tiles.
+    pub by_tiles: bool,
+}
+
+static CHOICE: OnceLock<Choice> = OnceLock::new();
+
+impl Choice {
+    /// Keeps the choice for this process; the first one stays.
+    pub fn set(self) {
+        CHOICE.get_or_init(|| self);
+    }
+
+    /// Whether there is anything to compute.
+    pub fn is_any(self) -> bool {
+        self.by_tiles || self.by_patches != ByPatches::None
+    }
+
+    /// As `vt_convolves`: by tiles in float32, by patches in bfloat16.
+    fn computed(self, call: &sys::vt_convolution) -> i32 {
+        match self.by_patches {
+            _ if call.dtype == sys::VT_FLOAT32 => {
+                let may_be = self.by_tiles && call.is_channels_last != 0;
+                if may_be { winograd::by_tiles(call) } else { 0 }
+            }
+            ByPatches::None => 0,
+            ByPatches::SmallImages => of_small_images(call),
+            ByPatches::All => ALL,
+        }
+    }
+}
+
+/// Measured with kernels of 3 x 3 and strides of 1 and 2: below these bounds 1.4 to 3.4 times as fast as oneDNN with AMX,
+/// above them 0.3 to 1.1 times.
+fn of_small_images(call: &sys::vt_convolution) -> i32 {
+    let (pixels, channels) = pixels_and_channels(call);
+    match pixels {
+        _ if call.kernel != [3, 3] => 0,
+        0..=16 if channels >= 256 * 512 => ALL,
+        0..=64 if channels >= 128 * 256 => sys::VT_WEIGHT_GRAD,
+        _ => 0,
+    }
+}
+
+fn choice() -> Choice {
+    *CHOICE.get().expect("set before the kernels are in the dispatcher")
+}
+
+pub(super) extern "C" fn convolves(call: *const sys::vt_convolution) -> i32 {
+    // SAFETY: the shim passes a description that lives during the call.
+    let call = unsafe { &*call };
+    choice().computed(call)
+}
+
+pub(super) extern "C" fn convolves_by_taps(call: *const sys::vt_convolution) -> i32 {
+    // SAFETY: as above.
+    let call = unsafe { &*call };
+    let has_products = match call.dtype {
+        sys::VT_FLOAT32 => choice().computed(call) & sys::VT_WEIGHT_GRAD == 0,
+        _ => has_bf16_products() || has_mkl_bf16(),
+    };
+    i32::from(has_products && is_faster_by_taps(call))
+}
+
+/// oneDNN is slow at the weights of many channels on small images; the taps at their border leave out work, too.
+/// Measured with kernels of 3 x 3 and strides of 1 and 2: below these bounds 1.04 to 12 times as fast.
+fn is_faster_by_taps(call: &sys::vt_convolution) -> bool {
+    let (pixels, channels) = pixels_and_channels(call);
+    call.kernel == [3, 3] && (pixels <= 16 && channels >= 256 * 256 || pixels <= 64 && channels >= 512 * 512)
+}
+
+/// Of an output image, and pairs of input and output.
+fn pixels_and_channels(call: &sys::vt_convolution) -> (i64, i64) {
+    (call.out_size[0] * call.out_size[1], call.in_channels * call.out_channels)
+}
+
+// ---- calls ----
+
+/// # Safety
+/// The address is of `len` numbers that are there for `'a` and written by nobody.
+unsafe fn numbers<'a, T>(address: *const c_void, len: usize) -> &'a [T] {
+    // SAFETY: as this function asks.
+    unsafe { std::slice::from_raw_parts(address.cast(), len) }
+}
+
+pub(super) extern "C" fn convolution(
+    call: *const sys::vt_convolution,
+    input: *const c_void,
+    weight: *const c_void,
+    bias: *const c_void,
+    output: *mut c_void,
+) {
+    // SAFETY: the shim passes a description and dense tensors of its dtype and sizes that live during the call, of which
+    // `output` shares no memory with the others.
+    unsafe {
+        let (sizes, dtype) = (Convolution::new(&*call), (*call).dtype);
+        let has_bias = !bias.is_null();
+        if dtype == sys::VT_FLOAT32 {
+            let (input, weight) = (numbers(input, sizes.in_len()), numbers(weight, sizes.weight_len()));
+            let bias = has_bias.then(|| numbers(bias, sizes.out_channels));
+            winograd::output(&sizes, input, weight, bias, Shared(output.cast()));
+        } else {
+            let (input, weight) = (numbers(input, sizes.in_len()), numbers(weight, sizes.weight_len()));
+            let bias = has_bias.then(|| numbers(bias, sizes.out_channels));
+            patches::output(&sizes, input, weight, bias, Shared(output.cast()));
+        }
+    }
+}
+
+pub(super) extern "C" fn input_grad(
+    call: *const sys::vt_convolution,
+    grad: *const c_void,
+    weight: *const c_void,
+    output: *mut c_void,
+) {
+    // SAFETY: as in `convolution`.
+    unsafe {
+        let (sizes, dtype) = (Convolution::new(&*call), (*call).dtype);
+        let (grad_len, weight_len) = (sizes.out_len(), sizes.weight_len());
+        if dtype == sys::VT_FLOAT32 {
+            let (grad, weight) = (numbers(grad, grad_len), numbers(weight, weight_len));
+            winograd::input_grad(&sizes, grad, weight, Shared(output.cast()));
+        } else {
+            let (grad, weight) = (numbers(grad, grad_len), numbers(weight, weight_len));
+            patches::input_grad(&sizes, grad, weight, Shared(output.cast()));
+        }
+    }
+}
+
+pub(super) extern "C" fn weight_grad(
+    call: *const sys::vt_convolution,
+    grad: *const c_void,
+    input: *const c_void,
+    output: *mut c_void,
+) {
+    // SAFETY: as in `convolution`.
+    unsafe {
+        let (sizes, dtype) = (Convolution::new(&*call), (*call).dtype);
+        let (grad_len, input_len) = (sizes.out_len(), sizes.in_len());
+        if dtype == sys::VT_FLOAT32 {
+            let (grad, input) = (numbers(grad, grad_len), numbers(input, input_len));
+            winograd::weight_grad(&sizes, grad, input, Shared(output.cast()));
+        } else {
+            let (grad, input) = (numbers(grad, grad_len), numbers(input, input_len));
+            patches::weight_grad(&sizes, grad, input, Shared(output.cast()));
+        }
+    }
+}
