@@ -62,6 +62,13 @@ impl Convolution {
     }
 }
 
+/// How many threads have some of `len`, and how much each but the last. `len` is not 0; `grain` is worth a thread.
+fn shares(len: usize, grain: usize) -> [usize; 2] {
+    let threads = (tch::get_num_threads().max(1) as usize).min(len.div_ceil(grain));
+    let part = len.div_ceil(threads);
+    [len.div_ceil(part), part]
+}
+
 // ---- which ----
 
 const ALL: i32 = sys::VT_OUTPUT | sys::VT_INPUT_GRAD | sys::VT_WEIGHT_GRAD;

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::super::{Shared, address, scratch};
-use super::Convolution;
+use super::{Convolution, shares};
 use crate::ffi::matrix::{Matrix, MatrixMut};
 use crate::ffi::mkl::multiply_by_mkl;
 use crate::ffi::simd::run_vectorized;
@@ -260,11 +260,9 @@ impl WeightGrad<'_> {
     /// Each thread has some of the pixels.
     fn split_pixels(&self, pixels: usize, output: Shared<Bf16>) {
         let len = self.outputs * self.patches.depth();
-        let threads = (tch::get_num_threads() as usize).min(pixels.div_ceil(MIN_PATCHES));
+        let [threads, part] = shares(pixels, MIN_PATCHES);
         let Some(memory) = scratch(threads * len) else { return self.split_outputs(pixels, output) };
         let all = address(&memory);
-        let part = pixels.div_ceil(threads);
-        let threads = pixels.div_ceil(part); // each has some
         parallel_for(threads, 1, |some| {
             SCRATCH.with_borrow_mut(|scratch| {
                 for thread in some {

@@ -7,7 +7,7 @@ use std::ops::Range;
 use voltaic_sys as sys;
 
 use super::super::Shared;
-use super::Convolution;
+use super::{Convolution, shares};
 use crate::ffi::f32_product::multiply_by_strips;
 use crate::ffi::lanes::LANES;
 use crate::ffi::matrix::{Matrix, MatrixMut};
@@ -43,13 +43,12 @@ struct Scratch {
     grads: Vec<f32>,
     /// Sums in all places.
     sums: Vec<f32>,
-    /// Weights of a strip.
-    weights: Vec<f32>,
+    /// Weights of a strip, tap by tap.
     taps: [Vec<u32>; TAPS],
 }
 
-/// Which of images, weights and gradients are the factors.
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// What the weights are read for.
+#[derive(Clone, Copy)]
 enum Direction {
     /// From inputs to outputs.
     Forward,
@@ -125,10 +124,10 @@ impl Correlation<'_> {
     fn transform_weights(&self, out: Shared<f32>, len: usize) {
         let (depth, width) = (self.from.channels, self.to.channels);
         parallel_for(width.div_ceil(COLUMNS), 1, |strips| {
-            SCRATCH.with_borrow_mut(|Scratch { weights, taps, .. }| {
+            SCRATCH.with_borrow_mut(|Scratch { taps, .. }| {
                 for strip in strips {
                     let columns = strip * COLUMNS..((strip + 1) * COLUMNS).min(width);
-                    let taps = self.taps(columns, weights, taps);
+                    let taps = self.taps(columns, taps);
                     let places = std::array::from_fn(|place| {
                         let start = place * len + strip * depth * COLUMNS;
                         // SAFETY: there are as many numbers; each strip is written by one thread, in each place.
@@ -140,31 +139,18 @@ impl Correlation<'_> {
         });
     }
 
-    /// The weights of some columns, tap by tap: `[from][columns]`, with something in columns that are not there.
-    fn taps<'a>(
-        &self,
-        columns: Range<usize>,
-        copy: &'a mut Vec<f32>,
-        taps: &'a mut [Vec<u32>; TAPS],
-    ) -> [&'a [f32]; TAPS] {
-        let depth = self.from.channels;
-        if self.direction == Direction::Backward {
-            let len = depth * COLUMNS;
-            let copy = sized(copy, TAPS * len);
-            for (row, weights) in self.weight.chunks_exact(TAPS * self.to.channels).enumerate() {
-                for (tap, weights) in weights.chunks_exact(self.to.channels).rev().enumerate() {
-                    copy[tap * len + row * COLUMNS..][..columns.len()]
-                        .copy_from_slice(&weights[columns.clone()]);
-                }
-            }
-            let copy = &*copy;
-            return std::array::from_fn(|tap| &copy[tap * len..][..len]);
-        }
-        let weights = &self.weight[columns.start * TAPS * depth..columns.end * TAPS * depth];
-        let mut first = (0..).step_by(depth);
-        taps.each_mut().map(|strips| {
-            let tap = &weights[first.next().expect("endless")..];
-            Strips::new(Matrix::new(tap, [depth, columns.len()], [1, TAPS * depth]), strips).numbers()
+    /// The weights of some columns, tap by tap: `[from][columns]`, with 0 in columns that are not there.
+    fn taps<'a>(&self, columns: Range<usize>, strips: &'a mut [Vec<u32>; TAPS]) -> [&'a [f32]; TAPS] {
+        let (depth, width) = (self.from.channels, self.to.channels);
+        let mut all = strips.iter_mut().enumerate();
+        std::array::from_fn(|_| {
+            let (tap, strips) = all.next().expect("one for each tap");
+            let (first, strides) = match self.direction {
+                Direction::Forward => ((columns.start * TAPS + tap) * depth, [1, TAPS * depth]),
+                Direction::Backward => ((TAPS - 1 - tap) * width + columns.start, [TAPS * width, 1]),
+            };
+            let tap = Matrix::new(&self.weight[first..], [depth, columns.len()], strides);
+            Strips::new(tap, strips).numbers()
         })
     }
 
@@ -224,10 +210,7 @@ impl WeightGrad<'_> {
     fn run(&self) {
         let [rows, columns] = self.grads.tiles;
         let rows = self.images * rows;
-        let threads =
-            (tch::get_num_threads().max(1) as usize).min(rows.div_ceil(MIN_TILES.div_ceil(columns)));
-        let part = rows.div_ceil(threads);
-        let threads = rows.div_ceil(part); // each has some
+        let [threads, part] = shares(rows, MIN_TILES.div_ceil(columns));
         let (outputs, inputs) = (self.grads.channels, self.inputs.channels);
         let len = outputs * inputs;
         SHARED.with_borrow_mut(|sums| {
@@ -301,7 +284,7 @@ pub(super) fn by_tiles(call: &sys::vt_convolution) -> i32 {
         && call.stride == [1, 1]
         && call.padding[0] == call.padding[1]
         && call.padding[0] <= 2
-        && channels.iter().all(|channels| channels % LANES as i64 == 0);
+        && channels.iter().all(|channels| *channels > 0 && channels % LANES as i64 == 0);
     if !fits || call.images * tiles < FEWEST_TILES {
         return 0;
     }
