@@ -2,10 +2,14 @@
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
-    __m512, _mm512_add_ps, _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps, _mm512_setzero_ps,
-    _mm512_storeu_ps, _mm512_sub_ps,
+    __m512, _CMP_UNORD_Q, _mm256_loadu_si256, _mm256_storeu_si256, _mm512_add_epi32, _mm512_add_ps,
+    _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16,
+    _mm512_cvtepu16_epi32, _mm512_loadu_ps, _mm512_mask_mov_epi32, _mm512_mul_ps, _mm512_set1_epi32,
+    _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
 };
 use std::ops::{Add, Mul, Sub};
+
+use crate::kernels::{Bf16, Element};
 
 /// How many.
 pub(super) const LANES: usize = 16;
@@ -30,25 +34,61 @@ impl Lanes {
         // SAFETY: as this function asks.
         Self(unsafe { _mm512_setzero_ps() })
     }
+}
 
-    /// Reads them.
+/// A number format that lanes are read from and written to.
+pub(super) trait InLanes: Element {
+    /// Reads as many numbers.
     ///
     /// # Safety
-    /// As for `zero`; they must be readable.
-    #[inline(always)]
-    pub unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: as this function asks.
-        Self(unsafe { _mm512_loadu_ps(from) })
-    }
+    /// As for [`Lanes::zero`]; they must be readable.
+    unsafe fn load(from: *const Self) -> Lanes;
 
-    /// Writes them.
+    /// Writes the nearest numbers, ties to even.
     ///
     /// # Safety
     /// They must be writable.
+    unsafe fn store(lanes: Lanes, to: *mut Self);
+}
+
+#[cfg(target_arch = "x86_64")]
+impl InLanes for f32 {
     #[inline(always)]
-    pub unsafe fn store(self, to: *mut f32) {
+    unsafe fn load(from: *const Self) -> Lanes {
+        // SAFETY: as this function asks.
+        Lanes(unsafe { _mm512_loadu_ps(from) })
+    }
+
+    #[inline(always)]
+    unsafe fn store(lanes: Lanes, to: *mut Self) {
         // SAFETY: as this function asks; who made lanes knows that there is AVX-512.
-        unsafe { _mm512_storeu_ps(to, self.0) }
+        unsafe { _mm512_storeu_ps(to, lanes.0) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl InLanes for Bf16 {
+    #[inline(always)]
+    unsafe fn load(from: *const Self) -> Lanes {
+        // SAFETY: as this function asks.
+        Lanes(unsafe {
+            let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn store(lanes: Lanes, to: *mut Self) {
+        // SAFETY: as above.
+        unsafe {
+            let bits = _mm512_castps_si512(lanes.0);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(lanes.0, lanes.0);
+            let nan = _mm512_set1_epi32(0x7fc0);
+            let upper = _mm512_mask_mov_epi32(_mm512_srli_epi32::<16>(rounded), is_nan, nan);
+            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(upper));
+        }
     }
 }
 
@@ -87,21 +127,24 @@ impl Mul<f32> for Lanes {
 
 #[cfg(not(target_arch = "x86_64"))]
 mod plain {
-    use super::{Add, LANES, Lanes, Mul, Sub};
+    use super::{Add, Element, InLanes, LANES, Lanes, Mul, Sub};
 
     impl Lanes {
         pub unsafe fn zero() -> Self {
             Self([0.0; LANES])
         }
+    }
 
-        pub unsafe fn load(from: *const f32) -> Self {
+    impl<T: Element> InLanes for T {
+        unsafe fn load(from: *const Self) -> Lanes {
             // SAFETY: as this function asks on x86-64.
-            Self(unsafe { *from.cast() })
+            let numbers: [T; LANES] = unsafe { *from.cast() };
+            Lanes(numbers.map(T::to_f32))
         }
 
-        pub unsafe fn store(self, to: *mut f32) {
+        unsafe fn store(lanes: Lanes, to: *mut Self) {
             // SAFETY: as above.
-            unsafe { *to.cast() = self.0 };
+            unsafe { *to.cast() = lanes.0.map(T::from_f32) };
         }
     }
 

@@ -1,31 +1,87 @@
-//! Convolutions of 3 x 3 in fewer multiplications: Winograd's minimal filtering `F(2 x 2, 3 x 3)`, as in [Lavin and Gray,
+//! Convolutions of 3 x 3 in fewer multiplications: Winograd's minimal filtering, as in [Lavin and Gray,
 //! 2015](https://arxiv.org/abs/1509.09308).
 //!
-//! A tile of 2 x 2 outputs sees 4 x 4 pixels `d`. With the matrices
-//!
-//! ```text
-//!       | 1  0 -1  0 |        |  1    0   0  |
-//! B^T = | 0  1  1  0 |    G = | 1/2  1/2 1/2 |    A^T = | 1  1  1  0 |
-//!       | 0 -1  1  0 |        | 1/2 -1/2 1/2 |          | 0  1 -1 -1 |
-//!       | 0  1  0 -1 |        |  0    0   1  |
-//! ```
-//!
-//! it is `A^T [(G g G^T) * (B^T d B)] A` for the weights `g`: 16 multiplications for 36. Summed over channels, each of the 16
-//! places is a product of matrices. The derivative by `g` is `G^T [(A y A^T) * (B^T d B)] G` for gradients `y` of the tile.
+//! A tile of `M` x `M` outputs sees `N` x `N` pixels `d`, with `N = M + 2`. With a formula's matrices `B`, `G` and `A` it is
+//! `A^T [(G g G^T) * (B^T d B)] A` for the weights `g`: `N^2` multiplications for `9 M^2`. Summed over channels, each of the
+//! places of a tile is a product of matrices. The derivative by `g` is `G^T [(A y A^T) * (B^T d B)] G` for gradients `y` of the
+//! tile.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::lanes::{LANES, Lanes};
+use super::lanes::{InLanes, LANES, Lanes};
+use super::simd::run_vectorized;
 use super::strips::{COLUMNS, has_strips};
-use crate::kernels::Kernel;
-
-/// Places of a transformed tile.
-pub(super) const PLACES: usize = 16;
+use crate::kernels::{Bf16, Convert, Kernel, sized};
 
 type Square<const N: usize> = [[Lanes; N]; N];
 
+/// A format of images and weights, with the formula that serves it: all is computed in float32.
+///
+/// float32 has 16 multiplications for 36, as exact as without the formula:
+///
+/// ```text
+///       | 1  0 -1  0 |        |  1    0   0  |
+/// B^T = | 0  1  1  0 |    G = | 1/2  1/2 1/2 |    A^T = | 1  1  1  0 |
+///       | 0 -1  1  0 |        | 1/2 -1/2 1/2 |          | 0  1 -1 -1 |
+///       | 0  1  0 -1 |        |  0    0   1  |
+/// ```
+///
+/// bfloat16 has 36 for 144; that loses some of float32's digits, none that bfloat16 has:
+///
+/// ```text
+///       | 4  0 -5  0  1  0 |        |  1/4    0     0  |
+///       | 0 -4 -4  1  1  0 |        | -1/6  -1/6  -1/6 |          | 1  1  1  1  1  0 |
+/// B^T = | 0  4 -4 -1  1  0 |    G = | -1/6   1/6  -1/6 |    A^T = | 0  1 -1  2 -2  0 |
+///       | 0 -2 -1  2  1  0 |        | 1/24  1/12   1/6 |          | 0  1  1  4  4  0 |
+///       | 0  2 -1 -2  1  0 |        | 1/24 -1/12   1/6 |          | 0  1 -1  8 -8  1 |
+///       | 0  4  0 -5  0  1 |        |   0     0     1  |
+/// ```
+pub(super) trait Filtering<const N: usize, const M: usize>: InLanes {
+    /// `B^T d`
+    type OfPixels: Transform<N, N>;
+    /// `G g`
+    type OfWeights: Transform<3, N>;
+    /// `A^T m`
+    type ToOutputs: Transform<N, M>;
+    /// `A y`
+    type OfGrads: Transform<M, N>;
+    /// `G^T s`
+    type ToWeights: Transform<N, 3>;
+
+    /// All numbers in float32: these, or a copy.
+    fn widened<'a>(numbers: &'a [Self], copy: &'a mut Vec<f32>) -> &'a [f32];
+}
+
+impl Filtering<4, 2> for f32 {
+    type OfPixels = OfPixels;
+    type OfWeights = OfWeights;
+    type ToOutputs = ToOutputs;
+    type OfGrads = OfGrads;
+    type ToWeights = ToWeights;
+
+    fn widened<'a>(numbers: &'a [Self], _copy: &'a mut Vec<f32>) -> &'a [f32] {
+        numbers
+    }
+}
+
+impl Filtering<6, 4> for Bf16 {
+    type OfPixels = OfPixels;
+    type OfWeights = OfWeights;
+    type ToOutputs = ToOutputs;
+    type OfGrads = OfGrads;
+    type ToWeights = ToWeights;
+
+    fn widened<'a>(numbers: &'a [Self], copy: &'a mut Vec<f32>) -> &'a [f32] {
+        let copy = sized(copy, numbers.len());
+        run_vectorized(Convert { numbers, copy: &mut *copy });
+        copy
+    }
+}
+
 /// One of the matrices, from `N` to `M` numbers.
-trait Transform<const N: usize, const M: usize> {
+pub(super) trait Transform<const N: usize, const M: usize> {
+    /// The product.
     fn apply(numbers: [Lanes; N]) -> [Lanes; M];
 
     /// Of the rows, then of the columns.
@@ -55,8 +111,7 @@ trait Transform<const N: usize, const M: usize> {
     }
 }
 
-/// `B^T d`
-struct OfPixels;
+pub(super) struct OfPixels;
 
 impl Transform<4, 4> for OfPixels {
     #[inline(always)]
@@ -65,8 +120,17 @@ impl Transform<4, 4> for OfPixels {
     }
 }
 
-/// `G g`
-struct OfWeights;
+impl Transform<6, 6> for OfPixels {
+    #[inline(always)]
+    fn apply([a, b, c, d, e, f]: [Lanes; 6]) -> [Lanes; 6] {
+        let (even, odd) = (e - c * 4.0, d - b * 4.0);
+        let (wide_even, wide_odd) = (e - c, (d - b) * 2.0);
+        let (first, last) = (a * 4.0 - c * 5.0 + e, b * 4.0 - d * 5.0 + f);
+        [first, even + odd, even - odd, wide_even + wide_odd, wide_even - wide_odd, last]
+    }
+}
+
+pub(super) struct OfWeights;
 
 impl Transform<3, 4> for OfWeights {
     #[inline(always)]
@@ -76,8 +140,16 @@ impl Transform<3, 4> for OfWeights {
     }
 }
 
-/// `A^T m`
-struct ToOutputs;
+impl Transform<3, 6> for OfWeights {
+    #[inline(always)]
+    fn apply([a, b, c]: [Lanes; 3]) -> [Lanes; 6] {
+        let (outer, inner) = ((a + c) * (-1.0 / 6.0), b * (-1.0 / 6.0));
+        let (wide_outer, wide_inner) = (a * (1.0 / 24.0) + c * (1.0 / 6.0), b * (1.0 / 12.0));
+        [a * 0.25, outer + inner, outer - inner, wide_outer + wide_inner, wide_outer - wide_inner, c]
+    }
+}
+
+pub(super) struct ToOutputs;
 
 impl Transform<4, 2> for ToOutputs {
     #[inline(always)]
@@ -86,8 +158,21 @@ impl Transform<4, 2> for ToOutputs {
     }
 }
 
-/// `A y`
-struct OfGrads;
+impl Transform<6, 4> for ToOutputs {
+    #[inline(always)]
+    fn apply([a, b, c, d, e, f]: [Lanes; 6]) -> [Lanes; 4] {
+        let (sum, difference) = (b + c, b - c);
+        let (wide_sum, wide_difference) = (d + e, d - e);
+        [
+            a + sum + wide_sum,
+            difference + wide_difference * 2.0,
+            sum + wide_sum * 4.0,
+            difference + wide_difference * 8.0 + f,
+        ]
+    }
+}
+
+pub(super) struct OfGrads;
 
 impl Transform<2, 4> for OfGrads {
     #[inline(always)]
@@ -96,14 +181,34 @@ impl Transform<2, 4> for OfGrads {
     }
 }
 
-/// `G^T s`
-struct ToWeights;
+impl Transform<4, 6> for OfGrads {
+    #[inline(always)]
+    fn apply([a, b, c, d]: [Lanes; 4]) -> [Lanes; 6] {
+        let (even, odd) = (a + c, b + d);
+        let (wide_even, wide_odd) = (a + c * 4.0, b * 2.0 + d * 8.0);
+        [a, even + odd, even - odd, wide_even + wide_odd, wide_even - wide_odd, d]
+    }
+}
+
+pub(super) struct ToWeights;
 
 impl Transform<4, 3> for ToWeights {
     #[inline(always)]
     fn apply([a, b, c, d]: [Lanes; 4]) -> [Lanes; 3] {
         let sum = (b + c) * 0.5;
         [a + sum, (b - c) * 0.5, sum + d]
+    }
+}
+
+impl Transform<6, 3> for ToWeights {
+    #[inline(always)]
+    fn apply([a, b, c, d, e, f]: [Lanes; 6]) -> [Lanes; 3] {
+        let (sum, wide_sum) = ((b + c) * (-1.0 / 6.0), d + e);
+        [
+            a * 0.25 + sum + wide_sum * (1.0 / 24.0),
+            (c - b) * (1.0 / 6.0) + (d - e) * (1.0 / 12.0),
+            sum + wide_sum * (1.0 / 6.0) + f,
+        ]
     }
 }
 
@@ -114,6 +219,8 @@ pub(super) struct Tiling {
     pub size: [usize; 2],
     /// Rows and columns of tiles of an image.
     pub tiles: [usize; 2],
+    /// From tile to tile.
+    pub step: usize,
     /// Numbers of a pixel: a multiple of [`LANES`].
     pub channels: usize,
     /// The first row and column of the first tile, which may lie before the image.
@@ -122,15 +229,15 @@ pub(super) struct Tiling {
 
 impl Tiling {
     /// Of outputs: each pixel is in one tile.
-    pub fn of_outputs(size: [usize; 2], channels: usize) -> Self {
-        Self { size, tiles: size.map(|pixels| pixels.div_ceil(2)), channels, first: 0 }
+    pub fn of_outputs(size: [usize; 2], channels: usize, step: usize) -> Self {
+        Self { size, tiles: size.map(|pixels| pixels.div_ceil(step)), step, channels, first: 0 }
     }
 
     /// The rows of images, one after the other through all images, that some rows of tiles cover.
     pub fn lines(&self, rows: &Range<usize>) -> Range<usize> {
         let line = |row: usize| {
             let (image, row) = (row / self.tiles[0], row % self.tiles[0]);
-            image * self.size[0] + 2 * row
+            image * self.size[0] + self.step * row
         };
         line(rows.start)..line(rows.end)
     }
@@ -149,9 +256,9 @@ impl Tiling {
         let [height, width] = self.size;
         let mut window = [[OUTSIDE; N]; N];
         for (i, places) in window.iter_mut().enumerate() {
-            let y = (2 * row + i).wrapping_add_signed(self.first);
+            let y = (self.step * row + i).wrapping_add_signed(self.first);
             for (j, place) in places.iter_mut().enumerate() {
-                let x = (2 * column + j).wrapping_add_signed(self.first);
+                let x = (self.step * column + j).wrapping_add_signed(self.first);
                 if y < height && x < width {
                     *place = ((image * height + y) * width + x) * self.channels;
                 }
@@ -191,11 +298,11 @@ impl TileOrder {
     }
 }
 
-/// Writes the transformed tiles of some rows of tiles: of inputs, which are windows of 4 x 4 pixels, or of gradients of
+/// Writes the transformed tiles of some rows of tiles: of inputs, which are windows of `N` x `N` pixels, or of gradients of
 /// outputs.
-pub(super) struct TransformTiles<'a> {
+pub(super) struct TransformTiles<'a, T, const N: usize, const M: usize> {
     /// All of them.
-    pub images: &'a [f32],
+    pub images: &'a [T],
     /// How they are cut.
     pub tiling: Tiling,
     /// Whether they are gradients of outputs.
@@ -208,7 +315,7 @@ pub(super) struct TransformTiles<'a> {
     pub out: &'a mut [f32],
 }
 
-impl Kernel for TransformTiles<'_> {
+impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for TransformTiles<'_, T, N, M> {
     type Output = ();
 
     #[inline(always)]
@@ -217,44 +324,46 @@ impl Kernel for TransformTiles<'_> {
         // SAFETY: as was just asked.
         unsafe {
             if self.are_grads {
-                self.transform::<2, OfGrads>();
+                self.transform::<M, T::OfGrads>();
             } else {
-                self.transform::<4, OfPixels>();
+                self.transform::<N, T::OfPixels>();
             }
         }
     }
 }
 
-impl TransformTiles<'_> {
+impl<T: Filtering<N, M>, const N: usize, const M: usize> TransformTiles<'_, T, N, M> {
     /// # Safety
     /// As for [`Lanes::zero`].
     #[inline(always)]
-    unsafe fn transform<const N: usize, F: Transform<N, 4>>(self) {
+    unsafe fn transform<const K: usize, F: Transform<K, N>>(self) {
         let Tiling { tiles: [_, columns], channels, .. } = self.tiling;
         let tiles = self.rows.len() * columns;
         let len = self.order.len(tiles, channels);
-        assert_eq!(self.out.len(), PLACES * len);
+        assert_eq!(self.out.len(), N * N * len);
         self.tiling.check(&self.rows, self.images.len());
         let (images, out) = (self.images.as_ptr(), self.out.as_mut_ptr());
         for (row, first) in self.rows.zip((0..).step_by(columns)) {
             for column in 0..columns {
-                let window = self.tiling.window::<N>(row, column);
+                let window = self.tiling.window::<K>(row, column);
                 for channel in (0..channels).step_by(LANES) {
                     // SAFETY: all pixels of the rows are in `images`, as was checked, and the numbers of their channels
-                    // in lanes; places in `out` lie below `PLACES * len`.
+                    // in lanes; places in `out` lie below `N * N * len`.
                     unsafe {
-                        let mut square = [[Lanes::zero(); N]; N];
-                        for i in 0..N {
-                            for j in 0..N {
+                        let mut square = [[Lanes::zero(); K]; K];
+                        for i in 0..K {
+                            for j in 0..K {
                                 if window[i][j] != OUTSIDE {
-                                    square[i][j] = Lanes::load(images.add(window[i][j] + channel));
+                                    square[i][j] = T::load(images.add(window[i][j] + channel));
                                 }
                             }
                         }
                         let square = F::on_both_axes(square);
                         let at = self.order.at(tiles, channels, first + column, channel);
-                        for i in 0..PLACES {
-                            square[i / 4][i % 4].store(out.add(i * len + at));
+                        for (i, row) in square.into_iter().enumerate() {
+                            for (j, lanes) in row.into_iter().enumerate() {
+                                f32::store(lanes, out.add((i * N + j) * len + at));
+                            }
                         }
                     }
                 }
@@ -264,7 +373,7 @@ impl TransformTiles<'_> {
 }
 
 /// Writes the outputs of some rows of tiles.
-pub(super) struct OutputTiles<'a> {
+pub(super) struct OutputTiles<'a, T, const N: usize, const M: usize> {
     /// `[places, tiles, channels]`
     pub sums: &'a [f32],
     /// How the outputs are cut.
@@ -272,12 +381,12 @@ pub(super) struct OutputTiles<'a> {
     /// Of tiles, through all images.
     pub rows: Range<usize>,
     /// A number for each channel.
-    pub bias: Option<&'a [f32]>,
+    pub bias: Option<&'a [T]>,
     /// The pixels of these rows.
-    pub out: &'a mut [f32],
+    pub out: &'a mut [T],
 }
 
-impl Kernel for OutputTiles<'_> {
+impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for OutputTiles<'_, T, N, M> {
     type Output = ();
 
     #[inline(always)]
@@ -286,32 +395,34 @@ impl Kernel for OutputTiles<'_> {
         let Tiling { tiles: [_, columns], channels, size: [_, width], .. } = self.tiling;
         let len = self.rows.len() * columns * channels;
         let lines = self.tiling.lines(&self.rows);
-        assert_eq!(self.sums.len(), PLACES * len);
+        assert_eq!(self.sums.len(), N * N * len);
         assert_eq!(self.out.len(), lines.len() * width * channels);
         assert!(self.bias.is_none_or(|bias| bias.len() == channels));
         let (sums, out) = (self.sums.as_ptr(), self.out.as_mut_ptr());
         let start = lines.start * width * channels;
         for (row, first) in self.rows.zip((0..).step_by(columns)) {
             for column in 0..columns {
-                let window = self.tiling.window::<2>(row, column);
+                let window = self.tiling.window::<M>(row, column);
                 for channel in (0..channels).step_by(LANES) {
                     let at = (first + column) * channels + channel;
                     // SAFETY: the processor has AVX-512; the lengths were checked, and the tiling's pixels of these rows
                     // are those of `out`.
                     unsafe {
-                        let mut square = [[Lanes::zero(); 4]; 4];
-                        for i in 0..PLACES {
-                            square[i / 4][i % 4] = Lanes::load(sums.add(i * len + at));
+                        let mut square = [[Lanes::zero(); N]; N];
+                        for (i, row) in square.iter_mut().enumerate() {
+                            for (j, lanes) in row.iter_mut().enumerate() {
+                                *lanes = f32::load(sums.add((i * N + j) * len + at));
+                            }
                         }
                         let bias = match self.bias {
-                            Some(bias) => Lanes::load(bias.as_ptr().add(channel)),
+                            Some(bias) => T::load(bias.as_ptr().add(channel)),
                             None => Lanes::zero(),
                         };
-                        let square = ToOutputs::on_both_axes(square);
-                        for i in 0..2 {
-                            for j in 0..2 {
+                        let square = T::ToOutputs::on_both_axes(square);
+                        for i in 0..M {
+                            for j in 0..M {
                                 if window[i][j] != OUTSIDE {
-                                    (square[i][j] + bias).store(out.add(window[i][j] + channel - start));
+                                    T::store(square[i][j] + bias, out.add(window[i][j] + channel - start));
                                 }
                             }
                         }
@@ -323,14 +434,16 @@ impl Kernel for OutputTiles<'_> {
 }
 
 /// Transforms weights, of which some are next to each other for each tap.
-pub(super) struct TransformWeights<'a> {
+pub(super) struct TransformWeights<'a, T, const N: usize, const M: usize> {
     /// `[9][numbers]`, a multiple of [`LANES`] of them
     pub taps: [&'a [f32]; 9],
     /// `[places][numbers]`
-    pub out: [&'a mut [f32]; PLACES],
+    pub out: [[&'a mut [f32]; N]; N],
+    /// Of the convolution.
+    pub format: PhantomData<T>,
 }
 
-impl Kernel for TransformWeights<'_> {
+impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for TransformWeights<'_, T, N, M> {
     type Output = ();
 
     #[inline(always)]
@@ -338,18 +451,20 @@ impl Kernel for TransformWeights<'_> {
         assert_avx512();
         let len = self.taps[0].len();
         assert!(self.taps.iter().all(|numbers| numbers.len() == len) && len.is_multiple_of(LANES));
-        assert!(self.out.iter().all(|numbers| numbers.len() == len));
-        let out = self.out.map(|numbers| numbers.as_mut_ptr());
+        assert!(self.out.iter().flatten().all(|numbers| numbers.len() == len));
+        let out = self.out.map(|row| row.map(|numbers| numbers.as_mut_ptr()));
         for at in (0..len).step_by(LANES) {
             // SAFETY: the processor has AVX-512, and the lengths were checked.
             unsafe {
                 let mut square = [[Lanes::zero(); 3]; 3];
                 for tap in 0..9 {
-                    square[tap / 3][tap % 3] = Lanes::load(self.taps[tap].as_ptr().add(at));
+                    square[tap / 3][tap % 3] = f32::load(self.taps[tap].as_ptr().add(at));
                 }
-                let square = OfWeights::on_both_axes(square);
-                for i in 0..PLACES {
-                    square[i / 4][i % 4].store(out[i].add(at));
+                let square = T::OfWeights::on_both_axes(square);
+                for i in 0..N {
+                    for j in 0..N {
+                        f32::store(square[i][j], out[i][j].add(at));
+                    }
                 }
             }
         }
@@ -357,7 +472,7 @@ impl Kernel for TransformWeights<'_> {
 }
 
 /// Writes the gradients of weights `[outputs, 3, 3, inputs]`.
-pub(super) struct WeightGrads<'a> {
+pub(super) struct WeightGrads<'a, T, const N: usize, const M: usize> {
     /// `[parts][places][all outputs, inputs]`; parts are summed
     pub sums: &'a [f32],
     /// Numbers of a place.
@@ -367,33 +482,35 @@ pub(super) struct WeightGrads<'a> {
     /// A multiple of [`LANES`].
     pub inputs: usize,
     /// The gradients.
-    pub out: &'a mut [f32],
+    pub out: &'a mut [T],
 }
 
-impl Kernel for WeightGrads<'_> {
+impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for WeightGrads<'_, T, N, M> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
         assert_avx512();
         let (inputs, len) = (self.inputs, self.len);
-        assert!(inputs.is_multiple_of(LANES) && self.sums.len().is_multiple_of(PLACES * len));
+        assert!(inputs.is_multiple_of(LANES) && self.sums.len().is_multiple_of(N * N * len));
         assert!(self.outputs.end * inputs <= len && self.out.len() == 9 * self.outputs.len() * inputs);
         for (output, out) in self.outputs.zip(self.out.chunks_exact_mut(9 * inputs)) {
             for channel in (0..inputs).step_by(LANES) {
                 // SAFETY: the processor has AVX-512, and the lengths were checked.
                 unsafe {
-                    let mut square = [[Lanes::zero(); 4]; 4];
-                    for part in self.sums.chunks_exact(PLACES * len) {
+                    let mut square = [[Lanes::zero(); N]; N];
+                    for part in self.sums.chunks_exact(N * N * len) {
                         let part = part.as_ptr().add(output * inputs + channel);
-                        for i in 0..PLACES {
-                            square[i / 4][i % 4] = square[i / 4][i % 4] + Lanes::load(part.add(i * len));
+                        for (i, row) in square.iter_mut().enumerate() {
+                            for (j, lanes) in row.iter_mut().enumerate() {
+                                *lanes = *lanes + f32::load(part.add((i * N + j) * len));
+                            }
                         }
                     }
-                    let square = ToWeights::on_both_axes(square);
+                    let square = T::ToWeights::on_both_axes(square);
                     for tap in 0..9 {
                         let to = out.as_mut_ptr().add(tap * inputs + channel);
-                        square[tap / 3][tap % 3].store(to);
+                        T::store(square[tap / 3][tap % 3], to);
                     }
                 }
             }

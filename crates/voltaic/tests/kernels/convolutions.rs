@@ -46,6 +46,8 @@ fn convolutions_agree_with_float64() {
         Case { images: [17, 16, 3, 3], outputs: 32, padding: [0, 0], ..SQUARE },
         Case { images: [1, 32, 5, 140], outputs: 16, padding: [2, 2], ..SQUARE },
         Case { images: [17, 64, 2, 1], outputs: 48, ..SQUARE },
+        Case { images: [20, 48, 7, 8], outputs: 32, padding: [2, 2], ..SQUARE },
+        Case { images: [66, 512, 4, 4], outputs: 512, ..SQUARE }, // sums of many weights
         // what is libtorch's
         Case { images: [1, 64, 4, 4], outputs: 64, ..SQUARE },
         Case { dilation: 2, padding: [2, 2], ..SQUARE },
@@ -88,6 +90,29 @@ fn gradients_of_weights_have_their_layout_and_are_there_if_asked_for() {
     let (input, frozen) = (input.set_requires_grad(true), weight.detach());
     input.conv2d(&frozen, None::<&Tensor>, [1, 1], [1, 1], [1, 1], 1).sum(Kind::Float).backward();
     assert!(input.grad().defined() && !frozen.grad().defined());
+}
+
+/// What is computed by tiles of 4 x 4 outputs in bfloat16 loses nothing that bfloat16 has: the error (root of the mean square)
+/// is that of rounding the exact result.
+#[test]
+fn in_bfloat16_tiles_are_as_exact_as_rounding() {
+    install();
+    ffi::manual_seed(9).unwrap();
+    for channels in [32, 128] {
+        let case = Case { images: [8, channels, 8, 12], outputs: channels, ..SQUARE };
+        let draw = |sizes: &[i64]| channels_last(&Tensor::randn(sizes, (Kind::BFloat16, Device::Cpu)));
+        let (input, weight) = (draw(&case.images), draw(&[channels, channels, 3, 3]));
+        let bias = Tensor::randn([channels], (Kind::BFloat16, Device::Cpu));
+        let given = [input, weight, bias, draw(&case.images)];
+        let exact = forward_and_grads(case, &given.each_ref().map(|tensor| tensor.to_kind(Kind::Double)));
+        let got = forward_and_grads(case, &given);
+        for (what, (got, exact)) in ["output", "input", "weight"].iter().zip(got.iter().zip(&exact)) {
+            let error =
+                |tensor: &Tensor| (tensor.to_kind(Kind::Double) - exact).square().mean(Kind::Double).sqrt();
+            let ratio = (error(got) / error(&exact.to_kind(Kind::BFloat16))).double_value(&[]);
+            assert!((0.9999..1.0001).contains(&ratio), "{channels} channels, {what}: {ratio}");
+        }
+    }
 }
 
 /// Small integers, whose products and sums are exact.

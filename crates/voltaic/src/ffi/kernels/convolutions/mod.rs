@@ -11,6 +11,7 @@ use voltaic_sys as sys;
 use super::Shared;
 use crate::ffi::bf16_product::has_bf16_products;
 use crate::ffi::mkl::has_mkl_bf16;
+use crate::kernels::Bf16;
 
 /// Sizes of a convolution; pairs are of rows and columns.
 #[derive(Clone, Copy)]
@@ -103,17 +104,20 @@ impl Choice {
         self.by_tiles || self.by_patches != ByPatches::None
     }
 
-    /// As `vt_convolves`: by tiles in float32, by patches in bfloat16.
+    /// What is computed by tiles, as `vt_convolves`.
+    fn by_tiles(self, call: &sys::vt_convolution) -> i32 {
+        if self.by_tiles { winograd::by_tiles(call) } else { 0 }
+    }
+
+    /// As `vt_convolves`: by tiles, or else by patches.
     fn computed(self, call: &sys::vt_convolution) -> i32 {
-        match self.by_patches {
-            _ if call.dtype == sys::VT_FLOAT32 => {
-                let may_be = self.by_tiles && call.is_channels_last != 0;
-                if may_be { winograd::by_tiles(call) } else { 0 }
-            }
+        let by_patches = match self.by_patches {
+            _ if call.dtype == sys::VT_FLOAT32 => 0,
             ByPatches::None => 0,
             ByPatches::SmallImages => of_small_images(call),
             ByPatches::All => ALL,
-        }
+        };
+        self.by_tiles(call) | by_patches
     }
 }
 
@@ -142,11 +146,9 @@ pub(super) extern "C" fn convolves(call: *const sys::vt_convolution) -> i32 {
 pub(super) extern "C" fn convolves_by_taps(call: *const sys::vt_convolution) -> i32 {
     // SAFETY: as above.
     let call = unsafe { &*call };
-    let has_products = match call.dtype {
-        sys::VT_FLOAT32 => choice().computed(call) & sys::VT_WEIGHT_GRAD == 0,
-        _ => has_bf16_products() || has_mkl_bf16(),
-    };
-    i32::from(has_products && is_faster_by_taps(call))
+    let has_products = call.dtype == sys::VT_FLOAT32 || has_bf16_products() || has_mkl_bf16();
+    let is_by_tiles = choice().by_tiles(call) & sys::VT_WEIGHT_GRAD != 0;
+    i32::from(has_products && !is_by_tiles && is_faster_by_taps(call))
 }
 
 /// oneDNN is slow at the weights of many channels on small images; the taps at their border leave out work, too.
@@ -163,6 +165,38 @@ fn pixels_and_channels(call: &sys::vt_convolution) -> (i64, i64) {
 
 // ---- calls ----
 
+/// How something is computed.
+enum Way {
+    Tiles,
+    TilesBf16,
+    PatchesBf16,
+}
+
+impl Way {
+    /// Of what `convolves` promised.
+    fn of(call: &sys::vt_convolution, what: i32) -> Self {
+        match call.dtype {
+            sys::VT_FLOAT32 => Self::Tiles,
+            _ if choice().by_tiles(call) & what != 0 => Self::TilesBf16,
+            _ => Self::PatchesBf16,
+        }
+    }
+}
+
+/// Calls `compute` with two factors, given by address and length, and the output.
+///
+/// # Safety
+/// The numbers of the factors must be there, of this dtype, and written by nobody.
+unsafe fn with_factors<T>(
+    factors: [(*const c_void, usize); 2],
+    output: *mut c_void,
+    compute: impl FnOnce(&[T], &[T], Shared<T>),
+) {
+    // SAFETY: as this function asks.
+    let [left, right] = factors.map(|(address, len)| unsafe { numbers(address, len) });
+    compute(left, right, Shared(output.cast()));
+}
+
 /// # Safety
 /// The address is of `len` numbers that are there for `'a` and written by nobody.
 unsafe fn numbers<'a, T>(address: *const c_void, len: usize) -> &'a [T] {
@@ -178,18 +212,34 @@ pub(super) extern "C" fn convolution(
     output: *mut c_void,
 ) {
     // SAFETY: the shim passes a description and dense tensors of its dtype and sizes that live during the call, of which
-    // `output` shares no memory with the others.
+    // `output` shares no memory with the others; the bias may be null.
     unsafe {
-        let (sizes, dtype) = (Convolution::new(&*call), (*call).dtype);
-        let has_bias = !bias.is_null();
-        if dtype == sys::VT_FLOAT32 {
-            let (input, weight) = (numbers(input, sizes.in_len()), numbers(weight, sizes.weight_len()));
-            let bias = has_bias.then(|| numbers(bias, sizes.out_channels));
-            winograd::output(&sizes, input, weight, bias, Shared(output.cast()));
-        } else {
-            let (input, weight) = (numbers(input, sizes.in_len()), numbers(weight, sizes.weight_len()));
-            let bias = has_bias.then(|| numbers(bias, sizes.out_channels));
-            patches::output(&sizes, input, weight, bias, Shared(output.cast()));
+        let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_OUTPUT));
+        let (c, channels) = (&sizes, sizes.out_channels);
+        let factors = [(input, c.in_len()), (weight, c.weight_len())];
+        let bias = (!bias.is_null()).then_some(bias);
+        match way {
+            Way::Tiles => with_factors(factors, output, |input, weight, out| {
+                winograd::output::<f32, _, _>(
+                    c,
+                    input,
+                    weight,
+                    bias.map(|bias| numbers(bias, channels)),
+                    out,
+                );
+            }),
+            Way::TilesBf16 => with_factors(factors, output, |input, weight, out| {
+                winograd::output::<Bf16, _, _>(
+                    c,
+                    input,
+                    weight,
+                    bias.map(|bias| numbers(bias, channels)),
+                    out,
+                );
+            }),
+            Way::PatchesBf16 => with_factors(factors, output, |input, weight, out| {
+                patches::output(c, input, weight, bias.map(|bias| numbers(bias, channels)), out);
+            }),
         }
     }
 }
@@ -202,14 +252,17 @@ pub(super) extern "C" fn input_grad(
 ) {
     // SAFETY: as in `convolution`.
     unsafe {
-        let (sizes, dtype) = (Convolution::new(&*call), (*call).dtype);
-        let (grad_len, weight_len) = (sizes.out_len(), sizes.weight_len());
-        if dtype == sys::VT_FLOAT32 {
-            let (grad, weight) = (numbers(grad, grad_len), numbers(weight, weight_len));
-            winograd::input_grad(&sizes, grad, weight, Shared(output.cast()));
-        } else {
-            let (grad, weight) = (numbers(grad, grad_len), numbers(weight, weight_len));
-            patches::input_grad(&sizes, grad, weight, Shared(output.cast()));
+        let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_INPUT_GRAD));
+        let c = &sizes;
+        let factors = [(grad, c.out_len()), (weight, c.weight_len())];
+        match way {
+            Way::Tiles => {
+                with_factors::<f32>(factors, output, |g, w, out| winograd::input_grad(c, g, w, out))
+            }
+            Way::TilesBf16 => {
+                with_factors::<Bf16>(factors, output, |g, w, out| winograd::input_grad(c, g, w, out));
+            }
+            Way::PatchesBf16 => with_factors(factors, output, |g, w, out| patches::input_grad(c, g, w, out)),
         }
     }
 }
@@ -222,14 +275,17 @@ pub(super) extern "C" fn weight_grad(
 ) {
     // SAFETY: as in `convolution`.
     unsafe {
-        let (sizes, dtype) = (Convolution::new(&*call), (*call).dtype);
-        let (grad_len, input_len) = (sizes.out_len(), sizes.in_len());
-        if dtype == sys::VT_FLOAT32 {
-            let (grad, input) = (numbers(grad, grad_len), numbers(input, input_len));
-            winograd::weight_grad(&sizes, grad, input, Shared(output.cast()));
-        } else {
-            let (grad, input) = (numbers(grad, grad_len), numbers(input, input_len));
-            patches::weight_grad(&sizes, grad, input, Shared(output.cast()));
+        let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_WEIGHT_GRAD));
+        let c = &sizes;
+        let factors = [(grad, c.out_len()), (input, c.in_len())];
+        match way {
+            Way::Tiles => {
+                with_factors::<f32>(factors, output, |g, x, out| winograd::weight_grad(c, g, x, out))
+            }
+            Way::TilesBf16 => {
+                with_factors::<Bf16>(factors, output, |g, x, out| winograd::weight_grad(c, g, x, out));
+            }
+            Way::PatchesBf16 => with_factors(factors, output, |g, x, out| patches::weight_grad(c, g, x, out)),
         }
     }
 }

@@ -1,13 +1,15 @@
 //! Convolutions of 3 x 3 by Winograd's minimal filtering: transformed tiles of images, times transformed weights, place by
 //! place of the tiles.
 
+use std::array;
 use std::cell::RefCell;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use voltaic_sys as sys;
 
 use super::super::Shared;
-use super::{Convolution, shares};
+use super::Convolution;
 use crate::ffi::f32_product::multiply_by_strips;
 use crate::ffi::lanes::LANES;
 use crate::ffi::matrix::{Matrix, MatrixMut};
@@ -15,16 +17,23 @@ use crate::ffi::simd::run_vectorized;
 use crate::ffi::strips::{COLUMNS, Strips};
 use crate::ffi::threads::parallel_for;
 use crate::ffi::winograd::{
-    OutputTiles, PLACES, TileOrder, Tiling, TransformTiles, TransformWeights, WeightGrads,
+    Filtering, OutputTiles, TileOrder, Tiling, TransformTiles, TransformWeights, WeightGrads,
 };
 use crate::kernels::{blocks, sized};
 
-/// Tiles that a thread works on at a time: of 64 channels they lie in the second cache in all their places, of more in one.
-const TILES: usize = 128;
+/// Numbers of a channel that a thread works on at a time: of 64 channels they lie in the second cache in all their places, of
+/// more in one.
+const MAX_NUMBERS: usize = 2048;
+/// Tiles that a thread sums up at a time for gradients of weights: with fewer, sums of many weights come and go too often.
+const SUMMED_TILES: usize = 128;
 /// Tiles that are worth a thread.
 const MIN_TILES: usize = 32;
+/// Numbers of all threads' sums: 128 MB.
+const MAX_SUMS: usize = 1 << 25;
 /// With fewer tiles in all, transforming the weights takes longer than it saves.
 const FEWEST_TILES: i64 = 16;
+/// Of kernels, that a tile of bfloat16 is worth transforming for.
+const WEIGHTS_PER_TILE: i64 = 4096;
 /// Weights of a kernel.
 const TAPS: usize = 9;
 
@@ -32,6 +41,8 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
     /// What the threads of an operator share: transformed weights, or sums of their gradients.
     static SHARED: RefCell<Vec<f32>> = RefCell::default();
+    /// Weights in float32, if they are in another format.
+    static NUMBERS: RefCell<Vec<f32>> = RefCell::default();
 }
 
 /// What a thread needs for its work, to be used again.
@@ -58,61 +69,66 @@ enum Direction {
 
 // ---- outputs, and gradients of inputs ----
 
-pub(super) fn output(
+pub(super) fn output<T: Filtering<N, M>, const N: usize, const M: usize>(
     call: &Convolution,
-    input: &[f32],
-    weight: &[f32],
-    bias: Option<&[f32]>,
-    out: Shared<f32>,
+    input: &[T],
+    weight: &[T],
+    bias: Option<&[T]>,
+    out: Shared<T>,
 ) {
-    let from = Tiling {
-        size: call.in_size,
-        tiles: Tiling::of_outputs(call.out_size, 0).tiles,
-        channels: call.in_channels,
-        first: -(call.padding[0] as isize),
-    };
-    let to = Tiling::of_outputs(call.out_size, call.out_channels);
-    Correlation { direction: Direction::Forward, images: call.images, input, from, weight, bias, out, to }
-        .run();
+    let to = Tiling::of_outputs(call.out_size, call.out_channels, M);
+    let first = -(call.padding[0] as isize);
+    let from = Tiling { size: call.in_size, channels: call.in_channels, first, ..to };
+    NUMBERS.with_borrow_mut(|numbers| {
+        let weight = T::widened(weight, numbers);
+        let direction = Direction::Forward;
+        Correlation { direction, images: call.images, input, from, weight, bias, out, to }.run();
+    });
 }
 
-pub(super) fn input_grad(call: &Convolution, grad: &[f32], weight: &[f32], out: Shared<f32>) {
-    let to = Tiling::of_outputs(call.in_size, call.in_channels);
-    let from = Tiling {
-        size: call.out_size,
-        tiles: to.tiles,
-        channels: call.out_channels,
-        first: call.padding[0] as isize - 2,
-    };
-    let direction = Direction::Backward;
-    Correlation { direction, images: call.images, input: grad, from, weight, bias: None, out, to }.run();
+pub(super) fn input_grad<T: Filtering<N, M>, const N: usize, const M: usize>(
+    call: &Convolution,
+    grad: &[T],
+    weight: &[T],
+    out: Shared<T>,
+) {
+    let to = Tiling::of_outputs(call.in_size, call.in_channels, M);
+    let first = call.padding[0] as isize - 2;
+    let from = Tiling { size: call.out_size, channels: call.out_channels, first, ..to };
+    NUMBERS.with_borrow_mut(|numbers| {
+        let weight = T::widened(weight, numbers);
+        let direction = Direction::Backward;
+        Correlation { direction, images: call.images, input: grad, from, weight, bias: None, out, to }.run();
+    });
 }
 
-struct Correlation<'a> {
+struct Correlation<'a, T, const N: usize, const M: usize> {
     direction: Direction,
     images: usize,
-    input: &'a [f32],
+    input: &'a [T],
     /// How the input is cut.
     from: Tiling,
     /// `[outputs, 3, 3, inputs]` of the convolution
     weight: &'a [f32],
-    bias: Option<&'a [f32]>,
+    bias: Option<&'a [T]>,
     /// Dense; nobody else uses it.
-    out: Shared<f32>,
+    out: Shared<T>,
     /// How the output is cut.
     to: Tiling,
 }
 
-impl Correlation<'_> {
+impl<T: Filtering<N, M>, const N: usize, const M: usize> Correlation<'_, T, N, M> {
+    const PLACES: usize = N * N;
+
     fn run(&self) {
         SHARED.with_borrow_mut(|weights| {
             let len = self.from.channels * self.to.channels.next_multiple_of(COLUMNS);
-            let weights = sized(weights, PLACES * len);
+            let weights = sized(weights, Self::PLACES * len);
             self.transform_weights(Shared(weights.as_mut_ptr()), len);
             let [rows, columns] = self.to.tiles;
             parallel_for(self.images * rows, MIN_TILES.div_ceil(columns), |part| {
                 SCRATCH.with_borrow_mut(|scratch| {
-                    for rows in blocks(part, TILES.div_ceil(columns)) {
+                    for rows in blocks(part, (MAX_NUMBERS / Self::PLACES).div_ceil(columns)) {
                         self.compute(rows, weights, scratch);
                     }
                 });
@@ -128,12 +144,13 @@ impl Correlation<'_> {
                 for strip in strips {
                     let columns = strip * COLUMNS..((strip + 1) * COLUMNS).min(width);
                     let taps = self.taps(columns, taps);
-                    let places = std::array::from_fn(|place| {
+                    let place = |place: usize| {
                         let start = place * len + strip * depth * COLUMNS;
                         // SAFETY: there are as many numbers; each strip is written by one thread, in each place.
                         unsafe { out.slice_mut(start..start + depth * COLUMNS) }
-                    });
-                    run_vectorized(TransformWeights { taps, out: places });
+                    };
+                    let out = array::from_fn(|i| array::from_fn(|j| place(i * N + j)));
+                    run_vectorized(TransformWeights::<T, N, M> { taps, out, format: PhantomData });
                 }
             });
         });
@@ -143,7 +160,7 @@ impl Correlation<'_> {
     fn taps<'a>(&self, columns: Range<usize>, strips: &'a mut [Vec<u32>; TAPS]) -> [&'a [f32]; TAPS] {
         let (depth, width) = (self.from.channels, self.to.channels);
         let mut all = strips.iter_mut().enumerate();
-        std::array::from_fn(|_| {
+        array::from_fn(|_| {
             let (tap, strips) = all.next().expect("one for each tap");
             let (first, strides) = match self.direction {
                 Direction::Forward => ((columns.start * TAPS + tap) * depth, [1, TAPS * depth]),
@@ -157,8 +174,8 @@ impl Correlation<'_> {
     fn compute(&self, rows: Range<usize>, weights: &[f32], scratch: &mut Scratch) {
         let (depth, width) = (self.from.channels, self.to.channels);
         let tiles = rows.len() * self.to.tiles[1];
-        let (len, strips) = (tiles * depth, weights.len() / PLACES);
-        let inputs = sized(&mut scratch.tiles, PLACES * len);
+        let (len, strips) = (tiles * depth, weights.len() / Self::PLACES);
+        let inputs = sized(&mut scratch.tiles, Self::PLACES * len);
         run_vectorized(TransformTiles {
             images: self.input,
             tiling: self.from,
@@ -167,7 +184,7 @@ impl Correlation<'_> {
             order: TileOrder::Rows,
             out: inputs,
         });
-        let sums = sized(&mut scratch.sums, PLACES * tiles * width);
+        let sums = sized(&mut scratch.sums, Self::PLACES * tiles * width);
         let factors = inputs.chunks_exact(len).zip(weights.chunks_exact(strips));
         for (sums, (inputs, weights)) in sums.chunks_exact_mut(tiles * width).zip(factors) {
             let weights = Strips::of_numbers(weights, [depth, width]);
@@ -184,45 +201,61 @@ impl Correlation<'_> {
 
 // ---- gradients of weights ----
 
-pub(super) fn weight_grad(call: &Convolution, grad: &[f32], input: &[f32], out: Shared<f32>) {
-    let grads = Tiling::of_outputs(call.out_size, call.out_channels);
-    let inputs = Tiling {
-        size: call.in_size,
-        tiles: grads.tiles,
-        channels: call.in_channels,
-        first: -(call.padding[0] as isize),
-    };
+pub(super) fn weight_grad<T: Filtering<N, M>, const N: usize, const M: usize>(
+    call: &Convolution,
+    grad: &[T],
+    input: &[T],
+    out: Shared<T>,
+) {
+    let grads = Tiling::of_outputs(call.out_size, call.out_channels, M);
+    let first = -(call.padding[0] as isize);
+    let inputs = Tiling { size: call.in_size, channels: call.in_channels, first, ..grads };
     WeightGrad { images: call.images, grad, grads, input, inputs, out }.run();
 }
 
-struct WeightGrad<'a> {
+struct WeightGrad<'a, T, const N: usize, const M: usize> {
     images: usize,
-    grad: &'a [f32],
+    grad: &'a [T],
     grads: Tiling,
-    input: &'a [f32],
+    input: &'a [T],
     inputs: Tiling,
     /// Dense `[outputs, 3, 3, inputs]`; nobody else uses it.
-    out: Shared<f32>,
+    out: Shared<T>,
 }
 
-impl WeightGrad<'_> {
-    /// Each thread sums up some of the tiles; then all sums are added.
+/// What a thread sums up: some rows of tiles for some outputs.
+struct Share {
+    rows: Range<usize>,
+    outputs: Range<usize>,
+}
+
+impl<T: Filtering<N, M>, const N: usize, const M: usize> WeightGrad<'_, T, N, M> {
+    const PLACES: usize = N * N;
+
+    /// Each thread sums up some of the tiles, for all outputs unless the sums would be too many; then all sums are added.
     fn run(&self) {
-        let [rows, columns] = self.grads.tiles;
-        let rows = self.images * rows;
-        let [threads, part] = shares(rows, MIN_TILES.div_ceil(columns));
         let (outputs, inputs) = (self.grads.channels, self.inputs.channels);
         let len = outputs * inputs;
+        let [rows, columns] = self.grads.tiles;
+        let (rows, grain) = (self.images * rows, MIN_TILES.div_ceil(columns));
+        let threads = (tch::get_num_threads().max(1) as usize).min(rows.div_ceil(grain));
+        let parts = threads.min(MAX_SUMS / (Self::PLACES * len)).max(1);
+        let part = rows.div_ceil(parts);
+        let parts = rows.div_ceil(part);
+        let group = outputs.div_ceil(threads / parts).next_multiple_of(LANES);
+        let shares: Vec<_> = blocks(0..rows, part)
+            .flat_map(|rows| {
+                blocks(0..outputs, group).map(move |outputs| Share { rows: rows.clone(), outputs })
+            })
+            .collect();
+        let groups = outputs.div_ceil(group);
         SHARED.with_borrow_mut(|sums| {
-            let sums = sized(sums, threads * PLACES * len);
+            let sums = sized(sums, parts * Self::PLACES * len);
             let all = Shared(sums.as_mut_ptr());
-            parallel_for(threads, 1, |some| {
+            parallel_for(shares.len(), 1, |some| {
                 SCRATCH.with_borrow_mut(|scratch| {
-                    for thread in some {
-                        let start = thread * PLACES * len;
-                        // SAFETY: each thread has sums of its own.
-                        let sums = unsafe { all.slice_mut(start..start + PLACES * len) };
-                        self.sum(thread * part..((thread + 1) * part).min(rows), sums, scratch);
+                    for share in some {
+                        self.sum(&shares[share], all, share / groups * Self::PLACES * len, scratch);
                     }
                 });
             });
@@ -235,16 +268,14 @@ impl WeightGrad<'_> {
             });
         });
     }
-
-    /// Writes the sums of some rows of tiles.
-    fn sum(&self, rows: Range<usize>, sums: &mut [f32], scratch: &mut Scratch) {
+    /// Writes the sums of a share; those of its rows start with number `first`.
+    fn sum(&self, share: &Share, all: Shared<f32>, first: usize, scratch: &mut Scratch) {
         let (outputs, inputs, columns) = (self.grads.channels, self.inputs.channels, self.grads.tiles[1]);
-        let first = rows.start;
-        for rows in blocks(rows, TILES.div_ceil(columns)) {
-            let (tiles, adds) = (rows.len() * columns, rows.start > first);
+        for rows in blocks(share.rows.clone(), SUMMED_TILES.div_ceil(columns)) {
+            let (tiles, adds) = (rows.len() * columns, rows.start > share.rows.start);
             let order = TileOrder::Strips;
             let (left, right) = (tiles * outputs, order.len(tiles, inputs));
-            let grads = sized(&mut scratch.grads, PLACES * left);
+            let grads = sized(&mut scratch.grads, Self::PLACES * left);
             run_vectorized(TransformTiles {
                 images: self.grad,
                 tiling: self.grads,
@@ -253,7 +284,7 @@ impl WeightGrad<'_> {
                 order: TileOrder::Rows,
                 out: grads,
             });
-            let pixels = sized(&mut scratch.tiles, PLACES * right);
+            let pixels = sized(&mut scratch.tiles, Self::PLACES * right);
             run_vectorized(TransformTiles {
                 images: self.input,
                 tiling: self.inputs,
@@ -263,10 +294,14 @@ impl WeightGrad<'_> {
                 out: pixels,
             });
             let factors = grads.chunks_exact(left).zip(pixels.chunks_exact(right));
-            for (sums, (grads, pixels)) in sums.chunks_exact_mut(outputs * inputs).zip(factors) {
-                let grads = Matrix::dense(grads, [tiles, outputs]).transposed();
+            for (place, (grads, pixels)) in factors.enumerate() {
+                let start = first + (place * outputs + share.outputs.start) * inputs;
+                let shape = [share.outputs.len(), inputs];
+                // SAFETY: there are sums of all outputs in all places for these rows; no other share has those outputs.
+                let sums = unsafe { all.slice_mut(start..start + shape[0] * shape[1]) };
+                let grads = Matrix::dense(grads, [tiles, outputs]).part([0..tiles, share.outputs.clone()]);
                 let pixels = Strips::of_numbers(pixels, [tiles, inputs]);
-                multiply_by_strips(MatrixMut::dense(sums, [outputs, inputs]), grads, pixels, adds);
+                multiply_by_strips(MatrixMut::dense(sums, shape), grads.transposed(), pixels, adds);
             }
         }
     }
@@ -275,20 +310,57 @@ impl WeightGrad<'_> {
 // ---- which ----
 
 /// What is computed by tiles, as `vt_convolves`.
-///
-/// Measured on a Zen 4 with 16 to 512 channels: 1.2 to 2.4 times as fast as oneDNN where these hold, else 0.5 to 0.8 times.
 pub(super) fn by_tiles(call: &sys::vt_convolution) -> i32 {
     let channels = [call.in_channels, call.out_channels];
-    let tiles: i64 = call.out_size.iter().map(|&pixels| (pixels + 1) / 2).product();
-    let fits = call.kernel == [3, 3]
+    let fits = call.is_channels_last != 0
+        && call.kernel == [3, 3]
         && call.stride == [1, 1]
         && call.padding[0] == call.padding[1]
         && call.padding[0] <= 2
         && channels.iter().all(|channels| *channels > 0 && channels % LANES as i64 == 0);
-    if !fits || call.images * tiles < FEWEST_TILES {
+    match call.dtype {
+        _ if !fits => 0,
+        sys::VT_FLOAT32 => in_float32(call),
+        _ => in_bfloat16(call),
+    }
+}
+
+/// Measured on a Zen 4 with 16 to 512 channels: 1.2 to 2.4 times as fast as oneDNN where these hold, else 0.5 to 0.8 times.
+fn in_float32(call: &sys::vt_convolution) -> i32 {
+    if tiles(call.images, call.out_size, 2) < FEWEST_TILES {
         return 0;
     }
-    let [inputs, outputs] = channels.map(|channels| channels >= COLUMNS as i64);
-    let grads = if inputs { sys::VT_INPUT_GRAD | sys::VT_WEIGHT_GRAD } else { 0 };
-    if outputs { grads | sys::VT_OUTPUT } else { grads }
+    let [gives_inputs, gives_outputs] = fill_strips(call);
+    let grads = if gives_inputs { sys::VT_INPUT_GRAD | sys::VT_WEIGHT_GRAD } else { 0 };
+    if gives_outputs { grads | sys::VT_OUTPUT } else { grads }
+}
+
+/// Measured on a Zen 4 with 16 to 512 channels, beside oneDNN with the dot products of AVX-512: 1.02 to 1.5 times as fast for
+/// outputs and gradients of inputs where these hold, 1.1 to 1.9 times for those of weights, else 0.5 to 1.07 times.
+fn in_bfloat16(call: &sys::vt_convolution) -> i32 {
+    let [gives_inputs, gives_outputs] = fill_strips(call);
+    let weights = call.in_channels * call.out_channels;
+    // whether there are tiles enough, filled enough
+    let is_worth = |size: [i64; 2], fewest| {
+        let tiles = tiles(call.images, size, 4);
+        tiles >= fewest && 4 * call.images * size[0] * size[1] >= 3 * 16 * tiles
+    };
+    let fewest = FEWEST_TILES.max(weights / WEIGHTS_PER_TILE);
+    [
+        (sys::VT_OUTPUT, gives_outputs && is_worth(call.out_size, fewest)),
+        (sys::VT_INPUT_GRAD, gives_inputs && is_worth(call.in_size, fewest)),
+        (sys::VT_WEIGHT_GRAD, gives_inputs && is_worth(call.out_size, FEWEST_TILES)),
+    ]
+    .into_iter()
+    .fold(0, |all, (what, is_by_tiles)| if is_by_tiles { all | what } else { all })
+}
+
+/// Whether inputs, and outputs, fill a strip.
+fn fill_strips(call: &sys::vt_convolution) -> [bool; 2] {
+    [call.in_channels, call.out_channels].map(|channels| channels >= COLUMNS as i64)
+}
+
+/// Of all images of a size, with so many rows and columns each.
+fn tiles(images: i64, size: [i64; 2], side: i64) -> i64 {
+    images * size.iter().map(|pixels| (pixels + side - 1) / side).product::<i64>()
 }
