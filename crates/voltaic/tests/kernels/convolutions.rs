@@ -47,7 +47,7 @@ fn convolutions_agree_with_float64() {
         Case { images: [1, 32, 5, 140], outputs: 16, padding: [2, 2], ..SQUARE },
         Case { images: [17, 64, 2, 1], outputs: 48, ..SQUARE },
         Case { images: [20, 48, 7, 8], outputs: 32, padding: [2, 2], ..SQUARE },
-        Case { images: [66, 512, 4, 4], outputs: 512, ..SQUARE }, // sums of many weights
+        Case { images: [16, 704, 4, 4], outputs: 704, ..SQUARE }, // sums of so many weights are there once for all threads
         // what is libtorch's
         Case { images: [1, 64, 4, 4], outputs: 64, ..SQUARE },
         Case { dilation: 2, padding: [2, 2], ..SQUARE },
