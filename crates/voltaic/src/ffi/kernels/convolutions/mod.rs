@@ -63,10 +63,14 @@ impl Convolution {
     }
 }
 
-/// How many threads have some of `len`, and how much each but the last. `len` is not 0; `grain` is worth a thread.
-fn shares(len: usize, grain: usize) -> [usize; 2] {
-    let threads = (tch::get_num_threads().max(1) as usize).min(len.div_ceil(grain));
-    let part = len.div_ceil(threads);
+/// How many threads have something to do with `len`, of which `grain` is worth a thread.
+fn threads_for(len: usize, grain: usize) -> usize {
+    (tch::get_num_threads().max(1) as usize).min(len.div_ceil(grain))
+}
+
+/// At most `most` parts of `len`: how many, and how long each but the last. Neither is 0.
+fn parts(len: usize, most: usize) -> [usize; 2] {
+    let part = len.div_ceil(most);
     [len.div_ceil(part), part]
 }
 

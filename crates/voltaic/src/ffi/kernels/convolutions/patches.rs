@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::super::{Shared, address, scratch};
-use super::{Convolution, shares};
+use super::{Convolution, parts, threads_for};
 use crate::ffi::matrix::{Matrix, MatrixMut};
 use crate::ffi::mkl::multiply_by_mkl;
 use crate::ffi::simd::run_vectorized;
@@ -260,7 +260,7 @@ impl WeightGrad<'_> {
     /// Each thread has some of the pixels.
     fn split_pixels(&self, pixels: usize, output: Shared<Bf16>) {
         let len = self.outputs * self.patches.depth();
-        let [threads, part] = shares(pixels, MIN_PATCHES);
+        let [threads, part] = parts(pixels, threads_for(pixels, MIN_PATCHES));
         let Some(memory) = scratch(threads * len) else { return self.split_outputs(pixels, output) };
         let all = address(&memory);
         parallel_for(threads, 1, |some| {

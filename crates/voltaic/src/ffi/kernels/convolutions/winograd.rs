@@ -9,7 +9,7 @@ use std::ops::Range;
 use voltaic_sys as sys;
 
 use super::super::Shared;
-use super::Convolution;
+use super::{Convolution, parts, threads_for};
 use crate::ffi::f32_product::multiply_by_strips;
 use crate::ffi::lanes::LANES;
 use crate::ffi::matrix::{Matrix, MatrixMut};
@@ -237,11 +237,10 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> WeightGrad<'_, T, N, M>
         let (outputs, inputs) = (self.grads.channels, self.inputs.channels);
         let len = outputs * inputs;
         let [rows, columns] = self.grads.tiles;
-        let (rows, grain) = (self.images * rows, MIN_TILES.div_ceil(columns));
-        let threads = (tch::get_num_threads().max(1) as usize).min(rows.div_ceil(grain));
-        let parts = threads.min(MAX_SUMS / (Self::PLACES * len)).max(1);
-        let part = rows.div_ceil(parts);
-        let parts = rows.div_ceil(part);
+        let rows = self.images * rows;
+        let threads = threads_for(rows, MIN_TILES.div_ceil(columns));
+        let most = threads.min(MAX_SUMS / (Self::PLACES * len)).max(1);
+        let [parts, part] = parts(rows, most);
         let group = outputs.div_ceil(threads / parts).next_multiple_of(LANES);
         let shares: Vec<_> = blocks(0..rows, part)
             .flat_map(|rows| {
