@@ -208,6 +208,23 @@ unsafe fn numbers<'a, T>(address: *const c_void, len: usize) -> &'a [T] {
     unsafe { std::slice::from_raw_parts(address.cast(), len) }
 }
 
+/// Calls a function of `winograd` or `patches` for the way: `function(convolution, left factor, right factor, ..., output)`.
+macro_rules! by_way {
+    ($way:expr, $function:ident($sizes:expr, $factors:expr $(, $argument:expr)*; $output:expr)) => {
+        match $way {
+            Way::Tiles => with_factors($factors, $output, |left, right, out| {
+                winograd::$function::<f32, _, _>($sizes, left, right $(, $argument)*, out);
+            }),
+            Way::TilesBf16 => with_factors($factors, $output, |left, right, out| {
+                winograd::$function::<Bf16, _, _>($sizes, left, right $(, $argument)*, out);
+            }),
+            Way::PatchesBf16 => with_factors($factors, $output, |left, right, out| {
+                patches::$function($sizes, left, right $(, $argument)*, out);
+            }),
+        }
+    };
+}
+
 pub(super) extern "C" fn convolution(
     call: *const sys::vt_convolution,
     input: *const c_void,
@@ -219,32 +236,9 @@ pub(super) extern "C" fn convolution(
     // `output` shares no memory with the others; the bias may be null.
     unsafe {
         let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_OUTPUT));
-        let (c, channels) = (&sizes, sizes.out_channels);
-        let factors = [(input, c.in_len()), (weight, c.weight_len())];
+        let factors = [(input, sizes.in_len()), (weight, sizes.weight_len())];
         let bias = (!bias.is_null()).then_some(bias);
-        match way {
-            Way::Tiles => with_factors(factors, output, |input, weight, out| {
-                winograd::output::<f32, _, _>(
-                    c,
-                    input,
-                    weight,
-                    bias.map(|bias| numbers(bias, channels)),
-                    out,
-                );
-            }),
-            Way::TilesBf16 => with_factors(factors, output, |input, weight, out| {
-                winograd::output::<Bf16, _, _>(
-                    c,
-                    input,
-                    weight,
-                    bias.map(|bias| numbers(bias, channels)),
-                    out,
-                );
-            }),
-            Way::PatchesBf16 => with_factors(factors, output, |input, weight, out| {
-                patches::output(c, input, weight, bias.map(|bias| numbers(bias, channels)), out);
-            }),
-        }
+        by_way!(way, output(&sizes, factors, bias.map(|bias| numbers(bias, sizes.out_channels)); output));
     }
 }
 
@@ -257,17 +251,8 @@ pub(super) extern "C" fn input_grad(
     // SAFETY: as in `convolution`.
     unsafe {
         let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_INPUT_GRAD));
-        let c = &sizes;
-        let factors = [(grad, c.out_len()), (weight, c.weight_len())];
-        match way {
-            Way::Tiles => {
-                with_factors::<f32>(factors, output, |g, w, out| winograd::input_grad(c, g, w, out))
-            }
-            Way::TilesBf16 => {
-                with_factors::<Bf16>(factors, output, |g, w, out| winograd::input_grad(c, g, w, out));
-            }
-            Way::PatchesBf16 => with_factors(factors, output, |g, w, out| patches::input_grad(c, g, w, out)),
-        }
+        let factors = [(grad, sizes.out_len()), (weight, sizes.weight_len())];
+        by_way!(way, input_grad(&sizes, factors; output));
     }
 }
 
@@ -280,16 +265,7 @@ pub(super) extern "C" fn weight_grad(
     // SAFETY: as in `convolution`.
     unsafe {
         let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_WEIGHT_GRAD));
-        let c = &sizes;
-        let factors = [(grad, c.out_len()), (input, c.in_len())];
-        match way {
-            Way::Tiles => {
-                with_factors::<f32>(factors, output, |g, x, out| winograd::weight_grad(c, g, x, out))
-            }
-            Way::TilesBf16 => {
-                with_factors::<Bf16>(factors, output, |g, x, out| winograd::weight_grad(c, g, x, out));
-            }
-            Way::PatchesBf16 => with_factors(factors, output, |g, x, out| patches::weight_grad(c, g, x, out)),
-        }
+        let factors = [(grad, sizes.out_len()), (input, sizes.in_len())];
+        by_way!(way, weight_grad(&sizes, factors; output));
     }
 }
