@@ -2,11 +2,15 @@
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
-    __m512, _CMP_UNORD_Q, _mm256_loadu_si256, _mm256_storeu_si256, _mm512_add_epi32, _mm512_add_ps,
-    _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16,
-    _mm512_cvtepu16_epi32, _mm512_loadu_ps, _mm512_mask_mov_epi32, _mm512_mul_ps, _mm512_set1_epi32,
-    _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
+    __m256i, __m512, __m512bh, _CMP_UNORD_Q, _mm256_loadu_si256, _mm256_mask_storeu_epi16,
+    _mm256_maskz_loadu_epi16, _mm256_storeu_si256, _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512,
+    _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16,
+    _mm512_cvtepu16_epi32, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_mov_epi32,
+    _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_setzero_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
 };
+#[cfg(target_arch = "x86_64")]
+use std::mem::transmute;
 use std::ops::{Add, Mul, Sub};
 
 use crate::kernels::{Bf16, Element};
@@ -21,7 +25,7 @@ type Register = [f32; LANES];
 
 /// The numbers. Whoever makes them knows that the processor has AVX-512, where they are registers.
 #[derive(Clone, Copy)]
-pub(super) struct Lanes(Register);
+pub struct Lanes(Register);
 
 #[cfg(target_arch = "x86_64")]
 impl Lanes {
@@ -34,6 +38,33 @@ impl Lanes {
         // SAFETY: as this function asks.
         Self(unsafe { _mm512_setzero_ps() })
     }
+
+    /// These and `left` times `right`, rounded once.
+    #[inline(always)]
+    pub fn add_product(self, left: f32, right: Self) -> Self {
+        // SAFETY: who made lanes knows that there is AVX-512.
+        Self(unsafe { _mm512_fmadd_ps(_mm512_set1_ps(left), right.0, self.0) })
+    }
+
+    /// These and the dot products of a pair of bfloat16 and the pairs that fill the lanes of `right`.
+    ///
+    /// # Safety
+    /// The processor must have AVX512_BF16.
+    #[inline(always)]
+    pub unsafe fn add_dots(self, left: u32, right: Self) -> Self {
+        // SAFETY: as this function asks; all are 512 bits of numbers.
+        Self(unsafe {
+            let left: __m512bh = transmute(_mm512_set1_epi32(left.cast_signed()));
+            _mm512_dpbf16_ps(self.0, left, transmute::<__m512, __m512bh>(right.0))
+        })
+    }
+}
+
+/// Bits of the first `count` lanes.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn mask(count: usize) -> u16 {
+    u16::MAX >> LANES.saturating_sub(count)
 }
 
 /// A number format that lanes are read from and written to.
@@ -44,11 +75,23 @@ pub(super) trait InLanes: Element {
     /// As for [`Lanes::zero`]; they must be readable.
     unsafe fn load(from: *const Self) -> Lanes;
 
+    /// Reads the first `count` of them; the others are 0.
+    ///
+    /// # Safety
+    /// As for [`InLanes::load`], with fewer; at least one.
+    unsafe fn load_some(from: *const Self, count: usize) -> Lanes;
+
     /// Writes the nearest numbers, ties to even.
     ///
     /// # Safety
     /// They must be writable.
     unsafe fn store(lanes: Lanes, to: *mut Self);
+
+    /// Writes the first `count` of them.
+    ///
+    /// # Safety
+    /// As for [`InLanes::store`], with fewer; at least one.
+    unsafe fn store_some(lanes: Lanes, to: *mut Self, count: usize);
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -60,9 +103,21 @@ impl InLanes for f32 {
     }
 
     #[inline(always)]
+    unsafe fn load_some(from: *const Self, count: usize) -> Lanes {
+        // SAFETY: as this function asks.
+        Lanes(unsafe { _mm512_maskz_loadu_ps(mask(count), from) })
+    }
+
+    #[inline(always)]
     unsafe fn store(lanes: Lanes, to: *mut Self) {
         // SAFETY: as this function asks; who made lanes knows that there is AVX-512.
         unsafe { _mm512_storeu_ps(to, lanes.0) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_some(lanes: Lanes, to: *mut Self, count: usize) {
+        // SAFETY: as above.
+        unsafe { _mm512_mask_storeu_ps(to, mask(count), lanes.0) }
     }
 }
 
@@ -71,24 +126,52 @@ impl InLanes for Bf16 {
     #[inline(always)]
     unsafe fn load(from: *const Self) -> Lanes {
         // SAFETY: as this function asks.
-        Lanes(unsafe {
-            let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
-        })
+        unsafe { widen(_mm256_loadu_si256(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_some(from: *const Self, count: usize) -> Lanes {
+        // SAFETY: as this function asks; a processor with AVX-512 has it for registers of 256 bits, too.
+        unsafe { widen(_mm256_maskz_loadu_epi16(mask(count), from.cast())) }
     }
 
     #[inline(always)]
     unsafe fn store(lanes: Lanes, to: *mut Self) {
         // SAFETY: as above.
-        unsafe {
-            let bits = _mm512_castps_si512(lanes.0);
-            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-            let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(lanes.0, lanes.0);
-            let nan = _mm512_set1_epi32(0x7fc0);
-            let upper = _mm512_mask_mov_epi32(_mm512_srli_epi32::<16>(rounded), is_nan, nan);
-            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(upper));
-        }
+        unsafe { _mm256_storeu_si256(to.cast(), round(lanes)) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_some(lanes: Lanes, to: *mut Self, count: usize) {
+        // SAFETY: as above.
+        unsafe { _mm256_mask_storeu_epi16(to.cast(), mask(count), round(lanes)) }
+    }
+}
+
+/// Of 16 bfloat16.
+///
+/// # Safety
+/// The processor must have AVX-512.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn widen(numbers: __m256i) -> Lanes {
+    // SAFETY: as this function asks.
+    Lanes(unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(numbers))) })
+}
+
+/// The nearest bfloat16, ties to even.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn round(lanes: Lanes) -> __m256i {
+    // SAFETY: who made lanes knows that there is AVX-512.
+    unsafe {
+        let bits = _mm512_castps_si512(lanes.0);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(lanes.0, lanes.0);
+        let nan = _mm512_set1_epi32(0x7fc0);
+        let upper = _mm512_mask_mov_epi32(_mm512_srli_epi32::<16>(rounded), is_nan, nan);
+        _mm512_cvtepi32_epi16(upper)
     }
 }
 
@@ -133,18 +216,43 @@ mod plain {
         pub unsafe fn zero() -> Self {
             Self([0.0; LANES])
         }
+
+        pub fn add_product(self, left: f32, right: Self) -> Self {
+            Self(std::array::from_fn(|i| left.mul_add(right.0[i], self.0[i])))
+        }
+
+        pub unsafe fn add_dots(self, left: u32, right: Self) -> Self {
+            let halves = |bits: u32| [bits << 16, bits & 0xffff_0000].map(f32::from_bits);
+            let [lower, upper] = halves(left);
+            Self(std::array::from_fn(|i| {
+                let [first, second] = halves(right.0[i].to_bits());
+                self.0[i] + lower * first + upper * second
+            }))
+        }
     }
 
     impl<T: Element> InLanes for T {
         unsafe fn load(from: *const Self) -> Lanes {
             // SAFETY: as this function asks on x86-64.
-            let numbers: [T; LANES] = unsafe { *from.cast() };
-            Lanes(numbers.map(T::to_f32))
+            unsafe { Self::load_some(from, LANES) }
+        }
+
+        unsafe fn load_some(from: *const Self, count: usize) -> Lanes {
+            // SAFETY: as above.
+            let number = |i| unsafe { (*from.wrapping_add(i)).to_f32() };
+            Lanes(std::array::from_fn(|i| if i < count { number(i) } else { 0.0 }))
         }
 
         unsafe fn store(lanes: Lanes, to: *mut Self) {
             // SAFETY: as above.
-            unsafe { *to.cast() = lanes.0.map(T::from_f32) };
+            unsafe { Self::store_some(lanes, to, LANES) };
+        }
+
+        unsafe fn store_some(lanes: Lanes, to: *mut Self, count: usize) {
+            for (i, number) in lanes.0.into_iter().enumerate().take(count) {
+                // SAFETY: as above.
+                unsafe { *to.wrapping_add(i) = T::from_f32(number) };
+            }
         }
     }
 

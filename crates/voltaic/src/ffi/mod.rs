@@ -12,12 +12,10 @@ mod autocast;
 mod autograd;
 mod autograd_function;
 mod backend;
-mod bf16_product;
 mod c10d;
 mod collectives;
 mod cuda_graph;
 mod execution;
-mod f32_product;
 mod graph;
 mod hlml;
 mod hpu;
@@ -32,6 +30,7 @@ mod rng;
 mod simd;
 #[cfg(target_arch = "x86_64")]
 mod split_product;
+mod strip_product;
 mod strips;
 mod switch;
 mod tensor;
@@ -55,14 +54,12 @@ pub use backend::{
     BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, libtorch_library,
     load_library, reset_backend_peak, seed_device, set_environment, synchronize,
 };
-pub use bf16_product::{has_bf16_products, multiply_by_dots};
 pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
 pub use collectives::{CollectiveApi, CollectiveLibrary, Seat};
 pub use cuda_graph::CudaGraph;
 pub use execution::{
     AnomalyWatch, DeterministicMode, InferenceMode, deterministic, set_cudnn_benchmark, set_deterministic,
 };
-pub use f32_product::multiply_by_strips;
 pub use graph::{
     GraphPlan, Recording, ReplayGraph, ReplayStats, is_recording, refuse_recording, set_recording_scope,
 };
@@ -80,6 +77,7 @@ pub use pool::{PeakReset, Pool, PoolBlock, PoolStats};
 pub use process::{die_with_parent, signal_group};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use simd::{is_intel, run_vectorized};
+pub use strip_product::{StripFactor, has_bf16_products, multiply_by_strips};
 pub use strips::{Packed, Strips, has_strips};
 pub use tensor::{SharedTensor, device_numbers, libtorch_version, tch_names_hpu};
 pub use threads::{set_thread_num_threads, with_one_thread};

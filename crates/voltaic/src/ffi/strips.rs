@@ -5,9 +5,9 @@
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
-    __m512i, _mm256_loadu_si256, _mm256_storeu_si256, _mm512_castsi512_si256, _mm512_cvtepu16_epi32,
-    _mm512_maskz_loadu_epi32, _mm512_or_si512, _mm512_shuffle_i32x4, _mm512_slli_epi32, _mm512_storeu_si512,
-    _mm512_unpackhi_epi32, _mm512_unpackhi_epi64, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
+    __m512i, _mm256_loadu_si256, _mm512_cvtepu16_epi32, _mm512_maskz_loadu_epi32, _mm512_or_si512,
+    _mm512_shuffle_i32x4, _mm512_slli_epi32, _mm512_storeu_si512, _mm512_unpackhi_epi32,
+    _mm512_unpackhi_epi64, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
 };
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use std::ptr;
 
 use super::lanes::LANES;
 use super::matrix::{Matrix, MatrixMut};
-use super::simd::run_vectorized;
+use super::simd::{has_avx512, run_vectorized};
 use crate::kernels::{Bf16, Element, Kernel, sized};
 
 /// Columns of a strip.
@@ -29,11 +29,11 @@ pub trait Packed: Element {
     /// Those of these numbers, the first one lowest.
     fn lane(numbers: impl Fn(usize) -> Self) -> u32;
 
-    /// Lanes of as many rows, whose numbers are next to each other in each column of the lane.
+    /// The lanes of a row of a strip, given the address of its numbers that come first, second and so on in a lane.
     ///
     /// # Safety
     /// The numbers must be readable, and none of the lanes; the processor must have AVX-512.
-    unsafe fn fill<const N: usize>(lanes: &mut [u32; N], column: impl Fn(usize) -> *const Self);
+    unsafe fn fill(lanes: &mut [u32; COLUMNS], column: impl Fn(usize) -> *const Self);
 }
 
 impl Packed for f32 {
@@ -45,9 +45,9 @@ impl Packed for f32 {
     }
 
     #[inline(always)]
-    unsafe fn fill<const N: usize>(lanes: &mut [u32; N], column: impl Fn(usize) -> *const Self) {
+    unsafe fn fill(lanes: &mut [u32; COLUMNS], column: impl Fn(usize) -> *const Self) {
         // SAFETY: as this function asks.
-        unsafe { ptr::copy_nonoverlapping(column(0).cast(), lanes.as_mut_ptr(), N) };
+        unsafe { ptr::copy_nonoverlapping(column(0).cast(), lanes.as_mut_ptr(), COLUMNS) };
     }
 }
 
@@ -60,25 +60,17 @@ impl Packed for Bf16 {
     }
 
     #[inline(always)]
-    unsafe fn fill<const N: usize>(lanes: &mut [u32; N], column: impl Fn(usize) -> *const Self) {
-        let mut parts = lanes.chunks_exact_mut(LANES);
-        for (lanes, first) in parts.by_ref().zip((0..).step_by(LANES)) {
+    unsafe fn fill(lanes: &mut [u32; COLUMNS], column: impl Fn(usize) -> *const Self) {
+        for (lanes, first) in lanes.chunks_exact_mut(LANES).zip((0..).step_by(LANES)) {
             // SAFETY: as this function asks; there are 16 lanes of 32 bits.
             unsafe { fill_pairs(lanes, [0, 1].map(|k| column(k).wrapping_add(first))) };
-        }
-        for (lane, i) in parts.into_remainder().iter_mut().zip(N / LANES * LANES..) {
-            // SAFETY: as this function asks.
-            *lane = Self::lane(|k| unsafe { *column(k).wrapping_add(i) });
         }
     }
 }
 
 /// Whether the processor has what strips are made with.
 pub fn has_strips() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("avx512f");
-    #[cfg(not(target_arch = "x86_64"))]
-    false
+    has_avx512()
 }
 
 /// A right factor in strips, for any number of products, or a part of one.
@@ -126,8 +118,12 @@ impl<'a, T: Packed> Strips<'a, T> {
         let shape = matrix.shape();
         assert!(!shape.contains(&0), "{shape:?}");
         // SAFETY: the constructor of the matrix checked that its numbers lie in its slice.
-        let strips =
-            unsafe { pack::<COLUMNS, T>(strips, Numbers::new(matrix).transposed(), shape[1], shape[0]) };
+        let strips = unsafe { pack(strips, Numbers::new(matrix).transposed(), shape[1], shape[0]) };
+        Self::of_lanes(strips, shape)
+    }
+
+    /// A matrix of this shape whose strips are there.
+    pub(super) fn of_lanes(strips: &'a [u32], shape: [usize; 2]) -> Self {
         Self { strips, lanes: shape[0].div_ceil(T::PER_LANE), start: [0; 2], shape, format: PhantomData }
     }
 
@@ -211,37 +207,46 @@ impl<T: Packed> Numbers<T> {
     }
 }
 
-/// Brings a matrix into strips of `N` rows, filled up with zeros: `strips[strip][lane of columns][row]`.
+/// Brings a matrix into strips of as many rows, filled up with zeros: `strips[strip][lane of columns][row]`.
 ///
 /// # Safety
 /// The numbers of the matrix must be readable; the processor must have what [`has_strips`] asks for.
-pub(super) unsafe fn pack<const N: usize, T: Packed>(
+pub(super) unsafe fn pack<T: Packed>(
     strips: &mut Vec<u32>,
     matrix: Numbers<T>,
     rows: usize,
     depth: usize,
 ) -> &[u32] {
-    let lanes = depth.div_ceil(T::PER_LANE);
-    let strips = sized(strips, rows.div_ceil(N) * lanes * N);
-    for (strip, first) in strips.chunks_exact_mut(lanes * N).zip((0..rows).step_by(N)) {
-        let count = N.min(rows - first);
-        if count < N {
-            strip.fill(0);
-        }
-        // SAFETY: as this function asks.
-        run_vectorized(Pack::<N, T> { strip, matrix: matrix.at_row(first), count, depth });
-    }
+    let strips = sized(strips, rows.div_ceil(COLUMNS) * depth.div_ceil(T::PER_LANE) * COLUMNS);
+    // SAFETY: as this function asks.
+    unsafe { pack_into(strips, matrix, rows, depth) };
     strips
 }
 
-struct Pack<'a, const N: usize, T> {
+/// The same, into strips that are there.
+///
+/// # Safety
+/// As for [`pack`].
+pub(super) unsafe fn pack_into<T: Packed>(strips: &mut [u32], matrix: Numbers<T>, rows: usize, depth: usize) {
+    let lanes = depth.div_ceil(T::PER_LANE);
+    for (strip, first) in strips.chunks_exact_mut(lanes * COLUMNS).zip((0..rows).step_by(COLUMNS)) {
+        let count = COLUMNS.min(rows - first);
+        if count < COLUMNS {
+            strip.fill(0);
+        }
+        // SAFETY: as this function asks.
+        run_vectorized(Pack { strip, matrix: matrix.at_row(first), count, depth });
+    }
+}
+
+struct Pack<'a, T> {
     strip: &'a mut [u32],
     matrix: Numbers<T>,
     count: usize,
     depth: usize,
 }
 
-impl<const N: usize, T: Packed> Kernel for Pack<'_, N, T> {
+impl<T: Packed> Kernel for Pack<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -255,72 +260,54 @@ impl<const N: usize, T: Packed> Kernel for Pack<'_, N, T> {
                 let rows = self.matrix.at_row(first).data.cast();
                 let stride = down * size_of::<T>() as isize;
                 // SAFETY: as above; the numbers of a lane are next to each other, the first one lower.
-                unsafe { turn::<N>(rows, stride, self.count - first, whole, &mut self.strip[first..]) };
+                unsafe { turn(rows, stride, self.count - first, whole, &mut self.strip[first..]) };
             }
-        } else if down == 1 && self.count == N {
+        } else if down == 1 && self.count == COLUMNS {
             let column = |j: usize| self.matrix.data.wrapping_offset(j as isize * right);
-            for (places, lane) in self.strip.chunks_exact_mut(N).zip(0..whole) {
-                let lanes = places.try_into().expect("N of them");
+            for (places, lane) in self.strip.chunks_exact_mut(COLUMNS).zip(0..whole) {
+                let lanes = places.try_into().expect("as many");
                 // SAFETY: as above; the rows of a column are next to each other.
-                unsafe { T::fill::<N>(lanes, |k| column(lane * T::PER_LANE + k)) };
+                unsafe { T::fill(lanes, |k| column(lane * T::PER_LANE + k)) };
             }
         } else {
             for lane in 0..whole {
                 for i in 0..self.count {
-                    self.strip[lane * N + i] = lane_at(i, lane);
+                    self.strip[lane * COLUMNS + i] = lane_at(i, lane);
                 }
             }
         }
         if self.depth > whole * T::PER_LANE {
             for i in 0..self.count {
-                self.strip[whole * N + i] = lane_at(i, whole);
+                self.strip[whole * COLUMNS + i] = lane_at(i, whole);
             }
         }
     }
 }
 
-/// Writes number `j` of row `i` to `columns[j * N + i]`, and 0 for rows from `count` on; at most 16 rows, `stride` bytes
-/// apart.
+/// Writes number `j` of row `i` to `columns[j * COLUMNS + i]`, and 0 for rows from `count` on; 16 rows at most, `stride`
+/// bytes apart.
 ///
 /// # Safety
 /// The processor must have AVX-512; each row must have `len` readable numbers.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn turn<const N: usize>(
-    rows: *const u8,
-    stride: isize,
-    count: usize,
-    len: usize,
-    columns: &mut [u32],
-) {
-    for (first, columns) in (0..len).step_by(LANES).zip(columns.chunks_mut(LANES * N)) {
+unsafe fn turn(rows: *const u8, stride: isize, count: usize, len: usize, columns: &mut [u32]) {
+    for (first, columns) in (0..len).step_by(LANES).zip(columns.chunks_mut(LANES * COLUMNS)) {
         let mask = u16::MAX >> LANES.saturating_sub(len - first);
         let numbers = std::array::from_fn(|i| {
             let row = rows.wrapping_offset(i as isize * stride).cast::<i32>().wrapping_add(first);
             // SAFETY: the mask leaves out what is behind the end of the row, and rows that are not there.
             unsafe { _mm512_maskz_loadu_epi32(if i < count { mask } else { 0 }, row) }
         });
-        for (column, numbers) in columns.chunks_mut(N).zip(transpose(numbers)).take(len - first) {
+        for (column, numbers) in columns.chunks_mut(COLUMNS).zip(transpose(numbers)).take(len - first) {
             // SAFETY: the places of a column's rows are checked by the slices.
-            unsafe {
-                if N < LANES {
-                    _mm256_storeu_si256(column[..8].as_mut_ptr().cast(), _mm512_castsi512_si256(numbers));
-                } else {
-                    _mm512_storeu_si512(column[..LANES].as_mut_ptr().cast(), numbers);
-                }
-            }
+            unsafe { _mm512_storeu_si512(column[..LANES].as_mut_ptr().cast(), numbers) };
         }
     }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-unsafe fn turn<const N: usize>(
-    _rows: *const u8,
-    _stride: isize,
-    _count: usize,
-    _len: usize,
-    _columns: &mut [u32],
-) {
+unsafe fn turn(_rows: *const u8, _stride: isize, _count: usize, _len: usize, _columns: &mut [u32]) {
     unreachable!("has_strips() is false here");
 }
 
@@ -483,8 +470,7 @@ unsafe fn turn_pairs(_columns: *const Bf16, _right: isize, _tile: &mut [u32; LAN
 mod tests {
     use super::*;
     use crate::ffi::amx_product::Tiles;
-    use crate::ffi::bf16_product::{has_bf16_products, multiply_by_dots};
-    use crate::ffi::f32_product::multiply_by_strips;
+    use crate::ffi::strip_product::{has_bf16_products, multiply_by_strips};
 
     /// Whole numbers, whose products and sums are exact.
     fn numbers<T: Element>(len: usize, seed: usize) -> Vec<T> {
@@ -541,7 +527,7 @@ mod tests {
     #[test]
     fn products_of_bfloat16_by_dots_are_exact() {
         if has_bf16_products() {
-            check::<Bf16>(multiply_by_dots);
+            check::<Bf16>(multiply_by_strips);
         }
     }
 

@@ -56,6 +56,8 @@ fn products_of_batches() {
     assert_close("bmm", &a.bmm(&b), &a64.bmm(&b64), 2e-6);
     let shared = b.narrow(0, 0, 1).expand([3, 33, 9], false);
     assert_close("shared", &a.bmm(&shared), &a64.bmm(&shared.to_kind(Kind::Double)), 2e-6);
+    let more_rows = a.repeat([1, 3, 1]);
+    assert_close("more rows", &more_rows.bmm(&b), &a64.repeat([1, 3, 1]).bmm(&b64), 2e-6);
 }
 
 #[test]
@@ -170,6 +172,8 @@ fn in_bfloat16_sums_are_rounded_once() {
         (integers(12, 33, false).view([3, 4, 33]), integers(27, 33, false).view([3, 9, 33]).transpose(1, 2));
     let [a64, b64] = in_float64([&a, &b]);
     assert_eq!(a.bmm(&b), a64.bmm(&b64).to_kind(Kind::BFloat16));
+    let more_rows = a.repeat([1, 3, 1]);
+    assert_eq!(more_rows.bmm(&b), a64.repeat([1, 3, 1]).bmm(&b64).to_kind(Kind::BFloat16));
     let heads = a.view([3, 4, 3, 11]).transpose(1, 2).reshape([9, 4, 11]);
     assert_eq!(heads.bmm(&heads.transpose(1, 2)).size(), [9, 4, 4]);
     let nan = Tensor::from_slice(&[1f32, f32::NAN, 0.0, 0.0]).to_kind(Kind::BFloat16).view([2, 2]);

@@ -7,8 +7,8 @@ use voltaic_sys as sys;
 
 use super::Shared;
 use crate::ffi::amx_product::has_tiles;
-use crate::ffi::bf16_product::has_fast_bf16_products;
 use crate::ffi::simd::{prefetch, run_vectorized};
+use crate::ffi::strip_product::has_fast_bf16_products;
 use crate::ffi::threads::parallel_for;
 use crate::kernels::{
     AttentionHead, AttentionScratch, Bf16, Convert, Element, FactorOf, GradHead, Kernel, Rows,

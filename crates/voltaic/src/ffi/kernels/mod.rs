@@ -18,10 +18,10 @@ use voltaic_sys as sys;
 
 use super::amx::{has_described_amx, withhold_undescribed_amx};
 use super::amx_product::has_tiles;
-use super::bf16_product::has_fast_bf16_products;
 use super::check;
 use super::mkl::has_mkl_bf16;
-use super::simd::{has_vectors, is_intel, prefetch};
+use super::simd::{has_vectors, has_wide_units, is_intel, prefetch};
+use super::strip_product::{has_bf16_products, has_fast_bf16_products};
 use super::strips::has_strips;
 use super::switch::read_switch;
 use super::threads::parallel_for;
@@ -49,8 +49,8 @@ pub fn has_attention_kernel() -> bool {
 /// 3 x 3 but on Intel's processors, gradients of others' weights, batch norm of images with the channels last,
 /// GELU, max-pooling of 2 x 2, ReLU, sums and casts with bfloat16, random masks unless libtorch draws them by the MKL,
 /// products of float32 matrices, on Intel's processors only large ones and only with AMX, since the MKL is at its best
-/// there, and products and convolutions of bfloat16 where oneDNN has no fast instructions for them. Later calls change
-/// nothing.
+/// there, products of bfloat16 on AMD's from Zen 5 on, and these and convolutions where oneDNN has no fast instructions for
+/// them. Later calls change nothing.
 ///
 /// Results differ from libtorch's in the last bits of products, convolutions, attention, weights' gradients, batch norm
 /// and GELU; the others are equal.
@@ -86,11 +86,15 @@ pub fn install_kernels() -> Result<bool> {
     choice.set();
     let table = sys::vt_kernels {
         product: match (is_intel() && !is_for_all, has_tiles()) {
+            (false, _) if has_wide_units() => Some(products::product_by_strips),
             (false, _) => Some(products::product),
             (true, true) => Some(products::large_product),
             (true, false) => None,
         },
-        product_bf16: takes_bf16.then_some(products::product_bf16 as _),
+        product_bf16: match has_wide_units() && has_bf16_products() {
+            true => Some(products::product_bf16_by_strips),
+            false => takes_bf16.then_some(products::product_bf16_by_mkl as _),
+        },
         gelu: Some(elementwise::gelu),
         gelu_backward: Some(elementwise::gelu_backward),
         max_pool2d: Some(images::max_pool2d),

@@ -1,7 +1,8 @@
-//! Products of matrices: of float32 by AMX or gemm, of bfloat16 by the MKL.
+//! Products of matrices: of float32 by AMX, gemm or AVX-512, of bfloat16 by AVX-512 or the MKL.
 
 use std::cell::RefCell;
 use std::ops::Range;
+use std::slice;
 #[cfg(target_arch = "x86_64")]
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,9 +11,12 @@ use voltaic_sys as sys;
 use super::{GRAIN, Shared, address, scratch};
 #[cfg(target_arch = "x86_64")]
 use crate::ffi::amx_product::{Tiles, has_tiles};
+use crate::ffi::lanes::InLanes;
 use crate::ffi::matrix::{Matrix, MatrixMut, Product};
 use crate::ffi::mkl::{is_for_mkl, multiply_by_mkl};
 use crate::ffi::simd::run_vectorized;
+use crate::ffi::strip_product::{StripFactor, StripProduct};
+use crate::ffi::strips::{COLUMNS, Numbers, Strips, pack_into};
 use crate::ffi::threads::parallel_for;
 use crate::kernels::{Addend, Bf16, RoundRows, Turn, blocks, sized};
 
@@ -26,6 +30,8 @@ const MANY_ROWS: usize = 128;
 const LONG_FOR_FEW_ROWS: usize = 256;
 /// With still fewer libtorch, which reads `b` as it is, is faster.
 const FEW_ROWS: usize = 16;
+/// With fewer rows, or numbers to sum up, it costs more to bring `b` into strips than they save.
+const WORTH_STRIPS: usize = 8;
 /// A turned matrix is worth a thread by as many of its rows.
 const TURNED_ROWS: usize = 16;
 
@@ -47,6 +53,19 @@ pub(super) extern "C" fn product(call: *const sys::vt_product) -> i32 {
         rows >= FEW_ROWS && product.run_with_turned_rows().is_some()
     };
     is_done.into()
+}
+
+/// As [`product`], most of them by AVX-512 from strips.
+pub(super) extern "C" fn product_by_strips(call: *const sys::vt_product) -> i32 {
+    // SAFETY: the shim passes a description that lives during the call.
+    let is_done = Products::<f32>::new(unsafe { &*call }).run_by_strips().is_some();
+    if is_done { 1 } else { product(call) }
+}
+
+/// Of bfloat16 by the dot products of AVX-512.
+pub(super) extern "C" fn product_bf16_by_strips(call: *const sys::vt_product) -> i32 {
+    // SAFETY: the shim passes a description that lives during the call.
+    Products::<Bf16>::new(unsafe { &*call }).run_by_strips().is_some().into()
 }
 
 /// As [`product`], for those alone that tiles are faster at than the MKL.
@@ -85,6 +104,25 @@ impl<T: Copy + Send + Sync> Products<T> {
         }
     }
 
+    /// Whether the result is rows that do not overlap, of numbers that are next to each other.
+    fn writes_rows(&self) -> bool {
+        let ([_, rows, columns, _], [_, down, right]) = (self.shape, self.to_out);
+        (columns == 1 || right == 1) && (rows == 1 || down >= columns as isize)
+    }
+
+    fn out_from(&self, batch: usize, row: usize, column: usize) -> *mut T {
+        let [to_batch, down, right] = self.to_out;
+        self.out.at(batch as isize * to_batch + row as isize * down + column as isize * right)
+    }
+
+    fn a_from(&self, batch: usize, row: usize) -> Numbers<T> {
+        from(self.a, batch, self.to_a, [row, 0])
+    }
+
+    fn b_from(&self, batch: usize, column: usize) -> Numbers<T> {
+        from(self.b, batch, self.to_b, [0, column])
+    }
+
     /// Calls `part` for parts of the product on libtorch's threads: with a batch, rows and columns.
     fn split(&self, part: impl Fn(usize, Range<usize>, Range<usize>) + Sync) {
         let [batches, rows, columns, _] = self.shape;
@@ -92,10 +130,64 @@ impl<T: Copy + Send + Sync> Products<T> {
             let whole = |batch| part(batch, 0..rows, 0..columns);
             parallel_for(batches, 1, |batches| batches.for_each(whole));
         } else if rows >= columns {
-            parallel_for(rows, MIN_STRIP, |rows| part(0, rows, 0..columns));
+            parallel_for(rows.div_ceil(COLUMNS), MIN_STRIP / COLUMNS, |strips| {
+                part(0, of_strips(strips, rows), 0..columns)
+            });
         } else {
-            parallel_for(columns, MIN_STRIP, |columns| part(0, 0..rows, columns));
+            parallel_for(columns.div_ceil(COLUMNS), MIN_STRIP / COLUMNS, |strips| {
+                part(0, 0..rows, of_strips(strips, columns))
+            });
         }
+    }
+}
+
+/// A factor, from a row and a column of a batch on.
+fn from<T>(
+    factor: Shared<T>,
+    batch: usize,
+    [to_batch, down, right]: [isize; 3],
+    place: [usize; 2],
+) -> Numbers<T> {
+    Numbers { data: factor.at(batch as isize * to_batch), strides: [down, right] }.at(place)
+}
+
+/// The columns of strips, of as many.
+fn of_strips(strips: Range<usize>, columns: usize) -> Range<usize> {
+    strips.start * COLUMNS..(strips.end * COLUMNS).min(columns)
+}
+
+impl<T: StripFactor + InLanes> Products<T> {
+    /// Multiplies with `b` in strips, which all threads use. None, and nothing done, if that is not worth it, or there is no
+    /// memory for them.
+    fn run_by_strips(&self) -> Option<()> {
+        let [batches, rows, columns, depth] = self.shape;
+        if rows < WORTH_STRIPS || depth < WORTH_STRIPS || !self.writes_rows() {
+            return None;
+        }
+        let (count, len) = (columns.div_ceil(COLUMNS), depth.div_ceil(T::PER_LANE) * COLUMNS);
+        let scratch = scratch(batches * count * len)?;
+        let all = Shared(scratch.data_ptr().cast());
+        parallel_for(batches * count, GRAIN.div_ceil(len), |strips| {
+            for strip in strips {
+                let (batch, columns) = (strip / count, of_strips(strip % count..strip % count + 1, columns));
+                // SAFETY: each strip is one thread's, and the shim holds `b`; there are strips on this processor.
+                unsafe {
+                    let b = self.b_from(batch, columns.start).transposed();
+                    pack_into(all.slice_mut(strip * len..(strip + 1) * len), b, columns.len(), depth);
+                }
+            }
+        });
+        self.split(|batch, rows, columns| {
+            // SAFETY: they were written above, and nobody changes them.
+            let strips = unsafe { all.slice(batch * count * len..(batch + 1) * count * len) };
+            let b = Strips::of_lanes(strips, [depth, self.shape[2]]).part([0..depth, columns.clone()]);
+            let shape = [rows.len(), columns.len(), depth];
+            let (out, a) = (self.out_from(batch, rows.start, columns.start), self.a_from(batch, rows.start));
+            // SAFETY: the shim holds the tensors; `out` shares no memory with the others, and each part of it is written
+            // by one thread.
+            unsafe { StripProduct { shape, out, to_out: self.to_out[1], a, b, adds: self.adds }.run() };
+        });
+        Some(())
     }
 }
 
@@ -112,13 +204,12 @@ impl Products<f32> {
     }
 
     fn part(&self, batch: usize, rows: Range<usize>, columns: Range<usize>) -> Product {
-        let (batch, row, column) = (batch as isize, rows.start as isize, columns.start as isize);
         let Self { to_out, to_a, to_b, .. } = *self;
         Product {
             shape: [rows.len(), columns.len(), self.shape[3]],
-            out: self.out.at(batch * to_out[0] + row * to_out[1] + column * to_out[2]),
-            a: self.a.at(batch * to_a[0] + row * to_a[1]),
-            b: self.b.at(batch * to_b[0] + column * to_b[2]),
+            out: self.out_from(batch, rows.start, columns.start),
+            a: self.a_from(batch, rows.start).data,
+            b: self.b_from(batch, columns.start).data,
             strides: [to_out, to_a, to_b].map(|[_, down, right]| [down, right]),
             adds: self.adds,
         }
@@ -190,14 +281,13 @@ thread_local! {
     static SUMS: RefCell<Vec<f32>> = RefCell::default();
 }
 
-pub(super) extern "C" fn product_bf16(call: *const sys::vt_product) -> i32 {
+/// Of bfloat16 by the MKL.
+pub(super) extern "C" fn product_bf16_by_mkl(call: *const sys::vt_product) -> i32 {
     // SAFETY: the shim passes a description that lives during the call.
     let product = Products::<Bf16>::new(unsafe { &*call });
     let [_, rows, columns, _] = product.shape;
-    let is_taken = product.to_out[2] == 1
-        && (rows == 1 || product.to_out[1] >= columns as isize)
-        && is_for_mkl(&product.a(0, 0..rows))
-        && is_for_mkl(&product.b(0, 0..columns));
+    let is_taken =
+        product.writes_rows() && is_for_mkl(&product.a(0, 0..rows)) && is_for_mkl(&product.b(0, 0..columns));
     if is_taken {
         product.split(|batch, rows, columns| product.run_part(batch, rows, columns));
     }
@@ -219,9 +309,8 @@ impl Products<Bf16> {
         let sums = sized(sums, rows.len() * columns.len());
         let (a, b) = (self.a(batch, rows.clone()), self.b(batch, columns.clone()));
         multiply_by_mkl(MatrixMut::dense(sums, [rows.len(), columns.len()]), a, b, false);
-        let [to_batch, down, _] = self.to_out;
-        let out =
-            self.out.at(batch as isize * to_batch + rows.start as isize * down + columns.start as isize);
+        let down = self.to_out[1];
+        let out = self.out_from(batch, rows.start, columns.start);
         let stride = if self.shape[1] == 1 { columns.len() } else { down as usize };
         // SAFETY: the shim passes a tensor with room for the result, which shares no memory with the others; its rows do
         // not overlap, and each part of them belongs to one thread.
@@ -231,20 +320,18 @@ impl Products<Bf16> {
     }
 
     fn a(&self, batch: usize, rows: Range<usize>) -> Matrix<'_, Bf16> {
-        let start = self.a.at(batch as isize * self.to_a[0] + rows.start as isize * self.to_a[1]);
-        self.matrix(start, [rows.len(), self.shape[3]], self.to_a)
+        self.matrix(self.a_from(batch, rows.start), [rows.len(), self.shape[3]])
     }
 
     fn b(&self, batch: usize, columns: Range<usize>) -> Matrix<'_, Bf16> {
-        let start = self.b.at(batch as isize * self.to_b[0] + columns.start as isize * self.to_b[2]);
-        self.matrix(start, [self.shape[3], columns.len()], self.to_b)
+        self.matrix(self.b_from(batch, columns.start), [self.shape[3], columns.len()])
     }
 
-    fn matrix(&self, start: *mut Bf16, shape: [usize; 2], [_, down, right]: [isize; 3]) -> Matrix<'_, Bf16> {
-        let strides = [down, right].map(|stride| stride as usize);
+    fn matrix(&self, numbers: Numbers<Bf16>, shape: [usize; 2]) -> Matrix<'_, Bf16> {
+        let strides = numbers.strides.map(|stride| stride as usize);
         let len = (shape[0] - 1) * strides[0] + (shape[1] - 1) * strides[1] + 1;
         // SAFETY: from the first number of a factor that the shim holds to its last; nobody writes to it.
-        Matrix::new(unsafe { Shared(start).slice(0..len) }, shape, strides)
+        Matrix::new(unsafe { slice::from_raw_parts(numbers.data, len) }, shape, strides)
     }
 }
 

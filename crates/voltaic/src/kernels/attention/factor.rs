@@ -4,8 +4,7 @@ use std::ops::Range;
 
 use super::Rows;
 use crate::ffi::{
-    Matrix, MatrixMut, Strips, Tiles, has_strips, multiply, multiply_by_dots, multiply_by_strips,
-    run_vectorized,
+    Matrix, MatrixMut, Strips, Tiles, has_strips, multiply, multiply_by_strips, run_vectorized,
 };
 use crate::kernels::{Bf16, Convert, Element};
 
@@ -123,7 +122,7 @@ impl Factor for Bf16 {
     ) {
         match unit {
             Some(tiles) => tiles.multiply(out, a, b.part(part), adds),
-            None => multiply_by_dots(out, a, b.part(part), adds),
+            None => multiply_by_strips(out, a, b.part(part), adds),
         }
     }
 

@@ -9,8 +9,8 @@ use std::sync::OnceLock;
 use voltaic_sys as sys;
 
 use super::Shared;
-use crate::ffi::bf16_product::has_bf16_products;
 use crate::ffi::mkl::has_mkl_bf16;
+use crate::ffi::strip_product::has_bf16_products;
 use crate::kernels::Bf16;
 
 /// Sizes of a convolution; pairs are of rows and columns.

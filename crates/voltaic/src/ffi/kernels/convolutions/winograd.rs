@@ -10,10 +10,10 @@ use voltaic_sys as sys;
 
 use super::super::Shared;
 use super::{Convolution, parts, threads_for};
-use crate::ffi::f32_product::multiply_by_strips;
 use crate::ffi::lanes::LANES;
 use crate::ffi::matrix::{Matrix, MatrixMut};
 use crate::ffi::simd::run_vectorized;
+use crate::ffi::strip_product::multiply_by_strips;
 use crate::ffi::strips::{COLUMNS, Strips};
 use crate::ffi::threads::parallel_for;
 use crate::ffi::winograd::{
