@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 
 use super::rendezvous::within;
 use crate::error::{CollectiveFailure, ConfigError, DistributedError, Error, Result, TorchError};
-use crate::ffi::{self, Backend, ReduceOp, Store, Work};
+use crate::ffi::{self, Backend, Neighbours, ReduceOp, Store, Summing, Work};
 
 /// How long a rank whose operation failed waits to see which ranks it failed on, too.
 const INQUEST: Duration = Duration::from_secs(2);
@@ -38,6 +38,8 @@ struct Shared {
     /// Locked to start an operation, so that the sequence number is the order.
     backend: Mutex<(Backend, u64)>,
     name: &'static str,
+    /// If all ranks share memory.
+    neighbours: Option<Neighbours>,
     /// Where ranks tell each other of failures.
     store: Arc<Store>,
     rank: usize,
@@ -47,9 +49,16 @@ struct Shared {
 /// An operation under way; its tensors must be left alone until [`Pending::wait`] returns. Dropping it waits, too.
 #[derive(Debug)]
 pub struct Pending {
-    work: Work,
+    work: Underway,
     call: Call,
     group: Arc<Shared>,
+}
+
+/// By the back end, or by memory that ranks share.
+#[derive(Debug)]
+enum Underway {
+    Work(Work),
+    Summing(Summing),
 }
 
 /// An operation as far as errors need it.
@@ -69,7 +78,11 @@ impl Pending {
     /// [`DistributedError::Collective`].
     pub fn wait(self) -> Result<()> {
         let Self { work, call, group } = self;
-        work.wait().map_err(|error| group.failure(call, &error))
+        let done = match work {
+            Underway::Work(work) => work.wait(),
+            Underway::Summing(summing) => summing.wait(),
+        };
+        done.map_err(|error| group.failure(call, &error))
     }
 }
 
@@ -83,7 +96,13 @@ impl ProcessGroup {
         world_size: usize,
     ) -> Self {
         let backend = Mutex::new((backend, 0));
-        Self { shared: Arc::new(Shared { backend, name, store, rank, world_size }) }
+        Self { shared: Arc::new(Shared { backend, name, neighbours: None, store, rank, world_size }) }
+    }
+
+    /// The group with memory that all ranks share, if they do.
+    pub(crate) fn with_neighbours(self, neighbours: Option<Neighbours>) -> Self {
+        let shared = Arc::into_inner(self.shared).map(|shared| Shared { neighbours, ..shared });
+        Self { shared: Arc::new(shared.expect("a group that was just made is used by nobody else")) }
     }
 
     /// Global rank of this process.
@@ -101,16 +120,29 @@ impl ProcessGroup {
         self.shared.name
     }
 
+    /// Whether sums go through memory that all ranks share, which are on one host then.
+    pub fn shares_memory(&self) -> bool {
+        self.shared.neighbours.is_some()
+    }
+
     /// Replaces `tensor` on all ranks by the reduction of all. It must be contiguous.
     ///
-    /// With Gloo the sum of two ranks is exact up to its one rounding; more ranks are added in ring order.
+    /// With Gloo the sum of two ranks is exact up to its one rounding; more ranks are added in ring order. Ranks on one
+    /// host add float32 and bfloat16 in memory that they share, in their order and in float32.
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
         self.start_all_reduce(tensor, op)?.wait()
     }
 
     /// Starts [`ProcessGroup::all_reduce`].
     pub fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending> {
-        self.start("all_reduce", tensor, None, |backend| backend.all_reduce(tensor, op))
+        match &self.shared.neighbours {
+            Some(neighbours) if op == ReduceOp::Sum && Neighbours::can_sum(tensor) => {
+                self.begin("all_reduce", tensor, None, |_| {
+                    neighbours.start_sum(tensor).map(Underway::Summing)
+                })
+            }
+            _ => self.start("all_reduce", tensor, None, |backend| backend.all_reduce(tensor, op)),
+        }
     }
 
     /// Replaces `tensor` on all ranks by that of rank `root`. It must be contiguous.
@@ -238,6 +270,16 @@ impl ProcessGroup {
         tensor: &Tensor,
         peer: Option<usize>,
         body: impl FnOnce(&Backend) -> Result<Work, TorchError>,
+    ) -> Result<Pending> {
+        self.begin(op, tensor, peer, |backend| body(backend).map(Underway::Work))
+    }
+
+    fn begin(
+        &self,
+        op: &'static str,
+        tensor: &Tensor,
+        peer: Option<usize>,
+        body: impl FnOnce(&Backend) -> Result<Underway, TorchError>,
     ) -> Result<Pending> {
         if tensor.defined() && !tensor.is_contiguous() {
             let what = format!("a tensor of shape {:?} that is not contiguous", tensor.size());

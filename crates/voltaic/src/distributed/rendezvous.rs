@@ -1,6 +1,7 @@
 //! Brings ranks together: a store that all reach, a roll call, and the connections of a process group.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::net::ToSocketAddrs;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -12,8 +13,8 @@ use super::cluster::RankPlacement;
 use super::process_group::gloo_interface;
 use super::roll_call::{NOTICE, Round, roll_call};
 use crate::device::Device;
-use crate::error::{DistributedError, Error, Result};
-use crate::ffi::{Backend, CollectiveLibrary, Seat, Store};
+use crate::error::{DistributedError, Error, Result, TorchError};
+use crate::ffi::{Backend, CollectiveLibrary, Home, Neighbours, Seat, Store, shares_memory};
 
 /// How long an unknown host name is asked for again: names of a cluster may come up after the process.
 const NAME_PATIENCE: Duration = Duration::from_secs(5);
@@ -78,12 +79,12 @@ pub(super) fn join(placement: &RankPlacement, options: &JoinOptions) -> Result<J
     let round = roll_call(placement, &store, options.timeout)?;
     let (rank, world_size) = (placement.rank, placement.world_size);
     let name = library.as_ref().map_or("gloo", |library| library.name());
-    let backend = match library {
-        None => gloo(placement, &round, options.timeout)?,
-        Some(library) => communicator(library, placement, &round, options)?,
+    let (backend, neighbours) = match library {
+        None => (gloo(placement, &round, options.timeout)?, neighbours(placement, &round, options.timeout)?),
+        Some(library) => (communicator(library, placement, &round, options)?, None),
     };
     let Round { store, attempt } = round;
-    let group = ProcessGroup::new(backend, name, store, rank, world_size);
+    let group = ProcessGroup::new(backend, name, store, rank, world_size).with_neighbours(neighbours);
     Ok(Joined { group, run, attempt })
 }
 
@@ -111,6 +112,37 @@ fn gloo(placement: &RankPlacement, round: &Round, timeout: Duration) -> Result<B
     })?;
     tracing::debug!("rank {rank} of {world_size} has joined over {interface:?}");
     Ok(backend)
+}
+
+/// Memory that all ranks share, if they are on one host, may reach each other's, and none has `VOLTAIC_SHARED_MEMORY=0`.
+fn neighbours(placement: &RankPlacement, round: &Round, timeout: Duration) -> Result<Option<Neighbours>> {
+    let (rank, world_size) = (placement.rank, placement.world_size);
+    if world_size == 1 {
+        return Ok(None);
+    }
+    let store = round.store.with_prefix("memory")?;
+    let home = if shares_memory()? { Home::new() } else { Err(io::Error::other("VOLTAIC_SHARED_MEMORY=0")) };
+    let told = move |stage: &str, mine: &str| {
+        store.set(&format!("{stage}/{rank}"), mine.as_bytes())?;
+        let told = |rank| store.get(&format!("{stage}/{rank}"), timeout);
+        let texts = (0..world_size).map(|rank| Ok(String::from_utf8_lossy(&told(rank)?).into_owned()));
+        texts.collect::<Result<Vec<_>, TorchError>>()
+    };
+    let connect = move || {
+        let addresses = told("address", &home.as_ref().map_or_else(|_| String::new(), Home::address))?;
+        let opened = home.and_then(|home| home.open_others(rank, &addresses, timeout));
+        let reasons = told("refusal", &opened.as_ref().err().map_or_else(String::new, io::Error::to_string))?;
+        let refusal = reasons.into_iter().find(|reason| !reason.is_empty());
+        Ok::<_, TorchError>((opened.ok().filter(|_| refusal.is_none()), refusal))
+    };
+    let remedy = "check that the nodes reach each other";
+    let (neighbours, refusal) =
+        connected(placement, round, connect)?.map_err(|error| refuse(placement, error.message, remedy))?;
+    match refusal {
+        None => tracing::debug!("rank {rank} of {world_size} shares memory with the others"),
+        Some(reason) => tracing::debug!("ranks share no memory: {reason}"),
+    }
+    Ok(neighbours)
 }
 
 /// What `connect` gives, unless a rank that it waits for has ended.

@@ -23,10 +23,12 @@ mod kernels;
 mod lanes;
 mod matrix;
 mod mkl;
+mod neighbours;
 mod optim;
 mod pool;
 mod process;
 mod rng;
+mod shared_region;
 mod simd;
 #[cfg(target_arch = "x86_64")]
 mod split_product;
@@ -69,6 +71,7 @@ pub use hpu::{
 };
 pub use kernels::{has_attention_kernel, install_kernels};
 pub use matrix::{Matrix, MatrixMut, multiply};
+pub use neighbours::{Home, Neighbours, Summing, shares_memory};
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, LearningRate, SgdOptions, TensorList, foreach_clamp,
     foreach_mul_tensor, foreach_norm, is_dense, tensor_id,

@@ -104,6 +104,33 @@ impl<T: Element, U: Element> Kernel for Convert<'_, T, U> {
     }
 }
 
+/// Sums of several slices, number by number, in float32 and in their order.
+pub struct AddUp<'a, T> {
+    /// All as long as the output; at least one.
+    pub parts: &'a [&'a [T]],
+    /// The sums.
+    pub out: &'a mut [T],
+}
+
+impl<T: Element> Kernel for AddUp<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { parts, out } = self;
+        let (first, others) = parts.split_first().expect("at least one");
+        let mut sums = [0.0; 1024];
+        for (block, out) in out.chunks_mut(sums.len()).enumerate() {
+            let (start, sums) = (block * 1024, &mut sums[..out.len()]);
+            sums.iter_mut().zip(&first[start..]).for_each(|(sum, number)| *sum = number.to_f32());
+            for part in others {
+                sums.iter_mut().zip(&part[start..]).for_each(|(sum, number)| *sum += number.to_f32());
+            }
+            out.iter_mut().zip(&*sums).for_each(|(out, sum)| *out = T::from_f32(*sum));
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -21,7 +21,7 @@ use std::ops::Range;
 pub use attention::{AttentionHead, AttentionScratch, Factor, FactorOf, FactorScratch, GradHead, Rows};
 pub use batch_norm::{BatchNormBackward, GradSums, Moments, Normalize};
 pub use element::{Bf16, Element};
-pub use elementwise::{Add, Convert, Map, MapOnto, Pointwise, Relu, ReluBackward};
+pub use elementwise::{Add, AddUp, Convert, Map, MapOnto, Pointwise, Relu, ReluBackward};
 pub use gelu::{Gelu, GeluBackward};
 pub use max_pool::{MaxPool2d, MaxPool2dBackward, RowPairs};
 pub use mt19937::{Bernoulli, Mt19937};
@@ -45,7 +45,7 @@ pub fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usi
 }
 
 /// Bytes of a line of the cache, and of the widest vector.
-const LINE: usize = 64;
+pub const LINE: usize = 64;
 
 /// The first `len` numbers from the start of a line of the cache, whatever they are.
 pub fn sized<T: Copy + Default>(numbers: &mut Vec<T>, len: usize) -> &mut [T] {

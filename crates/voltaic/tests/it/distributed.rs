@@ -34,6 +34,16 @@ fn placement(rank: usize, world_size: usize, port: u16) -> RankPlacement {
 
 /// Runs `body` as each rank of a group of processes: this test's own, started again with `LOCAL_RANK`.
 fn as_ranks(test: &str, world_size: usize, body: impl Fn(Arc<ProcessGroup>)) {
+    as_ranks_with(test, world_size, |_| None, body);
+}
+
+/// The same, each with a variable of its own in the environment.
+fn as_ranks_with(
+    test: &str,
+    world_size: usize,
+    variable: fn(usize) -> Option<(&'static str, &'static str)>,
+    body: impl Fn(Arc<ProcessGroup>),
+) {
     let part = format!("rank of {world_size}");
     if !crate::probe::plays(&part) {
         let port = free_port();
@@ -41,6 +51,7 @@ fn as_ranks(test: &str, world_size: usize, body: impl Fn(Arc<ProcessGroup>)) {
             .map(|rank| {
                 let mut command = crate::probe::own_process(test, &part);
                 command.env("LOCAL_RANK", rank.to_string()).env("MASTER_PORT", port.to_string());
+                command.envs(variable(rank));
                 command.stdout(Stdio::piped()).stderr(Stdio::piped());
                 command.spawn().unwrap()
             })
@@ -117,6 +128,37 @@ fn three_ranks_exchange_tensors_and_objects() {
             tensors.iter().map(|tensor| group.start_all_reduce(tensor, ReduceOp::Sum).unwrap()).collect();
         pending.into_iter().for_each(|pending| pending.wait().unwrap());
         assert_eq!(floats(&tensors[3]), [9.0, 18.0]);
+    });
+}
+
+/// Sums of float32 and bfloat16, equal to those of float64, which are Gloo's.
+fn check_sums(group: &ProcessGroup) {
+    tch::manual_seed(group.rank() as i64);
+    for kind in [Kind::Float, Kind::BFloat16] {
+        for len in [1, 1000, 3 << 20] {
+            let tensor = Tensor::randn([len], (Kind::Float, CPU)).to_kind(kind);
+            let exact = tensor.to_kind(Kind::Double);
+            group.all_reduce(&tensor, ReduceOp::Sum).unwrap();
+            group.all_reduce(&exact, ReduceOp::Sum).unwrap();
+            assert_eq!(tensor, exact.to_kind(Kind::Float).to_kind(kind), "{len} {kind:?}");
+        }
+    }
+}
+
+#[test]
+fn ranks_on_one_host_share_memory() {
+    as_ranks("distributed::ranks_on_one_host_share_memory", 2, |group| {
+        assert!(group.shares_memory());
+        check_sums(&group);
+    });
+}
+
+#[test]
+fn no_rank_shares_memory_unless_all_do() {
+    let second = |rank| (rank == 1).then_some(("VOLTAIC_SHARED_MEMORY", "0"));
+    as_ranks_with("distributed::no_rank_shares_memory_unless_all_do", 2, second, |group| {
+        assert!(!group.shares_memory());
+        check_sums(&group);
     });
 }
 
