@@ -75,9 +75,12 @@ pub fn install_kernels() -> Result<bool> {
     }
     let is_for_all = switch == Some(true);
     let takes_bf16 = has_mkl_bf16() && (is_for_all || !onednn_is_fast_at_bf16());
+    let by_strips = has_wide_units() && has_bf16_products();
     let choice = Choice {
+        by_strips,
         by_patches: match takes_bf16 {
             true => ByPatches::All,
+            false if by_strips => ByPatches::Slower,
             false if has_mkl_bf16() && has_described_amx() => ByPatches::SmallImages,
             false => ByPatches::None,
         },
@@ -91,7 +94,7 @@ pub fn install_kernels() -> Result<bool> {
             (true, true) => Some(products::large_product),
             (true, false) => None,
         },
-        product_bf16: match has_wide_units() && has_bf16_products() {
+        product_bf16: match by_strips {
             true => Some(products::product_bf16_by_strips),
             false => takes_bf16.then_some(products::product_bf16_by_mkl as _),
         },

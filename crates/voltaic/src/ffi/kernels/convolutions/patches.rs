@@ -1,13 +1,15 @@
-//! Convolutions in bfloat16 as products of patches by the MKL.
+//! Convolutions in bfloat16 as products of patches, by the MKL or from strips.
 
 use std::cell::RefCell;
 use std::ops::Range;
 
 use super::super::{Shared, address, scratch};
-use super::{Convolution, parts, threads_for};
+use super::{Convolution, choice, parts, threads_for};
 use crate::ffi::matrix::{Matrix, MatrixMut};
 use crate::ffi::mkl::multiply_by_mkl;
 use crate::ffi::simd::run_vectorized;
+use crate::ffi::strip_product::multiply_by_strips;
+use crate::ffi::strips::Strips;
 use crate::ffi::threads::parallel_for;
 use crate::kernels::{Addend, Axis, Bf16, Patches, RoundRows, blocks, sized};
 
@@ -22,13 +24,40 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
     /// Weights in the order of the gradients of inputs.
     static TURNED: RefCell<Vec<Bf16>> = RefCell::default();
+    /// Weights for products from strips.
+    static STRIPS: RefCell<Vec<u32>> = RefCell::default();
 }
 
 /// What a thread needs for its work, to be used again.
 #[derive(Default)]
 struct Scratch {
     patches: Vec<Bf16>,
+    strips: Vec<u32>,
     sums: Vec<f32>,
+}
+
+/// A right factor, ready for what multiplies.
+#[derive(Clone, Copy)]
+enum Right<'a> {
+    /// The MKL.
+    Matrix(Matrix<'a, Bf16>),
+    /// AVX-512.
+    Strips(Strips<'a, Bf16>),
+}
+
+impl<'a> Right<'a> {
+    fn new(matrix: Matrix<'a, Bf16>, strips: &'a mut Vec<u32>) -> Self {
+        let by_strips = choice().by_strips && !matrix.shape().contains(&0);
+        if by_strips { Self::Strips(Strips::new(matrix, strips)) } else { Self::Matrix(matrix) }
+    }
+
+    /// `out = a b`, or `out += a b` if `adds`, on this thread.
+    fn multiply(self, out: MatrixMut, a: Matrix<Bf16>, adds: bool) {
+        match self {
+            Self::Matrix(b) => multiply_by_mkl(out, a, b, adds),
+            Self::Strips(b) => multiply_by_strips(out, a, b, adds),
+        }
+    }
 }
 
 impl Convolution {
@@ -85,7 +114,8 @@ fn patches_at_a_time(depth: usize) -> usize {
 struct Correlation<'a> {
     patches: Patches<'a>,
     /// `[depth, channels]`
-    weight: Matrix<'a, Bf16>,
+    weight: Right<'a>,
+    channels: usize,
     bias: Option<&'a [Bf16]>,
     output: Shared<Bf16>,
     /// Rows and columns of the output.
@@ -111,12 +141,12 @@ impl Correlation<'_> {
     /// # Safety
     /// As for `run`.
     unsafe fn run_block(&self, block: Range<usize>, scratch: &mut Scratch) {
-        let (depth, channels) = (self.patches.depth(), self.weight.shape()[1]);
+        let (depth, channels) = (self.patches.depth(), self.channels);
         let sums = sized(&mut scratch.sums, block.len() * channels);
         if depth > 0 {
             let patches = self.patches.rows(block.clone(), &mut scratch.patches);
             let patches = Matrix::dense(patches, [block.len(), depth]);
-            multiply_by_mkl(MatrixMut::dense(sums, [block.len(), channels]), patches, self.weight, false);
+            self.weight.multiply(MatrixMut::dense(sums, [block.len(), channels]), patches, false);
         } else {
             sums.fill(0.0); // inputs that no output sees
         }
@@ -154,16 +184,19 @@ pub(super) fn output(
     out: Shared<Bf16>,
 ) {
     let weight = Matrix::dense(weight, [call.out_channels, call.depth()]);
-    let correlation = Correlation {
-        patches: call.patches(input),
-        weight: weight.transposed(),
-        bias,
-        output: out,
-        size: call.out_size,
-        places: [[0, 0], [1, 1]],
-    };
-    // SAFETY: `out` has all outputs, and nobody else uses it.
-    unsafe { correlation.run(call.images) };
+    STRIPS.with_borrow_mut(|strips| {
+        let correlation = Correlation {
+            patches: call.patches(input),
+            weight: Right::new(weight.transposed(), strips),
+            channels: call.out_channels,
+            bias,
+            output: out,
+            size: call.out_size,
+            places: [[0, 0], [1, 1]],
+        };
+        // SAFETY: `out` has all outputs, and nobody else uses it.
+        unsafe { correlation.run(call.images) };
+    });
 }
 
 /// Writes the gradients of the inputs.
@@ -174,16 +207,20 @@ pub(super) fn input_grad(call: &Convolution, grad: &[Bf16], weight: &[Bf16], out
         let patches = Patches { images: grad, axes: [rows.axis, columns.axis], channels: call.out_channels };
         TURNED.with_borrow_mut(|turned| {
             let turned = turn_weight(call, weight, [rows, columns], turned);
-            let correlation = Correlation {
-                patches,
-                weight: Matrix::dense(turned, [patches.depth(), call.in_channels]),
-                bias: None,
-                output: out,
-                size: call.in_size,
-                places: [[top, left], call.stride],
-            };
-            // SAFETY: `out` has all inputs, and nobody else uses it.
-            unsafe { correlation.run(call.images) };
+            let weight = Matrix::dense(turned, [patches.depth(), call.in_channels]);
+            STRIPS.with_borrow_mut(|strips| {
+                let correlation = Correlation {
+                    patches,
+                    weight: Right::new(weight, strips),
+                    channels: call.in_channels,
+                    bias: None,
+                    output: out,
+                    size: call.in_size,
+                    places: [[top, left], call.stride],
+                };
+                // SAFETY: `out` has all inputs, and nobody else uses it.
+                unsafe { correlation.run(call.images) };
+            });
         });
     }
 }
@@ -231,14 +268,22 @@ struct WeightGrad<'a> {
 
 impl WeightGrad<'_> {
     /// Adds up what some pixels give for the weights of some outputs, in `sums`.
-    fn sum(&self, pixels: Range<usize>, outputs: Range<usize>, sums: &mut [f32], copy: &mut Vec<Bf16>) {
+    fn sum(
+        &self,
+        pixels: Range<usize>,
+        outputs: Range<usize>,
+        sums: &mut [f32],
+        copy: &mut Vec<Bf16>,
+        strips: &mut Vec<u32>,
+    ) {
         let depth = self.patches.depth();
         let mut adds = false;
         for block in blocks(pixels, patches_at_a_time(depth)) {
             let grad = &self.grad[block.start * self.outputs + outputs.start..];
             let grad = Matrix::new(grad, [outputs.len(), block.len()], [1, self.outputs]);
             let patches = Matrix::dense(self.patches.rows(block.clone(), copy), [block.len(), depth]);
-            multiply_by_mkl(MatrixMut::dense(sums, [outputs.len(), depth]), grad, patches, adds);
+            let sums = MatrixMut::dense(&mut *sums, [outputs.len(), depth]);
+            Right::new(patches, strips).multiply(sums, grad, adds);
             adds = true;
         }
     }
@@ -247,9 +292,9 @@ impl WeightGrad<'_> {
     fn split_outputs(&self, pixels: usize, output: Shared<Bf16>) {
         let depth = self.patches.depth();
         parallel_for(self.outputs, MIN_PART, |outputs| {
-            SCRATCH.with_borrow_mut(|Scratch { patches, sums }| {
+            SCRATCH.with_borrow_mut(|Scratch { patches, strips, sums }| {
                 let sums = sized(sums, outputs.len() * depth);
-                self.sum(0..pixels, outputs.clone(), sums, patches);
+                self.sum(0..pixels, outputs.clone(), sums, patches, strips);
                 // SAFETY: the shim passes a dense tensor of all weights; parts do not overlap.
                 let output = unsafe { output.slice_mut(outputs.start * depth..outputs.end * depth) };
                 round(sums, output);
@@ -269,7 +314,8 @@ impl WeightGrad<'_> {
                     // SAFETY: each thread has sums of its own.
                     let sums = unsafe { all.slice_mut(thread * len..(thread + 1) * len) };
                     let pixels = thread * part..((thread + 1) * part).min(pixels);
-                    self.sum(pixels, 0..self.outputs, sums, &mut scratch.patches);
+                    let Scratch { patches, strips, .. } = scratch;
+                    self.sum(pixels, 0..self.outputs, sums, patches, strips);
                 }
             });
         });
