@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
-use super::shared_region::{RING, Region, SLOTS, Stage, Stop};
+use super::shared_region::{Filled, RING, Region, SLOTS, Stage, Stop};
 use super::simd::run_vectorized;
 use super::switch::read_switch;
 use crate::error::{Result, TorchError, TorchErrorKind};
@@ -116,9 +116,10 @@ fn lock(exchange: &Mutex<Exchange>) -> MutexGuard<'_, Exchange> {
 struct Piece {
     number: u64,
     tensor: Tensor,
-    /// Its bytes in the tensor, and in this rank's ring.
+    /// Its bytes in the tensor.
     bytes: Range<usize>,
-    place: Range<usize>,
+    /// What this rank's ring holds of it.
+    filled: Filled,
 }
 
 #[derive(Debug, Default)]
@@ -148,14 +149,15 @@ impl Exchange {
         for first in (0..len).step_by(MAX_PIECE) {
             let bytes = first..(first + MAX_PIECE).min(len);
             let place = self.make_place(bytes.len())?;
-            let piece = Piece { number: self.started + 1, tensor: tensor.shallow_clone(), bytes, place };
+            let filled = Filled { place, kind: tensor.kind() };
+            let piece = Piece { number: self.started + 1, tensor: tensor.shallow_clone(), bytes, filled };
             let (region, mine) = (&self.regions[self.rank], piece.part(self.rank, self.regions.len()));
             for other in [0..mine.start, mine.end..piece.bytes.len()] {
-                let ring = region.ring(within(&piece.place, &other));
+                let ring = region.ring(within(&piece.filled.place, &other));
                 // SAFETY: the piece has these bytes, and the ring room for them that nobody reads now.
                 unsafe { piece.data(&other).copy_to_nonoverlapping(ring, other.len()) };
             }
-            region.set_place(piece.number, &piece.place);
+            region.set_filled(piece.number, &piece.filled);
             region.advance(Stage::Filled, piece.number);
             self.started = piece.number;
             self.open.push_back(piece);
@@ -190,7 +192,7 @@ impl Exchange {
         while self.finished < number {
             self.check()?;
             let Some(piece) = self.open.pop_front() else { break };
-            match piece.tensor.kind() {
+            match piece.filled.kind {
                 Kind::Float => self.finish_piece::<f32>(&piece)?,
                 _ => self.finish_piece::<Bf16>(&piece)?,
             }
@@ -203,13 +205,17 @@ impl Exchange {
         let number = piece.number;
         self.wait_for_others(Stage::Filled, number)?;
         let ranks = self.regions.len();
-        let places: Vec<_> = self.regions.iter().map(|region| region.place(number)).collect();
-        if let Some(rank) = places.iter().position(|place| place.len() != piece.bytes.len()) {
-            let (theirs, mine) = (places[rank].len(), piece.bytes.len());
-            return Err(self.fail(format!("rank {rank} sums {theirs} bytes where this rank sums {mine}")));
+        let filled: Vec<_> = self.regions.iter().map(|region| region.filled(number)).collect();
+        let what = |filled: &Filled| (filled.place.len(), filled.kind);
+        if let Some(rank) = filled.iter().position(|theirs| what(theirs) != what(&piece.filled)) {
+            let (their_len, their_kind) = what(&filled[rank]);
+            let (len, kind) = what(&piece.filled);
+            return Err(self.fail(format!(
+                "rank {rank} sums {their_len} bytes of {their_kind:?} where this rank sums {len} of {kind:?}"
+            )));
         }
         let in_ring =
-            |rank: usize, bytes: &Range<usize>| self.regions[rank].ring(within(&places[rank], bytes));
+            |rank: usize, bytes: &Range<usize>| self.regions[rank].ring(within(&filled[rank].place, bytes));
         let mine = piece.part(self.rank, ranks);
         let parts: Vec<&[T]> = (0..ranks)
             .map(|rank| {
@@ -226,9 +232,9 @@ impl Exchange {
         run_vectorized(AddUp { parts: &parts, out });
         self.regions[self.rank].advance(Stage::Summed, number);
         self.wait_for_others(Stage::Summed, number)?;
-        for (rank, place) in places.iter().enumerate() {
+        for (rank, theirs) in filled.iter().enumerate() {
             let part = piece.part(rank, ranks);
-            let sums = self.regions[rank].ring(within(place, &part));
+            let sums = self.regions[rank].ring(within(&theirs.place, &part));
             // SAFETY: the sums are there, and stay until this rank has taken them; the piece has room for them.
             unsafe { sums.copy_to_nonoverlapping(piece.data(&part), part.len()) };
         }
@@ -374,12 +380,20 @@ mod tests {
 
     #[test]
     fn ranks_that_sum_different_tensors_are_told() {
-        as_ranks(2, Duration::from_secs(60), |rank, neighbours| {
-            let tensor = numbers_of(rank, 10 + rank, Kind::Float);
-            let error = neighbours.start_sum(&tensor).unwrap().wait().unwrap_err();
-            let (mine, theirs) = (4 * (10 + rank), 4 * (11 - rank));
-            let expected = format!("rank {} sums {theirs} bytes where this rank sums {mine}", 1 - rank);
-            assert!(error.message.contains(&expected), "{error}");
-        });
+        for tensors in [[(10, Kind::Float), (11, Kind::Float)], [(10, Kind::Float), (20, Kind::BFloat16)]] {
+            as_ranks(2, Duration::from_secs(60), |rank, neighbours| {
+                let (len, kind) = tensors[rank];
+                let error = neighbours.start_sum(&numbers_of(rank, len, kind)).unwrap().wait().unwrap_err();
+                let what =
+                    tensors.map(|(len, kind)| format!("{} of {kind:?}", len * kind.elt_size_in_bytes()));
+                let expected = format!(
+                    "rank {} sums {} where this rank sums {}",
+                    1 - rank,
+                    what[1 - rank].replace(" of", " bytes of"),
+                    what[rank]
+                );
+                assert!(error.message.contains(&expected), "{error}");
+            });
+        }
     }
 }

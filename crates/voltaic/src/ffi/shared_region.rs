@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 use std::{hint, io, thread};
 
+use tch::Kind;
+
 /// Bytes of the ring.
 pub(super) const RING: usize = 32 << 20;
 /// Pieces that are remembered.
@@ -34,6 +36,15 @@ pub(super) enum Stage {
     Taken,
 }
 
+/// What a rank has put into its ring of a piece.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Filled {
+    /// Its bytes in the ring, others' parts of the piece written.
+    pub place: Range<usize>,
+    /// Float32 or bfloat16.
+    pub kind: Kind,
+}
+
 /// Why a rank does not get on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stop {
@@ -52,8 +63,8 @@ struct Header {
     token: AtomicU64,
     /// The last piece of each stage.
     counts: [Count; 3],
-    /// Where pieces start in the ring, and their bytes, by number.
-    pieces: [[AtomicU64; 2]; SLOTS as usize],
+    /// Where pieces start in the ring, their bytes and the type of their numbers, by number of the piece.
+    pieces: [[AtomicU64; 3]; SLOTS as usize],
     /// Changes when a count does while others sleep.
     bell: AtomicU32,
     sleepers: AtomicU32,
@@ -151,18 +162,20 @@ impl Region {
         }
     }
 
-    /// Notes where a piece is in the ring.
-    pub fn set_place(&self, piece: u64, place: &Range<usize>) {
-        let [start, len] = &self.header().pieces[(piece % SLOTS) as usize];
-        start.store(place.start as u64, Ordering::Release);
-        len.store(place.len() as u64, Ordering::Release);
+    /// Notes what the ring holds of a piece.
+    pub fn set_filled(&self, piece: u64, filled: &Filled) {
+        let [start, len, kind] = &self.header().pieces[(piece % SLOTS) as usize];
+        start.store(filled.place.start as u64, Ordering::Release);
+        len.store(filled.place.len() as u64, Ordering::Release);
+        kind.store(filled.kind as u64, Ordering::Release);
     }
 
-    /// Where a filled piece is in the ring.
-    pub fn place(&self, piece: u64) -> Range<usize> {
-        let place = &self.header().pieces[(piece % SLOTS) as usize];
-        let [start, len] = place.each_ref().map(|number| number.load(Ordering::Acquire) as usize);
-        start..start + len
+    /// What the ring holds of a filled piece.
+    pub fn filled(&self, piece: u64) -> Filled {
+        let piece = &self.header().pieces[(piece % SLOTS) as usize];
+        let [start, len, kind] = piece.each_ref().map(|number| number.load(Ordering::Acquire) as usize);
+        let kind = if kind == Kind::Float as usize { Kind::Float } else { Kind::BFloat16 };
+        Filled { place: start..start + len, kind }
     }
 
     /// Waits until a piece has reached a stage.
@@ -268,8 +281,9 @@ mod tests {
             assert_eq!(yours.ring(RING - 1..RING).read(), 7);
         }
         assert_eq!(yours.wait(Stage::Summed, 1, SOON), Err(Stop::TimedOut));
-        mine.set_place(65, &(64..76));
-        assert_eq!(yours.place(65), 64..76);
+        let filled = Filled { place: 64..76, kind: Kind::BFloat16 };
+        mine.set_filled(65, &filled);
+        assert_eq!(yours.filled(65), filled);
         let waiting = thread::spawn(move || yours.wait(Stage::Summed, 1, Duration::from_secs(60)));
         thread::sleep(SOON);
         mine.advance(Stage::Summed, 1);
