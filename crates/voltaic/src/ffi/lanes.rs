@@ -64,7 +64,7 @@ impl Lanes {
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn mask(count: usize) -> u16 {
-    u16::MAX >> LANES.saturating_sub(count)
+    ((1_u32 << count.min(LANES)) - 1) as u16
 }
 
 /// A number format that lanes are read from and written to.
@@ -78,7 +78,7 @@ pub(super) trait InLanes: Element {
     /// Reads the first `count` of them; the others are 0.
     ///
     /// # Safety
-    /// As for [`InLanes::load`], with fewer; at least one.
+    /// As for [`InLanes::load`], with as many.
     unsafe fn load_some(from: *const Self, count: usize) -> Lanes;
 
     /// Writes the nearest numbers, ties to even.
@@ -90,7 +90,7 @@ pub(super) trait InLanes: Element {
     /// Writes the first `count` of them.
     ///
     /// # Safety
-    /// As for [`InLanes::store`], with fewer; at least one.
+    /// As for [`InLanes::store`], with as many.
     unsafe fn store_some(lanes: Lanes, to: *mut Self, count: usize);
 }
 

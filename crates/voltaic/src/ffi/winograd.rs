@@ -249,51 +249,128 @@ impl Tiling {
         assert!(self.channels.is_multiple_of(LANES), "{self:?}");
     }
 
-    /// Where the numbers of `N` x `N` pixels start; [`OUTSIDE`] for those outside of the image.
+    /// The `N` x `N` pixels of a tile.
     #[inline(always)]
-    fn window<const N: usize>(&self, row: usize, column: usize) -> [[usize; N]; N] {
+    fn window<const N: usize>(&self, row: usize, column: usize) -> Window {
         let (image, row) = (row / self.tiles[0], row % self.tiles[0]);
         let [height, width] = self.size;
-        let mut window = [[OUTSIDE; N]; N];
-        for (i, places) in window.iter_mut().enumerate() {
-            let y = (self.step * row + i).wrapping_add_signed(self.first);
-            for (j, place) in places.iter_mut().enumerate() {
-                let x = (self.step * column + j).wrapping_add_signed(self.first);
-                if y < height && x < width {
-                    *place = ((image * height + y) * width + x) * self.channels;
-                }
-            }
+        let first = |tile: usize| (self.step * tile) as isize + self.first;
+        let (y, x) = (first(row), first(column));
+        let inside = |first: isize, pixels: usize| {
+            let (before, rest) = ((-first).max(0) as usize, (pixels as isize - first).max(0) as usize);
+            before.min(N)..rest.min(N)
+        };
+        let pixel = ((image * height) as isize + y) * width as isize + x;
+        Window {
+            first: pixel * self.channels as isize,
+            steps: [width * self.channels, self.channels],
+            rows: inside(y, height),
+            columns: inside(x, width),
         }
-        window
     }
 }
 
-/// No pixel.
-const OUTSIDE: usize = usize::MAX;
+/// Pixels of a tile.
+struct Window {
+    /// Where the numbers of the first one would start, be it there or not.
+    first: isize,
+    /// From row to row, and from column to column.
+    steps: [usize; 2],
+    /// Those that are in the image.
+    rows: Range<usize>,
+    columns: Range<usize>,
+}
 
-/// How transformed tiles lie in each place.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum TileOrder {
-    /// `[tiles, channels]`
+impl Window {
+    /// Where a row and column starts.
+    #[inline(always)]
+    fn at(&self, row: usize, column: usize) -> isize {
+        self.first + (row * self.steps[0] + column * self.steps[1]) as isize
+    }
+
+    /// How many lanes of a column are there: all or none.
+    #[inline(always)]
+    fn lanes(&self, column: usize) -> usize {
+        if self.columns.contains(&column) { LANES } else { 0 }
+    }
+
+    /// Reads lanes of the pixels, 0 where there is none.
+    ///
+    /// # Safety
+    /// As for [`Lanes::zero`]; the pixels must be readable from `channel` on.
+    #[inline(always)]
+    unsafe fn load<T: InLanes, const N: usize>(&self, images: *const T, channel: usize) -> Square<N> {
+        // SAFETY: as this function asks.
+        unsafe {
+            let mut square = [[Lanes::zero(); N]; N];
+            for row in 0..N {
+                if self.rows.contains(&row) {
+                    for column in 0..N {
+                        let from = images.wrapping_offset(self.at(row, column)).wrapping_add(channel);
+                        square[row][column] = T::load_some(from, self.lanes(column));
+                    }
+                }
+            }
+            square
+        }
+    }
+}
+
+/// Numbers between places: at distances of a power of two, all would share the same lines of the first cache.
+const GAP: usize = LANES;
+
+/// How a matrix of numbers lies in each place of a tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Places {
+    pub order: PlaceOrder,
+    /// Rows and columns.
+    pub shape: [usize; 2],
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PlaceOrder {
+    /// `[rows, columns]`
     Rows,
-    /// `[strips of channels, tiles, channels of the strip]`
+    /// `[strips of columns, rows, columns of the strip]`
     Strips,
 }
 
-impl TileOrder {
+impl Places {
+    /// Row by row.
+    pub fn in_rows(shape: [usize; 2]) -> Self {
+        Self { order: PlaceOrder::Rows, shape }
+    }
+
+    /// By strips of columns.
+    pub fn in_strips(shape: [usize; 2]) -> Self {
+        Self { order: PlaceOrder::Strips, shape }
+    }
+
     /// Numbers of a place.
-    pub fn len(self, tiles: usize, channels: usize) -> usize {
-        match self {
-            Self::Rows => tiles * channels,
-            Self::Strips => tiles * channels.next_multiple_of(COLUMNS),
+    pub fn len(self) -> usize {
+        let [rows, columns] = self.shape;
+        match self.order {
+            PlaceOrder::Rows => rows * columns,
+            PlaceOrder::Strips => rows * columns.next_multiple_of(COLUMNS),
         }
     }
 
+    /// From place to place.
+    pub fn step(self) -> usize {
+        self.len() + GAP
+    }
+
+    /// The numbers of each place.
+    pub fn of(self, numbers: &[f32]) -> impl Iterator<Item = &[f32]> {
+        numbers.chunks_exact(self.step()).map(move |place| &place[..self.len()])
+    }
+
     #[inline(always)]
-    fn at(self, tiles: usize, channels: usize, tile: usize, channel: usize) -> usize {
-        match self {
-            Self::Rows => tile * channels + channel,
-            Self::Strips => (channel / COLUMNS * tiles + tile) * COLUMNS + channel % COLUMNS,
+    fn at(self, row: usize, column: usize) -> usize {
+        let [rows, columns] = self.shape;
+        match self.order {
+            PlaceOrder::Rows => row * columns + column,
+            PlaceOrder::Strips => (column / COLUMNS * rows + row) * COLUMNS + column % COLUMNS,
         }
     }
 }
@@ -309,9 +386,9 @@ pub(super) struct TransformTiles<'a, T, const N: usize, const M: usize> {
     pub are_grads: bool,
     /// Of tiles, through all images.
     pub rows: Range<usize>,
-    /// The order in each place.
-    pub order: TileOrder,
-    /// `[places, ...]`
+    /// `[tiles, channels]`
+    pub places: Places,
+    /// All of them.
     pub out: &'a mut [f32],
 }
 
@@ -338,9 +415,9 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> TransformTiles<'_, T, N
     #[inline(always)]
     unsafe fn transform<const K: usize, F: Transform<K, N>>(self) {
         let Tiling { tiles: [_, columns], channels, .. } = self.tiling;
-        let tiles = self.rows.len() * columns;
-        let len = self.order.len(tiles, channels);
-        assert_eq!(self.out.len(), N * N * len);
+        assert_eq!(self.places.shape, [self.rows.len() * columns, channels]);
+        let step = self.places.step();
+        assert_eq!(self.out.len(), N * N * step);
         self.tiling.check(&self.rows, self.images.len());
         let (images, out) = (self.images.as_ptr(), self.out.as_mut_ptr());
         for (row, first) in self.rows.zip((0..).step_by(columns)) {
@@ -348,21 +425,13 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> TransformTiles<'_, T, N
                 let window = self.tiling.window::<K>(row, column);
                 for channel in (0..channels).step_by(LANES) {
                     // SAFETY: all pixels of the rows are in `images`, as was checked, and the numbers of their channels
-                    // in lanes; places in `out` lie below `N * N * len`.
+                    // in lanes; places in `out` lie below `N * N * step`.
                     unsafe {
-                        let mut square = [[Lanes::zero(); K]; K];
-                        for i in 0..K {
-                            for j in 0..K {
-                                if window[i][j] != OUTSIDE {
-                                    square[i][j] = T::load(images.add(window[i][j] + channel));
-                                }
-                            }
-                        }
-                        let square = F::on_both_axes(square);
-                        let at = self.order.at(tiles, channels, first + column, channel);
+                        let square = F::on_both_axes(window.load(images, channel));
+                        let at = self.places.at(first + column, channel);
                         for (i, row) in square.into_iter().enumerate() {
                             for (j, lanes) in row.into_iter().enumerate() {
-                                f32::store(lanes, out.add((i * N + j) * len + at));
+                                f32::store(lanes, out.add((i * N + j) * step + at));
                             }
                         }
                     }
@@ -374,7 +443,7 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> TransformTiles<'_, T, N
 
 /// Writes the outputs of some rows of tiles.
 pub(super) struct OutputTiles<'a, T, const N: usize, const M: usize> {
-    /// `[places, tiles, channels]`
+    /// All places of `[tiles, channels]`, row by row.
     pub sums: &'a [f32],
     /// How the outputs are cut.
     pub tiling: Tiling,
@@ -393,9 +462,9 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for OutputTiles<
     fn run(self) {
         assert_avx512();
         let Tiling { tiles: [_, columns], channels, size: [_, width], .. } = self.tiling;
-        let len = self.rows.len() * columns * channels;
+        let step = Places::in_rows([self.rows.len() * columns, channels]).step();
         let lines = self.tiling.lines(&self.rows);
-        assert_eq!(self.sums.len(), N * N * len);
+        assert_eq!(self.sums.len(), N * N * step);
         assert_eq!(self.out.len(), lines.len() * width * channels);
         assert!(self.bias.is_none_or(|bias| bias.len() == channels));
         let (sums, out) = (self.sums.as_ptr(), self.out.as_mut_ptr());
@@ -411,7 +480,7 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for OutputTiles<
                         let mut square = [[Lanes::zero(); N]; N];
                         for (i, row) in square.iter_mut().enumerate() {
                             for (j, lanes) in row.iter_mut().enumerate() {
-                                *lanes = f32::load(sums.add((i * N + j) * len + at));
+                                *lanes = f32::load(sums.add((i * N + j) * step + at));
                             }
                         }
                         let bias = match self.bias {
@@ -420,9 +489,11 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for OutputTiles<
                         };
                         let square = T::ToOutputs::on_both_axes(square);
                         for i in 0..M {
-                            for j in 0..M {
-                                if window[i][j] != OUTSIDE {
-                                    T::store(square[i][j] + bias, out.add(window[i][j] + channel - start));
+                            if window.rows.contains(&i) {
+                                for j in 0..M {
+                                    let to = window.at(i, j) + channel as isize - start as isize;
+                                    let to = out.wrapping_offset(to);
+                                    T::store_some(square[i][j] + bias, to, window.lanes(j));
                                 }
                             }
                         }
@@ -473,14 +544,12 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for TransformWei
 
 /// Writes the gradients of weights `[outputs, 3, 3, inputs]`.
 pub(super) struct WeightGrads<'a, T, const N: usize, const M: usize> {
-    /// `[parts][places][all outputs, inputs]`; parts are summed
+    /// `[parts]` of all places, which are summed.
     pub sums: &'a [f32],
-    /// Numbers of a place.
-    pub len: usize,
+    /// `[all outputs, inputs]`, row by row.
+    pub places: Places,
     /// Those that are written.
     pub outputs: Range<usize>,
-    /// A multiple of [`LANES`].
-    pub inputs: usize,
     /// The gradients.
     pub out: &'a mut [T],
 }
@@ -491,19 +560,19 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for WeightGrads<
     #[inline(always)]
     fn run(self) {
         assert_avx512();
-        let (inputs, len) = (self.inputs, self.len);
-        assert!(inputs.is_multiple_of(LANES) && self.sums.len().is_multiple_of(N * N * len));
-        assert!(self.outputs.end * inputs <= len && self.out.len() == 9 * self.outputs.len() * inputs);
+        let ([all, inputs], step) = (self.places.shape, self.places.step());
+        assert!(inputs.is_multiple_of(LANES) && self.sums.len().is_multiple_of(N * N * step));
+        assert!(self.outputs.end <= all && self.out.len() == 9 * self.outputs.len() * inputs);
         for (output, out) in self.outputs.zip(self.out.chunks_exact_mut(9 * inputs)) {
             for channel in (0..inputs).step_by(LANES) {
                 // SAFETY: the processor has AVX-512, and the lengths were checked.
                 unsafe {
                     let mut square = [[Lanes::zero(); N]; N];
-                    for part in self.sums.chunks_exact(N * N * len) {
-                        let part = part.as_ptr().add(output * inputs + channel);
+                    for part in self.sums.chunks_exact(N * N * step) {
+                        let part = part.as_ptr().add(self.places.at(output, channel));
                         for (i, row) in square.iter_mut().enumerate() {
                             for (j, lanes) in row.iter_mut().enumerate() {
-                                *lanes = *lanes + f32::load(part.add((i * N + j) * len));
+                                *lanes = *lanes + f32::load(part.add((i * N + j) * step));
                             }
                         }
                     }

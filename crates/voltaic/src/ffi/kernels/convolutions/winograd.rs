@@ -17,7 +17,7 @@ use crate::ffi::strip_product::multiply_by_strips;
 use crate::ffi::strips::{COLUMNS, Strips};
 use crate::ffi::threads::parallel_for;
 use crate::ffi::winograd::{
-    Filtering, OutputTiles, TileOrder, Tiling, TransformTiles, TransformWeights, WeightGrads,
+    Filtering, OutputTiles, Places, Tiling, TransformTiles, TransformWeights, WeightGrads,
 };
 use crate::kernels::{blocks, sized};
 
@@ -122,30 +122,30 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Correlation<'_, T, N, M
 
     fn run(&self) {
         SHARED.with_borrow_mut(|weights| {
-            let len = self.from.channels * self.to.channels.next_multiple_of(COLUMNS);
-            let weights = sized(weights, Self::PLACES * len);
-            self.transform_weights(Shared(weights.as_mut_ptr()), len);
+            let places = Places::in_strips([self.from.channels, self.to.channels]);
+            let weights = sized(weights, Self::PLACES * places.step());
+            self.transform_weights(Shared(weights.as_mut_ptr()), places);
             let [rows, columns] = self.to.tiles;
             parallel_for(self.images * rows, MIN_TILES.div_ceil(columns), |part| {
                 SCRATCH.with_borrow_mut(|scratch| {
                     for rows in blocks(part, (MAX_NUMBERS / Self::PLACES).div_ceil(columns)) {
-                        self.compute(rows, weights, scratch);
+                        self.compute(rows, places, weights, scratch);
                     }
                 });
             });
         });
     }
 
-    /// Writes `[places][strips][from][columns of the strip]`; each place has `len` numbers.
-    fn transform_weights(&self, out: Shared<f32>, len: usize) {
-        let (depth, width) = (self.from.channels, self.to.channels);
+    /// Writes all places.
+    fn transform_weights(&self, out: Shared<f32>, places: Places) {
+        let [depth, width] = places.shape;
         parallel_for(width.div_ceil(COLUMNS), 1, |strips| {
             SCRATCH.with_borrow_mut(|Scratch { taps, .. }| {
                 for strip in strips {
                     let columns = strip * COLUMNS..((strip + 1) * COLUMNS).min(width);
                     let taps = self.taps(columns, taps);
                     let place = |place: usize| {
-                        let start = place * len + strip * depth * COLUMNS;
+                        let start = place * places.step() + strip * depth * COLUMNS;
                         // SAFETY: there are as many numbers; each strip is written by one thread, in each place.
                         unsafe { out.slice_mut(start..start + depth * COLUMNS) }
                     };
@@ -171,25 +171,25 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Correlation<'_, T, N, M
         })
     }
 
-    fn compute(&self, rows: Range<usize>, weights: &[f32], scratch: &mut Scratch) {
-        let (depth, width) = (self.from.channels, self.to.channels);
+    fn compute(&self, rows: Range<usize>, of_weights: Places, weights: &[f32], scratch: &mut Scratch) {
+        let [depth, width] = of_weights.shape;
         let tiles = rows.len() * self.to.tiles[1];
-        let (len, strips) = (tiles * depth, weights.len() / Self::PLACES);
-        let inputs = sized(&mut scratch.tiles, Self::PLACES * len);
+        let (of_inputs, of_sums) = (Places::in_rows([tiles, depth]), Places::in_rows([tiles, width]));
+        let inputs = sized(&mut scratch.tiles, Self::PLACES * of_inputs.step());
         run_vectorized(TransformTiles {
             images: self.input,
             tiling: self.from,
             are_grads: false,
             rows: rows.clone(),
-            order: TileOrder::Rows,
+            places: of_inputs,
             out: inputs,
         });
-        let sums = sized(&mut scratch.sums, Self::PLACES * tiles * width);
-        let factors = inputs.chunks_exact(len).zip(weights.chunks_exact(strips));
-        for (sums, (inputs, weights)) in sums.chunks_exact_mut(tiles * width).zip(factors) {
-            let weights = Strips::of_numbers(weights, [depth, width]);
-            let inputs = Matrix::dense(inputs, [tiles, depth]);
-            multiply_by_strips(MatrixMut::dense(sums, [tiles, width]), inputs, weights, false);
+        let sums = sized(&mut scratch.sums, Self::PLACES * of_sums.step());
+        let factors = of_inputs.of(inputs).zip(of_weights.of(weights));
+        for (sums, (inputs, weights)) in sums.chunks_exact_mut(of_sums.step()).zip(factors) {
+            let sums = MatrixMut::dense(&mut sums[..of_sums.len()], of_sums.shape);
+            let weights = Strips::of_numbers(weights, of_weights.shape);
+            multiply_by_strips(sums, Matrix::dense(inputs, of_inputs.shape), weights, false);
         }
         let lines = self.to.lines(&rows);
         let line = self.to.size[1] * width;
@@ -235,11 +235,11 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> WeightGrad<'_, T, N, M>
     /// Each thread sums up some of the tiles, for all outputs unless the sums would be too many; then all sums are added.
     fn run(&self) {
         let (outputs, inputs) = (self.grads.channels, self.inputs.channels);
-        let len = outputs * inputs;
+        let places = Places::in_rows([outputs, inputs]);
         let [rows, columns] = self.grads.tiles;
         let rows = self.images * rows;
         let threads = threads_for(rows, MIN_TILES.div_ceil(columns));
-        let most = threads.min(MAX_SUMS / (Self::PLACES * len)).max(1);
+        let most = threads.min(MAX_SUMS / (Self::PLACES * places.step())).max(1);
         let [parts, part] = parts(rows, most);
         let group = outputs.div_ceil(threads / parts).next_multiple_of(LANES);
         let shares: Vec<_> = blocks(0..rows, part)
@@ -249,12 +249,13 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> WeightGrad<'_, T, N, M>
             .collect();
         let groups = outputs.div_ceil(group);
         SHARED.with_borrow_mut(|sums| {
-            let sums = sized(sums, parts * Self::PLACES * len);
+            let sums = sized(sums, parts * Self::PLACES * places.step());
             let all = Shared(sums.as_mut_ptr());
             parallel_for(shares.len(), 1, |some| {
                 SCRATCH.with_borrow_mut(|scratch| {
                     for share in some {
-                        self.sum(&shares[share], all, share / groups * Self::PLACES * len, scratch);
+                        let first = share / groups * Self::PLACES * places.step();
+                        self.sum(&shares[share], all, first, scratch);
                     }
                 });
             });
@@ -263,43 +264,44 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> WeightGrad<'_, T, N, M>
                 let start = outputs.start * inputs;
                 // SAFETY: `out` has all weights; each thread writes those of other outputs.
                 let out = unsafe { self.out.slice_mut(TAPS * start..TAPS * outputs.end * inputs) };
-                run_vectorized(WeightGrads { sums, len, outputs, inputs, out });
+                run_vectorized(WeightGrads { sums, places, outputs, out });
             });
         });
     }
+
     /// Writes the sums of a share; those of its rows start with number `first`.
     fn sum(&self, share: &Share, all: Shared<f32>, first: usize, scratch: &mut Scratch) {
         let (outputs, inputs, columns) = (self.grads.channels, self.inputs.channels, self.grads.tiles[1]);
+        let of_sums = Places::in_rows([outputs, inputs]);
         for rows in blocks(share.rows.clone(), SUMMED_TILES.div_ceil(columns)) {
             let (tiles, adds) = (rows.len() * columns, rows.start > share.rows.start);
-            let order = TileOrder::Strips;
-            let (left, right) = (tiles * outputs, order.len(tiles, inputs));
-            let grads = sized(&mut scratch.grads, Self::PLACES * left);
+            let (of_grads, of_pixels) =
+                (Places::in_rows([tiles, outputs]), Places::in_strips([tiles, inputs]));
+            let grads = sized(&mut scratch.grads, Self::PLACES * of_grads.step());
             run_vectorized(TransformTiles {
                 images: self.grad,
                 tiling: self.grads,
                 are_grads: true,
                 rows: rows.clone(),
-                order: TileOrder::Rows,
+                places: of_grads,
                 out: grads,
             });
-            let pixels = sized(&mut scratch.tiles, Self::PLACES * right);
+            let pixels = sized(&mut scratch.tiles, Self::PLACES * of_pixels.step());
             run_vectorized(TransformTiles {
                 images: self.input,
                 tiling: self.inputs,
                 are_grads: false,
                 rows,
-                order,
+                places: of_pixels,
                 out: pixels,
             });
-            let factors = grads.chunks_exact(left).zip(pixels.chunks_exact(right));
-            for (place, (grads, pixels)) in factors.enumerate() {
-                let start = first + (place * outputs + share.outputs.start) * inputs;
+            for (place, (grads, pixels)) in of_grads.of(grads).zip(of_pixels.of(pixels)).enumerate() {
+                let start = first + place * of_sums.step() + share.outputs.start * inputs;
                 let shape = [share.outputs.len(), inputs];
                 // SAFETY: there are sums of all outputs in all places for these rows; no other share has those outputs.
                 let sums = unsafe { all.slice_mut(start..start + shape[0] * shape[1]) };
-                let grads = Matrix::dense(grads, [tiles, outputs]).part([0..tiles, share.outputs.clone()]);
-                let pixels = Strips::of_numbers(pixels, [tiles, inputs]);
+                let grads = Matrix::dense(grads, of_grads.shape).part([0..tiles, share.outputs.clone()]);
+                let pixels = Strips::of_numbers(pixels, of_pixels.shape);
                 multiply_by_strips(MatrixMut::dense(sums, shape), grads.transposed(), pixels, adds);
             }
         }
