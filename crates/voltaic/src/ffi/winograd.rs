@@ -123,10 +123,16 @@ impl Transform<4, 4> for OfPixels {
 impl Transform<6, 6> for OfPixels {
     #[inline(always)]
     fn apply([a, b, c, d, e, f]: [Lanes; 6]) -> [Lanes; 6] {
-        let (even, odd) = (e - c * 4.0, d - b * 4.0);
-        let (wide_even, wide_odd) = (e - c, (d - b) * 2.0);
-        let (first, last) = (a * 4.0 - c * 5.0 + e, b * 4.0 - d * 5.0 + f);
-        [first, even + odd, even - odd, wide_even + wide_odd, wide_even - wide_odd, last]
+        let (even, odd) = (e.add_product(-4.0, c), d.add_product(-4.0, b));
+        let (wide_even, wide_odd) = (e - c, d - b);
+        [
+            e.add_product(-5.0, c).add_product(4.0, a),
+            even + odd,
+            even - odd,
+            wide_even.add_product(2.0, wide_odd),
+            wide_even.add_product(-2.0, wide_odd),
+            f.add_product(-5.0, d).add_product(4.0, b),
+        ]
     }
 }
 
@@ -165,9 +171,9 @@ impl Transform<6, 4> for ToOutputs {
         let (wide_sum, wide_difference) = (d + e, d - e);
         [
             a + sum + wide_sum,
-            difference + wide_difference * 2.0,
-            sum + wide_sum * 4.0,
-            difference + wide_difference * 8.0 + f,
+            difference.add_product(2.0, wide_difference),
+            sum.add_product(4.0, wide_sum),
+            (difference + f).add_product(8.0, wide_difference),
         ]
     }
 }
@@ -185,8 +191,15 @@ impl Transform<4, 6> for OfGrads {
     #[inline(always)]
     fn apply([a, b, c, d]: [Lanes; 4]) -> [Lanes; 6] {
         let (even, odd) = (a + c, b + d);
-        let (wide_even, wide_odd) = (a + c * 4.0, b * 2.0 + d * 8.0);
-        [a, even + odd, even - odd, wide_even + wide_odd, wide_even - wide_odd, d]
+        let (wide_even, wide_odd) = (a.add_product(4.0, c), b.add_product(4.0, d));
+        [
+            a,
+            even + odd,
+            even - odd,
+            wide_even.add_product(2.0, wide_odd),
+            wide_even.add_product(-2.0, wide_odd),
+            d,
+        ]
     }
 }
 
