@@ -316,10 +316,13 @@ impl Window {
         // SAFETY: as this function asks.
         unsafe {
             let mut square = [[Lanes::zero(); N]; N];
+            let is_whole = self.rows == (0..N) && self.columns == (0..N);
             for row in 0..N {
-                if self.rows.contains(&row) {
-                    for column in 0..N {
-                        let from = images.wrapping_offset(self.at(row, column)).wrapping_add(channel);
+                for column in 0..N {
+                    let from = images.wrapping_offset(self.at(row, column)).wrapping_add(channel);
+                    if is_whole {
+                        square[row][column] = T::load(from);
+                    } else if self.rows.contains(&row) {
                         square[row][column] = T::load_some(from, self.lanes(column));
                     }
                 }
