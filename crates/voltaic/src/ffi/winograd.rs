@@ -317,13 +317,13 @@ impl Window {
         unsafe {
             let mut square = [[Lanes::zero(); N]; N];
             let is_whole = self.rows == (0..N) && self.columns == (0..N);
-            for row in 0..N {
-                for column in 0..N {
+            for (row, pixels) in square.iter_mut().enumerate() {
+                for (column, lanes) in pixels.iter_mut().enumerate() {
                     let from = images.wrapping_offset(self.at(row, column)).wrapping_add(channel);
                     if is_whole {
-                        square[row][column] = T::load(from);
+                        *lanes = T::load(from);
                     } else if self.rows.contains(&row) {
-                        square[row][column] = T::load_some(from, self.lanes(column));
+                        *lanes = T::load_some(from, self.lanes(column));
                     }
                 }
             }
@@ -504,12 +504,11 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for OutputTiles<
                             None => Lanes::zero(),
                         };
                         let square = T::ToOutputs::on_both_axes(square);
-                        for i in 0..M {
+                        for (i, row) in square.into_iter().enumerate() {
                             if window.rows.contains(&i) {
-                                for j in 0..M {
+                                for (j, lanes) in row.into_iter().enumerate() {
                                     let to = window.at(i, j) + channel as isize - start as isize;
-                                    let to = out.wrapping_offset(to);
-                                    T::store_some(square[i][j] + bias, to, window.lanes(j));
+                                    T::store_some(lanes + bias, out.wrapping_offset(to), window.lanes(j));
                                 }
                             }
                         }
