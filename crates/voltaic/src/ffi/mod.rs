@@ -37,6 +37,7 @@ mod strips;
 mod switch;
 mod tensor;
 mod threads;
+mod tiles;
 mod winograd;
 
 use std::ffi::CStr;

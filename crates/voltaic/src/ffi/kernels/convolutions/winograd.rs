@@ -16,9 +16,8 @@ use crate::ffi::simd::run_vectorized;
 use crate::ffi::strip_product::multiply_by_strips;
 use crate::ffi::strips::{COLUMNS, Strips};
 use crate::ffi::threads::parallel_for;
-use crate::ffi::winograd::{
-    Filtering, OutputTiles, Places, Tiling, TransformTiles, TransformWeights, WeightGrads,
-};
+use crate::ffi::tiles::{Places, Tiling};
+use crate::ffi::winograd::{Filtering, OutputTiles, TransformTiles, TransformWeights, WeightGrads};
 use crate::kernels::{blocks, sized};
 
 /// Numbers of a channel that a thread works on at a time: of 64 channels they lie in the second cache in all their places, of
@@ -232,14 +231,20 @@ struct Share {
 impl<T: Filtering<N, M>, const N: usize, const M: usize> WeightGrad<'_, T, N, M> {
     const PLACES: usize = N * N;
 
+    /// How sums lie.
+    fn of_sums(&self) -> Places {
+        Places::in_rows([self.grads.channels, self.inputs.channels])
+    }
+
     /// Each thread sums up some of the tiles, for all outputs unless the sums would be too many; then all sums are added.
     fn run(&self) {
         let (outputs, inputs) = (self.grads.channels, self.inputs.channels);
-        let places = Places::in_rows([outputs, inputs]);
+        let places = self.of_sums();
+        let len = Self::PLACES * places.step();
         let [rows, columns] = self.grads.tiles;
         let rows = self.images * rows;
         let threads = threads_for(rows, MIN_TILES.div_ceil(columns));
-        let most = threads.min(MAX_SUMS / (Self::PLACES * places.step())).max(1);
+        let most = threads.min(MAX_SUMS / len).max(1);
         let [parts, part] = parts(rows, most);
         let group = outputs.div_ceil(threads / parts).next_multiple_of(LANES);
         let shares: Vec<_> = blocks(0..rows, part)
@@ -249,12 +254,12 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> WeightGrad<'_, T, N, M>
             .collect();
         let groups = outputs.div_ceil(group);
         SHARED.with_borrow_mut(|sums| {
-            let sums = sized(sums, parts * Self::PLACES * places.step());
+            let sums = sized(sums, parts * len);
             let all = Shared(sums.as_mut_ptr());
             parallel_for(shares.len(), 1, |some| {
                 SCRATCH.with_borrow_mut(|scratch| {
                     for share in some {
-                        let first = share / groups * Self::PLACES * places.step();
+                        let first = share / groups * len;
                         self.sum(&shares[share], all, first, scratch);
                     }
                 });
@@ -272,7 +277,7 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> WeightGrad<'_, T, N, M>
     /// Writes the sums of a share; those of its rows start with number `first`.
     fn sum(&self, share: &Share, all: Shared<f32>, first: usize, scratch: &mut Scratch) {
         let (outputs, inputs, columns) = (self.grads.channels, self.inputs.channels, self.grads.tiles[1]);
-        let of_sums = Places::in_rows([outputs, inputs]);
+        let of_sums = self.of_sums();
         for rows in blocks(share.rows.clone(), SUMMED_TILES.div_ceil(columns)) {
             let (tiles, adds) = (rows.len() * columns, rows.start > share.rows.start);
             let (of_grads, of_pixels) =
