@@ -25,6 +25,7 @@ mod matrix;
 mod mkl;
 mod neighbours;
 mod optim;
+mod panels;
 mod pool;
 mod process;
 mod rng;

@@ -13,17 +13,17 @@ use std::arch::x86_64::{
 };
 use std::cell::RefCell;
 use std::ops::Range;
-use std::slice;
+use std::{ptr, slice};
 
 use super::amx_product::{Tiles, load_sums, store_sums};
 use super::lanes::LANES;
-use super::matrix::Product;
+use super::matrix::{MatrixMut, Product};
 use super::simd::run_vectorized;
 use super::strips::{COLUMNS, Numbers, Store, transpose};
 use crate::kernels::{blocks, sized};
 
 /// Lines of a panel, numbers of each that go into one product of tiles, and so rows and columns of a block of the product.
-const SIDE: usize = 2 * LANES;
+pub(super) const SIDE: usize = 2 * LANES;
 /// Parts of a number.
 const PARTS: usize = 3;
 /// Pairs of bfloat16 in a tile.
@@ -74,7 +74,7 @@ impl Tiles {
             .flat_map(|[rows, depth]| {
                 blocks(0..columns, max_columns).map(move |columns| [rows.clone(), columns, depth.clone()])
             })
-            .map(|place| Part { product, place })
+            .map(|place| Part { product, order: Order::AllAtOnce, place })
             .peekable();
         PANELS.with_borrow_mut(|panels| {
             let mut is_finite = true;
@@ -87,9 +87,51 @@ impl Tiles {
     }
 }
 
+/// `out = a b`, or `out += a b` if `adds`, by panels.
+///
+/// # Safety
+/// As for [`multiply_split`](Tiles::multiply_split); the panels must be of the rows of `a`, packed as a left factor, and of the
+/// columns of `b`, as a right one, both of `depth` numbers.
+pub(super) unsafe fn multiply_panels(out: MatrixMut, depth: usize, [a, b]: [&[u32]; 2], adds: bool) {
+    let ([rows, columns], nothing) = (out.shape(), ptr::null());
+    let (out, to_out) = out.into_parts();
+    let shape = [rows, columns, depth];
+    let product = Product { shape, out, a: nothing, b: nothing, strides: [to_out, [0; 2], [0; 2]], adds };
+    let part = Part { product: &product, order: Order::SmallFirst, place: shape.map(|len| 0..len) };
+    let (panel, bands) = (panel_len(depth), rows.div_ceil(SIDE));
+    for (strip, j) in b.chunks_exact(panel).zip((0..).step_by(SIDE)) {
+        let next_strip = strip.as_ptr_range().end;
+        for (band, i) in a.chunks_exact(panel).zip((0..).step_by(SIDE)) {
+            let soon = [
+                Soon::NOTHING,
+                Soon::of_panel(next_strip, panel, i / SIDE, bands),
+                part.soon([i, j], panel / STEP),
+            ];
+            // SAFETY: as this function asks.
+            unsafe { part.run_block([i, j], [band, strip], &soon) };
+        }
+    }
+}
+
+/// Places of 32 bits of a panel: of [`SIDE`] lines of `depth` numbers.
+pub(super) fn panel_len(depth: usize) -> usize {
+    depth.div_ceil(SIDE) * STEP
+}
+
+/// How products of parts are added up.
+#[derive(Debug, Clone, Copy)]
+enum Order {
+    /// All of a step, for which its parts are loaded once.
+    AllAtOnce,
+    /// The small ones of all steps, which round less while the sums are small, too; then the large ones: half the
+    /// error.
+    SmallFirst,
+}
+
 /// What some numbers of some rows and columns add to a product.
 struct Part<'a> {
     product: &'a Product,
+    order: Order,
     /// Rows, columns, depth.
     place: [Range<usize>; 3],
 }
@@ -129,7 +171,7 @@ impl Part<'_> {
     #[target_feature(enable = "avx512f")]
     unsafe fn run(&self, [left, right]: &mut [Vec<u32>; 2], next: Option<&Self>) -> bool {
         let [rows, columns, depth] = &self.place;
-        let panel = depth.len().div_ceil(SIDE) * STEP;
+        let panel = panel_len(depth.len());
         let [bands, strips] = [rows, columns].map(|lines| lines.len().div_ceil(SIDE));
         let (left, right) = (sized(left, bands * panel), sized(right, strips * panel));
         for (strip, j) in right.chunks_exact_mut(panel).zip((0..).step_by(SIDE)) {
@@ -158,55 +200,66 @@ impl Part<'_> {
                     self.soon([i, j * SIDE], panel / STEP),
                 ];
                 // SAFETY: as this function asks.
-                unsafe { self.run_block([i, j * SIDE], [band, strip], &soon, &mut zeros) };
+                unsafe {
+                    self.run_block([i, j * SIDE], [band, strip], &soon);
+                    self.add_zeros([i, j * SIDE], &mut zeros);
+                }
             }
         }
         let is_complete = depth.end == self.product.shape[2];
         !is_complete || zeros.iter().all(|zero| _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(*zero, *zero) == 0)
     }
 
-    /// The block from such a row and column on, by panels. Adds its numbers times 0 to `zeros`, which makes them NaN if
-    /// one is not finite.
+    /// The block from such a row and column on, by panels.
     ///
     /// # Safety
     /// As for [`run`](Self::run), with panels of such rows and columns.
     #[target_feature(enable = "avx512f")]
-    unsafe fn run_block(
-        &self,
-        place @ [i, j]: [usize; 2],
-        panels: [&[u32]; 2],
-        soon: &[Soon; 3],
-        zeros: &mut [__m512; 2],
-    ) {
-        let ([rows, columns, depth], down) = (&self.place, self.product.strides[0][0]);
-        let (out, adds) = (self.out(place), self.product.adds || depth.start > 0);
-        let (height, width) = (SIDE.min(rows.len() - i), SIDE.min(columns.len() - j));
+    unsafe fn run_block(&self, place: [usize; 2], panels: [&[u32]; 2], soon: &[Soon; 3]) {
+        let down = self.product.strides[0][0];
+        let (out, adds) = (self.out(place), self.product.adds || self.place[2].start > 0);
+        let [height, width] = self.size_of_block(place);
         // SAFETY: as this function asks; a block that is not whole is computed beside the product.
         unsafe {
             if [height, width] == [SIDE; 2] {
-                multiply(panels, out, down, adds, soon);
+                multiply(self.order, panels, out, down, adds, soon);
             } else {
                 let mut tile = [[0.0; COLUMNS]; SIDE];
-                multiply(panels, tile.as_flattened_mut().as_mut_ptr(), COLUMNS as isize, false, soon);
+                let sums = tile.as_flattened_mut().as_mut_ptr();
+                multiply(self.order, panels, sums, COLUMNS as isize, false, soon);
                 let out = slice::from_raw_parts_mut(out, (height - 1) * down as usize + width);
                 run_vectorized(Store { tile: &tile[..height], width, out, columns: down as usize, adds });
             }
         }
+    }
+
+    /// Adds the numbers of a block times 0, which is NaN if one is not finite.
+    ///
+    /// # Safety
+    /// As for [`run_block`](Self::run_block), which must have written the numbers.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn add_zeros(&self, place: [usize; 2], zeros: &mut [__m512; 2]) {
+        let ([height, width], down) = (self.size_of_block(place), self.product.strides[0][0]);
         let mask = u32::MAX >> (SIDE - width);
         for row in 0..height {
             for (half, zero) in zeros.iter_mut().enumerate() {
-                let place = out.wrapping_offset(row as isize * down).wrapping_add(half * LANES);
+                let place = self.out(place).wrapping_offset(row as isize * down).wrapping_add(half * LANES);
                 // SAFETY: the mask leaves out columns that are not there.
                 let numbers = unsafe { _mm512_maskz_loadu_ps((mask >> (half * LANES)) as u16, place) };
                 *zero = _mm512_fmadd_ps(numbers, _mm512_setzero_ps(), *zero);
             }
         }
     }
+
+    /// Rows and columns of the block from such a row and column on.
+    fn size_of_block(&self, [i, j]: [usize; 2]) -> [usize; 2] {
+        [self.place[0].len() - i, self.place[1].len() - j].map(|rest| SIDE.min(rest))
+    }
 }
 
 /// Which factor of a product lines are of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Factor {
+pub(super) enum Factor {
     /// Its rows.
     Left,
     /// Its columns.
@@ -215,16 +268,16 @@ enum Factor {
 
 /// Rows of a left factor, or columns of a right one.
 #[derive(Debug, Clone, Copy)]
-struct Lines {
+pub(super) struct Lines {
     /// Strides from line to line, and along a line; one of them is 1.
-    numbers: Numbers<f32>,
-    count: usize,
-    depth: usize,
+    pub numbers: Numbers<f32>,
+    pub count: usize,
+    pub depth: usize,
 }
 
 impl Lines {
     /// Without the first lines.
-    fn from(self, first: usize) -> Self {
+    pub fn from(self, first: usize) -> Self {
         Self { numbers: self.numbers.at_row(first), count: self.count.saturating_sub(first), ..self }
     }
 
@@ -235,7 +288,7 @@ impl Lines {
     /// # Safety
     /// The numbers must be readable; the processor must have AVX-512; the panel must be aligned to 64 bytes.
     #[target_feature(enable = "avx512f")]
-    unsafe fn pack(&self, panel: &mut [u32], factor: Factor) {
+    pub unsafe fn pack(&self, panel: &mut [u32], factor: Factor) {
         let is_along_line = self.numbers.strides[1] == 1;
         let is_turned = is_along_line != (factor == Factor::Left);
         for (step, first) in panel.chunks_exact_mut(STEP).zip((0..).step_by(SIDE)) {
@@ -393,7 +446,7 @@ struct Soon {
 
 impl Soon {
     /// What is never there.
-    const NOTHING: Self = Self { at: std::ptr::null(), pairs: 1, strides: [0; 2] };
+    const NOTHING: Self = Self { at: ptr::null(), pairs: 1, strides: [0; 2] };
 
     /// From pair to pair, and from the first one of a step to that of the next, in numbers.
     fn new<T>(at: *const T, pairs: usize, strides: [isize; 2]) -> Self {
@@ -460,13 +513,29 @@ macro_rules! ask {
 ///
 /// # Safety
 /// Tiles must be set up; panels must be of one length; `out` must be writable, its rows `down` numbers apart.
-unsafe fn multiply([left, right]: [&[u32]; 2], out: *mut f32, down: isize, adds: bool, soon: &[Soon; 3]) {
+unsafe fn multiply(
+    order: Order,
+    [left, right]: [&[u32]; 2],
+    out: *mut f32,
+    down: isize,
+    adds: bool,
+    soon: &[Soon; 3],
+) {
+    // where the second turn ends, if there is one
+    let first = match order {
+        Order::AllAtOnce => ptr::null(),
+        Order::SmallFirst => right.as_ptr(),
+    };
     // SAFETY: as this function asks.
     unsafe {
         asm!(
             load_sums!("{count:e}"),
             "3:",
-            left!("0"), right!("0"), products!(),
+            left!("0"),
+            "test {first}, {first}",
+            "jnz 5f",
+            right!("0"), products!(),
+            "5:",
             ask!("prefetcht1", "{left_soon}", "0"),
             right!("2048"), products!(),
             right!("1024"), products!(),
@@ -479,6 +548,15 @@ unsafe fn multiply([left, right]: [&[u32]; 2], out: *mut f32, down: isize, adds:
             "add {right}, {step}",
             "dec {steps}",
             "jnz 3b",
+            "test {first}, {first}",
+            "jz 7f",
+            "6:", // backwards
+            "sub {left}, {step}",
+            "sub {right}, {step}",
+            left!("0"), right!("0"), products!(),
+            "cmp {right}, {first}",
+            "jnz 6b",
+            "7:",
             store_sums!(),
             count = inout(reg) u64::from(adds) => _, // afterwards it counts pairs
             upper = in(reg) out,
@@ -486,6 +564,7 @@ unsafe fn multiply([left, right]: [&[u32]; 2], out: *mut f32, down: isize, adds:
             out_bytes = in(reg) down * size_of::<f32>() as isize,
             left = inout(reg) left.as_ptr() => _,
             right = inout(reg) right.as_ptr() => _,
+            first = in(reg) first,
             row = in(reg) LANES * size_of::<u32>(),
             step = const STEP * size_of::<u32>(),
             steps = inout(reg) left.len() / STEP => _,

@@ -143,6 +143,11 @@ impl<'a, T: Packed> Strips<'a, T> {
         Self { start, shape: [rows.len(), columns.len()], ..self }
     }
 
+    /// Rows and columns.
+    pub(super) fn shape(&self) -> [usize; 2] {
+        self.shape
+    }
+
     /// Fails unless `out` can be the product of `a` and this; else gives the lanes of the product.
     pub(super) fn check_product(&self, out: &MatrixMut, a: &Matrix<T>) -> usize {
         let ([rows, columns], [height, depth]) = (out.shape(), a.shape());

@@ -48,6 +48,10 @@ fn convolutions_agree_with_float64() {
         Case { images: [17, 64, 2, 1], outputs: 48, ..SQUARE },
         Case { images: [20, 48, 7, 8], outputs: 32, padding: [2, 2], ..SQUARE },
         Case { images: [16, 704, 4, 4], outputs: 704, ..SQUARE }, // sums of so many weights are there once for all threads
+        // by tiles, and these by AMX where it is
+        Case { images: [3, 80, 19, 22], outputs: 144, ..SQUARE },
+        Case { images: [3, 144, 9, 11], outputs: 160, padding: [2, 2], ..SQUARE },
+        Case { images: [1, 128, 8, 8], outputs: 128, padding: [0, 0], ..SQUARE },
         // what is libtorch's
         Case { images: [1, 64, 4, 4], outputs: 64, ..SQUARE },
         Case { dilation: 2, padding: [2, 2], ..SQUARE },
@@ -90,6 +94,27 @@ fn gradients_of_weights_have_their_layout_and_are_there_if_asked_for() {
     let (input, frozen) = (input.set_requires_grad(true), weight.detach());
     input.conv2d(&frozen, None::<&Tensor>, [1, 1], [1, 1], [1, 1], 1).sum(Kind::Float).backward();
     assert!(input.grad().defined() && !frozen.grad().defined());
+}
+
+/// They reach the outputs that see them, and at most those of the same tiles.
+#[test]
+fn infinite_numbers_are_not_lost() {
+    install();
+    for channels in [32, 128] {
+        for number in [f64::INFINITY, f64::NAN] {
+            let ones = |sizes: [i64; 4]| channels_last(&Tensor::ones(sizes, (Kind::Float, Device::Cpu)));
+            let (input, weight) = (ones([1, channels, 16, 16]), ones([channels, channels, 3, 3]));
+            let _ = input.get(0).get(5).get(6).get(7).fill_(number);
+            let out = input.conv2d(&weight, None::<&Tensor>, [1, 1], [1, 1], [1, 1], 1);
+            let lost = |rows: i64, columns: i64, from: [i64; 2]| {
+                out.narrow(2, from[0], rows).narrow(3, from[1], columns).isfinite().any().int64_value(&[])
+            };
+            assert_eq!(lost(3, 3, [5, 6]), 0, "{channels} channels, {number}");
+            let is_finite =
+                |rows: [i64; 2]| out.narrow(2, rows[0], rows[1]).isfinite().all().int64_value(&[]);
+            assert_eq!([is_finite([0, 4]), is_finite([8, 8])], [1, 1], "{channels} channels, {number}");
+        }
+    }
 }
 
 /// What is computed by tiles of 4 x 4 outputs in bfloat16 loses nothing that bfloat16 has: the error (root of the mean square)

@@ -12,7 +12,7 @@ use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use convolutions::{ByPatches, Choice};
+use convolutions::{ByPatches, ByTiles, Choice};
 use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
@@ -84,7 +84,11 @@ pub fn install_kernels() -> Result<bool> {
             false if has_mkl_bf16() && has_described_amx() => ByPatches::SmallImages,
             false => ByPatches::None,
         },
-        by_tiles: has_strips() && (is_for_all || !is_intel()),
+        by_tiles: match has_strips() {
+            false => ByTiles::None,
+            true if is_intel() && !is_for_all => ByTiles::Float32,
+            true => ByTiles::All,
+        },
     };
     choice.set();
     let table = sys::vt_kernels {

@@ -89,14 +89,22 @@ pub(super) enum ByPatches {
     All,
 }
 
+/// Convolutions of 3 x 3 that go by Winograd's tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ByTiles {
+    None,
+    /// Those of bfloat16 are faster by oneDNN.
+    Float32,
+    All,
+}
+
 /// What is computed here, as decided when kernels are installed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Choice {
     pub by_patches: ByPatches,
     /// Whether products of patches are made from strips, not by the MKL.
     pub by_strips: bool,
-    /// Whether convolutions of 3 x 3 go by Winograd's tiles.
-    pub by_tiles: bool,
+    pub by_tiles: ByTiles,
 }
 
 static CHOICE: OnceLock<Choice> = OnceLock::new();
@@ -109,12 +117,16 @@ impl Choice {
 
     /// Whether there is anything to compute.
     pub fn is_any(self) -> bool {
-        self.by_tiles || self.by_patches != ByPatches::None
+        self.by_tiles != ByTiles::None || self.by_patches != ByPatches::None
     }
 
     /// What is computed by tiles, as `vt_convolves`.
     fn by_tiles(self, call: &sys::vt_convolution) -> i32 {
-        if self.by_tiles { winograd::by_tiles(call) } else { 0 }
+        match self.by_tiles {
+            ByTiles::Float32 if call.dtype != sys::VT_FLOAT32 => 0,
+            ByTiles::None => 0,
+            ByTiles::Float32 | ByTiles::All => winograd::by_tiles(call),
+        }
     }
 
     /// As `vt_convolves`: by tiles, or else by patches.
