@@ -117,11 +117,13 @@ impl<T: Element> Kernel for AddUp<'_, T> {
 
     #[inline(always)]
     fn run(self) {
+        /// Sums that the first cache holds.
+        const BLOCK: usize = 1024;
         let Self { parts, out } = self;
         let (first, others) = parts.split_first().expect("at least one");
-        let mut sums = [0.0; 1024];
-        for (block, out) in out.chunks_mut(sums.len()).enumerate() {
-            let (start, sums) = (block * 1024, &mut sums[..out.len()]);
+        let mut sums = [0.0; BLOCK];
+        for (out, start) in out.chunks_mut(BLOCK).zip((0..).step_by(BLOCK)) {
+            let sums = &mut sums[..out.len()];
             sums.iter_mut().zip(&first[start..]).for_each(|(sum, number)| *sum = number.to_f32());
             for part in others {
                 sums.iter_mut().zip(&part[start..]).for_each(|(sum, number)| *sum += number.to_f32());
