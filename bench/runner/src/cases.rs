@@ -139,10 +139,11 @@ pub struct Peer {
 const ALL: &[&str] = &["mlp", "cnn", "resnet18", "gpt-tiny", "gpt-mini"];
 const SMALL: &[&str] = &["mlp", "cnn"];
 
-pub const PEERS: [Peer; 12] = [
+pub const PEERS: [Peer; 13] = [
     peer("voltaic", Program::Voltaic, "bare", ALL, Work::Same),
     peer("voltaic-defaults", Program::Voltaic, "defaults", ALL, Work::Same),
     peer("voltaic-hpu", Program::Voltaic, "hpu", ALL, Work::Same),
+    peer("voltaic-hpu-graphs", Program::Voltaic, "hpu-graphs", ALL, Work::Same),
     peer(GRAPHS, Program::Voltaic, "graphs", ALL, Work::Same),
     peer("lightning", Program::Torch, "lightning", ALL, Work::Same),
     peer("lightning-defaults", Program::Torch, "lightning-defaults", ALL, Work::Same),
@@ -168,7 +169,7 @@ const fn peer(
 impl Peer {
     /// Steps that are not measured. A step is captured when it comes for the fourth and fifth time.
     pub fn warmup(&self, workload: &Workload) -> usize {
-        if self.name == GRAPHS { workload.warmup.max(6) } else { workload.warmup }
+        if self.variant.ends_with("graphs") { workload.warmup.max(6) } else { workload.warmup }
     }
 }
 

@@ -72,7 +72,8 @@ fn train<N: Forward>(
         "defaults" => (builder.accelerator("cpu"), true),
         "graphs" => (bare(builder).accelerator("cpu").graph(GraphMode::Step), false),
         "hpu" => (bare(builder).accelerator("hpu").devices(1), false),
-        other => bail!("variant: there is no {other}; use bare, defaults, graphs or hpu"),
+        "hpu-graphs" => (bare(builder).accelerator("hpu").devices(1).graph(GraphMode::Step), false),
+        other => bail!("variant: there is no {other}; use bare, defaults, graphs, hpu or hpu-graphs"),
     };
     let mut trainer = builder.build()?;
     let net = init::without_draws(make)?;
