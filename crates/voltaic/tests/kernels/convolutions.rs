@@ -106,10 +106,8 @@ fn infinite_numbers_are_not_lost() {
             let (input, weight) = (ones([1, channels, 16, 16]), ones([channels, channels, 3, 3]));
             let _ = input.get(0).get(5).get(6).get(7).fill_(number);
             let out = input.conv2d(&weight, None::<&Tensor>, [1, 1], [1, 1], [1, 1], 1);
-            let lost = |rows: i64, columns: i64, from: [i64; 2]| {
-                out.narrow(2, from[0], rows).narrow(3, from[1], columns).isfinite().any().int64_value(&[])
-            };
-            assert_eq!(lost(3, 3, [5, 6]), 0, "{channels} channels, {number}");
+            let seeing = out.narrow(2, 5, 3).narrow(3, 6, 3);
+            assert_eq!(seeing.isfinite().any().int64_value(&[]), 0, "{channels} channels, {number}");
             let is_finite =
                 |rows: [i64; 2]| out.narrow(2, rows[0], rows[1]).isfinite().all().int64_value(&[]);
             assert_eq!([is_finite([0, 4]), is_finite([8, 8])], [1, 1], "{channels} channels, {number}");

@@ -74,6 +74,7 @@ pub fn install_kernels() -> Result<bool> {
         return Ok(is_installed);
     }
     let is_for_all = switch == Some(true);
+    let keeps_intels = is_intel() && !is_for_all;
     let takes_bf16 = has_mkl_bf16() && (is_for_all || !onednn_is_fast_at_bf16());
     let by_strips = has_wide_units() && has_bf16_products();
     let choice = Choice {
@@ -86,13 +87,13 @@ pub fn install_kernels() -> Result<bool> {
         },
         by_tiles: match has_strips() {
             false => ByTiles::None,
-            true if is_intel() && !is_for_all => ByTiles::Float32,
+            true if keeps_intels => ByTiles::Float32,
             true => ByTiles::All,
         },
     };
     choice.set();
     let table = sys::vt_kernels {
-        product: match (is_intel() && !is_for_all, has_tiles()) {
+        product: match (keeps_intels, has_tiles()) {
             (false, _) if has_wide_units() => Some(products::product_by_strips),
             (false, _) => Some(products::product),
             (true, true) => Some(products::large_product),

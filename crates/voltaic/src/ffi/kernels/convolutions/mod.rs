@@ -93,7 +93,7 @@ pub(super) enum ByPatches {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ByTiles {
     None,
-    /// Those of bfloat16 are faster by oneDNN.
+    /// Those of bfloat16 have faster ways.
     Float32,
     All,
 }

@@ -60,8 +60,10 @@ struct Scratch {
     grads: Vec<f32>,
     /// Sums in all places.
     sums: Vec<f32>,
-    /// The left and the right factor of a product by AMX.
-    panels: [Vec<u32>; 2],
+    /// Of the left factor of a product by AMX.
+    left_panels: Vec<u32>,
+    /// Of the right one.
+    right_panels: Vec<u32>,
     /// Weights of a strip, tap by tap.
     taps: [Vec<u32>; TAPS],
 }
@@ -204,7 +206,7 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Correlation<'_, T, N, M
             let inputs = Matrix::dense(inputs, of_inputs.shape);
             match (&amx, weights.panels(place)) {
                 (Some(amx), Some(weights)) => {
-                    let inputs = Panels::of_rows(inputs, &mut scratch.panels[0]);
+                    let inputs = Panels::of_rows(inputs, &mut scratch.left_panels);
                     amx.multiply_panels(sums, inputs, weights, false);
                 }
                 _ => multiply_by_strips(sums, inputs, weights.strips(place), false),
@@ -379,9 +381,10 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> WeightGrad<'_, T, N, M>
                     multiply_by_strips(sums, grads, pixels, adds);
                     continue;
                 };
-                let [left, right] = &mut scratch.panels;
-                let pixels = Panels::of_strips(pixels, sized(right, Panels::len(inputs, tiles)));
-                amx.multiply_panels(sums, Panels::of_rows(grads, left), pixels, adds);
+                let panels = sized(&mut scratch.right_panels, Panels::len(inputs, tiles));
+                let pixels = Panels::of_strips(pixels, panels);
+                let grads = Panels::of_rows(grads, &mut scratch.left_panels);
+                amx.multiply_panels(sums, grads, pixels, adds);
             }
         }
     }
