@@ -46,11 +46,11 @@ pub fn has_attention_kernel() -> bool {
 }
 
 /// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: attention, convolutions of
-/// 3 x 3 but on Intel's processors, gradients of others' weights, batch norm of images with the channels last,
-/// GELU, max-pooling of 2 x 2, ReLU, sums and casts with bfloat16, random masks unless libtorch draws them by the MKL,
-/// products of float32 matrices, on Intel's processors only large ones and only with AMX, since the MKL is at its best
-/// there, products of bfloat16 on AMD's from Zen 5 on, and these and convolutions where oneDNN has no fast instructions for
-/// them. Later calls change nothing.
+/// 3 x 3, in bfloat16 with AMX only of many channels on small images, gradients of others' weights, batch norm of images
+/// with the channels last, GELU, max-pooling of 2 x 2, ReLU, sums and casts with bfloat16, random masks unless libtorch
+/// draws them by the MKL, products of float32 matrices, on Intel's processors only large ones and only with AMX, since the
+/// MKL is at its best there, products of bfloat16 on AMD's from Zen 5 on, and these and convolutions where oneDNN has no
+/// fast instructions for them. Later calls change nothing.
 ///
 /// Results differ from libtorch's in the last bits of products, convolutions, attention, weights' gradients, batch norm
 /// and GELU; the others are equal.
