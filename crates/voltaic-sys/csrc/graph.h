@@ -93,8 +93,9 @@ struct vt_recording {
 
 namespace voltaic::graph {
 
-// Whether nobody but the recording holds what was there before: a constant, such as a number that became a tensor.
-bool is_constant(const vt_recording &recording, const Buffer &buffer);
+// Whether nobody but the recording and its peers hold what was there before: a constant, such as a number that became a
+// tensor.
+bool is_constant(const vt_recording &recording, const Buffer &buffer, c10::ArrayRef<const vt_recording *> peers);
 // Index of the buffer of a tensor's storage; -1 if no operator touched it.
 int32_t buffer_of(const vt_recording &recording, const at::Tensor &tensor);
 

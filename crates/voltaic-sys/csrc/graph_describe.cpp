@@ -3,8 +3,10 @@
 
 #include <ATen/core/enum_tag.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <sstream>
 
 namespace voltaic::graph {
@@ -75,19 +77,26 @@ std::string full_name(const c10::OperatorName &name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
+// Of all of it, by words: constants may be large.
 uint64_t hash_of(const Buffer &buffer) {
-  uint64_t hash = 1469598103934665603u; // FNV-1a
+  uint64_t hash = 1469598103934665603u;
   const auto *bytes = static_cast<const unsigned char *>(buffer.address);
-  for (size_t i = 0; bytes != nullptr && i < buffer.bytes; ++i)
-    hash = (hash ^ bytes[i]) * 1099511628211u;
+  for (size_t at = 0; bytes != nullptr && at < buffer.bytes; at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes + at, std::min(sizeof(word), buffer.bytes - at));
+    hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+    hash ^= hash >> 32;
+  }
   return hash;
 }
 
-bool writes(const c10::FunctionSchema &schema) {
-  for (const c10::Argument &argument : schema.arguments())
-    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite())
-      return true;
-  return false;
+// Positions of the arguments that an operator writes to.
+std::vector<size_t> written(const c10::FunctionSchema &schema) {
+  std::vector<size_t> positions;
+  for (size_t i = 0; i < schema.arguments().size(); ++i)
+    if (const auto *alias = schema.arguments()[i].alias_info(); alias != nullptr && alias->isWrite())
+      positions.push_back(i);
+  return positions;
 }
 
 bool is_random(const c10::FunctionSchema &schema) {
@@ -136,7 +145,10 @@ void write_node(Writer &out, const Node &node) {
     if (value)
       out << ",\"" << name << "\":true";
   };
-  flag("writes", writes(node.op.schema()));
+  if (const std::vector<size_t> positions = written(node.op.schema()); !positions.empty()) {
+    out << ",\"writes\":true,\"written\":";
+    out.list(positions, [&](size_t position) { out << position; });
+  }
   flag("is_random", is_random(node.op.schema()) || node.op.hasTag(at::Tag::nondeterministic_seeded));
   flag("reads_data", node.op.hasTag(at::Tag::data_dependent_output));
   flag("has_dynamic_shape", node.op.hasTag(at::Tag::dynamic_output_shape));
@@ -151,7 +163,12 @@ void write_node(Writer &out, const Node &node) {
 } // namespace
 } // namespace voltaic::graph
 
-vt_error *vt_recording_describe(const vt_recording *recording, void (*take)(void *data, const char *text), void *data) {
+uint64_t vt_recording_hash(const vt_recording *recording, size_t buffer) {
+  return voltaic::graph::hash_of(recording->buffers[buffer]);
+}
+
+vt_error *vt_recording_describe(const vt_recording *recording, const vt_recording *const *peers, size_t num_peers,
+                                void (*take)(void *data, const char *text), void *data) {
   return voltaic::guard([&] {
     using namespace voltaic::graph;
     Writer out;
@@ -172,10 +189,10 @@ vt_error *vt_recording_describe(const vt_recording *recording, void (*take)(void
       out << "{\"bytes\":" << buffer.bytes << ",\"node\":" << buffer.node
           << ",\"is_kept\":" << (buffer.is_kept ? "true" : "false")
           << ",\"is_on_cpu\":" << (buffer.device.is_cpu() ? "true" : "false");
-      if (buffer.node < 0)
+      if (buffer.node < 0 || buffer.is_kept)
         out << ",\"address\":" << reinterpret_cast<size_t>(buffer.address);
-      if (is_constant(*recording, buffer) && buffer.bytes <= 4096)
-        out << ",\"constant\":" << hash_of(buffer);
+      if (is_constant(*recording, buffer, {peers, num_peers}))
+        out << ",\"is_constant\":true";
       out << '}';
     });
     out << ",\"refusal\":";

@@ -1,14 +1,22 @@
+// libtorch is built with NDEBUG, on which the layout of at::RecordFunction depends
+#ifndef NDEBUG
+#define NDEBUG
+#endif
+
 #include "error.h"
 #include "graph.h"
 #include "hpu.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
 #include <mutex>
+#include <set>
 #include <unordered_map>
+#include <utility>
 
 namespace voltaic::graph {
 
@@ -201,6 +209,25 @@ void record(const c10::OperatorHandle &op, c10::DispatchKeySet keys, Stack *stac
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key), stack);
 }
 
+// Composite operators that read a tensor's data on the host, with no operator for it that could be recorded: the sizes
+// that they call others with are those of this call.
+std::unique_ptr<at::ObserverContext> refuse_readers(const at::RecordFunction &function) {
+  static const std::set<std::string> readers = {
+      "aten::ctc_loss.Tensor", "aten::_pad_packed_sequence",
+      "aten::lstm.data",       "aten::gru.data",
+      "aten::rnn_tanh.data",   "aten::rnn_relu.data",
+      "aten::tensor_split.tensor_indices_or_sections"};
+  const auto name = function.operator_name();
+  if (recorder == nullptr || !name.has_value() || c10::impl::tls_is_dispatch_key_excluded(key))
+    return nullptr;
+  const std::string full = name->overload_name.empty() ? name->name : name->name + "." + name->overload_name;
+  if (readers.count(full) != 0)
+    recorder->refuse(full + " reads lengths from a tensor on the host, where a replay reads nothing");
+  return nullptr;
+}
+
+thread_local at::CallbackHandle watch_of_readers = at::INVALID_CALLBACK_HANDLE;
+
 void register_recorder() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -218,9 +245,17 @@ Pause::Pause() : was_excluded_(c10::impl::tls_is_dispatch_key_excluded(key)) {
 }
 Pause::~Pause() { c10::impl::tls_set_dispatch_key_excluded(key, was_excluded_); }
 
-bool is_constant(const vt_recording &recording, const Buffer &buffer) {
-  if (buffer.node >= 0 || buffer.held.use_count() > 1)
+bool is_constant(const vt_recording &recording, const Buffer &buffer, c10::ArrayRef<const vt_recording *> peers) {
+  if (buffer.node >= 0)
     return false;
+  if (buffer.held.use_count() > 1) {
+    size_t holders = 0;
+    for (const vt_recording *peer : peers)
+      for (const Buffer &other : peer->buffers)
+        holders += other.held && other.held.is_alias_of(buffer.held) ? 1 : 0;
+    if (buffer.held.use_count() > holders)
+      return false;
+  }
   for (const int32_t value : buffer.values)
     if (const auto &tensor = recording.values[value].tensor; tensor.has_value() && tensor->use_count() != 0)
       return false;
@@ -247,6 +282,8 @@ vt_error *vt_recording_begin(void) {
     register_recorder();
     at::autocast::clear_cache(); // weights that were cast before would be constants of the graph
     recorder = std::make_unique<Recorder>();
+    watch_of_readers = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(refuse_readers).scopes({at::RecordScope::FUNCTION}));
     c10::impl::tls_set_dispatch_key_included(key, true);
   });
 }
@@ -255,6 +292,7 @@ vt_error *vt_recording_end(vt_recording **recording) {
   return voltaic::guard([&] {
     TORCH_CHECK(recorder != nullptr, "nothing is being recorded on this thread");
     c10::impl::tls_set_dispatch_key_included(key, false);
+    at::removeCallback(std::exchange(watch_of_readers, at::INVALID_CALLBACK_HANDLE));
     at::autocast::clear_cache(); // its tensors are values of the graph
     auto done = std::move(recorder);
     *recording = done->finish().release();
@@ -262,6 +300,12 @@ vt_error *vt_recording_end(vt_recording **recording) {
 }
 
 int32_t vt_recording_is_on(void) { return is_recording() ? 1 : 0; }
+
+int32_t vt_recording_pause(int32_t pauses) {
+  const bool was_paused = c10::impl::tls_is_dispatch_key_excluded(key);
+  c10::impl::tls_set_dispatch_key_excluded(key, pauses != 0);
+  return was_paused ? 1 : 0;
+}
 
 void vt_recording_refuse(const char *reason) {
   if (recorder != nullptr)
@@ -275,6 +319,12 @@ void vt_recording_set_scope(const char *scope) {
 
 vt_error *vt_recording_buffer_of(const vt_recording *recording, vt_tensor tensor, int32_t *buffer) {
   return voltaic::guard([&] { *buffer = buffer_of(*recording, *tensor); });
+}
+
+void vt_recording_forget_results(vt_recording *recording) {
+  for (Buffer &buffer : recording->buffers)
+    if (buffer.node >= 0)
+      buffer.held = c10::Storage();
 }
 
 void vt_recording_free(vt_recording *recording) { delete recording; }

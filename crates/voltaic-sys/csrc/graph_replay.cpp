@@ -61,6 +61,49 @@ std::optional<c10::OperatorHandle> out_variant(const c10::OperatorHandle &op) {
   return found->second;
 }
 
+// ---- memory that each replay gives away ----
+
+c10::DataPtr data_at(void *address) { return c10::DataPtr(address, c10::Device(c10::DeviceType::CPU)); }
+
+void place_outputs(vt_graph &graph, GivenAway &given, void *address) {
+  given.storage->set_data_ptr_noswap(data_at(address));
+  for (const size_t block : given.blocks)
+    graph.blocks[block].address = address;
+}
+
+void release_outputs(vt_graph &graph) {
+  for (GivenAway &given : graph.given_away)
+    place_outputs(graph, given, nullptr);
+}
+
+// New memory for the outputs, of the device.
+std::vector<c10::Storage> bind_outputs(vt_graph &graph) {
+  std::vector<c10::Storage> storages;
+  storages.reserve(graph.given_away.size());
+  c10::Allocator *allocator = graph.device.is_hpu() ? hpu::allocator() : c10::GetCPUAllocator();
+  for (GivenAway &given : graph.given_away) {
+    c10::DataPtr data = has_cpu_allocator() ? allocate_block(active_pool, given.bytes, graph.device)
+                                            : allocator->allocate(given.bytes);
+    place_outputs(graph, given, data.get());
+    storages.emplace_back(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), given.bytes, std::move(data),
+                                                           allocator, /*resizable=*/true));
+  }
+  return storages;
+}
+
+Tensor output_over(const vt_graph &graph, const Output &output, c10::Storage storage) {
+  const Geometry &geometry = output.geometry;
+  auto impl = c10::make_intrusive<TensorImpl>(std::move(storage),
+                                              graph.device.is_hpu() ? hpu::hpu_only : hpu::cpu_only,
+                                              c10::scalarTypeToTypeMeta(geometry.dtype));
+  impl->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
+  if (geometry.is_conj)
+    impl->_set_conj(true);
+  if (geometry.is_neg)
+    impl->_set_neg(true);
+  return Tensor(std::move(impl));
+}
+
 // ---- building ----
 
 class Builder {
@@ -70,9 +113,10 @@ public:
   std::unique_ptr<vt_graph> build();
 
 private:
+  void add_outputs();
   void place_buffers();
   void add_inputs();
-  void add_node(const Node &node, size_t first_block);
+  void add_node(int32_t index, size_t first_block);
   IValue argument(const Operand &operand, const IValue &constant, const c10::Argument &declared);
   Tensor tensor(int32_t value);
   void *at(uint64_t offset) const { return static_cast<char *>(graph_->arena.get()) + offset; }
@@ -84,6 +128,7 @@ private:
   std::unique_ptr<vt_graph> graph_ = std::make_unique<vt_graph>();
   std::vector<c10::intrusive_ptr<StorageImpl>> storages_; // by buffer
   std::vector<Tensor> tensors_;                           // by value; made when needed
+  std::map<int32_t, size_t> given_away_;                  // by buffer
 };
 
 c10::DataPtr allocate_arena(c10::Device device, size_t bytes) {
@@ -93,16 +138,31 @@ c10::DataPtr allocate_arena(c10::Device device, size_t bytes) {
   return allocate_block(pool, bytes, c10::Device(c10::DeviceType::CPU));
 }
 
+void Builder::add_outputs() {
+  for (size_t i = 0; i < plan_.num_outputs; ++i) {
+    const Tensor &output = *plan_.outputs[i];
+    const int32_t buffer = buffer_of(recording_, output);
+    TORCH_CHECK(buffer >= 0 && recording_.buffers[buffer].node >= 0 && recording_.buffers[buffer].is_kept, "output ", i,
+                " was not made by the graph");
+    const auto [found, is_new] = given_away_.try_emplace(buffer, graph_->given_away.size());
+    if (is_new)
+      graph_->given_away.push_back({{}, recording_.buffers[buffer].bytes, buffer, {}});
+    graph_->outputs.push_back({Geometry(*output.unsafeGetTensorImpl()), found->second});
+  }
+}
+
 void Builder::place_buffers() {
   storages_.reserve(recording_.buffers.size());
   for (size_t i = 0; i < recording_.buffers.size(); ++i) {
     const Buffer &buffer = recording_.buffers[i];
     void *address = is_placed(i) ? at(plan_.buffer_offsets[i]) : buffer.address;
     storages_.push_back(c10::make_intrusive<StorageImpl>(
-        StorageImpl::use_byte_size_t(), buffer.bytes, c10::DataPtr(address, c10::Device(c10::DeviceType::CPU)),
+        StorageImpl::use_byte_size_t(), buffer.bytes, data_at(address),
         c10::GetCPUAllocator(), /*resizable=*/false));
     if (buffer.node >= 0) {
-      if (buffer.is_kept)
+      if (const auto given = given_away_.find(static_cast<int32_t>(i)); given != given_away_.end())
+        graph_->given_away[given->second].storage = storages_.back();
+      else if (buffer.is_kept)
         graph_->kept.push_back(buffer.held);
       continue;
     }
@@ -111,7 +171,7 @@ void Builder::place_buffers() {
       if (const auto &seen = recording_.values[value].tensor; seen.has_value() && seen->use_count() != 0 && !tensor)
         tensor = *seen;
     graph_->watched.push_back({buffer.held, buffer.address, buffer.bytes, std::move(tensor), static_cast<int32_t>(i),
-                               is_constant(recording_, buffer)});
+                               plan_.constants[i] != 0});
   }
   for (Buffer &buffer : recording_.buffers)
     buffer.held = c10::Storage(); // the graph has it now
@@ -196,9 +256,10 @@ void Builder::add_results(const Node &node, Call &call) {
   }
 }
 
-void Builder::add_node(const Node &node, size_t first_block) {
+void Builder::add_node(int32_t index, size_t first_block) {
+  const Node &node = recording_.nodes[index];
   const auto &declared = node.op.schema().arguments();
-  Call call{node.op, {}, node.results.size(), {}, {}, static_cast<uint32_t>(graph_->blocks.size()), 0};
+  Call call{node.op, {}, node.results.size(), {}, {}, static_cast<uint32_t>(graph_->blocks.size()), 0, index};
   for (size_t i = 0; i < node.operands.size(); ++i)
     call.arguments.push_back(argument(node.operands[i], node.arguments[i], declared[i]));
   const bool makes_results = [&] {
@@ -224,8 +285,11 @@ void Builder::add_node(const Node &node, size_t first_block) {
   for (size_t i = 0; i < node.blocks.size(); ++i) {
     const Block &block = node.blocks[i];
     if (block.buffer >= 0) {
-      if (!out)
-        graph_->blocks.push_back({storages_[block.buffer]->mutable_data(), block.bytes, is_placed(block.buffer)});
+      if (out)
+        continue;
+      if (const auto given = given_away_.find(block.buffer); given != given_away_.end())
+        graph_->given_away[given->second].blocks.push_back(graph_->blocks.size());
+      graph_->blocks.push_back({storages_[block.buffer]->mutable_data(), block.bytes, is_placed(block.buffer)});
     } else if (const uint64_t offset = plan_.block_offsets[first_block + i]; offset != VT_GRAPH_NOWHERE) {
       graph_->blocks.push_back({at(offset), block.bytes, true});
     }
@@ -239,15 +303,17 @@ std::unique_ptr<vt_graph> Builder::build() {
   graph_->device = recording_.device;
   if (plan_.arena_bytes != 0)
     graph_->arena = allocate_arena(recording_.device, plan_.arena_bytes);
+  add_outputs();
   place_buffers();
   tensors_.resize(recording_.values.size());
   add_inputs();
   size_t first_block = 0;
   for (size_t i = 0; i < recording_.nodes.size(); ++i) {
     if (plan_.runs[i] != 0)
-      add_node(recording_.nodes[i], first_block);
+      add_node(static_cast<int32_t>(i), first_block);
     first_block += recording_.nodes[i].blocks.size();
   }
+  release_outputs(*graph_);
   return std::move(graph_);
 }
 
@@ -283,9 +349,11 @@ private:
 };
 
 // Puts a result where the rest of the graph expects it, which the kernel has usually done.
-void settle(vt_graph &graph, const Tensor &result, const Tensor &place) {
+void settle(vt_graph &graph, int32_t node, const Tensor &result, const Tensor &place) {
   if (!place.defined() || C10_LIKELY(result.const_data_ptr() == place.const_data_ptr()))
     return;
+  if (result.sizes() != place.sizes())
+    graph.misfit = node;
   TORCH_CHECK(result.sizes() == place.sizes(), "an operator gives a tensor of shape ", result.sizes(),
               " in place of ", place.sizes(), "; its shape depends on data, which a graph cannot hold");
   ++graph.stats.moved_results;
@@ -302,11 +370,11 @@ void run(vt_graph &graph) {
     placement.enter(call);
     call.op.redispatchBoxed(hpu::cpu_only, &stack);
     for (const auto &[index, place] : call.results)
-      settle(graph, stack[index].toTensor(), place);
+      settle(graph, call.node, stack[index].toTensor(), place);
     for (const auto &[index, places] : call.result_lists) {
       const std::vector<Tensor> results = stack[index].toTensorVector();
       for (size_t i = 0; i < places.size(); ++i)
-        settle(graph, results[i], places[i]);
+        settle(graph, call.node, results[i], places[i]);
     }
   }
   stack.clear();
@@ -353,9 +421,7 @@ void bind_inputs(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs
       continue;
     if (is_alike(given, input.recorded)) {
       const size_t before = input.recorded.storage_offset() * input.recorded.itemsize();
-      input.storage->set_data_ptr_noswap(
-          c10::DataPtr(static_cast<char *>(const_cast<void *>(given.const_data_ptr())) - before,
-                       c10::Device(c10::DeviceType::CPU)));
+      input.storage->set_data_ptr_noswap(data_at(static_cast<char *>(const_cast<void *>(given.const_data_ptr())) - before));
     } else {
       Tensor target = input.recorded.detach();
       target.copy_(given);
@@ -366,12 +432,12 @@ void bind_inputs(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs
 void release_inputs(vt_graph &graph) {
   for (Input &input : graph.inputs)
     if (input.storage.get() != nullptr)
-      input.storage->set_data_ptr_noswap(c10::DataPtr(input.address, c10::Device(c10::DeviceType::CPU)));
+      input.storage->set_data_ptr_noswap(data_at(input.address));
 }
 
 } // namespace
 
-void replay(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs) {
+void replay(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs, vt_tensor *outputs) {
   if (C10_UNLIKELY(is_recording()))
     vt_recording_refuse("a graph was replayed");
   const Pause pause;
@@ -379,17 +445,24 @@ void replay(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs) {
   if (binds)
     bind_inputs(graph, inputs, num_inputs);
   struct Release {
-    vt_graph *graph;
+    vt_graph &graph;
+    bool binds;
     ~Release() {
-      if (graph != nullptr)
-        release_inputs(*graph);
+      if (binds)
+        release_inputs(graph);
+      release_outputs(graph);
     }
-  } release{binds ? &graph : nullptr};
+  } release{graph, binds};
   const PoolScope pool(graph.device.is_hpu() ? hpu::pool_of(graph.device.index()) : active_pool);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-  run(graph);
+  const std::vector<c10::Storage> storages = bind_outputs(graph);
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    run(graph);
+  }
   ++graph.stats.replays;
+  for (size_t i = 0; i < graph.outputs.size(); ++i)
+    outputs[i] = new Tensor(output_over(graph, graph.outputs[i], storages[graph.outputs[i].given_away]));
 }
 
 } // namespace voltaic::graph
@@ -403,9 +476,11 @@ vt_error *vt_graph_build(vt_recording *recording, const vt_graph_plan *plan, vt_
   });
 }
 
-vt_error *vt_graph_replay(vt_graph *graph, const vt_tensor *inputs, size_t num_inputs) {
-  return voltaic::guard([&] { replay(*graph, inputs, num_inputs); });
+vt_error *vt_graph_replay(vt_graph *graph, const vt_tensor *inputs, size_t num_inputs, vt_tensor *outputs) {
+  return voltaic::guard([&] { replay(*graph, inputs, num_inputs, outputs); });
 }
+
+int32_t vt_graph_misfit(const vt_graph *graph) { return graph->misfit; }
 
 int32_t vt_graph_gone_buffer(const vt_graph *graph) { return gone_buffer(*graph); }
 

@@ -16,6 +16,7 @@ struct Call {
   std::vector<std::pair<uint32_t, at::Tensor>> results;
   std::vector<std::pair<uint32_t, std::vector<at::Tensor>>> result_lists;
   uint32_t first_block, num_blocks;
+  int32_t node; // of the recording
 };
 
 // Memory that a call's kernel is given.
@@ -42,6 +43,20 @@ struct Input {
   void *address;                                 // of that memory while nothing is given
 };
 
+// Memory that is taken for each replay, and is the caller's afterwards.
+struct GivenAway {
+  c10::intrusive_ptr<StorageImpl> storage; // of the graph, over no memory between replays
+  size_t bytes;
+  int32_t buffer;
+  std::vector<size_t> blocks; // of the graph, which lie there
+};
+
+// A result over such memory.
+struct Output {
+  Geometry geometry;
+  size_t given_away; // which
+};
+
 } // namespace voltaic::graph
 
 struct vt_graph {
@@ -51,16 +66,20 @@ struct vt_graph {
   std::vector<voltaic::graph::Watched> watched;
   std::vector<voltaic::graph::Input> inputs;
   std::vector<c10::Storage> kept; // what outlived the recording
+  std::vector<voltaic::graph::GivenAway> given_away;
+  std::vector<voltaic::graph::Output> outputs;
   c10::DataPtr arena;
   std::vector<c10::IValue> stack; // kept for its memory
   vt_graph_stats stats = {};
+  int32_t misfit = -1; // node whose result had another shape than when it was recorded
 };
 
 namespace voltaic::graph {
 
 // The first buffer of the recording that nobody holds any more, or that was given other memory; -1 if there is none.
 int32_t gone_buffer(const vt_graph &graph);
-// To be called if no buffer is gone. Without `inputs` what the recorded ones hold is taken.
-void replay(vt_graph &graph, const at::Tensor *const *inputs, size_t num_inputs);
+// To be called if no buffer is gone. Without `inputs` what the recorded ones hold is taken. `outputs` has room for those
+// of the graph.
+void replay(vt_graph &graph, const at::Tensor *const *inputs, size_t num_inputs, vt_tensor *outputs);
 
 } // namespace voltaic::graph

@@ -118,6 +118,17 @@ vt_error *vt_list_select(const vt_list *list, const size_t *indices, size_t len,
   });
 }
 
+vt_error *vt_list_copies(const vt_list *list, vt_list **copies) {
+  return voltaic::guard([&] {
+    at::NoGradGuard no_grad;
+    auto owner = std::make_unique<vt_list>();
+    owner->tensors.reserve(list->tensors.size());
+    for (const at::Tensor &tensor : list->tensors)
+      owner->tensors.push_back(tensor.detach().clone());
+    *copies = owner.release();
+  });
+}
+
 vt_error *vt_list_grads(const vt_list *params, vt_list *grads) {
   return voltaic::guard([&] {
     grads->tensors.clear();

@@ -211,10 +211,13 @@ pub struct vt_graph_plan {
     pub runs: *const u8,
     pub buffer_offsets: *const u64,
     pub block_offsets: *const u64,
+    pub constants: *const u8,
     pub arena_bytes: u64,
     pub uses_out_variants: i32,
     pub inputs: *const vt_tensor,
     pub num_inputs: usize,
+    pub outputs: *const vt_tensor,
+    pub num_outputs: usize,
 }
 
 unsafe extern "C" {
@@ -314,6 +317,7 @@ unsafe extern "C" {
         len: usize,
         selected: *mut *mut vt_list,
     ) -> *mut vt_error;
+    pub fn vt_list_copies(list: *const vt_list, copies: *mut *mut vt_list) -> *mut vt_error;
     pub fn vt_list_clear_grads(params: *const vt_list) -> *mut vt_error;
     pub fn vt_list_grads(params: *const vt_list, grads: *mut vt_list) -> *mut vt_error;
     pub fn vt_list_all_grads(params: *const vt_list, grads: *mut vt_list) -> *mut vt_error;
@@ -487,12 +491,17 @@ unsafe extern "C" {
 
     pub fn vt_recording_begin() -> *mut vt_error;
     pub fn vt_recording_end(recording: *mut *mut vt_recording) -> *mut vt_error;
+    pub fn vt_recording_forget_results(recording: *mut vt_recording);
     pub fn vt_recording_free(recording: *mut vt_recording);
     pub fn vt_recording_is_on() -> i32;
+    pub fn vt_recording_pause(pauses: i32) -> i32;
     pub fn vt_recording_refuse(reason: *const c_char);
     pub fn vt_recording_set_scope(scope: *const c_char);
+    pub fn vt_recording_hash(recording: *const vt_recording, buffer: usize) -> u64;
     pub fn vt_recording_describe(
         recording: *const vt_recording,
+        peers: *const *const vt_recording,
+        num_peers: usize,
         take: extern "C" fn(data: *mut c_void, text: *const c_char),
         data: *mut c_void,
     ) -> *mut vt_error;
@@ -512,6 +521,8 @@ unsafe extern "C" {
         graph: *mut vt_graph,
         inputs: *const vt_tensor,
         num_inputs: usize,
+        outputs: *mut vt_tensor,
     ) -> *mut vt_error;
+    pub fn vt_graph_misfit(graph: *const vt_graph) -> i32;
     pub fn vt_graph_get_stats(graph: *const vt_graph, stats: *mut vt_graph_stats);
 }

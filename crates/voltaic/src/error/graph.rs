@@ -24,6 +24,26 @@ pub enum GraphError {
         /// In what they differ.
         difference: String,
     },
+    /// A tensor that later steps only update was made while the graph was captured.
+    #[error(
+        "{tensor} was made while a graph was captured, so that each replay would make it again; make it before the capture, or run one step before it"
+    )]
+    MadeInCapture {
+        /// Which tensor.
+        tensor: String,
+    },
+    /// The result of an operator has another shape than when the graph was captured.
+    #[error(
+        "{op} {place} cannot be part of a graph: its result has another shape in a replay, since that depends on data; use a mask or where(), or leave it between two graphs (mark_step)"
+    )]
+    ShapeChanged {
+        /// The operator.
+        op: String,
+        /// The layer it came from.
+        place: String,
+        /// What the replay did before has changed nothing that anybody sees.
+        is_undone: bool,
+    },
     /// A graph is being captured on this thread.
     #[error("{what} while a graph is being captured on this thread; end that capture first")]
     CaptureInProgress {

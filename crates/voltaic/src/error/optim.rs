@@ -30,6 +30,14 @@ pub enum OptimError {
         /// How to mend it.
         remedy: String,
     },
+    /// A CUDA graph is being captured while the optimizer makes its state, so that each replay would make it again.
+    #[error(
+        "{optimizer}: its first step makes its state, which a CUDA graph would make again in each replay; run one step before the capture"
+    )]
+    FirstStepCaptured {
+        /// The optimizer, such as `AdamW`.
+        optimizer: &'static str,
+    },
     /// A schedule was stepped where it gives no learning rate.
     #[error("{scheduler}: {what}; {remedy}")]
     Schedule {

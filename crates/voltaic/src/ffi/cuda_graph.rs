@@ -1,5 +1,6 @@
 //! CUDA graphs of libtorch.
 
+use std::cell::Cell;
 use std::ptr::{self, NonNull};
 
 use voltaic_sys as sys;
@@ -7,10 +8,18 @@ use voltaic_sys as sys;
 use super::check;
 use crate::error::TorchError;
 
+thread_local!(static IS_CAPTURING: Cell<bool> = const { Cell::new(false) });
+
+/// Whether a CUDA graph is being captured on this thread.
+pub fn is_capturing_on_cuda() -> bool {
+    IS_CAPTURING.get()
+}
+
 /// What a thread does on a CUDA device, captured by the driver.
 #[derive(Debug)]
 pub struct CudaGraph {
     raw: NonNull<sys::vt_cuda_graph>,
+    is_capturing: bool,
 }
 
 // SAFETY: after the capture a graph belongs to no thread; during it, its owner keeps it on the thread that began it.
@@ -25,8 +34,9 @@ impl CudaGraph {
         let mut raw = ptr::null_mut();
         // SAFETY: the out-pointer is valid for the call.
         check("cuda_graph_begin", unsafe { sys::vt_cuda_graph_begin(device_index as i32, &mut raw) })?;
+        IS_CAPTURING.set(true);
         // SAFETY: the call succeeded, so that `raw` is a graph from operator new, which is never null.
-        Ok(Self { raw: unsafe { NonNull::new_unchecked(raw) } })
+        Ok(Self { raw: unsafe { NonNull::new_unchecked(raw) }, is_capturing: true })
     }
 
     /// Ends the capture; on the thread that began it.
@@ -34,8 +44,15 @@ impl CudaGraph {
     /// # Errors
     /// If something ran that a graph cannot hold.
     pub fn end(&mut self) -> Result<(), TorchError> {
+        self.leave();
         // SAFETY: the graph is alive and borrowed mutably, here and below.
         check("cuda_graph_end", unsafe { sys::vt_cuda_graph_end(self.raw.as_ptr()) })
+    }
+
+    fn leave(&mut self) {
+        if std::mem::take(&mut self.is_capturing) {
+            IS_CAPTURING.set(false);
+        }
     }
 
     /// Launches what was captured.
@@ -50,6 +67,7 @@ impl CudaGraph {
 
 impl Drop for CudaGraph {
     fn drop(&mut self) {
+        self.leave();
         // SAFETY: `raw` came from vt_cuda_graph_begin and is freed here only.
         unsafe { sys::vt_cuda_graph_free(self.raw.as_ptr()) }
     }

@@ -7,7 +7,7 @@ use std::ptr::{self, NonNull};
 use tch::Tensor;
 use voltaic_sys as sys;
 
-use super::{check, pointers};
+use super::{check, pointers, rng::take};
 use crate::error::TorchError;
 
 /// The operators that ran on a thread, below autograd, in order.
@@ -42,14 +42,29 @@ impl Recording {
         Ok(Self { raw: unsafe { NonNull::new_unchecked(raw) } })
     }
 
-    /// The recording as JSON.
-    pub fn describe(&self) -> Result<String, TorchError> {
+    /// The recording as JSON. `peers` are the recordings of the same capture, this one among them: what nobody else holds
+    /// is a constant.
+    pub fn describe(&self, peers: &[&Self]) -> Result<String, TorchError> {
         let mut text = String::new();
-        // SAFETY: `take` gets the string back as `data`, once, during the call and on this thread.
-        let error =
-            unsafe { sys::vt_recording_describe(self.raw.as_ptr(), take_text, (&raw mut text).cast()) };
+        let peers: Vec<_> = peers.iter().map(|peer| peer.raw.as_ptr().cast_const()).collect();
+        // SAFETY: the recordings are alive; `take` gets the string back as `data`, once, during the call and on this thread.
+        let error = unsafe {
+            sys::vt_recording_describe(
+                self.raw.as_ptr(),
+                peers.as_ptr(),
+                peers.len(),
+                take_text,
+                (&raw mut text).cast(),
+            )
+        };
         check("recording_describe", error)?;
         Ok(text)
+    }
+
+    /// A hash of what the buffer number `buffer` holds, which was there before the recording.
+    pub fn hash_of(&self, buffer: usize) -> u64 {
+        // SAFETY: callers name a buffer of the description, one that was there before, which the recording holds.
+        unsafe { sys::vt_recording_hash(self.raw.as_ptr(), buffer) }
     }
 
     /// Which of the recording's buffers is a tensor's memory; none if no operator touched it.
@@ -63,28 +78,45 @@ impl Recording {
         Ok(usize::try_from(buffer).ok())
     }
 
+    /// Lets go of the memory of what outlived the recording, which can then only be compared with another one. What was
+    /// there before is held on to, so that its addresses are not used again meanwhile.
+    pub fn forget_results(&mut self) {
+        // SAFETY: the recording is alive and borrowed mutably.
+        unsafe { sys::vt_recording_forget_results(self.raw.as_ptr()) }
+    }
+
     /// Makes the recording ready to be replayed by a plan that fits it. `inputs` are the tensors that a replay may be
-    /// given others for.
+    /// given others for; `outputs` those that it makes in memory of their own and gives away, which the recording must
+    /// have made.
     ///
     /// # Errors
     /// If the recording cannot be replayed, or memory is used up.
-    pub fn build(self, plan: &GraphPlan, inputs: &[Tensor]) -> Result<ReplayGraph, TorchError> {
-        let inputs = pointers(inputs);
+    pub fn build(
+        self,
+        plan: &GraphPlan,
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+    ) -> Result<ReplayGraph, TorchError> {
+        let (inputs, outputs) = (pointers(inputs), pointers(outputs));
         let raw_plan = sys::vt_graph_plan {
             runs: plan.runs.as_ptr(),
             buffer_offsets: plan.buffer_offsets.as_ptr(),
             block_offsets: plan.block_offsets.as_ptr(),
+            constants: plan.constants.as_ptr(),
             arena_bytes: plan.arena_bytes,
             uses_out_variants: plan.uses_out_variants.into(),
             inputs: inputs.as_ptr(),
             num_inputs: inputs.len(),
+            outputs: outputs.as_ptr(),
+            num_outputs: outputs.len(),
         };
         let mut raw = ptr::null_mut();
-        // SAFETY: the plan's arrays and the inputs are alive for the call; their lengths are those of the recording,
-        // which the planner made them from.
+        // SAFETY: the plan's arrays, the inputs and the outputs are alive for the call; the lengths of the arrays are those
+        // of the recording, which the planner made them from.
         check("graph_build", unsafe { sys::vt_graph_build(self.raw.as_ptr(), &raw_plan, &mut raw) })?;
         // SAFETY: the call succeeded, so that `raw` is a graph from operator new, which is never null.
-        Ok(ReplayGraph { raw: unsafe { NonNull::new_unchecked(raw) }, _not_sync: PhantomData })
+        let raw = unsafe { NonNull::new_unchecked(raw) };
+        Ok(ReplayGraph { raw, num_outputs: outputs.len(), _not_sync: PhantomData })
     }
 }
 
@@ -104,6 +136,30 @@ extern "C" fn take_text(data: *mut c_void, text: *const c_char) {
 pub fn is_recording() -> bool {
     // SAFETY: reads this thread's state.
     unsafe { sys::vt_recording_is_on() != 0 }
+}
+
+/// Operators of this thread run unrecorded while this lives. What they make is there before the graph, for each replay to
+/// go on from.
+#[derive(Debug)]
+#[must_use = "recording goes on when this is dropped"]
+pub struct RecordingPause {
+    was_paused: i32,
+    _of_this_thread: PhantomData<*const ()>,
+}
+
+impl RecordingPause {
+    /// Pauses the recording of this thread, if there is one.
+    pub fn begin() -> Self {
+        // SAFETY: changes this thread's state only, which `drop` restores on the same thread.
+        Self { was_paused: unsafe { sys::vt_recording_pause(1) }, _of_this_thread: PhantomData }
+    }
+}
+
+impl Drop for RecordingPause {
+    fn drop(&mut self) {
+        // SAFETY: as in `begin`; the type is not Send.
+        unsafe { sys::vt_recording_pause(self.was_paused) };
+    }
 }
 
 /// Notes that what is being recorded cannot be replayed, if something is. The first reason counts.
@@ -133,6 +189,8 @@ pub struct GraphPlan {
     pub buffer_offsets: Vec<u64>,
     /// The same for each block that a kernel takes and gives back, over all nodes.
     pub block_offsets: Vec<u64>,
+    /// Per buffer: 1 if nobody need hold it but the graph.
+    pub constants: Vec<u8>,
     /// Size of the arena.
     pub arena_bytes: u64,
     /// Calls variants of operators that write to given tensors.
@@ -146,10 +204,23 @@ impl GraphPlan {
     pub const HEADER_BYTES: u64 = sys::VT_BLOCK_HEADER_BYTES as u64;
 }
 
+/// How a replay ended.
+#[derive(Debug)]
+pub enum Replayed {
+    /// It is done; the outputs that it gave away.
+    Done(Vec<Tensor>),
+    /// A buffer of the recording that was there before is gone, or has other memory now. Nothing ran.
+    Gone(usize),
+    /// The result of this node has another shape than when it was recorded. What came before it has run.
+    Misfit(usize),
+}
+
 /// Prepared calls of kernels over memory that never moves.
 #[derive(Debug)]
 pub struct ReplayGraph {
     raw: NonNull<sys::vt_graph>,
+    /// Results that a replay gives away.
+    num_outputs: usize,
     /// Replays write to the graph's memory.
     _not_sync: PhantomData<std::cell::Cell<()>>,
 }
@@ -165,26 +236,32 @@ impl ReplayGraph {
         usize::try_from(unsafe { sys::vt_graph_gone_buffer(self.raw.as_ptr()) }).ok()
     }
 
-    /// Calls the kernels. `inputs` stand in for those that the graph was built with. If a buffer of the recording that was
-    /// there before is gone, or has other memory now, nothing runs, and its number is given.
+    /// Calls the kernels, and gives the outputs that the graph was built to give away. `inputs` stand in for those that it
+    /// was built with.
     ///
     /// # Errors
     /// If an input does not fit, or a kernel fails.
-    pub fn replay(&mut self, inputs: Option<&[Tensor]>) -> Result<Option<usize>, TorchError> {
+    pub fn replay(&mut self, inputs: Option<&[Tensor]>) -> Result<Replayed, TorchError> {
         if let Some(buffer) = self.gone_buffer() {
-            return Ok(Some(buffer));
+            return Ok(Replayed::Gone(buffer));
         }
-        let error = match inputs {
-            // SAFETY: no buffer is gone, as was just seen; the graph is borrowed mutably.
-            None => unsafe { sys::vt_graph_replay(self.raw.as_ptr(), ptr::null(), 0) },
-            Some(inputs) => {
-                let inputs = pointers(inputs);
-                // SAFETY: as above; the inputs are alive for the call. An empty list has a dangling pointer that is
-                // not null and not read.
-                unsafe { sys::vt_graph_replay(self.raw.as_ptr(), inputs.as_ptr(), inputs.len()) }
-            }
-        };
-        check("graph_replay", error).map(|()| None)
+        let pointers = inputs.map(pointers);
+        // no inputs at all are a null pointer; an empty list has a dangling one, which is not read
+        let (inputs, num_inputs) =
+            pointers.as_ref().map_or((ptr::null(), 0), |list| (list.as_ptr(), list.len()));
+        let mut outputs: Vec<sys::vt_tensor> = vec![ptr::null_mut(); self.num_outputs];
+        // SAFETY: no buffer is gone, as was just seen; the graph is borrowed mutably; the inputs are alive for the call;
+        // there is room for the outputs that the graph was built with.
+        let error =
+            unsafe { sys::vt_graph_replay(self.raw.as_ptr(), inputs, num_inputs, outputs.as_mut_ptr()) };
+        match check("graph_replay", error) {
+            Ok(()) => Ok(Replayed::Done(outputs.into_iter().map(take).collect())),
+            // SAFETY: the graph is alive.
+            Err(error) => match usize::try_from(unsafe { sys::vt_graph_misfit(self.raw.as_ptr()) }) {
+                Ok(node) => Ok(Replayed::Misfit(node)),
+                Err(_) => Err(error),
+            },
+        }
     }
 
     /// Counts of all replays so far.

@@ -60,12 +60,13 @@ pub use backend::{
 };
 pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
 pub use collectives::{CollectiveApi, CollectiveLibrary, Seat};
-pub use cuda_graph::CudaGraph;
+pub use cuda_graph::{CudaGraph, is_capturing_on_cuda};
 pub use execution::{
     AnomalyWatch, DeterministicMode, InferenceMode, deterministic, set_cudnn_benchmark, set_deterministic,
 };
 pub use graph::{
-    GraphPlan, Recording, ReplayGraph, ReplayStats, is_recording, refuse_recording, set_recording_scope,
+    GraphPlan, Recording, RecordingPause, ReplayGraph, ReplayStats, Replayed, is_recording, refuse_recording,
+    set_recording_scope,
 };
 pub use hlml::{Hlml, HlmlCard};
 pub use hpu::{

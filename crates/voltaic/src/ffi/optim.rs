@@ -77,6 +77,17 @@ impl TensorList {
         Ok(Self::own(raw))
     }
 
+    /// A list of copies of the tensors, laid out as they are.
+    ///
+    /// # Errors
+    /// If memory is used up.
+    pub fn copies(&self) -> Result<Self, TorchError> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the list is alive for the call; the out-pointer is valid.
+        check("list_copies", unsafe { sys::vt_list_copies(self.raw.as_ptr(), &mut raw) })?;
+        Ok(Self::own(raw))
+    }
+
     /// Number of tensors in the list.
     pub fn len(&self) -> usize {
         // SAFETY: the list is alive.

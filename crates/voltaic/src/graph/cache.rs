@@ -5,10 +5,10 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use super::call::CapturedCall;
+use super::call::{Call, CapturedCall, Outputs};
 use super::capture::is_capturing;
 use super::metrics;
-use super::step::copy_of;
+use super::step::shares_elements;
 use crate::device::Device;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi;
@@ -49,6 +49,9 @@ pub struct CacheStats {
     pub hits: u64,
     /// Calls that were captured.
     pub misses: u64,
+    /// Calls that were captured a second time, to find out whether the graph does what the code does: it might take
+    /// numbers from the host that change from call to call.
+    pub checks: u64,
     /// Calls that ran as usual: within another capture, while a backward pass was still to come, since there was no room
     /// for a graph, or since the module cannot be captured.
     pub uncached: u64,
@@ -58,6 +61,13 @@ pub struct CacheStats {
     pub recompilations: BTreeMap<usize, u64>,
 }
 
+impl CacheStats {
+    /// Calls in all.
+    pub fn num_calls(&self) -> u64 {
+        self.hits + self.misses + self.checks + self.uncached
+    }
+}
+
 impl fmt::Display for CacheStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let max = self.max_graphs.map_or_else(|| "no limit".to_owned(), |max| max.to_string());
@@ -65,6 +75,7 @@ impl fmt::Display for CacheStats {
         writeln!(f, "No. of HPUGraphs cached: {}", self.num_graphs)?;
         writeln!(f, "Total cached hits: {}", self.hits)?;
         writeln!(f, "Total captured: {}", self.misses)?;
+        writeln!(f, "Total checked: {}", self.checks)?;
         writeln!(f, "Total uncached: {}", self.uncached)?;
         if self.evictions > 0 {
             writeln!(f, "Total evicted: {}", self.evictions)?;
@@ -72,7 +83,7 @@ impl fmt::Display for CacheStats {
         for (dim, count) in &self.recompilations {
             writeln!(f, "Captured anew for another size of dimension {dim}: {count}")?;
         }
-        write!(f, "Total forwards executed: {}", self.hits + self.misses + self.uncached)
+        write!(f, "Total forwards executed: {}", self.num_calls())
     }
 }
 
@@ -94,9 +105,20 @@ struct Key {
 #[derive(Debug, Clone, PartialEq)]
 struct InputKey {
     size: Vec<i64>,
+    /// Kernels may do their work otherwise on another layout.
+    stride: Vec<i64>,
     kind: Kind,
     device: Device,
     requires_grad: bool,
+}
+
+/// A graph and the sort of calls that it is for.
+#[derive(Debug)]
+struct Entry {
+    key: Key,
+    call: CapturedCall,
+    /// A second capture was the same.
+    is_checked: bool,
 }
 
 /// The graphs of one module.
@@ -104,7 +126,7 @@ struct InputKey {
 pub(crate) struct GraphCache {
     options: CacheOptions,
     module: &'static str,
-    graphs: Vec<(Key, CapturedCall)>,
+    graphs: Vec<Entry>,
     /// How often each sort of call came; kept to find the least frequent one.
     counts: Vec<(Key, u64)>,
     params: Option<Vec<Tensor>>,
@@ -113,9 +135,6 @@ pub(crate) struct GraphCache {
     stats: CacheStats,
     pub(crate) refusal: Option<String>,
 }
-
-/// A module's forward pass on some tensors.
-pub(crate) type Call<'a> = &'a dyn Fn(&[Tensor]) -> anyhow::Result<Vec<Tensor>>;
 
 impl GraphCache {
     pub(crate) fn new(module: &'static str, options: CacheOptions) -> Self {
@@ -175,9 +194,17 @@ impl GraphCache {
     ) -> anyhow::Result<Vec<Tensor>> {
         let key = self.key(module, is_training, inputs)?;
         self.count(&key);
-        let outputs = if key.with_grad && !self.options.captures_grad {
+        let of_key: Vec<usize> =
+            (0..self.graphs.len()).filter(|&index| self.graphs[index].key == key).collect();
+        let is_free = |index: &&usize| !self.graphs[**index].call.is_busy();
+        let free = of_key.iter().find(is_free).copied();
+        let outputs = if self.runs_as_usual(&key, inputs) {
             self.uncached(inputs, call)?
-        } else if let Some(outputs) = self.replay(&key, inputs)? {
+        } else if let Some(&unchecked) = of_key.iter().find(|&&index| !self.graphs[index].is_checked) {
+            self.check(module, &key, unchecked, inputs, call)?
+        } else if let Some(index) = free
+            && let Some(outputs) = self.replay(index, inputs)?
+        {
             outputs
         } else if self.has_room(&key) {
             self.capture(module, key, inputs, call)?
@@ -186,6 +213,12 @@ impl GraphCache {
         };
         self.log_stats();
         Ok(outputs)
+    }
+
+    fn runs_as_usual(&self, key: &Key, inputs: &[Tensor]) -> bool {
+        self.refusal.is_some()
+            || (key.with_grad && !self.options.captures_grad)
+            || inputs.iter().any(shares_elements)
     }
 
     fn key(&mut self, module: &dyn Module, is_training: bool, inputs: &[Tensor]) -> Result<Key> {
@@ -197,6 +230,7 @@ impl GraphCache {
         let describe = |input: &Tensor| {
             Ok(InputKey {
                 size: input.size(),
+                stride: input.stride(),
                 kind: input.kind(),
                 device: Device::of(input)?,
                 requires_grad: grad_is_on && input.requires_grad(),
@@ -227,29 +261,25 @@ impl GraphCache {
         call(inputs)
     }
 
-    fn replay(&mut self, key: &Key, inputs: &[Tensor]) -> Result<Option<Vec<Tensor>>> {
-        let is_free = |(known, call): &(Key, CapturedCall)| known == key && !call.is_busy();
-        let Some(index) = self.graphs.iter().position(is_free) else { return Ok(None) };
-        let outputs = match self.graphs[index].1.replay(inputs) {
+    /// None if the graph is of no use any more.
+    fn replay(&mut self, index: usize, inputs: &[Tensor]) -> Result<Option<Vec<Tensor>>> {
+        let outputs = match self.graphs[index].call.replay(inputs) {
             Ok(outputs) => outputs,
             Err(Error::Graph(GraphError::TensorGone { .. })) => {
-                self.clear(); // the weights were moved or cast: captured anew
+                self.clear(); // the weights were moved or cast: captured again
+                return Ok(None);
+            }
+            Err(Error::Graph(error @ GraphError::ShapeChanged { is_undone: true, .. })) => {
+                self.refuse(&error);
                 return Ok(None);
             }
             Err(error) => return Err(error),
         };
         self.stats.hits += 1;
         metrics::count_hit();
-        self.note_sizes(key);
-        self.own(outputs, key).map(Some)
-    }
-
-    /// Without a backward pass outputs are the graph's own, unless each call is to give tensors of its own.
-    fn own(&self, outputs: Vec<Tensor>, key: &Key) -> Result<Vec<Tensor>> {
-        if self.options.disable_tensor_cache && !key.with_grad {
-            return outputs.iter().map(copy_of).collect();
-        }
-        Ok(outputs)
+        let key = self.graphs[index].key.clone();
+        self.note_sizes(&key);
+        Ok(Some(outputs))
     }
 
     fn capture(
@@ -259,26 +289,50 @@ impl GraphCache {
         inputs: &[Tensor],
         call: Call,
     ) -> anyhow::Result<Vec<Tensor>> {
-        let (captured, outputs) = CapturedCall::capture(module, inputs, key.with_grad, call)?;
+        let outputs = if self.options.disable_tensor_cache { Outputs::GivenAway } else { Outputs::Shared };
+        let (captured, results) = CapturedCall::capture(module, inputs, key.with_grad, outputs, call)?;
         self.stats.misses += 1;
         metrics::count_miss();
         self.count_recompilation(&key);
         match captured {
-            Ok(captured) => {
+            Ok(call) => {
                 self.note_sizes(&key);
-                let outputs = self.own(outputs, &key)?;
-                self.graphs.push((key, captured));
-                Ok(outputs)
+                // of a sort that was checked before, there are several: their backward passes were still to come
+                let is_checked = self.graphs.iter().any(|entry| entry.key == key);
+                self.graphs.push(Entry { key, call, is_checked });
             }
-            Err(Error::Graph(error)) => {
-                tracing::warn!("{} runs without graphs: {error}", self.module);
-                metrics::count_fallback(&error);
-                self.refusal = Some(error.to_string());
-                self.clear();
-                Ok(outputs)
-            }
-            Err(error) => Err(error.into()),
+            Err(Error::Graph(error)) => self.refuse(&error),
+            Err(error) => return Err(error.into()),
         }
+        Ok(results)
+    }
+
+    /// Runs the code, to find out whether a graph may stand for it.
+    fn check(
+        &mut self,
+        module: &dyn Module,
+        key: &Key,
+        index: usize,
+        inputs: &[Tensor],
+        call: Call,
+    ) -> anyhow::Result<Vec<Tensor>> {
+        let (checked, results) = self.graphs[index].call.check(module, inputs, key.with_grad, call)?;
+        self.stats.checks += 1;
+        self.note_sizes(key);
+        match checked {
+            Ok(()) => self.graphs[index].is_checked = true,
+            Err(Error::Graph(error)) => self.refuse(&error),
+            Err(error) => return Err(error.into()),
+        }
+        Ok(results)
+    }
+
+    /// There are no graphs from now on.
+    fn refuse(&mut self, error: &GraphError) {
+        tracing::warn!("{} runs without graphs: {error}", self.module);
+        metrics::count_fallback(error);
+        self.refusal = Some(error.to_string());
+        self.clear();
     }
 
     /// Which dimensions have other sizes than in the call before.
@@ -303,7 +357,7 @@ impl GraphCache {
 
     fn has_room(&mut self, key: &Key) -> bool {
         if self.refusal.is_some() {
-            return false;
+            return false; // since the replay that was tried
         }
         if self.options.max_graphs.is_none_or(|max| self.graphs.len() < max) {
             return true;
@@ -315,8 +369,8 @@ impl GraphCache {
     fn evict_for(&mut self, key: &Key) -> bool {
         let count =
             |key: &Key| self.counts.iter().find(|(known, _)| known == key).map_or(0, |(_, count)| *count);
-        let free = self.graphs.iter().enumerate().filter(|(_, (_, call))| !call.is_busy());
-        let Some((least, index)) = free.map(|(index, (known, _))| (count(known), index)).min() else {
+        let free = self.graphs.iter().enumerate().filter(|(_, entry)| !entry.call.is_busy());
+        let Some((least, index)) = free.map(|(index, entry)| (count(&entry.key), index)).min() else {
             return false;
         };
         if count(key) <= least {
@@ -328,7 +382,7 @@ impl GraphCache {
     }
 
     fn log_stats(&self) {
-        let calls = self.stats.hits + self.stats.misses + self.stats.uncached;
+        let calls = self.stats.num_calls();
         if self.options.log_frequency != 0 && calls.is_multiple_of(self.options.log_frequency) {
             tracing::info!("graphs of {}:\n{}", self.module, self.stats());
         }
@@ -336,7 +390,7 @@ impl GraphCache {
 
     /// Replays in all, and what they could not place as planned.
     pub(crate) fn replay_stats(&self) -> Vec<ffi::ReplayStats> {
-        self.graphs.iter().flat_map(|(_, call)| call.replay_stats()).collect()
+        self.graphs.iter().flat_map(|entry| entry.call.replay_stats()).collect()
     }
 }
 

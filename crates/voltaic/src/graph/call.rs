@@ -5,24 +5,44 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::Tensor;
 
-use super::hpu_graph::{HpuGraph, check_inputs};
-use super::step::{copy_of, fill};
+use super::hpu_graph::check_inputs;
+use super::ir::Graph;
+use super::step::{
+    CapturedStep, StepCapture, StepGraph, check_same, copy_like, fill, numbered, placeholder_for,
+};
 use crate::device::Device;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi::{self, ReplayStats};
 use crate::nn::{Module, ModuleExt};
 
-/// A captured call. Its inputs and outputs lie at fixed places, which each replay overwrites.
+/// A captured call. Its inputs lie at fixed places, and so do its outputs unless they are given away; each replay
+/// overwrites these places.
 #[derive(Debug)]
 pub(super) struct CapturedCall {
-    forward: HpuGraph,
+    forward: StepGraph,
     inputs: Vec<Tensor>,
-    outputs: Vec<Tensor>,
-    /// The inputs must be at their places: the backward pass reads them, or an output is a view of one.
+    /// None where each replay makes a new one, which is the caller's alone.
+    outputs: Vec<Option<Tensor>>,
+    /// The caller gets copies of the others.
+    copies_outputs: bool,
+    /// The inputs must be at their places: the backward pass reads them, an output is a view of one, or they are written
+    /// to.
     needs_copies: bool,
     /// There if an output has a gradient.
     backward: Option<Arc<Backward>>,
 }
+
+/// Whose the outputs of a replay are that has no backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Outputs {
+    /// The graph's: the next replay overwrites them.
+    Shared,
+    /// The caller's alone: the graph keeps nothing of them.
+    GivenAway,
+}
+
+/// A module's forward pass on some tensors.
+pub(crate) type Call<'a> = &'a dyn Fn(&[Tensor]) -> anyhow::Result<Vec<Tensor>>;
 
 /// The backward pass, shared with autograd's graphs of the calls.
 #[derive(Debug)]
@@ -35,7 +55,7 @@ struct Backward {
 
 #[derive(Debug)]
 struct BackwardState {
-    graph: HpuGraph,
+    graph: StepGraph,
     /// Forward passes so far.
     forwards: u64,
     /// Which outputs have a gradient.
@@ -62,26 +82,75 @@ impl CapturedCall {
         module: &dyn Module,
         inputs: &[Tensor],
         with_grad: bool,
-        call: &dyn Fn(&[Tensor]) -> anyhow::Result<Vec<Tensor>>,
+        outputs: Outputs,
+        call: Call,
     ) -> anyhow::Result<(Result<Self>, Vec<Tensor>)> {
-        let places = inputs.iter().map(|input| place_for(input, with_grad)).collect::<Result<Vec<_>>>()?;
-        let mut forward = HpuGraph::new();
-        forward.name_weights(module);
-        forward.capture_begin()?;
-        forward.mark_user_inputs(&places.iter().collect::<Vec<_>>())?;
-        let results = call(&places)?;
-        match forward.capture_end().and_then(|()| Backward::capture(module, &places, &results)) {
-            Ok(backward) => {
-                let outputs = results.iter().map(Tensor::f_detach).collect::<Result<Vec<_>, _>>()?;
-                drop(results); // and autograd's graph with its tensors
-                let needs_copies = backward.is_some() || any_within(&outputs, &places);
-                let backward = backward.map(Arc::new);
-                let captured = Self { forward, inputs: places, outputs, needs_copies, backward };
-                let results = captured.results(inputs)?;
+        let recorded = Recorded::of(module, inputs, with_grad, call)?;
+        match recorded.graphs() {
+            Ok(_) => {
+                let (captured, outputs) = Self::compile(recorded, module, outputs)?;
+                let results = captured.results(inputs, outputs)?;
                 Ok((Ok(captured), results))
             }
-            Err(error @ Error::Graph(_)) => Ok((Err(error), results)),
+            Err(error @ Error::Graph(_)) => Ok((Err(error), recorded.results)),
             Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Also gives the outputs that are the caller's.
+    fn compile(mut recorded: Recorded, module: &dyn Module, kind: Outputs) -> Result<(Self, Vec<Tensor>)> {
+        let results = std::mem::take(&mut recorded.results);
+        let outputs: Vec<Tensor> = results.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?;
+        drop(results); // with autograd's graph: what it alone holds of the code's is a constant
+        let mut graphs = recorded.graphs()?;
+        let Recorded { places, forward, backward, .. } = recorded;
+        let backward_graphs = graphs.split_off(forward.num_parts());
+        let gives_away = kind == Outputs::GivenAway && backward.is_none();
+        let asked: &[Tensor] = if gives_away { &outputs } else { &[] };
+        let (forward, mut given_away) = forward.compile_giving(graphs, &places, asked)?;
+        given_away.resize(outputs.len(), false);
+        let backward =
+            backward.map(|backward| backward.compile(backward_graphs, module, &places)).transpose()?;
+        let (mut kept, mut given) = (Vec::new(), Vec::new());
+        for (output, is_given) in outputs.into_iter().zip(given_away) {
+            kept.push((!is_given).then(|| output.shallow_clone()));
+            given.extend(is_given.then_some(output));
+        }
+        let needs_copies = backward.is_some()
+            || any_within(kept.iter().flatten(), &places)
+            || forward.writes_to_named(INPUT);
+        let captured = Self {
+            forward,
+            inputs: places,
+            outputs: kept,
+            copies_outputs: gives_away,
+            needs_copies,
+            backward: backward.map(Arc::new),
+        };
+        Ok((captured, given))
+    }
+
+    /// Runs `call` once more while it is captured, to find out whether the graph would have done the same: what the code
+    /// takes from the host, such as a factor, may change from call to call. Returns the results of the code.
+    ///
+    /// # Errors
+    /// `call`'s own; a [`GraphError`] beside the results if the graph is of no use.
+    pub(super) fn check(
+        &self,
+        module: &dyn Module,
+        inputs: &[Tensor],
+        with_grad: bool,
+        call: Call,
+    ) -> anyhow::Result<(Result<()>, Vec<Tensor>)> {
+        let recorded = Recorded::of(module, inputs, with_grad, call)?;
+        let checked = recorded.graphs().and_then(|now| {
+            let backward = self.backward.as_ref().map(|backward| backward.lock());
+            let before = self.forward.graphs().chain(backward.iter().flat_map(|state| state.graph.graphs()));
+            check_same(before, &now)
+        });
+        match checked {
+            Err(error) if !matches!(error, Error::Graph(_)) => Err(error.into()),
+            checked => Ok((checked, recorded.results)),
         }
     }
 
@@ -90,34 +159,45 @@ impl CapturedCall {
         self.backward.as_ref().is_some_and(|backward| backward.pending.load(Ordering::Acquire) != 0)
     }
 
-    /// Runs the call once more with other inputs. With a backward pass the results are tensors of their own, else those
-    /// that the next replay overwrites.
-    ///
-    /// # Errors
-    /// [`GraphError::TensorGone`], [`GraphError::InputMismatch`].
-    pub(super) fn replay(&mut self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
-        let given: Vec<&Tensor> = inputs.iter().collect();
-        if self.needs_copies {
-            check_inputs(&self.inputs, &given)?;
-            fill(&self.inputs, inputs)?;
-            self.forward.replay()?;
-        } else {
-            self.forward.replay_with(&given)?;
-        }
-        self.results(inputs)
+    /// Whether inputs lie in memory as those of the capture do, as far as they have their shapes.
+    pub(super) fn has_layout_of(&self, inputs: &[Tensor]) -> bool {
+        let mut pairs = self.inputs.iter().zip(inputs);
+        pairs.all(|(place, input)| place.size() != input.size() || place.stride() == input.stride())
     }
 
-    /// What the forward pass has just computed, with its history.
-    fn results(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
-        let Some(backward) = &self.backward else {
-            return Ok(self.outputs.iter().map(Tensor::shallow_clone).collect());
+    /// Runs the call once more with other inputs, laid out as those of the capture. With a backward pass the results are
+    /// tensors of their own.
+    ///
+    /// # Errors
+    /// [`GraphError::TensorGone`], [`GraphError::InputMismatch`], [`GraphError::ShapeChanged`].
+    pub(super) fn replay(&mut self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+        check_inputs(&self.inputs, &inputs.iter().collect::<Vec<_>>())?;
+        let given = if self.needs_copies {
+            fill(&self.inputs, inputs)?;
+            self.forward.replay(None)?
+        } else {
+            self.forward.replay(Some(inputs))?
         };
-        let outputs = self.outputs.iter().map(copy_of).collect::<Result<Vec<_>>>()?;
-        let number = backward.count_forward();
-        if ffi::grad_is_enabled() {
-            backward.attach(number, inputs, &outputs)?;
+        self.results(inputs, given)
+    }
+
+    /// What the forward pass has just computed, with its history; `given` are the outputs that it gave away.
+    fn results(&self, inputs: &[Tensor], given: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        let mut given = given.into_iter();
+        let copies = self.copies_outputs || self.backward.is_some();
+        let mut result = |output: &Option<Tensor>| match output {
+            Some(output) if copies => copy_like(output),
+            Some(output) => Ok(output.shallow_clone()),
+            None => given.next().ok_or_else(|| GraphError::NothingCaptured.into()),
+        };
+        let results = self.outputs.iter().map(&mut result).collect::<Result<Vec<_>>>()?;
+        if let Some(backward) = &self.backward {
+            let number = backward.count_forward();
+            if ffi::grad_is_enabled() {
+                backward.attach(number, inputs, &results)?;
+            }
         }
-        Ok(outputs)
+        Ok(results)
     }
 
     /// Counts of the replays of both passes.
@@ -130,19 +210,124 @@ impl CapturedCall {
     }
 }
 
-/// Whether one of the tensors lies within the memory of one of the places, which have no gaps.
+/// Names of what the forward pass and the backward pass are given; a number follows.
+const INPUT: &str = "input";
+const GRADIENT: &str = "gradient of output";
+
+/// A call that ran while it was captured.
+struct Recorded {
+    places: Vec<Tensor>,
+    results: Vec<Tensor>,
+    names: Vec<(String, Tensor)>,
+    forward: CapturedStep,
+    /// There if a result has a history.
+    backward: Option<RecordedBackward>,
+}
+
+/// The backward pass of a call on zeros, while it was captured.
+struct RecordedBackward {
+    step: CapturedStep,
+    is_output_trained: Vec<bool>,
+    grad_outputs: Vec<Tensor>,
+    grad_inputs: Vec<Option<Tensor>>,
+}
+
+impl Recorded {
+    fn of(module: &dyn Module, inputs: &[Tensor], with_grad: bool, call: Call) -> anyhow::Result<Self> {
+        let places = inputs.iter().map(|input| place_for(input, with_grad)).collect::<Result<Vec<_>>>()?;
+        let mut names: Vec<(String, Tensor)> = numbered(INPUT, &places).collect();
+        let parameters = module.named_parameters().into_iter();
+        names.extend(parameters.map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone())));
+        let buffers = module.named_buffers().into_iter();
+        names.extend(buffers.map(|(fqn, buffer)| (fqn, buffer.tensor().shallow_clone())));
+        let capture = StepCapture::begin()?;
+        let results = call(&places)?;
+        let forward = capture.end()?;
+        let mut recorded = Self { places, results, names, forward, backward: None };
+        let is_trained = recorded.results.iter().any(Tensor::requires_grad);
+        if is_trained && recorded.forward.read(&recorded.names).is_ok() {
+            let backward = RecordedBackward::of(module, &recorded.places, &recorded.results)?;
+            recorded.names.extend(numbered(GRADIENT, &backward.grad_outputs));
+            recorded.backward = Some(backward);
+        }
+        Ok(recorded)
+    }
+
+    /// The operators of the forward pass, then those of the backward pass; an error if they cannot be replayed.
+    fn graphs(&self) -> Result<Vec<Graph>> {
+        let backward = self.backward.as_ref().map(|backward| &backward.step);
+        let graphs = self.forward.graphs_with(backward, &self.names)?;
+        match graphs.iter().find_map(Graph::problem) {
+            Some(problem) => Err(problem.into()),
+            None => Ok(graphs),
+        }
+    }
+}
+
+impl RecordedBackward {
+    fn of(module: &dyn Module, places: &[Tensor], results: &[Tensor]) -> Result<Self> {
+        let trained =
+            |tensors: &[Tensor]| -> Vec<bool> { tensors.iter().map(Tensor::requires_grad).collect() };
+        let outputs: Vec<Tensor> =
+            results.iter().filter(|result| result.requires_grad()).map(Tensor::shallow_clone).collect();
+        let mut leaves: Vec<Tensor> =
+            places.iter().filter(|place| place.requires_grad()).map(Tensor::shallow_clone).collect();
+        leaves.extend(trained_params(module));
+        let zeros = |output: &Tensor| Ok(output.f_detach()?.f_zeros_like()?);
+        let grad_outputs = outputs.iter().map(zeros).collect::<Result<Vec<_>>>()?;
+        let device = Device::of(&outputs[0])?;
+        let (was_casting, dtype) = ffi::autocast_state(device)?;
+        ffi::set_autocast_state(device, false, dtype)?; // backward runs outside autocast
+        let captured = (|| -> Result<(Vec<Option<Tensor>>, CapturedStep)> {
+            let capture = StepCapture::begin()?;
+            let grads = ffi::autograd_grad(&outputs, &grad_outputs, &leaves)?;
+            Ok((grads, capture.end()?))
+        })();
+        ffi::set_autocast_state(device, was_casting, dtype)?;
+        let (grad_inputs, step) = captured?;
+        Ok(Self { step, is_output_trained: trained(results), grad_outputs, grad_inputs })
+    }
+
+    fn compile(self, graphs: Vec<Graph>, module: &dyn Module, places: &[Tensor]) -> Result<Backward> {
+        let Self { step, is_output_trained, grad_outputs, grad_inputs } = self;
+        let graph = step.compile(graphs, &grad_outputs)?;
+        let needs_copies =
+            any_within(grad_inputs.iter().flatten(), &grad_outputs) || graph.writes_to_named(GRADIENT);
+        let state = BackwardState {
+            graph,
+            forwards: 0,
+            is_output_trained,
+            grad_outputs,
+            is_input_trained: places.iter().map(Tensor::requires_grad).collect(),
+            params: trained_params(module),
+            grad_inputs,
+            needs_copies,
+        };
+        let module = module.type_name();
+        Ok(Backward { module, pending: AtomicU64::new(0), state: Mutex::new(state) })
+    }
+}
+
+/// Whether one of the tensors lies within the memory of one of the places.
 pub(crate) fn any_within<'a>(tensors: impl IntoIterator<Item = &'a Tensor>, places: &[Tensor]) -> bool {
     let range = |place: &Tensor| {
         let start = place.data_ptr().addr();
-        start..start + place.numel() * place.kind().elt_size_in_bytes()
+        let last: i64 = place.size().iter().zip(place.stride()).map(|(n, by)| (n - 1).max(0) * by).sum();
+        let elements = if place.numel() == 0 { 0 } else { 1 + last as usize };
+        start..start + elements * place.kind().elt_size_in_bytes()
     };
     let places: Vec<_> = places.iter().map(range).collect();
     tensors.into_iter().any(|tensor| places.iter().any(|place| place.contains(&tensor.data_ptr().addr())))
 }
 
-/// A copy of an input. With grad it leads to the input, should the results of the capture be all there is.
+/// A copy of an input, laid out as it is. With grad it leads to the input, should the results of the capture be all there is.
 fn place_for(input: &Tensor, with_grad: bool) -> Result<Tensor> {
-    let place = copy_of(input)?;
+    let Some(place) = placeholder_for(input)? else {
+        let (size, stride) = (input.size(), input.stride());
+        let what = format!("elements of an input of shape {size:?} and strides {stride:?} share memory");
+        let remedy = "give a copy of it (contiguous)".to_owned();
+        return Err(GraphError::Arguments { what, remedy }.into());
+    };
     if with_grad && input.requires_grad() {
         ffi::autograd_function([input], std::slice::from_ref(&place), |grads| {
             Ok(grads.iter().map(|grad| grad.defined().then(|| grad.shallow_clone())).collect())
@@ -152,52 +337,6 @@ fn place_for(input: &Tensor, with_grad: bool) -> Result<Tensor> {
 }
 
 impl Backward {
-    /// Captures the backward pass of `results`; none if they have no history.
-    fn capture(module: &dyn Module, places: &[Tensor], results: &[Tensor]) -> Result<Option<Self>> {
-        let is_output_trained: Vec<bool> = results.iter().map(Tensor::requires_grad).collect();
-        let outputs: Vec<Tensor> =
-            results.iter().filter(|result| result.requires_grad()).map(Tensor::shallow_clone).collect();
-        if outputs.is_empty() {
-            return Ok(None);
-        }
-        let is_input_trained: Vec<bool> = places.iter().map(Tensor::requires_grad).collect();
-        let mut leaves: Vec<Tensor> =
-            places.iter().filter(|place| place.requires_grad()).map(Tensor::shallow_clone).collect();
-        let params = trained_params(module);
-        leaves.extend(params.iter().map(Tensor::shallow_clone));
-        let grad_outputs = outputs
-            .iter()
-            .map(|output| Ok(output.f_detach()?.f_zeros_like()?))
-            .collect::<Result<Vec<_>>>()?;
-
-        let mut graph = HpuGraph::new();
-        graph.name_weights(module);
-        let device = Device::of(&outputs[0])?;
-        let (was_casting, dtype) = ffi::autocast_state(device)?;
-        ffi::set_autocast_state(device, false, dtype)?; // backward runs outside autocast
-        let grads = (|| -> Result<Vec<Option<Tensor>>> {
-            graph.capture_begin()?;
-            graph.mark_user_inputs(&grad_outputs.iter().collect::<Vec<_>>())?;
-            Ok(ffi::autograd_grad(&outputs, &grad_outputs, &leaves)?)
-        })(); // a graph that is dropped gives up its capture
-        ffi::set_autocast_state(device, was_casting, dtype)?;
-        let grad_inputs = grads?;
-        graph.capture_end()?;
-        let needs_copies = any_within(grad_inputs.iter().flatten(), &grad_outputs);
-        let state = BackwardState {
-            needs_copies,
-            graph,
-            forwards: 0,
-            is_output_trained,
-            grad_outputs,
-            is_input_trained,
-            params,
-            grad_inputs,
-        };
-        let module = module.type_name();
-        Ok(Some(Self { module, pending: AtomicU64::new(0), state: Mutex::new(state) }))
-    }
-
     fn lock(&self) -> std::sync::MutexGuard<'_, BackwardState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -246,13 +385,14 @@ impl Backward {
             .collect::<Result<Vec<_>>>()?;
         if state.needs_copies {
             fill(&state.grad_outputs, &given)?;
-            state.graph.replay()?;
+            state.graph.replay(None)?;
         } else {
-            state.graph.replay_with(&given.iter().collect::<Vec<_>>())?;
+            check_inputs(&state.grad_outputs, &given.iter().collect::<Vec<_>>())?;
+            state.graph.replay(Some(&given))?;
         }
         let num_inputs = state.grad_inputs.len() - state.params.len();
         let grad = |(index, grad): (usize, &Option<Tensor>)| match grad {
-            Some(grad) if index < num_inputs => copy_of(grad).map(Some),
+            Some(grad) if index < num_inputs => copy_like(grad).map(Some),
             grad => Ok(grad.as_ref().map(Tensor::shallow_clone)),
         };
         state.grad_inputs.iter().enumerate().map(grad).collect()

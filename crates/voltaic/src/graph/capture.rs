@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use tch::Tensor;
 
@@ -9,7 +10,7 @@ use super::ir::Graph;
 use super::metrics;
 use super::plan::{PlanStats, plan};
 use crate::error::{GraphError, Result, TorchError, TorchErrorKind};
-use crate::ffi::{self, Recording, ReplayGraph, ReplayStats};
+use crate::ffi::{self, Recording, ReplayGraph, ReplayStats, Replayed};
 
 /// A capture in progress on this thread.
 struct Capture {
@@ -108,46 +109,116 @@ pub(super) struct Segment {
     replay: ReplayGraph,
 }
 
-/// Reads a recording. `names` are tensors that were there before, such as weights, with their names.
-pub(super) fn read(recording: &Recording, names: &[(String, Tensor)]) -> Result<Graph> {
-    let text = recording.describe()?;
-    let mut graph: Graph = serde_json::from_str(&text).map_err(|error| {
-        TorchError::new("recording_describe", TorchErrorKind::Other, &format!("cannot be read: {error}"))
-    })?;
-    for (name, tensor) in names {
-        if let Some(buffer) = recording.buffer_of(tensor)? {
-            graph.names.entry(buffer).or_insert_with(|| name.clone());
-        }
+thread_local!(static MADE: RefCell<Vec<Range<u64>>> = const { RefCell::new(Vec::new()) });
+
+/// Memory that captures by hand on this thread have made and that outlived them, since this was last called. What a run
+/// keeps from step to step must not lie there: each replay makes it again.
+#[derive(Debug)]
+pub(crate) struct MadeInCapture(Vec<Range<u64>>);
+
+impl MadeInCapture {
+    pub(crate) fn take() -> Self {
+        Self(MADE.take())
     }
-    Ok(graph)
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Notes what outlived the capture of these graphs.
+    pub(super) fn note<'a>(graphs: impl Iterator<Item = &'a Graph>) {
+        let kept = graphs.flat_map(|graph| &graph.buffers).filter(|b| b.is_kept && b.made_by().is_some());
+        MADE.with_borrow_mut(|made| made.extend(kept.map(|b| b.address..b.address + b.bytes)));
+    }
+
+    /// Refuses a tensor that lies there; `name` says what it is.
+    pub(crate) fn check(&self, tensor: &Tensor, name: impl FnOnce() -> String) -> Result<()> {
+        if !tensor.defined() {
+            return Ok(());
+        }
+        let address = tensor.data_ptr().addr() as u64;
+        if self.0.iter().any(|made| made.contains(&address)) {
+            return Err(GraphError::MadeInCapture { tensor: name() }.into());
+        }
+        Ok(())
+    }
+}
+
+/// Reads the recordings of one capture, in order. `names` are tensors that were there before, such as weights, with
+/// their names.
+pub(super) fn read_all(recordings: &[&Recording], names: &[(String, Tensor)]) -> Result<Vec<Graph>> {
+    let mut graphs: Vec<Graph> = Vec::with_capacity(recordings.len());
+    for recording in recordings {
+        let text = recording.describe(recordings)?;
+        let mut graph: Graph = serde_json::from_str(&text).map_err(|error| {
+            let what = format!("cannot be read: {error}");
+            TorchError::new("recording_describe", TorchErrorKind::Other, &what)
+        })?;
+        for (name, tensor) in names {
+            if let Some(buffer) = recording.buffer_of(tensor)? {
+                graph.names.entry(buffer).or_insert_with(|| name.clone());
+            }
+        }
+        graph.name_results_of(&graphs);
+        for index in graph.unnamed() {
+            graph.buffers[index].content = Some(recording.hash_of(index));
+        }
+        graphs.push(graph);
+    }
+    Ok(graphs)
+}
+
+/// Plans recordings and makes them ready, each with its graph; `inputs` are the tensors that replays may be given others
+/// for, `outputs` results of which each replay should give away new ones. Also tells which of these it does: those that
+/// a single recording has made.
+///
+/// # Errors
+/// [`GraphError::NotCapturable`].
+pub(super) fn compile_all(
+    recordings: Vec<Recording>,
+    graphs: Vec<Graph>,
+    inputs: &[Tensor],
+    outputs: &[Tensor],
+) -> Result<(Vec<Segment>, Vec<bool>)> {
+    let is_made = |output: &Tensor| -> Result<bool> {
+        let ([recording], [graph]) = (recordings.as_slice(), graphs.as_slice()) else { return Ok(false) };
+        let buffer = recording.buffer_of(output)?;
+        Ok(buffer.is_some_and(|buffer| graph.buffers[buffer].made_by().is_some()))
+    };
+    let given_away = outputs.iter().map(is_made).collect::<Result<Vec<bool>>>()?;
+    let outputs: Vec<Tensor> =
+        outputs.iter().zip(&given_away).filter(|(_, is)| **is).map(|(o, _)| o.shallow_clone()).collect();
+    let parts = recordings.into_iter().zip(graphs);
+    let compile = |(recording, graph)| Segment::compile(recording, graph, inputs, &outputs);
+    Ok((parts.map(compile).collect::<Result<_>>()?, given_away))
 }
 
 impl Segment {
-    /// Plans a recording and makes it ready; `inputs` are the tensors that replays may be given others for.
-    ///
-    /// # Errors
-    /// [`GraphError::NotCapturable`].
-    pub(super) fn compile(
-        recording: Recording,
-        names: &[(String, Tensor)],
-        inputs: &[Tensor],
-    ) -> Result<Self> {
-        let graph = read(&recording, names)?;
+    fn compile(recording: Recording, graph: Graph, inputs: &[Tensor], outputs: &[Tensor]) -> Result<Self> {
         if let Some(problem) = graph.problem() {
             return Err(problem.into());
         }
         let timer = metrics::Compilation::start();
         let (plan, stats) = plan(&graph, uses_out_variants());
-        let replay = recording.build(&plan, inputs)?;
+        let replay = recording.build(&plan, inputs, outputs)?;
         timer.finish(&graph);
         Ok(Self { graph, stats, replay })
     }
 
-    /// Runs the kernels once more.
-    pub(super) fn replay(&mut self, inputs: Option<&[Tensor]>) -> Result<()> {
+    /// Runs the kernels once more. Gives what the replay gives away.
+    ///
+    /// # Errors
+    /// [`GraphError::TensorGone`], and then nothing has run; [`GraphError::ShapeChanged`].
+    pub(super) fn replay(&mut self, inputs: Option<&[Tensor]>) -> Result<Vec<Tensor>> {
         match self.replay.replay(inputs)? {
-            Some(buffer) => Err(GraphError::TensorGone { tensor: self.name_of(buffer) }.into()),
-            None => Ok(()),
+            Replayed::Done(outputs) => Ok(outputs),
+            Replayed::Gone(buffer) => Err(GraphError::TensorGone { tensor: self.name_of(buffer) }.into()),
+            Replayed::Misfit(node) => Err(GraphError::ShapeChanged {
+                op: self.graph.nodes[node].op.clone(),
+                place: self.graph.place(node),
+                is_undone: self.graph.is_pure_before(node),
+            }
+            .into()),
         }
     }
 

@@ -3,6 +3,9 @@
 use super::ir::{Graph, Node, Operand};
 use crate::error::GraphError;
 
+/// Operators whose results have a shape that depends on data, though libtorch does not say so.
+const DYNAMIC: [&str; 2] = ["aten::_pack_padded_sequence", "aten::_ctc_loss.Tensor"];
+
 impl Graph {
     /// Why the recording cannot be replayed, with the operator and its place; none if it can.
     pub(super) fn problem(&self) -> Option<GraphError> {
@@ -35,7 +38,8 @@ impl Graph {
                 SPLIT,
             ));
         }
-        if node.has_dynamic_shape && self.depends_on_data(node) {
+        let is_dynamic = node.has_dynamic_shape || DYNAMIC.contains(&node.op.as_str());
+        if is_dynamic && self.depends_on_data(node) {
             let what = "the shape of its result depends on data".to_owned();
             return Some((what, "use a mask or where(), or leave it between two graphs (mark_step)"));
         }

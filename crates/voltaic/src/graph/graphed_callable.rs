@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use tch::Tensor;
 
-use super::call::{CapturedCall, trained_params};
+use super::call::{CapturedCall, Outputs, trained_params};
 use super::callable::{Callable, TensorTuple, call_with};
 use super::capture::{check_not_capturing, is_capturing};
 use super::step::copy_of;
@@ -33,8 +33,9 @@ pub struct GraphedCallable<M, A> {
 /// module.
 ///
 /// With grad the module is captured in training mode, within `no_grad` in evaluation mode; in other modes of it
-/// or of a layer, and while a backward pass is still to come, its own code runs. `warmup` is how often it runs before it is
-/// captured. Neither that nor the capture changes buffers, gradients or random numbers.
+/// or of a layer, for inputs of other strides, and while a backward pass is still to come, its own code runs. `warmup` is
+/// how often it runs before it is captured, twice: both captures must be the same graph. None of that changes buffers,
+/// gradients or random numbers.
 ///
 /// ```
 /// use voltaic::graph::make_graphed_callables;
@@ -51,7 +52,8 @@ pub struct GraphedCallable<M, A> {
 /// ```
 ///
 /// # Errors
-/// [`GraphError::NotCapturable`]; the module's own.
+/// [`GraphError::NotCapturable`]; [`GraphError::NotStatic`] if the code takes numbers from the host that change from call
+/// to call; the module's own.
 ///
 /// Source: `habana_frameworks.torch.hpu.make_graphed_callables`, `torch.cuda.make_graphed_callables`.
 pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
@@ -70,14 +72,20 @@ pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
         warm_up(&call_with(&module, &inputs)?, &inputs, &params)?;
     }
     let call = |inputs: &[Tensor]| call_with(&module, inputs);
-    let (captured, _) = CapturedCall::capture(module.as_dyn(), &inputs, with_grad, &call)?;
+    let (captured, _) = CapturedCall::capture(module.as_dyn(), &inputs, with_grad, Outputs::Shared, &call)?;
+    let checked = match &captured {
+        Ok(captured) => captured.check(module.as_dyn(), &inputs, with_grad, &call)?.0,
+        Err(_) => Ok(()),
+    };
     kept.restore(&module)?;
+    let captured = captured?;
+    checked?;
     let frozen = module.parameters().into_iter().filter(|parameter| !parameter.requires_grad());
     let frozen = frozen.map(|parameter| parameter.tensor().shallow_clone()).collect();
     let mut modes = ModeNumbers::default();
     modes.number(module.as_dyn());
     Ok(GraphedCallable {
-        call: RefCell::new(captured?),
+        call: RefCell::new(captured),
         is_training,
         was_training: is_training,
         modes: RefCell::new(modes),
@@ -149,7 +157,12 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
             let what = format!("a parameter of {module} is trained that was not when the graph was captured");
             return Err(GraphError::Arguments { what, remedy: "capture it again".to_owned() }.into());
         }
-        Ok(M::Output::from_tensors(call.replay(&args.tensors())?)?)
+        let inputs = args.tensors();
+        if !call.has_layout_of(&inputs) {
+            drop(call);
+            return self.module.call(args);
+        }
+        Ok(M::Output::from_tensors(call.replay(&inputs)?)?)
     }
 }
 

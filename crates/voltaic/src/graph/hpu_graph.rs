@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::capture::{self, Segment, check_not_capturing};
+use super::capture::{self, MadeInCapture, Segment, check_not_capturing};
 use super::ir::Graph;
 use super::plan::PlanStats;
 use super::step::fill;
@@ -120,8 +120,9 @@ impl HpuGraph {
             return Ok(ended?);
         }
         let recordings = capture::end()?;
-        let compile = |recording| Segment::compile(recording, &self.names, &self.inputs);
-        self.segments = recordings.into_iter().map(compile).collect::<Result<_>>()?;
+        let graphs = capture::read_all(&recordings.iter().collect::<Vec<_>>(), &self.names)?;
+        (self.segments, _) = capture::compile_all(recordings, graphs, &self.inputs, &[])?;
+        MadeInCapture::note(self.graphs());
         Ok(())
     }
 
@@ -135,7 +136,7 @@ impl HpuGraph {
         if let Some((_, Some(graph))) = &mut self.cuda {
             return Ok(graph.replay()?);
         }
-        self.segments.iter_mut().try_for_each(|segment| segment.replay(None))
+        self.segments.iter_mut().try_for_each(|segment| segment.replay(None).map(drop))
     }
 
     /// The same with other tensors in place of those given to [`HpuGraph::mark_user_inputs`]. They are read where they
@@ -151,7 +152,7 @@ impl HpuGraph {
             return self.replay();
         }
         let inputs: Vec<Tensor> = inputs.iter().map(|input| input.shallow_clone()).collect();
-        self.segments.iter_mut().try_for_each(|segment| segment.replay(Some(&inputs)))
+        self.segments.iter_mut().try_for_each(|segment| segment.replay(Some(&inputs)).map(drop))
     }
 
     fn check_ready(&self) -> Result<()> {

@@ -35,6 +35,9 @@ pub struct Node {
     /// It writes to an argument.
     #[serde(default)]
     pub writes: bool,
+    /// Positions of the arguments that it writes to.
+    #[serde(default)]
+    pub(super) written: Vec<usize>,
     /// It draws random numbers.
     #[serde(default)]
     pub is_random: bool,
@@ -98,11 +101,15 @@ pub struct Buffer {
     /// A tensor outside the graph shares it when the recording ends.
     pub is_kept: bool,
     pub(super) is_on_cpu: bool,
+    /// If it was there before or is kept.
     #[serde(default)]
     pub(super) address: u64,
-    /// Hash of what it holds, if it is a constant.
+    /// It was there before, and nothing outside the graph holds it: a constant.
     #[serde(default)]
-    pub(super) constant: Option<u64>,
+    pub(super) is_constant: bool,
+    /// Hash of what it holds, if it was there before and has no name.
+    #[serde(skip)]
+    pub(super) content: Option<u64>,
 }
 
 impl Buffer {
@@ -148,6 +155,11 @@ impl Node {
         EMPTIES.contains(&self.name())
     }
 
+    /// The values that it writes to.
+    pub(super) fn written(&self) -> impl Iterator<Item = usize> {
+        self.written.iter().filter_map(|&position| self.arguments.get(position)).flat_map(Operand::values)
+    }
+
     /// It may change memory that no result shows.
     pub(super) fn has_hidden_effect(&self) -> bool {
         self.is_random || self.results.is_empty() || self.name().contains("batch_norm")
@@ -176,6 +188,48 @@ impl Graph {
 
     pub(super) fn buffer_of(&self, value: usize) -> &Buffer {
         &self.buffers[self.values[value].buffer]
+    }
+
+    /// Whether a replay writes to a buffer.
+    fn writes_to(&self, buffer: usize) -> bool {
+        let mut written = self.nodes.iter().flat_map(Node::written);
+        written.any(|value| self.values[value].buffer == buffer)
+    }
+
+    /// Whether a replay writes to a buffer of a name that begins so.
+    pub(crate) fn writes_to_named(&self, prefix: &str) -> bool {
+        let mut named = self.names.iter().filter(|(_, name)| name.starts_with(prefix));
+        named.any(|(buffer, _)| self.writes_to(*buffer))
+    }
+
+    /// Whether what runs before a node changes nothing that anybody else sees: no memory that was there before, no random
+    /// numbers drawn.
+    pub(super) fn is_pure_before(&self, node: usize) -> bool {
+        let was_there = |value: usize| self.buffer_of(value).made_by().is_none();
+        !self.nodes[..node].iter().any(|node| node.has_hidden_effect() || node.written().any(was_there))
+    }
+
+    /// Names the buffers that earlier parts of the same capture made, so that two captures can be compared: each has
+    /// results of its own.
+    pub(super) fn name_results_of(&mut self, earlier: &[Self]) {
+        let mut results = BTreeMap::new();
+        for (part, graph) in earlier.iter().enumerate() {
+            let kept = graph.buffers.iter().enumerate().filter(|(_, b)| b.is_kept && b.made_by().is_some());
+            results.extend(
+                kept.map(|(index, buffer)| (buffer.address, format!("result {index} of part {part}"))),
+            );
+        }
+        for (index, buffer) in self.buffers.iter().enumerate().filter(|(_, b)| b.made_by().is_none()) {
+            if let Some(name) = results.get(&buffer.address) {
+                self.names.entry(index).or_insert_with(|| name.clone());
+            }
+        }
+    }
+
+    /// Buffers that were there before and have no name.
+    pub(super) fn unnamed(&self) -> Vec<usize> {
+        let was_there = |index: &usize| self.buffers[*index].made_by().is_none();
+        (0..self.buffers.len()).filter(was_there).filter(|index| !self.names.contains_key(index)).collect()
     }
 
     /// Whether a node only gives views of memory that is there, or does nothing at all.
@@ -251,9 +305,10 @@ impl Graph {
             }
             match (self.buffer_name(x.buffer), other.buffer_name(y.buffer)) {
                 (Some(a), Some(b)) => (a != b).then(|| format!("was {a} and is {b}")),
-                _ if p.constant.is_some() || q.constant.is_some() => {
-                    (p.constant != q.constant).then(|| "was another number".to_owned())
+                _ if p.is_constant => {
+                    (p.content != q.content).then(|| format!("had other values in {}", self.describe(a)))
                 }
+                _ if p.made_by().is_some() => None, // by the same node
                 _ => (p.address != q.address).then(|| "was another tensor".to_owned()),
             }
         })

@@ -22,6 +22,7 @@ pub use crate::ffi::ReplayStats;
 pub use cache::{Buckets, CacheStats};
 pub(crate) use call::any_within;
 pub use callable::{Callable, TensorTuple};
+pub(crate) use capture::MadeInCapture;
 pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
 pub use flops::Flops;
 pub use graphed_callable::{GraphedCallable, make_graphed_callables};
@@ -31,5 +32,7 @@ pub use metrics::{GraphMetrics, graph_metrics, metric_global, reset_metrics};
 pub(crate) use metrics::{count_fallback, count_hit, count_miss};
 pub(crate) use modules::ModuleGraphs;
 pub use plan::PlanStats;
-pub(crate) use step::{CapturedStep, StepCapture, StepGraph, check_same, copy_of, fill};
+pub(crate) use step::{
+    CapturedStep, SeenStep, StepCapture, StepGraph, copy_of, fill, numbered, placeholder_for,
+};
 pub use wrap::{GraphedModule, ModuleCacher, WrapOptions, wrap_in_hpu_graph};

@@ -42,6 +42,11 @@ impl ModuleGraphs {
         Ok(M::Output::from_tensors(outputs)?)
     }
 
+    /// Whether no step has called a module.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.caches.is_empty()
+    }
+
     /// What the calls of each module found.
     pub(crate) fn stats(&self) -> Vec<(&'static str, CacheStats)> {
         self.caches.iter().map(|(_, cache)| (cache.module(), cache.stats())).collect()

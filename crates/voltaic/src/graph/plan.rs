@@ -48,6 +48,7 @@ pub(super) fn plan(graph: &Graph, uses_out_variants: bool) -> (GraphPlan, PlanSt
         runs: runs.iter().map(|&runs| u8::from(runs)).collect(),
         buffer_offsets: vec![GraphPlan::NOWHERE; graph.buffers.len()],
         block_offsets: vec![GraphPlan::NOWHERE; num_blocks],
+        constants: graph.buffers.iter().map(|buffer| u8::from(buffer.is_constant)).collect(),
         arena_bytes: 0,
         uses_out_variants,
     };

@@ -13,8 +13,9 @@ use crate::nn::{Forward, Member, Module, ModuleExt, mode_changed};
 pub struct WrapOptions {
     /// Without effect: a replay on the CPU and on an emulated HPU is over when it returns.
     pub asynchronous: bool,
-    /// Each call gives a tensor of its own. Otherwise outputs of the same shape share memory, and the next call
-    /// overwrites them. `PT_HPUGRAPH_DISABLE_TENSOR_CACHE` wins over it.
+    /// Each call gives a tensor that is the caller's alone: the graph keeps no memory for it. Otherwise outputs of the
+    /// same shape share memory that the graph keeps, and the next call overwrites them. `PT_HPUGRAPH_DISABLE_TENSOR_CACHE`
+    /// wins over it.
     pub disable_tensor_cache: bool,
     /// How many graphs are kept; inputs of further shapes run without one. No limit if absent.
     pub max_graphs: Option<usize>,
@@ -31,7 +32,7 @@ pub struct GraphedModule<M> {
     is_training: bool,
 }
 
-/// Makes a module whose forward pass is captured once for each shape of input, and replayed from then on: for
+/// Makes a module whose forward pass is captured for each sort of input, twice to compare, and replayed from then on: for
 /// validation, testing and prediction. Calls with grad run as usual; a [`ModuleCacher`] captures those.
 ///
 /// ```
@@ -45,13 +46,18 @@ pub struct GraphedModule<M> {
 /// for _ in 0..3 {
 ///     net.forward(&Tensor::ones([8, 4], (Kind::Float, tch::Device::Cpu)))?;
 /// }
-/// assert_eq!((net.stats().misses, net.stats().hits), (1, 2));
+/// assert_eq!((net.stats().misses, net.stats().checks, net.stats().hits), (1, 1, 1));
 /// # Ok(())
 /// # }
 /// ```
 ///
 /// Source: `habana_frameworks.torch.hpu.wrap_in_hpu_graph`.
 pub fn wrap_in_hpu_graph<M: Module>(module: M, options: WrapOptions) -> GraphedModule<M> {
+    if options.asynchronous {
+        tracing::info!(
+            "wrap_in_hpu_graph: asynchronous=true has no effect: a replay is over when it returns"
+        );
+    }
     GraphedModule::new(
         module,
         CacheOptions {
@@ -70,7 +76,8 @@ fn disable_tensor_cache(argument: bool) -> bool {
 
 /// Wraps modules so that training is captured too: the forward pass and the backward pass of each sort of call (shapes,
 /// dtypes, which tensors require grad, training or evaluation, autocast) are two graphs, replayed from then on. Results
-/// are bit for bit those of the module.
+/// are bit for bit those of the module. Each sort of call is captured twice, and both captures must be the same graph:
+/// a module that takes numbers from the host which change from call to call is found out, and runs as usual.
 ///
 /// ```
 /// use voltaic::graph::ModuleCacher;
@@ -80,11 +87,11 @@ fn disable_tensor_cache(argument: bool) -> bool {
 /// # fn main() -> anyhow::Result<()> {
 /// let net = Sequential::new().add(Linear::new(4, 8)?).add(Relu).add(Linear::new(8, 2)?);
 /// let net = ModuleCacher::new(10).wrap(net);
-/// for batch in [8, 8, 5, 8, 5] {
+/// for batch in [8, 8, 8, 5, 5, 8, 5] {
 ///     let loss = net.forward(&Tensor::ones([batch, 4], (Kind::Float, tch::Device::Cpu)))?.sum(Kind::Float);
 ///     loss.backward();
 /// }
-/// assert_eq!((net.stats().misses, net.stats().hits), (2, 3));
+/// assert_eq!((net.stats().misses, net.stats().checks, net.stats().hits), (2, 2, 3));
 /// # Ok(())
 /// # }
 /// ```

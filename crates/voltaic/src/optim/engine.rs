@@ -10,7 +10,7 @@ use super::param_group::{ParamGroup, SavedGroup};
 use super::replay::Replayed;
 use super::{Optimizer, OptimizerState};
 use crate::error::{CheckpointError, OptimError, Result};
-use crate::ffi::{self, GradStatus, Gradients, LearningRate, TensorList};
+use crate::ffi::{self, GradStatus, Gradients, LearningRate, RecordingPause, TensorList};
 use crate::nn::Parameter;
 
 /// How one sort of optimizer updates parameters.
@@ -281,6 +281,10 @@ fn step_bucket<R: Rule>(
         let active: Vec<usize> =
             (0..status.len()).filter(|index| status[*index] == GradStatus::PRESENT).collect();
         bucket.cached = None;
+        if ffi::is_capturing_on_cuda() {
+            return Err(OptimError::FirstStepCaptured { optimizer: rule.name() }.into());
+        }
+        let _unrecorded = RecordingPause::begin(); // captured, each replay would make the state again
         let rounding = if bucket.has_masters { Some(master_lists(bucket, &active)?) } else { None };
         let lists = rule.lists(group, &mut bucket.members, &active)?;
         bucket.cached = Some(CachedLists { status, lists, rounding });

@@ -8,7 +8,7 @@ use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroup
 use super::problems::Problems;
 use super::{BuildOptimizer, Optimizer, build_groups};
 use crate::error::Result;
-use crate::ffi::{LearningRate, SgdOptions, TensorList};
+use crate::ffi::{self, LearningRate, RecordingPause, SgdOptions, TensorList};
 
 /// Stochastic gradient descent, with momentum if wanted; as `torch.optim.SGD`.
 ///
@@ -175,6 +175,38 @@ impl SgdRule {
             maximize: group.maximize,
         }
     }
+
+    fn update_now(options: &SgdOptions<'_>, lists: &mut SgdLists, grads: &mut TensorList) -> Result<()> {
+        match &lists.buffers {
+            Some(buffers) if !lists.first.is_empty() && !lists.later.is_empty() => {
+                for (entries, is_first_step) in [(&lists.first, true), (&lists.later, false)] {
+                    let (params, buffers) = (lists.params.select(entries)?, buffers.select(entries)?);
+                    options.step(&params, &mut grads.select(entries)?, Some(&buffers), is_first_step)?;
+                }
+                grads.clear();
+            }
+            buffers => {
+                options.step(&lists.params, grads, buffers.as_ref(), !lists.first.is_empty())?;
+            }
+        }
+        // from now on every buffer holds something
+        lists.first.clear();
+        Ok(())
+    }
+
+    /// A first step, which fills buffers, while it is captured: replays are later steps, which read them. So a later
+    /// step is recorded, and its results are replaced by those of the first one, which runs unrecorded.
+    fn record_first(options: &SgdOptions<'_>, lists: &mut SgdLists, grads: &mut TensorList) -> Result<()> {
+        let unrecorded = RecordingPause::begin();
+        Self::update_now(options, lists, &mut grads.copies()?)?;
+        let Some(buffers) = &lists.buffers else { return Ok(()) };
+        let (params, momenta) = (lists.params.copies()?, buffers.copies()?);
+        drop(unrecorded);
+        options.step(&lists.params, grads, Some(buffers), false)?;
+        let _unrecorded = RecordingPause::begin();
+        lists.params.copy_from(&params)?;
+        Ok(buffers.copy_from(&momenta)?)
+    }
 }
 
 impl Rule for SgdRule {
@@ -221,21 +253,10 @@ impl Rule for SgdRule {
         grads: &mut TensorList,
     ) -> Result<()> {
         let options = Self::options(group, lr);
-        match &lists.buffers {
-            Some(buffers) if !lists.first.is_empty() && !lists.later.is_empty() => {
-                for (entries, is_first_step) in [(&lists.first, true), (&lists.later, false)] {
-                    let (params, buffers) = (lists.params.select(entries)?, buffers.select(entries)?);
-                    options.step(&params, &mut grads.select(entries)?, Some(&buffers), is_first_step)?;
-                }
-                grads.clear();
-            }
-            buffers => {
-                options.step(&lists.params, grads, buffers.as_ref(), !lists.first.is_empty())?;
-            }
+        if !lists.first.is_empty() && ffi::is_recording() {
+            return Self::record_first(&options, lists, grads);
         }
-        // from now on every buffer holds something
-        lists.first.clear();
-        Ok(())
+        Self::update_now(&options, lists, grads)
     }
 
     fn required(_: &SavedGroup) -> Vec<usize> {

@@ -178,9 +178,9 @@ impl<M: LightningModule> Session<'_, M> {
     pub(super) fn backward(&mut self, loss: Tensor, window: Window, facts: BatchFacts) -> Result<Tensor> {
         check_loss(&loss)?;
         self.check_anomaly("the loss", &loss)?;
-        let is_captured = self.graphs.is_capturing(); // then the hooks were called before
+        let called_hooks = self.graphs.called_hooks();
         if window.opens {
-            if !is_captured {
+            if !called_hooks {
                 call_shared_hook!(self, on_before_zero_grad, facts)?;
             }
             self.each_optimizer("optimizer_zero_grad", facts, |module, optimizer, ctx| {
@@ -190,7 +190,7 @@ impl<M: LightningModule> Session<'_, M> {
         let loss =
             if window.size > 1 && loss.defined() { loss.f_div_scalar(window.size as f64)? } else { loss };
         if loss.defined() {
-            if !is_captured {
+            if !called_hooks {
                 call_shared_hook!(self, on_before_backward, facts)?;
             }
             let (mut parts, state, module) = self.parts();
@@ -329,6 +329,7 @@ impl<M: LightningModule> Session<'_, M> {
     fn end_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
         let is_complete = !self.run.progress.has_batches_left(loaders.plan.num_training_batches);
         self.run.progress.epoch_ended = is_complete || self.is_asked_to_stop();
+        self.graphs.warn_if_unused();
         self.is_ending_epoch = true;
         self.run.metrics.publish_train_epoch()?; // sync point
         call_hook!(self, on_train_epoch_end, Train, EpochOnly)?;

@@ -16,9 +16,9 @@ use super::graphed_update::Update;
 use super::hooks::{BatchFacts, call_shared_hook};
 use super::session::Session;
 use crate::data::Batch;
-use crate::error::{Error, Result};
+use crate::error::{Error, GraphError, Result};
 use crate::ffi::{self, TensorList};
-use crate::graph::{self, CacheStats, Graph, ModuleGraphs, StepGraph};
+use crate::graph::{self, CacheStats, CapturedStep, Graph, ModuleGraphs, SeenStep, StepGraph};
 use crate::module::{LightningModule, Logged};
 use crate::nn::{ModeNumbers, ModuleExt};
 
@@ -69,15 +69,25 @@ pub struct GraphReport {
     pub modules: Vec<(&'static str, CacheStats)>,
 }
 
+/// Name of a tensor of the batch; a number follows.
+const INPUT: &str = "input";
 /// Steps that run as usual before the first capture: kernels choose their algorithms meanwhile.
 const WARM_UP_STEPS: u64 = 3;
 /// Sorts of batches that get a graph; others run as usual.
 const MAX_GRAPHS: usize = 10;
 
+/// How a tensor of a batch lies in memory.
+#[derive(Debug, Clone, PartialEq)]
+struct InputSort {
+    kind: Kind,
+    size: Vec<i64>,
+    stride: Vec<i64>,
+}
+
 /// What makes a step another graph.
 #[derive(Debug, Clone, PartialEq)]
 struct Signature {
-    inputs: Vec<(Kind, Vec<i64>)>,
+    inputs: Vec<InputSort>,
     opens_window: bool,
     window_size: u64,
     loss_scale: f64,
@@ -89,7 +99,7 @@ struct Signature {
 
 enum State {
     /// Captured once, to be compared.
-    Seen(Box<[Graph]>),
+    Seen(SeenStep),
     Ready(Box<Ready>),
 }
 
@@ -105,6 +115,16 @@ pub(super) struct Ready {
     pub(super) update: Update,
 }
 
+/// A step that ran while it was captured.
+struct Captured {
+    step: CapturedStep,
+    graphs: Vec<Graph>,
+    /// Where its batch was.
+    inputs: Vec<Tensor>,
+    loss: Tensor,
+    logged: Vec<Logged>,
+}
+
 /// The graphs of one fit.
 pub(super) struct StepGraphs {
     mode: GraphMode,
@@ -115,8 +135,10 @@ pub(super) struct StepGraphs {
     trained: Vec<bool>,
     epoch: Option<u64>,
     is_full: bool,
-    /// A step is being captured.
-    is_capturing: bool,
+    /// It was looked at whether steps use them.
+    is_use_checked: bool,
+    /// The hooks before the backward pass of the step that runs were called before it.
+    called_hooks: bool,
     /// Position of the graphs that have just been replayed.
     pub(super) replayed: Option<usize>,
     /// Updates that were not what was captured before.
@@ -136,7 +158,8 @@ impl StepGraphs {
             trained: Vec::new(),
             epoch: None,
             is_full: false,
-            is_capturing: false,
+            is_use_checked: false,
+            called_hooks: false,
             replayed: None,
             changed_updates: 0,
             modules: (mode == GraphMode::Modules).then(ModuleGraphs::default),
@@ -155,9 +178,20 @@ impl StepGraphs {
         GraphReport { modules, ..std::mem::take(&mut self.report) }
     }
 
-    /// Whether the step that runs is being captured.
-    pub(super) fn is_capturing(&self) -> bool {
-        self.is_capturing
+    /// After an epoch, or the part of one: says once if no step has called what it could capture.
+    pub(super) fn warn_if_unused(&mut self) {
+        if !std::mem::replace(&mut self.is_use_checked, true)
+            && self.modules.as_ref().is_some_and(ModuleGraphs::is_empty)
+        {
+            tracing::warn!(
+                "trainer.graph=modules: no step called a module by ctx.graphed(&module, &input), so that nothing is captured; call one so, or set trainer.graph=step"
+            );
+        }
+    }
+
+    /// Whether the hooks before the backward pass of the step that runs were called before it.
+    pub(super) fn called_hooks(&self) -> bool {
+        self.called_hooks
     }
 
     /// The step that has just been replayed, and the parameters.
@@ -195,7 +229,10 @@ impl<M: LightningModule> Session<'_, M> {
         })?;
         self.check_trained_parameters();
         let signature = Signature {
-            inputs: inputs.iter().map(|input| (input.kind(), input.size())).collect(),
+            inputs: inputs
+                .iter()
+                .map(|input| InputSort { kind: input.kind(), size: input.size(), stride: input.stride() })
+                .collect(),
             opens_window: window.opens,
             window_size: window.size,
             loss_scale: self.run.grad_scaler.as_ref().map_or(1.0, |scaler| scaler.get_scale()),
@@ -203,17 +240,30 @@ impl<M: LightningModule> Session<'_, M> {
             modes: self.graphs.modes.number(self.module),
         };
         self.graphs.replayed = None;
-        if let Some(index) = self.graphs.find(&signature) {
-            return match &self.graphs.entries[index].1 {
-                State::Ready(_) => self.replay_step(index, &inputs, window, facts),
-                State::Seen(_) => self.capture_step(batch, window, facts, signature),
-            };
+        let found = self.graphs.find(&signature);
+        if let Some(index) = found
+            && let State::Ready(_) = &self.graphs.entries[index].1
+        {
+            self.hooks_before_graph(window, facts)?;
+            if let Some(loss) = self.replay_step(index, &inputs, window, facts)? {
+                return Ok(loss);
+            }
+            return self.without_hooks_before(|session| session.forward_backward(&batch, window, facts));
         }
-        if self.graphs.report.eager_steps >= WARM_UP_STEPS && self.has_room(&signature) {
-            return self.capture_step(batch, window, facts, signature);
+        let is_warm = self.graphs.report.eager_steps >= WARM_UP_STEPS;
+        if found.is_some() || (is_warm && self.has_room(&signature)) {
+            return self.capture_step(batch, &inputs, window, facts, signature);
         }
         self.graphs.report.eager_steps += 1;
         self.forward_backward(&batch, window, facts)
+    }
+
+    /// Runs a step of which the hooks before backward were called already.
+    fn without_hooks_before<T>(&mut self, step: impl FnOnce(&mut Self) -> T) -> T {
+        self.graphs.called_hooks = true;
+        let result = step(self);
+        self.graphs.called_hooks = false;
+        result
     }
 
     /// Graphs of another loss scale, or of other lists, are of no use any more; says once if there are too many others.
@@ -230,7 +280,7 @@ impl<M: LightningModule> Session<'_, M> {
             tracing::warn!(
                 "trainer.graph={}: batches of more than {MAX_GRAPHS} shapes; those of {:?} and later ones run without a graph; pad batches to few shapes",
                 graphs.mode,
-                signature.inputs.iter().map(|(_, size)| size).collect::<Vec<_>>()
+                signature.inputs.iter().map(|input| &input.size).collect::<Vec<_>>()
             );
         }
         false
@@ -259,65 +309,78 @@ impl<M: LightningModule> Session<'_, M> {
         call_shared_hook!(self, on_before_backward, facts)
     }
 
+    /// The loss of a batch by a graph; none if the graph turns out to be of no use, and the step is still to be done.
     fn replay_step(
         &mut self,
         index: usize,
         inputs: &[Tensor],
         window: Window,
         facts: BatchFacts,
-    ) -> Result<Tensor> {
-        self.hooks_before_graph(window, facts)?;
+    ) -> Result<Option<Tensor>> {
         let _action = self.profile_strategy("replay")?;
         self.run.metrics.enter(TRAINING_STEP.scope(&facts, self.is_sanity_check));
         let graphs = &mut self.graphs;
         let (Some(params), Some((_, State::Ready(ready)))) = (&graphs.params, graphs.entries.get_mut(index))
         else {
-            return Err(crate::error::GraphError::NothingCaptured.into());
+            return Err(GraphError::NothingCaptured.into());
         };
         // a graph that adds to gradients goes on from those that are there
         ready.grads.bind_grads(params, !window.opens)?;
-        match &ready.places {
+        let replayed = match &ready.places {
             Some(places) => {
                 graph::fill(places, inputs)?;
-                ready.graph.replay(places)?;
+                ready.graph.replay(Some(places))
             }
-            None => ready.graph.replay(inputs)?,
+            None => ready.graph.replay(Some(inputs)),
+        };
+        if let Err(Error::Graph(error @ GraphError::ShapeChanged { is_undone: true, .. })) = &replayed {
+            graph::count_fallback(error);
+            self.graphs.refuse(&error.to_string());
+            return Ok(None);
         }
+        replayed?;
         self.run.metrics.record_again(&ready.logged)?;
         let loss = graph::copy_of(&ready.loss)?;
         graphs.report.replayed_steps += 1;
         graphs.replayed = Some(index);
         graph::count_hit();
         self.check_logged()?;
-        Ok(loss)
+        Ok(Some(loss))
     }
 
     /// Runs one batch as usual, on placeholders, while it is captured. The second time the graph is made ready.
     fn capture_step(
         &mut self,
         batch: M::Batch,
+        given: &[Tensor],
         window: Window,
         facts: BatchFacts,
         signature: Signature,
     ) -> Result<Tensor> {
+        let mut inputs = Vec::with_capacity(given.len());
+        for tensor in given {
+            let Some(placeholder) = graph::placeholder_for(tensor)? else {
+                let (size, stride) = (tensor.size(), tensor.stride());
+                self.graphs.refuse(&format!(
+                    "elements of a tensor of the batch share memory (shape {size:?}, strides {stride:?}); give a copy (contiguous)"
+                ));
+                return self.forward_backward(&batch, window, facts);
+            };
+            inputs.push(placeholder);
+        }
         self.hooks_before_graph(window, facts)?;
-        let mut inputs = Vec::new();
-        let batch = batch.map_tensors(&mut |tensor| {
-            let placeholder = graph::copy_of(&tensor)?;
-            inputs.push(placeholder.shallow_clone());
-            Ok(placeholder)
-        })?;
+        let mut placeholders = inputs.iter().map(Tensor::shallow_clone);
+        let batch = batch.map_tensors(&mut |tensor| Ok(placeholders.next().unwrap_or(tensor)))?;
         let capture = graph::StepCapture::begin()?;
         self.run.metrics.begin_capture();
-        self.graphs.is_capturing = true;
-        let loss = self.forward_backward(&batch, window, facts).and_then(|loss| {
+        let loss: Result<Tensor> = self.without_hooks_before(|session| {
+            let loss = session.forward_backward(&batch, window, facts)?;
             if !loss.defined() {
                 graph::refuse_capture("training_step gives no loss");
                 return Ok(loss);
             }
             Ok(loss.f_detach()?) // the rest of autograd's graph ends here, and its tensors with it
         });
-        self.graphs.is_capturing = false;
         let logged = self.run.metrics.end_capture();
         let captured = capture.end();
         let loss = loss?; // an error of the step is more to the point than one of the capture
@@ -326,7 +389,13 @@ impl<M: LightningModule> Session<'_, M> {
         self.graphs.report.captured_steps += 1;
         graph::count_miss();
         let copy = if loss.defined() { graph::copy_of(&loss)? } else { Tensor::new() };
-        let ready = captured.and_then(|capture| self.make_ready(capture, &inputs, loss, logged, signature));
+        let ready = captured.and_then(|step| {
+            let graphs = step.read(&self.tensor_names(&inputs, window.opens))?;
+            if graphs.iter().any(|graph| graph.writes_to_named(INPUT)) {
+                graph::fill(given, &inputs)?; // as the step would have left the batch
+            }
+            self.make_ready(Captured { step, graphs, inputs, loss, logged }, signature)
+        });
         match ready {
             Ok(()) => {}
             Err(Error::Graph(error)) => {
@@ -338,22 +407,14 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(copy)
     }
 
-    fn make_ready(
-        &mut self,
-        capture: graph::CapturedStep,
-        inputs: &[Tensor],
-        loss: Tensor,
-        logged: Vec<Logged>,
-        signature: Signature,
-    ) -> Result<()> {
-        let names = self.tensor_names(inputs, signature.opens_window);
-        let recorded = capture.read(&names)?;
+    fn make_ready(&mut self, captured: Captured, signature: Signature) -> Result<()> {
+        let Captured { step, graphs, inputs, loss, logged } = captured;
         let Some(index) = self.graphs.find(&signature) else {
-            self.graphs.entries.push((signature, State::Seen(recorded)));
+            self.graphs.entries.push((signature, State::Seen(step.into_seen(graphs))));
             return Ok(());
         };
         if let State::Seen(before) = &self.graphs.entries[index].1 {
-            graph::check_same(before, &recorded)?;
+            before.check_same(&graphs)?;
         }
         if self.graphs.params.is_none() {
             self.graphs.params = Some(TensorList::new(self.module.parameters().iter().map(|p| p.tensor()))?);
@@ -362,19 +423,18 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(params) = &self.graphs.params {
             grads.fill_with_all_grads(params)?;
         }
-        let graph = capture.compile(&names, inputs)?;
+        let graph = step.compile(graphs, &inputs)?;
         for stats in graph.plan_stats() {
             tracing::info!(
                 "captured training_step for {:?}: {} operators, {} replayed in {} KiB",
-                signature.inputs.iter().map(|(_, size)| size).collect::<Vec<_>>(),
+                signature.inputs.iter().map(|input| &input.size).collect::<Vec<_>>(),
                 stats.num_nodes,
                 stats.num_calls,
                 stats.arena_bytes / 1024
             );
         }
         let results = logged.iter().filter_map(Logged::tensor).chain([&loss]);
-        let places =
-            graph::any_within(results, inputs).then(|| inputs.iter().map(Tensor::shallow_clone).collect());
+        let places = graph::any_within(results, &inputs).then_some(inputs);
         let ready = Ready { graph, places, loss, logged, grads, update: Update::default() };
         self.graphs.entries[index].1 = State::Ready(Box::new(ready));
         self.graphs.report.graphs =
@@ -389,11 +449,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Tensors that are there before a step, with their names.
     pub(super) fn tensor_names(&self, inputs: &[Tensor], opens_window: bool) -> Vec<(String, Tensor)> {
-        let mut names: Vec<(String, Tensor)> = inputs
-            .iter()
-            .enumerate()
-            .map(|(i, input)| (format!("input {i}"), input.shallow_clone()))
-            .collect();
+        let mut names: Vec<(String, Tensor)> = graph::numbered(INPUT, inputs).collect();
         for (fqn, parameter) in self.module.named_parameters() {
             let grad = parameter.grad();
             if !opens_window && grad.defined() {

@@ -7,7 +7,7 @@ use super::fit::{OPTIMIZER_STEP, TRAINING_STEP};
 use super::hooks::BatchFacts;
 use super::session::Session;
 use crate::error::{Error, Result};
-use crate::graph::{self, Graph, StepGraph};
+use crate::graph::{self, SeenStep, StepGraph};
 use crate::module::LightningModule;
 
 /// How often an update may turn out to be another one before that is taken to be the rule.
@@ -19,7 +19,7 @@ pub(super) enum Update {
     #[default]
     Unknown,
     /// Captured once, to be compared.
-    Seen(Vec<u64>, Box<[Graph]>),
+    Seen(Vec<u64>, SeenStep),
     Ready(Vec<u64>, StepGraph),
 }
 
@@ -42,7 +42,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let before = match std::mem::take(&mut ready.update) {
             Update::Ready(captured, mut graph) if captured == prepared => {
-                graph.replay(&[])?;
+                graph.replay(None)?;
                 ready.update = Update::Ready(captured, graph);
                 self.graphs.report.replayed_updates += 1;
                 return Ok(true);
@@ -66,7 +66,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     fn capture_update(
         &mut self,
-        before: Option<Box<[Graph]>>,
+        before: Option<SeenStep>,
         prepared: Vec<u64>,
         facts: BatchFacts,
     ) -> Result<()> {
@@ -85,10 +85,10 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.metrics.enter(TRAINING_STEP.scope(&facts, false));
         self.graphs.report.captured_updates += 1;
         let update = captured.and_then(|captured| {
-            let recorded = captured.read(&names)?;
-            let Some(before) = before else { return Ok(Update::Seen(prepared, recorded)) };
-            graph::check_same(&before, &recorded)?;
-            let graph = captured.compile(&names, &[])?;
+            let graphs = captured.read(&names)?;
+            let Some(before) = before else { return Ok(Update::Seen(prepared, captured.into_seen(graphs))) };
+            before.check_same(&graphs)?;
+            let graph = captured.compile(graphs, &[])?;
             for stats in graph.plan_stats() {
                 let (all, replayed) = (stats.num_nodes, stats.num_calls);
                 tracing::info!(

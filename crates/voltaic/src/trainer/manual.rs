@@ -3,6 +3,7 @@
 use tch::Tensor;
 
 use super::Trainer;
+use super::graphed::GraphMode;
 use super::hooks::{BatchFacts, Parts, hook_point};
 use super::plan::TrainPlan;
 use crate::error::{ConfigError, ConfigProblem, Result};
@@ -139,6 +140,11 @@ pub(super) fn check_plan(plan: &TrainPlan) -> Result<(), ConfigError> {
     if let Some(clip) = plan.clip {
         let what = format!("{clip:?} with manual optimization");
         refuse("gradient_clip_val", what, "call clip_grad_norm between backward and step in training_step");
+    }
+    if plan.graph == GraphMode::Step {
+        let what = "step with manual optimization, where training_step runs backward and optimizers itself";
+        let remedy = "set trainer.graph=modules or off, or capture parts of the step by hand (HpuGraph)";
+        refuse("graph", what.to_owned(), remedy);
     }
     if problems.is_empty() { Ok(()) } else { Err(ConfigError { problems }) }
 }

@@ -20,6 +20,7 @@ use crate::data::{Batch, BatchIter, Stage};
 use crate::distributed::{global_rank, hold_back};
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
+use crate::graph::MadeInCapture;
 use crate::logger::Logger;
 use crate::module::{
     Action, CheckpointRequest, LightningModule, ManualOptimization, MetricStore, Profiling, Progress,
@@ -245,9 +246,32 @@ impl<M: LightningModule> Session<'_, M> {
             self.adapt_loss_scale(); // after the steps of all optimizers, whose losses had the same scale
         }
         self.graphs.modules = graphs;
+        if is_manual && output.is_ok() {
+            self.check_made_in_captures()?;
+        }
         let output = output.map_err(|source| hook_error(point.name, &self.run.progress, source))?;
         self.check_logged()?;
         Ok(output)
+    }
+
+    /// Refuses a capture by hand in which optimizers or the module have made what they keep from step to step.
+    fn check_made_in_captures(&self) -> Result<()> {
+        let made = MadeInCapture::take();
+        if made.is_empty() {
+            return Ok(());
+        }
+        for optimizer in &self.optimizers {
+            for (name, tensor) in optimizer.state_dict().tensors {
+                made.check(&tensor, || format!("`{name}` of optimizer {}", optimizer.name()))?;
+            }
+        }
+        for (fqn, parameter) in self.module.named_parameters() {
+            made.check(parameter.tensor(), || format!("parameter `{fqn}`"))?;
+        }
+        for (fqn, buffer) in self.module.named_buffers() {
+            made.check(buffer.tensor(), || format!("buffer `{fqn}`"))?;
+        }
+        Ok(())
     }
 
     /// After optimizer steps with `16-mixed`.

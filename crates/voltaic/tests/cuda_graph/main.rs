@@ -9,6 +9,8 @@ use std::process::Command;
 use libloading::{Library, Symbol};
 use voltaic::Device;
 use voltaic::graph::{HpuGraph, graph};
+use voltaic::nn::Forward;
+use voltaic::optim::{AdamW, Optimizers};
 
 fn stand_in() -> Library {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_graph");
@@ -55,13 +57,35 @@ fn a_capture_runs_on_a_stream_of_its_own_and_is_replayed() {
     captured.replay().unwrap();
     assert_eq!(counts(&library), [1, 2, 1, 0]);
 
+    // in a capture an optimizer does not make its state, which each replay would make again
+    let net = voltaic::nn::Linear::new(2, 2).unwrap();
+    let optimizers: Optimizers = AdamW::new(0.1).into();
+    let mut optimizer = optimizers.build(&net).unwrap().remove(0).optimizer;
+    let backward = || {
+        let ones = voltaic::Tensor::ones([1, 2], (voltaic::Kind::Float, tch::Device::Cpu));
+        net.forward(&ones).unwrap().sum(voltaic::Kind::Float).backward();
+    };
+    backward();
+    let capture = graph(&mut early).unwrap();
+    let error = optimizer.step().unwrap_err().to_string();
+    assert!(
+        error.contains("AdamW: its first step") && error.contains("one step before the capture"),
+        "{error}"
+    );
+    drop(capture);
+    optimizer.step().unwrap();
+    let capture = graph(&mut early).unwrap();
+    optimizer.step().unwrap();
+    drop(capture);
+    assert_eq!(counts(&library), [3, 2, 1, 0]);
+
     // one that is abandoned leaves its stream, and one that is captured again replaces what it held
     drop(graph(&mut early).unwrap());
-    assert_eq!(counts(&library), [2, 2, 1, 0]);
+    assert_eq!(counts(&library), [4, 2, 1, 0]);
     assert!(early.replay().unwrap_err().to_string().contains("holds nothing"));
     captured.capture_begin().unwrap();
     assert!(captured.replay().unwrap_err().to_string().contains("capture"));
     captured.capture_end().unwrap();
     captured.reset();
-    assert_eq!(counts(&library), [3, 2, 0, 0]);
+    assert_eq!(counts(&library), [5, 2, 0, 0]);
 }

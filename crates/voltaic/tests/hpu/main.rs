@@ -7,6 +7,7 @@ mod device_stats;
 mod graph;
 mod graph_modes;
 mod graph_modules;
+mod graph_pitfalls;
 mod graph_updates;
 mod heap;
 mod metrics;

@@ -32,6 +32,7 @@ mod distributed;
 mod flops;
 mod frames;
 mod graph;
+mod graph_first_step;
 mod hooks;
 mod host_pool;
 mod kill;
