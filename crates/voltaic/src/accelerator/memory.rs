@@ -24,8 +24,8 @@ pub struct MemoryStats {
     pub num_allocs: u64,
     /// Frees since the last [`reset_accumulated_memory_stats`].
     pub num_frees: u64,
-    /// `num_allocs - num_frees`; negative if memory from before the reset was freed.
-    pub active_allocs: i64,
+    /// Allocations that live, also those from before the reset.
+    pub active_allocs: u64,
     /// Bytes of the largest allocation since the last [`reset_accumulated_memory_stats`].
     pub max_alloc_size: u64,
     /// Allocations since the start; never reset.
@@ -33,22 +33,22 @@ pub struct MemoryStats {
     /// Frees since the start; never reset.
     pub total_system_frees: u64,
     /// `total_system_allocs - total_system_frees`: allocations that live.
-    pub total_active_allocs: i64,
+    pub total_active_allocs: u64,
 }
 
 impl MemoryStats {
     /// The ten metrics by the names that loggers show, in their usual order.
-    pub fn metrics(&self) -> [(&'static str, i64); 10] {
+    pub fn metrics(&self) -> [(&'static str, u64); 10] {
         [
-            ("Limit", self.limit as i64),
-            ("InUse", self.in_use as i64),
-            ("MaxInUse", self.max_in_use as i64),
-            ("NumAllocs", self.num_allocs as i64),
-            ("NumFrees", self.num_frees as i64),
+            ("Limit", self.limit),
+            ("InUse", self.in_use),
+            ("MaxInUse", self.max_in_use),
+            ("NumAllocs", self.num_allocs),
+            ("NumFrees", self.num_frees),
             ("ActiveAllocs", self.active_allocs),
-            ("MaxAllocSize", self.max_alloc_size as i64),
-            ("TotalSystemAllocs", self.total_system_allocs as i64),
-            ("TotalSystemFrees", self.total_system_frees as i64),
+            ("MaxAllocSize", self.max_alloc_size),
+            ("TotalSystemAllocs", self.total_system_allocs),
+            ("TotalSystemFrees", self.total_system_frees),
             ("TotalActiveAllocs", self.total_active_allocs),
         ]
     }
@@ -146,17 +146,18 @@ pub fn memory_stats(device: Device) -> Result<MemoryStats> {
     let reading = read(device)?;
     let num_allocs = reading.num_allocs.saturating_sub(reset_allocs);
     let num_frees = reading.num_frees.saturating_sub(reset_frees);
+    let active_allocs = reading.num_allocs.saturating_sub(reading.num_frees);
     Ok(MemoryStats {
         limit: reading.limit,
         in_use: reading.in_use,
         max_in_use: reading.max_in_use,
         num_allocs,
         num_frees,
-        active_allocs: num_allocs as i64 - num_frees as i64,
+        active_allocs,
         max_alloc_size: reading.max_alloc_size,
         total_system_allocs: reading.num_allocs,
         total_system_frees: reading.num_frees,
-        total_active_allocs: reading.num_allocs as i64 - reading.num_frees as i64,
+        total_active_allocs: active_allocs,
     })
 }
 
@@ -272,7 +273,7 @@ mod tests {
         reset_accumulated_memory_stats(device).unwrap();
         drop((first, second));
         let stats = memory_stats(device).unwrap();
-        assert_eq!((stats.num_allocs, stats.num_frees, stats.active_allocs), (0, 2, -2));
+        assert_eq!((stats.num_allocs, stats.num_frees, stats.active_allocs), (0, 2, 0), "never negative");
         assert_eq!((stats.total_active_allocs, stats.max_in_use, stats.max_alloc_size), (0, 1088, 0));
         let summary = memory_summary(device).unwrap();
         assert!(summary.contains("memory summary of hpu:7"), "{summary}");

@@ -166,7 +166,11 @@ fn memory_is_counted_where_it_is_used() {
     assert_eq!(memory_stats(device).unwrap().num_allocs, stats.num_allocs, "a view takes no memory");
     drop((x, y));
     assert_eq!(memory_stats(device).unwrap().in_use, 4 << 20, "the view keeps its base");
+    reset_accumulated_memory_stats(device).unwrap();
+    assert_eq!(memory_stats(device).unwrap().active_allocs, 1, "one from before the reset lives");
     drop(view);
+    let stats = memory_stats(device).unwrap();
+    assert_eq!((stats.num_frees, stats.active_allocs), (1, 0), "not below 0");
     reset_peak_memory_stats(device).unwrap();
     assert_eq!(max_memory_allocated(device).unwrap(), 0);
     reset_accumulated_memory_stats(device).unwrap();
