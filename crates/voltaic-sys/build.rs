@@ -1,16 +1,23 @@
 //! Compiles the shim against the libtorch that torch-sys found and hands its folder on.
 
-use std::collections::BTreeSet;
+mod objects;
+
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};
 
 fn main() {
-    println!("cargo:rerun-if-changed=csrc");
+    for own in ["csrc", "build.rs", "objects.rs"] {
+        println!("cargo:rerun-if-changed={own}");
+    }
     let lib_dir = env::var("DEP_TCH_LIBTORCH_LIB").expect(
         "torch-sys did not report its libtorch folder (DEP_TCH_LIBTORCH_LIB); run scripts/setup.sh, or set LIBTORCH",
     );
-    let include = PathBuf::from(&lib_dir).join("../include");
+    let libtorch = PathBuf::from(&lib_dir).join("..");
+    let include = libtorch.join("include");
+    for path in objects::identity_files(&libtorch) {
+        println!("cargo:rerun-if-changed={}", path.display());
+    }
     let mut sources: Vec<PathBuf> = fs::read_dir("csrc")
         .expect("csrc/ lies beside build.rs")
         .filter_map(|entry| Some(entry.ok()?.path()))
@@ -23,12 +30,14 @@ fn main() {
         .std("c++20")
         .opt_level(2)
         .debug(false) // of libtorch's headers: it doubles the time
+        .define("NDEBUG", None) // as libtorch is: inline functions of its headers differ
         .include("csrc")
         .flag(format!("-isystem{}", include.display()))
         .flag(format!("-isystem{}", include.join("torch/csrc/api/include").display()))
         .flag("-Wall")
         .flag("-Wextra");
-    let objects = compile(&compiler, &sources).expect("csrc/ can be read, and the target folder written to");
+    let objects =
+        compile(&compiler, &sources, &libtorch).expect("csrc/ can be read, and the target folder written to");
     cc::Build::new().cpp(true).objects(objects).compile("voltaic_shim");
     println!("cargo:rustc-link-search=native={lib_dir}");
     println!("cargo:rustc-link-lib=torch_cpu");
@@ -39,7 +48,7 @@ fn main() {
 
 /// Compiles what has changed since the last time; all of it takes minutes. Objects lie in the target folder, where debug
 /// and release builds share them, each with a stamp that tells what it was made from.
-fn compile(compiler: &cc::Build, sources: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
+fn compile(compiler: &cc::Build, sources: &[PathBuf], libtorch: &Path) -> io::Result<Vec<PathBuf>> {
     let tool = compiler.get_compiler(); // not as a command, which has variables of each build
     let command = format!("{:?} {:?}", tool.path(), tool.args());
     let folder = objects_folder(&command);
@@ -47,9 +56,7 @@ fn compile(compiler: &cc::Build, sources: &[PathBuf]) -> io::Result<Vec<PathBuf>
     let mut objects = Vec::new();
     let mut stale = Vec::new();
     for source in sources {
-        let mut hasher = DefaultHasher::new();
-        hash_with_headers(source, &mut BTreeSet::new(), &mut hasher)?;
-        let made_from = format!("{:016x}", hasher.finish());
+        let made_from = objects::made_from(source, Path::new("csrc"), libtorch)?;
         let object = folder.join(source.file_name().expect("a file")).with_extension("o");
         let stamp = object.with_extension("stamp");
         if !object.exists() || fs::read_to_string(&stamp).ok().as_ref() != Some(&made_from) {
@@ -72,24 +79,4 @@ fn objects_folder(command: &str) -> PathBuf {
     let mut hasher = DefaultHasher::new();
     command.hash(&mut hasher);
     out.ancestors().nth(4).unwrap_or(&out).join("voltaic-shim").join(format!("{:016x}", hasher.finish()))
-}
-
-/// Hashes a file and those of csrc/ that it includes.
-fn hash_with_headers(
-    path: &Path,
-    seen: &mut BTreeSet<PathBuf>,
-    hasher: &mut DefaultHasher,
-) -> io::Result<()> {
-    if !seen.insert(path.to_owned()) {
-        return Ok(());
-    }
-    let text = fs::read_to_string(path)?;
-    text.hash(hasher);
-    for line in text.lines() {
-        let name = line.strip_prefix("#include \"").and_then(|rest| rest.strip_suffix('"'));
-        if let Some(header) = name.map(|name| Path::new("csrc").join(name)).filter(|header| header.exists()) {
-            hash_with_headers(&header, seen, hasher)?;
-        }
-    }
-    Ok(())
 }

@@ -29,7 +29,9 @@ pub fn link() {
 /// an HPU: its `Device::Cuda(64 + i)` means `hpu:i`, and so that a graph knows of data that come from the host or go
 /// there. Without them everything but `hpu` works, and graphs do not notice such data.
 pub fn link_arguments(libtorch_lib: &str) -> Vec<String> {
-    let mut arguments = vec![format!("-Wl,-rpath,{libtorch_lib}")];
+    // lazy: another libtorch may lack a function; then the loader's "undefined symbol" would come before voltaic can say
+    // which libtorch was loaded
+    let mut arguments = vec![format!("-Wl,-rpath,{libtorch_lib}"), "-Wl,-z,lazy".to_owned()];
     arguments.extend(TCH_FUNCTIONS.map(|symbol| format!("-Wl,--wrap={symbol}")));
     arguments
 }

@@ -1,8 +1,3 @@
-// libtorch is built with NDEBUG, on which the layout of at::RecordFunction depends
-#ifndef NDEBUG
-#define NDEBUG
-#endif
-
 #include "error.h"
 
 #include <ATen/ATen.h>

@@ -3,6 +3,10 @@
 
 #include "voltaic.h"
 
+#ifndef NDEBUG
+#error "libtorch is built with NDEBUG, on which inline functions of its headers (at::RecordFunction, the dispatcher) depend"
+#endif
+
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 

@@ -43,7 +43,7 @@ enum vt_device_type : int32_t { VT_CPU = 0, VT_CUDA = 1, VT_HPU = 15 };
 int32_t vt_tch_names_hpu(void);
 
 vt_error *vt_tensor_device(vt_tensor tensor, int32_t *device_type, int32_t *device_index);
-// Version of the libtorch that is loaded, such as "2.11.0"; static storage.
+// Version of the libtorch that the shim was compiled with, such as "2.11.0"; static storage.
 const char *vt_libtorch_version(void);
 // The number c10 gives a dtype, by the name PyTorch gives it ("float32"); -1 for an unknown name.
 int32_t vt_dtype_number(const char *name);

@@ -34,6 +34,7 @@ pub use console::Console;
 pub use registry::{FromConfig, Registry};
 pub use request::{RunRequest, Verb};
 
+use crate::error::Error;
 use args::Command;
 use outcome::Failure;
 
@@ -66,6 +67,7 @@ pub fn run_with(
         .collect();
     let result = outcome::without_panics(|| {
         let command = args::parse(&program, arguments, console.has_colour())?;
+        crate::ffi::check_libtorch().map_err(|error| Failure::run(Error::from(error).into()))?;
         dispatch(registry, &program, command, variables, console)
     });
     match result {

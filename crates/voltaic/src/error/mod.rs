@@ -8,6 +8,7 @@ mod config;
 mod data;
 mod distributed;
 mod graph;
+mod libtorch;
 mod module;
 mod optim;
 mod profiler;
@@ -20,6 +21,7 @@ pub use config::{ConfigError, ConfigProblem};
 pub use data::DataError;
 pub use distributed::{CollectiveFailure, DistributedError};
 pub use graph::GraphError;
+pub use libtorch::LibtorchError;
 pub use module::ModuleError;
 pub use optim::OptimError;
 pub use profiler::ProfilerError;
@@ -62,6 +64,9 @@ pub enum Error {
     /// A switch in the environment has a value it cannot have.
     #[error(transparent)]
     Switch(#[from] SwitchError),
+    /// The libtorch that is loaded is not the one that voltaic was compiled with.
+    #[error(transparent)]
+    Libtorch(#[from] LibtorchError),
     /// libtorch refused an operation.
     #[error(transparent)]
     Torch(#[from] TorchError),

@@ -11,6 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use voltaic_sys as sys;
 
 use super::check;
+use super::libtorch::check_libtorch;
 use super::pool::Pool;
 use super::switch::read_switch;
 use crate::error::Result;
@@ -48,7 +49,7 @@ const fn device_pool(number: i32) -> Pool {
 /// Returns whether the pool is in use: it is not if the environment says `VOLTAIC_HOST_POOL=0`.
 ///
 /// # Errors
-/// [`SwitchError`](crate::error::SwitchError) if `VOLTAIC_HOST_POOL` is neither `0` nor `1`.
+/// [`SwitchError`](crate::error::SwitchError) if `VOLTAIC_HOST_POOL` is neither `0` nor `1`; as [`check_libtorch`].
 pub fn install_host_pool() -> Result<bool> {
     if !is_wanted()? {
         return Ok(false);
@@ -71,6 +72,7 @@ fn install() -> Result<()> {
     if *installed {
         return Ok(());
     }
+    check_libtorch()?;
     // SAFETY: the table and the pools behind it are static, its functions may run on any thread and do not unwind.
     check("SetCPUAllocator", unsafe { sys::vt_set_cpu_allocator(&TABLE) })?;
     // SAFETY: the three functions live as long as the process, and are called by fork() in the order that

@@ -1,8 +1,7 @@
 //! Back ends of devices: loading their libraries, and what any of them can be asked.
 
 use std::ffi::{CStr, c_void};
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use voltaic_sys as sys;
@@ -46,13 +45,6 @@ pub fn set_environment(name: &str, value: &str) {
     // SAFETY: accelerators are set up before voltaic starts threads; Rust's own readers of the environment take the
     // same lock as this call.
     unsafe { std::env::set_var(name, value) };
-}
-
-/// The `libtorch_cpu.so` that this process has loaded, links resolved.
-pub fn libtorch_library() -> Option<PathBuf> {
-    let maps = fs::read_to_string("/proc/self/maps").ok()?;
-    let path = maps.lines().find(|line| line.ends_with("/libtorch_cpu.so"))?.split_once('/')?.1;
-    Some(Path::new("/").join(path))
 }
 
 /// Whether a back end for this kind of device is in libtorch's registries.
@@ -149,12 +141,6 @@ pub fn reset_backend_peak(device: Device) -> Result<(), TorchError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_loaded_libtorch_is_found() {
-        let path = libtorch_library().expect("libtorch is loaded");
-        assert!(path.is_file() && path.ends_with("libtorch_cpu.so"), "{}", path.display());
-    }
 
     #[test]
     fn a_library_that_is_not_there_is_named() {

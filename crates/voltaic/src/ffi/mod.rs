@@ -21,6 +21,7 @@ mod hlml;
 mod hpu;
 mod kernels;
 mod lanes;
+mod libtorch;
 mod matrix;
 mod mkl;
 mod neighbours;
@@ -55,8 +56,8 @@ pub(crate) use autograd::panic_text;
 pub use autograd::{GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad};
 pub use autograd_function::{autograd_function, autograd_grad, grad_is_enabled};
 pub use backend::{
-    BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, libtorch_library,
-    load_library, reset_backend_peak, seed_device, set_environment, synchronize,
+    BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, load_library,
+    reset_backend_peak, seed_device, set_environment, synchronize,
 };
 pub use c10d::{Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves};
 pub use collectives::{CollectiveApi, CollectiveLibrary, Seat};
@@ -73,6 +74,7 @@ pub use hpu::{
     HpuOptions, MAX_HPUS, adopt_hpu_plugin, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator,
 };
 pub use kernels::{has_attention_kernel, install_kernels};
+pub use libtorch::{check_libtorch, libtorch_library, libtorch_version};
 pub use matrix::{Matrix, MatrixMut, multiply};
 pub use neighbours::{Home, Neighbours, Summing, shares_memory};
 pub use optim::{
@@ -85,7 +87,7 @@ pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub use simd::{is_intel, run_vectorized};
 pub use strip_product::{StripFactor, has_bf16_products, multiply_by_strips};
 pub use strips::{Packed, Strips, has_strips};
-pub use tensor::{SharedTensor, device_numbers, libtorch_version, tch_names_hpu};
+pub use tensor::{SharedTensor, device_numbers, tch_names_hpu};
 pub use threads::{set_thread_num_threads, with_one_thread};
 
 use crate::error::{TorchError, TorchErrorKind};

@@ -1,7 +1,5 @@
 //! Facts about tensors that tch does not tell.
 
-use std::ffi::CStr;
-
 use tch::Tensor;
 use voltaic_sys as sys;
 
@@ -21,12 +19,6 @@ pub fn device_numbers(tensor: &Tensor) -> Result<(i32, i32), TorchError> {
 pub fn tch_names_hpu() -> bool {
     // SAFETY: a pure function without arguments.
     unsafe { sys::vt_tch_names_hpu() != 0 }
-}
-
-/// Version of the libtorch in use, such as `2.11.0`.
-pub fn libtorch_version() -> String {
-    // SAFETY: the shim returns a NUL-terminated string in static storage.
-    unsafe { CStr::from_ptr(sys::vt_libtorch_version()) }.to_string_lossy().into_owned()
 }
 
 /// A tensor that several threads may read at the same time.

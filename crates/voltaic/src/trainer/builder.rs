@@ -155,9 +155,11 @@ impl TrainerBuilder {
     /// the CPU are voltaic's ([`ffi::install_kernels`]).
     ///
     /// # Errors
-    /// [`ConfigError`] with all problems of the configuration; [`SwitchError`](crate::error::SwitchError)
+    /// As [`ffi::check_libtorch`]; [`ConfigError`] with all problems of the configuration;
+    /// [`SwitchError`](crate::error::SwitchError)
     /// if `VOLTAIC_HOST_POOL` or `VOLTAIC_CPU_KERNELS` has a value it cannot have.
     pub fn build(mut self) -> Result<Trainer> {
+        ffi::check_libtorch()?;
         let mut problems = Vec::new();
         let accelerator = accelerator(&self.config.accelerator);
         let mut plan = match resolve(&self.config, accelerator.as_deref()) {

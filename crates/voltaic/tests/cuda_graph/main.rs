@@ -18,7 +18,7 @@ fn stand_in() -> Library {
     let library = folder.join("libtorch_cuda.so");
     let include = Path::new(env!("VOLTAIC_LIBTORCH_LIB")).with_file_name("include");
     let output = Command::new("c++")
-        .args(["-shared", "-fPIC", "-O1", "-w", "-std=c++20", "-Wl,-soname,libtorch_cuda.so"])
+        .args(["-shared", "-fPIC", "-O1", "-w", "-std=c++20", "-DNDEBUG", "-Wl,-soname,libtorch_cuda.so"])
         .arg(format!("-isystem{}", include.display()))
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda_graph/library.cpp"))
         .arg("-o")

@@ -37,6 +37,7 @@ mod hooks;
 mod host_pool;
 mod kill;
 mod layers;
+mod libtorch;
 mod loggers;
 mod logging;
 mod lr_scheduler;
