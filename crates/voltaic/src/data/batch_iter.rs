@@ -26,6 +26,8 @@ pub(super) struct EpochPlan<B: Batch> {
     pub batch_size: usize,
     pub seed: u64,
     pub epoch: u64,
+    /// The epoch whose random numbers are used.
+    pub drawn_epoch: u64,
     pub rank: usize,
 }
 
@@ -38,7 +40,7 @@ impl<B: Batch> EpochPlan<B> {
 
     fn load(&self, batch_idx: usize) -> Result<B> {
         let indices = self.indices_of(batch_idx);
-        let mut rng = batch_rng(self.seed, self.epoch, batch_idx, self.rank);
+        let mut rng = batch_rng(self.seed, self.drawn_epoch, batch_idx, self.rank);
         let loaded = catch_unwind(AssertUnwindSafe(|| self.dataset.batch(indices, &mut rng)));
         let loaded = loaded.unwrap_or_else(|panic| Err(anyhow::anyhow!("panicked: {}", panic_text(&*panic))));
         let failed = |source| {

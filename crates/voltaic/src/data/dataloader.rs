@@ -70,6 +70,7 @@ pub struct DataLoader<B: Batch> {
     seed: Option<u64>,
     default_seed: u64,
     rank: usize,
+    repeats_epoch: bool,
 }
 
 impl<B: Batch> DataLoader<B> {
@@ -157,8 +158,10 @@ impl<B: Batch> DataLoader<B> {
         Ok(())
     }
 
-    /// Makes the loader give its samples in order; returns whether they were shuffled.
-    pub(crate) fn make_sequential(&mut self) -> bool {
+    /// Makes the loader give the same batches in every epoch: its samples in order, and what the data set or a sampler draws
+    /// (places in a text, random transforms) as in the first epoch. Returns whether the samples were shuffled.
+    pub(crate) fn repeat_first_epoch(&mut self) -> bool {
+        self.repeats_epoch = true;
         let was_shuffled = self.sampler.is_shuffled();
         if was_shuffled {
             self.sampler = Arc::new(SequentialSampler::new(self.dataset.len()));
@@ -208,12 +211,14 @@ impl<B: Batch> DataLoader<B> {
         }
         let left = num_batches - range.first_batch;
         let end = range.first_batch + range.num_batches.unwrap_or(left).min(left);
+        let drawn_epoch = if self.repeats_epoch { 0 } else { range.epoch };
         let plan = EpochPlan {
             dataset: self.dataset.clone(),
-            indices: self.epoch_indices(range.epoch)?,
+            indices: self.epoch_indices(drawn_epoch)?,
             batch_size: self.batch_size.unwrap_or(1),
             seed: self.seed(),
             epoch: range.epoch,
+            drawn_epoch,
             rank: self.rank,
         };
         BatchIter::start(plan, range.first_batch, end, self.num_workers, self.prefetch)
@@ -395,6 +400,7 @@ impl<B: Batch> DataLoaderBuilder<B> {
             seed: self.seed,
             default_seed: 0,
             rank: 0,
+            repeats_epoch: false,
         })
     }
 }

@@ -228,7 +228,8 @@ pub struct TrainerConfig {
     pub enable_model_summary: Option<bool>,
     /// Ask the data module for new loaders every so many epochs; 0 for never.
     pub reload_dataloaders_every_n_epochs: u64,
-    /// Train and validate on these batches only, a number or a fraction, in the same order in each epoch; 0 for no.
+    /// Train and validate on these batches only, a number or a fraction: the same in each epoch, without shuffling, and with
+    /// the same random crops and transforms; 0 for no.
     pub overfit_batches: Limit,
     /// Stop after so much time: `DD:HH:MM:SS` or `{hours: 12}`.
     pub max_time: Option<TimeSpan>,

@@ -79,7 +79,7 @@ impl<M: LightningModule> Session<'_, M> {
         };
         train.set_seed(self.run.seed);
         self.set_batch_size(std::slice::from_mut(&mut train))?;
-        if self.plan.overfits && train.make_sequential() {
+        if self.plan.overfits && train.repeat_first_epoch() {
             tracing::warn!(
                 "overfit_batches: the training data is not shuffled, so that the batches stay the same"
             );
@@ -107,7 +107,7 @@ impl<M: LightningModule> Session<'_, M> {
         for loader in &mut val {
             loader.set_seed(self.run.seed);
             if self.plan.overfits {
-                loader.make_sequential();
+                loader.repeat_first_epoch();
             }
         }
         ranks::shard_eval(&mut val, self.plan, self.run.world())?;

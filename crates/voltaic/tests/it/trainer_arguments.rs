@@ -2,17 +2,19 @@
 
 use std::time::Duration;
 
+use rand::RngExt;
+use rand::rngs::StdRng;
 use serde_json::json;
 use tempfile::TempDir;
 use voltaic::Error;
 use voltaic::callback::{
     GradientAccumulationScheduler, LambdaCallback, OnExceptionCheckpoint, OnExceptionCheckpointConfig,
 };
-use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::data::{DataLoader, Dataset, Loaders, Sampler, TensorDataset};
 use voltaic::trainer::{Deterministic, Trainer, TrainerBuilder, TrainerConfig, WarnText};
 use voltaic::{Kind, Tensor};
 
-use crate::probe::{Events, Probe, loader, loaders, names, own_process, plays, silent, text_of};
+use crate::probe::{Events, Probe, Step, loader, loaders, names, own_process, plays, silent, text_of};
 
 /// `Trainer.__init__` of Lightning 2.6.6.
 const LIGHTNING: &str = "accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs \
@@ -80,6 +82,76 @@ fn overfitting_sees_the_same_batches_in_each_epoch() {
     let seen = seen.lock().unwrap();
     assert_eq!(seen[..2], seen[2..]);
     assert_eq!(seen[0], (0.0 + 1.0 + 2.0 + 3.0) / 2.0, "the first samples, in order");
+}
+
+/// Samples that are drawn, as random crops and transforms are.
+struct Drawn;
+
+impl Dataset for Drawn {
+    type Batch = Tensor;
+
+    fn len(&self) -> usize {
+        12
+    }
+
+    fn batch(&self, indices: &[usize], rng: &mut StdRng) -> anyhow::Result<Tensor> {
+        let values: Vec<f32> = indices.iter().flat_map(|_| [rng.random(), rng.random()]).collect();
+        Ok(Tensor::f_from_slice(&values)?.f_view([-1, 2])?)
+    }
+}
+
+/// An order of its own in each epoch, without saying so.
+#[derive(Debug)]
+struct Turning;
+
+impl Sampler for Turning {
+    fn num_samples(&self) -> usize {
+        12
+    }
+
+    fn indices(&self, _seed: u64, epoch: u64) -> anyhow::Result<Vec<usize>> {
+        Ok((0..12).map(|i| (i + epoch as usize) % 12).collect())
+    }
+}
+
+/// The loss of each batch of training (first) and validation, of three epochs that learn nothing.
+fn losses_of_epochs(
+    build: fn(TrainerBuilder) -> TrainerBuilder,
+    loader: &DataLoader<Tensor>,
+) -> (Vec<f64>, Vec<f64>) {
+    let seen = [(); 2].map(|()| std::sync::Arc::new(std::sync::Mutex::new(Vec::new())));
+    let [train, val] = seen.clone().map(|seen| {
+        let step: Box<Step> = Box::new(move |_, loss, _| {
+            seen.lock().unwrap().push(loss.detach().double_value(&[]));
+            Ok(loss)
+        });
+        step
+    });
+    let optimizers = Box::new(|| voltaic::optim::Sgd::new(0.0).into());
+    let mut net = Probe { train, validate: Some(val), optimizers, ..Probe::default() };
+    let mut trainer = build(silent().num_sanity_val_steps(0).max_epochs(3)).build().unwrap();
+    trainer.fit(&mut net, &mut Loaders::new().train(loader.clone()).val(loader.clone())).unwrap();
+    let [train, val] = seen.map(|seen| seen.lock().unwrap().clone());
+    (train, val)
+}
+
+#[test]
+fn overfitting_sees_the_same_batches_whatever_the_data_set_draws() {
+    let drawn = |workers| DataLoader::new(Drawn).batch_size(2).num_workers(workers).build().unwrap();
+    for loader in [drawn(0), drawn(2)] {
+        let (train, val) = losses_of_epochs(|t| t.overfit_batches(2_u64), &loader);
+        for seen in [train, val] {
+            assert_eq!((seen.len(), &seen[..2], &seen[..2]), (6, &seen[2..4], &seen[4..]));
+            assert_ne!(seen[0], seen[1]);
+        }
+        let (train, _) = losses_of_epochs(|t| t.limit_train_batches(2), &loader);
+        assert_ne!(train[..2], train[2..4], "without overfit_batches each epoch draws");
+    }
+    let x = Tensor::arange(24, (Kind::Float, tch::Device::Cpu)).reshape([12, 2]);
+    let turning =
+        DataLoader::new(TensorDataset::new(x).unwrap()).batch_size(2).sampler(Turning).build().unwrap();
+    let (train, _) = losses_of_epochs(|t| t.overfit_batches(0.5), &turning);
+    assert_eq!((train.len(), &train[..3], &train[..3]), (9, &train[3..6], &train[6..]));
 }
 
 #[test]
