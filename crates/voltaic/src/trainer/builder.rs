@@ -12,7 +12,7 @@ use super::lr_finder::LearningRateFinderConfig;
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::{TrainPlan, resolve};
 use super::session::Run;
-use super::{Trainer, global_seed, ranks};
+use super::{Trainer, contradictions, global_seed, ranks};
 use crate::accelerator::{Devices, accelerator};
 use crate::callback::{
     Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, TimeSpan, Timer,
@@ -190,6 +190,7 @@ impl TrainerBuilder {
         if let Some(limit) = plan.as_ref().and_then(|plan| plan.max_time) {
             self.callbacks.insert(0, Box::new(Timer::new(limit)));
         }
+        problems.extend(contradictions::of_displays(&self.config, &self.callbacks));
         problems.extend(repeated_plugins(&self.config.plugins, self.checkpoint_io.is_some()));
         if let Err(error) = self.add_defaults() {
             problems.extend(error.problems);
@@ -327,7 +328,8 @@ impl TrainerBuilder {
 
     /// What one process shows for all.
     fn add_displays(&mut self, is_global_zero: bool) {
-        if is_global_zero && self.config.enable_progress_bar.unwrap_or(true) {
+        let has_bar = self.callbacks.iter().any(|callback| is_a::<ProgressBar>(callback.as_ref()));
+        if is_global_zero && self.config.enable_progress_bar.unwrap_or(true) && !has_bar {
             self.callbacks.push(Box::new(ProgressBar::default()));
         }
         let has_summary = self.callbacks.iter().any(|callback| is_a::<ModelSummary>(callback.as_ref()));

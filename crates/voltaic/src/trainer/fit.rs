@@ -4,14 +4,14 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use super::anomaly::check_anomaly;
 use super::hooks::{BatchFacts, HookPoint, call_hook, call_shared_hook, hook_point};
 use super::manual::unscale;
 use super::plan::FitPlan;
 use super::session::Session;
 use crate::data::{Batch, DataLoader, EpochRange};
-use crate::error::{ConfigError, Error, Result};
+use crate::error::{ConfigError, Result};
 use crate::module::{HookContext, LightningModule};
-use crate::nn::ModuleExt;
 use crate::optim::{Interval, Optimizer};
 
 /// Loaders of a fit and what is known about them.
@@ -177,7 +177,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// Gradients of one batch from its loss, with automatic optimization. Returns the loss divided by the window's size.
     pub(super) fn backward(&mut self, loss: Tensor, window: Window, facts: BatchFacts) -> Result<Tensor> {
         check_loss(&loss)?;
-        self.check_anomaly("the loss", &loss)?;
+        check_anomaly(self.anomaly.as_ref(), "the loss", &loss, &self.run.progress)?;
         let called_hooks = self.graphs.called_hooks();
         if window.opens {
             if !called_hooks {
@@ -195,7 +195,6 @@ impl<M: LightningModule> Session<'_, M> {
             }
             let (mut parts, state, module) = self.parts();
             parts.backward(state, &*module, &facts, &loss, window.closes)?;
-            self.check_gradients()?;
         }
         Ok(loss)
     }
@@ -232,29 +231,6 @@ impl<M: LightningModule> Session<'_, M> {
             })?;
         }
         Ok(())
-    }
-
-    /// With `detect_anomaly`: an error if a tensor has NaN or infinity, with the operation that made it.
-    fn check_anomaly(&self, what: &str, tensor: &Tensor) -> Result<()> {
-        let Some(watch) = &self.anomaly else { return Ok(()) };
-        let is_finite = !tensor.defined() || tensor.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0; // sync point
-        if is_finite {
-            return Ok(());
-        }
-        let operation =
-            watch.take()?.unwrap_or_else(|| "none: the values came with the data or the weights".into());
-        let (epoch, global_step) = (self.run.progress.current_epoch, self.run.progress.global_step);
-        Err(Error::Anomaly { what: what.to_owned(), operation, epoch, global_step })
-    }
-
-    /// The same for all gradients; not with a gradient scaler, which leaves out such steps itself.
-    fn check_gradients(&self) -> Result<()> {
-        if self.anomaly.is_none() || self.run.grad_scaler.is_some() {
-            return Ok(());
-        }
-        self.module.named_parameters().into_iter().try_for_each(|(fqn, parameter)| {
-            self.check_anomaly(&format!("the gradient of {fqn}"), &parameter.grad())
-        })
     }
 
     /// Calls a method of the module with each optimizer.

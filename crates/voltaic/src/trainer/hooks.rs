@@ -11,6 +11,7 @@ use crate::data::Stage;
 use crate::device::Device;
 use crate::distributed::global_rank;
 use crate::error::{Error, Result};
+use crate::ffi::AnomalyWatch;
 use crate::module::{
     Action, HookContext, Level, LightningModule, Phase, Profiling, Progress, Requests, RunFacts, Scope,
     StepState,
@@ -142,6 +143,8 @@ pub(super) struct Parts<'a> {
     pub toggled: &'a mut Vec<(Parameter, bool)>,
     pub strategy: &'a mut dyn Strategy,
     pub agreed: &'a mut Votes,
+    /// There with `detect_anomaly`.
+    pub anomaly: Option<&'a AnomalyWatch>,
     /// The signal that this rank has received.
     pub signal: Option<&'static str>,
     pub device: Device,
@@ -262,6 +265,7 @@ impl<M: LightningModule> Session<'_, M> {
             toggled: &mut self.toggled,
             strategy: run.strategy.as_mut(),
             agreed: &mut run.agreed,
+            anomaly: self.anomaly.as_ref(),
             signal: self.signals.received(),
             device: self.plan.device,
             is_sanity_check: self.is_sanity_check,

@@ -3,6 +3,7 @@
 use tch::Tensor;
 
 use super::Trainer;
+use super::anomaly::check_anomaly;
 use super::graphed::GraphMode;
 use super::hooks::{BatchFacts, Parts, hook_point};
 use super::plan::TrainPlan;
@@ -20,7 +21,7 @@ pub(super) struct Manual<'a, M> {
 }
 
 /// Reborrows the state for one of several calls.
-fn again<'s>(state: &'s mut StepState<'_>) -> StepState<'s> {
+pub(super) fn again<'s>(state: &'s mut StepState<'_>) -> StepState<'s> {
     StepState { metrics: state.metrics, progress: state.progress }
 }
 
@@ -31,6 +32,7 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
 
     fn backward(&mut self, mut state: StepState<'_>, loss: &Tensor) -> Result<()> {
         let Self { parts, module, batch, .. } = self;
+        check_anomaly(parts.anomaly, "the loss", loss, state.progress)?;
         parts.shared_hook(
             again(&mut state),
             *module,

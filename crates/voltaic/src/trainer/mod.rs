@@ -2,11 +2,13 @@
 //!
 //! Start with `fit.rs`: it holds the whole training step in reading order.
 
+mod anomaly;
 mod batch_size_finder;
 mod builder;
 mod callbacks;
 mod checkpointing;
 mod config;
+mod contradictions;
 mod data_hooks;
 mod eval;
 mod fit;
@@ -160,6 +162,7 @@ impl Trainer {
                 "trainer.max_epochs is not set: training ends after 1000 epochs; -1 is for no limit"
             );
         }
+        self.say_what_has_no_effect();
         let mut data = Data(data);
         let mut session = self.session(module, &mut data, Stage::Fit)?;
         let result = fit_session(&mut session, optimizers, ckpt_path.as_deref());
@@ -310,6 +313,19 @@ impl Trainer {
     /// Folder of this run: where the first logger writes, else `default_root_dir`.
     pub fn log_dir(&self) -> &std::path::Path {
         &self.run.facts.log_dir
+    }
+
+    /// Once, on rank 0, and not in a trial, whose keys nobody has set.
+    fn say_what_has_no_effect(&self) {
+        if self.run.fits > 1 || self.plan.drops_schedulers || !self.is_global_zero() {
+            return;
+        }
+        if self.plan.fast_dev_run {
+            tracing::info!("fast_dev_run: a trial that logs and saves nothing");
+        }
+        for note in contradictions::without_effect(&self.config, &self.plan, self.run.facts.has_logger) {
+            tracing::warn!("{note}");
+        }
     }
 
     fn session<'a, M: LightningModule>(

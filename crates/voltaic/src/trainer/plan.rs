@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::config::{
     Deterministic, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
 };
+use super::contradictions;
 use super::graphed::GraphMode;
 use super::ranks::RankPlan;
 use crate::accelerator::Accelerator;
@@ -14,7 +15,6 @@ use crate::data::Stage;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
 use crate::ffi::DeterministicMode;
-use crate::logger::Loggers;
 use crate::optim::GradientClip;
 use crate::precision::{HpuPrecisionPlugin, OpLists, Precision, is_hmp};
 use crate::strategy::StrategyPlan;
@@ -202,8 +202,10 @@ pub(super) fn resolve(
         default_root_dir: config.default_root_dir.clone().unwrap_or_else(|| PathBuf::from(".")),
     };
     if config.barebones {
-        barebones(config, &mut plan, &mut problems);
+        contradictions::refuse_beside_barebones(config, &mut problems);
+        (plan.num_sanity_val_steps, plan.log_every_n_steps) = (Some(0), 0);
     }
+    contradictions::refuse(config, &plan, &mut problems);
     let overfit = problems.limit("overfit_batches", Some(config.overfit_batches));
     if !overfit.is_none() {
         plan = TrainPlan { limit_train: overfit, limit_val: overfit, overfits: true, ..plan };
@@ -288,31 +290,6 @@ fn trial(plan: TrainPlan, batches: u64) -> TrainPlan {
     }
 }
 
-/// A run without anything beside training; what asks for such a thing is a contradiction.
-fn barebones(config: &TrainerConfig, plan: &mut TrainPlan, problems: &mut Problems) {
-    let asked = [
-        ("fast_dev_run", config.fast_dev_run.batches().is_some()),
-        ("detect_anomaly", config.detect_anomaly),
-        ("log_every_n_steps", config.log_every_n_steps.is_some_and(|steps| steps > 0)),
-        ("num_sanity_val_steps", config.num_sanity_val_steps.is_some_and(|steps| steps != 0)),
-        ("save_on_signal", config.save_on_signal),
-        ("profiler", config.profiler.is_some()),
-        ("logger", config.logger.as_ref().is_some_and(Loggers::is_enabled)),
-        ("enable_checkpointing", config.enable_checkpointing == Some(true)),
-        ("enable_progress_bar", config.enable_progress_bar == Some(true)),
-        ("enable_model_summary", config.enable_model_summary == Some(true)),
-    ];
-    for (key, _) in asked.iter().filter(|(_, is_asked)| *is_asked) {
-        problems.add(
-            key,
-            "is set beside barebones=true, which switches it off".to_owned(),
-            "remove one of the two",
-        );
-    }
-    plan.num_sanity_val_steps = Some(0);
-    plan.log_every_n_steps = 0;
-}
-
 /// The part of the plan that the precision or its plugin decides.
 #[derive(Default)]
 struct PrecisionPlan {
@@ -386,8 +363,9 @@ fn precision_of(value: &serde_json::Value, accelerator: &str) -> Result<(Precisi
 }
 
 fn resolve_clip(config: &TrainerConfig, value: f64, problems: &mut Problems) -> Option<GradientClip> {
-    if value.is_nan() {
-        problems.add("gradient_clip_val", "NaN is no limit".to_owned(), "use a positive number");
+    if !(value.is_finite() && value >= 0.0) {
+        let what = format!("{value} is not a limit");
+        problems.add("gradient_clip_val", what, "use a positive number, or 0 to clip nothing");
     }
     (value > 0.0).then(|| match config.gradient_clip_algorithm.unwrap_or_default() {
         GradientClipAlgorithm::Norm => GradientClip::Norm(value),

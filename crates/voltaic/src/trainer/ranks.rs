@@ -3,8 +3,10 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use super::anomaly::check_gradients;
 use super::config::TrainerConfig;
 use super::hooks::{BatchFacts, Parts};
+use super::manual::again;
 use super::plan::{Problems, TrainPlan};
 use super::session::{Run, Session};
 use crate::accelerator::{Accelerator, Devices};
@@ -275,10 +277,11 @@ fn votes(signal: Option<&str>, requests: &Requests) -> Votes {
 }
 
 impl Parts<'_> {
-    /// The module's backward; with `syncs` all ranks have the mean gradients and know each other's votes afterwards.
+    /// The module's backward; with `syncs` all ranks have the mean gradients and know each other's votes afterwards. With
+    /// `detect_anomaly` the gradients are checked.
     pub(super) fn backward<M: LightningModule>(
         &mut self,
-        state: StepState<'_>,
+        mut state: StepState<'_>,
         module: &M,
         batch: &BatchFacts<'_>,
         loss: &tch::Tensor,
@@ -288,9 +291,13 @@ impl Parts<'_> {
         let loss = scaled.as_ref().unwrap_or(loss);
         let _action = self.profiling.of_strategy(self.strategy.name(), "backward")?;
         self.strategy.begin_backward(loss, syncs, votes(self.signal, self.requests))?;
-        let done = self.module_call(state, module, "backward", batch, |m, ctx| m.backward(loss, ctx));
+        let of_call = again(&mut state);
+        let done = self.module_call(of_call, module, "backward", batch, |m, ctx| m.backward(loss, ctx));
         *self.agreed = self.agreed.or(self.strategy.end_backward(done)?);
-        Ok(())
+        if self.grad_scaler.is_some() {
+            return Ok(()); // which leaves out steps whose gradients are not finite
+        }
+        check_gradients(self.anomaly, module, state.progress)
     }
 }
 

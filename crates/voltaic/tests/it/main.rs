@@ -16,6 +16,7 @@ mod cli;
 mod config;
 mod config_print;
 mod config_problems;
+mod contradictions;
 mod convert;
 mod data;
 mod data_sets;

@@ -216,6 +216,29 @@ pub fn plays(part: &str) -> bool {
     std::env::var(PART).is_ok_and(|value| value == part)
 }
 
+/// Exit code and standard error of the real `voltaic` in a folder of its own.
+pub fn voltaic(arguments: &[&str], variables: &[(&str, &str)]) -> (Option<i32>, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_voltaic"))
+        .args(arguments)
+        .envs(variables.iter().copied())
+        .current_dir(folder.path())
+        .output()
+        .unwrap();
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+/// A fit of a small network for one batch by the real `voltaic`.
+pub fn short_fit(arguments: &[&str], variables: &[(&str, &str)]) -> (Option<i32>, String) {
+    let short =
+        ["fit", "--model=Mlp", "--data=MnistData", "--data.batch_size=2", "--trainer.accelerator=cpu"];
+    let short = short.into_iter().chain(["--trainer.limit_train_batches=1", "--trainer.max_epochs=1"]);
+    let quiet =
+        ["--trainer.limit_val_batches=1", "--trainer.logger=false", "--trainer.enable_checkpointing=false"];
+    let arguments: Vec<&str> = short.chain(quiet).chain(arguments.iter().copied()).collect();
+    voltaic(&arguments, variables)
+}
+
 /// What a process printed, which must have ended well.
 pub fn text_of(output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

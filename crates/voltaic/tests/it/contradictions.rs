@@ -1,0 +1,171 @@
+//! Keys that contradict each other are refused; those that others leave without effect are named in the log.
+
+use voltaic::Error;
+use voltaic::callback::{ModelSummary, ProgressBar};
+use voltaic::trainer::{GradientClipAlgorithm, Trainer, TrainerBuilder};
+
+use crate::probe::{Probe, loaders, short_fit, silent};
+
+type Build = fn(TrainerBuilder) -> TrainerBuilder;
+
+fn refusal(build: Build) -> String {
+    build(silent()).build().err().map(|error| error.to_string()).unwrap_or_default()
+}
+
+#[test]
+fn a_limit_of_gradients_that_clips_nothing_is_refused() {
+    let cases: [(Build, &str); 5] = [
+        (
+            |t| t.gradient_clip_algorithm(GradientClipAlgorithm::Value),
+            "trainer.gradient_clip_algorithm: value without gradient_clip_val, so that nothing is clipped; set \
+             trainer.gradient_clip_val, or remove it",
+        ),
+        (
+            |t| t.gradient_clip_val(-1.0),
+            "trainer.gradient_clip_val: -1 is not a limit; use a positive number, or 0 to clip nothing",
+        ),
+        (|t| t.gradient_clip_val(f64::NAN), "trainer.gradient_clip_val: NaN is not a limit"),
+        (|t| t.gradient_clip_val(f64::INFINITY), "trainer.gradient_clip_val: inf is not a limit"),
+        // 0 switches clipping off, as in Lightning, whatever else a file says of it
+        (|t| t.gradient_clip_val(0.0).gradient_clip_algorithm(GradientClipAlgorithm::Norm), ""),
+    ];
+    for (build, expected) in cases {
+        let error = refusal(build);
+        assert!(error.starts_with(expected) && error.is_empty() == expected.is_empty(), "{error}");
+    }
+}
+
+#[test]
+fn a_minimum_above_the_maximum_is_refused() {
+    let error = refusal(|t| t.max_epochs(3).min_epochs(4_u64).max_steps(10).min_steps(11_u64));
+    let expected = "trainer.min_epochs: 4 is above max_epochs=3, at which training ends; use 3 or less, or a larger \
+                    trainer.max_epochs\ntrainer.min_steps: 11 is above max_steps=10, at which training ends; use 10 \
+                    or less, or a larger trainer.max_steps";
+    assert_eq!(error, expected);
+    let fine: [Build; 4] = [
+        |t| t.max_epochs(3).min_epochs(3_u64),
+        |t| t.max_epochs(-1).min_epochs(9_u64),
+        |t| t.max_steps(5).min_epochs(2000_u64),
+        |t| t.min_epochs(9_u64).max_epochs(9).fast_dev_run(true),
+    ];
+    fine.into_iter().for_each(|build| assert_eq!(refusal(build), ""));
+}
+
+#[test]
+fn a_display_cannot_be_given_and_switched_off() {
+    let error = Trainer::builder()
+        .enable_progress_bar(false)
+        .enable_model_summary(false)
+        .callback(ProgressBar::default())
+        .callback(ProgressBar::default())
+        .callback(ModelSummary::default())
+        .build()
+        .err()
+        .unwrap()
+        .to_string();
+    for expected in [
+        "trainer.enable_progress_bar: false, but the callback ProgressBar is given; remove one of the two",
+        "trainer.enable_model_summary: false, but the callback ModelSummary is given; remove one of the two",
+        "trainer.callbacks: 2 callbacks of type ProgressBar; give one",
+    ] {
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn anomalies_are_found_with_manual_optimization_too() {
+    use voltaic::module::{LightningModule, StepContext};
+    use voltaic::optim::Optimizers;
+    use voltaic::{Kind, Module, Tensor};
+
+    #[derive(Module)]
+    struct Manual {
+        inner: Probe,
+        #[module(skip)]
+        of_gradient: bool,
+    }
+    impl LightningModule for Manual {
+        type Batch = Tensor;
+        fn automatic_optimization(&self) -> bool {
+            false
+        }
+        fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+            let zero = self.inner.weight.tensor() * 0.0;
+            let bad = if self.of_gradient { zero.sqrt() } else { zero.log() };
+            let loss = bad.sum(Kind::Float) + batch.mean(Kind::Float);
+            ctx.manual_backward(&loss)?;
+            Ok(ctx.no_loss())
+        }
+        fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+            self.inner.configure_optimizers()
+        }
+    }
+    for (of_gradient, expected) in
+        [(false, "the loss is not finite"), (true, "the gradient of inner.weight is not finite")]
+    {
+        let mut net = Manual { inner: Probe::default(), of_gradient };
+        let fit = |anomaly: bool, net: &mut Manual| {
+            let builder = silent().max_epochs(1).limit_val_batches(0).detect_anomaly(anomaly);
+            builder.build().unwrap().fit(net, &mut loaders())
+        };
+        let error = fit(true, &mut net).unwrap_err();
+        let Error::Hook { source, .. } = &error else { panic!("{error}") };
+        assert!(matches!(source.downcast_ref(), Some(Error::Anomaly { .. })), "{error}");
+        assert!(format!("{error:#} {source:#}").contains(expected), "{source:#}");
+        fit(false, &mut net).unwrap();
+    }
+}
+
+#[test]
+fn what_has_no_effect_is_named_in_the_log() {
+    let off = "switches validation off";
+    let cases: [(&[&str], &[&str]); 6] = [
+        (&[], &[]),
+        (
+            &["--trainer.overfit_batches=1"],
+            &[
+                "limit_train_batches has no effect: overfit_batches",
+                "limit_val_batches has no effect: overfit",
+            ],
+        ),
+        (
+            &[
+                "--trainer.limit_val_batches=0",
+                "--trainer.val_check_interval=1",
+                "--trainer.num_sanity_val_steps=1",
+            ],
+            &[
+                &format!("val_check_interval has no effect: limit_val_batches=0 {off}"),
+                &format!("num_sanity_val_steps has no effect: limit_val_batches=0 {off}"),
+            ],
+        ),
+        (
+            &[
+                "--trainer.log_every_n_steps=1",
+                "--trainer.benchmark=true",
+                "--trainer.check_val_every_n_epoch=2",
+            ],
+            &[
+                "log_every_n_steps has no effect: there is no logger",
+                "benchmark has no effect: cuDNN runs on cuda only, not on cpu",
+                "check_val_every_n_epoch has no effect: 2 is above max_epochs=1: nothing is validated",
+            ],
+        ),
+        (
+            &["--trainer.fast_dev_run=true"],
+            &["fast_dev_run: a trial that logs and saves nothing", "max_epochs has no effect: fast_dev_run"],
+        ),
+        (&["--trainer.gradient_clip_val=1", "--trainer.num_sanity_val_steps=0"], &[]),
+    ];
+    for (arguments, expected) in cases {
+        let (code, log) = short_fit(arguments, &[]);
+        assert_eq!(code, Some(0), "{log}");
+        for expected in expected {
+            assert_eq!(log.matches(expected).count(), 1, "{arguments:?} {expected}: {log}");
+        }
+        assert_eq!(
+            log.matches("has no effect").count(),
+            expected.iter().filter(|e| e.contains("has")).count()
+        );
+    }
+}
