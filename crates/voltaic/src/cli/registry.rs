@@ -9,7 +9,8 @@ use serde_json::{Map, Value, json};
 
 use super::outcome::config_error;
 use super::request::RunRequest;
-use crate::error::ConfigError;
+use crate::config::Survey;
+use crate::error::{ConfigError, ConfigProblem};
 
 /// A model or data module that is made from configuration keys.
 ///
@@ -27,8 +28,9 @@ pub trait FromConfig: Sized + 'static {
     fn from_config(config: Self::Config) -> anyhow::Result<Self>;
 }
 
-type Run = Box<dyn Fn(&RunRequest, Box<dyn Any>) -> anyhow::Result<()>>;
+type Run = Box<dyn Fn(&RunRequest, Box<dyn Any>, Box<dyn Any>) -> anyhow::Result<()>>;
 type Build = Box<dyn Fn(&RunRequest) -> anyhow::Result<Box<dyn Any>>>;
+type Check = Box<dyn Fn(&RunRequest) -> Result<(), ConfigError>>;
 
 /// What the registry knows of a model or data module: its keys, and what fits together.
 pub(super) struct Class {
@@ -52,15 +54,29 @@ struct Section {
 /// Models and data modules by name, and the sections of the configuration.
 pub struct Registry {
     sections: Vec<Section>,
-    models: Vec<(Class, Run)>,
+    models: Vec<Model>,
     data: Vec<(Class, Build)>,
+    checks: Vec<(Vec<&'static str>, Check)>,
     seed: Box<dyn Fn(u64) -> anyhow::Result<()>>,
+}
+
+/// How a model is made, and what runs it with its data.
+struct Model {
+    class: Class,
+    build: Build,
+    run: Run,
 }
 
 impl Registry {
     /// A registry without models, data and sections.
     pub fn empty() -> Self {
-        Self { sections: Vec::new(), models: Vec::new(), data: Vec::new(), seed: Box::new(|_| Ok(())) }
+        Self {
+            sections: Vec::new(),
+            models: Vec::new(),
+            data: Vec::new(),
+            checks: Vec::new(),
+            seed: Box::new(|_| Ok(())),
+        }
     }
 
     /// Adds a section that is always there, with its type's default, such as `trainer`.
@@ -99,6 +115,18 @@ impl Registry {
         self
     }
 
+    /// Adds a closer look at some sections, done before model and data are made, so that what it finds is reported
+    /// together with their problems. Left out if one of the sections is so wrong that it has no value.
+    #[must_use]
+    pub fn check_with(
+        mut self,
+        sections: &[&'static str],
+        check: impl Fn(&RunRequest) -> Result<(), ConfigError> + 'static,
+    ) -> Self {
+        self.checks.push((sections.to_vec(), Box::new(check)));
+        self
+    }
+
     /// Adds a model together with what runs it.
     ///
     /// `D` is the seam to the data, such as `dyn DataModule<Batch = B>`: only data registered with the same `D` reaches
@@ -111,16 +139,20 @@ impl Registry {
         run: impl Fn(&RunRequest, &mut M, &mut D) -> anyhow::Result<()> + 'static,
     ) -> Self {
         let class = Class::new::<M, D>(name, batch);
-        let own_name = name.to_owned();
-        let run = move |request: &RunRequest, data: Box<dyn Any>| {
+        let (for_build, for_run) = (name.to_owned(), name.to_owned());
+        let build = move |request: &RunRequest| {
+            Ok(Box::new(make::<M>("model", &for_build, request)?) as Box<dyn Any>)
+        };
+        let run = move |request: &RunRequest, model: Box<dyn Any>, data: Box<dyn Any>| {
             let mut data = data.downcast::<Box<D>>().map_err(|_| {
-                anyhow::anyhow!("data for {own_name} is no {}; register both with one type", type_name::<D>())
+                anyhow::anyhow!("data for {for_run} is no {}; register both with one type", type_name::<D>())
             })?;
-            let mut model: M = make("model", &own_name, request)?;
+            let mut model =
+                model.downcast::<M>().map_err(|_| anyhow::anyhow!("{for_run} is no {}", type_name::<M>()))?;
             run(request, &mut model, &mut data)
         };
-        self.models.retain(|(class, _)| class.name != name);
-        self.models.push((class, Box::new(run)));
+        self.models.retain(|model| model.class.name != name);
+        self.models.push(Model { class, build: Box::new(build), run: Box::new(run) });
         self
     }
 
@@ -143,7 +175,7 @@ impl Registry {
     }
 
     pub(super) fn models(&self) -> impl Iterator<Item = &Class> {
-        self.models.iter().map(|(class, _)| class)
+        self.models.iter().map(|model| &model.class)
     }
 
     pub(super) fn data_modules(&self) -> impl Iterator<Item = &Class> {
@@ -200,46 +232,103 @@ impl Registry {
         json!({"type": "object", "properties": properties, "additionalProperties": false, "$defs": definitions})
     }
 
-    /// Makes model and data, and runs them.
-    pub(super) fn execute(&self, request: &RunRequest) -> anyhow::Result<()> {
+    /// Checks all sections, makes model and data, and runs them.
+    ///
+    /// # Errors
+    /// All problems of the configuration together: those found already, of the sections, of model and data.
+    pub(super) fn execute(&self, request: &RunRequest, mut survey: Survey) -> anyhow::Result<()> {
+        for (sections, check) in &self.checks {
+            if sections.iter().all(|section| survey.is_usable(section))
+                && let Err(mut error) = check(request)
+            {
+                request.origins().annotate(&mut error);
+                survey.add(error.problems);
+            }
+        }
+        if survey.problems.is_empty()
+            && let Some(seed) = request.seed()
+        {
+            (self.seed)(seed)?;
+        }
+        let chosen = self.chosen(request);
+        let (model, data) = match chosen {
+            Ok((model, build_data)) => {
+                // data first, since a model may take random numbers
+                let data = survey.is_usable("data").then(|| build_data(request));
+                let model_is_usable = survey.is_usable("model");
+                let data = take(data, &mut survey)?;
+                let built = take(model_is_usable.then(|| (model.build)(request)), &mut survey)?;
+                (built.map(|built| (model, built)), data)
+            }
+            Err(error) => {
+                let is_usable = |problem: &ConfigProblem| survey.is_usable(&problem.key);
+                let found = error.problems.into_iter().filter(is_usable).collect();
+                survey.add(found);
+                (None, None)
+            }
+        };
+        match (model, data) {
+            (Some((model, built)), Some(data)) if survey.problems.is_empty() => {
+                (model.run)(request, built, data)
+            }
+            _ => Err(ConfigError { problems: survey.problems }.into()),
+        }
+    }
+
+    /// The model and the data module that the configuration names, if they fit together.
+    fn chosen(&self, request: &RunRequest) -> Result<(&Model, &Build), ConfigError> {
         let (model_name, data_name) = (request.class("model"), request.class("data"));
         if let (Err(first), Err(second)) = (&model_name, &data_name) {
             let problems = first.problems.iter().chain(&second.problems).cloned().collect();
-            return Err(ConfigError { problems }.into());
+            return Err(ConfigError { problems });
         }
         let (model_name, data_name) = (model_name?, data_name?);
         let unknown = |key: &str, name: &str| {
             let what = format!("`{name}` is not registered");
             request.problem(key, what, "choose a name that `models` lists".to_owned())
         };
-        let find = |class: &Class, name: &str| class.name == name;
-        let (model, run) = self
+        let model = self
             .models
             .iter()
-            .find(|(class, _)| find(class, model_name))
+            .find(|model| model.class.name == model_name)
             .ok_or_else(|| unknown("model", model_name))?;
         let (data, build) = self
             .data
             .iter()
-            .find(|(class, _)| find(class, data_name))
+            .find(|(class, _)| class.name == data_name)
             .ok_or_else(|| unknown("data", data_name))?;
-        if model.seam != data.seam {
+        if model.class.seam != data.seam {
             let what = format!(
                 "{data_name} gives batches of {}, but {model_name} takes {}",
-                data.batch, model.batch
+                data.batch, model.class.batch
             );
-            let fitting = self.data_for(model);
+            let fitting = self.data_for(&model.class);
             let remedy = match fitting.as_slice() {
-                [] => format!("register data with batches of {}", model.batch),
+                [] => format!("register data with batches of {}", model.class.batch),
                 names => format!("choose --data={}", names.join(" or --data=")),
             };
-            return Err(request.problem("data", what, remedy).into());
+            return Err(request.problem("data", what, remedy));
         }
-        if let Some(seed) = request.seed() {
-            (self.seed)(seed)?;
-        }
-        let data = build(request)?;
-        run(request, data)
+        Ok((model, build))
+    }
+}
+
+/// What was made, if anything; the problems of its keys go to the others, and hide other failures.
+fn take(
+    made: Option<anyhow::Result<Box<dyn Any>>>,
+    survey: &mut Survey,
+) -> anyhow::Result<Option<Box<dyn Any>>> {
+    match made {
+        None => Ok(None),
+        Some(Ok(made)) => Ok(Some(made)),
+        Some(Err(error)) => match config_error(&error) {
+            Some(config) => {
+                survey.add(config.problems.clone());
+                Ok(None)
+            }
+            None if survey.problems.is_empty() => Err(error),
+            None => Ok(None),
+        },
     }
 }
 

@@ -44,7 +44,7 @@ pub struct RunRequest {
 }
 
 impl RunRequest {
-    pub(super) fn new(verb: Verb, mut settings: Settings) -> Result<Self, ConfigError> {
+    pub(super) fn new(verb: Verb, mut settings: Settings) -> Self {
         let seed = match settings.tree.get("seed_everything") {
             Some(Value::Bool(true)) => Some(0),
             Some(Value::Number(number)) => number.as_u64(),
@@ -54,7 +54,7 @@ impl RunRequest {
         if let (Some(seed), Some(entry)) = (seed, settings.tree.get_mut("seed_everything")) {
             *entry = Value::from(seed);
         }
-        Ok(Self { verb, settings, seed })
+        Self { verb, settings, seed }
     }
 
     /// What to do.

@@ -6,13 +6,14 @@ use std::path::Path;
 use super::{FromConfig, Registry, RunRequest, Verb};
 use crate::checkpoint::write_atomically;
 use crate::data::{DataModule, MnistData, MnistDataConfig, ShakespeareData, ShakespeareDataConfig};
+use crate::error::ConfigError;
 use crate::models::{
     Classifier, ConvNet, ConvNetConfig, Gpt, GptConfig, LeNet, LeNetConfig, Mlp, MlpConfig, ResNet18,
     ResNet18Config,
 };
 use crate::module::LightningModule;
 use crate::optim::OptimizerConfig;
-use crate::trainer::{LrSchedulerSettings, Trainer, TrainerConfig, seed_everything};
+use crate::trainer::{LrSchedulerSettings, Trainer, TrainerBuilder, TrainerConfig, seed_everything};
 
 impl Registry {
     /// A registry for training, without models and data.
@@ -21,6 +22,7 @@ impl Registry {
             .section::<TrainerConfig>("trainer", "The trainer.")
             .optional_section::<OptimizerConfig>("optimizer", "Optimizer in place of the model's own.")
             .optional_section::<LrSchedulerSettings>("lr_scheduler", "Learning rate schedule of `optimizer`.")
+            .check_with(&["trainer", "optimizer", "lr_scheduler"], |request| builder(request)?.check())
             .seed_with(|seed| Ok(seed_everything(seed)?))
     }
 
@@ -116,7 +118,7 @@ fn run<M: LightningModule>(
     model: &mut M,
     data: &mut dyn DataModule<Batch = M::Batch>,
 ) -> anyhow::Result<()> {
-    let mut trainer = trainer(request)?;
+    let mut trainer = builder(request)?.build()?;
     if let Some(path) = request.ckpt_path() {
         trainer.ckpt_path(path);
     }
@@ -147,28 +149,24 @@ fn run<M: LightningModule>(
     Ok(())
 }
 
-fn trainer(request: &RunRequest) -> anyhow::Result<Trainer> {
+fn builder(request: &RunRequest) -> Result<TrainerBuilder, ConfigError> {
     let mut config: TrainerConfig = request.section("trainer")?;
     if request.verb() != Verb::Fit {
         // nothing is trained, so there is no run to log
         config.logger = Some(false.into());
     }
-    let mut builder = Trainer::builder().config(config);
+    let builder = Trainer::builder().config(config);
     let optimizer: Option<OptimizerConfig> = request.section("optimizer")?;
     let lr_scheduler: Option<LrSchedulerSettings> = request.section("lr_scheduler")?;
     match (optimizer, lr_scheduler) {
-        (Some(optimizer), lr_scheduler) => builder = builder.optimizer(optimizer, lr_scheduler),
-        (None, Some(_)) => {
-            return Err(crate::error::ConfigError::new(
-                "lr_scheduler",
-                "given without an optimizer, whose learning rate it would set",
-                "add --optimizer, for example --optimizer=AdamW --optimizer.lr=0.001",
-            )
-            .into());
-        }
-        (None, None) => {}
+        (Some(optimizer), lr_scheduler) => Ok(builder.optimizer(optimizer, lr_scheduler)),
+        (None, Some(_)) => Err(ConfigError::new(
+            "lr_scheduler",
+            "given without an optimizer, whose learning rate it would set",
+            "add --optimizer, for example --optimizer=AdamW --optimizer.lr=0.001",
+        )),
+        (None, None) => Ok(builder),
     }
-    Ok(builder.build()?)
 }
 
 /// Keeps the whole configuration beside the run, ready to be given to `--config`.

@@ -13,8 +13,14 @@ use crate::error::ConfigProblem;
 /// More keys than this are not listed in an error.
 const MAX_LISTED: usize = 16;
 
+/// A problem, and the key of the tree that it is about: `ConfigProblem::key` is as its author would type it.
+pub(super) struct Found {
+    pub key: String,
+    pub problem: ConfigProblem,
+}
+
 /// All problems of `node`, in the order of the tree.
-pub(super) fn check(node: &Node, view: &View<'_>) -> Vec<ConfigProblem> {
+pub(super) fn check(node: &Node, view: &View<'_>) -> Vec<Found> {
     let mut checker = Checker { root: view.clone(), problems: Vec::new() };
     checker.visit(node, view, "");
     checker.problems
@@ -22,17 +28,13 @@ pub(super) fn check(node: &Node, view: &View<'_>) -> Vec<ConfigProblem> {
 
 struct Checker<'s> {
     root: View<'s>,
-    problems: Vec<ConfigProblem>,
+    problems: Vec<Found>,
 }
 
 impl Checker<'_> {
     fn report(&mut self, key: &str, origin: &Origin, what: String, remedy: String) {
-        self.problems.push(ConfigProblem {
-            key: origin.typed_key(key),
-            origin: origin.label(),
-            what,
-            remedy,
-        });
+        let problem = ConfigProblem { key: origin.typed_key(key), origin: origin.label(), what, remedy };
+        self.problems.push(Found { key: key.to_owned(), problem });
     }
 
     fn visit(&mut self, node: &Node, view: &View<'_>, key: &str) {

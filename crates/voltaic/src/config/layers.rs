@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::assign::{Assignment, apply};
-use super::check::check;
+use super::check::{Found, check};
 use super::defaults::{fill, prune};
 use super::emit::{to_commented_yaml, to_yaml};
 use super::merge::{Remarks, merge};
@@ -52,6 +52,37 @@ pub struct Settings {
     pub tree: Value,
     /// What the user should know although it is no error, one sentence each.
     pub notes: Vec<String>,
+}
+
+/// A configuration with its problems.
+#[derive(Debug, Clone)]
+pub(crate) struct Survey {
+    /// The tree without what is wrong.
+    pub settings: Settings,
+    /// What is wrong.
+    pub problems: Vec<ConfigProblem>,
+    /// Keys whose sections cannot be used even so.
+    unusable: Vec<String>,
+    /// Keys that have their defaults in place of what was set.
+    dropped: Vec<String>,
+}
+
+impl Survey {
+    /// Whether a section, such as `trainer`, can be looked at more closely.
+    pub fn is_usable(&self, section: &str) -> bool {
+        !self.unusable.iter().any(|key| key.split('.').next() == Some(section))
+    }
+
+    /// Adds what a closer look has found, but for what may come of a default in place of what was set.
+    pub fn add(&mut self, found: Vec<ConfigProblem>) {
+        let dropped: Vec<&str> = self.dropped.iter().filter_map(|key| key.rsplit('.').next()).collect();
+        let is_own = |problem: &ConfigProblem| {
+            let text = problem.to_string();
+            let mut words = text.split(|c: char| !(c.is_alphanumeric() || c == '_'));
+            !words.any(|word| dropped.contains(&word))
+        };
+        self.problems.extend(found.into_iter().filter(is_own));
+    }
 }
 
 /// How [`Layers::print_config`] writes.
@@ -169,16 +200,36 @@ impl Layers {
     /// # Errors
     /// All problems together: unreadable sources, or else unknown keys, wrong types and missing values.
     pub fn settle(&self) -> Result<Settings, ConfigError> {
+        let Survey { settings, problems, .. } = self.survey()?;
+        if problems.is_empty() { Ok(settings) } else { Err(ConfigError { problems }) }
+    }
+
+    /// As [`Layers::settle`], but with the problems beside the tree, for those who have more to check: what is wrong has
+    /// its default in the tree.
+    ///
+    /// # Errors
+    /// Sources that cannot be read, all together.
+    pub(crate) fn survey(&self) -> Result<Survey, ConfigError> {
         if !self.unreadable.is_empty() {
             return Err(ConfigError { problems: self.unreadable.clone() });
         }
-        let tree = self.filled();
+        let view = View::new(&self.schema);
+        let mut tree = self.filled();
         let mut problems = self.remarks.problems.clone();
-        problems.extend(check(&tree, &View::new(&self.schema)));
-        if !problems.is_empty() {
-            return Err(ConfigError { problems });
+        let mut unusable: Vec<String> = problems.iter().map(|problem| problem.key.clone()).collect();
+        let mut dropped = Vec::new();
+        for Found { key, problem } in check(&tree, &view) {
+            tree.remove(&key);
+            dropped.push(key);
+            problems.push(problem);
         }
-        Ok(Settings { origins: tree.origins(), tree: tree.to_value(), notes: self.remarks.notes.clone() })
+        if !dropped.is_empty() {
+            fill(&mut tree, &view, view.default);
+            unusable.extend(check(&tree, &view).into_iter().map(|found| found.key));
+        }
+        let settings =
+            Settings { origins: tree.origins(), tree: tree.to_value(), notes: self.remarks.notes.clone() };
+        Ok(Survey { settings, problems, unusable, dropped })
     }
 
     /// The configuration as a `T`.

@@ -52,4 +52,5 @@ pub use layers::{Layers, Loaded, PrintConfig, Settings, deserialize_at, schema_o
 pub use node::{Origin, Origins};
 
 pub(crate) use emit::{first_paragraph, inline, wrap};
+pub(crate) use layers::Survey;
 pub(crate) use suggest::nearest;

@@ -80,11 +80,15 @@ impl Origins {
     /// Adds the origin to each problem whose key was set by the user and that names none yet.
     pub fn annotate(&self, error: &mut ConfigError) {
         for problem in &mut error.problems {
-            if problem.origin.is_empty()
-                && let Some(origin) = self.get(&problem.key)
-            {
+            if !problem.origin.is_empty() {
+                continue;
+            }
+            // a class knows its arguments without the `init_args` above them
+            let argument = problem.key.split_once('.').map(|(at, key)| format!("{at}.init_args.{key}"));
+            let known = [Some(problem.key.clone()), argument].into_iter().flatten();
+            if let Some((key, origin)) = known.filter_map(|key| self.0.get_key_value(&key)).next() {
                 problem.origin = origin.label();
-                problem.key = origin.typed_key(&problem.key);
+                problem.key = origin.typed_key(key);
             }
         }
     }
@@ -157,6 +161,28 @@ impl Node {
 
     pub fn get(&self, key: &str) -> Option<&Node> {
         self.entries()?.iter().find(|(k, _)| k == key).map(|(_, node)| node)
+    }
+
+    /// Takes out what is at a dotted key; an element of a list leaves null, so that the others keep their numbers.
+    pub fn remove(&mut self, key: &str) {
+        let (part, rest) = key.split_once('.').map_or((key, None), |(part, rest)| (part, Some(rest)));
+        let element = part.parse::<usize>().ok();
+        match (&mut self.data, rest) {
+            (Data::Map(entries), None) => entries.retain(|(name, _)| name != part),
+            (Data::Map(entries), Some(rest)) => {
+                let child = entries.iter_mut().find(|(name, _)| name == part);
+                child.into_iter().for_each(|(_, child)| child.remove(rest));
+            }
+            (Data::List(items), rest) => {
+                let item = element.and_then(|index| items.get_mut(index));
+                match (item, rest) {
+                    (Some(item), Some(rest)) => item.remove(rest),
+                    (Some(item), None) => *item = Self::scalar(Value::Null, item.origin.clone()),
+                    (None, _) => {}
+                }
+            }
+            (Data::Scalar { .. }, _) => {}
+        }
     }
 
     /// The child `key`, made as null if absent; a node that is no mapping becomes an empty one.

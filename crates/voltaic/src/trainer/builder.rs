@@ -13,7 +13,7 @@ use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::{TrainPlan, resolve};
 use super::session::Run;
 use super::{Trainer, contradictions, global_seed, ranks};
-use crate::accelerator::{Devices, accelerator};
+use crate::accelerator::{Accelerator, Devices, accelerator};
 use crate::callback::{
     Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, TimeSpan, Timer,
 };
@@ -160,48 +160,7 @@ impl TrainerBuilder {
     /// if `VOLTAIC_HOST_POOL` or `VOLTAIC_CPU_KERNELS` has a value it cannot have.
     pub fn build(mut self) -> Result<Trainer> {
         ffi::check_libtorch()?;
-        let mut problems = Vec::new();
-        let accelerator = accelerator(&self.config.accelerator);
-        let mut plan = match resolve(&self.config, accelerator.as_deref()) {
-            Ok(plan) => Some(plan),
-            Err(error) => {
-                problems.extend(error.problems);
-                None
-            }
-        };
-        problems.extend(self.build_callbacks());
-        let has_timer = self.callbacks.iter().any(|callback| is_a::<Timer>(callback.as_ref()));
-        if let Some(plan) = plan.as_mut().filter(|plan| has_timer && !plan.fast_dev_run)
-            && self.config.max_epochs.is_none()
-        {
-            plan.max_epochs = None; // the time is the limit
-        }
-        if self.config.barebones && !self.loggers.is_empty() {
-            let what = "barebones=true switches logging off, but the builder was given a logger";
-            problems.push(ConfigProblem::new("trainer.logger", what, "remove one of the two"));
-        }
-        problems.extend(self.build_profiler().err().into_iter().flat_map(|error| error.problems));
-        if self.config.barebones {
-            self.config.logger = Some(Loggers::Flag(false));
-            self.config.enable_checkpointing = Some(false);
-            self.config.enable_progress_bar = Some(false);
-            self.config.enable_model_summary = Some(false);
-        }
-        if let Some(limit) = plan.as_ref().and_then(|plan| plan.max_time) {
-            self.callbacks.insert(0, Box::new(Timer::new(limit)));
-        }
-        problems.extend(contradictions::of_displays(&self.config, &self.callbacks));
-        problems.extend(repeated_plugins(&self.config.plugins, self.checkpoint_io.is_some()));
-        if let Err(error) = self.add_defaults() {
-            problems.extend(error.problems);
-        }
-        problems.extend(same_state_keys(&self.callbacks));
-        if self.loggers.is_empty() && !self.config.loggers().is_enabled() {
-            problems.extend(without_logger(&self.callbacks));
-        }
-        let (Some(mut plan), Ok(accelerator), true) = (plan, accelerator, problems.is_empty()) else {
-            return Err(ConfigError { problems }.into());
-        };
+        let (mut plan, accelerator) = self.resolve()?;
         let strategy = ranks::join(&self.config, &mut plan, accelerator.as_ref())?;
         let world = strategy.world().clone();
         self.add_displays(world.is_global_zero());
@@ -240,6 +199,69 @@ impl TrainerBuilder {
             drops_predictions: false,
             graphs: GraphReport::default(),
         })
+    }
+
+    /// Checks everything that can be known without the other ranks. Makes nothing, and says nothing in the log: that is
+    /// for [`TrainerBuilder::build`].
+    ///
+    /// # Errors
+    /// All problems of the configuration together.
+    pub fn check(mut self) -> Result<(), ConfigError> {
+        let silence = tracing::subscriber::NoSubscriber::default();
+        tracing::subscriber::with_default(silence, || self.resolve()).map(drop)
+    }
+
+    /// The plan, with callbacks and profiler made, or all problems of the configuration.
+    fn resolve(&mut self) -> Result<(TrainPlan, Box<dyn Accelerator>), ConfigError> {
+        let mut problems = Vec::new();
+        let accelerator = accelerator(&self.config.accelerator);
+        let mut plan = match resolve(&self.config, accelerator.as_deref()) {
+            Ok(plan) => Some(plan),
+            Err(error) => {
+                problems.extend(error.problems);
+                None
+            }
+        };
+        problems.extend(self.build_callbacks());
+        let has_timer = self.callbacks.iter().any(|callback| is_a::<Timer>(callback.as_ref()));
+        if let Some(plan) = plan.as_mut().filter(|plan| has_timer && !plan.fast_dev_run)
+            && self.config.max_epochs.is_none()
+        {
+            plan.max_epochs = None; // the time is the limit
+        }
+        if let Some(plan) = &plan {
+            problems.extend(contradictions::of_limits(&self.config, plan));
+        }
+        if self.config.barebones && !self.loggers.is_empty() {
+            let what = "barebones=true switches logging off, but the builder was given a logger";
+            problems.push(ConfigProblem::new("trainer.logger", what, "remove one of the two"));
+        }
+        problems.extend(self.build_profiler().err().into_iter().flat_map(|error| error.problems));
+        if self.config.barebones {
+            self.config.logger = Some(Loggers::Flag(false));
+            self.config.enable_checkpointing = Some(false);
+            self.config.enable_progress_bar = Some(false);
+            self.config.enable_model_summary = Some(false);
+        }
+        if let Some(limit) = plan.as_ref().and_then(|plan| plan.max_time) {
+            self.callbacks.insert(0, Box::new(Timer::new(limit)));
+        }
+        problems.extend(contradictions::of_displays(&self.config, &self.callbacks));
+        problems.extend(repeated_plugins(&self.config.plugins, self.checkpoint_io.is_some()));
+        if let Err(error) = self.add_defaults() {
+            problems.extend(error.problems);
+        }
+        problems.extend(same_state_keys(&self.callbacks));
+        if self.loggers.is_empty() && !self.config.loggers().is_enabled() {
+            problems.extend(without_logger(&self.callbacks));
+        }
+        if let Some(given) = &self.optimizers {
+            problems.extend(given.problems());
+        }
+        match (plan, accelerator) {
+            (Some(plan), Ok(accelerator)) if problems.is_empty() => Ok((plan, accelerator)),
+            _ => Err(ConfigError { problems }),
+        }
     }
 
     /// Builds the callbacks of the configuration.

@@ -9,27 +9,34 @@ use crate::error::ConfigProblem;
 use crate::logger::Loggers;
 
 /// What cannot be meant together.
-pub(super) fn refuse(config: &TrainerConfig, plan: &TrainPlan, problems: &mut Problems) {
+pub(super) fn refuse(config: &TrainerConfig, problems: &mut Problems) {
     if let (Some(algorithm), None) = (config.gradient_clip_algorithm, config.gradient_clip_val) {
         let what =
             format!("{algorithm:?} without gradient_clip_val, so that nothing is clipped").to_lowercase();
         problems.add("gradient_clip_algorithm", what, "set trainer.gradient_clip_val, or remove it");
     }
-    if config.fast_dev_run.batches().is_some() {
-        return; // it has limits of its own
+}
+
+/// Minima above the maxima, at which training ends.
+pub(super) fn of_limits(config: &TrainerConfig, plan: &TrainPlan) -> Vec<ConfigProblem> {
+    if plan.fast_dev_run {
+        return Vec::new(); // it has limits of its own
     }
     let limits = [
         ("min_epochs", config.min_epochs, "max_epochs", plan.max_epochs),
         ("min_steps", config.min_steps, "max_steps", plan.max_steps),
     ];
+    let mut problems = Vec::new();
     for (min_key, min, max_key, max) in limits {
         if let (Some(min), Some(max)) = (min, max)
             && min > max
         {
             let what = format!("{min} is above {max_key}={max}, at which training ends");
-            problems.add(min_key, what, &format!("use {max} or less, or a larger trainer.{max_key}"));
+            let remedy = format!("use {max} or less, or a larger trainer.{max_key}");
+            problems.push(ConfigProblem::new(format!("trainer.{min_key}"), what, remedy));
         }
     }
+    problems
 }
 
 /// What asks for something that `barebones` switches off.
@@ -95,7 +102,7 @@ pub(super) fn without_effect(config: &TrainerConfig, plan: &TrainPlan, has_logge
             note(key, "fast_dev_run sets the limits".to_owned());
         }
     } else {
-        of_limits(config, plan, &mut note);
+        idle_limits(config, plan, &mut note);
         if config.log_every_n_steps.is_some_and(|steps| steps > 0) && !has_logger {
             note("log_every_n_steps", "there is no logger".to_owned());
         }
@@ -114,7 +121,7 @@ pub(super) fn without_effect(config: &TrainerConfig, plan: &TrainPlan, has_logge
 }
 
 /// The same of limits and of when validation is due.
-fn of_limits(config: &TrainerConfig, plan: &TrainPlan, note: &mut impl FnMut(&str, String)) {
+fn idle_limits(config: &TrainerConfig, plan: &TrainPlan, note: &mut impl FnMut(&str, String)) {
     if plan.overfits {
         let limits = [
             ("limit_train_batches", config.limit_train_batches),

@@ -2,14 +2,16 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use tch::Tensor;
 
 use super::guard::guarded;
 use super::manual;
 use super::session::Session;
-use crate::error::{ConfigError, Result};
+use crate::error::{ConfigError, ConfigProblem, Error, Result};
 use crate::module::LightningModule;
+use crate::nn::{Module, Parameter};
 use crate::optim::{
-    ActiveLrScheduler, Interval, LrSchedulerConfig, LrSchedulerSpec, OptimizerConfig, Optimizers,
+    ActiveLrScheduler, Interval, LrSchedulerConfig, LrSchedulerSpec, OptimizerConfig, Optimizers, Sgd,
 };
 
 /// A schedule, and when it is stepped.
@@ -55,6 +57,30 @@ impl From<LrSchedulerConfig> for LrSchedulerSettings {
 pub(super) struct OptimizerOverride {
     pub optimizer: OptimizerConfig,
     pub lr_scheduler: Option<LrSchedulerSettings>,
+}
+
+/// A module of one parameter, to try settings on.
+#[derive(Module)]
+struct OneParameter {
+    weight: Parameter,
+}
+
+impl OptimizerOverride {
+    /// What is wrong with the settings, found by building optimizer and schedule for a parameter that nobody trains.
+    pub fn problems(&self) -> Vec<ConfigProblem> {
+        let weight = Parameter::new(Tensor::from(0.0_f32));
+        let module = OneParameter { weight };
+        let problems_of = |given: &Self| match Optimizers::from(given.clone()).build(&module) {
+            Err(Error::Config(error)) => error.problems,
+            _ => Vec::new(), // what else there is shows in the fit
+        };
+        let alone = Self { lr_scheduler: None, ..self.clone() };
+        let mut problems = problems_of(&alone);
+        // on another optimizer if this one cannot be had, so that both are looked at
+        let optimizer = if problems.is_empty() { self.optimizer.clone() } else { Sgd::new(0.1).into() };
+        problems.extend(problems_of(&Self { optimizer, lr_scheduler: self.lr_scheduler.clone() }));
+        problems
+    }
 }
 
 impl From<OptimizerOverride> for Optimizers {

@@ -205,7 +205,7 @@ pub(super) fn resolve(
         contradictions::refuse_beside_barebones(config, &mut problems);
         (plan.num_sanity_val_steps, plan.log_every_n_steps) = (Some(0), 0);
     }
-    contradictions::refuse(config, &plan, &mut problems);
+    contradictions::refuse(config, &mut problems);
     let overfit = problems.limit("overfit_batches", Some(config.overfit_batches));
     if !overfit.is_none() {
         plan = TrainPlan { limit_train: overfit, limit_val: overfit, overfits: true, ..plan };

@@ -4,7 +4,7 @@ use voltaic::Error;
 use voltaic::callback::{ModelSummary, ProgressBar};
 use voltaic::trainer::{GradientClipAlgorithm, Trainer, TrainerBuilder};
 
-use crate::probe::{Probe, loaders, short_fit, silent};
+use crate::probe::{Probe, loaders, short_fit, silent, voltaic};
 
 type Build = fn(TrainerBuilder) -> TrainerBuilder;
 
@@ -168,4 +168,58 @@ fn what_has_no_effect_is_named_in_the_log() {
             expected.iter().filter(|e| e.contains("has")).count()
         );
     }
+}
+
+/// The lines of a refused run, without `error: `.
+fn refused(arguments: &[&str]) -> Vec<String> {
+    let (code, log) = voltaic(&[&["fit"], arguments].concat(), &[]);
+    assert_eq!(code, Some(2), "{log}");
+    log.lines().map(|line| line.trim_start_matches("error: ").to_owned()).collect()
+}
+
+#[test]
+fn the_problems_of_all_sections_are_reported_together() {
+    let lines = refused(&[
+        "--model=Gpt",
+        "--data=ShakespeareData",
+        "--data.num_workers=-1",
+        "--trainer.precision=bf17",
+        "--trainer.max_epochs=-2",
+        "--trainer.nonsense=1",
+        "--trainer.limit_val_batches=x",
+        "--optimizer=SGD",
+        "--optimizer.lr=-1",
+        "--lr_scheduler=StepLR",
+        "--lr_scheduler.step_size=0",
+    ]);
+    for key in [
+        "data.num_workers (from command line): ",
+        "trainer.nonsense (from command line): unknown key",
+        "trainer.limit_val_batches (from command line): ",
+        "trainer.precision (from command line): ",
+        "trainer.max_epochs (from command line): -2 is below -1",
+        "optimizer.lr (from command line): ",
+        "lr_scheduler.step_size (from command line): ",
+    ] {
+        assert_eq!(lines.iter().filter(|line| line.starts_with(key)).count(), 1, "{key}: {lines:#?}");
+    }
+    assert_eq!(lines.len(), 7, "{lines:#?}");
+}
+
+#[test]
+fn a_default_in_place_of_a_mistake_causes_no_second_problem() {
+    let arguments = ["--model=Mlp", "--data=MnistData", "--trainer.accelerator=cpu"];
+    let clip = ["--trainer.gradient_clip_val=much", "--trainer.gradient_clip_algorithm=value"];
+    let lines = refused(&[&arguments[..], &clip].concat());
+    assert_eq!(lines.len(), 1, "{lines:#?}");
+    // without a class there is no optimizer, which is no reason to complain of its schedule
+    let lines = refused(
+        &[&arguments[..], &["--optimizer.lr=1", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"]]
+            .concat(),
+    );
+    assert_eq!(lines.len(), 1, "{lines:#?}");
+    assert!(lines[0].contains("no class is chosen for optimizer"), "{lines:#?}");
+    // nor is a class that is not there
+    let lines = refused(&["--model=Mpl", "--data=MnistData", "--trainer.max_epochs=-2"]);
+    assert_eq!(lines.len(), 2, "{lines:#?}");
 }

@@ -7,7 +7,7 @@ use crate::cli::outcome::{Failure, config_error};
 use crate::cli::registry::Registry;
 use crate::cli::request::RunRequest;
 use crate::config::{Layers, PrintConfig};
-use crate::error::ConfigError;
+use crate::error::ConfigProblem;
 
 const YELLOW: u8 = 33;
 
@@ -31,26 +31,29 @@ pub(in crate::cli) fn run(
         return console.print(&run_help(program, arguments.verb, &layers));
     }
     if let Some(words) = &arguments.print_config {
-        let text = layers.print_config(PrintConfig::parse(words)?).map_err(name_options)?;
+        let text = layers.print_config(PrintConfig::parse(words)?).map_err(|mut error| {
+            name_options(&mut error.problems);
+            error
+        })?;
         return console.print(&text);
     }
-    let settings = layers.settle().map_err(name_options)?;
-    for note in &settings.notes {
+    let mut survey = layers.survey()?;
+    for note in &survey.settings.notes {
         console.complain("note", YELLOW, note);
     }
-    let request = RunRequest::new(arguments.verb, settings)?;
-    registry.execute(&request).map_err(|error| annotate(&request, error))
+    name_options(&mut survey.problems);
+    let request = RunRequest::new(arguments.verb, survey.settings.clone());
+    registry.execute(&request, survey).map_err(|error| annotate(&request, error))
 }
 
 /// A misspelt `--config` looks like an unknown key; says so.
-fn name_options(mut error: ConfigError) -> ConfigError {
-    for problem in &mut error.problems {
+fn name_options(problems: &mut [ConfigProblem]) {
+    for problem in problems {
         let is_own = problem.what == "unknown key" && !problem.remedy.starts_with("did you mean");
         if is_own && let Some(option) = meant_option(&problem.key) {
             problem.remedy = format!("did you mean --{option}");
         }
     }
-    error
 }
 
 /// Adds origins to the problems that the trainer finds in its section.
