@@ -242,7 +242,7 @@ impl Callback for WeightAveraging {
         self.average = copies.collect::<Result<_>>()?;
         match self.loaded.take() {
             // the module has got the average, under its own names
-            Some(current) => module.load_state_dict(&current, false)?,
+            Some(current) => drop(module.load_state_dict(&current, false)?),
             None => {
                 self.num_averaged = 0;
                 self.latest_update_step = 0;

@@ -65,7 +65,7 @@ pub use field::Field;
 pub use linear::{Linear, LinearBuilder};
 pub(crate) use modes::{ModeNumbers, set_training_modes, training_modes};
 pub use modes::{mode_changed, set_training};
-pub use module::{Forward, Member, Module, ModuleExt};
+pub use module::{Forward, IncompatibleKeys, Member, Module, ModuleExt};
 pub use norm::{GroupNorm, GroupNormBuilder, LayerNorm, LayerNormBuilder, NormalizedShape};
 pub use parameter::{Buffer, Parameter};
 pub use pool::{AdaptiveAvgPool2d, AvgPool2d, AvgPool2dBuilder, Flatten, MaxPool2d, MaxPool2dBuilder};

@@ -288,12 +288,13 @@ pub trait ModuleExt: Module {
         found
     }
 
-    /// Copies values into the module's own tensors, which keep their device and dtype.
+    /// Copies values into the module's own tensors, which keep their device and dtype. Returns the names that had no
+    /// counterpart, as PyTorch's does; there are none when `strict`.
     ///
     /// # Errors
-    /// [`CheckpointError::Mismatch`] if shapes differ or, when `strict`, if names are missing or left over. Nothing
-    /// is changed in that case.
-    fn load_state_dict(&self, state: &[(String, Tensor)], strict: bool) -> Result<()> {
+    /// [`CheckpointError::Mismatch`] if shapes differ; when `strict`, if names are missing or left over; else if not one
+    /// name is the module's. Nothing is changed in that case.
+    fn load_state_dict(&self, state: &[(String, Tensor)], strict: bool) -> Result<IncompatibleKeys> {
         load_state_dict(self.as_dyn(), state, strict)
     }
 
@@ -319,6 +320,22 @@ impl ModuleExt for dyn Module {
     }
 }
 
+/// Names that [`ModuleExt::load_state_dict`] found on one side only; PyTorch's `_IncompatibleKeys`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct IncompatibleKeys {
+    /// Names of the module that the state does not have: their values are as they were.
+    pub missing_keys: Vec<String>,
+    /// Names of the state that the module does not have: their values are not used.
+    pub unexpected_keys: Vec<String>,
+}
+
+impl IncompatibleKeys {
+    /// Whether both sides have the same names.
+    pub fn is_empty(&self) -> bool {
+        self.missing_keys.is_empty() && self.unexpected_keys.is_empty()
+    }
+}
+
 /// Calls `visit` with the fqn of every member below `module`, depth first.
 fn walk<'a>(module: &'a dyn Module, prefix: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
     let mut direct = Vec::new();
@@ -341,16 +358,20 @@ fn join(prefix: &str, name: &str) -> String {
     if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
 }
 
-fn load_state_dict(module: &dyn Module, state: &[(String, Tensor)], strict: bool) -> Result<()> {
+fn load_state_dict(
+    module: &dyn Module,
+    state: &[(String, Tensor)],
+    strict: bool,
+) -> Result<IncompatibleKeys> {
     let own = module.state_dict();
     let given: std::collections::HashMap<&str, &Tensor> =
         state.iter().map(|(n, t)| (n.as_str(), t)).collect();
     let mut problems = Vec::new();
     let mut copies = Vec::new();
+    let mut keys = IncompatibleKeys::default();
     for (fqn, target) in &own {
         match given.get(fqn.as_str()) {
-            None if strict => problems.push(format!("missing {fqn}")),
-            None => {}
+            None => keys.missing_keys.push(fqn.clone()),
             Some(source) if source.size() != target.size() => problems.push(format!(
                 "{fqn} has shape {:?}, the module's is {:?}",
                 source.size(),
@@ -359,25 +380,42 @@ fn load_state_dict(module: &dyn Module, state: &[(String, Tensor)], strict: bool
             Some(source) => copies.push((target, *source)),
         }
     }
+    let names: HashSet<&str> = own.iter().map(|(name, _)| name.as_str()).collect();
+    let unexpected = state.iter().map(|(name, _)| name).filter(|name| !names.contains(name.as_str()));
+    keys.unexpected_keys.extend(unexpected.cloned());
+    let refuse = |what: String, remedy: &str| {
+        let module = module.type_name().to_owned();
+        Err(CheckpointError::Mismatch { module, what, remedy: remedy.to_owned() }.into())
+    };
     if strict {
-        let names: HashSet<&str> = own.iter().map(|(name, _)| name.as_str()).collect();
-        let unexpected = state.iter().filter(|(name, _)| !names.contains(name.as_str()));
-        problems.extend(unexpected.map(|(name, _)| format!("unexpected {name}")));
+        problems.extend(keys.missing_keys.iter().map(|name| format!("missing {name}")));
+        problems.extend(keys.unexpected_keys.iter().map(|name| format!("unexpected {name}")));
+    } else if keys.missing_keys.len() == own.len() && !own.is_empty() && !state.is_empty() {
+        let what = format!(
+            "none of the names fits: {} missing ({}), {} unexpected ({})",
+            keys.missing_keys.len(),
+            first_of(&keys.missing_keys, 3),
+            keys.unexpected_keys.len(),
+            first_of(&keys.unexpected_keys, 3)
+        );
+        return refuse(what, "rename the tensors as the module's are named, such as by leaving out a prefix");
     }
     if !problems.is_empty() {
-        let shown = problems.iter().take(10).cloned().collect::<Vec<_>>().join(", ");
-        let more = problems.len().saturating_sub(10);
-        let what = if more > 0 { format!("{shown} and {more} more") } else { shown };
-        return Err(CheckpointError::Mismatch {
-            module: module.type_name().to_owned(),
-            what,
-            remedy: "build the module with the sizes it was saved with, or load with strict=false".to_owned(),
-        }
-        .into());
+        let remedy = "build the module with the sizes it was saved with, or load with strict=false";
+        return refuse(first_of(&problems, 10), remedy);
     }
     let _no_grad = tch::no_grad_guard();
     for (target, source) in copies {
         target.shallow_clone().f_copy_(source)?;
     }
-    Ok(())
+    Ok(keys)
+}
+
+/// So many of the texts, and how many there are besides.
+fn first_of(texts: &[String], count: usize) -> String {
+    let shown = texts.iter().take(count).cloned().collect::<Vec<_>>().join(", ");
+    match texts.len().saturating_sub(count) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
 }

@@ -12,10 +12,12 @@ use voltaic::checkpoint::{
     AsyncCheckpointIo, Checkpoint, CheckpointIo, CheckpointMeta, FileCheckpointIo, HpuCheckpointIo,
 };
 use voltaic::error::Result;
+use voltaic::nn::{Linear, ModuleExt};
 use voltaic::trainer::PluginConfig;
 use voltaic::{Error, Kind, Tensor};
 
 use crate::probe::{Probe, loaders, names, silent};
+use crate::rng::seeded;
 
 fn checkpoint(value: f64) -> Checkpoint {
     Checkpoint {
@@ -211,4 +213,31 @@ fn a_class_given_twice_is_refused() {
     assert!(error.contains("trainer.plugins"), "{error}");
     let builder = silent().plugins(vec![PluginConfig::HpuCheckpointIo]).checkpoint_io(FileCheckpointIo);
     assert!(builder.build().err().expect("twice").to_string().contains("give one of the two"));
+}
+
+#[test]
+fn names_that_do_not_fit_are_told() {
+    let _rng = seeded(1);
+    let (from, to) = (Linear::new(3, 2).unwrap(), Linear::new(3, 2).unwrap());
+    let before = Vec::<f32>::try_from(to.weight.detach().flatten(0, -1)).unwrap();
+    let prefixed: Vec<(String, Tensor)> =
+        from.state_dict().into_iter().map(|(name, tensor)| (format!("model.{name}"), tensor)).collect();
+    let error = to.load_state_dict(&prefixed, false).unwrap_err().to_string();
+    assert!(
+        error.contains("none of the names fits: 2 missing (weight, bias), 2 unexpected (model.weight, model.bias); rename"),
+        "{error}"
+    );
+    assert_eq!(before, Vec::<f32>::try_from(to.weight.detach().flatten(0, -1)).unwrap());
+    let mut partly = prefixed;
+    partly[0].0 = "weight".to_owned();
+    let keys = to.load_state_dict(&partly, false).unwrap();
+    assert_eq!(
+        (keys.missing_keys, keys.unexpected_keys),
+        (vec!["bias".to_owned()], vec!["model.bias".to_owned()])
+    );
+    assert!(to.weight.detach().equal(&from.weight.detach()));
+    assert!(to.load_state_dict(&from.state_dict(), true).unwrap().is_empty());
+    assert!(to.load_state_dict(&[], false).is_ok(), "nothing was to be loaded");
+    let error = to.load_state_dict(&partly, true).unwrap_err().to_string();
+    assert!(error.contains("missing bias, unexpected model.bias"), "{error}");
 }
