@@ -36,6 +36,7 @@ pub use prediction_writer::{
     PredictedBatch, PredictionWriter, PredictionWriterConfig, WriteInterval, WritePredictions,
 };
 pub use progress_bar::ProgressBar;
+pub(crate) use stochastic_weight_averaging::SWA_FILE;
 pub use stochastic_weight_averaging::{
     EpochStart, StochasticWeightAveraging, StochasticWeightAveragingConfig,
 };

@@ -403,8 +403,10 @@ impl Callback for ModelCheckpoint {
     fn state_key(&self) -> String {
         let Self { config: c, .. } = self;
         let monitor = c.monitor.as_deref().unwrap_or("none");
+        let interval =
+            self.interval.map(|time| format!(", train_time_interval={time:?}")).unwrap_or_default();
         format!(
-            "ModelCheckpoint{{monitor={monitor}, mode={:?}, every_n_train_steps={}, every_n_epochs={}}}",
+            "ModelCheckpoint{{monitor={monitor}, mode={:?}, every_n_train_steps={}, every_n_epochs={}{interval}}}",
             c.mode,
             self.every_n_train_steps(),
             self.every_n_epochs()

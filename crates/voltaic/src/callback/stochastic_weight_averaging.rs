@@ -218,6 +218,8 @@ impl StochasticWeightAveraging {
 }
 
 const AVERAGE: &str = "StochasticWeightAveraging.average.";
+/// Where the finished weights go.
+pub(crate) const SWA_FILE: &str = "swa.ckpt";
 
 impl Callback for StochasticWeightAveraging {
     fn state_dict(&self) -> Option<Value> {
@@ -319,7 +321,7 @@ impl Callback for StochasticWeightAveraging {
 
     fn on_fit_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         if self.config.save && !self.average.is_empty() && !ctx.facts().fast_dev_run {
-            let path = ctx.log_dir().join("checkpoints").join("swa.ckpt");
+            let path = ctx.log_dir().join("checkpoints").join(SWA_FILE);
             ctx.request_checkpoint(CheckpointRequest {
                 path,
                 weights_only: true,

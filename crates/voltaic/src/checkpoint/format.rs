@@ -361,6 +361,30 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
     Ok(Checkpoint { weights, training: header.training.is_some().then_some(training), meta: header.meta })
 }
 
+/// The training state that is not tensors, from the beginning of the file alone; `None` if it holds weights only. The rest
+/// of the file is not checked.
+///
+/// # Errors
+/// If the file is missing or not voltaic's.
+pub(crate) fn peek_training(path: &Path) -> Result<Option<serde_json::Value>> {
+    use std::io::Read;
+    let fail = |e| Error::io("read checkpoint", path, e);
+    let mut file = std::fs::File::open(path).map_err(fail)?;
+    let mut length = [0; 8];
+    file.read_exact(&mut length).map_err(fail)?;
+    let (length, total) = (u64::from_le_bytes(length), file.metadata().map_err(fail)?.len());
+    if length.saturating_add(8) > total {
+        return Err(unreadable(path, "it is not a whole safetensors file"));
+    }
+    let mut text = Vec::new();
+    file.take(length).read_to_end(&mut text).map_err(fail)?;
+    let header = serde_json::from_slice::<serde_json::Value>(&text);
+    let header = header.map_err(|e| unreadable(path, e.to_string()))?;
+    let Some(own) = header["__metadata__"][METADATA_KEY].as_str() else { return Ok(None) };
+    let own = serde_json::from_str::<Header>(own);
+    Ok(own.map_err(|e| unreadable(path, format!("its training state is not understood: {e}")))?.training)
+}
+
 /// The weights alone, from a checkpoint or from any safetensors file.
 ///
 /// # Errors

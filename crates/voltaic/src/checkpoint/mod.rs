@@ -20,7 +20,7 @@ use crate::error::Result;
 
 pub use async_io::AsyncCheckpointIo;
 pub use atomic::{remove_file, remove_leftovers, write_atomically};
-pub(crate) use format::{rank_from_bytes, rank_to_bytes};
+pub(crate) use format::{peek_training, rank_from_bytes, rank_to_bytes};
 pub use format::{read, read_weights, write, write_weights};
 pub use hugging_face::{from_hugging_face, to_hugging_face};
 pub use io::{CheckpointIo, FileCheckpointIo, HpuCheckpointIo};

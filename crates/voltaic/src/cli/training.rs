@@ -150,12 +150,11 @@ fn run<M: LightningModule>(
 }
 
 fn builder(request: &RunRequest) -> Result<TrainerBuilder, ConfigError> {
-    let mut config: TrainerConfig = request.section("trainer")?;
+    let config: TrainerConfig = request.section("trainer")?;
+    let mut builder = Trainer::builder().config(config);
     if request.verb() != Verb::Fit {
-        // nothing is trained, so there is no run to log
-        config.logger = Some(false.into());
+        builder = builder.without_logging(); // nothing is trained, so there is no run to log
     }
-    let builder = Trainer::builder().config(config);
     let optimizer: Option<OptimizerConfig> = request.section("optimizer")?;
     let lr_scheduler: Option<LrSchedulerSettings> = request.section("lr_scheduler")?;
     match (optimizer, lr_scheduler) {

@@ -7,6 +7,7 @@ use super::callbacks::CallbackConfig;
 use super::config::{
     Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
 };
+use super::find_checkpoint::run_folders;
 use super::graphed::{GraphMode, GraphReport};
 use super::lr_finder::LearningRateFinderConfig;
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
@@ -40,6 +41,8 @@ pub struct TrainerBuilder {
     lr_finder: Option<LearningRateFinderConfig>,
     batch_size_finder: Option<BatchSizeFinderConfig>,
     counts_flops: bool,
+    /// The loggers that the runs of this configuration have, if this trainer has none of them.
+    loggers_of_runs: Option<Loggers>,
 }
 
 /// A setter per key of [`TrainerConfig`].
@@ -73,6 +76,15 @@ impl TrainerBuilder {
     #[must_use]
     pub fn with_logger(mut self, logger: impl Logger + 'static) -> Self {
         self.loggers.push(Box::new(logger));
+        self
+    }
+
+    /// Leaves out the loggers of the configuration, as for an evaluation that is only to be printed. `last` and `best` are
+    /// still looked for in the runs that they have logged.
+    #[must_use]
+    pub fn without_logging(mut self) -> Self {
+        self.loggers_of_runs = Some(self.config.loggers());
+        self.config.logger = Some(Loggers::Flag(false));
         self
     }
 
@@ -168,6 +180,7 @@ impl TrainerBuilder {
         ffi::install_host_pool()?;
         ffi::install_kernels()?;
         set_up_libtorch(&plan)?;
+        let run_folders = self.run_folders(&plan);
         let facts = self.build_loggers(&plan, &world)?;
         let checkpoint_io = checkpoint_io(self.checkpoint_io, &self.config.plugins, accelerator.name());
         let run = Run {
@@ -182,6 +195,8 @@ impl TrainerBuilder {
             agreed: Votes::default(),
             requests: Requests::default(),
             facts,
+            replaced: Vec::new(),
+            run_folders,
             resumed_from: None,
             grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
             seed: global_seed(),
@@ -223,11 +238,8 @@ impl TrainerBuilder {
             }
         };
         problems.extend(self.build_callbacks());
-        let has_timer = self.callbacks.iter().any(|callback| is_a::<Timer>(callback.as_ref()));
-        if let Some(plan) = plan.as_mut().filter(|plan| has_timer && !plan.fast_dev_run)
-            && self.config.max_epochs.is_none()
-        {
-            plan.max_epochs = None; // the time is the limit
+        if let Some(plan) = &mut plan {
+            self.add_timer(plan);
         }
         if let Some(plan) = &plan {
             problems.extend(contradictions::of_limits(&self.config, plan));
@@ -242,9 +254,6 @@ impl TrainerBuilder {
             self.config.enable_checkpointing = Some(false);
             self.config.enable_progress_bar = Some(false);
             self.config.enable_model_summary = Some(false);
-        }
-        if let Some(limit) = plan.as_ref().and_then(|plan| plan.max_time) {
-            self.callbacks.insert(0, Box::new(Timer::new(limit)));
         }
         problems.extend(contradictions::of_displays(&self.config, &self.callbacks));
         problems.extend(repeated_plugins(&self.config.plugins, self.checkpoint_io.is_some()));
@@ -261,6 +270,17 @@ impl TrainerBuilder {
         match (plan, accelerator) {
             (Some(plan), Ok(accelerator)) if problems.is_empty() => Ok((plan, accelerator)),
             _ => Err(ConfigError { problems }),
+        }
+    }
+
+    /// Makes a timer of `max_time`. A timer that is a callback takes the place of a limit of epochs.
+    fn add_timer(&mut self, plan: &mut TrainPlan) {
+        let has_timer = self.callbacks.iter().any(|callback| is_a::<Timer>(callback.as_ref()));
+        if has_timer && !plan.fast_dev_run && self.config.max_epochs.is_none() {
+            plan.max_epochs = None;
+        }
+        if let Some(limit) = plan.max_time {
+            self.callbacks.insert(0, Box::new(Timer::new(limit)));
         }
     }
 
@@ -300,6 +320,17 @@ impl TrainerBuilder {
         }
         self.profiler = Some(config.build()?);
         Ok(())
+    }
+
+    /// Where the runs of this configuration are, a short trial's too: it has no loggers.
+    fn run_folders(&self, plan: &TrainPlan) -> Vec<PathBuf> {
+        if !self.loggers.is_empty() {
+            return run_folders(&self.loggers);
+        }
+        let loggers = self.loggers_of_runs.clone().unwrap_or_else(|| self.config.loggers());
+        let built = loggers.list().into_iter();
+        let built: Vec<_> = built.map(|logger| logger.build(&plan.default_root_dir)).collect();
+        run_folders(&built)
     }
 
     /// Builds the loggers, on rank 0 only, and puts together what callbacks may know.
@@ -420,8 +451,10 @@ fn same_state_keys(callbacks: &[Box<dyn Callback>]) -> Vec<ConfigProblem> {
     let repeated = keys.iter().enumerate().filter(|(i, key)| keys[..*i].contains(key));
     repeated
         .map(|(_, key)| {
-            let what = format!("two callbacks keep their state as {key}");
-            ConfigProblem::new("trainer.callbacks", what, "give them different settings or a state_key each")
+            let what = format!("two callbacks keep their state in checkpoints as {key}");
+            let remedy = "remove one, or change one of the settings that this name tells; a callback of your own \
+                          may tell more in Callback::state_key";
+            ConfigProblem::new("trainer.callbacks", what, remedy)
         })
         .collect()
 }

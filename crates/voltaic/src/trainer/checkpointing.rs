@@ -5,14 +5,13 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::builder::is_a;
 use super::guard::guarded;
 use super::hooks::{BatchFacts, hook_error, of_callback};
 use super::seed;
 use super::session::{Run, Session};
-use crate::callback::{Callback, OnExceptionCheckpoint};
+use crate::callback::Callback;
 use crate::checkpoint::{
-    Checkpoint, CheckpointMeta, CheckpointPaths, RankState, TrainingState, rank_from_bytes, rank_to_bytes,
+    Checkpoint, CheckpointMeta, RankState, TrainingState, rank_from_bytes, rank_to_bytes,
 };
 use crate::data::Stage;
 use crate::distributed::World;
@@ -258,7 +257,7 @@ pub(super) fn restore_training<M: LightningModule>(
     path: PathBuf,
 ) -> Result<Resumed> {
     let Some(training) = checkpoint.training else {
-        let remedy = "resume from a full checkpoint, or load the weights alone and start anew";
+        let remedy = "resume from a full checkpoint, or load the weights alone and start from the beginning";
         return Err(unusable(&path, "it holds weights only, no training state".to_owned(), remedy));
     };
     let state = read_state(&training.json, &path)?;
@@ -399,73 +398,4 @@ fn restore_callbacks(
         .map_err(|source| hook_error("load_state_dict", &state.progress, source))?;
     }
     Ok(())
-}
-
-/// Where a fit starts: as it is told, else from what [`OnExceptionCheckpoint`] has saved of a run that failed.
-///
-/// # Collective
-/// Rank 0 looks.
-pub(super) fn or_of_failed_run(run: &Run, ckpt_path: Option<String>) -> Result<Option<String>> {
-    let mut savers =
-        run.callbacks.iter().filter(|saver| is_a::<OnExceptionCheckpoint>(saver.as_ref())).peekable();
-    if ckpt_path.is_some() || savers.peek().is_none() {
-        return Ok(ckpt_path);
-    }
-    let found = newest(savers.filter_map(|saver| saver.checkpoint_paths()?.last));
-    let found = run.world().of_rank_zero(found.map(|path| path.display().to_string()))?;
-    if let Some(path) = &found {
-        tracing::info!("no ckpt_path is given: going on from {path}, which a run that failed has left");
-    }
-    Ok(found)
-}
-
-/// Finds the file that `best`, `last` or a path means, on rank 0.
-pub(super) fn find(run: &Run, ckpt_path: &str) -> Result<Option<PathBuf>> {
-    if !matches!(ckpt_path, "best" | "last") {
-        return Ok(Some(PathBuf::from(ckpt_path)));
-    }
-    let found = if run.world().is_global_zero() { find_own(run, ckpt_path)? } else { None };
-    run.world().of_rank_zero(found)
-}
-
-fn find_own(run: &Run, ckpt_path: &str) -> Result<Option<PathBuf>> {
-    let missing = |what: &str, remedy: &str| Err(ConfigError::new("ckpt_path", what, remedy).into());
-    let saved: Vec<CheckpointPaths> =
-        run.callbacks.iter().filter_map(|callback| callback.checkpoint_paths()).collect();
-    match ckpt_path {
-        "best" if saved.is_empty() => {
-            missing("`best` without a callback that saves checkpoints", "enable checkpointing")
-        }
-        "best" => match saved.into_iter().find_map(|paths| paths.best) {
-            Some(best) => Ok(Some(best)),
-            None => missing("`best`, but no checkpoint has been saved yet", "fit first, or give a path"),
-        },
-        "last" => {
-            let known = saved.iter().filter_map(|paths| paths.last.clone());
-            let found = newest(known).or_else(|| {
-                let versions = entries(&run.facts.default_root_dir.join("lightning_logs"));
-                let folders = versions.map(|version| version.join("checkpoints"));
-                let folders = folders.chain(saved.iter().filter_map(|paths| paths.folder.clone()));
-                newest(folders.flat_map(|folder| entries(&folder)))
-            });
-            if found.is_none() {
-                tracing::warn!("ckpt_path=last, but there is no checkpoint; starting anew");
-            }
-            Ok(found)
-        }
-        path => Ok(Some(PathBuf::from(path))),
-    }
-}
-
-fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
-    std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path())
-}
-
-/// The checkpoint written last; links that lead nowhere and files of other kinds do not count.
-fn newest(paths: impl Iterator<Item = PathBuf>) -> Option<PathBuf> {
-    paths
-        .filter(|path| path.extension().is_some_and(|extension| extension == "ckpt"))
-        .filter_map(|path| Some((path.metadata().ok()?.modified().ok()?, path)))
-        .max()
-        .map(|(_, path)| path)
 }

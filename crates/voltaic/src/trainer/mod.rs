@@ -11,6 +11,7 @@ mod config;
 mod contradictions;
 mod data_hooks;
 mod eval;
+mod find_checkpoint;
 mod fit;
 mod flops;
 mod graphed;
@@ -114,8 +115,13 @@ impl Trainer {
         &self.config
     }
 
-    /// Makes the next call start from a checkpoint: a path, `best` or `last` (of this trainer's runs, else the newest
-    /// below `lightning_logs`). `fit` goes on exactly where the checkpoint was written; the others take its weights.
+    /// Makes the next call start from a checkpoint: a path, `best` or `last`. `fit` goes on exactly where the checkpoint was
+    /// written; the others take its weights.
+    ///
+    /// `last` is the newest checkpoint that this trainer has saved, else the newest of the runs of this configuration: in
+    /// the folders of its callbacks, and those of all runs below the folder and name of its loggers. `best` is what the
+    /// newest checkpoint names as the best of its run. The next call fails if there is none, but for `fit` from `last`,
+    /// which then starts from the beginning, with a warning.
     pub fn ckpt_path(&mut self, ckpt_path: impl Into<String>) -> &mut Self {
         self.ckpt_path = Some(ckpt_path.into());
         self
@@ -142,7 +148,7 @@ impl Trainer {
         let _engine = SingleThreadedEngine::enter()?;
         let ckpt_path = self.ckpt_path.take();
         let ckpt_path = self.run.after_restart(ckpt_path)?;
-        let ckpt_path = checkpointing::or_of_failed_run(&self.run, ckpt_path)?;
+        let ckpt_path = find_checkpoint::or_of_failed_run(&self.run, ckpt_path)?;
         if ckpt_path.is_none() {
             self.find_batch_size(module, data, Stage::Fit)?;
             self.find_lr(module, data)?;
@@ -282,12 +288,12 @@ impl Trainer {
 
     /// The best checkpoint saved, if any.
     pub fn best_model_path(&self) -> Option<PathBuf> {
-        self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.best)
+        find_checkpoint::saved(&self.run).into_iter().find_map(|paths| paths.best)
     }
 
     /// The newest checkpoint of the last fit, if a callback keeps it.
     pub fn last_model_path(&self) -> Option<PathBuf> {
-        self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.last)
+        find_checkpoint::saved(&self.run).into_iter().find_map(|paths| paths.last)
     }
 
     /// Files of this run that a user will want to look at: metrics and pictures.

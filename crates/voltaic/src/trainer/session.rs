@@ -15,7 +15,7 @@ use super::signals::Signals;
 use super::undo::Undo;
 use crate::accelerator::Accelerator;
 use crate::callback::Callback;
-use crate::checkpoint::CheckpointIo;
+use crate::checkpoint::{CheckpointIo, CheckpointPaths};
 use crate::data::{Batch, BatchIter, Stage};
 use crate::distributed::{global_rank, hold_back};
 use crate::error::{Error, Result};
@@ -45,6 +45,10 @@ pub(super) struct Run {
     pub profiling: Profiling,
     pub requests: Requests,
     pub facts: RunFacts,
+    /// What callbacks have saved that a module has since put others in the place of.
+    pub replaced: Vec<CheckpointPaths>,
+    /// Folders of the runs of this configuration: see `find_checkpoint.rs`. Rank 0 knows.
+    pub run_folders: Vec<PathBuf>,
     /// The checkpoint that this fit goes on from; it is not replaced by better ones, as in Lightning.
     pub resumed_from: Option<PathBuf>,
     /// There with `16-mixed`.
@@ -136,8 +140,15 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Adds the module's callbacks in place of those of the same type, and puts all into the order in which they run.
     fn add_callbacks(&mut self, callbacks: Vec<Box<dyn Callback>>) {
-        let own = &mut self.run.callbacks;
-        own.retain(|old| !callbacks.iter().any(|new| new.type_name() == old.type_name()));
+        let Run { callbacks: own, replaced, .. } = &mut *self.run;
+        let is_replaced = |old: &dyn Callback| callbacks.iter().any(|new| new.type_name() == old.type_name());
+        let gone = own.iter().filter(|old| is_replaced(old.as_ref()));
+        let saved = gone.filter_map(|old| old.checkpoint_paths());
+        let saved: Vec<_> = saved.filter(|paths| paths.best.is_some() || paths.last.is_some()).collect();
+        if !saved.is_empty() {
+            *replaced = saved;
+        }
+        own.retain(|old| !is_replaced(old.as_ref()));
         own.extend(callbacks);
         own.sort_by_key(|callback| (callback.runs_after_module(), callback.saves_checkpoints()));
     }

@@ -4,13 +4,14 @@ use serde_json::Value;
 
 use super::config::Limit;
 use super::eval::EvalLoaders;
+use super::find_checkpoint::find;
 use super::guard::guarded;
 use super::hooks::call_hook;
 use super::optimizers::{OptimizerOverride, configure_optimizers};
 use super::plan::{TrainPlan, limit_batches};
 use super::session::Session;
 use super::{checkpointing, data_hooks::DataHooks, global_seed, ranks, seed};
-use crate::data::{Batch, DataLoader};
+use crate::data::{Batch, DataLoader, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::LightningModule;
@@ -35,7 +36,7 @@ pub(super) fn evaluate_session<M: LightningModule, T>(
 ) -> Result<T> {
     let stage = session.stage;
     session.setup()?;
-    if let Some(path) = ckpt_path.map(|path| checkpointing::find(session.run, path)).transpose()?.flatten() {
+    if let Some(path) = ckpt_path.map(|path| find(session.run, path, stage)).transpose()?.flatten() {
         let checkpoint = session.run.checkpoint_io.load_checkpoint(&path)?;
         checkpointing::restore_module(session, &checkpoint, &path)?;
     }
@@ -71,7 +72,7 @@ pub(super) fn fit_session<M: LightningModule>(
     set_training(session.module, true);
     let mut checkpoint = None;
     session.run.resumed_from = None;
-    if let Some(path) = ckpt_path.map(|path| checkpointing::find(session.run, path)).transpose()?.flatten() {
+    if let Some(path) = ckpt_path.map(|path| find(session.run, path, Stage::Fit)).transpose()?.flatten() {
         let loaded = session.run.checkpoint_io.load_checkpoint(&path)?;
         checkpointing::restore_module(session, &loaded, &path)?;
         session.run.resumed_from = Some(path.clone());
