@@ -173,8 +173,8 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         config.check()?;
-        let kept = Kept::of(module, self.plan.device)?;
-        let found = config.search(|size| {
+        let mut kept: Option<Kept> = None;
+        config.search(|size| {
             let mut trainer = self.trial("BatchSizeFinder", config.steps_per_trial, |builder| {
                 let builder = builder.limit_train_batches(1.0);
                 if stage == Stage::Validate {
@@ -191,17 +191,17 @@ impl Trainer {
                 Stage::Predict => trainer.return_predictions(false).predict(module, data).map(drop),
             };
             let samples = trainer.run.facts.num_samples;
+            let first = trainer.take_kept();
             drop(trainer); // and with it what the optimizer keeps
-            kept.restore(module)?;
+            kept = kept.take().or(first);
+            kept.as_ref().map_or(Ok(()), |kept| kept.restore(module))?;
             match result {
                 Ok(()) if samples <= size => Ok(Trial::Covers(samples)),
                 Ok(()) => Ok(Trial::Fits),
                 Err(error) if error.is_out_of_memory() => Ok(Trial::Fails),
                 Err(error) => Err(error),
             }
-        });
-        kept.restore(module)?;
-        found
+        })
     }
 
     /// The batch size that the callback BatchSizeFinder has found for the last call.

@@ -13,6 +13,7 @@ use super::lr_finder::LearningRateFinderConfig;
 use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
 use super::plan::{TrainPlan, resolve};
 use super::session::Run;
+use super::trial::Keep;
 use super::{Trainer, contradictions, global_seed, ranks};
 use crate::accelerator::{Accelerator, Devices, accelerator};
 use crate::callback::{
@@ -197,6 +198,7 @@ impl TrainerBuilder {
             facts,
             replaced: Vec::new(),
             run_folders,
+            kept: Keep::default(),
             resumed_from: None,
             grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
             seed: global_seed(),

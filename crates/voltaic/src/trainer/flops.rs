@@ -4,7 +4,6 @@ use std::sync::{Arc, Mutex};
 
 use super::Trainer;
 use super::graphed::GraphMode;
-use super::trial::Kept;
 use crate::accelerator::HpuEmulator;
 use crate::callback::Callback;
 use crate::data::DataModule;
@@ -84,9 +83,8 @@ impl Trainer {
         let counted = recorder.counted.clone();
         let mut trainer =
             self.trial("measure_flops", 1, |builder| builder.graph(GraphMode::Off).callback(recorder))?;
-        let kept = Kept::of(module, self.plan.device)?;
         let result = trainer.fit(module, data);
-        kept.restore(module)?;
+        trainer.take_kept().map_or(Ok(()), |kept| kept.restore(module))?;
         result?;
         let counted = counted.lock().ok().and_then(|mut counted| counted.take());
         counted.ok_or_else(|| {

@@ -7,7 +7,6 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
-use super::trial::Kept;
 use crate::callback::Callback;
 use crate::data::DataModule;
 use crate::error::{ConfigError, ConfigProblem, Result};
@@ -233,9 +232,8 @@ impl Trainer {
         let probe = Probe { config: config.clone(), found: found.clone(), average: 0.0, best: f64::INFINITY };
         let mut trainer =
             self.trial("LearningRateFinder", config.num_training_steps, |builder| builder.callback(probe))?;
-        let kept = Kept::of(module, self.plan.device)?;
         let result = trainer.fit(module, data);
-        kept.restore(module)?;
+        trainer.take_kept().map_or(Ok(()), |kept| kept.restore(module))?;
         result?;
         let found = found.lock().map(|found| found.clone()).unwrap_or_default();
         Ok(found)

@@ -12,6 +12,7 @@ use super::hooks::{BatchFacts, HookPoint, hook_error, module_hook, of_callback};
 use super::manual::Manual;
 use super::plan::TrainPlan;
 use super::signals::Signals;
+use super::trial::Keep;
 use super::undo::Undo;
 use crate::accelerator::Accelerator;
 use crate::callback::Callback;
@@ -49,6 +50,8 @@ pub(super) struct Run {
     pub replaced: Vec<CheckpointPaths>,
     /// Folders of the runs of this configuration: see `find_checkpoint.rs`. Rank 0 knows.
     pub run_folders: Vec<PathBuf>,
+    /// In a search: weights and random numbers as they were when the module was complete.
+    pub kept: Keep,
     /// The checkpoint that this fit goes on from; it is not replaced by better ones, as in Lightning.
     pub resumed_from: Option<PathBuf>,
     /// There with `16-mixed`.
@@ -118,6 +121,7 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(dtype) = self.plan.precision.true_dtype() {
             self.module.to_dtype(dtype)?;
         }
+        self.run.kept.take_first(self.module, self.plan.device)?;
         self.run.strategy.setup(self.module)
     }
 

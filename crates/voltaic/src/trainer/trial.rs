@@ -14,6 +14,28 @@ use crate::nn::ModuleExt;
 
 type Tensors = Vec<(String, Tensor)>;
 
+/// What a trial keeps, once its module is complete: the module may be made in `configure_model`.
+#[derive(Default)]
+pub(super) enum Keep {
+    /// No trial.
+    #[default]
+    Nothing,
+    /// The first call to come; with the random states of now.
+    First(Tensors),
+    /// What it was.
+    Done(Box<Kept>),
+}
+
+impl Keep {
+    /// Called when the module is complete and on its device.
+    pub fn take_first<M: LightningModule>(&mut self, module: &M, device: Device) -> Result<()> {
+        if let Self::First(rng) = self {
+            *self = Self::Done(Box::new(Kept::of(module, device, std::mem::take(rng))?));
+        }
+        Ok(())
+    }
+}
+
 /// What a trial changes: weights, buffers, metrics, random numbers.
 pub(super) struct Kept {
     state: Tensors,
@@ -22,21 +44,21 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    pub fn of<M: LightningModule>(module: &M, device: Device) -> Result<Self> {
-        let copied = module.state_dict().into_iter().map(|(fqn, tensor)| {
-            let mut copy = tensor.f_empty_like()?;
-            copy.f_copy_(&tensor)?;
-            Ok((fqn, copy))
+    /// Copies are on the host, so that the trial has the device's memory for itself.
+    fn of<M: LightningModule>(module: &M, device: Device, rng: Tensors) -> Result<Self> {
+        let copied = module.state_dict().into_iter().map(|(fqn, tensor)| match device {
+            Device::Cpu => {
+                let mut copy = tensor.f_empty_like()?;
+                copy.f_copy_(&tensor)?;
+                Ok((fqn, copy))
+            }
+            _ => Ok((fqn, tensor.f_to_device(tch::Device::Cpu)?)),
         });
         let metrics = module.named_metrics().into_iter().map(|(_, metric)| {
             let state = metric.state().named();
             (metric, state)
         });
-        Ok(Self {
-            state: copied.collect::<Result<_>>()?,
-            metrics: metrics.collect(),
-            rng: seed::rng_states(device)?,
-        })
+        Ok(Self { state: copied.collect::<Result<_>>()?, metrics: metrics.collect(), rng })
     }
 
     /// Puts everything back; gradients of the trial are gone.
@@ -96,6 +118,15 @@ impl Trainer {
         }
         let mut trainer = builder.build()?;
         trainer.plan.drops_schedulers = true;
+        trainer.run.kept = Keep::First(seed::rng_states(self.plan.device)?);
         Ok(trainer)
+    }
+
+    /// Of a trial that has run: what its module was before; nothing if it came to an end before the module was complete.
+    pub(super) fn take_kept(&mut self) -> Option<Kept> {
+        match std::mem::take(&mut self.run.kept) {
+            Keep::Done(kept) => Some(*kept),
+            Keep::Nothing | Keep::First(_) => None,
+        }
     }
 }

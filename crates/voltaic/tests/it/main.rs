@@ -59,6 +59,7 @@ mod profilers;
 mod recipes;
 mod resume;
 mod rng;
+mod saved_state;
 mod swa;
 mod trainer;
 mod trainer_arguments;
