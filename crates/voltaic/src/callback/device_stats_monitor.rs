@@ -180,6 +180,7 @@ mod tests {
             dataloader_idx: 0,
             is_sanity_check: false,
             is_training: true,
+            has_begun: false,
             will_validate: false,
             log_step,
         };

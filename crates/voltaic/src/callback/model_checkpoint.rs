@@ -139,6 +139,9 @@ struct State {
     best_model_score: Option<f64>,
     last_model_path: Option<PathBuf>,
     last_step_saved: Option<u64>,
+    /// A save that waits for the validation that follows.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    deferred: bool,
 }
 
 /// Saves checkpoints during fit; see [`ModelCheckpointConfig`]. Source: Lightning's `ModelCheckpoint`.
@@ -147,8 +150,6 @@ pub struct ModelCheckpoint {
     config: ModelCheckpointConfig,
     file_name: FileName,
     state: State,
-    /// A save that waits for the validation that follows.
-    deferred: bool,
     /// Something was saved in this fit.
     has_saved: bool,
     interval: Option<Duration>,
@@ -202,15 +203,7 @@ impl ModelCheckpoint {
         match file_name {
             Ok(file_name) if problems.is_empty() => {
                 let state = State::default();
-                Ok(Self {
-                    config,
-                    file_name,
-                    state,
-                    deferred: false,
-                    has_saved: false,
-                    interval,
-                    last_time: Instant::now(),
-                })
+                Ok(Self { config, file_name, state, has_saved: false, interval, last_time: Instant::now() })
             }
             _ => Err(ConfigError { problems }),
         }
@@ -447,6 +440,7 @@ impl Callback for ModelCheckpoint {
             self.state.best_k_models.clear();
         }
         self.state.dirpath = dirpath;
+        self.state.deferred &= ctx.progress().validation_is_open; // else that was another fit
         self.has_saved = false;
         self.last_time = Instant::now();
         self.state.last_step_saved.take_if(|step| *step > ctx.global_step()); // that was another fit
@@ -467,7 +461,7 @@ impl Callback for ModelCheckpoint {
             return Ok(());
         }
         if ctx.will_validate() {
-            self.deferred = true; // the metrics of this step come with the validation that follows
+            self.state.deferred = true; // the metrics of this step come with the validation that follows
             return Ok(());
         }
         match self.agreed_score(ctx)? {
@@ -478,11 +472,11 @@ impl Callback for ModelCheckpoint {
     }
 
     fn on_validation_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        let is_due = self.deferred || (self.is_epoch_due(ctx) && !self.saves_on_train_epoch_end(ctx));
+        let is_due = self.state.deferred || (self.is_epoch_due(ctx) && !self.saves_on_train_epoch_end(ctx));
         if !ctx.is_training() || !is_due || self.skips(ctx) {
             return Ok(());
         }
-        self.deferred = false;
+        self.state.deferred = false;
         let score = self.agreed_score(ctx)?.map_err(anyhow::Error::msg)?;
         self.save(ctx, score);
         Ok(())
@@ -517,8 +511,7 @@ impl Callback for ModelCheckpoint {
     }
 
     fn on_exception(&mut self, ctx: &mut HookContext, _error: &crate::Error) {
-        let has_begun = ctx.is_training() && !ctx.optimizers().is_empty();
-        if self.config.save_on_exception && has_begun && !self.skips(ctx) {
+        if self.config.save_on_exception && ctx.has_begun() && !self.skips(ctx) {
             let score = self.score(ctx).unwrap_or(None);
             self.save(ctx, score);
         }

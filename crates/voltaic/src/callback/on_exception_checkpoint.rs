@@ -29,10 +29,13 @@ impl Default for OnExceptionCheckpointConfig {
 }
 
 /// Saves a full checkpoint when a fit fails or is interrupted, over one of an earlier failure. A fit that is not told where
-/// to start goes on from it if it is there, and deletes it when it ends well. Source: Lightning's `OnExceptionCheckpoint`.
+/// to start goes on from it if it is there, and deletes it when it ends well. A fit that fails before it trains, such as one
+/// that cannot go on from the file, leaves it as it is, and so does a `fast_dev_run`. Source: Lightning's `OnExceptionCheckpoint`.
 #[derive(Debug)]
 pub struct OnExceptionCheckpoint {
     path: PathBuf,
+    /// The fit is a short trial, which leaves the file of another run alone.
+    is_trial: bool,
 }
 
 impl OnExceptionCheckpoint {
@@ -50,7 +53,7 @@ impl OnExceptionCheckpoint {
                 return Err(ConfigError::new(key, "it is empty", "name a folder and a file"));
             }
         }
-        Ok(Self { path: dirpath.join(format!("{filename}.ckpt")) })
+        Ok(Self { path: dirpath.join(format!("{filename}.ckpt")), is_trial: false })
     }
 
     /// Where it saves.
@@ -72,8 +75,13 @@ impl Callback for OnExceptionCheckpoint {
         Some(CheckpointPaths { best: None, last: Some(self.path.clone()), folder: None })
     }
 
+    fn on_fit_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.is_trial = ctx.facts().fast_dev_run;
+        Ok(())
+    }
+
     fn on_exception(&mut self, ctx: &mut HookContext, _error: &crate::Error) {
-        if ctx.is_training() && !ctx.optimizers().is_empty() {
+        if ctx.has_begun() && !ctx.facts().fast_dev_run {
             ctx.request_checkpoint(CheckpointRequest {
                 path: self.path.clone(),
                 weights_only: false,
@@ -84,7 +92,7 @@ impl Callback for OnExceptionCheckpoint {
     }
 
     fn teardown(&mut self, stage: Stage, _module: &mut dyn Module) -> anyhow::Result<()> {
-        if stage == Stage::Fit {
+        if stage == Stage::Fit && !self.is_trial {
             crate::checkpoint::remove_file(&self.path)?;
         }
         Ok(())

@@ -72,8 +72,10 @@ pub struct StochasticWeightAveraging {
     latest_update_epoch: Option<u64>,
     /// Its schedule has taken the place of the module's.
     is_annealing: bool,
-    /// The average of a checkpoint, until the fit begins.
-    loaded: Option<Vec<(String, Tensor)>>,
+    /// Weights and buffers as they were trained, once the module has the average.
+    trained: Vec<(String, Tensor)>,
+    /// The average of a checkpoint, and the weights that were trained if its own are the average; until the fit begins.
+    loaded: Option<[Vec<(String, Tensor)>; 2]>,
 }
 
 impl StochasticWeightAveraging {
@@ -129,6 +131,7 @@ impl StochasticWeightAveraging {
             num_averaged: 0,
             latest_update_epoch: None,
             is_annealing: false,
+            trained: Vec::new(),
             loaded: None,
         })
     }
@@ -218,6 +221,7 @@ impl StochasticWeightAveraging {
 }
 
 const AVERAGE: &str = "StochasticWeightAveraging.average.";
+const CURRENT: &str = "StochasticWeightAveraging.current.";
 /// Where the finished weights go.
 pub(crate) const SWA_FILE: &str = "swa.ckpt";
 
@@ -243,16 +247,17 @@ impl Callback for StochasticWeightAveraging {
         checkpoint: &mut Checkpoint,
     ) -> anyhow::Result<()> {
         if let Some(training) = &mut checkpoint.training {
-            let average = self.average.iter();
-            training
-                .callbacks
-                .extend(average.map(|(name, tensor)| (format!("{AVERAGE}{name}"), tensor.shallow_clone())));
+            for (prefix, tensors) in [(AVERAGE, &self.average), (CURRENT, &self.trained)] {
+                let tensors = tensors.iter();
+                let named = tensors.map(|(name, tensor)| (format!("{prefix}{name}"), tensor.shallow_clone()));
+                training.callbacks.extend(named);
+            }
         }
         Ok(())
     }
 
     fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
-        self.loaded = Some(checkpoint.callback_tensors(AVERAGE));
+        self.loaded = Some([AVERAGE, CURRENT].map(|prefix| checkpoint.callback_tensors(prefix)));
         Ok(())
     }
 
@@ -270,7 +275,8 @@ impl Callback for StochasticWeightAveraging {
         );
         self.first_epoch(ctx)?;
         self.average = Vec::new();
-        let Some(loaded) = self.loaded.take() else {
+        self.trained = Vec::new();
+        let Some([loaded, trained]) = self.loaded.take() else {
             (self.num_averaged, self.latest_update_epoch, self.is_annealing) = (0, None, false);
             return Ok(());
         };
@@ -279,6 +285,9 @@ impl Callback for StochasticWeightAveraging {
                 let device = self.device_for(&weight)?;
                 self.average.push((name, average.f_to_device(device.tch())?.copy()));
             }
+        }
+        if !trained.is_empty() {
+            module.load_state_dict(&trained, false)?;
         }
         if self.is_annealing {
             self.anneal(ctx)?; // its position comes from the checkpoint, too
@@ -308,6 +317,12 @@ impl Callback for StochasticWeightAveraging {
 
     fn on_train_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         let _no_grad = tch::no_grad_guard();
+        if !self.average.is_empty() {
+            let kept = module.state_dict().into_iter().map(|(name, tensor)| {
+                Ok((name, tensor.f_to_device(self.device_for(&tensor)?.tch())?.copy()))
+            });
+            self.trained = kept.collect::<Result<_>>()?; // a checkpoint of now goes on with them
+        }
         for (name, weight) in module.named_parameters() {
             if let Some((_, average)) = self.average.iter().find(|(averaged, _)| *averaged == name) {
                 weight.shallow_clone().f_copy_(average)?;

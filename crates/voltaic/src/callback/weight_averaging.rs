@@ -7,6 +7,7 @@ use tch::Tensor;
 
 use super::Callback;
 use crate::checkpoint::Checkpoint;
+use crate::data::Stage;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::module::HookContext;
@@ -87,7 +88,7 @@ pub struct WeightAveraging {
     num_averaged: u64,
     latest_update_step: u64,
     latest_update_epoch: Option<u64>,
-    /// The average is in the module, and its weights are in `average`.
+    /// The average is in the module, as in validation and after training; the weights that are trained are in `average`.
     is_swapped: bool,
     /// Weights of a checkpoint, until the module can take them.
     loaded: Option<Vec<(String, Tensor)>>,
@@ -211,15 +212,20 @@ impl Callback for WeightAveraging {
         _ctx: &mut HookContext,
         checkpoint: &mut Checkpoint,
     ) -> anyhow::Result<()> {
-        if self.average.is_empty() || self.num_averaged == 0 || self.is_swapped {
+        if self.average.is_empty() || self.num_averaged == 0 {
             return Ok(());
         }
         let mut current = Vec::new();
         for (name, average) in &self.average {
-            if let Some((_, weight)) = checkpoint.weights.iter_mut().find(|(fqn, _)| fqn == name) {
-                current
-                    .push((format!("{CURRENT}{name}"), std::mem::replace(weight, average.shallow_clone())));
-            }
+            let Some((_, weight)) = checkpoint.weights.iter_mut().find(|(fqn, _)| fqn == name) else {
+                continue;
+            };
+            // the weights of the module are the average while the two are exchanged
+            let trained = match self.is_swapped {
+                true => average.shallow_clone(),
+                false => std::mem::replace(weight, average.shallow_clone()),
+            };
+            current.push((format!("{CURRENT}{name}"), trained));
         }
         if let Some(training) = &mut checkpoint.training {
             training.callbacks.extend(current);
@@ -230,6 +236,11 @@ impl Callback for WeightAveraging {
     fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
         let current = checkpoint.callback_tensors(CURRENT);
         self.loaded = (!current.is_empty()).then_some(current);
+        Ok(())
+    }
+
+    fn setup(&mut self, _stage: Stage, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.loaded = None; // of a checkpoint that no fit has gone on from
         Ok(())
     }
 
@@ -285,10 +296,10 @@ impl Callback for WeightAveraging {
 
     fn on_validation_epoch_end(
         &mut self,
-        _ctx: &mut HookContext,
+        ctx: &mut HookContext,
         module: &mut dyn Module,
     ) -> anyhow::Result<()> {
-        if self.is_swapped {
+        if ctx.is_training() && self.is_swapped {
             self.swap(module)?;
         }
         Ok(())
@@ -296,10 +307,7 @@ impl Callback for WeightAveraging {
 
     fn on_train_end(&mut self, _ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         if self.num_averaged > 0 {
-            let _no_grad = tch::no_grad_guard();
-            for (now, average) in self.pairs(module) {
-                now.shallow_clone().f_copy_(average)?;
-            }
+            self.swap(module)?; // a checkpoint of now needs the weights that were trained, too
         }
         Ok(())
     }

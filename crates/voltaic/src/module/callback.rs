@@ -38,7 +38,8 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Whether this callback saves checkpoints, and so runs after the others.
+    /// Whether this callback saves checkpoints, and so runs after the others. For one that does, the run is kept as it
+    /// was when training was cut short within an epoch.
     fn saves_checkpoints(&self) -> bool {
         false
     }

@@ -269,6 +269,7 @@ pub struct HookContext<'a> {
     pub(crate) dataloader_idx: usize,
     pub(crate) is_sanity_check: bool,
     pub(crate) is_training: bool,
+    pub(crate) has_begun: bool,
     pub(crate) will_validate: bool,
     pub(crate) log_step: Option<u64>,
 }
@@ -390,6 +391,11 @@ impl HookContext<'_> {
     /// The run is a fit, also while it validates.
     pub fn is_training(&self) -> bool {
         self.is_training
+    }
+
+    /// Whether this fit has begun to train: before that there is nothing that a failure could lose.
+    pub fn has_begun(&self) -> bool {
+        self.has_begun
     }
 
     /// Validation follows this training batch.

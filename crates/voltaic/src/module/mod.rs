@@ -46,6 +46,9 @@ pub struct Progress {
     /// A validation after the batch done last has begun and is not over.
     #[serde(default)]
     pub validation_is_open: bool,
+    /// Schedules by step that follow a metric have not had their turn since the optimizer step done last.
+    #[serde(default)]
+    pub schedules_are_open: bool,
     /// Batches of each validation loader done in all epochs: the x-axis of what validation steps log.
     #[serde(default)]
     pub validation_batches: Vec<u64>,

@@ -14,7 +14,7 @@ use crate::checkpoint::{
     Checkpoint, CheckpointMeta, RankState, TrainingState, rank_from_bytes, rank_to_bytes,
 };
 use crate::data::Stage;
-use crate::distributed::World;
+use crate::distributed::{ProcessGroup, World};
 use crate::error::{CheckpointError, ConfigError, Error, Result};
 use crate::module::{CheckpointRequest, LightningModule, MetricsState, Profiling, Progress};
 use crate::nn::{Module, ModuleExt};
@@ -46,6 +46,26 @@ pub(super) struct State {
     pub(super) module: Value,
 }
 
+/// A run as it was when training was cut short. Checkpoints that are written later hold this, so that a resumed run does
+/// the rest of the epoch as if it had not been stopped.
+pub(super) enum Frozen {
+    /// Of rank 0: all that a checkpoint holds, on the host.
+    Whole(Box<Checkpoint>),
+    /// Of another rank: what it has to itself, as it is sent to rank 0.
+    Own(Vec<u8>),
+}
+
+/// Keeps the run as it is.
+///
+/// # Sync
+/// Copies weights and optimizer state.
+pub(super) fn freeze<M: LightningModule>(session: &mut Session<M>) -> Result<Frozen> {
+    Ok(match session.run.world().is_global_zero() {
+        true => Frozen::Whole(Box::new(collect(session, false)?.snapshot()?)),
+        false => Frozen::Own(rank_to_bytes(&own_state(session)?)?),
+    })
+}
+
 /// Gives rank 0 what the other ranks have to themselves, for the checkpoints that all of them are about to ask for.
 ///
 /// # Collective
@@ -54,8 +74,15 @@ pub(super) fn gather_ranks<M: LightningModule>(session: &Session<M>) -> Result<V
     let Some(group) = session.run.world().group().filter(|group| group.world_size() > 1) else {
         return Ok(Vec::new());
     };
-    let own = if group.rank() == 0 { Vec::new() } else { rank_to_bytes(&own_state(session)?)? };
-    let all = group.gather_bytes(&own, 0)?;
+    match &session.frozen {
+        Some(Frozen::Own(own)) => gather(group, own),
+        _ if group.rank() == 0 => gather(group, &[]),
+        _ => gather(group, &rank_to_bytes(&own_state(session)?)?),
+    }
+}
+
+fn gather(group: &ProcessGroup, own: &[u8]) -> Result<Vec<RankState>> {
+    let all = group.gather_bytes(own, 0)?;
     all.iter().skip(1).map(|bytes| rank_from_bytes(bytes)).collect()
 }
 
@@ -81,7 +108,12 @@ pub(super) fn write<M: LightningModule>(
         Some(target) => session.run.checkpoint_io.link_checkpoint(target, &request.path)?,
         None => {
             let _action = session.profile("save_checkpoint")?;
-            let mut checkpoint = collect(session, request.weights_only)?;
+            let mut checkpoint = match &session.frozen {
+                Some(Frozen::Whole(frozen)) if !request.weights_only => {
+                    with_savers(frozen, &session.run.callbacks)?
+                }
+                _ => collect(session, request.weights_only)?,
+            };
             if let Some(training) = &mut checkpoint.training {
                 training.ranks = std::mem::take(ranks);
             }
@@ -104,45 +136,73 @@ fn is_same_file(a: &Path, b: &Path) -> bool {
     a == b || matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
+/// A frozen checkpoint with the state that callbacks which save checkpoints have now: they know the files.
+fn with_savers(frozen: &Checkpoint, callbacks: &[Box<dyn Callback>]) -> Result<Checkpoint> {
+    let mut checkpoint = frozen.to_host()?;
+    let states = checkpoint.training.as_mut().and_then(|training| training.json["callbacks"].as_array_mut());
+    let Some(states) = states else { return Ok(checkpoint) };
+    for callback in callbacks.iter().filter(|callback| callback.saves_checkpoints()) {
+        let (key, own) = (callback.state_key(), callback.state_dict());
+        if let (Some(saved), Some(own)) = (states.iter_mut().find(|saved| saved[0] == key.as_str()), own) {
+            saved[1] = own;
+        }
+    }
+    Ok(checkpoint)
+}
+
 /// # Sync
 /// Reads weights, optimizer state and metrics back.
 fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> Result<Checkpoint> {
+    let parts = if weights_only { None } else { Some(training_state(session)?) };
+    complete(session, parts)
+}
+
+/// The training state without what callbacks, data and module add.
+fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(State, TrainingState)> {
     let run = &*session.run;
-    let mut checkpoint = weights(session.module, &run.progress);
-    let mut state = None;
-    if !weights_only {
-        let optimizers: Vec<OptimizerState> =
-            session.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
-        let names = session.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
-        let callbacks = callback_states(&run.callbacks);
-        let data = session.profile_data("state_dict")?.around(|| session.data.state_dict());
-        state = Some(State {
-            progress: run.progress.clone(),
-            metrics: run.metrics.state(),
-            seed: run.seed,
-            num_training_batches: run.facts.num_training_batches,
-            batch_size: run.facts.train_batch_size,
-            optimizers: names.zip(optimizers.iter().map(|state| state.groups.clone())).collect(),
-            schedulers: session
-                .schedulers
-                .iter()
-                .map(|active| active.configured.scheduler.state_dict())
-                .collect(),
-            callbacks,
-            grad_scaler: run.grad_scaler.clone(),
-            data,
-            module: Value::Null,
-        });
-        checkpoint.training = Some(TrainingState {
-            optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
-            grads: pending_grads(session),
-            callbacks: Vec::new(),
-            metrics: session.run.metrics.metric_states(),
-            rng: seed::rng_states(session.plan.device)?,
-            json: Value::Null,
-            ranks: Vec::new(),
-        });
-    }
+    let optimizers: Vec<OptimizerState> =
+        session.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
+    let names = session.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
+    let schedulers = session.schedulers.iter().map(|active| active.configured.scheduler.state_dict());
+    let state = State {
+        progress: run.progress.clone(),
+        metrics: run.metrics.state(),
+        seed: run.seed,
+        num_training_batches: run.facts.num_training_batches,
+        batch_size: run.facts.train_batch_size,
+        optimizers: names.zip(optimizers.iter().map(|state| state.groups.clone())).collect(),
+        schedulers: schedulers.collect(),
+        callbacks: Vec::new(),
+        grad_scaler: run.grad_scaler.clone(),
+        data: None,
+        module: Value::Null,
+    };
+    let training = TrainingState {
+        optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
+        grads: pending_grads(session),
+        metrics: run.metrics.metric_states(),
+        rng: seed::rng_states(session.plan.device)?,
+        ..TrainingState::default()
+    };
+    Ok((state, training))
+}
+
+/// A checkpoint of the module's weights and these parts, with what callbacks, data and module add.
+fn complete<M: LightningModule>(
+    session: &mut Session<M>,
+    parts: Option<(State, TrainingState)>,
+) -> Result<Checkpoint> {
+    let progress = parts.as_ref().map_or(&session.run.progress, |(state, _)| &state.progress);
+    let mut checkpoint = weights(session.module, progress);
+    let state = match parts {
+        Some((state, training)) => {
+            checkpoint.training = Some(training);
+            let callbacks = callback_states(&session.run.callbacks);
+            let data = session.profile_data("state_dict")?.around(|| session.data.state_dict());
+            Some(State { callbacks, data, ..state })
+        }
+        None => None,
+    };
     on_save_checkpoint(session, &mut checkpoint)?;
     let _action = session.profile_hook("on_save_checkpoint")?;
     let module = guarded(|| session.module.on_save_checkpoint())

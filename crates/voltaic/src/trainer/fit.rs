@@ -11,7 +11,7 @@ use super::plan::FitPlan;
 use super::session::Session;
 use crate::data::{Batch, DataLoader, EpochRange};
 use crate::error::{ConfigError, Result};
-use crate::module::{HookContext, LightningModule};
+use crate::module::{HookContext, LightningModule, Progress};
 use crate::optim::{Interval, Optimizer};
 
 /// Loaders of a fit and what is known about them.
@@ -33,12 +33,13 @@ pub(super) struct Window {
     pub closes: bool,
 }
 
-/// What a training batch leaves to be done.
-struct BatchEnd {
-    /// The optimizer has stepped.
-    is_step: bool,
-    /// Validation is due.
-    validates: bool,
+/// Why validation follows a training batch.
+#[derive(Clone, Copy, PartialEq)]
+enum Validation {
+    /// It is its turn.
+    Scheduled,
+    /// The run ends, and the last metrics are to belong to the last weights; a run that goes on has none here.
+    AtStop,
 }
 
 pub(super) const TRAINING_STEP: HookPoint = hook_point!(training_step, Train, Step);
@@ -52,6 +53,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         call_hook!(self, on_train_start, Train, EpochOnly)?;
         self.last_validation = Instant::now();
+        self.has_begun = true;
         while !self.is_done(loaders) {
             if self.run.progress.epoch_ended {
                 self.run.progress.current_epoch += 1;
@@ -76,10 +78,13 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(batches) = self.run.requests.accumulate_grad_batches.take() {
             self.accumulate_grad_batches = batches.max(1);
         }
-        if self.run.progress.validation_is_open {
-            // the checkpoint was written while it ran
-            self.validate_in_fit(loaders)?;
-            self.step_schedulers(Interval::Step, true)?;
+        let Progress { validation_is_open, schedules_are_open, .. } = self.run.progress;
+        if validation_is_open || schedules_are_open {
+            // the checkpoint was written before they were done
+            self.finish_batch(loaders, validation_is_open.then_some(Validation::Scheduled))?;
+            if self.must_stop() {
+                return self.end_epoch(loaders);
+            }
         }
         let range = EpochRange {
             epoch: self.run.progress.current_epoch,
@@ -89,17 +94,9 @@ impl<M: LightningModule> Session<'_, M> {
         let action = self.profile("run_training_epoch")?;
         let mut batches = loaders.train.iter(range)?;
         while let Some(batch) = self.next_batch(&mut batches, "[_TrainingEpochLoop].train_dataloader_next")? {
-            let Some(BatchEnd { is_step, validates }) = self.train_batch(batch, &loaders.plan)? else {
+            if !self.train_batch(batch, loaders)? {
                 break; // a hook has left out the rest
-            };
-            if validates {
-                self.validate_in_fit(loaders)?;
             }
-            if is_step {
-                self.step_schedulers(Interval::Step, true)?;
-            }
-            self.write_checkpoints()?;
-            self.check_signals()?;
             if self.must_stop() {
                 break;
             }
@@ -108,9 +105,30 @@ impl<M: LightningModule> Session<'_, M> {
         self.end_epoch(loaders)
     }
 
-    /// One batch: forward, backward and, at the end of an accumulation window, the optimizer step. `None` if
-    /// `on_train_batch_start` leaves out the rest of the epoch.
-    fn train_batch(&mut self, batch: M::Batch, plan: &FitPlan) -> Result<Option<BatchEnd>> {
+    /// What follows a training batch: validation if it is due, schedules that follow a metric, checkpoints.
+    fn finish_batch(
+        &mut self,
+        loaders: &mut FitLoaders<M::Batch>,
+        validation: Option<Validation>,
+    ) -> Result<()> {
+        if validation == Some(Validation::AtStop) {
+            self.write_checkpoints()?;
+            self.freeze()?;
+        }
+        if validation.is_some() {
+            self.validate_in_fit(loaders)?;
+        }
+        if std::mem::take(&mut self.run.progress.schedules_are_open) {
+            self.step_schedulers(Interval::Step, true)?;
+        }
+        self.write_checkpoints()?;
+        self.check_signals()
+    }
+
+    /// One batch: forward, backward and, at the end of an accumulation window, the optimizer step; then what is due after
+    /// it. False if `on_train_batch_start` leaves out the rest of the epoch.
+    fn train_batch(&mut self, batch: M::Batch, loaders: &mut FitLoaders<M::Batch>) -> Result<bool> {
+        let plan = &loaders.plan;
         let batch_idx = self.run.progress.batch_idx as usize;
         let is_last = batch_idx + 1 >= plan.num_training_batches;
         let size = self.accumulate_grad_batches;
@@ -135,7 +153,7 @@ impl<M: LightningModule> Session<'_, M> {
         if std::mem::take(&mut self.run.requests.skips_epoch) {
             self.undo = None;
             self.skip_epoch(is_last, plan)?;
-            return Ok(None);
+            return Ok(false);
         }
 
         let action = self.profile("run_training_batch")?;
@@ -165,13 +183,21 @@ impl<M: LightningModule> Session<'_, M> {
 
         let loss = if loss.defined() { Some(loss.f_detach()?) } else { None };
         facts.loss = loss.as_ref();
-        facts.will_validate = self.validation_is_due(plan);
-        self.run.progress.validation_is_open = facts.will_validate;
+        let is_scheduled = self.validation_is_scheduled(plan);
+        let has_val_batches = plan.has_val_batches;
+        facts.will_validate = is_scheduled || (has_val_batches && self.stop_is_granted());
+        self.run.progress.validation_is_open = is_scheduled;
+        self.run.progress.schedules_are_open = window.closes;
         self.run.progress.batches_that_stepped += u64::from(window.closes);
         call_hook!(self, on_train_batch_end, Train, Step, facts)?;
         self.log_step_values(facts.log_step, window)?;
-        let validates = facts.will_validate || self.validation_is_due(plan); // the hook may have asked to stop
-        Ok(Some(BatchEnd { is_step: window.closes, validates }))
+        let validation = match is_scheduled {
+            true => Some(Validation::Scheduled),
+            // the hook may have asked for it
+            false => (has_val_batches && self.stop_is_granted()).then_some(Validation::AtStop),
+        };
+        self.finish_batch(loaders, validation)?;
+        Ok(true)
     }
 
     /// Gradients of one batch from its loss, with automatic optimization. Returns the loss divided by the window's size.
@@ -278,13 +304,12 @@ impl<M: LightningModule> Session<'_, M> {
         is_due.then_some(step)
     }
 
-    fn validation_is_due(&self, plan: &FitPlan) -> bool {
+    /// Whether validation has its turn after the batch just done, leaving aside that a run which is asked to stop ends
+    /// with one.
+    fn validation_is_scheduled(&self, plan: &FitPlan) -> bool {
         let progress = &self.run.progress;
         if !plan.has_val_batches {
             return false;
-        }
-        if self.stop_is_granted() {
-            return true; // the last metrics belong to the last weights
         }
         let is_epoch = |every: u64| (progress.current_epoch + 1).is_multiple_of(every);
         if let Some(interval) = self.plan.val_check_time {
@@ -300,11 +325,15 @@ impl<M: LightningModule> Session<'_, M> {
         }
     }
 
-    /// Ends the epoch: its hooks, plateau schedules, and its metrics to the loggers. An epoch that a step limit cut
-    /// short is left open, so that a resumed run finishes it.
+    /// Ends the epoch: its hooks, plateau schedules, and its metrics to the loggers. An epoch that a limit or a stop cut
+    /// short is left open, and checkpoints of now are as before its hooks: a resumed run finishes it.
     fn end_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
-        let is_complete = !self.run.progress.has_batches_left(loaders.plan.num_training_batches);
-        self.run.progress.epoch_ended = is_complete || self.is_asked_to_stop();
+        let has_batches_left = self.run.progress.has_batches_left(loaders.plan.num_training_batches);
+        let is_cut_short = has_batches_left && self.must_stop();
+        if is_cut_short {
+            self.freeze()?;
+        }
+        self.run.progress.epoch_ended = !is_cut_short;
         self.graphs.warn_if_unused();
         self.is_ending_epoch = true;
         self.run.metrics.publish_train_epoch()?; // sync point

@@ -150,6 +150,7 @@ pub(super) struct Parts<'a> {
     pub device: Device,
     pub is_sanity_check: bool,
     pub is_training: bool,
+    pub has_begun: bool,
 }
 
 impl Parts<'_> {
@@ -177,6 +178,7 @@ impl Parts<'_> {
             dataloader_idx: batch.dataloader_idx,
             is_sanity_check: self.is_sanity_check,
             is_training: self.is_training,
+            has_begun: self.has_begun,
             will_validate: batch.will_validate,
             log_step: batch.log_step,
         };
@@ -270,6 +272,7 @@ impl<M: LightningModule> Session<'_, M> {
             device: self.plan.device,
             is_sanity_check: self.is_sanity_check,
             is_training: self.stage == Stage::Fit,
+            has_begun: self.has_begun,
         };
         (parts, StepState { metrics: &mut run.metrics, progress: &mut run.progress }, self.module)
     }

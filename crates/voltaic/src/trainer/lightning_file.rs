@@ -173,6 +173,7 @@ fn progress_of(file: &Value) -> Progress {
     let epochs = in_fit(&["epoch_progress", "current", "processed"]);
     Progress {
         validation_is_open: false,
+        schedules_are_open: false,
         validation_batches: Vec::new(),
         current_epoch,
         global_step: count(&["global_step"]),

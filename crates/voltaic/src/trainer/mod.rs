@@ -363,6 +363,8 @@ impl Trainer {
             stage,
             is_sanity_check: false,
             is_ending_epoch: false,
+            has_begun: false,
+            frozen: None,
             undo: None,
             graphs: StepGraphs::new(self.plan.graph),
         })

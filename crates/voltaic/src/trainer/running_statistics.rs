@@ -2,6 +2,7 @@
 
 use super::fit::{FitLoaders, TRAINING_STEP};
 use super::hooks::{BatchFacts, HookPoint};
+use super::seed;
 use super::session::Session;
 use crate::data::{Batch, EpochRange};
 use crate::error::Result;
@@ -20,11 +21,13 @@ impl<M: LightningModule> Session<'_, M> {
             );
             return Ok(());
         }
+        let rng = seed::rng_states(self.plan.device)?;
         reset_running_statistics(self.module)?;
         self.run.metrics.begin_eval(); // what is logged from here on is forgotten
         let result = self.pass(loaders);
         self.run.metrics.discard_eval();
-        result
+        result?;
+        seed::set_rng_states(&rng) // a checkpoint of now goes on with the random numbers of training
     }
 
     fn pass(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {

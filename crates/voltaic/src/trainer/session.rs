@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::checkpointing;
+use super::checkpointing::{self, Frozen};
 use super::data_hooks::DataHooks;
 use super::graphed::StepGraphs;
 use super::guard::guarded;
@@ -85,6 +85,10 @@ pub(super) struct Session<'a, M: LightningModule> {
     pub is_sanity_check: bool,
     /// The hooks at the end of an epoch have begun, and schedules and metrics have not had their turn.
     pub is_ending_epoch: bool,
+    /// Training has begun, so that there is something that a failure could lose.
+    pub has_begun: bool,
+    /// There once training has been cut short: what checkpoints hold from then on.
+    pub frozen: Option<Frozen>,
     /// There while a training batch has not come to its optimizer step, if that may have to be undone.
     pub undo: Option<Undo>,
     pub graphs: StepGraphs,
@@ -179,6 +183,18 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(()); // rank 0 writes
         }
         requests.iter().try_for_each(|request| checkpointing::write(self, request, &mut ranks))
+    }
+
+    /// Keeps the run as it is now for the checkpoints to come, if there may be some: what follows is done because the run
+    /// ends here, and would be done again, or at another time, by one that goes on.
+    pub(super) fn freeze(&mut self) -> Result<()> {
+        let mut callbacks = self.run.callbacks.iter();
+        let saves = callbacks.any(|callback| callback.saves_checkpoints() || callback.saves_on_exception());
+        let is_asked = !self.run.requests.checkpoints.is_empty() || self.plan.save_on_signal;
+        if self.frozen.is_none() && (saves || is_asked) {
+            self.frozen = Some(checkpointing::freeze(self)?);
+        }
+        Ok(())
     }
 
     /// The next batch of a loader; `action` is what the profiler calls that.
@@ -309,7 +325,8 @@ impl<M: LightningModule> Session<'_, M> {
     /// An error if a signal asked the run to end, after the checkpoint for it if the run is to save one.
     pub(super) fn check_signals(&mut self) -> Result<()> {
         let Some(signal) = self.agreed_signal() else { return Ok(()) };
-        if self.plan.save_on_signal && self.stage == Stage::Fit && !self.is_sanity_check {
+        let saves = self.plan.save_on_signal && self.stage == Stage::Fit && !self.plan.fast_dev_run;
+        if saves && !self.is_sanity_check {
             let saved = self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.folder);
             let folder = saved.unwrap_or_else(|| self.run.facts.log_dir.join("checkpoints"));
             let path = folder.join("on_signal.ckpt");

@@ -58,6 +58,7 @@ mod probe;
 mod profilers;
 mod recipes;
 mod resume;
+mod resume_state;
 mod rng;
 mod saved_state;
 mod swa;

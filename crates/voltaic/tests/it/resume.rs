@@ -24,7 +24,7 @@ use crate::trainer::{Losses, loader, loaders};
 
 /// Dropout, so that a wrong random state shows.
 #[derive(Module)]
-struct Net {
+pub struct Net {
     fc1: Linear,
     bn: BatchNorm1d,
     dropout: Dropout,
@@ -34,7 +34,7 @@ struct Net {
 }
 
 impl Net {
-    fn new(optimizers: fn() -> Optimizers) -> Self {
+    pub fn new(optimizers: fn() -> Optimizers) -> Self {
         Self {
             fc1: Linear::new(8, 16).unwrap(),
             bn: BatchNorm1d::new(16).unwrap(),
