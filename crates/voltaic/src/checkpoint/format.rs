@@ -96,6 +96,7 @@ fn named_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor)> {
     }
     named.extend(training.grads.iter().map(|(n, t)| (format!("{PREFIX}grad.{n}"), t)));
     named.extend(training.callbacks.iter().map(|(n, t)| (format!("{PREFIX}callback.{n}"), t)));
+    named.extend(training.module.iter().map(|(n, t)| (format!("{PREFIX}module.{n}"), t)));
     named.extend(training.metrics.iter().map(|(n, t)| (format!("{PREFIX}metric.{n}"), t)));
     named.extend(training.rng.iter().map(|(n, t)| (format!("{PREFIX}rng.{n}"), t)));
     for (rank, state) in (1..).zip(&training.ranks) {
@@ -336,6 +337,7 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
         match rest.split_once('.') {
             Some(("grad", fqn)) => training.grads.push((fqn.to_owned(), tensor)),
             Some(("callback", name)) => training.callbacks.push((name.to_owned(), tensor)),
+            Some(("module", name)) => training.module.push((name.to_owned(), tensor)),
             Some(("metric", name)) => training.metrics.push((name.to_owned(), tensor)),
             Some(("rng", device)) => training.rng.push((device.to_owned(), tensor)),
             Some(("rank", rest)) => {
@@ -405,6 +407,7 @@ mod tests {
                 optimizers: vec![vec![("exp_avg.fc.weight".into(), tensor(Kind::Float))], vec![]],
                 grads: vec![("fc.weight".into(), Tensor::zeros([0], (Kind::Float, tch::Device::Cpu)))],
                 callbacks: vec![("average.fc.weight".into(), tensor(Kind::Float))],
+                module: vec![("queue".into(), tensor(Kind::BFloat16))],
                 metrics: vec![("accuracy.tp".into(), tensor(Kind::Int64))],
                 rng: vec![("cpu".into(), tensor(Kind::Uint8))],
                 json: serde_json::json!({"progress": {"global_step": 7}}),

@@ -67,6 +67,8 @@ pub struct TrainingState {
     pub grads: Vec<(String, Tensor)>,
     /// Tensors that callbacks keep, by name.
     pub callbacks: Vec<(String, Tensor)>,
+    /// Tensors that the module has given in `on_save_checkpoint`, by name.
+    pub module: Vec<(String, Tensor)>,
     /// What the module's metrics have accumulated in an epoch that is not over, by fqn and part.
     pub metrics: Vec<(String, Tensor)>,
     /// States of random number generators, by device name.
@@ -136,33 +138,9 @@ impl Checkpoint {
     }
 
     fn with_tensors(&self, convert: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let list = |tensors: &[(String, Tensor)]| -> Result<Vec<(String, Tensor)>> {
-            tensors.iter().map(|(name, tensor)| Ok((name.clone(), convert(tensor)?))).collect()
-        };
-        let training = match &self.training {
-            Some(training) => Some(TrainingState {
-                optimizers: training.optimizers.iter().map(|o| list(o)).collect::<Result<_>>()?,
-                grads: list(&training.grads)?,
-                callbacks: list(&training.callbacks)?,
-                metrics: list(&training.metrics)?,
-                rng: list(&training.rng)?,
-                json: training.json.clone(),
-                ranks: training
-                    .ranks
-                    .iter()
-                    .map(|rank| {
-                        Ok(RankState {
-                            grads: list(&rank.grads)?,
-                            metrics: list(&rank.metrics)?,
-                            rng: list(&rank.rng)?,
-                            logged: rank.logged.clone(),
-                        })
-                    })
-                    .collect::<Result<_>>()?,
-            }),
-            None => None,
-        };
-        Ok(Self { weights: list(&self.weights)?, training, meta: self.meta.clone() })
+        let training = self.training.as_ref().map(|training| training.with_tensors(&convert));
+        let weights = converted(&self.weights, &convert)?;
+        Ok(Self { weights, training: training.transpose()?, meta: self.meta.clone() })
     }
 
     /// Writes the checkpoint to `path`, replacing a file of that name only once it is complete.
@@ -180,4 +158,40 @@ impl Checkpoint {
     pub fn load(path: &std::path::Path) -> Result<Self> {
         read(path)
     }
+}
+
+impl TrainingState {
+    /// The same with all tensors on the host; those that are there are shared.
+    pub(crate) fn to_host(&self) -> Result<Self> {
+        self.with_tensors(&|tensor| Ok(tensor.f_to_device(tch::Device::Cpu)?))
+    }
+
+    fn with_tensors(&self, convert: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let of_rank = |rank: &RankState| {
+            Ok(RankState {
+                grads: converted(&rank.grads, convert)?,
+                metrics: converted(&rank.metrics, convert)?,
+                rng: converted(&rank.rng, convert)?,
+                logged: rank.logged.clone(),
+            })
+        };
+        let optimizers = self.optimizers.iter().map(|tensors| converted(tensors, convert));
+        Ok(Self {
+            optimizers: optimizers.collect::<Result<_>>()?,
+            grads: converted(&self.grads, convert)?,
+            callbacks: converted(&self.callbacks, convert)?,
+            module: converted(&self.module, convert)?,
+            metrics: converted(&self.metrics, convert)?,
+            rng: converted(&self.rng, convert)?,
+            json: self.json.clone(),
+            ranks: self.ranks.iter().map(of_rank).collect::<Result<_>>()?,
+        })
+    }
+}
+
+fn converted(
+    tensors: &[(String, Tensor)],
+    convert: &dyn Fn(&Tensor) -> Result<Tensor>,
+) -> Result<Vec<(String, Tensor)>> {
+    tensors.iter().map(|(name, tensor)| Ok((name.clone(), convert(tensor)?))).collect()
 }

@@ -6,6 +6,7 @@ mod log_value;
 mod manual;
 mod metric_objects;
 mod metrics;
+mod module_tensors;
 mod profiler;
 mod scope;
 
@@ -25,6 +26,7 @@ pub use log_value::{LogValue, ReduceFx};
 pub use manual::ManualOptimizer;
 pub(crate) use manual::{ManualOptimization, StepState};
 pub(crate) use metrics::{Logged, MetricStore, MetricsMark, MetricsState};
+pub use module_tensors::ModuleTensors;
 pub(crate) use profiler::Profiling;
 pub use profiler::{Action, ProfiledRun, Profiler};
 pub(crate) use scope::{Level, Phase, Scope};
@@ -302,19 +304,24 @@ pub trait LightningModule: Module + Sized {
         Ok(())
     }
 
-    /// Values to be saved in every checkpoint beside the weights.
+    /// Values to be saved in every full checkpoint beside the weights, and tensors, which are put into `tensors`: see
+    /// [`ModuleTensors`].
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_save_checkpoint(&mut self) -> anyhow::Result<serde_json::Value> {
+    fn on_save_checkpoint(&mut self, tensors: &mut ModuleTensors) -> anyhow::Result<serde_json::Value> {
         Ok(serde_json::Value::Null)
     }
 
-    /// Gets what [`LightningModule::on_save_checkpoint`] returned when the checkpoint was written.
+    /// Gets what [`LightningModule::on_save_checkpoint`] returned and put into `tensors` when the checkpoint was written.
     ///
     /// # Errors
     /// Any error ends the run.
-    fn on_load_checkpoint(&mut self, saved: &serde_json::Value) -> anyhow::Result<()> {
+    fn on_load_checkpoint(
+        &mut self,
+        saved: &serde_json::Value,
+        tensors: &ModuleTensors,
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 

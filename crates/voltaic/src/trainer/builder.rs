@@ -213,6 +213,7 @@ impl TrainerBuilder {
             batch_size_finder: self.batch_size_finder,
             counts_flops: self.counts_flops,
             ckpt_path: None,
+            after_fit: None,
             drops_predictions: false,
             graphs: GraphReport::default(),
         })

@@ -16,13 +16,13 @@ use crate::checkpoint::{
 use crate::data::Stage;
 use crate::distributed::{ProcessGroup, World};
 use crate::error::{CheckpointError, ConfigError, Error, Result};
-use crate::module::{CheckpointRequest, LightningModule, MetricsState, Profiling, Progress};
+use crate::module::{CheckpointRequest, LightningModule, MetricsState, ModuleTensors, Profiling, Progress};
 use crate::nn::{Module, ModuleExt};
 use crate::optim::OptimizerState;
 use crate::precision::GradScaler;
 
 /// The part of the training state that is not tensors.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct State {
     pub(super) progress: Progress,
@@ -44,6 +44,9 @@ pub(super) struct State {
     pub(super) data: Option<Value>,
     /// What the module gave in `on_save_checkpoint`.
     pub(super) module: Value,
+    /// Of its tensors those that were on the run's device; the others were on the host.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) module_on_device: Vec<String>,
 }
 
 /// A run as it was when training was cut short. Checkpoints that are written later hold this, so that a resumed run does
@@ -55,6 +58,16 @@ pub(super) enum Frozen {
     Own(Vec<u8>),
 }
 
+/// What `Trainer::save_checkpoint` writes of a fit that is over.
+pub(super) enum AfterFit {
+    /// Training was cut short.
+    Frozen(Frozen),
+    /// Of rank 0: all but what callbacks, data and module add, on the host.
+    Whole(Box<(State, TrainingState)>),
+    /// Of another rank.
+    Own(Vec<u8>),
+}
+
 /// Keeps the run as it is.
 ///
 /// # Sync
@@ -63,6 +76,20 @@ pub(super) fn freeze<M: LightningModule>(session: &mut Session<M>) -> Result<Fro
     Ok(match session.run.world().is_global_zero() {
         true => Frozen::Whole(Box::new(collect(session, false)?.snapshot()?)),
         false => Frozen::Own(rank_to_bytes(&own_state(session)?)?),
+    })
+}
+
+/// Keeps what a checkpoint of a fit that ends now goes on from. Optimizer state leaves the device.
+pub(super) fn keep<M: LightningModule>(session: &mut Session<M>) -> Result<AfterFit> {
+    if let Some(frozen) = session.frozen.take() {
+        return Ok(AfterFit::Frozen(frozen));
+    }
+    Ok(match session.run.world().is_global_zero() {
+        true => {
+            let (state, training) = training_state(session)?;
+            AfterFit::Whole(Box::new((state, training.to_host()?)))
+        }
+        false => AfterFit::Own(rank_to_bytes(&own_state(session)?)?),
     })
 }
 
@@ -150,6 +177,41 @@ fn with_savers(frozen: &Checkpoint, callbacks: &[Box<dyn Callback>]) -> Result<C
     Ok(checkpoint)
 }
 
+/// Writes a checkpoint of a fit that is over.
+///
+/// # Collective
+/// All ranks must call it.
+pub(super) fn write_after_fit<M: LightningModule>(
+    session: &mut Session<M>,
+    after: &AfterFit,
+    path: &Path,
+    storage_options: Option<&Value>,
+) -> Result<()> {
+    let ranks = match session.run.world().group().filter(|group| group.world_size() > 1) {
+        Some(group) => {
+            let own = match after {
+                AfterFit::Own(own) | AfterFit::Frozen(Frozen::Own(own)) => own.as_slice(),
+                _ => &[],
+            };
+            gather(group, own)?
+        }
+        None => Vec::new(),
+    };
+    let mut checkpoint = match after {
+        AfterFit::Frozen(Frozen::Whole(frozen)) => with_savers(frozen, &session.run.callbacks)?,
+        AfterFit::Whole(kept) => {
+            let (state, training) = kept.as_ref();
+            complete(session, Some((state.clone(), training.to_host()?)))?
+        }
+        AfterFit::Own(_) | AfterFit::Frozen(Frozen::Own(_)) => return Ok(()), // rank 0 writes
+    };
+    if let Some(training) = &mut checkpoint.training {
+        training.ranks = ranks;
+    }
+    session.run.checkpoint_io.save_checkpoint(&checkpoint, path, storage_options)?;
+    session.run.checkpoint_io.teardown()
+}
+
 /// # Sync
 /// Reads weights, optimizer state and metrics back.
 fn collect<M: LightningModule>(session: &mut Session<M>, weights_only: bool) -> Result<Checkpoint> {
@@ -176,6 +238,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(State, Tr
         grad_scaler: run.grad_scaler.clone(),
         data: None,
         module: Value::Null,
+        module_on_device: Vec::new(),
     };
     let training = TrainingState {
         optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
@@ -205,10 +268,13 @@ fn complete<M: LightningModule>(
     };
     on_save_checkpoint(session, &mut checkpoint)?;
     let _action = session.profile_hook("on_save_checkpoint")?;
-    let module = guarded(|| session.module.on_save_checkpoint())
+    let mut tensors = ModuleTensors::default();
+    let module = guarded(|| session.module.on_save_checkpoint(&mut tensors))
         .map_err(|source| session.hook_error("on_save_checkpoint", source))?;
     if let (Some(training), Some(state)) = (&mut checkpoint.training, state) {
-        training.json = serde_json::to_value(State { module, ..state })
+        let (tensors, module_on_device) = tensors.into_parts();
+        training.module = tensors;
+        training.json = serde_json::to_value(State { module, module_on_device, ..state })
             .map_err(|e| Error::io("serialize", "the training state", e.into()))?;
     }
     Ok(checkpoint)
@@ -246,12 +312,13 @@ fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {
     callbacks.iter().filter_map(|callback| Some((callback.state_key(), callback.state_dict()?))).collect()
 }
 
-/// Gradients of an accumulation window that has begun and is not complete.
+/// Gradients of an accumulation window that has begun and is not complete. With manual optimization all there are: only
+/// the module knows which it goes on with.
 fn pending_grads<M: LightningModule>(session: &Session<M>) -> Vec<(String, tch::Tensor)> {
     let progress = &session.run.progress;
     let is_open = !progress.batch_idx.is_multiple_of(session.accumulate_grad_batches)
         && progress.has_batches_left(session.run.facts.num_training_batches);
-    if !is_open {
+    if !is_open && session.module.automatic_optimization() {
         return Vec::new();
     }
     let parameters = session.module.named_parameters().into_iter();
@@ -277,7 +344,9 @@ pub(super) fn restore_module<M: LightningModule>(
     let Some(training) = &checkpoint.training else { return Ok(()) };
     let state = read_state(&training.json, path)?;
     let action = session.profile_hook("on_load_checkpoint")?;
-    guarded(|| session.module.on_load_checkpoint(&state.module))
+    let tensors =
+        ModuleTensors::of_checkpoint(&training.module, &state.module_on_device, session.plan.device)?;
+    guarded(|| session.module.on_load_checkpoint(&state.module, &tensors))
         .map_err(|source| hook_error("on_load_checkpoint", &state.progress, source))?;
     drop(action);
     if let Some(data) = &state.data {

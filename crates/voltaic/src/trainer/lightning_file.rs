@@ -127,6 +127,7 @@ fn training_of(
         grad_scaler: scaler_of(file)?,
         data: None,
         module: Json::Null,
+        module_on_device: Vec::new(),
     };
     let json = serde_json::to_value(&state)
         .or_else(|error| refuse(error.to_string(), "convert the weights only"))?;
@@ -383,6 +384,9 @@ pub fn to_lightning(checkpoint: &Checkpoint) -> Result<Converted<Value>> {
             }
             if !training.grads.is_empty() {
                 notes.push("gradients of an open accumulation window are left out".to_owned());
+            }
+            if !training.module.is_empty() {
+                notes.push("tensors of the module's on_save_checkpoint are left out".to_owned());
             }
             if !state.callbacks.is_empty() {
                 notes.push("states of callbacks are left out".to_owned());

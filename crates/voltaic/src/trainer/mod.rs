@@ -42,7 +42,7 @@ use tch::Tensor;
 
 use crate::data::{DataModule, Stage};
 use crate::distributed::World;
-use crate::error::Result;
+use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::{LightningModule, MetricStore, ProfiledRun, Progress, Requests};
 use crate::nn::SyncBatchNorm;
@@ -65,6 +65,7 @@ pub use seed::{global_seed, seed_everything};
 /// Metrics of an evaluation, by name, in the order they were first logged.
 pub type EvalMetrics = Vec<(String, f64)>;
 
+use checkpointing::AfterFit;
 use data_hooks::{Data, DataHooks};
 use eval::EvalLoaders;
 use graphed::StepGraphs;
@@ -98,6 +99,8 @@ pub struct Trainer {
     counts_flops: bool,
     /// For the next call only: `best`, `last` or a path.
     ckpt_path: Option<String>,
+    /// What a checkpoint of the last fit goes on from.
+    after_fit: Option<AfterFit>,
     /// The next call of predict returns nothing.
     drops_predictions: bool,
     /// Of the last fit.
@@ -160,6 +163,7 @@ impl Trainer {
             MetricStore::of_ranks(self.run.world().group().cloned()).off_if(self.plan.barebones);
         self.run.agreed = Votes::default();
         self.run.progress = Progress::default();
+        self.after_fit = None;
         let optimizers = self.optimizers.clone();
         let ranks = self.run.world().group().cloned();
         let _sync = ranks.filter(|_| self.plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
@@ -174,8 +178,10 @@ impl Trainer {
         let result = fit_session(&mut session, optimizers, ckpt_path.as_deref());
         let result = session.conclude(result);
         let graphs = session.graphs.take_report();
+        let after_fit = session.after_fit.take();
         drop(session);
         self.graphs = graphs;
+        self.after_fit = after_fit;
         self.run.strategy.teardown();
         result?;
         self.run.forget_note()
@@ -237,12 +243,49 @@ impl Trainer {
         self.evaluate(module, data, Stage::Predict, source, |session, data| session.predict(data, returns))
     }
 
-    /// Writes the weights and hyper-parameters of `module`. A checkpoint to resume from is written within fit: see
+    /// Writes a full checkpoint of the last fit, from which another goes on. One that was stopped within an epoch is saved
+    /// as it was then, so that the epoch is finished. See [`Trainer::save_weights`] for the weights alone, which is
+    /// Lightning's `weights_only=True`; within fit there is
     /// [`HookContext::request_checkpoint`](crate::module::HookContext::request_checkpoint).
     ///
     /// # Errors
+    /// [`ConfigError`](crate::error::ConfigError) if this trainer has not trained; as [`Trainer::save_weights`].
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub fn save_checkpoint<M, D>(
+        &mut self,
+        module: &mut M,
+        data: &mut D,
+        path: impl AsRef<std::path::Path>,
+        storage_options: Option<&serde_json::Value>,
+    ) -> Result<()>
+    where
+        M: LightningModule,
+        D: DataModule<Batch = M::Batch> + ?Sized,
+    {
+        let Some(after_fit) = self.after_fit.take() else {
+            let what = "there is no training state: this trainer has not trained";
+            let remedy = "fit first, or save the weights alone with save_weights";
+            return Err(ConfigError::new("save_checkpoint", what, remedy).into());
+        };
+        let mut data = Data(data);
+        let mut session = self.bare_session(module, &mut data, Stage::Fit)?;
+        let result = checkpointing::write_after_fit(&mut session, &after_fit, path.as_ref(), storage_options);
+        drop(session);
+        self.after_fit = Some(after_fit);
+        result?;
+        self.run.world().barrier()
+    }
+
+    /// Writes the weights and hyper-parameters of `module`.
+    ///
+    /// # Errors
     /// If the file cannot be written, or the trainer's [`CheckpointIo`](crate::checkpoint::CheckpointIo) does not know one of `storage_options`.
-    pub fn save_checkpoint<M: LightningModule>(
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub fn save_weights<M: LightningModule>(
         &mut self,
         module: &M,
         path: impl AsRef<std::path::Path>,
@@ -348,6 +391,16 @@ impl Trainer {
             world_size: world.world_size,
             log_dir: self.run.facts.log_dir.clone(),
         })?;
+        self.bare_session(module, data, stage)
+    }
+
+    /// A session that no profiler looks at.
+    fn bare_session<'a, M: LightningModule>(
+        &'a mut self,
+        module: &'a mut M,
+        data: &'a mut dyn DataHooks<M::Batch>,
+        stage: Stage,
+    ) -> Result<Session<'a, M>> {
         Ok(Session {
             plan: &self.plan,
             run: &mut self.run,
@@ -365,6 +418,7 @@ impl Trainer {
             is_ending_epoch: false,
             has_begun: false,
             frozen: None,
+            after_fit: None,
             undo: None,
             graphs: StepGraphs::new(self.plan.graph),
         })

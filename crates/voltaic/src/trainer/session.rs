@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::checkpointing::{self, Frozen};
+use super::checkpointing::{self, AfterFit, Frozen};
 use super::data_hooks::DataHooks;
 use super::graphed::StepGraphs;
 use super::guard::guarded;
@@ -89,6 +89,8 @@ pub(super) struct Session<'a, M: LightningModule> {
     pub has_begun: bool,
     /// There once training has been cut short: what checkpoints hold from then on.
     pub frozen: Option<Frozen>,
+    /// There when the fit is over.
+    pub after_fit: Option<AfterFit>,
     /// There while a training batch has not come to its optimizer step, if that may have to be undone.
     pub undo: Option<Undo>,
     pub graphs: StepGraphs,
@@ -343,6 +345,12 @@ impl<M: LightningModule> Session<'_, M> {
     pub(super) fn conclude<T>(&mut self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
             self.on_exception(error);
+        }
+        let is_resumable = self.stage == Stage::Fit && (self.has_begun || result.is_ok());
+        if let Err(second) = guarded(|| Ok(self.keep_for_checkpoints(is_resumable)?)) {
+            tracing::warn!("save_checkpoint will have nothing to save of this fit: {second:#}");
+        }
+        if result.is_err() {
             self.run.metrics.abandon();
         }
         let described = self.run.profiling.describe();
@@ -353,6 +361,14 @@ impl<M: LightningModule> Session<'_, M> {
             }
             (result, described) => described.and(result),
         }
+    }
+
+    /// Keeps what `Trainer::save_checkpoint` needs of a fit, unless it is part of a search.
+    fn keep_for_checkpoints(&mut self, is_resumable: bool) -> Result<()> {
+        if is_resumable && !self.plan.drops_schedulers {
+            self.after_fit = Some(checkpointing::keep(self)?);
+        }
+        Ok(())
     }
 
     /// Tells callbacks, the data module and loggers that the run failed.

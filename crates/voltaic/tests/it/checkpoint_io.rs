@@ -200,9 +200,9 @@ fn storage_options_are_refused_by_name() {
         io.remove_checkpoint(&path).unwrap();
     }
     let mut trainer = silent().build().unwrap();
-    let error = trainer.save_checkpoint(&Probe::default(), &path, Some(&options)).expect_err("unknown");
+    let error = trainer.save_weights(&Probe::default(), &path, Some(&options)).expect_err("unknown");
     assert!(error.to_string().contains("bucket"), "{error}");
-    trainer.save_checkpoint(&Probe::default(), &path, None).unwrap();
+    trainer.save_weights(&Probe::default(), &path, None).unwrap();
     assert!(!Checkpoint::load(&path).unwrap().weights.is_empty());
 }
 

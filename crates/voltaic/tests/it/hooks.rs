@@ -9,7 +9,7 @@ use tempfile::TempDir;
 use voltaic::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::{DataLoader, DataModule, Stage, TensorDataset};
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::{HookContext, LightningModule, ModuleTensors, StepContext};
 use voltaic::nn::Parameter;
 use voltaic::optim::{GradientClip, LrScheduler, Optimizer, Optimizers, ParamGroup, Sgd, StepLr};
 use voltaic::trainer::TrainerBuilder;
@@ -238,12 +238,12 @@ impl LightningModule for Net {
         Ok(())
     }
 
-    fn on_save_checkpoint(&mut self) -> anyhow::Result<Value> {
+    fn on_save_checkpoint(&mut self, _tensors: &mut ModuleTensors) -> anyhow::Result<Value> {
         self.trace.note("M.on_save_checkpoint");
         Ok(json!(7))
     }
 
-    fn on_load_checkpoint(&mut self, saved: &Value) -> anyhow::Result<()> {
+    fn on_load_checkpoint(&mut self, saved: &Value, _tensors: &ModuleTensors) -> anyhow::Result<()> {
         assert_eq!(*saved, json!(7));
         self.trace.note("M.on_load_checkpoint");
         Ok(())
