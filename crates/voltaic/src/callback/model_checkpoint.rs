@@ -513,7 +513,10 @@ impl Callback for ModelCheckpoint {
     fn on_exception(&mut self, ctx: &mut HookContext, _error: &crate::Error) {
         if self.config.save_on_exception && ctx.has_begun() && !self.skips(ctx) {
             let score = self.score(ctx).unwrap_or(None);
+            let last_step_saved = self.state.last_step_saved;
             self.save(ctx, score);
+            // the step's own turn to be saved, after its validation, is still to come in a run that goes on
+            self.state.last_step_saved = last_step_saved;
         }
     }
 }

@@ -127,14 +127,7 @@ impl Checkpoint {
     /// # Errors
     /// If memory of the host runs out.
     pub fn snapshot(&self) -> Result<Self> {
-        self.with_tensors(|tensor| match tensor.device() {
-            tch::Device::Cpu => {
-                let mut copy = tensor.f_empty_like()?;
-                copy.f_copy_(tensor)?;
-                Ok(copy)
-            }
-            _ => Ok(tensor.f_to_device(tch::Device::Cpu)?),
-        })
+        self.with_tensors(copied)
     }
 
     fn with_tensors(&self, convert: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
@@ -166,6 +159,14 @@ impl TrainingState {
         self.with_tensors(&|tensor| Ok(tensor.f_to_device(tch::Device::Cpu)?))
     }
 
+    /// The same on the host when a fit is over: what the optimizers leave behind is shared, what the module may still change
+    /// is not.
+    pub(crate) fn of_finished_fit(&self) -> Result<Self> {
+        let on_host = self.to_host()?;
+        let (grads, metrics) = (converted(&self.grads, &copied)?, converted(&self.metrics, &copied)?);
+        Ok(Self { grads, metrics, ..on_host })
+    }
+
     fn with_tensors(&self, convert: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         let of_rank = |rank: &RankState| {
             Ok(RankState {
@@ -186,6 +187,18 @@ impl TrainingState {
             json: self.json.clone(),
             ranks: self.ranks.iter().map(of_rank).collect::<Result<_>>()?,
         })
+    }
+}
+
+/// A copy on the host.
+fn copied(tensor: &Tensor) -> Result<Tensor> {
+    match tensor.device() {
+        tch::Device::Cpu => {
+            let mut copy = tensor.f_empty_like()?;
+            copy.f_copy_(tensor)?;
+            Ok(copy)
+        }
+        _ => Ok(tensor.f_to_device(tch::Device::Cpu)?),
     }
 }
 

@@ -87,7 +87,7 @@ pub(super) fn keep<M: LightningModule>(session: &mut Session<M>) -> Result<After
     Ok(match session.run.world().is_global_zero() {
         true => {
             let (state, training) = training_state(session)?;
-            AfterFit::Whole(Box::new((state, training.to_host()?)))
+            AfterFit::Whole(Box::new((state, training.of_finished_fit()?)))
         }
         false => AfterFit::Own(rank_to_bytes(&own_state(session)?)?),
     })

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::builder::is_a;
 use super::session::Run;
-use crate::callback::{OnExceptionCheckpoint, SWA_FILE};
+use crate::callback::{Callback, OnExceptionCheckpoint, SWA_FILE};
 use crate::checkpoint::{CheckpointPaths, peek_training};
 use crate::data::Stage;
 use crate::error::{ConfigError, Result};
@@ -66,7 +66,7 @@ pub(super) fn find(run: &Run, ckpt_path: &str, stage: Stage) -> Result<Option<Pa
 
 fn last(run: &Run, stage: Stage) -> Result<Option<PathBuf>, NotFound> {
     let places = Places::of(run);
-    match places.newest(saved(run).into_iter().filter_map(|paths| paths.last), stage) {
+    match places.newest(run, stage) {
         Some(found) => Ok(Some(found)),
         None if stage == Stage::Fit => {
             tracing::warn!(
@@ -95,8 +95,7 @@ fn best(run: &Run) -> Result<PathBuf, NotFound> {
     }
     // what a run knew of its checkpoints is in the newest of them
     let places = Places::of(run);
-    let known = known.into_iter().filter_map(|paths| paths.last);
-    let Some(newest) = places.newest(known, Stage::Fit) else {
+    let Some(newest) = places.newest(run, Stage::Fit) else {
         let what = format!("`best`, but there is no checkpoint in {}", places.text());
         return Err(NotFound { what, remedy: format!("fit first, or {remedy}") });
     };
@@ -161,15 +160,25 @@ impl Places {
         Self { own, default: root.join("lightning_logs/*").join(CHECKPOINTS) }
     }
 
-    /// The newest checkpoint that serves `stage`: of `known` files, else in the folders of this configuration, else in
-    /// the default ones. A fit goes on from weights alone only to say that it cannot.
-    fn newest(&self, known: impl Iterator<Item = PathBuf>, stage: Stage) -> Option<PathBuf> {
+    /// The newest checkpoint that serves `stage`: of those that this trainer has saved, else in the folders of this
+    /// configuration, else in the default ones. A fit goes on from weights alone only to say that it cannot.
+    fn newest(&self, run: &Run, stage: Stage) -> Option<PathBuf> {
         let serves = |path: &PathBuf| match stage {
             Stage::Fit => !matches!(peek_training(path), Ok(None)),
             _ => path.file_name().is_none_or(|name| name != SWA_FILE),
         };
+        let last = |callback: &dyn Callback| callback.checkpoint_paths().and_then(|paths| paths.last);
+        let (savers, others): (Vec<_>, Vec<_>) =
+            run.callbacks.iter().map(AsRef::as_ref).partition(|callback| callback.saves_checkpoints());
+        let savers = savers.into_iter().filter_map(last);
+        let mut known =
+            newest_first(savers.chain(run.replaced.iter().filter_map(|paths| paths.last.clone())));
+        let mut own = files_in(&self.own);
+        // a file that a failure leaves may be of an earlier process
+        let left = if known.is_empty() { &mut own } else { &mut known };
+        left.extend(others.into_iter().filter_map(last));
         let default = std::slice::from_ref(&self.default);
-        let places = [newest_first(known), files_in(&self.own), files_in(default)];
+        let places = [newest_first(known.into_iter()), newest_first(own.into_iter()), files_in(default)];
         let serving = places.iter().find_map(|files| files.iter().find(|path| serves(path)));
         serving.or_else(|| places.iter().find_map(|files| files.first())).cloned()
     }

@@ -249,7 +249,7 @@ impl Trainer {
     /// [`HookContext::request_checkpoint`](crate::module::HookContext::request_checkpoint).
     ///
     /// # Errors
-    /// [`ConfigError`](crate::error::ConfigError) if this trainer has not trained; as [`Trainer::save_weights`].
+    /// [`ConfigError`] if this trainer has not trained; as [`Trainer::save_weights`].
     ///
     /// # Collective
     /// All ranks must call it.

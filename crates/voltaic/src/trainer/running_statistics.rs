@@ -26,8 +26,8 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.metrics.begin_eval(); // what is logged from here on is forgotten
         let result = self.pass(loaders);
         self.run.metrics.discard_eval();
-        result?;
-        seed::set_rng_states(&rng) // a checkpoint of now goes on with the random numbers of training
+        seed::set_rng_states(&rng)?; // a checkpoint of now goes on with the random numbers of training
+        result
     }
 
     fn pass(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {

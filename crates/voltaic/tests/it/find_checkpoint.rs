@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use voltaic::callback::{
-    Callback, EpochStart, ModelCheckpoint, ModelCheckpointConfig, SaveLast, StochasticWeightAveraging,
-    StochasticWeightAveragingConfig,
+    Callback, EpochStart, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig, OnExceptionCheckpoint,
+    OnExceptionCheckpointConfig, SaveLast, StochasticWeightAveraging, StochasticWeightAveragingConfig,
 };
 use voltaic::checkpoint::Checkpoint;
 use voltaic::module::{LightningModule, StepContext};
@@ -182,6 +182,31 @@ fn averaged_weights_beside_the_checkpoints_are_not_the_last() {
     let mut longer = build(3);
     longer.ckpt_path("last").fit(&mut Probe::default(), &mut loaders()).unwrap();
     assert_eq!(longer.global_step(), 18);
+}
+
+/// A file that a failure of an earlier run has left is the last only as long as it is the newest.
+#[test]
+fn what_a_failure_has_left_is_the_last_while_it_is_the_newest() {
+    let _rng = seeded(1);
+    let root = TempDir::new().unwrap();
+    let build = |fails: bool| {
+        let config =
+            OnExceptionCheckpointConfig { dirpath: root.path().join("failed"), ..Default::default() };
+        let failing = LambdaCallback::new().on_train_batch_end(move |ctx, _| {
+            anyhow::ensure!(!fails || ctx.global_step() != 3, "no luck");
+            Ok(())
+        });
+        let builder = silent().default_root_dir(root.path()).max_epochs(1).enable_checkpointing(true);
+        builder.callback(OnExceptionCheckpoint::new(config).unwrap()).callback(failing).build().unwrap()
+    };
+    let mut failed = Probe::default();
+    assert!(build(true).fit(&mut failed, &mut loaders()).is_err());
+    assert_eq!(tested(&mut build(false), "last").unwrap(), failed.weights());
+    let mut net = Probe::default();
+    let newer = silent().default_root_dir(root.path()).max_epochs(1).enable_checkpointing(true);
+    newer.build().unwrap().fit(&mut net, &mut loaders()).unwrap();
+    assert!(root.path().join("failed/on_exception.ckpt").exists());
+    assert_eq!(tested(&mut build(false), "last").unwrap(), net.weights());
 }
 
 /// Brings a callback that saves.

@@ -360,6 +360,7 @@ fn a_validation_that_is_resumed_saves_and_stops() {
             let change = |config: &mut ModelCheckpointConfig| {
                 config.every_n_train_steps = by_steps.then_some(12);
                 config.monitor = Some("val_loss".to_owned());
+                config.save_on_exception = true;
             };
             let failing = fail(LambdaCallback::new());
             let first = |t: TrainerBuilder| {

@@ -8,6 +8,7 @@ use tempfile::TempDir;
 use voltaic::callback::{EmaWeightAveragingConfig, LambdaCallback, WeightAveraging};
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::Stage;
+use voltaic::metrics::MeanMetric;
 use voltaic::module::{CheckpointRequest, LightningModule, ModuleTensors, StepContext};
 use voltaic::nn::{Dropout, Forward, Linear, ModuleExt};
 use voltaic::optim::{AdamW, Optimizers, StepLr};
@@ -23,6 +24,7 @@ use crate::rng::seeded;
 struct Late {
     layer: Option<Linear>,
     dropout: Dropout,
+    seen: MeanMetric,
     #[module(skip)]
     is_manual: bool,
     /// Tensors that are saved.
@@ -32,7 +34,8 @@ struct Late {
 
 impl Late {
     fn new() -> Self {
-        Self { layer: None, dropout: Dropout::new(0.25).unwrap(), is_manual: false, own: Vec::new() }
+        let dropout = Dropout::new(0.25).unwrap();
+        Self { layer: None, dropout, seen: MeanMetric::new(), is_manual: false, own: Vec::new() }
     }
 
     fn weights(&self) -> Vec<(String, Tensor)> {
@@ -53,6 +56,10 @@ impl LightningModule for Late {
     fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
         let out = self.layer.as_ref().expect("made").forward(&self.dropout.forward(batch)?)?;
         let loss = out.f_square()?.f_mean(Kind::Float)?;
+        if !self.own.is_empty() {
+            self.seen.update(&loss, 1.0)?;
+            ctx.log("seen", &self.seen).on_epoch(true);
+        }
         if self.is_manual {
             ctx.manual_backward(&loss)?;
             // windows of four batches, which do not end with the epochs
@@ -131,15 +138,17 @@ fn a_checkpoint_after_fit_goes_on_as_one_within() {
     for (name, build) in builds {
         // what a run that was cut short goes on from is kept if it may save
         let trainer = || silent().max_epochs(3).callback(ema()).save_on_signal(true);
-        let whole = {
+        let own = || vec![("own".to_owned(), Tensor::from_slice(&[1_i64, 2]))];
+        let (whole, seen) = {
             seed_everything(5).unwrap();
-            let mut net = Late::new();
-            trainer().build().unwrap().fit(&mut net, &mut loaders()).unwrap();
-            net.weights()
+            let mut net = Late { own: own(), ..Late::new() };
+            let mut trainer = trainer().build().unwrap();
+            trainer.fit(&mut net, &mut loaders()).unwrap();
+            (net.weights(), trainer.metric("seen_epoch").unwrap())
         };
         seed_everything(5).unwrap();
         let (mut net, mut first) = (Late::new(), build(trainer()).build().unwrap());
-        net.own = vec![("own".to_owned(), Tensor::from_slice(&[1_i64, 2]))];
+        net.own = own();
         assert_eq!(first.fit(&mut net, &mut loaders()).is_err(), name == "a failure");
         first.validate(&mut net, &mut loaders()).unwrap(); // which changes nothing
         first.save_checkpoint(&mut net, &mut loaders(), &path, None).unwrap();
@@ -151,7 +160,7 @@ fn a_checkpoint_after_fit_goes_on_as_one_within() {
         let (mut net, mut new) = (Late::new(), trainer().build().unwrap());
         new.ckpt_path(path.to_str().unwrap()).fit(&mut net, &mut loaders()).unwrap();
         assert_same(&net.weights(), &whole);
-        assert_eq!(net.own[0].1, Tensor::from_slice(&[1_i64, 2]), "{name}");
+        assert_eq!((new.metric("seen_epoch").unwrap(), &net.own[0].1), (seen, &own()[0].1), "{name}");
     }
     let mut trainer = silent().build().unwrap();
     let error =
