@@ -2,7 +2,7 @@
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::asm;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
@@ -26,17 +26,21 @@ pub struct Tiles {
 }
 
 impl Tiles {
-    /// Sets them up until this is dropped; others must not use them meanwhile. None if the processor does not have
-    /// [`has_tiles`].
+    /// Sets them up until this is dropped, and all others of this thread are; code that sets them up otherwise, as the MKL,
+    /// must not run meanwhile. None if the processor does not have [`has_tiles`].
     pub fn set_up() -> Option<Self> {
         if !has_tiles() {
             return None;
         }
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: AMX is there, and the shapes are those of its first palette.
-        unsafe {
-            asm!("ldtilecfg [{}]", in(reg) &raw const SHAPES, options(nostack, readonly, preserves_flags));
-        }
+        SCOPES.with(|scopes| {
+            scopes.enter(|| {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: AMX is there, and the shapes are those of its first palette.
+                unsafe {
+                    asm!("ldtilecfg [{}]", in(reg) &raw const SHAPES, options(nostack, readonly, preserves_flags));
+                }
+            });
+        });
         Some(Self { thread: PhantomData })
     }
 
@@ -73,12 +77,40 @@ impl Tiles {
 
 impl Drop for Tiles {
     fn drop(&mut self) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: they were set up; without their state threads are switched faster.
-        unsafe {
-            asm!("tilerelease", options(nomem, nostack, preserves_flags));
+        SCOPES.with(|scopes| {
+            scopes.leave(|| {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: they were set up; without their state threads are switched faster.
+                unsafe {
+                    asm!("tilerelease", options(nomem, nostack, preserves_flags));
+                }
+            });
+        });
+    }
+}
+
+/// How many [`Tiles`] of a thread there are: the first sets the registers up, and the last releases them. One that released
+/// them while another is there would have that end in an illegal instruction.
+struct Scopes(Cell<usize>);
+
+impl Scopes {
+    fn enter(&self, set_up: impl FnOnce()) {
+        if self.0.get() == 0 {
+            set_up();
+        }
+        self.0.set(self.0.get() + 1);
+    }
+
+    fn leave(&self, release: impl FnOnce()) {
+        self.0.set(self.0.get() - 1);
+        if self.0.get() == 0 {
+            release();
         }
     }
+}
+
+thread_local! {
+    static SCOPES: Scopes = const { Scopes(Cell::new(0)) };
 }
 
 /// What tiles are set up by: the first palette, and each of 16 rows of 64 bytes.
@@ -291,4 +323,49 @@ unsafe fn multiply(a: &Left, row: usize, b: &Right, out: *mut f32, columns: usiz
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn multiply(_a: &Left, _row: usize, _b: &Right, _out: *mut f32, _columns: usize, _adds: bool) {
     unreachable!("has_tiles() is false here");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::Element;
+
+    #[test]
+    fn tiles_are_set_up_once_and_released_with_the_last() {
+        let (scopes, calls) = (Scopes(Cell::new(0)), RefCell::new(Vec::new()));
+        let enter = || scopes.enter(|| calls.borrow_mut().push("set up"));
+        let leave = || scopes.leave(|| calls.borrow_mut().push("release"));
+        for (step, expected) in [
+            (&enter as &dyn Fn(), 1), // the outer
+            (&enter, 1),
+            (&enter, 1),
+            (&leave, 1),
+            (&leave, 1), // the outer is still there
+            (&enter, 1),
+            (&leave, 1),
+            (&leave, 2),
+            (&enter, 3),
+            (&leave, 4),
+        ] {
+            step();
+            assert_eq!(calls.borrow().len(), expected);
+        }
+        assert_eq!(*calls.borrow(), ["set up", "release", "set up", "release"]);
+    }
+
+    #[test]
+    fn tiles_multiply_after_others_within_are_dropped() {
+        let Some(tiles) = Tiles::set_up() else { return }; // no AMX
+        let numbers = vec![Bf16::from_f32(1.0); 64 * 64];
+        let matrix = Matrix::dense(&numbers, [64, 64]);
+        let mut strips = Vec::new();
+        let right = Strips::new(matrix, &mut strips);
+        let product = |tiles: &Tiles| {
+            let mut out = vec![0.0; 64 * 64];
+            tiles.multiply(MatrixMut::dense(&mut out, [64, 64]), matrix, right, false);
+            out
+        };
+        let within = Tiles::set_up().map(|tiles| product(&tiles));
+        assert_eq!(within.unwrap(), product(&tiles));
+    }
 }
