@@ -23,7 +23,8 @@ const vt_allocator *rust = nullptr;
 }
 
 // Gives back what raw_allocate gave out. mkldnn asks for the deleter only then, so that a block taken while the pools
-// were being installed may be libtorch's own; that has no header, and the memory before it has no such magic number.
+// were being installed may be libtorch's own; that has no header, and the memory before it has no such magic number. What
+// a BlockWatch supplied belongs to a graph, or to the storage of a tensor.
 void release_raw(void *block) {
   if (block == nullptr)
     return;

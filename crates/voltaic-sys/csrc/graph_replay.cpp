@@ -85,6 +85,9 @@ std::vector<c10::Storage> bind_outputs(vt_graph &graph) {
     c10::DataPtr data = has_cpu_allocator() ? allocate_block(active_pool, given.bytes, graph.device)
                                             : allocator->allocate(given.bytes);
     place_outputs(graph, given, data.get());
+    // a node that frees it as raw memory of its own leaves it alone
+    if (vt_block_header *header = header_of(data); header != nullptr)
+      header->magic = supplied_magic;
     storages.emplace_back(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), given.bytes, std::move(data),
                                                            allocator, /*resizable=*/true));
   }
@@ -120,6 +123,7 @@ private:
   IValue argument(const Operand &operand, const IValue &constant, const c10::Argument &declared);
   Tensor tensor(int32_t value);
   void *at(uint64_t offset) const { return static_cast<char *>(graph_->arena.get()) + offset; }
+  bool keep(const Buffer &buffer);
   bool is_placed(int32_t buffer) const { return plan_.buffer_offsets[buffer] != VT_GRAPH_NOWHERE; }
   void add_results(const Node &node, Call &call);
 
@@ -127,6 +131,7 @@ private:
   const vt_graph_plan &plan_;
   std::unique_ptr<vt_graph> graph_ = std::make_unique<vt_graph>();
   std::vector<c10::intrusive_ptr<StorageImpl>> storages_; // by buffer
+  std::vector<bool> is_supplied_;                         // by buffer: whether its node is given its memory
   std::vector<Tensor> tensors_;                           // by value; made when needed
   std::map<int32_t, size_t> given_away_;                  // by buffer
 };
@@ -151,19 +156,35 @@ void Builder::add_outputs() {
   }
 }
 
+// Holds what outlived the recording, and tells whether its node may be given this memory at each replay. A node that asks
+// for as many bytes once more than in the recording, as raw memory, is given it for that, and frees it: the number in the
+// header keeps the block, whose storage does not look at it, from going back to its pool then. What has no header would be
+// freed.
+bool Builder::keep(const Buffer &buffer) {
+  graph_->kept.push_back(buffer.held);
+  vt_block_header *header = header_of(buffer.held.data_ptr());
+  if (header != nullptr)
+    header->magic = supplied_magic;
+  return header != nullptr;
+}
+
 void Builder::place_buffers() {
   storages_.reserve(recording_.buffers.size());
+  is_supplied_.resize(recording_.buffers.size());
   for (size_t i = 0; i < recording_.buffers.size(); ++i) {
     const Buffer &buffer = recording_.buffers[i];
     void *address = is_placed(i) ? at(plan_.buffer_offsets[i]) : buffer.address;
     storages_.push_back(c10::make_intrusive<StorageImpl>(
         StorageImpl::use_byte_size_t(), buffer.bytes, data_at(address),
         c10::GetCPUAllocator(), /*resizable=*/false));
+    is_supplied_[i] = is_placed(i);
     if (buffer.node >= 0) {
-      if (const auto given = given_away_.find(static_cast<int32_t>(i)); given != given_away_.end())
+      if (const auto given = given_away_.find(static_cast<int32_t>(i)); given != given_away_.end()) {
         graph_->given_away[given->second].storage = storages_.back();
-      else if (buffer.is_kept)
-        graph_->kept.push_back(buffer.held);
+        is_supplied_[i] = true;
+      } else if (buffer.is_kept) {
+        is_supplied_[i] = keep(buffer);
+      }
       continue;
     }
     std::optional<WeakTensor> tensor;
@@ -285,7 +306,7 @@ void Builder::add_node(int32_t index, size_t first_block) {
   for (size_t i = 0; i < node.blocks.size(); ++i) {
     const Block &block = node.blocks[i];
     if (block.buffer >= 0) {
-      if (out)
+      if (out || !is_supplied_[block.buffer])
         continue;
       if (const auto given = given_away_.find(block.buffer); given != given_away_.end())
         graph_->given_away[given->second].blocks.push_back(graph_->blocks.size());

@@ -34,6 +34,7 @@ mod find_checkpoint;
 mod flops;
 mod frames;
 mod graph;
+mod graph_blocks;
 mod graph_first_step;
 mod hooks;
 mod host_pool;

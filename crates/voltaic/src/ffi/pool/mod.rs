@@ -200,7 +200,11 @@ impl Pool {
         let class = SizeClass::of(bytes)?;
         let header = self.take(class).or_else(|| self.take_after_trim(class))?;
         // SAFETY: a header that was just taken is this call's alone until it returns the block.
-        unsafe { (*header.as_ptr()).requested = bytes };
+        unsafe {
+            (*header.as_ptr()).requested = bytes;
+            // a graph that kept the block has left another number there
+            (*header.as_ptr()).shared.magic = VT_BLOCK_MAGIC;
+        }
         Some(Header::block(header))
     }
 

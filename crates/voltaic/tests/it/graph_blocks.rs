@@ -1,0 +1,72 @@
+//! Memory that kernels take at a replay.
+
+use std::path::Path;
+use std::process::Command;
+use std::{env, fs};
+
+use libloading::{Library, Symbol};
+use tch::{Device, Kind, Tensor};
+use voltaic::graph::{HpuGraph, graph};
+
+/// Set in the process that replays: the operator of `graph_blocks.cpp` is in the place of one of libtorch's there.
+const CHILD: &str = "VOLTAIC_TEST_GRAPH_BLOCKS";
+
+/// The library of `graph_blocks.cpp`.
+fn library() -> Library {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("graph_blocks");
+    fs::create_dir_all(&folder).unwrap();
+    let library = folder.join("libgraph_blocks.so");
+    let include = Path::new(env!("VOLTAIC_LIBTORCH_LIB")).with_file_name("include");
+    let output = Command::new("c++")
+        .args(["-shared", "-fPIC", "-O1", "-w", "-std=c++20"])
+        .arg(format!("-isystem{}", include.display()))
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/graph_blocks.cpp"))
+        .arg("-o")
+        .arg(&library)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // SAFETY: it registers an operator, and does nothing else when it is loaded.
+    unsafe { Library::new(library) }.unwrap()
+}
+
+fn replay_with_more_raw_memory() {
+    assert!(voltaic::ffi::install_host_pool().unwrap());
+    let library = library();
+    // SAFETY: the library declares it so.
+    let set_raw_blocks: Symbol<unsafe extern "C" fn(i32)> =
+        unsafe { library.get(b"set_raw_blocks") }.unwrap();
+    let mut input = Tensor::ones([1000], (Kind::Float, Device::Cpu));
+    let mut twice = HpuGraph::new();
+    let capture = graph(&mut twice).unwrap();
+    let kept = input.trace();
+    capture.end().unwrap();
+    for blocks in [1, 2, 0, 1] {
+        // SAFETY: as above.
+        unsafe { set_raw_blocks(blocks) };
+        input.copy_(&(&input + 1.0));
+        twice.replay().unwrap();
+        assert_eq!(kept, &input * 2.0);
+        let others = [0; 8].map(|_| Tensor::zeros([1000], (Kind::Float, Device::Cpu)));
+        assert!(others.iter().all(|other| other.data_ptr() != kept.data_ptr()), "its memory was given away");
+        assert_eq!(kept, &input * 2.0);
+    }
+    // without the graph its memory goes where it came from
+    let address = kept.data_ptr();
+    drop((twice, kept));
+    let others = [0; 64].map(|_| Tensor::zeros([1000], (Kind::Float, Device::Cpu)));
+    assert!(others.iter().any(|other| other.data_ptr() == address));
+    std::mem::forget(library);
+}
+
+#[test]
+fn what_a_graph_keeps_is_not_freed_as_raw_memory_of_a_kernel() {
+    if env::var_os(CHILD).is_some() {
+        return replay_with_more_raw_memory();
+    }
+    let test = "graph_blocks::what_a_graph_keeps_is_not_freed_as_raw_memory_of_a_kernel";
+    let mut command = Command::new(env::current_exe().unwrap());
+    let output = command.args([test, "--exact"]).env(CHILD, "1").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
