@@ -6,6 +6,13 @@ namespace voltaic {
 
 vt_kernels rust{};
 
+void throw_failure() {
+  char text[1024] = "";
+  if (rust.failure(text, sizeof(text)) == VT_ERROR_OUT_OF_MEMORY)
+    TORCH_CHECK_WITH(OutOfMemoryError, false, text);
+  TORCH_CHECK(false, text);
+}
+
 namespace {
 
 // libtorch warns of each kernel that takes another's place, which is what is wanted here.
@@ -19,6 +26,7 @@ struct NoWarnings : c10::WarningHandler {
 vt_error *vt_install_kernels(const vt_kernels *kernels) {
   return voltaic::guard([&] {
     using namespace voltaic;
+    TORCH_CHECK(kernels->failure != nullptr, "kernels come with a function that tells why one failed");
     rust = *kernels;
     NoWarnings silence;
     const c10::WarningUtils::WarningHandlerGuard guard(&silence);

@@ -17,6 +17,16 @@ using OptionalTensor = std::optional<Tensor>;
 // Null entries until vt_install_kernels.
 extern vt_kernels rust;
 
+// Throws what the kernel that failed last on this thread says.
+[[noreturn]] void throw_failure();
+
+// Whether a kernel has computed what it was called for; else it is libtorch's. Throws if the kernel failed.
+inline bool is_done(int32_t status) {
+  if (C10_UNLIKELY(status == VT_KERNEL_FAILED))
+    throw_failure();
+  return status != VT_KERNEL_DECLINED;
+}
+
 inline bool has_rust_dtype(const Tensor &tensor) {
   return tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16;
 }

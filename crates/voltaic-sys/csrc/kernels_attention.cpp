@@ -50,13 +50,17 @@ Tensor new_rows(const Tensor &like) {
 
 std::tuple<Tensor, Tensor> attention(const Tensor &query, const Tensor &key, const Tensor &value, double dropout,
                                      bool is_causal, const std::optional<Tensor> &mask, std::optional<double> scale) {
-  if (!takes_attention(query, key, value, dropout, mask))
+  const auto by_libtorch = [&] {
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, is_causal, mask, scale);
+  };
+  if (!takes_attention(query, key, value, dropout, mask))
+    return by_libtorch();
   Tensor out = new_rows(query);
   Tensor log_sum_exp =
       at::empty({query.size(0), query.size(2), query.size(1)}, query.options().dtype(at::kFloat)).transpose(1, 2);
   const vt_attention call = describe(query, key, value, out, log_sum_exp, is_causal, scale);
-  rust.attention(&call);
+  if (!is_done(rust.attention(&call)))
+    return by_libtorch();
   return {std::move(out), std::move(log_sum_exp)};
 }
 
@@ -64,17 +68,22 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor &grad, const 
                                                       const Tensor &value, const Tensor &out,
                                                       const Tensor &log_sum_exp, double dropout, bool is_causal,
                                                       const std::optional<Tensor> &mask, std::optional<double> scale) {
-  if (!takes_attention(query, key, value, dropout, mask) || !is_rows(grad, query) || !is_rows(out, query) ||
-      log_sum_exp.scalar_type() != at::kFloat)
+  const auto by_libtorch = [&] {
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, log_sum_exp,
                                                                          dropout, is_causal, mask, scale);
+  };
+  if (!takes_attention(query, key, value, dropout, mask) || !is_rows(grad, query) || !is_rows(out, query) ||
+      !are_alike(grad, query) || !are_alike(out, query) || log_sum_exp.scalar_type() != at::kFloat ||
+      log_sum_exp.sizes() != query.sizes().slice(0, 3))
+    return by_libtorch();
   Tensor grad_query = new_rows(query), grad_key = new_rows(key), grad_value = new_rows(value);
   vt_attention call = describe(query, key, value, out, log_sum_exp, is_causal, scale);
   call.grad_out = rows_of(grad);
   call.grad_query = rows_of(grad_query);
   call.grad_key = rows_of(grad_key);
   call.grad_value = rows_of(grad_value);
-  rust.attention_backward(&call);
+  if (!is_done(rust.attention_backward(&call)))
+    return by_libtorch();
   return {std::move(grad_query), std::move(grad_key), std::move(grad_value)};
 }
 

@@ -55,7 +55,11 @@ struct Convolution {
 
 // What Rust computes of a convolution, as vt_convolves.
 int32_t computed_by_rust(const vt_convolution &call) {
-  return rust.convolves != nullptr ? rust.convolves(&call) : 0;
+  if (rust.convolves == nullptr)
+    return 0;
+  const int32_t computed = rust.convolves(&call);
+  is_done(computed);
+  return computed;
 }
 
 Tensor with_channels_last(const Tensor &images) { return images.contiguous(at::MemoryFormat::ChannelsLast); }
@@ -70,17 +74,21 @@ Tensor convolution(const Tensor &input, const Tensor &weight, const OptionalTens
                    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
                    int64_t groups) {
   const Convolution convolution{input, weight, stride, padding, dilation, transposed, groups};
+  const auto by_libtorch = [&] {
+    return at::compositeexplicitautograd::convolution(input, weight, bias, stride, padding, dilation, transposed,
+                                                      output_padding, groups);
+  };
   const auto call = convolution.describe();
   const bool has_bias = bias.has_value() && bias->defined();
   const bool fits = !has_bias || (is_simple(*bias) && bias->scalar_type() == input.scalar_type() && bias->dim() == 1 &&
                                   bias->size(0) == weight.size(0));
   if (!call || !fits || !(computed_by_rust(*call) & VT_OUTPUT))
-    return at::compositeexplicitautograd::convolution(input, weight, bias, stride, padding, dilation, transposed,
-                                                      output_padding, groups);
+    return by_libtorch();
   const Tensor images = with_channels_last(input), weights = with_channels_last(weight);
   Tensor out = new_images({call->images, call->out_channels, call->out_size[0], call->out_size[1]}, input);
-  rust.convolution(&*call, images.const_data_ptr(), weights.const_data_ptr(),
-                   has_bias ? bias->const_data_ptr() : nullptr, out.mutable_data_ptr());
+  if (!is_done(rust.convolution(&*call, images.const_data_ptr(), weights.const_data_ptr(),
+                                has_bias ? bias->const_data_ptr() : nullptr, out.mutable_data_ptr())))
+    return by_libtorch();
   return out.contiguous(convolution.layout());
 }
 
@@ -90,7 +98,7 @@ Tensor convolution(const Tensor &input, const Tensor &weight, const OptionalTens
 bool is_by_taps(const Convolution &convolution, const vt_convolution &call) {
   return rust.convolves_by_taps != nullptr && is_channels_last(convolution.input) &&
          is_channels_last(convolution.weight) && !convolution.weight.is_contiguous() &&
-         rust.convolves_by_taps(&call) != 0;
+         is_done(rust.convolves_by_taps(&call));
 }
 
 // The rows, or columns, of outputs that a tap sees an input at, [first, last], and the input that it sees at the first.
@@ -133,18 +141,22 @@ Tensor weight_grad_by_taps(const Tensor &grad, const Tensor &input, const vt_con
   return out;
 }
 
+// Not defined if it is libtorch's.
 Tensor input_grad_by_rust(const Tensor &grad, const Tensor &weight, const vt_convolution &call) {
   Tensor out = new_images({call.images, call.in_channels, call.in_size[0], call.in_size[1]}, grad);
-  rust.convolution_input_grad(&call, grad.const_data_ptr(), with_channels_last(weight).const_data_ptr(),
-                              out.mutable_data_ptr());
-  return out;
+  const Tensor weights = with_channels_last(weight);
+  const bool is_computed = is_done(rust.convolution_input_grad(&call, grad.const_data_ptr(), weights.const_data_ptr(),
+                                                               out.mutable_data_ptr()));
+  return is_computed ? out : Tensor();
 }
 
+// Not defined if it is libtorch's.
 Tensor weight_grad_by_rust(const Tensor &grad, const Tensor &input, const vt_convolution &call) {
   Tensor out = new_images({call.out_channels, call.in_channels, call.kernel[0], call.kernel[1]}, grad);
-  rust.convolution_weight_grad(&call, grad.const_data_ptr(), with_channels_last(input).const_data_ptr(),
-                               out.mutable_data_ptr());
-  return out;
+  const Tensor images = with_channels_last(input);
+  const bool is_computed = is_done(rust.convolution_weight_grad(&call, grad.const_data_ptr(), images.const_data_ptr(),
+                                                                out.mutable_data_ptr()));
+  return is_computed ? out : Tensor();
 }
 
 std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor &grad, const Tensor &input, const Tensor &weight,
@@ -165,22 +177,27 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor &grad, cons
     return by_libtorch(wanted);
   const int32_t computed = computed_by_rust(*call);
   const bool by_taps = wanted[1] && is_by_taps(convolution, *call);
-  const bool own_input = wanted[0] && computed & VT_INPUT_GRAD;
-  const bool own_weight = wanted[1] && (by_taps || computed & VT_WEIGHT_GRAD);
-  if (!own_input && !own_weight)
+  const bool tries_input = wanted[0] && computed & VT_INPUT_GRAD;
+  const bool tries_weight = wanted[1] && (by_taps || computed & VT_WEIGHT_GRAD);
+  if (!tries_input && !tries_weight)
     return by_libtorch(wanted);
   const Tensor grads = with_channels_last(grad);
-  const auto in_layout = [&](const Tensor &tensor) { return tensor.contiguous(convolution.layout()); };
+  const auto laid_out = [&](const Tensor &tensor) {
+    return tensor.defined() ? tensor.contiguous(convolution.layout()) : tensor;
+  };
   Tensor grad_input, grad_weight;
-  if (own_input)
-    grad_input = in_layout(input_grad_by_rust(grads, weight, *call));
-  if (own_weight)
+  if (tries_input)
+    grad_input = laid_out(input_grad_by_rust(grads, weight, *call));
+  if (tries_weight)
     grad_weight = by_taps ? weight_grad_by_taps(grads, input, *call)
-                          : in_layout(weight_grad_by_rust(grads, input, *call));
-  const std::array<bool, 3> rest{wanted[0] && !own_input, wanted[1] && !own_weight, false};
+                          : laid_out(weight_grad_by_rust(grads, input, *call));
+  const std::array<bool, 3> rest{wanted[0] && !grad_input.defined(), wanted[1] && !grad_weight.defined(), false};
   if (rest[0] || rest[1]) {
     auto others = by_libtorch(rest);
-    (rest[0] ? grad_input : grad_weight) = std::move(rest[0] ? std::get<0>(others) : std::get<1>(others));
+    if (rest[0])
+      grad_input = std::move(std::get<0>(others));
+    if (rest[1])
+      grad_weight = std::move(std::get<1>(others));
   }
   return {std::move(grad_input), std::move(grad_weight), wanted[2] ? grad.sum({0, 2, 3}) : Tensor()};
 }

@@ -22,7 +22,8 @@ bool is_known(std::string_view approximate) { return approximate == "none" || ap
 bool takes_gelu(const Tensor &input, std::string_view approximate) { return is_simple(input) && is_known(approximate); }
 
 Tensor &run_gelu(const Tensor &input, std::string_view approximate, Tensor &out) {
-  rust.gelu(dtype_of(input), is_tanh(approximate), input.const_data_ptr(), out.mutable_data_ptr(), input.numel());
+  is_done(rust.gelu(dtype_of(input), is_tanh(approximate), input.const_data_ptr(), out.mutable_data_ptr(),
+                    input.numel()));
   return out;
 }
 
@@ -44,8 +45,8 @@ bool takes_gelu_backward(const Tensor &grad, const Tensor &input, std::string_vi
 }
 
 Tensor &run_gelu_backward(const Tensor &grad, const Tensor &input, std::string_view approximate, Tensor &out) {
-  rust.gelu_backward(dtype_of(input), is_tanh(approximate), grad.const_data_ptr(), input.const_data_ptr(),
-                     out.mutable_data_ptr(), input.numel());
+  is_done(rust.gelu_backward(dtype_of(input), is_tanh(approximate), grad.const_data_ptr(), input.const_data_ptr(),
+                             out.mutable_data_ptr(), input.numel()));
   return out;
 }
 
@@ -87,14 +88,14 @@ Tensor relu(const Tensor &input) {
   if (!is_bf16_row(input))
     return at::cpu::relu(input);
   Tensor out = at::empty_like(input);
-  rust.relu_bf16(input.const_data_ptr(), out.mutable_data_ptr(), input.numel());
+  is_done(rust.relu_bf16(input.const_data_ptr(), out.mutable_data_ptr(), input.numel()));
   return out;
 }
 
 Tensor &relu_(Tensor &self) {
   if (!is_bf16_row(self))
     return at::cpu::relu_(self);
-  rust.relu_bf16(self.const_data_ptr(), self.mutable_data_ptr(), self.numel());
+  is_done(rust.relu_bf16(self.const_data_ptr(), self.mutable_data_ptr(), self.numel()));
   return self;
 }
 
@@ -103,7 +104,7 @@ bool takes_relu_backward(const Tensor &grad, const Tensor &output, const Scalar 
 }
 
 Tensor &run_relu_backward(const Tensor &grad, const Tensor &output, Tensor &out) {
-  rust.relu_backward_bf16(grad.const_data_ptr(), output.const_data_ptr(), out.mutable_data_ptr(), grad.numel());
+  is_done(rust.relu_backward_bf16(grad.const_data_ptr(), output.const_data_ptr(), out.mutable_data_ptr(), grad.numel()));
   return out;
 }
 
@@ -125,7 +126,7 @@ bool takes_add(const Tensor &a, const Tensor &b, const Scalar &alpha) {
 }
 
 Tensor &run_add(const Tensor &a, const Tensor &b, Tensor &out) {
-  rust.add_bf16(dtype_of(a), a.const_data_ptr(), b.const_data_ptr(), out.mutable_data_ptr(), a.numel());
+  is_done(rust.add_bf16(dtype_of(a), a.const_data_ptr(), b.const_data_ptr(), out.mutable_data_ptr(), a.numel()));
   return out;
 }
 
@@ -164,7 +165,7 @@ bool converts(const Tensor &self, const Tensor &out) {
 }
 
 Tensor &run_convert(const Tensor &self, Tensor &out) {
-  rust.convert(dtype_of(self), self.const_data_ptr(), out.mutable_data_ptr(), self.numel());
+  is_done(rust.convert(dtype_of(self), self.const_data_ptr(), out.mutable_data_ptr(), self.numel()));
   return out;
 }
 
@@ -197,7 +198,7 @@ Tensor &bernoulli(Tensor &self, double p, std::optional<at::Generator> given) {
   at::mt19937 engine = generator->engine();
   at::mt19937_data_pod state = engine.data();
   vt_mt19937 view{state.left_, state.next_, state.state_.data()};
-  rust.bernoulli(dtype_of(self), &view, p, self.mutable_data_ptr(), self.numel());
+  is_done(rust.bernoulli(dtype_of(self), &view, p, self.mutable_data_ptr(), self.numel()));
   state.left_ = view.left;
   state.next_ = view.next;
   engine.set_data(state);

@@ -43,7 +43,8 @@ bool are_pooled(const Tensor &output, const Tensor &indices, const Tensor &input
 }
 
 void run_pool(const vt_max_pool &pool, const Tensor &input, const Tensor &out, const Tensor &indices) {
-  rust.max_pool2d(&pool, input.const_data_ptr(), out.mutable_data_ptr(), indices.mutable_data_ptr<int64_t>());
+  is_done(rust.max_pool2d(&pool, input.const_data_ptr(), out.mutable_data_ptr(),
+                          indices.mutable_data_ptr<int64_t>()));
 }
 
 std::tuple<Tensor, Tensor> max_pool2d(const Tensor &input, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
@@ -79,7 +80,8 @@ bool takes_pool_backward(const std::optional<vt_max_pool> &pool, const Tensor &g
 void run_pool_backward(const vt_max_pool &pool, const Tensor &grad, const Tensor &indices, const Tensor &out) {
   const Tensor grads = grad.contiguous(at::MemoryFormat::ChannelsLast);
   const Tensor places = indices.contiguous(at::MemoryFormat::ChannelsLast);
-  rust.max_pool2d_backward(&pool, grads.const_data_ptr(), places.const_data_ptr<int64_t>(), out.mutable_data_ptr());
+  is_done(rust.max_pool2d_backward(&pool, grads.const_data_ptr(), places.const_data_ptr<int64_t>(),
+                                   out.mutable_data_ptr()));
 }
 
 Tensor max_pool2d_backward(const Tensor &grad, const Tensor &input, IntArrayRef kernel, IntArrayRef stride,
@@ -149,14 +151,15 @@ struct BatchNorm {
     return takes_batch_norm(input, weight, training) && fits(bias) && fits(running_mean) && fits(running_var);
   }
 
-  void run(const Tensor &out, const Tensor &mean, const Tensor &invstd) const {
+  // False, with no output written, if libtorch is to compute it.
+  bool run(const Tensor &out, const Tensor &mean, const Tensor &invstd) const {
     vt_batch_norm norm = describe(input, weight, mean, invstd);
     norm.bias = data_or_null(bias);
     norm.running_mean = data_or_null(running_mean);
     norm.running_var = data_or_null(running_var);
     norm.momentum = momentum;
     norm.eps = eps;
-    rust.batch_norm(&norm, out.mutable_data_ptr());
+    return is_done(rust.batch_norm(&norm, out.mutable_data_ptr()));
   }
 };
 
@@ -165,12 +168,13 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor &input, const Optiona
                                               const OptionalTensor &running_var, bool training, double momentum,
                                               double eps) {
   const BatchNorm norm{input, weight, bias, running_mean, running_var, training, momentum, eps};
-  if (!norm.is_taken())
-    return at::cpu::native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps);
-  Tensor out = at::empty_like(input);
-  Tensor mean = at::empty({input.size(1)}, input.options().dtype(at::kFloat)), invstd = at::empty_like(mean);
-  norm.run(out, mean, invstd);
-  return {std::move(out), std::move(mean), std::move(invstd)};
+  if (norm.is_taken()) {
+    Tensor out = at::empty_like(input);
+    Tensor mean = at::empty({input.size(1)}, input.options().dtype(at::kFloat)), invstd = at::empty_like(mean);
+    if (norm.run(out, mean, invstd))
+      return {std::move(out), std::move(mean), std::move(invstd)};
+  }
+  return at::cpu::native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps);
 }
 
 std::tuple<Tensor &, Tensor &, Tensor &> batch_norm_out(const Tensor &input, const OptionalTensor &weight,
@@ -183,10 +187,9 @@ std::tuple<Tensor &, Tensor &, Tensor &> batch_norm_out(const Tensor &input, con
     return tensor.dim() == 1 && is_float_vector(tensor, input.size(1));
   };
   if (!norm.is_taken() || !are_alike(out, input) || !is_channels_last(out) || out.is_alias_of(input) ||
-      !is_float_vector_of(mean) || !is_float_vector_of(invstd))
+      !is_float_vector_of(mean) || !is_float_vector_of(invstd) || !norm.run(out, mean, invstd))
     return at::cpu::native_batch_norm_outf(input, weight, bias, running_mean, running_var, training, momentum, eps, out,
                                            mean, invstd);
-  norm.run(out, mean, invstd);
   return {out, mean, invstd};
 }
 
@@ -208,8 +211,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(const Tensor &grad, const
   Tensor grad_input = wanted[0] ? at::empty_like(input) : Tensor();
   Tensor grad_weight = at::empty_like(*mean), grad_bias = at::empty_like(*mean);
   const vt_batch_norm norm = describe(input, weight, *mean, *invstd);
-  rust.batch_norm_backward(&norm, grads.const_data_ptr(), wanted[0] ? grad_input.mutable_data_ptr() : nullptr,
-                           grad_weight.mutable_data_ptr<float>(), grad_bias.mutable_data_ptr<float>());
+  is_done(rust.batch_norm_backward(&norm, grads.const_data_ptr(), wanted[0] ? grad_input.mutable_data_ptr() : nullptr,
+                                   grad_weight.mutable_data_ptr<float>(), grad_bias.mutable_data_ptr<float>()));
   return {std::move(grad_input), wanted[1] ? std::move(grad_weight) : Tensor(),
           wanted[2] ? std::move(grad_bias) : Tensor()};
 }

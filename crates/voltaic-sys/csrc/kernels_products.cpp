@@ -47,7 +47,7 @@ bool multiplies(const Tensor &a, const Tensor &b, const Tensor &out, int64_t dim
   set_strides(product.a_strides, a);
   set_strides(product.b_strides, b);
   product.adds = adds;
-  return product_of(a)(&product) != 0;
+  return is_done(product_of(a)(&product));
 }
 
 bool fit(const Tensor &a, const Tensor &b, int64_t dim) {

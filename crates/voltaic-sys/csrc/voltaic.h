@@ -483,41 +483,48 @@ typedef struct {
   uint32_t *words; // 624
 } vt_mt19937;
 
-// Null where libtorch's own is to be kept. Functions that give int32_t give 0, before they write, for a call that is
-// libtorch's; `product` may have written to `out`, too. Matrices of elements are dense.
+// What became of a call. A declined one is libtorch's; a product may have written to `out` before it is declined.
+enum vt_kernel_status : int32_t { VT_KERNEL_FAILED = -1, VT_KERNEL_DECLINED = 0, VT_KERNEL_DONE = 1 };
+
+// Null where libtorch's own is to be kept. All give a vt_kernel_status, if nothing else is said; none unwinds. Matrices of
+// elements are dense.
 typedef struct {
+  // Copies the message of the last call that failed on this thread, and gives its vt_error_kind.
+  int32_t (*failure)(char *text, size_t len);
   int32_t (*product)(const vt_product *product); // of float32
   int32_t (*product_bf16)(const vt_product *product);
-  void (*gelu)(int32_t dtype, int32_t is_tanh, const void *input, void *output, int64_t len);
-  void (*gelu_backward)(int32_t dtype, int32_t is_tanh, const void *grad, const void *input, void *output, int64_t len);
+  int32_t (*gelu)(int32_t dtype, int32_t is_tanh, const void *input, void *output, int64_t len);
+  int32_t (*gelu_backward)(int32_t dtype, int32_t is_tanh, const void *grad, const void *input, void *output,
+                           int64_t len);
   // `indices` count the pixels of their image.
-  void (*max_pool2d)(const vt_max_pool *pool, const void *input, void *output, int64_t *indices);
-  void (*max_pool2d_backward)(const vt_max_pool *pool, const void *grad, const int64_t *indices, void *output);
+  int32_t (*max_pool2d)(const vt_max_pool *pool, const void *input, void *output, int64_t *indices);
+  int32_t (*max_pool2d_backward)(const vt_max_pool *pool, const void *grad, const int64_t *indices, void *output);
   // The output may be the first input.
-  void (*relu_bf16)(const void *input, void *output, int64_t len);
-  void (*relu_backward_bf16)(const void *grad, const void *result, void *output, int64_t len);
-  void (*add_bf16)(int32_t dtype, const void *a, const void *b, void *output, int64_t len); // `dtype` of all but b
+  int32_t (*relu_bf16)(const void *input, void *output, int64_t len);
+  int32_t (*relu_backward_bf16)(const void *grad, const void *result, void *output, int64_t len);
+  int32_t (*add_bf16)(int32_t dtype, const void *a, const void *b, void *output, int64_t len); // `dtype` of all but b
   // From this dtype to the other.
-  void (*convert)(int32_t dtype, const void *input, void *output, int64_t len);
+  int32_t (*convert)(int32_t dtype, const void *input, void *output, int64_t len);
   // Each element 1 with probability p, else 0.
-  void (*bernoulli)(int32_t dtype, vt_mt19937 *generator, double p, void *output, int64_t len);
-  void (*attention)(const vt_attention *attention);
-  void (*attention_backward)(const vt_attention *attention);
-  // Whether the gradient of the weights is to be one product for each tap of the kernel.
+  int32_t (*bernoulli)(int32_t dtype, vt_mt19937 *generator, double p, void *output, int64_t len);
+  int32_t (*attention)(const vt_attention *attention);
+  int32_t (*attention_backward)(const vt_attention *attention);
+  // Whether the gradient of the weights is to be one product for each tap of the kernel: 1, 0, or VT_KERNEL_FAILED.
   int32_t (*convolves_by_taps)(const vt_convolution *convolution);
-  // Which of the following are to compute a convolution, as vt_convolves; null for none ever.
+  // Which of the following are to compute a convolution, as vt_convolves, or VT_KERNEL_FAILED; null for none ever.
   int32_t (*convolves)(const vt_convolution *convolution);
   // Of dense tensors with the channels last; `bias` may be null.
-  void (*convolution)(const vt_convolution *convolution, const void *input, const void *weight, const void *bias,
-                      void *output);
-  void (*convolution_input_grad)(const vt_convolution *convolution, const void *grad, const void *weight,
-                                 void *output);
-  void (*convolution_weight_grad)(const vt_convolution *convolution, const void *grad, const void *input,
-                                  void *output);
-  void (*batch_norm)(const vt_batch_norm *norm, void *output);
+  int32_t (*convolution)(const vt_convolution *convolution, const void *input, const void *weight, const void *bias,
+                         void *output);
+  int32_t (*convolution_input_grad)(const vt_convolution *convolution, const void *grad, const void *weight,
+                                    void *output);
+  int32_t (*convolution_weight_grad)(const vt_convolution *convolution, const void *grad, const void *input,
+                                     void *output);
+  // Declined, with nothing written but mean and invstd, where a moment is not finite.
+  int32_t (*batch_norm)(const vt_batch_norm *norm, void *output);
   // `output` is null if the gradient of the input is not wanted.
-  void (*batch_norm_backward)(const vt_batch_norm *norm, const void *grad, void *output, float *grad_weight,
-                              float *grad_bias);
+  int32_t (*batch_norm_backward)(const vt_batch_norm *norm, const void *grad, void *output, float *grad_weight,
+                                 float *grad_bias);
 } vt_kernels;
 
 // Puts the kernels in the place of libtorch's, once per process. They live as long as it.

@@ -1,6 +1,6 @@
 //! Kernels of the CPU that are written in Rust, as `voltaic.h` describes them.
 
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 
 pub const VT_FLOAT32: i32 = 0;
 pub const VT_BFLOAT16: i32 = 1;
@@ -98,12 +98,19 @@ pub struct vt_batch_norm {
     pub invstd: *mut f32,
 }
 
+pub const VT_KERNEL_FAILED: i32 = -1;
+pub const VT_KERNEL_DECLINED: i32 = 0;
+pub const VT_KERNEL_DONE: i32 = 1;
+
 #[repr(C)]
+#[derive(Clone, Copy, Default)]
 pub struct vt_kernels {
+    pub failure: Option<extern "C" fn(text: *mut c_char, len: usize) -> i32>,
     pub product: Option<extern "C" fn(product: *const vt_product) -> i32>,
     pub product_bf16: Option<extern "C" fn(product: *const vt_product) -> i32>,
-    pub gelu:
-        Option<extern "C" fn(dtype: i32, is_tanh: i32, input: *const c_void, output: *mut c_void, len: i64)>,
+    pub gelu: Option<
+        extern "C" fn(dtype: i32, is_tanh: i32, input: *const c_void, output: *mut c_void, len: i64) -> i32,
+    >,
     pub gelu_backward: Option<
         extern "C" fn(
             dtype: i32,
@@ -112,10 +119,15 @@ pub struct vt_kernels {
             input: *const c_void,
             output: *mut c_void,
             len: i64,
-        ),
+        ) -> i32,
     >,
     pub max_pool2d: Option<
-        extern "C" fn(pool: *const vt_max_pool, input: *const c_void, output: *mut c_void, indices: *mut i64),
+        extern "C" fn(
+            pool: *const vt_max_pool,
+            input: *const c_void,
+            output: *mut c_void,
+            indices: *mut i64,
+        ) -> i32,
     >,
     pub max_pool2d_backward: Option<
         extern "C" fn(
@@ -123,18 +135,22 @@ pub struct vt_kernels {
             grad: *const c_void,
             indices: *const i64,
             output: *mut c_void,
-        ),
+        ) -> i32,
     >,
-    pub relu_bf16: Option<extern "C" fn(input: *const c_void, output: *mut c_void, len: i64)>,
-    pub relu_backward_bf16:
-        Option<extern "C" fn(grad: *const c_void, result: *const c_void, output: *mut c_void, len: i64)>,
-    pub add_bf16:
-        Option<extern "C" fn(dtype: i32, a: *const c_void, b: *const c_void, output: *mut c_void, len: i64)>,
-    pub convert: Option<extern "C" fn(dtype: i32, input: *const c_void, output: *mut c_void, len: i64)>,
-    pub bernoulli:
-        Option<extern "C" fn(dtype: i32, generator: *mut vt_mt19937, p: f64, output: *mut c_void, len: i64)>,
-    pub attention: Option<extern "C" fn(attention: *const vt_attention)>,
-    pub attention_backward: Option<extern "C" fn(attention: *const vt_attention)>,
+    pub relu_bf16: Option<extern "C" fn(input: *const c_void, output: *mut c_void, len: i64) -> i32>,
+    pub relu_backward_bf16: Option<
+        extern "C" fn(grad: *const c_void, result: *const c_void, output: *mut c_void, len: i64) -> i32,
+    >,
+    pub add_bf16: Option<
+        extern "C" fn(dtype: i32, a: *const c_void, b: *const c_void, output: *mut c_void, len: i64) -> i32,
+    >,
+    pub convert:
+        Option<extern "C" fn(dtype: i32, input: *const c_void, output: *mut c_void, len: i64) -> i32>,
+    pub bernoulli: Option<
+        extern "C" fn(dtype: i32, generator: *mut vt_mt19937, p: f64, output: *mut c_void, len: i64) -> i32,
+    >,
+    pub attention: Option<extern "C" fn(attention: *const vt_attention) -> i32>,
+    pub attention_backward: Option<extern "C" fn(attention: *const vt_attention) -> i32>,
     pub convolves_by_taps: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
     pub convolves: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
     pub convolution: Option<
@@ -144,7 +160,7 @@ pub struct vt_kernels {
             weight: *const c_void,
             bias: *const c_void,
             output: *mut c_void,
-        ),
+        ) -> i32,
     >,
     pub convolution_input_grad: Option<
         extern "C" fn(
@@ -152,7 +168,7 @@ pub struct vt_kernels {
             grad: *const c_void,
             weight: *const c_void,
             output: *mut c_void,
-        ),
+        ) -> i32,
     >,
     pub convolution_weight_grad: Option<
         extern "C" fn(
@@ -160,9 +176,9 @@ pub struct vt_kernels {
             grad: *const c_void,
             input: *const c_void,
             output: *mut c_void,
-        ),
+        ) -> i32,
     >,
-    pub batch_norm: Option<extern "C" fn(norm: *const vt_batch_norm, output: *mut c_void)>,
+    pub batch_norm: Option<extern "C" fn(norm: *const vt_batch_norm, output: *mut c_void) -> i32>,
     pub batch_norm_backward: Option<
         extern "C" fn(
             norm: *const vt_batch_norm,
@@ -170,6 +186,6 @@ pub struct vt_kernels {
             output: *mut c_void,
             grad_weight: *mut f32,
             grad_bias: *mut f32,
-        ),
+        ) -> i32,
     >,
 }

@@ -4,9 +4,11 @@
 //! default that threads take over at their first operator, which would slow down autograd and trainer threads started
 //! later. OpenMP's own setting belongs to the calling thread alone, so that is what is changed here.
 
+use std::any::Any;
 use std::ffi::{c_int, c_uint, c_void};
 use std::ops::Range;
-use std::sync::OnceLock;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::backend::loaded_symbol;
 
@@ -55,12 +57,15 @@ impl OpenMp {
 
 /// Calls `body` for parts of `0..len` on libtorch's threads, and waits. With `grain` or fewer there is one part.
 ///
-/// `body` must not unwind: the process ends if it does.
+/// # Panics
+/// If `body` does on one of the threads, with what the first of them panicked with, when all are done.
 pub(super) fn parallel_for<F: Fn(Range<usize>) + Sync>(len: usize, grain: usize, body: F) {
     struct Call<'a, F> {
         openmp: OpenMp,
         len: usize,
         body: &'a F,
+        /// What a thread panicked with, which must not unwind into OpenMP.
+        panic: Mutex<Option<Box<dyn Any + Send>>>,
     }
     extern "C" fn run<F: Fn(Range<usize>) + Sync>(call: *mut c_void) {
         // SAFETY: `parallel_for` below passes a call of this type, which lives until all threads are done with it.
@@ -70,19 +75,25 @@ pub(super) fn parallel_for<F: Fn(Range<usize>) + Sync>(len: usize, grain: usize,
             unsafe { ((call.openmp.thread_num)() as usize, (call.openmp.num_threads)() as usize) };
         let part = call.len.div_ceil(threads);
         let (first, last) = ((part * thread).min(call.len), (part * (thread + 1)).min(call.len));
-        if first < last {
-            (call.body)(first..last);
+        if first >= last {
+            return;
+        }
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| (call.body)(first..last))) {
+            call.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
         }
     }
     let threads = (tch::get_num_threads().max(1) as usize).min(len.div_ceil(grain));
     match OpenMp::get() {
         // SAFETY: OpenMP allows the call from any thread.
         Some(openmp) if threads > 1 && unsafe { (openmp.in_parallel)() } == 0 => {
-            let call = Call { openmp, len, body: &body };
+            let call = Call { openmp, len, body: &body, panic: Mutex::new(None) };
             let data = (&raw const call).cast_mut().cast();
             // SAFETY: the call outlives the parallel region, at whose end the function returns; its body may be
             // shared between threads.
             unsafe { (openmp.parallel)(run::<F>, data, threads as c_uint, 0) };
+            if let Some(panic) = call.panic.into_inner().unwrap_or_else(PoisonError::into_inner) {
+                resume_unwind(panic);
+            }
         }
         _ => body(0..len),
     }

@@ -1,8 +1,8 @@
 //! Batch norm in training (Ioffe and Szegedy, 2015) of `[pixels, channels]`, as `torch.nn.functional.batch_norm` of
 //! images with the channels last.
 
-use super::Kernel;
 use super::element::Element;
+use super::{Kernel, zeros};
 
 /// Numbers that are read twice while they are near.
 const NEAR: usize = 16_384;
@@ -28,7 +28,7 @@ impl<T: Element> Kernel for Moments<'_, T> {
         let part_len = (NEAR / channels).max(4) * channels;
         mean.fill(0.0);
         squares.fill(0.0);
-        let (mut part_mean, mut part_squares) = (vec![0.0; channels], vec![0.0; channels]);
+        let (mut part_mean, mut part_squares) = (zeros(channels), zeros(channels));
         let mut pixels = 0.0;
         for part in input.chunks(part_len) {
             let part_pixels = (part.len() / channels) as f32;
@@ -42,7 +42,8 @@ impl<T: Element> Kernel for Moments<'_, T> {
             {
                 let delta = part_mean - *mean;
                 *mean += delta * share;
-                *squares += part_squares + delta * delta * pixels * share;
+                // from the right, since the first of all is 0 and the square of a large number infinite
+                *squares += part_squares + delta * (delta * (pixels * share));
             }
             pixels += part_pixels;
         }

@@ -124,7 +124,7 @@ fn bfloat16_by_float32_products_is_what_processors_without_its_own_get() {
     let expected = attend(&inputs, true, None);
     (&expected * shape(&grad)).sum(Kind::Double).backward();
 
-    let rows = |x| Rows::new(x, DIM, DIM);
+    let rows = |x| Rows::new(x, [ROWS, DIM], DIM);
     let scale = 1.0 / (DIM as f32).sqrt();
     let head = AttentionHead {
         query: rows(&q16),
@@ -146,8 +146,11 @@ fn bfloat16_by_float32_products_is_what_processors_without_its_own_get() {
     };
     assert_rows("output", &out, &expected.detach(), 2e-6);
     let out: Vec<_> = out.iter().map(|x| Bf16::from_f32(*x)).collect();
-    let grads =
-        GradHead { out: rows(&out), grad_out: rows(&g16), log_sum_exp: Rows::new(&log_sum_exp, 1, 1) };
+    let grads = GradHead {
+        out: rows(&out),
+        grad_out: rows(&g16),
+        log_sum_exp: Rows::new(&log_sum_exp, [ROWS, 1], 1),
+    };
     let mut grad_query = Vec::new();
     let (grad_key, grad_value) =
         head.backward::<f32>(&grads, &mut scratch, |_, rows| grad_query.extend_from_slice(rows));
@@ -155,5 +158,49 @@ fn bfloat16_by_float32_products_is_what_processors_without_its_own_get() {
     for (what, rows, input) in [("query", &grad_query[..], 0), ("key", grad_key, 1), ("value", grad_value, 2)]
     {
         assert_rows(what, rows, &inputs[input].grad(), 4e-3);
+    }
+}
+
+/// What a tensor that was expanded, or unfolded, has: on processors without products of bfloat16 such rows are copied.
+#[test]
+fn bfloat16_rows_may_share_numbers() {
+    use voltaic::kernels::{AttentionHead, AttentionScratch, Bf16, Element, GradHead, Rows};
+
+    const ROWS: usize = 70;
+    const DIM: usize = 12;
+    let numbers = |phase: f32| -> Vec<Bf16> {
+        (0..ROWS * DIM).map(|i| Bf16::from_f32((i as f32 * 0.37 + phase).sin())).collect()
+    };
+    let [all, grad] = [0.0, 1.0].map(numbers);
+    let results = |rows: [Rows<'_, Bf16>; 2]| {
+        let [key, value] = rows;
+        let query = Rows::new(&all, [ROWS, DIM], DIM);
+        let (queries, keys) = (ROWS, ROWS);
+        let head = AttentionHead { query, key, value, queries, keys, scale: 0.3, is_causal: false };
+        let mut scratch = AttentionScratch::default();
+        let (mut out, mut log_sum_exp) = (Vec::new(), Vec::new());
+        head.forward::<f32>(0..ROWS, &mut scratch, |_, rows, sums| {
+            out.extend(rows.iter().map(|x| Bf16::from_f32(*x)));
+            log_sum_exp.extend_from_slice(sums);
+        });
+        let grads = GradHead {
+            out: Rows::new(&out, [ROWS, DIM], DIM),
+            grad_out: Rows::new(&grad, [ROWS, DIM], DIM),
+            log_sum_exp: Rows::new(&log_sum_exp, [ROWS, 1], 1),
+        };
+        let mut grad_query = Vec::new();
+        let (grad_key, grad_value) =
+            head.backward::<f32>(&grads, &mut scratch, |_, rows| grad_query.extend_from_slice(rows));
+        let (grad_key, grad_value) = (grad_key.to_vec(), grad_value.to_vec());
+        (out, log_sum_exp, grad_query, grad_key, grad_value)
+    };
+    for stride in [0, 1, 5, DIM - 1, DIM, DIM + 3] {
+        let len = (ROWS - 1) * stride + DIM;
+        let memory: Vec<Bf16> = all.iter().chain(&all).copied().collect();
+        let copy: Vec<Bf16> =
+            (0..ROWS).flat_map(|row| &memory[row * stride..row * stride + DIM]).copied().collect();
+        let (shared, apart) =
+            (Rows::new(&memory[..len], [ROWS, DIM], stride), Rows::new(&copy, [ROWS, DIM], DIM));
+        assert_eq!(results([shared, shared]), results([apart, apart]), "rows {stride} apart");
     }
 }

@@ -6,6 +6,7 @@ use std::ops::Range;
 use voltaic_sys as sys;
 
 use super::Shared;
+use super::guard::guard_done;
 use crate::ffi::amx_product::has_tiles;
 use crate::ffi::simd::{prefetch, run_vectorized};
 use crate::ffi::strip_product::has_fast_bf16_products;
@@ -44,7 +45,7 @@ impl<T: Element> HeadRows<T> {
     unsafe fn rows<'a>(&self) -> Rows<'a, T> {
         let len = (self.len - 1) * self.stride + self.dim;
         // SAFETY: from the first number of the first row to the last of the last.
-        Rows::new(unsafe { self.start.slice(0..len) }, self.stride, self.dim)
+        Rows::new(unsafe { self.start.slice(0..len) }, [self.len, self.dim], self.stride)
     }
 
     /// Asks for rows that are to be in the cache soon.
@@ -118,99 +119,104 @@ fn prefetch_rows<T: Element, const N: usize>(next: &Option<[HeadRows<T>; N]>, ro
     next.iter().flatten().for_each(|head| head.prefetch(rows));
 }
 
-pub(super) extern "C" fn attention(call: *const sys::vt_attention) {
-    fn run<T: Element, C: FactorOf<T>>(call: &sys::vt_attention) {
-        let (heads, queries, dim) = (call.heads as usize, call.queries as usize, call.dim as usize);
-        let all = call.batches as usize * heads;
-        // few heads are split, so that all threads have work
-        let threads = tch::get_num_threads().max(1) as usize;
-        let strip = queries.div_ceil(threads.div_ceil(all)).next_multiple_of(64);
-        let strips = queries.div_ceil(strip);
-        let call = &SharedCall(call);
-        parallel_for(all * strips, 1, |part| {
-            for item in part {
-                let (call, head) = (call.get(), item / strips);
-                let first = item % strips * strip;
-                let at = [head / heads, head % heads];
-                let out = HeadRows::<T>::new(&call.out, at, call.queries, call.dim);
-                let log_sum_exp = HeadRows::<f32>::new(&call.log_sum_exp, at, call.queries, 1);
-                let inputs = [(&call.query, call.queries), (&call.key, call.keys), (&call.value, call.keys)];
-                let next = next_rows::<T, 3>(call, head, inputs);
-                SCRATCH.with_borrow_mut(|scratch| {
-                    // SAFETY: the shim holds the tensors during the call, and nobody writes to the inputs.
-                    let head = unsafe { head_of::<T>(call, at) };
-                    head.forward::<C>(first..(first + strip).min(queries), scratch, |first, rows, sums| {
-                        prefetch_rows(&next, &(first..first + rows.len() / dim));
-                        // SAFETY: the outputs are new tensors; these rows belong to this item alone.
-                        unsafe {
-                            out.write(first, rows);
-                            log_sum_exp.write(first, sums);
-                        }
-                    });
-                });
-            }
-        });
-    }
-    // SAFETY: the shim passes a description that lives during the call.
-    let call = unsafe { &*call };
-    match call.dtype {
-        sys::VT_FLOAT32 => run::<f32, f32>(call),
-        _ if multiplies_bf16() => run::<Bf16, Bf16>(call),
-        _ => run::<Bf16, f32>(call),
-    }
+pub(super) extern "C" fn attention(call: *const sys::vt_attention) -> i32 {
+    guard_done("attention", || {
+        // SAFETY: the shim passes a description that lives during the call.
+        let call = unsafe { &*call };
+        match call.dtype {
+            sys::VT_FLOAT32 => attend::<f32, f32>(call),
+            _ if multiplies_bf16() => attend::<Bf16, Bf16>(call),
+            _ => attend::<Bf16, f32>(call),
+        }
+    })
 }
 
-pub(super) extern "C" fn attention_backward(call: *const sys::vt_attention) {
-    fn run<T: Element, C: FactorOf<T>>(call: &sys::vt_attention) {
-        let (heads, dim) = (call.heads as usize, call.dim as usize);
-        let all = call.batches as usize * heads;
-        let call = &SharedCall(call);
-        parallel_for(all, 1, |part| {
-            for item in part {
-                let call = call.get();
-                let at = [item / heads, item % heads];
-                let out = |rows: &sys::vt_rows, len| HeadRows::<T>::new(rows, at, len, call.dim);
-                let grad_query = out(&call.grad_query, call.queries);
-                let grad_key = out(&call.grad_key, call.keys);
-                let grad_value = out(&call.grad_value, call.keys);
-                let inputs = [
-                    (&call.query, call.queries),
-                    (&call.key, call.keys),
-                    (&call.value, call.keys),
-                    (&call.out, call.queries),
-                    (&call.grad_out, call.queries),
-                ];
-                let next = next_rows::<T, 5>(call, item, inputs);
-                SCRATCH.with_borrow_mut(|scratch| {
-                    // SAFETY: the shim holds the tensors during the call, and nobody writes to the inputs.
-                    let (head, grad) = unsafe {
-                        let log_sum_exp = HeadRows::new(&call.log_sum_exp, at, call.queries, 1).rows();
-                        let grad_out = out(&call.grad_out, call.queries).rows();
-                        let grad =
-                            GradHead { out: out(&call.out, call.queries).rows(), grad_out, log_sum_exp };
-                        (head_of::<T>(call, at), grad)
-                    };
-                    let (keys, values) = head.backward::<C>(&grad, scratch, |first, rows| {
-                        prefetch_rows(&next, &(first..first + rows.len() / dim));
-                        // SAFETY: the gradients are new tensors; this head belongs to this item alone.
-                        unsafe { grad_query.write(first, rows) };
-                    });
-                    // SAFETY: as above.
+fn attend<T: Element, C: FactorOf<T>>(call: &sys::vt_attention) {
+    let (heads, queries, dim) = (call.heads as usize, call.queries as usize, call.dim as usize);
+    let all = call.batches as usize * heads;
+    // few heads are split, so that all threads have work
+    let threads = tch::get_num_threads().max(1) as usize;
+    let strip = queries.div_ceil(threads.div_ceil(all)).next_multiple_of(64);
+    let strips = queries.div_ceil(strip);
+    let call = &SharedCall(call);
+    parallel_for(all * strips, 1, |part| {
+        for item in part {
+            let (call, head) = (call.get(), item / strips);
+            let first = item % strips * strip;
+            let at = [head / heads, head % heads];
+            let out = HeadRows::<T>::new(&call.out, at, call.queries, call.dim);
+            let log_sum_exp = HeadRows::<f32>::new(&call.log_sum_exp, at, call.queries, 1);
+            let inputs = [(&call.query, call.queries), (&call.key, call.keys), (&call.value, call.keys)];
+            let next = next_rows::<T, 3>(call, head, inputs);
+            SCRATCH.with_borrow_mut(|scratch| {
+                // SAFETY: the shim holds the tensors during the call, and nobody writes to the inputs.
+                let head = unsafe { head_of::<T>(call, at) };
+                head.forward::<C>(first..(first + strip).min(queries), scratch, |first, rows, sums| {
+                    prefetch_rows(&next, &(first..first + rows.len() / dim));
+                    // SAFETY: the outputs are new tensors; these rows belong to this item alone.
                     unsafe {
-                        grad_key.write(0, keys);
-                        grad_value.write(0, values);
+                        out.write(first, rows);
+                        log_sum_exp.write(first, sums);
                     }
                 });
-            }
-        });
-    }
-    // SAFETY: the shim passes a description that lives during the call.
-    let call = unsafe { &*call };
-    match call.dtype {
-        sys::VT_FLOAT32 => run::<f32, f32>(call),
-        _ if multiplies_bf16() => run::<Bf16, Bf16>(call),
-        _ => run::<Bf16, f32>(call),
-    }
+            });
+        }
+    });
+}
+
+pub(super) extern "C" fn attention_backward(call: *const sys::vt_attention) -> i32 {
+    guard_done("attention_backward", || {
+        // SAFETY: the shim passes a description that lives during the call.
+        let call = unsafe { &*call };
+        match call.dtype {
+            sys::VT_FLOAT32 => attend_backward::<f32, f32>(call),
+            _ if multiplies_bf16() => attend_backward::<Bf16, Bf16>(call),
+            _ => attend_backward::<Bf16, f32>(call),
+        }
+    })
+}
+
+fn attend_backward<T: Element, C: FactorOf<T>>(call: &sys::vt_attention) {
+    let (heads, dim) = (call.heads as usize, call.dim as usize);
+    let all = call.batches as usize * heads;
+    let call = &SharedCall(call);
+    parallel_for(all, 1, |part| {
+        for item in part {
+            let call = call.get();
+            let at = [item / heads, item % heads];
+            let out = |rows: &sys::vt_rows, len| HeadRows::<T>::new(rows, at, len, call.dim);
+            let grad_query = out(&call.grad_query, call.queries);
+            let grad_key = out(&call.grad_key, call.keys);
+            let grad_value = out(&call.grad_value, call.keys);
+            let inputs = [
+                (&call.query, call.queries),
+                (&call.key, call.keys),
+                (&call.value, call.keys),
+                (&call.out, call.queries),
+                (&call.grad_out, call.queries),
+            ];
+            let next = next_rows::<T, 5>(call, item, inputs);
+            SCRATCH.with_borrow_mut(|scratch| {
+                // SAFETY: the shim holds the tensors during the call, and nobody writes to the inputs.
+                let (head, grad) = unsafe {
+                    let log_sum_exp = HeadRows::new(&call.log_sum_exp, at, call.queries, 1).rows();
+                    let grad_out = out(&call.grad_out, call.queries).rows();
+                    let grad = GradHead { out: out(&call.out, call.queries).rows(), grad_out, log_sum_exp };
+                    (head_of::<T>(call, at), grad)
+                };
+                let (keys, values) = head.backward::<C>(&grad, scratch, |first, rows| {
+                    prefetch_rows(&next, &(first..first + rows.len() / dim));
+                    // SAFETY: the gradients are new tensors; this head belongs to this item alone.
+                    unsafe { grad_query.write(first, rows) };
+                });
+                // SAFETY: as above.
+                unsafe {
+                    grad_key.write(0, keys);
+                    grad_value.write(0, values);
+                }
+            });
+        }
+    });
 }
 
 /// A description that threads share.

@@ -6,6 +6,7 @@ use std::ops::Range;
 use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
+use super::guard::guard_done;
 use super::{Shared, by_dtype, stream};
 use crate::device::Device;
 use crate::error::Result;
@@ -16,17 +17,25 @@ use crate::kernels::{
     ReluBackward,
 };
 
-pub(super) extern "C" fn gelu(dtype: i32, is_tanh: i32, input: *const c_void, output: *mut c_void, len: i64) {
-    fn run<T: Element>(input: *const c_void, output: *mut c_void, len: usize, is_tanh: bool) {
-        let (input, output) = (Shared(input.cast_mut().cast::<T>()), Shared(output.cast::<T>()));
-        let prefetch = |soon| input.prefetch(soon);
-        stream(len, prefetch, |part| {
-            // SAFETY: the shim passes dense tensors of `len` numbers that share no memory; parts do not overlap.
-            let (input, output) = unsafe { (input.slice(part.clone()), output.slice_mut(part)) };
-            run_vectorized(Gelu { input, output, is_tanh });
-        });
-    }
-    by_dtype!(dtype, run(input, output, len as usize, is_tanh != 0));
+pub(super) extern "C" fn gelu(
+    dtype: i32,
+    is_tanh: i32,
+    input: *const c_void,
+    output: *mut c_void,
+    len: i64,
+) -> i32 {
+    guard_done("gelu", || {
+        fn run<T: Element>(input: *const c_void, output: *mut c_void, len: usize, is_tanh: bool) {
+            let (input, output) = (Shared(input.cast_mut().cast::<T>()), Shared(output.cast::<T>()));
+            let prefetch = |soon| input.prefetch(soon);
+            stream(len, prefetch, |part| {
+                // SAFETY: the shim passes dense tensors of `len` numbers that share no memory; parts do not overlap.
+                let (input, output) = unsafe { (input.slice(part.clone()), output.slice_mut(part)) };
+                run_vectorized(Gelu { input, output, is_tanh });
+            });
+        }
+        by_dtype!(dtype, run(input, output, len as usize, is_tanh != 0));
+    })
 }
 
 pub(super) extern "C" fn gelu_backward(
@@ -36,25 +45,29 @@ pub(super) extern "C" fn gelu_backward(
     input: *const c_void,
     output: *mut c_void,
     len: i64,
-) {
-    fn run<T: Element>(addresses: [*mut c_void; 3], len: usize, is_tanh: bool) {
-        let [grad, input, output] = addresses.map(|address| Shared(address.cast::<T>()));
-        let prefetch = |soon: Range<usize>| {
-            grad.prefetch(soon.clone());
-            input.prefetch(soon);
-        };
-        stream(len, prefetch, |part| {
-            // SAFETY: as in `gelu`.
-            let (grad, input, output) =
-                unsafe { (grad.slice(part.clone()), input.slice(part.clone()), output.slice_mut(part)) };
-            run_vectorized(GeluBackward { grad, input, output, is_tanh });
-        });
-    }
-    by_dtype!(dtype, run([grad.cast_mut(), input.cast_mut(), output], len as usize, is_tanh != 0));
+) -> i32 {
+    guard_done("gelu_backward", || {
+        fn run<T: Element>(addresses: [*mut c_void; 3], len: usize, is_tanh: bool) {
+            let [grad, input, output] = addresses.map(|address| Shared(address.cast::<T>()));
+            let prefetch = |soon: Range<usize>| {
+                grad.prefetch(soon.clone());
+                input.prefetch(soon);
+            };
+            stream(len, prefetch, |part| {
+                // SAFETY: as in `gelu`.
+                let (grad, input, output) =
+                    unsafe { (grad.slice(part.clone()), input.slice(part.clone()), output.slice_mut(part)) };
+                run_vectorized(GeluBackward { grad, input, output, is_tanh });
+            });
+        }
+        by_dtype!(dtype, run([grad.cast_mut(), input.cast_mut(), output], len as usize, is_tanh != 0));
+    })
 }
 
-pub(super) extern "C" fn relu_bf16(input: *const c_void, output: *mut c_void, len: i64) {
-    map::<_, Bf16, ()>(Relu, [input, input], output, len); // the second is of no size
+pub(super) extern "C" fn relu_bf16(input: *const c_void, output: *mut c_void, len: i64) -> i32 {
+    guard_done("relu_bf16", || {
+        map::<_, Bf16, ()>(Relu, [input, input], output, len); // the second is of no size
+    })
 }
 
 pub(super) extern "C" fn relu_backward_bf16(
@@ -62,8 +75,10 @@ pub(super) extern "C" fn relu_backward_bf16(
     result: *const c_void,
     output: *mut c_void,
     len: i64,
-) {
-    map::<_, Bf16, Bf16>(ReluBackward, [grad, result], output, len);
+) -> i32 {
+    guard_done("relu_backward_bf16", || {
+        map::<_, Bf16, Bf16>(ReluBackward, [grad, result], output, len);
+    })
 }
 
 pub(super) extern "C" fn add_bf16(
@@ -72,11 +87,13 @@ pub(super) extern "C" fn add_bf16(
     b: *const c_void,
     output: *mut c_void,
     len: i64,
-) {
-    fn run<T: Element>(inputs: [*const c_void; 2], output: *mut c_void, len: i64) {
-        map::<_, T, Bf16>(Add, inputs, output, len);
-    }
-    by_dtype!(dtype, run([a, b], output, len));
+) -> i32 {
+    guard_done("add_bf16", || {
+        fn run<T: Element>(inputs: [*const c_void; 2], output: *mut c_void, len: i64) {
+            map::<_, T, Bf16>(Add, inputs, output, len);
+        }
+        by_dtype!(dtype, run([a, b], output, len));
+    })
 }
 
 fn map<F: Pointwise<T, U>, T: Element, U: Copy + Send + Sync>(
@@ -106,24 +123,26 @@ fn map<F: Pointwise<T, U>, T: Element, U: Copy + Send + Sync>(
     });
 }
 
-pub(super) extern "C" fn convert(dtype: i32, input: *const c_void, output: *mut c_void, len: i64) {
-    fn run<T: Element, U: Element>(input: *const c_void, output: *mut c_void, len: usize) {
-        let (input, output) = (Shared(input.cast_mut().cast::<T>()), Shared(output.cast::<U>()));
-        let prefetch = |soon: Range<usize>| {
-            input.prefetch(soon.clone());
-            output.prefetch(soon);
-        };
-        stream(len, prefetch, |part| {
-            // SAFETY: the shim passes dense tensors of `len` numbers that share no memory; parts do not overlap.
-            let (numbers, copy) = unsafe { (input.slice(part.clone()), output.slice_mut(part)) };
-            run_vectorized(Convert { numbers, copy });
-        });
-    }
-    if dtype == sys::VT_FLOAT32 {
-        run::<f32, Bf16>(input, output, len as usize);
-    } else {
-        run::<Bf16, f32>(input, output, len as usize);
-    }
+pub(super) extern "C" fn convert(dtype: i32, input: *const c_void, output: *mut c_void, len: i64) -> i32 {
+    guard_done("convert", || {
+        fn run<T: Element, U: Element>(input: *const c_void, output: *mut c_void, len: usize) {
+            let (input, output) = (Shared(input.cast_mut().cast::<T>()), Shared(output.cast::<U>()));
+            let prefetch = |soon: Range<usize>| {
+                input.prefetch(soon.clone());
+                output.prefetch(soon);
+            };
+            stream(len, prefetch, |part| {
+                // SAFETY: the shim passes dense tensors of `len` numbers that share no memory; parts do not overlap.
+                let (numbers, copy) = unsafe { (input.slice(part.clone()), output.slice_mut(part)) };
+                run_vectorized(Convert { numbers, copy });
+            });
+        }
+        if dtype == sys::VT_FLOAT32 {
+            run::<f32, Bf16>(input, output, len as usize);
+        } else {
+            run::<Bf16, f32>(input, output, len as usize);
+        }
+    })
 }
 
 /// Whether libtorch's masks follow from its generator's numbers, as voltaic's do: on Intel's processors it may draw them
@@ -145,14 +164,16 @@ pub(super) extern "C" fn bernoulli(
     p: f64,
     output: *mut c_void,
     len: i64,
-) {
-    fn run<T: Element>(generator: &mut Mt19937, p: f64, output: *mut c_void, len: usize) {
-        // SAFETY: the shim passes a dense tensor of `len` numbers.
-        let output = unsafe { Shared(output.cast::<T>()).slice_mut(0..len) };
-        run_vectorized(Bernoulli { generator, p, output });
-    }
-    // SAFETY: the shim passes a state of 624 words, which is its own during the call.
-    let (state, words) = unsafe { (&mut *state, &mut *(*state).words.cast::<[u32; 624]>()) };
-    let mut generator = Mt19937 { words, next: &mut state.next, left: &mut state.left };
-    by_dtype!(dtype, run(&mut generator, p, output, len as usize));
+) -> i32 {
+    guard_done("bernoulli", || {
+        fn run<T: Element>(generator: &mut Mt19937, p: f64, output: *mut c_void, len: usize) {
+            // SAFETY: the shim passes a dense tensor of `len` numbers.
+            let output = unsafe { Shared(output.cast::<T>()).slice_mut(0..len) };
+            run_vectorized(Bernoulli { generator, p, output });
+        }
+        // SAFETY: the shim passes a state of 624 words, which is its own during the call.
+        let (state, words) = unsafe { (&mut *state, &mut *(*state).words.cast::<[u32; 624]>()) };
+        let mut generator = Mt19937 { words, next: &mut state.next, left: &mut state.left };
+        by_dtype!(dtype, run(&mut generator, p, output, len as usize));
+    })
 }

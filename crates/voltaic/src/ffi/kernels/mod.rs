@@ -4,6 +4,7 @@ mod attention;
 mod batch_norm;
 mod convolutions;
 mod elementwise;
+mod guard;
 mod images;
 mod products;
 
@@ -93,6 +94,7 @@ pub fn install_kernels() -> Result<bool> {
     };
     choice.set();
     let table = sys::vt_kernels {
+        failure: Some(guard::failure),
         product: match (keeps_intels, has_tiles()) {
             (false, _) if has_wide_units() => Some(products::product_by_strips),
             (false, _) => Some(products::product),

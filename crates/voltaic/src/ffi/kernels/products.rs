@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use voltaic_sys as sys;
 
+use super::guard::guard_some;
 use super::{GRAIN, Shared, address, scratch};
 #[cfg(target_arch = "x86_64")]
 use crate::ffi::amx_product::{Tiles, has_tiles};
@@ -37,41 +38,51 @@ const TURNED_ROWS: usize = 16;
 
 pub(super) extern "C" fn product(call: *const sys::vt_product) -> i32 {
     // SAFETY: the shim passes a description that lives during the call.
-    let product = Products::<f32>::new(unsafe { &*call });
-    if let Some(is_done) = product.run_by_tiles() {
-        return is_done.into();
-    }
-    let [_, rows, _, depth] = product.shape;
-    let [_, down, right] = product.to_b;
-    let long = if rows < MANY_ROWS { LONG_FOR_FEW_ROWS } else { LONG };
-    let is_done = if down != 1 || right == 1 || depth <= long {
-        product.run();
-        true
-    } else if rows >= MANY_ROWS {
-        product.run_with_turned_b().is_some()
-    } else {
-        rows >= FEW_ROWS && product.run_with_turned_rows().is_some()
-    };
-    is_done.into()
+    guard_some("product", || multiply(unsafe { &*call }))
 }
 
 /// As [`product`], most of them by AVX-512 from strips.
 pub(super) extern "C" fn product_by_strips(call: *const sys::vt_product) -> i32 {
-    // SAFETY: the shim passes a description that lives during the call.
-    let is_done = Products::<f32>::new(unsafe { &*call }).run_by_strips().is_some();
-    if is_done { 1 } else { product(call) }
+    guard_some("product_by_strips", || {
+        // SAFETY: the shim passes a description that lives during the call.
+        let call = unsafe { &*call };
+        Products::<f32>::new(call).run_by_strips().is_some() || multiply(call)
+    })
 }
 
 /// Of bfloat16 by the dot products of AVX-512.
 pub(super) extern "C" fn product_bf16_by_strips(call: *const sys::vt_product) -> i32 {
-    // SAFETY: the shim passes a description that lives during the call.
-    Products::<Bf16>::new(unsafe { &*call }).run_by_strips().is_some().into()
+    guard_some("product_bf16_by_strips", || {
+        // SAFETY: the shim passes a description that lives during the call.
+        Products::<Bf16>::new(unsafe { &*call }).run_by_strips().is_some()
+    })
 }
 
 /// As [`product`], for those alone that tiles are faster at than the MKL.
 pub(super) extern "C" fn large_product(call: *const sys::vt_product) -> i32 {
-    // SAFETY: the shim passes a description that lives during the call.
-    Products::<f32>::new(unsafe { &*call }).run_by_tiles().unwrap_or(false).into()
+    guard_some("large_product", || {
+        // SAFETY: the shim passes a description that lives during the call.
+        Products::<f32>::new(unsafe { &*call }).run_by_tiles().unwrap_or(false)
+    })
+}
+
+/// By tiles or gemm; false for what is libtorch's.
+fn multiply(call: &sys::vt_product) -> bool {
+    let product = Products::<f32>::new(call);
+    if let Some(is_done) = product.run_by_tiles() {
+        return is_done;
+    }
+    let [_, rows, _, depth] = product.shape;
+    let [_, down, right] = product.to_b;
+    let long = if rows < MANY_ROWS { LONG_FOR_FEW_ROWS } else { LONG };
+    if down != 1 || right == 1 || depth <= long {
+        product.run();
+        return true;
+    }
+    if rows >= MANY_ROWS {
+        return product.run_with_turned_b().is_some();
+    }
+    rows >= FEW_ROWS && product.run_with_turned_rows().is_some()
 }
 
 /// A product for each batch.
@@ -283,15 +294,18 @@ thread_local! {
 
 /// Of bfloat16 by the MKL.
 pub(super) extern "C" fn product_bf16_by_mkl(call: *const sys::vt_product) -> i32 {
-    // SAFETY: the shim passes a description that lives during the call.
-    let product = Products::<Bf16>::new(unsafe { &*call });
-    let [_, rows, columns, _] = product.shape;
-    let is_taken =
-        product.writes_rows() && is_for_mkl(&product.a(0, 0..rows)) && is_for_mkl(&product.b(0, 0..columns));
-    if is_taken {
-        product.split(|batch, rows, columns| product.run_part(batch, rows, columns));
-    }
-    is_taken.into()
+    guard_some("product_bf16_by_mkl", || {
+        // SAFETY: the shim passes a description that lives during the call.
+        let product = Products::<Bf16>::new(unsafe { &*call });
+        let [_, rows, columns, _] = product.shape;
+        let is_taken = product.writes_rows()
+            && is_for_mkl(&product.a(0, 0..rows))
+            && is_for_mkl(&product.b(0, 0..columns));
+        if is_taken {
+            product.split(|batch, rows, columns| product.run_part(batch, rows, columns));
+        }
+        is_taken
+    })
 }
 
 impl Products<Bf16> {

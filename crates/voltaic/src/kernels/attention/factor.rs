@@ -6,7 +6,7 @@ use super::Rows;
 use crate::ffi::{
     Matrix, MatrixMut, Strips, Tiles, has_strips, multiply, multiply_by_strips, run_vectorized,
 };
-use crate::kernels::{Bf16, Convert, Element};
+use crate::kernels::{Bf16, Convert, Element, sized};
 
 /// Keys of a block from strips, so few that the first cache holds what is made of them.
 const STRIPED_KEYS: usize = 64;
@@ -145,11 +145,12 @@ impl<T: Factor> FactorOf<T> for T {
 
 impl FactorOf<Bf16> for f32 {
     fn from_rows<'a>(rows: Rows<'a, Bf16>, copy: &'a mut Vec<f32>) -> Rows<'a, Self> {
-        copy.resize(rows.data.len().div_ceil(rows.stride) * rows.dim, 0.0);
-        for (row, copy) in rows.data.chunks(rows.stride).zip(copy.chunks_exact_mut(rows.dim)) {
-            run_vectorized(Convert { numbers: &row[..rows.dim], copy });
+        let shape = [rows.len, rows.dim];
+        let copy = sized(copy, rows.len * rows.dim);
+        for (i, copy) in copy.chunks_exact_mut(rows.dim).enumerate() {
+            run_vectorized(Convert { numbers: rows.row(i), copy });
         }
-        Rows::new(copy, rows.dim, rows.dim)
+        Rows::new(copy, shape, rows.dim)
     }
 }
 

@@ -19,18 +19,19 @@ use crate::ffi::{Matrix, MatrixMut, run_vectorized};
 /// The most queries of a block.
 const MAX_BLOCK: usize = 64;
 
-/// Rows of `dim` numbers at equal distances.
+/// Rows of `dim` numbers at equal distances, which may be less than `dim`, or 0: rows of a view may share numbers.
 #[derive(Debug, Clone, Copy)]
 pub struct Rows<'a, T> {
     data: &'a [T],
-    stride: usize,
+    len: usize,
     dim: usize,
+    stride: usize,
 }
 
 impl<'a, T: Element> Rows<'a, T> {
-    /// Rows that start every `stride` numbers of `data`.
-    pub fn new(data: &'a [T], stride: usize, dim: usize) -> Self {
-        Self { data, stride, dim }
+    /// So many rows of `dim` numbers that start every `stride` numbers of `data`.
+    pub fn new(data: &'a [T], [len, dim]: [usize; 2], stride: usize) -> Self {
+        Self { data, len, dim, stride }
     }
 
     #[inline(always)]

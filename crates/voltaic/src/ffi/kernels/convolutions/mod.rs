@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use voltaic_sys as sys;
 
 use super::Shared;
+use super::guard::{guard, guard_done};
 use crate::ffi::mkl::has_mkl_bf16;
 use crate::ffi::strip_product::has_bf16_products;
 use crate::kernels::Bf16;
@@ -171,17 +172,21 @@ fn choice() -> Choice {
 }
 
 pub(super) extern "C" fn convolves(call: *const sys::vt_convolution) -> i32 {
-    // SAFETY: the shim passes a description that lives during the call.
-    let call = unsafe { &*call };
-    choice().computed(call)
+    guard("convolves", || {
+        // SAFETY: the shim passes a description that lives during the call.
+        let call = unsafe { &*call };
+        choice().computed(call)
+    })
 }
 
 pub(super) extern "C" fn convolves_by_taps(call: *const sys::vt_convolution) -> i32 {
-    // SAFETY: as above.
-    let call = unsafe { &*call };
-    let has_products = call.dtype == sys::VT_FLOAT32 || has_bf16_products() || has_mkl_bf16();
-    let is_by_tiles = choice().by_tiles(call) & sys::VT_WEIGHT_GRAD != 0;
-    i32::from(has_products && !is_by_tiles && is_faster_by_taps(call))
+    guard("convolves_by_taps", || {
+        // SAFETY: as above.
+        let call = unsafe { &*call };
+        let has_products = call.dtype == sys::VT_FLOAT32 || has_bf16_products() || has_mkl_bf16();
+        let is_by_tiles = choice().by_tiles(call) & sys::VT_WEIGHT_GRAD != 0;
+        i32::from(has_products && !is_by_tiles && is_faster_by_taps(call))
+    })
 }
 
 /// oneDNN is slow at the weights of many channels on small images; the taps at their border leave out work, too.
@@ -260,15 +265,17 @@ pub(super) extern "C" fn convolution(
     weight: *const c_void,
     bias: *const c_void,
     output: *mut c_void,
-) {
-    // SAFETY: the shim passes a description and dense tensors of its dtype and sizes that live during the call, of which
-    // `output` shares no memory with the others; the bias may be null.
-    unsafe {
-        let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_OUTPUT));
-        let factors = [(input, sizes.in_len()), (weight, sizes.weight_len())];
-        let bias = (!bias.is_null()).then_some(bias);
-        by_way!(way, output(&sizes, factors, bias.map(|bias| numbers(bias, sizes.out_channels)); output));
-    }
+) -> i32 {
+    guard_done("convolution", || {
+        // SAFETY: the shim passes a description and dense tensors of its dtype and sizes that live during the call, of which
+        // `output` shares no memory with the others; the bias may be null.
+        unsafe {
+            let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_OUTPUT));
+            let factors = [(input, sizes.in_len()), (weight, sizes.weight_len())];
+            let bias = (!bias.is_null()).then_some(bias);
+            by_way!(way, output(&sizes, factors, bias.map(|bias| numbers(bias, sizes.out_channels)); output));
+        }
+    })
 }
 
 pub(super) extern "C" fn input_grad(
@@ -276,13 +283,15 @@ pub(super) extern "C" fn input_grad(
     grad: *const c_void,
     weight: *const c_void,
     output: *mut c_void,
-) {
-    // SAFETY: as in `convolution`.
-    unsafe {
-        let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_INPUT_GRAD));
-        let factors = [(grad, sizes.out_len()), (weight, sizes.weight_len())];
-        by_way!(way, input_grad(&sizes, factors; output));
-    }
+) -> i32 {
+    guard_done("convolution_input_grad", || {
+        // SAFETY: as in `convolution`.
+        unsafe {
+            let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_INPUT_GRAD));
+            let factors = [(grad, sizes.out_len()), (weight, sizes.weight_len())];
+            by_way!(way, input_grad(&sizes, factors; output));
+        }
+    })
 }
 
 pub(super) extern "C" fn weight_grad(
@@ -290,11 +299,13 @@ pub(super) extern "C" fn weight_grad(
     grad: *const c_void,
     input: *const c_void,
     output: *mut c_void,
-) {
-    // SAFETY: as in `convolution`.
-    unsafe {
-        let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_WEIGHT_GRAD));
-        let factors = [(grad, sizes.out_len()), (input, sizes.in_len())];
-        by_way!(way, weight_grad(&sizes, factors; output));
-    }
+) -> i32 {
+    guard_done("convolution_weight_grad", || {
+        // SAFETY: as in `convolution`.
+        unsafe {
+            let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_WEIGHT_GRAD));
+            let factors = [(grad, sizes.out_len()), (input, sizes.in_len())];
+            by_way!(way, weight_grad(&sizes, factors; output));
+        }
+    })
 }
