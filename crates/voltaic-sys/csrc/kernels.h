@@ -61,6 +61,22 @@ inline bool are_alike(const Tensor &a, const Tensor &b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes();
 }
 
+// Whether no two elements lie at the same place, as far as their strides tell at once.
+inline bool are_apart(const Tensor &tensor) {
+  c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims; // stride and size
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    if (tensor.size(dim) > 1)
+      dims.emplace_back(tensor.stride(dim), tensor.size(dim));
+  std::sort(dims.begin(), dims.end());
+  int64_t extent = 1; // of what the dimensions so far span
+  for (const auto &[stride, size] : dims) {
+    if (stride < extent)
+      return false;
+    extent += stride * (size - 1);
+  }
+  return true;
+}
+
 inline Tensor new_empty(const Tensor &like, IntArrayRef sizes) { return at::empty(sizes, like.options()); }
 
 // Each puts the kernels of one file in libtorch's dispatcher; see vt_kernels for those that are null.

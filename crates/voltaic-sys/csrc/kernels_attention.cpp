@@ -43,7 +43,7 @@ vt_attention describe(const Tensor &query, const Tensor &key, const Tensor &valu
   return attention;
 }
 
-// libtorch's layout: [batch, row, head, dim], seen as [batch, head, row, dim].
+// libtorch's layout of gradients: [batch, row, head, dim], seen as [batch, head, row, dim].
 Tensor new_rows(const Tensor &like) {
   return new_empty(like, {like.size(0), like.size(2), like.size(1), like.size(3)}).transpose(1, 2);
 }
@@ -55,7 +55,9 @@ std::tuple<Tensor, Tensor> attention(const Tensor &query, const Tensor &key, con
   };
   if (!takes_attention(query, key, value, dropout, mask))
     return by_libtorch();
-  Tensor out = new_rows(query);
+  Tensor out = at::empty_like(query); // libtorch's layout
+  if (out.stride(3) != 1)
+    return by_libtorch();
   Tensor log_sum_exp =
       at::empty({query.size(0), query.size(2), query.size(1)}, query.options().dtype(at::kFloat)).transpose(1, 2);
   const vt_attention call = describe(query, key, value, out, log_sum_exp, is_causal, scale);

@@ -1,6 +1,8 @@
 // Convolutions of images, written in Rust, in the place of libtorch's for the CPU.
 #include "kernels.h"
 
+#include <ATen/TensorUtils.h>
+#include <ATen/ops/as_strided.h>
 #include <ATen/ops/convolution_backward_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/convolution_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/mm.h>
@@ -68,6 +70,14 @@ Tensor new_images(IntArrayRef sizes, const Tensor &like) {
   return at::empty(sizes, like.options(), at::MemoryFormat::ChannelsLast);
 }
 
+// In this layout, with the strides that libtorch has for it where others would do: of one channel, or of one pixel.
+Tensor in_layout(const Tensor &images, at::MemoryFormat layout) {
+  Tensor result = images.contiguous(layout);
+  if (layout == at::MemoryFormat::Contiguous && result.is_contiguous(at::MemoryFormat::ChannelsLast))
+    return result.as_strided(result.sizes(), at::detail::defaultStrides(result.sizes()));
+  return result;
+}
+
 // ---- forward ----
 
 Tensor convolution(const Tensor &input, const Tensor &weight, const OptionalTensor &bias, IntArrayRef stride,
@@ -89,7 +99,7 @@ Tensor convolution(const Tensor &input, const Tensor &weight, const OptionalTens
   if (!is_done(rust.convolution(&*call, images.const_data_ptr(), weights.const_data_ptr(),
                                 has_bias ? bias->const_data_ptr() : nullptr, out.mutable_data_ptr())))
     return by_libtorch();
-  return out.contiguous(convolution.layout());
+  return in_layout(out, convolution.layout());
 }
 
 // ---- gradients ----
@@ -183,7 +193,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor &grad, cons
     return by_libtorch(wanted);
   const Tensor grads = with_channels_last(grad);
   const auto laid_out = [&](const Tensor &tensor) {
-    return tensor.defined() ? tensor.contiguous(convolution.layout()) : tensor;
+    return tensor.defined() ? in_layout(tensor, convolution.layout()) : tensor;
   };
   Tensor grad_input, grad_weight;
   if (tries_input)

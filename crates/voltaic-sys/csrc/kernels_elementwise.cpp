@@ -84,10 +84,20 @@ bool may_write(const Tensor &out, const Tensor &first, const Tensor &second) {
          (!out.is_alias_of(first) || out.const_data_ptr() == first.const_data_ptr());
 }
 
+// A new tensor for what is computed from such elements, as libtorch lays it out: in its usual strides, or with the
+// channels last, if theirs may be read so.
+Tensor new_row(const Tensor &like) {
+  if (like.is_contiguous())
+    return new_empty(like, like.sizes());
+  if (like.is_contiguous(at::MemoryFormat::ChannelsLast))
+    return at::empty(like.sizes(), like.options(), at::MemoryFormat::ChannelsLast);
+  return at::empty_like(like);
+}
+
 Tensor relu(const Tensor &input) {
   if (!is_bf16_row(input))
     return at::cpu::relu(input);
-  Tensor out = at::empty_like(input);
+  Tensor out = new_row(input);
   is_done(rust.relu_bf16(input.const_data_ptr(), out.mutable_data_ptr(), input.numel()));
   return out;
 }
@@ -111,7 +121,7 @@ Tensor &run_relu_backward(const Tensor &grad, const Tensor &output, Tensor &out)
 Tensor threshold_backward(const Tensor &grad, const Tensor &output, const Scalar &threshold) {
   if (!takes_relu_backward(grad, output, threshold))
     return at::cpu::threshold_backward(grad, output, threshold);
-  Tensor out = at::empty_like(grad);
+  Tensor out = new_row(grad);
   return run_relu_backward(grad, output, out);
 }
 
@@ -140,7 +150,7 @@ Tensor add(const Tensor &a, const Tensor &b, const Scalar &alpha) {
   const Tensor &first = turns ? b : a, &second = turns ? a : b;
   if (!takes_add(first, second, alpha))
     return at::cpu::add(a, b, alpha);
-  Tensor out = at::empty_like(first);
+  Tensor out = new_row(first);
   return run_add(first, second, out);
 }
 

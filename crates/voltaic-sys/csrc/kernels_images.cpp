@@ -139,6 +139,9 @@ vt_batch_norm describe(const Tensor &input, const OptionalTensor &weight, const 
   return norm;
 }
 
+// With the strides that libtorch has for channels that are last, where others would do: of one column.
+Tensor new_images(const Tensor &like) { return at::empty(like.sizes(), like.options(), at::MemoryFormat::ChannelsLast); }
+
 // What batch norm is called with.
 struct BatchNorm {
   const Tensor &input;
@@ -169,7 +172,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor &input, const Optiona
                                               double eps) {
   const BatchNorm norm{input, weight, bias, running_mean, running_var, training, momentum, eps};
   if (norm.is_taken()) {
-    Tensor out = at::empty_like(input);
+    Tensor out = new_images(input);
     Tensor mean = at::empty({input.size(1)}, input.options().dtype(at::kFloat)), invstd = at::empty_like(mean);
     if (norm.run(out, mean, invstd))
       return {std::move(out), std::move(mean), std::move(invstd)};
@@ -208,7 +211,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(const Tensor &grad, const
     return at::cpu::native_batch_norm_backward(grad, input, weight, running_mean, running_var, mean, invstd, training,
                                                eps, wanted);
   const Tensor grads = grad.contiguous(at::MemoryFormat::ChannelsLast);
-  Tensor grad_input = wanted[0] ? at::empty_like(input) : Tensor();
+  Tensor grad_input = wanted[0] ? new_images(input) : Tensor();
   Tensor grad_weight = at::empty_like(*mean), grad_bias = at::empty_like(*mean);
   const vt_batch_norm norm = describe(input, weight, *mean, *invstd);
   is_done(rust.batch_norm_backward(&norm, grads.const_data_ptr(), wanted[0] ? grad_input.mutable_data_ptr() : nullptr,

@@ -61,9 +61,10 @@ c10::SmallVector<int64_t, 3> product_sizes(const Tensor &a, const Tensor &b, int
   return sizes;
 }
 
-// Given tensors may be views of each other.
+// Given tensors may be views of each other, and their own elements one and the same.
 bool may_write(const Tensor &out, const Tensor &a, const Tensor &b, int64_t dim) {
-  return out.sizes() == IntArrayRef(product_sizes(a, b, dim)) && !out.is_alias_of(a) && !out.is_alias_of(b);
+  return out.sizes() == IntArrayRef(product_sizes(a, b, dim)) && are_apart(out) && !out.is_alias_of(a) &&
+         !out.is_alias_of(b);
 }
 
 Tensor mm(const Tensor &a, const Tensor &b) {

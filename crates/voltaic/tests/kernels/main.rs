@@ -3,8 +3,10 @@
 #![allow(clippy::unwrap_used)]
 
 mod attention;
+mod beside;
 mod convolutions;
 mod elements;
+mod layouts;
 mod norms;
 mod products;
 mod training;
