@@ -46,6 +46,16 @@ impl Lanes {
         Self(unsafe { _mm512_fmadd_ps(_mm512_set1_ps(left), right.0, self.0) })
     }
 
+    /// Whether all are finite.
+    #[inline(always)]
+    pub fn are_finite(self) -> bool {
+        // SAFETY: as above. 0 times what is not finite is no number.
+        unsafe {
+            let zeros = _mm512_mul_ps(self.0, _mm512_setzero_ps());
+            _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(zeros, zeros) == 0
+        }
+    }
+
     /// These and the dot products of a pair of bfloat16 and the pairs that fill the lanes of `right`.
     ///
     /// # Safety
@@ -169,7 +179,7 @@ fn round(lanes: Lanes) -> __m256i {
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
         let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
         let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(lanes.0, lanes.0);
-        let nan = _mm512_set1_epi32(0x7fc0);
+        let nan = _mm512_set1_epi32(i32::from(Bf16::NAN.0));
         let upper = _mm512_mask_mov_epi32(_mm512_srli_epi32::<16>(rounded), is_nan, nan);
         _mm512_cvtepi32_epi16(upper)
     }
@@ -219,6 +229,10 @@ mod plain {
 
         pub fn add_product(self, left: f32, right: Self) -> Self {
             Self(std::array::from_fn(|i| left.mul_add(right.0[i], self.0[i])))
+        }
+
+        pub fn are_finite(self) -> bool {
+            self.0.iter().all(|number| number.is_finite())
         }
 
         pub unsafe fn add_dots(self, left: u32, right: Self) -> Self {

@@ -305,10 +305,11 @@ pub(super) struct OutputTiles<'a, T, const N: usize, const M: usize> {
 }
 
 impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for OutputTiles<'_, T, N, M> {
-    type Output = ();
+    /// Whether all outputs are finite, as far as their sums tell, which may overflow.
+    type Output = bool;
 
     #[inline(always)]
-    fn run(self) {
+    fn run(self) -> bool {
         assert_avx512();
         let Tiling { tiles: [_, columns], channels, size: [_, width], .. } = self.tiling;
         let step = Places::in_rows([self.rows.len() * columns, channels]).step();
@@ -318,6 +319,8 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for OutputTiles<
         assert!(self.bias.is_none_or(|bias| bias.len() == channels));
         let (sums, out) = (self.sums.as_ptr(), self.out.as_mut_ptr());
         let start = lines.start * width * channels;
+        // SAFETY: the processor has AVX-512.
+        let mut checks = unsafe { Lanes::zero() };
         for (row, first) in self.rows.zip((0..).step_by(columns)) {
             for column in 0..columns {
                 let window = self.tiling.window::<M>(row, column);
@@ -337,6 +340,10 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for OutputTiles<
                             None => Lanes::zero(),
                         };
                         let square = T::ToOutputs::on_both_axes(square);
+                        let total =
+                            square.iter().flatten().fold(Lanes::zero(), |total, lanes| total + *lanes);
+                        // 0 unless it is not finite, which stays
+                        checks = checks.add_product(0.0, total);
                         for (i, row) in square.into_iter().enumerate() {
                             if window.rows.contains(&i) {
                                 for (j, lanes) in row.into_iter().enumerate() {
@@ -349,6 +356,7 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for OutputTiles<
                 }
             }
         }
+        checks.are_finite()
     }
 }
 
@@ -403,14 +411,17 @@ pub(super) struct WeightGrads<'a, T, const N: usize, const M: usize> {
 }
 
 impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for WeightGrads<'_, T, N, M> {
-    type Output = ();
+    /// Whether all gradients are finite, as far as their sums tell, which may overflow.
+    type Output = bool;
 
     #[inline(always)]
-    fn run(self) {
+    fn run(self) -> bool {
         assert_avx512();
         let ([all, inputs], step) = (self.places.shape, self.places.step());
         assert!(inputs.is_multiple_of(LANES) && self.sums.len().is_multiple_of(N * N * step));
         assert!(self.outputs.end <= all && self.out.len() == 9 * self.outputs.len() * inputs);
+        // SAFETY: the processor has AVX-512.
+        let mut checks = unsafe { Lanes::zero() };
         for (output, out) in self.outputs.zip(self.out.chunks_exact_mut(9 * inputs)) {
             for channel in (0..inputs).step_by(LANES) {
                 // SAFETY: the processor has AVX-512, and the lengths were checked.
@@ -425,6 +436,8 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for WeightGrads<
                         }
                     }
                     let square = T::ToWeights::on_both_axes(square);
+                    let total = square.iter().flatten().fold(Lanes::zero(), |total, lanes| total + *lanes);
+                    checks = checks.add_product(0.0, total);
                     for tap in 0..9 {
                         let to = out.as_mut_ptr().add(tap * inputs + channel);
                         T::store(square[tap / 3][tap % 3], to);
@@ -432,6 +445,7 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Kernel for WeightGrads<
                 }
             }
         }
+        checks.are_finite()
     }
 }
 

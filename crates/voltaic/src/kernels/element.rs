@@ -4,7 +4,7 @@
 pub trait Element: Copy + Default + Send + Sync + 'static {
     /// The number.
     fn to_f32(self) -> f32;
-    /// The nearest number, ties to even.
+    /// The nearest number, ties to even. What is no number is the NaN that libtorch's vectors write.
     fn from_f32(value: f32) -> Self;
 }
 
@@ -25,6 +25,11 @@ impl Element for f32 {
 #[repr(transparent)]
 pub struct Bf16(pub u16);
 
+impl Bf16 {
+    /// The NaN that libtorch's vectors make of any, so that its bits are the same.
+    pub const NAN: Self = Self(0xffff);
+}
+
 impl Element for Bf16 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
@@ -35,7 +40,7 @@ impl Element for Bf16 {
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-        Self(if value.is_nan() { 0x7fc0 } else { rounded as u16 })
+        Self(if value.is_nan() { Self::NAN.0 } else { rounded as u16 })
     }
 }
 
@@ -53,7 +58,8 @@ mod tests {
             (1.0 + 1.1 / 256.0, 0x3f81),
             (f32::INFINITY, 0x7f80),
             (f32::MAX, 0x7f80),
-            (f32::NAN, 0x7fc0),
+            (f32::NAN, 0xffff), // as libtorch's vectors convert any NaN
+            (f32::from_bits(0xff80_0001), 0xffff),
         ] {
             assert_eq!(Bf16::from_f32(value), Bf16(bits), "{value}");
         }

@@ -9,15 +9,27 @@ pub trait Pointwise<T, U>: Copy + Sync {
     fn apply(x: T, other: U) -> T;
 }
 
-/// `max(x, 0)`; NaN stays.
+/// `max(x, 0)`; NaN stays, and so does -0.
 #[derive(Debug, Clone, Copy)]
 pub struct Relu;
+
+/// The bits of `-0` and `-infinity`, between which those of negative numbers lie.
+const NEGATIVE: [u16; 2] = [0x8000, 0xff80];
 
 impl Pointwise<Bf16, ()> for Relu {
     #[inline(always)]
     fn apply(x: Bf16, (): ()) -> Bf16 {
-        if x.to_f32() <= 0.0 { Bf16(0) } else { x }
+        let [zero, infinity] = NEGATIVE;
+        let is_negative = x.0.wrapping_sub(zero + 1) < infinity - zero;
+        if is_negative { Bf16(0) } else { one_nan(x) }
     }
+}
+
+/// The number, or the one NaN that libtorch, which computes in float32, writes for all.
+#[inline(always)]
+fn one_nan(x: Bf16) -> Bf16 {
+    let is_nan = x.0 & 0x7fff > 0x7f80;
+    if is_nan { Bf16::NAN } else { x }
 }
 
 /// The gradient of [`Relu`], of its own gradient and result.
@@ -104,6 +116,22 @@ impl<T: Element, U: Element> Kernel for Convert<'_, T, U> {
     }
 }
 
+/// Whether all numbers are finite.
+pub struct AllFinite<'a> {
+    /// The numbers.
+    pub numbers: &'a [f32],
+}
+
+impl Kernel for AllFinite<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run(self) -> bool {
+        let largest = self.numbers.iter().fold(0, |largest, number| number.abs().to_bits().max(largest));
+        largest < f32::INFINITY.to_bits()
+    }
+}
+
 /// Sums of several slices, number by number, in float32 and in their order.
 pub struct AddUp<'a, T> {
     /// All as long as the output; at least one.
@@ -137,19 +165,42 @@ impl<T: Element> Kernel for AddUp<'_, T> {
 mod tests {
     use super::*;
 
-    const NAN: Bf16 = Bf16(0x7fc0);
-
     #[test]
     fn relu_keeps_what_is_positive_and_nan() {
         let numbers = [1.5, -1.5, 0.0, -0.0].map(Bf16::from_f32);
-        assert_eq!(numbers.map(|x| Relu::apply(x, ())), [numbers[0], Bf16(0), Bf16(0), Bf16(0)]);
-        assert_eq!(Relu::apply(NAN, ()), NAN);
+        assert_eq!(numbers.map(|x| Relu::apply(x, ())), [numbers[0], Bf16(0), Bf16(0), Bf16(0x8000)]);
+        assert_eq!([0x7fc0, 0x7f81, 0xffc0].map(|nan| Relu::apply(Bf16(nan), ())), [Bf16::NAN; 3]);
+    }
+
+    #[test]
+    fn bits_tell_what_float32_tells() {
+        for bits in 0..=u16::MAX {
+            let (x, one) = (Bf16(bits), Bf16::from_f32(1.0));
+            let value = x.to_f32();
+            let expected = if value < 0.0 { Bf16(0) } else { Bf16::from_f32(value) };
+            assert_eq!(Relu::apply(x, ()), expected, "{bits:#x}");
+            assert_eq!(ReluBackward::apply(one, x), if value <= 0.0 { Bf16(0) } else { one }, "{bits:#x}");
+            assert_eq!(ReluBackward::apply(x, one), x, "{bits:#x}");
+        }
     }
 
     #[test]
     fn gradients_pass_where_the_result_is_above_0() {
         let [grad, one, zero] = [-2.0, 1.0, 0.0].map(Bf16::from_f32);
-        assert_eq!([one, zero, NAN].map(|result| ReluBackward::apply(grad, result)), [grad, zero, grad]);
+        assert_eq!(
+            [one, zero, Bf16::NAN].map(|result| ReluBackward::apply(grad, result)),
+            [grad, zero, grad]
+        );
+    }
+
+    #[test]
+    fn one_number_that_is_not_finite_is_found() {
+        let mut numbers = vec![f32::MAX; 100];
+        assert!(AllFinite { numbers: &numbers }.run() && AllFinite { numbers: &[] }.run());
+        for number in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN] {
+            numbers[67] = number;
+            assert!(!AllFinite { numbers: &numbers }.run(), "{number}");
+        }
     }
 
     #[test]

@@ -6,7 +6,8 @@ use super::math::{normal_tail, sigmoid};
 
 /// `sqrt(2 / pi)`, doubled: tanh(u) is 2 sigmoid(2 u) - 1.
 const SLOPE: f32 = 2.0 * 0.797_884_6;
-const CUBE: f32 = 0.044_715;
+/// Of the cube.
+const CUBIC: f32 = 0.044_715 * SLOPE;
 
 /// `x` times the normal distribution at `x`, or its approximation by tanh.
 pub struct Gelu<'a, T> {
@@ -24,14 +25,15 @@ impl<T: Element> Kernel for Gelu<'_, T> {
     #[inline(always)]
     fn run(self) {
         if self.is_tanh {
-            self.apply(|x| x * sigmoid(SLOPE * CUBE.mul_add(x * x, 1.0) * x).0);
+            self.apply(|x| x * sigmoid(CUBIC.mul_add(x * x, SLOPE) * x).0);
         } else {
             self.apply(|x| {
                 let a = x.abs();
                 let (tail, _) = normal_tail(a);
-                let ramp = if x < 0.0 { 0.0 } else { x };
-                // infinity times nothing is no number
-                (-tail).mul_add(if a > f32::MAX { 0.0 } else { a }, ramp)
+                // -infinity times nothing is no number, as in libtorch; infinity stays
+                let end = if a > f32::MAX { f32::MAX } else { a };
+                let (a, ramp) = if x < 0.0 { (a, -0.0) } else { (end, x) };
+                (-tail).mul_add(a, ramp)
             });
         }
     }
@@ -65,15 +67,14 @@ impl<T: Element> Kernel for GeluBackward<'_, T> {
     fn run(self) {
         if self.is_tanh {
             self.apply(|x| {
-                let (s, rest) = sigmoid(SLOPE * CUBE.mul_add(x * x, 1.0) * x);
-                let inner = SLOPE * (3.0 * CUBE).mul_add(x * x, 1.0);
+                let (s, rest) = sigmoid(CUBIC.mul_add(x * x, SLOPE) * x);
+                let inner = (3.0 * CUBIC).mul_add(x * x, SLOPE);
                 (x * s * rest).mul_add(inner, s)
             });
         } else {
             self.apply(|x| {
                 let a = x.abs();
                 let (tail, density) = normal_tail(a);
-                let a = if a > f32::MAX { 0.0 } else { a };
                 let below = (-a).mul_add(density, tail);
                 if x < 0.0 { below } else { 1.0 - below }
             });

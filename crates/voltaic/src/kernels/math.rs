@@ -1,19 +1,19 @@
 //! Functions of one float32 without branches, so that a loop over them becomes vector instructions. The polynomials
 //! are fitted by `scripts/fit_kernels.py`.
 
-/// Below this `exp` is not a normal number any more.
-const EXP_MIN: f32 = -87.33;
-/// Above this the power of two in `exp` is out of range.
-const EXP_MAX: f32 = 88.02;
+/// Here the power of two in `exp` is 2^-127, whose bits are those of 0.
+const EXP_MIN: f32 = -88.0;
+/// Here it is 2^128, whose bits are those of infinity.
+const EXP_MAX: f32 = 88.5;
 /// Added to a number and taken away again, this rounds to an integer, which is in the lowest bits between.
 const ROUNDER: f32 = 12_582_912.0;
-/// Where `exp(-a * a / 2)` meets [`EXP_MIN`].
-const TAIL_END: f32 = 13.2;
+/// Where [`exp`] of `-a * a / 2` is 0.
+const TAIL_END: f32 = 13.25;
 /// `1 / sqrt(2 pi)`.
 const DENSITY_AT_0: f32 = 0.398_942_3;
 
-/// `e` to the power of `x`, to 1e-7 of its value, for `x` from -87.33 to 88.02; beyond, the value at that end. NaN
-/// stays NaN.
+/// `e` to the power of `x`, to 1e-7 of its value, for `x` from -87.33 to 88.37; 0 below -87.68, and infinite above. NaN stays
+/// NaN.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     let x = if x < EXP_MIN { EXP_MIN } else { x };
@@ -31,7 +31,7 @@ pub fn exp(x: f32) -> f32 {
     sum * scale
 }
 
-/// The upper tail `Q` of the normal distribution at `a`, and its density there; `a` from 0.
+/// The upper tail `Q` of the normal distribution at `a`, and its density there; `a` from 0. Both are 0 from 13.25 on.
 #[inline(always)]
 pub fn normal_tail(a: f32) -> (f32, f32) {
     let a = if a > TAIL_END { TAIL_END } else { a };
@@ -53,12 +53,14 @@ pub fn normal_tail(a: f32) -> (f32, f32) {
     (bell * ratio, bell * DENSITY_AT_0)
 }
 
-/// `1 / (1 + exp(-x))`, and 1 less that.
+/// `1 / (1 + exp(-x))`, and 1 less that. Both are 0 below -88.37.
 #[inline(always)]
 pub fn sigmoid(x: f32) -> (f32, f32) {
     let e = exp(-x);
     let s = 1.0 / (1.0 + e);
-    (s, e * s)
+    // infinity times 0 is no number
+    let finite = if e > f32::MAX { f32::MAX } else { e };
+    (s, finite * s)
 }
 
 #[cfg(test)]
@@ -95,7 +97,13 @@ mod tests {
             );
         }
         assert_eq!(exp(0.0), 1.0);
-        assert!(exp(f32::NEG_INFINITY) < 1.3e-38 && exp(f32::INFINITY) > 1e38 && exp(f32::NAN).is_nan());
+        for far in [-87.7, -88.0, -89.0, -1e4, -1e38, f32::NEG_INFINITY] {
+            assert_eq!(exp(far).to_bits(), 0, "{far}");
+        }
+        for far in [88.4, 88.5, 89.0, 1e4, 1e38, f32::INFINITY] {
+            assert_eq!(exp(far), f32::INFINITY, "{far}");
+        }
+        assert!(exp(f32::NAN).is_nan());
     }
 
     #[test]
@@ -110,5 +118,20 @@ mod tests {
             assert!((f64::from(density) / expected - 1.0).abs() < tolerance, "a = {a}: {density}");
         }
         assert_eq!(normal_tail(0.0).0, 0.5);
+        assert_eq!([13.25, 14.0, 1e38, f32::INFINITY].map(normal_tail), [(0.0, 0.0); 4]);
+        assert!(normal_tail(f32::NAN).0.is_nan());
+    }
+
+    #[test]
+    fn the_logistic_function_ends_at_0_and_1() {
+        for x in [-1e3, -90.0, -20.0, -1.0, 0.0, 1.0, 20.0, 90.0, 1e3, f32::INFINITY, f32::NEG_INFINITY] {
+            let (s, rest) = sigmoid(x);
+            let exact = 1.0 / (1.0 + (-f64::from(x)).exp());
+            assert!((f64::from(s) - exact).abs() <= 2e-7 * exact + 1e-38, "sigmoid({x}) = {s}");
+            let exact = if x < -88.37 { 0.0 } else { 1.0 / (1.0 + f64::from(x).exp()) };
+            assert!((f64::from(rest) - exact).abs() <= 2e-7 * exact + 1e-38, "1 - sigmoid({x}) = {rest}");
+        }
+        assert_eq!((sigmoid(-1e3), sigmoid(1e3)), ((0.0, 0.0), (1.0, 0.0)));
+        assert!(sigmoid(f32::NAN).0.is_nan() && sigmoid(f32::NAN).1.is_nan());
     }
 }

@@ -22,7 +22,7 @@ use std::panic::resume_unwind;
 pub use attention::{AttentionHead, AttentionScratch, Factor, FactorOf, FactorScratch, GradHead, Rows};
 pub use batch_norm::{BatchNormBackward, GradSums, Moments, Normalize};
 pub use element::{Bf16, Element};
-pub use elementwise::{Add, AddUp, Convert, Map, MapOnto, Pointwise, Relu, ReluBackward};
+pub use elementwise::{Add, AddUp, AllFinite, Convert, Map, MapOnto, Pointwise, Relu, ReluBackward};
 pub use gelu::{Gelu, GeluBackward};
 pub use max_pool::{MaxPool2d, MaxPool2dBackward, RowPairs};
 pub use mt19937::{Bernoulli, Mt19937};

@@ -163,9 +163,8 @@ pub fn are_close(ours: &Tensor, theirs: &Tensor, tolerance: f64, scale: f64) -> 
         |x: &Tensor| Vec::<f64>::try_from(x.to_kind(Kind::Double).contiguous().flatten(0, -1)).unwrap();
     let [a, b] = [ours, theirs].map(numbers);
     let is_same = |a: f64, b: f64| a == b || a.is_nan() && b.is_nan();
-    let differ: Vec<usize> = (0..a.len())
-        .filter(|i| !is_same(a[*i], b[*i]) && !(a[*i].is_finite() && b[*i].is_finite()))
-        .collect();
+    let differ: Vec<usize> =
+        (0..a.len()).filter(|i| !(is_same(a[*i], b[*i]) || a[*i].is_finite() && b[*i].is_finite())).collect();
     if let Some(i) = differ.first() {
         return Err(format!(
             "number {i} is {:e}, not {:e}; {} of {} differ",

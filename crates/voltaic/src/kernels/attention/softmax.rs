@@ -57,20 +57,23 @@ impl<T: Element, C: Element> Kernel for Softmax<'_, '_, T, C> {
 }
 
 /// Turns scores into weights that are still to be divided by their sum; those from `visible` on are 0. Returns the
-/// largest score and the sum.
+/// largest score and the sum; 0 and 1 if all scores are -infinity.
 #[inline(always)]
 fn softmax<C: Element>(scores: &mut [f32], weights: &mut [C], visible: usize, scale: f32) -> (f32, f32) {
     let end = whole_lanes(scores, visible);
     // a NaN may be lost here: its own weight is NaN, and so is the sum
     let larger = |a: f32, b: f32| if a > b { a } else { b };
     let max = fold(&scores[..visible], f32::NEG_INFINITY, |max, x| larger(max, x * scale), larger);
+    // where no key counts all weights are 0, as in libtorch
+    let max = if max == f32::NEG_INFINITY { 0.0 } else { max };
     for (x, weight) in scores[..end].iter_mut().zip(&mut weights[..end]) {
         *x = exp(x.mul_add(scale, -max));
         *weight = C::from_f32(*x);
     }
     scores[visible..end].fill(0.0);
     weights[visible..].fill(C::default());
-    (max, fold(&scores[..end], 0.0, |sum, x| sum + x, |a, b| a + b))
+    let sum = fold(&scores[..end], 0.0, |sum, x| sum + x, |a, b| a + b);
+    (max, if sum == 0.0 { 1.0 } else { sum })
 }
 
 /// Divides rows by the sums of their weights.

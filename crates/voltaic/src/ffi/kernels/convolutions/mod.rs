@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use voltaic_sys as sys;
 
 use super::Shared;
-use super::guard::{guard, guard_done};
+use super::guard::{guard, guard_some};
 use crate::ffi::mkl::has_mkl_bf16;
 use crate::ffi::strip_product::has_bf16_products;
 use crate::kernels::Bf16;
@@ -221,18 +221,18 @@ impl Way {
     }
 }
 
-/// Calls `compute` with two factors, given by address and length, and the output.
+/// Calls `compute` with two factors, given by address and length, and the output; gives what it does.
 ///
 /// # Safety
 /// The numbers of the factors must be there, of this dtype, and written by nobody.
 unsafe fn with_factors<T>(
     factors: [(*const c_void, usize); 2],
     output: *mut c_void,
-    compute: impl FnOnce(&[T], &[T], Shared<T>),
-) {
+    compute: impl FnOnce(&[T], &[T], Shared<T>) -> bool,
+) -> bool {
     // SAFETY: as this function asks.
     let [left, right] = factors.map(|(address, len)| unsafe { numbers(address, len) });
-    compute(left, right, Shared(output.cast()));
+    compute(left, right, Shared(output.cast()))
 }
 
 /// # Safety
@@ -247,13 +247,13 @@ macro_rules! by_way {
     ($way:expr, $function:ident($sizes:expr, $factors:expr $(, $argument:expr)*; $output:expr)) => {
         match $way {
             Way::Tiles => with_factors($factors, $output, |left, right, out| {
-                winograd::$function::<f32, _, _>($sizes, left, right $(, $argument)*, out);
+                winograd::$function::<f32, _, _>($sizes, left, right $(, $argument)*, out)
             }),
             Way::TilesBf16 => with_factors($factors, $output, |left, right, out| {
-                winograd::$function::<Bf16, _, _>($sizes, left, right $(, $argument)*, out);
+                winograd::$function::<Bf16, _, _>($sizes, left, right $(, $argument)*, out)
             }),
             Way::PatchesBf16 => with_factors($factors, $output, |left, right, out| {
-                patches::$function($sizes, left, right $(, $argument)*, out);
+                patches::$function($sizes, left, right $(, $argument)*, out)
             }),
         }
     };
@@ -266,14 +266,14 @@ pub(super) extern "C" fn convolution(
     bias: *const c_void,
     output: *mut c_void,
 ) -> i32 {
-    guard_done("convolution", || {
+    guard_some("convolution", || {
         // SAFETY: the shim passes a description and dense tensors of its dtype and sizes that live during the call, of which
         // `output` shares no memory with the others; the bias may be null.
         unsafe {
             let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_OUTPUT));
             let factors = [(input, sizes.in_len()), (weight, sizes.weight_len())];
             let bias = (!bias.is_null()).then_some(bias);
-            by_way!(way, output(&sizes, factors, bias.map(|bias| numbers(bias, sizes.out_channels)); output));
+            by_way!(way, output(&sizes, factors, bias.map(|bias| numbers(bias, sizes.out_channels)); output))
         }
     })
 }
@@ -284,12 +284,12 @@ pub(super) extern "C" fn input_grad(
     weight: *const c_void,
     output: *mut c_void,
 ) -> i32 {
-    guard_done("convolution_input_grad", || {
+    guard_some("convolution_input_grad", || {
         // SAFETY: as in `convolution`.
         unsafe {
             let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_INPUT_GRAD));
             let factors = [(grad, sizes.out_len()), (weight, sizes.weight_len())];
-            by_way!(way, input_grad(&sizes, factors; output));
+            by_way!(way, input_grad(&sizes, factors; output))
         }
     })
 }
@@ -300,12 +300,12 @@ pub(super) extern "C" fn weight_grad(
     input: *const c_void,
     output: *mut c_void,
 ) -> i32 {
-    guard_done("convolution_weight_grad", || {
+    guard_some("convolution_weight_grad", || {
         // SAFETY: as in `convolution`.
         unsafe {
             let (sizes, way) = (Convolution::new(&*call), Way::of(&*call, sys::VT_WEIGHT_GRAD));
             let factors = [(grad, sizes.out_len()), (input, sizes.in_len())];
-            by_way!(way, weight_grad(&sizes, factors; output));
+            by_way!(way, weight_grad(&sizes, factors; output))
         }
     })
 }

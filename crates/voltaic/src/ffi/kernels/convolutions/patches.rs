@@ -1,7 +1,11 @@
 //! Convolutions in bfloat16 as products of patches, by the MKL or from strips.
+//!
+//! Patches have 0 where an output sees no pixel, which times a weight that is not finite is no number. So each function tells
+//! whether all sums are finite; else libtorch is to compute it.
 
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::super::{Shared, address, scratch};
 use super::{Convolution, choice, parts, threads_for};
@@ -11,7 +15,7 @@ use crate::ffi::simd::run_vectorized;
 use crate::ffi::strip_product::multiply_by_strips;
 use crate::ffi::strips::Strips;
 use crate::ffi::threads::parallel_for;
-use crate::kernels::{Addend, Axis, Bf16, Patches, RoundRows, blocks, sized};
+use crate::kernels::{Addend, AllFinite, Axis, Bf16, Patches, RoundRows, blocks, sized};
 
 /// Numbers of the patches that a thread works on at a time: a megabyte, which the second cache holds.
 const MAX_NUMBERS: usize = 1 << 19;
@@ -125,22 +129,30 @@ struct Correlation<'a> {
 }
 
 impl Correlation<'_> {
+    /// Gives whether all sums are finite.
+    ///
     /// # Safety
     /// `output` must have room for `images` of `size`, and be used by nobody else.
-    unsafe fn run(&self, images: usize) {
+    unsafe fn run(&self, images: usize) -> bool {
+        let are_finite = AtomicBool::new(true);
         let [rows, columns] = self.patches.axes.map(|axis| axis.patches);
         let block = patches_at_a_time(self.patches.depth());
         parallel_for(images * rows * columns, MIN_PART, |part| {
             SCRATCH.with_borrow_mut(|scratch| {
-                // SAFETY: as this function asks; parts do not overlap.
-                blocks(part, block).for_each(|block| unsafe { self.run_block(block, scratch) });
+                for block in blocks(part, block) {
+                    // SAFETY: as this function asks; parts do not overlap.
+                    if !unsafe { self.run_block(block, scratch) } {
+                        are_finite.store(false, Ordering::Relaxed);
+                    }
+                }
             });
         });
+        are_finite.into_inner()
     }
 
     /// # Safety
     /// As for `run`.
-    unsafe fn run_block(&self, block: Range<usize>, scratch: &mut Scratch) {
+    unsafe fn run_block(&self, block: Range<usize>, scratch: &mut Scratch) -> bool {
         let (depth, channels) = (self.patches.depth(), self.channels);
         let sums = sized(&mut scratch.sums, block.len() * channels);
         if depth > 0 {
@@ -149,6 +161,9 @@ impl Correlation<'_> {
             self.weight.multiply(MatrixMut::dense(sums, [block.len(), channels]), patches, false);
         } else {
             sums.fill(0.0); // inputs that no output sees
+        }
+        if !run_vectorized(AllFinite { numbers: sums }) {
+            return false;
         }
         let [rows, columns] = self.patches.axes.map(|axis| axis.patches);
         let addend = self.bias.map_or(Addend::Zero, Addend::Row);
@@ -161,7 +176,7 @@ impl Correlation<'_> {
         };
         if [rows, columns] == self.size {
             write(block.start, sums, block.len(), channels);
-            return;
+            return true;
         }
         let mut patch = block.start;
         while patch < block.end {
@@ -172,6 +187,7 @@ impl Correlation<'_> {
             write(place, &sums[(patch - block.start) * channels..][..len * channels], len, right * channels);
             patch += len;
         }
+        true
     }
 }
 
@@ -182,7 +198,7 @@ pub(super) fn output(
     weight: &[Bf16],
     bias: Option<&[Bf16]>,
     out: Shared<Bf16>,
-) {
+) -> bool {
     let weight = Matrix::dense(weight, [call.out_channels, call.depth()]);
     STRIPS.with_borrow_mut(|strips| {
         let correlation = Correlation {
@@ -195,14 +211,15 @@ pub(super) fn output(
             places: [[0, 0], [1, 1]],
         };
         // SAFETY: `out` has all outputs, and nobody else uses it.
-        unsafe { correlation.run(call.images) };
-    });
+        unsafe { correlation.run(call.images) }
+    })
 }
 
 /// Writes the gradients of the inputs.
-pub(super) fn input_grad(call: &Convolution, grad: &[Bf16], weight: &[Bf16], out: Shared<Bf16>) {
+pub(super) fn input_grad(call: &Convolution, grad: &[Bf16], weight: &[Bf16], out: Shared<Bf16>) -> bool {
     let [height, width] = call.stride;
-    for (top, left) in (0..height).flat_map(|top| (0..width).map(move |left| (top, left))) {
+    let mut places = (0..height).flat_map(|top| (0..width).map(move |left| (top, left)));
+    places.all(|(top, left)| {
         let (rows, columns) = (call.phase(0, top), call.phase(1, left));
         let patches = Patches { images: grad, axes: [rows.axis, columns.axis], channels: call.out_channels };
         TURNED.with_borrow_mut(|turned| {
@@ -219,10 +236,10 @@ pub(super) fn input_grad(call: &Convolution, grad: &[Bf16], weight: &[Bf16], out
                     places: [[top, left], call.stride],
                 };
                 // SAFETY: `out` has all inputs, and nobody else uses it.
-                unsafe { correlation.run(call.images) };
-            });
-        });
-    }
+                unsafe { correlation.run(call.images) }
+            })
+        })
+    })
 }
 
 /// Writes the weights of a phase as `[taps, outputs, inputs]`.
@@ -247,14 +264,14 @@ fn turn_weight<'a>(
 // ---- weights ----
 
 /// Writes the gradients of the weights.
-pub(super) fn weight_grad(call: &Convolution, grad: &[Bf16], input: &[Bf16], out: Shared<Bf16>) {
+pub(super) fn weight_grad(call: &Convolution, grad: &[Bf16], input: &[Bf16], out: Shared<Bf16>) -> bool {
     let gradient = WeightGrad { patches: call.patches(input), grad, outputs: call.out_channels };
     let pixels = call.out_pixels();
     // patches are made by each thread that multiplies by them, sums of all weights by each that has some of the patches
     if pixels < 4 * call.out_channels || tch::get_num_threads() <= 1 {
-        gradient.split_outputs(pixels, out);
+        gradient.split_outputs(pixels, out)
     } else {
-        gradient.split_pixels(pixels, out);
+        gradient.split_pixels(pixels, out)
     }
 }
 
@@ -289,21 +306,25 @@ impl WeightGrad<'_> {
     }
 
     /// Each thread has some of the outputs.
-    fn split_outputs(&self, pixels: usize, output: Shared<Bf16>) {
+    fn split_outputs(&self, pixels: usize, output: Shared<Bf16>) -> bool {
         let depth = self.patches.depth();
+        let are_finite = AtomicBool::new(true);
         parallel_for(self.outputs, MIN_PART, |outputs| {
             SCRATCH.with_borrow_mut(|Scratch { patches, strips, sums }| {
                 let sums = sized(sums, outputs.len() * depth);
                 self.sum(0..pixels, outputs.clone(), sums, patches, strips);
                 // SAFETY: the shim passes a dense tensor of all weights; parts do not overlap.
                 let output = unsafe { output.slice_mut(outputs.start * depth..outputs.end * depth) };
-                round(sums, output);
+                if !round(sums, output) {
+                    are_finite.store(false, Ordering::Relaxed);
+                }
             });
         });
+        are_finite.into_inner()
     }
 
     /// Each thread has some of the pixels.
-    fn split_pixels(&self, pixels: usize, output: Shared<Bf16>) {
+    fn split_pixels(&self, pixels: usize, output: Shared<Bf16>) -> bool {
         let len = self.outputs * self.patches.depth();
         let [threads, part] = parts(pixels, threads_for(pixels, MIN_PATCHES));
         let Some(memory) = scratch(threads * len) else { return self.split_outputs(pixels, output) };
@@ -325,11 +346,13 @@ impl WeightGrad<'_> {
             sums.iter_mut().zip(other).for_each(|(sum, other)| *sum += other);
         }
         // SAFETY: as above; no other thread writes now.
-        round(sums, unsafe { output.slice_mut(0..len) });
+        round(sums, unsafe { output.slice_mut(0..len) })
     }
 }
 
-fn round(sums: &[f32], output: &mut [Bf16]) {
+/// Whether the sums are finite.
+fn round(sums: &[f32], output: &mut [Bf16]) -> bool {
     let width = sums.len();
     run_vectorized(RoundRows { sums, width, output, stride: width, addend: Addend::Zero });
+    run_vectorized(AllFinite { numbers: sums })
 }

@@ -1,10 +1,14 @@
 //! Convolutions of 3 x 3 by Winograd's minimal filtering: transformed tiles of images, times transformed weights, place by
 //! place of the tiles. The products of many channels are by Intel's tiles (AMX) where they are.
+//!
+//! What is infinite or no number reaches all outputs of its tile, and sums of pixels overflow before an output does. So each
+//! function tells whether all that it wrote is finite; else libtorch is to compute it.
 
 use std::array;
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use voltaic_sys as sys;
 
@@ -85,15 +89,15 @@ pub(super) fn output<T: Filtering<N, M>, const N: usize, const M: usize>(
     weight: &[T],
     bias: Option<&[T]>,
     out: Shared<T>,
-) {
+) -> bool {
     let to = Tiling::of_outputs(call.out_size, call.out_channels, M);
     let first = -(call.padding[0] as isize);
     let from = Tiling { size: call.in_size, channels: call.in_channels, first, ..to };
     NUMBERS.with_borrow_mut(|numbers| {
         let weight = T::widened(weight, numbers);
         let direction = Direction::Forward;
-        Correlation { direction, images: call.images, input, from, weight, bias, out, to }.run();
-    });
+        Correlation { direction, images: call.images, input, from, weight, bias, out, to }.run()
+    })
 }
 
 pub(super) fn input_grad<T: Filtering<N, M>, const N: usize, const M: usize>(
@@ -101,15 +105,15 @@ pub(super) fn input_grad<T: Filtering<N, M>, const N: usize, const M: usize>(
     grad: &[T],
     weight: &[T],
     out: Shared<T>,
-) {
+) -> bool {
     let to = Tiling::of_outputs(call.in_size, call.in_channels, M);
     let first = call.padding[0] as isize - 2;
     let from = Tiling { size: call.out_size, channels: call.out_channels, first, ..to };
     NUMBERS.with_borrow_mut(|numbers| {
         let weight = T::widened(weight, numbers);
         let direction = Direction::Backward;
-        Correlation { direction, images: call.images, input: grad, from, weight, bias: None, out, to }.run();
-    });
+        Correlation { direction, images: call.images, input: grad, from, weight, bias: None, out, to }.run()
+    })
 }
 
 struct Correlation<'a, T, const N: usize, const M: usize> {
@@ -130,24 +134,29 @@ struct Correlation<'a, T, const N: usize, const M: usize> {
 impl<T: Filtering<N, M>, const N: usize, const M: usize> Correlation<'_, T, N, M> {
     const PLACES: usize = N * N;
 
-    fn run(&self) {
+    /// Whether all outputs are finite.
+    fn run(&self) -> bool {
         SHARED.with_borrow_mut(|numbers| {
             let places = Places::in_strips([self.from.channels, self.to.channels]);
             let numbers = sized(numbers, Self::PLACES * places.step());
             self.transform_weights(Shared(numbers.as_mut_ptr()), places);
-            PANELS.with_borrow_mut(|panels| self.compute_all(Weights::new(places, numbers, panels)));
-        });
+            PANELS.with_borrow_mut(|panels| self.compute_all(Weights::new(places, numbers, panels)))
+        })
     }
 
-    fn compute_all(&self, weights: Weights) {
+    fn compute_all(&self, weights: Weights) -> bool {
         let [rows, columns] = self.to.tiles;
+        let are_finite = AtomicBool::new(true);
         parallel_for(self.images * rows, MIN_TILES.div_ceil(columns), |part| {
             SCRATCH.with_borrow_mut(|scratch| {
                 for rows in blocks(part, (MAX_NUMBERS / Self::PLACES).div_ceil(columns)) {
-                    self.compute(rows, weights, scratch);
+                    if !self.compute(rows, weights, scratch) {
+                        are_finite.store(false, Ordering::Relaxed);
+                    }
                 }
             });
         });
+        are_finite.into_inner()
     }
 
     /// Writes all places.
@@ -185,7 +194,7 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Correlation<'_, T, N, M
         })
     }
 
-    fn compute(&self, rows: Range<usize>, weights: Weights, scratch: &mut Scratch) {
+    fn compute(&self, rows: Range<usize>, weights: Weights, scratch: &mut Scratch) -> bool {
         let [depth, width] = weights.places.shape;
         let tiles = rows.len() * self.to.tiles[1];
         let (of_inputs, of_sums) = (Places::in_rows([tiles, depth]), Places::in_rows([tiles, width]));
@@ -216,7 +225,7 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> Correlation<'_, T, N, M
         let line = self.to.size[1] * width;
         // SAFETY: `out` is dense and has all images; each row of tiles has lines of its own.
         let out = unsafe { self.out.slice_mut(lines.start * line..lines.end * line) };
-        run_vectorized(OutputTiles { sums, tiling: self.to, rows, bias: self.bias, out });
+        run_vectorized(OutputTiles { sums, tiling: self.to, rows, bias: self.bias, out })
     }
 }
 
@@ -273,11 +282,11 @@ pub(super) fn weight_grad<T: Filtering<N, M>, const N: usize, const M: usize>(
     grad: &[T],
     input: &[T],
     out: Shared<T>,
-) {
+) -> bool {
     let grads = Tiling::of_outputs(call.out_size, call.out_channels, M);
     let first = -(call.padding[0] as isize);
     let inputs = Tiling { size: call.in_size, channels: call.in_channels, first, ..grads };
-    WeightGrad { images: call.images, grad, grads, input, inputs, out }.run();
+    WeightGrad { images: call.images, grad, grads, input, inputs, out }.run()
 }
 
 struct WeightGrad<'a, T, const N: usize, const M: usize> {
@@ -305,7 +314,8 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> WeightGrad<'_, T, N, M>
     }
 
     /// Each thread sums up some of the tiles, for all outputs unless the sums would be too many; then all sums are added.
-    fn run(&self) {
+    /// Gives whether all gradients are finite.
+    fn run(&self) -> bool {
         let (outputs, inputs) = (self.grads.channels, self.inputs.channels);
         let places = self.of_sums();
         let len = Self::PLACES * places.step();
@@ -332,14 +342,17 @@ impl<T: Filtering<N, M>, const N: usize, const M: usize> WeightGrad<'_, T, N, M>
                     }
                 });
             });
-            let sums = &*sums;
+            let (sums, are_finite) = (&*sums, AtomicBool::new(true));
             parallel_for(outputs, COLUMNS, |outputs| {
                 let start = outputs.start * inputs;
                 // SAFETY: `out` has all weights; each thread writes those of other outputs.
                 let out = unsafe { self.out.slice_mut(TAPS * start..TAPS * outputs.end * inputs) };
-                run_vectorized(WeightGrads { sums, places, outputs, out });
+                if !run_vectorized(WeightGrads { sums, places, outputs, out }) {
+                    are_finite.store(false, Ordering::Relaxed);
+                }
             });
-        });
+            are_finite.into_inner()
+        })
     }
 
     /// Writes the sums of a share; those of its rows start with number `first`.
