@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use super::run_folder::{RunFolder, with_prefix};
+use super::run_folder::{RunFolder, RunFolders, with_prefix};
 use super::{CsvLoggerConfig, Logger, plot_memory, plot_metrics};
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
@@ -132,6 +132,10 @@ impl Logger for CsvLogger {
 
     fn version(&self) -> Option<String> {
         Some(self.folder.version.clone())
+    }
+
+    fn begin(&mut self, folders: &mut RunFolders) -> Result<()> {
+        self.folder.take(folders)
     }
 
     fn log_hyperparams(&mut self, hyper_parameters: &serde_json::Value) -> Result<()> {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::run_folder::{RunFolder, with_prefix};
+use super::run_folder::{RunFolder, RunFolders, with_prefix};
 use super::{JsonLinesLoggerConfig, Logger};
 use crate::error::{Error, Result};
 
@@ -75,6 +75,10 @@ impl Logger for JsonLinesLogger {
 
     fn version(&self) -> Option<String> {
         Some(self.folder.version.clone())
+    }
+
+    fn begin(&mut self, folders: &mut RunFolders) -> Result<()> {
+        self.folder.take(folders)
     }
 
     fn log_hyperparams(&mut self, hyper_parameters: &Value) -> Result<()> {

@@ -21,7 +21,7 @@ pub use json_lines::JsonLinesLogger;
 pub use plot::plot_metrics;
 pub use plot_lr::plot_lr_find;
 pub use plot_memory::plot_memory;
-pub use run_folder::Version;
+pub use run_folder::{RunFolders, Version};
 pub use tensorboard::TensorBoardLogger;
 
 /// How the names of metrics begin that are about the device and not about the model.
@@ -35,6 +35,16 @@ pub trait Logger: Send {
     /// Label of this run among the runs of the same name, such as `0`.
     fn version(&self) -> Option<String> {
         None
+    }
+
+    /// Called when the run starts, before anything else is written: makes the folder of the run, and moves to another
+    /// version if a run that started at the same time has it.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    fn begin(&mut self, folders: &mut RunFolders) -> Result<()> {
+        let _ = folders;
+        Ok(())
     }
 
     /// Records the values that made the module.

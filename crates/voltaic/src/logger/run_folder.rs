@@ -1,13 +1,14 @@
 //! The folder of a run: `<save_dir>/<name>/version_<n>`.
 
-use std::io::Write;
+use std::collections::HashMap;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::write_atomically;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Which run among those of one name: a number, or a folder name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -27,11 +28,40 @@ pub(super) struct RunFolder {
     pub version: String,
     /// The user chose the version, so the folder may hold an earlier run.
     pub is_chosen: bool,
+    /// `<save_dir>/<name>`.
+    root: PathBuf,
+}
+
+/// The folders that the loggers of a run have taken: those below one root share a version.
+#[derive(Debug, Default)]
+pub struct RunFolders(HashMap<PathBuf, u64>);
+
+impl RunFolders {
+    /// The version of this run below `root`: the first from `version` on whose folder nobody else has made, be it another
+    /// run that starts at the same time.
+    fn take(&mut self, root: &Path, version: u64) -> Result<u64> {
+        if let Some(&taken) = self.0.get(root) {
+            return Ok(taken);
+        }
+        let failed = |path: &Path, error| Error::io("create folder", path, error);
+        std::fs::create_dir_all(root).map_err(|error| failed(root, error))?;
+        let mut version = version;
+        loop {
+            let folder = root.join(format!("version_{version}"));
+            match std::fs::create_dir(&folder) {
+                Ok(()) => break,
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => version += 1,
+                Err(error) => return Err(failed(&folder, error)),
+            }
+        }
+        self.0.insert(root.to_owned(), version);
+        Ok(version)
+    }
 }
 
 impl RunFolder {
     /// `<save_dir>/<name>/version_<n>`, n one above the highest there unless `version` says otherwise. Nothing is
-    /// created yet.
+    /// created before [`RunFolder::take`].
     pub fn new(save_dir: &Path, name: &str, version: Option<&Version>) -> Self {
         let (folder, label) = match version {
             Some(Version::Name(label)) => (label.clone(), label.clone()),
@@ -41,7 +71,18 @@ impl RunFolder {
                 (format!("version_{number}"), number.to_string())
             }
         };
-        Self { path: save_dir.join(name).join(folder), version: label, is_chosen: version.is_some() }
+        let root = save_dir.join(name);
+        Self { path: root.join(folder), version: label, is_chosen: version.is_some(), root }
+    }
+
+    /// Makes the folder and moves to a later version if another run has made it, unless the user chose the version.
+    pub fn take(&mut self, folders: &mut RunFolders) -> Result<()> {
+        if self.is_chosen {
+            return Ok(());
+        }
+        let version = folders.take(&self.root, self.version.parse().unwrap_or(0))?;
+        (self.path, self.version) = (self.root.join(format!("version_{version}")), version.to_string());
+        Ok(())
     }
 
     /// Writes `hparams.yaml`.
@@ -66,7 +107,7 @@ fn next_version(save_dir: &Path, name: &str) -> u64 {
     entries
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.strip_prefix("version_")?.parse::<u64>().ok())
         .max()
-        .map_or(0, |highest| highest + 1)
+        .map_or(0, |highest| highest.saturating_add(1))
 }
 
 /// Puts `<prefix>-` before the names of metrics, if there is a prefix; `step` and `epoch` keep their names.
@@ -77,4 +118,32 @@ pub(super) fn with_prefix(metrics: &[(String, f64)], prefix: &str) -> Vec<(Strin
         _ => format!("{prefix}-{name}"),
     };
     metrics.iter().map(|(key, value)| (name(key), *value)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_that_start_together_have_a_folder_each_and_their_loggers_share_it() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let new = || RunFolder::new(folder.path(), "logs", None);
+        let mut runs: Vec<[RunFolder; 2]> = (0..4).map(|_| [new(), new()]).collect();
+        std::thread::scope(|scope| {
+            for loggers in &mut runs {
+                scope.spawn(|| {
+                    let mut folders = RunFolders::default();
+                    loggers.iter_mut().for_each(|logger| logger.take(&mut folders).expect("taken"));
+                });
+            }
+        });
+        let mut taken: Vec<PathBuf> = runs.iter().map(|[csv, _]| csv.path.clone()).collect();
+        taken.sort();
+        let expected: Vec<PathBuf> =
+            (0..4).map(|n| folder.path().join("logs").join(format!("version_{n}"))).collect();
+        assert_eq!(taken, expected);
+        for [csv, tensorboard] in &runs {
+            assert_eq!((&csv.path, &csv.version), (&tensorboard.path, &tensorboard.version));
+        }
+    }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
-use super::run_folder::{RunFolder, with_prefix};
+use super::run_folder::{RunFolder, RunFolders, with_prefix};
 use super::tfevents::{self, Event};
 use super::{Logger, TensorBoardLoggerConfig};
 use crate::error::{Error, Result};
@@ -20,8 +20,8 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub struct TensorBoardLogger {
     folder: RunFolder,
-    /// Where the event file is: the run's folder, or one below it.
-    event_folder: PathBuf,
+    /// The event file is in this folder below the run's.
+    sub_dir: Option<PathBuf>,
     prefix: String,
     default_hp_metric: bool,
     flush_every: Duration,
@@ -45,10 +45,9 @@ impl TensorBoardLogger {
     pub fn from_config(config: TensorBoardLoggerConfig, default_root_dir: &Path) -> Self {
         let save_dir = config.save_dir.as_deref().unwrap_or(default_root_dir);
         let folder = RunFolder::new(save_dir, &config.name, config.version.as_ref());
-        let event_folder = config.sub_dir.map_or_else(|| folder.path.clone(), |sub| folder.path.join(sub));
         Self {
             folder,
-            event_folder,
+            sub_dir: config.sub_dir,
             prefix: config.prefix,
             default_hp_metric: config.default_hp_metric,
             flush_every: Duration::from_secs(config.flush_secs),
@@ -60,7 +59,11 @@ impl TensorBoardLogger {
     fn write(&mut self, events: &[Event]) -> Result<()> {
         let mut file = match self.file.take() {
             Some(file) => file,
-            None => EventFile::create(&self.event_folder)?,
+            None => {
+                let below = |sub_dir: &PathBuf| self.folder.path.join(sub_dir);
+                let event_folder = self.sub_dir.as_ref().map_or_else(|| self.folder.path.clone(), below);
+                EventFile::create(&event_folder)?
+            }
         };
         events.iter().try_for_each(|event| file.write(event))?;
         if file.flushed.elapsed() >= self.flush_every {
@@ -122,6 +125,10 @@ impl Logger for TensorBoardLogger {
 
     fn version(&self) -> Option<String> {
         Some(self.folder.version.clone())
+    }
+
+    fn begin(&mut self, folders: &mut RunFolders) -> Result<()> {
+        self.folder.take(folders)
     }
 
     fn log_hyperparams(&mut self, hyper_parameters: &Value) -> Result<()> {

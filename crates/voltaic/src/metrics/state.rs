@@ -27,9 +27,35 @@ pub struct MetricState {
 
 #[derive(Debug, Default)]
 struct Accumulated {
-    all: Vec<Tensor>,
+    /// By part; of parts that are put one after the other a tensor for each batch, until somebody asks for all.
+    all: Vec<Vec<Tensor>>,
     /// Those of the last batch.
     last: Vec<Tensor>,
+    /// Grows with each change.
+    version: u64,
+}
+
+impl Accumulated {
+    /// One tensor for each part.
+    fn joined(&mut self) -> Result<Vec<Tensor>> {
+        let _no_grad = tch::no_grad_guard();
+        for chunks in self.all.iter_mut().filter(|chunks| chunks.len() > 1) {
+            *chunks = vec![Tensor::f_cat(chunks, 0)?];
+        }
+        Ok(self.all.iter().flatten().map(Tensor::shallow_clone).collect())
+    }
+}
+
+/// A copy of what is to be put after what is there, and can be: others may change theirs, or keep more than is needed.
+fn chunk(new: &Tensor, after: Option<&Tensor>) -> Result<Option<Tensor>> {
+    let fits = after.is_none_or(|old| old.kind() == new.kind() && old.size()[1..] == new.size()[1..]);
+    if new.dim() == 0 || !fits {
+        return Ok(None);
+    }
+    let device = after.map_or_else(|| new.device(), Tensor::device);
+    let mut copy = Tensor::f_empty(new.size(), (new.kind(), device))?;
+    copy.f_copy_(new)?;
+    Ok(Some(copy))
 }
 
 fn shared(tensors: &[Tensor]) -> Vec<Tensor> {
@@ -63,19 +89,34 @@ impl MetricState {
             return Err(refuse(self.metric, &[batch.len() as i64], expected));
         }
         let mut tensors = self.lock();
-        if tensors.all.is_empty() {
-            tensors.all = batch;
-            return Ok(());
-        }
-        let mut sums = Vec::with_capacity(batch.len());
-        for (((_, reduction), old), new) in self.parts.iter().zip(&tensors.all).zip(&batch) {
-            let new = new.f_to_device(old.device())?;
-            sums.push(match reduction {
-                Reduction::Sum => old.f_add(&new)?,
-                Reduction::Cat => Tensor::f_cat(&[old, &new], 0)?,
+        let is_first = tensors.all.is_empty();
+        let mut added = Vec::with_capacity(batch.len());
+        for (index, ((name, reduction), new)) in self.parts.iter().zip(batch).enumerate() {
+            let old = tensors.all.get(index).and_then(|chunks| chunks.first());
+            added.push(match (reduction, old) {
+                (Reduction::Sum, None) => new,
+                (Reduction::Sum, Some(old)) => old.f_add(&new.f_to_device(old.device())?)?,
+                (Reduction::Cat, old) => match chunk(&new, old)? {
+                    Some(chunk) => chunk,
+                    None => {
+                        let shape = old.map(Tensor::size).unwrap_or_default();
+                        let expected =
+                            format!("{name} has to have dimensions that go after those of {shape:?}");
+                        return Err(refuse(self.metric, &new.size(), expected));
+                    }
+                },
             });
         }
-        tensors.all = sums;
+        if is_first {
+            tensors.all = self.parts.iter().map(|_| Vec::new()).collect();
+        }
+        for (((_, reduction), chunks), new) in self.parts.iter().zip(&mut tensors.all).zip(added) {
+            if *reduction == Reduction::Sum {
+                chunks.clear();
+            }
+            chunks.push(new);
+        }
+        tensors.version += 1;
         Ok(())
     }
 
@@ -84,7 +125,8 @@ impl MetricState {
     /// # Errors
     /// If there are none yet.
     pub fn tensors(&self) -> Result<Vec<Tensor>> {
-        self.some(shared(&self.lock().all))
+        let all = self.lock().joined()?;
+        self.some(all)
     }
 
     /// Those of the last batch.
@@ -101,13 +143,22 @@ impl MetricState {
 
     /// Forgets all batches.
     pub fn reset(&self) {
-        *self.lock() = Accumulated::default();
+        let mut tensors = self.lock();
+        *tensors = Accumulated { version: tensors.version + 1, ..Accumulated::default() };
     }
 
     /// The tensors of all batches with their names; none before the first.
-    pub fn named(&self) -> Vec<(String, Tensor)> {
-        let all = shared(&self.lock().all);
-        self.parts.iter().map(|(name, _)| (*name).to_owned()).zip(all).collect()
+    ///
+    /// # Errors
+    /// If there is no memory to put them together.
+    pub fn named(&self) -> Result<Vec<(String, Tensor)>> {
+        let all = self.lock().joined()?;
+        Ok(self.parts.iter().map(|(name, _)| (*name).to_owned()).zip(all).collect())
+    }
+
+    /// A number that changes with the state.
+    pub(crate) fn version(&self) -> u64 {
+        self.lock().version
     }
 
     /// Adds tensors by name.
@@ -152,4 +203,55 @@ pub(super) fn safe_divide(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let (a, b) = (a.f_to_kind(Kind::Float)?, b.f_to_kind(Kind::Float)?);
     let is_zero = b.f_eq(0.0)?;
     Ok(a.f_div(&b.f_masked_fill(&is_zero, 1.0)?)?.f_masked_fill(&is_zero, 0.0)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PARTS: &[(&str, Reduction)] = &[("scores", Reduction::Cat), ("count", Reduction::Sum)];
+
+    fn scores(from: i64, to: i64) -> Tensor {
+        Tensor::arange_start(from, to, (Kind::Float, tch::Device::Cpu))
+    }
+
+    #[test]
+    fn batches_are_put_together_when_somebody_asks() {
+        let state = MetricState::new("Test", PARTS);
+        for batch in 0..5 {
+            state.add(vec![scores(2 * batch, 2 * batch + 2), Tensor::from(1.0_f32)]).unwrap();
+        }
+        let chunks: Vec<usize> = state.lock().all.iter().map(Vec::len).collect();
+        assert_eq!(chunks, [5, 1], "no batch is copied again for each that follows");
+        assert_eq!(state.tensors().unwrap(), [scores(0, 10), Tensor::from(5.0_f32)]);
+        state.add(vec![scores(10, 13), Tensor::from(1.0_f32)]).unwrap();
+        assert_eq!(state.named().unwrap()[0].1, scores(0, 13));
+        assert_eq!(state.last_tensors().unwrap()[0], scores(10, 13));
+        state.reset();
+        assert!(state.tensors().is_err() && state.named().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_batch_that_does_not_fit_is_refused_and_changes_nothing() {
+        let state = MetricState::new("Test", PARTS);
+        let one = || Tensor::from(1.0_f32);
+        assert!(state.add(vec![one(), one()]).is_err(), "a scalar goes after nothing");
+        state.add(vec![scores(0, 4).reshape([2, 2]), one()]).unwrap();
+        let version = state.version();
+        for wrong in
+            [scores(0, 2), scores(0, 3).reshape([1, 3]), scores(0, 2).to_kind(Kind::Int64).reshape([1, 2])]
+        {
+            assert!(state.add(vec![wrong, one()]).is_err());
+        }
+        assert_eq!((state.version(), state.tensors().unwrap()[1].double_value(&[])), (version, 1.0));
+    }
+
+    #[test]
+    fn what_is_changed_afterwards_does_not_change_the_state() {
+        let state = MetricState::new("Test", PARTS);
+        let mut batch = scores(1, 3);
+        state.add(vec![batch.shallow_clone(), Tensor::from(1.0_f32)]).unwrap();
+        let _ = batch.fill_(9.0);
+        assert_eq!(state.tensors().unwrap()[0], scores(1, 3));
+    }
 }

@@ -25,6 +25,16 @@ pub enum ReduceFx {
     Max,
 }
 
+/// The smaller number; NaN if one of them is, as torch's `minimum` on any device.
+pub(super) fn smaller(a: f64, b: f64) -> f64 {
+    if a.is_nan() || b.is_nan() { f64::NAN } else { a.min(b) }
+}
+
+/// The larger number; NaN if one of them is.
+pub(super) fn larger(a: f64, b: f64) -> f64 {
+    if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
+}
+
 /// A scalar to be logged: a tensor of one element, or a number.
 #[derive(Debug)]
 pub enum LogValue {
@@ -154,8 +164,8 @@ impl LogValue {
             return Ok(Self::Host(match fx {
                 ReduceFx::Mean => old + new * weight,
                 ReduceFx::Sum => old + new,
-                ReduceFx::Min => old.min(*new),
-                ReduceFx::Max => old.max(*new),
+                ReduceFx::Min => smaller(*old, *new),
+                ReduceFx::Max => larger(*old, *new),
             }));
         }
         let like = match (self, next) {
@@ -171,5 +181,24 @@ impl LogValue {
             ReduceFx::Min => old.f_minimum(&new)?,
             ReduceFx::Max => old.f_maximum(&new)?,
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_that_is_no_number_shows_in_the_reduction_on_host_and_device() {
+        let tensor = |value: f64| LogValue::Tensor(Tensor::from(value as f32));
+        let host = LogValue::Host;
+        for fx in [ReduceFx::Min, ReduceFx::Max, ReduceFx::Sum, ReduceFx::Mean] {
+            for (old, new) in [(f64::NAN, 1.0), (1.0, f64::NAN)] {
+                assert!(host(old).reduce(&host(new), fx, 1.0).unwrap().read().is_nan(), "{fx:?} on the host");
+                assert!(tensor(old).reduce(&tensor(new), fx, 1.0).unwrap().read().is_nan(), "{fx:?}");
+            }
+        }
+        assert_eq!(host(2.0).reduce(&host(1.0), ReduceFx::Min, 1.0).unwrap().read(), 1.0);
+        assert_eq!(host(2.0).reduce(&host(1.0), ReduceFx::Max, 1.0).unwrap().read(), 2.0);
     }
 }

@@ -21,6 +21,8 @@ pub(super) struct MetricObjects {
     metrics: Vec<(String, Arc<dyn Metric>)>,
     /// What they had accumulated before the evaluation that is open.
     before_eval: Option<States>,
+    /// Values by fqn, with the states of all ranks that they are of.
+    computed: BTreeMap<String, (Vec<u64>, f64)>,
 }
 
 /// A metric that an epoch has logged.
@@ -29,11 +31,13 @@ pub(super) struct LoggedMetric {
     pub name: String,
     pub epoch_name: String,
     pub fqn: String,
+    /// Of its state.
+    pub version: u64,
 }
 
 impl MetricObjects {
     pub fn new(metrics: Vec<(String, Arc<dyn Metric>)>) -> Self {
-        Self { metrics, before_eval: None }
+        Self { metrics, ..Self::default() }
     }
 
     /// The fqn of a metric that is logged as `name`.
@@ -59,14 +63,15 @@ impl MetricObjects {
         }
     }
 
-    fn states(&self) -> States {
-        self.metrics.iter().map(|(fqn, metric)| (fqn.clone(), metric.state().named())).collect()
+    fn states(&self) -> Result<States> {
+        self.metrics.iter().map(|(fqn, metric)| Ok((fqn.clone(), metric.state().named()?))).collect()
     }
 
     /// Notes what there is, which an evaluation that does not come to its end leaves behind.
-    pub fn begin_eval(&mut self) {
+    pub fn begin_eval(&mut self) -> Result<()> {
         self.abandon_eval();
-        self.before_eval = Some(self.states());
+        self.before_eval = Some(self.states()?);
+        Ok(())
     }
 
     pub fn end_eval(&mut self) {
@@ -85,19 +90,19 @@ impl MetricObjects {
     }
 
     /// What a checkpoint keeps: that of before an evaluation, which is repeated. Names are `<fqn>.<part>`.
-    pub fn saved(&self) -> Vec<(String, Tensor)> {
+    pub fn saved(&self) -> Result<Vec<(String, Tensor)>> {
         let own;
         let states = match &self.before_eval {
             Some(states) => states,
             None => {
-                own = self.states();
+                own = self.states()?;
                 &own
             }
         };
         let named = |(fqn, state): &(String, Vec<(String, Tensor)>)| -> Vec<(String, Tensor)> {
             state.iter().map(|(part, tensor)| (format!("{fqn}.{part}"), tensor.shallow_clone())).collect()
         };
-        states.iter().flat_map(named).collect()
+        Ok(states.iter().flat_map(named).collect())
     }
 
     /// Goes on from what [`MetricObjects::saved`] gave, on `device`.
@@ -122,29 +127,46 @@ impl MetricObjects {
     /// # Collective
     /// If there are metrics. # Sync: reads the values back.
     pub fn values(
-        &self,
+        &mut self,
         group: Option<&ProcessGroup>,
-        own: Vec<LoggedMetric>,
+        mut own: Vec<LoggedMetric>,
     ) -> Result<Vec<(String, (String, f64))>> {
         if self.metrics.is_empty() {
             return Ok(Vec::new());
         }
-        let mut logged = match group {
+        for logged in &mut own {
+            logged.version = self.get(&logged.fqn).map_or(0, |metric| metric.state().version());
+        }
+        let mut logged: Vec<LoggedMetric> = match group {
             Some(group) => group.all_gather_object(&own)?.into_iter().flatten().collect(),
             None => own,
         };
+        let mut versions: BTreeMap<String, Vec<u64>> = BTreeMap::new();
+        for LoggedMetric { fqn, version, .. } in &mut logged {
+            versions.entry(fqn.clone()).or_default().push(std::mem::take(version));
+        }
         logged.sort(); // the same order on all ranks
         logged.dedup();
         let mut values = Vec::new();
-        for LoggedMetric { name, epoch_name, fqn } in logged {
-            let Some(metric) = self.get(&fqn) else { continue };
-            let parts = match group {
-                Some(group) => gathered(group, metric)?,
-                None => metric.state().tensors()?,
+        for LoggedMetric { name, epoch_name, fqn, .. } in logged {
+            let versions = versions.get(&fqn).cloned().unwrap_or_default();
+            // all ranks know all versions, so they decide alike
+            let known = self.computed.get(&fqn).filter(|known| known.0 == versions).map(|known| known.1);
+            let value = match (known, self.get(&fqn)) {
+                (Some(value), _) => value,
+                (None, None) => continue,
+                (None, Some(metric)) => {
+                    let parts = match group {
+                        Some(group) => gathered(group, metric)?,
+                        None => metric.state().tensors()?,
+                    };
+                    let value = metric.value(&parts)?;
+                    check_scalar(&name, &value)?;
+                    LogValue::Tensor(value).read()
+                }
             };
-            let value = metric.value(&parts)?;
-            check_scalar(&name, &value)?;
-            values.push((name, (epoch_name, LogValue::Tensor(value).read())));
+            self.computed.insert(fqn, (versions, value));
+            values.push((name, (epoch_name, value)));
         }
         Ok(values)
     }
@@ -184,7 +206,7 @@ fn kind_of(name: &str) -> Option<Kind> {
 
 /// The parts of all ranks together, in the order of the ranks, on the host. # Collective
 fn gathered(group: &ProcessGroup, metric: &dyn Metric) -> Result<Vec<Tensor>> {
-    let own = metric.state().named();
+    let own = metric.state().named()?;
     let shapes: Vec<Shape> =
         own.iter().map(|(_, part)| (format!("{:?}", part.kind()), part.size())).collect();
     let shapes = group.all_gather_object(&shapes)?;

@@ -46,7 +46,7 @@ pub struct ConfiguredLrScheduler {
     pub scheduler: Box<dyn LrScheduler>,
     /// What is counted.
     pub interval: Interval,
-    /// Intervals from one step of the schedule to the next.
+    /// It is stepped at every so many batches of an epoch, or epochs.
     pub frequency: u64,
     /// Name of the metric that the schedule follows.
     pub monitor: Option<String>,
@@ -105,7 +105,8 @@ impl LrSchedulerSpec {
         self
     }
 
-    /// Sets how many intervals pass from one step of the schedule to the next.
+    /// Sets at every how many batches of an epoch, or epochs, the schedule is stepped; batches without an optimizer step
+    /// step it never.
     #[must_use]
     pub fn frequency(mut self, frequency: u64) -> Self {
         self.frequency = frequency;

@@ -23,7 +23,7 @@ use crate::checkpoint::{AsyncCheckpointIo, CheckpointIo, FileCheckpointIo, HpuCh
 use crate::distributed::World;
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
-use crate::logger::{Logger, Loggers};
+use crate::logger::{Logger, Loggers, RunFolders};
 use crate::module::{MetricStore, Profiling, Progress, Requests, RunFacts};
 use crate::optim::OptimizerConfig;
 use crate::precision::{GradScaler, Precision};
@@ -348,6 +348,8 @@ impl TrainerBuilder {
             let loggers = self.config.loggers().list().into_iter();
             self.loggers.extend(loggers.map(|logger| logger.build(&plan.default_root_dir)));
         }
+        let mut folders = RunFolders::default();
+        self.loggers.iter_mut().try_for_each(|logger| logger.begin(&mut folders))?;
         let first = self.loggers.first();
         let log_dir =
             first.and_then(|logger| logger.log_dir()).unwrap_or(&plan.default_root_dir).to_path_buf();

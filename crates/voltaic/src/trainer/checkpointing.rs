@@ -118,7 +118,7 @@ fn own_state<M: LightningModule>(session: &Session<M>) -> Result<RankState> {
     let logged = serde_json::to_value(session.run.metrics.state());
     Ok(RankState {
         grads: pending_grads(session),
-        metrics: session.run.metrics.metric_states(),
+        metrics: session.run.metrics.metric_states()?,
         rng: seed::rng_states(session.plan.device)?,
         logged: logged.map_err(|e| Error::io("serialize", "logged values", e.into()))?,
     })
@@ -243,7 +243,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(State, Tr
     let training = TrainingState {
         optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
         grads: pending_grads(session),
-        metrics: run.metrics.metric_states(),
+        metrics: run.metrics.metric_states()?,
         rng: seed::rng_states(session.plan.device)?,
         ..TrainingState::default()
     };

@@ -62,10 +62,12 @@ impl<M: LightningModule> Session<'_, M> {
         let rng = super::seed::rng_states(self.plan.device)?;
         self.run.facts.num_eval_batches = num_batches.iter().sum();
         self.is_sanity_check = true;
+        let known = self.run.metrics.known();
         call_hook!(self, on_sanity_check_start, Eval, Denied)?;
         self.validate(&EvalLoaders { loaders: &val, num_batches: &num_batches })?;
         call_hook!(self, on_sanity_check_end, Eval, Denied)?;
         self.is_sanity_check = false;
+        self.run.metrics.forget_since(known);
         super::seed::set_rng_states(&rng)?;
         Ok(Some(val))
     }
@@ -82,6 +84,7 @@ impl<M: LightningModule> Session<'_, M> {
                 session.step(VALIDATION_STEP, facts, |module, ctx| module.validation_step(batch, ctx))?;
                 call_hook!(session, on_validation_batch_end, Eval, Epoch, facts)
             })?;
+            session.run.metrics.publish_eval()?; // sync point
             call_hook!(session, on_validation_epoch_end, Eval, EpochOnly)?;
             let metrics = session.finish_eval()?;
             call_hook!(session, on_validation_end, Eval, Denied)?;
@@ -105,6 +108,7 @@ impl<M: LightningModule> Session<'_, M> {
                 session.step(TEST_STEP, facts, |module, ctx| module.test_step(batch, ctx))?;
                 call_hook!(session, on_test_batch_end, Eval, Epoch, facts)
             })?;
+            session.run.metrics.publish_eval()?; // sync point
             call_hook!(session, on_test_epoch_end, Eval, EpochOnly)?;
             let metrics = session.finish_eval()?;
             call_hook!(session, on_test_end, Eval, Denied)?;
@@ -146,7 +150,7 @@ impl<M: LightningModule> Session<'_, M> {
         let infers = self.plan.inference_mode && self.stage != Stage::Fit;
         let _inference = infers.then(InferenceMode::enter).transpose()?;
         self.run.strategy.begin_forward(self.module)?;
-        self.run.metrics.begin_eval();
+        self.run.metrics.begin_eval()?;
         body(self)
     }
 

@@ -23,7 +23,8 @@ pub struct LrSchedulerSettings {
     /// After what it is stepped: `step` or `epoch`.
     #[serde(default)]
     pub interval: Interval,
-    /// How many intervals pass from one step of the schedule to the next.
+    /// The schedule is stepped at every so many batches of an epoch, if they end with an optimizer step, or every so many
+    /// epochs.
     #[serde(default = "one")]
     pub frequency: u64,
     /// Metric that the schedule follows, for ReduceLROnPlateau.

@@ -23,7 +23,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let rng = seed::rng_states(self.plan.device)?;
         reset_running_statistics(self.module)?;
-        self.run.metrics.begin_eval(); // what is logged from here on is forgotten
+        self.run.metrics.begin_eval()?; // what is logged from here on is forgotten
         let result = self.pass(loaders);
         self.run.metrics.discard_eval();
         seed::set_rng_states(&rng)?; // a checkpoint of now goes on with the random numbers of training

@@ -8,8 +8,9 @@ use crate::module::LightningModule;
 use crate::optim::{ActiveLrScheduler, Interval};
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Steps the schedules of `interval` that are due. Those that watch a metric are stepped apart from the others,
-    /// after validation. With manual optimization the module steps them itself.
+    /// Steps the schedules of `interval` that are due: `frequency` counts the batches of the epoch, of which those without an
+    /// optimizer step step no schedule, or epochs. Those that watch a metric are stepped apart from the others, after
+    /// validation. With manual optimization the module steps them itself. Source: Lightning's `_update_learning_rates`.
     pub(super) fn step_schedulers(&mut self, interval: Interval, watch_metric: bool) -> Result<()> {
         if self.schedulers.is_empty() || !self.module.automatic_optimization() {
             return Ok(());
@@ -18,7 +19,8 @@ impl<M: LightningModule> Session<'_, M> {
         let is_cut_short =
             interval == Interval::Epoch && progress.has_batches_left(self.run.facts.num_training_batches);
         let position = match interval {
-            Interval::Step => progress.global_step,
+            // schedules that watch a metric are stepped when the batch is counted already
+            Interval::Step => progress.batch_idx + u64::from(!watch_metric),
             Interval::Epoch => progress.current_epoch + 1,
         };
         for ActiveLrScheduler { optimizer, configured } in &mut self.schedulers {

@@ -55,10 +55,10 @@ impl Kept {
             _ => Ok((fqn, tensor.f_to_device(tch::Device::Cpu)?)),
         });
         let metrics = module.named_metrics().into_iter().map(|(_, metric)| {
-            let state = metric.state().named();
-            (metric, state)
+            let state = metric.state().named()?;
+            Ok((metric, state))
         });
-        Ok(Self { state: copied.collect::<Result<_>>()?, metrics: metrics.collect(), rng })
+        Ok(Self { state: copied.collect::<Result<_>>()?, metrics: metrics.collect::<Result<_>>()?, rng })
     }
 
     /// Puts everything back; gradients of the trial are gone.

@@ -42,7 +42,7 @@ impl<M: LightningModule> Session<'_, M> {
             rng: seed::rng_states(self.plan.device)?,
             buffers: copies(buffers)?,
             grads: copies(grads.filter(|(_, grad)| grad.defined()).collect())?,
-            metrics: self.run.metrics.mark(),
+            metrics: self.run.metrics.mark()?,
             grad_scaler: self.run.grad_scaler.clone(),
         });
         Ok(())

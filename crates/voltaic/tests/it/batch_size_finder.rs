@@ -95,7 +95,9 @@ fn search_on_hpu() {
     assert!(power.is_power_of_two() && (16..SAMPLES as usize / 2).contains(&power), "{power}");
     assert!(power <= exact && exact < 2 * power, "{power} {exact}");
     assert_eq!(net.weights(), before, "the search leaves the weights alone");
-    assert!(net.seen.state().named().is_empty() && net.parameters().iter().all(|p| !p.grad().defined()));
+    assert!(
+        net.seen.state().named().unwrap().is_empty() && net.parameters().iter().all(|p| !p.grad().defined())
+    );
     fit_with(power).unwrap();
     let error = fit_with(2 * power).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");

@@ -133,7 +133,10 @@ fn values_are_of_the_epoch_and_of_each_step() {
     let (x, y) = numbers(26);
     let mse = (net.scores(&x).unwrap() - y).square().mean(Kind::Float).double_value(&[]);
     assert!((trainer.metric("train_mse").unwrap() - mse).abs() < 1e-6 * mse);
-    assert!(net.named_metrics().iter().all(|(_, metric)| metric.state().named().is_empty()), "all are reset");
+    assert!(
+        net.named_metrics().iter().all(|(_, metric)| metric.state().named().unwrap().is_empty()),
+        "all are reset"
+    );
     let metrics = trainer.validate(&mut net, &mut data()).unwrap();
     assert_eq!(metrics, [("val_auroc".to_owned(), expected_auroc(&net.weight, 10))]);
 }

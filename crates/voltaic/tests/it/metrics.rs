@@ -41,7 +41,7 @@ fn check<M: Metric>(name: &str, make: impl Fn() -> M, update: impl Fn(&M, i64)) 
         update(&whole, batch);
         update(if batch == 0 { &first } else { &second }, batch);
     }
-    second.merge(&first.state().named()).unwrap();
+    second.merge(&first.state().named().unwrap()).unwrap();
     for metric in [&whole, &second] {
         let found = numbers(metric);
         assert_eq!(found.len(), expected.len(), "{name}");
@@ -50,7 +50,7 @@ fn check<M: Metric>(name: &str, make: impl Fn() -> M, update: impl Fn(&M, i64)) 
         }
     }
     whole.reset();
-    assert!(whole.compute().is_err() && whole.state().named().is_empty());
+    assert!(whole.compute().is_err() && whole.state().named().unwrap().is_empty());
 }
 
 #[test]

@@ -244,7 +244,7 @@ fn schedules_are_stepped_by_epoch_or_by_step() {
         LrSchedulerSpec::new(ReduceLrOnPlateau::new(PlateauMode::Min).patience(0).factor(0.5))
             .monitor("val_loss")
     }
-    let cases: [(&str, fn() -> LrSchedulerSpec, Build, &[f64]); 8] = [
+    let cases: [(&str, fn() -> LrSchedulerSpec, Build, &[f64]); 9] = [
         ("epoch", halving, |t| t.max_epochs(3).limit_train_batches(2), &[1.0, 1.0, 0.5, 0.5, 0.25, 0.25]),
         (
             "every second epoch",
@@ -254,10 +254,16 @@ fn schedules_are_stepped_by_epoch_or_by_step() {
         ),
         ("step", || halving().interval(Interval::Step), |t| t.max_steps(3), &[1.0, 0.5, 0.25]),
         (
-            "every second step, over epochs",
+            "every second batch of an epoch, as in Lightning",
             || halving().interval(Interval::Step).frequency(2),
             |t| t.max_epochs(2).limit_train_batches(3),
-            &[1.0, 1.0, 0.5, 0.5, 0.25, 0.25],
+            &[1.0, 1.0, 0.5, 0.5, 0.5, 0.25],
+        ),
+        (
+            "every third batch, of those with an optimizer step",
+            || halving().interval(Interval::Step).frequency(3),
+            |t| t.max_epochs(2).accumulate_grad_batches(2_u64),
+            &[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5],
         ),
         (
             "step, accumulating",
@@ -317,4 +323,40 @@ fn gradients_are_clipped_as_by_hand() {
         value
     );
     assert_eq!(fit(|t| t.gradient_clip_val(0.0)), free, "0 means no clipping");
+}
+
+#[test]
+fn hooks_at_the_end_of_validation_know_the_values_of_this_epoch() {
+    /// What hooks at the end of validation and of testing know.
+    #[derive(Clone, Default)]
+    struct Known(std::sync::Arc<std::sync::Mutex<Vec<(bool, Option<f64>)>>>);
+    impl Callback for Known {
+        fn on_validation_epoch_end(
+            &mut self,
+            ctx: &mut HookContext,
+            _: &mut dyn Module,
+        ) -> anyhow::Result<()> {
+            self.0.lock().unwrap().push((ctx.is_sanity_check(), ctx.metric("val_loss")));
+            // what is logged here is added to what is known already
+            let double = ctx.metric("val_loss").unwrap() * 2.0;
+            ctx.log("double", double).batch_size(1);
+            Ok(())
+        }
+        fn on_test_epoch_end(&mut self, ctx: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
+            self.0.lock().unwrap().push((false, ctx.metric("val_loss")));
+            Ok(())
+        }
+        fn on_train_start(&mut self, ctx: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
+            assert_eq!(ctx.metric("val_loss"), None, "the sanity check leaves nothing behind");
+            Ok(())
+        }
+    }
+    let known = Known::default();
+    let mut trainer = silent().max_epochs(2).callback(known.clone()).build().unwrap();
+    trainer.fit(&mut Probe::logging(&[0.5, 0.25]), &mut loaders()).unwrap();
+    assert_eq!(*known.0.lock().unwrap(), [(true, Some(0.5)), (false, Some(0.5)), (false, Some(0.25))]);
+    assert_eq!((trainer.metric("val_loss"), trainer.metric("double")), (Some(0.25), Some(0.5)));
+    known.0.lock().unwrap().clear();
+    trainer.validate(&mut Probe::logging(&[0.75, 0.75]), &mut loaders()).unwrap();
+    assert_eq!(*known.0.lock().unwrap(), [(false, Some(0.75))]);
 }

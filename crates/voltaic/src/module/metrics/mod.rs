@@ -77,7 +77,7 @@ impl Results {
         let entries = self.entries.iter().filter(|entry| entry.options.on_epoch);
         let logged = entries.filter_map(|entry| {
             let (name, epoch_name, fqn) = (entry.name.clone(), entry.epoch_name(), entry.metric.clone()?);
-            Some(LoggedMetric { name, epoch_name, fqn })
+            Some(LoggedMetric { name, epoch_name, fqn, version: 0 })
         });
         logged.collect()
     }
@@ -114,6 +114,9 @@ pub struct MetricStore {
     /// Nothing is recorded, as in a barebones run.
     is_off: bool,
 }
+
+/// Values that hooks and the progress bar know, by name.
+pub(crate) type Known = (HashMap<String, f64>, Vec<(String, f64)>);
 
 /// A value as a step logged it, so that it can be logged again when the step is replayed.
 #[derive(Debug)]
@@ -329,9 +332,12 @@ impl MetricStore {
     }
 
     /// Starts an evaluation.
-    pub(crate) fn begin_eval(&mut self) {
+    ///
+    /// # Errors
+    /// If the state of a metric cannot be kept.
+    pub(crate) fn begin_eval(&mut self) -> Result<()> {
         self.eval.clear();
-        self.objects.begin_eval();
+        self.objects.begin_eval()
     }
 
     /// Values of this training batch for the loggers. # Sync: reads them back.
@@ -362,6 +368,27 @@ impl MetricStore {
         let finished = self.finish(&results);
         self.train = results;
         finished.map(drop)
+    }
+
+    /// Makes the values of an evaluation that has had its batches known to hooks. # Sync: reads them back.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub(crate) fn publish_eval(&mut self) -> Result<()> {
+        let results = std::mem::take(&mut self.eval);
+        let finished = self.finish(&results);
+        self.eval = results;
+        finished.map(drop)
+    }
+
+    /// What hooks know by now, to go back to after the sanity check.
+    pub(crate) fn known(&self) -> Known {
+        (self.finished.clone(), self.bar.clone())
+    }
+
+    /// Goes back to what hooks knew.
+    pub(crate) fn forget_since(&mut self, known: Known) {
+        (self.finished, self.bar) = known;
     }
 
     /// Ends an evaluation: all its values by name, and those for the loggers. # Sync: reads them back.

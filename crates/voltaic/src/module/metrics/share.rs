@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use super::state::Number;
 use crate::distributed::{ProcessGroup, ReduceOp};
 use crate::error::Result;
-use crate::module::log_value::{LogValue, ReduceFx};
+use crate::module::log_value::{LogValue, ReduceFx, larger, smaller};
 
 /// A value of one rank, reduced over its part of an epoch.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -57,8 +57,8 @@ pub(super) fn share(
                 let (a, b) = (known.reduced.0, value.reduced.0);
                 known.reduced = Number(match known.reduce_fx {
                     ReduceFx::Mean | ReduceFx::Sum => a + b,
-                    ReduceFx::Min => a.min(b),
-                    ReduceFx::Max => a.max(b),
+                    ReduceFx::Min => smaller(a, b),
+                    ReduceFx::Max => larger(a, b),
                 });
                 known.weight += value.weight;
             }

@@ -66,7 +66,7 @@ impl MetricStore {
     }
 
     /// What a checkpoint has to keep of the module's metrics, by fqn and part.
-    pub(crate) fn metric_states(&self) -> Vec<(String, Tensor)> {
+    pub(crate) fn metric_states(&self) -> Result<Vec<(String, Tensor)>> {
         self.objects.saved()
     }
 
@@ -76,10 +76,10 @@ impl MetricStore {
     }
 
     /// Remembers what is logged so far in the training epoch.
-    pub(crate) fn mark(&self) -> MetricsMark {
+    pub(crate) fn mark(&self) -> Result<MetricsMark> {
         let entries = self.train.entries.iter();
         let value = |e: &Entry| (e.last.handle(), e.reduced.as_ref().map(LogValue::handle), e.weight);
-        MetricsMark { values: entries.map(value).collect(), objects: self.objects.saved() }
+        Ok(MetricsMark { values: entries.map(value).collect(), objects: self.objects.saved()? })
     }
 
     /// Forgets what was logged in the training epoch since then.
