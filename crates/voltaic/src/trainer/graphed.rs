@@ -318,7 +318,7 @@ impl<M: LightningModule> Session<'_, M> {
         facts: BatchFacts,
     ) -> Result<Option<Tensor>> {
         let _action = self.profile_strategy("replay")?;
-        self.run.metrics.enter(TRAINING_STEP.scope(&facts, self.is_sanity_check));
+        self.run.metrics.enter(TRAINING_STEP.scope(&facts));
         let graphs = &mut self.graphs;
         let (Some(params), Some((_, State::Ready(ready)))) = (&graphs.params, graphs.entries.get_mut(index))
         else {

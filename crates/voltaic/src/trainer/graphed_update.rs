@@ -80,9 +80,9 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let captured = capture.end();
         updated?; // an error of the update is more to the point than one of the capture
-        self.run.metrics.enter(OPTIMIZER_STEP.scope(&facts, false));
+        self.run.metrics.enter(OPTIMIZER_STEP.scope(&facts));
         self.run.metrics.record_again(&logged)?;
-        self.run.metrics.enter(TRAINING_STEP.scope(&facts, false));
+        self.run.metrics.enter(TRAINING_STEP.scope(&facts));
         self.graphs.report.captured_updates += 1;
         let update = captured.and_then(|captured| {
             let graphs = captured.read(&names)?;

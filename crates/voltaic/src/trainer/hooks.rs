@@ -194,7 +194,7 @@ impl Parts<'_> {
         batch: &BatchFacts<'_>,
         (hook_of_callback, hook_of_module): (SharedCallbackHook, SharedModuleHook<M>),
     ) -> Result<()> {
-        let outer = state.metrics.enter(point.scope(batch, false));
+        let outer = state.metrics.enter(point.scope(batch));
         let profiling = self.profiling;
         let (mut ctx, callbacks) = self.context(state, batch);
         let mut call = || -> anyhow::Result<()> {
@@ -228,7 +228,7 @@ impl Parts<'_> {
         call: impl FnOnce(&M, &mut HookContext) -> anyhow::Result<()>,
     ) -> Result<()> {
         let point = HookPoint { name, phase: Phase::Train, level: Level::Step };
-        let outer = state.metrics.enter(point.scope(batch, false));
+        let outer = state.metrics.enter(point.scope(batch));
         let _action = self.profiling.of_module(module, name)?;
         let (mut ctx, _) = self.context(state, batch);
         let result =
@@ -241,13 +241,9 @@ impl Parts<'_> {
 }
 
 impl HookPoint {
-    pub(super) fn scope(self, batch: &BatchFacts<'_>, is_sanity_check: bool) -> Scope {
-        let level = match self.level {
-            Level::EpochOnly if is_sanity_check => Level::Epoch,
-            level => level,
-        };
+    pub(super) fn scope(self, batch: &BatchFacts<'_>) -> Scope {
         let (batch_size, dataloader_idx) = (batch.batch_size, batch.metric_suffix);
-        Scope { hook: self.name, phase: self.phase, level, batch_size, dataloader_idx }
+        Scope { hook: self.name, phase: self.phase, level: self.level, batch_size, dataloader_idx }
     }
 }
 
@@ -285,7 +281,7 @@ impl<M: LightningModule> Session<'_, M> {
         hook_of_callback: CallbackHook,
         hook_of_module: ModuleHook<M>,
     ) -> Result<()> {
-        let scope = point.scope(&batch, self.is_sanity_check);
+        let scope = point.scope(&batch);
         let (mut parts, state, module) = self.parts();
         state.metrics.enter(scope);
         let profiling = parts.profiling;

@@ -253,7 +253,7 @@ impl<M: LightningModule> Session<'_, M> {
         batch: BatchFacts,
         step: impl FnOnce(&M, &mut StepContext) -> anyhow::Result<T>,
     ) -> Result<T> {
-        let scope = point.scope(&batch, self.is_sanity_check);
+        let scope = point.scope(&batch);
         let plan = self.plan;
         let _action = self.profile_strategy(point.name)?;
         let is_training = point.name == "training_step";

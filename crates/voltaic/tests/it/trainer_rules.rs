@@ -339,7 +339,7 @@ fn hooks_at_the_end_of_validation_know_the_values_of_this_epoch() {
             self.0.lock().unwrap().push((ctx.is_sanity_check(), ctx.metric("val_loss")));
             // what is logged here is added to what is known already
             let double = ctx.metric("val_loss").unwrap() * 2.0;
-            ctx.log("double", double).batch_size(1);
+            ctx.log("double", double);
             Ok(())
         }
         fn on_test_epoch_end(&mut self, ctx: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
