@@ -357,6 +357,8 @@ unsafe extern "C" {
     pub fn vt_foreach_clamp(list: *const vt_list, min: f64, max: f64) -> *mut vt_error;
     pub fn vt_foreach_norm(list: *const vt_list, p: f64, norms: *mut vt_tensor) -> *mut vt_error;
 
+    /// c10's own: it logs to standard error from this level on (0 info, 1 warning, 2 error, 3 fatal).
+    pub static mut FLAGS_caffe2_log_level: i32;
     pub fn vt_store_tcp(
         host: *const c_char,
         port: u16,

@@ -2,6 +2,7 @@
 
 use std::ffi::{CString, c_void};
 use std::ptr;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tch::Tensor;
@@ -16,6 +17,42 @@ fn c_string(op: &'static str, text: &str) -> Result<CString, TorchError> {
 
 pub(super) fn millis(timeout: Duration) -> i64 {
     i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX)
+}
+
+/// While one lives, c10d writes nothing to standard error: an error says what there is to say, and c10d would put the
+/// frames of its stack before it. With debug lines of voltaic on, or with `TORCH_CPP_LOG_LEVEL` set, it writes.
+struct Quiet(());
+
+/// How many there are, and libtorch's level from before the first.
+static QUIET: Mutex<(usize, i32)> = Mutex::new((0, 0));
+/// Above all of c10's levels but the one that ends the process.
+const FATAL: i32 = 3;
+
+impl Quiet {
+    fn enter() -> Option<Self> {
+        if tracing::enabled!(tracing::Level::DEBUG) || std::env::var_os("TORCH_CPP_LOG_LEVEL").is_some() {
+            return None;
+        }
+        let mut quiet = QUIET.lock().unwrap_or_else(PoisonError::into_inner);
+        if quiet.0 == 0 {
+            // SAFETY: an int of libc10 that lives as long as the process, and that c10 itself reads and writes without
+            // more ado; the lock keeps other threads of ours away.
+            quiet.1 = unsafe { (&raw mut sys::FLAGS_caffe2_log_level).replace(FATAL) };
+        }
+        quiet.0 += 1;
+        Some(Self(()))
+    }
+}
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        let mut quiet = QUIET.lock().unwrap_or_else(PoisonError::into_inner);
+        quiet.0 -= 1;
+        if quiet.0 == 0 {
+            // SAFETY: as above.
+            unsafe { (&raw mut sys::FLAGS_caffe2_log_level).write(quiet.1) };
+        }
+    }
 }
 
 /// Keys and values that all ranks of a run see: a client of a TCP server, or the server itself.
@@ -36,6 +73,7 @@ impl Store {
     pub fn tcp(host: &str, port: u16, is_server: bool, timeout: Duration) -> Result<(Self, u16), TorchError> {
         const OP: &str = "TCPStore";
         let host = c_string(OP, host)?;
+        let _quiet = Quiet::enter();
         let (mut store, mut actual_port) = (ptr::null_mut(), 0);
         // SAFETY: the text and the out-pointers are valid for the call.
         check(OP, unsafe {
@@ -70,6 +108,7 @@ impl Store {
     /// libtorch's, if the server is gone.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), TorchError> {
         const OP: &str = "store set";
+        let _quiet = Quiet::enter();
         let key = c_string(OP, key)?;
         // SAFETY: key and value are borrowed for the call.
         check(OP, unsafe { sys::vt_store_set(self.0, key.as_ptr(), value.as_ptr(), value.len()) })
@@ -90,6 +129,7 @@ impl Store {
                 }
             }
         }
+        let _quiet = Quiet::enter();
         let key = c_string(OP, key)?;
         let mut value: Vec<u8> = Vec::new();
         // SAFETY: `receive` is called during the call only, with the pointer to `value`.
@@ -105,6 +145,7 @@ impl Store {
     /// libtorch's, if the server is gone.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64, TorchError> {
         const OP: &str = "store add";
+        let _quiet = Quiet::enter();
         let key = c_string(OP, key)?;
         let mut sum = 0;
         // SAFETY: the out-pointer is a valid i64 on this stack.
@@ -118,6 +159,7 @@ impl Store {
     /// libtorch's, if the server is gone.
     pub fn has(&self, key: &str) -> Result<bool, TorchError> {
         const OP: &str = "store check";
+        let _quiet = Quiet::enter();
         let key = c_string(OP, key)?;
         let mut has = 0;
         // SAFETY: the out-pointer is a valid i32 on this stack.

@@ -280,3 +280,28 @@ fn two_processes_of_one_rank_are_told() {
     assert!(refused[0].contains("give each process a rank of its own: NODE_RANK for each node"), "{texts:?}");
     assert!(texts[0].contains("joined"), "{texts:?}");
 }
+
+#[test]
+fn an_unreachable_master_is_one_clear_line() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let rank = [
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", port.as_str()),
+        ("WORLD_SIZE", "2"),
+        ("RANK", "1"),
+        ("LOCAL_RANK", "1"),
+    ];
+    let fit = |more: &[(&str, &str)]| {
+        let ddp =
+            ["--trainer.devices=2", "--trainer.strategy=DDPStrategy", "--trainer.strategy.timeout_secs=0.6"];
+        crate::probe::short_fit(&ddp, &[&rank, more].concat())
+    };
+    let (code, log) = fit(&[]);
+    assert_eq!((code, log.lines().count()), (Some(1), 1), "{log}");
+    let expected = format!(
+        "error: rank 1 of 2 could not join the others at 127.0.0.1:{port}: nothing answers within 0.6 s"
+    );
+    assert!(log.starts_with(&expected) && log.contains("check MASTER_ADDR and MASTER_PORT"), "{log}");
+    let (_, log) = fit(&[("TORCH_CPP_LOG_LEVEL", "ERROR")]);
+    assert!(log.contains("frame #"), "who asks for c10d's own lines gets them: {log}");
+}
