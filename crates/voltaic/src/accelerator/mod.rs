@@ -48,6 +48,11 @@ pub trait Accelerator: fmt::Debug + Send + Sync {
     /// What is wrong, and which values are accepted.
     fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String>;
 
+    /// What `devices=auto` takes here, if that needs saying.
+    fn auto_devices(&self) -> Option<String> {
+        None
+    }
+
     /// The device of an index.
     fn device(&self, index: usize) -> Device;
 

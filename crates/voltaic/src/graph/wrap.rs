@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use super::cache::{Buckets, CacheOptions, CacheStats, GraphCache};
 use super::callable::{Callable, TensorTuple, call_with};
+use crate::accelerator::RuntimeFlags;
 use crate::nn::{Forward, Member, Module, ModuleExt, mode_changed};
 
 /// Options of [`wrap_in_hpu_graph`], with Habana's names and defaults.
@@ -71,7 +72,13 @@ pub fn wrap_in_hpu_graph<M: Module>(module: M, options: WrapOptions) -> GraphedM
 
 /// Habana's variable wins over the argument.
 fn disable_tensor_cache(argument: bool) -> bool {
-    std::env::var("PT_HPUGRAPH_DISABLE_TENSOR_CACHE").map_or(argument, |value| value == "1")
+    match RuntimeFlags::disable_tensor_cache() {
+        Ok(set) => set.unwrap_or(argument),
+        Err(error) => {
+            tracing::warn!("{error}; it is left out of account");
+            argument
+        }
+    }
 }
 
 /// Wraps modules so that training is captured too: the forward pass and the backward pass of each sort of call (shapes,

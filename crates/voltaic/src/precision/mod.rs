@@ -70,7 +70,10 @@ impl Precision {
             "64" | "64-true" => Self::Double,
             _ => {
                 let accepted = if is_hpu { HPU_PRECISIONS } else { PRECISIONS };
-                return Err(format!("{value} is no precision; use {accepted}"));
+                let shown = value.as_str().map_or_else(|| value.to_string(), |text| format!("'{text}'"));
+                return Err(format!(
+                    "`Trainer(accelerator='{accelerator}', precision={shown})` is not supported; use one of {accepted}"
+                ));
             }
         };
         if is_hpu && precision == Self::Double {
@@ -110,6 +113,11 @@ fn spelling(value: &Value) -> String {
         Value::String(text) => text.trim().to_ascii_lowercase(),
         other => other.to_string(),
     }
+}
+
+/// Whether a value asks for float8, which voltaic has no precision for.
+pub(crate) fn is_float8(value: &Value) -> bool {
+    matches!(spelling(value).as_str(), "fp8" | "transformer-engine")
 }
 
 /// Whether a precision of an HPU stands for HMP.
@@ -163,11 +171,14 @@ mod tests {
     fn other_values_are_refused_with_those_that_are_not() {
         for value in [json!("fp32"), json!(8), json!(true), json!(""), json!("16-half"), json!([32])] {
             let message = Precision::parse(&value, "cpu").unwrap_err();
-            assert!(message.contains(&value.to_string()) && message.ends_with(PRECISIONS), "{message}");
+            let shown = value.to_string().replace('"', "'");
+            let start = format!("`Trainer(accelerator='cpu', precision={shown})` is not supported; ");
+            assert!(message.starts_with(&start) && message.ends_with(PRECISIONS), "{message}");
         }
         for value in [json!("fp32"), json!("64-true"), json!(64)] {
             let message = Precision::parse(&value, "hpu").unwrap_err();
-            assert!(message.contains(&value.to_string()) && message.ends_with(HPU_PRECISIONS), "{message}");
+            let shown = value.to_string().replace('"', "");
+            assert!(message.contains(&shown) && message.ends_with(HPU_PRECISIONS), "{message}");
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, DeviceError, Error};
 use crate::ffi::DeterministicMode;
 use crate::optim::GradientClip;
-use crate::precision::{HpuPrecisionPlugin, OpLists, Precision, is_hmp};
+use crate::precision::{HpuPrecisionPlugin, OpLists, Precision, is_float8, is_hmp};
 use crate::strategy::StrategyPlan;
 
 /// A run as it will be done. Immutable; nothing is `auto`.
@@ -324,11 +324,27 @@ fn resolve_precision(
             return PrecisionPlan::default();
         }
     };
+    let asked = config.precision.as_ref().or_else(|| plugins.first().map(|plugin| &plugin.precision));
+    let is_first_generation = accelerator.is_some_and(|it| !it.has_float16());
+    if is_first_generation && asked.is_some_and(is_float8) {
+        let what = "fp8 not supported: FP8 not supported on Gaudi, Gaudi2 or higher required".to_owned();
+        problems.add(key, what, "use bf16-mixed");
+        return PrecisionPlan::default();
+    }
     match found {
-        Ok((precision, _)) if precision.has_float16() && accelerator.is_some_and(|it| !it.has_float16()) => {
-            let what = format!("{precision}: the first generation of Gaudi has no float16");
+        Ok((precision, _)) if precision.has_float16() && is_first_generation => {
+            let what = format!(
+                "{precision}: fp16 not supported: FP16 not supported on Gaudi, Gaudi2 or higher required"
+            );
             problems.add(key, what, "use bf16-mixed, or a Gaudi2");
             PrecisionPlan::default()
+        }
+        Ok((Precision::Fp16Mixed, _)) if name == "cpu" => {
+            tracing::warn!(
+                "`Trainer(accelerator='cpu', precision='16-mixed')`, but AMP with fp16 is not supported on CPU: using \
+                 precision='bf16-mixed' instead"
+            );
+            PrecisionPlan { precision: Precision::Bf16Mixed, ..PrecisionPlan::default() }
         }
         Ok((precision, op_lists)) => PrecisionPlan {
             precision,

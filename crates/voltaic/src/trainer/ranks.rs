@@ -48,6 +48,12 @@ impl RankPlan {
             }
         };
         let devices_is_auto = config.devices == Devices::from("auto");
+        if let Ok(accelerator) = accelerator
+            && let Some(note) = accelerator.auto_devices().filter(|_| devices_is_auto)
+            && !Variables::of_process().is_rank_of_launcher()
+        {
+            tracing::info!("devices=auto: {note}");
+        }
         let num_ranks = expected_ranks(config, devices.len(), devices_is_auto);
         let strategy =
             match accelerator.map(|accelerator| config.strategy.resolve(accelerator.name(), num_ranks)) {

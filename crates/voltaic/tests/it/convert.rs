@@ -250,7 +250,7 @@ fn compare(path: &str, own: &Value, real: &Value, differences: &mut Vec<String>)
 #[test]
 fn the_gradient_scaler_goes_both_ways() {
     let folder = TempDir::new().unwrap();
-    let saver = saver(folder.path()).precision("16-mixed").max_epochs(2);
+    let saver = saver(folder.path()).accelerator("hpu").precision("16-mixed").max_epochs(2);
     saver.build().unwrap().fit(&mut Net::new(), &mut data()).unwrap();
     let own = Checkpoint::load(&folder.path().join("step=12.ckpt")).unwrap();
     let file = to_lightning(&own).unwrap().value;

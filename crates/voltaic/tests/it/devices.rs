@@ -38,6 +38,7 @@ fn variables_are_listed_with_value_and_effect() {
         "PT_HPU_LAZY_MODE (not set: 0)",
         "HABANA_VISIBLE_MODULES",
         "VOLTAIC_HPU_MEMORY",
+        "PT_HPUGRAPH_DISABLE_TENSOR_CACHE (not set: 0)",
     ] {
         assert!(text.contains(part), "{text}");
     }

@@ -14,7 +14,9 @@ use voltaic::data::{DataLoader, Dataset, Loaders, Sampler, TensorDataset};
 use voltaic::trainer::{Deterministic, Trainer, TrainerBuilder, TrainerConfig, WarnText};
 use voltaic::{Kind, Tensor};
 
-use crate::probe::{Events, Probe, Step, loader, loaders, names, own_process, plays, silent, text_of};
+use crate::probe::{
+    Events, Probe, Step, loader, loaders, names, own_process, plays, short_fit, silent, text_of,
+};
 
 /// `Trainer.__init__` of Lightning 2.6.6.
 const LIGHTNING: &str = "accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs \
@@ -522,11 +524,65 @@ fn sixteen_bits_on_an_hpu() {
     let first = [("VOLTAIC_HPU_GENERATION", std::path::Path::new("gaudi"))];
     for precision in ["16-mixed", "16-true"] {
         let error = losses_on_hpu(precision, &first, &[]).unwrap_err();
-        let expected =
-            format!("trainer.precision (from command line): {precision}: the first generation of Gaudi");
+        let expected = format!(
+            "trainer.precision (from command line): {precision}: fp16 not supported: FP16 not supported on Gaudi, \
+             Gaudi2 or higher required"
+        );
         assert!(error.contains(&expected) && error.contains("use bf16-mixed"), "{error}");
     }
     losses_on_hpu("16", &first, &[]).unwrap();
+    let error = losses_on_hpu("fp8", &first, &[]).unwrap_err();
+    assert!(error.contains("fp8 not supported: FP8 not supported on Gaudi, Gaudi2 or higher"), "{error}");
+    let error = losses_on_hpu("fp8", &[], &[]).unwrap_err();
+    let expected =
+        "`Trainer(accelerator='hpu', precision='fp8')` is not supported; use one of 32-true, 16-mixed";
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn sixteen_bits_on_a_cpu_are_bfloat16_with_a_warning() {
+    let (code, log) = short_fit(&["--trainer.precision=16-mixed"], &[]);
+    assert_eq!(code, Some(0), "{log}");
+    let warning = "AMP with fp16 is not supported on CPU: using precision='bf16-mixed' instead";
+    assert_eq!(log.matches(warning).count(), 1, "{log}");
+    let trainer = silent().precision("16-mixed").build().unwrap();
+    assert!(trainer.grad_scaler().is_none(), "bfloat16 needs no scaler");
+    assert!(!short_fit(&["--trainer.precision=bf16-mixed"], &[]).1.contains(warning));
+}
+
+#[test]
+fn the_devices_of_an_emulated_node_are_one_or_as_many_as_the_variable_names() {
+    let on_hpu =
+        ["--trainer.accelerator=hpu", "--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"];
+    let (code, log) = short_fit(&on_hpu, &[]);
+    assert_eq!(code, Some(0), "{log}");
+    let one = "devices=auto: 1 of 8 emulated cards, since all of them share this processor; VOLTAIC_HPU_DEVICES names";
+    assert_eq!(log.matches(one).count(), 1, "{log}");
+    let (code, log) = short_fit(&on_hpu, &[("VOLTAIC_HPU_DEVICES", "2")]);
+    assert_eq!(code, Some(0), "{log}");
+    assert_eq!(
+        log.matches("devices=auto: 2 emulated cards, as VOLTAIC_HPU_DEVICES names").count(),
+        1,
+        "{log}"
+    );
+    assert!(log.contains("hpu_parallel: 2 ranks on 1 node(s)"), "{log}");
+    let asked = [&on_hpu[..], &["--trainer.devices=3"]].concat();
+    let (code, log) = short_fit(&asked, &[("HABANA_VISIBLE_MODULES", "0,1")]);
+    assert_eq!(code, Some(2), "{log}");
+    let error = "trainer.devices (from command line): asks for 3, but there are 2 hpu devices (HABANA_VISIBLE_MODULES=0,1)";
+    assert!(log.contains(error), "{log}");
+}
+
+#[test]
+fn flags_without_effect_on_emulated_cards_are_named_once() {
+    let on_hpu =
+        ["--trainer.accelerator=hpu", "--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"];
+    let set = [("PT_HPU_LAZY_MODE", "1"), ("HABANA_PROFILE", "profile_api"), ("VOLTAIC_HPU_MEMORY", "1GiB")];
+    let (code, log) = short_fit(&on_hpu, &set);
+    assert_eq!(code, Some(0), "{log}");
+    let line = "hpu: without effect on emulated cards: PT_HPU_LAZY_MODE=1, HABANA_PROFILE=profile_api\n";
+    assert_eq!(log.matches(line).count(), 1, "{log}");
+    assert!(!short_fit(&on_hpu, &[("PT_HPU_LAZY_MODE", "0")]).1.contains("without effect"));
 }
 
 #[test]

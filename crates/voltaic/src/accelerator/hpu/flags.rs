@@ -38,10 +38,13 @@ struct Flag {
     effect: &'static str,
 }
 
+const DISABLE_TENSOR_CACHE: &str = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE";
+const LAZY_MODE: &str = "PT_HPU_LAZY_MODE";
+const NO_EFFECT: &str = "none on emulated HPUs";
 const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
 
 #[rustfmt::skip]
-const FLAGS: [Flag; 29] = [
+const FLAGS: [Flag; 30] = [
     Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
     Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
     Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
@@ -53,7 +56,7 @@ const FLAGS: [Flag; 29] = [
     Flag { name: "VOLTAIC_SYNAPSE", kind: Kind::Text, default: "searched for", effect: "libSynapse.so, which copies what is exchanged" },
     Flag { name: "HABANA_VISIBLE_MODULES", kind: Kind::Modules, default: "0,1,2,3,4,5,6,7", effect: "which modules a node's processes take; emulated: how many cards there are" },
     Flag { name: "HLS_MODULE_ID", kind: Kind::Number(0, 7), default: "by local rank", effect: "which module this process takes; set before the plugin is loaded" },
-    Flag { name: "PT_HPU_LAZY_MODE", kind: Kind::Number(0, 2), default: "0", effect: "emulated HPUs compute at once whatever it says; cards: 0 only, as libtorch without Python has no lazy mode" },
+    Flag { name: LAZY_MODE, kind: Kind::Number(0, 2), default: "0", effect: "emulated HPUs compute at once whatever it says; cards: 0 only, as libtorch without Python has no lazy mode" },
     Flag { name: "PT_HABANA_POOL_SIZE", kind: Kind::Number(1, 1024), default: "24", effect: "GiB of the memory pool, 24 means all; emulated: the limit, unless VOLTAIC_HPU_MEMORY is set" },
     Flag { name: "PT_HPU_POOL_MEM_ACQUIRE_PERC", kind: Kind::Number(1, 100), default: "100", effect: "percent of the memory that the pool takes; emulated: the limit, unless VOLTAIC_HPU_MEMORY is set" },
     Flag { name: "PT_HCCL_MEMORY_ALLOWANCE_MB", kind: Kind::Number(0, 65536), default: "512", effect: "MiB of a card that the pool leaves to HCCL; none on emulated HPUs" },
@@ -70,6 +73,7 @@ const FLAGS: [Flag; 29] = [
     Flag { name: "HABANA_LOGS", kind: Kind::Text, default: "~/.habana_logs", effect: "none on emulated HPUs, which write no files; handed to the plugin" },
     Flag { name: "LOG_LEVEL_ALL", kind: Kind::Number(0, 6), default: "4", effect: HANDED_ON },
     Flag { name: "HABANA_PROFILE", kind: Kind::Text, default: "profile_api_light", effect: HANDED_ON },
+    Flag { name: DISABLE_TENSOR_CACHE, kind: Kind::Switch, default: "0", effect: "1: calls of a graph give tensors of their own" },
     Flag { name: "GC_KERNEL_PATH", kind: Kind::Text, default: "searched for", effect: "libtpc_kernels.so; set before the plugin is loaded" },
 ];
 
@@ -178,6 +182,26 @@ impl RuntimeFlags {
         Ok(Self { values: FLAGS.iter().map(read).collect::<Result<_, _>>()? })
     }
 
+    /// `PT_HPUGRAPH_DISABLE_TENSOR_CACHE` of this process's environment; none if it is not set.
+    ///
+    /// # Errors
+    /// [`DeviceError::Setting`] if it is no switch.
+    pub(crate) fn disable_tensor_cache() -> Result<Option<bool>, DeviceError> {
+        let of_env = |name: &str| env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+        let only = |name: &str| (name == DISABLE_TENSOR_CACHE).then(|| of_env(name)).flatten();
+        Ok(Self::read(only)?.switch(DISABLE_TENSOR_CACHE))
+    }
+
+    /// `NAME=value` of the flags that are set and do nothing on emulated HPUs. They compute at once, as with lazy mode 0.
+    pub(super) fn without_effect_when_emulated(&self) -> Vec<String> {
+        let set = FLAGS.iter().zip(&self.values).filter_map(|(flag, value)| Some((flag, value.as_deref()?)));
+        let idle = set.filter(|(flag, value)| match flag.name {
+            LAZY_MODE => value.trim() != "0",
+            _ => flag.effect.starts_with(NO_EFFECT) || flag.effect.ends_with(NO_EFFECT),
+        });
+        idle.map(|(flag, value)| format!("{}={value}", flag.name)).collect()
+    }
+
     /// All flags that are known, with their values here.
     pub fn report(&self) -> Vec<FlagReport> {
         let flags = FLAGS.iter().zip(&self.values);
@@ -271,6 +295,30 @@ mod tests {
                 "{message}"
             );
         }
+    }
+
+    #[test]
+    fn flags_without_effect_on_emulated_cards_are_named() {
+        let set = |name: &str| match name {
+            "PT_HPU_LAZY_MODE" | "PT_HCCL_MEMORY_ALLOWANCE_MB" => Some("1".to_owned()),
+            "HABANA_PROFILE" => Some("profile_api".to_owned()),
+            "PT_HPU_RECIPE_CACHE_CONFIG" => Some("recipes/,true,1024".to_owned()),
+            "HABANA_LOGS" => Some("/logs".to_owned()),
+            "VOLTAIC_HPU_MEMORY" => Some("1GiB".to_owned()),
+            _ => None,
+        };
+        let idle = RuntimeFlags::read(set).unwrap().without_effect_when_emulated();
+        assert_eq!(
+            idle,
+            [
+                "PT_HPU_LAZY_MODE=1",
+                "PT_HCCL_MEMORY_ALLOWANCE_MB=1",
+                "PT_HPU_RECIPE_CACHE_CONFIG=recipes/,true,1024",
+                "HABANA_LOGS=/logs",
+                "HABANA_PROFILE=profile_api"
+            ]
+        );
+        assert!(read("PT_HPU_LAZY_MODE", "0").unwrap().without_effect_when_emulated().is_empty());
     }
 
     #[test]

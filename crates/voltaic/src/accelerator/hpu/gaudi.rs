@@ -82,6 +82,11 @@ impl Gaudi {
         }
     }
 
+    /// What the environment says.
+    pub fn flags(&self) -> &RuntimeFlags {
+        &self.flags
+    }
+
     /// The cards as they are now.
     pub fn current_cards(&self) -> Vec<HlmlCard> {
         let Ok(hlml) = Hlml::open(&self.hlml) else { return self.cards.clone() };

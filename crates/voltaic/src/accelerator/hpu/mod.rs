@@ -31,6 +31,8 @@ enum Backend {
         settings: HpuSettings,
         /// Why it is not Gaudi cards.
         why: String,
+        /// What the environment says.
+        flags: RuntimeFlags,
     },
     /// Cards were asked for by `VOLTAIC_HPU=gaudi`, and this is why there are none.
     Absent(String),
@@ -39,6 +41,8 @@ enum Backend {
 /// The cards, once the plugin is loaded in this process.
 static LOADED: OnceLock<Gaudi> = OnceLock::new();
 
+const NUM_DEVICES: &str = "VOLTAIC_HPU_DEVICES";
+const VISIBLE: &str = "HABANA_VISIBLE_MODULES";
 const ACCEPTED: &str = "a number of cards from 1, the same as text, -1 for all, or auto";
 
 impl HpuAccelerator {
@@ -50,13 +54,15 @@ impl HpuAccelerator {
     pub fn from_env() -> Result<Self, DeviceError> {
         if let Some(emulator) = HpuEmulator::get() {
             let why = "they are set up in this process".to_owned();
-            return Ok(Self { backend: Backend::Emulator { settings: emulator.settings().clone(), why } });
+            let (settings, flags) = (emulator.settings().clone(), RuntimeFlags::from_env()?);
+            return Ok(Self { backend: Backend::Emulator { settings, why, flags } });
         }
         if let Some(gaudi) = LOADED.get() {
             return Ok(Self { backend: Backend::Gaudi(gaudi.clone()) });
         }
         let flags = RuntimeFlags::from_env()?;
-        let emulator = |why| Backend::Emulator { settings: HpuSettings::of_flags(&flags), why };
+        let emulator =
+            |why| Backend::Emulator { settings: HpuSettings::of_flags(&flags), why, flags: flags.clone() };
         let backend = match flags.word("VOLTAIC_HPU").as_deref() {
             Some("emulator") => emulator("VOLTAIC_HPU asks for them".to_owned()),
             Some("gaudi") => Gaudi::find(&flags).map_or_else(Backend::Absent, Backend::Gaudi),
@@ -78,7 +84,7 @@ impl Accelerator for HpuAccelerator {
 
     fn description(&self) -> String {
         match &self.backend {
-            Backend::Emulator { settings, why } => format!("{settings} ({why})"),
+            Backend::Emulator { settings, why, .. } => format!("{settings} ({why})"),
             Backend::Gaudi(gaudi) => {
                 let driver = gaudi.driver.as_deref().unwrap_or("unknown");
                 format!("{} {} cards, driver {driver}", gaudi.cards.len(), gaudi.generation())
@@ -114,17 +120,36 @@ impl Accelerator for HpuAccelerator {
         }
     }
 
-    /// `auto` is all cards, but one emulated card: its siblings would share the same cores.
+    /// `auto` is all cards; of emulated ones, which share the cores of this processor, as many as `VOLTAIC_HPU_DEVICES`
+    /// names, else one.
     fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
         let available = self.device_count();
-        let auto = if self.is_real() { available } else { 1 };
+        let auto = match &self.backend {
+            Backend::Emulator { flags, .. } => flags.number(NUM_DEVICES).unwrap_or(1).min(available),
+            _ => available,
+        };
         match devices.wanted(ACCEPTED)? {
             Wanted::Indices(_) => Err(format!(
                 "the cards of a node are not chosen one by one; use {ACCEPTED}, and \
                              HABANA_VISIBLE_MODULES to say which"
             )),
-            wanted => wanted.resolve(self.name(), available, auto),
+            wanted => {
+                wanted.resolve(self.name(), available, auto).map_err(|what| self.more_than_visible(&what))
+            }
         }
+    }
+
+    fn auto_devices(&self) -> Option<String> {
+        let Backend::Emulator { settings, flags, .. } = &self.backend else { return None };
+        Some(match flags.number(NUM_DEVICES) {
+            Some(named) => {
+                format!("{named} emulated cards, as {NUM_DEVICES} names; they share this processor")
+            }
+            None => format!(
+                "1 of {} emulated cards, since all of them share this processor; {NUM_DEVICES} names another number",
+                settings.num_devices
+            ),
+        })
     }
 
     /// A process drives one Gaudi card, which is its `hpu:0`.
@@ -147,11 +172,15 @@ impl Accelerator for HpuAccelerator {
 
     fn setup(&self) -> Result<()> {
         match &self.backend {
-            Backend::Emulator { settings, .. } => {
+            Backend::Emulator { settings, flags, .. } => {
                 let was_there = HpuEmulator::get().is_some();
                 HpuEmulator::init(settings.clone())?;
                 if !was_there {
                     tracing::info!("hpu: {}; its speed says nothing about a real card", self.description());
+                    let idle = flags.without_effect_when_emulated();
+                    if !idle.is_empty() {
+                        tracing::info!("hpu: without effect on emulated cards: {}", idle.join(", "));
+                    }
                 }
                 Ok(())
             }
@@ -196,6 +225,28 @@ impl Accelerator for HpuAccelerator {
     }
 }
 
+impl HpuAccelerator {
+    /// More cards are asked for than there are: what decides how many that is.
+    fn more_than_visible(&self, what: &str) -> String {
+        let flags = match &self.backend {
+            Backend::Emulator { flags, .. } => Some(flags),
+            Backend::Gaudi(gaudi) => Some(gaudi.flags()),
+            Backend::Absent(_) => None,
+        };
+        let count = self.device_count();
+        match flags.and_then(|flags| flags.text(VISIBLE)) {
+            Some(modules) => {
+                format!(
+                    "{what} ({VISIBLE}={modules}); use {count} or fewer, or let {VISIBLE} name more modules"
+                )
+            }
+            None => {
+                format!("{what}; use {count} or fewer ({VISIBLE}, which is not set, would leave even fewer)")
+            }
+        }
+    }
+}
+
 /// Total bytes and bytes in use of the card that this process drives, all processes together, as HLML tells.
 pub(super) fn card_memory() -> Option<(u64, u64)> {
     let card = LOADED.get()?.current_card().ok()?;
@@ -234,17 +285,36 @@ mod tests {
 
     #[test]
     fn devices_are_counted_not_chosen() {
-        let hpu = HpuAccelerator {
-            backend: Backend::Emulator { settings: HpuSettings::default(), why: "a test".to_owned() },
+        let of = |set: &[(&str, &str)]| {
+            let get = |name: &str| {
+                set.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+            };
+            let flags = RuntimeFlags::read(get).unwrap();
+            let settings = HpuSettings::of_flags(&flags);
+            HpuAccelerator { backend: Backend::Emulator { settings, why: "a test".to_owned(), flags } }
         };
+        let hpu = of(&[]);
         assert_eq!(hpu.parse_devices(&Devices::from("auto")), Ok(vec![0]));
+        assert!(hpu.auto_devices().unwrap().starts_with("1 of 8 emulated cards"));
+        let named = of(&[(NUM_DEVICES, "2")]);
+        assert_eq!(named.parse_devices(&Devices::from("auto")), Ok(vec![0, 1]));
+        assert!(named.auto_devices().unwrap().starts_with("2 emulated cards, as VOLTAIC_HPU_DEVICES"));
+        let visible = of(&[(VISIBLE, "0,3")]);
+        assert_eq!(visible.parse_devices(&Devices::from("auto")), Ok(vec![0]));
+        let error = visible.parse_devices(&Devices::from(3)).unwrap_err();
+        assert_eq!(
+            error,
+            "asks for 3, but there are 2 hpu devices (HABANA_VISIBLE_MODULES=0,3); use 2 or fewer, or let \
+             HABANA_VISIBLE_MODULES name more modules"
+        );
         assert_eq!(hpu.parse_devices(&Devices::from("2")), Ok(vec![0, 1]));
         assert_eq!(hpu.parse_devices(&Devices::from(-1)), Ok((0..8).collect()));
         for refused in [Devices::from(vec![1]), Devices::from(0), Devices::from("x")] {
             let message = hpu.parse_devices(&refused).unwrap_err();
             assert!(message.contains(ACCEPTED), "{message}");
         }
-        assert!(hpu.parse_devices(&Devices::from(9)).unwrap_err().contains("8 hpu devices"));
+        let error = hpu.parse_devices(&Devices::from(9)).unwrap_err();
+        assert!(error.contains("8 hpu devices; use 8 or fewer (HABANA_VISIBLE_MODULES, which"), "{error}");
     }
 
     #[test]
