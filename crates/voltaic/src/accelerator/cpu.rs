@@ -13,6 +13,8 @@ use crate::ffi;
 pub struct CpuAccelerator;
 
 const ACCEPTED: &str = "the number of processes, from 1, or auto";
+/// More processes on one node are a slip of the pen.
+const MAX_PROCESSES: usize = 1024;
 
 impl Accelerator for CpuAccelerator {
     fn name(&self) -> &'static str {
@@ -37,6 +39,9 @@ impl Accelerator for CpuAccelerator {
         use super::devices::Wanted;
         match devices.wanted(ACCEPTED)? {
             Wanted::Auto => Ok(vec![0]),
+            Wanted::Count(count) if count > MAX_PROCESSES => {
+                Err(format!("{count} processes on one node are more than {MAX_PROCESSES}; use {ACCEPTED}"))
+            }
             Wanted::Count(count) => Ok((0..count).collect()),
             Wanted::All | Wanted::Indices(_) => {
                 Err(format!("the cpu has no devices to choose from; use {ACCEPTED}"))

@@ -85,6 +85,11 @@ fn indices_of(given: &[i64]) -> Option<Vec<usize>> {
 impl Wanted {
     /// The indices meant on a machine with `available` devices named `name`, of which `auto` takes `auto`.
     pub(super) fn resolve(self, name: &str, available: usize, auto: usize) -> Result<Vec<usize>, String> {
+        if let Self::Count(count) = self
+            && count > available
+        {
+            return Err(format!("asks for {count}, but there are {available} {name} devices"));
+        }
         let indices: Vec<usize> = match self {
             Self::Auto => (0..auto).collect(),
             Self::All => (0..available).collect(),
@@ -136,6 +141,9 @@ mod tests {
         assert_eq!(Wanted::Auto.resolve("hpu", 8, 1), Ok(vec![0]));
         assert_eq!(Wanted::All.resolve("hpu", 2, 1), Ok(vec![0, 1]));
         let error = Wanted::Count(9).resolve("hpu", 8, 1).unwrap_err();
+        assert_eq!(error, "asks for 9, but there are 8 hpu devices");
+        assert!(Wanted::Count(usize::MAX).resolve("hpu", 8, 1).is_err());
+        let error = Wanted::Indices(vec![0, 8]).resolve("hpu", 8, 1).unwrap_err();
         assert_eq!(error, "asks for hpu:8, but there are 8 hpu devices");
     }
 }

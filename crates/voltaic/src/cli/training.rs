@@ -75,6 +75,7 @@ macro_rules! classifier_from_config {
             type Config = $config;
 
             fn from_config(config: $config) -> anyhow::Result<Self> {
+                config.check()?;
                 let hyper_parameters = serde_json::to_value(&config)?;
                 Ok(Self::new($net::new(config)?).with_hyper_parameters(hyper_parameters))
             }
@@ -92,6 +93,7 @@ impl FromConfig for Gpt {
     type Config = GptConfig;
 
     fn from_config(config: GptConfig) -> anyhow::Result<Self> {
+        config.check()?;
         Ok(Self::new(config)?)
     }
 }
@@ -100,6 +102,7 @@ impl FromConfig for MnistData {
     type Config = MnistDataConfig;
 
     fn from_config(config: MnistDataConfig) -> anyhow::Result<Self> {
+        config.check()?;
         Ok(Self::new(config))
     }
 }
@@ -108,6 +111,7 @@ impl FromConfig for ShakespeareData {
     type Config = ShakespeareDataConfig;
 
     fn from_config(config: ShakespeareDataConfig) -> anyhow::Result<Self> {
+        config.check()?;
         Ok(Self::new(config))
     }
 }

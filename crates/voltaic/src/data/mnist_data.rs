@@ -8,6 +8,7 @@ use tch::Tensor;
 
 use super::locate;
 use super::mnist::{MNIST_MEAN, MNIST_STD, Mnist, MnistFiles, MnistSplit};
+use super::settings::Settings;
 use super::transforms::RandomCrop;
 use super::{DataLoader, DataModule, Dataset, SplitSize, Stage, random_split};
 use crate::Result;
@@ -75,6 +76,38 @@ impl Default for MnistDataConfig {
             std: MNIST_STD,
             drop_last: false,
         }
+    }
+}
+
+/// Values of one image; more are a slip of the pen.
+const MAX_VALUES: usize = 1 << 22;
+/// Far more than the scale of 0 to 1 asks for; float32 has room for it.
+const MAX_SCALE: f64 = 1e6;
+
+impl MnistDataConfig {
+    /// Whether all settings can be used, as far as that shows without the images.
+    ///
+    /// # Errors
+    /// All that cannot.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let mut settings = Settings::default();
+        settings.loader(self.batch_size, self.num_workers);
+        settings.split("val_size", self.val_size);
+        let size = self.image_size;
+        let largest = MAX_VALUES.isqrt();
+        let rule = format!("a number of pixels from 28 to {largest}");
+        settings.require((28..=largest).contains(&size), "image_size", size, &rule);
+        let room = MAX_VALUES / size.clamp(1, largest).pow(2);
+        let rule = format!("a number from 1 to {room}, as an image has {MAX_VALUES} values at most");
+        settings.require((1..=room).contains(&self.channels), "channels", self.channels, &rule);
+        let padding = self.random_crop_padding;
+        let rule = "a number of pixels up to image_size, beyond which the image is out of sight";
+        settings.require(padding <= size, "random_crop_padding", padding, rule);
+        let rule = format!("a number from -{MAX_SCALE} to {MAX_SCALE}");
+        settings.require(self.mean.abs() <= MAX_SCALE, "mean", self.mean, &rule);
+        let rule = format!("a number from {:e} to {MAX_SCALE}", 1.0 / MAX_SCALE);
+        settings.require((1.0 / MAX_SCALE..=MAX_SCALE).contains(&self.std), "std", self.std, &rule);
+        settings.finish()
     }
 }
 

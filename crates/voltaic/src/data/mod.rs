@@ -15,6 +15,7 @@ mod locate;
 mod mnist;
 mod mnist_data;
 mod sampler;
+mod settings;
 mod shakespeare_data;
 mod split_size;
 mod text;

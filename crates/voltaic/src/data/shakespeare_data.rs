@@ -8,9 +8,10 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
 use super::locate;
+use super::settings::Settings;
 use super::{CharVocabulary, DataLoader, DataModule, SplitSize, Stage, TextDataset};
 use crate::Result;
-use crate::error::{DataError, Error};
+use crate::error::{ConfigError, DataError, Error};
 
 /// Shakespeare's plays by character, or the one that ships.
 ///
@@ -46,6 +47,29 @@ impl Default for ShakespeareDataConfig {
             num_workers: 0,
             text_file: None,
         }
+    }
+}
+
+/// Blocks per epoch; the list of them has to fit into memory.
+const MAX_SAMPLES: usize = 100_000_000;
+
+impl ShakespeareDataConfig {
+    /// Whether all settings can be used, as far as that shows without the text.
+    ///
+    /// # Errors
+    /// All that cannot.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let mut settings = Settings::default();
+        settings.loader(self.batch_size, self.num_workers);
+        settings.split("val_size", self.val_size);
+        settings.split("test_size", self.test_size);
+        let length = self.context_length;
+        settings.require(length > 0, "context_length", format!("{length} characters"), "1 or more");
+        if let Some(samples) = self.samples_per_epoch {
+            let rule = format!("a number from 1 to {MAX_SAMPLES}");
+            settings.require((1..=MAX_SAMPLES).contains(&samples), "samples_per_epoch", samples, &rule);
+        }
+        settings.finish()
     }
 }
 

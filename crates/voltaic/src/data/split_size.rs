@@ -17,6 +17,14 @@ pub enum SplitSize {
 }
 
 impl SplitSize {
+    /// Whether it can be the size of any part.
+    pub(super) fn is_possible(self) -> bool {
+        match self {
+            Self::Count(_) => true,
+            Self::Fraction(fraction) => (0.0..1.0).contains(&fraction),
+        }
+    }
+
     /// Number of samples out of `len`; something must be left over.
     ///
     /// # Errors

@@ -57,6 +57,14 @@ impl RandomCrop {
 impl Transform for RandomCrop {
     fn apply(&self, images: Tensor, rng: &mut StdRng) -> anyhow::Result<Tensor> {
         let (batch, _, height, width) = image_sizes(&images, "RandomCrop")?;
+        let fits = (1..=1 << 20).contains(&height.max(width)) && self.padding <= height.max(width) as usize;
+        if !fits {
+            return Err(DataError::Shape {
+                what: format!("RandomCrop pads images of {height} x {width} by {} pixels", self.padding),
+                remedy: "pad by no more than the size of the images".to_owned(),
+            }
+            .into());
+        }
         let padding = self.padding as i64;
         let padded = images.f_pad([padding; 4], "constant", self.fill)?;
         let windows = (0..batch)

@@ -4,7 +4,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use crate::error::Result;
+use super::sizes::Sizes;
+use crate::error::{ConfigError, Result};
 use crate::nn::functional::max_pool2d;
 use crate::nn::{Conv2d, Dropout, Forward, Linear, Module, ModuleExt};
 
@@ -25,6 +26,20 @@ pub struct ConvNetConfig {
 impl Default for ConvNetConfig {
     fn default() -> Self {
         Self { num_classes: 10, conv_dropout: 0.25, fc_dropout: 0.5 }
+    }
+}
+
+impl ConvNetConfig {
+    /// Whether all settings can be used.
+    ///
+    /// # Errors
+    /// All that cannot.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let mut sizes = Sizes::default();
+        sizes.size("num_classes", self.num_classes);
+        sizes.dropout("conv_dropout", self.conv_dropout);
+        sizes.dropout("fc_dropout", self.fc_dropout);
+        sizes.finish(128.0 * self.num_classes as f64)
     }
 }
 

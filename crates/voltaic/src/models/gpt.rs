@@ -4,9 +4,12 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::{TchError, Tensor};
 
-use crate::error::{ModuleError, Result};
+use super::sizes::Sizes;
+use crate::error::{ConfigError, ModuleError, Result};
 use crate::nn::functional::{cross_entropy, gelu, scaled_dot_product_attention};
 use crate::nn::{Dropout, Embedding, Forward, LayerNorm, Linear, Module, ModuleExt, init};
+
+const MAX_LAYERS: i64 = 1 << 16;
 
 /// A GPT in the shape of nanoGPT, for text by character.
 ///
@@ -48,6 +51,26 @@ impl GptConfig {
             dropout: 0.0,
             bias: false,
         }
+    }
+
+    /// Whether all settings can be used.
+    ///
+    /// # Errors
+    /// All that cannot.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let Self { vocab_size, block_size, n_layer, n_head, n_embd, dropout, .. } = *self;
+        let mut sizes = Sizes::default();
+        sizes.size("vocab_size", vocab_size);
+        sizes.size("block_size", block_size);
+        sizes.size("n_embd", n_embd);
+        let many = (1..=MAX_LAYERS).contains(&n_layer);
+        sizes.require(many, "n_layer", n_layer.to_string(), "give a number of blocks from 1 to 65536");
+        let divides = n_head >= 1 && n_embd % n_head == 0;
+        let what = format!("{n_head} heads do not divide n_embd={n_embd}");
+        sizes.require(divides, "n_head", what, "choose n_head among the divisors of n_embd");
+        sizes.dropout("dropout", dropout);
+        let (tokens, layers, width) = (vocab_size as f64 + block_size as f64, n_layer as f64, n_embd as f64);
+        sizes.finish((tokens + 12.0 * layers * width) * width)
     }
 
     /// 6 blocks of 384 channels, context 256: nanoGPT's model for Shakespeare by character.

@@ -4,7 +4,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use crate::error::Result;
+use super::sizes::Sizes;
+use crate::error::{ConfigError, Result};
 use crate::nn::functional::max_pool2d;
 use crate::nn::{Conv2d, Forward, Linear, Module};
 
@@ -21,6 +22,18 @@ pub struct LeNetConfig {
 impl Default for LeNetConfig {
     fn default() -> Self {
         Self { num_classes: 10 }
+    }
+}
+
+impl LeNetConfig {
+    /// Whether all settings can be used.
+    ///
+    /// # Errors
+    /// All that cannot.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let mut sizes = Sizes::default();
+        sizes.size("num_classes", self.num_classes);
+        sizes.finish(84.0 * self.num_classes as f64)
     }
 }
 

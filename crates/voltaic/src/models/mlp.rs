@@ -4,7 +4,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use crate::error::Result;
+use super::sizes::Sizes;
+use crate::error::{ConfigError, Result};
 use crate::nn::{Forward, Linear, Module};
 
 /// A perceptron with one hidden layer.
@@ -24,6 +25,20 @@ pub struct MlpConfig {
 impl Default for MlpConfig {
     fn default() -> Self {
         Self { in_features: 784, hidden_features: 256, num_classes: 10 }
+    }
+}
+
+impl MlpConfig {
+    /// Whether all settings can be used.
+    ///
+    /// # Errors
+    /// All that cannot.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let mut sizes = Sizes::default();
+        sizes.size("in_features", self.in_features);
+        sizes.size("hidden_features", self.hidden_features);
+        sizes.size("num_classes", self.num_classes);
+        sizes.finish((self.in_features as f64 + self.num_classes as f64) * self.hidden_features as f64)
     }
 }
 

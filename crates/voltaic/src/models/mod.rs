@@ -11,6 +11,7 @@ mod gpt_steps;
 mod lenet;
 mod mlp;
 mod resnet;
+mod sizes;
 
 pub use classifier::Classifier;
 pub use conv_net::{ConvNet, ConvNetConfig};

@@ -4,7 +4,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use crate::error::Result;
+use super::sizes::Sizes;
+use crate::error::{ConfigError, Result};
 use crate::nn::init::{self, FanMode, Nonlinearity};
 use crate::nn::{BatchNorm2d, Conv2d, Forward, Linear, Module, ModuleExt, Sequential};
 
@@ -25,6 +26,21 @@ pub struct ResNet18Config {
 impl Default for ResNet18Config {
     fn default() -> Self {
         Self { num_classes: 10, in_channels: 3, width: 64 }
+    }
+}
+
+impl ResNet18Config {
+    /// Whether all settings can be used.
+    ///
+    /// # Errors
+    /// All that cannot.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let mut sizes = Sizes::default();
+        sizes.size("num_classes", self.num_classes);
+        sizes.size("in_channels", self.in_channels);
+        sizes.size("width", self.width);
+        let (classes, width) = (self.num_classes as f64, self.width as f64);
+        sizes.finish((9.0 * self.in_channels as f64 + 2727.0 * width + 8.0 * classes) * width)
     }
 }
 

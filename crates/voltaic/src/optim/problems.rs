@@ -28,7 +28,9 @@ impl Problems {
 
     /// Requires a finite number that is not negative.
     pub(super) fn require_not_negative(&mut self, key: impl Display, value: f64) {
-        self.require(value.is_finite() && value >= 0.0, key, value, "a finite number >= 0");
+        let fits = value <= f64::from(f32::MAX); // or it would be infinite where it is used
+        self.require(value.is_finite() && value >= 0.0, &key, value, "a finite number >= 0");
+        self.require(fits || !value.is_finite(), &key, value, "a number that float32 can hold");
     }
 
     pub(super) fn len(&self) -> usize {

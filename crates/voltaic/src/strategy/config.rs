@@ -5,6 +5,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::ConfigError;
 
+/// A TiB; a larger bucket is one for all gradients.
+const MAX_BUCKET_MB: u64 = 1 << 20;
+const MAX_TIMEOUT_SECS: f64 = 365.0 * 86_400.0;
+
 /// A strategy by name, or by class with its settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]
@@ -89,14 +93,13 @@ impl StrategyConfig {
     pub(crate) fn resolve(&self, accelerator: &str, num_ranks: usize) -> Result<StrategyPlan, ConfigError> {
         let refuse = |what: String, remedy: &str| Err(ConfigError::new("trainer.strategy", what, remedy));
         let ddp = |name, config: &DdpConfig| {
-            if config.bucket_cap_mb == 0 {
-                return refuse("bucket_cap_mb is 0".to_owned(), "use 1 or more; 25 is the default");
+            if !(1..=MAX_BUCKET_MB).contains(&config.bucket_cap_mb) {
+                let what = format!("bucket_cap_mb is {}", config.bucket_cap_mb);
+                return refuse(what, "use a number from 1 to 1048576; 25 is the default");
             }
-            if !(config.timeout_secs > 0.0 && config.timeout_secs.is_finite()) {
-                return refuse(
-                    format!("timeout_secs is {}", config.timeout_secs),
-                    "use a positive number of seconds",
-                );
+            if !(config.timeout_secs > 0.0 && config.timeout_secs <= MAX_TIMEOUT_SECS) {
+                let what = format!("timeout_secs is {}", config.timeout_secs);
+                return refuse(what, "use a positive number of seconds, at most a year (31536000)");
             }
             Ok(StrategyPlan::Ddp { name, config: config.clone() })
         };

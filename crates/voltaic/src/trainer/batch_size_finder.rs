@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Trainer;
 use super::trial::Kept;
+use super::trial::MAX_STEPS;
 use crate::data::{DataModule, Stage};
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::module::LightningModule;
@@ -59,8 +60,8 @@ impl BatchSizeFinderConfig {
             problems.push(ConfigProblem::new(format!("BatchSizeFinder.{key}"), what, remedy));
         };
         for (key, number) in [("steps_per_trial", self.steps_per_trial), ("max_trials", self.max_trials)] {
-            if number == 0 {
-                refuse(key, "0 tries nothing".to_owned(), "use 1 or more");
+            if !(1..=MAX_STEPS).contains(&number) {
+                refuse(key, format!("{number}"), "use a number from 1 to 1000000");
             }
         }
         if self.init_val == 0 || self.init_val > self.max_val {
@@ -116,7 +117,7 @@ impl BatchSizeFinderConfig {
     /// The size to try next, from the largest that fits and the smallest that does not.
     fn next(&self, fits: Option<usize>, fails: Option<usize>) -> Option<usize> {
         match (fits, fails) {
-            (Some(fits), None) => Some((2 * fits).min(self.max_val)).filter(|next| *next > fits),
+            (Some(fits), None) => Some(fits.saturating_mul(2).min(self.max_val)).filter(|next| *next > fits),
             (None, Some(fails)) => Some(fails / 2).filter(|next| *next > 0),
             (Some(fits), Some(fails)) if self.mode == BatchSizeSearch::Binsearch => {
                 Some(fits.midpoint(fails)).filter(|next| *next > fits)

@@ -123,7 +123,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// Asks for the training loader anew if `reload_dataloaders_every_n_epochs` says so.
     pub(super) fn reload_train_dataloader(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
         let (epoch, every) = (self.run.progress.current_epoch, self.plan.reload_dataloaders_every_n_epochs);
-        if every > 0 && epoch >= loaders.epoch_of_train + every {
+        if every > 0 && epoch >= loaders.epoch_of_train.saturating_add(every) {
             loaders.train = self.train_dataloader()?;
             loaders.epoch_of_train = epoch;
             loaders.plan = self.fit_plan(&loaders.train, &loaders.val)?;
@@ -134,7 +134,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// The same for validation, which asks when it is due.
     pub(super) fn reload_val_dataloaders(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
         let (epoch, every) = (self.run.progress.current_epoch, self.plan.reload_dataloaders_every_n_epochs);
-        if every > 0 && epoch >= loaders.epoch_of_val + every {
+        if every > 0 && epoch >= loaders.epoch_of_val.saturating_add(every) {
             loaders.val = self.val_dataloaders()?;
             loaders.epoch_of_val = epoch;
             loaders.plan = self.fit_plan(&loaders.train, &loaders.val)?;

@@ -7,6 +7,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
+use super::trial::MAX_STEPS;
 use crate::callback::Callback;
 use crate::data::DataModule;
 use crate::error::{ConfigError, ConfigProblem, Result};
@@ -67,11 +68,11 @@ impl LearningRateFinderConfig {
             let what = format!("{} to max_lr {}", self.min_lr, self.max_lr);
             refuse("min_lr", what, "use 0 < min_lr < max_lr, such as 1e-8 and 1");
         }
-        if self.num_training_steps < 2 {
+        if !(2..=MAX_STEPS).contains(&self.num_training_steps) {
             refuse(
                 "num_training_steps",
                 format!("{}", self.num_training_steps),
-                "use 2 or more, such as 100",
+                "use a number from 2 to 1000000, such as 100",
             );
         }
         if problems.is_empty() { Ok(()) } else { Err(ConfigError { problems }) }

@@ -379,7 +379,7 @@ fn precision_of(value: &serde_json::Value, accelerator: &str) -> Result<(Precisi
 }
 
 fn resolve_clip(config: &TrainerConfig, value: f64, problems: &mut Problems) -> Option<GradientClip> {
-    if !(value.is_finite() && value >= 0.0) {
+    if !(0.0..=f64::from(f32::MAX)).contains(&value) {
         let what = format!("{value} is not a limit");
         problems.add("gradient_clip_val", what, "use a positive number, or 0 to clip nothing");
     }

@@ -21,6 +21,9 @@ use crate::strategy::{Ddp, SingleDevice, Strategy, StrategyConfig, StrategyPlan,
 /// Where the newest checkpoint of a run is, for ranks that are started anew: two paths, one a line, the newest first.
 const LAST_CHECKPOINT: &str = "last_checkpoint";
 
+/// More are a slip of the pen.
+const MAX_NODES: u64 = 1 << 16;
+
 /// Ranks as the configuration speaks of them.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct RankPlan {
@@ -64,13 +67,14 @@ impl RankPlan {
                 }
                 Err(_) => StrategyPlan::SingleDevice, // reported above
             };
-        if config.num_nodes == 0 {
-            problems.add("num_nodes", "0 nodes".to_owned(), "use 1 or more");
+        if !(1..=MAX_NODES).contains(&config.num_nodes) {
+            let what = format!("{} nodes", config.num_nodes);
+            problems.add("num_nodes", what, &format!("use 1 or more, at most {MAX_NODES}"));
         }
         Self {
             devices,
             devices_is_auto,
-            num_nodes: config.num_nodes.max(1) as usize,
+            num_nodes: config.num_nodes.clamp(1, MAX_NODES) as usize,
             strategy,
             use_distributed_sampler: config.use_distributed_sampler,
             sync_batchnorm: config.sync_batchnorm,
@@ -122,7 +126,7 @@ fn resolve_devices(
 
 /// Ranks that the configuration speaks of; with `devices=auto` those that a launcher has started.
 fn expected_ranks(config: &TrainerConfig, devices: usize, is_auto: bool) -> usize {
-    let configured = devices * config.num_nodes.max(1) as usize;
+    let configured = devices * config.num_nodes.clamp(1, MAX_NODES) as usize;
     let launched = Variables::of_process().launched_ranks().filter(|_| is_auto);
     launched.map_or(configured, |launched| launched.max(configured))
 }

@@ -14,6 +14,9 @@ use crate::nn::ModuleExt;
 
 type Tensors = Vec<(String, Tensor)>;
 
+/// Of a trial; more are a mistake.
+pub(super) const MAX_STEPS: u64 = 1_000_000;
+
 /// What a trial keeps, once its module is complete: the module may be made in `configure_model`.
 #[derive(Default)]
 pub(super) enum Keep {

@@ -30,6 +30,7 @@ mod ddp_unused;
 mod device_stats;
 mod devices;
 mod distributed;
+mod extreme_values;
 mod find_checkpoint;
 mod flops;
 mod frames;

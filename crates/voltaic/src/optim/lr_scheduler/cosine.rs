@@ -56,7 +56,8 @@ impl Formula for CosineAnnealingLr {
         }
         let (t, t_max) = (at.t(), self.t_max as f64);
         // at the bottom the ratio below is 0 / 0
-        if (at.epoch as i64 - 1 - self.t_max as i64) % (2 * self.t_max as i64) == 0 {
+        let past_the_top = i128::from(at.epoch) - 1 - i128::from(self.t_max);
+        if past_the_top % (2 * i128::from(self.t_max)) == 0 {
             return lr + (at.base_lr - self.eta_min) * (1.0 - (PI / t_max).cos()) / 2.0;
         }
         (1.0 + (PI * t / t_max).cos()) / (1.0 + (PI * (t - 1.0) / t_max).cos()) * (lr - self.eta_min)
