@@ -2,11 +2,11 @@
 
 use std::fs;
 
-use super::size::format_size;
 use super::{Accelerator, Card, Devices};
 use crate::device::Device;
 use crate::error::Result;
 use crate::ffi;
+use crate::ffi::format_size;
 
 /// Host memory and host cores.
 #[derive(Debug, Clone, Copy)]

@@ -8,11 +8,11 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
 use nvml_wrapper::error::NvmlError;
 
-use super::size::format_size;
 use super::{Accelerator, Card, Devices};
 use crate::device::Device;
 use crate::error::{DeviceError, Result};
 use crate::ffi;
+use crate::ffi::format_size;
 
 /// The NVIDIA GPUs of this machine.
 #[derive(Debug, Clone, Copy)]

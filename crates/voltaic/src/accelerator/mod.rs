@@ -8,7 +8,6 @@ mod cuda;
 mod devices;
 mod hpu;
 mod memory;
-mod size;
 
 use std::fmt;
 

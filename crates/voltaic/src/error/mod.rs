@@ -12,6 +12,7 @@ mod libtorch;
 mod module;
 mod optim;
 mod profiler;
+mod setting;
 mod switch;
 
 use std::path::{Path, PathBuf};
@@ -25,6 +26,7 @@ pub use libtorch::LibtorchError;
 pub use module::ModuleError;
 pub use optim::OptimError;
 pub use profiler::ProfilerError;
+pub use setting::SettingError;
 pub use switch::SwitchError;
 
 /// Result of what the user calls.
@@ -64,6 +66,9 @@ pub enum Error {
     /// A switch in the environment has a value it cannot have.
     #[error(transparent)]
     Switch(#[from] SwitchError),
+    /// A variable of the environment has a value it cannot have.
+    #[error(transparent)]
+    Setting(#[from] SettingError),
     /// The libtorch that is loaded is not the one that voltaic was compiled with.
     #[error(transparent)]
     Libtorch(#[from] LibtorchError),

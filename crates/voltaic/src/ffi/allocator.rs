@@ -1,7 +1,7 @@
 //! libtorch's memory comes from [`Pool`]s: one for the host, one for each emulated HPU.
 //!
 //! Freshly mapped pages cost a page fault each when they are first written; on conv nets that is 10 to 20 % of a
-//! step. The pool hands the same pages out again.
+//! step. The pool hands the same pages out again. docs/memory.md says how much it keeps.
 
 use std::ffi::{c_char, c_void};
 use std::ptr::{self, NonNull};
@@ -13,6 +13,7 @@ use voltaic_sys as sys;
 use super::check;
 use super::libtorch::check_libtorch;
 use super::pool::Pool;
+use super::room;
 use super::switch::read_switch;
 use crate::error::Result;
 
@@ -49,7 +50,8 @@ const fn device_pool(number: i32) -> Pool {
 /// Returns whether the pool is in use: it is not if the environment says `VOLTAIC_HOST_POOL=0`.
 ///
 /// # Errors
-/// [`SwitchError`](crate::error::SwitchError) if `VOLTAIC_HOST_POOL` is neither `0` nor `1`; as [`check_libtorch`].
+/// [`SwitchError`](crate::error::SwitchError) if `VOLTAIC_HOST_POOL` is neither `0` nor `1`,
+/// [`SettingError`](crate::error::SettingError) if `VOLTAIC_HOST_MEMORY` is no size; as [`check_libtorch`].
 pub fn install_host_pool() -> Result<bool> {
     if !is_wanted()? {
         return Ok(false);
@@ -73,6 +75,7 @@ fn install() -> Result<()> {
         return Ok(());
     }
     check_libtorch()?;
+    room::configure(trim)?;
     // SAFETY: the table and the pools behind it are static, its functions may run on any thread and do not unwind.
     check("SetCPUAllocator", unsafe { sys::vt_set_cpu_allocator(&TABLE) })?;
     // SAFETY: the three functions live as long as the process, and are called by fork() in the order that
@@ -81,6 +84,11 @@ fn install() -> Result<()> {
     unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     *installed = true;
     Ok(())
+}
+
+/// Gives back what all pools keep. Returns how many bytes it was.
+fn trim() -> usize {
+    POOLS.iter().map(Pool::trim).sum()
 }
 
 /// The pool that [`install_host_pool`] installs, for its statistics and [`Pool::trim`].
@@ -113,16 +121,21 @@ extern "C" fn release(block: *mut c_void) {
 extern "C" fn explain(pool: i32, bytes: usize, text: *mut c_char, capacity: usize) {
     let Some(stats) = POOLS.get(pool as usize).map(Pool::stats) else { return };
     let message = if pool == sys::VT_HOST_POOL {
+        let remedy = room::shortage().unwrap_or_else(|| "free memory on this machine".to_owned());
         format!(
-            "host out of memory: tried to allocate {bytes} bytes; {stats}; use a smaller batch, or free memory on this machine"
+            "host out of memory: tried to allocate {bytes} bytes; {stats}; use a smaller batch, or: {remedy}"
         )
     } else {
         let device = pool - 1;
         let limit_allows = stats.limit.is_none_or(|limit| bytes.saturating_add(stats.in_use) <= limit);
-        let remedy = if limit_allows && stats.cached() == 0 {
-            "the limit allows it, but this machine has no more memory: free some, or use a smaller batch or model"
-        } else {
-            "use a smaller batch or model, or raise the limit of the emulated device with VOLTAIC_HPU_MEMORY"
+        let remedy = match room::shortage() {
+            Some(shortage) if limit_allows => {
+                format!("the limit allows it, but there is no more memory: {shortage}; or use a smaller batch or model")
+            }
+            None if limit_allows && stats.cached() == 0 => {
+                "the limit allows it, but this machine has no more memory: free some, or use a smaller batch or model".to_owned()
+            }
+            _ => "use a smaller batch or model, or raise the limit of the emulated device with VOLTAIC_HPU_MEMORY".to_owned(),
         };
         format!("hpu:{device} out of memory: tried to allocate {bytes} bytes; {stats}; {remedy}")
     };

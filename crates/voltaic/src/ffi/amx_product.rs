@@ -9,9 +9,10 @@ use std::sync::OnceLock;
 use super::amx::has_amx;
 use super::lanes::LANES;
 use super::matrix::{Matrix, MatrixMut};
+use super::scratch::{Scratch as ThreadScratch, WithScratch};
 use super::simd::run_vectorized;
 use super::strips::{COLUMNS, Numbers, Packed, Store, Strips, has_strips, pack_tiles};
-use crate::kernels::{Bf16, sized};
+use crate::kernels::{Bf16, held, sized};
 
 /// Rows of a tile, and pairs in each.
 const SIDE: usize = LANES;
@@ -161,15 +162,16 @@ struct Scratch {
     sums: [[f32; COLUMNS]; ROWS],
     left: Vec<u32>,
 }
+held!(Scratch { left });
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self { last: [0; SIDE * COLUMNS], sums: [[0.0; COLUMNS]; ROWS], left: Vec::new() }
+    }
+}
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = const {
-        RefCell::new(Scratch {
-            last: [0; SIDE * COLUMNS],
-            sums: [[0.0; COLUMNS]; ROWS],
-            left: Vec::new(),
-        })
-    };
+    static SCRATCH: ThreadScratch<Scratch> = ThreadScratch::default();
 }
 
 /// A left factor, in tiles.
@@ -327,6 +329,8 @@ unsafe fn multiply(_a: &Left, _row: usize, _b: &Right, _out: *mut f32, _columns:
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
     use super::*;
     use crate::kernels::Element;
 

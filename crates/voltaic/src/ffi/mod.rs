@@ -30,8 +30,11 @@ mod panels;
 mod pool;
 mod process;
 mod rng;
+mod room;
+mod scratch;
 mod shared_region;
 mod simd;
+mod size;
 #[cfg(target_arch = "x86_64")]
 mod split_product;
 mod strip_product;
@@ -84,7 +87,9 @@ pub use optim::{
 pub use pool::{PeakReset, Pool, PoolBlock, PoolStats};
 pub use process::{die_with_parent, signal_group};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
+pub use scratch::scratch_bytes;
 pub use simd::{is_intel, run_vectorized};
+pub(crate) use size::{format_size, parse_size};
 pub use strip_product::{StripFactor, has_bf16_products, multiply_by_strips};
 pub use strips::{Packed, Strips, has_strips};
 pub use tensor::{SharedTensor, device_numbers, tch_names_hpu};

@@ -11,13 +11,13 @@ use std::arch::x86_64::{
     _mm512_maskz_loadu_ps, _mm512_or_si512, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_srli_epi32,
     _mm512_store_si512, _mm512_sub_ps,
 };
-use std::cell::RefCell;
 use std::ops::Range;
 use std::{ptr, slice};
 
 use super::amx_product::{Tiles, load_sums, store_sums};
 use super::lanes::LANES;
 use super::matrix::{MatrixMut, Product};
+use super::scratch::{Scratch as ThreadScratch, WithScratch};
 use super::simd::run_vectorized;
 use super::strips::{COLUMNS, Numbers, Store, transpose};
 use crate::kernels::{blocks, sized};
@@ -43,7 +43,7 @@ const MIN_PRODUCTS: usize = 1 << 22;
 
 thread_local! {
     /// Panels of the left and the right factor.
-    static PANELS: RefCell<[Vec<u32>; 2]> = RefCell::default();
+    static PANELS: ThreadScratch<[Vec<u32>; 2]> = ThreadScratch::default();
 }
 
 impl Product {

@@ -2,10 +2,10 @@
 //! dot products of pairs. Sums are float32.
 
 use std::array;
-use std::cell::RefCell;
 
 use super::lanes::{InLanes, LANES, Lanes};
 use super::matrix::{Matrix, MatrixMut};
+use super::scratch::{Scratch as ThreadScratch, WithScratch};
 use super::simd::{is_intel, run_vectorized, run_with_dots};
 use super::strips::{COLUMNS, Numbers, Packed, Strips, has_strips, pack};
 use crate::kernels::{Bf16, Kernel, blocks};
@@ -105,7 +105,7 @@ pub(super) struct StripProduct<'a, T, O> {
 
 thread_local! {
     /// A part of the left factor.
-    static LEFT: RefCell<Vec<u32>> = RefCell::default();
+    static LEFT: ThreadScratch<Vec<u32>> = ThreadScratch::default();
 }
 
 impl<T: StripFactor, O: InLanes> StripProduct<'_, T, O> {

@@ -38,6 +38,7 @@ mod graph;
 mod graph_blocks;
 mod graph_first_step;
 mod hooks;
+mod host_memory;
 mod host_pool;
 mod kill;
 mod layers;

@@ -8,8 +8,8 @@ use std::str::FromStr;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::flags::RuntimeFlags;
-use crate::accelerator::size::format_size;
 use crate::error::{DeviceError, Result};
+use crate::ffi::format_size;
 use crate::ffi::{self, HpuOptions, MAX_HPUS};
 
 /// A generation of Gaudi cards.

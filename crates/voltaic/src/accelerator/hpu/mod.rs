@@ -10,10 +10,10 @@ pub use flags::{FlagReport, RuntimeFlags};
 use std::sync::OnceLock;
 
 use super::devices::Wanted;
-use super::size::format_size;
 use super::{Accelerator, Card, Devices, memory_stats};
 use crate::device::Device;
 use crate::error::{DeviceError, Result};
+use crate::ffi::format_size;
 use crate::ffi::{self, HlmlCard};
 use gaudi::Gaudi;
 

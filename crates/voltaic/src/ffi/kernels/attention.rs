@@ -1,6 +1,5 @@
 //! Attention, head by head.
 
-use std::cell::RefCell;
 use std::ops::Range;
 
 use voltaic_sys as sys;
@@ -8,6 +7,7 @@ use voltaic_sys as sys;
 use super::Shared;
 use super::guard::guard_done;
 use crate::ffi::amx_product::has_tiles;
+use crate::ffi::scratch::{Scratch as ThreadScratch, WithScratch};
 use crate::ffi::simd::{prefetch, run_vectorized};
 use crate::ffi::strip_product::has_fast_bf16_products;
 use crate::ffi::threads::parallel_for;
@@ -21,7 +21,7 @@ fn multiplies_bf16() -> bool {
 }
 
 thread_local! {
-    static SCRATCH: RefCell<AttentionScratch> = RefCell::default();
+    static SCRATCH: ThreadScratch<AttentionScratch> = ThreadScratch::default();
 }
 
 /// One head of a tensor `[batch, head, row, dim]`.

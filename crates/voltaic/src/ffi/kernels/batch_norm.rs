@@ -1,6 +1,5 @@
 //! Batch norm in training, with the channels last.
 
-use std::cell::RefCell;
 use std::ffi::c_void;
 use std::ops::Range;
 
@@ -8,6 +7,7 @@ use voltaic_sys as sys;
 
 use super::guard::{guard_done, guard_some};
 use super::{GRAIN, Shared, by_dtype};
+use crate::ffi::scratch::{Scratch as ThreadScratch, WithScratch};
 use crate::ffi::simd::run_vectorized;
 use crate::ffi::threads::parallel_for;
 use crate::kernels::{BatchNormBackward, Bf16, Element, GradSums, Moments, Normalize, sized};
@@ -17,7 +17,7 @@ const MAX_BLOCKS: usize = 64;
 
 thread_local! {
     /// Factors, and two sums of each block, by channel.
-    static SCRATCH: RefCell<Vec<f32>> = RefCell::default();
+    static SCRATCH: ThreadScratch<Vec<f32>> = ThreadScratch::default();
 }
 
 /// Pixels that are summed up together, whatever the number of threads, which so changes no result.

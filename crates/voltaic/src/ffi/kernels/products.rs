@@ -1,6 +1,5 @@
 //! Products of matrices: of float32 by AMX, gemm or AVX-512, of bfloat16 by AVX-512 or the MKL.
 
-use std::cell::RefCell;
 use std::ops::Range;
 use std::slice;
 #[cfg(target_arch = "x86_64")]
@@ -15,6 +14,7 @@ use crate::ffi::amx_product::{Tiles, has_tiles};
 use crate::ffi::lanes::InLanes;
 use crate::ffi::matrix::{Matrix, MatrixMut, Product};
 use crate::ffi::mkl::{is_for_mkl, multiply_by_mkl};
+use crate::ffi::scratch::{Scratch as ThreadScratch, WithScratch};
 use crate::ffi::simd::run_vectorized;
 use crate::ffi::strip_product::{StripFactor, StripProduct};
 use crate::ffi::strips::{COLUMNS, Numbers, Strips, pack_into};
@@ -289,7 +289,7 @@ const BLOCK: usize = 512;
 
 thread_local! {
     /// In float32, until they are rounded.
-    static SUMS: RefCell<Vec<f32>> = RefCell::default();
+    static SUMS: ThreadScratch<Vec<f32>> = ThreadScratch::default();
 }
 
 /// Of bfloat16 by the MKL.

@@ -1,24 +1,31 @@
 //! A caching memory pool: blocks that come back are kept and handed out again.
 //!
-//! Owns the memory between the system and libtorch. What is kept, and for how long, is decided in `policy`;
-//! this file follows pointers. Each block lies behind a [`Header`] that names its pool, so that any thread can
+//! Owns the memory between the system and libtorch. What is kept, and for how long, is decided in `policy`; free pages are
+//! in `pages`; how much memory there is, `room` tells. This file follows pointers. Each block lies behind a [`Header`] that names its pool, so that any thread can
 //! release a block without knowing where it came from. A pool is never dropped: tensors in static variables may
 //! be freed after `main`.
 //!
 //! The lock is held for a few instructions only: system calls are made outside it.
 
 mod lock;
+mod pages;
 mod policy;
+mod size_class;
 mod system;
 
 use std::ffi::c_void;
 use std::mem;
+use std::ops::Range;
 use std::ptr::{self, NonNull};
 
 use lock::{SpinGuard, SpinLock};
-use policy::{Ledger, NUM_CLASSES, SizeClass, Source};
+use pages::{Pages, whole_pages};
+use policy::Ledger;
 pub use policy::{PeakReset, PoolStats};
+use size_class::{NUM_CLASSES, SizeClass};
 use system::Origin;
+
+use super::room;
 use voltaic_sys::{VT_BLOCK_HEADER_BYTES, VT_BLOCK_MAGIC, vt_block_header};
 
 /// Lies right before each block.
@@ -48,11 +55,18 @@ impl Header {
     }
 }
 
+/// Bytes of the pages that a block of mapped pages takes, its header included.
+fn pages_of(class: SizeClass) -> usize {
+    whole_pages(HEADER_BYTES + class.size())
+}
+
 /// What the lock protects.
 struct Books {
     ledger: Ledger,
     /// First free block of each class; the others follow through `next_free`.
     free: [*mut Header; NUM_CLASSES],
+    /// Mapped pages that are in no block.
+    pages: Pages,
 }
 
 // SAFETY: the pointers lead to headers of free blocks, which only the pool refers to; moving them to another
@@ -86,7 +100,7 @@ impl Books {
 
     /// Moves a free block of `class` to `discarded`. False if there is none.
     fn discard(&mut self, class: SizeClass, discarded: &mut Discarded) -> bool {
-        if !self.ledger.give_back(class) {
+        if !self.ledger.discard(class) {
             return false;
         }
         // SAFETY: the ledger had counted a free block of this class.
@@ -95,34 +109,66 @@ impl Books {
         true
     }
 
-    /// Takes what must not stay cached off the lists, after a block of class `last` came back.
-    #[inline]
-    fn discard_surplus(&mut self, last: SizeClass) -> Discarded {
+    /// Discards blocks that were needed longest ago, of `bytes` or a little more; of mapped pages only if `are_big`.
+    /// None if there are no such blocks.
+    fn discard_oldest(&mut self, bytes: usize, are_big: bool) -> Option<Discarded> {
         let mut discarded = Discarded::default();
-        if !self.ledger.is_caching() {
-            self.discard(last, &mut discarded);
+        while discarded.bytes < bytes
+            && let Some(class) = self.ledger.oldest(are_big)
+        {
+            while discarded.bytes < bytes && self.discard(class, &mut discarded) {}
         }
-        while let Some(class) = self.ledger.over_cap() {
-            self.discard(class, &mut discarded);
-        }
-        if self.ledger.wants_clock() {
-            self.end_window(system::monotonic_secs(), &mut discarded);
-        }
-        discarded
+        (discarded.bytes > 0).then_some(discarded)
     }
 
-    fn end_window(&mut self, now_secs: u64, discarded: &mut Discarded) {
-        if !self.ledger.window_ends(now_secs) {
-            return;
+    /// A block cut from the free pages, counted as in use, with a header that is yet to be written.
+    fn cut(&mut self, class: SizeClass) -> Option<NonNull<Header>> {
+        let address = self.pages.cut(pages_of(class))?;
+        self.ledger.cut(class, pages_of(class));
+        NonNull::new(ptr::with_exposed_provenance_mut(address))
+    }
+
+    /// Free pages on their way to the system, of `bytes` or a little more if there are as many next to each other.
+    fn discard_pages(&mut self, bytes: usize) -> Option<Range<usize>> {
+        let range = self.pages.give_back(bytes)?;
+        self.ledger.gave_pages_back(range.len());
+        Some(range)
+    }
+
+    /// What nobody needed in the window that ends, if one does.
+    fn end_window(&mut self, now_secs: u64, is_tight: bool) -> (Discarded, Vec<Range<usize>>) {
+        let (mut discarded, mut ranges) = (Discarded::default(), Vec::new());
+        if !self.ledger.window_ends(now_secs, is_tight) {
+            return (discarded, ranges);
+        }
+        let mut idle = self.ledger.idle_pages(is_tight);
+        while idle > 0
+            && let Some(range) = self.discard_pages(idle)
+        {
+            idle = idle.saturating_sub(range.len());
+            ranges.push(range);
         }
         for class in SizeClass::all().rev() {
-            while self.ledger.idle(class) > 0 && self.discard(class, discarded) {}
+            while self.ledger.idle(class, is_tight) > 0 && self.discard(class, &mut discarded) {
+                self.ledger.gave_back(class);
+            }
         }
         self.ledger.start_window(now_secs);
+        (discarded, ranges)
     }
 }
 
-/// Blocks on their way back to the system, so that the lock need not be held while the system works.
+/// Gives free pages to the system.
+fn release_pages(range: Range<usize>) {
+    if let Some(start) = NonNull::new(ptr::with_exposed_provenance_mut(range.start)) {
+        // SAFETY: free pages come from blocks that were mapped and are referred to by nobody; those that left the books
+        // are this call's alone.
+        unsafe { Origin::Map.release(start, range.len()) };
+        room::gave(range.len());
+    }
+}
+
+/// Blocks on their way out of a pool, so that the lock need not be held while they are taken apart.
 #[must_use]
 struct Discarded {
     first: *mut Header,
@@ -145,23 +191,60 @@ impl Discarded {
         self.first = header.as_ptr();
     }
 
-    /// Gives the blocks to the system; how many bytes they were.
-    #[inline]
-    fn release(self, pool: &Pool) -> usize {
+    /// Calls `take` with each block's memory, where it came from, and its class, after its twin was dropped.
+    fn for_each(self, pool: &Pool, mut take: impl FnMut(NonNull<u8>, Origin, SizeClass)) {
         let mut next = self.first;
         while let Some(header) = NonNull::new(next) {
             // SAFETY: `add` got headers that nobody else refers to; each is read before its memory goes.
-            unsafe {
-                let Header { shared: vt_block_header { twin, .. }, next_free, class, origin, .. } =
-                    header.read();
-                if let (Some(drop_twin), false) = (pool.drop_twin, twin.is_null()) {
-                    drop_twin(twin);
-                }
-                origin.release(header.cast(), HEADER_BYTES + class.size());
-                next = next_free;
+            let Header { shared: vt_block_header { twin, .. }, next_free, class, origin, .. } =
+                unsafe { header.read() };
+            if let (Some(drop_twin), false) = (pool.drop_twin, twin.is_null()) {
+                drop_twin(twin);
             }
+            take(header.cast(), origin, class);
+            next = next_free;
         }
-        self.bytes
+    }
+
+    /// Gives the blocks to the system. The ledger has counted them already.
+    #[inline]
+    fn release(self, pool: &Pool) {
+        // SAFETY: nobody refers to blocks that were discarded, and each is of its class.
+        self.for_each(pool, |memory, origin, class| unsafe { release_block(memory, origin, class) });
+    }
+
+    /// Makes free pages of the blocks; those from the heap go back there.
+    fn dissolve(self, pool: &Pool) {
+        self.for_each(pool, |memory, origin, class| match origin {
+            Origin::Map => {
+                let start = memory.as_ptr().expose_provenance();
+                let mut books = pool.books.lock();
+                books.pages.insert(start..start + pages_of(class));
+                books.ledger.dissolved(class, pages_of(class));
+            }
+            Origin::Heap => {
+                pool.books.lock().ledger.gave_back(class);
+                // SAFETY: as in `release`.
+                unsafe { release_block(memory, origin, class) };
+            }
+        });
+    }
+}
+
+/// # Safety
+/// `memory` is a block of `class` with its header, from `origin`, to which nobody refers.
+unsafe fn release_block(memory: NonNull<u8>, origin: Origin, class: SizeClass) {
+    let bytes = bytes_from(origin, class);
+    // SAFETY: `take_from_system` and `cut` ask for as much.
+    unsafe { origin.release(memory, bytes) };
+    room::gave(bytes);
+}
+
+/// What a block of `class` takes, its header included.
+fn bytes_from(origin: Origin, class: SizeClass) -> usize {
+    match origin {
+        Origin::Heap => HEADER_BYTES + class.size(),
+        Origin::Map => pages_of(class),
     }
 }
 
@@ -177,7 +260,8 @@ pub struct Pool {
 impl Pool {
     /// An empty pool that takes at most `limit` bytes from the system. `id` is what the shim knows it by.
     pub const fn new(id: i32, limit: Option<usize>) -> Self {
-        let books = Books { ledger: Ledger::new(limit), free: [ptr::null_mut(); NUM_CLASSES] };
+        let (ledger, free) = (Ledger::new(limit), [ptr::null_mut(); NUM_CLASSES]);
+        let books = Books { ledger, free, pages: Pages::new() };
         Self { id, drop_twin: None, books: SpinLock::new(books) }
     }
 
@@ -218,15 +302,45 @@ impl Pool {
         let mut books = self.books.lock();
         match books.ledger.take(class) {
             // SAFETY: the ledger has just counted a free block of this class as taken.
-            Source::Cached(found) => Some(unsafe { books.pop(found) }),
-            Source::System => self.take_from_system(class, books),
-            Source::Refused => None,
+            Some(found) => Some(unsafe { books.pop(found) }),
+            None => self.make(class, books),
+        }
+    }
+
+    /// A block that was not cached: cut from free pages, or from the system once what is too much went back.
+    #[cold]
+    fn make<'a>(&'static self, class: SizeClass, mut books: SpinGuard<'a, Books>) -> Option<NonNull<Header>> {
+        loop {
+            let is_big = class.is_big() && books.ledger.is_caching();
+            if is_big && let Some(header) = books.cut(class) {
+                drop(books);
+                self.write_header(header, class, Origin::Map);
+                return Some(header);
+            }
+            let excess = books.ledger.excess(class);
+            if excess == 0 {
+                return self.take_from_system(class, books);
+            }
+            // a big block may fit into what others leave; a small one is nowhere but on the heap
+            if is_big && let Some(discarded) = books.discard_oldest(class.size(), true) {
+                drop(books);
+                discarded.dissolve(self);
+            } else if let Some(range) = books.discard_pages(excess) {
+                drop(books);
+                release_pages(range);
+            } else if let Some(discarded) = books.discard_oldest(excess, false) {
+                drop(books);
+                discarded.dissolve(self);
+            } else {
+                return None; // the limit
+            }
+            books = self.books.lock();
         }
     }
 
     #[cold]
     fn take_after_trim(&'static self, class: SizeClass) -> Option<NonNull<Header>> {
-        if self.trim() == 0 {
+        if self.trim() + room::relieve() == 0 {
             return None;
         }
         self.take(class)
@@ -236,19 +350,29 @@ impl Pool {
     fn take_from_system(
         &'static self,
         class: SizeClass,
-        books: SpinGuard<'_, Books>,
+        mut books: SpinGuard<'_, Books>,
     ) -> Option<NonNull<Header>> {
+        books.ledger.reserve(class);
         // without caching, libtorch's own way of getting memory: the heap, whatever the size
         let origin = if books.ledger.is_caching() { Origin::of(class.size()) } else { Origin::Heap };
         drop(books);
-        let memory = origin.allocate(HEADER_BYTES + class.size());
+        let bytes = bytes_from(origin, class);
+        let memory = if room::admits(bytes) { origin.allocate(bytes) } else { None };
         let mut books = self.books.lock();
         let Some(memory) = memory else {
             books.ledger.cancel(class);
             return None;
         };
         books.ledger.commit(class);
+        drop(books);
+        room::took(bytes);
         let header = memory.cast::<Header>();
+        self.write_header(header, class, origin);
+        Some(header)
+    }
+
+    /// Writes the header of a block that was just made.
+    fn write_header(&'static self, header: NonNull<Header>, class: SizeClass, origin: Origin) {
         let blank = Header {
             shared: vt_block_header { twin: ptr::null_mut(), pool: self.id, magic: VT_BLOCK_MAGIC },
             pool: self,
@@ -257,9 +381,9 @@ impl Pool {
             class,
             origin,
         };
-        // SAFETY: the memory is fresh, large enough, and aligned to 64 bytes as Header is.
+        // SAFETY: callers have just got the memory, large enough for a block with its header, and aligned to 64 bytes as
+        // Header is.
         unsafe { header.write(blank) };
-        Some(header)
     }
 
     /// Gives a block back to the pool it came from.
@@ -276,9 +400,27 @@ impl Pool {
         books.ledger.put(class);
         // SAFETY: the header is alive, it names this pool, and the caller gives the block up.
         unsafe { books.push(header, class) };
-        let surplus = books.discard_surplus(class);
-        drop(books);
-        surplus.release(pool);
+        let (is_caching, wants_clock) = (books.ledger.is_caching(), books.ledger.wants_clock());
+        if !is_caching {
+            let mut discarded = Discarded::default();
+            if books.discard(class, &mut discarded) {
+                books.ledger.gave_back(class);
+            }
+            drop(books);
+            discarded.release(pool);
+        } else if wants_clock {
+            drop(books);
+            pool.end_window(system::monotonic_secs());
+        }
+    }
+
+    /// Gives back what nobody needed in the window, if it ends.
+    #[cold]
+    fn end_window(&self, now_secs: u64) {
+        let is_tight = room::is_tight(now_secs);
+        let (discarded, ranges) = self.books.lock().end_window(now_secs, is_tight);
+        discarded.release(self);
+        ranges.into_iter().for_each(release_pages);
     }
 
     /// How many bytes were asked for when `block` was allocated.
@@ -305,15 +447,23 @@ impl Pool {
         self.books.lock().ledger.stats()
     }
 
-    /// Gives all cached blocks back to the system. Returns how many bytes they were.
+    /// Gives all cached memory back to the system. Returns how many bytes it was.
     pub fn trim(&self) -> usize {
-        let mut discarded = Discarded::default();
+        let before = self.stats().reserved;
         let mut books = self.books.lock();
-        for class in SizeClass::all() {
-            while books.discard(class, &mut discarded) {}
+        while let Some(discarded) = books.discard_oldest(usize::MAX, false) {
+            drop(books);
+            discarded.dissolve(self);
+            books = self.books.lock();
         }
-        drop(books);
-        discarded.release(self)
+        loop {
+            let bytes = books.pages.bytes();
+            let Some(range) = books.discard_pages(bytes) else { break };
+            drop(books);
+            release_pages(range);
+            books = self.books.lock();
+        }
+        before.saturating_sub(books.ledger.stats().reserved)
     }
 
     /// Starts the statistics of the highest use again. What stays cached does not depend on them.

@@ -3,7 +3,7 @@
 use std::alloc::Layout;
 use std::ptr::{self, NonNull};
 
-use super::policy::{BIG_BLOCK, MIN_BLOCK};
+use super::size_class::{BIG_BLOCK, MIN_BLOCK};
 
 /// Size of the pages that the kernel prefers for large maps on x86-64.
 const HUGE_PAGE: usize = 2 << 20;

@@ -5,7 +5,7 @@ use std::thread;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use super::policy::{CACHE_FLOOR, IDLE_SECS};
+use super::policy::{CACHE_FLOOR, IDLE_SECS, TIGHT_SECS};
 use super::*;
 
 const MIB: usize = 1 << 20;
@@ -62,7 +62,7 @@ fn blocks_are_aligned_and_come_back() {
     assert_eq!((stats.num_allocs, stats.num_frees, stats.total_system_allocs), (14, 14, 6));
     assert_eq!(pool.trim(), stats.reserved);
     let stats = pool.stats();
-    assert_eq!((stats.reserved, stats.in_use, stats.total_active_allocs()), (0, 0, 0));
+    assert_eq!((stats.reserved, stats.in_use), (0, 0));
     assert_eq!(pool.id(), 7);
 }
 
@@ -103,7 +103,6 @@ fn threads_share_a_pool_without_sharing_blocks() {
     assert_eq!((stats.num_allocs, stats.num_frees, stats.in_use), (12_000, 12_000, 0));
     pool.trim();
     assert_eq!(pool.stats().reserved, 0);
-    assert_eq!(pool.stats().total_active_allocs(), 0);
 }
 
 #[test]
@@ -114,8 +113,8 @@ fn the_limit_is_kept_and_cached_blocks_make_room() {
     assert_eq!(pool.allocate(1), None);
     assert_eq!(pool.stats(), before, "a refusal changes no counter");
     blocks.into_iter().for_each(release);
-    let large = pool.allocate(64 * MIB).expect("the cached blocks go back to make room");
-    assert_eq!(pool.stats().total_system_frees, 16);
+    let large = pool.allocate(64 * MIB).expect("the cached blocks make room");
+    assert_eq!((pool.stats().in_use, pool.stats().cached() >> 20), (64 * MIB, 0));
     release(large);
     pool.set_limit(Some(128 * MIB));
     let more = pool.allocate(100 * MIB).expect("the new limit");
@@ -151,9 +150,11 @@ fn idle_blocks_go_back_at_the_end_of_a_window() {
     let blocks: Vec<_> = (0..3).map(|_| pool.allocate(bytes).unwrap()).collect();
     blocks.into_iter().for_each(release);
     let end_window = |now_secs| {
-        let mut discarded = Discarded::default();
-        pool.books.lock().end_window(now_secs, &mut discarded);
-        discarded.release(pool)
+        let before = pool.stats().reserved;
+        let (discarded, ranges) = pool.books.lock().end_window(now_secs, false);
+        discarded.release(pool);
+        ranges.into_iter().for_each(release_pages);
+        before - pool.stats().reserved
     };
     assert_eq!(end_window(IDLE_SECS), 0, "all three were in use since the start");
     assert_eq!(end_window(2 * IDLE_SECS - 1), 0, "the window has not ended");
@@ -161,6 +162,45 @@ fn idle_blocks_go_back_at_the_end_of_a_window() {
     assert_eq!(end_window(2 * IDLE_SECS), bytes, "down to the floor, which may stay");
     assert_eq!(end_window(3 * IDLE_SECS), 0);
     pool.trim();
+}
+
+#[test]
+fn blocks_of_changing_sizes_share_pages_and_stay_near_what_is_in_use() {
+    let pool = pool(None);
+    let mut rng = StdRng::seed_from_u64(11);
+    let mut highest = 0;
+    for step in 0..25 {
+        let scale = rng.random_range(1..=8);
+        let blocks: Vec<_> = (1..=5_usize)
+            .map(|layer| Marked::new(pool, scale * layer * 300_000 + rng.random_range(0..4096), layer as u8))
+            .collect();
+        highest = pool.stats().in_use.max(highest);
+        blocks.into_iter().for_each(Marked::check_and_release);
+        let stats = pool.stats();
+        let allowed = highest + (highest / 8).max(CACHE_FLOOR) + MIB;
+        assert!(stats.reserved <= allowed, "step {step}: {stats}, {highest} were in use at most");
+    }
+    let stats = pool.stats();
+    assert!(stats.total_system_allocs < stats.num_allocs / 4, "most are cut from pages of others: {stats:?}");
+    assert_eq!(pool.trim(), stats.reserved);
+    assert_eq!(pool.stats().reserved, 0);
+}
+
+#[test]
+fn tight_memory_keeps_nothing_that_is_idle() {
+    let pool = pool(None);
+    let blocks: Vec<_> = [100, 2 * MIB, 3 * MIB].map(|bytes| pool.allocate(bytes).unwrap()).into();
+    blocks.into_iter().for_each(release);
+    let end_window = |now_secs| {
+        let (discarded, ranges) = pool.books.lock().end_window(now_secs, true);
+        discarded.release(pool);
+        ranges.into_iter().for_each(release_pages);
+        pool.stats().reserved
+    };
+    assert_eq!(end_window(TIGHT_SECS), 5 * MIB + 112, "all were in use since the start");
+    release(pool.allocate(100).unwrap());
+    assert_eq!(end_window(2 * TIGHT_SECS), 112, "the small one was needed");
+    assert_eq!(end_window(3 * TIGHT_SECS), 0);
 }
 
 #[test]
@@ -180,6 +220,19 @@ fn a_twin_stays_with_its_block_until_the_system_gets_it() {
     assert_eq!(DROPPED.load(Ordering::Relaxed), 0);
     pool.trim();
     assert_eq!(DROPPED.load(Ordering::Relaxed), 5);
+
+    let big = pool.allocate(80 * MIB).unwrap();
+    // SAFETY: as above.
+    unsafe { Pool::twin_of(big).write(7 as *mut c_void) };
+    release(big);
+    let smaller = pool.allocate(60 * MIB).unwrap();
+    let other = pool.allocate(70 * MIB).unwrap();
+    assert_eq!(DROPPED.load(Ordering::Relaxed), 12, "a block of another size is cut from its pages");
+    // SAFETY: as above.
+    assert!(unsafe { Pool::twin_of(smaller).read().is_null() && Pool::twin_of(other).read().is_null() });
+    release(smaller);
+    release(other);
+    pool.trim();
 }
 
 #[test]

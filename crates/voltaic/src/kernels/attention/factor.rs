@@ -6,7 +6,7 @@ use super::Rows;
 use crate::ffi::{
     Matrix, MatrixMut, Strips, Tiles, has_strips, multiply, multiply_by_strips, run_vectorized,
 };
-use crate::kernels::{Bf16, Convert, Element, sized};
+use crate::kernels::{Bf16, Convert, Element, held, sized};
 
 /// Keys of a block from strips, so few that the first cache holds what is made of them.
 const STRIPED_KEYS: usize = 64;
@@ -52,6 +52,7 @@ pub struct FactorScratch {
     f32: [Vec<f32>; 2],
     bf16: [Vec<Bf16>; 2],
 }
+held!(FactorScratch { f32, bf16 });
 
 /// A right factor of float32.
 #[derive(Debug, Clone, Copy)]

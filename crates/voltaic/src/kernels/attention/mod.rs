@@ -13,7 +13,7 @@ pub use factor::{Factor, FactorOf, FactorScratch};
 use softmax::{Deltas, DivideRows, Softmax, SoftmaxBackward};
 
 use super::element::Element;
-use super::{blocks, sized};
+use super::{blocks, held, sized};
 use crate::ffi::{Matrix, MatrixMut, run_vectorized};
 
 /// The most queries of a block.
@@ -83,6 +83,7 @@ pub struct AttentionScratch {
     grad_key: Vec<f32>,
     grad_value: Vec<f32>,
 }
+held!(AttentionScratch { rows, scores, grad_weights, factors, strips, block, grad_key, grad_value });
 
 impl<T: Element> AttentionHead<'_, T> {
     /// Keys that some query before `last` sees.

@@ -3,7 +3,6 @@
 //! Patches have 0 where an output sees no pixel, which times a weight that is not finite is no number. So each function tells
 //! whether all sums are finite; else libtorch is to compute it.
 
-use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,11 +10,12 @@ use super::super::{Shared, address, scratch};
 use super::{Convolution, choice, parts, threads_for};
 use crate::ffi::matrix::{Matrix, MatrixMut};
 use crate::ffi::mkl::multiply_by_mkl;
+use crate::ffi::scratch::{Scratch as ThreadScratch, WithScratch};
 use crate::ffi::simd::run_vectorized;
 use crate::ffi::strip_product::multiply_by_strips;
 use crate::ffi::strips::Strips;
 use crate::ffi::threads::parallel_for;
-use crate::kernels::{Addend, AllFinite, Axis, Bf16, Patches, RoundRows, blocks, sized};
+use crate::kernels::{Addend, AllFinite, Axis, Bf16, Patches, RoundRows, blocks, held, sized};
 
 /// Numbers of the patches that a thread works on at a time: a megabyte, which the second cache holds.
 const MAX_NUMBERS: usize = 1 << 19;
@@ -25,11 +25,11 @@ const MIN_PATCHES: usize = 128;
 const MIN_PART: usize = 32;
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    static SCRATCH: ThreadScratch<Scratch> = ThreadScratch::default();
     /// Weights in the order of the gradients of inputs.
-    static TURNED: RefCell<Vec<Bf16>> = RefCell::default();
+    static TURNED: ThreadScratch<Vec<Bf16>> = ThreadScratch::default();
     /// Weights for products from strips.
-    static STRIPS: RefCell<Vec<u32>> = RefCell::default();
+    static STRIPS: ThreadScratch<Vec<u32>> = ThreadScratch::default();
 }
 
 /// What a thread needs for its work, to be used again.
@@ -39,6 +39,7 @@ struct Scratch {
     strips: Vec<u32>,
     sums: Vec<f32>,
 }
+held!(Scratch { patches, strips, sums });
 
 /// A right factor, ready for what multiplies.
 #[derive(Clone, Copy)]

@@ -5,7 +5,6 @@
 //! function tells whether all that it wrote is finite; else libtorch is to compute it.
 
 use std::array;
-use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,13 +17,14 @@ use crate::ffi::amx_product::{Tiles, has_tiles};
 use crate::ffi::lanes::LANES;
 use crate::ffi::matrix::{Matrix, MatrixMut};
 use crate::ffi::panels::Panels;
+use crate::ffi::scratch::{Scratch as ThreadScratch, WithScratch};
 use crate::ffi::simd::run_vectorized;
 use crate::ffi::strip_product::multiply_by_strips;
 use crate::ffi::strips::{COLUMNS, Strips};
 use crate::ffi::threads::parallel_for;
 use crate::ffi::tiles::{Places, Tiling};
 use crate::ffi::winograd::{Filtering, OutputTiles, TransformTiles, TransformWeights, WeightGrads};
-use crate::kernels::{blocks, sized};
+use crate::kernels::{blocks, held, sized};
 
 /// Numbers of a channel that a thread works on at a time: of 64 channels they lie in the second cache in all their places, of
 /// more in one.
@@ -46,13 +46,13 @@ const WEIGHTS_PER_TILE: i64 = 4096;
 const TAPS: usize = 9;
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    static SCRATCH: ThreadScratch<Scratch> = ThreadScratch::default();
     /// What the threads of an operator share: transformed weights, or sums of their gradients.
-    static SHARED: RefCell<Vec<f32>> = RefCell::default();
+    static SHARED: ThreadScratch<Vec<f32>> = ThreadScratch::default();
     /// The weights for AMX.
-    static PANELS: RefCell<Vec<u32>> = RefCell::default();
+    static PANELS: ThreadScratch<Vec<u32>> = ThreadScratch::default();
     /// Weights in float32, if they are in another format.
-    static NUMBERS: RefCell<Vec<f32>> = RefCell::default();
+    static NUMBERS: ThreadScratch<Vec<f32>> = ThreadScratch::default();
 }
 
 /// What a thread needs for its work, to be used again.
@@ -71,6 +71,7 @@ struct Scratch {
     /// Weights of a strip, tap by tap.
     taps: [Vec<u32>; TAPS],
 }
+held!(Scratch { tiles, grads, sums, left_panels, right_panels, taps });
 
 /// What the weights are read for.
 #[derive(Clone, Copy)]

@@ -1,7 +1,7 @@
 //! Sizes of memory as people write them.
 
 /// Reads a number of bytes: `1073741824`, `512MiB`, `4GiB`, `32GB`. None if the text is no size.
-pub(super) fn parse_size(text: &str) -> Option<usize> {
+pub(crate) fn parse_size(text: &str) -> Option<usize> {
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let number: f64 = text[..digits].parse().ok()?;
@@ -22,7 +22,7 @@ pub(super) fn parse_size(text: &str) -> Option<usize> {
 }
 
 /// Writes bytes in the largest binary unit that leaves at most two decimals of interest: `96 GiB`, `1.5 MiB`.
-pub(super) fn format_size(bytes: usize) -> String {
+pub(crate) fn format_size(bytes: usize) -> String {
     let (mut value, mut unit) = (bytes as f64, "bytes");
     for larger in ["KiB", "MiB", "GiB", "TiB"] {
         if value < 1024.0 {
