@@ -1,8 +1,10 @@
 //! Runs voltaic and its peers in turns on the same work, and writes tables, JSON and a picture.
 //!
-//! Settings are environment variables, so that `make bench ROUNDS=7` hands them on.
+//! Settings are environment variables, so that `make bench ROUNDS=7` hands them on. `bench-runner micro` measures voltaic's own
+//! parts instead.
 
 mod cases;
+mod micro;
 mod picture;
 mod process;
 mod report;
@@ -13,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Instant;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 
 use crate::cases::{BASELINE, Case, PEERS, PRECISIONS, Peer, Precision, WORKLOADS, Workload, cases};
 use crate::process::{Launcher, Peak};
@@ -42,7 +44,7 @@ impl Settings {
             precisions: choose("PRECISIONS", &PRECISIONS, |precision| precision.name())?,
             peers: choose("PEERS", &PEERS, |peer| peer.name)?,
             max_others: number("MAX_OTHERS", &value("MAX_OTHERS", "0.25"))?,
-            folder: value("OUT", &bench.join("../docs/benchmarks").to_string_lossy()).into(),
+            folder: folder(bench)?,
         };
         let has_baseline = settings.peers.iter().any(|peer| peer.name == BASELINE);
         ensure!(has_baseline, "PEERS: {BASELINE} is not among them; add it, all others are compared with it");
@@ -54,6 +56,15 @@ impl Settings {
 
 fn value(name: &str, default: &str) -> String {
     env::var(name).ok().filter(|value| !value.is_empty()).unwrap_or_else(|| default.to_owned())
+}
+
+/// Where results go; makes the folder.
+fn folder(bench: &Path) -> anyhow::Result<PathBuf> {
+    let folder = PathBuf::from(value("OUT", &bench.join("../docs/benchmarks").to_string_lossy()));
+    std::fs::create_dir_all(&folder).with_context(|| {
+        format!("OUT: cannot make {}; give a folder that can be written", folder.display())
+    })?;
+    Ok(folder)
 }
 
 fn number<T: FromStr>(name: &str, text: &str) -> anyhow::Result<T> {
@@ -89,11 +100,18 @@ fn choose<T>(
 
 fn main() -> anyhow::Result<()> {
     let bench = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    match env::args().nth(1).as_deref() {
+        None => {}
+        Some("micro") => {
+            let wanted = choose("BENCHES", &micro::BENCHES, |bench| bench.name)?;
+            return micro::run(&bench, &folder(&bench)?, &wanted);
+        }
+        Some(other) => {
+            bail!("first argument: is `{other}`; use `micro`, or none for the comparison with peers")
+        }
+    }
     let settings = Settings::from_env(&bench)?;
     let launcher = Launcher::new(&bench, settings.max_others)?;
-    std::fs::create_dir_all(&settings.folder).with_context(|| {
-        format!("OUT: cannot make {}; give a folder that can be written", settings.folder.display())
-    })?;
     let (cases, runs, peaks) = measure(&settings, &launcher)?;
     let mut tables = Vec::new();
     let mut verdicts = Vec::new();

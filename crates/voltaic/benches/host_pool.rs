@@ -2,57 +2,71 @@
 //!
 //! Prints the time of an allocation and of training steps of two conv nets, with blocks cached, with the cache
 //! switched off (each allocation asks the system), and with libtorch's own allocator. The first two alternate in
-//! one process; the third needs processes of its own, before and after. One thread, medians of its CPU time, so
-//! that other programs on the machine disturb less.
+//! one process; the third needs processes of its own, which take turns with processes that have the pool. One thread,
+//! medians of its CPU time, so that other programs on the machine disturb less.
 
 use std::hint::black_box;
 use std::process::Command;
 use std::time::Instant;
 use std::{env, error, fs, io};
 
+use measure::micro::{Row, Target, quartiles};
 use tch::nn::{Optimizer, OptimizerConfig, SequentialT};
 use tch::{Device, Kind, Reduction, Tensor, nn};
 use voltaic::ffi::{self, Pool};
 
 type Result<T> = std::result::Result<T, Box<dyn error::Error>>;
 
-/// Set in the processes that measure libtorch's own allocator.
+/// Set in the processes that measure the pool beside libtorch's own allocator.
 const CHILD: &str = "VOLTAIC_BENCH_CHILD";
 const ROUNDS: usize = 15;
+/// Pairs of processes, with the pool and without.
+const PROCESSES: usize = 3;
+/// What an allocation and its free take, in nanoseconds.
+const PAIR_NS: f64 = 20.0;
+/// A step's time with the pool, of that with libtorch's own allocator.
+const STEP_RATIO: f64 = 1.0;
 /// Channels and batch size.
 const NETS: [(i64, i64); 2] = [(16, 32), (32, 64)];
 
 fn main() -> Result<()> {
     tch::set_num_threads(1);
     if env::var_os(CHILD).is_some() {
+        ffi::install_host_pool()?;
         for (channels, batch) in NETS {
             let mut net = ConvNet::new(channels, batch)?;
-            println!("{}", median((0..ROUNDS).map(|_| net.steps_ms()).collect::<Result<_>>()?));
+            println!("{}", quartiles((0..ROUNDS).map(|_| net.steps_ms()).collect::<Result<_>>()?)[1]);
         }
         return Ok(());
     }
     ffi::install_host_pool()?;
-    print_latency();
+    print_latency()?;
     println!("\n{:<18}{:>12}{:>12}{:>16}   ms per step", "conv net", "pool", "cache off", "libtorch's own");
-    let mut own = vec![libtorch_own()?];
-    let nets = NETS.map(|(channels, batch)| cached_and_not(channels, batch));
-    own.push(libtorch_own()?);
-    for (row, ((channels, batch), times)) in NETS.into_iter().zip(nets).enumerate() {
-        let (on, off) = times?;
-        let own = own.iter().filter_map(|turn| turn.get(row)).fold(f64::INFINITY, |a, &b| a.min(b));
-        println!("{:<18}{on:>12.2}{off:>12.2}{own:>16.2}", format!("{channels}ch batch {batch}"));
+    let turns: Vec<[Vec<f64>; 2]> =
+        (0..PROCESSES).map(|_| Ok([in_child("1")?, in_child("0")?])).collect::<Result<_>>()?;
+    for (row, (channels, batch)) in NETS.into_iter().enumerate() {
+        let (on, off) = cached_and_not(channels, batch)?;
+        let name = format!("{channels}ch batch {batch}");
+        let own = quartiles(turns.iter().map(|[_, own]| own[row]).collect())[1];
+        println!("{name:<18}{on:>12.2}{off:>12.2}{own:>16.2}");
+        let ratios = turns.iter().map(|[pool, own]| pool[row] / own[row]).collect();
+        let what = format!("conv net {name}: a step, of one with libtorch's allocator");
+        Row::of("host_pool", what, "", ratios, Target::AtMost(STEP_RATIO)).record()?;
     }
     println!("\nhost pool: {}", ffi::host_pool().stats());
     Ok(())
 }
 
-/// Milliseconds per step of both nets in a process without the pool.
-fn libtorch_own() -> Result<Vec<f64>> {
-    let output = Command::new(env::current_exe()?).env(CHILD, "1").env("VOLTAIC_HOST_POOL", "0").output()?;
+/// Milliseconds per step of both nets in a process with the pool or without.
+fn in_child(switch: &str) -> Result<Vec<f64>> {
+    let output =
+        Command::new(env::current_exe()?).env(CHILD, "1").env("VOLTAIC_HOST_POOL", switch).output()?;
     if !output.status.success() {
         return Err(io::Error::other(String::from_utf8_lossy(&output.stderr).into_owned()).into());
     }
-    Ok(String::from_utf8(output.stdout)?.lines().filter_map(|line| line.parse().ok()).collect())
+    let times: Vec<f64> =
+        String::from_utf8(output.stdout)?.lines().filter_map(|line| line.parse().ok()).collect();
+    if times.len() == NETS.len() { Ok(times) } else { Err(format!("times of all nets: {times:?}").into()) }
 }
 
 fn cached_and_not(channels: i64, batch: i64) -> Result<(f64, f64)> {
@@ -66,10 +80,10 @@ fn cached_and_not(channels: i64, batch: i64) -> Result<(f64, f64)> {
         }
     }
     ffi::host_pool().set_caching(true);
-    Ok((median(on), median(off)))
+    Ok((quartiles(on)[1], quartiles(off)[1]))
 }
 
-fn print_latency() {
+fn print_latency() -> Result<()> {
     println!(
         "{:<18}{:>12}{:>12}{:>16}   ns per pair",
         "allocate + free", "pool", "cache off", "empty tensor"
@@ -86,8 +100,12 @@ fn print_latency() {
                 drop(black_box(Tensor::empty([bytes as i64], (Kind::Uint8, Device::Cpu))));
             }));
         }
-        println!("{name:<18}{:>12.1}{:>12.1}{:>16.1}", median(on), median(off), median(empty));
+        let [pool, off, empty] = [on.clone(), off, empty].map(|times| quartiles(times)[1]);
+        println!("{name:<18}{pool:>12.1}{off:>12.1}{empty:>16.1}");
+        let what = format!("{name}: an allocation and its free");
+        Row::of("host_pool", what, "ns", on, Target::AtMost(PAIR_NS)).record()?;
     }
+    Ok(())
 }
 
 fn pool_pair(pool: &'static Pool, bytes: usize) {
@@ -110,11 +128,6 @@ fn pair_ns(pairs: u32, mut pair: impl FnMut()) -> f64 {
 fn cpu_ns() -> Result<f64> {
     let stat = fs::read_to_string("/proc/thread-self/schedstat")?;
     Ok(stat.split_whitespace().next().unwrap_or_default().parse()?)
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// Two convolutions with batch norm on 32 x 32 images, AdamW.
