@@ -33,7 +33,7 @@ pub struct GraphedModule<M> {
     is_training: bool,
 }
 
-/// Makes a module whose forward pass is captured for each sort of input, twice to compare, and replayed from then on: for
+/// Makes a module whose forward pass is captured for each kind of input, twice to compare, and replayed from then on: for
 /// validation, testing and prediction. Calls with grad run as usual; a [`ModuleCacher`] captures those.
 ///
 /// ```
@@ -81,9 +81,9 @@ fn disable_tensor_cache(argument: bool) -> bool {
     }
 }
 
-/// Wraps modules so that training is captured too: the forward pass and the backward pass of each sort of call (shapes,
+/// Wraps modules so that training is captured too: the forward pass and the backward pass of each kind of call (shapes,
 /// dtypes, which tensors require grad, training or evaluation, autocast) are two graphs, replayed from then on. Results
-/// are bit for bit those of the module. Each sort of call is captured twice, and both captures must be the same graph:
+/// are bit for bit those of the module. Each kind of call is captured twice, and both captures must be the same graph:
 /// a module that takes numbers from the host which change from call to call is found out, and runs as usual.
 ///
 /// ```

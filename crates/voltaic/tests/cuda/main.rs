@@ -56,7 +56,10 @@ fn memory_statistics_are_those_of_the_allocator() {
     drop(first);
     let last = memory_stats(GPU).unwrap();
     assert_eq!((last.num_allocs, last.num_frees), (0, 1));
-    assert_eq!(last.active_allocs, last.total_active_allocs, "what was freed since the reset counts for neither");
+    assert_eq!(
+        last.active_allocs, last.total_active_allocs,
+        "what was freed since the reset counts for neither"
+    );
     let (free, total) = mem_get_info(GPU).unwrap();
     assert!(0 < free && free <= total && total == last.limit);
 }

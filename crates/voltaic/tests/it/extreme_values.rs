@@ -41,7 +41,7 @@ fn run(arguments: &[String]) -> (u8, String) {
     let mut console = Console::new(&mut out, &mut err);
     let arguments = arguments.iter().map(OsString::from).collect();
     let registry = Registry::builtin();
-    let code = run_with(&registry, &OsString::from("/bin/voltaic"), arguments, [].into_iter(), &mut console);
+    let code = run_with(&registry, &OsString::from("/bin/voltaic"), arguments, [], &mut console);
     drop(console);
     (code, String::from_utf8(err).unwrap())
 }

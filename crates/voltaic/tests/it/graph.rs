@@ -369,7 +369,7 @@ fn a_wrapped_module_gives_what_the_module_gives() {
     }
     let stats = net.stats();
     assert_eq!((stats.num_graphs, stats.misses, stats.hits, stats.uncached), (3, 3, 3, 0));
-    assert_eq!(stats.checks, 3, "each sort of call is captured twice");
+    assert_eq!(stats.checks, 3, "each kind of call is captured twice");
     assert_eq!(stats.recompilations.into_iter().collect::<Vec<_>>(), [(0, 2)]);
     let value = |name, tag| metric_global(name).unwrap().into_iter().find(|(t, _)| t == tag).unwrap().1;
     assert_eq!(value("graph_compilation", "TotalNumber"), 3.0);

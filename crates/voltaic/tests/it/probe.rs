@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
 
+use voltaic::accelerator::{HpuEmulator, HpuSettings};
 use voltaic::callback::Callback;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::{HookContext, LightningModule, StepContext};
@@ -214,6 +215,17 @@ pub fn own_process(test: &str, part: &str) -> Command {
 
 pub fn plays(part: &str) -> bool {
     std::env::var(PART).is_ok_and(|value| value == part)
+}
+
+/// Runs a test again in a process of its own, in which the emulated HPU is set up before libtorch trains. True in that
+/// process; elsewhere the test is over, and went well there.
+pub fn has_hpu(test: &str) -> bool {
+    if !plays("hpu") {
+        text_of(&own_process(test, "hpu").output().unwrap());
+        return false;
+    }
+    HpuEmulator::init(HpuSettings::default()).unwrap();
+    true
 }
 
 /// Exit code and standard error of the real `voltaic` in a folder of its own.

@@ -18,7 +18,7 @@ use voltaic::precision::GradScaler;
 use voltaic::trainer::{TrainerBuilder, seed_everything};
 use voltaic::{Kind, Module, Tensor};
 
-use crate::probe::{LearningRates, files, names, silent};
+use crate::probe::{LearningRates, files, has_hpu, names, silent};
 use crate::rng::seeded;
 use crate::trainer::{Losses, loader, loaders};
 
@@ -321,6 +321,9 @@ fn a_checkpoint_beyond_the_last_epoch_is_refused() {
 /// Every optimizer, in float32 on the CPU and in `16-mixed` on an emulated HPU, whose first steps are left out because the scaled loss overflows.
 #[test]
 fn after_any_step_with_every_optimizer_and_precision() {
+    if !has_hpu("resume::after_any_step_with_every_optimizer_and_precision") {
+        return;
+    }
     let optimizers: [fn() -> Optimizers; 5] = [
         || Sgd::new(0.02).into(),
         || Sgd::new(0.02).momentum(0.9).nesterov(true).weight_decay(0.01).into(),
@@ -352,6 +355,9 @@ fn after_any_step_with_every_optimizer_and_precision() {
 /// are left out, so that some of the places are between steps that were done and steps that were not.
 #[test]
 fn after_a_failure_at_any_place() {
+    if !has_hpu("resume::after_a_failure_at_any_place") {
+        return;
+    }
     let _rng = seeded(1);
     let optimizers: [fn() -> Optimizers; 4] = [
         || Sgd::new(0.02).momentum(0.9).into(),
