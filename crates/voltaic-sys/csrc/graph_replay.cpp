@@ -94,16 +94,20 @@ std::vector<c10::Storage> bind_outputs(vt_graph &graph) {
   return storages;
 }
 
+void lay_out(TensorImpl &impl, const Geometry &geometry) {
+  impl.set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
+  if (geometry.is_conj)
+    impl._set_conj(true);
+  if (geometry.is_neg)
+    impl._set_neg(true);
+}
+
 Tensor output_over(const vt_graph &graph, const Output &output, c10::Storage storage) {
   const Geometry &geometry = output.geometry;
   auto impl = c10::make_intrusive<TensorImpl>(std::move(storage),
                                               graph.device.is_hpu() ? hpu::hpu_only : hpu::cpu_only,
                                               c10::scalarTypeToTypeMeta(geometry.dtype));
-  impl->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
-  if (geometry.is_conj)
-    impl->_set_conj(true);
-  if (geometry.is_neg)
-    impl->_set_neg(true);
+  lay_out(*impl, geometry);
   return Tensor(std::move(impl));
 }
 
@@ -219,11 +223,7 @@ Tensor Builder::tensor(int32_t value) {
   auto impl = c10::make_intrusive<TensorImpl>(TensorImpl::VIEW,
                                               c10::Storage(storages_[recording_.values[value].buffer]), hpu::cpu_only,
                                               c10::scalarTypeToTypeMeta(geometry.dtype));
-  impl->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
-  if (geometry.is_conj)
-    impl->_set_conj(true);
-  if (geometry.is_neg)
-    impl->_set_neg(true);
+  lay_out(*impl, geometry);
   if (geometry.is_wrapped_number)
     impl->set_wrapped_number(true);
   made = Tensor(std::move(impl));

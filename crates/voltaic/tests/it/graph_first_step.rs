@@ -63,11 +63,10 @@ fn bytes(tensor: &Tensor) -> Vec<u8> {
     bytes
 }
 
-/// Ten steps in eager mode, and ten of which the first is captured and the others are replayed.
-fn check(what: &str, kind: Kind, optimizers: impl Fn() -> Optimizers) {
-    let (mut eager, mut graphed) = (Side::new(optimizers(), kind), Side::new(optimizers(), kind));
+/// Steps in eager mode, and as many of which the first is captured and the others are replayed.
+fn compare(what: &str, eager: &mut Side, graphed: &mut Side, steps: i64) {
     let mut g = HpuGraph::new();
-    for step in 0..10 {
+    for step in 0..steps {
         eager.feed(step);
         eager.optimizer.zero_grad().unwrap();
         eager.step();
@@ -82,6 +81,10 @@ fn check(what: &str, kind: Kind, optimizers: impl Fn() -> Optimizers) {
         }
         assert_eq!(eager.bits(), graphed.bits(), "{what}: step {step}");
     }
+}
+
+fn check(what: &str, kind: Kind, optimizers: impl Fn() -> Optimizers) {
+    compare(what, &mut Side::new(optimizers(), kind), &mut Side::new(optimizers(), kind), 10);
 }
 
 #[test]
@@ -114,19 +117,5 @@ fn a_parameter_that_is_new_to_the_optimizer_is_captured_beside_older_ones() {
         let _ = side.net.parameters()[0].tensor().set_requires_grad(true);
         side.optimizer.zero_grad().unwrap();
     }
-    let mut g = HpuGraph::new();
-    for step in 0..5 {
-        eager.feed(step);
-        eager.optimizer.zero_grad().unwrap();
-        eager.step();
-        graphed.feed(step);
-        if step == 0 {
-            let capture = graph(&mut g).unwrap();
-            graphed.step();
-            capture.end().unwrap();
-        } else {
-            g.replay().unwrap();
-        }
-        assert_eq!(eager.bits(), graphed.bits(), "step {step}");
-    }
+    compare("two ages", &mut eager, &mut graphed, 5);
 }
