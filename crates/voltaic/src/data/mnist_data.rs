@@ -79,7 +79,7 @@ impl Default for MnistDataConfig {
     }
 }
 
-/// Values of one image; more are a slip of the pen.
+/// Values of one image; more are a mistake.
 const MAX_VALUES: usize = 1 << 22;
 /// Far more than the scale of 0 to 1 asks for; float32 has room for it.
 const MAX_SCALE: f64 = 1e6;

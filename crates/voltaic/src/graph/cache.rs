@@ -194,31 +194,20 @@ impl GraphCache {
     ) -> anyhow::Result<Vec<Tensor>> {
         let key = self.key(module, is_training, inputs)?;
         self.count(&key);
-        let of_key: Vec<usize> =
-            (0..self.graphs.len()).filter(|&index| self.graphs[index].key == key).collect();
-        let is_free = |index: &&usize| !self.graphs[**index].call.is_busy();
-        let free = of_key.iter().find(is_free).copied();
-        let outputs = if self.runs_as_usual(&key, inputs) {
+        let unchecked = self.graphs.iter().position(|entry| !entry.is_checked && entry.key == key);
+        let outputs = if self.refusal.is_some() || (key.with_grad && !self.options.captures_grad) {
             self.uncached(inputs, call)?
-        } else if let Some(&unchecked) = of_key.iter().find(|&&index| !self.graphs[index].is_checked) {
-            self.check(module, &key, unchecked, inputs, call)?
-        } else if let Some(index) = free
-            && let Some(outputs) = self.replay(index, inputs)?
-        {
+        } else if let Some(index) = unchecked {
+            self.check(module, &key, index, inputs, call)?
+        } else if let Some(outputs) = self.replay(&key, inputs)? {
             outputs
-        } else if self.has_room(&key) {
+        } else if !inputs.iter().any(shares_elements) && self.has_room(&key) {
             self.capture(module, key, inputs, call)?
         } else {
             self.uncached(inputs, call)?
         };
         self.log_stats();
         Ok(outputs)
-    }
-
-    fn runs_as_usual(&self, key: &Key, inputs: &[Tensor]) -> bool {
-        self.refusal.is_some()
-            || (key.with_grad && !self.options.captures_grad)
-            || inputs.iter().any(shares_elements)
     }
 
     fn key(&mut self, module: &dyn Module, is_training: bool, inputs: &[Tensor]) -> Result<Key> {
@@ -261,8 +250,10 @@ impl GraphCache {
         call(inputs)
     }
 
-    /// None if the graph is of no use any more.
-    fn replay(&mut self, index: usize, inputs: &[Tensor]) -> Result<Option<Vec<Tensor>>> {
+    /// None if there is no graph that is free, or it is of no use any more.
+    fn replay(&mut self, key: &Key, inputs: &[Tensor]) -> Result<Option<Vec<Tensor>>> {
+        let is_free = |entry: &Entry| entry.key == *key && !entry.call.is_busy();
+        let Some(index) = self.graphs.iter().position(is_free) else { return Ok(None) };
         let outputs = match self.graphs[index].call.replay(inputs) {
             Ok(outputs) => outputs,
             Err(Error::Graph(GraphError::TensorGone { .. })) => {
@@ -277,8 +268,7 @@ impl GraphCache {
         };
         self.stats.hits += 1;
         metrics::count_hit();
-        let key = self.graphs[index].key.clone();
-        self.note_sizes(&key);
+        self.note_sizes(key);
         Ok(Some(outputs))
     }
 

@@ -46,7 +46,12 @@ pub(crate) struct CapturedStep {
 impl CapturedStep {
     /// The operators; an error if they cannot be replayed.
     pub(crate) fn read(&self, names: &[(String, Tensor)]) -> Result<Vec<Graph>> {
-        let graphs = self.graphs(names)?;
+        self.read_with(None, names)
+    }
+
+    /// The operators of this capture, then those of one that goes on from it; an error if they cannot be replayed.
+    pub(super) fn read_with(&self, later: Option<&Self>, names: &[(String, Tensor)]) -> Result<Vec<Graph>> {
+        let graphs = self.graphs_with(later, names)?;
         match graphs.iter().find_map(Graph::problem) {
             Some(problem) => Err(problem.into()),
             None => Ok(graphs),
@@ -58,8 +63,7 @@ impl CapturedStep {
         self.graphs_with(None, names)
     }
 
-    /// The operators of this capture, then those of one that goes on from it.
-    pub(super) fn graphs_with(&self, later: Option<&Self>, names: &[(String, Tensor)]) -> Result<Vec<Graph>> {
+    fn graphs_with(&self, later: Option<&Self>, names: &[(String, Tensor)]) -> Result<Vec<Graph>> {
         let later = later.iter().flat_map(|later| &later.recordings);
         read_all(&self.recordings.iter().chain(later).collect::<Vec<_>>(), names)
     }
