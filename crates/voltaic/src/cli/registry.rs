@@ -30,6 +30,7 @@ pub trait FromConfig: Sized + 'static {
 
 type Run = Box<dyn Fn(&RunRequest, Box<dyn Any>, Box<dyn Any>) -> anyhow::Result<()>>;
 type Build = Box<dyn Fn(&RunRequest) -> anyhow::Result<Box<dyn Any>>>;
+type OwnData = Box<dyn Fn() -> Box<dyn Any>>;
 type Check = Box<dyn Fn(&RunRequest) -> Result<(), ConfigError>>;
 
 /// What the registry knows of a model or data module: its keys, and what fits together.
@@ -65,6 +66,8 @@ struct Model {
     class: Class,
     build: Build,
     run: Run,
+    /// What it is run with if no data is chosen.
+    own_data: Option<OwnData>,
 }
 
 impl Registry {
@@ -152,7 +155,17 @@ impl Registry {
             run(request, &mut model, &mut data)
         };
         self.models.retain(|model| model.class.name != name);
-        self.models.push(Model { class, build: Box::new(build), run: Box::new(run) });
+        self.models.push(Model { class, build: Box::new(build), run: Box::new(run), own_data: None });
+        self
+    }
+
+    /// Lets the model of this name run without `data`, which it has itself: `make` gives what stands in for it. With such a
+    /// model a single data module is no longer chosen unasked.
+    #[must_use]
+    pub fn own_data_with<D: ?Sized + 'static>(mut self, name: &str, make: fn() -> Box<D>) -> Self {
+        if let Some(model) = self.models.iter_mut().find(|model| model.class.name == name) {
+            model.own_data = Some(Box::new(move || Box::new(make()) as Box<dyn Any>));
+        }
         self
     }
 
@@ -176,6 +189,11 @@ impl Registry {
 
     pub(super) fn models(&self) -> impl Iterator<Item = &Class> {
         self.models.iter().map(|model| &model.class)
+    }
+
+    /// Whether the model can run without `data`.
+    pub(super) fn has_own_data(&self, class: &Class) -> bool {
+        self.models.iter().any(|model| model.class.name == class.name && model.own_data.is_some())
     }
 
     pub(super) fn data_modules(&self) -> impl Iterator<Item = &Class> {
@@ -215,8 +233,11 @@ impl Registry {
         }
         let models: Vec<&Class> = self.models().collect();
         let data: Vec<&Class> = self.data_modules().collect();
-        properties.insert("model".to_owned(), family("The model, by class name.", &models, &mut generator));
-        properties.insert("data".to_owned(), family("The data, by class name.", &data, &mut generator));
+        properties
+            .insert("model".to_owned(), family("The model, by class name.", &models, true, &mut generator));
+        let is_needed = self.models.iter().all(|model| model.own_data.is_none());
+        properties
+            .insert("data".to_owned(), family("The data, by class name.", &data, is_needed, &mut generator));
         for section in after {
             add(section, &mut properties, &mut generator);
         }
@@ -252,9 +273,12 @@ impl Registry {
         }
         let chosen = self.chosen(request);
         let (model, data) = match chosen {
-            Ok((model, build_data)) => {
+            Ok((model, source)) => {
                 // data first, since a model may take random numbers
-                let data = survey.is_usable("data").then(|| build_data(request));
+                let data = survey.is_usable("data").then(|| match source {
+                    DataSource::Chosen(build) => build(request),
+                    DataSource::Own(make) => Ok(make()),
+                });
                 let model_is_usable = survey.is_usable("model");
                 let data = take(data, &mut survey)?;
                 let built = take(model_is_usable.then(|| (model.build)(request)), &mut survey)?;
@@ -276,8 +300,14 @@ impl Registry {
     }
 
     /// The model and the data module that the configuration names, if they fit together.
-    fn chosen(&self, request: &RunRequest) -> Result<(&Model, &Build), ConfigError> {
+    fn chosen(&self, request: &RunRequest) -> Result<(&Model, DataSource<'_>), ConfigError> {
         let (model_name, data_name) = (request.class("model"), request.class("data"));
+        if let (Ok(name), Err(_)) = (&model_name, &data_name)
+            && let Some(model) = self.models.iter().find(|model| model.class.name == *name)
+            && let Some(own_data) = &model.own_data
+        {
+            return Ok((model, DataSource::Own(own_data)));
+        }
         if let (Err(first), Err(second)) = (&model_name, &data_name) {
             let problems = first.problems.iter().chain(&second.problems).cloned().collect();
             return Err(ConfigError { problems });
@@ -309,8 +339,14 @@ impl Registry {
             };
             return Err(request.problem("data", what, remedy));
         }
-        Ok((model, build))
+        Ok((model, DataSource::Chosen(build)))
     }
+}
+
+/// Where the data of a run comes from.
+enum DataSource<'a> {
+    Chosen(&'a Build),
+    Own(&'a OwnData),
 }
 
 /// What was made, if anything; the problems of its keys go to the others, and hide other failures.
@@ -347,8 +383,8 @@ impl Class {
     }
 }
 
-/// The schema of one of several classes. A single class is the default, so that its keys need no class name.
-fn family(description: &str, classes: &[&Class], generator: &mut SchemaGenerator) -> Value {
+/// The schema of one of several classes. A single class that is needed is the default, so that its keys need no class name.
+fn family(description: &str, classes: &[&Class], is_needed: bool, generator: &mut SchemaGenerator) -> Value {
     let mut options: Vec<Value> = Vec::new();
     for class in classes {
         let mut arguments = (class.schema)(generator).to_value();
@@ -365,7 +401,7 @@ fn family(description: &str, classes: &[&Class], generator: &mut SchemaGenerator
     }
     options.push(json!({"type": "null"}));
     let default = match classes {
-        [only] => json!({"class_path": only.name, "init_args": only.defaults}),
+        [only] if is_needed => json!({"class_path": only.name, "init_args": only.defaults}),
         _ => Value::Null,
     };
     json!({"description": description, "anyOf": options, "default": default})

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::{FromConfig, Registry, RunRequest, Verb};
 use crate::checkpoint::write_atomically;
-use crate::data::{DataModule, MnistData, MnistDataConfig, ShakespeareData, ShakespeareDataConfig};
+use crate::data::{DataModule, Loaders, MnistData, MnistDataConfig, ShakespeareData, ShakespeareDataConfig};
 use crate::error::ConfigError;
 use crate::models::{
     Classifier, ConvNet, ConvNetConfig, Gpt, GptConfig, LeNet, LeNetConfig, Mlp, MlpConfig, ResNet18,
@@ -42,6 +42,14 @@ impl Registry {
     #[must_use]
     pub fn model<M: LightningModule + FromConfig>(self, name: &str) -> Self {
         self.model_with::<M, dyn DataModule<Batch = M::Batch>>(name, short_type_name::<M::Batch>(), run)
+    }
+
+    /// Adds a model that has loaders of its own, such as [`LightningModule::train_dataloader`]: it runs without `--data`. Data
+    /// that is chosen all the same comes first.
+    #[must_use]
+    pub fn model_with_loaders<M: LightningModule + FromConfig>(self, name: &str) -> Self {
+        self.model::<M>(name)
+            .own_data_with::<dyn DataModule<Batch = M::Batch>>(name, || Box::new(Loaders::<M::Batch>::new()))
     }
 
     /// Adds a data module under the name that `--data` takes.

@@ -85,7 +85,7 @@ pub trait DataModule: 'static {
     ///
     /// # Errors
     /// Whatever goes wrong; it ends the run.
-    fn val_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
+    fn val_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
         Ok(Vec::new())
     }
 
@@ -93,7 +93,7 @@ pub trait DataModule: 'static {
     ///
     /// # Errors
     /// Whatever goes wrong; it ends the run.
-    fn test_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
+    fn test_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
         Ok(Vec::new())
     }
 
@@ -101,7 +101,7 @@ pub trait DataModule: 'static {
     ///
     /// # Errors
     /// Whatever goes wrong; it ends the run.
-    fn predict_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
+    fn predict_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
         Ok(Vec::new())
     }
 
@@ -236,15 +236,15 @@ impl<B: Batch> DataModule for Loaders<B> {
         Ok(self.train.clone())
     }
 
-    fn val_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
+    fn val_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
         Ok(self.val.clone())
     }
 
-    fn test_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
+    fn test_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
         Ok(self.test.clone())
     }
 
-    fn predict_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
+    fn predict_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
         Ok(self.predict.clone())
     }
 }

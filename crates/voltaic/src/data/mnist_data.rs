@@ -242,15 +242,15 @@ impl DataModule for MnistData {
         Ok(self.train.clone())
     }
 
-    fn val_dataloaders(&mut self) -> anyhow::Result<Vec<MnistLoader>> {
+    fn val_dataloader(&mut self) -> anyhow::Result<Vec<MnistLoader>> {
         Ok(self.val.iter().cloned().collect())
     }
 
-    fn test_dataloaders(&mut self) -> anyhow::Result<Vec<MnistLoader>> {
+    fn test_dataloader(&mut self) -> anyhow::Result<Vec<MnistLoader>> {
         Ok(self.test.iter().cloned().collect())
     }
 
-    fn predict_dataloaders(&mut self) -> anyhow::Result<Vec<MnistLoader>> {
+    fn predict_dataloader(&mut self) -> anyhow::Result<Vec<MnistLoader>> {
         Ok(self.test.iter().cloned().collect())
     }
 }

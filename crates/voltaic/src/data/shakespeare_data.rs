@@ -209,11 +209,11 @@ impl DataModule for ShakespeareData {
         Ok(self.train.clone())
     }
 
-    fn val_dataloaders(&mut self) -> anyhow::Result<Vec<TextLoader>> {
+    fn val_dataloader(&mut self) -> anyhow::Result<Vec<TextLoader>> {
         Ok(self.val.iter().cloned().collect())
     }
 
-    fn test_dataloaders(&mut self) -> anyhow::Result<Vec<TextLoader>> {
+    fn test_dataloader(&mut self) -> anyhow::Result<Vec<TextLoader>> {
         Ok(self.test.iter().cloned().collect())
     }
 }

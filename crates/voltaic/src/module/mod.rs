@@ -8,11 +8,12 @@ mod metric_objects;
 mod metrics;
 mod module_tensors;
 mod profiler;
+mod progress;
 mod scope;
 
 use tch::Tensor;
 
-use crate::data::{Batch, Stage};
+use crate::data::{Batch, DataLoader, Stage};
 use crate::device::Device;
 use crate::nn::{Module, ModuleExt, set_training};
 use crate::optim::{GradientClip, LrScheduler, Optimizer, Optimizers, ParamGroup};
@@ -29,44 +30,10 @@ pub(crate) use metrics::{Logged, MetricStore, MetricsMark, MetricsState};
 pub use module_tensors::ModuleTensors;
 pub(crate) use profiler::Profiling;
 pub use profiler::{Action, ProfiledRun, Profiler};
+pub use progress::Progress;
 pub(crate) use scope::{Level, Phase, Scope};
 
-/// Where a run stands; saved in every checkpoint.
-#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Progress {
-    /// The epoch in progress, from 0.
-    pub current_epoch: u64,
-    /// Optimizer steps done.
-    pub global_step: u64,
-    /// Batches of the current epoch done.
-    pub batch_idx: u64,
-    /// Batches done in all epochs.
-    pub total_batches: u64,
-    /// The current epoch is over: its end hooks have run.
-    pub epoch_ended: bool,
-    /// A validation after the batch done last has begun and is not over.
-    #[serde(default)]
-    pub validation_is_open: bool,
-    /// Schedules by step that follow a metric have not had their turn since the optimizer step done last.
-    #[serde(default)]
-    pub schedules_are_open: bool,
-    /// Batches of each validation loader done in all epochs: the x-axis of what validation steps log.
-    #[serde(default)]
-    pub validation_batches: Vec<u64>,
-    /// Batches that ended with an optimizer step: the x-axis of the loggers. With manual optimization, all batches.
-    #[serde(default)]
-    pub batches_that_stepped: u64,
-}
-
-impl Progress {
-    /// Whether batches of the current epoch are left.
-    pub(crate) fn has_batches_left(&self, num_training_batches: usize) -> bool {
-        (self.batch_idx as usize) < num_training_batches
-    }
-}
-
-/// A model with all that training it takes.
+/// A model and how it is trained.
 ///
 /// Steps get `&self`, so they cannot change the module by accident; layers with state (running means) update their
 /// buffers in place. Hooks get `&mut self`, except those around backward and the optimizer: with manual optimization they
@@ -154,6 +121,40 @@ pub trait LightningModule: Module + Sized {
     /// Any error ends the run.
     fn configure_model(&mut self) -> anyhow::Result<()> {
         Ok(())
+    }
+
+    /// Loader for training, if the data given to the trainer has none: with loaders of its own a module is enough for
+    /// [`Trainer::fit_module`](crate::trainer::Trainer::fit_module). Made for the whole dataset; dividing it among ranks is
+    /// the trainer's part.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn train_dataloader(&mut self) -> anyhow::Result<Option<DataLoader<Self::Batch>>> {
+        Ok(None)
+    }
+
+    /// Loaders for validation, if the data has none. A fit without any does not validate.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn val_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
+        Ok(Vec::new())
+    }
+
+    /// Loaders for testing, if the data has none.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn test_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
+        Ok(Vec::new())
+    }
+
+    /// Loaders for prediction, if the data has none.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn predict_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
+        Ok(Vec::new())
     }
 
     /// Changes a batch before it goes to the device, after the data module's hook of this name.
@@ -587,8 +588,8 @@ pub trait LightningModule: Module + Sized {
     }
 }
 
-fn not_implemented(step: &str, way_out: &str) -> anyhow::Error {
+fn not_implemented(step: &str, remedy: &str) -> anyhow::Error {
     anyhow::anyhow!(
-        "the module has no {step}, but there are batches for it; implement {step}, or set {way_out}"
+        "the module has no {step}, but there are batches for it; implement {step}, or set {remedy}"
     )
 }

@@ -17,9 +17,9 @@ pub(super) trait DataHooks<B: Batch> {
     fn setup(&mut self, stage: Stage) -> anyhow::Result<()>;
     fn teardown(&mut self, stage: Stage) -> anyhow::Result<()>;
     fn train_dataloader(&mut self) -> anyhow::Result<Option<DataLoader<B>>>;
-    fn val_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>>;
-    fn test_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>>;
-    fn predict_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>>;
+    fn val_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<B>>>;
+    fn test_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<B>>>;
+    fn predict_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<B>>>;
     fn on_before_batch_transfer(&mut self, batch: B, dataloader_idx: usize) -> anyhow::Result<B>;
     fn transfer_batch_to_device(
         &mut self,
@@ -58,16 +58,16 @@ impl<B: Batch, D: DataModule<Batch = B> + ?Sized> DataHooks<B> for Data<'_, D> {
         self.0.train_dataloader()
     }
 
-    fn val_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
-        self.0.val_dataloaders()
+    fn val_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
+        self.0.val_dataloader()
     }
 
-    fn test_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
-        self.0.test_dataloaders()
+    fn test_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
+        self.0.test_dataloader()
     }
 
-    fn predict_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
-        self.0.predict_dataloaders()
+    fn predict_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<B>>> {
+        self.0.predict_dataloader()
     }
 
     fn on_before_batch_transfer(&mut self, batch: B, dataloader_idx: usize) -> anyhow::Result<B> {

@@ -32,7 +32,7 @@ impl<M: LightningModule> Session<'_, M> {
         if !is_window_open {
             module_hook!(self, on_validation_model_zero_grad)?;
         }
-        self.reload_val_dataloaders(loaders)?;
+        self.reload_val_dataloader(loaders)?;
         let (val, num_batches) = (&loaders.val, &loaders.plan.num_val_batches);
         self.run.progress.validation_is_open = true;
         self.validate(&EvalLoaders { loaders: val, num_batches })?;
@@ -53,7 +53,7 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(None);
         }
         // asked for before the hook, since a run without data to validate on has no such check
-        let val = self.val_dataloaders()?;
+        let val = self.val_dataloader()?;
         let num_batches = self.num_val_batches(&val)?;
         let num_batches: Vec<usize> = num_batches.iter().map(|&batches| batches.min(limit)).collect();
         if !self.run.world().of_rank_zero(num_batches.iter().any(|&batches| batches > 0))? {

@@ -1,13 +1,49 @@
-//! Asks the data module for loaders when it is their turn, and reckons how many batches they give.
+//! Asks the data module and the module for loaders when it is their turn, and counts how many batches they give.
 
+use super::config::Limit;
+use super::data_hooks::DataHooks;
 use super::fit::FitLoaders;
 use super::guard::guarded;
-use super::plan::{FitPlan, limit_batches};
+use super::hooks::module_hook;
+use super::plan::{FitPlan, TrainPlan, limit_batches};
 use super::ranks;
 use super::session::Session;
 use crate::data::DataLoader;
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
+
+/// Where an evaluation has its loaders from.
+pub(super) struct LoaderSource<M: LightningModule> {
+    pub method: &'static str,
+    pub limit_key: &'static str,
+    pub limit: fn(&TrainPlan) -> Limit,
+    of_data: fn(&mut dyn DataHooks<M::Batch>) -> anyhow::Result<Vec<DataLoader<M::Batch>>>,
+    of_module: fn(&mut M) -> anyhow::Result<Vec<DataLoader<M::Batch>>>,
+}
+
+impl<M: LightningModule> LoaderSource<M> {
+    pub const VALIDATION: Self = Self {
+        method: "val_dataloader",
+        limit_key: "limit_val_batches",
+        limit: |plan| plan.limit_val,
+        of_data: |data| data.val_dataloader(),
+        of_module: M::val_dataloader,
+    };
+    pub const TEST: Self = Self {
+        method: "test_dataloader",
+        limit_key: "limit_test_batches",
+        limit: |plan| plan.limit_test,
+        of_data: |data| data.test_dataloader(),
+        of_module: M::test_dataloader,
+    };
+    pub const PREDICTION: Self = Self {
+        method: "predict_dataloader",
+        limit_key: "limit_predict_batches",
+        limit: |plan| plan.limit_predict,
+        of_data: |data| data.predict_dataloader(),
+        of_module: M::predict_dataloader,
+    };
+}
 
 impl<M: LightningModule> Session<'_, M> {
     /// The loaders of a fit: for training, and for validation unless the sanity check has asked for them already.
@@ -19,7 +55,7 @@ impl<M: LightningModule> Session<'_, M> {
         let val = match val {
             Some(val) => val,
             None if self.plan.limit_val.is_none() => Vec::new(),
-            None => self.val_dataloaders()?,
+            None => self.val_dataloader()?,
         };
         let plan = self.fit_plan(&train, &val)?;
         self.warn_of_shuffled(&val);
@@ -71,10 +107,13 @@ impl<M: LightningModule> Session<'_, M> {
     fn train_dataloader(&mut self) -> Result<DataLoader<M::Batch>> {
         let action = self.profile_data("train_dataloader")?;
         let train = guarded(|| self.data.train_dataloader());
-        let train = train.map_err(|source| self.hook_error("train_dataloader", source))?;
+        let mut train = train.map_err(|source| self.hook_error("train_dataloader", source))?;
         drop(action);
+        if train.is_none() {
+            train = module_hook!(self, train_dataloader)?;
+        }
         let Some(mut train) = train else {
-            let remedy = "implement DataModule::train_dataloader, or give Loaders a train loader";
+            let remedy = "implement train_dataloader of the data module or of the module, or give Loaders a train loader";
             return Err(ConfigError::new("data", "there is no training loader", remedy).into());
         };
         train.set_seed(self.run.seed);
@@ -99,11 +138,8 @@ impl<M: LightningModule> Session<'_, M> {
         }
     }
 
-    pub(super) fn val_dataloaders(&mut self) -> Result<Vec<DataLoader<M::Batch>>> {
-        let action = self.profile_data("val_dataloaders")?;
-        let val = guarded(|| self.data.val_dataloaders());
-        let mut val = val.map_err(|source| self.hook_error("val_dataloaders", source))?;
-        drop(action);
+    pub(super) fn val_dataloader(&mut self) -> Result<Vec<DataLoader<M::Batch>>> {
+        let mut val = self.ask_for(&LoaderSource::VALIDATION)?;
         for loader in &mut val {
             loader.set_seed(self.run.seed);
             if self.plan.overfits {
@@ -114,13 +150,27 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(val)
     }
 
+    /// Loaders for an evaluation: the data's, else the module's, which may have none either.
+    pub(super) fn ask_for(&mut self, source: &LoaderSource<M>) -> Result<Vec<DataLoader<M::Batch>>> {
+        let action = self.profile_data(source.method)?;
+        let loaders = guarded(|| (source.of_data)(self.data));
+        let loaders = loaders.map_err(|error| self.hook_error(source.method, error))?;
+        drop(action);
+        if !loaders.is_empty() {
+            return Ok(loaders);
+        }
+        let _action = self.profile_hook(source.method)?;
+        let loaders = guarded(|| (source.of_module)(self.module));
+        loaders.map_err(|error| self.hook_error(source.method, error))
+    }
+
     /// How many batches validation takes from each loader.
     pub(super) fn num_val_batches(&self, val: &[DataLoader<M::Batch>]) -> Result<Vec<usize>> {
         let available: Vec<usize> = val.iter().map(DataLoader::num_batches).collect();
         Ok(limit_batches(self.plan.key_of_limit("limit_val_batches"), self.plan.limit_val, &available)?)
     }
 
-    /// Asks for the training loader anew if `reload_dataloaders_every_n_epochs` says so.
+    /// Asks for the training loader again if `reload_dataloaders_every_n_epochs` says so.
     pub(super) fn reload_train_dataloader(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
         let (epoch, every) = (self.run.progress.current_epoch, self.plan.reload_dataloaders_every_n_epochs);
         if every > 0 && epoch >= loaders.epoch_of_train.saturating_add(every) {
@@ -132,10 +182,10 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// The same for validation, which asks when it is due.
-    pub(super) fn reload_val_dataloaders(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
+    pub(super) fn reload_val_dataloader(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
         let (epoch, every) = (self.run.progress.current_epoch, self.plan.reload_dataloaders_every_n_epochs);
         if every > 0 && epoch >= loaders.epoch_of_val.saturating_add(every) {
-            loaders.val = self.val_dataloaders()?;
+            loaders.val = self.val_dataloader()?;
             loaders.epoch_of_val = epoch;
             loaders.plan = self.fit_plan(&loaders.train, &loaders.val)?;
         }

@@ -23,6 +23,7 @@ mod loaders;
 mod lr_finder;
 mod manual;
 mod optimizers;
+mod own_loaders;
 mod plan;
 mod ranks;
 mod running_statistics;
@@ -69,11 +70,12 @@ use checkpointing::AfterFit;
 use data_hooks::{Data, DataHooks};
 use eval::EvalLoaders;
 use graphed::StepGraphs;
+use loaders::LoaderSource;
 use optimizers::OptimizerOverride;
 use plan::TrainPlan;
 use session::{Run, Session};
 use signals::Signals;
-use stages::{LoaderSource, evaluate_session, fit_session};
+use stages::{evaluate_session, fit_session};
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].
 ///
@@ -108,7 +110,7 @@ pub struct Trainer {
 }
 
 impl Trainer {
-    /// Starts to describe a trainer.
+    /// A new builder.
     pub fn builder() -> TrainerBuilder {
         TrainerBuilder::default()
     }
@@ -196,13 +198,9 @@ impl Trainer {
         M: LightningModule,
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
-        let source = LoaderSource {
-            method: "val_dataloaders",
-            limit_key: "limit_val_batches",
-            limit: self.plan.limit_val,
-            ask: |data: &mut dyn DataHooks<M::Batch>| data.val_dataloaders(),
-        };
-        self.evaluate(module, data, Stage::Validate, source, |session, data| session.validate(data))
+        self.evaluate(module, data, Stage::Validate, &LoaderSource::VALIDATION, |session, data| {
+            session.validate(data)
+        })
     }
 
     /// Runs the test loaders once; returns their metrics.
@@ -214,13 +212,7 @@ impl Trainer {
         M: LightningModule,
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
-        let source = LoaderSource {
-            method: "test_dataloaders",
-            limit_key: "limit_test_batches",
-            limit: self.plan.limit_test,
-            ask: |data: &mut dyn DataHooks<M::Batch>| data.test_dataloaders(),
-        };
-        self.evaluate(module, data, Stage::Test, source, |session, data| session.test(data))
+        self.evaluate(module, data, Stage::Test, &LoaderSource::TEST, |session, data| session.test(data))
     }
 
     /// Runs the prediction loaders once; returns, for each loader, one tensor per batch, or none after
@@ -233,14 +225,10 @@ impl Trainer {
         M: LightningModule,
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
-        let source = LoaderSource {
-            method: "predict_dataloaders",
-            limit_key: "limit_predict_batches",
-            limit: self.plan.limit_predict,
-            ask: |data: &mut dyn DataHooks<M::Batch>| data.predict_dataloaders(),
-        };
         let returns = !std::mem::take(&mut self.drops_predictions);
-        self.evaluate(module, data, Stage::Predict, source, |session, data| session.predict(data, returns))
+        self.evaluate(module, data, Stage::Predict, &LoaderSource::PREDICTION, |session, data| {
+            session.predict(data, returns)
+        })
     }
 
     /// Writes a full checkpoint of the last fit, from which another goes on. One that was stopped within an epoch is saved
@@ -429,7 +417,7 @@ impl Trainer {
         module: &mut M,
         data: &mut D,
         stage: Stage,
-        source: LoaderSource<M::Batch>,
+        source: &LoaderSource<M>,
         body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
     ) -> Result<T>
     where

@@ -2,35 +2,24 @@
 
 use serde_json::Value;
 
-use super::config::Limit;
 use super::eval::EvalLoaders;
 use super::find_checkpoint::find;
-use super::guard::guarded;
 use super::hooks::call_hook;
+use super::loaders::LoaderSource;
 use super::optimizers::{OptimizerOverride, configure_optimizers};
 use super::plan::{TrainPlan, limit_batches};
 use super::session::Session;
-use super::{checkpointing, data_hooks::DataHooks, global_seed, ranks, seed};
-use crate::data::{Batch, DataLoader, Stage};
+use super::{checkpointing, global_seed, ranks, seed};
+use crate::data::{DataLoader, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::LightningModule;
 use crate::nn::set_training;
 
-/// Where an evaluation has its loaders from.
-pub(super) struct LoaderSource<B: Batch> {
-    pub method: &'static str,
-    pub limit_key: &'static str,
-    pub limit: Limit,
-    pub ask: AskForLoaders<B>,
-}
-
-type AskForLoaders<B> = fn(&mut dyn DataHooks<B>) -> anyhow::Result<Vec<DataLoader<B>>>;
-
 /// The whole of validate, test and predict.
 pub(super) fn evaluate_session<M: LightningModule, T>(
     session: &mut Session<M>,
-    source: LoaderSource<M::Batch>,
+    source: &LoaderSource<M>,
     ckpt_path: Option<&str>,
     body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
 ) -> Result<T> {
@@ -40,21 +29,18 @@ pub(super) fn evaluate_session<M: LightningModule, T>(
         let checkpoint = session.run.checkpoint_io.load_checkpoint(&path)?;
         checkpointing::restore_module(session, &checkpoint, &path)?;
     }
-    let LoaderSource { method, limit_key, limit, ask } = source;
-    let action = session.profile_data(method)?;
-    let loaders = guarded(|| ask(session.data));
-    let mut loaders = loaders.map_err(|source| session.hook_error(method, source))?;
-    drop(action);
+    let mut loaders = session.ask_for(source)?;
     if loaders.is_empty() {
         let what = format!("there is no loader to {stage}");
-        return Err(ConfigError::new("data", what, format!("implement DataModule::{method}")).into());
+        let remedy = format!("implement {} of the data module or of the module", source.method);
+        return Err(ConfigError::new("data", what, remedy).into());
     }
     session.warn_of_shuffled(&loaders);
     loaders.iter_mut().for_each(|loader| loader.set_seed(global_seed()));
     session.set_batch_size(&mut loaders)?;
     ranks::shard_eval(&mut loaders, session.plan, session.run.world())?;
     let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
-    let num_batches = limit_batches(limit_key, limit, &available)?;
+    let num_batches = limit_batches(source.limit_key, (source.limit)(session.plan), &available)?;
     session.run.facts.num_eval_batches = num_batches.iter().sum();
     let output = body(session, &EvalLoaders { loaders: &loaders, num_batches: &num_batches })?;
     session.write_checkpoints()?;

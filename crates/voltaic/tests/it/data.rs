@@ -471,8 +471,8 @@ fn loaders_make_a_data_module() {
         Loaders::new().train(loader(1)).val(loader(2)).val(loader(3)).test(loader(4)).predict(loader(5));
     let sizes = |loaders: Vec<DataLoader<_>>| loaders.iter().map(DataLoader::num_samples).collect::<Vec<_>>();
     assert_eq!(data.train_dataloader().unwrap().unwrap().num_samples(), 1);
-    assert_eq!(sizes(data.val_dataloaders().unwrap()), [2, 3]);
-    assert_eq!(sizes(data.test_dataloaders().unwrap()), [4]);
-    assert_eq!(sizes(data.predict_dataloaders().unwrap()), [5]);
+    assert_eq!(sizes(data.val_dataloader().unwrap()), [2, 3]);
+    assert_eq!(sizes(data.test_dataloader().unwrap()), [4]);
+    assert_eq!(sizes(data.predict_dataloader().unwrap()), [5]);
     assert!(Loaders::<Tensor>::new().train_dataloader().unwrap().is_none());
 }

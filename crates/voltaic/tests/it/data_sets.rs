@@ -315,12 +315,12 @@ fn mnist_data_splits_and_augments_the_training_part_only() {
     let mut data = MnistData::new(config.clone());
     assert_eq!(data.files().unwrap().num_train, 12_000);
     data.setup(Stage::Fit).unwrap();
-    let (train, val) = (data.train_dataloader().unwrap().unwrap(), data.val_dataloaders().unwrap().remove(0));
+    let (train, val) = (data.train_dataloader().unwrap().unwrap(), data.val_dataloader().unwrap().remove(0));
     assert_eq!((train.num_samples(), val.num_samples(), train.batch_size()), (10_000, 2000, Some(64)));
     assert!(train.is_shuffled() && !val.is_shuffled());
-    assert!(data.test_dataloaders().unwrap().is_empty(), "the test set is opened for testing only");
+    assert!(data.test_dataloader().unwrap().is_empty(), "the test set is opened for testing only");
     data.setup(Stage::Test).unwrap();
-    assert_eq!(data.test_dataloaders().unwrap()[0].num_samples(), 2000);
+    assert_eq!(data.test_dataloader().unwrap()[0].num_samples(), 2000);
 
     let first =
         |loader: &DataLoader<(Tensor, Tensor)>, epoch| loader.iter(EpochRange::epoch(epoch)).unwrap().next();
@@ -328,7 +328,7 @@ fn mnist_data_splits_and_augments_the_training_part_only() {
     assert_eq!(val_now.0, val_later.0, "validation images never change");
     let mut again = MnistData::new(config);
     again.setup(Stage::Validate).unwrap();
-    let val_again = first(&again.val_dataloaders().unwrap()[0], 0).unwrap().unwrap();
+    let val_again = first(&again.val_dataloader().unwrap()[0], 0).unwrap().unwrap();
     assert_eq!(val_now.0, val_again.0, "the split follows its seed");
 
     let whole = MnistDataConfig {
@@ -338,7 +338,7 @@ fn mnist_data_splits_and_augments_the_training_part_only() {
     };
     let mut data = MnistData::new(whole);
     data.setup(Stage::Fit).unwrap();
-    assert!(data.val_dataloaders().unwrap().is_empty());
+    assert!(data.val_dataloader().unwrap().is_empty());
 }
 
 #[test]
@@ -413,7 +413,7 @@ fn the_play_that_ships_trains_validates_and_tests() {
     assert_ne!(first(0), first(1));
     // of 173,918 characters 85 % train, 10 % validate, 5 % test, in blocks of 32
     assert_eq!(train.num_samples(), (173_918 - 17_391 - 7_826 - 1) / 32);
-    let (val, test) = (data.val_dataloaders().unwrap().remove(0), data.test_dataloaders().unwrap().remove(0));
+    let (val, test) = (data.val_dataloader().unwrap().remove(0), data.test_dataloader().unwrap().remove(0));
     assert_eq!((val.num_samples(), test.num_samples()), (17_390 / 32, 7_825 / 32));
     let (x, _) = val.iter(EpochRange::default()).unwrap().next().unwrap().unwrap();
     let text = std::fs::read_to_string(shipped("text/hamlet.txt")).unwrap();
@@ -425,7 +425,7 @@ fn the_play_that_ships_trains_validates_and_tests() {
     let mut data = ShakespeareData::new(few);
     data.setup(Stage::Fit).unwrap();
     assert_eq!(data.train_dataloader().unwrap().unwrap().num_samples(), 100);
-    assert!(data.test_dataloaders().unwrap().is_empty());
+    assert!(data.test_dataloader().unwrap().is_empty());
 }
 
 #[test]

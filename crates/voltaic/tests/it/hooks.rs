@@ -357,9 +357,9 @@ fn loader(batches: i64) -> DataLoader<Tensor> {
 }
 
 macro_rules! loaders {
-    ($($hook:ident: $name:literal),*) => {$(
+    ($($hook:ident),*) => {$(
         fn $hook(&mut self) -> anyhow::Result<Vec<DataLoader<Tensor>>> {
-            self.0.note(concat!("D.", $name));
+            self.0.note(concat!("D.", stringify!($hook)));
             Ok(vec![loader(1)])
         }
     )*};
@@ -389,8 +389,7 @@ impl DataModule for Data {
     }
 
     loaders! {
-        val_dataloaders: "val_dataloader", test_dataloaders: "test_dataloader",
-        predict_dataloaders: "predict_dataloader"
+        val_dataloader, test_dataloader, predict_dataloader
     }
 
     fn state_dict(&self) -> Option<Value> {

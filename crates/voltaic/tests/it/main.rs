@@ -55,6 +55,7 @@ mod models;
 mod new_crate;
 mod nn;
 mod optim;
+mod own_loaders;
 mod parity;
 mod prediction_writer;
 mod probe;

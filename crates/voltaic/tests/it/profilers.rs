@@ -106,19 +106,17 @@ impl DataModule for Data {
         Ok(Some(loader(6)))
     }
 
-    fn val_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<Tensor>>> {
+    fn val_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Tensor>>> {
         Ok(vec![loader(4)])
     }
 
-    fn test_dataloaders(&mut self) -> anyhow::Result<Vec<DataLoader<Tensor>>> {
+    fn test_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Tensor>>> {
         Ok(vec![loader(4)])
     }
 }
 
 /// What Lightning calls differently, or its strategies do and ours have no need for.
-const LIGHTNING_ONLY: [&str; 9] = [
-    "[LightningDataModule].test_dataloader",
-    "[LightningDataModule].val_dataloader",
+const LIGHTNING_ONLY: [&str; 7] = [
     "[Strategy].on_test_end",
     "[Strategy].on_test_start",
     "[Strategy].on_train_batch_start",
@@ -175,7 +173,6 @@ fn the_actions_of_lightning_are_profiled_and_as_often() {
             "[LightningDataModule].on_before_batch_transfer",
             "[LightningDataModule].prepare_data",
             "[LightningDataModule].transfer_batch_to_device",
-            "[LightningDataModule].val_dataloaders",
             "[LightningModule].backward",
             "[LightningModule].configure_model",
             "[LightningModule].on_sanity_check_end",

@@ -169,13 +169,10 @@ fn missing_steps_and_loaders_are_named_with_the_way_out() {
         ),
         (
             trainer.validate(net, no_data).unwrap_err(),
-            "no loader to validate; implement DataModule::val_dataloaders",
+            "no loader to validate; implement val_dataloader of the data module or of the module",
         ),
-        (
-            trainer.test(net, no_data).unwrap_err(),
-            "no loader to test; implement DataModule::test_dataloaders",
-        ),
-        (trainer.predict(net, no_data).unwrap_err(), "implement DataModule::predict_dataloaders"),
+        (trainer.test(net, no_data).unwrap_err(), "no loader to test; implement test_dataloader"),
+        (trainer.predict(net, no_data).unwrap_err(), "implement predict_dataloader"),
         (trainer.ckpt_path("best").test(net, no_data).unwrap_err(), "ckpt_path: `best` without a callback"),
         (trainer.ckpt_path("/no/such.ckpt").test(net, no_data).unwrap_err(), "/no/such.ckpt"),
     ];

@@ -10,7 +10,10 @@ pub(in crate::cli) fn models(registry: &Registry) -> String {
     let width = models.iter().chain(&data).map(|class| class.name.len()).max().unwrap_or(0);
     text.push_str("Models:\n");
     for model in &models {
-        let fitting = registry.data_for(model);
+        let mut fitting = registry.data_for(model);
+        if registry.has_own_data(model) {
+            fitting.insert(0, "its own");
+        }
         let fitting = if fitting.is_empty() { "none registered".to_owned() } else { fitting.join(", ") };
         text.push_str(&format!("  {:width$}  {}\n", model.name, model.summary));
         text.push_str(&format!("  {:width$}  data: {fitting} (batches of {})\n", "", model.batch));
