@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help setup demo test test-cuda check fmt lint doc bench bench-micro clean
+.PHONY: help setup demo examples test test-cuda check fmt lint doc bench bench-micro clean
 
 help: ## says what there is
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -16,7 +16,11 @@ demo: setup ## trains LeNet on handwritten digits, then tests it
 	target/release/voltaic fit --config recipes/mnist.yaml
 	target/release/voltaic test --config recipes/mnist.yaml --ckpt_path=last
 
-test: setup ## all tests, among them a crate of a user's own
+examples: setup ## runs the programs of examples/ and checks what each prints and writes
+	$(CARGO) build -p voltaic --examples
+	$(CARGO) test -p voltaic --test examples -- --nocapture
+
+test: setup ## all tests: those of the examples and of a crate of a user's own too
 	$(CARGO) test --workspace
 	scripts/test_new.sh
 

@@ -1,0 +1,197 @@
+//! `docs/lightning_habana.md` lists all blocks of the original documents: the programs have what it says, and no more.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Blocks of code in each of the four documents.
+const BLOCKS: [(&str, usize); 4] = [("000", 8), ("001", 25), ("002", 6), ("003", 2)];
+/// Most lines that a block may take.
+const LIMIT: usize = 60;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// A row of the table of blocks.
+struct Row {
+    ids: Vec<String>,
+    /// `program::function`s.
+    here: Vec<String>,
+    /// Lines there and here.
+    lines: (usize, usize),
+    is_there: bool,
+}
+
+/// `000-1`, and `000-1, 000-2`.
+fn ids_of(text: &str) -> Vec<String> {
+    let is_id = |word: &&str| {
+        word.len() >= 5 && word.as_bytes()[3] == b'-' && word.bytes().all(|b| b.is_ascii_digit() || b == b'-')
+    };
+    text.split(|c: char| !c.is_ascii_digit() && c != '-').filter(is_id).map(str::to_owned).collect()
+}
+
+/// The words of the form `program::function` between backticks.
+fn functions_of(text: &str) -> Vec<String> {
+    let quoted = text.split('`').skip(1).step_by(2);
+    let is_name =
+        |text: &str| text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_');
+    quoted
+        .filter(|text| text.split_once("::").is_some_and(|(a, b)| is_name(a) && is_name(b)))
+        .map(str::to_owned)
+        .collect()
+}
+
+fn page() -> String {
+    fs::read_to_string(root().join("docs/lightning_habana.md")).unwrap()
+}
+
+fn rows() -> Vec<Row> {
+    let page = page();
+    let cells = page.lines().filter_map(|line| {
+        let cells: Vec<&str> = line.strip_prefix("| ")?.split(" | ").collect();
+        (!ids_of(cells[0]).is_empty()).then_some(cells)
+    });
+    let row = |cells: Vec<&str>| {
+        let number = |at: usize| {
+            let part = cells[4].split('/').nth(at).unwrap_or_default();
+            part.trim().parse().unwrap_or(0)
+        };
+        let is_there = !cells[3].contains("not yet");
+        Row { ids: ids_of(cells[0]), here: functions_of(cells[3]), lines: (number(0), number(1)), is_there }
+    };
+    cells.map(row).collect()
+}
+
+/// The programs, by name, with their text.
+fn programs() -> Vec<(String, String)> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut programs: Vec<(String, String)> = entries
+        .filter_map(|path| {
+            let name = path.file_stem()?.to_str()?.to_owned();
+            let file = if path.is_dir() { path.join("main.rs") } else { path };
+            Some((name, fs::read_to_string(file).ok()?))
+        })
+        .collect();
+    programs.sort();
+    programs
+}
+
+/// An item of a program that belongs to blocks: their ids, its name, and how many lines it takes.
+struct Item {
+    ids: Vec<String>,
+    name: String,
+    lines: usize,
+}
+
+fn items(text: &str) -> Vec<Item> {
+    let mut items = Vec::new();
+    let mut ids = Vec::new();
+    let mut lines = text.lines().peekable();
+    while let Some(line) = lines.next() {
+        if let Some(comment) = line.strip_prefix("///") {
+            if comment.contains("Block") {
+                ids.extend(ids_of(comment));
+            }
+            continue;
+        }
+        if ids.is_empty() || line.is_empty() {
+            continue;
+        }
+        let mut body = vec![line];
+        while !body
+            .last()
+            .is_some_and(|line| line.starts_with('}') || line.ends_with(";") && !line.starts_with(' '))
+        {
+            body.push(lines.next().unwrap_or_else(|| panic!("no end of {line}")));
+        }
+        let head = body.iter().find(|line| !line.starts_with('#')).unwrap_or(&line);
+        let name = head.strip_prefix("fn ").and_then(|head| head.split('(').next()).unwrap_or(head);
+        let code = body.iter().filter(|line| !line.trim().is_empty());
+        items.push(Item { ids: std::mem::take(&mut ids), name: name.to_owned(), lines: code.count() });
+    }
+    items
+}
+
+/// The functions that `main` lists.
+fn listed(text: &str) -> Vec<String> {
+    let lists = text.split("blocks![").skip(1).filter_map(|rest| rest.split(']').next());
+    lists
+        .flat_map(|list| list.split(','))
+        .map(|name| name.trim().to_owned())
+        .filter(|name| !name.is_empty())
+        .collect()
+}
+
+#[test]
+fn every_block_of_the_documents_stands_in_the_table_once_and_in_order() {
+    let expected: Vec<String> = BLOCKS
+        .iter()
+        .flat_map(|(document, count)| (1..=*count).map(move |at| format!("{document}-{at}")))
+        .collect();
+    let found: Vec<String> = rows().into_iter().flat_map(|row| row.ids).collect();
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn what_the_table_names_is_there_and_takes_the_lines_that_it_says() {
+    let programs = programs();
+    let mut problems = Vec::new();
+    for row in rows() {
+        let ids = row.ids.join(", ");
+        let of_block: Vec<(&str, Item)> = programs
+            .iter()
+            .flat_map(|(program, text)| items(text).into_iter().map(move |item| (program.as_str(), item)))
+            .filter(|(_, item)| item.ids.iter().any(|id| row.ids.contains(id)))
+            .collect();
+        if !row.is_there {
+            if !row.here.is_empty() || !of_block.is_empty() {
+                problems.push(format!("{ids} is `not yet`, and there is a program"));
+            }
+            continue;
+        }
+        for name in &row.here {
+            let is_there =
+                of_block.iter().any(|(program, item)| *name == format!("{program}::{}", item.name));
+            if !is_there {
+                problems.push(format!("{ids}: no program has {name} with this id in its comment"));
+            }
+        }
+        let lines: usize = of_block.iter().map(|(_, item)| item.lines).sum();
+        if row.here.is_empty() || row.lines.0 == 0 {
+            problems.push(format!("{ids}: a function here and the lines there must stand in the table"));
+        }
+        if row.lines.1 != lines || lines > LIMIT {
+            problems.push(format!("{ids} takes {lines} lines here, not {}; at most {LIMIT}", row.lines.1));
+        }
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+#[test]
+fn every_function_of_a_program_stands_on_the_page_and_the_other_way_round() {
+    let there: BTreeSet<String> = functions_of(&page()).into_iter().collect();
+    let mut here = BTreeSet::new();
+    for (program, text) in programs() {
+        here.extend(listed(&text).into_iter().map(|function| format!("{program}::{function}")));
+    }
+    let missing: Vec<&String> = here.difference(&there).collect();
+    assert!(missing.is_empty(), "not on the page: {missing:?}");
+    let known: BTreeSet<&str> = here.iter().filter_map(|name| name.split("::").next()).collect();
+    let gone: Vec<&String> = there
+        .difference(&here)
+        .filter(|name| name.split("::").next().is_some_and(|program| known.contains(program)))
+        .collect();
+    assert!(gone.is_empty(), "no program has: {gone:?}");
+}
+
+#[test]
+fn links_of_the_page_lead_somewhere() {
+    let page = page();
+    let targets = page.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+    for target in targets.filter(|target| !target.starts_with("http") && !target.starts_with('#')) {
+        let file = target.split('#').next().unwrap_or(target);
+        assert!(root().join("docs").join(file).exists(), "{target}");
+    }
+}
