@@ -38,7 +38,7 @@ impl Accelerator for CpuAccelerator {
     fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
         use super::devices::Wanted;
         match devices.wanted(ACCEPTED)? {
-            Wanted::Auto => Ok(vec![0]),
+            Wanted::Auto => Ok((0..self.auto_device_count()).collect()),
             Wanted::Count(count) if count > MAX_PROCESSES => {
                 Err(format!("{count} processes on one node are more than {MAX_PROCESSES}; use {ACCEPTED}"))
             }

@@ -78,8 +78,7 @@ impl Accelerator for CudaAccelerator {
     }
 
     fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
-        let available = self.device_count();
-        devices.wanted(ACCEPTED)?.resolve(self.name(), available, available)
+        devices.wanted(ACCEPTED)?.resolve(self.name(), self.device_count(), self.auto_device_count())
     }
 
     fn device(&self, index: usize) -> Device {

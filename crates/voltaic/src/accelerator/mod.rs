@@ -3,6 +3,7 @@
 //! Owns no state of a run. Which device a process takes is decided here; spreading work over devices is not.
 
 mod cards;
+mod choice;
 mod cpu;
 mod cuda;
 mod devices;
@@ -12,6 +13,7 @@ mod memory;
 use std::fmt;
 
 pub use cards::{Card, Inventory, Listed};
+pub use choice::AcceleratorChoice;
 pub use cpu::CpuAccelerator;
 pub use cuda::CudaAccelerator;
 pub use devices::Devices;
@@ -25,8 +27,12 @@ use crate::device::Device;
 use crate::error::{DeviceError, Result};
 
 /// A kind of hardware.
+///
+/// One of your own is given to the trainer as a value ([`AcceleratorChoice`]). It drives devices that libtorch has, so it
+/// takes the name of their kind, by which the trainer chooses precision, strategy and how checkpoints are stored: around
+/// another accelerator, that one's name. Any other name, and devices of another kind than the name, are refused.
 pub trait Accelerator: fmt::Debug + Send + Sync {
-    /// The name that chooses it: `cpu`, `cuda` or `hpu`.
+    /// The name that chooses it, and the kind of its devices: `cpu`, `cuda` or `hpu`.
     fn name(&self) -> &'static str;
 
     /// One line on what stands behind the name, such as `emulated gaudi2, 96 GiB per device`.
@@ -38,8 +44,13 @@ pub trait Accelerator: fmt::Debug + Send + Sync {
     /// Why not, and what to do about it.
     fn availability(&self) -> Result<(), String>;
 
-    /// Devices on this machine.
+    /// Devices that are visible on this machine.
     fn device_count(&self) -> usize;
+
+    /// How many of them `devices=auto` takes; all unless told otherwise.
+    fn auto_device_count(&self) -> usize {
+        self.device_count()
+    }
 
     /// Which devices the trainer's `devices` means, by index.
     ///
@@ -47,7 +58,7 @@ pub trait Accelerator: fmt::Debug + Send + Sync {
     /// What is wrong, and which values are accepted.
     fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String>;
 
-    /// What `devices=auto` takes here, if that needs saying.
+    /// Why `devices=auto` takes [`Accelerator::auto_device_count`] devices, if that needs saying.
     fn auto_devices(&self) -> Option<String> {
         None
     }
@@ -124,9 +135,13 @@ pub fn accelerator(name: &str) -> Result<Box<dyn Accelerator>, DeviceError> {
             return Err(DeviceError::Unavailable { device: format!("`{name}`"), reason });
         }
     };
-    match found.availability() {
-        Ok(()) => Ok(found),
-        Err(reason) => Err(DeviceError::Unavailable { device: found.name().to_owned(), reason }),
+    if_available(found)
+}
+
+fn if_available(accelerator: Box<dyn Accelerator>) -> Result<Box<dyn Accelerator>, DeviceError> {
+    match accelerator.availability() {
+        Ok(()) => Ok(accelerator),
+        Err(reason) => Err(DeviceError::Unavailable { device: accelerator.name().to_owned(), reason }),
     }
 }
 

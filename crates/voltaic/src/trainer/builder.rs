@@ -15,7 +15,7 @@ use super::plan::{TrainPlan, resolve};
 use super::session::Run;
 use super::trial::Keep;
 use super::{Trainer, contradictions, global_seed, ranks};
-use crate::accelerator::{Accelerator, Devices, accelerator};
+use crate::accelerator::{Accelerator, AcceleratorChoice, Devices};
 use crate::callback::{
     Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, TimeSpan, Timer,
 };
@@ -34,6 +34,8 @@ use crate::strategy::{StrategyConfig, Votes};
 #[derive(Default)]
 pub struct TrainerBuilder {
     config: TrainerConfig,
+    /// In place of the one that the configuration names, whose name is this one's.
+    accelerator: Option<Box<dyn Accelerator>>,
     callbacks: Vec<Box<dyn Callback>>,
     loggers: Vec<Box<dyn Logger>>,
     checkpoint_io: Option<Box<dyn CheckpointIo>>,
@@ -63,6 +65,34 @@ impl TrainerBuilder {
     #[must_use]
     pub fn config(mut self, config: TrainerConfig) -> Self {
         self.config = config;
+        self.accelerator = None;
+        self
+    }
+
+    /// Sets [`TrainerConfig::accelerator`]: a name, or a value such as [`HpuAccelerator`](crate::accelerator::HpuAccelerator)
+    /// or an [`Accelerator`] of your own, whose name the configuration then holds.
+    ///
+    /// With several ranks each process makes its own value, as it runs the whole program.
+    #[must_use]
+    pub fn accelerator(mut self, accelerator: impl Into<AcceleratorChoice>) -> Self {
+        (self.config.accelerator, self.accelerator) = match accelerator.into() {
+            AcceleratorChoice::Name(name) => (name, None),
+            AcceleratorChoice::Value(value) => (value.name().to_owned(), Some(value)),
+        };
+        self
+    }
+
+    /// Adds a plugin to [`TrainerConfig::plugins`].
+    #[must_use]
+    pub fn plugin(mut self, plugin: impl Into<PluginConfig>) -> Self {
+        self.config.plugins.push(plugin.into());
+        self
+    }
+
+    /// Sets [`TrainerConfig::plugins`].
+    #[must_use]
+    pub fn plugins<P: Into<PluginConfig>>(mut self, plugins: impl IntoIterator<Item = P>) -> Self {
+        self.config.plugins = plugins.into_iter().map(Into::into).collect();
         self
     }
 
@@ -115,7 +145,6 @@ impl TrainerBuilder {
     }
 
     keys! {
-        accelerator: String;
         devices: Devices;
         num_nodes: u64;
         strategy: StrategyConfig;
@@ -140,7 +169,6 @@ impl TrainerBuilder {
         gradient_clip_val: f64 => Some;
         gradient_clip_algorithm: GradientClipAlgorithm => Some;
         logger: Loggers => Some;
-        plugins: Vec<PluginConfig>;
         enable_checkpointing: bool => Some;
         enable_progress_bar: bool => Some;
         enable_model_summary: bool => Some;
@@ -232,7 +260,11 @@ impl TrainerBuilder {
     /// The plan, with callbacks and profiler made, or all problems of the configuration.
     fn resolve(&mut self) -> Result<(TrainPlan, Box<dyn Accelerator>), ConfigError> {
         let mut problems = Vec::new();
-        let accelerator = accelerator(&self.config.accelerator);
+        let choice = match self.accelerator.take() {
+            Some(value) => AcceleratorChoice::Value(value),
+            None => AcceleratorChoice::from(self.config.accelerator.as_str()),
+        };
+        let accelerator = choice.resolve();
         let mut plan = match resolve(&self.config, accelerator.as_deref()) {
             Ok(plan) => Some(plan),
             Err(error) => {

@@ -9,6 +9,7 @@ use super::callbacks::CallbackConfig;
 use super::graphed::GraphMode;
 use crate::accelerator::Devices;
 use crate::callback::TimeSpan;
+use crate::checkpoint::HpuCheckpointIo;
 use crate::logger::Loggers;
 use crate::precision::HpuPrecisionPlugin;
 use crate::profiler::ProfilerConfig;
@@ -150,6 +151,18 @@ pub enum PluginConfig {
     AsyncCheckpointIo,
     /// Writes checkpoints with all tensors on the host first, as is done on an HPU anyway.
     HpuCheckpointIo,
+}
+
+impl From<HpuPrecisionPlugin> for PluginConfig {
+    fn from(plugin: HpuPrecisionPlugin) -> Self {
+        Self::HpuPrecisionPlugin(plugin)
+    }
+}
+
+impl From<HpuCheckpointIo> for PluginConfig {
+    fn from(_: HpuCheckpointIo) -> Self {
+        Self::HpuCheckpointIo
+    }
 }
 
 /// Switches of a run, with Lightning's names and defaults.

@@ -8,6 +8,7 @@
     reason = "a test that panics has failed"
 )]
 
+mod accelerator_values;
 mod autograd;
 mod batch_size_finder;
 mod callbacks;

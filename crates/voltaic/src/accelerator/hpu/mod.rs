@@ -111,6 +111,17 @@ impl Accelerator for HpuAccelerator {
         }
     }
 
+    /// All cards; of emulated ones, which share the cores of this processor, as many as `VOLTAIC_HPU_DEVICES` names, else
+    /// one.
+    fn auto_device_count(&self) -> usize {
+        match &self.backend {
+            Backend::Emulator { flags, .. } => {
+                flags.number(NUM_DEVICES).unwrap_or(1).min(self.device_count())
+            }
+            Backend::Gaudi(_) | Backend::Absent(_) => self.device_count(),
+        }
+    }
+
     /// The first generation lacks it.
     fn has_float16(&self) -> bool {
         match &self.backend {
@@ -120,22 +131,15 @@ impl Accelerator for HpuAccelerator {
         }
     }
 
-    /// `auto` is all cards; of emulated ones, which share the cores of this processor, as many as `VOLTAIC_HPU_DEVICES`
-    /// names, else one.
     fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
-        let available = self.device_count();
-        let auto = match &self.backend {
-            Backend::Emulator { flags, .. } => flags.number(NUM_DEVICES).unwrap_or(1).min(available),
-            _ => available,
-        };
         match devices.wanted(ACCEPTED)? {
             Wanted::Indices(_) => Err(format!(
                 "the cards of a node are not chosen one by one; use {ACCEPTED}, and \
                              HABANA_VISIBLE_MODULES to say which"
             )),
-            wanted => {
-                wanted.resolve(self.name(), available, auto).map_err(|what| self.more_than_visible(&what))
-            }
+            wanted => wanted
+                .resolve(self.name(), self.device_count(), self.auto_device_count())
+                .map_err(|what| self.more_than_visible(&what)),
         }
     }
 
@@ -295,9 +299,13 @@ mod tests {
         };
         let hpu = of(&[]);
         assert_eq!(hpu.parse_devices(&Devices::from("auto")), Ok(vec![0]));
+        assert_eq!((hpu.auto_device_count(), hpu.device_count()), (1, 8));
         assert!(hpu.auto_devices().unwrap().starts_with("1 of 8 emulated cards"));
         let named = of(&[(NUM_DEVICES, "2")]);
         assert_eq!(named.parse_devices(&Devices::from("auto")), Ok(vec![0, 1]));
+        assert_eq!((named.auto_device_count(), named.device_count()), (2, 2));
+        let hidden = of(&[(NUM_DEVICES, "4"), (VISIBLE, "0,3")]);
+        assert_eq!(hidden.auto_device_count(), hidden.device_count());
         assert!(named.auto_devices().unwrap().starts_with("2 emulated cards, as VOLTAIC_HPU_DEVICES"));
         let visible = of(&[(VISIBLE, "0,3")]);
         assert_eq!(visible.parse_devices(&Devices::from("auto")), Ok(vec![0]));

@@ -1,0 +1,90 @@
+//! The accelerator that a program asks for: by name, or as a value.
+
+use std::fmt;
+
+use super::{ACCELERATORS, Accelerator, accelerator, if_available};
+use crate::device::Device;
+use crate::error::DeviceError;
+
+/// An accelerator by name, such as `"hpu"` or `"auto"`, or as a value, such as [`HpuAccelerator`](super::HpuAccelerator) or
+/// one of your own.
+pub enum AcceleratorChoice {
+    /// By name; see [`accelerator`].
+    Name(String),
+    /// This one.
+    Value(Box<dyn Accelerator>),
+}
+
+impl AcceleratorChoice {
+    /// The accelerator, if this machine has it.
+    ///
+    /// # Errors
+    /// As [`accelerator`]; a value whose name is not the kind of its devices.
+    pub fn resolve(self) -> Result<Box<dyn Accelerator>, DeviceError> {
+        let found = match self {
+            Self::Name(name) => return accelerator(&name),
+            Self::Value(found) => found,
+        };
+        let (name, device) = (found.name(), found.device(0));
+        let refuse = |reason| {
+            let device = format!("the accelerator `{name}` that the program gives");
+            Err(DeviceError::Unavailable { device, reason })
+        };
+        let kinds = &ACCELERATORS[1..];
+        if !kinds.contains(&name) {
+            let kinds = kinds.join(", ");
+            return refuse(format!(
+                "its name is not a kind of device; let Accelerator::name return one of {kinds}"
+            ));
+        }
+        let kind = kind(device);
+        if kind != name {
+            return refuse(format!(
+                "its devices are of another kind ({device}); let Accelerator::name return {kind}"
+            ));
+        }
+        if_available(found)
+    }
+}
+
+/// The name of the accelerator whose device it is.
+fn kind(device: Device) -> &'static str {
+    match device {
+        Device::Cpu => "cpu",
+        Device::Cuda(_) => "cuda",
+        Device::Hpu(_) => "hpu",
+    }
+}
+
+impl fmt::Debug for AcceleratorChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Name(name) => name.fmt(f),
+            Self::Value(value) => value.fmt(f),
+        }
+    }
+}
+
+impl From<&str> for AcceleratorChoice {
+    fn from(name: &str) -> Self {
+        Self::Name(name.to_owned())
+    }
+}
+
+impl From<String> for AcceleratorChoice {
+    fn from(name: String) -> Self {
+        Self::Name(name)
+    }
+}
+
+impl<A: Accelerator + 'static> From<A> for AcceleratorChoice {
+    fn from(value: A) -> Self {
+        Self::Value(Box::new(value))
+    }
+}
+
+impl From<Box<dyn Accelerator>> for AcceleratorChoice {
+    fn from(value: Box<dyn Accelerator>) -> Self {
+        Self::Value(value)
+    }
+}
