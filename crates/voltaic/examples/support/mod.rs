@@ -26,7 +26,12 @@ pub fn run(blocks: &[Block]) -> Result<()> {
 pub fn run_with(blocks: &[Block], started: &[Block]) -> Result<()> {
     let filter =
         tracing_subscriber::EnvFilter::new(env::var("RUST_LOG").unwrap_or_else(|_| "warn".to_owned()));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .without_time()
+        .init();
     let Some(name) = env::args().nth(1) else { return run_all(blocks) };
     let Some((_, block)) = blocks.iter().chain(started).find(|(known, _)| *known == name) else {
         let known: Vec<&str> = blocks.iter().map(|(name, _)| *name).collect();

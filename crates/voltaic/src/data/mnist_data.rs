@@ -132,6 +132,13 @@ impl MnistData {
         Self { config, ..Self::default() }
     }
 
+    /// Sets [`MnistDataConfig::batch_size`].
+    #[must_use]
+    pub fn batch_size(mut self, batch_size: usize) -> Self {
+        self.config.batch_size = batch_size;
+        self
+    }
+
     /// Where the images come from and how many there are: tells a run on the full set from one on the subset.
     ///
     /// # Errors

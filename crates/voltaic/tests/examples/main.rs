@@ -1,5 +1,9 @@
 //! Runs the programs of `examples/` as a user does, and checks what each block prints and writes.
 
+mod autocast;
+mod device_stats_monitor;
+mod hmp_op_lists;
+mod mixed_precision;
 mod page;
 mod several_hpus;
 
@@ -21,6 +25,8 @@ pub struct Ran {
     pub folder: TempDir,
     /// Its standard output.
     pub out: String,
+    /// Its standard error, which has the log.
+    pub err: String,
 }
 
 /// Runs `cargo run --example PROGRAM BLOCK` in an empty folder; it must succeed.
@@ -44,7 +50,7 @@ pub fn run_with(program: &str, block: &str, variables: &[(&str, &str)]) -> Ran {
     let (out, err) = (out.join().unwrap(), err.join().unwrap());
     println!("{out}");
     assert!(succeeded, "{program} {block} failed:\n{out}{err}");
-    Ran { folder, out }
+    Ran { folder, out, err }
 }
 
 fn binary_of(program: &str) -> PathBuf {

@@ -108,7 +108,8 @@ fn items(text: &str) -> Vec<Item> {
         }
         let head = body.iter().find(|line| !line.starts_with('#')).unwrap_or(&line);
         let name = head.strip_prefix("fn ").and_then(|head| head.split('(').next()).unwrap_or(head);
-        let code = body.iter().filter(|line| !line.trim().is_empty());
+        let is_code = |line: &&&str| !line.trim().is_empty() && !line.trim().starts_with("//");
+        let code = body.iter().filter(is_code);
         items.push(Item { ids: std::mem::take(&mut ids), name: name.to_owned(), lines: code.count() });
     }
     items
