@@ -4,6 +4,7 @@
 
 mod cards;
 mod choice;
+mod config;
 mod cpu;
 mod cuda;
 mod devices;
@@ -14,6 +15,7 @@ use std::fmt;
 
 pub use cards::{Card, Inventory, Listed};
 pub use choice::AcceleratorChoice;
+pub(crate) use config::AcceleratorConfig;
 pub use cpu::CpuAccelerator;
 pub use cuda::CudaAccelerator;
 pub use devices::Devices;

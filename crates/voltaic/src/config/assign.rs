@@ -126,11 +126,6 @@ fn set(
         merge(node, Node { origin, data }, &view, &key, remarks);
         return Ok(());
     }
-    if let Some(name) = node.as_str().map(str::to_owned) {
-        // A class named by a bare string, which was left as text because text is allowed here too.
-        let class = ("class_path".to_owned(), Node::scalar(Value::String(name), node.origin.clone()));
-        *node = Node { origin: node.origin.clone(), data: Data::Map(vec![class]) };
-    }
     let class = node.get("class_path").and_then(Node::as_str).or_else(|| view.default_class());
     let class = class.and_then(|name| view.class(name));
     if *part != "init_args" && view.class_keys().contains(part) {
@@ -147,7 +142,8 @@ fn set(
             return Ok(());
         }
         let names: Vec<&str> = view.classes().iter().map(|class| class.name).collect();
-        let what = format!("no class is chosen for {key}");
+        let text = node.as_str().map(|text| format!(", which is `{text}`")).unwrap_or_default();
+        let what = format!("no class is chosen for {key}{text}");
         return Err((what, format!("write --{key}=NAME before it; the classes are {}", names.join(", "))));
     };
     let view = class.init_args.unwrap_or_else(|| View::new(&Value::Bool(true)));

@@ -125,6 +125,10 @@ impl Checker<'_> {
             let what = "this class takes no arguments".to_owned();
             return self.report(&full, origin, what, "remove them".to_owned());
         }
+        if let Some(reason) = view.refusal(name) {
+            let (what, remedy) = reason.split_once("; ").unwrap_or((reason, "remove it"));
+            return self.report(&full, origin, what.to_owned(), remedy.to_owned());
+        }
         let remedy = if let Some(other) = nearest(name, known.iter().copied()) {
             format!("did you mean {}", origin.typed_key(&join(key, other)))
         } else if let Some(elsewhere) = find_key(&self.root, name, "", 0)

@@ -54,6 +54,8 @@ pub(super) fn fill(node: &mut Node, view: &View<'_>, default: Option<&Value>) {
     let is_empty_arguments =
         |name: &str, node: &Node| name == "init_args" && node.entries().is_some_and(Vec::is_empty);
     given.retain(|(name, node)| takes_arguments || !is_empty_arguments(name, node));
+    // An argument that is refused and null was not given: that is how Lightning writes it.
+    given.retain(|(name, node)| !(node.is_null() && view.refusal(name).is_some()));
     entries.append(&mut given);
 }
 

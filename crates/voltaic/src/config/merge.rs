@@ -115,9 +115,9 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
     let origin = incoming.origin.clone();
     match incoming.data {
         Data::Scalar { value: Value::String(ref name), .. } => {
-            let is_text =
-                view.allows_free_text() || view.choices().iter().any(|choice| choice.as_str() == Some(name));
-            if is_text {
+            let is_choice = view.choices().iter().any(|choice| choice.as_str() == Some(name));
+            let names_class = view.class(name).is_some() && is_dotted_name(name);
+            if is_choice || (view.allows_free_text() && !names_class) {
                 return incoming;
             }
             if !view.classes().is_empty() {
@@ -164,6 +164,11 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
         }
         data => Node { origin, data },
     }
+}
+
+/// Whether a text could be a class with the modules before it, and is not a path or a sentence.
+fn is_dotted_name(text: &str) -> bool {
+    text.chars().all(|c| c.is_alphanumeric() || matches!(c, '_' | '.'))
 }
 
 /// Drops the arguments of the class that `new` replaces, except those of the layer that names the new class.

@@ -2,6 +2,9 @@
 
 use serde_json::{Map, Value};
 
+/// The keyword of a schema for keys that a mapping does not have: an object with the reason for each.
+pub(super) const REFUSED: &str = "x-refused";
+
 /// What may stand at one place of a configuration.
 ///
 /// `options` are the alternatives of `anyOf`, `oneOf` and of several types; each is an object, or `true` for anything.
@@ -168,6 +171,12 @@ impl<'s> View<'s> {
                 })
             })
             .collect()
+    }
+
+    /// Why there is no key of this name, though one may well look for it: what is wrong, and after `; ` what to do.
+    /// [`REFUSED`] of the schema holds it.
+    pub fn refusal(&self, key: &str) -> Option<&'s str> {
+        self.objects().find_map(|option| option.get(REFUSED)?.get(key)?.as_str())
     }
 
     /// Keys of a class object itself: `class_path`, `init_args`, and what stands beside them in a struct that flattens

@@ -2,7 +2,9 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
+use crate::device::Device;
 use crate::error::ConfigError;
 
 /// A TiB; a larger bucket is one for all gradients.
@@ -29,6 +31,46 @@ pub enum StrategyClass {
     HPUDDPStrategy(DdpConfig),
     /// `DDPStrategy` on HPUs, as `hpu_parallel`.
     HPUParallelStrategy(DdpConfig),
+    /// One process, as `single_device`.
+    SingleDeviceStrategy(SingleDeviceConfig),
+    /// One process on an HPU, as `hpu_single`.
+    SingleHPUStrategy(SingleDeviceConfig),
+}
+
+/// Settings of training in one process.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+#[schemars(extend("x-refused" = refused_by_all()))]
+pub struct SingleDeviceConfig {
+    /// The device, which must be the one that `trainer.accelerator` and `trainer.devices` mean: `hpu`, `cuda:0`. That one unless
+    /// set.
+    pub device: Option<String>,
+}
+
+/// Arguments of Lightning's strategies that are the trainer's own here, with what to do instead.
+fn refused_by_all() -> Value {
+    json!({
+        "accelerator": "the trainer has one accelerator; set trainer.accelerator",
+        "checkpoint_io": "the trainer stores checkpoints; name a class in trainer.plugins",
+        "precision_plugin": "the trainer has one precision; set trainer.precision, or name a class in trainer.plugins",
+    })
+}
+
+/// The same of its strategies for several ranks.
+fn refused_by_ddp() -> Value {
+    let mut refused = refused_by_all();
+    refused["parallel_devices"] =
+        "the trainer counts its devices; set trainer.devices to their number".into();
+    refused["cluster_environment"] = "the launcher is known by the variables that it sets; remove it".into();
+    refused["ddp_comm_hook"] =
+        "a function of Python; set gradient_compression=bf16 for bf16_compress_hook".into();
+    for key in ["ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"] {
+        refused[key] = "goes with ddp_comm_hook, a function of Python; remove it".into();
+    }
+    refused["timeout"] = "is given in seconds here; set timeout_secs".into();
+    refused["start_method"] = "ranks are started in one way, by running the program again; remove it".into();
+    refused["gradient_as_bucket_view"] = "where gradients lie is not for choice; remove it".into();
+    refused
 }
 
 /// In which dtype gradients travel.
@@ -45,6 +87,7 @@ pub enum GradientCompression {
 /// Settings of data-parallel training, with the names of PyTorch's `DistributedDataParallel`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
+#[schemars(extend("x-refused" = refused_by_ddp()))]
 pub struct DdpConfig {
     /// Most MiB of gradients that travel together; the first bucket holds at most 1 MiB, so that it starts early.
     pub bucket_cap_mb: u64,
@@ -58,6 +101,9 @@ pub struct DdpConfig {
     pub gradient_compression: GradientCompression,
     /// Seconds that ranks wait for each other, at the start and in each operation.
     pub timeout_secs: f64,
+    /// Library of the collectives, which must be the accelerator's: `gloo` of the cpu, `nccl` of cuda, `hccl` of hpu
+    /// (emulated ones have Gloo in its place). That one unless set.
+    pub process_group_backend: Option<String>,
 }
 
 impl Default for DdpConfig {
@@ -69,15 +115,57 @@ impl Default for DdpConfig {
             broadcast_buffers: true,
             gradient_compression: GradientCompression::None,
             timeout_secs: crate::distributed::DEFAULT_TIMEOUT.as_secs_f64(),
+            process_group_backend: None,
         }
     }
 }
 
 impl DdpConfig {
+    fn resolve(&self, name: &'static str) -> Result<StrategyPlan, ConfigError> {
+        if !(1..=MAX_BUCKET_MB).contains(&self.bucket_cap_mb) {
+            let what = format!("bucket_cap_mb is {}", self.bucket_cap_mb);
+            return refuse(what, "use a number from 1 to 1048576; 25 is the default");
+        }
+        if !(self.timeout_secs > 0.0 && self.timeout_secs <= MAX_TIMEOUT_SECS) {
+            let what = format!("timeout_secs is {}", self.timeout_secs);
+            return refuse(what, "use a positive number of seconds, at most a year (31536000)");
+        }
+        Ok(StrategyPlan::Ddp { name, config: self.clone() })
+    }
+
+    fn check_backend(&self, class: &str, accelerator: &str) -> Result<(), ConfigError> {
+        let own = match accelerator {
+            "hpu" => "hccl",
+            "cuda" => "nccl",
+            _ => "gloo",
+        };
+        match &self.process_group_backend {
+            Some(given) if given != own => refuse(
+                format!(
+                    "{class}.process_group_backend is {given}, but the collectives of {accelerator} are {own}'s"
+                ),
+                "leave it out",
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// [`DdpConfig::timeout_secs`].
     pub fn timeout(&self) -> std::time::Duration {
         std::time::Duration::try_from_secs_f64(self.timeout_secs)
             .unwrap_or(crate::distributed::DEFAULT_TIMEOUT)
+    }
+}
+
+impl SingleDeviceConfig {
+    fn check(&self, class: &str, accelerator: &str, device: Device) -> Result<(), ConfigError> {
+        match &self.device {
+            Some(given) if *given != accelerator && *given != device.to_string() => refuse(
+                format!("{class}.device is {given}, but the run is on {device}"),
+                "set trainer.accelerator, or leave it out",
+            ),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -88,60 +176,74 @@ pub(crate) enum StrategyPlan {
     Ddp { name: &'static str, config: DdpConfig },
 }
 
+const KNOWN: &str = "use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, hpu_ddp or hpu_parallel, \
+                     or a class: DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, SingleDeviceStrategy or \
+                     SingleHPUStrategy";
+
+fn refuse<T>(what: String, remedy: &str) -> Result<T, ConfigError> {
+    Err(ConfigError::new("trainer.strategy", what, remedy))
+}
+
 impl StrategyConfig {
-    /// The strategy for `num_ranks` ranks of an accelerator.
-    pub(crate) fn resolve(&self, accelerator: &str, num_ranks: usize) -> Result<StrategyPlan, ConfigError> {
-        let refuse = |what: String, remedy: &str| Err(ConfigError::new("trainer.strategy", what, remedy));
-        let ddp = |name, config: &DdpConfig| {
-            if !(1..=MAX_BUCKET_MB).contains(&config.bucket_cap_mb) {
-                let what = format!("bucket_cap_mb is {}", config.bucket_cap_mb);
-                return refuse(what, "use a number from 1 to 1048576; 25 is the default");
-            }
-            if !(config.timeout_secs > 0.0 && config.timeout_secs <= MAX_TIMEOUT_SECS) {
-                let what = format!("timeout_secs is {}", config.timeout_secs);
-                return refuse(what, "use a positive number of seconds, at most a year (31536000)");
-            }
-            Ok(StrategyPlan::Ddp { name, config: config.clone() })
-        };
+    /// The strategy for `num_ranks` ranks of an accelerator, whose first device is given.
+    pub(crate) fn resolve(
+        &self,
+        accelerator: &str,
+        device: Device,
+        num_ranks: usize,
+    ) -> Result<StrategyPlan, ConfigError> {
+        use StrategyClass as Class;
         let (name, plan) = match self {
-            Self::Class(StrategyClass::DDPStrategy(config)) => ("DDPStrategy", ddp("ddp", config)?),
-            Self::Class(StrategyClass::HPUDDPStrategy(config)) => ("HPUDDPStrategy", ddp("hpu_ddp", config)?),
-            Self::Class(StrategyClass::HPUParallelStrategy(config)) => {
-                ("HPUParallelStrategy", ddp("hpu_parallel", config)?)
+            Self::Class(Class::DDPStrategy(config)) => ("DDPStrategy", config.resolve("ddp")?),
+            Self::Class(Class::HPUDDPStrategy(config)) => ("HPUDDPStrategy", config.resolve("hpu_ddp")?),
+            Self::Class(Class::HPUParallelStrategy(config)) => {
+                ("HPUParallelStrategy", config.resolve("hpu_parallel")?)
             }
-            Self::Name(name) => {
-                let defaults = DdpConfig::default();
-                let unused = DdpConfig { find_unused_parameters: true, ..DdpConfig::default() };
-                let plan = match name.to_lowercase().as_str() {
-                    "auto" if num_ranks == 1 => StrategyPlan::SingleDevice,
-                    "auto" if accelerator == "hpu" => ddp("hpu_parallel", &defaults)?,
-                    "auto" | "ddp" | "ddp_find_unused_parameters_false" => ddp("ddp", &defaults)?,
-                    "ddp_find_unused_parameters_true" => ddp("ddp", &unused)?,
-                    "hpu_ddp" => ddp("hpu_ddp", &defaults)?,
-                    "hpu_parallel" => ddp("hpu_parallel", &defaults)?,
-                    "single_device" | "hpu_single" if num_ranks > 1 => {
-                        let what = format!("`{name}` with {num_ranks} ranks");
-                        return refuse(what, "use ddp or auto, or trainer.devices=1 and trainer.num_nodes=1");
-                    }
-                    "single_device" | "hpu_single" => StrategyPlan::SingleDevice,
-                    _ => {
-                        return refuse(
-                            format!("there is no strategy `{name}`"),
-                            "use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, hpu_ddp or \
-                             hpu_parallel",
-                        );
-                    }
-                };
-                (name.as_str(), plan)
+            Self::Class(Class::SingleDeviceStrategy(_)) => {
+                ("SingleDeviceStrategy", StrategyPlan::SingleDevice)
             }
+            Self::Class(Class::SingleHPUStrategy(_)) => ("SingleHPUStrategy", StrategyPlan::SingleDevice),
+            Self::Name(name) => (name.as_str(), of_name(name, accelerator, num_ranks)?),
         };
-        if name.to_lowercase().starts_with("hpu") && accelerator != "hpu" {
-            return refuse(
-                format!("{name} needs accelerator=hpu, not {accelerator}"),
-                "use ddp, or trainer.accelerator=hpu",
-            );
+        if plan == StrategyPlan::SingleDevice && num_ranks > 1 {
+            let what = format!("`{name}` with {num_ranks} ranks");
+            return refuse(what, "use ddp or auto, or trainer.devices=1 and trainer.num_nodes=1");
+        }
+        let is_of_hpu = name.to_lowercase().starts_with("hpu") || name == "SingleHPUStrategy";
+        if is_of_hpu && accelerator != "hpu" {
+            let what = format!("{name} needs accelerator=hpu, not {accelerator}");
+            let other = if plan == StrategyPlan::SingleDevice { "single_device" } else { "ddp" };
+            return refuse(what, &format!("use {other}, or trainer.accelerator=hpu"));
+        }
+        match self {
+            Self::Class(Class::SingleDeviceStrategy(config) | Class::SingleHPUStrategy(config)) => {
+                config.check(name, accelerator, device)?;
+            }
+            Self::Class(
+                Class::DDPStrategy(config)
+                | Class::HPUDDPStrategy(config)
+                | Class::HPUParallelStrategy(config),
+            ) => config.check_backend(name, accelerator)?,
+            Self::Name(_) => {}
         }
         Ok(plan)
+    }
+}
+
+/// The strategy of a name.
+fn of_name(name: &str, accelerator: &str, num_ranks: usize) -> Result<StrategyPlan, ConfigError> {
+    let defaults = DdpConfig::default();
+    match name.to_lowercase().as_str() {
+        "auto" if num_ranks == 1 => Ok(StrategyPlan::SingleDevice),
+        "auto" if accelerator == "hpu" => defaults.resolve("hpu_parallel"),
+        "auto" | "ddp" | "ddp_find_unused_parameters_false" => defaults.resolve("ddp"),
+        "ddp_find_unused_parameters_true" => {
+            DdpConfig { find_unused_parameters: true, ..defaults }.resolve("ddp")
+        }
+        "hpu_ddp" => defaults.resolve("hpu_ddp"),
+        "hpu_parallel" => defaults.resolve("hpu_parallel"),
+        "single_device" | "hpu_single" => Ok(StrategyPlan::SingleDevice),
+        _ => refuse(format!("there is no strategy `{name}`"), KNOWN),
     }
 }
 
@@ -175,12 +277,15 @@ mod tests {
 
     #[test]
     fn names_and_ranks_choose_a_strategy() {
-        let name =
-            |name: &str, accelerator, ranks| match StrategyConfig::from(name).resolve(accelerator, ranks) {
-                Ok(StrategyPlan::SingleDevice) => "single".to_owned(),
-                Ok(StrategyPlan::Ddp { name, .. }) => name.to_owned(),
-                Err(error) => error.to_string(),
-            };
+        let name = |name: &str, accelerator, ranks| match StrategyConfig::from(name).resolve(
+            accelerator,
+            Device::Cpu,
+            ranks,
+        ) {
+            Ok(StrategyPlan::SingleDevice) => "single".to_owned(),
+            Ok(StrategyPlan::Ddp { name, .. }) => name.to_owned(),
+            Err(error) => error.to_string(),
+        };
         for (given, accelerator, ranks, expected) in [
             ("auto", "cpu", 1, "single"),
             ("auto", "cpu", 2, "ddp"),

@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::nn::Module;
 
 pub(crate) use config::StrategyPlan;
-pub use config::{DdpConfig, GradientCompression, StrategyClass, StrategyConfig};
+pub use config::{DdpConfig, GradientCompression, SingleDeviceConfig, StrategyClass, StrategyConfig};
 pub use ddp::Ddp;
 
 /// What one rank has been asked by a signal or by its callbacks, on which all ranks have to act together.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::callbacks::CallbackConfig;
 use super::graphed::GraphMode;
-use crate::accelerator::Devices;
+use crate::accelerator::{AcceleratorConfig, Devices};
 use crate::callback::TimeSpan;
 use crate::checkpoint::HpuCheckpointIo;
 use crate::logger::Loggers;
@@ -169,7 +169,10 @@ impl From<HpuCheckpointIo> for PluginConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainerConfig {
-    /// Kind of hardware: `cpu`, `hpu`, `cuda`, or `auto` for the best there is (never an emulated one).
+    /// Kind of hardware: `cpu`, `hpu`, `cuda`, or `auto` for the best there is (never an emulated one). A class such as
+    /// `HPUAccelerator` is read as its name.
+    #[serde(deserialize_with = "AcceleratorConfig::name")]
+    #[schemars(with = "AcceleratorConfig")]
     pub accelerator: String,
     /// How many devices: a number, or `auto`.
     pub devices: Devices,

@@ -58,15 +58,14 @@ impl RankPlan {
             tracing::info!("devices=auto: {note}");
         }
         let num_ranks = expected_ranks(config, devices.len(), devices_is_auto);
-        let strategy =
-            match accelerator.map(|accelerator| config.strategy.resolve(accelerator.name(), num_ranks)) {
-                Ok(Ok(strategy)) => strategy,
-                Ok(Err(error)) => {
-                    problems.0.extend(error.problems);
-                    StrategyPlan::SingleDevice
-                }
-                Err(_) => StrategyPlan::SingleDevice, // reported above
-            };
+        let strategy = match accelerator.map(|it| config.strategy.resolve(it.name(), devices[0], num_ranks)) {
+            Ok(Ok(strategy)) => strategy,
+            Ok(Err(error)) => {
+                problems.0.extend(error.problems);
+                StrategyPlan::SingleDevice
+            }
+            Err(_) => StrategyPlan::SingleDevice, // reported above
+        };
         if !(1..=MAX_NODES).contains(&config.num_nodes) {
             let what = format!("{} nodes", config.num_nodes);
             problems.add("num_nodes", what, &format!("use 1 or more, at most {MAX_NODES}"));

@@ -13,6 +13,7 @@ mod autograd;
 mod batch_size_finder;
 mod callbacks;
 mod checkpoint_io;
+mod class_paths;
 mod cli;
 mod config;
 mod config_print;

@@ -1,0 +1,38 @@
+//! The `accelerator` key: a name, or a class without settings, which becomes the name.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Deserializer};
+
+/// An accelerator by name, or by the class of Lightning.
+#[derive(Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub(crate) enum AcceleratorConfig {
+    /// `auto`, `cpu`, `cuda` or `hpu`.
+    Name(String),
+    /// By class.
+    Class(AcceleratorClass),
+}
+
+/// An accelerator by class name.
+#[derive(Deserialize, JsonSchema)]
+#[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
+pub(crate) enum AcceleratorClass {
+    /// The host; `cpu`.
+    CPUAccelerator,
+    /// NVIDIA's GPUs; `cuda`.
+    CUDAAccelerator,
+    /// Intel's Gaudi cards, or emulated ones; `hpu`.
+    HPUAccelerator,
+}
+
+impl AcceleratorConfig {
+    /// Reads the name of the accelerator.
+    pub(crate) fn name<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+        Ok(match Self::deserialize(from)? {
+            Self::Name(name) => name,
+            Self::Class(AcceleratorClass::CPUAccelerator) => "cpu".to_owned(),
+            Self::Class(AcceleratorClass::CUDAAccelerator) => "cuda".to_owned(),
+            Self::Class(AcceleratorClass::HPUAccelerator) => "hpu".to_owned(),
+        })
+    }
+}

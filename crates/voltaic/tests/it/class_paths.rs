@@ -1,0 +1,301 @@
+//! Names of the originals as class paths: accelerators, strategies, plugins, loggers, callbacks.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
+
+use std::sync::LazyLock;
+
+use serde_json::{Value, json};
+use voltaic::cli::Registry;
+use voltaic::config::{Assignment, Layers, PrintConfig, deserialize_at};
+use voltaic::trainer::{PluginConfig, Trainer, TrainerConfig};
+
+use crate::probe::{short_fit, text_of, voltaic};
+
+static SCHEMA: LazyLock<Value> = LazyLock::new(|| Registry::builtin().schema());
+
+/// A recipe and options on it.
+fn layers(recipe: &str, options: &[&str]) -> Layers {
+    let mut layers = Layers::new(SCHEMA.clone());
+    layers.text("run.yaml", recipe);
+    for option in options {
+        layers.assign(&Assignment::parse(option));
+    }
+    layers
+}
+
+/// The trainer's section, as it is and as it is read again after it was printed.
+fn trainer(recipe: &str, options: &[&str]) -> Result<TrainerConfig, String> {
+    let read = |layers: &Layers| {
+        let settings = layers.settle().map_err(|error| error.to_string())?;
+        deserialize_at::<TrainerConfig>("trainer", &settings.tree, &settings.origins)
+            .map_err(|error| error.to_string())
+    };
+    let given = layers(recipe, options);
+    let config = read(&given)?;
+    for words in ["", "skip_default"] {
+        let printed = given.print_config(PrintConfig::parse(words).unwrap()).unwrap();
+        assert_eq!(read(&layers(&printed, &[])), Ok(config.clone()), "{words}:\n{printed}");
+    }
+    let section = serde_json::to_value(&config).unwrap();
+    assert_eq!(serde_json::from_value::<TrainerConfig>(section).unwrap(), config);
+    Ok(config)
+}
+
+/// What a whole check says, or nothing.
+fn problem(recipe: &str, options: &[&str]) -> String {
+    match trainer(recipe, options) {
+        Ok(config) => match Trainer::builder().config(config).check() {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        },
+        Err(error) => error,
+    }
+}
+
+#[test]
+fn accelerators_are_named_as_classes() {
+    const PATHS: [&str; 7] = [
+        "HPUAccelerator",
+        "HpuAccelerator",
+        "lightning_habana.HPUAccelerator",
+        "lightning_habana.pytorch.accelerator.HPUAccelerator",
+        "lightning.pytorch.accelerators.HPUAccelerator",
+        "pytorch_lightning.accelerators.hpu.HPUAccelerator",
+        "mylib.HPUAccelerator",
+    ];
+    for path in PATHS {
+        let option = |text: String| vec![format!("trainer.accelerator{text}")];
+        for (recipe, options) in [
+            (format!("trainer: {{accelerator: {path}}}"), vec![]),
+            (format!("trainer: {{accelerator: {{class_path: {path}}}}}"), vec![]),
+            (format!("trainer: {{accelerator: {{class_path: {path}, init_args: {{}}}}}}"), vec![]),
+            (String::new(), option(format!("={path}"))),
+            (String::new(), option(format!(".class_path={path}"))),
+            (String::new(), option(format!("={{class_path: {path}}}"))),
+            ("trainer: {accelerator: cpu}".to_owned(), option(format!(".class_path={path}"))),
+        ] {
+            let options: Vec<&str> = options.iter().map(String::as_str).collect();
+            let config = trainer(&recipe, &options);
+            assert_eq!(config.map(|config| config.accelerator).as_deref(), Ok("hpu"), "{recipe} {options:?}");
+        }
+    }
+    for (class, name) in [
+        ("CPUAccelerator", "cpu"),
+        ("CUDAAccelerator", "cuda"),
+        ("lightning.pytorch.accelerators.CUDAAccelerator", "cuda"),
+        ("hpu", "hpu"),
+        ("auto", "auto"),
+        ("GPU", "GPU"),
+    ] {
+        let config = trainer("", &[&format!("trainer.accelerator={class}")]).unwrap();
+        assert_eq!(config.accelerator, name);
+    }
+    // a later layer replaces a class by a name
+    let recipe = "trainer: {accelerator: {class_path: HPUAccelerator}}";
+    assert_eq!(trainer(recipe, &["trainer.accelerator=cpu"]).unwrap().accelerator, "cpu");
+    for (options, expected) in [
+        (
+            "trainer.accelerator.class_path=HPUAcelerator",
+            "trainer.accelerator (from command line): `HPUAcelerator` is not a known class; did you mean HPUAccelerator",
+        ),
+        (
+            "trainer.accelerator={class_path: TPU}",
+            "trainer.accelerator (from command line): `TPU` is not a known class; the classes are CPUAccelerator, CUDAAccelerator, HPUAccelerator",
+        ),
+        (
+            "trainer.accelerator=MPSAccelerator",
+            "there is no accelerator of this name; use auto, cpu, cuda, hpu",
+        ),
+        (
+            "trainer.accelerator={class_path: HPUAccelerator, init_args: {device: 3}}",
+            "trainer.accelerator (from command line): this class takes no arguments; remove them",
+        ),
+        (
+            "trainer.accelerator=true",
+            "`true` is a true-or-false value; give a class (CPUAccelerator, CUDAAccelerator, HPUAccelerator) or text",
+        ),
+        (
+            "trainer.accelerator.device=hpu",
+            "trainer.accelerator.device (from command line): no class is chosen for trainer.accelerator, which is `auto`; write --trainer.accelerator=NAME before it; the classes are CPUAccelerator, CUDAAccelerator, HPUAccelerator",
+        ),
+    ] {
+        let found = problem("", &[options]);
+        assert!(found.contains(expected), "{options}: {found}");
+    }
+}
+
+#[test]
+fn strategies_are_named_as_classes() {
+    let strategy = |recipe: &str, options: &[&str]| {
+        serde_json::to_value(trainer(recipe, options).unwrap().strategy).unwrap()
+    };
+    let bucket = |value: &Value| value["init_args"]["bucket_cap_mb"].clone();
+    for path in [
+        "HPUParallelStrategy",
+        "lightning_habana.pytorch.strategies.HPUParallelStrategy",
+        "pytorch_lightning.strategies.hpu_parallel.HPUParallelStrategy",
+    ] {
+        let found = strategy("", &[&format!("trainer.strategy={path}"), "trainer.strategy.bucket_cap_mb=50"]);
+        assert_eq!((&found["class_path"], bucket(&found)), (&json!("HPUParallelStrategy"), json!(50)));
+        assert_eq!(bucket(&strategy(&format!("trainer: {{strategy: {path}}}"), &[])), json!(25), "{path}");
+        let recipe =
+            format!("trainer: {{strategy: {{class_path: {path}, init_args: {{bucket_cap_mb: 7}}}}}}");
+        assert_eq!(bucket(&strategy(&recipe, &[])), json!(7));
+        assert_eq!(strategy(&recipe, &["trainer.strategy=auto"]), json!("auto"), "a name replaces a class");
+        assert_eq!(bucket(&strategy(&recipe, &["trainer.strategy.bucket_cap_mb=9"])), json!(9));
+    }
+    for (options, expected) in [
+        (&["accelerator=hpu", "strategy=SingleHPUStrategy"][..], ""),
+        (
+            &[
+                "accelerator=HPUAccelerator",
+                "strategy={class_path: lightning_habana.SingleHPUStrategy, init_args: {device: hpu}}",
+            ],
+            "",
+        ),
+        (&["accelerator=cpu", "strategy=SingleDeviceStrategy", "strategy.device=cpu"], ""),
+        (&["accelerator=hpu", "strategy=hpu_single"], ""),
+        (
+            &[
+                "accelerator=hpu",
+                "devices=2",
+                "strategy=HPUDDPStrategy",
+                "strategy.process_group_backend=hccl",
+            ],
+            "",
+        ),
+        (
+            &["accelerator=cpu", "devices=2", "strategy=DDPStrategy", "strategy.process_group_backend=gloo"],
+            "",
+        ),
+        (
+            &["accelerator=cpu", "strategy=SingleHPUStrategy"],
+            "SingleHPUStrategy needs accelerator=hpu, not cpu",
+        ),
+        (
+            &["accelerator=hpu", "devices=2", "strategy=SingleHPUStrategy"],
+            "trainer.strategy: `SingleHPUStrategy` with 2 ranks; use ddp or auto",
+        ),
+        (
+            &["accelerator=hpu", "strategy=SingleHPUStrategy", "strategy.device=cpu"],
+            "SingleHPUStrategy.device is cpu, but the run is on hpu:0; set trainer.accelerator, or leave it out",
+        ),
+        (
+            &["accelerator=cpu", "devices=2", "strategy=DDPStrategy", "strategy.process_group_backend=nccl"],
+            "DDPStrategy.process_group_backend is nccl, but the collectives of cpu are gloo's; leave it out",
+        ),
+        (
+            &["accelerator=hpu", "strategy=fsdp"],
+            "there is no strategy `fsdp`; use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, \
+             hpu_ddp or hpu_parallel, or a class: DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, \
+             SingleDeviceStrategy or SingleHPUStrategy",
+        ),
+    ] {
+        let options: Vec<String> = options.iter().map(|option| format!("trainer.{option}")).collect();
+        let options: Vec<&str> = options.iter().map(String::as_str).collect();
+        let found = problem("", &options);
+        assert!(
+            found.contains(expected) && (found.is_empty() == expected.is_empty()),
+            "{options:?}: {found}"
+        );
+    }
+}
+
+#[test]
+fn arguments_of_the_originals_that_mean_nothing_here_are_refused_with_the_reason() {
+    let all = "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin ddp_comm_state \
+               ddp_comm_hook ddp_comm_wrapper model_averaging_period timeout start_method gradient_as_bucket_view";
+    for class in
+        ["DDPStrategy", "HPUDDPStrategy", "HPUParallelStrategy", "SingleDeviceStrategy", "SingleHPUStrategy"]
+    {
+        let is_single = class.starts_with("Single");
+        let known: Vec<&str> = all
+            .split_whitespace()
+            .filter(|name| {
+                !is_single || name.contains("accelerator") || name.contains("io") && !name.contains("period")
+            })
+            .collect();
+        let nulls: Vec<String> = known.iter().map(|name| format!("{name}: null")).collect();
+        let recipe = format!(
+            "trainer: {{accelerator: hpu, strategy: {{class_path: {class}, init_args: {{{}}}}}}}",
+            nulls.join(", ")
+        );
+        assert_eq!(problem(&recipe, &[]), "", "null is how Lightning writes an argument that is not given");
+        for name in known {
+            let found =
+                problem("", &[&format!("trainer.strategy={class}"), &format!("trainer.strategy.{name}=hpu")]);
+            let start = format!("trainer.strategy.{name} (from command line): ");
+            assert!(
+                found.starts_with(&start) && !found.contains("unknown key") && found.contains("; "),
+                "{found}"
+            );
+        }
+        let found = problem("", &[&format!("trainer.strategy={class}"), "trainer.strategy.bucket=3"]);
+        assert!(found.contains("unknown key"), "{found}");
+    }
+    let found = problem(
+        "trainer:\n  strategy:\n    class_path: HPUParallelStrategy\n    init_args:\n      parallel_devices: [hpu, hpu]",
+        &[],
+    );
+    assert_eq!(
+        found,
+        "trainer.strategy.init_args.parallel_devices (from run.yaml:5): the trainer counts its devices; set \
+         trainer.devices to their number"
+    );
+}
+
+#[test]
+fn plugins_loggers_and_callbacks_have_the_names_of_the_originals() {
+    for path in ["HPUPrecisionPlugin", "lightning_habana.pytorch.plugins.precision.HPUPrecisionPlugin"] {
+        let options = [
+            "trainer.accelerator=HPUAccelerator",
+            &format!("trainer.plugins={path}"),
+            "trainer.plugins.precision=bf16-mixed",
+            "trainer.plugins+=lightning_habana.pytorch.plugins.io_plugin.HPUCheckpointIO",
+            "trainer.plugins+={class_path: lightning.pytorch.plugins.io.AsyncCheckpointIO}",
+            "trainer.logger=lightning.pytorch.loggers.TensorBoardLogger",
+            "trainer.callbacks+=pytorch_lightning.callbacks.EarlyStopping",
+            "trainer.callbacks.monitor=val_loss",
+            "trainer.profiler=lightning.pytorch.profilers.SimpleProfiler",
+        ];
+        let config = trainer("", &options).unwrap();
+        assert!(
+            matches!(&config.plugins[..], [PluginConfig::HpuPrecisionPlugin(plugin), PluginConfig::HpuCheckpointIo, PluginConfig::AsyncCheckpointIo] if plugin.precision == "bf16-mixed")
+        );
+        assert_eq!(problem("", &options), "");
+    }
+    let found = problem("", &["trainer.plugins=DeepSpeedPrecisionPlugin2"]);
+    assert!(found.contains("`DeepSpeedPrecisionPlugin2` is not a known class"), "{found}");
+}
+
+#[test]
+fn the_command_runs_with_instances_of_accelerator_and_strategy() {
+    for options in [
+        &["--trainer.accelerator=HPUAccelerator", "--trainer.strategy=SingleHPUStrategy"][..],
+        &[
+            "--trainer.accelerator=lightning_habana.pytorch.accelerator.HPUAccelerator",
+            "--trainer.strategy=lightning_habana.pytorch.strategies.HPUParallelStrategy",
+            "--trainer.strategy.bucket_cap_mb=50",
+            "--trainer.devices=2",
+            "--trainer.plugins=HPUPrecisionPlugin",
+            "--trainer.plugins.precision=bf16-mixed",
+        ],
+    ] {
+        let (code, text) = short_fit(options, &[("VOLTAIC_HPU", "emulator"), ("OMP_NUM_THREADS", "1")]);
+        assert_eq!(code, Some(0), "{text}");
+        assert!(text.contains("emulated"), "on HPUs: {text}");
+        assert_eq!(text.contains("2 ranks"), options.len() > 2, "{text}");
+    }
+    let (code, text) =
+        voltaic(&["fit", "--model=Mlp", "--data=MnistData", "--trainer.accelerator=HPUAcc"], &[]);
+    assert!(code == Some(2) && text.contains("use auto, cpu, cuda, hpu"), "{code:?} {text}");
+    let help =
+        std::process::Command::new(env!("CARGO_BIN_EXE_voltaic")).args(["fit", "--help"]).output().unwrap();
+    let help = text_of(&help).split_whitespace().collect::<Vec<_>>().join(" ");
+    for part in [
+        "Takes a class (CPUAccelerator, CUDAAccelerator, HPUAccelerator) or text.",
+        "Takes a class (DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, SingleDeviceStrategy, SingleHPUStrategy) or text.",
+    ] {
+        assert!(help.contains(part), "{part} in {help}");
+    }
+}
