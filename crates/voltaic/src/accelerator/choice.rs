@@ -1,8 +1,9 @@
 //! The accelerator that a program asks for: by name, or as a value.
 
 use std::fmt;
+use std::sync::Arc;
 
-use super::{ACCELERATORS, Accelerator, accelerator, if_available};
+use super::{ACCELERATORS, Accelerator, accelerator, check_available};
 use crate::device::Device;
 use crate::error::DeviceError;
 
@@ -12,7 +13,7 @@ pub enum AcceleratorChoice {
     /// By name; see [`accelerator`].
     Name(String),
     /// This one.
-    Value(Box<dyn Accelerator>),
+    Value(Arc<dyn Accelerator>),
 }
 
 impl AcceleratorChoice {
@@ -20,9 +21,9 @@ impl AcceleratorChoice {
     ///
     /// # Errors
     /// As [`accelerator`]; a value whose name is not the kind of its devices.
-    pub fn resolve(self) -> Result<Box<dyn Accelerator>, DeviceError> {
+    pub fn resolve(self) -> Result<Arc<dyn Accelerator>, DeviceError> {
         let found = match self {
-            Self::Name(name) => return accelerator(&name),
+            Self::Name(name) => return Ok(accelerator(&name)?.into()),
             Self::Value(found) => found,
         };
         let (name, device) = (found.name(), found.device(0));
@@ -43,7 +44,8 @@ impl AcceleratorChoice {
                 "its devices are of another kind ({device}); let Accelerator::name return {kind}"
             ));
         }
-        if_available(found)
+        check_available(found.as_ref())?;
+        Ok(found)
     }
 }
 
@@ -79,12 +81,18 @@ impl From<String> for AcceleratorChoice {
 
 impl<A: Accelerator + 'static> From<A> for AcceleratorChoice {
     fn from(value: A) -> Self {
-        Self::Value(Box::new(value))
+        Self::Value(Arc::new(value))
     }
 }
 
 impl From<Box<dyn Accelerator>> for AcceleratorChoice {
     fn from(value: Box<dyn Accelerator>) -> Self {
+        Self::Value(value.into())
+    }
+}
+
+impl From<Arc<dyn Accelerator>> for AcceleratorChoice {
+    fn from(value: Arc<dyn Accelerator>) -> Self {
         Self::Value(value)
     }
 }

@@ -137,14 +137,13 @@ pub fn accelerator(name: &str) -> Result<Box<dyn Accelerator>, DeviceError> {
             return Err(DeviceError::Unavailable { device: format!("`{name}`"), reason });
         }
     };
-    if_available(found)
+    check_available(found.as_ref())?;
+    Ok(found)
 }
 
-fn if_available(accelerator: Box<dyn Accelerator>) -> Result<Box<dyn Accelerator>, DeviceError> {
-    match accelerator.availability() {
-        Ok(()) => Ok(accelerator),
-        Err(reason) => Err(DeviceError::Unavailable { device: accelerator.name().to_owned(), reason }),
-    }
+fn check_available(accelerator: &dyn Accelerator) -> Result<(), DeviceError> {
+    let refuse = |reason| DeviceError::Unavailable { device: accelerator.name().to_owned(), reason };
+    accelerator.availability().map_err(refuse)
 }
 
 fn choose() -> Result<Box<dyn Accelerator>, DeviceError> {

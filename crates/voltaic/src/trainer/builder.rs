@@ -1,6 +1,7 @@
 //! Builds a [`Trainer`]: the configuration key by key, and the parts that are code rather than data.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use super::batch_size_finder::BatchSizeFinderConfig;
 use super::callbacks::CallbackConfig;
@@ -35,7 +36,7 @@ use crate::strategy::{StrategyConfig, Votes};
 pub struct TrainerBuilder {
     config: TrainerConfig,
     /// In place of the one that the configuration names, whose name is this one's.
-    accelerator: Option<Box<dyn Accelerator>>,
+    accelerator: Option<Arc<dyn Accelerator>>,
     callbacks: Vec<Box<dyn Callback>>,
     loggers: Vec<Box<dyn Logger>>,
     checkpoint_io: Option<Box<dyn CheckpointIo>>,
@@ -258,7 +259,7 @@ impl TrainerBuilder {
     }
 
     /// The plan, with callbacks and profiler made, or all problems of the configuration.
-    fn resolve(&mut self) -> Result<(TrainPlan, Box<dyn Accelerator>), ConfigError> {
+    fn resolve(&mut self) -> Result<(TrainPlan, Arc<dyn Accelerator>), ConfigError> {
         let mut problems = Vec::new();
         let choice = match self.accelerator.take() {
             Some(value) => AcceleratorChoice::Value(value),

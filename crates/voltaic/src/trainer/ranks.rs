@@ -113,6 +113,11 @@ fn resolve_devices(
     problems: &mut Problems,
 ) -> Vec<Device> {
     match accelerator.parse_devices(&config.devices) {
+        Ok(indices) if indices.is_empty() => {
+            let what = format!("{} gives no device for it", accelerator.name());
+            problems.add("devices", what, "let Accelerator::parse_devices give one or more, or an error");
+            vec![accelerator.device(0)]
+        }
         Ok(indices) => indices.into_iter().map(|index| accelerator.device(index)).collect(),
         Err(message) => {
             let (what, remedy) =

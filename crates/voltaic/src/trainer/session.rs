@@ -34,7 +34,7 @@ use crate::strategy::{Strategy, Votes};
 
 /// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
 pub(super) struct Run {
-    pub accelerator: Box<dyn Accelerator>,
+    pub accelerator: Arc<dyn Accelerator>,
     pub strategy: Box<dyn Strategy>,
     /// What any rank has been asked, as far as all know.
     pub agreed: Votes,

@@ -115,7 +115,8 @@ impl Trainer {
             detect_anomaly: false,
             ..self.config.clone()
         };
-        let mut builder = build(TrainerBuilder::default().config(config));
+        let accelerator = Arc::clone(&self.run.accelerator);
+        let mut builder = build(TrainerBuilder::default().config(config).accelerator(accelerator));
         if let Some(given) = &self.optimizers {
             builder = builder.optimizer(given.optimizer.clone(), None);
         }

@@ -13,7 +13,7 @@ use voltaic::accelerator::{
 use voltaic::checkpoint::HpuCheckpointIo;
 use voltaic::error::Result;
 use voltaic::precision::HpuPrecisionPlugin;
-use voltaic::trainer::{GraphMode, PluginConfig, TrainerConfig};
+use voltaic::trainer::{GraphMode, LearningRateFinderConfig, PluginConfig, TrainerConfig};
 
 use crate::ddp::{self, assert_same, finish, folder_of_parent, run_ranks, weights};
 use crate::probe::{Probe, has_hpu, loaders, plays, silent};
@@ -23,13 +23,14 @@ use crate::probe::{Probe, has_hpu, loaders, plays, silent};
 struct Counted {
     name: &'static str,
     refuses: bool,
+    has_none: bool,
     setups: Arc<AtomicUsize>,
     steps: Arc<AtomicUsize>,
 }
 
 impl Counted {
     fn new() -> Self {
-        Self { name: "cpu", refuses: false, setups: Arc::default(), steps: Arc::default() }
+        Self { name: "cpu", refuses: false, has_none: false, setups: Arc::default(), steps: Arc::default() }
     }
 }
 
@@ -55,7 +56,7 @@ impl Accelerator for Counted {
     }
 
     fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
-        CpuAccelerator.parse_devices(devices)
+        if self.has_none { Ok(Vec::new()) } else { CpuAccelerator.parse_devices(devices) }
     }
 
     fn device(&self, index: usize) -> Device {
@@ -133,11 +134,26 @@ fn values_that_cannot_be_used_are_refused_with_the_reason() {
         other.contains("its devices are of another kind (cpu); let Accelerator::name return cpu"),
         "{other}"
     );
+    let none = error(Counted { has_none: true, ..Counted::new() });
+    assert!(
+        none.contains("trainer.devices: cpu gives no device for it; let Accelerator::parse_devices"),
+        "{none}"
+    );
     if CudaAccelerator.availability().is_err() {
         let of = |error: voltaic::Error| error.to_string();
         let by_value = silent().accelerator(CudaAccelerator).build().err().map(of);
         assert_eq!(by_value, silent().accelerator("cuda").build().err().map(of), "the same as by name");
     }
+}
+
+#[test]
+fn a_search_runs_on_the_value_too() {
+    let counted = Counted::new();
+    let trainer = silent().accelerator(counted.clone()).build().unwrap();
+    let config = LearningRateFinderConfig { num_training_steps: 5, ..LearningRateFinderConfig::default() };
+    trainer.lr_find(&mut Probe::default(), &mut loaders(), &config).unwrap();
+    let steps = counted.steps.load(Ordering::Relaxed);
+    assert!(steps > 0, "{steps}");
 }
 
 #[test]
