@@ -18,11 +18,14 @@ pub(crate) enum AcceleratorConfig {
 #[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
 pub(crate) enum AcceleratorClass {
     /// The host; `cpu`.
-    CPUAccelerator,
+    #[serde(rename = "CPUAccelerator")]
+    Cpu,
     /// NVIDIA's GPUs; `cuda`.
-    CUDAAccelerator,
+    #[serde(rename = "CUDAAccelerator")]
+    Cuda,
     /// Intel's Gaudi cards, or emulated ones; `hpu`.
-    HPUAccelerator,
+    #[serde(rename = "HPUAccelerator")]
+    Hpu,
 }
 
 impl AcceleratorConfig {
@@ -30,9 +33,9 @@ impl AcceleratorConfig {
     pub(crate) fn name<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
         Ok(match Self::deserialize(from)? {
             Self::Name(name) => name,
-            Self::Class(AcceleratorClass::CPUAccelerator) => "cpu".to_owned(),
-            Self::Class(AcceleratorClass::CUDAAccelerator) => "cuda".to_owned(),
-            Self::Class(AcceleratorClass::HPUAccelerator) => "hpu".to_owned(),
+            Self::Class(AcceleratorClass::Cpu) => "cpu".to_owned(),
+            Self::Class(AcceleratorClass::Cuda) => "cuda".to_owned(),
+            Self::Class(AcceleratorClass::Hpu) => "hpu".to_owned(),
         })
     }
 }
