@@ -3,8 +3,10 @@
 mod autocast;
 mod device_stats_monitor;
 mod hmp_op_lists;
+mod lightning_cli;
 mod mixed_precision;
 mod page;
+mod runtime_flags;
 mod several_hpus;
 
 use std::io::Read;
