@@ -12,13 +12,16 @@ use crate::data::DataLoader;
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
 
+/// What a hook for loaders gives.
+type Asked<B> = anyhow::Result<Vec<DataLoader<B>>>;
+
 /// Where an evaluation has its loaders from.
 pub(super) struct LoaderSource<M: LightningModule> {
     pub method: &'static str,
     pub limit_key: &'static str,
     pub limit: fn(&TrainPlan) -> Limit,
-    of_data: fn(&mut dyn DataHooks<M::Batch>) -> anyhow::Result<Vec<DataLoader<M::Batch>>>,
-    of_module: fn(&mut M) -> anyhow::Result<Vec<DataLoader<M::Batch>>>,
+    of_data: fn(&mut dyn DataHooks<M::Batch>) -> Asked<M::Batch>,
+    of_module: fn(&mut M) -> Asked<M::Batch>,
 }
 
 impl<M: LightningModule> LoaderSource<M> {
