@@ -29,10 +29,11 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// The tensor as the back end takes it: an emulated HPU's memory is host memory.
+// The tensor as the back end takes it: an emulated HPU's memory is host memory. Gloo divides averages, and copies parts,
+// in place by operators, which a tensor without a version counter refuses.
 at::Tensor reachable(const at::Tensor &tensor) {
   if (tensor.device().type() == c10::DeviceType::HPU && voltaic::hpu::backend.is_active)
-    return voltaic::hpu::alias_on_cpu(tensor);
+    return voltaic::hpu::plain_on_cpu(tensor);
   return tensor.detach();
 }
 

@@ -154,6 +154,18 @@ Tensor look_alike_on_cpu(const Tensor &tensor) {
   return Tensor(std::move(alias));
 }
 
+Tensor plain_on_cpu(const Tensor &tensor) {
+  const TensorImplPtr alias = alias_on_cpu(tensor.unsafeGetTensorImpl());
+  auto plain = c10::make_intrusive<TensorImpl>(TensorImpl::VIEW, c10::Storage(alias->storage()), plain_cpu_keys(),
+                                               alias->dtype());
+  plain->set_sizes_and_strides(alias->sizes(), alias->strides(), alias->storage_offset());
+  if (alias->is_conj())
+    plain->_set_conj(true);
+  if (alias->is_neg())
+    plain->_set_neg(true);
+  return Tensor(std::move(plain));
+}
+
 Tensor tensor_on_hpu(const TensorImpl *like, c10::Storage storage) {
   const DispatchKeySet keys = c10::InferenceMode::is_enabled()
                                   ? hpu_only | DispatchKeySet(DispatchKey::AutocastHPU)

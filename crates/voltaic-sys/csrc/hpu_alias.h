@@ -18,6 +18,9 @@ inline Tensor alias_on_cpu(const Tensor &tensor) { return Tensor(alias_on_cpu(te
 // The same for code that only looks at it, and at whether it requires grad.
 Tensor look_alike_on_cpu(const Tensor &tensor);
 
+// The same as a tensor like any other, for code that writes to it as a user does.
+Tensor plain_on_cpu(const Tensor &tensor);
+
 // An HPU tensor over `storage`, a storage of an HPU, with shape and dtype of `like`.
 Tensor tensor_on_hpu(const c10::TensorImpl *like, c10::Storage storage);
 // A view of an HPU tensor.

@@ -34,8 +34,7 @@ fn how_much_memory() {
         assert!((100..10_000).contains(&in_use), "weights and batches: {line}");
         limit
     });
-    let half = (96 << 10) / 2 - 1; // rounded down
-    assert_eq!(limits.collect::<Vec<_>>(), [96 << 10, 128 << 10, 4 << 10, half, 64]);
+    assert_eq!(limits.collect::<Vec<_>>(), [96 << 10, 128 << 10, 4 << 10, 48 << 10, 64]);
 }
 
 #[test]

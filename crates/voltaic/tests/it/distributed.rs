@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use voltaic::accelerator::{HpuEmulator, HpuSettings};
 use voltaic::distributed::{ClusterEnvironment, ProcessGroup, RankPlacement, ReduceOp, World};
 use voltaic::error::DistributedError;
 use voltaic::{Device, Error, Kind, Tensor};
@@ -128,6 +129,34 @@ fn three_ranks_exchange_tensors_and_objects() {
             tensors.iter().map(|tensor| group.start_all_reduce(tensor, ReduceOp::Sum).unwrap()).collect();
         pending.into_iter().for_each(|pending| pending.wait().unwrap());
         assert_eq!(floats(&tensors[3]), [9.0, 18.0]);
+    });
+}
+
+#[test]
+fn tensors_of_hpus_are_exchanged_as_those_of_the_cpu() {
+    as_ranks("distributed::tensors_of_hpus_are_exchanged_as_those_of_the_cpu", 3, |group| {
+        HpuEmulator::init(HpuSettings::default()).unwrap();
+        let rank = group.rank() as f64;
+        let on = |device: Device| (Tensor::arange(12, (Kind::Float, CPU)) + rank).to_device(device.into());
+        for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max] {
+            let run = |device| {
+                let whole = on(device);
+                let part = whole.narrow(0, 3, 6).view([2, 3]); // begins within its memory
+                group.all_reduce(&part, op).unwrap();
+                let scattered = group.reduce_scatter(&on(device), op).unwrap();
+                let scalar = on(device).mean(Kind::Float);
+                group.all_reduce(&scalar, op).unwrap();
+                let _ = part.shallow_clone().g_add_scalar_(1.0); // it can still be written to
+                (floats(&whole), floats(&scattered), floats(&scalar))
+            };
+            assert_eq!(run(Device::Hpu(0)), run(Device::Cpu), "{op:?}");
+        }
+        let gathered = group.all_gather(&on(Device::Hpu(1))).unwrap();
+        assert_eq!(Device::of(&gathered).unwrap(), Device::Hpu(1));
+        assert_eq!(floats(&gathered), floats(&group.all_gather(&on(Device::Cpu)).unwrap()));
+        let sent = on(Device::Hpu(0));
+        group.broadcast(&sent, 1).unwrap();
+        assert_eq!(floats(&sent)[0], 1.0);
     });
 }
 
