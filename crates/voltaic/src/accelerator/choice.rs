@@ -73,6 +73,12 @@ impl From<&str> for AcceleratorChoice {
     }
 }
 
+impl From<&String> for AcceleratorChoice {
+    fn from(name: &String) -> Self {
+        Self::Name(name.clone())
+    }
+}
+
 impl From<String> for AcceleratorChoice {
     fn from(name: String) -> Self {
         Self::Name(name)

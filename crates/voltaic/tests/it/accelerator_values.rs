@@ -111,6 +111,7 @@ fn names_and_values_replace_each_other() {
     assert!(counted.setups.load(Ordering::Relaxed) > 0);
     for choice in [
         AcceleratorChoice::from(String::from("CPU")),
+        AcceleratorChoice::from(&String::from("cpu")),
         AcceleratorChoice::from(accelerator("cpu").unwrap()),
         AcceleratorChoice::from(CpuAccelerator),
     ] {
@@ -197,10 +198,21 @@ fn each_rank_makes_the_value_again() {
         assert_eq!(counted.steps.load(Ordering::Relaxed) as u64, trainer.global_step(), "on every rank");
         return finish(&trainer, &net, &folder);
     }
+    if plays("hpus") {
+        let folder = folder_of_parent();
+        let hpus = HpuAccelerator::from_env().unwrap();
+        let mut trainer = ddp::builder(&folder).accelerator(hpus).devices(2).build().unwrap();
+        assert_eq!(trainer.strategy(), "hpu_parallel");
+        let mut net = ddp::Net::new();
+        trainer.fit(&mut net, &mut ddp::loaders(None)).unwrap();
+        return finish(&trainer, &net, &folder);
+    }
     let (_kept, expected, ..) = ddp::alone(2, 1);
-    let folder = TempDir::new().unwrap();
-    run_ranks(test, "ranks", folder.path());
-    assert_same(&weights(folder.path()), &expected);
+    for part in ["ranks", "hpus"] {
+        let folder = TempDir::new().unwrap();
+        run_ranks(test, part, folder.path());
+        assert_same(&weights(folder.path()), &expected);
+    }
 }
 
 #[test]
