@@ -148,7 +148,7 @@ impl HpuSettings {
             settings.num_devices = devices;
         }
         if let Some(percent) = flags.number("PT_HPU_POOL_MEM_ACQUIRE_PERC") {
-            settings.memory_bytes = settings.memory_bytes * percent / 100;
+            settings.memory_bytes = (settings.memory_bytes as u128 * percent as u128 / 100) as usize;
         }
         if let Some(gib) = flags.number("PT_HABANA_POOL_SIZE").filter(|&gib| gib != ALL_OF_THE_MEMORY) {
             settings.memory_bytes = settings.memory_bytes.min(gib << 30);
