@@ -97,6 +97,14 @@ impl TrainerBuilder {
         self
     }
 
+    /// Sets [`TrainerConfig::callbacks`], by their settings as in YAML: `.callbacks([BatchSizeFinderConfig::default()])`. They
+    /// come after those that [`TrainerBuilder::callback`] adds.
+    #[must_use]
+    pub fn callbacks<C: Into<CallbackConfig>>(mut self, callbacks: impl IntoIterator<Item = C>) -> Self {
+        self.config.callbacks = callbacks.into_iter().map(Into::into).collect();
+        self
+    }
+
     /// Adds a callback; they run in the order they are added.
     #[must_use]
     pub fn callback(mut self, callback: impl Callback + 'static) -> Self {

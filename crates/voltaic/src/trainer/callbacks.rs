@@ -53,6 +53,18 @@ pub enum CallbackConfig {
     DeviceStatsMonitor(DeviceStatsMonitorConfig),
 }
 
+impl From<LearningRateFinderConfig> for CallbackConfig {
+    fn from(config: LearningRateFinderConfig) -> Self {
+        Self::LearningRateFinder(config)
+    }
+}
+
+impl From<BatchSizeFinderConfig> for CallbackConfig {
+    fn from(config: BatchSizeFinderConfig) -> Self {
+        Self::BatchSizeFinder(config)
+    }
+}
+
 impl CallbackConfig {
     /// Makes the callback. Searches for a learning rate or batch size are the trainer's part: they give one without hooks.
     pub(super) fn build(self) -> Result<Box<dyn Callback>, ConfigError> {

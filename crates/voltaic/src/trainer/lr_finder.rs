@@ -239,6 +239,11 @@ impl Trainer {
         let found = found.lock().map(|found| found.clone()).unwrap_or_default();
         Ok(found)
     }
+
+    /// The learning rate that the callback LearningRateFinder has found, if the fit uses it (`update_attr`).
+    pub fn found_lr(&self) -> Option<f64> {
+        self.plan.found_lr
+    }
 }
 
 #[cfg(test)]

@@ -302,14 +302,18 @@ fn a_learning_rate_is_found_drawn_and_used_and_leaves_the_weights_alone() {
     let config = serde_json::json!({
         "max_epochs": 1, "enable_progress_bar": false, "enable_model_summary": false, "logger": true,
         "default_root_dir": root.path(),
-        "callbacks": [{"class_path": "LearningRateFinder", "init_args": {"num_training_steps": 30}}],
     });
+    let finder = LearningRateFinderConfig { num_training_steps: 30, ..Default::default() };
     let rates = crate::probe::LearningRates::default();
-    let builder = Trainer::builder().config(serde_json::from_value(config).unwrap()).callback(rates.clone());
+    let builder = Trainer::builder()
+        .config(serde_json::from_value(config).unwrap())
+        .callbacks([finder])
+        .callback(rates.clone());
     let mut trainer = builder.build().unwrap();
     trainer.fit(&mut net, &mut crate::trainer::loaders()).unwrap();
     let rates = rates.0.lock().unwrap();
     assert!(rates[0] != 1e-2 && rates.iter().all(|rate| *rate == rates[0]), "{rates:?}");
+    assert_eq!(trainer.found_lr(), Some(rates[0]));
     assert!(trainer.log_dir().join("lr_find.png").exists());
 }
 
