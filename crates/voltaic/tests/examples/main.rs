@@ -3,13 +3,19 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
 
 mod autocast;
+mod callbacks;
+mod checkpoints;
 mod device_stats_monitor;
+mod getting_started;
+mod graph_step;
 mod hmp_op_lists;
 mod lightning_cli;
+mod logging;
 mod mixed_precision;
 mod page;
 mod runtime_flags;
 mod several_hpus;
+mod simple_profiler;
 
 use std::io::Read;
 use std::path::PathBuf;

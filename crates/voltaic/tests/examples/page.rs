@@ -187,6 +187,71 @@ fn every_function_of_a_program_stands_on_the_page_and_the_other_way_round() {
     assert!(gone.is_empty(), "no program has: {gone:?}");
 }
 
+/// The rows of a section's table, by cells.
+fn table(section: &str) -> Vec<Vec<String>> {
+    let page = page();
+    let text = page.split(&format!("\n## {section}\n")).nth(1).unwrap();
+    let text = text.split("\n## ").next().unwrap();
+    let rows = text.lines().filter_map(|line| line.strip_prefix('|')?.strip_suffix('|'));
+    rows.skip(2).map(|row| row.split('|').map(|cell| cell.trim().to_owned()).collect()).collect()
+}
+
+/// Whether a test of this name is in the sources: `it module::name`, `gaudi name`, or `doc file` for one in a comment.
+fn is_a_test(name: &str) -> bool {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let Some((binary, path)) = name.split_once(' ') else { return false };
+    let read = |path: PathBuf| fs::read_to_string(path).unwrap_or_default();
+    if binary == "doc" {
+        return read(folder.join("src").join(path)).contains("/// ```compile_fail");
+    }
+    let (module, test) = path.split_once("::").unwrap_or(("main", path));
+    let source = read(folder.join(format!("tests/{binary}/{module}.rs")));
+    source.contains(&format!("#[test]\nfn {test}() {{\n"))
+}
+
+#[test]
+fn what_became_of_each_note_is_shown_by_a_test() {
+    let rows = table("Notes and limitations");
+    assert!(rows.len() > 40, "{}", rows.len());
+    for row in rows {
+        let [document, there, here, _, tests] = &row[..] else { panic!("{row:?}") };
+        assert!(document.split(", ").all(|id| BLOCKS.iter().any(|(known, _)| *known == id)), "{row:?}");
+        assert!(!there.is_empty(), "{row:?}");
+        let is_here = ["same", "lifted", "differs", "refused"].contains(&here.as_str());
+        assert!(is_here || ["not yet", "does not apply"].contains(&here.as_str()), "{row:?}");
+        assert!(!is_here || !tests.is_empty(), "no test shows: {row:?}");
+        for test in tests.split('`').skip(1).step_by(2) {
+            assert!(is_a_test(test), "there is no test `{test}`");
+        }
+    }
+    assert!(!is_a_test("it trainer::no_such_test") && !is_a_test("trainer"));
+}
+
+#[test]
+fn programs_that_readme_names_are_there() {
+    let readme = fs::read_to_string(root().join("README.md")).unwrap();
+    let table = readme.split("\n| feature | NAME |\n").nth(1).unwrap();
+    let rows = table.lines().skip(1).take_while(|line| line.starts_with('|'));
+    let names: Vec<&str> =
+        rows.flat_map(|row| row.rsplit(" | ").next().unwrap().split('`').skip(1).step_by(2)).collect();
+    assert!(names.len() >= 11, "{names:?}");
+    let programs = programs();
+    for name in names {
+        assert!(programs.iter().any(|(program, _)| program == name), "{name}");
+    }
+}
+
+#[test]
+fn every_program_stands_on_the_page() {
+    let page = page();
+    for (program, _) in programs().iter().filter(|(program, _)| program != "support") {
+        assert!(
+            page.contains(&format!("/examples/{program}")) || page.contains(&format!("`{program}::")),
+            "{program}"
+        );
+    }
+}
+
 #[test]
 fn links_of_the_page_lead_somewhere() {
     let page = page();

@@ -210,6 +210,22 @@ fn the_plugin_trains_as_the_cpu_does() {
 }
 
 #[test]
+fn graphs_on_a_card_are_refused_with_the_reason() {
+    let with = |graph: &str| {
+        let mut command = with_plugin(&[]);
+        command.env("VOLTAIC_TRAINER__ACCELERATOR", "hpu").env("VOLTAIC_TRAINER__GRAPH", graph);
+        fit(command)
+    };
+    let (plain, _) = with("off");
+    for graph in ["step", "modules"] {
+        let (metrics, text) = with(graph);
+        assert_eq!(metrics, plain, "{graph}");
+        let refusal = "works on a Gaudi card; its graphs need the lazy mode of Habana's Python packages";
+        assert_eq!(text.matches(refusal).count(), 1, "{graph}: {text}");
+    }
+}
+
+#[test]
 fn the_emulator_can_be_asked_for_beside_cards() {
     let mut command = with_plugin(&[]);
     command.env("VOLTAIC_TRAINER__ACCELERATOR", "hpu").env("VOLTAIC_HPU", "emulator");

@@ -42,7 +42,7 @@ fn trainer(recipe: &str, options: &[&str]) -> Result<TrainerConfig, String> {
 }
 
 /// What a whole check says, or nothing.
-fn problem(recipe: &str, options: &[&str]) -> String {
+pub fn problem(recipe: &str, options: &[&str]) -> String {
     match trainer(recipe, options) {
         Ok(config) => match Trainer::builder().config(config).check() {
             Ok(()) => String::new(),

@@ -36,6 +36,7 @@ mod extreme_values;
 mod find_checkpoint;
 mod flops;
 mod frames;
+mod gaudi_documents;
 mod graph;
 mod graph_blocks;
 mod graph_first_step;

@@ -1,0 +1,43 @@
+//! Notes and limitations of lightning-Habana's documents, as far as no other test shows what became of them. The table is in
+//! docs/lightning_habana.md.
+
+use crate::class_paths::problem;
+
+#[test]
+fn what_is_not_there_yet_is_refused_by_name() {
+    let strategies = "there is no strategy `#`; use auto, single_device, hpu_single, ddp";
+    let profilers = "there is no profiler `#`; use simple or advanced";
+    let classes = "is not a known class; ";
+    for (option, expected) in [
+        ("strategy=hpu_deepspeed", strategies),
+        ("strategy=hpu_deepspeed_stage_1", strategies),
+        ("strategy=hpu_deepspeed_stage_3_offload", strategies),
+        ("strategy=HPUDeepSpeedStrategy", strategies),
+        (
+            "strategy={class_path: lightning_habana.pytorch.strategies.HPUDeepSpeedStrategy}",
+            "is not a known class",
+        ),
+        ("plugins=HPUDeepSpeedPrecisionPlugin", classes),
+        ("plugins=DeepSpeedPrecisionPlugin", classes),
+        ("profiler=hpu", profilers),
+        ("profiler=pytorch", profilers),
+        ("profiler=HPUProfiler", profilers),
+        ("profiler={class_path: lightning_habana.pytorch.profiler.HPUProfiler}", classes),
+        (
+            "precision=fp8",
+            "`Trainer(accelerator='hpu', precision='fp8')` is not supported; use one of 32-true",
+        ),
+    ] {
+        let found = problem("trainer: {accelerator: hpu}", &[&format!("trainer.{option}")]);
+        let name = option.rsplit(['=', '.']).next().unwrap_or_default().trim_end_matches(['}', ' ']);
+        assert!(found.contains(&expected.replace('#', name)), "{option}: {found}");
+    }
+    for argument in ["precision=fp8", "replace_layers=true", "recipe=DelayedScaling"] {
+        let options =
+            ["trainer.plugins=HPUPrecisionPlugin".to_owned(), format!("trainer.plugins.{argument}")];
+        let found = problem("trainer: {accelerator: hpu}", &options.each_ref().map(String::as_str));
+        let key = argument.split('=').next().unwrap_or_default();
+        assert!(found.contains(key), "{argument}: {found}");
+        println!("{found}");
+    }
+}
