@@ -4,16 +4,20 @@
 mod support;
 
 use std::path::Path;
+use std::thread;
+use std::time::Duration;
 
-use anyhow::Context;
-use support::{Short, report};
+use anyhow::{Context, ensure};
+use support::{Short, report, this_program};
 use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, read_torch, write_torch};
 use voltaic::data::MnistData;
 use voltaic::prelude::*;
 use voltaic::trainer::{TrainerBuilder, from_lightning, to_lightning};
 
 fn main() -> Result<()> {
-    support::run(blocks![resume_within_an_epoch, in_the_background, to_lightning_and_back])
+    let blocks =
+        blocks![resume_within_an_epoch, in_the_background, killed_and_resumed, to_lightning_and_back];
+    support::run_with(blocks, blocks![long_run])
 }
 
 /// Its dropout draws random numbers in each step.
@@ -67,17 +71,40 @@ fn resume_within_an_epoch() -> Result<()> {
     report(&resumed)
 }
 
-/// A checkpoint every ten steps, written by a thread while training goes on.
+fn every_ten_steps() -> Result<ModelCheckpoint> {
+    let config =
+        ModelCheckpointConfig { every_n_train_steps: Some(10), save_top_k: -1, ..Default::default() };
+    Ok(ModelCheckpoint::new(config)?)
+}
+
+/// Checkpoints are written by a thread while training goes on.
 fn in_the_background() -> Result<()> {
-    let every_ten = ModelCheckpoint::new(ModelCheckpointConfig {
-        every_n_train_steps: Some(10),
-        save_top_k: -1,
-        ..ModelCheckpointConfig::default()
-    })?;
-    let builder = one_epoch().checkpoint_io(AsyncCheckpointIo::new()).callback(every_ten);
+    let builder = one_epoch().checkpoint_io(AsyncCheckpointIo::new()).callback(every_ten_steps()?);
     let mut trainer = builder.build()?;
     trainer.fit(&mut Net::new()?, &mut MnistData::default())?;
     report(&trainer)
+}
+
+/// Three epochs: from the start, or from the last checkpoint if there is one.
+fn long_run() -> Result<()> {
+    let builder = one_epoch().max_epochs(3).limit_train_batches(1.0).callback(every_ten_steps()?);
+    let mut trainer = builder.build()?;
+    trainer.ckpt_path("last").fit(&mut Net::new()?, &mut MnistData::default())?;
+    report(&trainer)
+}
+
+/// `kill -9` does not harm checkpoints: started again, the run goes on from the last one that is complete.
+fn killed_and_resumed() -> Result<()> {
+    let mut run = this_program().arg("long_run").spawn()?;
+    while !Path::new("lightning_logs/version_0/checkpoints").exists() {
+        thread::sleep(Duration::from_millis(1));
+    }
+    thread::sleep(Duration::from_millis(100)); // in the middle of something
+    run.kill()?;
+    println!("killed: {}", run.wait()?);
+
+    ensure!(this_program().arg("long_run").status()?.success(), "the resumed run failed");
+    Ok(())
 }
 
 /// What `voltaic convert own.ckpt lightning.ckpt` and `voltaic convert lightning.ckpt back.ckpt` do.

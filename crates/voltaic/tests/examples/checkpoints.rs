@@ -4,7 +4,7 @@ use std::process::Command;
 
 use voltaic::checkpoint::{Checkpoint, read_torch};
 
-use crate::run;
+use crate::{Ran, run};
 
 const PROGRAM: &str = "checkpoints";
 
@@ -36,6 +36,20 @@ fn in_the_background() {
         assert_eq!(saved.meta.global_step, step);
     }
     assert_eq!(std::fs::read_dir(folder).unwrap().count(), 6, "no temporary file is left");
+}
+
+#[test]
+fn killed_and_resumed() {
+    let ran = run(PROGRAM, "killed_and_resumed");
+    assert!(ran.out.contains("killed: signal: 9") && ran.out.contains("507 steps"), "{}", ran.out);
+    assert!(ran.column(1, "train_loss").len() < 507, "it went on from a checkpoint");
+    let whole = run(PROGRAM, "long_run");
+    assert_eq!(whole.column(0, "train_loss").len(), 507);
+    let last = |ran: &Ran, version: usize| {
+        let folder = format!("lightning_logs/version_{version}/checkpoints/epoch=2-step=500.ckpt");
+        Checkpoint::load(&ran.folder.path().join(folder)).unwrap()
+    };
+    assert_same(&last(&whole, 0).weights, &last(&ran, 1).weights);
 }
 
 #[test]

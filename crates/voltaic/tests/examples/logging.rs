@@ -17,9 +17,9 @@ fn csv_tensorboard_and_json_lines() {
     let in_rows: Vec<f64> = rows.iter().filter_map(|row| row["train_loss"].as_f64()).collect();
     assert_eq!(in_rows, losses);
 
-    let events = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut events = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
     let is_event = |path: &std::path::PathBuf| path.to_string_lossy().contains("events.out.tfevents");
-    let bytes = std::fs::read(events.filter(is_event).next().unwrap()).unwrap();
+    let bytes = std::fs::read(events.find(is_event).unwrap()).unwrap();
     let records = bytes.windows(10).filter(|window| *window == b"train_loss").count();
     assert_eq!(records, 60, "one for each step");
 }

@@ -11,6 +11,7 @@ mod graph_step;
 mod hmp_op_lists;
 mod lightning_cli;
 mod logging;
+mod mistakes;
 mod mixed_precision;
 mod page;
 mod runtime_flags;
@@ -50,6 +51,8 @@ pub fn run_with(program: &str, block: &str, variables: &[(&str, &str)]) -> Ran {
     let binary = binary_of(program);
     println!("$ cargo run --example {program} {block}");
     let mut command = Command::new(&binary);
+    // threads that wait for each other take many times as long where tests share the cores
+    command.env("OMP_NUM_THREADS", "1");
     command.arg(block).current_dir(folder.path()).envs(variables.iter().copied());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap_or_else(|error| {
