@@ -60,7 +60,7 @@ fn learning_rate_finder() -> Result<()> {
     report(&trainer)
 }
 
-/// Trains with the largest batches for which the card has memory; `VOLTAIC_HPU_MEMORY=64MiB` makes an emulated one small.
+/// Trains with the largest batches for which the card has memory; `VOLTAIC_HPU_MEMORY=4MiB` makes an emulated one small.
 fn batch_size_finder() -> Result<()> {
     let finder = BatchSizeFinderConfig { init_val: 64, max_val: 4096, ..Default::default() };
     let mut trainer = on_one_hpu().callbacks([finder]).build()?;
