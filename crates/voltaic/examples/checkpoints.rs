@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use support::{Short, report, this_program};
 use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, read_torch, write_torch};
-use voltaic::data::MnistData;
+use voltaic::data::{MnistData, MnistDataConfig, MnistSet};
 use voltaic::prelude::*;
 use voltaic::trainer::{TrainerBuilder, from_lightning, to_lightning};
 
@@ -88,19 +88,20 @@ fn in_the_background() -> Result<()> {
 /// Three epochs: from the start, or from the last checkpoint if there is one.
 fn long_run() -> Result<()> {
     let builder = one_epoch().max_epochs(3).limit_train_batches(1.0).callback(every_ten_steps()?);
+    let mut data = MnistData::new(MnistDataConfig { set: MnistSet::Subset, ..MnistDataConfig::default() });
     let mut trainer = builder.build()?;
-    trainer.ckpt_path("last").fit(&mut Net::new()?, &mut MnistData::default())?;
+    trainer.ckpt_path("last").fit(&mut Net::new()?, &mut data)?;
     report(&trainer)
 }
 
 /// `kill -9` does not harm checkpoints: started again, the run goes on from the last one that is complete.
 fn killed_and_resumed() -> Result<()> {
     let mut run = this_program().arg("long_run").spawn()?;
-    while !Path::new("lightning_logs/version_0/checkpoints").exists() {
+    let third = Path::new("lightning_logs/version_0/checkpoints/epoch=0-step=30.ckpt");
+    while !third.exists() && run.try_wait()?.is_none() {
         thread::sleep(Duration::from_millis(1));
     }
-    thread::sleep(Duration::from_millis(100)); // in the middle of something
-    run.kill()?;
+    run.kill()?; // while it trains, or writes the next one
     println!("killed: {}", run.wait()?);
 
     ensure!(this_program().arg("long_run").status()?.success(), "the resumed run failed");
