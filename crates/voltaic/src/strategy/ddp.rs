@@ -91,23 +91,27 @@ impl Strategy for Ddp {
     }
 
     fn begin_backward(&mut self, loss: &Tensor, syncs: bool, votes: Votes) -> Result<()> {
-        match &self.reducer {
-            Some(reducer) if syncs => {
-                reducer.lock().unwrap_or_else(PoisonError::into_inner).begin(loss, votes)
-            }
-            _ => Ok(()),
-        }
+        let Some(reducer) = &self.reducer else { return Ok(()) };
+        let mut reducer = reducer.lock().unwrap_or_else(PoisonError::into_inner);
+        reducer.is_in_backward = true;
+        if syncs { reducer.begin(loss, votes) } else { Ok(()) }
     }
 
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {
         let Some(reducer) = &self.reducer else { return done.map(|()| Votes::default()) };
         let mut reducer = reducer.lock().unwrap_or_else(PoisonError::into_inner);
+        reducer.is_in_backward = false;
         let was_active = std::mem::take(&mut reducer.is_active);
         match done {
             Err(error) => Err(reducer.failure.take().unwrap_or(error)),
             Ok(()) if was_active => reducer.finish(),
             Ok(()) => Ok(Votes::default()),
         }
+    }
+
+    fn check_averaged(&self) -> Result<()> {
+        let Some(reducer) = &self.reducer else { return Ok(()) };
+        reducer.lock().unwrap_or_else(PoisonError::into_inner).check_averaged()
     }
 
     fn agree(&self, votes: Votes) -> Result<Votes> {

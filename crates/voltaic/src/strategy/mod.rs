@@ -94,6 +94,14 @@ pub trait Strategy: fmt::Debug + Send {
     /// part in the loss.
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes>;
 
+    /// Before an optimizer step of a module with manual optimization: whether all ranks have the same gradients.
+    ///
+    /// # Errors
+    /// If the module ran a backward pass of its own.
+    fn check_averaged(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Puts the votes of all ranks together.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 use super::bucket::{Bucket, assign};
 use super::{DdpConfig, GradientCompression, Votes};
 use crate::distributed::{Pending, ProcessGroup, ReduceOp};
-use crate::error::{DistributedError, Error, Result};
+use crate::error::{ConfigError, DistributedError, Error, Result};
 use crate::ffi;
 
 /// A bucket on its way.
@@ -42,6 +42,10 @@ pub(super) struct Reducer {
     sent: Vec<Sent>,
     /// Hooks count: this backward is one that averages.
     pub is_active: bool,
+    /// The trainer runs backward, whether it averages or not.
+    pub is_in_backward: bool,
+    /// A parameter that got a gradient from elsewhere since the last backward that averages.
+    pub own_backward: Option<usize>,
     /// The order in which gradients came in the first backward that averages, until buckets are made after it.
     learnt: Option<Vec<usize>>,
     /// Which parameters have a part in every loss, once `static_graph` has found out.
@@ -73,6 +77,8 @@ impl Reducer {
             waiting: Vec::new(),
             sent: Vec::new(),
             is_active: false,
+            is_in_backward: false,
+            own_backward: None,
             learnt: learns.then(Vec::new),
             reached: None,
             reached_anywhere: None,
@@ -111,6 +117,7 @@ impl Reducer {
         self.failure = None;
         self.sent.clear();
         self.is_active = true;
+        self.own_backward = None; // it averages what there is already, too
         self.waiting = self.buckets.iter().map(|bucket| bucket.params.len()).collect();
         self.places.iter_mut().for_each(|place| place.is_ready = false);
         self.put_votes(votes)?;
@@ -132,6 +139,9 @@ impl Reducer {
 
     /// A gradient is complete.
     pub fn ready(&mut self, index: usize) -> Result<()> {
+        if !self.is_in_backward {
+            self.own_backward.get_or_insert(index);
+        }
         if !self.is_active || std::mem::replace(&mut self.places[index].is_ready, true) {
             return Ok(());
         }
@@ -144,6 +154,14 @@ impl Reducer {
             self.sent.push(sent);
         }
         Ok(())
+    }
+
+    /// An error if gradients came from a backward pass that was not the trainer's, and are this rank's alone.
+    pub fn check_averaged(&self) -> Result<()> {
+        let Some(name) = self.own_backward.and_then(|index| self.names.get(index)) else { return Ok(()) };
+        let what = format!("the gradient of `{name}` comes from loss.backward(), and is this rank's alone");
+        let remedy = "call ctx.manual_backward(&loss), which averages gradients over the ranks";
+        Err(ConfigError::new("optimizer.step", what, remedy).into())
     }
 
     fn send(&self, bucket: &Bucket) -> Result<Sent> {

@@ -265,3 +265,56 @@ fn accumulation_and_compression_and_find_unused_work_together_with_ranks() {
         assert!(difference > 0.0 && difference < 0.09, "{name} {difference}");
     }
 }
+
+/// Runs backward itself, which ranks see only through `ctx.manual_backward`.
+#[derive(Module)]
+struct OwnBackward {
+    net: Net,
+    asks_trainer: bool,
+}
+
+impl LightningModule for OwnBackward {
+    type Batch = (Tensor, Tensor);
+
+    fn automatic_optimization(&self) -> bool {
+        false
+    }
+
+    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        ctx.optimizer(0)?.zero_grad()?;
+        let loss = self.net.loss(x, y)?;
+        loss.f_backward()?;
+        if self.asks_trainer {
+            ctx.manual_backward(&self.net.loss(x, y)?)?; // averages what is there, too
+        }
+        ctx.optimizer(0)?.step()?;
+        Ok(ctx.no_loss())
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        AdamW::new(0.01).into()
+    }
+}
+
+#[test]
+fn gradients_of_one_rank_alone_are_no_step() {
+    let test = "ddp::gradients_of_one_rank_alone_are_no_step";
+    if plays("own_backward") {
+        let folder = folder_of_parent();
+        for asks_trainer in [true, false] {
+            let mut trainer =
+                builder(&folder).devices(2).strategy("ddp").limit_val_batches(0).build().unwrap();
+            let mut module = OwnBackward { net: Net::new(), asks_trainer };
+            let result = trainer.fit(&mut module, &mut loaders(None));
+            println!("{asks_trainer}: {result:?}");
+        }
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let text = run_ranks(test, "own_backward", folder.path());
+    assert!(text.contains("true: Ok("), "{text}");
+    let refused = text.split_once("false: Err(").unwrap_or_else(|| panic!("{text}")).1;
+    for words in ["the gradient of `net.second", "ctx.manual_backward(&loss)"] {
+        assert!(refused.contains(words), "{refused}");
+    }
+}
