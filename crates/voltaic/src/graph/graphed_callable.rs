@@ -1,6 +1,6 @@
 //! A module as one graph for one sort of inputs.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 
 use tch::Tensor;
@@ -11,7 +11,7 @@ use super::capture::{check_not_capturing, is_capturing};
 use super::step::copy_of;
 use crate::device::Device;
 use crate::error::{GraphError, Result};
-use crate::ffi;
+use crate::ffi::{self, ReplayStats};
 use crate::nn::{Forward, Member, ModeNumbers, Module, ModuleExt, mode_changed, set_training};
 
 /// A module that is a graph; made by [`make_graphed_callables`]. Names of weights are those of the module.
@@ -23,9 +23,30 @@ pub struct GraphedCallable<M, A> {
     was_training: bool,
     /// Number 0 are those when it was captured.
     modes: RefCell<ModeNumbers>,
+    casts: Casts,
+    /// It was said that other casts are in force.
+    has_warned: Cell<bool>,
     /// Parameters that the graph has no gradient for.
     frozen: Vec<Tensor>,
     _args: PhantomData<fn(&A)>,
+}
+
+/// What autocast does when a module is captured or called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Casts {
+    /// Of the device of the inputs: whether it casts, and to what.
+    state: (bool, i32),
+    /// Of the operators that cast.
+    lists_version: u64,
+}
+
+impl Casts {
+    fn now(inputs: &[Tensor]) -> Result<Self> {
+        let device = inputs.first().map_or(Ok(Device::Cpu), Device::of)?;
+        let (is_on, dtype) = ffi::autocast_state(device)?;
+        let state = (is_on, if is_on { dtype } else { 0 });
+        Ok(Self { state, lists_version: ffi::autocast_lists_version() })
+    }
 }
 
 /// Captures the forward pass of `module` on `sample_args`, and its backward pass if grad is on; from then on they are
@@ -33,7 +54,8 @@ pub struct GraphedCallable<M, A> {
 /// module.
 ///
 /// With grad the module is captured in training mode, within `no_grad` in evaluation mode; in other modes of it
-/// or of a layer, for inputs of other strides, and while a backward pass is still to come, its own code runs. `warmup` is
+/// or of a layer, for inputs of other strides, and while a backward pass is still to come, its own code runs. So it does,
+/// with a warning, under another autocast: for `precision=bf16-mixed` capture it within [`autocast`]. `warmup` is
 /// how often it runs before it is captured, twice: both captures must be the same graph. None of that changes buffers,
 /// gradients or random numbers.
 ///
@@ -56,6 +78,8 @@ pub struct GraphedCallable<M, A> {
 /// to call; the module's own.
 ///
 /// Source: `habana_frameworks.torch.hpu.make_graphed_callables`, `torch.cuda.make_graphed_callables`.
+///
+/// [`autocast`]: crate::precision::autocast()
 pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
     mut module: M,
     sample_args: &A,
@@ -89,6 +113,8 @@ pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
         is_training,
         was_training: is_training,
         modes: RefCell::new(modes),
+        casts: Casts::now(&inputs)?,
+        has_warned: Cell::new(false),
         frozen,
         module,
         _args: PhantomData,
@@ -140,6 +166,24 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
         &self.module
     }
 
+    /// Counts of the replays: of the forward pass, then of the backward pass if there is one.
+    pub fn replay_stats(&self) -> Vec<ReplayStats> {
+        self.call.borrow().replay_stats()
+    }
+
+    /// Whether autocast does what it did in the capture; else says so once.
+    fn has_casts_of(&self, inputs: &[Tensor]) -> Result<bool> {
+        let is_same = self.casts == Casts::now(inputs)?;
+        if !is_same && !self.has_warned.replace(true) {
+            let before = if self.casts.state.0 { "within" } else { "without" };
+            tracing::warn!(
+                "make_graphed_callables: {} was captured {before} autocast, and is called under another one: its own code runs; capture it under the autocast of its calls (precision::autocast)",
+                self.module.type_name()
+            );
+        }
+        Ok(is_same)
+    }
+
     /// The module's call by its graph. For a module of one tensor this is its `forward`.
     ///
     /// # Errors
@@ -158,7 +202,7 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
             return Err(GraphError::Arguments { what, remedy: "capture it again".to_owned() }.into());
         }
         let inputs = args.tensors();
-        if !call.has_layout_of(&inputs) {
+        if !call.has_layout_of(&inputs) || !self.has_casts_of(&inputs)? {
             drop(call);
             return self.module.call(args);
         }
