@@ -58,7 +58,7 @@ fn measure<M: Module>(
 ) -> Result<()> {
     let batches: Vec<(Tensor, Tensor)> = (0..8).map(|_| batch()).collect();
     let (mut eager, mut graphed) = (Side::new(make()?, loss)?, Side::new(make()?, loss)?);
-    let mut whole_step = HpuGraph::new();
+    let whole_step = HpuGraph::new();
     for (x, y) in &batches[..3] {
         drop(eager.step(x, y)?);
         drop(graphed.step(x, y)?);

@@ -54,7 +54,9 @@ pub enum GraphError {
     #[error("capture_end without capture_begin on this thread; begin the capture on the thread that ends it")]
     NotCapturing,
     /// A graph is replayed before anything was captured.
-    #[error("replay of a graph that holds nothing; capture something first (capture_begin, capture_end)")]
+    #[error(
+        "replay of a graph that holds nothing; capture something first (HpuGraph::capture), in a resumed run, too: checkpoints hold no graphs"
+    )]
     NothingCaptured,
     /// An input is not like the one that was captured.
     #[error(

@@ -102,7 +102,9 @@ impl Drop for GradHook {
 }
 
 extern "C" fn call_hook(data: *mut c_void) -> i32 {
-    super::refuse_recording("a hook of a gradient ran, which a replay would not call");
+    super::refuse_recording(
+        "a hook of a gradient ran, which a replay would not call (several ranks average gradients by hooks: leave backward to the trainer, and make graphs of modules)",
+    );
     // SAFETY: data is the HookData given at registration, which the C++ hook owns and keeps alive for this call;
     // it is shared (its parts are behind mutexes), never mutably borrowed.
     let data = unsafe { &*data.cast::<HookData>() };

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::Arc;
 
 use tch::Tensor;
 
@@ -104,7 +105,7 @@ impl Drop for Scope {
 /// A recording that is ready to be replayed.
 #[derive(Debug)]
 pub(super) struct Segment {
-    pub(super) graph: Graph,
+    pub(super) graph: Arc<Graph>,
     pub(super) stats: PlanStats,
     replay: ReplayGraph,
 }
@@ -202,7 +203,7 @@ impl Segment {
         let (plan, stats) = plan(&graph, uses_out_variants());
         let replay = recording.build(&plan, inputs, outputs)?;
         timer.finish(&graph);
-        Ok(Self { graph, stats, replay })
+        Ok(Self { graph: Arc::new(graph), stats, replay })
     }
 
     /// Runs the kernels once more. Gives what the replay gives away.

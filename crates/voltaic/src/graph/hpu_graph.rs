@@ -1,10 +1,14 @@
 //! A graph that is captured once and replayed many times.
 
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
 use tch::Tensor;
 
 use super::capture::{self, MadeInCapture, Segment, check_not_capturing};
 use super::ir::Graph;
 use super::plan::PlanStats;
+use super::static_tensor::no_weights;
 use super::step::fill;
 use crate::device::Device;
 use crate::error::{GraphError, Result};
@@ -24,7 +28,7 @@ use crate::nn::{Module, ModuleExt};
 ///
 /// # fn main() -> voltaic::Result<()> {
 /// let mut input = Tensor::ones([2, 3], (Kind::Float, tch::Device::Cpu));
-/// let mut graph = HpuGraph::new();
+/// let graph = HpuGraph::new();
 /// graph.capture_begin()?;
 /// let output = &input * 2.0;
 /// graph.capture_end()?;
@@ -41,12 +45,42 @@ use crate::nn::{Module, ModuleExt};
 /// Source: `habana_frameworks.torch.hpu.HPUGraph`.
 #[derive(Debug, Default)]
 pub struct HpuGraph {
+    held: RefCell<Held>,
+}
+
+/// What a graph holds. Not borrowed while code of the user runs.
+#[derive(Debug, Default)]
+struct Held {
     segments: Vec<Segment>,
     /// On a CUDA device: its index, and the driver's graph in place of segments.
     cuda: Option<(usize, Option<CudaGraph>)>,
     is_capturing: bool,
     names: Vec<(String, Tensor)>,
     inputs: Vec<Tensor>,
+    /// Steps of optimizers that were captured.
+    optimizer_steps: u64,
+}
+
+thread_local! {
+    /// Optimizer steps of the capture by hand in progress on this thread.
+    static CAPTURED_STEPS: Cell<u64> = const { Cell::new(0) };
+    /// Those that replays on this thread have done since they were last taken.
+    static REPLAYED_STEPS: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Notes a step of an optimizer of the run, which may be part of a capture.
+pub(crate) fn note_optimizer_step() {
+    CAPTURED_STEPS.set(CAPTURED_STEPS.get() + 1);
+}
+
+/// Optimizer steps that replays on this thread have done since [`take_replayed_steps`].
+pub(crate) fn replayed_steps() -> u64 {
+    REPLAYED_STEPS.get()
+}
+
+/// The same, and begins to count again.
+pub(crate) fn take_replayed_steps() -> u64 {
+    REPLAYED_STEPS.take()
 }
 
 impl HpuGraph {
@@ -58,38 +92,65 @@ impl HpuGraph {
     /// A graph for a device: on CUDA it is the driver's, made by libtorch, which must have been set up
     /// (`accelerator=cuda`). It has no printed form, and what it cannot hold is reported by CUDA. Not yet run on hardware.
     pub fn on(device: Device) -> Self {
-        let mut graph = Self::default();
-        if let Device::Cuda(index) = device {
-            graph.cuda = Some((index, None));
-        }
-        graph
+        let cuda = if let Device::Cuda(index) = device { Some((index, None)) } else { None };
+        Self { held: RefCell::new(Held { cuda, ..Held::default() }) }
     }
 
     /// Gives the weights of `module` their names, for messages and when the graph is printed.
-    pub fn name_weights(&mut self, module: &dyn Module) {
-        let parameters = module.named_parameters();
-        self.names
-            .extend(parameters.into_iter().map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone())));
-        self.names
-            .extend(module.named_buffers().into_iter().map(|(fqn, b)| (fqn, b.tensor().shallow_clone())));
+    pub fn name_weights(&self, module: &dyn Module) {
+        let parameters = module.named_parameters().into_iter();
+        let parameters = parameters.map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone()));
+        let buffers = module.named_buffers().into_iter();
+        let buffers = buffers.map(|(fqn, buffer)| (fqn, buffer.tensor().shallow_clone()));
+        self.held.borrow_mut().names.extend(parameters.chain(buffers));
+    }
+
+    /// Captures what `code` does, and gives back what it returns. What was captured before is dropped. The graph is held
+    /// by `&self`, so that a step can capture into a field of its module, and replay it.
+    ///
+    /// ```
+    /// use voltaic::graph::{HpuGraph, StaticTensor};
+    /// use voltaic::{Kind, Tensor};
+    ///
+    /// # fn main() -> anyhow::Result<()> {
+    /// let input = StaticTensor::new(Tensor::ones([2, 3], (Kind::Float, tch::Device::Cpu)));
+    /// let graph = HpuGraph::new();
+    /// let doubled = graph.capture(|| Ok(input.get().f_mul_scalar(2.0)?))?;
+    /// input.copy_(&Tensor::full([2, 3], 4.0, (Kind::Float, tch::Device::Cpu)))?;
+    /// graph.replay()?;
+    /// assert_eq!(doubled.double_value(&[1, 2]), 8.0);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Those of `code`, after which the capture is abandoned; as [`HpuGraph::capture_begin`] and
+    /// [`HpuGraph::capture_end`].
+    pub fn capture<R>(&self, code: impl FnOnce() -> anyhow::Result<R>) -> anyhow::Result<R> {
+        let guard = graph(self)?;
+        let result = code()?;
+        guard.end()?;
+        Ok(result)
     }
 
     /// Captures what this thread does from now on. What was captured before is dropped.
     ///
     /// # Errors
     /// [`GraphError::CaptureInProgress`] if this thread captures already.
-    pub fn capture_begin(&mut self) -> Result<()> {
+    pub fn capture_begin(&self) -> Result<()> {
         check_not_capturing("capture_begin")?;
-        self.segments.clear();
-        self.inputs.clear();
-        match &mut self.cuda {
+        let held = &mut *self.held.borrow_mut();
+        held.segments.clear();
+        held.inputs.clear();
+        match &mut held.cuda {
             Some((index, graph)) => {
                 *graph = None; // with its memory, before there is another
                 *graph = Some(CudaGraph::begin(*index)?);
             }
             None => capture::begin()?,
         }
-        self.is_capturing = true;
+        held.is_capturing = true;
+        CAPTURED_STEPS.set(0);
         Ok(())
     }
 
@@ -97,11 +158,12 @@ impl HpuGraph {
     ///
     /// # Errors
     /// [`GraphError::NotCapturing`] outside one.
-    pub fn mark_user_inputs(&mut self, inputs: &[&Tensor]) -> Result<()> {
-        if !self.is_capturing {
+    pub fn mark_user_inputs(&self, inputs: &[&Tensor]) -> Result<()> {
+        let mut held = self.held.borrow_mut();
+        if !held.is_capturing {
             return Err(GraphError::NotCapturing.into());
         }
-        self.inputs = inputs.iter().map(|input| input.shallow_clone()).collect();
+        held.inputs = inputs.iter().map(|input| input.shallow_clone()).collect();
         Ok(())
     }
 
@@ -110,20 +172,28 @@ impl HpuGraph {
     /// # Errors
     /// [`GraphError::NotCapturable`] for the first operator that cannot be replayed: then this graph holds nothing.
     /// [`GraphError::NotCapturing`] without [`HpuGraph::capture_begin`].
-    pub fn capture_end(&mut self) -> Result<()> {
-        if !std::mem::take(&mut self.is_capturing) {
+    pub fn capture_end(&self) -> Result<()> {
+        let held = &mut *self.held.borrow_mut();
+        if !std::mem::take(&mut held.is_capturing) {
             return Err(GraphError::NotCapturing.into());
         }
-        if let Some((_, graph)) = &mut self.cuda {
+        if let Some((_, graph)) = &mut held.cuda {
             let ended = graph.as_mut().map_or(Ok(()), CudaGraph::end);
             *graph = graph.take().filter(|_| ended.is_ok());
+            held.optimizer_steps = CAPTURED_STEPS.get();
             return Ok(ended?);
         }
         let recordings = capture::end()?;
-        let graphs = capture::read_all(&recordings.iter().collect::<Vec<_>>(), &self.names)?;
-        (self.segments, _) = capture::compile_all(recordings, graphs, &self.inputs, &[])?;
-        MadeInCapture::note(self.graphs());
+        let graphs = capture::read_all(&recordings.iter().collect::<Vec<_>>(), &held.names)?;
+        (held.segments, _) = capture::compile_all(recordings, graphs, &held.inputs, &[])?;
+        held.optimizer_steps = CAPTURED_STEPS.get();
+        MadeInCapture::note(held.segments.iter().map(|segment| &*segment.graph));
         Ok(())
+    }
+
+    /// Whether there is something to replay.
+    pub fn is_captured(&self) -> bool {
+        self.held.borrow().check_ready().is_ok()
     }
 
     /// Does what was captured once more.
@@ -131,12 +201,15 @@ impl HpuGraph {
     /// # Errors
     /// [`GraphError::TensorGone`] if a tensor that was there before the capture is not there any more;
     /// [`GraphError::NothingCaptured`]; what a kernel reports.
-    pub fn replay(&mut self) -> Result<()> {
-        self.check_ready()?;
-        if let Some((_, Some(graph))) = &mut self.cuda {
-            return Ok(graph.replay()?);
+    pub fn replay(&self) -> Result<()> {
+        let mut held = self.held.borrow_mut();
+        held.check_ready()?;
+        match &mut held.cuda {
+            Some((_, Some(graph))) => graph.replay()?,
+            _ => held.segments.iter_mut().try_for_each(|segment| segment.replay(None).map(drop))?,
         }
-        self.segments.iter_mut().try_for_each(|segment| segment.replay(None).map(drop))
+        held.count_steps();
+        Ok(())
     }
 
     /// The same with other tensors in place of those given to [`HpuGraph::mark_user_inputs`]. They are read where they
@@ -144,17 +217,52 @@ impl HpuGraph {
     ///
     /// # Errors
     /// [`GraphError::InputMismatch`] if shape, dtype or device of one differ; as [`HpuGraph::replay`].
-    pub fn replay_with(&mut self, inputs: &[&Tensor]) -> Result<()> {
-        self.check_ready()?;
-        check_inputs(&self.inputs, inputs)?;
-        if self.cuda.is_some() {
-            fill(&self.inputs, inputs)?;
+    pub fn replay_with(&self, inputs: &[&Tensor]) -> Result<()> {
+        let mut held = self.held.borrow_mut();
+        held.check_ready()?;
+        check_inputs(&held.inputs, inputs)?;
+        if held.cuda.is_some() {
+            fill(&held.inputs, inputs)?;
+            drop(held);
             return self.replay();
         }
         let inputs: Vec<Tensor> = inputs.iter().map(|input| input.shallow_clone()).collect();
-        self.segments.iter_mut().try_for_each(|segment| segment.replay(Some(&inputs)).map(drop))
+        held.segments.iter_mut().try_for_each(|segment| segment.replay(Some(&inputs)).map(drop))?;
+        held.count_steps();
+        Ok(())
     }
 
+    /// Drops what was captured, with its memory.
+    pub fn reset(&self) {
+        let mut held = self.held.borrow_mut();
+        held.abort();
+        held.cuda = held.cuda.take().map(|(index, _)| (index, None));
+        held.segments.clear();
+        held.inputs.clear();
+    }
+
+    /// The recorded operators: one graph for each part between two `mark_step`s.
+    pub fn graphs(&self) -> impl Iterator<Item = Arc<Graph>> + use<> {
+        self.each(|segment| Arc::clone(&segment.graph))
+    }
+
+    /// What a replay of each part runs, and the memory it needs.
+    pub fn stats(&self) -> impl Iterator<Item = PlanStats> + use<> {
+        self.each(|segment| segment.stats)
+    }
+
+    /// Counts of the replays of each part. Kernels are given the memory that they had before, so that nothing is
+    /// allocated or copied unless a kernel takes memory elsewhere or in other pieces.
+    pub fn replay_stats(&self) -> impl Iterator<Item = ReplayStats> + use<> {
+        self.each(Segment::replay_stats)
+    }
+
+    fn each<T>(&self, what: impl Fn(&Segment) -> T) -> std::vec::IntoIter<T> {
+        self.held.borrow().segments.iter().map(what).collect::<Vec<T>>().into_iter()
+    }
+}
+
+impl Held {
     fn check_ready(&self) -> Result<()> {
         if self.is_capturing {
             return Err(GraphError::CaptureInProgress { what: "replay" }.into());
@@ -163,28 +271,8 @@ impl HpuGraph {
         if is_empty { Err(GraphError::NothingCaptured.into()) } else { Ok(()) }
     }
 
-    /// Drops what was captured, with its memory.
-    pub fn reset(&mut self) {
-        self.abort();
-        self.cuda = self.cuda.take().map(|(index, _)| (index, None));
-        self.segments.clear();
-        self.inputs.clear();
-    }
-
-    /// The recorded operators: one graph for each part between two `mark_step`s.
-    pub fn graphs(&self) -> impl Iterator<Item = &Graph> {
-        self.segments.iter().map(|segment| &segment.graph)
-    }
-
-    /// What a replay of each part runs, and the memory it needs.
-    pub fn stats(&self) -> impl Iterator<Item = PlanStats> {
-        self.segments.iter().map(|segment| segment.stats)
-    }
-
-    /// Counts of the replays of each part. Kernels are given the memory that they had before, so that nothing is
-    /// allocated or copied unless a kernel takes memory elsewhere or in other pieces.
-    pub fn replay_stats(&self) -> impl Iterator<Item = ReplayStats> {
-        self.segments.iter().map(Segment::replay_stats)
+    fn count_steps(&self) {
+        REPLAYED_STEPS.set(REPLAYED_STEPS.get() + self.optimizer_steps);
     }
 
     fn abort(&mut self) {
@@ -200,22 +288,25 @@ impl HpuGraph {
 
 impl Drop for HpuGraph {
     fn drop(&mut self) {
-        self.abort();
+        self.held.get_mut().abort();
     }
 }
+
+no_weights!(HpuGraph);
 
 /// Captures into a graph until [`CaptureGuard::end`]; dropped before, the capture is abandoned.
 #[derive(Debug)]
 #[must_use = "the capture is abandoned when the guard is dropped; call end()"]
 pub struct CaptureGuard<'a> {
-    graph: &'a mut HpuGraph,
+    graph: &'a HpuGraph,
 }
 
-/// Captures what this thread does into `graph` until the guard's end: `with htcore.hpu.graph(g):`.
+/// Captures what this thread does into `graph` until the guard's end: `with htcore.hpu.graph(g):`, where
+/// [`HpuGraph::capture`] does not fit.
 ///
 /// # Errors
 /// [`GraphError::CaptureInProgress`].
-pub fn graph(graph: &mut HpuGraph) -> Result<CaptureGuard<'_>> {
+pub fn graph(graph: &HpuGraph) -> Result<CaptureGuard<'_>> {
     graph.capture_begin()?;
     Ok(CaptureGuard { graph })
 }
@@ -232,7 +323,7 @@ impl CaptureGuard<'_> {
 
 impl Drop for CaptureGuard<'_> {
     fn drop(&mut self) {
-        self.graph.abort();
+        self.graph.held.borrow_mut().abort();
     }
 }
 

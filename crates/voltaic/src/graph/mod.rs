@@ -15,6 +15,7 @@ mod ir;
 mod metrics;
 mod modules;
 mod plan;
+mod static_tensor;
 mod step;
 mod wrap;
 
@@ -27,11 +28,13 @@ pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
 pub use flops::Flops;
 pub use graphed_callable::{GraphedCallable, make_graphed_callables};
 pub use hpu_graph::{CaptureGuard, HpuGraph, graph};
+pub(crate) use hpu_graph::{note_optimizer_step, replayed_steps, take_replayed_steps};
 pub use ir::{Buffer, Graph, Node, Operand, Value};
 pub use metrics::{GraphMetrics, graph_metrics, metric_global, reset_metrics};
 pub(crate) use metrics::{count_fallback, count_hit, count_miss};
 pub(crate) use modules::ModuleGraphs;
 pub use plan::PlanStats;
+pub use static_tensor::StaticTensor;
 pub(crate) use step::{
     CapturedStep, SeenStep, StepCapture, StepGraph, copy_of, fill, numbered, placeholder_for,
 };

@@ -141,7 +141,7 @@ impl StepGraph {
     }
 
     pub(super) fn graphs(&self) -> impl Iterator<Item = &Graph> {
-        self.segments.iter().map(|segment| &segment.graph)
+        self.segments.iter().map(|segment| &*segment.graph)
     }
 
     pub(super) fn replay_stats(&self) -> impl Iterator<Item = ReplayStats> {

@@ -15,7 +15,7 @@ use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
-use crate::graph::{Callable, Flops, ModuleGraphs, TensorTuple, refuse_capture};
+use crate::graph::{Callable, Flops, ModuleGraphs, TensorTuple, refuse_capture, replayed_steps};
 use crate::optim::{ActiveLrScheduler, LrSchedulerSpec, Optimizer};
 
 /// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
@@ -90,10 +90,11 @@ impl StepContext<'_> {
         self.progress.current_epoch
     }
 
-    /// Optimizer steps done.
+    /// Optimizer steps done, those that graphs have replayed included.
     pub fn global_step(&self) -> u64 {
         refuse_capture("the step asks for ctx.global_step(), which changes from step to step");
-        self.progress.global_step
+        let replayed = if self.manual.is_some() { replayed_steps() } else { 0 };
+        self.progress.global_step + replayed
     }
 
     /// Position of this batch within its loader, from 0.

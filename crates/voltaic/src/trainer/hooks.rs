@@ -141,6 +141,7 @@ pub(super) struct Parts<'a> {
     pub schedulers: &'a mut Vec<ActiveLrScheduler>,
     pub grad_scaler: &'a mut Option<GradScaler>,
     pub toggled: &'a mut Vec<(Parameter, bool)>,
+    pub replays_optimizers: &'a mut bool,
     pub strategy: &'a mut dyn Strategy,
     pub agreed: &'a mut Votes,
     /// There with `detect_anomaly`.
@@ -261,6 +262,7 @@ impl<M: LightningModule> Session<'_, M> {
             schedulers: &mut self.schedulers,
             grad_scaler: &mut run.grad_scaler,
             toggled: &mut self.toggled,
+            replays_optimizers: &mut self.replays_optimizers,
             strategy: run.strategy.as_mut(),
             agreed: &mut run.agreed,
             anomaly: self.anomaly.as_ref(),

@@ -8,6 +8,8 @@ use super::graphed::GraphMode;
 use super::hooks::{BatchFacts, Parts, hook_point};
 use super::plan::TrainPlan;
 use crate::error::{ConfigError, ConfigProblem, Result};
+use crate::ffi::RecordingPause;
+use crate::graph;
 use crate::module::{LightningModule, ManualOptimization, StepState, step_lr_scheduler};
 use crate::nn::ModuleExt;
 use crate::optim::Optimizer;
@@ -73,7 +75,14 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
             ),
         )?;
         if is_finite {
-            parts.optimizers[optimizer_idx].step()?;
+            let optimizer = &mut parts.optimizers[optimizer_idx];
+            if graph::is_capturing() {
+                let _unrecorded = RecordingPause::begin(); // replays read the learning rate where it is put now
+                optimizer.prepare_replay()?;
+                *parts.replays_optimizers = true;
+            }
+            optimizer.step()?;
+            graph::note_optimizer_step();
         }
         parts.accelerator.step_boundary()?;
         state.progress.global_step += 1;

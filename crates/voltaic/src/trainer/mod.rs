@@ -337,6 +337,11 @@ impl Trainer {
         self.run.world().is_global_zero()
     }
 
+    /// The device of this rank: `trainer.strategy.root_device`.
+    pub fn device(&self) -> crate::device::Device {
+        self.plan.device
+    }
+
     /// The ranks of the run, and which of them this process is.
     pub fn world(&self) -> &World {
         self.run.world()
@@ -398,6 +403,7 @@ impl Trainer {
             schedulers: Vec::new(),
             accumulate_grad_batches: self.plan.accumulate_grad_batches,
             toggled: Vec::new(),
+            replays_optimizers: false,
             last_validation: Instant::now(),
             anomaly: None,
             signals: Arc::new(Signals::watch()?),

@@ -21,7 +21,7 @@ use crate::data::{Batch, BatchIter, Stage};
 use crate::distributed::{global_rank, hold_back};
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
-use crate::graph::MadeInCapture;
+use crate::graph::{self, MadeInCapture};
 use crate::logger::Logger;
 use crate::module::{
     Action, CheckpointRequest, LightningModule, ManualOptimization, MetricStore, Profiling, Progress,
@@ -76,6 +76,8 @@ pub(super) struct Session<'a, M: LightningModule> {
     pub accumulate_grad_batches: u64,
     /// Parameters that a manual step has switched, with what they required before.
     pub toggled: Vec<(Parameter, bool)>,
+    /// A step with manual optimization has captured one of an optimizer.
+    pub replays_optimizers: bool,
     /// When the last validation ended, or training began.
     pub last_validation: Instant,
     /// There with `detect_anomaly`.
@@ -258,6 +260,9 @@ impl<M: LightningModule> Session<'_, M> {
         let _action = self.profile_strategy(point.name)?;
         let is_training = point.name == "training_step";
         let is_manual = is_training && !self.module.automatic_optimization();
+        if is_manual {
+            self.prepare_replays()?;
+        }
         let mut graphs = self.graphs.modules.take();
         let (parts, state, module) = self.parts();
         state.metrics.enter(scope);
@@ -276,6 +281,7 @@ impl<M: LightningModule> Session<'_, M> {
         let output = guarded(|| step(module, &mut ctx));
         drop(region);
         if is_manual {
+            self.run.progress.global_step += graph::take_replayed_steps();
             self.adapt_loss_scale(); // after the steps of all optimizers, whose losses had the same scale
         }
         self.graphs.modules = graphs;
@@ -285,6 +291,15 @@ impl<M: LightningModule> Session<'_, M> {
         let output = output.map_err(|source| hook_error(point.name, &self.run.progress, source))?;
         self.check_logged()?;
         Ok(output)
+    }
+
+    /// Before a step with manual optimization, which may replay steps of optimizers: they read the learning rates in force.
+    fn prepare_replays(&mut self) -> Result<()> {
+        graph::take_replayed_steps(); // of others than this run
+        if self.replays_optimizers {
+            self.optimizers.iter_mut().try_for_each(|optimizer| optimizer.prepare_replay().map(drop))?;
+        }
+        Ok(())
     }
 
     /// Refuses a capture by hand in which optimizers or the module have made what they keep from step to step.

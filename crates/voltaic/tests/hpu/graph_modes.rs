@@ -1,34 +1,43 @@
 //! The ways of the specification to train and to test by graphs, on real digits: each gives the bits of a run without.
 
-use std::cell::RefCell;
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use tch::{Kind, Tensor};
+use voltaic::checkpoint::Checkpoint;
 use voltaic::data::{DataLoader, Loaders, Mnist, MnistSplit};
 use voltaic::graph::{
-    GraphedModule, HpuGraph, ModuleCacher, WrapOptions, graph, make_graphed_callables, wrap_in_hpu_graph,
+    GraphedCallable, GraphedModule, HpuGraph, ModuleCacher, StaticTensor, WrapOptions,
+    make_graphed_callables, wrap_in_hpu_graph,
 };
 use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::functional::{accuracy, cross_entropy};
 use voltaic::nn::{Flatten, Forward, Linear, ModuleExt, Relu, Sequential};
-use voltaic::optim::{AdamW, Optimizers};
+use voltaic::optim::{AdamW, LrSchedulerSpec, Optimizers, StepLr};
+use voltaic::precision::autocast;
 use voltaic::trainer::{Trainer, TrainerBuilder};
 use voltaic::{Device, Module, ffi};
 
-use crate::support::{CPU, HPU, bits, start};
+use crate::support::{CPU, bits, start};
 
 const BATCH: i64 = 200;
 
-fn perceptron() -> Sequential {
+fn perceptron(device: Device) -> Sequential {
     ffi::manual_seed(7).unwrap();
     let net = Sequential::new()
         .add(Flatten::default())
         .add(Linear::new(784, 128).unwrap())
         .add(Relu)
         .add(Linear::new(128, 10).unwrap());
-    net.to_device(Device::Hpu(0)).unwrap();
+    net.to_device(device).unwrap();
     net
+}
+
+/// Its rate changes while a graph is replayed.
+fn optimizers() -> Optimizers {
+    let schedule = LrSchedulerSpec::new(StepLr::new(2, 0.5)).interval(voltaic::optim::Interval::Step);
+    Optimizers::new(AdamW::new(1e-2)).scheduler(schedule)
 }
 
 /// Trains and tests any network in the plain way.
@@ -61,7 +70,7 @@ impl<N: Forward> LightningModule for Plain<N> {
     }
 
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(AdamW::new(1e-2).into())
+        Ok(optimizers())
     }
 }
 
@@ -69,27 +78,22 @@ impl<N: Forward> LightningModule for Plain<N> {
 #[derive(Module)]
 struct ByHand {
     net: Sequential,
-    #[module(skip)]
-    state: RefCell<ByHandState>,
+    g: HpuGraph,
+    x: StaticTensor,
+    y: StaticTensor,
+    logits: StaticTensor,
+    loss: StaticTensor,
 }
 
-struct ByHandState {
-    graph: HpuGraph,
-    x: Tensor,
-    y: Tensor,
-    logits: Tensor,
-    loss: Tensor,
-}
-
-fn by_hand() -> ByHand {
-    let state = ByHandState {
-        graph: HpuGraph::new(),
-        x: Tensor::zeros([BATCH, 1, 28, 28], (Kind::Float, HPU)),
-        y: Tensor::zeros([BATCH], (Kind::Int64, HPU)),
-        logits: Tensor::new(),
-        loss: Tensor::new(),
-    };
-    ByHand { net: perceptron(), state: RefCell::new(state) }
+fn by_hand(device: Device) -> ByHand {
+    ByHand {
+        net: perceptron(device),
+        g: HpuGraph::new(),
+        x: StaticTensor::rand([BATCH, 1, 28, 28], device).unwrap(),
+        y: StaticTensor::randint(10, [BATCH], device).unwrap(),
+        logits: StaticTensor::default(),
+        loss: StaticTensor::default(),
+    }
 }
 
 impl LightningModule for ByHand {
@@ -100,43 +104,40 @@ impl LightningModule for ByHand {
     }
 
     fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let state = &mut *self.state.borrow_mut();
-        state.x.copy_(x);
-        state.y.copy_(y);
-        match ctx.batch_idx() {
-            // the first batch warms up, the second one is captured
-            batch_idx @ 0..=1 => {
-                let capture = (batch_idx == 1).then(|| graph(&mut state.graph)).transpose()?;
+        let before = ctx.global_step();
+        self.x.copy_(x)?;
+        self.y.copy_(y)?;
+        if self.g.is_captured() {
+            self.g.replay()?;
+        } else {
+            self.g.capture(|| {
                 ctx.optimizer(0)?.zero_grad()?;
-                let loss = cross_entropy(&self.net.forward(&state.x)?, &state.y)?;
+                let loss = cross_entropy(&self.net.forward(&self.x.get())?, &self.y.get())?;
                 ctx.manual_backward(&loss)?;
                 ctx.optimizer(0)?.step()?;
-                state.loss = loss.detach();
-                drop(loss);
-                capture.map_or(Ok(()), voltaic::graph::CaptureGuard::end)?;
-            }
-            _ => state.graph.replay()?,
+                self.loss.set(&loss)?;
+                Ok(())
+            })?;
         }
-        ctx.log("train_loss", &state.loss);
+        assert_eq!(ctx.global_step(), before + 1, "a replayed step of an optimizer is one");
+        ctx.lr_scheduler_step(0, None)?;
+        ctx.log("train_loss", self.loss.get());
         Ok(ctx.no_loss())
     }
 
     fn test_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
-        let state = &mut *self.state.borrow_mut();
-        state.x.copy_(x);
-        state.y.copy_(y);
+        self.x.copy_(x)?;
+        self.y.copy_(y)?;
         if ctx.batch_idx() == 0 {
-            let capture = graph(&mut state.graph)?;
-            state.logits = self.net.forward(&state.x)?;
-            capture.end()?;
+            self.g.capture(|| Ok(self.logits.set(&self.net.forward(&self.x.get())?)?))?;
         } else {
-            state.graph.replay()?;
+            self.g.replay()?;
         }
-        log_test(ctx, &state.logits, &state.y)
+        log_test(ctx, &self.logits.get(), &self.y.get())
     }
 
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(AdamW::new(1e-2).into())
+        Ok(optimizers())
     }
 }
 
@@ -146,12 +147,13 @@ fn loader(split: MnistSplit) -> DataLoader<(Tensor, Tensor)> {
     DataLoader::new(digits).batch_size(BATCH as usize).drop_last(true).build().unwrap()
 }
 
+/// Two epochs of six steps.
 fn trainer(root: &Path) -> TrainerBuilder {
     Trainer::builder()
         .accelerator("hpu")
         .devices(1)
         .default_root_dir(root)
-        .max_epochs(1)
+        .max_epochs(2)
         .limit_train_batches(6)
         .limit_test_batches(4)
         .log_every_n_steps(1_u64)
@@ -160,14 +162,69 @@ fn trainer(root: &Path) -> TrainerBuilder {
         .enable_checkpointing(false)
 }
 
-/// The losses of six steps and the weights after them.
-fn fit<M: LightningModule<Batch = (Tensor, Tensor)>>(mut module: M) -> (String, Vec<Vec<u8>>) {
-    let root = tempfile::tempdir().unwrap();
-    let mut trainer = trainer(root.path()).build().unwrap();
-    trainer.fit(&mut module, &mut Loaders::new().train(loader(MnistSplit::Train))).unwrap();
-    let metrics = fs::read_to_string(root.path().join("lightning_logs/version_0/metrics.csv")).unwrap();
-    let losses = metrics.lines().map(|line| line.rsplit(',').next().unwrap_or_default()).collect::<Vec<_>>();
-    (losses.join(" "), module.state_dict().iter().map(|(_, tensor)| bits(tensor)).collect())
+/// What a fit leaves behind.
+#[derive(Debug, PartialEq)]
+struct Trained {
+    /// The last rows of its metrics: epoch, step and loss.
+    rows: Vec<String>,
+    weights: Vec<Vec<u8>>,
+    global_step: u64,
+}
+
+/// How a fit is set up beside its module.
+type Configure = fn(TrainerBuilder) -> TrainerBuilder;
+
+fn run<M: LightningModule<Batch = (Tensor, Tensor)>>(
+    make: impl FnOnce(Device) -> M,
+    root: &Path,
+    configure: Configure,
+    ckpt: Option<&Path>,
+) -> voltaic::Result<(Trained, M)> {
+    let mut trainer = configure(trainer(root)).build()?;
+    let mut module = make(trainer.device());
+    if let Some(ckpt) = ckpt {
+        trainer.ckpt_path(ckpt.to_str().unwrap());
+    }
+    let mut data = Loaders::new().train(loader(MnistSplit::Train));
+    trainer.fit(&mut module, &mut data)?;
+    if ckpt.is_none() {
+        trainer.save_checkpoint(&mut module, &mut data, root.join("end.ckpt"), None)?;
+    }
+    let rows = if trainer.is_global_zero() {
+        let metrics = fs::read_to_string(trainer.log_dir().join("metrics.csv")).unwrap();
+        metrics.lines().skip(1).map(str::to_owned).collect()
+    } else {
+        Vec::new()
+    };
+    let weights = module.state_dict().iter().map(|(_, tensor)| bits(tensor)).collect();
+    Ok((Trained { rows, weights, global_step: trainer.global_step() }, module))
+}
+
+fn fit<M: LightningModule<Batch = (Tensor, Tensor)>>(
+    make: impl FnOnce(Device) -> M,
+    configure: Configure,
+) -> Trained {
+    run(make, tempfile::tempdir().unwrap().path(), configure, None).unwrap().0
+}
+
+fn without_graphs(device: Device) -> Plain<Sequential> {
+    plain(perceptron(device))
+}
+
+/// Captured within autocast or not.
+fn callable(device: Device, casts: bool) -> Plain<GraphedCallable<Sequential, Tensor>> {
+    let sample = Tensor::rand([BATCH, 1, 28, 28], (Kind::Float, CPU)).to_device(device.into());
+    let _casting = casts.then(|| autocast(device, Kind::BFloat16).unwrap());
+    plain(make_graphed_callables(perceptron(device), &sample, 1).unwrap())
+}
+
+fn cached(device: Device) -> Plain<GraphedModule<Sequential>> {
+    plain(ModuleCacher::new(10).wrap(perceptron(device)))
+}
+
+/// Replays of the forward pass and the backward pass.
+fn replays(module: &Plain<GraphedCallable<Sequential, Tensor>>) -> Vec<u64> {
+    module.net.replay_stats().iter().map(|stats| stats.replays).collect()
 }
 
 /// Loss and accuracy over four batches.
@@ -181,23 +238,90 @@ fn test<M: LightningModule<Batch = (Tensor, Tensor)>>(mut module: M) -> Vec<(Str
 #[test]
 fn training_is_the_same_in_all_modes() {
     let _rng = start();
-    let sample = Tensor::rand([BATCH, 1, 28, 28], (Kind::Float, CPU)).to_device(HPU);
-    let without = fit(plain(perceptron()));
-    assert_eq!(without.0.split_whitespace().count(), 7, "a header and six losses: {}", without.0);
-    assert!(without == fit(by_hand()), "captured and replayed by hand");
-    let callable = make_graphed_callables(perceptron(), &sample, 1).unwrap();
-    assert!(without == fit(plain(callable)), "make_graphed_callables");
-    let cached = ModuleCacher::new(10).wrap(perceptron());
-    assert!(without == fit(plain(cached)), "ModuleCacher");
+    let configures: [Configure; 2] = [|t| t, |t| t.precision("bf16-mixed")];
+    let mut seen: Vec<Trained> = Vec::new();
+    for (is_mixed, configure) in [false, true].into_iter().zip(configures) {
+        let without = fit(without_graphs, configure);
+        assert_eq!((without.rows.len(), without.global_step), (12, 12), "{:?}", without.rows);
+        assert!(seen.iter().all(|other| other.rows != without.rows), "the precision has an effect");
+        assert!(without == fit(by_hand, configure), "captured and replayed by hand");
+        for casts in [false, true] {
+            let root = tempfile::tempdir().unwrap();
+            let (trained, module) =
+                run(|device| callable(device, casts), root.path(), configure, None).unwrap();
+            assert!(without == trained, "make_graphed_callables, captured with autocast: {casts}");
+            // under another autocast than that of the capture the code runs
+            assert_eq!(replays(&module), if casts == is_mixed { [12, 12] } else { [0, 0] });
+        }
+        assert!(without == fit(cached, configure), "ModuleCacher");
+        seen.push(without);
+    }
+}
+
+/// Stops a fit after four of twelve steps, and resumes it.
+fn resume<M: LightningModule<Batch = (Tensor, Tensor)>>(make: fn(Device) -> M) -> Trained {
+    let root = tempfile::tempdir().unwrap();
+    let ckpt = root.path().join("end.ckpt");
+    run(make, root.path(), |t| t.max_steps(4), None).unwrap();
+    assert_eq!(Checkpoint::load(&ckpt).unwrap().meta.global_step, 4, "max_steps counts replays");
+    run(make, root.path(), |t| t, Some(&ckpt)).unwrap().0
+}
+
+#[test]
+fn a_resumed_run_is_the_same_in_all_modes() {
+    let _rng = start();
+    let without = fit(without_graphs, |t| t);
+    let modes = [
+        ("without graphs", resume(without_graphs)),
+        ("by hand", resume(by_hand)),
+        ("make_graphed_callables", resume(|device| callable(device, false))),
+        ("ModuleCacher", resume(cached)),
+    ];
+    for (mode, resumed) in modes {
+        assert_eq!((&resumed.rows[..], resumed.global_step), (&without.rows[4..], 12), "{mode}");
+        assert!(resumed.weights == without.weights, "{mode}");
+    }
+}
+
+/// Two ranks, which a process of its own starts. What a graph replays calls no hooks of gradients, which is how ranks
+/// average them: a whole step by hand is refused.
+#[test]
+fn two_ranks_train_the_same_in_the_modes_that_leave_backward_to_the_trainer() {
+    const FOLDER: &str = "VOLTAIC_TEST_FOLDER";
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        let folder = Path::new(&folder);
+        let two: Configure = |t| t.devices(2);
+        let (without, _) = run(without_graphs, &folder.join("without"), two, None).unwrap();
+        let (graphed, module) =
+            run(|device| callable(device, false), &folder.join("callable"), two, None).unwrap();
+        assert!(without == graphed, "make_graphed_callables");
+        assert_eq!(replays(&module), [12, 12]);
+        let (graphed, module) = run(cached, &folder.join("cached"), two, None).unwrap();
+        assert!(without == graphed, "ModuleCacher");
+        assert_eq!((module.net.stats().misses, module.net.stats().hits), (1, 10));
+        let Err(error) = run(by_hand, &folder.join("by_hand"), two, None) else { panic!("by hand") };
+        let expected = ["a hook of a gradient ran", "several ranks", "graphs of modules"];
+        assert!(expected.iter().all(|words| error.to_string().contains(words)), "{error}");
+        println!("losses {:?}", without.rows);
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let test = "graph_modes::two_ranks_train_the_same_in_the_modes_that_leave_backward_to_the_trainer";
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+    let output = command.env(FOLDER, folder.path()).env("OMP_NUM_THREADS", "1").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("losses [\"0,0,"), "rank 0 has trained: {text}");
 }
 
 #[test]
 fn testing_is_the_same_in_all_modes() {
     let _rng = start();
-    let without = test(plain(perceptron()));
+    let without = test(without_graphs(Device::Hpu(0)));
     assert_eq!(without.len(), 2, "{without:?}");
-    assert_eq!(without, test(by_hand()), "captured and replayed by hand");
+    assert_eq!(without, test(by_hand(Device::Hpu(0))), "captured and replayed by hand");
     let options = WrapOptions { disable_tensor_cache: true, ..WrapOptions::default() };
-    let wrapped: GraphedModule<_> = wrap_in_hpu_graph(perceptron(), options);
+    let wrapped: GraphedModule<_> = wrap_in_hpu_graph(perceptron(Device::Hpu(0)), options);
     assert_eq!(without, test(plain(wrapped)), "wrap_in_hpu_graph");
 }

@@ -451,8 +451,7 @@ fn the_printed_block_trains_as_without_a_graph() {
 #[derive(Module)]
 struct FirstUse {
     fc: Linear,
-    #[module(skip)]
-    graph: RefCell<HpuGraph>,
+    graph: HpuGraph,
     optimizer: String,
 }
 
@@ -525,16 +524,13 @@ impl LightningModule for FirstUse {
     }
 
     fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let mut g = self.graph.borrow_mut();
-        let capture = graph(&mut g)?;
-        ctx.optimizer(0)?.zero_grad()?;
-        let loss = self.fc.forward(x)?.f_sub(y)?.f_square()?.f_mean(Kind::Float)?;
-        ctx.manual_backward(&loss)?;
-        ctx.optimizer(0)?.step()?;
-        let result = loss.f_detach()?;
-        drop(loss);
-        capture.end()?;
-        Ok(result)
+        self.graph.capture(|| {
+            ctx.optimizer(0)?.zero_grad()?;
+            let loss = self.fc.forward(x)?.f_sub(y)?.f_square()?.f_mean(Kind::Float)?;
+            ctx.manual_backward(&loss)?;
+            ctx.optimizer(0)?.step()?;
+            Ok(loss.f_detach()?)
+        })
     }
 
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
@@ -548,7 +544,7 @@ fn state_that_is_made_in_a_capture_is_refused_by_name() {
     let fit = |optimizer: &str| {
         let mut net = FirstUse {
             fc: Linear::new(3, 2).unwrap(),
-            graph: RefCell::new(HpuGraph::new()),
+            graph: HpuGraph::new(),
             optimizer: optimizer.to_owned(),
         };
         trainer(Device::Cpu, GraphMode::Off).fit(&mut net, &mut Loaders::new().train(regression()))
@@ -563,7 +559,7 @@ fn state_that_is_made_in_a_capture_is_refused_by_name() {
 fn graphs_of_steps_with_manual_optimization_are_refused() {
     let _rng = start();
     let mut net =
-        FirstUse { fc: Linear::new(3, 2).unwrap(), graph: RefCell::default(), optimizer: String::new() };
+        FirstUse { fc: Linear::new(3, 2).unwrap(), graph: HpuGraph::new(), optimizer: String::new() };
     let result = trainer(Device::Cpu, GraphMode::Step).fit(&mut net, &mut Loaders::new().train(regression()));
     let error = result.unwrap_err().to_string();
     assert!(error.contains("trainer.graph") && error.contains("manual optimization"), "{error}");

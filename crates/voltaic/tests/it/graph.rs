@@ -3,10 +3,12 @@
 use std::cell::Cell;
 
 use tch::{Device, Kind, Reduction, Tensor};
+use voltaic::error::{Error, GraphError};
 use voltaic::graph::{
-    Buckets, HpuGraph, WrapOptions, graph, mark_step, metric_global, reset_metrics, scope, wrap_in_hpu_graph,
+    Buckets, HpuGraph, StaticTensor, WrapOptions, graph, mark_step, metric_global, reset_metrics, scope,
+    wrap_in_hpu_graph,
 };
-use voltaic::nn::{Forward, Linear, Module, ModuleExt, Relu, Sequential};
+use voltaic::nn::{Forward, Linear, Module, ModuleExt, Parameter, Relu, Sequential};
 use voltaic::optim::{AdamW, Optimizer, Optimizers};
 
 fn rand(size: &[i64]) -> Tensor {
@@ -59,7 +61,7 @@ impl Side {
     }
 
     /// As usual three times, captured once, replayed from then on.
-    fn step_by(&mut self, whole_step: &mut HpuGraph, step: i64) {
+    fn step_by(&mut self, whole_step: &HpuGraph, step: i64) {
         match step {
             0..3 => self.step(),
             3 => {
@@ -97,13 +99,13 @@ fn assert_same_bits(a: &[Tensor], b: &[Tensor], what: &str) {
 #[test]
 fn a_whole_training_step_is_replayed_to_the_same_bits() {
     let (mut eager, mut graphed) = (Side::new(), Side::new());
-    let mut whole_step = HpuGraph::new();
+    let whole_step = HpuGraph::new();
     whole_step.name_weights(&graphed.net);
     for step in 0..40 {
         eager.feed(step);
         eager.step();
         graphed.feed(step);
-        graphed.step_by(&mut whole_step, step);
+        graphed.step_by(&whole_step, step);
         assert_same_bits(&eager.state(), &graphed.state(), &format!("step {step}"));
     }
     let recorded = whole_step.graphs().next().unwrap();
@@ -119,7 +121,7 @@ fn a_whole_training_step_is_replayed_to_the_same_bits() {
 #[test]
 fn a_captured_optimizer_follows_a_schedule() {
     let (mut eager, mut graphed) = (Side::new(), Side::new());
-    let mut whole_step = HpuGraph::new();
+    let whole_step = HpuGraph::new();
     for step in 0..10 {
         for side in [&mut eager, &mut graphed] {
             side.feed(step);
@@ -127,7 +129,7 @@ fn a_captured_optimizer_follows_a_schedule() {
         }
         eager.step();
         graphed.optimizer.prepare_replay().unwrap().unwrap();
-        graphed.step_by(&mut whole_step, step);
+        graphed.step_by(&whole_step, step);
         assert_same_bits(&eager.state(), &graphed.state(), &format!("step {step}"));
     }
     let before = graphed.optimizer.prepare_replay().unwrap();
@@ -138,7 +140,7 @@ fn a_captured_optimizer_follows_a_schedule() {
 #[test]
 fn a_replay_takes_no_memory() {
     let mut side = Side::new();
-    let mut whole_step = HpuGraph::new();
+    let whole_step = HpuGraph::new();
     side.step();
     whole_step.capture_begin().unwrap();
     side.step();
@@ -151,9 +153,41 @@ fn a_replay_takes_no_memory() {
 }
 
 #[test]
+fn a_closure_is_captured_and_replayed_from_a_shared_reference() {
+    let (input, output) =
+        (StaticTensor::rand([4, 3], voltaic::Device::Cpu).unwrap(), StaticTensor::default());
+    let weight = Parameter::new(rand(&[3]));
+    let g = HpuGraph::new();
+    let error = input.copy_(&rand(&[1, 3])).unwrap_err().to_string();
+    assert!(error.contains("Float[1, 3]") && error.contains("Float[4, 3]"), "no broadcast: {error}");
+    let error = output.copy_(&rand(&[4])).unwrap_err().to_string();
+    assert!(error.contains("not there yet"), "{error}");
+    let captured: anyhow::Result<()> = g.capture(|| anyhow::bail!("the code fails"));
+    assert_eq!(captured.unwrap_err().to_string(), "the code fails");
+    assert!(!voltaic::graph::is_capturing() && !g.is_captured(), "the capture is abandoned");
+    let step = || {
+        let loss = input.get().f_mul(weight.tensor())?.f_square()?.f_sum(Kind::Float)?;
+        output.set(&loss)?;
+        assert!(matches!(g.replay(), Err(Error::Graph(GraphError::CaptureInProgress { .. }))), "of itself");
+        Ok(loss.requires_grad())
+    };
+    assert!(g.capture(step).unwrap(), "what the code returns");
+    assert!(g.is_captured() && !output.get().requires_grad(), "a result is kept without its history");
+    for _ in 0..2 {
+        let other = rand(&[4, 3]);
+        input.copy_(&other.to_kind(Kind::Double)).unwrap(); // another dtype is cast
+        g.replay().unwrap();
+        let expected = (other * weight.tensor()).square().sum(Kind::Float).detach();
+        assert_eq!(output.get(), expected);
+    }
+    g.reset();
+    assert!(!g.is_captured());
+}
+
+#[test]
 fn in_place_changes_are_made_again() {
     let mut x = Tensor::ones([2], (Kind::Float, Device::Cpu));
-    let mut add_one = HpuGraph::new();
+    let add_one = HpuGraph::new();
     add_one.capture_begin().unwrap();
     let _ = x.g_add_scalar_(1.0);
     add_one.capture_end().unwrap();
@@ -165,7 +199,7 @@ fn in_place_changes_are_made_again() {
 #[test]
 fn numbers_from_the_host_are_constants_of_the_graph() {
     let x = Tensor::ones([3], (Kind::Float, Device::Cpu));
-    let mut g = HpuGraph::new();
+    let g = HpuGraph::new();
     g.capture_begin().unwrap();
     let y = &x * Tensor::from_slice(&[1.0_f32, 2.0, 3.0]);
     g.capture_end().unwrap();
@@ -177,7 +211,7 @@ fn numbers_from_the_host_are_constants_of_the_graph() {
 #[test]
 fn parts_between_two_mark_steps_are_graphs_of_their_own() {
     let mut x = rand(&[4]);
-    let mut g = HpuGraph::new();
+    let g = HpuGraph::new();
     g.capture_begin().unwrap();
     let y = &x + 1.0;
     mark_step().unwrap();
@@ -192,7 +226,7 @@ fn parts_between_two_mark_steps_are_graphs_of_their_own() {
 #[test]
 fn inputs_can_be_given_anew_without_a_copy() {
     let x = rand(&[2, 3]);
-    let mut g = HpuGraph::new();
+    let g = HpuGraph::new();
     g.capture_begin().unwrap();
     g.mark_user_inputs(&[&x]).unwrap();
     let y = x.transpose(0, 1) * 2.0;
@@ -213,7 +247,7 @@ fn inputs_can_be_given_anew_without_a_copy() {
 /// Two layers, and something in between.
 fn between(f: impl Fn(&Tensor) -> Tensor) -> String {
     let net = [Linear::new(4, 4).unwrap(), Linear::new(4, 4).unwrap()];
-    let mut g = HpuGraph::new();
+    let g = HpuGraph::new();
     g.name_weights(&Sequential::new());
     let holder = Holder { first: net.into_iter().next().unwrap() };
     g.name_weights(&holder);
@@ -259,7 +293,7 @@ fn what_cannot_be_replayed_is_named_with_its_layer() {
 #[test]
 fn gathering_by_fixed_indices_is_static() {
     let (x, rows) = (rand(&[4, 3]), Tensor::from_slice(&[2_i64, 0]));
-    let mut g = HpuGraph::new();
+    let g = HpuGraph::new();
     g.capture_begin().unwrap();
     let y = x.index(&[Some(&rows)]);
     g.capture_end().unwrap();
@@ -270,8 +304,8 @@ fn gathering_by_fixed_indices_is_static() {
 
 #[test]
 fn mistakes_in_the_order_of_calls_are_errors() {
-    let mut outer = HpuGraph::new();
-    let mut inner = HpuGraph::new();
+    let outer = HpuGraph::new();
+    let inner = HpuGraph::new();
     assert!(outer.capture_end().unwrap_err().to_string().contains("without capture_begin"));
     outer.capture_begin().unwrap();
     let message = inner.capture_begin().unwrap_err().to_string();
@@ -286,9 +320,9 @@ fn mistakes_in_the_order_of_calls_are_errors() {
 
 #[test]
 fn a_capture_ends_with_a_panic_too() {
-    let mut g = HpuGraph::new();
+    let g = HpuGraph::new();
     let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        let _capture = graph(&mut g).unwrap();
+        let _capture = graph(&g).unwrap();
         panic!("on purpose");
     }));
     assert!(result.is_err() && !voltaic::graph::is_capturing());
@@ -296,7 +330,7 @@ fn a_capture_ends_with_a_panic_too() {
 
 #[test]
 fn tensors_that_are_gone_are_missed() {
-    let mut g = HpuGraph::new();
+    let g = HpuGraph::new();
     let x = rand(&[4]);
     g.capture_begin().unwrap();
     let y = &x + 1.0;
@@ -323,13 +357,13 @@ fn tensors_that_are_gone_are_missed() {
 fn a_graph_can_be_replayed_on_another_thread() {
     let x = rand(&[8]);
     let calls = Cell::new(0);
-    let mut g = HpuGraph::new();
+    let g = HpuGraph::new();
     g.capture_begin().unwrap();
     calls.set(calls.get() + 1);
     let y = x.sin() + x.cos();
     g.capture_end().unwrap();
     x.shallow_clone().copy_(&rand(&[8]));
-    let mut g = std::thread::spawn(move || {
+    let g = std::thread::spawn(move || {
         g.replay().unwrap();
         g
     })

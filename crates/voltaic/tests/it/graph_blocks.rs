@@ -37,8 +37,8 @@ fn replay_with_more_raw_memory() {
     let set_raw_blocks: Symbol<unsafe extern "C" fn(i32)> =
         unsafe { library.get(b"set_raw_blocks") }.unwrap();
     let mut input = Tensor::ones([1000], (Kind::Float, Device::Cpu));
-    let mut twice = HpuGraph::new();
-    let capture = graph(&mut twice).unwrap();
+    let twice = HpuGraph::new();
+    let capture = graph(&twice).unwrap();
     let kept = input.trace();
     capture.end().unwrap();
     for blocks in [1, 2, 0, 1] {

@@ -65,7 +65,7 @@ fn bytes(tensor: &Tensor) -> Vec<u8> {
 
 /// Steps in eager mode, and as many of which the first is captured and the others are replayed.
 fn compare(what: &str, eager: &mut Side, graphed: &mut Side, steps: i64) {
-    let mut g = HpuGraph::new();
+    let g = HpuGraph::new();
     for step in 0..steps {
         eager.feed(step);
         eager.optimizer.zero_grad().unwrap();
@@ -73,7 +73,7 @@ fn compare(what: &str, eager: &mut Side, graphed: &mut Side, steps: i64) {
         graphed.feed(step);
         if step == 0 {
             graphed.optimizer.zero_grad().unwrap();
-            let capture = graph(&mut g).unwrap();
+            let capture = graph(&g).unwrap();
             graphed.step();
             capture.end().unwrap();
         } else {
