@@ -18,6 +18,8 @@ struct Row {
     ids: Vec<String>,
     /// `program::function`s.
     here: Vec<String>,
+    /// The function that the command runs.
+    command: String,
     /// Lines there and here.
     lines: (usize, usize),
     is_there: bool,
@@ -54,11 +56,18 @@ fn rows() -> Vec<Row> {
     });
     let row = |cells: Vec<&str>| {
         let number = |at: usize| {
-            let part = cells[4].split('/').nth(at).unwrap_or_default();
+            let part = cells[5].split('/').nth(at).unwrap_or_default();
             part.trim().parse().unwrap_or(0)
         };
         let is_there = !cells[3].contains("not yet");
-        Row { ids: ids_of(cells[0]), here: functions_of(cells[3]), lines: (number(0), number(1)), is_there }
+        let command = cells[4].trim().trim_matches('`').replace(' ', "::");
+        Row {
+            ids: ids_of(cells[0]),
+            here: functions_of(cells[3]),
+            command,
+            lines: (number(0), number(1)),
+            is_there,
+        }
     };
     cells.map(row).collect()
 }
@@ -160,6 +169,12 @@ fn what_the_table_names_is_there_and_takes_the_lines_that_it_says() {
             }
         }
         let lines: usize = of_block.iter().map(|(_, item)| item.lines).sum();
+        let runs = |(program, text): &(String, String)| {
+            listed(text).iter().any(|function| row.command == format!("{program}::{function}"))
+        };
+        if !programs.iter().any(runs) {
+            problems.push(format!("{ids}: no program runs {}", row.command));
+        }
         if row.here.is_empty() || row.lines.0 == 0 {
             problems.push(format!("{ids}: a function here and the lines there must stand in the table"));
         }
