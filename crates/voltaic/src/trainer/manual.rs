@@ -61,6 +61,7 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
     fn step(&mut self, mut state: StepState<'_>, optimizer_idx: usize) -> Result<()> {
         let Self { parts, module, batch, .. } = self;
         parts.strategy.check_averaged()?;
+        parts.grad_scaler.as_ref().map_or(Ok(()), GradScaler::check_scaled)?;
         let optimizer = &parts.optimizers[optimizer_idx];
         let is_finite =
             unscale(parts.grad_scaler, std::slice::from_ref(optimizer), state.progress.global_step)?;

@@ -121,6 +121,27 @@ fn two_optimizers_do_what_a_bare_loop_does() {
     assert_eq!(net.weights(), bare.weights());
 }
 
+/// Leaves the trainer out, which scales losses.
+fn own_backward(net: &Pair, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<()> {
+    net.losses(batch).0.f_backward()?;
+    ctx.optimizer(0)?.step()?;
+    Ok(())
+}
+
+#[test]
+fn gradients_that_were_not_scaled_are_not_unscaled() {
+    if !has_hpu("manual::gradients_that_were_not_scaled_are_not_unscaled") {
+        return;
+    }
+    let fit = |precision: &str| {
+        let mut trainer = silent().accelerator("hpu").devices(1).precision(precision).build().unwrap();
+        trainer.fit(&mut Pair::new(own_backward), &mut loaders())
+    };
+    fit("32-true").unwrap();
+    let error = fit("16-mixed").unwrap_err().to_string();
+    assert!(error.contains("divided by 65536") && error.contains("ctx.manual_backward(&loss)"), "{error}");
+}
+
 /// Both losses are scaled before the first step, which is left out: its gradients are infinite in float32.
 fn overflows(net: &Pair, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<()> {
     ctx.manual_backward(&(net.losses(batch).0 * 1e36))?;
