@@ -1,7 +1,7 @@
 //! The ways of the specification to train and to test by graphs, on real digits: each gives the bits of a run without.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use tch::{Kind, Tensor};
@@ -23,7 +23,7 @@ use crate::support::{CPU, bits, start};
 
 const BATCH: i64 = 200;
 
-fn perceptron(device: Device) -> Sequential {
+pub fn perceptron(device: Device) -> Sequential {
     ffi::manual_seed(7).unwrap();
     let net = Sequential::new()
         .add(Flatten::default())
@@ -35,7 +35,7 @@ fn perceptron(device: Device) -> Sequential {
 }
 
 /// Its rate changes while a graph is replayed.
-fn optimizers() -> Optimizers {
+pub fn optimizers() -> Optimizers {
     let schedule = LrSchedulerSpec::new(StepLr::new(2, 0.5)).interval(voltaic::optim::Interval::Step);
     Optimizers::new(AdamW::new(1e-2)).scheduler(schedule)
 }
@@ -164,17 +164,17 @@ fn trainer(root: &Path) -> TrainerBuilder {
 
 /// What a fit leaves behind.
 #[derive(Debug, PartialEq)]
-struct Trained {
-    /// The last rows of its metrics: epoch, step and loss.
-    rows: Vec<String>,
-    weights: Vec<Vec<u8>>,
-    global_step: u64,
+pub struct Trained {
+    /// The rows of its metrics: epoch, step and loss.
+    pub rows: Vec<String>,
+    pub weights: Vec<Vec<u8>>,
+    pub global_step: u64,
 }
 
 /// How a fit is set up beside its module.
-type Configure = fn(TrainerBuilder) -> TrainerBuilder;
+pub type Configure = fn(TrainerBuilder) -> TrainerBuilder;
 
-fn run<M: LightningModule<Batch = (Tensor, Tensor)>>(
+pub fn run<M: LightningModule<Batch = (Tensor, Tensor)>>(
     make: impl FnOnce(Device) -> M,
     root: &Path,
     configure: Configure,
@@ -200,7 +200,7 @@ fn run<M: LightningModule<Batch = (Tensor, Tensor)>>(
     Ok((Trained { rows, weights, global_step: trainer.global_step() }, module))
 }
 
-fn fit<M: LightningModule<Batch = (Tensor, Tensor)>>(
+pub fn fit<M: LightningModule<Batch = (Tensor, Tensor)>>(
     make: impl FnOnce(Device) -> M,
     configure: Configure,
 ) -> Trained {
@@ -227,10 +227,19 @@ fn replays(module: &Plain<GraphedCallable<Sequential, Tensor>>) -> Vec<u64> {
     module.net.replay_stats().iter().map(|stats| stats.replays).collect()
 }
 
+fn wrapped(device: Device) -> Plain<GraphedModule<Sequential>> {
+    let options = WrapOptions { disable_tensor_cache: true, ..WrapOptions::default() };
+    plain(wrap_in_hpu_graph(perceptron(device), options))
+}
+
 /// Loss and accuracy over four batches.
-fn test<M: LightningModule<Batch = (Tensor, Tensor)>>(mut module: M) -> Vec<(String, f64)> {
+fn test<M: LightningModule<Batch = (Tensor, Tensor)>>(
+    make: impl FnOnce(Device) -> M,
+    configure: Configure,
+) -> Vec<(String, f64)> {
     let root = tempfile::tempdir().unwrap();
-    let mut trainer = trainer(root.path()).build().unwrap();
+    let mut trainer = configure(trainer(root.path())).build().unwrap();
+    let mut module = make(trainer.device());
     let metrics = trainer.test(&mut module, &mut Loaders::new().test(loader(MnistSplit::Test))).unwrap();
     metrics.into_iter().collect()
 }
@@ -259,12 +268,12 @@ fn training_is_the_same_in_all_modes() {
 }
 
 /// Stops a fit after four of twelve steps, and resumes it.
-fn resume<M: LightningModule<Batch = (Tensor, Tensor)>>(make: fn(Device) -> M) -> Trained {
+pub fn resume<M: LightningModule<Batch = (Tensor, Tensor)>>(make: impl Fn(Device) -> M) -> Trained {
     let root = tempfile::tempdir().unwrap();
     let ckpt = root.path().join("end.ckpt");
-    run(make, root.path(), |t| t.max_steps(4), None).unwrap();
+    run(&make, root.path(), |t| t.max_steps(4), None).unwrap();
     assert_eq!(Checkpoint::load(&ckpt).unwrap().meta.global_step, 4, "max_steps counts replays");
-    run(make, root.path(), |t| t, Some(&ckpt)).unwrap().0
+    run(&make, root.path(), |t| t, Some(&ckpt)).unwrap().0
 }
 
 #[test]
@@ -283,45 +292,64 @@ fn a_resumed_run_is_the_same_in_all_modes() {
     }
 }
 
-/// Two ranks, which a process of its own starts. What a graph replays calls no hooks of gradients, which is how ranks
-/// average them: a whole step by hand is refused.
-#[test]
-fn two_ranks_train_the_same_in_the_modes_that_leave_backward_to_the_trainer() {
-    const FOLDER: &str = "VOLTAIC_TEST_FOLDER";
-    if let Some(folder) = std::env::var_os(FOLDER) {
-        let folder = Path::new(&folder);
-        let two: Configure = |t| t.devices(2);
-        let (without, _) = run(without_graphs, &folder.join("without"), two, None).unwrap();
-        let (graphed, module) =
-            run(|device| callable(device, false), &folder.join("callable"), two, None).unwrap();
-        assert!(without == graphed, "make_graphed_callables");
-        assert_eq!(replays(&module), [12, 12]);
-        let (graphed, module) = run(cached, &folder.join("cached"), two, None).unwrap();
-        assert!(without == graphed, "ModuleCacher");
-        assert_eq!((module.net.stats().misses, module.net.stats().hits), (1, 10));
-        let Err(error) = run(by_hand, &folder.join("by_hand"), two, None) else { panic!("by hand") };
-        let expected = ["a hook of a gradient ran", "several ranks", "graphs of modules"];
-        assert!(expected.iter().all(|words| error.to_string().contains(words)), "{error}");
-        println!("losses {:?}", without.rows);
-        return;
-    }
+const FOLDER: &str = "VOLTAIC_TEST_FOLDER";
+
+/// In a process that [`run_ranks`] has started, or a rank of it: the folder for its files.
+pub fn folder_of_ranks() -> Option<PathBuf> {
+    std::env::var_os(FOLDER).map(PathBuf::from)
+}
+
+/// Runs a test again in a process of its own, which may start ranks: they are this binary with the same arguments.
+/// Returns what it printed; it must end well.
+pub fn run_ranks(test: &str) -> String {
     let folder = tempfile::tempdir().unwrap();
-    let test = "graph_modes::two_ranks_train_the_same_in_the_modes_that_leave_backward_to_the_trainer";
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
     let output = command.env(FOLDER, folder.path()).env("OMP_NUM_THREADS", "1").output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    assert!(text.contains("losses [\"0,0,"), "rank 0 has trained: {text}");
+    text
+}
+
+/// What a graph replays calls no hooks of gradients, which is how ranks average them: a whole step by hand is refused.
+#[test]
+fn two_ranks_do_the_same_in_the_modes_that_leave_backward_to_the_trainer() {
+    let Some(folder) = folder_of_ranks() else {
+        let test = "graph_modes::two_ranks_do_the_same_in_the_modes_that_leave_backward_to_the_trainer";
+        let text = run_ranks(test);
+        assert!(text.contains("losses [\"0,0,"), "rank 0 has trained: {text}");
+        return;
+    };
+    let two: Configure = |t| t.devices(2);
+    let (without, _) = run(without_graphs, &folder.join("without"), two, None).unwrap();
+    let (graphed, module) =
+        run(|device| callable(device, false), &folder.join("callable"), two, None).unwrap();
+    assert!(without == graphed, "make_graphed_callables");
+    assert_eq!(replays(&module), [12, 12]);
+    let (graphed, module) = run(cached, &folder.join("cached"), two, None).unwrap();
+    assert!(without == graphed, "ModuleCacher");
+    assert_eq!((module.net.stats().misses, module.net.stats().hits), (1, 10));
+    let Err(error) = run(by_hand, &folder.join("by_hand"), two, None) else { panic!("by hand") };
+    let expected = ["a hook of a gradient ran", "several ranks", "graphs of modules"];
+    assert!(expected.iter().all(|words| error.to_string().contains(words)), "{error}");
+
+    let without = test(without_graphs, two);
+    assert_eq!(without, test(by_hand, two), "a test captured by hand");
+    assert_eq!(without, test(wrapped, two), "wrap_in_hpu_graph");
+    println!("losses {:?}", graphed.rows);
 }
 
 #[test]
 fn testing_is_the_same_in_all_modes() {
     let _rng = start();
-    let without = test(without_graphs(Device::Hpu(0)));
-    assert_eq!(without.len(), 2, "{without:?}");
-    assert_eq!(without, test(by_hand(Device::Hpu(0))), "captured and replayed by hand");
-    let options = WrapOptions { disable_tensor_cache: true, ..WrapOptions::default() };
-    let wrapped: GraphedModule<_> = wrap_in_hpu_graph(perceptron(Device::Hpu(0)), options);
-    assert_eq!(without, test(plain(wrapped)), "wrap_in_hpu_graph");
+    let configures: [Configure; 2] = [|t| t, |t| t.precision("bf16-mixed")];
+    let mut seen = Vec::new();
+    for configure in configures {
+        let without = test(without_graphs, configure);
+        assert_eq!(without.len(), 2, "{without:?}");
+        assert_eq!(without, test(by_hand, configure), "captured and replayed by hand");
+        assert_eq!(without, test(wrapped, configure), "wrap_in_hpu_graph");
+        assert!(!seen.contains(&without), "the precision has an effect");
+        seen.push(without);
+    }
 }

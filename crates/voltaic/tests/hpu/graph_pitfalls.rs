@@ -78,6 +78,47 @@ fn numbers_of_the_host_that_change_are_found_out() {
     }
 }
 
+/// Goes one of two ways from call to call, or by what its input holds.
+#[derive(Module)]
+struct Branches {
+    fc: Linear,
+    #[module(skip)]
+    calls: Cell<usize>,
+    reads_input: bool,
+}
+
+impl Forward for Branches {
+    fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
+        let hidden = self.fc.forward(input)?;
+        self.calls.set(self.calls.get() + 1);
+        let is_first_way = match self.reads_input {
+            true => input.f_sum(Kind::Float)?.f_double_value(&[])? > 0.0,
+            false => self.calls.get().is_multiple_of(2),
+        };
+        Ok(if is_first_way { hidden.f_relu()? } else { hidden.f_tanh()? })
+    }
+}
+
+#[test]
+fn control_flow_within_a_module_is_found_out_and_runs_as_usual() {
+    let _rng = start();
+    for (reads_input, reason) in [(false, "not static"), (true, "_local_scalar_dense")] {
+        let make = || {
+            ffi::manual_seed(3).unwrap();
+            Branches { fc: Linear::new(4, 8).unwrap(), calls: Cell::new(0), reads_input }
+        };
+        let (eager, cached) = (make(), ModuleCacher::new(4).wrap(make()));
+        for call in 0..6 {
+            let input = rand(&[3, 4]) - f64::from(call % 2);
+            let output = cached.forward(&input).unwrap();
+            assert_eq!(bits(&eager.forward(&input).unwrap()), bits(&output), "call {call}");
+            output.sum(Kind::Float).backward();
+        }
+        assert!(cached.refusal().is_some_and(|why| why.contains(reason)), "{:?}", cached.refusal());
+        assert_eq!(cached.stats().hits, 0);
+    }
+}
+
 /// A host tensor that is made again in each call, and always the same, is a constant; autograd keeps it for the backward
 /// pass.
 #[test]
@@ -583,6 +624,17 @@ fn log_of(f: impl FnOnce()) -> String {
     let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).finish();
     tracing::subscriber::with_default(subscriber, f);
     String::from_utf8(log.0.lock().unwrap().clone()).unwrap()
+}
+
+#[test]
+fn an_option_without_effect_says_so() {
+    let _rng = start();
+    let log = log_of(|| {
+        let options = WrapOptions { asynchronous: true, ..WrapOptions::default() };
+        drop(wrap_in_hpu_graph(Linear::new(3, 2).unwrap(), options));
+        drop(wrap_in_hpu_graph(Linear::new(3, 2).unwrap(), WrapOptions::default()));
+    });
+    assert_eq!(log.matches("asynchronous=true has no effect").count(), 1, "{log}");
 }
 
 #[test]

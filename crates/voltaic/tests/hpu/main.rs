@@ -5,6 +5,7 @@
 mod device;
 mod device_stats;
 mod graph;
+mod graph_dynamic;
 mod graph_modes;
 mod graph_modules;
 mod graph_pitfalls;
