@@ -233,8 +233,22 @@ impl TorchError {
     /// An error of `op`; the text's C++ backtrace is cut off.
     pub(crate) fn new(op: &'static str, kind: TorchErrorKind, message: &str) -> Self {
         let end = message.find("\nException raised from").unwrap_or(message.len());
-        Self { op, kind, message: message[..end].trim_end().to_owned() }
+        let message = match lacks_hpu(message) {
+            true => NO_HPU,
+            false => message[..end].trim_end(),
+        };
+        Self { op, kind, message: message.to_owned() }
     }
+}
+
+const NO_HPU: &str =
+    "no HPU is set up in this process; build a trainer with accelerator=hpu first, which sets it up";
+
+/// Whether there is no back end that makes tensors on HPUs.
+fn lacks_hpu(message: &str) -> bool {
+    let makes_tensors = ["aten::empty.memory_format'", "aten::empty_strided'"];
+    message.contains("from the 'HPU' backend")
+        && makes_tensors.iter().any(|op| message.contains(&format!("Could not run '{op}")))
 }
 
 impl From<tch::TchError> for Error {

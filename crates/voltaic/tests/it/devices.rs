@@ -3,6 +3,11 @@
 use std::process::Command;
 
 use serde_json::Value;
+use voltaic::Device;
+use voltaic::graph::StaticTensor;
+use voltaic::nn::{Linear, ModuleExt};
+
+use crate::probe::{own_process, plays, silent, text_of};
 
 fn devices(arguments: &[&str], variables: &[(&str, &str)]) -> (bool, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
@@ -56,4 +61,24 @@ fn a_variable_that_makes_no_sense_is_an_error() {
         let (is_ok, text) = devices(&[], &[(name, value)]);
         assert!(!is_ok && text.contains(&format!("{name}=`{value}`")) && text.contains("use "), "{text}");
     }
+}
+
+#[test]
+fn an_hpu_before_there_is_a_trainer_is_an_error_that_names_it() {
+    if !plays("too_early") {
+        let test = "devices::an_hpu_before_there_is_a_trainer_is_an_error_that_names_it";
+        text_of(&own_process(test, "too_early").env("VOLTAIC_HPU", "emulator").output().unwrap());
+        return;
+    }
+    let hpu = Device::Hpu(0);
+    let net = Linear::new(3, 2).unwrap();
+    let moved = net.to_device(hpu).unwrap_err();
+    let made = StaticTensor::rand([2, 3], hpu).unwrap_err();
+    let errors = [moved.to_string(), made.to_string()];
+    for error in errors {
+        assert!(error.contains("no HPU is set up") && error.contains("build a trainer"), "{error}");
+    }
+    silent().accelerator("hpu").devices(1).build().unwrap();
+    net.to_device(hpu).unwrap();
+    StaticTensor::rand([2, 3], hpu).unwrap();
 }
