@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use crate::error::{ConfigError, Result};
+use crate::error::Result;
 use crate::ffi;
 
 /// Scales the loss up, gradients down, and skips steps with gradients that are not finite.
@@ -26,9 +26,6 @@ pub struct GradScaler {
     /// Whether all gradients were finite since the scale was adapted, if there were any.
     #[serde(skip)]
     all_finite: Option<bool>,
-    /// The trainer has scaled a loss.
-    #[serde(skip)]
-    has_scaled: bool,
 }
 
 impl Default for GradScaler {
@@ -49,7 +46,6 @@ impl GradScaler {
             growth_tracker: 0,
             num_skipped_steps: 0,
             all_finite: None,
-            has_scaled: false,
         }
     }
 
@@ -69,22 +65,6 @@ impl GradScaler {
     /// libtorch's.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         Ok(loss.f_to_kind(Kind::Float)?.f_mul_scalar(self.scale)?)
-    }
-
-    /// [`GradScaler::scale`] of a loss that the trainer goes backward from.
-    pub(crate) fn scale_noted(&mut self, loss: &Tensor) -> Result<Tensor> {
-        self.has_scaled = true;
-        self.scale(loss)
-    }
-
-    /// An error if gradients are to be divided by the scale that no loss was multiplied by.
-    pub(crate) fn check_scaled(&self) -> Result<()> {
-        if self.has_scaled {
-            return Ok(());
-        }
-        let what = format!("gradients are to be divided by {}, but no loss was multiplied by it", self.scale);
-        let remedy = "call ctx.manual_backward(&loss), not loss.backward()";
-        Err(ConfigError::new("optimizer.step", what, remedy).into())
     }
 
     /// Divides gradients by the scale, in place, and says whether all of them are finite.

@@ -501,7 +501,11 @@ impl Resumed {
     }
 }
 
-fn restore_grads<M: LightningModule>(session: &Session<M>, grads: &[(String, tch::Tensor)]) -> Result<()> {
+fn restore_grads<M: LightningModule>(
+    session: &mut Session<M>,
+    grads: &[(String, tch::Tensor)],
+) -> Result<()> {
+    session.has_scaled |= !grads.is_empty();
     let parameters = session.module.named_parameters();
     for (fqn, grad) in grads {
         if let Some((_, parameter)) = parameters.iter().find(|(name, _)| name == fqn) {

@@ -142,6 +142,7 @@ pub(super) struct Parts<'a> {
     pub grad_scaler: &'a mut Option<GradScaler>,
     pub toggled: &'a mut Vec<(Parameter, bool)>,
     pub replays_optimizers: &'a mut bool,
+    pub has_scaled: &'a mut bool,
     pub strategy: &'a mut dyn Strategy,
     pub agreed: &'a mut Votes,
     /// There with `detect_anomaly`.
@@ -263,6 +264,7 @@ impl<M: LightningModule> Session<'_, M> {
             grad_scaler: &mut run.grad_scaler,
             toggled: &mut self.toggled,
             replays_optimizers: &mut self.replays_optimizers,
+            has_scaled: &mut self.has_scaled,
             strategy: run.strategy.as_mut(),
             agreed: &mut run.agreed,
             anomaly: self.anomaly.as_ref(),

@@ -61,7 +61,12 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
     fn step(&mut self, mut state: StepState<'_>, optimizer_idx: usize) -> Result<()> {
         let Self { parts, module, batch, .. } = self;
         parts.strategy.check_averaged()?;
-        parts.grad_scaler.as_ref().map_or(Ok(()), GradScaler::check_scaled)?;
+        if let Some(scaler) = parts.grad_scaler.as_ref().filter(|_| !*parts.has_scaled) {
+            let scale = scaler.get_scale();
+            let what = format!("gradients are to be divided by {scale}, but no loss was multiplied by it");
+            let remedy = "call ctx.manual_backward(&loss), not loss.backward()";
+            return Err(ConfigError::new("optimizer.step", what, remedy).into());
+        }
         let optimizer = &parts.optimizers[optimizer_idx];
         let is_finite =
             unscale(parts.grad_scaler, std::slice::from_ref(optimizer), state.progress.global_step)?;

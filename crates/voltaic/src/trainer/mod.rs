@@ -404,6 +404,7 @@ impl Trainer {
             accumulate_grad_batches: self.plan.accumulate_grad_batches,
             toggled: Vec::new(),
             replays_optimizers: false,
+            has_scaled: false,
             last_validation: Instant::now(),
             anomaly: None,
             signals: Arc::new(Signals::watch()?),

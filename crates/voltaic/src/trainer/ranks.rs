@@ -301,7 +301,8 @@ impl Parts<'_> {
         loss: &tch::Tensor,
         syncs: bool,
     ) -> Result<()> {
-        let scaled = self.grad_scaler.as_mut().map(|scaler| scaler.scale_noted(loss)).transpose()?;
+        let scaled = self.grad_scaler.as_ref().map(|scaler| scaler.scale(loss)).transpose()?;
+        *self.has_scaled |= scaled.is_some();
         let loss = scaled.as_ref().unwrap_or(loss);
         let _action = self.profiling.of_strategy(self.strategy.name(), "backward")?;
         self.strategy.begin_backward(loss, syncs, votes(self.signal, self.requests))?;

@@ -78,6 +78,8 @@ pub(super) struct Session<'a, M: LightningModule> {
     pub toggled: Vec<(Parameter, bool)>,
     /// A step with manual optimization has captured one of an optimizer.
     pub replays_optimizers: bool,
+    /// The scale of the losses is in gradients: a loss was multiplied by it, or a checkpoint held such gradients.
+    pub has_scaled: bool,
     /// When the last validation ended, or training began.
     pub last_validation: Instant,
     /// There with `detect_anomaly`.
