@@ -58,6 +58,14 @@ pub enum GraphError {
         "replay of a graph that holds nothing; capture something first (HpuGraph::capture), in a resumed run, too: checkpoints hold no graphs"
     )]
     NothingCaptured,
+    /// An optimizer whose step was captured would now do another.
+    #[error(
+        "{what} since its step was captured, which a replay would not follow; capture again, or leave the step of this optimizer out of the graph"
+    )]
+    Outdated {
+        /// What has changed.
+        what: String,
+    },
     /// An input is not like the one that was captured.
     #[error(
         "input {index} is {given}, but the graph was captured with {captured}; capture a graph for each shape, or use a ModuleCacher"

@@ -66,6 +66,13 @@ thread_local! {
     static CAPTURED_STEPS: Cell<u64> = const { Cell::new(0) };
     /// Those that replays on this thread have done since they were last taken.
     static REPLAYED_STEPS: Cell<u64> = const { Cell::new(0) };
+    /// Why no replay on this thread may do such a step now.
+    static OUTDATED: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Refuses replays of optimizer steps on this thread, for this reason; none lets them be.
+pub(crate) fn forbid_replayed_steps(reason: Option<String>) {
+    OUTDATED.set(reason);
 }
 
 /// Notes a step of an optimizer of the run, which may be part of a capture.
@@ -193,7 +200,8 @@ impl HpuGraph {
 
     /// Whether there is something to replay.
     pub fn is_captured(&self) -> bool {
-        self.held.borrow().check_ready().is_ok()
+        let held = self.held.borrow();
+        !held.is_capturing && !held.is_empty()
     }
 
     /// Does what was captured once more.
@@ -267,8 +275,17 @@ impl Held {
         if self.is_capturing {
             return Err(GraphError::CaptureInProgress { what: "replay" }.into());
         }
-        let is_empty = self.cuda.as_ref().map_or(self.segments.is_empty(), |(_, graph)| graph.is_none());
-        if is_empty { Err(GraphError::NothingCaptured.into()) } else { Ok(()) }
+        if self.is_empty() {
+            return Err(GraphError::NothingCaptured.into());
+        }
+        match OUTDATED.with_borrow(Clone::clone).filter(|_| self.optimizer_steps > 0) {
+            Some(what) => Err(GraphError::Outdated { what }.into()),
+            None => Ok(()),
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.cuda.as_ref().map_or(self.segments.is_empty(), |(_, graph)| graph.is_none())
     }
 
     fn count_steps(&self) {

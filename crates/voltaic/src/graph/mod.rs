@@ -28,7 +28,7 @@ pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
 pub use flops::Flops;
 pub use graphed_callable::{GraphedCallable, make_graphed_callables};
 pub use hpu_graph::{CaptureGuard, HpuGraph, graph};
-pub(crate) use hpu_graph::{note_optimizer_step, replayed_steps, take_replayed_steps};
+pub(crate) use hpu_graph::{forbid_replayed_steps, note_optimizer_step, replayed_steps, take_replayed_steps};
 pub use ir::{Buffer, Graph, Node, Operand, Value};
 pub use metrics::{GraphMetrics, graph_metrics, metric_global, reset_metrics};
 pub(crate) use metrics::{count_fallback, count_hit, count_miss};

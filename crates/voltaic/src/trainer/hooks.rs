@@ -3,6 +3,7 @@
 
 use tch::Tensor;
 
+use super::captured_optimizers::CapturedOptimizers;
 use super::guard::guarded;
 use super::session::Session;
 use crate::accelerator::Accelerator;
@@ -141,7 +142,7 @@ pub(super) struct Parts<'a> {
     pub schedulers: &'a mut Vec<ActiveLrScheduler>,
     pub grad_scaler: &'a mut Option<GradScaler>,
     pub toggled: &'a mut Vec<(Parameter, bool)>,
-    pub replays_optimizers: &'a mut bool,
+    pub captured_optimizers: &'a mut CapturedOptimizers,
     pub has_scaled: &'a mut bool,
     pub strategy: &'a mut dyn Strategy,
     pub agreed: &'a mut Votes,
@@ -263,7 +264,7 @@ impl<M: LightningModule> Session<'_, M> {
             schedulers: &mut self.schedulers,
             grad_scaler: &mut run.grad_scaler,
             toggled: &mut self.toggled,
-            replays_optimizers: &mut self.replays_optimizers,
+            captured_optimizers: &mut self.captured_optimizers,
             has_scaled: &mut self.has_scaled,
             strategy: run.strategy.as_mut(),
             agreed: &mut run.agreed,

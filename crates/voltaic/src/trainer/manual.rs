@@ -82,12 +82,16 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
         )?;
         if is_finite {
             let optimizer = &mut parts.optimizers[optimizer_idx];
-            if graph::is_capturing() {
+            let is_captured = graph::is_capturing();
+            if is_captured {
                 let _unrecorded = RecordingPause::begin(); // replays read the learning rate where it is put now
                 optimizer.prepare_replay()?;
-                *parts.replays_optimizers = true;
             }
             optimizer.step()?;
+            if is_captured {
+                let _unrecorded = RecordingPause::begin();
+                parts.captured_optimizers.note(optimizer_idx, optimizer.as_mut())?;
+            }
             graph::note_optimizer_step();
         }
         parts.accelerator.step_boundary()?;

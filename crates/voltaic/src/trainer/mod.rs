@@ -6,6 +6,7 @@ mod anomaly;
 mod batch_size_finder;
 mod builder;
 mod callbacks;
+mod captured_optimizers;
 mod checkpointing;
 mod config;
 mod contradictions;
@@ -66,6 +67,7 @@ pub use seed::{global_seed, seed_everything};
 /// Metrics of an evaluation, by name, in the order they were first logged.
 pub type EvalMetrics = Vec<(String, f64)>;
 
+use captured_optimizers::CapturedOptimizers;
 use checkpointing::AfterFit;
 use data_hooks::{Data, DataHooks};
 use eval::EvalLoaders;
@@ -403,7 +405,7 @@ impl Trainer {
             schedulers: Vec::new(),
             accumulate_grad_batches: self.plan.accumulate_grad_batches,
             toggled: Vec::new(),
-            replays_optimizers: false,
+            captured_optimizers: CapturedOptimizers::default(),
             has_scaled: false,
             last_validation: Instant::now(),
             anomaly: None,

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::captured_optimizers::CapturedOptimizers;
 use super::checkpointing::{self, AfterFit, Frozen};
 use super::data_hooks::DataHooks;
 use super::graphed::StepGraphs;
@@ -76,8 +77,8 @@ pub(super) struct Session<'a, M: LightningModule> {
     pub accumulate_grad_batches: u64,
     /// Parameters that a manual step has switched, with what they required before.
     pub toggled: Vec<(Parameter, bool)>,
-    /// A step with manual optimization has captured one of an optimizer.
-    pub replays_optimizers: bool,
+    /// Whose steps those with manual optimization have captured.
+    pub captured_optimizers: CapturedOptimizers,
     /// The scale of the losses is in gradients: a loss was multiplied by it, or a checkpoint held such gradients.
     pub has_scaled: bool,
     /// When the last validation ended, or training began.
@@ -284,6 +285,7 @@ impl<M: LightningModule> Session<'_, M> {
         drop(region);
         if is_manual {
             self.run.progress.global_step += graph::take_replayed_steps();
+            graph::forbid_replayed_steps(None);
             self.adapt_loss_scale(); // after the steps of all optimizers, whose losses had the same scale
         }
         self.graphs.modules = graphs;
@@ -298,9 +300,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// Before a step with manual optimization, which may replay steps of optimizers: they read the learning rates in force.
     fn prepare_replays(&mut self) -> Result<()> {
         graph::take_replayed_steps(); // of others than this run
-        if self.replays_optimizers {
-            self.optimizers.iter_mut().try_for_each(|optimizer| optimizer.prepare_replay().map(drop))?;
-        }
+        graph::forbid_replayed_steps(self.captured_optimizers.refresh(&mut self.optimizers)?);
         Ok(())
     }
 

@@ -12,9 +12,7 @@ use voltaic::graph::{
 };
 use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{Conv2d, Forward, Linear, ModuleExt};
-use voltaic::optim::{
-    AdamW, BuildOptimizer, Optimizer, OptimizerState, Optimizers, ParamGroup, ParamGroupSpec, Sgd,
-};
+use voltaic::optim::{AdamW, Optimizers, Sgd};
 use voltaic::trainer::{GraphMode, Trainer};
 use voltaic::{Device, Module, ffi};
 
@@ -167,7 +165,7 @@ impl LightningModule for Schedule {
     }
 }
 
-fn regression() -> DataLoader<(Tensor, Tensor)> {
+pub fn regression() -> DataLoader<(Tensor, Tensor)> {
     ffi::manual_seed(11).unwrap();
     DataLoader::new(TensorDataset::new((rand(&[40, 3]), rand(&[40, 2]))).unwrap())
         .batch_size(4)
@@ -175,7 +173,7 @@ fn regression() -> DataLoader<(Tensor, Tensor)> {
         .unwrap()
 }
 
-fn trainer(device: Device, graph: GraphMode) -> Trainer {
+pub fn trainer(device: Device, graph: GraphMode) -> Trainer {
     Trainer::builder()
         .accelerator(if device == Device::Cpu { "cpu" } else { "hpu" })
         .devices(1)
@@ -486,124 +484,6 @@ fn the_printed_block_trains_as_without_a_graph() {
         };
         assert!(run(false) == run(true), "on {device}");
     }
-}
-
-/// Keeps a mean over steps in a buffer that the first step makes.
-#[derive(Module)]
-struct FirstUse {
-    fc: Linear,
-    graph: HpuGraph,
-    optimizer: String,
-}
-
-/// An optimizer of a user's own, which makes its state at its first step.
-struct OwnMomentum {
-    inner: Box<dyn Optimizer>,
-    momentum: Option<Tensor>,
-}
-
-impl Optimizer for OwnMomentum {
-    fn name(&self) -> &'static str {
-        "OwnMomentum"
-    }
-
-    fn step(&mut self) -> voltaic::Result<()> {
-        let _no_grad = tch::no_grad_guard();
-        let param = self.inner.param_groups()[0].params()[0].1.tensor().shallow_clone();
-        let momentum = match self.momentum.take() {
-            Some(momentum) => momentum,
-            None => param.f_zeros_like()?,
-        };
-        let momentum = self.momentum.insert(momentum);
-        let _ = momentum.f_mul_scalar_(0.9)?.f_add_(&param.grad())?;
-        let _ = param.shallow_clone().f_sub_(&momentum.f_mul_scalar(0.1)?)?;
-        Ok(())
-    }
-
-    fn zero_grad(&mut self) -> voltaic::Result<()> {
-        self.inner.zero_grad()
-    }
-
-    fn param_groups(&self) -> &[ParamGroup] {
-        self.inner.param_groups()
-    }
-
-    fn param_groups_mut(&mut self) -> &mut [ParamGroup] {
-        self.inner.param_groups_mut()
-    }
-
-    fn state_dict(&self) -> OptimizerState {
-        let momentum =
-            self.momentum.iter().map(|tensor| ("momentum.fc.weight".to_owned(), tensor.shallow_clone()));
-        OptimizerState { tensors: momentum.collect(), groups: self.inner.state_dict().groups }
-    }
-
-    fn load_state_dict(&mut self, state: OptimizerState) -> voltaic::Result<()> {
-        self.momentum = state.tensors.into_iter().next().map(|(_, tensor)| tensor);
-        Ok(())
-    }
-}
-
-/// Builds one.
-struct Own;
-
-impl BuildOptimizer for Own {
-    fn name(&self) -> &'static str {
-        "OwnMomentum"
-    }
-
-    fn build(&self, groups: Vec<ParamGroupSpec>) -> voltaic::Result<Box<dyn Optimizer>> {
-        Ok(Box::new(OwnMomentum { inner: Sgd::new(0.1).build(groups)?, momentum: None }))
-    }
-}
-
-impl LightningModule for FirstUse {
-    type Batch = (Tensor, Tensor);
-
-    fn automatic_optimization(&self) -> bool {
-        false
-    }
-
-    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        self.graph.capture(|| {
-            ctx.optimizer(0)?.zero_grad()?;
-            let loss = self.fc.forward(x)?.f_sub(y)?.f_square()?.f_mean(Kind::Float)?;
-            ctx.manual_backward(&loss)?;
-            ctx.optimizer(0)?.step()?;
-            Ok(loss.f_detach()?)
-        })
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(if self.optimizer == "own" { Optimizers::new(Own) } else { AdamW::new(0.1).into() })
-    }
-}
-
-#[test]
-fn state_that_is_made_in_a_capture_is_refused_by_name() {
-    let _rng = start();
-    let fit = |optimizer: &str| {
-        let mut net = FirstUse {
-            fc: Linear::new(3, 2).unwrap(),
-            graph: HpuGraph::new(),
-            optimizer: optimizer.to_owned(),
-        };
-        trainer(Device::Cpu, GraphMode::Off).fit(&mut net, &mut Loaders::new().train(regression()))
-    };
-    fit("AdamW").unwrap();
-    let error = fit("own").unwrap_err().to_string();
-    assert!(error.contains("`momentum.fc.weight` of optimizer OwnMomentum was made while"), "{error}");
-    assert!(error.contains("run one step before it"), "{error}");
-}
-
-#[test]
-fn graphs_of_steps_with_manual_optimization_are_refused() {
-    let _rng = start();
-    let mut net =
-        FirstUse { fc: Linear::new(3, 2).unwrap(), graph: HpuGraph::new(), optimizer: String::new() };
-    let result = trainer(Device::Cpu, GraphMode::Step).fit(&mut net, &mut Loaders::new().train(regression()));
-    let error = result.unwrap_err().to_string();
-    assert!(error.contains("trainer.graph") && error.contains("manual optimization"), "{error}");
 }
 
 /// What is logged on this thread while `f` runs.

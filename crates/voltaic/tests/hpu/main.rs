@@ -8,6 +8,7 @@ mod graph;
 mod graph_dynamic;
 mod graph_modes;
 mod graph_modules;
+mod graph_optimizers;
 mod graph_pitfalls;
 mod graph_updates;
 mod heap;
