@@ -3,7 +3,7 @@
 #[macro_use]
 mod support;
 
-use support::{Short, report};
+use support::{NetHpuGraphs, Short, report};
 use voltaic::data::MnistData;
 use voltaic::graph::{CacheStats, GraphedModule, ModuleCacher, mark_step};
 use voltaic::nn::{Identity, Relu};
@@ -13,25 +13,6 @@ type Batch = (Tensor, Tensor);
 
 fn main() -> Result<()> {
     support::run(blocks![dynamic_control_flow, dynamic_ops, without_graphs])
-}
-
-/// The network of the blocks, which do not print it.
-#[derive(Module)]
-struct NetHpuGraphs {
-    fc1: Linear,
-    fc2: Linear,
-}
-
-impl NetHpuGraphs {
-    fn new() -> Result<Self> {
-        Ok(Self { fc1: Linear::new(28 * 28, 64)?, fc2: Linear::new(64, 10)? })
-    }
-}
-
-impl Forward for NetHpuGraphs {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.fc2.forward(&self.fc1.forward(&x.f_flatten(1, -1)?)?.f_relu()?)
-    }
 }
 
 /// `random.random()`, from the generator of the host that `seed_everything` seeds and checkpoints hold.

@@ -4,7 +4,7 @@
 mod support;
 
 use anyhow::Context;
-use support::Short;
+use support::{NetHpuGraphs, Short};
 use voltaic::data::{MnistData, MnistDataConfig, MnistSet};
 use voltaic::graph::{self, HpuGraph, StaticTensor, WrapOptions};
 use voltaic::models::Classifier;
@@ -16,25 +16,6 @@ type Batch = (Tensor, Tensor);
 
 fn main() -> Result<()> {
     support::run(blocks![capture_and_replay, without_capture, wrap_in_hpu_graph, without_graphs])
-}
-
-/// The network of the blocks, which do not print it.
-#[derive(Module)]
-struct NetHpuGraphs {
-    fc1: Linear,
-    fc2: Linear,
-}
-
-impl NetHpuGraphs {
-    fn new() -> Result<Self> {
-        Ok(Self { fc1: Linear::new(28 * 28, 64)?, fc2: Linear::new(64, 10)? })
-    }
-}
-
-impl Forward for NetHpuGraphs {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.fc2.forward(&self.fc1.forward(&x.f_flatten(1, -1)?)?.f_relu()?)
-    }
 }
 
 /// Block 001-21.

@@ -3,7 +3,7 @@
 #[macro_use]
 mod support;
 
-use support::{Short, report};
+use support::{NetHpuGraphs, Short, report};
 use voltaic::data::{MnistData, MnistDataConfig, MnistSet, SplitSize};
 use voltaic::graph::{self, HpuGraph, ModuleCacher, StaticTensor};
 use voltaic::models::Classifier;
@@ -23,25 +23,6 @@ fn main() -> Result<()> {
         module_cacher,
         without_graphs
     ])
-}
-
-/// The network of the blocks, which do not print it.
-#[derive(Module)]
-struct NetHpuGraphs {
-    fc1: Linear,
-    fc2: Linear,
-}
-
-impl NetHpuGraphs {
-    fn new() -> Result<Self> {
-        Ok(Self { fc1: Linear::new(28 * 28, 64)?, fc2: Linear::new(64, 10)? })
-    }
-}
-
-impl Forward for NetHpuGraphs {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.fc2.forward(&self.fc1.forward(&x.f_flatten(1, -1)?)?.f_relu()?)
-    }
 }
 
 /// Block 001-18.

@@ -125,6 +125,25 @@ impl LightningModule for LitClassifier {
     }
 }
 
+/// The network of the documents' blocks on graphs, which do not print it.
+#[derive(Module)]
+pub struct NetHpuGraphs {
+    fc1: Linear,
+    fc2: Linear,
+}
+
+impl NetHpuGraphs {
+    pub fn new() -> Result<Self> {
+        Ok(Self { fc1: Linear::new(28 * 28, 64)?, fc2: Linear::new(64, 10)? })
+    }
+}
+
+impl Forward for NetHpuGraphs {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.fc2.forward(&self.fc1.forward(&x.f_flatten(1, -1)?)?.f_relu()?)
+    }
+}
+
 /// Prints what a fit came to, on rank 0: `strategy`, ranks, steps and the last loss.
 pub fn report(trainer: &Trainer) -> Result<()> {
     if trainer.is_global_zero() {

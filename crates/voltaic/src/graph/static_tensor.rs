@@ -64,7 +64,7 @@ impl StaticTensor {
     }
 
     /// Puts another tensor in its place, without its history: one that a captured step makes, and that each replay writes
-    /// anew.
+    /// again.
     ///
     /// # Errors
     /// If libtorch fails to make a handle of it.

@@ -19,6 +19,6 @@ fn graph_modules() {
     let ran = run(PROGRAM, "graph_modules");
     assert_eq!(ran.column(0, "train_loss"), ran.column(1, "train_loss"));
     assert_eq!(ran.column(0, "val_loss"), ran.column(1, "val_loss"));
-    // in training and in validation a sort of call each; the second call of each is a check
+    // in training and in validation a kind of call each; the second call of each is a check
     assert!(ran.out.contains("Mlp: 60 calls replayed, 2 captured"), "{}", ran.out);
 }
