@@ -7,7 +7,6 @@ extern crate self as voltaic; // the derive names everything from `::voltaic`
 pub mod device;
 pub mod error;
 pub mod ffi;
-pub mod kernels;
 
 pub mod accelerator;
 pub mod config;
@@ -41,3 +40,4 @@ pub use device::Device;
 pub use error::{Error, Result};
 pub use nn::Module;
 pub use tch::{Kind, Tensor};
+pub use voltaic_kernels as kernels;

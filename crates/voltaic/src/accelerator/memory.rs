@@ -135,7 +135,7 @@ fn read(device: Device) -> Result<Reading> {
 /// What the memory of a device is used for: measured, of all tensors and of the temporary memory of kernels.
 ///
 /// On the CPU it counts what was allocated since [`ffi::install_host_pool`]; buffers that threads keep between calls of a
-/// kernel are not in it, but in [`ffi::scratch_bytes`]. On CUDA it is what libtorch's allocator
+/// kernel are not in it, but in [`kernels::scratch_bytes`](crate::kernels::scratch_bytes). On CUDA it is what libtorch's allocator
 /// counts, which does not tell `MaxAllocSize` (0 here). On a Gaudi card whose plugin does not tell, only `Limit` and
 /// `InUse` (of all processes) are known, from the driver, and `MaxInUse` is the highest value that was read.
 ///

@@ -1,6 +1,5 @@
 //! Back ends of devices: loading their libraries, and what any of them can be asked.
 
-use std::ffi::{CStr, c_void};
 use std::path::Path;
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
@@ -9,13 +8,6 @@ use voltaic_sys as sys;
 use super::check;
 use crate::device::Device;
 use crate::error::TorchError;
-
-/// A function of the libraries that are loaded, if one of them has it.
-pub(super) fn loaded_symbol(name: &CStr) -> Option<*mut c_void> {
-    // SAFETY: dlsym only looks the symbol up.
-    let symbol = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
-    (!symbol.is_null()).then_some(symbol)
-}
 
 /// Loads a shared library for the rest of the process, its symbols visible to libraries that are loaded later.
 ///

@@ -9,8 +9,8 @@ use std::sync::OnceLock;
 
 use voltaic_sys as sys;
 
-use super::backend::loaded_symbol;
 use crate::error::LibtorchError;
+use crate::kernels::loaded_symbol;
 
 /// A function of libtorch, in its stable C interface, that tells its version.
 const VERSION_FUNCTION: &CStr = c"aoti_torch_abi_version";

@@ -1,4 +1,4 @@
-//! The only unsafe code of this crate: safe functions over `voltaic-sys`.
+//! The only unsafe code of this crate: safe functions over `voltaic-sys`, and entries for its kernels.
 //!
 //! Every wrapper takes and returns `tch` tensors, turns a `vt_error` into a [`TorchError`], and states in its
 //! `SAFETY` comment which facts make the call sound.
@@ -6,8 +6,6 @@
 #![allow(unsafe_code)]
 
 mod allocator;
-mod amx;
-mod amx_product;
 mod autocast;
 mod autograd;
 mod autograd_function;
@@ -20,37 +18,24 @@ mod graph;
 mod hlml;
 mod hpu;
 mod kernels;
-mod lanes;
 mod libtorch;
-mod matrix;
-mod mkl;
 mod neighbours;
 mod optim;
-mod panels;
 mod pool;
 mod process;
 mod rng;
 mod room;
-mod scratch;
 mod shared_region;
-mod simd;
 mod size;
-#[cfg(target_arch = "x86_64")]
-mod split_product;
-mod strip_product;
-mod strips;
 mod switch;
 mod tensor;
 mod threads;
-mod tiles;
-mod winograd;
 
 use std::ffi::CStr;
 
 use voltaic_sys as sys;
 
 pub use allocator::{host_pool, hpu_pool, install_host_pool};
-pub use amx_product::{Tiles, has_tiles};
 pub use autocast::{
     AutocastPolicy, Cast, autocast_lists_version, autocast_state, enter_autocast, leave_autocast,
     observe_casts, operator_names, reset_autocast_lists, set_autocast_lists, set_autocast_state,
@@ -78,7 +63,6 @@ pub use hpu::{
 };
 pub use kernels::{has_attention_kernel, install_kernels};
 pub use libtorch::{check_libtorch, libtorch_library, libtorch_version};
-pub use matrix::{Matrix, MatrixMut, multiply};
 pub use neighbours::{Home, Neighbours, Summing, shares_memory};
 pub use optim::{
     AdamLists, AdamOptions, GradStatus, Gradients, LearningRate, SgdOptions, TensorList, foreach_clamp,
@@ -87,11 +71,7 @@ pub use optim::{
 pub use pool::{PeakReset, Pool, PoolBlock, PoolStats};
 pub use process::{die_with_parent, signal_group};
 pub use rng::{manual_seed, randperm, rng_state, set_rng_state};
-pub use scratch::scratch_bytes;
-pub use simd::{is_intel, run_vectorized};
 pub(crate) use size::{format_size, parse_size};
-pub use strip_product::{StripFactor, has_bf16_products, multiply_by_strips};
-pub use strips::{Packed, Strips, has_strips};
 pub use tensor::{SharedTensor, device_numbers, tch_names_hpu};
 pub use threads::{set_thread_num_threads, with_one_thread};
 

@@ -7,17 +7,15 @@
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
-use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
 use super::shared_region::{Filled, RING, Region, SLOTS, Stage, Stop};
-use super::simd::run_vectorized;
 use super::switch::read_switch;
 use crate::error::{Result, TorchError, TorchErrorKind};
-use crate::kernels::{AddUp, Bf16, Element, LINE};
+use crate::kernels::{Bf16, Dtype, Floats, FloatsMut, LINE, add_up};
 
 const OP: &str = "all_reduce";
 /// The most bytes of a piece: several fit in a ring, so that ranks need not keep step.
@@ -192,16 +190,13 @@ impl Exchange {
         while self.finished < number {
             self.check()?;
             let Some(piece) = self.open.pop_front() else { break };
-            match piece.filled.kind {
-                Kind::Float => self.finish_piece::<f32>(&piece)?,
-                _ => self.finish_piece::<Bf16>(&piece)?,
-            }
+            self.finish_piece(&piece)?;
             self.finished = piece.number;
         }
         Ok(())
     }
 
-    fn finish_piece<T: Element>(&mut self, piece: &Piece) -> Result<(), TorchError> {
+    fn finish_piece(&mut self, piece: &Piece) -> Result<(), TorchError> {
         let number = piece.number;
         self.wait_for_others(Stage::Filled, number)?;
         let ranks = self.regions.len();
@@ -217,19 +212,22 @@ impl Exchange {
         let in_ring =
             |rank: usize, bytes: &Range<usize>| self.regions[rank].ring(within(&filled[rank].place, bytes));
         let mine = piece.part(self.rank, ranks);
-        let parts: Vec<&[T]> = (0..ranks)
+        let (dtype, bytes) = match piece.filled.kind {
+            Kind::Float => (Dtype::Float32, size_of::<f32>()),
+            _ => (Dtype::Bfloat16, size_of::<Bf16>()),
+        };
+        let len = mine.len() / bytes;
+        let parts: Vec<Floats> = (0..ranks)
             .map(|rank| {
                 let first = if rank == self.rank { piece.data(&mine) } else { in_ring(rank, &mine) };
                 // SAFETY: the piece has these numbers, and all others have written theirs and leave them alone until this
                 // rank has taken all.
-                unsafe { slice::from_raw_parts(first.cast(), mine.len() / size_of::<T>()) }
+                unsafe { Floats::of_address(dtype, first.cast(), len) }
             })
             .collect();
         // SAFETY: this part of the ring is read by nobody before it is said to be summed.
-        let out = unsafe {
-            slice::from_raw_parts_mut(in_ring(self.rank, &mine).cast(), mine.len() / size_of::<T>())
-        };
-        run_vectorized(AddUp { parts: &parts, out });
+        let out = unsafe { FloatsMut::of_address(dtype, in_ring(self.rank, &mine).cast(), len) };
+        add_up(&parts, out);
         self.regions[self.rank].advance(Stage::Summed, number);
         self.wait_for_others(Stage::Summed, number)?;
         for (rank, theirs) in filled.iter().enumerate() {

@@ -1,5 +1,6 @@
 //! The house rules that a compiler does not check: which folder may use which, file length, where unsafe code is.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -182,21 +183,120 @@ fn unit_tests_do_not_count_as_code() {
     assert_eq!(code_lines("a\n    #[cfg(test)]\nb\n"), 3);
 }
 
+/// Where a line has unsafe code.
+fn unsafe_lines(path: &Path) -> Vec<String> {
+    let text = fs::read_to_string(path).unwrap();
+    let is_unsafe = |line: &str| {
+        let code = line.split("//").next().unwrap_or("");
+        let mut words = code.split(|c: char| !c.is_alphanumeric() && c != '_');
+        words.any(|word| word == "unsafe") || code.contains("allow(unsafe_code)")
+    };
+    let lines = text.lines().enumerate().filter(|(_, line)| is_unsafe(line));
+    lines.map(|(number, _)| format!("{}:{}", path.display(), number + 1)).collect()
+}
+
 #[test]
 fn unsafe_code_is_in_ffi_only() {
     let src = src();
-    let mut problems = Vec::new();
-    for path in sources(&src) {
-        if path.starts_with(src.join("ffi")) {
-            continue;
+    let files = sources(&src).into_iter().filter(|path| !path.starts_with(src.join("ffi")));
+    let problems: Vec<_> = files.flat_map(|path| unsafe_lines(&path)).collect();
+    assert!(problems.is_empty(), "unsafe code belongs to ffi/:\n{}", problems.join("\n"));
+}
+
+/// Files and folders of the kernels that may have unsafe code: views and threads of memory that is shared, instructions, what
+/// is found in the process, and loops over strides.
+const UNSAFE_KERNELS: [&str; 7] =
+    ["views.rs", "threads.rs", "host.rs", "processor", "product", "convolution", "attention/heads.rs"];
+
+fn kernels_src() -> PathBuf {
+    src().join("../../voltaic-kernels/src")
+}
+
+#[test]
+fn unsafe_code_of_kernels_is_where_memory_is_shared() {
+    let src = kernels_src();
+    let files = sources(&src).into_iter();
+    let others = files.filter(|path| !UNSAFE_KERNELS.iter().any(|may| path.starts_with(src.join(may))));
+    let problems: Vec<_> = others.flat_map(|path| unsafe_lines(&path)).collect();
+    assert!(problems.is_empty(), "unsafe code is in {UNSAFE_KERNELS:?} only:\n{}", problems.join("\n"));
+}
+
+/// The lines before a file's unit tests.
+fn without_tests(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().take_while(|line| *line != "#[cfg(test)]" && !line.starts_with("#[cfg(all(test"))
+}
+
+/// The files that a file of the kernels uses, which it names by their paths from the crate's root.
+fn used_files(src: &Path, text: &str) -> Vec<PathBuf> {
+    let code =
+        without_tests(text).map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n");
+    let mut files = Vec::new();
+    for (at, _) in code.match_indices("crate::").filter(|(at, _)| !code[..*at].ends_with('$')) {
+        let rest = &code[at + "crate::".len()..];
+        let first = head(rest);
+        let second = rest[first.len()..].strip_prefix("::");
+        let seconds = match second.map(|rest| (rest, rest.strip_prefix('{'))) {
+            Some((_, Some(group))) => group_heads(group),
+            Some((rest, None)) => vec![head(rest)],
+            None => Vec::new(),
+        };
+        let in_folder = seconds.iter().map(|second| src.join(&first).join(format!("{second}.rs")));
+        let alone = [src.join(format!("{first}.rs")), src.join(&first).join("mod.rs")];
+        let mut found: Vec<_> = in_folder.filter(|path| path.exists()).collect();
+        if found.is_empty() {
+            found.extend(alone.into_iter().find(|path| path.exists()));
         }
-        for (number, line) in fs::read_to_string(&path).unwrap().lines().enumerate() {
-            let code = line.split("//").next().unwrap_or("");
-            let mut words = code.split(|c: char| !c.is_alphanumeric() && c != '_');
-            if words.any(|word| word == "unsafe") || code.contains("allow(unsafe_code)") {
-                problems.push(format!("{}:{}: unsafe code belongs to ffi/", path.display(), number + 1));
+        files.extend(found);
+    }
+    files.sort();
+    files.dedup();
+    files
+}
+
+/// A way from a file back to itself, if there is one.
+fn circle_of(file: &Path, uses: &BTreeMap<PathBuf, Vec<PathBuf>>) -> Option<Vec<PathBuf>> {
+    let (mut ways, mut seen) = (vec![vec![file.to_owned()]], BTreeSet::new());
+    while let Some(way) = ways.pop() {
+        for next in way.last().and_then(|last| uses.get(last)).into_iter().flatten() {
+            if next == file {
+                return Some(way);
+            }
+            if seen.insert(next.clone()) {
+                ways.push([way.clone(), vec![next.clone()]].concat());
             }
         }
     }
-    assert!(problems.is_empty(), "\n{}", problems.join("\n"));
+    None
+}
+
+#[test]
+fn files_of_the_kernels_form_no_circle() {
+    let src = kernels_src();
+    let read = |path: PathBuf| {
+        let text = fs::read_to_string(&path).unwrap();
+        for line in without_tests(&text) {
+            assert!(!line.trim_start().starts_with("use super"), "{}: name it from `crate`", path.display());
+        }
+        let mut used = used_files(&src, &text);
+        used.retain(|used| *used != path); // a module within the file
+        (path, used)
+    };
+    let uses: BTreeMap<_, _> = sources(&src).into_iter().map(read).collect();
+    assert!(uses.values().flatten().count() > 100, "{uses:?}");
+    for file in uses.keys() {
+        assert_eq!(circle_of(file, &uses), None, "these files use each other");
+    }
+}
+
+#[test]
+fn the_circle_check_sees_a_circle() {
+    let src = kernels_src();
+    let product = |name: &str| src.join("product").join(name);
+    let text = "use crate::product::{matrix, mkl::takes};\nuse crate::element::Bf16;\n// crate::views::X\n";
+    assert_eq!(used_files(&src, text), [src.join("element.rs"), product("matrix.rs"), product("mkl.rs")]);
+    let file = |name: &str| PathBuf::from(name);
+    let uses = [("a", vec!["b"]), ("b", vec!["c", "d"]), ("c", vec!["b"]), ("d", vec![])];
+    let uses = uses.map(|(name, used)| (file(name), used.into_iter().map(file).collect())).into();
+    assert_eq!(circle_of(&file("a"), &uses), None);
+    assert_eq!(circle_of(&file("b"), &uses), Some(vec![file("b"), file("c")]));
 }

@@ -32,13 +32,13 @@ fn fixture(name: &str) -> PathBuf {
 
 /// The folder of what PyTorch computed on such a processor: the last bits of products are its maker's.
 pub fn recorded_here(folder: &str) -> PathBuf {
-    let maker = if voltaic::ffi::is_intel() { "intel" } else { "amd" };
+    let maker = if voltaic::kernels::is_intel() { "intel" } else { "amd" };
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(folder).join(maker)
 }
 
 /// Whether libtorch multiplies bfloat16 here as it did for the fixtures: with AVX512_BF16, without AMX.
 fn has_recorded_products() -> bool {
-    let has_amx = voltaic::ffi::is_intel() && std::env::var_os("ONEDNN_MAX_CPU_ISA").is_none();
+    let has_amx = voltaic::kernels::is_intel() && std::env::var_os("ONEDNN_MAX_CPU_ISA").is_none();
     std::is_x86_feature_detected!("avx512bf16") && !has_amx
 }
 

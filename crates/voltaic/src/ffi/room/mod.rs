@@ -14,9 +14,9 @@ use std::sync::{Mutex, OnceLock};
 
 use limits::{Level, Limits};
 
-use super::scratch;
 use super::size::parse_size;
 use crate::error::SettingError;
+use crate::kernels;
 
 /// The most memory that pools may take, in place of what the machine and the cgroups say.
 const SETTING: &str = "VOLTAIC_HOST_MEMORY";
@@ -28,7 +28,7 @@ const MAX_GRANT: usize = 1 << 30;
 const TIGHT: usize = 1 << 30;
 const TIGHT_PART: usize = 16;
 
-/// Bytes that all pools and the kernels' buffers have from the system.
+/// Bytes that all pools have from the system; the kernels' buffers come on top.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 /// Bytes that may be taken before the limits are read again.
 static GRANT: AtomicUsize = AtomicUsize::new(0);
@@ -68,7 +68,7 @@ impl Setting {
     }
 
     fn levels(&self) -> Vec<Level> {
-        let taken = TAKEN.load(Ordering::Relaxed);
+        let taken = TAKEN.load(Ordering::Relaxed) + kernels::scratch_bytes();
         match self {
             Self::Found(limits) => limits.levels(taken),
             Self::Bytes(limit) => vec![Level::hard(SETTING.to_owned(), *limit, taken)],
@@ -117,14 +117,14 @@ pub(super) fn admits(bytes: usize) -> bool {
 pub(super) fn is_tight(now_secs: u64) -> bool {
     if LOOKED_AT.swap(now_secs, Ordering::Relaxed) != now_secs {
         look(0);
-        scratch::end_window(now_secs);
+        kernels::end_window(now_secs);
     }
     WAS_TIGHT.load(Ordering::Relaxed)
 }
 
 /// Gives back what all pools and the kernels keep. Returns how many bytes it was.
 pub(super) fn relieve() -> usize {
-    let bytes = RELIEF.get().map_or(0, |relief| relief()) + scratch::release_idle();
+    let bytes = RELIEF.get().map_or(0, |relief| relief()) + kernels::release_idle();
     if bytes > 0 {
         // SAFETY: only asks the heap to give free pages at its end back.
         unsafe { libc::malloc_trim(0) };

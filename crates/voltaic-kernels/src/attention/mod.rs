@@ -1,0 +1,8 @@
+//! Attention.
+
+pub(crate) mod factor;
+pub(crate) mod head;
+pub(crate) mod heads;
+pub(crate) mod passes;
+pub(crate) mod rows;
+mod softmax;

@@ -1,0 +1,183 @@
+//! The loops of attention between its products.
+
+use std::ops::Range;
+
+use crate::attention::head::{AttentionHead, GradHead};
+use crate::element::Element;
+use crate::kernel::Kernel;
+use crate::math::exp;
+
+const LANES: usize = 16;
+
+/// Folds a row lane by lane, so that it needs no order of the compiler's liking.
+#[inline(always)]
+fn fold(row: &[f32], start: f32, f: impl Fn(f32, f32) -> f32, join: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut lanes = [start; LANES];
+    let parts = row.chunks_exact(LANES);
+    let rest = parts.remainder();
+    for part in parts {
+        for (lane, number) in lanes.iter_mut().zip(part) {
+            *lane = f(*lane, *number);
+        }
+    }
+    for number in rest {
+        lanes[0] = f(lanes[0], *number);
+    }
+    lanes.into_iter().fold(start, join)
+}
+
+/// Numbers from the start of a row that are worked on to have the first `visible`: compilers are slow at what is left
+/// over.
+#[inline(always)]
+fn whole_lanes(row: &[f32], visible: usize) -> usize {
+    visible.next_multiple_of(LANES).min(row.len())
+}
+
+/// Turns the scores of a block into weights that are still to be divided by their sums.
+pub(crate) struct Softmax<'a, 'h, T, C> {
+    pub head: &'a AttentionHead<'h, T>,
+    pub block: Range<usize>,
+    /// By query, of all keys that the block sees.
+    pub scores: &'a mut [f32],
+    pub weights: &'a mut [C],
+    /// By query, the largest score and what the weights are to be divided by.
+    pub sums: &'a mut [(f32, f32)],
+}
+
+impl<T: Element, C: Element> Kernel for Softmax<'_, '_, T, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let keys = self.scores.len() / self.block.len();
+        let rows = self.scores.chunks_exact_mut(keys).zip(self.weights.chunks_exact_mut(keys));
+        for ((i, (scores, weights)), sum) in self.block.zip(rows).zip(self.sums) {
+            *sum = softmax(scores, weights, self.head.visible(i + 1), self.head.scale);
+        }
+    }
+}
+
+/// Turns scores into weights that are still to be divided by their sum; those from `visible` on are 0. Returns the
+/// largest score and the sum; 0 and 1 if all scores are -infinity.
+#[inline(always)]
+fn softmax<C: Element>(scores: &mut [f32], weights: &mut [C], visible: usize, scale: f32) -> (f32, f32) {
+    let end = whole_lanes(scores, visible);
+    // a NaN may be lost here: its own weight is NaN, and so is the sum
+    let larger = |a: f32, b: f32| if a > b { a } else { b };
+    let max = fold(&scores[..visible], f32::NEG_INFINITY, |max, x| larger(max, x * scale), larger);
+    // where no key counts all weights are 0, as in libtorch
+    let max = if max == f32::NEG_INFINITY { 0.0 } else { max };
+    for (x, weight) in scores[..end].iter_mut().zip(&mut weights[..end]) {
+        *x = exp(x.mul_add(scale, -max));
+        *weight = C::from_f32(*x);
+    }
+    scores[visible..end].fill(0.0);
+    weights[visible..].fill(C::default());
+    let sum = fold(&scores[..end], 0.0, |sum, x| sum + x, |a, b| a + b);
+    (max, if sum == 0.0 { 1.0 } else { sum })
+}
+
+/// Divides rows by the sums of their weights.
+pub(crate) struct DivideRows<'a> {
+    pub rows: &'a mut [f32],
+    pub dim: usize,
+    /// As [`Softmax`] gives them.
+    pub sums: &'a [(f32, f32)],
+}
+
+impl Kernel for DivideRows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for (row, (_, sum)) in self.rows.chunks_exact_mut(self.dim).zip(self.sums) {
+            let factor = 1.0 / sum;
+            row.iter_mut().for_each(|number| *number *= factor);
+        }
+    }
+}
+
+/// Sums that gradients of scores need: by query of a block, its output times the gradient of that.
+pub(crate) struct Deltas<'a, 'g, T> {
+    pub grad: &'a GradHead<'g, T>,
+    pub block: Range<usize>,
+    pub deltas: &'a mut [f32],
+}
+
+impl<T: Element> Kernel for Deltas<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for (i, delta) in self.block.zip(self.deltas) {
+            *delta = dot(self.grad.out.row(i), self.grad.grad_out.row(i));
+        }
+    }
+}
+
+/// Turns the scores of a block of queries and some keys into weights, and gradients of the weights into those of the
+/// scores.
+pub(crate) struct SoftmaxBackward<'a, 'h, 'g, T, C> {
+    pub head: &'a AttentionHead<'h, T>,
+    pub grad: &'a GradHead<'g, T>,
+    pub block: Range<usize>,
+    pub keys: Range<usize>,
+    pub scores: &'a [f32],
+    pub grad_weights: &'a [f32],
+    pub weights: &'a mut [C],
+    pub grad_scores: &'a mut [C],
+    pub deltas: &'a [f32],
+}
+
+impl<T: Element, C: Element> Kernel for SoftmaxBackward<'_, '_, '_, T, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let keys = self.keys.len();
+        let inputs = self.scores.chunks_exact(keys).zip(self.grad_weights.chunks_exact(keys));
+        let outputs = self.weights.chunks_exact_mut(keys).zip(self.grad_scores.chunks_exact_mut(keys));
+        for (((i, inputs), outputs), delta) in self.block.zip(inputs).zip(outputs).zip(self.deltas) {
+            let visible = self.head.visible(i + 1).saturating_sub(self.keys.start).min(keys);
+            let log_sum_exp = self.grad.log_sum_exp.row(i)[0];
+            softmax_backward(inputs, outputs, visible, self.head.scale, log_sum_exp, *delta);
+        }
+    }
+}
+
+#[inline(always)]
+fn softmax_backward<C: Element>(
+    (scores, grad_weights): (&[f32], &[f32]),
+    (weights, grad_scores): (&mut [C], &mut [C]),
+    visible: usize,
+    scale: f32,
+    log_sum_exp: f32,
+    delta: f32,
+) {
+    let end = whole_lanes(scores, visible);
+    let inputs = scores[..end].iter().zip(&grad_weights[..end]);
+    let outputs = weights[..end].iter_mut().zip(&mut grad_scores[..end]);
+    for ((score, grad_weight), (weight, grad_score)) in inputs.zip(outputs) {
+        let w = exp(score.mul_add(scale, -log_sum_exp));
+        *weight = C::from_f32(w);
+        *grad_score = C::from_f32(w * (grad_weight - delta) * scale);
+    }
+    weights[visible..].fill(C::default());
+    grad_scores[visible..].fill(C::default());
+}
+
+#[inline(always)]
+fn dot<T: Element>(a: &[T], b: &[T]) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (a_parts, b_parts) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let rest = a_parts.remainder().iter().zip(b_parts.remainder());
+    for (a, b) in a_parts.zip(b_parts) {
+        for (lane, (a, b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
+            *lane = a.to_f32().mul_add(b.to_f32(), *lane);
+        }
+    }
+    for (a, b) in rest {
+        lanes[0] = a.to_f32().mul_add(b.to_f32(), lanes[0]);
+    }
+    lanes.into_iter().sum()
+}

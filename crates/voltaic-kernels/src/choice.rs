@@ -1,0 +1,473 @@
+//! Which kernel serves which operator, number format, shape and processor: one table, and by which measurement each row is
+//! there. Where no row fits, an operator is libtorch's.
+//!
+//! Times are those of `cargo bench --bench kernels` if no other measurement is named; docs/kernels.md has them in full.
+
+use std::fmt;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::convolution::sizes::Convolution;
+use crate::processor::amx::has_described_amx;
+use crate::processor::lanes::LANES;
+use crate::processor::{has_vectors, has_wide_units, is_intel};
+use crate::product::amx::has_tiles;
+use crate::product::mkl::{MklFactor, has_mkl_bf16, takes};
+use crate::product::strip::has_bf16_products;
+use crate::product::strips::{COLUMNS, has_strips};
+use crate::views::Dtype;
+
+// ---- what decides ----
+
+/// What the choice knows of the processor, of libtorch, and of what was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Machine {
+    /// AVX2 and FMA, or an aarch64.
+    pub has_vectors: bool,
+    /// Made by Intel: libtorch's own products come from the MKL at its best.
+    pub is_intel: bool,
+    /// AVX-512.
+    pub has_strips: bool,
+    /// AVX-512 that is not split in two: AMD's from Zen 5 on.
+    pub has_wide_units: bool,
+    /// AVX512_BF16.
+    pub has_bf16_products: bool,
+    /// AMX that this process may use.
+    pub has_tiles: bool,
+    /// AMX that oneDNN can use.
+    pub has_described_amx: bool,
+    /// A libtorch with the MKL.
+    pub has_mkl: bool,
+    /// Whether kernels are to serve all that they can, also where libtorch's are faster.
+    pub asks_for_all: bool,
+}
+
+static ASKS_FOR_ALL: AtomicBool = AtomicBool::new(false);
+
+/// Asks for all kernels, or for those alone that are faster than libtorch's, as it is at first.
+pub fn ask_for_all(all: bool) {
+    ASKS_FOR_ALL.store(all, Ordering::Relaxed);
+}
+
+impl Machine {
+    /// This one.
+    pub fn here() -> Self {
+        static FOUND: OnceLock<Machine> = OnceLock::new();
+        let found = FOUND.get_or_init(|| Self {
+            has_vectors: has_vectors(),
+            is_intel: is_intel(),
+            has_strips: has_strips(),
+            has_wide_units: has_wide_units(),
+            has_bf16_products: has_bf16_products(),
+            has_tiles: has_tiles(),
+            has_described_amx: has_described_amx(),
+            has_mkl: has_mkl_bf16() && f32::gemm().is_some(), // another BLAS has no bfloat16
+            asks_for_all: false,
+        });
+        Self { asks_for_all: ASKS_FOR_ALL.load(Ordering::Relaxed), ..*found }
+    }
+
+    /// Whether libtorch keeps what it is best at on Intel's processors.
+    fn keeps_intels(&self) -> bool {
+        self.is_intel && !self.asks_for_all
+    }
+
+    /// Whether dot products of bfloat16 are faster than those of float32: Intel's processors do fewer of them in a cycle.
+    fn has_fast_bf16_products(&self) -> bool {
+        self.has_bf16_products && !self.is_intel
+    }
+
+    /// Whether products of bfloat16 are from strips at full width.
+    fn has_wide_bf16_products(&self) -> bool {
+        self.has_wide_units && self.has_bf16_products
+    }
+
+    /// Whether products and convolutions of bfloat16 are the MKL's. oneDNN, which computes libtorch's, has fast instructions
+    /// for them with AMX, or on processors that are not Intel's the dot products of AVX-512.
+    fn takes_bf16(&self) -> bool {
+        self.has_mkl && (self.asks_for_all || !(self.has_described_amx || self.has_fast_bf16_products()))
+    }
+}
+
+/// A row of a table: a kernel, for a number format, processors and shapes.
+struct Row<K, S> {
+    kernel: K,
+    dtype: Dtype,
+    on: fn(&Machine) -> bool,
+    of: fn(&S) -> bool,
+    /// Why it is there.
+    measured: &'static str,
+}
+
+use Dtype::{Bfloat16, Float32};
+
+// ---- products of matrices ----
+
+/// What computes a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ProductKernel {
+    /// AVX-512, from a right factor in strips.
+    Strips,
+    /// AMX, from numbers of float32 that are split in three.
+    Split,
+    /// The gemm crate.
+    Gemm,
+    /// The same, with the columns of the right factor as rows.
+    GemmOfTurnedRight,
+    /// The same, with the rows of the left factor as columns.
+    GemmOfTurnedRows,
+    /// The MKL, whose sums are rounded.
+    Mkl,
+}
+
+/// Sizes and strides of a product's matrices; strides from row to row and from column to column.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ProductShape {
+    pub batches: usize,
+    pub rows: usize,
+    pub columns: usize,
+    pub depth: usize,
+    pub out: [isize; 2],
+    pub a: [isize; 2],
+    pub b: [isize; 2],
+}
+
+/// Columns of a right factor that are longer, and lie in one piece, are turned before gemm, which is slow at it.
+const LONG: usize = 512;
+/// The same with fewer than [`MANY_ROWS`].
+const LONG_FOR_FEW_ROWS: usize = 256;
+/// With fewer rows it is cheaper to turn those of the left factor and of the result.
+const MANY_ROWS: usize = 128;
+/// With still fewer libtorch, which reads the right factor as it is, is faster.
+const FEW_ROWS: usize = 16;
+/// With fewer rows, or numbers to sum up, it costs more to bring the right factor into strips than they save.
+const WORTH_STRIPS: usize = 8;
+/// The smallest side of a product for which it pays to split the factors.
+const WORTH_SPLITTING: usize = 64;
+/// The fewest multiplications for which it does.
+const PRODUCTS_WORTH_SPLITTING: usize = 1 << 22;
+
+impl ProductShape {
+    /// Whether the result is rows that do not overlap, of numbers that are next to each other.
+    fn writes_rows(&self) -> bool {
+        let [down, right] = self.out;
+        (self.columns == 1 || right == 1) && (self.rows == 1 || down >= self.columns as isize)
+    }
+
+    fn is_worth_strips(&self) -> bool {
+        self.rows >= WORTH_STRIPS && self.depth >= WORTH_STRIPS && self.writes_rows()
+    }
+
+    fn is_worth_splitting(&self) -> bool {
+        let shape = [self.rows, self.columns, self.depth];
+        shape.iter().all(|&side| side >= WORTH_SPLITTING)
+            && shape.iter().product::<usize>() >= PRODUCTS_WORTH_SPLITTING
+            && self.out[1] == 1
+            && self.a.contains(&1)
+            && self.b.contains(&1)
+    }
+
+    fn has_long_columns(&self) -> bool {
+        let long = if self.rows < MANY_ROWS { LONG_FOR_FEW_ROWS } else { LONG };
+        let [down, right] = self.b;
+        down == 1 && right != 1 && self.depth > long
+    }
+
+    /// Whether a matrix lies as the MKL takes it: its rows in one piece each, or its columns.
+    fn is_for_mkl([rows, columns]: [usize; 2], [down, right]: [isize; 2]) -> bool {
+        takes([rows, columns], [down as usize, right as usize])
+    }
+}
+
+static PRODUCTS: [Row<ProductKernel, ProductShape>; 7] = [
+    Row {
+        kernel: ProductKernel::Strips,
+        dtype: Float32,
+        on: |machine| machine.has_wide_units,
+        of: ProductShape::is_worth_strips,
+        measured: "Zen 5: 210 to 232 of 240 to 253 GFLOP/s, the gemm crate 190 to 220; on a Zen 4 both alike",
+    },
+    Row {
+        kernel: ProductKernel::Split,
+        dtype: Float32,
+        on: |machine| machine.has_tiles,
+        of: ProductShape::is_worth_splitting,
+        measured: "Xeon with AMX: 1.1 to 1.8 times as fast as the MKL",
+    },
+    Row {
+        kernel: ProductKernel::Gemm,
+        dtype: Float32,
+        on: |machine| !machine.keeps_intels(),
+        of: |shape| !shape.has_long_columns(),
+        measured: "Zen 5: 190 to 220 GFLOP/s, the MKL, which does not use its vectors of 512 bits, 100",
+    },
+    Row {
+        kernel: ProductKernel::GemmOfTurnedRight,
+        dtype: Float32,
+        on: |machine| !machine.keeps_intels(),
+        of: |shape| shape.has_long_columns() && shape.rows >= MANY_ROWS && shape.batches == 1,
+        measured: "gemm alone reads long columns number by number: `linear 1536 to 384, 1024 rows: forward`",
+    },
+    Row {
+        kernel: ProductKernel::GemmOfTurnedRows,
+        dtype: Float32,
+        on: |machine| !machine.keeps_intels(),
+        of: |shape| {
+            shape.has_long_columns()
+                && (FEW_ROWS..MANY_ROWS).contains(&shape.rows)
+                && shape.batches == 1
+                && shape.out == [shape.columns as isize, 1]
+                && shape.a.contains(&1)
+        },
+        measured: "turning few rows costs less than the columns: `linear 784 to 256, 64 rows: forward`",
+    },
+    Row {
+        kernel: ProductKernel::Strips,
+        dtype: Bfloat16,
+        on: Machine::has_wide_bf16_products,
+        of: ProductShape::is_worth_strips,
+        measured: "Zen 5: 450 of 480 to 505 GFLOP/s, as fast as oneDNN when large, up to 11 times as fast when small",
+    },
+    Row {
+        kernel: ProductKernel::Mkl,
+        dtype: Bfloat16,
+        on: |machine| machine.takes_bf16() && !machine.has_wide_bf16_products(),
+        of: |shape| {
+            shape.writes_rows()
+                && ProductShape::is_for_mkl([shape.rows, shape.depth], shape.a)
+                && ProductShape::is_for_mkl([shape.depth, shape.columns], shape.b)
+        },
+        measured: "oneDNN without its instructions 1 to 37 GFLOP/s, the MKL 100 (AVX2), 160 (AVX-512), 1000 (AMX)",
+    },
+];
+
+/// Those that can compute a product, the fastest first; the next one is for want of memory.
+pub(crate) fn product_kernels(dtype: Dtype, shape: &ProductShape) -> impl Iterator<Item = ProductKernel> {
+    let machine = Machine::here();
+    let rows = PRODUCTS.iter().filter(move |row| row.dtype == dtype && (row.on)(&machine) && (row.of)(shape));
+    rows.map(|row| row.kernel)
+}
+
+/// Whether any products of this format are computed here.
+pub fn multiplies(machine: &Machine, dtype: Dtype) -> bool {
+    PRODUCTS.iter().any(|row| row.dtype == dtype && (row.on)(machine))
+}
+
+/// Whether products of float32 matrices in slices are the MKL's, or gemm's: the MKL is at its best on Intel's processors.
+pub(crate) fn prefers_mkl() -> bool {
+    let machine = Machine::here();
+    machine.is_intel && machine.has_mkl
+}
+
+// ---- convolutions ----
+
+/// What is computed of a convolution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// Its output.
+    Output,
+    /// The gradient of its input.
+    InputGrad,
+    /// That of its weight.
+    WeightGrad,
+}
+
+/// What computes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConvolutionKernel {
+    /// Winograd's minimal filtering.
+    Tiles,
+    /// A product for each tap of the kernel, of images and weights with the channels last.
+    Taps,
+    /// Products of the patches that outputs see.
+    Patches,
+}
+
+/// A part of a convolution.
+struct PartOf {
+    part: Part,
+    sizes: Convolution,
+}
+
+/// With fewer tiles in all, transforming the weights takes longer than it saves.
+const FEWEST_TILES: usize = 16;
+/// Of kernels, that a tile of bfloat16 is worth transforming for.
+const WEIGHTS_PER_TILE: usize = 4096;
+/// Inputs and outputs with which products of tiles by AMX are faster, those that their factors are split for included: of
+/// outputs and gradients of inputs, and of gradients of weights.
+const CHANNELS_BY_AMX: [usize; 2] = [64, 128];
+
+impl PartOf {
+    fn is_by(&self, kernel: [usize; 2]) -> bool {
+        self.sizes.kernel == kernel
+    }
+
+    /// Of an output image.
+    fn pixels(&self) -> usize {
+        self.sizes.out_size.iter().product()
+    }
+
+    /// Of input and output channels.
+    fn pairs(&self) -> usize {
+        self.sizes.in_channels * self.sizes.out_channels
+    }
+
+    /// Whether there is a formula of tiles for it, and numbers of pixels fill strips of columns.
+    fn is_for_tiles(&self) -> bool {
+        let Convolution { stride, padding, in_channels, out_channels, .. } = self.sizes;
+        let width = if self.part == Part::Output { out_channels } else { in_channels };
+        self.sizes.are_channels_last
+            && self.is_by([3, 3])
+            && stride == [1, 1]
+            && padding[0] == padding[1]
+            && padding[0] <= 2
+            && [in_channels, out_channels].iter().all(|channels| *channels > 0 && channels % LANES == 0)
+            && width >= COLUMNS
+    }
+
+    /// Tiles of so many rows and columns of outputs, in all images of a size.
+    fn tiles(&self, size: [usize; 2], side: usize) -> usize {
+        self.sizes.images * size.iter().map(|pixels| pixels.div_ceil(side)).product::<usize>()
+    }
+
+    fn has_tiles_in_float32(&self) -> bool {
+        self.tiles(self.sizes.out_size, 2) >= FEWEST_TILES
+    }
+
+    /// Whether there are tiles enough, filled enough.
+    fn has_tiles_in_bfloat16(&self) -> bool {
+        let size = if self.part == Part::InputGrad { self.sizes.in_size } else { self.sizes.out_size };
+        let fewest = match self.part {
+            Part::WeightGrad => FEWEST_TILES,
+            Part::Output | Part::InputGrad => FEWEST_TILES.max(self.pairs() / WEIGHTS_PER_TILE),
+        };
+        let tiles = self.tiles(size, 4);
+        tiles >= fewest && 4 * self.sizes.images * size[0] * size[1] >= 3 * 16 * tiles
+    }
+
+    /// oneDNN is slow at the weights of many channels on small images; the taps at their border leave out work, too.
+    fn is_for_taps(&self) -> bool {
+        let (pixels, pairs) = (self.pixels(), self.pairs());
+        self.part == Part::WeightGrad
+            && self.is_by([3, 3])
+            && (pixels <= 16 && pairs >= 256 * 256 || pixels <= 64 && pairs >= 512 * 512)
+    }
+
+    fn is_for_patches_with_amx(&self) -> bool {
+        let is_small = self.pixels() <= 16 && self.pairs() >= 256 * 512;
+        let is_weight = self.part == Part::WeightGrad && self.pixels() <= 64 && self.pairs() >= 128 * 256;
+        self.is_by([3, 3]) && (is_small || is_weight)
+    }
+
+    fn is_for_patches_from_strips(&self) -> bool {
+        let is_small = self.pixels() <= 16 && self.pairs() >= 256 * 512;
+        let steps = self.sizes.stride == [2, 2];
+        let is_weight = self.part == Part::WeightGrad && self.pairs() >= 64 * 128 && steps;
+        self.is_by([3, 3]) && self.sizes.are_channels_last && (is_small || is_weight)
+    }
+}
+
+static CONVOLUTIONS: [Row<ConvolutionKernel, PartOf>; 7] = [
+    Row {
+        kernel: ConvolutionKernel::Tiles,
+        dtype: Float32,
+        on: |machine| machine.has_strips,
+        of: |part| part.is_for_tiles() && part.has_tiles_in_float32(),
+        measured: "16 to 512 channels, Zen 4: 1.2 to 2.4 times as fast as oneDNN, others 0.5 to 0.8 times; \
+                   64 to 512 on an Intel 1.4 to 2.6, by AMX 1.7 to 3.9",
+    },
+    Row {
+        kernel: ConvolutionKernel::Tiles,
+        dtype: Bfloat16,
+        on: |machine| machine.has_strips && !machine.keeps_intels(),
+        of: |part| part.is_for_tiles() && part.has_tiles_in_bfloat16(),
+        measured: "16 to 512 channels, Zen 4, beside oneDNN with AVX512_BF16: 1.02 to 1.5 times as fast for outputs and \
+                   gradients of inputs, 1.1 to 1.9 for those of weights, others 0.5 to 1.07",
+    },
+    Row {
+        kernel: ConvolutionKernel::Taps,
+        dtype: Float32,
+        on: |_| true,
+        of: PartOf::is_for_taps,
+        measured: "strides of 1 and 2: 1.04 to 12 times as fast",
+    },
+    Row {
+        kernel: ConvolutionKernel::Taps,
+        dtype: Bfloat16,
+        on: |machine| machine.has_bf16_products || machine.has_mkl,
+        of: PartOf::is_for_taps,
+        measured: "strides of 1 and 2: 1.04 to 12 times as fast",
+    },
+    Row {
+        kernel: ConvolutionKernel::Patches,
+        dtype: Bfloat16,
+        on: Machine::takes_bf16,
+        of: |_| true,
+        measured: "oneDNN without its instructions 1 to 37 GFLOP/s: Xeon with AMX withheld, 4.1 to 5.6 times as fast",
+    },
+    Row {
+        kernel: ConvolutionKernel::Patches,
+        dtype: Bfloat16,
+        on: |machine| !machine.takes_bf16() && machine.has_wide_bf16_products(),
+        of: PartOf::is_for_patches_from_strips,
+        measured: "Zen 5, a stride of 2, and of 1 on images of 4 x 4: 1.17 to 1.5 times as fast as oneDNN, others 0.94 to 1.05",
+    },
+    Row {
+        kernel: ConvolutionKernel::Patches,
+        dtype: Bfloat16,
+        on: |machine| {
+            let is_taken = machine.takes_bf16() || machine.has_wide_bf16_products();
+            !is_taken && machine.has_mkl && machine.has_described_amx
+        },
+        of: PartOf::is_for_patches_with_amx,
+        measured: "strides of 1 and 2: 1.4 to 3.4 times as fast as oneDNN with AMX, others 0.3 to 1.1",
+    },
+];
+
+/// What computes a part of a convolution; none if it is libtorch's. Taps are among them if tensors lie as they need it.
+pub fn convolution_kernel(sizes: &Convolution, part: Part, may_be_taps: bool) -> Option<ConvolutionKernel> {
+    let (machine, part) = (Machine::here(), PartOf { part, sizes: *sizes });
+    let kernel = |row: &&Row<_, _>| {
+        (may_be_taps || row.kernel != ConvolutionKernel::Taps)
+            && row.dtype == sizes.dtype
+            && (row.on)(&machine)
+            && (row.of)(&part)
+    };
+    CONVOLUTIONS.iter().find(kernel).map(|row| row.kernel)
+}
+
+/// Whether any convolution is computed by tiles or patches here.
+pub fn convolves(machine: &Machine) -> bool {
+    CONVOLUTIONS.iter().any(|row| row.kernel != ConvolutionKernel::Taps && (row.on)(machine))
+}
+
+/// Whether the products of patches are from strips, or the MKL's.
+pub(crate) fn patches_are_from_strips() -> bool {
+    Machine::here().has_wide_bf16_products()
+}
+
+/// Whether the products of tiles of such channels are by AMX.
+pub(crate) fn tiles_are_by_amx(part: Part, channels: [usize; 2]) -> bool {
+    let fewest = CHANNELS_BY_AMX[usize::from(part == Part::WeightGrad)];
+    has_tiles() && channels.iter().all(|&channels| channels >= fewest)
+}
+
+// ---- attention ----
+
+/// Whether attention in bfloat16 multiplies such numbers, and not float32: on a Zen 5 1.5 to 1.8 times as fast, on a Xeon with
+/// AMX 1.1 to 2.6 times.
+pub(crate) fn multiplies_bf16() -> bool {
+    let machine = Machine::here();
+    machine.has_tiles || machine.has_fast_bf16_products()
+}
+
+// ---- what is in force ----
+
+/// The rows of the tables that serve something on a machine, in the order in which they are asked, as lines for people.
+pub fn in_force(machine: &Machine) -> Vec<String> {
+    fn lines<K: fmt::Debug, S>(what: &str, rows: &[Row<K, S>], machine: &Machine) -> Vec<String> {
+        let rows = rows.iter().filter(|row| (row.on)(machine));
+        rows.map(|row| format!("{what} of {:?} by {:?}: {}", row.dtype, row.kernel, row.measured)).collect()
+    }
+    [lines("products", &PRODUCTS, machine), lines("convolutions", &CONVOLUTIONS, machine)].concat()
+}

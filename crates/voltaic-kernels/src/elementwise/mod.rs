@@ -1,0 +1,5 @@
+//! Operators element by element.
+
+pub(crate) mod gelu;
+pub(crate) mod operators;
+pub(crate) mod pointwise;

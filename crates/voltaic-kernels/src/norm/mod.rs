@@ -1,0 +1,4 @@
+//! Batch norm.
+
+pub(crate) mod batch_norm;
+pub(crate) mod loops;
