@@ -243,7 +243,14 @@ static PRODUCTS: [Row<ProductKernel, ProductShape>; 7] = [
 
 /// Those that can compute a product, the fastest first; the next one is for want of memory.
 pub(crate) fn product_kernels(dtype: Dtype, shape: &ProductShape) -> impl Iterator<Item = ProductKernel> {
-    let machine = Machine::here();
+    product_kernels_on(Machine::here(), dtype, shape)
+}
+
+fn product_kernels_on(
+    machine: Machine,
+    dtype: Dtype,
+    shape: &ProductShape,
+) -> impl Iterator<Item = ProductKernel> {
     let rows = PRODUCTS.iter().filter(move |row| row.dtype == dtype && (row.on)(&machine) && (row.of)(shape));
     rows.map(|row| row.kernel)
 }
@@ -426,14 +433,23 @@ static CONVOLUTIONS: [Row<ConvolutionKernel, PartOf>; 7] = [
 
 /// What computes a part of a convolution; none if it is libtorch's. Taps are among them if tensors lie as they need it.
 pub fn convolution_kernel(sizes: &Convolution, part: Part, may_be_taps: bool) -> Option<ConvolutionKernel> {
-    let (machine, part) = (Machine::here(), PartOf { part, sizes: *sizes });
-    let kernel = |row: &&Row<_, _>| {
+    convolution_kernel_on(Machine::here(), sizes, part, may_be_taps)
+}
+
+fn convolution_kernel_on(
+    machine: Machine,
+    sizes: &Convolution,
+    part: Part,
+    may_be_taps: bool,
+) -> Option<ConvolutionKernel> {
+    let part = PartOf { part, sizes: *sizes };
+    let fits = |row: &&Row<_, _>| {
         (may_be_taps || row.kernel != ConvolutionKernel::Taps)
             && row.dtype == sizes.dtype
             && (row.on)(&machine)
             && (row.of)(&part)
     };
-    CONVOLUTIONS.iter().find(kernel).map(|row| row.kernel)
+    CONVOLUTIONS.iter().find(fits).map(|row| row.kernel)
 }
 
 /// Whether any convolution is computed by tiles or patches here.
@@ -470,4 +486,117 @@ pub fn in_force(machine: &Machine) -> Vec<String> {
         rows.map(|row| format!("{what} of {:?} by {:?}: {}", row.dtype, row.kernel, row.measured)).collect()
     }
     [lines("products", &PRODUCTS, machine), lines("convolutions", &CONVOLUTIONS, machine)].concat()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: Machine = Machine {
+        has_vectors: true,
+        is_intel: false,
+        has_strips: false,
+        has_wide_units: false,
+        has_bf16_products: false,
+        has_tiles: false,
+        has_described_amx: false,
+        has_mkl: true,
+        asks_for_all: false,
+    };
+    const HASWELL: Machine = Machine { is_intel: true, ..NONE };
+    const ZEN_3: Machine = NONE;
+    const ZEN_4: Machine = Machine { has_strips: true, has_bf16_products: true, ..NONE };
+    const ZEN_5: Machine = Machine { has_wide_units: true, ..ZEN_4 };
+    const XEON: Machine = Machine {
+        is_intel: true,
+        has_strips: true,
+        has_bf16_products: true,
+        has_tiles: true,
+        has_described_amx: true,
+        ..NONE
+    };
+    const XEON_WITHOUT_DESCRIPTION: Machine = Machine { has_described_amx: false, ..XEON };
+    const ARM: Machine = Machine { has_mkl: false, ..NONE };
+
+    fn product(machine: Machine, dtype: Dtype, [rows, columns, depth]: [usize; 3]) -> Option<ProductKernel> {
+        let out = [columns as isize, 1];
+        let (a, b) = ([depth as isize, 1], [1, depth as isize]);
+        let shape = ProductShape { batches: 1, rows, columns, depth, out, a, b };
+        product_kernels_on(machine, dtype, &shape).next()
+    }
+
+    #[test]
+    fn products_of_a_layer_are_by_what_is_fastest_at_them() {
+        use ProductKernel::*;
+        let [small, few, layer, large] = [[64, 10, 200], [4, 256, 784], [64, 256, 784], [1024, 384, 1536]];
+        for (machine, dtype, expected) in [
+            (HASWELL, Float32, [None; 4]),
+            (HASWELL, Bfloat16, [Some(Mkl); 4]),
+            (ZEN_3, Float32, [Some(Gemm), None, Some(GemmOfTurnedRows), Some(GemmOfTurnedRight)]),
+            (ZEN_3, Bfloat16, [Some(Mkl); 4]),
+            (ZEN_4, Float32, [Some(Gemm), None, Some(GemmOfTurnedRows), Some(GemmOfTurnedRight)]),
+            (ZEN_4, Bfloat16, [None; 4]),
+            (ZEN_5, Float32, [Some(Strips), None, Some(Strips), Some(Strips)]),
+            (ZEN_5, Bfloat16, [Some(Strips), None, Some(Strips), Some(Strips)]),
+            (XEON, Float32, [None, None, Some(Split), Some(Split)]),
+            (XEON, Bfloat16, [None; 4]),
+            (XEON_WITHOUT_DESCRIPTION, Float32, [None, None, Some(Split), Some(Split)]),
+            (XEON_WITHOUT_DESCRIPTION, Bfloat16, [Some(Mkl); 4]),
+            (ARM, Float32, [Some(Gemm), None, Some(GemmOfTurnedRows), Some(GemmOfTurnedRight)]),
+            (ARM, Bfloat16, [None; 4]),
+        ] {
+            let found = [small, few, layer, large].map(|shape| product(machine, dtype, shape));
+            assert_eq!(found, expected, "{dtype:?} on {machine:?}");
+            let is_any = expected.iter().any(Option::is_some);
+            assert_eq!(multiplies(&machine, dtype), is_any, "{dtype:?} on {machine:?}");
+        }
+    }
+
+    #[test]
+    fn convolutions_of_resnet_are_by_what_is_fastest_at_them() {
+        use ConvolutionKernel::*;
+        let sizes = |dtype, [channels, out_channels, side, stride]: [usize; 4]| Convolution {
+            dtype,
+            are_channels_last: true,
+            images: 32,
+            in_channels: channels,
+            out_channels,
+            in_size: [side; 2],
+            out_size: [side / stride; 2],
+            kernel: [3, 3],
+            stride: [stride; 2],
+            padding: [1, 1],
+        };
+        let layers = [[64, 64, 32, 1], [256, 256, 8, 1], [256, 512, 8, 2], [512, 512, 4, 1]];
+        let (tiles, taps, patches) = (Some(Tiles), Some(Taps), Some(Patches));
+        for (machine, dtype, outputs, weights) in [
+            (HASWELL, Float32, [None; 4], [None, None, taps, taps]),
+            (HASWELL, Bfloat16, [patches; 4], [patches, patches, taps, taps]),
+            (ZEN_4, Float32, [tiles, tiles, None, tiles], [tiles, tiles, taps, tiles]),
+            (ZEN_4, Bfloat16, [tiles, tiles, None, None], [tiles, tiles, taps, tiles]),
+            (ZEN_5, Bfloat16, [tiles, tiles, patches, patches], [tiles, tiles, taps, tiles]),
+            (XEON, Float32, [tiles, tiles, None, tiles], [tiles, tiles, taps, tiles]),
+            (XEON, Bfloat16, [None, None, patches, patches], [None, patches, taps, taps]),
+            (XEON_WITHOUT_DESCRIPTION, Bfloat16, [patches; 4], [patches, patches, taps, taps]),
+            (ARM, Float32, [None; 4], [None, None, taps, taps]),
+            (ARM, Bfloat16, [None; 4], [None; 4]),
+        ] {
+            let kernel = |part, layer| convolution_kernel_on(machine, &sizes(dtype, layer), part, true);
+            assert_eq!(layers.map(|layer| kernel(Part::Output, layer)), outputs, "{dtype:?} on {machine:?}");
+            assert_eq!(
+                layers.map(|layer| kernel(Part::WeightGrad, layer)),
+                weights,
+                "{dtype:?} on {machine:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn each_row_says_by_which_measurement_it_is_there() {
+        let lines = in_force(&Machine { has_tiles: true, has_described_amx: true, ..ZEN_5 });
+        assert!(
+            lines.len() > 5
+                && lines.iter().all(|line| line.split_once(": ").is_some_and(|(_, why)| why.len() > 20))
+        );
+    }
 }

@@ -19,6 +19,13 @@ static HOST: OnceLock<Host> = OnceLock::new();
 /// One thread, and memory of the heap.
 static ALONE: Host = Host { num_threads: || 1, memory: Memory::of_heap };
 
+impl Default for Host {
+    /// One thread, and memory of the heap.
+    fn default() -> Self {
+        ALONE
+    }
+}
+
 /// Names the program that has the kernels, for the rest of the process; the first one stays. Without one, kernels use one
 /// thread, and memory of the heap.
 pub fn set_host(host: Host) {
@@ -46,7 +53,8 @@ impl Memory {
         Self { start, owner }
     }
 
-    fn of_heap(len: usize) -> Option<Self> {
+    /// Memory of the heap.
+    pub fn of_heap(len: usize) -> Option<Self> {
         let mut numbers = Vec::<f32>::new();
         numbers.try_reserve_exact(len).ok()?;
         Some(Self::new(numbers.as_mut_ptr(), Box::new(numbers)))

@@ -5,7 +5,6 @@ use std::ops::Range;
 use std::slice;
 
 use crate::element::Bf16;
-use crate::processor::prefetch;
 use crate::threads::parallel_for;
 
 /// A number format of tensors.
@@ -134,11 +133,6 @@ impl<T> Shared<T> {
     /// The address of another number.
     pub(crate) fn at(self, offset: isize) -> *mut T {
         self.0.wrapping_offset(offset)
-    }
-
-    /// Asks for numbers that are to be in the cache soon.
-    pub(crate) fn prefetch(self, range: Range<usize>) {
-        prefetch(self.0.wrapping_add(range.start), range.len());
     }
 
     /// # Safety

@@ -12,6 +12,8 @@ macro_rules! by_kernel {
     ($sizes:expr, $part:expr, $function:ident($left:expr, $right:expr $(, $other:expr)*; $out:expr)) => {
         match ($left, $right, $out) {
             (Floats::Float32(left), Floats::Float32(right), FloatsMut::Float32(out)) => {
+                let kernel = convolution_kernel($sizes, $part, false);
+                assert_eq!(kernel, Some(ConvolutionKernel::Tiles), "{:?} of {:?}", $part, $sizes);
                 by_tiles::$function::<f32, _, _>($sizes, left, right $(, $other.map(float32))*, Shared(out.as_mut_ptr()))
             }
             (Floats::Bfloat16(left), Floats::Bfloat16(right), FloatsMut::Bfloat16(out)) => {
@@ -20,7 +22,10 @@ macro_rules! by_kernel {
                     Some(ConvolutionKernel::Tiles) => {
                         by_tiles::$function::<Bf16, _, _>($sizes, left, right $(, $other.map(bfloat16))*, out)
                     }
-                    _ => by_patches::$function($sizes, left, right $(, $other.map(bfloat16))*, out),
+                    Some(ConvolutionKernel::Patches) => {
+                        by_patches::$function($sizes, left, right $(, $other.map(bfloat16))*, out)
+                    }
+                    kernel => unreachable!("{kernel:?} for {:?} of {:?}", $part, $sizes),
                 }
             }
             _ => unreachable!("tensors of one format"),
@@ -46,7 +51,8 @@ fn bfloat16(numbers: Floats<'_>) -> &[Bf16] {
 /// finite; if not, some may be wrong, and another has to do it.
 ///
 /// # Panics
-/// If formats or lengths differ from the sizes', as all functions of this file.
+/// If formats or lengths differ from the sizes', or no kernel of this file serves them
+/// ([`convolution_kernel`]), as all functions of this file.
 pub fn convolution(
     sizes: &Convolution,
     input: Floats,

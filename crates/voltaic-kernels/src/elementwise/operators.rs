@@ -1,40 +1,26 @@
 //! Operators element by element on whole tensors, by all threads.
 
-use std::ops::Range;
-
 use crate::element::{Bf16, Element};
 use crate::elementwise::gelu::{Gelu, GeluBackward};
 use crate::elementwise::pointwise::{Add, AddUp, Convert, Map, MapOnto, Pointwise, Relu, ReluBackward};
-use crate::kernel::blocks;
 use crate::processor::{prefetch, run_vectorized};
 use crate::threads::GRAIN;
-use crate::views::{Floats, FloatsMut, Shared, for_units, in_one_format};
+use crate::views::{Floats, FloatsMut, for_units, in_one_format};
 
 /// Numbers that are worked on while those two steps later are brought into the cache. Processors do that by themselves only
 /// within a page.
 const STREAMED: usize = 256;
 
-/// Calls `run` for parts of the output on all threads, and before it `prefetch` for the part that comes soon.
-fn stream<T: Send>(
-    output: &mut [T],
-    prefetch: impl Fn(Range<usize>) + Sync,
-    run: impl Fn(Range<usize>, &mut [T]) + Sync,
-) {
-    for_units(output, 1, GRAIN, |part, output| {
-        for (block, output) in blocks(part.clone(), STREAMED).zip(output.chunks_mut(STREAMED)) {
-            let soon = block.start + 2 * STREAMED;
-            if soon < part.end {
-                prefetch(soon..(soon + STREAMED).min(part.end));
-            }
-            run(block, output);
-        }
-    });
+/// Asks for what comes two blocks after this one.
+#[inline(always)]
+fn ask_ahead<T>(block: &[T]) {
+    prefetch(block.as_ptr().wrapping_add(2 * STREAMED), STREAMED);
 }
 
-/// Asks for numbers of a tensor that are to be in the cache soon.
-fn ask_for<T>(numbers: &[T], soon: &Range<usize>) {
-    let numbers = &numbers[soon.clone()];
-    prefetch(numbers.as_ptr(), numbers.len());
+/// Whether there is anything two blocks after block `i` of `len` numbers.
+#[inline(always)]
+fn is_followed(i: usize, len: usize) -> bool {
+    (i + 2) * STREAMED < len
 }
 
 /// GELU, by the error function or by tanh.
@@ -44,8 +30,16 @@ fn ask_for<T>(numbers: &[T], soon: &Range<usize>) {
 pub fn gelu(input: Floats, output: FloatsMut, is_tanh: bool) {
     fn run<T: Element>(input: &[T], output: &mut [T], is_tanh: bool) {
         assert_eq!(input.len(), output.len());
-        let soon = |soon| ask_for(input, &soon);
-        stream(output, soon, |part, output| run_vectorized(Gelu { input: &input[part], output, is_tanh }));
+        for_units(output, 1, GRAIN, |part, output| {
+            let (input, len) = (&input[part], output.len());
+            let blocks = input.chunks(STREAMED).zip(output.chunks_mut(STREAMED));
+            for (i, (input, output)) in blocks.enumerate() {
+                if is_followed(i, len) {
+                    ask_ahead(input);
+                }
+                run_vectorized(Gelu { input, output, is_tanh });
+            }
+        });
     }
     in_one_format!([input] [output] => run(input, output, is_tanh));
 }
@@ -57,13 +51,16 @@ pub fn gelu(input: Floats, output: FloatsMut, is_tanh: bool) {
 pub fn gelu_backward(grad: Floats, input: Floats, output: FloatsMut, is_tanh: bool) {
     fn run<T: Element>(grad: &[T], input: &[T], output: &mut [T], is_tanh: bool) {
         assert_eq!([grad.len(), input.len()], [output.len(); 2]);
-        let soon = |soon| {
-            ask_for(grad, &soon);
-            ask_for(input, &soon);
-        };
-        stream(output, soon, |part, output| {
-            let (grad, input) = (&grad[part.clone()], &input[part]);
-            run_vectorized(GeluBackward { grad, input, output, is_tanh });
+        for_units(output, 1, GRAIN, |part, output| {
+            let (grad, input, len) = (&grad[part.clone()], &input[part], output.len());
+            let blocks = grad.chunks(STREAMED).zip(input.chunks(STREAMED)).zip(output.chunks_mut(STREAMED));
+            for (i, ((grad, input), output)) in blocks.enumerate() {
+                if is_followed(i, len) {
+                    ask_ahead(grad);
+                    ask_ahead(input);
+                }
+                run_vectorized(GeluBackward { grad, input, output, is_tanh });
+            }
         });
     }
     in_one_format!([grad input] [output] => run(grad, input, output, is_tanh));
@@ -106,17 +103,26 @@ fn map<F: Pointwise<T, U>, T: Element, U: Copy + Sync>(
 ) {
     let len = output.len();
     assert!(other.len() == len && input.is_none_or(|input| input.len() == len), "{} of {len}", other.len());
-    let address = Shared(output.as_mut_ptr());
-    let soon = |soon: Range<usize>| {
-        input.iter().for_each(|input| ask_for(input, &soon));
-        ask_for(other, &soon);
-        address.prefetch(soon);
-    };
-    stream(output, soon, |part, output| {
-        let other = &other[part.clone()];
-        match input {
-            None => run_vectorized(MapOnto { operator, output, other }),
-            Some(input) => run_vectorized(Map { operator, input: &input[part], other, output }),
+    for_units(output, 1, GRAIN, |part, output| {
+        let (other, len) = (&other[part.clone()], output.len());
+        let blocks = other.chunks(STREAMED).zip(output.chunks_mut(STREAMED)).enumerate();
+        let Some(input) = input else {
+            for (i, (other, output)) in blocks {
+                if is_followed(i, len) {
+                    ask_ahead(other);
+                    ask_ahead(output);
+                }
+                run_vectorized(MapOnto { operator, output, other });
+            }
+            return;
+        };
+        for (input, (i, (other, output))) in input[part].chunks(STREAMED).zip(blocks) {
+            if is_followed(i, len) {
+                ask_ahead(input);
+                ask_ahead(other);
+                ask_ahead(output);
+            }
+            run_vectorized(Map { operator, input, other, output });
         }
     });
 }
@@ -128,12 +134,17 @@ fn map<F: Pointwise<T, U>, T: Element, U: Copy + Sync>(
 pub fn convert(input: Floats, output: FloatsMut) {
     fn run<T: Element, U: Element>(input: &[T], output: &mut [U]) {
         assert_eq!(input.len(), output.len());
-        let address = Shared(output.as_mut_ptr());
-        let soon = |soon: Range<usize>| {
-            ask_for(input, &soon);
-            address.prefetch(soon);
-        };
-        stream(output, soon, |part, copy| run_vectorized(Convert { numbers: &input[part], copy }));
+        for_units(output, 1, GRAIN, |part, output| {
+            let (input, len) = (&input[part], output.len());
+            let blocks = input.chunks(STREAMED).zip(output.chunks_mut(STREAMED));
+            for (i, (numbers, copy)) in blocks.enumerate() {
+                if is_followed(i, len) {
+                    ask_ahead(numbers);
+                    ask_ahead(copy);
+                }
+                run_vectorized(Convert { numbers, copy });
+            }
+        });
     }
     match (input, output) {
         (Floats::Float32(input), FloatsMut::Bfloat16(output)) => run(input, output),
