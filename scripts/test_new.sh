@@ -33,6 +33,9 @@ expect "Width of the hidden layer" out
 expect metrics.csv out
 csv=$(sed -n 's/^metrics *//p' out)
 expect val_acc "$csv"
+# a debug program has optimized kernels
+RUST_LOG=voltaic=debug "$circle" fit --config recipe.yaml --trainer.max_epochs=1 --trainer.enable_progress_bar=false >out 2>&1
+expect "voltaic's kernels for the CPU are in use" out
 if "$circle" fit --config recipe.yaml --model.widht=16 >out 2>&1; then
     echo "test_new: a misspelt key passed" >&2
     exit 1

@@ -10,7 +10,7 @@ use voltaic::optim::{AdamW, Optimizers};
 use voltaic::strategy::DdpConfig;
 use voltaic::{Kind, Module, Tensor};
 
-use crate::ddp::{assert_same, builder, folder_of_parent, loaders, numbered, run_ranks, weights};
+use crate::ddp::{assert_same, builder, folder_of_parent, loaders, numbered, run_ranks_by_libtorch, weights};
 use crate::parity::recorded_here;
 use crate::probe::{own_process, plays, silent};
 
@@ -94,7 +94,7 @@ fn branches_are_trained_as_by_pytorch() {
     }
     for (part, _) in cases {
         let folder = TempDir::new().unwrap();
-        let text = run_ranks(test, part, folder.path());
+        let text = run_ranks_by_libtorch(test, part, folder.path());
         assert!(text.contains("never has a gradient: false"), "{part}: {text}");
         assert_same(&weights(folder.path()), &of_pytorch(part));
     }

@@ -15,14 +15,22 @@ use voltaic::nn::{Conv2d, Forward, Linear, Member, ModuleExt};
 use voltaic::optim::*;
 use voltaic::{Kind, Module, Tensor};
 
-use crate::probe::silent;
+use crate::probe::{by_libtorch, plays, silent, text_of};
 
 const IMAGES: i64 = 16;
 const TEXTS: i64 = 4;
 const CONTEXT: i64 = 16;
 const VOCAB: i64 = 65;
+/// How far the losses of a GPT may be from PyTorch's by voltaic's kernels in bfloat16, where the largest difference found was
+/// 2.3e-4. By libtorch's kernels, and in all else, it is 1e-5.
+const GPT_BF16_MIXED: f64 = 1e-3;
+/// The same where the loss is a bfloat16, too: from one such number to the next.
+const GPT_BF16_TRUE: f64 = 1.0 / 128.0;
 const INT: (Kind, tch::Device) = (Kind::Int64, tch::Device::Cpu);
 const DOUBLE: (Kind, tch::Device) = (Kind::Double, tch::Device::Cpu);
+
+/// What a process with libtorch's kernels plays.
+const LIBTORCH: &str = "libtorch";
 
 type Pair = (Tensor, Tensor);
 
@@ -196,7 +204,15 @@ fn matches_pytorch<N: Forward>(model: &str, net: N, batch: impl Fn(i64) -> Pair,
         }
         let train = DataLoader::new(batches.clone()).unbatched().build().unwrap();
         let mut trainer = builder.build().unwrap(); // which may keep libtorch from AMX
-        let tolerance = if is_precision && !has_recorded_products() { 1e-2 } else { 1e-5 };
+        let tolerance = match is_precision {
+            true if !has_recorded_products() => 1e-2,
+            // attention and GELU are voltaic's, which round sums in other places
+            true if voltaic::ffi::has_attention_kernel() && model == "gpt" => match variant.as_str() {
+                "bf16-true" => GPT_BF16_TRUE,
+                _ => GPT_BF16_MIXED,
+            },
+            _ => 1e-5,
+        };
         trainer.fit(&mut module, &mut Loaders::new().train(train)).unwrap();
         let losses = losses.0.lock().unwrap();
         assert_eq!(losses.len(), (steps as u64 * window) as usize);
@@ -229,7 +245,13 @@ fn conv_net(class_path: &'static str) {
     matches_pytorch("conv", net, |step| images(step, &[IMAGES, 1, 28, 28]), class_path);
 }
 
+/// By voltaic's kernels, and by libtorch's in a process of its own.
 fn gpt(class_path: &'static str) {
+    if !plays(LIBTORCH) {
+        let test = format!("parity::gpt_with_{}_gives_pytorchs_losses", class_path.to_lowercase());
+        let text = text_of(&by_libtorch(&test, LIBTORCH).output().unwrap());
+        assert!(text.contains("1 passed"), "{text}");
+    }
     let _rng = crate::rng::seeded(0);
     let config = GptConfig {
         vocab_size: VOCAB,

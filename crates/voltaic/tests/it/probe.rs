@@ -213,6 +213,13 @@ pub fn own_process(test: &str, part: &str) -> Command {
     command
 }
 
+/// The same with libtorch's kernels, for what was recorded to the last bit.
+pub fn by_libtorch(test: &str, part: &str) -> Command {
+    let mut command = own_process(test, part);
+    command.env("VOLTAIC_CPU_KERNELS", "0");
+    command
+}
+
 pub fn plays(part: &str) -> bool {
     std::env::var(PART).is_ok_and(|value| value == part)
 }

@@ -18,8 +18,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::kernels::{self, Dtype, Host, Machine, Memory};
 
-/// `0`: libtorch's kernels. `1`: all of voltaic's, also where libtorch's are faster. Unset: voltaic's if the program is
-/// optimized.
+/// `0`: libtorch's kernels. `1`: all of voltaic's, also where libtorch's are faster. Unset: voltaic's if they are optimized.
 const SWITCH: &str = "VOLTAIC_CPU_KERNELS";
 
 /// Held while [`install_kernels`] puts them in.
@@ -45,9 +44,9 @@ pub fn has_attention_kernel() -> bool {
 /// Keeps oneDNN from AMX, too, on virtual machines that offer it without a description, where its operators in bfloat16
 /// would end the process; to be called before the first of them, as trainers and accelerators do.
 ///
-/// Returns whether they are in use: they are not in a program compiled without optimization, unless the environment says
-/// `VOLTAIC_CPU_KERNELS=1`, which asks for all of them, also where libtorch's are faster; nor with
-/// `VOLTAIC_CPU_KERNELS=0`; nor on x86-64 without AVX2.
+/// Returns whether they are in use: they are not if the crate `voltaic-kernels` was compiled without optimization, as in a
+/// program without its override of the debug profile, unless the environment says `VOLTAIC_CPU_KERNELS=1`, which asks for
+/// all of them, also where libtorch's are faster; nor with `VOLTAIC_CPU_KERNELS=0`; nor on x86-64 without AVX2.
 ///
 /// # Errors
 /// [`SwitchError`](crate::error::SwitchError) if `VOLTAIC_CPU_KERNELS` is neither `0` nor `1`.
@@ -92,6 +91,7 @@ pub fn install_kernels() -> Result<bool> {
     // SAFETY: the shim copies the table, whose functions keep what voltaic.h asks of them.
     check("install_kernels", unsafe { sys::vt_install_kernels(&table) })?;
     INSTALLED.store(true, Ordering::Release);
+    tracing::debug!("voltaic's kernels for the CPU are in use");
     for line in kernels::in_force(&machine) {
         tracing::debug!("{line}");
     }
