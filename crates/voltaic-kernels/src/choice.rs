@@ -477,6 +477,72 @@ pub(crate) fn multiplies_bf16() -> bool {
     machine.has_tiles || machine.has_fast_bf16_products()
 }
 
+// ---- operators with one kernel, for all shapes that the dispatcher passes on ----
+
+/// An operator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operator {
+    /// Scaled dot product attention without mask and dropout, and its gradients.
+    Attention,
+    /// Batch norm in training with the channels last, and its gradients.
+    BatchNorm,
+    /// Windows of 2 x 2, and the gradient with the channels last.
+    MaxPool2d,
+    /// And its gradient.
+    Gelu,
+    /// And its gradient.
+    Relu,
+    /// A sum of two tensors.
+    Add,
+    /// A cast.
+    Convert,
+    /// A random mask.
+    Bernoulli,
+}
+
+/// Microseconds, libtorch's and these, with a gradient those of both: attention of 4 x 6 heads of 256 keys of 64, images
+/// `[32, 64, 32, 32]` (norm) and `[64, 64, 24, 24]` (pooling), all else `[1024, 1536]`.
+static OPERATORS: [Row<Operator, ()>; 13] = [
+    operator(
+        Operator::Attention,
+        Float32,
+        "Zen 5: 5150, 11790 to 1420, 3500; Xeon with AMX: 3530, 8290 to 2220, 4740",
+    ),
+    operator(
+        Operator::Attention,
+        Bfloat16,
+        "Zen 5: 5570, 11620 to 970, 2000; Xeon with AMX: 1440, 9390 to 1040, 1930",
+    ),
+    operator(Operator::BatchNorm, Float32, "Zen 5: 689, 965 to 347, 542; Xeon: 1180, 1560 to 938, 1440"),
+    operator(Operator::BatchNorm, Bfloat16, "Zen 5: 600, 1030 to 249, 333; Xeon: 895, 1420 to 540, 743"),
+    operator(Operator::MaxPool2d, Float32, "Zen 5: 473, 641 to 233, 250; Xeon: 714, 924 to 586, 590"),
+    operator(Operator::MaxPool2d, Bfloat16, "Zen 5: 493, 1090 to 252, 245; Xeon: 737, 1250 to 385, 396"),
+    operator(Operator::Gelu, Float32, "Zen 5: 2050, 2170 to 352, 488; Xeon: 2470, 2690 to 512, 705"),
+    operator(Operator::Gelu, Bfloat16, "Zen 5: 2200, 2170 to 572, 743; Xeon: 2740, 2890 to 742, 959"),
+    operator(Operator::Relu, Bfloat16, "Zen 5: 216, 260 to 57, 92; Xeon: 321, 454 to 212, 338"),
+    operator(Operator::Add, Bfloat16, "Zen 5: 258 to 121; Xeon: 367 to 322, with one of float32 979 to 535"),
+    operator(Operator::Convert, Bfloat16, "Xeon: 327 to 323 from the cache, from memory 0.7 of the time"),
+    operator(
+        Operator::Bernoulli,
+        Float32,
+        "Zen 4: 9138 to 867; where libtorch draws by the MKL, masks are its own",
+    ),
+    operator(
+        Operator::Bernoulli,
+        Bfloat16,
+        "Zen 4: 9179 to 847; where libtorch draws by the MKL, masks are its own",
+    ),
+];
+
+const fn operator(kernel: Operator, dtype: Dtype, measured: &'static str) -> Row<Operator, ()> {
+    Row { kernel, dtype, on: |machine| machine.has_vectors, of: |()| true, measured }
+}
+
+/// Whether an operator is computed here.
+pub fn serves(machine: &Machine, operator: Operator) -> bool {
+    OPERATORS.iter().any(|row| row.kernel == operator && (row.on)(machine))
+}
+
 // ---- what is in force ----
 
 /// The rows of the tables that serve something on a machine, in the order in which they are asked, as lines for people.
@@ -485,7 +551,12 @@ pub fn in_force(machine: &Machine) -> Vec<String> {
         let rows = rows.iter().filter(|row| (row.on)(machine));
         rows.map(|row| format!("{what} of {:?} by {:?}: {}", row.dtype, row.kernel, row.measured)).collect()
     }
-    [lines("products", &PRODUCTS, machine), lines("convolutions", &CONVOLUTIONS, machine)].concat()
+    let all = [
+        lines("products", &PRODUCTS, machine),
+        lines("convolutions", &CONVOLUTIONS, machine),
+        lines("operators", &OPERATORS, machine),
+    ];
+    all.concat()
 }
 
 #[cfg(test)]

@@ -30,7 +30,8 @@ pub use attention::heads::{Attention, HeadTensor, attention, attention_backward}
 pub use attention::passes::AttentionScratch;
 pub use attention::rows::Rows;
 pub use choice::{
-    ConvolutionKernel, Machine, Part, ask_for_all, convolution_kernel, convolves, in_force, multiplies,
+    ConvolutionKernel, Machine, Operator, Part, ask_for_all, convolution_kernel, convolves, in_force,
+    multiplies, serves,
 };
 pub use convolution::convolve::{convolution, convolution_input_grad, convolution_weight_grad};
 pub use convolution::patches::{Axis, Patches};

@@ -70,8 +70,8 @@ impl BatchedProduct {
     }
 }
 
-/// Multiplies by the kernel that serves such matrices. False, with nothing to rely on in `out` unless it adds, in which case it is as
-/// it was, if that is libtorch's.
+/// Multiplies by the kernel that serves such matrices. False if the product is another's: `out` is as it was then, unless it is
+/// one of AMX that is not finite, which leaves anything in it.
 ///
 /// # Safety
 /// The numbers of the factors must be there, at such strides, and written by nobody; those of `out` must be writable, each in one

@@ -16,7 +16,7 @@ use super::rng::{rng_state, set_rng_state};
 use super::switch::read_switch;
 use crate::device::Device;
 use crate::error::Result;
-use crate::kernels::{self, Dtype, Host, Machine, Memory};
+use crate::kernels::{self, Dtype, Host, Machine, Memory, Operator};
 
 /// `0`: libtorch's kernels. `1`: all of voltaic's, also where libtorch's are faster. Unset: voltaic's if they are optimized.
 const SWITCH: &str = "VOLTAIC_CPU_KERNELS";
@@ -63,30 +63,31 @@ pub fn install_kernels() -> Result<bool> {
     kernels::ask_for_all(switch == Some(true));
     let machine = Machine::here();
     if !machine.has_vectors {
-        return Ok(false);
+        return Ok(false); // no kernel is for such a processor
     }
+    let serves = |operator| kernels::serves(&machine, operator);
     let table = sys::vt_kernels {
         failure: Some(guard::failure),
         product: kernels::multiplies(&machine, Dtype::Float32).then_some(entries::product as _),
         product_bf16: kernels::multiplies(&machine, Dtype::Bfloat16).then_some(entries::product_bf16 as _),
-        gelu: Some(entries::gelu),
-        gelu_backward: Some(entries::gelu_backward),
-        max_pool2d: Some(entries::max_pool2d),
-        max_pool2d_backward: Some(entries::max_pool2d_backward),
-        relu_bf16: Some(entries::relu_bf16),
-        relu_backward_bf16: Some(entries::relu_backward_bf16),
-        add_bf16: Some(entries::add_bf16),
-        convert: Some(entries::convert),
-        bernoulli: draws_by_mt19937()?.then_some(entries::bernoulli as _),
-        attention: Some(entries::attention),
-        attention_backward: Some(entries::attention_backward),
+        gelu: serves(Operator::Gelu).then_some(entries::gelu as _),
+        gelu_backward: serves(Operator::Gelu).then_some(entries::gelu_backward as _),
+        max_pool2d: serves(Operator::MaxPool2d).then_some(entries::max_pool2d as _),
+        max_pool2d_backward: serves(Operator::MaxPool2d).then_some(entries::max_pool2d_backward as _),
+        relu_bf16: serves(Operator::Relu).then_some(entries::relu_bf16 as _),
+        relu_backward_bf16: serves(Operator::Relu).then_some(entries::relu_backward_bf16 as _),
+        add_bf16: serves(Operator::Add).then_some(entries::add_bf16 as _),
+        convert: serves(Operator::Convert).then_some(entries::convert as _),
+        bernoulli: (serves(Operator::Bernoulli) && draws_by_mt19937()?).then_some(entries::bernoulli as _),
+        attention: serves(Operator::Attention).then_some(entries::attention as _),
+        attention_backward: serves(Operator::Attention).then_some(entries::attention_backward as _),
         convolves_by_taps: Some(entries::convolves_by_taps),
         convolves: kernels::convolves(&machine).then_some(entries::convolves as _),
         convolution: Some(entries::convolution),
         convolution_input_grad: Some(entries::convolution_input_grad),
         convolution_weight_grad: Some(entries::convolution_weight_grad),
-        batch_norm: Some(entries::batch_norm),
-        batch_norm_backward: Some(entries::batch_norm_backward),
+        batch_norm: serves(Operator::BatchNorm).then_some(entries::batch_norm as _),
+        batch_norm_backward: serves(Operator::BatchNorm).then_some(entries::batch_norm_backward as _),
     };
     // SAFETY: the shim copies the table, whose functions keep what voltaic.h asks of them.
     check("install_kernels", unsafe { sys::vt_install_kernels(&table) })?;
