@@ -121,7 +121,24 @@ pub fn multiply_by_mkl<T: MklFactor>(out: MatrixMut, a: Matrix<T>, b: Matrix<T>,
 
 #[cfg(test)]
 mod tests {
+    use std::env;
+    use std::process::Command;
+
     use super::*;
+
+    /// Set in the process that has the MKL.
+    const CHILD: &str = "VOLTAIC_TEST_MKL";
+
+    /// Runs the test below in a process that has the libtorch that `LIBTORCH` names from its start.
+    fn in_process_with_libtorch() {
+        let libtorch = env::var("LIBTORCH").map(|folder| format!("{folder}/lib/libtorch_cpu.so"));
+        let test = "product::mkl::tests::products_of_matrices_by_rows_and_columns_are_exact";
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args([test, "--exact"]).env(CHILD, "1").env("LD_PRELOAD", libtorch.unwrap_or_default());
+        let output = command.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    }
 
     fn numbers(len: usize, seed: usize) -> Vec<Bf16> {
         (0..len).map(|i| Bf16::from_f32(((i * 37 + seed * 11) % 17) as f32 - 8.0)).collect()
@@ -129,8 +146,11 @@ mod tests {
 
     #[test]
     fn products_of_matrices_by_rows_and_columns_are_exact() {
+        if env::var_os(CHILD).is_none() {
+            return in_process_with_libtorch();
+        }
         if !has_mkl_bf16() {
-            return; // aarch64
+            return; // an aarch64, or no libtorch
         }
         for [rows, columns, depth] in [[1, 1, 1], [3, 1, 4], [1, 5, 2], [7, 6, 1], [33, 17, 50]] {
             for order in 0..4 {

@@ -9,6 +9,8 @@ mod norms;
 mod products;
 mod random;
 
+use std::env;
+use std::ffi::CString;
 use std::sync::Once;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -16,12 +18,17 @@ use voltaic_kernels::{Bf16, Dtype, Element, Floats, FloatsMut, Host, ask_for_all
 
 static THREADS: AtomicUsize = AtomicUsize::new(1);
 
-/// So many threads from now on, if the system has an OpenMP; kernels find it as they find libtorch's.
+/// So many threads from now on, if there is an OpenMP. It is libtorch's where `LIBTORCH` names one, which brings the MKL, too; kernels
+/// find both as they do in voltaic.
 fn use_threads(threads: usize) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: loads a library whose initialisers do nothing but set it up; it stays.
-        unsafe { libc::dlopen(c"libgomp.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+        let libtorch = env::var("LIBTORCH").map(|folder| format!("{folder}/lib/libtorch_cpu.so"));
+        for library in [libtorch.unwrap_or_default(), "libgomp.so.1".to_owned()] {
+            let library = CString::new(library).unwrap();
+            // SAFETY: loads a library whose initialisers do nothing but set it up; it stays.
+            unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+        }
         set_host(Host { num_threads: || THREADS.load(Ordering::Relaxed), ..Host::default() });
         ask_for_all(true);
     });

@@ -1,6 +1,6 @@
 //! Products of matrices.
 
-use voltaic_kernels::{BatchedProduct, Dtype, multiply_batches};
+use voltaic_kernels::{BatchedProduct, Dtype, Machine, multiplies, multiply_batches};
 
 use crate::random::Random;
 use crate::{DTYPES, Numbers, rounding, use_threads};
@@ -27,7 +27,7 @@ fn at([to_batch, down, right]: [isize; 3], batch: usize, i: usize, j: usize) -> 
 }
 
 /// Whether a product was done here; fails if it is wrong, or wrote beside its output.
-fn multiplies(random: &mut Random, dtype: Dtype, shape: [usize; 4]) -> bool {
+fn is_done(random: &mut Random, dtype: Dtype, shape: [usize; 4]) -> bool {
     let [batches, rows, columns, depth] = shape;
     let (out_strides, out_len) = strides(random, [batches, rows, columns], false);
     let (a_strides, a_len) = strides(random, [batches, rows, depth], true);
@@ -92,9 +92,11 @@ fn products_of_any_layout_are_exact() {
             };
             let shape = [1, side(), side(), side()];
             let batches = random.one_of(&[1, 1, 1, 2, 5]);
-            done += u32::from(multiplies(&mut random, dtype, [batches, shape[1], shape[2], shape[3]]));
+            done += u32::from(is_done(&mut random, dtype, [batches, shape[1], shape[2], shape[3]]));
         }
-        assert!(done > 100 || dtype == Dtype::Bfloat16, "{done} of 400 in {dtype:?}"); // needs AVX512_BF16 or the MKL
+        let is_served = multiplies(&Machine::here(), dtype);
+        assert!(done > 100 || !is_served, "{done} of 400 in {dtype:?}");
+        println!("{done} of 400 in {dtype:?}");
     }
 }
 
@@ -106,7 +108,7 @@ fn long_and_narrow_products_are_exact() {
             use_threads(1 + round % 3);
             let (rows, columns) = (random.one_of(&[1, 8, 17, 130]), random.one_of(&[1, 5, 33, 70]));
             let depth = random.between(200, 700);
-            multiplies(&mut random, dtype, [1, rows, columns, depth]);
+            is_done(&mut random, dtype, [1, rows, columns, depth]);
         }
     }
 }
@@ -117,7 +119,7 @@ fn large_products_are_exact_on_any_number_of_threads() {
     for dtype in DTYPES {
         for threads in 1..4 {
             use_threads(threads);
-            multiplies(&mut random, dtype, [1, 190, 150, 170]);
+            is_done(&mut random, dtype, [1, 190, 150, 170]);
         }
     }
 }
@@ -128,7 +130,7 @@ fn products_of_no_rows_and_no_depth_are_empty_and_zero() {
     use_threads(2);
     for dtype in DTYPES {
         for shape in [[1, 0, 9, 9], [1, 9, 0, 9], [1, 9, 9, 0], [2, 40, 40, 0]] {
-            multiplies(&mut random, dtype, shape);
+            is_done(&mut random, dtype, shape);
         }
     }
 }
