@@ -5,6 +5,7 @@ extern crate self as voltaic; // the derive names everything from `::voltaic`
 
 // in the order of the layers: a module uses only those above it
 pub mod device;
+mod dtype;
 pub mod error;
 pub mod ffi;
 

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::{Checkpoint, CheckpointMeta, FORMAT_VERSION, RankState, TrainingState, write_atomically};
+use crate::dtype::DtypeNames;
 use crate::error::{CheckpointError, Error, Result};
 
 type NamedTensors = Vec<(String, Tensor)>;
@@ -65,26 +66,12 @@ impl View for Bytes<'_> {
     }
 }
 
-const DTYPES: [(Kind, Dtype); 11] = [
-    (Kind::Bool, Dtype::BOOL),
-    (Kind::Uint8, Dtype::U8),
-    (Kind::Int8, Dtype::I8),
-    (Kind::Int16, Dtype::I16),
-    (Kind::Int, Dtype::I32),
-    (Kind::Int64, Dtype::I64),
-    (Kind::Half, Dtype::F16),
-    (Kind::BFloat16, Dtype::BF16),
-    (Kind::Float, Dtype::F32),
-    (Kind::Double, Dtype::F64),
-    (Kind::Float8e4m3fn, Dtype::F8_E4M3),
-];
-
 fn dtype(kind: Kind) -> Option<Dtype> {
-    DTYPES.iter().find(|(k, _)| *k == kind).map(|(_, dtype)| *dtype)
+    DtypeNames::of_kind(kind)?.safetensors
 }
 
 fn kind(dtype: Dtype) -> Option<Kind> {
-    DTYPES.iter().find(|(_, d)| *d == dtype).map(|(kind, _)| *kind)
+    DtypeNames::of_safetensors(dtype)?.kind
 }
 
 /// All tensors of a checkpoint with the names they have in the file.
@@ -398,11 +385,17 @@ pub fn read_weights(path: &Path) -> Result<Vec<(String, Tensor)>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DTYPES;
 
     fn example() -> Checkpoint {
         let tensor = |kind| Tensor::arange(6, (Kind::Float, tch::Device::Cpu)).reshape([2, 3]).to_kind(kind);
         Checkpoint {
-            weights: DTYPES.iter().map(|(kind, _)| (format!("w.{kind:?}"), tensor(*kind))).collect(),
+            weights: DTYPES
+                .iter()
+                .filter(|dtype| dtype.safetensors.is_some())
+                .filter_map(|dtype| dtype.kind)
+                .map(|kind| (format!("w.{kind:?}"), tensor(kind)))
+                .collect(),
             training: Some(TrainingState {
                 optimizers: vec![vec![("exp_avg.fc.weight".into(), tensor(Kind::Float))], vec![]],
                 grads: vec![("fc.weight".into(), Tensor::zeros([0], (Kind::Float, tch::Device::Cpu)))],

@@ -11,6 +11,7 @@ use voltaic_sys as sys;
 
 use super::check;
 use crate::device::Device;
+use crate::dtype::DtypeNames;
 use crate::error::TorchError;
 
 /// What autocast does with the arguments of an operator.
@@ -139,12 +140,7 @@ pub fn observe_casts(observer: Option<fn(&Cast)>) {
 
 extern "C" fn report_cast(op: *const c_char, argument: usize, from: i32, to: i32) {
     let Some(observer) = *CAST_OBSERVER.read().unwrap_or_else(PoisonError::into_inner) else { return };
-    let kind = |number| match number {
-        5 => Kind::Half,
-        7 => Kind::Double,
-        15 => Kind::BFloat16,
-        _ => Kind::Float, // autocast knows no others
-    };
+    let kind = |number| DtypeNames::of_number(number).and_then(|dtype| dtype.kind).unwrap_or(Kind::Float);
     // SAFETY: the shim gives a NUL-terminated string that lives for the call.
     let operator = unsafe { CStr::from_ptr(op) }.to_string_lossy().into_owned();
     let cast = Cast { operator, argument, from: kind(from), to: kind(to) };

@@ -9,6 +9,7 @@ use tch::{Kind, Tensor};
 use super::log_value::LogValue;
 use crate::device::Device;
 use crate::distributed::ProcessGroup;
+use crate::dtype::DtypeNames;
 use crate::error::{ConfigError, Result};
 use crate::metrics::Metric;
 
@@ -187,28 +188,19 @@ pub(super) fn check_scalar(name: &str, value: &Tensor) -> Result<(), ConfigError
 /// Dtype and shape of a part.
 type Shape = (String, Vec<i64>);
 
-const KINDS: [Kind; 10] = [
-    Kind::Uint8,
-    Kind::Int8,
-    Kind::Int16,
-    Kind::Int,
-    Kind::Int64,
-    Kind::Half,
-    Kind::BFloat16,
-    Kind::Float,
-    Kind::Double,
-    Kind::Bool,
-];
+/// The dtype as ranks tell it to each other.
+fn name_of(kind: Kind) -> String {
+    DtypeNames::of_kind(kind).map_or_else(|| format!("{kind:?}"), |dtype| dtype.name.to_owned())
+}
 
 fn kind_of(name: &str) -> Option<Kind> {
-    KINDS.into_iter().find(|kind| format!("{kind:?}") == name)
+    DtypeNames::of_name(name)?.kind
 }
 
 /// The parts of all ranks together, in the order of the ranks, on the host. # Collective
 fn gathered(group: &ProcessGroup, metric: &dyn Metric) -> Result<Vec<Tensor>> {
     let own = metric.state().named()?;
-    let shapes: Vec<Shape> =
-        own.iter().map(|(_, part)| (format!("{:?}", part.kind()), part.size())).collect();
+    let shapes: Vec<Shape> = own.iter().map(|(_, part)| (name_of(part.kind()), part.size())).collect();
     let shapes = group.all_gather_object(&shapes)?;
     let largest = shapes.iter().map(|shapes| shapes.iter().map(num_bytes).sum::<i64>()).max().unwrap_or(0);
     let bytes = Tensor::f_zeros([largest], (Kind::Uint8, tch::Device::Cpu))?;

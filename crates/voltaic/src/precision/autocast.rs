@@ -7,11 +7,12 @@ use tch::Kind;
 use super::op_lists::ensure_op_lists;
 use crate::accelerator::HpuEmulator;
 use crate::device::Device;
+use crate::dtype::DtypeNames;
 use crate::error::{ConfigError, DeviceError, Result};
 use crate::ffi;
 
-/// c10's numbers of the dtypes that autocast casts to.
-const DTYPES: [(Kind, i32); 2] = [(Kind::Half, 5), (Kind::BFloat16, 15)];
+/// What autocast casts to.
+const LOWER: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 
 /// A region with autocast, which ends when the guard is dropped; what held before then holds again. Belongs to its
 /// thread.
@@ -56,7 +57,7 @@ pub fn autocast(device: Device, dtype: Kind) -> Result<AutocastGuard> {
 /// # Errors
 /// As [`autocast()`].
 pub fn autocast_enabled(device: Device, dtype: Kind, enabled: bool) -> Result<AutocastGuard> {
-    let Some(&(_, number)) = DTYPES.iter().find(|(kind, _)| *kind == dtype) else {
+    let Some(names) = DtypeNames::of_kind(dtype).filter(|_| LOWER.contains(&dtype)) else {
         let what = format!("operators cannot cast to {dtype:?}");
         return Err(ConfigError::new("autocast", what, "use bfloat16 or float16").into());
     };
@@ -66,7 +67,7 @@ pub fn autocast_enabled(device: Device, dtype: Kind, enabled: bool) -> Result<Au
         return Err(DeviceError::Unavailable { device: format!("float16 on {device}"), reason }.into());
     }
     ensure_op_lists(device)?;
-    enter(device, enabled, number)
+    enter(device, enabled, names.number)
 }
 
 /// A region in which operators on `device` do not cast, such as around an optimizer's step with HMP.
@@ -116,7 +117,8 @@ pub fn is_autocast_enabled(device: Device) -> Result<bool> {
 /// If libtorch has no autocast for this kind of device.
 pub fn autocast_dtype(device: Device) -> Result<Kind> {
     let (_, number) = ffi::autocast_state(device)?;
-    Ok(DTYPES.iter().find(|(_, known)| *known == number).map_or(Kind::Float, |(kind, _)| *kind))
+    let kind = DtypeNames::of_number(number).and_then(|dtype| dtype.kind);
+    Ok(kind.filter(|kind| LOWER.contains(kind)).unwrap_or(Kind::Float))
 }
 
 #[cfg(test)]

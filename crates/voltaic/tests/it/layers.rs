@@ -5,8 +5,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Folders and files of `src/` by layer. A module uses its own layer and lower ones only.
-const LAYERS: [(&str, u32); 28] = [
+const LAYERS: [(&str, u32); 29] = [
     ("device", 10),
+    ("dtype", 10),
     ("error", 10),
     ("ffi", 10),
     ("kernels", 10),

@@ -8,6 +8,7 @@ use std::str::FromStr;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::flags::RuntimeFlags;
+use crate::dtype::DtypeNames;
 use crate::error::{DeviceError, Result};
 use crate::ffi::format_size;
 use crate::ffi::{self, HpuOptions, MAX_HPUS};
@@ -46,7 +47,7 @@ impl Generation {
 
     /// Why a card has no tensors of a dtype, by c10's number; none if it has.
     fn refusal(self, dtype: i32) -> Option<String> {
-        let name = DTYPES.iter().find(|(number, _)| *number == dtype).map_or("this dtype", |(_, name)| name);
+        let name = DtypeNames::of_number(dtype).map_or("this dtype", |dtype| dtype.name);
         let remedy = match (name, self) {
             ("uint8" | "int8" | "int16" | "int32" | "int64" | "float32" | "bool" | "bfloat16", _) => {
                 return None;
@@ -80,28 +81,6 @@ impl FromStr for Generation {
             .ok_or(())
     }
 }
-
-/// Numbers of c10 and names of PyTorch.
-const DTYPES: [(i32, &str); 18] = [
-    (0, "uint8"),
-    (1, "int8"),
-    (2, "int16"),
-    (3, "int32"),
-    (4, "int64"),
-    (5, "float16"),
-    (6, "float32"),
-    (7, "float64"),
-    (8, "complex32"),
-    (9, "complex64"),
-    (10, "complex128"),
-    (11, "bool"),
-    (15, "bfloat16"),
-    (23, "float8_e5m2"),
-    (24, "float8_e4m3fn"),
-    (27, "uint16"),
-    (28, "uint32"),
-    (29, "uint64"),
-];
 
 /// Which cards there seem to be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -317,7 +296,7 @@ mod tests {
     #[test]
     fn dtypes_exist_by_generation() {
         let has = |generation, name| {
-            let number = DTYPES.iter().find(|(_, known)| *known == name).unwrap().0;
+            let number = DtypeNames::of_name(name).unwrap().number;
             HpuSettings::of(generation).dtypes() >> number & 1 == 1
         };
         for (name, gaudi, gaudi2) in [

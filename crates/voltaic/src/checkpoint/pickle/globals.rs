@@ -2,6 +2,8 @@
 
 use tch::Kind;
 
+use crate::dtype::DtypeNames;
+
 /// What a name stands for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Global {
@@ -26,22 +28,6 @@ pub(super) enum Global {
     Bytes,
     Path,
 }
-
-/// dtype, its name, and the name of its storage's class in a file.
-pub(super) const DTYPES: [(Kind, &str, &str); 12] = [
-    (Kind::Float, "float32", "FloatStorage"),
-    (Kind::Double, "float64", "DoubleStorage"),
-    (Kind::Half, "float16", "HalfStorage"),
-    (Kind::BFloat16, "bfloat16", "BFloat16Storage"),
-    (Kind::Int64, "int64", "LongStorage"),
-    (Kind::Int, "int32", "IntStorage"),
-    (Kind::Int16, "int16", "ShortStorage"),
-    (Kind::Int8, "int8", "CharStorage"),
-    (Kind::Uint8, "uint8", "ByteStorage"),
-    (Kind::Bool, "bool", "BoolStorage"),
-    (Kind::Float8e4m3fn, "float8_e4m3fn", "UntypedStorage"),
-    (Kind::Float8e5m2, "float8_e5m2", "UntypedStorage"),
-];
 
 /// What `module.name` stands for, if it is known.
 pub(super) fn find(module: &str, name: &str) -> Option<Global> {
@@ -70,14 +56,13 @@ pub(super) fn find(module: &str, name: &str) -> Option<Global> {
             "pathlib" | "pathlib._local",
             "PosixPath" | "PurePosixPath" | "Path" | "WindowsPath" | "PureWindowsPath",
         ) => Global::Path,
-        ("torch", name) => {
-            let is_storage = |(_, _, storage): &&(Kind, &str, &str)| *storage == name;
-            let is_dtype = |(_, dtype, _): &&(Kind, &str, &str)| *dtype == name;
-            match DTYPES.iter().find(is_storage) {
-                Some((kind, ..)) => Global::Storage(Some(*kind)),
-                None => DTYPES.iter().find(is_dtype).map(|(kind, dtype, _)| Global::Dtype(dtype, *kind))?,
+        ("torch", name) => match DtypeNames::of_storage(name) {
+            Some(dtype) => Global::Storage(Some(dtype.kind?)),
+            None => {
+                let dtype = DtypeNames::of_name(name).filter(|dtype| dtype.is_in_torch_files())?;
+                Global::Dtype(dtype.name, dtype.kind?)
             }
-        }
+        },
         _ => return None,
     })
 }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use tch::Tensor;
 
 use super::Value;
-use super::globals::DTYPES;
+use crate::dtype::DtypeNames;
 
 /// A pickle, and the tensors whose elements belong into its storages `0`, `1`, ...
 pub(in crate::checkpoint) struct Written {
@@ -108,18 +108,20 @@ impl Writer {
     fn tensor(&mut self, tensor: &Tensor) -> Result<(), String> {
         let torch = |error: tch::TchError| error.to_string();
         let kind = tensor.kind();
-        let (_, dtype, storage) = DTYPES
-            .iter()
-            .find(|(known, ..)| *known == kind)
+        let dtype = DtypeNames::of_kind(kind)
+            .filter(|dtype| dtype.is_in_torch_files())
             .ok_or_else(|| format!("a tensor has dtype {kind:?}, which is not written"))?;
         let tensor = tensor.f_to_device(tch::Device::Cpu).and_then(|t| t.f_contiguous()).map_err(torch)?;
         let (size, stride, numel) = (tensor.size(), tensor.stride(), tensor.numel());
-        let is_typed = *storage == "UntypedStorage";
+        let is_typed = dtype.storage.is_none();
         self.global("torch._utils", if is_typed { "_rebuild_tensor_v3" } else { "_rebuild_tensor_v2" });
         self.out.push(b'('); // arguments
         self.out.push(b'('); // the storage
         self.text("storage")?;
-        self.global(if is_typed { "torch.storage" } else { "torch" }, storage);
+        self.global(
+            if is_typed { "torch.storage" } else { "torch" },
+            dtype.storage.unwrap_or("UntypedStorage"),
+        );
         let key = self.storage(tensor, numel * kind.elt_size_in_bytes());
         self.text(&key.to_string())?;
         self.text("cpu")?;
@@ -132,7 +134,7 @@ impl Writer {
         self.global("collections", "OrderedDict");
         self.out.extend(b")R"); // no hooks
         if is_typed {
-            self.global("torch", dtype);
+            self.global("torch", dtype.name);
         }
         self.out.extend(b"tR");
         Ok(())
