@@ -3,12 +3,16 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
 
+#[path = "../support/compile.rs"]
+mod compile;
+
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use compile::compile;
 use voltaic::ffi::{Backend, CollectiveApi, CollectiveLibrary, ReduceOp, Seat};
 use voltaic::{Device, Kind, Tensor};
 
@@ -27,9 +31,7 @@ fn stand_in(api: CollectiveApi) -> &'static Path {
         [("libnccl.so.2", "-DNCCL"), ("libhcl.so", "-DHCCL")].map(|(name, define)| {
             // each process of this binary makes its own, so that none is loaded half written
             let library = folder.join(format!("{}-{name}", std::process::id()));
-            let mut command = Command::new("cc");
-            command.args(["-shared", "-fPIC", "-O1", define]).arg(&source).arg("-o").arg(&library);
-            assert!(command.status().unwrap().success());
+            compile("cc", &[define], &source, &library);
             library
         })
     });

@@ -3,9 +3,12 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
 
-use std::path::Path;
-use std::process::Command;
+#[path = "../support/compile.rs"]
+mod compile;
 
+use std::path::Path;
+
+use compile::compile;
 use libloading::{Library, Symbol};
 use voltaic::Device;
 use voltaic::graph::{HpuGraph, graph};
@@ -17,15 +20,10 @@ fn stand_in() -> Library {
     std::fs::create_dir_all(&folder).unwrap();
     let library = folder.join("libtorch_cuda.so");
     let include = Path::new(env!("VOLTAIC_LIBTORCH_LIB")).with_file_name("include");
-    let output = Command::new("c++")
-        .args(["-shared", "-fPIC", "-O1", "-w", "-std=c++20", "-DNDEBUG", "-Wl,-soname,libtorch_cuda.so"])
-        .arg(format!("-isystem{}", include.display()))
-        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda_graph/library.cpp"))
-        .arg("-o")
-        .arg(&library)
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let include = format!("-isystem{}", include.display());
+    let options = ["-std=c++20", "-DNDEBUG", "-Wl,-soname,libtorch_cuda.so", &include];
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda_graph/library.cpp");
+    compile("c++", &options, &source, &library);
     // SAFETY: it registers its streams with c10, and does nothing else when it is loaded.
     unsafe { Library::new(library) }.unwrap()
 }

@@ -4,11 +4,15 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
 
+#[path = "../support/compile.rs"]
+mod compile;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
+use compile::compile;
 use serde_json::Value;
 
 /// Where the stand-ins are, laid out as Habana's packages are.
@@ -39,18 +43,6 @@ fn stand_ins() -> &'static StandIns {
         fs::write(plugin.join("libbroken.so"), "no library").unwrap();
         StandIns { hlml, hccl, plugin }
     })
-}
-
-fn compile(compiler: &str, options: &[&str], source: &Path, library: &Path) {
-    let output = Command::new(compiler)
-        .args(["-shared", "-fPIC", "-O1", "-w"])
-        .args(options)
-        .arg(source)
-        .arg("-o")
-        .arg(library)
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// `voltaic` with the stand-ins, and with nothing of this process's environment that describes devices.

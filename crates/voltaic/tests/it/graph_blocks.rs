@@ -8,6 +8,8 @@ use libloading::{Library, Symbol};
 use tch::{Device, Kind, Tensor};
 use voltaic::graph::{HpuGraph, graph};
 
+use crate::compile::compile;
+
 /// Set in the process that replays: the operator of `graph_blocks.cpp` is in the place of one of libtorch's there.
 const CHILD: &str = "VOLTAIC_TEST_GRAPH_BLOCKS";
 
@@ -17,15 +19,9 @@ fn library() -> Library {
     fs::create_dir_all(&folder).unwrap();
     let library = folder.join("libgraph_blocks.so");
     let include = Path::new(env!("VOLTAIC_LIBTORCH_LIB")).with_file_name("include");
-    let output = Command::new("c++")
-        .args(["-shared", "-fPIC", "-O1", "-w", "-std=c++20"])
-        .arg(format!("-isystem{}", include.display()))
-        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/graph_blocks.cpp"))
-        .arg("-o")
-        .arg(&library)
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let include = format!("-isystem{}", include.display());
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/graph_blocks.cpp");
+    compile("c++", &["-std=c++20", &include], &source, &library);
     // SAFETY: it registers an operator, and does nothing else when it is loaded.
     unsafe { Library::new(library) }.unwrap()
 }

@@ -15,6 +15,8 @@ mod callbacks;
 mod checkpoint_io;
 mod class_paths;
 mod cli;
+#[path = "../support/compile.rs"]
+mod compile;
 mod config;
 mod config_print;
 mod config_problems;
