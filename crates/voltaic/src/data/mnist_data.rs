@@ -18,7 +18,8 @@ use crate::error::ConfigError;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MnistSet {
-    /// The full set if it is there, otherwise the subset that ships with the source.
+    /// The full set if it is there, otherwise the subset that ships with the source; of the first folder that has one of
+    /// them.
     #[default]
     Auto,
     /// The full set: 60,000 and 10,000 images. `scripts/data.sh mnist` brings it.
@@ -160,14 +161,14 @@ impl MnistData {
             Some(folder) => folder.clone(),
             None => {
                 let folders = locate::data_folders()?;
-                let within = |part: &'static str| folders.iter().map(move |folder| folder.join(part));
-                let full =
-                    folders.iter().flat_map(|folder| [folder.join("mnist"), folder.join("cache/mnist")]);
-                let candidates = match set {
-                    MnistSet::Auto => full.chain(within("digits")).collect(),
-                    MnistSet::Full => full.collect(),
-                    MnistSet::Subset => within("digits").collect(),
+                let parts: &[&str] = match set {
+                    MnistSet::Auto => &["mnist", "cache/mnist", "digits"],
+                    MnistSet::Full => &["mnist", "cache/mnist"],
+                    MnistSet::Subset => &["digits"],
                 };
+                let within =
+                    |folder: &PathBuf| parts.iter().map(|part| folder.join(part)).collect::<Vec<_>>();
+                let candidates = folders.iter().flat_map(within).collect();
                 let remedy = "run `scripts/data.sh mnist` in the source of voltaic, or set data_dir to the folder with \
                               MNIST's four files";
                 locate::first("MNIST", candidates, MnistFiles::are_in, remedy)?

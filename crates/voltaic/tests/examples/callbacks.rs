@@ -1,6 +1,6 @@
 //! What each callback did to the run.
 
-use voltaic::data::{EpochRange, MnistData};
+use voltaic::data::{EpochRange, MnistData, MnistDataConfig, MnistSet};
 use voltaic::prelude::*;
 
 use crate::{run, run_with};
@@ -59,7 +59,7 @@ fn predictions_in_files() {
     let indices = Vec::<i64>::try_from(of("dataloader_0.batch_indices")).unwrap();
     assert_eq!(indices, (0..256).collect::<Vec<i64>>());
 
-    let mut data = MnistData::default();
+    let mut data = MnistData::new(MnistDataConfig { set: MnistSet::Subset, ..MnistDataConfig::default() });
     data.setup(Stage::Predict).unwrap();
     let loader = data.predict_dataloader().unwrap().remove(0);
     let batches = loader.iter(EpochRange::epoch(0).take(4)).unwrap();

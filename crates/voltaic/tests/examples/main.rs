@@ -22,8 +22,9 @@ mod several_hpus;
 mod simple_profiler;
 
 use std::io::Read;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -56,6 +57,7 @@ pub fn run_with(program: &str, block: &str, variables: &[(&str, &str)]) -> Ran {
     let mut command = Command::new(&binary);
     // threads that wait for each other take many times as long where tests share the cores
     command.env("OMP_NUM_THREADS", "1");
+    command.env("VOLTAIC_DATA_DIR", shipped_data().path());
     command.arg(block).current_dir(folder.path()).envs(variables.iter().copied());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap_or_else(|error| {
@@ -67,6 +69,17 @@ pub fn run_with(program: &str, block: &str, variables: &[(&str, &str)]) -> Ran {
     println!("{out}");
     assert!(succeeded, "{program} {block} failed:\n{out}{err}");
     Ran { folder, out, err }
+}
+
+/// A data folder with the digits that ship alone: another set would take other numbers of steps.
+fn shipped_data() -> &'static TempDir {
+    static FOLDER: OnceLock<TempDir> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let digits = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/digits");
+        std::os::unix::fs::symlink(digits, folder.path().join("digits")).unwrap();
+        folder
+    })
 }
 
 fn binary_of(program: &str) -> PathBuf {
