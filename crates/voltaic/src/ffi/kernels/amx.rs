@@ -2,7 +2,7 @@
 
 use std::env;
 
-use crate::ffi::backend::set_environment;
+use crate::ffi::device::backend::set_environment;
 use crate::kernels::has_undescribed_amx;
 
 /// oneDNN's limit on instructions; it reads one of them at its first operator.

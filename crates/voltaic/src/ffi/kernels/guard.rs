@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use voltaic_sys as sys;
 
-use crate::ffi::panic_text;
+use crate::ffi::check::panic_text;
 use crate::kernels::OutOfMemory;
 
 /// Why a kernel failed.
@@ -129,7 +129,7 @@ mod tests {
         };
         super::super::hand_in_host();
         // SAFETY: the functions look at nothing that they are passed.
-        crate::ffi::check("install_kernels", unsafe { sys::vt_install_kernels(&table) }).unwrap();
+        crate::ffi::check::check("install_kernels", unsafe { sys::vt_install_kernels(&table) }).unwrap();
         tch::set_num_threads(2);
         let ones = |kind| Tensor::ones([1000], (kind, Device::Cpu));
         let (wide, narrow) = (ones(Kind::Float), ones(Kind::BFloat16));

@@ -11,11 +11,11 @@ use amx::withhold_undescribed_amx;
 use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
-use super::check;
-use super::rng::{rng_state, set_rng_state};
-use super::switch::read_switch;
 use crate::device::Device;
 use crate::error::Result;
+use crate::ffi::check::check;
+use crate::ffi::switch::read_switch;
+use crate::ffi::tensor::rng::{rng_state, set_rng_state};
 use crate::kernels::{self, Dtype, Host, Machine, Memory, Operator};
 
 /// `0`: libtorch's kernels. `1`: all of voltaic's, also where libtorch's are faster. Unset: voltaic's if they are optimized.

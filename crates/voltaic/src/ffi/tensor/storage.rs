@@ -3,8 +3,8 @@
 use tch::Tensor;
 use voltaic_sys as sys;
 
-use super::check;
 use crate::error::TorchError;
+use crate::ffi::check::check;
 
 /// Device type and index of a tensor, numbered as in c10.
 pub fn device_numbers(tensor: &Tensor) -> Result<(i32, i32), TorchError> {

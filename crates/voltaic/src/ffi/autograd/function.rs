@@ -8,10 +8,9 @@ use std::sync::{Mutex, PoisonError};
 use tch::Tensor;
 use voltaic_sys as sys;
 
-use super::allocator::write_text;
-use super::autograd::panic_text;
-use super::{check, pointers};
 use crate::error::TorchError;
+use crate::ffi::check::{check, panic_text, pointers};
+use crate::ffi::device::allocator::write_text;
 
 type BackwardFn = dyn FnMut(&[Tensor]) -> anyhow::Result<Vec<Option<Tensor>>> + Send;
 

@@ -25,7 +25,7 @@ pub use policy::{PeakReset, PoolStats};
 use size_class::{NUM_CLASSES, SizeClass};
 use system::Origin;
 
-use super::room;
+use crate::ffi::device::room;
 use voltaic_sys::{VT_BLOCK_HEADER_BYTES, VT_BLOCK_MAGIC, vt_block_header};
 
 /// Lies right before each block.

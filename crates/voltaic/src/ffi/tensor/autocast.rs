@@ -9,10 +9,10 @@ use std::sync::{PoisonError, RwLock};
 use tch::Kind;
 use voltaic_sys as sys;
 
-use super::check;
 use crate::device::Device;
 use crate::dtype::DtypeNames;
 use crate::error::TorchError;
+use crate::ffi::check::check;
 
 /// What autocast does with the arguments of an operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,14 +8,15 @@ use std::time::Duration;
 use tch::Tensor;
 use voltaic_sys as sys;
 
-use super::{check, pointers, rng::take};
 use crate::error::{TorchError, TorchErrorKind};
+use crate::ffi::check::{check, pointers};
+use crate::ffi::tensor::rng::take;
 
 fn c_string(op: &'static str, text: &str) -> Result<CString, TorchError> {
     CString::new(text).map_err(|_| TorchError::new(op, TorchErrorKind::Other, "a text holds a NUL byte"))
 }
 
-pub(super) fn millis(timeout: Duration) -> i64 {
+pub(in crate::ffi) fn millis(timeout: Duration) -> i64 {
     i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX)
 }
 
@@ -257,7 +258,7 @@ impl Backend {
     }
 
     /// Takes ownership of a group that a shim function has just made.
-    pub(super) fn from_raw(group: *mut sys::vt_group) -> Self {
+    pub(in crate::ffi) fn from_raw(group: *mut sys::vt_group) -> Self {
         Self(group)
     }
 

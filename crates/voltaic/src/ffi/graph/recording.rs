@@ -7,8 +7,9 @@ use std::ptr::{self, NonNull};
 use tch::Tensor;
 use voltaic_sys as sys;
 
-use super::{check, pointers, rng::take};
 use crate::error::TorchError;
+use crate::ffi::check::{check, pointers};
+use crate::ffi::tensor::rng::take;
 
 /// The operators that ran on a thread, below autograd, in order.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use libloading::Library;
 
-use super::backend::loader_message;
+use crate::ffi::device::backend::loader_message;
 
 type Code = c_int;
 type Device = *mut c_void;

@@ -12,11 +12,11 @@ use std::time::Duration;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use voltaic_sys as sys;
 
-use super::backend::loader_message;
-use super::c10d::{Backend, millis};
-use super::check;
 use crate::device::Device;
 use crate::error::TorchError;
+use crate::ffi::check::check;
+use crate::ffi::device::backend::loader_message;
+use crate::ffi::ranks::c10d::{Backend, millis};
 
 type Function = unsafe extern "C" fn();
 

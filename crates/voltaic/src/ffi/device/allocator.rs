@@ -10,12 +10,12 @@ use std::sync::{Mutex, PoisonError};
 
 use voltaic_sys as sys;
 
-use super::check;
-use super::libtorch::check_libtorch;
-use super::pool::Pool;
-use super::room;
-use super::switch::read_switch;
 use crate::error::Result;
+use crate::ffi::check::check;
+use crate::ffi::device::pool::Pool;
+use crate::ffi::device::room;
+use crate::ffi::libtorch::check_libtorch;
+use crate::ffi::switch::read_switch;
 
 /// Set to `0`, libtorch keeps its own allocator.
 const SWITCH: &str = "VOLTAIC_HOST_POOL";
@@ -61,7 +61,7 @@ pub fn install_host_pool() -> Result<bool> {
 }
 
 /// Makes the pools libtorch's allocator even if the host is not to have one: then the host's keeps nothing.
-pub(super) fn install_device_pools() -> Result<()> {
+pub(in crate::ffi) fn install_device_pools() -> Result<()> {
     if !is_wanted()? {
         host_pool().set_caching(false);
     }
@@ -143,7 +143,7 @@ extern "C" fn explain(pool: i32, bytes: usize, text: *mut c_char, capacity: usiz
 }
 
 /// Copies a message to a buffer of the shim: at most `capacity` bytes, the last of them 0.
-pub(super) fn write_text(message: &str, text: *mut c_char, capacity: usize) {
+pub(in crate::ffi) fn write_text(message: &str, text: *mut c_char, capacity: usize) {
     if capacity == 0 {
         return;
     }

@@ -5,9 +5,9 @@ use std::path::Path;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use voltaic_sys as sys;
 
-use super::check;
 use crate::device::Device;
 use crate::error::TorchError;
+use crate::ffi::check::check;
 
 /// Loads a shared library for the rest of the process, its symbols visible to libraries that are loaded later.
 ///
@@ -26,7 +26,7 @@ pub fn load_library(path: &Path) -> Result<(), String> {
 }
 
 /// What the system's loader said, which libloading keeps below its own message.
-pub(super) fn loader_message(error: &libloading::Error) -> String {
+pub(in crate::ffi) fn loader_message(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 

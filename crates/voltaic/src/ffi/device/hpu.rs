@@ -6,10 +6,10 @@ use std::sync::OnceLock;
 
 use voltaic_sys as sys;
 
-use super::allocator::{install_device_pools, write_text};
-use super::check;
-use super::kernels::install_kernels;
 use crate::error::Result;
+use crate::ffi::check::check;
+use crate::ffi::device::allocator::{install_device_pools, write_text};
+use crate::ffi::kernels::install_kernels;
 
 /// What an emulated HPU allows.
 #[derive(Debug, Clone, Copy)]

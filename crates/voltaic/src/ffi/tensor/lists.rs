@@ -5,8 +5,9 @@ use std::ptr::{self, NonNull};
 use tch::Tensor;
 use voltaic_sys as sys;
 
-use super::{check, pointers, rng::take};
 use crate::error::TorchError;
+use crate::ffi::check::{check, pointers};
+use crate::ffi::tensor::rng::take;
 
 /// A number that is the same for all handles of one tensor, as long as one of them lives.
 pub fn tensor_id(tensor: &Tensor) -> Result<usize, TorchError> {

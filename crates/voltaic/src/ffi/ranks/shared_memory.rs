@@ -14,9 +14,9 @@ use std::{hint, io, thread};
 use tch::Kind;
 
 /// Bytes of the ring.
-pub(super) const RING: usize = 32 << 20;
+pub(in crate::ffi) const RING: usize = 32 << 20;
 /// Pieces that are remembered.
-pub(super) const SLOTS: u64 = 64;
+pub(in crate::ffi) const SLOTS: u64 = 64;
 /// Bytes before the ring: whole pages.
 const HEAD: usize = 4096;
 /// How long a rank looks for a count before it sleeps, and after how many looks it lets others run.
@@ -27,7 +27,7 @@ const NAP: Duration = Duration::from_millis(20);
 
 /// How far a rank is with a piece.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Stage {
+pub(in crate::ffi) enum Stage {
     /// What others add up is in the ring.
     Filled,
     /// The sum of its part is.
@@ -38,7 +38,7 @@ pub(super) enum Stage {
 
 /// What a rank has put into its ring of a piece.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Filled {
+pub(in crate::ffi) struct Filled {
     /// Its bytes in the ring, others' parts of the piece written.
     pub place: Range<usize>,
     /// Float32 or bfloat16.
@@ -47,7 +47,7 @@ pub(super) struct Filled {
 
 /// Why a rank does not get on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stop {
+pub(in crate::ffi) enum Stop {
     /// The owner of the region has ended, or left.
     Gone,
     TimedOut,
@@ -74,7 +74,7 @@ const _: () = assert!(size_of::<Header>() <= HEAD);
 
 /// A region of this process or of another one.
 #[derive(Debug)]
-pub(super) struct Region {
+pub(in crate::ffi) struct Region {
     memory: NonNull<u8>,
     /// Locked by the owner as long as it is there: the system unlocks it, however the process ends.
     file: File,

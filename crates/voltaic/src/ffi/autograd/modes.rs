@@ -6,8 +6,8 @@ use std::ptr;
 
 use voltaic_sys as sys;
 
-use super::check;
 use crate::error::TorchError;
+use crate::ffi::check::check;
 
 /// Inference mode of this thread until dropped: as without grad, and tensors made meanwhile can never have one.
 pub struct InferenceMode {

@@ -5,8 +5,8 @@ use std::ptr::{self, NonNull};
 
 use voltaic_sys as sys;
 
-use super::check;
 use crate::error::TorchError;
+use crate::ffi::check::check;
 
 thread_local!(static IS_CAPTURING: Cell<bool> = const { Cell::new(false) });
 

@@ -5,11 +5,11 @@ use std::ptr;
 use tch::Tensor;
 use voltaic_sys as sys;
 
-use super::check;
 use crate::error::TorchError;
+use crate::ffi::check::check;
 
 /// Takes ownership of a tensor that a shim function wrote to its out-pointer.
-pub(super) fn take(tensor: sys::vt_tensor) -> Tensor {
+pub(in crate::ffi) fn take(tensor: sys::vt_tensor) -> Tensor {
     // SAFETY: callers pass a pointer that a successful shim call has just written: a heap-allocated at::Tensor
     // that nobody else owns, which is what tch frees with at_free.
     unsafe { Tensor::from_ptr(tensor) }

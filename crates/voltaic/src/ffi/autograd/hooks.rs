@@ -1,6 +1,5 @@
 //! Switches and hooks of libtorch's autograd engine.
 
-use std::any::Any;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,8 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tch::Tensor;
 use voltaic_sys as sys;
 
-use super::{check, pointers};
 use crate::error::TorchError;
+use crate::ffi::check::{check, panic_text, pointers};
+use crate::ffi::graph::recording::refuse_recording;
 
 /// Whether backward hands work to the engine's per-device threads. Holds for the calling thread.
 ///
@@ -102,7 +102,7 @@ impl Drop for GradHook {
 }
 
 extern "C" fn call_hook(data: *mut c_void) -> i32 {
-    super::refuse_recording(
+    refuse_recording(
         "a hook of a gradient ran, which a replay would not call (several ranks average gradients by hooks: leave backward to the trainer, and make graphs of modules)",
     );
     // SAFETY: data is the HookData given at registration, which the C++ hook owns and keeps alive for this call;
@@ -121,15 +121,4 @@ extern "C" fn call_hook(data: *mut c_void) -> i32 {
 extern "C" fn release_hook(data: *mut c_void) {
     // SAFETY: called once, by the C++ hook's destructor, with the pointer that Box::into_raw gave.
     drop(unsafe { Box::from_raw(data.cast::<HookData>()) });
-}
-
-/// The message of a caught panic.
-pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
-    if let Some(text) = panic.downcast_ref::<&str>() {
-        (*text).to_owned()
-    } else if let Some(text) = panic.downcast_ref::<String>() {
-        text.clone()
-    } else {
-        "no message".to_owned()
-    }
 }
