@@ -3,146 +3,16 @@
 //! A strategy gets the module, losses and votes from the trainer, never the trainer. [`SingleDevice`] does nothing
 //! beyond backward; [`Ddp`] averages gradients while backward runs.
 
-mod bucket;
 mod config;
 mod ddp;
-mod reducer;
-
-use std::fmt;
-
-use tch::Tensor;
-
-use crate::distributed::World;
-use crate::error::Result;
-use crate::nn::Module;
+mod single;
+#[expect(clippy::module_inception, reason = "the trait of the folder")]
+mod strategy;
+mod votes;
 
 pub(crate) use config::StrategyPlan;
 pub use config::{DdpConfig, GradientCompression, SingleDeviceConfig, StrategyClass, StrategyConfig};
 pub use ddp::Ddp;
-
-/// What one rank has been asked by a signal or by its callbacks, on which all ranks have to act together.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Votes {
-    /// Ctrl-C.
-    pub interrupt: bool,
-    /// SIGTERM.
-    pub terminate: bool,
-    /// A callback asked to stop training.
-    pub stop: bool,
-}
-
-impl Votes {
-    /// What either of two asks.
-    pub(crate) fn or(self, other: Self) -> Self {
-        Self {
-            interrupt: self.interrupt || other.interrupt,
-            terminate: self.terminate || other.terminate,
-            stop: self.stop || other.stop,
-        }
-    }
-
-    pub(crate) fn numbers(self) -> [f32; 3] {
-        [self.interrupt, self.terminate, self.stop].map(|vote| f32::from(u8::from(vote)))
-    }
-
-    pub(crate) fn from_numbers(numbers: [f32; 3]) -> Self {
-        let [interrupt, terminate, stop] = numbers.map(|sum| sum != 0.0);
-        Self { interrupt, terminate, stop }
-    }
-}
-
-/// How training is spread over ranks.
-///
-/// # Collective
-/// All ranks call [`Strategy::setup`], [`Strategy::begin_forward`], [`Strategy::begin_backward`], [`Strategy::end_backward`] and [`Strategy::agree`] in the
-/// same order.
-pub trait Strategy: fmt::Debug + Send {
-    /// The name that chooses it, such as `ddp`.
-    fn name(&self) -> &'static str;
-
-    /// The ranks, and which of them this process is.
-    fn world(&self) -> &World;
-
-    /// Called when the module is on its device, before its optimizers are made: all ranks start from rank 0's values.
-    ///
-    /// # Errors
-    /// [`DistributedError`](crate::error::DistributedError) if the modules of the ranks differ or a rank is gone.
-    fn setup(&mut self, _module: &dyn Module) -> Result<()> {
-        Ok(())
-    }
-
-    /// Called before the first forward of a training step and before an evaluation: buffers become rank 0's.
-    ///
-    /// # Errors
-    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone.
-    fn begin_forward(&mut self, _module: &dyn Module) -> Result<()> {
-        Ok(())
-    }
-
-    /// Called before backward from `loss`. With `syncs` the gradients are to be averaged over the ranks; without it (an
-    /// accumulation window is open) they stay this rank's.
-    ///
-    /// # Errors
-    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone.
-    fn begin_backward(&mut self, loss: &Tensor, syncs: bool, votes: Votes) -> Result<()>;
-
-    /// Called after backward, with how it went: gradients are averaged when it returns. Returns the votes of all ranks;
-    /// none if this backward did not average, since they wait for one that does.
-    ///
-    /// # Errors
-    /// Why backward failed; [`DistributedError`](crate::error::DistributedError) if a rank is gone or a parameter has no
-    /// part in the loss.
-    fn end_backward(&mut self, done: Result<()>) -> Result<Votes>;
-
-    /// Before an optimizer step of a module with manual optimization: whether all ranks have the same gradients.
-    ///
-    /// # Errors
-    /// If the module ran a backward pass of its own.
-    fn check_averaged(&self) -> Result<()> {
-        Ok(())
-    }
-
-    /// Puts the votes of all ranks together.
-    ///
-    /// # Errors
-    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone.
-    fn agree(&self, votes: Votes) -> Result<Votes> {
-        Ok(votes)
-    }
-
-    /// Called when a fit is over or has failed: hooks are removed.
-    fn teardown(&mut self) {}
-}
-
-/// One device, one process.
-#[derive(Debug, Default)]
-pub struct SingleDevice {
-    world: World,
-    votes: Votes,
-}
-
-impl SingleDevice {
-    /// For a process that its launcher starts anew if it fails.
-    pub(crate) fn of(world: World) -> Self {
-        Self { world, votes: Votes::default() }
-    }
-}
-
-impl Strategy for SingleDevice {
-    fn name(&self) -> &'static str {
-        "single_device"
-    }
-
-    fn world(&self) -> &World {
-        &self.world
-    }
-
-    fn begin_backward(&mut self, _loss: &Tensor, _syncs: bool, votes: Votes) -> Result<()> {
-        self.votes = votes;
-        Ok(())
-    }
-
-    fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {
-        done.map(|()| self.votes)
-    }
-}
+pub use single::SingleDevice;
+pub use strategy::Strategy;
+pub use votes::Votes;

@@ -9,10 +9,11 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::bucket::{Bucket, assign};
-use super::{DdpConfig, GradientCompression, Votes};
 use crate::distributed::{Pending, ProcessGroup, ReduceOp};
 use crate::error::{ConfigError, DistributedError, Error, Result};
 use crate::ffi;
+use crate::strategy::config::{DdpConfig, GradientCompression};
+use crate::strategy::votes::Votes;
 
 /// A bucket on its way.
 #[derive(Debug)]

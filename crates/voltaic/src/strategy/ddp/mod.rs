@@ -1,15 +1,20 @@
 //! Data-parallel training: each rank computes the gradients of its own batches, and all apply their mean.
 
+mod bucket;
+mod reducer;
+
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Kind, Tensor};
 
-use super::reducer::Reducer;
-use super::{DdpConfig, Strategy, Votes};
+use super::config::DdpConfig;
+use super::strategy::Strategy;
+use super::votes::Votes;
 use crate::distributed::{ProcessGroup, ReduceOp, World};
 use crate::error::{DistributedError, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt};
+use reducer::Reducer;
 
 /// Data-parallel training over the ranks of a [`World`], as PyTorch's `DistributedDataParallel`.
 ///
