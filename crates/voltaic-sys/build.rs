@@ -18,12 +18,7 @@ fn main() {
     for path in objects::identity_files(&libtorch) {
         println!("cargo:rerun-if-changed={}", path.display());
     }
-    let mut sources: Vec<PathBuf> = fs::read_dir("csrc")
-        .expect("csrc/ lies beside build.rs")
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter(|path| path.extension().is_some_and(|ext| ext == "cpp"))
-        .collect();
-    sources.sort();
+    let sources = objects::sources(Path::new("csrc")).expect("csrc/ lies beside build.rs");
     let mut compiler = cc::Build::new();
     compiler
         .cpp(true)
@@ -32,6 +27,7 @@ fn main() {
         .debug(false) // of libtorch's headers: it doubles the time
         .define("NDEBUG", None) // as libtorch is: inline functions of its headers differ
         .include("csrc")
+        .include("csrc/ranks") // for <gloo/..>, which libtorch's headers name
         .flag(format!("-isystem{}", include.display()))
         .flag(format!("-isystem{}", include.join("torch/csrc/api/include").display()))
         .flag("-Wall")
@@ -57,7 +53,7 @@ fn compile(compiler: &cc::Build, sources: &[PathBuf], libtorch: &Path) -> io::Re
     let mut stale = Vec::new();
     for source in sources {
         let made_from = objects::made_from(source, Path::new("csrc"), libtorch)?;
-        let object = folder.join(source.file_name().expect("a file")).with_extension("o");
+        let object = folder.join(objects::name(source, Path::new("csrc")));
         let stamp = object.with_extension("stamp");
         if !object.exists() || fs::read_to_string(&stamp).ok().as_ref() != Some(&made_from) {
             stale.push((source, object.clone(), stamp, made_from));

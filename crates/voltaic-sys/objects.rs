@@ -21,6 +21,27 @@ pub fn identity_files(libtorch: &Path) -> Vec<PathBuf> {
     IDENTITY.iter().map(|name| libtorch.join(name)).filter(|path| path.exists()).collect()
 }
 
+/// The C++ files of the folder `own` and of those in it, in order.
+pub fn sources(own: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(own)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            found.extend(sources(&path)?);
+        } else if path.extension().is_some_and(|ext| ext == "cpp") {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// The name of the object of `source`: its path below `own`, so that files of two folders may have the same name.
+pub fn name(source: &Path, own: &Path) -> String {
+    let below = source.strip_prefix(own).unwrap_or(source).with_extension("o");
+    below.iter().map(|part| part.to_string_lossy()).collect::<Vec<_>>().join("-")
+}
+
 /// What an object is made from: `source` and what it includes of the folder `own`, and the headers of the libtorch in
 /// the folder `libtorch`.
 pub fn made_from(source: &Path, own: &Path, libtorch: &Path) -> io::Result<String> {

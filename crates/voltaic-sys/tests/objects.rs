@@ -43,3 +43,15 @@ fn another_libtorch_in_the_same_folder_makes_objects_stale() {
         seen.push(now);
     }
 }
+
+#[test]
+fn files_of_two_folders_may_have_the_same_name() {
+    let own = Path::new(env!("CARGO_TARGET_TMPDIR")).join("folders");
+    let _ = fs::remove_dir_all(&own);
+    for name in ["tensor/rng.cpp", "device/rng.cpp", "rng.cpp", "device/rng.h"] {
+        write(&own.join(name), "");
+    }
+    let sources = objects::sources(&own).unwrap();
+    let names: Vec<_> = sources.iter().map(|source| objects::name(source, &own)).collect();
+    assert_eq!(names, ["device-rng.o", "rng.o", "tensor-rng.o"]);
+}

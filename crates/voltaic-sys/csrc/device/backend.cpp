@@ -1,6 +1,6 @@
 // What libtorch's registries say of a kind of device, whichever library registered it.
 #include "error.h"
-#include "hpu.h"
+#include "hpu/hpu.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>

@@ -1,6 +1,6 @@
 // Kernels written in Rust in the place of libtorch's for the CPU. What they do not cover goes to libtorch's own, which
 // also says what is wrong with a call.
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 namespace voltaic {
 

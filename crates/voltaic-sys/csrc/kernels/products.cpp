@@ -1,5 +1,5 @@
 // Products of matrices, written in Rust, in the place of libtorch's for the CPU.
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/bmm_cpu_dispatch.h>

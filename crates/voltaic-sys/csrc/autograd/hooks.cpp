@@ -1,5 +1,5 @@
 #include "error.h"
-#include "hpu.h"
+#include "hpu/hpu.h"
 
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/function_hook.h>

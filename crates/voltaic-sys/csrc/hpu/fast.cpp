@@ -1,7 +1,7 @@
 // Hot operators. A template makes a kernel from libtorch's own declaration of the operator, so that arguments need not
 // go through the boxes of the dispatcher.
-#include "hpu_alias.h"
-#include "hpu_fast_ops.h"
+#include "hpu/alias.h"
+#include "hpu/fast_ops.h"
 
 #include <ATen/core/IListRef.h>
 

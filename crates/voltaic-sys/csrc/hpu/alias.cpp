@@ -1,4 +1,4 @@
-#include "hpu_alias.h"
+#include "hpu/alias.h"
 
 #include <c10/core/InferenceMode.h>
 

@@ -1,7 +1,7 @@
-#include "graph_replay.h"
+#include "graph/replay.h"
 
 #include "error.h"
-#include "hpu_alias.h"
+#include "hpu/alias.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/copy_ops.h>

@@ -1,5 +1,5 @@
 // Attention, written in Rust, in the place of libtorch's for the CPU.
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>

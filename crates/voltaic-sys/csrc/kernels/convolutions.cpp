@@ -1,5 +1,5 @@
 // Convolutions of images, written in Rust, in the place of libtorch's for the CPU.
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #include <ATen/TensorUtils.h>
 #include <ATen/ops/as_strided.h>

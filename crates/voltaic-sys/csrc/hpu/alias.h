@@ -1,7 +1,7 @@
 // CPU tensors over an HPU tensor's bytes, and results of CPU kernels as HPU tensors.
 #pragma once
 
-#include "hpu.h"
+#include "hpu/hpu.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/MaybeOwned.h>

@@ -1,5 +1,5 @@
 // Any operator with a CPU kernel: its arguments are found by the operator's schema.
-#include "hpu_alias.h"
+#include "hpu/alias.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 

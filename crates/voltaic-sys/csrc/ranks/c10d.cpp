@@ -1,9 +1,9 @@
 // Stores and process groups of c10d.
 #define USE_C10D_GLOO
 
-#include "c10d.h"
+#include "ranks/c10d.h"
 #include "error.h"
-#include "hpu_alias.h"
+#include "hpu/alias.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ScalarOps.h>

@@ -1,5 +1,5 @@
 #include "error.h"
-#include "hpu_alias.h"
+#include "hpu/alias.h"
 
 #include <ATen/Context.h>
 #include <ATen/detail/HPUHooksInterface.h>

@@ -3,7 +3,7 @@
 //
 // GPUs: operations run on a stream of their own beside the computation, with the tensors' memory. Gaudi: what libtorch
 // takes for an address is a handle of Habana's plugin, so that data goes through memory of our own, by Synapse.
-#include "c10d.h"
+#include "ranks/c10d.h"
 #include "error.h"
 
 #include <ATen/ATen.h>

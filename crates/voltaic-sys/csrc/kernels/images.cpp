@@ -1,5 +1,5 @@
 // Pooling and norms of images, written in Rust, in the place of libtorch's for the CPU.
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #include <ATen/ops/max_pool2d_with_indices_backward_cpu_dispatch.h>
 #include <ATen/ops/max_pool2d_with_indices_cpu_dispatch.h>

@@ -1,5 +1,5 @@
 // Operators element by element and random masks, written in Rust, in the place of libtorch's for the CPU.
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/_to_copy_native.h>

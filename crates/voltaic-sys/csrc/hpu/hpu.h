@@ -1,16 +1,16 @@
 // The emulated HPU: a back end of libtorch under DeviceType::HPU whose memory is host memory and whose kernels are the
 // CPU's. Each HPU operator gives its CPU kernel tensors over the same bytes and takes the results over without a copy.
 //
-//   hpu_device.cpp    device guard, hooks and generators
-//   hpu_alias.cpp     CPU tensors over an HPU tensor's bytes, and the way back
-//   hpu_direct.cpp    operators that only make tensors, views or copies
-//   hpu_fast.cpp      hot operators, called without boxing
-//   hpu_boxed.cpp     all others
-//   hpu_recurrent.cpp recurrent layers, for which libtorch has other algorithms off the CPU
-//   hpu_register.cpp  fills libtorch's registries
+//   device.cpp    device guard, hooks and generators
+//   alias.cpp     CPU tensors over an HPU tensor's bytes, and the way back
+//   direct.cpp    operators that only make tensors, views or copies
+//   fast.cpp      hot operators, called without boxing
+//   boxed.cpp     all others
+//   recurrent.cpp recurrent layers, for which libtorch has other algorithms off the CPU
+//   register.cpp  fills libtorch's registries
 #pragma once
 
-#include "memory.h"
+#include "device/memory.h"
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,6 @@
 // Calls each operator that has a CPU kernel with made-up arguments, on the CPU and on an HPU, and compares the bytes.
 #include "error.h"
-#include "hpu_alias.h"
+#include "hpu/alias.h"
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>

@@ -1,5 +1,5 @@
 #include "error.h"
-#include "graph.h"
+#include "graph/graph.h"
 
 #include <ATen/core/enum_tag.h>
 

@@ -1,4 +1,4 @@
-#include "hpu.h"
+#include "hpu/hpu.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/HPUHooksInterface.h>

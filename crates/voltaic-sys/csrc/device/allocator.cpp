@@ -1,5 +1,5 @@
 #include "error.h"
-#include "memory.h"
+#include "device/memory.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>

@@ -4,8 +4,8 @@
 #endif
 
 #include "error.h"
-#include "graph.h"
-#include "hpu.h"
+#include "graph/graph.h"
+#include "hpu/hpu.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>

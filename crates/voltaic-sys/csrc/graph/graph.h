@@ -1,14 +1,13 @@
 // A recording of operators, and the graph that replays it on the CPU.
 //
-//   graph_record.cpp   a kernel under DispatchKey::Fake, below autograd, that notes each operator and runs it
-//   graph_describe.cpp a recording as text, for Rust, which decides what is replayed and where its memory lies
-//   graph_replay.cpp   the graph: prepared calls of CPU kernels over memory that never moves
-//   graph_function.cpp two graphs, forward and backward, as one function of autograd
+//   record.cpp   a kernel under DispatchKey::Fake, below autograd, that notes each operator and runs it
+//   describe.cpp a recording as text, for Rust, which decides what is replayed and where its memory lies
+//   replay.cpp   the graph: prepared calls of CPU kernels over memory that never moves
 //
 // A value is identified by storage and geometry, never by TensorImpl: autograd hands a saved tensor back as another one.
 #pragma once
 
-#include "memory.h"
+#include "device/memory.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>

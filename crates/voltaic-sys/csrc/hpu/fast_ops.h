@@ -1,4 +1,4 @@
-// The operators of hpu_fast.cpp, by the names of their declarations in at::_ops.
+// The operators of fast.cpp, by the names of their declarations in at::_ops.
 #pragma once
 
 #include <ATen/ops/_adaptive_avg_pool2d_backward_ops.h>

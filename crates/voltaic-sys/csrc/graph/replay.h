@@ -1,7 +1,7 @@
 // A graph that can be replayed.
 #pragma once
 
-#include "graph.h"
+#include "graph/graph.h"
 
 #include <memory>
 

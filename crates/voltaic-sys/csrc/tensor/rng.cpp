@@ -1,5 +1,5 @@
 #include "error.h"
-#include "hpu.h"
+#include "hpu/hpu.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
