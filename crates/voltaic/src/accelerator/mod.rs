@@ -10,6 +10,7 @@ mod cuda;
 mod devices;
 mod hpu;
 mod memory;
+pub(crate) mod rng;
 
 use std::fmt;
 

@@ -3,19 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::batch_size_finder::BatchSizeFinderConfig;
-use super::callbacks::CallbackConfig;
-use super::config::{
-    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
-};
-use super::find_checkpoint::run_folders;
-use super::graphed::{GraphMode, GraphReport};
-use super::lr_finder::LearningRateFinderConfig;
-use super::optimizers::{LrSchedulerSettings, OptimizerOverride};
-use super::plan::{TrainPlan, resolve};
-use super::session::Run;
-use super::trial::Keep;
-use super::{Trainer, contradictions, global_seed, ranks};
+use crate::accelerator::rng::global_seed;
 use crate::accelerator::{Accelerator, AcceleratorChoice, Devices};
 use crate::callback::{
     Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, TimeSpan, Timer,
@@ -30,6 +18,21 @@ use crate::optim::OptimizerConfig;
 use crate::precision::{GradScaler, Precision};
 use crate::profiler::{Profiler, ProfilerConfig};
 use crate::strategy::{StrategyConfig, Votes};
+use crate::trainer::config::callbacks::CallbackConfig;
+use crate::trainer::config::{
+    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
+};
+use crate::trainer::join as ranks;
+use crate::trainer::plan::contradictions;
+use crate::trainer::plan::{TrainPlan, resolve};
+use crate::trainer::run::graphs::step::{GraphMode, GraphReport};
+use crate::trainer::run::optimizers::{LrSchedulerSettings, OptimizerOverride};
+use crate::trainer::search::batch_size_finder::BatchSizeFinderConfig;
+use crate::trainer::search::lr_finder::LearningRateFinderConfig;
+use crate::trainer::search::trial::Keep;
+use crate::trainer::session::session::Run;
+use crate::trainer::state::find::run_folders;
+use crate::trainer::trainer::Trainer;
 
 /// Describes a trainer; see [`TrainerConfig`] for what each key means.
 #[derive(Default)]
@@ -439,7 +442,7 @@ impl TrainerBuilder {
 }
 
 /// Whether a callback is of this type.
-pub(super) fn is_a<T: Callback>(callback: &dyn Callback) -> bool {
+pub(crate) fn is_a<T: Callback>(callback: &dyn Callback) -> bool {
     callback.type_name() == std::any::type_name::<T>()
 }
 

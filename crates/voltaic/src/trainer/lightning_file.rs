@@ -6,12 +6,12 @@
 use serde_json::{Map, Value as Json, json};
 use tch::{Kind, Tensor};
 
-use super::checkpointing::State;
 use crate::checkpoint::pickle::Value;
 use crate::checkpoint::{Checkpoint, CheckpointMeta, TrainingState};
 use crate::error::{CheckpointError, Result};
 use crate::module::{MetricsState, Progress};
 use crate::precision::GradScaler;
+use crate::trainer::state::collect::State;
 
 /// The version of Lightning whose files are written.
 const LIGHTNING_VERSION: &str = "2.6.6";
@@ -118,7 +118,7 @@ fn training_of(
     let state = State {
         progress,
         metrics: MetricsState::default(),
-        seed: super::global_seed(),
+        seed: crate::accelerator::rng::global_seed(),
         num_training_batches: 0, // not known
         batch_size: None,
         optimizers: named_groups,

@@ -1,0 +1,336 @@
+//! What the user writes about a run: the same struct behind the builder, YAML, the command line and `--help`.
+
+pub(super) mod callbacks;
+
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::accelerator::{AcceleratorConfig, Devices};
+use crate::callback::TimeSpan;
+use crate::checkpoint::HpuCheckpointIo;
+use crate::logger::Loggers;
+use crate::precision::HpuPrecisionPlugin;
+use crate::profiler::ProfilerConfig;
+use crate::strategy::StrategyConfig;
+use crate::trainer::config::callbacks::CallbackConfig;
+use crate::trainer::run::graphs::step::GraphMode;
+
+/// A number of batches, or a fraction of all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Limit {
+    /// So many batches.
+    Batches(u64),
+    /// This part of them, from 0.0 to 1.0.
+    Fraction(f64),
+}
+
+impl From<u64> for Limit {
+    fn from(batches: u64) -> Self {
+        Self::Batches(batches)
+    }
+}
+
+impl From<i32> for Limit {
+    /// A negative number becomes a fraction that is refused when the trainer is built.
+    fn from(batches: i32) -> Self {
+        u64::try_from(batches).map_or(Self::Fraction(f64::from(batches)), Self::Batches)
+    }
+}
+
+impl From<f64> for Limit {
+    fn from(fraction: f64) -> Self {
+        Self::Fraction(fraction)
+    }
+}
+
+/// When validation is due within an epoch: batches, a fraction of the epoch, or time.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum ValCheckInterval {
+    /// Every so many training batches, or after this part of an epoch.
+    Batches(Limit),
+    /// Whenever so much time has passed since the last.
+    Time(TimeSpan),
+}
+
+impl<T: Into<Limit>> From<T> for ValCheckInterval {
+    fn from(limit: T) -> Self {
+        Self::Batches(limit.into())
+    }
+}
+
+impl From<TimeSpan> for ValCheckInterval {
+    fn from(span: TimeSpan) -> Self {
+        Self::Time(span)
+    }
+}
+
+impl From<std::time::Duration> for ValCheckInterval {
+    fn from(time: std::time::Duration) -> Self {
+        Self::Time(time.into())
+    }
+}
+
+/// `true`, `false` or `warn`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Deterministic {
+    /// Operations without a deterministic kernel fail, or run.
+    Flag(bool),
+    /// They run with a warning.
+    Warn(WarnText),
+}
+
+/// The word `warn`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum WarnText {
+    /// `warn`
+    Warn,
+}
+
+impl From<bool> for Deterministic {
+    fn from(flag: bool) -> Self {
+        Self::Flag(flag)
+    }
+}
+
+/// `true`, `false`, or a number of batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum FastDevRun {
+    /// One batch of each kind, or a normal run.
+    Flag(bool),
+    /// So many batches of each kind.
+    Batches(u64),
+}
+
+impl FastDevRun {
+    /// Batches of each kind; `None` for a normal run.
+    pub(crate) fn batches(self) -> Option<u64> {
+        match self {
+            Self::Flag(false) | Self::Batches(0) => None,
+            Self::Flag(true) => Some(1),
+            Self::Batches(batches) => Some(batches),
+        }
+    }
+}
+
+impl From<bool> for FastDevRun {
+    fn from(flag: bool) -> Self {
+        Self::Flag(flag)
+    }
+}
+
+impl From<u64> for FastDevRun {
+    fn from(batches: u64) -> Self {
+        Self::Batches(batches)
+    }
+}
+
+/// How gradients are clipped.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum GradientClipAlgorithm {
+    /// Scale all gradients so that their common L2 norm is at most the value.
+    #[default]
+    Norm,
+    /// Limit each element to plus or minus the value.
+    Value,
+}
+
+/// A part of the trainer of one's own choice, by class name.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
+#[expect(clippy::large_enum_variant, reason = "a run has one or two of them")]
+pub enum PluginConfig {
+    /// Precision on an HPU with lists of operators; in place of `trainer.precision`.
+    HpuPrecisionPlugin(HpuPrecisionPlugin),
+    /// Writes checkpoints while training goes on.
+    AsyncCheckpointIo,
+    /// Writes checkpoints with all tensors on the host first, as is done on an HPU anyway.
+    HpuCheckpointIo,
+}
+
+impl From<HpuPrecisionPlugin> for PluginConfig {
+    fn from(plugin: HpuPrecisionPlugin) -> Self {
+        Self::HpuPrecisionPlugin(plugin)
+    }
+}
+
+impl From<HpuCheckpointIo> for PluginConfig {
+    fn from(_: HpuCheckpointIo) -> Self {
+        Self::HpuCheckpointIo
+    }
+}
+
+/// Switches of a run, with Lightning's names and defaults.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainerConfig {
+    /// Kind of hardware: `cpu`, `hpu`, `cuda`, or `auto` for the best there is (never an emulated one). A class such as
+    /// `HPUAccelerator` is read as its name.
+    #[serde(deserialize_with = "AcceleratorConfig::name")]
+    #[schemars(with = "AcceleratorConfig")]
+    pub accelerator: String,
+    /// How many devices: a number, or `auto`.
+    pub devices: Devices,
+    /// Nodes, on each of which the same command is started; 1 unless set.
+    pub num_nodes: u64,
+    /// How training is spread over ranks: `auto`, `single_device`, `hpu_single`, `ddp`, `hpu_ddp`, `hpu_parallel`, or a
+    /// class with settings.
+    pub strategy: StrategyConfig,
+    /// Divide the samples of loaders among the ranks.
+    pub use_distributed_sampler: bool,
+    /// Batch normalisation over the batches of all ranks.
+    pub sync_batchnorm: bool,
+    /// How often all ranks are started anew from the last checkpoint after one has failed.
+    pub max_restarts: u64,
+    /// Number format of the computation: `32-true`, `bf16-mixed`, `16-mixed`, `bf16-true`, `16-true`, `64-true`; also
+    /// written `32`, `bf16`, `16`, `64`.
+    pub precision: Option<serde_json::Value>,
+    /// Stop after so many epochs; -1 for no limit. 1000 if neither this nor `max_steps` is set.
+    pub max_epochs: Option<i64>,
+    /// Train at least so many epochs, whatever asks to stop.
+    pub min_epochs: Option<u64>,
+    /// Stop after so many optimizer steps; -1 for no limit.
+    pub max_steps: i64,
+    /// Train at least so many optimizer steps, whatever asks to stop.
+    pub min_steps: Option<u64>,
+    /// Run a few batches of everything as a trial: `true` for one, or a number. Saves nothing.
+    pub fast_dev_run: FastDevRun,
+    /// Training batches per epoch: a number, or a fraction of all.
+    pub limit_train_batches: Option<Limit>,
+    /// Validation batches: a number, or a fraction of all.
+    pub limit_val_batches: Option<Limit>,
+    /// Test batches: a number, or a fraction of all.
+    pub limit_test_batches: Option<Limit>,
+    /// Prediction batches: a number, or a fraction of all.
+    pub limit_predict_batches: Option<Limit>,
+    /// Validate every so many training batches, after this fraction of an epoch, or whenever so much time has passed
+    /// (`DD:HH:MM:SS` or `{minutes: 10}`); 1.0 unless set.
+    pub val_check_interval: Option<ValCheckInterval>,
+    /// Validate every so many epochs; null counts `val_check_interval` across epochs.
+    pub check_val_every_n_epoch: Option<u64>,
+    /// Validation batches run before training to find mistakes early; -1 for all. 2 unless set.
+    pub num_sanity_val_steps: Option<i64>,
+    /// Optimizer steps between two rows of the loggers; 0 for none. 50 unless set.
+    pub log_every_n_steps: Option<u64>,
+    /// Batches whose gradients are added up before an optimizer step.
+    pub accumulate_grad_batches: u64,
+    /// Limit for the gradients; none unless set.
+    pub gradient_clip_val: Option<f64>,
+    /// What the limit holds for: `norm` (of all gradients together) or `value` (of each element).
+    pub gradient_clip_algorithm: Option<GradientClipAlgorithm>,
+    /// Capture training steps and replay them, on cpu and emulated HPUs: `off`, or `step` for forward and backward of
+    /// `training_step` as one graph for each shape of batch. What cannot be captured is reported, and runs as usual.
+    pub graph: GraphMode,
+    /// Where metrics go: `true` for a `CSVLogger`, `false` for nothing, or loggers by class name; `true` unless set.
+    pub logger: Option<Loggers>,
+    /// Callbacks by class name.
+    #[serde(deserialize_with = "null_for_none")]
+    #[schemars(with = "Option<Vec<CallbackConfig>>")]
+    pub callbacks: Vec<CallbackConfig>,
+    /// Parts of the trainer by class name: `HpuPrecisionPlugin`, `AsyncCheckpointIo`, `HpuCheckpointIo`.
+    #[serde(deserialize_with = "null_for_none")]
+    #[schemars(with = "Option<Vec<PluginConfig>>")]
+    pub plugins: Vec<PluginConfig>,
+    /// Save checkpoints, with a default `ModelCheckpoint` unless one is given; `true` unless set.
+    pub enable_checkpointing: Option<bool>,
+    /// Show a progress bar, or lines if standard error is no terminal; `true` unless set.
+    pub enable_progress_bar: Option<bool>,
+    /// Print the module's children and numbers of parameters before training; `true` unless set.
+    pub enable_model_summary: Option<bool>,
+    /// Ask the data module for new loaders every so many epochs; 0 for never.
+    pub reload_dataloaders_every_n_epochs: u64,
+    /// Train and validate on these batches only, a number or a fraction: the same in each epoch, without shuffling, and with
+    /// the same random crops and transforms; 0 for no.
+    pub overfit_batches: Limit,
+    /// Stop after so much time: `DD:HH:MM:SS` or `{hours: 12}`.
+    pub max_time: Option<TimeSpan>,
+    /// Refuse operations without a deterministic kernel: `true`, `false` or `warn`. For the whole process.
+    pub deterministic: Option<Deterministic>,
+    /// Whether cuDNN tries its kernels out to find the fastest. For the whole process.
+    pub benchmark: Option<bool>,
+    /// Run validate, test and predict in inference mode rather than only without grad; never on an HPU.
+    pub inference_mode: bool,
+    /// Measure how long each part of the run takes: `simple` for the time of each action, `advanced` for how it is spread and
+    /// nested, or a class with settings. Nothing unless set.
+    pub profiler: Option<ProfilerConfig>,
+    /// End the run at a loss or gradient that is not finite, naming the operation that made it. Slow.
+    pub detect_anomaly: bool,
+    /// Switch off everything that costs time beside training: checkpoints, logger, progress bar, summary, sanity check
+    /// and `log`.
+    pub barebones: bool,
+    /// Give the module's hyper-parameters to the loggers.
+    pub enable_autolog_hparams: bool,
+    /// On SIGTERM and Ctrl-C, save `on_signal.ckpt` beside the checkpoints before the run ends.
+    pub save_on_signal: bool,
+    /// Folder for logs and checkpoints; the current one unless set.
+    pub default_root_dir: Option<PathBuf>,
+}
+
+/// An empty list may be written as null, as Lightning does.
+fn null_for_none<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Vec<T>, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_default())
+}
+
+impl TrainerConfig {
+    /// Which loggers the run has.
+    pub(crate) fn loggers(&self) -> Loggers {
+        self.logger.clone().unwrap_or(Loggers::Flag(true))
+    }
+}
+
+impl Default for TrainerConfig {
+    fn default() -> Self {
+        Self {
+            accelerator: "auto".to_owned(),
+            devices: Devices::Text("auto".to_owned()),
+            num_nodes: 1,
+            strategy: StrategyConfig::Name("auto".to_owned()),
+            use_distributed_sampler: true,
+            sync_batchnorm: false,
+            max_restarts: 0,
+            precision: None,
+            max_epochs: None,
+            min_epochs: None,
+            max_steps: -1,
+            min_steps: None,
+            fast_dev_run: FastDevRun::Flag(false),
+            limit_train_batches: None,
+            limit_val_batches: None,
+            limit_test_batches: None,
+            limit_predict_batches: None,
+            val_check_interval: None,
+            check_val_every_n_epoch: Some(1),
+            num_sanity_val_steps: None,
+            log_every_n_steps: None,
+            accumulate_grad_batches: 1,
+            gradient_clip_val: None,
+            gradient_clip_algorithm: None,
+            graph: GraphMode::Off,
+            logger: None,
+            callbacks: Vec::new(),
+            plugins: Vec::new(),
+            enable_checkpointing: None,
+            enable_progress_bar: None,
+            enable_model_summary: None,
+            reload_dataloaders_every_n_epochs: 0,
+            overfit_batches: Limit::Fraction(0.0),
+            max_time: None,
+            deterministic: None,
+            benchmark: None,
+            inference_mode: true,
+            profiler: None,
+            detect_anomaly: false,
+            barebones: false,
+            enable_autolog_hparams: true,
+            save_on_signal: false,
+            default_root_dir: None,
+        }
+    }
+}

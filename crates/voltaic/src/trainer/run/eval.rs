@@ -1,0 +1,243 @@
+//! Validation, testing and prediction: batches without grad, in evaluation mode.
+
+use std::time::Instant;
+
+use tch::Tensor;
+
+use crate::data::{Batch, DataLoader, EpochRange, Stage};
+use crate::error::Result;
+use crate::ffi::InferenceMode;
+use crate::module::LightningModule;
+use crate::nn::{set_training, set_training_modes, training_modes};
+use crate::trainer::run::fit::FitLoaders;
+use crate::trainer::session::hooks::{BatchFacts, HookPoint, call_hook, hook_point, module_hook};
+use crate::trainer::session::session::Session;
+use crate::trainer::trainer::EvalMetrics;
+
+const VALIDATION_STEP: HookPoint = hook_point!(validation_step, Eval, Epoch);
+const TEST_STEP: HookPoint = hook_point!(test_step, Eval, Epoch);
+const PREDICT_STEP: HookPoint = hook_point!(predict_step, Eval, Denied);
+
+/// Loaders with the number of batches to take from each.
+pub(crate) struct EvalLoaders<'a, B: Batch> {
+    pub loaders: &'a [DataLoader<B>],
+    pub num_batches: &'a [usize],
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Validates within fit and gives the metrics to the loggers.
+    pub(crate) fn validate_in_fit(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
+        let is_window_open = !self.run.progress.batch_idx.is_multiple_of(self.accumulate_grad_batches)
+            && self.run.progress.has_batches_left(loaders.plan.num_training_batches);
+        if !is_window_open {
+            module_hook!(self, on_validation_model_zero_grad)?;
+        }
+        self.reload_val_dataloader(loaders)?;
+        let (val, num_batches) = (&loaders.val, &loaders.plan.num_val_batches);
+        self.run.progress.validation_is_open = true;
+        self.validate(&EvalLoaders { loaders: val, num_batches })?;
+        self.run.progress.validation_is_open = false;
+        let seen = &mut self.run.progress.validation_batches;
+        seen.resize(num_batches.len(), 0);
+        seen.iter_mut().zip(num_batches).for_each(|(seen, &batches)| *seen += batches as u64);
+        self.last_validation = Instant::now();
+        self.agree()
+    }
+
+    /// Runs a few validation batches before training, and returns the loaders. Leaves no metrics and no change of random
+    /// state behind. A run that is resumed within an epoch has done it before.
+    pub(crate) fn sanity_check(&mut self) -> Result<Option<Vec<DataLoader<M::Batch>>>> {
+        let limit = self.plan.num_sanity_val_steps.unwrap_or(usize::MAX);
+        let is_mid_epoch = self.run.progress.batch_idx > 0 && !self.run.progress.epoch_ended;
+        if limit == 0 || self.plan.limit_val.is_none() || is_mid_epoch {
+            return Ok(None);
+        }
+        // asked for before the hook, since a run without data to validate on has no such check
+        let val = self.val_dataloader()?;
+        let num_batches = self.num_val_batches(&val)?;
+        let num_batches: Vec<usize> = num_batches.iter().map(|&batches| batches.min(limit)).collect();
+        if !self.run.world().of_rank_zero(num_batches.iter().any(|&batches| batches > 0))? {
+            return Ok(Some(val));
+        }
+        let rng = crate::accelerator::rng::states(self.plan.device)?;
+        self.run.facts.num_eval_batches = num_batches.iter().sum();
+        self.is_sanity_check = true;
+        let known = self.run.metrics.known();
+        call_hook!(self, on_sanity_check_start, Eval, Denied)?;
+        self.validate(&EvalLoaders { loaders: &val, num_batches: &num_batches })?;
+        call_hook!(self, on_sanity_check_end, Eval, Denied)?;
+        self.is_sanity_check = false;
+        self.run.metrics.forget_since(known);
+        crate::accelerator::rng::set_states(&rng)?;
+        Ok(Some(val))
+    }
+
+    /// Validates; returns the metrics.
+    pub(crate) fn validate(&mut self, data: &EvalLoaders<M::Batch>) -> Result<EvalMetrics> {
+        self.evaluate(|session| {
+            let modes = training_modes(session.module);
+            module_hook!(session, on_validation_model_eval)?;
+            call_hook!(session, on_validation_start, Eval, EpochOnly)?;
+            call_hook!(session, on_validation_epoch_start, Eval, EpochOnly)?;
+            session.for_each_batch(data, |session, batch, facts| {
+                call_hook!(session, on_validation_batch_start, Eval, Epoch, facts)?;
+                session.step(VALIDATION_STEP, facts, |module, ctx| module.validation_step(batch, ctx))?;
+                call_hook!(session, on_validation_batch_end, Eval, Epoch, facts)
+            })?;
+            session.run.metrics.publish_eval()?; // sync point
+            call_hook!(session, on_validation_epoch_end, Eval, EpochOnly)?;
+            let metrics = session.finish_eval()?;
+            call_hook!(session, on_validation_end, Eval, Denied)?;
+            if session.stage == Stage::Fit {
+                set_training(session.module, true); // of modules that do not tell their mode
+                set_training_modes(session.module, &mut modes.into_iter());
+                module_hook!(session, on_validation_model_train)?;
+            }
+            Ok(metrics)
+        })
+    }
+
+    /// Tests; returns the metrics.
+    pub(crate) fn test(&mut self, data: &EvalLoaders<M::Batch>) -> Result<EvalMetrics> {
+        self.evaluate(|session| {
+            module_hook!(session, on_test_model_eval)?;
+            call_hook!(session, on_test_start, Eval, EpochOnly)?;
+            call_hook!(session, on_test_epoch_start, Eval, EpochOnly)?;
+            session.for_each_batch(data, |session, batch, facts| {
+                call_hook!(session, on_test_batch_start, Eval, Epoch, facts)?;
+                session.step(TEST_STEP, facts, |module, ctx| module.test_step(batch, ctx))?;
+                call_hook!(session, on_test_batch_end, Eval, Epoch, facts)
+            })?;
+            session.run.metrics.publish_eval()?; // sync point
+            call_hook!(session, on_test_epoch_end, Eval, EpochOnly)?;
+            let metrics = session.finish_eval()?;
+            call_hook!(session, on_test_end, Eval, Denied)?;
+            Ok(metrics)
+        })
+    }
+
+    /// Predicts; returns one tensor per batch for each loader, on the device; none of them unless `returns`.
+    pub(crate) fn predict(
+        &mut self,
+        data: &EvalLoaders<M::Batch>,
+        returns: bool,
+    ) -> Result<Vec<Vec<Tensor>>> {
+        let mut predictions: Vec<Vec<Tensor>> = data.loaders.iter().map(|_| Vec::new()).collect();
+        self.evaluate(|session| {
+            module_hook!(session, on_predict_model_eval)?;
+            call_hook!(session, on_predict_start, Eval, Denied)?;
+            call_hook!(session, on_predict_epoch_start, Eval, Denied)?;
+            session.for_each_batch(data, |session, batch, facts| {
+                call_hook!(session, on_predict_batch_start, Eval, Denied, facts)?;
+                let output =
+                    session.step(PREDICT_STEP, facts, |module, ctx| module.predict_step(batch, ctx))?;
+                let ended = BatchFacts { prediction: Some(&output), ..facts };
+                call_hook!(session, on_predict_batch_end, Eval, Denied, ended)?;
+                if returns {
+                    predictions[facts.dataloader_idx].push(output);
+                }
+                Ok(())
+            })?;
+            call_hook!(session, on_predict_epoch_end, Eval, Denied)?;
+            call_hook!(session, on_predict_end, Eval, Denied)
+        })?;
+        Ok(predictions)
+    }
+
+    /// Runs `body` without grad, and in inference mode outside fit.
+    fn evaluate<T>(&mut self, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let _no_grad = tch::no_grad_guard();
+        let infers = self.plan.inference_mode && self.stage != Stage::Fit;
+        let _inference = infers.then(InferenceMode::enter).transpose()?;
+        self.run.strategy.begin_forward(self.module)?;
+        self.run.metrics.begin_eval()?;
+        body(self)
+    }
+
+    fn for_each_batch(
+        &mut self,
+        data: &EvalLoaders<M::Batch>,
+        mut body: impl FnMut(&mut Self, &M::Batch, BatchFacts) -> Result<()>,
+    ) -> Result<()> {
+        let has_several = data.loaders.len() > 1;
+        let mut remaining: usize = data.num_batches.iter().sum();
+        for (dataloader_idx, (loader, &num_batches)) in data.loaders.iter().zip(data.num_batches).enumerate()
+        {
+            let epoch = self.run.progress.current_epoch;
+            let range = EpochRange { epoch, first_batch: 0, num_batches: Some(num_batches) };
+            let mut batches = loader.iter(range)?;
+            let action = self.next_action();
+            while let Some(batch) = self.next_batch(&mut batches, action)? {
+                let batch_idx = batches.next_batch_idx() - 1;
+                let batch = self.take(batch, dataloader_idx)?;
+                remaining = remaining.saturating_sub(1);
+                let facts = BatchFacts {
+                    batch_idx,
+                    dataloader_idx,
+                    batch_size: batch.batch_size(),
+                    batch_indices: batches.batch_indices(batch_idx),
+                    metric_suffix: has_several.then_some(dataloader_idx),
+                    log_step: if remaining == 0 { self.eval_log_step() } else { None },
+                    ..BatchFacts::default()
+                };
+                body(self, &batch, facts)?;
+                self.log_eval_step_values(dataloader_idx, batch_idx)?;
+                self.check_signals()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives what a batch has logged for the step by itself to the loggers. The step is the number of the batch among all
+    /// that this loader has given in the run.
+    fn log_eval_step_values(&mut self, dataloader_idx: usize, batch_idx: usize) -> Result<()> {
+        if self.eval_log_step().is_none() {
+            return Ok(());
+        }
+        let values = self.run.metrics.eval_step_values(); // sync point
+        if values.is_empty() {
+            return Ok(());
+        }
+        let before = match self.stage {
+            Stage::Fit => self.run.progress.validation_batches.get(dataloader_idx).copied().unwrap_or(0),
+            _ => 0,
+        };
+        let step = before + batch_idx as u64;
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&values, step))
+    }
+
+    /// What the profiler calls fetching a batch.
+    fn next_action(&self) -> &'static str {
+        match self.stage {
+            Stage::Fit | Stage::Validate => "[_EvaluationLoop].val_next",
+            Stage::Test => "[_EvaluationLoop].test_next",
+            Stage::Predict => "[_PredictionLoop].predict_next",
+        }
+    }
+
+    /// Reads the metrics back and gives them to the loggers.
+    fn finish_eval(&mut self) -> Result<EvalMetrics> {
+        if self.is_sanity_check {
+            self.run.metrics.discard_eval();
+            return Ok(Vec::new());
+        }
+        let values = self.run.metrics.finish_eval()?; // sync point
+        self.log(values.logged, self.eval_step())?;
+        Ok(values.all)
+    }
+
+    /// The step that the metrics of an evaluation belong to: within fit the one just done.
+    fn eval_step(&self) -> u64 {
+        let steps = self.run.progress.batches_that_stepped;
+        if self.stage == Stage::Fit { steps.saturating_sub(1) } else { steps }
+    }
+
+    /// The step under which loggers take rows of a batch of this evaluation, if they do.
+    fn eval_log_step(&self) -> Option<u64> {
+        let takes_rows = !self.run.loggers.is_empty()
+            && self.plan.log_every_n_steps > 0
+            && !self.is_sanity_check
+            && self.stage != Stage::Predict;
+        takes_rows.then(|| self.eval_step())
+    }
+}

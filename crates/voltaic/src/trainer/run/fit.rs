@@ -1,0 +1,397 @@
+//! The training loop: epochs, batches and the whole step in reading order.
+
+use std::time::Instant;
+
+use tch::Tensor;
+
+use crate::data::{Batch, DataLoader, EpochRange};
+use crate::error::{ConfigError, Result};
+use crate::module::{HookContext, LightningModule, Progress};
+use crate::optim::{Interval, Optimizer};
+use crate::trainer::plan::FitPlan;
+use crate::trainer::session::anomaly::check_anomaly;
+use crate::trainer::session::hooks::{BatchFacts, HookPoint, call_hook, call_shared_hook, hook_point};
+use crate::trainer::session::manual::unscale;
+use crate::trainer::session::session::Session;
+
+/// Loaders of a fit and what is known about them.
+pub(crate) struct FitLoaders<B: Batch> {
+    pub train: DataLoader<B>,
+    pub val: Vec<DataLoader<B>>,
+    pub plan: FitPlan,
+    /// Epochs in which the loaders were asked for.
+    pub epoch_of_train: u64,
+    pub epoch_of_val: u64,
+}
+
+/// Where a batch stands in its accumulation window.
+#[derive(Clone, Copy)]
+pub(crate) struct Window {
+    /// Batches whose gradients make one step.
+    pub size: u64,
+    pub opens: bool,
+    pub closes: bool,
+}
+
+/// Why validation follows a training batch.
+#[derive(Clone, Copy, PartialEq)]
+enum Validation {
+    /// It is its turn.
+    Scheduled,
+    /// The run ends, and the last metrics are to belong to the last weights; a run that goes on has none here.
+    AtStop,
+}
+
+pub(crate) const TRAINING_STEP: HookPoint = hook_point!(training_step, Train, Step);
+pub(crate) const OPTIMIZER_STEP: HookPoint = hook_point!(optimizer_step, Train, Step);
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Trains until an epoch or step limit, or until somebody asks to stop.
+    pub(crate) fn train(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
+        if self.is_done(loaders) {
+            return Ok(());
+        }
+        call_hook!(self, on_train_start, Train, EpochOnly)?;
+        self.last_validation = Instant::now();
+        self.has_begun = true;
+        while !self.is_done(loaders) {
+            if self.run.progress.epoch_ended {
+                self.run.progress.current_epoch += 1;
+                self.run.progress.batch_idx = 0;
+                self.run.progress.epoch_ended = false;
+                continue; // the new epoch may be one too many
+            }
+            self.reload_train_dataloader(loaders)?;
+            self.train_epoch(loaders)?;
+        }
+        if let Some(reason) = &self.run.requests.stop {
+            tracing::info!("stopped at global_step {}: {reason}", self.run.progress.global_step);
+        }
+        call_hook!(self, on_train_end, Train, Denied)?;
+        self.update_running_statistics(loaders)
+    }
+
+    /// One epoch, or the rest of one that a checkpoint interrupted.
+    fn train_epoch(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
+        let first_batch = self.run.progress.batch_idx as usize;
+        call_hook!(self, on_train_epoch_start, Train, EpochOnly)?;
+        if let Some(batches) = self.run.requests.accumulate_grad_batches.take() {
+            self.accumulate_grad_batches = batches.max(1);
+        }
+        let Progress { validation_is_open, schedules_are_open, .. } = self.run.progress;
+        if validation_is_open || schedules_are_open {
+            // the checkpoint was written before they were done
+            self.finish_batch(loaders, validation_is_open.then_some(Validation::Scheduled))?;
+            if self.must_stop() {
+                return self.end_epoch(loaders);
+            }
+        }
+        let range = EpochRange {
+            epoch: self.run.progress.current_epoch,
+            first_batch,
+            num_batches: Some(loaders.plan.num_training_batches.saturating_sub(first_batch)),
+        };
+        let action = self.profile("run_training_epoch")?;
+        let mut batches = loaders.train.iter(range)?;
+        while let Some(batch) = self.next_batch(&mut batches, "[_TrainingEpochLoop].train_dataloader_next")? {
+            if !self.train_batch(batch, loaders)? {
+                break; // a hook has left out the rest
+            }
+            if self.must_stop() {
+                break;
+            }
+        }
+        drop((batches, action));
+        self.end_epoch(loaders)
+    }
+
+    /// What follows a training batch: validation if it is due, schedules that follow a metric, checkpoints.
+    fn finish_batch(
+        &mut self,
+        loaders: &mut FitLoaders<M::Batch>,
+        validation: Option<Validation>,
+    ) -> Result<()> {
+        if validation == Some(Validation::AtStop) {
+            self.write_checkpoints()?;
+            self.freeze()?;
+        }
+        if validation.is_some() {
+            self.validate_in_fit(loaders)?;
+        }
+        if std::mem::take(&mut self.run.progress.schedules_are_open) {
+            self.step_schedulers(Interval::Step, true)?;
+        }
+        self.write_checkpoints()?;
+        self.check_signals()
+    }
+
+    /// One batch: forward, backward and, at the end of an accumulation window, the optimizer step; then what is due after
+    /// it. False if `on_train_batch_start` leaves out the rest of the epoch.
+    fn train_batch(&mut self, batch: M::Batch, loaders: &mut FitLoaders<M::Batch>) -> Result<bool> {
+        let plan = &loaders.plan;
+        let batch_idx = self.run.progress.batch_idx as usize;
+        let is_last = batch_idx + 1 >= plan.num_training_batches;
+        let size = self.accumulate_grad_batches;
+        let window = Window {
+            size,
+            opens: (batch_idx as u64).is_multiple_of(size),
+            closes: is_last || (batch_idx as u64 + 1).is_multiple_of(size),
+        };
+
+        if self.can_undo() {
+            self.keep_for_undo(window)?;
+        }
+        let batch = self.take(batch, 0)?;
+        let mut facts = BatchFacts {
+            batch_idx,
+            batch_size: batch.batch_size(),
+            log_step: self.log_step(),
+            ..BatchFacts::default()
+        };
+        self.run.metrics.begin_train_batch();
+        call_hook!(self, on_train_batch_start, Train, Step, facts)?;
+        if std::mem::take(&mut self.run.requests.skips_epoch) {
+            self.undo = None;
+            self.skip_epoch(is_last, plan)?;
+            return Ok(false);
+        }
+
+        let action = self.profile("run_training_batch")?;
+        let is_automatic = self.module.automatic_optimization();
+        if window.opens {
+            self.run.strategy.begin_forward(self.module)?;
+        }
+        let loss = if is_automatic && self.graphs.are_on() {
+            self.graphed_step(batch, window, facts)?
+        } else {
+            let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(&batch, ctx))?;
+            if is_automatic { self.backward(loss, window, facts)? } else { loss }
+        };
+        if is_automatic {
+            self.optimize(&loss, window, facts)?;
+        }
+        drop(action);
+        if window.closes {
+            self.step_schedulers(Interval::Step, false)?;
+        }
+        if is_last {
+            self.step_schedulers(Interval::Epoch, false)?;
+        }
+        self.run.progress.batch_idx += 1;
+        self.run.progress.total_batches += 1;
+        self.undo = None;
+
+        let loss = if loss.defined() { Some(loss.f_detach()?) } else { None };
+        facts.loss = loss.as_ref();
+        let is_scheduled = self.validation_is_scheduled(plan);
+        let has_val_batches = plan.has_val_batches;
+        facts.will_validate = is_scheduled || (has_val_batches && self.stop_is_granted());
+        self.run.progress.validation_is_open = is_scheduled;
+        self.run.progress.schedules_are_open = window.closes;
+        self.run.progress.batches_that_stepped += u64::from(window.closes);
+        call_hook!(self, on_train_batch_end, Train, Step, facts)?;
+        self.log_step_values(facts.log_step, window)?;
+        let validation = match is_scheduled {
+            true => Some(Validation::Scheduled),
+            // the hook may have asked for it
+            false => (has_val_batches && self.stop_is_granted()).then_some(Validation::AtStop),
+        };
+        self.finish_batch(loaders, validation)?;
+        Ok(true)
+    }
+
+    /// Gradients of one batch from its loss, with automatic optimization. Returns the loss divided by the window's size.
+    pub(crate) fn backward(&mut self, loss: Tensor, window: Window, facts: BatchFacts) -> Result<Tensor> {
+        check_loss(&loss)?;
+        check_anomaly(self.anomaly.as_ref(), "the loss", &loss, &self.run.progress)?;
+        let called_hooks = self.graphs.called_hooks();
+        if window.opens {
+            if !called_hooks {
+                call_shared_hook!(self, on_before_zero_grad, facts)?;
+            }
+            self.each_optimizer("optimizer_zero_grad", facts, |module, optimizer, ctx| {
+                module.optimizer_zero_grad(optimizer, ctx)
+            })?;
+        }
+        let loss =
+            if window.size > 1 && loss.defined() { loss.f_div_scalar(window.size as f64)? } else { loss };
+        if loss.defined() {
+            if !called_hooks {
+                call_shared_hook!(self, on_before_backward, facts)?;
+            }
+            let (mut parts, state, module) = self.parts();
+            parts.backward(state, &*module, &facts, &loss, window.closes)?;
+        }
+        Ok(loss)
+    }
+
+    /// Everything between the gradients of one batch and the changed weights.
+    fn optimize(&mut self, loss: &Tensor, window: Window, facts: BatchFacts) -> Result<()> {
+        if loss.defined() {
+            call_shared_hook!(self, on_after_backward, facts)?;
+        }
+        if window.closes {
+            let is_finite =
+                unscale(&mut self.run.grad_scaler, &self.optimizers, self.run.progress.global_step)?;
+            self.adapt_loss_scale();
+            call_shared_hook!(self, on_before_optimizer_step, facts)?;
+            if !(is_finite && self.graphed_update(facts)?) {
+                self.update(is_finite, facts)?;
+            }
+            self.undo = None;
+            self.run.accelerator.step_boundary()?;
+            self.run.progress.global_step += 1;
+        }
+        Ok(())
+    }
+
+    /// Clips the gradients, and steps the optimizers if the gradients are finite.
+    pub(crate) fn update(&mut self, is_finite: bool, facts: BatchFacts) -> Result<()> {
+        let clip = self.plan.clip;
+        self.each_optimizer("configure_gradient_clipping", facts, |module, optimizer, ctx| {
+            module.configure_gradient_clipping(optimizer, clip, ctx)
+        })?;
+        if is_finite {
+            self.each_optimizer("optimizer_step", facts, |module, optimizer, ctx| {
+                module.optimizer_step(optimizer, ctx)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Calls a method of the module with each optimizer.
+    fn each_optimizer(
+        &mut self,
+        name: &'static str,
+        facts: BatchFacts,
+        mut call: impl FnMut(&M, &mut dyn Optimizer, &mut HookContext) -> anyhow::Result<()>,
+    ) -> Result<()> {
+        let (mut parts, state, module) = self.parts();
+        let optimizers = std::mem::take(&mut parts.optimizers);
+        parts.module_call(state, &*module, name, &facts, |module, ctx| {
+            optimizers.iter_mut().try_for_each(|optimizer| call(module, optimizer.as_mut(), ctx))
+        })
+    }
+
+    /// Leaves out the rest of the epoch. Schedules by epoch are stepped only if it was the last batch, as in Lightning.
+    fn skip_epoch(&mut self, is_last: bool, plan: &FitPlan) -> Result<()> {
+        if is_last {
+            self.step_schedulers(Interval::Epoch, false)?;
+        }
+        self.run.progress.batch_idx = plan.num_training_batches as u64;
+        Ok(())
+    }
+
+    /// Gives the values of a batch to the loggers if it is their turn, or the run is about to stop.
+    fn log_step_values(&mut self, log_step: Option<u64>, window: Window) -> Result<()> {
+        if !window.closes {
+            return Ok(());
+        }
+        let step = self.run.progress.batches_that_stepped.saturating_sub(1);
+        let logs = log_step.is_some() || (self.run.requests.stop.is_some() && !self.run.loggers.is_empty());
+        if !logs {
+            return Ok(());
+        }
+        let values = self.run.metrics.step_values(); // sync point
+        self.log(values, step)
+    }
+
+    /// The step that the loggers take values of, if they do at the optimizer step that comes: every
+    /// `log_every_n_steps`-th.
+    fn log_step(&self) -> Option<u64> {
+        let (step, every) = (self.run.progress.batches_that_stepped, self.plan.log_every_n_steps);
+        let is_due = !self.run.loggers.is_empty() && every > 0 && (step + 1).is_multiple_of(every);
+        is_due.then_some(step)
+    }
+
+    /// Whether validation has its turn after the batch just done, leaving aside that a run which is asked to stop ends
+    /// with one.
+    fn validation_is_scheduled(&self, plan: &FitPlan) -> bool {
+        let progress = &self.run.progress;
+        if !plan.has_val_batches {
+            return false;
+        }
+        let is_epoch = |every: u64| (progress.current_epoch + 1).is_multiple_of(every);
+        if let Some(interval) = self.plan.val_check_time {
+            let has_passed = self.last_validation.elapsed() >= interval;
+            return has_passed && self.plan.check_val_every_n_epoch.is_none_or(is_epoch);
+        }
+        match self.plan.check_val_every_n_epoch {
+            None => progress.total_batches.is_multiple_of(plan.val_check_batch as u64),
+            Some(every) if !is_epoch(every) => false,
+            Some(_) => {
+                (progress.batch_idx as usize).is_multiple_of(plan.val_check_batch) // counted anew in each epoch
+            }
+        }
+    }
+
+    /// Ends the epoch: its hooks, plateau schedules, and its metrics to the loggers. An epoch that a limit or a stop cut
+    /// short is left open, and checkpoints of now are as before its hooks: a resumed run finishes it.
+    fn end_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
+        let has_batches_left = self.run.progress.has_batches_left(loaders.plan.num_training_batches);
+        let is_cut_short = has_batches_left && self.must_stop();
+        if is_cut_short {
+            self.freeze()?;
+        }
+        self.run.progress.epoch_ended = !is_cut_short;
+        self.graphs.warn_if_unused();
+        self.is_ending_epoch = true;
+        self.run.metrics.publish_train_epoch()?; // sync point
+        call_hook!(self, on_train_epoch_end, Train, EpochOnly)?;
+        self.agree()?;
+        self.step_schedulers(Interval::Epoch, true)?;
+        if !self.run.progress.epoch_ended {
+            self.write_checkpoints()?; // with the metrics so far, to which a resumed run adds
+        }
+        let values = self.run.metrics.finish_train_epoch()?; // sync point
+        self.is_ending_epoch = false;
+        self.write_checkpoints()?;
+        self.log(values, self.run.progress.batches_that_stepped.saturating_sub(1))?;
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.save())
+    }
+
+    fn reached_max_steps(&self) -> bool {
+        self.plan.max_steps.is_some_and(|max| self.run.progress.global_step >= max)
+    }
+
+    /// Somebody asked to stop, and `min_epochs` and `min_steps` allow it.
+    fn stop_is_granted(&self) -> bool {
+        let progress = &self.run.progress;
+        let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
+        self.is_asked_to_stop()
+            && epochs >= self.plan.min_epochs
+            && progress.global_step >= self.plan.min_steps
+    }
+
+    fn must_stop(&self) -> bool {
+        self.reached_max_steps() || self.stop_is_granted()
+    }
+
+    fn is_done(&self, loaders: &FitLoaders<M::Batch>) -> bool {
+        let progress = &self.run.progress;
+        let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
+        let reached_max_epochs = self.plan.max_epochs.is_some_and(|max| epochs >= max);
+        reached_max_epochs || loaders.plan.num_training_batches == 0 || self.must_stop()
+    }
+}
+
+/// A loss that cannot be trained on is a mistake of the step, best named at once.
+fn check_loss(loss: &Tensor) -> Result<()> {
+    if !loss.defined() {
+        return Ok(()); // ctx.no_loss()
+    }
+    let refuse = |what: String, remedy: &str| Err(ConfigError::new("training_step", what, remedy).into());
+    if loss.numel() != 1 {
+        return refuse(
+            format!("the loss has shape {:?}", loss.size()),
+            "return a scalar, for example with mean()",
+        );
+    }
+    if !loss.requires_grad() {
+        return refuse(
+            "the loss does not require grad".to_owned(),
+            "compute it from the module's parameters without detach(), and leave some of them trainable",
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,465 @@
+//! `trainer.graph`: forward and backward of a training step as one graph, captured by itself.
+//!
+//! The first steps run as usual. Then each sort of batch (shapes and dtypes) is captured twice, which costs two eager
+//! steps; if both captures are the same graph, it takes the place of the code from then on. What is not the same, or
+//! cannot be replayed, is reported once, and the run goes on without graphs. Clipping and the optimizer step are a graph
+//! of their own (`update.rs`), so that hooks and gradient scaling stay between the two.
+
+use std::fmt;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
+
+use crate::data::Batch;
+use crate::error::{Error, GraphError, Result};
+use crate::ffi::{self, TensorList};
+use crate::graph::{self, CacheStats, CapturedStep, Graph, ModuleGraphs, SeenStep, StepGraph};
+use crate::module::{LightningModule, Logged};
+use crate::nn::{ModeNumbers, ModuleExt};
+use crate::trainer::run::fit::{TRAINING_STEP, Window};
+use crate::trainer::run::graphs::update::Update;
+use crate::trainer::session::hooks::{BatchFacts, call_shared_hook};
+use crate::trainer::session::session::Session;
+
+/// What of a training step is captured and replayed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum GraphMode {
+    /// Nothing.
+    #[default]
+    Off,
+    /// For each shape of batch, forward and backward of `training_step` as one graph, clipping and the optimizer step as
+    /// another.
+    Step,
+    /// Modules that a step calls by `ctx.graphed`: forward and backward of each are two graphs for each shape of inputs.
+    Modules,
+}
+
+impl fmt::Display for GraphMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Off => "off",
+            Self::Step => "step",
+            Self::Modules => "modules",
+        })
+    }
+}
+
+/// What graphs did in a fit.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GraphReport {
+    /// Steps that were captured.
+    pub captured_steps: u64,
+    /// Steps that were replayed.
+    pub replayed_steps: u64,
+    /// Steps that ran as usual.
+    pub eager_steps: u64,
+    /// Optimizer steps, with clipping, that were captured.
+    pub captured_updates: u64,
+    /// Optimizer steps, with clipping, that were replayed.
+    pub replayed_updates: u64,
+    /// Why optimizer steps have no graphs any more.
+    pub update_refusal: Option<String>,
+    /// Graphs that are ready: one for each sort of batch.
+    pub graphs: usize,
+    /// Why there are no graphs any more.
+    pub refusal: Option<String>,
+    /// With `modules`: the type of each module that was called, and what its calls found.
+    pub modules: Vec<(&'static str, CacheStats)>,
+}
+
+/// Name of a tensor of the batch; a number follows.
+const INPUT: &str = "input";
+/// Steps that run as usual before the first capture: kernels choose their algorithms meanwhile.
+const WARM_UP_STEPS: u64 = 3;
+/// Sorts of batches that get a graph; others run as usual.
+const MAX_GRAPHS: usize = 10;
+
+/// How a tensor of a batch lies in memory.
+#[derive(Debug, Clone, PartialEq)]
+struct InputSort {
+    kind: Kind,
+    size: Vec<i64>,
+    stride: Vec<i64>,
+}
+
+/// What makes a step another graph.
+#[derive(Debug, Clone, PartialEq)]
+struct Signature {
+    inputs: Vec<InputSort>,
+    opens_window: bool,
+    window_size: u64,
+    loss_scale: f64,
+    /// Of the operators that cast.
+    lists_version: u64,
+    /// Number of the modes of the module and all modules below it.
+    modes: usize,
+}
+
+enum State {
+    /// Captured once, to be compared.
+    Seen(SeenStep),
+    Ready(Box<Ready>),
+}
+
+/// A step that can be replayed.
+pub(crate) struct Ready {
+    graph: StepGraph,
+    /// Where the batch must be if a result is a view of it.
+    places: Option<Vec<Tensor>>,
+    loss: Tensor,
+    logged: Vec<Logged>,
+    pub(crate) grads: TensorList,
+    /// What follows it.
+    pub(crate) update: Update,
+}
+
+/// A step that ran while it was captured.
+struct Captured {
+    step: CapturedStep,
+    graphs: Vec<Graph>,
+    /// Where its batch was.
+    inputs: Vec<Tensor>,
+    loss: Tensor,
+    logged: Vec<Logged>,
+}
+
+/// The graphs of one fit.
+pub(crate) struct StepGraphs {
+    mode: GraphMode,
+    params: Option<TensorList>,
+    entries: Vec<(Signature, State)>,
+    modes: ModeNumbers,
+    /// Which parameters were trained when the graphs were captured, and in which epoch that was looked at.
+    trained: Vec<bool>,
+    epoch: Option<u64>,
+    is_full: bool,
+    /// It was looked at whether steps use them.
+    is_use_checked: bool,
+    /// The hooks before the backward pass of the step that runs were called before it.
+    called_hooks: bool,
+    /// Position of the graphs that have just been replayed.
+    pub(crate) replayed: Option<usize>,
+    /// Updates that were not what was captured before.
+    pub(crate) changed_updates: u64,
+    /// There with `modules`.
+    pub(crate) modules: Option<ModuleGraphs>,
+    pub(crate) report: GraphReport,
+}
+
+impl StepGraphs {
+    pub(crate) fn new(mode: GraphMode) -> Self {
+        Self {
+            mode,
+            params: None,
+            entries: Vec::new(),
+            modes: ModeNumbers::default(),
+            trained: Vec::new(),
+            epoch: None,
+            is_full: false,
+            is_use_checked: false,
+            called_hooks: false,
+            replayed: None,
+            changed_updates: 0,
+            modules: (mode == GraphMode::Modules).then(ModuleGraphs::default),
+            report: GraphReport::default(),
+        }
+    }
+
+    /// Whether steps may be captured or replayed.
+    pub(crate) fn are_on(&self) -> bool {
+        self.mode == GraphMode::Step && self.report.refusal.is_none()
+    }
+
+    /// What was done so far.
+    pub(crate) fn take_report(&mut self) -> GraphReport {
+        let modules = self.modules.as_ref().map_or_else(Vec::new, ModuleGraphs::stats);
+        GraphReport { modules, ..std::mem::take(&mut self.report) }
+    }
+
+    /// After an epoch, or the part of one: says once if no step has called what it could capture.
+    pub(crate) fn warn_if_unused(&mut self) {
+        if !std::mem::replace(&mut self.is_use_checked, true)
+            && self.modules.as_ref().is_some_and(ModuleGraphs::is_empty)
+        {
+            tracing::warn!(
+                "trainer.graph=modules: no step called a module by ctx.graphed(&module, &input), so that nothing is captured; call one so, or set trainer.graph=step"
+            );
+        }
+    }
+
+    /// Whether the hooks before the backward pass of the step that runs were called before it.
+    pub(crate) fn called_hooks(&self) -> bool {
+        self.called_hooks
+    }
+
+    /// The step that has just been replayed, and the parameters.
+    pub(crate) fn replayed_step(&mut self) -> Option<(&mut Ready, &TensorList)> {
+        match (self.entries.get_mut(self.replayed?), &self.params) {
+            (Some((_, State::Ready(ready))), Some(params)) => Some((ready, params)),
+            _ => None,
+        }
+    }
+
+    fn refuse(&mut self, why: &str) {
+        tracing::warn!("trainer.graph={}: {why}; the run goes on without graphs", self.mode);
+        self.report.refusal = Some(why.to_owned());
+        self.entries.clear();
+    }
+
+    /// Position of the graphs for a signature; none if there is no room for another one.
+    fn find(&self, signature: &Signature) -> Option<usize> {
+        self.entries.iter().position(|(known, _)| known == signature)
+    }
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Forward and backward of one batch by a graph, or while one is being found, as usual.
+    pub(crate) fn graphed_step(
+        &mut self,
+        batch: M::Batch,
+        window: Window,
+        facts: BatchFacts,
+    ) -> Result<Tensor> {
+        let mut inputs = Vec::new();
+        let batch = batch.map_tensors(&mut |tensor| {
+            inputs.push(tensor.shallow_clone());
+            Ok(tensor)
+        })?;
+        self.check_trained_parameters();
+        let signature = Signature {
+            inputs: inputs
+                .iter()
+                .map(|input| InputSort { kind: input.kind(), size: input.size(), stride: input.stride() })
+                .collect(),
+            opens_window: window.opens,
+            window_size: window.size,
+            loss_scale: self.run.grad_scaler.as_ref().map_or(1.0, |scaler| scaler.get_scale()),
+            lists_version: ffi::autocast_lists_version(),
+            modes: self.graphs.modes.number(self.module),
+        };
+        self.graphs.replayed = None;
+        let found = self.graphs.find(&signature);
+        if let Some(index) = found
+            && let State::Ready(_) = &self.graphs.entries[index].1
+        {
+            self.hooks_before_graph(window, facts)?;
+            if let Some(loss) = self.replay_step(index, &inputs, window, facts)? {
+                return Ok(loss);
+            }
+            return self.without_hooks_before(|session| session.forward_backward(&batch, window, facts));
+        }
+        let is_warm = self.graphs.report.eager_steps >= WARM_UP_STEPS;
+        if found.is_some() || (is_warm && self.has_room(&signature)) {
+            return self.capture_step(batch, &inputs, window, facts, signature);
+        }
+        self.graphs.report.eager_steps += 1;
+        self.forward_backward(&batch, window, facts)
+    }
+
+    /// Runs a step of which the hooks before backward were called already.
+    fn without_hooks_before<T>(&mut self, step: impl FnOnce(&mut Self) -> T) -> T {
+        self.graphs.called_hooks = true;
+        let result = step(self);
+        self.graphs.called_hooks = false;
+        result
+    }
+
+    /// Graphs of another loss scale, or of other lists, are of no use any more; says once if there are too many others.
+    fn has_room(&mut self, signature: &Signature) -> bool {
+        let graphs = &mut self.graphs;
+        let holds = |known: &Signature| {
+            known.loss_scale == signature.loss_scale && known.lists_version == signature.lists_version
+        };
+        graphs.entries.retain(|(known, _)| holds(known));
+        if graphs.entries.len() < MAX_GRAPHS {
+            return true;
+        }
+        if !std::mem::replace(&mut graphs.is_full, true) {
+            tracing::warn!(
+                "trainer.graph={}: batches of more than {MAX_GRAPHS} shapes; those of {:?} and later ones run without a graph; pad batches to few shapes",
+                graphs.mode,
+                signature.inputs.iter().map(|input| &input.size).collect::<Vec<_>>()
+            );
+        }
+        false
+    }
+
+    /// Hooks of an epoch's start may freeze parameters or thaw them, which makes another graph.
+    fn check_trained_parameters(&mut self) {
+        let epoch = self.run.progress.current_epoch;
+        if self.graphs.epoch.replace(epoch) == Some(epoch) {
+            return;
+        }
+        self.graphs.modes.look_again();
+        let trained: Vec<bool> = self.module.parameters().iter().map(|p| p.requires_grad()).collect();
+        if self.graphs.trained != trained {
+            self.graphs.entries.clear();
+            self.graphs.params = None;
+            self.graphs.trained = trained;
+        }
+    }
+
+    /// Calls what comes before backward in an eager step; in a graphed one they come before forward too.
+    fn hooks_before_graph(&mut self, window: Window, facts: BatchFacts) -> Result<()> {
+        if window.opens {
+            call_shared_hook!(self, on_before_zero_grad, facts)?;
+        }
+        call_shared_hook!(self, on_before_backward, facts)
+    }
+
+    /// The loss of a batch by a graph; none if the graph turns out to be of no use, and the step is still to be done.
+    fn replay_step(
+        &mut self,
+        index: usize,
+        inputs: &[Tensor],
+        window: Window,
+        facts: BatchFacts,
+    ) -> Result<Option<Tensor>> {
+        let _action = self.profile_strategy("replay")?;
+        self.run.metrics.enter(TRAINING_STEP.scope(&facts));
+        let graphs = &mut self.graphs;
+        let (Some(params), Some((_, State::Ready(ready)))) = (&graphs.params, graphs.entries.get_mut(index))
+        else {
+            return Err(GraphError::NothingCaptured.into());
+        };
+        // a graph that adds to gradients goes on from those that are there
+        ready.grads.bind_grads(params, !window.opens)?;
+        let replayed = match &ready.places {
+            Some(places) => {
+                graph::fill(places, inputs)?;
+                ready.graph.replay(Some(places))
+            }
+            None => ready.graph.replay(Some(inputs)),
+        };
+        if let Err(Error::Graph(error @ GraphError::ShapeChanged { is_undone: true, .. })) = &replayed {
+            graph::count_fallback(error);
+            self.graphs.refuse(&error.to_string());
+            return Ok(None);
+        }
+        replayed?;
+        self.run.metrics.record_again(&ready.logged)?;
+        let loss = graph::copy_of(&ready.loss)?;
+        graphs.report.replayed_steps += 1;
+        graphs.replayed = Some(index);
+        graph::count_hit();
+        self.check_logged()?;
+        Ok(Some(loss))
+    }
+
+    /// Runs one batch as usual, on placeholders, while it is captured. The second time the graph is made ready.
+    fn capture_step(
+        &mut self,
+        batch: M::Batch,
+        given: &[Tensor],
+        window: Window,
+        facts: BatchFacts,
+        signature: Signature,
+    ) -> Result<Tensor> {
+        let mut inputs = Vec::with_capacity(given.len());
+        for tensor in given {
+            let Some(placeholder) = graph::placeholder_for(tensor)? else {
+                let (size, stride) = (tensor.size(), tensor.stride());
+                self.graphs.refuse(&format!(
+                    "elements of a tensor of the batch share memory (shape {size:?}, strides {stride:?}); give a copy (contiguous)"
+                ));
+                return self.forward_backward(&batch, window, facts);
+            };
+            inputs.push(placeholder);
+        }
+        self.hooks_before_graph(window, facts)?;
+        let mut placeholders = inputs.iter().map(Tensor::shallow_clone);
+        let batch = batch.map_tensors(&mut |tensor| Ok(placeholders.next().unwrap_or(tensor)))?;
+        let capture = graph::StepCapture::begin()?;
+        self.run.metrics.begin_capture();
+        let loss: Result<Tensor> = self.without_hooks_before(|session| {
+            let loss = session.forward_backward(&batch, window, facts)?;
+            if !loss.defined() {
+                graph::refuse_capture("training_step gives no loss");
+                return Ok(loss);
+            }
+            Ok(loss.f_detach()?) // the rest of autograd's graph ends here, and its tensors with it
+        });
+        let logged = self.run.metrics.end_capture();
+        let captured = capture.end();
+        let loss = loss?; // an error of the step is more to the point than one of the capture
+        self.run.metrics.record_again(&logged)?;
+        self.check_logged()?;
+        self.graphs.report.captured_steps += 1;
+        graph::count_miss();
+        let copy = if loss.defined() { graph::copy_of(&loss)? } else { Tensor::new() };
+        let ready = captured.and_then(|step| {
+            let graphs = step.read(&self.tensor_names(&inputs, window.opens))?;
+            if graphs.iter().any(|graph| graph.writes_to_named(INPUT)) {
+                graph::fill(given, &inputs)?; // as the step would have left the batch
+            }
+            self.make_ready(Captured { step, graphs, inputs, loss, logged }, signature)
+        });
+        match ready {
+            Ok(()) => {}
+            Err(Error::Graph(error)) => {
+                graph::count_fallback(&error);
+                self.graphs.refuse(&error.to_string());
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(copy)
+    }
+
+    fn make_ready(&mut self, captured: Captured, signature: Signature) -> Result<()> {
+        let Captured { step, graphs, inputs, loss, logged } = captured;
+        let Some(index) = self.graphs.find(&signature) else {
+            self.graphs.entries.push((signature, State::Seen(step.into_seen(graphs))));
+            return Ok(());
+        };
+        if let State::Seen(before) = &self.graphs.entries[index].1 {
+            before.check_same(&graphs)?;
+        }
+        if self.graphs.params.is_none() {
+            self.graphs.params = Some(TensorList::new(self.module.parameters().iter().map(|p| p.tensor()))?);
+        }
+        let mut grads = TensorList::new([])?;
+        if let Some(params) = &self.graphs.params {
+            grads.fill_with_all_grads(params)?;
+        }
+        let graph = step.compile(graphs, &inputs)?;
+        for stats in graph.plan_stats() {
+            tracing::info!(
+                "captured training_step for {:?}: {} operators, {} replayed in {} KiB",
+                signature.inputs.iter().map(|input| &input.size).collect::<Vec<_>>(),
+                stats.num_nodes,
+                stats.num_calls,
+                stats.arena_bytes / 1024
+            );
+        }
+        let results = logged.iter().filter_map(Logged::tensor).chain([&loss]);
+        let places = graph::any_within(results, &inputs).then_some(inputs);
+        let ready = Ready { graph, places, loss, logged, grads, update: Update::default() };
+        self.graphs.entries[index].1 = State::Ready(Box::new(ready));
+        self.graphs.report.graphs =
+            self.graphs.entries.iter().filter(|(_, state)| matches!(state, State::Ready(_))).count();
+        Ok(())
+    }
+
+    fn forward_backward(&mut self, batch: &M::Batch, window: Window, facts: BatchFacts) -> Result<Tensor> {
+        let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(batch, ctx))?;
+        self.backward(loss, window, facts)
+    }
+
+    /// Tensors that are there before a step, with their names.
+    pub(crate) fn tensor_names(&self, inputs: &[Tensor], opens_window: bool) -> Vec<(String, Tensor)> {
+        let mut names: Vec<(String, Tensor)> = graph::numbered(INPUT, inputs).collect();
+        for (fqn, parameter) in self.module.named_parameters() {
+            let grad = parameter.grad();
+            if !opens_window && grad.defined() {
+                names.push((format!("gradient of {fqn}"), grad));
+            }
+            names.push((fqn, parameter.tensor().shallow_clone()));
+        }
+        names.extend(
+            self.module.named_buffers().into_iter().map(|(fqn, b)| (fqn, b.tensor().shallow_clone())),
+        );
+        names
+    }
+}

@@ -1,0 +1,10 @@
+//! What happens, in order: stages, the training loop, evaluations.
+
+pub(super) mod eval;
+pub(super) mod fit;
+pub(super) mod graphs;
+pub(super) mod loaders;
+pub(super) mod optimizers;
+pub(super) mod running_statistics;
+pub(super) mod schedule;
+pub(super) mod stages;

@@ -1,0 +1,55 @@
+//! A pass over the training data that takes the running statistics of batch normalisation anew.
+
+use crate::accelerator::rng;
+use crate::data::{Batch, EpochRange};
+use crate::error::Result;
+use crate::module::{LightningModule, Phase};
+use crate::nn::{EqualBatches, reset_running_statistics};
+use crate::trainer::run::fit::{FitLoaders, TRAINING_STEP};
+use crate::trainer::session::hooks::{BatchFacts, HookPoint};
+use crate::trainer::session::session::Session;
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Runs `training_step` on the batches of an epoch, without gradients, hooks and log, if a callback asked for it.
+    pub(crate) fn update_running_statistics(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
+        if !std::mem::take(&mut self.run.requests.updates_running_statistics) {
+            return Ok(());
+        }
+        if !self.module.automatic_optimization() {
+            tracing::warn!(
+                "with manual optimization the running statistics stay those of the weights before"
+            );
+            return Ok(());
+        }
+        let rng = rng::states(self.plan.device)?;
+        reset_running_statistics(self.module)?;
+        self.run.metrics.begin_eval()?; // what is logged from here on is forgotten
+        let result = self.pass(loaders);
+        self.run.metrics.discard_eval();
+        rng::set_states(&rng)?; // a checkpoint of now goes on with the random numbers of training
+        result
+    }
+
+    fn pass(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let _equal = EqualBatches::begin();
+        let point = HookPoint { phase: Phase::Eval, ..TRAINING_STEP };
+        let range = EpochRange {
+            epoch: self.run.progress.current_epoch + 1,
+            first_batch: 0,
+            num_batches: Some(loaders.plan.num_training_batches),
+        };
+        let mut batches = loaders.train.iter(range)?;
+        while let Some(batch) = self.next_batch(&mut batches, "[_TrainingEpochLoop].train_dataloader_next")? {
+            let batch = self.take(batch, 0)?;
+            let facts = BatchFacts {
+                batch_idx: batches.next_batch_idx() - 1,
+                batch_size: batch.batch_size(),
+                ..BatchFacts::default()
+            };
+            let _loss = self.step(point, facts, |module, ctx| module.training_step(&batch, ctx))?;
+            self.check_signals()?;
+        }
+        Ok(())
+    }
+}

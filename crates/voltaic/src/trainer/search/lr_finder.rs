@@ -1,0 +1,268 @@
+//! Finds a learning rate to start from: a short training in which it grows from step to step.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::callback::Callback;
+use crate::data::DataModule;
+use crate::error::{ConfigError, ConfigProblem, Result};
+use crate::logger::plot_lr_find;
+use crate::module::{HookContext, LightningModule};
+use crate::nn::Module;
+use crate::trainer::search::trial::MAX_STEPS;
+use crate::trainer::trainer::Trainer;
+
+/// How the learning rate grows.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum LrGrowth {
+    /// By the same factor at each step.
+    #[default]
+    Exponential,
+    /// By the same amount at each step.
+    Linear,
+}
+
+/// What [`Trainer::lr_find`] tries.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct LearningRateFinderConfig {
+    /// Smallest learning rate.
+    pub min_lr: f64,
+    /// Largest learning rate.
+    pub max_lr: f64,
+    /// Training steps.
+    pub num_training_steps: u64,
+    /// How the learning rate grows: `exponential` or `linear`.
+    pub mode: LrGrowth,
+    /// Stop when the smoothed loss is so many times the best; null for never.
+    pub early_stop_threshold: Option<f64>,
+    /// Train with what is found; otherwise it is only told and drawn.
+    pub update_attr: bool,
+}
+
+impl Default for LearningRateFinderConfig {
+    fn default() -> Self {
+        Self {
+            min_lr: 1e-8,
+            max_lr: 1.0,
+            num_training_steps: 100,
+            mode: LrGrowth::Exponential,
+            early_stop_threshold: Some(4.0),
+            update_attr: true,
+        }
+    }
+}
+
+impl LearningRateFinderConfig {
+    /// All that makes no sense.
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        let mut problems = Vec::new();
+        let mut refuse = |key: &str, what: String, remedy: &str| {
+            problems.push(ConfigProblem::new(format!("LearningRateFinder.{key}"), what, remedy));
+        };
+        if !(self.min_lr > 0.0 && self.min_lr < self.max_lr && self.max_lr.is_finite()) {
+            let what = format!("{} to max_lr {}", self.min_lr, self.max_lr);
+            refuse("min_lr", what, "use 0 < min_lr < max_lr, such as 1e-8 and 1");
+        }
+        if !(2..=MAX_STEPS).contains(&self.num_training_steps) {
+            refuse(
+                "num_training_steps",
+                format!("{}", self.num_training_steps),
+                "use a number from 2 to 1000000, such as 100",
+            );
+        }
+        if problems.is_empty() { Ok(()) } else { Err(ConfigError { problems }) }
+    }
+
+    /// The learning rate of a step, from 0. The first two are the smallest, as in Lightning.
+    fn lr(&self, step: u64) -> f64 {
+        if step == 0 {
+            return self.min_lr;
+        }
+        let r = (step + 1) as f64 / self.num_training_steps as f64;
+        match self.mode {
+            LrGrowth::Exponential => self.min_lr * (self.max_lr / self.min_lr).powf(r),
+            LrGrowth::Linear => self.min_lr + r * (self.max_lr - self.min_lr),
+        }
+    }
+}
+
+/// Learning rates that were tried, and the smoothed losses they gave.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct LrFind {
+    /// Learning rate of each step.
+    pub lrs: Vec<f64>,
+    /// Loss of each step, averaged over those before with weight 0.98.
+    pub losses: Vec<f64>,
+}
+
+impl LrFind {
+    /// Where the loss falls most steeply, without the first 10 steps and the last; `None` if there are fewer than two
+    /// steps besides. Source: Lightning's `lr_find`.
+    pub fn suggestion(&self) -> Option<f64> {
+        self.suggestion_between(10, 1)
+    }
+
+    /// The same without the first `skip_begin` and the last `skip_end` steps.
+    pub fn suggestion_between(&self, skip_begin: usize, skip_end: usize) -> Option<f64> {
+        let end = self.lrs.len().checked_sub(skip_end)?;
+        let points: Vec<(f64, f64)> = (skip_begin..end)
+            .map(|step| (self.lrs[step], self.losses[step]))
+            .filter(|(_, loss)| loss.is_finite())
+            .collect();
+        if points.len() < 2 {
+            return None;
+        }
+        let slope = |a: usize, b: usize| (points[b].1 - points[a].1) / (points[b].0 - points[a].0);
+        let last = points.len() - 1;
+        // second order within, as torch.gradient does for points at unequal distances
+        let gradient = |at: usize| {
+            if at == 0 || at == last {
+                return slope(at.saturating_sub(1), (at + 1).min(last));
+            }
+            let (before, after) = (points[at].0 - points[at - 1].0, points[at + 1].0 - points[at].0);
+            (slope(at - 1, at) * after + slope(at, at + 1) * before) / (before + after)
+        };
+        let steepest = (0..=last).min_by(|&a, &b| gradient(a).total_cmp(&gradient(b)))?;
+        Some(points[steepest].0)
+    }
+
+    /// Draws the losses over the learning rates, with the suggestion.
+    ///
+    /// # Errors
+    /// If the picture cannot be written.
+    pub fn plot(&self, png_path: &Path) -> Result<()> {
+        plot_lr_find(&self.lrs, &self.losses, self.suggestion(), png_path)
+    }
+}
+
+/// Sets the learning rates and notes the losses.
+struct Probe {
+    config: LearningRateFinderConfig,
+    found: Arc<Mutex<LrFind>>,
+    average: f64,
+    best: f64,
+}
+
+const BETA: f64 = 0.98;
+
+impl Callback for Probe {
+    fn on_train_batch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        let lr = self.config.lr(ctx.global_step());
+        for optimizer in ctx.optimizers_mut() {
+            optimizer.param_groups_mut().iter_mut().for_each(|group| group.lr = lr);
+        }
+        Ok(())
+    }
+
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        let step = ctx.global_step();
+        let loss = ctx.loss().map_or(f64::NAN, |loss| loss.f_double_value(&[]).unwrap_or(f64::NAN));
+        self.average = BETA * self.average + (1.0 - BETA) * loss;
+        let smoothed = self.average / (1.0 - BETA.powf((step + 1) as f64));
+        let limit = self.config.early_stop_threshold.map_or(f64::INFINITY, |threshold| threshold * self.best);
+        if step > 1 && smoothed > limit {
+            ctx.request_stop(format!("the loss diverges at step {step} of the search for a learning rate"));
+        }
+        if smoothed < self.best || step <= 1 {
+            self.best = smoothed;
+        }
+        if let Ok(mut found) = self.found.lock() {
+            found.lrs.push(self.config.lr(step.saturating_sub(1)));
+            found.losses.push(smoothed);
+        }
+        Ok(())
+    }
+}
+
+impl Trainer {
+    /// What the callback LearningRateFinder asks for before a fit that starts anew.
+    pub(crate) fn find_lr<M, D>(&mut self, module: &mut M, data: &mut D) -> Result<()>
+    where
+        M: LightningModule,
+        D: DataModule<Batch = M::Batch> + ?Sized,
+    {
+        let Some(config) = self.lr_finder.clone() else { return Ok(()) };
+        if self.plan.fast_dev_run {
+            tracing::warn!("fast_dev_run: no learning rate is searched for");
+            return Ok(());
+        }
+        let found = self.lr_find(module, data, &config)?;
+        let Some(lr) = found.suggestion() else {
+            let steps = found.lrs.len();
+            let what = format!("{steps} steps gave too few finite losses to suggest a learning rate");
+            let remedy = "use more num_training_steps, or a smaller max_lr";
+            return Err(ConfigError::new("LearningRateFinder", what, remedy).into());
+        };
+        self.plan.found_lr = config.update_attr.then_some(lr);
+        let picture = self.log_dir().join("lr_find.png");
+        if !self.run.loggers.is_empty() {
+            std::fs::create_dir_all(self.log_dir())
+                .map_err(|e| crate::Error::io("create", self.log_dir(), e))?;
+            found.plot(&picture)?;
+        }
+        tracing::info!("learning rate {lr:.3e} found in {} steps", found.lrs.len());
+        Ok(())
+    }
+
+    /// Trains for a few steps with a growing learning rate and gives the losses; weights, buffers and random numbers are
+    /// as before then. Callbacks, loggers, validation and schedules take no part. Source: Lightning's `Tuner.lr_find`.
+    ///
+    /// # Errors
+    /// As [`Trainer::fit`]; [`ConfigError`] if the configuration makes no sense.
+    pub fn lr_find<M, D>(
+        &self,
+        module: &mut M,
+        data: &mut D,
+        config: &LearningRateFinderConfig,
+    ) -> Result<LrFind>
+    where
+        M: LightningModule,
+        D: DataModule<Batch = M::Batch> + ?Sized,
+    {
+        config.check()?;
+        let found = Arc::new(Mutex::new(LrFind::default()));
+        let probe = Probe { config: config.clone(), found: found.clone(), average: 0.0, best: f64::INFINITY };
+        let mut trainer =
+            self.trial("LearningRateFinder", config.num_training_steps, |builder| builder.callback(probe))?;
+        let result = trainer.fit(module, data);
+        trainer.take_kept().map_or(Ok(()), |kept| kept.restore(module))?;
+        result?;
+        let found = found.lock().map(|found| found.clone()).unwrap_or_default();
+        Ok(found)
+    }
+
+    /// The learning rate that the callback LearningRateFinder has found, if the fit uses it (`update_attr`).
+    pub fn found_lr(&self) -> Option<f64> {
+        self.plan.found_lr
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_suggestion_is_where_torch_finds_the_steepest_fall() {
+        let config =
+            LearningRateFinderConfig { num_training_steps: 20, ..LearningRateFinderConfig::default() };
+        let lrs: Vec<f64> = (0..20).map(|step| config.lr(step)).collect();
+        assert!((lrs[19] - 1.0).abs() < 1e-12 && lrs[0] == 1e-8);
+        let losses: Vec<f64> = (0..20_i32).map(|step| 1.0 / f64::from(step + 1)).collect();
+        let found = LrFind { lrs: lrs.clone(), losses };
+        assert_eq!(
+            found.suggestion(),
+            Some(lrs[10]),
+            "the distance of the rates grows faster than the losses fall"
+        );
+        assert_eq!(LrFind { lrs: vec![0.1; 5], losses: vec![1.0; 5] }.suggestion(), None);
+    }
+}

@@ -1,0 +1,236 @@
+//! Finds the file that `best`, `last` or a path means: among what this trainer has saved, else where runs of this
+//! configuration leave their checkpoints.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::callback::{Callback, OnExceptionCheckpoint, SWA_FILE};
+use crate::checkpoint::{CheckpointPaths, peek_training};
+use crate::data::Stage;
+use crate::error::{ConfigError, Result};
+use crate::logger::Logger;
+use crate::trainer::builder::is_a;
+use crate::trainer::session::session::Run;
+
+/// Folder of checkpoints below that of a run.
+const CHECKPOINTS: &str = "checkpoints";
+
+/// Where a fit starts: as it is told, else from what [`OnExceptionCheckpoint`] has saved of a run that failed. A short
+/// trial leaves that to a real run.
+///
+/// # Collective
+/// Rank 0 looks.
+pub(crate) fn or_of_failed_run(run: &Run, ckpt_path: Option<String>) -> Result<Option<String>> {
+    let mut savers =
+        run.callbacks.iter().filter(|saver| is_a::<OnExceptionCheckpoint>(saver.as_ref())).peekable();
+    if ckpt_path.is_some() || savers.peek().is_none() || run.facts.fast_dev_run {
+        return Ok(ckpt_path);
+    }
+    let found = newest_first(savers.filter_map(|saver| saver.checkpoint_paths()?.last)).into_iter().next();
+    let found = run.world().of_rank_zero(found.map(|path| path.display().to_string()))?;
+    if let Some(path) = &found {
+        tracing::info!("no ckpt_path is given: going on from {path}, which a run that failed has left");
+    }
+    Ok(found)
+}
+
+/// Why a file was not found, and what to do.
+#[derive(Serialize, Deserialize)]
+struct NotFound {
+    what: String,
+    remedy: String,
+}
+
+/// The file that `best`, `last` or a path means. `None` if a fit is to go on from `last` and there is none: it starts from
+/// the beginning, as in Lightning.
+///
+/// # Errors
+/// If there is no such checkpoint, with the folders that were looked at.
+///
+/// # Collective
+/// Rank 0 looks.
+pub(crate) fn find(run: &Run, ckpt_path: &str, stage: Stage) -> Result<Option<PathBuf>> {
+    if !matches!(ckpt_path, "best" | "last") {
+        return Ok(Some(PathBuf::from(ckpt_path)));
+    }
+    let found = match run.world().is_global_zero() {
+        true if ckpt_path == "best" => best(run).map(Some),
+        true => last(run, stage),
+        false => Ok(None),
+    };
+    let found: Result<Option<PathBuf>, NotFound> = run.world().of_rank_zero(found)?;
+    found.map_err(|NotFound { what, remedy }| ConfigError::new("ckpt_path", what, remedy).into())
+}
+
+fn last(run: &Run, stage: Stage) -> Result<Option<PathBuf>, NotFound> {
+    let places = Places::of(run);
+    match places.newest(run, stage) {
+        Some(found) => Ok(Some(found)),
+        None if stage == Stage::Fit => {
+            tracing::warn!(
+                "ckpt_path=last, but there is no checkpoint in {}; starting from the beginning",
+                places.text()
+            );
+            Ok(None)
+        }
+        None => Err(NotFound {
+            what: format!("`last`, but there is no checkpoint in {}", places.text()),
+            remedy: "fit first, or give the path of a checkpoint".to_owned(),
+        }),
+    }
+}
+
+fn best(run: &Run) -> Result<PathBuf, NotFound> {
+    let remedy = "give the path of a checkpoint";
+    let refuse = |what: String| Err(NotFound { what, remedy: remedy.to_owned() });
+    let known = saved(run);
+    if known.is_empty() {
+        let what = "`best` without a callback that saves checkpoints".to_owned();
+        return Err(NotFound { what, remedy: format!("enable checkpointing, or {remedy}") });
+    }
+    if let Some(best) = known.iter().find_map(|paths| paths.best.clone()) {
+        return Ok(best);
+    }
+    // what a run knew of its checkpoints is in the newest of them
+    let places = Places::of(run);
+    let Some(newest) = places.newest(run, Stage::Fit) else {
+        let what = format!("`best`, but there is no checkpoint in {}", places.text());
+        return Err(NotFound { what, remedy: format!("fit first, or {remedy}") });
+    };
+    let told = match peek_training(&newest) {
+        Ok(Some(training)) => best_of(&training, run),
+        Ok(None) => {
+            return refuse(format!(
+                "`best`, but {}, the newest checkpoint, holds weights only and does not tell which is best",
+                newest.display()
+            ));
+        }
+        Err(error) => return refuse(format!("`best`, but the newest checkpoint does not tell: {error}")),
+    };
+    let Some(told) = told else {
+        return refuse(format!(
+            "`best`, but {}, the newest checkpoint, has no state of a ModelCheckpoint that names one",
+            newest.display()
+        ));
+    };
+    // the folder may have been moved
+    let beside = newest.parent().zip(told.file_name()).map(|(folder, name)| folder.join(name));
+    match [Some(told.clone()), beside].into_iter().flatten().find(|path| path.exists()) {
+        Some(found) => Ok(found),
+        None => refuse(format!(
+            "`best` is {} according to {}, but that file is neither there nor beside it",
+            told.display(),
+            newest.display()
+        )),
+    }
+}
+
+/// What the state of a ModelCheckpoint in a checkpoint names as best; of one that this run has, if there are several.
+fn best_of(training: &Value, run: &Run) -> Option<PathBuf> {
+    let states = training["callbacks"].as_array()?.iter();
+    let named = states.filter_map(|saved| {
+        let key = saved[0].as_str().filter(|key| key.starts_with("ModelCheckpoint"))?;
+        Some((key, saved[1]["best_model_path"].as_str()?))
+    });
+    let named: Vec<(&str, &str)> = named.collect();
+    let own = |(key, _): &&(&str, &str)| run.callbacks.iter().any(|callback| callback.state_key() == *key);
+    named.iter().find(own).or(named.first()).map(|(_, path)| PathBuf::from(path))
+}
+
+/// What the callbacks of this trainer have saved, those included that a module has put others in the place of.
+pub(crate) fn saved(run: &Run) -> Vec<CheckpointPaths> {
+    let own = run.callbacks.iter().filter_map(|callback| callback.checkpoint_paths());
+    own.chain(run.replaced.iter().cloned()).collect()
+}
+
+/// Folders of checkpoints: those of this configuration, and where they are by default.
+struct Places {
+    own: Vec<PathBuf>,
+    default: PathBuf,
+}
+
+impl Places {
+    fn of(run: &Run) -> Self {
+        let root = &run.facts.default_root_dir;
+        let mut own: Vec<PathBuf> = saved(run).into_iter().filter_map(|paths| paths.folder).collect();
+        own.extend(run.run_folders.iter().map(|folder| folder.join(CHECKPOINTS)));
+        own.push(root.join(CHECKPOINTS));
+        Self { own, default: root.join("lightning_logs/*").join(CHECKPOINTS) }
+    }
+
+    /// The newest checkpoint that serves `stage`: of those that this trainer has saved, else in the folders of this
+    /// configuration, else in the default ones. A fit goes on from weights alone only to say that it cannot.
+    fn newest(&self, run: &Run, stage: Stage) -> Option<PathBuf> {
+        let serves = |path: &PathBuf| match stage {
+            Stage::Fit => !matches!(peek_training(path), Ok(None)),
+            _ => path.file_name().is_none_or(|name| name != SWA_FILE),
+        };
+        let last = |callback: &dyn Callback| callback.checkpoint_paths().and_then(|paths| paths.last);
+        let (savers, others): (Vec<_>, Vec<_>) =
+            run.callbacks.iter().map(AsRef::as_ref).partition(|callback| callback.saves_checkpoints());
+        let savers = savers.into_iter().filter_map(last);
+        let mut known =
+            newest_first(savers.chain(run.replaced.iter().filter_map(|paths| paths.last.clone())));
+        let mut own = files_in(&self.own);
+        // a file that a failure leaves may be of an earlier process
+        let left = if known.is_empty() { &mut own } else { &mut known };
+        left.extend(others.into_iter().filter_map(last));
+        let default = std::slice::from_ref(&self.default);
+        let places = [newest_first(known.into_iter()), newest_first(own.into_iter()), files_in(default)];
+        let serving = places.iter().find_map(|files| files.iter().find(|path| serves(path)));
+        serving.or_else(|| places.iter().find_map(|files| files.first())).cloned()
+    }
+
+    fn text(&self) -> String {
+        let all = self.own.iter().chain([&self.default]);
+        let mut texts: Vec<String> = all.map(|folder| folder.display().to_string()).collect();
+        let mut seen = std::collections::HashSet::new();
+        texts.retain(|text| seen.insert(text.clone()));
+        texts.join(", ")
+    }
+}
+
+/// Folders of the runs of this configuration, one of which may be `*` for all that lie beside it. `loggers` are those that
+/// the trainer has, or would have if it were no short trial.
+pub(crate) fn run_folders(loggers: &[Box<dyn Logger>]) -> Vec<PathBuf> {
+    let folders = loggers.iter().filter_map(|logger| {
+        let folder = logger.log_dir()?;
+        Some(match (logger.version(), folder.parent()) {
+            (Some(_), Some(runs)) => runs.join("*"),
+            _ => folder.to_path_buf(),
+        })
+    });
+    folders.collect()
+}
+
+/// The checkpoints in these folders, the one written last first. A folder may have `*` for any name of one of its parts.
+fn files_in(folders: &[PathBuf]) -> Vec<PathBuf> {
+    newest_first(folders.iter().flat_map(|folder| expand(folder)).flat_map(|folder| entries(&folder)))
+}
+
+fn expand(folder: &Path) -> Vec<PathBuf> {
+    let mut found = vec![PathBuf::new()];
+    for part in folder.components() {
+        found = match part.as_os_str() == "*" {
+            true => found.iter().flat_map(|folder| entries(folder)).collect(),
+            false => found.iter().map(|folder| folder.join(part)).collect(),
+        };
+    }
+    found
+}
+
+fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path())
+}
+
+/// Links that lead nowhere and files of other kinds do not count.
+fn newest_first(paths: impl Iterator<Item = PathBuf>) -> Vec<PathBuf> {
+    let mut found: Vec<_> = paths
+        .filter(|path| path.extension().is_some_and(|extension| extension == "ckpt"))
+        .filter_map(|path| Some((path.metadata().ok()?.modified().ok()?, path)))
+        .collect();
+    found.sort();
+    found.into_iter().rev().map(|(_, path)| path).collect()
+}
