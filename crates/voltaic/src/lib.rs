@@ -16,19 +16,20 @@ pub mod distributed;
 
 pub mod checkpoint;
 pub mod data;
-pub mod metrics;
 pub mod nn;
 pub mod optim;
 pub mod precision;
 
 pub mod graph;
+pub mod metrics;
 
-pub mod module;
+pub mod profiler;
 pub mod strategy;
+
+pub mod lightning;
 
 pub mod callback;
 pub mod logger;
-pub mod profiler;
 
 pub mod trainer;
 
@@ -39,6 +40,7 @@ pub mod cli;
 
 pub use device::Device;
 pub use error::{Error, Result};
+pub use lightning as module;
 pub use nn::Module;
 pub use tch::{Kind, Tensor};
 pub use voltaic_kernels as kernels;

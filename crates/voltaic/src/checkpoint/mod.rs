@@ -9,6 +9,7 @@ mod format;
 mod hugging_face;
 mod io;
 pub mod pickle;
+mod progress;
 mod torch_file;
 
 use std::path::PathBuf;
@@ -24,6 +25,7 @@ pub(crate) use format::{peek_training, rank_from_bytes, rank_to_bytes};
 pub use format::{read, read_weights, write, write_weights};
 pub use hugging_face::{from_hugging_face, to_hugging_face};
 pub use io::{CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
+pub use progress::Progress;
 pub use torch_file::{read_torch, write_torch};
 
 /// Version of the file layout; a file of a later version is refused. Version 2 added the checksum.

@@ -2,10 +2,9 @@
 
 use tch::{Kind, Tensor};
 
-use super::Metric;
-use super::state::{MetricState, Reduction, refuse, safe_divide};
+use super::divide::safe_divide;
 use crate::error::Result;
-use crate::nn::Module;
+use crate::nn::{Metric, MetricState, Module, Reduction, refuse_shape};
 
 /// How the values of the classes become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +30,7 @@ fn classes(
     let preds =
         if preds.dim() == target.dim() + 1 { preds.f_argmax(1, false)? } else { preds.shallow_clone() };
     if preds.size() != target.size() {
-        return Err(refuse(metric, &preds.size(), format!("targets have shape {:?}", target.size())));
+        return Err(refuse_shape(metric, &preds.size(), format!("targets have shape {:?}", target.size())));
     }
     let (preds, target) = (preds.f_flatten(0, -1)?, target.f_flatten(0, -1)?.f_to_kind(Kind::Int64)?);
     let Some(ignored) = ignore_index else { return Ok((preds, target)) };
@@ -130,7 +129,7 @@ impl Accuracy {
     fn best_of_top(&self, preds: &Tensor, target: &Tensor) -> Result<Tensor> {
         if preds.dim() != target.dim() + 1 || preds.size()[1] < self.top_k {
             let expected = format!("[n, num_classes, ...] is needed for the top {}", self.top_k);
-            return Err(refuse("Accuracy", &preds.size(), expected));
+            return Err(refuse_shape("Accuracy", &preds.size(), expected));
         }
         let (_, top) = preds.f_topk(self.top_k, 1, true, true)?;
         let hit = top.f_eq_tensor(&target.f_unsqueeze(1)?)?.f_any_dim(1, false)?;

@@ -2,11 +2,10 @@
 
 use tch::{Kind, Tensor};
 
-use super::Metric;
-use super::state::{MetricState, Reduction, refuse, safe_divide};
+use super::divide::safe_divide;
 use crate::device::Device;
 use crate::error::Result;
-use crate::nn::Module;
+use crate::nn::{Metric, MetricState, Module, Reduction, refuse_shape};
 
 /// Area under the receiver operating characteristic, exact: all scores are kept until the reset. torchmetrics'
 /// `BinaryAUROC`, and `MulticlassAUROC` with `average="macro"`: each class against the others.
@@ -43,7 +42,11 @@ impl Auroc {
         let n = target.numel() as i64;
         let expected = if self.num_classes == 1 { vec![n] } else { vec![n, self.num_classes] };
         if preds.size() != expected {
-            return Err(refuse("Auroc", &preds.size(), format!("scores of shape {expected:?} are needed")));
+            return Err(refuse_shape(
+                "Auroc",
+                &preds.size(),
+                format!("scores of shape {expected:?} are needed"),
+            ));
         }
         self.state.add(vec![preds.f_detach()?, target.f_to_kind(Kind::Int64)?])
     }

@@ -2,10 +2,9 @@
 
 use tch::{Kind, Tensor};
 
-use super::Metric;
-use super::state::{MetricState, Reduction, refuse, safe_divide};
+use super::divide::safe_divide;
 use crate::error::Result;
-use crate::nn::Module;
+use crate::nn::{Metric, MetricState, Module, Reduction, refuse_shape};
 
 const MEAN: &[(&str, Reduction)] = &[("sum", Reduction::Sum), ("total", Reduction::Sum)];
 
@@ -41,7 +40,7 @@ impl MeanSquaredError {
     pub fn update(&self, preds: &Tensor, target: &Tensor) -> Result<()> {
         if preds.size() != target.size() {
             let expected = format!("targets have shape {:?}", target.size());
-            return Err(refuse("MeanSquaredError", &preds.size(), expected));
+            return Err(refuse_shape("MeanSquaredError", &preds.size(), expected));
         }
         let error = preds.f_detach()?.f_to_kind(Kind::Float)?.f_sub(&target.f_to_kind(Kind::Float)?)?;
         self.state.add(vec![error.f_square()?.f_sum(Kind::Float)?, total(preds.numel(), preds)?])
@@ -93,7 +92,7 @@ impl Perplexity {
     pub fn update(&self, logits: &Tensor, target: &Tensor) -> Result<()> {
         let size = logits.size();
         if size.split_last().is_none_or(|(_, rest)| rest != target.size()) {
-            return Err(refuse("Perplexity", &size, format!("targets have shape {:?}", target.size())));
+            return Err(refuse_shape("Perplexity", &size, format!("targets have shape {:?}", target.size())));
         }
         let log_probs = logits.f_detach()?.f_flatten(0, -2)?.f_log_softmax(-1, Kind::Float)?;
         let target = target.f_flatten(0, -1)?;

@@ -2,8 +2,8 @@
 
 use std::marker::PhantomData;
 
+use super::metric::MetricState;
 use super::{Buffer, Member, Module, Parameter};
-use crate::metrics::MetricState;
 
 /// A type that may be a field of a `#[derive(Module)]` struct. The derive calls it; nobody else needs it.
 ///

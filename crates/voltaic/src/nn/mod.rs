@@ -44,6 +44,7 @@ mod field;
 pub mod functional;
 pub mod init;
 mod linear;
+mod metric;
 mod modes;
 mod module;
 mod norm;
@@ -65,6 +66,8 @@ pub use embedding::{Embedding, EmbeddingBuilder};
 #[doc(hidden)]
 pub use field::Field;
 pub use linear::{Linear, LinearBuilder};
+pub(crate) use metric::refuse_shape;
+pub use metric::{Metric, MetricState, Reduction};
 pub(crate) use modes::{ModeNumbers, set_training_modes, training_modes};
 pub use modes::{mode_changed, set_training};
 pub use module::{Forward, IncompatibleKeys, Member, Module, ModuleExt};

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
+use super::metric::Metric;
 use super::{Buffer, Parameter, set_training};
 use crate::device::Device;
 use crate::error::{CheckpointError, Result};
-use crate::metrics::Metric;
 
 /// A direct member of a module.
 #[derive(Clone, Copy)]

@@ -9,9 +9,9 @@ use serde_json::{Value, json};
 
 use super::Profiler;
 use super::durations::Durations;
+use super::profiler::ProfiledRun;
 use super::report::{Output, significant};
 use crate::error::{ConfigError, Error, ProfilerError, Result};
-use crate::module::ProfiledRun;
 
 /// A number of rows, or a fraction of all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]

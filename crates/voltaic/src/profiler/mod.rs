@@ -6,10 +6,13 @@
 mod advanced;
 mod config;
 mod durations;
+#[allow(clippy::module_inception)]
+mod profiler;
 mod report;
 mod simple;
 
-pub use crate::module::{Action, ProfiledRun, Profiler};
 pub use advanced::{AdvancedProfiler, AdvancedProfilerConfig, RowLimit};
 pub use config::{ProfilerClass, ProfilerConfig};
+pub(crate) use profiler::Profiling;
+pub use profiler::{Action, ProfiledRun, Profiler};
 pub use simple::{SimpleProfiler, SimpleProfilerConfig};

@@ -4,8 +4,8 @@ use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::path::PathBuf;
 
+use super::profiler::ProfiledRun;
 use crate::error::{Error, Result};
-use crate::module::ProfiledRun;
 
 /// Where a profiler writes: a file for each stage and rank, or standard error of rank 0.
 #[derive(Debug, Default)]

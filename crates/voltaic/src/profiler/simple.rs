@@ -8,9 +8,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::Profiler;
+use super::profiler::ProfiledRun;
 use super::report::{Output, significant};
 use crate::error::{ProfilerError, Result};
-use crate::module::ProfiledRun;
 
 /// What [`SimpleProfiler`] reports, and where.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]

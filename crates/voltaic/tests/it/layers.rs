@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Folders and files of `src/` by layer. A module uses its own layer and lower ones only.
-const LAYERS: [(&str, u32); 29] = [
+const LAYERS: [(&str, u32); 30] = [
     ("device", 10),
     ("dtype", 10),
     ("error", 10),
@@ -21,10 +21,11 @@ const LAYERS: [(&str, u32); 29] = [
     ("checkpoint", 40),
     ("graph", 45),
     ("metrics", 40),
-    ("module", 50),
+    ("lightning", 55),
+    ("module", 55), // the public path of `lightning`
     ("strategy", 50),
+    ("profiler", 47),
     ("callback", 60),
-    ("profiler", 60),
     ("logger", 60),
     ("trainer", 70),
     ("models", 75),

@@ -11,7 +11,7 @@ use crate::distributed::global_rank;
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
 use crate::module::{
-    Action, HookContext, Level, LightningModule, Phase, Profiling, Progress, Requests, RunFacts, Scope,
+    Action, HookContext, Level, LightningModule, LogScope, Phase, Profiling, Progress, Requests, RunFacts,
     StepState,
 };
 use crate::nn::{Module, Parameter};
@@ -244,9 +244,9 @@ impl Parts<'_> {
 }
 
 impl HookPoint {
-    pub(crate) fn scope(self, batch: &BatchFacts<'_>) -> Scope {
+    pub(crate) fn scope(self, batch: &BatchFacts<'_>) -> LogScope {
         let (batch_size, dataloader_idx) = (batch.batch_size, batch.metric_suffix);
-        Scope { hook: self.name, phase: self.phase, level: self.level, batch_size, dataloader_idx }
+        LogScope { hook: self.name, phase: self.phase, level: self.level, batch_size, dataloader_idx }
     }
 }
 

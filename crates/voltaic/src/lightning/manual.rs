@@ -2,7 +2,9 @@
 
 use tch::Tensor;
 
-use super::{MetricStore, Progress, StepContext};
+use super::logged::MetricStore;
+use super::step_context::StepContext;
+use crate::checkpoint::Progress;
 use crate::error::Result;
 use crate::optim::{Optimizer, ParamGroup};
 

@@ -1,6 +1,6 @@
 //! `Callback`: code that runs at points of a run without being part of the model.
 
-use super::HookContext;
+use super::hook_context::HookContext;
 use crate::checkpoint::{Checkpoint, CheckpointPaths};
 use crate::data::Stage;
 use crate::nn::Module;

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::log_value::LogValue;
+use super::value::LogValue;
 use crate::device::Device;
 use crate::distributed::ProcessGroup;
 use crate::dtype::DtypeNames;
 use crate::error::{ConfigError, Result};
-use crate::metrics::Metric;
+use crate::nn::Metric;
 
 /// Tensors of metrics by the metrics' fqn.
 type States = Vec<(String, Vec<(String, Tensor)>)>;

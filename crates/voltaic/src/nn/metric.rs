@@ -1,11 +1,98 @@
-//! Accumulated tensors behind a lock.
+//! `Metric`: a member of the tree that accumulates tensors over batches, behind a lock.
 
+use std::fmt::Debug;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::error::{ModuleError, Result};
 use crate::ffi;
+
+/// A value over all batches since the last reset.
+///
+/// One of one's own keeps a [`MetricState`], to which its `update` adds, and computes its value from it. Clones share
+/// their state.
+///
+/// ```
+/// use voltaic::metrics::{Metric, MetricState, Reduction};
+/// use voltaic::{Kind, Module, Result, Tensor};
+///
+/// /// Largest value seen in a batch, on average.
+/// #[derive(Debug, Clone, Module)]
+/// #[module(metric)]
+/// struct MeanMax {
+///     state: MetricState,
+/// }
+///
+/// impl MeanMax {
+///     fn new() -> Self {
+///         let parts = &[("sum", Reduction::Sum), ("batches", Reduction::Sum)];
+///         Self { state: MetricState::new("MeanMax", parts) }
+///     }
+///
+///     fn update(&self, values: &Tensor) -> Result<()> {
+///         self.state.add(vec![values.f_max()?, Tensor::from(1.0_f32)])
+///     }
+/// }
+///
+/// impl Metric for MeanMax {
+///     fn state(&self) -> &MetricState {
+///         &self.state
+///     }
+///
+///     fn value(&self, parts: &[Tensor]) -> Result<Tensor> {
+///         Ok(parts[0].f_div(&parts[1])?)
+///     }
+/// }
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let metric = MeanMax::new();
+/// metric.update(&Tensor::from_slice(&[1.0_f32, 3.0]))?;
+/// metric.update(&Tensor::from_slice(&[5.0_f32, 4.0]))?;
+/// assert_eq!(metric.compute()?.double_value(&[]), 4.0);
+/// # Ok(()) }
+/// ```
+pub trait Metric: Debug + Send + Sync {
+    /// What has been accumulated.
+    fn state(&self) -> &MetricState;
+
+    /// The value of accumulated tensors, in the order of the state's parts; on their device.
+    ///
+    /// # Errors
+    /// If libtorch refuses them.
+    fn value(&self, parts: &[Tensor]) -> Result<Tensor>;
+
+    /// The value of all batches; on the device of the inputs.
+    ///
+    /// # Errors
+    /// If nothing has been accumulated yet.
+    fn compute(&self) -> Result<Tensor> {
+        let _no_grad = tch::no_grad_guard();
+        self.value(&self.state().tensors()?)
+    }
+
+    /// The value of the last batch alone.
+    ///
+    /// # Errors
+    /// If nothing has been accumulated yet.
+    fn compute_last(&self) -> Result<Tensor> {
+        let _no_grad = tch::no_grad_guard();
+        self.value(&self.state().last_tensors()?)
+    }
+
+    /// Forgets all batches.
+    fn reset(&self) {
+        self.state().reset();
+    }
+
+    /// Adds the state of another metric of the same settings, such as that of another process: its `state().named()`.
+    ///
+    /// # Errors
+    /// If the tensors do not fit.
+    fn merge(&self, state: &[(String, Tensor)]) -> Result<()> {
+        self.state().merge(state)
+    }
+}
 
 /// How the tensors of two batches become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,7 +173,7 @@ impl MetricState {
         if batch.len() != self.parts.len() {
             let names: Vec<&str> = self.parts.iter().map(|(name, _)| *name).collect();
             let expected = format!("a state of {} is needed", names.join(", "));
-            return Err(refuse(self.metric, &[batch.len() as i64], expected));
+            return Err(refuse_shape(self.metric, &[batch.len() as i64], expected));
         }
         let mut tensors = self.lock();
         let is_first = tensors.all.is_empty();
@@ -102,7 +189,7 @@ impl MetricState {
                         let shape = old.map(Tensor::size).unwrap_or_default();
                         let expected =
                             format!("{name} has to have dimensions that go after those of {shape:?}");
-                        return Err(refuse(self.metric, &new.size(), expected));
+                        return Err(refuse_shape(self.metric, &new.size(), expected));
                     }
                 },
             });
@@ -130,13 +217,13 @@ impl MetricState {
     }
 
     /// Those of the last batch.
-    pub(super) fn last_tensors(&self) -> Result<Vec<Tensor>> {
+    fn last_tensors(&self) -> Result<Vec<Tensor>> {
         self.some(shared(&self.lock().last))
     }
 
     fn some(&self, tensors: Vec<Tensor>) -> Result<Vec<Tensor>> {
         if tensors.is_empty() {
-            return Err(refuse(self.metric, &[0], "update has to be called before compute"));
+            return Err(refuse_shape(self.metric, &[0], "update has to be called before compute"));
         }
         Ok(tensors)
     }
@@ -194,19 +281,15 @@ impl MetricState {
     }
 }
 
-pub(super) fn refuse(metric: &'static str, shape: &[i64], expected: impl Into<String>) -> crate::Error {
+/// The error of a batch that a metric cannot take.
+pub(crate) fn refuse_shape(metric: &'static str, shape: &[i64], expected: impl Into<String>) -> crate::Error {
     ModuleError::Shape { layer: metric.to_owned(), shape: shape.to_vec(), expected: expected.into() }.into()
-}
-
-/// `a / b`, and 0 where `b` is 0.
-pub(super) fn safe_divide(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let (a, b) = (a.f_to_kind(Kind::Float)?, b.f_to_kind(Kind::Float)?);
-    let is_zero = b.f_eq(0.0)?;
-    Ok(a.f_div(&b.f_masked_fill(&is_zero, 1.0)?)?.f_masked_fill(&is_zero, 0.0)?)
 }
 
 #[cfg(test)]
 mod tests {
+    use tch::Kind;
+
     use super::*;
 
     const PARTS: &[(&str, Reduction)] = &[("scores", Reduction::Cat), ("count", Reduction::Sum)];

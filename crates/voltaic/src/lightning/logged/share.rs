@@ -6,10 +6,9 @@ use std::sync::{Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::state::Number;
+use super::value::{LogValue, Number, ReduceFx, larger, smaller};
 use crate::distributed::{ProcessGroup, ReduceOp};
 use crate::error::Result;
-use crate::module::log_value::{LogValue, ReduceFx, larger, smaller};
 
 /// A value of one rank, reduced over its part of an epoch.
 #[derive(Debug, Clone, Serialize, Deserialize)]

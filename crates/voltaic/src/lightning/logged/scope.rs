@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::log_value::ReduceFx;
+use super::value::ReduceFx;
 
 /// Options of one logged value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,7 +52,7 @@ pub(crate) enum Level {
 
 /// The hook that is running, as far as logging is concerned.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Scope {
+pub(crate) struct LogScope {
     pub hook: &'static str,
     pub phase: Phase,
     pub level: Level,

@@ -1,36 +1,31 @@
-//! Logged values: kept on their device, reduced over the epoch, read back only when somebody needs the number.
-
-mod share;
-mod state;
+//! The values that steps and hooks log, until they are read.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use self::share::{RankValue, share, sync_step};
-use self::state::Number;
-pub(crate) use self::state::{MetricsMark, MetricsState};
-use super::log_value::{LogValue, ReduceFx};
-use super::metric_objects::{LoggedMetric, MetricObjects, check_scalar};
-use super::scope::{Level, LogOptions, Phase, Scope};
+use super::objects::{LoggedMetric, MetricObjects, check_scalar};
+use super::scope::{Level, LogOptions, LogScope, Phase};
+use super::share::{RankValue, share, sync_step};
+use super::value::{LogValue, Number, ReduceFx};
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Error, Result};
-use crate::metrics::Metric;
+use crate::nn::Metric;
 
 /// Between the name of a value and the loader it is of; no name has it otherwise.
 const LOADER: &str = "/dataloader_idx_";
 
 #[derive(Debug)]
-struct Entry {
-    name: String,
-    hook: &'static str,
-    options: LogOptions,
+pub(super) struct Entry {
+    pub name: String,
+    pub hook: &'static str,
+    pub options: LogOptions,
     /// Last value given; tensors are as they were given.
-    last: LogValue,
-    updated_this_batch: bool,
-    reduced: Option<LogValue>,
-    weight: f64,
+    pub last: LogValue,
+    pub updated_this_batch: bool,
+    pub reduced: Option<LogValue>,
+    pub weight: f64,
     /// Fqn of the metric that is logged, if one is.
-    metric: Option<String>,
+    pub metric: Option<String>,
 }
 
 impl Entry {
@@ -66,9 +61,9 @@ impl Entry {
 
 /// One epoch's worth of logged values.
 #[derive(Debug, Default)]
-struct Results {
-    entries: Vec<Entry>,
-    index: HashMap<String, usize>,
+pub(super) struct Results {
+    pub entries: Vec<Entry>,
+    pub index: HashMap<String, usize>,
 }
 
 impl Results {
@@ -88,7 +83,7 @@ impl Results {
         self.entries.iter().filter(is_wanted).map(|e| (e.step_name(), e.last.read())).collect()
     }
 
-    fn clear(&mut self) {
+    pub fn clear(&mut self) {
         self.entries.clear();
         self.index.clear();
     }
@@ -97,16 +92,16 @@ impl Results {
 /// All values logged in a run, until they are read.
 #[derive(Debug, Default)]
 pub struct MetricStore {
-    scope: Scope,
-    train: Results,
+    scope: LogScope,
+    pub(super) train: Results,
     eval: Results,
     /// Latest complete values by name: what `callback_metrics` is in Lightning.
-    finished: HashMap<String, f64>,
+    pub(super) finished: HashMap<String, f64>,
     /// Names and latest complete values of the progress bar, in order of appearance.
     bar: Vec<(String, f64)>,
     problem: Option<Error>,
     /// The metrics of the module.
-    objects: MetricObjects,
+    pub(super) objects: MetricObjects,
     /// The ranks, if there are several.
     group: Option<Arc<ProcessGroup>>,
     /// What the step that is being captured logs.
@@ -155,7 +150,7 @@ impl MetricStore {
     }
 
     /// Enters a hook; values logged from now on belong to it. Returns the scope before.
-    pub(crate) fn enter(&mut self, scope: Scope) -> Scope {
+    pub(crate) fn enter(&mut self, scope: LogScope) -> LogScope {
         std::mem::replace(&mut self.scope, scope)
     }
 
@@ -223,7 +218,7 @@ impl MetricStore {
             }
             _ => None,
         };
-        let Scope { hook, phase, dataloader_idx, .. } = self.scope;
+        let LogScope { hook, phase, dataloader_idx, .. } = self.scope;
         let dataloader_idx = dataloader_idx.filter(|_| options.add_dataloader_idx);
         let results = match phase {
             Phase::Train => &mut self.train,
@@ -285,7 +280,7 @@ impl MetricStore {
     }
 
     fn validate(&self, name: &str, value: &LogValue, options: LogOptions) -> Result<(), ConfigError> {
-        let Scope { hook, level, .. } = self.scope;
+        let LogScope { hook, level, .. } = self.scope;
         let refuse = |what: String, remedy: &str| Err(ConfigError::new(format!("log({name})"), what, remedy));
         if level == Level::Denied {
             return refuse(format!("{hook} cannot log"), "log in a step, a batch hook or an epoch hook");
@@ -509,11 +504,12 @@ fn set(values: &mut Vec<(String, f64)>, name: String, value: f64) {
 mod tests {
     use tch::Tensor;
 
+    use super::super::state::MetricsState;
     use super::*;
 
     fn store(level: Level) -> MetricStore {
         let mut store = MetricStore::default();
-        store.enter(Scope { hook: "training_step", level, batch_size: Some(4), ..Scope::default() });
+        store.enter(LogScope { hook: "training_step", level, batch_size: Some(4), ..LogScope::default() });
         store
     }
 

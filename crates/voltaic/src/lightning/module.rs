@@ -1,37 +1,15 @@
-//! What a user writes: a module with its steps, its optimizers and its hooks.
-
-mod callback;
-mod context;
-mod log_value;
-mod manual;
-mod metric_objects;
-mod metrics;
-mod module_tensors;
-mod profiler;
-mod progress;
-mod scope;
+//! `LightningModule`: a model with its steps, its optimizers and its hooks.
 
 use tch::Tensor;
 
+use super::callback::Callback;
+use super::hook_context::HookContext;
+use super::module_tensors::ModuleTensors;
+use super::step_context::StepContext;
 use crate::data::{Batch, DataLoader, Stage};
 use crate::device::Device;
 use crate::nn::{Module, ModuleExt, set_training};
 use crate::optim::{GradientClip, LrScheduler, Optimizer, Optimizers, ParamGroup};
-
-pub use callback::Callback;
-pub(crate) use context::step_lr_scheduler;
-pub use context::{CheckpointRequest, HookContext, LogEntry, Requests, RunFacts, StepContext};
-#[cfg(test)]
-pub(crate) use log_value::READS;
-pub use log_value::{LogValue, ReduceFx};
-pub use manual::ManualOptimizer;
-pub(crate) use manual::{ManualOptimization, StepState};
-pub(crate) use metrics::{Logged, MetricStore, MetricsMark, MetricsState};
-pub use module_tensors::ModuleTensors;
-pub(crate) use profiler::Profiling;
-pub use profiler::{Action, ProfiledRun, Profiler};
-pub use progress::Progress;
-pub(crate) use scope::{Level, Phase, Scope};
 
 /// A model and how it is trained.
 ///

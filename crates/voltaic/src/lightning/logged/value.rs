@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use crate::device::Device;
 use crate::graph;
-use crate::metrics::Metric;
+use crate::nn::Metric;
 use crate::precision::disable_casts;
 
 /// How the values of an epoch become one.
@@ -181,6 +181,39 @@ impl LogValue {
             ReduceFx::Min => old.f_minimum(&new)?,
             ReduceFx::Max => old.f_maximum(&new)?,
         }))
+    }
+}
+
+/// A float that survives JSON, which has no NaN and no infinity.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(into = "NumberText", from = "NumberText")]
+pub(super) struct Number(pub f64);
+
+impl PartialEq for Number {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.to_bits() == other.0.to_bits() || (self.0.is_nan() && other.0.is_nan())
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum NumberText {
+    Finite(f64),
+    Text(String),
+}
+
+impl From<Number> for NumberText {
+    fn from(number: Number) -> Self {
+        if number.0.is_finite() { Self::Finite(number.0) } else { Self::Text(number.0.to_string()) }
+    }
+}
+
+impl From<NumberText> for Number {
+    fn from(text: NumberText) -> Self {
+        Self(match text {
+            NumberText::Finite(value) => value,
+            NumberText::Text(text) => text.parse().unwrap_or(f64::NAN),
+        })
     }
 }
 

@@ -3,11 +3,11 @@
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::{Entry, MetricStore};
+use super::scope::LogOptions;
+use super::store::{Entry, MetricStore};
+use super::value::{LogValue, Number};
 use crate::device::Device;
 use crate::error::Result;
-use crate::module::log_value::LogValue;
-use crate::module::scope::LogOptions;
 
 /// Logged values of an epoch in progress, as a checkpoint keeps them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -110,38 +110,5 @@ impl MetricStore {
             });
         }
         self.finished = state.finished.into_iter().map(|(name, number)| (name, number.0)).collect();
-    }
-}
-
-/// A float that survives JSON, which has no NaN and no infinity.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-#[serde(into = "NumberText", from = "NumberText")]
-pub(super) struct Number(pub f64);
-
-impl PartialEq for Number {
-    fn eq(&self, other: &Self) -> bool {
-        self.0.to_bits() == other.0.to_bits() || (self.0.is_nan() && other.0.is_nan())
-    }
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(untagged)]
-enum NumberText {
-    Finite(f64),
-    Text(String),
-}
-
-impl From<Number> for NumberText {
-    fn from(number: Number) -> Self {
-        if number.0.is_finite() { Self::Finite(number.0) } else { Self::Text(number.0.to_string()) }
-    }
-}
-
-impl From<NumberText> for Number {
-    fn from(text: NumberText) -> Self {
-        Self(match text {
-            NumberText::Finite(value) => value,
-            NumberText::Text(text) => text.parse().unwrap_or(f64::NAN),
-        })
     }
 }

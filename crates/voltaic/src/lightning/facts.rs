@@ -1,0 +1,45 @@
+//! What is known of a run before it begins.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::graph::Flops;
+
+/// Fixed facts of a run.
+#[derive(Debug, Clone, Default)]
+pub struct RunFacts {
+    /// Last epoch + 1; `None` if the number of epochs is not limited.
+    pub max_epochs: Option<u64>,
+    /// Training batches of an epoch.
+    pub num_training_batches: usize,
+    /// Batches of the evaluation in progress or to come, over all its loaders.
+    pub num_eval_batches: usize,
+    /// Validation happens once, at the end of each epoch.
+    pub validates_at_epoch_end: bool,
+    /// `val_check_interval` is 1.0: validation is meant to happen once an epoch.
+    pub validates_once_per_epoch: bool,
+    /// Validation happens every so many epochs.
+    pub check_val_every_n_epoch: Option<u64>,
+    /// A short trial run: nothing is saved.
+    pub fast_dev_run: bool,
+    /// Where the first logger writes, else the root folder of the run.
+    pub log_dir: PathBuf,
+    /// Samples in a training batch, if the loader knows.
+    pub train_batch_size: Option<usize>,
+    /// Samples of the largest loader that was asked for last, on this rank.
+    pub num_samples: usize,
+    /// Operations of a training batch, if they were counted.
+    pub flops: Option<Arc<Flops>>,
+    /// The folder given as `default_root_dir`.
+    pub default_root_dir: PathBuf,
+    /// Whether there is a logger.
+    pub has_logger: bool,
+    /// Batches per optimizer step as the trainer was told.
+    pub accumulate_grad_batches: u64,
+    /// The trainer runs backward and optimizers.
+    pub automatic_optimization: bool,
+    /// `log_every_n_steps`; 0 means never.
+    pub log_every_n_steps: u64,
+    /// The first logger's version label, such as `0`, shown in the progress bar.
+    pub version: Option<String>,
+}

@@ -1,0 +1,100 @@
+//! What steps are given.
+
+use super::logged::{LogEntry, LogValue, MetricStore};
+use super::manual::ManualOptimization;
+use crate::checkpoint::Progress;
+use crate::distributed::ProcessGroup;
+use crate::error::Result;
+use crate::graph::{Callable, ModuleGraphs, TensorTuple, refuse_capture, replayed_steps};
+use crate::profiler::{Action, Profiling};
+
+/// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
+pub struct StepContext<'a> {
+    pub(crate) metrics: &'a mut MetricStore,
+    pub(crate) progress: &'a mut Progress,
+    pub(crate) profiling: &'a Profiling,
+    pub(crate) batch_idx: usize,
+    pub(crate) dataloader_idx: usize,
+    /// There in a training step with manual optimization.
+    pub(crate) manual: Option<&'a mut dyn ManualOptimization>,
+    /// There with `trainer.graph=modules`, with whether modules are in training mode.
+    pub(crate) graphs: Option<(&'a mut ModuleGraphs, bool)>,
+}
+
+impl StepContext<'_> {
+    /// Logs a scalar under `name`; options are set on what is returned.
+    ///
+    /// In `training_step` the value is for the step unless `on_epoch(true)` is said; elsewhere it is averaged over
+    /// the epoch. Tensors stay on their device until something has to be printed or written.
+    pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
+        LogEntry::new(self.metrics, name, value.into())
+    }
+
+    /// Calls a module that lies within the user's own: with `trainer.graph=modules` by a graph, which is captured for each
+    /// sort of inputs, else as usual. For static parts of a step whose other parts cannot be captured.
+    ///
+    /// ```
+    /// # use voltaic::module::StepContext;
+    /// # use voltaic::nn::Linear;
+    /// # use voltaic::Tensor;
+    /// # struct Net { encoder: Linear, decoder: Linear }
+    /// # impl Net {
+    /// fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+    ///     let hidden = ctx.graphed(&self.encoder, batch)?;
+    ///     let kept = hidden.f_index(&[Some(hidden.f_gt(0.0)?)])?; // its size depends on data
+    ///     Ok(ctx.graphed(&self.decoder, &kept.f_view([-1, 1])?)?.f_mean(voltaic::Kind::Float)?)
+    /// }
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// The module's own; what a kernel reports.
+    pub fn graphed<A: TensorTuple, M: Callable<A>>(
+        &mut self,
+        module: &M,
+        args: &A,
+    ) -> anyhow::Result<M::Output> {
+        match &mut self.graphs {
+            Some((graphs, is_training)) => graphs.call(module, args, *is_training),
+            None => module.call(args),
+        }
+    }
+
+    /// Begins an action of one's own for the profiler; it ends when what is returned goes out of scope. Nothing is measured
+    /// without a profiler, and in a step that a graph replays.
+    ///
+    /// # Errors
+    /// If an action of this name runs already.
+    pub fn profile(&self, action: &str) -> Result<Action> {
+        self.profiling.start(|| action.to_owned())
+    }
+
+    /// The ranks, to exchange tensors with; `None` for a process alone.
+    pub fn process_group(&self) -> Option<&ProcessGroup> {
+        self.metrics.group().map(std::convert::AsRef::as_ref)
+    }
+
+    /// The epoch in progress, from 0.
+    pub fn current_epoch(&self) -> u64 {
+        refuse_capture("the step asks for ctx.current_epoch(), which changes from step to step");
+        self.progress.current_epoch
+    }
+
+    /// Optimizer steps done, those that graphs have replayed included.
+    pub fn global_step(&self) -> u64 {
+        refuse_capture("the step asks for ctx.global_step(), which changes from step to step");
+        let replayed = if self.manual.is_some() { replayed_steps() } else { 0 };
+        self.progress.global_step + replayed
+    }
+
+    /// Position of this batch within its loader, from 0.
+    pub fn batch_idx(&self) -> usize {
+        refuse_capture("the step asks for ctx.batch_idx(), which changes from step to step");
+        self.batch_idx
+    }
+
+    /// Which of several evaluation loaders this batch is from, from 0.
+    pub fn dataloader_idx(&self) -> usize {
+        self.dataloader_idx
+    }
+}
