@@ -15,7 +15,8 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
-use super::{Batch, Dataset};
+use super::batch::Batch;
+use super::dataset::Dataset;
 use crate::error::DataError;
 use crate::{Result, ffi};
 

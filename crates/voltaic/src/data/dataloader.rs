@@ -6,8 +6,11 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::batch::Batch;
 use super::batch_iter::{BatchIter, EpochPlan};
-use super::{Batch, Dataset, DistributedSampler, RandomSampler, Remainder, Sampler, SequentialSampler};
+use super::dataset::Dataset;
+use super::distributed_sampler::{DistributedSampler, Remainder};
+use super::sampler::{RandomSampler, Sampler, SequentialSampler};
 use crate::Result;
 use crate::error::{ConfigError, DataError};
 

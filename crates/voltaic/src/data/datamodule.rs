@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::{Batch, DataLoader};
+use super::batch::Batch;
+use super::dataloader::DataLoader;
 use crate::device::Device;
 
 /// What a run is doing.

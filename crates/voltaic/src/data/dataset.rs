@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rand::rngs::StdRng;
 use tch::Tensor;
 
-use super::Batch;
+use super::batch::Batch;
 use crate::Result;
 use crate::device::Device;
 use crate::error::{ConfigError, DataError};
@@ -162,7 +162,7 @@ impl<T: TensorBatch> Dataset for TensorDataset<T> {
 }
 
 /// `indices` as an int64 tensor on the CPU, shape `[indices.len()]`.
-pub(super) fn index_tensor(indices: &[usize]) -> Result<Tensor> {
+pub(in crate::data) fn index_tensor(indices: &[usize]) -> Result<Tensor> {
     let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
     Ok(Tensor::f_from_slice(&indices)?)
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{RandomSampler, Sampler, SequentialSampler};
+use super::sampler::{RandomSampler, Sampler, SequentialSampler};
 use crate::Result;
 use crate::error::ConfigError;
 

@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use super::SplitSize;
+use super::split_size::SplitSize;
 use crate::error::{ConfigError, ConfigProblem};
 
 /// Threads of a loader; more are a slip of the pen.
@@ -10,7 +10,7 @@ const MAX_WORKERS: usize = 1024;
 
 /// What is wrong with the settings of a data module.
 #[derive(Debug, Default)]
-pub(super) struct Settings {
+pub(in crate::data) struct Settings {
     problems: Vec<ConfigProblem>,
 }
 

@@ -18,7 +18,7 @@ pub enum SplitSize {
 
 impl SplitSize {
     /// Whether it can be the size of any part.
-    pub(super) fn is_possible(self) -> bool {
+    pub(in crate::data) fn is_possible(self) -> bool {
         match self {
             Self::Count(_) => true,
             Self::Fraction(fraction) => (0.0..1.0).contains(&fraction),
@@ -29,7 +29,7 @@ impl SplitSize {
     ///
     /// # Errors
     /// [`ConfigError`] on `key` if the fraction is not within 0 to 1 (1 excluded) or the count leaves nothing.
-    pub(super) fn of(self, len: usize, key: &str) -> Result<usize> {
+    pub(in crate::data) fn of(self, len: usize, key: &str) -> Result<usize> {
         let count = match self {
             Self::Count(count) => Some(count),
             Self::Fraction(fraction) if (0.0..1.0).contains(&fraction) => {

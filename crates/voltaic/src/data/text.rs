@@ -7,7 +7,8 @@ use rand::RngExt;
 use rand::rngs::StdRng;
 use tch::Tensor;
 
-use super::{CharVocabulary, Dataset};
+use super::dataset::Dataset;
+use super::vocabulary::CharVocabulary;
 use crate::Result;
 use crate::error::{ConfigError, DataError};
 

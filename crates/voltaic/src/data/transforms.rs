@@ -8,7 +8,8 @@ use rand::RngExt;
 use rand::rngs::StdRng;
 use tch::{Kind, Tensor};
 
-use super::Dataset;
+use super::batch::Batch;
+use super::dataset::Dataset;
 use crate::error::{ConfigError, DataError};
 use crate::ffi::SharedTensor;
 use crate::{Device, Result};
@@ -199,7 +200,7 @@ impl<D> Transformed<D> {
 impl<Y, D> Dataset for Transformed<D>
 where
     D: Dataset<Batch = (Tensor, Y)>,
-    (Tensor, Y): super::Batch,
+    (Tensor, Y): Batch,
 {
     type Batch = (Tensor, Y);
 

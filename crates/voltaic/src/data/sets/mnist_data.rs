@@ -6,12 +6,15 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::locate;
+use super::folders;
 use super::mnist::{MNIST_MEAN, MNIST_STD, Mnist, MnistFiles, MnistSplit};
-use super::settings::Settings;
-use super::transforms::RandomCrop;
-use super::{DataLoader, DataModule, Dataset, SplitSize, Stage, random_split};
 use crate::Result;
+use crate::data::dataloader::DataLoader;
+use crate::data::datamodule::{DataModule, Stage};
+use crate::data::dataset::{Dataset, random_split};
+use crate::data::settings::Settings;
+use crate::data::split_size::SplitSize;
+use crate::data::transforms::RandomCrop;
 use crate::error::ConfigError;
 
 /// Which MNIST to use.
@@ -160,7 +163,7 @@ impl MnistData {
         let folder = match &self.config.data_dir {
             Some(folder) => folder.clone(),
             None => {
-                let folders = locate::data_folders()?;
+                let folders = folders::data_folders()?;
                 let parts: &[&str] = match set {
                     MnistSet::Auto => &["mnist", "cache/mnist", "digits"],
                     MnistSet::Full => &["mnist", "cache/mnist"],
@@ -171,7 +174,7 @@ impl MnistData {
                 let candidates = folders.iter().flat_map(within).collect();
                 let remedy = "run `scripts/data.sh mnist` in the source of voltaic, or set data_dir to the folder with \
                               MNIST's four files";
-                locate::first("MNIST", candidates, MnistFiles::are_in, remedy)?
+                folders::first("MNIST", candidates, MnistFiles::are_in, remedy)?
             }
         };
         let files = MnistFiles::of(folder)?;

@@ -7,10 +7,14 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::locate;
-use super::settings::Settings;
-use super::{CharVocabulary, DataLoader, DataModule, SplitSize, Stage, TextDataset};
+use super::folders;
 use crate::Result;
+use crate::data::dataloader::DataLoader;
+use crate::data::datamodule::{DataModule, Stage};
+use crate::data::settings::Settings;
+use crate::data::split_size::SplitSize;
+use crate::data::text::TextDataset;
+use crate::data::vocabulary::CharVocabulary;
 use crate::error::{ConfigError, DataError, Error};
 
 /// Shakespeare's plays by character, or the one that ships.
@@ -136,13 +140,13 @@ impl ShakespeareData {
             }
             Some(file) => file.clone(),
             None => {
-                let folders = locate::data_folders()?;
+                let folders = folders::data_folders()?;
                 let works = folders.iter().flat_map(|folder| {
                     [folder.join("shakespeare.txt"), folder.join("cache/shakespeare/shakespeare.txt")]
                 });
                 let play = folders.iter().map(|folder| folder.join("text/hamlet.txt"));
                 let remedy = "run `scripts/data.sh shakespeare` in the source of voltaic, or set text_file";
-                locate::first("Shakespeare's text", works.chain(play).collect(), Path::is_file, remedy)?
+                folders::first("Shakespeare's text", works.chain(play).collect(), Path::is_file, remedy)?
             }
         };
         let bytes = std::fs::read(&file).map_err(|error| Error::io("read", &file, error))?;

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use rand::rngs::StdRng;
 use tch::{Kind, Tensor};
 
-use super::dataset::index_tensor;
-use super::transforms::{Normalize, Transform};
-use super::{Dataset, idx};
+use super::idx;
+use crate::data::dataset::Dataset;
+use crate::data::dataset::index_tensor;
+use crate::data::transforms::{Normalize, Transform};
 use crate::error::{ConfigError, DataError};
 use crate::ffi::{self, SharedTensor};
 use crate::{Error, Result};
