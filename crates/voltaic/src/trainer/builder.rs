@@ -18,17 +18,20 @@ use crate::optim::OptimizerConfig;
 use crate::precision::{GradScaler, Precision};
 use crate::profiler::{Profiler, ProfilerConfig};
 use crate::strategy::{StrategyConfig, Votes};
+use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::callbacks::CallbackConfig;
-use crate::trainer::config::{
-    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
+use crate::trainer::config::callbacks::is_a;
+use crate::trainer::config::graph::{GraphMode, GraphReport};
+use crate::trainer::config::optimizers::{LrSchedulerSettings, OptimizerOverride};
+use crate::trainer::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig};
+use crate::trainer::config::values::{
+    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval,
 };
 use crate::trainer::join as ranks;
 use crate::trainer::plan::contradictions;
-use crate::trainer::plan::{TrainPlan, resolve};
-use crate::trainer::run::graphs::step::{GraphMode, GraphReport};
-use crate::trainer::run::optimizers::{LrSchedulerSettings, OptimizerOverride};
-use crate::trainer::search::batch_size_finder::BatchSizeFinderConfig;
-use crate::trainer::search::lr_finder::LearningRateFinderConfig;
+use crate::trainer::plan::limits::minima_above_maxima;
+use crate::trainer::plan::resolve;
+use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::search::trial::Keep;
 use crate::trainer::session::session::Run;
 use crate::trainer::state::find::run_folders;
@@ -289,7 +292,7 @@ impl TrainerBuilder {
             self.add_timer(plan);
         }
         if let Some(plan) = &plan {
-            problems.extend(contradictions::of_limits(&self.config, plan));
+            problems.extend(minima_above_maxima(&self.config, plan));
         }
         if self.config.barebones && !self.loggers.is_empty() {
             let what = "barebones=true switches logging off, but the builder was given a logger";
@@ -439,11 +442,6 @@ impl TrainerBuilder {
             self.callbacks.push(Box::new(ModelSummary::default()));
         }
     }
-}
-
-/// Whether a callback is of this type.
-pub(crate) fn is_a<T: Callback>(callback: &dyn Callback) -> bool {
-    callback.type_name() == std::any::type_name::<T>()
 }
 
 /// What the builder or the plugins ask for, around what the accelerator needs.

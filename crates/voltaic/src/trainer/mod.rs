@@ -20,14 +20,14 @@ mod trainer;
 pub use crate::accelerator::Devices;
 pub use crate::accelerator::rng::{global_seed, seed_everything};
 pub use builder::TrainerBuilder;
+pub use config::TrainerConfig;
 pub use config::callbacks::CallbackConfig;
-pub use config::{
-    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, TrainerConfig, ValCheckInterval,
-    WarnText,
+pub use config::graph::{GraphMode, GraphReport};
+pub use config::optimizers::LrSchedulerSettings;
+pub use config::searches::{BatchSizeFinderConfig, BatchSizeSearch, LearningRateFinderConfig, LrGrowth};
+pub use config::values::{
+    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval, WarnText,
 };
 pub use lightning_file::{Converted, from_lightning, state_dict, to_lightning};
-pub use run::graphs::step::{GraphMode, GraphReport};
-pub use run::optimizers::LrSchedulerSettings;
-pub use search::batch_size_finder::{BatchSizeFinderConfig, BatchSizeSearch};
-pub use search::lr_finder::{LearningRateFinderConfig, LrFind, LrGrowth};
+pub use search::lr_finder::LrFind;
 pub use trainer::{EvalMetrics, Trainer};

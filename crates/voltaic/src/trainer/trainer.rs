@@ -8,15 +8,15 @@ use tch::Tensor;
 
 use super::builder::TrainerBuilder;
 use super::config::TrainerConfig;
-use super::plan::TrainPlan;
+use super::config::graph::GraphReport;
+use super::config::optimizers::OptimizerOverride;
+use super::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig};
 use super::plan::contradictions;
+use super::plan::train_plan::TrainPlan;
 use super::run::eval::EvalLoaders;
-use super::run::graphs::step::{GraphReport, StepGraphs};
+use super::run::graphs::step::StepGraphs;
 use super::run::loaders::LoaderSource;
-use super::run::optimizers::OptimizerOverride;
 use super::run::stages::{evaluate_session, fit_session};
-use super::search::batch_size_finder::BatchSizeFinderConfig;
-use super::search::lr_finder::LearningRateFinderConfig;
 use super::session::captured_optimizers::CapturedOptimizers;
 use super::session::data_hooks::{Data, DataHooks};
 use super::session::session::{Run, Session};
@@ -30,6 +30,7 @@ use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::{LightningModule, MetricStore, ProfiledRun, Progress, Requests};
 use crate::nn::SyncBatchNorm;
+use crate::precision::GradScaler;
 use crate::strategy::Votes;
 
 /// Metrics of an evaluation, by name, in the order they were first logged.
@@ -268,6 +269,11 @@ impl Trainer {
     /// What graphs did in the last fit, with `trainer.graph` on.
     pub fn graph_report(&self) -> &GraphReport {
         &self.graphs
+    }
+
+    /// What scales the loss with `precision=16-mixed`, and how many steps it left out so far.
+    pub fn grad_scaler(&self) -> Option<&GradScaler> {
+        self.run.grad_scaler.as_ref()
     }
 
     /// What the profiler has measured, as text; `None` without a profiler.

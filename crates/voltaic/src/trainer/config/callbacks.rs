@@ -12,8 +12,7 @@ use crate::callback::{
     ThroughputMonitorConfig, Timer, TimerConfig, WeightAveraging, WeightAveragingConfig,
 };
 use crate::error::ConfigError;
-use crate::trainer::search::batch_size_finder::BatchSizeFinderConfig;
-use crate::trainer::search::lr_finder::LearningRateFinderConfig;
+use crate::trainer::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig};
 
 /// A callback that can be named in YAML.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -89,4 +88,9 @@ impl CallbackConfig {
             Self::DeviceStatsMonitor(config) => Box::new(DeviceStatsMonitor::from(config)),
         })
     }
+}
+
+/// Whether a callback is of this type.
+pub(crate) fn is_a<T: Callback>(callback: &dyn Callback) -> bool {
+    callback.type_name() == std::any::type_name::<T>()
 }

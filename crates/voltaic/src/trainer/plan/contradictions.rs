@@ -4,9 +4,11 @@ use crate::callback::{Callback, ModelSummary, ProgressBar};
 use crate::device::Device;
 use crate::error::ConfigProblem;
 use crate::logger::Loggers;
-use crate::trainer::builder::is_a;
-use crate::trainer::config::{Deterministic, Limit, TrainerConfig};
-use crate::trainer::plan::{Problems, TrainPlan};
+use crate::trainer::config::TrainerConfig;
+use crate::trainer::config::callbacks::is_a;
+use crate::trainer::config::values::{Deterministic, Limit};
+use crate::trainer::plan::problems::Problems;
+use crate::trainer::plan::train_plan::TrainPlan;
 
 /// What cannot be meant together.
 pub(crate) fn refuse(config: &TrainerConfig, problems: &mut Problems) {
@@ -15,28 +17,6 @@ pub(crate) fn refuse(config: &TrainerConfig, problems: &mut Problems) {
             format!("{algorithm:?} without gradient_clip_val, so that nothing is clipped").to_lowercase();
         problems.add("gradient_clip_algorithm", what, "set trainer.gradient_clip_val, or remove it");
     }
-}
-
-/// Minima above the maxima, at which training ends.
-pub(crate) fn of_limits(config: &TrainerConfig, plan: &TrainPlan) -> Vec<ConfigProblem> {
-    if plan.fast_dev_run {
-        return Vec::new(); // it has limits of its own
-    }
-    let limits = [
-        ("min_epochs", config.min_epochs, "max_epochs", plan.max_epochs),
-        ("min_steps", config.min_steps, "max_steps", plan.max_steps),
-    ];
-    let mut problems = Vec::new();
-    for (min_key, min, max_key, max) in limits {
-        if let (Some(min), Some(max)) = (min, max)
-            && min > max
-        {
-            let what = format!("{min} is above {max_key}={max}, at which training ends");
-            let remedy = format!("use {max} or less, or a larger trainer.{max_key}");
-            problems.push(ConfigProblem::new(format!("trainer.{min_key}"), what, remedy));
-        }
-    }
-    problems
 }
 
 /// What asks for something that `barebones` switches off.

@@ -8,7 +8,7 @@ use crate::data::{Batch, DataLoader, EpochRange};
 use crate::error::{ConfigError, Result};
 use crate::module::{HookContext, LightningModule, Progress};
 use crate::optim::{Interval, Optimizer};
-use crate::trainer::plan::FitPlan;
+use crate::trainer::plan::loaders::FitPlan;
 use crate::trainer::session::anomaly::check_anomaly;
 use crate::trainer::session::hooks::{BatchFacts, HookPoint, call_hook, call_shared_hook, hook_point};
 use crate::trainer::session::manual::unscale;

@@ -3,9 +3,11 @@
 use crate::data::DataLoader;
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
-use crate::trainer::config::Limit;
+use crate::trainer::config::values::Limit;
 use crate::trainer::join as ranks;
-use crate::trainer::plan::{FitPlan, TrainPlan, limit_batches};
+use crate::trainer::plan::limits::limit_batches;
+use crate::trainer::plan::loaders::FitPlan;
+use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::run::fit::FitLoaders;
 use crate::trainer::session::data_hooks::DataHooks;
 use crate::trainer::session::guard::guarded;

@@ -1,79 +1,13 @@
 //! Finds the largest batch size that a device has memory for: short runs with batches that grow.
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
 use crate::data::{DataModule, Stage};
-use crate::error::{ConfigError, ConfigProblem, Result};
+use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
+use crate::trainer::config::searches::{BatchSizeFinderConfig, BatchSizeSearch};
 use crate::trainer::search::trial::Kept;
-use crate::trainer::search::trial::MAX_STEPS;
 use crate::trainer::trainer::Trainer;
 
-/// How the batch size grows.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum BatchSizeSearch {
-    /// Doubled until memory runs out; the last that fitted is taken.
-    #[default]
-    Power,
-    /// Doubled until memory runs out, then halfway between what fits and what does not.
-    Binsearch,
-}
-
-/// What [`Trainer::scale_batch_size`] tries.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct BatchSizeFinderConfig {
-    /// How the batch size grows: `power` or `binsearch`.
-    pub mode: BatchSizeSearch,
-    /// Steps with each batch size.
-    pub steps_per_trial: u64,
-    /// The first batch size.
-    pub init_val: usize,
-    /// Most batch sizes that are tried.
-    pub max_trials: u64,
-    /// Part of the batch size that is left free after `binsearch`, since a run may need more memory than a trial.
-    pub margin: f64,
-    /// Largest batch size.
-    pub max_val: usize,
-}
-
-impl Default for BatchSizeFinderConfig {
-    fn default() -> Self {
-        Self {
-            mode: BatchSizeSearch::Power,
-            steps_per_trial: 3,
-            init_val: 2,
-            max_trials: 25,
-            margin: 0.05,
-            max_val: 8192,
-        }
-    }
-}
-
 impl BatchSizeFinderConfig {
-    /// All that makes no sense.
-    pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        let mut problems = Vec::new();
-        let mut refuse = |key: &str, what: String, remedy: &str| {
-            problems.push(ConfigProblem::new(format!("BatchSizeFinder.{key}"), what, remedy));
-        };
-        for (key, number) in [("steps_per_trial", self.steps_per_trial), ("max_trials", self.max_trials)] {
-            if !(1..=MAX_STEPS).contains(&number) {
-                refuse(key, format!("{number}"), "use a number from 1 to 1000000");
-            }
-        }
-        if self.init_val == 0 || self.init_val > self.max_val {
-            let what = format!("{} is not between 1 and max_val {}", self.init_val, self.max_val);
-            refuse("init_val", what, "use a small number, such as 2");
-        }
-        if !(0.0..1.0).contains(&self.margin) {
-            refuse("margin", format!("{} is no part", self.margin), "use a number from 0 and below 1");
-        }
-        if problems.is_empty() { Ok(()) } else { Err(ConfigError { problems }) }
-    }
-
     /// The largest batch size for which `try_size` says that it fits.
     fn search(&self, mut try_size: impl FnMut(usize) -> Result<Trial>) -> Result<usize> {
         let (mut fits, mut fails): (Option<usize>, Option<usize>) = (None, None);
@@ -247,20 +181,5 @@ mod tests {
         let large = BatchSizeFinderConfig { init_val: 64, ..power.clone() };
         assert_eq!(tried(&large, 20, 1000), (vec![64, 32, 16], Some(16)));
         assert_eq!(tried(&power, 0, 1000), (vec![2, 1], None));
-    }
-
-    #[test]
-    fn settings_that_make_no_sense_are_refused() {
-        let default = BatchSizeFinderConfig::default;
-        for (config, key) in [
-            (BatchSizeFinderConfig { steps_per_trial: 0, ..default() }, "steps_per_trial"),
-            (BatchSizeFinderConfig { max_trials: 0, ..default() }, "max_trials"),
-            (BatchSizeFinderConfig { init_val: 0, ..default() }, "init_val"),
-            (BatchSizeFinderConfig { init_val: 9000, ..default() }, "init_val"),
-            (BatchSizeFinderConfig { margin: 1.0, ..default() }, "margin"),
-        ] {
-            let error = config.check().expect_err(key).to_string();
-            assert!(error.contains(&format!("BatchSizeFinder.{key}")), "{error}");
-        }
     }
 }

@@ -10,7 +10,7 @@ use crate::error::{ConfigError, Error, Result};
 use crate::graph::{Flops, StepCapture};
 use crate::module::{HookContext, LightningModule};
 use crate::nn::{Module, ModuleExt};
-use crate::trainer::run::graphs::step::GraphMode;
+use crate::trainer::config::graph::GraphMode;
 use crate::trainer::trainer::Trainer;
 
 /// Records a batch from before its step to after its backward pass.

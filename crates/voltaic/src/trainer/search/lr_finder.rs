@@ -3,93 +3,14 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
 use crate::callback::Callback;
 use crate::data::DataModule;
-use crate::error::{ConfigError, ConfigProblem, Result};
+use crate::error::{ConfigError, Result};
 use crate::logger::plot_lr_find;
 use crate::module::{HookContext, LightningModule};
 use crate::nn::Module;
-use crate::trainer::search::trial::MAX_STEPS;
+use crate::trainer::config::searches::LearningRateFinderConfig;
 use crate::trainer::trainer::Trainer;
-
-/// How the learning rate grows.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum LrGrowth {
-    /// By the same factor at each step.
-    #[default]
-    Exponential,
-    /// By the same amount at each step.
-    Linear,
-}
-
-/// What [`Trainer::lr_find`] tries.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct LearningRateFinderConfig {
-    /// Smallest learning rate.
-    pub min_lr: f64,
-    /// Largest learning rate.
-    pub max_lr: f64,
-    /// Training steps.
-    pub num_training_steps: u64,
-    /// How the learning rate grows: `exponential` or `linear`.
-    pub mode: LrGrowth,
-    /// Stop when the smoothed loss is so many times the best; null for never.
-    pub early_stop_threshold: Option<f64>,
-    /// Train with what is found; otherwise it is only told and drawn.
-    pub update_attr: bool,
-}
-
-impl Default for LearningRateFinderConfig {
-    fn default() -> Self {
-        Self {
-            min_lr: 1e-8,
-            max_lr: 1.0,
-            num_training_steps: 100,
-            mode: LrGrowth::Exponential,
-            early_stop_threshold: Some(4.0),
-            update_attr: true,
-        }
-    }
-}
-
-impl LearningRateFinderConfig {
-    /// All that makes no sense.
-    pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        let mut problems = Vec::new();
-        let mut refuse = |key: &str, what: String, remedy: &str| {
-            problems.push(ConfigProblem::new(format!("LearningRateFinder.{key}"), what, remedy));
-        };
-        if !(self.min_lr > 0.0 && self.min_lr < self.max_lr && self.max_lr.is_finite()) {
-            let what = format!("{} to max_lr {}", self.min_lr, self.max_lr);
-            refuse("min_lr", what, "use 0 < min_lr < max_lr, such as 1e-8 and 1");
-        }
-        if !(2..=MAX_STEPS).contains(&self.num_training_steps) {
-            refuse(
-                "num_training_steps",
-                format!("{}", self.num_training_steps),
-                "use a number from 2 to 1000000, such as 100",
-            );
-        }
-        if problems.is_empty() { Ok(()) } else { Err(ConfigError { problems }) }
-    }
-
-    /// The learning rate of a step, from 0. The first two are the smallest, as in Lightning.
-    fn lr(&self, step: u64) -> f64 {
-        if step == 0 {
-            return self.min_lr;
-        }
-        let r = (step + 1) as f64 / self.num_training_steps as f64;
-        match self.mode {
-            LrGrowth::Exponential => self.min_lr * (self.max_lr / self.min_lr).powf(r),
-            LrGrowth::Linear => self.min_lr + r * (self.max_lr - self.min_lr),
-        }
-    }
-}
 
 /// Learning rates that were tried, and the smoothed losses they gave.
 #[derive(Debug, Clone, Default, PartialEq)]

@@ -12,14 +12,11 @@ use crate::metrics::Metric;
 use crate::module::LightningModule;
 use crate::nn::ModuleExt;
 use crate::trainer::builder::TrainerBuilder;
-use crate::trainer::config::Limit;
 use crate::trainer::config::TrainerConfig;
+use crate::trainer::config::values::Limit;
 use crate::trainer::trainer::Trainer;
 
 type Tensors = Vec<(String, Tensor)>;
-
-/// Of a trial; more are a mistake.
-pub(crate) const MAX_STEPS: u64 = 1_000_000;
 
 /// What a trial keeps, once its module is complete: the module may be made in `configure_model`.
 #[derive(Default)]

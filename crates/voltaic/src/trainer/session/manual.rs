@@ -2,18 +2,15 @@
 
 use tch::Tensor;
 
-use crate::error::{ConfigError, ConfigProblem, Result};
+use crate::error::{ConfigError, Result};
 use crate::ffi::RecordingPause;
 use crate::graph;
 use crate::module::{LightningModule, ManualOptimization, StepState, step_lr_scheduler};
 use crate::nn::ModuleExt;
 use crate::optim::Optimizer;
 use crate::precision::GradScaler;
-use crate::trainer::plan::TrainPlan;
-use crate::trainer::run::graphs::step::GraphMode;
 use crate::trainer::session::anomaly::check_anomaly;
 use crate::trainer::session::hooks::{BatchFacts, Parts, hook_point};
-use crate::trainer::trainer::Trainer;
 
 /// Serves one `training_step` with manual optimization.
 pub(crate) struct Manual<'a, M> {
@@ -121,13 +118,6 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
     }
 }
 
-impl Trainer {
-    /// What scales the loss with `precision=16-mixed`, and how many steps it left out so far.
-    pub fn grad_scaler(&self) -> Option<&GradScaler> {
-        self.run.grad_scaler.as_ref()
-    }
-}
-
 /// With a gradient scaler: takes its factor out of the gradients, and notes whether they are finite. Returns whether the
 /// optimizers may step; without a scaler they always may.
 pub(crate) fn unscale(
@@ -147,26 +137,4 @@ pub(crate) fn unscale(
         );
     }
     Ok(all_finite)
-}
-
-/// Keys that ask the trainer for what a module with manual optimization does itself.
-pub(crate) fn check_plan(plan: &TrainPlan) -> Result<(), ConfigError> {
-    let mut problems = Vec::new();
-    let mut refuse = |key: &str, what: String, remedy: &str| {
-        problems.push(ConfigProblem::new(format!("trainer.{key}"), what, remedy));
-    };
-    if plan.accumulate_grad_batches != 1 {
-        let what = format!("{} with manual optimization", plan.accumulate_grad_batches);
-        refuse("accumulate_grad_batches", what, "step the optimizer every so many batches in training_step");
-    }
-    if let Some(clip) = plan.clip {
-        let what = format!("{clip:?} with manual optimization");
-        refuse("gradient_clip_val", what, "call clip_grad_norm between backward and step in training_step");
-    }
-    if plan.graph == GraphMode::Step {
-        let what = "step with manual optimization, where training_step runs backward and optimizers itself";
-        let remedy = "set trainer.graph=modules or off, or capture parts of the step by hand (HpuGraph)";
-        refuse("graph", what.to_owned(), remedy);
-    }
-    if problems.is_empty() { Ok(()) } else { Err(ConfigError { problems }) }
 }

@@ -21,7 +21,7 @@ use crate::nn::{Module, ModuleExt, Parameter};
 use crate::optim::{ActiveLrScheduler, Optimizer};
 use crate::precision::{GradScaler, autocast, log_casts, set_run_lists};
 use crate::strategy::{Strategy, Votes};
-use crate::trainer::plan::TrainPlan;
+use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::run::graphs::step::StepGraphs;
 use crate::trainer::search::trial::Keep;
 use crate::trainer::session::captured_optimizers::CapturedOptimizers;

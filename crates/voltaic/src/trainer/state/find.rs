@@ -11,7 +11,7 @@ use crate::checkpoint::{CheckpointPaths, peek_training};
 use crate::data::Stage;
 use crate::error::{ConfigError, Result};
 use crate::logger::Logger;
-use crate::trainer::builder::is_a;
+use crate::trainer::config::callbacks::is_a;
 use crate::trainer::session::session::Run;
 
 /// Folder of checkpoints below that of a run.

@@ -1,0 +1,158 @@
+//! Values that keys of the configuration have.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::callback::TimeSpan;
+use crate::checkpoint::HpuCheckpointIo;
+use crate::precision::HpuPrecisionPlugin;
+
+/// A number of batches, or a fraction of all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Limit {
+    /// So many batches.
+    Batches(u64),
+    /// This part of them, from 0.0 to 1.0.
+    Fraction(f64),
+}
+
+impl From<u64> for Limit {
+    fn from(batches: u64) -> Self {
+        Self::Batches(batches)
+    }
+}
+
+impl From<i32> for Limit {
+    /// A negative number becomes a fraction that is refused when the trainer is built.
+    fn from(batches: i32) -> Self {
+        u64::try_from(batches).map_or(Self::Fraction(f64::from(batches)), Self::Batches)
+    }
+}
+
+impl From<f64> for Limit {
+    fn from(fraction: f64) -> Self {
+        Self::Fraction(fraction)
+    }
+}
+
+/// When validation is due within an epoch: batches, a fraction of the epoch, or time.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum ValCheckInterval {
+    /// Every so many training batches, or after this part of an epoch.
+    Batches(Limit),
+    /// Whenever so much time has passed since the last.
+    Time(TimeSpan),
+}
+
+impl<T: Into<Limit>> From<T> for ValCheckInterval {
+    fn from(limit: T) -> Self {
+        Self::Batches(limit.into())
+    }
+}
+
+impl From<TimeSpan> for ValCheckInterval {
+    fn from(span: TimeSpan) -> Self {
+        Self::Time(span)
+    }
+}
+
+impl From<std::time::Duration> for ValCheckInterval {
+    fn from(time: std::time::Duration) -> Self {
+        Self::Time(time.into())
+    }
+}
+
+/// `true`, `false` or `warn`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Deterministic {
+    /// Operations without a deterministic kernel fail, or run.
+    Flag(bool),
+    /// They run with a warning.
+    Warn(WarnText),
+}
+
+/// The word `warn`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum WarnText {
+    /// `warn`
+    Warn,
+}
+
+impl From<bool> for Deterministic {
+    fn from(flag: bool) -> Self {
+        Self::Flag(flag)
+    }
+}
+
+/// `true`, `false`, or a number of batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum FastDevRun {
+    /// One batch of each kind, or a normal run.
+    Flag(bool),
+    /// So many batches of each kind.
+    Batches(u64),
+}
+
+impl FastDevRun {
+    /// Batches of each kind; `None` for a normal run.
+    pub(crate) fn batches(self) -> Option<u64> {
+        match self {
+            Self::Flag(false) | Self::Batches(0) => None,
+            Self::Flag(true) => Some(1),
+            Self::Batches(batches) => Some(batches),
+        }
+    }
+}
+
+impl From<bool> for FastDevRun {
+    fn from(flag: bool) -> Self {
+        Self::Flag(flag)
+    }
+}
+
+impl From<u64> for FastDevRun {
+    fn from(batches: u64) -> Self {
+        Self::Batches(batches)
+    }
+}
+
+/// How gradients are clipped.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum GradientClipAlgorithm {
+    /// Scale all gradients so that their common L2 norm is at most the value.
+    #[default]
+    Norm,
+    /// Limit each element to plus or minus the value.
+    Value,
+}
+
+/// A part of the trainer of one's own choice, by class name.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
+#[expect(clippy::large_enum_variant, reason = "a run has one or two of them")]
+pub enum PluginConfig {
+    /// Precision on an HPU with lists of operators; in place of `trainer.precision`.
+    HpuPrecisionPlugin(HpuPrecisionPlugin),
+    /// Writes checkpoints while training goes on.
+    AsyncCheckpointIo,
+    /// Writes checkpoints with all tensors on the host first, as is done on an HPU anyway.
+    HpuCheckpointIo,
+}
+
+impl From<HpuPrecisionPlugin> for PluginConfig {
+    fn from(plugin: HpuPrecisionPlugin) -> Self {
+        Self::HpuPrecisionPlugin(plugin)
+    }
+}
+
+impl From<HpuCheckpointIo> for PluginConfig {
+    fn from(_: HpuCheckpointIo) -> Self {
+        Self::HpuCheckpointIo
+    }
+}

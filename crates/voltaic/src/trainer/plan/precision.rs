@@ -1,0 +1,96 @@
+//! In which numbers a run counts.
+
+use crate::accelerator::Accelerator;
+use crate::error::{ConfigError, Error};
+use crate::precision::{HpuPrecisionPlugin, OpLists, Precision, is_float8, is_hmp};
+use crate::trainer::config::TrainerConfig;
+use crate::trainer::config::values::PluginConfig;
+use crate::trainer::plan::problems::Problems;
+
+/// The part of the plan that the precision or its plugin decides.
+#[derive(Default)]
+pub(crate) struct PrecisionPlan {
+    pub precision: Precision,
+    pub op_lists: Option<OpLists>,
+    pub lists_are_default: bool,
+    pub logs_casts: bool,
+}
+
+/// The precision, from its key or a plugin, and the lists of operators of an HPU.
+pub(crate) fn resolve_precision(
+    config: &TrainerConfig,
+    accelerator: Option<&dyn Accelerator>,
+    problems: &mut Problems,
+) -> PrecisionPlan {
+    let plugins: Vec<&HpuPrecisionPlugin> = config
+        .plugins
+        .iter()
+        .filter_map(|plugin| match plugin {
+            PluginConfig::HpuPrecisionPlugin(plugin) => Some(plugin),
+            _ => None,
+        })
+        .collect();
+    let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
+    let (key, found) = match (&config.precision, &plugins[..]) {
+        (None, []) => return PrecisionPlan::default(),
+        (Some(value), []) => ("precision", precision_of(value, name)),
+        (None, [plugin]) => ("plugins", plugin.resolve(name)),
+        (precision, _) => {
+            let key = if precision.is_some() { "precision" } else { "plugins" };
+            problems.add(key, "is given twice".to_owned(), "give trainer.precision or one precision plugin");
+            return PrecisionPlan::default();
+        }
+    };
+    let asked = config.precision.as_ref().or_else(|| plugins.first().map(|plugin| &plugin.precision));
+    let is_first_generation = accelerator.is_some_and(|it| !it.has_float16());
+    if is_first_generation && asked.is_some_and(is_float8) {
+        let what = "fp8 not supported: FP8 not supported on Gaudi, Gaudi2 or higher required".to_owned();
+        problems.add(key, what, "use bf16-mixed");
+        return PrecisionPlan::default();
+    }
+    match found {
+        Ok((precision, _)) if precision.has_float16() && is_first_generation => {
+            let what = format!(
+                "{precision}: fp16 not supported: FP16 not supported on Gaudi, Gaudi2 or higher required"
+            );
+            problems.add(key, what, "use bf16-mixed, or a Gaudi2");
+            PrecisionPlan::default()
+        }
+        Ok((Precision::Fp16Mixed, _)) if name == "cpu" => {
+            tracing::warn!(
+                "`Trainer(accelerator='cpu', precision='16-mixed')`, but AMP with fp16 is not supported on CPU: using \
+                 precision='bf16-mixed' instead"
+            );
+            PrecisionPlan { precision: Precision::Bf16Mixed, ..PrecisionPlan::default() }
+        }
+        Ok((precision, op_lists)) => PrecisionPlan {
+            precision,
+            op_lists,
+            lists_are_default: config.precision.as_ref().is_some_and(|value| !is_hmp(value)),
+            logs_casts: plugins.iter().any(|plugin| plugin.verbose),
+        },
+        Err(Error::Config(error)) => {
+            problems.0.extend(error.problems);
+            PrecisionPlan::default()
+        }
+        Err(error) => {
+            let text = error.to_string();
+            let (what, remedy) = text.split_once("; ").unwrap_or((&text, "check its lists"));
+            problems.add(key, what.to_owned(), remedy);
+            PrecisionPlan::default()
+        }
+    }
+}
+
+/// What `trainer.precision` says; on an HPU it stands for the plugin with that precision.
+fn precision_of(value: &serde_json::Value, accelerator: &str) -> Result<(Precision, Option<OpLists>), Error> {
+    let precision = Precision::parse(value, accelerator).map_err(|message| {
+        let (what, remedy) = message.split_once("; ").unwrap_or((&message, "use 32-true"));
+        ConfigError::new("trainer.precision", what, remedy)
+    })?;
+    let lists = match accelerator {
+        "hpu" => HpuPrecisionPlugin::new(value.clone()).op_lists(precision)?,
+        _ => None,
+    };
+    Ok((precision, lists))
+}
