@@ -2,8 +2,10 @@
 
 use std::marker::PhantomData;
 
-use super::metric::MetricState;
-use super::{Buffer, Member, Module, Parameter};
+use crate::nn::buffer::Buffer;
+use crate::nn::metric::MetricState;
+use crate::nn::module::{Member, Module};
+use crate::nn::parameter::Parameter;
 
 /// A type that may be a field of a `#[derive(Module)]` struct. The derive calls it; nobody else needs it.
 ///

@@ -2,7 +2,7 @@
 //! [`torch.nn.init`](https://docs.pytorch.org/docs/2.11/nn.init.html), drawing from the default generator of the
 //! tensor's device, so that the same seed gives the values that PyTorch draws.
 //!
-//! All functions leave the autograd history alone. They take a [`Parameter`](super::Parameter) as well as a tensor:
+//! All functions leave the autograd history alone. They take a [`Parameter`](crate::nn::Parameter) as well as a tensor:
 //!
 //! ```
 //! use voltaic::nn::{Linear, init};
@@ -19,8 +19,8 @@ use std::f64::consts::SQRT_2;
 
 use tch::Tensor;
 
-use super::check::refuse;
 use crate::error::Result;
+use crate::nn::check::refuse;
 
 /// Which side of a weight keeps the variance of what flows through it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -30,51 +30,45 @@
 //! for the reason and says it in its own terms, as
 //! [`ModuleError::Shape`](crate::error::ModuleError::Shape): the right input pays nothing.
 
-mod activation;
-mod attention;
-mod batch_norm;
 mod buffer;
 mod check;
-mod conv;
-mod conv_transpose;
-mod dot_product_attention;
-mod dropout;
-mod embedding;
 mod field;
 pub mod functional;
 pub mod init;
-mod linear;
+mod layers;
 mod metric;
 mod modes;
 mod module;
-mod norm;
 mod parameter;
-mod pool;
 mod running_statistics;
 mod sequential;
-mod sync_batch_norm;
+mod state_dict;
+mod tree;
 
-pub use activation::{Gelu, Identity, LeakyRelu, Relu, Sigmoid, Silu, Softmax, Tanh};
-pub use attention::{AttentionMask, MultiheadAttention, MultiheadAttentionBuilder};
-pub use batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d, BatchNormBuilder};
 pub use buffer::Buffer;
 pub use check::Sizes;
-pub use conv::{Conv, Conv1d, Conv2d, ConvBuilder};
-pub use conv_transpose::{ConvTranspose2d, ConvTranspose2dBuilder};
-pub use dropout::Dropout;
-pub use embedding::{Embedding, EmbeddingBuilder};
 #[doc(hidden)]
 pub use field::Field;
-pub use linear::{Linear, LinearBuilder};
+pub use layers::activation::{Gelu, Identity, LeakyRelu, Relu, Sigmoid, Silu, Softmax, Tanh};
+pub use layers::attention::{AttentionMask, MultiheadAttention, MultiheadAttentionBuilder};
+pub use layers::batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d, BatchNormBuilder};
+pub use layers::conv::{Conv, Conv1d, Conv2d, ConvBuilder};
+pub use layers::conv_transpose::{ConvTranspose2d, ConvTranspose2dBuilder};
+pub use layers::dropout::Dropout;
+pub use layers::embedding::{Embedding, EmbeddingBuilder};
+pub use layers::linear::{Linear, LinearBuilder};
+pub use layers::norm::{GroupNorm, GroupNormBuilder, LayerNorm, LayerNormBuilder, NormalizedShape};
+pub use layers::pool::{
+    AdaptiveAvgPool2d, AvgPool2d, AvgPool2dBuilder, Flatten, MaxPool2d, MaxPool2dBuilder,
+};
+pub use layers::sync_batch_norm::SyncBatchNorm;
 pub(crate) use metric::refuse_shape;
 pub use metric::{Metric, MetricState, Reduction};
 pub(crate) use modes::{ModeNumbers, set_training_modes, training_modes};
 pub use modes::{mode_changed, set_training};
-pub use module::{Forward, IncompatibleKeys, Member, Module, ModuleExt};
-pub use norm::{GroupNorm, GroupNormBuilder, LayerNorm, LayerNormBuilder, NormalizedShape};
+pub use module::{Forward, Member, Module};
 pub use parameter::Parameter;
-pub use pool::{AdaptiveAvgPool2d, AvgPool2d, AvgPool2dBuilder, Flatten, MaxPool2d, MaxPool2dBuilder};
 pub(crate) use running_statistics::{EqualBatches, has_running_statistics, reset_running_statistics};
 pub use sequential::Sequential;
-pub use sync_batch_norm::SyncBatchNorm;
-pub use voltaic_macros::Module;
+pub use state_dict::IncompatibleKeys;
+pub use tree::ModuleExt;

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::module::{Member, Module};
+use crate::nn::module::{Member, Module};
 
 /// How often a mode was set in this process.
 static CHANGES: AtomicU64 = AtomicU64::new(0);

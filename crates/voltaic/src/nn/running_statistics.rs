@@ -2,8 +2,9 @@
 
 use std::cell::Cell;
 
-use super::{Module, ModuleExt};
 use crate::error::Result;
+use crate::nn::module::Module;
+use crate::nn::tree::ModuleExt;
 
 thread_local! {
     static ARE_EQUAL: Cell<bool> = const { Cell::new(false) };

@@ -4,7 +4,7 @@ use std::fmt;
 
 use tch::Tensor;
 
-use super::{Forward, Member, Module};
+use crate::nn::module::{Forward, Member, Module};
 
 /// Applies its layers in order, as `torch.nn.Sequential`; they are named `0`, `1`, ...
 ///

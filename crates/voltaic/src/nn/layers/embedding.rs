@@ -4,9 +4,11 @@ use std::fmt;
 
 use tch::Tensor;
 
-use super::check::{at_least, empty, refuse};
-use super::{Forward, Module, Parameter, init};
 use crate::error::{Error, ModuleError, Result};
+use crate::nn::check::{at_least, empty, refuse};
+use crate::nn::init;
+use crate::nn::module::{Forward, Module};
+use crate::nn::parameter::Parameter;
 
 /// Looks up a vector for each index, as `torch.nn.Embedding`.
 ///

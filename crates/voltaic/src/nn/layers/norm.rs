@@ -4,9 +4,11 @@ use std::fmt;
 
 use tch::Tensor;
 
-use super::check::{at_least, divides, empty, explain};
-use super::{Forward, Module, Parameter, init};
 use crate::error::Result;
+use crate::nn::check::{at_least, divides, empty, explain};
+use crate::nn::init;
+use crate::nn::module::{Forward, Module};
+use crate::nn::parameter::Parameter;
 
 /// Sizes of the last dimensions over which a [`LayerNorm`] works: `512`, `[8, 64]`, a slice or a `Vec`.
 pub trait NormalizedShape {

@@ -2,9 +2,9 @@
 
 use tch::Tensor;
 
-use super::check::probability;
-use super::{Forward, Module};
 use crate::error::Result;
+use crate::nn::check::probability;
+use crate::nn::module::{Forward, Module};
 
 /// Sets elements to zero at random in training mode, as `torch.nn.Dropout`
 /// ([Hinton et al., 2012](https://arxiv.org/abs/1207.0580)).
@@ -44,7 +44,7 @@ impl Dropout {
     /// Probability with which an element is dropped now: `p` in training mode, else 0.
     ///
     /// For attention, which drops within its kernel: see
-    /// [`scaled_dot_product_attention`](super::functional::scaled_dot_product_attention).
+    /// [`scaled_dot_product_attention`](crate::nn::functional::scaled_dot_product_attention).
     pub fn active_p(&self) -> f64 {
         if self.training { self.p } else { 0.0 }
     }

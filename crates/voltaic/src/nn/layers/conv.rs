@@ -4,10 +4,12 @@ use std::fmt;
 
 use tch::Tensor;
 
-use super::check::{Sizes, at_least, divides, empty, explain};
-use super::linear::no_bias;
-use super::{Forward, Module, Parameter, init};
 use crate::error::Result;
+use crate::nn::check::{Sizes, at_least, divides, empty, explain};
+use crate::nn::init;
+use crate::nn::layers::linear::no_bias;
+use crate::nn::module::{Forward, Module};
+use crate::nn::parameter::Parameter;
 
 /// Convolution over one dimension, as `torch.nn.Conv1d`: input `[batch, in_channels, length]`.
 pub type Conv1d = Conv<1>;

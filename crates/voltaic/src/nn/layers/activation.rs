@@ -1,9 +1,9 @@
-//! Activations as modules, for [`Sequential`](super::Sequential). In a `forward` of one's own a method of the tensor
+//! Activations as modules, for [`Sequential`](crate::nn::Sequential). In a `forward` of one's own a method of the tensor
 //! does the same: `x.relu()`.
 
 use tch::Tensor;
 
-use super::{Forward, Module};
+use crate::nn::module::{Forward, Module};
 
 /// Returns its input, as `torch.nn.Identity`.
 #[derive(Module, Debug, Clone, Copy, Default)]

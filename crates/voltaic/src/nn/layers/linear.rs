@@ -4,9 +4,11 @@ use std::fmt;
 
 use tch::Tensor;
 
-use super::check::{at_least, empty, explain};
-use super::{Forward, Module, Parameter, init};
 use crate::error::Result;
+use crate::nn::check::{at_least, empty, explain};
+use crate::nn::init;
+use crate::nn::module::{Forward, Module};
+use crate::nn::parameter::Parameter;
 
 /// Applies `y = x Wᵀ + b` to the last dimension, as `torch.nn.Linear`.
 ///

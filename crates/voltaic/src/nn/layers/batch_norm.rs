@@ -4,10 +4,14 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use super::check::{at_least, empty, explain};
-use super::{Buffer, Forward, Module, Parameter, init, running_statistics, sync_batch_norm};
 use crate::distributed::ProcessGroup;
 use crate::error::Result;
+use crate::nn::buffer::Buffer;
+use crate::nn::check::{at_least, empty, explain};
+use crate::nn::layers::sync_batch_norm;
+use crate::nn::module::{Forward, Module};
+use crate::nn::parameter::Parameter;
+use crate::nn::{init, running_statistics};
 
 /// Batch normalisation of `[batch, num_features]` or `[batch, num_features, length]`, as `torch.nn.BatchNorm1d`.
 pub type BatchNorm1d = BatchNorm<1>;

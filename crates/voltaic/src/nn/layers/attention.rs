@@ -4,11 +4,14 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use super::check::{at_least, divides, empty, probability};
-use super::functional::scaled_dot_product_attention;
-use super::{Forward, Linear, Module, Parameter, init};
 use crate::device::Device;
 use crate::error::{ModuleError, Result};
+use crate::nn::check::{at_least, divides, empty, probability};
+use crate::nn::functional::scaled_dot_product_attention;
+use crate::nn::init;
+use crate::nn::layers::linear::Linear;
+use crate::nn::module::{Forward, Module};
+use crate::nn::parameter::Parameter;
 
 /// Attention with several heads, as `torch.nn.MultiheadAttention`
 /// ([Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)).

@@ -2,9 +2,9 @@
 
 use tch::Tensor;
 
-use super::check::{Sizes, at_least, explain, refuse};
-use super::{Forward, Module};
 use crate::error::Result;
+use crate::nn::check::{Sizes, at_least, explain, refuse};
+use crate::nn::module::{Forward, Module};
 
 /// The largest value under each window, as `torch.nn.MaxPool2d`.
 ///

@@ -4,13 +4,15 @@ use std::fmt;
 
 use tch::Tensor;
 
-use super::check::{Sizes, at_least, divides, empty, explain, refuse};
-use super::linear::no_bias;
-use super::{Forward, Module, Parameter, init};
 use crate::error::Result;
+use crate::nn::check::{Sizes, at_least, divides, empty, explain, refuse};
+use crate::nn::init;
+use crate::nn::layers::linear::no_bias;
+use crate::nn::module::{Forward, Module};
+use crate::nn::parameter::Parameter;
 
 /// Transposed convolution over two dimensions, as `torch.nn.ConvTranspose2d`: the gradient of a
-/// [`Conv2d`](super::Conv2d) with respect to its input.
+/// [`Conv2d`](crate::nn::Conv2d) with respect to its input.
 ///
 /// Input `[batch, in_channels, height, width]`, output `[batch, out_channels, *]`; the batch dimension may be missing.
 /// `size_out = (size_in - 1) stride - 2 padding + dilation (kernel_size - 1) + output_padding + 1`.

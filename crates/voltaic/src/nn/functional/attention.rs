@@ -18,7 +18,7 @@ const MAX_FLOAT32_KEYS: i64 = 256;
 /// `query` `[batch, heads, queries, dim]`, `key` and `value` `[batch, heads, keys, dim]`, output as `query`.
 /// `attn_mask` is added to the scores, or, if `bool`, says where attention is allowed; it broadcasts to
 /// `[batch, heads, queries, keys]`. With `is_causal` no query sees a later key. `dropout_p` drops attention weights
-/// whatever the mode: pass [`Dropout::active_p`](super::Dropout::active_p).
+/// whatever the mode: pass [`Dropout::active_p`](crate::nn::Dropout::active_p).
 ///
 /// On the CPU and the emulated HPU, 16-bit attention over at most 256 keys is computed in float32, which is faster
 /// there than in libtorch's kernel for 16 bits, and rounded.

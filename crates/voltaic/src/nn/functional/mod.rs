@@ -1,11 +1,13 @@
 //! Losses, metrics and attention as functions, as in `torch.nn.functional`: those that have too many arguments in
 //! `tch`, or none of the right name. Everything else is a method of the tensor.
 
+mod attention;
+
 use tch::{Kind, Tensor};
 
 pub use tch::Reduction;
 
-pub use super::dot_product_attention::scaled_dot_product_attention;
+pub use attention::scaled_dot_product_attention;
 
 use crate::error::Result;
 
@@ -74,7 +76,7 @@ pub fn mse_loss(input: &Tensor, target: &Tensor) -> Result<Tensor> {
     Ok(input.f_mse_loss(target, Reduction::Mean)?)
 }
 
-/// GELU in its exact form, as `torch.nn.functional.gelu`; see [`Gelu`](super::Gelu).
+/// GELU in its exact form, as `torch.nn.functional.gelu`; see [`Gelu`](crate::nn::Gelu).
 ///
 /// # Errors
 /// If the dtype is not a floating one.
@@ -82,7 +84,7 @@ pub fn gelu(input: &Tensor) -> Result<Tensor> {
     Ok(input.f_gelu("none")?)
 }
 
-/// The largest value of each window of `size` x `size`, side by side; see [`MaxPool2d`](super::MaxPool2d).
+/// The largest value of each window of `size` x `size`, side by side; see [`MaxPool2d`](crate::nn::MaxPool2d).
 ///
 /// # Errors
 /// If the input is smaller than the window, or has other than 3 or 4 dimensions.

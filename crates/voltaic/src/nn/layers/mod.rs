@@ -1,0 +1,13 @@
+//! The usual layers, one file for each kind.
+
+pub(super) mod activation;
+pub(super) mod attention;
+pub(super) mod batch_norm;
+pub(super) mod conv;
+pub(super) mod conv_transpose;
+pub(super) mod dropout;
+pub(super) mod embedding;
+pub(super) mod linear;
+pub(super) mod norm;
+pub(super) mod pool;
+pub(super) mod sync_batch_norm;

@@ -1,0 +1,217 @@
+//! What every module can do, from its tree alone.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use tch::{Kind, Tensor};
+
+use crate::device::Device;
+use crate::error::Result;
+use crate::metrics::Metric;
+use crate::nn::buffer::Buffer;
+use crate::nn::modes::set_training;
+use crate::nn::module::{Member, Module};
+use crate::nn::parameter::Parameter;
+use crate::nn::state_dict::{IncompatibleKeys, load_state_dict};
+
+/// What every module can do, from its tree alone.
+pub trait ModuleExt: Module {
+    /// All parameters with their fqn (`conv1.weight`), depth first in declaration order, as PyTorch's
+    /// `named_parameters()`: a tied parameter appears once, under its first name.
+    fn named_parameters(&self) -> Vec<(String, Parameter)> {
+        let mut seen = HashSet::new();
+        let mut found = Vec::new();
+        walk(self.as_dyn(), "", &mut |fqn, member| {
+            if let Member::Parameter(parameter) = member
+                && seen.insert(parameter.id())
+            {
+                found.push((fqn.to_owned(), parameter.clone()));
+            }
+        });
+        found
+    }
+
+    /// All parameters, in the order of [`ModuleExt::named_parameters`].
+    fn parameters(&self) -> Vec<Parameter> {
+        self.named_parameters().into_iter().map(|(_, parameter)| parameter).collect()
+    }
+
+    /// All buffers with their fqn, persistent or not.
+    fn named_buffers(&self) -> Vec<(String, &Buffer)> {
+        let mut found = Vec::new();
+        walk(self.as_dyn(), "", &mut |fqn, member| {
+            if let Member::Buffer(buffer) = member {
+                found.push((fqn.to_owned(), buffer));
+            }
+        });
+        found
+    }
+
+    /// Direct sub-modules with their names.
+    fn named_children(&self) -> Vec<(String, &dyn Module)> {
+        let mut found = Vec::new();
+        self.members(&mut |name, member| {
+            if let Member::Module(module) = member {
+                found.push((name.to_owned(), module));
+            }
+        });
+        found
+    }
+
+    /// All sub-modules with their fqn, depth first; the module itself comes first under the empty name.
+    fn named_modules(&self) -> Vec<(String, &dyn Module)> {
+        let mut found = vec![(String::new(), self.as_dyn())];
+        walk(self.as_dyn(), "", &mut |fqn, member| {
+            if let Member::Module(module) = member {
+                found.push((fqn.to_owned(), module));
+            }
+        });
+        found
+    }
+
+    /// All metrics in the tree with their fqn.
+    fn named_metrics(&self) -> Vec<(String, Arc<dyn Metric>)> {
+        let modules = self.named_modules().into_iter();
+        modules.filter_map(|(fqn, module)| Some((fqn, module.metric()?))).collect()
+    }
+
+    /// Puts the module and all below it into training mode (`true`) or evaluation mode (`false`).
+    fn train(&mut self, training: bool)
+    where
+        Self: Sized,
+    {
+        set_training(self, training);
+    }
+
+    /// Puts the module and all below it into evaluation mode.
+    fn eval(&mut self)
+    where
+        Self: Sized,
+    {
+        set_training(self, false);
+    }
+
+    /// Moves all parameters and buffers, in place.
+    ///
+    /// # Errors
+    /// If the device is absent or out of memory; then some tensors have moved already.
+    fn to_device(&self, device: Device) -> Result<()> {
+        self.convert(&mut |tensor| Ok(tensor.f_to_device(device.tch())?))
+    }
+
+    /// Casts all floating-point parameters and buffers, in place.
+    ///
+    /// # Errors
+    /// If the device has no such dtype.
+    fn to_dtype(&self, dtype: Kind) -> Result<()> {
+        self.convert(&mut |tensor| {
+            Ok(if tensor.is_floating_point() { tensor.f_to_kind(dtype)? } else { tensor.shallow_clone() })
+        })
+    }
+
+    /// Lays out the parameters and buffers of four dimensions, such as kernels of convolutions, with the channels last in
+    /// memory. Shapes and values stay; convolutions then work in this layout, and what they give has it, too, which is
+    /// faster on most devices. To be called before the first step.
+    ///
+    /// Source: `module.to(memory_format=torch.channels_last)`.
+    ///
+    /// # Errors
+    /// If memory is short.
+    fn to_channels_last(&self) -> Result<()> {
+        self.convert(&mut |tensor| {
+            if tensor.dim() != 4 {
+                return Ok(tensor.shallow_clone());
+            }
+            // the strides are set, too, since those of a single channel would say nothing of the layout
+            let (size, dense) = (tensor.size(), tensor.f_permute([0, 2, 3, 1])?.f_contiguous()?);
+            let [channels, height, width] = [size[1], size[2], size[3]];
+            let strides = [channels * height * width, 1, width * channels, channels];
+            Ok(dense.f_as_strided(&size, strides, None)?)
+        })
+    }
+
+    /// Replaces the data of each parameter and buffer by `convert` of it.
+    #[doc(hidden)]
+    fn convert(&self, convert: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        for parameter in self.parameters() {
+            parameter.set_data(&convert(&parameter.detach())?)?;
+        }
+        for (_, buffer) in self.named_buffers() {
+            buffer.set_data(&convert(buffer)?)?;
+        }
+        Ok(())
+    }
+
+    /// Sets whether the parameters are trained.
+    fn set_requires_grad(&self, requires_grad: bool) {
+        for parameter in self.parameters() {
+            let _ = parameter.set_requires_grad(requires_grad);
+        }
+    }
+
+    /// Parameters and persistent buffers by fqn, sharing storage with the module. Tied parameters appear under
+    /// each of their names, as in PyTorch.
+    fn state_dict(&self) -> Vec<(String, Tensor)> {
+        let mut found = Vec::new();
+        walk(self.as_dyn(), "", &mut |fqn, member| match member {
+            Member::Parameter(parameter) => found.push((fqn.to_owned(), parameter.detach())),
+            Member::Buffer(buffer) if buffer.is_persistent() => found.push((fqn.to_owned(), buffer.detach())),
+            _ => {}
+        });
+        found
+    }
+
+    /// Copies values into the module's own tensors, which keep their device and dtype. Returns the names that had no
+    /// counterpart, as PyTorch's does; there are none when `strict`.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Mismatch`] if shapes differ; when `strict`, if names are missing or left over; else if not one
+    /// name is the module's. Nothing is changed in that case.
+    fn load_state_dict(&self, state: &[(String, Tensor)], strict: bool) -> Result<IncompatibleKeys> {
+        load_state_dict(self.type_name(), &self.state_dict(), state, strict)
+    }
+
+    /// Number of elements of all parameters; with `trainable_only`, of those that require grad.
+    fn num_parameters(&self, trainable_only: bool) -> usize {
+        self.parameters().iter().filter(|p| !trainable_only || p.requires_grad()).map(|p| p.numel()).sum()
+    }
+
+    /// This module as a trait object.
+    #[doc(hidden)]
+    fn as_dyn(&self) -> &dyn Module;
+}
+
+impl<M: Module> ModuleExt for M {
+    fn as_dyn(&self) -> &dyn Module {
+        self
+    }
+}
+
+impl ModuleExt for dyn Module {
+    fn as_dyn(&self) -> &dyn Module {
+        self
+    }
+}
+
+/// Calls `visit` with the fqn of every member below `module`, depth first.
+fn walk<'a>(module: &'a dyn Module, prefix: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
+    let mut direct = Vec::new();
+    module.members(&mut |name, member| direct.push((join(prefix, name), member)));
+    // PyTorch lists a module's own parameters and buffers before those of its children
+    for (fqn, member) in &direct {
+        if !matches!(member, Member::Module(_)) {
+            visit(fqn, *member);
+        }
+    }
+    for (fqn, member) in &direct {
+        if let Member::Module(child) = member {
+            visit(fqn, *member);
+            walk(*child, fqn, visit);
+        }
+    }
+}
+
+fn join(prefix: &str, name: &str) -> String {
+    if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
+}
