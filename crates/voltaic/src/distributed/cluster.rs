@@ -1,135 +1,16 @@
 //! Which launcher started this process, and what it says about ranks: read from the environment, in Lightning's order.
 
 use std::collections::BTreeSet;
-use std::fmt;
 
-use super::host_list::first_host;
-use super::launcher::{ATTEMPT, LAUNCHER, Launch};
-use super::variables::Variables;
+use super::environment::ClusterEnvironment;
+use super::host::first_host;
+use super::launch::Launch;
+use super::placement::{Placement, RankPlacement, Wanted};
+use super::variables::{ATTEMPT, LAUNCHER, Variables};
 use crate::error::ConfigError;
 
 /// Port of the store under launchers that name none, as in Lightning.
 const DEFAULT_PORT: u16 = 12910;
-
-/// What starts the ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ClusterEnvironment {
-    /// `torchrun` (`TORCHELASTIC_RUN_ID` is set).
-    TorchElastic,
-    /// `srun` in a job that is not interactive.
-    Slurm,
-    /// `jsrun` under LSF.
-    Lsf,
-    /// `mpirun` of Open MPI, MPICH or Intel MPI.
-    Mpi,
-    /// One process per pod (`RANK` without `LOCAL_RANK`), as Kubeflow's PyTorchJob starts them.
-    Kubeflow,
-    /// voltaic's own launcher, or somebody who sets the same variables.
-    Lightning,
-}
-
-impl fmt::Display for ClusterEnvironment {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::TorchElastic => "torchrun",
-            Self::Slurm => "Slurm",
-            Self::Lsf => "LSF",
-            Self::Mpi => "MPI",
-            Self::Kubeflow => "Kubeflow (RANK is set and LOCAL_RANK is not)",
-            Self::Lightning => "a launcher that sets LOCAL_RANK",
-        })
-    }
-}
-
-impl ClusterEnvironment {
-    /// The launcher that the variables speak of.
-    pub fn detect(variables: &Variables) -> Self {
-        let has = |name: &str| variables.text(name).is_some();
-        let has_all = |names: &[&str]| names.iter().all(|name| has(name));
-        let job = variables.text("SLURM_JOB_NAME");
-        let mpi_size =
-            ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].into_iter().find_map(|name| variables.number(name).ok()?);
-        if has("TORCHELASTIC_RUN_ID") {
-            Self::TorchElastic
-        } else if has("SLURM_NTASKS") && !matches!(job, Some("bash" | "interactive")) {
-            Self::Slurm
-        } else if has_all(&[
-            "LSB_JOBID",
-            "LSB_DJOB_RANKFILE",
-            "JSM_NAMESPACE_LOCAL_RANK",
-            "JSM_NAMESPACE_SIZE",
-        ]) {
-            Self::Lsf
-        } else if mpi_size.is_some_and(|size| size > 1) {
-            Self::Mpi
-        } else if has_all(&["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-            && !["LOCAL_RANK", "NODE_RANK", "GROUP_RANK"].into_iter().any(has)
-        {
-            Self::Kubeflow
-        } else {
-            Self::Lightning
-        }
-    }
-}
-
-/// What the configuration asks for.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Wanted {
-    /// Ranks per node.
-    pub devices: usize,
-    /// `devices` was not written, so that the launcher's number holds.
-    pub is_auto: bool,
-    pub num_nodes: usize,
-    /// Ranks are wanted even if there is one.
-    pub is_distributed: bool,
-    /// A rank that fails is to be started anew, so that somebody has to look after it.
-    pub restarts: bool,
-}
-
-/// What this process is to a run.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Placement {
-    /// The only process.
-    Single,
-    /// The launcher: the ranks of this node are to be started.
-    Launcher(Launch),
-    /// One of the ranks.
-    Rank(RankPlacement),
-}
-
-/// Which rank a process is, and where the ranks meet.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RankPlacement {
-    /// What started it.
-    pub environment: ClusterEnvironment,
-    /// Global rank.
-    pub rank: usize,
-    /// Ranks on all nodes.
-    pub world_size: usize,
-    /// Rank within the node.
-    pub local_rank: usize,
-    /// Number of the node.
-    pub node_rank: usize,
-    /// Host of the store.
-    pub master_addr: String,
-    /// Port of the store; 0 with a single rank.
-    pub master_port: u16,
-    /// This rank is the store's server.
-    pub hosts_store: bool,
-    /// voltaic's launcher, if that has started this rank: a text that no other has.
-    pub launcher: Option<String>,
-    /// torchrun's name of the run, if that has started this rank.
-    pub elastic_run: Option<String>,
-    /// How often this rank's launcher has started it anew. Launchers of other nodes may count otherwise.
-    pub attempt: u64,
-}
-
-impl RankPlacement {
-    /// Whether ranks are started anew after a failure.
-    pub(super) fn may_come_back(&self) -> bool {
-        self.launcher.is_some() || self.elastic_run.is_some()
-    }
-}
 
 impl Placement {
     pub(crate) fn find(variables: &Variables, wanted: Wanted) -> Result<Self, ConfigError> {
@@ -154,6 +35,30 @@ impl Placement {
             return Err(ConfigError::new("trainer.max_restarts", what, remedy));
         }
         found.check(wanted, environment)
+    }
+}
+
+impl Variables {
+    /// Refuses to let each of several processes train for itself, only because the configuration speaks of one.
+    pub(crate) fn check_alone(&self) -> Result<(), ConfigError> {
+        let names: &[&str] = match ClusterEnvironment::detect(self) {
+            _ if self.text(LAUNCHER).is_some() => return Ok(()), // a rank may well train something by itself
+            // an allocation may have more tasks than the step that runs
+            ClusterEnvironment::Slurm => &["SLURM_STEP_NUM_TASKS"],
+            ClusterEnvironment::Lsf => &["JSM_NAMESPACE_SIZE"],
+            ClusterEnvironment::Mpi => &["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"],
+            _ => &["WORLD_SIZE"],
+        };
+        let found = names.iter().find_map(|&name| Some((name, self.number(name).ok()??)));
+        match found.filter(|&(_, size)| size > 1) {
+            None => Ok(()),
+            Some((name, size)) => Err(ConfigError::new(
+                name,
+                format!("{size} ranks, but trainer.devices and trainer.num_nodes speak of one"),
+                "set them to what was started, or trainer.strategy=single_device for processes that have nothing to do \
+                 with each other",
+            )),
+        }
     }
 }
 

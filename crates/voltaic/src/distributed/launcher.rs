@@ -15,14 +15,11 @@ use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
 
-use super::roll_call::host_name;
+use super::host::host_name;
+use super::launch::Launch;
+use super::variables::{ATTEMPT, LAUNCHER};
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::{self, Store};
-
-/// Set for ranks that this launcher started: it holds the store. Its value is another for each launcher.
-pub(super) const LAUNCHER: &str = "VOLTAIC_LAUNCHER";
-/// How often it has started the ranks anew.
-pub(super) const ATTEMPT: &str = "VOLTAIC_RESTART_COUNT";
 
 /// How often the launcher looks at its ranks.
 const POLL: Duration = Duration::from_millis(25);
@@ -34,21 +31,6 @@ const INTERRUPT_GRACE: Duration = Duration::from_secs(60);
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Longest end of a rank's output that is shown when it fails.
 const SHOWN_BYTES: u64 = 4096;
-
-/// The ranks that a node has to start.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Launch {
-    /// Ranks on this node.
-    pub devices: usize,
-    /// Nodes.
-    pub num_nodes: usize,
-    /// Number of this node.
-    pub node_rank: usize,
-    /// Host of node 0; known on all other nodes.
-    pub master_addr: Option<String>,
-    /// Port of the store; chosen by the system if there is one node.
-    pub master_port: Option<u16>,
-}
 
 struct Rank {
     local_rank: usize,

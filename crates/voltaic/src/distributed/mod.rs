@@ -5,9 +5,13 @@
 //! operations all ranks call in the same order. What the operations are for is decided above: in `strategy`.
 
 mod cluster;
-mod host_list;
+mod deadline;
+mod environment;
+mod host;
+mod launch;
 mod launcher;
 mod libraries;
+mod placement;
 mod process_group;
 mod rendezvous;
 mod roll_call;
@@ -15,10 +19,12 @@ mod variables;
 mod world;
 
 pub use crate::ffi::ReduceOp;
-pub(crate) use cluster::Wanted;
-pub use cluster::{ClusterEnvironment, Placement, RankPlacement};
+pub use environment::ClusterEnvironment;
+pub use launch::Launch;
 pub(crate) use launcher::hold_back;
-pub use launcher::{Launch, launch};
+pub use launcher::launch;
+pub(crate) use placement::Wanted;
+pub use placement::{Placement, RankPlacement};
 pub use process_group::{Pending, ProcessGroup};
 pub use rendezvous::{JoinOptions, RunStore};
 pub use variables::Variables;

@@ -7,9 +7,9 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::{Kind, Tensor};
 
-use super::rendezvous::within;
+use super::deadline::within;
 use crate::error::{CollectiveFailure, ConfigError, DistributedError, Error, Result, TorchError};
-use crate::ffi::{self, Backend, Neighbours, ReduceOp, Store, Summing, Work};
+use crate::ffi::{Backend, Neighbours, ReduceOp, Store, Summing, Work};
 
 /// How long a rank whose operation failed waits to see which ranks it failed on, too.
 const INQUEST: Duration = Duration::from_secs(2);
@@ -397,29 +397,4 @@ fn to_vec(data: &Tensor) -> Result<Vec<u8>> {
 fn from_bytes<T: DeserializeOwned>(data: &Tensor) -> Result<T> {
     serde_json::from_slice(&to_vec(data)?)
         .map_err(|error| Error::io("read", "a value of another rank", error.into()))
-}
-
-/// Where Gloo listens: on the interface that `GLOO_SOCKET_IFNAME` names, else on the one from which this host reaches
-/// the rendezvous. The host's own name is no good guide, since it often stands for a loopback address.
-pub(super) fn gloo_interface(
-    named: Option<String>,
-    host: &str,
-    port: u16,
-) -> Result<ffi::GlooInterface, String> {
-    use std::net::UdpSocket;
-    if let Some(name) = named {
-        return Ok(ffi::GlooInterface::Name(name));
-    }
-    let reached = |address: std::net::SocketAddr| -> std::io::Result<std::net::IpAddr> {
-        let any = if address.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
-        let socket = UdpSocket::bind(any)?;
-        socket.connect(address)?; // chooses a route; nothing is sent
-        Ok(socket.local_addr()?.ip())
-    };
-    let addresses =
-        std::net::ToSocketAddrs::to_socket_addrs(&(host, port)).map_err(|error| error.to_string())?;
-    let found = addresses.into_iter().find_map(|address| reached(address).ok());
-    found
-        .map(|address| ffi::GlooInterface::Address(address.to_string()))
-        .ok_or_else(|| format!("there is no route to {host}"))
 }

@@ -4,16 +4,18 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::ToSocketAddrs;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::ProcessGroup;
-use super::cluster::RankPlacement;
-use super::process_group::gloo_interface;
+use super::deadline::{on_thread, within};
+use super::host::gloo_interface;
+use super::libraries;
+use super::placement::{RankPlacement, refuse};
+use super::process_group::ProcessGroup;
 use super::roll_call::{NOTICE, Round, roll_call};
 use crate::device::Device;
-use crate::error::{DistributedError, Error, Result, TorchError};
+use crate::error::{Result, TorchError};
 use crate::ffi::{Backend, CollectiveLibrary, Home, Neighbours, Seat, Store, shares_memory};
 
 /// How long an unknown host name is asked for again: names of a cluster may come up after the process.
@@ -74,7 +76,7 @@ pub(super) struct Joined {
 /// Joins the ranks of `placement`.
 pub(super) fn join(placement: &RankPlacement, options: &JoinOptions) -> Result<Joined> {
     let is_alone = placement.world_size == 1; // nothing is exchanged
-    let library = if is_alone { None } else { super::libraries::of(options.device)? };
+    let library = if is_alone { None } else { libraries::of(options.device)? };
     let (store, run) = open_group(placement, options.timeout)?;
     let round = roll_call(placement, &store, options.timeout)?;
     let (rank, world_size) = (placement.rank, placement.world_size);
@@ -193,17 +195,6 @@ fn communicator(
     }
 }
 
-pub(super) fn refuse(placement: &RankPlacement, reason: impl Into<String>, remedy: &str) -> Error {
-    DistributedError::Rendezvous {
-        rank: placement.rank,
-        world_size: placement.world_size,
-        address: format!("{}:{}", placement.master_addr, placement.master_port),
-        reason: reason.into(),
-        remedy: remedy.to_owned(),
-    }
-    .into()
-}
-
 /// Connects to the store, or becomes its server.
 fn open_store(placement: &RankPlacement, timeout: Duration) -> Result<Arc<Store>> {
     let (host, port) = (placement.master_addr.as_str(), placement.master_port);
@@ -255,18 +246,4 @@ fn resolve(placement: &RankPlacement) -> Result<()> {
             }
         }
     }
-}
-
-/// What `body` gives on a thread of its own; none if it takes longer than `limit`, and then it is left alone.
-pub(super) fn within<T: Send + 'static>(
-    limit: Duration,
-    body: impl FnOnce() -> T + Send + 'static,
-) -> Option<T> {
-    on_thread(body).recv_timeout(limit).ok()
-}
-
-fn on_thread<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> Receiver<T> {
-    let (sender, receiver) = mpsc::channel();
-    std::thread::spawn(move || sender.send(body()));
-    receiver
 }

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::cluster::RankPlacement;
-use super::rendezvous::{refuse, within};
+use super::deadline::within;
+use super::host::host_name;
+use super::placement::{RankPlacement, refuse};
 use crate::error::{Result, TorchError};
 use crate::ffi::Store;
 
@@ -317,9 +318,4 @@ impl Pause {
         self.next = (self.next * 3 / 2).min(LONGEST_PAUSE);
         true
     }
-}
-
-pub(super) fn host_name() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname")
-        .map_or_else(|_| "unknown host".to_owned(), |name| name.trim().to_owned())
 }

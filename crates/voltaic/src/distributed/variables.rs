@@ -1,10 +1,14 @@
 //! Variables of the environment, as launchers set them.
 
 use std::collections::HashMap;
+use std::fmt;
 
-use super::cluster::ClusterEnvironment;
-use super::launcher::LAUNCHER;
 use crate::error::ConfigError;
+
+/// Set for ranks that voltaic's launcher started: it holds the store. Its value is another for each launcher.
+pub(super) const LAUNCHER: &str = "VOLTAIC_LAUNCHER";
+/// How often it has started the ranks anew.
+pub(super) const ATTEMPT: &str = "VOLTAIC_RESTART_COUNT";
 
 /// Variables of the environment.
 #[derive(Debug, Clone, Default)]
@@ -17,60 +21,6 @@ impl Variables {
         pairs
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
             .collect()
-    }
-
-    /// Ranks that a launcher has started, if this process is one of them.
-    pub(crate) fn launched_ranks(&self) -> Option<usize> {
-        let names: &[&str] = match ClusterEnvironment::detect(self) {
-            ClusterEnvironment::Slurm => &["SLURM_NTASKS"],
-            ClusterEnvironment::Lsf => &["JSM_NAMESPACE_SIZE"],
-            ClusterEnvironment::Mpi => &["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"],
-            ClusterEnvironment::Lightning if self.text("LOCAL_RANK").is_none() => &[],
-            _ => &["WORLD_SIZE"],
-        };
-        names.iter().find_map(|name| self.number(name).ok()?)
-    }
-
-    /// Whether voltaic's launcher has started this process as one of several ranks.
-    pub(crate) fn is_rank_of_launcher(&self) -> bool {
-        self.text(LAUNCHER).is_some() && self.launched_ranks().is_some_and(|ranks| ranks > 1)
-    }
-
-    /// Whether another program has started this process as a rank that is not the first, and whose output appears among
-    /// that of the others. Those of voltaic's launcher and pods have logs of their own.
-    pub(crate) fn is_one_more_rank(&self) -> bool {
-        let names: &[&str] = match ClusterEnvironment::detect(self) {
-            _ if self.text(LAUNCHER).is_some() => &[],
-            ClusterEnvironment::Kubeflow => &[],
-            ClusterEnvironment::TorchElastic => &["RANK"],
-            ClusterEnvironment::Slurm => &["SLURM_PROCID"],
-            ClusterEnvironment::Lsf => &["JSM_NAMESPACE_RANK"],
-            ClusterEnvironment::Mpi => &["OMPI_COMM_WORLD_RANK", "PMI_RANK"],
-            ClusterEnvironment::Lightning => &["LOCAL_RANK"],
-        };
-        names.iter().find_map(|name| self.number(name).ok()?).is_some_and(|rank| rank > 0)
-    }
-
-    /// Refuses to let each of several processes train for itself, only because the configuration speaks of one.
-    pub(crate) fn check_alone(&self) -> Result<(), ConfigError> {
-        let names: &[&str] = match ClusterEnvironment::detect(self) {
-            _ if self.text(LAUNCHER).is_some() => return Ok(()), // a rank may well train something by itself
-            // an allocation may have more tasks than the step that runs
-            ClusterEnvironment::Slurm => &["SLURM_STEP_NUM_TASKS"],
-            ClusterEnvironment::Lsf => &["JSM_NAMESPACE_SIZE"],
-            ClusterEnvironment::Mpi => &["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"],
-            _ => &["WORLD_SIZE"],
-        };
-        let found = names.iter().find_map(|&name| Some((name, self.number(name).ok()??)));
-        match found.filter(|&(_, size)| size > 1) {
-            None => Ok(()),
-            Some((name, size)) => Err(ConfigError::new(
-                name,
-                format!("{size} ranks, but trainer.devices and trainer.num_nodes speak of one"),
-                "set them to what was started, or trainer.strategy=single_device for processes that have nothing to do \
-                 with each other",
-            )),
-        }
     }
 
     pub(super) fn text(&self, name: &str) -> Option<&str> {
@@ -90,7 +40,7 @@ impl Variables {
         self.text(name).map(parse).transpose()
     }
 
-    pub(super) fn required(&self, name: &str, launcher: ClusterEnvironment) -> Result<usize, ConfigError> {
+    pub(super) fn required(&self, name: &str, launcher: impl fmt::Display) -> Result<usize, ConfigError> {
         self.number(name)?.ok_or_else(|| {
             ConfigError::new(
                 name,

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::ProcessGroup;
-use super::cluster::RankPlacement;
+use super::placement::RankPlacement;
+use super::process_group::ProcessGroup;
 use super::rendezvous::{self, JoinOptions, Joined, RunStore};
 use crate::device::Device;
 use crate::error::Result;

@@ -1,4 +1,33 @@
-//! Host lists as Slurm writes them: `node[1-3,07],login`, or with blanks in place of commas.
+//! Names and addresses of hosts.
+
+use crate::ffi::GlooInterface;
+
+/// The name of this host, for messages.
+pub(super) fn host_name() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map_or_else(|_| "unknown host".to_owned(), |name| name.trim().to_owned())
+}
+
+/// Where Gloo listens: on the interface that `GLOO_SOCKET_IFNAME` names, else on the one from which this host reaches
+/// the rendezvous. The host's own name is no good guide, since it often stands for a loopback address.
+pub(super) fn gloo_interface(named: Option<String>, host: &str, port: u16) -> Result<GlooInterface, String> {
+    use std::net::UdpSocket;
+    if let Some(name) = named {
+        return Ok(GlooInterface::Name(name));
+    }
+    let reached = |address: std::net::SocketAddr| -> std::io::Result<std::net::IpAddr> {
+        let any = if address.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+        let socket = UdpSocket::bind(any)?;
+        socket.connect(address)?; // chooses a route; nothing is sent
+        Ok(socket.local_addr()?.ip())
+    };
+    let addresses =
+        std::net::ToSocketAddrs::to_socket_addrs(&(host, port)).map_err(|error| error.to_string())?;
+    let found = addresses.into_iter().find_map(|address| reached(address).ok());
+    found
+        .map(|address| GlooInterface::Address(address.to_string()))
+        .ok_or_else(|| format!("there is no route to {host}"))
+}
 
 /// The first host of a list; `None` if it is empty or has an open bracket.
 pub(super) fn first_host(list: &str) -> Option<String> {
