@@ -19,8 +19,8 @@ use anyhow::{Context, bail, ensure};
 
 use crate::cases::{BASELINE, Case, PEERS, PRECISIONS, Peer, Precision, WORKLOADS, Workload, cases};
 use crate::process::{Launcher, Peak};
-use crate::report::{Machine, Results, Table, first_line};
-use crate::summary::Runs;
+use crate::report::{Machine, Results, first_line};
+use crate::summary::{Runs, Table};
 
 /// What of all there is to run, and how often.
 struct Settings {

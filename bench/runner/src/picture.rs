@@ -7,7 +7,8 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{FontStyle, register_font};
 
 use crate::cases::OURS;
-use crate::report::{Results, Table};
+use crate::report::Results;
+use crate::summary::Table;
 
 /// The font that voltaic draws its curves with.
 static FONT: &[u8] = include_bytes!("../../../crates/voltaic/assets/DejaVuSans-ascii.ttf");

@@ -8,9 +8,9 @@ use std::process::Command;
 use anyhow::Context;
 use serde::Serialize;
 
-use crate::cases::{Malloc, Precision, WORKLOADS};
+use crate::cases::WORKLOADS;
 use crate::process::Peak;
-use crate::summary::{Row, Verdict};
+use crate::summary::{Row, Table, Verdict};
 
 /// All that was measured in one run.
 #[derive(Debug, Serialize)]
@@ -25,19 +25,6 @@ pub struct Results {
     pub peaks: Vec<(usize, Peak)>,
     pub tables: Vec<Table>,
     pub verdicts: Vec<Verdict>,
-}
-
-/// Peers side by side.
-#[derive(Debug, Serialize)]
-pub struct Table {
-    pub title: String,
-    pub workload: &'static str,
-    pub precision: Precision,
-    pub num_threads: usize,
-    pub malloc: Malloc,
-    pub num_processes: usize,
-    pub gflop_per_step: f64,
-    pub rows: Vec<Row>,
 }
 
 /// Where it was measured.

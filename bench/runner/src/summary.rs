@@ -2,9 +2,8 @@
 
 use serde::Serialize;
 
-use crate::cases::{BASELINE, COMPILED, Case, GRAPHS, OURS, Peer, Precision, Rival, Work};
+use crate::cases::{BASELINE, COMPILED, Case, GRAPHS, Malloc, OURS, Peer, Precision, Rival, Work};
 use crate::process::{Outcome, Peak};
-use crate::report::Table;
 
 /// Losses compared between peers that do the same work: rounding grows from step to step, ten times each on resnet18.
 const NUM_COMPARED: usize = 4;
@@ -25,6 +24,19 @@ const MEMORY_TARGET: f64 = 0.5;
 pub struct Runs {
     pub peer: &'static Peer,
     pub outcomes: Vec<Outcome>,
+}
+
+/// Peers side by side.
+#[derive(Debug, Serialize)]
+pub struct Table {
+    pub title: String,
+    pub workload: &'static str,
+    pub precision: Precision,
+    pub num_threads: usize,
+    pub malloc: Malloc,
+    pub num_processes: usize,
+    pub gflop_per_step: f64,
+    pub rows: Vec<Row>,
 }
 
 /// A row of a table.
@@ -298,7 +310,7 @@ pub fn scaling(tables: &[Table]) -> Vec<Verdict> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cases::{Malloc, WORKLOADS};
+    use crate::cases::WORKLOADS;
 
     #[test]
     fn quantiles_are_interpolated() {

@@ -4,10 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use tch::Tensor;
 
-use crate::error::{DeviceError, Result};
-use crate::ffi;
+use crate::error::DeviceError;
 
 /// A place where tensors live and operators run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -24,21 +22,6 @@ pub enum Device {
 }
 
 impl Device {
-    /// The device a tensor lives on.
-    ///
-    /// # Errors
-    /// [`DeviceError::Unknown`] if it is a kind of device that voltaic does not know, such as `meta`.
-    pub fn of(tensor: &Tensor) -> Result<Self> {
-        let (device_type, index) = ffi::device_numbers(tensor)?;
-        let index = usize::try_from(index).unwrap_or(0);
-        match device_type {
-            voltaic_sys::VT_CPU => Ok(Self::Cpu),
-            voltaic_sys::VT_CUDA => Ok(Self::Cuda(index)),
-            voltaic_sys::VT_HPU => Ok(Self::Hpu(index)),
-            other => Err(DeviceError::Unknown { text: format!("device type {other}") }.into()),
-        }
-    }
-
     /// Type and index as c10 numbers them.
     pub(crate) fn numbers(self) -> (i32, i32) {
         match self {

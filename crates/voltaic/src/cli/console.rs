@@ -4,6 +4,8 @@ use std::io::{ErrorKind, IsTerminal, Write};
 
 use super::outcome::Failure;
 
+const RED: u8 = 31;
+
 /// Standard output and standard error, or what stands for them in a test.
 pub struct Console<'w> {
     out: Box<dyn Write + 'w>,
@@ -38,6 +40,14 @@ impl<'w> Console<'w> {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Writes the `error:` lines of a failure; returns its exit code.
+    pub(super) fn report(&mut self, failure: Failure) -> u8 {
+        for line in &failure.lines {
+            self.complain("error", RED, line);
+        }
+        failure.code
     }
 
     /// Writes one line to standard error behind a coloured `label`. If that fails there is nobody left to tell.

@@ -72,7 +72,7 @@ pub fn run_with(
     });
     match result {
         Ok(()) => 0,
-        Err(failure) => failure.report(console),
+        Err(failure) => console.report(failure),
     }
 }
 

@@ -5,16 +5,15 @@ use std::cell::RefCell;
 use std::io::Write;
 use std::panic::{self, AssertUnwindSafe};
 
-use super::console::Console;
 use crate::error::{ConfigError, Error};
-
-const RED: u8 = 31;
 
 /// Why a command did not succeed.
 #[derive(Debug)]
 pub(super) struct Failure {
-    lines: Vec<String>,
-    code: u8,
+    /// What the user is told.
+    pub lines: Vec<String>,
+    /// The exit code.
+    pub code: u8,
 }
 
 impl Failure {
@@ -44,14 +43,6 @@ impl Failure {
             }
         }
         Self { lines: vec![line], code }
-    }
-
-    /// Writes the `error:` lines; returns the exit code.
-    pub fn report(self, console: &mut Console<'_>) -> u8 {
-        for line in &self.lines {
-            console.complain("error", RED, line);
-        }
-        self.code
     }
 }
 

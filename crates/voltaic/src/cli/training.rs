@@ -3,7 +3,8 @@
 use std::io::Write;
 use std::path::Path;
 
-use super::{FromConfig, Registry, RunRequest, Verb};
+use super::registry::{FromConfig, Registry};
+use super::request::{RunRequest, Verb};
 use crate::checkpoint::write_atomically;
 use crate::data::{DataModule, Loaders, MnistData, MnistDataConfig, ShakespeareData, ShakespeareDataConfig};
 use crate::error::ConfigError;

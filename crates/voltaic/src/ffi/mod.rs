@@ -58,5 +58,6 @@ pub use tensor::lists::{
     foreach_mul_tensor, foreach_norm, is_dense, tensor_id,
 };
 pub use tensor::rng::{manual_seed, randperm, rng_state, set_rng_state};
-pub use tensor::storage::{SharedTensor, device_numbers, tch_names_hpu};
+pub use tensor::device::tch_names_hpu;
+pub use tensor::storage::SharedTensor;
 pub use threads::{set_thread_num_threads, with_one_thread};

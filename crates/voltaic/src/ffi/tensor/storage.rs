@@ -1,25 +1,6 @@
-//! Facts about tensors that tch does not tell.
+//! Tensors that several threads read.
 
 use tch::Tensor;
-use voltaic_sys as sys;
-
-use crate::error::TorchError;
-use crate::ffi::check::check;
-
-/// Device type and index of a tensor, numbered as in c10.
-pub fn device_numbers(tensor: &Tensor) -> Result<(i32, i32), TorchError> {
-    let (mut device_type, mut index) = (0, 0);
-    // SAFETY: the tensor is borrowed for the call; the out-pointers are valid i32s on this stack.
-    let error = unsafe { sys::vt_tensor_device(tensor.as_ptr().cast_mut(), &mut device_type, &mut index) };
-    check("device", error)?;
-    Ok((device_type, index))
-}
-
-/// Whether this program was linked so that tch can name an HPU (see `voltaic-build`).
-pub fn tch_names_hpu() -> bool {
-    // SAFETY: a pure function without arguments.
-    unsafe { sys::vt_tch_names_hpu() != 0 }
-}
 
 /// A tensor that several threads may read at the same time.
 ///
