@@ -8,11 +8,13 @@ use tch::Tensor;
 use super::call::{CapturedCall, Outputs, trained_params};
 use super::callable::{Callable, TensorTuple, call_with};
 use super::capture::{check_not_capturing, is_capturing};
-use super::step::copy_of;
+use crate::accelerator::rng;
 use crate::device::Device;
 use crate::error::{GraphError, Result};
 use crate::ffi::{self, ReplayStats};
-use crate::nn::{Forward, Member, ModeNumbers, Module, ModuleExt, mode_changed, set_training};
+use crate::nn::{
+    Forward, Member, ModeNumbers, Module, ModuleExt, Snapshot, SnapshotParts, mode_changed, set_training,
+};
 
 /// A module that is a graph; made by [`make_graphed_callables`]. Names of weights are those of the module.
 #[derive(Debug)]
@@ -91,7 +93,8 @@ pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
     let inputs = sample_args.tensors();
     let params = trained_params(module.as_dyn());
     let with_grad = is_training && (!params.is_empty() || inputs.iter().any(Tensor::requires_grad));
-    let kept = Kept::of(&module, inputs.first())?;
+    let kept = Snapshot::of(&module, SnapshotParts { buffers: true, ..SnapshotParts::default() })?;
+    let rng = rng::states(inputs.first().map_or(Ok(Device::Cpu), Device::of)?)?;
     for _ in 0..warmup {
         warm_up(&call_with(&module, &inputs)?, &inputs, &params)?;
     }
@@ -102,6 +105,7 @@ pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
         Err(_) => Ok(()),
     };
     kept.restore(&module)?;
+    rng::set_states(&rng)?;
     let captured = captured?;
     checked?;
     let frozen = module.parameters().into_iter().filter(|parameter| !parameter.requires_grad());
@@ -133,31 +137,6 @@ fn warm_up(outputs: &[Tensor], inputs: &[Tensor], params: &[Tensor]) -> Result<(
     let leaves: Vec<Tensor> = inputs.chain(params).map(Tensor::shallow_clone).collect();
     ffi::autograd_grad(&outputs, &grads, &leaves)?;
     Ok(())
-}
-
-/// What running a module changes.
-struct Kept {
-    buffers: Vec<Tensor>,
-    rng: (Device, Tensor),
-}
-
-impl Kept {
-    fn of(module: &dyn Module, input: Option<&Tensor>) -> Result<Self> {
-        let buffers = module.named_buffers().into_iter().map(|(_, buffer)| copy_of(buffer.tensor()));
-        let device = input.map_or(Ok(Device::Cpu), Device::of)?;
-        Ok(Self {
-            buffers: buffers.collect::<Result<_>>()?,
-            rng: (device, ffi::rng_state(device.numbers().0, device.numbers().1)?),
-        })
-    }
-
-    fn restore(&self, module: &dyn Module) -> Result<()> {
-        for ((_, buffer), kept) in module.named_buffers().into_iter().zip(&self.buffers) {
-            tch::no_grad(|| buffer.tensor().shallow_clone().f_copy_(kept))?;
-        }
-        let (device, state) = &self.rng;
-        Ok(ffi::set_rng_state(device.numbers().0, device.numbers().1, state)?)
-    }
 }
 
 impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {

@@ -42,6 +42,7 @@ mod module;
 mod parameter;
 mod running_statistics;
 mod sequential;
+mod snapshot;
 mod state_dict;
 mod tree;
 
@@ -70,5 +71,6 @@ pub use module::{Forward, Member, Module};
 pub use parameter::Parameter;
 pub(crate) use running_statistics::{EqualBatches, has_running_statistics, reset_running_statistics};
 pub use sequential::Sequential;
+pub(crate) use snapshot::{Snapshot, SnapshotParts};
 pub use state_dict::IncompatibleKeys;
 pub use tree::ModuleExt;

@@ -32,8 +32,8 @@ use crate::trainer::plan::contradictions;
 use crate::trainer::plan::limits::minima_above_maxima;
 use crate::trainer::plan::resolve;
 use crate::trainer::plan::train_plan::TrainPlan;
-use crate::trainer::search::trial::Keep;
-use crate::trainer::session::session::Run;
+use crate::trainer::session::before_trial::BeforeTrial;
+use crate::trainer::session::run::Run;
 use crate::trainer::state::find::run_folders;
 use crate::trainer::trainer::Trainer;
 
@@ -241,7 +241,7 @@ impl TrainerBuilder {
             facts,
             replaced: Vec::new(),
             run_folders,
-            kept: Keep::default(),
+            kept: BeforeTrial::default(),
             resumed_from: None,
             grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
             seed: global_seed(),

@@ -11,7 +11,7 @@ use crate::checkpoint::{Checkpoint, CheckpointMeta, TrainingState};
 use crate::error::{CheckpointError, Result};
 use crate::module::{MetricsState, Progress};
 use crate::precision::GradScaler;
-use crate::trainer::state::collect::State;
+use crate::trainer::session::frozen::LoopState;
 
 /// The version of Lightning whose files are written.
 const LIGHTNING_VERSION: &str = "2.6.6";
@@ -115,7 +115,7 @@ fn training_of(
     if progress.batch_idx > 0 && !progress.epoch_ended {
         notes.push("the epoch goes on at its batch, but in voltaic's order of samples".to_owned());
     }
-    let state = State {
+    let state = LoopState {
         progress,
         metrics: MetricsState::default(),
         seed: crate::accelerator::rng::global_seed(),
@@ -365,7 +365,7 @@ pub fn to_lightning(checkpoint: &Checkpoint) -> Result<Converted<Value>> {
     match &checkpoint.training {
         None => file.push(("loops", loops(&unused, 0, 0))),
         Some(training) => {
-            let state: State = serde_json::from_value(training.json.clone()).or_else(|error| {
+            let state: LoopState = serde_json::from_value(training.json.clone()).or_else(|error| {
                 refuse(format!("its training state is not understood: {error}"), "use another checkpoint")
             })?;
             // a reader tells the optimizer's parameters by their order among the weights

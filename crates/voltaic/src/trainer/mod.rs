@@ -29,5 +29,6 @@ pub use config::values::{
     Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval, WarnText,
 };
 pub use lightning_file::{Converted, from_lightning, state_dict, to_lightning};
+pub use run::eval::EvalMetrics;
 pub use search::lr_finder::LrFind;
-pub use trainer::{EvalMetrics, Trainer};
+pub use trainer::Trainer;

@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::data::Loaders;
 use crate::error::Result;
 use crate::module::LightningModule;
-use crate::trainer::trainer::EvalMetrics;
+use crate::trainer::run::eval::EvalMetrics;
 use crate::trainer::trainer::Trainer;
 
 /// What Lightning calls `fit(model)`, without data beside it. Rust has no arguments that may be left out, hence the names.

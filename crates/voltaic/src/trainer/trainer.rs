@@ -13,16 +13,18 @@ use super::config::optimizers::OptimizerOverride;
 use super::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig};
 use super::plan::contradictions;
 use super::plan::train_plan::TrainPlan;
-use super::run::eval::EvalLoaders;
-use super::run::graphs::step::StepGraphs;
+use super::run::eval::{EvalLoaders, EvalMetrics};
 use super::run::loaders::LoaderSource;
 use super::run::stages::{evaluate_session, fit_session};
 use super::session::captured_optimizers::CapturedOptimizers;
 use super::session::data_hooks::{Data, DataHooks};
-use super::session::session::{Run, Session};
+use super::session::frozen::AfterFit;
+use super::session::graphs::StepGraphs;
+use super::session::run::Run;
+use super::session::session::Session;
 use super::session::signals::Signals;
-use super::state::collect::{self as checkpointing, AfterFit};
 use super::state::find as find_checkpoint;
+use super::state::{collect, write};
 use crate::accelerator::rng::global_seed;
 use crate::data::{DataModule, Stage};
 use crate::distributed::World;
@@ -32,9 +34,6 @@ use crate::module::{LightningModule, MetricStore, ProfiledRun, Progress, Request
 use crate::nn::SyncBatchNorm;
 use crate::precision::GradScaler;
 use crate::strategy::Votes;
-
-/// Metrics of an evaluation, by name, in the order they were first logged.
-pub type EvalMetrics = Vec<(String, f64)>;
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].
 ///
@@ -218,7 +217,7 @@ impl Trainer {
         };
         let mut data = Data(data);
         let mut session = self.bare_session(module, &mut data, Stage::Fit)?;
-        let result = checkpointing::write_after_fit(&mut session, &after_fit, path.as_ref(), storage_options);
+        let result = write::write_after_fit(&mut session, &after_fit, path.as_ref(), storage_options);
         drop(session);
         self.after_fit = Some(after_fit);
         result?;
@@ -239,7 +238,7 @@ impl Trainer {
         storage_options: Option<&serde_json::Value>,
     ) -> Result<()> {
         if self.is_global_zero() {
-            let checkpoint = checkpointing::weights(module, &self.run.progress);
+            let checkpoint = collect::weights(module, &self.run.progress);
             self.run.checkpoint_io.save_checkpoint(&checkpoint, path.as_ref(), storage_options)?;
             self.run.checkpoint_io.teardown()?;
         }

@@ -4,19 +4,22 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use crate::accelerator::rng;
 use crate::data::{Batch, DataLoader, EpochRange, Stage};
 use crate::error::Result;
 use crate::ffi::InferenceMode;
 use crate::module::LightningModule;
 use crate::nn::{set_training, set_training_modes, training_modes};
-use crate::trainer::run::fit::FitLoaders;
+use crate::trainer::run::loaders::FitLoaders;
 use crate::trainer::session::hooks::{BatchFacts, HookPoint, call_hook, hook_point, module_hook};
 use crate::trainer::session::session::Session;
-use crate::trainer::trainer::EvalMetrics;
 
 const VALIDATION_STEP: HookPoint = hook_point!(validation_step, Eval, Epoch);
 const TEST_STEP: HookPoint = hook_point!(test_step, Eval, Epoch);
 const PREDICT_STEP: HookPoint = hook_point!(predict_step, Eval, Denied);
+
+/// Metrics of an evaluation, by name, in the order they were first logged.
+pub type EvalMetrics = Vec<(String, f64)>;
 
 /// Loaders with the number of batches to take from each.
 pub(crate) struct EvalLoaders<'a, B: Batch> {
@@ -59,7 +62,7 @@ impl<M: LightningModule> Session<'_, M> {
         if !self.run.world().of_rank_zero(num_batches.iter().any(|&batches| batches > 0))? {
             return Ok(Some(val));
         }
-        let rng = crate::accelerator::rng::states(self.plan.device)?;
+        let rng = rng::states(self.plan.device)?;
         self.run.facts.num_eval_batches = num_batches.iter().sum();
         self.is_sanity_check = true;
         let known = self.run.metrics.known();
@@ -68,7 +71,7 @@ impl<M: LightningModule> Session<'_, M> {
         call_hook!(self, on_sanity_check_end, Eval, Denied)?;
         self.is_sanity_check = false;
         self.run.metrics.forget_since(known);
-        crate::accelerator::rng::set_states(&rng)?;
+        rng::set_states(&rng)?;
         Ok(Some(val))
     }
 

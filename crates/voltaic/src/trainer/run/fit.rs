@@ -4,34 +4,19 @@ use std::time::Instant;
 
 use tch::Tensor;
 
-use crate::data::{Batch, DataLoader, EpochRange};
+use crate::data::{Batch, EpochRange};
 use crate::error::{ConfigError, Result};
 use crate::module::{HookContext, LightningModule, Progress};
 use crate::optim::{Interval, Optimizer};
 use crate::trainer::plan::loaders::FitPlan;
+use crate::trainer::run::loaders::FitLoaders;
 use crate::trainer::session::anomaly::check_anomaly;
-use crate::trainer::session::hooks::{BatchFacts, HookPoint, call_hook, call_shared_hook, hook_point};
+use crate::trainer::session::batch::Window;
+use crate::trainer::session::hooks::{BatchFacts, call_hook, call_shared_hook};
 use crate::trainer::session::manual::unscale;
 use crate::trainer::session::session::Session;
-
-/// Loaders of a fit and what is known about them.
-pub(crate) struct FitLoaders<B: Batch> {
-    pub train: DataLoader<B>,
-    pub val: Vec<DataLoader<B>>,
-    pub plan: FitPlan,
-    /// Epochs in which the loaders were asked for.
-    pub epoch_of_train: u64,
-    pub epoch_of_val: u64,
-}
-
-/// Where a batch stands in its accumulation window.
-#[derive(Clone, Copy)]
-pub(crate) struct Window {
-    /// Batches whose gradients make one step.
-    pub size: u64,
-    pub opens: bool,
-    pub closes: bool,
-}
+use crate::trainer::session::step::TRAINING_STEP;
+use crate::trainer::session::undo::Undo;
 
 /// Why validation follows a training batch.
 #[derive(Clone, Copy, PartialEq)]
@@ -41,9 +26,6 @@ enum Validation {
     /// The run ends, and the last metrics are to belong to the last weights; a run that goes on has none here.
     AtStop,
 }
-
-pub(crate) const TRAINING_STEP: HookPoint = hook_point!(training_step, Train, Step);
-pub(crate) const OPTIMIZER_STEP: HookPoint = hook_point!(optimizer_step, Train, Step);
 
 impl<M: LightningModule> Session<'_, M> {
     /// Trains until an epoch or step limit, or until somebody asks to stop.
@@ -138,8 +120,8 @@ impl<M: LightningModule> Session<'_, M> {
             closes: is_last || (batch_idx as u64 + 1).is_multiple_of(size),
         };
 
-        if self.can_undo() {
-            self.keep_for_undo(window)?;
+        if self.may_be_undone() {
+            self.undo = Some(Undo::before(self.module, self.run, self.plan.device, window)?);
         }
         let batch = self.take(batch, 0)?;
         let mut facts = BatchFacts {
@@ -162,7 +144,11 @@ impl<M: LightningModule> Session<'_, M> {
             self.run.strategy.begin_forward(self.module)?;
         }
         let loss = if is_automatic && self.graphs.are_on() {
-            self.graphed_step(batch, window, facts)?
+            self.graphed_step(batch, window, facts, &|session, batch| {
+                let loss =
+                    session.step(TRAINING_STEP, facts, |module, ctx| module.training_step(batch, ctx))?;
+                session.backward(loss, window, facts)
+            })?
         } else {
             let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(&batch, ctx))?;
             if is_automatic { self.backward(loss, window, facts)? } else { loss }
@@ -201,7 +187,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// Gradients of one batch from its loss, with automatic optimization. Returns the loss divided by the window's size.
-    pub(crate) fn backward(&mut self, loss: Tensor, window: Window, facts: BatchFacts) -> Result<Tensor> {
+    fn backward(&mut self, loss: Tensor, window: Window, facts: BatchFacts) -> Result<Tensor> {
         check_loss(&loss)?;
         check_anomaly(self.anomaly.as_ref(), "the loss", &loss, &self.run.progress)?;
         let called_hooks = self.graphs.called_hooks();
@@ -235,7 +221,7 @@ impl<M: LightningModule> Session<'_, M> {
                 unscale(&mut self.run.grad_scaler, &self.optimizers, self.run.progress.global_step)?;
             self.adapt_loss_scale();
             call_shared_hook!(self, on_before_optimizer_step, facts)?;
-            if !(is_finite && self.graphed_update(facts)?) {
+            if !(is_finite && self.graphed_update(facts, |session| session.update(true, facts))?) {
                 self.update(is_finite, facts)?;
             }
             self.undo = None;
@@ -246,7 +232,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// Clips the gradients, and steps the optimizers if the gradients are finite.
-    pub(crate) fn update(&mut self, is_finite: bool, facts: BatchFacts) -> Result<()> {
+    fn update(&mut self, is_finite: bool, facts: BatchFacts) -> Result<()> {
         let clip = self.plan.clip;
         self.each_optimizer("configure_gradient_clipping", facts, |module, optimizer, ctx| {
             module.configure_gradient_clipping(optimizer, clip, ctx)
@@ -348,6 +334,12 @@ impl<M: LightningModule> Session<'_, M> {
         self.write_checkpoints()?;
         self.log(values, self.run.progress.batches_that_stepped.saturating_sub(1))?;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.save())
+    }
+
+    /// Whether the batch to come is undone if it fails: somebody saves then. Steps of manual optimization cannot be.
+    fn may_be_undone(&self) -> bool {
+        let saves = self.run.callbacks.iter().any(|callback| callback.saves_on_exception());
+        saves && self.module.automatic_optimization()
     }
 
     fn reached_max_steps(&self) -> bool {

@@ -1,14 +1,13 @@
 //! Asks the data module and the module for loaders when it is their turn, and counts how many batches they give.
 
-use crate::data::DataLoader;
+use crate::data::{Batch, DataLoader, Remainder};
+use crate::distributed::World;
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
 use crate::trainer::config::values::Limit;
-use crate::trainer::join as ranks;
 use crate::trainer::plan::limits::limit_batches;
 use crate::trainer::plan::loaders::FitPlan;
 use crate::trainer::plan::train_plan::TrainPlan;
-use crate::trainer::run::fit::FitLoaders;
 use crate::trainer::session::data_hooks::DataHooks;
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::module_hook;
@@ -16,6 +15,16 @@ use crate::trainer::session::session::Session;
 
 /// What a hook for loaders gives.
 type Asked<B> = anyhow::Result<Vec<DataLoader<B>>>;
+
+/// Loaders of a fit and what is known about them.
+pub(crate) struct FitLoaders<B: Batch> {
+    pub train: DataLoader<B>,
+    pub val: Vec<DataLoader<B>>,
+    pub plan: FitPlan,
+    /// Epochs in which the loaders were asked for.
+    pub epoch_of_train: u64,
+    pub epoch_of_val: u64,
+}
 
 /// Where an evaluation has its loaders from.
 pub(crate) struct LoaderSource<M: LightningModule> {
@@ -128,7 +137,7 @@ impl<M: LightningModule> Session<'_, M> {
                 "overfit_batches: the training data is not shuffled, so that the batches stay the same"
             );
         }
-        ranks::shard_train(&mut train, self.plan, self.run.world())?;
+        shard_train(&mut train, self.plan, self.run.world())?;
         Ok(train)
     }
 
@@ -151,7 +160,7 @@ impl<M: LightningModule> Session<'_, M> {
                 loader.repeat_first_epoch();
             }
         }
-        ranks::shard_eval(&mut val, self.plan, self.run.world())?;
+        shard_eval(&mut val, self.plan, self.run.world())?;
         Ok(val)
     }
 
@@ -196,4 +205,30 @@ impl<M: LightningModule> Session<'_, M> {
         }
         Ok(())
     }
+}
+
+/// Leaves a training loader with this rank's part, padded so that all ranks have as many batches.
+fn shard_train<B: Batch>(loader: &mut DataLoader<B>, plan: &TrainPlan, world: &World) -> Result<()> {
+    shard(std::slice::from_mut(loader), plan, world, Remainder::Repeat)
+}
+
+/// Leaves evaluation loaders with this rank's part: each sample counts once.
+pub(crate) fn shard_eval<B: Batch>(
+    loaders: &mut [DataLoader<B>],
+    plan: &TrainPlan,
+    world: &World,
+) -> Result<()> {
+    shard(loaders, plan, world, Remainder::Exact)
+}
+
+fn shard<B: Batch>(
+    loaders: &mut [DataLoader<B>],
+    plan: &TrainPlan,
+    world: &World,
+    remainder: Remainder,
+) -> Result<()> {
+    if world.world_size == 1 || !plan.ranks.use_distributed_sampler {
+        return Ok(());
+    }
+    loaders.iter_mut().try_for_each(|loader| loader.shard(world.rank, world.world_size, remainder))
 }

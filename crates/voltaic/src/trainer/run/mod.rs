@@ -1,6 +1,7 @@
 //! What happens, in order: stages, the training loop, evaluations.
 
 pub(super) mod eval;
+pub(super) mod failure;
 pub(super) mod fit;
 pub(super) mod graphs;
 pub(super) mod loaders;

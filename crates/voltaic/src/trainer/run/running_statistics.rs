@@ -5,9 +5,10 @@ use crate::data::{Batch, EpochRange};
 use crate::error::Result;
 use crate::module::{LightningModule, Phase};
 use crate::nn::{EqualBatches, reset_running_statistics};
-use crate::trainer::run::fit::{FitLoaders, TRAINING_STEP};
+use crate::trainer::run::loaders::FitLoaders;
 use crate::trainer::session::hooks::{BatchFacts, HookPoint};
 use crate::trainer::session::session::Session;
+use crate::trainer::session::step::TRAINING_STEP;
 
 impl<M: LightningModule> Session<'_, M> {
     /// Runs `training_step` on the batches of an epoch, without gradients, hooks and log, if a callback asked for it.

@@ -3,23 +3,25 @@
 use serde_json::Value;
 
 use crate::accelerator::rng;
-use crate::accelerator::rng::global_seed;
+use crate::callback::Callback;
 use crate::data::{DataLoader, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
-use crate::module::LightningModule;
-use crate::nn::set_training;
+use crate::module::{LightningModule, Progress};
+use crate::nn::{ModuleExt, set_training};
+use crate::precision::{log_casts, set_run_lists};
 use crate::trainer::config::optimizers::OptimizerOverride;
-use crate::trainer::join as ranks;
 use crate::trainer::plan::limits::limit_batches;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::run::eval::EvalLoaders;
-use crate::trainer::run::loaders::LoaderSource;
+use crate::trainer::run::loaders::{LoaderSource, shard_eval};
 use crate::trainer::run::optimizers::configure_optimizers;
-use crate::trainer::session::hooks::call_hook;
+use crate::trainer::session::guard::guarded;
+use crate::trainer::session::hooks::{call_hook, hook_error, module_hook, of_callback};
+use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
-use crate::trainer::state::collect as checkpointing;
 use crate::trainer::state::find::find;
+use crate::trainer::state::restore::{restore_module, restore_training};
 
 /// The whole of validate, test and predict.
 pub(crate) fn evaluate_session<M: LightningModule, T>(
@@ -32,7 +34,7 @@ pub(crate) fn evaluate_session<M: LightningModule, T>(
     session.setup()?;
     if let Some(path) = ckpt_path.map(|path| find(session.run, path, stage)).transpose()?.flatten() {
         let checkpoint = session.run.checkpoint_io.load_checkpoint(&path)?;
-        checkpointing::restore_module(session, &checkpoint, &path)?;
+        restore_module(session, &checkpoint, &path)?;
     }
     let mut loaders = session.ask_for(source)?;
     if loaders.is_empty() {
@@ -41,9 +43,9 @@ pub(crate) fn evaluate_session<M: LightningModule, T>(
         return Err(ConfigError::new("data", what, remedy).into());
     }
     session.warn_of_shuffled(&loaders);
-    loaders.iter_mut().for_each(|loader| loader.set_seed(global_seed()));
+    loaders.iter_mut().for_each(|loader| loader.set_seed(rng::global_seed()));
     session.set_batch_size(&mut loaders)?;
-    ranks::shard_eval(&mut loaders, session.plan, session.run.world())?;
+    shard_eval(&mut loaders, session.plan, session.run.world())?;
     let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
     let num_batches = limit_batches(source.limit_key, (source.limit)(session.plan), &available)?;
     session.run.facts.num_eval_batches = num_batches.iter().sum();
@@ -65,7 +67,7 @@ pub(crate) fn fit_session<M: LightningModule>(
     session.run.resumed_from = None;
     if let Some(path) = ckpt_path.map(|path| find(session.run, path, Stage::Fit)).transpose()?.flatten() {
         let loaded = session.run.checkpoint_io.load_checkpoint(&path)?;
-        checkpointing::restore_module(session, &loaded, &path)?;
+        restore_module(session, &loaded, &path)?;
         session.run.resumed_from = Some(path.clone());
         checkpoint = Some((loaded, path));
     }
@@ -78,9 +80,7 @@ pub(crate) fn fit_session<M: LightningModule>(
     if !hyper_parameters.is_null() {
         session.run.loggers.iter_mut().try_for_each(|logger| logger.log_hyperparams(&hyper_parameters))?;
     }
-    let resumed = checkpoint
-        .map(|(loaded, path)| checkpointing::restore_training(session, loaded, path))
-        .transpose()?;
+    let resumed = checkpoint.map(|(loaded, path)| restore_training(session, loaded, path)).transpose()?;
     let val = session.sanity_check()?;
     let mut loaders = session.fit_loaders(val)?;
     if let Some(resumed) = resumed {
@@ -97,6 +97,74 @@ pub(crate) fn fit_session<M: LightningModule>(
     session.write_checkpoints()?;
     session.run.checkpoint_io.teardown()?;
     session.teardown()
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// The hooks from `configure_callbacks` to `configure_model`; then the module goes to its device.
+    fn setup(&mut self) -> Result<()> {
+        let stage = self.stage;
+        set_run_lists(self.plan.device, self.plan.op_lists.as_ref(), self.plan.lists_are_default)?;
+        log_casts(self.plan.logs_casts);
+        let callbacks = module_hook!(self, configure_callbacks)?;
+        self.add_callbacks(callbacks);
+        let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
+        if self.run.world().local_rank == 0 {
+            let action = self.profile_data("prepare_data")?;
+            guarded(|| self.data.prepare_data()).map_err(fail("prepare_data of the data module"))?;
+            drop(action);
+            module_hook!(self, prepare_data)?;
+        }
+        self.run.world().barrier()?; // what it has fetched is there
+        let action = self.profile_data("setup")?;
+        guarded(|| self.data.setup(stage)).map_err(fail("setup of the data module"))?;
+        drop(action);
+        let Run { callbacks, profiling, .. } = &mut *self.run;
+        for callback in callbacks {
+            of_callback(profiling, callback.as_mut(), "setup", |callback| callback.setup(stage, self.module))
+                .map_err(fail("setup"))?;
+        }
+        module_hook!(self, setup, stage)?;
+        module_hook!(self, configure_model)?;
+        self.run.metrics.set_metrics(self.module.named_metrics());
+        self.module.to_device(self.plan.device)?;
+        if let Some(dtype) = self.plan.precision.true_dtype() {
+            self.module.to_dtype(dtype)?;
+        }
+        self.run.kept.take_first(self.module)?;
+        self.run.strategy.setup(self.module)
+    }
+
+    /// The `teardown` hooks, and the end of the loggers.
+    fn teardown(&mut self) -> Result<()> {
+        let stage = self.stage;
+        let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
+        let action = self.profile_data("teardown")?;
+        guarded(|| self.data.teardown(stage)).map_err(fail("teardown of the data module"))?;
+        drop(action);
+        let Run { callbacks, profiling, .. } = &mut *self.run;
+        for callback in callbacks {
+            let hook = |callback: &mut dyn Callback| callback.teardown(stage, self.module);
+            of_callback(profiling, callback.as_mut(), "teardown", hook).map_err(fail("teardown"))?;
+        }
+        module_hook!(self, teardown, stage)?;
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))?;
+        self.run.world().barrier() // what rank 0 has written is there
+    }
+
+    /// Adds the module's callbacks in place of those of the same type, and puts all into the order in which they run.
+    fn add_callbacks(&mut self, callbacks: Vec<Box<dyn Callback>>) {
+        let Run { callbacks: own, replaced, .. } = &mut *self.run;
+        let is_replaced = |old: &dyn Callback| callbacks.iter().any(|new| new.type_name() == old.type_name());
+        let gone = own.iter().filter(|old| is_replaced(old.as_ref()));
+        let saved = gone.filter_map(|old| old.checkpoint_paths());
+        let saved: Vec<_> = saved.filter(|paths| paths.best.is_some() || paths.last.is_some()).collect();
+        if !saved.is_empty() {
+            *replaced = saved;
+        }
+        own.retain(|old| !is_replaced(old.as_ref()));
+        own.extend(callbacks);
+        own.sort_by_key(|callback| (callback.runs_after_module(), callback.saves_checkpoints()));
+    }
 }
 
 /// Hyper-parameters of module and data for the loggers; null if they are to get none.

@@ -4,7 +4,7 @@ use crate::data::{DataModule, Stage};
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
 use crate::trainer::config::searches::{BatchSizeFinderConfig, BatchSizeSearch};
-use crate::trainer::search::trial::Kept;
+use crate::trainer::session::before_trial::Before;
 use crate::trainer::trainer::Trainer;
 
 impl BatchSizeFinderConfig {
@@ -108,7 +108,7 @@ impl Trainer {
         D: DataModule<Batch = M::Batch> + ?Sized,
     {
         config.check()?;
-        let mut kept: Option<Kept> = None;
+        let mut kept: Option<Before> = None;
         config.search(|size| {
             let mut trainer = self.trial("BatchSizeFinder", config.steps_per_trial, |builder| {
                 let builder = builder.limit_train_batches(1.0);

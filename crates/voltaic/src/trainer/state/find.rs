@@ -12,7 +12,7 @@ use crate::data::Stage;
 use crate::error::{ConfigError, Result};
 use crate::logger::Logger;
 use crate::trainer::config::callbacks::is_a;
-use crate::trainer::session::session::Run;
+use crate::trainer::session::run::Run;
 
 /// Folder of checkpoints below that of a run.
 const CHECKPOINTS: &str = "checkpoints";

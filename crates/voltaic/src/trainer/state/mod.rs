@@ -2,3 +2,6 @@
 
 pub(super) mod collect;
 pub(super) mod find;
+pub(super) mod restart;
+pub(super) mod restore;
+pub(super) mod write;

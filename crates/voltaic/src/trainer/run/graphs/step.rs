@@ -5,19 +5,19 @@
 //! cannot be replayed, is reported once, and the run goes on without graphs. Clipping and the optimizer step are a graph
 //! of their own (`update.rs`), so that hooks and gradient scaling stay between the two.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::data::Batch;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi::{self, TensorList};
-use crate::graph::{self, CapturedStep, Graph, ModuleGraphs, SeenStep, StepGraph};
+use crate::graph::{self, CapturedStep, Graph};
 use crate::module::{LightningModule, Logged};
-use crate::nn::{ModeNumbers, ModuleExt};
-use crate::trainer::config::graph::{GraphMode, GraphReport};
-use crate::trainer::run::fit::{TRAINING_STEP, Window};
-use crate::trainer::run::graphs::update::Update;
+use crate::nn::ModuleExt;
+use crate::trainer::session::batch::Window;
+use crate::trainer::session::graphs::{GraphState, InputSort, Ready, Signature, Update};
 use crate::trainer::session::hooks::{BatchFacts, call_shared_hook};
 use crate::trainer::session::session::Session;
+use crate::trainer::session::step::TRAINING_STEP;
 
 /// Name of a tensor of the batch; a number follows.
 const INPUT: &str = "input";
@@ -25,45 +25,6 @@ const INPUT: &str = "input";
 const WARM_UP_STEPS: u64 = 3;
 /// Sorts of batches that get a graph; others run as usual.
 const MAX_GRAPHS: usize = 10;
-
-/// How a tensor of a batch lies in memory.
-#[derive(Debug, Clone, PartialEq)]
-struct InputSort {
-    kind: Kind,
-    size: Vec<i64>,
-    stride: Vec<i64>,
-}
-
-/// What makes a step another graph.
-#[derive(Debug, Clone, PartialEq)]
-struct Signature {
-    inputs: Vec<InputSort>,
-    opens_window: bool,
-    window_size: u64,
-    loss_scale: f64,
-    /// Of the operators that cast.
-    lists_version: u64,
-    /// Number of the modes of the module and all modules below it.
-    modes: usize,
-}
-
-enum State {
-    /// Captured once, to be compared.
-    Seen(SeenStep),
-    Ready(Box<Ready>),
-}
-
-/// A step that can be replayed.
-pub(crate) struct Ready {
-    graph: StepGraph,
-    /// Where the batch must be if a result is a view of it.
-    places: Option<Vec<Tensor>>,
-    loss: Tensor,
-    logged: Vec<Logged>,
-    pub(crate) grads: TensorList,
-    /// What follows it.
-    pub(crate) update: Update,
-}
 
 /// A step that ran while it was captured.
 struct Captured {
@@ -75,102 +36,15 @@ struct Captured {
     logged: Vec<Logged>,
 }
 
-/// The graphs of one fit.
-pub(crate) struct StepGraphs {
-    mode: GraphMode,
-    params: Option<TensorList>,
-    entries: Vec<(Signature, State)>,
-    modes: ModeNumbers,
-    /// Which parameters were trained when the graphs were captured, and in which epoch that was looked at.
-    trained: Vec<bool>,
-    epoch: Option<u64>,
-    is_full: bool,
-    /// It was looked at whether steps use them.
-    is_use_checked: bool,
-    /// The hooks before the backward pass of the step that runs were called before it.
-    called_hooks: bool,
-    /// Position of the graphs that have just been replayed.
-    pub(crate) replayed: Option<usize>,
-    /// Updates that were not what was captured before.
-    pub(crate) changed_updates: u64,
-    /// There with `modules`.
-    pub(crate) modules: Option<ModuleGraphs>,
-    pub(crate) report: GraphReport,
-}
-
-impl StepGraphs {
-    pub(crate) fn new(mode: GraphMode) -> Self {
-        Self {
-            mode,
-            params: None,
-            entries: Vec::new(),
-            modes: ModeNumbers::default(),
-            trained: Vec::new(),
-            epoch: None,
-            is_full: false,
-            is_use_checked: false,
-            called_hooks: false,
-            replayed: None,
-            changed_updates: 0,
-            modules: (mode == GraphMode::Modules).then(ModuleGraphs::default),
-            report: GraphReport::default(),
-        }
-    }
-
-    /// Whether steps may be captured or replayed.
-    pub(crate) fn are_on(&self) -> bool {
-        self.mode == GraphMode::Step && self.report.refusal.is_none()
-    }
-
-    /// What was done so far.
-    pub(crate) fn take_report(&mut self) -> GraphReport {
-        let modules = self.modules.as_ref().map_or_else(Vec::new, ModuleGraphs::stats);
-        GraphReport { modules, ..std::mem::take(&mut self.report) }
-    }
-
-    /// After an epoch, or the part of one: says once if no step has called what it could capture.
-    pub(crate) fn warn_if_unused(&mut self) {
-        if !std::mem::replace(&mut self.is_use_checked, true)
-            && self.modules.as_ref().is_some_and(ModuleGraphs::is_empty)
-        {
-            tracing::warn!(
-                "trainer.graph=modules: no step called a module by ctx.graphed(&module, &input), so that nothing is captured; call one so, or set trainer.graph=step"
-            );
-        }
-    }
-
-    /// Whether the hooks before the backward pass of the step that runs were called before it.
-    pub(crate) fn called_hooks(&self) -> bool {
-        self.called_hooks
-    }
-
-    /// The step that has just been replayed, and the parameters.
-    pub(crate) fn replayed_step(&mut self) -> Option<(&mut Ready, &TensorList)> {
-        match (self.entries.get_mut(self.replayed?), &self.params) {
-            (Some((_, State::Ready(ready))), Some(params)) => Some((ready, params)),
-            _ => None,
-        }
-    }
-
-    fn refuse(&mut self, why: &str) {
-        tracing::warn!("trainer.graph={}: {why}; the run goes on without graphs", self.mode);
-        self.report.refusal = Some(why.to_owned());
-        self.entries.clear();
-    }
-
-    /// Position of the graphs for a signature; none if there is no room for another one.
-    fn find(&self, signature: &Signature) -> Option<usize> {
-        self.entries.iter().position(|(known, _)| known == signature)
-    }
-}
-
 impl<M: LightningModule> Session<'_, M> {
-    /// Forward and backward of one batch by a graph, or while one is being found, as usual.
+    /// Forward and backward of one batch by a graph, or while one is being found, as usual: by `forward_backward`, the code
+    /// that is captured.
     pub(crate) fn graphed_step(
         &mut self,
         batch: M::Batch,
         window: Window,
         facts: BatchFacts,
+        forward_backward: &dyn Fn(&mut Self, &M::Batch) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let mut inputs = Vec::new();
         let batch = batch.map_tensors(&mut |tensor| {
@@ -192,20 +66,20 @@ impl<M: LightningModule> Session<'_, M> {
         self.graphs.replayed = None;
         let found = self.graphs.find(&signature);
         if let Some(index) = found
-            && let State::Ready(_) = &self.graphs.entries[index].1
+            && let GraphState::Ready(_) = &self.graphs.entries[index].1
         {
             self.hooks_before_graph(window, facts)?;
             if let Some(loss) = self.replay_step(index, &inputs, window, facts)? {
                 return Ok(loss);
             }
-            return self.without_hooks_before(|session| session.forward_backward(&batch, window, facts));
+            return self.without_hooks_before(|session| forward_backward(session, &batch));
         }
         let is_warm = self.graphs.report.eager_steps >= WARM_UP_STEPS;
         if found.is_some() || (is_warm && self.has_room(&signature)) {
-            return self.capture_step(batch, &inputs, window, facts, signature);
+            return self.capture_step(batch, &inputs, (window, facts), signature, forward_backward);
         }
         self.graphs.report.eager_steps += 1;
-        self.forward_backward(&batch, window, facts)
+        forward_backward(self, &batch)
     }
 
     /// Runs a step of which the hooks before backward were called already.
@@ -270,7 +144,8 @@ impl<M: LightningModule> Session<'_, M> {
         let _action = self.profile_strategy("replay")?;
         self.run.metrics.enter(TRAINING_STEP.scope(&facts));
         let graphs = &mut self.graphs;
-        let (Some(params), Some((_, State::Ready(ready)))) = (&graphs.params, graphs.entries.get_mut(index))
+        let (Some(params), Some((_, GraphState::Ready(ready)))) =
+            (&graphs.params, graphs.entries.get_mut(index))
         else {
             return Err(GraphError::NothingCaptured.into());
         };
@@ -303,9 +178,9 @@ impl<M: LightningModule> Session<'_, M> {
         &mut self,
         batch: M::Batch,
         given: &[Tensor],
-        window: Window,
-        facts: BatchFacts,
+        (window, facts): (Window, BatchFacts),
         signature: Signature,
+        forward_backward: &dyn Fn(&mut Self, &M::Batch) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let mut inputs = Vec::with_capacity(given.len());
         for tensor in given {
@@ -314,7 +189,7 @@ impl<M: LightningModule> Session<'_, M> {
                 self.graphs.refuse(&format!(
                     "elements of a tensor of the batch share memory (shape {size:?}, strides {stride:?}); give a copy (contiguous)"
                 ));
-                return self.forward_backward(&batch, window, facts);
+                return forward_backward(self, &batch);
             };
             inputs.push(placeholder);
         }
@@ -324,7 +199,7 @@ impl<M: LightningModule> Session<'_, M> {
         let capture = graph::StepCapture::begin()?;
         self.run.metrics.begin_capture();
         let loss: Result<Tensor> = self.without_hooks_before(|session| {
-            let loss = session.forward_backward(&batch, window, facts)?;
+            let loss = forward_backward(session, &batch)?;
             if !loss.defined() {
                 graph::refuse_capture("training_step gives no loss");
                 return Ok(loss);
@@ -360,10 +235,10 @@ impl<M: LightningModule> Session<'_, M> {
     fn make_ready(&mut self, captured: Captured, signature: Signature) -> Result<()> {
         let Captured { step, graphs, inputs, loss, logged } = captured;
         let Some(index) = self.graphs.find(&signature) else {
-            self.graphs.entries.push((signature, State::Seen(step.into_seen(graphs))));
+            self.graphs.entries.push((signature, GraphState::Seen(step.into_seen(graphs))));
             return Ok(());
         };
-        if let State::Seen(before) = &self.graphs.entries[index].1 {
+        if let GraphState::Seen(before) = &self.graphs.entries[index].1 {
             before.check_same(&graphs)?;
         }
         if self.graphs.params.is_none() {
@@ -386,15 +261,10 @@ impl<M: LightningModule> Session<'_, M> {
         let results = logged.iter().filter_map(Logged::tensor).chain([&loss]);
         let places = graph::any_within(results, &inputs).then_some(inputs);
         let ready = Ready { graph, places, loss, logged, grads, update: Update::default() };
-        self.graphs.entries[index].1 = State::Ready(Box::new(ready));
+        self.graphs.entries[index].1 = GraphState::Ready(Box::new(ready));
         self.graphs.report.graphs =
-            self.graphs.entries.iter().filter(|(_, state)| matches!(state, State::Ready(_))).count();
+            self.graphs.entries.iter().filter(|(_, state)| matches!(state, GraphState::Ready(_))).count();
         Ok(())
-    }
-
-    fn forward_backward(&mut self, batch: &M::Batch, window: Window, facts: BatchFacts) -> Result<Tensor> {
-        let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(batch, ctx))?;
-        self.backward(loss, window, facts)
     }
 
     /// Tensors that are there before a step, with their names.

@@ -4,29 +4,24 @@
 //! Learning rates are read anew in each replay.
 
 use crate::error::{Error, Result};
-use crate::graph::{self, SeenStep, StepGraph};
+use crate::graph::{self, SeenStep};
 use crate::module::LightningModule;
-use crate::trainer::run::fit::{OPTIMIZER_STEP, TRAINING_STEP};
+use crate::trainer::session::graphs::Update;
 use crate::trainer::session::hooks::BatchFacts;
 use crate::trainer::session::session::Session;
+use crate::trainer::session::step::{OPTIMIZER_STEP, TRAINING_STEP};
 
 /// How often an update may turn out to be another one before that is taken to be the rule.
 const MAX_CHANGES: u64 = 10;
 
-/// What is there of the graph of an update. Each optimizer tells by a number whether it would still do the same.
-#[derive(Default)]
-pub(crate) enum Update {
-    #[default]
-    Unknown,
-    /// Captured once, to be compared.
-    Seen(Vec<u64>, SeenStep),
-    Ready(Vec<u64>, StepGraph),
-}
-
 impl<M: LightningModule> Session<'_, M> {
-    /// Clips and steps the optimizers by a graph, or while it is being captured; `false` if this is left to be done as
-    /// usual, since the gradients are not those of a replayed step, or there can be no graph.
-    pub(crate) fn graphed_update(&mut self, facts: BatchFacts) -> Result<bool> {
+    /// Clips and steps the optimizers by a graph, or by `update` while that is captured; `false` if this is left to be done
+    /// as usual, since the gradients are not those of a replayed step, or there can be no graph.
+    pub(crate) fn graphed_update(
+        &mut self,
+        facts: BatchFacts,
+        update: impl FnOnce(&mut Self) -> Result<()>,
+    ) -> Result<bool> {
         if self.graphs.replayed.is_none() || self.graphs.report.update_refusal.is_some() {
             return Ok(false);
         }
@@ -60,7 +55,7 @@ impl<M: LightningModule> Session<'_, M> {
             );
             return Ok(false);
         }
-        self.capture_update(before, prepared, facts)?;
+        self.capture_update(before, prepared, facts, update)?;
         Ok(true)
     }
 
@@ -69,11 +64,12 @@ impl<M: LightningModule> Session<'_, M> {
         before: Option<SeenStep>,
         prepared: Vec<u64>,
         facts: BatchFacts,
+        update: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<()> {
         let names = self.tensor_names(&[], false);
         let capture = graph::StepCapture::begin()?;
         self.run.metrics.begin_capture();
-        let updated = self.update(true, facts);
+        let updated = update(self);
         let logged = self.run.metrics.end_capture();
         if !logged.is_empty() {
             graph::refuse_capture("values are logged there");

@@ -1,0 +1,85 @@
+//! How a call ends, above all if it fails.
+
+use crate::data::Stage;
+use crate::distributed::{global_rank, hold_back};
+use crate::error::{Error, Result};
+use crate::module::LightningModule;
+use crate::trainer::session::guard::guarded;
+use crate::trainer::session::hooks::{BatchFacts, of_callback};
+use crate::trainer::session::session::Session;
+use crate::trainer::state::collect;
+use crate::trainer::state::write::write;
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Ends the call: tells all of a failure, and lets the profiler report.
+    pub(crate) fn conclude<T>(&mut self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result {
+            self.on_exception(error);
+        }
+        let is_resumable = self.stage == Stage::Fit && (self.has_begun || result.is_ok());
+        if let Err(second) = guarded(|| Ok(self.keep_for_checkpoints(is_resumable)?)) {
+            tracing::warn!("save_checkpoint will have nothing to save of this fit: {second:#}");
+        }
+        if result.is_err() {
+            self.run.metrics.abandon();
+        }
+        let described = self.run.profiling.describe();
+        match (result, described) {
+            (Err(error), Err(second)) => {
+                tracing::warn!("the profiler could not report after the failure: {second}");
+                Err(error)
+            }
+            (result, described) => described.and(result),
+        }
+    }
+
+    /// Keeps what `Trainer::save_checkpoint` needs of a fit, unless it is part of a search.
+    fn keep_for_checkpoints(&mut self, is_resumable: bool) -> Result<()> {
+        if is_resumable && !self.plan.drops_schedulers {
+            self.after_fit = Some(collect::keep(self)?);
+        }
+        Ok(())
+    }
+
+    /// Tells callbacks, the data module and loggers that the run failed.
+    fn on_exception(&mut self, error: &Error) {
+        hold_back(error);
+        self.run.requests.checkpoints.clear();
+        self.run.requests.rows.clear();
+        // a checkpoint of now goes on with the end of the epoch
+        self.run.progress.epoch_ended &= !self.is_ending_epoch;
+        let (mut parts, state, _) = self.parts();
+        let profiling = parts.profiling;
+        let (mut ctx, callbacks) = parts.context(state, &BatchFacts::default());
+        for callback in callbacks {
+            let told = of_callback(profiling, callback.as_mut(), "on_exception", |callback| {
+                callback.on_exception(&mut ctx, error);
+                Ok(())
+            });
+            if let Err(second) = told {
+                tracing::warn!("on_exception failed, too: {second:#}");
+            }
+        }
+        self.data.on_exception(error);
+        let requests = std::mem::take(&mut self.run.requests.checkpoints);
+        if let Some(undo) = self.undo.take()
+            && let Err(second) = undo.restore(self.module, self.run, self.plan.device)
+        {
+            tracing::warn!("the batch that failed could not be undone: {second}");
+        }
+        for request in requests.into_iter().filter(|_| global_rank() == 0) {
+            // the other ranks may be gone, and with them what they have to themselves
+            if let Err(second) = write(self, &request, &mut Vec::new()) {
+                tracing::warn!("the checkpoint after the failure could not be written: {second}");
+            }
+        }
+        if let Err(second) = self.run.checkpoint_io.teardown() {
+            tracing::warn!("a checkpoint from before the failure could not be written: {second}");
+        }
+        for logger in &mut self.run.loggers {
+            if let Err(second) = logger.finalize(false) {
+                tracing::warn!("a logger could not finish after the failure: {second}");
+            }
+        }
+    }
+}

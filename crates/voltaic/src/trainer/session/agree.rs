@@ -1,0 +1,38 @@
+//! What any rank has been asked, a stop or a signal, is known to all before one acts on it.
+
+use crate::error::Result;
+use crate::module::{LightningModule, Requests};
+use crate::strategy::Votes;
+use crate::trainer::session::session::Session;
+
+/// What this rank has been asked.
+pub(crate) fn votes(signal: Option<&str>, requests: &Requests) -> Votes {
+    Votes {
+        interrupt: signal == Some("SIGINT"),
+        terminate: signal == Some("SIGTERM"),
+        stop: requests.stop.is_some(),
+    }
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Lets all ranks know what any of them has been asked; where there is no backward that does.
+    pub(crate) fn agree(&mut self) -> Result<()> {
+        let agreed = self.run.strategy.agree(votes(self.signals.received(), &self.run.requests))?;
+        self.run.agreed = self.run.agreed.or(agreed);
+        Ok(())
+    }
+
+    /// Somebody asked to stop, and all ranks know.
+    pub(crate) fn is_asked_to_stop(&self) -> bool {
+        if self.run.world().world_size > 1 { self.run.agreed.stop } else { self.run.requests.stop.is_some() }
+    }
+
+    /// The signal on which to end, known to all ranks.
+    pub(crate) fn agreed_signal(&self) -> Option<&'static str> {
+        if self.run.world().world_size == 1 {
+            return self.signals.received();
+        }
+        let Votes { interrupt, terminate, .. } = self.run.agreed;
+        interrupt.then_some("SIGINT").or(terminate.then_some("SIGTERM"))
+    }
+}

@@ -1,0 +1,148 @@
+//! The graphs of one fit: of steps, and of the updates that follow them.
+
+use tch::{Kind, Tensor};
+
+use crate::ffi::TensorList;
+use crate::graph::{ModuleGraphs, SeenStep, StepGraph};
+use crate::module::Logged;
+use crate::nn::ModeNumbers;
+use crate::trainer::config::graph::{GraphMode, GraphReport};
+
+/// What is there of the graph of an update. Each optimizer tells by a number whether it would still do the same.
+#[derive(Default)]
+pub(crate) enum Update {
+    #[default]
+    Unknown,
+    /// Captured once, to be compared.
+    Seen(Vec<u64>, SeenStep),
+    Ready(Vec<u64>, StepGraph),
+}
+
+/// How a tensor of a batch lies in memory.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct InputSort {
+    pub kind: Kind,
+    pub size: Vec<i64>,
+    pub stride: Vec<i64>,
+}
+
+/// What makes a step another graph.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Signature {
+    pub inputs: Vec<InputSort>,
+    pub opens_window: bool,
+    pub window_size: u64,
+    pub loss_scale: f64,
+    /// Of the operators that cast.
+    pub lists_version: u64,
+    /// Number of the modes of the module and all modules below it.
+    pub modes: usize,
+}
+
+pub(crate) enum GraphState {
+    /// Captured once, to be compared.
+    Seen(SeenStep),
+    Ready(Box<Ready>),
+}
+
+/// A step that can be replayed.
+pub(crate) struct Ready {
+    pub graph: StepGraph,
+    /// Where the batch must be if a result is a view of it.
+    pub places: Option<Vec<Tensor>>,
+    pub loss: Tensor,
+    pub logged: Vec<Logged>,
+    pub grads: TensorList,
+    /// What follows it.
+    pub update: Update,
+}
+
+/// The graphs of one fit.
+pub(crate) struct StepGraphs {
+    pub mode: GraphMode,
+    pub params: Option<TensorList>,
+    pub entries: Vec<(Signature, GraphState)>,
+    pub modes: ModeNumbers,
+    /// Which parameters were trained when the graphs were captured, and in which epoch that was looked at.
+    pub trained: Vec<bool>,
+    pub epoch: Option<u64>,
+    pub is_full: bool,
+    /// It was looked at whether steps use them.
+    pub is_use_checked: bool,
+    /// The hooks before the backward pass of the step that runs were called before it.
+    pub called_hooks: bool,
+    /// Position of the graphs that have just been replayed.
+    pub replayed: Option<usize>,
+    /// Updates that were not what was captured before.
+    pub changed_updates: u64,
+    /// There with `modules`.
+    pub modules: Option<ModuleGraphs>,
+    pub report: GraphReport,
+}
+
+impl StepGraphs {
+    pub(crate) fn new(mode: GraphMode) -> Self {
+        Self {
+            mode,
+            params: None,
+            entries: Vec::new(),
+            modes: ModeNumbers::default(),
+            trained: Vec::new(),
+            epoch: None,
+            is_full: false,
+            is_use_checked: false,
+            called_hooks: false,
+            replayed: None,
+            changed_updates: 0,
+            modules: (mode == GraphMode::Modules).then(ModuleGraphs::default),
+            report: GraphReport::default(),
+        }
+    }
+
+    /// Whether steps may be captured or replayed.
+    pub(crate) fn are_on(&self) -> bool {
+        self.mode == GraphMode::Step && self.report.refusal.is_none()
+    }
+
+    /// What was done so far.
+    pub(crate) fn take_report(&mut self) -> GraphReport {
+        let modules = self.modules.as_ref().map_or_else(Vec::new, ModuleGraphs::stats);
+        GraphReport { modules, ..std::mem::take(&mut self.report) }
+    }
+
+    /// After an epoch, or the part of one: says once if no step has called what it could capture.
+    pub(crate) fn warn_if_unused(&mut self) {
+        if !std::mem::replace(&mut self.is_use_checked, true)
+            && self.modules.as_ref().is_some_and(ModuleGraphs::is_empty)
+        {
+            tracing::warn!(
+                "trainer.graph=modules: no step called a module by ctx.graphed(&module, &input), so that nothing is captured; call one so, or set trainer.graph=step"
+            );
+        }
+    }
+
+    /// Whether the hooks before the backward pass of the step that runs were called before it.
+    pub(crate) fn called_hooks(&self) -> bool {
+        self.called_hooks
+    }
+
+    /// The step that has just been replayed, and the parameters.
+    pub(crate) fn replayed_step(&mut self) -> Option<(&mut Ready, &TensorList)> {
+        match (self.entries.get_mut(self.replayed?), &self.params) {
+            (Some((_, GraphState::Ready(ready))), Some(params)) => Some((ready, params)),
+            _ => None,
+        }
+    }
+
+    /// Ends the use of graphs in this fit.
+    pub(crate) fn refuse(&mut self, why: &str) {
+        tracing::warn!("trainer.graph={}: {why}; the run goes on without graphs", self.mode);
+        self.report.refusal = Some(why.to_owned());
+        self.entries.clear();
+    }
+
+    /// Position of the graphs for a signature; none if there is no room for another one.
+    pub(crate) fn find(&self, signature: &Signature) -> Option<usize> {
+        self.entries.iter().position(|(known, _)| known == signature)
+    }
+}

@@ -1,0 +1,24 @@
+//! What is logged, on its way to the loggers.
+
+use crate::error::Result;
+use crate::module::LightningModule;
+use crate::trainer::session::session::Session;
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Gives metrics to all loggers, with the epoch as a column. One that is called `step` takes the place of the step.
+    pub(crate) fn log(&mut self, mut metrics: Vec<(String, f64)>, mut step: u64) -> Result<()> {
+        if let Some(index) = metrics.iter().position(|(name, _)| name == "step") {
+            step = metrics.remove(index).1 as u64;
+        }
+        if metrics.is_empty() || self.is_sanity_check {
+            return Ok(());
+        }
+        metrics.push(("epoch".to_owned(), self.run.progress.current_epoch as f64));
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&metrics, step))
+    }
+
+    /// Reports a mistake made in logging.
+    pub(crate) fn check_logged(&mut self) -> Result<()> {
+        self.run.metrics.take_problem().map_or(Ok(()), Err)
+    }
+}

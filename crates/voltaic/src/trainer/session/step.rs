@@ -1,0 +1,122 @@
+//! Runs the user's steps, and their backward pass.
+
+use crate::error::Result;
+use crate::graph::{self, MadeInCapture};
+use crate::module::{LightningModule, ManualOptimization, StepContext, StepState};
+use crate::nn::ModuleExt;
+use crate::precision::{GradScaler, autocast};
+use crate::trainer::session::agree::votes;
+use crate::trainer::session::anomaly::check_gradients;
+use crate::trainer::session::guard::guarded;
+use crate::trainer::session::hooks::{BatchFacts, HookPoint, Parts, hook_error, hook_point};
+use crate::trainer::session::manual::{Manual, again};
+use crate::trainer::session::session::Session;
+
+pub(crate) const TRAINING_STEP: HookPoint = hook_point!(training_step, Train, Step);
+pub(crate) const OPTIMIZER_STEP: HookPoint = hook_point!(optimizer_step, Train, Step);
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Runs one of the user's steps.
+    pub(crate) fn step<T>(
+        &mut self,
+        point: HookPoint,
+        batch: BatchFacts,
+        step: impl FnOnce(&M, &mut StepContext) -> anyhow::Result<T>,
+    ) -> Result<T> {
+        let scope = point.scope(&batch);
+        let plan = self.plan;
+        let _action = self.profile_strategy(point.name)?;
+        let is_training = point.name == "training_step";
+        let is_manual = is_training && !self.module.automatic_optimization();
+        if is_manual {
+            self.prepare_replays()?;
+        }
+        let mut graphs = self.graphs.modules.take();
+        let (parts, state, module) = self.parts();
+        state.metrics.enter(scope);
+        let (module, profiling) = (&*module, parts.profiling);
+        let mut manual = Manual { parts, module, batch };
+        let mut ctx = StepContext {
+            metrics: state.metrics,
+            progress: state.progress,
+            profiling,
+            batch_idx: batch.batch_idx,
+            dataloader_idx: batch.dataloader_idx,
+            manual: is_manual.then_some(&mut manual as &mut dyn ManualOptimization),
+            graphs: graphs.as_mut().map(|graphs| (graphs, is_training)),
+        };
+        let region = plan.precision.autocast_dtype().map(|dtype| autocast(plan.device, dtype)).transpose()?;
+        let output = guarded(|| step(module, &mut ctx));
+        drop(region);
+        if is_manual {
+            self.run.progress.global_step += graph::take_replayed_steps();
+            graph::forbid_replayed_steps(None);
+            self.adapt_loss_scale(); // after the steps of all optimizers, whose losses had the same scale
+        }
+        self.graphs.modules = graphs;
+        if is_manual && output.is_ok() {
+            self.check_made_in_captures()?;
+        }
+        let output = output.map_err(|source| hook_error(point.name, &self.run.progress, source))?;
+        self.check_logged()?;
+        Ok(output)
+    }
+
+    /// Before a step with manual optimization, which may replay steps of optimizers: they read the learning rates in force.
+    fn prepare_replays(&mut self) -> Result<()> {
+        graph::take_replayed_steps(); // of others than this run
+        graph::forbid_replayed_steps(self.captured_optimizers.refresh(&mut self.optimizers)?);
+        Ok(())
+    }
+
+    /// Refuses a capture by hand in which optimizers or the module have made what they keep from step to step.
+    fn check_made_in_captures(&self) -> Result<()> {
+        let made = MadeInCapture::take();
+        if made.is_empty() {
+            return Ok(());
+        }
+        for optimizer in &self.optimizers {
+            for (name, tensor) in optimizer.state_dict().tensors {
+                made.check(&tensor, || format!("`{name}` of optimizer {}", optimizer.name()))?;
+            }
+        }
+        for (fqn, parameter) in self.module.named_parameters() {
+            made.check(parameter.tensor(), || format!("parameter `{fqn}`"))?;
+        }
+        for (fqn, buffer) in self.module.named_buffers() {
+            made.check(buffer.tensor(), || format!("buffer `{fqn}`"))?;
+        }
+        Ok(())
+    }
+
+    /// After optimizer steps with `16-mixed`.
+    pub(crate) fn adapt_loss_scale(&mut self) {
+        self.run.grad_scaler.iter_mut().for_each(GradScaler::adapt);
+    }
+}
+
+impl Parts<'_> {
+    /// The module's backward; with `syncs` all ranks have the mean gradients and know each other's votes afterwards. With
+    /// `detect_anomaly` the gradients are checked.
+    pub(crate) fn backward<M: LightningModule>(
+        &mut self,
+        mut state: StepState<'_>,
+        module: &M,
+        batch: &BatchFacts<'_>,
+        loss: &tch::Tensor,
+        syncs: bool,
+    ) -> Result<()> {
+        let scaled = self.grad_scaler.as_ref().map(|scaler| scaler.scale(loss)).transpose()?;
+        *self.has_scaled |= scaled.is_some();
+        let loss = scaled.as_ref().unwrap_or(loss);
+        let _action = self.profiling.of_strategy(self.strategy.name(), "backward")?;
+        self.strategy.begin_backward(loss, syncs, votes(self.signal, self.requests))?;
+        let of_call = again(&mut state);
+        let done = self.module_call(of_call, module, "backward", batch, |m, ctx| m.backward(loss, ctx));
+        *self.agreed = self.agreed.or(self.strategy.end_backward(done)?);
+        if self.grad_scaler.is_some() {
+            return Ok(()); // which leaves out steps whose gradients are not finite
+        }
+        check_gradients(self.anomaly, module, state.progress)
+    }
+}

@@ -1,0 +1,229 @@
+//! Puts the state of a checkpoint back into a run.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::callback::Callback;
+use crate::checkpoint::{Checkpoint, RankState};
+use crate::data::Stage;
+use crate::distributed::World;
+use crate::error::{CheckpointError, ConfigError, Error, Result};
+use crate::ffi;
+use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling};
+use crate::nn::ModuleExt;
+use crate::optim::OptimizerState;
+use crate::trainer::session::frozen::LoopState;
+use crate::trainer::session::guard::guarded;
+use crate::trainer::session::hooks::{hook_error, of_callback};
+use crate::trainer::session::run::Run;
+use crate::trainer::session::session::Session;
+
+/// What is left to do with a checkpoint once the loaders are there.
+pub(crate) struct Resumed {
+    pub path: PathBuf,
+    /// Random states, which are to be set when everything else is ready.
+    pub rng: Vec<(String, tch::Tensor)>,
+    /// Training batches of an epoch, and their size.
+    shape: (usize, Option<usize>),
+}
+
+/// Takes the weights, and what modules, data and callbacks have saved.
+pub(crate) fn restore_module<M: LightningModule>(
+    session: &mut Session<M>,
+    checkpoint: &Checkpoint,
+    path: &Path,
+) -> Result<()> {
+    session.module.load_state_dict(&checkpoint.weights, true)?;
+    let Some(training) = &checkpoint.training else { return Ok(()) };
+    let state = read_state(&training.json, path)?;
+    let action = session.profile_hook("on_load_checkpoint")?;
+    let tensors =
+        ModuleTensors::of_checkpoint(&training.module, &state.module_on_device, session.plan.device)?;
+    guarded(|| session.module.on_load_checkpoint(&state.module, &tensors))
+        .map_err(|source| hook_error("on_load_checkpoint", &state.progress, source))?;
+    drop(action);
+    if let Some(data) = &state.data {
+        let _action = session.profile_data("load_state_dict")?;
+        guarded(|| session.data.load_state_dict(data))
+            .map_err(|source| hook_error("load_state_dict of the data module", &state.progress, source))?;
+    }
+    let Run { callbacks, profiling, .. } = &mut *session.run;
+    for callback in &mut *callbacks {
+        of_callback(profiling, callback.as_mut(), "on_load_checkpoint", |callback| {
+            callback.on_load_checkpoint(checkpoint)
+        })
+        .map_err(|source| hook_error("on_load_checkpoint", &state.progress, source))?;
+    }
+    restore_callbacks(profiling, callbacks, &state)?;
+    if session.stage == Stage::Fit {
+        session.run.progress = state.progress;
+    }
+    Ok(())
+}
+
+fn read_state(json: &Value, path: &Path) -> Result<LoopState> {
+    LoopState::deserialize(json).map_err(|e| {
+        let what = format!("its training state is not understood: {e}");
+        unusable(path, what, "use another checkpoint")
+    })
+}
+
+fn unusable(path: &Path, what: String, remedy: &str) -> Error {
+    CheckpointError::Unreadable { path: path.to_path_buf(), what, remedy: remedy.to_owned() }.into()
+}
+
+/// Puts the rest of a training state back: optimizers, schedules, metrics, position.
+pub(crate) fn restore_training<M: LightningModule>(
+    session: &mut Session<M>,
+    checkpoint: Checkpoint,
+    path: PathBuf,
+) -> Result<Resumed> {
+    let Some(training) = checkpoint.training else {
+        let remedy = "resume from a full checkpoint, or load the weights alone and start from the beginning";
+        return Err(unusable(&path, "it holds weights only, no training state".to_owned(), remedy));
+    };
+    let state = read_state(&training.json, &path)?;
+    let first = RankState {
+        grads: training.grads,
+        metrics: training.metrics,
+        rng: training.rng,
+        logged: Value::Null,
+    };
+    let OwnPart { logged, metrics, grads, rng } =
+        own_part(session.run.world(), first, training.ranks, state.metrics, &path)?;
+    let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
+    let own: Vec<&str> = session.optimizers.iter().map(|optimizer| optimizer.name()).collect();
+    if names != own || state.schedulers.len() != session.schedulers.len() {
+        let what = format!(
+            "it was written with optimizers {names:?} and {} schedules, this run has {own:?} and {}",
+            state.schedulers.len(),
+            session.schedulers.len()
+        );
+        return Err(unusable(&path, what, "use the same configure_optimizers, or load the weights alone"));
+    }
+    let tensors = training.optimizers.into_iter();
+    for ((optimizer, tensors), (_, groups)) in
+        session.optimizers.iter_mut().zip(tensors).zip(state.optimizers)
+    {
+        optimizer.load_state_dict(OptimizerState { tensors, groups })?;
+    }
+    for (active, saved) in session.schedulers.iter_mut().zip(&state.schedulers) {
+        active.configured.scheduler.load_state_dict(saved)?;
+    }
+    restore_grads(session, &grads)?;
+    if let (Some(own), Some(saved)) = (&mut session.run.grad_scaler, state.grad_scaler) {
+        *own = saved;
+    }
+    if session.run.seed != state.seed {
+        let (saved, own) = (state.seed, session.run.seed);
+        tracing::info!("shuffling with seed {saved} of the checkpoint instead of {own}");
+        session.run.seed = saved;
+    }
+    session.run.metrics.restore(logged);
+    session.run.metrics.restore_metrics(&metrics, session.plan.device)?;
+    session.run.progress = state.progress;
+    Ok(Resumed { path, rng, shape: (state.num_training_batches, state.batch_size) })
+}
+
+/// What this rank takes of the parts that each rank has for itself.
+struct OwnPart {
+    logged: MetricsState,
+    metrics: Vec<(String, tch::Tensor)>,
+    grads: Vec<(String, tch::Tensor)>,
+    rng: Vec<(String, tch::Tensor)>,
+}
+
+/// `first` and `logged` are rank 0's, `ranks` the others'. A rank that the saved run did not have goes on from rank 0's
+/// random state, and has counted nothing: each batch counts at most once.
+fn own_part(
+    world: &World,
+    first: RankState,
+    ranks: Vec<RankState>,
+    logged: MetricsState,
+    path: &Path,
+) -> Result<OwnPart> {
+    let saved = ranks.len() + 1;
+    if saved != world.world_size && world.is_global_zero() {
+        tracing::info!("{} is of {saved} rank(s), this run has {}", path.display(), world.world_size);
+    }
+    let own = world.rank.checked_sub(1).map(|index| ranks.into_iter().nth(index));
+    let RankState { grads, metrics, rng, logged } = match own {
+        None => return Ok(OwnPart { logged, metrics: first.metrics, grads: first.grads, rng: first.rng }),
+        Some(None) => {
+            let (metrics, grads) = (Vec::new(), Vec::new());
+            return Ok(OwnPart { logged: logged.without_open_epoch(), metrics, grads, rng: first.rng });
+        }
+        Some(Some(own)) => own,
+    };
+    let logged = MetricsState::deserialize(logged).map_err(|e| {
+        let what = format!("the logged values of rank {} are not understood: {e}", world.rank);
+        unusable(path, what, "use another checkpoint")
+    })?;
+    Ok(OwnPart { logged, metrics, grads, rng })
+}
+
+impl Resumed {
+    /// A position within an epoch means nothing if the epoch is cut into other batches.
+    pub(crate) fn check_position(&self, run: &Run) -> Result<()> {
+        let epoch = run.progress.current_epoch;
+        if let Some(max_epochs) = run.facts.max_epochs.filter(|max_epochs| epoch > *max_epochs) {
+            let what =
+                format!("{max_epochs}, but {} is of epoch {epoch}, counted from 0", self.path.display());
+            let remedy = "train for more epochs, or from another checkpoint";
+            return Err(ConfigError::new("trainer.max_epochs", what, remedy).into());
+        }
+        let is_mid_epoch = run.progress.batch_idx > 0 && !run.progress.epoch_ended;
+        let own = (run.facts.num_training_batches, run.facts.train_batch_size);
+        let is_known = self.shape.0 > 0; // a converted checkpoint does not tell
+        if !is_mid_epoch || !is_known || own == self.shape {
+            return Ok(());
+        }
+        let text = |(batches, size): (usize, Option<usize>)| match size {
+            Some(size) => format!("{batches} batches of {size}"),
+            None => format!("{batches} batches"),
+        };
+        let what = format!(
+            "{} was written at batch {} of an epoch of {}, this run has {}",
+            self.path.display(),
+            run.progress.batch_idx,
+            text(self.shape),
+            text(own)
+        );
+        let remedy = "use the same data and batch size, or resume from a checkpoint at the end of an epoch";
+        Err(ConfigError::new("ckpt_path", what, remedy).into())
+    }
+}
+
+fn restore_grads<M: LightningModule>(
+    session: &mut Session<M>,
+    grads: &[(String, tch::Tensor)],
+) -> Result<()> {
+    session.has_scaled |= !grads.is_empty();
+    let parameters = session.module.named_parameters();
+    for (fqn, grad) in grads {
+        if let Some((_, parameter)) = parameters.iter().find(|(name, _)| name == fqn) {
+            ffi::set_grad(parameter, &grad.f_to_device(session.plan.device.tch())?)?;
+        }
+    }
+    Ok(())
+}
+
+fn restore_callbacks(
+    profiling: &Profiling,
+    callbacks: &mut [Box<dyn Callback>],
+    state: &LoopState,
+) -> Result<()> {
+    for (key, saved) in &state.callbacks {
+        let Some(callback) = callbacks.iter_mut().find(|callback| callback.state_key() == *key) else {
+            tracing::warn!("the checkpoint has state of {key}, which this run does not have");
+            continue;
+        };
+        of_callback(profiling, callback.as_mut(), "load_state_dict", |callback| {
+            callback.load_state_dict(saved)
+        })
+        .map_err(|source| hook_error("load_state_dict", &state.progress, source))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,173 @@
+//! Writes the checkpoints that were asked for.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::callback::Callback;
+use crate::checkpoint::{Checkpoint, RankState, rank_from_bytes, rank_to_bytes};
+use crate::data::Stage;
+use crate::distributed::ProcessGroup;
+use crate::error::{Error, Result};
+use crate::module::{CheckpointRequest, LightningModule};
+use crate::trainer::session::frozen::{AfterFit, Frozen};
+use crate::trainer::session::run::Run;
+use crate::trainer::session::session::Session;
+use crate::trainer::state::collect::{self, collect, complete, own_state};
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Writes the checkpoints that hooks have asked for. Called only where a resumed run can go on: between batches,
+    /// when validation and schedules have had their turn.
+    ///
+    /// # Collective
+    /// If a full checkpoint has been asked for.
+    pub(crate) fn write_checkpoints(&mut self) -> Result<()> {
+        if self.run.requests.checkpoints.is_empty() {
+            return Ok(());
+        }
+        let requests = std::mem::take(&mut self.run.requests.checkpoints);
+        let is_full = |request: &CheckpointRequest| !request.weights_only && request.link_to.is_none();
+        let mut ranks = if requests.iter().any(is_full) { gather_ranks(self)? } else { Vec::new() };
+        if !self.run.world().is_global_zero() {
+            return Ok(()); // rank 0 writes
+        }
+        requests.iter().try_for_each(|request| write(self, request, &mut ranks))
+    }
+
+    /// Keeps the run as it is now for the checkpoints to come, if there may be some: what follows is done because the run
+    /// ends here, and would be done again, or at another time, by one that goes on.
+    pub(crate) fn freeze(&mut self) -> Result<()> {
+        let mut callbacks = self.run.callbacks.iter();
+        let saves = callbacks.any(|callback| callback.saves_checkpoints() || callback.saves_on_exception());
+        let is_asked = !self.run.requests.checkpoints.is_empty() || self.plan.save_on_signal;
+        if self.frozen.is_none() && (saves || is_asked) {
+            self.frozen = Some(collect::freeze(self)?);
+        }
+        Ok(())
+    }
+
+    /// An error if a signal asked the run to end, after the checkpoint for it if the run is to save one.
+    pub(crate) fn check_signals(&mut self) -> Result<()> {
+        let Some(signal) = self.agreed_signal() else { return Ok(()) };
+        let saves = self.plan.save_on_signal && self.stage == Stage::Fit && !self.plan.fast_dev_run;
+        if saves && !self.is_sanity_check {
+            let saved = self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.folder);
+            let folder = saved.unwrap_or_else(|| self.run.facts.log_dir.join("checkpoints"));
+            let path = folder.join("on_signal.ckpt");
+            tracing::info!("{signal}: saving {}", path.display());
+            let request =
+                CheckpointRequest { path, weights_only: false, link_to: None, then_remove: Vec::new() };
+            self.run.requests.checkpoints = vec![request]; // others wait for a better moment, which does not come
+            self.write_checkpoints()?;
+        }
+        Err(Error::Interrupted { signal, global_step: self.run.progress.global_step })
+    }
+}
+
+/// Gives rank 0 what the other ranks have to themselves, for the checkpoints that all of them are about to ask for.
+///
+/// # Collective
+/// All ranks must call it after the same batch.
+pub(crate) fn gather_ranks<M: LightningModule>(session: &Session<M>) -> Result<Vec<RankState>> {
+    let Some(group) = session.run.world().group().filter(|group| group.world_size() > 1) else {
+        return Ok(Vec::new());
+    };
+    match &session.frozen {
+        Some(Frozen::Own(own)) => gather(group, own),
+        _ if group.rank() == 0 => gather(group, &[]),
+        _ => gather(group, &rank_to_bytes(&own_state(session)?)?),
+    }
+}
+
+fn gather(group: &ProcessGroup, own: &[u8]) -> Result<Vec<RankState>> {
+    let all = group.gather_bytes(own, 0)?;
+    all.iter().skip(1).map(|bytes| rank_from_bytes(bytes)).collect()
+}
+
+/// Writes the checkpoint that a callback asked for, then removes those it replaces. `ranks` is what the other ranks
+/// have to themselves; it may be taken out.
+pub(crate) fn write<M: LightningModule>(
+    session: &mut Session<M>,
+    request: &CheckpointRequest,
+    ranks: &mut Vec<RankState>,
+) -> Result<()> {
+    match &request.link_to {
+        Some(target) => session.run.checkpoint_io.link_checkpoint(target, &request.path)?,
+        None => {
+            let _action = session.profile("save_checkpoint")?;
+            let mut checkpoint = match &session.frozen {
+                Some(Frozen::Whole(frozen)) if !request.weights_only => {
+                    with_savers(frozen, &session.run.callbacks)?
+                }
+                _ => collect(session, request.weights_only)?,
+            };
+            if let Some(training) = &mut checkpoint.training {
+                training.ranks = std::mem::take(ranks);
+            }
+            session.run.checkpoint_io.save_checkpoint(&checkpoint, &request.path, None)?;
+            if let Some(training) = checkpoint.training {
+                *ranks = training.ranks; // for the next file of the same moment
+            }
+            if !request.weights_only {
+                session.run.note_checkpoint(&request.path)?;
+            }
+        }
+    }
+    let Run { checkpoint_io, resumed_from, .. } = &mut *session.run;
+    let is_kept = |old: &&PathBuf| !resumed_from.as_ref().is_some_and(|resumed| is_same_file(resumed, old));
+    request.then_remove.iter().filter(is_kept).try_for_each(|old| checkpoint_io.remove_checkpoint(old))
+}
+
+/// Whether two paths lead to one file, links included.
+fn is_same_file(a: &Path, b: &Path) -> bool {
+    a == b || matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+}
+
+/// A frozen checkpoint with the state that callbacks which save checkpoints have now: they know the files.
+fn with_savers(frozen: &Checkpoint, callbacks: &[Box<dyn Callback>]) -> Result<Checkpoint> {
+    let mut checkpoint = frozen.to_host()?;
+    let states = checkpoint.training.as_mut().and_then(|training| training.json["callbacks"].as_array_mut());
+    let Some(states) = states else { return Ok(checkpoint) };
+    for callback in callbacks.iter().filter(|callback| callback.saves_checkpoints()) {
+        let (key, own) = (callback.state_key(), callback.state_dict());
+        if let (Some(saved), Some(own)) = (states.iter_mut().find(|saved| saved[0] == key.as_str()), own) {
+            saved[1] = own;
+        }
+    }
+    Ok(checkpoint)
+}
+
+/// Writes a checkpoint of a fit that is over.
+///
+/// # Collective
+/// All ranks must call it.
+pub(crate) fn write_after_fit<M: LightningModule>(
+    session: &mut Session<M>,
+    after: &AfterFit,
+    path: &Path,
+    storage_options: Option<&Value>,
+) -> Result<()> {
+    let ranks = match session.run.world().group().filter(|group| group.world_size() > 1) {
+        Some(group) => {
+            let own = match after {
+                AfterFit::Own(own) | AfterFit::Frozen(Frozen::Own(own)) => own.as_slice(),
+                _ => &[],
+            };
+            gather(group, own)?
+        }
+        None => Vec::new(),
+    };
+    let mut checkpoint = match after {
+        AfterFit::Frozen(Frozen::Whole(frozen)) => with_savers(frozen, &session.run.callbacks)?,
+        AfterFit::Whole(kept) => {
+            let (state, training) = kept.as_ref();
+            complete(session, Some((state.clone(), training.to_host()?)))?
+        }
+        AfterFit::Own(_) | AfterFit::Frozen(Frozen::Own(_)) => return Ok(()), // rank 0 writes
+    };
+    if let Some(training) = &mut checkpoint.training {
+        training.ranks = ranks;
+    }
+    session.run.checkpoint_io.save_checkpoint(&checkpoint, path, storage_options)?;
+    session.run.checkpoint_io.teardown()
+}
