@@ -4,7 +4,10 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::{Accelerator, CpuAccelerator, CudaAccelerator, HpuAccelerator};
+use super::accelerator::Accelerator;
+use super::cpu::CpuAccelerator;
+use super::cuda::CudaAccelerator;
+use super::hpu::HpuAccelerator;
 use crate::error::DeviceError;
 
 /// One device of a machine as its driver describes it. What the driver does not tell is none.

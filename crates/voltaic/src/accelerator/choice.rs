@@ -3,7 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{ACCELERATORS, Accelerator, accelerator, check_available};
+use super::accelerator::Accelerator;
+use super::find::{ACCELERATORS, accelerator, check_available};
 use crate::device::Device;
 use crate::error::DeviceError;
 

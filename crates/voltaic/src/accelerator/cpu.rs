@@ -2,7 +2,9 @@
 
 use std::fs;
 
-use super::{Accelerator, Card, Devices};
+use super::accelerator::Accelerator;
+use super::cards::Card;
+use super::devices::Devices;
 use crate::device::Device;
 use crate::error::Result;
 use crate::ffi;

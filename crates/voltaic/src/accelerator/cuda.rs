@@ -8,7 +8,9 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
 use nvml_wrapper::error::NvmlError;
 
-use super::{Accelerator, Card, Devices};
+use super::accelerator::Accelerator;
+use super::cards::Card;
+use super::devices::Devices;
 use crate::device::Device;
 use crate::error::{DeviceError, Result};
 use crate::ffi;

@@ -7,7 +7,8 @@ use std::thread::JoinHandle;
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use serde_json::Value;
 
-use super::{Checkpoint, CheckpointIo, FileCheckpointIo};
+use super::checkpoint::Checkpoint;
+use super::io::{CheckpointIo, FileCheckpointIo};
 use crate::error::{Error, Result};
 
 /// Snapshots kept in memory at a time: the best and the last checkpoint of one moment. A third save waits.

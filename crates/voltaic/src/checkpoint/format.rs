@@ -12,7 +12,8 @@ use safetensors::tensor::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::{Checkpoint, CheckpointMeta, FORMAT_VERSION, RankState, TrainingState, write_atomically};
+use super::atomic::write_atomically;
+use super::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, RankState, TrainingState};
 use crate::dtype::DtypeNames;
 use crate::error::{CheckpointError, Error, Result};
 
@@ -380,6 +381,24 @@ pub(crate) fn peek_training(path: &Path) -> Result<Option<serde_json::Value>> {
 /// As [`Checkpoint::load`].
 pub fn read_weights(path: &Path) -> Result<Vec<(String, Tensor)>> {
     Ok(read(path)?.weights)
+}
+
+impl Checkpoint {
+    /// Writes the checkpoint to `path`, replacing a file of that name only once it is complete.
+    ///
+    /// # Errors
+    /// If the folder cannot be written to or the disk is full; the file of that name, if any, is unchanged.
+    pub fn save(&self, path: &std::path::Path) -> Result<()> {
+        write(self, path)
+    }
+
+    /// Reads a checkpoint; tensors are on the CPU.
+    ///
+    /// # Errors
+    /// If the file is missing, damaged, or of a later version.
+    pub fn load(path: &std::path::Path) -> Result<Self> {
+        read(path)
+    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Checkpoint, remove_file};
+use super::atomic::remove_file;
+use super::checkpoint::Checkpoint;
 use crate::error::{ConfigError, Error, Result};
 
 /// Saves, loads and removes checkpoints; Lightning's `CheckpointIO`.

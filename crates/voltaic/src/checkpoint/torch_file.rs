@@ -11,8 +11,8 @@ use tch::{Kind, Tensor};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
+use super::atomic::write_atomically;
 use super::pickle::{self, Value};
-use super::write_atomically;
 use crate::error::{CheckpointError, Error, Result};
 
 /// Storages begin at multiples of this, as PyTorch writes them, so that it can map the file into memory.

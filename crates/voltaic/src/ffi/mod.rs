@@ -53,11 +53,11 @@ pub use tensor::autocast::{
     AutocastPolicy, Cast, autocast_lists_version, autocast_state, enter_autocast, leave_autocast,
     observe_casts, operator_names, reset_autocast_lists, set_autocast_lists, set_autocast_state,
 };
+pub use tensor::device::tch_names_hpu;
 pub use tensor::lists::{
     AdamLists, AdamOptions, GradStatus, Gradients, LearningRate, SgdOptions, TensorList, foreach_clamp,
     foreach_mul_tensor, foreach_norm, is_dense, tensor_id,
 };
 pub use tensor::rng::{manual_seed, randperm, rng_state, set_rng_state};
-pub use tensor::device::tch_names_hpu;
 pub use tensor::storage::SharedTensor;
 pub use threads::{set_thread_num_threads, with_one_thread};

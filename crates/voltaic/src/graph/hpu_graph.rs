@@ -8,7 +8,7 @@ use tch::Tensor;
 use super::capture::{self, MadeInCapture, Segment, check_not_capturing};
 use super::ir::Graph;
 use super::plan::PlanStats;
-use super::static_tensor::no_weights;
+use super::static_tensor::{describe, no_weights};
 use super::step::fill;
 use crate::device::Device;
 use crate::error::{GraphError, Result};
@@ -342,11 +342,6 @@ impl Drop for CaptureGuard<'_> {
     fn drop(&mut self) {
         self.graph.held.borrow_mut().abort();
     }
-}
-
-/// Dtype, shape and device, such as `Float[8, 64] on Cpu`.
-pub(super) fn describe(tensor: &Tensor) -> String {
-    format!("{:?}{:?} on {:?}", tensor.kind(), tensor.size(), tensor.device())
 }
 
 pub(super) fn check_inputs(captured: &[Tensor], given: &[&Tensor]) -> Result<()> {

@@ -4,7 +4,6 @@ use std::cell::RefCell;
 
 use tch::{Kind, Tensor};
 
-use super::hpu_graph::describe;
 use crate::device::Device;
 use crate::error::{GraphError, Result};
 
@@ -91,6 +90,11 @@ impl StaticTensor {
         tensor.f_copy_(from)?;
         Ok(())
     }
+}
+
+/// Dtype, shape and device, such as `Float[8, 64] on Cpu`.
+pub(super) fn describe(tensor: &Tensor) -> String {
+    format!("{:?}{:?} on {:?}", tensor.kind(), tensor.size(), tensor.device())
 }
 
 /// A field of a module that holds none of its weights.

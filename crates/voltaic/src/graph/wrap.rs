@@ -7,6 +7,7 @@ use tch::Tensor;
 use super::cache::{Buckets, CacheOptions, CacheStats, GraphCache};
 use super::callable::{Callable, TensorTuple, call_with};
 use crate::accelerator::RuntimeFlags;
+use crate::ffi::ReplayStats;
 use crate::nn::{Forward, Member, Module, ModuleExt, mode_changed};
 
 /// Options of [`wrap_in_hpu_graph`], with Habana's names and defaults.
@@ -178,7 +179,7 @@ impl<M: Module> GraphedModule<M> {
     }
 
     /// Counts of the replays of each graph: forward, then backward if it has one.
-    pub fn replay_stats(&self) -> Vec<super::ReplayStats> {
+    pub fn replay_stats(&self) -> Vec<ReplayStats> {
         self.cache.borrow().replay_stats()
     }
 

@@ -5,7 +5,11 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{CsvLogger, JsonLinesLogger, Logger, TensorBoardLogger, Version};
+use super::csv::CsvLogger;
+use super::json_lines::JsonLinesLogger;
+use super::logger::Logger;
+use super::run_folder::Version;
+use super::tensorboard::TensorBoardLogger;
 
 /// What [`CsvLogger`] writes, and where.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]

@@ -5,8 +5,11 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+use super::config::CsvLoggerConfig;
+use super::logger::Logger;
+use super::plot::plot_metrics;
+use super::plot_memory::plot_memory;
 use super::run_folder::{RunFolder, RunFolders, with_prefix};
-use super::{CsvLoggerConfig, Logger, plot_memory, plot_metrics};
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
 

@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::config::JsonLinesLoggerConfig;
+use super::logger::Logger;
 use super::run_folder::{RunFolder, RunFolders, with_prefix};
-use super::{JsonLinesLoggerConfig, Logger};
 use crate::error::{Error, Result};
 
 /// Writes `<save_dir>/<name>/version_<n>/metrics.jsonl`: a line per row, `{"step":5,"epoch":0,"train_loss":0.25}`.

@@ -4,6 +4,8 @@
 mod config;
 mod csv;
 mod json_lines;
+#[expect(clippy::module_inception, reason = "the trait of the folder")]
+mod logger;
 mod plot;
 mod plot_lr;
 mod plot_memory;
@@ -11,71 +13,13 @@ mod run_folder;
 mod tensorboard;
 pub mod tfevents;
 
-use std::path::{Path, PathBuf};
-
-use crate::error::Result;
-
 pub use config::{CsvLoggerConfig, JsonLinesLoggerConfig, LoggerConfig, Loggers, TensorBoardLoggerConfig};
 pub use csv::CsvLogger;
 pub use json_lines::JsonLinesLogger;
+pub(crate) use logger::DEVICE_STATS;
+pub use logger::Logger;
 pub use plot::plot_metrics;
 pub use plot_lr::plot_lr_find;
 pub use plot_memory::plot_memory;
 pub use run_folder::{RunFolders, Version};
 pub use tensorboard::TensorBoardLogger;
-
-/// How the names of metrics begin that are about the device and not about the model.
-pub(crate) const DEVICE_STATS: &str = "DeviceStatsMonitor.";
-
-/// Takes the metrics of a run. Called on rank 0 only.
-pub trait Logger: Send {
-    /// Folder of this run, if the logger has one; checkpoints go below the first logger's.
-    fn log_dir(&self) -> Option<&Path>;
-
-    /// Label of this run among the runs of the same name, such as `0`.
-    fn version(&self) -> Option<String> {
-        None
-    }
-
-    /// Called when the run starts, before anything else is written: makes the folder of the run, and moves to another
-    /// version if a run that started at the same time has it.
-    ///
-    /// # Errors
-    /// If it cannot be made.
-    fn begin(&mut self, folders: &mut RunFolders) -> Result<()> {
-        let _ = folders;
-        Ok(())
-    }
-
-    /// Records the values that made the module.
-    ///
-    /// # Errors
-    /// If they cannot be written.
-    fn log_hyperparams(&mut self, hyper_parameters: &serde_json::Value) -> Result<()>;
-
-    /// Records metrics at a step; `step` counts optimizer steps from 0.
-    ///
-    /// # Errors
-    /// If they cannot be written.
-    fn log_metrics(&mut self, metrics: &[(String, f64)], step: u64) -> Result<()>;
-
-    /// Writes what is still in memory.
-    ///
-    /// # Errors
-    /// If it cannot be written.
-    fn save(&mut self) -> Result<()>;
-
-    /// Ends the run, which succeeded or failed.
-    ///
-    /// # Errors
-    /// If the rest cannot be written.
-    fn finalize(&mut self, success: bool) -> Result<()> {
-        let _ = success;
-        self.save()
-    }
-
-    /// Files that a user will want to look at after the run.
-    fn files(&self) -> Vec<PathBuf> {
-        Vec::new()
-    }
-}

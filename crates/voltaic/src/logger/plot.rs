@@ -8,7 +8,7 @@ use std::sync::Once;
 use plotters::prelude::*;
 use plotters::style::{FontStyle, register_font};
 
-use super::DEVICE_STATS;
+use super::logger::DEVICE_STATS;
 use crate::error::{Error, Result};
 
 /// A part of DejaVu Sans (Bitstream Vera licence, beside the file), so that no system font is needed.

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::DEVICE_STATS;
+use super::logger::DEVICE_STATS;
 use super::plot::{Line, Panel, read_lines, write_picture};
 use crate::error::Result;
 

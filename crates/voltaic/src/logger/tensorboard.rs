@@ -8,9 +8,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
+use super::config::TensorBoardLoggerConfig;
+use super::logger::Logger;
 use super::run_folder::{RunFolder, RunFolders, with_prefix};
 use super::tfevents::{self, Event};
-use super::{Logger, TensorBoardLoggerConfig};
 use crate::error::{Error, Result};
 
 /// Writes `<save_dir>/<name>/version_<n>/events.out.tfevents.*`, which TensorBoard shows, and `hparams.yaml` beside it.

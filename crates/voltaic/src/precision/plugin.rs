@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::op_files::{OpFile, files_of_env};
 use super::op_lists::OpLists;
-use super::{PRECISIONS, Precision, is_hmp};
+use super::precision::{PRECISIONS, Precision, is_hmp};
 use crate::error::{ConfigError, Result};
 
 /// How many operators HMP lets compute in bfloat16.

@@ -10,7 +10,10 @@ pub use flags::{FlagReport, RuntimeFlags};
 use std::sync::OnceLock;
 
 use super::devices::Wanted;
-use super::{Accelerator, Card, Devices, memory_stats};
+use crate::accelerator::accelerator::Accelerator;
+use crate::accelerator::cards::Card;
+use crate::accelerator::devices::Devices;
+use crate::accelerator::memory::memory_stats;
 use crate::device::Device;
 use crate::error::{DeviceError, Result};
 use crate::ffi::format_size;

@@ -7,8 +7,8 @@ use std::collections::HashMap;
 
 use tch::{Kind, Tensor};
 
-use super::Value;
 use super::globals::{self, Global};
+use super::value::Value;
 
 /// A tree deeper than this is refused.
 const MAX_DEPTH: usize = 64;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use tch::Tensor;
 
-use super::Value;
+use super::value::Value;
 use crate::dtype::DtypeNames;
 
 /// A pickle, and the tensors whose elements belong into its storages `0`, `1`, ...

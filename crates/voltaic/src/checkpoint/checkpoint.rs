@@ -1,0 +1,175 @@
+//! What a checkpoint holds.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use crate::error::Result;
+
+/// Version of the file layout; a file of a later version is refused. Version 2 added the checksum.
+pub const FORMAT_VERSION: u32 = 2;
+
+/// Everything a run needs to go on where it stopped.
+#[derive(Debug, Default)]
+pub struct Checkpoint {
+    /// The module's state dict.
+    pub weights: Vec<(String, Tensor)>,
+    /// All but the weights; `None` if only the weights were saved.
+    pub training: Option<TrainingState>,
+    /// Facts about the run that do not depend on the kind of checkpoint.
+    pub meta: CheckpointMeta,
+}
+
+/// Facts about the run that wrote a checkpoint.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointMeta {
+    /// Layout of the file.
+    pub format_version: u32,
+    /// voltaic's version.
+    pub voltaic_version: String,
+    /// The epoch in progress, from 0.
+    pub epoch: u64,
+    /// Optimizer steps done.
+    pub global_step: u64,
+    /// Type of the module.
+    pub module: String,
+    /// The values that made the module.
+    pub hyper_parameters: serde_json::Value,
+}
+
+/// State of the training loop.
+#[derive(Debug, Default)]
+pub struct TrainingState {
+    /// Tensors of each optimizer, by name.
+    pub optimizers: Vec<Vec<(String, Tensor)>>,
+    /// Gradients of an accumulation window that was not complete, by fqn.
+    pub grads: Vec<(String, Tensor)>,
+    /// Tensors that callbacks keep, by name.
+    pub callbacks: Vec<(String, Tensor)>,
+    /// Tensors that the module has given in `on_save_checkpoint`, by name.
+    pub module: Vec<(String, Tensor)>,
+    /// What the module's metrics have accumulated in an epoch that is not over, by fqn and part.
+    pub metrics: Vec<(String, Tensor)>,
+    /// States of random number generators, by device name.
+    pub rng: Vec<(String, Tensor)>,
+    /// Everything else, as JSON: loop position, groups, schedules, callbacks, metrics.
+    pub json: serde_json::Value,
+    /// What ranks 1, 2, ... have to themselves; empty if there was one rank.
+    pub ranks: Vec<RankState>,
+}
+
+/// What a rank other than 0 has to itself. Rank 0's is in [`TrainingState`].
+#[derive(Debug, Default)]
+pub struct RankState {
+    /// Its gradients of an accumulation window that was not complete, by fqn.
+    pub grads: Vec<(String, Tensor)>,
+    /// What its metrics had accumulated in an epoch that was not over, by fqn and part.
+    pub metrics: Vec<(String, Tensor)>,
+    /// States of its random number generators, by device name.
+    pub rng: Vec<(String, Tensor)>,
+    /// The values that it logged in an epoch that was not over.
+    pub logged: serde_json::Value,
+}
+
+/// The checkpoints a callback has saved.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CheckpointPaths {
+    /// The best by the monitored metric, else the newest.
+    pub best: Option<PathBuf>,
+    /// The newest.
+    pub last: Option<PathBuf>,
+    /// The folder they go to, if it is known before the run.
+    pub folder: Option<PathBuf>,
+}
+
+impl Checkpoint {
+    /// Tensors that a callback keeps under names with this prefix, by the rest of the name; they are shared.
+    pub fn callback_tensors(&self, prefix: &str) -> Vec<(String, Tensor)> {
+        let saved = self.training.iter().flat_map(|training| &training.callbacks);
+        saved
+            .filter_map(|(name, tensor)| {
+                Some((name.strip_prefix(prefix)?.to_owned(), tensor.shallow_clone()))
+            })
+            .collect()
+    }
+
+    /// The checkpoint with all its tensors on the host; those that are there are shared.
+    ///
+    /// # Errors
+    /// If a tensor cannot be copied.
+    pub fn to_host(&self) -> Result<Self> {
+        self.with_tensors(|tensor| Ok(tensor.f_to_device(tch::Device::Cpu)?))
+    }
+
+    /// A copy on the host that shares nothing with the run, which may go on.
+    ///
+    /// # Errors
+    /// If memory of the host runs out.
+    pub fn snapshot(&self) -> Result<Self> {
+        self.with_tensors(copied)
+    }
+
+    fn with_tensors(&self, convert: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let training = self.training.as_ref().map(|training| training.with_tensors(&convert));
+        let weights = converted(&self.weights, &convert)?;
+        Ok(Self { weights, training: training.transpose()?, meta: self.meta.clone() })
+    }
+}
+
+impl TrainingState {
+    /// The same with all tensors on the host; those that are there are shared.
+    pub(crate) fn to_host(&self) -> Result<Self> {
+        self.with_tensors(&|tensor| Ok(tensor.f_to_device(tch::Device::Cpu)?))
+    }
+
+    /// The same on the host when a fit is over: what the optimizers leave behind is shared, what the module may still change
+    /// is not.
+    pub(crate) fn of_finished_fit(&self) -> Result<Self> {
+        let on_host = self.to_host()?;
+        let (grads, metrics) = (converted(&self.grads, &copied)?, converted(&self.metrics, &copied)?);
+        Ok(Self { grads, metrics, ..on_host })
+    }
+
+    fn with_tensors(&self, convert: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let of_rank = |rank: &RankState| {
+            Ok(RankState {
+                grads: converted(&rank.grads, convert)?,
+                metrics: converted(&rank.metrics, convert)?,
+                rng: converted(&rank.rng, convert)?,
+                logged: rank.logged.clone(),
+            })
+        };
+        let optimizers = self.optimizers.iter().map(|tensors| converted(tensors, convert));
+        Ok(Self {
+            optimizers: optimizers.collect::<Result<_>>()?,
+            grads: converted(&self.grads, convert)?,
+            callbacks: converted(&self.callbacks, convert)?,
+            module: converted(&self.module, convert)?,
+            metrics: converted(&self.metrics, convert)?,
+            rng: converted(&self.rng, convert)?,
+            json: self.json.clone(),
+            ranks: self.ranks.iter().map(of_rank).collect::<Result<_>>()?,
+        })
+    }
+}
+
+/// A copy on the host.
+fn copied(tensor: &Tensor) -> Result<Tensor> {
+    match tensor.device() {
+        tch::Device::Cpu => {
+            let mut copy = tensor.f_empty_like()?;
+            copy.f_copy_(tensor)?;
+            Ok(copy)
+        }
+        _ => Ok(tensor.f_to_device(tch::Device::Cpu)?),
+    }
+}
+
+fn converted(
+    tensors: &[(String, Tensor)],
+    convert: &dyn Fn(&Tensor) -> Result<Tensor>,
+) -> Result<Vec<(String, Tensor)>> {
+    tensors.iter().map(|(name, tensor)| Ok((name.clone(), convert(tensor)?))).collect()
+}

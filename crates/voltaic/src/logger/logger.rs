@@ -1,0 +1,62 @@
+//! What takes the numbers of a run.
+
+use std::path::{Path, PathBuf};
+
+use super::run_folder::RunFolders;
+use crate::error::Result;
+
+/// How the names of metrics begin that are about the device and not about the model.
+pub(crate) const DEVICE_STATS: &str = "DeviceStatsMonitor.";
+
+/// Takes the metrics of a run. Called on rank 0 only.
+pub trait Logger: Send {
+    /// Folder of this run, if the logger has one; checkpoints go below the first logger's.
+    fn log_dir(&self) -> Option<&Path>;
+
+    /// Label of this run among the runs of the same name, such as `0`.
+    fn version(&self) -> Option<String> {
+        None
+    }
+
+    /// Called when the run starts, before anything else is written: makes the folder of the run, and moves to another
+    /// version if a run that started at the same time has it.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    fn begin(&mut self, folders: &mut RunFolders) -> Result<()> {
+        let _ = folders;
+        Ok(())
+    }
+
+    /// Records the values that made the module.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    fn log_hyperparams(&mut self, hyper_parameters: &serde_json::Value) -> Result<()>;
+
+    /// Records metrics at a step; `step` counts optimizer steps from 0.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    fn log_metrics(&mut self, metrics: &[(String, f64)], step: u64) -> Result<()>;
+
+    /// Writes what is still in memory.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    fn save(&mut self) -> Result<()>;
+
+    /// Ends the run, which succeeded or failed.
+    ///
+    /// # Errors
+    /// If the rest cannot be written.
+    fn finalize(&mut self, success: bool) -> Result<()> {
+        let _ = success;
+        self.save()
+    }
+
+    /// Files that a user will want to look at after the run.
+    fn files(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+}
