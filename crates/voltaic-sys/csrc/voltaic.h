@@ -244,7 +244,13 @@ vt_error *vt_group_gloo(const vt_store *store, int32_t rank, int32_t size, int64
                         const char *address, vt_group **group);
 void vt_group_free(vt_group *group);
 
-enum vt_reduce_op : int32_t { VT_REDUCE_SUM = 0, VT_REDUCE_AVG = 1, VT_REDUCE_MIN = 2, VT_REDUCE_MAX = 3 };
+enum vt_reduce_op : int32_t {
+  VT_REDUCE_SUM = 0,
+  VT_REDUCE_AVG = 1,
+  VT_REDUCE_MIN = 2,
+  VT_REDUCE_MAX = 3,
+  VT_REDUCE_PRODUCT = 4
+};
 
 // Each starts an operation on contiguous tensors. Those of an emulated HPU are reached where they are.
 vt_error *vt_group_all_reduce(const vt_group *group, vt_tensor tensor, int32_t op, vt_work **work);
@@ -254,6 +260,15 @@ vt_error *vt_group_reduce_scatter(const vt_group *group, vt_tensor input, vt_ten
                                   vt_work **work);
 vt_error *vt_group_send(const vt_group *group, vt_tensor tensor, int32_t peer, vt_work **work);
 vt_error *vt_group_recv(const vt_group *group, vt_tensor tensor, int32_t peer, vt_work **work);
+// On ranks other than `root` the tensor holds anything afterwards.
+vt_error *vt_group_reduce(const vt_group *group, vt_tensor tensor, int32_t root, int32_t op, vt_work **work);
+// `output` is read on `root` alone: the inputs of all ranks, stacked.
+vt_error *vt_group_gather(const vt_group *group, vt_tensor input, vt_tensor output, int32_t root, vt_work **work);
+// `input` is read on `root` alone: what all ranks get, stacked.
+vt_error *vt_group_scatter(const vt_group *group, vt_tensor input, vt_tensor output, int32_t root, vt_work **work);
+// Rows of the first dimension for each rank, and from each rank; as many splits as ranks.
+vt_error *vt_group_all_to_all(const vt_group *group, vt_tensor input, const int64_t *input_splits, vt_tensor output,
+                              const int64_t *output_splits, vt_work **work);
 vt_error *vt_group_barrier(const vt_group *group, vt_work **work);
 // The sum over the ranks, at once. Its gradient is the sum over the ranks of the gradients.
 vt_error *vt_group_all_reduce_sum_function(const vt_group *group, vt_tensor input, vt_tensor *output);
@@ -273,8 +288,8 @@ typedef struct vt_collective_library {
   const char *name; // lives as long as the library
   int32_t has_average;
   void (*get_unique_id)(void), (*init_rank)(void);
-  void (*all_reduce)(void), (*broadcast)(void), (*all_gather)(void), (*reduce_scatter)(void);
-  void (*send)(void), (*recv)(void);
+  void (*all_reduce)(void), (*broadcast)(void), (*all_gather)(void), (*reduce_scatter)(void), (*reduce)(void);
+  void (*send)(void), (*recv)(void), (*group_start)(void), (*group_end)(void);
   void (*async_error)(void), (*abort)(void); // may be null
   void (*destroy)(void), (*error_text)(void);
   void (*device_malloc)(void), (*device_free)(void), (*host_malloc)(void), (*host_free)(void), (*copy)(void);

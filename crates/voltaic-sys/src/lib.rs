@@ -58,8 +58,11 @@ pub struct vt_collective_library {
     pub broadcast: vt_function,
     pub all_gather: vt_function,
     pub reduce_scatter: vt_function,
+    pub reduce: vt_function,
     pub send: vt_function,
     pub recv: vt_function,
+    pub group_start: vt_function,
+    pub group_end: vt_function,
     pub async_error: vt_function,
     pub abort: vt_function,
     pub destroy: vt_function,
@@ -77,6 +80,7 @@ pub const VT_REDUCE_SUM: i32 = 0;
 pub const VT_REDUCE_AVG: i32 = 1;
 pub const VT_REDUCE_MIN: i32 = 2;
 pub const VT_REDUCE_MAX: i32 = 3;
+pub const VT_REDUCE_PRODUCT: i32 = 4;
 
 pub const VT_CPU: i32 = 0;
 pub const VT_CUDA: i32 = 1;
@@ -449,6 +453,35 @@ unsafe extern "C" {
         group: *const vt_group,
         tensor: vt_tensor,
         peer: i32,
+        work: *mut *mut vt_work,
+    ) -> *mut vt_error;
+    pub fn vt_group_reduce(
+        group: *const vt_group,
+        tensor: vt_tensor,
+        root: i32,
+        op: i32,
+        work: *mut *mut vt_work,
+    ) -> *mut vt_error;
+    pub fn vt_group_gather(
+        group: *const vt_group,
+        input: vt_tensor,
+        output: vt_tensor,
+        root: i32,
+        work: *mut *mut vt_work,
+    ) -> *mut vt_error;
+    pub fn vt_group_scatter(
+        group: *const vt_group,
+        input: vt_tensor,
+        output: vt_tensor,
+        root: i32,
+        work: *mut *mut vt_work,
+    ) -> *mut vt_error;
+    pub fn vt_group_all_to_all(
+        group: *const vt_group,
+        input: vt_tensor,
+        input_splits: *const i64,
+        output: vt_tensor,
+        output_splits: *const i64,
         work: *mut *mut vt_work,
     ) -> *mut vt_error;
     pub fn vt_group_barrier(group: *const vt_group, work: *mut *mut vt_work) -> *mut vt_error;

@@ -47,6 +47,8 @@ c10d::ReduceOp reduce_op(int32_t op) {
     return c10d::ReduceOp::MIN;
   case VT_REDUCE_MAX:
     return c10d::ReduceOp::MAX;
+  case VT_REDUCE_PRODUCT:
+    return c10d::ReduceOp::PRODUCT;
   default:
     TORCH_CHECK(false, "no reduction has the number ", op);
   }
@@ -194,6 +196,48 @@ vt_error *vt_group_send(const vt_group *group, vt_tensor tensor, int32_t peer, v
 vt_error *vt_group_recv(const vt_group *group, vt_tensor tensor, int32_t peer, vt_work **work) {
   return start(work, {tensor},
                [&](std::vector<at::Tensor> &tensors) { return group->backend->recv(tensors, peer, 0); });
+}
+
+vt_error *vt_group_reduce(const vt_group *group, vt_tensor tensor, int32_t root, int32_t op, vt_work **work) {
+  return start(work, {tensor}, [&](std::vector<at::Tensor> &tensors) {
+    c10d::ReduceOptions options;
+    options.rootRank = root;
+    options.reduceOp = reduce_op(op);
+    return group->backend->reduce(tensors, options);
+  });
+}
+
+vt_error *vt_group_gather(const vt_group *group, vt_tensor input, vt_tensor output, int32_t root, vt_work **work) {
+  return start(work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
+    c10d::GatherOptions options;
+    options.rootRank = root;
+    std::vector<at::Tensor> inputs{tensors[0]};
+    std::vector<std::vector<at::Tensor>> outputs;
+    if (group->backend->getRank() == root)
+      outputs.push_back(tensors[1].unbind(0));
+    return group->backend->gather(outputs, inputs, options);
+  });
+}
+
+vt_error *vt_group_scatter(const vt_group *group, vt_tensor input, vt_tensor output, int32_t root, vt_work **work) {
+  return start(work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
+    c10d::ScatterOptions options;
+    options.rootRank = root;
+    std::vector<at::Tensor> outputs{tensors[1]};
+    std::vector<std::vector<at::Tensor>> inputs;
+    if (group->backend->getRank() == root)
+      inputs.push_back(tensors[0].unbind(0));
+    return group->backend->scatter(outputs, inputs, options);
+  });
+}
+
+vt_error *vt_group_all_to_all(const vt_group *group, vt_tensor input, const int64_t *input_splits, vt_tensor output,
+                              const int64_t *output_splits, vt_work **work) {
+  return start(work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
+    const auto size = static_cast<size_t>(group->backend->getSize());
+    std::vector<int64_t> from(input_splits, input_splits + size), to(output_splits, output_splits + size);
+    return group->backend->alltoall_base(tensors[1], tensors[0], to, from);
+  });
 }
 
 vt_error *vt_group_barrier(const vt_group *group, vt_work **work) {

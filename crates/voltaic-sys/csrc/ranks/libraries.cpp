@@ -12,12 +12,14 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <functional>
 #include <optional>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -35,7 +37,9 @@ using Rooted = int (*)(const void *, void *, size_t count, int dtype, int root, 
 using AllGather = int (*)(const void *, void *, size_t count, int dtype, void *comm, void *stream);
 using Send = int (*)(const void *, size_t count, int dtype, int peer, void *comm, void *stream);
 using Receive = int (*)(void *, size_t count, int dtype, int peer, void *comm, void *stream);
+using Reduce = int (*)(const void *, void *, size_t count, int dtype, int op, int root, void *comm, void *stream);
 using OfComm = int (*)(void *comm);
+using Plain = int (*)();
 using AsyncError = int (*)(void *comm, int *result);
 using ErrorText = const char *(*)(int);
 
@@ -80,7 +84,7 @@ int dtype_number(at::ScalarType dtype) {
   }
 }
 
-constexpr int SUM = 0, MAX = 2, MIN = 3, AVERAGE = 4;
+constexpr int SUM = 0, PRODUCT = 1, MAX = 2, MIN = 3, AVERAGE = 4;
 
 int op_number(const c10d::ReduceOp &op) {
   switch (op) {
@@ -92,8 +96,10 @@ int op_number(const c10d::ReduceOp &op) {
     return MIN;
   case c10d::ReduceOp::MAX:
     return MAX;
+  case c10d::ReduceOp::PRODUCT:
+    return PRODUCT;
   default:
-    TORCH_CHECK(false, "the library has sum, average, minimum and maximum");
+    TORCH_CHECK(false, "the library has sum, average, minimum, maximum and product");
   }
 }
 
@@ -272,41 +278,56 @@ public:
     check_synapse(as<StreamCreate>(communicator->library.stream_create)(&stream, GAUDI, 0), "synStreamCreateGeneric");
   }
 
-  // `segments` is how many parts of `piece` bytes there are at each end, each starting at a multiple of `pitch`.
+  // Bytes of the parts at each end, one behind the other. Libraries that count in words need room up to the next one.
   struct Shape {
-    size_t from_segments, to_segments, piece, pitch;
+    std::vector<size_t> from, to;
+    bool pads;
+
+    size_t pitch(size_t bytes) const { return pads ? (bytes + 3) / 4 * 4 : bytes; }
+
+    size_t room(const std::vector<size_t> &parts) const {
+      size_t sum = 0;
+      for (const size_t bytes : parts)
+        sum += pitch(bytes);
+      return sum;
+    }
   };
 
   void run(const char *name, const Tensors &tensors, const Shape &shape, const Operation &operation) {
-    const size_t from_bytes = shape.from_segments * shape.pitch, to_bytes = shape.to_segments * shape.pitch;
+    const size_t from_bytes = shape.room(shape.from), to_bytes = shape.room(shape.to);
     if (from_bytes + to_bytes == 0)
       return;
     input.reserve(from_bytes);
     output.reserve(to_bytes);
-    if (tensors.from.defined()) {
+    if (from_bytes != 0) {
       const at::Tensor host = tensors.from.cpu();
-      spread(host, input.on_host(), shape.from_segments, shape);
+      spread(static_cast<const char *>(host.data_ptr()), static_cast<char *>(input.on_host()), shape);
       input.copy(stream, from_bytes, HOST_TO_DEVICE);
     }
     communicator->check(operation(input.on_card(), output.on_card(), stream), name);
-    if (tensors.to.defined())
+    if (to_bytes != 0)
       output.copy(stream, to_bytes, DEVICE_TO_HOST);
     communicator->wait([&] { return as<OfStream>(communicator->library.stream_query)(stream) == 0; });
-    if (tensors.to.defined()) {
+    if (to_bytes != 0) {
       at::Tensor host = at::empty_like(tensors.to, tensors.to.options().device(at::kCPU));
-      for (size_t i = 0; i < shape.to_segments; ++i)
-        std::memcpy(static_cast<char *>(host.data_ptr()) + i * shape.piece,
-                    static_cast<const char *>(output.on_host()) + i * shape.pitch, shape.piece);
+      collect(static_cast<const char *>(output.on_host()), static_cast<char *>(host.data_ptr()), shape);
       tensors.to.copy_(host);
     }
   }
 
 private:
-  static void spread(const at::Tensor &host, void *to, size_t segments, const Shape &shape) {
-    for (size_t i = 0; i < segments; ++i) {
-      char *segment = static_cast<char *>(to) + i * shape.pitch;
-      std::memcpy(segment, static_cast<const char *>(host.data_ptr()) + i * shape.piece, shape.piece);
-      std::memset(segment + shape.piece, 0, shape.pitch - shape.piece);
+  static void spread(const char *host, char *to, const Shape &shape) {
+    for (const size_t bytes : shape.from) {
+      std::memcpy(to, host, bytes);
+      std::memset(to + bytes, 0, shape.pitch(bytes) - bytes);
+      host += bytes, to += shape.pitch(bytes);
+    }
+  }
+
+  static void collect(const char *from, char *host, const Shape &shape) {
+    for (const size_t bytes : shape.to) {
+      std::memcpy(host, from, bytes);
+      host += bytes, from += shape.pitch(bytes);
     }
   }
 
@@ -330,12 +351,24 @@ public:
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor> &tensors,
                                            const c10d::AllreduceOptions &options) override {
     const at::Tensor &tensor = tensors.at(0);
-    return reduce("all_reduce", {tensor, tensor}, 1, options.reduceOp, library().all_reduce);
+    return reduce("all_reduce", {tensor, tensor}, 1, options.reduceOp, [this](const Reduction &it) {
+      return as<AllReduce>(library().all_reduce)(it.from, it.to, it.count, it.dtype, it.op, handle(), it.stream);
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor> &tensors, const c10d::ReduceOptions &options) override {
+    const at::Tensor &tensor = tensors.at(0);
+    const int root = static_cast<int>(options.rootRank);
+    return reduce("reduce", {tensor, tensor}, 1, options.reduceOp, [root, this](const Reduction &it) {
+      return as<Reduce>(library().reduce)(it.from, it.to, it.count, it.dtype, it.op, root, handle(), it.stream);
+    });
   }
 
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
                                                       const c10d::ReduceScatterOptions &options) override {
-    return reduce("reduce_scatter", {input, output}, getSize(), options.reduceOp, library().reduce_scatter);
+    return reduce("reduce_scatter", {input, output}, getSize(), options.reduceOp, [this](const Reduction &it) {
+      return as<AllReduce>(library().reduce_scatter)(it.from, it.to, it.count, it.dtype, it.op, handle(), it.stream);
+    });
   }
 
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor> &tensors,
@@ -374,12 +407,63 @@ public:
     });
   }
 
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>> &outputs, std::vector<at::Tensor> &inputs,
+                                        const c10d::GatherOptions &options) override {
+    const at::Tensor &input = inputs.at(0);
+    const int root = static_cast<int>(options.rootRank);
+    Splits from(getSize()), to(getSize());
+    from[root] = input.nbytes();
+    if (getRank() != root)
+      return exchange("gather", {input, {}}, from, to);
+    const at::Tensor stacked = at::empty_like(at::stack(outputs.at(0)));
+    std::fill(to.begin(), to.end(), input.nbytes());
+    return exchange("gather", {input, stacked}, from, to, [stacked, outputs = outputs.at(0)] {
+      for (size_t i = 0; i < outputs.size(); ++i)
+        outputs[i].copy_(stacked[static_cast<int64_t>(i)]);
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor> &outputs, std::vector<std::vector<at::Tensor>> &inputs,
+                                         const c10d::ScatterOptions &options) override {
+    const at::Tensor &output = outputs.at(0);
+    const int root = static_cast<int>(options.rootRank);
+    Splits from(getSize()), to(getSize());
+    to[root] = output.nbytes();
+    if (getRank() != root)
+      return exchange("scatter", {{}, output}, from, to);
+    std::fill(from.begin(), from.end(), output.nbytes());
+    return exchange("scatter", {at::stack(inputs.at(0)), output}, from, to);
+  }
+
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor &output, at::Tensor &input, std::vector<int64_t> &to,
+                                               std::vector<int64_t> &from, const c10d::AllToAllOptions &) override {
+    const auto in_bytes = [](const std::vector<int64_t> &rows, const at::Tensor &tensor) {
+      const size_t row = tensor.size(0) == 0 ? 0 : tensor.nbytes() / static_cast<size_t>(tensor.size(0));
+      Splits bytes;
+      for (const int64_t count : rows)
+        bytes.push_back(static_cast<size_t>(count) * row);
+      return bytes;
+    };
+    return exchange("all_to_all", {input, output}, in_bytes(from, input), in_bytes(to, output));
+  }
+
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions &) override {
     std::vector<at::Tensor> tensors{at::zeros({1}, at::kFloat)};
     return allreduce(tensors, {});
   }
 
 private:
+  // Bytes for, or from, each rank.
+  using Splits = std::vector<size_t>;
+
+  struct Reduction {
+    const void *from;
+    void *to;
+    size_t count;
+    int dtype, op;
+    void *stream;
+  };
+
   // How a tensor that is only moved is counted.
   struct Unit {
     size_t count;
@@ -391,7 +475,8 @@ private:
 
   // `parts` is how many outputs there are in the input.
   c10::intrusive_ptr<c10d::Work> reduce(const char *name, const Tensors &tensors, size_t parts,
-                                        const c10d::ReduceOp &reduce_op, void (*function)(void)) {
+                                        const c10d::ReduceOp &reduce_op,
+                                        std::function<int(const Reduction &)> function) {
     const at::ScalarType dtype = tensors.to.scalar_type();
     const bool is_word = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kInt;
     TORCH_CHECK(!staged || is_word, library().name, " reduces float32, bfloat16, float16 and int32, not ", dtype);
@@ -401,11 +486,11 @@ private:
     TORCH_CHECK(!divides || at::isFloatingType(dtype), "the average of ", dtype, " is no whole number");
     op = divides ? SUM : op;
     const size_t count = tensors.to.numel();
-    const Operation operation = [=, this](const void *from, void *to, void *stream) {
-      return as<AllReduce>(function)(from, to, count, dtype_number(dtype), op, handle(), stream);
+    const Operation operation = [=](const void *from, void *to, void *stream) {
+      return function({from, to, count, dtype_number(dtype), op, stream});
     };
     const size_t piece = tensors.to.nbytes();
-    auto finish = run(name, tensors, {parts, 1, piece, piece}, operation);
+    auto finish = run(name, tensors, {Splits(parts, piece), {piece}, false}, operation);
     return c10::make_intrusive<LibraryWork>([finish, divides, to = tensors.to, size = getSize()] {
       finish();
       if (divides)
@@ -419,11 +504,64 @@ private:
                                       size_t to_segments, Make &&make) {
     const at::Tensor &segment = from_segments == 1 ? tensors.from : tensors.to;
     const size_t piece = segment.nbytes();
-    const size_t pitch = staged ? (piece + 3) / 4 * 4 : piece;
-    const Unit unit = staged ? Unit{pitch / 4, dtype_number(at::kInt)}
-                             : Unit{static_cast<size_t>(segment.numel()), dtype_number(segment.scalar_type())};
-    auto finish = run(name, tensors, {from_segments, to_segments, piece, pitch}, make(unit));
+    const Staged::Shape shape{Splits(from_segments, piece), Splits(to_segments, piece), true};
+    auto finish = run(name, tensors, shape, make(unit_of(piece, segment)));
     return c10::make_intrusive<LibraryWork>(std::move(finish));
+  }
+
+  // `bytes` of a tensor: words of a library that counts in them, else its own elements.
+  Unit unit_of(size_t bytes, const at::Tensor &tensor) const {
+    return staged ? Unit{(bytes + 3) / 4, dtype_number(at::kInt)}
+                  : Unit{bytes / tensor.element_size(), dtype_number(tensor.scalar_type())};
+  }
+
+  // Sends each rank its part of one tensor, and takes a part of another from each. A rank's part for itself is copied.
+  c10::intrusive_ptr<c10d::Work> exchange(const char *name, const Tensors &tensors, const Splits &from,
+                                          const Splits &to, std::function<void()> then = nullptr) {
+    const Staged::Shape shape{from, to, staged != nullptr};
+    const auto start_of = [shape](const Splits &parts, int rank) {
+      size_t start = 0;
+      for (int i = 0; i < rank; ++i)
+        start += shape.pitch(parts[i]);
+      return start;
+    };
+    const Operation operation = [=, this](const void *input, void *output, void *stream) {
+      int result = as<Plain>(library().group_start)();
+      // one after the other in an order in which all ranks meet
+      for (int step = 1; step < getSize() && result == 0; ++step) {
+        const int next = (getRank() + step) % getSize(), previous = (getRank() + getSize() - step) % getSize();
+        if (from[next] != 0) {
+          const Unit unit = unit_of(from[next], tensors.from);
+          const char *part = static_cast<const char *>(input) + start_of(from, next);
+          result = as<Send>(library().send)(part, unit.count, unit.dtype, next, handle(), stream);
+        }
+        if (to[previous] != 0 && result == 0) {
+          const Unit unit = unit_of(to[previous], tensors.to);
+          char *part = static_cast<char *>(output) + start_of(to, previous);
+          result = as<Receive>(library().recv)(part, unit.count, unit.dtype, previous, handle(), stream);
+        }
+      }
+      const int ended = as<Plain>(library().group_end)();
+      return result != 0 ? result : ended;
+    };
+    auto finish = run(name, tensors, shape, operation);
+    const int rank = getRank();
+    return c10::make_intrusive<LibraryWork>([=] {
+      const at::NoGradGuard no_grad;
+      finish();
+      if (from[rank] != 0)
+        own_part(tensors.to, to, rank).copy_(own_part(tensors.from, from, rank));
+      if (then)
+        then();
+    });
+  }
+
+  static at::Tensor own_part(const at::Tensor &tensor, const Splits &parts, int rank) {
+    size_t start = 0;
+    for (int i = 0; i < rank; ++i)
+      start += parts[i];
+    const size_t unit = tensor.element_size();
+    return tensor.view(-1).narrow(0, static_cast<int64_t>(start / unit), static_cast<int64_t>(parts[rank] / unit));
   }
 
   // Returns what waits for it.

@@ -16,8 +16,13 @@ const SYNAPSE: &str = "VOLTAIC_SYNAPSE";
 /// Where Habana's packages put their libraries.
 const INSTALLED: &str = "/usr/lib/habanalabs";
 
+/// The library that connects ranks whose tensors are on `device`; none for a rank alone, which exchanges nothing.
+pub(super) fn for_ranks(ranks: usize, device: Device) -> Result<Option<CollectiveLibrary>> {
+    if ranks == 1 { Ok(None) } else { of(device) }
+}
+
 /// The library for tensors of `device`; none for those that Gloo takes.
-pub(super) fn of(device: Device) -> Result<Option<CollectiveLibrary>> {
+fn of(device: Device) -> Result<Option<CollectiveLibrary>> {
     let opened = match device {
         Device::Cpu => return Ok(None),
         Device::Hpu(_) if HpuEmulator::get().is_some() => return Ok(None),

@@ -5,6 +5,7 @@
 //! operations all ranks call in the same order. What the operations are for is decided above: in `strategy`.
 
 mod cluster;
+mod connect;
 mod deadline;
 mod environment;
 mod host;
@@ -19,14 +20,15 @@ mod variables;
 mod world;
 
 pub use crate::ffi::ReduceOp;
+pub use connect::JoinOptions;
 pub use environment::ClusterEnvironment;
 pub use launch::Launch;
 pub(crate) use launcher::hold_back;
 pub use launcher::launch;
 pub(crate) use placement::Wanted;
 pub use placement::{Placement, RankPlacement};
-pub use process_group::{Pending, ProcessGroup};
-pub use rendezvous::{JoinOptions, RunStore};
+pub use process_group::{ProcessGroup, Work};
+pub use rendezvous::RunStore;
 pub use variables::Variables;
 pub use world::{World, global_rank, is_global_zero};
 

@@ -55,11 +55,9 @@ pub(super) struct Round {
     pub attempt: u64,
 }
 
-impl Round {
-    /// A rank that was in this round has been started anew, so that it will take no part.
-    pub fn is_abandoned(&self) -> bool {
-        self.store.has(ABANDONED).unwrap_or(false)
-    }
+/// A rank that was in the round of this store has been started anew, so that it will take no part.
+pub(super) fn is_abandoned(round: &Store) -> bool {
+    round.has(ABANDONED).unwrap_or(false)
 }
 
 /// Keys of a round.

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use super::connect::JoinOptions;
 use super::placement::RankPlacement;
 use super::process_group::ProcessGroup;
-use super::rendezvous::{self, JoinOptions, Joined, RunStore};
+use super::rendezvous::{self, Joined, RunStore};
 use crate::device::Device;
 use crate::error::Result;
 

@@ -56,8 +56,12 @@ pub struct CollectiveFailure {
     pub rank: usize,
     /// Ranks in all.
     pub world_size: usize,
-    /// Ranks that did not take part, as far as is known.
+    /// Global ranks of the members, if the group has some of the ranks only.
+    pub group: Option<Vec<usize>>,
+    /// Global ranks that did not take part, as far as is known.
     pub missing: Vec<usize>,
+    /// Global ranks that were in another operation, and in which.
+    pub elsewhere: Vec<(usize, String)>,
     /// Which operation of the group it was, from 1.
     pub seq: u64,
     /// Size of this rank's tensor.
@@ -70,20 +74,34 @@ pub struct CollectiveFailure {
 
 impl std::fmt::Display for CollectiveFailure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { op, rank, world_size, missing, seq, bytes, timed_out, reason } = self;
-        write!(f, "{op} (operation {seq}, {bytes} bytes) failed on rank {rank} of {world_size}")?;
-        if let [first, rest @ ..] = missing.as_slice() {
-            let ranks: Vec<String> = rest.iter().map(|rank| format!(", {rank}")).collect();
-            let s = if rest.is_empty() { "" } else { "s" };
-            write!(f, ", rank{s} {first}{} did not take part", ranks.concat())?;
+        let Self { op, rank, world_size, group, missing, elsewhere, seq, bytes, .. } = self;
+        write!(f, "{op} (operation {seq}, {bytes} bytes)")?;
+        if let Some(members) = group {
+            write!(f, " among {}", ranks(members))?;
         }
-        let remedy = if *timed_out {
+        write!(f, " failed on rank {rank} of {world_size}")?;
+        if !missing.is_empty() {
+            write!(f, ", {} did not take part", ranks(missing))?;
+        }
+        for (rank, call) in elsewhere {
+            write!(f, ", rank {rank} was in {call}")?;
+        }
+        let remedy = if !elsewhere.is_empty() {
+            "call the same operations, with tensors of the same size, in the same order on all ranks"
+        } else if self.timed_out {
             "look at what the missing ranks do, or raise timeout_secs in trainer.strategy"
         } else {
             "look at the output of the rank that ended first"
         };
-        write!(f, ": {reason}; {remedy}")
+        write!(f, ": {}; {remedy}", self.reason)
     }
+}
+
+/// `rank 1` or `ranks 1, 2`.
+fn ranks(ranks: &[usize]) -> String {
+    let s = if ranks.len() == 1 { "" } else { "s" };
+    let list: Vec<String> = ranks.iter().map(usize::to_string).collect();
+    format!("rank{s} {}", list.join(", "))
 }
 
 fn shown(names: &[String]) -> String {
@@ -103,15 +121,24 @@ mod tests {
             op: "all_reduce",
             rank: 0,
             world_size: 4,
+            group: None,
             missing: vec![1, 3],
+            elsewhere: Vec::new(),
             seq: 7,
             bytes: 4096,
             timed_out: true,
             reason: "timed out".to_owned(),
         };
-        let text = DistributedError::Collective(Box::new(failure)).to_string();
+        let text = |failure| DistributedError::Collective(Box::new(failure)).to_string();
         let expected = "all_reduce (operation 7, 4096 bytes) failed on rank 0 of 4, ranks 1, 3 did not take part: timed \
              out; look at what the missing ranks do, or raise timeout_secs in trainer.strategy";
-        assert_eq!(text, expected);
+        assert_eq!(text(failure.clone()), expected);
+        let elsewhere = vec![(2, "barrier (operation 7, 0 bytes)".to_owned())];
+        let failure =
+            CollectiveFailure { group: Some(vec![0, 2]), missing: Vec::new(), elsewhere, ..failure };
+        let expected = "all_reduce (operation 7, 4096 bytes) among ranks 0, 2 failed on rank 0 of 4, rank 2 was in \
+             barrier (operation 7, 0 bytes): timed out; call the same operations, with tensors of the same size, in the \
+             same order on all ranks";
+        assert_eq!(text(failure), expected);
     }
 }

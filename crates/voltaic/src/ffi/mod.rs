@@ -47,7 +47,7 @@ pub use ranks::c10d::{
 };
 pub use ranks::libraries::{CollectiveApi, CollectiveLibrary, Seat};
 pub use ranks::process::{die_with_parent, signal_group};
-pub use ranks::shared_sum::{Home, Neighbours, Summing, shares_memory};
+pub use ranks::shared_sum::{Home, Neighbours, Summing, next_ticket, shares_memory};
 pub(crate) use size::{format_size, parse_size};
 pub use tensor::autocast::{
     AutocastPolicy, Cast, autocast_lists_version, autocast_state, enter_autocast, leave_autocast,

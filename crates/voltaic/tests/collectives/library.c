@@ -3,6 +3,7 @@
 // STUB_INIT_HANGS: nobody joins.
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -88,7 +89,8 @@ static uint16_t to_bfloat16(float value) {
     type result = get(((type##_slot *)c->at->slots[0])[i]);                                                           \
     for (int rank = 1; rank < c->size; ++rank) {                                                                      \
       const type next = get(((type##_slot *)c->at->slots[rank])[i]);                                                  \
-      result = op == 2 ? (next > result ? next : result) : op == 3 ? (next < result ? next : result) : result + next; \
+      result = op == 2 ? (next > result ? next : result) : op == 3 ? (next < result ? next : result)                            \
+               : op == 1 ? result * next : result + next;                                                             \
     }                                                                                                                 \
     if (op == 4)                                                                                                      \
       result /= (type)c->size;                                                                                        \
@@ -208,8 +210,7 @@ int NAME(ReduceScatter)(const void *from, void *to, size_t count, int dtype, int
   return result;
 }
 
-int NAME(Send)(const void *from, size_t count, int dtype, int peer, comm *c, void *stream) {
-  (void)stream;
+static int send_now(const void *from, size_t count, int dtype, int peer, comm *c) {
   const size_t bytes = count * bytes_of(dtype);
   atomic_int *full = &c->at->full[c->rank][peer];
   for (size_t start = 0; start < bytes; start += SLOT) {
@@ -221,8 +222,7 @@ int NAME(Send)(const void *from, size_t count, int dtype, int peer, comm *c, voi
   return 0;
 }
 
-int NAME(Recv)(void *to, size_t count, int dtype, int peer, comm *c, void *stream) {
-  (void)stream;
+static int receive_now(void *to, size_t count, int dtype, int peer, comm *c) {
   const size_t bytes = count * bytes_of(dtype);
   atomic_int *full = &c->at->full[peer][c->rank];
   for (size_t start = 0; start < bytes; start += SLOT) {
@@ -232,6 +232,75 @@ int NAME(Recv)(void *to, size_t count, int dtype, int peer, comm *c, void *strea
     atomic_store(full, 0);
   }
   return 0;
+}
+
+// What is asked between GroupStart and GroupEnd is done by the latter, sends beside receives.
+typedef struct {
+  const void *from;
+  void *to;
+  size_t count;
+  int dtype, peer;
+  comm *c;
+} transfer;
+static transfer sends[MAX_RANKS], receives[MAX_RANKS];
+static int is_grouped, num_sends, num_receives;
+
+static void *send_all(void *result) {
+  for (int i = 0; i < num_sends; ++i)
+    *(int *)result |= send_now(sends[i].from, sends[i].count, sends[i].dtype, sends[i].peer, sends[i].c);
+  return NULL;
+}
+
+int NAME(Send)(const void *from, size_t count, int dtype, int peer, comm *c, void *stream) {
+  (void)stream;
+  if (!is_device(from) || peer == c->rank)
+    return INVALID;
+  if (!is_grouped)
+    return send_now(from, count, dtype, peer, c);
+  sends[num_sends++] = (transfer){from, NULL, count, dtype, peer, c};
+  return 0;
+}
+
+int NAME(Recv)(void *to, size_t count, int dtype, int peer, comm *c, void *stream) {
+  (void)stream;
+  if (!is_device(to) || peer == c->rank)
+    return INVALID;
+  if (!is_grouped)
+    return receive_now(to, count, dtype, peer, c);
+  receives[num_receives++] = (transfer){NULL, to, count, dtype, peer, c};
+  return 0;
+}
+
+int NAME(GroupStart)(void) {
+  is_grouped = 1;
+  return 0;
+}
+
+int NAME(GroupEnd)(void) {
+  is_grouped = 0;
+  int sent = 0, received = 0;
+  pthread_t sender;
+  pthread_create(&sender, NULL, send_all, &sent);
+  for (int i = 0; i < num_receives; ++i) {
+    const transfer *it = &receives[i];
+    received |= receive_now(it->to, it->count, it->dtype, it->peer, it->c);
+  }
+  pthread_join(sender, NULL);
+  num_sends = num_receives = 0;
+  return sent | received;
+}
+
+int NAME(Reduce)(const void *from, void *to, size_t count, int dtype, int op, int root, comm *c, void *stream) {
+  (void)stream;
+  const size_t unit = bytes_of(dtype);
+  if (!is_device(from) || !is_device(to) || unit == 0 || (op == 4 && sizeof(unique_id) > 128))
+    return INVALID;
+  int result = 0;
+  char *scrap = malloc(SLOT);
+  EXCHANGE(from, count * unit,
+           result |= reduce_slots(c, c->rank == root ? memory(to) + start : scrap, part / unit, dtype, op));
+  free(scrap);
+  return result;
 }
 
 int NAME(CommGetAsyncError)(comm *c, int *result) {

@@ -34,7 +34,7 @@ fn placement(rank: usize, world_size: usize, port: u16) -> RankPlacement {
 }
 
 /// Runs `body` as each rank of a group of processes: this test's own, started again with `LOCAL_RANK`.
-fn as_ranks(test: &str, world_size: usize, body: impl Fn(Arc<ProcessGroup>)) {
+pub fn as_ranks(test: &str, world_size: usize, body: impl Fn(Arc<ProcessGroup>)) {
     as_ranks_with(test, world_size, |_| None, body);
 }
 
@@ -45,31 +45,61 @@ fn as_ranks_with(
     variable: fn(usize) -> Option<(&'static str, &'static str)>,
     body: impl Fn(Arc<ProcessGroup>),
 ) {
-    let part = format!("rank of {world_size}");
-    if !crate::probe::plays(&part) {
-        let port = free_port();
-        let ranks: Vec<_> = (0..world_size)
-            .map(|rank| {
-                let mut command = crate::probe::own_process(test, &part);
-                command.env("LOCAL_RANK", rank.to_string()).env("MASTER_PORT", port.to_string());
-                command.envs(variable(rank));
-                command.stdout(Stdio::piped()).stderr(Stdio::piped());
-                command.spawn().unwrap()
-            })
-            .collect();
-        for rank in ranks {
-            crate::probe::text_of(&rank.wait_with_output().unwrap());
-        }
-        return;
+    if !crate::probe::plays(&format!("rank of {world_size}")) {
+        return run_ranks(test, world_size, variable, |_| true);
     }
-    let number = |name: &str| std::env::var(name).unwrap().parse::<u16>().unwrap();
-    let placement = placement(number("LOCAL_RANK").into(), world_size, number("MASTER_PORT"));
-    let world = World::join(&placement, Device::Cpu, Duration::from_secs(30)).unwrap();
+    let world = join(world_size, Duration::from_secs(30));
     body(world.group().unwrap().clone());
     world.barrier().unwrap(); // rank 0 has the store
 }
 
-fn floats(tensor: &Tensor) -> Vec<f32> {
+/// The same with a time-out, for ranks that may end badly: those that do not are waited for by their output.
+pub fn as_ranks_within(test: &str, world_size: usize, timeout: Duration, body: impl Fn(Arc<ProcessGroup>)) {
+    if !crate::probe::plays(&format!("rank of {world_size}")) {
+        return start_ranks(test, world_size, |_| true);
+    }
+    let world = join(world_size, timeout);
+    body(world.group().unwrap().clone());
+    println!("\nrank {} is done", world.rank);
+    std::io::read_to_string(std::io::stdin()).unwrap(); // rank 0 has the store
+}
+
+fn join(world_size: usize, timeout: Duration) -> World {
+    let number = |name: &str| std::env::var(name).unwrap().parse::<u16>().unwrap();
+    let placement = placement(number("LOCAL_RANK").into(), world_size, number("MASTER_PORT"));
+    World::join(&placement, Device::Cpu, timeout).unwrap()
+}
+
+/// Starts this test again as each rank; the ranks for which `counts` is true must end well.
+pub fn start_ranks(test: &str, world_size: usize, counts: fn(usize) -> bool) {
+    run_ranks(test, world_size, |_| None, counts);
+}
+
+fn run_ranks(
+    test: &str,
+    world_size: usize,
+    variable: fn(usize) -> Option<(&'static str, &'static str)>,
+    counts: fn(usize) -> bool,
+) {
+    let port = free_port();
+    let start = |rank: usize| {
+        let mut command = crate::probe::own_process(test, &format!("rank of {world_size}"));
+        command.env("LOCAL_RANK", rank.to_string()).env("MASTER_PORT", port.to_string());
+        command.envs(variable(rank));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let ranks: Vec<_> = (0..world_size).map(start).collect();
+    // from the last to the first, which has the store; waiting closes a rank's standard input
+    for (rank, process) in ranks.into_iter().enumerate().rev() {
+        let output = process.wait_with_output().unwrap();
+        if counts(rank) {
+            crate::probe::text_of(&output);
+        }
+    }
+}
+
+pub fn floats(tensor: &Tensor) -> Vec<f32> {
     Vec::try_from(tensor.flatten(0, -1)).unwrap()
 }
 

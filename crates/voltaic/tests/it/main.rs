@@ -64,6 +64,7 @@ mod own_loaders;
 mod parity;
 mod prediction_writer;
 mod probe;
+mod process_groups;
 mod profilers;
 mod recipes;
 mod resume;

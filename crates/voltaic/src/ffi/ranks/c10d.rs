@@ -196,6 +196,8 @@ pub enum ReduceOp {
     Min,
     /// The largest.
     Max,
+    /// Their product.
+    Product,
 }
 
 impl ReduceOp {
@@ -205,13 +207,18 @@ impl ReduceOp {
             Self::Avg => sys::VT_REDUCE_AVG,
             Self::Min => sys::VT_REDUCE_MIN,
             Self::Max => sys::VT_REDUCE_MAX,
+            Self::Product => sys::VT_REDUCE_PRODUCT,
         }
     }
 }
 
 /// A back end of c10d: ranks that are connected. All ranks call the same operations in the same order.
 #[derive(Debug)]
-pub struct Backend(*mut sys::vt_group);
+pub struct Backend {
+    group: *mut sys::vt_group,
+    /// How many ranks there are.
+    size: usize,
+}
 
 // SAFETY: c10d's back ends have no thread affinity. Not Sync: operations must be started by one thread at a time.
 unsafe impl Send for Backend {}
@@ -254,19 +261,19 @@ impl Backend {
                 &mut group,
             )
         })?;
-        Ok(Self(group))
+        Ok(Self { group, size })
     }
 
     /// Takes ownership of a group that a shim function has just made.
-    pub(in crate::ffi) fn from_raw(group: *mut sys::vt_group) -> Self {
-        Self(group)
+    pub(in crate::ffi) fn from_raw(group: *mut sys::vt_group, size: usize) -> Self {
+        Self { group, size }
     }
 
     /// Starts one of the operations on a tensor and a number.
     fn start(&self, op: &'static str, f: Start, tensor: &Tensor, number: i32) -> Result<Work, TorchError> {
         let mut work = ptr::null_mut();
         // SAFETY: the tensor is borrowed for the call, and the work shares ownership of it afterwards.
-        check(op, unsafe { f(self.0, tensor.as_ptr().cast_mut(), number, &mut work) })?;
+        check(op, unsafe { f(self.group, tensor.as_ptr().cast_mut(), number, &mut work) })?;
         Ok(Work { work, op })
     }
 
@@ -310,7 +317,7 @@ impl Backend {
         let (input, output) = (input.as_ptr().cast_mut(), output.as_ptr().cast_mut());
         let mut work = ptr::null_mut();
         // SAFETY: as in `start`.
-        check("all_gather", unsafe { sys::vt_group_all_gather(self.0, input, output, &mut work) })?;
+        check("all_gather", unsafe { sys::vt_group_all_gather(self.group, input, output, &mut work) })?;
         Ok(Work { work, op: "all_gather" })
     }
 
@@ -322,9 +329,82 @@ impl Backend {
         let (input, output) = (input.as_ptr().cast_mut(), output.as_ptr().cast_mut());
         let mut work = ptr::null_mut();
         // SAFETY: as in `start`.
-        let error = unsafe { sys::vt_group_reduce_scatter(self.0, input, output, op.number(), &mut work) };
+        let error =
+            unsafe { sys::vt_group_reduce_scatter(self.group, input, output, op.number(), &mut work) };
         check("reduce_scatter", error)?;
         Ok(Work { work, op: "reduce_scatter" })
+    }
+
+    /// Leaves the reduction of all ranks' `tensor`, contiguous, in that of rank `root`; the others' hold anything then.
+    ///
+    /// # Errors
+    /// libtorch's.
+    pub fn reduce(&self, tensor: &Tensor, root: usize, op: ReduceOp) -> Result<Work, TorchError> {
+        let mut work = ptr::null_mut();
+        // SAFETY: as in `start`.
+        check("reduce", unsafe {
+            sys::vt_group_reduce(self.group, tensor.as_ptr().cast_mut(), root as i32, op.number(), &mut work)
+        })?;
+        Ok(Work { work, op: "reduce" })
+    }
+
+    /// Stacks the inputs of all ranks in rank `root`'s `output`; others' `output` is not looked at. All contiguous.
+    ///
+    /// # Errors
+    /// libtorch's.
+    pub fn gather(&self, input: &Tensor, output: &Tensor, root: usize) -> Result<Work, TorchError> {
+        let (input, output) = (input.as_ptr().cast_mut(), output.as_ptr().cast_mut());
+        let mut work = ptr::null_mut();
+        // SAFETY: as in `start`.
+        check("gather", unsafe { sys::vt_group_gather(self.group, input, output, root as i32, &mut work) })?;
+        Ok(Work { work, op: "gather" })
+    }
+
+    /// Fills each rank's `output` with its part of rank `root`'s `input`; others' `input` is not looked at. All contiguous.
+    ///
+    /// # Errors
+    /// libtorch's.
+    pub fn scatter(&self, input: &Tensor, output: &Tensor, root: usize) -> Result<Work, TorchError> {
+        let (input, output) = (input.as_ptr().cast_mut(), output.as_ptr().cast_mut());
+        let mut work = ptr::null_mut();
+        // SAFETY: as in `start`.
+        check("scatter", unsafe {
+            sys::vt_group_scatter(self.group, input, output, root as i32, &mut work)
+        })?;
+        Ok(Work { work, op: "scatter" })
+    }
+
+    /// Sends each rank its rows of `input`, and takes from each its rows of `output`. The splits say how many, for each
+    /// of the ranks of the group, and add up to the rows.
+    ///
+    /// # Errors
+    /// libtorch's.
+    pub fn all_to_all(
+        &self,
+        input: &Tensor,
+        input_splits: &[i64],
+        output: &Tensor,
+        output_splits: &[i64],
+    ) -> Result<Work, TorchError> {
+        const OP: &str = "all_to_all";
+        if [input_splits, output_splits].iter().any(|splits| splits.len() != self.size) {
+            let what = format!("as many splits as ranks are needed, which are {}", self.size);
+            return Err(TorchError::new(OP, TorchErrorKind::Other, &what));
+        }
+        let (input, output) = (input.as_ptr().cast_mut(), output.as_ptr().cast_mut());
+        let mut work = ptr::null_mut();
+        // SAFETY: as in `start`; there is a split for each rank of the group.
+        check(OP, unsafe {
+            sys::vt_group_all_to_all(
+                self.group,
+                input,
+                input_splits.as_ptr(),
+                output,
+                output_splits.as_ptr(),
+                &mut work,
+            )
+        })?;
+        Ok(Work { work, op: OP })
     }
 
     /// Is done when all ranks have started it.
@@ -334,7 +414,7 @@ impl Backend {
     pub fn barrier(&self) -> Result<Work, TorchError> {
         let mut work = ptr::null_mut();
         // SAFETY: the out-pointer is valid for the call.
-        check("barrier", unsafe { sys::vt_group_barrier(self.0, &mut work) })?;
+        check("barrier", unsafe { sys::vt_group_barrier(self.group, &mut work) })?;
         Ok(Work { work, op: "barrier" })
     }
 
@@ -346,7 +426,7 @@ impl Backend {
         let mut output = ptr::null_mut();
         // SAFETY: the tensor is borrowed for the call; the graph node shares ownership of the back end.
         check("all_reduce", unsafe {
-            sys::vt_group_all_reduce_sum_function(self.0, input.as_ptr().cast_mut(), &mut output)
+            sys::vt_group_all_reduce_sum_function(self.group, input.as_ptr().cast_mut(), &mut output)
         })?;
         Ok(take(output))
     }
@@ -355,7 +435,7 @@ impl Backend {
 impl Drop for Backend {
     fn drop(&mut self) {
         // SAFETY: made by the shim, freed once, here; works under way share ownership of what they need.
-        unsafe { sys::vt_group_free(self.0) }
+        unsafe { sys::vt_group_free(self.group) }
     }
 }
 

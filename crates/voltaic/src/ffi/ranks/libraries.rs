@@ -122,8 +122,11 @@ impl CollectiveLibrary {
             broadcast: require("Broadcast")?,
             all_gather: require("AllGather")?,
             reduce_scatter: require("ReduceScatter")?,
+            reduce: require("Reduce")?,
             send: require("Send")?,
             recv: require("Recv")?,
+            group_start: require("GroupStart")?,
+            group_end: require("GroupEnd")?,
             async_error: libraries.find(&own("CommGetAsyncError")),
             abort: libraries.find(&own("CommAbort")),
             destroy: require("CommDestroy")?,
@@ -180,6 +183,6 @@ impl CollectiveLibrary {
                 &mut group,
             )
         })?;
-        Ok(Backend::from_raw(group))
+        Ok(Backend::from_raw(group, size))
     }
 }

@@ -7,7 +7,8 @@
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use tch::{Kind, Tensor};
@@ -27,6 +28,15 @@ const MAX_PIECE: usize = RING / 4;
 /// [`SwitchError`](crate::error::SwitchError) if the variable is neither `0` nor `1`.
 pub fn shares_memory() -> Result<bool> {
     Ok(read_switch("VOLTAIC_SHARED_MEMORY", "Gloo")?.unwrap_or(true))
+}
+
+/// Those of all groups of this process.
+static EXCHANGES: Mutex<Vec<Weak<Mutex<Exchange>>>> = Mutex::new(Vec::new());
+
+/// Where an operation stands in the order in which this process has started those of all groups.
+pub fn next_ticket() -> u64 {
+    static TICKETS: AtomicU64 = AtomicU64::new(1);
+    TICKETS.fetch_add(1, Ordering::Relaxed)
 }
 
 /// The memory of this rank, which others are to open.
@@ -56,7 +66,11 @@ impl Home {
         let mut regions = others.map(|(_, address)| Region::open(address)).collect::<io::Result<Vec<_>>>()?;
         regions.insert(rank, self.0);
         let exchange = Exchange { rank, regions, timeout, ..Exchange::default() };
-        Ok(Neighbours(Arc::new(Mutex::new(exchange))))
+        let exchange = Arc::new(Mutex::new(exchange));
+        let mut known = EXCHANGES.lock().unwrap_or_else(PoisonError::into_inner);
+        known.retain(|exchange| exchange.strong_count() > 0);
+        known.push(Arc::downgrade(&exchange));
+        Ok(Neighbours(exchange))
     }
 }
 
@@ -76,8 +90,9 @@ impl Neighbours {
     /// # Errors
     /// If a rank is gone or does not come within the time-out: with much under way, this waits for earlier sums.
     pub fn start_sum(&self, tensor: &Tensor) -> Result<Summing, TorchError> {
-        let last = lock(&self.0).start(tensor)?;
-        Ok(Summing { exchange: self.0.clone(), last })
+        let ticket = next_ticket();
+        let last = lock(&self.0).start(tensor, ticket)?;
+        Ok(Summing { exchange: self.0.clone(), ticket, last })
     }
 }
 
@@ -85,6 +100,8 @@ impl Neighbours {
 #[derive(Debug)]
 pub struct Summing {
     exchange: Arc<Mutex<Exchange>>,
+    /// See [`next_ticket`].
+    ticket: u64,
     /// Its last piece.
     last: u64,
 }
@@ -95,7 +112,29 @@ impl Summing {
     /// # Errors
     /// If a rank is gone, does not come within the time-out, or sums another tensor.
     pub fn wait(self) -> Result<(), TorchError> {
+        Self::finish_before(self.ticket);
         lock(&self.exchange).finish(self.last)
+    }
+
+    /// Finishes the sums of all groups that were started before an operation. To be called before that operation is waited
+    /// for: another rank may wait for those sums first, and they need this one. A failure is told to who waits for them.
+    pub fn finish_before(ticket: u64) {
+        let exchanges: Vec<_> = {
+            let known = EXCHANGES.lock().unwrap_or_else(PoisonError::into_inner);
+            known.iter().filter_map(Weak::upgrade).collect()
+        };
+        loop {
+            let oldest = |exchange: &Arc<Mutex<Exchange>>| {
+                lock(exchange).open.front().map(|piece| (piece.ticket, piece.number))
+            };
+            let open = exchanges.iter().filter_map(|exchange| Some((oldest(exchange)?, exchange)));
+            let Some(((_, number), exchange)) =
+                open.filter(|((other, _), _)| *other < ticket).min_by_key(|((other, _), _)| *other)
+            else {
+                return;
+            };
+            let _ = lock(exchange).finish(number);
+        }
     }
 }
 
@@ -113,6 +152,8 @@ fn lock(exchange: &Mutex<Exchange>) -> MutexGuard<'_, Exchange> {
 #[derive(Debug)]
 struct Piece {
     number: u64,
+    /// Of its sum; see [`next_ticket`].
+    ticket: u64,
     tensor: Tensor,
     /// Its bytes in the tensor.
     bytes: Range<usize>,
@@ -140,7 +181,7 @@ struct Exchange {
 
 impl Exchange {
     /// Returns the number of the last piece.
-    fn start(&mut self, tensor: &Tensor) -> Result<u64, TorchError> {
+    fn start(&mut self, tensor: &Tensor, ticket: u64) -> Result<u64, TorchError> {
         self.check()?;
         let item = tensor.kind().elt_size_in_bytes();
         let len = tensor.numel() * item;
@@ -148,7 +189,8 @@ impl Exchange {
             let bytes = first..(first + MAX_PIECE).min(len);
             let place = self.make_place(bytes.len())?;
             let filled = Filled { place, kind: tensor.kind() };
-            let piece = Piece { number: self.started + 1, tensor: tensor.shallow_clone(), bytes, filled };
+            let number = self.started + 1;
+            let piece = Piece { number, ticket, tensor: tensor.shallow_clone(), bytes, filled };
             let (region, mine) = (&self.regions[self.rank], piece.part(self.rank, self.regions.len()));
             for other in [0..mine.start, mine.end..piece.bytes.len()] {
                 let ring = region.ring(within(&piece.filled.place, &other));

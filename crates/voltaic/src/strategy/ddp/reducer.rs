@@ -9,7 +9,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::bucket::{Bucket, assign};
-use crate::distributed::{Pending, ProcessGroup, ReduceOp};
+use crate::distributed::{ProcessGroup, ReduceOp, Work};
 use crate::error::{ConfigError, DistributedError, Error, Result};
 use crate::ffi;
 use crate::strategy::config::{DdpConfig, GradientCompression};
@@ -18,7 +18,7 @@ use crate::strategy::votes::Votes;
 /// A bucket on its way.
 #[derive(Debug)]
 struct Sent {
-    work: Pending,
+    work: Work,
     /// What travels, if not the bucket itself.
     compressed: Option<Tensor>,
 }

@@ -1,0 +1,170 @@
+//! Connects ranks that have met at a store: Gloo, memory that they share, or a library's communicator.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Duration;
+
+use super::deadline::{on_thread, within};
+use super::host::gloo_interface;
+use super::placement::{RankPlacement, refuse};
+use super::roll_call::is_abandoned;
+use crate::device::Device;
+use crate::error::{Result, TorchError};
+use crate::ffi::{Backend, CollectiveLibrary, Home, Neighbours, Seat, Store, shares_memory};
+
+/// How often a rank that connects to the others looks whether one of them has ended.
+const GLANCE: Duration = Duration::from_millis(200);
+
+/// How ranks are joined.
+#[derive(Debug, Clone, Copy)]
+pub struct JoinOptions {
+    /// The device of this rank, which decides the back end.
+    pub device: Device,
+    /// How long ranks wait for each other: now, and in each operation.
+    pub timeout: Duration,
+}
+
+/// Connects this process to others: to all ranks of the run, and to the members of groups among them.
+#[derive(Debug, Clone)]
+pub(super) struct Connector {
+    /// This process among all ranks.
+    placement: RankPlacement,
+    options: JoinOptions,
+    /// Gloo, if there is none.
+    library: Option<CollectiveLibrary>,
+    /// Of the round in which all ranks met.
+    round: Arc<Store>,
+}
+
+/// This process among the members of a group.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    pub rank: usize,
+    pub size: usize,
+}
+
+impl Connector {
+    pub fn new(
+        placement: RankPlacement,
+        options: JoinOptions,
+        library: Option<CollectiveLibrary>,
+        round: Arc<Store>,
+    ) -> Self {
+        Self { placement, options, library, round }
+    }
+
+    /// This process among all ranks.
+    pub fn place_of_all(&self) -> Place {
+        Place { rank: self.placement.rank, size: self.placement.world_size }
+    }
+
+    /// As c10d names the back end.
+    pub fn backend_name(&self) -> &'static str {
+        self.library.as_ref().map_or("gloo", CollectiveLibrary::name)
+    }
+
+    /// Connects to the other members of a group, to whom `store` belongs. Returns when all are connected.
+    pub fn connect(&self, store: &Arc<Store>, place: Place) -> Result<(Backend, Option<Neighbours>)> {
+        match self.library {
+            None => Ok((self.gloo(store, place)?, self.neighbours(store, place)?)),
+            Some(library) => Ok((self.communicator(library, store, place)?, None)),
+        }
+    }
+
+    fn gloo(&self, store: &Arc<Store>, Place { rank, size }: Place) -> Result<Backend> {
+        let (placement, timeout) = (&self.placement, self.options.timeout);
+        let named = std::env::var("GLOO_SOCKET_IFNAME").ok().filter(|name| !name.is_empty());
+        let interface =
+            gloo_interface(named, &placement.master_addr, placement.master_port).map_err(|reason| {
+                refuse(placement, reason, "check MASTER_ADDR and the network, or set GLOO_SOCKET_IFNAME")
+            })?;
+        let store = store.with_prefix("gloo")?;
+        let given = interface.clone();
+        let connect = move || Backend::gloo(&store, rank, size, timeout, &given);
+        let backend = self.connected(connect)?.map_err(|error| {
+            let remedy = "check that the nodes reach each other, or set GLOO_SOCKET_IFNAME";
+            refuse(placement, format!("{interface:?}: {}", error.message), remedy)
+        })?;
+        tracing::debug!("rank {rank} of {size} has joined over {interface:?}");
+        Ok(backend)
+    }
+
+    /// Memory that all members share, if they are on one host, may reach each other's, and none has
+    /// `VOLTAIC_SHARED_MEMORY=0`.
+    fn neighbours(&self, store: &Arc<Store>, Place { rank, size }: Place) -> Result<Option<Neighbours>> {
+        if size == 1 {
+            return Ok(None);
+        }
+        let timeout = self.options.timeout;
+        let store = store.with_prefix("memory")?;
+        let home =
+            if shares_memory()? { Home::new() } else { Err(io::Error::other("VOLTAIC_SHARED_MEMORY=0")) };
+        let told = move |stage: &str, mine: &str| {
+            store.set(&format!("{stage}/{rank}"), mine.as_bytes())?;
+            let told = |rank| store.get(&format!("{stage}/{rank}"), timeout);
+            let texts = (0..size).map(|rank| Ok(String::from_utf8_lossy(&told(rank)?).into_owned()));
+            texts.collect::<Result<Vec<_>, TorchError>>()
+        };
+        let connect = move || {
+            let addresses = told("address", &home.as_ref().map_or_else(|_| String::new(), Home::address))?;
+            let opened = home.and_then(|home| home.open_others(rank, &addresses, timeout));
+            let reasons =
+                told("refusal", &opened.as_ref().err().map_or_else(String::new, io::Error::to_string))?;
+            let refusal = reasons.into_iter().find(|reason| !reason.is_empty());
+            Ok::<_, TorchError>((opened.ok().filter(|_| refusal.is_none()), refusal))
+        };
+        let remedy = "check that the nodes reach each other";
+        let (neighbours, refusal) =
+            self.connected(connect)?.map_err(|error| refuse(&self.placement, error.message, remedy))?;
+        match refusal {
+            None => tracing::debug!("rank {rank} of {size} shares memory with the others"),
+            Some(reason) => tracing::debug!("ranks share no memory: {reason}"),
+        }
+        Ok(neighbours)
+    }
+
+    /// What `connect` gives, unless a rank that it waits for has ended.
+    fn connected<T: Send + 'static>(&self, connect: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+        let receiver = on_thread(connect);
+        loop {
+            match receiver.recv_timeout(GLANCE) {
+                Ok(done) => return Ok(done),
+                Err(RecvTimeoutError::Timeout) if !is_abandoned(&self.round) => {}
+                Err(_) => {
+                    let reason = "a rank has ended while the others connected to it";
+                    return Err(refuse(&self.placement, reason, "look at its output"));
+                }
+            }
+        }
+    }
+
+    /// The communicator of NCCL or HCCL, whose id the first member leaves in the store.
+    fn communicator(
+        &self,
+        library: CollectiveLibrary,
+        store: &Arc<Store>,
+        Place { rank, size }: Place,
+    ) -> Result<Backend> {
+        const KEY: &str = "communicator";
+        let JoinOptions { device, timeout } = self.options;
+        let remedy = "see what the library logs: NCCL_DEBUG=INFO, or HABANA_LOGS";
+        let failed = |error: TorchError| refuse(&self.placement, error.message, remedy);
+        let id = if rank == 0 {
+            let id = library.unique_id().map_err(failed)?;
+            store.set(KEY, &id)?;
+            id
+        } else {
+            store.get(KEY, timeout).map_err(failed)?
+        };
+        let seat = Seat { rank, size, device, timeout };
+        match within(timeout, move || library.join(&id, seat)) {
+            Some(joined) => joined.map_err(failed),
+            None => {
+                let name = library.name();
+                let reason = format!("{name} has not connected the ranks within {} s", timeout.as_secs_f32());
+                Err(refuse(&self.placement, reason, remedy))
+            }
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! The group, and how its operations are started.
+
+use std::sync::{Arc, Mutex};
+
+use tch::Tensor;
+
+use super::shared::{Shared, State, next_call};
+use super::work::{Underway, Work};
+use crate::distributed::connect::{Connector, Place};
+use crate::error::{ConfigError, Result, TorchError};
+use crate::ffi::{self, Backend, Store};
+
+/// Ranks that are connected.
+///
+/// All members call the same operations in the same order, with tensors of the same shape and dtype, on the devices that
+/// the back end serves: Gloo the CPU and emulated HPUs, whose memory it reads and writes where it is; NCCL GPUs and HCCL
+/// Gaudi cards, which tensors of the host pass through. An operation fails if a rank is gone, or does not come within
+/// the time-out; after that the group is of no use.
+///
+/// Each operation has a form that waits, and one that starts it and gives a [`Work`] to wait for: `all_reduce` and
+/// `start_all_reduce`. Ranks in arguments count within the group; those in errors are global.
+///
+/// # Collective
+/// All methods but `send`, `recv`, their `start_` forms and the getters: all members must call them, in the same order.
+///
+/// # Errors
+/// [`DistributedError::Collective`](crate::error::DistributedError::Collective) if an operation fails;
+/// [`ConfigError`] before anything is sent, if an argument does not fit.
+#[derive(Debug)]
+pub struct ProcessGroup {
+    pub(super) shared: Arc<Shared>,
+}
+
+impl ProcessGroup {
+    /// The group of all ranks. `store` is this group's own.
+    pub(in crate::distributed) fn of_all(connector: Connector, store: Arc<Store>) -> Result<Self> {
+        let place = connector.place_of_all();
+        Self::connect(connector, store, place, (0..place.size).collect())
+    }
+
+    /// A group of ranks that are to be connected; `members` are their global ranks.
+    pub(super) fn connect(
+        connector: Connector,
+        store: Arc<Store>,
+        place: Place,
+        members: Vec<usize>,
+    ) -> Result<Self> {
+        let (backend, neighbours) = connector.connect(&store, place)?;
+        let state = Mutex::new(State { backend, started: 0, splits: 0 });
+        let shared = Shared { state, neighbours, store, rank: place.rank, members, connector };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// This process's rank in the group, from 0; in the group of all ranks its global rank.
+    pub fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    /// Ranks in the group.
+    pub fn world_size(&self) -> usize {
+        self.shared.members.len()
+    }
+
+    /// Global ranks of the members, by their rank in the group (`torch.distributed.get_process_group_ranks`).
+    pub fn global_ranks(&self) -> &[usize] {
+        &self.shared.members
+    }
+
+    /// The back end: `gloo`, `nccl` or `hccl`.
+    pub fn backend(&self) -> &'static str {
+        self.shared.connector.backend_name()
+    }
+
+    /// Whether sums go through memory that all members share, which are on one host then.
+    pub fn shares_memory(&self) -> bool {
+        self.shared.neighbours.is_some()
+    }
+
+    /// The sum over the ranks as a new tensor, through which gradients flow: the gradient of each rank's input is the
+    /// sum over the ranks of the outputs'.
+    ///
+    /// # Collective
+    /// In backward, too.
+    pub fn differentiable_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        let mut state = self.shared.lock();
+        let call = next_call(&mut state, "all_reduce", tensor, None);
+        ffi::Summing::finish_before(call.ticket);
+        let sum = state.backend.differentiable_sum(tensor);
+        drop(state);
+        sum.map_err(|error| self.shared.failure(call, &error))
+    }
+
+    /// Starts an operation of the back end.
+    pub(super) fn start(
+        &self,
+        op: &'static str,
+        tensor: &Tensor,
+        peer: Option<usize>,
+        body: impl FnOnce(&Backend) -> Result<ffi::Work, TorchError>,
+    ) -> Result<Work> {
+        self.begin(op, tensor, peer, |backend| body(backend).map(Underway::Work))
+    }
+
+    pub(super) fn begin(
+        &self,
+        op: &'static str,
+        tensor: &Tensor,
+        peer: Option<usize>,
+        body: impl FnOnce(&Backend) -> Result<Underway, TorchError>,
+    ) -> Result<Work> {
+        if tensor.defined() && !tensor.is_contiguous() {
+            let what = format!("a tensor of shape {:?} that is not contiguous", tensor.size());
+            return Err(ConfigError::new(op, what, "call contiguous() first").into());
+        }
+        let mut state = self.shared.lock();
+        let call = next_call(&mut state, op, tensor, peer);
+        let underway = body(&state.backend);
+        drop(state);
+        match underway {
+            Ok(underway) => Ok(Work::new(underway, call, self.shared.clone())),
+            Err(error) => Err(self.shared.failure(call, &error)),
+        }
+    }
+
+    pub(super) fn check_peer(&self, op: &str, peer: usize) -> Result<()> {
+        if peer < self.world_size() {
+            return Ok(());
+        }
+        let what = format!("rank {peer} of {}", self.world_size());
+        Err(ConfigError::new(op, what, "ranks count from 0 to world_size - 1").into())
+    }
+}

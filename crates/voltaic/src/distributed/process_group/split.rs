@@ -1,0 +1,85 @@
+//! Groups of some of a group's ranks.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::group::ProcessGroup;
+use crate::distributed::connect::Place;
+use crate::error::{ConfigError, Result};
+
+impl ProcessGroup {
+    /// A group of some of this group's ranks, which `ranks` names as they count in this group; `None` on the others. Its
+    /// members keep their order, whatever the order of `ranks`, as with `torch.distributed.new_group`.
+    ///
+    /// The new group has this one's back end and time-out. Operations of the two are independent of each other, and a
+    /// failure of one is none of the other.
+    ///
+    /// # Collective
+    /// All ranks of this group, also those that are not named, with the same `ranks`, in the same order as its other
+    /// operations. Returns when the members are connected.
+    ///
+    /// # Errors
+    /// [`ConfigError`] on all ranks if a rank is not in this group or is named twice, if none is named, or if the ranks
+    /// do not agree on them; [`DistributedError`](crate::error::DistributedError) if a rank is gone or does not come
+    /// within the time-out. This group stays usable in the first case.
+    pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
+        self.split_as("new_group", &[ranks.to_vec()])
+    }
+
+    /// Divides this group: each rank gets the group of `groups` that names it, `None` if no group does. As
+    /// `torch.distributed.split_group`; several groups are connected at once.
+    ///
+    /// # Collective
+    /// As [`ProcessGroup::new_group`], with the same `groups` on all ranks.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::new_group`]; also if a rank is in two groups.
+    pub fn split(&self, groups: &[Vec<usize>]) -> Result<Option<Self>> {
+        self.split_as("split", groups)
+    }
+
+    fn split_as(&self, op: &str, groups: &[Vec<usize>]) -> Result<Option<Self>> {
+        let sorted = |ranks: &Vec<usize>| {
+            let mut ranks = ranks.clone();
+            ranks.sort_unstable();
+            ranks
+        };
+        let groups: Vec<Vec<usize>> = groups.iter().map(sorted).collect();
+        // first of all, so that a rank with other arguments is told, rather than waited for
+        let asked = self.all_gather_object(&groups)?;
+        if let Some(other) = asked.iter().position(|groups| *groups != asked[0]) {
+            let what = format!("rank 0 names {:?}, rank {other} {:?}", asked[0], asked[other]);
+            return Err(ConfigError::new(op, what, "call it with the same ranks on all ranks").into());
+        }
+        self.check_groups(op, &groups)?;
+        let number = {
+            let mut state = self.shared.lock();
+            state.splits += 1;
+            state.splits
+        };
+        let own = groups.iter().enumerate().find_map(|(index, ranks)| {
+            let rank = ranks.iter().position(|&rank| rank == self.rank())?;
+            Some((index, Place { rank, size: ranks.len() }, ranks))
+        });
+        let Some((index, place, ranks)) = own else { return Ok(None) };
+        let store = Arc::new(self.shared.store.with_prefix(&format!("split{number}/{index}"))?);
+        let members = ranks.iter().map(|&rank| self.shared.members[rank]).collect();
+        Self::connect(self.shared.connector.clone(), store, place, members).map(Some)
+    }
+
+    fn check_groups(&self, op: &str, groups: &[Vec<usize>]) -> Result<()> {
+        let mut seen = BTreeSet::new();
+        for &rank in groups.iter().flatten() {
+            self.check_peer(op, rank)?;
+            if !seen.insert(rank) {
+                let what = format!("rank {rank} is named twice in {groups:?}");
+                return Err(ConfigError::new(op, what, "name each rank once").into());
+            }
+        }
+        if groups.is_empty() || groups.iter().any(Vec::is_empty) {
+            let what = format!("a group without ranks in {groups:?}");
+            return Err(ConfigError::new(op, what, "name at least one rank").into());
+        }
+        Ok(())
+    }
+}

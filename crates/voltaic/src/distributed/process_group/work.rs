@@ -1,0 +1,66 @@
+//! Operations under way.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::shared::{Call, Shared};
+use crate::error::Result;
+use crate::ffi::{self, Summing};
+
+/// An operation under way, as `torch.distributed.Work`. Its tensors must be left alone until [`Work::wait`] returns.
+///
+/// Any number may be under way, of one group and of several. They may be waited for in any order, as long as all ranks
+/// have started them in the same order. Dropping one waits, too, at most as long as the group's time-out, and tells
+/// nobody how it went.
+#[must_use = "an operation is done when it has been waited for"]
+pub struct Work<T = ()> {
+    underway: Underway,
+    call: Call,
+    group: Arc<Shared>,
+    finish: Box<dyn FnOnce() -> Result<T> + Send>,
+}
+
+/// By the back end, or by memory that ranks share.
+#[derive(Debug)]
+pub(super) enum Underway {
+    Work(ffi::Work),
+    Summing(Summing),
+}
+
+impl Work<()> {
+    pub(super) fn new(underway: Underway, call: Call, group: Arc<Shared>) -> Self {
+        Self { underway, call, group, finish: Box::new(|| Ok(())) } // allocates nothing
+    }
+
+    /// The same operation with what it gives.
+    pub(super) fn then<T>(self, finish: impl FnOnce() -> Result<T> + Send + 'static) -> Work<T> {
+        let Self { underway, call, group, .. } = self;
+        Work { underway, call, group, finish: Box::new(finish) }
+    }
+}
+
+impl<T> Work<T> {
+    /// Waits until the operation is done, at most as long as the group's time-out, and returns what it gives.
+    ///
+    /// # Errors
+    /// [`DistributedError::Collective`](crate::error::DistributedError::Collective), which names the operation and the
+    /// ranks that did not take part.
+    pub fn wait(self) -> Result<T> {
+        let Self { underway, call, group, finish } = self;
+        let done = match underway {
+            Underway::Work(work) => {
+                Summing::finish_before(call.ticket);
+                work.wait()
+            }
+            Underway::Summing(summing) => summing.wait(),
+        };
+        done.map_err(|error| group.failure(call, &error))?;
+        finish()
+    }
+}
+
+impl<T> fmt::Debug for Work<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Work").field("call", &self.call).finish_non_exhaustive()
+    }
+}
