@@ -94,6 +94,43 @@ fn floats(tensor: &Tensor) -> Vec<f32> {
     Vec::try_from(tensor.to_kind(Kind::Float).flatten(0, -1)).unwrap()
 }
 
+/// Operations that give each rank something else.
+fn exchange_parts(rank: usize, backend: &Backend) {
+    let own = || Tensor::from_slice(&[rank as f32, rank as f32 + 1.0]);
+    let sum = own();
+    backend.reduce(&sum, 1, ReduceOp::Sum).unwrap().wait().unwrap();
+    if rank == 1 {
+        assert_eq!(floats(&sum), [3.0, 6.0]);
+    }
+    let product = Tensor::from_slice(&[rank as f32 + 2.0]);
+    backend.all_reduce(&product, ReduceOp::Product).unwrap().wait().unwrap();
+    assert_eq!(floats(&product), [24.0]);
+    // rows of 3 bytes, which are no whole words
+    let row = |value: usize| Tensor::from_slice(&[value as u8; 3]);
+    let stacked = Tensor::zeros([RANKS as i64, 3], (Kind::Uint8, CPU));
+    backend.gather(&row(rank + 4), &stacked, 1).unwrap().wait().unwrap();
+    let expected = if rank == 1 { [[4.0; 3], [5.0; 3], [6.0; 3]].concat() } else { vec![0.0; 9] };
+    assert_eq!(floats(&stacked), expected);
+    let part = row(0);
+    let rows = Tensor::stack(&[row(7), row(8), row(9)], 0);
+    backend.scatter(&rows, &part, 2).unwrap().wait().unwrap();
+    assert_eq!(floats(&part), [rank as f32 + 7.0; 3]);
+    // rank r sends i + 1 rows to rank i, none to itself
+    let splits: Vec<i64> = (0..RANKS).map(|i| if i == rank { 0 } else { i as i64 + 1 }).collect();
+    let received: Vec<i64> = (0..RANKS).map(|i| if i == rank { 0 } else { rank as i64 + 1 }).collect();
+    let sent = Tensor::full([splits.iter().sum(), 3], rank as i64, (Kind::Uint8, CPU));
+    let all = Tensor::zeros([received.iter().sum(), 3], (Kind::Uint8, CPU));
+    backend.all_to_all(&sent, &splits, &all, &received).unwrap().wait().unwrap();
+    let others = (0..RANKS).filter(|&other| other != rank);
+    let expected: Vec<f32> = others.flat_map(|other| vec![other as f32; 3 * (rank + 1)]).collect();
+    assert_eq!(floats(&all), expected);
+    let sent = Tensor::arange(3, (Kind::Float, CPU)) + rank as f64 * 10.0;
+    let all = Tensor::zeros([3], (Kind::Float, CPU));
+    backend.all_to_all(&sent, &[1; 3], &all, &[1; 3]).unwrap().wait().unwrap();
+    assert_eq!(floats(&all), [0.0, 10.0, 20.0].map(|first| first + rank as f32));
+    assert!(backend.all_to_all(&sent, &[1; 2], &all, &[1; 3]).is_err());
+}
+
 /// All operations, with values that depend on the rank.
 fn exchange(rank: usize, backend: &Backend) {
     let own = || Tensor::from_slice(&[rank as f32, rank as f32 + 1.0]);
@@ -130,38 +167,7 @@ fn exchange(rank: usize, backend: &Backend) {
     backend.reduce_scatter(&input, &part, ReduceOp::Sum).unwrap().wait().unwrap();
     let first = 3.0 * 2.0 * rank as f32 + 3.0;
     assert_eq!(floats(&part), [first, first + 3.0]);
-    let sum = own();
-    backend.reduce(&sum, 1, ReduceOp::Sum).unwrap().wait().unwrap();
-    if rank == 1 {
-        assert_eq!(floats(&sum), [3.0, 6.0]);
-    }
-    let product = Tensor::from_slice(&[rank as f32 + 2.0]);
-    backend.all_reduce(&product, ReduceOp::Product).unwrap().wait().unwrap();
-    assert_eq!(floats(&product), [24.0]);
-    // rows of 3 bytes, which are no whole words
-    let row = |value: usize| Tensor::from_slice(&[value as u8; 3]);
-    let stacked = Tensor::zeros([RANKS as i64, 3], (Kind::Uint8, CPU));
-    backend.gather(&row(rank + 4), &stacked, 1).unwrap().wait().unwrap();
-    let expected = if rank == 1 { [[4.0; 3], [5.0; 3], [6.0; 3]].concat() } else { vec![0.0; 9] };
-    assert_eq!(floats(&stacked), expected);
-    let part = row(0);
-    let rows = Tensor::stack(&[row(7), row(8), row(9)], 0);
-    backend.scatter(&rows, &part, 2).unwrap().wait().unwrap();
-    assert_eq!(floats(&part), [rank as f32 + 7.0; 3]);
-    // rank r sends i + 1 rows to rank i, none to itself
-    let splits: Vec<i64> = (0..RANKS).map(|i| if i == rank { 0 } else { i as i64 + 1 }).collect();
-    let received: Vec<i64> = (0..RANKS).map(|i| if i == rank { 0 } else { rank as i64 + 1 }).collect();
-    let sent = Tensor::full([splits.iter().sum(), 3], rank as i64, (Kind::Uint8, CPU));
-    let all = Tensor::zeros([received.iter().sum(), 3], (Kind::Uint8, CPU));
-    backend.all_to_all(&sent, &splits, &all, &received).unwrap().wait().unwrap();
-    let others = (0..RANKS).filter(|&other| other != rank);
-    let expected: Vec<f32> = others.flat_map(|other| vec![other as f32; 3 * (rank + 1)]).collect();
-    assert_eq!(floats(&all), expected);
-    let sent = Tensor::arange(3, (Kind::Float, CPU)) + rank as f64 * 10.0;
-    let all = Tensor::zeros([3], (Kind::Float, CPU));
-    backend.all_to_all(&sent, &[1; 3], &all, &[1; 3]).unwrap().wait().unwrap();
-    assert_eq!(floats(&all), [0.0, 10.0, 20.0].map(|first| first + rank as f32));
-    assert!(backend.all_to_all(&sent, &[1; 2], &all, &[1; 3]).is_err());
+    exchange_parts(rank, backend);
     match rank {
         0 => backend.send(&own(), 1).unwrap().wait().unwrap(),
         1 => {
