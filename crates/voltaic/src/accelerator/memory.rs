@@ -5,7 +5,8 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::hpu::{HpuEmulator, card_memory};
+use super::hpu::emulator::HpuEmulator;
+use super::hpu::gaudi::card_memory;
 use crate::device::Device;
 use crate::error::{DeviceError, Result};
 use crate::ffi::{self, PeakReset, Pool};

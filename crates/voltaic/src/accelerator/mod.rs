@@ -12,11 +12,12 @@ mod cuda;
 mod devices;
 mod find;
 mod hpu;
+mod inventory;
 mod memory;
 pub(crate) mod rng;
 
 pub use accelerator::Accelerator;
-pub use cards::{Card, Inventory, Listed};
+pub use cards::Card;
 pub use choice::AcceleratorChoice;
 pub(crate) use config::AcceleratorConfig;
 pub use cpu::CpuAccelerator;
@@ -24,6 +25,7 @@ pub use cuda::CudaAccelerator;
 pub use devices::Devices;
 pub use find::{ACCELERATORS, accelerator};
 pub use hpu::{FlagReport, Generation, HpuAccelerator, HpuEmulator, HpuSettings, RuntimeFlags};
+pub use inventory::{Inventory, Listed};
 pub use memory::{
     MemoryStats, max_memory_allocated, mem_get_info, memory_allocated, memory_stats, memory_summary,
     reset_accumulated_memory_stats, reset_peak_memory_stats,

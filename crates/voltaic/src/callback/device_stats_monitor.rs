@@ -3,9 +3,9 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::Callback;
 use super::cpu_stats::CpuStats;
 use crate::device::Device;
+use crate::lightning::Callback;
 use crate::logger::DEVICE_STATS;
 use crate::module::HookContext;
 use crate::nn::Module;

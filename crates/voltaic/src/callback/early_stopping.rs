@@ -4,8 +4,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Callback, Mode};
+use super::model_checkpoint::Mode;
 use crate::error::{ConfigError, ConfigProblem};
+use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::Module;
 

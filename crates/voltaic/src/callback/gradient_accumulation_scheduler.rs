@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::Callback;
 use crate::error::{ConfigError, ConfigProblem};
+use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::Module;
 

@@ -1,9 +1,9 @@
 //! A callback made of closures.
 
-use super::Callback;
 use crate::checkpoint::Checkpoint;
 use crate::data::Stage;
 use crate::error::Error;
+use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::Module;
 

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::Callback;
+use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::Module;
 use crate::optim::{Interval, Optimizer};

@@ -7,9 +7,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::file_name::{FileName, Value};
-use super::{Callback, TimeSpan};
+use super::time_span::TimeSpan;
 use crate::checkpoint::{CheckpointPaths, remove_leftovers};
 use crate::error::ConfigError;
+use crate::lightning::Callback;
 use crate::module::{CheckpointRequest, HookContext};
 use crate::nn::Module;
 

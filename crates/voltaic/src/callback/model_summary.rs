@@ -5,9 +5,9 @@ use std::io::Write;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::Callback;
 use crate::error::ConfigError;
 use crate::graph::Flops;
+use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::{Member, Module, ModuleExt};
 

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::Callback;
 use crate::checkpoint::CheckpointPaths;
 use crate::data::Stage;
 use crate::error::ConfigError;
+use crate::lightning::Callback;
 use crate::module::{CheckpointRequest, HookContext};
 use crate::nn::Module;
 

@@ -7,9 +7,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::Callback;
 use crate::checkpoint::write_weights;
 use crate::error::Result;
+use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::Module;
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressDrawTarget, ProgressStyle};
 
-use super::Callback;
+use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::Module;
 

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::Callback;
 use crate::error::ConfigError;
+use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::Module;
 

@@ -6,8 +6,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{Callback, TimeSpan};
+use super::time_span::TimeSpan;
 use crate::error::ConfigError;
+use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::Module;
 use crate::optim::Interval;

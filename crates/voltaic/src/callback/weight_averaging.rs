@@ -5,11 +5,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tch::Tensor;
 
-use super::Callback;
 use crate::checkpoint::Checkpoint;
 use crate::data::Stage;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, Result};
+use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::{Module, ModuleExt};
 

@@ -1,103 +1,14 @@
 //! Loggers by class name, as YAML and the command line write them.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::csv::CsvLogger;
-use super::json_lines::JsonLinesLogger;
+use super::csv::{CsvLogger, CsvLoggerConfig};
+use super::json_lines::{JsonLinesLogger, JsonLinesLoggerConfig};
 use super::logger::Logger;
-use super::run_folder::Version;
-use super::tensorboard::TensorBoardLogger;
-
-/// What [`CsvLogger`] writes, and where.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct CsvLoggerConfig {
-    /// Root folder; `trainer.default_root_dir` unless set.
-    pub save_dir: Option<PathBuf>,
-    /// Folder below it; empty for none.
-    pub name: String,
-    /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
-    pub version: Option<Version>,
-    /// Put `<prefix>-` before the names of metrics.
-    pub prefix: String,
-    /// Rows kept in memory before they are appended to the file; also written at the end of each epoch.
-    #[schemars(range(min = 1))]
-    pub flush_logs_every_n_steps: u64,
-    /// Draw pictures of the curves at the end.
-    pub plots: bool,
-}
-
-impl Default for CsvLoggerConfig {
-    fn default() -> Self {
-        Self {
-            save_dir: None,
-            name: NAME.to_owned(),
-            version: None,
-            prefix: String::new(),
-            flush_logs_every_n_steps: 100,
-            plots: true,
-        }
-    }
-}
-
-/// What [`TensorBoardLogger`] writes, and where.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct TensorBoardLoggerConfig {
-    /// Root folder; `trainer.default_root_dir` unless set.
-    pub save_dir: Option<PathBuf>,
-    /// Folder below it; empty for none.
-    pub name: String,
-    /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
-    pub version: Option<Version>,
-    /// Put `<prefix>-` before the names of metrics.
-    pub prefix: String,
-    /// Folder below the version for the event file.
-    pub sub_dir: Option<PathBuf>,
-    /// Write `hp_metric` = -1 beside the hyper-parameters, so that the HPARAMS page lists the run.
-    pub default_hp_metric: bool,
-    /// Seconds after which what is in memory is written.
-    pub flush_secs: u64,
-}
-
-impl Default for TensorBoardLoggerConfig {
-    fn default() -> Self {
-        Self {
-            save_dir: None,
-            name: NAME.to_owned(),
-            version: None,
-            prefix: String::new(),
-            sub_dir: None,
-            default_hp_metric: true,
-            flush_secs: 120,
-        }
-    }
-}
-
-/// What [`JsonLinesLogger`] writes, and where.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct JsonLinesLoggerConfig {
-    /// Root folder; `trainer.default_root_dir` unless set.
-    pub save_dir: Option<PathBuf>,
-    /// Folder below it; empty for none.
-    pub name: String,
-    /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
-    pub version: Option<Version>,
-    /// Put `<prefix>-` before the names of metrics.
-    pub prefix: String,
-}
-
-impl Default for JsonLinesLoggerConfig {
-    fn default() -> Self {
-        Self { save_dir: None, name: NAME.to_owned(), version: None, prefix: String::new() }
-    }
-}
-
-const NAME: &str = "lightning_logs";
+use super::tensorboard::{TensorBoardLogger, TensorBoardLoggerConfig};
 
 /// A logger by class name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]

@@ -5,13 +5,47 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use super::config::CsvLoggerConfig;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
 use super::logger::Logger;
 use super::plot::plot_metrics;
 use super::plot_memory::plot_memory;
-use super::run_folder::{RunFolder, RunFolders, with_prefix};
+use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, with_prefix};
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
+
+/// What [`CsvLogger`] writes, and where.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct CsvLoggerConfig {
+    /// Root folder; `trainer.default_root_dir` unless set.
+    pub save_dir: Option<PathBuf>,
+    /// Folder below it; empty for none.
+    pub name: String,
+    /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
+    pub version: Option<Version>,
+    /// Put `<prefix>-` before the names of metrics.
+    pub prefix: String,
+    /// Rows kept in memory before they are appended to the file; also written at the end of each epoch.
+    #[schemars(range(min = 1))]
+    pub flush_logs_every_n_steps: u64,
+    /// Draw pictures of the curves at the end.
+    pub plots: bool,
+}
+
+impl Default for CsvLoggerConfig {
+    fn default() -> Self {
+        Self {
+            save_dir: None,
+            name: DEFAULT_NAME.to_owned(),
+            version: None,
+            prefix: String::new(),
+            flush_logs_every_n_steps: 100,
+            plots: true,
+        }
+    }
+}
 
 /// Writes `<save_dir>/<name>/version_<n>/metrics.csv`, and at the end `curves.png` beside it, with
 /// [`DeviceStatsMonitor`](crate::callback::DeviceStatsMonitor) also `memory.png`.
@@ -216,7 +250,7 @@ mod tests {
     fn a_chosen_version_starts_anew_and_a_prefix_leaves_step_and_epoch_alone() {
         let folder = tempfile::tempdir().expect("temp folder");
         for value in [0.5, 0.25] {
-            let version = Some(super::super::Version::Name("mine".into()));
+            let version = Some(Version::Name("mine".into()));
             let config = CsvLoggerConfig { version, prefix: "a".into(), plots: false, ..Default::default() };
             let mut logger = CsvLogger::from_config(config, folder.path());
             logger.log_metrics(&[("loss".into(), value), ("epoch".into(), 0.0)], 1).expect("logs");

@@ -6,10 +6,32 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::config::JsonLinesLoggerConfig;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
 use super::logger::Logger;
-use super::run_folder::{RunFolder, RunFolders, with_prefix};
+use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, with_prefix};
 use crate::error::{Error, Result};
+
+/// What [`JsonLinesLogger`] writes, and where.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct JsonLinesLoggerConfig {
+    /// Root folder; `trainer.default_root_dir` unless set.
+    pub save_dir: Option<PathBuf>,
+    /// Folder below it; empty for none.
+    pub name: String,
+    /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
+    pub version: Option<Version>,
+    /// Put `<prefix>-` before the names of metrics.
+    pub prefix: String,
+}
+
+impl Default for JsonLinesLoggerConfig {
+    fn default() -> Self {
+        Self { save_dir: None, name: DEFAULT_NAME.to_owned(), version: None, prefix: String::new() }
+    }
+}
 
 /// Writes `<save_dir>/<name>/version_<n>/metrics.jsonl`: a line per row, `{"step":5,"epoch":0,"train_loss":0.25}`.
 ///

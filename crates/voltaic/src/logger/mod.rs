@@ -13,13 +13,13 @@ mod run_folder;
 mod tensorboard;
 pub mod tfevents;
 
-pub use config::{CsvLoggerConfig, JsonLinesLoggerConfig, LoggerConfig, Loggers, TensorBoardLoggerConfig};
-pub use csv::CsvLogger;
-pub use json_lines::JsonLinesLogger;
+pub use config::{LoggerConfig, Loggers};
+pub use csv::{CsvLogger, CsvLoggerConfig};
+pub use json_lines::{JsonLinesLogger, JsonLinesLoggerConfig};
 pub(crate) use logger::DEVICE_STATS;
 pub use logger::Logger;
 pub use plot::plot_metrics;
 pub use plot_lr::plot_lr_find;
 pub use plot_memory::plot_memory;
 pub use run_folder::{RunFolders, Version};
-pub use tensorboard::TensorBoardLogger;
+pub use tensorboard::{TensorBoardLogger, TensorBoardLoggerConfig};

@@ -10,6 +10,9 @@ use serde::{Deserialize, Serialize};
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
 
+/// The folder below the root folder, as in Lightning.
+pub(super) const DEFAULT_NAME: &str = "lightning_logs";
+
 /// Which run among those of one name: a number, or a folder name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]

@@ -8,11 +8,47 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
-use super::config::TensorBoardLoggerConfig;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
 use super::logger::Logger;
-use super::run_folder::{RunFolder, RunFolders, with_prefix};
+use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, with_prefix};
 use super::tfevents::{self, Event};
 use crate::error::{Error, Result};
+
+/// What [`TensorBoardLogger`] writes, and where.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct TensorBoardLoggerConfig {
+    /// Root folder; `trainer.default_root_dir` unless set.
+    pub save_dir: Option<PathBuf>,
+    /// Folder below it; empty for none.
+    pub name: String,
+    /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
+    pub version: Option<Version>,
+    /// Put `<prefix>-` before the names of metrics.
+    pub prefix: String,
+    /// Folder below the version for the event file.
+    pub sub_dir: Option<PathBuf>,
+    /// Write `hp_metric` = -1 beside the hyper-parameters, so that the HPARAMS page lists the run.
+    pub default_hp_metric: bool,
+    /// Seconds after which what is in memory is written.
+    pub flush_secs: u64,
+}
+
+impl Default for TensorBoardLoggerConfig {
+    fn default() -> Self {
+        Self {
+            save_dir: None,
+            name: DEFAULT_NAME.to_owned(),
+            version: None,
+            prefix: String::new(),
+            sub_dir: None,
+            default_hp_metric: true,
+            flush_secs: 120,
+        }
+    }
+}
 
 /// Writes `<save_dir>/<name>/version_<n>/events.out.tfevents.*`, which TensorBoard shows, and `hparams.yaml` beside it.
 ///

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
+use super::metric::Metric;
 use crate::device::Device;
 use crate::error::Result;
-use crate::metrics::Metric;
 use crate::nn::buffer::Buffer;
 use crate::nn::modes::set_training;
 use crate::nn::module::{Member, Module};

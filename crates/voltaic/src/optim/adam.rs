@@ -5,9 +5,11 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::engine::{Engine, Rule, Slot};
+use super::optimizer::{BuildOptimizer, Optimizer};
+use super::param_group::build_groups;
 use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroupSpec, SavedGroup};
 use super::problems::Problems;
-use super::{BuildOptimizer, Optimizer, build_groups};
+use super::setters::setters;
 use crate::error::Result;
 use crate::ffi::{AdamLists, AdamOptions, LearningRate, TensorList};
 
@@ -55,7 +57,7 @@ macro_rules! adam_config {
                 Self { lr, ..Self::default() }
             }
 
-            super::setters! {
+            setters! {
                 /// Sets the learning rate.
                 lr: f64,
                 /// Sets the decay rates of the running means.

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::ParamGroup;
+use super::param_group::ParamGroup;
 use crate::error::{ConfigError, Result};
 use crate::ffi::{self, TensorList};
 

@@ -5,13 +5,19 @@ use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
-use super::lr_scheduler::Chained;
-use super::{
-    Adam, AdamW, BuildLrScheduler, BuildOptimizer, ConstantLr, CosineAnnealingLr,
-    CosineAnnealingWarmRestarts, ExponentialLr, LinearLr, LinearWarmupCosine, LrScheduler, MultiStepLr,
-    OneCycleLr, Optimizer, ParamGroup, ParamGroupSpec, PolynomialLr, ReduceLrOnPlateau, SequentialLr, Sgd,
-    StepLr, SwaLr,
-};
+use super::adam::{Adam, AdamW};
+use super::lr_scheduler::basic::{ConstantLr, ExponentialLr, LinearLr, MultiStepLr, PolynomialLr, StepLr};
+use super::lr_scheduler::cosine::{CosineAnnealingLr, CosineAnnealingWarmRestarts};
+use super::lr_scheduler::one_cycle::OneCycleLr;
+use super::lr_scheduler::plateau::ReduceLrOnPlateau;
+use super::lr_scheduler::scheduler::{BuildLrScheduler, KEY, LrScheduler};
+use super::lr_scheduler::sequential::{LinearWarmupCosine, Sequence};
+use super::lr_scheduler::stepper::Chained;
+use super::lr_scheduler::swa::SwaLr;
+use super::optimizer::{BuildOptimizer, Optimizer};
+use super::param_group::{ParamGroup, ParamGroupSpec};
+use super::problems::Problems;
+use super::sgd::Sgd;
 use crate::error::Result;
 
 /// What a configuration file says, before the class is known.
@@ -216,5 +222,65 @@ impl BuildLrScheduler for LrSchedulerConfig {
 
     fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
         self.inner().build(groups)
+    }
+}
+
+/// Several schedules, each from a milestone to the next; as `torch.optim.lr_scheduler.SequentialLR`.
+///
+/// Each starts from the learning rate that the optimizer was given, not from where the one before it ended.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SequentialLr {
+    /// The schedules in order. OneCycleLR, ReduceLROnPlateau and other sequences cannot be among them.
+    pub schedulers: Vec<LrSchedulerConfig>,
+    /// Step at which each schedule but the first begins: increasing, one fewer than the schedules.
+    pub milestones: Vec<u64>,
+}
+
+impl SequentialLr {
+    /// `schedulers` one after the other, changing at `milestones`.
+    pub fn new(schedulers: impl Into<Vec<LrSchedulerConfig>>, milestones: impl Into<Vec<u64>>) -> Self {
+        Self { schedulers: schedulers.into(), milestones: milestones.into() }
+    }
+
+    fn check(&self) -> Result<()> {
+        let mut problems = Problems::new(KEY);
+        let (schedulers, milestones) = (self.schedulers.len(), self.milestones.len());
+        if schedulers == 0 {
+            problems.add("schedulers", "is empty", "name at least one schedule");
+        } else if milestones + 1 != schedulers {
+            let what = format!("has {milestones} values for {schedulers} schedulers");
+            problems.add("milestones", what, format!("give {}", schedulers - 1));
+        }
+        if self.milestones.first() == Some(&0) || self.milestones.windows(2).any(|pair| pair[0] >= pair[1]) {
+            let what = format!("{:?} does not increase from 1 on", self.milestones);
+            problems.add("milestones", what, "put the steps in order, each once");
+        }
+        for (index, scheduler) in self.schedulers.iter().enumerate() {
+            if !scheduler.is_chainable() {
+                let what = format!("{} cannot be part of a sequence", scheduler.name());
+                problems.add(
+                    format!("schedulers[{index}]"),
+                    what,
+                    "use it alone, or choose another schedule",
+                );
+            }
+        }
+        problems.finish()
+    }
+}
+
+impl BuildLrScheduler for SequentialLr {
+    fn name(&self) -> &'static str {
+        "SequentialLR"
+    }
+
+    fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
+        self.check()?;
+        let mut parts = Vec::with_capacity(self.schedulers.len());
+        for scheduler in &self.schedulers {
+            parts.extend(scheduler.chained(groups)?);
+        }
+        Ok(Box::new(Sequence::build(self.name(), parts, self.milestones.clone(), groups)?))
     }
 }

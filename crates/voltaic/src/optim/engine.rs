@@ -6,9 +6,9 @@ use std::collections::HashMap;
 use serde_json::Value;
 use tch::{Kind, Tensor};
 
+use super::optimizer::{Optimizer, OptimizerState};
 use super::param_group::{ParamGroup, SavedGroup};
 use super::replay::Replayed;
-use super::{Optimizer, OptimizerState};
 use crate::error::{CheckpointError, OptimError, Result};
 use crate::ffi::{self, GradStatus, Gradients, LearningRate, RecordingPause, TensorList};
 use crate::nn::Parameter;

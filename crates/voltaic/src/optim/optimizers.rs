@@ -3,11 +3,13 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::adam::{Adam, AdamW};
+use super::config::OptimizerConfig;
+use super::lr_scheduler::scheduler::{BuildLrScheduler, LrScheduler};
+use super::optimizer::{BuildOptimizer, Optimizer};
+use super::param_group::ParamGroupSpec;
 use super::problems::Problems;
-use super::{
-    Adam, AdamW, BuildLrScheduler, BuildOptimizer, LrScheduler, Optimizer, OptimizerConfig, ParamGroupSpec,
-    Sgd,
-};
+use super::sgd::Sgd;
 use crate::error::Result;
 use crate::nn::{Module, ModuleExt};
 

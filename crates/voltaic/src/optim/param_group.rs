@@ -235,3 +235,27 @@ pub(super) fn check_params(groups: &[ParamGroupSpec], problems: &mut Problems) -
     }
     Ok(())
 }
+
+/// Checks the settings and makes the groups of an optimizer from them; `merge` gives the numbers of one group.
+pub(super) fn build_groups(
+    specs: Vec<ParamGroupSpec>,
+    check: impl FnOnce(&mut Problems),
+    merge: impl Fn(&Overrides, &str, &mut Problems) -> Merged,
+) -> Result<Vec<ParamGroup>> {
+    let mut problems = Problems::new("optimizer");
+    check(&mut problems);
+    let own_problems = problems.len();
+    check_params(&specs, &mut problems)?;
+    let mut groups = Vec::with_capacity(specs.len());
+    for (index, spec) in specs.into_iter().enumerate() {
+        // what is wrong with the optimizer's settings is wrong in every group: say it once
+        let mut group_problems = Problems::new("optimizer");
+        let merged = merge(&spec.overrides, &format!("param_groups[{index}]"), &mut group_problems);
+        if own_problems == 0 {
+            problems.append(group_problems);
+        }
+        groups.push(ParamGroup::new(spec.params, merged));
+    }
+    problems.finish()?;
+    Ok(groups)
+}

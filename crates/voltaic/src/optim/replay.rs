@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::{GroupOptions, ParamGroup};
+use super::param_group::{GroupOptions, ParamGroup};
 use crate::error::Result;
 use crate::ffi::{self, LearningRate};
 

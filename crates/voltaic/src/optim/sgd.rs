@@ -4,9 +4,11 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::engine::{Engine, Rule, Slot};
+use super::optimizer::{BuildOptimizer, Optimizer};
+use super::param_group::build_groups;
 use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroupSpec, SavedGroup};
 use super::problems::Problems;
-use super::{BuildOptimizer, Optimizer, build_groups};
+use super::setters::setters;
 use crate::error::Result;
 use crate::ffi::{self, LearningRate, RecordingPause, SgdOptions, TensorList};
 
@@ -62,7 +64,7 @@ impl Sgd {
         Self { lr, ..Self::default() }
     }
 
-    super::setters! {
+    setters! {
         /// Sets the learning rate.
         lr: f64,
         /// Sets the momentum factor.

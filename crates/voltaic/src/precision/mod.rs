@@ -23,5 +23,5 @@ pub(crate) use op_lists::set_run_lists;
 pub use op_lists::{OpLists, reset_op_lists, set_op_lists};
 pub use plugin::{HpuPrecisionPlugin, OptLevel};
 
-pub(crate) use precision::{is_float8, is_hmp};
 pub use precision::{PRECISIONS, Precision};
+pub(crate) use precision::{is_float8, is_hmp};

@@ -7,9 +7,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::Profiler;
 use super::durations::Durations;
 use super::profiler::ProfiledRun;
+use super::profiler::Profiler;
 use super::report::{Output, significant};
 use crate::error::{ConfigError, Error, ProfilerError, Result};
 

@@ -3,7 +3,9 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{AdvancedProfiler, AdvancedProfilerConfig, Profiler, SimpleProfiler, SimpleProfilerConfig};
+use super::advanced::{AdvancedProfiler, AdvancedProfilerConfig};
+use super::profiler::Profiler;
+use super::simple::{SimpleProfiler, SimpleProfilerConfig};
 use crate::error::ConfigError;
 
 /// A profiler by name, or by class with its settings.

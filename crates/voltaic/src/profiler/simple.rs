@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::Profiler;
 use super::profiler::ProfiledRun;
+use super::profiler::Profiler;
 use super::report::{Output, significant};
 use crate::error::{ProfilerError, Result};
 

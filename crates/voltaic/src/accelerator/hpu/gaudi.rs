@@ -7,6 +7,7 @@ use std::env;
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use super::flags::RuntimeFlags;
 use crate::device::Device;
@@ -325,6 +326,15 @@ fn python_packages(prefix: &Path) -> Vec<PathBuf> {
     });
     homes.sort();
     homes.iter().flat_map(|home| [home.join("site-packages"), home.join("dist-packages")]).collect()
+}
+
+/// The cards, once the plugin is loaded in this process.
+pub(super) static LOADED: OnceLock<Gaudi> = OnceLock::new();
+
+/// Total bytes and bytes in use of the card that this process drives, all processes together, as HLML tells.
+pub(in crate::accelerator) fn card_memory() -> Option<(u64, u64)> {
+    let card = LOADED.get()?.current_card().ok()?;
+    Some((card.memory_total?, card.memory_used?))
 }
 
 #[cfg(test)]

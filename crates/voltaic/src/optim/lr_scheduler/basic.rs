@@ -3,11 +3,12 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::scheduler::{BuildLrScheduler, KEY, LrScheduler};
 use super::stepper::{At, Chained, Formula, Stepper};
-use super::{BuildLrScheduler, KEY, LrScheduler};
 use crate::error::Result;
+use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::{ParamGroup, setters};
+use crate::optim::setters::setters;
 
 /// Implements the building of a schedule that is its own formula.
 macro_rules! formula_config {

@@ -7,11 +7,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::basic::formula_config;
+use super::scheduler::{BuildLrScheduler, KEY, LrScheduler};
 use super::stepper::{At, Chained, Formula, Stepper, base_lrs, finite, read};
-use super::{BuildLrScheduler, KEY, LrScheduler};
 use crate::error::Result;
+use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::{ParamGroup, setters};
+use crate::optim::setters::setters;
 
 /// Follows half a cosine from the learning rate to `eta_min` in `T_max` steps, and back up after that; as
 /// `torch.optim.lr_scheduler.CosineAnnealingLR`.

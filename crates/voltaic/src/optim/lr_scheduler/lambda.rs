@@ -1,9 +1,9 @@
 //! A schedule given by the user's function.
 
+use super::scheduler::{BuildLrScheduler, LrScheduler};
 use super::stepper::{At, Formula, Stepper};
-use super::{BuildLrScheduler, LrScheduler};
 use crate::error::Result;
-use crate::optim::ParamGroup;
+use crate::optim::param_group::ParamGroup;
 use std::sync::Arc;
 
 type Factor = Arc<dyn Fn(u64) -> f64 + Send + Sync>;

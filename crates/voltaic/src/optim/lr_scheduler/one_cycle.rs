@@ -5,11 +5,12 @@ use std::f64::consts::PI;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use super::stepper::{At, Formula, Stepper};
-use super::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use crate::error::{OptimError, Result};
+use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::{ParamGroup, setters};
+use crate::optim::setters::setters;
 
 /// Raises the learning rate from `max_lr / div_factor` to `max_lr`, then lets it fall to
 /// `max_lr / div_factor / final_div_factor`, while momentum goes the other way; as

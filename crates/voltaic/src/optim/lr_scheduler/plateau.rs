@@ -4,11 +4,12 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use super::stepper::read;
-use super::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use crate::error::{OptimError, Result};
+use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::{ParamGroup, setters};
+use crate::optim::setters::setters;
 
 /// Lowers the learning rate when a metric has stopped improving; as `torch.optim.lr_scheduler.ReduceLROnPlateau`.
 ///

@@ -4,73 +4,16 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::basic::LinearLr;
+use super::cosine::CosineAnnealingLr;
+use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, mismatch};
 use super::stepper::{Chained, base_lrs, read};
-use super::{BuildLrScheduler, CosineAnnealingLr, KEY, LinearLr, LrScheduler, mismatch};
 use crate::error::Result;
+use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::{LrSchedulerConfig, ParamGroup, setters};
+use crate::optim::setters::setters;
 
-/// Several schedules, each from a milestone to the next; as `torch.optim.lr_scheduler.SequentialLR`.
-///
-/// Each starts from the learning rate that the optimizer was given, not from where the one before it ended.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct SequentialLr {
-    /// The schedules in order. OneCycleLR, ReduceLROnPlateau and other sequences cannot be among them.
-    pub schedulers: Vec<LrSchedulerConfig>,
-    /// Step at which each schedule but the first begins: increasing, one fewer than the schedules.
-    pub milestones: Vec<u64>,
-}
-
-impl SequentialLr {
-    /// `schedulers` one after the other, changing at `milestones`.
-    pub fn new(schedulers: impl Into<Vec<LrSchedulerConfig>>, milestones: impl Into<Vec<u64>>) -> Self {
-        Self { schedulers: schedulers.into(), milestones: milestones.into() }
-    }
-
-    fn check(&self) -> Result<()> {
-        let mut problems = Problems::new(KEY);
-        let (schedulers, milestones) = (self.schedulers.len(), self.milestones.len());
-        if schedulers == 0 {
-            problems.add("schedulers", "is empty", "name at least one schedule");
-        } else if milestones + 1 != schedulers {
-            let what = format!("has {milestones} values for {schedulers} schedulers");
-            problems.add("milestones", what, format!("give {}", schedulers - 1));
-        }
-        if self.milestones.first() == Some(&0) || self.milestones.windows(2).any(|pair| pair[0] >= pair[1]) {
-            let what = format!("{:?} does not increase from 1 on", self.milestones);
-            problems.add("milestones", what, "put the steps in order, each once");
-        }
-        for (index, scheduler) in self.schedulers.iter().enumerate() {
-            if !scheduler.is_chainable() {
-                let what = format!("{} cannot be part of a sequence", scheduler.name());
-                problems.add(
-                    format!("schedulers[{index}]"),
-                    what,
-                    "use it alone, or choose another schedule",
-                );
-            }
-        }
-        problems.finish()
-    }
-}
-
-impl BuildLrScheduler for SequentialLr {
-    fn name(&self) -> &'static str {
-        "SequentialLR"
-    }
-
-    fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
-        self.check()?;
-        let mut parts = Vec::with_capacity(self.schedulers.len());
-        for scheduler in &self.schedulers {
-            parts.extend(scheduler.chained(groups)?);
-        }
-        Ok(Box::new(Sequence::build(self.name(), parts, self.milestones.clone(), groups)?))
-    }
-}
-
-/// Linear warm-up, then half a cosine down to `eta_min`: [`SequentialLr`] of [`LinearLr`] and
+/// Linear warm-up, then half a cosine down to `eta_min`: [`SequentialLr`](crate::optim::SequentialLr) of [`LinearLr`] and
 /// [`CosineAnnealingLr`], the usual schedule of transformers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -123,7 +66,8 @@ impl BuildLrScheduler for LinearWarmupCosine {
     }
 }
 
-struct Sequence {
+/// Schedules of which each takes over from the one before it.
+pub(in crate::optim) struct Sequence {
     name: &'static str,
     parts: Vec<Box<dyn Chained>>,
     milestones: Vec<u64>,
@@ -140,7 +84,7 @@ struct Position {
 }
 
 impl Sequence {
-    fn build(
+    pub fn build(
         name: &'static str,
         mut parts: Vec<Box<dyn Chained>>,
         milestones: Vec<u64>,

@@ -3,9 +3,9 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{LrScheduler, mismatch};
+use super::scheduler::{LrScheduler, mismatch};
 use crate::error::{OptimError, Result};
-use crate::optim::ParamGroup;
+use crate::optim::param_group::ParamGroup;
 
 /// Where a schedule is.
 #[derive(Debug, Clone, Copy)]

@@ -5,11 +5,13 @@ use std::f64::consts::PI;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::one_cycle::AnnealStrategy;
+use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use super::stepper::{At, Formula, Stepper};
-use super::{AnnealStrategy, BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use crate::error::Result;
+use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::{ParamGroup, setters};
+use crate::optim::setters::setters;
 
 /// Goes from the learning rate in force to `swa_lr` within `anneal_epochs` steps and stays there; as
 /// `torch.optim.swa_utils.SWALR`.

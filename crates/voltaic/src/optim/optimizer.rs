@@ -1,0 +1,78 @@
+//! What an optimizer is, and how it is made.
+
+use serde_json::Value;
+use tch::Tensor;
+
+use super::param_group::{ParamGroup, ParamGroupSpec};
+use crate::error::Result;
+
+/// Changes parameters by their gradients.
+pub trait Optimizer: Send {
+    /// PyTorch's name of the optimizer, such as `AdamW`.
+    fn name(&self) -> &'static str;
+
+    /// Updates the parameters that have a gradient; the others, and their state, stay as they are.
+    ///
+    /// # Errors
+    /// [`OptimError::Gradient`](crate::error::OptimError::Gradient) if a gradient is sparse, or not of its
+    /// parameter's dtype, shape and device. Parameters of groups before the failing one are updated then.
+    fn step(&mut self) -> Result<()>;
+
+    /// To be called before a step is captured in a graph, and before each replay: writes the learning rates in force to
+    /// where a captured step reads them, so that replays follow schedules.
+    ///
+    /// Gives a number that grows when a captured step is of no use any more, because a step would now work on other
+    /// tensors or with other hyper-parameters; `None` (the default) if a replay is not all that [`Optimizer::step`] does.
+    ///
+    /// # Errors
+    /// libtorch's.
+    fn prepare_replay(&mut self) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
+    /// Drops the gradients of all parameters.
+    ///
+    /// # Errors
+    /// If libtorch fails to free them.
+    fn zero_grad(&mut self) -> Result<()>;
+
+    /// The groups with their hyper-parameters in force.
+    fn param_groups(&self) -> &[ParamGroup];
+
+    /// The groups, so that hyper-parameters can be changed between steps.
+    fn param_groups_mut(&mut self) -> &mut [ParamGroup];
+
+    /// The state as named tensors, which share storage with the optimizer until its next step: copy what must last.
+    fn state_dict(&self) -> OptimizerState;
+
+    /// Replaces state and hyper-parameters by saved ones; training then goes on bit for bit as it would have.
+    ///
+    /// The tensors are copied to the device and dtype of their parameters.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Mismatch`](crate::error::CheckpointError::Mismatch) with all names and shapes that do not
+    /// fit; nothing is changed then.
+    fn load_state_dict(&mut self, state: OptimizerState) -> Result<()>;
+}
+
+/// What an optimizer remembers.
+#[derive(Debug)]
+pub struct OptimizerState {
+    /// Tensors by `<kind>.<fqn>`, such as `exp_avg.conv1.weight`. A parameter that never had a gradient has none.
+    pub tensors: Vec<(String, Tensor)>,
+    /// Hyper-parameters and parameter names of each group, as a JSON array.
+    pub groups: Value,
+}
+
+/// Settings from which an optimizer is made.
+pub trait BuildOptimizer: Send {
+    /// PyTorch's name of the optimizer, such as `AdamW`.
+    fn name(&self) -> &'static str;
+
+    /// Makes the optimizer over groups of parameters.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) with all settings that are out of range, of the optimizer and of the
+    /// groups, and with parameters that are missing, repeated or not trainable.
+    fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>>;
+}
