@@ -1,47 +1,80 @@
-//! The house rules that a compiler does not check: which folder may use which, file length, where unsafe code is.
+//! The house rules that a compiler does not check: which room may use which, that files do not use each other in a circle,
+//! how long files are, and where unsafe code is.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Folders and files of `src/` by layer. A module uses its own layer and lower ones only.
-const LAYERS: [(&str, u32); 30] = [
-    ("device", 10),
-    ("dtype", 10),
-    ("error", 10),
-    ("ffi", 10),
-    ("kernels", 10),
-    ("accelerator", 20),
-    ("config", 20),
-    ("distributed", 30),
-    ("nn", 40),
-    ("precision", 40),
-    ("optim", 40),
-    ("data", 40),
-    ("checkpoint", 40),
-    ("graph", 45),
-    ("metrics", 40),
-    ("lightning", 55),
-    ("module", 55), // the public path of `lightning`
-    ("strategy", 50),
-    ("profiler", 47),
-    ("callback", 60),
-    ("logger", 60),
-    ("trainer", 70),
-    ("models", 75),
-    ("cli", 80),
-    ("prelude", 80),
-    ("lib", 90),
-    ("bin", 90),
-    // re-exports of lib.rs that any layer may name
-    ("Result", 10),
-    ("Error", 10),
-    ("Device", 10),
+/// Rooms of `src/` from the ground up: folders, and files beside them. Each is a floor of its own, and uses lower ones only.
+/// ARCHITECTURE.md has the same list.
+const FLOORS: [&str; 28] = [
+    "kernels",
+    "error",
+    "dtype",
+    "device",
+    "config",
+    "ffi",
+    "offload",
+    "accelerator",
+    "data",
+    "distributed",
+    "precision",
+    "checkpoint",
+    "nn",
+    "metrics",
+    "optim",
+    "graph",
+    "profiler",
+    "quantize",
+    "strategy",
+    "lightning",
+    "logger",
+    "callback",
+    "inference",
+    "trainer",
+    "models",
+    "cli",
+    "prelude",
+    "bin",
 ];
+
+/// Names at the root of the crate that stand for something in a room.
+const ROOT_NAMES: [(&str, &str); 5] = [
+    ("Result", "error"),
+    ("Error", "error"),
+    ("Device", "device"),
+    ("Module", "nn"),
+    ("module", "lightning"),
+];
+
+/// Files of `src/` that still use each other. The list may only shrink.
+const STILL_USE_EACH_OTHER: [[&str; 2]; 2] =
+    [["lightning/manual.rs", "lightning/step_context.rs"], ["trainer/builder.rs", "trainer/trainer.rs"]];
+
+/// Other crates whose files form no circle.
+const CRATES: [&str; 7] = [
+    "crates/voltaic-kernels",
+    "crates/voltaic-sys",
+    "crates/voltaic-macros",
+    "crates/voltaic-build",
+    "bench/runner",
+    "bench/measure",
+    "bench/voltaic",
+];
+
 const MAX_LINES: usize = 600;
 
-fn layer(name: &str) -> Option<u32> {
-    LAYERS.iter().find(|(known, _)| *known == name).map(|(_, layer)| *layer)
+/// A folder of the workspace.
+fn workspace(folder: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().join(folder)
+}
+
+fn src() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("src")
+}
+
+fn floor(name: &str) -> Option<usize> {
+    FLOORS.iter().position(|room| *room == name)
 }
 
 /// All `.rs` files below `folder`.
@@ -59,42 +92,47 @@ fn sources(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The first folder, or the file's name, below `src/`.
-fn top(path: &Path, src: &Path) -> String {
-    let below = path.strip_prefix(src).unwrap();
-    below.iter().next().unwrap().to_string_lossy().trim_end_matches(".rs").to_owned()
+/// The lines of a file without its unit tests, which stand at its end.
+fn without_tests(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().take_while(|line| *line != "#[cfg(test)]" && !line.starts_with("#[cfg(all(test"))
 }
 
-/// The names right behind each `crate::` of a source text, as in `use crate::{device::Device, ffi};`.
-fn used_names(text: &str) -> Vec<String> {
-    let code: String =
-        text.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n");
-    let mut names = Vec::new();
-    for (at, _) in code.match_indices("crate::") {
-        if code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == '$') {
-            continue;
-        }
-        let rest = &code[at + "crate::".len()..];
-        match rest.strip_prefix('{') {
-            Some(group) => names.extend(group_heads(group)),
-            None => names.push(head(rest)),
-        }
+/// The code of a file: without comments and unit tests.
+fn code(text: &str) -> String {
+    without_tests(text).map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n")
+}
+
+fn is_word(c: char) -> bool {
+    c.is_alphanumeric() || c == '_'
+}
+
+/// The paths that `text` starts with, such as `a::{b, c::d}`, each as its segments.
+fn paths(text: &str) -> Vec<Vec<String>> {
+    let text = text.trim_start();
+    if let Some(group) = text.strip_prefix('{') {
+        return members(group).into_iter().flat_map(paths).collect();
     }
-    names
+    let head: String = text.chars().take_while(|c| is_word(*c)).collect();
+    let rest = text[head.len()..].trim_start();
+    if head.is_empty() {
+        return if text.starts_with('*') { vec![Vec::new()] } else { Vec::new() };
+    }
+    let Some(rest) = rest.strip_prefix("::") else { return vec![vec![head]] };
+    let tails = paths(rest);
+    if tails.is_empty() {
+        return vec![vec![head]]; // a turbofish
+    }
+    tails.into_iter().map(|tail| [vec![head.clone()], tail].concat()).collect()
 }
 
-fn head(path: &str) -> String {
-    path.trim_start().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
-}
-
-/// First segments of the paths in a brace group, without those of nested groups.
-fn group_heads(group: &str) -> Vec<String> {
-    let (mut depth, mut start, mut heads) = (0, 0, Vec::new());
+/// The members of a brace group, the text of which begins after its brace.
+fn members(group: &str) -> Vec<&str> {
+    let (mut depth, mut start, mut found) = (0, 0, Vec::new());
     for (at, c) in group.char_indices() {
         match c {
             '{' => depth += 1,
             ',' | '}' if depth == 0 => {
-                heads.push(head(&group[start..at]));
+                found.push(&group[start..at]);
                 start = at + 1;
                 if c == '}' {
                     break;
@@ -104,61 +142,260 @@ fn group_heads(group: &str) -> Vec<String> {
             _ => {}
         }
     }
-    heads.retain(|head| !head.is_empty());
-    heads
+    found
 }
 
-/// What breaks the layering in one file, as readable lines.
-fn layer_problems(file: &str, folder: &str, text: &str) -> Vec<String> {
-    let Some(own) = layer(folder) else {
-        return vec![format!("{file}: `{folder}` is in no layer; add it to LAYERS in tests/it/layers.rs")];
-    };
-    let mut problems = Vec::new();
-    for name in used_names(text) {
-        match layer(&name) {
-            Some(used) if used > own => {
-                problems.push(format!("{file}: `{folder}` (layer {own}) uses crate::{name} (layer {used}); a layer may use lower ones only"));
+/// A module's place: the names from the crate's root to it.
+fn module_of(file: &Path, src: &Path) -> Vec<String> {
+    let below = file.strip_prefix(src).unwrap().with_extension("");
+    let mut names: Vec<_> = below.iter().map(|part| part.to_string_lossy().into_owned()).collect();
+    if matches!(names.last().map(String::as_str), Some("mod" | "lib" | "main")) {
+        names.pop();
+    }
+    names
+}
+
+/// What a file uses, as paths from the crate's root.
+fn used_paths(text: &str, module: &[String], src: &Path) -> Vec<Vec<String>> {
+    let code = code(text);
+    let mut found = Vec::new();
+    let folder = module.iter().fold(src.to_owned(), |folder, name| folder.join(name));
+    for (at, _) in code.match_indices("::") {
+        // the segment at the head of a path, but not of `pub(in crate::..)` or a macro's `$crate::..`
+        let before = &code[..at];
+        let first = &before[before.trim_end_matches(is_word).len()..];
+        let ahead = &before[..before.len() - first.len()];
+        if ahead.ends_with("(in ")
+            || ahead.ends_with("::")
+            || ahead.ends_with('$')
+            || ahead.ends_with('.')
+            || first.is_empty()
+        {
+            continue;
+        }
+        let rest = &code[at + 2..];
+        match first {
+            "crate" => found.extend(paths(rest)),
+            "self" => found.extend(paths(rest).into_iter().map(|path| [module.to_vec(), path].concat())),
+            "super" => {
+                let above = &module[..module.len().saturating_sub(1)];
+                for path in paths(rest) {
+                    let ups = path.iter().take_while(|name| *name == "super").count();
+                    let base = &above[..above.len().saturating_sub(ups)];
+                    found.push([base.to_vec(), path[ups..].to_vec()].concat());
+                }
             }
-            Some(_) => {}
-            // types and macros at the crate root: Tensor, Kind, vt_try
-            None if !name.starts_with(|c: char| c.is_lowercase()) => {}
-            None => problems.push(format!(
-                "{file}: crate::{name} is in no layer; add it to LAYERS in tests/it/layers.rs"
-            )),
+            child if file_of(&folder, child).is_some() => {
+                for path in paths(rest) {
+                    found.push([module.to_vec(), vec![child.to_owned()], path].concat());
+                }
+            }
+            _ => {}
         }
     }
-    problems
+    found
 }
 
-fn src() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("src")
+/// The file of a module within the folder of its parent.
+fn file_of(folder: &Path, name: &str) -> Option<PathBuf> {
+    let places = [folder.join(format!("{name}.rs")), folder.join(name).join("mod.rs")];
+    places.into_iter().find(|path| path.exists())
+}
+
+/// The file that has what a path names; none for what is at the root.
+fn resolve(path: &[String], src: &Path) -> Option<PathBuf> {
+    let (mut folder, mut file) = (src.to_owned(), None);
+    for name in path {
+        let Some(next) = file_of(&folder, name) else { break };
+        file = Some(next);
+        folder.push(name);
+    }
+    file
+}
+
+/// Which files use which.
+type Uses = BTreeMap<PathBuf, BTreeSet<PathBuf>>;
+
+fn uses_of(src: &Path) -> Uses {
+    let of = |file: PathBuf| {
+        let text = fs::read_to_string(&file).unwrap();
+        let paths = used_paths(&text, &module_of(&file, src), src);
+        let mut used: BTreeSet<_> = paths.iter().filter_map(|path| resolve(path, src)).collect();
+        used.remove(&file); // a module within the file
+        (file, used)
+    };
+    sources(src).into_iter().map(of).collect()
+}
+
+/// A shortest way from a file back to itself, if there is one.
+fn circle_of(file: &Path, uses: &Uses) -> Option<Vec<PathBuf>> {
+    let mut ways = VecDeque::from([vec![file.to_owned()]]);
+    let mut seen = BTreeSet::new();
+    while let Some(way) = ways.pop_front() {
+        for next in way.last().and_then(|last| uses.get(last)).into_iter().flatten() {
+            if next == file {
+                return Some(way);
+            }
+            if seen.insert(next.clone()) {
+                ways.push_back([way.clone(), vec![next.clone()]].concat());
+            }
+        }
+    }
+    None
+}
+
+/// The first folder, or the file's name, below `src/`.
+fn room(path: &Path, src: &Path) -> String {
+    let below = path.strip_prefix(src).unwrap();
+    below.iter().next().unwrap().to_string_lossy().trim_end_matches(".rs").to_owned()
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap()
+}
+
+/// What breaks the order of floors in a file of `room`, as readable lines.
+fn floor_problems(file: &str, room: &str, used: &[Vec<String>]) -> Vec<String> {
+    let Some(own) = floor(room) else {
+        return vec![format!("{file}: `{room}` has no floor; add it to FLOORS in tests/it/layers.rs")];
+    };
+    let mut problems = BTreeSet::new();
+    for name in used.iter().filter_map(|path| path.first()) {
+        let known = ROOT_NAMES.iter().find(|(root_name, _)| root_name == name);
+        let name = known.map_or(name.as_str(), |(_, room)| room);
+        match floor(name) {
+            Some(used) if used > own => {
+                problems.insert(format!(
+                    "{file}: `{room}` (floor {own}) uses crate::{name} (floor {used}); a room may use lower ones only"
+                ));
+            }
+            Some(_) => {}
+            None if !name.starts_with(|c: char| c.is_lowercase()) => {} // Tensor and Kind of tch
+            None => {
+                problems.insert(format!(
+                    "{file}: crate::{name} has no floor; add it to FLOORS in tests/it/layers.rs"
+                ));
+            }
+        }
+    }
+    problems.into_iter().collect()
 }
 
 #[test]
-fn lower_layers_do_not_use_higher_ones() {
+fn rooms_use_lower_floors_only() {
     let src = src();
     let mut problems = Vec::new();
-    for path in sources(&src) {
-        let text = fs::read_to_string(&path).unwrap();
-        problems.extend(layer_problems(&path.display().to_string(), &top(&path, &src), &text));
+    for file in sources(&src).into_iter().filter(|file| *file != src.join("lib.rs")) {
+        let used = used_paths(&read(&file), &module_of(&file, &src), &src);
+        problems.extend(floor_problems(&file.display().to_string(), &room(&file, &src), &used));
     }
     assert!(problems.is_empty(), "\n{}", problems.join("\n"));
 }
 
 #[test]
-fn the_layer_check_sees_what_is_wrong() {
-    for (folder, text, expected) in [
+fn the_floor_check_sees_what_is_wrong() {
+    let src = src();
+    for (room, text, expected) in [
         ("nn", "use crate::trainer::Trainer;", 1),
         ("nn", "use crate::{device::Device, ffi, callback::{Callback, x}};", 1),
         ("nn", "    crate::cli::run();", 1),
+        ("nn", "use super::super::metrics::Accuracy;", 1),
         ("nn", "// see crate::trainer", 0),
+        ("nn", "pub(in crate::trainer) fn f() {}", 0),
         ("nn", "use crate::error::Result;\nuse crate::Tensor;\nuse crate::Device;", 0),
+        ("ffi", "use crate::Module;", 1),
         ("nn", "use crate::no_such_folder::X;", 1),
         ("trainer", "use crate::{\n    nn::Module,\n    data::{\n        Batch,\n    },\n};", 0),
         ("no_such_folder", "", 1),
     ] {
-        assert_eq!(layer_problems("x.rs", folder, text).len(), expected, "{folder}: {text}");
+        let used = used_paths(text, &[room.to_owned(), "x".to_owned()], &src);
+        assert_eq!(floor_problems("x.rs", room, &used).len(), expected, "{room}: {text}");
     }
+}
+
+#[test]
+fn the_page_on_the_architecture_has_the_floors() {
+    let page = read(&workspace("ARCHITECTURE.md"));
+    let lines: Vec<_> =
+        page.lines().map(|line| line.split_whitespace().take(2).collect::<Vec<_>>()).collect();
+    for (number, name) in FLOORS.iter().enumerate() {
+        let is_there = src().join(name).exists() || src().join(format!("{name}.rs")).exists();
+        let line = [number.to_string(), (*name).to_owned()];
+        assert!(
+            !is_there || lines.iter().any(|words| *words == line),
+            "ARCHITECTURE.md lacks the line {line:?}"
+        );
+    }
+}
+
+#[test]
+fn files_name_their_siblings_by_file() {
+    let mut problems = Vec::new();
+    let others = CRATES.map(|name| workspace(name).join("src"));
+    for src in others.iter().chain([&src()]) {
+        for (file, used) in uses_of(src) {
+            let faces = used.iter().filter(|used| used.ends_with("mod.rs") || used.ends_with("lib.rs"));
+            for face in faces.filter(|face| face.parent().is_some_and(|folder| file.starts_with(folder))) {
+                if !file.ends_with("tests.rs") {
+                    problems.push(format!("{}: uses what {} shows", file.display(), face.display()));
+                }
+            }
+        }
+    }
+    assert!(problems.is_empty(), "name the file that has it:\n{}", problems.join("\n"));
+}
+
+#[test]
+fn files_form_no_circle() {
+    let src = src();
+    let mut uses = uses_of(&src);
+    for [one, other] in STILL_USE_EACH_OTHER {
+        for (from, to) in [(one, other), (other, one)] {
+            let was_there = uses.get_mut(&src.join(from)).is_some_and(|used| used.remove(&src.join(to)));
+            assert!(was_there, "{from} does not use {to}: take them off the list in tests/it/layers.rs");
+        }
+    }
+    assert!(uses.values().map(BTreeSet::len).sum::<usize>() > 500, "the scan has lost its sight: {uses:?}");
+    let others = CRATES.map(|name| uses_of(&workspace(name).join("src")));
+    for uses in others.iter().chain([&uses]) {
+        for file in uses.keys() {
+            assert_eq!(circle_of(file, uses), None, "these files use each other");
+        }
+    }
+}
+
+#[test]
+fn files_of_the_kernels_are_named_from_the_root() {
+    for file in sources(&kernels_src()) {
+        for line in without_tests(&read(&file)) {
+            assert!(!line.trim_start().starts_with("use super"), "{}: name it from `crate`", file.display());
+        }
+    }
+}
+
+#[test]
+fn the_circle_check_sees_a_circle() {
+    let src = kernels_src();
+    let used = |text: &str, module: &[&str]| {
+        let module: Vec<_> = module.iter().map(|name| (*name).to_owned()).collect();
+        let paths = used_paths(text, &module, &src);
+        paths.iter().filter_map(|path| resolve(path, &src)).collect::<Vec<_>>()
+    };
+    let product = |name: &str| src.join("product").join(name);
+    let text = "use crate::product::{matrix, mkl::takes};\nuse crate::element::Bf16;\n// crate::views::X\n";
+    assert_eq!(used(text, &["norm"]), [product("matrix.rs"), product("mkl.rs"), src.join("element.rs")]);
+    assert_eq!(used("use super::mkl::takes;", &["product", "matrix"]), [product("mkl.rs")]);
+    assert_eq!(used("use super::Matrix;", &["product", "matrix"]), [product("mod.rs")], "the face");
+    assert_eq!(
+        used("pub use mkl::takes;\nfn f() { mkl::g() }", &["product"]),
+        [product("mkl.rs"), product("mkl.rs")]
+    );
+    assert_eq!(used("$crate::element::f(); x.element::<T>()", &["norm"]), [] as [PathBuf; 0]);
+    let file = |name: &str| PathBuf::from(name);
+    let uses = [("a", vec!["b"]), ("b", vec!["c", "d"]), ("c", vec!["b"]), ("d", vec![])];
+    let uses = uses.map(|(name, used)| (file(name), used.into_iter().map(file).collect())).into();
+    assert_eq!(circle_of(&file("a"), &uses), None);
+    assert_eq!(circle_of(&file("b"), &uses), Some(vec![file("b"), file("c")]));
 }
 
 /// Lines of a file without its unit tests, which stand at its end.
@@ -221,84 +458,4 @@ fn unsafe_code_of_kernels_is_where_memory_is_shared() {
     let others = files.filter(|path| !UNSAFE_KERNELS.iter().any(|may| path.starts_with(src.join(may))));
     let problems: Vec<_> = others.flat_map(|path| unsafe_lines(&path)).collect();
     assert!(problems.is_empty(), "unsafe code is in {UNSAFE_KERNELS:?} only:\n{}", problems.join("\n"));
-}
-
-/// The lines before a file's unit tests.
-fn without_tests(text: &str) -> impl Iterator<Item = &str> {
-    text.lines().take_while(|line| *line != "#[cfg(test)]" && !line.starts_with("#[cfg(all(test"))
-}
-
-/// The files that a file of the kernels uses, which it names by their paths from the crate's root.
-fn used_files(src: &Path, text: &str) -> Vec<PathBuf> {
-    let code =
-        without_tests(text).map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n");
-    let mut files = Vec::new();
-    for (at, _) in code.match_indices("crate::").filter(|(at, _)| !code[..*at].ends_with('$')) {
-        let rest = &code[at + "crate::".len()..];
-        let first = head(rest);
-        let second = rest[first.len()..].strip_prefix("::");
-        let seconds = match second.map(|rest| (rest, rest.strip_prefix('{'))) {
-            Some((_, Some(group))) => group_heads(group),
-            Some((rest, None)) => vec![head(rest)],
-            None => Vec::new(),
-        };
-        let in_folder = seconds.iter().map(|second| src.join(&first).join(format!("{second}.rs")));
-        let alone = [src.join(format!("{first}.rs")), src.join(&first).join("mod.rs")];
-        let mut found: Vec<_> = in_folder.filter(|path| path.exists()).collect();
-        if found.is_empty() {
-            found.extend(alone.into_iter().find(|path| path.exists()));
-        }
-        files.extend(found);
-    }
-    files.sort();
-    files.dedup();
-    files
-}
-
-/// A way from a file back to itself, if there is one.
-fn circle_of(file: &Path, uses: &BTreeMap<PathBuf, Vec<PathBuf>>) -> Option<Vec<PathBuf>> {
-    let (mut ways, mut seen) = (vec![vec![file.to_owned()]], BTreeSet::new());
-    while let Some(way) = ways.pop() {
-        for next in way.last().and_then(|last| uses.get(last)).into_iter().flatten() {
-            if next == file {
-                return Some(way);
-            }
-            if seen.insert(next.clone()) {
-                ways.push([way.clone(), vec![next.clone()]].concat());
-            }
-        }
-    }
-    None
-}
-
-#[test]
-fn files_of_the_kernels_form_no_circle() {
-    let src = kernels_src();
-    let read = |path: PathBuf| {
-        let text = fs::read_to_string(&path).unwrap();
-        for line in without_tests(&text) {
-            assert!(!line.trim_start().starts_with("use super"), "{}: name it from `crate`", path.display());
-        }
-        let mut used = used_files(&src, &text);
-        used.retain(|used| *used != path); // a module within the file
-        (path, used)
-    };
-    let uses: BTreeMap<_, _> = sources(&src).into_iter().map(read).collect();
-    assert!(uses.values().flatten().count() > 100, "{uses:?}");
-    for file in uses.keys() {
-        assert_eq!(circle_of(file, &uses), None, "these files use each other");
-    }
-}
-
-#[test]
-fn the_circle_check_sees_a_circle() {
-    let src = kernels_src();
-    let product = |name: &str| src.join("product").join(name);
-    let text = "use crate::product::{matrix, mkl::takes};\nuse crate::element::Bf16;\n// crate::views::X\n";
-    assert_eq!(used_files(&src, text), [src.join("element.rs"), product("matrix.rs"), product("mkl.rs")]);
-    let file = |name: &str| PathBuf::from(name);
-    let uses = [("a", vec!["b"]), ("b", vec!["c", "d"]), ("c", vec!["b"]), ("d", vec![])];
-    let uses = uses.map(|(name, used)| (file(name), used.into_iter().map(file).collect())).into();
-    assert_eq!(circle_of(&file("a"), &uses), None);
-    assert_eq!(circle_of(&file("b"), &uses), Some(vec![file("b"), file("c")]));
 }
