@@ -129,7 +129,7 @@ impl FromConfig for ShakespeareData {
 fn run<M: LightningModule>(
     request: &RunRequest,
     model: &mut M,
-    data: &mut dyn DataModule<Batch = M::Batch>,
+    data: &mut (dyn DataModule<Batch = M::Batch> + 'static),
 ) -> anyhow::Result<()> {
     let mut trainer = builder(request)?.build()?;
     if let Some(path) = request.ckpt_path() {

@@ -42,7 +42,7 @@ impl fmt::Display for Stage {
 /// The trainer calls, per run, [`prepare_data`](Self::prepare_data) on one process of each node, then
 /// [`setup`](Self::setup) on all, then the loaders of the stage, then [`teardown`](Self::teardown). A method left out
 /// does nothing or gives no loader. Loaders are made for the whole dataset; dividing them among ranks is the trainer's part.
-pub trait DataModule: 'static {
+pub trait DataModule {
     /// What the loaders yield.
     type Batch: Batch;
 

@@ -4,11 +4,11 @@
 //! holds), `state/` (what is saved, and where it goes on), `run/` (what happens, in order), `search/` (what is tried before).
 //! Start with `run/fit.rs`: it holds the whole training step in reading order.
 
+mod assemble;
 mod builder;
 mod config;
 mod join;
 mod lightning_file;
-mod own_loaders;
 mod plan;
 mod run;
 mod search;
@@ -26,7 +26,8 @@ pub use config::graph::{GraphMode, GraphReport};
 pub use config::optimizers::LrSchedulerSettings;
 pub use config::searches::{BatchSizeFinderConfig, BatchSizeSearch, LearningRateFinderConfig, LrGrowth};
 pub use config::values::{
-    Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval, WarnText,
+    CkptPath, Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval,
+    WarnText,
 };
 pub use lightning_file::{Converted, from_lightning, state_dict, to_lightning};
 pub use run::eval::EvalMetrics;

@@ -1,39 +1,31 @@
 //! [`Trainer`], and what can be done with it.
 
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::time::Instant;
 
 use tch::Tensor;
 
-use super::builder::TrainerBuilder;
-use super::config::TrainerConfig;
-use super::config::graph::GraphReport;
-use super::config::optimizers::OptimizerOverride;
-use super::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig};
-use super::plan::contradictions;
-use super::plan::train_plan::TrainPlan;
-use super::run::eval::{EvalLoaders, EvalMetrics};
-use super::run::loaders::LoaderSource;
-use super::run::stages::{evaluate_session, fit_session};
-use super::session::captured_optimizers::CapturedOptimizers;
-use super::session::data_hooks::{Data, DataHooks};
-use super::session::frozen::AfterFit;
-use super::session::graphs::StepGraphs;
-use super::session::run::Run;
-use super::session::session::Session;
-use super::session::signals::Signals;
-use super::state::find as find_checkpoint;
-use super::state::{collect, write};
-use crate::accelerator::rng::global_seed;
-use crate::data::{DataModule, Stage};
+use crate::data::{DataModule, Loaders, Stage};
 use crate::distributed::World;
 use crate::error::{ConfigError, Result};
-use crate::ffi;
-use crate::module::{LightningModule, MetricStore, ProfiledRun, Progress, Requests};
-use crate::nn::SyncBatchNorm;
+use crate::graph::Flops;
+use crate::module::LightningModule;
 use crate::precision::GradScaler;
-use crate::strategy::Votes;
+use crate::trainer::config::TrainerConfig;
+use crate::trainer::config::graph::GraphReport;
+use crate::trainer::config::optimizers::OptimizerOverride;
+use crate::trainer::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig, Searches};
+use crate::trainer::config::values::CkptPath;
+use crate::trainer::plan::contradictions;
+use crate::trainer::plan::train_plan::TrainPlan;
+use crate::trainer::run::eval::{EvalLoaders, EvalMetrics};
+use crate::trainer::search::lr_finder::LrFind;
+use crate::trainer::search::trial::Searcher;
+use crate::trainer::session::options::CallOptions;
+use crate::trainer::session::run::Run;
+use crate::trainer::session::session::Session;
+use crate::trainer::state::collect::weights;
+use crate::trainer::state::find::{or_of_failed_run, saved};
+use crate::trainer::state::write::write_after_fit;
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].
 ///
@@ -46,31 +38,42 @@ use crate::strategy::Votes;
 /// # Ok(()) }
 /// ```
 pub struct Trainer {
-    pub(super) config: TrainerConfig,
-    pub(super) plan: TrainPlan,
-    pub(super) run: Run,
+    config: TrainerConfig,
+    plan: TrainPlan,
+    run: Run,
     /// Replaces the module's `configure_optimizers`.
-    pub(super) optimizers: Option<OptimizerOverride>,
-    /// There with the callback LearningRateFinder.
-    pub(super) lr_finder: Option<LearningRateFinderConfig>,
-    /// There with the callback BatchSizeFinder.
-    pub(super) batch_size_finder: Option<BatchSizeFinderConfig>,
-    /// The model summary shows operations.
-    pub(super) counts_flops: bool,
-    /// For the next call only: `best`, `last` or a path.
-    pub(super) ckpt_path: Option<String>,
-    /// What a checkpoint of the last fit goes on from.
-    pub(super) after_fit: Option<AfterFit>,
+    optimizers: Option<OptimizerOverride>,
+    searches: Searches,
+    /// By the last search.
+    found_lr: Option<f64>,
+    /// By the last search, for the loaders of a stage.
+    found_batch_size: Option<(Stage, usize)>,
+    /// For the next call only.
+    ckpt_path: Option<CkptPath>,
     /// The next call of predict returns nothing.
-    pub(super) drops_predictions: bool,
-    /// Of the last fit.
-    pub(super) graphs: GraphReport,
+    drops_predictions: bool,
 }
 
 impl Trainer {
-    /// A new builder.
-    pub fn builder() -> TrainerBuilder {
-        TrainerBuilder::default()
+    /// A trainer of parts that belong together.
+    pub(super) fn new(
+        config: TrainerConfig,
+        plan: TrainPlan,
+        run: Run,
+        optimizers: Option<OptimizerOverride>,
+        searches: Searches,
+    ) -> Self {
+        Self {
+            config,
+            plan,
+            run,
+            optimizers,
+            searches,
+            found_lr: None,
+            found_batch_size: None,
+            ckpt_path: None,
+            drops_predictions: false,
+        }
     }
 
     /// The configuration as it was written.
@@ -85,7 +88,7 @@ impl Trainer {
     /// the folders of its callbacks, and those of all runs below the folder and name of its loggers. `best` is what the
     /// newest checkpoint names as the best of its run. The next call fails if there is none, but for `fit` from `last`,
     /// which then starts from the beginning, with a warning.
-    pub fn ckpt_path(&mut self, ckpt_path: impl Into<String>) -> &mut Self {
+    pub fn ckpt_path(&mut self, ckpt_path: impl Into<CkptPath>) -> &mut Self {
         self.ckpt_path = Some(ckpt_path.into());
         self
     }
@@ -103,47 +106,26 @@ impl Trainer {
     /// [`Error::Hook`](crate::Error::Hook) if user code fails or panics; [`Error::Interrupted`](crate::Error::Interrupted)
     /// on Ctrl-C or SIGTERM, after the batch in progress; otherwise what the parts report. Checkpoints written before
     /// stay as they are.
-    pub fn fit<M, D>(&mut self, module: &mut M, data: &mut D) -> Result<()>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
-        let _engine = SingleThreadedEngine::enter()?;
+    pub fn fit<M: LightningModule>(
+        &mut self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+    ) -> Result<()> {
         let ckpt_path = self.ckpt_path.take();
         let ckpt_path = self.run.after_restart(ckpt_path)?;
-        let ckpt_path = find_checkpoint::or_of_failed_run(&self.run, ckpt_path)?;
+        let ckpt_path = or_of_failed_run(&self.run, ckpt_path)?;
         if ckpt_path.is_none() {
             self.find_batch_size(module, data, Stage::Fit)?;
-            self.find_lr(module, data)?;
+            if let Some(config) = &self.searches.lr {
+                self.found_lr = self.searcher().find_lr(module, data, config)?.or(self.found_lr);
+            }
         }
-        self.count_for_summary(module, data)?;
-        // nothing of an earlier fit may show in this one
-        self.run.requests = Requests::default();
-        self.run.metrics =
-            MetricStore::of_ranks(self.run.world().group().cloned()).off_if(self.plan.barebones);
-        self.run.agreed = Votes::default();
-        self.run.progress = Progress::default();
-        self.after_fit = None;
-        let optimizers = self.optimizers.clone();
-        let ranks = self.run.world().group().cloned();
-        let _sync = ranks.filter(|_| self.plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
-        if self.config.max_epochs.is_none() && self.plan.max_epochs == Some(1000) && self.is_global_zero() {
-            tracing::warn!(
-                "trainer.max_epochs is not set: training ends after 1000 epochs; -1 is for no limit"
-            );
+        if self.searches.counts_flops {
+            self.run.facts.flops = self.searcher().flops_for_summary(module, data)?;
         }
         self.say_what_has_no_effect();
-        let mut data = Data(data);
-        let mut session = self.session(module, &mut data, Stage::Fit)?;
-        let result = fit_session(&mut session, optimizers, ckpt_path.as_deref());
-        let result = session.conclude(result);
-        let graphs = session.graphs.take_report();
-        let after_fit = session.after_fit.take();
-        drop(session);
-        self.graphs = graphs;
-        self.after_fit = after_fit;
-        self.run.strategy.teardown();
-        result?;
+        let options = self.options(Stage::Fit, ckpt_path);
+        self.run.fit(&self.plan, module, data, &options)?;
         self.run.forget_note()
     }
 
@@ -151,26 +133,24 @@ impl Trainer {
     ///
     /// # Errors
     /// As [`Trainer::fit`].
-    pub fn validate<M, D>(&mut self, module: &mut M, data: &mut D) -> Result<EvalMetrics>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
-        self.evaluate(module, data, Stage::Validate, &LoaderSource::VALIDATION, |session, data| {
-            session.validate(data)
-        })
+    pub fn validate<M: LightningModule>(
+        &mut self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+    ) -> Result<EvalMetrics> {
+        self.evaluate(module, data, Stage::Validate, |session, data| session.validate(data))
     }
 
     /// Runs the test loaders once; returns their metrics.
     ///
     /// # Errors
     /// As [`Trainer::fit`].
-    pub fn test<M, D>(&mut self, module: &mut M, data: &mut D) -> Result<EvalMetrics>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
-        self.evaluate(module, data, Stage::Test, &LoaderSource::TEST, |session, data| session.test(data))
+    pub fn test<M: LightningModule>(
+        &mut self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+    ) -> Result<EvalMetrics> {
+        self.evaluate(module, data, Stage::Test, |session, data| session.test(data))
     }
 
     /// Runs the prediction loaders once; returns, for each loader, one tensor per batch, or none after
@@ -178,15 +158,13 @@ impl Trainer {
     ///
     /// # Errors
     /// As [`Trainer::fit`].
-    pub fn predict<M, D>(&mut self, module: &mut M, data: &mut D) -> Result<Vec<Vec<Tensor>>>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
+    pub fn predict<M: LightningModule>(
+        &mut self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+    ) -> Result<Vec<Vec<Tensor>>> {
         let returns = !std::mem::take(&mut self.drops_predictions);
-        self.evaluate(module, data, Stage::Predict, &LoaderSource::PREDICTION, |session, data| {
-            session.predict(data, returns)
-        })
+        self.evaluate(module, data, Stage::Predict, |session, data| session.predict(data, returns))
     }
 
     /// Writes a full checkpoint of the last fit, from which another goes on. One that was stopped within an epoch is saved
@@ -199,27 +177,24 @@ impl Trainer {
     ///
     /// # Collective
     /// All ranks must call it.
-    pub fn save_checkpoint<M, D>(
+    pub fn save_checkpoint<M: LightningModule>(
         &mut self,
         module: &mut M,
-        data: &mut D,
+        data: &mut dyn DataModule<Batch = M::Batch>,
         path: impl AsRef<std::path::Path>,
         storage_options: Option<&serde_json::Value>,
-    ) -> Result<()>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
-        let Some(after_fit) = self.after_fit.take() else {
+    ) -> Result<()> {
+        let Some(after_fit) = self.run.after_fit.take() else {
             let what = "there is no training state: this trainer has not trained";
             let remedy = "fit first, or save the weights alone with save_weights";
             return Err(ConfigError::new("save_checkpoint", what, remedy).into());
         };
-        let mut data = Data(data);
-        let mut session = self.bare_session(module, &mut data, Stage::Fit)?;
-        let result = write::write_after_fit(&mut session, &after_fit, path.as_ref(), storage_options);
-        drop(session);
-        self.after_fit = Some(after_fit);
+        let options = CallOptions::default();
+        let session = Session::new(&self.plan, &options, &mut self.run, module, data, Stage::Fit);
+        let result = session.and_then(|mut session| {
+            write_after_fit(&mut session, &after_fit, path.as_ref(), storage_options)
+        });
+        self.run.after_fit = Some(after_fit);
         result?;
         self.run.world().barrier()
     }
@@ -238,7 +213,7 @@ impl Trainer {
         storage_options: Option<&serde_json::Value>,
     ) -> Result<()> {
         if self.is_global_zero() {
-            let checkpoint = collect::weights(module, &self.run.progress);
+            let checkpoint = weights(module, &self.run.progress);
             self.run.checkpoint_io.save_checkpoint(&checkpoint, path.as_ref(), storage_options)?;
             self.run.checkpoint_io.teardown()?;
         }
@@ -267,7 +242,7 @@ impl Trainer {
 
     /// What graphs did in the last fit, with `trainer.graph` on.
     pub fn graph_report(&self) -> &GraphReport {
-        &self.graphs
+        &self.run.graphs
     }
 
     /// What scales the loss with `precision=16-mixed`, and how many steps it left out so far.
@@ -282,12 +257,12 @@ impl Trainer {
 
     /// The best checkpoint saved, if any.
     pub fn best_model_path(&self) -> Option<PathBuf> {
-        find_checkpoint::saved(&self.run).into_iter().find_map(|paths| paths.best)
+        saved(&self.run).into_iter().find_map(|paths| paths.best)
     }
 
     /// The newest checkpoint of the last fit, if a callback keeps it.
     pub fn last_model_path(&self) -> Option<PathBuf> {
-        find_checkpoint::saved(&self.run).into_iter().find_map(|paths| paths.last)
+        saved(&self.run).into_iter().find_map(|paths| paths.last)
     }
 
     /// Files of this run that a user will want to look at: metrics and pictures.
@@ -320,108 +295,164 @@ impl Trainer {
         &self.run.facts.log_dir
     }
 
-    /// Once, on rank 0, and not in a trial, whose keys nobody has set.
+    /// Once, on rank 0.
     fn say_what_has_no_effect(&self) {
-        if self.run.fits > 1 || self.plan.drops_schedulers || !self.is_global_zero() {
+        if self.config.max_epochs.is_none() && self.plan.max_epochs == Some(1000) && self.is_global_zero() {
+            tracing::warn!(
+                "trainer.max_epochs is not set: training ends after 1000 epochs; -1 is for no limit"
+            );
+        }
+        if self.run.fits > 1 || !self.is_global_zero() {
             return;
         }
         if self.plan.fast_dev_run {
-            tracing::info!("fast_dev_run: a trial that logs and saves nothing");
+            tracing::info!("fast_dev_run: a short run that logs and saves nothing");
         }
         for note in contradictions::without_effect(&self.config, &self.plan, self.run.facts.has_logger) {
             tracing::warn!("{note}");
         }
     }
 
-    fn session<'a, M: LightningModule>(
-        &'a mut self,
-        module: &'a mut M,
-        data: &'a mut dyn DataHooks<M::Batch>,
-        stage: Stage,
-    ) -> Result<Session<'a, M>> {
-        self.run.seed = global_seed();
-        let world = self.run.world();
-        self.run.profiling.setup(|| ProfiledRun {
-            stage,
-            rank: world.rank,
-            world_size: world.world_size,
-            log_dir: self.run.facts.log_dir.clone(),
-        })?;
-        self.bare_session(module, data, stage)
+    /// What a call is asked that starts from `ckpt_path`.
+    fn options(&self, stage: Stage, ckpt_path: Option<CkptPath>) -> CallOptions {
+        let batch_size = self.found_batch_size.filter(|(of_stage, _)| *of_stage == stage);
+        CallOptions {
+            ckpt_path,
+            optimizers: self.optimizers.clone(),
+            lr: self.found_lr,
+            batch_size: batch_size.map(|(_, size)| size),
+            is_trial: false,
+        }
     }
 
-    /// A session that no profiler looks at.
-    fn bare_session<'a, M: LightningModule>(
-        &'a mut self,
-        module: &'a mut M,
-        data: &'a mut dyn DataHooks<M::Batch>,
-        stage: Stage,
-    ) -> Result<Session<'a, M>> {
-        Ok(Session {
+    fn searcher(&self) -> Searcher<'_> {
+        Searcher {
+            config: &self.config,
             plan: &self.plan,
-            run: &mut self.run,
-            module,
-            data,
-            optimizers: Vec::new(),
-            schedulers: Vec::new(),
-            accumulate_grad_batches: self.plan.accumulate_grad_batches,
-            toggled: Vec::new(),
-            captured_optimizers: CapturedOptimizers::default(),
-            has_scaled: false,
-            last_validation: Instant::now(),
-            anomaly: None,
-            signals: Arc::new(Signals::watch()?),
-            stage,
-            is_sanity_check: false,
-            is_ending_epoch: false,
-            has_begun: false,
-            frozen: None,
-            after_fit: None,
-            undo: None,
-            graphs: StepGraphs::new(self.plan.graph),
-        })
+            run: &self.run,
+            optimizers: self.optimizers.as_ref(),
+        }
     }
 
-    fn evaluate<M, D, T>(
+    /// What the callback BatchSizeFinder asks for.
+    fn find_batch_size<M: LightningModule>(
         &mut self,
         module: &mut M,
-        data: &mut D,
+        data: &mut dyn DataModule<Batch = M::Batch>,
         stage: Stage,
-        source: &LoaderSource<M>,
+    ) -> Result<()> {
+        if let Some(config) = &self.searches.batch_size {
+            self.found_batch_size = None;
+            let found = self.searcher().find_batch_size(module, data, stage, config)?;
+            self.found_batch_size = found.map(|size| (stage, size));
+        }
+        Ok(())
+    }
+
+    fn evaluate<M: LightningModule, T>(
+        &mut self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+        stage: Stage,
         body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
-    ) -> Result<T>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
+    ) -> Result<T> {
         self.find_batch_size(module, data, stage)?;
         let ckpt_path = self.ckpt_path.take();
-        let mut data = Data(data);
-        let mut session = self.session(module, &mut data, stage)?;
-        let result = evaluate_session(&mut session, source, ckpt_path.as_deref(), body);
-        session.conclude(result)
+        let options = self.options(stage, ckpt_path);
+        self.run.evaluate(&self.plan, module, data, (stage, &options), body)
     }
 }
 
-/// Backward runs on the calling thread while this lives: the hop to the engine's device threads costs more than it
-/// saves on one device.
-struct SingleThreadedEngine {
-    was_multithreaded: bool,
-}
+/// Searches before a fit.
+impl Trainer {
+    /// Trains for a few steps with a growing learning rate and gives the losses; weights, buffers and random numbers are
+    /// as before then. Callbacks, loggers, validation and schedules take no part. Source: Lightning's `Tuner.lr_find`.
+    ///
+    /// # Errors
+    /// As [`Trainer::fit`]; [`ConfigError`] if the configuration is not valid.
+    pub fn lr_find<M: LightningModule>(
+        &self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+        config: &LearningRateFinderConfig,
+    ) -> Result<LrFind> {
+        self.searcher().lr_find(module, data, config)
+    }
 
-impl SingleThreadedEngine {
-    fn enter() -> Result<Self> {
-        let was_multithreaded = ffi::engine_multithreading()?;
-        ffi::set_engine_multithreading(false)?;
-        Ok(Self { was_multithreaded })
+    /// The learning rate that the callback LearningRateFinder has found, if the fit uses it (`update_attr`).
+    pub fn found_lr(&self) -> Option<f64> {
+        self.found_lr
+    }
+
+    /// Finds the largest batch size for which `stage` has room in memory, by running a few steps with each; weights,
+    /// buffers, metrics and random numbers are as before then. Out of memory is an error of libtorch on every device, so
+    /// that the search goes on after it. Source: Lightning's `Tuner.scale_batch_size`.
+    ///
+    /// # Errors
+    /// As [`Trainer::fit`]; [`ConfigError`] if the configuration is not valid, a loader gives batches that are made
+    /// elsewhere, or not even one sample has room.
+    pub fn scale_batch_size<M: LightningModule>(
+        &self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+        stage: Stage,
+        config: &BatchSizeFinderConfig,
+    ) -> Result<usize> {
+        self.searcher().scale_batch_size(module, data, stage, config)
+    }
+
+    /// The batch size that the callback BatchSizeFinder has found for the last call.
+    pub fn found_batch_size(&self) -> Option<usize> {
+        self.found_batch_size.map(|(_, size)| size)
+    }
+
+    /// Counts the floating-point operations of one training batch by running it; weights, buffers, metrics and random
+    /// numbers are as before then. With manual optimization it is counted up to the end of its first backward pass.
+    ///
+    /// # Errors
+    /// As [`Trainer::fit`]; [`ConfigError`] on a device whose operators cannot be recorded, and with several ranks.
+    pub fn measure_flops<M: LightningModule>(
+        &self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+    ) -> Result<Flops> {
+        self.searcher().measure_flops(module, data)
     }
 }
 
-impl Drop for SingleThreadedEngine {
-    fn drop(&mut self) {
-        if let Err(error) = ffi::set_engine_multithreading(self.was_multithreaded) {
-            tracing::warn!("autograd's threads could not be switched back: {error}");
-        }
+/// What Lightning calls `fit(model)`, without data beside it. Rust has no arguments that may be left out, hence the names.
+impl Trainer {
+    /// [`Trainer::fit`] with the module's own [`train_dataloader`](LightningModule::train_dataloader) and
+    /// [`val_dataloader`](LightningModule::val_dataloader).
+    ///
+    /// # Errors
+    /// As [`Trainer::fit`]; if the module has no training loader.
+    pub fn fit_module<M: LightningModule>(&mut self, module: &mut M) -> Result<()> {
+        self.fit(module, &mut Loaders::new())
+    }
+
+    /// [`Trainer::validate`] with the module's own [`val_dataloader`](LightningModule::val_dataloader).
+    ///
+    /// # Errors
+    /// As [`Trainer::fit`]; if the module has no validation loader.
+    pub fn validate_module<M: LightningModule>(&mut self, module: &mut M) -> Result<EvalMetrics> {
+        self.validate(module, &mut Loaders::new())
+    }
+
+    /// [`Trainer::test`] with the module's own [`test_dataloader`](LightningModule::test_dataloader).
+    ///
+    /// # Errors
+    /// As [`Trainer::fit`]; if the module has no test loader.
+    pub fn test_module<M: LightningModule>(&mut self, module: &mut M) -> Result<EvalMetrics> {
+        self.test(module, &mut Loaders::new())
+    }
+
+    /// [`Trainer::predict`] with the module's own [`predict_dataloader`](LightningModule::predict_dataloader).
+    ///
+    /// # Errors
+    /// As [`Trainer::fit`]; if the module has no prediction loader.
+    pub fn predict_module<M: LightningModule>(&mut self, module: &mut M) -> Result<Vec<Vec<Tensor>>> {
+        self.predict(module, &mut Loaders::new())
     }
 }
 

@@ -153,7 +153,10 @@ fn what_has_no_effect_is_named_in_the_log() {
         ),
         (
             &["--trainer.fast_dev_run=true"],
-            &["fast_dev_run: a trial that logs and saves nothing", "max_epochs has no effect: fast_dev_run"],
+            &[
+                "fast_dev_run: a short run that logs and saves nothing",
+                "max_epochs has no effect: fast_dev_run",
+            ],
         ),
         (&["--trainer.gradient_clip_val=1", "--trainer.num_sanity_val_steps=0"], &[]),
     ];

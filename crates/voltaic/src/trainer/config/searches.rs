@@ -149,6 +149,17 @@ impl BatchSizeFinderConfig {
     }
 }
 
+/// What is searched for before a fit.
+#[derive(Debug, Default)]
+pub(crate) struct Searches {
+    /// There with the callback LearningRateFinder.
+    pub lr: Option<LearningRateFinderConfig>,
+    /// There with the callback BatchSizeFinder.
+    pub batch_size: Option<BatchSizeFinderConfig>,
+    /// The model summary shows operations.
+    pub counts_flops: bool,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,5 +1,7 @@
 //! Values that keys of the configuration have.
 
+use std::path::{Path, PathBuf};
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -154,5 +156,62 @@ impl From<HpuPrecisionPlugin> for PluginConfig {
 impl From<HpuCheckpointIo> for PluginConfig {
     fn from(_: HpuCheckpointIo) -> Self {
         Self::HpuCheckpointIo
+    }
+}
+
+/// Which checkpoint a call starts from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CkptPath {
+    /// What the newest checkpoint names as the best of its run.
+    Best,
+    /// The newest.
+    Last,
+    /// This one.
+    At(PathBuf),
+}
+
+impl From<&str> for CkptPath {
+    /// `best`, `last`, or a path.
+    fn from(text: &str) -> Self {
+        match text {
+            "best" => Self::Best,
+            "last" => Self::Last,
+            path => Self::At(PathBuf::from(path)),
+        }
+    }
+}
+
+impl From<String> for CkptPath {
+    /// As of `&str`.
+    fn from(text: String) -> Self {
+        Self::from(text.as_str())
+    }
+}
+
+impl From<&String> for CkptPath {
+    /// As of `&str`.
+    fn from(text: &String) -> Self {
+        Self::from(text.as_str())
+    }
+}
+
+impl From<PathBuf> for CkptPath {
+    /// A path, whatever it is called.
+    fn from(path: PathBuf) -> Self {
+        Self::At(path)
+    }
+}
+
+impl From<&Path> for CkptPath {
+    /// A path, whatever it is called.
+    fn from(path: &Path) -> Self {
+        Self::At(path.to_path_buf())
+    }
+}
+
+impl From<&PathBuf> for CkptPath {
+    /// A path, whatever it is called.
+    fn from(path: &PathBuf) -> Self {
+        Self::At(path.clone())
     }
 }

@@ -28,10 +28,11 @@ use crate::trainer::plan::ranks::RankPlan;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::plan::validation::resolve_val_check;
 
-/// Checks the configuration and resolves what is `auto`.
+/// Checks the configuration and resolves what is `auto`. A timer among the callbacks takes the place of a limit of epochs.
 pub(crate) fn resolve(
     config: &TrainerConfig,
     accelerator: Result<&dyn Accelerator, &DeviceError>,
+    has_timer: bool,
 ) -> Result<TrainPlan, ConfigError> {
     let mut problems = Problems(Vec::new());
     let ranks = RankPlan::resolve(config, accelerator, &mut problems);
@@ -39,7 +40,7 @@ pub(crate) fn resolve(
     let max_steps = problems.count("max_steps", config.max_steps);
     let max_epochs = match config.max_epochs {
         Some(max_epochs) => problems.count("max_epochs", max_epochs),
-        None if max_steps.is_some() || config.max_time.is_some() => None,
+        None if max_steps.is_some() || config.max_time.is_some() || has_timer => None,
         None => Some(1000),
     };
     if config.accumulate_grad_batches == 0 {
@@ -83,9 +84,6 @@ pub(crate) fn resolve(
         barebones: config.barebones,
         enable_autolog_hparams: config.enable_autolog_hparams,
         save_on_signal: config.save_on_signal,
-        drops_schedulers: false,
-        found_lr: None,
-        batch_size: None,
         check_val_every_n_epoch: config.check_val_every_n_epoch,
         num_sanity_val_steps: num_sanity_val_steps.map(|steps| steps as usize),
         log_every_n_steps: config.log_every_n_steps.unwrap_or(50),
@@ -158,7 +156,7 @@ mod tests {
 
     /// On the CPU, as on a machine without anything else.
     fn resolve_on_cpu(config: &TrainerConfig) -> Result<TrainPlan, ConfigError> {
-        resolve(config, Ok(&CpuAccelerator))
+        resolve(config, Ok(&CpuAccelerator), false)
     }
 
     #[test]
@@ -172,7 +170,8 @@ mod tests {
             val_check_interval: Some(Limit::Fraction(0.5).into()),
             ..TrainerConfig::default()
         };
-        let problems = resolve(&config, accelerator("tpu").as_deref()).expect_err("five mistakes").problems;
+        let problems =
+            resolve(&config, accelerator("tpu").as_deref(), false).expect_err("five mistakes").problems;
         let mut keys: Vec<&str> = problems.iter().map(|problem| problem.key.as_str()).collect();
         keys.sort_unstable();
         assert_eq!(

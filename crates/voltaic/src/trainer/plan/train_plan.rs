@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::data::Stage;
 use crate::device::Device;
 use crate::ffi::DeterministicMode;
 use crate::optim::GradientClip;
@@ -47,12 +46,6 @@ pub(crate) struct TrainPlan {
     pub barebones: bool,
     pub enable_autolog_hparams: bool,
     pub save_on_signal: bool,
-    /// Learning rates are set by a search.
-    pub drops_schedulers: bool,
-    /// What a search has found.
-    pub found_lr: Option<f64>,
-    /// The same for the loaders of a stage.
-    pub batch_size: Option<(Stage, usize)>,
     pub check_val_every_n_epoch: Option<u64>,
     /// `None` means all batches.
     pub num_sanity_val_steps: Option<usize>,

@@ -84,7 +84,7 @@ impl<M: LightningModule> Session<'_, M> {
             call_hook!(session, on_validation_epoch_start, Eval, EpochOnly)?;
             session.for_each_batch(data, |session, batch, facts| {
                 call_hook!(session, on_validation_batch_start, Eval, Epoch, facts)?;
-                session.step(VALIDATION_STEP, facts, |module, ctx| module.validation_step(batch, ctx))?;
+                session.step(VALIDATION_STEP, batch, facts, M::validation_step)?;
                 call_hook!(session, on_validation_batch_end, Eval, Epoch, facts)
             })?;
             session.run.metrics.publish_eval()?; // sync point
@@ -108,7 +108,7 @@ impl<M: LightningModule> Session<'_, M> {
             call_hook!(session, on_test_epoch_start, Eval, EpochOnly)?;
             session.for_each_batch(data, |session, batch, facts| {
                 call_hook!(session, on_test_batch_start, Eval, Epoch, facts)?;
-                session.step(TEST_STEP, facts, |module, ctx| module.test_step(batch, ctx))?;
+                session.step(TEST_STEP, batch, facts, M::test_step)?;
                 call_hook!(session, on_test_batch_end, Eval, Epoch, facts)
             })?;
             session.run.metrics.publish_eval()?; // sync point
@@ -132,8 +132,7 @@ impl<M: LightningModule> Session<'_, M> {
             call_hook!(session, on_predict_epoch_start, Eval, Denied)?;
             session.for_each_batch(data, |session, batch, facts| {
                 call_hook!(session, on_predict_batch_start, Eval, Denied, facts)?;
-                let output =
-                    session.step(PREDICT_STEP, facts, |module, ctx| module.predict_step(batch, ctx))?;
+                let output = session.step(PREDICT_STEP, batch, facts, M::predict_step)?;
                 let ended = BatchFacts { prediction: Some(&output), ..facts };
                 call_hook!(session, on_predict_batch_end, Eval, Denied, ended)?;
                 if returns {

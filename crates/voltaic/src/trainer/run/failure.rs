@@ -35,7 +35,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Keeps what `Trainer::save_checkpoint` needs of a fit, unless it is part of a search.
     fn keep_for_checkpoints(&mut self, is_resumable: bool) -> Result<()> {
-        if is_resumable && !self.plan.drops_schedulers {
+        if is_resumable && !self.options.is_trial {
             self.after_fit = Some(collect::keep(self)?);
         }
         Ok(())

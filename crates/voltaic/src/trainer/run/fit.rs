@@ -145,12 +145,11 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let loss = if is_automatic && self.graphs.are_on() {
             self.graphed_step(batch, window, facts, &|session, batch| {
-                let loss =
-                    session.step(TRAINING_STEP, facts, |module, ctx| module.training_step(batch, ctx))?;
+                let loss = session.step(TRAINING_STEP, batch, facts, M::training_step)?;
                 session.backward(loss, window, facts)
             })?
         } else {
-            let loss = self.step(TRAINING_STEP, facts, |module, ctx| module.training_step(&batch, ctx))?;
+            let loss = self.step(TRAINING_STEP, &batch, facts, M::training_step)?;
             if is_automatic { self.backward(loss, window, facts)? } else { loss }
         };
         if is_automatic {

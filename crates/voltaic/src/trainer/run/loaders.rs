@@ -1,6 +1,6 @@
 //! Asks the data module and the module for loaders when it is their turn, and counts how many batches they give.
 
-use crate::data::{Batch, DataLoader, Remainder};
+use crate::data::{Batch, DataLoader, DataModule, Remainder, Stage};
 use crate::distributed::World;
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
@@ -8,7 +8,6 @@ use crate::trainer::config::values::Limit;
 use crate::trainer::plan::limits::limit_batches;
 use crate::trainer::plan::loaders::FitPlan;
 use crate::trainer::plan::train_plan::TrainPlan;
-use crate::trainer::session::data_hooks::DataHooks;
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::module_hook;
 use crate::trainer::session::session::Session;
@@ -31,26 +30,35 @@ pub(crate) struct LoaderSource<M: LightningModule> {
     pub method: &'static str,
     pub limit_key: &'static str,
     pub limit: fn(&TrainPlan) -> Limit,
-    of_data: fn(&mut dyn DataHooks<M::Batch>) -> Asked<M::Batch>,
+    of_data: fn(&mut dyn DataModule<Batch = M::Batch>) -> Asked<M::Batch>,
     of_module: fn(&mut M) -> Asked<M::Batch>,
 }
 
 impl<M: LightningModule> LoaderSource<M> {
-    pub const VALIDATION: Self = Self {
+    /// Of an evaluation, or of the validation within fit.
+    pub fn of(stage: Stage) -> Self {
+        match stage {
+            Stage::Fit | Stage::Validate => Self::VALIDATION,
+            Stage::Test => Self::TEST,
+            Stage::Predict => Self::PREDICTION,
+        }
+    }
+
+    const VALIDATION: Self = Self {
         method: "val_dataloader",
         limit_key: "limit_val_batches",
         limit: |plan| plan.limit_val,
         of_data: |data| data.val_dataloader(),
         of_module: M::val_dataloader,
     };
-    pub const TEST: Self = Self {
+    const TEST: Self = Self {
         method: "test_dataloader",
         limit_key: "limit_test_batches",
         limit: |plan| plan.limit_test,
         of_data: |data| data.test_dataloader(),
         of_module: M::test_dataloader,
     };
-    pub const PREDICTION: Self = Self {
+    const PREDICTION: Self = Self {
         method: "predict_dataloader",
         limit_key: "limit_predict_batches",
         limit: |plan| plan.limit_predict,
@@ -141,14 +149,12 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(train)
     }
 
-    /// Gives the loaders of this stage the batch size that was found for it, if one was.
+    /// Gives the loaders of this call the batch size that was found for it, if one was.
     pub(crate) fn set_batch_size(&mut self, loaders: &mut [DataLoader<M::Batch>]) -> Result<()> {
         self.run.facts.num_samples = loaders.iter().map(DataLoader::num_samples).max().unwrap_or(0);
-        match self.plan.batch_size {
-            Some((stage, size)) if stage == self.stage => {
-                Ok(loaders.iter_mut().try_for_each(|loader| loader.set_batch_size(size))?)
-            }
-            _ => Ok(()),
+        match self.options.batch_size {
+            Some(size) => Ok(loaders.iter_mut().try_for_each(|loader| loader.set_batch_size(size))?),
+            None => Ok(()),
         }
     }
 

@@ -3,25 +3,21 @@
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
 use crate::optim::{ActiveLrScheduler, Optimizers};
-use crate::trainer::config::optimizers::OptimizerOverride;
 use crate::trainer::plan::manual;
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::session::Session;
 
 /// Gives a session its optimizers and schedules: those that the trainer was given, else the module's.
-pub(crate) fn configure_optimizers<M: LightningModule>(
-    session: &mut Session<M>,
-    replacement: Option<OptimizerOverride>,
-) -> Result<()> {
-    let configured: Optimizers = match replacement {
-        Some(replacement) => replacement.into(),
+pub(crate) fn configure_optimizers<M: LightningModule>(session: &mut Session<M>) -> Result<()> {
+    let configured: Optimizers = match session.options.optimizers.clone() {
+        Some(given) => given.into(),
         None => {
             let _action = session.profile_hook("configure_optimizers")?;
             let configured = guarded(|| session.module.configure_optimizers());
             configured.map_err(|source| session.hook_error("configure_optimizers", source))?
         }
     };
-    let configured = match session.plan.found_lr {
+    let configured = match session.options.lr {
         Some(lr) => configured.with_lr(lr),
         None => configured,
     };
@@ -31,7 +27,7 @@ pub(crate) fn configure_optimizers<M: LightningModule>(
             .schedulers
             .extend(built.scheduler.map(|configured| ActiveLrScheduler { optimizer: index, configured }));
     }
-    if session.plan.drops_schedulers {
+    if session.options.is_trial {
         session.schedulers.clear();
     }
     if !session.module.automatic_optimization() {

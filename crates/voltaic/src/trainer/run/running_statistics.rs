@@ -48,7 +48,7 @@ impl<M: LightningModule> Session<'_, M> {
                 batch_size: batch.batch_size(),
                 ..BatchFacts::default()
             };
-            let _loss = self.step(point, facts, |module, ctx| module.training_step(&batch, ctx))?;
+            let _loss = self.step(point, &batch, facts, M::training_step)?;
             self.check_signals()?;
         }
         Ok(())

@@ -1,16 +1,20 @@
 //! One whole stage, fit or an evaluation, from set-up to tear-down.
 
+use std::path::PathBuf;
+
 use serde_json::Value;
 
 use crate::accelerator::rng;
 use crate::callback::Callback;
-use crate::data::{DataLoader, Stage};
+use crate::checkpoint::Progress;
+use crate::data::{DataLoader, DataModule, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
-use crate::module::{LightningModule, Progress};
-use crate::nn::{ModuleExt, set_training};
+use crate::module::{LightningModule, MetricStore, Requests};
+use crate::nn::{ModuleExt, SyncBatchNorm, set_training};
 use crate::precision::{log_casts, set_run_lists};
-use crate::trainer::config::optimizers::OptimizerOverride;
+use crate::profiler::ProfiledRun;
+use crate::strategy::Votes;
 use crate::trainer::plan::limits::limit_batches;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::run::eval::EvalLoaders;
@@ -18,25 +22,85 @@ use crate::trainer::run::loaders::{LoaderSource, shard_eval};
 use crate::trainer::run::optimizers::configure_optimizers;
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{call_hook, hook_error, module_hook, of_callback};
+use crate::trainer::session::options::CallOptions;
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
 use crate::trainer::state::find::find;
 use crate::trainer::state::restore::{restore_module, restore_training};
 
+impl Run {
+    /// Trains, from set-up to tear-down. Knows no searches: they train with it, too.
+    pub(crate) fn fit<M: LightningModule>(
+        &mut self,
+        plan: &TrainPlan,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+        options: &CallOptions,
+    ) -> Result<()> {
+        let _engine = SingleThreadedEngine::enter()?;
+        self.forget_last_fit(plan);
+        let ranks = self.world().group().cloned();
+        let _sync = ranks.filter(|_| plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
+        self.begin(Stage::Fit)?;
+        let mut session = Session::new(plan, options, self, module, data, Stage::Fit)?;
+        let result = fit_session(&mut session);
+        let result = session.conclude(result);
+        (session.run.graphs, session.run.after_fit) =
+            (session.graphs.take_report(), session.after_fit.take());
+        drop(session);
+        self.strategy.teardown();
+        result
+    }
+
+    /// Runs the loaders of another stage once; `body` does so.
+    pub(crate) fn evaluate<M: LightningModule, T>(
+        &mut self,
+        plan: &TrainPlan,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+        (stage, options): (Stage, &CallOptions),
+        body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
+    ) -> Result<T> {
+        self.begin(stage)?;
+        let mut session = Session::new(plan, options, self, module, data, stage)?;
+        let result = evaluate_session(&mut session, body);
+        session.conclude(result)
+    }
+
+    /// Nothing of an earlier fit may show in the next.
+    fn forget_last_fit(&mut self, plan: &TrainPlan) {
+        self.requests = Requests::default();
+        self.metrics = MetricStore::of_ranks(self.world().group().cloned()).off_if(plan.barebones);
+        self.agreed = Votes::default();
+        self.progress = Progress::default();
+        self.after_fit = None;
+    }
+
+    /// Tells the profiler, and takes the seed of now.
+    fn begin(&mut self, stage: Stage) -> Result<()> {
+        self.seed = rng::global_seed();
+        let world = self.strategy.world();
+        self.profiling.setup(|| ProfiledRun {
+            stage,
+            rank: world.rank,
+            world_size: world.world_size,
+            log_dir: self.facts.log_dir.clone(),
+        })
+    }
+}
+
 /// The whole of validate, test and predict.
-pub(crate) fn evaluate_session<M: LightningModule, T>(
+fn evaluate_session<M: LightningModule, T>(
     session: &mut Session<M>,
-    source: &LoaderSource<M>,
-    ckpt_path: Option<&str>,
     body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
 ) -> Result<T> {
-    let stage = session.stage;
+    let (stage, source) = (session.stage, LoaderSource::of(session.stage));
     session.setup()?;
-    if let Some(path) = ckpt_path.map(|path| find(session.run, path, stage)).transpose()?.flatten() {
+    if let Some(path) = session.start()? {
         let checkpoint = session.run.checkpoint_io.load_checkpoint(&path)?;
         restore_module(session, &checkpoint, &path)?;
     }
-    let mut loaders = session.ask_for(source)?;
+    let mut loaders = session.ask_for(&source)?;
     if loaders.is_empty() {
         let what = format!("there is no loader to {stage}");
         let remedy = format!("implement {} of the data module or of the module", source.method);
@@ -56,22 +120,18 @@ pub(crate) fn evaluate_session<M: LightningModule, T>(
 }
 
 /// The whole of fit.
-pub(crate) fn fit_session<M: LightningModule>(
-    session: &mut Session<M>,
-    optimizers: Option<OptimizerOverride>,
-    ckpt_path: Option<&str>,
-) -> Result<()> {
+fn fit_session<M: LightningModule>(session: &mut Session<M>) -> Result<()> {
     session.setup()?;
     set_training(session.module, true);
     let mut checkpoint = None;
     session.run.resumed_from = None;
-    if let Some(path) = ckpt_path.map(|path| find(session.run, path, Stage::Fit)).transpose()?.flatten() {
+    if let Some(path) = session.start()? {
         let loaded = session.run.checkpoint_io.load_checkpoint(&path)?;
         restore_module(session, &loaded, &path)?;
         session.run.resumed_from = Some(path.clone());
         checkpoint = Some((loaded, path));
     }
-    configure_optimizers(session, optimizers)?;
+    configure_optimizers(session)?;
     session.run.facts.automatic_optimization = session.module.automatic_optimization();
     session.anomaly = session.plan.detect_anomaly.then(ffi::AnomalyWatch::begin).transpose()?;
     call_hook!(session, on_fit_start, Train, Denied)?;
@@ -100,6 +160,12 @@ pub(crate) fn fit_session<M: LightningModule>(
 }
 
 impl<M: LightningModule> Session<'_, M> {
+    /// The checkpoint that the call starts from, if any.
+    fn start(&self) -> Result<Option<PathBuf>> {
+        let path = self.options.ckpt_path.as_ref();
+        Ok(path.map(|path| find(self.run, path, self.stage)).transpose()?.flatten())
+    }
+
     /// The hooks from `configure_callbacks` to `configure_model`; then the module goes to its device.
     fn setup(&mut self) -> Result<()> {
         let stage = self.stage;
@@ -130,7 +196,6 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(dtype) = self.plan.precision.true_dtype() {
             self.module.to_dtype(dtype)?;
         }
-        self.run.kept.take_first(self.module)?;
         self.run.strategy.setup(self.module)
     }
 
@@ -186,4 +251,26 @@ fn merged(module: Value, data: Value, plan: &TrainPlan) -> Result<Value> {
         all.insert(name, value);
     }
     Ok(Value::Object(all))
+}
+
+/// Backward runs on the calling thread while this lives: the hop to the engine's device threads costs more than it
+/// saves on one device.
+struct SingleThreadedEngine {
+    was_multithreaded: bool,
+}
+
+impl SingleThreadedEngine {
+    fn enter() -> Result<Self> {
+        let was_multithreaded = ffi::engine_multithreading()?;
+        ffi::set_engine_multithreading(false)?;
+        Ok(Self { was_multithreaded })
+    }
+}
+
+impl Drop for SingleThreadedEngine {
+    fn drop(&mut self) {
+        if let Err(error) = ffi::set_engine_multithreading(self.was_multithreaded) {
+            tracing::warn!("autograd's threads could not be switched back: {error}");
+        }
+    }
 }

@@ -3,27 +3,28 @@
 use crate::data::{DataModule, Stage};
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
+use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::searches::{BatchSizeFinderConfig, BatchSizeSearch};
-use crate::trainer::session::before_trial::Before;
-use crate::trainer::trainer::Trainer;
+use crate::trainer::config::values::Limit;
+use crate::trainer::search::trial::Searcher;
 
 impl BatchSizeFinderConfig {
     /// The largest batch size for which `try_size` says that it fits.
-    fn search(&self, mut try_size: impl FnMut(usize) -> Result<Trial>) -> Result<usize> {
+    fn search(&self, mut try_size: impl FnMut(usize) -> Result<SizeTrial>) -> Result<usize> {
         let (mut fits, mut fails): (Option<usize>, Option<usize>) = (None, None);
         let mut size = self.init_val;
         for _ in 0..self.max_trials {
             match try_size(size)? {
-                Trial::Fits => {
+                SizeTrial::Fits => {
                     tracing::info!("batch size {size} fits");
                     fits = Some(size);
                 }
-                Trial::Covers(samples) => {
+                SizeTrial::Covers(samples) => {
                     tracing::info!("batch size {size} takes all {samples} samples");
                     fits = Some(size.min(samples));
                     break;
                 }
-                Trial::Fails => {
+                SizeTrial::Fails => {
                     tracing::info!("memory is too small for batch size {size}");
                     fails = Some(size);
                 }
@@ -62,7 +63,7 @@ impl BatchSizeFinderConfig {
 }
 
 /// How a trial ended.
-enum Trial {
+enum SizeTrial {
     Fits,
     /// It fits, and one batch takes all these samples.
     Covers(usize),
@@ -70,78 +71,53 @@ enum Trial {
     Fails,
 }
 
-impl Trainer {
-    /// What the callback BatchSizeFinder asks for: the batch size of the loaders of this call.
-    pub(crate) fn find_batch_size<M, D>(&mut self, module: &mut M, data: &mut D, stage: Stage) -> Result<()>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
-        let Some(config) = self.batch_size_finder.clone() else { return Ok(()) };
-        if self.plan.fast_dev_run {
-            tracing::warn!("fast_dev_run: no batch size is searched for");
-            return Ok(());
-        }
-        self.plan.batch_size = None;
-        let found = self.scale_batch_size(module, data, stage, &config)?;
-        tracing::info!("{stage} with batches of {found}");
-        self.plan.batch_size = Some((stage, found));
-        Ok(())
-    }
-
-    /// Finds the largest batch size for which `stage` has room in memory, by running a few steps with each; weights,
-    /// buffers, metrics and random numbers are as before then. Out of memory is an error of libtorch on every device, so
-    /// that the search goes on after it. Source: Lightning's `Tuner.scale_batch_size`.
-    ///
-    /// # Errors
-    /// As [`Trainer::fit`]; [`ConfigError`] if the configuration makes no sense, a loader gives batches that are made
-    /// elsewhere, or not even one sample has room.
-    pub fn scale_batch_size<M, D>(
+impl Searcher<'_> {
+    /// What the callback BatchSizeFinder asks for: the batch size of the loaders of a call.
+    pub(crate) fn find_batch_size<M: LightningModule>(
         &self,
         module: &mut M,
-        data: &mut D,
+        data: &mut dyn DataModule<Batch = M::Batch>,
         stage: Stage,
         config: &BatchSizeFinderConfig,
-    ) -> Result<usize>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
+    ) -> Result<Option<usize>> {
+        if self.plan.fast_dev_run {
+            tracing::warn!("fast_dev_run: no batch size is searched for");
+            return Ok(None);
+        }
+        let found = self.scale_batch_size(module, data, stage, config)?;
+        tracing::info!("{stage} with batches of {found}");
+        Ok(Some(found))
+    }
+
+    /// See [`Trainer::scale_batch_size`](crate::trainer::Trainer::scale_batch_size).
+    pub(crate) fn scale_batch_size<M: LightningModule>(
+        &self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+        stage: Stage,
+        config: &BatchSizeFinderConfig,
+    ) -> Result<usize> {
         config.check()?;
-        let mut kept: Option<Before> = None;
+        let steps = config.steps_per_trial;
         config.search(|size| {
-            let mut trainer = self.trial("BatchSizeFinder", config.steps_per_trial, |builder| {
-                let builder = builder.limit_train_batches(1.0);
+            let change = |config: &mut TrainerConfig| {
+                config.limit_train_batches = Some(Limit::Fraction(1.0));
                 if stage == Stage::Validate {
-                    builder.limit_val_batches(config.steps_per_trial)
-                } else {
-                    builder
+                    config.limit_val_batches = Some(Limit::Batches(steps));
                 }
-            })?;
-            trainer.plan.batch_size = Some((stage, size));
-            let result = match stage {
-                Stage::Fit => trainer.fit(module, data),
-                Stage::Validate => trainer.validate(module, data).map(drop),
-                Stage::Test => trainer.test(module, data).map(drop),
-                Stage::Predict => trainer.return_predictions(false).predict(module, data).map(drop),
             };
-            let samples = trainer.run.facts.num_samples;
-            let first = trainer.take_kept();
-            drop(trainer); // and with it what the optimizer keeps
-            kept = kept.take().or(first);
-            kept.as_ref().map_or(Ok(()), |kept| kept.restore(module))?;
+            let mut trial = self.trial("BatchSizeFinder", steps, change, None)?;
+            trial.options.batch_size = Some(size);
+            let result = trial.run(module, data, stage);
+            let samples = trial.run.facts.num_samples;
+            trial.restore(module)?;
             match result {
-                Ok(()) if samples <= size => Ok(Trial::Covers(samples)),
-                Ok(()) => Ok(Trial::Fits),
-                Err(error) if error.is_out_of_memory() => Ok(Trial::Fails),
+                Ok(()) if samples <= size => Ok(SizeTrial::Covers(samples)),
+                Ok(()) => Ok(SizeTrial::Fits),
+                Err(error) if error.is_out_of_memory() => Ok(SizeTrial::Fails),
                 Err(error) => Err(error),
             }
         })
-    }
-
-    /// The batch size that the callback BatchSizeFinder has found for the last call.
-    pub fn found_batch_size(&self) -> Option<usize> {
-        self.plan.batch_size.map(|(_, size)| size)
     }
 }
 
@@ -155,9 +131,9 @@ mod tests {
         let found = config.search(|size| {
             sizes.push(size);
             Ok(match size {
-                size if size > limit => Trial::Fails,
-                size if size >= samples => Trial::Covers(samples),
-                _ => Trial::Fits,
+                size if size > limit => SizeTrial::Fails,
+                size if size >= samples => SizeTrial::Covers(samples),
+                _ => SizeTrial::Fits,
             })
         });
         (sizes, found.ok())

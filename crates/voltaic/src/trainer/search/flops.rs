@@ -4,14 +4,15 @@ use std::sync::{Arc, Mutex};
 
 use crate::accelerator::HpuEmulator;
 use crate::callback::Callback;
-use crate::data::DataModule;
+use crate::data::{DataModule, Stage};
 use crate::device::Device;
 use crate::error::{ConfigError, Error, Result};
 use crate::graph::{Flops, StepCapture};
 use crate::module::{HookContext, LightningModule};
 use crate::nn::{Module, ModuleExt};
+use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::graph::GraphMode;
-use crate::trainer::trainer::Trainer;
+use crate::trainer::search::trial::Searcher;
 
 /// Records a batch from before its step to after its backward pass.
 #[derive(Default)]
@@ -59,17 +60,13 @@ impl Callback for Recorder {
     }
 }
 
-impl Trainer {
-    /// Counts the floating-point operations of one training batch by running it; weights, buffers, metrics and random
-    /// numbers are as before then. With manual optimization it is counted up to the end of its first backward pass.
-    ///
-    /// # Errors
-    /// As [`Trainer::fit`]; [`ConfigError`] on a device whose operators cannot be recorded, and with several ranks.
-    pub fn measure_flops<M, D>(&self, module: &mut M, data: &mut D) -> Result<Flops>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
+impl Searcher<'_> {
+    /// See [`Trainer::measure_flops`](crate::trainer::Trainer::measure_flops).
+    pub(crate) fn measure_flops<M: LightningModule>(
+        &self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+    ) -> Result<Flops> {
         let is_recorded = match self.plan.device {
             Device::Cpu => true,
             Device::Hpu(_) => HpuEmulator::get().is_some(),
@@ -81,10 +78,10 @@ impl Trainer {
         }
         let recorder = Recorder::default();
         let counted = recorder.counted.clone();
-        let mut trainer =
-            self.trial("measure_flops", 1, |builder| builder.graph(GraphMode::Off).callback(recorder))?;
-        let result = trainer.fit(module, data);
-        trainer.take_kept().map_or(Ok(()), |kept| kept.restore(module))?;
+        let without_graph = |config: &mut TrainerConfig| config.graph = GraphMode::Off;
+        let mut trial = self.trial("measure_flops", 1, without_graph, Some(Box::new(recorder)))?;
+        let result = trial.run(module, data, Stage::Fit);
+        trial.restore(module)?;
         result?;
         let counted = counted.lock().ok().and_then(|mut counted| counted.take());
         counted.ok_or_else(|| {
@@ -92,25 +89,21 @@ impl Trainer {
         })
     }
 
-    /// Counts for the model summary of a fit, if it is to show operations.
-    pub(crate) fn count_for_summary<M, D>(&mut self, module: &mut M, data: &mut D) -> Result<()>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
-        if !self.counts_flops {
-            return Ok(());
-        }
-        self.run.facts.flops = match self.measure_flops(module, data) {
-            Ok(flops) => Some(Arc::new(flops)),
+    /// The same for the model summary of a fit, which does without where operations cannot be counted.
+    pub(crate) fn flops_for_summary<M: LightningModule>(
+        &self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+    ) -> Result<Option<Arc<Flops>>> {
+        match self.measure_flops(module, data) {
+            Ok(flops) => Ok(Some(Arc::new(flops))),
             Err(Error::Config(error))
                 if error.problems.iter().all(|problem| problem.key == "measure_flops") =>
             {
                 tracing::warn!("no operations are counted: {error}");
-                None
+                Ok(None)
             }
-            Err(error) => return Err(error),
-        };
-        Ok(())
+            Err(error) => Err(error),
+        }
     }
 }

@@ -4,13 +4,13 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use crate::callback::Callback;
-use crate::data::DataModule;
-use crate::error::{ConfigError, Result};
+use crate::data::{DataModule, Stage};
+use crate::error::{ConfigError, Error, Result};
 use crate::logger::plot_lr_find;
 use crate::module::{HookContext, LightningModule};
 use crate::nn::Module;
 use crate::trainer::config::searches::LearningRateFinderConfig;
-use crate::trainer::trainer::Trainer;
+use crate::trainer::search::trial::Searcher;
 
 /// Learning rates that were tried, and the smoothed losses they gave.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -104,66 +104,51 @@ impl Callback for Probe {
     }
 }
 
-impl Trainer {
-    /// What the callback LearningRateFinder asks for before a fit that starts anew.
-    pub(crate) fn find_lr<M, D>(&mut self, module: &mut M, data: &mut D) -> Result<()>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
-        let Some(config) = self.lr_finder.clone() else { return Ok(()) };
+impl Searcher<'_> {
+    /// What the callback LearningRateFinder asks for before a fit that starts from the beginning.
+    pub(crate) fn find_lr<M: LightningModule>(
+        &self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+        config: &LearningRateFinderConfig,
+    ) -> Result<Option<f64>> {
         if self.plan.fast_dev_run {
             tracing::warn!("fast_dev_run: no learning rate is searched for");
-            return Ok(());
+            return Ok(None);
         }
-        let found = self.lr_find(module, data, &config)?;
+        let found = self.lr_find(module, data, config)?;
         let Some(lr) = found.suggestion() else {
             let steps = found.lrs.len();
             let what = format!("{steps} steps gave too few finite losses to suggest a learning rate");
             let remedy = "use more num_training_steps, or a smaller max_lr";
             return Err(ConfigError::new("LearningRateFinder", what, remedy).into());
         };
-        self.plan.found_lr = config.update_attr.then_some(lr);
-        let picture = self.log_dir().join("lr_find.png");
         if !self.run.loggers.is_empty() {
-            std::fs::create_dir_all(self.log_dir())
-                .map_err(|e| crate::Error::io("create", self.log_dir(), e))?;
-            found.plot(&picture)?;
+            let folder = &self.run.facts.log_dir;
+            std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+            found.plot(&folder.join("lr_find.png"))?;
         }
         tracing::info!("learning rate {lr:.3e} found in {} steps", found.lrs.len());
-        Ok(())
+        Ok(config.update_attr.then_some(lr))
     }
 
-    /// Trains for a few steps with a growing learning rate and gives the losses; weights, buffers and random numbers are
-    /// as before then. Callbacks, loggers, validation and schedules take no part. Source: Lightning's `Tuner.lr_find`.
-    ///
-    /// # Errors
-    /// As [`Trainer::fit`]; [`ConfigError`] if the configuration makes no sense.
-    pub fn lr_find<M, D>(
+    /// See [`Trainer::lr_find`](crate::trainer::Trainer::lr_find).
+    pub(crate) fn lr_find<M: LightningModule>(
         &self,
         module: &mut M,
-        data: &mut D,
+        data: &mut dyn DataModule<Batch = M::Batch>,
         config: &LearningRateFinderConfig,
-    ) -> Result<LrFind>
-    where
-        M: LightningModule,
-        D: DataModule<Batch = M::Batch> + ?Sized,
-    {
+    ) -> Result<LrFind> {
         config.check()?;
         let found = Arc::new(Mutex::new(LrFind::default()));
         let probe = Probe { config: config.clone(), found: found.clone(), average: 0.0, best: f64::INFINITY };
-        let mut trainer =
-            self.trial("LearningRateFinder", config.num_training_steps, |builder| builder.callback(probe))?;
-        let result = trainer.fit(module, data);
-        trainer.take_kept().map_or(Ok(()), |kept| kept.restore(module))?;
+        let steps = config.num_training_steps;
+        let mut trial = self.trial("LearningRateFinder", steps, |_| {}, Some(Box::new(probe)))?;
+        let result = trial.run(module, data, Stage::Fit);
+        trial.restore(module)?;
         result?;
         let found = found.lock().map(|found| found.clone()).unwrap_or_default();
         Ok(found)
-    }
-
-    /// The learning rate that the callback LearningRateFinder has found, if the fit uses it (`update_attr`).
-    pub fn found_lr(&self) -> Option<f64> {
-        self.plan.found_lr
     }
 }
 

@@ -3,15 +3,14 @@
 pub(super) mod agree;
 pub(super) mod anomaly;
 pub(super) mod batch;
-pub(super) mod before_trial;
 pub(super) mod captured_optimizers;
-pub(super) mod data_hooks;
 pub(super) mod frozen;
 pub(super) mod graphs;
 pub(super) mod guard;
 pub(super) mod hooks;
 pub(super) mod log;
 pub(super) mod manual;
+pub(super) mod options;
 pub(super) mod run;
 #[allow(clippy::module_inception)]
 pub(super) mod session;

@@ -11,7 +11,8 @@ use crate::logger::Logger;
 use crate::module::{MetricStore, Profiling, Progress, Requests, RunFacts};
 use crate::precision::GradScaler;
 use crate::strategy::{Strategy, Votes};
-use crate::trainer::session::before_trial::BeforeTrial;
+use crate::trainer::config::graph::GraphReport;
+use crate::trainer::session::frozen::AfterFit;
 
 /// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
 pub(crate) struct Run {
@@ -29,10 +30,8 @@ pub(crate) struct Run {
     pub facts: RunFacts,
     /// What callbacks have saved that a module has since put others in the place of.
     pub replaced: Vec<CheckpointPaths>,
-    /// Folders of the runs of this configuration: see `find_checkpoint.rs`. Rank 0 knows.
+    /// Folders of the runs of this configuration: see `state/find.rs`. Rank 0 knows.
     pub run_folders: Vec<PathBuf>,
-    /// In a search: weights and random numbers as they were when the module was complete.
-    pub kept: BeforeTrial,
     /// The checkpoint that this fit goes on from; it is not replaced by better ones, as in Lightning.
     pub resumed_from: Option<PathBuf>,
     /// There with `16-mixed`.
@@ -41,6 +40,10 @@ pub(crate) struct Run {
     pub seed: u64,
     /// Calls of fit so far.
     pub fits: u64,
+    /// What a checkpoint of the last fit goes on from.
+    pub after_fit: Option<AfterFit>,
+    /// What graphs did in the last fit.
+    pub graphs: GraphReport,
 }
 
 impl Run {

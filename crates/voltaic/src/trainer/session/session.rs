@@ -3,16 +3,17 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::data::Stage;
+use crate::data::{DataModule, Stage};
+use crate::error::Result;
 use crate::ffi::AnomalyWatch;
 use crate::module::LightningModule;
 use crate::nn::Parameter;
 use crate::optim::{ActiveLrScheduler, Optimizer};
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::session::captured_optimizers::CapturedOptimizers;
-use crate::trainer::session::data_hooks::DataHooks;
 use crate::trainer::session::frozen::{AfterFit, Frozen};
 use crate::trainer::session::graphs::StepGraphs;
+use crate::trainer::session::options::CallOptions;
 use crate::trainer::session::run::Run;
 use crate::trainer::session::signals::Signals;
 use crate::trainer::session::undo::Undo;
@@ -20,9 +21,10 @@ use crate::trainer::session::undo::Undo;
 /// One call of fit, validate, test or predict.
 pub(crate) struct Session<'a, M: LightningModule> {
     pub plan: &'a TrainPlan,
+    pub options: &'a CallOptions,
     pub run: &'a mut Run,
     pub module: &'a mut M,
-    pub data: &'a mut dyn DataHooks<M::Batch>,
+    pub data: &'a mut dyn DataModule<Batch = M::Batch>,
     /// Empty outside fit.
     pub optimizers: Vec<Box<dyn Optimizer>>,
     /// Empty outside fit.
@@ -53,4 +55,41 @@ pub(crate) struct Session<'a, M: LightningModule> {
     /// There while a training batch has not come to its optimizer step, if that may have to be undone.
     pub undo: Option<Undo>,
     pub graphs: StepGraphs,
+}
+
+impl<'a, M: LightningModule> Session<'a, M> {
+    /// At the beginning of a call.
+    pub(crate) fn new(
+        plan: &'a TrainPlan,
+        options: &'a CallOptions,
+        run: &'a mut Run,
+        module: &'a mut M,
+        data: &'a mut dyn DataModule<Batch = M::Batch>,
+        stage: Stage,
+    ) -> Result<Self> {
+        Ok(Self {
+            plan,
+            options,
+            run,
+            module,
+            data,
+            optimizers: Vec::new(),
+            schedulers: Vec::new(),
+            accumulate_grad_batches: plan.accumulate_grad_batches,
+            toggled: Vec::new(),
+            captured_optimizers: CapturedOptimizers::default(),
+            has_scaled: false,
+            last_validation: Instant::now(),
+            anomaly: None,
+            signals: Arc::new(Signals::watch()?),
+            stage,
+            is_sanity_check: false,
+            is_ending_epoch: false,
+            has_begun: false,
+            frozen: None,
+            after_fit: None,
+            undo: None,
+            graphs: StepGraphs::new(plan.graph),
+        })
+    }
 }

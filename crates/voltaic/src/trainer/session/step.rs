@@ -16,14 +16,15 @@ pub(crate) const TRAINING_STEP: HookPoint = hook_point!(training_step, Train, St
 pub(crate) const OPTIMIZER_STEP: HookPoint = hook_point!(optimizer_step, Train, Step);
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Runs one of the user's steps.
+    /// Runs one of the user's steps, such as `M::training_step`.
     pub(crate) fn step<T>(
         &mut self,
         point: HookPoint,
-        batch: BatchFacts,
-        step: impl FnOnce(&M, &mut StepContext) -> anyhow::Result<T>,
+        batch: &M::Batch,
+        facts: BatchFacts,
+        step: impl FnOnce(&M, &M::Batch, &mut StepContext) -> anyhow::Result<T>,
     ) -> Result<T> {
-        let scope = point.scope(&batch);
+        let scope = point.scope(&facts);
         let plan = self.plan;
         let _action = self.profile_strategy(point.name)?;
         let is_training = point.name == "training_step";
@@ -35,18 +36,18 @@ impl<M: LightningModule> Session<'_, M> {
         let (parts, state, module) = self.parts();
         state.metrics.enter(scope);
         let (module, profiling) = (&*module, parts.profiling);
-        let mut manual = Manual { parts, module, batch };
+        let mut manual = Manual { parts, module, batch: facts };
         let mut ctx = StepContext {
             metrics: state.metrics,
             progress: state.progress,
             profiling,
-            batch_idx: batch.batch_idx,
-            dataloader_idx: batch.dataloader_idx,
+            batch_idx: facts.batch_idx,
+            dataloader_idx: facts.dataloader_idx,
             manual: is_manual.then_some(&mut manual as &mut dyn ManualOptimization),
             graphs: graphs.as_mut().map(|graphs| (graphs, is_training)),
         };
         let region = plan.precision.autocast_dtype().map(|dtype| autocast(plan.device, dtype)).transpose()?;
-        let output = guarded(|| step(module, &mut ctx));
+        let output = guarded(|| step(module, batch, &mut ctx));
         drop(region);
         if is_manual {
             self.run.progress.global_step += graph::take_replayed_steps();

@@ -12,28 +12,32 @@ use crate::data::Stage;
 use crate::error::{ConfigError, Result};
 use crate::logger::Logger;
 use crate::trainer::config::callbacks::is_a;
+use crate::trainer::config::values::CkptPath;
 use crate::trainer::session::run::Run;
 
 /// Folder of checkpoints below that of a run.
 const CHECKPOINTS: &str = "checkpoints";
 
-/// Where a fit starts: as it is told, else from what [`OnExceptionCheckpoint`] has saved of a run that failed. A short
-/// trial leaves that to a real run.
+/// Where a fit starts: as it is told, else from what [`OnExceptionCheckpoint`] has saved of a run that failed. A
+/// fast_dev_run leaves that to a real run.
 ///
 /// # Collective
 /// Rank 0 looks.
-pub(crate) fn or_of_failed_run(run: &Run, ckpt_path: Option<String>) -> Result<Option<String>> {
+pub(crate) fn or_of_failed_run(run: &Run, ckpt_path: Option<CkptPath>) -> Result<Option<CkptPath>> {
     let mut savers =
         run.callbacks.iter().filter(|saver| is_a::<OnExceptionCheckpoint>(saver.as_ref())).peekable();
     if ckpt_path.is_some() || savers.peek().is_none() || run.facts.fast_dev_run {
         return Ok(ckpt_path);
     }
     let found = newest_first(savers.filter_map(|saver| saver.checkpoint_paths()?.last)).into_iter().next();
-    let found = run.world().of_rank_zero(found.map(|path| path.display().to_string()))?;
+    let found = run.world().of_rank_zero(found)?;
     if let Some(path) = &found {
-        tracing::info!("no ckpt_path is given: going on from {path}, which a run that failed has left");
+        tracing::info!(
+            "no ckpt_path is given: going on from {}, which a run that failed has left",
+            path.display()
+        );
     }
-    Ok(found)
+    Ok(found.map(CkptPath::At))
 }
 
 /// Why a file was not found, and what to do.
@@ -51,14 +55,13 @@ struct NotFound {
 ///
 /// # Collective
 /// Rank 0 looks.
-pub(crate) fn find(run: &Run, ckpt_path: &str, stage: Stage) -> Result<Option<PathBuf>> {
-    if !matches!(ckpt_path, "best" | "last") {
-        return Ok(Some(PathBuf::from(ckpt_path)));
-    }
-    let found = match run.world().is_global_zero() {
-        true if ckpt_path == "best" => best(run).map(Some),
-        true => last(run, stage),
-        false => Ok(None),
+pub(crate) fn find(run: &Run, ckpt_path: &CkptPath, stage: Stage) -> Result<Option<PathBuf>> {
+    let is_global_zero = run.world().is_global_zero();
+    let found = match ckpt_path {
+        CkptPath::At(path) => return Ok(Some(path.clone())),
+        _ if !is_global_zero => Ok(None),
+        CkptPath::Best => best(run).map(Some),
+        CkptPath::Last => last(run, stage),
     };
     let found: Result<Option<PathBuf>, NotFound> = run.world().of_rank_zero(found)?;
     found.map_err(|NotFound { what, remedy }| ConfigError::new("ckpt_path", what, remedy).into())
@@ -193,7 +196,7 @@ impl Places {
 }
 
 /// Folders of the runs of this configuration, one of which may be `*` for all that lie beside it. `loggers` are those that
-/// the trainer has, or would have if it were no short trial.
+/// the trainer has, or would have if it were not a fast_dev_run.
 pub(crate) fn run_folders(loggers: &[Box<dyn Logger>]) -> Vec<PathBuf> {
     let folders = loggers.iter().filter_map(|logger| {
         let folder = logger.log_dir()?;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
+use crate::trainer::config::values::CkptPath;
 use crate::trainer::session::run::Run;
 
 /// Where the newest checkpoint of a run is, for ranks that are started again: two paths, one a line, the newest first.
@@ -15,7 +16,7 @@ impl Run {
     ///
     /// # Collective
     /// All ranks must call it. Rank 0 decides: a rank that does not find the file says so when it reads it.
-    pub(crate) fn after_restart(&mut self, ckpt_path: Option<String>) -> Result<Option<String>> {
+    pub(crate) fn after_restart(&mut self, ckpt_path: Option<CkptPath>) -> Result<Option<CkptPath>> {
         self.fits += 1;
         let world = self.world();
         let Some(store) = world.store() else { return Ok(ckpt_path) };
@@ -28,7 +29,7 @@ impl Run {
         }
         let found = known.as_deref().into_iter().flat_map(str::lines).find(|path| Path::new(path).exists());
         match world.of_rank_zero(found.map(str::to_owned))? {
-            Some(path) => Ok(Some(path)),
+            Some(path) => Ok(Some(CkptPath::At(PathBuf::from(path)))),
             None => {
                 if world.is_global_zero() {
                     tracing::info!(

@@ -1,0 +1,323 @@
+//! Makes the parts of a trainer of its configuration and of what its builder was given.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::accelerator::rng::global_seed;
+use crate::accelerator::{Accelerator, AcceleratorChoice};
+use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, Timer};
+use crate::checkpoint::{AsyncCheckpointIo, CheckpointIo, FileCheckpointIo, HpuCheckpointIo, Progress};
+use crate::distributed::World;
+use crate::error::{ConfigError, ConfigProblem, Result};
+use crate::ffi;
+use crate::logger::{Logger, Loggers, RunFolders};
+use crate::module::{MetricStore, Requests, RunFacts};
+use crate::precision::{GradScaler, Precision};
+use crate::profiler::{Profiler, Profiling};
+use crate::strategy::Votes;
+use crate::trainer::config::TrainerConfig;
+use crate::trainer::config::callbacks::{CallbackConfig, is_a};
+use crate::trainer::config::graph::GraphReport;
+use crate::trainer::config::optimizers::OptimizerOverride;
+use crate::trainer::config::searches::Searches;
+use crate::trainer::config::values::{Limit, PluginConfig};
+use crate::trainer::join::join;
+use crate::trainer::plan;
+use crate::trainer::plan::contradictions;
+use crate::trainer::plan::limits::minima_above_maxima;
+use crate::trainer::plan::train_plan::TrainPlan;
+use crate::trainer::session::run::Run;
+use crate::trainer::state::find::run_folders;
+
+/// Parts of a trainer that are code rather than data.
+#[derive(Default)]
+pub(crate) struct Given {
+    /// In place of the one that the configuration names, whose name is this one's.
+    pub accelerator: Option<Arc<dyn Accelerator>>,
+    pub callbacks: Vec<Box<dyn Callback>>,
+    pub loggers: Vec<Box<dyn Logger>>,
+    pub checkpoint_io: Option<Box<dyn CheckpointIo>>,
+    pub optimizers: Option<OptimizerOverride>,
+    pub profiler: Option<Box<dyn Profiler>>,
+    /// The loggers that the runs of this configuration have, if this trainer has none of them.
+    pub loggers_of_runs: Option<Loggers>,
+}
+
+/// What can be known without the other ranks.
+pub(crate) struct Resolved {
+    pub plan: TrainPlan,
+    pub accelerator: Arc<dyn Accelerator>,
+    pub searches: Searches,
+}
+
+/// The plan, with callbacks and profiler made, or all problems of the configuration.
+pub(crate) fn resolve(config: &mut TrainerConfig, given: &mut Given) -> Result<Resolved, ConfigError> {
+    let mut problems = Vec::new();
+    let choice = match given.accelerator.take() {
+        Some(value) => AcceleratorChoice::Value(value),
+        None => AcceleratorChoice::from(config.accelerator.as_str()),
+    };
+    let accelerator = choice.resolve();
+    let (searches, of_callbacks) = build_callbacks(config, given);
+    let has_timer = given.callbacks.iter().any(|callback| is_a::<Timer>(callback.as_ref()));
+    let plan = plan::resolve(config, accelerator.as_deref(), has_timer);
+    let plan = plan.map_err(|error| problems.extend(error.problems)).ok();
+    problems.extend(of_callbacks);
+    if let Some(plan) = &plan {
+        if let Some(limit) = plan.max_time {
+            given.callbacks.insert(0, Box::new(Timer::new(limit)));
+        }
+        problems.extend(minima_above_maxima(config, plan));
+    }
+    if config.barebones && !given.loggers.is_empty() {
+        let what = "barebones=true switches logging off, but the builder was given a logger";
+        problems.push(ConfigProblem::new("trainer.logger", what, "remove one of the two"));
+    }
+    problems.extend(build_profiler(config, given).err().into_iter().flat_map(|error| error.problems));
+    if config.barebones {
+        config.logger = Some(Loggers::Flag(false));
+        config.enable_checkpointing = Some(false);
+        config.enable_progress_bar = Some(false);
+        config.enable_model_summary = Some(false);
+    }
+    problems.extend(contradictions::of_displays(config, &given.callbacks));
+    problems.extend(repeated_plugins(&config.plugins, given.checkpoint_io.is_some()));
+    problems.extend(add_model_checkpoint(config, given).err().into_iter().flat_map(|error| error.problems));
+    problems.extend(same_state_keys(&given.callbacks));
+    if given.loggers.is_empty() && !config.loggers().is_enabled() {
+        problems.extend(without_logger(&given.callbacks));
+    }
+    problems.extend(given.optimizers.iter().flat_map(OptimizerOverride::problems));
+    match (plan, accelerator) {
+        (Some(plan), Ok(accelerator)) if problems.is_empty() => Ok(Resolved { plan, accelerator, searches }),
+        _ => Err(ConfigError { problems }),
+    }
+}
+
+/// Joins the other ranks if there are any, and makes the run. The plan has the device of this rank then.
+pub(crate) fn assemble(
+    config: &TrainerConfig,
+    mut given: Given,
+    plan: TrainPlan,
+    accelerator: Arc<dyn Accelerator>,
+) -> Result<(TrainPlan, Run)> {
+    let (strategy, device) = join(config, &plan, accelerator.as_ref())?;
+    let plan = TrainPlan { device, ..plan };
+    let world = strategy.world().clone();
+    add_displays(config, &mut given, world.is_global_zero());
+    accelerator.setup()?;
+    ffi::install_host_pool()?;
+    ffi::install_kernels()?;
+    set_up_libtorch(&plan)?;
+    let run_folders = folders_of_runs(config, &given, &plan);
+    let facts = build_loggers(config, &mut given, &plan, &world)?;
+    let run = Run {
+        checkpoint_io: checkpoint_io(given.checkpoint_io, &config.plugins, accelerator.name()),
+        accelerator,
+        callbacks: given.callbacks,
+        loggers: given.loggers,
+        progress: Progress::default(),
+        metrics: MetricStore::of_ranks(world.group().cloned()).off_if(plan.barebones),
+        profiling: given.profiler.map(Profiling::with).unwrap_or_default(),
+        strategy,
+        agreed: Votes::default(),
+        requests: Requests::default(),
+        facts,
+        replaced: Vec::new(),
+        run_folders,
+        resumed_from: None,
+        grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
+        seed: global_seed(),
+        fits: 0,
+        after_fit: None,
+        graphs: GraphReport::default(),
+    };
+    Ok((plan, run))
+}
+
+/// Builds the callbacks of the configuration.
+fn build_callbacks(config: &TrainerConfig, given: &mut Given) -> (Searches, Vec<ConfigProblem>) {
+    let (mut searches, mut problems) = (Searches::default(), Vec::new());
+    for callback in config.callbacks.clone() {
+        searches.counts_flops |= matches!(&callback, CallbackConfig::ModelSummary(config) if config.flops);
+        let problem = match callback {
+            CallbackConfig::LearningRateFinder(config) => {
+                let checked = config.check();
+                searches.lr = Some(config);
+                checked
+            }
+            CallbackConfig::BatchSizeFinder(config) => {
+                let checked = config.check();
+                searches.batch_size = Some(config);
+                checked
+            }
+            callback => callback.build().map(|callback| given.callbacks.push(callback)),
+        };
+        problems.extend(problem.err().into_iter().flat_map(|error| error.problems));
+    }
+    (searches, problems)
+}
+
+/// Builds the profiler of the configuration.
+fn build_profiler(config: &TrainerConfig, given: &mut Given) -> Result<(), ConfigError> {
+    if config.barebones && given.profiler.is_some() {
+        let what = "is set beside barebones=true, which switches it off";
+        return Err(ConfigError::new("trainer.profiler", what, "remove one of the two"));
+    }
+    let Some(config) = &config.profiler else { return Ok(()) };
+    if given.profiler.is_some() {
+        let what = "is set, but the builder was given a profiler too";
+        return Err(ConfigError::new("trainer.profiler", what, "give one of the two"));
+    }
+    given.profiler = Some(config.build()?);
+    Ok(())
+}
+
+/// Where the runs of this configuration are, those of a fast_dev_run too, which has no loggers.
+fn folders_of_runs(config: &TrainerConfig, given: &Given, plan: &TrainPlan) -> Vec<PathBuf> {
+    if !given.loggers.is_empty() {
+        return run_folders(&given.loggers);
+    }
+    let loggers = given.loggers_of_runs.clone().unwrap_or_else(|| config.loggers());
+    let built = loggers.list().into_iter();
+    let built: Vec<_> = built.map(|logger| logger.build(&plan.default_root_dir)).collect();
+    run_folders(&built)
+}
+
+/// Builds the loggers, on rank 0 only, and puts together what callbacks may know.
+///
+/// # Collective
+/// All ranks learn where rank 0 logs.
+fn build_loggers(
+    config: &TrainerConfig,
+    given: &mut Given,
+    plan: &TrainPlan,
+    world: &World,
+) -> Result<RunFacts> {
+    if plan.fast_dev_run || !world.is_global_zero() {
+        given.loggers.clear();
+    }
+    if world.is_global_zero() && given.loggers.is_empty() && !plan.fast_dev_run {
+        let loggers = config.loggers().list().into_iter();
+        given.loggers.extend(loggers.map(|logger| logger.build(&plan.default_root_dir)));
+    }
+    let mut folders = RunFolders::default();
+    given.loggers.iter_mut().try_for_each(|logger| logger.begin(&mut folders))?;
+    let first = given.loggers.first();
+    let log_dir = first.and_then(|logger| logger.log_dir()).unwrap_or(&plan.default_root_dir).to_path_buf();
+    let version = first.and_then(|logger| logger.version());
+    let (log_dir, version, has_logger) = world.of_rank_zero((log_dir, version, first.is_some()))?;
+    Ok(RunFacts {
+        max_epochs: plan.max_epochs,
+        check_val_every_n_epoch: plan.check_val_every_n_epoch,
+        fast_dev_run: plan.fast_dev_run,
+        log_dir,
+        default_root_dir: plan.default_root_dir.clone(),
+        validates_once_per_epoch: plan.val_check_interval == Limit::Fraction(1.0),
+        has_logger,
+        accumulate_grad_batches: plan.accumulate_grad_batches,
+        automatic_optimization: true,
+        log_every_n_steps: plan.log_every_n_steps,
+        version,
+        ..RunFacts::default()
+    })
+}
+
+/// Checkpoints are saved unless that is switched off.
+fn add_model_checkpoint(config: &TrainerConfig, given: &mut Given) -> Result<(), ConfigError> {
+    let saves = given.callbacks.iter().any(|callback| callback.saves_checkpoints());
+    let is_enabled = config.enable_checkpointing.unwrap_or(true);
+    if saves && !is_enabled {
+        let what = "false, but a callback saves checkpoints";
+        return Err(ConfigError::new("trainer.enable_checkpointing", what, "remove one of the two"));
+    }
+    if !saves && is_enabled {
+        given.callbacks.push(Box::new(ModelCheckpoint::new(ModelCheckpointConfig::default())?));
+    }
+    Ok(())
+}
+
+/// What one process shows for all.
+fn add_displays(config: &TrainerConfig, given: &mut Given, is_global_zero: bool) {
+    let has_bar = given.callbacks.iter().any(|callback| is_a::<ProgressBar>(callback.as_ref()));
+    if is_global_zero && config.enable_progress_bar.unwrap_or(true) && !has_bar {
+        given.callbacks.push(Box::new(ProgressBar::default()));
+    }
+    let has_summary = given.callbacks.iter().any(|callback| is_a::<ModelSummary>(callback.as_ref()));
+    if is_global_zero && config.enable_model_summary.unwrap_or(true) && !has_summary {
+        given.callbacks.push(Box::new(ModelSummary::default()));
+    }
+}
+
+/// What the builder or the plugins ask for, around what the accelerator needs.
+fn checkpoint_io(
+    given: Option<Box<dyn CheckpointIo>>,
+    plugins: &[PluginConfig],
+    accelerator: &str,
+) -> Box<dyn CheckpointIo> {
+    let needs_host = accelerator == "hpu" || plugins.contains(&PluginConfig::HpuCheckpointIo);
+    let own: Box<dyn CheckpointIo> =
+        if needs_host { Box::new(HpuCheckpointIo) } else { Box::new(FileCheckpointIo) };
+    let is_async = plugins.contains(&PluginConfig::AsyncCheckpointIo);
+    let outer =
+        given.or_else(|| is_async.then(|| Box::new(AsyncCheckpointIo::new()) as Box<dyn CheckpointIo>));
+    match outer {
+        Some(mut outer) => {
+            outer.set_inner(own);
+            outer
+        }
+        None => own,
+    }
+}
+
+/// Plugins that would do the same thing twice.
+fn repeated_plugins(plugins: &[PluginConfig], has_checkpoint_io: bool) -> Vec<ConfigProblem> {
+    let kinds = [PluginConfig::AsyncCheckpointIo, PluginConfig::HpuCheckpointIo];
+    let counts = kinds.map(|kind| plugins.iter().filter(|plugin| **plugin == kind).count());
+    let mut problems = Vec::new();
+    if counts.iter().any(|&count| count > 1) {
+        problems.push(ConfigProblem::new("trainer.plugins", "a class is given twice", "give it once"));
+    }
+    if has_checkpoint_io && counts.iter().any(|&count| count > 0) {
+        let what = "names a CheckpointIo, but the builder was given one too";
+        problems.push(ConfigProblem::new("trainer.plugins", what, "give one of the two"));
+    }
+    problems
+}
+
+/// Callbacks that have nothing to do in a run without logger.
+fn without_logger(callbacks: &[Box<dyn Callback>]) -> impl Iterator<Item = ConfigProblem> {
+    callbacks.iter().filter(|callback| callback.needs_logger()).map(|callback| {
+        let what = format!("false, but {} has to have a logger", callback.state_key());
+        ConfigProblem::new("trainer.logger", what, "set trainer.logger=true, or remove the callback")
+    })
+}
+
+/// Callbacks whose states would overwrite each other in a checkpoint.
+fn same_state_keys(callbacks: &[Box<dyn Callback>]) -> Vec<ConfigProblem> {
+    let keys: Vec<String> = callbacks
+        .iter()
+        .filter(|callback| callback.state_dict().is_some())
+        .map(|callback| callback.state_key())
+        .collect();
+    let repeated = keys.iter().enumerate().filter(|(i, key)| keys[..*i].contains(key));
+    repeated
+        .map(|(_, key)| {
+            let what = format!("two callbacks keep their state in checkpoints as {key}");
+            let remedy = "remove one, or change one of the settings that this name tells; a callback of your own \
+                          may tell more in Callback::state_key";
+            ConfigProblem::new("trainer.callbacks", what, remedy)
+        })
+        .collect()
+}
+
+/// Sets what holds for the process.
+fn set_up_libtorch(plan: &TrainPlan) -> Result<()> {
+    if let Some(mode) = plan.deterministic {
+        ffi::set_deterministic(mode)?;
+    }
+    if let Some(benchmark) = plan.benchmark {
+        ffi::set_cudnn_benchmark(benchmark)?;
+    }
+    Ok(())
+}
