@@ -8,7 +8,6 @@ mod assemble;
 mod builder;
 mod config;
 mod join;
-mod lightning_file;
 mod plan;
 mod run;
 mod search;
@@ -19,6 +18,7 @@ mod trainer;
 
 pub use crate::accelerator::Devices;
 pub use crate::accelerator::rng::{global_seed, seed_everything};
+pub use crate::checkpoint::{Converted, from_lightning, state_dict, to_lightning};
 pub use builder::TrainerBuilder;
 pub use config::TrainerConfig;
 pub use config::callbacks::CallbackConfig;
@@ -29,7 +29,6 @@ pub use config::values::{
     CkptPath, Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval,
     WarnText,
 };
-pub use lightning_file::{Converted, from_lightning, state_dict, to_lightning};
 pub use run::eval::EvalMetrics;
 pub use search::lr_finder::LrFind;
 pub use trainer::Trainer;

@@ -87,26 +87,6 @@ impl<M: LightningModule> Session<'_, M> {
         self.end_epoch(loaders)
     }
 
-    /// What follows a training batch: validation if it is due, schedules that follow a metric, checkpoints.
-    fn finish_batch(
-        &mut self,
-        loaders: &mut FitLoaders<M::Batch>,
-        validation: Option<Validation>,
-    ) -> Result<()> {
-        if validation == Some(Validation::AtStop) {
-            self.write_checkpoints()?;
-            self.freeze()?;
-        }
-        if validation.is_some() {
-            self.validate_in_fit(loaders)?;
-        }
-        if std::mem::take(&mut self.run.progress.schedules_are_open) {
-            self.step_schedulers(Interval::Step, true)?;
-        }
-        self.write_checkpoints()?;
-        self.check_signals()
-    }
-
     /// One batch: forward, backward and, at the end of an accumulation window, the optimizer step; then what is due after
     /// it. False if `on_train_batch_start` leaves out the rest of the epoch.
     fn train_batch(&mut self, batch: M::Batch, loaders: &mut FitLoaders<M::Batch>) -> Result<bool> {
@@ -143,14 +123,13 @@ impl<M: LightningModule> Session<'_, M> {
         if window.opens {
             self.run.strategy.begin_forward(self.module)?;
         }
-        let loss = if is_automatic && self.graphs.are_on() {
-            self.graphed_step(batch, window, facts, &|session, batch| {
-                let loss = session.step(TRAINING_STEP, batch, facts, M::training_step)?;
-                session.backward(loss, window, facts)
-            })?
-        } else {
-            let loss = self.step(TRAINING_STEP, &batch, facts, M::training_step)?;
-            if is_automatic { self.backward(loss, window, facts)? } else { loss }
+        let forward_backward = |session: &mut Self, batch: &M::Batch| {
+            let loss = session.step(TRAINING_STEP, batch, facts, M::training_step)?;
+            if is_automatic { session.backward(loss, window, facts) } else { Ok(loss) }
+        };
+        let loss = match is_automatic && self.graphs.are_on() {
+            true => self.graphed_step(batch, window, facts, &forward_backward)?,
+            false => forward_backward(self, &batch)?,
         };
         if is_automatic {
             self.optimize(&loss, window, facts)?;
@@ -258,6 +237,51 @@ impl<M: LightningModule> Session<'_, M> {
         })
     }
 
+    /// What follows a training batch: validation if it is due, schedules that follow a metric, checkpoints.
+    fn finish_batch(
+        &mut self,
+        loaders: &mut FitLoaders<M::Batch>,
+        validation: Option<Validation>,
+    ) -> Result<()> {
+        if validation == Some(Validation::AtStop) {
+            self.write_checkpoints()?;
+            self.freeze()?;
+        }
+        if validation.is_some() {
+            self.validate_in_fit(loaders)?;
+        }
+        if std::mem::take(&mut self.run.progress.schedules_are_open) {
+            self.step_schedulers(Interval::Step, true)?;
+        }
+        self.write_checkpoints()?;
+        self.check_signals()
+    }
+
+    /// Ends the epoch: its hooks, plateau schedules, and its metrics to the loggers. An epoch that a limit or a stop cut
+    /// short is left open, and checkpoints of now are as before its hooks: a resumed run finishes it.
+    fn end_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
+        let has_batches_left = self.run.progress.has_batches_left(loaders.plan.num_training_batches);
+        let is_cut_short = has_batches_left && self.must_stop();
+        if is_cut_short {
+            self.freeze()?;
+        }
+        self.run.progress.epoch_ended = !is_cut_short;
+        self.graphs.warn_if_unused();
+        self.is_ending_epoch = true;
+        self.run.metrics.publish_train_epoch()?; // sync point
+        call_hook!(self, on_train_epoch_end, Train, EpochOnly)?;
+        self.agree()?;
+        self.step_schedulers(Interval::Epoch, true)?;
+        if !self.run.progress.epoch_ended {
+            self.write_checkpoints()?; // with the metrics so far, to which a resumed run adds
+        }
+        let values = self.run.metrics.finish_train_epoch()?; // sync point
+        self.is_ending_epoch = false;
+        self.write_checkpoints()?;
+        self.log(values, self.run.progress.batches_that_stepped.saturating_sub(1))?;
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.save())
+    }
+
     /// Leaves out the rest of the epoch. Schedules by epoch are stepped only if it was the last batch, as in Lightning.
     fn skip_epoch(&mut self, is_last: bool, plan: &FitPlan) -> Result<()> {
         if is_last {
@@ -305,34 +329,9 @@ impl<M: LightningModule> Session<'_, M> {
             None => progress.total_batches.is_multiple_of(plan.val_check_batch as u64),
             Some(every) if !is_epoch(every) => false,
             Some(_) => {
-                (progress.batch_idx as usize).is_multiple_of(plan.val_check_batch) // counted anew in each epoch
+                (progress.batch_idx as usize).is_multiple_of(plan.val_check_batch) // counted from 0 in each epoch
             }
         }
-    }
-
-    /// Ends the epoch: its hooks, plateau schedules, and its metrics to the loggers. An epoch that a limit or a stop cut
-    /// short is left open, and checkpoints of now are as before its hooks: a resumed run finishes it.
-    fn end_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
-        let has_batches_left = self.run.progress.has_batches_left(loaders.plan.num_training_batches);
-        let is_cut_short = has_batches_left && self.must_stop();
-        if is_cut_short {
-            self.freeze()?;
-        }
-        self.run.progress.epoch_ended = !is_cut_short;
-        self.graphs.warn_if_unused();
-        self.is_ending_epoch = true;
-        self.run.metrics.publish_train_epoch()?; // sync point
-        call_hook!(self, on_train_epoch_end, Train, EpochOnly)?;
-        self.agree()?;
-        self.step_schedulers(Interval::Epoch, true)?;
-        if !self.run.progress.epoch_ended {
-            self.write_checkpoints()?; // with the metrics so far, to which a resumed run adds
-        }
-        let values = self.run.metrics.finish_train_epoch()?; // sync point
-        self.is_ending_epoch = false;
-        self.write_checkpoints()?;
-        self.log(values, self.run.progress.batches_that_stepped.saturating_sub(1))?;
-        self.run.loggers.iter_mut().try_for_each(|logger| logger.save())
     }
 
     /// Whether the batch to come is undone if it fails: somebody saves then. Steps of manual optimization cannot be.
@@ -341,8 +340,15 @@ impl<M: LightningModule> Session<'_, M> {
         saves && self.module.automatic_optimization()
     }
 
-    fn reached_max_steps(&self) -> bool {
-        self.plan.max_steps.is_some_and(|max| self.run.progress.global_step >= max)
+    fn is_done(&self, loaders: &FitLoaders<M::Batch>) -> bool {
+        let progress = &self.run.progress;
+        let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
+        let reached_max_epochs = self.plan.max_epochs.is_some_and(|max| epochs >= max);
+        reached_max_epochs || loaders.plan.num_training_batches == 0 || self.must_stop()
+    }
+
+    fn must_stop(&self) -> bool {
+        self.reached_max_steps() || self.stop_is_granted()
     }
 
     /// Somebody asked to stop, and `min_epochs` and `min_steps` allow it.
@@ -354,15 +360,8 @@ impl<M: LightningModule> Session<'_, M> {
             && progress.global_step >= self.plan.min_steps
     }
 
-    fn must_stop(&self) -> bool {
-        self.reached_max_steps() || self.stop_is_granted()
-    }
-
-    fn is_done(&self, loaders: &FitLoaders<M::Batch>) -> bool {
-        let progress = &self.run.progress;
-        let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
-        let reached_max_epochs = self.plan.max_epochs.is_some_and(|max| epochs >= max);
-        reached_max_epochs || loaders.plan.num_training_batches == 0 || self.must_stop()
+    fn reached_max_steps(&self) -> bool {
+        self.plan.max_steps.is_some_and(|max| self.run.progress.global_step >= max)
     }
 }
 

@@ -18,7 +18,7 @@ use crate::strategy::Votes;
 use crate::trainer::plan::limits::limit_batches;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::run::eval::EvalLoaders;
-use crate::trainer::run::loaders::{LoaderSource, shard_eval};
+use crate::trainer::run::loaders::{FitLoaders, LoaderSource, shard_eval};
 use crate::trainer::run::optimizers::configure_optimizers;
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{call_hook, hook_error, module_hook, of_callback};
@@ -43,7 +43,10 @@ impl Run {
         let _sync = ranks.filter(|_| plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
         self.begin(Stage::Fit)?;
         let mut session = Session::new(plan, options, self, module, data, Stage::Fit)?;
-        let result = fit_session(&mut session);
+        let result = match session.begin_fit() {
+            Ok(mut loaders) => session.train(&mut loaders).and_then(|()| session.end_fit()),
+            Err(error) => Err(error),
+        };
         let result = session.conclude(result);
         (session.run.graphs, session.run.after_fit) =
             (session.graphs.take_report(), session.after_fit.take());
@@ -119,47 +122,51 @@ fn evaluate_session<M: LightningModule, T>(
     Ok(output)
 }
 
-/// The whole of fit.
-fn fit_session<M: LightningModule>(session: &mut Session<M>) -> Result<()> {
-    session.setup()?;
-    set_training(session.module, true);
-    let mut checkpoint = None;
-    session.run.resumed_from = None;
-    if let Some(path) = session.start()? {
-        let loaded = session.run.checkpoint_io.load_checkpoint(&path)?;
-        restore_module(session, &loaded, &path)?;
-        session.run.resumed_from = Some(path.clone());
-        checkpoint = Some((loaded, path));
-    }
-    configure_optimizers(session)?;
-    session.run.facts.automatic_optimization = session.module.automatic_optimization();
-    session.anomaly = session.plan.detect_anomaly.then(ffi::AnomalyWatch::begin).transpose()?;
-    call_hook!(session, on_fit_start, Train, Denied)?;
-    let hyper_parameters =
-        merged(session.module.hyper_parameters(), session.data.hyper_parameters(), session.plan)?;
-    if !hyper_parameters.is_null() {
-        session.run.loggers.iter_mut().try_for_each(|logger| logger.log_hyperparams(&hyper_parameters))?;
-    }
-    let resumed = checkpoint.map(|(loaded, path)| restore_training(session, loaded, path)).transpose()?;
-    let val = session.sanity_check()?;
-    let mut loaders = session.fit_loaders(val)?;
-    if let Some(resumed) = resumed {
-        resumed.check_position(session.run)?;
-        rng::set_states(&resumed.rng)?;
-        tracing::info!(
-            "resumed {} at global_step {}",
-            resumed.path.display(),
-            session.run.progress.global_step
-        );
-    }
-    session.train(&mut loaders)?;
-    call_hook!(session, on_fit_end, Train, Denied)?;
-    session.write_checkpoints()?;
-    session.run.checkpoint_io.teardown()?;
-    session.teardown()
-}
-
 impl<M: LightningModule> Session<'_, M> {
+    /// All that comes before the first epoch: set-up, a checkpoint's state, optimizers, sanity check, loaders.
+    fn begin_fit(&mut self) -> Result<FitLoaders<M::Batch>> {
+        self.setup()?;
+        set_training(self.module, true);
+        let mut checkpoint = None;
+        self.run.resumed_from = None;
+        if let Some(path) = self.start()? {
+            let loaded = self.run.checkpoint_io.load_checkpoint(&path)?;
+            restore_module(self, &loaded, &path)?;
+            self.run.resumed_from = Some(path.clone());
+            checkpoint = Some((loaded, path));
+        }
+        configure_optimizers(self)?;
+        self.run.facts.automatic_optimization = self.module.automatic_optimization();
+        self.anomaly = self.plan.detect_anomaly.then(ffi::AnomalyWatch::begin).transpose()?;
+        call_hook!(self, on_fit_start, Train, Denied)?;
+        let hyper_parameters =
+            merged(self.module.hyper_parameters(), self.data.hyper_parameters(), self.plan)?;
+        if !hyper_parameters.is_null() {
+            self.run.loggers.iter_mut().try_for_each(|logger| logger.log_hyperparams(&hyper_parameters))?;
+        }
+        let resumed = checkpoint.map(|(loaded, path)| restore_training(self, loaded, path)).transpose()?;
+        let val = self.sanity_check()?;
+        let loaders = self.fit_loaders(val)?;
+        if let Some(resumed) = resumed {
+            resumed.check_position(self.run)?;
+            rng::set_states(&resumed.rng)?;
+            tracing::info!(
+                "resumed {} at global_step {}",
+                resumed.path.display(),
+                self.run.progress.global_step
+            );
+        }
+        Ok(loaders)
+    }
+
+    /// All that comes after the last epoch.
+    fn end_fit(&mut self) -> Result<()> {
+        call_hook!(self, on_fit_end, Train, Denied)?;
+        self.write_checkpoints()?;
+        self.run.checkpoint_io.teardown()?;
+        self.teardown()
+    }
+
     /// The checkpoint that the call starts from, if any.
     fn start(&self) -> Result<Option<PathBuf>> {
         let path = self.options.ckpt_path.as_ref();

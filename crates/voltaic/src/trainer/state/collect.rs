@@ -4,12 +4,12 @@ use serde_json::Value;
 
 use crate::accelerator::rng;
 use crate::callback::Callback;
-use crate::checkpoint::{Checkpoint, CheckpointMeta, RankState, TrainingState, rank_to_bytes};
+use crate::checkpoint::{Checkpoint, CheckpointMeta, LoopState, RankState, TrainingState, rank_to_bytes};
 use crate::error::{Error, Result};
 use crate::module::{LightningModule, ModuleTensors, Progress};
 use crate::nn::{Module, ModuleExt};
 use crate::optim::OptimizerState;
-use crate::trainer::session::frozen::{AfterFit, Frozen, LoopState};
+use crate::trainer::session::frozen::{AfterFit, Frozen};
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{BatchFacts, hook_error, of_callback};
 use crate::trainer::session::session::Session;
@@ -41,13 +41,18 @@ pub(crate) fn keep<M: LightningModule>(session: &mut Session<M>) -> Result<After
 
 /// What this rank has to itself.
 pub(crate) fn own_state<M: LightningModule>(session: &Session<M>) -> Result<RankState> {
-    let logged = serde_json::to_value(session.run.metrics.state());
     Ok(RankState {
         grads: pending_grads(session),
         metrics: session.run.metrics.metric_states()?,
         rng: rng::states(session.plan.device)?,
-        logged: logged.map_err(|e| Error::io("serialize", "logged values", e.into()))?,
+        logged: logged_values(session)?,
     })
+}
+
+/// Values logged in the epoch that is not over.
+fn logged_values<M: LightningModule>(session: &Session<M>) -> Result<Value> {
+    serde_json::to_value(session.run.metrics.state())
+        .map_err(|e| Error::io("serialize", "logged values", e.into()))
 }
 
 /// # Sync
@@ -69,7 +74,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(LoopState
     let schedulers = session.schedulers.iter().map(|active| active.configured.scheduler.state_dict());
     let state = LoopState {
         progress: run.progress.clone(),
-        metrics: run.metrics.state(),
+        metrics: logged_values(session)?,
         seed: run.seed,
         num_training_batches: run.facts.num_training_batches,
         batch_size: run.facts.train_batch_size,

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::callback::Callback;
-use crate::checkpoint::{Checkpoint, RankState};
+use crate::checkpoint::{Checkpoint, LoopState, RankState};
 use crate::data::Stage;
 use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Result};
@@ -14,7 +14,6 @@ use crate::ffi;
 use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling};
 use crate::nn::ModuleExt;
 use crate::optim::OptimizerState;
-use crate::trainer::session::frozen::LoopState;
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::run::Run;
@@ -141,26 +140,29 @@ fn own_part(
     world: &World,
     first: RankState,
     ranks: Vec<RankState>,
-    logged: MetricsState,
+    logged: Value,
     path: &Path,
 ) -> Result<OwnPart> {
     let saved = ranks.len() + 1;
     if saved != world.world_size && world.is_global_zero() {
         tracing::info!("{} is of {saved} rank(s), this run has {}", path.display(), world.world_size);
     }
+    let of_rank = |rank: usize, logged: Value| {
+        MetricsState::deserialize(logged).map_err(|e| {
+            let what = format!("the logged values of rank {rank} are not understood: {e}");
+            unusable(path, what, "use another checkpoint")
+        })
+    };
     let own = world.rank.checked_sub(1).map(|index| ranks.into_iter().nth(index));
     let RankState { grads, metrics, rng, logged } = match own {
-        None => return Ok(OwnPart { logged, metrics: first.metrics, grads: first.grads, rng: first.rng }),
+        None => RankState { logged, ..first },
         Some(None) => {
-            let (metrics, grads) = (Vec::new(), Vec::new());
-            return Ok(OwnPart { logged: logged.without_open_epoch(), metrics, grads, rng: first.rng });
+            let logged = of_rank(0, logged)?.without_open_epoch();
+            return Ok(OwnPart { logged, metrics: Vec::new(), grads: Vec::new(), rng: first.rng });
         }
         Some(Some(own)) => own,
     };
-    let logged = MetricsState::deserialize(logged).map_err(|e| {
-        let what = format!("the logged values of rank {} are not understood: {e}", world.rank);
-        unusable(path, what, "use another checkpoint")
-    })?;
+    let logged = of_rank(world.rank, logged)?;
     Ok(OwnPart { logged, metrics, grads, rng })
 }
 

@@ -6,12 +6,13 @@
 use serde_json::{Map, Value as Json, json};
 use tch::{Kind, Tensor};
 
+use crate::accelerator::rng::global_seed;
+use crate::checkpoint::loop_state::LoopState;
 use crate::checkpoint::pickle::Value;
+use crate::checkpoint::progress::Progress;
 use crate::checkpoint::{Checkpoint, CheckpointMeta, TrainingState};
 use crate::error::{CheckpointError, Result};
-use crate::module::{MetricsState, Progress};
 use crate::precision::GradScaler;
-use crate::trainer::session::frozen::LoopState;
 
 /// The version of Lightning whose files are written.
 const LIGHTNING_VERSION: &str = "2.6.6";
@@ -117,8 +118,8 @@ fn training_of(
     }
     let state = LoopState {
         progress,
-        metrics: MetricsState::default(),
-        seed: crate::accelerator::rng::global_seed(),
+        metrics: json!({"train": [], "finished": []}), // nothing logged
+        seed: global_seed(),
         num_training_batches: 0, // not known
         batch_size: None,
         optimizers: named_groups,

@@ -1,0 +1,36 @@
+//! Where a run stands, apart from its tensors.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::checkpoint::progress::Progress;
+use crate::precision::GradScaler;
+
+/// The part of the training state that is not tensors.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct LoopState {
+    pub progress: Progress,
+    /// What was logged in the epoch that is not over.
+    pub metrics: Value,
+    pub seed: u64,
+    /// Training batches of an epoch and their size: what the position within an epoch means.
+    pub num_training_batches: usize,
+    pub batch_size: Option<usize>,
+    /// Name and groups of each optimizer.
+    pub optimizers: Vec<(String, Value)>,
+    pub schedulers: Vec<Value>,
+    /// Name and state of each callback that has some.
+    pub callbacks: Vec<(String, Value)>,
+    /// There with `16-mixed`.
+    #[serde(default)]
+    pub grad_scaler: Option<GradScaler>,
+    /// State of the data module, if it has some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<Value>,
+    /// What the module gave in `on_save_checkpoint`.
+    pub module: Value,
+    /// Of its tensors those that were on the run's device; the others were on the host.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub module_on_device: Vec<String>,
+}
