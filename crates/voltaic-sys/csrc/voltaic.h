@@ -93,10 +93,11 @@ vt_error *vt_autograd_is_multithreading(int32_t *enabled);
 vt_error *vt_grads_clear(const vt_tensor *tensors, size_t len);
 vt_error *vt_grad_set(vt_tensor tensor, vt_tensor grad);
 // Calls hook(data) each time a gradient has been accumulated into the leaf `tensor`, on the thread that runs
-// backward. A hook that returns non-zero makes backward fail. release(data) runs when the hook goes away.
+// backward, after the hooks that are there. A hook that returns non-zero makes backward fail. release(data) runs when the
+// hook goes away: by _remove with the same data, or with the tensor.
 vt_error *vt_post_accumulate_grad_hook(vt_tensor tensor, int32_t (*hook)(void *data), void *data,
                                        void (*release)(void *data));
-vt_error *vt_clear_post_accumulate_grad_hooks(vt_tensor tensor);
+vt_error *vt_post_accumulate_grad_hook_remove(vt_tensor tensor, const void *data);
 // Whether operators of the calling thread note how to differentiate them.
 int32_t vt_grad_is_enabled(void);
 
@@ -111,6 +112,11 @@ typedef struct {
 // Makes `outputs`, which must have no history yet, results of a function of `inputs` with this gradient.
 vt_error *vt_autograd_function(const vt_tensor *inputs, size_t num_inputs, const vt_tensor *outputs, size_t num_outputs,
                                vt_autograd_callbacks callbacks);
+// Calls backward with the gradient of `tensor` as its one output each time it is computed; what it gives for its one input
+// takes the gradient's place, and null leaves it. Tensor.register_hook.
+vt_error *vt_tensor_hook(vt_tensor tensor, vt_autograd_callbacks callbacks);
+// Within a backward pass: calls backward without tensors when the pass is over.
+vt_error *vt_at_backward_end(vt_autograd_callbacks callbacks);
 // torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=True, allow_unused=True):
 // grads[i] is undefined if there is none.
 // Tensors written to `grads` are owned by the caller.

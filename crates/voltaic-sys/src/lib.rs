@@ -289,7 +289,9 @@ unsafe extern "C" {
         data: *mut c_void,
         release: extern "C" fn(data: *mut c_void),
     ) -> *mut vt_error;
-    pub fn vt_clear_post_accumulate_grad_hooks(tensor: vt_tensor) -> *mut vt_error;
+    pub fn vt_post_accumulate_grad_hook_remove(tensor: vt_tensor, data: *const c_void) -> *mut vt_error;
+    pub fn vt_tensor_hook(tensor: vt_tensor, callbacks: vt_autograd_callbacks) -> *mut vt_error;
+    pub fn vt_at_backward_end(callbacks: vt_autograd_callbacks) -> *mut vt_error;
 
     pub fn vt_autocast_get(device_type: i32, enabled: *mut i32, dtype: *mut i32) -> *mut vt_error;
     pub fn vt_autocast_set(device_type: i32, enabled: i32, dtype: i32) -> *mut vt_error;

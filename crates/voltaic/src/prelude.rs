@@ -14,7 +14,8 @@ pub use crate::device::Device;
 pub use crate::module::{HookContext, LightningModule, StepContext};
 pub use crate::nn::functional::{accuracy, cross_entropy};
 pub use crate::nn::{
-    BatchNorm2d, Buffer, Conv2d, Dropout, Embedding, Forward, LayerNorm, Linear, Module, ModuleExt, Parameter,
+    BatchNorm2d, Buffer, Callable, Conv2d, Dropout, Embedding, Forward, LayerNorm, Linear, Module, ModuleExt,
+    Parameter,
 };
 pub use crate::optim::{Adam, AdamW, Optimizers, Sgd, StepLr};
 pub use crate::trainer::{Trainer, TrainerConfig, seed_everything};

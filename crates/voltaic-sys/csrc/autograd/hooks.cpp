@@ -2,25 +2,82 @@
 #include "hpu/hpu.h"
 
 #include <c10/core/AutogradState.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <mutex>
+
 namespace {
 
-struct GradHook final : torch::autograd::PostAccumulateGradHook {
-  GradHook(int32_t (*hook)(void *), void *data, void (*release)(void *)) : hook_(hook), data_(data), release_(release) {}
-  ~GradHook() override { release_(data_); }
-  GradHook(const GradHook &) = delete;
-  GradHook &operator=(const GradHook &) = delete;
+// One hook of a leaf.
+struct Hook {
+  Hook(int32_t (*hook)(void *), void *data, void (*release)(void *)) : hook(hook), data(data), release(release) {}
+  ~Hook() { release(data); }
+  Hook(const Hook &) = delete;
+  Hook &operator=(const Hook &) = delete;
 
+  int32_t (*hook)(void *);
+  void *data;
+  void (*release)(void *);
+};
+
+// libtorch keeps one object per leaf; all hooks are behind it.
+struct GradHooks final : torch::autograd::PostAccumulateGradHook {
   void operator()(const torch::autograd::Variable &) override {
-    TORCH_CHECK(hook_(data_) == 0, "a gradient hook failed");
+    for (const auto &hook : copy())
+      TORCH_CHECK(hook->hook(hook->data) == 0, "a gradient hook failed");
+  }
+
+  void add(std::shared_ptr<Hook> hook) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    hooks_.push_back(std::move(hook));
+  }
+
+  // The hook is destroyed by the caller, outside of the lock.
+  void remove(const void *data, std::shared_ptr<Hook> &removed) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = std::find_if(hooks_.begin(), hooks_.end(), [&](const auto &hook) { return hook->data == data; });
+    if (found != hooks_.end()) {
+      removed = std::move(*found);
+      hooks_.erase(found);
+    }
   }
 
 private:
-  int32_t (*hook_)(void *);
-  void *data_;
-  void (*release_)(void *);
+  // a hook may remove itself or others
+  std::vector<std::shared_ptr<Hook>> copy() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return hooks_;
+  }
+
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Hook>> hooks_;
+};
+
+GradHooks *hooks_of(const at::Tensor &tensor) {
+  auto &hooks = torch::autograd::impl::post_acc_grad_hooks(tensor);
+  if (hooks == nullptr)
+    return nullptr;
+  auto *ours = dynamic_cast<GradHooks *>(hooks.get());
+  TORCH_CHECK(ours != nullptr, "the leaf has a gradient hook of another library");
+  return ours;
+}
+
+// Owns the closure of a tensor's hook, or of the end of a backward pass.
+struct Closure {
+  explicit Closure(vt_autograd_callbacks callbacks) : callbacks(callbacks) {}
+  ~Closure() { callbacks.release(callbacks.data); }
+  Closure(const Closure &) = delete;
+  Closure &operator=(const Closure &) = delete;
+
+  void call(const vt_tensor *given, vt_tensor *made) const {
+    char text[1024] = "";
+    TORCH_CHECK(callbacks.backward(callbacks.data, given, made, text, sizeof text) == 0, text);
+  }
+
+  vt_autograd_callbacks callbacks;
 };
 
 } // namespace
@@ -49,13 +106,39 @@ vt_error *vt_grad_set(vt_tensor tensor, vt_tensor grad) {
 
 vt_error *vt_post_accumulate_grad_hook(vt_tensor tensor, int32_t (*hook)(void *data), void *data,
                                        void (*release)(void *data)) {
-  auto owner = std::make_unique<GradHook>(hook, data, release);
+  auto owner = std::make_shared<Hook>(hook, data, release);
   return voltaic::guard([&] {
     TORCH_CHECK(tensor->is_leaf() && tensor->requires_grad(), "a gradient hook needs a leaf that requires grad");
-    torch::autograd::impl::set_post_acc_grad_hooks(*tensor, std::move(owner));
+    if (hooks_of(*tensor) == nullptr)
+      torch::autograd::impl::set_post_acc_grad_hooks(*tensor, std::make_unique<GradHooks>());
+    hooks_of(*tensor)->add(std::move(owner));
   });
 }
 
-vt_error *vt_clear_post_accumulate_grad_hooks(vt_tensor tensor) {
-  return voltaic::guard([&] { torch::autograd::impl::set_post_acc_grad_hooks(*tensor, nullptr); });
+vt_error *vt_post_accumulate_grad_hook_remove(vt_tensor tensor, const void *data) {
+  return voltaic::guard([&] {
+    std::shared_ptr<Hook> removed;
+    if (auto *hooks = hooks_of(*tensor))
+      hooks->remove(data, removed); // an empty list stays: it may be at work now
+  });
+}
+
+vt_error *vt_tensor_hook(vt_tensor tensor, vt_autograd_callbacks callbacks) {
+  auto closure = std::make_shared<Closure>(callbacks);
+  return voltaic::guard([&] {
+    tensor->register_hook([closure](const at::Tensor &grad) -> at::Tensor {
+      at::Tensor given = grad;
+      vt_tensor pointer = &given, made = nullptr;
+      closure->call(&pointer, &made);
+      const std::unique_ptr<at::Tensor> replaced(made);
+      return replaced != nullptr ? *replaced : at::Tensor();
+    });
+  });
+}
+
+vt_error *vt_at_backward_end(vt_autograd_callbacks callbacks) {
+  auto closure = std::make_shared<Closure>(callbacks);
+  return voltaic::guard([&] {
+    torch::autograd::Engine::get_default_engine().queue_callback([closure] { closure->call(nullptr, nullptr); });
+  });
 }

@@ -24,6 +24,14 @@ pub enum ModuleError {
         /// How to mend it.
         remedy: String,
     },
+    /// A hook of module calls cannot do what it is for.
+    #[error("{what}; {remedy}")]
+    Hook {
+        /// What is wrong, with the names.
+        what: String,
+        /// How to fix it.
+        remedy: String,
+    },
     /// A layer was asked for sizes that make no sense.
     #[error("{layer}: {what}; {remedy}")]
     Sizes {

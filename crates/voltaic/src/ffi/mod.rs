@@ -12,12 +12,15 @@ mod graph;
 mod kernels;
 mod libtorch;
 mod ranks;
+mod reach;
 mod size;
 mod switch;
 mod tensor;
 mod threads;
 
-pub use autograd::function::{autograd_function, autograd_grad, grad_is_enabled};
+pub use autograd::function::{
+    at_backward_end, autograd_function, autograd_grad, grad_is_enabled, tensor_hook,
+};
 pub use autograd::hooks::{
     GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad,
 };
@@ -48,6 +51,7 @@ pub use ranks::c10d::{
 pub use ranks::libraries::{CollectiveApi, CollectiveLibrary, Seat};
 pub use ranks::process::{die_with_parent, signal_group};
 pub use ranks::shared_sum::{Home, Neighbours, Summing, next_ticket, shares_memory};
+pub use reach::Lent;
 pub(crate) use size::{format_size, parse_size};
 pub use tensor::autocast::{
     AutocastPolicy, Cast, autocast_lists_version, autocast_state, enter_autocast, leave_autocast,

@@ -6,14 +6,14 @@ use std::marker::PhantomData;
 use tch::Tensor;
 
 use super::call::{CapturedCall, Outputs, trained_params};
-use super::callable::{Callable, TensorTuple, call_with};
 use super::capture::{check_not_capturing, is_capturing};
 use crate::accelerator::rng;
 use crate::device::Device;
 use crate::error::{GraphError, Result};
 use crate::ffi::{self, ReplayStats};
 use crate::nn::{
-    Forward, Member, ModeNumbers, Module, ModuleExt, Snapshot, SnapshotParts, mode_changed, set_training,
+    Callable, Forward, Member, ModeNumbers, Module, ModuleExt, Snapshot, SnapshotParts, TensorTuple, call_as,
+    call_with, code_of, mode_changed, set_training, within_call,
 };
 
 /// A module that is a graph; made by [`make_graphed_callables`]. Names of weights are those of the module.
@@ -168,12 +168,16 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
     /// # Errors
     /// [`GraphError::InputMismatch`], [`GraphError::TensorGone`]; the module's own where its code runs.
     pub fn call(&self, args: &A) -> anyhow::Result<M::Output> {
+        call_as(&self.module, args, |args| self.run(args))
+    }
+
+    fn run(&self, args: &A) -> anyhow::Result<M::Output> {
         let mut call = self.call.borrow_mut();
         let is_other_mode = self.is_training != self.was_training
             || self.modes.borrow_mut().number(self.module.as_dyn()) != 0;
         if is_capturing() || is_other_mode || call.is_busy() {
             drop(call);
-            return self.module.call(args);
+            return code_of(&self.module, args);
         }
         if self.was_training && self.frozen.iter().any(Tensor::requires_grad) {
             let module = self.module.type_name();
@@ -183,7 +187,7 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
         let inputs = args.tensors();
         if !call.has_layout_of(&inputs) || !self.has_casts_of(&inputs)? {
             drop(call);
-            return self.module.call(args);
+            return code_of(&self.module, args);
         }
         Ok(M::Output::from_tensors(call.replay(&inputs)?)?)
     }
@@ -191,7 +195,7 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
 
 impl<M: Forward> Forward for GraphedCallable<M, Tensor> {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        self.call(input)
+        within_call(self, input, |input| self.run(input))
     }
 }
 
@@ -212,6 +216,10 @@ impl<A: TensorTuple + 'static, M: Module> Module for GraphedCallable<M, A> {
 
     fn is_training(&self) -> Option<bool> {
         Some(self.is_training)
+    }
+
+    fn wrapped(&self) -> Option<&dyn Module> {
+        Some(&self.module)
     }
 
     fn type_name(&self) -> &'static str {

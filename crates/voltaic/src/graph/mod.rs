@@ -5,7 +5,6 @@
 
 mod cache;
 mod call;
-mod callable;
 mod capture;
 mod check;
 mod flops;
@@ -20,9 +19,9 @@ mod step;
 mod wrap;
 
 pub use crate::ffi::ReplayStats;
+pub use crate::nn::{Callable, TensorTuple};
 pub use cache::{Buckets, CacheStats};
 pub(crate) use call::any_within;
-pub use callable::{Callable, TensorTuple};
 pub(crate) use capture::MadeInCapture;
 pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
 pub use flops::Flops;

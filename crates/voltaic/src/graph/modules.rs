@@ -1,12 +1,13 @@
 //! Modules of a step that the trainer makes graphs of.
 
 use std::any::TypeId;
+use std::cell::RefCell;
 
 use tch::Tensor;
 
 use super::cache::{CacheOptions, CacheStats, GraphCache};
-use super::callable::{Callable, TensorTuple, call_with};
 use crate::nn::ModuleExt;
+use crate::nn::{Callable, TensorTuple, call_as, call_with};
 
 /// Sorts of calls that get a graph, for each module.
 const MAX_GRAPHS: usize = 10;
@@ -20,6 +21,16 @@ pub(crate) struct ModuleGraphs {
 impl ModuleGraphs {
     /// The call of a module, captured and replayed.
     pub(crate) fn call<A: TensorTuple, M: Callable<A>>(
+        &mut self,
+        module: &M,
+        args: &A,
+        is_training: bool,
+    ) -> anyhow::Result<M::Output> {
+        let graphs = RefCell::new(self);
+        call_as(module, args, |args| graphs.borrow_mut().replay(module, args, is_training))
+    }
+
+    fn replay<A: TensorTuple, M: Callable<A>>(
         &mut self,
         module: &M,
         args: &A,

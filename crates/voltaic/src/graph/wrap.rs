@@ -5,9 +5,9 @@ use std::cell::RefCell;
 use tch::Tensor;
 
 use super::cache::{Buckets, CacheOptions, CacheStats, GraphCache};
-use super::callable::{Callable, TensorTuple, call_with};
 use crate::accelerator::RuntimeFlags;
 use crate::ffi::ReplayStats;
+use crate::nn::{Callable, TensorTuple, call_as, call_with, within_call};
 use crate::nn::{Forward, Member, Module, ModuleExt, mode_changed};
 
 /// Options of [`wrap_in_hpu_graph`], with Habana's names and defaults.
@@ -202,6 +202,13 @@ impl<M: Module> GraphedModule<M> {
     where
         M: Callable<A>,
     {
+        call_as(&self.module, args, |args| self.run(args))
+    }
+
+    fn run<A: TensorTuple>(&self, args: &A) -> anyhow::Result<M::Output>
+    where
+        M: Callable<A>,
+    {
         let call = |inputs: &[Tensor]| call_with(&self.module, inputs);
         let mut cache = self.cache.borrow_mut();
         let outputs = cache.run(self.module.as_dyn(), self.is_training, &args.tensors(), &call)?;
@@ -211,7 +218,7 @@ impl<M: Module> GraphedModule<M> {
 
 impl<M: Forward> Forward for GraphedModule<M> {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        self.call(input)
+        within_call(self, input, |input| self.run(input))
     }
 }
 
@@ -232,6 +239,10 @@ impl<M: Module> Module for GraphedModule<M> {
 
     fn is_training(&self) -> Option<bool> {
         Some(self.is_training)
+    }
+
+    fn wrapped(&self) -> Option<&dyn Module> {
+        Some(&self.module)
     }
 
     fn type_name(&self) -> &'static str {

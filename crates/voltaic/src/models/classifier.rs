@@ -79,6 +79,10 @@ impl<N: Forward> Module for Classifier<N> {
         self.net.is_training()
     }
 
+    fn wrapped(&self) -> Option<&dyn Module> {
+        Some(&self.net)
+    }
+
     fn type_name(&self) -> &'static str {
         self.net.type_name()
     }

@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::sizes::Sizes;
 use crate::error::{ConfigError, Result};
 use crate::nn::functional::max_pool2d;
-use crate::nn::{Conv2d, Dropout, Forward, Linear, Module, ModuleExt};
+use crate::nn::{Callable, Conv2d, Dropout, Forward, Linear, Module, ModuleExt, within_call};
 
 /// The convolutional net of PyTorch's MNIST example.
 ///
@@ -92,10 +92,12 @@ impl ConvNet {
 
 impl Forward for ConvNet {
     fn forward(&self, digits: &Tensor) -> anyhow::Result<Tensor> {
-        let x = self.conv1.forward(digits)?.f_relu_()?;
-        let x = max_pool2d(&self.conv2.forward(&x)?.f_relu_()?, 2)?;
-        let x = self.dropout1.forward(&x.f_flatten(1, -1)?)?; // flat, so that the masks are PyTorch's
-        let x = self.fc1.forward(&x)?.f_relu_()?;
-        self.fc2.forward(&self.dropout2.forward(&x)?)
+        within_call(self, digits, |digits| {
+            let x = self.conv1.call(digits)?.f_relu_()?;
+            let x = max_pool2d(&self.conv2.call(&x)?.f_relu_()?, 2)?;
+            let x = self.dropout1.call(&x.f_flatten(1, -1)?)?; // flat, so that the masks are PyTorch's
+            let x = self.fc1.call(&x)?.f_relu_()?;
+            self.fc2.call(&self.dropout2.call(&x)?)
+        })
     }
 }

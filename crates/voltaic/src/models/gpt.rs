@@ -7,7 +7,9 @@ use tch::{TchError, Tensor};
 use super::sizes::Sizes;
 use crate::error::{ConfigError, ModuleError, Result};
 use crate::nn::functional::{cross_entropy, gelu, scaled_dot_product_attention};
-use crate::nn::{Dropout, Embedding, Forward, LayerNorm, Linear, Module, ModuleExt, init};
+use crate::nn::{
+    Callable, Dropout, Embedding, Forward, LayerNorm, Linear, Module, ModuleExt, init, within_call,
+};
 
 const MAX_LAYERS: i64 = 1 << 16;
 
@@ -174,7 +176,7 @@ impl Gpt {
     /// # Errors
     /// If the shapes do not fit, or a token is none of the vocabulary.
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> anyhow::Result<Tensor> {
-        loss_of(&self.forward(tokens)?, targets)
+        loss_of(&self.call(tokens)?, targets)
     }
 
     /// The embeddings of the positions of `tokens`, `[time, channels]`.
@@ -195,13 +197,15 @@ impl Gpt {
 
 impl Forward for Gpt {
     fn forward(&self, tokens: &Tensor) -> anyhow::Result<Tensor> {
-        let Transformer { wte, drop, h, ln_f, .. } = &self.transformer;
-        let positions_tc = self.positions(tokens)?;
-        let mut x_btc = drop.forward(&wte.forward(tokens)?.f_add(&positions_tc)?)?;
-        for block in h {
-            x_btc = block.forward(&x_btc)?;
-        }
-        self.lm_head.forward(&ln_f.forward(&x_btc)?)
+        within_call(self, tokens, |tokens| {
+            let Transformer { wte, drop, h, ln_f, .. } = &self.transformer;
+            let positions_tc = self.positions(tokens)?;
+            let mut x_btc = drop.call(&wte.call(tokens)?.f_add(&positions_tc)?)?;
+            for block in h {
+                x_btc = block.call(&x_btc)?;
+            }
+            self.lm_head.call(&ln_f.call(&x_btc)?)
+        })
     }
 }
 
@@ -226,8 +230,8 @@ impl Block {
 
 impl Forward for Block {
     fn forward(&self, x_btc: &Tensor) -> anyhow::Result<Tensor> {
-        let x_btc = x_btc + self.attn.forward(&self.ln_1.forward(x_btc)?)?;
-        let update_btc = self.mlp.forward(&self.ln_2.forward(&x_btc)?)?;
+        let x_btc = x_btc + self.attn.call(&self.ln_1.call(x_btc)?)?;
+        let update_btc = self.mlp.call(&self.ln_2.call(&x_btc)?)?;
         Ok(x_btc + update_btc)
     }
 }
@@ -256,7 +260,7 @@ impl CausalSelfAttention {
 
 impl Forward for CausalSelfAttention {
     fn forward(&self, x_btc: &Tensor) -> anyhow::Result<Tensor> {
-        let qkv = self.c_attn.forward(x_btc)?.f_chunk(3, -1)?;
+        let qkv = self.c_attn.call(x_btc)?.f_chunk(3, -1)?;
         let by_head = |x: &Tensor| -> Result<Tensor, TchError> {
             x.f_unflatten(-1, [self.n_head, -1])?.f_transpose(1, 2)
         };
@@ -264,7 +268,7 @@ impl Forward for CausalSelfAttention {
         let dropout_p = self.attn_dropout.active_p();
         let y = scaled_dot_product_attention(&query, &key, &value, None, dropout_p, true)?;
         let y_btc = y.f_transpose(1, 2)?.f_flatten(2, 3)?;
-        self.resid_dropout.forward(&self.c_proj.forward(&y_btc)?)
+        self.resid_dropout.call(&self.c_proj.call(&y_btc)?)
     }
 }
 
@@ -288,8 +292,8 @@ impl FeedForward {
 
 impl Forward for FeedForward {
     fn forward(&self, x_btc: &Tensor) -> anyhow::Result<Tensor> {
-        let hidden = gelu(&self.c_fc.forward(x_btc)?)?;
-        self.dropout.forward(&self.c_proj.forward(&hidden)?)
+        let hidden = gelu(&self.c_fc.call(x_btc)?)?;
+        self.dropout.call(&self.c_proj.call(&hidden)?)
     }
 }
 

@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::sizes::Sizes;
 use crate::error::{ConfigError, Result};
 use crate::nn::functional::max_pool2d;
-use crate::nn::{Conv2d, Forward, Linear, Module};
+use crate::nn::{Callable, Conv2d, Forward, Linear, Module, within_call};
 
 /// LeNet-5 for digits of 28 x 28 pixels.
 ///
@@ -81,10 +81,12 @@ impl LeNet {
 
 impl Forward for LeNet {
     fn forward(&self, digits: &Tensor) -> anyhow::Result<Tensor> {
-        let x = max_pool2d(&self.conv1.forward(digits)?.f_relu_()?, 2)?;
-        let x = max_pool2d(&self.conv2.forward(&x)?.f_relu_()?, 2)?.f_flatten(1, -1)?;
-        let x = self.fc1.forward(&x)?.f_relu_()?;
-        let x = self.fc2.forward(&x)?.f_relu_()?;
-        self.fc3.forward(&x)
+        within_call(self, digits, |digits| {
+            let x = max_pool2d(&self.conv1.call(digits)?.f_relu_()?, 2)?;
+            let x = max_pool2d(&self.conv2.call(&x)?.f_relu_()?, 2)?.f_flatten(1, -1)?;
+            let x = self.fc1.call(&x)?.f_relu_()?;
+            let x = self.fc2.call(&x)?.f_relu_()?;
+            self.fc3.call(&x)
+        })
     }
 }

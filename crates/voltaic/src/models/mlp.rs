@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use super::sizes::Sizes;
 use crate::error::{ConfigError, Result};
-use crate::nn::{Forward, Linear, Module};
+use crate::nn::{Callable, Forward, Linear, Module, within_call};
 
 /// A perceptron with one hidden layer.
 ///
@@ -79,7 +79,9 @@ impl Mlp {
 
 impl Forward for Mlp {
     fn forward(&self, samples: &Tensor) -> anyhow::Result<Tensor> {
-        let x = self.fc1.forward(&samples.f_flatten(1, -1)?)?.f_relu_()?;
-        self.fc2.forward(&x)
+        within_call(self, samples, |samples| {
+            let x = self.fc1.call(&samples.f_flatten(1, -1)?)?.f_relu_()?;
+            self.fc2.call(&x)
+        })
     }
 }

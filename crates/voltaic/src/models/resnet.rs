@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::sizes::Sizes;
 use crate::error::{ConfigError, Result};
 use crate::nn::init::{self, FanMode, Nonlinearity};
-use crate::nn::{BatchNorm2d, Conv2d, Forward, Linear, Module, ModuleExt, Sequential};
+use crate::nn::{BatchNorm2d, Callable, Conv2d, Forward, Linear, Module, ModuleExt, Sequential, within_call};
 
 /// ResNet-18 with the stem for small images of CIFAR.
 ///
@@ -99,12 +99,14 @@ impl ResNet18 {
 
 impl Forward for ResNet18 {
     fn forward(&self, pictures: &Tensor) -> anyhow::Result<Tensor> {
-        let mut x = self.bn1.forward(&self.conv1.forward(pictures)?)?.f_relu_()?;
-        for layer in [&self.layer1, &self.layer2, &self.layer3, &self.layer4] {
-            x = layer.forward(&x)?;
-        }
-        let x = x.f_adaptive_avg_pool2d([1, 1])?.f_flatten(1, -1)?;
-        self.fc.forward(&x)
+        within_call(self, pictures, |pictures| {
+            let mut x = self.bn1.call(&self.conv1.call(pictures)?)?.f_relu_()?;
+            for layer in [&self.layer1, &self.layer2, &self.layer3, &self.layer4] {
+                x = layer.call(&x)?;
+            }
+            let x = x.f_adaptive_avg_pool2d([1, 1])?.f_flatten(1, -1)?;
+            self.fc.call(&x)
+        })
     }
 }
 
@@ -154,10 +156,10 @@ impl BasicBlock {
 
 impl Forward for BasicBlock {
     fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
-        let y = self.bn1.forward(&self.conv1.forward(x)?)?.f_relu_()?;
-        let mut y = self.bn2.forward(&self.conv2.forward(&y)?)?;
+        let y = self.bn1.call(&self.conv1.call(x)?)?.f_relu_()?;
+        let mut y = self.bn2.call(&self.conv2.call(&y)?)?;
         let shortcut = match &self.downsample {
-            Some(downsample) => downsample.forward(x)?,
+            Some(downsample) => downsample.call(x)?,
             None => x.shallow_clone(),
         };
         Ok(y.f_add_(&shortcut)?.f_relu_()?)

@@ -31,6 +31,8 @@
 //! [`ModuleError::Shape`](crate::error::ModuleError::Shape): the right input pays nothing.
 
 mod buffer;
+mod callable;
+mod calls;
 mod check;
 mod field;
 pub mod functional;
@@ -47,6 +49,12 @@ mod state_dict;
 mod tree;
 
 pub use buffer::Buffer;
+pub use callable::{Callable, TensorTuple};
+pub(crate) use callable::{call_with, code_of};
+pub(crate) use calls::call::{call_as, within_call};
+pub use calls::entry::ModuleCall;
+pub use calls::hooks::{ModuleHooks, RemovableHandle};
+pub use calls::which::Which;
 pub use check::Sizes;
 #[doc(hidden)]
 pub use field::Field;
@@ -67,6 +75,8 @@ pub(crate) use metric::refuse_shape;
 pub use metric::{Metric, MetricState, Reduction};
 pub(crate) use modes::{ModeNumbers, set_training_modes, training_modes};
 pub use modes::{mode_changed, set_training};
+#[doc(hidden)]
+pub use module::AsModule;
 pub use module::{Forward, Member, Module};
 pub use parameter::Parameter;
 pub(crate) use running_statistics::{EqualBatches, has_running_statistics, reset_running_statistics};

@@ -1,5 +1,6 @@
 //! The tree of parameters, buffers and sub-modules that every model is.
 
+use std::any::{Any, TypeId};
 use std::sync::Arc;
 
 use tch::Tensor;
@@ -74,7 +75,7 @@ pub enum Member<'a> {
     note = "a field that holds no weights is left out by `#[module(skip)]`",
     note = "a `Tensor` field is either trained (`Parameter`) or not (`Buffer`)"
 )]
-pub trait Module: Send + 'static {
+pub trait Module: AsModule + Send + 'static {
     /// Calls `visit` with the name of each direct member, in declaration order.
     fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>));
 
@@ -96,12 +97,44 @@ pub trait Module: Send + 'static {
         None
     }
 
+    /// The module that this one merely wraps, if it does: both are one module, with one name and one call. A wrapper that
+    /// shows the members of another module as its own gives that one here.
+    fn wrapped(&self) -> Option<&dyn Module> {
+        None
+    }
+
     /// Name of the module's type without its path, such as `Conv2d`.
     fn type_name(&self) -> &'static str {
         let name = std::any::type_name::<Self>();
         let name = name.split('<').next().unwrap_or(name);
         name.rsplit("::").next().unwrap_or(name)
     }
+}
+
+/// A module as a trait object, whatever its type: every module has it.
+#[doc(hidden)]
+pub trait AsModule: Any {
+    /// This module.
+    fn as_module(&self) -> &dyn Module;
+}
+
+impl<M: Module> AsModule for M {
+    fn as_module(&self) -> &dyn Module {
+        self
+    }
+}
+
+/// Which module it is, while it stays where it is: modules without fields may share one.
+pub(crate) type Identity = (usize, TypeId);
+
+/// The identity of a module, or of the one that it wraps.
+pub(crate) fn identity(module: &dyn Module) -> Identity {
+    let mut module = module;
+    while let Some(inner) = module.wrapped() {
+        module = inner;
+    }
+    let any: &dyn Any = module;
+    (std::ptr::from_ref(any).cast::<()>().addr(), any.type_id())
 }
 
 impl<M: Module + ?Sized> Module for Box<M> {
@@ -123,6 +156,10 @@ impl<M: Module + ?Sized> Module for Box<M> {
 
     fn metric(&self) -> Option<Arc<dyn Metric>> {
         (**self).metric()
+    }
+
+    fn wrapped(&self) -> Option<&dyn Module> {
+        Some((**self).as_module())
     }
 
     fn type_name(&self) -> &'static str {

@@ -4,6 +4,8 @@ use std::fmt;
 
 use tch::Tensor;
 
+use crate::nn::callable::Callable;
+use crate::nn::calls::call::{at_place, within_call};
 use crate::nn::module::{Forward, Member, Module};
 
 /// Applies its layers in order, as `torch.nn.Sequential`; they are named `0`, `1`, ...
@@ -69,11 +71,13 @@ impl Module for Sequential {
 
 impl Forward for Sequential {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        let mut output = input.shallow_clone();
-        for layer in &self.layers {
-            output = layer.forward(&output)?;
-        }
-        Ok(output)
+        within_call(self, input, |input| {
+            let mut output = input.shallow_clone();
+            for (place, layer) in self.layers.iter().enumerate() {
+                output = at_place(place, || layer.call(&output))?;
+            }
+            Ok(output)
+        })
     }
 }
 

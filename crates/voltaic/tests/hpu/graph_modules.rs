@@ -328,7 +328,7 @@ struct Compare {
 impl Callable<(Tensor, Tensor)> for Compare {
     type Output = (Tensor, Tensor);
 
-    fn call(&self, (left, right): &(Tensor, Tensor)) -> anyhow::Result<(Tensor, Tensor)> {
+    fn forward_with(&self, (left, right): &(Tensor, Tensor)) -> anyhow::Result<(Tensor, Tensor)> {
         let sum = self.left.forward(left)? * self.right.forward(right)?;
         let best = sum.argmax(1, false);
         Ok((sum, best))

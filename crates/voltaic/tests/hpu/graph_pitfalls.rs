@@ -216,7 +216,7 @@ struct Packs {
 impl Callable<(Tensor, Tensor)> for Packs {
     type Output = Tensor;
 
-    fn call(&self, (input, lengths): &(Tensor, Tensor)) -> anyhow::Result<Tensor> {
+    fn forward_with(&self, (input, lengths): &(Tensor, Tensor)) -> anyhow::Result<Tensor> {
         let (packed, _) = self.fc.forward(input)?.f_internal_pack_padded_sequence(lengths, true)?;
         Ok(packed)
     }
@@ -248,7 +248,7 @@ struct Ctc;
 impl Callable<(Tensor, Tensor, Tensor, Tensor)> for Ctc {
     type Output = Tensor;
 
-    fn call(&self, args: &(Tensor, Tensor, Tensor, Tensor)) -> anyhow::Result<Tensor> {
+    fn forward_with(&self, args: &(Tensor, Tensor, Tensor, Tensor)) -> anyhow::Result<Tensor> {
         let (logits, targets, input_lengths, target_lengths) = args;
         let log_probs = logits.f_log_softmax(2, Kind::Float)?;
         let reduction = tch::Reduction::Sum;
@@ -392,7 +392,7 @@ struct Several {
 impl Callable<(Tensor, Tensor)> for Several {
     type Output = (Tensor, Tensor, Tensor, Tensor);
 
-    fn call(&self, (x, y): &(Tensor, Tensor)) -> anyhow::Result<Self::Output> {
+    fn forward_with(&self, (x, y): &(Tensor, Tensor)) -> anyhow::Result<Self::Output> {
         let hidden = self.fc.forward(x)?;
         let view = hidden.f_narrow(1, 1, 1)?;
         Ok((hidden, view, y.f_transpose(0, 1)?, self.fc.weight.f_detach()?))

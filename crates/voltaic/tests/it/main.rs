@@ -12,6 +12,7 @@ mod accelerator_values;
 mod autograd;
 mod batch_size_finder;
 mod callbacks;
+mod calls;
 mod checkpoint_io;
 mod class_paths;
 mod cli;

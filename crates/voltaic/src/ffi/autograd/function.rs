@@ -35,22 +35,62 @@ pub fn autograd_function<'a>(
     backward: impl FnMut(&[Tensor]) -> anyhow::Result<Vec<Option<Tensor>>> + Send + 'static,
 ) -> Result<(), TorchError> {
     let (inputs, results) = (pointers(inputs), pointers(outputs));
-    let function = Function {
-        backward: Mutex::new(Box::new(backward)),
-        num_inputs: inputs.len(),
-        num_outputs: results.len(),
-    };
-    let callbacks = sys::vt_autograd_callbacks {
-        backward: call_backward,
-        release,
-        data: Box::into_raw(Box::new(function)).cast(),
-    };
+    let callbacks = callbacks_of(results.len(), inputs.len(), backward);
     // SAFETY: the tensors are borrowed for the call. The shim takes ownership of the data whether or not it succeeds, and
     // gives it back once to `release`; both trampolines cast it to the type it was made from.
     let error = unsafe {
         sys::vt_autograd_function(inputs.as_ptr(), inputs.len(), results.as_ptr(), results.len(), callbacks)
     };
     check("autograd_function", error)
+}
+
+/// Calls `hook` with the gradient of `tensor` each time it is computed, before what `tensor` was made from gets it; what the
+/// hook gives takes the gradient's place. It is called on the thread that runs backward, and goes away with autograd's
+/// graph. The gradient is that of the tensor's value now: what changes it in place later comes before it in backward.
+///
+/// # Errors
+/// If `tensor` does not require grad.
+///
+/// Source: `torch.Tensor.register_hook`.
+pub fn tensor_hook(
+    tensor: &Tensor,
+    mut hook: impl FnMut(Tensor) -> anyhow::Result<Option<Tensor>> + Send + 'static,
+) -> Result<(), TorchError> {
+    let callbacks = callbacks_of(1, 1, move |grads| {
+        let [grad] = grads else { anyhow::bail!("{} gradients of one tensor", grads.len()) };
+        Ok(vec![hook(grad.shallow_clone())?])
+    });
+    // SAFETY: the tensor is borrowed for the call. The shim takes ownership of the data whether or not it succeeds, and gives
+    // it back once to `release`; both trampolines cast it to the type it was made from.
+    check("register_hook", unsafe { sys::vt_tensor_hook(tensor.as_ptr().cast_mut(), callbacks) })
+}
+
+/// Calls `body` when the backward pass in progress on this thread is over. An error or a panic of it makes backward fail.
+///
+/// # Errors
+/// If there is no backward pass.
+///
+/// Source: `torch.autograd.Variable._execution_engine.queue_callback`.
+pub fn at_backward_end(
+    mut body: impl FnMut() -> anyhow::Result<()> + Send + 'static,
+) -> Result<(), TorchError> {
+    let callbacks = callbacks_of(0, 0, move |_| body().map(|()| Vec::new()));
+    // SAFETY: as in `tensor_hook`; without tensors neither side reads the pointers to them.
+    check("queue_callback", unsafe { sys::vt_at_backward_end(callbacks) })
+}
+
+/// A closure as the shim takes it.
+fn callbacks_of(
+    num_outputs: usize,
+    num_inputs: usize,
+    backward: impl FnMut(&[Tensor]) -> anyhow::Result<Vec<Option<Tensor>>> + Send + 'static,
+) -> sys::vt_autograd_callbacks {
+    let function = Function { backward: Mutex::new(Box::new(backward)), num_inputs, num_outputs };
+    sys::vt_autograd_callbacks {
+        backward: call_backward,
+        release,
+        data: Box::into_raw(Box::new(function)).cast(),
+    }
 }
 
 extern "C" fn call_backward(

@@ -51,17 +51,20 @@ struct HookData {
     failure: Arc<Mutex<Option<anyhow::Error>>>,
 }
 
-/// A closure that runs each time a gradient has been accumulated into a leaf; removed when dropped.
+/// A closure that runs each time a gradient has been accumulated into a leaf; removed when dropped. A leaf may have many, which
+/// run in the order in which they were registered.
 ///
 /// The closure runs on the thread that runs backward (the calling thread unless engine multithreading is on). If
 /// it fails or panics, `backward` fails, and [`GradHook::take_failure`] gives the reason.
 pub struct GradHook {
     tensor: Tensor,
+    /// The address of what the C++ side owns, which names the hook among those of the leaf.
+    data: usize,
     failure: Arc<Mutex<Option<anyhow::Error>>>,
 }
 
 impl GradHook {
-    /// Registers `hook` on `leaf`, replacing an earlier one.
+    /// Registers `hook` on `leaf`, after those that it has.
     ///
     /// # Errors
     /// If `leaf` is not a leaf that requires grad.
@@ -71,18 +74,14 @@ impl GradHook {
     ) -> Result<Self, TorchError> {
         let failure = Arc::new(Mutex::new(None));
         let data = Box::new(HookData { hook: Mutex::new(Box::new(hook)), failure: failure.clone() });
+        let data: *mut c_void = Box::into_raw(data).cast();
         // SAFETY: the shim takes ownership of `data` whether or not it succeeds and gives it back exactly once to
         // `release`; both trampolines cast it to the type it was made from.
         let error = unsafe {
-            sys::vt_post_accumulate_grad_hook(
-                leaf.as_ptr().cast_mut(),
-                call_hook,
-                Box::into_raw(data).cast(),
-                release_hook,
-            )
+            sys::vt_post_accumulate_grad_hook(leaf.as_ptr().cast_mut(), call_hook, data, release_hook)
         };
         check("register_post_accumulate_grad_hook", error)?;
-        Ok(Self { tensor: leaf.shallow_clone(), failure })
+        Ok(Self { tensor: leaf.shallow_clone(), data: data.addr(), failure })
     }
 
     /// Why the closure failed, if it did since the last call.
@@ -93,9 +92,12 @@ impl GradHook {
 
 impl Drop for GradHook {
     fn drop(&mut self) {
-        // SAFETY: the tensor is owned by self and alive.
-        let error = unsafe { sys::vt_clear_post_accumulate_grad_hooks(self.tensor.as_ptr().cast_mut()) };
-        if let Err(error) = check("clear_post_accumulate_grad_hooks", error) {
+        // SAFETY: the tensor is owned by self and alive. The shim compares the address and does not read there.
+        let error = unsafe {
+            let data = std::ptr::without_provenance(self.data);
+            sys::vt_post_accumulate_grad_hook_remove(self.tensor.as_ptr().cast_mut(), data)
+        };
+        if let Err(error) = check("remove_post_accumulate_grad_hook", error) {
             tracing::warn!("a gradient hook could not be removed: {error}");
         }
     }

@@ -3,6 +3,7 @@
 
 use tch::Tensor;
 
+use crate::nn::calls::call::within_call;
 use crate::nn::module::{Forward, Module};
 
 /// Returns its input, as `torch.nn.Identity`.
@@ -11,7 +12,7 @@ pub struct Identity;
 
 impl Forward for Identity {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(input.shallow_clone())
+        within_call(self, input, |input| Ok(input.shallow_clone()))
     }
 }
 
@@ -21,7 +22,7 @@ pub struct Relu;
 
 impl Forward for Relu {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(input.f_relu()?)
+        within_call(self, input, |input| Ok(input.f_relu()?))
     }
 }
 
@@ -52,7 +53,7 @@ impl Default for Gelu {
 
 impl Forward for Gelu {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(input.f_gelu(self.approximate)?)
+        within_call(self, input, |input| Ok(input.f_gelu(self.approximate)?))
     }
 }
 
@@ -62,7 +63,7 @@ pub struct Silu;
 
 impl Forward for Silu {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(input.f_silu()?)
+        within_call(self, input, |input| Ok(input.f_silu()?))
     }
 }
 
@@ -72,7 +73,7 @@ pub struct Tanh;
 
 impl Forward for Tanh {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(input.f_tanh()?)
+        within_call(self, input, |input| Ok(input.f_tanh()?))
     }
 }
 
@@ -82,7 +83,7 @@ pub struct Sigmoid;
 
 impl Forward for Sigmoid {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(input.f_sigmoid()?)
+        within_call(self, input, |input| Ok(input.f_sigmoid()?))
     }
 }
 
@@ -101,7 +102,7 @@ impl Softmax {
 
 impl Forward for Softmax {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(input.f_softmax(self.dim, None)?)
+        within_call(self, input, |input| Ok(input.f_softmax(self.dim, None)?))
     }
 }
 
@@ -127,8 +128,10 @@ impl Default for LeakyRelu {
 
 impl Forward for LeakyRelu {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        // tch's leaky_relu has no slope. The backward kernel computes `grad` where x > 0 and `slope * grad` elsewhere:
-        // with x as the gradient that is the function itself, and its derivative in `grad` is the one wanted.
-        Ok(input.f_leaky_relu_backward(input, self.negative_slope, false)?)
+        within_call(self, input, |input| {
+            // tch's leaky_relu has no slope. The backward kernel computes `grad` where x > 0 and `slope * grad` elsewhere:
+            // with x as the gradient that is the function itself, and its derivative in `grad` is the one wanted.
+            Ok(input.f_leaky_relu_backward(input, self.negative_slope, false)?)
+        })
     }
 }

@@ -6,6 +6,8 @@ use tch::{Kind, Tensor};
 
 use crate::device::Device;
 use crate::error::{ModuleError, Result};
+use crate::ffi::tensor_id;
+use crate::nn::calls::call::{within_call, within_call_of};
 use crate::nn::check::{at_least, divides, empty, probability};
 use crate::nn::functional::scaled_dot_product_attention;
 use crate::nn::init;
@@ -105,6 +107,12 @@ impl MultiheadAttention {
         value: &Tensor,
         mask: &AttentionMask<'_>,
     ) -> Result<Tensor> {
+        let [output] =
+            within_call_of(self, [query, key, value], |inputs| Ok([self.attended(inputs, mask)?]))?;
+        Ok(output)
+    }
+
+    fn attended(&self, [query, key, value]: [&Tensor; 3], mask: &AttentionMask<'_>) -> Result<Tensor> {
         let heads = self.project(query, key, value)?;
         let only_causal = mask.is_causal && mask.attn_mask.is_none() && mask.key_padding_mask.is_none();
         let bias = if only_causal { None } else { self.score_bias(&heads, mask)? };
@@ -124,22 +132,27 @@ impl MultiheadAttention {
         value: &Tensor,
         mask: &AttentionMask<'_>,
     ) -> Result<(Tensor, Tensor)> {
-        let heads = self.project(query, key, value)?;
-        let scale = (1.0 / (self.embed_dim / self.num_heads) as f64).sqrt();
-        let mut scores = heads.query.f_mul_scalar(scale)?.f_matmul(&heads.key.f_transpose(-2, -1)?)?;
-        if let Some(bias) = self.score_bias(&heads, mask)? {
-            scores = scores.f_add(&bias)?;
-        }
-        let weights = scores.f_softmax(-1, None)?.f_dropout(self.dropout, self.training)?;
-        let output = self.merge(&weights.f_matmul(&heads.value)?)?;
-        Ok((output, weights.f_mean_dim([1_i64].as_slice(), false, None)?))
+        let [output, weights] = within_call_of(self, [query, key, value], |[query, key, value]| {
+            let heads = self.project(query, key, value)?;
+            let scale = (1.0 / (self.embed_dim / self.num_heads) as f64).sqrt();
+            let mut scores = heads.query.f_mul_scalar(scale)?.f_matmul(&heads.key.f_transpose(-2, -1)?)?;
+            if let Some(bias) = self.score_bias(&heads, mask)? {
+                scores = scores.f_add(&bias)?;
+            }
+            let weights = scores.f_softmax(-1, None)?.f_dropout(self.dropout, self.training)?;
+            let output = self.merge(&weights.f_matmul(&heads.value)?)?;
+            Ok([output, weights.f_mean_dim([1_i64].as_slice(), false, None)?])
+        })?;
+        Ok((output, weights))
     }
 
     fn project(&self, query: &Tensor, key: &Tensor, value: &Tensor) -> Result<Heads> {
         for input in [query, key, value] {
             self.check(input)?;
         }
-        if std::ptr::eq(query, key) && std::ptr::eq(key, value) {
+        let [id, of_key, of_value] = [query, key, value].map(tensor_id);
+        let id = id?;
+        if id == of_key? && id == of_value? {
             // one product instead of three
             let packed = query.f_linear(&self.in_proj_weight, self.in_proj_bias.as_deref())?;
             let [query, key, value] = [0, 1, 2].map(|part| {
@@ -217,7 +230,7 @@ fn additive(mask: &Tensor, dtype: Kind) -> Result<Tensor, tch::TchError> {
 
 impl Forward for MultiheadAttention {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(self.attend(input, input, input, &AttentionMask::default())?)
+        within_call(self, input, |input| Ok(self.attended([input; 3], &AttentionMask::default())?))
     }
 }
 

@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 use crate::distributed::ProcessGroup;
 use crate::error::Result;
 use crate::nn::buffer::Buffer;
+use crate::nn::calls::call::within_call;
 use crate::nn::check::{at_least, empty, explain};
 use crate::nn::layers::sync_batch_norm;
 use crate::nn::module::{Forward, Module};
@@ -146,22 +147,24 @@ impl<const N: usize> BatchNorm<N> {
 
 impl<const N: usize> Forward for BatchNorm<N> {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        let fits = self.misfit(&input.size()).is_none();
-        if let Some(group) = sync_batch_norm::ranks().filter(|_| self.training && fits) {
-            let output = self.normalise_over(input, &group)?;
-            self.count()?;
-            return Ok(output);
-        }
-        let output = if Self::fits(input.dim()) {
-            self.normalise(input)
-        } else {
-            Err(tch::TchError::Shape("number of dimensions".to_owned()))
-        };
-        let output = explain(output, input, |shape| self.misfit(shape))?;
-        if self.training {
-            self.count()?;
-        }
-        Ok(output)
+        within_call(self, input, |input| {
+            let fits = self.misfit(&input.size()).is_none();
+            if let Some(group) = sync_batch_norm::ranks().filter(|_| self.training && fits) {
+                let output = self.normalise_over(input, &group)?;
+                self.count()?;
+                return Ok(output);
+            }
+            let output = if Self::fits(input.dim()) {
+                self.normalise(input)
+            } else {
+                Err(tch::TchError::Shape("number of dimensions".to_owned()))
+            };
+            let output = explain(output, input, |shape| self.misfit(shape))?;
+            if self.training {
+                self.count()?;
+            }
+            Ok(output)
+        })
     }
 }
 

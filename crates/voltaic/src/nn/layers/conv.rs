@@ -5,6 +5,7 @@ use std::fmt;
 use tch::Tensor;
 
 use crate::error::Result;
+use crate::nn::calls::call::within_call;
 use crate::nn::check::{Sizes, at_least, divides, empty, explain};
 use crate::nn::init;
 use crate::nn::layers::linear::no_bias;
@@ -99,7 +100,9 @@ impl<const N: usize> Conv<N> {
 
 impl<const N: usize> Forward for Conv<N> {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(explain(self.convolve(input), input, |shape| self.misfit(shape))?)
+        within_call(self, input, |input| {
+            Ok(explain(self.convolve(input), input, |shape| self.misfit(shape))?)
+        })
     }
 }
 

@@ -5,6 +5,7 @@ use std::fmt;
 use tch::Tensor;
 
 use crate::error::Result;
+use crate::nn::calls::call::within_call;
 use crate::nn::check::{Sizes, at_least, divides, empty, explain, refuse};
 use crate::nn::init;
 use crate::nn::layers::linear::no_bias;
@@ -69,30 +70,32 @@ impl ConvTranspose2d {
 
 impl Forward for ConvTranspose2d {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        let options = &self.options;
-        let output = input.f_conv_transpose2d(
-            &self.weight,
-            self.bias.as_deref(),
-            options.stride,
-            options.padding,
-            options.output_padding,
-            options.groups,
-            options.dilation,
-        );
-        Ok(explain(output, input, |shape| {
-            let expected = if shape.len() != 3 && shape.len() != 4 {
-                "3 or 4 dimensions, [batch, channels, height, width], are needed".to_owned()
-            } else if shape[shape.len() - 3] != options.in_channels {
-                format!(
-                    "dimension {} holds the channels and must be {}",
-                    shape.len() - 3,
-                    options.in_channels
-                )
-            } else {
-                return None;
-            };
-            Some((format!("{self:?}"), expected))
-        })?)
+        within_call(self, input, |input| {
+            let options = &self.options;
+            let output = input.f_conv_transpose2d(
+                &self.weight,
+                self.bias.as_deref(),
+                options.stride,
+                options.padding,
+                options.output_padding,
+                options.groups,
+                options.dilation,
+            );
+            Ok(explain(output, input, |shape| {
+                let expected = if shape.len() != 3 && shape.len() != 4 {
+                    "3 or 4 dimensions, [batch, channels, height, width], are needed".to_owned()
+                } else if shape[shape.len() - 3] != options.in_channels {
+                    format!(
+                        "dimension {} holds the channels and must be {}",
+                        shape.len() - 3,
+                        options.in_channels
+                    )
+                } else {
+                    return None;
+                };
+                Some((format!("{self:?}"), expected))
+            })?)
+        })
     }
 }
 

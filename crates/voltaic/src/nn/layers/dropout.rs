@@ -3,6 +3,7 @@
 use tch::Tensor;
 
 use crate::error::Result;
+use crate::nn::calls::call::within_call;
 use crate::nn::check::probability;
 use crate::nn::module::{Forward, Module};
 
@@ -52,6 +53,6 @@ impl Dropout {
 
 impl Forward for Dropout {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(input.f_dropout(self.p, self.training)?)
+        within_call(self, input, |input| Ok(input.f_dropout(self.p, self.training)?))
     }
 }

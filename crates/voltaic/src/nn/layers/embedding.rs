@@ -5,6 +5,7 @@ use std::fmt;
 use tch::Tensor;
 
 use crate::error::{Error, ModuleError, Result};
+use crate::nn::calls::call::within_call;
 use crate::nn::check::{at_least, empty, refuse};
 use crate::nn::init;
 use crate::nn::module::{Forward, Module};
@@ -63,15 +64,17 @@ impl Embedding {
 
 impl Forward for Embedding {
     fn forward(&self, indices: &Tensor) -> anyhow::Result<Tensor> {
-        let padding_idx = self.padding_idx.unwrap_or(-1);
-        let output = Tensor::f_embedding(&self.weight, indices, padding_idx, false, false);
-        Ok(output.map_err(|error| match self.misuse(indices) {
-            Some(what) => {
-                let remedy = format!("give integers in 0..{}", self.num_embeddings);
-                Error::from(ModuleError::Input { layer: format!("{self:?}"), what, remedy })
-            }
-            None => error.into(),
-        })?)
+        within_call(self, indices, |indices| {
+            let padding_idx = self.padding_idx.unwrap_or(-1);
+            let output = Tensor::f_embedding(&self.weight, indices, padding_idx, false, false);
+            Ok(output.map_err(|error| match self.misuse(indices) {
+                Some(what) => {
+                    let remedy = format!("give integers in 0..{}", self.num_embeddings);
+                    Error::from(ModuleError::Input { layer: format!("{self:?}"), what, remedy })
+                }
+                None => error.into(),
+            })?)
+        })
     }
 }
 

@@ -5,6 +5,7 @@ use std::fmt;
 use tch::Tensor;
 
 use crate::error::Result;
+use crate::nn::calls::call::within_call;
 use crate::nn::check::{at_least, empty, explain};
 use crate::nn::init;
 use crate::nn::module::{Forward, Module};
@@ -75,10 +76,12 @@ impl Linear {
 
 impl Forward for Linear {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(explain(self.product(input), input, |shape| {
-            let expected = format!("last dimension must be {}", self.in_features);
-            (shape.last() != Some(&self.in_features)).then(|| (format!("{self:?}"), expected))
-        })?)
+        within_call(self, input, |input| {
+            Ok(explain(self.product(input), input, |shape| {
+                let expected = format!("last dimension must be {}", self.in_features);
+                (shape.last() != Some(&self.in_features)).then(|| (format!("{self:?}"), expected))
+            })?)
+        })
     }
 }
 

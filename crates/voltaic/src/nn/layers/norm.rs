@@ -5,6 +5,7 @@ use std::fmt;
 use tch::Tensor;
 
 use crate::error::Result;
+use crate::nn::calls::call::within_call;
 use crate::nn::check::{at_least, divides, empty, explain};
 use crate::nn::init;
 use crate::nn::module::{Forward, Module};
@@ -84,12 +85,14 @@ impl LayerNorm {
 
 impl Forward for LayerNorm {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        let (weight, bias) = (self.weight.as_deref(), self.bias.as_deref());
-        let output = input.f_layer_norm(&self.normalized_shape, weight, bias, self.eps, true);
-        Ok(explain(output, input, |shape| {
-            let expected = format!("last dimensions must be {:?}", self.normalized_shape);
-            (!shape.ends_with(&self.normalized_shape)).then(|| (format!("{self:?}"), expected))
-        })?)
+        within_call(self, input, |input| {
+            let (weight, bias) = (self.weight.as_deref(), self.bias.as_deref());
+            let output = input.f_layer_norm(&self.normalized_shape, weight, bias, self.eps, true);
+            Ok(explain(output, input, |shape| {
+                let expected = format!("last dimensions must be {:?}", self.normalized_shape);
+                (!shape.ends_with(&self.normalized_shape)).then(|| (format!("{self:?}"), expected))
+            })?)
+        })
     }
 }
 
@@ -184,12 +187,14 @@ impl GroupNorm {
 
 impl Forward for GroupNorm {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        let (weight, bias) = (self.weight.as_deref(), self.bias.as_deref());
-        let output = input.f_group_norm(self.num_groups, weight, bias, self.eps, true);
-        Ok(explain(output, input, |shape| {
-            let expected = format!("dimension 1 holds the channels and must be {}", self.num_channels);
-            (shape.get(1) != Some(&self.num_channels)).then(|| (format!("{self:?}"), expected))
-        })?)
+        within_call(self, input, |input| {
+            let (weight, bias) = (self.weight.as_deref(), self.bias.as_deref());
+            let output = input.f_group_norm(self.num_groups, weight, bias, self.eps, true);
+            Ok(explain(output, input, |shape| {
+                let expected = format!("dimension 1 holds the channels and must be {}", self.num_channels);
+                (shape.get(1) != Some(&self.num_channels)).then(|| (format!("{self:?}"), expected))
+            })?)
+        })
     }
 }
 

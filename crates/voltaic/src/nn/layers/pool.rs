@@ -3,6 +3,7 @@
 use tch::Tensor;
 
 use crate::error::Result;
+use crate::nn::calls::call::within_call;
 use crate::nn::check::{Sizes, at_least, explain, refuse};
 use crate::nn::module::{Forward, Module};
 
@@ -53,10 +54,12 @@ impl MaxPool2d {
 
 impl Forward for MaxPool2d {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        let MaxPool2dBuilder { kernel_size, stride, padding, dilation, ceil_mode } = self.options;
-        let output = input.f_max_pool2d(kernel_size, stride, padding, dilation, ceil_mode);
-        let reach = [0, 1].map(|i| dilation[i] * (kernel_size[i] - 1) + 1);
-        Ok(explain(output, input, |shape| misfit(shape, "MaxPool2d", kernel_size, reach, padding))?)
+        within_call(self, input, |input| {
+            let MaxPool2dBuilder { kernel_size, stride, padding, dilation, ceil_mode } = self.options;
+            let output = input.f_max_pool2d(kernel_size, stride, padding, dilation, ceil_mode);
+            let reach = [0, 1].map(|i| dilation[i] * (kernel_size[i] - 1) + 1);
+            Ok(explain(output, input, |shape| misfit(shape, "MaxPool2d", kernel_size, reach, padding))?)
+        })
     }
 }
 
@@ -141,9 +144,12 @@ impl AvgPool2d {
 
 impl Forward for AvgPool2d {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        let AvgPool2dBuilder { kernel_size, stride, padding, ceil_mode, count_include_pad } = self.options;
-        let output = input.f_avg_pool2d(kernel_size, stride, padding, ceil_mode, count_include_pad, None);
-        Ok(explain(output, input, |shape| misfit(shape, "AvgPool2d", kernel_size, kernel_size, padding))?)
+        within_call(self, input, |input| {
+            let AvgPool2dBuilder { kernel_size, stride, padding, ceil_mode, count_include_pad } =
+                self.options;
+            let output = input.f_avg_pool2d(kernel_size, stride, padding, ceil_mode, count_include_pad, None);
+            Ok(explain(output, input, |shape| misfit(shape, "AvgPool2d", kernel_size, kernel_size, padding))?)
+        })
     }
 }
 
@@ -216,10 +222,12 @@ impl AdaptiveAvgPool2d {
 
 impl Forward for AdaptiveAvgPool2d {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        let output = input.f_adaptive_avg_pool2d(self.output_size);
-        Ok(explain(output, input, |shape| {
-            misfit(shape, "AdaptiveAvgPool2d", self.output_size, [0; 2], [0; 2])
-        })?)
+        within_call(self, input, |input| {
+            let output = input.f_adaptive_avg_pool2d(self.output_size);
+            Ok(explain(output, input, |shape| {
+                misfit(shape, "AdaptiveAvgPool2d", self.output_size, [0; 2], [0; 2])
+            })?)
+        })
     }
 }
 
@@ -250,7 +258,7 @@ impl Default for Flatten {
 
 impl Forward for Flatten {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        Ok(input.f_flatten(self.start_dim, self.end_dim)?)
+        within_call(self, input, |input| Ok(input.f_flatten(self.start_dim, self.end_dim)?))
     }
 }
 

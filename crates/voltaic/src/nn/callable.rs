@@ -1,9 +1,10 @@
-//! What graphs of modules take and give: a tensor, or a tuple of tensors.
+//! The call of a module: a tensor or a tuple of tensors in, and out.
 
 use tch::Tensor;
 
 use crate::error::{GraphError, Result};
-use crate::nn::{Forward, Module};
+use crate::nn::calls::call::{await_forward, call};
+use crate::nn::module::{Forward, Module};
 
 mod sealed {
     pub trait Sealed {}
@@ -11,17 +12,17 @@ mod sealed {
 
 /// A tensor, or a tuple of one to six.
 ///
-/// A graph has a fixed number of inputs and outputs, so that lists and maps of tensors are refused by the compiler:
+/// A call has a fixed number of inputs and outputs, so that lists and maps of tensors are refused by the compiler:
 ///
 /// ```compile_fail
 /// # use voltaic::graph::{make_graphed_callables, Callable};
 /// # use voltaic::Tensor;
 /// fn graph_it(net: impl Callable<Tensor>, list: Vec<Tensor>) {
-///     make_graphed_callables(net, &list, 0); // error: graphs take a tensor or a tuple of tensors, not `Vec<Tensor>`
+///     make_graphed_callables(net, &list, 0); // error: calls and graphs take a tensor or a tuple of tensors, not `Vec<Tensor>`
 /// }
 /// ```
 #[diagnostic::on_unimplemented(
-    message = "graphs take a tensor or a tuple of tensors, not `{Self}`",
+    message = "calls and graphs take a tensor or a tuple of tensors, not `{Self}`",
     label = "a list or a map of tensors has no fixed number of them",
     note = "give the tensors one by one, as a tuple"
 )]
@@ -81,13 +82,15 @@ tensor_tuple!(4, a Tensor, b Tensor, c Tensor, d Tensor);
 tensor_tuple!(5, a Tensor, b Tensor, c Tensor, d Tensor, e Tensor);
 tensor_tuple!(6, a Tensor, b Tensor, c Tensor, d Tensor, e Tensor, f Tensor);
 
-/// A module that can be made a graph of: tensors in, tensors out. Every [`Forward`] is one; a module of several inputs
-/// or outputs implements it itself.
+/// A module that is called: tensors in, tensors out. [`call`](Callable::call) is what PyTorch's `module(x)` is, `forward`
+/// what you implement. Hooks ([`ModuleHooks`](super::ModuleHooks)), graphs and whatever else follows a module hear its calls;
+/// with nobody there, a call is `forward`.
+///
+/// Every [`Forward`] is one. A module of several inputs or outputs implements [`forward_with`](Callable::forward_with):
 ///
 /// ```
-/// use voltaic::graph::Callable;
-/// use voltaic::nn::{Forward, Linear, Module};
-/// use voltaic::Tensor;
+/// use voltaic::nn::{Callable, Linear, Module};
+/// use voltaic::{Kind, Tensor};
 ///
 /// #[derive(Module)]
 /// struct Gated {
@@ -98,35 +101,66 @@ tensor_tuple!(6, a Tensor, b Tensor, c Tensor, d Tensor, e Tensor, f Tensor);
 /// impl Callable<(Tensor, Tensor)> for Gated {
 ///     type Output = Tensor;
 ///
-///     fn call(&self, (input, context): &(Tensor, Tensor)) -> anyhow::Result<Tensor> {
-///         Ok(self.value.forward(input)? * self.gate.forward(context)?.f_sigmoid()?)
+///     fn forward_with(&self, (input, context): &(Tensor, Tensor)) -> anyhow::Result<Tensor> {
+///         Ok(self.value.call(input)? * self.gate.call(context)?.f_sigmoid()?)
 ///     }
 /// }
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let gated = Gated { value: Linear::new(4, 2)?, gate: Linear::new(4, 2)? };
+/// let input = Tensor::ones([8, 4], (Kind::Float, tch::Device::Cpu));
+/// assert_eq!(gated.call(&(input.shallow_clone(), input))?.size(), [8, 2]);
+/// # Ok(())
+/// # }
 /// ```
+///
+/// voltaic's own layers and models are heard by `forward`, too. For a module of yours `forward` runs the code alone.
 pub trait Callable<A: TensorTuple>: Module {
     /// What comes out.
     type Output: TensorTuple;
 
-    /// The forward pass.
+    /// The forward pass, to be implemented; [`call`](Callable::call) calls it.
     ///
     /// # Errors
     /// If the inputs do not fit.
-    fn call(&self, args: &A) -> anyhow::Result<Self::Output>;
+    fn forward_with(&self, args: &A) -> anyhow::Result<Self::Output>;
+
+    /// Calls the module.
+    ///
+    /// # Errors
+    /// Those of the forward pass; those of hooks.
+    fn call(&self, args: &A) -> anyhow::Result<Self::Output> {
+        call(self, args, Self::forward_with)
+    }
 }
 
 impl<M: Forward> Callable<Tensor> for M {
     type Output = Tensor;
 
-    fn call(&self, input: &Tensor) -> anyhow::Result<Tensor> {
+    fn forward_with(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         self.forward(input)
     }
 }
 
-/// The module's call, on tensors one by one.
-pub(super) fn call_with<A: TensorTuple, M: Callable<A>>(
+impl Callable<Tensor> for dyn Forward {
+    type Output = Tensor;
+
+    fn forward_with(&self, input: &Tensor) -> anyhow::Result<Tensor> {
+        self.forward(input)
+    }
+}
+
+/// The module's code, as the call in progress if that is of this module.
+pub(crate) fn code_of<A: TensorTuple, M: Callable<A>>(module: &M, args: &A) -> anyhow::Result<M::Output> {
+    await_forward(module);
+    module.forward_with(args)
+}
+
+/// [`code_of`] on tensors one by one.
+pub(crate) fn call_with<A: TensorTuple, M: Callable<A>>(
     module: &M,
     inputs: &[Tensor],
 ) -> anyhow::Result<Vec<Tensor>> {
     let args = A::from_tensors(inputs.iter().map(Tensor::shallow_clone).collect())?;
-    Ok(module.call(&args)?.tensors())
+    Ok(code_of(module, &args)?.tensors())
 }

@@ -1,0 +1,268 @@
+//! Hooks of module calls, as PyTorch's `register_forward_hook` and its kin.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use tch::Tensor;
+
+use crate::error::{ModuleError, Result};
+use crate::nn::calls::call::InForce;
+use crate::nn::calls::entry::{CallWatcher, Entry, Hook, ModuleCall};
+use crate::nn::calls::reach;
+use crate::nn::calls::table::{Node, Table};
+use crate::nn::calls::which::Which;
+use crate::nn::module::Module;
+
+/// Hooks of the calls of modules, by fqn, by type, or of all. Clones share them.
+///
+/// Hooks belong to whoever runs the modules, not to the modules: a trainer has its own (`Trainer::module_hooks`,
+/// `HookContext::module_hooks`), which are in force in its steps. In a loop of your own they are in force
+/// [`within`](Self::within):
+///
+/// ```
+/// use voltaic::nn::{Callable, Linear, ModuleHooks, Relu, Sequential};
+/// use voltaic::{Kind, Tensor};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let net = Sequential::new().add(Linear::new(4, 8)?).add(Relu).add(Linear::new(8, 2)?);
+/// let hooks = ModuleHooks::new();
+/// let handle = hooks.register_forward_hook("2", |call, inputs, outputs| {
+///     println!("{} ({}): {:?} to {:?}", call.fqn(), call.type_name(), inputs[0].size(), outputs[0].size());
+///     outputs[0] = outputs[0].f_clamp(-1.0, 1.0)?; // what the caller gets
+///     Ok(())
+/// });
+/// let input = Tensor::ones([3, 4], (Kind::Float, tch::Device::Cpu));
+/// hooks.within(&net, || net.call(&input))??;
+/// handle.remove();
+/// # Ok(())
+/// # }
+/// ```
+///
+/// A module's call is heard if it is made by [`call`](super::Callable::call); voltaic's own layers and models are heard by
+/// `forward`, too. Hooks run in the order in which they were registered, as in PyTorch: those before the forward pass, the
+/// module's code, those after it. An error of a hook is an error of the call, and a hook that calls modules is not called for
+/// these.
+///
+/// While a graph is captured a hook refuses the capture, since a replay would not call it: what it is in runs as usual. Hooks
+/// of a module that is itself replayed run around each replay.
+///
+/// Source: `torch.nn.Module.register_forward_pre_hook`, `register_forward_hook`, `register_full_backward_pre_hook`,
+/// `register_full_backward_hook`.
+#[derive(Clone, Default)]
+pub struct ModuleHooks {
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    entries: Mutex<Vec<Arc<Entry>>>,
+    /// Changes of the entries so far.
+    version: AtomicU64,
+    /// Hooks so far, with those that were removed.
+    count: AtomicU64,
+    /// Of the last tree.
+    table: Mutex<Option<Table>>,
+}
+
+/// Removes a hook. The hook stays if this is dropped.
+#[derive(Clone)]
+#[must_use = "a hook stays until remove() is called; say `let _ = ..` if it shall stay for good"]
+pub struct RemovableHandle {
+    shared: Weak<Shared>,
+    id: u64,
+}
+
+impl RemovableHandle {
+    /// Removes the hook; nothing happens if it is gone already. Calls that have begun still run it.
+    pub fn remove(&self) {
+        if let Some(shared) = self.shared.upgrade() {
+            let mut entries = shared.entries();
+            let removed: Vec<_> = entries.extract_if(.., |entry| entry.id == self.id).collect();
+            shared.version.fetch_add(1, Ordering::Release);
+            drop(entries);
+            drop(removed); // what the hook owns may do anything when it is dropped
+        }
+    }
+}
+
+impl Shared {
+    fn entries(&self) -> MutexGuard<'_, Vec<Arc<Entry>>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn table(&self) -> MutexGuard<'_, Option<Table>> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ModuleHooks {
+    /// No hooks yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Calls `hook` before the forward pass of the modules, with the inputs, which it may replace.
+    pub fn register_forward_pre_hook(
+        &self,
+        which: impl Into<Which>,
+        hook: impl FnMut(&ModuleCall<'_>, &mut [Tensor]) -> anyhow::Result<()> + Send + 'static,
+    ) -> RemovableHandle {
+        self.register(which.into(), Hook::ForwardPre(Mutex::new(Box::new(hook))))
+    }
+
+    /// Calls `hook` after the forward pass of the modules, with inputs and outputs; it may replace the outputs.
+    pub fn register_forward_hook(
+        &self,
+        which: impl Into<Which>,
+        hook: impl FnMut(&ModuleCall<'_>, &[Tensor], &mut [Tensor]) -> anyhow::Result<()> + Send + 'static,
+    ) -> RemovableHandle {
+        self.register(which.into(), Hook::Forward(Mutex::new(Box::new(hook))))
+    }
+
+    /// Calls `hook` in the backward pass when the gradients of the modules' outputs are there, which it may replace.
+    pub fn register_full_backward_pre_hook(
+        &self,
+        which: impl Into<Which>,
+        hook: impl FnMut(&ModuleCall<'_>, &mut [Option<Tensor>]) -> anyhow::Result<()> + Send + 'static,
+    ) -> RemovableHandle {
+        self.register(which.into(), Hook::BackwardPre(Mutex::new(Box::new(hook))))
+    }
+
+    /// Calls `hook` in the backward pass when the gradients of the modules' inputs are there, with these, which it may
+    /// replace, and those of the outputs. If no input has a gradient, it is called when those of the outputs are there.
+    ///
+    /// Layers may still change inputs and outputs in place, unlike under PyTorch's hook. For a module of several inputs or
+    /// outputs this holds for tensors that are no views.
+    pub fn register_full_backward_hook(
+        &self,
+        which: impl Into<Which>,
+        hook: impl FnMut(&ModuleCall<'_>, &mut [Option<Tensor>], &[Option<Tensor>]) -> anyhow::Result<()>
+        + Send
+        + 'static,
+    ) -> RemovableHandle {
+        self.register(which.into(), Hook::Backward(Mutex::new(Box::new(hook))))
+    }
+
+    /// Lets `watcher` follow the calls.
+    pub(crate) fn watch(
+        &self,
+        which: impl Into<Which>,
+        watcher: impl CallWatcher + 'static,
+    ) -> RemovableHandle {
+        self.register(which.into(), Hook::Watcher(Mutex::new(Box::new(watcher))))
+    }
+
+    fn register(&self, which: Which, hook: Hook) -> RemovableHandle {
+        let id = self.shared.count.fetch_add(1, Ordering::Relaxed);
+        self.shared.entries().push(Arc::new(Entry { id, which, hook, is_heard: AtomicBool::new(false) }));
+        self.shared.version.fetch_add(1, Ordering::Release);
+        RemovableHandle { shared: Arc::downgrade(&self.shared), id }
+    }
+
+    /// Whether there are no hooks.
+    pub fn is_empty(&self) -> bool {
+        self.shared.entries().is_empty()
+    }
+
+    /// Runs `body`, such as one step, with the hooks in force on this thread for `root` and the modules below it. Within
+    /// another scope both hear.
+    ///
+    /// # Errors
+    /// [`ModuleError::Hook`] if a hook is for a module that `root` does not have; then `body` does not run.
+    pub fn within<R>(&self, root: &dyn Module, body: impl FnOnce() -> R) -> Result<R> {
+        if self.is_empty() {
+            return Ok(body());
+        }
+        let mut table = self.shared.table().take().unwrap_or_default();
+        table.refresh(root);
+        let is_new = table.version().is_none();
+        self.sort(&mut table);
+        if is_new {
+            self.check(&table, root)?;
+        }
+        let in_force = InForce::begin(self.clone(), table);
+        let result = reach::within(root, body);
+        drop(in_force);
+        Ok(result)
+    }
+
+    pub(super) fn sort(&self, table: &mut Table) {
+        let version = self.shared.version.load(Ordering::Acquire);
+        if table.version() != Some(version) {
+            table.sort(&self.shared.entries(), version);
+        }
+    }
+
+    /// Keeps the table for the next time.
+    pub(super) fn keep(&self, table: Table) {
+        *self.shared.table() = Some(table);
+    }
+
+    /// Refuses hooks of modules that are not there.
+    fn check(&self, table: &Table, root: &dyn Module) -> Result<()> {
+        for entry in self.shared.entries().iter() {
+            let is_for = |node: &Node| node.entries().iter().any(|known| known.id == entry.id);
+            if table.nodes().iter().any(is_for) {
+                continue;
+            }
+            let name = root.type_name();
+            let what = format!("{name} has no module for a {} of {}", entry.kind(), entry.which);
+            let names = table.nodes().iter().map(|node| &*node.fqn).filter(|fqn| !fqn.is_empty());
+            let names = names.take(20).collect::<Vec<_>>().join(", ");
+            let more = if table.nodes().len() > 21 { ", .." } else { "" };
+            let remedy = format!("register it for one of: {names}{more}");
+            return Err(ModuleError::Hook { what, remedy }.into());
+        }
+        Ok(())
+    }
+
+    /// The fqn of modules that hooks are for and that no call within the scopes so far was made of, though the hook was not
+    /// called for another module either. Their code may have run by `forward`; `call` is what hooks hear.
+    pub fn never_called(&self) -> Vec<String> {
+        let table = self.shared.table();
+        let unheard = table.iter().flat_map(Table::unheard);
+        unheard.flat_map(|(_, nodes)| nodes.into_iter().map(|node| node.fqn.to_string())).collect()
+    }
+
+    /// After a first step: an error for a hook of a module that was run past its hooks, which is seen by the modules below
+    /// it that were called; a warning for one that was not run at all.
+    pub(crate) fn check_heard(&self) -> Result<()> {
+        let table = self.shared.table();
+        let Some(table) = &*table else { return Ok(()) };
+        for (entry, nodes) in table.unheard() {
+            let Some(node) = nodes.first() else { continue };
+            let name = if node.fqn.is_empty() { "the module itself" } else { &*node.fqn };
+            let name = format!("{name} ({})", node.type_name);
+            let passed = nodes.iter().find(|node| table.is_heard_below(node));
+            match passed {
+                Some(_) if entry.which.is_exact() => {
+                    let what = format!(
+                        "the {} of {name} was not called in the first step, though modules below it were",
+                        entry.kind()
+                    );
+                    let remedy = "call it by `.call(&input)` (trait Callable) in place of `.forward(&input)`, or register the hook for a module that is called";
+                    return Err(ModuleError::Hook { what, remedy: remedy.to_owned() }.into());
+                }
+                _ => tracing::warn!(
+                    "the {} of {} was not called in the first step: no call of {name} was made; hooks hear `.call(&input)`, and `.forward(&input)` of voltaic's own layers",
+                    entry.kind(),
+                    entry.which
+                ),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for ModuleHooks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ModuleHooks({})", self.shared.entries().len())
+    }
+}
+
+impl fmt::Debug for RemovableHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RemovableHandle({})", self.id)
+    }
+}

@@ -1,0 +1,159 @@
+//! The modules of a tree by where they lie, and the hooks of each.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::nn::calls::entry::{Entry, Hook};
+use crate::nn::module::{Identity, Member, Module, identity};
+use crate::nn::tree::ModuleExt;
+
+/// Hooks of one module.
+pub(super) type Entries = Arc<[Arc<Entry>]>;
+
+/// A module of the tree.
+pub(super) struct Node {
+    pub(super) fqn: Arc<str>,
+    pub(super) type_name: &'static str,
+    identity: Identity,
+    entries: Entries,
+    /// It was called.
+    pub(super) is_heard: bool,
+}
+
+impl Node {
+    pub(super) fn entries(&self) -> Entries {
+        self.entries.clone()
+    }
+}
+
+/// The modules of a tree. It holds while nobody may change the tree, and is looked over again after that.
+#[derive(Default)]
+pub(super) struct Table {
+    nodes: Vec<Node>,
+    /// Modules without fields may lie at one place.
+    places: HashMap<Identity, Vec<usize>>,
+    /// Of the registry when the entries were sorted.
+    version: Option<u64>,
+}
+
+impl Table {
+    /// Makes it the table of `root`, which is cheap if nothing in that tree has moved.
+    pub(super) fn refresh(&mut self, root: &dyn Module) {
+        let mut known = self.nodes.iter();
+        let is_same = same_places(root, &mut known) && known.next().is_none();
+        if is_same && !self.nodes.is_empty() {
+            return;
+        }
+        let heard: Vec<_> = self
+            .nodes
+            .drain(..)
+            .filter(|node| node.is_heard)
+            .map(|node| (node.fqn, node.type_name))
+            .collect();
+        self.places.clear();
+        self.version = None;
+        for (fqn, module) in root.named_modules() {
+            let (identity, type_name) = (identity(module), module.type_name());
+            self.places.entry(identity).or_default().push(self.nodes.len());
+            let is_heard = heard.iter().any(|(known, name)| **known == *fqn && *name == type_name);
+            self.nodes.push(Node { fqn: fqn.into(), type_name, identity, entries: Arc::new([]), is_heard });
+        }
+    }
+
+    /// Sorts the hooks of a registry to the modules, if there are others than before.
+    pub(super) fn sort(&mut self, entries: &[Arc<Entry>], version: u64) {
+        if self.version == Some(version) {
+            return;
+        }
+        for node in &mut self.nodes {
+            let fits = |entry: &&Arc<Entry>| entry.which.fits(&node.fqn, node.identity.1);
+            node.entries = entries.iter().filter(fits).cloned().collect();
+        }
+        self.version = Some(version);
+    }
+
+    pub(super) fn version(&self) -> Option<u64> {
+        self.version
+    }
+
+    pub(super) fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    pub(super) fn node(&self, index: usize) -> &Node {
+        &self.nodes[index]
+    }
+
+    /// Notes that a module was called, also for its hooks.
+    pub(super) fn note_heard(&mut self, index: usize) {
+        let node = &mut self.nodes[index];
+        node.is_heard = true;
+        node.entries.iter().for_each(|entry| entry.note_heard());
+    }
+
+    /// The module of this identity. Of several the one at `place` within `caller`, the module whose call it is within; else
+    /// the first one below that; else the first.
+    pub(super) fn find(
+        &self,
+        identity: Identity,
+        caller: Option<usize>,
+        place: Option<usize>,
+    ) -> Option<usize> {
+        let candidates = self.places.get(&identity)?;
+        let (Some(caller), [_, _, ..]) = (caller, candidates.as_slice()) else {
+            return candidates.first().copied();
+        };
+        let caller = &*self.nodes[caller].fqn;
+        let below = |index: &&usize| {
+            let fqn = &*self.nodes[**index].fqn;
+            caller.is_empty() || fqn.strip_prefix(caller).is_some_and(|rest| rest.starts_with('.'))
+        };
+        let at_place = place.and_then(|place| {
+            let fqn = if caller.is_empty() { place.to_string() } else { format!("{caller}.{place}") };
+            candidates.iter().find(|index| *self.nodes[**index].fqn == *fqn)
+        });
+        at_place.or_else(|| candidates.iter().find(below)).or(candidates.first()).copied()
+    }
+
+    /// Hooks, other than watchers, none of whose modules was called, with those modules.
+    pub(super) fn unheard(&self) -> Vec<(&Arc<Entry>, Vec<&Node>)> {
+        let mut found: Vec<(&Arc<Entry>, Vec<&Node>)> = Vec::new();
+        for node in &self.nodes {
+            for entry in node.entries.iter() {
+                let is_watcher = matches!(entry.hook, Hook::Watcher(_));
+                if is_watcher || entry.is_heard.load(Ordering::Relaxed) {
+                    continue;
+                }
+                match found.iter_mut().find(|(known, _)| known.id == entry.id) {
+                    Some((_, nodes)) => nodes.push(node),
+                    None => found.push((entry, vec![node])),
+                }
+            }
+        }
+        found
+    }
+
+    /// Whether a module below this one was called.
+    pub(super) fn is_heard_below(&self, node: &Node) -> bool {
+        let below = |other: &&Node| {
+            let rest = other.fqn.strip_prefix(&*node.fqn);
+            rest.is_some_and(|rest| !rest.is_empty() && (node.fqn.is_empty() || rest.starts_with('.')))
+        };
+        self.nodes.iter().filter(below).any(|other| other.is_heard)
+    }
+}
+
+/// Whether the modules of the tree, in the order of `named_modules`, lie where the nodes say.
+fn same_places<'a>(module: &dyn Module, known: &mut dyn Iterator<Item = &'a Node>) -> bool {
+    if known.next().is_none_or(|node| node.identity != identity(module)) {
+        return false;
+    }
+    let mut is_same = true;
+    module.members(&mut |_, member| {
+        if let Member::Module(child) = member {
+            is_same = is_same && same_places(child, known);
+        }
+    });
+    is_same
+}
