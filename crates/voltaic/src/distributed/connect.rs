@@ -117,6 +117,9 @@ impl Connector {
         let remedy = "check that the nodes reach each other";
         let (neighbours, refusal) =
             self.connected(connect)?.map_err(|error| refuse(&self.placement, error.message, remedy))?;
+        if let Some(neighbours) = &neighbours {
+            neighbours.share_order();
+        }
         match refusal {
             None => tracing::debug!("rank {rank} of {size} shares memory with the others"),
             Some(reason) => tracing::debug!("ranks share no memory: {reason}"),

@@ -30,7 +30,7 @@ pub fn shares_memory() -> Result<bool> {
     Ok(read_switch("VOLTAIC_SHARED_MEMORY", "Gloo")?.unwrap_or(true))
 }
 
-/// Those of all groups of this process.
+/// Those of this process's groups that share their order.
 static EXCHANGES: Mutex<Vec<Weak<Mutex<Exchange>>>> = Mutex::new(Vec::new());
 
 /// Where an operation stands in the order in which this process has started those of all groups.
@@ -66,11 +66,7 @@ impl Home {
         let mut regions = others.map(|(_, address)| Region::open(address)).collect::<io::Result<Vec<_>>>()?;
         regions.insert(rank, self.0);
         let exchange = Exchange { rank, regions, timeout, ..Exchange::default() };
-        let exchange = Arc::new(Mutex::new(exchange));
-        let mut known = EXCHANGES.lock().unwrap_or_else(PoisonError::into_inner);
-        known.retain(|exchange| exchange.strong_count() > 0);
-        known.push(Arc::downgrade(&exchange));
-        Ok(Neighbours(exchange))
+        Ok(Neighbours(Arc::new(Mutex::new(exchange))))
     }
 }
 
@@ -79,6 +75,14 @@ impl Home {
 pub struct Neighbours(Arc<Mutex<Exchange>>);
 
 impl Neighbours {
+    /// Lets a wait for any group of this process finish the sums that were started before it here, see
+    /// [`Summing::finish_before`]. This is for processes that are one rank each.
+    pub fn share_order(&self) {
+        let mut known = EXCHANGES.lock().unwrap_or_else(PoisonError::into_inner);
+        known.retain(|exchange| exchange.strong_count() > 0);
+        known.push(Arc::downgrade(&self.0));
+    }
+
     /// Whether sums of such tensors go this way; the tensor must be in memory of the host, one number after the other.
     pub fn can_sum(tensor: &Tensor) -> bool {
         matches!(tensor.kind(), Kind::Float | Kind::BFloat16) && tensor.numel() > 0
