@@ -66,7 +66,7 @@ pub fn remove_leftovers(folder: &Path) {
     }
 }
 
-/// Removes a file; that it is gone already is no error.
+/// Removes a file; that it is gone already is not an error.
 ///
 /// # Errors
 /// [`Error::Io`] if it is there and cannot be removed.

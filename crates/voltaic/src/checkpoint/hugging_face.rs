@@ -64,7 +64,7 @@ fn convert(weights: &[(String, Tensor)], module: &str, rename: fn(&str) -> Optio
         Some(name) => Ok((name, tensor.shallow_clone())),
         None => Err(CheckpointError::Mismatch {
             module: module.to_owned(),
-            what: format!("{name} is no weight of it"),
+            what: format!("{name} is not a weight of it"),
             remedy: "GPT-2 and ResNets of basic blocks can be renamed".to_owned(),
         }
         .into()),

@@ -32,7 +32,7 @@ pub trait CheckpointIo: Send {
         Checkpoint::load(path)
     }
 
-    /// Removes a checkpoint; that it is gone already is no error.
+    /// Removes a checkpoint; that it is gone already is not an error.
     ///
     /// # Errors
     /// If it is there and cannot be removed.

@@ -38,7 +38,7 @@ fn refuse<T>(what: impl Into<String>, remedy: &str) -> Result<T> {
 /// an optimizer made from `model.parameters()`.
 ///
 /// # Errors
-/// [`CheckpointError::Mismatch`] if a weight is no tensor, or an optimizer or schedule is none of voltaic's, or its parameters
+/// [`CheckpointError::Mismatch`] if a weight is not a tensor, or an optimizer or schedule is none of voltaic's, or its parameters
 /// cannot be told from the weights.
 pub fn from_lightning(
     file: &Value,
@@ -84,7 +84,7 @@ fn weights_of(state_dict: &Value) -> Result<Vec<(String, Tensor)>> {
             }
             (key, _) => {
                 return refuse(
-                    format!("the weight {key:?} is no tensor"),
+                    format!("the weight {key:?} is not a tensor"),
                     "save model.state_dict() by itself",
                 );
             }
@@ -151,7 +151,7 @@ fn scaler_of(file: &Value) -> Result<Option<GradScaler>> {
         .iter()
         .filter_map(|&(own, theirs)| Some((own.to_owned(), saved.get(theirs)?.to_json().ok()?)));
     serde_json::from_value(Json::Object(fields.collect())).map(Some).or_else(|error| {
-        refuse(format!("{SCALER} is no gradient scaler: {error}"), "convert with --weights_only")
+        refuse(format!("{SCALER} is not a gradient scaler: {error}"), "convert with --weights_only")
     })
 }
 

@@ -56,14 +56,14 @@ pub fn read_torch(path: &Path) -> Result<Value> {
     })
 }
 
-/// What a file is that is no archive, and what to do about it.
+/// What a file is that is not an archive, and what to do about it.
 fn other_format(head: &[u8]) -> Option<(&'static str, &'static str)> {
     let old = "load it with Python's torch.load and save it again with torch.save";
     match head {
         [b'P', b'K', 3, 4, ..] => None,
         [0x80, 2, 0x8a, ..] => Some(("it is in PyTorch's format from before version 1.6", old)),
         [0x80, 2..=5, ..] => Some(("it is a bare pickle, not a file of torch.save", old)),
-        _ => Some(("it is no file of PyTorch", "use a file of torch.save, Lightning or safetensors")),
+        _ => Some(("it is not a file of PyTorch", "use a file of torch.save, Lightning or safetensors")),
     }
 }
 
@@ -247,8 +247,8 @@ mod tests {
                 "before version 1.6; load it with Python",
             ),
             (b"\x80\x04\x95.", "a bare pickle"),
-            (b"hello", "no file of PyTorch"),
-            (b"", "no file of PyTorch"),
+            (b"hello", "not a file of PyTorch"),
+            (b"", "not a file of PyTorch"),
             (b"PK\x03\x04", "archive is damaged"),
         ] {
             std::fs::write(&path, bytes).expect("writable");

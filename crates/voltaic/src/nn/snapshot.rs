@@ -109,3 +109,64 @@ fn put_back(module: &dyn Module, copies: &Tensors, own: Vec<(&str, &Tensor)>) ->
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::Kind;
+
+    use super::*;
+    use crate::nn::{Buffer, Parameter};
+
+    #[derive(Module)]
+    struct Net {
+        weight: Parameter,
+        seen: Buffer,
+    }
+
+    fn net(size: i64) -> Net {
+        let ones = || Tensor::ones([size], (Kind::Float, tch::Device::Cpu));
+        Net { weight: Parameter::new(ones()), seen: Buffer::non_persistent(ones()) }
+    }
+
+    #[test]
+    fn what_was_copied_comes_back_in_place_and_nothing_else_does() {
+        let _no_grad = tch::no_grad_guard();
+        let net = net(2);
+        let address = net.weight.data_ptr();
+        let all = SnapshotParts { parameters: true, buffers: true, ..SnapshotParts::default() };
+        let buffers = SnapshotParts { buffers: true, ..SnapshotParts::default() };
+        for (parts, weight) in [(all, 1.0), (buffers, 3.0)] {
+            let before = Snapshot::of(&net, parts).expect("copies");
+            let _ = net.weight.shallow_clone().fill_(3.0);
+            let _ = net.seen.shallow_clone().fill_(3.0);
+            before.restore(&net).expect("restores");
+            assert_eq!(Vec::<f32>::try_from(net.weight.tensor()).expect("floats"), [weight; 2]);
+            assert_eq!(
+                Vec::<f32>::try_from(net.seen.tensor()).expect("floats"),
+                [1.0; 2],
+                "no state dict has it"
+            );
+        }
+        assert_eq!(net.weight.data_ptr(), address);
+    }
+
+    #[test]
+    fn gradients_that_were_there_come_back() {
+        let net = net(2);
+        let grad = Tensor::from_slice(&[1.0_f32, 2.0]);
+        ffi::set_grad(&net.weight, &grad).expect("sets");
+        let parts = SnapshotParts { grads: true, ..SnapshotParts::default() };
+        let before = Snapshot::of(&net, parts).expect("copies");
+        let _ = net.weight.grad().fill_(9.0);
+        before.restore(&net).expect("restores");
+        assert_eq!(Vec::<f32>::try_from(net.weight.grad()).expect("floats"), [1.0, 2.0]);
+    }
+
+    #[test]
+    fn a_module_that_has_become_another_is_refused() {
+        let parts = SnapshotParts { parameters: true, ..SnapshotParts::default() };
+        let before = Snapshot::of(&net(2), parts).expect("copies");
+        let error = before.restore(&net(3)).expect_err("another size").to_string();
+        assert!(error.contains("weight had shape [2] before, now it is [3]"), "{error}");
+    }
+}

@@ -337,7 +337,7 @@ fn resnets_of_hugging_face_get_the_names_of_torchvision() {
     assert_eq!(shapes(&own), shapes(&net.state_dict()));
     same(&to_hugging_face(&own).unwrap(), &weights);
     let error = from_hugging_face(&net.state_dict()).expect_err("its names are torchvision's").to_string();
-    assert!(error.contains("conv1.weight is no weight of it"), "{error}");
+    assert!(error.contains("conv1.weight is not a weight of it"), "{error}");
 }
 
 #[test]
@@ -350,7 +350,7 @@ fn what_cannot_be_converted_is_named() {
     let Value::Dict(entries) = &mut file else { panic!("{file:?}") };
     entries.retain(|(key, _)| key.as_str() != Some("state_dict"));
     entries.push((Value::Text("state_dict".into()), Value::dict([("x", Value::Int(1))])));
-    assert!(from_lightning(&file, None, false).expect_err("no tensor").to_string().contains("is no tensor"));
+    assert!(from_lightning(&file, None, false).expect_err("no tensor").to_string().contains("is not a tensor"));
     // a Lightning file given to fit
     let mut trainer = silent().build().unwrap();
     trainer.ckpt_path(fixture("lightning.ckpt").to_str().unwrap());

@@ -253,3 +253,29 @@ fn the_command_line_needs_no_data_either() {
     let (_, out, _) = run(root.path(), &["models"]);
     assert!(out.contains("data: its own, Few"), "{out}");
 }
+
+/// Data that is only borrowed, with a note of what was asked of it.
+struct Borrowed<'a> {
+    x: &'a Tensor,
+    calls: &'a mut Vec<&'static str>,
+}
+
+impl DataModule for Borrowed<'_> {
+    type Batch = Tensor;
+
+    fn train_dataloader(&mut self) -> anyhow::Result<Option<DataLoader<Tensor>>> {
+        self.calls.push("train_dataloader");
+        Ok(Some(DataLoader::new(TensorDataset::new(self.x.shallow_clone())?).batch_size(4).build()?))
+    }
+}
+
+#[test]
+fn a_data_module_may_borrow() {
+    let x = Tensor::ones([8, 32], (Kind::Float, tch::Device::Cpu));
+    let mut calls = Vec::new();
+    let mut model = BoringModel { has_loaders: false, ..BoringModel::new() };
+    let mut trainer = crate::probe::silent().max_epochs(1).build().unwrap();
+    trainer.fit(&mut model, &mut Borrowed { x: &x, calls: &mut calls }).unwrap();
+    assert_eq!(trainer.global_step(), 2);
+    assert_eq!(calls, ["train_dataloader"]);
+}

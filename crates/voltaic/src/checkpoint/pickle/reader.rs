@@ -212,13 +212,13 @@ impl Machine<'_, '_> {
             b'r' => self.number(4).and_then(|index| self.memoize(index)),
             b'p' => self
                 .line()
-                .and_then(|index| self.memoize(index.parse().map_err(|_| "a memo index is no number")?)),
+                .and_then(|index| self.memoize(index.parse().map_err(|_| "a memo index is not a number")?)),
             0x94 => self.memoize(self.memo.len() as u64),
             b'h' => self.number(1).and_then(|index| self.recall(index)),
             b'j' => self.number(4).and_then(|index| self.recall(index)),
             b'g' => self
                 .line()
-                .and_then(|index| self.recall(index.parse().map_err(|_| "a memo index is no number")?)),
+                .and_then(|index| self.recall(index.parse().map_err(|_| "a memo index is not a number")?)),
             b'c' => {
                 let (module, name) = (self.line()?, self.line()?);
                 self.global(&module, &name)
@@ -243,7 +243,7 @@ impl Machine<'_, '_> {
 
     fn text_scalar(&mut self, opcode: u8) -> Step {
         let line = self.line()?;
-        let bad = || format!("`{line}` is no number");
+        let bad = || format!("`{line}` is not a number");
         match opcode {
             b'I' if line == "00" || line == "01" => self.push(Node::Bool(line == "01")),
             b'I' | b'L' => {
@@ -317,7 +317,7 @@ impl Machine<'_, '_> {
 
     fn call(&mut self, callee: Id, arguments: Id) -> Step {
         let &Node::Global(global) = &self.nodes[callee] else {
-            return Err("it calls something that is no class or function".to_owned());
+            return Err("it calls something that is not a class or function".to_owned());
         };
         let arguments = self.items(arguments).ok_or("arguments are no tuple")?.to_vec();
         let first = arguments.first().copied();

@@ -39,11 +39,11 @@ pub enum CallbackConfig {
     StochasticWeightAveraging(StochasticWeightAveragingConfig),
     /// Saves a checkpoint when a run fails.
     OnExceptionCheckpoint(OnExceptionCheckpointConfig),
-    /// Finds a learning rate before a fit that starts anew, and uses it for all groups of parameters.
+    /// Finds a learning rate before a fit that starts from the beginning, and uses it for all groups of parameters.
     LearningRateFinder(LearningRateFinderConfig),
     /// Prints the module's layers before training.
     ModelSummary(ModelSummaryConfig),
-    /// Finds the largest batch size that memory has room for, before each fit that starts anew and each evaluation, and
+    /// Finds the largest batch size that memory has room for, before each fit that starts from the beginning and each evaluation, and
     /// uses it.
     BatchSizeFinder(BatchSizeFinderConfig),
     /// Writes predictions to files.

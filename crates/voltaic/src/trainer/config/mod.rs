@@ -42,7 +42,7 @@ pub struct TrainerConfig {
     pub use_distributed_sampler: bool,
     /// Batch normalisation over the batches of all ranks.
     pub sync_batchnorm: bool,
-    /// How often all ranks are started anew from the last checkpoint after one has failed.
+    /// How often all ranks are started again from the last checkpoint after one has failed.
     pub max_restarts: u64,
     /// Number format of the computation: `32-true`, `bf16-mixed`, `16-mixed`, `bf16-true`, `16-true`, `64-true`; also
     /// written `32`, `bf16`, `16`, `64`.
@@ -55,7 +55,7 @@ pub struct TrainerConfig {
     pub max_steps: i64,
     /// Train at least so many optimizer steps, whatever asks to stop.
     pub min_steps: Option<u64>,
-    /// Run a few batches of everything as a trial: `true` for one, or a number. Saves nothing.
+    /// Run a few batches of everything to try it out: `true` for one, or a number. Saves nothing.
     pub fast_dev_run: FastDevRun,
     /// Training batches per epoch: a number, or a fraction of all.
     pub limit_train_batches: Option<Limit>,
@@ -95,7 +95,7 @@ pub struct TrainerConfig {
     pub plugins: Vec<PluginConfig>,
     /// Save checkpoints, with a default `ModelCheckpoint` unless one is given; `true` unless set.
     pub enable_checkpointing: Option<bool>,
-    /// Show a progress bar, or lines if standard error is no terminal; `true` unless set.
+    /// Show a progress bar, or lines if standard error is not a terminal; `true` unless set.
     pub enable_progress_bar: Option<bool>,
     /// Print the module's children and numbers of parameters before training; `true` unless set.
     pub enable_model_summary: Option<bool>,

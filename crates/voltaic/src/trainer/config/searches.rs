@@ -51,7 +51,7 @@ impl Default for LearningRateFinderConfig {
 }
 
 impl LearningRateFinderConfig {
-    /// All that makes no sense.
+    /// All that is not valid.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         let mut problems = Vec::new();
         let mut refuse = |key: &str, what: String, remedy: &str| {
@@ -127,7 +127,7 @@ impl Default for BatchSizeFinderConfig {
 }
 
 impl BatchSizeFinderConfig {
-    /// All that makes no sense.
+    /// All that is not valid.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         let mut problems = Vec::new();
         let mut refuse = |key: &str, what: String, remedy: &str| {
@@ -143,7 +143,11 @@ impl BatchSizeFinderConfig {
             refuse("init_val", what, "use a small number, such as 2");
         }
         if !(0.0..1.0).contains(&self.margin) {
-            refuse("margin", format!("{} is no part", self.margin), "use a number from 0 and below 1");
+            refuse(
+                "margin",
+                format!("{} is not a part of it", self.margin),
+                "use a number from 0 and below 1",
+            );
         }
         if problems.is_empty() { Ok(()) } else { Err(ConfigError { problems }) }
     }

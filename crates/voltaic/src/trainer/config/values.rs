@@ -134,7 +134,7 @@ pub enum GradientClipAlgorithm {
     Value,
 }
 
-/// A part of the trainer of one's own choice, by class name.
+/// A part of the trainer that you choose, by class name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
 #[expect(clippy::large_enum_variant, reason = "a run has one or two of them")]
@@ -213,5 +213,22 @@ impl From<&PathBuf> for CkptPath {
     /// A path, whatever it is called.
     fn from(path: &PathBuf) -> Self {
         Self::At(path.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_words_are_not_paths() {
+        assert_eq!(CkptPath::from("best"), CkptPath::Best);
+        assert_eq!(CkptPath::from("last".to_owned()), CkptPath::Last);
+        assert_eq!(CkptPath::from("last.ckpt"), CkptPath::At(PathBuf::from("last.ckpt")));
+        assert_eq!(
+            CkptPath::from(Path::new("last")),
+            CkptPath::At(PathBuf::from("last")),
+            "a path is a path"
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! A pass over the training data that takes the running statistics of batch normalisation anew.
+//! A pass over the training data that takes the running statistics of batch normalisation again.
 
 use crate::accelerator::rng;
 use crate::data::{Batch, EpochRange};

@@ -15,7 +15,7 @@ pub(crate) fn votes(signal: Option<&str>, requests: &Requests) -> Votes {
 }
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Lets all ranks know what any of them has been asked; where there is no backward that does.
+    /// Lets all ranks know what any of them has been asked; where no backward pass does.
     pub(crate) fn agree(&mut self) -> Result<()> {
         let agreed = self.run.strategy.agree(votes(self.signals.received(), &self.run.requests))?;
         self.run.agreed = self.run.agreed.or(agreed);

@@ -1,7 +1,7 @@
 //! With `trainer.graph=step`: clipping and the optimizer step after a replayed step, as a graph of their own.
 //!
 //! As forward and backward, they are captured twice; if both captures are the same graph, it takes the place of the code.
-//! Learning rates are read anew in each replay.
+//! Learning rates are read again in each replay.
 
 use crate::error::{Error, Result};
 use crate::graph::{self, SeenStep};
