@@ -6,7 +6,7 @@ use super::cards::Card;
 use super::devices::Devices;
 use super::memory::{MemoryStats, memory_stats};
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Problem, Result};
 
 /// A kind of hardware.
 ///
@@ -23,8 +23,8 @@ pub trait Accelerator: fmt::Debug + Send + Sync {
     /// Whether it can be used on this machine.
     ///
     /// # Errors
-    /// Why not, and what to do about it.
-    fn availability(&self) -> Result<(), String>;
+    /// Why not, and how to fix it.
+    fn availability(&self) -> Result<(), Problem>;
 
     /// Devices that are visible on this machine.
     fn device_count(&self) -> usize;
@@ -38,7 +38,7 @@ pub trait Accelerator: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// What is wrong, and which values are accepted.
-    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String>;
+    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, Problem>;
 
     /// Why `devices=auto` takes [`Accelerator::auto_device_count`] devices, if that needs saying.
     fn auto_devices(&self) -> Option<String> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::accelerator::Accelerator;
 use super::find::{ACCELERATORS, accelerator, check_available};
 use crate::device::Device;
-use crate::error::DeviceError;
+use crate::error::{DeviceError, Problem};
 
 /// An accelerator by name, such as `"hpu"` or `"auto"`, or as a value, such as [`HpuAccelerator`](super::HpuAccelerator) or
 /// one of your own.
@@ -28,22 +28,20 @@ impl AcceleratorChoice {
             Self::Value(found) => found,
         };
         let (name, device) = (found.name(), found.device(0));
-        let refuse = |reason| {
+        let refuse = |what: String, remedy: String| {
             let device = format!("the accelerator `{name}` that the program gives");
-            Err(DeviceError::Unavailable { device, reason })
+            Err(DeviceError::Unavailable { device, problem: Problem::new(what, remedy) })
         };
         let kinds = &ACCELERATORS[1..];
         if !kinds.contains(&name) {
             let kinds = kinds.join(", ");
-            return refuse(format!(
-                "its name is not a kind of device; let Accelerator::name return one of {kinds}"
-            ));
+            let remedy = format!("let Accelerator::name return one of {kinds}");
+            return refuse("its name is not a kind of device".to_owned(), remedy);
         }
         let kind = kind(device);
         if kind != name {
-            return refuse(format!(
-                "its devices are of another kind ({device}); let Accelerator::name return {kind}"
-            ));
+            let remedy = format!("let Accelerator::name return {kind}");
+            return refuse(format!("its devices are of another kind ({device})"), remedy);
         }
         check_available(found.as_ref())?;
         Ok(found)

@@ -6,7 +6,7 @@ use super::accelerator::Accelerator;
 use super::cards::Card;
 use super::devices::Devices;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Problem, Result};
 use crate::ffi;
 use crate::ffi::format_size;
 
@@ -28,7 +28,7 @@ impl Accelerator for CpuAccelerator {
         format!("{cores} cores, {} threads per operator", tch::get_num_threads())
     }
 
-    fn availability(&self) -> Result<(), String> {
+    fn availability(&self) -> Result<(), Problem> {
         Ok(())
     }
 
@@ -37,16 +37,17 @@ impl Accelerator for CpuAccelerator {
     }
 
     /// A number of processes that share the cores; they are numbered from 0.
-    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
+    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, Problem> {
         use super::devices::Wanted;
         match devices.wanted(ACCEPTED)? {
             Wanted::Auto => Ok((0..self.auto_device_count()).collect()),
             Wanted::Count(count) if count > MAX_PROCESSES => {
-                Err(format!("{count} processes on one node are more than {MAX_PROCESSES}; use {ACCEPTED}"))
+                let what = format!("{count} processes on one node are more than {MAX_PROCESSES}");
+                Err(Problem::new(what, format!("use {ACCEPTED}")))
             }
             Wanted::Count(count) => Ok((0..count).collect()),
             Wanted::All | Wanted::Indices(_) => {
-                Err(format!("the cpu has no devices to choose from; use {ACCEPTED}"))
+                Err(Problem::new("the cpu has no devices to choose from", format!("use {ACCEPTED}")))
             }
         }
     }
@@ -98,7 +99,7 @@ mod tests {
         assert_eq!(CpuAccelerator.parse_devices(&Devices::from("auto")), Ok(vec![0]));
         for refused in [Devices::from(-1), Devices::from(vec![0]), Devices::from(0)] {
             let message = CpuAccelerator.parse_devices(&refused).unwrap_err();
-            assert!(message.ends_with(ACCEPTED), "{message}");
+            assert!(message.remedy.ends_with(ACCEPTED), "{message}");
         }
     }
 }

@@ -12,7 +12,7 @@ use super::accelerator::Accelerator;
 use super::cards::Card;
 use super::devices::Devices;
 use crate::device::Device;
-use crate::error::{DeviceError, Result};
+use crate::error::{DeviceError, Error, Problem, Result};
 use crate::ffi;
 use crate::ffi::format_size;
 
@@ -39,22 +39,25 @@ impl Accelerator for CudaAccelerator {
         }
     }
 
-    fn availability(&self) -> Result<(), String> {
+    fn availability(&self) -> Result<(), Problem> {
         if ffi::backend_is_loaded(Device::Cuda(0)) {
             return match ffi::backend_device_count(Device::Cuda(0)) {
-                Ok(0) => Err("libtorch's CUDA back end finds no GPU".to_owned()),
+                Ok(0) => Err(Problem::new("libtorch's CUDA back end finds no GPU", "use cpu")),
                 Ok(_) => Ok(()),
-                Err(error) => Err(error.to_string()),
+                Err(error) => Err(Error::from(error).into_problem("use cpu")),
             };
         }
         let nvml = nvml()?;
         match nvml.device_count() {
-            Ok(0) => return Err("NVIDIA's driver lists no GPU".to_owned()),
+            Ok(0) => return Err(Problem::new("NVIDIA's driver lists no GPU", "use cpu")),
             Ok(_) => {}
-            Err(error) => return Err(format!("NVIDIA's driver does not list its GPUs: {error}")),
+            Err(error) => {
+                let what = format!("NVIDIA's driver does not list its GPUs: {error}");
+                return Err(Problem::new(what, "use cpu"));
+            }
         }
         if self.device_count() == 0 {
-            return Err("CUDA_VISIBLE_DEVICES hides all GPUs; unset it, or name some".to_owned());
+            return Err(Problem::new("CUDA_VISIBLE_DEVICES hides all GPUs", "unset it, or name some"));
         }
         libtorch_cuda().map(drop)
     }
@@ -79,8 +82,11 @@ impl Accelerator for CudaAccelerator {
         }
     }
 
-    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
-        devices.wanted(ACCEPTED)?.resolve(self.name(), self.device_count(), self.auto_device_count())
+    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, Problem> {
+        let wanted = devices.wanted(ACCEPTED)?;
+        wanted
+            .resolve(self.name(), self.device_count(), self.auto_device_count())
+            .map_err(|what| Problem::new(what, "use a number from 1, or auto"))
     }
 
     fn device(&self, index: usize) -> Device {
@@ -97,24 +103,21 @@ impl Accelerator for CudaAccelerator {
         if ffi::backend_is_loaded(Device::Cuda(0)) {
             return Ok(());
         }
-        let refuse = |reason: String| DeviceError::Unavailable { device: "cuda".to_owned(), reason };
+        let refuse = |problem| DeviceError::Unavailable { device: "cuda".to_owned(), problem };
         if ffi::backend_is_loaded(Device::Hpu(0)) {
-            let reason =
-                "this process has HPUs already, and libtorch knows one accelerator; use another process";
-            return Err(refuse(reason.to_owned()).into());
+            let what = "this process has HPUs already, and libtorch knows one accelerator";
+            return Err(refuse(Problem::new(what, "use another process")).into());
         }
         let library = libtorch_cuda().map_err(refuse)?;
         ffi::load_library(&library).map_err(|error| {
-            refuse(format!(
-                "{} cannot be loaded: {error}; install the nvidia-* packages of the same PyTorch beside it, or add \
-                 CUDA's libraries to LD_LIBRARY_PATH",
-                library.display()
-            ))
+            let remedy = "install the nvidia-* packages of the same PyTorch beside it, or add CUDA's libraries to \
+                          LD_LIBRARY_PATH";
+            refuse(Problem::new(format!("{} cannot be loaded: {error}", library.display()), remedy))
         })?;
         if tch::Cuda::device_count() == 0 {
-            let reason = "libtorch's CUDA back end finds no GPU; see what nvidia-smi says, and whether libtorch was \
-                          used before accelerator=cuda was chosen, which it then never notices";
-            return Err(refuse(reason.to_owned()).into());
+            let remedy = "see what nvidia-smi says, and whether libtorch was used before accelerator=cuda was \
+                          chosen, which it then never notices";
+            return Err(refuse(Problem::new("libtorch's CUDA back end finds no GPU", remedy)).into());
         }
         Ok(())
     }
@@ -125,13 +128,14 @@ impl Accelerator for CudaAccelerator {
 }
 
 /// NVIDIA's management library, which comes with the driver.
-fn nvml() -> Result<Nvml, String> {
+fn nvml() -> Result<Nvml, Problem> {
     Nvml::init().map_err(|error| {
         let error = match error {
             NvmlError::LibloadingError(_) => "libnvidia-ml.so.1 is not found".to_owned(),
             error => error.to_string(),
         };
-        format!("no NVIDIA driver: {error}; install it, and in a container, pass the GPUs to it (--gpus all)")
+        let remedy = "install it, and in a container, pass the GPUs to it (--gpus all)";
+        Problem::new(format!("no NVIDIA driver: {error}"), remedy)
     })
 }
 
@@ -154,7 +158,7 @@ fn card(nvml: &Nvml, index: u32) -> Option<Card> {
 }
 
 /// libtorch's CUDA library: the one that `VOLTAIC_LIBTORCH_CUDA` names, else that beside the loaded libtorch.
-fn libtorch_cuda() -> Result<PathBuf, String> {
+fn libtorch_cuda() -> Result<PathBuf, Problem> {
     const NAME: &str = "libtorch_cuda.so";
     if let Some(given) = env::var_os(LIBRARY) {
         let given = PathBuf::from(given);
@@ -162,15 +166,19 @@ fn libtorch_cuda() -> Result<PathBuf, String> {
         return if library.is_file() {
             Ok(library)
         } else {
-            Err(format!("{LIBRARY} names {}, which is not there; mend or unset it", library.display()))
+            let what = format!("{LIBRARY} names {}, which is not there", library.display());
+            Err(Problem::new(what, "mend or unset it"))
         };
     }
     let beside = ffi::libtorch_library().as_deref().and_then(Path::parent).map(|folder| folder.join(NAME));
     match beside.and_then(|library| fs::canonicalize(library).ok()) {
         Some(library) => Ok(library),
-        None => Err(format!(
-            "{NAME} is not beside the libtorch in use; set LIBTORCH to a PyTorch with CUDA and build again, or name \
-             the library of the same version in {LIBRARY}"
+        None => Err(Problem::new(
+            format!("{NAME} is not beside the libtorch in use"),
+            format!(
+                "set LIBTORCH to a PyTorch with CUDA and build again, or name the library of the same version in \
+                 {LIBRARY}"
+            ),
         )),
     }
 }
@@ -181,8 +189,8 @@ mod tests {
 
     #[test]
     fn absence_has_a_reason_and_a_remedy() {
-        if let Err(reason) = CudaAccelerator.availability() {
-            assert!(reason.contains("; ") || reason.contains("lists no GPU"), "{reason}");
+        if let Err(problem) = CudaAccelerator.availability() {
+            assert!(!problem.what.is_empty() && !problem.remedy.is_empty(), "{problem}");
             assert!(CudaAccelerator.setup().is_err());
         } else {
             assert!(CudaAccelerator.device_count() > 0);

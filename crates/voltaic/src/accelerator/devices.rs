@@ -3,6 +3,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::error::Problem;
+
 /// How many devices, or which: a number, a list of indices, or a text such as `auto`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]
@@ -44,8 +46,10 @@ pub(super) enum Wanted {
 
 impl Devices {
     /// `accepted` names the values that the accelerator takes, for messages.
-    pub(super) fn wanted(&self, accepted: &str) -> Result<Wanted, String> {
-        let refuse = |given: String| format!("{given} is no choice of devices; use {accepted}");
+    pub(super) fn wanted(&self, accepted: &str) -> Result<Wanted, Problem> {
+        let refuse = |given: String| {
+            Problem::new(format!("{given} is no choice of devices"), format!("use {accepted}"))
+        };
         match self {
             Self::Count(-1) => Ok(Wanted::All),
             Self::Count(count) => match usize::try_from(*count) {
@@ -83,7 +87,7 @@ fn indices_of(given: &[i64]) -> Option<Vec<usize>> {
 }
 
 impl Wanted {
-    /// The indices meant on a machine with `available` devices named `name`, of which `auto` takes `auto`.
+    /// The indices meant, or what is wrong, on a machine with `available` devices named `name`, of which `auto` takes `auto`.
     pub(super) fn resolve(self, name: &str, available: usize, auto: usize) -> Result<Vec<usize>, String> {
         if let Self::Count(count) = self
             && count > available
@@ -130,7 +134,7 @@ mod tests {
         ] {
             let wanted = devices.wanted("a number");
             if let Err(message) = &wanted {
-                assert!(message.ends_with("use a number"), "{message}");
+                assert!(message.remedy == "use a number", "{message}");
             }
             assert_eq!(wanted.map_err(|_| ()), expected, "{why}");
         }

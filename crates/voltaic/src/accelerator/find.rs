@@ -4,7 +4,7 @@ use super::accelerator::Accelerator;
 use super::cpu::CpuAccelerator;
 use super::cuda::CudaAccelerator;
 use super::hpu::HpuAccelerator;
-use crate::error::DeviceError;
+use crate::error::{DeviceError, Problem};
 
 /// Names that [`accelerator`] knows.
 pub const ACCELERATORS: [&str; 4] = ["auto", "cpu", "cuda", "hpu"];
@@ -21,8 +21,9 @@ pub fn accelerator(name: &str) -> Result<Box<dyn Accelerator>, DeviceError> {
         "cuda" | "gpu" => Box::new(CudaAccelerator),
         "hpu" => Box::new(HpuAccelerator::from_env()?),
         _ => {
-            let reason = format!("there is no accelerator of this name; use {}", ACCELERATORS.join(", "));
-            return Err(DeviceError::Unavailable { device: format!("`{name}`"), reason });
+            let remedy = format!("use {}", ACCELERATORS.join(", "));
+            let problem = Problem::new("there is no accelerator of this name", remedy);
+            return Err(DeviceError::Unavailable { device: format!("`{name}`"), problem });
         }
     };
     check_available(found.as_ref())?;
@@ -30,7 +31,7 @@ pub fn accelerator(name: &str) -> Result<Box<dyn Accelerator>, DeviceError> {
 }
 
 pub(super) fn check_available(accelerator: &dyn Accelerator) -> Result<(), DeviceError> {
-    let refuse = |reason| DeviceError::Unavailable { device: accelerator.name().to_owned(), reason };
+    let refuse = |problem| DeviceError::Unavailable { device: accelerator.name().to_owned(), problem };
     accelerator.availability().map_err(refuse)
 }
 
@@ -39,7 +40,7 @@ fn choose() -> Result<Box<dyn Accelerator>, DeviceError> {
     let no_hpu = match hpu.availability() {
         Ok(()) if hpu.is_real() => return Ok(taken(hpu, "")),
         Ok(()) => "there is no Gaudi card, only emulated ones".to_owned(),
-        Err(reason) => reason,
+        Err(problem) => problem.to_string(),
     };
     match CudaAccelerator.availability() {
         Ok(()) => Ok(taken(CudaAccelerator, &format!("; not hpu: {no_hpu}"))),

@@ -61,7 +61,7 @@ fn listed(accelerator: &dyn Accelerator, emulated: bool) -> Listed {
     Listed {
         name: accelerator.name(),
         available: availability.is_ok(),
-        description: availability.err().unwrap_or_else(|| accelerator.description()),
+        description: availability.map_or_else(|problem| problem.to_string(), |()| accelerator.description()),
         emulated,
         cards: accelerator.cards(),
     }

@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use super::hpu::emulator::HpuEmulator;
 use super::hpu::gaudi::card_memory;
 use crate::device::Device;
-use crate::error::{DeviceError, Result};
+use crate::error::{DeviceError, Problem, Result};
 use crate::ffi::{self, PeakReset, Pool};
 
 /// What the memory of a device is used for. Sizes count whole blocks, which are a little larger than what was asked
@@ -69,9 +69,9 @@ enum Source {
 }
 
 fn source(device: Device) -> Result<Source> {
-    let unavailable = |reason: &str| DeviceError::Unavailable {
+    let unavailable = |what: &str, remedy| DeviceError::Unavailable {
         device: format!("memory statistics of {device}"),
-        reason: reason.to_owned(),
+        problem: Problem::new(what, remedy),
     };
     match device {
         Device::Cpu => Ok(Source::Pool(ffi::host_pool())),
@@ -81,12 +81,12 @@ fn source(device: Device) -> Result<Source> {
         Device::Hpu(index) => match ffi::hpu_pool(index) {
             Some(pool) => Ok(Source::Pool(pool)),
             None => {
-                Err(unavailable("there is no such device; `voltaic devices` lists those that are there")
-                    .into())
+                let remedy = "`voltaic devices` lists those that are there";
+                Err(unavailable("there is no such device", remedy).into())
             }
         },
         Device::Cuda(_) if ffi::backend_is_loaded(device) => Ok(Source::Backend),
-        Device::Cuda(_) => Err(unavailable("CUDA is not set up; use accelerator=cuda").into()),
+        Device::Cuda(_) => Err(unavailable("CUDA is not set up", "use accelerator=cuda").into()),
     }
 }
 
@@ -102,9 +102,9 @@ struct Reading {
 }
 
 fn read(device: Device) -> Result<Reading> {
-    let unavailable = |reason: &str| DeviceError::Unavailable {
+    let unavailable = |what: &str, remedy| DeviceError::Unavailable {
         device: format!("memory statistics of {device}"),
-        reason: reason.to_owned(),
+        problem: Problem::new(what, remedy),
     };
     match source(device)? {
         Source::Pool(pool) => {
@@ -119,14 +119,15 @@ fn read(device: Device) -> Result<Reading> {
             })
         }
         Source::Backend => {
-            let memory =
-                ffi::backend_memory(device)?.ok_or_else(|| unavailable("nothing was allocated on it yet"))?;
+            let memory = ffi::backend_memory(device)?
+                .ok_or_else(|| unavailable("nothing was allocated on it yet", "put a tensor on it first"))?;
             let ffi::BackendMemory { total, in_use, max_in_use, num_allocs, num_frees, .. } = memory;
             Ok(Reading { limit: total, in_use, max_in_use, num_allocs, num_frees, max_alloc_size: 0 })
         }
         Source::Driver => {
             static MAX_IN_USE: AtomicU64 = AtomicU64::new(0);
-            let (limit, in_use) = card_memory().ok_or_else(|| unavailable("HLML does not tell"))?;
+            let (limit, in_use) =
+                card_memory().ok_or_else(|| unavailable("HLML does not tell", "see what hl-smi says"))?;
             let max_in_use = MAX_IN_USE.fetch_max(in_use, Ordering::Relaxed).max(in_use);
             Ok(Reading { limit, in_use, max_in_use, ..Reading::default() })
         }

@@ -106,7 +106,7 @@ impl EarlyStopping {
     /// [`ConfigError`] with all settings that make no sense.
     pub fn new(config: EarlyStoppingConfig) -> Result<Self, ConfigError> {
         let mut problems = Vec::new();
-        let mut refuse = |key: &str, what: String, remedy: &str| {
+        let mut refuse = |key: &str, what: String, remedy: &'static str| {
             problems.push(ConfigProblem::new(format!("EarlyStopping.{key}"), what, remedy));
         };
         if config.monitor.is_empty() {

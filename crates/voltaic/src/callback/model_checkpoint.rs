@@ -174,7 +174,7 @@ impl ModelCheckpoint {
                 None
             }
         };
-        let mut refuse = |key: &str, what: String, remedy: &str| {
+        let mut refuse = |key: &str, what: String, remedy: &'static str| {
             problems.push(crate::error::ConfigProblem::new(format!("ModelCheckpoint.{key}"), what, remedy));
         };
         if config.save_top_k < -1 {

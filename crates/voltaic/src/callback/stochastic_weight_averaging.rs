@@ -93,7 +93,7 @@ impl StochasticWeightAveraging {
     /// [`ConfigError`] with all settings that make no sense.
     pub fn from_config(config: StochasticWeightAveragingConfig) -> Result<Self, ConfigError> {
         let mut problems = Vec::new();
-        let mut refuse = |key: &str, what: String, remedy: &str| {
+        let mut refuse = |key: &str, what: String, remedy: &'static str| {
             problems.push(ConfigProblem::new(format!("StochasticWeightAveraging.{key}"), what, remedy));
         };
         let rates = match &config.swa_lrs {

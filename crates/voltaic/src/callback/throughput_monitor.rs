@@ -100,7 +100,7 @@ impl ThroughputMonitor {
     /// # Errors
     /// [`ConfigError`] if the window is too short, or a number of operations is not positive.
     pub fn new(config: ThroughputMonitorConfig) -> Result<Self, ConfigError> {
-        let refuse = |key: &str, what: String, remedy: &str| {
+        let refuse = |key: &str, what: String, remedy: &'static str| {
             Err(ConfigError::new(format!("ThroughputMonitor.{key}"), what, remedy))
         };
         if config.window_size < 2 {

@@ -15,7 +15,7 @@ use tch::{Kind, Tensor};
 use super::atomic::write_atomically;
 use super::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, RankState, TrainingState};
 use crate::dtype::DtypeNames;
-use crate::error::{CheckpointError, Error, Result};
+use crate::error::{CheckpointError, Error, Problem, Result};
 
 type NamedTensors = Vec<(String, Tensor)>;
 
@@ -176,8 +176,10 @@ fn views<'a>(tensors: Vec<(String, &'a Tensor)>, module: &str) -> Result<Vec<(St
     let view = |(name, tensor): (String, &'a Tensor)| {
         let dtype = dtype(tensor.kind()).ok_or_else(|| CheckpointError::Mismatch {
             module: module.to_owned(),
-            what: format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind()),
-            remedy: "cast it, or make it a non-persistent buffer".to_owned(),
+            problem: Problem::new(
+                format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind()),
+                "cast it, or make it a non-persistent buffer",
+            ),
         })?;
         let shape = tensor.size().iter().map(|&dim| dim as usize).collect();
         Ok((name, Bytes { tensor, dtype, shape }))
@@ -202,8 +204,7 @@ pub fn write_weights(weights: &[(String, Tensor)], path: &Path) -> Result<()> {
 fn unreadable(path: &Path, what: impl Into<String>) -> Error {
     CheckpointError::Unreadable {
         path: path.to_path_buf(),
-        what: what.into(),
-        remedy: "use another checkpoint".to_owned(),
+        problem: Problem::new(what, "use another checkpoint"),
     }
     .into()
 }
@@ -251,11 +252,9 @@ fn check_seal(bytes: &[u8], path: &Path) -> Result<()> {
 fn open(path: &Path) -> Result<Opened> {
     let bytes = std::fs::read(path).map_err(|e| Error::io("read checkpoint", path, e))?;
     if bytes.starts_with(b"PK\x03\x04") {
-        let mut error = unreadable(path, "it is a file of PyTorch or Lightning");
-        if let Error::Checkpoint(CheckpointError::Unreadable { remedy, .. }) = &mut error {
-            *remedy = format!("convert it with `voltaic convert {} NEW_NAME`", path.display());
-        }
-        return Err(error);
+        let remedy = format!("convert it with `voltaic convert {} NEW_NAME`", path.display());
+        let problem = Problem::new("it is a file of PyTorch or Lightning", remedy);
+        return Err(CheckpointError::Unreadable { path: path.to_path_buf(), problem }.into());
     }
     check_seal(&bytes, path)?;
     open_bytes(&bytes, path)

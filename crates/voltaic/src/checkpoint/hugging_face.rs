@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use crate::error::{CheckpointError, Result};
+use crate::error::{CheckpointError, Problem, Result};
 
 type Named = Vec<(String, Tensor)>;
 
@@ -64,8 +64,10 @@ fn convert(weights: &[(String, Tensor)], module: &str, rename: fn(&str) -> Optio
         Some(name) => Ok((name, tensor.shallow_clone())),
         None => Err(CheckpointError::Mismatch {
             module: module.to_owned(),
-            what: format!("{name} is not a weight of it"),
-            remedy: "GPT-2 and ResNets of basic blocks can be renamed".to_owned(),
+            problem: Problem::new(
+                format!("{name} is not a weight of it"),
+                "GPT-2 and ResNets of basic blocks can be renamed",
+            ),
         }
         .into()),
     });

@@ -11,7 +11,7 @@ use crate::checkpoint::loop_state::LoopState;
 use crate::checkpoint::pickle::Value;
 use crate::checkpoint::progress::Progress;
 use crate::checkpoint::{Checkpoint, CheckpointMeta, TrainingState};
-use crate::error::{CheckpointError, Result};
+use crate::error::{CheckpointError, Problem, Result};
 use crate::precision::GradScaler;
 
 /// The version of Lightning whose files are written.
@@ -26,9 +26,9 @@ pub struct Converted<T> {
     pub notes: Vec<String>,
 }
 
-fn refuse<T>(what: impl Into<String>, remedy: &str) -> Result<T> {
+fn refuse<T>(what: impl Into<String>, remedy: &'static str) -> Result<T> {
     let module = "a checkpoint of voltaic".to_owned();
-    Err(CheckpointError::Mismatch { module, what: what.into(), remedy: remedy.to_owned() }.into())
+    Err(CheckpointError::Mismatch { module, problem: Problem::new(what, remedy) }.into())
 }
 
 /// Makes a checkpoint of what [`read_torch`](crate::checkpoint::read_torch) gave: a Lightning checkpoint, or a state dict,

@@ -13,7 +13,7 @@ use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use super::atomic::write_atomically;
 use super::pickle::{self, Value};
-use crate::error::{CheckpointError, Error, Result};
+use crate::error::{CheckpointError, Error, Problem, Result};
 
 /// Storages begin at multiples of this, as PyTorch writes them, so that it can map the file into memory.
 const ALIGNMENT: u16 = 64;
@@ -28,8 +28,8 @@ const MAX_PICKLE: u64 = 1 << 30;
 pub fn read_torch(path: &Path) -> Result<Value> {
     let file = File::open(path).map_err(|e| Error::io("read checkpoint", path, e))?;
     let mut reader = BufReader::new(file);
-    let refuse = |what: String, remedy: &str| -> Error {
-        CheckpointError::Unreadable { path: path.to_path_buf(), what, remedy: remedy.to_owned() }.into()
+    let refuse = |what: String, remedy: &'static str| -> Error {
+        CheckpointError::Unreadable { path: path.to_path_buf(), problem: Problem::new(what, remedy) }.into()
     };
     let mut head = [0; 16];
     let mut length = 0;
@@ -139,8 +139,7 @@ impl Archive {
 pub fn write_torch(value: &Value, path: &Path) -> Result<()> {
     let written = pickle::write(value).map_err(|what| CheckpointError::Mismatch {
         module: path.display().to_string(),
-        what,
-        remedy: "cast the tensor".to_owned(),
+        problem: Problem::new(what, "cast the tensor"),
     })?;
     write_atomically(path, |file| {
         let mut zip = ZipWriter::new(file);

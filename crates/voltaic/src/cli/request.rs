@@ -4,7 +4,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::config::{Origins, Settings, deserialize_at, to_yaml};
-use crate::error::{ConfigError, ConfigProblem};
+use crate::error::{ConfigError, ConfigProblem, Problem};
 
 /// What a run does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -110,6 +110,7 @@ impl RunRequest {
         let origin =
             self.settings.origins.get(&leaf).filter(|origin| **origin != crate::config::Origin::Default);
         let origin = origin.map(ToString::to_string).unwrap_or_default();
-        ConfigError { problems: vec![ConfigProblem { key: key.to_owned(), origin, what, remedy }] }
+        let problem = Problem::new(what, remedy);
+        ConfigError { problems: vec![ConfigProblem { key: key.to_owned(), origin, problem }] }
     }
 }

@@ -6,7 +6,7 @@ use super::merge::{Remarks, append, join, merge};
 use super::node::{Data, Node, Origin};
 use super::schema::View;
 use super::yaml;
-use crate::error::ConfigProblem;
+use crate::error::{ConfigProblem, Problem};
 
 /// One option such as `--trainer.max_epochs=3` or `--trainer.callbacks+=EarlyStopping`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,8 +45,7 @@ pub(super) fn apply(
     let problem = |what: String, remedy: String| ConfigProblem {
         key: assignment.key.clone(),
         origin: origin.label(),
-        what,
-        remedy,
+        problem: Problem::new(what, remedy),
     };
     let parts: Vec<&str> = assignment.key.split('.').collect();
     if parts.iter().any(|part| part.is_empty()) {

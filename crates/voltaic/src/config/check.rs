@@ -8,7 +8,7 @@ use super::node::{Data, Node, Origin};
 use super::schema::{View, option_types, type_name};
 use super::suggest::nearest;
 use super::words::{describe_type, expected, quote};
-use crate::error::ConfigProblem;
+use crate::error::{ConfigProblem, Problem};
 
 /// More keys than this are not listed in an error.
 const MAX_LISTED: usize = 16;
@@ -33,7 +33,8 @@ struct Checker<'s> {
 
 impl Checker<'_> {
     fn report(&mut self, key: &str, origin: &Origin, what: String, remedy: String) {
-        let problem = ConfigProblem { key: origin.typed_key(key), origin: origin.label(), what, remedy };
+        let problem = Problem::new(what, remedy);
+        let problem = ConfigProblem { key: origin.typed_key(key), origin: origin.label(), problem };
         self.problems.push(Found { key: key.to_owned(), problem });
     }
 
@@ -125,9 +126,8 @@ impl Checker<'_> {
             let what = "this class takes no arguments".to_owned();
             return self.report(&full, origin, what, "remove them".to_owned());
         }
-        if let Some(reason) = view.refusal(name) {
-            let (what, remedy) = reason.split_once("; ").unwrap_or((reason, "remove it"));
-            return self.report(&full, origin, what.to_owned(), remedy.to_owned());
+        if let Some(Problem { what, remedy }) = view.refusal(name) {
+            return self.report(&full, origin, what, remedy.into_owned());
         }
         let remedy = if let Some(other) = nearest(name, known.iter().copied()) {
             format!("did you mean {}", origin.typed_key(&join(key, other)))

@@ -53,7 +53,7 @@ pub fn faults(schema: &Value) -> Vec<String> {
             let mut node = Node::from_value(default, &Origin::Default);
             fill(&mut node, place, None);
             for Found { problem, .. } in check(&node, place) {
-                faults.push(format!("default of {name}: {}; {}", problem.what, problem.remedy));
+                faults.push(format!("default of {name}: {}", problem.problem));
             }
         }
     });

@@ -15,7 +15,7 @@ use super::node::{Node, Origin, Origins};
 use super::schema::{View, spread};
 use super::suggest::nearest;
 use super::yaml;
-use crate::error::{ConfigError, ConfigProblem};
+use crate::error::{ConfigError, ConfigProblem, Problem};
 
 /// Prefix of the environment variables that set configuration keys.
 const ENV_PREFIX: &str = "VOLTAIC_";
@@ -300,8 +300,7 @@ pub fn deserialize_at<T: DeserializeOwned>(
             problems: vec![ConfigProblem {
                 key: origin.typed_key(&full),
                 origin: origin.label(),
-                what: error.inner().to_string(),
-                remedy: "give a value that it accepts".to_owned(),
+                problem: Problem::new(error.inner().to_string(), "give a value that it accepts"),
             }],
         }
     })

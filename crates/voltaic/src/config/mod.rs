@@ -6,7 +6,7 @@
 //! should accept an old name needs that name in its schema; `#[serde(alias)]` is invisible there.
 //!
 //! A struct may say why it lacks a key that its users will look for, with
-//! `#[schemars(extend("x-refused" = json!({"key": "what is wrong; what to do"})))]`. Null stands there for a key not given.
+//! `#[schemars(extend("x-refused" = json!({"key": {"what": "what is wrong", "remedy": "how to fix it"}})))]`. Null stands there for a key not given.
 //!
 //! This module knows no component: it works for any type that is `DeserializeOwned + JsonSchema`.
 //!

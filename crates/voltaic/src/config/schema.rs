@@ -2,7 +2,9 @@
 
 use serde_json::{Map, Value};
 
-/// The keyword of a schema for keys that a mapping does not have: an object with the reason for each.
+use crate::error::Problem;
+
+/// The keyword of a schema for keys that a mapping does not have: an object with what is wrong and the remedy for each.
 pub(super) const REFUSED: &str = "x-refused";
 
 /// What may stand at one place of a configuration.
@@ -173,10 +175,14 @@ impl<'s> View<'s> {
             .collect()
     }
 
-    /// Why there is no key of this name, though one may well look for it: what is wrong, and after `; ` what to do.
-    /// [`REFUSED`] of the schema holds it.
-    pub fn refusal(&self, key: &str) -> Option<&'s str> {
-        self.objects().find_map(|option| option.get(REFUSED)?.get(key)?.as_str())
+    /// Why there is no key of this name, though users of Lightning may look for it. [`REFUSED`] of the schema holds
+    /// what is wrong and how to fix it.
+    pub fn refusal(&self, key: &str) -> Option<Problem> {
+        let text = |value: &Value| value.as_str().map(str::to_owned);
+        self.objects().find_map(|option| {
+            let refused = option.get(REFUSED)?.get(key)?;
+            Some(Problem::new(text(refused.get("what")?)?, text(refused.get("remedy")?)?))
+        })
     }
 
     /// Keys of a class object itself: `class_path`, `init_args`, and what stands beside them in a struct that flattens

@@ -4,7 +4,7 @@ use saphyr::{LoadableYamlNode, MarkedYaml, Scalar, YamlData};
 use serde_json::{Number, Value};
 
 use super::node::{Data, Node, Origin};
-use crate::error::ConfigProblem;
+use crate::error::{ConfigProblem, Problem};
 
 /// Deeper nesting is a mistake (or an attack on the stack), not a configuration.
 const MAX_DEPTH: usize = 64;
@@ -62,8 +62,7 @@ impl Reader<'_> {
             Box::new(ConfigProblem {
                 key: "YAML".to_owned(),
                 origin: at,
-                what: error.info().to_owned(),
-                remedy: "mend the YAML there".to_owned(),
+                problem: Problem::new(error.info(), "mend the YAML there"),
             })
         })?;
         let mut documents = documents.iter();
@@ -160,11 +159,10 @@ fn scalar_node(scalar: &Scalar<'_>, raw: Option<&str>, origin: Origin) -> Result
     Ok(Node { origin, data: Data::Scalar { value, text } })
 }
 
-fn problem(origin: &Origin, what: &str, remedy: &str) -> Box<ConfigProblem> {
+fn problem(origin: &Origin, what: &str, remedy: &'static str) -> Box<ConfigProblem> {
     Box::new(ConfigProblem {
         key: "YAML".to_owned(),
         origin: origin.label(),
-        what: what.to_owned(),
-        remedy: remedy.to_owned(),
+        problem: Problem::new(what, remedy),
     })
 }

@@ -17,7 +17,7 @@ use rand::rngs::StdRng;
 
 use super::batch::Batch;
 use super::dataset::Dataset;
-use crate::error::DataError;
+use crate::error::{DataError, Problem};
 use crate::{Result, ffi};
 
 /// All that is needed to load any batch of one epoch.
@@ -115,8 +115,10 @@ impl<B: Batch> BatchIter<B> {
                 .spawn(move || work(&plan, batches, &sender, &stop))
                 .map_err(|error| DataError::Worker {
                     worker,
-                    what: format!("its thread could not be started: {error}"),
-                    remedy: "use fewer num_workers, or raise the limit on threads".to_owned(),
+                    problem: Problem::new(
+                        format!("its thread could not be started: {error}"),
+                        "use fewer num_workers, or raise the limit on threads",
+                    ),
                 })?;
             iter.workers.push(Worker { batches: Some(receiver), thread: Some(thread) });
         }
@@ -142,8 +144,10 @@ impl<B: Batch> BatchIter<B> {
         received.unwrap_or_else(|| {
             Err(DataError::Worker {
                 worker,
-                what: format!("it ended before it delivered batch {batch_idx}"),
-                remedy: "set num_workers=0 to see what ends it".to_owned(),
+                problem: Problem::new(
+                    format!("it ended before it delivered batch {batch_idx}"),
+                    "set num_workers=0 to see what ends it",
+                ),
             }
             .into())
         })

@@ -343,7 +343,7 @@ impl<B: Batch> DataLoaderBuilder<B> {
     /// sampler together with `shuffle`, prefetch without workers, `drop_last` that leaves no batch.
     pub fn build(self) -> Result<DataLoader<B>> {
         let mut error = ConfigError { problems: Vec::new() };
-        let mut problem = |key: &str, what: String, remedy: &str| {
+        let mut problem = |key: &str, what: String, remedy: &'static str| {
             error.problems.extend(ConfigError::new(format!("DataLoader.{key}"), what, remedy).problems);
         };
         let len = self.dataset.len();

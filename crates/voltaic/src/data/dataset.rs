@@ -9,7 +9,7 @@ use tch::Tensor;
 use super::batch::Batch;
 use crate::Result;
 use crate::device::Device;
-use crate::error::{ConfigError, DataError};
+use crate::error::{ConfigError, DataError, Problem};
 use crate::ffi::{self, SharedTensor};
 
 /// Samples that can be reached by their index.
@@ -132,8 +132,10 @@ impl<T: TensorBatch> TensorDataset<T> {
         let len = sizes.first().and_then(|size| size.first()).copied();
         let Some(len) = len.filter(|len| sizes.iter().all(|size| size.first() == Some(len))) else {
             return Err(DataError::Shape {
-                what: format!("TensorDataset was given tensors of shapes {sizes:?}"),
-                remedy: "give tensors whose dimension 0, the number of samples, is the same".to_owned(),
+                problem: Problem::new(
+                    format!("TensorDataset was given tensors of shapes {sizes:?}"),
+                    "give tensors whose dimension 0, the number of samples, is the same",
+                ),
             }
             .into());
         };

@@ -10,7 +10,7 @@ use tch::Tensor;
 use super::dataset::Dataset;
 use super::vocabulary::CharVocabulary;
 use crate::Result;
-use crate::error::{ConfigError, DataError};
+use crate::error::{ConfigError, DataError, Problem};
 
 /// Where the blocks of a [`TextDataset`] begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,9 +68,11 @@ impl TextDataset {
         let tokens: Arc<[u16]> = vocabulary.encode_u16(text)?.into();
         if tokens.len() <= context_length {
             return Err(DataError::Text {
-                what: format!("a text of {} characters, context_length is {context_length}", tokens.len()),
-                remedy: "give a text with more characters than context_length, or a smaller context_length"
-                    .to_owned(),
+                problem: Problem::new(
+                    format!("a text of {} characters, context_length is {context_length}", tokens.len()),
+                    "give a text with more characters than context_length, or a smaller context_length"
+                        .to_owned(),
+                ),
             }
             .into());
         }

@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 
 use super::batch::Batch;
 use super::dataset::Dataset;
-use crate::error::{ConfigError, DataError};
+use crate::error::{ConfigError, DataError, Problem};
 use crate::ffi::SharedTensor;
 use crate::{Device, Result};
 
@@ -28,8 +28,10 @@ fn image_sizes(images: &Tensor, by: &str) -> Result<(i64, i64, i64, i64)> {
     match images.size()[..] {
         [batch, channels, height, width] => Ok((batch, channels, height, width)),
         ref shape => Err(DataError::Shape {
-            what: format!("{by} was given a batch of shape {shape:?}"),
-            remedy: "give images of shape [batch, channels, height, width]".to_owned(),
+            problem: Problem::new(
+                format!("{by} was given a batch of shape {shape:?}"),
+                "give images of shape [batch, channels, height, width]",
+            ),
         }
         .into()),
     }
@@ -61,8 +63,10 @@ impl Transform for RandomCrop {
         let fits = (1..=1 << 20).contains(&height.max(width)) && self.padding <= height.max(width) as usize;
         if !fits {
             return Err(DataError::Shape {
-                what: format!("RandomCrop pads images of {height} x {width} by {} pixels", self.padding),
-                remedy: "pad by no more than the size of the images".to_owned(),
+                problem: Problem::new(
+                    format!("RandomCrop pads images of {height} x {width} by {} pixels", self.padding),
+                    "pad by no more than the size of the images",
+                ),
             }
             .into());
         }
@@ -126,7 +130,7 @@ impl Normalize {
     /// # Errors
     /// [`ConfigError`] if there are none, or not as many of both, or a standard deviation is not positive.
     pub fn new(mean: &[f64], std: &[f64]) -> Result<Self> {
-        let problem = |what: String, remedy: &str| ConfigError::new("Normalize", what, remedy);
+        let problem = |what: String, remedy: &'static str| ConfigError::new("Normalize", what, remedy);
         if mean.is_empty() || mean.len() != std.len() {
             let what = format!("{} means and {} standard deviations", mean.len(), std.len());
             return Err(problem(what, "give one of each per channel, or one for all").into());
@@ -149,8 +153,10 @@ impl Transform for Normalize {
         let (_, channels, ..) = image_sizes(&images, "Normalize")?;
         if self.mean.len() > 1 && self.mean.len() as i64 != channels {
             return Err(DataError::Shape {
-                what: format!("Normalize has {} means, the images have {channels} channels", self.mean.len()),
-                remedy: "give one mean and standard deviation per channel, or one for all".to_owned(),
+                problem: Problem::new(
+                    format!("Normalize has {} means, the images have {channels} channels", self.mean.len()),
+                    "give one mean and standard deviation per channel, or one for all",
+                ),
             }
             .into());
         }

@@ -1,7 +1,7 @@
 //! Characters as numbers.
 
 use crate::Result;
-use crate::error::DataError;
+use crate::error::{DataError, Problem};
 
 /// Marks a code point that is not in the vocabulary.
 const ABSENT: u16 = u16::MAX;
@@ -37,7 +37,8 @@ impl CharVocabulary {
     /// # Errors
     /// [`DataError::Text`] if there is no character, 65,536 or more, or one occurs twice.
     pub fn from_chars(chars: Vec<char>) -> Result<Self> {
-        let error = |what: String, remedy: &str| DataError::Text { what, remedy: remedy.to_owned() };
+        let error =
+            |what: String, remedy: &'static str| DataError::Text { problem: Problem::new(what, remedy) };
         let Some(&largest) = chars.iter().max() else {
             return Err(
                 error("a vocabulary of no characters".to_owned(), "give a text that is not empty").into()
@@ -86,13 +87,10 @@ impl CharVocabulary {
     pub(super) fn encode_u16(&self, text: &str) -> Result<Vec<u16>> {
         let encode = |(place, char)| {
             self.tokens.get(char as usize).copied().filter(|&token| token != ABSENT).ok_or_else(|| {
-                DataError::Text {
-                    what: format!(
+                DataError::Text { problem: Problem::new(format!(
                         "character {char:?} at place {place} of the text is not one of the {} of the vocabulary",
                         self.len()
-                    ),
-                    remedy: "leave it out, or make the vocabulary from a text that holds it".to_owned(),
-                }
+                    ), "leave it out, or make the vocabulary from a text that holds it") }
                 .into()
             })
         };
@@ -107,8 +105,10 @@ impl CharVocabulary {
         let decode = |(place, &token): (usize, &i64)| {
             usize::try_from(token).ok().and_then(|token| self.chars.get(token)).copied().ok_or_else(|| {
                 DataError::Text {
-                    what: format!("token {token} at place {place} is no character of the vocabulary"),
-                    remedy: format!("tokens are 0 to {}", self.len() - 1),
+                    problem: Problem::new(
+                        format!("token {token} at place {place} is no character of the vocabulary"),
+                        format!("tokens are 0 to {}", self.len() - 1),
+                    ),
                 }
                 .into()
             })

@@ -393,7 +393,7 @@ fn not_started(variables: &Variables, wanted: Wanted) -> Result<Placement, Confi
             attempt: 0,
         }));
     }
-    let needs = |name: &str, what: &str, remedy: &str| Err(ConfigError::new(name, what, remedy));
+    let needs = |name: &str, what: &str, remedy: &'static str| Err(ConfigError::new(name, what, remedy));
     let not_set = format!("not set with trainer.num_nodes={num_nodes}");
     let node_rank = match node_rank(variables)? {
         None if num_nodes > 1 => return needs("NODE_RANK", &not_set, "set it to 0, 1, ... on the nodes"),

@@ -18,7 +18,7 @@ use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
 use super::host::host_name;
 use super::launch::Launch;
 use super::variables::{ATTEMPT, LAUNCHER};
-use crate::error::{DistributedError, Error, Result};
+use crate::error::{DistributedError, Error, Problem, Result};
 use crate::ffi::{self, Store};
 
 /// How often the launcher looks at its ranks.
@@ -103,8 +103,7 @@ fn open_store(launch: &Launch) -> Result<(String, u16, Option<Store>)> {
             rank: 0,
             world_size,
             address: format!("{address}:{port}"),
-            reason,
-            remedy,
+            problem: Problem::new(reason, remedy),
         }
     })?;
     Ok((address, port, Some(store)))

@@ -1,8 +1,10 @@
 //! Which rank a process is, and where the ranks meet.
 
+use std::borrow::Cow;
+
 use super::environment::ClusterEnvironment;
 use super::launch::Launch;
-use crate::error::{DistributedError, Error};
+use crate::error::{DistributedError, Error, Problem};
 
 /// What the configuration asks for.
 #[derive(Debug, Clone, Copy)]
@@ -64,13 +66,16 @@ impl RankPlacement {
 }
 
 /// The error of a rank that does not come together with the others.
-pub(super) fn refuse(placement: &RankPlacement, reason: impl Into<String>, remedy: &str) -> Error {
+pub(super) fn refuse(
+    placement: &RankPlacement,
+    reason: impl Into<String>,
+    remedy: impl Into<Cow<'static, str>>,
+) -> Error {
     DistributedError::Rendezvous {
         rank: placement.rank,
         world_size: placement.world_size,
         address: format!("{}:{}", placement.master_addr, placement.master_port),
-        reason: reason.into(),
-        remedy: remedy.to_owned(),
+        problem: Problem::new(reason, remedy),
     }
     .into()
 }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::deadline::within;
 use super::host::host_name;
 use super::placement::{RankPlacement, refuse};
-use crate::error::{Result, TorchError};
+use crate::error::{Problem, Result, TorchError};
 use crate::ffi::Store;
 
 /// How much longer than rank 0 the others wait for its verdict.
@@ -34,15 +34,15 @@ struct Arrival {
 /// What rank 0 says when all have come, or have not.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Verdict {
-    /// What is wrong, and what to do about it.
-    problem: Option<(String, String)>,
+    /// What is wrong, and how to fix it.
+    problem: Option<Problem>,
     /// How often the ranks have been started anew.
     attempt: u64,
 }
 
 impl Verdict {
-    fn problem(reason: String, remedy: &str) -> Self {
-        Self { problem: Some((reason, remedy.to_owned())), attempt: 0 }
+    fn problem(reason: String, remedy: &'static str) -> Self {
+        Self { problem: Some(Problem::new(reason, remedy)), attempt: 0 }
     }
 }
 
@@ -94,7 +94,7 @@ impl Call {
     fn answer(&self) -> Result<Round> {
         let (store, verdict) = if self.placement.rank == 0 { self.lead()? } else { self.follow()? };
         match verdict.problem {
-            Some((reason, remedy)) => Err(refuse(&self.placement, reason, &remedy)),
+            Some(Problem { what, remedy }) => Err(refuse(&self.placement, what, remedy)),
             None => Ok(Round { store: Arc::new(store), attempt: verdict.attempt }),
         }
     }

@@ -1,29 +1,37 @@
 //! Errors of checkpoints.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
+
+use super::Problem;
 
 /// A checkpoint cannot be read or applied.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// The file is no checkpoint, or a damaged one.
-    #[error("{}: not a readable checkpoint: {what}; {remedy}", path.display())]
+    /// The file is not a checkpoint, or a damaged one.
+    #[error("{}: not a readable checkpoint: {problem}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
-        what: String,
-        /// How to mend it.
-        remedy: String,
+        /// What is wrong, and how to fix it.
+        problem: Problem,
     },
     /// The names or shapes of a state dict differ from the module's.
-    #[error("state dict does not fit {module}: {what}; {remedy}")]
+    #[error("state dict does not fit {module}: {problem}")]
     Mismatch {
         /// The module's type.
         module: String,
-        /// Missing and unexpected names, and shapes that differ.
-        what: String,
-        /// How to mend it.
-        remedy: String,
+        /// What is wrong, and how to fix it.
+        problem: Problem,
     },
+}
+
+impl CheckpointError {
+    /// How to fix it.
+    pub fn remedy(&self) -> Cow<'_, str> {
+        match self {
+            Self::Unreadable { problem, .. } | Self::Mismatch { problem, .. } => (&*problem.remedy).into(),
+        }
+    }
 }

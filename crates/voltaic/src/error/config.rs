@@ -1,5 +1,9 @@
 //! Errors of configuration.
 
+use std::borrow::Cow;
+
+use super::Problem;
+
 /// All problems found in a configuration, one line each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigError {
@@ -14,23 +18,50 @@ pub struct ConfigProblem {
     pub key: String,
     /// Where the value came from: `run.yaml:7`, `command line`, `VOLTAIC_...`; empty if set in code.
     pub origin: String,
-    /// What is wrong, with the value.
-    pub what: String,
-    /// What to do about it.
-    pub remedy: String,
+    /// What is wrong, with the value, and how to fix it.
+    pub problem: Problem,
 }
 
 impl ConfigError {
     /// A single problem.
-    pub fn new(key: impl Into<String>, what: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { problems: vec![ConfigProblem::new(key, what, remedy)] }
+    pub fn new(
+        key: impl Into<String>,
+        what: impl Into<String>,
+        remedy: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        Self::at(key, Problem::new(what, remedy))
+    }
+
+    /// A single problem, of a value set in code.
+    pub fn at(key: impl Into<String>, problem: Problem) -> Self {
+        Self { problems: vec![ConfigProblem::at(key, problem)] }
+    }
+
+    /// How to fix it: the remedy of a single problem, of several those with their keys, one line each.
+    pub fn remedy(&self) -> Cow<'_, str> {
+        match &self.problems[..] {
+            [one] => (&*one.problem.remedy).into(),
+            all => {
+                let lines = all.iter().map(|at| format!("{}: {}", at.key, at.problem.remedy));
+                lines.collect::<Vec<_>>().join("\n").into()
+            }
+        }
     }
 }
 
 impl ConfigProblem {
     /// A problem of a value set in code.
-    pub fn new(key: impl Into<String>, what: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { key: key.into(), origin: String::new(), what: what.into(), remedy: remedy.into() }
+    pub fn new(
+        key: impl Into<String>,
+        what: impl Into<String>,
+        remedy: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        Self::at(key, Problem::new(what, remedy))
+    }
+
+    /// A problem of a value set in code.
+    pub fn at(key: impl Into<String>, problem: Problem) -> Self {
+        Self { key: key.into(), origin: String::new(), problem }
     }
 }
 
@@ -40,7 +71,7 @@ impl std::fmt::Display for ConfigProblem {
         if !self.origin.is_empty() {
             write!(f, " (from {})", self.origin)?;
         }
-        write!(f, ": {}; {}", self.what, self.remedy)
+        write!(f, ": {}", self.problem)
     }
 }
 

@@ -1,30 +1,31 @@
 //! Errors of data sets and loaders.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
+
+use super::Problem;
 
 /// A data set or loader cannot give its samples.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
     /// A file does not hold what its format promises.
-    #[error("{}: at byte {offset}: {what}; {remedy}", path.display())]
+    #[error("{}: at byte {offset}: {problem}", path.display())]
     Corrupt {
         /// The file.
         path: PathBuf,
         /// Where in the file, in bytes from its start; of a compressed file, from the start of its unpacked content.
         offset: u64,
-        /// What was expected and what was found.
-        what: String,
-        /// How to mend it.
-        remedy: String,
+        /// What is wrong, and how to fix it.
+        problem: Problem,
     },
     /// A file of the data set is not there.
     #[error("{} is missing; {remedy}", path.display())]
     Missing {
         /// The file or folder looked for.
         path: PathBuf,
-        /// How to mend it.
-        remedy: String,
+        /// How to fix it.
+        remedy: Cow<'static, str>,
     },
     /// A data set was found in none of the places where it may be.
     #[error("{what} was found in none of {}; {remedy}", list(searched))]
@@ -33,8 +34,8 @@ pub enum DataError {
         what: String,
         /// The places, in the order of the search.
         searched: Vec<PathBuf>,
-        /// How to mend it.
-        remedy: String,
+        /// How to fix it.
+        remedy: Cow<'static, str>,
     },
     /// A file is complete but is not the published one.
     #[error("{}: md5 is {found}, the published file's is {expected}; {remedy}", path.display())]
@@ -45,19 +46,17 @@ pub enum DataError {
         expected: String,
         /// Sum of what is there.
         found: String,
-        /// How to mend it.
-        remedy: String,
+        /// How to fix it.
+        remedy: Cow<'static, str>,
     },
     /// Tensors do not have the shapes that a data set or transform needs.
-    #[error("{what}; {remedy}")]
+    #[error("{problem}")]
     Shape {
-        /// What was given.
-        what: String,
-        /// How to mend it.
-        remedy: String,
+        /// What is wrong, and how to fix it.
+        problem: Problem,
     },
     /// An index lies beyond the data set.
-    #[error("{by} names sample {index} of a dataset of {len}; indices count from 0 and must be below {len}")]
+    #[error("{by} names sample {index} of a dataset of {len}; {}", self.remedy())]
     Index {
         /// Who gave the index, such as a sampler.
         by: String,
@@ -68,8 +67,8 @@ pub enum DataError {
     },
     /// A batch could not be loaded: the data set's code returned an error or panicked.
     #[error(
-        "batch {batch_idx} of epoch {epoch} (samples {indices}) could not be loaded: {source:#}; mend these samples or \
-         the dataset's code (num_workers=0 runs it on the calling thread)"
+        "batch {batch_idx} of epoch {epoch} (samples {indices}) could not be loaded: {source:#}; {}",
+        self.remedy()
     )]
     Batch {
         /// The epoch.
@@ -82,7 +81,7 @@ pub enum DataError {
         source: anyhow::Error,
     },
     /// The sampler gave no usable order.
-    #[error("sampler {sampler} gave no usable order for epoch {epoch}: {source:#}; mend the sampler")]
+    #[error("sampler {sampler} gave no usable order for epoch {epoch}: {source:#}; {}", self.remedy())]
     Sampler {
         /// The sampler with its fields.
         sampler: String,
@@ -92,20 +91,15 @@ pub enum DataError {
         source: anyhow::Error,
     },
     /// A loader thread could not be started, or ended before its time.
-    #[error("loader worker {worker}: {what}; {remedy}")]
+    #[error("loader worker {worker}: {problem}")]
     Worker {
         /// Number of the worker, from 0.
         worker: usize,
-        /// What happened.
-        what: String,
-        /// How to mend it.
-        remedy: String,
+        /// What is wrong, and how to fix it.
+        problem: Problem,
     },
     /// A range of batches does not lie within the epoch.
-    #[error(
-        "first_batch {first_batch} lies beyond the epoch's {num_batches} batches; resume with the dataset, batch_size \
-         and number of ranks that the position was saved with"
-    )]
+    #[error("first_batch {first_batch} lies beyond the epoch's {num_batches} batches; {}", self.remedy())]
     Range {
         /// First batch asked for.
         first_batch: usize,
@@ -113,13 +107,36 @@ pub enum DataError {
         num_batches: usize,
     },
     /// A text holds what its vocabulary lacks, or too little.
-    #[error("{what}; {remedy}")]
+    #[error("{problem}")]
     Text {
-        /// What is wrong.
-        what: String,
-        /// How to mend it.
-        remedy: String,
+        /// What is wrong, and how to fix it.
+        problem: Problem,
     },
+}
+
+impl DataError {
+    /// How to fix it.
+    pub fn remedy(&self) -> Cow<'_, str> {
+        match self {
+            Self::Corrupt { problem, .. }
+            | Self::Shape { problem }
+            | Self::Worker { problem, .. }
+            | Self::Text { problem } => (&*problem.remedy).into(),
+            Self::Missing { remedy, .. } | Self::NotFound { remedy, .. } | Self::Checksum { remedy, .. } => {
+                (&**remedy).into()
+            }
+            Self::Index { len, .. } => format!("indices count from 0 and must be below {len}").into(),
+            Self::Batch { .. } => {
+                "mend these samples or the dataset's code (num_workers=0 runs it on the calling thread)"
+                    .into()
+            }
+            Self::Sampler { .. } => "mend the sampler".into(),
+            Self::Range { .. } => {
+                "resume with the dataset, batch_size and number of ranks that the position was saved with"
+                    .into()
+            }
+        }
+    }
 }
 
 fn list(paths: &[PathBuf]) -> String {

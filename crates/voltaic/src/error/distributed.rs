@@ -1,11 +1,15 @@
 //! Errors between ranks.
 
+use std::borrow::Cow;
+
+use super::Problem;
+
 /// A failure of communication, or of another rank.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DistributedError {
     /// The ranks could not be brought together.
-    #[error("rank {rank} of {world_size} could not join the others at {address}: {reason}; {remedy}")]
+    #[error("rank {rank} of {world_size} could not join the others at {address}: {problem}")]
     Rendezvous {
         /// Global rank of this process.
         rank: usize,
@@ -13,18 +17,14 @@ pub enum DistributedError {
         world_size: usize,
         /// `host:port` of the store.
         address: String,
-        /// What is wrong.
-        reason: String,
-        /// What to do about it.
-        remedy: String,
+        /// What is wrong, and how to fix it.
+        problem: Problem,
     },
     /// An operation between ranks failed.
     #[error("{0}")]
     Collective(Box<CollectiveFailure>),
     /// The ranks do not train the same model.
-    #[error(
-        "rank {rank} has {what}; build the same module, with the same trainable parameters, on all ranks"
-    )]
+    #[error("rank {rank} has {what}; {}", self.remedy())]
     Mismatch {
         /// Global rank of this process.
         rank: usize,
@@ -33,11 +33,10 @@ pub enum DistributedError {
     },
     /// Parameters that got no gradient, so that their bucket cannot be averaged.
     #[error(
-        "{} of the parameters took no part in the loss on rank {rank}: {}; use all of them, freeze them \
-         with set_requires_grad(false), or set find_unused_parameters=true in trainer.strategy \
-         (strategy=ddp_find_unused_parameters_true)",
+        "{} of the parameters took no part in the loss on rank {rank}: {}; {}",
         names.len(),
-        shown(names)
+        shown(names),
+        self.remedy()
     )]
     UnusedParameters {
         /// Global rank of this process.
@@ -72,6 +71,37 @@ pub struct CollectiveFailure {
     pub reason: String,
 }
 
+impl CollectiveFailure {
+    /// How to fix it.
+    pub fn remedy(&self) -> &'static str {
+        if !self.elsewhere.is_empty() {
+            "call the same operations, with tensors of the same size, in the same order on all ranks"
+        } else if self.timed_out {
+            "look at what the missing ranks do, or raise timeout_secs in trainer.strategy"
+        } else {
+            "look at the output of the rank that ended first"
+        }
+    }
+}
+
+impl DistributedError {
+    /// How to fix it.
+    pub fn remedy(&self) -> Cow<'_, str> {
+        match self {
+            Self::Rendezvous { problem, .. } => (&*problem.remedy).into(),
+            Self::Collective(failure) => failure.remedy().into(),
+            Self::Mismatch { .. } => {
+                "build the same module, with the same trainable parameters, on all ranks".into()
+            }
+            Self::UnusedParameters { .. } => {
+                "use all of them, freeze them with set_requires_grad(false), or set \
+                find_unused_parameters=true in trainer.strategy (strategy=ddp_find_unused_parameters_true)"
+                    .into()
+            }
+        }
+    }
+}
+
 impl std::fmt::Display for CollectiveFailure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { op, rank, world_size, group, missing, elsewhere, seq, bytes, .. } = self;
@@ -86,14 +116,7 @@ impl std::fmt::Display for CollectiveFailure {
         for (rank, call) in elsewhere {
             write!(f, ", rank {rank} was in {call}")?;
         }
-        let remedy = if !elsewhere.is_empty() {
-            "call the same operations, with tensors of the same size, in the same order on all ranks"
-        } else if self.timed_out {
-            "look at what the missing ranks do, or raise timeout_secs in trainer.strategy"
-        } else {
-            "look at the output of the rank that ended first"
-        };
-        write!(f, ": {}; {remedy}", self.reason)
+        write!(f, ": {}; {}", self.reason, self.remedy())
     }
 }
 

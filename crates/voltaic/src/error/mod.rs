@@ -1,4 +1,4 @@
-//! One error type for the library. Each message says what is wrong with its values, where, and how to mend it.
+//! One error type for the library. Each message says what is wrong with its values, where, and how to fix it.
 //!
 //! What the user calls returns [`Result`]; what the user implements (steps, datasets, callbacks) returns
 //! `anyhow::Result`, so that any `?` works there, and reaches the caller as [`Error::Hook`].
@@ -6,28 +6,37 @@
 mod checkpoint;
 mod config;
 mod data;
+mod device;
 mod distributed;
 mod graph;
 mod libtorch;
 mod module;
 mod optim;
+mod problem;
 mod profiler;
 mod setting;
 mod switch;
+#[cfg(test)]
+mod tests;
+mod torch;
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 pub use checkpoint::CheckpointError;
 pub use config::{ConfigError, ConfigProblem};
 pub use data::DataError;
+pub use device::DeviceError;
 pub use distributed::{CollectiveFailure, DistributedError};
 pub use graph::GraphError;
 pub use libtorch::LibtorchError;
 pub use module::ModuleError;
 pub use optim::OptimError;
+pub use problem::Problem;
 pub use profiler::ProfilerError;
 pub use setting::SettingError;
 pub use switch::SwitchError;
+pub use torch::{TorchError, TorchErrorKind};
 
 /// Result of what the user calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -84,8 +93,8 @@ pub enum Error {
         path: PathBuf,
         /// What the system said.
         source: std::io::Error,
-        /// How to mend it.
-        remedy: String,
+        /// How to fix it.
+        remedy: Cow<'static, str>,
     },
     /// The user's code returned an error or panicked.
     #[error("{hook} failed in epoch {epoch} at global_step {global_step} on rank {rank}: {source:#}")]
@@ -104,7 +113,7 @@ pub enum Error {
     /// `detect_anomaly` has found a loss or gradient that is NaN or infinite.
     #[error(
         "{what} is not finite in epoch {epoch} at global_step {global_step}: the first operation that made NaN or \
-         infinity is {operation}; look at what goes into it, or lower the learning rate"
+         infinity is {operation}; {ANOMALY}"
     )]
     Anomaly {
         /// `the loss`, or the gradient of a parameter.
@@ -117,9 +126,7 @@ pub enum Error {
         global_step: u64,
     },
     /// The run was asked to stop by a signal.
-    #[error(
-        "interrupted by {signal} at global_step {global_step}; resume with ckpt_path=last if a checkpoint was saved"
-    )]
+    #[error("interrupted by {signal} at global_step {global_step}; {INTERRUPTED}")]
     Interrupted {
         /// `SIGINT` or `SIGTERM`.
         signal: &'static str,
@@ -128,7 +135,42 @@ pub enum Error {
     },
 }
 
+const ANOMALY: &str = "look at what goes into it, or lower the learning rate";
+const INTERRUPTED: &str = "resume with ckpt_path=last if a checkpoint was saved";
+
 impl Error {
+    /// How to fix it, which is what the message ends with; none if that is not known, such as for an error of the user's
+    /// code. Of an error that the user's code passed on ([`Error::Hook`]), that error's remedy.
+    pub fn remedy(&self) -> Option<Cow<'_, str>> {
+        match self {
+            Self::Config(error) => Some(error.remedy()),
+            Self::Device(error) => Some(error.remedy()),
+            Self::Data(error) => Some(error.remedy()),
+            Self::Module(error) => error.remedy(),
+            Self::Checkpoint(error) => Some(error.remedy()),
+            Self::Distributed(error) => Some(error.remedy()),
+            Self::Optim(error) => Some(error.remedy()),
+            Self::Graph(error) => Some(error.remedy()),
+            Self::Profiler(error) => Some(error.remedy().into()),
+            Self::Switch(error) => Some(error.remedy().into()),
+            Self::Setting(error) => Some(error.remedy().into()),
+            Self::Libtorch(error) => Some(error.remedy().into()),
+            Self::Torch(error) => error.remedy().map(Into::into),
+            Self::Io { remedy, .. } => Some((&**remedy).into()),
+            Self::Hook { source, .. } => source.downcast_ref::<Self>().and_then(Self::remedy),
+            Self::Anomaly { .. } => Some(ANOMALY.into()),
+            Self::Interrupted { .. } => Some(INTERRUPTED.into()),
+        }
+    }
+
+    /// The error as a [`Problem`] of what led to it, such as a key of the configuration.
+    pub(crate) fn into_problem(self, otherwise: &'static str) -> Problem {
+        let text = self.to_string();
+        let Some(remedy) = self.remedy() else { return Problem::new(text, otherwise) };
+        let what = text.strip_suffix(&*remedy).and_then(|text| text.strip_suffix("; ")).unwrap_or(&text);
+        Problem::new(what, remedy.into_owned())
+    }
+
     /// Whether memory of a device or of the host is used up; also if a hook says so, since tch's operators panic then.
     pub fn is_out_of_memory(&self) -> bool {
         let says_so = |text: &str| {
@@ -158,110 +200,6 @@ impl Error {
             ErrorKind::ReadOnlyFilesystem => "choose a folder that can be written to",
             _ => "check the path and the file system",
         };
-        Self::Io { action, path: path.as_ref().to_path_buf(), source, remedy: remedy.to_owned() }
-    }
-}
-
-/// A device that is absent, or a device name that is none.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum DeviceError {
-    /// The text names no device.
-    #[error("`{text}` is not a device; use cpu, cuda, cuda:<index>, hpu or hpu:<index>")]
-    Unknown {
-        /// What was given.
-        text: String,
-    },
-    /// A variable of the environment that describes devices has a value that makes no sense.
-    #[error("{name}=`{value}` in the environment makes no sense; use {accepted}, or unset it")]
-    Setting {
-        /// The variable.
-        name: String,
-        /// Its value.
-        value: String,
-        /// What it may be.
-        accepted: String,
-    },
-    /// The devices of a process are set up once, and were set up otherwise.
-    #[error(
-        "this process has {settings} already, and cannot have {asked}; use one setting, or two processes"
-    )]
-    AlreadySetUp {
-        /// What there is.
-        settings: String,
-        /// What was asked for.
-        asked: String,
-    },
-    /// The machine, or this build, has no such device.
-    #[error("{device} is not available: {reason}")]
-    Unavailable {
-        /// The device or accelerator asked for.
-        device: String,
-        /// Why, and what to do.
-        reason: String,
-    },
-}
-
-/// libtorch's own error, with the operation that raised it.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("libtorch: {op}: {message}")]
-#[non_exhaustive]
-pub struct TorchError {
-    /// The function called, such as `_fused_adamw_`.
-    pub op: &'static str,
-    /// Which family of errors it belongs to.
-    pub kind: TorchErrorKind,
-    /// libtorch's text without its C++ backtrace.
-    pub message: String,
-}
-
-/// Family of a [`TorchError`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum TorchErrorKind {
-    /// Memory of a device is used up.
-    OutOfMemory,
-    /// An index lies outside its dimension.
-    Index,
-    /// libtorch has no such operation for these arguments.
-    NotImplemented,
-    /// Anything else.
-    Other,
-}
-
-impl TorchError {
-    /// An error of `op`; the text's C++ backtrace is cut off.
-    pub(crate) fn new(op: &'static str, kind: TorchErrorKind, message: &str) -> Self {
-        let end = message.find("\nException raised from").unwrap_or(message.len());
-        let message = match lacks_hpu(message) {
-            true => NO_HPU,
-            false => message[..end].trim_end(),
-        };
-        Self { op, kind, message: message.to_owned() }
-    }
-}
-
-const NO_HPU: &str =
-    "no HPU is set up in this process; build a trainer with accelerator=hpu first, which sets it up";
-
-/// Whether there is no back end that makes tensors on HPUs.
-fn lacks_hpu(message: &str) -> bool {
-    let makes_tensors = ["aten::empty.memory_format'", "aten::empty_strided'"];
-    message.contains("from the 'HPU' backend")
-        && makes_tensors.iter().any(|op| message.contains(&format!("Could not run '{op}")))
-}
-
-impl From<tch::TchError> for Error {
-    fn from(error: tch::TchError) -> Self {
-        let message = match &error {
-            tch::TchError::Torch(text) => text.clone(),
-            other => other.to_string(),
-        };
-        let kind = if message.contains("out of memory") {
-            TorchErrorKind::OutOfMemory
-        } else {
-            TorchErrorKind::Other
-        };
-        TorchError::new("tensor operation", kind, &message).into()
+        Self::Io { action, path: path.as_ref().to_path_buf(), source, remedy: remedy.into() }
     }
 }

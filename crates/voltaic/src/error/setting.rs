@@ -2,7 +2,7 @@
 
 /// A variable of the environment has a value that it cannot have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{name}=`{value}` in the environment is invalid; set it to {accepted}")]
+#[error("{name}=`{value}` in the environment is invalid; {}", self.remedy())]
 pub struct SettingError {
     /// Name of the variable.
     pub name: &'static str,
@@ -10,4 +10,11 @@ pub struct SettingError {
     pub value: String,
     /// What it may say.
     pub accepted: &'static str,
+}
+
+impl SettingError {
+    /// How to fix it.
+    pub fn remedy(&self) -> String {
+        format!("set it to {}", self.accepted)
+    }
 }

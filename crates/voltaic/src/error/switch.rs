@@ -3,7 +3,8 @@
 /// A switch in the environment is neither on nor off.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{name}=`{value}` in the environment is neither 0 nor 1; unset it, or set it to 0 to keep libtorch's own {what}"
+    "{name}=`{value}` in the environment is neither 0 nor 1; {}",
+    self.remedy()
 )]
 pub struct SwitchError {
     /// Name of the variable.
@@ -12,4 +13,11 @@ pub struct SwitchError {
     pub value: String,
     /// What 0 keeps, such as "allocator".
     pub what: &'static str,
+}
+
+impl SwitchError {
+    /// How to fix it.
+    pub fn remedy(&self) -> String {
+        format!("unset it, or set it to 0 to keep libtorch's own {}", self.what)
+    }
 }

@@ -11,7 +11,7 @@ use super::step::{
     CapturedStep, StepCapture, StepGraph, check_same, copy_like, fill, numbered, placeholder_for,
 };
 use crate::device::Device;
-use crate::error::{Error, GraphError, Result};
+use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
 use crate::nn::{Module, ModuleExt};
 
@@ -322,7 +322,7 @@ fn place_for(input: &Tensor, with_grad: bool) -> Result<Tensor> {
         let (size, stride) = (input.size(), input.stride());
         let what = format!("elements of an input of shape {size:?} and strides {stride:?} share memory");
         let remedy = "give a copy of it (contiguous)".to_owned();
-        return Err(GraphError::Arguments { what, remedy }.into());
+        return Err(GraphError::Arguments { problem: Problem::new(what, remedy) }.into());
     };
     if with_grad && input.requires_grad() {
         ffi::autograd_function([input], std::slice::from_ref(&place), |grads| {

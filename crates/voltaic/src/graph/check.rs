@@ -1,7 +1,7 @@
 //! What cannot be replayed: results that go to the host, and shapes that depend on data.
 
 use super::ir::{Graph, Node, Operand};
-use crate::error::GraphError;
+use crate::error::{GraphError, Problem};
 
 /// Operators whose results have a shape that depends on data, though libtorch does not say so.
 const DYNAMIC: [&str; 2] = ["aten::_pack_padded_sequence", "aten::_ctc_loss.Tensor"];
@@ -25,8 +25,7 @@ impl Graph {
         first.map(|(index, reason, remedy)| GraphError::NotCapturable {
             op: index.map_or_else(|| "the code".to_owned(), |index| self.nodes[index].op.clone()),
             place: index.map_or_else(|| "before the first operator".to_owned(), |index| self.place(index)),
-            reason,
-            remedy: remedy.to_owned(),
+            problem: Problem::new(reason, remedy),
         })
     }
 

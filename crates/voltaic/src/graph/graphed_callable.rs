@@ -9,7 +9,7 @@ use super::call::{CapturedCall, Outputs, trained_params};
 use super::capture::{check_not_capturing, is_capturing};
 use crate::accelerator::rng;
 use crate::device::Device;
-use crate::error::{GraphError, Result};
+use crate::error::{GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
 use crate::nn::{
     Callable, Forward, Member, ModeNumbers, Module, ModuleExt, Snapshot, SnapshotParts, TensorTuple, call_as,
@@ -182,7 +182,7 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
         if self.was_training && self.frozen.iter().any(Tensor::requires_grad) {
             let module = self.module.type_name();
             let what = format!("a parameter of {module} is trained that was not when the graph was captured");
-            return Err(GraphError::Arguments { what, remedy: "capture it again".to_owned() }.into());
+            return Err(GraphError::Arguments { problem: Problem::new(what, "capture it again") }.into());
         }
         let inputs = args.tensors();
         if !call.has_layout_of(&inputs) || !self.has_casts_of(&inputs)? {

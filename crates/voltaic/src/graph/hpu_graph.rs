@@ -11,7 +11,7 @@ use super::plan::PlanStats;
 use super::static_tensor::{describe, no_weights};
 use super::step::fill;
 use crate::device::Device;
-use crate::error::{GraphError, Result};
+use crate::error::{GraphError, Problem, Result};
 use crate::ffi::{CudaGraph, ReplayStats};
 use crate::nn::{Module, ModuleExt};
 
@@ -348,7 +348,7 @@ pub(super) fn check_inputs(captured: &[Tensor], given: &[&Tensor]) -> Result<()>
     if captured.len() != given.len() {
         let what =
             format!("{} inputs are given to a graph that was captured with {}", given.len(), captured.len());
-        return Err(GraphError::Arguments { what, remedy: "give one for each".to_owned() }.into());
+        return Err(GraphError::Arguments { problem: Problem::new(what, "give one for each") }.into());
     }
     for (index, (captured, given)) in captured.iter().zip(given).enumerate() {
         let is_alike = captured.kind() == given.kind()

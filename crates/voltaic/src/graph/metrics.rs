@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
 use super::ir::Graph;
-use crate::error::{GraphError, Result};
+use crate::error::{GraphError, Problem, Result};
 
 /// Counts of this thread, since it began or since [`reset_metrics`].
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -112,8 +112,10 @@ pub fn metric_global(name: &str) -> Result<Vec<(String, f64)>> {
         }
         _ => {
             return Err(GraphError::Arguments {
-                what: format!("Metric with given name ({name}) doesn't exist."),
-                remedy: "use graph_compilation, recipe_cache or cpu_fallback".to_owned(),
+                problem: Problem::new(
+                    format!("Metric with given name ({name}) doesn't exist."),
+                    "use graph_compilation, recipe_cache or cpu_fallback",
+                ),
             }
             .into());
         }

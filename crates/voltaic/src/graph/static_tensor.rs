@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use tch::{Kind, Tensor};
 
 use crate::device::Device;
-use crate::error::{GraphError, Result};
+use crate::error::{GraphError, Problem, Result};
 
 /// A tensor that a graph reads, and that is filled before each replay, or one that it writes: the placeholders beside an
 /// [`HpuGraph`](super::HpuGraph). A step can change it by `&self`, and it may be a field of a `#[derive(Module)]` struct,
@@ -84,7 +84,7 @@ impl StaticTensor {
             let what = format!("{} for a static tensor that is {mine}", describe(from));
             let remedy =
                 "give batches of one shape (drop_last), or run this one without the graph".to_owned();
-            return Err(GraphError::Arguments { what, remedy }.into());
+            return Err(GraphError::Arguments { problem: Problem::new(what, remedy) }.into());
         }
         let _no_grad = tch::no_grad_guard();
         tensor.f_copy_(from)?;

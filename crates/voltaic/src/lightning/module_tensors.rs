@@ -41,8 +41,9 @@ impl ModuleTensors {
     /// [`ConfigError`] if the name is empty or taken, or the tensor has no value.
     pub fn insert(&mut self, name: impl Into<String>, tensor: &Tensor) -> Result<()> {
         let name = name.into();
-        let refuse =
-            |what: String, remedy: &str| Err(ConfigError::new("on_save_checkpoint", what, remedy).into());
+        let refuse = |what: String, remedy: &'static str| {
+            Err(ConfigError::new("on_save_checkpoint", what, remedy).into())
+        };
         if name.is_empty() {
             return refuse("a tensor has an empty name".to_owned(), "give it one");
         }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use tch::{TchError, Tensor};
 
 use super::sizes::Sizes;
-use crate::error::{ConfigError, ModuleError, Result};
+use crate::error::{ConfigError, ModuleError, Problem, Result};
 use crate::nn::functional::{cross_entropy, gelu, scaled_dot_product_attention};
 use crate::nn::{
     Callable, Dropout, Embedding, Forward, LayerNorm, Linear, Module, ModuleExt, init, within_call,
@@ -126,8 +126,8 @@ impl Gpt {
     /// [`ModuleError::Sizes`] if a size is below 1, `n_head` does not divide `n_embd`, or `dropout` is no probability.
     pub fn new(config: GptConfig) -> Result<Self> {
         let GptConfig { vocab_size, block_size, n_layer, n_head, n_embd, dropout, bias } = config.clone();
-        let refuse = |what, remedy: &str| -> Result<Self> {
-            Err(ModuleError::Sizes { layer: "Gpt", what, remedy: remedy.to_owned() }.into())
+        let refuse = |what, remedy: &'static str| -> Result<Self> {
+            Err(ModuleError::Sizes { layer: "Gpt", problem: Problem::new(what, remedy) }.into())
         };
         if n_layer < 1 {
             return refuse(format!("n_layer is {n_layer}"), "give at least 1");

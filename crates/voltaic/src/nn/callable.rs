@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use crate::error::{GraphError, Result};
+use crate::error::{GraphError, Problem, Result};
 use crate::nn::calls::call::{await_forward, call};
 use crate::nn::module::{Forward, Module};
 
@@ -53,7 +53,7 @@ impl TensorTuple for Tensor {
 fn take<const N: usize>(tensors: Vec<Tensor>) -> Result<[Tensor; N]> {
     tensors.try_into().map_err(|tensors: Vec<Tensor>| {
         let what = format!("{} tensors in place of {N}", tensors.len());
-        GraphError::Arguments { what, remedy: format!("give {N}") }.into()
+        GraphError::Arguments { problem: Problem::new(what, format!("give {N}")) }.into()
     })
 }
 

@@ -2,7 +2,7 @@
 
 use tch::{Kind, TchError, Tensor};
 
-use crate::error::{ModuleError, Result};
+use crate::error::{ModuleError, Problem, Result};
 
 /// Sizes along `N` dimensions, as one number for all or one for each: `3`, `[3, 5]` or `(3, 5)`.
 pub trait Sizes<const N: usize> {
@@ -61,7 +61,7 @@ pub(super) fn probability(layer: &'static str, p: f64) -> Result<()> {
 
 /// The error for sizes that make no sense.
 pub(super) fn refuse<T>(layer: &'static str, what: String, remedy: String) -> Result<T> {
-    Err(ModuleError::Sizes { layer, what, remedy }.into())
+    Err(ModuleError::Sizes { layer, problem: Problem::new(what, remedy) }.into())
 }
 
 /// Memory for a parameter, not yet initialised: `f32` on the CPU, where PyTorch draws its initial values too.

@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::metric::Metric;
 use super::module::Module;
 use super::tree::ModuleExt;
-use crate::error::{CheckpointError, Result};
+use crate::error::{CheckpointError, Problem, Result};
 use crate::ffi;
 
 type Tensors = Vec<(String, Tensor)>;
@@ -103,7 +103,7 @@ fn put_back(module: &dyn Module, copies: &Tensors, own: Vec<(&str, &Tensor)>) ->
                 let what = format!("{fqn} had shape {:?} before, now it is {found}", copy.size());
                 let remedy = "let setup and configure_model make the same layers each time".to_owned();
                 let module = module.type_name().to_owned();
-                return Err(CheckpointError::Mismatch { module, what, remedy }.into());
+                return Err(CheckpointError::Mismatch { module, problem: Problem::new(what, remedy) }.into());
             }
         }
     }

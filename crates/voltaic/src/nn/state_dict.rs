@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use tch::Tensor;
 
-use crate::error::{CheckpointError, Result};
+use crate::error::{CheckpointError, Problem, Result};
 
 /// Names that [`ModuleExt::load_state_dict`] found on one side only; PyTorch's `_IncompatibleKeys`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -47,9 +47,9 @@ pub(super) fn load_state_dict(
     let names: HashSet<&str> = own.iter().map(|(name, _)| name.as_str()).collect();
     let unexpected = state.iter().map(|(name, _)| name).filter(|name| !names.contains(name.as_str()));
     keys.unexpected_keys.extend(unexpected.cloned());
-    let refuse = |what: String, remedy: &str| {
+    let refuse = |what: String, remedy: &'static str| {
         let module = module.to_owned();
-        Err(CheckpointError::Mismatch { module, what, remedy: remedy.to_owned() }.into())
+        Err(CheckpointError::Mismatch { module, problem: Problem::new(what, remedy) }.into())
     };
     if strict {
         problems.extend(keys.missing_keys.iter().map(|name| format!("missing {name}")));

@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use super::optimizer::{Optimizer, OptimizerState};
 use super::param_group::{ParamGroup, SavedGroup};
 use super::replay::Replayed;
-use crate::error::{CheckpointError, OptimError, Result};
+use crate::error::{CheckpointError, OptimError, Problem, Result};
 use crate::ffi::{self, GradStatus, Gradients, LearningRate, RecordingPause, TensorList};
 use crate::nn::Parameter;
 
@@ -132,7 +132,7 @@ impl<R: Rule> Engine<R> {
                         fqn: slot.fqn.clone(),
                         parameter: describe(&slot.param),
                         state: format!("{} is {}", state_name::<R>(index), describe(state)),
-                        remedy: "move or cast the module before the first step of its optimizer".to_owned(),
+                        remedy: "move or cast the module before the first step of its optimizer".into(),
                     }
                     .into();
                 }
@@ -255,7 +255,7 @@ fn unusable(optimizer: &'static str, slot: &Slot) -> OptimError {
             "drop the gradient (zero_grad) when the parameter is cast, moved or resized".to_owned(),
         )
     };
-    OptimError::Gradient { optimizer, fqn: slot.fqn.clone(), what, remedy }
+    OptimError::Gradient { optimizer, fqn: slot.fqn.clone(), problem: Problem::new(what, remedy) }
 }
 
 /// One update of a bucket. Gives whether it made new lists.
@@ -381,8 +381,10 @@ impl<R: Rule> Optimizer for Engine<R> {
             problems.sort();
             return Err(CheckpointError::Mismatch {
                 module: self.rule.name().to_owned(),
-                what: problems.join(", "),
-                remedy: "configure the optimizer and its param groups as when the state was saved".to_owned(),
+                problem: Problem::new(
+                    problems.join(", "),
+                    "configure the optimizer and its param groups as when the state was saved",
+                ),
             }
             .into());
         }

@@ -1,5 +1,6 @@
 //! Collects what is wrong with settings, so that all of it is reported together.
 
+use std::borrow::Cow;
 use std::fmt::Display;
 
 use crate::error::{ConfigError, ConfigProblem, Result};
@@ -15,7 +16,12 @@ impl Problems {
         Self { prefix: prefix.to_owned(), found: Vec::new() }
     }
 
-    pub(super) fn add(&mut self, key: impl Display, what: impl Into<String>, remedy: impl Into<String>) {
+    pub(super) fn add(
+        &mut self,
+        key: impl Display,
+        what: impl Into<String>,
+        remedy: impl Into<Cow<'static, str>>,
+    ) {
         self.found.push(ConfigProblem::new(format!("{}.{key}", self.prefix), what, remedy));
     }
 

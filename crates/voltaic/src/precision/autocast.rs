@@ -8,7 +8,7 @@ use super::op_lists::ensure_op_lists;
 use crate::accelerator::HpuEmulator;
 use crate::device::Device;
 use crate::dtype::DtypeNames;
-use crate::error::{ConfigError, DeviceError, Result};
+use crate::error::{ConfigError, DeviceError, Problem, Result};
 use crate::ffi;
 
 /// What autocast casts to.
@@ -63,8 +63,9 @@ pub fn autocast_enabled(device: Device, dtype: Kind, enabled: bool) -> Result<Au
     };
     let lacks_it = |emulator: &HpuEmulator| dtype == Kind::Half && !emulator.settings().has_float16();
     if matches!(device, Device::Hpu(_)) && HpuEmulator::get().is_some_and(lacks_it) {
-        let reason = "the first generation of Gaudi has no float16; use bfloat16, or a Gaudi2".to_owned();
-        return Err(DeviceError::Unavailable { device: format!("float16 on {device}"), reason }.into());
+        let problem =
+            Problem::new("the first generation of Gaudi has no float16", "use bfloat16, or a Gaudi2");
+        return Err(DeviceError::Unavailable { device: format!("float16 on {device}"), problem }.into());
     }
     ensure_op_lists(device)?;
     enter(device, enabled, names.number)

@@ -38,9 +38,8 @@ impl OpFile {
                 return Ok(None);
             }
             Err(error) => {
-                let text = Error::io("read the list of operators", &self.path, error).to_string();
-                let (what, remedy) = text.split_once("; ").unwrap_or((&text, "check the path"));
-                return Err(ConfigError::new(&self.key, what, remedy).into());
+                let error = Error::io("read the list of operators", &self.path, error);
+                return Err(ConfigError::at(&self.key, error.into_problem("check the path")).into());
             }
         };
         let mut names = Vec::new();

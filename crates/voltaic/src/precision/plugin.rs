@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::op_files::{OpFile, files_of_env};
 use super::op_lists::OpLists;
-use super::precision::{PRECISIONS, Precision, is_hmp};
+use super::precision::{Precision, is_hmp};
 use crate::error::{ConfigError, Result};
 
 /// How many operators HMP lets compute in bfloat16.
@@ -80,7 +80,7 @@ impl HpuPrecisionPlugin {
     /// # Errors
     /// All that is wrong with it; a file that cannot be read.
     pub fn resolve(&self, accelerator: &str) -> Result<(Precision, Option<OpLists>)> {
-        let refuse = |key: &str, what: String, remedy: &str| {
+        let refuse = |key: &str, what: String, remedy: &'static str| {
             ConfigError::new(format!("HpuPrecisionPlugin.{key}"), what, remedy)
         };
         if self.device != "hpu" || accelerator != "hpu" {
@@ -89,10 +89,8 @@ impl HpuPrecisionPlugin {
                 refuse("device", what, "use it with accelerator=hpu, or set trainer.precision").into()
             );
         }
-        let precision = Precision::parse(&self.precision, accelerator).map_err(|message| {
-            let (what, remedy) = message.split_once("; ").unwrap_or((&message, PRECISIONS));
-            refuse("precision", what.to_owned(), remedy)
-        })?;
+        let precision = Precision::parse(&self.precision, accelerator)
+            .map_err(|problem| ConfigError::at("HpuPrecisionPlugin.precision", problem))?;
         for (key, is_set) in [("replace_layers", self.replace_layers), ("recipe", self.recipe.is_some())] {
             if is_set {
                 let what = "is for float8, which is no precision here".to_owned();

@@ -5,6 +5,8 @@ use std::fmt;
 use serde_json::Value;
 use tch::Kind;
 
+use crate::error::Problem;
+
 /// Values of `trainer.precision`.
 pub const PRECISIONS: &str =
     "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true, 64-true (also 32, 16, bf16, 64)";
@@ -37,7 +39,7 @@ impl Precision {
     ///
     /// # Errors
     /// That it is none, or that the accelerator cannot compute in it; with what is accepted.
-    pub fn parse(value: &Value, accelerator: &str) -> Result<Self, String> {
+    pub fn parse(value: &Value, accelerator: &str) -> Result<Self, Problem> {
         let is_hpu = accelerator == "hpu";
         let precision = match spelling(value).as_str() {
             "32" | "32-true" => Self::Full,
@@ -50,13 +52,14 @@ impl Precision {
             _ => {
                 let accepted = if is_hpu { HPU_PRECISIONS } else { PRECISIONS };
                 let shown = value.as_str().map_or_else(|| value.to_string(), |text| format!("'{text}'"));
-                return Err(format!(
-                    "`Trainer(accelerator='{accelerator}', precision={shown})` is not supported; use one of {accepted}"
-                ));
+                let what =
+                    format!("`Trainer(accelerator='{accelerator}', precision={shown})` is not supported");
+                return Err(Problem::new(what, format!("use one of {accepted}")));
             }
         };
         if is_hpu && precision == Self::Double {
-            return Err(format!("{value}: an HPU has no float64; use accelerator=cpu, or {HPU_PRECISIONS}"));
+            let remedy = format!("use accelerator=cpu, or {HPU_PRECISIONS}");
+            return Err(Problem::new(format!("{value}: an HPU has no float64"), remedy));
         }
         Ok(precision)
     }
@@ -152,12 +155,15 @@ mod tests {
             let message = Precision::parse(&value, "cpu").unwrap_err();
             let shown = value.to_string().replace('"', "'");
             let start = format!("`Trainer(accelerator='cpu', precision={shown})` is not supported; ");
-            assert!(message.starts_with(&start) && message.ends_with(PRECISIONS), "{message}");
+            assert!(
+                message.to_string().starts_with(&start) && message.remedy.ends_with(PRECISIONS),
+                "{message}"
+            );
         }
         for value in [json!("fp32"), json!("64-true"), json!(64)] {
             let message = Precision::parse(&value, "hpu").unwrap_err();
             let shown = value.to_string().replace('"', "");
-            assert!(message.contains(&shown) && message.ends_with(HPU_PRECISIONS), "{message}");
+            assert!(message.what.contains(&shown) && message.remedy.ends_with(HPU_PRECISIONS), "{message}");
         }
     }
 }

@@ -1,5 +1,7 @@
 //! The `strategy` key.
 
+use std::borrow::Cow;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -50,27 +52,34 @@ pub struct SingleDeviceConfig {
 /// Arguments of Lightning's strategies that are the trainer's own here, with what to do instead.
 fn refused_by_all() -> Value {
     json!({
-        "accelerator": "the trainer has one accelerator; set trainer.accelerator",
-        "checkpoint_io": "the trainer stores checkpoints; name a class in trainer.plugins",
-        "precision_plugin": "the trainer has one precision; set trainer.precision, or name a class in trainer.plugins",
+        "accelerator": refused("the trainer has one accelerator", "set trainer.accelerator"),
+        "checkpoint_io": refused("the trainer stores checkpoints", "name a class in trainer.plugins"),
+        "precision_plugin": refused(
+            "the trainer has one precision",
+            "set trainer.precision, or name a class in trainer.plugins",
+        ),
     })
+}
+
+fn refused(what: &str, remedy: &str) -> Value {
+    json!({"what": what, "remedy": remedy})
 }
 
 /// The same of its strategies for several ranks.
 fn refused_by_ddp() -> Value {
-    let mut refused = refused_by_all();
-    refused["parallel_devices"] =
-        "the trainer counts its devices; set trainer.devices to their number".into();
-    refused["cluster_environment"] = "the launcher is known by the variables that it sets; remove it".into();
-    refused["ddp_comm_hook"] =
-        "a function of Python; set gradient_compression=bf16 for bf16_compress_hook".into();
+    let mut all = refused_by_all();
+    all["parallel_devices"] =
+        refused("the trainer counts its devices", "set trainer.devices to their number");
+    all["cluster_environment"] = refused("the launcher is known by the variables that it sets", "remove it");
+    all["ddp_comm_hook"] =
+        refused("a function of Python", "set gradient_compression=bf16 for bf16_compress_hook");
     for key in ["ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"] {
-        refused[key] = "goes with ddp_comm_hook, a function of Python; remove it".into();
+        all[key] = refused("goes with ddp_comm_hook, a function of Python", "remove it");
     }
-    refused["timeout"] = "is given in seconds here; set timeout_secs".into();
-    refused["start_method"] = "ranks are started in one way, by running the program again; remove it".into();
-    refused["gradient_as_bucket_view"] = "where gradients lie is not for choice; remove it".into();
-    refused
+    all["timeout"] = refused("is given in seconds here", "set timeout_secs");
+    all["start_method"] = refused("ranks are started in one way, by running the program again", "remove it");
+    all["gradient_as_bucket_view"] = refused("where gradients lie is not for choice", "remove it");
+    all
 }
 
 /// In which dtype gradients travel.
@@ -180,7 +189,7 @@ const KNOWN: &str = "use auto, single_device, hpu_single, ddp, ddp_find_unused_p
                      or a class: DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, SingleDeviceStrategy or \
                      SingleHPUStrategy";
 
-fn refuse<T>(what: String, remedy: &str) -> Result<T, ConfigError> {
+fn refuse<T>(what: String, remedy: impl Into<Cow<'static, str>>) -> Result<T, ConfigError> {
     Err(ConfigError::new("trainer.strategy", what, remedy))
 }
 
@@ -213,7 +222,7 @@ impl StrategyConfig {
         if is_of_hpu && accelerator != "hpu" {
             let what = format!("{name} needs accelerator=hpu, not {accelerator}");
             let other = if plan == StrategyPlan::SingleDevice { "single_device" } else { "ddp" };
-            return refuse(what, &format!("use {other}, or trainer.accelerator=hpu"));
+            return refuse(what, format!("use {other}, or trainer.accelerator=hpu"));
         }
         match self {
             Self::Class(Class::SingleDeviceStrategy(config) | Class::SingleHPUStrategy(config)) => {

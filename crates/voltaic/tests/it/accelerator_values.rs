@@ -11,7 +11,7 @@ use voltaic::accelerator::{
     Accelerator, AcceleratorChoice, CpuAccelerator, CudaAccelerator, Devices, HpuAccelerator, accelerator,
 };
 use voltaic::checkpoint::HpuCheckpointIo;
-use voltaic::error::Result;
+use voltaic::error::{Problem, Result};
 use voltaic::precision::HpuPrecisionPlugin;
 use voltaic::trainer::{GraphMode, LearningRateFinderConfig, PluginConfig, TrainerConfig};
 
@@ -43,8 +43,8 @@ impl Accelerator for Counted {
         CpuAccelerator.description()
     }
 
-    fn availability(&self) -> Result<(), String> {
-        if self.refuses { Err("it is out of order; repair it".to_owned()) } else { Ok(()) }
+    fn availability(&self) -> Result<(), Problem> {
+        if self.refuses { Err(Problem::new("it is out of order", "repair it")) } else { Ok(()) }
     }
 
     fn device_count(&self) -> usize {
@@ -55,7 +55,7 @@ impl Accelerator for Counted {
         1
     }
 
-    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
+    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, Problem> {
         if self.has_none { Ok(Vec::new()) } else { CpuAccelerator.parse_devices(devices) }
     }
 

@@ -249,9 +249,12 @@ fn unreadable_files_are_named() {
     layers.file(folder.path().join("latin.yaml"));
     let error = layers.settle().unwrap_err();
     assert_eq!(error.problems.len(), 2, "{error}");
-    assert!(error.problems[0].what.contains("cannot read") && error.problems[0].what.contains("mnits.yaml"));
-    assert!(error.problems[0].remedy.ends_with("mnist.yaml"), "{error}");
-    assert!(error.problems[1].what.contains("not UTF-8 text at byte 6"), "{error}");
+    assert!(
+        error.problems[0].problem.what.contains("cannot read")
+            && error.problems[0].problem.what.contains("mnits.yaml")
+    );
+    assert!(error.problems[0].problem.remedy.ends_with("mnist.yaml"), "{error}");
+    assert!(error.problems[1].problem.what.contains("not UTF-8 text at byte 6"), "{error}");
 }
 
 #[test]

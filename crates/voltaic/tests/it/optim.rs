@@ -302,7 +302,7 @@ fn clipping_passes_non_finite_norms_on_and_refuses_senseless_bounds() {
 pub(crate) fn config_error<T>(result: voltaic::Result<T>) -> String {
     let Err(Error::Config(error)) = result else { panic!("there is no ConfigError") };
     for problem in &error.problems {
-        assert!(problem.key.contains('.') && !problem.remedy.is_empty(), "{problem}");
+        assert!(problem.key.contains('.') && !problem.problem.remedy.is_empty(), "{problem}");
     }
     error.to_string()
 }

@@ -8,7 +8,7 @@ use crate::accelerator::cards::Card;
 use crate::accelerator::devices::{Devices, Wanted};
 use crate::accelerator::memory::memory_stats;
 use crate::device::Device;
-use crate::error::{DeviceError, Result};
+use crate::error::{DeviceError, Problem, Result};
 use crate::ffi::format_size;
 use crate::ffi::{self, HlmlCard};
 
@@ -30,7 +30,7 @@ enum Backend {
         flags: RuntimeFlags,
     },
     /// Cards were asked for by `VOLTAIC_HPU=gaudi`, and this is why there are none.
-    Absent(String),
+    Absent(Problem),
 }
 
 const NUM_DEVICES: &str = "VOLTAIC_HPU_DEVICES";
@@ -58,7 +58,7 @@ impl HpuAccelerator {
         let backend = match flags.word("VOLTAIC_HPU").as_deref() {
             Some("emulator") => emulator("VOLTAIC_HPU asks for them".to_owned()),
             Some("gaudi") => Gaudi::find(&flags).map_or_else(Backend::Absent, Backend::Gaudi),
-            _ => Gaudi::find(&flags).map_or_else(emulator, Backend::Gaudi),
+            _ => Gaudi::find(&flags).map_or_else(|problem| emulator(problem.to_string()), Backend::Gaudi),
         };
         Ok(Self { backend })
     }
@@ -85,12 +85,14 @@ impl Accelerator for HpuAccelerator {
         }
     }
 
-    fn availability(&self) -> Result<(), String> {
+    fn availability(&self) -> Result<(), Problem> {
         match &self.backend {
             Backend::Emulator { .. } => Ok(()),
             Backend::Gaudi(gaudi) => gaudi.plugin().map(drop),
-            Backend::Absent(reason) => {
-                Err(format!("{reason}; or leave VOLTAIC_HPU unset to train on emulated cards"))
+            Backend::Absent(problem) => {
+                let remedy =
+                    format!("{}; or leave VOLTAIC_HPU unset to train on emulated cards", problem.remedy);
+                Err(Problem::new(&*problem.what, remedy))
             }
         }
     }
@@ -123,15 +125,15 @@ impl Accelerator for HpuAccelerator {
         }
     }
 
-    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, String> {
+    fn parse_devices(&self, devices: &Devices) -> Result<Vec<usize>, Problem> {
         match devices.wanted(ACCEPTED)? {
-            Wanted::Indices(_) => Err(format!(
-                "the cards of a node are not chosen one by one; use {ACCEPTED}, and \
-                             HABANA_VISIBLE_MODULES to say which"
+            Wanted::Indices(_) => Err(Problem::new(
+                "the cards of a node are not chosen one by one",
+                format!("use {ACCEPTED}, and HABANA_VISIBLE_MODULES to say which"),
             )),
             wanted => wanted
                 .resolve(self.name(), self.device_count(), self.auto_device_count())
-                .map_err(|what| self.more_than_visible(&what)),
+                .map_err(|what| self.more_than_visible(what)),
         }
     }
 
@@ -188,8 +190,9 @@ impl Accelerator for HpuAccelerator {
                 }
                 Ok(())
             }
-            Backend::Absent(reason) => {
-                Err(DeviceError::Unavailable { device: "hpu".to_owned(), reason: reason.clone() }.into())
+            Backend::Absent(problem) => {
+                let (device, problem) = ("hpu".to_owned(), problem.clone());
+                Err(DeviceError::Unavailable { device, problem }.into())
             }
         }
     }
@@ -223,7 +226,7 @@ impl Accelerator for HpuAccelerator {
 
 impl HpuAccelerator {
     /// More cards are asked for than there are: what decides how many that is.
-    fn more_than_visible(&self, what: &str) -> String {
+    fn more_than_visible(&self, what: String) -> Problem {
         let flags = match &self.backend {
             Backend::Emulator { flags, .. } => Some(flags),
             Backend::Gaudi(gaudi) => Some(gaudi.flags()),
@@ -231,14 +234,14 @@ impl HpuAccelerator {
         };
         let count = self.device_count();
         match flags.and_then(|flags| flags.text(VISIBLE)) {
-            Some(modules) => {
-                format!(
-                    "{what} ({VISIBLE}={modules}); use {count} or fewer, or let {VISIBLE} name more modules"
-                )
-            }
-            None => {
-                format!("{what}; use {count} or fewer ({VISIBLE}, which is not set, would leave even fewer)")
-            }
+            Some(modules) => Problem::new(
+                format!("{what} ({VISIBLE}={modules})"),
+                format!("use {count} or fewer, or let {VISIBLE} name more modules"),
+            ),
+            None => Problem::new(
+                what,
+                format!("use {count} or fewer ({VISIBLE}, which is not set, would leave even fewer)"),
+            ),
         }
     }
 }
@@ -297,7 +300,7 @@ mod tests {
         assert_eq!(visible.parse_devices(&Devices::from("auto")), Ok(vec![0]));
         let error = visible.parse_devices(&Devices::from(3)).unwrap_err();
         assert_eq!(
-            error,
+            error.to_string(),
             "asks for 3, but there are 2 hpu devices (HABANA_VISIBLE_MODULES=0,3); use 2 or fewer, or let \
              HABANA_VISIBLE_MODULES name more modules"
         );
@@ -305,19 +308,22 @@ mod tests {
         assert_eq!(hpu.parse_devices(&Devices::from(-1)), Ok((0..8).collect()));
         for refused in [Devices::from(vec![1]), Devices::from(0), Devices::from("x")] {
             let message = hpu.parse_devices(&refused).unwrap_err();
-            assert!(message.contains(ACCEPTED), "{message}");
+            assert!(message.remedy.contains(ACCEPTED), "{message}");
         }
         let error = hpu.parse_devices(&Devices::from(9)).unwrap_err();
-        assert!(error.contains("8 hpu devices; use 8 or fewer (HABANA_VISIBLE_MODULES, which"), "{error}");
+        assert!(
+            error.to_string().contains("8 hpu devices; use 8 or fewer (HABANA_VISIBLE_MODULES, which"),
+            "{error}"
+        );
     }
 
     #[test]
     fn cards_that_were_asked_for_and_are_not_there_are_an_error() {
-        let hpu = HpuAccelerator { backend: Backend::Absent("no Gaudi cards".to_owned()) };
+        let hpu = HpuAccelerator { backend: Backend::Absent(Problem::new("no Gaudi cards", "install one")) };
         assert!(hpu.is_real() && hpu.device_count() == 0);
         let message = hpu.availability().unwrap_err();
         assert!(
-            message.contains("no Gaudi cards") && message.contains("leave VOLTAIC_HPU unset"),
+            message.what == "no Gaudi cards" && message.remedy.contains("leave VOLTAIC_HPU unset"),
             "{message}"
         );
         assert!(hpu.setup().unwrap_err().to_string().contains("no Gaudi cards"));

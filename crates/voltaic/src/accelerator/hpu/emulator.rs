@@ -9,7 +9,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::flags::RuntimeFlags;
 use crate::dtype::DtypeNames;
-use crate::error::{DeviceError, Result};
+use crate::error::{DeviceError, Problem, Result};
 use crate::ffi::format_size;
 use crate::ffi::{self, HpuOptions, MAX_HPUS};
 
@@ -199,11 +199,11 @@ impl HpuEmulator {
             return emulator.check_same(&settings);
         }
         if !ffi::tch_names_hpu() {
-            let reason = "this program was linked without voltaic's linker flags; add voltaic-build to its \
-                          [build-dependencies] and call voltaic_build::link() in its build.rs";
-            return Err(
-                DeviceError::Unavailable { device: "hpu".to_owned(), reason: reason.to_owned() }.into()
+            let problem = Problem::new(
+                "this program was linked without voltaic's linker flags",
+                "add voltaic-build to its [build-dependencies] and call voltaic_build::link() in its build.rs",
             );
+            return Err(DeviceError::Unavailable { device: "hpu".to_owned(), problem }.into());
         }
         for index in 0..settings.num_devices {
             if let Some(pool) = ffi::hpu_pool(index) {
@@ -242,8 +242,9 @@ impl HpuEmulator {
     pub fn set_memory_limit(&self, index: usize, bytes: usize) -> Result<()> {
         let pool = ffi::hpu_pool(index).filter(|_| index < self.settings.num_devices);
         let Some(pool) = pool else {
-            let reason = format!("there are {} emulated devices", self.settings.num_devices);
-            return Err(DeviceError::Unavailable { device: format!("hpu:{index}"), reason }.into());
+            let what = format!("there are {} emulated devices", self.settings.num_devices);
+            let problem = Problem::new(what, "count from 0");
+            return Err(DeviceError::Unavailable { device: format!("hpu:{index}"), problem }.into());
         };
         pool.set_limit(Some(bytes));
         pool.trim();

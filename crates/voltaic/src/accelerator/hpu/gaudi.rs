@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 
 use super::flags::RuntimeFlags;
 use crate::device::Device;
-use crate::error::DeviceError;
+use crate::error::{DeviceError, Problem};
 use crate::ffi::{self, Hlml, HlmlCard};
 
 /// Where Habana's packages put their libraries.
@@ -19,6 +19,8 @@ const INSTALLED: &str = "/usr/lib/habanalabs";
 /// Memory of the card that the plugin leaves to HCCL, and to what is exchanged.
 const HCCL_MEMORY: &str = "PT_HCCL_MEMORY_ALLOWANCE_MB";
 const HCCL_MEMORY_MB: &str = "512";
+const SEE: &str = "see what hl-smi says";
+const NEEDS: &str = "install the plugin with the other packages of the same release of Habana's software";
 
 /// The Gaudi cards of this machine, and the plugin that drives them.
 #[derive(Debug, Clone)]
@@ -49,18 +51,17 @@ impl Gaudi {
     ///
     /// # Errors
     /// Why there are none.
-    pub fn find(flags: &RuntimeFlags) -> Result<Self, String> {
+    pub fn find(flags: &RuntimeFlags) -> Result<Self, Problem> {
         let hlml_path = hlml_path(flags)?;
         let hlml = Hlml::open(&hlml_path).map_err(|error| {
-            format!(
-                "no Gaudi cards: Habana's libhlml.so cannot be used: {error}; install Habana's driver and firmware \
-                 tools, or name the library in VOLTAIC_HLML"
-            )
+            let remedy = "install Habana's driver and firmware tools, or name the library in VOLTAIC_HLML";
+            Problem::new(format!("no Gaudi cards: Habana's libhlml.so cannot be used: {error}"), remedy)
         })?;
-        let cards = (0..hlml.device_count()?)
+        let count = hlml.device_count().map_err(|error| Problem::new(error, SEE))?;
+        let cards = (0..count)
             .map(|index| hlml.card(index))
             .collect::<Result<Vec<_>, _>>()
-            .map_err(|error| format!("the Gaudi cards cannot be listed: {error}; see what hl-smi says"))?;
+            .map_err(|error| Problem::new(format!("the Gaudi cards cannot be listed: {error}"), SEE))?;
         let visible = flags.visible_modules();
         let is_visible = |card: &HlmlCard| match (&visible, card.module_id) {
             (Some(visible), Some(module)) => visible.contains(&module),
@@ -70,14 +71,15 @@ impl Gaudi {
         let cards: Vec<HlmlCard> = cards.into_iter().filter(is_visible).collect();
         match (all, cards.is_empty()) {
             (0, _) => {
-                Err("no Gaudi cards: the driver lists none; see what hl-smi says, and in a container, pass the cards \
-                     to it"
-                    .to_owned())
+                let remedy = "see what hl-smi says, and in a container, pass the cards to it";
+                Err(Problem::new("no Gaudi cards: the driver lists none", remedy))
             }
-            (_, true) => Err(format!(
-                "HABANA_VISIBLE_MODULES={} leaves none of the {all} Gaudi cards; unset it, or name modules that hl-smi \
-                 lists",
-                flags.text("HABANA_VISIBLE_MODULES").unwrap_or_default()
+            (_, true) => Err(Problem::new(
+                format!(
+                    "HABANA_VISIBLE_MODULES={} leaves none of the {all} Gaudi cards",
+                    flags.text("HABANA_VISIBLE_MODULES").unwrap_or_default()
+                ),
+                "unset it, or name modules that hl-smi lists",
             )),
             _ => Ok(Self { cards, driver: hlml.driver_version(), hlml: hlml_path, flags: flags.clone() }),
         }
@@ -95,11 +97,13 @@ impl Gaudi {
     }
 
     /// The card that this process drives, as it is now.
-    pub fn current_card(&self) -> Result<HlmlCard, String> {
+    pub fn current_card(&self) -> Result<HlmlCard, Problem> {
         let module = self.module()?;
         let card = self.cards.iter().find(|card| module.is_none() || card.module_id == module);
-        let card = card.ok_or_else(|| format!("no Gaudi card has the module id {module:?}"))?;
-        Hlml::open(&self.hlml)?.card(card.index)
+        let card =
+            card.ok_or_else(|| Problem::new(format!("no Gaudi card has the module id {module:?}"), SEE))?;
+        let read = Hlml::open(&self.hlml).and_then(|hlml| hlml.card(card.index));
+        read.map_err(|error| Problem::new(error, SEE))
     }
 
     /// `gaudi2` and the like, from the name that HLML gives, such as `HL-225`.
@@ -118,7 +122,7 @@ impl Gaudi {
     ///
     /// # Errors
     /// That there is none, or why it does not fit.
-    pub fn plugin(&self) -> Result<Plugin, String> {
+    pub fn plugin(&self) -> Result<Plugin, Problem> {
         let libtorch = Libtorch::loaded();
         let plugin = Plugin::find(&self.flags, &libtorch, &plugin_folders())?;
         plugin.check_version(&libtorch)?;
@@ -127,7 +131,7 @@ impl Gaudi {
 
     /// Loads the plugin. Each process drives one card: that of its local rank.
     pub fn load(&self) -> Result<(), DeviceError> {
-        let refuse = |reason: String| DeviceError::Unavailable { device: "hpu".to_owned(), reason };
+        let refuse = |problem| DeviceError::Unavailable { device: "hpu".to_owned(), problem };
         if ffi::backend_is_loaded(Device::Hpu(0)) {
             return Ok(());
         }
@@ -153,7 +157,7 @@ impl Gaudi {
     }
 
     /// The module that this process takes; none if any will do.
-    fn module(&self) -> Result<Option<u32>, String> {
+    fn module(&self) -> Result<Option<u32>, Problem> {
         if let Some(module) = self.flags.number("HLS_MODULE_ID") {
             return Ok(Some(module as u32));
         }
@@ -166,24 +170,25 @@ impl Gaudi {
             None if is_alone => Ok(None),
             None => Ok(Some(local_rank as u32)),
             Some(visible) => visible.get(local_rank).copied().map(Some).ok_or_else(|| {
-                format!(
-                    "local rank {local_rank} has no card: HABANA_VISIBLE_MODULES names {} of them; start fewer \
-                     processes on this node",
+                let what = format!(
+                    "local rank {local_rank} has no card: HABANA_VISIBLE_MODULES names {} of them",
                     visible.len()
-                )
+                );
+                Problem::new(what, "start fewer processes on this node")
             }),
         }
     }
 }
 
 /// The library that `VOLTAIC_HLML` names, else Habana's own, else whatever the loader finds.
-fn hlml_path(flags: &RuntimeFlags) -> Result<PathBuf, String> {
+fn hlml_path(flags: &RuntimeFlags) -> Result<PathBuf, Problem> {
     if let Some(path) = flags.text("VOLTAIC_HLML") {
         let path = PathBuf::from(path);
         return match path.is_file() {
             true => Ok(path),
             false => {
-                Err(format!("VOLTAIC_HLML names {}, which is no file; mend or unset it", path.display()))
+                let what = format!("VOLTAIC_HLML names {}, which is no file", path.display());
+                Err(Problem::new(what, "mend or unset it"))
             }
         };
     }
@@ -219,7 +224,7 @@ fn stated_version(folder: &Path) -> Option<String> {
 
 impl Plugin {
     /// The library in the folder or file that `VOLTAIC_HPU_PLUGIN` names, else in the first folder that has it.
-    pub fn find(flags: &RuntimeFlags, libtorch: &Libtorch, folders: &[PathBuf]) -> Result<Self, String> {
+    pub fn find(flags: &RuntimeFlags, libtorch: &Libtorch, folders: &[PathBuf]) -> Result<Self, Problem> {
         let name = if libtorch.is_fork() {
             "libhabana_pytorch2_plugin.so"
         } else {
@@ -233,15 +238,17 @@ impl Plugin {
         };
         let Some(library) = library else {
             return Err(match given {
-                Some(path) => format!(
-                    "VOLTAIC_HPU_PLUGIN names {}, which is neither a library nor a folder with {name}; mend or unset it",
-                    path.display()
+                Some(path) => Problem::new(
+                    format!(
+                        "VOLTAIC_HPU_PLUGIN names {}, which is neither a library nor a folder with {name}",
+                        path.display()
+                    ),
+                    "mend or unset it",
                 ),
-                None => format!(
-                    "Habana's plugin {name} for libtorch {} is not found; install habana_torch_plugin in the Python \
-                     environment that is active, or name its folder (habana_frameworks/torch/lib) in \
-                     VOLTAIC_HPU_PLUGIN; VOLTAIC_HPU=emulator trains without the cards",
-                    libtorch.version
+                None => Problem::new(
+                    format!("Habana's plugin {name} for libtorch {} is not found", libtorch.version),
+                    "install habana_torch_plugin in the Python environment that is active, or name its folder \
+                     (habana_frameworks/torch/lib) in VOLTAIC_HPU_PLUGIN; VOLTAIC_HPU=emulator trains without the cards",
                 ),
             });
         };
@@ -252,33 +259,39 @@ impl Plugin {
     }
 
     /// Habana's rule: major and minor version must be those it was built for.
-    pub fn check_version(&self, libtorch: &Libtorch) -> Result<(), String> {
+    pub fn check_version(&self, libtorch: &Libtorch) -> Result<(), Problem> {
         let minor = |version: &str| version.split(['.', '+']).take(2).map(str::to_owned).collect::<Vec<_>>();
         match &self.required {
-            Some(required) if minor(required) != minor(&libtorch.version) => Err(format!(
-                "Habana's plugin {} needs libtorch {required}, and this program has {}; install the plugin for that \
-                 version, or build voltaic with LIBTORCH set to a PyTorch {required}",
-                self.library.display(),
-                libtorch.version
+            Some(required) if minor(required) != minor(&libtorch.version) => Err(Problem::new(
+                format!(
+                    "Habana's plugin {} needs libtorch {required}, and this program has {}",
+                    self.library.display(),
+                    libtorch.version
+                ),
+                format!(
+                    "install the plugin for that version, or build voltaic with LIBTORCH set to a PyTorch {required}"
+                ),
             )),
             _ => Ok(()),
         }
     }
 
-    fn load(&self) -> Result<(), String> {
+    fn load(&self) -> Result<(), Problem> {
         // the plugin opens it by its bare name, and finds it if it is loaded already
         let synapse = Path::new(INSTALLED).join("libSynapse.so");
         for library in [self.python(), Some(synapse)].into_iter().flatten().filter(|path| path.is_file()) {
-            ffi::load_library(&library)?;
+            ffi::load_library(&library).map_err(|error| Problem::new(error, NEEDS))?;
         }
         ffi::load_library(&self.library).map_err(|error| {
-            format!(
-                "Habana's plugin {} cannot be loaded: {error}; a library that it misses lies in {INSTALLED} or in the \
-                 Python installation: add that folder to LD_LIBRARY_PATH",
-                self.library.display()
-            )
+            let what = format!("Habana's plugin {} cannot be loaded: {error}", self.library.display());
+            let remedy = format!(
+                "a library that it misses lies in {INSTALLED} or in the Python installation: add that folder to \
+                 LD_LIBRARY_PATH"
+            );
+            Problem::new(what, remedy)
         })?;
-        ffi::adopt_hpu_plugin().map_err(|error| format!("{}: {error}", self.library.display()))
+        let adopted = ffi::adopt_hpu_plugin();
+        adopted.map_err(|error| Problem::new(format!("{}: {error}", self.library.display()), NEEDS))
     }
 
     /// The `libpython` of the environment it is installed in, `<prefix>/lib/python3.x/...`, which it needs.
@@ -389,19 +402,22 @@ mod tests {
         let prefix = environment();
         let plugin = Plugin::find(&flags(&[]), &libtorch("2.12.0"), &folders(prefix.path())).unwrap();
         let message = plugin.check_version(&libtorch("2.12.0+cpu")).unwrap_err();
-        assert!(message.contains("needs libtorch 2.11.0") && message.contains("has 2.12.0+cpu"), "{message}");
+        assert!(
+            message.what.contains("needs libtorch 2.11.0") && message.what.contains("has 2.12.0+cpu"),
+            "{message}"
+        );
     }
 
     #[test]
     fn a_plugin_that_is_not_there_is_described() {
         let message = Plugin::find(&flags(&[]), &libtorch("2.11.0"), &[]).unwrap_err();
         assert!(
-            message.contains("libhabana_pytorch2_plugin.upstream.so")
-                && message.contains("VOLTAIC_HPU_PLUGIN")
+            message.what.contains("libhabana_pytorch2_plugin.upstream.so")
+                && message.remedy.contains("VOLTAIC_HPU_PLUGIN")
         );
         let given = flags(&[("VOLTAIC_HPU_PLUGIN", "/nowhere")]);
         let message = Plugin::find(&given, &libtorch("2.11.0"), &[]).unwrap_err();
-        assert!(message.contains("names /nowhere"), "{message}");
+        assert!(message.what.contains("names /nowhere"), "{message}");
     }
 
     #[test]
@@ -419,6 +435,6 @@ mod tests {
     #[test]
     fn a_library_for_the_cards_that_is_named_must_be_there() {
         let message = Gaudi::find(&flags(&[("VOLTAIC_HLML", "/nowhere/libhlml.so")])).unwrap_err();
-        assert!(message.contains("VOLTAIC_HLML names /nowhere/libhlml.so"), "{message}");
+        assert!(message.what.contains("VOLTAIC_HLML names /nowhere/libhlml.so"), "{message}");
     }
 }

@@ -48,10 +48,10 @@ pub(in crate::cli) fn run(
 
 /// A misspelt `--config` looks like an unknown key; says so.
 fn name_options(problems: &mut [ConfigProblem]) {
-    for problem in problems {
+    for ConfigProblem { key, problem, .. } in problems {
         let is_own = problem.what == "unknown key" && !problem.remedy.starts_with("did you mean");
-        if is_own && let Some(option) = meant_option(&problem.key) {
-            problem.remedy = format!("did you mean --{option}");
+        if is_own && let Some(option) = meant_option(key) {
+            problem.remedy = format!("did you mean --{option}").into();
         }
     }
 }

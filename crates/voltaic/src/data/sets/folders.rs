@@ -24,7 +24,7 @@ fn folders_with(variable: Option<OsString>) -> Result<Vec<PathBuf>> {
     if let Some(folder) = variable.filter(|folder| !folder.is_empty()).map(PathBuf::from) {
         if !folder.is_dir() {
             let remedy = format!("{VARIABLE} names it; create it, or correct or unset {VARIABLE}");
-            return Err(DataError::Missing { path: folder, remedy }.into());
+            return Err(DataError::Missing { path: folder, remedy: remedy.into() }.into());
         }
         folders.push(folder);
     }
@@ -41,7 +41,7 @@ pub(super) fn first(
     what: &str,
     candidates: Vec<PathBuf>,
     holds: impl Fn(&Path) -> bool,
-    remedy: &str,
+    remedy: &'static str,
 ) -> Result<PathBuf> {
     match candidates.iter().find(|path| holds(path)) {
         // `..` of the crate's source would make messages hard to read
@@ -51,7 +51,7 @@ pub(super) fn first(
             found.clone()
         }),
         None => {
-            let (what, remedy) = (what.to_owned(), remedy.to_owned());
+            let (what, remedy) = (what.to_owned(), remedy.into());
             Err(DataError::NotFound { what, searched: candidates, remedy }.into())
         }
     }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use flate2::read::MultiGzDecoder;
 use md5::{Digest, Md5};
 
-use crate::error::DataError;
+use crate::error::{DataError, Problem};
 use crate::{Error, Result};
 
 const REMEDY: &str =
@@ -47,7 +47,7 @@ impl Content {
 
     fn corrupt(&self, offset: u64, what: impl Into<String>) -> Error {
         let (what, remedy) = (what.into(), REMEDY.to_owned());
-        DataError::Corrupt { path: self.path.clone(), offset, what, remedy }.into()
+        DataError::Corrupt { path: self.path.clone(), offset, problem: Problem::new(what, remedy) }.into()
     }
 
     /// Up to `limit` bytes: fewer only at the end.
@@ -153,7 +153,7 @@ pub(super) fn md5_of_content(path: &Path) -> Result<String> {
 
 /// A [`DataError::Corrupt`] found by who reads the values.
 pub(super) fn corrupt(path: &Path, offset: u64, what: String) -> Error {
-    DataError::Corrupt { path: path.to_owned(), offset, what, remedy: REMEDY.to_owned() }.into()
+    DataError::Corrupt { path: path.to_owned(), offset, problem: Problem::new(what, REMEDY) }.into()
 }
 
 #[cfg(test)]

@@ -62,7 +62,7 @@ fn existing(folder: &Path, name: &str) -> Result<PathBuf> {
             path: folder.join(name),
             remedy: "it may also be compressed as .gz; `scripts/data.sh mnist` brings the full set, and data/digits of \
                      the repository holds a part of it"
-                .to_owned(),
+                .into(),
         }
         .into()
     })
@@ -146,7 +146,7 @@ impl Mnist {
             let found = idx::md5_of_content(&path)?;
             if found != expected {
                 let expected = expected.to_owned();
-                let remedy = "remove it and run `scripts/data.sh mnist`".to_owned();
+                let remedy = "remove it and run `scripts/data.sh mnist`".into();
                 return Err(DataError::Checksum { path, expected, found, remedy }.into());
             }
         }

@@ -15,7 +15,7 @@ use crate::data::settings::Settings;
 use crate::data::split_size::SplitSize;
 use crate::data::text::TextDataset;
 use crate::data::vocabulary::CharVocabulary;
-use crate::error::{ConfigError, DataError, Error};
+use crate::error::{ConfigError, DataError, Error, Problem};
 
 /// Shakespeare's plays by character, or the one that ships.
 ///
@@ -135,7 +135,7 @@ impl ShakespeareData {
     fn read(&self) -> Result<Text> {
         let file = match &self.config.text_file {
             Some(file) if !file.exists() => {
-                let remedy = "correct text_file, or leave it out to use Shakespeare's works".to_owned();
+                let remedy = "correct text_file, or leave it out to use Shakespeare's works".into();
                 return Err(DataError::Missing { path: file.clone(), remedy }.into());
             }
             Some(file) => file.clone(),
@@ -153,8 +153,7 @@ impl ShakespeareData {
         let content = String::from_utf8(bytes).map_err(|error| DataError::Corrupt {
             path: file.clone(),
             offset: error.utf8_error().valid_up_to() as u64,
-            what: "this is not UTF-8".to_owned(),
-            remedy: "convert the file to UTF-8".to_owned(),
+            problem: Problem::new("this is not UTF-8", "convert the file to UTF-8"),
         })?;
         let vocabulary = Arc::new(CharVocabulary::of(&content)?);
         Ok(Text { file, content, vocabulary })

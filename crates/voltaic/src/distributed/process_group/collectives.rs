@@ -1,5 +1,7 @@
 //! The operations on tensors, each as one that waits and one that is started.
 
+use std::borrow::Cow;
+
 use tch::Tensor;
 
 use super::group::ProcessGroup;
@@ -7,7 +9,7 @@ use super::work::{Underway, Work};
 use crate::error::{ConfigError, Result};
 use crate::ffi::{Backend, Neighbours, ReduceOp};
 
-fn refused<T>(op: &str, what: String, remedy: &str) -> Result<T> {
+fn refused<T>(op: &str, what: String, remedy: impl Into<Cow<'static, str>>) -> Result<T> {
     Err(ConfigError::new(op, what, remedy).into())
 }
 
@@ -176,7 +178,7 @@ impl ProcessGroup {
                 let (size, kind) = (input.size(), input.kind());
                 let what = format!("input has shape {size:?} and {kind:?}");
                 let remedy = format!("give shape {expected:?} and {:?}, a part for each rank", output.kind());
-                return refused(OP, what, &remedy);
+                return refused(OP, what, remedy);
             }
             None => return refused(OP, format!("no input on rank {root}"), "give it on rank `root`"),
         };

@@ -281,7 +281,8 @@ impl MetricStore {
 
     fn validate(&self, name: &str, value: &LogValue, options: LogOptions) -> Result<(), ConfigError> {
         let LogScope { hook, level, .. } = self.scope;
-        let refuse = |what: String, remedy: &str| Err(ConfigError::new(format!("log({name})"), what, remedy));
+        let refuse =
+            |what: String, remedy: &'static str| Err(ConfigError::new(format!("log({name})"), what, remedy));
         if level == Level::Denied {
             return refuse(format!("{hook} cannot log"), "log in a step, a batch hook or an epoch hook");
         }

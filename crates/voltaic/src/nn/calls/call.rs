@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use crate::error::{Error, ModuleError, Result};
+use crate::error::{Error, ModuleError, Problem, Result};
 use crate::ffi;
 use crate::nn::callable::TensorTuple;
 use crate::nn::calls::backward::BackwardCall;
@@ -136,7 +136,7 @@ pub(crate) fn within_call_of<M: Module, const N: usize, const K: usize>(
         heard(module, given, false, &|inputs| Ok(body(std::array::from_fn(|i| &inputs[i]))?.into()));
     outputs.map_err(of_hook)?.try_into().map_err(|outputs: Vec<Tensor>| {
         let what = format!("{} outputs in place of {K}", outputs.len());
-        ModuleError::Hook { what, remedy: "give as many as there were".to_owned() }.into()
+        ModuleError::Hook { problem: Problem::new(what, "give as many as there were") }.into()
     })
 }
 
@@ -144,7 +144,7 @@ pub(crate) fn within_call_of<M: Module, const N: usize, const K: usize>(
 fn of_hook(error: anyhow::Error) -> Error {
     error.downcast().unwrap_or_else(|error| {
         let what = format!("{error:#}");
-        ModuleError::Hook { what, remedy: "fix the hook, or remove it".to_owned() }.into()
+        ModuleError::Hook { problem: Problem::new(what, "fix the hook, or remove it") }.into()
     })
 }
 

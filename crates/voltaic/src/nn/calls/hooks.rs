@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tch::Tensor;
 
-use crate::error::{ModuleError, Result};
+use crate::error::{ModuleError, Problem, Result};
 use crate::nn::calls::call::InForce;
 use crate::nn::calls::entry::{CallWatcher, Entry, Hook, ModuleCall};
 use crate::nn::calls::reach;
@@ -212,7 +212,7 @@ impl ModuleHooks {
             let names = names.take(20).collect::<Vec<_>>().join(", ");
             let more = if table.nodes().len() > 21 { ", .." } else { "" };
             let remedy = format!("register it for one of: {names}{more}");
-            return Err(ModuleError::Hook { what, remedy }.into());
+            return Err(ModuleError::Hook { problem: Problem::new(what, remedy) }.into());
         }
         Ok(())
     }
@@ -242,7 +242,7 @@ impl ModuleHooks {
                         entry.kind()
                     );
                     let remedy = "call it by `.call(&input)` (trait Callable) in place of `.forward(&input)`, or register the hook for a module that is called";
-                    return Err(ModuleError::Hook { what, remedy: remedy.to_owned() }.into());
+                    return Err(ModuleError::Hook { problem: Problem::new(what, remedy) }.into());
                 }
                 _ => tracing::warn!(
                     "the {} of {} was not called in the first step: no call of {name} was made; hooks hear `.call(&input)`, and `.forward(&input)` of voltaic's own layers",

@@ -4,7 +4,7 @@ use std::fmt;
 
 use tch::Tensor;
 
-use crate::error::{Error, ModuleError, Result};
+use crate::error::{Error, ModuleError, Problem, Result};
 use crate::nn::calls::call::within_call;
 use crate::nn::check::{at_least, empty, refuse};
 use crate::nn::init;
@@ -70,7 +70,10 @@ impl Forward for Embedding {
             Ok(output.map_err(|error| match self.misuse(indices) {
                 Some(what) => {
                     let remedy = format!("give integers in 0..{}", self.num_embeddings);
-                    Error::from(ModuleError::Input { layer: format!("{self:?}"), what, remedy })
+                    Error::from(ModuleError::Input {
+                        layer: format!("{self:?}"),
+                        problem: Problem::new(what, remedy),
+                    })
                 }
                 None => error.into(),
             })?)

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use super::stepper::{At, Formula, Stepper};
-use crate::error::{OptimError, Result};
+use crate::error::{OptimError, Problem, Result};
 use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
 use crate::optim::setters::setters;
@@ -277,7 +277,7 @@ impl Formula for OneCycle {
         }
         let what = format!("step {epoch} lies behind the end of the cycle of {} steps", self.total_steps);
         let remedy = "set total_steps to the number of optimizer steps of the whole run".to_owned();
-        Err(OptimError::Schedule { scheduler: self.name(), what, remedy }.into())
+        Err(OptimError::Schedule { scheduler: self.name(), problem: Problem::new(what, remedy) }.into())
     }
 
     fn set_others(&self, at: At, group: &mut ParamGroup) {

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use super::stepper::read;
-use crate::error::{OptimError, Result};
+use crate::error::{OptimError, Problem, Result};
 use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
 use crate::optim::setters::setters;
@@ -170,8 +170,10 @@ impl LrScheduler for Plateau {
         let Some(metric) = metric else {
             return Err(OptimError::Schedule {
                 scheduler: self.config.name(),
-                what: "there is no value of the monitored metric".to_owned(),
-                remedy: "log the metric named by `monitor` before the schedule is stepped".to_owned(),
+                problem: Problem::new(
+                    "there is no value of the monitored metric",
+                    "log the metric named by `monitor` before the schedule is stepped",
+                ),
             }
             .into());
         };

@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::error::{CheckpointError, Result};
+use crate::error::{CheckpointError, Problem, Result};
 use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
 
@@ -96,7 +96,6 @@ pub(in crate::optim) const KEY: &str = "lr_scheduler.init_args";
 pub(super) fn mismatch(scheduler: &'static str, what: String) -> CheckpointError {
     CheckpointError::Mismatch {
         module: scheduler.to_owned(),
-        what,
-        remedy: "configure the schedule as when the state was saved".to_owned(),
+        problem: Problem::new(what, "configure the schedule as when the state was saved"),
     }
 }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::scheduler::{LrScheduler, mismatch};
-use crate::error::{OptimError, Result};
+use crate::error::{OptimError, Problem, Result};
 use crate::optim::param_group::ParamGroup;
 
 /// Where a schedule is.
@@ -118,7 +118,7 @@ pub(super) fn finite(scheduler: &'static str, lr: f64, epoch: u64) -> Result<f64
     }
     let what = format!("the learning rate at step {epoch} is {lr}");
     let remedy = "check the settings of the schedule, or the function it calls".to_owned();
-    Err(OptimError::Schedule { scheduler, what, remedy }.into())
+    Err(OptimError::Schedule { scheduler, problem: Problem::new(what, remedy) }.into())
 }
 
 /// Reads a saved position and checks that it is of this schedule and for as many groups.

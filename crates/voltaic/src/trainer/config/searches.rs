@@ -54,7 +54,7 @@ impl LearningRateFinderConfig {
     /// All that is not valid.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         let mut problems = Vec::new();
-        let mut refuse = |key: &str, what: String, remedy: &str| {
+        let mut refuse = |key: &str, what: String, remedy: &'static str| {
             problems.push(ConfigProblem::new(format!("LearningRateFinder.{key}"), what, remedy));
         };
         if !(self.min_lr > 0.0 && self.min_lr < self.max_lr && self.max_lr.is_finite()) {
@@ -130,7 +130,7 @@ impl BatchSizeFinderConfig {
     /// All that is not valid.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         let mut problems = Vec::new();
-        let mut refuse = |key: &str, what: String, remedy: &str| {
+        let mut refuse = |key: &str, what: String, remedy: &'static str| {
             problems.push(ConfigProblem::new(format!("BatchSizeFinder.{key}"), what, remedy));
         };
         for (key, number) in [("steps_per_trial", self.steps_per_trial), ("max_trials", self.max_trials)] {

@@ -7,7 +7,7 @@ use crate::trainer::plan::train_plan::TrainPlan;
 /// Keys that ask the trainer for what a module with manual optimization does itself.
 pub(crate) fn check_plan(plan: &TrainPlan) -> Result<(), ConfigError> {
     let mut problems = Vec::new();
-    let mut refuse = |key: &str, what: String, remedy: &str| {
+    let mut refuse = |key: &str, what: String, remedy: &'static str| {
         problems.push(ConfigProblem::new(format!("trainer.{key}"), what, remedy));
     };
     if plan.accumulate_grad_batches != 1 {

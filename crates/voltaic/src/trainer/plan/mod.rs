@@ -184,7 +184,7 @@ mod tests {
                 "trainer.val_check_interval"
             ]
         );
-        assert!(problems.iter().all(|problem| !problem.remedy.is_empty()));
+        assert!(problems.iter().all(|problem| !problem.problem.remedy.is_empty()));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! In which numbers a run counts.
 
 use crate::accelerator::Accelerator;
-use crate::error::{ConfigError, Error};
+use crate::error::{ConfigError, ConfigProblem, Error};
 use crate::precision::{HpuPrecisionPlugin, OpLists, Precision, is_float8, is_hmp};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::values::PluginConfig;
@@ -74,9 +74,8 @@ pub(crate) fn resolve_precision(
             PrecisionPlan::default()
         }
         Err(error) => {
-            let text = error.to_string();
-            let (what, remedy) = text.split_once("; ").unwrap_or((&text, "check its lists"));
-            problems.add(key, what.to_owned(), remedy);
+            let problem = error.into_problem("check its lists");
+            problems.0.push(ConfigProblem::at(format!("trainer.{key}"), problem));
             PrecisionPlan::default()
         }
     }
@@ -84,10 +83,8 @@ pub(crate) fn resolve_precision(
 
 /// What `trainer.precision` says; on an HPU it stands for the plugin with that precision.
 fn precision_of(value: &serde_json::Value, accelerator: &str) -> Result<(Precision, Option<OpLists>), Error> {
-    let precision = Precision::parse(value, accelerator).map_err(|message| {
-        let (what, remedy) = message.split_once("; ").unwrap_or((&message, "use 32-true"));
-        ConfigError::new("trainer.precision", what, remedy)
-    })?;
+    let precision = Precision::parse(value, accelerator)
+        .map_err(|problem| ConfigError::at("trainer.precision", problem))?;
     let lists = match accelerator {
         "hpu" => HpuPrecisionPlugin::new(value.clone()).op_lists(precision)?,
         _ => None,

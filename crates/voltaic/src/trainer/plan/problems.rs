@@ -1,24 +1,24 @@
 //! What is wrong with a configuration, collected so that all is reported together.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use crate::callback::TimeSpan;
-use crate::error::{ConfigProblem, DeviceError};
+use crate::error::{ConfigProblem, DeviceError, Error};
 use crate::trainer::config::values::Limit;
 
 /// Problems of keys of the trainer.
 pub(crate) struct Problems(pub Vec<ConfigProblem>);
 
 impl Problems {
-    pub(crate) fn add(&mut self, key: &str, what: String, remedy: &str) {
+    pub(crate) fn add(&mut self, key: &str, what: String, remedy: impl Into<Cow<'static, str>>) {
         self.0.push(ConfigProblem::new(format!("trainer.{key}"), what, remedy));
     }
 
-    /// The accelerator that the configuration names is not there; its reason ends with the remedy.
+    /// The accelerator that the configuration names is not there.
     pub(crate) fn accelerator(&mut self, error: &DeviceError) {
-        let text = error.to_string();
-        let (what, remedy) = text.split_once("; ").unwrap_or((&text, "use cpu"));
-        self.add("accelerator", what.to_owned(), remedy);
+        let problem = Error::from(error.clone()).into_problem("use cpu");
+        self.0.push(ConfigProblem::at("trainer.accelerator", problem));
     }
 
     pub(crate) fn limit(&mut self, key: &str, limit: Option<Limit>) -> Limit {

@@ -3,7 +3,7 @@
 use crate::accelerator::{Accelerator, Devices};
 use crate::device::Device;
 use crate::distributed::{Placement, Variables, Wanted};
-use crate::error::{ConfigError, DeviceError};
+use crate::error::{ConfigError, ConfigProblem, DeviceError};
 use crate::strategy::StrategyPlan;
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::plan::problems::Problems;
@@ -55,7 +55,7 @@ impl RankPlan {
         };
         if !(1..=MAX_NODES).contains(&config.num_nodes) {
             let what = format!("{} nodes", config.num_nodes);
-            problems.add("num_nodes", what, &format!("use 1 or more, at most {MAX_NODES}"));
+            problems.add("num_nodes", what, format!("use 1 or more, at most {MAX_NODES}"));
         }
         Self {
             devices,
@@ -106,10 +106,8 @@ fn resolve_devices(
             vec![accelerator.device(0)]
         }
         Ok(indices) => indices.into_iter().map(|index| accelerator.device(index)).collect(),
-        Err(message) => {
-            let (what, remedy) =
-                message.split_once("; ").unwrap_or((&message, "use a number from 1, or auto"));
-            problems.add("devices", what.to_owned(), remedy);
+        Err(problem) => {
+            problems.0.push(ConfigProblem::at("trainer.devices", problem));
             vec![accelerator.device(0)]
         }
     }

@@ -370,7 +370,8 @@ fn check_loss(loss: &Tensor) -> Result<()> {
     if !loss.defined() {
         return Ok(()); // ctx.no_loss()
     }
-    let refuse = |what: String, remedy: &str| Err(ConfigError::new("training_step", what, remedy).into());
+    let refuse =
+        |what: String, remedy: &'static str| Err(ConfigError::new("training_step", what, remedy).into());
     if loss.numel() != 1 {
         return refuse(
             format!("the loss has shape {:?}", loss.size()),

@@ -3,13 +3,12 @@
 
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::callback::{Callback, OnExceptionCheckpoint, SWA_FILE};
 use crate::checkpoint::{CheckpointPaths, peek_training};
 use crate::data::Stage;
-use crate::error::{ConfigError, Result};
+use crate::error::{ConfigError, Problem, Result};
 use crate::logger::Logger;
 use crate::trainer::config::callbacks::is_a;
 use crate::trainer::config::values::CkptPath;
@@ -40,13 +39,6 @@ pub(crate) fn or_of_failed_run(run: &Run, ckpt_path: Option<CkptPath>) -> Result
     Ok(found.map(CkptPath::At))
 }
 
-/// Why a file was not found, and what to do.
-#[derive(Serialize, Deserialize)]
-struct NotFound {
-    what: String,
-    remedy: String,
-}
-
 /// The file that `best`, `last` or a path means. `None` if a fit is to go on from `last` and there is none: it starts from
 /// the beginning, as in Lightning.
 ///
@@ -63,11 +55,11 @@ pub(crate) fn find(run: &Run, ckpt_path: &CkptPath, stage: Stage) -> Result<Opti
         CkptPath::Best => best(run).map(Some),
         CkptPath::Last => last(run, stage),
     };
-    let found: Result<Option<PathBuf>, NotFound> = run.world().of_rank_zero(found)?;
-    found.map_err(|NotFound { what, remedy }| ConfigError::new("ckpt_path", what, remedy).into())
+    let found: Result<Option<PathBuf>, Problem> = run.world().of_rank_zero(found)?;
+    found.map_err(|problem| ConfigError::at("ckpt_path", problem).into())
 }
 
-fn last(run: &Run, stage: Stage) -> Result<Option<PathBuf>, NotFound> {
+fn last(run: &Run, stage: Stage) -> Result<Option<PathBuf>, Problem> {
     let places = Places::of(run);
     match places.newest(run, stage) {
         Some(found) => Ok(Some(found)),
@@ -78,20 +70,20 @@ fn last(run: &Run, stage: Stage) -> Result<Option<PathBuf>, NotFound> {
             );
             Ok(None)
         }
-        None => Err(NotFound {
-            what: format!("`last`, but there is no checkpoint in {}", places.text()),
-            remedy: "fit first, or give the path of a checkpoint".to_owned(),
-        }),
+        None => {
+            let what = format!("`last`, but there is no checkpoint in {}", places.text());
+            Err(Problem::new(what, "fit first, or give the path of a checkpoint"))
+        }
     }
 }
 
-fn best(run: &Run) -> Result<PathBuf, NotFound> {
+fn best(run: &Run) -> Result<PathBuf, Problem> {
     let remedy = "give the path of a checkpoint";
-    let refuse = |what: String| Err(NotFound { what, remedy: remedy.to_owned() });
+    let refuse = |what: String| Err(Problem::new(what, remedy));
     let known = saved(run);
     if known.is_empty() {
         let what = "`best` without a callback that saves checkpoints".to_owned();
-        return Err(NotFound { what, remedy: format!("enable checkpointing, or {remedy}") });
+        return Err(Problem::new(what, format!("enable checkpointing, or {remedy}")));
     }
     if let Some(best) = known.iter().find_map(|paths| paths.best.clone()) {
         return Ok(best);
@@ -100,7 +92,7 @@ fn best(run: &Run) -> Result<PathBuf, NotFound> {
     let places = Places::of(run);
     let Some(newest) = places.newest(run, Stage::Fit) else {
         let what = format!("`best`, but there is no checkpoint in {}", places.text());
-        return Err(NotFound { what, remedy: format!("fit first, or {remedy}") });
+        return Err(Problem::new(what, format!("fit first, or {remedy}")));
     };
     let told = match peek_training(&newest) {
         Ok(Some(training)) => best_of(&training, run),

@@ -9,7 +9,7 @@ use crate::callback::Callback;
 use crate::checkpoint::{Checkpoint, LoopState, RankState};
 use crate::data::Stage;
 use crate::distributed::World;
-use crate::error::{CheckpointError, ConfigError, Error, Result};
+use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
 use crate::ffi;
 use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling};
 use crate::nn::ModuleExt;
@@ -69,8 +69,8 @@ fn read_state(json: &Value, path: &Path) -> Result<LoopState> {
     })
 }
 
-fn unusable(path: &Path, what: String, remedy: &str) -> Error {
-    CheckpointError::Unreadable { path: path.to_path_buf(), what, remedy: remedy.to_owned() }.into()
+fn unusable(path: &Path, what: String, remedy: &'static str) -> Error {
+    CheckpointError::Unreadable { path: path.to_path_buf(), problem: Problem::new(what, remedy) }.into()
 }
 
 /// Puts the rest of a training state back: optimizers, schedules, metrics, position.

@@ -1,0 +1,76 @@
+//! Errors of libtorch's operators.
+
+use super::{Error, Problem};
+
+/// libtorch's own error, with the operation that raised it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("libtorch: {op}: {message}")]
+#[non_exhaustive]
+pub struct TorchError {
+    /// The function called, such as `_fused_adamw_`.
+    pub op: &'static str,
+    /// Which family of errors it belongs to.
+    pub kind: TorchErrorKind,
+    /// libtorch's text without its C++ backtrace.
+    pub message: String,
+    /// What the message ends with, if voltaic knows how to fix it.
+    remedy: Option<&'static str>,
+}
+
+/// Family of a [`TorchError`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TorchErrorKind {
+    /// Memory of a device is used up.
+    OutOfMemory,
+    /// An index lies outside its dimension.
+    Index,
+    /// libtorch has no such operation for these arguments.
+    NotImplemented,
+    /// Anything else.
+    Other,
+}
+
+impl TorchError {
+    /// An error of `op`; the text's C++ backtrace is cut off.
+    pub(crate) fn new(op: &'static str, kind: TorchErrorKind, message: &str) -> Self {
+        let end = message.find("\nException raised from").unwrap_or(message.len());
+        match lacks_hpu(message) {
+            true => {
+                let message = Problem::new(NO_HPU, SET_UP).to_string();
+                Self { op, kind, message, remedy: Some(SET_UP) }
+            }
+            false => Self { op, kind, message: message[..end].trim_end().to_owned(), remedy: None },
+        }
+    }
+
+    /// How to fix it, where voltaic knows.
+    pub fn remedy(&self) -> Option<&'static str> {
+        self.remedy
+    }
+}
+
+const NO_HPU: &str = "no HPU is set up in this process";
+const SET_UP: &str = "build a trainer with accelerator=hpu first, which sets it up";
+
+/// Whether there is no back end that makes tensors on HPUs.
+fn lacks_hpu(message: &str) -> bool {
+    let makes_tensors = ["aten::empty.memory_format'", "aten::empty_strided'"];
+    message.contains("from the 'HPU' backend")
+        && makes_tensors.iter().any(|op| message.contains(&format!("Could not run '{op}")))
+}
+
+impl From<tch::TchError> for Error {
+    fn from(error: tch::TchError) -> Self {
+        let message = match &error {
+            tch::TchError::Torch(text) => text.clone(),
+            other => other.to_string(),
+        };
+        let kind = if message.contains("out of memory") {
+            TorchErrorKind::OutOfMemory
+        } else {
+            TorchErrorKind::Other
+        };
+        TorchError::new("tensor operation", kind, &message).into()
+    }
+}
