@@ -123,6 +123,15 @@ vt_error *vt_at_backward_end(vt_autograd_callbacks callbacks);
 vt_error *vt_autograd_grad(const vt_tensor *outputs, const vt_tensor *grad_outputs, size_t num_outputs,
                            const vt_tensor *inputs, size_t num_inputs, vt_tensor *grads);
 
+// ---- memory of tensors (storage.cpp) --------------------------------------------------------------------------
+
+// Frees the memory of a tensor, and of all tensors that share it, which keep their sizes. `bytes` is what there was.
+vt_error *vt_storage_release(vt_tensor tensor, size_t *bytes);
+// Gives them memory again, whose contents are not set; nothing to do if they have as much.
+vt_error *vt_storage_restore(vt_tensor tensor, size_t bytes);
+// Copies values without a new version of the tensor, so that autograd goes on with what it has saved.
+vt_error *vt_storage_refill(vt_tensor tensor, vt_tensor values);
+
 // ---- autocast (autocast.cpp) ----------------------------------------------------------------------------------
 
 // Whether operators on this device type cast their arguments, on the calling thread, and to what (c10's number).
@@ -131,6 +140,8 @@ vt_error *vt_autocast_set(int32_t device_type, int32_t enabled, int32_t dtype);
 // Around each region: weights that were cast are kept until the outermost one is left.
 vt_error *vt_autocast_enter(void);
 vt_error *vt_autocast_leave(void);
+// Drops the weights that were cast on this device in the region that is open.
+vt_error *vt_autocast_clear_cache(void);
 
 enum vt_autocast_policy : uint8_t {
   VT_AUTOCAST_LOWER = 0,       // arguments go to the autocast dtype

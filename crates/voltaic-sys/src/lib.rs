@@ -297,6 +297,10 @@ unsafe extern "C" {
     pub fn vt_autocast_set(device_type: i32, enabled: i32, dtype: i32) -> *mut vt_error;
     pub fn vt_autocast_enter() -> *mut vt_error;
     pub fn vt_autocast_leave() -> *mut vt_error;
+    pub fn vt_autocast_clear_cache() -> *mut vt_error;
+    pub fn vt_storage_release(tensor: vt_tensor, bytes: *mut usize) -> *mut vt_error;
+    pub fn vt_storage_restore(tensor: vt_tensor, bytes: usize) -> *mut vt_error;
+    pub fn vt_storage_refill(tensor: vt_tensor, values: vt_tensor) -> *mut vt_error;
     pub fn vt_autocast_set_lists(
         device_type: i32,
         names: *const *const c_char,

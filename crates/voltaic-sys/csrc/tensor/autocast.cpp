@@ -160,6 +160,10 @@ vt_error *vt_autocast_leave(void) {
   });
 }
 
+vt_error *vt_autocast_clear_cache(void) {
+  return voltaic::guard([] { at::autocast::clear_cache(); });
+}
+
 vt_error *vt_autocast_set_lists(int32_t device_type, const char *const *names, const uint8_t *policies, size_t len,
                                 int32_t replaces_rest) {
   return voltaic::guard([&] {

@@ -199,8 +199,8 @@ impl StochasticWeightAveraging {
             self.average.clear();
         }
         for (index, (name, weight)) in module.named_parameters().into_iter().enumerate() {
-            let device = self.device_for(&weight)?;
-            let now = weight.f_detach()?.f_to_device(device.tch())?;
+            let device = self.device_for(weight.leaf())?;
+            let now = weight.lasting()?.f_to_device(device.tch())?;
             if copied {
                 self.average.push((name, now.copy()));
                 continue;
@@ -282,7 +282,7 @@ impl Callback for StochasticWeightAveraging {
         };
         for (name, weight) in module.named_parameters() {
             if let Some((_, average)) = loaded.iter().find(|(saved, _)| *saved == name) {
-                let device = self.device_for(&weight)?;
+                let device = self.device_for(weight.leaf())?;
                 self.average.push((name, average.f_to_device(device.tch())?.copy()));
             }
         }
@@ -318,14 +318,14 @@ impl Callback for StochasticWeightAveraging {
     fn on_train_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         let _no_grad = tch::no_grad_guard();
         if !self.average.is_empty() {
-            let kept = module.state_dict().into_iter().map(|(name, tensor)| {
+            let kept = module.try_state_dict()?.into_iter().map(|(name, tensor)| {
                 Ok((name, tensor.f_to_device(self.device_for(&tensor)?.tch())?.copy()))
             });
             self.trained = kept.collect::<Result<_>>()?; // a checkpoint of now goes on with them
         }
         for (name, weight) in module.named_parameters() {
             if let Some((_, average)) = self.average.iter().find(|(averaged, _)| *averaged == name) {
-                weight.shallow_clone().f_copy_(average)?;
+                weight.update(|weight| Ok(weight.shallow_clone().f_copy_(average)?))?;
             }
         }
         if !self.average.is_empty() && has_running_statistics(module) {

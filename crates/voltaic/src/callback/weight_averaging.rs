@@ -144,23 +144,18 @@ impl WeightAveraging {
             && self.when.update_starting_at_step.is_none_or(|start| step >= start)
     }
 
-    /// The module's tensors that are averaged, with the average's.
-    fn pairs<'a>(&'a self, module: &dyn Module) -> Vec<(Tensor, &'a Tensor)> {
-        let current = self.averaged(module);
-        current.into_iter().zip(&self.average).map(|((_, now), (_, average))| (now, average)).collect()
-    }
-
-    fn averaged(&self, module: &dyn Module) -> Vec<(String, Tensor)> {
+    /// The module's tensors that are averaged.
+    fn averaged(&self, module: &dyn Module) -> Result<Vec<(String, Tensor)>> {
         let is_parameter: std::collections::HashSet<String> =
             module.named_parameters().into_iter().map(|(fqn, _)| fqn).collect();
-        let state = module.state_dict().into_iter();
-        state.filter(|(fqn, _)| self.when.use_buffers || is_parameter.contains(fqn)).collect()
+        let state = module.try_state_dict()?.into_iter();
+        Ok(state.filter(|(fqn, _)| self.when.use_buffers || is_parameter.contains(fqn)).collect())
     }
 
     /// Takes the module's weights in.
     fn update(&mut self, module: &dyn Module) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        for (now, average) in self.pairs(module) {
+        for ((_, now), (_, average)) in self.averaged(module)?.into_iter().zip(&self.average) {
             let mut average = average.shallow_clone();
             let now = now.f_to_device(average.device())?;
             match self.decay {
@@ -178,11 +173,15 @@ impl WeightAveraging {
     /// Exchanges the module's weights and the average.
     fn swap(&mut self, module: &dyn Module) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        for (now, average) in self.pairs(module) {
-            let mut kept = now.f_empty_like()?;
-            kept.f_copy_(&now)?;
-            now.shallow_clone().f_copy_(average)?;
-            average.shallow_clone().f_copy_(&kept)?;
+        let mut trained = Vec::new();
+        for (_, now) in self.averaged(module)? {
+            let mut copy = now.f_empty_like()?;
+            copy.f_copy_(&now)?;
+            trained.push(copy);
+        }
+        module.load_state_dict(&self.average, false)?;
+        for ((_, average), trained) in self.average.iter().zip(&trained) {
+            average.shallow_clone().f_copy_(trained)?;
         }
         self.is_swapped = !self.is_swapped;
         Ok(())
@@ -246,7 +245,7 @@ impl Callback for WeightAveraging {
 
     fn on_fit_start(&mut self, _ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         self.is_swapped = false;
-        let copies = self.averaged(module).into_iter().map(|(fqn, now)| {
+        let copies = self.averaged(module)?.into_iter().map(|(fqn, now)| {
             let device = self.when.device.map_or_else(|| now.device(), Device::tch);
             Ok((fqn, now.f_detach()?.f_to_device(device)?.copy()))
         });

@@ -54,8 +54,9 @@ pub use ranks::shared_sum::{Home, Neighbours, Summing, next_ticket, shares_memor
 pub use reach::Lent;
 pub(crate) use size::{format_size, parse_size};
 pub use tensor::autocast::{
-    AutocastPolicy, Cast, autocast_lists_version, autocast_state, enter_autocast, leave_autocast,
-    observe_casts, operator_names, reset_autocast_lists, set_autocast_lists, set_autocast_state,
+    AutocastPolicy, Cast, autocast_lists_version, autocast_state, clear_autocast_cache, enter_autocast,
+    leave_autocast, observe_casts, operator_names, reset_autocast_lists, set_autocast_lists,
+    set_autocast_state,
 };
 pub use tensor::device::tch_names_hpu;
 pub use tensor::lists::{
@@ -63,5 +64,5 @@ pub use tensor::lists::{
     foreach_mul_tensor, foreach_norm, is_dense, tensor_id,
 };
 pub use tensor::rng::{manual_seed, randperm, rng_state, set_rng_state};
-pub use tensor::storage::SharedTensor;
+pub use tensor::storage::{ReleasableStorage, SharedTensor};
 pub use threads::{set_thread_num_threads, with_one_thread};

@@ -212,7 +212,7 @@ impl GraphCache {
 
     fn key(&mut self, module: &dyn Module, is_training: bool, inputs: &[Tensor]) -> Result<Key> {
         let params = self.params.get_or_insert_with(|| {
-            module.parameters().iter().map(|parameter| parameter.tensor().shallow_clone()).collect()
+            module.parameters().iter().map(|parameter| parameter.leaf().shallow_clone()).collect()
         });
         let grad_is_on = ffi::grad_is_enabled();
         let trained: Vec<bool> = params.iter().map(|param| grad_is_on && param.requires_grad()).collect();

@@ -13,7 +13,7 @@ use super::step::{
 use crate::device::Device;
 use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
-use crate::nn::{Module, ModuleExt};
+use crate::nn::{Module, ModuleExt, refuse_kept};
 
 /// A captured call. Its inputs lie at fixed places, and so do its outputs unless they are given away; each replay
 /// overwrites these places.
@@ -234,10 +234,11 @@ struct RecordedBackward {
 
 impl Recorded {
     fn of(module: &dyn Module, inputs: &[Tensor], with_grad: bool, call: Call) -> anyhow::Result<Self> {
+        refuse_kept(module, "a captured call")?;
         let places = inputs.iter().map(|input| place_for(input, with_grad)).collect::<Result<Vec<_>>>()?;
         let mut names: Vec<(String, Tensor)> = numbered(INPUT, &places).collect();
         let parameters = module.named_parameters().into_iter();
-        names.extend(parameters.map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone())));
+        names.extend(parameters.map(|(fqn, parameter)| (fqn, parameter.leaf().shallow_clone())));
         let buffers = module.named_buffers().into_iter();
         names.extend(buffers.map(|(fqn, buffer)| (fqn, buffer.tensor().shallow_clone())));
         let capture = StepCapture::begin()?;
@@ -399,7 +400,7 @@ impl Backward {
 pub(super) fn trained_params(module: &dyn Module) -> Vec<Tensor> {
     let parameters = module.parameters();
     let trained = parameters.iter().filter(|parameter| parameter.requires_grad());
-    trained.map(|parameter| parameter.tensor().shallow_clone()).collect()
+    trained.map(|parameter| parameter.leaf().shallow_clone()).collect()
 }
 
 /// A forward pass whose backward pass is still to come, until it has or autograd's graph is dropped.

@@ -109,7 +109,7 @@ pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
     let captured = captured?;
     checked?;
     let frozen = module.parameters().into_iter().filter(|parameter| !parameter.requires_grad());
-    let frozen = frozen.map(|parameter| parameter.tensor().shallow_clone()).collect();
+    let frozen = frozen.map(|parameter| parameter.leaf().shallow_clone()).collect();
     let mut modes = ModeNumbers::default();
     modes.number(module.as_dyn());
     Ok(GraphedCallable {

@@ -106,7 +106,7 @@ impl HpuGraph {
     /// Gives the weights of `module` their names, for messages and when the graph is printed.
     pub fn name_weights(&self, module: &dyn Module) {
         let parameters = module.named_parameters().into_iter();
-        let parameters = parameters.map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone()));
+        let parameters = parameters.map(|(fqn, parameter)| (fqn, parameter.leaf().shallow_clone()));
         let buffers = module.named_buffers().into_iter();
         let buffers = buffers.map(|(fqn, buffer)| (fqn, buffer.tensor().shallow_clone()));
         self.held.borrow_mut().names.extend(parameters.chain(buffers));

@@ -236,7 +236,7 @@ pub trait LightningModule: Module + Sized {
     /// Any error ends the run.
     fn on_validation_model_zero_grad(&mut self) -> anyhow::Result<()> {
         let parameters = self.parameters();
-        Ok(crate::ffi::clear_grads(parameters.iter().map(|parameter| parameter.tensor()))?)
+        Ok(crate::ffi::clear_grads(parameters.iter().map(|parameter| parameter.leaf()))?)
     }
 
     /// Puts the module into evaluation mode before validation.

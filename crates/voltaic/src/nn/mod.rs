@@ -36,6 +36,7 @@ mod calls;
 mod check;
 mod field;
 pub mod functional;
+mod gather;
 pub mod init;
 mod layers;
 mod metric;
@@ -58,6 +59,7 @@ pub use calls::which::Which;
 pub use check::Sizes;
 #[doc(hidden)]
 pub use field::Field;
+pub use gather::{Gather, take_gather_failure};
 pub use layers::activation::{Gelu, Identity, LeakyRelu, Relu, Sigmoid, Silu, Softmax, Tanh};
 pub use layers::attention::{AttentionMask, MultiheadAttention, MultiheadAttentionBuilder};
 pub use layers::batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d, BatchNormBuilder};
@@ -78,9 +80,11 @@ pub use modes::{mode_changed, set_training};
 #[doc(hidden)]
 pub use module::AsModule;
 pub use module::{Forward, Member, Module};
-pub use parameter::Parameter;
+pub use parameter::{Logical, Parameter};
 pub(crate) use running_statistics::{EqualBatches, has_running_statistics, reset_running_statistics};
 pub use sequential::Sequential;
 pub(crate) use snapshot::{Snapshot, SnapshotParts};
 pub use state_dict::IncompatibleKeys;
 pub use tree::ModuleExt;
+pub use tree::name_parameters;
+pub(crate) use tree::refuse_kept;

@@ -1,21 +1,55 @@
 //! Parameters: handles to the trained tensors of a module.
 
+use std::cell::OnceCell;
+use std::fmt;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use crate::error::Result;
+use super::gather::{Gather, note_failure};
+use crate::error::{ConfigError, Result};
 use crate::ffi;
 
 /// A trainable tensor of a module.
 ///
 /// A handle: clones and tied weights share one libtorch tensor, and moving it to another device or dtype keeps its
 /// identity, so that an optimizer that holds it goes on working. Layers reach their weights only through this type.
-#[derive(Debug)]
+///
+/// A strategy may keep a weight elsewhere, in parts on several ranks or on the host, while it is not used: the parameter
+/// is *away* then. Its size, dtype, name and gradient are there; its values are gathered when they are touched, by
+/// [`Parameter::tensor`] or by using the parameter as the tensor that it derefs to. Views of the values and detached
+/// tensors are then good until the end of the step only: copy what must last.
 pub struct Parameter {
     tensor: Tensor,
+    shared: Arc<Shared>,
+    /// Stands for values that could not be gathered; made when it is needed.
+    missing: OnceCell<Tensor>,
+}
+
+/// What all handles have in common.
+struct Shared {
     id: u64,
+    /// The values are not in memory.
+    is_away: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    fqn: Option<Arc<str>>,
+    /// Who keeps the values, and what they are as a whole.
+    keeper: Option<(Arc<dyn Gather>, Logical)>,
+}
+
+/// What a weight is as a whole, wherever its values are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Logical {
+    /// Its size.
+    pub shape: Vec<i64>,
+    /// Its dtype.
+    pub dtype: Kind,
 }
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
@@ -24,34 +58,266 @@ impl Parameter {
     /// A parameter with the values of `tensor`, detached from any graph, requiring grad.
     pub fn new(tensor: Tensor) -> Self {
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        Self { tensor: tensor.detach().set_requires_grad(true), id }
+        let shared = Shared { id, is_away: AtomicBool::new(false), state: Mutex::default() };
+        let tensor = tensor.detach().set_requires_grad(true);
+        Self { tensor, shared: Arc::new(shared), missing: OnceCell::new() }
     }
 
     /// Tells parameters apart within this process: clones of a handle (tied weights) have the same id.
     pub fn id(&self) -> u64 {
-        self.id
+        self.shared.id
     }
 
     /// The weights. Shares storage and gradient with every clone of this handle.
+    ///
+    /// Gathers them if they are away. If that fails this is an undefined tensor, which operators refuse, and
+    /// [`take_gather_failure`](super::take_gather_failure) has the reason; [`Parameter::try_tensor`] returns it.
     pub fn tensor(&self) -> &Tensor {
+        if self.shared.is_away.load(Ordering::Acquire) { self.fetched() } else { &self.tensor }
+    }
+
+    /// The weights, gathered if they are away.
+    ///
+    /// # Errors
+    /// Why they cannot be gathered.
+    pub fn try_tensor(&self) -> Result<&Tensor> {
+        if self.is_away() {
+            self.fetch()?;
+        }
+        Ok(&self.tensor)
+    }
+
+    /// Gathers those of a layer's parameters that are away; called at the start of its forward.
+    ///
+    /// # Errors
+    /// Why one cannot be gathered. An undefined tensor would not do in place of a bias: libtorch takes it for no bias at
+    /// all.
+    pub(crate) fn gather_all<const N: usize>(parameters: [Option<&Self>; N]) -> Result<()> {
+        parameters.into_iter().flatten().try_for_each(|parameter| parameter.try_tensor().map(drop))
+    }
+
+    #[cold]
+    fn fetched(&self) -> &Tensor {
+        match self.fetch() {
+            Ok(()) => &self.tensor,
+            Err(error) => {
+                note_failure(error);
+                self.missing.get_or_init(Tensor::new)
+            }
+        }
+    }
+
+    fn fetch(&self) -> Result<()> {
+        let Some(keeper) = self.keeper() else {
+            return Err(self.lost("it is away, and no strategy keeps it"));
+        };
+        keeper.gather(self)?;
+        if self.is_away() { Err(self.lost("its strategy has not gathered it")) } else { Ok(()) }
+    }
+
+    fn lost(&self, what: &str) -> crate::error::Error {
+        let name = self.fqn().unwrap_or_else(|| Arc::from("a parameter"));
+        ConfigError::new("trainer.strategy", format!("{name}: {what}"), "give the weights back first").into()
+    }
+
+    /// The leaf of autograd that stands for this parameter: what gradients, hooks and optimizers are bound to. Its values
+    /// must not be read, since they may be away.
+    pub fn leaf(&self) -> &Tensor {
         &self.tensor
+    }
+
+    /// Whether the values are not in memory.
+    pub fn is_away(&self) -> bool {
+        self.shared.is_away.load(Ordering::Acquire)
+    }
+
+    /// Whether a strategy keeps the values, so that they may be away at another time.
+    pub fn is_kept(&self) -> bool {
+        self.state().keeper.is_some()
+    }
+
+    /// Runs `body` with the whole weight, and lets go of it afterwards if a strategy keeps it: what must last is to be
+    /// copied.
+    ///
+    /// # Errors
+    /// Why the weight cannot be gathered; those of `body`.
+    pub fn with_whole<T>(&self, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
+        self.borrow_whole(false, body)
+    }
+
+    /// Runs `body` without autograd. It may write to the weight, and what it has written is kept wherever a strategy keeps the values.
+    ///
+    /// # Errors
+    /// As [`Parameter::with_whole`].
+    pub fn update<T>(&self, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
+        let _no_grad = tch::no_grad_guard();
+        self.borrow_whole(true, body)
+    }
+
+    fn borrow_whole<T>(&self, is_changed: bool, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
+        let done = body(self.try_tensor()?);
+        let released = self.keeper().map_or(Ok(()), |keeper| keeper.release(self, is_changed));
+        done.and_then(|value| released.map(|()| value))
+    }
+
+    /// A copy of the whole weight if a strategy keeps it, which lasts; else the weight itself.
+    ///
+    /// # Errors
+    /// Why it cannot be gathered.
+    pub fn lasting(&self) -> Result<Tensor> {
+        if !self.is_kept() {
+            return Ok(self.tensor.f_detach()?);
+        }
+        self.with_whole(|tensor| {
+            let _no_grad = tch::no_grad_guard();
+            let mut copy = tensor.f_empty_like()?;
+            copy.f_copy_(tensor)?;
+            Ok(copy)
+        })
+    }
+
+    /// Lets a strategy keep the values from now on. They are whole at this time.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if another one keeps them.
+    pub fn attach(&self, keeper: Arc<dyn Gather>) -> Result<()> {
+        let mut state = self.state();
+        if state.keeper.is_some() {
+            drop(state);
+            return Err(self.lost("another strategy keeps it"));
+        }
+        let logical = Logical { shape: self.tensor.size(), dtype: self.tensor.kind() };
+        state.keeper = Some((keeper, logical));
+        Ok(())
+    }
+
+    /// Ends what [`Parameter::attach`] began.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the values are away.
+    pub fn detach_keeper(&self) -> Result<()> {
+        if self.is_away() {
+            return Err(self.lost("it is away"));
+        }
+        self.state().keeper = None;
+        Ok(())
+    }
+
+    /// Called by the strategy that keeps the values, after it has freed their memory, and after it has filled it again.
+    ///
+    /// # Errors
+    /// libtorch's.
+    pub fn set_away(&self, is_away: bool) -> Result<()> {
+        if is_away {
+            ffi::clear_autocast_cache()?; // it may hold this weight in another dtype
+        }
+        self.shared.is_away.store(is_away, Ordering::Release);
+        Ok(())
+    }
+
+    /// The name in the module that the last run trained, such as `conv1.weight`: its first name if it has several.
+    /// `None` before a run.
+    pub fn fqn(&self) -> Option<Arc<str>> {
+        self.state().fqn.clone()
+    }
+
+    pub(super) fn set_fqn(&self, fqn: &str) {
+        self.state().fqn = Some(Arc::from(fqn));
+    }
+
+    /// Size of the whole weight.
+    pub fn size(&self) -> Vec<i64> {
+        self.logical().map_or_else(|| self.tensor.size(), |logical| logical.shape)
+    }
+
+    /// Number of dimensions of the whole weight.
+    pub fn dim(&self) -> usize {
+        self.logical().map_or_else(|| self.tensor.dim(), |logical| logical.shape.len())
+    }
+
+    /// Number of elements of the whole weight.
+    pub fn numel(&self) -> usize {
+        self.logical().map_or_else(|| self.tensor.numel(), |it| it.shape.iter().product::<i64>() as usize)
+    }
+
+    /// Dtype of the weight.
+    pub fn kind(&self) -> Kind {
+        self.logical().map_or_else(|| self.tensor.kind(), |logical| logical.dtype)
+    }
+
+    /// Device of the weight.
+    pub fn device(&self) -> tch::Device {
+        self.tensor.device()
+    }
+
+    /// Whether it is trained.
+    pub fn requires_grad(&self) -> bool {
+        self.tensor.requires_grad()
+    }
+
+    /// Sets whether it is trained. Returns the leaf.
+    pub fn set_requires_grad(&self, requires_grad: bool) -> Tensor {
+        self.tensor.set_requires_grad(requires_grad)
+    }
+
+    /// The gradient; undefined if there is none.
+    pub fn grad(&self) -> Tensor {
+        self.tensor.grad()
     }
 
     /// Replaces device, dtype or values, keeping the handle's identity. A gradient of the old kind is dropped.
     ///
     /// # Errors
-    /// If libtorch cannot swap the data (an incompatible kind of tensor).
+    /// [`ConfigError`] if a strategy keeps the values; if libtorch cannot swap the data (an incompatible kind of tensor).
     pub fn set_data(&self, data: &Tensor) -> Result<()> {
+        self.refuse_if_kept()?;
         ffi::clear_grads([&self.tensor])?;
         self.tensor.shallow_clone().f_set_data(data)?;
         Ok(())
+    }
+
+    /// An error if a strategy keeps the values, so that they cannot be moved or cast.
+    pub(super) fn refuse_if_kept(&self) -> Result<()> {
+        if !self.is_kept() {
+            return Ok(());
+        }
+        Err(self.lost("its strategy keeps the values, which cannot be moved or cast meanwhile"))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn keeper(&self) -> Option<Arc<dyn Gather>> {
+        self.state().keeper.as_ref().map(|(keeper, _)| keeper.clone())
+    }
+
+    /// Of a weight that is away.
+    fn logical(&self) -> Option<Logical> {
+        if !self.is_away() {
+            return None;
+        }
+        self.state().keeper.as_ref().map(|(_, logical)| logical.clone())
     }
 }
 
 impl Clone for Parameter {
     /// Another handle to the same tensor (a tied weight), not a copy of the values.
     fn clone(&self) -> Self {
-        Self { tensor: self.tensor.shallow_clone(), id: self.id }
+        let tensor = self.tensor.shallow_clone();
+        Self { tensor, shared: self.shared.clone(), missing: OnceCell::new() }
+    }
+}
+
+impl fmt::Debug for Parameter {
+    /// Without the values, which may be away.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut text = f.debug_struct("Parameter");
+        if let Some(fqn) = self.fqn() {
+            text.field("fqn", &fqn);
+        }
+        text.field("size", &self.size()).field("kind", &self.kind()).field("device", &self.device());
+        text.field("requires_grad", &self.requires_grad()).finish()
     }
 }
 

@@ -1,13 +1,16 @@
 //! What a module holds, copied to be put back.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use tch::Tensor;
 
+use super::buffer::Buffer;
 use super::metric::Metric;
 use super::module::Module;
+use super::parameter::Parameter;
 use super::tree::ModuleExt;
-use crate::error::{CheckpointError, Problem, Result};
+use crate::error::{CheckpointError, Error, Problem, Result};
 use crate::ffi;
 
 type Tensors = Vec<(String, Tensor)>;
@@ -43,7 +46,10 @@ impl Snapshot {
         let parameters = module.named_parameters();
         let grads = parameters.iter().map(|(fqn, parameter)| (fqn.clone(), parameter.grad()));
         let grads = grads.filter(|(_, grad)| parts.grads && grad.defined()).collect();
-        let values = parameters.iter().map(|(fqn, parameter)| (fqn.clone(), parameter.shallow_clone()));
+        let values = parameters.iter().filter(|_| parts.parameters);
+        let values = values.map(|(fqn, parameter)| {
+            parameter.with_whole(|tensor| Ok((fqn.clone(), copy(tensor, parts.on_host)?)))
+        });
         let buffers = module.named_buffers().into_iter();
         let buffers = buffers.map(|(fqn, buffer)| (fqn, buffer.shallow_clone()));
         let metrics = if parts.metrics { module.named_metrics() } else { Vec::new() };
@@ -52,7 +58,7 @@ impl Snapshot {
             Ok((metric, state))
         });
         Ok(Self {
-            parameters: copies(values.filter(|_| parts.parameters).collect())?,
+            parameters: values.collect::<Result<_>>()?,
             buffers: copies(buffers.filter(|_| parts.buffers).collect())?,
             grads: copies(grads)?,
             metrics: metrics.collect::<Result<_>>()?,
@@ -66,14 +72,22 @@ impl Snapshot {
     pub(crate) fn restore(&self, module: &(impl ModuleExt + ?Sized)) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let parameters = module.named_parameters();
-        let values = parameters.iter().map(|(fqn, p)| (fqn.as_str(), p.tensor()));
-        put_back(module.as_dyn(), &self.parameters, values.collect())?;
+        let own: HashMap<&str, &Parameter> = parameters.iter().map(|(fqn, p)| (fqn.as_str(), p)).collect();
+        for (fqn, copy) in &self.parameters {
+            let own = own.get(fqn.as_str());
+            check_size(module.as_dyn(), fqn, copy, own.map(|parameter| parameter.size()))?;
+            own.map_or(Ok(()), |own| own.update(|tensor| Ok(tensor.shallow_clone().f_copy_(copy)?)))?;
+        }
         let buffers = module.named_buffers();
-        let values = buffers.iter().map(|(fqn, buffer)| (fqn.as_str(), buffer.tensor()));
-        put_back(module.as_dyn(), &self.buffers, values.collect())?;
+        let own: HashMap<&str, &Buffer> = buffers.iter().map(|(fqn, b)| (fqn.as_str(), *b)).collect();
+        for (fqn, copy) in &self.buffers {
+            let own = own.get(fqn.as_str());
+            check_size(module.as_dyn(), fqn, copy, own.map(|buffer| buffer.size()))?;
+            own.map_or(Ok(()), |own| Ok::<_, Error>(own.shallow_clone().f_copy_(copy)?))?;
+        }
         for (fqn, grad) in &self.grads {
             if let Some((_, parameter)) = parameters.iter().find(|(name, _)| name == fqn) {
-                ffi::set_grad(parameter, grad)?;
+                ffi::set_grad(parameter.leaf(), grad)?;
             }
         }
         self.metrics.iter().try_for_each(|(metric, state)| metric.state().restore(state))
@@ -92,22 +106,15 @@ fn copy(tensor: &Tensor, on_host: bool) -> Result<Tensor> {
     Ok(copy)
 }
 
-fn put_back(module: &dyn Module, copies: &Tensors, own: Vec<(&str, &Tensor)>) -> Result<()> {
-    let own: std::collections::HashMap<&str, &Tensor> = own.into_iter().collect();
-    for (fqn, copy) in copies {
-        match own.get(fqn.as_str()) {
-            Some(tensor) if tensor.size() == copy.size() => tensor.shallow_clone().f_copy_(copy)?,
-            found => {
-                let found =
-                    found.map_or_else(|| "nothing".to_owned(), |tensor| format!("{:?}", tensor.size()));
-                let what = format!("{fqn} had shape {:?} before, now it is {found}", copy.size());
-                let remedy = "let setup and configure_model make the same layers each time".to_owned();
-                let module = module.type_name().to_owned();
-                return Err(CheckpointError::Mismatch { module, problem: Problem::new(what, remedy) }.into());
-            }
-        }
+/// An error if what the module has under a name is not what was copied.
+fn check_size(module: &dyn Module, fqn: &str, copy: &Tensor, found: Option<Vec<i64>>) -> Result<()> {
+    if found.as_ref() == Some(&copy.size()) {
+        return Ok(());
     }
-    Ok(())
+    let found = found.map_or_else(|| "nothing".to_owned(), |size| format!("{size:?}"));
+    let what = format!("{fqn} had shape {:?} before, now it is {found}", copy.size());
+    let problem = Problem::new(what, "let setup and configure_model make the same layers each time");
+    Err(CheckpointError::Mismatch { module: module.type_name().to_owned(), problem }.into())
 }
 
 #[cfg(test)]

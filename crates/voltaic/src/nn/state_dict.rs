@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 use tch::Tensor;
 
 use crate::error::{CheckpointError, Problem, Result};
+use crate::nn::parameter::Parameter;
 
 /// Names that [`ModuleExt::load_state_dict`] found on one side only; PyTorch's `_IncompatibleKeys`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -22,10 +23,34 @@ impl IncompatibleKeys {
     }
 }
 
+/// What a state dict names.
+pub(super) enum Held {
+    Parameter(Parameter),
+    Buffer(Tensor),
+}
+
+impl Held {
+    fn size(&self) -> Vec<i64> {
+        match self {
+            Self::Parameter(parameter) => parameter.size(),
+            Self::Buffer(tensor) => tensor.size(),
+        }
+    }
+
+    fn fill(&self, values: &Tensor) -> Result<()> {
+        match self {
+            Self::Parameter(parameter) => {
+                parameter.update(|tensor| Ok(tensor.shallow_clone().f_copy_(values)?))
+            }
+            Self::Buffer(tensor) => Ok(tensor.shallow_clone().f_copy_(values)?),
+        }
+    }
+}
+
 /// Copies values of the names that `own`, the tensors of a module of this type, has.
 pub(super) fn load_state_dict(
     module: &'static str,
-    own: &[(String, Tensor)],
+    own: &[(String, Held)],
     state: &[(String, Tensor)],
     strict: bool,
 ) -> Result<IncompatibleKeys> {
@@ -70,7 +95,7 @@ pub(super) fn load_state_dict(
     }
     let _no_grad = tch::no_grad_guard();
     for (target, source) in copies {
-        target.shallow_clone().f_copy_(source)?;
+        target.fill(source)?;
     }
     Ok(keys)
 }

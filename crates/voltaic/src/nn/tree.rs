@@ -7,12 +7,13 @@ use tch::{Kind, Tensor};
 
 use super::metric::Metric;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{ConfigError, Result};
 use crate::nn::buffer::Buffer;
+use crate::nn::gather::note_failure;
 use crate::nn::modes::set_training;
 use crate::nn::module::{Member, Module};
 use crate::nn::parameter::Parameter;
-use crate::nn::state_dict::{IncompatibleKeys, load_state_dict};
+use crate::nn::state_dict::{Held, IncompatibleKeys, load_state_dict};
 
 /// What every module can do, from its tree alone.
 pub trait ModuleExt: Module {
@@ -135,6 +136,7 @@ pub trait ModuleExt: Module {
     fn convert(&self, convert: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         for parameter in self.parameters() {
+            parameter.refuse_if_kept()?;
             parameter.set_data(&convert(&parameter.detach())?)?;
         }
         for (_, buffer) in self.named_buffers() {
@@ -152,14 +154,41 @@ pub trait ModuleExt: Module {
 
     /// Parameters and persistent buffers by fqn, sharing storage with the module. Tied parameters appear under
     /// each of their names, as in PyTorch.
+    ///
+    /// Weights that a strategy keeps are gathered and copied. If that fails, an undefined tensor stands for one, and
+    /// [`take_gather_failure`](super::take_gather_failure) has the reason; [`ModuleExt::try_state_dict`] returns it.
+    ///
+    /// # Collective
+    /// If a strategy divides weights among ranks: all ranks must call it.
     fn state_dict(&self) -> Vec<(String, Tensor)> {
-        let mut found = Vec::new();
-        walk(self.as_dyn(), "", &mut |fqn, member| match member {
-            Member::Parameter(parameter) => found.push((fqn.to_owned(), parameter.detach())),
-            Member::Buffer(buffer) if buffer.is_persistent() => found.push((fqn.to_owned(), buffer.detach())),
-            _ => {}
-        });
-        found
+        let lasting = |parameter: &Parameter| {
+            parameter.lasting().unwrap_or_else(|error| {
+                note_failure(error);
+                Tensor::new()
+            })
+        };
+        let held = Held::of(self.as_dyn()).into_iter();
+        held.map(|(fqn, held)| match held {
+            Held::Parameter(parameter) => (fqn, lasting(&parameter)),
+            Held::Buffer(tensor) => (fqn, tensor),
+        })
+        .collect()
+    }
+
+    /// [`ModuleExt::state_dict`], with an error if a strategy cannot gather a weight.
+    ///
+    /// # Collective
+    /// If a strategy divides weights among ranks: all ranks must call it.
+    ///
+    /// # Errors
+    /// The strategy's.
+    fn try_state_dict(&self) -> Result<Vec<(String, Tensor)>> {
+        let held = Held::of(self.as_dyn()).into_iter();
+        held.map(|(fqn, held)| match held {
+            Held::Parameter(parameter) => Ok((fqn, parameter.lasting()?)),
+            Held::Buffer(tensor) => Ok((fqn, tensor)),
+        })
+        .collect()
     }
 
     /// Copies values into the module's own tensors, which keep their device and dtype. Returns the names that had no
@@ -167,9 +196,12 @@ pub trait ModuleExt: Module {
     ///
     /// # Errors
     /// [`CheckpointError::Mismatch`] if shapes differ; when `strict`, if names are missing or left over; else if not one
-    /// name is the module's. Nothing is changed in that case.
+    /// name is the module's. Nothing is changed in that case. The strategy's, if it keeps the weights and cannot take others.
+    ///
+    /// # Collective
+    /// If a strategy divides weights among ranks: all ranks must call it, with the same values.
     fn load_state_dict(&self, state: &[(String, Tensor)], strict: bool) -> Result<IncompatibleKeys> {
-        load_state_dict(self.type_name(), &self.state_dict(), state, strict)
+        load_state_dict(self.type_name(), &Held::of(self.as_dyn()), state, strict)
     }
 
     /// Number of elements of all parameters; with `trainable_only`, of those that require grad.
@@ -180,6 +212,37 @@ pub trait ModuleExt: Module {
     /// This module as a trait object.
     #[doc(hidden)]
     fn as_dyn(&self) -> &dyn Module;
+}
+
+impl Held {
+    /// What a state dict of the module holds, by fqn.
+    fn of(module: &dyn Module) -> Vec<(String, Self)> {
+        let mut found = Vec::new();
+        walk(module, "", &mut |fqn, member| match member {
+            Member::Parameter(parameter) => found.push((fqn.to_owned(), Self::Parameter(parameter.clone()))),
+            Member::Buffer(buffer) if buffer.is_persistent() => {
+                found.push((fqn.to_owned(), Self::Buffer(buffer.detach())));
+            }
+            _ => {}
+        });
+        found
+    }
+}
+
+/// An error if a strategy keeps one of the weights: `what` would go on with memory that comes and goes.
+pub(crate) fn refuse_kept(module: &dyn Module, what: &str) -> Result<()> {
+    let Some((fqn, _)) = module.named_parameters().into_iter().find(|(_, parameter)| parameter.is_kept())
+    else {
+        return Ok(());
+    };
+    let problem = format!("{what} needs weights that stay in memory, but the strategy keeps {fqn}");
+    Err(ConfigError::new("graph", problem, "run the module without graphs, or use another strategy").into())
+}
+
+/// Tells each parameter its first fqn in this module; a strategy and its errors name them by it. The trainer calls this
+/// for the module that it runs, so that a part of it that has been trained alone before gets its new name.
+pub fn name_parameters(module: &(impl ModuleExt + ?Sized)) {
+    module.named_parameters().into_iter().for_each(|(fqn, parameter)| parameter.set_fqn(&fqn));
 }
 
 impl<M: Module> ModuleExt for M {

@@ -21,7 +21,7 @@ impl GradientClip {
     /// # Errors
     /// [`ConfigError`] if the limit is negative or NaN.
     pub fn apply(self, groups: &[ParamGroup]) -> Result<()> {
-        let params = groups.iter().flat_map(|group| group.params()).map(|(_, parameter)| parameter.tensor());
+        let params = groups.iter().flat_map(|group| group.params()).map(|(_, parameter)| parameter.leaf());
         match self {
             Self::Norm(max_norm) => clip_grad_norm(params, max_norm).map(drop),
             Self::Value(value) => clip_grad_value(params, value),

@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use super::optimizer::{Optimizer, OptimizerState};
 use super::param_group::{ParamGroup, SavedGroup};
 use super::replay::Replayed;
-use crate::error::{CheckpointError, OptimError, Problem, Result};
+use crate::error::{CheckpointError, ConfigError, OptimError, Problem, Result};
 use crate::ffi::{self, GradStatus, Gradients, LearningRate, RecordingPause, TensorList};
 use crate::nn::Parameter;
 
@@ -59,7 +59,7 @@ pub(super) struct Slot {
 impl Slot {
     /// What is updated: the master copy if there is one, else the parameter.
     pub(super) fn weights(&self) -> &Tensor {
-        self.state.last().and_then(Option::as_ref).unwrap_or(self.param.tensor())
+        self.state.last().and_then(Option::as_ref).unwrap_or(self.param.leaf())
     }
 }
 
@@ -109,7 +109,7 @@ impl<R: Rule> Engine<R> {
                 }
             }
             for ((dtype, _), members) in alike {
-                let gradients = Gradients::of(members.iter().map(|slot| slot.param.tensor()))?;
+                let gradients = Gradients::of(members.iter().map(|slot| slot.param.leaf()))?;
                 let has_masters = master_weights && matches!(dtype, Kind::BFloat16 | Kind::Half);
                 buckets.push(Bucket { group: index, members, gradients, has_masters, cached: None });
             }
@@ -125,12 +125,12 @@ impl<R: Rule> Engine<R> {
                 let dtype = if bucket.has_masters { Kind::Float } else { slot.param.kind() };
                 if let Some(state) = state
                     && !R::is_count(index)
-                    && describe(state) != describe_as(&slot.param, dtype)
+                    && describe(state) != describe_as(slot.param.leaf(), dtype)
                 {
                     return OptimError::Moved {
                         optimizer: self.rule.name(),
                         fqn: slot.fqn.clone(),
-                        parameter: describe(&slot.param),
+                        parameter: describe(slot.param.leaf()),
                         state: format!("{} is {}", state_name::<R>(index), describe(state)),
                         remedy: "move or cast the module before the first step of its optimizer".into(),
                     }
@@ -251,7 +251,7 @@ fn unusable(optimizer: &'static str, slot: &Slot) -> OptimError {
         ("is sparse".to_owned(), "compute it densely (sparse=false for embeddings)".to_owned())
     } else {
         (
-            format!("is {}, its parameter {}", describe(&grad), describe(&slot.param)),
+            format!("is {}, its parameter {}", describe(&grad), describe(slot.param.leaf())),
             "drop the gradient (zero_grad) when the parameter is cast, moved or resized".to_owned(),
         )
     };
@@ -265,6 +265,11 @@ fn step_bucket<R: Rule>(
     lr: LearningRate<'_>,
     bucket: &mut Bucket<R::Lists>,
 ) -> Result<bool> {
+    if let Some(slot) = bucket.members.iter().find(|slot| slot.param.is_away()) {
+        let what = format!("{} is away, and an update of it would be lost", slot.fqn);
+        let remedy = "let the strategy make the optimizer (Strategy::optimizers)";
+        return Err(ConfigError::new("optimizer.step", what, remedy).into());
+    }
     let status = bucket.gradients.collect()?;
     if !status.contains(&GradStatus::PRESENT) && !status.contains(&GradStatus::UNUSABLE) {
         return Ok(false);

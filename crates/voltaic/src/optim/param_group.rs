@@ -215,7 +215,7 @@ pub(super) fn check_params(groups: &[ParamGroupSpec], problems: &mut Problems) -
             problems.add(key(index), "there are no parameters", remedy);
         }
         for (fqn, parameter) in &group.params {
-            if !seen.insert(ffi::tensor_id(parameter)?) {
+            if !seen.insert(ffi::tensor_id(parameter.leaf())?) {
                 let what = format!("{fqn} appears more than once");
                 problems.add(key(index), what, "list each parameter, and each set of tied ones, once");
             } else if !names.insert(fqn.as_str()) {
@@ -227,7 +227,7 @@ pub(super) fn check_params(groups: &[ParamGroupSpec], problems: &mut Problems) -
                 let what = format!("{fqn} has dtype {kind:?}");
                 let remedy = "train float32, float64, bfloat16 or float16 parameters (a complex one: as two real ones)";
                 problems.add(key(index), what, remedy);
-            } else if !ffi::is_dense(parameter)? {
+            } else if !ffi::is_dense(parameter.leaf())? {
                 let what = format!("{fqn} does not fill its memory without gaps or overlaps");
                 problems.add(key(index), what, "make the parameter from tensor.contiguous()");
             }

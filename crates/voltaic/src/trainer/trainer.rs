@@ -213,7 +213,7 @@ impl Trainer {
         storage_options: Option<&serde_json::Value>,
     ) -> Result<()> {
         if self.is_global_zero() {
-            let checkpoint = weights(module, &self.run.progress);
+            let checkpoint = weights(module, &self.run.progress)?;
             self.run.checkpoint_io.save_checkpoint(&checkpoint, path.as_ref(), storage_options)?;
             self.run.checkpoint_io.teardown()?;
         }

@@ -10,6 +10,7 @@
 
 mod accelerator_values;
 mod autograd;
+mod away;
 mod batch_size_finder;
 mod callbacks;
 mod calls;

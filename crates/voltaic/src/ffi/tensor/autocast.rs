@@ -70,6 +70,15 @@ pub fn leave_autocast() {
     let _ = check("autocast", unsafe { sys::vt_autocast_leave() });
 }
 
+/// Drops weights that were cast in the region that is open; they are cast again when they are used.
+///
+/// # Errors
+/// libtorch's.
+pub fn clear_autocast_cache() -> Result<(), TorchError> {
+    // SAFETY: frees tensors under libtorch's own lock; whoever still uses one shares ownership of it.
+    check("autocast", unsafe { sys::vt_autocast_clear_cache() })
+}
+
 /// How often lists were set in this process, so that what was made by other lists can be told.
 static LISTS_VERSION: AtomicU64 = AtomicU64::new(0);
 

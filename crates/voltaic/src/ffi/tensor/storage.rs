@@ -1,6 +1,10 @@
-//! Tensors that several threads read.
+//! Memory of tensors: that several threads read, and that comes and goes.
 
 use tch::Tensor;
+use voltaic_sys as sys;
+
+use crate::error::TorchError;
+use crate::ffi::check::check;
 
 /// A tensor that several threads may read at the same time.
 ///
@@ -23,5 +27,71 @@ impl SharedTensor {
     /// The tensor, to be read only.
     pub fn get(&self) -> &Tensor {
         &self.0
+    }
+}
+
+/// The memory of a tensor, and of all that share it, while a strategy frees it and gives it back. The tensors keep their
+/// identity, size and gradient.
+///
+/// A tensor without its memory must not be read or written: some operators of libtorch do not look, and end the process.
+/// [`Parameter`](crate::nn::Parameter) sees to that for weights.
+#[derive(Debug)]
+pub struct ReleasableStorage {
+    tensor: Tensor,
+    /// Bytes of the memory that was released.
+    released: Option<usize>,
+}
+
+impl ReleasableStorage {
+    /// Of a tensor.
+    pub fn of(tensor: &Tensor) -> Self {
+        Self { tensor: tensor.shallow_clone(), released: None }
+    }
+
+    /// Frees the memory.
+    ///
+    /// # Errors
+    /// libtorch's, if the tensor has no memory of its own.
+    pub fn release(&mut self) -> Result<(), TorchError> {
+        if self.released.is_some() {
+            return Ok(());
+        }
+        let mut bytes = 0;
+        // SAFETY: the tensor lives as long as self; the out-pointer is valid. Nobody reads the memory meanwhile, as the
+        // type's documentation asks.
+        check("release storage", unsafe {
+            sys::vt_storage_release(self.tensor.as_ptr().cast_mut(), &mut bytes)
+        })?;
+        self.released = Some(bytes);
+        Ok(())
+    }
+
+    /// Gives memory back, whose contents are not set. Returns whether there was none.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn restore(&mut self) -> Result<bool, TorchError> {
+        let Some(bytes) = self.released else { return Ok(false) };
+        // SAFETY: the tensor lives as long as self.
+        check("restore storage", unsafe { sys::vt_storage_restore(self.tensor.as_ptr().cast_mut(), bytes) })?;
+        self.released = None;
+        Ok(true)
+    }
+
+    /// Copies values into the memory, which is given back first. Autograd takes it for the same values as before.
+    ///
+    /// # Errors
+    /// libtorch's, if the sizes do not fit or memory is short.
+    pub fn refill(&mut self, values: &Tensor) -> Result<(), TorchError> {
+        self.restore()?;
+        // SAFETY: both tensors are borrowed for the call, and there is memory.
+        check("refill storage", unsafe {
+            sys::vt_storage_refill(self.tensor.as_ptr().cast_mut(), values.as_ptr().cast_mut())
+        })
+    }
+
+    /// Whether the memory is freed.
+    pub fn is_released(&self) -> bool {
+        self.released.is_some()
     }
 }

@@ -150,6 +150,9 @@ impl MultiheadAttention {
         for input in [query, key, value] {
             self.check(input)?;
         }
+        let Linear { weight, bias, .. } = &self.out_proj;
+        let own = [Some(&self.in_proj_weight), self.in_proj_bias.as_ref(), Some(weight), bias.as_ref()];
+        Parameter::gather_all(own)?;
         let [id, of_key, of_value] = [query, key, value].map(tensor_id);
         let id = id?;
         if id == of_key? && id == of_value? {

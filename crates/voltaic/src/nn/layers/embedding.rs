@@ -65,6 +65,7 @@ impl Embedding {
 impl Forward for Embedding {
     fn forward(&self, indices: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, indices, |indices| {
+            Parameter::gather_all([Some(&self.weight)])?;
             let padding_idx = self.padding_idx.unwrap_or(-1);
             let output = Tensor::f_embedding(&self.weight, indices, padding_idx, false, false);
             Ok(output.map_err(|error| match self.misuse(indices) {

@@ -67,7 +67,7 @@ impl Strategy for Ddp {
         let trainable =
             module.named_parameters().into_iter().filter(|(_, parameter)| parameter.requires_grad());
         let trainable: Vec<_> =
-            trainable.map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone())).collect();
+            trainable.map(|(fqn, parameter)| (fqn, parameter.leaf().shallow_clone())).collect();
         let reducer = Reducer::new(group, self.config.clone(), trainable)?;
         let params: Vec<Tensor> = reducer.params().iter().map(Tensor::shallow_clone).collect();
         let reducer = Arc::new(Mutex::new(reducer));

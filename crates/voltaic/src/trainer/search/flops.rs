@@ -27,7 +27,7 @@ impl Recorder {
         let names: Vec<(String, tch::Tensor)> = module
             .named_parameters()
             .into_iter()
-            .map(|(fqn, parameter)| (fqn, parameter.tensor().shallow_clone()))
+            .map(|(fqn, parameter)| (fqn, parameter.leaf().shallow_clone()))
             .collect();
         let flops = Flops::of(&capture.end()?.graphs(&names)?);
         if let Ok(mut counted) = self.counted.lock() {

@@ -124,7 +124,7 @@ impl Trial {
         let taken = taken.lock().ok().and_then(|mut taken| taken.take());
         taken.map_or(Ok(()), |taken| taken.restore(module))?;
         let parameters = module.parameters();
-        ffi::clear_grads(parameters.iter().map(|parameter| parameter.tensor()))?;
+        ffi::clear_grads(parameters.iter().map(|parameter| parameter.leaf()))?;
         rng::set_states(&rng)
     }
 }

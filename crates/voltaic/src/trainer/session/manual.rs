@@ -127,7 +127,7 @@ pub(crate) fn unscale(
 ) -> Result<bool> {
     let Some(scaler) = scaler else { return Ok(true) };
     let groups = optimizers.iter().flat_map(|optimizer| optimizer.param_groups());
-    let params = groups.flat_map(|group| group.params()).map(|(_, parameter)| parameter.tensor());
+    let params = groups.flat_map(|group| group.params()).map(|(_, parameter)| parameter.leaf());
     let all_finite = scaler.unscale(params)?; // sync point
     scaler.record(all_finite);
     if !all_finite {

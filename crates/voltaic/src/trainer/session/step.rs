@@ -82,7 +82,7 @@ impl<M: LightningModule> Session<'_, M> {
             }
         }
         for (fqn, parameter) in self.module.named_parameters() {
-            made.check(parameter.tensor(), || format!("parameter `{fqn}`"))?;
+            made.check(parameter.leaf(), || format!("parameter `{fqn}`"))?;
         }
         for (fqn, buffer) in self.module.named_buffers() {
             made.check(buffer.tensor(), || format!("buffer `{fqn}`"))?;

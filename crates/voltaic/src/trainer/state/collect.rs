@@ -102,7 +102,7 @@ pub(crate) fn complete<M: LightningModule>(
     parts: Option<(LoopState, TrainingState)>,
 ) -> Result<Checkpoint> {
     let progress = parts.as_ref().map_or(&session.run.progress, |(state, _)| &state.progress);
-    let mut checkpoint = weights(session.module, progress);
+    let mut checkpoint = weights(session.module, progress)?;
     let state = match parts {
         Some((state, training)) => {
             checkpoint.training = Some(training);
@@ -127,7 +127,7 @@ pub(crate) fn complete<M: LightningModule>(
 }
 
 /// A checkpoint of weights only; its tensors are the module's.
-pub(crate) fn weights<M: LightningModule>(module: &M, progress: &Progress) -> Checkpoint {
+pub(crate) fn weights<M: LightningModule>(module: &M, progress: &Progress) -> Result<Checkpoint> {
     let meta = CheckpointMeta {
         epoch: progress.current_epoch,
         global_step: progress.global_step,
@@ -135,7 +135,7 @@ pub(crate) fn weights<M: LightningModule>(module: &M, progress: &Progress) -> Ch
         hyper_parameters: module.hyper_parameters(),
         ..CheckpointMeta::default()
     };
-    Checkpoint { weights: module.state_dict(), training: None, meta }
+    Ok(Checkpoint { weights: module.try_state_dict()?, training: None, meta })
 }
 
 /// The callbacks' hook.

@@ -206,7 +206,7 @@ fn restore_grads<M: LightningModule>(
     let parameters = session.module.named_parameters();
     for (fqn, grad) in grads {
         if let Some((_, parameter)) = parameters.iter().find(|(name, _)| name == fqn) {
-            ffi::set_grad(parameter, &grad.f_to_device(session.plan.device.tch())?)?;
+            ffi::set_grad(parameter.leaf(), &grad.f_to_device(session.plan.device.tch())?)?;
         }
     }
     Ok(())

@@ -242,7 +242,7 @@ impl<M: LightningModule> Session<'_, M> {
             before.check_same(&graphs)?;
         }
         if self.graphs.params.is_none() {
-            self.graphs.params = Some(TensorList::new(self.module.parameters().iter().map(|p| p.tensor()))?);
+            self.graphs.params = Some(TensorList::new(self.module.parameters().iter().map(|p| p.leaf()))?);
         }
         let mut grads = TensorList::new([])?;
         if let Some(params) = &self.graphs.params {
@@ -275,7 +275,7 @@ impl<M: LightningModule> Session<'_, M> {
             if !opens_window && grad.defined() {
                 names.push((format!("gradient of {fqn}"), grad));
             }
-            names.push((fqn, parameter.tensor().shallow_clone()));
+            names.push((fqn, parameter.leaf().shallow_clone()));
         }
         names.extend(
             self.module.named_buffers().into_iter().map(|(fqn, b)| (fqn, b.tensor().shallow_clone())),

@@ -1,0 +1,38 @@
+// Memory of tensors that comes and goes while the tensors stay.
+#include "error.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/Storage.h>
+
+vt_error *vt_storage_release(vt_tensor tensor, size_t *bytes) {
+  return voltaic::guard([&] {
+    const c10::Storage &storage = tensor->storage();
+    *bytes = storage.nbytes();
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+    storage.set_nbytes(0);
+  });
+}
+
+vt_error *vt_storage_restore(vt_tensor tensor, size_t bytes) {
+  return voltaic::guard([&] {
+    const c10::Storage &storage = tensor->storage();
+    if (storage.nbytes() >= bytes)
+      return;
+    // whatever made the old memory, the device's allocator makes the new one
+    const auto options = at::TensorOptions().dtype(at::kByte).device(tensor->device());
+    const at::Tensor fresh = at::empty({static_cast<int64_t>(bytes)}, options);
+    c10::StorageImpl *donor = fresh.storage().unsafeGetStorageImpl();
+    c10::DataPtr memory = donor->set_data_ptr(c10::DataPtr(nullptr, storage.device()));
+    donor->set_nbytes(0);
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
+    storage.set_nbytes(bytes);
+  });
+}
+
+vt_error *vt_storage_refill(vt_tensor tensor, vt_tensor values) {
+  return voltaic::guard([&] {
+    const at::AutoDispatchBelowADInplaceOrView guard; // no new version: what backward has saved is the same weight
+    tensor->copy_(*values);
+  });
+}
