@@ -7,10 +7,10 @@ use serde_json::{Map, Value as Json, json};
 use tch::{Kind, Tensor};
 
 use crate::accelerator::rng::global_seed;
+use crate::checkpoint::checkpoint::{Checkpoint, CheckpointMeta, TrainingState};
 use crate::checkpoint::loop_state::LoopState;
 use crate::checkpoint::pickle::Value;
 use crate::checkpoint::progress::Progress;
-use crate::checkpoint::{Checkpoint, CheckpointMeta, TrainingState};
 use crate::error::{CheckpointError, Problem, Result};
 use crate::precision::GradScaler;
 

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::path::PathBuf;
 
-use super::Problem;
+use super::problem::Problem;
 
 /// A checkpoint cannot be read or applied.
 #[derive(Debug, thiserror::Error)]

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::Problem;
+use super::problem::Problem;
 
 /// All problems found in a configuration, one line each.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::path::PathBuf;
 
-use super::Problem;
+use super::problem::Problem;
 
 /// A data set or loader cannot give its samples.
 #[derive(Debug, thiserror::Error)]

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::Problem;
+use super::problem::Problem;
 
 /// A device that is absent, or a device name that is none.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

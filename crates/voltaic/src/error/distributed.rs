@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::Problem;
+use super::problem::Problem;
 
 /// A failure of communication, or of another rank.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

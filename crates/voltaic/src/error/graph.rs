@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::Problem;
+use super::problem::Problem;
 
 /// A graph cannot be recorded or replayed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::Problem;
+use super::problem::Problem;
 
 /// A module was given what it cannot use.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::Problem;
+use super::problem::Problem;
 
 /// An optimizer or a learning rate schedule cannot do its step.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

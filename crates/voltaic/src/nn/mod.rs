@@ -47,10 +47,11 @@ mod running_statistics;
 mod sequential;
 mod snapshot;
 mod state_dict;
+mod tensor_tuple;
 mod tree;
 
 pub use buffer::Buffer;
-pub use callable::{Callable, TensorTuple};
+pub use callable::Callable;
 pub(crate) use callable::{call_with, code_of};
 pub(crate) use calls::call::{call_as, within_call};
 pub use calls::entry::ModuleCall;
@@ -85,6 +86,7 @@ pub(crate) use running_statistics::{EqualBatches, has_running_statistics, reset_
 pub use sequential::Sequential;
 pub(crate) use snapshot::{Snapshot, SnapshotParts};
 pub use state_dict::IncompatibleKeys;
+pub use tensor_tuple::TensorTuple;
 pub use tree::ModuleExt;
 pub use tree::name_parameters;
 pub(crate) use tree::refuse_kept;

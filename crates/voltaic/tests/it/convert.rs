@@ -350,7 +350,9 @@ fn what_cannot_be_converted_is_named() {
     let Value::Dict(entries) = &mut file else { panic!("{file:?}") };
     entries.retain(|(key, _)| key.as_str() != Some("state_dict"));
     entries.push((Value::Text("state_dict".into()), Value::dict([("x", Value::Int(1))])));
-    assert!(from_lightning(&file, None, false).expect_err("no tensor").to_string().contains("is not a tensor"));
+    assert!(
+        from_lightning(&file, None, false).expect_err("no tensor").to_string().contains("is not a tensor")
+    );
     // a Lightning file given to fit
     let mut trainer = silent().build().unwrap();
     trainer.ckpt_path(fixture("lightning.ckpt").to_str().unwrap());

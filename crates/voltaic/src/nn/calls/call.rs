@@ -8,12 +8,12 @@ use tch::Tensor;
 
 use crate::error::{Error, ModuleError, Problem, Result};
 use crate::ffi;
-use crate::nn::callable::TensorTuple;
 use crate::nn::calls::backward::BackwardCall;
 use crate::nn::calls::entry::{Entry, ModuleCall};
 use crate::nn::calls::hooks::ModuleHooks;
 use crate::nn::calls::table::{Entries, Table};
 use crate::nn::module::{Identity, Module, identity};
+use crate::nn::tensor_tuple::TensorTuple;
 
 /// A module's code on tensors one by one.
 pub(crate) type Body<'a> = &'a dyn Fn(&[Tensor]) -> anyhow::Result<Vec<Tensor>>;
