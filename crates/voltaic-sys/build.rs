@@ -26,6 +26,7 @@ fn main() {
         .opt_level(2)
         .debug(false) // of libtorch's headers: it doubles the time
         .define("NDEBUG", None) // as libtorch is: inline functions of its headers differ
+        .define("AT_PER_OPERATOR_HEADERS", None) // libtorch's headers then bring few operators, not all
         .include("csrc")
         .include("csrc/ranks") // for <gloo/..>, which libtorch's headers name
         .flag(format!("-isystem{}", include.display()))

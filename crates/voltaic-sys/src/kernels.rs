@@ -1,4 +1,4 @@
-//! Kernels of the CPU that are written in Rust, as `voltaic.h` describes them.
+//! Kernels of the CPU that are written in Rust, as `csrc/kernels/abi.h` describes them.
 
 use std::ffi::{c_char, c_void};
 

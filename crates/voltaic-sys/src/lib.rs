@@ -1,7 +1,8 @@
-//! Raw declarations of voltaic's C++ shim, in the order of `csrc/voltaic.h`, which documents ownership, threads
-//! and errors. No policy and no safe API: those are in `voltaic::ffi`.
+//! Raw declarations of voltaic's C++ shim: `csrc/voltaic.h`, which documents ownership, threads and errors, and the `abi.h` of
+//! each room, which documents its functions.
+//! No policy and no safe API: those are in `voltaic::ffi`.
 
-#![allow(missing_docs)] // each item is documented in csrc/voltaic.h
+#![allow(missing_docs)] // each item is documented in csrc
 #![allow(non_camel_case_types)]
 
 mod kernels;

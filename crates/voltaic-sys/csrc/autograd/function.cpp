@@ -1,3 +1,4 @@
+#include "autograd/abi.h"
 #include "error.h"
 
 #include <c10/core/GradMode.h>

@@ -1,3 +1,4 @@
+#include "device/abi.h"
 #include "error.h"
 #include "device/memory.h"
 

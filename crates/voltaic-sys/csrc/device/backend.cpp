@@ -1,4 +1,5 @@
 // What libtorch's registries say of a kind of device, whichever library registered it.
+#include "device/abi.h"
 #include "error.h"
 #include "hpu/hpu.h"
 

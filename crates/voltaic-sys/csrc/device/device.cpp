@@ -1,3 +1,4 @@
+#include "device/abi.h"
 #include "error.h"
 
 #include <c10/core/DeviceType.h>

@@ -1,7 +1,7 @@
 // Blocks of the memory pools that Rust owns, as libtorch's data pointers.
 #pragma once
 
-#include "voltaic.h"
+#include "device/abi.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>

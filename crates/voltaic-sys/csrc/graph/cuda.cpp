@@ -1,4 +1,5 @@
 #include "error.h"
+#include "graph/abi.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 

@@ -1,4 +1,5 @@
 #include "error.h"
+#include "graph/abi.h"
 #include "graph/graph.h"
 
 #include <ATen/core/enum_tag.h>

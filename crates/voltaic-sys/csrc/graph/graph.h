@@ -8,6 +8,7 @@
 #pragma once
 
 #include "device/memory.h"
+#include "graph/abi.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -4,10 +4,11 @@
 #endif
 
 #include "error.h"
+#include "graph/abi.h"
 #include "graph/graph.h"
 #include "hpu/hpu.h"
+#include "tensor/autocast.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
@@ -280,7 +281,7 @@ vt_error *vt_recording_begin(void) {
   return voltaic::guard([&] {
     TORCH_CHECK(recorder == nullptr, "operators of this thread are being recorded already");
     register_recorder();
-    at::autocast::clear_cache(); // weights that were cast before would be constants of the graph
+    voltaic::clear_autocast_cache(); // weights that were cast before would be constants of the graph
     recorder = std::make_unique<Recorder>();
     watch_of_readers = at::addThreadLocalCallback(
         at::RecordFunctionCallback(refuse_readers).scopes({at::RecordScope::FUNCTION}));
@@ -293,7 +294,7 @@ vt_error *vt_recording_end(vt_recording **recording) {
     TORCH_CHECK(recorder != nullptr, "nothing is being recorded on this thread");
     c10::impl::tls_set_dispatch_key_included(key, false);
     at::removeCallback(std::exchange(watch_of_readers, at::INVALID_CALLBACK_HANDLE));
-    at::autocast::clear_cache(); // its tensors are values of the graph
+    voltaic::clear_autocast_cache(); // its tensors are values of the graph
     auto done = std::move(recorder);
     *recording = done->finish().release();
   });

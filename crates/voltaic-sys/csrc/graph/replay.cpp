@@ -1,6 +1,7 @@
 #include "graph/replay.h"
 
 #include "error.h"
+#include "graph/abi.h"
 #include "hpu/alias.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -1,3 +1,4 @@
+#include "hpu/abi.h"
 #include "hpu/alias.h"
 
 #include <c10/core/InferenceMode.h>

@@ -1,4 +1,5 @@
 // Any operator with a CPU kernel: its arguments are found by the operator's schema.
+#include "hpu/abi.h"
 #include "hpu/alias.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,10 +1,11 @@
 // Calls each operator that has a CPU kernel with made-up arguments, on the CPU and on an HPU, and compares the bytes.
 #include "error.h"
+#include "hpu/abi.h"
 #include "hpu/alias.h"
 
 #include <ATen/Context.h>
-#include <ATen/Functions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 
 #include <cstring>
 

@@ -1,3 +1,4 @@
+#include "hpu/abi.h"
 #include "hpu/hpu.h"
 
 #include <ATen/CPUGeneratorImpl.h>

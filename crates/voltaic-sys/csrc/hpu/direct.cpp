@@ -1,4 +1,5 @@
 // Operators that need no kernel of the CPU: they make tensors, views or copies.
+#include "hpu/abi.h"
 #include "hpu/alias.h"
 
 #include <ATen/EmptyTensor.h>

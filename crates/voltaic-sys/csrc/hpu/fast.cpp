@@ -1,5 +1,6 @@
 // Hot operators. A template makes a kernel from libtorch's own declaration of the operator, so that arguments need not
 // go through the boxes of the dispatcher.
+#include "hpu/abi.h"
 #include "hpu/alias.h"
 #include "hpu/fast_ops.h"
 

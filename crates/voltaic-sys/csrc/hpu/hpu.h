@@ -11,6 +11,7 @@
 #pragma once
 
 #include "device/memory.h"
+#include "hpu/abi.h"
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,7 @@
 // Recurrent layers. libtorch has other algorithms for them on the CPU than elsewhere (mkldnn's LSTM, one product for
 // all time steps), so they run as a whole on CPU tensors that stand for the HPU's, and record their backward there.
 // Memory that the backward takes for a while is the host's.
+#include "hpu/abi.h"
 #include "hpu/alias.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,4 +1,5 @@
 #include "error.h"
+#include "hpu/abi.h"
 #include "hpu/alias.h"
 
 #include <ATen/Context.h>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "error.h"
+#include "kernels/abi.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

@@ -3,10 +3,11 @@
 
 #include "ranks/c10d.h"
 #include "error.h"
+#include "ranks/abi.h"
 #include "hpu/alias.h"
 
-#include <ATen/ATen.h>
 #include <ATen/ScalarOps.h>
+#include <ATen/ops/mul.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>

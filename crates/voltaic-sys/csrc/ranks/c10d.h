@@ -1,7 +1,7 @@
 // What the back ends of c10d share.
 #pragma once
 
-#include "voltaic.h"
+#include "ranks/abi.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 

@@ -5,8 +5,12 @@
 // takes for an address is a handle of Habana's plugin, so that data goes through memory of our own, by Synapse.
 #include "ranks/c10d.h"
 #include "error.h"
+#include "device/abi.h"
+#include "ranks/abi.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -1,6 +1,9 @@
 // Autocast by lists of operators: a boxed kernel under the device's autocast key casts the arguments and calls the
 // operator again below that key.
+#include "tensor/autocast.h"
+
 #include "error.h"
+#include "tensor/abi.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -149,6 +152,8 @@ vt_error *vt_autocast_set(int32_t device_type, int32_t enabled, int32_t dtype) {
   });
 }
 
+void voltaic::clear_autocast_cache() { at::autocast::clear_cache(); }
+
 vt_error *vt_autocast_enter(void) {
   return voltaic::guard([] { at::autocast::increment_nesting(); });
 }
@@ -156,7 +161,7 @@ vt_error *vt_autocast_enter(void) {
 vt_error *vt_autocast_leave(void) {
   return voltaic::guard([] {
     if (at::autocast::decrement_nesting() == 0)
-      at::autocast::clear_cache();
+      voltaic::clear_autocast_cache();
   });
 }
 

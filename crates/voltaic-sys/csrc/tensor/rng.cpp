@@ -1,9 +1,10 @@
 #include "error.h"
+#include "tensor/abi.h"
 #include "hpu/hpu.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
-#include <ATen/Functions.h>
+#include <ATen/ops/randperm.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {

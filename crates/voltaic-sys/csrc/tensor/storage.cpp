@@ -1,8 +1,10 @@
 // Memory of tensors that comes and goes while the tensors stay.
 #include "error.h"
+#include "tensor/abi.h"
 
-#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/Storage.h>
 
 vt_error *vt_storage_release(vt_tensor tensor, size_t *bytes) {

@@ -89,7 +89,7 @@ pub fn install_kernels() -> Result<bool> {
         batch_norm: serves(Operator::BatchNorm).then_some(entries::batch_norm as _),
         batch_norm_backward: serves(Operator::BatchNorm).then_some(entries::batch_norm_backward as _),
     };
-    // SAFETY: the shim copies the table, whose functions keep what voltaic.h asks of them.
+    // SAFETY: the shim copies the table, whose functions keep what csrc/kernels/abi.h asks of them.
     check("install_kernels", unsafe { sys::vt_install_kernels(&table) })?;
     INSTALLED.store(true, Ordering::Release);
     tracing::debug!("voltaic's kernels for the CPU are in use");

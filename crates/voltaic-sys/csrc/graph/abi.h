@@ -1,0 +1,84 @@
+// Graphs: recordings and replays, CUDA's graphs. See voltaic.h for errors, ownership and threads.
+#pragma once
+
+#include "voltaic.h"
+
+extern "C" {
+
+// ---- graphs ----
+
+// Operators of a thread, below autograd, in the order in which they ran.
+typedef struct vt_recording vt_recording;
+
+// Operators of this thread are recorded until the end; they run all the same. Backward must run on this thread.
+vt_error *vt_recording_begin(void);
+vt_error *vt_recording_end(vt_recording **recording);
+void vt_recording_free(vt_recording *recording);
+// Lets go of the memory of what outlived the recording; it cannot be made ready any more, only compared.
+void vt_recording_forget_results(vt_recording *recording);
+int32_t vt_recording_is_on(void);
+// Operators of this thread run unrecorded from now on, or are recorded again. Gives whether they ran unrecorded before.
+int32_t vt_recording_pause(int32_t pauses);
+// What follows cannot be replayed; the first reason counts. Nothing if nothing is being recorded, here and below.
+void vt_recording_refuse(const char *reason);
+// Where the operators that follow are, for messages.
+void vt_recording_set_scope(const char *scope);
+// Gives the recording as JSON, during the call. What it and its peers alone hold is a constant; peers are recordings of
+// the same capture, itself among them.
+vt_error *vt_recording_describe(const vt_recording *recording, const vt_recording *const *peers, size_t num_peers,
+                                void (*take)(void *data, const char *text), void *data);
+// Hash of what a buffer holds that was there before.
+uint64_t vt_recording_hash(const vt_recording *recording, size_t buffer);
+// Index of the memory of a tensor among the recording's buffers; -1 if no operator touched it.
+vt_error *vt_recording_buffer_of(const vt_recording *recording, vt_tensor tensor, int32_t *buffer);
+
+#define VT_GRAPH_NOWHERE UINT64_MAX
+
+typedef struct {
+  const uint8_t *runs;            // per node: 0 if it is left out
+  const uint64_t *buffer_offsets; // per buffer: its place in the arena; VT_GRAPH_NOWHERE if it keeps its memory
+  const uint64_t *block_offsets;  // per block of all nodes: the same for what a kernel takes and gives back
+  const uint8_t *constants;       // per buffer: 1 if nobody need hold it but the graph
+  uint64_t arena_bytes;           // before each place there is room for a block header
+  int32_t uses_out_variants;      // calls variants that write to given tensors where there are real ones
+  const vt_tensor *inputs;        // tensors that a replay may be given others for
+  size_t num_inputs;
+  const vt_tensor *outputs;       // results that each replay makes in memory of their own, for the caller
+  size_t num_outputs;
+} vt_graph_plan;
+
+// A recording made ready: its kernels are called over memory that never moves.
+typedef struct vt_graph vt_graph;
+
+// Once per recording.
+vt_error *vt_graph_build(vt_recording *recording, const vt_graph_plan *plan, vt_graph **graph);
+void vt_graph_free(vt_graph *graph);
+// The first buffer that was there before the recording and is gone, or has other memory now; -1 if all are there.
+int32_t vt_graph_gone_buffer(const vt_graph *graph);
+// To be called if no buffer is gone. `inputs` stand for those of the plan, during the call; null: the recorded ones.
+// `outputs` has room for those of the plan.
+vt_error *vt_graph_replay(vt_graph *graph, const vt_tensor *inputs, size_t num_inputs, vt_tensor *outputs);
+// The node whose result had another shape in a replay that failed than when it was recorded; -1 if there is none.
+int32_t vt_graph_misfit(const vt_graph *graph);
+
+typedef struct {
+  uint64_t replays;
+  uint64_t moved_results; // results that had to be copied to their place, since the kernel put them elsewhere
+  uint64_t pool_blocks;   // blocks that kernels took from a pool, since the plan had none of that size for them
+} vt_graph_stats;
+// Counts of all replays so far.
+void vt_graph_get_stats(const vt_graph *graph, vt_graph_stats *stats);
+
+// ---- CUDA graphs ----
+
+// A graph of libtorch's CUDA library, which must be loaded.
+typedef struct vt_cuda_graph vt_cuda_graph;
+// Captures what this thread does on the device from now on, on a stream of its own.
+vt_error *vt_cuda_graph_begin(int32_t device_index, vt_cuda_graph **graph);
+// Ends the capture, on the thread that began it.
+vt_error *vt_cuda_graph_end(vt_cuda_graph *graph);
+// On the current stream, after the capture has ended.
+vt_error *vt_cuda_graph_replay(vt_cuda_graph *graph);
+void vt_cuda_graph_free(vt_cuda_graph *graph);
+
+} // extern "C"
