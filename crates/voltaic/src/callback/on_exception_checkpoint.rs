@@ -34,8 +34,8 @@ impl Default for OnExceptionCheckpointConfig {
 #[derive(Debug)]
 pub struct OnExceptionCheckpoint {
     path: PathBuf,
-    /// The fit is a short trial, which leaves the file of another run alone.
-    is_trial: bool,
+    /// The fit is a fast_dev_run, which leaves the file of another run alone.
+    fast_dev_run: bool,
 }
 
 impl OnExceptionCheckpoint {
@@ -53,7 +53,7 @@ impl OnExceptionCheckpoint {
                 return Err(ConfigError::new(key, "it is empty", "name a folder and a file"));
             }
         }
-        Ok(Self { path: dirpath.join(format!("{filename}.ckpt")), is_trial: false })
+        Ok(Self { path: dirpath.join(format!("{filename}.ckpt")), fast_dev_run: false })
     }
 
     /// Where it saves.
@@ -76,7 +76,7 @@ impl Callback for OnExceptionCheckpoint {
     }
 
     fn on_fit_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.is_trial = ctx.facts().fast_dev_run;
+        self.fast_dev_run = ctx.facts().fast_dev_run;
         Ok(())
     }
 
@@ -92,7 +92,7 @@ impl Callback for OnExceptionCheckpoint {
     }
 
     fn teardown(&mut self, stage: Stage, _module: &mut dyn Module) -> anyhow::Result<()> {
-        if stage == Stage::Fit && !self.is_trial {
+        if stage == Stage::Fit && !self.fast_dev_run {
             crate::checkpoint::remove_file(&self.path)?;
         }
         Ok(())

@@ -20,7 +20,7 @@ pub struct RunFacts {
     pub validates_once_per_epoch: bool,
     /// Validation happens every so many epochs.
     pub check_val_every_n_epoch: Option<u64>,
-    /// A short trial run: nothing is saved.
+    /// A short run to try everything out: nothing is saved.
     pub fast_dev_run: bool,
     /// Where the first logger writes, else the root folder of the run.
     pub log_dir: PathBuf,
