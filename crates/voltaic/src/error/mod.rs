@@ -203,3 +203,18 @@ impl Error {
         Self::Io { action, path: path.as_ref().to_path_buf(), source, remedy: remedy.into() }
     }
 }
+
+impl From<tch::TchError> for Error {
+    fn from(error: tch::TchError) -> Self {
+        let message = match &error {
+            tch::TchError::Torch(text) => text.clone(),
+            other => other.to_string(),
+        };
+        let kind = if message.contains("out of memory") {
+            TorchErrorKind::OutOfMemory
+        } else {
+            TorchErrorKind::Other
+        };
+        TorchError::new("tensor operation", kind, &message).into()
+    }
+}

@@ -1,6 +1,6 @@
 //! Errors of libtorch's operators.
 
-use super::{Error, Problem};
+use super::problem::Problem;
 
 /// libtorch's own error, with the operation that raised it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -58,19 +58,4 @@ fn lacks_hpu(message: &str) -> bool {
     let makes_tensors = ["aten::empty.memory_format'", "aten::empty_strided'"];
     message.contains("from the 'HPU' backend")
         && makes_tensors.iter().any(|op| message.contains(&format!("Could not run '{op}")))
-}
-
-impl From<tch::TchError> for Error {
-    fn from(error: tch::TchError) -> Self {
-        let message = match &error {
-            tch::TchError::Torch(text) => text.clone(),
-            other => other.to_string(),
-        };
-        let kind = if message.contains("out of memory") {
-            TorchErrorKind::OutOfMemory
-        } else {
-            TorchErrorKind::Other
-        };
-        TorchError::new("tensor operation", kind, &message).into()
-    }
 }
