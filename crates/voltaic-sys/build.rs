@@ -41,6 +41,15 @@ fn main() {
     println!("cargo:rustc-link-lib=c10");
     println!("cargo:rustc-link-arg-tests=-Wl,-rpath,{lib_dir}");
     println!("cargo:libtorch_lib={lib_dir}");
+    println!("cargo:cxx={}", compiler_version(&compiler));
+}
+
+/// What the C++ compiler says of itself, on one line, for `voltaic env`.
+fn compiler_version(compiler: &cc::Build) -> String {
+    let tool = compiler.get_compiler();
+    let output = tool.to_command().arg("--version").output();
+    let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    text.lines().next().unwrap_or("unknown").trim().to_owned()
 }
 
 /// Compiles what has changed since the last time; all of it takes minutes. Objects lie in the target folder, where debug

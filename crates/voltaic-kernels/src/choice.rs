@@ -4,90 +4,14 @@
 //! Times are those of `cargo bench --bench kernels` if no other measurement is named; docs/kernels.md has them in full.
 
 use std::fmt;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::convolution::sizes::Convolution;
-use crate::processor::amx::has_described_amx;
+use crate::machine::Machine;
 use crate::processor::lanes::LANES;
-use crate::processor::{has_vectors, has_wide_units, is_intel};
 use crate::product::amx::has_tiles;
-use crate::product::mkl::{MklFactor, has_mkl_bf16, takes};
-use crate::product::strip::has_bf16_products;
-use crate::product::strips::{COLUMNS, has_strips};
+use crate::product::mkl::takes;
+use crate::product::strips::COLUMNS;
 use crate::views::Dtype;
-
-// ---- what decides ----
-
-/// What the choice knows of the processor, of libtorch, and of what was asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Machine {
-    /// AVX2 and FMA, or an aarch64.
-    pub has_vectors: bool,
-    /// Made by Intel: libtorch's own products come from the MKL at its best.
-    pub is_intel: bool,
-    /// AVX-512.
-    pub has_strips: bool,
-    /// AVX-512 that is not split in two: AMD's from Zen 5 on.
-    pub has_wide_units: bool,
-    /// AVX512_BF16.
-    pub has_bf16_products: bool,
-    /// AMX that this process may use.
-    pub has_tiles: bool,
-    /// AMX that oneDNN can use.
-    pub has_described_amx: bool,
-    /// A libtorch with the MKL.
-    pub has_mkl: bool,
-    /// Whether kernels are to serve all that they can, also where libtorch's are faster.
-    pub asks_for_all: bool,
-}
-
-static ASKS_FOR_ALL: AtomicBool = AtomicBool::new(false);
-
-/// Asks for all kernels, or for those alone that are faster than libtorch's, as it is at first.
-pub fn ask_for_all(all: bool) {
-    ASKS_FOR_ALL.store(all, Ordering::Relaxed);
-}
-
-impl Machine {
-    /// This one.
-    pub fn here() -> Self {
-        static FOUND: OnceLock<Machine> = OnceLock::new();
-        let found = FOUND.get_or_init(|| Self {
-            has_vectors: has_vectors(),
-            is_intel: is_intel(),
-            has_strips: has_strips(),
-            has_wide_units: has_wide_units(),
-            has_bf16_products: has_bf16_products(),
-            has_tiles: has_tiles(),
-            has_described_amx: has_described_amx(),
-            has_mkl: has_mkl_bf16() && f32::gemm().is_some(), // another BLAS has no bfloat16
-            asks_for_all: false,
-        });
-        Self { asks_for_all: ASKS_FOR_ALL.load(Ordering::Relaxed), ..*found }
-    }
-
-    /// Whether libtorch keeps what it is best at on Intel's processors.
-    fn keeps_intels(&self) -> bool {
-        self.is_intel && !self.asks_for_all
-    }
-
-    /// Whether dot products of bfloat16 are faster than those of float32: Intel's processors do fewer of them in a cycle.
-    fn has_fast_bf16_products(&self) -> bool {
-        self.has_bf16_products && !self.is_intel
-    }
-
-    /// Whether products of bfloat16 are from strips at full width.
-    fn has_wide_bf16_products(&self) -> bool {
-        self.has_wide_units && self.has_bf16_products
-    }
-
-    /// Whether products and convolutions of bfloat16 are the MKL's. oneDNN, which computes libtorch's, has fast instructions
-    /// for them with AMX, or on processors that are not Intel's the dot products of AVX-512.
-    fn takes_bf16(&self) -> bool {
-        self.has_mkl && (self.asks_for_all || !(self.has_described_amx || self.has_fast_bf16_products()))
-    }
-}
 
 /// A row of a table: a kernel, for a number format, processors and shapes.
 struct Row<K, S> {
@@ -470,11 +394,52 @@ pub(crate) fn tiles_are_by_amx(part: Part, channels: [usize; 2]) -> bool {
 
 // ---- attention ----
 
-/// Whether attention in bfloat16 multiplies such numbers, and not float32: on a Zen 5 1.5 to 1.8 times as fast, on a Xeon with
-/// AMX 1.1 to 2.6 times.
+/// What attention makes of the right factor of a product before it multiplies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FactorKernel {
+    /// Strips, for AVX-512, its dot products, or AMX.
+    Strips,
+    /// Nothing: it is a matrix for the MKL or gemm.
+    Matrix,
+}
+
+/// Without a row numbers of a format are multiplied in float32.
+static FACTORS: [Row<FactorKernel, ()>; 3] = [
+    Row {
+        kernel: FactorKernel::Strips,
+        dtype: Float32,
+        on: |machine| machine.has_strips,
+        of: |()| true,
+        measured: "AVX-512, a head's factors made ready once: Zen 5 5150 to 1420 us, Xeon with AMX 3530 to 2220 us",
+    },
+    Row {
+        kernel: FactorKernel::Matrix,
+        dtype: Float32,
+        on: |machine| !machine.has_strips,
+        of: |()| true,
+        measured: "without AVX-512 the MKL and gemm read a matrix as it is",
+    },
+    Row {
+        kernel: FactorKernel::Strips,
+        dtype: Bfloat16,
+        on: |machine| machine.has_tiles || machine.has_fast_bf16_products(),
+        of: |()| true,
+        measured: "beside factors of float32: Zen 5 1.5 to 1.8 times as fast, Xeon with AMX 1.1 to 2.6 times",
+    },
+];
+
+fn factor_kernel_on(machine: &Machine, dtype: Dtype) -> Option<FactorKernel> {
+    FACTORS.iter().find(|row| row.dtype == dtype && (row.on)(machine)).map(|row| row.kernel)
+}
+
+/// Whether attention in float32 multiplies by strips, and not by a matrix as it is.
+pub(crate) fn attends_by_strips() -> bool {
+    factor_kernel_on(&Machine::here(), Float32) == Some(FactorKernel::Strips)
+}
+
+/// Whether attention in bfloat16 multiplies such numbers, and not float32.
 pub(crate) fn multiplies_bf16() -> bool {
-    let machine = Machine::here();
-    machine.has_tiles || machine.has_fast_bf16_products()
+    factor_kernel_on(&Machine::here(), Bfloat16).is_some()
 }
 
 // ---- operators with one kernel, for all shapes that the dispatcher passes on ----
@@ -545,16 +510,42 @@ pub fn serves(machine: &Machine, operator: Operator) -> bool {
 
 // ---- what is in force ----
 
-/// The rows of the tables that serve something on a machine, in the order in which they are asked, as lines for people.
-pub fn in_force(machine: &Machine) -> Vec<String> {
-    fn lines<K: fmt::Debug, S>(what: &str, rows: &[Row<K, S>], machine: &Machine) -> Vec<String> {
+/// A row of the tables that serves something on a machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InForce {
+    /// `products`, `convolutions`, `factors of attention` or `operators`.
+    pub what: &'static str,
+    /// The number format.
+    pub dtype: Dtype,
+    /// The kernel, for `operators` the operator.
+    pub kernel: String,
+    /// Why it is there.
+    pub measured: &'static str,
+}
+
+impl fmt::Display for InForce {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {:?} by {}: {}", self.what, self.dtype, self.kernel, self.measured)
+    }
+}
+
+/// The rows of the tables that serve something on a machine, in the order in which they are asked.
+pub fn in_force(machine: &Machine) -> Vec<InForce> {
+    fn of<K: fmt::Debug, S>(what: &'static str, rows: &[Row<K, S>], machine: &Machine) -> Vec<InForce> {
         let rows = rows.iter().filter(|row| (row.on)(machine));
-        rows.map(|row| format!("{what} of {:?} by {:?}: {}", row.dtype, row.kernel, row.measured)).collect()
+        let entry = |row: &Row<K, S>| InForce {
+            what,
+            dtype: row.dtype,
+            kernel: format!("{:?}", row.kernel),
+            measured: row.measured,
+        };
+        rows.map(entry).collect()
     }
     let all = [
-        lines("products", &PRODUCTS, machine),
-        lines("convolutions", &CONVOLUTIONS, machine),
-        lines("operators", &OPERATORS, machine),
+        of("products", &PRODUCTS, machine),
+        of("convolutions", &CONVOLUTIONS, machine),
+        of("factors of attention", &FACTORS, machine),
+        of("operators", &OPERATORS, machine),
     ];
     all.concat()
 }
@@ -664,10 +655,24 @@ mod tests {
 
     #[test]
     fn each_row_says_by_which_measurement_it_is_there() {
-        let lines = in_force(&Machine { has_tiles: true, has_described_amx: true, ..ZEN_5 });
-        assert!(
-            lines.len() > 5
-                && lines.iter().all(|line| line.split_once(": ").is_some_and(|(_, why)| why.len() > 20))
-        );
+        let rows = in_force(&Machine { has_tiles: true, has_described_amx: true, ..ZEN_5 });
+        assert!(rows.len() > 5 && rows.iter().all(|row| row.measured.len() > 20), "{rows:?}");
+    }
+
+    #[test]
+    fn attention_multiplies_what_is_fastest_at_it() {
+        use FactorKernel::*;
+        for (machine, float32, bfloat16) in [
+            (HASWELL, Matrix, None),
+            (ZEN_3, Matrix, None),
+            (ZEN_4, Strips, Some(Strips)),
+            (ZEN_5, Strips, Some(Strips)),
+            (XEON, Strips, Some(Strips)),
+            (Machine { has_tiles: false, ..XEON }, Strips, None),
+            (ARM, Matrix, None),
+        ] {
+            assert_eq!(factor_kernel_on(&machine, Float32), Some(float32), "{machine:?}");
+            assert_eq!(factor_kernel_on(&machine, Bfloat16), bfloat16, "{machine:?}");
+        }
     }
 }

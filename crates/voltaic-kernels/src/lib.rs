@@ -13,6 +13,7 @@ mod elementwise;
 mod held;
 mod host;
 mod kernel;
+mod machine;
 mod math;
 mod memory;
 mod norm;
@@ -30,8 +31,7 @@ pub use attention::heads::{Attention, HeadTensor, attention, attention_backward}
 pub use attention::passes::AttentionScratch;
 pub use attention::rows::Rows;
 pub use choice::{
-    ConvolutionKernel, Machine, Operator, Part, ask_for_all, convolution_kernel, convolves, in_force,
-    multiplies, serves,
+    ConvolutionKernel, InForce, Operator, Part, convolution_kernel, convolves, in_force, multiplies, serves,
 };
 pub use convolution::convolve::{convolution, convolution_input_grad, convolution_weight_grad};
 pub use convolution::patches::{Axis, Patches};
@@ -45,6 +45,7 @@ pub use elementwise::pointwise::{
 pub use held::Held;
 pub use host::{Host, Memory, loaded_symbol, set_host};
 pub use kernel::{Kernel, blocks};
+pub use machine::{Machine, ask_for_all};
 pub use memory::{LINE, OutOfMemory, sized, zeros};
 pub use norm::batch_norm::{BatchNorm, BatchNormGrads, batch_norm, batch_norm_backward};
 pub use norm::loops::{BatchNormBackward, GradSums, Moments, Normalize};

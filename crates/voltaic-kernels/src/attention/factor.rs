@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::attention::rows::Rows;
+use crate::choice::attends_by_strips;
 use crate::element::{Bf16, Element};
 use crate::elementwise::pointwise::Convert;
 use crate::held::held;
@@ -12,7 +13,7 @@ use crate::product::amx::Tiles;
 use crate::product::matrix::{Matrix, MatrixMut};
 use crate::product::multiply::multiply;
 use crate::product::strip::multiply_by_strips;
-use crate::product::strips::{Strips, has_strips};
+use crate::product::strips::Strips;
 
 /// Keys of a block from strips, so few that the first cache holds what is made of them.
 const STRIPED_KEYS: usize = 64;
@@ -77,13 +78,13 @@ impl Factor for f32 {
     type Right<'a> = F32Right<'a>;
 
     fn max_keys() -> usize {
-        if has_strips() { STRIPED_KEYS } else { usize::MAX } // the others are better at large products
+        if attends_by_strips() { STRIPED_KEYS } else { usize::MAX } // the others are better at large products
     }
 
     fn set_up() {}
 
     fn prepare<'a>(b: Matrix<'a, Self>, strips: &'a mut Vec<u32>) -> F32Right<'a> {
-        if has_strips() { F32Right::Strips(Strips::new(b, strips)) } else { F32Right::Matrix(b) }
+        if attends_by_strips() { F32Right::Strips(Strips::new(b, strips)) } else { F32Right::Matrix(b) }
     }
 
     fn multiply(

@@ -22,6 +22,7 @@ pub(super) enum Command {
     Version,
     Models,
     Devices(DevicesArgs),
+    Env(EnvArgs),
     New(PathBuf),
     Convert(ConvertArgs),
     Run(RunArgs),
@@ -64,6 +65,8 @@ enum VerbArgs {
     Models,
     /// List the devices of this machine, and why an accelerator is not available.
     Devices(DevicesArgs),
+    /// Describe this build, machine and environment, for a bug report.
+    Env(EnvArgs),
     /// Convert a checkpoint from or to Lightning, PyTorch or safetensors.
     Convert(ConvertArgs),
     /// Make a crate with a model and data of its own, to start from.
@@ -132,6 +135,14 @@ pub(super) struct DevicesArgs {
     pub env: bool,
 }
 
+/// Options of `env`.
+#[derive(Args)]
+pub(super) struct EnvArgs {
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
 #[derive(Args)]
 #[command(disable_help_flag = true)]
 struct FixedArgs {
@@ -185,6 +196,7 @@ pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -
         Some(VerbArgs::Test(fixed)) => run(Verb::Test, fixed),
         Some(VerbArgs::Predict(fixed)) => run(Verb::Predict, fixed),
         Some(VerbArgs::Devices(arguments)) => Command::Devices(arguments),
+        Some(VerbArgs::Env(arguments)) => Command::Env(arguments),
         Some(VerbArgs::Models) => Command::Models,
         Some(VerbArgs::New { path }) => Command::New(path),
         Some(VerbArgs::Convert(arguments)) => Command::Convert(arguments),

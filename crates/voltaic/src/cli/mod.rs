@@ -67,7 +67,9 @@ pub fn run_with(
         .collect();
     let result = outcome::without_panics(|| {
         let command = args::parse(&program, arguments, console.has_colour())?;
-        crate::ffi::check_libtorch().map_err(|error| Failure::run(Error::from(error).into()))?;
+        if !matches!(command, Command::Env(_)) {
+            crate::ffi::check_libtorch().map_err(|error| Failure::run(Error::from(error).into()))?;
+        }
         dispatch(registry, &program, command, variables, console)
     });
     match result {
@@ -88,6 +90,9 @@ fn dispatch(
         Command::Version => console.print(&commands::version(program)),
         Command::Models => console.print(&commands::models(registry)),
         Command::Devices(arguments) => console.print(&commands::devices(&arguments)?),
+        Command::Env(arguments) => {
+            console.print(&commands::env(registry, program, arguments.json, variables)?)
+        }
         Command::Convert(arguments) => console.print(&commands::convert(&arguments)?),
         Command::New(path) => console.print(&commands::new(&path)?),
         Command::Run(arguments) => commands::run(registry, program, &arguments, variables, console),

@@ -45,6 +45,19 @@ fn of(device: Device) -> Result<Option<CollectiveLibrary>> {
     })
 }
 
+/// The libraries for collectives, each by name with where it was found, or why it cannot be loaded.
+pub(crate) fn found() -> Vec<(&'static str, std::result::Result<String, String>)> {
+    let open = |api, paths: &[PathBuf]| {
+        let shown: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
+        CollectiveLibrary::open(api, paths).map(|_| shown.join(", "))
+    };
+    vec![
+        ("gloo", Ok("part of libtorch".to_owned())),
+        ("nccl", open(CollectiveApi::Nccl, &[named(NCCL, "libnccl.so.2")])),
+        ("hccl", open(CollectiveApi::Hccl, &[named(HCCL, "libhcl.so"), named(SYNAPSE, "libSynapse.so")])),
+    ]
+}
+
 /// The library that a variable names; else Habana's own, if there is one; else what the loader finds by its name.
 fn named(variable: &str, name: &str) -> PathBuf {
     let given = env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);

@@ -25,6 +25,7 @@ pub use environment::ClusterEnvironment;
 pub use launch::Launch;
 pub(crate) use launcher::hold_back;
 pub use launcher::launch;
+pub(crate) use libraries::found as collective_libraries;
 pub(crate) use placement::Wanted;
 pub use placement::{Placement, RankPlacement};
 pub use process_group::{ProcessGroup, Work};

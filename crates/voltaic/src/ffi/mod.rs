@@ -38,6 +38,7 @@ pub use device::hpu::{
     HpuOptions, MAX_HPUS, adopt_hpu_plugin, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator,
 };
 pub use device::pool::{PeakReset, Pool, PoolBlock, PoolStats};
+pub(crate) use device::room::memory_limits;
 pub use graph::cuda::{CudaGraph, is_capturing_on_cuda};
 pub use graph::recording::{
     GraphPlan, Recording, RecordingPause, ReplayGraph, ReplayStats, Replayed, is_recording, refuse_recording,

@@ -36,6 +36,7 @@ mod ddp_unused;
 mod device_stats;
 mod devices;
 mod distributed;
+mod env;
 mod extreme_values;
 mod find_checkpoint;
 mod flops;

@@ -202,6 +202,11 @@ impl RuntimeFlags {
         idle.map(|(flag, value)| format!("{}={value}", flag.name)).collect()
     }
 
+    /// Names of all flags that are known.
+    pub(crate) fn known() -> Vec<&'static str> {
+        FLAGS.iter().map(|flag| flag.name).collect()
+    }
+
     /// All flags that are known, with their values here.
     pub fn report(&self) -> Vec<FlagReport> {
         let flags = FLAGS.iter().zip(&self.values);

@@ -2,6 +2,7 @@
 
 mod convert;
 mod devices;
+mod env;
 mod models;
 mod new;
 mod run;
@@ -9,6 +10,7 @@ mod version;
 
 pub(super) use convert::convert;
 pub(super) use devices::devices;
+pub(super) use env::env;
 pub(super) use models::models;
 pub(super) use new::new;
 pub(super) use run::run;

@@ -93,6 +93,11 @@ pub(super) fn configure(relief: fn() -> usize) -> Result<(), SettingError> {
     Ok(())
 }
 
+/// What limits the memory of this process: by what, the limit in bytes, and how many of them are used.
+pub fn memory_limits() -> Vec<(String, usize, usize)> {
+    setting().levels().into_iter().map(|level| (level.what, level.limit, level.used)).collect()
+}
+
 /// A pool has so many bytes more from the system.
 pub(super) fn took(bytes: usize) {
     TAKEN.fetch_add(bytes, Ordering::Relaxed);
