@@ -8,7 +8,7 @@ PACKAGES=(torch==2.11.0 lightning==2.6.6)
 CARGO=${CARGO:-cargo}
 
 fail() { # what, remedy
-    printf 'bench: %s\n   to mend it: %s\n' "$1" "$2" >&2
+    printf 'bench: %s\n   to fix it: %s\n' "$1" "$2" >&2
     exit 1
 }
 

@@ -19,7 +19,7 @@ a25bea736e30d166cdddb491f175f624  train-labels-idx1-ubyte
 shakespeare_sum="429a06777406def1ed172fa2e48a34ca  shakespeare.txt"
 
 fail() { # what, remedy
-    printf 'data: %s\n   to mend it: %s\n' "$1" "$2" >&2
+    printf 'data: %s\n   to fix it: %s\n' "$1" "$2" >&2
     exit 1
 }
 

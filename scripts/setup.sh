@@ -19,7 +19,7 @@ view="$root/.libtorch"
 wheel="$root/.libtorch-wheel"
 
 fail() { # what, remedy
-    printf 'setup: %s\n   to mend it: %s\n' "$1" "$2" >&2
+    printf 'setup: %s\n   to fix it: %s\n' "$1" "$2" >&2
     exit 1
 }
 

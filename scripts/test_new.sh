@@ -21,7 +21,7 @@ expect "cargo run --release -- fit --config recipe.yaml" out
 cp "$root/Cargo.lock" circle/
 cd circle
 
-# a terminal of one's own: neither the workspace's .cargo/config.toml nor a LIBTORCH of the caller's
+# your own terminal: neither the workspace's .cargo/config.toml nor a LIBTORCH of the caller's
 env -u LIBTORCH CARGO_TARGET_DIR="$root/target" CARGO_PROFILE_DEV_DEBUG=line-tables-only cargo build
 circle="$root/target/debug/circle"
 "$circle" models >out

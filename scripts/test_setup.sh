@@ -70,7 +70,7 @@ check() { # what, condition...
 refuses() { # what the message must say; what the remedy must say
     check "ends with an error" [ "$status" -ne 0 ]
     check "says: $1" grep -qF -- "$1" "$work/out"
-    check "says how to mend it: $2" grep -qF -- "$2" <(grep "to mend it:" "$work/out")
+    check "says how to fix it: $2" grep -qF -- "$2" <(grep "to fix it:" "$work/out")
     check "leaves no view behind" [ ! -e "$work/repo/.libtorch" ]
     check "leaves no half download behind" [ ! -e "$work/repo/.libtorch-wheel.new" ]
 }

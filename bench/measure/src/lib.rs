@@ -41,7 +41,7 @@ impl Job {
                       '{\"variant\":\"bare\",\"workload\":\"mlp\",\"precision\":\"32-true\",\"warmup\":3,\"steps\":10}'";
         let argument =
             std::env::args().nth(1).with_context(|| format!("first argument: is missing; {remedy}"))?;
-        serde_json::from_str(&argument).with_context(|| format!("first argument: is no job; {remedy}"))
+        serde_json::from_str(&argument).with_context(|| format!("first argument: is not a job; {remedy}"))
     }
 
     /// Steps to train: one more than is timed, since a step ends where the next one starts.

@@ -91,7 +91,7 @@ fn rows_of(bench: &Path, name: &str) -> anyhow::Result<Vec<Row>> {
         .lines()
         .map(serde_json::from_str)
         .collect::<Result<_, _>>()
-        .with_context(|| format!("cargo bench --bench {name}: wrote what is no row"))?;
+        .with_context(|| format!("cargo bench --bench {name}: wrote what is not a row"))?;
     ensure!(!rows.is_empty(), "cargo bench --bench {name}: recorded no number; it has to call Row::record");
     Ok(rows)
 }

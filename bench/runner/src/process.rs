@@ -85,7 +85,7 @@ impl Launcher {
                 continue;
             }
             let report: Report = serde_json::from_str(&line)
-                .with_context(|| format!("{}: its last line is no report: {line}", peer.name))?;
+                .with_context(|| format!("{}: its last line is not a report: {line}", peer.name))?;
             let wrong = report.num_threads != case.num_threads;
             ensure!(!wrong, "{}: uses {} threads, not {}", peer.name, report.num_threads, case.num_threads);
             let start_secs = report.first_step_at - spawned_at;
@@ -98,7 +98,7 @@ impl Launcher {
         let (variant, workload, precision) = ("bare".into(), "matmul".into(), Precision::Fp32.name().into());
         let job = Job { variant, workload, precision, warmup: 0, steps: 0, processes: 1 };
         let (line, ..) = self.measure(self.command(Program::Voltaic, &job, num_threads, Malloc::Held))?;
-        serde_json::from_str(&line).with_context(|| format!("matmul: its last line is no rate: {line}"))
+        serde_json::from_str(&line).with_context(|| format!("matmul: its last line is not a rate: {line}"))
     }
 
     fn command(&self, program: Program, job: &Job, num_threads: usize, malloc: Malloc) -> Command {

@@ -158,7 +158,7 @@ fn row(case: Case, runs: &Runs, baseline: Option<&Runs>, peak: Peak) -> Row {
 fn wrong_losses(work: Work, losses: &[f64], baseline: Option<&[f64]>, tolerance: f64) -> Option<String> {
     let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
     let deviates = |what: &str, own: f64, other: f64, tolerance: f64| {
-        // a loss that is no number deviates, too
+        // a loss that is not a number deviates, too
         let agrees = ((own - other) / other).abs() <= tolerance;
         (!agrees).then(|| {
             format!("{what} is {own:.5}, {BASELINE}'s {other:.5}: apart by more than {tolerance:.0e}")

@@ -28,7 +28,7 @@ pub fn set_weights(parameters: &[(String, Parameter)]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Batches of one workload, drawn anew in each process.
+/// Batches of one workload, drawn again in each process.
 pub struct Batches {
     draw: Box<dyn Fn() -> Result<(Tensor, Tensor), tch::TchError>>,
 }

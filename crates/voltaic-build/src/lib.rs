@@ -25,7 +25,7 @@ pub fn link() {
 
 /// The linker arguments themselves, for build systems other than Cargo. `libtorch_lib` is libtorch's `lib` folder.
 ///
-/// Besides libtorch's place they put four functions of voltaic's shim in the place of tch's own, so that tch can name
+/// Besides libtorch's place they put four functions of voltaic's shim in place of tch's own, so that tch can name
 /// an HPU: its `Device::Cuda(64 + i)` means `hpu:i`, and so that a graph knows of data that come from the host or go
 /// there. Without them everything but `hpu` works, and graphs do not notice such data.
 pub fn link_arguments(libtorch_lib: &str) -> Vec<String> {

@@ -4,7 +4,7 @@
 pub trait Element: Copy + Default + Send + Sync + 'static {
     /// The number.
     fn to_f32(self) -> f32;
-    /// The nearest number, ties to even. What is no number is the NaN that libtorch's vectors write.
+    /// The nearest number, ties to even. What is not a number is the NaN that libtorch's vectors write.
     fn from_f32(value: f32) -> Self;
 }
 

@@ -58,7 +58,7 @@ pub fn normal_tail(a: f32) -> (f32, f32) {
 pub fn sigmoid(x: f32) -> (f32, f32) {
     let e = exp(-x);
     let s = 1.0 / (1.0 + e);
-    // infinity times 0 is no number
+    // infinity times 0 is not a number
     let finite = if e > f32::MAX { f32::MAX } else { e };
     (s, finite * s)
 }

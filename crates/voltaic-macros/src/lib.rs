@@ -13,7 +13,7 @@ use proc_macro::TokenStream;
 /// - A field may be a `Parameter`, a `Buffer`, any type that is a `Module`, a plain number, `bool` or string, or an
 ///   `Option`, `Vec` or array of those. Elements of a `Vec` or array are named `field.0`, `field.1`, ... as by
 ///   PyTorch's `ModuleList`; the fields of a tuple struct are named `0`, `1`, ... as by its `Sequential`.
-/// - `#[module(skip)]` on a field: it is no part of the tree, and may have any type that is `Send + 'static`.
+/// - `#[module(skip)]` on a field: it is not part of the tree, and may have any type that is `Send + 'static`.
 /// - `#[module(training)]` on a `bool` field: it is `true` in training mode and `false` in evaluation mode.
 /// - `#[module(type_name = EXPRESSION)]` on the struct: what `Module::type_name` returns, for a generic type whose
 ///   instances have names of their own.

@@ -43,7 +43,7 @@ const MLP: Size = Size { inputs: 784, hidden: 256, batch: 64 };
 const TINY: Size = Size { inputs: 8, hidden: 8, batch: 1 };
 const CLASSES: i64 = 10;
 
-/// Set in the process that measures: its standard error is no terminal, as the progress bar's default needs.
+/// Set in the process that measures: its standard error is not a terminal, as the progress bar's default needs.
 const CHILD: &str = "VOLTAIC_BENCH_CHILD";
 const TARGET_US: f64 = 20.0;
 /// What the default callbacks and loggers may cost more than the bare trainer, rows of the logger included.

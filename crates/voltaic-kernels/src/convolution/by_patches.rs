@@ -1,6 +1,6 @@
 //! Convolutions in bfloat16 as products of patches, by the MKL or from strips.
 //!
-//! Patches have 0 where an output sees no pixel, which times a weight that is not finite is no number. So each function tells
+//! Patches have 0 where an output sees no pixel, which times a weight that is not finite is not a number. So each function tells
 //! whether all sums are finite; else another is to compute it.
 
 use std::ops::Range;

@@ -30,7 +30,7 @@ impl<T: Element> Kernel for Gelu<'_, T> {
             self.apply(|x| {
                 let a = x.abs();
                 let (tail, _) = normal_tail(a);
-                // -infinity times nothing is no number, as in libtorch; infinity stays
+                // -infinity times nothing is not a number, as in libtorch; infinity stays
                 let end = if a > f32::MAX { f32::MAX } else { a };
                 let (a, ramp) = if x < 0.0 { (a, -0.0) } else { (end, x) };
                 (-tail).mul_add(a, ramp)

@@ -110,7 +110,7 @@ impl Blocks {
 }
 
 /// Batch norm of `[pixels, channels]`. False, with nothing written, if a moment is not finite: libtorch, whose sums have another
-/// order, may have a number there, and else tells what is infinite and what is no number.
+/// order, may have a number there, and else tells what is infinite and what is not a number.
 ///
 /// # Panics
 /// If formats or lengths differ.

@@ -52,7 +52,7 @@ impl Lanes {
     /// Whether all are finite.
     #[inline(always)]
     pub fn are_finite(self) -> bool {
-        // SAFETY: as above. 0 times what is not finite is no number.
+        // SAFETY: as above. 0 times what is not finite is not a number.
         unsafe {
             let zeros = _mm512_mul_ps(self.0, _mm512_setzero_ps());
             _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(zeros, zeros) == 0

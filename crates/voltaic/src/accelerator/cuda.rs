@@ -167,7 +167,7 @@ fn libtorch_cuda() -> Result<PathBuf, Problem> {
             Ok(library)
         } else {
             let what = format!("{LIBRARY} names {}, which is not there", library.display());
-            Err(Problem::new(what, "mend or unset it"))
+            Err(Problem::new(what, "fix or unset it"))
         };
     }
     let beside = ffi::libtorch_library().as_deref().and_then(Path::parent).map(|folder| folder.join(NAME));

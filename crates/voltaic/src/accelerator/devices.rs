@@ -48,7 +48,7 @@ impl Devices {
     /// `accepted` names the values that the accelerator takes, for messages.
     pub(super) fn wanted(&self, accepted: &str) -> Result<Wanted, Problem> {
         let refuse = |given: String| {
-            Problem::new(format!("{given} is no choice of devices"), format!("use {accepted}"))
+            Problem::new(format!("{given} is not a choice of devices"), format!("use {accepted}"))
         };
         match self {
             Self::Count(-1) => Ok(Wanted::All),

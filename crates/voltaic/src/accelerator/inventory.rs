@@ -41,7 +41,7 @@ impl Inventory {
     /// What this machine has. Takes no device.
     ///
     /// # Errors
-    /// [`DeviceError::Setting`] if a variable of the environment that describes devices makes no sense.
+    /// [`DeviceError::Setting`] if a variable of the environment that describes devices is invalid.
     pub fn of_machine() -> Result<Self, DeviceError> {
         let hpu = HpuAccelerator::from_env()?;
         let accelerators = vec![

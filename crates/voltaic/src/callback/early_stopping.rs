@@ -16,7 +16,7 @@ use crate::nn::Module;
 pub struct EarlyStoppingConfig {
     /// Metric to look at, such as `val_loss`. Must be set.
     pub monitor: String,
-    /// A change of this size or less is no improvement.
+    /// A change of this size or less is not an improvement.
     pub min_delta: f64,
     /// Checks in a row without improvement before the run stops.
     pub patience: u64,
@@ -103,7 +103,7 @@ impl EarlyStopping {
     /// From its configuration.
     ///
     /// # Errors
-    /// [`ConfigError`] with all settings that make no sense.
+    /// [`ConfigError`] with all invalid settings.
     pub fn new(config: EarlyStoppingConfig) -> Result<Self, ConfigError> {
         let mut problems = Vec::new();
         let mut refuse = |key: &str, what: String, remedy: &'static str| {

@@ -38,7 +38,7 @@ impl GradientAccumulationScheduler {
     /// From its configuration.
     ///
     /// # Errors
-    /// [`ConfigError`] with all pairs that make no sense.
+    /// [`ConfigError`] with all invalid pairs.
     pub fn from_config(config: GradientAccumulationSchedulerConfig) -> Result<Self, ConfigError> {
         let mut problems = Vec::new();
         let mut refuse = |what: String| {

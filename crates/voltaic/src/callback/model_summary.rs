@@ -139,7 +139,7 @@ impl Callback for ModelSummary {
         if ctx.is_global_zero() {
             let flops = ctx.facts().flops.as_deref().filter(|_| self.config.flops);
             let text = summary(module, self.config.max_depth, flops);
-            // a closed terminal is no reason to stop training
+            // a closed terminal is not a reason to stop training
             let _ = std::io::stderr().write_all(text.as_bytes());
         }
         Ok(())

@@ -107,7 +107,7 @@ pub struct PredictionWriter {
 }
 
 impl PredictionWriter {
-    /// Gives predictions to a writer of one's own.
+    /// Gives predictions to your own writer.
     pub fn new(interval: WriteInterval, writer: impl WritePredictions + 'static) -> Self {
         Self { interval, writer: Box::new(writer), batches: Vec::new() }
     }

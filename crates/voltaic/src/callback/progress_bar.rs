@@ -11,7 +11,7 @@ use crate::nn::Module;
 
 /// How often the terminal is redrawn; metrics are read back from the device no more often than that.
 const REDRAW: Duration = Duration::from_millis(100);
-/// How often a line is written when standard error is no terminal.
+/// How often a line is written when standard error is not a terminal.
 const LINE: Duration = Duration::from_secs(10);
 const TEMPLATE: &str = "{prefix}: {percent:>3}%|{bar:24}| {pos}/{len} [{elapsed}<{eta}, {msg}]";
 
@@ -67,7 +67,7 @@ impl Bar {
                 drawn.set_position(self.done as u64);
             }
             None => {
-                // a closed pipe is no reason to stop training
+                // a closed pipe is not a reason to stop training
                 let _ = writeln!(std::io::stderr(), "{}: {}/{} [{text}]", self.title, self.done, self.total);
             }
         }

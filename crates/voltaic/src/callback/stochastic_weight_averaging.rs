@@ -90,7 +90,7 @@ impl StochasticWeightAveraging {
     /// From its configuration.
     ///
     /// # Errors
-    /// [`ConfigError`] with all settings that make no sense.
+    /// [`ConfigError`] with all invalid settings.
     pub fn from_config(config: StochasticWeightAveragingConfig) -> Result<Self, ConfigError> {
         let mut problems = Vec::new();
         let mut refuse = |key: &str, what: String, remedy: &'static str| {
@@ -165,7 +165,7 @@ impl StochasticWeightAveraging {
         Ok(start.saturating_sub(1))
     }
 
-    /// Puts its schedule in the place of the module's.
+    /// Puts its schedule in place of the module's.
     fn anneal(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
         if let Some(active) = ctx.lr_schedulers().first() {
             let configured = &active.configured;

@@ -47,7 +47,7 @@ impl Default for ThroughputMonitorConfig {
 /// Gives the loggers, with each of their rows of training, `train/time` (seconds of training without validation),
 /// `train/batches`, `train/samples`, and over a window of batches `train/device/batches_per_sec`, `samples_per_sec`,
 /// `items_per_sec`, `flops_per_sec` and `mfu`; with several ranks also `train/batches_per_sec` and so on of all of them.
-/// The same of each validation (`validate/..`), test and prediction when it is over, in one row. Counts begin anew with
+/// The same of each validation (`validate/..`), test and prediction when it is over, in one row. Counts start again with
 /// each fit and each evaluation. Source: Lightning's `ThroughputMonitor`.
 ///
 /// Time is the host's: on a device that works asynchronously a rate is right over a window, not for one batch.

@@ -70,7 +70,7 @@ impl TimeSpan {
                             .map(|(count, unit)| f64::from(*count) * unit)
                             .sum()
                     }
-                    _ => return Err(refuse(format!("`{text}` is no length of time"))),
+                    _ => return Err(refuse(format!("`{text}` is not a length of time"))),
                 }
             }
             Self::Parts(parts) => {

@@ -9,7 +9,7 @@ use super::outcome::Failure;
 use super::request::Verb;
 use crate::config::{Assignment, nearest};
 
-/// Options of a run that are no configuration keys, as typed.
+/// Options of a run that are not configuration keys, as typed.
 const FIXED_OPTIONS: [&str; 3] = ["config", "print_config", "help"];
 
 /// Options of launchers, as torchrun writes them, and the keys that they are.
@@ -222,7 +222,7 @@ fn check_verb(command: &clap::Command, first: Option<&String>) -> Result<(), Fai
         Some(verb) => format!("did you mean {verb}"),
         None => format!("the verbs are {}", verbs.join(", ")),
     };
-    Err(Failure::usage(format!("`{word}` is no verb; {remedy}")))
+    Err(Failure::usage(format!("`{word}` is not a verb; {remedy}")))
 }
 
 /// clap's message without its own `error:` label, its usage and its pointer to `--help`.

@@ -32,7 +32,7 @@ impl<'w> Console<'w> {
         self.has_colour
     }
 
-    /// Writes to standard output. A reader that has gone away (`| head`) has read enough: that is no failure.
+    /// Writes to standard output. A reader that has gone away (`| head`) has read enough: that is not a failure.
     pub(super) fn print(&mut self, text: &str) -> Result<(), Failure> {
         match self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush()) {
             Err(error) if error.kind() != ErrorKind::BrokenPipe => {

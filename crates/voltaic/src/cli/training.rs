@@ -187,7 +187,7 @@ fn save_config(request: &RunRequest, folder: &Path) -> anyhow::Result<()> {
     Ok(write_atomically(&folder.join("config.yaml"), |file| file.write_all(text.as_bytes()))?)
 }
 
-/// Writes to standard output; a closed pipe is no failure of the run.
+/// Writes to standard output; a closed pipe is not a failure of the run.
 fn print(text: &str) {
     let _ = std::io::stdout().write_all(text.as_bytes());
 }

@@ -49,7 +49,7 @@ pub(super) fn apply(
     };
     let parts: Vec<&str> = assignment.key.split('.').collect();
     if parts.iter().any(|part| part.is_empty()) {
-        let what = format!("`{}` is no key", assignment.key);
+        let what = format!("`{}` is not a key", assignment.key);
         remarks
             .problems
             .push(problem(what, "write it as section.key, such as trainer.max_epochs".to_owned()));

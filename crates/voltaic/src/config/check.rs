@@ -132,7 +132,7 @@ impl Checker<'_> {
         let remedy = if let Some(other) = nearest(name, known.iter().copied()) {
             format!("did you mean {}", origin.typed_key(&join(key, other)))
         } else if let Some(elsewhere) = find_key(&self.root, name, "", 0)
-            // The same key of another class is no help.
+            // The same key of another class does not help.
             .filter(|other| Origin::CommandLine.typed_key(other) != Origin::CommandLine.typed_key(&full))
         {
             format!("did you mean {}", Origin::CommandLine.typed_key(&elsewhere))

@@ -50,7 +50,7 @@ pub struct Settings {
     pub origins: Origins,
     /// The merged tree with all defaults.
     pub tree: Value,
-    /// What the user should know although it is no error, one sentence each.
+    /// What the user should know although it is not an error, one sentence each.
     pub notes: Vec<String>,
 }
 

@@ -185,7 +185,7 @@ impl Node {
         }
     }
 
-    /// The child `key`, made as null if absent; a node that is no mapping becomes an empty one.
+    /// The child `key`, made as null if absent; a node that is not a mapping becomes an empty one.
     pub fn child(&mut self, key: &str, origin: &Origin) -> Option<&mut Node> {
         if !matches!(self.data, Data::Map(_)) {
             *self = Self::map(origin.clone());

@@ -160,7 +160,7 @@ impl<'s> View<'s> {
                 .any(|schema| schema.as_bool() != Some(false))
     }
 
-    /// The classes that may stand here; empty if this is no place for a class.
+    /// The classes that may stand here; empty if this is not a place for a class.
     pub fn classes(&self) -> Vec<Class<'s>> {
         self.objects()
             .filter_map(|option| {
@@ -186,7 +186,7 @@ impl<'s> View<'s> {
     }
 
     /// Keys of a class object itself: `class_path`, `init_args`, and what stands beside them in a struct that flattens
-    /// the class. All other keys are arguments. Empty if this is no place for a class.
+    /// the class. All other keys are arguments. Empty if this is not a place for a class.
     pub fn class_keys(&self) -> Vec<&'s str> {
         self.with_options(self.classes().iter().map(|class| class.option).collect()).keys()
     }

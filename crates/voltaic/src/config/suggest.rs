@@ -15,7 +15,7 @@ pub(crate) fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a s
         .map(|(_, candidate)| candidate)
 }
 
-/// Case and the kind of dash are no reason to miss a name.
+/// Case and the kind of dash are not a reason to miss a name.
 fn fold(word: &str) -> String {
     word.to_lowercase().replace('-', "_")
 }

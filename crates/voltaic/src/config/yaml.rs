@@ -19,7 +19,7 @@ pub(super) fn read(text: &str, file: &str) -> Result<Node, Box<ConfigProblem>> {
         _ => Node::map(origin(1)),
     };
     if node.entries().is_none() {
-        return Err(problem(&node.origin, "the top level is no mapping", "write `key: value` lines"));
+        return Err(problem(&node.origin, "the top level is not a mapping", "write `key: value` lines"));
     }
     Ok(node)
 }
@@ -32,7 +32,7 @@ pub(super) fn read_value(text: &str, origin: &Origin) -> Result<Node, Box<Config
     let trimmed = text.trim_start();
     let is_flow = trimmed.starts_with(['[', '{']);
     if !is_flow && !trimmed.starts_with(['"', '\'']) {
-        // Block syntax and comments make no sense on one line: `a: b` and `x #1` are meant literally.
+        // Block syntax and comments have no meaning on one line: `a: b` and `x #1` are meant literally.
         if trimmed.is_empty() {
             return Ok(plain());
         }
@@ -62,7 +62,7 @@ impl Reader<'_> {
             Box::new(ConfigProblem {
                 key: "YAML".to_owned(),
                 origin: at,
-                problem: Problem::new(error.info(), "mend the YAML there"),
+                problem: Problem::new(error.info(), "fix the YAML there"),
             })
         })?;
         let mut documents = documents.iter();

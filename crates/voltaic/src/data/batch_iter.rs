@@ -64,7 +64,7 @@ fn panic_text(panic: &(dyn Any + Send)) -> String {
     if let Some(text) = panic.downcast_ref::<&str>() {
         return (*text).to_owned();
     }
-    panic.downcast_ref::<String>().cloned().unwrap_or_else(|| "with a value that is no text".to_owned())
+    panic.downcast_ref::<String>().cloned().unwrap_or_else(|| "with a value that is not text".to_owned())
 }
 
 fn shortened(indices: &[usize]) -> String {

@@ -15,7 +15,7 @@ use crate::error::{ConfigError, DataError, Problem};
 /// Where the blocks of a [`TextDataset`] begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Blocks {
-    /// Anywhere, anew in each epoch.
+    /// Anywhere, again in each epoch.
     Random,
     /// One after the other, without overlap.
     Consecutive,
@@ -35,7 +35,7 @@ pub struct TextDataset {
 }
 
 impl TextDataset {
-    /// Blocks that begin at random places, drawn anew for each batch from the loader's seed, epoch and rank. There are
+    /// Blocks that begin at random places, drawn again for each batch from the loader's seed, epoch and rank. There are
     /// as many per epoch as fit into the text side by side, unless [`TextDataset::num_samples`] says otherwise.
     /// For training.
     ///

@@ -95,7 +95,7 @@ impl RandomHorizontalFlip {
     /// [`ConfigError`] if it does not lie between 0 and 1.
     pub fn new(probability: f64) -> Result<Self> {
         if !(0.0..=1.0).contains(&probability) {
-            let what = format!("{probability} is no probability");
+            let what = format!("{probability} is not a probability");
             return Err(
                 ConfigError::new("RandomHorizontalFlip.probability", what, "choose one from 0 to 1").into()
             );

@@ -106,7 +106,7 @@ impl CharVocabulary {
             usize::try_from(token).ok().and_then(|token| self.chars.get(token)).copied().ok_or_else(|| {
                 DataError::Text {
                     problem: Problem::new(
-                        format!("token {token} at place {place} is no character of the vocabulary"),
+                        format!("token {token} at place {place} is not a character of the vocabulary"),
                         format!("tokens are 0 to {}", self.len() - 1),
                     ),
                 }

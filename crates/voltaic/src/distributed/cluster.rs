@@ -30,7 +30,7 @@ impl Placement {
             let what = format!("set, but {environment} starts the ranks");
             let remedy = match environment {
                 ClusterEnvironment::TorchElastic => "leave it out, and use torchrun --max-restarts",
-                _ => "leave it out: who started the ranks has to start them anew, with ckpt_path=last",
+                _ => "leave it out: who started the ranks has to start them again, with ckpt_path=last",
             };
             return Err(ConfigError::new("trainer.max_restarts", what, remedy));
         }

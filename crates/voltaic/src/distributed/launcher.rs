@@ -1,7 +1,7 @@
 //! Starts the ranks of a node by running the same command again, and looks after them.
 //!
 //! The process that the user started becomes the launcher and trains nothing: so it can show why a rank ended, take the
-//! others down, and start all of them anew, whichever rank it was. Each rank gets Lightning's variables (`MASTER_ADDR`,
+//! others down, and start all of them again, whichever rank it was. Each rank gets Lightning's variables (`MASTER_ADDR`,
 //! `MASTER_PORT`, `WORLD_SIZE`, `NODE_RANK`, `LOCAL_RANK`). Rank 0 has the launcher's output; others write to files.
 
 use std::fs::File;
@@ -41,7 +41,7 @@ struct Rank {
 }
 
 /// Starts the ranks, waits for them, and returns the exit code for this process: 0 if all ended well, else that of the
-/// rank that ended first. After a failure they are started anew up to `max_restarts` times.
+/// rank that ended first. After a failure they are started again up to `max_restarts` times.
 ///
 /// `log_folder` gets the output of all ranks but global rank 0.
 ///
@@ -74,7 +74,7 @@ pub fn launch(launch: &Launch, max_restarts: u64, log_folder: &Path) -> Result<u
                     return Ok(exit_code(status));
                 }
                 attempt += 1;
-                say(&format!("starting all ranks anew ({attempt} of at most {max_restarts} times)"));
+                say(&format!("starting all ranks again ({attempt} of at most {max_restarts} times)"));
             }
         }
     }
@@ -169,7 +169,7 @@ fn start(
     Ok(ranks)
 }
 
-/// Sends a rank's output to a file: a new one, or behind what it wrote before it was started anew.
+/// Sends a rank's output to a file: a new one, or behind what it wrote before it was started again.
 fn redirect(command: &mut Command, path: &Path, append: bool) -> Result<PathBuf> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;

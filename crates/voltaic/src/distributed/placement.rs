@@ -16,7 +16,7 @@ pub(crate) struct Wanted {
     pub num_nodes: usize,
     /// Ranks are wanted even if there is one.
     pub is_distributed: bool,
-    /// A rank that fails is to be started anew, so that somebody has to look after it.
+    /// A rank that fails is to be started again, so that somebody has to look after it.
     pub restarts: bool,
 }
 
@@ -54,12 +54,12 @@ pub struct RankPlacement {
     pub launcher: Option<String>,
     /// torchrun's name of the run, if that has started this rank.
     pub elastic_run: Option<String>,
-    /// How often this rank's launcher has started it anew. Launchers of other nodes may count otherwise.
+    /// How often this rank's launcher has started it again. Launchers of other nodes may count otherwise.
     pub attempt: u64,
 }
 
 impl RankPlacement {
-    /// Whether ranks are started anew after a failure.
+    /// Whether ranks are started again after a failure.
     pub(super) fn may_come_back(&self) -> bool {
         self.launcher.is_some() || self.elastic_run.is_some()
     }

@@ -18,7 +18,7 @@ use crate::ffi::Store;
 /// How long an unknown host name is asked for again: names of a cluster may come up after the process.
 const NAME_PATIENCE: Duration = Duration::from_secs(5);
 
-/// The store of a run. With a launcher that holds it, it outlives the ranks and what they are started anew for.
+/// The store of a run. With a launcher that holds it, it outlives the ranks and what they are started again for.
 #[derive(Debug)]
 pub struct RunStore(Store);
 
@@ -53,9 +53,9 @@ static GENERATION: AtomicU64 = AtomicU64::new(0);
 #[derive(Debug)]
 pub(super) struct Joined {
     pub group: ProcessGroup,
-    /// What the ranks can leave for those that are started anew.
+    /// What the ranks can leave for those that are started again.
     pub run: RunStore,
-    /// How often the ranks have been started anew.
+    /// How often the ranks have been started again.
     pub attempt: u64,
 }
 
@@ -123,7 +123,7 @@ fn resolve(placement: &RankPlacement) -> Result<()> {
             Ok(_) => return Ok(()),
             Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(500)),
             Err(error) => {
-                let reason = format!("MASTER_ADDR={} is no known host: {error}", placement.master_addr);
+                let reason = format!("MASTER_ADDR={} is not a known host: {error}", placement.master_addr);
                 return Err(refuse(placement, reason, "set MASTER_ADDR to the name or address of node 0"));
             }
         }

@@ -1,6 +1,6 @@
 //! The roll call: every rank says that it is there, and rank 0 tells all how it went.
 //!
-//! Rank 0 opens a *round* when it starts, and the others join the newest one. So ranks that are started anew meet again
+//! Rank 0 opens a *round* when it starts, and the others join the newest one. So ranks that are started again meet again
 //! whatever their launcher calls the attempt: the nodes of a `torchrun` count restarts each for itself.
 
 use std::sync::Arc;
@@ -36,7 +36,7 @@ struct Arrival {
 struct Verdict {
     /// What is wrong, and how to fix it.
     problem: Option<Problem>,
-    /// How often the ranks have been started anew.
+    /// How often the ranks have been started again.
     attempt: u64,
 }
 
@@ -51,11 +51,11 @@ impl Verdict {
 pub(super) struct Round {
     /// Of this round alone.
     pub store: Arc<Store>,
-    /// How often the ranks have been started anew, the same for all of them.
+    /// How often the ranks have been started again, the same for all of them.
     pub attempt: u64,
 }
 
-/// A rank that was in the round of this store has been started anew, so that it will take no part.
+/// A rank that was in the round of this store has been started again, so that it will take no part.
 pub(super) fn is_abandoned(round: &Store) -> bool {
     round.has(ABANDONED).unwrap_or(false)
 }
@@ -133,7 +133,7 @@ impl Call {
         Ok((round, verdict))
     }
 
-    /// Another rank: joins the newest round, and the next one if rank 0 is started anew meanwhile.
+    /// Another rank: joins the newest round, and the next one if rank 0 is started again meanwhile.
     fn follow(&self) -> Result<(Store, Verdict)> {
         let lost = |error: TorchError| self.lost(&error);
         let mut pause = Pause::until(self.timeout);
@@ -162,7 +162,7 @@ impl Call {
         }
     }
 
-    /// Takes this rank's place in a round; none if it was taken before this rank was started anew.
+    /// Takes this rank's place in a round; none if it was taken before this rank was started again.
     fn enter(&self, number: i64) -> Result<Option<Store>> {
         let lost = |error: TorchError| self.lost(&error);
         let Self { placement, .. } = self;

@@ -7,7 +7,7 @@ use crate::error::ConfigError;
 
 /// Set for ranks that voltaic's launcher started: it holds the store. Its value is another for each launcher.
 pub(super) const LAUNCHER: &str = "VOLTAIC_LAUNCHER";
-/// How often it has started the ranks anew.
+/// How often it has started the ranks again.
 pub(super) const ATTEMPT: &str = "VOLTAIC_RESTART_COUNT";
 
 /// Variables of the environment.
@@ -32,7 +32,7 @@ impl Variables {
             text.trim().parse().map_err(|_| {
                 ConfigError::new(
                     name,
-                    format!("`{text}` is no number"),
+                    format!("`{text}` is not a number"),
                     "set it to a number from 0, or unset it",
                 )
             })
@@ -54,7 +54,7 @@ impl Variables {
         let Some(number) = self.number(name)? else { return Ok(None) };
         match u16::try_from(number) {
             Ok(port) if port > 0 => Ok(Some(port)),
-            _ => Err(ConfigError::new(name, format!("{number} is no port"), "use a port from 1 to 65535")),
+            _ => Err(ConfigError::new(name, format!("{number} is not a port"), "use a port from 1 to 65535")),
         }
     }
 }

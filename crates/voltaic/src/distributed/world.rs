@@ -37,7 +37,7 @@ pub struct World {
     pub local_rank: usize,
     /// Number of the node.
     pub node_rank: usize,
-    /// How often the ranks have been started anew after a failure; the same on all ranks.
+    /// How often the ranks have been started again after a failure; the same on all ranks.
     pub attempt: u64,
     group: Option<Arc<ProcessGroup>>,
     store: Option<Arc<RunStore>>,
@@ -82,7 +82,7 @@ impl World {
         })
     }
 
-    /// A process alone that its launcher starts anew if it fails.
+    /// A process alone that its launcher starts again if it fails.
     ///
     /// # Errors
     /// [`DistributedError::Rendezvous`](crate::error::DistributedError::Rendezvous) if the launcher's store does not
@@ -102,12 +102,12 @@ impl World {
         self.group.as_ref()
     }
 
-    /// What ranks, also those started anew, can leave for each other; `None` for a process alone.
+    /// What ranks, also those started again, can leave for each other; `None` for a process alone.
     pub fn store(&self) -> Option<&RunStore> {
         self.store.as_deref()
     }
 
-    /// torchrun's name of the run, on the rank whose end is the end of the store although it may be started anew.
+    /// torchrun's name of the run, on the rank whose end is the end of the store although it may be started again.
     pub(crate) fn forgetful_run(&self) -> Option<&str> {
         self.forgetful_run.as_deref()
     }

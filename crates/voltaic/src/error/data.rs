@@ -127,10 +127,9 @@ impl DataError {
             }
             Self::Index { len, .. } => format!("indices count from 0 and must be below {len}").into(),
             Self::Batch { .. } => {
-                "mend these samples or the dataset's code (num_workers=0 runs it on the calling thread)"
-                    .into()
+                "fix these samples or the dataset's code (num_workers=0 runs it on the calling thread)".into()
             }
-            Self::Sampler { .. } => "mend the sampler".into(),
+            Self::Sampler { .. } => "fix the sampler".into(),
             Self::Range { .. } => {
                 "resume with the dataset, batch_size and number of ranks that the position was saved with"
                     .into()

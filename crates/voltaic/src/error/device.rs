@@ -15,7 +15,7 @@ pub enum DeviceError {
         text: String,
     },
     /// A variable of the environment that describes devices has a invalid value.
-    #[error("{name}=`{value}` in the environment makes no sense; {}", self.remedy())]
+    #[error("{name}=`{value}` in the environment is not valid; {}", self.remedy())]
     Setting {
         /// The variable.
         name: String,

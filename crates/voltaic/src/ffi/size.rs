@@ -1,6 +1,6 @@
 //! Sizes of memory as people write them.
 
-/// Reads a number of bytes: `1073741824`, `512MiB`, `4GiB`, `32GB`. None if the text is no size.
+/// Reads a number of bytes: `1073741824`, `512MiB`, `4GiB`, `32GB`. None if the text is not a size.
 pub(crate) fn parse_size(text: &str) -> Option<usize> {
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());

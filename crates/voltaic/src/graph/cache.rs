@@ -1,4 +1,4 @@
-//! Graphs of a module's calls, one for each sort of inputs.
+//! Graphs of a module's calls, one for each kind of inputs.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -81,7 +81,7 @@ impl fmt::Display for CacheStats {
             writeln!(f, "Total evicted: {}", self.evictions)?;
         }
         for (dim, count) in &self.recompilations {
-            writeln!(f, "Captured anew for another size of dimension {dim}: {count}")?;
+            writeln!(f, "Captured again for another size of dimension {dim}: {count}")?;
         }
         write!(f, "Total forwards executed: {}", self.num_calls())
     }
@@ -112,7 +112,7 @@ struct InputKey {
     requires_grad: bool,
 }
 
-/// A graph and the sort of calls that it is for.
+/// A graph and the kind of calls that it is for.
 #[derive(Debug)]
 struct Entry {
     key: Key,
@@ -127,7 +127,7 @@ pub(crate) struct GraphCache {
     options: CacheOptions,
     module: &'static str,
     graphs: Vec<Entry>,
-    /// How often each sort of call came; kept to find the least frequent one.
+    /// How often each kind of call came; kept to find the least frequent one.
     counts: Vec<(Key, u64)>,
     params: Option<Vec<Tensor>>,
     modes: ModeNumbers,

@@ -1,4 +1,4 @@
-//! A module as one graph for one sort of inputs.
+//! A module as one graph for one kind of inputs.
 
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;

@@ -19,7 +19,7 @@ use crate::nn::{Module, ModuleExt};
 ///
 /// Capturing runs the operators as usual, so that results are there afterwards. A replay calls their kernels again, on
 /// the same memory: inputs are the tensors that were there when the capture began, to be filled by `copy_`; results are
-/// the tensors that the captured code made, overwritten by each replay. Random numbers are drawn anew. Nothing else of
+/// the tensors that the captured code made, overwritten by each replay. Random numbers are drawn again. Nothing else of
 /// the captured code runs: numbers that it computed on the host, such as a learning rate, stay what they were.
 ///
 /// ```

@@ -56,7 +56,7 @@ pub fn graph_metrics() -> GraphMetrics {
     METRICS.with_borrow(Clone::clone)
 }
 
-/// Begins to count anew.
+/// Counts from zero again.
 pub fn reset_metrics() {
     METRICS.set(GraphMetrics::default());
 }

@@ -1,4 +1,4 @@
-//! Graphs: what a step does is recorded once, below autograd, and replayed without the cost of doing it anew.
+//! Graphs: what a step does is recorded once, below autograd, and replayed without the cost of doing it again.
 //!
 //! A recording is data ([`Graph`]): operators, values, memory. Before it is replayed it is planned: views vanish, dead
 //! results are not computed, and all memory gets its place once (`plan`). A replay is a loop over prepared kernel calls.

@@ -17,7 +17,7 @@ pub struct PlanStats {
     pub arena_bytes: u64,
     /// What it would be if no buffer were used twice.
     pub unshared_bytes: u64,
-    /// Memory that outlives the recording, and is written anew by each replay.
+    /// Memory that outlives the recording, and is written again by each replay.
     pub kept_bytes: u64,
 }
 

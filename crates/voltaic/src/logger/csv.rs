@@ -117,7 +117,7 @@ impl CsvLogger {
         move |error| Error::io("write", &path, error)
     }
 
-    /// Starts the file anew with all columns known, keeping the rows it had.
+    /// Starts the file again with all columns known, keeping the rows it had.
     fn rewrite(&mut self) -> Result<()> {
         let path = if self.is_started { self.metrics_path() } else { self.folder.claim("metrics.csv")? };
         self.is_started = true;

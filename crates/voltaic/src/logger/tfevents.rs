@@ -184,7 +184,7 @@ pub fn hparams(wall_time: f64, hparams: &[(String, Value)], metrics: &[(String, 
     })
 }
 
-/// Type and value of a hyper-parameter, as a `google.protobuf.Value`; what is no scalar is shown as text.
+/// Type and value of a hyper-parameter, as a `google.protobuf.Value`; what is not a scalar is shown as text.
 fn hparam(value: &Value) -> (u64, Message) {
     const STRING: u64 = 1;
     const BOOL: u64 = 2;

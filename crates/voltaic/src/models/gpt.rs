@@ -123,7 +123,7 @@ impl Gpt {
     /// residual stream, so that its variance does not grow with depth.
     ///
     /// # Errors
-    /// [`ModuleError::Sizes`] if a size is below 1, `n_head` does not divide `n_embd`, or `dropout` is no probability.
+    /// [`ModuleError::Sizes`] if a size is below 1, `n_head` does not divide `n_embd`, or `dropout` is not a probability.
     pub fn new(config: GptConfig) -> Result<Self> {
         let GptConfig { vocab_size, block_size, n_layer, n_head, n_embd, dropout, bias } = config.clone();
         let refuse = |what, remedy: &'static str| -> Result<Self> {

@@ -59,7 +59,7 @@ pub(super) fn probability(layer: &'static str, p: f64) -> Result<()> {
     Ok(())
 }
 
-/// The error for sizes that make no sense.
+/// The error for invalid sizes.
 pub(super) fn refuse<T>(layer: &'static str, what: String, remedy: String) -> Result<T> {
     Err(ModuleError::Sizes { layer, problem: Problem::new(what, remedy) }.into())
 }

@@ -10,7 +10,7 @@ use crate::ffi;
 
 /// A value over all batches since the last reset.
 ///
-/// One of one's own keeps a [`MetricState`], to which its `update` adds, and computes its value from it. Clones share
+/// Your own metric keeps a [`MetricState`], to which its `update` adds, and computes its value from it. Clones share
 /// their state.
 ///
 /// ```

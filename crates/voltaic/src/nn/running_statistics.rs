@@ -1,4 +1,4 @@
-//! Running statistics of batch normalisation, taken anew for weights that were set rather than trained.
+//! Running statistics of batch normalisation, taken again for weights that were set rather than trained.
 
 use std::cell::Cell;
 

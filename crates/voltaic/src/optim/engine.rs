@@ -13,7 +13,7 @@ use crate::error::{CheckpointError, ConfigError, OptimError, Problem, Result};
 use crate::ffi::{self, GradStatus, Gradients, LearningRate, RecordingPause, TensorList};
 use crate::nn::Parameter;
 
-/// How one sort of optimizer updates parameters.
+/// How one kind of optimizer updates parameters.
 pub(super) trait Rule: Send {
     /// Names of the tensors kept for a parameter.
     const STATE: &'static [&'static str];

@@ -94,11 +94,11 @@ pub struct ParamGroup {
     pub weight_decay: f64,
     /// Whether the objective is ascended.
     pub maximize: bool,
-    /// Hyper-parameters that belong to the sort of optimizer.
+    /// Hyper-parameters that belong to the kind of optimizer.
     pub options: GroupOptions,
 }
 
-/// Hyper-parameters of a group that belong to the sort of optimizer.
+/// Hyper-parameters of a group that belong to the kind of optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 #[non_exhaustive]

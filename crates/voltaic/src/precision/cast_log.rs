@@ -10,7 +10,7 @@ use crate::ffi::{Cast, observe_casts};
 /// The sorts of casts that were logged; none while nothing is to be logged.
 static LOGGED: Mutex<Option<HashSet<(String, Kind, Kind)>>> = Mutex::new(None);
 
-/// Logs each sort of cast when it is first done, or logs none any more.
+/// Logs each kind of cast when it is first done, or logs none any more.
 pub(crate) fn log_casts(is_on: bool) {
     let mut logged = LOGGED.lock().unwrap_or_else(PoisonError::into_inner);
     if is_on == logged.is_some() {

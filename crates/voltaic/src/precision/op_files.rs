@@ -80,7 +80,7 @@ fn remark(name: &str) -> Option<String> {
 /// The files that the environment names, for the lower dtype and for float32.
 ///
 /// # Errors
-/// If a variable for HPUs makes no sense.
+/// If a variable for HPUs is invalid.
 pub(super) fn files_of_env() -> Result<[Option<OpFile>; 2]> {
     let flags = RuntimeFlags::from_env()?;
     let set =

@@ -20,7 +20,7 @@ pub enum OptLevel {
     O2,
 }
 
-/// Precision of a run on an HPU, with lists of operators of one's own. Given in place of `trainer.precision`.
+/// Precision of a run on an HPU, with your own lists of operators. Given in place of `trainer.precision`.
 ///
 /// A list comes from the file named here, else from that of the environment ([`OpLists::from_env`]), else it is the
 /// default one.
@@ -43,7 +43,7 @@ pub struct HpuPrecisionPlugin {
     pub fp32_file_path: Option<PathBuf>,
     /// HMP's level (deprecated): `O1` or `O2`. `O2` uses no files.
     pub opt_level: Option<OptLevel>,
-    /// Log the lists, and each sort of cast when it is first done.
+    /// Log the lists, and each kind of cast when it is first done.
     pub verbose: bool,
     /// Use the default list, with a warning, in place of a file that cannot be read.
     pub ignore_unreadable_files: bool,
@@ -93,7 +93,7 @@ impl HpuPrecisionPlugin {
             .map_err(|problem| ConfigError::at("HpuPrecisionPlugin.precision", problem))?;
         for (key, is_set) in [("replace_layers", self.replace_layers), ("recipe", self.recipe.is_some())] {
             if is_set {
-                let what = "is for float8, which is no precision here".to_owned();
+                let what = "is for float8, which is not a precision here".to_owned();
                 return Err(refuse(key, what, "leave it out").into());
             }
         }

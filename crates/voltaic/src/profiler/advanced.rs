@@ -76,7 +76,7 @@ impl Node {
 }
 
 /// Tells of each action, at each place where it occurs within others: number of calls, all time, own time (without the
-/// actions within it), mean, extremes and percentiles of its duration. Counts begin anew with each stage.
+/// actions within it), mean, extremes and percentiles of its duration. Counts start again with each stage.
 ///
 /// Lightning's `AdvancedProfiler` shows Python's functions within each action; here actions are the grain, and
 /// [`ctx.profile`](crate::module::StepContext::profile) adds one's own.

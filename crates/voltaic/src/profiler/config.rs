@@ -32,7 +32,7 @@ impl ProfilerConfig {
     /// Makes the profiler.
     ///
     /// # Errors
-    /// [`ConfigError`] if there is none of this name, or its settings make no sense.
+    /// [`ConfigError`] if there is none of this name, or its settings are invalid.
     pub fn build(&self) -> Result<Box<dyn Profiler>, ConfigError> {
         Ok(match self {
             Self::Name(name) => match name.to_lowercase().as_str() {

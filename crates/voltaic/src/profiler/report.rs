@@ -60,7 +60,7 @@ impl Output {
     pub fn write(&self, report: &str) -> Result<()> {
         if self.dirpath.is_none() && self.filename.is_none() {
             if self.run.as_ref().is_none_or(|run| run.rank == 0) {
-                // a closed terminal is no reason to fail
+                // a closed terminal is not a reason to fail
                 let _ = std::io::stderr().write_all(report.as_bytes());
             }
             return Ok(());

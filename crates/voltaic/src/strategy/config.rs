@@ -252,7 +252,7 @@ fn of_name(name: &str, accelerator: &str, num_ranks: usize) -> Result<StrategyPl
         "hpu_ddp" => defaults.resolve("hpu_ddp"),
         "hpu_parallel" => defaults.resolve("hpu_parallel"),
         "single_device" | "hpu_single" => Ok(StrategyPlan::SingleDevice),
-        _ => refuse(format!("there is no strategy `{name}`"), KNOWN),
+        _ => refuse(format!("`{name}` is not a strategy"), KNOWN),
     }
 }
 
@@ -305,7 +305,7 @@ mod tests {
             ("hpu_ddp", "hpu", 2, "hpu_ddp"),
             ("hpu_parallel", "cpu", 2, "needs accelerator=hpu"),
             ("single_device", "cpu", 2, "with 2 ranks"),
-            ("fsdp", "cpu", 2, "there is no strategy `fsdp`"),
+            ("fsdp", "cpu", 2, "`fsdp` is not a strategy"),
         ] {
             let found = name(given, accelerator, ranks);
             assert!(found.contains(expected), "{given} on {ranks} {accelerator}: {found}");

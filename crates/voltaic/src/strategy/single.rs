@@ -15,7 +15,7 @@ pub struct SingleDevice {
 }
 
 impl SingleDevice {
-    /// For a process that its launcher starts anew if it fails.
+    /// For a process that its launcher starts again if it fails.
     pub(crate) fn of(world: World) -> Self {
         Self { world, votes: Votes::default() }
     }

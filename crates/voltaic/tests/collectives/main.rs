@@ -105,7 +105,7 @@ fn exchange_parts(rank: usize, backend: &Backend) {
     let product = Tensor::from_slice(&[rank as f32 + 2.0]);
     backend.all_reduce(&product, ReduceOp::Product).unwrap().wait().unwrap();
     assert_eq!(floats(&product), [24.0]);
-    // rows of 3 bytes, which are no whole words
+    // rows of 3 bytes, which are not whole words
     let row = |value: usize| Tensor::from_slice(&[value as u8; 3]);
     let stacked = Tensor::zeros([RANKS as i64, 3], (Kind::Uint8, CPU));
     backend.gather(&row(rank + 4), &stacked, 1).unwrap().wait().unwrap();

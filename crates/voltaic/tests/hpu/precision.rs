@@ -27,7 +27,7 @@ use crate::trainer::trainer;
 
 const SIDES: [(Device, tch::Device); 2] = [(Device::Cpu, CPU), (Device::Hpu(0), HPU)];
 
-/// Names of Habana's lists that are no operators of libtorch, and one that tch does not offer.
+/// Names of Habana's lists that are not operators of libtorch, and one that tch does not offer.
 const NO_OPERATORS: [&str; 3] = ["iadd", "truediv", "multi_margin_loss"];
 
 const LOWER_FIRST: [&str; 4] = ["layer_norm", "group_norm", "instance_norm", "batch_norm"];

@@ -146,7 +146,7 @@ fn devices_that_one_process_cannot_drive_are_refused() {
     for (devices, expected) in [
         (voltaic::trainer::Devices::from(9), "there are 8 hpu devices"),
         (voltaic::trainer::Devices::from(vec![1]), "not chosen one by one"),
-        (voltaic::trainer::Devices::from("x"), "`x` is no choice of devices"),
+        (voltaic::trainer::Devices::from("x"), "`x` is not a choice of devices"),
     ] {
         let error = trainer(root.path(), "hpu").devices(devices).build().err().unwrap().to_string();
         assert!(error.contains("trainer.devices") && error.contains(expected), "{error}");

@@ -186,7 +186,7 @@ fn strategies_are_named_as_classes() {
         ),
         (
             &["accelerator=hpu", "strategy=fsdp"],
-            "there is no strategy `fsdp`; use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, \
+            "`fsdp` is not a strategy; use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, \
              hpu_ddp or hpu_parallel, or a class: DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, \
              SingleDeviceStrategy or SingleHPUStrategy",
         ),

@@ -41,7 +41,7 @@ struct Net(NetConfig);
 
 /// A net that ends as it is told.
 ///
-/// It is no real one.
+/// It is not a real one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 struct NetConfig {
@@ -260,11 +260,11 @@ fn a_single_registered_model_needs_no_name() {
 /// (reason, arguments, standard error)
 const MISTAKES: &[(&str, &[&str], &str)] = &[
     ("no verb", &[], "error: no verb is given; the verbs are fit, validate, test, predict, models"),
-    ("misspelt verb", &["fti"], "error: `fti` is no verb; did you mean fit\n"),
+    ("misspelt verb", &["fti"], "error: `fti` is not a verb; did you mean fit\n"),
     (
         "misspelt verb with keys",
         &["trian", "--trainer.max_epochs=1"],
-        "error: `trian` is no verb; the verbs are fit, ",
+        "error: `trian` is not a verb; the verbs are fit, ",
     ),
     (
         "misspelt option",

@@ -193,7 +193,7 @@ const PROBLEMS: &[Problem] = &[
         "twice",
         &["name: a\nname: b"],
         &[],
-        "YAML (from a.yaml:2:1): duplicated key in mapping; mend the YAML there",
+        "YAML (from a.yaml:2:1): duplicated key in mapping; fix the YAML there",
     ),
     (
         "second document",
@@ -205,7 +205,7 @@ const PROBLEMS: &[Problem] = &[
         "a list on top",
         &["- name"],
         &[],
-        "YAML (from a.yaml:1): the top level is no mapping; write `key: value` lines",
+        "YAML (from a.yaml:1): the top level is not a mapping; write `key: value` lines",
     ),
     ("syntax", &["trainer:\n  max_epochs: [1, 2\nname: x"], &[], "YAML (from a.yaml:3:"),
     ("a tag", &["name: !Foo bar"], &[], "YAML (from a.yaml:1): tag `!Foo` has no meaning here; remove it"),

@@ -215,7 +215,7 @@ fn a_default_in_place_of_a_mistake_causes_no_second_problem() {
     let clip = ["--trainer.gradient_clip_val=much", "--trainer.gradient_clip_algorithm=value"];
     let lines = refused(&[&arguments[..], &clip].concat());
     assert_eq!(lines.len(), 1, "{lines:#?}");
-    // without a class there is no optimizer, which is no reason to complain of its schedule
+    // without a class there is no optimizer, which is not a reason to complain of its schedule
     let lines = refused(
         &[&arguments[..], &["--optimizer.lr=1", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"]]
             .concat(),

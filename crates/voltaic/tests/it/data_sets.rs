@@ -141,7 +141,7 @@ fn a_file_that_lies_is_named_with_the_byte() {
         let path = folder.path().join(name);
         assert!(error.starts_with(&format!("{}: at byte ", path.display())), "{error}");
         assert!(
-            error.contains(text) && error.contains("; get the file anew"),
+            error.contains(text) && error.contains("; get the file again"),
             "expected {text:?} in: {error}"
         );
         if kind == "file" || offset > 0 {
@@ -259,7 +259,7 @@ fn a_random_crop_is_a_window_of_the_padded_image() {
         let found: Vec<_> = windows
             .filter(|&(top, left)| padded.select(0, place).narrow(1, top, 3).narrow(2, left, 4) == image)
             .collect();
-        assert_eq!(found.len(), 1, "image {place} is no window of its original");
+        assert_eq!(found.len(), 1, "image {place} is not a window of its original");
         places.insert(found[0]);
     }
     assert_eq!(places.len(), 9, "all places occur among 64 images");

@@ -1,4 +1,4 @@
-//! Ranks that are started anew: by voltaic's launcher, by torchrun, and as torchrun's agents on several nodes do.
+//! Ranks that are started again: by voltaic's launcher, by torchrun, and as torchrun's agents on several nodes do.
 
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -70,7 +70,7 @@ fn ranks_are_started_anew_from_the_last_checkpoint() {
         let output = own_process(test, part).env(FOLDER, folder.path()).output().unwrap();
         let shown = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_went_on(&text_of(&output), steps);
-        assert!(shown.contains("starting all ranks anew (1 of at most 1 times)"), "{shown}");
+        assert!(shown.contains("starting all ranks again (1 of at most 1 times)"), "{shown}");
         assert_same(&weights(folder.path()), &expected);
     }
 }
@@ -115,7 +115,7 @@ struct Meeting<'a> {
 }
 
 impl Meeting<'_> {
-    /// Starts a rank as torchrun's agent does that has started its ranks anew so often.
+    /// Starts a rank as torchrun's agent does that has started its ranks again so often.
     fn start(&self, rank: usize, restarts: usize) -> Child {
         let mut command = own_process(self.test, "rank of torchrun");
         for (name, value) in

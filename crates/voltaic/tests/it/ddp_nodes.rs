@@ -117,7 +117,7 @@ fn contradictions_name_the_variable() {
         (&[("NODE_RANK", "2")], "NODE_RANK: 2 of trainer.num_nodes=2"),
         (&[("NODE_RANK", "0")], "MASTER_PORT: not set with trainer.num_nodes=2"),
         (&[("NODE_RANK", "1"), ("MASTER_PORT", "1")], "MASTER_ADDR: not set with trainer.num_nodes=2"),
-        (&[("NODE_RANK", "x")], "NODE_RANK: `x` is no number"),
+        (&[("NODE_RANK", "x")], "NODE_RANK: `x` is not a number"),
         (
             &[
                 ("LOCAL_RANK", "1"),

@@ -268,7 +268,7 @@ fn a_port_in_use_and_an_unknown_host_are_named() {
     );
     let unknown = RankPlacement { master_addr: "no-such-host.invalid".to_owned(), ..placement(1, 2, port) };
     let error = refused(&unknown);
-    assert!(error.contains("MASTER_ADDR=no-such-host.invalid is no known host"), "{error}");
+    assert!(error.contains("MASTER_ADDR=no-such-host.invalid is not a known host"), "{error}");
 }
 
 #[test]

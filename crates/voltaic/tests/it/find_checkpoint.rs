@@ -155,7 +155,7 @@ fn an_evaluation_without_a_checkpoint_is_refused_and_a_fit_begins() {
     }
     let mut net = Probe::logging(VAL_LOSSES);
     trainer.ckpt_path("last").fit(&mut net, &mut loaders()).unwrap();
-    assert_eq!(trainer.global_step(), 12, "nothing to resume is no error, as in Lightning");
+    assert_eq!(trainer.global_step(), 12, "nothing to resume is not an error, as in Lightning");
 }
 
 #[test]

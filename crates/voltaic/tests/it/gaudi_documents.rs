@@ -5,7 +5,7 @@ use crate::class_paths::problem;
 
 #[test]
 fn what_is_not_there_yet_is_refused_by_name() {
-    let strategies = "there is no strategy `#`; use auto, single_device, hpu_single, ddp";
+    let strategies = "`#` is not a strategy; use auto, single_device, hpu_single, ddp";
     let profilers = "there is no profiler `#`; use simple or advanced";
     let classes = "is not a known class; ";
     for (option, expected) in [

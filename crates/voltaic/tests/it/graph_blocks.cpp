@@ -23,7 +23,7 @@ at::Tensor twice(const at::Tensor &input) {
   return out;
 }
 
-// in the place of an operator that has no variant for a given result, and that nothing in the test's process needs
+// in place of an operator that has no variant for a given result, and that nothing in the test's process needs
 TORCH_LIBRARY_IMPL(aten, CPU, library) { library.impl("trace", &twice); }
 
 } // namespace

@@ -10,7 +10,7 @@ use voltaic::graph::{HpuGraph, graph};
 
 use crate::compile::compile;
 
-/// Set in the process that replays: the operator of `graph_blocks.cpp` is in the place of one of libtorch's there.
+/// Set in the process that replays: the operator of `graph_blocks.cpp` is in place of one of libtorch's there.
 const CHILD: &str = "VOLTAIC_TEST_GRAPH_BLOCKS";
 
 /// The library of `graph_blocks.cpp`.

@@ -98,7 +98,7 @@ fn emulated_hpus_share_the_memory_of_the_host() {
     let tensor = bytes(200 * MIB).expect("what the device keeps goes back for the host");
     assert_eq!((hpu.stats().reserved, hpu.stats().in_use, hpu.stats().num_allocs), (0, 0, 1));
     assert!(hpu.block(100 << 20).is_none(), "its limit allows it, the host's memory does not");
-    assert_eq!((hpu.stats().in_use, hpu.stats().num_allocs), (0, 1), "a refusal is no allocation");
+    assert_eq!((hpu.stats().in_use, hpu.stats().num_allocs), (0, 1), "a refusal is not an allocation");
     drop(tensor);
     assert!(hpu.block(100 << 20).is_some());
 }

@@ -42,9 +42,9 @@ fn bad_names_and_folders_that_exist_are_refused() {
     fs::create_dir(folder.path().join("taken")).unwrap();
     for (name, complaint) in [
         ("taken", "taken is there already; choose another name"),
-        ("1net", "`1net` is no name for a crate; use letters"),
-        ("my net", "`my net` is no name for a crate; use letters"),
-        ("..", "`` is no name for a crate; use letters"),
+        ("1net", "`1net` is not a name for a crate; use letters"),
+        ("my net", "`my net` is not a name for a crate; use letters"),
+        ("..", "`` is not a name for a crate; use letters"),
     ] {
         let output = new(folder.path(), name);
         let text = String::from_utf8_lossy(&output.stderr).into_owned();

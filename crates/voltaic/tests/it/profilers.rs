@@ -278,7 +278,7 @@ fn a_run_that_fails_is_reported_and_the_next_one_profiled() {
     trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
     assert_eq!(notes.take()["run_training_batch"], 6);
 
-    // an action of one's own that runs already is a mistake of the step
+    // your own action that runs already is a mistake of the step
     let mut net = Probe {
         train: Box::new(|_, loss, ctx| {
             let _outer = ctx.profile("mine")?;

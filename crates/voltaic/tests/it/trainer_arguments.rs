@@ -58,7 +58,10 @@ fn validation_by_time_and_the_end_of_all_time() {
     assert_eq!(events(|t| t.val_check_interval(Duration::from_secs(3600))), "t0* t1* t2* t3* t4* t5* e");
     assert_eq!(events(|t| t.max_time(always)), "t0* V2 e", "the last weights are validated");
     let error = silent().max_time("an hour").build().err().unwrap().to_string();
-    assert!(error.contains("trainer.max_time: `an hour` is no length of time; write DD:HH:MM:SS"), "{error}");
+    assert!(
+        error.contains("trainer.max_time: `an hour` is not a length of time; write DD:HH:MM:SS"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -250,7 +253,7 @@ fn an_anomaly_is_named_by_the_operation_that_made_it() {
             "in SqrtBackward0",
             Box::new(|net, loss, _| Ok((net.weight.tensor() * 0.0).sqrt().sum(Kind::Float) + loss)),
         ),
-        // a mask is no anomaly
+        // a mask is not an anomaly
         (
             "the loss is not finite",
             "aten::div (NaN)",

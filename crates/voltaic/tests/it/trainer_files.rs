@@ -367,7 +367,7 @@ fn last_is_the_newest_checkpoint_wherever_it_goes() {
         trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
         trainer.global_step()
     };
-    assert_eq!(fit(None, 1, Some("last")), 6, "nothing to resume is no error");
+    assert_eq!(fit(None, 1, Some("last")), 6, "nothing to resume is not an error");
     assert_eq!(fit(None, 1, Some("last")), 6, "the first epoch is done");
     assert_eq!(names(&root.path().join("lightning_logs/version_1/checkpoints")).len(), 0);
     assert_eq!(fit(Some(&elsewhere), 2, Some("last")), 12);

@@ -64,7 +64,7 @@ fn by_libtorch(test: &str) -> HashMap<String, Tensor> {
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    assert!(fs::exists(&file).unwrap(), "`{test}` is no path of a test that compares");
+    assert!(fs::exists(&file).unwrap(), "`{test}` is not a path of a test that compares");
     Tensor::read_safetensors(&file).unwrap().into_iter().collect()
 }
 

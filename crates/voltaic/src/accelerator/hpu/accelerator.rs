@@ -42,7 +42,7 @@ impl HpuAccelerator {
     /// set up in this process already, those.
     ///
     /// # Errors
-    /// [`DeviceError::Setting`] if a variable of the environment makes no sense.
+    /// [`DeviceError::Setting`] if a variable of the environment is invalid.
     pub fn from_env() -> Result<Self, DeviceError> {
         if let Some(emulator) = HpuEmulator::get() {
             let why = "they are set up in this process".to_owned();

@@ -112,7 +112,7 @@ impl HpuSettings {
     /// Habana's own flags for the same.
     ///
     /// # Errors
-    /// [`DeviceError::Setting`] for a value that makes no sense.
+    /// [`DeviceError::Setting`] for an invalid value.
     pub fn from_env() -> Result<Self, DeviceError> {
         Ok(Self::of_flags(&RuntimeFlags::from_env()?))
     }

@@ -164,7 +164,7 @@ impl RuntimeFlags {
     /// The flags of this process's environment.
     ///
     /// # Errors
-    /// [`DeviceError::Setting`] for the first flag whose value makes no sense.
+    /// [`DeviceError::Setting`] for the first flag whose value is invalid.
     pub fn from_env() -> Result<Self, DeviceError> {
         Self::read(|name| env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
@@ -185,7 +185,7 @@ impl RuntimeFlags {
     /// `PT_HPUGRAPH_DISABLE_TENSOR_CACHE` of this process's environment; none if it is not set.
     ///
     /// # Errors
-    /// [`DeviceError::Setting`] if it is no switch.
+    /// [`DeviceError::Setting`] if it is not a switch.
     pub(crate) fn disable_tensor_cache() -> Result<Option<bool>, DeviceError> {
         let of_env = |name: &str| env::var_os(name).map(|value| value.to_string_lossy().into_owned());
         let only = |name: &str| (name == DISABLE_TENSOR_CACHE).then(|| of_env(name)).flatten();

@@ -187,8 +187,8 @@ fn hlml_path(flags: &RuntimeFlags) -> Result<PathBuf, Problem> {
         return match path.is_file() {
             true => Ok(path),
             false => {
-                let what = format!("VOLTAIC_HLML names {}, which is no file", path.display());
-                Err(Problem::new(what, "mend or unset it"))
+                let what = format!("VOLTAIC_HLML names {}, which is not a file", path.display());
+                Err(Problem::new(what, "fix or unset it"))
             }
         };
     }
@@ -243,7 +243,7 @@ impl Plugin {
                         "VOLTAIC_HPU_PLUGIN names {}, which is neither a library nor a folder with {name}",
                         path.display()
                     ),
-                    "mend or unset it",
+                    "fix or unset it",
                 ),
                 None => Problem::new(
                     format!("Habana's plugin {name} for libtorch {} is not found", libtorch.version),

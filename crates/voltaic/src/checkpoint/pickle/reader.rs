@@ -319,7 +319,7 @@ impl Machine<'_, '_> {
         let &Node::Global(global) = &self.nodes[callee] else {
             return Err("it calls something that is not a class or function".to_owned());
         };
-        let arguments = self.items(arguments).ok_or("arguments are no tuple")?.to_vec();
+        let arguments = self.items(arguments).ok_or("arguments are not a tuple")?.to_vec();
         let first = arguments.first().copied();
         let text = |id: Id| if let Node::Text(text) = &self.nodes[id] { Some(text.clone()) } else { None };
         let node = match global {

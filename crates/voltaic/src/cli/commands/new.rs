@@ -24,7 +24,7 @@ pub(in crate::cli) fn new(path: &Path) -> Result<String, Failure> {
     let starts_well = name.starts_with(|c: char| c.is_ascii_lowercase());
     if !starts_well || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_') {
         return Err(Failure::usage(format!(
-            "`{name}` is no name for a crate; use letters, digits, - and _, and begin with a small letter"
+            "`{name}` is not a name for a crate; use letters, digits, - and _, and begin with a small letter"
         )));
     }
     if path.exists() {

@@ -14,7 +14,7 @@ use crate::error::{DataError, Problem};
 use crate::{Error, Result};
 
 const REMEDY: &str =
-    "get the file anew (`scripts/data.sh mnist` brings the full set, data/digits holds a part of it)";
+    "get the file again (`scripts/data.sh mnist` brings the full set, data/digits holds a part of it)";
 
 /// An array of unsigned bytes and its shape.
 pub(super) struct Idx {

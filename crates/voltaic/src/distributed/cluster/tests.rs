@@ -203,7 +203,7 @@ fn contradictions_name_the_variable_and_a_way_out() {
             "TORCHELASTIC_RUN_ID=x RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=70000",
             2,
             1,
-            "MASTER_PORT: 70000 is no port; use a port from 1 to 65535",
+            "MASTER_PORT: 70000 is not a port; use a port from 1 to 65535",
         ),
         ("SLURM_NTASKS=2", 2, 1, "SLURM_NTASKS: 2 tasks without SLURM_NTASKS_PER_NODE; write #SBATCH"),
         (

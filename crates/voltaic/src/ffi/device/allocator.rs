@@ -51,7 +51,7 @@ const fn device_pool(number: i32) -> Pool {
 ///
 /// # Errors
 /// [`SwitchError`](crate::error::SwitchError) if `VOLTAIC_HOST_POOL` is neither `0` nor `1`,
-/// [`SettingError`](crate::error::SettingError) if `VOLTAIC_HOST_MEMORY` is no size; as [`check_libtorch`].
+/// [`SettingError`](crate::error::SettingError) if `VOLTAIC_HOST_MEMORY` is not a size; as [`check_libtorch`].
 pub fn install_host_pool() -> Result<bool> {
     if !is_wanted()? {
         return Ok(false);

@@ -117,7 +117,7 @@ mod tests {
 
     const CHILD: &str = "VOLTAIC_TEST_FAILING_KERNELS";
 
-    /// With such kernels in the place of libtorch's, which so are in a process of their own.
+    /// With such kernels in place of libtorch's, which so are in a process of their own.
     fn with_failing_kernels() {
         let table = sys::vt_kernels {
             failure: Some(failure),

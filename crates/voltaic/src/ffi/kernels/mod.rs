@@ -31,7 +31,7 @@ pub fn has_attention_kernel() -> bool {
     INSTALLED.load(Ordering::Acquire)
 }
 
-/// Puts voltaic's kernels for the CPU in the place of libtorch's, for the rest of the process: attention, convolutions of
+/// Puts voltaic's kernels for the CPU in place of libtorch's, for the rest of the process: attention, convolutions of
 /// 3 x 3, in bfloat16 with AMX only of many channels on small images, gradients of others' weights, batch norm of images
 /// with the channels last, GELU, max-pooling of 2 x 2, ReLU, sums and casts with bfloat16, random masks unless libtorch
 /// draws them by the MKL, products of float32 matrices, on Intel's processors only large ones and only with AMX, since the

@@ -22,7 +22,7 @@ pub fn die_with_parent(command: &mut Command) {
     }
 }
 
-/// Sends a signal to a process group, that of a child started with a group of its own; one that has ended is no mistake.
+/// Sends a signal to a process group, that of a child started with a group of its own; one that has ended is not a mistake.
 pub fn signal_group(leader: u32, signal: i32) {
     if let Ok(leader) = i32::try_from(leader)
         && leader > 1

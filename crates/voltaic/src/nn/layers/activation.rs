@@ -1,4 +1,4 @@
-//! Activations as modules, for [`Sequential`](crate::nn::Sequential). In a `forward` of one's own a method of the tensor
+//! Activations as modules, for [`Sequential`](crate::nn::Sequential). In your own `forward` a method of the tensor
 //! does the same: `x.relu()`.
 
 use tch::Tensor;

@@ -277,7 +277,7 @@ impl MultiheadAttentionBuilder {
     /// Makes the layer.
     ///
     /// # Errors
-    /// [`ModuleError::Sizes`] if `num_heads` does not divide `embed_dim`, or `dropout` is no probability.
+    /// [`ModuleError::Sizes`] if `num_heads` does not divide `embed_dim`, or `dropout` is not a probability.
     pub fn build(self) -> Result<MultiheadAttention> {
         const NAME: &str = "MultiheadAttention";
         let Self { embed_dim, num_heads, dropout, bias, batch_first } = self;

@@ -46,7 +46,7 @@ pub struct GraphReport {
     pub replayed_updates: u64,
     /// Why optimizer steps have no graphs any more.
     pub update_refusal: Option<String>,
-    /// Graphs that are ready: one for each sort of batch.
+    /// Graphs that are ready: one for each kind of batch.
     pub graphs: usize,
     /// Why there are no graphs any more.
     pub refusal: Option<String>,

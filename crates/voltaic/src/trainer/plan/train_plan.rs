@@ -22,7 +22,7 @@ pub(crate) struct TrainPlan {
     pub op_lists: Option<OpLists>,
     /// The lists come from the environment only.
     pub lists_are_default: bool,
-    /// Log each sort of cast when it is first done.
+    /// Log each kind of cast when it is first done.
     pub logs_casts: bool,
     /// `None` means no limit.
     pub max_epochs: Option<u64>,

@@ -28,7 +28,7 @@ pub(crate) struct Run {
     pub profiling: Profiling,
     pub requests: Requests,
     pub facts: RunFacts,
-    /// What callbacks have saved that a module has since put others in the place of.
+    /// What callbacks have saved that a module has since replaced by others.
     pub replaced: Vec<CheckpointPaths>,
     /// Folders of the runs of this configuration: see `state/find.rs`. Rank 0 knows.
     pub run_folders: Vec<PathBuf>,

@@ -134,7 +134,7 @@ fn best_of(training: &Value, run: &Run) -> Option<PathBuf> {
     named.iter().find(own).or(named.first()).map(|(_, path)| PathBuf::from(path))
 }
 
-/// What the callbacks of this trainer have saved, those included that a module has put others in the place of.
+/// What the callbacks of this trainer have saved, also those that a module has replaced by others.
 pub(crate) fn saved(run: &Run) -> Vec<CheckpointPaths> {
     let own = run.callbacks.iter().filter_map(|callback| callback.checkpoint_paths());
     own.chain(run.replaced.iter().cloned()).collect()

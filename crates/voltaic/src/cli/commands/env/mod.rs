@@ -43,7 +43,7 @@ struct Collectives {
     description: String,
 }
 
-/// The report. What is missing or invalid is said in it, and is no failure.
+/// The report. What is missing or invalid is said in it, and is not a failure.
 pub(in crate::cli) fn env(
     registry: &Registry,
     program: &str,

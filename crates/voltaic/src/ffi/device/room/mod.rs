@@ -86,7 +86,7 @@ fn setting() -> &'static Setting {
 /// Reads the environment, and names what gives memory back when it runs short.
 ///
 /// # Errors
-/// [`SettingError`] if `VOLTAIC_HOST_MEMORY` is no size.
+/// [`SettingError`] if `VOLTAIC_HOST_MEMORY` is not a size.
 pub(super) fn configure(relief: fn() -> usize) -> Result<(), SettingError> {
     Setting::read()?;
     RELIEF.get_or_init(|| relief);

@@ -1,6 +1,6 @@
 //! `trainer.graph`: forward and backward of a training step as one graph, captured by itself.
 //!
-//! The first steps run as usual. Then each sort of batch (shapes and dtypes) is captured twice, which costs two eager
+//! The first steps run as usual. Then each kind of batch (shapes and dtypes) is captured twice, which costs two eager
 //! steps; if both captures are the same graph, it takes the place of the code from then on. What is not the same, or
 //! cannot be replayed, is reported once, and the run goes on without graphs. Clipping and the optimizer step are a graph
 //! of their own (`update.rs`), so that hooks and gradient scaling stay between the two.
