@@ -10,6 +10,7 @@ mod elements;
 mod layouts;
 mod norms;
 mod products;
+mod semantics;
 mod training;
 
 use tch::{Kind, Tensor};
