@@ -94,7 +94,6 @@ fn modes(member: &impl ToTokens) -> TokenStream {
     quote! {
         fn set_training(&mut self, training: bool) {
             self.#member = training;
-            ::voltaic::nn::mode_changed();
         }
 
         fn is_training(&self) -> ::core::option::Option<bool> {

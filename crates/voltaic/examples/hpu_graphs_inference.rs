@@ -126,17 +126,16 @@ fn without_capture() -> Result<()> {
     report(&trainer)
 }
 
-/// Block 001-22. The network is wrapped, [`Classifier`] adds the steps.
+/// Block 001-22.
 fn wrap_in_hpu_graph() -> Result<()> {
     let mut trainer = trainer()?;
-    let model = NetHpuGraphs::new()?;
+    let mut model = Classifier::new(NetHpuGraphs::new()?);
     model.to_device(Device::Hpu(0))?;
     let options = WrapOptions { asynchronous: false, disable_tensor_cache: true, ..WrapOptions::default() };
-    let model = graph::wrap_in_hpu_graph(model, options);
-    let mut model = Classifier::new(model);
+    let graphs = graph::wrap_in_hpu_graph_inplace(&model, options);
     trainer.test(&mut model, &mut data_module())?;
     report(&trainer)?;
-    println!("{}", model.net().stats());
+    println!("{}", graphs.stats());
     Ok(())
 }
 

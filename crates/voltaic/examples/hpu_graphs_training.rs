@@ -208,33 +208,30 @@ fn without_capture() -> Result<()> {
     Ok(())
 }
 
-/// Block 001-19. The network is wrapped, [`Classifier`] adds the steps.
+/// Block 001-19.
 fn make_graphed_callables() -> Result<()> {
     let mut trainer = trainer()?;
     // model and sample_args as input to make_graphed_callables.
-    let model = NetHpuGraphs::new()?;
+    let mut model = Classifier::new(NetHpuGraphs::new()?);
     model.to_device(Device::Hpu(0))?;
     let x = Tensor::randn([BATCH_SIZE, 1, 28, 28], (Kind::Float, Device::Hpu(0).into()));
-    let model = graph::make_graphed_callables(model, &x, 3)?;
-    let mut model = Classifier::new(model);
+    let graph = graph::make_graphed_callables_inplace(&mut model, &x, 3)?;
     trainer.fit(&mut model, &mut data_module(true))?;
     report(&trainer)?;
-    let replays: Vec<u64> = model.net().replay_stats().iter().map(|stats| stats.replays).collect();
+    let replays: Vec<u64> = graph.replay_stats().iter().map(|stats| stats.replays).collect();
     println!("forward pass replayed {} times, backward pass {}", replays[0], replays[1]);
     Ok(())
 }
 
-/// Block 001-20. The network is wrapped, [`Classifier`] adds the steps. A wrapper takes the network in Rust, so that there
-/// is no `inplace`.
+/// Block 001-20.
 fn module_cacher() -> Result<()> {
     let mut trainer = trainer()?;
     // model is given an input to ModuleCacher.
-    let model = NetHpuGraphs::new()?;
-    let model = ModuleCacher::new(MAX_GRAPHS).wrap(model);
-    let mut model = Classifier::new(model);
+    let mut model = Classifier::new(NetHpuGraphs::new()?);
+    let graphs = ModuleCacher::new(MAX_GRAPHS).inplace(&model);
     trainer.fit(&mut model, &mut data_module(false))?;
     report(&trainer)?;
-    println!("{}", model.net().stats());
+    println!("{}", graphs.stats());
     Ok(())
 }
 

@@ -1,15 +1,18 @@
 //! Prints the module's layers with their numbers of parameters, and of operations, before training.
 
+use std::collections::HashMap;
 use std::io::Write;
+use std::sync::{Arc, Mutex};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use tch::Tensor;
 
 use crate::error::ConfigError;
 use crate::graph::Flops;
 use crate::lightning::Callback;
 use crate::module::HookContext;
-use crate::nn::{Member, Module, ModuleExt};
+use crate::nn::{CallWatcher, Member, Module, ModuleCall, ModuleExt, RemovableHandle, Which};
 
 /// What [`ModelSummary`] prints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -19,19 +22,63 @@ pub struct ModelSummaryConfig {
     pub max_depth: i64,
     /// Also count floating-point operations of a training batch, by running one before the fit. On cpu and emulated HPUs.
     pub flops: bool,
+    /// Also show the sizes of each module's inputs and outputs. They are those of its first call, so that the table is printed
+    /// after the first training batch.
+    pub sizes: bool,
 }
 
 impl Default for ModelSummaryConfig {
     fn default() -> Self {
-        Self { max_depth: 1, flops: false }
+        Self { max_depth: 1, flops: false, sizes: false }
     }
 }
 
 /// Prints a table of the module's layers at the start of fit: type, parameters, and with `flops` the operations of the
-/// forward pass. Source: Lightning's `ModelSummary`.
-#[derive(Debug, Clone, Copy, Default)]
+/// forward pass. With `sizes` also the sizes of inputs and outputs, as Lightning finds them with an `example_input_array`:
+/// here they are those of the first batch. A module that is not called by [`call`](crate::nn::Callable::call) has `?`.
+/// Source: Lightning's `ModelSummary`.
+#[derive(Debug, Clone, Default)]
 pub struct ModelSummary {
     config: ModelSummaryConfig,
+    sizes: Arc<Mutex<Sizes>>,
+    /// There until the sizes are known.
+    watch: Option<RemovableHandle>,
+}
+
+/// Sizes of inputs and outputs by fqn.
+type Sizes = HashMap<String, [String; 2]>;
+
+/// Notes the sizes of the first call of each module.
+struct SizesOfCalls {
+    sizes: Arc<Mutex<Sizes>>,
+    /// Inputs of the calls in progress.
+    inputs: Vec<String>,
+}
+
+impl CallWatcher for SizesOfCalls {
+    fn before_forward(&mut self, _: &ModuleCall<'_>, inputs: &[Tensor]) -> anyhow::Result<()> {
+        self.inputs.push(sizes_of(inputs));
+        Ok(())
+    }
+
+    fn after_forward(&mut self, call: &ModuleCall<'_>, outputs: &[Tensor]) -> anyhow::Result<()> {
+        if let (Some(inputs), Ok(mut sizes)) = (self.inputs.last(), self.sizes.lock()) {
+            sizes.entry(call.fqn().to_owned()).or_insert_with(|| [inputs.clone(), sizes_of(outputs)]);
+        }
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        self.inputs.pop();
+    }
+}
+
+/// As Lightning shows them: a list, or a list of lists.
+fn sizes_of(tensors: &[Tensor]) -> String {
+    match tensors {
+        [tensor] => format!("{:?}", tensor.size()),
+        tensors => format!("{:?}", tensors.iter().map(Tensor::size).collect::<Vec<_>>()),
+    }
 }
 
 impl ModelSummary {
@@ -48,7 +95,7 @@ impl ModelSummary {
                 "use -1 for all, or a number from 0",
             ));
         }
-        Ok(Self { config })
+        Ok(Self { config, ..Self::default() })
     }
 }
 
@@ -63,11 +110,31 @@ pub(crate) fn human_count(count: u64) -> String {
     }
 }
 
-/// Name, type, parameters, and operations if they are counted.
-type Row = [String; 4];
+/// One module, by column.
+type Row = Vec<String>;
+
+/// What is shown beside names, types and parameters.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Columns<'a> {
+    pub(crate) flops: Option<&'a Flops>,
+    pub(crate) sizes: Option<&'a HashMap<String, [String; 2]>>,
+}
+
+impl Columns<'_> {
+    fn row(&self, fqn: &str, kind: &str, params: usize, is_module: bool) -> Row {
+        let mut row = vec![fqn.to_owned(), kind.to_owned(), human_count(params as u64)];
+        let of_module = |text: String| if is_module { text } else { String::new() };
+        row.extend(self.flops.map(|flops| of_module(human_count(flops.of_layer(fqn)))));
+        if let Some(sizes) = self.sizes {
+            let unknown = || ["?".to_owned(), "?".to_owned()];
+            row.extend(sizes.get(fqn).cloned().unwrap_or_else(unknown).map(of_module));
+        }
+        row
+    }
+}
 
 /// Rows of the members below `module`, whose fqn is `prefix`.
-fn add_rows(module: &dyn Module, prefix: &str, depth: i64, flops: Option<&Flops>, rows: &mut Vec<Row>) {
+fn add_rows(module: &dyn Module, prefix: &str, depth: i64, columns: Columns, rows: &mut Vec<Row>) {
     if depth == 0 {
         return;
     }
@@ -75,14 +142,11 @@ fn add_rows(module: &dyn Module, prefix: &str, depth: i64, flops: Option<&Flops>
         let fqn = if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") };
         match member {
             Member::Module(child) => {
-                let params = human_count(child.num_parameters(false) as u64);
-                let count = flops.map(|flops| human_count(flops.of_layer(&fqn))).unwrap_or_default();
-                rows.push([fqn.clone(), child.type_name().to_owned(), params, count]);
-                add_rows(child, &fqn, depth - 1, flops, rows);
+                rows.push(columns.row(&fqn, child.type_name(), child.num_parameters(false), true));
+                add_rows(child, &fqn, depth - 1, columns, rows);
             }
             Member::Parameter(parameter) if prefix.is_empty() => {
-                let params = human_count(parameter.numel() as u64);
-                rows.push([fqn, "Parameter".to_owned(), params, String::new()]);
+                rows.push(columns.row(&fqn, "Parameter", parameter.numel(), false));
             }
             Member::Parameter(_) | Member::Buffer(_) => {}
         }
@@ -90,31 +154,33 @@ fn add_rows(module: &dyn Module, prefix: &str, depth: i64, flops: Option<&Flops>
 }
 
 /// The table as text.
-pub(crate) fn summary(module: &dyn Module, max_depth: i64, flops: Option<&Flops>) -> String {
+pub(crate) fn summary(module: &dyn Module, max_depth: i64, columns: Columns) -> String {
+    let flops = columns.flops;
     let mut rows: Vec<Row> = Vec::new();
-    add_rows(module, "", max_depth, flops, &mut rows);
+    add_rows(module, "", max_depth, columns, &mut rows);
     let mut text = String::new();
     if max_depth != 0 {
-        let columns = if flops.is_some() { 4 } else { 3 };
-        let header = ["Name", "Type", "Params", "FLOPs"];
-        let widths: Vec<usize> = (0..columns)
-            .map(|column| {
-                rows.iter().map(|row| row[column].len()).max().unwrap_or(0).max(header[column].len())
-            })
-            .collect();
-        let line = |cells: [&str; 4]| {
-            let mut line = format!("{:<2$} | {:<3$}", cells[0], cells[1], widths[0], widths[1]);
-            for (cell, width) in cells.iter().zip(&widths).skip(2) {
-                line.push_str(&format!(" | {cell:>width$}"));
-            }
-            line + "\n"
+        let mut header = vec!["Name", "Type", "Params"];
+        header.extend(flops.map(|_| "FLOPs"));
+        header.extend(columns.sizes.iter().flat_map(|_| ["In sizes", "Out sizes"]));
+        let header: Row = header.into_iter().map(str::to_owned).collect();
+        let width =
+            |column: usize| rows.iter().chain([&header]).map(|row| row[column].len()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..header.len()).map(width).collect();
+        let line = |row: &Row| {
+            let cells = row.iter().zip(&widths).enumerate();
+            let cells =
+                cells.map(
+                    |(column, (cell, width))| {
+                        if column < 2 { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
+                    },
+                );
+            cells.collect::<Vec<_>>().join(" | ") + "\n"
         };
-        text.push_str(&line(header));
-        text.push_str(&"-".repeat(widths.iter().sum::<usize>() + 3 * (columns - 1)));
+        text.push_str(&line(&header));
+        text.push_str(&"-".repeat(widths.iter().sum::<usize>() + 3 * (widths.len() - 1)));
         text.push('\n');
-        for [name, kind, params, count] in &rows {
-            text.push_str(&line([name, kind, params, count]));
-        }
+        rows.iter().for_each(|row| text.push_str(&line(row)));
     }
     let (all, trainable) = (module.num_parameters(false), module.num_parameters(true));
     let bytes: usize = module.parameters().iter().map(|p| p.numel() * p.kind().elt_size_in_bytes()).sum();
@@ -134,14 +200,43 @@ pub(crate) fn summary(module: &dyn Module, max_depth: i64, flops: Option<&Flops>
     text
 }
 
+impl ModelSummary {
+    fn print(&self, ctx: &HookContext, module: &dyn Module) {
+        let sizes = self.sizes.lock().map(|sizes| sizes.clone()).unwrap_or_default();
+        let columns = Columns {
+            flops: ctx.facts().flops.as_deref().filter(|_| self.config.flops),
+            sizes: self.config.sizes.then_some(&sizes),
+        };
+        let text = summary(module, self.config.max_depth, columns);
+        // a closed terminal is not a reason to stop training
+        let _ = std::io::stderr().write_all(text.as_bytes());
+    }
+}
+
 impl Callback for ModelSummary {
     fn on_fit_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
-        if ctx.is_global_zero() {
-            let flops = ctx.facts().flops.as_deref().filter(|_| self.config.flops);
-            let text = summary(module, self.config.max_depth, flops);
-            // a closed terminal is not a reason to stop training
-            let _ = std::io::stderr().write_all(text.as_bytes());
+        if !ctx.is_global_zero() {
+            return Ok(());
+        }
+        if !self.config.sizes {
+            self.print(ctx, module);
+            return Ok(());
+        }
+        let watcher = SizesOfCalls { sizes: self.sizes.clone(), inputs: Vec::new() };
+        self.watch.iter().for_each(RemovableHandle::remove);
+        self.watch = Some(ctx.module_hooks().watch(Which::All, watcher));
+        Ok(())
+    }
+
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        if let Some(watch) = self.watch.take() {
+            watch.remove();
+            self.print(ctx, module);
         }
         Ok(())
+    }
+
+    fn on_fit_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        self.on_train_batch_end(ctx, module) // without a batch the sizes stay unknown
     }
 }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::Tensor;
 
+use super::capture::scoped_by_fqn;
 use super::hpu_graph::check_inputs;
 use super::ir::Graph;
 use super::step::{
@@ -242,7 +243,7 @@ impl Recorded {
         let buffers = module.named_buffers().into_iter();
         names.extend(buffers.map(|(fqn, buffer)| (fqn, buffer.tensor().shallow_clone())));
         let capture = StepCapture::begin()?;
-        let results = call(&places)?;
+        let results = scoped_by_fqn(module, || call(&places))??;
         let forward = capture.end()?;
         let mut recorded = Self { places, results, names, forward, backward: None };
         let is_trained = recorded.results.iter().any(Tensor::requires_grad);

@@ -12,6 +12,7 @@ use super::metrics;
 use super::plan::{PlanStats, plan};
 use crate::error::{GraphError, Result, TorchError, TorchErrorKind};
 use crate::ffi::{self, Recording, ReplayGraph, ReplayStats, Replayed};
+use crate::nn::{CallWatcher, Module, ModuleCall, ModuleHooks, RemovableHandle, Which};
 
 /// A capture in progress on this thread.
 struct Capture {
@@ -100,6 +101,39 @@ impl Drop for Scope {
         ffi::set_recording_scope(&self.before);
         SCOPE.set(std::mem::take(&mut self.before));
     }
+}
+
+/// Says of operators in which module they are, by its fqn, while the module's calls are heard.
+#[derive(Default)]
+struct FqnScopes {
+    before: Vec<String>,
+}
+
+impl CallWatcher for FqnScopes {
+    fn before_forward(&mut self, call: &ModuleCall<'_>, _: &[Tensor]) -> anyhow::Result<()> {
+        ffi::set_recording_scope(call.fqn());
+        self.before.push(SCOPE.replace(call.fqn().to_owned()));
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        if let Some(before) = self.before.pop() {
+            ffi::set_recording_scope(&before);
+            SCOPE.set(before);
+        }
+    }
+}
+
+/// Runs `body` with the scopes of operators named by the modules of `root` that are called.
+pub(crate) fn scoped_by_fqn<R>(root: &dyn Module, body: impl FnOnce() -> R) -> Result<R> {
+    let hooks = ModuleHooks::new();
+    let _ = hooks.watch(Which::All, FqnScopes::default());
+    hooks.within(root, body)
+}
+
+/// Names the scopes of operators by the modules that these hooks are in force for.
+pub(crate) fn scope_by_fqn(hooks: &ModuleHooks) -> RemovableHandle {
+    hooks.watch(Which::All, FqnScopes::default())
 }
 
 /// A recording that is ready to be replayed.

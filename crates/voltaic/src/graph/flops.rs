@@ -9,8 +9,9 @@ pub struct Flops {
     pub total: u64,
     /// Forward alone.
     pub forward: u64,
-    /// Forward by layer, in the order in which they ran. What has no weights, such as attention between two linear
-    /// layers, counts for the layer before it; what comes before all weights has an empty name.
+    /// Forward by the module whose call it is in, by fqn, in the order in which they ran. What is in no call of a module
+    /// below the root counts for the layer whose weights it takes; without weights, for the layer before it; what comes
+    /// before all weights has an empty name.
     pub layers: Vec<(String, u64)>,
 }
 
@@ -22,7 +23,9 @@ impl Flops {
         for graph in graphs {
             for node in &graph.nodes {
                 let is_forward = node.backward_node.is_empty();
-                if is_forward && let Some(own) = graph.layer_of(node) {
+                if is_forward && !node.scope.is_empty() {
+                    layer.clone_from(&node.scope); // the module whose call it is in
+                } else if is_forward && let Some(own) = graph.layer_of(node) {
                     layer = own.to_owned();
                 }
                 let count = graph.flops_of(node);

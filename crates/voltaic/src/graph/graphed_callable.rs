@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use tch::Tensor;
 
-use super::call::{CapturedCall, Outputs, trained_params};
+use super::call::{Call, CapturedCall, Outputs, trained_params};
 use super::capture::{check_not_capturing, is_capturing};
 use crate::accelerator::rng;
 use crate::device::Device;
@@ -13,15 +13,22 @@ use crate::error::{GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
 use crate::nn::{
     Callable, Forward, Member, ModeNumbers, Module, ModuleExt, Snapshot, SnapshotParts, TensorTuple, call_as,
-    call_with, code_of, mode_changed, set_training, within_call,
+    call_with, set_training, within_call,
 };
 
 /// A module that is a graph; made by [`make_graphed_callables`]. Names of weights are those of the module.
 #[derive(Debug)]
 pub struct GraphedCallable<M, A> {
     module: M,
-    call: RefCell<CapturedCall>,
+    captured: CapturedModule,
     is_training: bool,
+    _args: PhantomData<fn(&A)>,
+}
+
+/// The graph of a module, which is told the module at each call.
+#[derive(Debug)]
+pub(super) struct CapturedModule {
+    call: RefCell<CapturedCall>,
     was_training: bool,
     /// Number 0 are those when it was captured.
     modes: RefCell<ModeNumbers>,
@@ -30,7 +37,6 @@ pub struct GraphedCallable<M, A> {
     has_warned: Cell<bool>,
     /// Parameters that the graph has no gradient for.
     frozen: Vec<Tensor>,
-    _args: PhantomData<fn(&A)>,
 }
 
 /// What autocast does when a module is captured or called.
@@ -87,42 +93,11 @@ pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
     sample_args: &A,
     warmup: usize,
 ) -> anyhow::Result<GraphedCallable<M, A>> {
-    check_not_capturing("make_graphed_callables")?;
     let is_training = ffi::grad_is_enabled();
     set_training(&mut module, is_training);
-    let inputs = sample_args.tensors();
-    let params = trained_params(module.as_dyn());
-    let with_grad = is_training && (!params.is_empty() || inputs.iter().any(Tensor::requires_grad));
-    let kept = Snapshot::of(&module, SnapshotParts { buffers: true, ..SnapshotParts::default() })?;
-    let rng = rng::states(inputs.first().map_or(Ok(Device::Cpu), Device::of)?)?;
-    for _ in 0..warmup {
-        warm_up(&call_with(&module, &inputs)?, &inputs, &params)?;
-    }
-    let call = |inputs: &[Tensor]| call_with(&module, inputs);
-    let (captured, _) = CapturedCall::capture(module.as_dyn(), &inputs, with_grad, Outputs::Shared, &call)?;
-    let checked = match &captured {
-        Ok(captured) => captured.check(module.as_dyn(), &inputs, with_grad, &call)?.0,
-        Err(_) => Ok(()),
-    };
-    kept.restore(&module)?;
-    rng::set_states(&rng)?;
-    let captured = captured?;
-    checked?;
-    let frozen = module.parameters().into_iter().filter(|parameter| !parameter.requires_grad());
-    let frozen = frozen.map(|parameter| parameter.leaf().shallow_clone()).collect();
-    let mut modes = ModeNumbers::default();
-    modes.number(module.as_dyn());
-    Ok(GraphedCallable {
-        call: RefCell::new(captured),
-        is_training,
-        was_training: is_training,
-        modes: RefCell::new(modes),
-        casts: Casts::now(&inputs)?,
-        has_warned: Cell::new(false),
-        frozen,
-        module,
-        _args: PhantomData,
-    })
+    let code = |inputs: &[Tensor]| call_with(&module, inputs);
+    let captured = CapturedModule::capture(module.as_dyn(), &sample_args.tensors(), warmup, &code)?;
+    Ok(GraphedCallable { captured, is_training, module, _args: PhantomData })
 }
 
 /// A backward pass whose gradients are dropped.
@@ -139,6 +114,91 @@ fn warm_up(outputs: &[Tensor], inputs: &[Tensor], params: &[Tensor]) -> Result<(
     Ok(())
 }
 
+impl CapturedModule {
+    /// Captures `code` of `module` in the mode that it is in.
+    pub(super) fn capture(
+        module: &dyn Module,
+        inputs: &[Tensor],
+        warmup: usize,
+        code: Call,
+    ) -> anyhow::Result<Self> {
+        check_not_capturing("make_graphed_callables")?;
+        let was_training = ffi::grad_is_enabled();
+        let params = trained_params(module);
+        let with_grad = was_training && (!params.is_empty() || inputs.iter().any(Tensor::requires_grad));
+        let kept = Snapshot::of(module, SnapshotParts { buffers: true, ..SnapshotParts::default() })?;
+        let rng = rng::states(inputs.first().map_or(Ok(Device::Cpu), Device::of)?)?;
+        for _ in 0..warmup {
+            warm_up(&code(inputs)?, inputs, &params)?;
+        }
+        let (captured, _) = CapturedCall::capture(module, inputs, with_grad, Outputs::Shared, code)?;
+        let checked = match &captured {
+            Ok(captured) => captured.check(module, inputs, with_grad, code)?.0,
+            Err(_) => Ok(()),
+        };
+        kept.restore(module)?;
+        rng::set_states(&rng)?;
+        let captured = captured?;
+        checked?;
+        let frozen = module.parameters().into_iter().filter(|parameter| !parameter.requires_grad());
+        let frozen = frozen.map(|parameter| parameter.leaf().shallow_clone()).collect();
+        let mut modes = ModeNumbers::default();
+        modes.number(module);
+        Ok(Self {
+            call: RefCell::new(captured),
+            was_training,
+            modes: RefCell::new(modes),
+            casts: Casts::now(inputs)?,
+            has_warned: Cell::new(false),
+            frozen,
+        })
+    }
+
+    /// Whether autocast does what it did in the capture; else says so once.
+    fn has_casts_of(&self, module: &dyn Module, inputs: &[Tensor]) -> Result<bool> {
+        let is_same = self.casts == Casts::now(inputs)?;
+        if !is_same && !self.has_warned.replace(true) {
+            let before = if self.casts.state.0 { "within" } else { "without" };
+            tracing::warn!(
+                "make_graphed_callables: {} was captured {before} autocast, and is called under another one: its own code runs; capture it under the autocast of its calls (precision::autocast)",
+                module.type_name()
+            );
+        }
+        Ok(is_same)
+    }
+
+    /// The call by the graph; by `code` where the graph is not for it.
+    pub(super) fn run(
+        &self,
+        module: &dyn Module,
+        is_training: bool,
+        inputs: &[Tensor],
+        code: Call,
+    ) -> anyhow::Result<Vec<Tensor>> {
+        let is_other_mode = is_training != self.was_training || self.modes.borrow_mut().number(module) != 0;
+        // a module within its own call, too
+        let Ok(mut call) = self.call.try_borrow_mut() else { return code(inputs) };
+        if is_capturing() || is_other_mode || call.is_busy() {
+            drop(call);
+            return code(inputs);
+        }
+        if self.was_training && self.frozen.iter().any(Tensor::requires_grad) {
+            let module = module.type_name();
+            let what = format!("a parameter of {module} is trained that was not when the graph was captured");
+            return Err(GraphError::Arguments { problem: Problem::new(what, "capture it again") }.into());
+        }
+        if !call.has_layout_of(inputs) || !self.has_casts_of(module, inputs)? {
+            drop(call);
+            return code(inputs);
+        }
+        Ok(call.replay(inputs)?)
+    }
+
+    pub(super) fn replay_stats(&self) -> Vec<ReplayStats> {
+        self.call.borrow().replay_stats()
+    }
+}
+
 impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
     /// The module.
     pub fn module(&self) -> &M {
@@ -147,20 +207,7 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
 
     /// Counts of the replays: of the forward pass, then of the backward pass if there is one.
     pub fn replay_stats(&self) -> Vec<ReplayStats> {
-        self.call.borrow().replay_stats()
-    }
-
-    /// Whether autocast does what it did in the capture; else says so once.
-    fn has_casts_of(&self, inputs: &[Tensor]) -> Result<bool> {
-        let is_same = self.casts == Casts::now(inputs)?;
-        if !is_same && !self.has_warned.replace(true) {
-            let before = if self.casts.state.0 { "within" } else { "without" };
-            tracing::warn!(
-                "make_graphed_callables: {} was captured {before} autocast, and is called under another one: its own code runs; capture it under the autocast of its calls (precision::autocast)",
-                self.module.type_name()
-            );
-        }
-        Ok(is_same)
+        self.captured.replay_stats()
     }
 
     /// The module's call by its graph. For a module of one tensor this is its `forward`.
@@ -172,24 +219,9 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
     }
 
     fn run(&self, args: &A) -> anyhow::Result<M::Output> {
-        let mut call = self.call.borrow_mut();
-        let is_other_mode = self.is_training != self.was_training
-            || self.modes.borrow_mut().number(self.module.as_dyn()) != 0;
-        if is_capturing() || is_other_mode || call.is_busy() {
-            drop(call);
-            return code_of(&self.module, args);
-        }
-        if self.was_training && self.frozen.iter().any(Tensor::requires_grad) {
-            let module = self.module.type_name();
-            let what = format!("a parameter of {module} is trained that was not when the graph was captured");
-            return Err(GraphError::Arguments { problem: Problem::new(what, "capture it again") }.into());
-        }
-        let inputs = args.tensors();
-        if !call.has_layout_of(&inputs) || !self.has_casts_of(&inputs)? {
-            drop(call);
-            return code_of(&self.module, args);
-        }
-        Ok(M::Output::from_tensors(call.replay(&inputs)?)?)
+        let code = |inputs: &[Tensor]| call_with(&self.module, inputs);
+        let outputs = self.captured.run(self.module.as_dyn(), self.is_training, &args.tensors(), &code)?;
+        Ok(M::Output::from_tensors(outputs)?)
     }
 }
 
@@ -210,7 +242,6 @@ impl<A: TensorTuple + 'static, M: Module> Module for GraphedCallable<M, A> {
 
     fn set_training(&mut self, training: bool) {
         self.is_training = training;
-        mode_changed();
         self.module.set_training(training);
     }
 

@@ -5,10 +5,11 @@ use std::cell::RefCell;
 use tch::Tensor;
 
 use super::cache::{Buckets, CacheOptions, CacheStats, GraphCache};
+use super::inplace::GraphedInPlace;
 use crate::accelerator::RuntimeFlags;
 use crate::ffi::ReplayStats;
 use crate::nn::{Callable, TensorTuple, call_as, call_with, within_call};
-use crate::nn::{Forward, Member, Module, ModuleExt, mode_changed};
+use crate::nn::{Forward, Member, Module, ModuleExt};
 
 /// Options of [`wrap_in_hpu_graph`], with Habana's names and defaults.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -55,20 +56,28 @@ pub struct GraphedModule<M> {
 ///
 /// Source: `habana_frameworks.torch.hpu.wrap_in_hpu_graph`.
 pub fn wrap_in_hpu_graph<M: Module>(module: M, options: WrapOptions) -> GraphedModule<M> {
-    if options.asynchronous {
-        tracing::info!(
-            "wrap_in_hpu_graph: asynchronous=true has no effect: a replay is over when it returns"
-        );
-    }
-    GraphedModule::new(
-        module,
+    GraphedModule::new(module, options.for_cache())
+}
+
+/// [`wrap_in_hpu_graph`] for a module that stays what it is: see [`ModuleCacher::inplace`].
+pub fn wrap_in_hpu_graph_inplace(module: &impl Module, options: WrapOptions) -> GraphedInPlace {
+    GraphedInPlace::new(module, options.for_cache())
+}
+
+impl WrapOptions {
+    fn for_cache(self) -> CacheOptions {
+        if self.asynchronous {
+            tracing::info!(
+                "wrap_in_hpu_graph: asynchronous=true has no effect: a replay is over when it returns"
+            );
+        }
         CacheOptions {
-            max_graphs: options.max_graphs,
-            disable_tensor_cache: disable_tensor_cache(options.disable_tensor_cache),
-            buckets: options.buckets,
+            max_graphs: self.max_graphs,
+            disable_tensor_cache: disable_tensor_cache(self.disable_tensor_cache),
+            buckets: self.buckets,
             ..CacheOptions::default()
-        },
-    )
+        }
+    }
 }
 
 /// Habana's variable wins over the argument.
@@ -107,10 +116,10 @@ fn disable_tensor_cache(argument: bool) -> bool {
 /// With grad each call gives tensors of its own. A graph keeps what its backward pass needs, so a second call before the
 /// backward pass of the first gets another graph, or none if there is no room. Gradients add up as usual.
 ///
-/// Source: `habana_frameworks.torch.hpu.ModuleCacher`. Its options `inplace`, `have_grad_accumulation` and
-/// `allow_unused_input` have no counterpart: a module is moved into its wrapper, and the other two always hold.
+/// Source: `habana_frameworks.torch.hpu.ModuleCacher`. Its options `have_grad_accumulation` and
+/// `allow_unused_input` have no counterpart: both always hold.
 #[derive(Debug, Clone)]
-#[must_use = "wrap() makes the module"]
+#[must_use = "wrap() makes the module, inplace() leaves it what it is"]
 pub struct ModuleCacher {
     options: CacheOptions,
 }
@@ -149,6 +158,31 @@ impl ModuleCacher {
     pub fn verbose(mut self, log_frequency: u64) -> Self {
         self.options.log_frequency = log_frequency;
         self
+    }
+
+    /// Graphs for a module that stays what it is, such as a [`LightningModule`](crate::module::LightningModule): its calls
+    /// (`module.call(&x)`, `ctx.graphed`) go by graphs on this thread until what is returned is dropped. See
+    /// [`GraphedInPlace`].
+    ///
+    /// ```
+    /// use voltaic::graph::ModuleCacher;
+    /// use voltaic::nn::{Callable, Linear};
+    /// # use voltaic::{Kind, Tensor};
+    ///
+    /// # fn main() -> anyhow::Result<()> {
+    /// let net = Linear::new(4, 2)?;
+    /// let graphs = ModuleCacher::new(10).inplace(&net);
+    /// for _ in 0..3 {
+    ///     net.call(&Tensor::ones([8, 4], (Kind::Float, tch::Device::Cpu)))?.sum(Kind::Float).backward();
+    /// }
+    /// assert_eq!((graphs.stats().misses, graphs.stats().checks, graphs.stats().hits), (1, 1, 1));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Source: `ModuleCacher(max_graphs)(model, inplace=True)`.
+    pub fn inplace(&self, module: &impl Module) -> GraphedInPlace {
+        GraphedInPlace::new(module, self.options.clone())
     }
 
     /// The module with its cache.
@@ -233,7 +267,6 @@ impl<M: Module> Module for GraphedModule<M> {
 
     fn set_training(&mut self, training: bool) {
         self.is_training = training;
-        mode_changed();
         self.module.set_training(training);
     }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::graph::Flops;
+use crate::nn::ModuleHooks;
 
 /// Fixed facts of a run.
 #[derive(Debug, Clone, Default)]
@@ -42,4 +43,6 @@ pub struct RunFacts {
     pub log_every_n_steps: u64,
     /// The first logger's version label, such as `0`, shown in the progress bar.
     pub version: Option<String>,
+    /// Hooks of the calls of modules.
+    pub(crate) module_hooks: ModuleHooks,
 }

@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
 use crate::graph::refuse_capture;
+use crate::nn::ModuleHooks;
 use crate::optim::{ActiveLrScheduler, LrSchedulerSpec, Optimizer};
 use crate::profiler::{Action, Profiling};
 
@@ -121,6 +122,26 @@ impl HookContext<'_> {
     /// Fixed facts of the run.
     pub fn facts(&self) -> &RunFacts {
         self.facts
+    }
+
+    /// Hooks of the calls of the module and of those within it, which are in force in its steps and stay until they are
+    /// removed:
+    ///
+    /// ```
+    /// # use voltaic::module::HookContext;
+    /// # struct Net { norms: Vec<f64> }
+    /// # impl Net {
+    /// fn on_fit_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
+    ///     let _ = ctx.module_hooks().register_forward_hook("encoder.*", |call, _, outputs| {
+    ///         println!("{}: {}", call.fqn(), outputs[0].norm().double_value(&[]));
+    ///         Ok(())
+    ///     });
+    ///     Ok(())
+    /// }
+    /// # }
+    /// ```
+    pub fn module_hooks(&self) -> &ModuleHooks {
+        &self.facts.module_hooks
     }
 
     /// Position of the batch within its loader, in batch hooks.

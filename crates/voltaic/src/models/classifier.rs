@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::data::Stage;
 use crate::module::{LightningModule, StepContext};
 use crate::nn::functional::{accuracy, cross_entropy};
-use crate::nn::{Forward, Member, Module};
+use crate::nn::{Forward, Member, Module, await_forward, within_call};
 use crate::optim::{Adam, Optimizers};
 
 /// A network with the steps of a classifier. Its state dict is the network's own, without a prefix.
@@ -85,6 +85,16 @@ impl<N: Forward> Module for Classifier<N> {
 
     fn type_name(&self) -> &'static str {
         self.net.type_name()
+    }
+}
+
+/// The network's.
+impl<N: Forward> Forward for Classifier<N> {
+    fn forward(&self, inputs: &Tensor) -> anyhow::Result<Tensor> {
+        within_call(self, inputs, |inputs| {
+            await_forward(&self.net);
+            self.net.forward(inputs)
+        })
     }
 }
 

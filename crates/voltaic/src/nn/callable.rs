@@ -74,17 +74,12 @@ impl Callable<Tensor> for dyn Forward {
     }
 }
 
-/// The module's code, as the call in progress if that is of this module.
-pub(crate) fn code_of<A: TensorTuple, M: Callable<A>>(module: &M, args: &A) -> anyhow::Result<M::Output> {
-    await_forward(module);
-    module.forward_with(args)
-}
-
-/// [`code_of`] on tensors one by one.
+/// The module's code, as the call in progress if that is of this module, on tensors one by one.
 pub(crate) fn call_with<A: TensorTuple, M: Callable<A>>(
     module: &M,
     inputs: &[Tensor],
 ) -> anyhow::Result<Vec<Tensor>> {
     let args = A::from_tensors(inputs.iter().map(Tensor::shallow_clone).collect())?;
-    Ok(code_of(module, &args)?.tensors())
+    await_forward(module);
+    Ok(module.forward_with(&args)?.tensors())
 }

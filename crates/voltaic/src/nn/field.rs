@@ -1,5 +1,6 @@
 //! What a field of a module may be: the calls that `#[derive(Module)]` makes for each one.
 
+use std::io::Write;
 use std::marker::PhantomData;
 
 use crate::nn::buffer::Buffer;
@@ -65,16 +66,31 @@ impl<F: Field> Field for Option<F> {
     }
 }
 
+/// Gives `body` the name of the element `index` of what is called `name`. It takes nothing from the heap, so that walks over
+/// modules are cheap: graphs look at all modes at each call.
+pub(super) fn with_index<R>(name: &str, index: usize, body: impl FnOnce(&str) -> R) -> R {
+    const ROOM: usize = 64;
+    let separator = if name.is_empty() { "" } else { "." };
+    let mut buffer = [0; ROOM];
+    let mut rest = &mut buffer[..];
+    let fits = write!(rest, "{name}{separator}{index}").is_ok();
+    let length = ROOM - rest.len();
+    match std::str::from_utf8(&buffer[..length]) {
+        Ok(text) if fits => body(text),
+        _ => body(&format!("{name}{separator}{index}")),
+    }
+}
+
 impl<F: Field> Field for [F] {
     fn members<'a>(&'a self, name: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
         for (index, field) in self.iter().enumerate() {
-            field.members(&format!("{name}.{index}"), visit);
+            with_index(name, index, |name| field.members(name, visit));
         }
     }
 
     fn children_mut<'a>(&'a mut self, name: &str, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
         for (index, field) in self.iter_mut().enumerate() {
-            field.children_mut(&format!("{name}.{index}"), visit);
+            with_index(name, index, |name| field.children_mut(name, visit));
         }
     }
 }
@@ -124,3 +140,18 @@ macro_rules! leaf {
 }
 
 leaf!(bool, i8, i16, i32, i64, isize, u8, u16, u32, u64, usize, f32, f64, char, String, &'static str);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_elements_may_be_of_any_length() {
+        assert_eq!(with_index("", 12, str::to_owned), "12");
+        assert_eq!(with_index("layers", 0, str::to_owned), "layers.0");
+        for length in [60, 61, 62, 63, 64, 65, 200] {
+            let name = "é".repeat(length / 2);
+            assert_eq!(with_index(&name, 10, str::to_owned), format!("{name}.10"));
+        }
+    }
+}

@@ -52,10 +52,12 @@ mod tree;
 
 pub use buffer::Buffer;
 pub use callable::Callable;
-pub(crate) use callable::{call_with, code_of};
-pub(crate) use calls::call::{call_as, within_call};
+pub(crate) use callable::call_with;
+pub(crate) use calls::call::{Body, CallTaker, Taken, await_forward, call_as, within_call};
+pub(crate) use calls::entry::CallWatcher;
 pub use calls::entry::ModuleCall;
 pub use calls::hooks::{ModuleHooks, RemovableHandle};
+pub(crate) use calls::reach::within as reachable;
 pub use calls::which::Which;
 pub use check::Sizes;
 #[doc(hidden)]
@@ -76,10 +78,13 @@ pub use layers::pool::{
 pub use layers::sync_batch_norm::SyncBatchNorm;
 pub(crate) use metric::refuse_shape;
 pub use metric::{Metric, MetricState, Reduction};
+#[allow(deprecated)]
+pub use modes::mode_changed;
+pub use modes::set_training;
 pub(crate) use modes::{ModeNumbers, set_training_modes, training_modes};
-pub use modes::{mode_changed, set_training};
 #[doc(hidden)]
 pub use module::AsModule;
+pub(crate) use module::identity;
 pub use module::{Forward, Member, Module};
 pub use parameter::{Logical, Parameter};
 pub(crate) use running_statistics::{EqualBatches, has_running_statistics, reset_running_statistics};

@@ -1,17 +1,10 @@
 //! Training and evaluation mode of all modules of a tree.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use super::module::{Member, Module};
 
-use crate::nn::module::{Member, Module};
-
-/// How often a mode was set in this process.
-static CHANGES: AtomicU64 = AtomicU64::new(0);
-
-/// Tells graphs that a module's mode was set. A [`Module::set_training`] that keeps a flag of its own calls it, as
-/// `#[module(training)]` does.
-pub fn mode_changed() {
-    CHANGES.fetch_add(1, Ordering::Relaxed);
-}
+/// Has no effect: graphs look at the modes of the modules themselves.
+#[deprecated(note = "graphs look at the modes at each call; a hand-written set_training need not tell them")]
+pub fn mode_changed() {}
 
 /// Sets the mode of `module` and of all modules below it.
 pub fn set_training(module: &mut dyn Module, training: bool) {
@@ -44,37 +37,41 @@ pub(crate) fn set_training_modes(module: &mut dyn Module, modes: &mut impl Itera
     module.children_mut(&mut |_, child| set_training_modes(child, modes));
 }
 
-/// Numbers the modes that a module and all modules below it have had, and looks at them again only after some module's
-/// mode was set: telling that nothing has changed takes no longer for more layers.
+/// Numbers the modes that a module and all modules below it have had.
 #[derive(Debug, Default)]
 pub(crate) struct ModeNumbers {
     known: Vec<Vec<bool>>,
-    /// How many changes there had been, and the number of the modes then.
-    last: Option<(u64, usize)>,
+    last: usize,
 }
 
 impl ModeNumbers {
     /// The number of the modes that `module`, always the same one, is in.
     pub(crate) fn number(&mut self, module: &dyn Module) -> usize {
-        let changes = CHANGES.load(Ordering::Relaxed);
-        if let Some((seen, number)) = self.last
-            && seen == changes
-        {
-            return number;
+        if self.known.get(self.last).is_some_and(|known| has_modes(module, known)) {
+            return self.last;
         }
         let modes = training_modes(module);
-        let number = self.known.iter().position(|known| *known == modes).unwrap_or_else(|| {
+        self.last = self.known.iter().position(|known| *known == modes).unwrap_or_else(|| {
             self.known.push(modes);
             self.known.len() - 1
         });
-        self.last = Some((changes, number));
-        number
+        self.last
     }
+}
 
-    /// Looks at the modes again next time, even if none was set.
-    pub(crate) fn look_again(&mut self) {
-        self.last = None;
+/// Whether the modes are these, without making a list of them.
+fn has_modes(module: &dyn Module, modes: &[bool]) -> bool {
+    fn compare(module: &dyn Module, rest: &mut std::slice::Iter<bool>) -> bool {
+        let mut is_same = module.is_training().is_none_or(|mode| rest.next() == Some(&mode));
+        module.members(&mut |_, member| {
+            if let Member::Module(child) = member {
+                is_same = is_same && compare(child, rest);
+            }
+        });
+        is_same
     }
+    let mut rest = modes.iter();
+    compare(module, &mut rest) && rest.next().is_none()
 }
 
 #[cfg(test)]

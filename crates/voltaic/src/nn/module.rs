@@ -82,8 +82,7 @@ pub trait Module: AsModule + Send + 'static {
     /// Calls `visit` with each direct sub-module, to be changed.
     fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module));
 
-    /// Sets this module's own mode, not its children's: layers that behave differently in training keep it, and call
-    /// [`mode_changed`](super::mode_changed).
+    /// Sets this module's own mode, not its children's: layers that behave differently in training keep it.
     fn set_training(&mut self, _training: bool) {}
 
     /// This module's own mode; `None` if it is the same in both.

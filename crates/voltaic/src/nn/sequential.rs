@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use crate::nn::callable::Callable;
 use crate::nn::calls::call::{at_place, within_call};
+use crate::nn::field::with_index;
 use crate::nn::module::{Forward, Member, Module};
 
 /// Applies its layers in order, as `torch.nn.Sequential`; they are named `0`, `1`, ...
@@ -58,13 +59,13 @@ impl Sequential {
 impl Module for Sequential {
     fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>)) {
         for (index, layer) in self.layers.iter().enumerate() {
-            visit(&index.to_string(), Member::Module(layer.as_ref()));
+            with_index("", index, |name| visit(name, Member::Module(layer.as_ref())));
         }
     }
 
     fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
         for (index, layer) in self.layers.iter_mut().enumerate() {
-            visit(&index.to_string(), layer.as_mut());
+            with_index("", index, |name| visit(name, layer.as_mut()));
         }
     }
 }

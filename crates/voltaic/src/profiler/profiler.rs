@@ -4,9 +4,11 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use tch::Tensor;
+
 use crate::data::Stage;
 use crate::error::Result;
-use crate::nn::Module;
+use crate::nn::{CallWatcher, Module, ModuleCall, ModuleHooks, Which};
 
 /// The run that a profiler looks at.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,6 +37,11 @@ pub trait Profiler: Send {
     fn setup(&mut self, run: &ProfiledRun) -> Result<()> {
         let _ = run;
         Ok(())
+    }
+
+    /// Whether calls of modules are actions, too: `[module]Linear: fc1`.
+    fn records_modules(&self) -> bool {
+        false
     }
 
     /// An action begins.
@@ -94,6 +101,13 @@ impl Profiling {
         self.start(|| format!("[LightningDataModule]{}.{hook}", short(type_name)))
     }
 
+    /// Measures calls of modules, if the profiler wants them.
+    pub(crate) fn watch(&self, hooks: &ModuleHooks) {
+        if self.0.as_ref().is_some_and(|profiler| locked(profiler, |profiler| profiler.records_modules())) {
+            let _ = hooks.watch(Which::All, Calls { profiling: self.clone(), running: Vec::new() });
+        }
+    }
+
     pub(crate) fn is_on(&self) -> bool {
         self.0.is_some()
     }
@@ -113,6 +127,25 @@ impl Profiling {
 
     pub(crate) fn summary(&self) -> Option<String> {
         self.0.as_ref().map(|profiler| locked(profiler, |profiler| profiler.summary()))
+    }
+}
+
+/// Calls of modules as actions.
+struct Calls {
+    profiling: Profiling,
+    /// None for a call of a module within its own: an action does not begin twice.
+    running: Vec<Option<Action>>,
+}
+
+impl CallWatcher for Calls {
+    fn before_forward(&mut self, call: &ModuleCall<'_>, _: &[Tensor]) -> anyhow::Result<()> {
+        let name = || format!("[module]{}: {}", call.type_name(), call.fqn());
+        self.running.push(self.profiling.start(name).ok());
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        self.running.pop();
     }
 }
 

@@ -23,11 +23,13 @@ pub struct SimpleProfilerConfig {
     pub filename: Option<String>,
     /// Also tell the number of calls, and the part of all time.
     pub extended: bool,
+    /// Also measure each call of a module, as `[module]Linear: fc1`. It costs about a microsecond for each.
+    pub record_module_names: bool,
 }
 
 impl Default for SimpleProfilerConfig {
     fn default() -> Self {
-        Self { dirpath: None, filename: None, extended: true }
+        Self { dirpath: None, filename: None, extended: true, record_module_names: false }
     }
 }
 
@@ -50,6 +52,7 @@ impl Recorded {
 pub struct SimpleProfiler {
     output: Output,
     extended: bool,
+    records_modules: bool,
     begun: Instant,
     running: HashMap<String, Instant>,
     recorded: Vec<Recorded>,
@@ -68,6 +71,7 @@ impl SimpleProfiler {
         Self {
             output: Output::new(config.dirpath, config.filename),
             extended: config.extended,
+            records_modules: config.record_module_names,
             begun: Instant::now(),
             running: HashMap::new(),
             recorded: Vec::new(),
@@ -163,6 +167,10 @@ fn width_with_tabs(line: &str) -> usize {
 }
 
 impl Profiler for SimpleProfiler {
+    fn records_modules(&self) -> bool {
+        self.records_modules
+    }
+
     fn setup(&mut self, run: &ProfiledRun) -> Result<()> {
         self.output.setup(run);
         Ok(())

@@ -111,6 +111,8 @@ pub(crate) fn assemble(
     set_up_libtorch(&plan)?;
     let run_folders = folders_of_runs(config, &given, &plan);
     let facts = build_loggers(config, &mut given, &plan, &world)?;
+    let profiling = given.profiler.take().map(Profiling::with).unwrap_or_default();
+    profiling.watch(&facts.module_hooks);
     let run = Run {
         checkpoint_io: checkpoint_io(given.checkpoint_io, &config.plugins, accelerator.name()),
         accelerator,
@@ -118,7 +120,7 @@ pub(crate) fn assemble(
         loggers: given.loggers,
         progress: Progress::default(),
         metrics: MetricStore::of_ranks(world.group().cloned()).off_if(plan.barebones),
-        profiling: given.profiler.map(Profiling::with).unwrap_or_default(),
+        profiling,
         strategy,
         agreed: Votes::default(),
         requests: Requests::default(),

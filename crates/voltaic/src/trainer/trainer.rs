@@ -9,6 +9,7 @@ use crate::distributed::World;
 use crate::error::{ConfigError, Result};
 use crate::graph::Flops;
 use crate::module::LightningModule;
+use crate::nn::ModuleHooks;
 use crate::precision::GradScaler;
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::graph::GraphReport;
@@ -248,6 +249,11 @@ impl Trainer {
     /// What scales the loss with `precision=16-mixed`, and how many steps it left out so far.
     pub fn grad_scaler(&self) -> Option<&GradScaler> {
         self.run.grad_scaler.as_ref()
+    }
+
+    /// Hooks of the calls of modules that this trainer runs: see [`HookContext::module_hooks`](crate::module::HookContext::module_hooks).
+    pub fn module_hooks(&self) -> &ModuleHooks {
+        &self.run.facts.module_hooks
     }
 
     /// What the profiler has measured, as text; `None` without a profiler.

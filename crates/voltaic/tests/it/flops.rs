@@ -127,7 +127,7 @@ fn the_summary_has_a_column_for_them_and_throughput_uses_them() {
             "default_root_dir": root.path(), "accelerator": "cpu",
             "logger": [{"class_path": "JsonLinesLogger", "init_args": {}}],
             "callbacks": [
-                {"class_path": "ModelSummary", "init_args": {"max_depth": 2, "flops": true}},
+                {"class_path": "ModelSummary", "init_args": {"max_depth": 2, "flops": true, "sizes": true}},
                 {"class_path": "ThroughputMonitor", "init_args": {"window_size": 2, "available_flops": 1e12}},
             ],
         });
@@ -142,12 +142,12 @@ fn the_summary_has_a_column_for_them_and_throughput_uses_them() {
     let rows = text_of(&output);
     let printed = String::from_utf8_lossy(&output.stderr);
     let table = "\
-Name  | Type       | Params | FLOPs
------------------------------------
-net   | Sequential |    195 | 1.4 K
-net.0 | Linear     |    144 | 1.0 K
-net.1 | Relu       |      0 |     0
-net.2 | Linear     |     51 |   384
+Name  | Type       | Params | FLOPs | In sizes | Out sizes
+----------------------------------------------------------
+net   | Sequential |    195 | 1.4 K |   [4, 8] |    [4, 3]
+net.0 | Linear     |    144 | 1.0 K |   [4, 8] |   [4, 16]
+net.1 | Relu       |      0 |     0 |  [4, 16] |   [4, 16]
+net.2 | Linear     |     51 |   384 |  [4, 16] |    [4, 3]
 195 parameters, 195 trainable, 0.00 MB
 3.2 K floating-point operations of a training batch, 1.4 K of them forward
 ";
@@ -167,7 +167,7 @@ net.2 | Linear     |     51 |   384
 #[test]
 fn what_cannot_be_counted_is_explained() {
     let _rng = seeded(1);
-    let config = ModelSummaryConfig { max_depth: -2, flops: false };
+    let config = ModelSummaryConfig { max_depth: -2, flops: false, sizes: false };
     let error = ModelSummary::new(config).unwrap_err().to_string();
     assert!(error.contains("ModelSummary.max_depth: -2 levels; use -1 for all"), "{error}");
     let mut net = Summed { net: mlp() };

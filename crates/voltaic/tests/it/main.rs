@@ -14,6 +14,7 @@ mod away;
 mod batch_size_finder;
 mod callbacks;
 mod calls;
+mod calls_in_runs;
 mod checkpoint_io;
 mod class_paths;
 mod cli;

@@ -329,7 +329,7 @@ fn each_rank_has_a_report() {
         let config = SimpleProfilerConfig {
             dirpath: Some(folder.clone()),
             filename: Some("p".to_owned()),
-            extended: true,
+            ..SimpleProfilerConfig::default()
         };
         let builder = silent().default_root_dir(folder).accelerator("cpu").devices(2).strategy("ddp");
         let mut trainer = builder.max_epochs(1).profiler(config).build().unwrap();

@@ -61,6 +61,8 @@ struct Shared {
     version: AtomicU64,
     /// Hooks so far, with those that were removed.
     count: AtomicU64,
+    /// Of the hooks when it was looked whether they are heard, and 1.
+    checked: AtomicU64,
     /// Of the last tree.
     table: Mutex<Option<Table>>,
 }
@@ -228,6 +230,10 @@ impl ModuleHooks {
     /// After a first step: an error for a hook of a module that was run past its hooks, which is seen by the modules below
     /// it that were called; a warning for one that was not run at all.
     pub(crate) fn check_heard(&self) -> Result<()> {
+        let version = self.shared.version.load(Ordering::Acquire);
+        if self.shared.checked.swap(version + 1, Ordering::Relaxed) == version + 1 || version == 0 {
+            return Ok(());
+        }
         let table = self.shared.table();
         let Some(table) = &*table else { return Ok(()) };
         for (entry, nodes) in table.unheard() {

@@ -7,9 +7,9 @@ use crate::callback::Callback;
 use crate::data::{DataModule, Stage};
 use crate::device::Device;
 use crate::error::{ConfigError, Error, Result};
-use crate::graph::{Flops, StepCapture};
+use crate::graph::{Flops, StepCapture, scope_by_fqn};
 use crate::module::{HookContext, LightningModule};
-use crate::nn::{Module, ModuleExt};
+use crate::nn::{Module, ModuleExt, RemovableHandle};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::graph::GraphMode;
 use crate::trainer::search::trial::Searcher;
@@ -18,12 +18,15 @@ use crate::trainer::search::trial::Searcher;
 #[derive(Default)]
 struct Recorder {
     capture: Option<StepCapture>,
+    /// Operators are said to be in the modules that are called.
+    scopes: Option<RemovableHandle>,
     counted: Arc<Mutex<Option<Flops>>>,
 }
 
 impl Recorder {
     fn end(&mut self, module: &dyn Module) -> Result<()> {
         let Some(capture) = self.capture.take() else { return Ok(()) };
+        self.scopes.take().iter().for_each(RemovableHandle::remove);
         let names: Vec<(String, tch::Tensor)> = module
             .named_parameters()
             .into_iter()
@@ -40,10 +43,11 @@ impl Recorder {
 impl Callback for Recorder {
     fn on_train_batch_start(
         &mut self,
-        _ctx: &mut HookContext,
+        ctx: &mut HookContext,
         _module: &mut dyn Module,
     ) -> anyhow::Result<()> {
         self.capture = Some(StepCapture::begin()?);
+        self.scopes = Some(scope_by_fqn(ctx.module_hooks()));
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::graph::{self, MadeInCapture};
 use crate::module::{LightningModule, ManualOptimization, StepContext, StepState};
-use crate::nn::ModuleExt;
+use crate::nn::{ModuleExt, reachable};
 use crate::precision::{GradScaler, autocast};
 use crate::trainer::session::agree::votes;
 use crate::trainer::session::anomaly::check_gradients;
@@ -33,6 +33,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.prepare_replays()?;
         }
         let mut graphs = self.graphs.modules.take();
+        let hooks = self.run.facts.module_hooks.clone();
         let (parts, state, module) = self.parts();
         state.metrics.enter(scope);
         let (module, profiling) = (&*module, parts.profiling);
@@ -47,7 +48,7 @@ impl<M: LightningModule> Session<'_, M> {
             graphs: graphs.as_mut().map(|graphs| (graphs, is_training)),
         };
         let region = plan.precision.autocast_dtype().map(|dtype| autocast(plan.device, dtype)).transpose()?;
-        let output = guarded(|| step(module, batch, &mut ctx));
+        let output = hooks.within(module.as_dyn(), || guarded(|| step(module, batch, &mut ctx)));
         drop(region);
         if is_manual {
             self.run.progress.global_step += graph::take_replayed_steps();
@@ -55,11 +56,15 @@ impl<M: LightningModule> Session<'_, M> {
             self.adapt_loss_scale(); // after the steps of all optimizers, whose losses had the same scale
         }
         self.graphs.modules = graphs;
+        let output = output?;
         if is_manual && output.is_ok() {
             self.check_made_in_captures()?;
         }
         let output = output.map_err(|source| hook_error(point.name, &self.run.progress, source))?;
         self.check_logged()?;
+        if is_training {
+            hooks.check_heard()?;
+        }
         Ok(output)
     }
 
@@ -113,7 +118,9 @@ impl Parts<'_> {
         let _action = self.profiling.of_strategy(self.strategy.name(), "backward")?;
         self.strategy.begin_backward(loss, syncs, votes(self.signal, self.requests))?;
         let of_call = again(&mut state);
-        let done = self.module_call(of_call, module, "backward", batch, |m, ctx| m.backward(loss, ctx));
+        let done = reachable(module.as_dyn(), || {
+            self.module_call(of_call, module, "backward", batch, |m, ctx| m.backward(loss, ctx))
+        });
         *self.agreed = self.agreed.or(self.strategy.end_backward(done)?);
         if self.grad_scaler.is_some() {
             return Ok(()); // which leaves out steps whose gradients are not finite

@@ -116,7 +116,6 @@ impl<M: LightningModule> Session<'_, M> {
         if self.graphs.epoch.replace(epoch) == Some(epoch) {
             return;
         }
-        self.graphs.modes.look_again();
         let trained: Vec<bool> = self.module.parameters().iter().map(|p| p.requires_grad()).collect();
         if self.graphs.trained != trained {
             self.graphs.entries.clear();
@@ -196,7 +195,8 @@ impl<M: LightningModule> Session<'_, M> {
         self.hooks_before_graph(window, facts)?;
         let mut placeholders = inputs.iter().map(Tensor::shallow_clone);
         let batch = batch.map_tensors(&mut |tensor| Ok(placeholders.next().unwrap_or(tensor)))?;
-        let capture = graph::StepCapture::begin()?;
+        let scopes = graph::scope_by_fqn(&self.run.facts.module_hooks);
+        let capture = graph::StepCapture::begin().inspect_err(|_| scopes.remove())?;
         self.run.metrics.begin_capture();
         let loss: Result<Tensor> = self.without_hooks_before(|session| {
             let loss = forward_backward(session, &batch)?;
@@ -208,6 +208,7 @@ impl<M: LightningModule> Session<'_, M> {
         });
         let logged = self.run.metrics.end_capture();
         let captured = capture.end();
+        scopes.remove();
         let loss = loss?; // an error of the step is more to the point than one of the capture
         self.run.metrics.record_again(&logged)?;
         self.check_logged()?;
