@@ -203,7 +203,7 @@ pub trait LightningModule: Module + Sized {
         clip: Option<GradientClip>,
         ctx: &mut HookContext,
     ) -> anyhow::Result<()> {
-        Ok(clip.map_or(Ok(()), |clip| clip.apply(optimizer.param_groups()))?)
+        Ok(clip.map_or(Ok(()), |clip| optimizer.clip(clip))?)
     }
 
     /// Steps the optimizer: the place for a warm-up by hand. Not called with manual optimization, nor for a step left out

@@ -53,22 +53,41 @@ pub fn clip_grad_norm_of_type<'a>(
     norm_type: f64,
 ) -> Result<Tensor> {
     check_bound(max_norm)?;
-    if norm_type.is_nan() {
-        let remedy = "use 2, another number, or infinity for the largest absolute value";
-        return Err(ConfigError::new("norm_type", "NaN is not a norm", remedy).into());
-    }
     let grads = grads_of(params)?;
+    let norm = norm_of(&grads, norm_type)?;
     if grads.is_empty() {
-        return Ok(Tensor::from(0.0_f32));
+        return Ok(norm);
     }
     let _no_grad = tch::no_grad_guard();
-    let norms = ffi::foreach_norm(&grads, norm_type)?;
-    let dim: Option<&[i64]> = None;
-    let norm = norms.f_linalg_norm(norm_type, dim, false, None)?;
     // the reciprocal, because PyTorch divides a number by a tensor this way and rounds twice
     let factor = norm.f_add_scalar(1e-6)?.f_reciprocal()?.f_mul_scalar(max_norm)?.f_clamp_max(1.0)?;
     ffi::foreach_mul_tensor(&grads, &factor)?;
     Ok(norm)
+}
+
+/// The `norm_type`-norm of the gradients, taken over all of them as one vector: shape `[]`, as [`clip_grad_norm_of_type`]
+/// returns it, and nothing is changed.
+///
+/// Same result as `torch.nn.utils.get_total_norm` of the gradients.
+///
+/// # Errors
+/// [`ConfigError`] if `norm_type` is NaN.
+pub fn grad_norm<'a>(params: impl IntoIterator<Item = &'a Tensor>, norm_type: f64) -> Result<Tensor> {
+    norm_of(&grads_of(params)?, norm_type)
+}
+
+fn norm_of(grads: &TensorList, norm_type: f64) -> Result<Tensor> {
+    if norm_type.is_nan() {
+        let remedy = "use 2, another number, or infinity for the largest absolute value";
+        return Err(ConfigError::new("norm_type", "NaN is not a norm", remedy).into());
+    }
+    if grads.is_empty() {
+        return Ok(Tensor::from(0.0_f32));
+    }
+    let _no_grad = tch::no_grad_guard();
+    let norms = ffi::foreach_norm(grads, norm_type)?;
+    let dim: Option<&[i64]> = None;
+    Ok(norms.f_linalg_norm(norm_type, dim, false, None)?)
 }
 
 /// Limits each element of the gradients to `[-clip_value, clip_value]`, in place.

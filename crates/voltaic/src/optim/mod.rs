@@ -19,7 +19,7 @@ mod setters;
 mod sgd;
 
 pub use adam::{Adam, AdamW};
-pub use clip::{GradientClip, clip_grad_norm, clip_grad_norm_of_type, clip_grad_value};
+pub use clip::{GradientClip, clip_grad_norm, clip_grad_norm_of_type, clip_grad_value, grad_norm};
 pub use config::{LrSchedulerConfig, OptimizerConfig, SequentialLr};
 pub use lr_scheduler::{
     AnnealStrategy, BuildLrScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,

@@ -3,8 +3,10 @@
 use serde_json::Value;
 use tch::Tensor;
 
+use super::clip::{GradientClip, grad_norm};
 use super::param_group::{ParamGroup, ParamGroupSpec};
 use crate::error::Result;
+use crate::precision::unscale_grads;
 
 /// Changes parameters by their gradients.
 pub trait Optimizer: Send {
@@ -42,6 +44,33 @@ pub trait Optimizer: Send {
     /// The groups, so that hyper-parameters can be changed between steps.
     fn param_groups_mut(&mut self) -> &mut [ParamGroup];
 
+    /// Multiplies the gradients by `inverse`, which takes the factor of a [`GradScaler`](crate::precision::GradScaler) out
+    /// of them, and says whether all are finite, on all ranks.
+    ///
+    /// An optimizer whose gradients are parts of those of other ranks must ask them; the default looks at its own.
+    ///
+    /// # Errors
+    /// libtorch's; [`DistributedError`](crate::error::DistributedError) if a rank is gone.
+    fn unscale(&mut self, inverse: f64) -> Result<bool> {
+        unscale_grads(leaves(self.param_groups()), inverse)
+    }
+
+    /// The `norm_type`-norm of all gradients together, those of all ranks if they are divided: shape `[]`. Changes nothing.
+    ///
+    /// # Errors
+    /// [`ConfigError`](crate::error::ConfigError) if `norm_type` is NaN; as [`Optimizer::unscale`].
+    fn grad_norm(&mut self, norm_type: f64) -> Result<Tensor> {
+        grad_norm(leaves(self.param_groups()), norm_type)
+    }
+
+    /// Limits the gradients in place; what `configure_gradient_clipping` does unless it is overridden.
+    ///
+    /// # Errors
+    /// [`ConfigError`](crate::error::ConfigError) if the limit is negative or NaN; as [`Optimizer::unscale`].
+    fn clip(&mut self, clip: GradientClip) -> Result<()> {
+        clip.apply(self.param_groups())
+    }
+
     /// The state as named tensors, which share storage with the optimizer until its next step: copy what must last.
     fn state_dict(&self) -> OptimizerState;
 
@@ -53,6 +82,11 @@ pub trait Optimizer: Send {
     /// [`CheckpointError::Mismatch`](crate::error::CheckpointError::Mismatch) with all names and shapes that do not
     /// fit; nothing is changed then.
     fn load_state_dict(&mut self, state: OptimizerState) -> Result<()>;
+}
+
+/// The leaves of the parameters in `groups`, which have the gradients.
+fn leaves(groups: &[ParamGroup]) -> impl Iterator<Item = &Tensor> {
+    groups.iter().flat_map(ParamGroup::params).map(|(_, parameter)| parameter.leaf())
 }
 
 /// What an optimizer remembers.

@@ -75,13 +75,7 @@ impl GradScaler {
     /// # Errors
     /// libtorch's.
     pub fn unscale<'a>(&self, params: impl IntoIterator<Item = &'a Tensor>) -> Result<bool> {
-        let grads: Vec<Tensor> = params.into_iter().map(Tensor::grad).filter(Tensor::defined).collect();
-        let Some(first) = grads.first() else { return Ok(true) };
-        let inverse = Tensor::from(1.0 / self.scale).f_to_kind(Kind::Float)?.f_to_device(first.device())?;
-        let list = ffi::TensorList::new(&grads)?;
-        ffi::foreach_mul_tensor(&list, &inverse)?;
-        let largest = ffi::foreach_norm(&list, f64::INFINITY)?;
-        Ok(largest.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0) // sync point
+        unscale_grads(params, 1.0 / self.scale)
     }
 
     /// Adapts the scale after a step, or after one that was left out because gradients were not finite.
@@ -115,6 +109,17 @@ impl GradScaler {
             self.growth_tracker = 0;
         }
     }
+}
+
+/// Multiplies the gradients of parameters by `inverse`, in place, and says whether all of them are finite.
+pub(crate) fn unscale_grads<'a>(params: impl IntoIterator<Item = &'a Tensor>, inverse: f64) -> Result<bool> {
+    let grads: Vec<Tensor> = params.into_iter().map(Tensor::grad).filter(Tensor::defined).collect();
+    let Some(first) = grads.first() else { return Ok(true) };
+    let inverse = Tensor::from(inverse).f_to_kind(Kind::Float)?.f_to_device(first.device())?;
+    let list = ffi::TensorList::new(&grads)?;
+    ffi::foreach_mul_tensor(&list, &inverse)?;
+    let largest = ffi::foreach_norm(&list, f64::INFINITY)?;
+    Ok(largest.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0) // sync point
 }
 
 #[cfg(test)]

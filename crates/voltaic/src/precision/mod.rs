@@ -19,6 +19,7 @@ pub use autocast::{
 };
 pub(crate) use cast_log::log_casts;
 pub use grad_scaler::GradScaler;
+pub(crate) use grad_scaler::unscale_grads;
 pub(crate) use op_lists::set_run_lists;
 pub use op_lists::{OpLists, reset_op_lists, set_op_lists};
 pub use plugin::{HpuPrecisionPlugin, OptLevel};

@@ -179,10 +179,14 @@ impl SingleDeviceConfig {
 }
 
 /// What a strategy is once its name is understood.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) enum StrategyPlan {
+    #[default]
     SingleDevice,
-    Ddp { name: &'static str, config: DdpConfig },
+    Ddp {
+        name: &'static str,
+        config: DdpConfig,
+    },
 }
 
 const KNOWN: &str = "use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, hpu_ddp or hpu_parallel, \

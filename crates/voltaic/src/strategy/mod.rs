@@ -3,6 +3,7 @@
 //! A strategy gets the module, losses and votes from the trainer, never the trainer. [`SingleDevice`] does nothing
 //! beyond backward; [`Ddp`] averages gradients while backward runs.
 
+mod build;
 mod config;
 mod ddp;
 mod single;
@@ -14,5 +15,5 @@ pub(crate) use config::StrategyPlan;
 pub use config::{DdpConfig, GradientCompression, SingleDeviceConfig, StrategyClass, StrategyConfig};
 pub use ddp::Ddp;
 pub use single::SingleDevice;
-pub use strategy::Strategy;
+pub use strategy::{BuildStrategy, Strategy, StrategyChoice};
 pub use votes::Votes;

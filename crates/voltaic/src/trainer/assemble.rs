@@ -14,10 +14,10 @@ use crate::logger::{Logger, Loggers, RunFolders};
 use crate::module::{MetricStore, Requests, RunFacts};
 use crate::precision::{GradScaler, Precision};
 use crate::profiler::{Profiler, Profiling};
-use crate::strategy::Votes;
+use crate::strategy::{BuildStrategy, Votes};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::callbacks::{CallbackConfig, is_a};
-use crate::trainer::config::graph::GraphReport;
+use crate::trainer::config::graph::{GraphMode, GraphReport};
 use crate::trainer::config::optimizers::OptimizerOverride;
 use crate::trainer::config::searches::Searches;
 use crate::trainer::config::values::{Limit, PluginConfig};
@@ -34,6 +34,8 @@ use crate::trainer::state::find::run_folders;
 pub(crate) struct Given {
     /// In place of the one that the configuration names, whose name is this one's.
     pub accelerator: Option<Arc<dyn Accelerator>>,
+    /// In place of the one that the configuration names.
+    pub strategy: Option<Box<dyn BuildStrategy>>,
     pub callbacks: Vec<Box<dyn Callback>>,
     pub loggers: Vec<Box<dyn Logger>>,
     pub checkpoint_io: Option<Box<dyn CheckpointIo>>,
@@ -69,6 +71,10 @@ pub(crate) fn resolve(config: &mut TrainerConfig, given: &mut Given) -> Result<R
         }
         problems.extend(minima_above_maxima(config, plan));
     }
+    if given.strategy.is_some() && config.graph == GraphMode::Step {
+        let what = "step, but the program gives a strategy of its own";
+        problems.push(ConfigProblem::new("trainer.graph", what, "use graph=none, or leave the strategy out"));
+    }
     if config.barebones && !given.loggers.is_empty() {
         let what = "barebones=true switches logging off, but the builder was given a logger";
         problems.push(ConfigProblem::new("trainer.logger", what, "remove one of the two"));
@@ -101,7 +107,7 @@ pub(crate) fn assemble(
     plan: TrainPlan,
     accelerator: Arc<dyn Accelerator>,
 ) -> Result<(TrainPlan, Run)> {
-    let (strategy, device) = join(config, &plan, accelerator.as_ref())?;
+    let (strategy, device) = join(config, &plan, accelerator.as_ref(), given.strategy.take())?;
     let plan = TrainPlan { device, ..plan };
     let world = strategy.world().clone();
     add_displays(config, &mut given, world.is_global_zero());

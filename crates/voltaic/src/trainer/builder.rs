@@ -10,7 +10,7 @@ use crate::ffi;
 use crate::logger::{Logger, Loggers};
 use crate::optim::OptimizerConfig;
 use crate::profiler::{Profiler, ProfilerConfig};
-use crate::strategy::StrategyConfig;
+use crate::strategy::{StrategyChoice, StrategyConfig};
 use crate::trainer::assemble::{Given, Resolved, assemble, resolve};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::callbacks::CallbackConfig;
@@ -53,6 +53,7 @@ impl TrainerBuilder {
     pub fn config(mut self, config: TrainerConfig) -> Self {
         self.config = config;
         self.given.accelerator = None;
+        self.given.strategy = None;
         self
     }
 
@@ -65,6 +66,20 @@ impl TrainerBuilder {
         (self.config.accelerator, self.given.accelerator) = match accelerator.into() {
             AcceleratorChoice::Name(name) => (name, None),
             AcceleratorChoice::Value(value) => (value.name().to_owned(), Some(value)),
+        };
+        self
+    }
+
+    /// Sets [`TrainerConfig::strategy`]: a name, settings such as [`DdpConfig`](crate::strategy::DdpConfig), or a value that
+    /// makes a [`Strategy`](crate::strategy::Strategy) of your own; see [`BuildStrategy`](crate::strategy::BuildStrategy). With
+    /// the latter the configuration holds `auto`.
+    ///
+    /// With several ranks each process makes its own value, as it runs the whole program.
+    #[must_use]
+    pub fn strategy(mut self, strategy: impl Into<StrategyChoice>) -> Self {
+        (self.config.strategy, self.given.strategy) = match strategy.into() {
+            StrategyChoice::Config(config) => (config, None),
+            StrategyChoice::Value(value) => (StrategyConfig::from("auto"), Some(value)),
         };
         self
     }
@@ -142,7 +157,6 @@ impl TrainerBuilder {
     keys! {
         devices: Devices;
         num_nodes: u64;
-        strategy: StrategyConfig;
         use_distributed_sampler: bool;
         sync_batchnorm: bool;
         max_restarts: u64;

@@ -4,7 +4,7 @@ use crate::accelerator::Accelerator;
 use crate::device::Device;
 use crate::distributed::{self, Placement, Variables, World};
 use crate::error::Result;
-use crate::strategy::{Ddp, SingleDevice, Strategy, StrategyConfig, StrategyPlan};
+use crate::strategy::{BuildStrategy, Strategy, StrategyConfig};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::plan::train_plan::TrainPlan;
 
@@ -14,21 +14,45 @@ pub(crate) fn join(
     config: &TrainerConfig,
     plan: &TrainPlan,
     accelerator: &dyn Accelerator,
+    given: Option<Box<dyn BuildStrategy>>,
 ) -> Result<(Box<dyn Strategy>, Device)> {
+    let (world, device) = meet(config, plan, accelerator, given.as_deref())?;
+    let strategy = match given {
+        Some(given) => {
+            accelerator.setup()?; // which its devices may need
+            given.build(world)?
+        }
+        None => plan.ranks.strategy.clone().build(world),
+    };
+    let world = strategy.world();
+    if let Some(group) = world.group().filter(|_| world.is_global_zero() && world.world_size > 1) {
+        let (name, nodes) = (strategy.name(), plan.ranks.num_nodes);
+        tracing::info!("{name}: {} ranks on {nodes} node(s), over {}", world.world_size, group.backend());
+    }
+    Ok((strategy, device))
+}
+
+/// The ranks, which have met, and the device of this one.
+fn meet(
+    config: &TrainerConfig,
+    plan: &TrainPlan,
+    accelerator: &dyn Accelerator,
+    given: Option<&dyn BuildStrategy>,
+) -> Result<(World, Device)> {
     let variables = Variables::of_process();
     let restarts = config.max_restarts > 0;
-    let strategy = plan.ranks.strategy.clone();
-    if strategy == StrategyPlan::SingleDevice {
+    let strategy = &plan.ranks.strategy;
+    if !strategy.is_distributed() {
         if config.strategy == StrategyConfig::from("auto") {
             variables.check_alone()?;
         }
         // a rank may have a trainer for itself, which its launcher does not look after
         if !restarts || variables.is_rank_of_launcher() {
-            return Ok((Box::new(SingleDevice::default()), plan.device));
+            return Ok((World::default(), plan.device));
         }
     }
     let placement = match plan.ranks.place(&variables, restarts)? {
-        Placement::Single => return Ok((Box::new(SingleDevice::default()), plan.device)),
+        Placement::Single => return Ok((World::default(), plan.device)),
         Placement::Launcher(launch) => {
             let folder = plan.default_root_dir.join("rank_logs");
             let code = distributed::launch(&launch, config.max_restarts, &folder)?;
@@ -36,16 +60,11 @@ pub(crate) fn join(
         }
         Placement::Rank(placement) => placement,
     };
-    let StrategyPlan::Ddp { name, config: ddp } = strategy else {
-        let world = World::supervised(&placement, distributed::DEFAULT_TIMEOUT)?;
-        return Ok((Box::new(SingleDevice::of(world)), plan.device));
-    };
+    if !strategy.is_distributed() {
+        return Ok((World::supervised(&placement, distributed::DEFAULT_TIMEOUT)?, plan.device));
+    }
     let device = plan.ranks.device_of(placement.local_rank)?;
     accelerator.setup()?; // decides the back end
-    let world = World::join(&placement, device, ddp.timeout())?;
-    if let Some(group) = world.group().filter(|_| world.is_global_zero() && world.world_size > 1) {
-        let nodes = plan.ranks.num_nodes;
-        tracing::info!("{name}: {} ranks on {nodes} node(s), over {}", world.world_size, group.backend());
-    }
-    Ok((Box::new(Ddp::new(name, world, ddp)), device))
+    let timeout = given.map_or_else(|| strategy.timeout(), BuildStrategy::timeout);
+    Ok((World::join(&placement, device, timeout)?, device))
 }

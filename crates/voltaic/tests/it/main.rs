@@ -75,6 +75,7 @@ mod resume;
 mod resume_state;
 mod rng;
 mod saved_state;
+mod sharded;
 mod swa;
 mod trainer;
 mod trainer_arguments;

@@ -55,7 +55,7 @@ impl Strategy for Ddp {
         &self.world
     }
 
-    fn setup(&mut self, module: &dyn Module) -> Result<()> {
+    fn prepare(&mut self, module: &dyn Module) -> Result<()> {
         self.teardown();
         let Some(group) = self.peers().cloned() else { return Ok(()) };
         same_modules(&group, module)?;

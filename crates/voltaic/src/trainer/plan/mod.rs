@@ -17,7 +17,6 @@ use crate::device::Device;
 use crate::error::{ConfigError, DeviceError};
 use crate::ffi::DeterministicMode;
 use crate::optim::GradientClip;
-use crate::strategy::StrategyPlan;
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::graph::GraphMode;
 use crate::trainer::config::values::{Deterministic, GradientClipAlgorithm};
@@ -128,7 +127,7 @@ fn check_graph(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, prob
         let what = format!("graph={} with detect_anomaly: a replay runs no checks", config.graph);
         problems.add("graph", what, "set trainer.graph=off, or trainer.detect_anomaly=false");
     }
-    if config.graph == GraphMode::Step && ranks.strategy != StrategyPlan::SingleDevice {
+    if config.graph == GraphMode::Step && ranks.strategy.is_distributed() {
         let what =
             format!("graph={} with several ranks: a replay would not average their gradients", config.graph);
         problems.add("graph", what, "set trainer.graph=modules or off, or train on one device");

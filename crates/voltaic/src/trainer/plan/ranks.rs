@@ -49,9 +49,9 @@ impl RankPlan {
             Ok(Ok(strategy)) => strategy,
             Ok(Err(error)) => {
                 problems.0.extend(error.problems);
-                StrategyPlan::SingleDevice
+                StrategyPlan::default()
             }
-            Err(_) => StrategyPlan::SingleDevice, // reported above
+            Err(_) => StrategyPlan::default(), // reported above
         };
         if !(1..=MAX_NODES).contains(&config.num_nodes) {
             let what = format!("{} nodes", config.num_nodes);
@@ -73,7 +73,7 @@ impl RankPlan {
             devices: self.devices.len(),
             is_auto: self.devices_is_auto,
             num_nodes: self.num_nodes,
-            is_distributed: self.strategy != StrategyPlan::SingleDevice,
+            is_distributed: self.strategy.is_distributed(),
             restarts,
         };
         Placement::find(variables, wanted)

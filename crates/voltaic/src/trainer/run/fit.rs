@@ -196,7 +196,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         if window.closes {
             let is_finite =
-                unscale(&mut self.run.grad_scaler, &self.optimizers, self.run.progress.global_step)?;
+                unscale(&mut self.run.grad_scaler, &mut self.optimizers, self.run.progress.global_step)?;
             self.adapt_loss_scale();
             call_shared_hook!(self, on_before_optimizer_step, facts)?;
             if !(is_finite && self.graphed_update(facts, |session| session.update(true, facts))?) {

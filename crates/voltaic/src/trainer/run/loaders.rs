@@ -1,7 +1,6 @@
 //! Asks the data module and the module for loaders when it is their turn, and counts how many batches they give.
 
 use crate::data::{Batch, DataLoader, DataModule, Remainder, Stage};
-use crate::distributed::World;
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
 use crate::trainer::config::values::Limit;
@@ -145,7 +144,7 @@ impl<M: LightningModule> Session<'_, M> {
                 "overfit_batches: the training data is not shuffled, so that the batches stay the same"
             );
         }
-        shard_train(&mut train, self.plan, self.run.world())?;
+        shard_train(&mut train, self.plan, self.run.strategy.data_share())?;
         Ok(train)
     }
 
@@ -166,7 +165,7 @@ impl<M: LightningModule> Session<'_, M> {
                 loader.repeat_first_epoch();
             }
         }
-        shard_eval(&mut val, self.plan, self.run.world())?;
+        shard_eval(&mut val, self.plan, self.run.strategy.data_share())?;
         Ok(val)
     }
 
@@ -214,27 +213,31 @@ impl<M: LightningModule> Session<'_, M> {
 }
 
 /// Leaves a training loader with this rank's part, padded so that all ranks have as many batches.
-fn shard_train<B: Batch>(loader: &mut DataLoader<B>, plan: &TrainPlan, world: &World) -> Result<()> {
-    shard(std::slice::from_mut(loader), plan, world, Remainder::Repeat)
+fn shard_train<B: Batch>(
+    loader: &mut DataLoader<B>,
+    plan: &TrainPlan,
+    (rank, ranks): (usize, usize),
+) -> Result<()> {
+    shard(std::slice::from_mut(loader), plan, (rank, ranks), Remainder::Repeat)
 }
 
 /// Leaves evaluation loaders with this rank's part: each sample counts once.
 pub(crate) fn shard_eval<B: Batch>(
     loaders: &mut [DataLoader<B>],
     plan: &TrainPlan,
-    world: &World,
+    (rank, ranks): (usize, usize),
 ) -> Result<()> {
-    shard(loaders, plan, world, Remainder::Exact)
+    shard(loaders, plan, (rank, ranks), Remainder::Exact)
 }
 
 fn shard<B: Batch>(
     loaders: &mut [DataLoader<B>],
     plan: &TrainPlan,
-    world: &World,
+    (rank, ranks): (usize, usize),
     remainder: Remainder,
 ) -> Result<()> {
-    if world.world_size == 1 || !plan.ranks.use_distributed_sampler {
+    if ranks == 1 || !plan.ranks.use_distributed_sampler {
         return Ok(());
     }
-    loaders.iter_mut().try_for_each(|loader| loader.shard(world.rank, world.world_size, remainder))
+    loaders.iter_mut().try_for_each(|loader| loader.shard(rank, ranks, remainder))
 }

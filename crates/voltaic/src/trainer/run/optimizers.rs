@@ -21,7 +21,8 @@ pub(crate) fn configure_optimizers<M: LightningModule>(session: &mut Session<M>)
         Some(lr) => configured.with_lr(lr),
         None => configured,
     };
-    for (index, built) in configured.build(session.module)?.into_iter().enumerate() {
+    for (index, built) in session.run.strategy.optimizers(configured, session.module)?.into_iter().enumerate()
+    {
         session.optimizers.push(built.optimizer);
         session
             .schedulers

@@ -11,7 +11,7 @@ use crate::data::{DataLoader, DataModule, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::{LightningModule, MetricStore, Requests};
-use crate::nn::{ModuleExt, SyncBatchNorm, set_training};
+use crate::nn::{ModuleExt, SyncBatchNorm, name_parameters, set_training};
 use crate::precision::{log_casts, set_run_lists};
 use crate::profiler::ProfiledRun;
 use crate::strategy::Votes;
@@ -47,6 +47,7 @@ impl Run {
             Ok(mut loaders) => session.train(&mut loaders).and_then(|()| session.end_fit()),
             Err(error) => Err(error),
         };
+        let result = result.and_then(|done| session.run.strategy.finish(session.module).map(|()| done));
         let result = session.conclude(result);
         (session.run.graphs, session.run.after_fit) =
             (session.graphs.take_report(), session.after_fit.take());
@@ -67,7 +68,11 @@ impl Run {
         self.begin(stage)?;
         let mut session = Session::new(plan, options, self, module, data, stage)?;
         let result = evaluate_session(&mut session, body);
-        session.conclude(result)
+        let result = result.and_then(|done| session.run.strategy.finish(session.module).map(|()| done));
+        let result = session.conclude(result);
+        drop(session);
+        self.strategy.teardown();
+        result
     }
 
     /// Nothing of an earlier fit may show in the next.
@@ -112,7 +117,7 @@ fn evaluate_session<M: LightningModule, T>(
     session.warn_of_shuffled(&loaders);
     loaders.iter_mut().for_each(|loader| loader.set_seed(rng::global_seed()));
     session.set_batch_size(&mut loaders)?;
-    shard_eval(&mut loaders, session.plan, session.run.world())?;
+    shard_eval(&mut loaders, session.plan, session.run.strategy.data_share())?;
     let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
     let num_batches = limit_batches(source.limit_key, (source.limit)(session.plan), &available)?;
     session.run.facts.num_eval_batches = num_batches.iter().sum();
@@ -203,7 +208,8 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(dtype) = self.plan.precision.true_dtype() {
             self.module.to_dtype(dtype)?;
         }
-        self.run.strategy.setup(self.module)
+        name_parameters(self.module);
+        self.run.strategy.prepare(self.module)
     }
 
     /// The `teardown` hooks, and the end of the loggers.

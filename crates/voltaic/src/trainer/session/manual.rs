@@ -64,9 +64,9 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
             let remedy = "call ctx.manual_backward(&loss), not loss.backward()";
             return Err(ConfigError::new("optimizer.step", what, remedy).into());
         }
-        let optimizer = &parts.optimizers[optimizer_idx];
+        let optimizer = &mut parts.optimizers[optimizer_idx];
         let is_finite =
-            unscale(parts.grad_scaler, std::slice::from_ref(optimizer), state.progress.global_step)?;
+            unscale(parts.grad_scaler, std::slice::from_mut(optimizer), state.progress.global_step)?;
         parts.shared_hook(
             again(&mut state),
             *module,
@@ -122,13 +122,14 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
 /// optimizers may step; without a scaler they always may.
 pub(crate) fn unscale(
     scaler: &mut Option<GradScaler>,
-    optimizers: &[Box<dyn Optimizer>],
+    optimizers: &mut [Box<dyn Optimizer>],
     global_step: u64,
 ) -> Result<bool> {
     let Some(scaler) = scaler else { return Ok(true) };
-    let groups = optimizers.iter().flat_map(|optimizer| optimizer.param_groups());
-    let params = groups.flat_map(|group| group.params()).map(|(_, parameter)| parameter.leaf());
-    let all_finite = scaler.unscale(params)?; // sync point
+    let (inverse, mut all_finite) = (1.0 / scaler.get_scale(), true);
+    for optimizer in optimizers {
+        all_finite &= optimizer.unscale(inverse)?; // sync point
+    }
     scaler.record(all_finite);
     if !all_finite {
         let (scale, count) = (scaler.get_scale(), scaler.num_skipped_steps());

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::graph::{self, MadeInCapture};
 use crate::module::{LightningModule, ManualOptimization, StepContext, StepState};
-use crate::nn::{ModuleExt, reachable};
+use crate::nn::{ModuleExt, reachable, take_gather_failure};
 use crate::precision::{GradScaler, autocast};
 use crate::trainer::session::agree::votes;
 use crate::trainer::session::anomaly::check_gradients;
@@ -59,6 +59,9 @@ impl<M: LightningModule> Session<'_, M> {
         let output = output?;
         if is_manual && output.is_ok() {
             self.check_made_in_captures()?;
+        }
+        if let Some(failure) = take_gather_failure() {
+            return Err(failure); // the step has failed of it, or gone on without a weight
         }
         let output = output.map_err(|source| hook_error(point.name, &self.run.progress, source))?;
         self.check_logged()?;

@@ -19,6 +19,9 @@ use crate::trainer::session::session::Session;
 /// # Sync
 /// Copies weights and optimizer state.
 pub(crate) fn freeze<M: LightningModule>(session: &mut Session<M>) -> Result<Frozen> {
+    if session.takes_part_in_saving() {
+        collect(session, false)?;
+    }
     Ok(match session.run.world().is_global_zero() {
         true => Frozen::Whole(Box::new(collect(session, false)?.snapshot()?)),
         false => Frozen::Own(rank_to_bytes(&own_state(session)?)?),
@@ -29,6 +32,9 @@ pub(crate) fn freeze<M: LightningModule>(session: &mut Session<M>) -> Result<Fro
 pub(crate) fn keep<M: LightningModule>(session: &mut Session<M>) -> Result<AfterFit> {
     if let Some(frozen) = session.frozen.take() {
         return Ok(AfterFit::Frozen(frozen));
+    }
+    if session.takes_part_in_saving() {
+        training_state(session)?;
     }
     Ok(match session.run.world().is_global_zero() {
         true => {

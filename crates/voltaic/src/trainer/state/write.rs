@@ -28,10 +28,22 @@ impl<M: LightningModule> Session<'_, M> {
         let requests = std::mem::take(&mut self.run.requests.checkpoints);
         let is_full = |request: &CheckpointRequest| !request.weights_only && request.link_to.is_none();
         let mut ranks = if requests.iter().any(is_full) { gather_ranks(self)? } else { Vec::new() };
+        if self.takes_part_in_saving() {
+            let frozen = self.frozen.is_some();
+            let read_back =
+                |request: &&CheckpointRequest| request.link_to.is_none() && (request.weights_only || !frozen);
+            let requests: Vec<_> = requests.iter().filter(read_back).collect();
+            requests.iter().try_for_each(|request| collect(self, request.weights_only).map(drop))?;
+        }
         if !self.run.world().is_global_zero() {
             return Ok(()); // rank 0 writes
         }
         requests.iter().try_for_each(|request| write(self, request, &mut ranks))
+    }
+
+    /// Whether this rank, which does not write, has to read back what it holds a part of.
+    pub(crate) fn takes_part_in_saving(&self) -> bool {
+        !self.run.world().is_global_zero() && self.run.strategy.divides_state()
     }
 
     /// Keeps the run as it is now for the checkpoints to come, if there may be some: what follows is done because the run
