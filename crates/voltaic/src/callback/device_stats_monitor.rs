@@ -157,7 +157,7 @@ impl Callback for DeviceStatsMonitor {
 mod tests {
     use super::*;
     use crate::accelerator::CudaAccelerator;
-    use crate::module::{MetricStore, Profiling, Progress, Requests, RunFacts};
+    use crate::module::{BatchFacts, MetricStore, Profiling, Progress, Requests, RunFacts, StepOutput};
 
     /// What is logged in a hook of a run on a GPU, whose memory is not measured.
     fn rows_on_a_gpu(monitor: &mut DeviceStatsMonitor, log_step: Option<u64>) -> Vec<(Vec<String>, u64)> {
@@ -172,17 +172,12 @@ mod tests {
             requests: &mut requests,
             optimizers: &mut [],
             schedulers: &mut Vec::new(),
-            loss: None,
-            batch_idx: 0,
-            batch_size: None,
-            batch_indices: &[],
-            prediction: None,
-            dataloader_idx: 0,
+            batch: None,
+            of_batch: BatchFacts { log_step, ..BatchFacts::default() },
+            no_output: StepOutput::default(),
             is_sanity_check: false,
             is_training: true,
             has_begun: false,
-            will_validate: false,
-            log_step,
         };
         monitor.start(&ctx);
         monitor.log("on_train_batch_end", &mut ctx);

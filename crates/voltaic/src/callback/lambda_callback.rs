@@ -1,159 +1,221 @@
 //! A callback made of closures.
 
+use std::collections::HashMap;
+
 use crate::checkpoint::Checkpoint;
 use crate::data::Stage;
 use crate::error::Error;
-use crate::lightning::Callback;
-use crate::module::HookContext;
+use crate::lightning::{Callback, Hook, HookContext, StepHook};
 use crate::nn::Module;
 
-type Hook = Box<dyn FnMut(&mut HookContext, &mut dyn Module) -> anyhow::Result<()> + Send>;
-type SharedHook = Box<dyn FnMut(&mut HookContext, &dyn Module) -> anyhow::Result<()> + Send>;
-type ExceptionHook = Box<dyn FnMut(&mut HookContext, &Error) + Send>;
-type SaveHook = Box<dyn FnMut(&mut HookContext, &mut Checkpoint) -> anyhow::Result<()> + Send>;
-type LoadHook = Box<dyn FnMut(&Checkpoint) -> anyhow::Result<()> + Send>;
-type StageHook = Box<dyn FnMut(Stage, &mut dyn Module) -> anyhow::Result<()> + Send>;
+type Closure = Box<dyn FnMut(&mut HookContext, &mut dyn Module) -> anyhow::Result<()> + Send>;
+type StepClosure = Box<dyn FnMut(&mut HookContext, &dyn Module) -> anyhow::Result<()> + Send>;
+type ExceptionClosure = Box<dyn FnMut(&mut HookContext, &Error) + Send>;
+type SaveClosure = Box<dyn FnMut(&mut HookContext, &mut Checkpoint) -> anyhow::Result<()> + Send>;
+type LoadClosure = Box<dyn FnMut(&Checkpoint) -> anyhow::Result<()> + Send>;
+type StageClosure = Box<dyn FnMut(Stage, &mut dyn Module) -> anyhow::Result<()> + Send>;
 
-/// Makes the struct with a closure for each hook, the setters, and the hooks that call them.
-macro_rules! lambda_callback {
-    ($($hook:ident),*; $($shared:ident),*; $($stage:ident),*) => {
-        /// Runs closures at hooks, for what is not worth a type of its own. Source: Lightning's `LambdaCallback`.
-        ///
-        /// ```
-        /// use voltaic::callback::LambdaCallback;
-        /// let callback = LambdaCallback::new().on_train_epoch_end(|ctx, _module| {
-        ///     println!("epoch {} is done", ctx.current_epoch());
-        ///     Ok(())
-        /// });
-        /// ```
-        #[derive(Default)]
-        pub struct LambdaCallback {
-            $($hook: Option<Hook>,)*
-            $($shared: Option<SharedHook>,)*
-            $($stage: Option<StageHook>,)*
-            on_exception: Option<ExceptionHook>,
-            on_save_checkpoint: Option<SaveHook>,
-            on_load_checkpoint: Option<LoadHook>,
-        }
+/// Runs closures at hooks, for what is not worth a type of its own. Source: Lightning's `LambdaCallback`.
+///
+/// ```
+/// use voltaic::callback::LambdaCallback;
+/// use voltaic::module::Hook;
+/// let callback = LambdaCallback::new().on_train_epoch_end(|ctx, _module| {
+///     println!("epoch {} is done", ctx.current_epoch());
+///     Ok(())
+/// });
+/// // the same closure at several hooks
+/// let callback = [Hook::OnTestStart, Hook::OnTestEnd].into_iter().fold(callback, |callback, hook| {
+///     callback.on(hook, move |_ctx, _module| {
+///         println!("{}", hook.name());
+///         Ok(())
+///     })
+/// });
+/// ```
+#[derive(Default)]
+pub struct LambdaCallback {
+    hooks: HashMap<Hook, Closure>,
+    step_hooks: HashMap<StepHook, StepClosure>,
+    setup: Option<StageClosure>,
+    teardown: Option<StageClosure>,
+    on_exception: Option<ExceptionClosure>,
+    on_save_checkpoint: Option<SaveClosure>,
+    on_load_checkpoint: Option<LoadClosure>,
+}
 
+impl LambdaCallback {
+    /// Without closures.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets what runs at a hook.
+    #[must_use]
+    pub fn on(
+        mut self,
+        hook: Hook,
+        closure: impl FnMut(&mut HookContext, &mut dyn Module) -> anyhow::Result<()> + Send + 'static,
+    ) -> Self {
+        self.hooks.insert(hook, Box::new(closure));
+        self
+    }
+
+    /// Sets what runs at a hook around backward or the optimizer.
+    #[must_use]
+    pub fn on_step(
+        mut self,
+        hook: StepHook,
+        closure: impl FnMut(&mut HookContext, &dyn Module) -> anyhow::Result<()> + Send + 'static,
+    ) -> Self {
+        self.step_hooks.insert(hook, Box::new(closure));
+        self
+    }
+
+    /// Sets what runs at [`Callback::setup`].
+    #[must_use]
+    pub fn setup(
+        mut self,
+        closure: impl FnMut(Stage, &mut dyn Module) -> anyhow::Result<()> + Send + 'static,
+    ) -> Self {
+        self.setup = Some(Box::new(closure));
+        self
+    }
+
+    /// Sets what runs at [`Callback::teardown`].
+    #[must_use]
+    pub fn teardown(
+        mut self,
+        closure: impl FnMut(Stage, &mut dyn Module) -> anyhow::Result<()> + Send + 'static,
+    ) -> Self {
+        self.teardown = Some(Box::new(closure));
+        self
+    }
+
+    /// Sets what runs at [`Callback::on_exception`].
+    #[must_use]
+    pub fn on_exception(mut self, closure: impl FnMut(&mut HookContext, &Error) + Send + 'static) -> Self {
+        self.on_exception = Some(Box::new(closure));
+        self
+    }
+
+    /// Sets what runs at [`Callback::on_save_checkpoint`].
+    #[must_use]
+    pub fn on_save_checkpoint(
+        mut self,
+        closure: impl FnMut(&mut HookContext, &mut Checkpoint) -> anyhow::Result<()> + Send + 'static,
+    ) -> Self {
+        self.on_save_checkpoint = Some(Box::new(closure));
+        self
+    }
+
+    /// Sets what runs at [`Callback::on_load_checkpoint`].
+    #[must_use]
+    pub fn on_load_checkpoint(
+        mut self,
+        closure: impl FnMut(&Checkpoint) -> anyhow::Result<()> + Send + 'static,
+    ) -> Self {
+        self.on_load_checkpoint = Some(Box::new(closure));
+        self
+    }
+}
+
+/// A setter by the name of each hook: `on_fit_start(closure)` is `on(Hook::OnFitStart, closure)`.
+macro_rules! setters {
+    ($on:ident, $hook:ident, $module:ty; $($name:ident $variant:ident),* $(,)?) => {
         impl LambdaCallback {
-            /// Without closures.
-            pub fn new() -> Self {
-                Self::default()
-            }
-
             $(
-                #[doc = concat!("Sets what runs at [`Callback::", stringify!($hook), "`].")]
+                #[doc = concat!("Sets what runs at [`Callback::", stringify!($name), "`].")]
                 #[must_use]
-                pub fn $hook(
-                    mut self,
-                    hook: impl FnMut(&mut HookContext, &mut dyn Module) -> anyhow::Result<()> + Send + 'static,
+                pub fn $name(
+                    self,
+                    closure: impl FnMut(&mut HookContext, $module) -> anyhow::Result<()> + Send + 'static,
                 ) -> Self {
-                    self.$hook = Some(Box::new(hook));
-                    self
-                }
-            )*
-            $(
-                #[doc = concat!("Sets what runs at [`Callback::", stringify!($shared), "`].")]
-                #[must_use]
-                pub fn $shared(
-                    mut self,
-                    hook: impl FnMut(&mut HookContext, &dyn Module) -> anyhow::Result<()> + Send + 'static,
-                ) -> Self {
-                    self.$shared = Some(Box::new(hook));
-                    self
-                }
-            )*
-            $(
-                #[doc = concat!("Sets what runs at [`Callback::", stringify!($stage), "`].")]
-                #[must_use]
-                pub fn $stage(
-                    mut self,
-                    hook: impl FnMut(Stage, &mut dyn Module) -> anyhow::Result<()> + Send + 'static,
-                ) -> Self {
-                    self.$stage = Some(Box::new(hook));
-                    self
-                }
-            )*
-
-            /// Sets what runs at [`Callback::on_exception`].
-            #[must_use]
-            pub fn on_exception(mut self, hook: impl FnMut(&mut HookContext, &Error) + Send + 'static) -> Self {
-                self.on_exception = Some(Box::new(hook));
-                self
-            }
-
-            /// Sets what runs at [`Callback::on_save_checkpoint`].
-            #[must_use]
-            pub fn on_save_checkpoint(
-                mut self,
-                hook: impl FnMut(&mut HookContext, &mut Checkpoint) -> anyhow::Result<()> + Send + 'static,
-            ) -> Self {
-                self.on_save_checkpoint = Some(Box::new(hook));
-                self
-            }
-
-            /// Sets what runs at [`Callback::on_load_checkpoint`].
-            #[must_use]
-            pub fn on_load_checkpoint(
-                mut self,
-                hook: impl FnMut(&Checkpoint) -> anyhow::Result<()> + Send + 'static,
-            ) -> Self {
-                self.on_load_checkpoint = Some(Box::new(hook));
-                self
-            }
-        }
-
-        impl Callback for LambdaCallback {
-            fn saves_on_exception(&self) -> bool {
-                self.on_exception.is_some() // it may
-            }
-
-            fn on_exception(&mut self, ctx: &mut HookContext, error: &Error) {
-                if let Some(hook) = &mut self.on_exception {
-                    hook(ctx, error);
-                }
-            }
-
-            fn on_save_checkpoint(
-                &mut self,
-                ctx: &mut HookContext,
-                checkpoint: &mut Checkpoint,
-            ) -> anyhow::Result<()> {
-                self.on_save_checkpoint.as_mut().map_or(Ok(()), |hook| hook(ctx, checkpoint))
-            }
-
-            fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
-                self.on_load_checkpoint.as_mut().map_or(Ok(()), |hook| hook(checkpoint))
-            }
-
-            $(
-                fn $hook(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
-                    self.$hook.as_mut().map_or(Ok(()), |hook| hook(ctx, module))
-                }
-            )*
-            $(
-                fn $shared(&mut self, ctx: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
-                    self.$shared.as_mut().map_or(Ok(()), |hook| hook(ctx, module))
-                }
-            )*
-            $(
-                fn $stage(&mut self, stage: Stage, module: &mut dyn Module) -> anyhow::Result<()> {
-                    self.$stage.as_mut().map_or(Ok(()), |hook| hook(stage, module))
+                    self.$on($hook::$variant, closure)
                 }
             )*
         }
     };
 }
 
-lambda_callback! {
-    on_fit_start, on_fit_end, on_sanity_check_start, on_sanity_check_end,
-    on_train_start, on_train_end, on_train_epoch_start, on_train_epoch_end, on_train_batch_start, on_train_batch_end,
-    on_validation_start, on_validation_end, on_validation_epoch_start, on_validation_epoch_end,
-    on_validation_batch_start, on_validation_batch_end,
-    on_test_start, on_test_end, on_test_epoch_start, on_test_epoch_end, on_test_batch_start, on_test_batch_end,
-    on_predict_start, on_predict_end, on_predict_epoch_start, on_predict_epoch_end,
-    on_predict_batch_start, on_predict_batch_end;
-    on_before_zero_grad, on_before_backward, on_after_backward, on_before_optimizer_step;
-    setup, teardown
+setters! { on, Hook, &mut dyn Module;
+    on_fit_start OnFitStart,
+    on_fit_end OnFitEnd,
+    on_sanity_check_start OnSanityCheckStart,
+    on_sanity_check_end OnSanityCheckEnd,
+    on_train_start OnTrainStart,
+    on_train_end OnTrainEnd,
+    on_train_epoch_start OnTrainEpochStart,
+    on_train_epoch_end OnTrainEpochEnd,
+    on_train_batch_start OnTrainBatchStart,
+    on_train_batch_end OnTrainBatchEnd,
+    on_validation_start OnValidationStart,
+    on_validation_end OnValidationEnd,
+    on_validation_epoch_start OnValidationEpochStart,
+    on_validation_epoch_end OnValidationEpochEnd,
+    on_validation_batch_start OnValidationBatchStart,
+    on_validation_batch_end OnValidationBatchEnd,
+    on_test_start OnTestStart,
+    on_test_end OnTestEnd,
+    on_test_epoch_start OnTestEpochStart,
+    on_test_epoch_end OnTestEpochEnd,
+    on_test_batch_start OnTestBatchStart,
+    on_test_batch_end OnTestBatchEnd,
+    on_predict_start OnPredictStart,
+    on_predict_end OnPredictEnd,
+    on_predict_epoch_start OnPredictEpochStart,
+    on_predict_epoch_end OnPredictEpochEnd,
+    on_predict_batch_start OnPredictBatchStart,
+    on_predict_batch_end OnPredictBatchEnd,
+}
+
+setters! { on_step, StepHook, &dyn Module;
+    on_before_zero_grad OnBeforeZeroGrad,
+    on_before_backward OnBeforeBackward,
+    on_after_backward OnAfterBackward,
+    on_before_optimizer_step OnBeforeOptimizerStep,
+}
+
+impl Callback for LambdaCallback {
+    fn saves_on_exception(&self) -> bool {
+        self.on_exception.is_some() // it may ask for a checkpoint
+    }
+
+    fn setup(&mut self, stage: Stage, module: &mut dyn Module) -> anyhow::Result<()> {
+        self.setup.as_mut().map_or(Ok(()), |closure| closure(stage, module))
+    }
+
+    fn teardown(&mut self, stage: Stage, module: &mut dyn Module) -> anyhow::Result<()> {
+        self.teardown.as_mut().map_or(Ok(()), |closure| closure(stage, module))
+    }
+
+    fn on_exception(&mut self, ctx: &mut HookContext, error: &Error) {
+        if let Some(closure) = &mut self.on_exception {
+            closure(ctx, error);
+        }
+    }
+
+    fn on_save_checkpoint(
+        &mut self,
+        ctx: &mut HookContext,
+        checkpoint: &mut Checkpoint,
+    ) -> anyhow::Result<()> {
+        self.on_save_checkpoint.as_mut().map_or(Ok(()), |closure| closure(ctx, checkpoint))
+    }
+
+    fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
+        self.on_load_checkpoint.as_mut().map_or(Ok(()), |closure| closure(checkpoint))
+    }
+
+    fn on_hook(&mut self, hook: Hook, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        self.hooks.get_mut(&hook).map_or(Ok(()), |closure| closure(ctx, module))
+    }
+
+    fn on_step_hook(
+        &mut self,
+        hook: StepHook,
+        ctx: &mut HookContext,
+        module: &dyn Module,
+    ) -> anyhow::Result<()> {
+        self.step_hooks.get_mut(&hook).map_or(Ok(()), |closure| closure(ctx, module))
+    }
 }

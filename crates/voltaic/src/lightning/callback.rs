@@ -1,6 +1,7 @@
 //! `Callback`: code that runs at points of a run without being part of the model.
 
 use super::hook_context::HookContext;
+use super::hooks::{Hook, StepHook};
 use crate::checkpoint::{Checkpoint, CheckpointPaths};
 use crate::data::Stage;
 use crate::nn::Module;
@@ -63,6 +64,62 @@ pub trait Callback: Send {
     /// The best and the last checkpoint this callback has saved, if it saves any.
     fn checkpoint_paths(&self) -> Option<CheckpointPaths> {
         None
+    }
+
+    /// Called at each [`Hook`]; calls the method of that name. For a callback that does the same at many hooks: with this
+    /// implemented, its own methods of those names are not called.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_hook(&mut self, hook: Hook, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        match hook {
+            Hook::OnFitStart => self.on_fit_start(ctx, module),
+            Hook::OnFitEnd => self.on_fit_end(ctx, module),
+            Hook::OnSanityCheckStart => self.on_sanity_check_start(ctx, module),
+            Hook::OnSanityCheckEnd => self.on_sanity_check_end(ctx, module),
+            Hook::OnTrainStart => self.on_train_start(ctx, module),
+            Hook::OnTrainEnd => self.on_train_end(ctx, module),
+            Hook::OnTrainEpochStart => self.on_train_epoch_start(ctx, module),
+            Hook::OnTrainEpochEnd => self.on_train_epoch_end(ctx, module),
+            Hook::OnTrainBatchStart => self.on_train_batch_start(ctx, module),
+            Hook::OnTrainBatchEnd => self.on_train_batch_end(ctx, module),
+            Hook::OnValidationStart => self.on_validation_start(ctx, module),
+            Hook::OnValidationEnd => self.on_validation_end(ctx, module),
+            Hook::OnValidationEpochStart => self.on_validation_epoch_start(ctx, module),
+            Hook::OnValidationEpochEnd => self.on_validation_epoch_end(ctx, module),
+            Hook::OnValidationBatchStart => self.on_validation_batch_start(ctx, module),
+            Hook::OnValidationBatchEnd => self.on_validation_batch_end(ctx, module),
+            Hook::OnTestStart => self.on_test_start(ctx, module),
+            Hook::OnTestEnd => self.on_test_end(ctx, module),
+            Hook::OnTestEpochStart => self.on_test_epoch_start(ctx, module),
+            Hook::OnTestEpochEnd => self.on_test_epoch_end(ctx, module),
+            Hook::OnTestBatchStart => self.on_test_batch_start(ctx, module),
+            Hook::OnTestBatchEnd => self.on_test_batch_end(ctx, module),
+            Hook::OnPredictStart => self.on_predict_start(ctx, module),
+            Hook::OnPredictEnd => self.on_predict_end(ctx, module),
+            Hook::OnPredictEpochStart => self.on_predict_epoch_start(ctx, module),
+            Hook::OnPredictEpochEnd => self.on_predict_epoch_end(ctx, module),
+            Hook::OnPredictBatchStart => self.on_predict_batch_start(ctx, module),
+            Hook::OnPredictBatchEnd => self.on_predict_batch_end(ctx, module),
+        }
+    }
+
+    /// The same of the hooks around backward and the optimizer.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn on_step_hook(
+        &mut self,
+        hook: StepHook,
+        ctx: &mut HookContext,
+        module: &dyn Module,
+    ) -> anyhow::Result<()> {
+        match hook {
+            StepHook::OnBeforeZeroGrad => self.on_before_zero_grad(ctx, module),
+            StepHook::OnBeforeBackward => self.on_before_backward(ctx, module),
+            StepHook::OnAfterBackward => self.on_after_backward(ctx, module),
+            StepHook::OnBeforeOptimizerStep => self.on_before_optimizer_step(ctx, module),
+        }
     }
 
     /// Called first in each of fit, validate, test and predict.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use super::output::StepOutput;
 use crate::graph::Flops;
 use crate::nn::ModuleHooks;
 
@@ -45,4 +46,20 @@ pub struct RunFacts {
     pub version: Option<String>,
     /// Hooks of the calls of modules.
     pub(crate) module_hooks: ModuleHooks,
+}
+
+/// Facts of the batch that a hook or a step is about.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct BatchFacts<'a> {
+    pub batch_idx: usize,
+    pub dataloader_idx: usize,
+    pub batch_size: Option<usize>,
+    pub batch_indices: &'a [usize],
+    /// What the step gave, once it is done.
+    pub output: Option<&'a StepOutput>,
+    pub will_validate: bool,
+    /// Step under which the loggers take rows of this batch, if they do.
+    pub log_step: Option<u64>,
+    /// Set if there are several loaders, so that metrics get a suffix.
+    pub metric_suffix: Option<usize>,
 }

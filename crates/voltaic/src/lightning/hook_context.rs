@@ -1,14 +1,17 @@
 //! What hooks are given: where the run stands, `log`, and requests to the trainer.
 
+use std::any::type_name;
 use std::path::Path;
 
 use tch::Tensor;
 
-use super::facts::RunFacts;
+use super::facts::{BatchFacts, RunFacts};
 use super::logged::{LogEntry, LogValue, MetricStore};
+use super::output::{AnyBatch, StepOutput};
 use super::requests::{CheckpointRequest, Requests};
 use crate::accelerator::Accelerator;
 use crate::checkpoint::Progress;
+use crate::data::Batch;
 use crate::device::Device;
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
@@ -28,17 +31,13 @@ pub struct HookContext<'a> {
     pub(crate) requests: &'a mut Requests,
     pub(crate) optimizers: &'a mut [Box<dyn Optimizer>],
     pub(crate) schedulers: &'a mut Vec<ActiveLrScheduler>,
-    pub(crate) loss: Option<&'a Tensor>,
-    pub(crate) batch_idx: usize,
-    pub(crate) batch_size: Option<usize>,
-    pub(crate) batch_indices: &'a [usize],
-    pub(crate) prediction: Option<&'a Tensor>,
-    pub(crate) dataloader_idx: usize,
+    /// In batch hooks.
+    pub(crate) batch: Option<&'a mut (dyn AnyBatch + 'static)>,
+    pub(crate) of_batch: BatchFacts<'a>,
+    pub(crate) no_output: StepOutput,
     pub(crate) is_sanity_check: bool,
     pub(crate) is_training: bool,
     pub(crate) has_begun: bool,
-    pub(crate) will_validate: bool,
-    pub(crate) log_step: Option<u64>,
 }
 
 impl HookContext<'_> {
@@ -54,7 +53,7 @@ impl HookContext<'_> {
     /// do at the last batch: its batches all have the same step, at which a curve has room for one point. They never do
     /// without a logger, with `log_every_n_steps` 0, in the sanity check and in prediction.
     pub fn log_step(&self) -> Option<u64> {
-        self.log_step
+        self.of_batch.log_step
     }
 
     /// Gives values to the loggers after this hook, as a row of its own: unlike those of [`HookContext::log`] they are
@@ -147,27 +146,52 @@ impl HookContext<'_> {
     /// Position of the batch within its loader, in batch hooks.
     pub fn batch_idx(&self) -> usize {
         refuse_capture("the step asks for ctx.batch_idx(), which changes from step to step");
-        self.batch_idx
+        self.of_batch.batch_idx
     }
 
     /// Samples of the batch, in batch hooks; `None` if its tensors do not tell.
     pub fn batch_size(&self) -> Option<usize> {
-        self.batch_size
+        self.of_batch.batch_size
     }
 
     /// Samples of the data set that the batch is made of, in its order; set in the batch hooks of evaluations.
     pub fn batch_indices(&self) -> &[usize] {
-        self.batch_indices
+        self.of_batch.batch_indices
     }
 
     /// What `predict_step` gave for the batch; set in `on_predict_batch_end`.
     pub fn prediction(&self) -> Option<&Tensor> {
-        self.prediction
+        self.of_batch.output?.prediction()
+    }
+
+    /// The batch, in batch hooks: on the device, as the step gets it. `B` is the module's `Batch`.
+    ///
+    /// # Errors
+    /// If the hook is not about a batch, or the batch has another type.
+    pub fn batch<B: Batch>(&self) -> anyhow::Result<&B> {
+        let batch = self.batch.as_deref().ok_or_else(|| no_batch(self.metrics.hook()))?;
+        batch.as_any().downcast_ref().ok_or_else(|| wrong_batch::<B>(batch.type_name()))
+    }
+
+    /// The batch, to be changed. The step sees what `on_*_batch_start` makes of it; in `on_*_batch_end` it has been run.
+    ///
+    /// # Errors
+    /// If the hook is not about a batch, or the batch has another type.
+    pub fn batch_mut<B: Batch>(&mut self) -> anyhow::Result<&mut B> {
+        let batch = self.batch.as_deref_mut().ok_or_else(|| no_batch(self.metrics.hook()))?;
+        let is = batch.type_name();
+        self.requests.changed_batch = true;
+        batch.as_any_mut().downcast_mut().ok_or_else(|| wrong_batch::<B>(is))
+    }
+
+    /// What the step gave for the batch, in `on_{train,validation,test,predict}_batch_end`; empty in other hooks.
+    pub fn outputs(&self) -> &StepOutput {
+        self.of_batch.output.unwrap_or(&self.no_output)
     }
 
     /// Which of several evaluation loaders the batch is from, in batch hooks.
     pub fn dataloader_idx(&self) -> usize {
-        self.dataloader_idx
+        self.of_batch.dataloader_idx
     }
 
     /// The batches are those of the check before training.
@@ -187,13 +211,13 @@ impl HookContext<'_> {
 
     /// Validation follows this training batch.
     pub fn will_validate(&self) -> bool {
-        self.will_validate
+        self.of_batch.will_validate
     }
 
     /// The loss of the training batch just done, divided by `accumulate_grad_batches`; scalar, detached, on the
     /// device. Set in `on_train_batch_end`.
     pub fn loss(&self) -> Option<&Tensor> {
-        self.loss
+        self.of_batch.output?.loss()
     }
 
     /// The latest value of a metric by its name (`val_loss`, `train_loss_epoch`).
@@ -306,6 +330,15 @@ impl HookContext<'_> {
     pub fn request_checkpoint(&mut self, request: CheckpointRequest) {
         self.requests.checkpoints.push(request);
     }
+}
+
+fn no_batch(hook: &str) -> anyhow::Error {
+    anyhow::anyhow!("{hook} is not about a batch; ask for it in on_*_batch_start or on_*_batch_end")
+}
+
+fn wrong_batch<B>(is: &str) -> anyhow::Error {
+    let asked = type_name::<B>();
+    anyhow::anyhow!("the batch is a {is}, not a {asked}; ask for the module's `Batch`")
 }
 
 /// Steps one of the schedules on the groups of its optimizer.

@@ -20,6 +20,8 @@ pub struct CheckpointRequest {
 pub struct Requests {
     pub(crate) stop: Option<String>,
     pub(crate) skips_epoch: bool,
+    /// A hook has asked for the batch to change it.
+    pub(crate) changed_batch: bool,
     pub(crate) updates_running_statistics: bool,
     pub(crate) accumulate_grad_batches: Option<u64>,
     pub(crate) checkpoints: Vec<CheckpointRequest>,

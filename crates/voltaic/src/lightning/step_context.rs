@@ -1,7 +1,14 @@
 //! What steps are given.
 
+use std::any::Any;
+use std::borrow::Cow;
+
+use tch::Tensor;
+
+use super::facts::BatchFacts;
 use super::logged::{LogEntry, LogValue, MetricStore};
 use super::manual::ManualOptimization;
+use super::output::{OutputValue, StepOutput};
 use crate::checkpoint::Progress;
 use crate::distributed::ProcessGroup;
 use crate::error::Result;
@@ -13,8 +20,8 @@ pub struct StepContext<'a> {
     pub(crate) metrics: &'a mut MetricStore,
     pub(crate) progress: &'a mut Progress,
     pub(crate) profiling: &'a Profiling,
-    pub(crate) batch_idx: usize,
-    pub(crate) dataloader_idx: usize,
+    pub(crate) batch: BatchFacts<'a>,
+    pub(crate) outputs: &'a mut StepOutput,
     /// There in a training step with manual optimization.
     pub(crate) manual: Option<&'a mut dyn ManualOptimization>,
     /// There with `trainer.graph=modules`, with whether modules are in training mode.
@@ -28,6 +35,48 @@ impl StepContext<'_> {
     /// the epoch. Tensors stay on their device until something has to be printed or written.
     pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
         LogEntry::new(self.metrics, name, value.into())
+    }
+
+    /// Gives a tensor to the hooks after the step, under a name: `ctx.outputs().tensor("logits")` in
+    /// `on_{train,validation,test,predict}_batch_end` of the module and of callbacks has it, detached, on the device. A later one takes the
+    /// place of an earlier one of that name. Predictions given so are written by `PredictionWriter`.
+    ///
+    /// ```
+    /// # use voltaic::module::{HookContext, StepContext};
+    /// # use voltaic::nn::{Forward, Linear};
+    /// # use voltaic::Tensor;
+    /// # struct Net { layer: Linear }
+    /// # impl Net {
+    /// fn validation_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<()> {
+    ///     let logits = self.layer.forward(batch)?;
+    ///     ctx.output("logits", &logits);
+    ///     Ok(())
+    /// }
+    ///
+    /// fn on_validation_batch_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
+    ///     let (batch, logits) = (ctx.batch::<Tensor>()?, ctx.outputs().tensor("logits")?);
+    ///     assert_eq!(batch.size()[0], logits.size()[0]);
+    ///     Ok(())
+    /// }
+    /// # }
+    /// ```
+    pub fn output(&mut self, name: impl Into<Cow<'static, str>>, tensor: &Tensor) {
+        self.outputs.put(name.into(), OutputValue::Tensor(tensor.shallow_clone()));
+    }
+
+    /// The same of a value of any other type: `ctx.outputs().value::<String>("caption")` has it. Not in a step that a graph
+    /// replays, since it would be the value of the step that was captured.
+    pub fn output_value<T: Any + Send>(&mut self, name: impl Into<Cow<'static, str>>, value: T) {
+        refuse_capture(
+            "the step gives a value to ctx.output_value(), which graphs do not compute; give a tensor to ctx.output()",
+        );
+        let value = OutputValue::Value { value: Box::new(value), type_name: std::any::type_name::<T>() };
+        self.outputs.put(name.into(), value);
+    }
+
+    /// What `predict_step` returns if all it has is given by name: `return Ok(ctx.no_prediction())`.
+    pub fn no_prediction(&self) -> Tensor {
+        Tensor::new()
     }
 
     /// Calls a module that lies within the user's own: with `trainer.graph=modules` by a graph, which is captured for each
@@ -90,11 +139,11 @@ impl StepContext<'_> {
     /// Position of this batch within its loader, from 0.
     pub fn batch_idx(&self) -> usize {
         refuse_capture("the step asks for ctx.batch_idx(), which changes from step to step");
-        self.batch_idx
+        self.batch.batch_idx
     }
 
     /// Which of several evaluation loaders this batch is from, from 0.
     pub fn dataloader_idx(&self) -> usize {
-        self.dataloader_idx
+        self.batch.dataloader_idx
     }
 }

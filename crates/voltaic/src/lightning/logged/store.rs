@@ -154,6 +154,11 @@ impl MetricStore {
         std::mem::replace(&mut self.scope, scope)
     }
 
+    /// Name of the hook or step that runs.
+    pub(crate) fn hook(&self) -> &'static str {
+        self.scope.hook
+    }
+
     /// Options a value has in the current hook unless it says otherwise.
     pub(crate) fn default_options(&self) -> LogOptions {
         let on_step = self.scope.level == Level::Step;

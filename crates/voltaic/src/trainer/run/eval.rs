@@ -8,15 +8,11 @@ use crate::accelerator::rng;
 use crate::data::{Batch, DataLoader, EpochRange, Stage};
 use crate::error::Result;
 use crate::ffi::InferenceMode;
-use crate::module::LightningModule;
+use crate::module::{BatchFacts, Hook, LightningModule, StepOutput};
 use crate::nn::{set_training, set_training_modes, training_modes};
 use crate::trainer::run::loaders::FitLoaders;
-use crate::trainer::session::hooks::{BatchFacts, HookPoint, call_hook, hook_point, module_hook};
 use crate::trainer::session::session::Session;
-
-const VALIDATION_STEP: HookPoint = hook_point!(validation_step, Eval, Epoch);
-const TEST_STEP: HookPoint = hook_point!(test_step, Eval, Epoch);
-const PREDICT_STEP: HookPoint = hook_point!(predict_step, Eval, Denied);
+use crate::trainer::session::step::Step;
 
 /// Metrics of an evaluation, by name, in the order they were first logged.
 pub type EvalMetrics = Vec<(String, f64)>;
@@ -33,7 +29,9 @@ impl<M: LightningModule> Session<'_, M> {
         let is_window_open = !self.run.progress.batch_idx.is_multiple_of(self.accumulate_grad_batches)
             && self.run.progress.has_batches_left(loaders.plan.num_training_batches);
         if !is_window_open {
-            module_hook!(self, on_validation_model_zero_grad)?;
+            self.module_method("on_validation_model_zero_grad", |module| {
+                module.on_validation_model_zero_grad()
+            })?;
         }
         self.reload_val_dataloader(loaders)?;
         let (val, num_batches) = (&loaders.val, &loaders.plan.num_val_batches);
@@ -66,9 +64,9 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.facts.num_eval_batches = num_batches.iter().sum();
         self.is_sanity_check = true;
         let known = self.run.metrics.known();
-        call_hook!(self, on_sanity_check_start, Eval, Denied)?;
+        self.call(Hook::OnSanityCheckStart, BatchFacts::default())?;
         self.validate(&EvalLoaders { loaders: &val, num_batches: &num_batches })?;
-        call_hook!(self, on_sanity_check_end, Eval, Denied)?;
+        self.call(Hook::OnSanityCheckEnd, BatchFacts::default())?;
         self.is_sanity_check = false;
         self.run.metrics.forget_since(known);
         rng::set_states(&rng)?;
@@ -79,22 +77,25 @@ impl<M: LightningModule> Session<'_, M> {
     pub(crate) fn validate(&mut self, data: &EvalLoaders<M::Batch>) -> Result<EvalMetrics> {
         self.evaluate(|session| {
             let modes = training_modes(session.module);
-            module_hook!(session, on_validation_model_eval)?;
-            call_hook!(session, on_validation_start, Eval, EpochOnly)?;
-            call_hook!(session, on_validation_epoch_start, Eval, EpochOnly)?;
-            session.for_each_batch(data, |session, batch, facts| {
-                call_hook!(session, on_validation_batch_start, Eval, Epoch, facts)?;
-                session.step(VALIDATION_STEP, batch, facts, M::validation_step)?;
-                call_hook!(session, on_validation_batch_end, Eval, Epoch, facts)
+            session.module_method("on_validation_model_eval", |module| module.on_validation_model_eval())?;
+            session.call(Hook::OnValidationStart, BatchFacts::default())?;
+            session.call(Hook::OnValidationEpochStart, BatchFacts::default())?;
+            session.for_each_batch(data, |session, batch, mut facts| {
+                session.call_on_start(Hook::OnValidationBatchStart, &mut facts, batch)?;
+                session.step(Step::Validation, batch, facts, M::validation_step)?;
+                let outputs = std::mem::take(&mut session.outputs);
+                session.call_on_end(Hook::OnValidationBatchEnd, facts, batch, &outputs)
             })?;
             session.run.metrics.publish_eval()?; // sync point
-            call_hook!(session, on_validation_epoch_end, Eval, EpochOnly)?;
+            session.call(Hook::OnValidationEpochEnd, BatchFacts::default())?;
             let metrics = session.finish_eval()?;
-            call_hook!(session, on_validation_end, Eval, Denied)?;
+            session.call(Hook::OnValidationEnd, BatchFacts::default())?;
             if session.stage == Stage::Fit {
                 set_training(session.module, true); // of modules that do not tell their mode
                 set_training_modes(session.module, &mut modes.into_iter());
-                module_hook!(session, on_validation_model_train)?;
+                session.module_method("on_validation_model_train", |module| {
+                    module.on_validation_model_train()
+                })?;
             }
             Ok(metrics)
         })
@@ -103,18 +104,19 @@ impl<M: LightningModule> Session<'_, M> {
     /// Tests; returns the metrics.
     pub(crate) fn test(&mut self, data: &EvalLoaders<M::Batch>) -> Result<EvalMetrics> {
         self.evaluate(|session| {
-            module_hook!(session, on_test_model_eval)?;
-            call_hook!(session, on_test_start, Eval, EpochOnly)?;
-            call_hook!(session, on_test_epoch_start, Eval, EpochOnly)?;
-            session.for_each_batch(data, |session, batch, facts| {
-                call_hook!(session, on_test_batch_start, Eval, Epoch, facts)?;
-                session.step(TEST_STEP, batch, facts, M::test_step)?;
-                call_hook!(session, on_test_batch_end, Eval, Epoch, facts)
+            session.module_method("on_test_model_eval", |module| module.on_test_model_eval())?;
+            session.call(Hook::OnTestStart, BatchFacts::default())?;
+            session.call(Hook::OnTestEpochStart, BatchFacts::default())?;
+            session.for_each_batch(data, |session, batch, mut facts| {
+                session.call_on_start(Hook::OnTestBatchStart, &mut facts, batch)?;
+                session.step(Step::Test, batch, facts, M::test_step)?;
+                let outputs = std::mem::take(&mut session.outputs);
+                session.call_on_end(Hook::OnTestBatchEnd, facts, batch, &outputs)
             })?;
             session.run.metrics.publish_eval()?; // sync point
-            call_hook!(session, on_test_epoch_end, Eval, EpochOnly)?;
+            session.call(Hook::OnTestEpochEnd, BatchFacts::default())?;
             let metrics = session.finish_eval()?;
-            call_hook!(session, on_test_end, Eval, Denied)?;
+            session.call(Hook::OnTestEnd, BatchFacts::default())?;
             Ok(metrics)
         })
     }
@@ -127,21 +129,22 @@ impl<M: LightningModule> Session<'_, M> {
     ) -> Result<Vec<Vec<Tensor>>> {
         let mut predictions: Vec<Vec<Tensor>> = data.loaders.iter().map(|_| Vec::new()).collect();
         self.evaluate(|session| {
-            module_hook!(session, on_predict_model_eval)?;
-            call_hook!(session, on_predict_start, Eval, Denied)?;
-            call_hook!(session, on_predict_epoch_start, Eval, Denied)?;
-            session.for_each_batch(data, |session, batch, facts| {
-                call_hook!(session, on_predict_batch_start, Eval, Denied, facts)?;
-                let output = session.step(PREDICT_STEP, batch, facts, M::predict_step)?;
-                let ended = BatchFacts { prediction: Some(&output), ..facts };
-                call_hook!(session, on_predict_batch_end, Eval, Denied, ended)?;
+            session.module_method("on_predict_model_eval", |module| module.on_predict_model_eval())?;
+            session.call(Hook::OnPredictStart, BatchFacts::default())?;
+            session.call(Hook::OnPredictEpochStart, BatchFacts::default())?;
+            session.for_each_batch(data, |session, batch, mut facts| {
+                session.call_on_start(Hook::OnPredictBatchStart, &mut facts, batch)?;
+                let given = session.step(Step::Predict, batch, facts, M::predict_step)?;
+                let prediction = given.defined().then(|| given.shallow_clone());
+                let outputs = StepOutput { prediction, ..std::mem::take(&mut session.outputs) };
+                session.call_on_end(Hook::OnPredictBatchEnd, facts, batch, &outputs)?;
                 if returns {
-                    predictions[facts.dataloader_idx].push(output);
+                    predictions[facts.dataloader_idx].push(given);
                 }
                 Ok(())
             })?;
-            call_hook!(session, on_predict_epoch_end, Eval, Denied)?;
-            call_hook!(session, on_predict_end, Eval, Denied)
+            session.call(Hook::OnPredictEpochEnd, BatchFacts::default())?;
+            session.call(Hook::OnPredictEnd, BatchFacts::default())
         })?;
         Ok(predictions)
     }
@@ -159,7 +162,7 @@ impl<M: LightningModule> Session<'_, M> {
     fn for_each_batch(
         &mut self,
         data: &EvalLoaders<M::Batch>,
-        mut body: impl FnMut(&mut Self, &M::Batch, BatchFacts) -> Result<()>,
+        mut body: impl FnMut(&mut Self, &mut M::Batch, BatchFacts) -> Result<()>,
     ) -> Result<()> {
         let has_several = data.loaders.len() > 1;
         let mut remaining: usize = data.num_batches.iter().sum();
@@ -171,7 +174,7 @@ impl<M: LightningModule> Session<'_, M> {
             let action = self.next_action();
             while let Some(batch) = self.next_batch(&mut batches, action)? {
                 let batch_idx = batches.next_batch_idx() - 1;
-                let batch = self.take(batch, dataloader_idx)?;
+                let mut batch = self.take(batch, dataloader_idx)?;
                 remaining = remaining.saturating_sub(1);
                 let facts = BatchFacts {
                     batch_idx,
@@ -182,7 +185,7 @@ impl<M: LightningModule> Session<'_, M> {
                     log_step: if remaining == 0 { self.eval_log_step() } else { None },
                     ..BatchFacts::default()
                 };
-                body(self, &batch, facts)?;
+                body(self, &mut batch, facts)?;
                 self.log_eval_step_values(dataloader_idx, batch_idx)?;
                 self.check_signals()?;
             }

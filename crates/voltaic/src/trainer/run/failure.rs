@@ -3,9 +3,9 @@
 use crate::data::Stage;
 use crate::distributed::{global_rank, hold_back};
 use crate::error::{Error, Result};
-use crate::module::LightningModule;
+use crate::module::{BatchFacts, LightningModule};
 use crate::trainer::session::guard::guarded;
-use crate::trainer::session::hooks::{BatchFacts, of_callback};
+use crate::trainer::session::hooks::of_callback;
 use crate::trainer::session::session::Session;
 use crate::trainer::state::collect;
 use crate::trainer::state::write::write;

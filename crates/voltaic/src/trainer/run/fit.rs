@@ -6,16 +6,15 @@ use tch::Tensor;
 
 use crate::data::{Batch, EpochRange};
 use crate::error::{ConfigError, Result};
-use crate::module::{HookContext, LightningModule, Progress};
+use crate::module::{BatchFacts, Hook, HookContext, LightningModule, Progress, StepHook, StepOutput};
 use crate::optim::{Interval, Optimizer};
 use crate::trainer::plan::loaders::FitPlan;
 use crate::trainer::run::loaders::FitLoaders;
 use crate::trainer::session::anomaly::check_anomaly;
 use crate::trainer::session::batch::Window;
-use crate::trainer::session::hooks::{BatchFacts, call_hook, call_shared_hook};
 use crate::trainer::session::manual::unscale;
 use crate::trainer::session::session::Session;
-use crate::trainer::session::step::TRAINING_STEP;
+use crate::trainer::session::step::Step;
 use crate::trainer::session::undo::Undo;
 
 /// Why validation follows a training batch.
@@ -33,7 +32,7 @@ impl<M: LightningModule> Session<'_, M> {
         if self.is_done(loaders) {
             return Ok(());
         }
-        call_hook!(self, on_train_start, Train, EpochOnly)?;
+        self.call(Hook::OnTrainStart, BatchFacts::default())?;
         self.last_validation = Instant::now();
         self.has_begun = true;
         while !self.is_done(loaders) {
@@ -49,14 +48,14 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(reason) = &self.run.requests.stop {
             tracing::info!("stopped at global_step {}: {reason}", self.run.progress.global_step);
         }
-        call_hook!(self, on_train_end, Train, Denied)?;
+        self.call(Hook::OnTrainEnd, BatchFacts::default())?;
         self.update_running_statistics(loaders)
     }
 
     /// One epoch, or the rest of one that a checkpoint interrupted.
     fn train_epoch(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
         let first_batch = self.run.progress.batch_idx as usize;
-        call_hook!(self, on_train_epoch_start, Train, EpochOnly)?;
+        self.call(Hook::OnTrainEpochStart, BatchFacts::default())?;
         if let Some(batches) = self.run.requests.accumulate_grad_batches.take() {
             self.accumulate_grad_batches = batches.max(1);
         }
@@ -103,7 +102,7 @@ impl<M: LightningModule> Session<'_, M> {
         if self.may_be_undone() {
             self.undo = Some(Undo::before(self.module, self.run, self.plan.device, window)?);
         }
-        let batch = self.take(batch, 0)?;
+        let mut batch = self.take(batch, 0)?;
         let mut facts = BatchFacts {
             batch_idx,
             batch_size: batch.batch_size(),
@@ -111,7 +110,7 @@ impl<M: LightningModule> Session<'_, M> {
             ..BatchFacts::default()
         };
         self.run.metrics.begin_train_batch();
-        call_hook!(self, on_train_batch_start, Train, Step, facts)?;
+        self.call_on_start(Hook::OnTrainBatchStart, &mut facts, &mut batch)?;
         if std::mem::take(&mut self.run.requests.skips_epoch) {
             self.undo = None;
             self.skip_epoch(is_last, plan)?;
@@ -124,12 +123,15 @@ impl<M: LightningModule> Session<'_, M> {
             self.run.strategy.begin_forward(self.module)?;
         }
         let forward_backward = |session: &mut Self, batch: &M::Batch| {
-            let loss = session.step(TRAINING_STEP, batch, facts, M::training_step)?;
+            let loss = session.step(Step::Training, batch, facts, M::training_step)?;
             if is_automatic { session.backward(loss, window, facts) } else { Ok(loss) }
         };
-        let loss = match is_automatic && self.graphs.are_on() {
+        let (mut batch, loss) = match is_automatic && self.graphs.are_on() {
             true => self.graphed_step(batch, window, facts, &forward_backward)?,
-            false => forward_backward(self, &batch)?,
+            false => {
+                let loss = forward_backward(self, &batch)?;
+                (batch, loss)
+            }
         };
         if is_automatic {
             self.optimize(&loss, window, facts)?;
@@ -146,14 +148,15 @@ impl<M: LightningModule> Session<'_, M> {
         self.undo = None;
 
         let loss = if loss.defined() { Some(loss.f_detach()?) } else { None };
-        facts.loss = loss.as_ref();
+        let outputs = StepOutput { loss, ..std::mem::take(&mut self.outputs) };
         let is_scheduled = self.validation_is_scheduled(plan);
         let has_val_batches = plan.has_val_batches;
         facts.will_validate = is_scheduled || (has_val_batches && self.stop_is_granted());
         self.run.progress.validation_is_open = is_scheduled;
         self.run.progress.schedules_are_open = window.closes;
         self.run.progress.batches_that_stepped += u64::from(window.closes);
-        call_hook!(self, on_train_batch_end, Train, Step, facts)?;
+        self.call_on_end(Hook::OnTrainBatchEnd, facts, &mut batch, &outputs)?;
+        drop((batch, outputs)); // what follows may need the memory
         self.log_step_values(facts.log_step, window)?;
         let validation = match is_scheduled {
             true => Some(Validation::Scheduled),
@@ -171,7 +174,7 @@ impl<M: LightningModule> Session<'_, M> {
         let called_hooks = self.graphs.called_hooks();
         if window.opens {
             if !called_hooks {
-                call_shared_hook!(self, on_before_zero_grad, facts)?;
+                self.call_in_step(StepHook::OnBeforeZeroGrad, facts)?;
             }
             self.each_optimizer("optimizer_zero_grad", facts, |module, optimizer, ctx| {
                 module.optimizer_zero_grad(optimizer, ctx)
@@ -181,7 +184,7 @@ impl<M: LightningModule> Session<'_, M> {
             if window.size > 1 && loss.defined() { loss.f_div_scalar(window.size as f64)? } else { loss };
         if loss.defined() {
             if !called_hooks {
-                call_shared_hook!(self, on_before_backward, facts)?;
+                self.call_in_step(StepHook::OnBeforeBackward, facts)?;
             }
             let (mut parts, state, module) = self.parts();
             parts.backward(state, &*module, &facts, &loss, window.closes)?;
@@ -192,13 +195,13 @@ impl<M: LightningModule> Session<'_, M> {
     /// Everything between the gradients of one batch and the changed weights.
     fn optimize(&mut self, loss: &Tensor, window: Window, facts: BatchFacts) -> Result<()> {
         if loss.defined() {
-            call_shared_hook!(self, on_after_backward, facts)?;
+            self.call_in_step(StepHook::OnAfterBackward, facts)?;
         }
         if window.closes {
             let is_finite =
                 unscale(&mut self.run.grad_scaler, &mut self.optimizers, self.run.progress.global_step)?;
             self.adapt_loss_scale();
-            call_shared_hook!(self, on_before_optimizer_step, facts)?;
+            self.call_in_step(StepHook::OnBeforeOptimizerStep, facts)?;
             if !(is_finite && self.graphed_update(facts, |session| session.update(true, facts))?) {
                 self.update(is_finite, facts)?;
             }
@@ -269,7 +272,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.graphs.warn_if_unused();
         self.is_ending_epoch = true;
         self.run.metrics.publish_train_epoch()?; // sync point
-        call_hook!(self, on_train_epoch_end, Train, EpochOnly)?;
+        self.call(Hook::OnTrainEpochEnd, BatchFacts::default())?;
         self.agree()?;
         self.step_schedulers(Interval::Epoch, true)?;
         if !self.run.progress.epoch_ended {

@@ -8,7 +8,6 @@ use crate::trainer::plan::limits::limit_batches;
 use crate::trainer::plan::loaders::FitPlan;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::session::guard::guarded;
-use crate::trainer::session::hooks::module_hook;
 use crate::trainer::session::session::Session;
 
 /// What a hook for loaders gives.
@@ -131,7 +130,7 @@ impl<M: LightningModule> Session<'_, M> {
         let mut train = train.map_err(|source| self.hook_error("train_dataloader", source))?;
         drop(action);
         if train.is_none() {
-            train = module_hook!(self, train_dataloader)?;
+            train = self.module_method("train_dataloader", |module| module.train_dataloader())?;
         }
         let Some(mut train) = train else {
             let remedy = "implement train_dataloader of the data module or of the module, or give Loaders a train loader";

@@ -3,12 +3,11 @@
 use crate::accelerator::rng;
 use crate::data::{Batch, EpochRange};
 use crate::error::Result;
-use crate::module::{LightningModule, Phase};
+use crate::module::{BatchFacts, LightningModule};
 use crate::nn::{EqualBatches, reset_running_statistics};
 use crate::trainer::run::loaders::FitLoaders;
-use crate::trainer::session::hooks::{BatchFacts, HookPoint};
 use crate::trainer::session::session::Session;
-use crate::trainer::session::step::TRAINING_STEP;
+use crate::trainer::session::step::Step;
 
 impl<M: LightningModule> Session<'_, M> {
     /// Runs `training_step` on the batches of an epoch, without gradients, hooks and log, if a callback asked for it.
@@ -34,7 +33,6 @@ impl<M: LightningModule> Session<'_, M> {
     fn pass(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let _equal = EqualBatches::begin();
-        let point = HookPoint { phase: Phase::Eval, ..TRAINING_STEP };
         let range = EpochRange {
             epoch: self.run.progress.current_epoch + 1,
             first_batch: 0,
@@ -48,7 +46,7 @@ impl<M: LightningModule> Session<'_, M> {
                 batch_size: batch.batch_size(),
                 ..BatchFacts::default()
             };
-            let _loss = self.step(point, &batch, facts, M::training_step)?;
+            let _loss = self.step(Step::RunningStatistics, &batch, facts, M::training_step)?;
             self.check_signals()?;
         }
         Ok(())

@@ -10,7 +10,7 @@ use crate::checkpoint::Progress;
 use crate::data::{DataLoader, DataModule, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
-use crate::module::{LightningModule, MetricStore, Requests};
+use crate::module::{BatchFacts, Hook, LightningModule, MetricStore, Requests};
 use crate::nn::{ModuleExt, SyncBatchNorm, name_parameters, set_training};
 use crate::precision::{log_casts, set_run_lists};
 use crate::profiler::ProfiledRun;
@@ -21,7 +21,7 @@ use crate::trainer::run::eval::EvalLoaders;
 use crate::trainer::run::loaders::{FitLoaders, LoaderSource, shard_eval};
 use crate::trainer::run::optimizers::configure_optimizers;
 use crate::trainer::session::guard::guarded;
-use crate::trainer::session::hooks::{call_hook, hook_error, module_hook, of_callback};
+use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::options::CallOptions;
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
@@ -143,7 +143,7 @@ impl<M: LightningModule> Session<'_, M> {
         configure_optimizers(self)?;
         self.run.facts.automatic_optimization = self.module.automatic_optimization();
         self.anomaly = self.plan.detect_anomaly.then(ffi::AnomalyWatch::begin).transpose()?;
-        call_hook!(self, on_fit_start, Train, Denied)?;
+        self.call(Hook::OnFitStart, BatchFacts::default())?;
         let hyper_parameters =
             merged(self.module.hyper_parameters(), self.data.hyper_parameters(), self.plan)?;
         if !hyper_parameters.is_null() {
@@ -166,7 +166,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// All that comes after the last epoch.
     fn end_fit(&mut self) -> Result<()> {
-        call_hook!(self, on_fit_end, Train, Denied)?;
+        self.call(Hook::OnFitEnd, BatchFacts::default())?;
         self.write_checkpoints()?;
         self.run.checkpoint_io.teardown()?;
         self.teardown()
@@ -183,14 +183,14 @@ impl<M: LightningModule> Session<'_, M> {
         let stage = self.stage;
         set_run_lists(self.plan.device, self.plan.op_lists.as_ref(), self.plan.lists_are_default)?;
         log_casts(self.plan.logs_casts);
-        let callbacks = module_hook!(self, configure_callbacks)?;
+        let callbacks = self.module_method("configure_callbacks", |module| module.configure_callbacks())?;
         self.add_callbacks(callbacks);
         let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
         if self.run.world().local_rank == 0 {
             let action = self.profile_data("prepare_data")?;
             guarded(|| self.data.prepare_data()).map_err(fail("prepare_data of the data module"))?;
             drop(action);
-            module_hook!(self, prepare_data)?;
+            self.module_method("prepare_data", |module| module.prepare_data())?;
         }
         self.run.world().barrier()?; // what it has fetched is there
         let action = self.profile_data("setup")?;
@@ -201,8 +201,8 @@ impl<M: LightningModule> Session<'_, M> {
             of_callback(profiling, callback.as_mut(), "setup", |callback| callback.setup(stage, self.module))
                 .map_err(fail("setup"))?;
         }
-        module_hook!(self, setup, stage)?;
-        module_hook!(self, configure_model)?;
+        self.module_method("setup", |module| module.setup(stage))?;
+        self.module_method("configure_model", |module| module.configure_model())?;
         self.run.metrics.set_metrics(self.module.named_metrics());
         self.module.to_device(self.plan.device)?;
         if let Some(dtype) = self.plan.precision.true_dtype() {
@@ -224,7 +224,7 @@ impl<M: LightningModule> Session<'_, M> {
             let hook = |callback: &mut dyn Callback| callback.teardown(stage, self.module);
             of_callback(profiling, callback.as_mut(), "teardown", hook).map_err(fail("teardown"))?;
         }
-        module_hook!(self, teardown, stage)?;
+        self.module_method("teardown", |module| module.teardown(stage))?;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))?;
         self.run.world().barrier() // what rank 0 has written is there
     }

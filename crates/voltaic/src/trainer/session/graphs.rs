@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use crate::ffi::TensorList;
 use crate::graph::{ModuleGraphs, SeenStep, StepGraph};
-use crate::module::Logged;
+use crate::module::{Logged, NamedTensors};
 use crate::nn::ModeNumbers;
 use crate::trainer::config::graph::{GraphMode, GraphReport};
 
@@ -52,6 +52,8 @@ pub(crate) struct Ready {
     pub places: Option<Vec<Tensor>>,
     pub loss: Tensor,
     pub logged: Vec<Logged>,
+    /// What the step gives by name.
+    pub outputs: NamedTensors,
     pub grads: TensorList,
     /// What follows it.
     pub update: Update,

@@ -1,111 +1,24 @@
 //! How hooks are called: of the callbacks, of the module, of the callbacks that look at what was logged; with an error
 //! that names the hook.
 
-use tch::Tensor;
-
 use crate::accelerator::Accelerator;
 use crate::callback::Callback;
-use crate::data::Stage;
+use crate::data::{Batch, Stage};
 use crate::device::Device;
 use crate::distributed::global_rank;
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
 use crate::module::{
-    Action, HookContext, Level, LightningModule, LogScope, Phase, Profiling, Progress, Requests, RunFacts,
-    StepState,
+    Action, AnyBatch, BatchFacts, Hook, HookContext, HookFacts, LightningModule, LogScope, Profiling,
+    Progress, Requests, RunFacts, StepHook, StepOutput, StepState,
 };
-use crate::nn::{Module, Parameter};
+use crate::nn::Parameter;
 use crate::optim::{ActiveLrScheduler, Optimizer};
 use crate::precision::GradScaler;
 use crate::strategy::{Strategy, Votes};
 use crate::trainer::session::captured_optimizers::CapturedOptimizers;
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::session::Session;
-
-/// A hook by name, with what logging in it means.
-#[derive(Clone, Copy)]
-pub(crate) struct HookPoint {
-    pub name: &'static str,
-    pub phase: Phase,
-    pub level: Level,
-}
-
-/// Facts of the batch that a batch hook is about.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct BatchFacts<'a> {
-    pub batch_idx: usize,
-    pub dataloader_idx: usize,
-    pub batch_size: Option<usize>,
-    pub batch_indices: &'a [usize],
-    pub prediction: Option<&'a Tensor>,
-    pub loss: Option<&'a Tensor>,
-    pub will_validate: bool,
-    /// Step under which the loggers take rows of this batch, if they do.
-    pub log_step: Option<u64>,
-    /// Set if there are several loaders, so that metrics get a suffix.
-    pub metric_suffix: Option<usize>,
-}
-
-type CallbackHook = fn(&mut dyn Callback, &mut HookContext, &mut dyn Module) -> anyhow::Result<()>;
-type ModuleHook<M> = fn(&mut M, &mut HookContext) -> anyhow::Result<()>;
-pub(crate) type SharedCallbackHook =
-    fn(&mut dyn Callback, &mut HookContext, &dyn Module) -> anyhow::Result<()>;
-pub(crate) type SharedModuleHook<M> = fn(&M, &mut HookContext) -> anyhow::Result<()>;
-
-/// A [`HookPoint`]: `hook_point!(on_train_start, Train, Epoch)`.
-macro_rules! hook_point {
-    ($hook:ident, $phase:ident, $level:ident) => {
-        $crate::trainer::session::hooks::HookPoint {
-            name: stringify!($hook),
-            phase: $crate::module::Phase::$phase,
-            level: $crate::module::Level::$level,
-        }
-    };
-}
-pub(crate) use hook_point;
-
-/// Calls a hook of all callbacks and of the module: `call_hook!(session, on_train_start, Train, Epoch, batch)`.
-macro_rules! call_hook {
-    ($session:expr, $hook:ident, $phase:ident, $level:ident) => {
-        call_hook!($session, $hook, $phase, $level, $crate::trainer::session::hooks::BatchFacts::default())
-    };
-    ($session:expr, $hook:ident, $phase:ident, $level:ident, $batch:expr) => {
-        $session.hook(
-            $crate::trainer::session::hooks::hook_point!($hook, $phase, $level),
-            $batch,
-            |callback, ctx, module| callback.$hook(ctx, module),
-            |module, ctx| module.$hook(ctx),
-        )
-    };
-}
-pub(crate) use call_hook;
-
-/// Calls a hook around backward or the optimizer: `call_shared_hook!(session, on_before_backward, batch)`.
-macro_rules! call_shared_hook {
-    ($session:expr, $hook:ident, $batch:expr) => {{
-        let (mut parts, state, module) = $session.parts();
-        let point = $crate::trainer::session::hooks::hook_point!($hook, Train, Step);
-        parts.shared_hook(
-            state,
-            &*module,
-            point,
-            &$batch,
-            (|callback, ctx, module| callback.$hook(ctx, module), |module, ctx| module.$hook(ctx)),
-        )
-    }};
-}
-pub(crate) use call_shared_hook;
-
-/// Calls a hook that the module has and callbacks have not: `module_hook!(session, on_validation_model_eval)`.
-macro_rules! module_hook {
-    ($session:expr, $hook:ident $(, $argument:expr)*) => {{
-        let session = &mut *$session;
-        let _action = session.profile_hook(stringify!($hook))?;
-        $crate::trainer::session::guard::guarded(|| session.module.$hook($($argument),*))
-            .map_err(|source| session.hook_error(stringify!($hook), source))
-    }};
-}
-pub(crate) use module_hook;
 
 /// The error of a hook, with where the run stands. One that comes from a hook within a step keeps its own name.
 pub(crate) fn hook_error(hook: &'static str, progress: &Progress, source: anyhow::Error) -> Error {
@@ -173,43 +86,37 @@ impl Parts<'_> {
             requests: self.requests,
             optimizers: self.optimizers,
             schedulers: self.schedulers,
-            loss: batch.loss,
-            batch_idx: batch.batch_idx,
-            batch_size: batch.batch_size,
-            batch_indices: batch.batch_indices,
-            prediction: batch.prediction,
-            dataloader_idx: batch.dataloader_idx,
+            batch: None,
+            of_batch: *batch,
+            no_output: StepOutput::default(),
             is_sanity_check: self.is_sanity_check,
             is_training: self.is_training,
             has_begun: self.has_begun,
-            will_validate: batch.will_validate,
-            log_step: batch.log_step,
         };
         (ctx, self.callbacks)
     }
 
     /// Calls a hook that a step may call while it runs, so that it sees the module only to read.
-    pub(crate) fn shared_hook<M: LightningModule>(
+    pub(crate) fn call_in_step<M: LightningModule>(
         &mut self,
         state: StepState<'_>,
         module: &M,
-        point: HookPoint,
+        hook: StepHook,
         batch: &BatchFacts<'_>,
-        (hook_of_callback, hook_of_module): (SharedCallbackHook, SharedModuleHook<M>),
     ) -> Result<()> {
-        let outer = state.metrics.enter(point.scope(batch));
+        let outer = state.metrics.enter(scope(hook.facts(), batch));
         let profiling = self.profiling;
         let (mut ctx, callbacks) = self.context(state, batch);
         let mut call = || -> anyhow::Result<()> {
             for is_late in [false, true] {
                 for callback in callbacks.iter_mut().filter(|c| c.runs_after_module() == is_late) {
-                    of_callback(profiling, callback.as_mut(), point.name, |callback| {
-                        hook_of_callback(callback, &mut ctx, module)
+                    of_callback(profiling, callback.as_mut(), hook.name(), |callback| {
+                        callback.on_step_hook(hook, &mut ctx, module)
                     })?;
                 }
                 if !is_late {
-                    let _action = profiling.of_module(module, point.name)?;
-                    guarded(|| hook_of_module(module, &mut ctx))?;
+                    let _action = profiling.of_module(module, hook.name())?;
+                    guarded(|| hook.call_module(module, &mut ctx))?;
                 }
             }
             Ok(())
@@ -217,7 +124,7 @@ impl Parts<'_> {
         let result = call().map_err(|source| (source, ctx.progress.clone()));
         let problem = ctx.metrics.take_problem();
         ctx.metrics.enter(outer);
-        result.map_err(|(source, progress)| hook_error(point.name, &progress, source))?;
+        result.map_err(|(source, progress)| hook_error(hook.name(), &progress, source))?;
         problem.map_or(Ok(()), Err)
     }
 
@@ -230,8 +137,7 @@ impl Parts<'_> {
         batch: &BatchFacts<'_>,
         call: impl FnOnce(&M, &mut HookContext) -> anyhow::Result<()>,
     ) -> Result<()> {
-        let point = HookPoint { name, phase: Phase::Train, level: Level::Step };
-        let outer = state.metrics.enter(point.scope(batch));
+        let outer = state.metrics.enter(scope(HookFacts::of_training_step(name), batch));
         let _action = self.profiling.of_module(module, name)?;
         let (mut ctx, _) = self.context(state, batch);
         let result =
@@ -243,11 +149,10 @@ impl Parts<'_> {
     }
 }
 
-impl HookPoint {
-    pub(crate) fn scope(self, batch: &BatchFacts<'_>) -> LogScope {
-        let (batch_size, dataloader_idx) = (batch.batch_size, batch.metric_suffix);
-        LogScope { hook: self.name, phase: self.phase, level: self.level, batch_size, dataloader_idx }
-    }
+/// What logging in a hook or step means.
+pub(crate) fn scope(of: HookFacts, batch: &BatchFacts<'_>) -> LogScope {
+    let (batch_size, dataloader_idx) = (batch.batch_size, batch.metric_suffix);
+    LogScope { hook: of.name, phase: of.phase, level: of.level, batch_size, dataloader_idx }
 }
 
 impl<M: LightningModule> Session<'_, M> {
@@ -279,30 +184,58 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// Calls a hook of the callbacks, then of the module, then of the callbacks that look at what was logged.
-    pub(crate) fn hook(
+    pub(crate) fn call(&mut self, hook: Hook, batch: BatchFacts) -> Result<()> {
+        self.call_on(hook, batch, None)
+    }
+
+    /// The same of a hook before a step, which may change the batch.
+    pub(crate) fn call_on_start(
         &mut self,
-        point: HookPoint,
-        batch: BatchFacts,
-        hook_of_callback: CallbackHook,
-        hook_of_module: ModuleHook<M>,
+        hook: Hook,
+        facts: &mut BatchFacts,
+        batch: &mut M::Batch,
     ) -> Result<()> {
-        let scope = point.scope(&batch);
+        self.call_on(hook, *facts, Some(batch))?;
+        if std::mem::take(&mut self.run.requests.changed_batch) {
+            facts.batch_size = batch.batch_size();
+        }
+        Ok(())
+    }
+
+    /// The same of a hook after a step.
+    pub(crate) fn call_on_end(
+        &mut self,
+        hook: Hook,
+        facts: BatchFacts,
+        batch: &mut M::Batch,
+        outputs: &StepOutput,
+    ) -> Result<()> {
+        self.call_on(hook, BatchFacts { output: Some(outputs), ..facts }, Some(batch))
+    }
+
+    fn call_on(
+        &mut self,
+        hook: Hook,
+        facts: BatchFacts,
+        batch: Option<&mut (dyn AnyBatch + 'static)>,
+    ) -> Result<()> {
         let (mut parts, state, module) = self.parts();
-        state.metrics.enter(scope);
+        state.metrics.enter(scope(hook.facts(), &facts));
         let profiling = parts.profiling;
-        let (mut ctx, callbacks) = parts.context(state, &batch);
+        let (mut ctx, callbacks) = parts.context(state, &facts);
+        ctx.batch = batch;
         for is_late in [false, true] {
             for callback in callbacks.iter_mut().filter(|c| c.runs_after_module() == is_late) {
-                of_callback(profiling, callback.as_mut(), point.name, |callback| {
-                    hook_of_callback(callback, &mut ctx, module)
+                of_callback(profiling, callback.as_mut(), hook.name(), |callback| {
+                    callback.on_hook(hook, &mut ctx, module)
                 })
-                .map_err(|source| hook_error(point.name, ctx.progress, source))?;
+                .map_err(|source| hook_error(hook.name(), ctx.progress, source))?;
             }
             if !is_late {
-                let _action = profiling.of_module(module, point.name)?;
-                guarded(|| hook_of_module(module, &mut ctx))
-                    .map_err(|source| hook_error(point.name, ctx.progress, source))?;
-                if point.name == "on_train_epoch_end" {
+                let _action = profiling.of_module(module, hook.name())?;
+                guarded(|| hook.call_module(module, &mut ctx))
+                    .map_err(|source| hook_error(hook.name(), ctx.progress, source))?;
+                if hook == Hook::OnTrainEpochEnd {
                     ctx.metrics.publish_train_epoch()?; // what the epoch's end logged may be monitored
                 }
             }
@@ -313,6 +246,22 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let rows = std::mem::take(&mut self.run.requests.rows);
         rows.into_iter().try_for_each(|(metrics, step)| self.log(metrics, step))
+    }
+
+    /// Calls a hook around backward or the optimizer.
+    pub(crate) fn call_in_step(&mut self, hook: StepHook, batch: BatchFacts) -> Result<()> {
+        let (mut parts, state, module) = self.parts();
+        parts.call_in_step(state, &*module, hook, &batch)
+    }
+
+    /// Calls a method that the module has and callbacks have not: `module_method("setup", |module| module.setup(stage))`.
+    pub(crate) fn module_method<T>(
+        &mut self,
+        name: &'static str,
+        method: impl FnOnce(&mut M) -> anyhow::Result<T>,
+    ) -> Result<T> {
+        let _action = self.profile_hook(name)?;
+        guarded(|| method(self.module)).map_err(|source| self.hook_error(name, source))
     }
 
     /// Begins an action for the profiler.

@@ -5,12 +5,14 @@ use tch::Tensor;
 use crate::error::{ConfigError, Result};
 use crate::ffi::RecordingPause;
 use crate::graph;
-use crate::module::{LightningModule, ManualOptimization, StepState, step_lr_scheduler};
+use crate::module::{
+    BatchFacts, LightningModule, ManualOptimization, StepHook, StepState, step_lr_scheduler,
+};
 use crate::nn::ModuleExt;
 use crate::optim::Optimizer;
 use crate::precision::GradScaler;
 use crate::trainer::session::anomaly::check_anomaly;
-use crate::trainer::session::hooks::{BatchFacts, Parts, hook_point};
+use crate::trainer::session::hooks::Parts;
 
 /// Serves one `training_step` with manual optimization.
 pub(crate) struct Manual<'a, M> {
@@ -32,27 +34,9 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
     fn backward(&mut self, mut state: StepState<'_>, loss: &Tensor) -> Result<()> {
         let Self { parts, module, batch, .. } = self;
         check_anomaly(parts.anomaly, "the loss", loss, state.progress)?;
-        parts.shared_hook(
-            again(&mut state),
-            *module,
-            hook_point!(on_before_backward, Train, Step),
-            batch,
-            (
-                |callback, ctx, module| callback.on_before_backward(ctx, module),
-                |m, ctx| m.on_before_backward(ctx),
-            ),
-        )?;
+        parts.call_in_step(again(&mut state), *module, StepHook::OnBeforeBackward, batch)?;
         parts.backward(again(&mut state), *module, batch, loss, true)?;
-        parts.shared_hook(
-            state,
-            *module,
-            hook_point!(on_after_backward, Train, Step),
-            batch,
-            (
-                |callback, ctx, module| callback.on_after_backward(ctx, module),
-                |m, ctx| m.on_after_backward(ctx),
-            ),
-        )
+        parts.call_in_step(state, *module, StepHook::OnAfterBackward, batch)
     }
 
     fn step(&mut self, mut state: StepState<'_>, optimizer_idx: usize) -> Result<()> {
@@ -67,16 +51,7 @@ impl<M: LightningModule> ManualOptimization for Manual<'_, M> {
         let optimizer = &mut parts.optimizers[optimizer_idx];
         let is_finite =
             unscale(parts.grad_scaler, std::slice::from_mut(optimizer), state.progress.global_step)?;
-        parts.shared_hook(
-            again(&mut state),
-            *module,
-            hook_point!(on_before_optimizer_step, Train, Step),
-            batch,
-            (
-                |callback, ctx, module| callback.on_before_optimizer_step(ctx, module),
-                |m, ctx| m.on_before_optimizer_step(ctx),
-            ),
-        )?;
+        parts.call_in_step(again(&mut state), *module, StepHook::OnBeforeOptimizerStep, batch)?;
         if is_finite {
             let optimizer = &mut parts.optimizers[optimizer_idx];
             let is_captured = graph::is_capturing();

@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::data::{DataModule, Stage};
 use crate::error::Result;
 use crate::ffi::AnomalyWatch;
-use crate::module::LightningModule;
+use crate::module::{LightningModule, StepOutput};
 use crate::nn::Parameter;
 use crate::optim::{ActiveLrScheduler, Optimizer};
 use crate::trainer::plan::train_plan::TrainPlan;
@@ -55,6 +55,8 @@ pub(crate) struct Session<'a, M: LightningModule> {
     /// There while a training batch has not come to its optimizer step, if that may have to be undone.
     pub undo: Option<Undo>,
     pub graphs: StepGraphs,
+    /// What the step of a batch gave by name, until the hook after it.
+    pub outputs: StepOutput,
 }
 
 impl<'a, M: LightningModule> Session<'a, M> {
@@ -90,6 +92,7 @@ impl<'a, M: LightningModule> Session<'a, M> {
             after_fit: None,
             undo: None,
             graphs: StepGraphs::new(plan.graph),
+            outputs: StepOutput::default(),
         })
     }
 }

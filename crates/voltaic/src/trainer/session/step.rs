@@ -2,38 +2,70 @@
 
 use crate::error::Result;
 use crate::graph::{self, MadeInCapture};
-use crate::module::{LightningModule, ManualOptimization, StepContext, StepState};
+use crate::module::{
+    BatchFacts, HookFacts, Level, LightningModule, ManualOptimization, Phase, StepContext, StepOutput,
+    StepState,
+};
 use crate::nn::{ModuleExt, reachable, take_gather_failure};
 use crate::precision::{GradScaler, autocast};
 use crate::trainer::session::agree::votes;
 use crate::trainer::session::anomaly::check_gradients;
 use crate::trainer::session::guard::guarded;
-use crate::trainer::session::hooks::{BatchFacts, HookPoint, Parts, hook_error, hook_point};
+use crate::trainer::session::hooks::{Parts, hook_error, scope};
 use crate::trainer::session::manual::{Manual, again};
 use crate::trainer::session::session::Session;
 
-pub(crate) const TRAINING_STEP: HookPoint = hook_point!(training_step, Train, Step);
-pub(crate) const OPTIMIZER_STEP: HookPoint = hook_point!(optimizer_step, Train, Step);
+pub(crate) const OPTIMIZER_STEP: HookFacts = HookFacts::of_training_step("optimizer_step");
+
+/// A step that the user writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    Training,
+    /// `training_step`, for the running statistics of batch normalization alone.
+    RunningStatistics,
+    Validation,
+    Test,
+    Predict,
+}
+
+impl Step {
+    pub(crate) const fn facts(self) -> HookFacts {
+        let (name, phase, level) = match self {
+            Self::Training => ("training_step", Phase::Train, Level::Step),
+            Self::RunningStatistics => ("training_step", Phase::Eval, Level::Step),
+            Self::Validation => ("validation_step", Phase::Eval, Level::Epoch),
+            Self::Test => ("test_step", Phase::Eval, Level::Epoch),
+            Self::Predict => ("predict_step", Phase::Eval, Level::Denied),
+        };
+        HookFacts { name, phase, level }
+    }
+
+    fn is_training(self) -> bool {
+        matches!(self, Self::Training | Self::RunningStatistics)
+    }
+}
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Runs one of the user's steps, such as `M::training_step`.
+    /// Runs one of the user's steps, such as `M::training_step`. What it gives by name is in `self.outputs` then.
     pub(crate) fn step<T>(
         &mut self,
-        point: HookPoint,
+        of: Step,
         batch: &M::Batch,
         facts: BatchFacts,
         step: impl FnOnce(&M, &M::Batch, &mut StepContext) -> anyhow::Result<T>,
     ) -> Result<T> {
-        let scope = point.scope(&facts);
+        let point = of.facts();
+        let scope = scope(point, &facts);
         let plan = self.plan;
         let _action = self.profile_strategy(point.name)?;
-        let is_training = point.name == "training_step";
+        let is_training = of.is_training();
         let is_manual = is_training && !self.module.automatic_optimization();
         if is_manual {
             self.prepare_replays()?;
         }
         let mut graphs = self.graphs.modules.take();
         let hooks = self.run.facts.module_hooks.clone();
+        let mut outputs = StepOutput::default();
         let (parts, state, module) = self.parts();
         state.metrics.enter(scope);
         let (module, profiling) = (&*module, parts.profiling);
@@ -42,8 +74,8 @@ impl<M: LightningModule> Session<'_, M> {
             metrics: state.metrics,
             progress: state.progress,
             profiling,
-            batch_idx: facts.batch_idx,
-            dataloader_idx: facts.dataloader_idx,
+            batch: facts,
+            outputs: &mut outputs,
             manual: is_manual.then_some(&mut manual as &mut dyn ManualOptimization),
             graphs: graphs.as_mut().map(|graphs| (graphs, is_training)),
         };
@@ -68,6 +100,8 @@ impl<M: LightningModule> Session<'_, M> {
         if is_training {
             hooks.check_heard()?;
         }
+        outputs.detach()?;
+        self.outputs = outputs;
         Ok(output)
     }
 

@@ -6,12 +6,12 @@ use crate::accelerator::rng;
 use crate::callback::Callback;
 use crate::checkpoint::{Checkpoint, CheckpointMeta, LoopState, RankState, TrainingState, rank_to_bytes};
 use crate::error::{Error, Result};
-use crate::module::{LightningModule, ModuleTensors, Progress};
+use crate::module::{BatchFacts, LightningModule, ModuleTensors, Progress};
 use crate::nn::{Module, ModuleExt};
 use crate::optim::OptimizerState;
 use crate::trainer::session::frozen::{AfterFit, Frozen};
 use crate::trainer::session::guard::guarded;
-use crate::trainer::session::hooks::{BatchFacts, hook_error, of_callback};
+use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::session::Session;
 
 /// Keeps the run as it is.

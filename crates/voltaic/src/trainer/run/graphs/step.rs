@@ -11,13 +11,13 @@ use crate::data::Batch;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi::{self, TensorList};
 use crate::graph::{self, CapturedStep, Graph};
-use crate::module::{LightningModule, Logged};
+use crate::module::{BatchFacts, LightningModule, Logged, NamedTensors, OutputValue, StepHook, StepOutput};
 use crate::nn::ModuleExt;
 use crate::trainer::session::batch::Window;
 use crate::trainer::session::graphs::{GraphState, InputSort, Ready, Signature, Update};
-use crate::trainer::session::hooks::{BatchFacts, call_shared_hook};
+use crate::trainer::session::hooks::scope;
 use crate::trainer::session::session::Session;
-use crate::trainer::session::step::TRAINING_STEP;
+use crate::trainer::session::step::Step;
 
 /// Name of a tensor of the batch; a number follows.
 const INPUT: &str = "input";
@@ -34,18 +34,19 @@ struct Captured {
     inputs: Vec<Tensor>,
     loss: Tensor,
     logged: Vec<Logged>,
+    outputs: NamedTensors,
 }
 
 impl<M: LightningModule> Session<'_, M> {
     /// Forward and backward of one batch by a graph, or while one is being found, as usual: by `forward_backward`, the code
-    /// that is captured.
+    /// that is captured. Gives the batch back for the hooks that follow.
     pub(crate) fn graphed_step(
         &mut self,
         batch: M::Batch,
         window: Window,
         facts: BatchFacts,
         forward_backward: &dyn Fn(&mut Self, &M::Batch) -> Result<Tensor>,
-    ) -> Result<Tensor> {
+    ) -> Result<(M::Batch, Tensor)> {
         let mut inputs = Vec::new();
         let batch = batch.map_tensors(&mut |tensor| {
             inputs.push(tensor.shallow_clone());
@@ -70,16 +71,18 @@ impl<M: LightningModule> Session<'_, M> {
         {
             self.hooks_before_graph(window, facts)?;
             if let Some(loss) = self.replay_step(index, &inputs, window, facts)? {
-                return Ok(loss);
+                return Ok((batch, loss));
             }
-            return self.without_hooks_before(|session| forward_backward(session, &batch));
+            let loss = self.without_hooks_before(|session| forward_backward(session, &batch))?;
+            return Ok((batch, loss));
         }
         let is_warm = self.graphs.report.eager_steps >= WARM_UP_STEPS;
         if found.is_some() || (is_warm && self.has_room(&signature)) {
             return self.capture_step(batch, &inputs, (window, facts), signature, forward_backward);
         }
         self.graphs.report.eager_steps += 1;
-        forward_backward(self, &batch)
+        let loss = forward_backward(self, &batch)?;
+        Ok((batch, loss))
     }
 
     /// Runs a step of which the hooks before backward were called already.
@@ -127,9 +130,9 @@ impl<M: LightningModule> Session<'_, M> {
     /// Calls what comes before backward in an eager step; in a graphed one they come before forward too.
     fn hooks_before_graph(&mut self, window: Window, facts: BatchFacts) -> Result<()> {
         if window.opens {
-            call_shared_hook!(self, on_before_zero_grad, facts)?;
+            self.call_in_step(StepHook::OnBeforeZeroGrad, facts)?;
         }
-        call_shared_hook!(self, on_before_backward, facts)
+        self.call_in_step(StepHook::OnBeforeBackward, facts)
     }
 
     /// The loss of a batch by a graph; none if the graph turns out to be of no use, and the step is still to be done.
@@ -141,7 +144,7 @@ impl<M: LightningModule> Session<'_, M> {
         facts: BatchFacts,
     ) -> Result<Option<Tensor>> {
         let _action = self.profile_strategy("replay")?;
-        self.run.metrics.enter(TRAINING_STEP.scope(&facts));
+        self.run.metrics.enter(scope(Step::Training.facts(), &facts));
         let graphs = &mut self.graphs;
         let (Some(params), Some((_, GraphState::Ready(ready)))) =
             (&graphs.params, graphs.entries.get_mut(index))
@@ -165,6 +168,7 @@ impl<M: LightningModule> Session<'_, M> {
         replayed?;
         self.run.metrics.record_again(&ready.logged)?;
         let loss = graph::copy_of(&ready.loss)?;
+        self.outputs = copies_of(&ready.outputs)?; // the graph writes to its own again
         graphs.report.replayed_steps += 1;
         graphs.replayed = Some(index);
         graph::count_hit();
@@ -180,7 +184,7 @@ impl<M: LightningModule> Session<'_, M> {
         (window, facts): (Window, BatchFacts),
         signature: Signature,
         forward_backward: &dyn Fn(&mut Self, &M::Batch) -> Result<Tensor>,
-    ) -> Result<Tensor> {
+    ) -> Result<(M::Batch, Tensor)> {
         let mut inputs = Vec::with_capacity(given.len());
         for tensor in given {
             let Some(placeholder) = graph::placeholder_for(tensor)? else {
@@ -188,7 +192,8 @@ impl<M: LightningModule> Session<'_, M> {
                 self.graphs.refuse(&format!(
                     "elements of a tensor of the batch share memory (shape {size:?}, strides {stride:?}); give a copy (contiguous)"
                 ));
-                return forward_backward(self, &batch);
+                let loss = forward_backward(self, &batch)?;
+                return Ok((batch, loss));
             };
             inputs.push(placeholder);
         }
@@ -209,18 +214,22 @@ impl<M: LightningModule> Session<'_, M> {
         let logged = self.run.metrics.end_capture();
         let captured = capture.end();
         scopes.remove();
+        let mut given_back = given.iter().map(Tensor::shallow_clone);
+        let batch = batch.map_tensors(&mut |tensor| Ok(given_back.next().unwrap_or(tensor)))?;
         let loss = loss?; // an error of the step is more to the point than one of the capture
         self.run.metrics.record_again(&logged)?;
         self.check_logged()?;
         self.graphs.report.captured_steps += 1;
         graph::count_miss();
         let copy = if loss.defined() { graph::copy_of(&loss)? } else { Tensor::new() };
+        let outputs = std::mem::take(&mut self.outputs).into_tensors();
+        self.outputs = copies_of(&outputs)?;
         let ready = captured.and_then(|step| {
             let graphs = step.read(&self.tensor_names(&inputs, window.opens))?;
             if graphs.iter().any(|graph| graph.writes_to_named(INPUT)) {
                 graph::fill(given, &inputs)?; // as the step would have left the batch
             }
-            self.make_ready(Captured { step, graphs, inputs, loss, logged }, signature)
+            self.make_ready(Captured { step, graphs, inputs, loss, logged, outputs }, signature)
         });
         match ready {
             Ok(()) => {}
@@ -230,11 +239,11 @@ impl<M: LightningModule> Session<'_, M> {
             }
             Err(error) => return Err(error),
         }
-        Ok(copy)
+        Ok((batch, copy))
     }
 
     fn make_ready(&mut self, captured: Captured, signature: Signature) -> Result<()> {
-        let Captured { step, graphs, inputs, loss, logged } = captured;
+        let Captured { step, graphs, inputs, loss, logged, outputs } = captured;
         let Some(index) = self.graphs.find(&signature) else {
             self.graphs.entries.push((signature, GraphState::Seen(step.into_seen(graphs))));
             return Ok(());
@@ -259,9 +268,10 @@ impl<M: LightningModule> Session<'_, M> {
                 stats.arena_bytes / 1024
             );
         }
-        let results = logged.iter().filter_map(Logged::tensor).chain([&loss]);
+        let named = outputs.iter().map(|(_, tensor)| tensor);
+        let results = logged.iter().filter_map(Logged::tensor).chain([&loss]).chain(named);
         let places = graph::any_within(results, &inputs).then_some(inputs);
-        let ready = Ready { graph, places, loss, logged, grads, update: Update::default() };
+        let ready = Ready { graph, places, loss, logged, outputs, grads, update: Update::default() };
         self.graphs.entries[index].1 = GraphState::Ready(Box::new(ready));
         self.graphs.report.graphs =
             self.graphs.entries.iter().filter(|(_, state)| matches!(state, GraphState::Ready(_))).count();
@@ -283,4 +293,13 @@ impl<M: LightningModule> Session<'_, M> {
         );
         names
     }
+}
+
+/// What hooks are given: tensors that no later replay writes to.
+fn copies_of(outputs: &NamedTensors) -> Result<StepOutput> {
+    let mut copies = StepOutput::default();
+    for (name, tensor) in outputs {
+        copies.put(name.clone(), OutputValue::Tensor(graph::copy_of(tensor)?));
+    }
+    Ok(copies)
 }

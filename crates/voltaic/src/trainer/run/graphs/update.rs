@@ -5,11 +5,11 @@
 
 use crate::error::{Error, Result};
 use crate::graph::{self, SeenStep};
-use crate::module::LightningModule;
+use crate::module::{BatchFacts, LightningModule};
 use crate::trainer::session::graphs::Update;
-use crate::trainer::session::hooks::BatchFacts;
+use crate::trainer::session::hooks::scope;
 use crate::trainer::session::session::Session;
-use crate::trainer::session::step::{OPTIMIZER_STEP, TRAINING_STEP};
+use crate::trainer::session::step::{OPTIMIZER_STEP, Step};
 
 /// How often an update may turn out to be another one before that is taken to be the rule.
 const MAX_CHANGES: u64 = 10;
@@ -76,9 +76,9 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let captured = capture.end();
         updated?; // an error of the update is more to the point than one of the capture
-        self.run.metrics.enter(OPTIMIZER_STEP.scope(&facts));
+        self.run.metrics.enter(scope(OPTIMIZER_STEP, &facts));
         self.run.metrics.record_again(&logged)?;
-        self.run.metrics.enter(TRAINING_STEP.scope(&facts));
+        self.run.metrics.enter(scope(Step::Training.facts(), &facts));
         self.graphs.report.captured_updates += 1;
         let update = captured.and_then(|captured| {
             let graphs = captured.read(&names)?;
