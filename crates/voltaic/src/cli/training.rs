@@ -3,6 +3,8 @@
 use std::io::Write;
 use std::path::Path;
 
+use tch::{Kind, Tensor};
+
 use super::registry::{FromConfig, Registry};
 use super::request::{RunRequest, Verb};
 use crate::checkpoint::write_atomically;
@@ -12,7 +14,7 @@ use crate::models::{
     Classifier, ConvNet, ConvNetConfig, Gpt, GptConfig, LeNet, LeNetConfig, Mlp, MlpConfig, ResNet18,
     ResNet18Config,
 };
-use crate::module::LightningModule;
+use crate::module::{LightningModule, OutputValue, StepOutput};
 use crate::optim::OptimizerConfig;
 use crate::trainer::{LrSchedulerSettings, Trainer, TrainerBuilder, TrainerConfig, seed_everything};
 
@@ -157,7 +159,12 @@ fn run<M: LightningModule>(
                 print_metrics(what, &metrics);
             }
         }
-        Verb::Predict => print_predictions(&trainer.predict(model, data)?),
+        Verb::Predict => {
+            print_predictions(&trainer.predict_outputs(model, data)?);
+            for path in trainer.files() {
+                print(&format!("predictions  {}\n", path.display()));
+            }
+        }
     }
     Ok(())
 }
@@ -217,12 +224,34 @@ fn print_files(trainer: &Trainer) {
     print(&text);
 }
 
-/// One line per batch: its predictions, separated by blanks.
-fn print_predictions(predictions: &[Vec<crate::Tensor>]) {
+/// One line per batch: its predictions, separated by blanks; then a line with its name for all that was given by name.
+fn print_predictions(predictions: &[Vec<StepOutput>]) {
     for output in predictions.iter().flatten() {
-        let flat: Vec<f64> =
-            Vec::try_from(output.flatten(0, -1).to_kind(crate::Kind::Double)).unwrap_or_default();
-        let words: Vec<String> = flat.iter().map(ToString::to_string).collect();
-        print(&format!("{}\n", words.join(" ")));
+        if let Some(prediction) = output.prediction() {
+            print(&format!("{}\n", numbers(prediction)));
+        }
+        for (name, value) in output.named() {
+            print(&format!("{name}: {}\n", shown(value)));
+        }
+    }
+}
+
+fn shown(value: &OutputValue) -> String {
+    match value {
+        OutputValue::Tensor(tensor) => numbers(tensor),
+        OutputValue::Value { value, type_name } => match value.downcast_ref::<String>() {
+            Some(text) => text.clone(),
+            None => format!(
+                "(not shown: a {type_name}; tensors and String are; write it with a PredictionWriter of your own)"
+            ),
+        },
+    }
+}
+
+fn numbers(tensor: &Tensor) -> String {
+    let flat = tensor.f_flatten(0, -1).and_then(|flat| flat.f_to_kind(Kind::Double));
+    match flat.and_then(|flat| Vec::<f64>::try_from(&flat)) {
+        Ok(numbers) => numbers.iter().map(ToString::to_string).collect::<Vec<_>>().join(" "),
+        Err(_) => format!("(not shown: a tensor of {:?})", tensor.kind()),
     }
 }

@@ -1,5 +1,7 @@
 //! `Callback`: code that runs at points of a run without being part of the model.
 
+use std::path::PathBuf;
+
 use super::hook_context::HookContext;
 use super::hooks::{Hook, StepHook};
 use crate::checkpoint::{Checkpoint, CheckpointPaths};
@@ -64,6 +66,11 @@ pub trait Callback: Send {
     /// The best and the last checkpoint this callback has saved, if it saves any.
     fn checkpoint_paths(&self) -> Option<CheckpointPaths> {
         None
+    }
+
+    /// Files and folders it has written that a user will want to look at; the command line names them.
+    fn files(&self) -> Vec<PathBuf> {
+        Vec::new()
     }
 
     /// Called at each [`Hook`]; calls the method of that name. For a callback that does the same at many hooks: with this
@@ -229,7 +236,7 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Called before each training step.
+    /// Called before each training step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -237,7 +244,7 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Called after each training step, its loss in `ctx.loss()`.
+    /// Called after each training step, what it gave in `ctx.outputs()`, its loss in `ctx.loss()`, the batch in `ctx.batch()`.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -297,7 +304,7 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Called before each validation step.
+    /// Called before each validation step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -309,7 +316,7 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Called after each validation step.
+    /// Called after each validation step, what it gave in `ctx.outputs()`, the batch in `ctx.batch()`.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -357,7 +364,7 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Called before each test step.
+    /// Called before each test step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -365,7 +372,7 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Called after each test step.
+    /// Called after each test step, what it gave in `ctx.outputs()`, the batch in `ctx.batch()`.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -409,7 +416,7 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Called before each prediction step.
+    /// Called before each prediction step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -421,7 +428,7 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Called after each prediction step.
+    /// Called after each prediction step, what it gave in `ctx.outputs()`, its result in `ctx.prediction()`, the batch in `ctx.batch()`.
     ///
     /// # Errors
     /// Any error ends the run.

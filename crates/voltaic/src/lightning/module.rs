@@ -49,7 +49,8 @@ pub trait LightningModule: Module + Sized {
         Err(not_implemented("test_step", "limit_test_batches=0"))
     }
 
-    /// Predictions for one batch. Runs without grad, in evaluation mode.
+    /// Predictions for one batch. Runs without grad, in evaluation mode. More than one tensor, and what is no tensor, is given by
+    /// name: `ctx.output("boxes", &boxes)`, `ctx.output_value("caption", text)`; without a main one return `ctx.no_prediction()`.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -373,7 +374,7 @@ pub trait LightningModule: Module + Sized {
         Ok(())
     }
 
-    /// Called before each training step.
+    /// Called before each training step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -381,7 +382,7 @@ pub trait LightningModule: Module + Sized {
         Ok(())
     }
 
-    /// Called after each training step, its loss in `ctx.loss()`.
+    /// Called after each training step, what it gave in `ctx.outputs()`, its loss in `ctx.loss()`, the batch in `ctx.batch()`.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -437,7 +438,7 @@ pub trait LightningModule: Module + Sized {
         Ok(())
     }
 
-    /// Called before each validation step.
+    /// Called before each validation step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -445,7 +446,7 @@ pub trait LightningModule: Module + Sized {
         Ok(())
     }
 
-    /// Called after each validation step.
+    /// Called after each validation step, what it gave in `ctx.outputs()`, the batch in `ctx.batch()`.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -485,7 +486,7 @@ pub trait LightningModule: Module + Sized {
         Ok(())
     }
 
-    /// Called before each test step.
+    /// Called before each test step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -493,7 +494,7 @@ pub trait LightningModule: Module + Sized {
         Ok(())
     }
 
-    /// Called after each test step.
+    /// Called after each test step, what it gave in `ctx.outputs()`, the batch in `ctx.batch()`.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -533,7 +534,7 @@ pub trait LightningModule: Module + Sized {
         Ok(())
     }
 
-    /// Called before each prediction step.
+    /// Called before each prediction step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -541,7 +542,7 @@ pub trait LightningModule: Module + Sized {
         Ok(())
     }
 
-    /// Called after each prediction step.
+    /// Called after each prediction step, what it gave in `ctx.outputs()`, its result in `ctx.prediction()`, the batch in `ctx.batch()`.
     ///
     /// # Errors
     /// Any error ends the run.

@@ -11,7 +11,8 @@ use crate::optim::{Adam, Optimizers};
 /// A network with the steps of a classifier. Its state dict is the network's own, without a prefix.
 ///
 /// A batch is `(inputs, labels)`: whatever the network takes, and `int64` class numbers `[batch]`. Logs `train_loss`
-/// each step, and `val_loss`, `val_acc`, `test_loss`, `test_acc` per epoch.
+/// each step, and `val_loss`, `val_acc`, `test_loss`, `test_acc` per epoch. Validation and testing give `logits`
+/// (`[batch, classes]`) to the hooks after each batch.
 ///
 /// ```
 /// use voltaic::models::{Classifier, LeNet, LeNetConfig};
@@ -58,6 +59,7 @@ impl<N: Forward> Classifier<N> {
         let prefix = if stage == Stage::Test { "test" } else { "val" };
         ctx.log(&format!("{prefix}_loss"), cross_entropy(&logits, labels)?).prog_bar(true).sync_dist(true);
         ctx.log(&format!("{prefix}_acc"), accuracy(&logits, labels)?).prog_bar(true).sync_dist(true);
+        ctx.output("logits", &logits);
         Ok(())
     }
 }

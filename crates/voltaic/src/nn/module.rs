@@ -123,6 +123,32 @@ impl<M: Module> AsModule for M {
     }
 }
 
+impl dyn Module {
+    /// The module as its own type, for callbacks: `module.downcast_ref::<Net>()?`.
+    ///
+    /// # Errors
+    /// If it is of another type.
+    pub fn downcast_ref<M: Module>(&self) -> anyhow::Result<&M> {
+        let any: &dyn Any = self;
+        any.downcast_ref().ok_or_else(|| wrong_type::<M>(self.type_name()))
+    }
+
+    /// The same, to be changed.
+    ///
+    /// # Errors
+    /// If it is of another type.
+    pub fn downcast_mut<M: Module>(&mut self) -> anyhow::Result<&mut M> {
+        let is = self.type_name();
+        let any: &mut dyn Any = self;
+        any.downcast_mut().ok_or_else(|| wrong_type::<M>(is))
+    }
+}
+
+fn wrong_type<M>(is: &str) -> anyhow::Error {
+    let asked = std::any::type_name::<M>();
+    anyhow::anyhow!("the module is a {is}, not a {asked}; ask for the type that the trainer was given")
+}
+
 /// Which module it is, while it stays where it is: modules without fields may share one.
 pub(crate) type Identity = (usize, TypeId);
 

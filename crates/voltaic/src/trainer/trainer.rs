@@ -8,7 +8,7 @@ use crate::data::{DataModule, Loaders, Stage};
 use crate::distributed::World;
 use crate::error::{ConfigError, Result};
 use crate::graph::Flops;
-use crate::module::LightningModule;
+use crate::module::{LightningModule, StepOutput};
 use crate::nn::ModuleHooks;
 use crate::precision::GradScaler;
 use crate::trainer::config::TrainerConfig;
@@ -158,12 +158,32 @@ impl Trainer {
     /// [`Trainer::return_predictions`]`(false)`.
     ///
     /// # Errors
-    /// As [`Trainer::fit`].
+    /// As [`Trainer::fit`]; [`ConfigError`] if `predict_step` returned `ctx.no_prediction()`: see [`Trainer::predict_outputs`].
     pub fn predict<M: LightningModule>(
         &mut self,
         module: &mut M,
         data: &mut dyn DataModule<Batch = M::Batch>,
     ) -> Result<Vec<Vec<Tensor>>> {
+        let outputs = self.predict_outputs(module, data)?;
+        let returned = |output: StepOutput| {
+            output.prediction.ok_or_else(|| {
+                let remedy = "call Trainer::predict_outputs, or return_predictions(false) first";
+                ConfigError::new("predict_step", "it returned no prediction for a batch", remedy).into()
+            })
+        };
+        outputs.into_iter().map(|batches| batches.into_iter().map(returned).collect()).collect()
+    }
+
+    /// Runs the prediction loaders once; returns, for each loader, all that `predict_step` gave for each batch, what it gave
+    /// by name included, or nothing after [`Trainer::return_predictions`]`(false)`.
+    ///
+    /// # Errors
+    /// As [`Trainer::fit`].
+    pub fn predict_outputs<M: LightningModule>(
+        &mut self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+    ) -> Result<Vec<Vec<StepOutput>>> {
         let returns = !std::mem::take(&mut self.drops_predictions);
         self.evaluate(module, data, Stage::Predict, |session, data| session.predict(data, returns))
     }
@@ -271,9 +291,10 @@ impl Trainer {
         saved(&self.run).into_iter().find_map(|paths| paths.last)
     }
 
-    /// Files of this run that a user will want to look at: metrics and pictures.
+    /// Files of this run that a user will want to look at: metrics, pictures and predictions.
     pub fn files(&self) -> Vec<PathBuf> {
-        self.run.loggers.iter().flat_map(|logger| logger.files()).collect()
+        let of_loggers = self.run.loggers.iter().flat_map(|logger| logger.files());
+        of_loggers.chain(self.run.callbacks.iter().flat_map(|callback| callback.files())).collect()
     }
 
     /// Whether this process is the one of all ranks that prints and writes files.

@@ -12,11 +12,14 @@ mod graph_optimizers;
 mod graph_pitfalls;
 mod graph_updates;
 mod heap;
+mod hook_outputs;
 mod metrics;
 mod operators;
 mod ops;
 mod precision;
 mod processes;
+#[path = "../support/stages.rs"]
+mod stages;
 mod support;
 mod trainer;
 mod training;

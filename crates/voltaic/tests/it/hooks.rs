@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use voltaic::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig};
+use voltaic::callback::{Callback, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::{DataLoader, DataModule, Stage, TensorDataset};
-use voltaic::module::{HookContext, LightningModule, ModuleTensors, StepContext};
+use voltaic::module::{Hook, HookContext, LightningModule, ModuleTensors, StepContext, StepHook};
 use voltaic::nn::Parameter;
 use voltaic::optim::{GradientClip, LrScheduler, Optimizer, Optimizers, ParamGroup, Sgd, StepLr};
 use voltaic::trainer::TrainerBuilder;
@@ -515,4 +515,119 @@ fn saving_and_resuming_call_hooks_as_lightning_does() {
     let mut third = saving(trainer(&trace));
     third.ckpt_path(path.to_str().unwrap()).test(&mut net, &mut data).unwrap();
     check("test_from_checkpoint", &trace);
+}
+
+/// Names of hooks in a text, in the order of the text: what stands between `before` and `after`.
+fn hooks_between<'a>(text: &'a str, before: &str, after: &str) -> Vec<&'a str> {
+    let parts = text.split(before).skip(1).filter_map(|part| part.split(after).next());
+    parts.filter(|name| name.starts_with("on_") && name.bytes().all(|b| b == b'_' || b.is_ascii_lowercase())).collect()
+}
+
+/// The page, the two traits, the setters of `LambdaCallback` and the enums have the same hooks.
+#[test]
+fn hooks_have_the_same_names_everywhere() {
+    let hooks = Hook::ALL.iter().map(|hook| hook.name()).chain(StepHook::ALL.iter().map(|hook| hook.name()));
+    let mut expected: Vec<&str> = hooks.collect();
+    expected.sort_unstable();
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |path: &str| std::fs::read_to_string(root.join(path)).unwrap();
+    let check = |what: &str, mut names: Vec<&str>| {
+        names.sort_unstable();
+        assert_eq!(names, expected, "{what}");
+    };
+    let page = read("../../docs/hooks.md");
+    let table: String = page
+        .lines()
+        .skip_while(|line| *line != "## All hooks")
+        .skip_while(|line| !line.starts_with('|'))
+        .take_while(|line| line.starts_with('|'))
+        .map(|line| line.split('|').nth(1).unwrap_or_default())
+        .collect();
+    check("docs/hooks.md", hooks_between(&table, "`", "`"));
+    // methods with a context and nothing else to work on
+    let signatures = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ").replace("( &", "(&").replace(", )", ")");
+    let of = |text: &str, rest: [&str; 2]| {
+        let all = signatures(text);
+        let methods = all.split("fn ").skip(1).filter_map(|method| method.split_once('('));
+        let methods = methods.filter(|(name, arguments)| {
+            name.starts_with("on_") && rest.iter().any(|rest| arguments.starts_with(rest))
+        });
+        methods.map(|(name, _)| name.to_owned()).filter(|name| !name.ends_with("hook")).collect::<Vec<_>>()
+    };
+    let module = of(
+        &read("src/lightning/module.rs"),
+        ["&mut self, ctx: &mut HookContext) ->", "&self, ctx: &mut HookContext) ->"],
+    );
+    check("LightningModule", module.iter().map(String::as_str).collect());
+    let callback = of(
+        &read("src/lightning/callback.rs"),
+        ["&mut self, ctx: &mut HookContext, module: &mut dyn Module) ->", "&mut self, ctx: &mut HookContext, module: &dyn Module) ->"],
+    );
+    check("Callback", callback.iter().map(String::as_str).collect());
+    let lambda = read("src/callback/lambda_callback.rs");
+    let setters = lambda.split("setters! {").skip(1).filter_map(|part| part.split('}').next());
+    let setters: Vec<&str> = setters
+        .flat_map(|list| list.split(';').nth(1).unwrap_or_default().split(','))
+        .filter_map(|pair| pair.split_whitespace().next())
+        .collect();
+    check("LambdaCallback", setters);
+}
+
+/// Notes each hook by the one function for all.
+struct NoteAll(Trace);
+
+impl Callback for NoteAll {
+    fn on_hook(&mut self, hook: Hook, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.0.note(hook.name());
+        Ok(())
+    }
+
+    fn on_step_hook(
+        &mut self,
+        hook: StepHook,
+        _ctx: &mut HookContext,
+        _module: &dyn Module,
+    ) -> anyhow::Result<()> {
+        self.0.note(hook.name());
+        Ok(())
+    }
+}
+
+#[test]
+fn one_function_and_closures_see_the_hooks_that_methods_see() {
+    let (methods, function, closures) = (Trace::default(), Trace::default(), Trace::default());
+    let mut lambda = LambdaCallback::new();
+    for hook in Hook::ALL {
+        let trace = closures.clone();
+        lambda = lambda.on(hook, move |_, _| {
+            trace.note(hook.name());
+            Ok(())
+        });
+    }
+    for hook in StepHook::ALL {
+        let trace = closures.clone();
+        lambda = lambda.on_step(hook, move |_, _| {
+            trace.note(hook.name());
+            Ok(())
+        });
+    }
+    let mut trainer = silent()
+        .max_epochs(1)
+        .num_sanity_val_steps(1)
+        .callback(Note(methods.clone()))
+        .callback(NoteAll(function.clone()))
+        .callback(lambda)
+        .build()
+        .unwrap();
+    let other = Trace::default();
+    trainer.fit(&mut Net::new(&other, Does::Trains), &mut Data(other.clone())).unwrap();
+    let methods: Vec<String> = methods
+        .take()
+        .iter()
+        .filter_map(|word| word.strip_prefix("C.")?.split(' ').next().map(str::to_owned))
+        .filter(|word| word.starts_with("on_"))
+        .collect();
+    assert!(methods.len() > 20);
+    assert_eq!(function.take(), methods);
+    assert_eq!(closures.take(), methods);
 }

@@ -46,6 +46,7 @@ mod gaudi_documents;
 mod graph;
 mod graph_blocks;
 mod graph_first_step;
+mod hook_outputs;
 mod hooks;
 mod host_memory;
 mod host_pool;
@@ -76,6 +77,8 @@ mod resume_state;
 mod rng;
 mod saved_state;
 mod sharded;
+#[path = "../support/stages.rs"]
+mod stages;
 mod swa;
 mod trainer;
 mod trainer_arguments;

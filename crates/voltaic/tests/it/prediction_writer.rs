@@ -194,3 +194,107 @@ fn each_rank_writes_its_part() {
     seen.sort_by(f64::total_cmp);
     assert_eq!(seen, [0.0, 1.0, 2.0, 3.0, 4.0], "each sample once");
 }
+
+/// Predicts nothing by itself; gives the sums and the batch by name, and a text for those who ask.
+#[derive(Module)]
+struct Named {
+    weight: Parameter,
+    #[module(skip)]
+    gives: &'static str,
+}
+
+impl LightningModule for Named {
+    type Batch = Tensor;
+
+    fn training_step(&self, _batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        Ok(ctx.no_loss())
+    }
+
+    fn predict_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        match self.gives {
+            "pair" => {
+                ctx.output("sums", &batch.f_sum_dim_intlist(1, false, Kind::Float)?);
+                ctx.output(format!("batch of {}", batch.size()[1]), batch);
+            }
+            "text" => ctx.output_value("caption", "seven".to_owned()),
+            "indices" => ctx.output("batch_indices", batch),
+            _ => {}
+        }
+        Ok(ctx.no_prediction())
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Sgd::new(0.1).into()
+    }
+}
+
+fn named(gives: &'static str) -> Named {
+    Named { weight: Sums::new().weight, gives }
+}
+
+#[test]
+fn tensors_given_by_name_are_written_by_name() {
+    let folder = TempDir::new().unwrap();
+    let config = PredictionWriterConfig {
+        output_dir: Some(folder.path().into()),
+        write_interval: WriteInterval::BatchAndEpoch,
+    };
+    let mut trainer = silent().callback(PredictionWriter::from(config)).build().unwrap();
+    let mut data = Loaders::new().predict(loader(5));
+    let outputs = trainer.predict_outputs(&mut named("pair"), &mut data).unwrap();
+    assert_eq!(trainer.files(), [folder.path().join("0"), folder.path().join("predictions.safetensors")]);
+    let first = read(&folder.path().join("0/0.safetensors"));
+    let names: Vec<&str> = first.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["batch of 2", "batch_indices", "sums"]);
+    check(&first[1].1, &first[2].1);
+    let epoch = read(&folder.path().join("predictions.safetensors"));
+    let names: Vec<&str> = epoch.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["batch of 2", "batch_indices", "sums"].map(|name| format!("dataloader_0.{name}")));
+    check(&epoch[1].1, &epoch[2].1);
+    let returned: Vec<f64> = outputs[0]
+        .iter()
+        .flat_map(|output| Vec::<f64>::try_from(output.tensor("sums").unwrap().to_kind(Kind::Double)).unwrap())
+        .collect();
+    assert_eq!(returned, epoch[2].1);
+    let error = trainer.predict(&mut named("pair"), &mut data).unwrap_err().to_string();
+    assert!(error.contains("returned no prediction") && error.contains("predict_outputs"), "{error}");
+}
+
+#[test]
+fn what_cannot_be_written_is_refused_at_its_first_batch() {
+    for (gives, expected) in [
+        ("text", "predict_step gave `caption`, a alloc::string::String"),
+        ("indices", "predict_step gave `batch_indices`, but"),
+        ("nothing", "predict_step gave nothing for batch 0"),
+    ] {
+        for interval in [WriteInterval::Batch, WriteInterval::Epoch] {
+            let folder = TempDir::new().unwrap();
+            let config =
+                PredictionWriterConfig { output_dir: Some(folder.path().join("out")), write_interval: interval };
+            let mut trainer = silent().callback(PredictionWriter::from(config)).build().unwrap();
+            let mut data = Loaders::new().predict(loader(5));
+            let error = trainer.predict_outputs(&mut named(gives), &mut data).unwrap_err().to_string();
+            assert!(error.contains("on_predict_batch_end") && error.contains(expected), "{error}");
+            assert!(!folder.path().join("out").exists(), "nothing was written");
+        }
+    }
+}
+
+#[test]
+fn the_command_line_names_what_was_written() {
+    let folder = TempDir::new().unwrap();
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"))
+        .args(["predict", "--model=Mlp", "--data=MnistData", "--data.batch_size=4", "--trainer.accelerator=cpu"])
+        .args(["--trainer.limit_predict_batches=2", "--trainer.callbacks+=PredictionWriter"])
+        .arg(format!("--trainer.callbacks.output_dir={}", folder.path().join("out").display()))
+        .current_dir(folder.path())
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 3, "{text}");
+    assert_eq!(lines[0].split(' ').count(), 4);
+    assert_eq!(lines[2], format!("predictions  {}", folder.path().join("out/0").display()));
+    assert_eq!(names(&folder.path().join("out/0")), ["0.safetensors", "1.safetensors"]);
+}

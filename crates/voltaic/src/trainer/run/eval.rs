@@ -2,8 +2,6 @@
 
 use std::time::Instant;
 
-use tch::Tensor;
-
 use crate::accelerator::rng;
 use crate::data::{Batch, DataLoader, EpochRange, Stage};
 use crate::error::Result;
@@ -121,13 +119,13 @@ impl<M: LightningModule> Session<'_, M> {
         })
     }
 
-    /// Predicts; returns one tensor per batch for each loader, on the device; none of them unless `returns`.
+    /// Predicts; returns what was given for each batch of each loader, on the device; nothing unless `returns`.
     pub(crate) fn predict(
         &mut self,
         data: &EvalLoaders<M::Batch>,
         returns: bool,
-    ) -> Result<Vec<Vec<Tensor>>> {
-        let mut predictions: Vec<Vec<Tensor>> = data.loaders.iter().map(|_| Vec::new()).collect();
+    ) -> Result<Vec<Vec<StepOutput>>> {
+        let mut predictions: Vec<Vec<StepOutput>> = data.loaders.iter().map(|_| Vec::new()).collect();
         self.evaluate(|session| {
             session.module_method("on_predict_model_eval", |module| module.on_predict_model_eval())?;
             session.call(Hook::OnPredictStart, BatchFacts::default())?;
@@ -135,11 +133,11 @@ impl<M: LightningModule> Session<'_, M> {
             session.for_each_batch(data, |session, batch, mut facts| {
                 session.call_on_start(Hook::OnPredictBatchStart, &mut facts, batch)?;
                 let given = session.step(Step::Predict, batch, facts, M::predict_step)?;
-                let prediction = given.defined().then(|| given.shallow_clone());
+                let prediction = given.defined().then_some(given);
                 let outputs = StepOutput { prediction, ..std::mem::take(&mut session.outputs) };
                 session.call_on_end(Hook::OnPredictBatchEnd, facts, batch, &outputs)?;
                 if returns {
-                    predictions[facts.dataloader_idx].push(given);
+                    predictions[facts.dataloader_idx].push(outputs);
                 }
                 Ok(())
             })?;
