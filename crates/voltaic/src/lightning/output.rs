@@ -131,13 +131,19 @@ impl StepOutput {
         }
     }
 
-    /// The tensors among what was given by name.
-    pub(crate) fn into_tensors(self) -> NamedTensors {
-        let tensor = |(name, value)| match value {
-            OutputValue::Tensor(tensor) => Some((name, tensor)),
-            OutputValue::Value { .. } => None,
-        };
-        self.named.into_iter().filter_map(tensor).collect()
+    /// Puts copies in the place of the tensors given by name, and returns the tensors.
+    pub(crate) fn take_tensors(
+        &mut self,
+        copy: impl Fn(&Tensor) -> crate::Result<Tensor>,
+    ) -> crate::Result<NamedTensors> {
+        let mut tensors = NamedTensors::new();
+        for (name, value) in &mut self.named {
+            if let OutputValue::Tensor(tensor) = value {
+                let copy = copy(tensor)?;
+                tensors.push((name.clone(), std::mem::replace(tensor, copy)));
+            }
+        }
+        Ok(tensors)
     }
 
     /// Ends the tensors' part in autograd.

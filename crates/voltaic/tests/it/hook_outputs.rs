@@ -226,6 +226,7 @@ fn callbacks_show_wrong_digits_and_collect_the_outputs_of_an_epoch() {
     assert_eq!(wrong.0.lock().unwrap().len(), count.min(10));
     assert!(count > 0, "a network that has seen 30 batches makes mistakes");
     let digits: Vec<_> = wrong.0.lock().unwrap().iter().map(|(i, l, p)| (i.shallow_clone(), *l, *p)).collect();
+    let _no_grad = tch::no_grad_guard();
     for ((image, label, predicted), text) in digits.iter().zip(wrong.shown()) {
         assert_ne!(label, predicted);
         let again = voltaic::nn::Forward::forward(net.net(), &image.unsqueeze(0)).unwrap().argmax(1, false);

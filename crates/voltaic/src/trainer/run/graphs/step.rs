@@ -222,8 +222,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.graphs.report.captured_steps += 1;
         graph::count_miss();
         let copy = if loss.defined() { graph::copy_of(&loss)? } else { Tensor::new() };
-        let outputs = std::mem::take(&mut self.outputs).into_tensors();
-        self.outputs = copies_of(&outputs)?;
+        let outputs = self.outputs.take_tensors(graph::copy_of)?;
         let ready = captured.and_then(|step| {
             let graphs = step.read(&self.tensor_names(&inputs, window.opens))?;
             if graphs.iter().any(|graph| graph.writes_to_named(INPUT)) {
