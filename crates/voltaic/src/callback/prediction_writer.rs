@@ -151,7 +151,10 @@ impl PredictionWriter {
 impl From<PredictionWriterConfig> for PredictionWriter {
     /// Writes safetensors files.
     fn from(config: PredictionWriterConfig) -> Self {
-        Self::new(config.write_interval, SafetensorsWriter { output_dir: config.output_dir, files: BTreeSet::new() })
+        Self::new(
+            config.write_interval,
+            SafetensorsWriter { output_dir: config.output_dir, files: BTreeSet::new() },
+        )
     }
 }
 
@@ -300,10 +303,8 @@ impl WritePredictions for SafetensorsWriter {
                 }
             }
             for name in names {
-                let of_name: Vec<(usize, &Tensor)> = own
-                    .iter()
-                    .filter_map(|batch| Some((batch.batch_idx, batch.tensor(name)?)))
-                    .collect();
+                let of_name: Vec<(usize, &Tensor)> =
+                    own.iter().filter_map(|batch| Some((batch.batch_idx, batch.tensor(name)?))).collect();
                 let parts: Vec<&Tensor> = of_name.iter().map(|(_, tensor)| *tensor).collect();
                 let all = (parts.len() == own.len()).then(|| joined(&parts)).flatten();
                 match all {

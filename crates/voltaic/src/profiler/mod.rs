@@ -3,6 +3,7 @@
 //! [`SimpleProfiler`] adds up the time of each action, [`AdvancedProfiler`] also tells how it is spread and nested. A
 //! profiler of one's own implements [`Profiler`].
 
+pub(crate) mod actions;
 mod advanced;
 mod config;
 mod durations;

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::Tensor;
 
+use super::actions;
 use crate::data::Stage;
 use crate::error::Result;
 use crate::nn::{CallWatcher, Module, ModuleCall, ModuleHooks, Which};
@@ -93,12 +94,12 @@ impl Profiling {
 
     /// Begins a hook of a module.
     pub(crate) fn of_module(&self, module: &impl Module, hook: &str) -> Result<Action> {
-        self.start(|| format!("[LightningModule]{}.{hook}", module.type_name()))
+        self.start(|| actions::of_module(module.type_name(), hook))
     }
 
     /// The same of a data module whose type has this name.
     pub(crate) fn of_data(&self, type_name: &str, hook: &str) -> Result<Action> {
-        self.start(|| format!("[LightningDataModule]{}.{hook}", short(type_name)))
+        self.start(|| actions::of_data(short(type_name), hook))
     }
 
     /// Measures calls of modules, if the profiler wants them.
@@ -114,7 +115,7 @@ impl Profiling {
 
     /// Begins what a strategy does.
     pub(crate) fn of_strategy(&self, name: &str, method: &str) -> Result<Action> {
-        self.start(|| format!("[Strategy]{name}.{method}"))
+        self.start(|| actions::of_strategy(name, method))
     }
 
     pub(crate) fn setup(&self, run: impl FnOnce() -> ProfiledRun) -> Result<()> {

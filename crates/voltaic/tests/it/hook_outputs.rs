@@ -19,7 +19,8 @@ use crate::stages::{Checks, Stages, loader, run};
 #[test]
 fn hooks_of_all_stages_get_the_batch_and_what_the_step_gave() {
     for (accumulate, is_manual) in [(1, false), (2, false), (1, true)] {
-        let (checks, _) = run(silent().accelerator("cpu"), &mut Stages { is_manual, ..Stages::new() }, accumulate);
+        let (checks, _) =
+            run(silent().accelerator("cpu"), &mut Stages { is_manual, ..Stages::new() }, accumulate);
         assert_eq!(checks.count(Hook::OnTrainBatchEnd), 20);
         assert_eq!(checks.count(Hook::OnValidationBatchEnd), 1 + 3 + 3 + 3, "with the sanity check");
         assert_eq!((checks.count(Hook::OnTestBatchEnd), checks.count(Hook::OnPredictBatchEnd)), (2, 2));
@@ -47,7 +48,8 @@ fn what_a_replayed_step_gave_stays_as_it_was() {
 fn each_rank_gets_what_its_own_step_gave() {
     let test = "hook_outputs::each_rank_gets_what_its_own_step_gave";
     if plays("rank") {
-        let builder = silent().default_root_dir(folder_of_parent()).accelerator("cpu").devices(2).strategy("ddp");
+        let builder =
+            silent().default_root_dir(folder_of_parent()).accelerator("cpu").devices(2).strategy("ddp");
         let (checks, _) = run(builder, &mut Stages::new(), 2);
         assert_eq!((checks.count(Hook::OnTrainBatchEnd), checks.count(Hook::OnPredictBatchEnd)), (10, 1));
         return;
@@ -135,7 +137,10 @@ fn wrong_types_are_named() {
             let error = ctx.batch_mut::<Vec<Tensor>>().err().unwrap().to_string();
             assert!(error.contains("not a alloc::vec::Vec<"), "{error}");
             let error = module.downcast_ref::<Defaults>().err().unwrap().to_string();
-            assert!(error.contains("the module is a Stages, not a ") && error.contains("Defaults"), "{error}");
+            assert!(
+                error.contains("the module is a Stages, not a ") && error.contains("Defaults"),
+                "{error}"
+            );
             Ok(())
         })
         .on_step(StepHook::OnBeforeBackward, |ctx, module| {
@@ -156,7 +161,9 @@ impl WrongDigits {
         let draw = |(image, label, predicted): &(Tensor, i64, i64)| {
             let pixels = Vec::<f32>::try_from(image.flatten(0, -1)).unwrap();
             let width = image.size()[2] as usize;
-            let rows = pixels.chunks(width).map(|row| row.iter().map(|x| if *x > 0.5 { '#' } else { '.' }).collect());
+            let rows = pixels
+                .chunks(width)
+                .map(|row| row.iter().map(|x| if *x > 0.5 { '#' } else { '.' }).collect());
             format!("{label} taken for {predicted}\n{}", rows.collect::<Vec<String>>().join("\n"))
         };
         self.0.lock().unwrap().iter().map(draw).collect()
@@ -164,18 +171,30 @@ impl WrongDigits {
 }
 
 impl Callback for WrongDigits {
-    fn on_validation_epoch_start(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_validation_epoch_start(
+        &mut self,
+        _ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         self.0.lock().unwrap().clear();
         Ok(())
     }
 
-    fn on_validation_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_validation_batch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         let (images, labels) = ctx.batch::<(Tensor, Tensor)>()?;
         let predicted = ctx.outputs().tensor("logits")?.f_argmax(1, false)?;
         let mut wrong = self.0.lock().unwrap();
         for index in Vec::<i64>::try_from(predicted.f_ne_tensor(labels)?.f_nonzero()?.f_flatten(0, -1)?)? {
             if wrong.len() < 10 {
-                wrong.push((images.get(index), labels.int64_value(&[index]), predicted.int64_value(&[index])));
+                wrong.push((
+                    images.get(index),
+                    labels.int64_value(&[index]),
+                    predicted.int64_value(&[index]),
+                ));
             }
         }
         Ok(())
@@ -187,13 +206,21 @@ impl Callback for WrongDigits {
 struct WholeEpoch(Vec<(Tensor, Tensor)>);
 
 impl Callback for WholeEpoch {
-    fn on_validation_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_validation_batch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         let labels = ctx.batch::<(Tensor, Tensor)>()?.1.shallow_clone();
         self.0.push((ctx.outputs().tensor("logits")?.shallow_clone(), labels));
         Ok(())
     }
 
-    fn on_validation_epoch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_validation_epoch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         let (logits, labels): (Vec<Tensor>, Vec<Tensor>) = std::mem::take(&mut self.0).into_iter().unzip();
         let (logits, labels) = (Tensor::f_cat(&logits, 0)?, Tensor::f_cat(&labels, 0)?);
         ctx.log("whole_acc", logits.f_argmax(1, false)?.f_eq_tensor(&labels)?.f_mean(Kind::Float)?);
@@ -225,13 +252,17 @@ fn callbacks_show_wrong_digits_and_collect_the_outputs_of_an_epoch() {
     let count = (6.0 * 64.0 * (1.0 - metric("val_acc"))).round() as usize;
     assert_eq!(wrong.0.lock().unwrap().len(), count.min(10));
     assert!(count > 0, "a network that has seen 30 batches makes mistakes");
-    let digits: Vec<_> = wrong.0.lock().unwrap().iter().map(|(i, l, p)| (i.shallow_clone(), *l, *p)).collect();
+    let digits: Vec<_> =
+        wrong.0.lock().unwrap().iter().map(|(i, l, p)| (i.shallow_clone(), *l, *p)).collect();
     let _no_grad = tch::no_grad_guard();
     for ((image, label, predicted), text) in digits.iter().zip(wrong.shown()) {
         assert_ne!(label, predicted);
         let again = voltaic::nn::Forward::forward(net.net(), &image.unsqueeze(0)).unwrap().argmax(1, false);
         assert_eq!(again.int64_value(&[0]), *predicted);
-        assert!(text.starts_with(&format!("{label} taken for {predicted}\n")) && text.contains('#'), "{text}");
+        assert!(
+            text.starts_with(&format!("{label} taken for {predicted}\n")) && text.contains('#'),
+            "{text}"
+        );
     }
 }
 

@@ -520,7 +520,9 @@ fn saving_and_resuming_call_hooks_as_lightning_does() {
 /// Names of hooks in a text, in the order of the text: what stands between `before` and `after`.
 fn hooks_between<'a>(text: &'a str, before: &str, after: &str) -> Vec<&'a str> {
     let parts = text.split(before).skip(1).filter_map(|part| part.split(after).next());
-    parts.filter(|name| name.starts_with("on_") && name.bytes().all(|b| b == b'_' || b.is_ascii_lowercase())).collect()
+    parts
+        .filter(|name| name.starts_with("on_") && name.bytes().all(|b| b == b'_' || b.is_ascii_lowercase()))
+        .collect()
 }
 
 /// The page, the two traits, the setters of `LambdaCallback` and the enums have the same hooks.
@@ -545,7 +547,9 @@ fn hooks_have_the_same_names_everywhere() {
         .collect();
     check("docs/hooks.md", hooks_between(&table, "`", "`"));
     // methods with a context and nothing else to work on
-    let signatures = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ").replace("( &", "(&").replace(", )", ")");
+    let signatures = |text: &str| {
+        text.split_whitespace().collect::<Vec<_>>().join(" ").replace("( &", "(&").replace(", )", ")")
+    };
     let of = |text: &str, rest: [&str; 2]| {
         let all = signatures(text);
         let methods = all.split("fn ").skip(1).filter_map(|method| method.split_once('('));
@@ -561,7 +565,10 @@ fn hooks_have_the_same_names_everywhere() {
     check("LightningModule", module.iter().map(String::as_str).collect());
     let callback = of(
         &read("src/lightning/callback.rs"),
-        ["&mut self, ctx: &mut HookContext, module: &mut dyn Module) ->", "&mut self, ctx: &mut HookContext, module: &dyn Module) ->"],
+        [
+            "&mut self, ctx: &mut HookContext, module: &mut dyn Module) ->",
+            "&mut self, ctx: &mut HookContext, module: &dyn Module) ->",
+        ],
     );
     check("Callback", callback.iter().map(String::as_str).collect());
     let lambda = read("src/callback/lambda_callback.rs");
@@ -577,7 +584,12 @@ fn hooks_have_the_same_names_everywhere() {
 struct NoteAll(Trace);
 
 impl Callback for NoteAll {
-    fn on_hook(&mut self, hook: Hook, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_hook(
+        &mut self,
+        hook: Hook,
+        _ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
         self.0.note(hook.name());
         Ok(())
     }

@@ -253,7 +253,9 @@ fn tensors_given_by_name_are_written_by_name() {
     check(&epoch[1].1, &epoch[2].1);
     let returned: Vec<f64> = outputs[0]
         .iter()
-        .flat_map(|output| Vec::<f64>::try_from(output.tensor("sums").unwrap().to_kind(Kind::Double)).unwrap())
+        .flat_map(|output| {
+            Vec::<f64>::try_from(output.tensor("sums").unwrap().to_kind(Kind::Double)).unwrap()
+        })
         .collect();
     assert_eq!(returned, epoch[2].1);
     let error = trainer.predict(&mut named("pair"), &mut data).unwrap_err().to_string();
@@ -269,8 +271,10 @@ fn what_cannot_be_written_is_refused_at_its_first_batch() {
     ] {
         for interval in [WriteInterval::Batch, WriteInterval::Epoch] {
             let folder = TempDir::new().unwrap();
-            let config =
-                PredictionWriterConfig { output_dir: Some(folder.path().join("out")), write_interval: interval };
+            let config = PredictionWriterConfig {
+                output_dir: Some(folder.path().join("out")),
+                write_interval: interval,
+            };
             let mut trainer = silent().callback(PredictionWriter::from(config)).build().unwrap();
             let mut data = Loaders::new().predict(loader(5));
             let error = trainer.predict_outputs(&mut named(gives), &mut data).unwrap_err().to_string();
@@ -284,7 +288,13 @@ fn what_cannot_be_written_is_refused_at_its_first_batch() {
 fn the_command_line_names_what_was_written() {
     let folder = TempDir::new().unwrap();
     let output = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"))
-        .args(["predict", "--model=Mlp", "--data=MnistData", "--data.batch_size=4", "--trainer.accelerator=cpu"])
+        .args([
+            "predict",
+            "--model=Mlp",
+            "--data=MnistData",
+            "--data.batch_size=4",
+            "--trainer.accelerator=cpu",
+        ])
         .args(["--trainer.limit_predict_batches=2", "--trainer.callbacks+=PredictionWriter"])
         .arg(format!("--trainer.callbacks.output_dir={}", folder.path().join("out").display()))
         .current_dir(folder.path())

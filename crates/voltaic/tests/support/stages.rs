@@ -31,6 +31,7 @@ impl LightningModule for Stages {
     fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
         let product = batch.f_mul(self.weight.tensor())?;
         ctx.output("product", &product);
+        ctx.output("column", &batch.f_narrow(1, 1, 1)?); // a view of the batch
         let mean = product.f_mean(Kind::Float)?;
         let loss = mean.f_sub(&mean.f_detach()?)?.f_add_scalar(1.0)?; // 1, with the gradient of the mean
         if self.is_manual {
@@ -109,6 +110,7 @@ impl Callback for Checks {
         match hook {
             Hook::OnTrainBatchEnd => {
                 let loss = outputs.loss().unwrap();
+                assert!(outputs.tensor("column")?.equal(&batch.narrow(1, 1, 1)));
                 assert!(!loss.requires_grad() && loss.equal(ctx.loss().unwrap()));
             }
             Hook::OnValidationBatchEnd => assert!(all_are(outputs.tensor("x")?, 2.0)),

@@ -8,6 +8,7 @@ use crate::error::Result;
 use crate::ffi::InferenceMode;
 use crate::module::{BatchFacts, Hook, LightningModule, StepOutput};
 use crate::nn::{set_training, set_training_modes, training_modes};
+use crate::profiler::actions;
 use crate::trainer::run::loaders::FitLoaders;
 use crate::trainer::session::session::Session;
 use crate::trainer::session::step::Step;
@@ -169,7 +170,7 @@ impl<M: LightningModule> Session<'_, M> {
             let epoch = self.run.progress.current_epoch;
             let range = EpochRange { epoch, first_batch: 0, num_batches: Some(num_batches) };
             let mut batches = loader.iter(range)?;
-            let action = self.next_action();
+            let action = actions::next_eval_batch(self.stage);
             while let Some(batch) = self.next_batch(&mut batches, action)? {
                 let batch_idx = batches.next_batch_idx() - 1;
                 let mut batch = self.take(batch, dataloader_idx)?;
@@ -207,15 +208,6 @@ impl<M: LightningModule> Session<'_, M> {
         };
         let step = before + batch_idx as u64;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&values, step))
-    }
-
-    /// What the profiler calls fetching a batch.
-    fn next_action(&self) -> &'static str {
-        match self.stage {
-            Stage::Fit | Stage::Validate => "[_EvaluationLoop].val_next",
-            Stage::Test => "[_EvaluationLoop].test_next",
-            Stage::Predict => "[_PredictionLoop].predict_next",
-        }
     }
 
     /// Reads the metrics back and gives them to the loggers.

@@ -8,6 +8,7 @@ use crate::data::{Batch, EpochRange};
 use crate::error::{ConfigError, Result};
 use crate::module::{BatchFacts, Hook, HookContext, LightningModule, Progress, StepHook, StepOutput};
 use crate::optim::{Interval, Optimizer};
+use crate::profiler::actions;
 use crate::trainer::plan::loaders::FitPlan;
 use crate::trainer::run::loaders::FitLoaders;
 use crate::trainer::session::anomaly::check_anomaly;
@@ -72,9 +73,9 @@ impl<M: LightningModule> Session<'_, M> {
             first_batch,
             num_batches: Some(loaders.plan.num_training_batches.saturating_sub(first_batch)),
         };
-        let action = self.profile("run_training_epoch")?;
+        let action = self.profile(actions::TRAINING_EPOCH)?;
         let mut batches = loaders.train.iter(range)?;
-        while let Some(batch) = self.next_batch(&mut batches, "[_TrainingEpochLoop].train_dataloader_next")? {
+        while let Some(batch) = self.next_batch(&mut batches, actions::NEXT_TRAINING_BATCH)? {
             if !self.train_batch(batch, loaders)? {
                 break; // a hook has left out the rest
             }
@@ -117,7 +118,7 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(false);
         }
 
-        let action = self.profile("run_training_batch")?;
+        let action = self.profile(actions::TRAINING_BATCH)?;
         let is_automatic = self.module.automatic_optimization();
         if window.opens {
             self.run.strategy.begin_forward(self.module)?;

@@ -5,6 +5,7 @@ use crate::data::{Batch, EpochRange};
 use crate::error::Result;
 use crate::module::{BatchFacts, LightningModule};
 use crate::nn::{EqualBatches, reset_running_statistics};
+use crate::profiler::actions;
 use crate::trainer::run::loaders::FitLoaders;
 use crate::trainer::session::session::Session;
 use crate::trainer::session::step::Step;
@@ -39,7 +40,7 @@ impl<M: LightningModule> Session<'_, M> {
             num_batches: Some(loaders.plan.num_training_batches),
         };
         let mut batches = loaders.train.iter(range)?;
-        while let Some(batch) = self.next_batch(&mut batches, "[_TrainingEpochLoop].train_dataloader_next")? {
+        while let Some(batch) = self.next_batch(&mut batches, actions::NEXT_TRAINING_BATCH)? {
             let batch = self.take(batch, 0)?;
             let facts = BatchFacts {
                 batch_idx: batches.next_batch_idx() - 1,

@@ -15,6 +15,7 @@ use crate::module::{
 use crate::nn::Parameter;
 use crate::optim::{ActiveLrScheduler, Optimizer};
 use crate::precision::GradScaler;
+use crate::profiler::actions;
 use crate::strategy::{Strategy, Votes};
 use crate::trainer::session::captured_optimizers::CapturedOptimizers;
 use crate::trainer::session::guard::guarded;
@@ -40,7 +41,7 @@ pub(crate) fn of_callback<T>(
     name: &str,
     hook: impl FnOnce(&mut dyn Callback) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
-    let _action = profiling.start(|| format!("[Callback]{}.{name}", callback.state_key()))?;
+    let _action = profiling.start(|| actions::of_callback(&callback.state_key(), name))?;
     guarded(|| hook(&mut *callback)).map_err(|source| source.context(format!("in {}", callback.state_key())))
 }
 

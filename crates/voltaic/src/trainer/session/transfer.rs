@@ -4,6 +4,7 @@ use crate::data::{Batch, BatchIter};
 use crate::error::Result;
 use crate::module::{Action, LightningModule};
 use crate::nn::Module;
+use crate::profiler::actions;
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::hook_error;
 use crate::trainer::session::session::Session;
@@ -29,7 +30,7 @@ impl<M: LightningModule> Session<'_, M> {
         let (data_name, module_name) =
             if profiling.is_on() { (data.type_name(), Module::type_name(module)) } else { ("", "") };
         let of_data = |hook| profiling.of_data(data_name, hook);
-        let of_module = |hook: &str| profiling.start(|| format!("[LightningModule]{module_name}.{hook}"));
+        let of_module = |hook: &str| profiling.start(|| actions::of_module(module_name, hook));
         let (device, true_dtype) = (self.plan.device, self.plan.precision.true_dtype());
         let mut hook = "on_before_batch_transfer";
         guarded(|| {

@@ -10,6 +10,7 @@ use crate::data::Stage;
 use crate::distributed::ProcessGroup;
 use crate::error::{Error, Result};
 use crate::module::{CheckpointRequest, LightningModule};
+use crate::profiler::actions;
 use crate::trainer::session::frozen::{AfterFit, Frozen};
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
@@ -106,7 +107,7 @@ pub(crate) fn write<M: LightningModule>(
     match &request.link_to {
         Some(target) => session.run.checkpoint_io.link_checkpoint(target, &request.path)?,
         None => {
-            let _action = session.profile("save_checkpoint")?;
+            let _action = session.profile(actions::SAVE_CHECKPOINT)?;
             let mut checkpoint = match &session.frozen {
                 Some(Frozen::Whole(frozen)) if !request.weights_only => {
                     with_savers(frozen, &session.run.callbacks)?
