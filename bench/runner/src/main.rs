@@ -68,9 +68,9 @@ fn folder(bench: &Path) -> anyhow::Result<PathBuf> {
 }
 
 fn number<T: FromStr>(name: &str, text: &str) -> anyhow::Result<T> {
-    text.parse()
-        .ok()
-        .with_context(|| format!("{name}: `{text}` is not a number that it can be; give one such as {name}=1"))
+    text.parse().ok().with_context(|| {
+        format!("{name}: `{text}` is not a number that it can be; give one such as {name}=1")
+    })
 }
 
 fn list(name: &str, default: &str) -> anyhow::Result<Vec<String>> {

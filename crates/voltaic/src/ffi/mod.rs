@@ -1,6 +1,6 @@
 //! The only unsafe code of this crate: safe functions over `voltaic-sys`, and entries for its kernels.
 //!
-//! Every wrapper takes and returns `tch` tensors, turns a `vt_error` into a [`TorchError`], and states in its
+//! Every wrapper takes and returns `tch` tensors, turns a `vt_error` into a [`TorchError`](crate::error::TorchError), and states in its
 //! `SAFETY` comment which facts make the call sound.
 
 #![allow(unsafe_code)]

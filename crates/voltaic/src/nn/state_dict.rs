@@ -7,7 +7,7 @@ use tch::Tensor;
 use crate::error::{CheckpointError, Problem, Result};
 use crate::nn::parameter::Parameter;
 
-/// Names that [`ModuleExt::load_state_dict`] found on one side only; PyTorch's `_IncompatibleKeys`.
+/// Names that [`load_state_dict`](crate::nn::ModuleExt::load_state_dict) found on one side only; PyTorch's `_IncompatibleKeys`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct IncompatibleKeys {
     /// Names of the module that the state does not have: their values are as they were.

@@ -195,7 +195,7 @@ pub trait ModuleExt: Module {
     /// counterpart, as PyTorch's does; there are none when `strict`.
     ///
     /// # Errors
-    /// [`CheckpointError::Mismatch`] if shapes differ; when `strict`, if names are missing or left over; else if not one
+    /// [`Mismatch`](crate::error::CheckpointError::Mismatch) if shapes differ; when `strict`, if names are missing or left over; else if not one
     /// name is the module's. Nothing is changed in that case. The strategy's, if it keeps the weights and cannot take others.
     ///
     /// # Collective

@@ -58,7 +58,7 @@ impl TrainerBuilder {
     }
 
     /// Sets [`TrainerConfig::accelerator`]: a name, or a value such as [`HpuAccelerator`](crate::accelerator::HpuAccelerator)
-    /// or an [`Accelerator`] of your own, whose name the configuration then holds.
+    /// or an [`Accelerator`](crate::accelerator::Accelerator) of your own, whose name the configuration then holds.
     ///
     /// With several ranks each process makes its own value, as it runs the whole program.
     #[must_use]

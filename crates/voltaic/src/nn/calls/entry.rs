@@ -31,7 +31,7 @@ impl<'a> ModuleCall<'a> {
         self.type_name
     }
 
-    /// The module. `None` in a backward pass that runs outside of [`ModuleHooks::within`](super::ModuleHooks::within) or on
+    /// The module. `None` in a backward pass that runs outside of [`ModuleHooks::within`](crate::nn::ModuleHooks::within) or on
     /// another thread.
     pub fn module(&self) -> Option<&'a dyn Module> {
         self.module

@@ -39,7 +39,7 @@ use crate::nn::module::Module;
 /// # }
 /// ```
 ///
-/// A module's call is heard if it is made by [`call`](super::Callable::call); voltaic's own layers and models are heard by
+/// A module's call is heard if it is made by [`call`](crate::nn::Callable::call); voltaic's own layers and models are heard by
 /// `forward`, too. Hooks run in the order in which they were registered, as in PyTorch: those before the forward pass, the
 /// module's code, those after it. An error of a hook is an error of the call, and a hook that calls modules is not called for
 /// these.

@@ -145,7 +145,7 @@ impl Table {
 }
 
 /// Whether the modules of the tree, in the order of `named_modules`, lie where the nodes say.
-fn same_places<'a>(module: &dyn Module, known: &mut dyn Iterator<Item = &'a Node>) -> bool {
+fn same_places(module: &dyn Module, known: &mut dyn Iterator<Item = &Node>) -> bool {
     if known.next().is_none_or(|node| node.identity != identity(module)) {
         return false;
     }

@@ -19,7 +19,7 @@ pub enum LrGrowth {
     Linear,
 }
 
-/// What [`Trainer::lr_find`] tries.
+/// What [`Trainer::lr_find`](crate::trainer::Trainer::lr_find) tries.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LearningRateFinderConfig {
@@ -95,7 +95,7 @@ pub enum BatchSizeSearch {
     Binsearch,
 }
 
-/// What [`Trainer::scale_batch_size`] tries.
+/// What [`Trainer::scale_batch_size`](crate::trainer::Trainer::scale_batch_size) tries.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct BatchSizeFinderConfig {
