@@ -80,7 +80,10 @@ impl<M: LightningModule> Session<'_, M> {
             graphs: graphs.as_mut().map(|graphs| (graphs, is_training)),
         };
         let region = plan.precision.autocast_dtype().map(|dtype| autocast(plan.device, dtype)).transpose()?;
-        let output = hooks.within(module.as_dyn(), || guarded(|| step(module, batch, &mut ctx)));
+        let output = match hooks.is_empty() {
+            true => Ok(guarded(|| step(module, batch, &mut ctx))), // two frames less in a backtrace
+            false => hooks.within(module.as_dyn(), || guarded(|| step(module, batch, &mut ctx))),
+        };
         drop(region);
         if is_manual {
             self.run.progress.global_step += graph::take_replayed_steps();
