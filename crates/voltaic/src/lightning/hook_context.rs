@@ -62,7 +62,7 @@ impl HookContext<'_> {
         self.requests.rows.push((metrics, step));
     }
 
-    /// Begins an action of one's own for the profiler; it ends when what is returned goes out of scope. Nothing is measured
+    /// Begins an action of your own for the profiler; it ends when what is returned goes out of scope. Nothing is measured
     /// without a profiler.
     ///
     /// # Errors
@@ -286,7 +286,7 @@ impl HookContext<'_> {
     }
 
     /// Asks for a pass over the training data after `on_train_end` that takes the running statistics of batch normalisation
-    /// anew, for weights that were not trained but set.
+    /// again, for weights that were not trained but set.
     pub fn request_running_statistics(&mut self) {
         self.requests.updates_running_statistics = true;
     }

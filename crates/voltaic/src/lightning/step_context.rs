@@ -109,7 +109,7 @@ impl StepContext<'_> {
         }
     }
 
-    /// Begins an action of one's own for the profiler; it ends when what is returned goes out of scope. Nothing is measured
+    /// Begins an action of your own for the profiler; it ends when what is returned goes out of scope. Nothing is measured
     /// without a profiler, and in a step that a graph replays.
     ///
     /// # Errors

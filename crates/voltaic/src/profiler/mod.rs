@@ -1,7 +1,7 @@
 //! Where the time of a run goes: reports on its actions.
 //!
 //! [`SimpleProfiler`] adds up the time of each action, [`AdvancedProfiler`] also tells how it is spread and nested. A
-//! profiler of one's own implements [`Profiler`].
+//! profiler of your own implements [`Profiler`].
 
 pub(crate) mod actions;
 mod advanced;
