@@ -45,7 +45,7 @@ pub struct AdvancedProfilerConfig {
     pub line_count_restriction: RowLimit,
     /// Also write `<stage>-<filename>.json` with all numbers.
     pub dump_stats: bool,
-    /// Also measure each call of a module, as `[module]Linear: fc1`. It costs about a microsecond for each.
+    /// Also measure each call of a module, as `[module]Linear: fc1`. Each call costs a little (docs/hooks.md).
     pub record_module_names: bool,
 }
 

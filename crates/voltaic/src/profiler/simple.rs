@@ -23,7 +23,7 @@ pub struct SimpleProfilerConfig {
     pub filename: Option<String>,
     /// Also tell the number of calls, and the part of all time.
     pub extended: bool,
-    /// Also measure each call of a module, as `[module]Linear: fc1`. It costs about a microsecond for each.
+    /// Also measure each call of a module, as `[module]Linear: fc1`. Each call costs a little (docs/hooks.md).
     pub record_module_names: bool,
 }
 
