@@ -99,7 +99,7 @@ void set_device(TensorImpl *tensor, c10::Device device) { tensor->*(&Members::de
 
 namespace {
 
-// Aliases of calls that are over, to be filled anew: making and freeing one costs about as much as a small kernel.
+// Aliases of calls that are over, to be filled again: making and freeing one costs about as much as a small kernel.
 class Spares {
 public:
   TensorImplPtr take() { return count_ > 0 ? std::move(aliases_[--count_]) : TensorImplPtr(); }
