@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::file_name::{FileName, Value};
 use super::time_span::TimeSpan;
-use crate::checkpoint::{CheckpointPaths, remove_leftovers};
+use crate::checkpoint::{CheckpointPaths, is_checkpoint_below, remove_leftovers};
 use crate::error::ConfigError;
 use crate::lightning::Callback;
 use crate::module::{CheckpointRequest, HookContext};
@@ -283,7 +283,8 @@ impl ModelCheckpoint {
             self.state.best_k_models.push(Kept { path: path.clone(), score });
             self.update_best();
             newest = Some(path.clone());
-            let then_remove = replaced.filter(|old| *old != path && old.starts_with(&self.state.dirpath));
+            let is_own = |old: &PathBuf| is_checkpoint_below(&self.state.dirpath, old);
+            let then_remove = replaced.filter(|old| *old != path && is_own(old));
             self.request(ctx, path, None, then_remove);
         }
         self.state.last_step_saved = Some(ctx.global_step());
@@ -317,7 +318,7 @@ impl ModelCheckpoint {
     /// `last.ckpt`, or `last-v1.ckpt` and so on beside those of other runs.
     fn last_path(&self) -> PathBuf {
         if let Some(own) = &self.state.last_model_path
-            && own.file_stem().and_then(|stem| stem.to_str()).is_some_and(|stem| stem.starts_with("last"))
+            && is_last_name(own)
             && own.parent() == Some(&self.state.dirpath)
         {
             return own.clone();
@@ -356,6 +357,33 @@ impl ModelCheckpoint {
         self.state.best_model_score = best.and_then(|best| best.score);
     }
 
+    /// Drops checkpoints that the state names outside the folder: the state may have been read from a file, and what it
+    /// names is removed once it is replaced.
+    ///
+    /// # Collective
+    /// If there are such checkpoints. Rank 0 looks, since others may not see the folder.
+    fn forget_foreign_files(&mut self, ctx: &HookContext) -> crate::Result<()> {
+        let State { dirpath, best_k_models, .. } = &mut self.state;
+        if best_k_models.is_empty() {
+            return Ok(());
+        }
+        let is_own = |kept: &Kept| is_checkpoint_below(dirpath, &kept.path);
+        let mut are_own =
+            of_rank_zero(ctx, best_k_models.iter().map(is_own).collect::<Vec<_>>())?.into_iter();
+        best_k_models.retain(|kept| {
+            let is_own = are_own.next().unwrap_or(false);
+            if !is_own && ctx.is_global_zero() {
+                tracing::warn!(
+                    "the checkpoint names {} as one to keep, which is not a checkpoint below {}; it is left alone",
+                    kept.path.display(),
+                    dirpath.display()
+                );
+            }
+            is_own
+        });
+        Ok(())
+    }
+
     /// The name from the template, with `-v1`, `-v2` if it is taken by another file than `replaced`.
     fn free_path(&self, ctx: &HookContext, replaced: Option<&Path>) -> PathBuf {
         let name = self.file_name.fill(|field| match field {
@@ -374,6 +402,16 @@ impl ModelCheckpoint {
             .find(is_free)
             .unwrap_or(first)
     }
+}
+
+/// Whether a file is called `last.ckpt` or `last-v1.ckpt` and so on.
+fn is_last_name(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".ckpt"));
+    let version = name.and_then(|name| name.strip_prefix("last"));
+    version.is_some_and(|text| {
+        let number = text.strip_prefix("-v").unwrap_or_default();
+        text.is_empty() || (!number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+    })
 }
 
 /// The value of rank 0. # Collective
@@ -441,6 +479,7 @@ impl Callback for ModelCheckpoint {
             self.state.best_k_models.clear();
         }
         self.state.dirpath = dirpath;
+        self.forget_foreign_files(ctx)?;
         self.state.deferred &= ctx.progress().validation_is_open; // else that was another fit
         self.has_saved = false;
         self.last_time = Instant::now();

@@ -5,6 +5,7 @@
 
 mod async_io;
 mod atomic;
+mod below;
 #[expect(clippy::module_inception, reason = "the struct of the folder")]
 mod checkpoint;
 mod format;
@@ -18,6 +19,7 @@ mod torch_file;
 
 pub use async_io::AsyncCheckpointIo;
 pub use atomic::{remove_file, remove_leftovers, write_atomically};
+pub use below::is_checkpoint_below;
 pub use checkpoint::{Checkpoint, CheckpointMeta, CheckpointPaths, FORMAT_VERSION, RankState, TrainingState};
 pub(crate) use format::{peek_training, rank_from_bytes, rank_to_bytes};
 pub use format::{read, read_weights, write, write_weights};

@@ -50,6 +50,7 @@ mod hook_outputs;
 mod hooks;
 mod host_memory;
 mod host_pool;
+mod hostile_checkpoint;
 mod kill;
 mod layers;
 mod libtorch;

@@ -1,0 +1,93 @@
+//! Checkpoints that someone else has written: what a run may do because of them, and what it must not.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig, SaveLast};
+use voltaic::checkpoint::Checkpoint;
+use voltaic::trainer::TrainerBuilder;
+
+use crate::probe::{Probe, loaders, names, silent};
+use crate::rng::seeded;
+
+/// Each epoch is better than the one before, so that each replaces a checkpoint.
+const VAL_LOSSES: &[f64] = &[0.5, 0.25, 0.125, 0.0625];
+
+fn saver(folder: &Path) -> TrainerBuilder {
+    let config = ModelCheckpointConfig {
+        dirpath: Some(folder.to_path_buf()),
+        monitor: Some("val_loss".to_owned()),
+        save_last: SaveLast::Copy(true),
+        ..ModelCheckpointConfig::default()
+    };
+    silent().enable_checkpointing(true).callback(ModelCheckpoint::new(config).unwrap())
+}
+
+/// Lets `change` edit the state of the ModelCheckpoint in a checkpoint.
+fn tamper(path: &Path, change: impl FnOnce(&mut Value)) {
+    let mut checkpoint = Checkpoint::load(path).unwrap();
+    let callbacks = &mut checkpoint.training.as_mut().unwrap().json["callbacks"];
+    let mut saved = callbacks.as_array_mut().unwrap().iter_mut();
+    let state = saved.find(|saved| saved[0].as_str().unwrap().starts_with("ModelCheckpoint")).unwrap();
+    change(&mut state[1]);
+    checkpoint.save(path).unwrap();
+}
+
+#[test]
+fn what_a_checkpoint_names_outside_its_folder_is_left_alone() {
+    let _rng = seeded(1);
+    let root = TempDir::new().unwrap();
+    let outside = root.path().join("outside");
+    let victims: [(&str, PathBuf); 5] = [
+        ("own/../outside/a.ckpt", outside.join("a.ckpt")),
+        ("outside/b.ckpt", outside.join("b.ckpt")),
+        ("own/link/c.ckpt", outside.join("c.ckpt")),
+        ("own/sub/../../outside/d.ckpt", outside.join("d.ckpt")),
+        ("own/notes.txt", root.path().join("own/notes.txt")),
+    ];
+    for (named, victim) in victims {
+        let folder = root.path().join("own");
+        let _ = std::fs::remove_dir_all(&folder);
+        std::fs::create_dir_all(&outside).unwrap();
+        saver(&folder)
+            .max_epochs(1)
+            .build()
+            .unwrap()
+            .fit(&mut Probe::logging(VAL_LOSSES), &mut loaders())
+            .unwrap();
+        std::fs::create_dir_all(folder.join("sub")).unwrap();
+        std::os::unix::fs::symlink(&outside, folder.join("link")).unwrap();
+        std::fs::write(&victim, "mine").unwrap();
+        let last = folder.join("last.ckpt");
+        tamper(&last, |state| {
+            state["best_k_models"] = json!([{"path": root.path().join(named), "score": 9.0}]);
+        });
+        let mut trainer = saver(&folder).max_epochs(3).build().unwrap();
+        trainer.ckpt_path(&last).fit(&mut Probe::logging(VAL_LOSSES), &mut loaders()).unwrap();
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "mine", "{named}");
+        // the run keeps its own best, and removes what that replaces
+        let kept: Vec<String> = names(&folder).into_iter().filter(|name| name.ends_with(".ckpt")).collect();
+        assert_eq!(kept, ["epoch=0-step=6.ckpt", "epoch=2-step=18.ckpt", "last.ckpt"], "{named}");
+    }
+}
+
+#[test]
+fn the_last_checkpoint_overwrites_no_file_of_another_name() {
+    let _rng = seeded(1);
+    let root = TempDir::new().unwrap();
+    let folder = root.path().join("own");
+    saver(&folder)
+        .max_epochs(1)
+        .build()
+        .unwrap()
+        .fit(&mut Probe::logging(VAL_LOSSES), &mut loaders())
+        .unwrap();
+    let (last, notes) = (folder.join("last.ckpt"), folder.join("last-notes.txt"));
+    std::fs::write(&notes, "mine").unwrap();
+    tamper(&last, |state| state["last_model_path"] = json!(notes));
+    let mut trainer = saver(&folder).max_epochs(2).build().unwrap();
+    trainer.ckpt_path(&last).fit(&mut Probe::logging(VAL_LOSSES), &mut loaders()).unwrap();
+    assert_eq!(std::fs::read_to_string(&notes).unwrap(), "mine");
+    assert_eq!(Checkpoint::load(&folder.join("last-v1.ckpt")).unwrap().meta.global_step, 12);
+}
