@@ -1,14 +1,13 @@
 //! Prints the module's layers with their numbers of parameters, and of operations, before training.
 
 use std::collections::HashMap;
-use std::io::Write;
 use std::sync::{Arc, Mutex};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use crate::error::ConfigError;
+use crate::error::{ConfigError, write_stderr};
 use crate::graph::Flops;
 use crate::lightning::Callback;
 use crate::module::HookContext;
@@ -208,8 +207,7 @@ impl ModelSummary {
             sizes: self.config.sizes.then_some(&sizes),
         };
         let text = summary(module, self.config.max_depth, columns);
-        // a closed terminal is not a reason to stop training
-        let _ = std::io::stderr().write_all(text.as_bytes());
+        write_stderr(&text);
     }
 }
 

@@ -1,10 +1,11 @@
 //! Shows where a run stands: bars on a terminal, plain lines elsewhere. Written to standard error.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressDrawTarget, ProgressStyle};
 
+use crate::error::write_stderr;
 use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::Module;
@@ -66,10 +67,7 @@ impl Bar {
                 drawn.set_message(text);
                 drawn.set_position(self.done as u64);
             }
-            None => {
-                // a closed pipe is not a reason to stop training
-                let _ = writeln!(std::io::stderr(), "{}: {}/{} [{text}]", self.title, self.done, self.total);
-            }
+            None => write_stderr(&format!("{}: {}/{} [{text}]\n", self.title, self.done, self.total)),
         }
     }
 }

@@ -5,6 +5,7 @@ use std::io::{self, IsTerminal, Write};
 use tracing_subscriber::EnvFilter;
 
 use crate::distributed::Variables;
+use crate::error::write_stderr;
 
 /// Without the variable `RUST_LOG`: what voltaic has to say, and warnings of everything else.
 const DEFAULT: &str = "warn,voltaic=info";
@@ -24,6 +25,8 @@ pub(super) fn print_log() {
 }
 
 /// Standard error, on which a progress bar may stand: a line begins by wiping what is there.
+///
+/// Never fails: of a failure `tracing_subscriber` would write a line to standard error, and panic if that fails as well.
 struct Lines {
     is_terminal: bool,
 }
@@ -36,15 +39,15 @@ impl Default for Lines {
 
 impl Write for Lines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let mut err = io::stderr().lock();
-        if self.is_terminal {
-            err.write_all(b"\r\x1b[2K")?;
+        let text = String::from_utf8_lossy(line);
+        match self.is_terminal {
+            true => write_stderr(&format!("\r\x1b[2K{text}")),
+            false => write_stderr(&text),
         }
-        err.write_all(line)?;
         Ok(line.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        io::stderr().flush()
+        Ok(())
     }
 }

@@ -34,7 +34,7 @@ pub use console::Console;
 pub use registry::{FromConfig, Registry};
 pub use request::{RunRequest, Verb};
 
-use crate::error::Error;
+use crate::error::{Error, report_lost_lines};
 use args::Command;
 use outcome::Failure;
 
@@ -45,7 +45,9 @@ pub fn run(registry: Registry) -> ExitCode {
     let mut arguments = std::env::args_os();
     let program = arguments.next().unwrap_or_default();
     let mut console = Console::of_process();
-    ExitCode::from(run_with(&registry, &program, arguments.collect(), std::env::vars_os(), &mut console))
+    let code = run_with(&registry, &program, arguments.collect(), std::env::vars_os(), &mut console);
+    report_lost_lines();
+    ExitCode::from(code)
 }
 
 /// Runs a command line that is given as values, for tests and for programs around it; returns the exit code.

@@ -2,10 +2,9 @@
 
 use std::any::Any;
 use std::cell::RefCell;
-use std::io::Write;
 use std::panic::{self, AssertUnwindSafe};
 
-use crate::error::{ConfigError, Error};
+use crate::error::{ConfigError, Error, write_stderr};
 
 /// Why a command did not succeed.
 #[derive(Debug)]
@@ -79,8 +78,7 @@ pub(super) fn quiet_panics() {
         } else if std::thread::current().id() != main {
             let thread = std::thread::current();
             let text = describe(thread.name().unwrap_or("thread"), place.as_deref(), info.payload());
-            // A failure to write leaves nobody to tell.
-            let _ = writeln!(std::io::stderr(), "error: {text}");
+            write_stderr(&format!("error: {text}\n"));
         }
         PLACE.with(|slot| slot.replace(place));
     }));

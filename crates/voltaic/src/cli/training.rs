@@ -1,6 +1,6 @@
 //! Joins the registry to the trainer: what `fit`, `validate`, `test` and `predict` do.
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::Path;
 
 use tch::{Kind, Tensor};
@@ -146,8 +146,10 @@ fn run<M: LightningModule>(
                 save_config(request, trainer.log_dir())?;
             }
             trainer.fit(model, data)?;
-            if trainer.is_global_zero() {
-                print_files(&trainer);
+            if trainer.is_global_zero()
+                && let Err(error) = print_files(&trainer)
+            {
+                tracing::warn!("{error:#}: the names of this run's files were not written"); // the run went well
             }
         }
         Verb::Validate | Verb::Test => {
@@ -156,13 +158,13 @@ fn run<M: LightningModule>(
                 _ => ("validation", trainer.validate(model, data)?),
             };
             if trainer.is_global_zero() {
-                print_metrics(what, &metrics);
+                print_metrics(what, &metrics)?;
             }
         }
         Verb::Predict => {
-            print_predictions(&trainer.predict_outputs(model, data)?);
+            print_predictions(&trainer.predict_outputs(model, data)?)?;
             for path in trainer.files() {
-                print(&format!("predictions  {}\n", path.display()));
+                print(&format!("predictions  {}\n", path.display()))?;
             }
         }
     }
@@ -194,21 +196,27 @@ fn save_config(request: &RunRequest, folder: &Path) -> anyhow::Result<()> {
     Ok(write_atomically(&folder.join("config.yaml"), |file| file.write_all(text.as_bytes()))?)
 }
 
-/// Writes to standard output; a closed pipe is not a failure of the run.
-fn print(text: &str) {
-    let _ = std::io::stdout().write_all(text.as_bytes());
+/// Writes to standard output. A reader that has gone away (`| head`) has read enough: that is not a failure.
+fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(anyhow::Error::new(error).context("cannot write to standard output"))
+        }
+        _ => Ok(()),
+    }
 }
 
-fn print_metrics(what: &str, metrics: &[(String, f64)]) {
+fn print_metrics(what: &str, metrics: &[(String, f64)]) -> anyhow::Result<()> {
     let width = metrics.iter().map(|(name, _)| name.len()).max().unwrap_or(0).max(24);
     let mut text = format!("{:<width$}  value\n{}\n", format!("{what} metric"), "-".repeat(width + 22));
     for (name, value) in metrics {
         text.push_str(&format!("{name:<width$}  {value}\n"));
     }
-    print(&text);
+    print(&text)
 }
 
-fn print_files(trainer: &Trainer) {
+fn print_files(trainer: &Trainer) -> anyhow::Result<()> {
     let checkpoint = trainer.best_model_path().or_else(|| trainer.last_model_path());
     let checkpoint = checkpoint.filter(|path| path.exists());
     let mut text = String::new();
@@ -221,19 +229,20 @@ fn print_files(trainer: &Trainer) {
         };
         text.push_str(&format!("{label:<10}  {}\n", path.display()));
     }
-    print(&text);
+    print(&text)
 }
 
 /// One line per batch: its predictions, separated by blanks; then a line with its name for all that was given by name.
-fn print_predictions(predictions: &[Vec<StepOutput>]) {
+fn print_predictions(predictions: &[Vec<StepOutput>]) -> anyhow::Result<()> {
     for output in predictions.iter().flatten() {
         if let Some(prediction) = output.prediction() {
-            print(&format!("{}\n", numbers(prediction)));
+            print(&format!("{}\n", numbers(prediction)))?;
         }
         for (name, value) in output.named() {
-            print(&format!("{name}: {}\n", shown(value)));
+            print(&format!("{name}: {}\n", shown(value)))?;
         }
     }
+    Ok(())
 }
 
 fn shown(value: &OutputValue) -> String {

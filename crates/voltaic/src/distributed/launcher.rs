@@ -5,7 +5,7 @@
 //! `MASTER_PORT`, `WORLD_SIZE`, `NODE_RANK`, `LOCAL_RANK`). Rank 0 has the launcher's output; others write to files.
 
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -18,7 +18,7 @@ use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
 use super::host::host_name;
 use super::launch::Launch;
 use super::variables::{ATTEMPT, LAUNCHER};
-use crate::error::{DistributedError, Error, Problem, Result};
+use crate::error::{DistributedError, Error, Problem, Result, write_stderr};
 use crate::ffi::{self, Store};
 
 /// How often the launcher looks at its ranks.
@@ -300,7 +300,7 @@ fn last_lines(path: &Path) -> std::io::Result<String> {
 
 /// Writes to standard error, since a log may not be printed.
 fn say(text: &str) {
-    let _ = writeln!(std::io::stderr(), "launcher: {}", text.trim_end());
+    write_stderr(&format!("launcher: {}\n", text.trim_end()));
 }
 
 /// Ctrl-C and SIGTERM while ranks run. A second one ends the launcher at once, and the ranks with it.

@@ -15,6 +15,7 @@ mod optim;
 mod problem;
 mod profiler;
 mod setting;
+mod stderr;
 mod switch;
 #[cfg(test)]
 mod tests;
@@ -35,6 +36,7 @@ pub use optim::OptimError;
 pub use problem::Problem;
 pub use profiler::ProfilerError;
 pub use setting::SettingError;
+pub(crate) use stderr::{report_lost_lines, write_stderr};
 pub use switch::SwitchError;
 pub use torch::{TorchError, TorchErrorKind};
 

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use super::profiler::ProfiledRun;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, write_stderr};
 
 /// Where a profiler writes: a file for each stage and rank, or standard error of rank 0.
 #[derive(Debug, Default)]
@@ -60,8 +60,7 @@ impl Output {
     pub fn write(&self, report: &str) -> Result<()> {
         if self.dirpath.is_none() && self.filename.is_none() {
             if self.run.as_ref().is_none_or(|run| run.rank == 0) {
-                // a closed terminal is not a reason to fail
-                let _ = std::io::stderr().write_all(report.as_bytes());
+                write_stderr(report);
             }
             return Ok(());
         }

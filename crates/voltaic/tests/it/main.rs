@@ -66,6 +66,7 @@ mod models;
 mod new_crate;
 mod nn;
 mod optim;
+mod output;
 mod own_loaders;
 mod parity;
 mod prediction_writer;

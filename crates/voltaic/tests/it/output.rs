@@ -1,0 +1,59 @@
+//! Standard output and standard error that cannot be written.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+/// A run of one batch by the real `voltaic` in a folder of its own.
+fn short_run(verb: &str, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> Output {
+    let folder = tempfile::tempdir().unwrap();
+    let data = ["--model=Mlp", "--data=MnistData", "--data.batch_size=2", "--trainer.accelerator=cpu"];
+    let limits = ["train", "val", "test", "predict"].map(|what| format!("--trainer.limit_{what}_batches=1"));
+    Command::new(env!("CARGO_BIN_EXE_voltaic"))
+        .arg(verb)
+        .args(data)
+        .args(limits)
+        .args(["--trainer.max_epochs=1", "--trainer.profiler=simple"])
+        .current_dir(folder.path())
+        .stdout(stdout)
+        .stderr(stderr)
+        .output()
+        .unwrap()
+}
+
+fn full() -> Option<File> {
+    if !Path::new("/dev/full").exists() {
+        eprintln!("skipped: needs /dev/full");
+        return None;
+    }
+    Some(File::options().write(true).open("/dev/full").unwrap())
+}
+
+#[test]
+fn training_goes_on_if_standard_error_cannot_be_written() {
+    let Some(full) = full() else { return };
+    let output = short_run("fit", Stdio::piped(), full);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    assert!(text.contains(".ckpt") && text.contains("metrics.csv"), "{text}");
+}
+
+#[test]
+fn a_fit_whose_standard_output_cannot_be_written_says_so_and_succeeds() {
+    let Some(full) = full() else { return };
+    let output = short_run("fit", full, Stdio::piped());
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    assert!(text.contains("cannot write to standard output: "), "{text}");
+}
+
+#[test]
+fn verbs_whose_results_are_their_standard_output_fail_without_it() {
+    for verb in ["validate", "test", "predict"] {
+        let Some(full) = full() else { return };
+        let output = short_run(verb, full, Stdio::piped());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{verb}: {text}");
+        assert!(text.contains("error: cannot write to standard output: "), "{verb}: {text}");
+    }
+}
