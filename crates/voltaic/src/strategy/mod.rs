@@ -10,6 +10,7 @@ mod single;
 #[expect(clippy::module_inception, reason = "the trait of the folder")]
 mod strategy;
 mod votes;
+mod zero;
 
 pub(crate) use config::StrategyPlan;
 pub use config::{DdpConfig, GradientCompression, SingleDeviceConfig, StrategyClass, StrategyConfig};
@@ -17,3 +18,4 @@ pub use ddp::Ddp;
 pub use single::SingleDevice;
 pub use strategy::{BuildStrategy, Strategy, StrategyChoice};
 pub use votes::Votes;
+pub use zero::config::{ZeroConfig, ZeroStage};
