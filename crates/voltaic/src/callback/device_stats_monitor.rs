@@ -155,34 +155,29 @@ impl Callback for DeviceStatsMonitor {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
     use crate::accelerator::CudaAccelerator;
-    use crate::module::{BatchFacts, MetricStore, Profiling, Progress, Requests, RunFacts, StepOutput};
+    use crate::module::{BatchFacts, Hardware, Logging, Position, Requests, RunFacts, Training};
 
     /// What is logged in a hook of a run on a GPU, whose memory is not measured.
     fn rows_on_a_gpu(monitor: &mut DeviceStatsMonitor, log_step: Option<u64>) -> Vec<(Vec<String>, u64)> {
-        let mut requests = Requests::default();
+        let hardware = Hardware { accelerator: Arc::new(CudaAccelerator), device: Device::Cuda(0) };
+        let mut log = Logging::default();
         let mut ctx = HookContext {
-            progress: &Progress::default(),
-            facts: &RunFacts::default(),
-            accelerator: &CudaAccelerator,
-            device: Device::Cuda(0),
-            metrics: &mut MetricStore::default(),
-            profiling: &Profiling::default(),
-            requests: &mut requests,
-            optimizers: &mut [],
-            schedulers: &mut Vec::new(),
+            at: &mut Position::default(),
+            run: &RunFacts { hardware, ..RunFacts::default() },
+            of_batch: &BatchFacts { log_step, ..BatchFacts::default() },
+            log: &mut log,
+            asks: &mut Requests::default(),
+            training: &mut Training::default(),
             batch: None,
-            of_batch: BatchFacts { log_step, ..BatchFacts::default() },
-            no_output: StepOutput::default(),
-            is_sanity_check: false,
-            is_training: true,
-            has_begun: false,
         };
         monitor.start(&ctx);
         monitor.log("on_train_batch_end", &mut ctx);
         let names = |metrics: Vec<(String, f64)>| metrics.into_iter().map(|(name, _)| name).collect();
-        requests.rows.into_iter().map(|(metrics, step)| (names(metrics), step)).collect()
+        log.rows.into_iter().map(|(metrics, step)| (names(metrics), step)).collect()
     }
 
     #[test]

@@ -1,11 +1,14 @@
-//! What is known of a run before it begins.
+//! What is known of a run and of a batch before the step or hook.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::output::StepOutput;
+use crate::accelerator::{Accelerator, CpuAccelerator};
+use crate::device::Device;
 use crate::graph::Flops;
 use crate::nn::ModuleHooks;
+use crate::profiler::Profiling;
 
 /// Fixed facts of a run.
 #[derive(Debug, Clone, Default)]
@@ -46,20 +49,51 @@ pub struct RunFacts {
     pub version: Option<String>,
     /// Hooks of the calls of modules.
     pub(crate) module_hooks: ModuleHooks,
+    pub(crate) profiling: Profiling,
+    pub(crate) hardware: Hardware,
+}
+
+/// What a run computes on.
+#[derive(Debug, Clone)]
+pub(crate) struct Hardware {
+    pub accelerator: Arc<dyn Accelerator>,
+    /// The device of this process.
+    pub device: Device,
+}
+
+impl Default for Hardware {
+    fn default() -> Self {
+        Self { accelerator: Arc::new(CpuAccelerator), device: Device::Cpu }
+    }
 }
 
 /// Facts of the batch that a hook or a step is about.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 pub(crate) struct BatchFacts<'a> {
     pub batch_idx: usize,
     pub dataloader_idx: usize,
     pub batch_size: Option<usize>,
     pub batch_indices: &'a [usize],
-    /// What the step gave, once it is done.
-    pub output: Option<&'a StepOutput>,
+    /// What the step gave; empty until it is done.
+    pub output: &'a StepOutput,
     pub will_validate: bool,
     /// Step under which the loggers take rows of this batch, if they do.
     pub log_step: Option<u64>,
     /// Set if there are several loaders, so that metrics get a suffix.
     pub metric_suffix: Option<usize>,
+}
+
+impl Default for BatchFacts<'_> {
+    fn default() -> Self {
+        Self {
+            batch_idx: 0,
+            dataloader_idx: 0,
+            batch_size: None,
+            batch_indices: &[],
+            output: StepOutput::NONE,
+            will_validate: false,
+            log_step: None,
+            metric_suffix: None,
+        }
+    }
 }

@@ -6,45 +6,44 @@ use std::path::Path;
 use tch::Tensor;
 
 use super::facts::{BatchFacts, RunFacts};
-use super::logged::{LogEntry, LogValue, MetricStore};
+use super::groups::{Logging, Position, Training};
+use super::logged::{LogEntry, LogValue};
 use super::output::{AnyBatch, StepOutput};
 use super::requests::{CheckpointRequest, Requests};
-use crate::accelerator::Accelerator;
 use crate::checkpoint::Progress;
-use crate::data::Batch;
+use crate::data::{Batch, Stage};
 use crate::device::Device;
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
 use crate::graph::refuse_capture;
 use crate::nn::ModuleHooks;
 use crate::optim::{ActiveLrScheduler, LrSchedulerSpec, Optimizer};
-use crate::profiler::{Action, Profiling};
+use crate::profiler::Action;
 
-/// Context of a hook, for modules and callbacks.
+/// Context of a hook, for modules and callbacks. Borrows what the run holds.
 pub struct HookContext<'a> {
-    pub(crate) progress: &'a Progress,
-    pub(crate) facts: &'a RunFacts,
-    pub(crate) accelerator: &'a dyn Accelerator,
-    pub(crate) device: Device,
-    pub(crate) metrics: &'a mut MetricStore,
-    pub(crate) profiling: &'a Profiling,
-    pub(crate) requests: &'a mut Requests,
-    pub(crate) optimizers: &'a mut [Box<dyn Optimizer>],
-    pub(crate) schedulers: &'a mut Vec<ActiveLrScheduler>,
+    pub(crate) at: &'a mut Position,
+    pub(crate) run: &'a RunFacts,
+    pub(crate) of_batch: &'a BatchFacts<'a>,
+    pub(crate) log: &'a mut Logging,
+    pub(crate) asks: &'a mut Requests,
+    pub(crate) training: &'a mut Training,
     /// In batch hooks.
     pub(crate) batch: Option<&'a mut (dyn AnyBatch + 'static)>,
-    pub(crate) of_batch: BatchFacts<'a>,
-    pub(crate) no_output: StepOutput,
-    pub(crate) is_sanity_check: bool,
-    pub(crate) is_training: bool,
-    pub(crate) has_begun: bool,
 }
 
 impl HookContext<'_> {
+    /// Borrows the same again, for one of several calls.
+    pub(crate) fn again(&mut self) -> HookContext<'_> {
+        let Self { at, run, of_batch, log, asks, training, batch } = self;
+        let batch = batch.as_deref_mut();
+        HookContext { at, run, of_batch, log, asks, training, batch }
+    }
+
     /// Logs a scalar under `name`; options are set on what is returned. Values of batch hooks are for the step,
     /// values of epoch hooks for the epoch.
     pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
-        LogEntry::new(self.metrics, name, value.into())
+        LogEntry::new(&mut self.log.metrics, name, value.into())
     }
 
     /// The step of the rows that the loggers take of this batch, if they take any; set in batch hooks.
@@ -59,7 +58,7 @@ impl HookContext<'_> {
     /// Gives values to the loggers after this hook, as a row of its own: unlike those of [`HookContext::log`] they are
     /// not averaged, and neither the progress bar nor [`HookContext::metric`] knows them.
     pub fn log_metrics(&mut self, metrics: Vec<(String, f64)>, step: u64) {
-        self.requests.rows.push((metrics, step));
+        self.log.rows.push((metrics, step));
     }
 
     /// Begins an action of your own for the profiler; it ends when what is returned goes out of scope. Nothing is measured
@@ -68,22 +67,22 @@ impl HookContext<'_> {
     /// # Errors
     /// If an action of this name runs already.
     pub fn profile(&self, action: &str) -> Result<Action> {
-        self.profiling.start(|| action.to_owned())
+        self.run.profiling.start(|| action.to_owned())
     }
 
     /// The ranks, to exchange tensors with; `None` for a process alone.
     pub fn process_group(&self) -> Option<&ProcessGroup> {
-        self.metrics.group().map(std::convert::AsRef::as_ref)
+        self.log.metrics.group().map(std::convert::AsRef::as_ref)
     }
 
     /// Whether this process is the one of all ranks that prints and writes files.
     pub fn is_global_zero(&self) -> bool {
-        self.metrics.group().is_none_or(|group| group.rank() == 0)
+        self.log.metrics.group().is_none_or(|group| group.rank() == 0)
     }
 
     /// The device of this process.
     pub fn device(&self) -> Device {
-        self.device
+        self.run.hardware.device
     }
 
     /// What the device has to tell of itself: see [`Accelerator::device_stats`].
@@ -91,36 +90,37 @@ impl HookContext<'_> {
     /// # Errors
     /// If the device cannot be asked.
     pub fn device_stats(&self) -> Result<Vec<(&'static str, f64)>> {
-        self.accelerator.device_stats(self.device)
+        let hardware = &self.run.hardware;
+        hardware.accelerator.device_stats(hardware.device)
     }
 
     /// Where the run stands.
     pub fn progress(&self) -> &Progress {
         refuse_capture("the step asks for ctx.progress(), which changes from step to step");
-        self.progress
+        &self.at.progress
     }
 
     /// The epoch in progress, from 0.
     pub fn current_epoch(&self) -> u64 {
         refuse_capture("the step asks for ctx.current_epoch(), which changes from step to step");
-        self.progress.current_epoch
+        self.at.progress.current_epoch
     }
 
     /// Optimizer steps done.
     pub fn global_step(&self) -> u64 {
         refuse_capture("the step asks for ctx.global_step(), which changes from step to step");
-        self.progress.global_step
+        self.at.progress.global_step
     }
 
     /// At the end of an epoch: whether it ends before its last batch, as at a limit of steps, so that its validation may
     /// never have run.
     pub(crate) fn is_cut_short(&self) -> bool {
-        self.progress.has_batches_left(self.facts.num_training_batches)
+        self.at.progress.has_batches_left(self.run.num_training_batches)
     }
 
     /// Fixed facts of the run.
     pub fn facts(&self) -> &RunFacts {
-        self.facts
+        self.run
     }
 
     /// Hooks of the calls of the module and of those within it, which are in force in its steps and stay until they are
@@ -140,7 +140,7 @@ impl HookContext<'_> {
     /// # }
     /// ```
     pub fn module_hooks(&self) -> &ModuleHooks {
-        &self.facts.module_hooks
+        &self.run.module_hooks
     }
 
     /// Position of the batch within its loader, in batch hooks.
@@ -161,7 +161,7 @@ impl HookContext<'_> {
 
     /// What `predict_step` gave for the batch; set in `on_predict_batch_end`.
     pub fn prediction(&self) -> Option<&Tensor> {
-        self.of_batch.output?.prediction()
+        self.of_batch.output.prediction()
     }
 
     /// The batch, in batch hooks: on the device, as the step gets it. `B` is the module's `Batch`.
@@ -169,7 +169,7 @@ impl HookContext<'_> {
     /// # Errors
     /// If the hook is not about a batch, or the batch has another type.
     pub fn batch<B: Batch>(&self) -> anyhow::Result<&B> {
-        let batch = self.batch.as_deref().ok_or_else(|| no_batch(self.metrics.hook()))?;
+        let batch = self.batch.as_deref().ok_or_else(|| no_batch(self.log.metrics.hook()))?;
         batch.as_any().downcast_ref().ok_or_else(|| wrong_batch::<B>(batch.type_name()))
     }
 
@@ -178,15 +178,15 @@ impl HookContext<'_> {
     /// # Errors
     /// If the hook is not about a batch, or the batch has another type.
     pub fn batch_mut<B: Batch>(&mut self) -> anyhow::Result<&mut B> {
-        let batch = self.batch.as_deref_mut().ok_or_else(|| no_batch(self.metrics.hook()))?;
+        let batch = self.batch.as_deref_mut().ok_or_else(|| no_batch(self.log.metrics.hook()))?;
         let is = batch.type_name();
-        self.requests.changed_batch = true;
+        self.asks.changed_batch = true;
         batch.as_any_mut().downcast_mut().ok_or_else(|| wrong_batch::<B>(is))
     }
 
     /// What the step gave for the batch, in `on_{train,validation,test,predict}_batch_end`; empty in other hooks.
     pub fn outputs(&self) -> &StepOutput {
-        self.of_batch.output.unwrap_or(&self.no_output)
+        self.of_batch.output
     }
 
     /// Which of several evaluation loaders the batch is from, in batch hooks.
@@ -196,17 +196,17 @@ impl HookContext<'_> {
 
     /// The batches are those of the check before training.
     pub fn is_sanity_check(&self) -> bool {
-        self.is_sanity_check
+        self.at.is_sanity_check
     }
 
     /// The run is a fit, also while it validates.
     pub fn is_training(&self) -> bool {
-        self.is_training
+        self.at.stage == Stage::Fit
     }
 
     /// Whether this fit has begun to train: before that there is nothing that a failure could lose.
     pub fn has_begun(&self) -> bool {
-        self.has_begun
+        self.at.has_begun
     }
 
     /// Validation follows this training batch.
@@ -217,7 +217,7 @@ impl HookContext<'_> {
     /// The loss of the training batch just done, divided by `accumulate_grad_batches`; scalar, detached, on the
     /// device. Set in `on_train_batch_end`.
     pub fn loss(&self) -> Option<&Tensor> {
-        self.of_batch.output?.loss()
+        self.of_batch.output.loss()
     }
 
     /// The latest value of a metric by its name (`val_loss`, `train_loss_epoch`).
@@ -226,12 +226,12 @@ impl HookContext<'_> {
     /// Reads the value back from the device.
     pub fn metric(&self, name: &str) -> Option<f64> {
         refuse_capture("the step asks for ctx.metric(), which changes from step to step");
-        self.metrics.callback_metric(name)
+        self.log.metrics.callback_metric(name)
     }
 
     /// Names of all metrics that [`HookContext::metric`] knows.
     pub fn metric_names(&self) -> Vec<String> {
-        self.metrics.callback_metric_names()
+        self.log.metrics.callback_metric_names()
     }
 
     /// Names and values for the progress bar.
@@ -239,22 +239,22 @@ impl HookContext<'_> {
     /// # Sync
     /// Reads the values back from the device.
     pub fn progress_bar_metrics(&self) -> Vec<(String, f64)> {
-        self.metrics.progress_bar_metrics()
+        self.log.metrics.progress_bar_metrics()
     }
 
     /// The optimizers, in the order of `configure_optimizers`; empty outside fit, and in hooks that get an optimizer.
     pub fn optimizers(&self) -> &[Box<dyn Optimizer>] {
-        self.optimizers
+        &self.training.optimizers
     }
 
     /// The optimizers, so that their hyper-parameters can be changed.
     pub fn optimizers_mut(&mut self) -> &mut [Box<dyn Optimizer>] {
-        self.optimizers
+        &mut self.training.optimizers
     }
 
     /// The learning rate schedules, in the order of their optimizers; empty outside fit.
     pub fn lr_schedulers(&self) -> &[ActiveLrScheduler] {
-        self.schedulers
+        &self.training.schedulers
     }
 
     /// Steps learning rate schedule number `index`, for modules with manual optimization; `metric` is for one that
@@ -263,7 +263,7 @@ impl HookContext<'_> {
     /// # Errors
     /// If there is no such schedule, or it cannot step.
     pub fn lr_scheduler_step(&mut self, index: usize, metric: Option<f64>) -> Result<()> {
-        step_lr_scheduler(self.optimizers, self.schedulers, index, metric)
+        self.training.step_lr_scheduler(index, metric)
     }
 
     /// Puts other learning rate schedules, of the optimizers in their order, in the place of those there are. They start
@@ -272,54 +272,54 @@ impl HookContext<'_> {
     /// # Errors
     /// If there are more than optimizers, or one of them cannot be made.
     pub fn replace_lr_schedulers(&mut self, specs: Vec<LrSchedulerSpec>) -> Result<()> {
-        let (count, optimizers) = (specs.len(), self.optimizers.len());
+        let (count, optimizers) = (specs.len(), self.training.optimizers.len());
         if count > optimizers {
             let what = format!("{count} schedules for {optimizers} optimizers");
             return Err(ConfigError::new("lr_scheduler", what, "give one for each optimizer at most").into());
         }
-        let built = specs.into_iter().zip(self.optimizers.iter_mut()).enumerate();
+        let built = specs.into_iter().zip(self.training.optimizers.iter_mut()).enumerate();
         let built = built.map(|(optimizer, (spec, of))| {
             Ok(ActiveLrScheduler { optimizer, configured: spec.build(of.as_mut())? })
         });
-        *self.schedulers = built.collect::<Result<_>>()?;
+        self.training.schedulers = built.collect::<Result<_>>()?;
         Ok(())
     }
 
     /// Asks for a pass over the training data after `on_train_end` that takes the running statistics of batch normalisation
     /// again, for weights that were not trained but set.
     pub fn request_running_statistics(&mut self) {
-        self.requests.updates_running_statistics = true;
+        self.asks.updates_running_statistics = true;
     }
 
     /// Leaves out the rest of the epoch, the batch in progress included. For `on_train_batch_start`, where Lightning's
     /// hook returns -1.
     pub fn skip_epoch(&mut self) {
-        self.requests.skips_epoch = true;
+        self.asks.skips_epoch = true;
     }
 
     /// Sets how many batches make an optimizer step from now on. For `on_train_epoch_start`.
     pub fn set_accumulate_grad_batches(&mut self, batches: u64) {
-        self.requests.accumulate_grad_batches = Some(batches);
+        self.asks.accumulate_grad_batches = Some(batches);
     }
 
     /// Makes a value known to [`HookContext::metric`] and to callbacks that monitor it, without giving it to loggers.
     pub fn set_metric(&mut self, name: impl Into<String>, value: f64) {
-        self.metrics.set_callback_metric(name.into(), value);
+        self.log.metrics.set_callback_metric(name.into(), value);
     }
 
     /// Whether the run has a logger.
     pub fn has_logger(&self) -> bool {
-        self.facts.has_logger
+        self.run.has_logger
     }
 
     /// Folder of the run: where the first logger writes, else `default_root_dir`.
     pub fn log_dir(&self) -> &Path {
-        &self.facts.log_dir
+        &self.run.log_dir
     }
 
     /// Ends training after this batch, once `min_epochs` and `min_steps` are reached; `reason` goes to the log.
     pub fn request_stop(&mut self, reason: impl Into<String>) {
-        self.requests.stop.get_or_insert(reason.into());
+        self.asks.stop.get_or_insert(reason.into());
     }
 
     /// Asks the trainer to write a checkpoint as soon as a run can be resumed from it: after the batch in progress and
@@ -328,7 +328,7 @@ impl HookContext<'_> {
     /// # Collective
     /// All ranks must ask in the same hook, since each has a part of its own in a full checkpoint.
     pub fn request_checkpoint(&mut self, request: CheckpointRequest) {
-        self.requests.checkpoints.push(request);
+        self.asks.checkpoints.push(request);
     }
 }
 
@@ -339,20 +339,4 @@ fn no_batch(hook: &str) -> anyhow::Error {
 fn wrong_batch<B>(is: &str) -> anyhow::Error {
     let asked = type_name::<B>();
     anyhow::anyhow!("the batch is a {is}, not a {asked}; ask for the module's `Batch`")
-}
-
-/// Steps one of the schedules on the groups of its optimizer.
-pub(crate) fn step_lr_scheduler(
-    optimizers: &mut [Box<dyn Optimizer>],
-    schedulers: &mut [ActiveLrScheduler],
-    index: usize,
-    metric: Option<f64>,
-) -> Result<()> {
-    let count = schedulers.len();
-    let Some(ActiveLrScheduler { optimizer, configured }) = schedulers.get_mut(index) else {
-        let what = format!("schedule {index} of {count}");
-        let remedy = "configure one for each optimizer that needs it; they count from 0";
-        return Err(ConfigError::new("lr_scheduler_step", what, remedy).into());
-    };
-    configured.scheduler.step(optimizers[*optimizer].param_groups_mut(), metric)
 }

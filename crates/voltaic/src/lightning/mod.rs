@@ -2,6 +2,7 @@
 
 mod callback;
 mod facts;
+mod groups;
 mod hook_context;
 mod hooks;
 mod logged;
@@ -17,18 +18,18 @@ pub use crate::checkpoint::Progress;
 pub(crate) use crate::profiler::Profiling;
 pub use crate::profiler::{Action, ProfiledRun, Profiler};
 pub use callback::Callback;
-pub(crate) use facts::BatchFacts;
 pub use facts::RunFacts;
+pub(crate) use facts::{BatchFacts, Hardware};
+pub(crate) use groups::{Logging, Position, Training};
 pub use hook_context::HookContext;
-pub(crate) use hook_context::step_lr_scheduler;
 pub(crate) use hooks::HookFacts;
 pub use hooks::{Hook, StepHook};
 #[cfg(test)]
 pub(crate) use logged::READS;
 pub(crate) use logged::{Level, LogScope, Logged, MetricStore, MetricsMark, MetricsState, Phase};
 pub use logged::{LogEntry, LogValue, ReduceFx};
+pub(crate) use manual::ManualOptimization;
 pub use manual::ManualOptimizer;
-pub(crate) use manual::{ManualOptimization, StepState};
 pub use module::LightningModule;
 pub use module_tensors::ModuleTensors;
 pub(crate) use output::{AnyBatch, NamedTensors};

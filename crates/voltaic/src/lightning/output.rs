@@ -64,6 +64,9 @@ pub struct StepOutput {
 }
 
 impl StepOutput {
+    /// That of no step.
+    pub(crate) const NONE: &'static Self = &Self { loss: None, prediction: None, named: Vec::new() };
+
     /// Of a `training_step`: the loss, divided by `accumulate_grad_batches` with automatic optimization; scalar, detached,
     /// on the device. `None` if the step gave none.
     pub fn loss(&self) -> Option<&Tensor> {

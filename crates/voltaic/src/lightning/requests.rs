@@ -25,7 +25,6 @@ pub struct Requests {
     pub(crate) updates_running_statistics: bool,
     pub(crate) accumulate_grad_batches: Option<u64>,
     pub(crate) checkpoints: Vec<CheckpointRequest>,
-    pub(crate) rows: Vec<LoggerRow>,
 }
 
 /// Metrics for the loggers, and their step.

@@ -5,22 +5,19 @@ use std::borrow::Cow;
 
 use tch::Tensor;
 
-use super::facts::BatchFacts;
-use super::logged::{LogEntry, LogValue, MetricStore};
-use super::manual::ManualOptimization;
+use super::hook_context::HookContext;
+use super::logged::{LogEntry, LogValue};
+use super::manual::{ManualOptimization, ManualOptimizer};
 use super::output::{OutputValue, StepOutput};
-use crate::checkpoint::Progress;
 use crate::distributed::ProcessGroup;
 use crate::error::Result;
 use crate::graph::{Callable, ModuleGraphs, TensorTuple, refuse_capture, replayed_steps};
-use crate::profiler::{Action, Profiling};
+use crate::profiler::Action;
 
 /// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
 pub struct StepContext<'a> {
-    pub(crate) metrics: &'a mut MetricStore,
-    pub(crate) progress: &'a mut Progress,
-    pub(crate) profiling: &'a Profiling,
-    pub(crate) batch: BatchFacts<'a>,
+    /// What hooks within the step are given.
+    pub(crate) ctx: HookContext<'a>,
     pub(crate) outputs: &'a mut StepOutput,
     /// There in a training step with manual optimization.
     pub(crate) manual: Option<&'a mut dyn ManualOptimization>,
@@ -34,7 +31,7 @@ impl StepContext<'_> {
     /// In `training_step` the value is for the step unless `on_epoch(true)` is said; elsewhere it is averaged over
     /// the epoch. Tensors stay on their device until something has to be printed or written.
     pub fn log<'b>(&'b mut self, name: &'b str, value: impl Into<LogValue>) -> LogEntry<'b> {
-        LogEntry::new(self.metrics, name, value.into())
+        self.ctx.log(name, value)
     }
 
     /// Gives a tensor to the hooks after the step, under a name: `ctx.outputs().tensor("logits")` in
@@ -115,35 +112,103 @@ impl StepContext<'_> {
     /// # Errors
     /// If an action of this name runs already.
     pub fn profile(&self, action: &str) -> Result<Action> {
-        self.profiling.start(|| action.to_owned())
+        self.ctx.profile(action)
     }
 
     /// The ranks, to exchange tensors with; `None` for a process alone.
     pub fn process_group(&self) -> Option<&ProcessGroup> {
-        self.metrics.group().map(std::convert::AsRef::as_ref)
+        self.ctx.process_group()
     }
 
     /// The epoch in progress, from 0.
     pub fn current_epoch(&self) -> u64 {
-        refuse_capture("the step asks for ctx.current_epoch(), which changes from step to step");
-        self.progress.current_epoch
+        self.ctx.current_epoch()
     }
 
     /// Optimizer steps done, those that graphs have replayed included.
     pub fn global_step(&self) -> u64 {
-        refuse_capture("the step asks for ctx.global_step(), which changes from step to step");
         let replayed = if self.manual.is_some() { replayed_steps() } else { 0 };
-        self.progress.global_step + replayed
+        self.ctx.global_step() + replayed
     }
 
     /// Position of this batch within its loader, from 0.
     pub fn batch_idx(&self) -> usize {
-        refuse_capture("the step asks for ctx.batch_idx(), which changes from step to step");
-        self.batch.batch_idx
+        self.ctx.batch_idx()
     }
 
     /// Which of several evaluation loaders this batch is from, from 0.
     pub fn dataloader_idx(&self) -> usize {
-        self.batch.dataloader_idx
+        self.ctx.dataloader_idx()
+    }
+}
+
+const REMEDY: &str = "return false from automatic_optimization, or leave it to the trainer";
+
+impl StepContext<'_> {
+    /// Optimizer number `index` of `configure_optimizers`.
+    ///
+    /// # Errors
+    /// If there is none, or optimization is automatic.
+    pub fn optimizer(&mut self, index: usize) -> anyhow::Result<ManualOptimizer<'_>> {
+        let Some(manual) = self.manual.as_deref_mut() else {
+            anyhow::bail!("optimizer({index}) with automatic optimization; {REMEDY}");
+        };
+        let count = self.ctx.training.optimizers.len();
+        anyhow::ensure!(
+            index < count,
+            "optimizer({index}), but configure_optimizers gave {count}; they count from 0"
+        );
+        Ok(ManualOptimizer { manual, ctx: self.ctx.again(), index })
+    }
+
+    /// Runs the backward pass of a loss with its hooks, scaled as the precision asks for. For manual optimization.
+    ///
+    /// # Errors
+    /// Those of the hooks and of the backward pass; that optimization is automatic.
+    pub fn manual_backward(&mut self, loss: &Tensor) -> anyhow::Result<()> {
+        match self.manual.as_deref_mut() {
+            Some(manual) => Ok(manual.backward(&mut self.ctx, loss)?),
+            None => anyhow::bail!("manual_backward with automatic optimization; {REMEDY}"),
+        }
+    }
+
+    /// Lets gradients flow only to the parameters of one optimizer until [`StepContext::untoggle_optimizer`], so that
+    /// the others' need not be computed. Parameters that two optimizers share stay on.
+    ///
+    /// # Errors
+    /// If there is no such optimizer, or optimization is automatic.
+    pub fn toggle_optimizer(&mut self, index: usize) -> anyhow::Result<()> {
+        let ManualOptimizer { manual, ctx, .. } = self.optimizer(index)?;
+        manual.toggle(&ctx, index);
+        Ok(())
+    }
+
+    /// Undoes [`StepContext::toggle_optimizer`].
+    ///
+    /// # Errors
+    /// If optimization is automatic.
+    pub fn untoggle_optimizer(&mut self) -> anyhow::Result<()> {
+        match self.manual.as_deref_mut() {
+            Some(manual) => manual.untoggle(),
+            None => anyhow::bail!("untoggle_optimizer with automatic optimization; {REMEDY}"),
+        }
+        Ok(())
+    }
+
+    /// Steps schedule number `index`, counted over the optimizers that have one. For manual optimization, where nothing
+    /// else steps it. `metric` is for a schedule that follows one.
+    ///
+    /// # Errors
+    /// If there is none, it misses its metric or has ended, or optimization is automatic.
+    pub fn lr_scheduler_step(&mut self, index: usize, metric: Option<f64>) -> anyhow::Result<()> {
+        match &self.manual {
+            Some(_) => Ok(self.ctx.training.step_lr_scheduler(index, metric)?),
+            None => anyhow::bail!("lr_scheduler_step with automatic optimization; {REMEDY}"),
+        }
+    }
+
+    /// What `training_step` returns if there is no loss to go backward from: `return Ok(ctx.no_loss())`.
+    pub fn no_loss(&self) -> Tensor {
+        Tensor::new()
     }
 }

@@ -6,15 +6,15 @@ use std::sync::Arc;
 use crate::accelerator::rng::global_seed;
 use crate::accelerator::{Accelerator, AcceleratorChoice};
 use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, Timer};
-use crate::checkpoint::{AsyncCheckpointIo, CheckpointIo, FileCheckpointIo, HpuCheckpointIo, Progress};
+use crate::checkpoint::{AsyncCheckpointIo, CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
 use crate::distributed::World;
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
 use crate::logger::{Logger, Loggers, RunFolders};
-use crate::module::{MetricStore, Requests, RunFacts};
+use crate::module::{Hardware, Logging, MetricStore, Position, Requests, RunFacts};
 use crate::precision::{GradScaler, Precision};
 use crate::profiler::{Profiler, Profiling};
-use crate::strategy::{BuildStrategy, Votes};
+use crate::strategy::BuildStrategy;
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::callbacks::{CallbackConfig, is_a};
 use crate::trainer::config::graph::{GraphMode, GraphReport};
@@ -26,6 +26,7 @@ use crate::trainer::plan;
 use crate::trainer::plan::contradictions;
 use crate::trainer::plan::limits::minima_above_maxima;
 use crate::trainer::plan::train_plan::TrainPlan;
+use crate::trainer::session::engine::Engine;
 use crate::trainer::session::run::Run;
 use crate::trainer::state::find::run_folders;
 
@@ -119,22 +120,20 @@ pub(crate) fn assemble(
     let facts = build_loggers(config, &mut given, &plan, &world)?;
     let profiling = given.profiler.take().map(Profiling::with).unwrap_or_default();
     profiling.watch(&facts.module_hooks);
+    let metrics = MetricStore::of_ranks(world.group().cloned()).off_if(plan.barebones);
+    let grad_scaler = (plan.precision == Precision::Fp16Mixed).then(GradScaler::default);
     let run = Run {
         checkpoint_io: checkpoint_io(given.checkpoint_io, &config.plugins, accelerator.name()),
-        accelerator,
+        at: Position::default(),
+        facts: RunFacts { profiling, hardware: Hardware { accelerator, device }, ..facts },
+        log: Logging { metrics, rows: Vec::new() },
+        asks: Requests::default(),
+        engine: Engine::new(strategy, grad_scaler),
         callbacks: given.callbacks,
         loggers: given.loggers,
-        progress: Progress::default(),
-        metrics: MetricStore::of_ranks(world.group().cloned()).off_if(plan.barebones),
-        profiling,
-        strategy,
-        agreed: Votes::default(),
-        requests: Requests::default(),
-        facts,
         replaced: Vec::new(),
         run_folders,
         resumed_from: None,
-        grad_scaler: (plan.precision == Precision::Fp16Mixed).then(GradScaler::default),
         seed: global_seed(),
         fits: 0,
         after_fit: None,

@@ -211,10 +211,11 @@ impl Trainer {
             return Err(ConfigError::new("save_checkpoint", what, remedy).into());
         };
         let options = CallOptions::default();
-        let session = Session::new(&self.plan, &options, &mut self.run, module, data, Stage::Fit);
-        let result = session.and_then(|mut session| {
+        let result = self.run.begin_call(Stage::Fit).and_then(|()| {
+            let mut session = Session::new(&self.plan, &options, &mut self.run, module, data);
             write_after_fit(&mut session, &after_fit, path.as_ref(), storage_options)
         });
+        self.run.engine.end_call();
         self.run.after_fit = Some(after_fit);
         result?;
         self.run.world().barrier()
@@ -234,7 +235,7 @@ impl Trainer {
         storage_options: Option<&serde_json::Value>,
     ) -> Result<()> {
         if self.is_global_zero() {
-            let checkpoint = weights(module, &self.run.progress)?;
+            let checkpoint = weights(module, &self.run.at.progress)?;
             self.run.checkpoint_io.save_checkpoint(&checkpoint, path.as_ref(), storage_options)?;
             self.run.checkpoint_io.teardown()?;
         }
@@ -243,22 +244,22 @@ impl Trainer {
 
     /// The latest value of a metric, such as `val_loss`.
     pub fn metric(&self, name: &str) -> Option<f64> {
-        self.run.metrics.callback_metric(name)
+        self.run.log.metrics.callback_metric(name)
     }
 
     /// Names of all metrics that have a value.
     pub fn metric_names(&self) -> Vec<String> {
-        self.run.metrics.callback_metric_names()
+        self.run.log.metrics.callback_metric_names()
     }
 
     /// Epochs completed.
     pub fn current_epoch(&self) -> u64 {
-        self.run.progress.current_epoch + u64::from(self.run.progress.epoch_ended)
+        self.run.at.progress.current_epoch + u64::from(self.run.at.progress.epoch_ended)
     }
 
     /// Optimizer steps done.
     pub fn global_step(&self) -> u64 {
-        self.run.progress.global_step
+        self.run.at.progress.global_step
     }
 
     /// What graphs did in the last fit, with `trainer.graph` on.
@@ -268,7 +269,7 @@ impl Trainer {
 
     /// What scales the loss with `precision=16-mixed`, and how many steps it left out so far.
     pub fn grad_scaler(&self) -> Option<&GradScaler> {
-        self.run.grad_scaler.as_ref()
+        self.run.engine.grad_scaler.as_ref()
     }
 
     /// Hooks of the calls of modules that this trainer runs: see [`HookContext::module_hooks`](crate::module::HookContext::module_hooks).
@@ -278,7 +279,7 @@ impl Trainer {
 
     /// What the profiler has measured, as text; `None` without a profiler.
     pub fn profiler_summary(&self) -> Option<String> {
-        self.run.profiling.summary()
+        self.run.facts.profiling.summary()
     }
 
     /// The best checkpoint saved, if any.
@@ -314,7 +315,7 @@ impl Trainer {
 
     /// Name of the strategy, such as `ddp`.
     pub fn strategy(&self) -> &'static str {
-        self.run.strategy.name()
+        self.run.engine.strategy.name()
     }
 
     /// Folder of this run: where the first logger writes, else `default_root_dir`.

@@ -25,8 +25,8 @@ pub(crate) struct EvalLoaders<'a, B: Batch> {
 impl<M: LightningModule> Session<'_, M> {
     /// Validates within fit and gives the metrics to the loggers.
     pub(crate) fn validate_in_fit(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
-        let is_window_open = !self.run.progress.batch_idx.is_multiple_of(self.accumulate_grad_batches)
-            && self.run.progress.has_batches_left(loaders.plan.num_training_batches);
+        let is_window_open = !self.run.at.progress.batch_idx.is_multiple_of(self.accumulate_grad_batches)
+            && self.run.at.progress.has_batches_left(loaders.plan.num_training_batches);
         if !is_window_open {
             self.module_method("on_validation_model_zero_grad", |module| {
                 module.on_validation_model_zero_grad()
@@ -34,10 +34,10 @@ impl<M: LightningModule> Session<'_, M> {
         }
         self.reload_val_dataloader(loaders)?;
         let (val, num_batches) = (&loaders.val, &loaders.plan.num_val_batches);
-        self.run.progress.validation_is_open = true;
+        self.run.at.progress.validation_is_open = true;
         self.validate(&EvalLoaders { loaders: val, num_batches })?;
-        self.run.progress.validation_is_open = false;
-        let seen = &mut self.run.progress.validation_batches;
+        self.run.at.progress.validation_is_open = false;
+        let seen = &mut self.run.at.progress.validation_batches;
         seen.resize(num_batches.len(), 0);
         seen.iter_mut().zip(num_batches).for_each(|(seen, &batches)| *seen += batches as u64);
         self.last_validation = Instant::now();
@@ -48,7 +48,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// state behind. A run that is resumed within an epoch has done it before.
     pub(crate) fn sanity_check(&mut self) -> Result<Option<Vec<DataLoader<M::Batch>>>> {
         let limit = self.plan.num_sanity_val_steps.unwrap_or(usize::MAX);
-        let is_mid_epoch = self.run.progress.batch_idx > 0 && !self.run.progress.epoch_ended;
+        let is_mid_epoch = self.run.at.progress.batch_idx > 0 && !self.run.at.progress.epoch_ended;
         if limit == 0 || self.plan.limit_val.is_none() || is_mid_epoch {
             return Ok(None);
         }
@@ -61,13 +61,13 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let rng = rng::states(self.plan.device)?;
         self.run.facts.num_eval_batches = num_batches.iter().sum();
-        self.is_sanity_check = true;
-        let known = self.run.metrics.known();
+        self.run.at.is_sanity_check = true;
+        let known = self.run.log.metrics.known();
         self.call(Hook::OnSanityCheckStart, BatchFacts::default())?;
         self.validate(&EvalLoaders { loaders: &val, num_batches: &num_batches })?;
         self.call(Hook::OnSanityCheckEnd, BatchFacts::default())?;
-        self.is_sanity_check = false;
-        self.run.metrics.forget_since(known);
+        self.run.at.is_sanity_check = false;
+        self.run.log.metrics.forget_since(known);
         rng::set_states(&rng)?;
         Ok(Some(val))
     }
@@ -85,11 +85,11 @@ impl<M: LightningModule> Session<'_, M> {
                 let outputs = std::mem::take(&mut session.outputs);
                 session.call_on_end(Hook::OnValidationBatchEnd, facts, batch, &outputs)
             })?;
-            session.run.metrics.publish_eval()?; // sync point
+            session.run.log.metrics.publish_eval()?; // sync point
             session.call(Hook::OnValidationEpochEnd, BatchFacts::default())?;
             let metrics = session.finish_eval()?;
             session.call(Hook::OnValidationEnd, BatchFacts::default())?;
-            if session.stage == Stage::Fit {
+            if session.run.at.stage == Stage::Fit {
                 set_training(session.module, true); // of modules that do not tell their mode
                 set_training_modes(session.module, &mut modes.into_iter());
                 session.module_method("on_validation_model_train", |module| {
@@ -112,7 +112,7 @@ impl<M: LightningModule> Session<'_, M> {
                 let outputs = std::mem::take(&mut session.outputs);
                 session.call_on_end(Hook::OnTestBatchEnd, facts, batch, &outputs)
             })?;
-            session.run.metrics.publish_eval()?; // sync point
+            session.run.log.metrics.publish_eval()?; // sync point
             session.call(Hook::OnTestEpochEnd, BatchFacts::default())?;
             let metrics = session.finish_eval()?;
             session.call(Hook::OnTestEnd, BatchFacts::default())?;
@@ -151,10 +151,10 @@ impl<M: LightningModule> Session<'_, M> {
     /// Runs `body` without grad, and in inference mode outside fit.
     fn evaluate<T>(&mut self, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let _no_grad = tch::no_grad_guard();
-        let infers = self.plan.inference_mode && self.stage != Stage::Fit;
+        let infers = self.plan.inference_mode && self.run.at.stage != Stage::Fit;
         let _inference = infers.then(InferenceMode::enter).transpose()?;
-        self.run.strategy.begin_forward(self.module)?;
-        self.run.metrics.begin_eval()?;
+        self.run.engine.strategy.begin_forward(self.module)?;
+        self.run.log.metrics.begin_eval()?;
         body(self)
     }
 
@@ -167,10 +167,10 @@ impl<M: LightningModule> Session<'_, M> {
         let mut remaining: usize = data.num_batches.iter().sum();
         for (dataloader_idx, (loader, &num_batches)) in data.loaders.iter().zip(data.num_batches).enumerate()
         {
-            let epoch = self.run.progress.current_epoch;
+            let epoch = self.run.at.progress.current_epoch;
             let range = EpochRange { epoch, first_batch: 0, num_batches: Some(num_batches) };
             let mut batches = loader.iter(range)?;
-            let action = actions::next_eval_batch(self.stage);
+            let action = actions::next_eval_batch(self.run.at.stage);
             while let Some(batch) = self.next_batch(&mut batches, action)? {
                 let batch_idx = batches.next_batch_idx() - 1;
                 let mut batch = self.take(batch, dataloader_idx)?;
@@ -198,12 +198,12 @@ impl<M: LightningModule> Session<'_, M> {
         if self.eval_log_step().is_none() {
             return Ok(());
         }
-        let values = self.run.metrics.eval_step_values(); // sync point
+        let values = self.run.log.metrics.eval_step_values(); // sync point
         if values.is_empty() {
             return Ok(());
         }
-        let before = match self.stage {
-            Stage::Fit => self.run.progress.validation_batches.get(dataloader_idx).copied().unwrap_or(0),
+        let before = match self.run.at.stage {
+            Stage::Fit => self.run.at.progress.validation_batches.get(dataloader_idx).copied().unwrap_or(0),
             _ => 0,
         };
         let step = before + batch_idx as u64;
@@ -212,27 +212,27 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Reads the metrics back and gives them to the loggers.
     fn finish_eval(&mut self) -> Result<EvalMetrics> {
-        if self.is_sanity_check {
-            self.run.metrics.discard_eval();
+        if self.run.at.is_sanity_check {
+            self.run.log.metrics.discard_eval();
             return Ok(Vec::new());
         }
-        let values = self.run.metrics.finish_eval()?; // sync point
+        let values = self.run.log.metrics.finish_eval()?; // sync point
         self.log(values.logged, self.eval_step())?;
         Ok(values.all)
     }
 
     /// The step that the metrics of an evaluation belong to: within fit the one just done.
     fn eval_step(&self) -> u64 {
-        let steps = self.run.progress.batches_that_stepped;
-        if self.stage == Stage::Fit { steps.saturating_sub(1) } else { steps }
+        let steps = self.run.at.progress.batches_that_stepped;
+        if self.run.at.stage == Stage::Fit { steps.saturating_sub(1) } else { steps }
     }
 
     /// The step under which loggers take rows of a batch of this evaluation, if they do.
     fn eval_log_step(&self) -> Option<u64> {
         let takes_rows = !self.run.loggers.is_empty()
             && self.plan.log_every_n_steps > 0
-            && !self.is_sanity_check
-            && self.stage != Stage::Predict;
+            && !self.run.at.is_sanity_check
+            && self.run.at.stage != Stage::Predict;
         takes_rows.then(|| self.eval_step())
     }
 }

@@ -16,14 +16,14 @@ impl<M: LightningModule> Session<'_, M> {
         if let Err(error) = &result {
             self.on_exception(error);
         }
-        let is_resumable = self.stage == Stage::Fit && (self.has_begun || result.is_ok());
+        let is_resumable = self.run.at.stage == Stage::Fit && (self.run.at.has_begun || result.is_ok());
         if let Err(second) = guarded(|| Ok(self.keep_for_checkpoints(is_resumable)?)) {
             tracing::warn!("save_checkpoint will have nothing to save of this fit: {second:#}");
         }
         if result.is_err() {
-            self.run.metrics.abandon();
+            self.run.log.metrics.abandon();
         }
-        let described = self.run.profiling.describe();
+        let described = self.run.facts.profiling.describe();
         match (result, described) {
             (Err(error), Err(second)) => {
                 tracing::warn!("the profiler could not report after the failure: {second}");
@@ -44,13 +44,13 @@ impl<M: LightningModule> Session<'_, M> {
     /// Tells callbacks, the data module and loggers that the run failed.
     fn on_exception(&mut self, error: &Error) {
         hold_back(error);
-        self.run.requests.checkpoints.clear();
-        self.run.requests.rows.clear();
+        self.run.asks.checkpoints.clear();
+        self.run.log.rows.clear();
         // a checkpoint of now goes on with the end of the epoch
-        self.run.progress.epoch_ended &= !self.is_ending_epoch;
-        let (mut parts, state, _) = self.parts();
-        let profiling = parts.profiling;
-        let (mut ctx, callbacks) = parts.context(state, &BatchFacts::default());
+        self.run.at.progress.epoch_ended &= !self.is_ending_epoch;
+        let facts = BatchFacts::default();
+        let (mut ctx, callbacks, _) = self.lend(&facts);
+        let profiling = &ctx.run.profiling;
         for callback in callbacks {
             let told = of_callback(profiling, callback.as_mut(), "on_exception", |callback| {
                 callback.on_exception(&mut ctx, error);
@@ -61,7 +61,7 @@ impl<M: LightningModule> Session<'_, M> {
             }
         }
         self.data.on_exception(error);
-        let requests = std::mem::take(&mut self.run.requests.checkpoints);
+        let requests = std::mem::take(&mut self.run.asks.checkpoints);
         if let Some(undo) = self.undo.take()
             && let Err(second) = undo.restore(self.module, self.run, self.plan.device)
         {

@@ -35,19 +35,19 @@ impl<M: LightningModule> Session<'_, M> {
         }
         self.call(Hook::OnTrainStart, BatchFacts::default())?;
         self.last_validation = Instant::now();
-        self.has_begun = true;
+        self.run.at.has_begun = true;
         while !self.is_done(loaders) {
-            if self.run.progress.epoch_ended {
-                self.run.progress.current_epoch += 1;
-                self.run.progress.batch_idx = 0;
-                self.run.progress.epoch_ended = false;
+            if self.run.at.progress.epoch_ended {
+                self.run.at.progress.current_epoch += 1;
+                self.run.at.progress.batch_idx = 0;
+                self.run.at.progress.epoch_ended = false;
                 continue; // the new epoch may be one too many
             }
             self.reload_train_dataloader(loaders)?;
             self.train_epoch(loaders)?;
         }
-        if let Some(reason) = &self.run.requests.stop {
-            tracing::info!("stopped at global_step {}: {reason}", self.run.progress.global_step);
+        if let Some(reason) = &self.run.asks.stop {
+            tracing::info!("stopped at global_step {}: {reason}", self.run.at.progress.global_step);
         }
         self.call(Hook::OnTrainEnd, BatchFacts::default())?;
         self.update_running_statistics(loaders)
@@ -55,12 +55,12 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// One epoch, or the rest of one that a checkpoint interrupted.
     fn train_epoch(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
-        let first_batch = self.run.progress.batch_idx as usize;
+        let first_batch = self.run.at.progress.batch_idx as usize;
         self.call(Hook::OnTrainEpochStart, BatchFacts::default())?;
-        if let Some(batches) = self.run.requests.accumulate_grad_batches.take() {
+        if let Some(batches) = self.run.asks.accumulate_grad_batches.take() {
             self.accumulate_grad_batches = batches.max(1);
         }
-        let Progress { validation_is_open, schedules_are_open, .. } = self.run.progress;
+        let Progress { validation_is_open, schedules_are_open, .. } = self.run.at.progress;
         if validation_is_open || schedules_are_open {
             // the checkpoint was written before they were done
             self.finish_batch(loaders, validation_is_open.then_some(Validation::Scheduled))?;
@@ -69,7 +69,7 @@ impl<M: LightningModule> Session<'_, M> {
             }
         }
         let range = EpochRange {
-            epoch: self.run.progress.current_epoch,
+            epoch: self.run.at.progress.current_epoch,
             first_batch,
             num_batches: Some(loaders.plan.num_training_batches.saturating_sub(first_batch)),
         };
@@ -91,7 +91,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// it. False if `on_train_batch_start` leaves out the rest of the epoch.
     fn train_batch(&mut self, batch: M::Batch, loaders: &mut FitLoaders<M::Batch>) -> Result<bool> {
         let plan = &loaders.plan;
-        let batch_idx = self.run.progress.batch_idx as usize;
+        let batch_idx = self.run.at.progress.batch_idx as usize;
         let is_last = batch_idx + 1 >= plan.num_training_batches;
         let size = self.accumulate_grad_batches;
         let window = Window {
@@ -110,9 +110,9 @@ impl<M: LightningModule> Session<'_, M> {
             log_step: self.log_step(),
             ..BatchFacts::default()
         };
-        self.run.metrics.begin_train_batch();
+        self.run.log.metrics.begin_train_batch();
         self.call_on_start(Hook::OnTrainBatchStart, &mut facts, &mut batch)?;
-        if std::mem::take(&mut self.run.requests.skips_epoch) {
+        if std::mem::take(&mut self.run.asks.skips_epoch) {
             self.undo = None;
             self.skip_epoch(is_last, plan)?;
             return Ok(false);
@@ -121,7 +121,7 @@ impl<M: LightningModule> Session<'_, M> {
         let action = self.profile(actions::TRAINING_BATCH)?;
         let is_automatic = self.module.automatic_optimization();
         if window.opens {
-            self.run.strategy.begin_forward(self.module)?;
+            self.run.engine.strategy.begin_forward(self.module)?;
         }
         let forward_backward = |session: &mut Self, batch: &M::Batch| {
             let loss = session.step(Step::Training, batch, facts, M::training_step)?;
@@ -144,8 +144,8 @@ impl<M: LightningModule> Session<'_, M> {
         if is_last {
             self.step_schedulers(Interval::Epoch, false)?;
         }
-        self.run.progress.batch_idx += 1;
-        self.run.progress.total_batches += 1;
+        self.run.at.progress.batch_idx += 1;
+        self.run.at.progress.total_batches += 1;
         self.undo = None;
 
         let loss = if loss.defined() { Some(loss.f_detach()?) } else { None };
@@ -153,9 +153,9 @@ impl<M: LightningModule> Session<'_, M> {
         let is_scheduled = self.validation_is_scheduled(plan);
         let has_val_batches = plan.has_val_batches;
         facts.will_validate = is_scheduled || (has_val_batches && self.stop_is_granted());
-        self.run.progress.validation_is_open = is_scheduled;
-        self.run.progress.schedules_are_open = window.closes;
-        self.run.progress.batches_that_stepped += u64::from(window.closes);
+        self.run.at.progress.validation_is_open = is_scheduled;
+        self.run.at.progress.schedules_are_open = window.closes;
+        self.run.at.progress.batches_that_stepped += u64::from(window.closes);
         self.call_on_end(Hook::OnTrainBatchEnd, facts, &mut batch, &outputs)?;
         drop((batch, outputs)); // what follows may need the memory
         self.log_step_values(facts.log_step, window)?;
@@ -171,7 +171,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// Gradients of one batch from its loss, with automatic optimization. Returns the loss divided by the window's size.
     fn backward(&mut self, loss: Tensor, window: Window, facts: BatchFacts) -> Result<Tensor> {
         check_loss(&loss)?;
-        check_anomaly(self.anomaly.as_ref(), "the loss", &loss, &self.run.progress)?;
+        check_anomaly(self.run.engine.of_call.anomaly.as_ref(), "the loss", &loss, &self.run.at.progress)?;
         let called_hooks = self.graphs.called_hooks();
         if window.opens {
             if !called_hooks {
@@ -187,8 +187,8 @@ impl<M: LightningModule> Session<'_, M> {
             if !called_hooks {
                 self.call_in_step(StepHook::OnBeforeBackward, facts)?;
             }
-            let (mut parts, state, module) = self.parts();
-            parts.backward(state, &*module, &facts, &loss, window.closes)?;
+            let (mut ctx, mut step) = self.lend_in_step(&facts);
+            step.run_backward(&mut ctx, &loss, window.closes)?;
         }
         Ok(loss)
     }
@@ -199,16 +199,19 @@ impl<M: LightningModule> Session<'_, M> {
             self.call_in_step(StepHook::OnAfterBackward, facts)?;
         }
         if window.closes {
-            let is_finite =
-                unscale(&mut self.run.grad_scaler, &mut self.optimizers, self.run.progress.global_step)?;
+            let is_finite = unscale(
+                &mut self.run.engine.grad_scaler,
+                &mut self.training.optimizers,
+                self.run.at.progress.global_step,
+            )?;
             self.adapt_loss_scale();
             self.call_in_step(StepHook::OnBeforeOptimizerStep, facts)?;
             if !(is_finite && self.graphed_update(facts, |session| session.update(true, facts))?) {
                 self.update(is_finite, facts)?;
             }
             self.undo = None;
-            self.run.accelerator.step_boundary()?;
-            self.run.progress.global_step += 1;
+            self.run.facts.hardware.accelerator.step_boundary()?;
+            self.run.at.progress.global_step += 1;
         }
         Ok(())
     }
@@ -234,11 +237,13 @@ impl<M: LightningModule> Session<'_, M> {
         facts: BatchFacts,
         mut call: impl FnMut(&M, &mut dyn Optimizer, &mut HookContext) -> anyhow::Result<()>,
     ) -> Result<()> {
-        let (mut parts, state, module) = self.parts();
-        let optimizers = std::mem::take(&mut parts.optimizers);
-        parts.module_call(state, &*module, name, &facts, |module, ctx| {
+        let mut optimizers = std::mem::take(&mut self.training.optimizers); // each is given beside the context
+        let (mut ctx, mut step) = self.lend_in_step(&facts);
+        let result = step.method(&mut ctx, name, |module, ctx| {
             optimizers.iter_mut().try_for_each(|optimizer| call(module, optimizer.as_mut(), ctx))
-        })
+        });
+        self.training.optimizers = optimizers;
+        result
     }
 
     /// What follows a training batch: validation if it is due, schedules that follow a metric, checkpoints.
@@ -254,7 +259,7 @@ impl<M: LightningModule> Session<'_, M> {
         if validation.is_some() {
             self.validate_in_fit(loaders)?;
         }
-        if std::mem::take(&mut self.run.progress.schedules_are_open) {
+        if std::mem::take(&mut self.run.at.progress.schedules_are_open) {
             self.step_schedulers(Interval::Step, true)?;
         }
         self.write_checkpoints()?;
@@ -264,25 +269,25 @@ impl<M: LightningModule> Session<'_, M> {
     /// Ends the epoch: its hooks, plateau schedules, and its metrics to the loggers. An epoch that a limit or a stop cut
     /// short is left open, and checkpoints of now are as before its hooks: a resumed run finishes it.
     fn end_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
-        let has_batches_left = self.run.progress.has_batches_left(loaders.plan.num_training_batches);
+        let has_batches_left = self.run.at.progress.has_batches_left(loaders.plan.num_training_batches);
         let is_cut_short = has_batches_left && self.must_stop();
         if is_cut_short {
             self.freeze()?;
         }
-        self.run.progress.epoch_ended = !is_cut_short;
+        self.run.at.progress.epoch_ended = !is_cut_short;
         self.graphs.warn_if_unused();
         self.is_ending_epoch = true;
-        self.run.metrics.publish_train_epoch()?; // sync point
+        self.run.log.metrics.publish_train_epoch()?; // sync point
         self.call(Hook::OnTrainEpochEnd, BatchFacts::default())?;
         self.agree()?;
         self.step_schedulers(Interval::Epoch, true)?;
-        if !self.run.progress.epoch_ended {
+        if !self.run.at.progress.epoch_ended {
             self.write_checkpoints()?; // with the metrics so far, to which a resumed run adds
         }
-        let values = self.run.metrics.finish_train_epoch()?; // sync point
+        let values = self.run.log.metrics.finish_train_epoch()?; // sync point
         self.is_ending_epoch = false;
         self.write_checkpoints()?;
-        self.log(values, self.run.progress.batches_that_stepped.saturating_sub(1))?;
+        self.log(values, self.run.at.progress.batches_that_stepped.saturating_sub(1))?;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.save())
     }
 
@@ -291,7 +296,7 @@ impl<M: LightningModule> Session<'_, M> {
         if is_last {
             self.step_schedulers(Interval::Epoch, false)?;
         }
-        self.run.progress.batch_idx = plan.num_training_batches as u64;
+        self.run.at.progress.batch_idx = plan.num_training_batches as u64;
         Ok(())
     }
 
@@ -300,19 +305,19 @@ impl<M: LightningModule> Session<'_, M> {
         if !window.closes {
             return Ok(());
         }
-        let step = self.run.progress.batches_that_stepped.saturating_sub(1);
-        let logs = log_step.is_some() || (self.run.requests.stop.is_some() && !self.run.loggers.is_empty());
+        let step = self.run.at.progress.batches_that_stepped.saturating_sub(1);
+        let logs = log_step.is_some() || (self.run.asks.stop.is_some() && !self.run.loggers.is_empty());
         if !logs {
             return Ok(());
         }
-        let values = self.run.metrics.step_values(); // sync point
+        let values = self.run.log.metrics.step_values(); // sync point
         self.log(values, step)
     }
 
     /// The step that the loggers take values of, if they do at the optimizer step that comes: every
     /// `log_every_n_steps`-th.
     fn log_step(&self) -> Option<u64> {
-        let (step, every) = (self.run.progress.batches_that_stepped, self.plan.log_every_n_steps);
+        let (step, every) = (self.run.at.progress.batches_that_stepped, self.plan.log_every_n_steps);
         let is_due = !self.run.loggers.is_empty() && every > 0 && (step + 1).is_multiple_of(every);
         is_due.then_some(step)
     }
@@ -320,7 +325,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// Whether validation has its turn after the batch just done, leaving aside that a run which is asked to stop ends
     /// with one.
     fn validation_is_scheduled(&self, plan: &FitPlan) -> bool {
-        let progress = &self.run.progress;
+        let progress = &self.run.at.progress;
         if !plan.has_val_batches {
             return false;
         }
@@ -345,7 +350,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     fn is_done(&self, loaders: &FitLoaders<M::Batch>) -> bool {
-        let progress = &self.run.progress;
+        let progress = &self.run.at.progress;
         let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
         let reached_max_epochs = self.plan.max_epochs.is_some_and(|max| epochs >= max);
         reached_max_epochs || loaders.plan.num_training_batches == 0 || self.must_stop()
@@ -357,7 +362,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Somebody asked to stop, and `min_epochs` and `min_steps` allow it.
     fn stop_is_granted(&self) -> bool {
-        let progress = &self.run.progress;
+        let progress = &self.run.at.progress;
         let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
         self.is_asked_to_stop()
             && epochs >= self.plan.min_epochs
@@ -365,7 +370,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     fn reached_max_steps(&self) -> bool {
-        self.plan.max_steps.is_some_and(|max| self.run.progress.global_step >= max)
+        self.plan.max_steps.is_some_and(|max| self.run.at.progress.global_step >= max)
     }
 }
 

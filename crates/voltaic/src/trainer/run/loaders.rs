@@ -121,7 +121,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// The epoch in progress or to come.
     fn next_epoch(&self) -> u64 {
-        self.run.progress.current_epoch + u64::from(self.run.progress.epoch_ended)
+        self.run.at.progress.current_epoch + u64::from(self.run.at.progress.epoch_ended)
     }
 
     fn train_dataloader(&mut self) -> Result<DataLoader<M::Batch>> {
@@ -143,7 +143,7 @@ impl<M: LightningModule> Session<'_, M> {
                 "overfit_batches: the training data is not shuffled, so that the batches stay the same"
             );
         }
-        shard_train(&mut train, self.plan, self.run.strategy.data_share())?;
+        shard_train(&mut train, self.plan, self.run.engine.strategy.data_share())?;
         Ok(train)
     }
 
@@ -164,7 +164,7 @@ impl<M: LightningModule> Session<'_, M> {
                 loader.repeat_first_epoch();
             }
         }
-        shard_eval(&mut val, self.plan, self.run.strategy.data_share())?;
+        shard_eval(&mut val, self.plan, self.run.engine.strategy.data_share())?;
         Ok(val)
     }
 
@@ -190,7 +190,8 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Asks for the training loader again if `reload_dataloaders_every_n_epochs` says so.
     pub(crate) fn reload_train_dataloader(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
-        let (epoch, every) = (self.run.progress.current_epoch, self.plan.reload_dataloaders_every_n_epochs);
+        let (epoch, every) =
+            (self.run.at.progress.current_epoch, self.plan.reload_dataloaders_every_n_epochs);
         if every > 0 && epoch >= loaders.epoch_of_train.saturating_add(every) {
             loaders.train = self.train_dataloader()?;
             loaders.epoch_of_train = epoch;
@@ -201,7 +202,8 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// The same for validation, which asks when it is due.
     pub(crate) fn reload_val_dataloader(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
-        let (epoch, every) = (self.run.progress.current_epoch, self.plan.reload_dataloaders_every_n_epochs);
+        let (epoch, every) =
+            (self.run.at.progress.current_epoch, self.plan.reload_dataloaders_every_n_epochs);
         if every > 0 && epoch >= loaders.epoch_of_val.saturating_add(every) {
             loaders.val = self.val_dataloader()?;
             loaders.epoch_of_val = epoch;

@@ -21,20 +21,22 @@ pub(crate) fn configure_optimizers<M: LightningModule>(session: &mut Session<M>)
         Some(lr) => configured.with_lr(lr),
         None => configured,
     };
-    for (index, built) in session.run.strategy.optimizers(configured, session.module)?.into_iter().enumerate()
+    for (index, built) in
+        session.run.engine.strategy.optimizers(configured, session.module)?.into_iter().enumerate()
     {
-        session.optimizers.push(built.optimizer);
+        session.training.optimizers.push(built.optimizer);
         session
+            .training
             .schedulers
             .extend(built.scheduler.map(|configured| ActiveLrScheduler { optimizer: index, configured }));
     }
     if session.options.is_trial {
-        session.schedulers.clear();
+        session.training.schedulers.clear();
     }
     if !session.module.automatic_optimization() {
         return Ok(manual::check_plan(session.plan)?);
     }
-    match session.optimizers.len() {
+    match session.training.optimizers.len() {
         0 => tracing::warn!("configure_optimizers gave no optimizer, so nothing is trained"),
         1 => {}
         several => {

@@ -13,7 +13,7 @@ use crate::trainer::session::step::Step;
 impl<M: LightningModule> Session<'_, M> {
     /// Runs `training_step` on the batches of an epoch, without gradients, hooks and log, if a callback asked for it.
     pub(crate) fn update_running_statistics(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
-        if !std::mem::take(&mut self.run.requests.updates_running_statistics) {
+        if !std::mem::take(&mut self.run.asks.updates_running_statistics) {
             return Ok(());
         }
         if !self.module.automatic_optimization() {
@@ -24,9 +24,9 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let rng = rng::states(self.plan.device)?;
         reset_running_statistics(self.module)?;
-        self.run.metrics.begin_eval()?; // what is logged from here on is forgotten
+        self.run.log.metrics.begin_eval()?; // what is logged from here on is forgotten
         let result = self.pass(loaders);
-        self.run.metrics.discard_eval();
+        self.run.log.metrics.discard_eval();
         rng::set_states(&rng)?; // a checkpoint of now goes on with the random numbers of training
         result
     }
@@ -35,7 +35,7 @@ impl<M: LightningModule> Session<'_, M> {
         let _no_grad = tch::no_grad_guard();
         let _equal = EqualBatches::begin();
         let range = EpochRange {
-            epoch: self.run.progress.current_epoch + 1,
+            epoch: self.run.at.progress.current_epoch + 1,
             first_batch: 0,
             num_batches: Some(loaders.plan.num_training_batches),
         };

@@ -12,10 +12,10 @@ impl<M: LightningModule> Session<'_, M> {
     /// optimizer step step no schedule, or epochs. Those that watch a metric are stepped apart from the others, after
     /// validation. With manual optimization the module steps them itself. Source: Lightning's `_update_learning_rates`.
     pub(crate) fn step_schedulers(&mut self, interval: Interval, watch_metric: bool) -> Result<()> {
-        if self.schedulers.is_empty() || !self.module.automatic_optimization() {
+        if self.training.schedulers.is_empty() || !self.module.automatic_optimization() {
             return Ok(());
         }
-        let progress = &self.run.progress;
+        let progress = &self.run.at.progress;
         let is_cut_short =
             interval == Interval::Epoch && progress.has_batches_left(self.run.facts.num_training_batches);
         let position = match interval {
@@ -23,7 +23,7 @@ impl<M: LightningModule> Session<'_, M> {
             Interval::Step => progress.batch_idx + u64::from(!watch_metric),
             Interval::Epoch => progress.current_epoch + 1,
         };
-        for ActiveLrScheduler { optimizer, configured } in &mut self.schedulers {
+        for ActiveLrScheduler { optimizer, configured } in &mut self.training.schedulers {
             let is_due = configured.interval == interval
                 && configured.monitor.is_some() == watch_metric
                 && position.is_multiple_of(configured.frequency);
@@ -32,11 +32,14 @@ impl<M: LightningModule> Session<'_, M> {
             }
             let metric = match &configured.monitor {
                 Some(monitor) => {
-                    let metric = self.run.metrics.callback_metric(monitor); // sync point
+                    let metric = self.run.log.metrics.callback_metric(monitor); // sync point
                     match metric {
                         Some(metric) => Some(metric),
                         None if configured.strict && !is_cut_short => {
-                            return Err(missing_metric(monitor, &self.run.metrics.callback_metric_names()));
+                            return Err(missing_metric(
+                                monitor,
+                                &self.run.log.metrics.callback_metric_names(),
+                            ));
                         }
                         None => {
                             tracing::warn!("no metric `{monitor}` has been logged, so its schedule waits");
@@ -46,11 +49,11 @@ impl<M: LightningModule> Session<'_, M> {
                 }
                 None => None,
             };
-            let groups = self.optimizers[*optimizer].param_groups_mut();
+            let groups = self.training.optimizers[*optimizer].param_groups_mut();
             let scheduler = configured.scheduler.as_mut();
-            let _action = self.run.profiling.of_module(self.module, "lr_scheduler_step")?;
+            let _action = self.run.facts.profiling.of_module(self.module, "lr_scheduler_step")?;
             guarded(|| self.module.lr_scheduler_step(scheduler, groups, metric))
-                .map_err(|source| own_error(source, &self.run.progress))?;
+                .map_err(|source| own_error(source, &self.run.at.progress))?;
         }
         Ok(())
     }

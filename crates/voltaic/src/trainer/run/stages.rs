@@ -10,7 +10,7 @@ use crate::checkpoint::Progress;
 use crate::data::{DataLoader, DataModule, Stage};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
-use crate::module::{BatchFacts, Hook, LightningModule, MetricStore, Requests};
+use crate::module::{BatchFacts, Hook, LightningModule, MetricStore, Requests, RunFacts};
 use crate::nn::{ModuleExt, SyncBatchNorm, name_parameters, set_training};
 use crate::precision::{log_casts, set_run_lists};
 use crate::profiler::ProfiledRun;
@@ -42,17 +42,19 @@ impl Run {
         let ranks = self.world().group().cloned();
         let _sync = ranks.filter(|_| plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
         self.begin(Stage::Fit)?;
-        let mut session = Session::new(plan, options, self, module, data, Stage::Fit)?;
+        let mut session = Session::new(plan, options, self, module, data);
         let result = match session.begin_fit() {
             Ok(mut loaders) => session.train(&mut loaders).and_then(|()| session.end_fit()),
             Err(error) => Err(error),
         };
-        let result = result.and_then(|done| session.run.strategy.finish(session.module).map(|()| done));
+        let result =
+            result.and_then(|done| session.run.engine.strategy.finish(session.module).map(|()| done));
         let result = session.conclude(result);
         (session.run.graphs, session.run.after_fit) =
             (session.graphs.take_report(), session.after_fit.take());
         drop(session);
-        self.strategy.teardown();
+        self.engine.end_call();
+        self.engine.strategy.teardown();
         result
     }
 
@@ -66,34 +68,37 @@ impl Run {
         body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
     ) -> Result<T> {
         self.begin(stage)?;
-        let mut session = Session::new(plan, options, self, module, data, stage)?;
+        let mut session = Session::new(plan, options, self, module, data);
         let result = evaluate_session(&mut session, body);
-        let result = result.and_then(|done| session.run.strategy.finish(session.module).map(|()| done));
+        let result =
+            result.and_then(|done| session.run.engine.strategy.finish(session.module).map(|()| done));
         let result = session.conclude(result);
         drop(session);
-        self.strategy.teardown();
+        self.engine.end_call();
+        self.engine.strategy.teardown();
         result
     }
 
     /// Nothing of an earlier fit may show in the next.
     fn forget_last_fit(&mut self, plan: &TrainPlan) {
-        self.requests = Requests::default();
-        self.metrics = MetricStore::of_ranks(self.world().group().cloned()).off_if(plan.barebones);
-        self.agreed = Votes::default();
-        self.progress = Progress::default();
+        self.asks = Requests::default();
+        self.log.metrics = MetricStore::of_ranks(self.world().group().cloned()).off_if(plan.barebones);
+        self.engine.agreed = Votes::default();
+        self.at.progress = Progress::default();
         self.after_fit = None;
     }
 
     /// Tells the profiler, and takes the seed of now.
     fn begin(&mut self, stage: Stage) -> Result<()> {
         self.seed = rng::global_seed();
-        let world = self.strategy.world();
-        self.profiling.setup(|| ProfiledRun {
+        let world = self.engine.strategy.world();
+        self.facts.profiling.setup(|| ProfiledRun {
             stage,
             rank: world.rank,
             world_size: world.world_size,
             log_dir: self.facts.log_dir.clone(),
-        })
+        })?;
+        self.begin_call(stage)
     }
 }
 
@@ -102,7 +107,7 @@ fn evaluate_session<M: LightningModule, T>(
     session: &mut Session<M>,
     body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
 ) -> Result<T> {
-    let (stage, source) = (session.stage, LoaderSource::of(session.stage));
+    let (stage, source) = (session.run.at.stage, LoaderSource::of(session.run.at.stage));
     session.setup()?;
     if let Some(path) = session.start()? {
         let checkpoint = session.run.checkpoint_io.load_checkpoint(&path)?;
@@ -117,7 +122,7 @@ fn evaluate_session<M: LightningModule, T>(
     session.warn_of_shuffled(&loaders);
     loaders.iter_mut().for_each(|loader| loader.set_seed(rng::global_seed()));
     session.set_batch_size(&mut loaders)?;
-    shard_eval(&mut loaders, session.plan, session.run.strategy.data_share())?;
+    shard_eval(&mut loaders, session.plan, session.run.engine.strategy.data_share())?;
     let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
     let num_batches = limit_batches(source.limit_key, (source.limit)(session.plan), &available)?;
     session.run.facts.num_eval_batches = num_batches.iter().sum();
@@ -142,7 +147,8 @@ impl<M: LightningModule> Session<'_, M> {
         }
         configure_optimizers(self)?;
         self.run.facts.automatic_optimization = self.module.automatic_optimization();
-        self.anomaly = self.plan.detect_anomaly.then(ffi::AnomalyWatch::begin).transpose()?;
+        self.run.engine.of_call.anomaly =
+            self.plan.detect_anomaly.then(ffi::AnomalyWatch::begin).transpose()?;
         self.call(Hook::OnFitStart, BatchFacts::default())?;
         let hyper_parameters =
             merged(self.module.hyper_parameters(), self.data.hyper_parameters(), self.plan)?;
@@ -158,7 +164,7 @@ impl<M: LightningModule> Session<'_, M> {
             tracing::info!(
                 "resumed {} at global_step {}",
                 resumed.path.display(),
-                self.run.progress.global_step
+                self.run.at.progress.global_step
             );
         }
         Ok(loaders)
@@ -175,12 +181,12 @@ impl<M: LightningModule> Session<'_, M> {
     /// The checkpoint that the call starts from, if any.
     fn start(&self) -> Result<Option<PathBuf>> {
         let path = self.options.ckpt_path.as_ref();
-        Ok(path.map(|path| find(self.run, path, self.stage)).transpose()?.flatten())
+        Ok(path.map(|path| find(self.run, path, self.run.at.stage)).transpose()?.flatten())
     }
 
     /// The hooks from `configure_callbacks` to `configure_model`; then the module goes to its device.
     fn setup(&mut self) -> Result<()> {
-        let stage = self.stage;
+        let stage = self.run.at.stage;
         set_run_lists(self.plan.device, self.plan.op_lists.as_ref(), self.plan.lists_are_default)?;
         log_casts(self.plan.logs_casts);
         let callbacks = self.module_method("configure_callbacks", |module| module.configure_callbacks())?;
@@ -196,30 +202,30 @@ impl<M: LightningModule> Session<'_, M> {
         let action = self.profile_data("setup")?;
         guarded(|| self.data.setup(stage)).map_err(fail("setup of the data module"))?;
         drop(action);
-        let Run { callbacks, profiling, .. } = &mut *self.run;
+        let Run { callbacks, facts: RunFacts { profiling, .. }, .. } = &mut *self.run;
         for callback in callbacks {
             of_callback(profiling, callback.as_mut(), "setup", |callback| callback.setup(stage, self.module))
                 .map_err(fail("setup"))?;
         }
         self.module_method("setup", |module| module.setup(stage))?;
         self.module_method("configure_model", |module| module.configure_model())?;
-        self.run.metrics.set_metrics(self.module.named_metrics());
+        self.run.log.metrics.set_metrics(self.module.named_metrics());
         self.module.to_device(self.plan.device)?;
         if let Some(dtype) = self.plan.precision.true_dtype() {
             self.module.to_dtype(dtype)?;
         }
         name_parameters(self.module);
-        self.run.strategy.prepare(self.module)
+        self.run.engine.strategy.prepare(self.module)
     }
 
     /// The `teardown` hooks, and the end of the loggers.
     fn teardown(&mut self) -> Result<()> {
-        let stage = self.stage;
+        let stage = self.run.at.stage;
         let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
         let action = self.profile_data("teardown")?;
         guarded(|| self.data.teardown(stage)).map_err(fail("teardown of the data module"))?;
         drop(action);
-        let Run { callbacks, profiling, .. } = &mut *self.run;
+        let Run { callbacks, facts: RunFacts { profiling, .. }, .. } = &mut *self.run;
         for callback in callbacks {
             let hook = |callback: &mut dyn Callback| callback.teardown(stage, self.module);
             of_callback(profiling, callback.as_mut(), "teardown", hook).map_err(fail("teardown"))?;

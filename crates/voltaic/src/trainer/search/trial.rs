@@ -83,7 +83,7 @@ impl Searcher<'_> {
         let module = Arc::new(Mutex::new(None));
         let mut callbacks: Vec<Box<dyn Callback>> = vec![Box::new(TakeSnapshot(module.clone()))];
         callbacks.extend(probe);
-        let accelerator = Some(Arc::clone(&self.run.accelerator));
+        let accelerator = Some(Arc::clone(&self.run.facts.hardware.accelerator));
         let mut given = Given { accelerator, callbacks, ..Given::default() };
         let Resolved { plan, accelerator, .. } = resolve(&mut config, &mut given)?;
         let (plan, run) = assemble(&config, given, plan, accelerator)?;

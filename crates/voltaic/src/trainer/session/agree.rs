@@ -17,22 +17,26 @@ pub(crate) fn votes(signal: Option<&str>, requests: &Requests) -> Votes {
 impl<M: LightningModule> Session<'_, M> {
     /// Lets all ranks know what any of them has been asked; where no backward pass does.
     pub(crate) fn agree(&mut self) -> Result<()> {
-        let agreed = self.run.strategy.agree(votes(self.signals.received(), &self.run.requests))?;
-        self.run.agreed = self.run.agreed.or(agreed);
+        let agreed = self.run.engine.strategy.agree(votes(self.run.engine.signal(), &self.run.asks))?;
+        self.run.engine.agreed = self.run.engine.agreed.or(agreed);
         Ok(())
     }
 
     /// Somebody asked to stop, and all ranks know.
     pub(crate) fn is_asked_to_stop(&self) -> bool {
-        if self.run.world().world_size > 1 { self.run.agreed.stop } else { self.run.requests.stop.is_some() }
+        if self.run.world().world_size > 1 {
+            self.run.engine.agreed.stop
+        } else {
+            self.run.asks.stop.is_some()
+        }
     }
 
     /// The signal on which to end, known to all ranks.
     pub(crate) fn agreed_signal(&self) -> Option<&'static str> {
         if self.run.world().world_size == 1 {
-            return self.signals.received();
+            return self.run.engine.signal();
         }
-        let Votes { interrupt, terminate, .. } = self.run.agreed;
+        let Votes { interrupt, terminate, .. } = self.run.engine.agreed;
         interrupt.then_some("SIGINT").or(terminate.then_some("SIGTERM"))
     }
 }

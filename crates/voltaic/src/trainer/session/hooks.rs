@@ -1,24 +1,18 @@
 //! How hooks are called: of the callbacks, of the module, of the callbacks that look at what was logged; with an error
 //! that names the hook.
 
-use crate::accelerator::Accelerator;
 use crate::callback::Callback;
-use crate::data::{Batch, Stage};
-use crate::device::Device;
+use crate::data::Batch;
 use crate::distributed::global_rank;
 use crate::error::{Error, Result};
-use crate::ffi::AnomalyWatch;
 use crate::module::{
     Action, AnyBatch, BatchFacts, Hook, HookContext, HookFacts, LightningModule, LogScope, Profiling,
-    Progress, Requests, RunFacts, StepHook, StepOutput, StepState,
+    Progress, StepHook, StepOutput,
 };
-use crate::nn::Parameter;
-use crate::optim::{ActiveLrScheduler, Optimizer};
-use crate::precision::GradScaler;
 use crate::profiler::actions;
-use crate::strategy::{Strategy, Votes};
-use crate::trainer::session::captured_optimizers::CapturedOptimizers;
+use crate::trainer::session::engine::Engine;
 use crate::trainer::session::guard::guarded;
+use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
 
 /// The error of a hook, with where the run stands. One that comes from a hook within a step keeps its own name.
@@ -45,109 +39,61 @@ pub(crate) fn of_callback<T>(
     guarded(|| hook(&mut *callback)).map_err(|source| source.context(format!("in {}", callback.state_key())))
 }
 
-/// The parts of a session that hooks work on, apart from metrics, position and module, which a step holds while it runs.
-pub(crate) struct Parts<'a> {
+/// Whom a step calls while it runs, beside what its context borrows. The module is there only to read.
+pub(crate) struct InStep<'a, M> {
     pub callbacks: &'a mut [Box<dyn Callback>],
-    pub run_facts: &'a RunFacts,
-    pub accelerator: &'a dyn Accelerator,
-    pub profiling: &'a Profiling,
-    pub requests: &'a mut Requests,
-    pub optimizers: &'a mut [Box<dyn Optimizer>],
-    pub schedulers: &'a mut Vec<ActiveLrScheduler>,
-    pub grad_scaler: &'a mut Option<GradScaler>,
-    pub toggled: &'a mut Vec<(Parameter, bool)>,
-    pub captured_optimizers: &'a mut CapturedOptimizers,
-    pub has_scaled: &'a mut bool,
-    pub strategy: &'a mut dyn Strategy,
-    pub agreed: &'a mut Votes,
-    /// There with `detect_anomaly`.
-    pub anomaly: Option<&'a AnomalyWatch>,
-    /// The signal that this rank has received.
-    pub signal: Option<&'static str>,
-    pub device: Device,
-    pub is_sanity_check: bool,
-    pub is_training: bool,
-    pub has_begun: bool,
+    pub engine: &'a mut Engine,
+    pub module: &'a M,
 }
 
-impl Parts<'_> {
-    /// What a hook is given, and the callbacks.
-    pub(crate) fn context<'c>(
-        &'c mut self,
-        state: StepState<'c>,
-        batch: &BatchFacts<'c>,
-    ) -> (HookContext<'c>, &'c mut [Box<dyn Callback>]) {
-        let ctx = HookContext {
-            progress: state.progress,
-            facts: self.run_facts,
-            accelerator: self.accelerator,
-            device: self.device,
-            metrics: state.metrics,
-            profiling: self.profiling,
-            requests: self.requests,
-            optimizers: self.optimizers,
-            schedulers: self.schedulers,
-            batch: None,
-            of_batch: *batch,
-            no_output: StepOutput::default(),
-            is_sanity_check: self.is_sanity_check,
-            is_training: self.is_training,
-            has_begun: self.has_begun,
-        };
-        (ctx, self.callbacks)
-    }
-
-    /// Calls a hook that a step may call while it runs, so that it sees the module only to read.
-    pub(crate) fn call_in_step<M: LightningModule>(
-        &mut self,
-        state: StepState<'_>,
-        module: &M,
-        hook: StepHook,
-        batch: &BatchFacts<'_>,
-    ) -> Result<()> {
-        let outer = state.metrics.enter(scope(hook.facts(), batch));
-        let profiling = self.profiling;
-        let (mut ctx, callbacks) = self.context(state, batch);
+impl<M: LightningModule> InStep<'_, M> {
+    /// Calls a hook that a step may call while it runs.
+    pub(crate) fn call(&mut self, ctx: &mut HookContext, hook: StepHook) -> Result<()> {
+        let outer = ctx.log.metrics.enter(scope(hook.facts(), ctx.of_batch));
+        let profiling = &ctx.run.profiling;
         let mut call = || -> anyhow::Result<()> {
             for is_late in [false, true] {
-                for callback in callbacks.iter_mut().filter(|c| c.runs_after_module() == is_late) {
+                for callback in self.callbacks.iter_mut().filter(|c| c.runs_after_module() == is_late) {
                     of_callback(profiling, callback.as_mut(), hook.name(), |callback| {
-                        callback.on_step_hook(hook, &mut ctx, module)
+                        callback.on_step_hook(hook, ctx, self.module)
                     })?;
                 }
                 if !is_late {
-                    let _action = profiling.of_module(module, hook.name())?;
-                    guarded(|| hook.call_module(module, &mut ctx))?;
+                    let _action = profiling.of_module(self.module, hook.name())?;
+                    guarded(|| hook.call_module(self.module, ctx))?;
                 }
             }
             Ok(())
         };
-        let result = call().map_err(|source| (source, ctx.progress.clone()));
-        let problem = ctx.metrics.take_problem();
-        ctx.metrics.enter(outer);
-        result.map_err(|(source, progress)| hook_error(hook.name(), &progress, source))?;
-        problem.map_or(Ok(()), Err)
+        let result = call();
+        leave(ctx, outer, hook.name(), result)
     }
 
     /// Calls a method of the module that does a part of the step, such as `backward`.
-    pub(crate) fn module_call<M: LightningModule>(
+    pub(crate) fn method(
         &mut self,
-        state: StepState<'_>,
-        module: &M,
+        ctx: &mut HookContext,
         name: &'static str,
-        batch: &BatchFacts<'_>,
         call: impl FnOnce(&M, &mut HookContext) -> anyhow::Result<()>,
     ) -> Result<()> {
-        let outer = state.metrics.enter(scope(HookFacts::of_training_step(name), batch));
-        let _action = self.profiling.of_module(module, name)?;
-        let (mut ctx, _) = self.context(state, batch);
-        let result =
-            guarded(|| call(module, &mut ctx)).map_err(|source| hook_error(name, ctx.progress, source));
-        let problem = ctx.metrics.take_problem();
-        ctx.metrics.enter(outer);
-        result?;
-        problem.map_or(Ok(()), Err)
+        let outer = ctx.log.metrics.enter(scope(HookFacts::of_training_step(name), ctx.of_batch));
+        let _action = ctx.run.profiling.of_module(self.module, name)?;
+        let result = guarded(|| call(self.module, ctx));
+        leave(ctx, outer, name, result)
     }
+}
+
+/// Ends a hook within a step: what is logged belongs to the step again.
+fn leave(
+    ctx: &mut HookContext,
+    outer: LogScope,
+    name: &'static str,
+    result: anyhow::Result<()>,
+) -> Result<()> {
+    let problem = ctx.log.metrics.take_problem();
+    ctx.log.metrics.enter(outer);
+    result.map_err(|source| hook_error(name, &ctx.at.progress, source))?;
+    problem.map_or(Ok(()), Err)
 }
 
 /// What logging in a hook or step means.
@@ -157,31 +103,26 @@ pub(crate) fn scope(of: HookFacts, batch: &BatchFacts<'_>) -> LogScope {
 }
 
 impl<M: LightningModule> Session<'_, M> {
-    /// The session in parts that can be changed independently.
-    pub(crate) fn parts(&mut self) -> (Parts<'_>, StepState<'_>, &mut M) {
-        let run = &mut *self.run;
-        let parts = Parts {
-            callbacks: &mut run.callbacks,
-            run_facts: &run.facts,
-            accelerator: run.accelerator.as_ref(),
-            profiling: &run.profiling,
-            requests: &mut run.requests,
-            optimizers: &mut self.optimizers,
-            schedulers: &mut self.schedulers,
-            grad_scaler: &mut run.grad_scaler,
-            toggled: &mut self.toggled,
-            captured_optimizers: &mut self.captured_optimizers,
-            has_scaled: &mut self.has_scaled,
-            strategy: run.strategy.as_mut(),
-            agreed: &mut run.agreed,
-            anomaly: self.anomaly.as_ref(),
-            signal: self.signals.received(),
-            device: self.plan.device,
-            is_sanity_check: self.is_sanity_check,
-            is_training: self.stage == Stage::Fit,
-            has_begun: self.has_begun,
-        };
-        (parts, StepState { metrics: &mut run.metrics, progress: &mut run.progress }, self.module)
+    /// What a hook is given, and who is called.
+    pub(crate) fn lend<'s>(
+        &'s mut self,
+        batch: &'s BatchFacts<'s>,
+    ) -> (HookContext<'s>, &'s mut [Box<dyn Callback>], &'s mut M) {
+        let Session { run, module, training, .. } = self;
+        let Run { at, facts, log, asks, callbacks, .. } = &mut **run;
+        let ctx = HookContext { at, run: facts, of_batch: batch, log, asks, training, batch: None };
+        (ctx, callbacks, module)
+    }
+
+    /// The same for what a step calls while it runs.
+    pub(crate) fn lend_in_step<'s>(
+        &'s mut self,
+        batch: &'s BatchFacts<'s>,
+    ) -> (HookContext<'s>, InStep<'s, M>) {
+        let Session { run, module, training, .. } = self;
+        let Run { at, facts, log, asks, callbacks, engine, .. } = &mut **run;
+        let ctx = HookContext { at, run: facts, of_batch: batch, log, asks, training, batch: None };
+        (ctx, InStep { callbacks, engine, module })
     }
 
     /// Calls a hook of the callbacks, then of the module, then of the callbacks that look at what was logged.
@@ -197,7 +138,7 @@ impl<M: LightningModule> Session<'_, M> {
         batch: &mut M::Batch,
     ) -> Result<()> {
         self.call_on(hook, *facts, Some(batch))?;
-        if std::mem::take(&mut self.run.requests.changed_batch) {
+        if std::mem::take(&mut self.run.asks.changed_batch) {
             facts.batch_size = batch.batch_size();
         }
         Ok(())
@@ -211,7 +152,7 @@ impl<M: LightningModule> Session<'_, M> {
         batch: &mut M::Batch,
         outputs: &StepOutput,
     ) -> Result<()> {
-        self.call_on(hook, BatchFacts { output: Some(outputs), ..facts }, Some(batch))
+        self.call_on(hook, BatchFacts { output: outputs, ..facts }, Some(batch))
     }
 
     fn call_on(
@@ -220,39 +161,38 @@ impl<M: LightningModule> Session<'_, M> {
         facts: BatchFacts,
         batch: Option<&mut (dyn AnyBatch + 'static)>,
     ) -> Result<()> {
-        let (mut parts, state, module) = self.parts();
-        state.metrics.enter(scope(hook.facts(), &facts));
-        let profiling = parts.profiling;
-        let (mut ctx, callbacks) = parts.context(state, &facts);
-        ctx.batch = batch;
+        let (ctx, callbacks, module) = self.lend(&facts);
+        let mut ctx = HookContext { batch, ..ctx };
+        ctx.log.metrics.enter(scope(hook.facts(), &facts));
+        let profiling = &ctx.run.profiling;
         for is_late in [false, true] {
             for callback in callbacks.iter_mut().filter(|c| c.runs_after_module() == is_late) {
                 of_callback(profiling, callback.as_mut(), hook.name(), |callback| {
                     callback.on_hook(hook, &mut ctx, module)
                 })
-                .map_err(|source| hook_error(hook.name(), ctx.progress, source))?;
+                .map_err(|source| hook_error(hook.name(), &ctx.at.progress, source))?;
             }
             if !is_late {
                 let _action = profiling.of_module(module, hook.name())?;
                 guarded(|| hook.call_module(module, &mut ctx))
-                    .map_err(|source| hook_error(hook.name(), ctx.progress, source))?;
+                    .map_err(|source| hook_error(hook.name(), &ctx.at.progress, source))?;
                 if hook == Hook::OnTrainEpochEnd {
-                    ctx.metrics.publish_train_epoch()?; // what the epoch's end logged may be monitored
+                    ctx.log.metrics.publish_train_epoch()?; // what the epoch's end logged may be monitored
                 }
             }
         }
         self.check_logged()?;
-        if self.run.requests.rows.is_empty() {
+        if self.run.log.rows.is_empty() {
             return Ok(());
         }
-        let rows = std::mem::take(&mut self.run.requests.rows);
+        let rows = std::mem::take(&mut self.run.log.rows);
         rows.into_iter().try_for_each(|(metrics, step)| self.log(metrics, step))
     }
 
     /// Calls a hook around backward or the optimizer.
     pub(crate) fn call_in_step(&mut self, hook: StepHook, batch: BatchFacts) -> Result<()> {
-        let (mut parts, state, module) = self.parts();
-        parts.call_in_step(state, &*module, hook, &batch)
+        let (mut ctx, mut step) = self.lend_in_step(&batch);
+        step.call(&mut ctx, hook)
     }
 
     /// Calls a method that the module has and callbacks have not: `module_method("setup", |module| module.setup(stage))`.
@@ -267,21 +207,21 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Begins an action for the profiler.
     pub(crate) fn profile(&self, action: &str) -> Result<Action> {
-        self.run.profiling.start(|| action.to_owned())
+        self.run.facts.profiling.start(|| action.to_owned())
     }
 
     /// Begins a hook of the module for the profiler.
     pub(crate) fn profile_hook(&self, hook: &str) -> Result<Action> {
-        self.run.profiling.of_module(self.module, hook)
+        self.run.facts.profiling.of_module(self.module, hook)
     }
 
     /// Begins what the strategy does for the profiler.
     pub(crate) fn profile_strategy(&self, method: &str) -> Result<Action> {
-        self.run.profiling.of_strategy(self.run.strategy.name(), method)
+        self.run.facts.profiling.of_strategy(self.run.engine.strategy.name(), method)
     }
 
     /// The error of a hook of this session.
     pub(crate) fn hook_error(&self, hook: &'static str, source: anyhow::Error) -> Error {
-        hook_error(hook, &self.run.progress, source)
+        hook_error(hook, &self.run.at.progress, source)
     }
 }

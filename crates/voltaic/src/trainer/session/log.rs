@@ -10,15 +10,15 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(index) = metrics.iter().position(|(name, _)| name == "step") {
             step = metrics.remove(index).1 as u64;
         }
-        if metrics.is_empty() || self.is_sanity_check {
+        if metrics.is_empty() || self.run.at.is_sanity_check {
             return Ok(());
         }
-        metrics.push(("epoch".to_owned(), self.run.progress.current_epoch as f64));
+        metrics.push(("epoch".to_owned(), self.run.at.progress.current_epoch as f64));
         self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&metrics, step))
     }
 
     /// Reports a mistake made in logging.
     pub(crate) fn check_logged(&mut self) -> Result<()> {
-        self.run.metrics.take_problem().map_or(Ok(()), Err)
+        self.run.log.metrics.take_problem().map_or(Ok(()), Err)
     }
 }

@@ -4,6 +4,7 @@ pub(super) mod agree;
 pub(super) mod anomaly;
 pub(super) mod batch;
 pub(super) mod captured_optimizers;
+pub(super) mod engine;
 pub(super) mod frozen;
 pub(super) mod graphs;
 pub(super) mod guard;

@@ -3,16 +3,15 @@
 use crate::error::Result;
 use crate::graph::{self, MadeInCapture};
 use crate::module::{
-    BatchFacts, HookFacts, Level, LightningModule, ManualOptimization, Phase, StepContext, StepOutput,
-    StepState,
+    BatchFacts, HookContext, HookFacts, Level, LightningModule, ManualOptimization, Phase, StepContext,
+    StepOutput,
 };
 use crate::nn::{ModuleExt, reachable, take_gather_failure};
 use crate::precision::{GradScaler, autocast};
 use crate::trainer::session::agree::votes;
 use crate::trainer::session::anomaly::check_gradients;
 use crate::trainer::session::guard::guarded;
-use crate::trainer::session::hooks::{Parts, hook_error, scope};
-use crate::trainer::session::manual::{Manual, again};
+use crate::trainer::session::hooks::{InStep, hook_error, scope};
 use crate::trainer::session::session::Session;
 
 pub(crate) const OPTIMIZER_STEP: HookFacts = HookFacts::of_training_step("optimizer_step");
@@ -66,17 +65,13 @@ impl<M: LightningModule> Session<'_, M> {
         let mut graphs = self.graphs.modules.take();
         let hooks = self.run.facts.module_hooks.clone();
         let mut outputs = StepOutput::default();
-        let (parts, state, module) = self.parts();
-        state.metrics.enter(scope);
-        let (module, profiling) = (&*module, parts.profiling);
-        let mut manual = Manual { parts, module, batch: facts };
+        let (ctx, mut in_step) = self.lend_in_step(&facts);
+        ctx.log.metrics.enter(scope);
+        let module = in_step.module;
         let mut ctx = StepContext {
-            metrics: state.metrics,
-            progress: state.progress,
-            profiling,
-            batch: facts,
+            ctx,
             outputs: &mut outputs,
-            manual: is_manual.then_some(&mut manual as &mut dyn ManualOptimization),
+            manual: is_manual.then_some(&mut in_step as &mut dyn ManualOptimization),
             graphs: graphs.as_mut().map(|graphs| (graphs, is_training)),
         };
         let region = plan.precision.autocast_dtype().map(|dtype| autocast(plan.device, dtype)).transpose()?;
@@ -86,7 +81,7 @@ impl<M: LightningModule> Session<'_, M> {
         };
         drop(region);
         if is_manual {
-            self.run.progress.global_step += graph::take_replayed_steps();
+            self.run.at.progress.global_step += graph::take_replayed_steps();
             graph::forbid_replayed_steps(None);
             self.adapt_loss_scale(); // after the steps of all optimizers, whose losses had the same scale
         }
@@ -98,7 +93,7 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(failure) = take_gather_failure() {
             return Err(failure); // the step has failed of it, or gone on without a weight
         }
-        let output = output.map_err(|source| hook_error(point.name, &self.run.progress, source))?;
+        let output = output.map_err(|source| hook_error(point.name, &self.run.at.progress, source))?;
         self.check_logged()?;
         if is_training {
             hooks.check_heard()?;
@@ -111,7 +106,9 @@ impl<M: LightningModule> Session<'_, M> {
     /// Before a step with manual optimization, which may replay steps of optimizers: they read the learning rates in force.
     fn prepare_replays(&mut self) -> Result<()> {
         graph::take_replayed_steps(); // of others than this run
-        graph::forbid_replayed_steps(self.captured_optimizers.refresh(&mut self.optimizers)?);
+        graph::forbid_replayed_steps(
+            self.run.engine.of_call.captured_optimizers.refresh(&mut self.training.optimizers)?,
+        );
         Ok(())
     }
 
@@ -121,7 +118,7 @@ impl<M: LightningModule> Session<'_, M> {
         if made.is_empty() {
             return Ok(());
         }
-        for optimizer in &self.optimizers {
+        for optimizer in &self.training.optimizers {
             for (name, tensor) in optimizer.state_dict().tensors {
                 made.check(&tensor, || format!("`{name}` of optimizer {}", optimizer.name()))?;
             }
@@ -137,34 +134,34 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// After optimizer steps with `16-mixed`.
     pub(crate) fn adapt_loss_scale(&mut self) {
-        self.run.grad_scaler.iter_mut().for_each(GradScaler::adapt);
+        self.run.engine.grad_scaler.iter_mut().for_each(GradScaler::adapt);
     }
 }
 
-impl Parts<'_> {
+impl<M: LightningModule> InStep<'_, M> {
     /// The module's backward; with `syncs` all ranks have the mean gradients and know each other's votes afterwards. With
     /// `detect_anomaly` the gradients are checked.
-    pub(crate) fn backward<M: LightningModule>(
+    pub(crate) fn run_backward(
         &mut self,
-        mut state: StepState<'_>,
-        module: &M,
-        batch: &BatchFacts<'_>,
+        ctx: &mut HookContext,
         loss: &tch::Tensor,
         syncs: bool,
     ) -> Result<()> {
-        let scaled = self.grad_scaler.as_ref().map(|scaler| scaler.scale(loss)).transpose()?;
-        *self.has_scaled |= scaled.is_some();
+        let scaled = self.engine.grad_scaler.as_ref().map(|scaler| scaler.scale(loss)).transpose()?;
+        self.engine.of_call.has_scaled |= scaled.is_some();
         let loss = scaled.as_ref().unwrap_or(loss);
-        let _action = self.profiling.of_strategy(self.strategy.name(), "backward")?;
-        self.strategy.begin_backward(loss, syncs, votes(self.signal, self.requests))?;
-        let of_call = again(&mut state);
+        let _action = ctx.run.profiling.of_strategy(self.engine.strategy.name(), "backward")?;
+        let votes = votes(self.engine.signal(), ctx.asks);
+        self.engine.strategy.begin_backward(loss, syncs, votes)?;
+        let module = self.module;
         let done = reachable(module.as_dyn(), || {
-            self.module_call(of_call, module, "backward", batch, |m, ctx| m.backward(loss, ctx))
+            self.method(ctx, "backward", |module, ctx| module.backward(loss, ctx))
         });
-        *self.agreed = self.agreed.or(self.strategy.end_backward(done)?);
-        if self.grad_scaler.is_some() {
+        let engine = &mut *self.engine;
+        engine.agreed = engine.agreed.or(engine.strategy.end_backward(done)?);
+        if engine.grad_scaler.is_some() {
             return Ok(()); // which leaves out steps whose gradients are not finite
         }
-        check_gradients(self.anomaly, module, state.progress)
+        check_gradients(engine.of_call.anomaly.as_ref(), module, &ctx.at.progress)
     }
 }

@@ -26,7 +26,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// Moves a batch to the device, in the dtype of the weights if that is not float32, with the hooks for it.
     pub(crate) fn take(&mut self, batch: M::Batch, dataloader_idx: usize) -> Result<M::Batch> {
         let _action = self.profile_strategy("batch_to_device")?;
-        let (data, module, profiling) = (&mut *self.data, &mut *self.module, &self.run.profiling);
+        let (data, module, profiling) = (&mut *self.data, &mut *self.module, &self.run.facts.profiling);
         let (data_name, module_name) =
             if profiling.is_on() { (data.type_name(), Module::type_name(module)) } else { ("", "") };
         let of_data = |hook| profiling.of_data(data_name, hook);
@@ -49,11 +49,11 @@ impl<M: LightningModule> Session<'_, M> {
             let batch = of_data(hook)?.around(|| data.on_after_batch_transfer(batch, dataloader_idx))?;
             of_module(hook)?.around(|| module.on_after_batch_transfer(batch, dataloader_idx))
         })
-        .map_err(|source| hook_error(hook, &self.run.progress, source))
+        .map_err(|source| hook_error(hook, &self.run.at.progress, source))
     }
 
     /// Begins a hook of the data module for the profiler.
     pub(crate) fn profile_data(&self, hook: &str) -> Result<Action> {
-        self.run.profiling.of_data(self.data.type_name(), hook)
+        self.run.facts.profiling.of_data(self.data.type_name(), hook)
     }
 }

@@ -33,16 +33,16 @@ impl Undo {
         Ok(Self {
             module: Snapshot::of(module, parts)?,
             rng: rng::states(device)?,
-            metrics: run.metrics.mark()?,
-            grad_scaler: run.grad_scaler.clone(),
+            metrics: run.log.metrics.mark()?,
+            grad_scaler: run.engine.grad_scaler.clone(),
         })
     }
 
     /// Goes back to it.
     pub(crate) fn restore<M: LightningModule>(self, module: &M, run: &mut Run, device: Device) -> Result<()> {
         self.module.restore(module)?;
-        run.metrics.go_back(self.metrics, device)?;
-        run.grad_scaler = self.grad_scaler;
+        run.log.metrics.go_back(self.metrics, device)?;
+        run.engine.grad_scaler = self.grad_scaler;
         rng::set_states(&self.rng)
     }
 }

@@ -49,7 +49,7 @@ pub(crate) fn keep<M: LightningModule>(session: &mut Session<M>) -> Result<After
 pub(crate) fn own_state<M: LightningModule>(session: &Session<M>) -> Result<RankState> {
     Ok(RankState {
         grads: pending_grads(session),
-        metrics: session.run.metrics.metric_states()?,
+        metrics: session.run.log.metrics.metric_states()?,
         rng: rng::states(session.plan.device)?,
         logged: logged_values(session)?,
     })
@@ -57,7 +57,7 @@ pub(crate) fn own_state<M: LightningModule>(session: &Session<M>) -> Result<Rank
 
 /// Values logged in the epoch that is not over.
 fn logged_values<M: LightningModule>(session: &Session<M>) -> Result<Value> {
-    serde_json::to_value(session.run.metrics.state())
+    serde_json::to_value(session.run.log.metrics.state())
         .map_err(|e| Error::io("serialize", "logged values", e.into()))
 }
 
@@ -75,11 +75,12 @@ pub(crate) fn collect<M: LightningModule>(
 fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(LoopState, TrainingState)> {
     let run = &*session.run;
     let optimizers: Vec<OptimizerState> =
-        session.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
-    let names = session.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
-    let schedulers = session.schedulers.iter().map(|active| active.configured.scheduler.state_dict());
+        session.training.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
+    let names = session.training.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
+    let schedulers =
+        session.training.schedulers.iter().map(|active| active.configured.scheduler.state_dict());
     let state = LoopState {
-        progress: run.progress.clone(),
+        progress: run.at.progress.clone(),
         metrics: logged_values(session)?,
         seed: run.seed,
         num_training_batches: run.facts.num_training_batches,
@@ -87,7 +88,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(LoopState
         optimizers: names.zip(optimizers.iter().map(|state| state.groups.clone())).collect(),
         schedulers: schedulers.collect(),
         callbacks: Vec::new(),
-        grad_scaler: run.grad_scaler.clone(),
+        grad_scaler: run.engine.grad_scaler.clone(),
         data: None,
         module: Value::Null,
         module_on_device: Vec::new(),
@@ -95,7 +96,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(LoopState
     let training = TrainingState {
         optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
         grads: pending_grads(session),
-        metrics: run.metrics.metric_states()?,
+        metrics: run.log.metrics.metric_states()?,
         rng: rng::states(session.plan.device)?,
         ..TrainingState::default()
     };
@@ -107,7 +108,7 @@ pub(crate) fn complete<M: LightningModule>(
     session: &mut Session<M>,
     parts: Option<(LoopState, TrainingState)>,
 ) -> Result<Checkpoint> {
-    let progress = parts.as_ref().map_or(&session.run.progress, |(state, _)| &state.progress);
+    let progress = parts.as_ref().map_or(&session.run.at.progress, |(state, _)| &state.progress);
     let mut checkpoint = weights(session.module, progress)?;
     let state = match parts {
         Some((state, training)) => {
@@ -149,14 +150,14 @@ fn on_save_checkpoint<M: LightningModule>(
     session: &mut Session<M>,
     checkpoint: &mut Checkpoint,
 ) -> Result<()> {
-    let (mut parts, state, _) = session.parts();
-    let profiling = parts.profiling;
-    let (mut ctx, callbacks) = parts.context(state, &BatchFacts::default());
+    let facts = BatchFacts::default();
+    let (mut ctx, callbacks, _) = session.lend(&facts);
+    let profiling = &ctx.run.profiling;
     callbacks.iter_mut().try_for_each(|callback| {
         of_callback(profiling, callback.as_mut(), "on_save_checkpoint", |callback| {
             callback.on_save_checkpoint(&mut ctx, checkpoint)
         })
-        .map_err(|source| hook_error("on_save_checkpoint", ctx.progress, source))
+        .map_err(|source| hook_error("on_save_checkpoint", &ctx.at.progress, source))
     })
 }
 
@@ -167,7 +168,7 @@ fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {
 /// Gradients of an accumulation window that has begun and is not complete. With manual optimization all there are: only
 /// the module knows which it goes on with.
 fn pending_grads<M: LightningModule>(session: &Session<M>) -> Vec<(String, tch::Tensor)> {
-    let progress = &session.run.progress;
+    let progress = &session.run.at.progress;
     let is_open = !progress.batch_idx.is_multiple_of(session.accumulate_grad_batches)
         && progress.has_batches_left(session.run.facts.num_training_batches);
     if !is_open && session.module.automatic_optimization() {

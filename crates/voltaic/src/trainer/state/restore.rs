@@ -11,7 +11,7 @@ use crate::data::Stage;
 use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
 use crate::ffi;
-use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling};
+use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts};
 use crate::nn::ModuleExt;
 use crate::optim::OptimizerState;
 use crate::trainer::session::guard::guarded;
@@ -48,7 +48,7 @@ pub(crate) fn restore_module<M: LightningModule>(
         guarded(|| session.data.load_state_dict(data))
             .map_err(|source| hook_error("load_state_dict of the data module", &state.progress, source))?;
     }
-    let Run { callbacks, profiling, .. } = &mut *session.run;
+    let Run { callbacks, facts: RunFacts { profiling, .. }, .. } = &mut *session.run;
     for callback in &mut *callbacks {
         of_callback(profiling, callback.as_mut(), "on_load_checkpoint", |callback| {
             callback.on_load_checkpoint(checkpoint)
@@ -56,8 +56,8 @@ pub(crate) fn restore_module<M: LightningModule>(
         .map_err(|source| hook_error("on_load_checkpoint", &state.progress, source))?;
     }
     restore_callbacks(profiling, callbacks, &state)?;
-    if session.stage == Stage::Fit {
-        session.run.progress = state.progress;
+    if session.run.at.stage == Stage::Fit {
+        session.run.at.progress = state.progress;
     }
     Ok(())
 }
@@ -93,26 +93,26 @@ pub(crate) fn restore_training<M: LightningModule>(
     let OwnPart { logged, metrics, grads, rng } =
         own_part(session.run.world(), first, training.ranks, state.metrics, &path)?;
     let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
-    let own: Vec<&str> = session.optimizers.iter().map(|optimizer| optimizer.name()).collect();
-    if names != own || state.schedulers.len() != session.schedulers.len() {
+    let own: Vec<&str> = session.training.optimizers.iter().map(|optimizer| optimizer.name()).collect();
+    if names != own || state.schedulers.len() != session.training.schedulers.len() {
         let what = format!(
             "it was written with optimizers {names:?} and {} schedules, this run has {own:?} and {}",
             state.schedulers.len(),
-            session.schedulers.len()
+            session.training.schedulers.len()
         );
         return Err(unusable(&path, what, "use the same configure_optimizers, or load the weights alone"));
     }
     let tensors = training.optimizers.into_iter();
     for ((optimizer, tensors), (_, groups)) in
-        session.optimizers.iter_mut().zip(tensors).zip(state.optimizers)
+        session.training.optimizers.iter_mut().zip(tensors).zip(state.optimizers)
     {
         optimizer.load_state_dict(OptimizerState { tensors, groups })?;
     }
-    for (active, saved) in session.schedulers.iter_mut().zip(&state.schedulers) {
+    for (active, saved) in session.training.schedulers.iter_mut().zip(&state.schedulers) {
         active.configured.scheduler.load_state_dict(saved)?;
     }
     restore_grads(session, &grads)?;
-    if let (Some(own), Some(saved)) = (&mut session.run.grad_scaler, state.grad_scaler) {
+    if let (Some(own), Some(saved)) = (&mut session.run.engine.grad_scaler, state.grad_scaler) {
         *own = saved;
     }
     if session.run.seed != state.seed {
@@ -120,9 +120,9 @@ pub(crate) fn restore_training<M: LightningModule>(
         tracing::info!("shuffling with seed {saved} of the checkpoint instead of {own}");
         session.run.seed = saved;
     }
-    session.run.metrics.restore(logged);
-    session.run.metrics.restore_metrics(&metrics, session.plan.device)?;
-    session.run.progress = state.progress;
+    session.run.log.metrics.restore(logged);
+    session.run.log.metrics.restore_metrics(&metrics, session.plan.device)?;
+    session.run.at.progress = state.progress;
     Ok(Resumed { path, rng, shape: (state.num_training_batches, state.batch_size) })
 }
 
@@ -169,14 +169,14 @@ fn own_part(
 impl Resumed {
     /// A position within an epoch means nothing if the epoch is cut into other batches.
     pub(crate) fn check_position(&self, run: &Run) -> Result<()> {
-        let epoch = run.progress.current_epoch;
+        let epoch = run.at.progress.current_epoch;
         if let Some(max_epochs) = run.facts.max_epochs.filter(|max_epochs| epoch > *max_epochs) {
             let what =
                 format!("{max_epochs}, but {} is of epoch {epoch}, counted from 0", self.path.display());
             let remedy = "train for more epochs, or from another checkpoint";
             return Err(ConfigError::new("trainer.max_epochs", what, remedy).into());
         }
-        let is_mid_epoch = run.progress.batch_idx > 0 && !run.progress.epoch_ended;
+        let is_mid_epoch = run.at.progress.batch_idx > 0 && !run.at.progress.epoch_ended;
         let own = (run.facts.num_training_batches, run.facts.train_batch_size);
         let is_known = self.shape.0 > 0; // a converted checkpoint does not tell
         if !is_mid_epoch || !is_known || own == self.shape {
@@ -189,7 +189,7 @@ impl Resumed {
         let what = format!(
             "{} was written at batch {} of an epoch of {}, this run has {}",
             self.path.display(),
-            run.progress.batch_idx,
+            run.at.progress.batch_idx,
             text(self.shape),
             text(own)
         );
@@ -202,7 +202,7 @@ fn restore_grads<M: LightningModule>(
     session: &mut Session<M>,
     grads: &[(String, tch::Tensor)],
 ) -> Result<()> {
-    session.has_scaled |= !grads.is_empty();
+    session.run.engine.of_call.has_scaled |= !grads.is_empty();
     let parameters = session.module.named_parameters();
     for (fqn, grad) in grads {
         if let Some((_, parameter)) = parameters.iter().find(|(name, _)| name == fqn) {

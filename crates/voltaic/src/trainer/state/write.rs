@@ -23,10 +23,10 @@ impl<M: LightningModule> Session<'_, M> {
     /// # Collective
     /// If a full checkpoint has been asked for.
     pub(crate) fn write_checkpoints(&mut self) -> Result<()> {
-        if self.run.requests.checkpoints.is_empty() {
+        if self.run.asks.checkpoints.is_empty() {
             return Ok(());
         }
-        let requests = std::mem::take(&mut self.run.requests.checkpoints);
+        let requests = std::mem::take(&mut self.run.asks.checkpoints);
         let is_full = |request: &CheckpointRequest| !request.weights_only && request.link_to.is_none();
         let mut ranks = if requests.iter().any(is_full) { gather_ranks(self)? } else { Vec::new() };
         if self.takes_part_in_saving() {
@@ -44,7 +44,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Whether this rank, which does not write, has to read back what it holds a part of.
     pub(crate) fn takes_part_in_saving(&self) -> bool {
-        !self.run.world().is_global_zero() && self.run.strategy.divides_state()
+        !self.run.world().is_global_zero() && self.run.engine.strategy.divides_state()
     }
 
     /// Keeps the run as it is now for the checkpoints to come, if there may be some: what follows is done because the run
@@ -52,7 +52,7 @@ impl<M: LightningModule> Session<'_, M> {
     pub(crate) fn freeze(&mut self) -> Result<()> {
         let mut callbacks = self.run.callbacks.iter();
         let saves = callbacks.any(|callback| callback.saves_checkpoints() || callback.saves_on_exception());
-        let is_asked = !self.run.requests.checkpoints.is_empty() || self.plan.save_on_signal;
+        let is_asked = !self.run.asks.checkpoints.is_empty() || self.plan.save_on_signal;
         if self.frozen.is_none() && (saves || is_asked) {
             self.frozen = Some(collect::freeze(self)?);
         }
@@ -62,18 +62,18 @@ impl<M: LightningModule> Session<'_, M> {
     /// An error if a signal asked the run to end, after the checkpoint for it if the run is to save one.
     pub(crate) fn check_signals(&mut self) -> Result<()> {
         let Some(signal) = self.agreed_signal() else { return Ok(()) };
-        let saves = self.plan.save_on_signal && self.stage == Stage::Fit && !self.plan.fast_dev_run;
-        if saves && !self.is_sanity_check {
+        let saves = self.plan.save_on_signal && self.run.at.stage == Stage::Fit && !self.plan.fast_dev_run;
+        if saves && !self.run.at.is_sanity_check {
             let saved = self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.folder);
             let folder = saved.unwrap_or_else(|| self.run.facts.log_dir.join("checkpoints"));
             let path = folder.join("on_signal.ckpt");
             tracing::info!("{signal}: saving {}", path.display());
             let request =
                 CheckpointRequest { path, weights_only: false, link_to: None, then_remove: Vec::new() };
-            self.run.requests.checkpoints = vec![request]; // others wait for a better moment, which does not come
+            self.run.asks.checkpoints = vec![request]; // others wait for a better moment, which does not come
             self.write_checkpoints()?;
         }
-        Err(Error::Interrupted { signal, global_step: self.run.progress.global_step })
+        Err(Error::Interrupted { signal, global_step: self.run.at.progress.global_step })
     }
 }
 

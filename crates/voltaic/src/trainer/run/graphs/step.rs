@@ -60,7 +60,7 @@ impl<M: LightningModule> Session<'_, M> {
                 .collect(),
             opens_window: window.opens,
             window_size: window.size,
-            loss_scale: self.run.grad_scaler.as_ref().map_or(1.0, |scaler| scaler.get_scale()),
+            loss_scale: self.run.engine.grad_scaler.as_ref().map_or(1.0, |scaler| scaler.get_scale()),
             lists_version: ffi::autocast_lists_version(),
             modes: self.graphs.modes.number(self.module),
         };
@@ -115,7 +115,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Hooks of an epoch's start may freeze parameters or thaw them, which makes another graph.
     fn check_trained_parameters(&mut self) {
-        let epoch = self.run.progress.current_epoch;
+        let epoch = self.run.at.progress.current_epoch;
         if self.graphs.epoch.replace(epoch) == Some(epoch) {
             return;
         }
@@ -144,7 +144,7 @@ impl<M: LightningModule> Session<'_, M> {
         facts: BatchFacts,
     ) -> Result<Option<Tensor>> {
         let _action = self.profile_strategy("replay")?;
-        self.run.metrics.enter(scope(Step::Training.facts(), &facts));
+        self.run.log.metrics.enter(scope(Step::Training.facts(), &facts));
         let graphs = &mut self.graphs;
         let (Some(params), Some((_, GraphState::Ready(ready)))) =
             (&graphs.params, graphs.entries.get_mut(index))
@@ -166,7 +166,7 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(None);
         }
         replayed?;
-        self.run.metrics.record_again(&ready.logged)?;
+        self.run.log.metrics.record_again(&ready.logged)?;
         let loss = graph::copy_of(&ready.loss)?;
         self.outputs = copies_of(&ready.outputs)?; // the graph writes to its own again
         graphs.report.replayed_steps += 1;
@@ -202,7 +202,7 @@ impl<M: LightningModule> Session<'_, M> {
         let batch = batch.map_tensors(&mut |tensor| Ok(placeholders.next().unwrap_or(tensor)))?;
         let scopes = graph::scope_by_fqn(&self.run.facts.module_hooks);
         let capture = graph::StepCapture::begin().inspect_err(|_| scopes.remove())?;
-        self.run.metrics.begin_capture();
+        self.run.log.metrics.begin_capture();
         let loss: Result<Tensor> = self.without_hooks_before(|session| {
             let loss = forward_backward(session, &batch)?;
             if !loss.defined() {
@@ -211,13 +211,13 @@ impl<M: LightningModule> Session<'_, M> {
             }
             Ok(loss.f_detach()?) // the rest of autograd's graph ends here, and its tensors with it
         });
-        let logged = self.run.metrics.end_capture();
+        let logged = self.run.log.metrics.end_capture();
         let captured = capture.end();
         scopes.remove();
         let mut given_back = given.iter().map(Tensor::shallow_clone);
         let batch = batch.map_tensors(&mut |tensor| Ok(given_back.next().unwrap_or(tensor)))?;
         let loss = loss?; // an error of the step is more to the point than one of the capture
-        self.run.metrics.record_again(&logged)?;
+        self.run.log.metrics.record_again(&logged)?;
         self.check_logged()?;
         self.graphs.report.captured_steps += 1;
         graph::count_miss();

@@ -25,7 +25,7 @@ impl<M: LightningModule> Session<'_, M> {
         if self.graphs.replayed.is_none() || self.graphs.report.update_refusal.is_some() {
             return Ok(false);
         }
-        let prepared = self.optimizers.iter_mut().map(|optimizer| optimizer.prepare_replay());
+        let prepared = self.training.optimizers.iter_mut().map(|optimizer| optimizer.prepare_replay());
         let Some(prepared) = prepared.collect::<Result<Option<Vec<u64>>>>()? else {
             self.refuse_update("an optimizer does not implement prepare_replay");
             return Ok(false);
@@ -68,17 +68,17 @@ impl<M: LightningModule> Session<'_, M> {
     ) -> Result<()> {
         let names = self.tensor_names(&[], false);
         let capture = graph::StepCapture::begin()?;
-        self.run.metrics.begin_capture();
+        self.run.log.metrics.begin_capture();
         let updated = update(self);
-        let logged = self.run.metrics.end_capture();
+        let logged = self.run.log.metrics.end_capture();
         if !logged.is_empty() {
             graph::refuse_capture("values are logged there");
         }
         let captured = capture.end();
         updated?; // an error of the update is more to the point than one of the capture
-        self.run.metrics.enter(scope(OPTIMIZER_STEP, &facts));
-        self.run.metrics.record_again(&logged)?;
-        self.run.metrics.enter(scope(Step::Training.facts(), &facts));
+        self.run.log.metrics.enter(scope(OPTIMIZER_STEP, &facts));
+        self.run.log.metrics.record_again(&logged)?;
+        self.run.log.metrics.enter(scope(Step::Training.facts(), &facts));
         self.graphs.report.captured_updates += 1;
         let update = captured.and_then(|captured| {
             let graphs = captured.read(&names)?;

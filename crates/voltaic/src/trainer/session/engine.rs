@@ -1,0 +1,49 @@
+//! What backward passes and optimizer steps are run with.
+
+use crate::ffi::AnomalyWatch;
+use crate::nn::Parameter;
+use crate::precision::GradScaler;
+use crate::strategy::{Strategy, Votes};
+use crate::trainer::session::captured_optimizers::CapturedOptimizers;
+use crate::trainer::session::signals::Signals;
+
+/// What backward passes and optimizer steps are run with, automatic and manual ones.
+pub(crate) struct Engine {
+    pub strategy: Box<dyn Strategy>,
+    /// What any rank has been asked, as far as all know.
+    pub agreed: Votes,
+    /// There with `16-mixed`.
+    pub grad_scaler: Option<GradScaler>,
+    pub of_call: OfCall,
+}
+
+/// What of it is of one call of fit, validate, test or predict.
+#[derive(Default)]
+pub(crate) struct OfCall {
+    /// The scale of the losses is in gradients: a loss was multiplied by it, or a checkpoint held such gradients.
+    pub has_scaled: bool,
+    /// There with `detect_anomaly`.
+    pub anomaly: Option<AnomalyWatch>,
+    /// Parameters that a manual step has switched, with what they required before.
+    pub toggled: Vec<(Parameter, bool)>,
+    /// Whose steps those with manual optimization have captured.
+    pub captured_optimizers: CapturedOptimizers,
+    /// There while a call runs.
+    pub signals: Option<Signals>,
+}
+
+impl Engine {
+    pub(crate) fn new(strategy: Box<dyn Strategy>, grad_scaler: Option<GradScaler>) -> Self {
+        Self { strategy, agreed: Votes::default(), grad_scaler, of_call: OfCall::default() }
+    }
+
+    /// The signal that this rank has received in this call.
+    pub(crate) fn signal(&self) -> Option<&'static str> {
+        self.of_call.signals.as_ref()?.received()
+    }
+
+    /// Ends what is of one call.
+    pub(crate) fn end_call(&mut self) {
+        self.of_call = OfCall::default();
+    }
+}
