@@ -110,7 +110,13 @@ impl ProcessGroup {
     pub fn start_all_gather_into(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
         self.check_parts("all_gather", output, input)?;
         let (flat, part) = (output.f_view([-1_i64])?, input.f_view([-1_i64])?);
-        self.start("all_gather", &part, None, |backend| backend.all_gather(&part, &flat))
+        match &self.shared.neighbours {
+            Some(neighbours) if Neighbours::can_gather(&part) => {
+                let start = |_: &Backend| neighbours.start_all_gather(&flat, &part).map(Underway::Summing);
+                self.begin("all_gather", &part, None, start)
+            }
+            _ => self.start("all_gather", &part, None, |backend| backend.all_gather(&part, &flat)),
+        }
     }
 
     /// Reduces the tensors of all ranks and returns this rank's part of the first dimension, which `world_size` must
@@ -138,7 +144,16 @@ impl ProcessGroup {
     pub fn start_reduce_scatter_into(&self, output: &Tensor, input: &Tensor, op: ReduceOp) -> Result<Work> {
         self.check_parts("reduce_scatter", input, output)?;
         let (flat, part) = (input.f_view([-1_i64])?, output.f_view([-1_i64])?);
-        self.start("reduce_scatter", &flat, None, |backend| backend.reduce_scatter(&flat, &part, op))
+        match &self.shared.neighbours {
+            Some(neighbours) if op == ReduceOp::Sum && Neighbours::can_sum(&flat) => {
+                let start =
+                    |_: &Backend| neighbours.start_reduce_scatter(&part, &flat).map(Underway::Summing);
+                self.begin("reduce_scatter", &flat, None, start)
+            }
+            _ => {
+                self.start("reduce_scatter", &flat, None, |backend| backend.reduce_scatter(&flat, &part, op))
+            }
+        }
     }
 
     /// The tensors of all ranks in order on rank `root`, stacked: shape `[world_size, ..tensor.size()]`; nothing on the

@@ -19,6 +19,8 @@ pub(in crate::ffi) const RING: usize = 32 << 20;
 pub(in crate::ffi) const SLOTS: u64 = 64;
 /// Bytes before the ring: whole pages.
 const HEAD: usize = 4096;
+/// More than there are dtypes.
+const KINDS: u64 = 256;
 /// How long a rank looks for a count before it sleeps, and after how many looks it lets others run.
 const LOOKING: Duration = Duration::from_micros(200);
 const LOOKS: u32 = 100;
@@ -36,13 +38,29 @@ pub(in crate::ffi) enum Stage {
     Taken,
 }
 
+/// What ranks do with a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::ffi) enum Exchanged {
+    /// All have the sum.
+    Sums,
+    /// Each has its part of the sum.
+    ReduceScatters,
+    /// All have the parts of all.
+    AllGathers,
+}
+
+impl Exchanged {
+    const ALL: [Self; 3] = [Self::Sums, Self::ReduceScatters, Self::AllGathers];
+}
+
 /// What a rank has put into its ring of a piece.
 #[derive(Debug, PartialEq, Eq)]
 pub(in crate::ffi) struct Filled {
     /// Its bytes in the ring, others' parts of the piece written.
     pub place: Range<usize>,
-    /// Float32 or bfloat16.
+    /// Float32 or bfloat16; of what is gathered it does not matter, and is float32.
     pub kind: Kind,
+    pub what: Exchanged,
 }
 
 /// Why a rank does not get on.
@@ -63,7 +81,7 @@ struct Header {
     token: AtomicU64,
     /// The last piece of each stage.
     counts: [Count; 3],
-    /// Where pieces start in the ring, their bytes and the type of their numbers, by number of the piece.
+    /// Where pieces start in the ring, their bytes, and the type of their numbers with what is done with them, by number of the piece.
     pieces: [[AtomicU64; 3]; SLOTS as usize],
     /// Changes when a count does while others sleep.
     bell: AtomicU32,
@@ -167,15 +185,17 @@ impl Region {
         let [start, len, kind] = &self.header().pieces[(piece % SLOTS) as usize];
         start.store(filled.place.start as u64, Ordering::Release);
         len.store(filled.place.len() as u64, Ordering::Release);
-        kind.store(filled.kind as u64, Ordering::Release);
+        kind.store(filled.kind as u64 + KINDS * filled.what as u64, Ordering::Release);
     }
 
     /// What the ring holds of a filled piece.
     pub fn filled(&self, piece: u64) -> Filled {
         let piece = &self.header().pieces[(piece % SLOTS) as usize];
         let [start, len, kind] = piece.each_ref().map(|number| number.load(Ordering::Acquire) as usize);
+        let (what, kind) = (kind / KINDS as usize, kind % KINDS as usize);
+        let what = Exchanged::ALL.get(what).copied().unwrap_or(Exchanged::Sums);
         let kind = if kind == Kind::Float as usize { Kind::Float } else { Kind::BFloat16 };
-        Filled { place: start..start + len, kind }
+        Filled { place: start..start + len, kind, what }
     }
 
     /// Waits until a piece has reached a stage.
@@ -281,7 +301,7 @@ mod tests {
             assert_eq!(yours.ring(RING - 1..RING).read(), 7);
         }
         assert_eq!(yours.wait(Stage::Summed, 1, SOON), Err(Stop::TimedOut));
-        let filled = Filled { place: 64..76, kind: Kind::BFloat16 };
+        let filled = Filled { place: 64..76, kind: Kind::BFloat16, what: Exchanged::AllGathers };
         mine.set_filled(65, &filled);
         assert_eq!(yours.filled(65), filled);
         let waiting = thread::spawn(move || yours.wait(Stage::Summed, 1, Duration::from_secs(60)));

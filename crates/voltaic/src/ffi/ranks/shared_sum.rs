@@ -1,8 +1,9 @@
-//! Sums over ranks of one host through memory that they share.
+//! Sums over ranks of one host, and parts of all of them, through memory that they share.
 //!
 //! A tensor travels in pieces. Each rank writes its piece to its ring, adds up one part of all ranks' pieces, and takes the
 //! other parts from those that have added them up: with `n` ranks `2 (n - 1) / n` of a tensor is read and as much written,
-//! without a system call unless a rank has to wait.
+//! without a system call unless a rank has to wait. Where each rank wants its part of the sum only, or all want the parts
+//! of all, half of that is left.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,7 +15,7 @@ use std::time::Duration;
 use tch::{Kind, Tensor};
 
 use crate::error::{Result, TorchError, TorchErrorKind};
-use crate::ffi::ranks::shared_memory::{Filled, RING, Region, SLOTS, Stage, Stop};
+use crate::ffi::ranks::shared_memory::{Exchanged, Filled, RING, Region, SLOTS, Stage, Stop};
 use crate::ffi::switch::read_switch;
 use crate::kernels::{Bf16, Dtype, Floats, FloatsMut, LINE, add_up};
 
@@ -88,6 +89,40 @@ impl Neighbours {
         matches!(tensor.kind(), Kind::Float | Kind::BFloat16) && tensor.numel() > 0
     }
 
+    /// Whether parts of such tensors are gathered this way; any dtype is.
+    pub fn can_gather(part: &Tensor) -> bool {
+        part.numel() > 0
+    }
+
+    /// Starts to fill `output`, contiguous, with this rank's part of the sum of `input` over all ranks, which has as many
+    /// parts as there are ranks; added up as by [`Neighbours::start_sum`]. `output` may be that part of `input`. Both must be
+    /// left alone until it is complete.
+    ///
+    /// # Errors
+    /// As [`Neighbours::start_sum`].
+    pub fn start_reduce_scatter(&self, output: &Tensor, input: &Tensor) -> Result<Summing, TorchError> {
+        let ticket = next_ticket();
+        let last = lock(&self.0).start_parts(input, Some(output), Exchanged::ReduceScatters, ticket)?;
+        Ok(Summing { exchange: self.0.clone(), ticket, last })
+    }
+
+    /// Starts to fill `output` with the `input`s of all ranks in their order; both contiguous. `input` may be this rank's
+    /// part of `output`.
+    ///
+    /// # Errors
+    /// As [`Neighbours::start_sum`].
+    pub fn start_all_gather(&self, output: &Tensor, input: &Tensor) -> Result<Summing, TorchError> {
+        let ticket = next_ticket();
+        let mut exchange = lock(&self.0);
+        let len = input.numel() * input.kind().elt_size_in_bytes();
+        let own = output.data_ptr().cast::<u8>().wrapping_add(exchange.rank * len);
+        // SAFETY: the output has as many parts of this length as there are ranks, and the input is one.
+        unsafe { input.data_ptr().cast::<u8>().copy_to(own, len) };
+        let last = exchange.start_parts(output, None, Exchanged::AllGathers, ticket)?;
+        drop(exchange);
+        Ok(Summing { exchange: self.0.clone(), ticket, last })
+    }
+
     /// Starts to replace a contiguous tensor of the host's memory by the sum over all ranks, added up in their order in
     /// float32. It must be left alone until the sum is complete.
     ///
@@ -159,8 +194,12 @@ struct Piece {
     /// Of its sum; see [`next_ticket`].
     ticket: u64,
     tensor: Tensor,
-    /// Its bytes in the tensor.
+    /// Where this rank's part of the sum goes, if it wants no more.
+    output: Option<Tensor>,
+    /// Its bytes in the tensor; in the part of each rank, if each has one.
     bytes: Range<usize>,
+    /// Bytes of such a part.
+    part_len: usize,
     /// What this rank's ring holds of it.
     filled: Filled,
 }
@@ -184,29 +223,61 @@ struct Exchange {
 }
 
 impl Exchange {
-    /// Returns the number of the last piece.
+    /// Starts a sum. Returns the number of the last piece.
     fn start(&mut self, tensor: &Tensor, ticket: u64) -> Result<u64, TorchError> {
         self.check()?;
-        let item = tensor.kind().elt_size_in_bytes();
-        let len = tensor.numel() * item;
+        let len = tensor.numel() * tensor.kind().elt_size_in_bytes();
         for first in (0..len).step_by(MAX_PIECE) {
             let bytes = first..(first + MAX_PIECE).min(len);
             let place = self.make_place(bytes.len())?;
-            let filled = Filled { place, kind: tensor.kind() };
+            let filled = Filled { place, kind: tensor.kind(), what: Exchanged::Sums };
+            let tensor = tensor.shallow_clone();
             let number = self.started + 1;
-            let piece = Piece { number, ticket, tensor: tensor.shallow_clone(), bytes, filled };
-            let (region, mine) = (&self.regions[self.rank], piece.part(self.rank, self.regions.len()));
-            for other in [0..mine.start, mine.end..piece.bytes.len()] {
-                let ring = region.ring(within(&piece.filled.place, &other));
-                // SAFETY: the piece has these bytes, and the ring room for them that nobody reads now.
-                unsafe { piece.data(&other).copy_to_nonoverlapping(ring, other.len()) };
-            }
-            region.set_filled(piece.number, &piece.filled);
-            region.advance(Stage::Filled, piece.number);
-            self.started = piece.number;
-            self.open.push_back(piece);
+            self.begin(Piece { number, ticket, tensor, output: None, bytes, part_len: 0, filled });
         }
         Ok(self.started)
+    }
+
+    /// Starts an exchange of parts, of which `tensor` has one for each rank. Returns the number of the last piece.
+    fn start_parts(
+        &mut self,
+        tensor: &Tensor,
+        output: Option<&Tensor>,
+        what: Exchanged,
+        ticket: u64,
+    ) -> Result<u64, TorchError> {
+        self.check()?;
+        let ranks = self.regions.len();
+        let part_len = tensor.numel() * tensor.kind().elt_size_in_bytes() / ranks;
+        let gathers = what == Exchanged::AllGathers;
+        let step = if gathers { MAX_PIECE } else { (MAX_PIECE / ranks / LINE).max(1) * LINE };
+        for first in (0..part_len).step_by(step) {
+            let bytes = first..(first + step).min(part_len);
+            let len = if gathers { bytes.len() } else { bytes.len().next_multiple_of(LINE) * ranks };
+            let place = self.make_place(len)?;
+            let filled = Filled { place, kind: if gathers { Kind::Float } else { tensor.kind() }, what };
+            let (tensor, output) = (tensor.shallow_clone(), output.map(Tensor::shallow_clone));
+            let number = self.started + 1;
+            self.begin(Piece { number, ticket, tensor, output, bytes, part_len, filled });
+        }
+        Ok(self.started)
+    }
+
+    /// Writes to the ring what others take of a piece.
+    fn begin(&mut self, piece: Piece) {
+        let (region, ranks) = (&self.regions[self.rank], self.regions.len());
+        let gathers = piece.filled.what == Exchanged::AllGathers;
+        for rank in (0..ranks).filter(|rank| (*rank == self.rank) == gathers) {
+            let part = piece.part(rank, ranks);
+            let len = part.len();
+            let ring = region.ring(within(&piece.filled.place, &part));
+            // SAFETY: the piece has these bytes, and the ring room for them that nobody reads now.
+            unsafe { piece.data(rank, &part).copy_to_nonoverlapping(ring, len) };
+        }
+        region.set_filled(piece.number, &piece.filled);
+        region.advance(Stage::Filled, piece.number);
+        self.started = piece.number;
+        self.open.push_back(piece);
     }
 
     /// Room in the ring that no rank reads any more; finishes earlier pieces if there is none.
@@ -243,21 +314,36 @@ impl Exchange {
     }
 
     fn finish_piece(&mut self, piece: &Piece) -> Result<(), TorchError> {
-        let number = piece.number;
+        let (number, ranks) = (piece.number, self.regions.len());
         self.wait_for_others(Stage::Filled, number)?;
-        let ranks = self.regions.len();
         let filled: Vec<_> = self.regions.iter().map(|region| region.filled(number)).collect();
-        let what = |filled: &Filled| (filled.place.len(), filled.kind);
+        let what = |filled: &Filled| (filled.what, filled.place.len(), filled.kind);
         if let Some(rank) = filled.iter().position(|theirs| what(theirs) != what(&piece.filled)) {
-            let (their_len, their_kind) = what(&filled[rank]);
-            let (len, kind) = what(&piece.filled);
-            return Err(self.fail(format!(
-                "rank {rank} sums {their_len} bytes of {their_kind:?} where this rank sums {len} of {kind:?}"
-            )));
+            let (theirs, own) = (describe(&filled[rank]), describe(&piece.filled));
+            return Err(self.fail(format!("rank {rank} {theirs} where this rank {own}")));
         }
-        let in_ring =
-            |rank: usize, bytes: &Range<usize>| self.regions[rank].ring(within(&filled[rank].place, bytes));
+        match piece.filled.what {
+            Exchanged::Sums => {
+                self.add_own_part(piece, &filled);
+                self.regions[self.rank].advance(Stage::Summed, number);
+                self.wait_for_others(Stage::Summed, number)?;
+                (0..ranks).for_each(|rank| self.take_part(piece, &filled, rank));
+            }
+            Exchanged::ReduceScatters => {
+                self.add_own_part(piece, &filled);
+                self.take_part(piece, &filled, self.rank);
+            }
+            Exchanged::AllGathers => self.others().for_each(|rank| self.take_part(piece, &filled, rank)),
+        }
+        self.regions[self.rank].advance(Stage::Taken, number);
+        Ok(())
+    }
+
+    /// Adds up this rank's part of a piece, in its ring; `filled` is what all ranks have put into theirs.
+    fn add_own_part(&self, piece: &Piece, filled: &[Filled]) {
+        let ranks = self.regions.len();
         let mine = piece.part(self.rank, ranks);
+        let in_ring = |rank: usize| self.regions[rank].ring(within(&filled[rank].place, &mine));
         let (dtype, bytes) = match piece.filled.kind {
             Kind::Float => (Dtype::Float32, size_of::<f32>()),
             _ => (Dtype::Bfloat16, size_of::<Bf16>()),
@@ -265,25 +351,27 @@ impl Exchange {
         let len = mine.len() / bytes;
         let parts: Vec<Floats> = (0..ranks)
             .map(|rank| {
-                let first = if rank == self.rank { piece.data(&mine) } else { in_ring(rank, &mine) };
+                let first = if rank == self.rank { piece.data(rank, &mine) } else { in_ring(rank) };
                 // SAFETY: the piece has these numbers, and all others have written theirs and leave them alone until this
                 // rank has taken all.
                 unsafe { Floats::of_address(dtype, first.cast(), len) }
             })
             .collect();
         // SAFETY: this part of the ring is read by nobody before it is said to be summed.
-        let out = unsafe { FloatsMut::of_address(dtype, in_ring(self.rank, &mine).cast(), len) };
+        let out = unsafe { FloatsMut::of_address(dtype, in_ring(self.rank).cast(), len) };
         add_up(&parts, out);
-        self.regions[self.rank].advance(Stage::Summed, number);
-        self.wait_for_others(Stage::Summed, number)?;
-        for (rank, theirs) in filled.iter().enumerate() {
-            let part = piece.part(rank, ranks);
-            let sums = self.regions[rank].ring(within(&theirs.place, &part));
-            // SAFETY: the sums are there, and stay until this rank has taken them; the piece has room for them.
-            unsafe { sums.copy_to_nonoverlapping(piece.data(&part), part.len()) };
-        }
-        self.regions[self.rank].advance(Stage::Taken, number);
-        Ok(())
+    }
+
+    /// Copies the part of a piece that is in a rank's ring to where it belongs.
+    fn take_part(&self, piece: &Piece, filled: &[Filled], rank: usize) {
+        let part = piece.part(rank, self.regions.len());
+        let ring = self.regions[rank].ring(within(&filled[rank].place, &part));
+        let target = match &piece.output {
+            Some(output) => output.data_ptr().cast::<u8>().wrapping_add(piece.bytes.start),
+            None => piece.data(rank, &part),
+        };
+        // SAFETY: what is read is there, and stays until this rank has taken it; the tensor has room for it.
+        unsafe { ring.copy_to_nonoverlapping(target, part.len()) };
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
@@ -323,16 +411,39 @@ fn failed(why: &str) -> TorchError {
 }
 
 impl Piece {
-    /// Bytes of the piece that a rank adds up.
+    /// Bytes in the ring of the part of the piece that a rank adds up, or gives.
     fn part(&self, rank: usize, ranks: usize) -> Range<usize> {
-        let part = self.bytes.len().div_ceil(ranks).next_multiple_of(LINE);
-        let end = |rank: usize| (rank * part).min(self.bytes.len());
-        end(rank)..end(rank + 1)
+        match self.filled.what {
+            Exchanged::Sums => {
+                let part = self.bytes.len().div_ceil(ranks).next_multiple_of(LINE);
+                let end = |rank: usize| (rank * part).min(self.bytes.len());
+                end(rank)..end(rank + 1)
+            }
+            Exchanged::ReduceScatters => {
+                let step = self.bytes.len().next_multiple_of(LINE);
+                rank * step..rank * step + self.bytes.len()
+            }
+            Exchanged::AllGathers => 0..self.bytes.len(),
+        }
     }
 
-    /// The address of bytes of the piece in the tensor.
-    fn data(&self, bytes: &Range<usize>) -> *mut u8 {
-        self.tensor.data_ptr().cast::<u8>().wrapping_add(self.bytes.start + bytes.start)
+    /// The address in the tensor of a rank's part.
+    fn data(&self, rank: usize, part: &Range<usize>) -> *mut u8 {
+        let start = match self.filled.what {
+            Exchanged::Sums => part.start,
+            _ => rank * self.part_len,
+        };
+        self.tensor.data_ptr().cast::<u8>().wrapping_add(self.bytes.start + start)
+    }
+}
+
+/// What a rank does, for a message.
+fn describe(filled: &Filled) -> String {
+    let (len, kind) = (filled.place.len(), filled.kind);
+    match filled.what {
+        Exchanged::Sums => format!("sums {len} bytes of {kind:?}"),
+        Exchanged::ReduceScatters => format!("reduce-scatters {len} bytes of {kind:?}"),
+        Exchanged::AllGathers => format!("gathers {len} bytes"),
     }
 }
 
@@ -383,6 +494,48 @@ mod tests {
     }
 
     #[test]
+    fn each_rank_has_its_part_of_the_sum_and_all_have_the_parts_of_all() {
+        for ranks in [2, 3, 5] {
+            as_ranks(ranks, Duration::from_secs(60), |rank, neighbours| {
+                for (kind, len) in [(Kind::Float, 1), (Kind::BFloat16, 33), (Kind::Float, RING / 16 + 3)] {
+                    let whole = numbers_of(rank, len * ranks, kind);
+                    let all: Vec<_> = (0..ranks).map(|rank| numbers_of(rank, len * ranks, kind)).collect();
+                    let sum = Tensor::stack(&all, 0).sum_dim_intlist(0, false, kind);
+                    let own = |tensor: &Tensor| tensor.narrow(0, (rank * len) as i64, len as i64);
+                    let output = own(&whole).zeros_like();
+                    neighbours.start_reduce_scatter(&output, &whole).unwrap().wait().unwrap();
+                    assert_eq!(output, own(&sum), "{ranks} ranks, {len}");
+                    neighbours.start_reduce_scatter(&own(&whole), &whole).unwrap().wait().unwrap();
+                    assert_eq!(own(&whole), own(&sum), "in place");
+                    let gathered = whole.zeros_like();
+                    let first = neighbours.start_all_gather(&gathered, &output).unwrap();
+                    let second = neighbours.start_all_gather(&whole, &own(&whole)).unwrap();
+                    second.wait().unwrap();
+                    first.wait().unwrap();
+                    assert_eq!(gathered, sum);
+                    assert_eq!(whole, sum);
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn ranks_that_do_different_things_are_told() {
+        as_ranks(2, Duration::from_secs(60), |rank, neighbours| {
+            let tensor = numbers_of(rank, 32, Kind::Float);
+            let own = tensor.narrow(0, 16 * rank as i64, 16);
+            let started = match rank {
+                0 => neighbours.start_sum(&tensor),
+                _ => neighbours.start_reduce_scatter(&own, &tensor),
+            };
+            let error = started.unwrap().wait().unwrap_err();
+            let expected =
+                ["rank 1 reduce-scatters 128 bytes of Float where this rank sums", "rank 0 sums 128 bytes"];
+            assert!(error.message.contains(expected[rank]), "{error}");
+        });
+    }
+
+    #[test]
     fn more_than_a_ring_may_be_under_way() {
         let len = RING / size_of::<f32>() / 3 + 5;
         as_ranks(2, Duration::from_secs(60), |rank, neighbours| {
@@ -428,14 +581,10 @@ mod tests {
             as_ranks(2, Duration::from_secs(60), |rank, neighbours| {
                 let (len, kind) = tensors[rank];
                 let error = neighbours.start_sum(&numbers_of(rank, len, kind)).unwrap().wait().unwrap_err();
-                let what =
-                    tensors.map(|(len, kind)| format!("{} of {kind:?}", len * kind.elt_size_in_bytes()));
-                let expected = format!(
-                    "rank {} sums {} where this rank sums {}",
-                    1 - rank,
-                    what[1 - rank].replace(" of", " bytes of"),
-                    what[rank]
-                );
+                let what = tensors
+                    .map(|(len, kind)| format!("{} bytes of {kind:?}", len * kind.elt_size_in_bytes()));
+                let expected =
+                    format!("rank {} sums {} where this rank sums {}", 1 - rank, what[1 - rank], what[rank]);
                 assert!(error.message.contains(&expected), "{error}");
             });
         }
