@@ -10,10 +10,12 @@ use super::lr_scheduler::basic::{ConstantLr, ExponentialLr, LinearLr, MultiStepL
 use super::lr_scheduler::cosine::{CosineAnnealingLr, CosineAnnealingWarmRestarts};
 use super::lr_scheduler::one_cycle::OneCycleLr;
 use super::lr_scheduler::plateau::ReduceLrOnPlateau;
+use super::lr_scheduler::range_test::{LrRangeTest, OneCycle};
 use super::lr_scheduler::scheduler::{BuildLrScheduler, KEY, LrScheduler};
 use super::lr_scheduler::sequential::{LinearWarmupCosine, Sequence};
 use super::lr_scheduler::stepper::Chained;
 use super::lr_scheduler::swa::SwaLr;
+use super::lr_scheduler::warmup::{WarmupCosineLr, WarmupDecayLr, WarmupLr};
 use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::{ParamGroup, ParamGroupSpec};
 use super::problems::Problems;
@@ -30,9 +32,10 @@ struct ClassPath {
 }
 
 impl ClassPath {
-    /// The class named, without PyTorch's module path.
+    /// The class named, without the module path of PyTorch or DeepSpeed.
     fn class(&self) -> &str {
         let class = self.class_path.strip_prefix("torch.optim.").unwrap_or(&self.class_path);
+        let class = class.strip_prefix("deepspeed.runtime.lr_schedules.").unwrap_or(class);
         let class = class.strip_prefix("lr_scheduler.").unwrap_or(class);
         class.strip_prefix("swa_utils.").unwrap_or(class)
     }
@@ -159,6 +162,16 @@ classes! {
     SwaLr(SwaLr) = "SWALR" | "SwaLr",
     /// Lower when a metric has stopped improving.
     ReduceLrOnPlateau(ReduceLrOnPlateau) = "ReduceLROnPlateau" | "ReduceLrOnPlateau",
+    /// DeepSpeed's rise to a rate that then stays.
+    WarmupLr(WarmupLr) = "WarmupLR" | "WarmupLr",
+    /// DeepSpeed's rise, and then a line down.
+    WarmupDecayLr(WarmupDecayLr) = "WarmupDecayLR" | "WarmupDecayLr",
+    /// DeepSpeed's rise, and then half a cosine down.
+    WarmupCosineLr(WarmupCosineLr) = "WarmupCosineLR" | "WarmupCosineLr",
+    /// DeepSpeed's one-cycle policy.
+    OneCycle(OneCycle) = "OneCycle" | "onecycle",
+    /// DeepSpeed's rise without end, to find the highest rate.
+    LrRangeTest(LrRangeTest) = "LRRangeTest" | "LrRangeTest",
 }
 
 impl LrSchedulerConfig {
@@ -177,6 +190,11 @@ impl LrSchedulerConfig {
             Self::LinearWarmupCosine(config) => config,
             Self::SwaLr(config) => config,
             Self::ReduceLrOnPlateau(config) => config,
+            Self::WarmupLr(config) => config,
+            Self::WarmupDecayLr(config) => config,
+            Self::WarmupCosineLr(config) => config,
+            Self::OneCycle(config) => config,
+            Self::LrRangeTest(config) => config,
         }
     }
 
@@ -188,6 +206,11 @@ impl LrSchedulerConfig {
                 | Self::LinearWarmupCosine(_)
                 | Self::SwaLr(_)
                 | Self::ReduceLrOnPlateau(_)
+                | Self::WarmupLr(_)
+                | Self::WarmupDecayLr(_)
+                | Self::WarmupCosineLr(_)
+                | Self::OneCycle(_)
+                | Self::LrRangeTest(_)
         )
     }
 
@@ -206,7 +229,12 @@ impl LrSchedulerConfig {
             | Self::SequentialLr(_)
             | Self::LinearWarmupCosine(_)
             | Self::SwaLr(_)
-            | Self::ReduceLrOnPlateau(_) => return Ok(None),
+            | Self::ReduceLrOnPlateau(_)
+            | Self::WarmupLr(_)
+            | Self::WarmupDecayLr(_)
+            | Self::WarmupCosineLr(_)
+            | Self::OneCycle(_)
+            | Self::LrRangeTest(_) => return Ok(None),
         }))
     }
 }
@@ -231,7 +259,8 @@ impl BuildLrScheduler for LrSchedulerConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SequentialLr {
-    /// The schedules in order. OneCycleLR, ReduceLROnPlateau and other sequences cannot be among them.
+    /// The schedules in order. OneCycleLR, ReduceLROnPlateau, DeepSpeed's and other sequences cannot be among
+    /// them.
     pub schedulers: Vec<LrSchedulerConfig>,
     /// Step at which each schedule but the first begins: increasing, one fewer than the schedules.
     pub milestones: Vec<u64>,

@@ -23,8 +23,9 @@ pub use clip::{GradientClip, clip_grad_norm, clip_grad_norm_of_type, clip_grad_v
 pub use config::{LrSchedulerConfig, OptimizerConfig, SequentialLr};
 pub use lr_scheduler::{
     AnnealStrategy, BuildLrScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,
-    ExponentialLr, LambdaLr, LinearLr, LinearWarmupCosine, LrScheduler, MultiStepLr, OneCycleLr, PerGroup,
-    PlateauMode, PolynomialLr, ReduceLrOnPlateau, StepLr, SwaLr, ThresholdMode,
+    ExponentialLr, LambdaLr, LinearLr, LinearWarmupCosine, LrRangeTest, LrScheduler, MultiStepLr, OneCycle,
+    OneCycleLr, PerGroup, PlateauMode, PolynomialLr, ReduceLrOnPlateau, StepLr, SwaLr, ThresholdMode,
+    WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,
 };
 pub use optimizer::{BuildOptimizer, Optimizer, OptimizerState};
 pub use optimizers::{

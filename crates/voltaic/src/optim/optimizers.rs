@@ -152,8 +152,11 @@ impl LrSchedulerSpec {
             _ => {}
         }
         problems.finish()?;
-        if scheduler.name() == "OneCycleLR" && interval == Interval::Epoch {
-            tracing::warn!("OneCycleLR is made to be stepped after each optimizer step; set interval=step");
+        if PER_STEP.contains(&scheduler.name()) && interval == Interval::Epoch {
+            tracing::warn!(
+                "{} is made to be stepped after each optimizer step; set interval=step",
+                scheduler.name()
+            );
         }
         let scheduler = scheduler.build(optimizer.param_groups_mut())?;
         Ok(ConfiguredLrScheduler { scheduler, interval, frequency, monitor, strict, name })
@@ -239,6 +242,10 @@ impl Optimizers {
         Ok(built)
     }
 }
+
+/// Schedules that count optimizer steps.
+const PER_STEP: [&str; 6] =
+    ["OneCycleLR", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"];
 
 /// All parameters that require grad.
 fn trainable(module: &dyn Module) -> ParamGroupSpec {

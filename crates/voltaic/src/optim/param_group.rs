@@ -170,6 +170,22 @@ impl ParamGroup {
         }
     }
 
+    /// Both decay rates, if the optimizer has two.
+    pub fn betas(&self) -> Option<(f64, f64)> {
+        match self.options {
+            GroupOptions::Adam { betas, .. } => Some(betas),
+            GroupOptions::Sgd { .. } => None,
+        }
+    }
+
+    /// Sets what [`ParamGroup::betas`] gives; has no effect on an optimizer without them.
+    pub fn set_betas(&mut self, value: (f64, f64)) {
+        match &mut self.options {
+            GroupOptions::Adam { betas, .. } => *betas = value,
+            GroupOptions::Sgd { .. } => {}
+        }
+    }
+
     pub(super) fn save(&self) -> Value {
         let names: Vec<&str> = self.params.iter().map(|(fqn, _)| fqn.as_str()).collect();
         let mut saved = json!({

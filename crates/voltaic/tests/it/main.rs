@@ -34,6 +34,7 @@ mod ddp_network;
 mod ddp_nodes;
 mod ddp_resume;
 mod ddp_unused;
+mod deepspeed_schedules;
 mod device_stats;
 mod devices;
 mod distributed;
