@@ -62,7 +62,7 @@ pub use calls::which::Which;
 pub use check::Sizes;
 #[doc(hidden)]
 pub use field::Field;
-pub use gather::{Gather, take_gather_failure};
+pub use gather::take_gather_failure;
 pub use layers::activation::{Gelu, Identity, LeakyRelu, Relu, Sigmoid, Silu, Softmax, Tanh};
 pub use layers::attention::{AttentionMask, MultiheadAttention, MultiheadAttentionBuilder};
 pub use layers::batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d, BatchNormBuilder};
@@ -86,7 +86,7 @@ pub(crate) use modes::{ModeNumbers, set_training_modes, training_modes};
 pub use module::AsModule;
 pub(crate) use module::identity;
 pub use module::{Forward, Member, Module};
-pub use parameter::{Logical, Parameter};
+pub use parameter::{Gather, Logical, Parameter};
 pub(crate) use running_statistics::{EqualBatches, has_running_statistics, reset_running_statistics};
 pub use sequential::Sequential;
 pub(crate) use snapshot::{Snapshot, SnapshotParts};

@@ -8,9 +8,32 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Kind, Tensor};
 
-use super::gather::{Gather, note_failure};
+use super::gather::note_failure;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
+
+/// Keeps weights elsewhere, such as in parts on several ranks; a strategy implements it.
+///
+/// A strategy hands it over with [`Parameter::attach`], frees a weight's memory, and says so with
+/// [`Parameter::set_away`]. From then on each use of the weight calls [`Gather::gather`].
+pub trait Gather: fmt::Debug + Send + Sync {
+    /// Makes the weight whole, in the memory of [`Parameter::leaf`], and says so with [`Parameter::set_away`]. It stays until
+    /// the strategy takes it away again, mostly at the end of the step.
+    ///
+    /// # Collective
+    /// If weights are divided among ranks: all ranks must touch the same weights in the same order.
+    ///
+    /// # Errors
+    /// Why the weight cannot be had.
+    fn gather(&self, parameter: &Parameter) -> Result<()>;
+
+    /// The weight is not needed whole any more by the one who has touched it: [`Parameter::with_whole`] and
+    /// [`Parameter::update`] call it. With `is_changed` it was written to, and what it holds now counts.
+    ///
+    /// # Errors
+    /// Why it cannot be kept.
+    fn release(&self, parameter: &Parameter, is_changed: bool) -> Result<()>;
+}
 
 /// A trainable tensor of a module.
 ///

@@ -561,3 +561,33 @@ fn hooks_are_of_their_thread() {
         .unwrap();
     assert!(calls.lock().unwrap().is_empty());
 }
+
+/// Calls its layer when it is dropped.
+struct LastCall(Linear);
+
+impl Drop for LastCall {
+    fn drop(&mut self) {
+        self.0.call(&Tensor::ones([1, 2], CPU)).unwrap();
+    }
+}
+
+#[test]
+fn what_a_removed_hook_owns_may_call_modules_when_it_is_dropped() {
+    let net = Sequential::new().add(Linear::new(2, 2).unwrap()).add(Relu);
+    let hooks = ModuleHooks::new();
+    let last = LastCall(Linear::new(2, 2).unwrap());
+    let handle = hooks.register_forward_hook("0", move |_, _, _| {
+        let _ = &last;
+        Ok(())
+    });
+    let heard = counted(&hooks, "1");
+    hooks
+        .within(&net, || {
+            let input = Tensor::ones([1, 2], CPU);
+            net.call(&input).unwrap();
+            handle.remove();
+            net.call(&input).unwrap();
+        })
+        .unwrap();
+    assert_eq!(heard.lock().unwrap().len(), 2);
+}

@@ -10,7 +10,7 @@ use crate::error::{Error, ModuleError, Problem, Result};
 use crate::ffi;
 use crate::nn::calls::backward::BackwardCall;
 use crate::nn::calls::entry::{Entry, ModuleCall};
-use crate::nn::calls::hooks::ModuleHooks;
+use crate::nn::calls::registry::Registry;
 use crate::nn::calls::table::{Entries, Table};
 use crate::nn::module::{Identity, Module, identity};
 use crate::nn::tensor_tuple::TensorTuple;
@@ -28,11 +28,12 @@ pub(crate) trait CallTaker {
 }
 
 /// Hooks that are in force on this thread.
-pub(super) struct Entered {
-    pub(super) hooks: ModuleHooks,
-    pub(super) table: RefCell<Table>,
-    /// The modules whose calls are in progress, the innermost last.
-    open: RefCell<Vec<usize>>,
+struct Entered {
+    hooks: Arc<Registry>,
+    table: RefCell<Table>,
+    /// For each call in progress, the innermost last: the module that is called, or if the table does not have it, the one
+    /// whose call it is within.
+    open: RefCell<Vec<Option<usize>>>,
 }
 
 /// A call in progress.
@@ -101,7 +102,11 @@ where
     if !are_heard() {
         return body(args);
     }
-    let outputs = heard(module, args.tensors(), true, &|inputs| {
+    let call = Open::begin(module, true);
+    if call.is_plain() {
+        return body(args);
+    }
+    let outputs = heard(module, args.tensors(), call, &|inputs| {
         let args = A::from_tensors(inputs.iter().map(Tensor::shallow_clone).collect())?;
         Ok(body(&args)?.tensors())
     })?;
@@ -118,7 +123,11 @@ pub(crate) fn within_call<M: Module>(
     if !are_heard() || is_awaited(module) {
         return body(input);
     }
-    let outputs = heard(module, vec![input.shallow_clone()], false, &|inputs| Ok(vec![body(&inputs[0])?]))?;
+    let call = Open::begin(module.as_module(), false);
+    if call.is_plain() {
+        return body(input);
+    }
+    let outputs = heard(module, vec![input.shallow_clone()], call, &|inputs| Ok(vec![body(&inputs[0])?]))?;
     Tensor::from_tensors(outputs).map_err(Into::into)
 }
 
@@ -131,9 +140,12 @@ pub(crate) fn within_call_of<M: Module, const N: usize, const K: usize>(
     if !are_heard() || is_awaited(module) {
         return body(inputs);
     }
+    let call = Open::begin(module.as_module(), false);
+    if call.is_plain() {
+        return body(inputs);
+    }
     let given = inputs.iter().map(|input| input.shallow_clone()).collect();
-    let outputs =
-        heard(module, given, false, &|inputs| Ok(body(std::array::from_fn(|i| &inputs[i]))?.into()));
+    let outputs = heard(module, given, call, &|inputs| Ok(body(std::array::from_fn(|i| &inputs[i]))?.into()));
     outputs.map_err(of_hook)?.try_into().map_err(|outputs: Vec<Tensor>| {
         let what = format!("{} outputs in place of {K}", outputs.len());
         ModuleError::Hook { problem: Problem::new(what, "give as many as there were") }.into()
@@ -198,8 +210,9 @@ impl Heard {
 
     /// The module's hooks as they are now.
     fn entries(&self) -> Entries {
+        let _old; // dropped when nothing is borrowed
         let mut table = self.entered.table.borrow_mut();
-        self.entered.hooks.sort(&mut table);
+        _old = self.entered.hooks.sort(&mut table);
         table.node(self.node).entries()
     }
 
@@ -230,19 +243,53 @@ impl Drop for Heard {
         self.watchers.iter().rev().for_each(|entry| {
             entry.watch(|watcher| watcher.end());
         });
-        self.entered.open.borrow_mut().pop();
     }
 }
 
-/// The frame of a call, until this is dropped.
-struct Open;
+/// A call in progress, until this is dropped.
+struct Open {
+    /// Those who have hooks for the module, outermost first.
+    heard: Vec<Heard>,
+    awaits: bool,
+    is_taken: bool,
+}
 
 impl Open {
-    fn begin(module: Identity, is_awaited: bool) -> Self {
+    /// A call of the module begins; `awaits` if its `forward` is still to come.
+    fn begin(module: &dyn Module, awaits: bool) -> Self {
+        let own = identity(module);
+        let mut old = Vec::new(); // dropped when nothing is borrowed
         LISTENING.with_borrow_mut(|listening| {
-            listening.frames.push(Frame { module, is_awaited, hooked: Vec::new() })
-        });
-        Self
+            let place = listening.place.take();
+            let mut heard = Vec::new();
+            for entered in &listening.entered {
+                let mut table = entered.table.borrow_mut();
+                old.extend(entered.hooks.sort(&mut table));
+                let mut open = entered.open.borrow_mut();
+                let caller = open.last().copied().flatten();
+                let node = table.find(own, caller, place);
+                open.push(node.or(caller));
+                let Some(node) = node else { continue };
+                if table.note_heard(node) {
+                    let (fqn, type_name) = (table.node(node).fqn.clone(), table.node(node).type_name);
+                    heard.push(Heard {
+                        entered: entered.clone(),
+                        node,
+                        fqn,
+                        type_name,
+                        watchers: Arc::new([]),
+                    });
+                }
+            }
+            let is_taken = listening.takers.iter().any(|taker| taker.takes(module));
+            listening.frames.push(Frame { module: own, is_awaited: awaits, hooked: Vec::new() });
+            Self { heard, awaits, is_taken }
+        })
+    }
+
+    /// Whether nothing but the module's code is to run.
+    fn is_plain(&self) -> bool {
+        self.heard.is_empty() && !self.is_taken
     }
 }
 
@@ -251,39 +298,24 @@ impl Drop for Open {
         LISTENING.with_borrow_mut(|listening| {
             listening.frames.pop();
             listening.place = None;
+            for entered in &listening.entered {
+                entered.open.borrow_mut().pop();
+            }
         });
     }
 }
 
-/// Those who know the module, outermost first.
-fn listeners(module: Identity) -> Vec<Heard> {
-    let (entered, place) =
-        LISTENING.with_borrow_mut(|listening| (listening.entered.clone(), listening.place.take()));
-    let hear = |entered: Rc<Entered>| {
-        let mut table = entered.table.borrow_mut();
-        let node = table.find(module, entered.open.borrow().last().copied(), place)?;
-        table.note_heard(node);
-        let (fqn, type_name) = (table.node(node).fqn.clone(), table.node(node).type_name);
-        drop(table);
-        entered.open.borrow_mut().push(node);
-        Some(Heard { entered, node, fqn, type_name, watchers: Arc::new([]) })
-    };
-    entered.into_iter().filter_map(hear).collect()
-}
-
+/// A call that somebody has hooks for, or takes.
 #[cold]
 fn heard(
     module: &dyn Module,
     mut inputs: Vec<Tensor>,
-    awaits: bool,
+    mut call: Open,
     body: Body,
 ) -> anyhow::Result<Vec<Tensor>> {
-    let own = identity(module);
-    let mut heard = listeners(own);
-    let _open = Open::begin(own, awaits);
     let with_grad = ffi::grad_is_enabled();
     let mut backward = Vec::new();
-    for heard in &mut heard {
+    for heard in &mut call.heard {
         heard.before(module, &mut inputs)?;
         if with_grad {
             let call = BackwardCall::new(module, &heard.fqn, heard.type_name, &heard.entries());
@@ -294,13 +326,13 @@ fn heard(
     let mut outputs = match taker {
         Some(taker) => taker.call(module, &inputs, &|inputs| {
             LISTENING.with_borrow_mut(|listening| {
-                listening.frames.last_mut().into_iter().for_each(|frame| frame.is_awaited = awaits);
+                listening.frames.last_mut().into_iter().for_each(|frame| frame.is_awaited = call.awaits);
             });
             body(inputs)
         })?,
         None => body(&inputs)?,
     };
-    for heard in heard.iter().rev() {
+    for heard in call.heard.iter().rev() {
         heard.after(module, &inputs, &mut outputs)?;
     }
     if !backward.is_empty() {
@@ -328,7 +360,7 @@ pub(super) struct InForce;
 
 impl InForce {
     /// Puts hooks in force, with the table of the modules.
-    pub(super) fn begin(hooks: ModuleHooks, table: Table) -> Self {
+    pub(super) fn begin(hooks: Arc<Registry>, table: Table) -> Self {
         let entered = Rc::new(Entered { hooks, table: RefCell::new(table), open: RefCell::new(Vec::new()) });
         LISTENING.with_borrow_mut(|listening| {
             listening.entered.push(entered);

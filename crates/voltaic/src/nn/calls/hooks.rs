@@ -1,8 +1,8 @@
 //! Hooks of module calls, as PyTorch's `register_forward_hook` and its kin.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 
 use tch::Tensor;
 
@@ -10,6 +10,7 @@ use crate::error::{ModuleError, Problem, Result};
 use crate::nn::calls::call::InForce;
 use crate::nn::calls::entry::{CallWatcher, Entry, Hook, ModuleCall};
 use crate::nn::calls::reach;
+use crate::nn::calls::registry::Registry;
 use crate::nn::calls::table::{Node, Table};
 use crate::nn::calls::which::Which;
 use crate::nn::module::Module;
@@ -51,27 +52,14 @@ use crate::nn::module::Module;
 /// `register_full_backward_hook`.
 #[derive(Clone, Default)]
 pub struct ModuleHooks {
-    shared: Arc<Shared>,
-}
-
-#[derive(Default)]
-struct Shared {
-    entries: Mutex<Vec<Arc<Entry>>>,
-    /// Changes of the entries so far.
-    version: AtomicU64,
-    /// Hooks so far, with those that were removed.
-    count: AtomicU64,
-    /// Of the hooks when it was looked whether they are heard, and 1.
-    checked: AtomicU64,
-    /// Of the last tree.
-    table: Mutex<Option<Table>>,
+    shared: Arc<Registry>,
 }
 
 /// Removes a hook. The hook stays if this is dropped.
 #[derive(Clone)]
 #[must_use = "a hook stays until remove() is called; say `let _ = ..` if it shall stay for good"]
 pub struct RemovableHandle {
-    shared: Weak<Shared>,
+    shared: Weak<Registry>,
     id: u64,
 }
 
@@ -81,20 +69,10 @@ impl RemovableHandle {
         if let Some(shared) = self.shared.upgrade() {
             let mut entries = shared.entries();
             let removed: Vec<_> = entries.extract_if(.., |entry| entry.id == self.id).collect();
-            shared.version.fetch_add(1, Ordering::Release);
+            shared.note_change();
             drop(entries);
             drop(removed); // what the hook owns may do anything when it is dropped
         }
-    }
-}
-
-impl Shared {
-    fn entries(&self) -> MutexGuard<'_, Vec<Arc<Entry>>> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn table(&self) -> MutexGuard<'_, Option<Table>> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -158,7 +136,7 @@ impl ModuleHooks {
     fn register(&self, which: Which, hook: Hook) -> RemovableHandle {
         let id = self.shared.count.fetch_add(1, Ordering::Relaxed);
         self.shared.entries().push(Arc::new(Entry { id, which, hook, is_heard: AtomicBool::new(false) }));
-        self.shared.version.fetch_add(1, Ordering::Release);
+        self.shared.note_change();
         RemovableHandle { shared: Arc::downgrade(&self.shared), id }
     }
 
@@ -179,26 +157,14 @@ impl ModuleHooks {
         let mut table = self.shared.table().take().unwrap_or_default();
         table.refresh(root);
         let is_new = table.version().is_none();
-        self.sort(&mut table);
+        drop(self.shared.sort(&mut table));
         if is_new {
             self.check(&table, root)?;
         }
-        let in_force = InForce::begin(self.clone(), table);
+        let in_force = InForce::begin(self.shared.clone(), table);
         let result = reach::within(root, body);
         drop(in_force);
         Ok(result)
-    }
-
-    pub(super) fn sort(&self, table: &mut Table) {
-        let version = self.shared.version.load(Ordering::Acquire);
-        if table.version() != Some(version) {
-            table.sort(&self.shared.entries(), version);
-        }
-    }
-
-    /// Keeps the table for the next time.
-    pub(super) fn keep(&self, table: Table) {
-        *self.shared.table() = Some(table);
     }
 
     /// Refuses hooks of modules that are not there.
@@ -230,7 +196,7 @@ impl ModuleHooks {
     /// After a first step: an error for a hook of a module that was run past its hooks, which is seen by the modules below
     /// it that were called; a warning for one that was not run at all.
     pub(crate) fn check_heard(&self) -> Result<()> {
-        let version = self.shared.version.load(Ordering::Acquire);
+        let version = self.shared.version();
         if self.shared.checked.swap(version + 1, Ordering::Relaxed) == version + 1 || version == 0 {
             return Ok(());
         }

@@ -5,5 +5,6 @@ pub(super) mod call;
 pub(super) mod entry;
 pub(super) mod hooks;
 pub(super) mod reach;
+mod registry;
 pub(super) mod table;
 pub(super) mod which;

@@ -61,16 +61,14 @@ impl Table {
         }
     }
 
-    /// Sorts the hooks of a registry to the modules, if there are others than before.
-    pub(super) fn sort(&mut self, entries: &[Arc<Entry>], version: u64) {
-        if self.version == Some(version) {
-            return;
-        }
-        for node in &mut self.nodes {
-            let fits = |entry: &&Arc<Entry>| entry.which.fits(&node.fqn, node.identity.1);
-            node.entries = entries.iter().filter(fits).cloned().collect();
-        }
+    /// Sorts the hooks of a registry to the modules. Returns those that they had.
+    pub(super) fn sort(&mut self, entries: &[Arc<Entry>], version: u64) -> Vec<Entries> {
         self.version = Some(version);
+        let sort = |node: &mut Node| {
+            let fits = |entry: &&Arc<Entry>| entry.which.fits(&node.fqn, node.identity.1);
+            std::mem::replace(&mut node.entries, entries.iter().filter(fits).cloned().collect())
+        };
+        self.nodes.iter_mut().map(sort).collect()
     }
 
     pub(super) fn version(&self) -> Option<u64> {
@@ -85,11 +83,12 @@ impl Table {
         &self.nodes[index]
     }
 
-    /// Notes that a module was called, also for its hooks.
-    pub(super) fn note_heard(&mut self, index: usize) {
+    /// Notes that a module was called, also for its hooks. Returns whether it has any.
+    pub(super) fn note_heard(&mut self, index: usize) -> bool {
         let node = &mut self.nodes[index];
         node.is_heard = true;
         node.entries.iter().for_each(|entry| entry.note_heard());
+        !node.entries.is_empty()
     }
 
     /// The module of this identity. Of several the one at `place` within `caller`, the module whose call it is within; else
