@@ -275,7 +275,7 @@ impl ModelCheckpoint {
             }
             (Some(_), true, None) => true,
         };
-        let mut newest = None;
+        let (mut newest, mut then_remove) = (None, None);
         if is_good {
             let replaced = (is_full && top_k > 0).then_some(worst).flatten();
             let replaced = replaced.map(|index| self.state.best_k_models.remove(index).path);
@@ -284,8 +284,11 @@ impl ModelCheckpoint {
             self.update_best();
             newest = Some(path.clone());
             let is_own = |old: &PathBuf| is_checkpoint_below(&self.state.dirpath, old);
-            let then_remove = replaced.filter(|old| *old != path && is_own(old));
-            self.request(ctx, path, None, then_remove);
+            then_remove = replaced.filter(|old| *old != path && is_own(old));
+            // `last.ckpt` may still lead to what is replaced: that goes once the link leads to the new one
+            let goes_with_link = matches!(self.config.save_last, SaveLast::Link(_));
+            let with_file = if goes_with_link { None } else { then_remove.take() };
+            self.request(ctx, path, None, with_file);
         }
         self.state.last_step_saved = Some(ctx.global_step());
         self.has_saved = true;
@@ -303,16 +306,16 @@ impl ModelCheckpoint {
                     self.state.last_model_path = newest;
                 }
             }
-            (SaveLast::Link(_), newest @ Some(_)) => self.save_last(ctx, newest),
-            (SaveLast::Copy(true) | SaveLast::Link(_), _) => self.save_last(ctx, None),
+            (SaveLast::Link(_), newest @ Some(_)) => self.save_last(ctx, newest, then_remove),
+            (SaveLast::Copy(true) | SaveLast::Link(_), _) => self.save_last(ctx, None, None),
         }
     }
 
-    /// Writes `last.ckpt`, or links it to a checkpoint.
-    fn save_last(&mut self, ctx: &mut HookContext, link_to: Option<PathBuf>) {
+    /// Writes `last.ckpt`, or links it to a checkpoint; then removes one.
+    fn save_last(&mut self, ctx: &mut HookContext, link_to: Option<PathBuf>, then_remove: Option<PathBuf>) {
         let last = self.last_path();
         self.state.last_model_path = Some(last.clone());
-        self.request(ctx, last, link_to, None);
+        self.request(ctx, last, link_to, then_remove);
     }
 
     /// `last.ckpt`, or `last-v1.ckpt` and so on beside those of other runs.
@@ -545,7 +548,7 @@ impl Callback for ModelCheckpoint {
         let keeps_last = !matches!(self.config.save_last, SaveLast::No | SaveLast::Copy(false));
         if keeps_last && !self.has_saved && !self.skips(ctx) {
             self.state.last_step_saved = Some(ctx.global_step());
-            self.save_last(ctx, None);
+            self.save_last(ctx, None, None);
         }
         Ok(())
     }

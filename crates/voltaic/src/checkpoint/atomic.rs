@@ -1,69 +1,142 @@
 //! Files that are either the old one or the new one, whatever happens in between.
 
-use std::fs::{self, File};
-use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::ffi::OsString;
+use std::fs::{self, File, Permissions};
+use std::io::{self, BufWriter, ErrorKind, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use tempfile::NamedTempFile;
 
 use crate::error::{Error, Result};
+
+/// Random characters in the name of a temporary file.
+const NUM_RANDOM: usize = 12;
+/// Links that are tried if each is removed by someone who tidies the folder up at the same moment.
+const MAX_LINKS: usize = 8;
 
 /// Writes a file through `write` so that `path` never holds a partial one: a temporary file beside it, flushed to
 /// disk, then renamed, then the folder flushed. Creates the folder.
 ///
 /// # Errors
-/// [`Error::Io`]; the temporary file is removed and `path` is as before.
+/// [`Error::Io`]; the temporary file is removed and `path` is as before. What is not a file, such as a device, is not replaced.
 pub fn write_atomically(
     path: &Path,
-    write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,
+    write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
 ) -> Result<()> {
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    fs::create_dir_all(folder).map_err(|e| Error::io("create folder", folder, e))?;
-    let temporary = temporary_path(path);
-    let result = write_and_rename(path, folder, &temporary, write);
-    if result.is_err() {
-        let _ = fs::remove_file(&temporary);
-    }
-    result
+    let temporary = temporary_file(path, ".tmp")?;
+    let name = temporary.path().to_path_buf();
+    let failed = |action| {
+        let name = name.clone();
+        move |e| Error::io(action, name, e)
+    };
+    let file = temporary.as_file().try_clone().map_err(failed("write"))?;
+    let mut writer = BufWriter::with_capacity(1 << 20, file);
+    write(&mut writer).and_then(|()| writer.flush()).map_err(failed("write"))?;
+    writer.get_ref().sync_all().map_err(failed("flush to disk"))?;
+    drop(writer);
+    temporary.persist(path).map_err(|e| Error::io("rename to", path, e.error))?;
+    flush_folder(path)
 }
 
-fn write_and_rename(
-    path: &Path,
-    folder: &Path,
-    temporary: &Path,
-    write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,
-) -> Result<()> {
-    let file = File::create(temporary).map_err(|e| Error::io("create", temporary, e))?;
+/// Makes `path` a symbolic link to `target`, in place of what is there.
+///
+/// # Errors
+/// [`Error::Io`]; `path` is as before.
+pub(super) fn link_atomically(target: &Path, path: &Path) -> Result<()> {
+    let mut tries = 0;
+    loop {
+        let link = temporary_beside(path, ".tmp", |builder, folder| {
+            builder.make_in(folder, |link| std::os::unix::fs::symlink(target, link))
+        })?;
+        tries += 1;
+        match link.persist(path) {
+            Ok(()) => return flush_folder(path),
+            // another run took it for a leftover: a link cannot be locked
+            Err(e) if e.error.kind() == ErrorKind::NotFound && tries < MAX_LINKS => {}
+            Err(e) => return Err(Error::io("rename to", path, e.error)),
+        }
+    }
+}
+
+/// A new file beside `path`, to be persisted there; the end of its name is `ending`. It is removed unless that happens.
+///
+/// # Errors
+/// [`Error::Io`] if the folder cannot be written to, or `path` is something other than a file.
+pub(crate) fn temporary_file(path: &Path, ending: &str) -> Result<NamedTempFile> {
+    let temporary = temporary_beside(path, ending, |builder, folder| builder.tempfile_in(folder))?;
     // tells `remove_leftovers` that the writer lives; a file system without locks leaves it nothing to remove
-    let _ = file.try_lock();
-    let mut writer = BufWriter::with_capacity(1 << 20, file);
-    write(&mut writer).and_then(|()| writer.flush()).map_err(|e| Error::io("write", temporary, e))?;
-    writer.get_ref().sync_all().map_err(|e| Error::io("flush to disk", temporary, e))?;
-    drop(writer);
-    fs::rename(temporary, path).map_err(|e| Error::io("rename to", path, e))?;
-    // the rename itself is on disk only once the folder is
+    let _ = temporary.as_file().try_lock();
+    Ok(temporary)
+}
+
+/// Something new under the name `.<name>.<random><ending>` beside `path`. Nobody can guess it, so no planted link is
+/// followed; and a leftover of a killed process is never taken for a checkpoint. Creates the folder.
+fn temporary_beside<T>(
+    path: &Path,
+    ending: &str,
+    create: impl FnOnce(&tempfile::Builder, &Path) -> io::Result<T>,
+) -> Result<T> {
+    let folder = folder_of(path);
+    fs::create_dir_all(folder).map_err(|e| Error::io("create folder", folder, e))?;
+    refuse_other_kinds(path)?;
+    let name = path.file_name().unwrap_or_default();
+    let prefix: OsString = [".".as_ref(), name, ".".as_ref()].into_iter().collect();
+    let mut builder = tempfile::Builder::new();
+    // umask takes from the permissions what it takes from those of any new file
+    builder.prefix(&prefix).suffix(ending).rand_bytes(NUM_RANDOM).permissions(Permissions::from_mode(0o666));
+    create(&builder, folder).map_err(|e| Error::io("create a file in", folder, e))
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// A rename is on disk only once the folder is.
+fn flush_folder(path: &Path) -> Result<()> {
+    let folder = folder_of(path);
     File::open(folder).and_then(|f| f.sync_all()).map_err(|e| Error::io("flush to disk", folder, e))
 }
 
-/// `.name.<pid>-<n>.tmp` beside the file, so that a leftover of a killed process is never taken for a checkpoint.
-fn temporary_path(path: &Path) -> PathBuf {
-    static COUNTER: AtomicU64 = AtomicU64::new(0);
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let unique = COUNTER.fetch_add(1, Ordering::Relaxed);
-    path.with_file_name(format!(".{name}.{}-{unique}.tmp", std::process::id()))
+/// A rename would put a file where a device or socket was. A symbolic link may be replaced: what it leads to stays.
+fn refuse_other_kinds(path: &Path) -> Result<()> {
+    let Ok(metadata) = path.symlink_metadata() else { return Ok(()) };
+    let kind = metadata.file_type();
+    if kind.is_file() || kind.is_symlink() {
+        return Ok(());
+    }
+    let what = if kind.is_dir() { "it is a folder" } else { "it is a device, pipe or socket, not a file" };
+    Err(Error::io("replace", path, io::Error::new(ErrorKind::InvalidInput, what)))
 }
 
-/// Removes temporary files of checkpoints in `folder` whose writers were killed.
+/// Removes temporary files of a run's files in `folder` whose writers were killed.
 ///
-/// A file whose writer lives, in this process or another, is locked and stays.
+/// A file whose writer lives, in this process or another, is locked and stays. A writer of links, which cannot be locked, makes
+/// another.
 pub fn remove_leftovers(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let is_temporary = name.starts_with('.') && name.contains(".ckpt.") && name.ends_with(".tmp");
-        if is_temporary && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok()) {
+        let is_free = || match entry.file_type() {
+            Ok(kind) if kind.is_symlink() => true,
+            Ok(kind) if kind.is_file() => File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok()),
+            _ => false,
+        };
+        if is_temporary(&entry.file_name().to_string_lossy()) && is_free() {
             tracing::info!("removing {}, left by a run that was killed", entry.path().display());
             let _ = fs::remove_file(entry.path()); // it only takes space
         }
     }
+}
+
+/// Whether a file is called as [`temporary_beside`] and earlier versions (`.<name>.<pid>-<n>.tmp`) call those of a run.
+fn is_temporary(name: &str) -> bool {
+    let ends =
+        [".tmp", ".tmp.png"].into_iter().find_map(|ending| name.strip_prefix('.')?.strip_suffix(ending));
+    let Some((name, unique)) = ends.and_then(|name| name.rsplit_once('.')) else { return false };
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let is_random = unique.len() == NUM_RANDOM && unique.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    let is_of_process = unique.split_once('-').is_some_and(|(pid, n)| is_number(pid) && is_number(n));
+    let extension = Path::new(name).extension().and_then(|extension| extension.to_str());
+    matches!(extension, Some("ckpt" | "csv" | "yaml" | "png")) && (is_random || is_of_process)
 }
 
 /// Removes a file; that it is gone already is not an error.
@@ -85,7 +158,10 @@ mod tests {
     fn leftovers_go_unless_their_writer_lives() {
         let folder = tempfile::tempdir().expect("temp folder");
         let path = folder.path().join("a.ckpt");
-        for name in [".a.ckpt.1-0.tmp", ".b.ckpt.77-3.tmp", "b.ckpt", ".other.tmp"] {
+        let own =
+            [".c.ckpt.aB3dEf7hIj0k.tmp", ".metrics.csv.aB3dEf7hIj0k.tmp", ".lr.png.aB3dEf7hIj0k.tmp.png"];
+        let foreign = ["b.ckpt", ".other.tmp", ".notes.ckpt.tmp", ".a.txt.aB3dEf7hIj0k.tmp"];
+        for name in [".a.ckpt.1-0.tmp", ".b.ckpt.77-3.tmp"].into_iter().chain(own).chain(foreign) {
             File::create(folder.path().join(name)).expect("writable");
         }
         write_atomically(&path, |_| {
@@ -98,7 +174,56 @@ mod tests {
             .map(|entry| entry.expect("readable").file_name().into_string().expect("text"))
             .collect();
         left.sort();
-        assert_eq!(left, [".other.tmp", "a.ckpt", "b.ckpt"]);
+        assert_eq!(left, [".a.txt.aB3dEf7hIj0k.tmp", ".notes.ckpt.tmp", ".other.tmp", "a.ckpt", "b.ckpt"]);
+    }
+
+    #[test]
+    fn links_replace_each_other_and_survive_those_who_tidy_up() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("last.ckpt");
+        std::os::unix::fs::symlink("gone", folder.path().join(".last.ckpt.aB3dEf7hIj0k.tmp"))
+            .expect("writable");
+        std::thread::scope(|scope| {
+            for run in 0..4 {
+                let path = &path;
+                scope.spawn(move || {
+                    for step in 0..50 {
+                        let target = format!("run={run}-step={step}.ckpt");
+                        link_atomically(Path::new(&target), path).expect("links");
+                    }
+                });
+            }
+            scope.spawn(|| (0..50).for_each(|_| remove_leftovers(folder.path())));
+        });
+        let target = fs::read_link(&path).expect("a link").to_string_lossy().into_owned();
+        assert!(target.ends_with("step=49.ckpt"), "{target}");
+        let left = fs::read_dir(folder.path()).expect("listable").count();
+        assert_eq!(left, 1);
+    }
+
+    #[test]
+    fn planted_links_are_not_followed_and_devices_stay() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let (path, victim) = (folder.path().join("a.ckpt"), folder.path().join("victim"));
+        fs::write(&victim, "mine").expect("writable");
+        let own = std::process::id();
+        for n in 0..500 {
+            let planted = folder.path().join(format!(".a.ckpt.{own}-{n}.tmp"));
+            std::os::unix::fs::symlink(&victim, planted).expect("writable");
+        }
+        std::os::unix::fs::symlink(&victim, &path).expect("writable");
+        std::os::unix::fs::symlink(&victim, path.with_extension("link.tmp")).expect("writable");
+        write_atomically(&path, |w| w.write_all(b"new")).expect("writes");
+        assert_eq!(fs::read(&path).expect("readable"), b"new");
+        link_atomically(Path::new("a.ckpt"), &folder.path().join("last.ckpt")).expect("links");
+        assert_eq!(fs::read(&victim).expect("readable"), b"mine");
+        let socket = folder.path().join("socket");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).expect("binds");
+        for (path, expected) in [(socket.as_path(), "device, pipe or socket"), (folder.path(), "a folder")] {
+            let error = write_atomically(path, |w| w.write_all(b"new")).expect_err("not a file").to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+        assert!(!socket.symlink_metadata().expect("still there").file_type().is_file());
     }
 
     #[test]

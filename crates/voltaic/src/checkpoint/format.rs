@@ -4,34 +4,47 @@
 //! and the part of the training state that is not tensors.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::Write;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use safetensors::tensor::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::atomic::write_atomically;
+use super::budget::{Budget, ReadLimits};
 use super::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, RankState, TrainingState};
+use crate::config::read_file;
 use crate::dtype::DtypeNames;
 use crate::error::{CheckpointError, Error, Problem, Result};
 
 type NamedTensors = Vec<(String, Tensor)>;
 
 const PREFIX: &str = "voltaic:";
-const METADATA_KEY: &str = "voltaic";
+pub(super) const METADATA_KEY: &str = "voltaic";
 /// Metadata entry with the CRC-32 of the whole file, in which these eight digits count as zeros.
 const CHECKSUM_KEY: &str = "voltaic_crc32";
-const NO_CHECKSUM: &[u8; 8] = b"00000000";
+pub(super) const NO_CHECKSUM: &[u8; 8] = b"00000000";
+/// The entry of safetensors' header that is not a tensor.
+const METADATA_ENTRY: &str = "__metadata__";
+/// libtorch's operators take no more dimensions.
+const MAX_DIMS: usize = 64;
+/// A file that tells of more optimizers is refused.
+const MAX_OPTIMIZERS: usize = 1 << 16;
 
 /// What the metadata entry holds.
 #[derive(Serialize, Deserialize)]
-struct Header {
-    meta: CheckpointMeta,
+pub(super) struct Header {
+    pub meta: CheckpointMeta,
     /// `null` for a checkpoint of weights only.
-    training: Option<serde_json::Value>,
+    pub training: Option<serde_json::Value>,
     num_optimizers: usize,
+    /// See [`later_than_all`].
+    #[serde(default)]
+    pub saved_at: Option<u64>,
     /// Values logged on ranks 1, 2, ...
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     ranks: Vec<serde_json::Value>,
@@ -137,19 +150,43 @@ pub(crate) fn rank_from_bytes(bytes: &[u8]) -> Result<RankState> {
     Ok(state)
 }
 
+/// The latest `saved_at` that this process has written or read.
+static LATEST: AtomicU64 = AtomicU64::new(0);
+
+/// Now, in microseconds since 1970, or a little later: more than what was written before, also by the run that this one goes on
+/// from, whatever clocks say. What is the last checkpoint then does not depend on times of files, which copies change.
+fn later_than_all() -> u64 {
+    let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let now = u64::try_from(since_1970.as_micros()).unwrap_or(u64::MAX);
+    let later = |latest: u64| now.max(latest.saturating_add(1));
+    let before = LATEST.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |latest| Some(later(latest)));
+    later(before.unwrap_or_else(|latest| latest))
+}
+
 /// Writes `checkpoint` to `path`; see [`Checkpoint::save`].
 ///
 /// # Errors
 /// As [`Checkpoint::save`], and if a tensor has a dtype that safetensors has not.
 pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
+    let num_optimizers = checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len());
+    if num_optimizers > MAX_OPTIMIZERS {
+        let what = format!("it has {num_optimizers} optimizers, a file holds at most {MAX_OPTIMIZERS}");
+        return Err(cannot_hold(
+            &checkpoint.meta.module,
+            what,
+            "use fewer optimizers, with several groups each",
+        ));
+    }
+    check_names(&checkpoint.weights, &checkpoint.meta.module)?;
     let header = Header {
+        saved_at: Some(later_than_all()),
+        num_optimizers,
         meta: CheckpointMeta {
             format_version: FORMAT_VERSION,
             voltaic_version: env!("CARGO_PKG_VERSION").to_owned(),
             ..checkpoint.meta.clone()
         },
         training: checkpoint.training.as_ref().map(|training| training.json.clone()),
-        num_optimizers: checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len()),
         ranks: checkpoint
             .training
             .as_ref()
@@ -171,15 +208,33 @@ pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
     })
 }
 
+/// Weights must not be taken for training states when they are read.
+fn check_names(weights: &[(String, Tensor)], module: &str) -> Result<()> {
+    let Some((name, _)) = weights.iter().find(|(name, _)| name.starts_with(PREFIX)) else { return Ok(()) };
+    let what = format!("a weight is called {name}, and `{PREFIX}` begins the names of training states");
+    Err(cannot_hold(module, what, "give it another name"))
+}
+
 /// What safetensors writes.
 fn views<'a>(tensors: Vec<(String, &'a Tensor)>, module: &str) -> Result<Vec<(String, Bytes<'a>)>> {
+    let mut names = HashSet::new();
+    for (name, _) in &tensors {
+        if name == METADATA_ENTRY {
+            let what = format!("a tensor is called {name}, which safetensors keeps for itself");
+            return Err(cannot_hold(module, what, "give it another name"));
+        }
+        if !names.insert(name.as_str()) {
+            return Err(cannot_hold(
+                module,
+                format!("two tensors are called {name}"),
+                "give one another name",
+            ));
+        }
+    }
     let view = |(name, tensor): (String, &'a Tensor)| {
-        let dtype = dtype(tensor.kind()).ok_or_else(|| CheckpointError::Mismatch {
-            module: module.to_owned(),
-            problem: Problem::new(
-                format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind()),
-                "cast it, or make it a non-persistent buffer",
-            ),
+        let dtype = dtype(tensor.kind()).ok_or_else(|| {
+            let what = format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind());
+            cannot_hold(module, what, "cast it, or make it a non-persistent buffer")
         })?;
         let shape = tensor.size().iter().map(|&dim| dim as usize).collect();
         Ok((name, Bytes { tensor, dtype, shape }))
@@ -192,6 +247,7 @@ fn views<'a>(tensors: Vec<(String, &'a Tensor)>, module: &str) -> Result<Vec<(St
 /// # Errors
 /// As [`Checkpoint::save`].
 pub fn write_weights(weights: &[(String, Tensor)], path: &Path) -> Result<()> {
+    check_names(weights, "weights")?;
     let views = views(weights.iter().map(|(name, tensor)| (name.clone(), tensor)).collect(), "weights")?;
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     write_atomically(path, |writer| {
@@ -201,7 +257,11 @@ pub fn write_weights(weights: &[(String, Tensor)], path: &Path) -> Result<()> {
     })
 }
 
-fn unreadable(path: &Path, what: impl Into<String>) -> Error {
+fn cannot_hold(module: &str, what: String, remedy: &'static str) -> Error {
+    CheckpointError::Mismatch { module: module.to_owned(), problem: Problem::new(what, remedy) }.into()
+}
+
+pub(super) fn unreadable(path: &Path, what: impl Into<String>) -> Error {
     CheckpointError::Unreadable {
         path: path.to_path_buf(),
         problem: Problem::new(what, "use another checkpoint"),
@@ -210,7 +270,7 @@ fn unreadable(path: &Path, what: impl Into<String>) -> Error {
 }
 
 /// Where the digits of the checksum are. Quotes within other entries are escaped, so this is found nowhere else.
-fn checksum_at(bytes: &[u8]) -> Option<usize> {
+pub(super) fn checksum_at(bytes: &[u8]) -> Option<usize> {
     let length = u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?);
     let end = usize::try_from(length).ok()?.checked_add(8)?.min(bytes.len());
     let needle = format!("\"{CHECKSUM_KEY}\":\"");
@@ -250,7 +310,7 @@ fn check_seal(bytes: &[u8], path: &Path) -> Result<()> {
 
 /// Reads the file and splits the text of the header, if there is one, from the tensors.
 fn open(path: &Path) -> Result<Opened> {
-    let bytes = std::fs::read(path).map_err(|e| Error::io("read checkpoint", path, e))?;
+    let bytes = read_file(path, u64::MAX).map_err(|e| Error::io("read checkpoint", path, e))?;
     if bytes.starts_with(b"PK\x03\x04") {
         let remedy = format!("convert it with `voltaic convert {} NEW_NAME`", path.display());
         let problem = Problem::new("it is a file of PyTorch or Lightning", remedy);
@@ -269,10 +329,29 @@ fn open_bytes(bytes: &[u8], path: &Path) -> Result<Opened> {
     for (name, view) in file.iter() {
         let kind = kind(view.dtype())
             .ok_or_else(|| unreadable(path, format!("{name} has dtype {:?}, unknown here", view.dtype())))?;
-        let shape: Vec<i64> = view.shape().iter().map(|&d| d as i64).collect();
+        let shape = shape_of(view.shape())
+            .ok_or_else(|| unreadable(path, format!("{name} has shape {:?}, too large", view.shape())))?;
         tensors.push((name.to_owned(), Tensor::f_from_data_size(view.data(), &shape, kind)?));
     }
     Ok(Opened { header, tensors, is_sealed: checksum_at(bytes).is_some() })
+}
+
+/// A shape whose number of elements can be told without an overflow, in any order of its dimensions.
+fn shape_of(sizes: &[usize]) -> Option<Vec<i64>> {
+    if sizes.len() > MAX_DIMS {
+        return None;
+    }
+    let shape = sizes.iter().map(|&size| i64::try_from(size)).collect::<Result<Vec<i64>, _>>().ok()?;
+    shape.iter().try_fold(1_i64, |numel, &size| numel.checked_mul(size.max(1)))?;
+    Some(shape)
+}
+
+/// Refuses JSON whose values take far more memory than its text.
+pub(super) fn check_json(text: &str, path: &Path) -> Result<()> {
+    let mut budget = Budget::new(text.len() as u64, ReadLimits::default());
+    budget
+        .take_json(text)
+        .map_err(|what| unreadable(path, format!("its training state is too large: {what}")))
 }
 
 /// A file taken apart.
@@ -297,7 +376,8 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
         // any safetensors file of weights will do
         return Ok(Checkpoint { weights: tensors, ..Checkpoint::default() });
     };
-    let header: Header = serde_json::from_str(&header)
+    check_json(&header, path)?;
+    let mut header: Header = serde_json::from_str(&header)
         .map_err(|e| unreadable(path, format!("its training state is not understood: {e}")))?;
     if header.meta.format_version > FORMAT_VERSION {
         let (found, known) = (header.meta.format_version, FORMAT_VERSION);
@@ -309,10 +389,19 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
     if header.meta.format_version >= 2 && !is_sealed {
         return Err(unreadable(path, "its checksum is missing"));
     }
+    if header.num_optimizers > MAX_OPTIMIZERS {
+        let found = header.num_optimizers;
+        return Err(unreadable(
+            path,
+            format!("it tells of {found} optimizers, at most {MAX_OPTIMIZERS} are read"),
+        ));
+    }
+    LATEST.fetch_max(header.saved_at.unwrap_or(0), Ordering::Relaxed);
     let mut weights = Vec::new();
+    let is_full = header.training.is_some();
     let mut training = TrainingState {
         optimizers: (0..header.num_optimizers).map(|_| Vec::new()).collect(),
-        json: header.training.clone().unwrap_or_default(),
+        json: header.training.take().unwrap_or_default(),
         ranks: header.ranks.into_iter().map(|logged| RankState { logged, ..RankState::default() }).collect(),
         ..TrainingState::default()
     };
@@ -347,31 +436,7 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
             _ => return Err(unreadable(path, format!("{name} has an unknown meaning"))),
         }
     }
-    Ok(Checkpoint { weights, training: header.training.is_some().then_some(training), meta: header.meta })
-}
-
-/// The training state that is not tensors, from the beginning of the file alone; `None` if it holds weights only. The rest
-/// of the file is not checked.
-///
-/// # Errors
-/// If the file is missing or not voltaic's.
-pub(crate) fn peek_training(path: &Path) -> Result<Option<serde_json::Value>> {
-    use std::io::Read;
-    let fail = |e| Error::io("read checkpoint", path, e);
-    let mut file = std::fs::File::open(path).map_err(fail)?;
-    let mut length = [0; 8];
-    file.read_exact(&mut length).map_err(fail)?;
-    let (length, total) = (u64::from_le_bytes(length), file.metadata().map_err(fail)?.len());
-    if length.saturating_add(8) > total {
-        return Err(unreadable(path, "it is not a whole safetensors file"));
-    }
-    let mut text = Vec::new();
-    file.take(length).read_to_end(&mut text).map_err(fail)?;
-    let header = serde_json::from_slice::<serde_json::Value>(&text);
-    let header = header.map_err(|e| unreadable(path, e.to_string()))?;
-    let Some(own) = header["__metadata__"][METADATA_KEY].as_str() else { return Ok(None) };
-    let own = serde_json::from_str::<Header>(own);
-    Ok(own.map_err(|e| unreadable(path, format!("its training state is not understood: {e}")))?.training)
+    Ok(Checkpoint { weights, training: is_full.then_some(training), meta: header.meta })
 }
 
 /// The weights alone, from a checkpoint or from any safetensors file.

@@ -4,9 +4,9 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::atomic::remove_file;
+use super::atomic::{link_atomically, remove_file};
 use super::checkpoint::Checkpoint;
-use crate::error::{ConfigError, Error, Result};
+use crate::error::{ConfigError, Result};
 
 /// Saves, loads and removes checkpoints; Lightning's `CheckpointIO`.
 ///
@@ -119,8 +119,5 @@ fn link(target: &Path, path: &Path) -> Result<()> {
         (true, Some(name)) => Path::new(name),
         _ => target,
     };
-    let temporary = path.with_extension("link.tmp");
-    remove_file(&temporary)?;
-    std::os::unix::fs::symlink(target, &temporary).map_err(|e| Error::io("link", &temporary, e))?;
-    std::fs::rename(&temporary, path).map_err(|e| Error::io("rename to", path, e))
+    link_atomically(target, path)
 }

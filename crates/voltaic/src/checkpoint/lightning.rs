@@ -3,6 +3,8 @@
 //! Layout: `docs/checkpoints.md`, and `trainer/connectors/checkpoint_connector.py` of Lightning 2.6. Optimizers and schedules
 //! are told from the keys of their states, since such files do not name them.
 
+use std::collections::{HashMap, HashSet};
+
 use serde_json::{Map, Value as Json, json};
 use tch::{Kind, Tensor};
 
@@ -204,12 +206,11 @@ fn order_of(groups: &[Value], weights: &[(String, Tensor)], given: Option<&[Stri
     } else if groups.len() > 1 {
         return refuse(format!("the optimizer has {} groups of unnamed parameters", groups.len()), REMEDY);
     } else {
-        let mut seen = Vec::new();
+        let mut seen = HashSet::new();
         let mut is_parameter = |name: &str, tensor: &Tensor| {
             let last = name.rsplit('.').next().unwrap_or(name);
             let is_buffer = matches!(last, "running_mean" | "running_var" | "num_batches_tracked");
-            let is_tied = tensor.numel() > 0 && seen.contains(&tensor.data_ptr());
-            seen.push(tensor.data_ptr());
+            let is_tied = tensor.numel() > 0 && !seen.insert(tensor.data_ptr());
             !is_buffer && !is_tied && tensor.is_floating_point()
         };
         weights
@@ -272,6 +273,8 @@ fn optimizer_of(
         }
         saved.push(Json::Object(json));
     }
+    let shapes: HashMap<&str, Vec<i64>> =
+        weights.iter().map(|(name, tensor)| (name.as_str(), tensor.size())).collect();
     let mut tensors = Vec::new();
     for (index, state) in optimizer.get("state").and_then(Value::entries).unwrap_or_default() {
         let Some(fqn) = fqn(index) else {
@@ -280,7 +283,7 @@ fn optimizer_of(
                 REMEDY,
             );
         };
-        let shape = weights.iter().find(|(name, _)| *name == fqn).map(|(_, tensor)| tensor.size());
+        let shape = shapes.get(fqn.as_str());
         for (kind, value) in state.entries().unwrap_or_default() {
             let kind = kind.as_str().unwrap_or("?");
             let tensor = match value {
@@ -288,7 +291,7 @@ fn optimizer_of(
                 Value::Int(_) | Value::Float(_) => Tensor::from(value.as_f64().unwrap_or(0.0) as f32),
                 _ => continue, // a momentum that has not begun
             };
-            if kind != "step" && shape.as_ref().is_some_and(|shape| *shape != tensor.size()) {
+            if kind != "step" && shape.is_some_and(|shape| *shape != tensor.size()) {
                 let what =
                     format!("{kind} of parameter {index:?} has shape {:?}, {fqn} has another", tensor.size());
                 return refuse(what, "give the names in the optimizer's order with --param_names FILE");

@@ -12,7 +12,9 @@ use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use super::atomic::write_atomically;
+use super::budget::{Budget, ReadLimits};
 use super::pickle::{self, Value};
+use crate::config::open_file;
 use crate::error::{CheckpointError, Error, Problem, Result};
 
 /// Storages begin at multiples of this, as PyTorch writes them, so that it can map the file into memory.
@@ -20,13 +22,23 @@ const ALIGNMENT: u16 = 64;
 /// Pickles are small: the elements of tensors are beside them.
 const MAX_PICKLE: u64 = 1 << 30;
 
-/// Reads a file of `torch.save`. No code of it is executed.
+/// Reads a file of `torch.save` within the usual limits. No code of it is executed.
 ///
 /// # Errors
-/// [`CheckpointError::Unreadable`] with what is wrong: no such file, damaged, in the format before PyTorch 1.6, or with
-/// values that are not plain data, by the name of their class.
+/// As [`read_torch_within`].
 pub fn read_torch(path: &Path) -> Result<Value> {
-    let file = File::open(path).map_err(|e| Error::io("read checkpoint", path, e))?;
+    read_torch_within(path, ReadLimits::default())
+}
+
+/// Reads a file of `torch.save`, of which no more is made than `limits` allow. No code of it is executed.
+///
+/// # Errors
+/// [`CheckpointError::Unreadable`] with what is wrong: no such file, damaged, in the format before PyTorch 1.6, too much made of
+/// too little, or with values that are not plain data, by the name of their class.
+pub fn read_torch_within(path: &Path, limits: ReadLimits) -> Result<Value> {
+    let file = open_file(path).map_err(|e| Error::io("read checkpoint", path, e))?;
+    let size = file.metadata().map_err(|e| Error::io("read checkpoint", path, e))?.len();
+    let mut budget = Budget::new(size, limits);
     let mut reader = BufReader::new(file);
     let refuse = |what: String, remedy: &'static str| -> Error {
         CheckpointError::Unreadable { path: path.to_path_buf(), problem: Problem::new(what, remedy) }.into()
@@ -42,12 +54,16 @@ pub fn read_torch(path: &Path) -> Result<Value> {
     let read = || -> Result<Value, String> {
         reader.rewind().map_err(|error| error.to_string())?;
         let mut archive = Archive::open(reader)?;
-        let bytes = archive.entry("data.pkl", MAX_PICKLE)?;
+        let bytes = archive.entry("data.pkl", MAX_PICKLE, &mut budget)?;
         let mut storages: HashMap<String, Tensor> = HashMap::new();
-        pickle::read(&bytes, &mut |key, kind, numel| archive.storage(&mut storages, key, kind, numel))
+        pickle::read(&bytes, &mut budget, &mut |key, kind, numel, budget| {
+            archive.storage(&mut storages, budget, (key, kind, numel))
+        })
     };
     read().map_err(|what| {
-        let remedy = if what.contains("plain data") {
+        let remedy = if what.ends_with("max_growth") || what.contains("is max_growth") {
+            "if you trust the file, raise max_growth (--max_growth of convert)"
+        } else if what.contains("plain data") {
             "save plain data, such as model.state_dict(), or load the file in Python and save it again"
         } else {
             "use another checkpoint"
@@ -84,14 +100,15 @@ impl Archive {
         };
         let mut archive = Self { folder, zip };
         let has_order = archive.zip.index_for_name(&format!("{}byteorder", archive.folder)).is_some();
-        if has_order && archive.entry("byteorder", 16)? != b"little" {
+        let mut few = Budget::new(0, ReadLimits::default());
+        if has_order && archive.entry("byteorder", 16, &mut few)? != b"little" {
             return Err("it was written on a machine with another byte order".to_owned());
         }
         Ok(archive)
     }
 
     /// The bytes of an entry, at most so many.
-    fn entry(&mut self, name: &str, most: u64) -> Result<Vec<u8>, String> {
+    fn entry(&mut self, name: &str, most: u64, budget: &mut Budget) -> Result<Vec<u8>, String> {
         let full = format!("{}{name}", self.folder);
         let damaged = |what: String| format!("entry {name} of its archive is damaged: {what}");
         let entry = self.zip.by_name(&full).map_err(|error| damaged(error.to_string()))?;
@@ -101,6 +118,8 @@ impl Archive {
         if entry.size() > most {
             return Err(damaged(format!("it has {} bytes, at most {most} are expected", entry.size())));
         }
+        // entries may lie on each other, so that a file is as large as all of them only if it is honest
+        budget.take(usize::try_from(entry.size()).unwrap_or(usize::MAX))?;
         let mut bytes = Vec::new();
         entry.take(most + 1).read_to_end(&mut bytes).map_err(|error| damaged(error.to_string()))?;
         Ok(bytes)
@@ -110,9 +129,8 @@ impl Archive {
     fn storage(
         &mut self,
         known: &mut HashMap<String, Tensor>,
-        key: &str,
-        kind: Kind,
-        numel: usize,
+        budget: &mut Budget,
+        (key, kind, numel): (&str, Kind, usize),
     ) -> Result<Tensor, String> {
         if let Some(tensor) = known.get(key) {
             if tensor.kind() == kind && tensor.numel() == numel {
@@ -121,7 +139,7 @@ impl Archive {
             return Err(format!("storage {key} is used with two dtypes or sizes"));
         }
         let expected = numel.checked_mul(kind.elt_size_in_bytes()).ok_or("a storage is too large")?;
-        let bytes = self.entry(&format!("data/{key}"), expected as u64)?;
+        let bytes = self.entry(&format!("data/{key}"), expected as u64, budget)?;
         if bytes.len() != expected {
             return Err(format!("storage {key} has {} bytes, its tensors need {expected}", bytes.len()));
         }
@@ -210,7 +228,8 @@ mod tests {
 
     /// Reads a pickle without tensors.
     fn read_pickle(pickle: &[u8]) -> Result<Value, String> {
-        pickle::read(pickle, &mut |_, _, _| Err("there are no storages".to_owned()))
+        let mut budget = Budget::new(pickle.len() as u64, ReadLimits::default());
+        pickle::read(pickle, &mut budget, &mut |_, _, _, _| Err("there are no storages".to_owned()))
     }
 
     #[test]
@@ -234,6 +253,50 @@ mod tests {
             b"]".iter().chain(b"q\0](h\0h\0e".repeat(60).iter()).chain(b".").copied().collect();
         let error = read_pickle(&bomb).expect_err("too large");
         assert!(error.contains("more than") || error.contains("deeper"), "{error}");
+    }
+
+    /// A namespace to which it gives itself doubles; copies, paths and arguments grow by a few bytes each.
+    #[test]
+    fn a_few_bytes_do_not_make_gigabytes() {
+        let text = [&b"X\0\0\x01\0"[..], &vec![b'a'; 1 << 16], b"q\x01"].concat();
+        let many = |start: &[u8], part: &[u8], count: usize| [start, &part.repeat(count), b"."].concat();
+        let list = [&b"]q\x01("[..], &b"N".repeat(1 << 17), b"e0"].concat();
+        let tuple = [&b"("[..], &b"N".repeat(1 << 17), b"tq\x01cbuiltins\nlist\nq\x02"].concat();
+        for (name, bomb) in [
+            (
+                "a namespace given itself",
+                many(b"cargparse\nNamespace\n)Rq\x01}(NNuq\x02b0h\x01h\x01b", b"h\x01b", 60),
+            ),
+            (
+                "lists copied",
+                many(&[&list[..], b"cbuiltins\nlist\nq\x02"].concat(), b"h\x02h\x01\x85R0", 100_000),
+            ),
+            ("long arguments", many(&tuple, b"h\x02h\x01R0", 100_000)),
+            ("a path of long parts", many(&[&text[..], b"cpathlib\nPath\n("].concat(), b"h\x01", 100_000)),
+            (
+                "texts encoded",
+                many(&[&text[..], b"c_codecs\nencode\nq\x02"].concat(), b"h\x02h\x01\x85R0", 100_000),
+            ),
+        ] {
+            let start = std::time::Instant::now();
+            let bomb =
+                if name.starts_with("a path") { [&bomb[..bomb.len() - 1], b"tR."].concat() } else { bomb };
+            let error = read_pickle(&bomb).expect_err(name);
+            assert!(error.contains("max_growth"), "{name}: {error}");
+            assert!(start.elapsed().as_secs() < 20, "{name}");
+        }
+    }
+
+    #[test]
+    fn tensors_that_share_bytes_of_the_file_count_each_time() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.pt");
+        let weight = Tensor::zeros([512, 512], (Kind::Float, tch::Device::Cpu)); // 1 MiB
+        let copies = (0..90).map(|i| (i.to_string(), Value::Tensor(weight.shallow_clone())));
+        write_torch(&Value::dict(copies), &path).expect("writes");
+        let error = read_torch(&path).expect_err("too much").to_string();
+        assert!(error.contains("16 times its size") && error.contains("--max_growth"), "{error}");
+        read_torch_within(&path, ReadLimits { max_growth: 100 }).expect("is allowed");
     }
 
     #[test]

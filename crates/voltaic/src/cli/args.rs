@@ -7,6 +7,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 use super::outcome::Failure;
 use super::request::Verb;
+use crate::checkpoint::ReadLimits;
 use crate::config::{Assignment, nearest};
 
 /// Options of a run that are not configuration keys, as typed.
@@ -97,6 +98,9 @@ pub(super) struct ConvertArgs {
     /// File with the names of the optimizer's parameters in its order, one a line.
     #[arg(long = "param_names", value_name = "FILE")]
     pub param_names: Option<PathBuf>,
+    /// How many times the size of a file of PyTorch or Lightning its values and tensors may take, and 64 MiB more.
+    #[arg(long = "max_growth", value_name = "N", default_value_t = ReadLimits::default().max_growth)]
+    pub max_growth: u64,
 }
 
 /// A format of checkpoints.

@@ -39,6 +39,7 @@ mod assign;
 mod check;
 mod defaults;
 mod emit;
+mod file;
 mod keys;
 mod layers;
 mod merge;
@@ -55,5 +56,6 @@ pub use layers::{Layers, Loaded, PrintConfig, Settings, deserialize_at, schema_o
 pub use node::{Origin, Origins};
 
 pub(crate) use emit::{first_paragraph, inline, wrap};
+pub(crate) use file::{open_file, read_file};
 pub(crate) use layers::Survey;
 pub(crate) use suggest::nearest;

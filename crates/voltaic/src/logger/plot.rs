@@ -9,6 +9,7 @@ use plotters::prelude::*;
 use plotters::style::{FontStyle, register_font};
 
 use super::logger::DEVICE_STATS;
+use crate::checkpoint::temporary_file;
 use crate::error::{Error, Result};
 
 /// A part of DejaVu Sans (Bitstream Vera licence, beside the file), so that no system font is needed.
@@ -58,10 +59,10 @@ pub(super) fn write_picture(panels: &[Panel], png_path: &Path) -> Result<()> {
         return Ok(());
     }
     let height = PANEL.1 * panels.len() as u32;
-    let temporary = png_path.with_extension("tmp.png");
-    draw(panels, &temporary, height)
+    let temporary = temporary_file(png_path, ".tmp.png")?;
+    draw(panels, temporary.path(), height)
         .map_err(|error| Error::io("draw", png_path, std::io::Error::other(error.to_string())))?;
-    std::fs::rename(&temporary, png_path).map_err(|error| Error::io("rename to", png_path, error))
+    temporary.persist(png_path).map(drop).map_err(|error| Error::io("rename to", png_path, error.error))
 }
 
 /// Makes the font known, once.

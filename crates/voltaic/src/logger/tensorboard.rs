@@ -119,7 +119,7 @@ impl EventFile {
         let unique = COUNTER.fetch_add(1, Ordering::Relaxed);
         let name = format!("events.out.tfevents.{:010}.{host}.{}.{unique}", now() as u64, std::process::id());
         let path = folder.join(name);
-        let file = File::create(&path).map_err(|e| Error::io("create", &path, e))?;
+        let file = File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
         let mut file = Self { path, writer: BufWriter::new(file), flushed: Instant::now() };
         file.write(&Event::version(now()))?;
         file.flush()?;

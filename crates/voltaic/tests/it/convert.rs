@@ -459,3 +459,68 @@ fn a_checkpoint_of_weights_becomes_one_of_lightning_too() {
     assert!(file.get("optimizer_states").is_none());
     same(&from_lightning(&file, None, false).unwrap().value.weights, &checkpoint.weights);
 }
+
+#[test]
+fn an_input_is_not_overwritten_and_what_is_not_a_file_is_not_replaced() {
+    let folder = TempDir::new().unwrap();
+    let (own, link) = (folder.path().join("own.ckpt"), folder.path().join("link.ckpt"));
+    convert(&fixture("lightning.ckpt"), &own, &[]);
+    let before = std::fs::read(&own).unwrap();
+    std::fs::hard_link(&own, folder.path().join("hard.ckpt")).unwrap();
+    std::os::unix::fs::symlink("own.ckpt", &link).unwrap();
+    let refused = |input: &Path, output: &Path, text: &str| {
+        let ended = voltaic(&["convert", input.to_str().unwrap(), output.to_str().unwrap()]);
+        let error = String::from_utf8(ended.stderr).unwrap();
+        assert!(!ended.status.success() && error.contains(text), "{error}");
+        assert_eq!(std::fs::read(&own).unwrap(), before);
+    };
+    for output in ["own.ckpt", "hard.ckpt", "link.ckpt", "./own.ckpt"] {
+        refused(&own, &folder.path().join(output), "is the file that is converted");
+    }
+    let socket = folder.path().join("socket");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    refused(&own, &socket, "a device, pipe or socket");
+    for input in ["/dev/zero", folder.path().to_str().unwrap(), socket.to_str().unwrap()] {
+        let ended = voltaic(&["convert", input, folder.path().join("new.ckpt").to_str().unwrap()]);
+        let error = String::from_utf8(ended.stderr).unwrap();
+        assert!(!ended.status.success() && error.contains(input), "{error}");
+    }
+}
+
+#[test]
+fn how_much_is_made_of_a_file_is_an_option() {
+    let folder = TempDir::new().unwrap();
+    let (input, output) = (folder.path().join("a.pt"), folder.path().join("a.safetensors"));
+    let weight = Tensor::zeros([512, 512], (Kind::Float, CPU));
+    let tied = (0..90).map(|i| (i.to_string(), Value::Tensor(weight.shallow_clone())));
+    write_torch(&Value::dict(tied), &input).unwrap();
+    let ended = voltaic(&["convert", input.to_str().unwrap(), output.to_str().unwrap()]);
+    let error = String::from_utf8(ended.stderr).unwrap();
+    let size = std::fs::metadata(&input).unwrap().len();
+    assert!(
+        error.contains(&format!("its {size} bytes make more than 64 MiB and 16 times its size")),
+        "{error}"
+    );
+    assert!(!output.exists() && error.contains("--max_growth of convert"), "{error}");
+    convert(&input, &output, &["--max_growth=100"]);
+}
+
+#[test]
+fn names_that_a_file_cannot_hold_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let (input, output) = (folder.path().join("a.pt"), folder.path().join("a.safetensors"));
+    let tensor = || Value::Tensor(Tensor::ones([2], (Kind::Float, CPU)));
+    for (names, text) in [
+        (vec!["__metadata__"], "safetensors keeps for itself"),
+        (vec!["w", "w"], "two tensors are called w"),
+        (vec!["voltaic:grad.w"], "begins the names of training states"),
+    ] {
+        write_torch(&Value::dict(names.into_iter().map(|name| (name, tensor()))), &input).unwrap();
+        for to in ["--to=voltaic", "--to=safetensors"] {
+            let ended = voltaic(&["convert", input.to_str().unwrap(), output.to_str().unwrap(), to]);
+            let error = String::from_utf8(ended.stderr).unwrap();
+            assert!(!ended.status.success() && error.contains(text), "{error}");
+            assert!(!output.exists());
+        }
+    }
+}

@@ -91,3 +91,71 @@ fn the_last_checkpoint_overwrites_no_file_of_another_name() {
     assert_eq!(std::fs::read_to_string(&notes).unwrap(), "mine");
     assert_eq!(Checkpoint::load(&folder.join("last-v1.ckpt")).unwrap().meta.global_step, 12);
 }
+
+/// A file of version 1, which has no checksum, with one tensor of three floats.
+fn crafted(path: &Path, own: &Value, shape: &str) {
+    let header = json!({"__metadata__": {"voltaic": own.to_string()}}).to_string();
+    let tensor = format!(r#","w":{{"dtype":"F32","shape":{shape},"data_offsets":[0,12]}}}}"#);
+    let header = format!("{}{tensor}", &header[..header.len() - 1]);
+    let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 12]].concat();
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn numbers_of_a_header_are_bounded() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("a.ckpt");
+    let header = |num_optimizers: Value, training: Value| {
+        let meta = json!({
+            "format_version": 1, "voltaic_version": "0", "epoch": 0, "global_step": 0, "module": "", "hyper_parameters": null,
+        });
+        json!({"meta": meta, "training": training, "num_optimizers": num_optimizers})
+    };
+    crafted(&path, &header(json!(2), json!({})), "[3]");
+    assert_eq!(Checkpoint::load(&path).unwrap().training.unwrap().optimizers.len(), 2);
+    for number in [u64::MAX, 1 << 62, 1 << 40, 65_537] {
+        crafted(&path, &header(json!(number), json!({})), "[3]");
+        let error = Checkpoint::load(&path).unwrap_err().to_string();
+        assert!(error.contains(&format!("it tells of {number} optimizers, at most 65536")), "{error}");
+    }
+    let shape = format!("[3{}]", ",1".repeat(100));
+    crafted(&path, &header(json!(0), Value::Null), &shape);
+    assert!(Checkpoint::load(&path).unwrap_err().to_string().contains("too large"));
+    // two bytes of text are a value of many
+    let values = Value::Array(vec![Value::from(1); 3_000_000]);
+    crafted(&path, &header(json!(0), values), "[3]");
+    let error = Checkpoint::load(&path).unwrap_err().to_string();
+    assert!(error.contains("training state is too large") && error.contains("16 times its size"), "{error}");
+}
+
+#[test]
+fn a_gradient_of_another_shape_is_refused() {
+    let _rng = seeded(1);
+    let folder = TempDir::new().unwrap();
+    let build = || {
+        let config = ModelCheckpointConfig {
+            dirpath: Some(folder.path().to_path_buf()),
+            every_n_train_steps: Some(1),
+            ..ModelCheckpointConfig::default()
+        };
+        let builder = silent().enable_checkpointing(true).max_epochs(1).accumulate_grad_batches(4_u64);
+        builder.callback(ModelCheckpoint::new(config).unwrap()).build().unwrap()
+    };
+    build().fit(&mut Probe::default(), &mut loaders()).unwrap();
+    let path = voltaic_files(folder.path());
+    for shape in [vec![7], vec![0], vec![1, 1, 1]] {
+        let mut checkpoint = Checkpoint::load(&path).unwrap();
+        let fqn = checkpoint.weights[0].0.clone();
+        let grad = voltaic::Tensor::zeros(&shape, (voltaic::Kind::Float, tch::Device::Cpu));
+        checkpoint.training.as_mut().unwrap().grads = vec![(fqn.clone(), grad)];
+        checkpoint.save(&path).unwrap();
+        let mut trainer = build();
+        let error =
+            trainer.ckpt_path(&path).fit(&mut Probe::default(), &mut loaders()).unwrap_err().to_string();
+        assert!(error.contains(&format!("its gradient of {fqn} has shape {shape:?}")), "{error}");
+    }
+}
+
+fn voltaic_files(folder: &Path) -> PathBuf {
+    folder.join(&names(folder)[0])
+}

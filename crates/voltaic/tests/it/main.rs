@@ -53,6 +53,7 @@ mod host_memory;
 mod host_pool;
 mod hostile_checkpoint;
 mod kill;
+mod last_checkpoint;
 mod layers;
 mod libtorch;
 mod loggers;

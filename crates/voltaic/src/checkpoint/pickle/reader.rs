@@ -9,20 +9,28 @@ use tch::{Kind, Tensor};
 
 use super::globals::{self, Global};
 use super::value::Value;
+use crate::checkpoint::budget::Budget;
 
 /// A tree deeper than this is refused.
 const MAX_DEPTH: usize = 64;
-/// A tree with more values than this is refused.
-const MAX_VALUES: usize = 20_000_000;
+/// libtorch's operators take no more dimensions.
+const MAX_DIMS: usize = 64;
+/// What an entry of the memo takes, at most.
+const MEMO_ENTRY: usize = 32;
 
-/// Gives the elements of a storage by key, dtype and number.
-pub(in crate::checkpoint) type Loaded<'a> = dyn FnMut(&str, Kind, usize) -> Result<Tensor, String> + 'a;
+/// Gives the elements of a storage by key, dtype and number, and takes them from the budget.
+pub(in crate::checkpoint) type Loaded<'a> =
+    dyn FnMut(&str, Kind, usize, &mut Budget) -> Result<Tensor, String> + 'a;
 
-/// Reads a pickle; `load` gives the storages of its tensors.
+/// Reads a pickle; `load` gives the storages of its tensors. All that is made is taken from the budget.
 ///
 /// # Errors
 /// What is wrong, and at which byte.
-pub(in crate::checkpoint) fn read(bytes: &[u8], load: &mut Loaded) -> Result<Value, String> {
+pub(in crate::checkpoint) fn read(
+    bytes: &[u8],
+    budget: &mut Budget,
+    load: &mut Loaded,
+) -> Result<Value, String> {
     let mut machine = Machine {
         bytes,
         at: 0,
@@ -30,11 +38,12 @@ pub(in crate::checkpoint) fn read(bytes: &[u8], load: &mut Loaded) -> Result<Val
         stack: Vec::new(),
         marks: Vec::new(),
         memo: HashMap::new(),
+        budget,
         load,
     };
     let root = machine.run().map_err(|what| format!("{what} (byte {} of its pickle)", machine.at))?;
-    let mut budget = MAX_VALUES;
-    machine.tree(root, 0, &mut budget)
+    let Machine { nodes, budget, .. } = machine;
+    tree(&nodes, root, 0, budget)
 }
 
 type Id = usize;
@@ -64,6 +73,7 @@ struct Machine<'a, 'l> {
     /// Heights of the stack at each open mark.
     marks: Vec<usize>,
     memo: HashMap<u64, Id>,
+    budget: &'l mut Budget,
     load: &'l mut Loaded<'l>,
 }
 
@@ -109,8 +119,14 @@ impl Machine<'_, '_> {
     }
 
     fn push(&mut self, node: Node) -> Step {
+        self.budget.take(node.size())?;
         self.nodes.push(node);
-        self.stack.push(self.nodes.len() - 1);
+        self.push_id(self.nodes.len() - 1)
+    }
+
+    fn push_id(&mut self, id: Id) -> Step {
+        self.budget.take(size_of::<Id>())?;
+        self.stack.push(id);
         Ok(())
     }
 
@@ -146,14 +162,13 @@ impl Machine<'_, '_> {
             0x95 => self.number(8).map(drop), // frame
             b'(' => {
                 self.marks.push(self.stack.len());
-                Ok(())
+                self.budget.take(size_of::<usize>())
             }
             b'0' => self.pop().map(drop),
             b'1' => self.pop_mark().map(drop),
             b'2' => {
                 let top = self.top()?;
-                self.stack.push(top);
-                Ok(())
+                self.push_id(top)
             }
             b'N' => self.push(Node::None),
             0x88 => self.push(Node::Bool(true)),
@@ -271,6 +286,7 @@ impl Machine<'_, '_> {
     }
 
     fn append(&mut self, items: Vec<Id>) -> Step {
+        self.budget.take(size_of_val(&items[..]))?;
         let top = self.top()?;
         match &mut self.nodes[top] {
             Node::List(list) => {
@@ -282,6 +298,7 @@ impl Machine<'_, '_> {
     }
 
     fn set(&mut self, items: Vec<(Id, Id)>) -> Step {
+        self.budget.take(size_of_val(&items[..]))?;
         let top = self.top()?;
         match &mut self.nodes[top] {
             Node::Dict { entries, .. } => {
@@ -295,13 +312,12 @@ impl Machine<'_, '_> {
     fn memoize(&mut self, index: u64) -> Step {
         let top = self.top()?;
         self.memo.insert(index, top);
-        Ok(())
+        self.budget.take(MEMO_ENTRY)
     }
 
     fn recall(&mut self, index: u64) -> Step {
         let id = *self.memo.get(&index).ok_or_else(|| format!("memo {index} is used before it is set"))?;
-        self.stack.push(id);
-        Ok(())
+        self.push_id(id)
     }
 
     fn global(&mut self, module: &str, name: &str) -> Step {
@@ -320,6 +336,7 @@ impl Machine<'_, '_> {
             return Err("it calls something that is not a class or function".to_owned());
         };
         let arguments = self.items(arguments).ok_or("arguments are not a tuple")?.to_vec();
+        self.budget.take(size_of_val(&arguments[..]))?;
         let first = arguments.first().copied();
         let text = |id: Id| if let Node::Text(text) = &self.nodes[id] { Some(text.clone()) } else { None };
         let node = match global {
@@ -341,10 +358,7 @@ impl Machine<'_, '_> {
             Global::List => Node::List(first.and_then(|id| self.items(id)).unwrap_or_default().to_vec()),
             Global::Tuple => Node::Tuple(first.and_then(|id| self.items(id)).unwrap_or_default().to_vec()),
             Global::Tensor | Global::TypedTensor => Node::Tensor(self.tensor(global, &arguments)?),
-            Global::First => {
-                self.stack.push(first.ok_or("a parameter without a tensor")?);
-                return Ok(());
-            }
+            Global::First => return self.push_id(first.ok_or("a parameter without a tensor")?),
             Global::Device => {
                 let kind = first.and_then(text).ok_or("a device without a name")?;
                 match arguments.get(1).map(|id| &self.nodes[*id]) {
@@ -359,9 +373,12 @@ impl Machine<'_, '_> {
             }
             Global::Bytes if arguments.is_empty() => Node::Bytes(Vec::new()),
             Global::Path => {
+                let length =
+                    |id: &Id| if let Node::Text(text) = &self.nodes[*id] { text.len() + 1 } else { 0 };
+                self.budget.take(arguments.iter().map(length).sum())?;
                 let parts = arguments.iter().map(|id| text(*id)).collect::<Option<Vec<_>>>();
-                let path: std::path::PathBuf =
-                    parts.ok_or("a path is made of something other than text")?.iter().collect();
+                let parts = parts.ok_or("a path is made of something other than text")?;
+                let path: std::path::PathBuf = parts.iter().collect();
                 Node::Text(path.to_string_lossy().into_owned())
             }
             Global::Bytes | Global::Storage(_) | Global::Dtype(..) => {
@@ -378,6 +395,7 @@ impl Machine<'_, '_> {
             Node::Dict { entries, .. } => entries.clone(),
             _ => Vec::new(),
         };
+        self.budget.take(size_of_val(&attributes[..]))?;
         match &mut self.nodes[object] {
             Node::Dict { entries, is_namespace: true } => entries.extend(attributes),
             Node::Dict { .. } | Node::Tensor(_) => {}
@@ -389,7 +407,7 @@ impl Machine<'_, '_> {
     /// `('storage', class, key, location, numel)`.
     fn persistent(&mut self) -> Step {
         let id = self.pop()?;
-        let storage = self.items(id).and_then(|items| {
+        let storage = self.items(id).filter(|items| items.len() == 5).and_then(|items| {
             let nodes: Vec<&Node> = items.iter().map(|id| &self.nodes[*id]).collect();
             match nodes[..] {
                 [
@@ -410,7 +428,7 @@ impl Machine<'_, '_> {
 
     fn integers(&self, id: Id) -> Option<Vec<i64>> {
         let int = |id: &Id| if let Node::Int(int) = self.nodes[*id] { Some(int) } else { None };
-        self.items(id)?.iter().map(int).collect()
+        self.items(id).filter(|items| items.len() <= MAX_DIMS)?.iter().map(int).collect()
     }
 
     fn tensor(&mut self, global: Global, arguments: &[Id]) -> Step<Tensor> {
@@ -430,41 +448,68 @@ impl Machine<'_, '_> {
             _ => return Err("a tensor has no dtype".to_owned()),
         };
         check_geometry(key, numel, offset, &size, &stride)?;
-        let key = key.clone();
-        let storage = (self.load)(&key, kind, numel)?;
-        let view = storage.f_as_strided(&size, &stride, offset).and_then(|view| view.f_contiguous());
-        view.map_err(|error| error.to_string())
-    }
-
-    fn tree(&self, id: Id, depth: usize, budget: &mut usize) -> Step<Value> {
-        *budget = budget.checked_sub(1).ok_or_else(|| format!("it holds more than {MAX_VALUES} values"))?;
-        if depth > MAX_DEPTH {
-            return Err(format!("its values nest deeper than {MAX_DEPTH}"));
+        self.budget.take(key.len())?;
+        let storage = (self.load)(&key.clone(), kind, numel, self.budget)?;
+        let view = storage.f_as_strided(&size, &stride, offset).map_err(|error| error.to_string())?;
+        if !view.is_contiguous() {
+            self.budget.take(bytes_of(&view))?;
         }
-        let mut list =
-            |items: &[Id]| items.iter().map(|id| self.tree(*id, depth + 1, budget)).collect::<Step<Vec<_>>>();
-        Ok(match &self.nodes[id] {
-            Node::None => Value::None,
-            Node::Bool(flag) => Value::Bool(*flag),
-            Node::Int(int) => Value::Int(*int),
-            Node::Float(float) => Value::Float(*float),
-            Node::Text(text) => Value::Text(text.clone()),
-            Node::Bytes(bytes) => Value::Bytes(bytes.clone()),
-            Node::List(items) => Value::List(list(items)?),
-            Node::Tuple(items) => Value::Tuple(list(items)?),
-            Node::Dict { entries, .. } => {
-                let mut dict = Vec::with_capacity(entries.len());
-                for (key, value) in entries {
-                    dict.push((self.tree(*key, depth + 1, budget)?, self.tree(*value, depth + 1, budget)?));
-                }
-                Value::Dict(dict)
-            }
-            Node::Tensor(tensor) => Value::Tensor(tensor.shallow_clone()),
-            Node::Global(Global::Dtype(name, _)) => Value::Text(format!("torch.{name}")),
-            Node::Global(global) => Value::Text(format!("{global:?}")),
-            Node::Storage { key, .. } => return Err(format!("storage {key} is used without a tensor")),
-        })
+        view.f_contiguous().map_err(|error| error.to_string())
     }
+}
+
+impl Node {
+    /// Bytes that it takes, but for those of a tensor, which are counted where they are made.
+    fn size(&self) -> usize {
+        size_of::<Self>()
+            + match self {
+                Self::Text(text) => text.len(),
+                Self::Bytes(bytes) => bytes.len(),
+                Self::List(items) | Self::Tuple(items) => size_of_val(&items[..]),
+                Self::Dict { entries, .. } => size_of_val(&entries[..]),
+                Self::Storage { key, .. } => key.len(),
+                _ => 0,
+            }
+    }
+}
+
+/// What is at `id`, with a copy of its own of everything that is shared.
+fn tree(nodes: &[Node], id: Id, depth: usize, budget: &mut Budget) -> Step<Value> {
+    if depth > MAX_DEPTH {
+        return Err(format!("its values nest deeper than {MAX_DEPTH}"));
+    }
+    let node = &nodes[id];
+    // those who read tensors may make a copy of each, also of shared ones
+    let elements = if let Node::Tensor(tensor) = node { bytes_of(tensor) } else { 0 };
+    budget.take(size_of::<Value>() + node.size() - size_of::<Node>() + elements)?;
+    let mut list =
+        |items: &[Id]| items.iter().map(|id| tree(nodes, *id, depth + 1, budget)).collect::<Step<Vec<_>>>();
+    Ok(match node {
+        Node::None => Value::None,
+        Node::Bool(flag) => Value::Bool(*flag),
+        Node::Int(int) => Value::Int(*int),
+        Node::Float(float) => Value::Float(*float),
+        Node::Text(text) => Value::Text(text.clone()),
+        Node::Bytes(bytes) => Value::Bytes(bytes.clone()),
+        Node::List(items) => Value::List(list(items)?),
+        Node::Tuple(items) => Value::Tuple(list(items)?),
+        Node::Dict { entries, .. } => {
+            let mut dict = Vec::new();
+            for (key, value) in entries {
+                let key = tree(nodes, *key, depth + 1, budget)?;
+                dict.push((key, tree(nodes, *value, depth + 1, budget)?));
+            }
+            Value::Dict(dict)
+        }
+        Node::Tensor(tensor) => Value::Tensor(tensor.shallow_clone()),
+        Node::Global(Global::Dtype(name, _)) => Value::Text(format!("torch.{name}")),
+        Node::Global(global) => Value::Text(format!("{global:?}")),
+        Node::Storage { key, .. } => return Err(format!("storage {key} is used without a tensor")),
+    })
+}
+
+fn bytes_of(tensor: &Tensor) -> usize {
+    tensor.numel() * tensor.kind().elt_size_in_bytes()
 }
 
 fn pairs(items: &[Id]) -> Step<Vec<(Id, Id)>> {

@@ -1,14 +1,19 @@
 //! `convert`: checkpoints of voltaic, Lightning, PyTorch and safetensors into each other.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use crate::checkpoint::{
-    Checkpoint, from_hugging_face, read_torch, to_hugging_face, write_torch, write_weights,
+    Checkpoint, ReadLimits, from_hugging_face, read_torch_within, to_hugging_face, write_torch, write_weights,
 };
 use crate::cli::args::{ConvertArgs, Format, Names};
 use crate::cli::outcome::Failure;
-use crate::error::Error;
+use crate::config::{open_file, read_file};
+use crate::error::{ConfigError, Error};
 use crate::trainer::{Converted, from_lightning, state_dict, to_lightning};
+
+/// A longer file of names is none.
+const MAX_NAMES: u64 = 64 << 20;
 
 /// Converts a file; returns what to tell the user.
 pub(in crate::cli) fn convert(arguments: &ConvertArgs) -> Result<String, Failure> {
@@ -17,10 +22,12 @@ pub(in crate::cli) fn convert(arguments: &ConvertArgs) -> Result<String, Failure
 
 fn run(arguments: &ConvertArgs) -> Result<String, Error> {
     let ConvertArgs { input, output, .. } = arguments;
+    refuse_same_file(input, output)?;
+    let limits = ReadLimits { max_growth: arguments.max_growth };
     let is_torch = starts_with_zip(input)?;
     let Converted { value: mut checkpoint, mut notes } = if is_torch || !is_safetensors(input)? {
         let names = arguments.param_names.as_deref().map(read_lines).transpose()?;
-        from_lightning(&read_torch(input)?, names.as_deref(), arguments.weights_only)?
+        from_lightning(&read_torch_within(input, limits)?, names.as_deref(), arguments.weights_only)?
     } else {
         Converted { value: Checkpoint::load(input)?, notes: Vec::new() }
     };
@@ -69,10 +76,20 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
     Ok(text)
 }
 
+/// The output would take the place of the only copy of what is converted.
+fn refuse_same_file(input: &Path, output: &Path) -> Result<(), Error> {
+    let identity = |path: &Path| path.metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()));
+    if identity(output).is_none_or(|output| identity(input) != Some(output)) {
+        return Ok(());
+    }
+    let what = format!("{} is the file that is converted", output.display());
+    Err(ConfigError::new("convert OUTPUT", what, "give another name").into())
+}
+
 fn head(path: &Path) -> Result<Vec<u8>, Error> {
     use std::io::Read;
     let mut head = Vec::new();
-    let file = std::fs::File::open(path).map_err(|e| Error::io("read checkpoint", path, e))?;
+    let file = open_file(path).map_err(|e| Error::io("read checkpoint", path, e))?;
     file.take(9).read_to_end(&mut head).map_err(|e| Error::io("read checkpoint", path, e))?;
     Ok(head)
 }
@@ -87,6 +104,8 @@ fn is_safetensors(path: &Path) -> Result<bool, Error> {
 }
 
 fn read_lines(path: &Path) -> Result<Vec<String>, Error> {
-    let text = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
+    let failed = |e| Error::io("read", path, e);
+    let text = read_file(path, MAX_NAMES).map_err(failed)?;
+    let text = String::from_utf8(text).map_err(|e| failed(std::io::Error::other(e)))?;
     Ok(text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned).collect())
 }

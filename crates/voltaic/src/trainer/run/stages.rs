@@ -25,7 +25,7 @@ use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::options::CallOptions;
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
-use crate::trainer::state::find::find;
+use crate::trainer::state::find::{find, tidy_up};
 use crate::trainer::state::restore::{restore_module, restore_training};
 
 impl Run {
@@ -137,6 +137,9 @@ impl<M: LightningModule> Session<'_, M> {
     fn begin_fit(&mut self) -> Result<FitLoaders<M::Batch>> {
         self.setup()?;
         set_training(self.module, true);
+        if self.run.world().is_global_zero() && !self.plan.fast_dev_run {
+            tidy_up(self.run);
+        }
         let mut checkpoint = None;
         self.run.resumed_from = None;
         if let Some(path) = self.start()? {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::callback::{Callback, OnExceptionCheckpoint, SWA_FILE};
-use crate::checkpoint::{CheckpointPaths, peek_training};
+use crate::checkpoint::{CheckpointPaths, peek, peek_whole, remove_leftovers};
 use crate::data::Stage;
 use crate::error::{ConfigError, Problem, Result};
 use crate::logger::Logger;
@@ -94,7 +94,7 @@ fn best(run: &Run) -> Result<PathBuf, Problem> {
         let what = format!("`best`, but there is no checkpoint in {}", places.text());
         return Err(Problem::new(what, format!("fit first, or {remedy}")));
     };
-    let told = match peek_training(&newest) {
+    let told = match peek(&newest).map(|beginning| beginning.training) {
         Ok(Some(training)) => best_of(&training, run),
         Ok(None) => {
             return refuse(format!(
@@ -156,11 +156,17 @@ impl Places {
     }
 
     /// The newest checkpoint that serves `stage`: of those that this trainer has saved, else in the folders of this
-    /// configuration, else in the default ones. A fit goes on from weights alone only to say that it cannot.
+    /// configuration, else in the default ones. A damaged one is passed over, with a warning; if there is no other, reading
+    /// it says what is wrong. A fit goes on from weights alone only to say that it cannot.
     fn newest(&self, run: &Run, stage: Stage) -> Option<PathBuf> {
-        let serves = |path: &PathBuf| match stage {
-            Stage::Fit => !matches!(peek_training(path), Ok(None)),
-            _ => path.file_name().is_none_or(|name| name != SWA_FILE),
+        let mut damaged = Vec::new();
+        let mut serves = |path: &&PathBuf| match peek_whole(path) {
+            Ok(beginning) if stage == Stage::Fit => beginning.training.is_some(),
+            Ok(_) => path.file_name().is_none_or(|name| name != SWA_FILE),
+            Err(error) => {
+                damaged.push(error);
+                false
+            }
         };
         let last = |callback: &dyn Callback| callback.checkpoint_paths().and_then(|paths| paths.last);
         let (savers, others): (Vec<_>, Vec<_>) =
@@ -174,8 +180,13 @@ impl Places {
         left.extend(others.into_iter().filter_map(last));
         let default = std::slice::from_ref(&self.default);
         let places = [newest_first(known.into_iter()), newest_first(own.into_iter()), files_in(default)];
-        let serving = places.iter().find_map(|files| files.iter().find(|path| serves(path)));
-        serving.or_else(|| places.iter().find_map(|files| files.first())).cloned()
+        let serving = places.iter().flatten().find(&mut serves);
+        if let Some(serving) = serving {
+            for error in damaged {
+                tracing::warn!("{error}; taking {}, the newest before it", serving.display());
+            }
+        }
+        serving.or_else(|| places.iter().flatten().next()).cloned()
     }
 
     fn text(&self) -> String {
@@ -220,12 +231,28 @@ fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path())
 }
 
-/// Links that lead nowhere and files of other kinds do not count.
+/// By when they were written as they say themselves: copies and `touch` change the times of files. Those that do not say go by
+/// these times. Links that lead nowhere and files of other kinds do not count.
 fn newest_first(paths: impl Iterator<Item = PathBuf>) -> Vec<PathBuf> {
     let mut found: Vec<_> = paths
         .filter(|path| path.extension().is_some_and(|extension| extension == "ckpt"))
-        .filter_map(|path| Some((path.metadata().ok()?.modified().ok()?, path)))
+        .filter_map(|path| {
+            let modified = path.metadata().ok()?.modified().ok()?;
+            let (saved_at, global_step) = match peek(&path) {
+                Ok(beginning) => (beginning.saved_at, beginning.global_step),
+                Err(_) => (None, 0),
+            };
+            let since_1970 = || modified.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+            let saved_at = saved_at.map_or_else(|| since_1970().as_micros(), u128::from);
+            Some((saved_at, global_step, modified, path))
+        })
         .collect();
     found.sort();
-    found.into_iter().rev().map(|(_, path)| path).collect()
+    found.into_iter().rev().map(|(.., path)| path).collect()
+}
+
+/// Removes what writers that were killed have left in the folders of earlier runs of this configuration.
+pub(crate) fn tidy_up(run: &Run) {
+    let folders = Places::of(run).own.into_iter().chain(run.run_folders.iter().cloned());
+    folders.flat_map(|folder| expand(&folder)).for_each(|folder| remove_leftovers(&folder));
 }

@@ -1,5 +1,6 @@
 //! Puts the state of a checkpoint back into a run.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -111,7 +112,7 @@ pub(crate) fn restore_training<M: LightningModule>(
     for (active, saved) in session.training.schedulers.iter_mut().zip(&state.schedulers) {
         active.configured.scheduler.load_state_dict(saved)?;
     }
-    restore_grads(session, &grads)?;
+    restore_grads(session, &grads, &path)?;
     if let (Some(own), Some(saved)) = (&mut session.run.engine.grad_scaler, state.grad_scaler) {
         *own = saved;
     }
@@ -201,13 +202,20 @@ impl Resumed {
 fn restore_grads<M: LightningModule>(
     session: &mut Session<M>,
     grads: &[(String, tch::Tensor)],
+    path: &Path,
 ) -> Result<()> {
     session.run.engine.of_call.has_scaled |= !grads.is_empty();
     let parameters = session.module.named_parameters();
+    let parameters: HashMap<_, _> = parameters.iter().map(|(name, parameter)| (name, parameter)).collect();
     for (fqn, grad) in grads {
-        if let Some((_, parameter)) = parameters.iter().find(|(name, _)| name == fqn) {
-            ffi::set_grad(parameter.leaf(), &grad.f_to_device(session.plan.device.tch())?)?;
+        let Some(parameter) = parameters.get(fqn) else { continue };
+        if grad.size() != parameter.leaf().size() {
+            let (found, expected) = (grad.size(), parameter.leaf().size());
+            let what = format!("its gradient of {fqn} has shape {found:?}, the parameter has {expected:?}");
+            return Err(unusable(path, what, "use another checkpoint"));
         }
+        let grad = grad.f_to_device(session.plan.device.tch())?.f_to_kind(parameter.leaf().kind())?;
+        ffi::set_grad(parameter.leaf(), &grad)?;
     }
     Ok(())
 }

@@ -39,7 +39,20 @@ impl<M: LightningModule> Session<'_, M> {
         if !self.run.world().is_global_zero() {
             return Ok(()); // rank 0 writes
         }
+        self.flush_loggers()?;
         requests.iter().try_for_each(|request| write(self, request, &mut ranks))
+    }
+
+    /// Rows that are older than a checkpoint reach the disk before it: a run that goes on from it does not log them again.
+    fn flush_loggers(&mut self) -> Result<()> {
+        for logger in &mut self.run.loggers {
+            logger.save()?;
+            for file in logger.files() {
+                let Ok(open) = std::fs::File::open(&file) else { continue }; // one of a logger of the user's, not made yet
+                open.sync_data().map_err(|error| Error::io("flush to disk", &file, error))?;
+            }
+        }
+        Ok(())
     }
 
     /// Whether this rank, which does not write, has to read back what it holds a part of.

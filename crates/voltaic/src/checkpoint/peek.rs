@@ -1,0 +1,113 @@
+//! What a checkpoint says of itself, without its tensors, and whether the file is whole.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::format::{Header, METADATA_KEY, NO_CHECKSUM, check_json, checksum_at, unreadable};
+use crate::config::open_file;
+use crate::error::{Error, Result};
+
+/// Longest header that safetensors allows.
+const MAX_HEADER: u64 = 100_000_000;
+/// A file is read in pieces of so many bytes.
+const PIECE: usize = 1 << 20;
+
+/// The beginning of a checkpoint.
+#[derive(Debug)]
+pub(crate) struct Beginning {
+    /// The training state that is not tensors; `None` if the file holds weights only.
+    pub training: Option<Value>,
+    /// Optimizer steps done.
+    pub global_step: u64,
+    /// When it was written, in microseconds since 1970; later than all that the run that wrote it has written or read. `None` in
+    /// files of earlier versions and of others.
+    pub saved_at: Option<u64>,
+}
+
+/// The beginning of a file, whose rest is not checked.
+///
+/// # Errors
+/// If the file is missing or not voltaic's, nor safetensors.
+pub(crate) fn peek(path: &Path) -> Result<Beginning> {
+    let (_, header) = open(path)?;
+    beginning(&header, path)
+}
+
+/// The beginning of a file, all of which is there and unchanged as far as lengths and checksum tell. Reads it once, in pieces.
+///
+/// # Errors
+/// As [`peek`], and if the file is damaged.
+pub(crate) fn peek_whole(path: &Path) -> Result<Beginning> {
+    let fail = |e| Error::io("read checkpoint", path, e);
+    let (mut file, header) = open(path)?;
+    let beginning = beginning(&header, path)?;
+    let metadata = serde_json::from_slice::<safetensors::tensor::Metadata>(&header[8..]);
+    let metadata = metadata.map_err(|e| unreadable(path, e.to_string()))?;
+    let expected = header.len() as u64 + metadata.data_len() as u64;
+    let found = file.metadata().map_err(fail)?.len();
+    if found != expected {
+        return Err(unreadable(path, format!("it has {found} bytes, its header tells of {expected}")));
+    }
+    let Some(at) = checksum_at(&header) else { return Ok(beginning) };
+    let end = at + NO_CHECKSUM.len();
+    let mut crc = crc32fast::Hasher::new();
+    [&header[..at], NO_CHECKSUM, &header[end..]].into_iter().for_each(|bytes| crc.update(bytes));
+    let mut piece = vec![0; PIECE];
+    loop {
+        match file.read(&mut piece).map_err(fail)? {
+            0 => break,
+            read => crc.update(&piece[..read]),
+        }
+    }
+    let computed = format!("{:08x}", crc.finalize());
+    if header[at..end] != *computed.as_bytes() {
+        let found = String::from_utf8_lossy(&header[at..end]).into_owned();
+        return Err(unreadable(
+            path,
+            format!("its checksum is {computed} but should be {found}: the file is damaged"),
+        ));
+    }
+    Ok(beginning)
+}
+
+/// The file, and its length and header.
+fn open(path: &Path) -> Result<(File, Vec<u8>)> {
+    let fail = |e| Error::io("read checkpoint", path, e);
+    let mut file = open_file(path).map_err(fail)?;
+    let total = file.metadata().map_err(fail)?.len();
+    let mut bytes = Vec::new();
+    (&mut file).take(8).read_to_end(&mut bytes).map_err(fail)?;
+    let length = bytes[..].try_into().map(u64::from_le_bytes).unwrap_or(u64::MAX);
+    if length > MAX_HEADER || length + 8 > total {
+        return Err(unreadable(path, "it is not a whole safetensors file"));
+    }
+    (&mut file).take(length).read_to_end(&mut bytes).map_err(fail)?;
+    if bytes.len() as u64 != length + 8 {
+        return Err(unreadable(path, "it is not a whole safetensors file"));
+    }
+    Ok((file, bytes))
+}
+
+/// Of all that the header has.
+#[derive(Deserialize)]
+struct Outer {
+    #[serde(rename = "__metadata__")]
+    metadata: Option<HashMap<String, String>>,
+}
+
+fn beginning(header: &[u8], path: &Path) -> Result<Beginning> {
+    let outer = serde_json::from_slice::<Outer>(&header[8..]);
+    let outer = outer.map_err(|e| unreadable(path, format!("it is not a safetensors file: {e}")))?;
+    let Some(own) = outer.metadata.as_ref().and_then(|metadata| metadata.get(METADATA_KEY)) else {
+        return Ok(Beginning { training: None, global_step: 0, saved_at: None });
+    };
+    check_json(own, path)?;
+    let own = serde_json::from_str::<Header>(own)
+        .map_err(|e| unreadable(path, format!("its training state is not understood: {e}")))?;
+    Ok(Beginning { training: own.training, global_step: own.meta.global_step, saved_at: own.saved_at })
+}

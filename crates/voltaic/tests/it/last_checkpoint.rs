@@ -1,0 +1,215 @@
+//! Which checkpoint is the last one, also after copies, damage and kills; and what is on disk when it is.
+
+use std::fs::{File, FileTimes};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use serde_json::Value;
+use tempfile::TempDir;
+use voltaic::callback::{LambdaCallback, LinkText, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
+use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, CheckpointIo, FileCheckpointIo};
+use voltaic::logger::CsvLogger;
+use voltaic::trainer::{Trainer, TrainerBuilder};
+
+use crate::probe::{Probe, loaders, names, silent};
+use crate::rng::seeded;
+
+/// Keeps a checkpoint of each second step.
+fn saver(folder: &Path) -> ModelCheckpoint {
+    let config = ModelCheckpointConfig {
+        dirpath: Some(folder.to_path_buf()),
+        filename: Some("{step}".to_owned()),
+        save_top_k: -1,
+        every_n_train_steps: Some(2),
+        ..ModelCheckpointConfig::default()
+    };
+    ModelCheckpoint::new(config).unwrap()
+}
+
+fn trainer(folder: &Path, max_steps: i64) -> Trainer {
+    let builder = silent().enable_checkpointing(true).max_epochs(-1).max_steps(max_steps);
+    builder.callback(saver(folder)).build().unwrap()
+}
+
+fn fit(folder: &Path, max_steps: i64) {
+    trainer(folder, max_steps).fit(&mut Probe::default(), &mut loaders()).unwrap();
+}
+
+/// The step from which `last` goes on, in a process that knows no checkpoints yet.
+fn last_step(folder: &Path) -> Result<u64, String> {
+    let mut trainer = trainer(folder, 0);
+    let ended = trainer.ckpt_path("last").fit(&mut Probe::default(), &mut loaders());
+    ended.map(|()| trainer.global_step()).map_err(|error| error.to_string())
+}
+
+fn set_time(path: &Path, time: SystemTime) {
+    File::options().write(true).open(path).unwrap().set_times(FileTimes::new().set_modified(time)).unwrap();
+}
+
+#[test]
+fn times_of_files_do_not_matter() {
+    let _rng = seeded(1);
+    let folder = TempDir::new().unwrap();
+    fit(folder.path(), 8);
+    let hour = Duration::from_secs(3600);
+    for step in [2, 4, 6, 8] {
+        // as after a copy in another order
+        set_time(&folder.path().join(format!("step={step}.ckpt")), SystemTime::now() - hour * step);
+    }
+    assert_eq!(last_step(folder.path()).unwrap(), 8);
+    set_time(&folder.path().join("step=2.ckpt"), SystemTime::now() + hour);
+    assert_eq!(last_step(folder.path()).unwrap(), 8);
+}
+
+#[test]
+fn a_run_that_begins_again_in_the_folder_has_the_last() {
+    let _rng = seeded(1);
+    let folder = TempDir::new().unwrap();
+    fit(folder.path(), 8);
+    fit(folder.path(), 4);
+    assert!(names(folder.path()).contains(&"step=4-v1.ckpt".to_owned()));
+    assert_eq!(last_step(folder.path()).unwrap(), 4);
+}
+
+#[test]
+fn a_damaged_one_is_passed_over() {
+    let _rng = seeded(1);
+    let folder = TempDir::new().unwrap();
+    fit(folder.path(), 8);
+    let path = |step: u64| folder.path().join(format!("step={step}.ckpt"));
+    let damage: [(u64, fn(&mut Vec<u8>)); 3] = [
+        (8, |bytes| bytes.truncate(bytes.len() - 1)),
+        (6, |bytes| *bytes.last_mut().unwrap() ^= 1),
+        (4, |bytes| bytes.clear()),
+    ];
+    for (step, damage) in damage {
+        let mut bytes = std::fs::read(path(step)).unwrap();
+        damage(&mut bytes);
+        std::fs::write(path(step), bytes).unwrap();
+        assert_eq!(last_step(folder.path()).unwrap(), step - 2);
+    }
+    std::fs::write(path(2), "hello").unwrap();
+    let error = last_step(folder.path()).unwrap_err();
+    assert!(error.contains("not a readable checkpoint"), "{error}");
+}
+
+/// Notes where `last.ckpt` leads whenever something has been done.
+struct Watched(Arc<Mutex<Vec<String>>>, PathBuf);
+
+impl Watched {
+    fn note(&self) {
+        let leads =
+            if self.1.symlink_metadata().is_err() || self.1.exists() { "somewhere" } else { "nowhere" };
+        self.0.lock().unwrap().push(leads.to_owned());
+    }
+}
+
+impl CheckpointIo for Watched {
+    fn save_checkpoint(
+        &mut self,
+        checkpoint: &Checkpoint,
+        path: &Path,
+        options: Option<&Value>,
+    ) -> voltaic::Result<()> {
+        FileCheckpointIo.save_checkpoint(checkpoint, path, options)?;
+        self.note();
+        Ok(())
+    }
+
+    fn remove_checkpoint(&mut self, path: &Path) -> voltaic::Result<()> {
+        FileCheckpointIo.remove_checkpoint(path)?;
+        self.note();
+        Ok(())
+    }
+
+    fn link_checkpoint(&mut self, target: &Path, path: &Path) -> voltaic::Result<()> {
+        FileCheckpointIo.link_checkpoint(target, path)?;
+        self.note();
+        Ok(())
+    }
+}
+
+#[test]
+fn the_link_leads_to_a_checkpoint_at_every_moment() {
+    let _rng = seeded(1);
+    for is_async in [false, true] {
+        let folder = TempDir::new().unwrap();
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let watched = Watched(Arc::clone(&seen), folder.path().join("last.ckpt"));
+        let config = ModelCheckpointConfig {
+            dirpath: Some(folder.path().to_path_buf()),
+            save_last: SaveLast::Link(LinkText::Link),
+            ..ModelCheckpointConfig::default()
+        };
+        let builder = silent().enable_checkpointing(true).max_epochs(3);
+        let builder = builder.callback(ModelCheckpoint::new(config).unwrap());
+        let builder = match is_async {
+            true => builder.checkpoint_io(AsyncCheckpointIo::around(watched)),
+            false => builder.checkpoint_io(watched),
+        };
+        builder.build().unwrap().fit(&mut Probe::default(), &mut loaders()).unwrap();
+        assert_eq!(names(folder.path()), ["epoch=2-step=18.ckpt", "last.ckpt@"]);
+        assert_eq!(*seen.lock().unwrap(), ["somewhere"; 8], "asynchronous: {is_async}");
+    }
+}
+
+fn logging_to(root: &Path) -> TrainerBuilder {
+    let builder = Trainer::builder().default_root_dir(root).enable_progress_bar(false);
+    builder
+        .enable_model_summary(false)
+        .with_logger(CsvLogger::new(root).plots(false))
+        .log_every_n_steps(1_u64)
+}
+
+#[test]
+fn rows_are_on_disk_before_the_checkpoint_that_follows_them() {
+    let _rng = seeded(1);
+    let root = TempDir::new().unwrap();
+    let csv = root.path().join("lightning_logs/version_0/metrics.csv");
+    let folder = root.path().join("checkpoints");
+    let rows = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&rows);
+    let (path, saved) = (csv.clone(), folder.clone());
+    let looks = LambdaCallback::new().on_train_batch_start(move |ctx, _| {
+        let step = ctx.global_step();
+        if step > 0 && step.is_multiple_of(2) {
+            assert!(saved.join(format!("step={step}.ckpt")).exists());
+            let text = std::fs::read_to_string(&path).unwrap_or_default();
+            seen.lock().unwrap().push((step, text.lines().skip(1).count()));
+        }
+        Ok(())
+    });
+    let builder =
+        logging_to(root.path()).max_epochs(1).limit_val_batches(0).callback(saver(&folder)).callback(looks);
+    builder.build().unwrap().fit(&mut Probe::logging(&[]), &mut loaders()).unwrap();
+    let rows = rows.lock().unwrap().clone();
+    assert_eq!(rows.len(), 2);
+    for (step, rows) in rows {
+        assert!(rows as u64 >= step, "{rows} rows are on disk with the checkpoint of step {step}");
+    }
+}
+
+#[test]
+fn what_killed_runs_have_left_goes_when_the_next_begins() {
+    let _rng = seeded(1);
+    let root = TempDir::new().unwrap();
+    let saver = || ModelCheckpoint::new(ModelCheckpointConfig::default()).unwrap();
+    let run = || {
+        let mut trainer = logging_to(root.path()).max_epochs(1).callback(saver()).build().unwrap();
+        trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
+    };
+    run();
+    let version = root.path().join("lightning_logs/version_0");
+    let own = [
+        "checkpoints/.last.ckpt.aB3dEf7hIj0k.tmp",
+        ".metrics.csv.aB3dEf7hIj0k.tmp",
+        "checkpoints/.a.ckpt.7-0.tmp",
+    ];
+    let foreign = ["checkpoints/.notes.tmp", ".mine.ckpt.tmp"];
+    own.iter().chain(&foreign).for_each(|name| std::fs::write(version.join(name), "x").unwrap());
+    run();
+    assert!(root.path().join("lightning_logs/version_1").exists());
+    own.iter().for_each(|name| assert!(!version.join(name).exists(), "{name}"));
+    foreign.iter().for_each(|name| assert!(version.join(name).exists(), "{name}"));
+}
