@@ -8,12 +8,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::connect::{Connector, JoinOptions};
+use super::facts::Facts;
 use super::libraries;
 use super::placement::{RankPlacement, refuse};
 use super::process_group::ProcessGroup;
-use super::roll_call::{NOTICE, Round, roll_call};
+use super::roll_call::{NOTICE, Round, Terms, roll_call};
+use crate::device::Device;
 use crate::error::Result;
-use crate::ffi::Store;
+use crate::ffi::{CollectiveLibrary, Store, libtorch_version};
 
 /// How long an unknown host name is asked for again: names of a cluster may come up after the process.
 const NAME_PATIENCE: Duration = Duration::from_secs(5);
@@ -59,14 +61,28 @@ pub(super) struct Joined {
     pub attempt: u64,
 }
 
-/// Joins the ranks of `placement`.
-pub(super) fn join(placement: &RankPlacement, options: &JoinOptions) -> Result<Joined> {
+/// Joins the ranks of `placement`, if they come for the same as this one.
+pub(super) fn join(placement: &RankPlacement, options: &JoinOptions, terms: Terms) -> Result<Joined> {
     let library = libraries::for_ranks(placement.world_size, options.device)?;
     let (store, run) = open_group(placement, options.timeout)?;
-    let Round { store, attempt } = roll_call(placement, &store, options.timeout)?;
+    let mut facts = program(options.device, library.as_ref().map_or("gloo", CollectiveLibrary::name));
+    facts.extend(terms.facts);
+    let terms = Terms { facts, ..terms };
+    let Round { store, attempt } = roll_call(placement, &store, options.timeout, terms)?;
     let connector = Connector::new(placement.clone(), *options, library, store.clone());
     let group = ProcessGroup::of_all(connector, store)?;
     Ok(Joined { group, run, attempt })
+}
+
+/// What is the same wherever one program runs, and on the devices of one kind.
+fn program(device: Device, backend: &str) -> Facts {
+    let mut facts = Facts::default();
+    facts.add("voltaic", format!("version {}", env!("CARGO_PKG_VERSION")));
+    facts.add("libtorch", format!("version {}", libtorch_version()));
+    let device = device.to_string();
+    let kind = device.split(':').next().unwrap_or_default();
+    facts.add("backend", format!("{backend} for {kind}"));
+    facts
 }
 
 /// The store of a group that is still to be joined, and of what outlives its ranks: both are this group's own.

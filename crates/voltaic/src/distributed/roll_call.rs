@@ -3,12 +3,14 @@
 //! Rank 0 opens a *round* when it starts, and the others join the newest one. So ranks that are started again meet again
 //! whatever their launcher calls the attempt: the nodes of a `torchrun` count restarts each for itself.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::deadline::within;
+use super::facts::{Facts, differences};
 use super::host::host_name;
 use super::placement::{RankPlacement, refuse};
 use crate::error::{Problem, Result, TorchError};
@@ -23,16 +25,50 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 const SAME_SIZE: &str = "use the same trainer.devices, trainer.num_nodes and WORLD_SIZE everywhere";
 const OWN_RANK: &str = "give each process a rank of its own: NODE_RANK for each node, or RANK and LOCAL_RANK";
 
+const SAME_VERSION: &str = "start the same program, with the same version of voltaic, on all ranks";
+/// How to fix a difference between ranks.
+pub(super) const SAME_RUN: &str = "start all ranks with the same program and configuration, or name what may differ in \
+                                   allow_differences of trainer.strategy";
+
+/// What a rank brings along.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Terms {
+    /// What must be the same on all ranks.
+    pub facts: Facts,
+    /// Keys of those that may differ all the same.
+    pub allowed: Vec<String>,
+}
+
 /// A rank that has come.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Arrival {
     world_size: usize,
     host: String,
     pid: u32,
+    facts: Facts,
+}
+
+impl Arrival {
+    /// What a rank has left in the store, or why it is not an arrival.
+    fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
+        serde_json::from_slice(bytes).map_err(|error| unreadable(bytes, &error))
+    }
+}
+
+/// The number of a round as rank 0 writes it.
+fn round_number(bytes: &[u8]) -> Result<i64, String> {
+    let number = std::str::from_utf8(bytes).ok().and_then(|text| text.parse().ok());
+    number.filter(|number| *number > 0).ok_or_else(|| unreadable(bytes, &"not a number from 1"))
+}
+
+/// The beginning of what cannot be read, and why.
+fn unreadable(bytes: &[u8], why: &impl std::fmt::Display) -> String {
+    let start = bytes[..bytes.len().min(40)].escape_ascii();
+    format!("{} bytes, `{start}`, that are not understood ({why})", bytes.len())
 }
 
 /// What rank 0 says when all have come, or have not.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Verdict {
     /// What is wrong, and how to fix it.
     problem: Option<Problem>,
@@ -41,6 +77,11 @@ struct Verdict {
 }
 
 impl Verdict {
+    /// What rank 0 has left in the store, or why it is not a verdict.
+    fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
+        serde_json::from_slice(bytes).map_err(|error| unreadable(bytes, &error))
+    }
+
     fn problem(reason: String, remedy: &'static str) -> Self {
         Self { problem: Some(Problem::new(reason, remedy)), attempt: 0 }
     }
@@ -62,7 +103,6 @@ pub(super) fn is_abandoned(round: &Store) -> bool {
 
 /// Keys of a round.
 const FIRST: &str = "first";
-const ARRIVED: &str = "arrived";
 const ABANDONED: &str = "abandoned";
 const MISFIT: &str = "misfit";
 const RESTARTED: &str = "restarted";
@@ -75,9 +115,14 @@ const NEWEST: &str = "newest";
 ///
 /// It ends in time even if the store does not answer: a request waits for as long as the system takes to notice that a
 /// network is cut.
-pub(super) fn roll_call(placement: &RankPlacement, store: &Arc<Store>, timeout: Duration) -> Result<Round> {
+pub(super) fn roll_call(
+    placement: &RankPlacement,
+    store: &Arc<Store>,
+    timeout: Duration,
+    terms: Terms,
+) -> Result<Round> {
     let limit = timeout + 2 * VERDICT_GRACE;
-    let call = Call { placement: placement.clone(), store: store.clone(), timeout };
+    let call = Call { placement: placement.clone(), store: store.clone(), timeout, terms };
     within(limit, move || call.answer()).unwrap_or_else(|| {
         let reason = format!("the store has not answered for {} s", limit.as_secs_f32());
         Err(refuse(placement, reason, "check the network to MASTER_ADDR"))
@@ -88,6 +133,7 @@ struct Call {
     placement: RankPlacement,
     store: Arc<Store>,
     timeout: Duration,
+    terms: Terms,
 }
 
 impl Call {
@@ -120,7 +166,7 @@ impl Call {
             return Err(self.taken());
         }
         let round = self.round(number)?;
-        round.set(FIRST, &self.arrival()).map_err(lost)?;
+        round.set(FIRST, &self.arrival(Facts::default())).map_err(lost)?;
         self.say_if_restarted(&round)?;
         self.store.set(NEWEST, number.to_string().as_bytes()).map_err(lost)?;
         let mut verdict = self.count(&round)?;
@@ -150,7 +196,8 @@ impl Call {
             if let Some(round) = joined.take() {
                 if round.has(VERDICT).map_err(lost)? {
                     let verdict = round.get(VERDICT, VERDICT_GRACE).map_err(lost)?;
-                    let verdict = serde_json::from_slice(&verdict).unwrap_or_default();
+                    let verdict =
+                        Verdict::from_bytes(&verdict).map_err(|what| self.strange("rank 0", &what))?;
                     return Ok((round, verdict));
                 }
                 joined = Some(round);
@@ -177,8 +224,8 @@ impl Call {
             return Ok(None);
         }
         self.say_if_restarted(&round)?;
-        round.set(&format!("arrival/{}", placement.rank), b"1").map_err(lost)?;
-        round.add(ARRIVED, 1).map_err(lost)?;
+        let arrival = self.arrival(self.terms.facts.clone());
+        round.set(&arrival_of(placement.rank), &arrival).map_err(lost)?;
         Ok(Some(round))
     }
 
@@ -187,11 +234,11 @@ impl Call {
         let lost = |error: TorchError| self.lost(&error);
         let own = self.placement.world_size;
         let first = round.get(FIRST, VERDICT_GRACE).map_err(lost)?;
-        let Ok(first) = serde_json::from_slice::<Arrival>(&first) else { return Ok(()) };
+        let first = Arrival::from_bytes(&first).map_err(|what| self.strange("rank 0", &what))?;
         if first.world_size == own {
             return Ok(());
         }
-        let Arrival { world_size: expected, host, pid } = first;
+        let Arrival { world_size: expected, host, pid, .. } = first;
         let rank = self.placement.rank;
         let reason = if rank < expected {
             let (pid, host) = (std::process::id(), host_name());
@@ -207,43 +254,54 @@ impl Call {
         Err(refuse(&self.placement, reason, SAME_SIZE))
     }
 
-    /// Waits for all ranks.
+    /// Waits for all ranks, and compares what they bring along.
     fn count(&self, round: &Store) -> Result<Verdict> {
         let lost = |error: TorchError| self.lost(&error);
-        let others = self.placement.world_size - 1;
+        let world_size = self.placement.world_size;
+        let mut arrived: BTreeMap<usize, Arrival> = BTreeMap::new();
         let mut pause = Pause::until(self.timeout);
         loop {
             if round.has(MISFIT).map_err(lost)? {
                 let reason = round.get(MISFIT, VERDICT_GRACE).map_err(lost)?;
                 return Ok(Verdict::problem(String::from_utf8_lossy(&reason).into_owned(), SAME_SIZE));
             }
-            if round.add(ARRIVED, 0).map_err(lost)? >= others as i64 {
-                return Ok(Verdict::default());
+            for rank in (1..world_size).filter(|rank| !arrived.contains_key(rank)).collect::<Vec<_>>() {
+                let key = arrival_of(rank);
+                if !round.has(&key).map_err(lost)? {
+                    continue;
+                }
+                match Arrival::from_bytes(&round.get(&key, VERDICT_GRACE).map_err(lost)?) {
+                    Ok(arrival) => arrived.insert(rank, arrival),
+                    Err(what) => {
+                        return Ok(Verdict::problem(format!("rank {rank} has sent {what}"), SAME_VERSION));
+                    }
+                };
+            }
+            if arrived.len() + 1 >= world_size {
+                return Ok(self.compare(arrived));
             }
             if round.has(ABANDONED).map_err(lost)? {
                 let reason = "a rank has ended while the others were still to come".to_owned();
                 return Ok(Verdict::problem(reason, "look at its output"));
             }
-            if !pause.rest(|| self.say_whom_it_waits_for(&self.missing(round))) {
-                let reason = format!(
-                    "{} of {} did not come within {} s",
-                    self.missing(round),
-                    self.placement.world_size,
-                    self.timeout.as_secs_f32()
-                );
+            let missing = || missing(world_size, &arrived);
+            if !pause.rest(|| self.say_whom_it_waits_for(&missing())) {
+                let limit = self.timeout.as_secs_f32();
+                let reason = format!("{} of {world_size} did not come within {limit} s", missing());
                 let remedy = "look at their output, or raise timeout_secs in trainer.strategy";
                 return Ok(Verdict::problem(reason, remedy));
             }
         }
     }
 
-    /// `rank 1` or `ranks 1, 2`.
-    fn missing(&self, round: &Store) -> String {
-        let is_missing = |rank: &usize| !round.has(&format!("arrival/{rank}")).unwrap_or(false);
-        let missing: Vec<String> =
-            (1..self.placement.world_size).filter(is_missing).map(|rank| rank.to_string()).collect();
-        let s = if missing.len() == 1 { "" } else { "s" };
-        format!("rank{s} {}", missing.join(", "))
+    /// All have come: whether they have come for the same.
+    fn compare(&self, arrived: BTreeMap<usize, Arrival>) -> Verdict {
+        let others = arrived.into_values().map(|arrival| arrival.facts);
+        let facts: Vec<Facts> = std::iter::once(self.terms.facts.clone()).chain(others).collect();
+        match differences(&facts, &self.terms.allowed) {
+            None => Verdict::default(),
+            Some(told) => Verdict::problem(told, SAME_RUN),
+        }
     }
 
     fn say_whom_it_waits_for(&self, whom: &str) {
@@ -265,16 +323,16 @@ impl Call {
             return Ok(0);
         }
         let number = self.store.get(NEWEST, VERDICT_GRACE).map_err(lost)?;
-        Ok(String::from_utf8_lossy(&number).parse().unwrap_or(0))
+        round_number(&number).map_err(|what| self.strange("rank 0", &what))
     }
 
     fn round(&self, number: i64) -> Result<Store> {
         Ok(self.store.with_prefix(&format!("round{number}"))?)
     }
 
-    fn arrival(&self) -> Vec<u8> {
+    fn arrival(&self, facts: Facts) -> Vec<u8> {
         let world_size = self.placement.world_size;
-        let arrival = Arrival { world_size, host: host_name(), pid: std::process::id() };
+        let arrival = Arrival { world_size, host: host_name(), pid: std::process::id(), facts };
         serde_json::to_vec(&arrival).unwrap_or_default()
     }
 
@@ -283,10 +341,27 @@ impl Call {
         refuse(&self.placement, reason, OWN_RANK)
     }
 
+    fn strange(&self, whose: &str, what: &str) -> crate::Error {
+        refuse(&self.placement, format!("{whose} has sent {what}"), SAME_VERSION)
+    }
+
     fn lost(&self, error: &TorchError) -> crate::Error {
         let reason = format!("the store is gone: {}", error.message);
         refuse(&self.placement, reason, "look at the output of rank 0")
     }
+}
+
+/// Where a rank says that it is there.
+fn arrival_of(rank: usize) -> String {
+    format!("arrival/{rank}")
+}
+
+/// `rank 1` or `ranks 1, 2`.
+fn missing(world_size: usize, arrived: &BTreeMap<usize, Arrival>) -> String {
+    let missing: Vec<String> =
+        (1..world_size).filter(|rank| !arrived.contains_key(rank)).map(|rank| rank.to_string()).collect();
+    let s = if missing.len() == 1 { "" } else { "s" };
+    format!("rank{s} {}", missing.join(", "))
 }
 
 /// Looks again, at first often.

@@ -4,12 +4,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use tch::Tensor;
+
 use super::connect::JoinOptions;
+use super::facts::{Facts, differences};
 use super::placement::RankPlacement;
 use super::process_group::ProcessGroup;
 use super::rendezvous::{self, Joined, RunStore};
+use super::roll_call::Terms;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{DistributedError, Result};
 
 /// Rank of this process, 0 before it joins others.
 static RANK: AtomicUsize = AtomicUsize::new(0);
@@ -67,8 +71,23 @@ impl World {
     /// [`DistributedError::Rendezvous`](crate::error::DistributedError::Rendezvous) if they do not come within the
     /// time-out or do not fit; [`ConfigError`](crate::error::ConfigError) if there is no back end for the device.
     pub fn join(placement: &RankPlacement, device: Device, timeout: Duration) -> Result<Self> {
-        let options = JoinOptions { device, timeout };
-        let Joined { group, run, attempt } = rendezvous::join(placement, &options)?;
+        Self::join_alike(placement, JoinOptions { device, timeout }, Facts::default(), &[])
+    }
+
+    /// [`World::join`], if all ranks bring the same `facts`. Those of the `allowed` keys, and below them, may differ. The
+    /// versions of voltaic and of libtorch (keys `voltaic` and `libtorch`) and the library of the collectives (`backend`) are
+    /// compared in any case.
+    ///
+    /// # Errors
+    /// As [`World::join`]; on all ranks if facts differ, with the first of them by key, both values and both ranks.
+    pub fn join_alike(
+        placement: &RankPlacement,
+        options: JoinOptions,
+        facts: Facts,
+        allowed: &[String],
+    ) -> Result<Self> {
+        let terms = Terms { facts, allowed: allowed.to_vec() };
+        let Joined { group, run, attempt } = rendezvous::join(placement, &options, terms)?;
         RANK.store(placement.rank, Ordering::Relaxed);
         Ok(Self {
             rank: placement.rank,
@@ -80,6 +99,28 @@ impl World {
             store: Some(Arc::new(run)),
             forgetful_run: placement.elastic_run.clone().filter(|_| placement.hosts_store),
         })
+    }
+
+    /// Compares the ranks.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    ///
+    /// # Errors
+    /// [`DistributedError::Different`] on all ranks if their `facts` differ in other keys than the `allowed` ones and those
+    /// below them; [`DistributedError::Collective`].
+    pub fn check_alike(&self, facts: &Facts, allowed: &[String]) -> Result<()> {
+        let Some(group) = self.group.as_ref().filter(|_| self.world_size > 1) else { return Ok(()) };
+        let digest = Tensor::f_from_slice(&facts.digest())?;
+        let digests: Vec<Vec<u8>> = Vec::try_from(&group.all_gather(&digest)?)?;
+        if digests.iter().all(|digest| *digest == digests[0]) {
+            return Ok(());
+        }
+        let all = group.all_gather_object(facts)?;
+        match differences(&all, allowed) {
+            None => Ok(()),
+            Some(what) => Err(DistributedError::Different { rank: self.rank, what }.into()),
+        }
     }
 
     /// A process alone that its launcher starts again if it fails.

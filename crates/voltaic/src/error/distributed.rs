@@ -31,6 +31,14 @@ pub enum DistributedError {
         /// The first difference to rank 0.
         what: String,
     },
+    /// The ranks do not run the same: other settings, optimizers or data.
+    #[error("rank {rank} cannot go on with the others: {what}; {}", self.remedy())]
+    Different {
+        /// Global rank of this process.
+        rank: usize,
+        /// What differs, with the values of both ranks.
+        what: String,
+    },
     /// Parameters that got no gradient, so that their bucket cannot be averaged.
     #[error(
         "{} of the parameters took no part in the loss on rank {rank}: {}; {}",
@@ -92,6 +100,11 @@ impl DistributedError {
             Self::Collective(failure) => failure.remedy().into(),
             Self::Mismatch { .. } => {
                 "build the same module, with the same trainable parameters, on all ranks".into()
+            }
+            Self::Different { .. } => {
+                "give all ranks the same module, optimizers, data and seed, or name what may differ \
+                in allow_differences of trainer.strategy"
+                    .into()
             }
             Self::UnusedParameters { .. } => {
                 "use all of them, freeze them with set_requires_grad(false), or set \

@@ -52,6 +52,7 @@ fn errors() -> Vec<Error> {
         failure(false).into(),
         failure(true).into(),
         DistributedError::Mismatch { rank: 1, what: text() }.into(),
+        DistributedError::Different { rank: 1, what: text() }.into(),
         DistributedError::UnusedParameters { rank: 0, names: vec![text()] }.into(),
         OptimError::Gradient { optimizer: "SGD", fqn: text(), problem: problem() }.into(),
         OptimError::Moved {

@@ -22,6 +22,14 @@ impl StrategyPlan {
         }
     }
 
+    /// Keys of what may differ between ranks.
+    pub(crate) fn allowed_differences(&self) -> Vec<String> {
+        match self {
+            Self::SingleDevice => Vec::new(),
+            Self::Ddp { config, .. } => config.allow_differences.clone(),
+        }
+    }
+
     /// The strategy of these ranks.
     pub(crate) fn build(self, world: World) -> Box<dyn Strategy> {
         match self {

@@ -113,6 +113,9 @@ pub struct DdpConfig {
     /// Library of the collectives, which must be the accelerator's: `gloo` of the cpu, `nccl` of cuda, `hccl` of hpu
     /// (emulated ones have Gloo in its place). That one unless set.
     pub process_group_backend: Option<String>,
+    /// What may differ between ranks, by the keys that the error of a difference names; a key stands for those below it, too:
+    /// `seed`, `trainer.max_time`, `module.hyper_parameters`.
+    pub allow_differences: Vec<String>,
 }
 
 impl Default for DdpConfig {
@@ -125,6 +128,7 @@ impl Default for DdpConfig {
             gradient_compression: GradientCompression::None,
             timeout_secs: crate::distributed::DEFAULT_TIMEOUT.as_secs_f64(),
             process_group_backend: None,
+            allow_differences: Vec::new(),
         }
     }
 }

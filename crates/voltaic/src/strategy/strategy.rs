@@ -46,6 +46,12 @@ pub trait Strategy: fmt::Debug + Send {
         (self.world().rank, self.world().world_size)
     }
 
+    /// Keys of what may differ between ranks, each for itself and those below it; the trainer compares everything else that it
+    /// knows of a run before it trains: `module` for a strategy that gives each rank a module of its own.
+    fn allowed_differences(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Whether ranks hold parts of the weights or of optimizer states, so that all ranks must take part when rank 0 saves:
     /// then `state_dict` of the module and of the optimizers is called on all of them. Hooks for checkpoints run on all
     /// ranks then, too.
@@ -112,6 +118,12 @@ pub trait BuildStrategy: Send {
     /// How long ranks wait for each other.
     fn timeout(&self) -> Duration {
         DEFAULT_TIMEOUT
+    }
+
+    /// The same as [`Strategy::allowed_differences`] for what is compared when the ranks meet, before there is a strategy:
+    /// versions and the configuration.
+    fn allowed_differences(&self) -> Vec<String> {
+        Vec::new()
     }
 
     /// Makes it for these ranks, or for a process alone.

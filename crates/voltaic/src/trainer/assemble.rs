@@ -108,7 +108,8 @@ pub(crate) fn assemble(
     plan: TrainPlan,
     accelerator: Arc<dyn Accelerator>,
 ) -> Result<(TrainPlan, Run)> {
-    let (strategy, device) = join(config, &plan, accelerator.as_ref(), given.strategy.take())?;
+    let facts = plan::facts::facts(config, &plan, &given.callbacks);
+    let (strategy, device) = join(config, &plan, accelerator.as_ref(), given.strategy.take(), facts)?;
     let plan = TrainPlan { device, ..plan };
     let world = strategy.world().clone();
     add_displays(config, &mut given, world.is_global_zero());

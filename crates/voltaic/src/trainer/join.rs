@@ -2,21 +2,22 @@
 
 use crate::accelerator::Accelerator;
 use crate::device::Device;
-use crate::distributed::{self, Placement, Variables, World};
+use crate::distributed::{self, Facts, JoinOptions, Placement, Variables, World};
 use crate::error::Result;
 use crate::strategy::{BuildStrategy, Strategy, StrategyConfig};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::plan::train_plan::TrainPlan;
 
 /// Finds out which rank this process is and joins the others. If nobody has started the ranks of this node, this call
-/// does, and ends the process with them. Gives the device of this rank, too.
+/// does, and ends the process with them. Gives the device of this rank, too. The ranks must all bring the same `facts`.
 pub(crate) fn join(
     config: &TrainerConfig,
     plan: &TrainPlan,
     accelerator: &dyn Accelerator,
     given: Option<Box<dyn BuildStrategy>>,
+    facts: Facts,
 ) -> Result<(Box<dyn Strategy>, Device)> {
-    let (world, device) = meet(config, plan, accelerator, given.as_deref())?;
+    let (world, device) = meet(config, plan, accelerator, given.as_deref(), facts)?;
     let strategy = match given {
         Some(given) => {
             accelerator.setup()?; // which its devices may need
@@ -38,6 +39,7 @@ fn meet(
     plan: &TrainPlan,
     accelerator: &dyn Accelerator,
     given: Option<&dyn BuildStrategy>,
+    facts: Facts,
 ) -> Result<(World, Device)> {
     let variables = Variables::of_process();
     let restarts = config.max_restarts > 0;
@@ -66,5 +68,9 @@ fn meet(
     let device = plan.ranks.device_of(placement.local_rank)?;
     accelerator.setup()?; // decides the back end
     let timeout = given.map_or_else(|| strategy.timeout(), BuildStrategy::timeout);
-    Ok((World::join(&placement, device, timeout)?, device))
+    let allowed = match given {
+        Some(given) => [given.allowed_differences(), strategy.allowed_differences()].concat(),
+        None => strategy.allowed_differences(),
+    };
+    Ok((World::join_alike(&placement, JoinOptions { device, timeout }, facts, &allowed)?, device))
 }

@@ -28,6 +28,7 @@ mod convert;
 mod data;
 mod data_sets;
 mod ddp;
+mod ddp_alike;
 mod ddp_elastic;
 mod ddp_faults;
 mod ddp_network;

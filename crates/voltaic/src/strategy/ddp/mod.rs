@@ -55,6 +55,10 @@ impl Strategy for Ddp {
         &self.world
     }
 
+    fn allowed_differences(&self) -> Vec<String> {
+        self.config.allow_differences.clone()
+    }
+
     fn prepare(&mut self, module: &dyn Module) -> Result<()> {
         self.teardown();
         let Some(group) = self.peers().cloned() else { return Ok(()) };

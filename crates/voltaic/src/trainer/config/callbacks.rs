@@ -8,8 +8,8 @@ use crate::callback::{
     EmaWeightAveragingConfig, GradientAccumulationScheduler, GradientAccumulationSchedulerConfig,
     LambdaCallback, LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig,
     ModelSummary, ModelSummaryConfig, OnExceptionCheckpoint, OnExceptionCheckpointConfig, PredictionWriter,
-    PredictionWriterConfig, StochasticWeightAveraging, StochasticWeightAveragingConfig, ThroughputMonitor,
-    ThroughputMonitorConfig, Timer, TimerConfig, WeightAveraging, WeightAveragingConfig,
+    PredictionWriterConfig, ProgressBar, StochasticWeightAveraging, StochasticWeightAveragingConfig,
+    ThroughputMonitor, ThroughputMonitorConfig, Timer, TimerConfig, WeightAveraging, WeightAveragingConfig,
 };
 use crate::error::ConfigError;
 use crate::trainer::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig};
@@ -88,6 +88,11 @@ impl CallbackConfig {
             Self::DeviceStatsMonitor(config) => Box::new(DeviceStatsMonitor::from(config)),
         })
     }
+}
+
+/// Whether a callback only shows something, which rank 0 may do alone.
+pub(crate) fn is_display(callback: &dyn Callback) -> bool {
+    is_a::<ProgressBar>(callback) || is_a::<ModelSummary>(callback)
 }
 
 /// Whether a callback is of this type.

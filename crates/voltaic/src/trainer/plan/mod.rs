@@ -1,6 +1,7 @@
 //! From the configuration as written to a plan without `auto`: pure functions, all problems reported together.
 
 pub(super) mod contradictions;
+pub(super) mod facts;
 pub(super) mod limits;
 pub(super) mod loaders;
 pub(super) mod manual;

@@ -281,6 +281,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.call(Hook::OnTrainEpochEnd, BatchFacts::default())?;
         self.agree()?;
         self.step_schedulers(Interval::Epoch, true)?;
+        self.check_rates_alike()?;
         if !self.run.at.progress.epoch_ended {
             self.write_checkpoints()?; // with the metrics so far, to which a resumed run adds
         }

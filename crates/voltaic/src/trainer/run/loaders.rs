@@ -143,6 +143,7 @@ impl<M: LightningModule> Session<'_, M> {
                 "overfit_batches: the training data is not shuffled, so that the batches stay the same"
             );
         }
+        self.check_loaders_alike("train", std::slice::from_ref(&train))?;
         shard_train(&mut train, self.plan, self.run.engine.strategy.data_share())?;
         Ok(train)
     }
@@ -164,6 +165,7 @@ impl<M: LightningModule> Session<'_, M> {
                 loader.repeat_first_epoch();
             }
         }
+        self.check_loaders_alike("val", &val)?;
         shard_eval(&mut val, self.plan, self.run.engine.strategy.data_share())?;
         Ok(val)
     }

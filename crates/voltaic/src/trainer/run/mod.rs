@@ -1,5 +1,6 @@
 //! What happens, in order: stages, the training loop, evaluations.
 
+pub(super) mod alike;
 pub(super) mod eval;
 pub(super) mod failure;
 pub(super) mod fit;

@@ -122,6 +122,7 @@ fn evaluate_session<M: LightningModule, T>(
     session.warn_of_shuffled(&loaders);
     loaders.iter_mut().for_each(|loader| loader.set_seed(rng::global_seed()));
     session.set_batch_size(&mut loaders)?;
+    session.check_loaders_alike(&stage.to_string(), &loaders)?;
     shard_eval(&mut loaders, session.plan, session.run.engine.strategy.data_share())?;
     let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
     let num_batches = limit_batches(source.limit_key, (source.limit)(session.plan), &available)?;
@@ -149,6 +150,7 @@ impl<M: LightningModule> Session<'_, M> {
             checkpoint = Some((loaded, path));
         }
         configure_optimizers(self)?;
+        self.check_optimizers_alike()?;
         self.run.facts.automatic_optimization = self.module.automatic_optimization();
         self.run.engine.of_call.anomaly =
             self.plan.detect_anomaly.then(ffi::AnomalyWatch::begin).transpose()?;
@@ -218,6 +220,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.module.to_dtype(dtype)?;
         }
         name_parameters(self.module);
+        self.check_module_alike()?;
         self.run.engine.strategy.prepare(self.module)
     }
 
