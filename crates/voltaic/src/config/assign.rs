@@ -1,12 +1,16 @@
 //! Single values set by dotted key: options of the command line and environment variables.
 
+use indexmap::IndexMap;
 use serde_json::Value;
 
-use super::merge::{Remarks, append, join, merge};
-use super::node::{Data, Node, Origin};
+use super::merge::{Remarks, append, merge};
+use super::node::{Data, Node, Origin, join};
 use super::schema::View;
 use super::yaml;
 use crate::error::{ConfigProblem, Problem};
+
+/// Keys of more parts are refused: each is a level of the tree.
+const MAX_PARTS: usize = 64;
 
 /// One option such as `--trainer.max_epochs=3` or `--trainer.callbacks+=EarlyStopping`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,6 +57,12 @@ pub(super) fn apply(
         remarks
             .problems
             .push(problem(what, "write it as section.key, such as trainer.max_epochs".to_owned()));
+        return;
+    }
+    if parts.len() > MAX_PARTS {
+        let what = format!("it has {} parts, no key has more than {MAX_PARTS}", parts.len());
+        let key = format!("{}...", parts[..3].join("."));
+        remarks.problems.push(ConfigProblem { key, ..problem(what, "shorten it".to_owned()) });
         return;
     }
     let value = match &assignment.value {
@@ -121,7 +131,7 @@ fn set(
     }
     // Naming a class goes through `merge`, which drops the old class's arguments.
     if *part == "class_path" && rest.is_empty() {
-        let data = Data::Map(vec![((*part).to_owned(), value)]);
+        let data = Data::Map(IndexMap::from([((*part).to_owned(), value)]));
         merge(node, Node { origin, data }, &view, &key, remarks);
         return Ok(());
     }

@@ -3,13 +3,14 @@
 use serde_json::Value;
 
 use super::defaults::narrow;
-use super::merge::join;
-use super::node::{Data, Node, Origin};
+use super::node::{Data, Node, Origin, join};
 use super::schema::{View, option_types, type_name};
 use super::suggest::nearest;
 use super::words::{describe_type, expected, quote};
 use crate::error::{ConfigProblem, Problem};
 
+/// More unknown keys than this are counted, not named.
+const MAX_UNKNOWN: usize = 10;
 /// More keys than this are not listed in an error.
 const MAX_LISTED: usize = 16;
 
@@ -19,19 +20,35 @@ pub(super) struct Found {
     pub problem: ConfigProblem,
 }
 
-/// All problems of `node`, in the order of the tree.
-pub(super) fn check(node: &Node, view: &View<'_>) -> Vec<Found> {
-    let mut checker = Checker { root: view.clone(), problems: Vec::new() };
+/// What is wrong with a tree.
+#[derive(Default)]
+pub(super) struct Checked {
+    /// All problems, in the order of the tree, but of unknown keys only the first.
+    pub problems: Vec<Found>,
+    /// The other unknown keys.
+    pub more_unknown: Vec<String>,
+}
+
+/// Holds a tree against its schema.
+pub(super) fn check(node: &Node, view: &View<'_>) -> Checked {
+    let mut checker = Checker::new(view.clone());
     checker.visit(node, view, "");
-    checker.problems
+    let Checker { problems, more_unknown, .. } = checker;
+    Checked { problems, more_unknown }
 }
 
 struct Checker<'s> {
     root: View<'s>,
     problems: Vec<Found>,
+    num_unknown: usize,
+    more_unknown: Vec<String>,
 }
 
-impl Checker<'_> {
+impl<'s> Checker<'s> {
+    fn new(root: View<'s>) -> Self {
+        Self { root, problems: Vec::new(), num_unknown: 0, more_unknown: Vec::new() }
+    }
+
     fn report(&mut self, key: &str, origin: &Origin, what: String, remedy: String) {
         let problem = Problem::new(what, remedy);
         let problem = ConfigProblem { key: origin.typed_key(key), origin: origin.label(), problem };
@@ -57,12 +74,17 @@ impl Checker<'_> {
         let Some((view, _)) = narrow(node, view, view.default) else {
             // Several mappings could be meant: report the one with the fewest problems.
             let attempts = view.objects().map(|option| {
-                let mut attempt = Checker { root: self.root.clone(), problems: Vec::new() };
+                let mut attempt = Checker::new(self.root.clone());
                 let alternative = view.with_options(vec![option]);
                 attempt.visit_keys(node, &alternative, key);
-                attempt.problems
+                attempt
             });
-            self.problems.extend(attempts.min_by_key(Vec::len).unwrap_or_default());
+            let num_problems = |attempt: &Checker| attempt.problems.len() + attempt.more_unknown.len();
+            if let Some(best) = attempts.min_by_key(num_problems) {
+                self.num_unknown += best.num_unknown;
+                self.problems.extend(best.problems);
+                self.more_unknown.extend(best.more_unknown);
+            }
             return;
         };
         self.visit_keys(node, &view, key);
@@ -119,6 +141,10 @@ impl Checker<'_> {
     }
 
     fn unknown_key(&mut self, name: &str, node: &Node, view: &View<'_>, key: &str) {
+        self.num_unknown += 1;
+        if self.num_unknown > MAX_UNKNOWN {
+            return self.more_unknown.push(join(key, name));
+        }
         let known = view.keys();
         let origin = first_origin(node);
         let full = join(key, name);

@@ -1,5 +1,6 @@
 //! Fills in the schema's defaults, and takes them out again for a short print.
 
+use indexmap::IndexMap;
 use serde_json::Value;
 
 use super::node::{Data, Node, Origin};
@@ -41,22 +42,22 @@ pub(super) fn fill(node: &mut Node, view: &View<'_>, default: Option<&Value>) {
     for key in view.keys() {
         let Some(place) = view.child(key) else { continue };
         let default = default.and_then(|default| default.get(key)).or(place.default);
-        let child = given.iter().position(|(name, _)| name == key).map(|at| given.remove(at).1);
+        let child = given.shift_remove(key);
         let child = child.or_else(|| default.map(|value| Node::from_value(value, &Origin::Default)));
         // The arguments of a class may be left out, but serde wants to see them.
         let child = child.or_else(|| (key == "init_args").then(|| Node::map(Origin::Default)));
         if let Some(mut child) = child {
             fill(&mut child, &place, default);
-            entries.push((key.to_owned(), child));
+            entries.insert(key.to_owned(), child);
         }
     }
     let takes_arguments = view.keys().contains(&"init_args");
     let is_empty_arguments =
-        |name: &str, node: &Node| name == "init_args" && node.entries().is_some_and(Vec::is_empty);
-    given.retain(|(name, node)| takes_arguments || !is_empty_arguments(name, node));
+        |name: &str, node: &Node| name == "init_args" && node.entries().is_some_and(IndexMap::is_empty);
+    given.retain(|name, node| takes_arguments || !is_empty_arguments(name, node));
     // An argument that is refused and null was not given: that is how Lightning writes it.
-    given.retain(|(name, node)| !(node.is_null() && view.refusal(name).is_some()));
-    entries.append(&mut given);
+    given.retain(|name, node| !(node.is_null() && view.refusal(name).is_some()));
+    entries.extend(given);
 }
 
 /// What differs from the defaults; `None` if nothing does.
@@ -68,16 +69,16 @@ pub(super) fn prune(node: &Node, view: &View<'_>, default: Option<&Value>) -> Op
     }
     let Data::Map(entries) = &node.data else { return Some(node.clone()) };
     let Some((view, default)) = narrow(node, view, default) else { return Some(node.clone()) };
-    let mut kept = Vec::new();
+    let mut kept = IndexMap::new();
     for (key, child) in entries {
         let place = view.child(key).unwrap_or_else(|| View::new(&Value::Bool(true)));
         let default = default.and_then(|default| default.get(key)).or(place.default);
         let pruned = if key == "class_path" { Some(child.clone()) } else { prune(child, &place, default) };
-        let is_empty = |node: &Node| node.entries().is_some_and(Vec::is_empty);
+        let is_empty = |node: &Node| node.entries().is_some_and(IndexMap::is_empty);
         if let Some(pruned) = pruned
             && (!is_empty(&pruned) || (is_empty(child) && key != "init_args"))
         {
-            kept.push((key.clone(), pruned));
+            kept.insert(key.clone(), pruned);
         }
     }
     Some(Node { origin: node.origin.clone(), data: Data::Map(kept) })

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::check::{Found, check};
 use super::defaults::fill;
-use super::merge::join;
+use super::node::join;
 use super::node::{Node, Origin};
 use super::schema::{View, spread};
 use super::words::expected;
@@ -52,7 +52,7 @@ pub fn faults(schema: &Value) -> Vec<String> {
         if let Some(default) = &key.default {
             let mut node = Node::from_value(default, &Origin::Default);
             fill(&mut node, place, None);
-            for Found { problem, .. } in check(&node, place) {
+            for Found { problem, .. } in check(&node, place).problems {
                 faults.push(format!("default of {name}: {}", problem.problem));
             }
         }

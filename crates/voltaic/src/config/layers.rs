@@ -1,5 +1,6 @@
 //! The layers of a configuration, from their sources to one typed value.
 
+use std::fs::File;
 use std::path::Path;
 
 use schemars::JsonSchema;
@@ -7,9 +8,10 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::assign::{Assignment, apply};
-use super::check::{Found, check};
+use super::check::{Checked, Found, check};
 use super::defaults::{fill, prune};
 use super::emit::{to_commented_yaml, to_yaml};
+use super::file::read_at_most;
 use super::merge::{Remarks, merge};
 use super::node::{Node, Origin, Origins};
 use super::schema::{View, spread};
@@ -19,6 +21,9 @@ use crate::error::{ConfigError, ConfigProblem, Problem};
 
 /// Prefix of the environment variables that set configuration keys.
 const ENV_PREFIX: &str = "VOLTAIC_";
+
+/// A longer file is not a configuration.
+const MAX_FILE: u64 = 16 << 20;
 
 /// A configuration that grows layer by layer: each call outranks the calls before it.
 ///
@@ -143,7 +148,7 @@ impl Layers {
     /// Adds a YAML file.
     pub fn file(&mut self, path: impl AsRef<Path>) {
         let path = path.as_ref();
-        match std::fs::read(path).map(String::from_utf8) {
+        match File::open(path).and_then(|file| read_at_most(file, MAX_FILE)).map(String::from_utf8) {
             Ok(Ok(text)) => self.text(&path.display().to_string(), &text),
             Ok(Err(error)) => {
                 let offset = error.utf8_error().valid_up_to();
@@ -218,14 +223,20 @@ impl Layers {
         let mut problems = self.remarks.problems.clone();
         let mut unusable: Vec<String> = problems.iter().map(|problem| problem.key.clone()).collect();
         let mut dropped = Vec::new();
-        for Found { key, problem } in check(&tree, &view) {
-            tree.remove(&key);
+        let Checked { problems: found, more_unknown } = check(&tree, &view);
+        for Found { key, problem } in found {
             dropped.push(key);
             problems.push(problem);
         }
+        if let Some(first) = more_unknown.first() {
+            let what = format!("{} more unknown keys, of which this is the first", more_unknown.len());
+            problems.push(ConfigProblem::new(first.clone(), what, "remove them"));
+        }
+        dropped.extend(more_unknown);
         if !dropped.is_empty() {
+            tree.remove(&dropped.iter().map(String::as_str).collect());
             fill(&mut tree, &view, view.default);
-            unusable.extend(check(&tree, &view).into_iter().map(|found| found.key));
+            unusable.extend(check(&tree, &view).problems.into_iter().map(|found| found.key));
         }
         let settings =
             Settings { origins: tree.origins(), tree: tree.to_value(), notes: self.remarks.notes.clone() };

@@ -5,9 +5,10 @@
 //! later stage sees them. Choosing another class starts from that class's defaults: arguments of the old class that
 //! earlier layers set are dropped, with a note.
 
+use indexmap::IndexMap;
 use serde_json::Value;
 
-use super::node::{Data, Node, Origin};
+use super::node::{Data, Node, Origin, join};
 use super::schema::View;
 use crate::error::ConfigProblem;
 
@@ -44,7 +45,7 @@ pub(super) fn merge(target: &mut Node, incoming: Node, view: &View<'_>, key: &st
 
 fn merge_map(
     target: &mut Node,
-    entries: Vec<(String, Node)>,
+    entries: IndexMap<String, Node>,
     origin: Origin,
     view: &View<'_>,
     key: &str,
@@ -53,7 +54,7 @@ fn merge_map(
     if target.entries().is_none() {
         *target = Node::map(origin);
     }
-    let named = entries.iter().find(|(name, _)| name == "class_path").map(|(_, class)| class);
+    let named = entries.get("class_path");
     if let Some(new) = named
         && !view.classes().is_empty()
     {
@@ -123,7 +124,7 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
             if !view.classes().is_empty() {
                 let name = view.class(name).map_or_else(|| name.clone(), |class| class.name.to_owned());
                 let class = Node::scalar(Value::String(name), origin.clone());
-                return Node { origin, data: Data::Map(vec![("class_path".to_owned(), class)]) };
+                return Node { origin, data: Data::Map(IndexMap::from([("class_path".to_owned(), class)])) };
             }
             // `callbacks=EarlyStopping` for a list of one.
             if view.allows("array") && !view.item(0).classes().is_empty() {
@@ -144,7 +145,7 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
         }
         Data::Map(entries) if !view.classes().is_empty() => {
             let own = view.class_keys();
-            let (mut data, arguments): (Vec<_>, Vec<_>) = entries
+            let (mut data, arguments): (IndexMap<_, _>, IndexMap<_, _>) = entries
                 .into_iter()
                 .partition(|(name, _)| own.contains(&name.as_str()) || name == "init_args");
             for (name, node) in &mut data {
@@ -155,10 +156,8 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
                 }
             }
             if !arguments.is_empty() {
-                data.push((
-                    "init_args".to_owned(),
-                    Node { origin: origin.clone(), data: Data::Map(arguments) },
-                ));
+                let arguments = Node { origin: origin.clone(), data: Data::Map(arguments) };
+                data.insert("init_args".to_owned(), arguments);
             }
             Node { origin, data: Data::Map(data) }
         }
@@ -179,10 +178,10 @@ fn change_class(target: &mut Node, new: &Node, key: &str, remarks: &mut Remarks)
         return;
     }
     let Data::Map(entries) = &mut target.data else { return };
-    let Some((_, arguments)) = entries.iter_mut().find(|(name, _)| name == "init_args") else { return };
+    let Some(arguments) = entries.get_mut("init_args") else { return };
     let Data::Map(arguments) = &mut arguments.data else { return };
     let mut dropped = Vec::new();
-    arguments.retain(|(argument, node)| {
+    arguments.retain(|argument, node| {
         let keeps = node.origin.same_layer(&new.origin);
         if !keeps && node.origin != Origin::Default {
             dropped.push(format!("{argument} (from {})", node.origin));
@@ -195,9 +194,4 @@ fn change_class(target: &mut Node, new: &Node, key: &str, remarks: &mut Remarks)
             .notes
             .push(format!("{key} is now {name}, so these arguments of {old} are dropped: {dropped}"));
     }
-}
-
-/// `key` with one more part.
-pub(super) fn join(key: &str, part: &str) -> String {
-    if key.is_empty() { part.to_owned() } else { format!("{key}.{part}") }
 }

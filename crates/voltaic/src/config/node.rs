@@ -1,8 +1,9 @@
 //! A configuration tree whose every node knows where it came from.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 
+use indexmap::IndexMap;
 use serde_json::{Map, Value};
 
 use crate::error::ConfigError;
@@ -106,7 +107,7 @@ pub(super) struct Node {
 pub(super) enum Data {
     Scalar { value: Value, text: Option<String> },
     List(Vec<Node>),
-    Map(Vec<(String, Node)>),
+    Map(IndexMap<String, Node>),
 }
 
 impl Node {
@@ -115,7 +116,7 @@ impl Node {
     }
 
     pub fn map(origin: Origin) -> Self {
-        Self { origin, data: Data::Map(Vec::new()) }
+        Self { origin, data: Data::Map(IndexMap::new()) }
     }
 
     pub fn from_value(value: &Value, origin: &Origin) -> Self {
@@ -152,7 +153,7 @@ impl Node {
         }
     }
 
-    pub fn entries(&self) -> Option<&Vec<(String, Node)>> {
+    pub fn entries(&self) -> Option<&IndexMap<String, Node>> {
         match &self.data {
             Data::Map(entries) => Some(entries),
             _ => None,
@@ -160,28 +161,35 @@ impl Node {
     }
 
     pub fn get(&self, key: &str) -> Option<&Node> {
-        self.entries()?.iter().find(|(k, _)| k == key).map(|(_, node)| node)
+        self.entries()?.get(key)
     }
 
-    /// Takes out what is at a dotted key; an element of a list leaves null, so that the others keep their numbers.
-    pub fn remove(&mut self, key: &str) {
-        let (part, rest) = key.split_once('.').map_or((key, None), |(part, rest)| (part, Some(rest)));
-        let element = part.parse::<usize>().ok();
-        match (&mut self.data, rest) {
-            (Data::Map(entries), None) => entries.retain(|(name, _)| name != part),
-            (Data::Map(entries), Some(rest)) => {
-                let child = entries.iter_mut().find(|(name, _)| name == part);
-                child.into_iter().for_each(|(_, child)| child.remove(rest));
-            }
-            (Data::List(items), rest) => {
-                let item = element.and_then(|index| items.get_mut(index));
-                match (item, rest) {
-                    (Some(item), Some(rest)) => item.remove(rest),
-                    (Some(item), None) => *item = Self::scalar(Value::Null, item.origin.clone()),
-                    (None, _) => {}
+    /// Takes out what is at these dotted keys; an element of a list leaves null, so that the others keep their numbers. Goes
+    /// through the tree once.
+    pub fn remove(&mut self, gone: &HashSet<&str>) {
+        self.remove_below("", gone);
+    }
+
+    fn remove_below(&mut self, key: &str, gone: &HashSet<&str>) {
+        match &mut self.data {
+            Data::Map(entries) => entries.retain(|name, child| {
+                let key = join(key, name);
+                let stays = !gone.contains(key.as_str());
+                if stays {
+                    child.remove_below(&key, gone);
+                }
+                stays
+            }),
+            Data::List(items) => {
+                for (index, item) in items.iter_mut().enumerate() {
+                    let key = join(key, &index.to_string());
+                    match gone.contains(key.as_str()) {
+                        true => *item = Self::scalar(Value::Null, item.origin.clone()),
+                        false => item.remove_below(&key, gone),
+                    }
                 }
             }
-            (Data::Scalar { .. }, _) => {}
+            Data::Scalar { .. } => {}
         }
     }
 
@@ -191,11 +199,11 @@ impl Node {
             *self = Self::map(origin.clone());
         }
         let Data::Map(entries) = &mut self.data else { return None };
-        let at = entries.iter().position(|(k, _)| k == key).unwrap_or_else(|| {
-            entries.push((key.to_owned(), Self::scalar(Value::Null, origin.clone())));
-            entries.len() - 1
-        });
-        entries.get_mut(at).map(|(_, node)| node)
+        // looked up first, since a key of its own is only needed for a new entry
+        if !entries.contains_key(key) {
+            entries.insert(key.to_owned(), Self::scalar(Value::Null, origin.clone()));
+        }
+        entries.get_mut(key)
     }
 
     pub fn origins(&self) -> Origins {
@@ -205,16 +213,15 @@ impl Node {
     }
 
     fn collect_origins(&self, key: String, origins: &mut Origins) {
-        let join = |part: &str| if key.is_empty() { part.to_owned() } else { format!("{key}.{part}") };
         match &self.data {
             Data::List(items) if !items.is_empty() => {
                 for (i, item) in items.iter().enumerate() {
-                    item.collect_origins(join(&i.to_string()), origins);
+                    item.collect_origins(join(&key, &i.to_string()), origins);
                 }
             }
             Data::Map(entries) if !entries.is_empty() => {
                 for (name, child) in entries {
-                    child.collect_origins(join(name), origins);
+                    child.collect_origins(join(&key, name), origins);
                 }
             }
             _ => {
@@ -222,4 +229,9 @@ impl Node {
             }
         }
     }
+}
+
+/// `key` with one more part.
+pub(super) fn join(key: &str, part: &str) -> String {
+    if key.is_empty() { part.to_owned() } else { format!("{key}.{part}") }
 }

@@ -1,6 +1,10 @@
 //! Reads YAML into nodes that know their line.
 
-use saphyr::{LoadableYamlNode, MarkedYaml, Scalar, YamlData};
+use std::collections::HashMap;
+
+use indexmap::IndexMap;
+use saphyr::{LoadableYamlNode, MarkedYaml, Scalar, ScanError, YamlData};
+use saphyr_parser::{Event, Parser};
 use serde_json::{Number, Value};
 
 use super::node::{Data, Node, Origin};
@@ -13,7 +17,7 @@ const MAX_DEPTH: usize = 64;
 pub(super) fn read(text: &str, file: &str) -> Result<Node, Box<ConfigProblem>> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let origin = |line| Origin::File { path: file.to_owned(), line };
-    let reader = Reader { text, origin: &origin };
+    let reader = Reader::new(text, &origin);
     let node = match reader.document()? {
         Some(node) if !node.is_null() => node,
         _ => Node::map(origin(1)),
@@ -39,7 +43,7 @@ pub(super) fn read_value(text: &str, origin: &Origin) -> Result<Node, Box<Config
         return scalar_node(&Scalar::parse_from_cow(text.into()), Some(text), origin.clone());
     }
     let at = |_| origin.clone();
-    match (Reader { text, origin: &at }).document() {
+    match Reader::new(text, &at).document() {
         Ok(Some(node)) => Ok(node),
         Ok(None) => Ok(plain()),
         Err(problem) => Err(problem),
@@ -48,12 +52,69 @@ pub(super) fn read_value(text: &str, origin: &Origin) -> Result<Node, Box<Config
 
 struct Reader<'a> {
     text: &'a str,
+    places: Places,
     origin: &'a dyn Fn(usize) -> Origin,
+}
+
+impl<'a> Reader<'a> {
+    fn new(text: &'a str, origin: &'a dyn Fn(usize) -> Origin) -> Self {
+        Self { text, places: Places::of(text), origin }
+    }
+}
+
+/// Where each character begins: the loader counts characters.
+struct Places(Option<Vec<usize>>);
+
+impl Places {
+    fn of(text: &str) -> Self {
+        let all = || text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
+        Self((!text.is_ascii()).then(all))
+    }
+
+    fn slice<'t>(&self, text: &'t str, start: usize, end: usize) -> Option<&'t str> {
+        let at = |index: usize| self.0.as_ref().map_or(Some(index), |places| places.get(index).copied());
+        text.get(at(start)?..at(end)?)
+    }
+}
+
+/// The line at which a text nests deeper than is allowed, also by what its aliases stand for.
+fn too_deep(text: &str) -> Result<Option<usize>, ScanError> {
+    /// How deep what begins here is, and the anchor that is its name.
+    struct Open {
+        depth: usize,
+        anchor: usize,
+    }
+    let mut open: Vec<Open> = Vec::new();
+    let mut depths: HashMap<usize, usize> = HashMap::new();
+    let mut parser = Parser::new_from_str(text);
+    while let Some(event) = parser.next_event() {
+        let (event, span) = event?;
+        let depth = match event {
+            Event::SequenceStart(anchor, _) | Event::MappingStart(anchor, _) => {
+                open.push(Open { depth: 1, anchor });
+                0
+            }
+            Event::SequenceEnd | Event::MappingEnd => {
+                let Some(Open { depth, anchor }) = open.pop() else { continue };
+                depths.insert(anchor, depth);
+                depth
+            }
+            Event::Alias(anchor) => depths.get(&anchor).copied().unwrap_or(0),
+            _ => 0,
+        };
+        if let Some(parent) = open.last_mut() {
+            parent.depth = parent.depth.max(depth + 1);
+        }
+        if open.len() + depth > MAX_DEPTH {
+            return Ok(Some(span.start.line()));
+        }
+    }
+    Ok(None)
 }
 
 impl Reader<'_> {
     fn document(&self) -> Result<Option<Node>, Box<ConfigProblem>> {
-        let documents = MarkedYaml::load_from_str(self.text).map_err(|error| {
+        let fail = |error: ScanError| {
             let (line, column) = (error.marker().line(), error.marker().col() + 1);
             let at = match (self.origin)(line) {
                 Origin::File { path, line } => format!("{path}:{line}:{column}"),
@@ -64,7 +125,13 @@ impl Reader<'_> {
                 origin: at,
                 problem: Problem::new(error.info(), "fix the YAML there"),
             })
-        })?;
+        };
+        // the loader and what it makes nest on the stack as deep as the text does
+        if let Some(line) = too_deep(self.text).map_err(fail)? {
+            let what = format!("nested deeper than {MAX_DEPTH}");
+            return Err(problem(&(self.origin)(line), &what, "nest less"));
+        }
+        let documents = MarkedYaml::load_from_str(self.text).map_err(fail)?;
         let mut documents = documents.iter();
         let first = documents.next();
         if let Some(second) = documents.next() {
@@ -76,19 +143,16 @@ impl Reader<'_> {
 
     fn convert(&self, node: &MarkedYaml<'_>, depth: usize) -> Result<Node, Box<ConfigProblem>> {
         let origin = (self.origin)(node.span.start.line());
-        if depth > MAX_DEPTH {
-            return Err(problem(&origin, &format!("nested deeper than {MAX_DEPTH}"), "nest less"));
-        }
         let data = match &node.data {
             YamlData::Value(scalar) => return scalar_node(scalar, self.raw(node).as_deref(), origin),
             YamlData::Sequence(items) => {
                 Data::List(items.iter().map(|item| self.convert(item, depth + 1)).collect::<Result<_, _>>()?)
             }
             YamlData::Mapping(entries) => {
-                let mut map: Vec<(String, Node)> = Vec::with_capacity(entries.len());
+                let mut map = IndexMap::with_capacity(entries.len());
                 for (key, value) in entries {
                     let name = self.key(key)?;
-                    if map.iter().any(|(other, _)| *other == name) {
+                    if map.contains_key(&name) {
                         let at = (self.origin)(key.span.start.line());
                         return Err(problem(&at, &format!("`{name}` is given twice"), "keep one of them"));
                     }
@@ -97,7 +161,7 @@ impl Reader<'_> {
                         // An absent value has the position of whatever follows it.
                         child.origin = (self.origin)(key.span.start.line());
                     }
-                    map.push((name, child));
+                    map.insert(name, child);
                 }
                 Data::Map(map)
             }
@@ -131,7 +195,7 @@ impl Reader<'_> {
     /// The source text of a scalar without quotes; nothing for an alias, whose text is elsewhere.
     fn raw(&self, node: &MarkedYaml<'_>) -> Option<String> {
         let (start, end) = (node.span.start.index(), node.span.end.index());
-        let raw: String = self.text.chars().skip(start).take(end.saturating_sub(start)).collect();
+        let raw = self.places.slice(self.text, start, end)?;
         let YamlData::Value(scalar) = &node.data else { return None };
         (Scalar::parse_from_cow(raw.trim().into()) == *scalar).then(|| raw.trim().to_owned())
     }

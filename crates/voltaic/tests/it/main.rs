@@ -53,6 +53,7 @@ mod hooks;
 mod host_memory;
 mod host_pool;
 mod hostile_checkpoint;
+mod hostile_config;
 mod kill;
 mod last_checkpoint;
 mod layers;
