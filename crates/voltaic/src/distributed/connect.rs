@@ -59,6 +59,11 @@ impl Connector {
         Place { rank: self.placement.rank, size: self.placement.world_size }
     }
 
+    /// This process among the ranks of the run, as its launcher placed it.
+    pub fn placement(&self) -> &RankPlacement {
+        &self.placement
+    }
+
     /// As c10d names the back end.
     pub fn backend_name(&self) -> &'static str {
         self.library.as_ref().map_or("gloo", CollectiveLibrary::name)

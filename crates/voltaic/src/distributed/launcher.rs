@@ -330,19 +330,15 @@ impl Signals {
 }
 
 /// To be called by a rank whose run has failed. One that has only noticed that another is gone lets the launcher show
-/// the reason first, which then ends this rank by SIGTERM.
-pub(crate) fn hold_back(error: &Error) {
+/// the reason first, which then ends this rank by SIGTERM: `is_told` says whether that has come.
+pub(crate) fn hold_back(error: &Error, is_told: impl Fn() -> bool) {
     let is_consequence =
         matches!(error, Error::Distributed(DistributedError::Collective(failure)) if !failure.timed_out);
     if !is_consequence || std::env::var_os(LAUNCHER).is_none() {
         return;
     }
-    let told = Arc::new(AtomicBool::new(false));
-    if signal_hook::flag::register(SIGTERM, told.clone()).is_err() {
-        return;
-    }
     let deadline = Instant::now() + PATIENCE;
-    while !told.load(Ordering::Relaxed) && Instant::now() < deadline {
+    while !is_told() && Instant::now() < deadline {
         std::thread::sleep(POLL);
     }
 }

@@ -1,6 +1,7 @@
 //! Errors between ranks.
 
 use std::borrow::Cow;
+use std::path::PathBuf;
 
 use super::problem::Problem;
 
@@ -65,10 +66,16 @@ pub struct CollectiveFailure {
     pub world_size: usize,
     /// Global ranks of the members, if the group has some of the ranks only.
     pub group: Option<Vec<usize>>,
+    /// Who called it: the names of the [scopes](crate::distributed::collective_scope) around the call.
+    pub from: String,
     /// Global ranks that did not take part, as far as is known.
     pub missing: Vec<usize>,
     /// Global ranks that were in another operation, and in which.
     pub elsewhere: Vec<(usize, String)>,
+    /// Where ranks that did not take part are, each as a sentence.
+    pub last_seen: Vec<String>,
+    /// Where the last operations of this rank are written.
+    pub record: Option<PathBuf>,
     /// Which operation of the group it was, from 1.
     pub seq: u64,
     /// Size of this rank's tensor.
@@ -117,8 +124,12 @@ impl DistributedError {
 
 impl std::fmt::Display for CollectiveFailure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { op, rank, world_size, group, missing, elsewhere, seq, bytes, .. } = self;
-        write!(f, "{op} (operation {seq}, {bytes} bytes)")?;
+        let Self { op, rank, world_size, group, from, missing, elsewhere, seq, bytes, .. } = self;
+        write!(f, "{op} (operation {seq}, {bytes} bytes")?;
+        if !from.is_empty() {
+            write!(f, ", from {from}")?;
+        }
+        write!(f, ")")?;
         if let Some(members) = group {
             write!(f, " among {}", ranks(members))?;
         }
@@ -129,7 +140,14 @@ impl std::fmt::Display for CollectiveFailure {
         for (rank, call) in elsewhere {
             write!(f, ", rank {rank} was in {call}")?;
         }
-        write!(f, ": {}; {}", self.reason, self.remedy())
+        write!(f, ": {}", self.reason)?;
+        for seen in &self.last_seen {
+            write!(f, "; {seen}")?;
+        }
+        if let Some(record) = &self.record {
+            write!(f, "; the last operations of this rank are in {}", record.display())?;
+        }
+        write!(f, "; {}", self.remedy())
     }
 }
 
@@ -158,8 +176,11 @@ mod tests {
             rank: 0,
             world_size: 4,
             group: None,
+            from: String::new(),
             missing: vec![1, 3],
             elsewhere: Vec::new(),
+            last_seen: Vec::new(),
+            record: None,
             seq: 7,
             bytes: 4096,
             timed_out: true,

@@ -66,6 +66,7 @@ fn meet(
         return Ok((World::supervised(&placement, distributed::DEFAULT_TIMEOUT)?, plan.device));
     }
     let device = plan.ranks.device_of(placement.local_rank)?;
+    distributed::write_records_below(&plan.default_root_dir);
     accelerator.setup()?; // decides the back end
     let timeout = given.map_or_else(|| strategy.timeout(), BuildStrategy::timeout);
     let allowed = match given {

@@ -48,6 +48,7 @@ mod gaudi_documents;
 mod graph;
 mod graph_blocks;
 mod graph_first_step;
+mod hangs;
 mod hook_outputs;
 mod hooks;
 mod host_memory;

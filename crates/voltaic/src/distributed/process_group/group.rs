@@ -4,9 +4,11 @@ use std::sync::{Arc, Mutex};
 
 use tch::Tensor;
 
-use super::shared::{Shared, State, next_call};
+use super::shared::{Shared, State};
 use super::work::{Underway, Work};
 use crate::distributed::connect::{Connector, Place};
+use crate::distributed::flight::record;
+use crate::distributed::flight::witness::Witness;
 use crate::error::{ConfigError, Result, TorchError};
 use crate::ffi::{self, Backend, Store};
 
@@ -35,19 +37,26 @@ impl ProcessGroup {
     /// The group of all ranks. `store` is this group's own.
     pub(in crate::distributed) fn of_all(connector: Connector, store: Arc<Store>) -> Result<Self> {
         let place = connector.place_of_all();
-        Self::connect(connector, store, place, (0..place.size).collect())
+        let witness = Arc::new(Witness::start(connector.placement(), &store)?);
+        let group = Self::connect(connector, store, witness, place, (0..place.size).collect())?;
+        group.shared.witness.meet_neighbours();
+        Ok(group)
     }
 
     /// A group of ranks that are to be connected; `members` are their global ranks.
     pub(super) fn connect(
         connector: Connector,
         store: Arc<Store>,
+        witness: Arc<Witness>,
         place: Place,
         members: Vec<usize>,
     ) -> Result<Self> {
         let (backend, neighbours) = connector.connect(&store, place)?;
         let state = Mutex::new(State { backend, started: 0, splits: 0 });
-        let shared = Shared { state, neighbours, store, rank: place.rank, members, connector };
+        let is_part = members.len() < connector.place_of_all().size;
+        let label = is_part.then(|| format!("among ranks {members:?}").into());
+        let shared =
+            Shared { state, neighbours, store, rank: place.rank, members, label, connector, witness };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -83,10 +92,11 @@ impl ProcessGroup {
     /// In backward, too.
     pub fn differentiable_sum(&self, tensor: &Tensor) -> Result<Tensor> {
         let mut state = self.shared.lock();
-        let call = next_call(&mut state, "all_reduce", tensor, None);
+        let call = self.shared.next_call(&mut state, "all_reduce", tensor, None);
         ffi::Summing::finish_before(call.ticket);
         let sum = state.backend.differentiable_sum(tensor);
         drop(state);
+        record::end(call.number, if sum.is_ok() { record::State::Done } else { record::State::Failed });
         sum.map_err(|error| self.shared.failure(call, &error))
     }
 
@@ -113,12 +123,15 @@ impl ProcessGroup {
             return Err(ConfigError::new(op, what, "call contiguous() first").into());
         }
         let mut state = self.shared.lock();
-        let call = next_call(&mut state, op, tensor, peer);
+        let call = self.shared.next_call(&mut state, op, tensor, peer);
         let underway = body(&state.backend);
         drop(state);
         match underway {
             Ok(underway) => Ok(Work::new(underway, call, self.shared.clone())),
-            Err(error) => Err(self.shared.failure(call, &error)),
+            Err(error) => {
+                record::end(call.number, record::State::Failed);
+                Err(self.shared.failure(call, &error))
+            }
         }
     }
 

@@ -9,6 +9,8 @@ use tch::Tensor;
 
 use crate::distributed::connect::Connector;
 use crate::distributed::deadline::within;
+use crate::distributed::flight::record;
+use crate::distributed::flight::witness::Witness;
 use crate::error::{CollectiveFailure, DistributedError, Error, TorchError, TorchErrorKind};
 use crate::ffi::{Backend, Neighbours, Store, next_ticket};
 
@@ -28,8 +30,12 @@ pub(super) struct Shared {
     pub rank: usize,
     /// Global ranks of the members, in order.
     pub members: Vec<usize>,
+    /// What the members are called in records, if they are some of the run's ranks only.
+    pub label: Option<Arc<str>>,
     /// Makes groups of some of the members.
     pub connector: Connector,
+    /// Finds out where ranks are.
+    pub witness: Arc<Witness>,
 }
 
 /// Locked to start an operation, so that the sequence number is the order.
@@ -52,6 +58,8 @@ pub(super) struct Call {
     pub peer: Option<usize>,
     /// See [`next_ticket`].
     pub ticket: u64,
+    /// In the record of this process's operations.
+    pub number: u64,
 }
 
 /// What a member says when an operation has failed on it.
@@ -68,22 +76,38 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether these are some of the run's ranks only.
-    fn is_part(&self) -> bool {
-        self.members.len() < self.connector.place_of_all().size
+    /// Gives an operation its number, and notes that it begins.
+    pub fn next_call(
+        &self,
+        state: &mut State,
+        op: &'static str,
+        tensor: &Tensor,
+        peer: Option<usize>,
+    ) -> Call {
+        state.started += 1;
+        let seq = state.started;
+        let bytes = if tensor.defined() { tensor.numel() * tensor.kind().elt_size_in_bytes() } else { 0 };
+        let global = peer.map(|peer| self.members[peer]);
+        let group = self.label.as_deref();
+        let number = record::begin(record::Noted { op, seq, bytes, tensor, peer: global, group });
+        Call { op, seq, bytes, peer, ticket: next_ticket(), number }
     }
 
     /// What is known of a failure: the ranks on which nothing failed in time are gone, or somewhere else.
     pub fn failure(&self, call: Call, error: &TorchError) -> Error {
         let Call { op, seq, bytes, peer, .. } = call;
-        let told = self.tell(call);
+        let (caller, record) = (record::caller(call.number), self.witness.write_record());
+        let (alarm, told) = self.tell(call).unzip();
         let others = (0..self.members.len()).filter(|&other| other != self.rank);
-        let missing: Vec<usize> = match peer {
-            Some(peer) => vec![peer],
-            None => {
-                told.iter().flat_map(|told| others.clone().filter(|rank| !told.contains_key(rank))).collect()
+        let missing: Vec<usize> = match (peer, &told) {
+            (Some(peer), _) => vec![self.members[peer]],
+            (None, Some(told)) => {
+                others.filter(|rank| !told.contains_key(rank)).map(|rank| self.members[rank]).collect()
             }
+            // the store does not answer
+            (None, None) => self.witness.not_in(others.map(|rank| self.members[rank]), op, seq),
         };
+        let last_seen = self.witness.find(&missing, alarm);
         let is_other = |failed: &Failed| {
             peer.is_none()
                 && !failed.has_peer
@@ -102,9 +126,15 @@ impl Shared {
             op,
             rank: all.rank,
             world_size: all.size,
-            group: self.is_part().then(|| self.members.clone()),
-            missing: missing.into_iter().map(|rank| self.members[rank]).collect(),
+            group: self.label.is_some().then(|| self.members.clone()),
+            from: match &self.label {
+                None => caller,
+                Some(label) => caller.trim_start_matches(&**label).trim_start_matches(": ").to_owned(),
+            },
+            missing,
             elsewhere: elsewhere.collect(),
+            last_seen: last_seen.into_iter().map(|(_, text)| text).collect(),
+            record,
             seq,
             bytes,
             timed_out: reason.contains("imed out"),
@@ -115,45 +145,52 @@ impl Shared {
 
     /// Tells the others that this member's operation has failed, and returns what they tell; nothing if the store is gone
     /// or out of reach, and with it all that could be known.
-    fn tell(&self, Call { op, seq, bytes, peer, .. }: Call) -> Option<BTreeMap<usize, Failed>> {
-        let failed = Failed { op: op.to_owned(), seq, bytes, has_peer: peer.is_some() };
-        let (store, rank, size) = (self.store.clone(), self.rank, self.members.len());
-        let waits = peer.is_none();
-        within(INQUEST + INQUEST_GRACE, move || inquest(&store, rank, size, &failed, waits).ok()).flatten()
+    fn tell(&self, Call { op, seq, bytes, peer, .. }: Call) -> Option<(i64, BTreeMap<usize, Failed>)> {
+        let inquest = Inquest {
+            store: self.store.clone(),
+            witness: self.witness.clone(),
+            rank: self.rank,
+            members: self.members.clone(),
+            failed: Failed { op: op.to_owned(), seq, bytes, has_peer: peer.is_some() },
+        };
+        within(INQUEST + INQUEST_GRACE, move || inquest.hold().ok()).flatten()
     }
 }
 
-/// Gives an operation its number.
-pub(super) fn next_call(state: &mut State, op: &'static str, tensor: &Tensor, peer: Option<usize>) -> Call {
-    state.started += 1;
-    let bytes = if tensor.defined() { tensor.numel() * tensor.kind().elt_size_in_bytes() } else { 0 };
-    Call { op, seq: state.started, bytes, peer, ticket: next_ticket() }
+/// Finds out on which members an operation has failed.
+struct Inquest {
+    store: Arc<Store>,
+    witness: Arc<Witness>,
+    /// This process's place among the members.
+    rank: usize,
+    members: Vec<usize>,
+    failed: Failed,
 }
 
-/// What the members tell on which something fails while [`INQUEST`] lasts.
-fn inquest(
-    store: &Store,
-    rank: usize,
-    size: usize,
-    failed: &Failed,
-    waits: bool,
-) -> Result<BTreeMap<usize, Failed>, TorchError> {
-    let key = |rank: usize| format!("failed/{rank}");
-    let deadline = Instant::now() + if waits { INQUEST } else { Duration::ZERO };
-    store.set(&key(rank), &serde_json::to_vec(failed).unwrap_or_default())?;
-    let mut told = BTreeMap::new();
-    while told.len() + 1 < size && Instant::now() < deadline {
-        for other in (0..size).filter(|&other| other != rank) {
-            if !told.contains_key(&other) && store.has(&key(other))? {
-                let text = store.get(&key(other), INQUEST_GRACE)?;
-                if let Ok(failed) = serde_json::from_slice(&text) {
-                    told.insert(other, failed);
+impl Inquest {
+    /// The number of the alarm that this raises, and what the members tell while [`INQUEST`] lasts. Those that have ended
+    /// are not waited for.
+    fn hold(&self) -> Result<(i64, BTreeMap<usize, Failed>), TorchError> {
+        let key = |rank: usize| format!("failed/{rank}");
+        let deadline = Instant::now() + if self.failed.has_peer { Duration::ZERO } else { INQUEST };
+        let alarm = self.witness.raise_alarm()?;
+        self.store.set(&key(self.rank), &serde_json::to_vec(&self.failed).unwrap_or_default())?;
+        let mut told = BTreeMap::new();
+        let mut silent: Vec<usize> = (0..self.members.len()).filter(|&rank| rank != self.rank).collect();
+        while !silent.is_empty() && Instant::now() < deadline {
+            for rank in std::mem::take(&mut silent) {
+                let has_ended = self.witness.has_ended(self.members[rank]); // before: it may have told at the last
+                if self.store.has(&key(rank))? {
+                    let text = self.store.get(&key(rank), INQUEST_GRACE)?;
+                    told.extend(serde_json::from_slice(&text).ok().map(|failed| (rank, failed)));
+                } else if !has_ended {
+                    silent.push(rank);
                 }
             }
+            std::thread::sleep(Duration::from_millis(20));
         }
-        std::thread::sleep(Duration::from_millis(20));
+        Ok((alarm, told))
     }
-    Ok(told)
 }
 
 /// Gloo's message without the place in its source that stands before it.

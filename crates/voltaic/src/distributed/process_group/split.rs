@@ -64,7 +64,8 @@ impl ProcessGroup {
         let Some((index, place, ranks)) = own else { return Ok(None) };
         let store = Arc::new(self.shared.store.with_prefix(&format!("split{number}/{index}"))?);
         let members = ranks.iter().map(|&rank| self.shared.members[rank]).collect();
-        Self::connect(self.shared.connector.clone(), store, place, members).map(Some)
+        Self::connect(self.shared.connector.clone(), store, self.shared.witness.clone(), place, members)
+            .map(Some)
     }
 
     fn check_groups(&self, op: &str, groups: &[Vec<usize>]) -> Result<()> {

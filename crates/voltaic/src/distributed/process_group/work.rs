@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::shared::{Call, Shared};
+use crate::distributed::flight::record;
 use crate::error::Result;
 use crate::ffi::{self, Summing};
 
@@ -18,6 +19,25 @@ pub struct Work<T = ()> {
     call: Call,
     group: Arc<Shared>,
     finish: Box<dyn FnOnce() -> Result<T> + Send>,
+    /// Dropped after `underway`, which waits.
+    noted: Noted,
+}
+
+/// Notes the end of an operation, which nobody waits for unless told otherwise.
+#[derive(Debug)]
+struct Noted(u64);
+
+impl Noted {
+    fn end(self, state: record::State) {
+        record::end(self.0, state);
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Noted {
+    fn drop(&mut self) {
+        record::end(self.0, record::State::Done);
+    }
 }
 
 /// By the back end, or by memory that ranks share.
@@ -29,13 +49,14 @@ pub(super) enum Underway {
 
 impl Work<()> {
     pub(super) fn new(underway: Underway, call: Call, group: Arc<Shared>) -> Self {
-        Self { underway, call, group, finish: Box::new(|| Ok(())) } // allocates nothing
+        let noted = Noted(call.number);
+        Self { underway, call, group, finish: Box::new(|| Ok(())), noted } // allocates nothing
     }
 
     /// The same operation with what it gives.
     pub(super) fn then<T>(self, finish: impl FnOnce() -> Result<T> + Send + 'static) -> Work<T> {
-        let Self { underway, call, group, .. } = self;
-        Work { underway, call, group, finish: Box::new(finish) }
+        let Self { underway, call, group, noted, .. } = self;
+        Work { underway, call, group, finish: Box::new(finish), noted }
     }
 }
 
@@ -46,7 +67,7 @@ impl<T> Work<T> {
     /// [`DistributedError::Collective`](crate::error::DistributedError::Collective), which names the operation and the
     /// ranks that did not take part.
     pub fn wait(self) -> Result<T> {
-        let Self { underway, call, group, finish } = self;
+        let Self { underway, call, group, finish, noted } = self;
         let done = match underway {
             Underway::Work(work) => {
                 Summing::finish_before(call.ticket);
@@ -54,6 +75,7 @@ impl<T> Work<T> {
             }
             Underway::Summing(summing) => summing.wait(),
         };
+        noted.end(if done.is_ok() { record::State::Done } else { record::State::Failed });
         done.map_err(|error| group.failure(call, &error))?;
         finish()
     }

@@ -264,7 +264,7 @@ fn map(file: &File) -> io::Result<NonNull<u8>> {
 }
 
 /// Locks a whole file for writing, or asks who has; the lock belongs to the open file, not to the process.
-fn lock(file: &File, command: i32) -> io::Result<libc::flock> {
+pub(super) fn lock(file: &File, command: i32) -> io::Result<libc::flock> {
     let mut lock = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,

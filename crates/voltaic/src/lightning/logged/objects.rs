@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::value::LogValue;
 use crate::device::Device;
-use crate::distributed::ProcessGroup;
+use crate::distributed::{ProcessGroup, collective_scope};
 use crate::dtype::DtypeNames;
 use crate::error::{ConfigError, Result};
 use crate::nn::Metric;
@@ -139,7 +139,10 @@ impl MetricObjects {
             logged.version = self.get(&logged.fqn).map_or(0, |metric| metric.state().version());
         }
         let mut logged: Vec<LoggedMetric> = match group {
-            Some(group) => group.all_gather_object(&own)?.into_iter().flatten().collect(),
+            Some(group) => {
+                let _named = collective_scope("logged metrics");
+                group.all_gather_object(&own)?.into_iter().flatten().collect()
+            }
             None => own,
         };
         let mut versions: BTreeMap<String, Vec<u64>> = BTreeMap::new();
@@ -201,6 +204,7 @@ fn kind_of(name: &str) -> Option<Kind> {
 fn gathered(group: &ProcessGroup, metric: &dyn Metric) -> Result<Vec<Tensor>> {
     let own = metric.state().named()?;
     let shapes: Vec<Shape> = own.iter().map(|(_, part)| (name_of(part.kind()), part.size())).collect();
+    let _named = collective_scope("state of a metric");
     let shapes = group.all_gather_object(&shapes)?;
     let largest = shapes.iter().map(|shapes| shapes.iter().map(num_bytes).sum::<i64>()).max().unwrap_or(0);
     let bytes = Tensor::f_zeros([largest], (Kind::Uint8, tch::Device::Cpu))?;

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::value::{LogValue, Number, ReduceFx, larger, smaller};
-use crate::distributed::{ProcessGroup, ReduceOp};
+use crate::distributed::{ProcessGroup, ReduceOp, collective_scope};
 use crate::error::Result;
 
 /// A value of one rank, reduced over its part of an epoch.
@@ -42,6 +42,7 @@ pub(super) fn share(
             if group.rank() == 0 && group.world_size() > 1 {
                 own.iter().filter(|value| !value.sync_dist).for_each(|value| warn_of_a_part(&value.name));
             }
+            let _named = collective_scope("logged values");
             group.all_gather_object(&own)?
         }
         None => vec![own],
@@ -92,6 +93,7 @@ pub(super) fn sync_step(group: &ProcessGroup, value: &LogValue, fx: ReduceFx) ->
             tensor.f_detach()?.f_to_dtype(Kind::Float, false, true)?.f_reshape([] as [i64; 0])?
         }
     };
+    let _named = collective_scope("sync_dist");
     group.all_reduce(&tensor, op)?;
     Ok(LogValue::from(tensor))
 }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use crate::distributed::ProcessGroup;
+use crate::distributed::{ProcessGroup, collective_scope};
 use crate::error::Result;
 use crate::nn::buffer::Buffer;
 use crate::nn::calls::call::within_call;
@@ -88,8 +88,15 @@ impl<const N: usize> BatchNorm<N> {
         )
     }
 
+    /// Its name in the module, as far as its weight has one.
+    fn fqn(&self) -> String {
+        let fqn = self.weight.as_ref().and_then(Parameter::fqn);
+        fqn.map_or(Self::NAME.to_owned(), |fqn| fqn.trim_end_matches(".weight").to_owned())
+    }
+
     /// The same with the statistics of all ranks' batches.
     fn normalise_over(&self, input: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
+        let _named = collective_scope(self.fqn());
         let (mut output, mean, variance) = sync_batch_norm::normalise(input, self.eps, group)?;
         let shape: Vec<i64> = (0..input.dim()).map(|dim| if dim == 1 { -1 } else { 1 }).collect();
         if let Some(weight) = &self.weight {

@@ -1,5 +1,7 @@
 //! Which gradients travel together.
 
+use std::sync::Arc;
+
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
@@ -15,6 +17,8 @@ pub(super) const VOTES: i64 = 3;
 pub(super) struct Bucket {
     /// Indices of the parameters.
     pub params: Vec<usize>,
+    /// What it is called if it does not arrive.
+    pub name: Arc<str>,
     /// `[sum of their sizes]`, for the first bucket `+ VOTES`.
     pub flat: Tensor,
     /// A view of `flat` with the shape of each parameter.
@@ -47,8 +51,8 @@ pub(super) fn assign(params: &[(Kind, usize)], order: &[usize], cap_bytes: usize
 }
 
 impl Bucket {
-    /// A bucket for `members`; `params` are all parameters.
-    pub fn new(members: Vec<usize>, params: &[Tensor], has_votes: bool) -> Result<Self> {
+    /// A bucket for `members`; `params` are all parameters, `names` their fqn.
+    pub fn new(members: Vec<usize>, params: &[Tensor], names: &[String], has_votes: bool) -> Result<Self> {
         let elements: i64 = members.iter().map(|&index| params[index].numel() as i64).sum();
         let like = &params[members[0]];
         let total = elements + if has_votes { VOTES } else { 0 };
@@ -61,7 +65,12 @@ impl Bucket {
             views.push(view_like(&flat.f_narrow(0, start, len)?, param)?);
             start += len;
         }
-        Ok(Self { params: members, flat, views })
+        let name = match (names.get(members[0]), members.len()) {
+            (None, _) => "gradients".into(),
+            (Some(first), 1) => format!("gradient of {first}").into(),
+            (Some(first), len) => format!("gradients of {first} and {} more", len - 1).into(),
+        };
+        Ok(Self { params: members, name, flat, views })
     }
 
     /// The slots for votes, if this is the first bucket.
@@ -109,7 +118,7 @@ mod tests {
     fn views_have_the_layout_of_their_parameters() {
         let plain = Tensor::zeros([4, 3], (Kind::Float, tch::Device::Cpu));
         let transposed = Tensor::zeros([3, 5], (Kind::Float, tch::Device::Cpu)).transpose(0, 1);
-        let bucket = Bucket::new(vec![1, 0], &[plain, transposed], true).unwrap();
+        let bucket = Bucket::new(vec![1, 0], &[plain, transposed], &[], true).unwrap();
         assert_eq!(bucket.flat.size(), [12 + 15 + VOTES]);
         assert_eq!((bucket.views[0].size(), bucket.views[0].stride()), (vec![5, 3], vec![1, 5]));
         assert_eq!((bucket.views[1].size(), bucket.views[1].stride()), (vec![4, 3], vec![3, 1]));

@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 use super::config::DdpConfig;
 use super::strategy::Strategy;
 use super::votes::Votes;
-use crate::distributed::{ProcessGroup, ReduceOp, World};
+use crate::distributed::{ProcessGroup, ReduceOp, World, collective_scope};
 use crate::error::{DistributedError, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt};
@@ -93,6 +93,7 @@ impl Strategy for Ddp {
     fn begin_forward(&mut self, module: &dyn Module) -> Result<()> {
         match self.peers() {
             Some(group) if self.config.broadcast_buffers => {
+                let _named = collective_scope("buffers");
                 broadcast(group, module.named_buffers().into_iter().map(|(_, buffer)| buffer.detach()))
             }
             _ => Ok(()),

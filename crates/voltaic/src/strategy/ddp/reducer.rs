@@ -9,7 +9,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::bucket::{Bucket, assign};
-use crate::distributed::{ProcessGroup, ReduceOp, Work};
+use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, DistributedError, Error, Result};
 use crate::ffi;
 use crate::strategy::config::{DdpConfig, GradientCompression};
@@ -107,7 +107,7 @@ impl Reducer {
             for &index in &members {
                 self.places[index].bucket = number;
             }
-            self.buckets.push(Bucket::new(members, &self.params, number == 0)?);
+            self.buckets.push(Bucket::new(members, &self.params, &self.names, number == 0)?);
         }
         self.has_votes = false;
         Ok(())
@@ -166,6 +166,7 @@ impl Reducer {
     }
 
     fn send(&self, bucket: &Bucket) -> Result<Sent> {
+        let _named = collective_scope(&bucket.name);
         let params = || bucket.params.iter().map(|&index| &self.params[index]);
         let share = 1.0 / self.group.world_size() as f64;
         if self.config.gradient_compression == GradientCompression::Bf16 {
@@ -212,6 +213,7 @@ impl Reducer {
             None => {
                 let reached: Vec<i32> = reached.iter().map(|&reached| i32::from(reached)).collect();
                 let reached = Tensor::f_from_slice(&reached)?;
+                let _named = collective_scope("unused parameters");
                 self.group.all_reduce(&reached, ReduceOp::Max)?;
                 Vec::<i32>::try_from(&reached)?.into_iter().map(|reached| reached != 0).collect()
             }
@@ -230,6 +232,7 @@ impl Reducer {
             (self.reached, self.reached_anywhere) = (None, None); // they are of one loss
         }
         let Some(order) = self.learnt.take() else { return Ok(()) };
+        let _named = collective_scope("order of gradients");
         let order: Vec<usize> = self.group.broadcast_object(&order, 0)?;
         self.make_buckets(&order) // gradients of this step stay views of the old ones until the next
     }

@@ -22,7 +22,8 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(());
         }
         let mut facts = Facts::default();
-        let stage = if self.options.is_trial { "a trial of fit".to_owned() } else { self.run.at.stage.to_string() };
+        let stage =
+            if self.options.is_trial { "a trial of fit".to_owned() } else { self.run.at.stage.to_string() };
         facts.add("call", stage);
         let ckpt_path = self.options.ckpt_path.as_ref();
         facts.add("ckpt_path", ckpt_path.map_or_else(|| "not set".to_owned(), |path| format!("{path:?}")));

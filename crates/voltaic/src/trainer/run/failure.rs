@@ -43,7 +43,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Tells callbacks, the data module and loggers that the run failed.
     fn on_exception(&mut self, error: &Error) {
-        hold_back(error);
+        hold_back(error, || self.run.engine.signal().is_some());
         self.run.asks.checkpoints.clear();
         self.run.log.rows.clear();
         // a checkpoint of now goes on with the end of the epoch

@@ -8,6 +8,7 @@ use crate::accelerator::rng;
 use crate::callback::Callback;
 use crate::checkpoint::Progress;
 use crate::data::{DataLoader, DataModule, Stage};
+use crate::distributed::collective_scope;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::{BatchFacts, Hook, LightningModule, MetricStore, Requests, RunFacts};
@@ -203,7 +204,9 @@ impl<M: LightningModule> Session<'_, M> {
             drop(action);
             self.module_method("prepare_data", |module| module.prepare_data())?;
         }
+        let named = collective_scope("prepare_data");
         self.run.world().barrier()?; // what it has fetched is there
+        drop(named);
         let action = self.profile_data("setup")?;
         guarded(|| self.data.setup(stage)).map_err(fail("setup of the data module"))?;
         drop(action);
@@ -220,6 +223,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.module.to_dtype(dtype)?;
         }
         name_parameters(self.module);
+        let _named = collective_scope("prepare");
         self.check_module_alike()?;
         self.run.engine.strategy.prepare(self.module)
     }
@@ -238,6 +242,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         self.module_method("teardown", |module| module.teardown(stage))?;
         self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))?;
+        let _named = collective_scope("teardown");
         self.run.world().barrier() // what rank 0 has written is there
     }
 

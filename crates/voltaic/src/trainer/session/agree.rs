@@ -1,5 +1,6 @@
 //! What any rank has been asked, a stop or a signal, is known to all before one acts on it.
 
+use crate::distributed::collective_scope;
 use crate::error::Result;
 use crate::module::{LightningModule, Requests};
 use crate::strategy::Votes;
@@ -17,6 +18,7 @@ pub(crate) fn votes(signal: Option<&str>, requests: &Requests) -> Votes {
 impl<M: LightningModule> Session<'_, M> {
     /// Lets all ranks know what any of them has been asked; where no backward pass does.
     pub(crate) fn agree(&mut self) -> Result<()> {
+        let _named = collective_scope("stop or signal");
         let agreed = self.run.engine.strategy.agree(votes(self.run.engine.signal(), &self.run.asks))?;
         self.run.engine.agreed = self.run.engine.agreed.or(agreed);
         Ok(())

@@ -3,7 +3,7 @@
 
 use crate::callback::Callback;
 use crate::data::Batch;
-use crate::distributed::global_rank;
+use crate::distributed::{collective_scope, global_rank};
 use crate::error::{Error, Result};
 use crate::module::{
     Action, AnyBatch, BatchFacts, Hook, HookContext, HookFacts, LightningModule, LogScope, Profiling,
@@ -50,6 +50,7 @@ impl<M: LightningModule> InStep<'_, M> {
     /// Calls a hook that a step may call while it runs.
     pub(crate) fn call(&mut self, ctx: &mut HookContext, hook: StepHook) -> Result<()> {
         let outer = ctx.log.metrics.enter(scope(hook.facts(), ctx.of_batch));
+        let _named = collective_scope(hook.name());
         let profiling = &ctx.run.profiling;
         let mut call = || -> anyhow::Result<()> {
             for is_late in [false, true] {
@@ -77,6 +78,7 @@ impl<M: LightningModule> InStep<'_, M> {
         call: impl FnOnce(&M, &mut HookContext) -> anyhow::Result<()>,
     ) -> Result<()> {
         let outer = ctx.log.metrics.enter(scope(HookFacts::of_training_step(name), ctx.of_batch));
+        let _named = collective_scope(name);
         let _action = ctx.run.profiling.of_module(self.module, name)?;
         let result = guarded(|| call(self.module, ctx));
         leave(ctx, outer, name, result)
@@ -161,6 +163,7 @@ impl<M: LightningModule> Session<'_, M> {
         facts: BatchFacts,
         batch: Option<&mut (dyn AnyBatch + 'static)>,
     ) -> Result<()> {
+        let _named = collective_scope(hook.name());
         let (ctx, callbacks, module) = self.lend(&facts);
         let mut ctx = HookContext { batch, ..ctx };
         ctx.log.metrics.enter(scope(hook.facts(), &facts));
@@ -201,6 +204,7 @@ impl<M: LightningModule> Session<'_, M> {
         name: &'static str,
         method: impl FnOnce(&mut M) -> anyhow::Result<T>,
     ) -> Result<T> {
+        let _named = collective_scope(name);
         let _action = self.profile_hook(name)?;
         guarded(|| method(self.module)).map_err(|source| self.hook_error(name, source))
     }

@@ -1,5 +1,6 @@
 //! Runs the user's steps, and their backward pass.
 
+use crate::distributed::collective_scope;
 use crate::error::Result;
 use crate::graph::{self, MadeInCapture};
 use crate::module::{
@@ -56,6 +57,7 @@ impl<M: LightningModule> Session<'_, M> {
         let point = of.facts();
         let scope = scope(point, &facts);
         let plan = self.plan;
+        let _named = collective_scope(point.name);
         let _action = self.profile_strategy(point.name)?;
         let is_training = of.is_training();
         let is_manual = is_training && !self.module.automatic_optimization();
@@ -150,6 +152,7 @@ impl<M: LightningModule> InStep<'_, M> {
         let scaled = self.engine.grad_scaler.as_ref().map(|scaler| scaler.scale(loss)).transpose()?;
         self.engine.of_call.has_scaled |= scaled.is_some();
         let loss = scaled.as_ref().unwrap_or(loss);
+        let _named = collective_scope("backward");
         let _action = ctx.run.profiling.of_strategy(self.engine.strategy.name(), "backward")?;
         let votes = votes(self.engine.signal(), ctx.asks);
         self.engine.strategy.begin_backward(loss, syncs, votes)?;

@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::callback::Callback;
 use crate::checkpoint::{Checkpoint, RankState, rank_from_bytes, rank_to_bytes};
 use crate::data::Stage;
-use crate::distributed::ProcessGroup;
+use crate::distributed::{ProcessGroup, collective_scope};
 use crate::error::{Error, Result};
 use crate::module::{CheckpointRequest, LightningModule};
 use crate::profiler::actions;
@@ -26,6 +26,7 @@ impl<M: LightningModule> Session<'_, M> {
         if self.run.asks.checkpoints.is_empty() {
             return Ok(());
         }
+        let _named = collective_scope("checkpoint");
         let requests = std::mem::take(&mut self.run.asks.checkpoints);
         let is_full = |request: &CheckpointRequest| !request.weights_only && request.link_to.is_none();
         let mut ranks = if requests.iter().any(is_full) { gather_ranks(self)? } else { Vec::new() };
