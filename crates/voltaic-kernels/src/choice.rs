@@ -29,7 +29,7 @@ use Dtype::{Bfloat16, Float32};
 
 /// What computes a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ProductKernel {
+pub enum ProductKernel {
     /// AVX-512, from a right factor in strips.
     Strips,
     /// AMX, from numbers of float32 that are split in three.
@@ -46,13 +46,20 @@ pub(crate) enum ProductKernel {
 
 /// Sizes and strides of a product's matrices; strides from row to row and from column to column.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct ProductShape {
+pub struct ProductShape {
+    /// Products that are alike.
     pub batches: usize,
+    /// Of the left factor and the result.
     pub rows: usize,
+    /// Of the right factor and the result.
     pub columns: usize,
+    /// Numbers to sum up.
     pub depth: usize,
+    /// Strides of the result.
     pub out: [isize; 2],
+    /// Of the left factor.
     pub a: [isize; 2],
+    /// Of the right factor.
     pub b: [isize; 2],
 }
 
@@ -164,6 +171,11 @@ static PRODUCTS: [Row<ProductKernel, ProductShape>; 7] = [
         measured: "oneDNN without its instructions 1 to 37 GFLOP/s, the MKL 100 (AVX2), 160 (AVX-512), 1000 (AMX)",
     },
 ];
+
+/// What computes a product if there is memory for it; none if it is libtorch's.
+pub fn product_kernel(dtype: Dtype, shape: &ProductShape) -> Option<ProductKernel> {
+    product_kernels(dtype, shape).next()
+}
 
 /// Those that can compute a product, the fastest first; the next one is for want of memory.
 pub(crate) fn product_kernels(dtype: Dtype, shape: &ProductShape) -> impl Iterator<Item = ProductKernel> {
@@ -531,21 +543,40 @@ impl fmt::Display for InForce {
 
 /// The rows of the tables that serve something on a machine, in the order in which they are asked.
 pub fn in_force(machine: &Machine) -> Vec<InForce> {
-    fn of<K: fmt::Debug, S>(what: &'static str, rows: &[Row<K, S>], machine: &Machine) -> Vec<InForce> {
-        let rows = rows.iter().filter(|row| (row.on)(machine));
+    rows().into_iter().filter(|row| row.serves(machine)).map(|row| row.entry).collect()
+}
+
+/// A row of any of the tables.
+#[derive(Debug, Clone)]
+pub struct AnyRow {
+    /// What it says.
+    pub entry: InForce,
+    on: fn(&Machine) -> bool,
+}
+
+impl AnyRow {
+    /// Whether it serves something on a machine.
+    pub fn serves(&self, machine: &Machine) -> bool {
+        (self.on)(machine)
+    }
+}
+
+/// All rows of the tables, in the order in which they are asked.
+pub fn rows() -> Vec<AnyRow> {
+    fn of<K: fmt::Debug, S>(what: &'static str, rows: &[Row<K, S>]) -> Vec<AnyRow> {
         let entry = |row: &Row<K, S>| InForce {
             what,
             dtype: row.dtype,
             kernel: format!("{:?}", row.kernel),
             measured: row.measured,
         };
-        rows.map(entry).collect()
+        rows.iter().map(|row| AnyRow { entry: entry(row), on: row.on }).collect()
     }
     let all = [
-        of("products", &PRODUCTS, machine),
-        of("convolutions", &CONVOLUTIONS, machine),
-        of("factors of attention", &FACTORS, machine),
-        of("operators", &OPERATORS, machine),
+        of("products", &PRODUCTS),
+        of("convolutions", &CONVOLUTIONS),
+        of("factors of attention", &FACTORS),
+        of("operators", &OPERATORS),
     ];
     all.concat()
 }

@@ -31,7 +31,8 @@ pub use attention::heads::{Attention, HeadTensor, attention, attention_backward}
 pub use attention::passes::AttentionScratch;
 pub use attention::rows::Rows;
 pub use choice::{
-    ConvolutionKernel, InForce, Operator, Part, convolution_kernel, convolves, in_force, multiplies, serves,
+    AnyRow, ConvolutionKernel, InForce, Operator, Part, ProductKernel, ProductShape, convolution_kernel,
+    convolves, in_force, multiplies, product_kernel, rows, serves,
 };
 pub use convolution::convolve::{convolution, convolution_input_grad, convolution_weight_grad};
 pub use convolution::patches::{Axis, Patches};
@@ -45,7 +46,7 @@ pub use elementwise::pointwise::{
 pub use held::Held;
 pub use host::{Host, Memory, loaded_symbol, set_host};
 pub use kernel::{Kernel, blocks};
-pub use machine::{Machine, ask_for_all};
+pub use machine::{Machine, ask_for_all, choose_as};
 pub use memory::{LINE, OutOfMemory, sized, zeros};
 pub use norm::batch_norm::{BatchNorm, BatchNormGrads, batch_norm, batch_norm_backward};
 pub use norm::loops::{BatchNormBackward, GradSums, Moments, Normalize};

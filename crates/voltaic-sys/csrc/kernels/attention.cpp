@@ -48,18 +48,26 @@ Tensor new_rows(const Tensor &like) {
   return new_empty(like, {like.size(0), like.size(2), like.size(1), like.size(3)}).transpose(1, 2);
 }
 
+// libtorch divides by the number of heads.
+bool has_no_heads(const Tensor &query) { return query.dim() == 4 && query.size(1) == 0; }
+
+Tensor new_log_sum_exp(const Tensor &query) {
+  return at::empty({query.size(0), query.size(2), query.size(1)}, query.options().dtype(at::kFloat)).transpose(1, 2);
+}
+
 std::tuple<Tensor, Tensor> attention(const Tensor &query, const Tensor &key, const Tensor &value, double dropout,
                                      bool is_causal, const std::optional<Tensor> &mask, std::optional<double> scale) {
   const auto by_libtorch = [&] {
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, is_causal, mask, scale);
   };
+  if (has_no_heads(query))
+    return {at::empty_like(query), new_log_sum_exp(query)};
   if (!takes_attention(query, key, value, dropout, mask))
     return by_libtorch();
   Tensor out = at::empty_like(query); // libtorch's layout
   if (out.stride(3) != 1)
     return by_libtorch();
-  Tensor log_sum_exp =
-      at::empty({query.size(0), query.size(2), query.size(1)}, query.options().dtype(at::kFloat)).transpose(1, 2);
+  Tensor log_sum_exp = new_log_sum_exp(query);
   const vt_attention call = describe(query, key, value, out, log_sum_exp, is_causal, scale);
   if (!is_done(rust.attention(&call)))
     return by_libtorch();
@@ -74,6 +82,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor &grad, const 
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, log_sum_exp,
                                                                          dropout, is_causal, mask, scale);
   };
+  if (has_no_heads(query))
+    return {new_rows(query), new_rows(key), new_rows(value)};
   if (!takes_attention(query, key, value, dropout, mask) || !is_rows(grad, query) || !is_rows(out, query) ||
       !are_alike(grad, query) || !are_alike(out, query) || log_sum_exp.scalar_type() != at::kFloat ||
       log_sum_exp.sizes() != query.sizes().slice(0, 3))

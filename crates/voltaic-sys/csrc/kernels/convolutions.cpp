@@ -26,7 +26,7 @@ struct Convolution {
   std::optional<vt_convolution> describe() const {
     if (!is_plain(input) || !is_plain(weight) || !has_rust_dtype(input) || input.dim() != 4 || weight.dim() != 4 ||
         weight.scalar_type() != input.scalar_type() || weight.size(1) != input.size(1) || transposed || groups != 1 ||
-        !are_all(dilation, 1) || stride.empty() || padding.empty())
+        !are_all(dilation, 1) || !is_pair(dilation) || !is_pair(stride) || !is_pair(padding))
       return std::nullopt;
     vt_convolution call{};
     call.dtype = dtype_of(input);

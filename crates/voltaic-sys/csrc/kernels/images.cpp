@@ -18,7 +18,8 @@ at::MemoryFormat layout_of(const Tensor &images) { return images.suggest_memory_
 std::optional<vt_max_pool> pool_of(const Tensor &input, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                                    IntArrayRef dilation) {
   if (!has_rust_dtype(input) || (input.dim() != 3 && input.dim() != 4) || !is_dense(input, layout_of(input)) ||
-      kernel.empty() || !are_all(kernel, 2) || !are_all(stride, 2) || !are_all(padding, 0) || !are_all(dilation, 1) ||
+      !is_pair(kernel) || (!stride.empty() && !is_pair(stride)) || !is_pair(padding) || !is_pair(dilation) ||
+      !are_all(kernel, 2) || !are_all(stride, 2) || !are_all(padding, 0) || !are_all(dilation, 1) ||
       input.size(-1) % 2 != 0 || input.size(-2) % 2 != 0)
     return std::nullopt;
   vt_max_pool pool{};
@@ -206,8 +207,9 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(const Tensor &grad, const
   const auto is_saved = [&](const OptionalTensor &tensor) {
     return tensor.has_value() && tensor->defined() && is_float_vector(tensor, input.size(1));
   };
-  if (!takes_batch_norm(input, weight, training) || !are_alike(grad, input) || !is_plain(grad) || !is_saved(mean) ||
-      !is_saved(invstd))
+  // of one image, strides may mean channels that are last to the forward pass, and the usual order to libtorch's backward pass
+  if (!takes_batch_norm(input, weight, training) || layout_of(input) != at::MemoryFormat::ChannelsLast ||
+      !are_alike(grad, input) || !is_plain(grad) || !is_saved(mean) || !is_saved(invstd))
     return at::cpu::native_batch_norm_backward(grad, input, weight, running_mean, running_var, mean, invstd, training,
                                                eps, wanted);
   const Tensor grads = grad.contiguous(at::MemoryFormat::ChannelsLast);

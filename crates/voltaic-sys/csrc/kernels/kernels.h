@@ -58,6 +58,9 @@ inline bool are_all(IntArrayRef numbers, int64_t number) {
   return std::all_of(numbers.begin(), numbers.end(), [=](int64_t n) { return n == number; });
 }
 
+// A number for height and width, or one for both. What else is passed is an error, which libtorch's own kernel reports.
+inline bool is_pair(IntArrayRef numbers) { return numbers.size() == 1 || numbers.size() == 2; }
+
 inline bool are_alike(const Tensor &a, const Tensor &b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes();
 }

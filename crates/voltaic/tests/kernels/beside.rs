@@ -7,10 +7,15 @@ use std::{env, fs};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
+use crate::drawn::calls::Calls;
+use crate::drawn::rows::{Group, MACHINES, can_stand_in_for, not_reached, stand_in_for};
 use crate::install;
 
 /// Names a file in the process that computes with libtorch's kernels.
 const FILE: &str = "VOLTAIC_TEST_BY_LIBTORCH";
+
+/// Names the machine that kernels are chosen for in such a process.
+const MACHINE: &str = "VOLTAIC_TEST_MACHINE";
 
 /// A result with a name, or the message of an error.
 pub type Results = Vec<(String, Result<Tensor, String>)>;
@@ -40,12 +45,12 @@ pub fn compare(test: &str, compute: fn() -> Results, check: impl Fn(&Both) -> Re
     }
     install();
     let ours = compute();
-    let mut theirs = by_libtorch(test);
+    let theirs = by_libtorch(test);
     let failures: Vec<String> = ours
         .into_iter()
         .filter_map(|(name, ours)| {
             let ours = ours.map(|numbers| Found { strides: numbers.stride(), numbers });
-            let theirs = from_parts(&name, &mut theirs);
+            let theirs = from_parts(&name, &theirs);
             let both = Both { name, ours, theirs };
             check(&both).err().map(|failure| format!("{}: {failure}", both.name))
         })
@@ -53,14 +58,62 @@ pub fn compare(test: &str, compute: fn() -> Results, check: impl Fn(&Both) -> Re
     assert!(failures.is_empty(), "{} differ:\n{}", failures.len(), failures.join("\n"));
 }
 
+/// Draws calls with voltaic's kernels, chosen as on each machine that this one can stand in for, and with libtorch's, each in a
+/// process of its own; fails with all that `check` complains of, and with rows of the tables that no call reached.
+pub fn compare_drawn(
+    test: &str,
+    group: Group,
+    draw: fn(&mut Calls),
+    seed: u64,
+    check: impl Fn(&Both) -> Result<(), String>,
+) {
+    if let Some(file) = env::var_os(FILE) {
+        let mut calls = Calls::new(seed);
+        if let Ok(machine) = env::var(MACHINE) {
+            assert!(stand_in_for(&machine) && voltaic::ffi::install_kernels().unwrap());
+            tch::set_num_threads(2);
+        }
+        draw(&mut calls);
+        let chosen = calls.chosen.into_keys().map(|row| (format!("{row} chosen"), Tensor::from(1)));
+        let parts: Vec<(String, Tensor)> =
+            calls.results.into_iter().flat_map(in_parts).chain(chosen).collect();
+        Tensor::write_safetensors(&parts, file).unwrap();
+        return;
+    }
+    let theirs = by_libtorch(test);
+    let names =
+        || theirs.keys().filter_map(|part| part.strip_suffix(" numbers").or(part.strip_suffix(" message")));
+    let mut failures = Vec::new();
+    for machine in MACHINES.into_iter().filter(|machine| can_stand_in_for(machine)) {
+        let ours = in_process(test, &[(MACHINE, machine)]);
+        let chosen = ours.keys().filter_map(|part| part.strip_suffix(" chosen")).map(str::to_owned).collect();
+        let missed = not_reached(group, machine, &chosen);
+        failures.extend(missed.into_iter().map(|row| format!("no call {machine} is by {row}")));
+        for name in names() {
+            let both = Both {
+                name: name.to_owned(),
+                ours: from_parts(name, &ours),
+                theirs: from_parts(name, &theirs),
+            };
+            failures.extend(check(&both).err().map(|failure| format!("{machine}: {name}: {failure}")));
+        }
+    }
+    assert!(failures.is_empty(), "{} differ:\n{}", failures.len(), failures.join("\n"));
+}
+
 /// What the process that computes with libtorch's kernels wrote.
 fn by_libtorch(test: &str) -> HashMap<String, Tensor> {
+    in_process(test, &[("VOLTAIC_CPU_KERNELS", "0")])
+}
+
+/// What another process wrote, in which a test finds these variables.
+fn in_process(test: &str, variables: &[(&str, &str)]) -> HashMap<String, Tensor> {
     let folder = TempDir::new().unwrap();
     let file = folder.path().join("results.safetensors");
     let output = Command::new(env::current_exe().unwrap())
         .args([test, "--exact", "--nocapture"])
         .env(FILE, &file)
-        .env("VOLTAIC_CPU_KERNELS", "0")
+        .envs(variables.iter().copied())
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -78,13 +131,15 @@ fn in_parts((name, result): (String, Result<Tensor, String>)) -> Vec<(String, Te
     }
 }
 
-fn from_parts(name: &str, parts: &mut HashMap<String, Tensor>) -> Result<Found, String> {
-    let mut take = |part: &str| parts.remove(&format!("{name} {part}"));
-    if let Some(text) = take("message") {
+fn from_parts(name: &str, parts: &HashMap<String, Tensor>) -> Result<Found, String> {
+    let get = |part: &str| parts.get(&format!("{name} {part}"));
+    if let Some(text) = get("message") {
         return Err(String::from_utf8(Vec::try_from(text).unwrap()).unwrap());
     }
-    let numbers = take("numbers").unwrap();
-    Ok(Found { numbers, strides: Vec::try_from(take("strides").unwrap()).unwrap() })
+    let (Some(numbers), Some(strides)) = (get("numbers"), get("strides")) else {
+        return Err("not computed".to_owned());
+    };
+    Ok(Found { numbers: numbers.shallow_clone(), strides: Vec::try_from(strides).unwrap() })
 }
 
 impl Both {

@@ -5,6 +5,7 @@
 mod attention;
 mod beside;
 mod convolutions;
+mod drawn;
 mod edges;
 mod elements;
 mod layouts;

@@ -137,3 +137,19 @@ fn calls_of_every_kind_are_libtorchs() {
         both.are_close(if is_low { 3e-2 } else { 1e-5 }, 1e-6)
     });
 }
+
+/// libtorch's kernel divides by the number of heads, and ends the process.
+#[test]
+fn attention_without_heads_is_empty() {
+    crate::install();
+    for kind in [Kind::Float, Kind::BFloat16, Kind::Double] {
+        for (heads, is_causal) in [([2, 0, 5, 8], false), ([2, 0, 1, 8], true)] {
+            let x = Tensor::zeros(heads, (kind, Device::Cpu)).set_requires_grad(true);
+            let none: Option<Tensor> = None;
+            let y = Tensor::scaled_dot_product_attention(&x, &x, &x, none, 0.0, is_causal, None, false);
+            assert_eq!(y.size(), heads);
+            y.sum(kind).backward();
+            assert_eq!(x.grad().size(), heads);
+        }
+    }
+}
