@@ -2,10 +2,10 @@
 
 CARGO ?= cargo
 
-.PHONY: help setup demo examples test test-cuda check fmt lint doc bench bench-micro clean
+.PHONY: help setup demo examples test test-cuda check check-aarch64 fmt lint doc bench bench-micro clean
 
 help: ## says what there is
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: ## fetches libtorch into .libtorch, unless LIBTORCH names one
 	@scripts/setup.sh
@@ -27,8 +27,11 @@ test: setup ## all tests: those of the examples and of a crate of a user's own t
 test-cuda: setup ## what needs an NVIDIA GPU; says why it skips if there is none
 	$(CARGO) test -p voltaic --test cuda -- --nocapture
 
-check: fmt lint doc ## format, clippy, documentation, and the tests of the scripts
+check: fmt lint doc check-aarch64 ## format, clippy, documentation, aarch64, and the tests of the scripts
 	scripts/test_setup.sh
+
+check-aarch64: setup ## type-checks all Rust code for aarch64 Linux; compiles no C++
+	scripts/check_aarch64.sh
 
 fmt: setup ## fails if a file is not formatted
 	$(CARGO) fmt --all --check

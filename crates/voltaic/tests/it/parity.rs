@@ -47,7 +47,7 @@ pub fn recorded_here(folder: &str) -> PathBuf {
 /// Whether libtorch multiplies bfloat16 here as it did for the fixtures: with AVX512_BF16, without AMX.
 fn has_recorded_products() -> bool {
     let has_amx = voltaic::kernels::is_intel() && std::env::var_os("ONEDNN_MAX_CPU_ISA").is_none();
-    std::is_x86_feature_detected!("avx512bf16") && !has_amx
+    voltaic::kernels::has_bf16_products() && !has_amx
 }
 
 /// The script's `images`.
