@@ -118,6 +118,9 @@ fn operators() -> Operators {
         let (hidden, other) = (normal(&[1024, 1536]).to_kind(kind), opposite(kind));
         let name = format!("cast [1024, 1536] {kind:?} to {other:?}");
         all.push((name, Box::new(move || drop(hidden.to_kind(other)))));
+        let mut mask = normal(&[1024, 1536]).to_kind(kind);
+        let draw = move || drop(mask.f_bernoulli_float_(0.5));
+        all.push((format!("bernoulli [1024, 1536] {kind:?}"), Box::new(draw)));
         let hidden = normal(&[1024, 1536]).to_kind(kind);
         add(&mut all, &format!("gelu [1024, 1536] {kind:?}"), [hidden], |[hidden]| hidden.gelu("tanh"));
     }
