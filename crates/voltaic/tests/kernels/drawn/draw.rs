@@ -59,7 +59,9 @@ impl Draw {
 
     /// `len` numbers in one piece.
     fn numbers(&mut self, len: i64, kind: Kind, among: Among) -> Tensor {
-        let mut numbers: Vec<f32> = (0..len).map(|_| self.0.random_range(-1.0_f32..1.0)).collect();
+        // by libtorch, since Rust's generators are slow without optimization
+        tch::manual_seed(self.0.random_range(0..i64::MAX));
+        let numbers = Tensor::empty([len], (Kind::Float, Device::Cpu)).uniform_(-1.0, 1.0);
         if len > 0 && self.once_in(3) {
             let (nan, inf) = (f32::NAN, f32::INFINITY);
             let edges: &[f32] = match among {
@@ -68,11 +70,11 @@ impl Draw {
                 Among::All => &[nan, inf, -inf, 0.0, -0.0, 1e-40, -1e-45],
             };
             for _ in 0..self.between(1, 3) {
-                let place = self.between(0, len - 1) as usize;
-                numbers[place] = self.one_of(edges);
+                let place = self.between(0, len - 1);
+                let _ = numbers.get(place).fill_(f64::from(self.one_of(edges)));
             }
         }
-        Tensor::from_slice(&numbers).to_kind(kind)
+        numbers.to_kind(kind)
     }
 
     /// The name of a layout, and a tensor in it.

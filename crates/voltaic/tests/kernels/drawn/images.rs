@@ -77,6 +77,8 @@ fn norms(calls: &mut Calls) {
     note(calls, "BatchNorm", &x);
     let of_weights = if kind == Kind::BFloat16 && calls.draw.once_in(2) { Kind::Float } else { kind };
     let (first, weight) = calls.draw.tensor(&[channels], of_weights, Among::Finite);
+    // the backward pass of libtorch reads memory after it if it is not in one piece and the channels are last
+    let weight = weight.contiguous();
     let (second, bias) = calls.draw.tensor(&[channels], of_weights, Among::Finite);
     let moments: Vec<Tensor> = (0..2)
         .map(|_| calls.draw.tensor(&[channels], of_weights, Among::Finite).1.contiguous().abs())
