@@ -374,9 +374,16 @@ unsafe extern "C" {
         host: *const c_char,
         port: u16,
         is_server: i32,
+        listener: i32,
         timeout_ms: i64,
         store: *mut *mut vt_store,
         actual_port: *mut u16,
+    ) -> *mut vt_error;
+    pub fn vt_store_sealed(
+        store: *const vt_store,
+        secret: *const u8,
+        seal: extern "C" fn(*const u8, *const u8, usize, *const u8, usize, *mut u8),
+        sealed: *mut *mut vt_store,
     ) -> *mut vt_error;
     pub fn vt_store_with_prefix(
         store: *const vt_store,

@@ -11,9 +11,19 @@ typedef struct vt_store vt_store; // keys and values that all ranks see; may be 
 typedef struct vt_group vt_group; // ranks that communicate; one thread at a time, and all ranks in the same order
 typedef struct vt_work vt_work;   // an operation under way; keeps its tensors alive
 
-// Connects to the server at host:port, which is made first if is_server; port 0 lets the system choose one.
-vt_error *vt_store_tcp(const char *host, uint16_t port, int32_t is_server, int64_t timeout_ms, vt_store **store,
-                       uint16_t *actual_port);
+// Connects to the server at host:port. If listener is not negative it is the server's socket, which listens at that port
+// already and which the store closes. Without is_server, listener is not read; with is_server and without a listener, the
+// server listens on all addresses, and port 0 lets the system choose a port.
+vt_error *vt_store_tcp(const char *host, uint16_t port, int32_t is_server, int32_t listener, int64_t timeout_ms,
+                       vt_store **store, uint16_t *actual_port);
+
+enum { VT_SECRET_BYTES = 32, VT_SEAL_BYTES = 32 };
+// Writes the seal of a value under a key, VT_SEAL_BYTES long; called from any thread, and by libtorch, too.
+typedef void (*vt_seal)(const uint8_t *secret, const uint8_t *key, size_t key_len, const uint8_t *value, size_t len,
+                        uint8_t *seal);
+// The same store, whose values have a seal made of `secret` (VT_SECRET_BYTES long, which is copied), and which refuses values
+// without it.
+vt_error *vt_store_sealed(const vt_store *store, const uint8_t *secret, vt_seal seal, vt_store **sealed);
 // The same store, with `prefix` before each key.
 vt_error *vt_store_with_prefix(const vt_store *store, const char *prefix, vt_store **prefixed);
 vt_error *vt_store_set(const vt_store *store, const char *key, const uint8_t *value, size_t len);

@@ -4,6 +4,7 @@
 #include "ranks/c10d.h"
 #include "error.h"
 #include "ranks/abi.h"
+#include "ranks/sealed.h"
 #include "hpu/alias.h"
 
 #include <ATen/ScalarOps.h>
@@ -100,18 +101,25 @@ struct AllReduceSum : torch::autograd::Function<AllReduceSum> {
 
 // ---- stores ---------------------------------------------------------------------------------------------------
 
-vt_error *vt_store_tcp(const char *host, uint16_t port, int32_t is_server, int64_t timeout_ms, vt_store **store,
-                       uint16_t *actual_port) {
+vt_error *vt_store_tcp(const char *host, uint16_t port, int32_t is_server, int32_t listener, int64_t timeout_ms,
+                       vt_store **store, uint16_t *actual_port) {
   return voltaic::guard([&] {
     c10d::TCPStoreOptions options;
     options.port = port;
     options.isServer = is_server != 0;
     options.waitWorkers = false;
+    if (options.isServer && listener >= 0)
+      options.masterListenFd = listener;
     options.timeout = milliseconds(timeout_ms);
     auto made = c10::make_intrusive<c10d::TCPStore>(host, options);
     *actual_port = made->getPort();
     *store = new vt_store{std::move(made)};
   });
+}
+
+vt_error *vt_store_sealed(const vt_store *store, const uint8_t *secret, vt_seal seal, vt_store **sealed) {
+  return voltaic::guard(
+      [&] { *sealed = new vt_store{c10::make_intrusive<voltaic::SealedStore>(store->store, secret, seal)}; });
 }
 
 vt_error *vt_store_with_prefix(const vt_store *store, const char *prefix, vt_store **prefixed) {

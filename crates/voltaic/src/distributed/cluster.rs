@@ -3,11 +3,12 @@
 use std::collections::BTreeSet;
 
 use super::environment::ClusterEnvironment;
-use super::host::first_host;
+use super::host::{LOOPBACK, first_host};
 use super::launch::Launch;
 use super::placement::{Placement, RankPlacement, Wanted};
 use super::variables::{ATTEMPT, LAUNCHER, Variables};
 use crate::error::ConfigError;
+use crate::ffi::JobSecret;
 
 /// Port of the store under launchers that name none, as in Lightning.
 const DEFAULT_PORT: u16 = 12910;
@@ -34,7 +35,7 @@ impl Placement {
             };
             return Err(ConfigError::new("trainer.max_restarts", what, remedy));
         }
-        found.check(wanted, environment)
+        found.check(wanted, environment, variables.secret())
     }
 }
 
@@ -81,7 +82,12 @@ struct Found {
 }
 
 impl Found {
-    fn check(self, wanted: Wanted, environment: ClusterEnvironment) -> Result<Placement, ConfigError> {
+    fn check(
+        self,
+        wanted: Wanted,
+        environment: ClusterEnvironment,
+        secret: Option<JobSecret>,
+    ) -> Result<Placement, ConfigError> {
         let Wanted { devices, is_auto, num_nodes, .. } = wanted;
         let size = self.world_size;
         let [rank_name, name, local_name] = self.names;
@@ -119,17 +125,21 @@ impl Found {
         if size == 1 && !wanted.is_distributed && self.launcher.is_none() {
             return Ok(Placement::Single);
         }
+        // whatever MASTER_ADDR says: nobody else is to reach ranks that are on one host
+        let master_addr =
+            if num_nodes == 1 && per_node == size { LOOPBACK.to_owned() } else { self.master_addr };
         Ok(Placement::Rank(RankPlacement {
             environment,
             rank: self.rank,
             world_size: size,
             local_rank: self.local_rank,
             node_rank: self.node_rank,
-            master_addr: self.master_addr,
+            master_addr,
             master_port: self.master_port,
             hosts_store: self.rank == 0 && !self.launcher_hosts_store,
             launcher: self.launcher,
             elastic_run: self.elastic_run,
+            secret,
             attempt: self.attempt,
         }))
     }
@@ -385,11 +395,12 @@ fn not_started(variables: &Variables, wanted: Wanted) -> Result<Placement, Confi
             world_size,
             local_rank: 0,
             node_rank: 0,
-            master_addr: "127.0.0.1".to_owned(),
+            master_addr: LOOPBACK.to_owned(),
             master_port: 0,
             hosts_store: true,
             launcher: None,
             elastic_run: None,
+            secret: None,
             attempt: 0,
         }));
     }

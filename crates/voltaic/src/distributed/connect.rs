@@ -3,18 +3,24 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use tch::Tensor;
 
 use super::deadline::{on_thread, within};
 use super::host::gloo_interface;
 use super::placement::{RankPlacement, refuse};
 use super::roll_call::is_abandoned;
 use crate::device::Device;
-use crate::error::{Result, TorchError};
-use crate::ffi::{Backend, CollectiveLibrary, Home, Neighbours, Seat, Store, shares_memory};
+use crate::error::{Result, TorchError, TorchErrorKind};
+use crate::ffi::{
+    Backend, CollectiveLibrary, Home, JobSecret, Neighbours, SEAL_BYTES, Seat, Store, shares_memory,
+};
 
 /// How often a rank that connects to the others looks whether one of them has ended.
 const GLANCE: Duration = Duration::from_millis(200);
+/// How much longer than the time-out, which holds for each step, all steps of connecting may take.
+const GRACE: Duration = Duration::from_secs(10);
 
 /// How ranks are joined.
 #[derive(Debug, Clone, Copy)]
@@ -35,6 +41,8 @@ pub(super) struct Connector {
     library: Option<CollectiveLibrary>,
     /// Of the round in which all ranks met.
     round: Arc<Store>,
+    /// A text of that round, which no other has.
+    nonce: String,
 }
 
 /// This process among the members of a group.
@@ -50,8 +58,9 @@ impl Connector {
         options: JoinOptions,
         library: Option<CollectiveLibrary>,
         round: Arc<Store>,
+        nonce: String,
     ) -> Self {
-        Self { placement, options, library, round }
+        Self { placement, options, library, round, nonce }
     }
 
     /// This process among all ranks.
@@ -86,7 +95,15 @@ impl Connector {
             })?;
         let store = store.with_prefix("gloo")?;
         let given = interface.clone();
-        let connect = move || Backend::gloo(&store, rank, size, timeout, &given);
+        let proof = placement.secret.clone().map(|secret| (secret, self.nonce.clone()));
+        let connect = move || {
+            let backend = Backend::gloo(&store, rank, size, timeout, &given)?;
+            match proof {
+                Some((secret, nonce)) if size > 1 => prove(&backend, Place { rank, size }, &secret, &nonce)?,
+                _ => {}
+            }
+            Ok::<_, TorchError>(backend)
+        };
         let backend = self.connected(connect)?.map_err(|error| {
             let remedy = "check that the nodes reach each other, or set GLOO_SOCKET_IFNAME";
             refuse(placement, format!("{interface:?}: {}", error.message), remedy)
@@ -135,16 +152,29 @@ impl Connector {
     /// What `connect` gives, unless a rank that it waits for has ended.
     fn connected<T: Send + 'static>(&self, connect: impl FnOnce() -> T + Send + 'static) -> Result<T> {
         let receiver = on_thread(connect);
+        let limit = self.options.timeout + GRACE;
+        let deadline = Instant::now() + limit;
         loop {
             match receiver.recv_timeout(GLANCE) {
                 Ok(done) => return Ok(done),
-                Err(RecvTimeoutError::Timeout) if !is_abandoned(&self.round) => {}
+                Err(RecvTimeoutError::Timeout) if Instant::now() >= deadline => {
+                    let reason = format!("the ranks were not connected within {} s", limit.as_secs_f32());
+                    let remedy = "check that the nodes reach each other, or set GLOO_SOCKET_IFNAME";
+                    return Err(refuse(&self.placement, reason, remedy));
+                }
+                Err(RecvTimeoutError::Timeout) if !self.is_abandoned() => {}
                 Err(_) => {
                     let reason = "a rank has ended while the others connected to it";
                     return Err(refuse(&self.placement, reason, "look at its output"));
                 }
             }
         }
+    }
+
+    /// Whether a rank has ended; not if the store does not answer, which the deadline is for.
+    fn is_abandoned(&self) -> bool {
+        let round = self.round.clone();
+        within(GLANCE, move || is_abandoned(&round)).unwrap_or(false)
     }
 
     /// The communicator of NCCL or HCCL, whose id the first member leaves in the store.
@@ -158,13 +188,16 @@ impl Connector {
         let JoinOptions { device, timeout } = self.options;
         let remedy = "see what the library logs: NCCL_DEBUG=INFO, or HABANA_LOGS";
         let failed = |error: TorchError| refuse(&self.placement, error.message, remedy);
-        let id = if rank == 0 {
-            let id = library.unique_id().map_err(failed)?;
-            store.set(KEY, &id)?;
-            id
-        } else {
-            store.get(KEY, timeout).map_err(failed)?
-        };
+        let shared = store.clone();
+        let id = self.connected(move || {
+            if rank > 0 {
+                return shared.get(KEY, timeout);
+            }
+            let id = library.unique_id()?;
+            shared.set(KEY, &id)?;
+            Ok(id)
+        })?;
+        let id = id.map_err(failed)?;
         let seat = Seat { rank, size, device, timeout };
         match within(timeout, move || library.join(&id, seat)) {
             Some(joined) => joined.map_err(failed),
@@ -174,5 +207,35 @@ impl Connector {
                 Err(refuse(&self.placement, reason, remedy))
             }
         }
+    }
+}
+
+/// Each member proves to each other, over the connection between the two, that it knows the job's secret: what listens at a port
+/// is known to others before the ranks are connected, so that somebody else may have connected in the place of one.
+fn prove(
+    backend: &Backend,
+    Place { rank, size }: Place,
+    secret: &JobSecret,
+    nonce: &str,
+) -> Result<(), TorchError> {
+    let proof = |from: usize, to: usize| {
+        let ranks = [from as u64, to as u64].map(u64::to_le_bytes);
+        secret.seal(&[b"member", nonce.as_bytes(), &ranks[0], &ranks[1]])
+    };
+    let own: Vec<u8> = (0..size).flat_map(|to| proof(rank, to)).collect();
+    let fail = |what: &dyn std::fmt::Display| {
+        TorchError::new("ProcessGroupGloo", TorchErrorKind::Other, &what.to_string())
+    };
+    let input = Tensor::f_from_slice(&own).map_err(|error| fail(&error))?;
+    let output = input.f_zeros_like().map_err(|error| fail(&error))?;
+    let splits = vec![SEAL_BYTES as i64; size];
+    backend.all_to_all(&input, &splits, &output, &splits)?.wait()?;
+    let told: Vec<u8> = Vec::try_from(&output).map_err(|error| fail(&error))?;
+    let is_strange = |from: &usize| told[from * SEAL_BYTES..][..SEAL_BYTES] != proof(*from, rank);
+    match (0..size).find(is_strange) {
+        None => Ok(()),
+        Some(from) => Err(fail(&format!(
+            "what has connected as rank {from} of the group does not know this job's secret"
+        ))),
     }
 }

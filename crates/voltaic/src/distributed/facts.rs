@@ -81,7 +81,7 @@ pub(super) fn differences(facts: &[Facts], allowed: &[String]) -> Option<String>
                 continue;
             }
             if told.len() < NAMED {
-                let (own, its) = (shown(own), shown(its));
+                let (key, own, its) = (shown(Some(key)), shown(own), shown(its));
                 told.push(format!("{key} is {own} on rank 0 and {its} on rank {}", index + 1));
             }
         }

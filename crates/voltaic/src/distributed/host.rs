@@ -1,6 +1,27 @@
 //! Names and addresses of hosts.
 
-use crate::ffi::GlooInterface;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
+
+use crate::ffi::{GlooInterface, Listen};
+
+/// The address of this host that no other host reaches.
+pub(super) const LOOPBACK: &str = "127.0.0.1";
+
+/// Whether a host can mean nobody but this one.
+pub(super) fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// Where the server of a store listens: on the loopback interface if that is where its ranks come, else everywhere, since a rank
+/// may come by any interface. The name of a host does not count: this host may know it as a loopback address, and others not.
+pub(super) fn listen(host: &str, port: u16) -> io::Result<Listen> {
+    if !is_loopback(host) {
+        return Ok(Listen::Everywhere);
+    }
+    let address = host.parse().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
+    Ok(Listen::At(TcpListener::bind((address, port))?))
+}
 
 /// The name of this host, for messages.
 pub(super) fn host_name() -> String {

@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
 
-use super::host::host_name;
+use super::host::{LOOPBACK, host_name, is_loopback, listen};
 use super::launch::Launch;
-use super::variables::{ATTEMPT, LAUNCHER};
-use crate::error::{DistributedError, Error, Problem, Result, write_stderr};
-use crate::ffi::{self, Store};
+use super::variables::{ATTEMPT, LAUNCHER, SECRET};
+use crate::error::{DistributedError, Error, Problem, Result, TorchError, TorchErrorKind, write_stderr};
+use crate::ffi::{self, JobSecret, Store};
 
 /// How often the launcher looks at its ranks.
 const POLL: Duration = Duration::from_millis(25);
@@ -51,6 +51,7 @@ struct Rank {
 pub fn launch(launch: &Launch, max_restarts: u64, log_folder: &Path) -> Result<u8> {
     let (address, port, _store) = open_store(launch)?;
     let identity = identity();
+    let secret = secret(launch);
     if launch.node_rank > 0 {
         let first = launch.node_rank * launch.devices;
         let ranks = match launch.devices {
@@ -62,7 +63,7 @@ pub fn launch(launch: &Launch, max_restarts: u64, log_folder: &Path) -> Result<u
     let signals = Signals::watch()?;
     let mut attempt = 0;
     loop {
-        let mut ranks = start(launch, &identity, (&address, port), attempt, log_folder)?;
+        let mut ranks = start(launch, &identity, secret.as_deref(), (&address, port), attempt, log_folder)?;
         let outcome = watch(&mut ranks, &signals);
         match outcome {
             Outcome::Done => return Ok(0),
@@ -86,18 +87,27 @@ fn open_store(launch: &Launch) -> Result<(String, u16, Option<Store>)> {
     if launch.node_rank > 0 {
         return Ok((launch.master_addr.clone().unwrap_or_default(), port, None));
     }
-    let own = || if launch.num_nodes > 1 { own_address() } else { "127.0.0.1".to_owned() };
-    let address = launch.master_addr.clone().unwrap_or_else(own);
-    // the server listens on all addresses; its own client need not take the way that others take
-    let (store, port) = Store::tcp("127.0.0.1", port, true, Duration::from_secs(30)).map_err(|error| {
+    let address = match &launch.master_addr {
+        _ if launch.num_nodes == 1 => LOOPBACK.to_owned(),
+        Some(given) => given.clone(),
+        None => own_address(),
+    };
+    let own = if is_loopback(&address) { address.as_str() } else { LOOPBACK };
+    // ranks of one host are reached on that host alone; its own client need not take the way that others take
+    let made = listen(&address, port)
+        .map_err(|error| TorchError::new("TCPStore", TorchErrorKind::Other, &error.to_string()));
+    let made = made.and_then(|server| Store::tcp(own, port, Some(server), Duration::from_secs(30)));
+    let (store, port) = made.map_err(|error| {
         let world_size = launch.devices * launch.num_nodes;
-        let (reason, remedy) =
-            if error.message.contains("EADDRINUSE") || error.message.contains("already in use") {
-                let remedy = "set MASTER_PORT to a free port, the same on all nodes";
-                (format!("MASTER_PORT={port} is in use on this host"), remedy)
-            } else {
-                (error.message, "check MASTER_PORT")
-            };
+        let (reason, remedy) = if ["EADDRINUSE", "already in use", "in use (os error"]
+            .iter()
+            .any(|text| error.message.contains(text))
+        {
+            let remedy = "set MASTER_PORT to a free port, the same on all nodes";
+            (format!("MASTER_PORT={port} is in use on this host"), remedy)
+        } else {
+            (error.message, "check MASTER_PORT")
+        };
         let remedy = remedy.to_owned();
         DistributedError::Rendezvous {
             rank: 0,
@@ -125,9 +135,16 @@ fn identity() -> String {
     format!("{}/{}/{}", host_name(), std::process::id(), since.as_nanos())
 }
 
+/// What only the ranks that are started here know. Those of several nodes can only be told by who starts the nodes.
+fn secret(launch: &Launch) -> Option<String> {
+    let is_given = std::env::var_os(SECRET).is_some_and(|given| !given.is_empty());
+    (launch.num_nodes == 1 && !is_given).then(JobSecret::random_text)
+}
+
 fn start(
     launch: &Launch,
     identity: &str,
+    secret: Option<&str>,
     (address, port): (&str, u16),
     attempt: u64,
     log_folder: &Path,
@@ -147,6 +164,7 @@ fn start(
             .env("LOCAL_RANK", local_rank.to_string())
             .env(LAUNCHER, identity)
             .env(ATTEMPT, attempt.to_string())
+            .envs(secret.map(|secret| (SECRET, secret)))
             .stdin(Stdio::null())
             // Ctrl-C reaches the launcher alone, which passes it on: once to each rank
             .process_group(0);

@@ -21,7 +21,7 @@ mod roll_call;
 mod variables;
 mod world;
 
-pub use crate::ffi::ReduceOp;
+pub use crate::ffi::{JobSecret, ReduceOp};
 pub use connect::JoinOptions;
 pub use environment::ClusterEnvironment;
 pub use facts::Facts;

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use super::environment::ClusterEnvironment;
 use super::launch::Launch;
 use crate::error::{DistributedError, Error, Problem};
+use crate::ffi::JobSecret;
 
 /// What the configuration asks for.
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +45,7 @@ pub struct RankPlacement {
     pub local_rank: usize,
     /// Number of the node.
     pub node_rank: usize,
-    /// Host of the store.
+    /// Host of the store: a loopback address if all ranks are on one host.
     pub master_addr: String,
     /// Port of the store; 0 with a single rank.
     pub master_port: u16,
@@ -54,6 +55,8 @@ pub struct RankPlacement {
     pub launcher: Option<String>,
     /// torchrun's name of the run, if that has started this rank.
     pub elastic_run: Option<String>,
+    /// What only the ranks of this job know; without it, whoever reaches the store is believed.
+    pub secret: Option<JobSecret>,
     /// How often this rank's launcher has started it again. Launchers of other nodes may count otherwise.
     pub attempt: u64,
 }

@@ -1,28 +1,35 @@
 //! Brings ranks together: a store that all reach, a roll call, and the connections of a process group.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::net::ToSocketAddrs;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::connect::{Connector, JoinOptions};
+use super::deadline::within;
 use super::facts::Facts;
+use super::host::{is_loopback, listen};
 use super::libraries;
 use super::placement::{RankPlacement, refuse};
 use super::process_group::ProcessGroup;
-use super::roll_call::{NOTICE, Round, Terms, roll_call};
+use super::roll_call::{Meeting, NOTICE, Round, Terms, roll_call};
 use crate::device::Device;
-use crate::error::Result;
-use crate::ffi::{CollectiveLibrary, Store, libtorch_version};
+use crate::error::{Result, TorchError, TorchErrorKind};
+use crate::ffi::{CollectiveLibrary, JobSecret, Store, libtorch_version};
 
 /// How long an unknown host name is asked for again: names of a cluster may come up after the process.
 const NAME_PATIENCE: Duration = Duration::from_secs(5);
+/// How much longer than the time-out a connection to a store that does not answer, and a request, is waited for.
+const SILENCE: Duration = Duration::from_secs(2);
+/// How long a request of a run to its store may take.
+const REQUEST: Duration = Duration::from_secs(10);
 
 /// The store of a run. With a launcher that holds it, it outlives the ranks and what they are started again for.
 #[derive(Debug)]
-pub struct RunStore(Store);
+pub struct RunStore(Arc<Store>);
 
 impl RunStore {
     /// Leaves a text under a key.
@@ -30,7 +37,8 @@ impl RunStore {
     /// # Errors
     /// [`TorchError`](crate::error::TorchError) if the store is gone.
     pub fn set(&self, key: &str, text: &str) -> Result<()> {
-        Ok(self.0.set(key, text.as_bytes())?)
+        let (key, text) = (key.to_owned(), text.to_owned());
+        self.ask(move |store| store.set(&key, text.as_bytes()))
     }
 
     /// The text under a key, if there is one.
@@ -38,11 +46,25 @@ impl RunStore {
     /// # Errors
     /// [`TorchError`](crate::error::TorchError) if the store is gone.
     pub fn get(&self, key: &str) -> Result<Option<String>> {
-        if !self.0.has(key)? {
-            return Ok(None);
-        }
-        let bytes = self.0.get(key, Duration::from_secs(10))?;
-        Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
+        let key = key.to_owned();
+        let get = move |store: &Store| match store.has(&key)? {
+            true => store.get(&key, REQUEST).map(Some),
+            false => Ok(None),
+        };
+        Ok(self.ask(get)?.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()))
+    }
+
+    /// What the store answers, or that it does not.
+    fn ask<T: Send + 'static>(
+        &self,
+        request: impl FnOnce(&Store) -> Result<T, TorchError> + Send + 'static,
+    ) -> Result<T> {
+        let store = self.0.clone();
+        let silent = || {
+            let what = format!("the store has not answered for {} s", (REQUEST + SILENCE).as_secs());
+            Err(TorchError::new("store", TorchErrorKind::Other, &what))
+        };
+        Ok(within(REQUEST + SILENCE, move || request(&store)).unwrap_or_else(silent)?)
     }
 }
 
@@ -64,12 +86,13 @@ pub(super) struct Joined {
 /// Joins the ranks of `placement`, if they come for the same as this one.
 pub(super) fn join(placement: &RankPlacement, options: &JoinOptions, terms: Terms) -> Result<Joined> {
     let library = libraries::for_ranks(placement.world_size, options.device)?;
-    let (store, run) = open_group(placement, options.timeout)?;
+    warn_of_trust(placement);
+    let (meeting, run) = open_group(placement, options.timeout)?;
     let mut facts = program(options.device, library.as_ref().map_or("gloo", CollectiveLibrary::name));
     facts.extend(terms.facts);
     let terms = Terms { facts, ..terms };
-    let Round { store, attempt } = roll_call(placement, &store, options.timeout, terms)?;
-    let connector = Connector::new(placement.clone(), *options, library, store.clone());
+    let Round { store, attempt, nonce } = roll_call(placement, meeting, options.timeout, terms)?;
+    let connector = Connector::new(placement.clone(), *options, library, store.clone(), nonce);
     let group = ProcessGroup::of_all(connector, store)?;
     Ok(Joined { group, run, attempt })
 }
@@ -86,11 +109,17 @@ fn program(device: Device, backend: &str) -> Facts {
 }
 
 /// The store of a group that is still to be joined, and of what outlives its ranks: both are this group's own.
-pub(super) fn open_group(placement: &RankPlacement, timeout: Duration) -> Result<(Arc<Store>, RunStore)> {
+pub(super) fn open_group(placement: &RankPlacement, timeout: Duration) -> Result<(Meeting, RunStore)> {
     let store = open_store(placement, timeout)?;
+    let job = job_name(placement.secret.as_ref());
+    let hello = Arc::new(store.with_prefix("hello")?);
+    let store = own_part(&store, placement.secret.as_ref(), &job)?;
     let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
     let group = Arc::new(store.with_prefix(&format!("group{generation}"))?);
-    Ok((group, RunStore(store.with_prefix(&format!("run{generation}"))?)))
+    Ok((
+        Meeting { store: group, hello, job },
+        RunStore(Arc::new(store.with_prefix(&format!("run{generation}"))?)),
+    ))
 }
 
 /// Connects to the store, or becomes its server.
@@ -103,11 +132,27 @@ fn open_store(placement: &RankPlacement, timeout: Duration) -> Result<Arc<Store>
     }
     resolve(placement)?;
     let _waits = (!placement.hosts_store).then(|| say_that_it_waits(placement));
-    let (store, _) = Store::tcp(host, port, placement.hosts_store, timeout).map_err(|error| {
-        let in_use = error.message.contains("EADDRINUSE") || error.message.contains("already in use");
-        if placement.hosts_store && in_use {
-            let reason = format!("MASTER_PORT={port} is in use on this host");
-            return refuse(placement, reason, "set MASTER_PORT to a free port, the same for all ranks");
+    let in_use = || {
+        let reason = format!("MASTER_PORT={port} is in use on this host");
+        refuse(placement, reason, "set MASTER_PORT to a free port, the same for all ranks")
+    };
+    let server = placement.hosts_store.then(|| listen(host, port)).transpose().map_err(|error| {
+        if error.kind() == ErrorKind::AddrInUse {
+            return in_use();
+        }
+        refuse(placement, format!("cannot listen: {error}"), "check MASTER_ADDR and MASTER_PORT")
+    })?;
+    let name = host.to_owned();
+    let made =
+        within(timeout + SILENCE, move || Store::tcp(&name, port, server, timeout)).unwrap_or_else(|| {
+            let what = "what listens there accepts connections, and does not answer as a store does";
+            Err(TorchError::new("TCPStore", TorchErrorKind::Other, what))
+        });
+    let (store, _) = made.map_err(|error| {
+        if placement.hosts_store
+            && (error.message.contains("EADDRINUSE") || error.message.contains("already in use"))
+        {
+            return in_use();
         }
         let reason = format!("nothing answers within {} s: {}", timeout.as_secs_f32(), error.message);
         let remedy = "check MASTER_ADDR and MASTER_PORT, and that rank 0 has been started";
@@ -116,6 +161,36 @@ fn open_store(placement: &RankPlacement, timeout: Duration) -> Result<Arc<Store>
     let store = Arc::new(store);
     stores.insert(address, store.clone());
     Ok(store)
+}
+
+/// The part of a store that only those find and write to who know the job's secret: its keys have a name that follows from the
+/// secret, and its values are sealed. So a process of another job that comes here by mistake is not taken for a rank, and
+/// a stranger who reads the name of the keys can still write nothing that is believed.
+fn own_part(store: &Store, secret: Option<&JobSecret>, job: &str) -> Result<Store> {
+    match secret {
+        Some(secret) => Ok(store.sealed(secret)?.with_prefix(job)?),
+        None => Ok(store.with_prefix(job)?),
+    }
+}
+
+/// The name of a job's keys, by which no other job with a secret goes.
+fn job_name(secret: Option<&JobSecret>) -> String {
+    let of =
+        |secret: &JobSecret| secret.seal(&[b"name"])[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+    secret.map_or_else(|| "open".to_owned(), of)
+}
+
+/// Says once what is believed without a secret.
+fn warn_of_trust(placement: &RankPlacement) {
+    static ONCE: Once = Once::new();
+    let RankPlacement { rank, world_size, secret, master_addr, .. } = placement;
+    if *rank == 0 && *world_size > 1 && secret.is_none() && !is_loopback(master_addr) {
+        ONCE.call_once(|| {
+            tracing::warn!(
+                "VOLTAIC_JOB_SECRET is not set: whoever reaches {master_addr} is believed to be a rank, as by PyTorch; set it to                  the same random text on all nodes, or see to it that only they reach each other"
+            );
+        });
+    }
 }
 
 /// Tells the user, when it begins to be long; not at all if what it returns is dropped before.

@@ -14,7 +14,7 @@ use super::facts::{Facts, differences};
 use super::host::host_name;
 use super::placement::{RankPlacement, refuse};
 use crate::error::{Problem, Result, TorchError};
-use crate::ffi::Store;
+use crate::ffi::{JobSecret, Store};
 
 /// How much longer than rank 0 the others wait for its verdict.
 const VERDICT_GRACE: Duration = Duration::from_secs(5);
@@ -23,6 +23,7 @@ pub(super) const NOTICE: Duration = Duration::from_secs(10);
 /// How rarely a rank looks whether what it waits for has come.
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 const SAME_SIZE: &str = "use the same trainer.devices, trainer.num_nodes and WORLD_SIZE everywhere";
+const ALONE: &str = "use a port that only this job uses, and set VOLTAIC_JOB_SECRET";
 const OWN_RANK: &str = "give each process a rank of its own: NODE_RANK for each node, or RANK and LOCAL_RANK";
 
 const SAME_VERSION: &str = "start the same program, with the same version of voltaic, on all ranks";
@@ -64,6 +65,7 @@ fn round_number(bytes: &[u8]) -> Result<i64, String> {
 /// The beginning of what cannot be read, and why.
 fn unreadable(bytes: &[u8], why: &impl std::fmt::Display) -> String {
     let start = bytes[..bytes.len().min(40)].escape_ascii();
+    let why: String = why.to_string().chars().take(120).flat_map(char::escape_default).collect();
     format!("{} bytes, `{start}`, that are not understood ({why})", bytes.len())
 }
 
@@ -74,6 +76,8 @@ struct Verdict {
     problem: Option<Problem>,
     /// How often the ranks have been started again.
     attempt: u64,
+    /// See [`Round::nonce`].
+    nonce: String,
 }
 
 impl Verdict {
@@ -83,7 +87,7 @@ impl Verdict {
     }
 
     fn problem(reason: String, remedy: &'static str) -> Self {
-        Self { problem: Some(Problem::new(reason, remedy)), attempt: 0 }
+        Self { problem: Some(Problem::new(reason, remedy)), ..Self::default() }
     }
 }
 
@@ -94,6 +98,8 @@ pub(super) struct Round {
     pub store: Arc<Store>,
     /// How often the ranks have been started again, the same for all of them.
     pub attempt: u64,
+    /// A text of this round, which no other has.
+    pub nonce: String,
 }
 
 /// A rank that was in the round of this store has been started again, so that it will take no part.
@@ -110,19 +116,35 @@ const VERDICT: &str = "verdict";
 /// Keys of all rounds.
 const ROUNDS: &str = "rounds";
 const NEWEST: &str = "newest";
+/// Names the job of rank 0, in the part of the store that all see.
+const JOB: &str = "job";
+/// What the store says of a value that does not come from a rank.
+const NOT_SEALED: &str = "not sealed with";
 
-/// Returns when all ranks have come. `store` is that of one group.
+/// Where the ranks of a group meet.
+#[derive(Debug)]
+pub(super) struct Meeting {
+    /// The part of the store that belongs to this group.
+    pub store: Arc<Store>,
+    /// The part that all jobs see.
+    pub hello: Arc<Store>,
+    /// The name of this job's keys.
+    pub job: String,
+}
+
+/// Returns when all ranks have come.
 ///
 /// It ends in time even if the store does not answer: a request waits for as long as the system takes to notice that a
 /// network is cut.
 pub(super) fn roll_call(
     placement: &RankPlacement,
-    store: &Arc<Store>,
+    meeting: Meeting,
     timeout: Duration,
     terms: Terms,
 ) -> Result<Round> {
+    let Meeting { store, hello, job } = meeting;
     let limit = timeout + 2 * VERDICT_GRACE;
-    let call = Call { placement: placement.clone(), store: store.clone(), timeout, terms };
+    let call = Call { placement: placement.clone(), store, hello, job, timeout, terms };
     within(limit, move || call.answer()).unwrap_or_else(|| {
         let reason = format!("the store has not answered for {} s", limit.as_secs_f32());
         Err(refuse(placement, reason, "check the network to MASTER_ADDR"))
@@ -132,6 +154,8 @@ pub(super) fn roll_call(
 struct Call {
     placement: RankPlacement,
     store: Arc<Store>,
+    hello: Arc<Store>,
+    job: String,
     timeout: Duration,
     terms: Terms,
 }
@@ -141,7 +165,7 @@ impl Call {
         let (store, verdict) = if self.placement.rank == 0 { self.lead()? } else { self.follow()? };
         match verdict.problem {
             Some(Problem { what, remedy }) => Err(refuse(&self.placement, what, remedy)),
-            None => Ok(Round { store: Arc::new(store), attempt: verdict.attempt }),
+            None => Ok(Round { store: Arc::new(store), attempt: verdict.attempt, nonce: verdict.nonce }),
         }
     }
 
@@ -161,7 +185,12 @@ impl Call {
     fn lead(&self) -> Result<(Store, Verdict)> {
         let lost = |error: TorchError| self.lost(&error);
         self.claim()?;
+        self.hello.set(JOB, self.job.as_bytes()).map_err(lost)?;
         let number = self.store.add(ROUNDS, 1).map_err(lost)?;
+        if number < 1 {
+            let reason = format!("another program writes to the store: {number} rounds");
+            return Err(refuse(&self.placement, reason, ALONE));
+        }
         if number > 1 && !self.placement.may_come_back() {
             return Err(self.taken());
         }
@@ -171,6 +200,7 @@ impl Call {
         self.store.set(NEWEST, number.to_string().as_bytes()).map_err(lost)?;
         let mut verdict = self.count(&round)?;
         // a store that ended with the ranks has forgotten the rounds before
+        verdict.nonce = JobSecret::random_text();
         verdict.attempt = (number as u64 - 1).max(u64::from(round.has(RESTARTED).map_err(lost)?));
         round.set(VERDICT, &serde_json::to_vec(&verdict).unwrap_or_default()).map_err(lost)?;
         if verdict.problem.is_some() && self.placement.hosts_store {
@@ -186,6 +216,9 @@ impl Call {
         let (mut seen, mut joined) = (0, None);
         loop {
             let newest = self.newest()?;
+            if newest == 0 {
+                self.is_of_this_job()?;
+            }
             if newest > seen {
                 seen = newest;
                 joined = self.enter(newest)?;
@@ -207,6 +240,22 @@ impl Call {
                 return Err(refuse(&self.placement, reason, "look at the output of rank 0"));
             }
         }
+    }
+
+    /// An error if rank 0 has another secret, so that this rank would wait for it in vain.
+    fn is_of_this_job(&self) -> Result<()> {
+        let lost = |error: TorchError| self.lost(&error);
+        if !self.hello.has(JOB).map_err(lost)?
+            || self.hello.get(JOB, VERDICT_GRACE).map_err(lost)? == self.job.as_bytes()
+        {
+            return Ok(());
+        }
+        let reason = "rank 0 has another VOLTAIC_JOB_SECRET, or belongs to another job";
+        Err(refuse(
+            &self.placement,
+            reason,
+            "use a port of its own for each job, and one VOLTAIC_JOB_SECRET for its ranks",
+        ))
     }
 
     /// Takes this rank's place in a round; none if it was taken before this rank was started again.
@@ -346,6 +395,13 @@ impl Call {
     }
 
     fn lost(&self, error: &TorchError) -> crate::Error {
+        if error.message.contains(NOT_SEALED) {
+            let reason = format!(
+                "another program writes to the store: {}",
+                error.message.lines().next().unwrap_or_default()
+            );
+            return refuse(&self.placement, reason, ALONE);
+        }
         let reason = format!("the store is gone: {}", error.message);
         refuse(&self.placement, reason, "look at the output of rank 0")
     }
@@ -390,5 +446,82 @@ impl Pause {
         std::thread::sleep(self.next.min(self.deadline - now));
         self.next = (self.next * 3 / 2).min(LONGEST_PAUSE);
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::StdRng;
+    use rand::{RngExt, SeedableRng};
+
+    use super::*;
+
+    /// `make stress` sets it to a million.
+    fn tries() -> u64 {
+        std::env::var("VOLTAIC_STRESS_TRIES").ok().and_then(|text| text.parse().ok()).unwrap_or(20_000)
+    }
+
+    /// Changes a few bytes of what a rank may send: cuts, doubles, replaces, inserts.
+    fn mutate(bytes: &mut Vec<u8>, rng: &mut StdRng) {
+        const TOKENS: [&[u8]; 10] = [
+            b"null",
+            b"-1",
+            b"1e999",
+            b"\"",
+            b"[[",
+            b"{}",
+            b"\xff\xfe",
+            b"18446744073709551616",
+            b"\\u0000",
+            b"}",
+        ];
+        for _ in 0..rng.random_range(1..5) {
+            let at = rng.random_range(0..=bytes.len());
+            match rng.random_range(0..5) {
+                0 => bytes.truncate(at),
+                1 if at < bytes.len() => bytes[at] = rng.random(),
+                2 => bytes.extend_from_within(at.min(bytes.len())..),
+                3 if at < bytes.len() => drop(bytes.remove(at)),
+                _ => drop(bytes.splice(at..at, TOKENS[rng.random_range(0..TOKENS.len())].iter().copied())),
+            }
+            bytes.truncate(1 << 16);
+        }
+    }
+
+    #[test]
+    fn whatever_a_rank_sends_is_read_or_refused_in_a_short_message() {
+        let mut facts = Facts::default();
+        facts.add("trainer.precision", "32-true");
+        facts.add("module.name", "\u{1F600}\"\\");
+        let arrival = Arrival { world_size: 2, host: "node".to_owned(), pid: 7, facts };
+        let verdict = Verdict::problem("a reason".to_owned(), "a remedy");
+        let seeds = [
+            serde_json::to_vec(&arrival).unwrap(),
+            serde_json::to_vec(&verdict).unwrap(),
+            serde_json::to_vec(&Verdict::default()).unwrap(),
+            b"12".to_vec(),
+            "[".repeat(100_000).into_bytes(),
+        ];
+        assert_eq!(Arrival::from_bytes(&seeds[0]), Ok(arrival.clone()));
+        assert_eq!(Verdict::from_bytes(&seeds[1]), Ok(verdict));
+        assert_eq!(round_number(&seeds[3]), Ok(12));
+        assert!(round_number(b"0").is_err() && round_number(b"-3").is_err() && round_number(b"").is_err());
+        let mut rng = StdRng::seed_from_u64(7);
+        for _ in 0..tries() {
+            let mut bytes = seeds[rng.random_range(0..seeds.len())].clone();
+            mutate(&mut bytes, &mut rng);
+            let read = [
+                Arrival::from_bytes(&bytes).map(|read| {
+                    // what was read is compared without a panic, and named in a short message
+                    let told = differences(&[arrival.facts.clone(), read.facts], &[]);
+                    assert!(told.is_none_or(|told| told.len() < 1 << 14));
+                }),
+                Verdict::from_bytes(&bytes).map(drop),
+                round_number(&bytes).map(|number| assert!(number > 0)),
+            ];
+            for refused in read.into_iter().filter_map(Result::err) {
+                assert!(refused.len() < 2000 && refused.is_ascii(), "{refused}");
+            }
+        }
     }
 }

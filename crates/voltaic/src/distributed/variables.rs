@@ -4,11 +4,15 @@ use std::collections::HashMap;
 use std::fmt;
 
 use crate::error::ConfigError;
+use crate::ffi::JobSecret;
 
 /// Set for ranks that voltaic's launcher started: it holds the store. Its value is another for each launcher.
 pub(super) const LAUNCHER: &str = "VOLTAIC_LAUNCHER";
 /// How often it has started the ranks again.
 pub(super) const ATTEMPT: &str = "VOLTAIC_RESTART_COUNT";
+
+/// What only the ranks of a job know: set for ranks that voltaic's launcher starts on one host, and by users for several hosts.
+pub(super) const SECRET: &str = "VOLTAIC_JOB_SECRET";
 
 /// Variables of the environment.
 #[derive(Debug, Clone, Default)]
@@ -25,6 +29,11 @@ impl Variables {
 
     pub(super) fn text(&self, name: &str) -> Option<&str> {
         self.0.get(name).map(String::as_str).filter(|value| !value.is_empty())
+    }
+
+    /// What only the ranks of this job know, if they have been told.
+    pub(super) fn secret(&self) -> Option<JobSecret> {
+        self.text(SECRET).map(JobSecret::of)
     }
 
     pub(super) fn number(&self, name: &str) -> Result<Option<usize>, ConfigError> {

@@ -47,13 +47,14 @@ pub use graph::recording::{
 pub use kernels::{has_attention_kernel, install_kernels};
 pub use libtorch::{check_libtorch, libtorch_library, libtorch_version};
 pub use ranks::c10d::{
-    Backend, GlooInterface, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves,
+    Backend, GlooInterface, Listen, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves,
 };
 pub use ranks::flight_memory::{
     ENTRIES as FLIGHT_ENTRIES, FlightMemory, WORDS as FLIGHT_WORDS, monotonic_nanos,
 };
 pub use ranks::libraries::{CollectiveApi, CollectiveLibrary, Seat};
 pub use ranks::process::{die_with_parent, signal_group};
+pub use ranks::seal::{JobSecret, SEAL_BYTES};
 pub use ranks::shared_sum::{Home, Neighbours, Summing, next_ticket, shares_memory};
 pub use reach::Lent;
 pub(crate) use size::{format_size, parse_size};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 use voltaic::Module;
 use voltaic::callback::Callback;
-use voltaic::ffi::Store;
+use voltaic::ffi::{Listen, Store};
 use voltaic::module::HookContext;
 
 use crate::ddp::{FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, weights};
@@ -144,7 +144,8 @@ fn restart(test: &str, agent_has_store: bool, restarts: [usize; 2]) {
     }
     let (_kept, expected, ..) = alone(2, 1);
     let folder = TempDir::new().unwrap();
-    let agent = agent_has_store.then(|| Store::tcp("127.0.0.1", 0, true, Duration::from_secs(30)).unwrap());
+    let agent = agent_has_store
+        .then(|| Store::tcp("127.0.0.1", 0, Some(Listen::Everywhere), Duration::from_secs(30)).unwrap());
     let port = || agent.as_ref().map_or_else(free_port, |(_, port)| *port);
     let meeting = |port| Meeting { test, folder: folder.path(), port, agent_has_store };
     let [first, killed] = meeting(port()).run([0, 0]);

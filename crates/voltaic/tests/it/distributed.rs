@@ -17,7 +17,7 @@ pub fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-fn placement(rank: usize, world_size: usize, port: u16) -> RankPlacement {
+pub fn placement(rank: usize, world_size: usize, port: u16) -> RankPlacement {
     RankPlacement {
         environment: ClusterEnvironment::Lightning,
         rank,
@@ -29,6 +29,7 @@ fn placement(rank: usize, world_size: usize, port: u16) -> RankPlacement {
         hosts_store: rank == 0,
         launcher: None,
         elastic_run: None,
+        secret: None,
         attempt: 0,
     }
 }

@@ -86,6 +86,7 @@ mod saved_state;
 mod sharded;
 #[path = "../support/stages.rs"]
 mod stages;
+mod strangers;
 mod swa;
 mod trainer;
 mod trainer_arguments;

@@ -51,7 +51,8 @@ fn launchers_are_known_by_their_variables_in_lightnings_order() {
     }
 }
 
-/// `rank of size, local rank, node, address:port, whether it holds the store, attempt`.
+/// `rank of size, local rank, node, address:port, whether it holds the store, attempt`. The address is loopback if all ranks are
+/// on one host, whatever MASTER_ADDR says.
 fn place(variables: &Variables, wanted: Wanted) -> String {
     match Placement::find(variables, wanted) {
         Ok(Placement::Rank(found)) => {
@@ -82,7 +83,7 @@ fn each_launcher_tells_ranks_in_its_own_words() {
             "TORCHELASTIC_RUN_ID=x RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=a TORCHELASTIC_USE_AGENT_STORE=False",
             2,
             1,
-            "0/2 l0 n0 a:12910 store a0",
+            "0/2 l0 n0 127.0.0.1:12910 store a0",
         ),
         (
             "SLURM_NTASKS=4 SLURM_NTASKS_PER_NODE=2 SLURM_PROCID=2 SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NNODES=2 \
@@ -269,7 +270,7 @@ fn ranks_beyond_the_last_are_told_by_the_launchers_own_variables() {
 fn with_devices_auto_the_launcher_says_how_many_ranks_there_are() {
     let auto = Wanted { is_auto: true, ..wanted(8, 1) };
     let given = "TORCHELASTIC_RUN_ID=x RANK=1 WORLD_SIZE=3 LOCAL_RANK=1 LOCAL_WORLD_SIZE=3 MASTER_ADDR=a";
-    assert_eq!(place(&parse(given), auto), "1/3 l1 n0 a:12910 guest a0");
+    assert_eq!(place(&parse(given), auto), "1/3 l1 n0 127.0.0.1:12910 guest a0");
     assert_eq!(parse(given).launched_ranks(), Some(3));
     let two_nodes = Wanted { num_nodes: 2, ..auto };
     assert!(place(&parse(given), two_nodes).contains("trainer.num_nodes=2 is another number"));

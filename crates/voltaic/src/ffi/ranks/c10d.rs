@@ -1,6 +1,8 @@
 //! Stores and process groups of libtorch's c10d, and the buckets that gradients are averaged in.
 
 use std::ffi::{CString, c_void};
+use std::net::TcpListener;
+use std::os::fd::IntoRawFd;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -10,6 +12,7 @@ use voltaic_sys as sys;
 
 use crate::error::{TorchError, TorchErrorKind};
 use crate::ffi::check::{check, pointers};
+use crate::ffi::ranks::seal::{JobSecret, seal_for_store};
 use crate::ffi::tensor::rng::take;
 
 fn c_string(op: &'static str, text: &str) -> Result<CString, TorchError> {
@@ -56,6 +59,15 @@ impl Drop for Quiet {
     }
 }
 
+/// Where the server of a store listens.
+#[derive(Debug)]
+pub enum Listen {
+    /// On a socket that listens already.
+    At(TcpListener),
+    /// On all addresses of this host.
+    Everywhere,
+}
+
 /// Keys and values that all ranks of a run see: a client of a TCP server, or the server itself.
 #[derive(Debug)]
 pub struct Store(*mut sys::vt_store);
@@ -66,14 +78,31 @@ unsafe impl Send for Store {}
 unsafe impl Sync for Store {}
 
 impl Store {
-    /// Connects to the server at `host:port`, which is started first if `is_server`; a server's port 0 means a free one.
-    /// Returns the store and the server's port.
+    /// Connects to the server at `host:port`, which is started first if `server` says where it listens. Returns the store
+    /// and the server's port.
+    ///
+    /// Has no end of its own if what answers is no store: call it with a limit.
     ///
     /// # Errors
     /// libtorch's, if there is no server within `timeout`, or the port is taken.
-    pub fn tcp(host: &str, port: u16, is_server: bool, timeout: Duration) -> Result<(Self, u16), TorchError> {
+    pub fn tcp(
+        host: &str,
+        port: u16,
+        server: Option<Listen>,
+        timeout: Duration,
+    ) -> Result<(Self, u16), TorchError> {
         const OP: &str = "TCPStore";
         let host = c_string(OP, host)?;
+        let is_server = server.is_some();
+        let (port, listener) = match server {
+            Some(Listen::At(listener)) => {
+                let address = listener
+                    .local_addr()
+                    .map_err(|e| TorchError::new(OP, TorchErrorKind::Other, &e.to_string()))?;
+                (address.port(), listener.into_raw_fd())
+            }
+            Some(Listen::Everywhere) | None => (port, -1),
+        };
         let _quiet = Quiet::enter();
         let (mut store, mut actual_port) = (ptr::null_mut(), 0);
         // SAFETY: the text and the out-pointers are valid for the call.
@@ -82,12 +111,28 @@ impl Store {
                 host.as_ptr(),
                 port,
                 is_server.into(),
+                listener,
                 millis(timeout),
                 &mut store,
                 &mut actual_port,
             )
         })?;
         Ok((Self(store), actual_port))
+    }
+
+    /// The same store, whose values have a seal that only those who know the secret can make, and that refuses others.
+    /// Counters, and whether a key is there, are not sealed.
+    ///
+    /// # Errors
+    /// libtorch's.
+    pub fn sealed(&self, secret: &JobSecret) -> Result<Self, TorchError> {
+        let mut store = ptr::null_mut();
+        // SAFETY: self's pointer is valid while self lives; the secret is copied; the function lives as long as the process, has
+        // the shim's type and may be called from any thread; the new store shares ownership of what is below it.
+        check("SealedStore", unsafe {
+            sys::vt_store_sealed(self.0, secret.bytes().as_ptr(), seal_for_store, &mut store)
+        })?;
+        Ok(Self(store))
     }
 
     /// The same store, with `prefix` before each key.

@@ -4,5 +4,6 @@ pub(super) mod c10d;
 pub(super) mod flight_memory;
 pub(super) mod libraries;
 pub(super) mod process;
+pub(super) mod seal;
 pub(super) mod shared_memory;
 pub(super) mod shared_sum;
