@@ -125,7 +125,7 @@ struct Entry {
 #[derive(Debug)]
 pub(crate) struct GraphCache {
     options: CacheOptions,
-    module: &'static str,
+    module: String,
     graphs: Vec<Entry>,
     /// How often each kind of call came; kept to find the least frequent one.
     counts: Vec<(Key, u64)>,
@@ -137,11 +137,12 @@ pub(crate) struct GraphCache {
 }
 
 impl GraphCache {
-    pub(crate) fn new(module: &'static str, options: CacheOptions) -> Self {
+    /// `module` is its name in messages.
+    pub(crate) fn new(module: impl Into<String>, options: CacheOptions) -> Self {
         let stats = CacheStats { max_graphs: options.max_graphs, ..CacheStats::default() };
         Self {
             options,
-            module,
+            module: module.into(),
             graphs: Vec::new(),
             counts: Vec::new(),
             params: None,
@@ -156,8 +157,8 @@ impl GraphCache {
         CacheStats { num_graphs: self.graphs.len(), ..self.stats.clone() }
     }
 
-    pub(crate) fn module(&self) -> &'static str {
-        self.module
+    pub(crate) fn module(&self) -> &str {
+        &self.module
     }
 
     pub(crate) fn clear(&mut self) {

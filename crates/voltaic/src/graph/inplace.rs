@@ -1,6 +1,5 @@
 //! Graphs of modules that stay what they are: their calls are taken where all calls go through.
 
-use std::any::TypeId;
 use std::cell::RefCell;
 use std::fmt;
 use std::rc::Rc;
@@ -9,17 +8,15 @@ use tch::Tensor;
 
 use super::cache::{CacheOptions, CacheStats, GraphCache};
 use super::graphed_callable::CapturedModule;
+use super::known::Known;
 use crate::ffi::{self, ReplayStats};
-use crate::nn::{
-    Body, CallTaker, Callable, Member, Module, ModuleExt, Taken, TensorTuple, call_with, identity,
-    set_training,
-};
+use crate::nn::{Body, CallTaker, Callable, Module, ModuleExt, Taken, TensorTuple, call_with, set_training};
 
 /// Graphs of a module's calls on this thread, until this is dropped; made by [`ModuleCacher::inplace`] and
 /// [`wrap_in_hpu_graph_inplace`].
 ///
-/// The module may move, such as into a box: it is known by its type and its first parameter. One without parameters is known
-/// by where it lies.
+/// The module may move, such as into a box: it is known by its type and its parameters, and is run as usual if one of them is
+/// replaced. One without parameters is known by where it lies.
 ///
 /// [`ModuleCacher::inplace`]: super::ModuleCacher::inplace
 /// [`wrap_in_hpu_graph_inplace`]: super::wrap_in_hpu_graph_inplace
@@ -34,45 +31,6 @@ pub struct GraphedInPlace {
 pub struct GraphedCallableInPlace {
     taker: Rc<CapturedCalls>,
     _taken: Taken,
-}
-
-/// Tells a module from others, wherever it lies.
-#[derive(Debug, PartialEq, Eq)]
-struct Known {
-    type_id: TypeId,
-    own: Own,
-}
-
-#[derive(Debug, PartialEq, Eq)]
-enum Own {
-    Parameter(u64),
-    Address(usize),
-}
-
-impl Known {
-    fn of(module: &dyn Module) -> Self {
-        let (address, type_id) = identity(module);
-        Self { type_id, own: first_parameter(module).map_or(Own::Address(address), Own::Parameter) }
-    }
-
-    fn is(&self, module: &dyn Module) -> bool {
-        identity(module).1 == self.type_id && *self == Self::of(module)
-    }
-}
-
-fn first_parameter(module: &dyn Module) -> Option<u64> {
-    let mut found = None;
-    module.members(&mut |_, member| {
-        if found.is_some() {
-            return;
-        }
-        match member {
-            Member::Parameter(parameter) => found = Some(parameter.id()),
-            Member::Module(child) => found = first_parameter(child),
-            Member::Buffer(_) => {}
-        }
-    });
-    found
 }
 
 struct CachedCalls {

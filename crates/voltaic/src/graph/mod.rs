@@ -12,6 +12,7 @@ mod graphed_callable;
 mod hpu_graph;
 mod inplace;
 mod ir;
+mod known;
 mod metrics;
 mod modules;
 mod plan;

@@ -1,50 +1,51 @@
 //! Modules of a step that the trainer makes graphs of.
 
-use std::any::TypeId;
 use std::cell::RefCell;
 
 use tch::Tensor;
 
 use super::cache::{CacheOptions, CacheStats, GraphCache};
-use crate::nn::ModuleExt;
-use crate::nn::{Callable, TensorTuple, call_as, call_with};
+use super::known::Known;
+use crate::nn::{Callable, Module, ModuleExt, TensorTuple, call_as, call_with, identity};
 
 /// Sorts of calls that get a graph, for each module.
 const MAX_GRAPHS: usize = 10;
 
-/// The graphs of the modules that steps have called so far, by where the modules lie.
+/// The graphs of the modules that steps have called so far.
 #[derive(Debug, Default)]
 pub(crate) struct ModuleGraphs {
-    caches: Vec<((usize, TypeId), GraphCache)>,
+    caches: Vec<(Known, GraphCache)>,
 }
 
 impl ModuleGraphs {
-    /// The call of a module, captured and replayed.
+    /// The call of a module that lies within `root`, captured and replayed.
     pub(crate) fn call<A: TensorTuple, M: Callable<A>>(
         &mut self,
+        root: &dyn Module,
         module: &M,
         args: &A,
         is_training: bool,
     ) -> anyhow::Result<M::Output> {
         let graphs = RefCell::new(self);
-        call_as(module, args, |args| graphs.borrow_mut().replay(module, args, is_training))
+        call_as(module, args, |args| graphs.borrow_mut().replay(root, module, args, is_training))
     }
 
     fn replay<A: TensorTuple, M: Callable<A>>(
         &mut self,
+        root: &dyn Module,
         module: &M,
         args: &A,
         is_training: bool,
     ) -> anyhow::Result<M::Output> {
-        let id = (std::ptr::from_ref(module).addr(), TypeId::of::<M>());
-        let index = self.caches.iter().position(|(known, _)| *known == id).unwrap_or_else(|| {
+        let called = module.as_dyn();
+        let index = self.caches.iter().position(|(known, _)| known.is(called)).unwrap_or_else(|| {
             let options = CacheOptions {
                 max_graphs: Some(MAX_GRAPHS),
                 captures_grad: true,
                 disable_tensor_cache: true,
                 ..CacheOptions::default()
             };
-            self.caches.push((id, GraphCache::new(module.type_name(), options)));
+            self.caches.push((Known::of(called), GraphCache::new(name_of(called, root), options)));
             self.caches.len() - 1
         });
         let call = |inputs: &[Tensor]| call_with(module, inputs);
@@ -59,7 +60,17 @@ impl ModuleGraphs {
     }
 
     /// What the calls of each module found.
-    pub(crate) fn stats(&self) -> Vec<(&'static str, CacheStats)> {
-        self.caches.iter().map(|(_, cache)| (cache.module(), cache.stats())).collect()
+    pub(crate) fn stats(&self) -> Vec<(String, CacheStats)> {
+        self.caches.iter().map(|(_, cache)| (cache.module().to_owned(), cache.stats())).collect()
+    }
+}
+
+/// A module's fqn and type; its type alone if it does not lie within `root`.
+fn name_of(module: &dyn Module, root: &dyn Module) -> String {
+    let type_name = module.type_name();
+    let found = root.named_modules().into_iter().find(|(_, other)| identity(*other) == identity(module));
+    match found {
+        Some((fqn, _)) if !fqn.is_empty() => format!("{fqn} ({type_name})"),
+        _ => type_name.to_owned(),
     }
 }

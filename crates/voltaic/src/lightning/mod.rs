@@ -36,3 +36,4 @@ pub(crate) use output::{AnyBatch, NamedTensors};
 pub use output::{OutputValue, StepOutput};
 pub use requests::{CheckpointRequest, Requests};
 pub use step_context::StepContext;
+pub(crate) use step_context::StepModuleGraphs;

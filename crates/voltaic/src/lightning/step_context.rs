@@ -12,6 +12,7 @@ use super::output::{OutputValue, StepOutput};
 use crate::distributed::ProcessGroup;
 use crate::error::Result;
 use crate::graph::{Callable, ModuleGraphs, TensorTuple, refuse_capture, replayed_steps};
+use crate::nn::Module;
 use crate::profiler::Action;
 
 /// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
@@ -21,8 +22,16 @@ pub struct StepContext<'a> {
     pub(crate) outputs: &'a mut StepOutput,
     /// There in a training step with manual optimization.
     pub(crate) manual: Option<&'a mut dyn ManualOptimization>,
-    /// There with `trainer.graph=modules`, with whether modules are in training mode.
-    pub(crate) graphs: Option<(&'a mut ModuleGraphs, bool)>,
+    /// There with `trainer.graph=modules`.
+    pub(crate) graphs: Option<StepModuleGraphs<'a>>,
+}
+
+/// The graphs of the modules that a step calls.
+pub(crate) struct StepModuleGraphs<'a> {
+    pub graphs: &'a mut ModuleGraphs,
+    /// The user's module.
+    pub root: &'a dyn Module,
+    pub is_training: bool,
 }
 
 impl StepContext<'_> {
@@ -101,7 +110,9 @@ impl StepContext<'_> {
         args: &A,
     ) -> anyhow::Result<M::Output> {
         match &mut self.graphs {
-            Some((graphs, is_training)) => graphs.call(module, args, *is_training),
+            Some(StepModuleGraphs { graphs, root, is_training }) => {
+                graphs.call(*root, module, args, *is_training)
+            }
             None => module.call(args),
         }
     }

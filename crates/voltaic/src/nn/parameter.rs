@@ -3,7 +3,7 @@
 use std::cell::OnceCell;
 use std::fmt;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Kind, Tensor};
@@ -54,10 +54,15 @@ pub struct Parameter {
 /// What all handles have in common.
 struct Shared {
     id: u64,
-    /// The values are not in memory.
-    is_away: AtomicBool,
+    /// [`KEPT`] and [`AWAY`]; 0 for a weight that is simply there.
+    flags: AtomicU8,
     state: Mutex<State>,
 }
+
+/// A strategy keeps the values.
+const KEPT: u8 = 1;
+/// The values are not in memory.
+const AWAY: u8 = 2;
 
 #[derive(Default)]
 struct State {
@@ -77,11 +82,24 @@ pub struct Logical {
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
+impl Shared {
+    fn has(&self, flag: u8) -> bool {
+        self.flags.load(Ordering::Acquire) & flag != 0
+    }
+
+    fn set(&self, flag: u8, is_set: bool) {
+        match is_set {
+            true => self.flags.fetch_or(flag, Ordering::Release),
+            false => self.flags.fetch_and(!flag, Ordering::Release),
+        };
+    }
+}
+
 impl Parameter {
     /// A parameter with the values of `tensor`, detached from any graph, requiring grad.
     pub fn new(tensor: Tensor) -> Self {
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let shared = Shared { id, is_away: AtomicBool::new(false), state: Mutex::default() };
+        let shared = Shared { id, flags: AtomicU8::new(0), state: Mutex::default() };
         let tensor = tensor.detach().set_requires_grad(true);
         Self { tensor, shared: Arc::new(shared), missing: OnceCell::new() }
     }
@@ -96,7 +114,7 @@ impl Parameter {
     /// Gathers them if they are away. If that fails this is an undefined tensor, which operators refuse, and
     /// [`take_gather_failure`](super::take_gather_failure) has the reason; [`Parameter::try_tensor`] returns it.
     pub fn tensor(&self) -> &Tensor {
-        if self.shared.is_away.load(Ordering::Acquire) { self.fetched() } else { &self.tensor }
+        if self.shared.flags.load(Ordering::Acquire) == 0 { &self.tensor } else { self.fetched() }
     }
 
     /// The weights, gathered if they are away.
@@ -104,7 +122,7 @@ impl Parameter {
     /// # Errors
     /// Why they cannot be gathered.
     pub fn try_tensor(&self) -> Result<&Tensor> {
-        if self.is_away() {
+        if self.shared.flags.load(Ordering::Acquire) != 0 {
             self.fetch()?;
         }
         Ok(&self.tensor)
@@ -131,6 +149,15 @@ impl Parameter {
     }
 
     fn fetch(&self) -> Result<()> {
+        if ffi::is_recording() {
+            let name = self.fqn().unwrap_or_else(|| Arc::from("a parameter"));
+            ffi::refuse_recording(&format!(
+                "{name} is used, which the strategy keeps in parts: a replay would not gather it; run without graphs, or with a strategy that leaves the weights whole"
+            ));
+        }
+        if !self.is_away() {
+            return Ok(());
+        }
         let Some(keeper) = self.keeper() else {
             return Err(self.lost("it is away, and no strategy keeps it"));
         };
@@ -151,12 +178,12 @@ impl Parameter {
 
     /// Whether the values are not in memory.
     pub fn is_away(&self) -> bool {
-        self.shared.is_away.load(Ordering::Acquire)
+        self.shared.has(AWAY)
     }
 
     /// Whether a strategy keeps the values, so that they may be away at another time.
     pub fn is_kept(&self) -> bool {
-        self.state().keeper.is_some()
+        self.shared.has(KEPT)
     }
 
     /// Runs `body` with the whole weight, and lets go of it afterwards if a strategy keeps it: what must last is to be
@@ -211,6 +238,7 @@ impl Parameter {
         }
         let logical = Logical { shape: self.tensor.size(), dtype: self.tensor.kind() };
         state.keeper = Some((keeper, logical));
+        self.shared.set(KEPT, true);
         Ok(())
     }
 
@@ -223,6 +251,7 @@ impl Parameter {
             return Err(self.lost("it is away"));
         }
         self.state().keeper = None;
+        self.shared.set(KEPT, false);
         Ok(())
     }
 
@@ -234,7 +263,7 @@ impl Parameter {
         if is_away {
             ffi::clear_autocast_cache()?; // it may hold this weight in another dtype
         }
-        self.shared.is_away.store(is_away, Ordering::Release);
+        self.shared.set(AWAY, is_away);
         Ok(())
     }
 

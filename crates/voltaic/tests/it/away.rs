@@ -235,3 +235,28 @@ fn an_undefined_tensor_stands_for_what_cannot_be_had() {
     assert!(error.contains("is gone"), "{error}");
     assert!(!net.state_dict()[0].1.defined() && take_gather_failure().is_some());
 }
+
+#[test]
+fn a_capture_by_hand_refuses_a_weight_that_a_strategy_keeps() {
+    let _seeded = crate::rng::seeded(1);
+    let net = Sequential::new().add(Linear::new(2, 2).unwrap());
+    name_parameters(&net);
+    let input = Tensor::ones([1, 2], (Kind::Float, CPU));
+    let keeper = Keeper::of(&net);
+    for is_whole in [false, true] {
+        if is_whole {
+            net.parameters().iter().for_each(|parameter| parameter.try_tensor().map(drop).unwrap());
+        } else {
+            net.parameters().iter().for_each(|parameter| keeper.take_away(parameter).unwrap());
+        }
+        let graph = voltaic::graph::HpuGraph::new();
+        let error = graph.capture(|| net.forward(&input)).unwrap_err().to_string();
+        assert!(error.contains("0.weight") && error.contains("strategy"), "{error}");
+        assert!(!graph.is_captured());
+    }
+    net.parameters().iter().for_each(|parameter| parameter.detach_keeper().unwrap());
+    let graph = voltaic::graph::HpuGraph::new();
+    let output = graph.capture(|| net.forward(&input)).unwrap();
+    graph.replay().unwrap();
+    assert!(output.equal(&net.forward(&input).unwrap()));
+}

@@ -49,6 +49,7 @@ mod graph;
 mod graph_blocks;
 mod graph_first_step;
 mod hangs;
+mod graph_modules;
 mod hook_outputs;
 mod hooks;
 mod host_memory;

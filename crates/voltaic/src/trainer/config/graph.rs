@@ -50,6 +50,6 @@ pub struct GraphReport {
     pub graphs: usize,
     /// Why there are no graphs any more.
     pub refusal: Option<String>,
-    /// With `modules`: the type of each module that was called, and what its calls found.
-    pub modules: Vec<(&'static str, CacheStats)>,
+    /// With `modules`: the fqn and type of each module that was called, such as `encoder (Linear)`, and what its calls found.
+    pub modules: Vec<(String, CacheStats)>,
 }

@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::graph::{self, MadeInCapture};
 use crate::module::{
     BatchFacts, HookContext, HookFacts, Level, LightningModule, ManualOptimization, Phase, StepContext,
-    StepOutput,
+    StepModuleGraphs, StepOutput,
 };
 use crate::nn::{ModuleExt, reachable, take_gather_failure};
 use crate::precision::{GradScaler, autocast};
@@ -74,7 +74,11 @@ impl<M: LightningModule> Session<'_, M> {
             ctx,
             outputs: &mut outputs,
             manual: is_manual.then_some(&mut in_step as &mut dyn ManualOptimization),
-            graphs: graphs.as_mut().map(|graphs| (graphs, is_training)),
+            graphs: graphs.as_mut().map(|graphs| StepModuleGraphs {
+                graphs,
+                root: module.as_dyn(),
+                is_training,
+            }),
         };
         let region = plan.precision.autocast_dtype().map(|dtype| autocast(plan.device, dtype)).transpose()?;
         let output = match hooks.is_empty() {
