@@ -49,6 +49,7 @@ mod snapshot;
 mod state_dict;
 mod tensor_tuple;
 mod tree;
+mod unit_grads;
 
 pub use buffer::Buffer;
 pub use callable::Callable;
@@ -95,3 +96,4 @@ pub use tensor_tuple::TensorTuple;
 pub use tree::ModuleExt;
 pub use tree::name_parameters;
 pub(crate) use tree::refuse_kept;
+pub use unit_grads::UnitGrads;

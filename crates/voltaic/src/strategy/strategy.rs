@@ -9,7 +9,7 @@ use super::config::{DdpConfig, StrategyClass, StrategyConfig};
 use super::votes::Votes;
 use crate::distributed::{DEFAULT_TIMEOUT, World};
 use crate::error::Result;
-use crate::nn::Module;
+use crate::nn::{Module, ModuleHooks};
 use crate::optim::{ConfiguredOptimizer, Optimizers};
 
 /// How training is spread over ranks.
@@ -24,11 +24,14 @@ pub trait Strategy: fmt::Debug + Send {
     /// The ranks, and which of them this process is.
     fn world(&self) -> &World;
 
-    /// Called when the module is on its device, before its optimizers are made: all ranks start from rank 0's values.
+    /// Called when the module is on its device, before its optimizers are made: all ranks start from rank 0's values. `calls`
+    /// are the hooks of the calls of modules that are in force in the steps of the run; those that the strategy registers stay
+    /// until it removes them, such as in [`Strategy::teardown`]. When the gradients of a part of the module are complete is told
+    /// by [`UnitGrads`](crate::nn::UnitGrads).
     ///
     /// # Errors
     /// [`DistributedError`](crate::error::DistributedError) if the modules of the ranks differ or a rank is gone.
-    fn prepare(&mut self, _module: &dyn Module) -> Result<()> {
+    fn prepare(&mut self, _module: &dyn Module, _calls: &ModuleHooks) -> Result<()> {
         Ok(())
     }
 

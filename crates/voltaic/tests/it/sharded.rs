@@ -14,7 +14,7 @@ use voltaic::checkpoint::Checkpoint;
 use voltaic::distributed::{ReduceOp, World};
 use voltaic::error::Result;
 use voltaic::ffi::{ReleasableStorage, clear_grads, set_grad};
-use voltaic::nn::{Gather, Member, Module, ModuleExt, Parameter};
+use voltaic::nn::{Gather, Member, Module, ModuleExt, ModuleHooks, Parameter};
 use voltaic::optim::{
     ConfiguredOptimizer, GradientClip, Optimizer, OptimizerState, Optimizers, ParamGroup, clip_grad_norm,
     grad_norm,
@@ -119,7 +119,7 @@ impl Strategy for Sharded {
         &self.world
     }
 
-    fn prepare(&mut self, module: &dyn Module) -> Result<()> {
+    fn prepare(&mut self, module: &dyn Module, _calls: &ModuleHooks) -> Result<()> {
         let shards = Arc::new(Shards { world: self.world.clone(), held: Mutex::default() });
         self.parameters = module.named_parameters();
         for (fqn, parameter) in &self.parameters {

@@ -13,7 +13,7 @@ use super::votes::Votes;
 use crate::distributed::{ProcessGroup, ReduceOp, World, collective_scope};
 use crate::error::{DistributedError, Result};
 use crate::ffi::GradHook;
-use crate::nn::{Module, ModuleExt};
+use crate::nn::{Module, ModuleExt, ModuleHooks};
 use reducer::Reducer;
 
 /// Data-parallel training over the ranks of a [`World`], as PyTorch's `DistributedDataParallel`.
@@ -59,7 +59,7 @@ impl Strategy for Ddp {
         self.config.allow_differences.clone()
     }
 
-    fn prepare(&mut self, module: &dyn Module) -> Result<()> {
+    fn prepare(&mut self, module: &dyn Module, _calls: &ModuleHooks) -> Result<()> {
         self.teardown();
         let Some(group) = self.peers().cloned() else { return Ok(()) };
         same_modules(&group, module)?;

@@ -225,7 +225,8 @@ impl<M: LightningModule> Session<'_, M> {
         name_parameters(self.module);
         let _named = collective_scope("prepare");
         self.check_module_alike()?;
-        self.run.engine.strategy.prepare(self.module)
+        let Run { engine, facts, .. } = &mut *self.run;
+        engine.strategy.prepare(self.module, &facts.module_hooks)
     }
 
     /// The `teardown` hooks, and the end of the loggers.
