@@ -30,6 +30,7 @@ pub use gradient_accumulation_scheduler::{
 pub use lambda_callback::LambdaCallback;
 pub use learning_rate_monitor::{LearningRateMonitor, LearningRateMonitorConfig};
 pub use model_checkpoint::{LinkText, Mode, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
+pub(crate) use model_summary::watch_sizes;
 pub use model_summary::{ModelSummary, ModelSummaryConfig};
 pub use on_exception_checkpoint::{OnExceptionCheckpoint, OnExceptionCheckpointConfig};
 pub use prediction_writer::{

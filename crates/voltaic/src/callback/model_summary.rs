@@ -1,6 +1,5 @@
 //! Prints the module's layers with their numbers of parameters, and of operations, before training.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use schemars::JsonSchema;
@@ -10,8 +9,8 @@ use tch::Tensor;
 use crate::error::{ConfigError, write_stderr};
 use crate::graph::Flops;
 use crate::lightning::Callback;
-use crate::module::HookContext;
-use crate::nn::{CallWatcher, Member, Module, ModuleCall, ModuleExt, RemovableHandle, Which};
+use crate::module::{CallSizes, HookContext};
+use crate::nn::{CallWatcher, Member, Module, ModuleCall, ModuleExt, ModuleHooks, RemovableHandle, Which};
 
 /// What [`ModelSummary`] prints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -22,7 +21,7 @@ pub struct ModelSummaryConfig {
     /// Also count floating-point operations of a training batch, by running one before the fit. On cpu and emulated HPUs.
     pub flops: bool,
     /// Also show the sizes of each module's inputs and outputs. They are those of its first call, so that the table is printed
-    /// after the first training batch.
+    /// after the first training batch. A module with an `example_input_array` shows them in any case, before the first batch.
     pub sizes: bool,
 }
 
@@ -33,23 +32,20 @@ impl Default for ModelSummaryConfig {
 }
 
 /// Prints a table of the module's layers at the start of fit: type, parameters, and with `flops` the operations of the
-/// forward pass. With `sizes` also the sizes of inputs and outputs, as Lightning finds them with an `example_input_array`:
-/// here they are those of the first batch. A module that is not called by [`call`](crate::nn::Callable::call) has `?`.
+/// forward pass. If the module has an `example_input_array`, it is run on that first, and the table also has the sizes of inputs
+/// and outputs, as Lightning's; with `sizes` and without an example they are those of the first batch. A module that is not called by [`call`](crate::nn::Callable::call) has `?`.
 /// Source: Lightning's `ModelSummary`.
 #[derive(Debug, Clone, Default)]
 pub struct ModelSummary {
     config: ModelSummaryConfig,
-    sizes: Arc<Mutex<Sizes>>,
+    sizes: Arc<Mutex<CallSizes>>,
     /// There until the sizes are known.
     watch: Option<RemovableHandle>,
 }
 
-/// Sizes of inputs and outputs by fqn.
-type Sizes = HashMap<String, [String; 2]>;
-
 /// Notes the sizes of the first call of each module.
 struct SizesOfCalls {
-    sizes: Arc<Mutex<Sizes>>,
+    sizes: Arc<Mutex<CallSizes>>,
     /// Inputs of the calls in progress.
     inputs: Vec<String>,
 }
@@ -70,6 +66,11 @@ impl CallWatcher for SizesOfCalls {
     fn end(&mut self) {
         self.inputs.pop();
     }
+}
+
+/// Notes the sizes of calls in `sizes`, until the hook is removed.
+pub(crate) fn watch_sizes(calls: &ModuleHooks, sizes: &Arc<Mutex<CallSizes>>) -> RemovableHandle {
+    calls.watch(Which::All, SizesOfCalls { sizes: sizes.clone(), inputs: Vec::new() })
 }
 
 /// As Lightning shows them: a list, or a list of lists.
@@ -116,7 +117,7 @@ type Row = Vec<String>;
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Columns<'a> {
     pub(crate) flops: Option<&'a Flops>,
-    pub(crate) sizes: Option<&'a HashMap<String, [String; 2]>>,
+    pub(crate) sizes: Option<&'a CallSizes>,
 }
 
 impl Columns<'_> {
@@ -202,9 +203,10 @@ pub(crate) fn summary(module: &dyn Module, max_depth: i64, columns: Columns) -> 
 impl ModelSummary {
     fn print(&self, ctx: &HookContext, module: &dyn Module) {
         let sizes = self.sizes.lock().map(|sizes| sizes.clone()).unwrap_or_default();
+        let of_calls = self.config.sizes.then_some(&sizes);
         let columns = Columns {
             flops: ctx.facts().flops.as_deref().filter(|_| self.config.flops),
-            sizes: self.config.sizes.then_some(&sizes),
+            sizes: ctx.facts().example_sizes.as_deref().or(of_calls),
         };
         let text = summary(module, self.config.max_depth, columns);
         write_stderr(&text);
@@ -216,13 +218,12 @@ impl Callback for ModelSummary {
         if !ctx.is_global_zero() {
             return Ok(());
         }
-        if !self.config.sizes {
+        if !self.config.sizes || ctx.facts().example_sizes.is_some() {
             self.print(ctx, module);
             return Ok(());
         }
-        let watcher = SizesOfCalls { sizes: self.sizes.clone(), inputs: Vec::new() };
         self.watch.iter().for_each(RemovableHandle::remove);
-        self.watch = Some(ctx.module_hooks().watch(Which::All, watcher));
+        self.watch = Some(watch_sizes(ctx.module_hooks(), &self.sizes));
         Ok(())
     }
 

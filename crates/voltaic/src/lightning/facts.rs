@@ -1,5 +1,6 @@
 //! What is known of a run and of a batch before the step or hook.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -47,11 +48,16 @@ pub struct RunFacts {
     pub log_every_n_steps: u64,
     /// The first logger's version label, such as `0`, shown in the progress bar.
     pub version: Option<String>,
+    /// Sizes of inputs and outputs by fqn, if the module has an example of its inputs.
+    pub(crate) example_sizes: Option<Arc<CallSizes>>,
     /// Hooks of the calls of modules.
     pub(crate) module_hooks: ModuleHooks,
     pub(crate) profiling: Profiling,
     pub(crate) hardware: Hardware,
 }
+
+/// Sizes of inputs and outputs of the first call of each module, by fqn.
+pub(crate) type CallSizes = HashMap<String, [String; 2]>;
 
 /// What a run computes on.
 #[derive(Debug, Clone)]

@@ -19,7 +19,7 @@ pub(crate) use crate::profiler::Profiling;
 pub use crate::profiler::{Action, ProfiledRun, Profiler};
 pub use callback::Callback;
 pub use facts::RunFacts;
-pub(crate) use facts::{BatchFacts, Hardware};
+pub(crate) use facts::{BatchFacts, CallSizes, Hardware};
 pub(crate) use groups::{Logging, Position, Training};
 pub use hook_context::HookContext;
 pub(crate) use hooks::HookFacts;

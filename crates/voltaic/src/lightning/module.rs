@@ -49,13 +49,29 @@ pub trait LightningModule: Module + Sized {
         Err(not_implemented("test_step", "limit_test_batches=0"))
     }
 
-    /// Predictions for one batch. Runs without grad, in evaluation mode. More than one tensor, and what is no tensor, is given by
+    /// Predictions for one batch. Runs without grad, in evaluation mode. More than one tensor, and what is not a tensor, is given by
     /// name: `ctx.output("boxes", &boxes)`, `ctx.output_value("caption", text)`; without a main one return `ctx.no_prediction()`.
     ///
     /// # Errors
     /// Any error ends the run.
     fn predict_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
         Err(not_implemented("predict_step", "limit_predict_batches=0"))
+    }
+
+    /// Inputs of the forward pass, on any device: with them [`ModelSummary`](crate::callback::ModelSummary) shows the sizes of each
+    /// layer's inputs and outputs before the first batch. Then implement [`LightningModule::forward_example`], too.
+    fn example_input_array(&self) -> Option<Vec<Tensor>> {
+        None
+    }
+
+    /// Runs the forward pass on the example inputs, which are on the device. Without grad, in evaluation mode.
+    ///
+    /// # Errors
+    /// Any error ends the run.
+    fn forward_example(&self, inputs: &[Tensor]) -> anyhow::Result<()> {
+        anyhow::bail!(
+            "the module has example_input_array, but no forward_example; implement it: `self.net.call(&inputs[0])?; Ok(())`"
+        )
     }
 
     /// Whether the trainer runs backward, optimizers and schedules. With `false` the `training_step` does, through its

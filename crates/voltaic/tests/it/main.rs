@@ -88,6 +88,7 @@ mod sharded;
 #[path = "../support/stages.rs"]
 mod stages;
 mod strangers;
+mod summary;
 mod swa;
 mod trainer;
 mod trainer_arguments;

@@ -2,6 +2,7 @@
 
 pub(super) mod alike;
 pub(super) mod eval;
+pub(super) mod example;
 pub(super) mod failure;
 pub(super) mod fit;
 pub(super) mod graphs;

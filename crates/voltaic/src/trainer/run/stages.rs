@@ -155,6 +155,9 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.facts.automatic_optimization = self.module.automatic_optimization();
         self.run.engine.of_call.anomaly =
             self.plan.detect_anomaly.then(ffi::AnomalyWatch::begin).transpose()?;
+        if !self.options.is_trial {
+            self.run_example()?;
+        }
         self.call(Hook::OnFitStart, BatchFacts::default())?;
         let hyper_parameters =
             merged(self.module.hyper_parameters(), self.data.hyper_parameters(), self.plan)?;
