@@ -5,10 +5,10 @@ use std::fs;
 use super::accelerator::Accelerator;
 use super::cards::Card;
 use super::devices::Devices;
+use crate::config::format_size;
 use crate::device::Device;
 use crate::error::{Problem, Result};
 use crate::ffi;
-use crate::ffi::format_size;
 
 /// Host memory and host cores.
 #[derive(Debug, Clone, Copy)]

@@ -11,10 +11,10 @@ use nvml_wrapper::error::NvmlError;
 use super::accelerator::Accelerator;
 use super::cards::Card;
 use super::devices::Devices;
+use crate::config::format_size;
 use crate::device::Device;
 use crate::error::{DeviceError, Error, Problem, Result};
 use crate::ffi;
-use crate::ffi::format_size;
 
 /// The NVIDIA GPUs of this machine.
 #[derive(Debug, Clone, Copy)]

@@ -45,7 +45,9 @@ mod layers;
 mod merge;
 mod node;
 mod schema;
+mod size;
 mod suggest;
+mod switch;
 mod words;
 mod yaml;
 
@@ -58,4 +60,6 @@ pub use node::{Origin, Origins};
 pub(crate) use emit::{first_paragraph, inline, wrap};
 pub(crate) use file::{open_file, read_file};
 pub(crate) use layers::Survey;
+pub(crate) use size::{format_size, parse_size};
 pub(crate) use suggest::nearest;
+pub(crate) use switch::read_switch;

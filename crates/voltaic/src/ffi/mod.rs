@@ -13,8 +13,6 @@ mod kernels;
 mod libtorch;
 mod ranks;
 mod reach;
-mod size;
-mod switch;
 mod tensor;
 mod threads;
 
@@ -57,7 +55,6 @@ pub use ranks::process::{die_with_parent, signal_group};
 pub use ranks::seal::{JobSecret, SEAL_BYTES};
 pub use ranks::shared_sum::{Home, Neighbours, Summing, next_ticket, shares_memory};
 pub use reach::Lent;
-pub(crate) use size::{format_size, parse_size};
 pub use tensor::autocast::{
     AutocastPolicy, Cast, autocast_lists_version, autocast_state, clear_autocast_cache, enter_autocast,
     leave_autocast, observe_casts, operator_names, reset_autocast_lists, set_autocast_lists,

@@ -7,9 +7,9 @@ use crate::accelerator::accelerator::Accelerator;
 use crate::accelerator::cards::Card;
 use crate::accelerator::devices::{Devices, Wanted};
 use crate::accelerator::memory::memory_stats;
+use crate::config::format_size;
 use crate::device::Device;
 use crate::error::{DeviceError, Problem, Result};
-use crate::ffi::format_size;
 use crate::ffi::{self, HlmlCard};
 
 /// The HPUs of this machine: its Gaudi cards, or emulated ones if it has none.

@@ -8,9 +8,9 @@ use std::str::FromStr;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::flags::RuntimeFlags;
+use crate::config::format_size;
 use crate::dtype::DtypeNames;
 use crate::error::{DeviceError, Problem, Result};
-use crate::ffi::format_size;
 use crate::ffi::{self, HpuOptions, MAX_HPUS};
 
 /// A generation of Gaudi cards.

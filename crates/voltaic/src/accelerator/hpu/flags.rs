@@ -6,9 +6,9 @@ use std::fmt;
 
 use serde::Serialize;
 
+use crate::config::parse_size;
 use crate::error::DeviceError;
 use crate::ffi::MAX_HPUS;
-use crate::ffi::parse_size;
 
 /// What values a flag takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

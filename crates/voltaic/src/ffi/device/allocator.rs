@@ -10,12 +10,12 @@ use std::sync::{Mutex, PoisonError};
 
 use voltaic_sys as sys;
 
+use crate::config::read_switch;
 use crate::error::Result;
 use crate::ffi::check::check;
 use crate::ffi::device::pool::Pool;
 use crate::ffi::device::room;
 use crate::ffi::libtorch::check_libtorch;
-use crate::ffi::switch::read_switch;
 
 /// Set to `0`, libtorch keeps its own allocator.
 const SWITCH: &str = "VOLTAIC_HOST_POOL";

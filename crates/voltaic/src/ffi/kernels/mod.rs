@@ -11,10 +11,10 @@ use amx::withhold_undescribed_amx;
 use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
+use crate::config::read_switch;
 use crate::device::Device;
 use crate::error::Result;
 use crate::ffi::check::check;
-use crate::ffi::switch::read_switch;
 use crate::ffi::tensor::rng::{rng_state, set_rng_state};
 use crate::kernels::{self, Dtype, Host, Machine, Memory, Operator};
 

@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
+use crate::config::read_switch;
 use crate::error::{Result, TorchError, TorchErrorKind};
 use crate::ffi::ranks::shared_memory::{Exchanged, Filled, RING, Region, SLOTS, Stage, Stop};
-use crate::ffi::switch::read_switch;
 use crate::kernels::{Bf16, Dtype, Floats, FloatsMut, LINE, add_up};
 
 const OP: &str = "all_reduce";

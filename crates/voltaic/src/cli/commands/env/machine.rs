@@ -5,7 +5,8 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use crate::ffi::{format_size, memory_limits};
+use crate::config::format_size;
+use crate::ffi::memory_limits;
 use crate::kernels;
 
 /// Features of an x86-64 that kernels ask for, as Linux names them.

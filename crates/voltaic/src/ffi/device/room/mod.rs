@@ -14,8 +14,8 @@ use std::sync::{Mutex, OnceLock};
 
 use limits::{Level, Limits};
 
+use crate::config::parse_size;
 use crate::error::SettingError;
-use crate::ffi::size::parse_size;
 use crate::kernels;
 
 /// The most memory that pools may take, in place of what the machine and the cgroups say.

@@ -8,7 +8,7 @@ use crate::error::{Result, SwitchError};
 ///
 /// # Errors
 /// [`SwitchError`] for another value.
-pub(in crate::ffi) fn read_switch(name: &'static str, what: &'static str) -> Result<Option<bool>> {
+pub(crate) fn read_switch(name: &'static str, what: &'static str) -> Result<Option<bool>> {
     let value = env::var_os(name).map(|value| value.to_string_lossy().into_owned());
     parse(name, value, what)
 }
