@@ -309,12 +309,12 @@ fn mistakes_are_named() {
     for (mistake, expected) in [
         (
             "matrix",
-            "log(m): the metric's value has shape [2, 2], which is no scalar; log a number made of its",
+            "log(m): the metric's value has shape [2, 2], which is not a scalar; log a number made of its",
         ),
         ("idle", "update has to be called before compute"),
         (
             "elsewhere",
-            "log(m): the metric is no part of the module, so nobody would save it; make it a field",
+            "log(m): the metric is not a part of the module, so nobody would save it; make it a field",
         ),
     ] {
         let mut net = Mistaken {

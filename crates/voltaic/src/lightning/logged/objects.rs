@@ -48,7 +48,7 @@ impl MetricObjects {
         known.map(|(fqn, _)| fqn.as_str()).ok_or_else(|| {
             ConfigError::new(
                 format!("log({name})"),
-                "the metric is no part of the module, so nobody would save it",
+                "the metric is not a part of the module, so nobody would save it",
                 "make it a field of the module, without #[module(skip)], or log its compute()",
             )
         })
@@ -183,7 +183,7 @@ pub(super) fn check_scalar(name: &str, value: &Tensor) -> Result<(), ConfigError
     }
     Err(ConfigError::new(
         format!("log({name})"),
-        format!("the metric's value has shape {:?}, which is no scalar", value.size()),
+        format!("the metric's value has shape {:?}, which is not a scalar", value.size()),
         "log a number made of its compute(), such as one class of it",
     ))
 }

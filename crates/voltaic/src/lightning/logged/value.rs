@@ -172,7 +172,7 @@ impl LogValue {
             (Self::Tensor(tensor), _) | (_, Self::Tensor(tensor)) => tensor,
             _ => return Ok(Self::Host(f64::NAN)),
         };
-        // sums of an epoch are no part of what autocast is for
+        // sums of an epoch are not what autocast is for
         let _no_casts = Device::of(like).ok().and_then(|device| disable_casts(device).ok());
         let (old, new) = (self.tensor_like(like)?, next.tensor_like(like)?);
         Ok(Self::Tensor(match fx {

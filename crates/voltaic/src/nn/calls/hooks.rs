@@ -113,7 +113,7 @@ impl ModuleHooks {
     /// replace, and those of the outputs. If no input has a gradient, it is called when those of the outputs are there.
     ///
     /// Layers may still change inputs and outputs in place, unlike under PyTorch's hook. For a module of several inputs or
-    /// outputs this holds for tensors that are no views.
+    /// outputs this holds for tensors that are not views.
     pub fn register_full_backward_hook(
         &self,
         which: impl Into<Which>,

@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(outputs(first), None, "nothing is lent");
         within(&tower, || {
             assert_eq!((outputs(first), outputs(boxed)), (Some(3), Some(5)));
-            // a cell is no part of the tree, and may be emptied at any time
+            // a cell is not a part of the tree, and may be emptied at any time
             tower.hidden.replace(None);
             assert_eq!(outputs(hidden), None);
         });

@@ -9,6 +9,7 @@ use crate::nn::calls::call::within_call;
 use crate::nn::check::{Sizes, at_least, divides, empty, explain};
 use crate::nn::init;
 use crate::nn::layers::linear::no_bias;
+use crate::nn::layers::setters::setters;
 use crate::nn::module::{Forward, Module};
 use crate::nn::parameter::Parameter;
 
@@ -141,34 +142,17 @@ pub struct ConvBuilder<const N: usize> {
 }
 
 impl<const N: usize> ConvBuilder<N> {
-    /// Steps between the places of the kernel (default 1).
-    pub fn stride(mut self, stride: impl Sizes<N>) -> Self {
-        self.stride = stride.sizes();
-        self
-    }
-
-    /// Zeros added on both sides of each dimension (default 0).
-    pub fn padding(mut self, padding: impl Sizes<N>) -> Self {
-        self.padding = padding.sizes();
-        self
-    }
-
-    /// Steps between the elements of the kernel (default 1).
-    pub fn dilation(mut self, dilation: impl Sizes<N>) -> Self {
-        self.dilation = dilation.sizes();
-        self
-    }
-
-    /// Splits the channels into groups that do not see each other (default 1); must divide both channel counts.
-    pub fn groups(mut self, groups: i64) -> Self {
-        self.groups = groups;
-        self
-    }
-
-    /// Whether a bias is added (default `true`).
-    pub fn bias(mut self, bias: bool) -> Self {
-        self.bias = bias;
-        self
+    setters! {
+        /// Steps between the places of the kernel (default 1).
+        stride: impl Sizes<N>, sizes;
+        /// Zeros added on both sides of each dimension (default 0).
+        padding: impl Sizes<N>, sizes;
+        /// Steps between the elements of the kernel (default 1).
+        dilation: impl Sizes<N>, sizes;
+        /// Splits the channels into groups that do not see each other (default 1); must divide both channel counts.
+        groups: i64;
+        /// Whether a bias is added (default `true`).
+        bias: bool;
     }
 
     /// Makes the layer.

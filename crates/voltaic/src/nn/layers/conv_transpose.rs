@@ -9,6 +9,7 @@ use crate::nn::calls::call::within_call;
 use crate::nn::check::{Sizes, at_least, divides, empty, explain, refuse};
 use crate::nn::init;
 use crate::nn::layers::linear::no_bias;
+use crate::nn::layers::setters::setters;
 use crate::nn::module::{Forward, Module};
 use crate::nn::parameter::Parameter;
 
@@ -127,40 +128,19 @@ pub struct ConvTranspose2dBuilder {
 }
 
 impl ConvTranspose2dBuilder {
-    /// Steps in the output between neighbours of the input (default 1).
-    pub fn stride(mut self, stride: impl Sizes<2>) -> Self {
-        self.stride = stride.sizes();
-        self
-    }
-
-    /// Rows and columns cut from each side of the output (default 0).
-    pub fn padding(mut self, padding: impl Sizes<2>) -> Self {
-        self.padding = padding.sizes();
-        self
-    }
-
-    /// Rows and columns added at the lower and right side of the output (default 0); below stride or dilation.
-    pub fn output_padding(mut self, output_padding: impl Sizes<2>) -> Self {
-        self.output_padding = output_padding.sizes();
-        self
-    }
-
-    /// Steps between the elements of the kernel (default 1).
-    pub fn dilation(mut self, dilation: impl Sizes<2>) -> Self {
-        self.dilation = dilation.sizes();
-        self
-    }
-
-    /// Splits the channels into groups that do not see each other (default 1); must divide both channel counts.
-    pub fn groups(mut self, groups: i64) -> Self {
-        self.groups = groups;
-        self
-    }
-
-    /// Whether a bias is added (default `true`).
-    pub fn bias(mut self, bias: bool) -> Self {
-        self.bias = bias;
-        self
+    setters! {
+        /// Steps in the output between neighbours of the input (default 1).
+        stride: impl Sizes<2>, sizes;
+        /// Rows and columns cut from each side of the output (default 0).
+        padding: impl Sizes<2>, sizes;
+        /// Rows and columns added at the lower and right side of the output (default 0); below stride or dilation.
+        output_padding: impl Sizes<2>, sizes;
+        /// Steps between the elements of the kernel (default 1).
+        dilation: impl Sizes<2>, sizes;
+        /// Splits the channels into groups that do not see each other (default 1); must divide both channel counts.
+        groups: i64;
+        /// Whether a bias is added (default `true`).
+        bias: bool;
     }
 
     /// Makes the layer.

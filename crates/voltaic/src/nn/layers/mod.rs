@@ -10,4 +10,5 @@ pub(super) mod embedding;
 pub(super) mod linear;
 pub(super) mod norm;
 pub(super) mod pool;
+mod setters;
 pub(super) mod sync_batch_norm;

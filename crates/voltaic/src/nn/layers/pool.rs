@@ -5,6 +5,7 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::nn::calls::call::within_call;
 use crate::nn::check::{Sizes, at_least, explain, refuse};
+use crate::nn::layers::setters::setters;
 use crate::nn::module::{Forward, Module};
 
 /// The largest value under each window, as `torch.nn.MaxPool2d`.
@@ -75,28 +76,15 @@ pub struct MaxPool2dBuilder {
 }
 
 impl MaxPool2dBuilder {
-    /// Steps between windows (default: their size).
-    pub fn stride(mut self, stride: impl Sizes<2>) -> Self {
-        self.stride = stride.sizes();
-        self
-    }
-
-    /// Rows and columns of minus infinity added on each side (default 0); at most half the window.
-    pub fn padding(mut self, padding: impl Sizes<2>) -> Self {
-        self.padding = padding.sizes();
-        self
-    }
-
-    /// Steps between the elements of a window (default 1).
-    pub fn dilation(mut self, dilation: impl Sizes<2>) -> Self {
-        self.dilation = dilation.sizes();
-        self
-    }
-
-    /// Whether a window that fits only in part counts (default `false`).
-    pub fn ceil_mode(mut self, ceil_mode: bool) -> Self {
-        self.ceil_mode = ceil_mode;
-        self
+    setters! {
+        /// Steps between windows (default: their size).
+        stride: impl Sizes<2>, sizes;
+        /// Rows and columns of minus infinity added on each side (default 0); at most half the window.
+        padding: impl Sizes<2>, sizes;
+        /// Steps between the elements of a window (default 1).
+        dilation: impl Sizes<2>, sizes;
+        /// Whether a window that fits only in part counts (default `false`).
+        ceil_mode: bool;
     }
 
     /// Makes the pool.
@@ -165,28 +153,15 @@ pub struct AvgPool2dBuilder {
 }
 
 impl AvgPool2dBuilder {
-    /// Steps between windows (default: their size).
-    pub fn stride(mut self, stride: impl Sizes<2>) -> Self {
-        self.stride = stride.sizes();
-        self
-    }
-
-    /// Rows and columns of zeros added on each side (default 0); at most half the window.
-    pub fn padding(mut self, padding: impl Sizes<2>) -> Self {
-        self.padding = padding.sizes();
-        self
-    }
-
-    /// Whether a window that fits only in part counts (default `false`).
-    pub fn ceil_mode(mut self, ceil_mode: bool) -> Self {
-        self.ceil_mode = ceil_mode;
-        self
-    }
-
-    /// Whether the padding's zeros count in the mean (default `true`).
-    pub fn count_include_pad(mut self, count_include_pad: bool) -> Self {
-        self.count_include_pad = count_include_pad;
-        self
+    setters! {
+        /// Steps between windows (default: their size).
+        stride: impl Sizes<2>, sizes;
+        /// Rows and columns of zeros added on each side (default 0); at most half the window.
+        padding: impl Sizes<2>, sizes;
+        /// Whether a window that fits only in part counts (default `false`).
+        ceil_mode: bool;
+        /// Whether the padding's zeros count in the mean (default `true`).
+        count_include_pad: bool;
     }
 
     /// Makes the pool.
