@@ -36,7 +36,7 @@ struct Watched {
   bool is_constant;
 };
 
-// A tensor that is given anew for each replay.
+// A tensor that is given again for each replay.
 struct Input {
   at::Tensor recorded;                           // as it was given to the recording
   c10::intrusive_ptr<StorageImpl> storage;       // of the graph, over the memory of `recorded` or of what is given

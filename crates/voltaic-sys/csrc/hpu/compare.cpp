@@ -59,7 +59,7 @@ const std::vector<std::vector<Shape>> &tensor_shapes() {
   return shapes;
 }
 
-// Choices for everything that is no tensor.
+// Choices for everything that is not a tensor.
 struct Choice {
   int64_t integer;
   bool boolean, optionals;
@@ -229,7 +229,7 @@ bool contains_any(const std::string &name, std::initializer_list<const char *> p
   return false;
 }
 
-// Operators for which made-up arguments are no test: their results are not defined by their arguments, they are about
+// Operators for which made-up arguments test nothing: their results are not defined by their arguments, they are about
 // other sorts of tensors, or they are internal ones that trust their arguments without a check.
 bool is_left_out(const std::string &name) {
   if (contains_any(name, {"empty", "resize", "set_", "quantize", "mkldnn", "sparse", "nested", "jagged", "pinned",

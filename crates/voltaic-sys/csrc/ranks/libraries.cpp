@@ -487,7 +487,7 @@ private:
     TORCH_CHECK(dtype != at::kBool, library().name, " reduces no bool; convert to int32");
     int op = op_number(reduce_op);
     const bool divides = op == AVERAGE && library().has_average == 0;
-    TORCH_CHECK(!divides || at::isFloatingType(dtype), "the average of ", dtype, " is no whole number");
+    TORCH_CHECK(!divides || at::isFloatingType(dtype), "the average of ", dtype, " is not a whole number");
     op = divides ? SUM : op;
     const size_t count = tensors.to.numel();
     const Operation operation = [=](const void *from, void *to, void *stream) {
