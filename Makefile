@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help setup demo examples test test-cuda check check-aarch64 fmt lint doc bench bench-micro clean
+.PHONY: help setup demo examples test stress test-cuda check check-aarch64 fmt lint doc bench bench-micro clean
 
 help: ## says what there is
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -23,6 +23,11 @@ examples: setup ## runs the programs of examples/ and checks what each prints an
 test: setup ## all tests: those of the examples and of a crate of a user's own too
 	$(CARGO) test --workspace
 	scripts/test_new.sh
+
+stress: setup ## a million random inputs for each parser; takes INPUTS=1000000 SECS=3600, the longest for each
+	VOLTAIC_STRESS_INPUTS=$(or $(INPUTS),1000000) VOLTAIC_STRESS_SECS=$(or $(SECS),3600) \
+		$(CARGO) test -p voltaic --test stress -- --nocapture
+	VOLTAIC_STRESS_TRIES=$(or $(INPUTS),1000000) $(CARGO) test -p voltaic --lib -- distributed::roll_call --nocapture
 
 test-cuda: setup ## what needs an NVIDIA GPU; says why it skips if there is none
 	$(CARGO) test -p voltaic --test cuda -- --nocapture

@@ -287,6 +287,72 @@ mod tests {
         }
     }
 
+    /// An archive with one storage of 512 x 512 floats that lies in the file once, and tensors of it: each with the key of its
+    /// storage and its strides. All keys lead to the same bytes.
+    fn overlapping(tensors: &[(usize, [u32; 2])]) -> Vec<u8> {
+        const NUMEL: u32 = 512 * 512;
+        let text = |text: &str| [&b"X"[..], &(text.len() as u32).to_le_bytes(), text.as_bytes()].concat();
+        let int = |int: u32| [&b"J"[..], &int.to_le_bytes()].concat();
+        let pair = |a: u32, b: u32| [int(a), int(b), b"\x86".to_vec()].concat();
+        let mut pickle = b"\x80\x02}(".to_vec();
+        for (index, (key, stride)) in tensors.iter().enumerate() {
+            let storage =
+                [text("storage"), b"ctorch\nFloatStorage\n".to_vec(), text(&key.to_string()), text("cpu")]
+                    .concat();
+            pickle.extend(
+                [text(&index.to_string()), b"ctorch._utils\n_rebuild_tensor_v2\n((".to_vec(), storage]
+                    .concat(),
+            );
+            pickle
+                .extend([int(NUMEL), b"tQK\0".to_vec(), pair(512, 512), pair(stride[0], stride[1])].concat());
+            pickle.extend(b"\x89}tR");
+        }
+        pickle.extend(b"u.");
+        let (mut file, mut directory) = (Vec::new(), Vec::new());
+        let keys: std::collections::BTreeSet<usize> = tensors.iter().map(|(key, _)| *key).collect();
+        let contents = [(vec!["a/data.pkl".to_owned()], pickle), {
+            (keys.iter().map(|key| format!("a/data/{key}")).collect(), vec![0; 4 * NUMEL as usize])
+        }];
+        let mut num_entries = 0_u16;
+        for (names, bytes) in contents {
+            let offset = file.len() as u32;
+            let size = (bytes.len() as u32).to_le_bytes();
+            let crc = crc32fast::hash(&bytes).to_le_bytes();
+            // flags, method, time and date; checksum and sizes
+            let common = [&[0_u8, 0, 0, 0, 0, 0, 0x21, 0][..], &crc, &size, &size].concat();
+            let length = |name: &str| (name.len() as u16).to_le_bytes();
+            file.extend(
+                [&b"PK\x03\x04\x14\0"[..], &common, &length(&names[0]), &[0, 0], names[0].as_bytes(), &bytes]
+                    .concat(),
+            );
+            for name in &names {
+                let end = [&[0; 12][..], &offset.to_le_bytes(), name.as_bytes()].concat();
+                directory.extend([&b"PK\x01\x02\x14\0\x14\0"[..], &common, &length(name), &end].concat());
+                num_entries += 1;
+            }
+        }
+        let (at, size) = ((file.len() as u32).to_le_bytes(), (directory.len() as u32).to_le_bytes());
+        let count = num_entries.to_le_bytes();
+        [&file[..], &directory, b"PK\x05\x06\0\0\0\0", &count, &count, &size, &at, &[0, 0]].concat()
+    }
+
+    #[test]
+    fn entries_that_overlap_and_transposed_copies_count_each_time() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.pt");
+        let read = |tensors: &[(usize, [u32; 2])], max_growth| {
+            std::fs::write(&path, overlapping(tensors)).expect("writable");
+            read_torch_within(&path, ReadLimits { max_growth })
+        };
+        read(&[(0, [512, 1]), (1, [1, 512])], 16).expect("a few are no harm");
+        let (overlapping, transposed) = ((0..100).map(|key| (key, [512, 1])), (0..45).map(|_| (0, [1, 512])));
+        for tensors in [overlapping.collect::<Vec<_>>(), transposed.collect()] {
+            let error = read(&tensors, 16).expect_err("too much").to_string();
+            assert!(error.contains("16 times its size"), "{error}");
+            read(&tensors, 300).expect("is allowed");
+        }
+    }
+
     #[test]
     fn tensors_that_share_bytes_of_the_file_count_each_time() {
         let folder = tempfile::tempdir().expect("temp folder");

@@ -25,7 +25,12 @@ pub(crate) fn open_file(path: &Path) -> Result<File> {
 /// # Errors
 /// As [`open_file`], and [`ErrorKind::InvalidData`] if it has more.
 pub(crate) fn read_file(path: &Path, limit: u64) -> Result<Vec<u8>> {
-    read_at_most(open_file(path)?, limit)
+    let file = open_file(path)?;
+    let length = usize::try_from(file.metadata()?.len().min(limit)).unwrap_or(usize::MAX);
+    let mut bytes = Vec::new();
+    // a large file is not copied while it grows, and one that is too large for memory is an error
+    bytes.try_reserve_exact(length.saturating_add(1)).map_err(|_| Error::from(ErrorKind::OutOfMemory))?;
+    read_into(bytes, file, limit)
 }
 
 /// What is left of `reader`, at most `limit` bytes.
@@ -33,7 +38,10 @@ pub(crate) fn read_file(path: &Path, limit: u64) -> Result<Vec<u8>> {
 /// # Errors
 /// [`ErrorKind::InvalidData`] if there is more.
 pub(crate) fn read_at_most(reader: impl Read, limit: u64) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
+    read_into(Vec::new(), reader, limit)
+}
+
+fn read_into(mut bytes: Vec<u8>, reader: impl Read, limit: u64) -> Result<Vec<u8>> {
     reader.take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > limit {
         return Err(Error::new(ErrorKind::InvalidData, format!("it has more than {limit} bytes")));

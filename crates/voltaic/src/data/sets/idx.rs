@@ -3,18 +3,22 @@
 //! Bytes 0-1 are 0, byte 2 is the element type (8 = unsigned byte), byte 3 the number of dimensions; then one 32-bit
 //! size per dimension. Files may be compressed by gzip.
 
-use std::fs::File;
 use std::io::{self, BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use flate2::read::MultiGzDecoder;
 use md5::{Digest, Md5};
 
+use crate::config::open_file;
 use crate::error::{DataError, Problem};
 use crate::{Error, Result};
 
 const REMEDY: &str =
     "get the file again (`scripts/data.sh mnist` brings the full set, data/digits holds a part of it)";
+
+/// A compressed file unpacks to at most so many bytes, and so many times its size: a few megabytes of gzip can be gigabytes.
+const FLOOR: u64 = 64 << 20;
+const MAX_RATIO: u64 = 64;
 
 /// An array of unsigned bytes and its shape.
 pub(super) struct Idx {
@@ -32,17 +36,23 @@ struct Content {
     path: PathBuf,
     reader: Box<dyn Read>,
     offset: u64,
+    /// It unpacks to no more bytes.
+    most: u64,
 }
 
 impl Content {
     fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|error| Error::io("open", path, error))?;
-        let reader: Box<dyn Read> = if path.extension().is_some_and(|extension| extension == "gz") {
-            Box::new(MultiGzDecoder::new(BufReader::new(file)))
-        } else {
-            Box::new(file)
-        };
-        Ok(Self { path: path.to_owned(), reader, offset: 0 })
+        let failed = |error| Error::io("open", path, error);
+        let file = open_file(path).map_err(failed)?;
+        let size = file.metadata().map_err(failed)?.len();
+        let (reader, most): (Box<dyn Read>, u64) =
+            if path.extension().is_some_and(|extension| extension == "gz") {
+                let most = size.saturating_mul(MAX_RATIO).saturating_add(FLOOR);
+                (Box::new(MultiGzDecoder::new(BufReader::new(file))), most)
+            } else {
+                (Box::new(file), u64::MAX - 1)
+            };
+        Ok(Self { path: path.to_owned(), reader, offset: 0, most })
     }
 
     fn corrupt(&self, offset: u64, what: impl Into<String>) -> Error {
@@ -53,9 +63,17 @@ impl Content {
     /// Up to `limit` bytes: fewer only at the end.
     fn read(&mut self, limit: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
-        let read = self.reader.by_ref().take(limit).read_to_end(&mut bytes);
+        let left = self.most.saturating_sub(self.offset);
+        let read = self.reader.by_ref().take(limit.min(left + 1)).read_to_end(&mut bytes);
         self.offset += bytes.len() as u64;
         read.map_err(|error| self.read_error(error))?;
+        if bytes.len() as u64 > left {
+            let what =
+                format!("it unpacks to more than {} bytes, 64 MiB and {MAX_RATIO} times its size", self.most);
+            let problem = Problem::new(what, "if the file is right, unpack it with gunzip");
+            let (path, offset) = (self.path.clone(), self.offset);
+            return Err(DataError::Corrupt { path, offset, problem }.into());
+        }
         Ok(bytes)
     }
 
@@ -159,7 +177,24 @@ pub(super) fn corrupt(path: &Path, offset: u64, what: String) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
     use std::io::Write;
+
+    #[test]
+    fn a_small_file_does_not_unpack_to_gigabytes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.gz");
+        let mut encoder =
+            flate2::write::GzEncoder::new(File::create(&path).unwrap(), flate2::Compression::fast());
+        let size = 100 << 20;
+        encoder.write_all(&[&[0, 0, 8, 1][..], &(size as u32).to_be_bytes()].concat()).unwrap();
+        (0..100).for_each(|_| encoder.write_all(&vec![0; 1 << 20]).unwrap());
+        encoder.finish().unwrap();
+        for error in [read(&path, 1).err().unwrap(), md5_of_content(&path).unwrap_err()] {
+            assert!(error.to_string().contains("unpacks to more than"), "{error}");
+            assert!(error.to_string().contains("gunzip"), "{error}");
+        }
+    }
 
     #[test]
     fn the_sum_is_that_of_the_unpacked_content() {

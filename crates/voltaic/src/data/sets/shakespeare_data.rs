@@ -149,7 +149,8 @@ impl ShakespeareData {
                 folders::first("Shakespeare's text", works.chain(play).collect(), Path::is_file, remedy)?
             }
         };
-        let bytes = std::fs::read(&file).map_err(|error| Error::io("read", &file, error))?;
+        let bytes =
+            crate::config::read_file(&file, u64::MAX).map_err(|error| Error::io("read", &file, error))?;
         let content = String::from_utf8(bytes).map_err(|error| DataError::Corrupt {
             path: file.clone(),
             offset: error.utf8_error().valid_up_to() as u64,
