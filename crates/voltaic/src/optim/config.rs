@@ -6,6 +6,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
 use super::adam::{Adam, AdamW};
+use super::adaptive::{Adadelta, Adagrad, RmsProp};
+use super::lion::{Lamb, Lion};
 use super::lr_scheduler::basic::{ConstantLr, ExponentialLr, LinearLr, MultiStepLr, PolynomialLr, StepLr};
 use super::lr_scheduler::cosine::{CosineAnnealingLr, CosineAnnealingWarmRestarts};
 use super::lr_scheduler::one_cycle::OneCycleLr;
@@ -108,6 +110,16 @@ classes! {
     Adam(Adam) = "Adam" | "adam",
     /// Adam with decoupled weight decay.
     AdamW(AdamW) = "AdamW" | "adamw",
+    /// Adagrad.
+    Adagrad(Adagrad) = "Adagrad" | "adagrad",
+    /// RMSprop.
+    RmsProp(RmsProp) = "RMSprop" | "RmsProp",
+    /// Adadelta.
+    Adadelta(Adadelta) = "Adadelta" | "adadelta",
+    /// Lion, as DeepSpeed's.
+    Lion(Lion) = "Lion" | "lion",
+    /// LAMB, as DeepSpeed's.
+    Lamb(Lamb) = "Lamb" | "lamb",
 }
 
 impl OptimizerConfig {
@@ -116,6 +128,11 @@ impl OptimizerConfig {
             Self::Sgd(config) => config,
             Self::Adam(config) => config,
             Self::AdamW(config) => config,
+            Self::Adagrad(config) => config,
+            Self::RmsProp(config) => config,
+            Self::Adadelta(config) => config,
+            Self::Lion(config) => config,
+            Self::Lamb(config) => config,
         }
     }
 }

@@ -6,9 +6,12 @@
 //! (L-BFGS), sparse and complex gradients.
 
 mod adam;
+mod adaptive;
 mod clip;
 mod config;
 mod engine;
+mod formula;
+mod lion;
 mod lr_scheduler;
 mod optimizer;
 mod optimizers;
@@ -19,8 +22,10 @@ mod setters;
 mod sgd;
 
 pub use adam::{Adam, AdamW};
+pub use adaptive::{Adadelta, Adagrad, RmsProp};
 pub use clip::{GradientClip, clip_grad_norm, clip_grad_norm_of_type, clip_grad_value, grad_norm};
 pub use config::{LrSchedulerConfig, OptimizerConfig, SequentialLr};
+pub use lion::{Lamb, Lion};
 pub use lr_scheduler::{
     AnnealStrategy, BuildLrScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,
     ExponentialLr, LambdaLr, LinearLr, LinearWarmupCosine, LrRangeTest, LrScheduler, MultiStepLr, OneCycle,

@@ -4,7 +4,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::adam::{Adam, AdamW};
+use super::adaptive::{Adadelta, Adagrad, RmsProp};
 use super::config::OptimizerConfig;
+use super::lion::{Lamb, Lion};
 use super::lr_scheduler::scheduler::{BuildLrScheduler, LrScheduler};
 use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::ParamGroupSpec;
@@ -218,6 +220,11 @@ impl Optimizers {
         self.specs.len()
     }
 
+    /// Whether an optimizer has a schedule.
+    pub fn has_scheduler(&self) -> bool {
+        self.specs.iter().any(|spec| spec.scheduler.is_some())
+    }
+
     /// Whether there is no optimizer.
     pub fn is_empty(&self) -> bool {
         self.specs.is_empty()
@@ -269,7 +276,7 @@ macro_rules! into_optimizers {
         }
     )*};
 }
-into_optimizers!(Sgd, Adam, AdamW, OptimizerConfig);
+into_optimizers!(Sgd, Adam, AdamW, Adagrad, RmsProp, Adadelta, Lion, Lamb, OptimizerConfig);
 
 impl From<Optimizers> for anyhow::Result<Optimizers> {
     fn from(optimizers: Optimizers) -> Self {

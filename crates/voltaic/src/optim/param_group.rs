@@ -121,6 +121,49 @@ pub enum GroupOptions {
         /// Keep the maximum of the second moments.
         amsgrad: bool,
     },
+    /// Those of [`RmsProp`](super::RmsProp).
+    RmsProp {
+        /// Decay rate of the running mean of squares.
+        alpha: f64,
+        /// Term added to the denominator.
+        eps: f64,
+        /// Momentum factor.
+        momentum: f64,
+        /// Divide by the standard deviation.
+        centered: bool,
+    },
+    /// Those of [`Adagrad`](super::Adagrad).
+    Adagrad {
+        /// How fast the learning rate falls.
+        lr_decay: f64,
+        /// Term added to the denominator.
+        eps: f64,
+    },
+    /// Those of [`Adadelta`](super::Adadelta).
+    Adadelta {
+        /// Decay rate of the running means.
+        rho: f64,
+        /// Term added to the means.
+        eps: f64,
+    },
+    /// Those of [`Lamb`](super::Lamb).
+    Lamb {
+        /// Decay rates of the two moment estimates.
+        betas: (f64, f64),
+        /// Term added to the denominator.
+        eps: f64,
+        /// Add it below the root.
+        eps_inside_sqrt: bool,
+        /// Correct the moments for their start at 0.
+        bias_correction: bool,
+        /// Smallest and largest quotient of the norms.
+        coeffs: (f64, f64),
+    },
+    /// Those of [`Lion`](super::Lion).
+    Lion {
+        /// Decay rates of the mean in the update, and of the one that is kept.
+        betas: (f64, f64),
+    },
 }
 
 /// A group's hyper-parameters as they are saved.
@@ -157,32 +200,42 @@ impl ParamGroup {
     /// What momentum schedules cycle: the momentum of SGD, the first decay rate of Adam.
     pub fn momentum(&self) -> f64 {
         match self.options {
-            GroupOptions::Sgd { momentum, .. } => momentum,
-            GroupOptions::Adam { betas, .. } => betas.0,
+            GroupOptions::Sgd { momentum, .. } | GroupOptions::RmsProp { momentum, .. } => momentum,
+            GroupOptions::Adam { betas, .. }
+            | GroupOptions::Lamb { betas, .. }
+            | GroupOptions::Lion { betas } => betas.0,
+            GroupOptions::Adagrad { .. } | GroupOptions::Adadelta { .. } => 0.0,
         }
     }
 
     /// Sets what [`ParamGroup::momentum`] gives.
     pub fn set_momentum(&mut self, value: f64) {
         match &mut self.options {
-            GroupOptions::Sgd { momentum, .. } => *momentum = value,
-            GroupOptions::Adam { betas, .. } => betas.0 = value,
+            GroupOptions::Sgd { momentum, .. } | GroupOptions::RmsProp { momentum, .. } => *momentum = value,
+            GroupOptions::Adam { betas, .. }
+            | GroupOptions::Lamb { betas, .. }
+            | GroupOptions::Lion { betas } => betas.0 = value,
+            GroupOptions::Adagrad { .. } | GroupOptions::Adadelta { .. } => {}
         }
     }
 
     /// Both decay rates, if the optimizer has two.
     pub fn betas(&self) -> Option<(f64, f64)> {
         match self.options {
-            GroupOptions::Adam { betas, .. } => Some(betas),
-            GroupOptions::Sgd { .. } => None,
+            GroupOptions::Adam { betas, .. }
+            | GroupOptions::Lamb { betas, .. }
+            | GroupOptions::Lion { betas } => Some(betas),
+            _ => None,
         }
     }
 
     /// Sets what [`ParamGroup::betas`] gives; has no effect on an optimizer without them.
     pub fn set_betas(&mut self, value: (f64, f64)) {
         match &mut self.options {
-            GroupOptions::Adam { betas, .. } => *betas = value,
-            GroupOptions::Sgd { .. } => {}
+            GroupOptions::Adam { betas, .. }
+            | GroupOptions::Lamb { betas, .. }
+            | GroupOptions::Lion { betas } => *betas = value,
+            _ => {}
         }
     }
 
@@ -195,14 +248,7 @@ impl ParamGroup {
             "weight_decay": self.weight_decay,
             "maximize": self.maximize,
         });
-        let options = match self.options {
-            GroupOptions::Sgd { momentum, dampening, nesterov } => {
-                json!({"momentum": momentum, "dampening": dampening, "nesterov": nesterov})
-            }
-            GroupOptions::Adam { betas, eps, amsgrad } => {
-                json!({"betas": [betas.0, betas.1], "eps": eps, "amsgrad": amsgrad})
-            }
-        };
+        let options = json!(self.options);
         if let (Value::Object(saved), Value::Object(options)) = (&mut saved, options) {
             saved.extend(options);
         }

@@ -166,7 +166,7 @@ impl SgdRule {
     fn options<'a>(group: &ParamGroup, lr: LearningRate<'a>) -> SgdOptions<'a> {
         let (momentum, dampening, nesterov) = match group.options {
             GroupOptions::Sgd { momentum, dampening, nesterov } => (momentum, dampening, nesterov),
-            GroupOptions::Adam { .. } => (0.0, 0.0, false),
+            _ => (0.0, 0.0, false),
         };
         SgdOptions {
             lr,

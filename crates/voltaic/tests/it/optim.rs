@@ -125,9 +125,19 @@ fn assert_bits(actual: &HashMap<String, Tensor>, expected: &HashMap<String, Tens
 
 #[test]
 fn optimizers_match_pytorch_loop_and_fused() {
-    let expected = tensor_fixture("optimizers.safetensors");
+    assert!(compare_with_fixture("optimizers") > 500);
+}
+
+#[test]
+fn adagrad_and_others_match_pytorch_and_deepspeed() {
+    assert!(compare_with_fixture("more") > 300);
+}
+
+/// Trains as each case of a fixture did, and compares weights and state. Gives how many tensors that were.
+fn compare_with_fixture(fixture: &str) -> usize {
+    let expected = tensor_fixture(&format!("{fixture}.safetensors"));
     let mut compared = 0;
-    for case in json_fixture("optimizers.json").as_array().unwrap() {
+    for case in json_fixture(&format!("{fixture}.json")).as_array().unwrap() {
         let name = case["name"].as_str().unwrap();
         let case = Case::parse(case);
         let params = params(case.dtype);
@@ -151,12 +161,13 @@ fn optimizers_match_pytorch_loop_and_fused() {
             }
         }
     }
-    assert!(compared > 500, "{compared}");
+    compared
 }
 
 #[test]
 fn loaded_state_continues_bit_for_bit() {
-    for case in json_fixture("optimizers.json").as_array().unwrap() {
+    let (first, more) = (json_fixture("optimizers.json"), json_fixture("more.json"));
+    for case in first.as_array().unwrap().iter().chain(more.as_array().unwrap()) {
         let name = case["name"].as_str().unwrap();
         let case = Case::parse(case);
         let whole = params(case.dtype);
@@ -447,9 +458,9 @@ fn class_paths_are_pytorchs_and_mistakes_get_a_hint() {
     for (text, expected) in [
         (
             r#"{"class_path": "AdmW"}"#,
-            "AdmW is not an optimizer; did you mean AdamW? there are SGD, Adam, AdamW",
+            "AdmW is not an optimizer; did you mean AdamW? there are SGD, Adam, AdamW, Adagrad",
         ),
-        (r#"{"class_path": "Xyz"}"#, "Xyz is not an optimizer; there are SGD, Adam, AdamW"),
+        (r#"{"class_path": "Xyz"}"#, "Xyz is not an optimizer; there are SGD, Adam, AdamW, Adagrad"),
         (r#"{"class_path": "Adam", "init_args": {"lrr": 1}}"#, "init_args.lrr of Adam: unknown field `lrr`"),
         (r#"{"class_path": "Adam", "init_args": {"betas": [0.9]}}"#, "init_args.betas of Adam: "),
         (r#"{"class_path": "Adam", "args": {}}"#, "unknown field `args`"),
