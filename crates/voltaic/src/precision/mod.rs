@@ -5,7 +5,9 @@
 
 mod autocast;
 mod cast_log;
+mod deepspeed_plugin;
 mod grad_scaler;
+mod loss_scaler;
 mod op_files;
 mod op_lists;
 mod plugin;
@@ -18,8 +20,10 @@ pub use autocast::{
     with_autocast,
 };
 pub(crate) use cast_log::log_casts;
+pub use deepspeed_plugin::DeepSpeedPrecisionPlugin;
 pub use grad_scaler::GradScaler;
 pub(crate) use grad_scaler::unscale_grads;
+pub use loss_scaler::DynamicLossScaler;
 pub(crate) use op_lists::set_run_lists;
 pub use op_lists::{OpLists, reset_op_lists, set_op_lists};
 pub use plugin::{HpuPrecisionPlugin, OptLevel};

@@ -4,9 +4,11 @@ use std::time::Duration;
 
 use super::config::StrategyPlan;
 use super::ddp::Ddp;
+use super::deepspeed::plan::DeepSpeedPlan;
 use super::single::SingleDevice;
 use super::strategy::Strategy;
 use crate::distributed::{DEFAULT_TIMEOUT, World};
+use crate::error::Result;
 
 impl StrategyPlan {
     /// Whether its ranks have to meet.
@@ -14,11 +16,20 @@ impl StrategyPlan {
         *self != Self::SingleDevice
     }
 
+    /// DeepSpeed's settings, if it is one of its strategies.
+    pub(crate) fn deepspeed(&self) -> Option<&DeepSpeedPlan> {
+        match self {
+            Self::DeepSpeed(plan) => Some(plan),
+            _ => None,
+        }
+    }
+
     /// How long ranks wait for each other.
     pub(crate) fn timeout(&self) -> Duration {
         match self {
             Self::SingleDevice => DEFAULT_TIMEOUT,
             Self::Ddp { config, .. } => config.timeout(),
+            Self::DeepSpeed(plan) => plan.timeout,
         }
     }
 
@@ -27,14 +38,22 @@ impl StrategyPlan {
         match self {
             Self::SingleDevice => Vec::new(),
             Self::Ddp { config, .. } => config.allow_differences.clone(),
+            Self::DeepSpeed(_) => Vec::new(),
         }
     }
 
     /// The strategy of these ranks.
-    pub(crate) fn build(self, world: World) -> Box<dyn Strategy> {
-        match self {
+    ///
+    /// # Errors
+    /// That there is no such strategy yet.
+    pub(crate) fn build(self, world: World) -> Result<Box<dyn Strategy>> {
+        Ok(match self {
             Self::SingleDevice => Box::new(SingleDevice::of(world)),
             Self::Ddp { name, config } => Box::new(Ddp::new(name, world, config)),
-        }
+            Self::DeepSpeed(plan) => {
+                plan.check_engine()?;
+                Box::new(SingleDevice::of(world))
+            }
+        })
     }
 }

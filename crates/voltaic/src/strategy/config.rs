@@ -6,6 +6,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::deepspeed::config::DeepSpeedStrategy;
+use super::deepspeed::plan::{DeepSpeedPlan, of_name as deepspeed_of_name};
 use crate::device::Device;
 use crate::error::ConfigError;
 
@@ -17,7 +19,8 @@ const MAX_TIMEOUT_SECS: f64 = 365.0 * 86_400.0;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]
 pub enum StrategyConfig {
-    /// `auto`, `single_device`, `hpu_single`, `ddp`, `ddp_find_unused_parameters_true`, `hpu_ddp` or `hpu_parallel`.
+    /// `auto`, `single_device`, `hpu_single`, `ddp`, `ddp_find_unused_parameters_true`, `hpu_ddp`, `hpu_parallel`,
+    /// `deepspeed`, `deepspeed_stage_1` to `_3`, or the same with `hpu_` before them.
     Name(String),
     /// With settings.
     Class(StrategyClass),
@@ -33,6 +36,10 @@ pub enum StrategyClass {
     HPUDDPStrategy(DdpConfig),
     /// `DDPStrategy` on HPUs, as `hpu_parallel`.
     HPUParallelStrategy(DdpConfig),
+    /// Divides optimizer states and more among ranks, with DeepSpeed's settings.
+    DeepSpeedStrategy(Box<DeepSpeedStrategy>),
+    /// `DeepSpeedStrategy` on HPUs.
+    HPUDeepSpeedStrategy(Box<DeepSpeedStrategy>),
     /// One process, as `single_device`.
     SingleDeviceStrategy(SingleDeviceConfig),
     /// One process on an HPU, as `hpu_single`.
@@ -146,28 +153,39 @@ impl DdpConfig {
         Ok(StrategyPlan::Ddp { name, config: self.clone() })
     }
 
-    fn check_backend(&self, class: &str, accelerator: &str) -> Result<(), ConfigError> {
-        let own = match accelerator {
-            "hpu" => "hccl",
-            "cuda" => "nccl",
-            _ => "gloo",
-        };
-        match &self.process_group_backend {
-            Some(given) if given != own => refuse(
-                format!(
-                    "{class}.process_group_backend is {given}, but the collectives of {accelerator} are {own}'s"
-                ),
-                "leave it out",
-            ),
-            _ => Ok(()),
-        }
-    }
-
     /// [`DdpConfig::timeout_secs`].
     pub fn timeout(&self) -> std::time::Duration {
         std::time::Duration::try_from_secs_f64(self.timeout_secs)
             .unwrap_or(crate::distributed::DEFAULT_TIMEOUT)
     }
+}
+
+/// A library of the collectives must be the accelerator's own.
+fn check_backend(given: &Option<String>, class: &str, accelerator: &str) -> Result<(), ConfigError> {
+    let own = match accelerator {
+        "hpu" => "hccl",
+        "cuda" => "nccl",
+        _ => "gloo",
+    };
+    match given {
+        Some(given) if given != own => refuse(
+            format!(
+                "{class}.process_group_backend is {given}, but the collectives of {accelerator} are {own}'s"
+            ),
+            "leave it out",
+        ),
+        _ => Ok(()),
+    }
+}
+
+/// The text of Lightning's assertion.
+fn check_hpu(name: &str, accelerator: &str) -> Result<(), ConfigError> {
+    if accelerator == "hpu" {
+        return Ok(());
+    }
+    let what = format!("HPUDeepSpeedStrategy requires HPUAccelerator: {name} with accelerator={accelerator}");
+    let other = name.replace("HPUDeep", "Deep").replace("hpu_deep", "deep");
+    refuse(what, format!("set trainer.accelerator=hpu, or use {other}"))
 }
 
 impl SingleDeviceConfig {
@@ -191,25 +209,43 @@ pub(crate) enum StrategyPlan {
         name: &'static str,
         config: DdpConfig,
     },
+    DeepSpeed(Box<DeepSpeedPlan>),
 }
 
-const KNOWN: &str = "use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, hpu_ddp or hpu_parallel, \
-                     or a class: DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, SingleDeviceStrategy or \
-                     SingleHPUStrategy";
+const KNOWN: &str = "use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, hpu_ddp, hpu_parallel, \
+                     deepspeed or hpu_deepspeed (with _stage_1, _stage_2 or _stage_3), or a class: DDPStrategy, HPUDDPStrategy, \
+                     HPUParallelStrategy, DeepSpeedStrategy, HPUDeepSpeedStrategy, SingleDeviceStrategy or SingleHPUStrategy";
 
 fn refuse<T>(what: String, remedy: impl Into<Cow<'static, str>>) -> Result<T, ConfigError> {
     Err(ConfigError::new("trainer.strategy", what, remedy))
 }
 
 impl StrategyConfig {
+    /// Whether it is one of DeepSpeed's, by name or class.
+    pub(crate) fn is_deepspeed(&self) -> bool {
+        match self {
+            Self::Name(name) => deepspeed_of_name(&name.to_lowercase()).is_some(),
+            Self::Class(class) => {
+                matches!(class, StrategyClass::DeepSpeedStrategy(_) | StrategyClass::HPUDeepSpeedStrategy(_))
+            }
+        }
+    }
+
     /// The strategy for `num_ranks` ranks of an accelerator, whose first device is given.
     pub(crate) fn resolve(
         &self,
         accelerator: &str,
         device: Device,
         num_ranks: usize,
+        num_devices: usize,
     ) -> Result<StrategyPlan, ConfigError> {
         use StrategyClass as Class;
+        if let Self::Class(Class::HPUDeepSpeedStrategy(_)) = self {
+            check_hpu("HPUDeepSpeedStrategy", accelerator)?;
+        }
+        let deepspeed = |name, given| -> Result<StrategyPlan, ConfigError> {
+            Ok(StrategyPlan::DeepSpeed(Box::new(DeepSpeedPlan::resolve(name, given, num_devices)?)))
+        };
         let (name, plan) = match self {
             Self::Class(Class::DDPStrategy(config)) => ("DDPStrategy", config.resolve("ddp")?),
             Self::Class(Class::HPUDDPStrategy(config)) => ("HPUDDPStrategy", config.resolve("hpu_ddp")?),
@@ -220,7 +256,21 @@ impl StrategyConfig {
                 ("SingleDeviceStrategy", StrategyPlan::SingleDevice)
             }
             Self::Class(Class::SingleHPUStrategy(_)) => ("SingleHPUStrategy", StrategyPlan::SingleDevice),
-            Self::Name(name) => (name.as_str(), of_name(name, accelerator, num_ranks)?),
+            Self::Class(Class::DeepSpeedStrategy(given)) => {
+                ("DeepSpeedStrategy", deepspeed("deepspeed", given)?)
+            }
+            Self::Class(Class::HPUDeepSpeedStrategy(given)) => {
+                ("HPUDeepSpeedStrategy", deepspeed("hpu_deepspeed", given)?)
+            }
+            Self::Name(name) => match deepspeed_of_name(&name.to_lowercase()) {
+                Some((known, given)) => {
+                    if known.starts_with("hpu") {
+                        check_hpu(name, accelerator)?;
+                    }
+                    (known, deepspeed(known, &given)?)
+                }
+                None => (name.as_str(), of_name(name, accelerator, num_ranks)?),
+            },
         };
         if plan == StrategyPlan::SingleDevice && num_ranks > 1 {
             let what = format!("`{name}` with {num_ranks} ranks");
@@ -240,7 +290,10 @@ impl StrategyConfig {
                 Class::DDPStrategy(config)
                 | Class::HPUDDPStrategy(config)
                 | Class::HPUParallelStrategy(config),
-            ) => config.check_backend(name, accelerator)?,
+            ) => check_backend(&config.process_group_backend, name, accelerator)?,
+            Self::Class(Class::DeepSpeedStrategy(config) | Class::HPUDeepSpeedStrategy(config)) => {
+                check_backend(&config.process_group_backend, name, accelerator)?;
+            }
             Self::Name(_) => {}
         }
         Ok(plan)
@@ -282,6 +335,22 @@ impl From<StrategyClass> for StrategyConfig {
     }
 }
 
+impl From<DeepSpeedStrategy> for StrategyConfig {
+    fn from(config: DeepSpeedStrategy) -> Self {
+        Self::Class(StrategyClass::DeepSpeedStrategy(Box::new(config)))
+    }
+}
+
+impl From<HpuDeepSpeedStrategy> for StrategyConfig {
+    fn from(HpuDeepSpeedStrategy(config): HpuDeepSpeedStrategy) -> Self {
+        Self::Class(StrategyClass::HPUDeepSpeedStrategy(Box::new(config)))
+    }
+}
+
+/// [`DeepSpeedStrategy`] for HPUs only.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct HpuDeepSpeedStrategy(pub DeepSpeedStrategy);
+
 impl From<DdpConfig> for StrategyConfig {
     fn from(config: DdpConfig) -> Self {
         Self::Class(StrategyClass::DDPStrategy(config))
@@ -298,9 +367,11 @@ mod tests {
             accelerator,
             Device::Cpu,
             ranks,
+            ranks,
         ) {
             Ok(StrategyPlan::SingleDevice) => "single".to_owned(),
             Ok(StrategyPlan::Ddp { name, .. }) => name.to_owned(),
+            Ok(StrategyPlan::DeepSpeed(plan)) => format!("{} {}", plan.name, plan.settings.zero.stage),
             Err(error) => error.to_string(),
         };
         for (given, accelerator, ranks, expected) in [
@@ -313,6 +384,11 @@ mod tests {
             ("hpu_ddp", "hpu", 2, "hpu_ddp"),
             ("hpu_parallel", "cpu", 2, "needs accelerator=hpu"),
             ("single_device", "cpu", 2, "with 2 ranks"),
+            ("deepspeed", "cpu", 2, "deepspeed 2"),
+            ("deepspeed_stage_3", "cuda", 2, "deepspeed_stage_3 3"),
+            ("HPU_DeepSpeed_stage_1", "hpu", 8, "hpu_deepspeed_stage_1 1"),
+            ("hpu_deepspeed", "cpu", 8, "HPUDeepSpeedStrategy requires HPUAccelerator"),
+            ("deepspeed_stage_2_offload", "cpu", 8, "offloading to cpu is not there yet"),
             ("fsdp", "cpu", 2, "`fsdp` is not a strategy"),
         ] {
             let found = name(given, accelerator, ranks);

@@ -6,6 +6,7 @@
 mod build;
 mod config;
 mod ddp;
+mod deepspeed;
 mod single;
 #[expect(clippy::module_inception, reason = "the trait of the folder")]
 mod strategy;
@@ -13,8 +14,12 @@ mod votes;
 mod zero;
 
 pub(crate) use config::StrategyPlan;
-pub use config::{DdpConfig, GradientCompression, SingleDeviceConfig, StrategyClass, StrategyConfig};
+pub use config::{
+    DdpConfig, GradientCompression, HpuDeepSpeedStrategy, SingleDeviceConfig, StrategyClass, StrategyConfig,
+};
 pub use ddp::Ddp;
+pub use deepspeed::config::DeepSpeedStrategy;
+pub(crate) use deepspeed::plan::{Beside, DeepSpeedPlan};
 pub use single::SingleDevice;
 pub use strategy::{BuildStrategy, Strategy, StrategyChoice};
 pub use votes::Votes;

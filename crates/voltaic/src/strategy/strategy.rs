@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use tch::Tensor;
 
-use super::config::{DdpConfig, StrategyClass, StrategyConfig};
+use super::config::{DdpConfig, HpuDeepSpeedStrategy, StrategyClass, StrategyConfig};
+use super::deepspeed::config::DeepSpeedStrategy;
 use super::votes::Votes;
 use crate::distributed::{DEFAULT_TIMEOUT, World};
 use crate::error::Result;
@@ -169,7 +170,15 @@ macro_rules! choice_of_config {
     )*};
 }
 
-choice_of_config!(&str, String, StrategyConfig, StrategyClass, DdpConfig);
+choice_of_config!(
+    &str,
+    String,
+    StrategyConfig,
+    StrategyClass,
+    DdpConfig,
+    DeepSpeedStrategy,
+    HpuDeepSpeedStrategy
+);
 
 impl<B: BuildStrategy + 'static> From<B> for StrategyChoice {
     fn from(value: B) -> Self {

@@ -23,7 +23,7 @@ pub(crate) fn join(
             accelerator.setup()?; // which its devices may need
             given.build(world)?
         }
-        None => plan.ranks.strategy.clone().build(world),
+        None => plan.ranks.strategy.clone().build(world)?,
     };
     let world = strategy.world();
     if let Some(group) = world.group().filter(|_| world.is_global_zero() && world.world_size > 1) {

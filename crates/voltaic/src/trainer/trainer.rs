@@ -17,6 +17,7 @@ use crate::trainer::config::optimizers::OptimizerOverride;
 use crate::trainer::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig, Searches};
 use crate::trainer::config::values::CkptPath;
 use crate::trainer::plan::contradictions;
+use crate::trainer::plan::deepspeed;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::run::eval::{EvalLoaders, EvalMetrics};
 use crate::trainer::search::lr_finder::LrFind;
@@ -337,6 +338,9 @@ impl Trainer {
             tracing::info!("fast_dev_run: a short run that logs and saves nothing");
         }
         for note in contradictions::without_effect(&self.config, &self.plan, self.run.facts.has_logger) {
+            tracing::warn!("{note}");
+        }
+        for note in deepspeed::notes(&self.config, &self.plan) {
             tracing::warn!("{note}");
         }
     }

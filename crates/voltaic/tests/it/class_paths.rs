@@ -187,7 +187,8 @@ fn strategies_are_named_as_classes() {
         (
             &["accelerator=hpu", "strategy=fsdp"],
             "`fsdp` is not a strategy; use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, \
-             hpu_ddp or hpu_parallel, or a class: DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, \
+             hpu_ddp, hpu_parallel, deepspeed or hpu_deepspeed (with _stage_1, _stage_2 or _stage_3), or a class: \
+             DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, DeepSpeedStrategy, HPUDeepSpeedStrategy, \
              SingleDeviceStrategy or SingleHPUStrategy",
         ),
     ] {
@@ -294,7 +295,8 @@ fn the_command_runs_with_instances_of_accelerator_and_strategy() {
     let help = text_of(&help).split_whitespace().collect::<Vec<_>>().join(" ");
     for part in [
         "Takes a class (CPUAccelerator, CUDAAccelerator, HPUAccelerator) or text.",
-        "Takes a class (DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, SingleDeviceStrategy, SingleHPUStrategy) or text.",
+        "Takes a class (DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, DeepSpeedStrategy, HPUDeepSpeedStrategy, \
+         SingleDeviceStrategy, SingleHPUStrategy) or text.",
     ] {
         assert!(help.contains(part), "{part} in {help}");
     }

@@ -35,8 +35,8 @@ pub struct TrainerConfig {
     pub devices: Devices,
     /// Nodes, on each of which the same command is started; 1 unless set.
     pub num_nodes: u64,
-    /// How training is spread over ranks: `auto`, `single_device`, `hpu_single`, `ddp`, `hpu_ddp`, `hpu_parallel`, or a
-    /// class with settings.
+    /// How training is spread over ranks: `auto`, `single_device`, `hpu_single`, `ddp`, `hpu_ddp`, `hpu_parallel`,
+    /// `deepspeed`, `hpu_deepspeed`, or a class with settings.
     pub strategy: StrategyConfig,
     /// Divide the samples of loaders among the ranks.
     pub use_distributed_sampler: bool,

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::callback::TimeSpan;
 use crate::checkpoint::HpuCheckpointIo;
-use crate::precision::HpuPrecisionPlugin;
+use crate::precision::{DeepSpeedPrecisionPlugin, HpuPrecisionPlugin};
 
 /// A number of batches, or a fraction of all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -141,6 +141,10 @@ pub enum GradientClipAlgorithm {
 pub enum PluginConfig {
     /// Precision on an HPU with lists of operators; in place of `trainer.precision`.
     HpuPrecisionPlugin(HpuPrecisionPlugin),
+    /// Precision with a DeepSpeed strategy; in place of `trainer.precision`.
+    DeepSpeedPrecisionPlugin(DeepSpeedPrecisionPlugin),
+    /// The same on an HPU.
+    HpuDeepSpeedPrecisionPlugin(DeepSpeedPrecisionPlugin),
     /// Writes checkpoints while training goes on.
     AsyncCheckpointIo,
     /// Writes checkpoints with all tensors on the host first, as is done on an HPU anyway.
@@ -150,6 +154,12 @@ pub enum PluginConfig {
 impl From<HpuPrecisionPlugin> for PluginConfig {
     fn from(plugin: HpuPrecisionPlugin) -> Self {
         Self::HpuPrecisionPlugin(plugin)
+    }
+}
+
+impl From<DeepSpeedPrecisionPlugin> for PluginConfig {
+    fn from(plugin: DeepSpeedPrecisionPlugin) -> Self {
+        Self::DeepSpeedPrecisionPlugin(plugin)
     }
 }
 

@@ -108,6 +108,10 @@ fn of_ranks(ranks: &RankPlan) -> Facts {
             let config = serde_json::to_value(config).unwrap_or_default();
             facts.add_json("trainer.strategy", &config);
         }
+        StrategyPlan::DeepSpeed(plan) => {
+            facts.add("trainer.strategy", plan.name);
+            facts.add("trainer.strategy.settings", format!("{:?}", plan.settings));
+        }
     }
     facts
 }

@@ -1,6 +1,7 @@
 //! From the configuration as written to a plan without `auto`: pure functions, all problems reported together.
 
 pub(super) mod contradictions;
+pub(super) mod deepspeed;
 pub(super) mod facts;
 pub(super) mod limits;
 pub(super) mod loaders;
@@ -54,7 +55,7 @@ pub(crate) fn resolve(
     let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
     check_graph(config, name, &ranks, &mut problems);
     let PrecisionPlan { precision, op_lists, lists_are_default, logs_casts } =
-        resolve_precision(config, accelerator.ok(), &mut problems);
+        resolve_precision(config, accelerator.ok(), &ranks.strategy, &mut problems);
     let mut plan = TrainPlan {
         device,
         ranks,
@@ -98,6 +99,7 @@ pub(crate) fn resolve(
         contradictions::refuse_beside_barebones(config, &mut problems);
         (plan.num_sanity_val_steps, plan.log_every_n_steps) = (Some(0), 0);
     }
+    deepspeed::resolve(config, &mut plan, &mut problems);
     contradictions::refuse(config, &mut problems);
     let overfit = problems.limit("overfit_batches", Some(config.overfit_batches));
     if !overfit.is_none() {

@@ -3,8 +3,10 @@
 use crate::accelerator::Accelerator;
 use crate::error::{ConfigError, ConfigProblem, Error};
 use crate::precision::{HpuPrecisionPlugin, OpLists, Precision, is_float8, is_hmp};
+use crate::strategy::StrategyPlan;
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::values::PluginConfig;
+use crate::trainer::plan::deepspeed;
 use crate::trainer::plan::problems::Problems;
 
 /// The part of the plan that the precision or its plugin decides.
@@ -20,8 +22,18 @@ pub(crate) struct PrecisionPlan {
 pub(crate) fn resolve_precision(
     config: &TrainerConfig,
     accelerator: Option<&dyn Accelerator>,
+    strategy: &StrategyPlan,
     problems: &mut Problems,
 ) -> PrecisionPlan {
+    let own_name = accelerator.map_or("cpu", |accelerator| accelerator.name());
+    if config.strategy.is_deepspeed() {
+        let precision = deepspeed::precision(config, strategy.deepspeed(), own_name, problems);
+        return PrecisionPlan { precision, ..PrecisionPlan::default() };
+    }
+    if config.plugins.iter().any(is_deepspeed) {
+        let what = "DeepSpeedPrecisionPlugin without a DeepSpeed strategy".to_owned();
+        problems.add("plugins", what, "set trainer.strategy=deepspeed, or trainer.precision");
+    }
     let plugins: Vec<&HpuPrecisionPlugin> = config
         .plugins
         .iter()
@@ -79,6 +91,10 @@ pub(crate) fn resolve_precision(
             PrecisionPlan::default()
         }
     }
+}
+
+fn is_deepspeed(plugin: &PluginConfig) -> bool {
+    matches!(plugin, PluginConfig::DeepSpeedPrecisionPlugin(_) | PluginConfig::HpuDeepSpeedPrecisionPlugin(_))
 }
 
 /// What `trainer.precision` says; on an HPU it stands for the plugin with that precision.

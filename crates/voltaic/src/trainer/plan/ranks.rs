@@ -45,7 +45,9 @@ impl RankPlan {
             tracing::info!("devices=auto: {note}");
         }
         let num_ranks = expected_ranks(config, devices.len(), devices_is_auto);
-        let strategy = match accelerator.map(|it| config.strategy.resolve(it.name(), devices[0], num_ranks)) {
+        let strategy = match accelerator
+            .map(|it| config.strategy.resolve(it.name(), devices[0], num_ranks, devices.len()))
+        {
             Ok(Ok(strategy)) => strategy,
             Ok(Err(error)) => {
                 problems.0.extend(error.problems);

@@ -17,6 +17,10 @@ pub(crate) fn configure_optimizers<M: LightningModule>(session: &mut Session<M>)
             configured.map_err(|source| session.hook_error("configure_optimizers", source))?
         }
     };
+    let configured = match session.plan.ranks.strategy.deepspeed() {
+        Some(deepspeed) => deepspeed.optimizers(configured)?,
+        None => configured,
+    };
     let configured = match session.options.lr {
         Some(lr) => configured.with_lr(lr),
         None => configured,

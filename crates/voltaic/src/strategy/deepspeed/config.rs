@@ -1,0 +1,426 @@
+//! `DeepSpeedStrategy` and `HPUDeepSpeedStrategy` with their arguments.
+
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::settings::DeepSpeedSettings;
+use crate::error::{ConfigError, ConfigProblem};
+
+/// Variable that names a file of settings, if neither the class nor its name has some.
+const PATH_VARIABLE: &str = "PL_DEEPSPEED_CONFIG_PATH";
+
+/// Arguments of Lightning's `DeepSpeedStrategy`, and of `HPUDeepSpeedStrategy`, with their names and defaults.
+///
+/// ```
+/// use voltaic::strategy::DeepSpeedStrategy;
+/// let strategy = DeepSpeedStrategy::stage(2).reduce_bucket_size(50_000_000);
+/// let by_file = DeepSpeedStrategy::file("ds.json");
+/// # assert_eq!((strategy.stage, by_file.config.is_some()), (2, true));
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+#[schemars(extend("x-refused" = refused()))]
+pub struct DeepSpeedStrategy {
+    /// Whether optimizer states and more are divided among ranks.
+    pub zero_optimization: bool,
+    /// What is divided: 1 optimizer states, 2 gradients too, 3 weights too.
+    pub stage: u64,
+    /// Where weights are made: `cpu` or `nvme`. On the device unless set.
+    pub remote_device: Option<String>,
+    /// Whether optimizer states are kept off the device.
+    pub offload_optimizer: bool,
+    /// Whether weights are kept off the device, with stage 3.
+    pub offload_parameters: bool,
+    /// Where weights are kept then: `cpu` or `nvme`.
+    pub offload_params_device: String,
+    /// Folder on a fast disk, for `nvme`.
+    pub nvme_path: String,
+    /// Number of buffers for weights, for `nvme`.
+    pub params_buffer_count: u64,
+    /// Elements of such a buffer.
+    pub params_buffer_size: u64,
+    /// Most elements of weights that stay in the host's memory, for `nvme`.
+    pub max_in_cpu: u64,
+    /// Where optimizer states are kept if they are off the device: `cpu` or `nvme`.
+    pub offload_optimizer_device: String,
+    /// Number of buffers for optimizer states, for `nvme`.
+    pub optimizer_buffer_count: u64,
+    /// Bytes of one read or write, for `nvme`.
+    pub block_size: u64,
+    /// Reads and writes under way at a time, for `nvme`.
+    pub queue_depth: u64,
+    /// Submits reads and writes one by one.
+    pub single_submit: bool,
+    /// Submits reads and writes while others are under way.
+    pub overlap_events: bool,
+    /// Threads of one read or write.
+    pub thread_count: u64,
+    /// Whether memory of the host that is copied from and to is pinned.
+    pub pin_memory: bool,
+    /// Elements that are updated at a time, with stage 3.
+    pub sub_group_size: u64,
+    /// Gradients lie in one piece.
+    pub contiguous_gradients: bool,
+    /// Gradients travel while backward runs.
+    pub overlap_comm: bool,
+    /// Weights are gathered by one collective.
+    pub allgather_partitions: bool,
+    /// Each rank gets its part of the gradients only.
+    pub reduce_scatter: bool,
+    /// Most elements of weights that travel together; even.
+    pub allgather_bucket_size: u64,
+    /// Most elements of gradients that travel together.
+    pub reduce_bucket_size: u64,
+    /// Takes optimizers that DeepSpeed has not tested.
+    pub zero_allow_untested_optimizer: bool,
+    /// Samples of one batch of a rank, to which the batch sizes of a file must fit: a number, or `auto` for the loader's.
+    pub logging_batch_size_per_gpu: Option<Value>,
+    /// Settings as in a DeepSpeed file, or the file's path. The other arguments have no effect then.
+    pub config: Option<Value>,
+    /// Level of DeepSpeed's log; has no effect, as there is one log (VOLTAIC_LOG).
+    pub logging_level: Option<Value>,
+    /// Constant factor of the loss with float16; 0 for a dynamic one.
+    pub loss_scale: f64,
+    /// The dynamic factor begins with 2 to the power of this.
+    pub initial_scale_power: u64,
+    /// Steps without overflow after which the factor doubles.
+    pub loss_scale_window: u64,
+    /// Overflows before the factor is halved.
+    pub hysteresis: u64,
+    /// Least factor.
+    pub min_loss_scale: u64,
+    /// Divides checkpointed activations among ranks.
+    pub partition_activations: bool,
+    /// Keeps checkpointed activations in the host's memory.
+    pub cpu_checkpointing: bool,
+    /// Keeps checkpointed activations in one piece.
+    pub contiguous_memory_optimization: bool,
+    /// Waits for the device at each checkpointed activation.
+    pub synchronize_checkpoint_boundary: bool,
+    /// Loads one file with all weights, with stage 3.
+    pub load_full_weights: bool,
+    /// Library of the collectives, which must be the accelerator's. That one unless set.
+    pub process_group_backend: Option<String>,
+    /// The devices, which must be those of `trainer.devices`: their number, or a list.
+    pub parallel_devices: Option<Value>,
+    /// Seconds that ranks wait for each other.
+    pub timeout_secs: f64,
+    /// Leaves frozen parameters out of checkpoints.
+    pub exclude_frozen_parameters: bool,
+}
+
+impl Default for DeepSpeedStrategy {
+    fn default() -> Self {
+        Self {
+            zero_optimization: true,
+            stage: 2,
+            remote_device: None,
+            offload_optimizer: false,
+            offload_parameters: false,
+            offload_params_device: "cpu".to_owned(),
+            nvme_path: "/local_nvme".to_owned(),
+            params_buffer_count: 5,
+            params_buffer_size: 100_000_000,
+            max_in_cpu: 1_000_000_000,
+            offload_optimizer_device: "cpu".to_owned(),
+            optimizer_buffer_count: 4,
+            block_size: 1_048_576,
+            queue_depth: 8,
+            single_submit: false,
+            overlap_events: true,
+            thread_count: 1,
+            pin_memory: false,
+            sub_group_size: 1_000_000_000_000,
+            contiguous_gradients: true,
+            overlap_comm: true,
+            allgather_partitions: true,
+            reduce_scatter: true,
+            allgather_bucket_size: 200_000_000,
+            reduce_bucket_size: 200_000_000,
+            zero_allow_untested_optimizer: true,
+            logging_batch_size_per_gpu: Some(Value::from("auto")),
+            config: None,
+            logging_level: None,
+            loss_scale: 0.0,
+            initial_scale_power: 16,
+            loss_scale_window: 1000,
+            hysteresis: 2,
+            min_loss_scale: 1,
+            partition_activations: false,
+            cpu_checkpointing: false,
+            contiguous_memory_optimization: false,
+            synchronize_checkpoint_boundary: false,
+            load_full_weights: false,
+            process_group_backend: None,
+            parallel_devices: None,
+            timeout_secs: crate::distributed::DEFAULT_TIMEOUT.as_secs_f64(),
+            exclude_frozen_parameters: false,
+        }
+    }
+}
+
+/// Arguments of Lightning's class that are the trainer's own here, and those of DeepSpeed's inference.
+fn refused() -> Value {
+    let refused = |what: &str, remedy: &str| json!({"what": what, "remedy": remedy});
+    let inference = refused("inference settings are not there yet", "leave it out");
+    json!({
+        "accelerator": refused("the trainer has one accelerator", "set trainer.accelerator"),
+        "precision_plugin": refused("the trainer has one precision", "name a class in trainer.plugins"),
+        "cluster_environment": refused("the launcher is known by the variables that it sets", "remove it"),
+        "timeout": refused("is given in seconds here", "set timeout_secs"),
+        "tensor_parallel": inference,
+        "dtype": inference,
+        "replace_with_kernel_inject": inference,
+        "enable_cuda_graph": inference,
+        "replace_method": inference,
+        "injection_policy": inference,
+    })
+}
+
+impl DeepSpeedStrategy {
+    /// Lightning's settings with another stage.
+    pub fn stage(stage: u64) -> Self {
+        Self { stage, ..Self::default() }
+    }
+
+    /// By a DeepSpeed file.
+    pub fn file(path: impl Into<PathBuf>) -> Self {
+        let path = path.into().to_string_lossy().into_owned();
+        Self { config: Some(Value::from(path)), ..Self::default() }
+    }
+
+    /// By settings as in a DeepSpeed file.
+    pub fn settings(config: Value) -> Self {
+        Self { config: Some(config), ..Self::default() }
+    }
+
+    /// Sets the most elements of gradients that travel together.
+    #[must_use]
+    pub fn reduce_bucket_size(mut self, elements: u64) -> Self {
+        self.reduce_bucket_size = elements;
+        self
+    }
+
+    /// Sets whether optimizers are taken that DeepSpeed has not tested.
+    #[must_use]
+    pub fn zero_allow_untested_optimizer(mut self, allow: bool) -> Self {
+        self.zero_allow_untested_optimizer = allow;
+        self
+    }
+
+    /// The arguments as DeepSpeed's settings, as Lightning writes them.
+    fn generated(&self) -> Value {
+        let mut zero = json!({
+            "stage": if self.zero_optimization { self.stage } else { 0 },
+            "contiguous_gradients": self.contiguous_gradients,
+            "overlap_comm": self.overlap_comm,
+            "allgather_partitions": self.allgather_partitions,
+            "reduce_scatter": self.reduce_scatter,
+            "allgather_bucket_size": self.allgather_bucket_size,
+            "reduce_bucket_size": self.reduce_bucket_size,
+            "sub_group_size": self.sub_group_size,
+        });
+        if self.offload_optimizer {
+            zero["offload_optimizer"] = json!({
+                "device": self.offload_optimizer_device,
+                "nvme_path": self.nvme_path,
+                "buffer_count": self.optimizer_buffer_count,
+                "pin_memory": self.pin_memory,
+            });
+        }
+        if self.offload_parameters {
+            zero["offload_param"] = json!({
+                "device": self.offload_params_device,
+                "nvme_path": self.nvme_path,
+                "buffer_count": self.params_buffer_count,
+                "buffer_size": self.params_buffer_size,
+                "max_in_cpu": self.max_in_cpu,
+                "pin_memory": self.pin_memory,
+            });
+        }
+        let mut all = json!({
+            "activation_checkpointing": {
+                "partition_activations": self.partition_activations,
+                "cpu_checkpointing": self.cpu_checkpointing,
+                "contiguous_memory_optimization": self.contiguous_memory_optimization,
+                "synchronize_checkpoint_boundary": self.synchronize_checkpoint_boundary,
+            },
+            "aio": {
+                "block_size": self.block_size,
+                "queue_depth": self.queue_depth,
+                "single_submit": self.single_submit,
+                "overlap_events": self.overlap_events,
+                "thread_count": self.thread_count,
+            },
+            "zero_allow_untested_optimizer": self.zero_allow_untested_optimizer,
+            "zero_optimization": zero,
+        });
+        if let Some(size) = self.logging_batch_size_per_gpu.as_ref().filter(|size| size.is_number()) {
+            all["train_micro_batch_size_per_gpu"] = size.clone();
+        }
+        all
+    }
+
+    /// The settings in force: of `config`, of the file that the environment names, or of the arguments.
+    pub(crate) fn read(&self) -> Result<DeepSpeedSettings, ConfigError> {
+        const KEY: &str = "trainer.strategy.config";
+        let by_variable = std::env::var(PATH_VARIABLE).ok().filter(|path| !path.is_empty());
+        let mut settings = match (&self.config, by_variable) {
+            (Some(Value::String(path)), _) => read_file(KEY, path)?,
+            (Some(config), _) => DeepSpeedSettings::of_value(KEY, config)?,
+            (None, Some(path)) => read_file(PATH_VARIABLE, &path)?,
+            (None, None) => {
+                let mut settings = DeepSpeedSettings::of_value("", &self.generated())
+                    .map_err(|error| self.by_arguments(error))?;
+                self.keep_own_notes(&mut settings.notes);
+                settings
+            }
+        };
+        self.complete(&mut settings);
+        Ok(settings)
+    }
+
+    /// Fills in what Lightning takes from the arguments, however the settings were given.
+    fn complete(&self, settings: &mut DeepSpeedSettings) {
+        if !settings.names_precision {
+            let fp16 = &mut settings.fp16;
+            fp16.loss_scale = self.loss_scale;
+            fp16.initial_scale_power = u32::try_from(self.initial_scale_power).unwrap_or(u32::MAX);
+            fp16.loss_scale_window = self.loss_scale_window;
+            fp16.hysteresis = self.hysteresis;
+            fp16.min_loss_scale = self.min_loss_scale as f64;
+        }
+        let idle = "the settings were given as DeepSpeed's";
+        if self.config.is_some() {
+            let standard = Self { config: None, ..Self::default() };
+            let (own, standard) = (json!({ "of": self }), json!({ "of": standard }));
+            let precision =
+                ["loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"];
+            let beside = ["config", "parallel_devices", "timeout_secs", "process_group_backend"];
+            for (key, value) in own["of"].as_object().into_iter().flatten() {
+                let counts = beside.contains(&key.as_str())
+                    || (precision.contains(&key.as_str()) && !settings.names_precision);
+                if !counts && standard["of"][key] != *value {
+                    settings.notes.push(format!("trainer.strategy.{key} has no effect: {idle}"));
+                }
+            }
+        }
+        if self.logging_level.is_some() {
+            settings.notes.push("trainer.strategy.logging_level has no effect: set VOLTAIC_LOG".to_owned());
+        }
+    }
+
+    /// Keeps what is said of arguments that were set; Lightning's defaults were set by nobody.
+    fn keep_own_notes(&self, notes: &mut Vec<String>) {
+        let (own, standard) = (json!({ "of": self }), json!({ "of": Self::default() }));
+        let differs = |key: &str| own["of"][key] != standard["of"][key];
+        let mut kept = Vec::new();
+        for note in notes.iter() {
+            let Some((key, why)) = note.split_once(' ') else { continue };
+            let key = key.rsplit('.').next().unwrap_or(key);
+            if differs(key) {
+                kept.push(format!("trainer.strategy.{key} {why}"));
+            }
+        }
+        if !self.offload_optimizer && !self.offload_parameters {
+            let of_offload = [
+                "offload_params_device",
+                "nvme_path",
+                "params_buffer_count",
+                "params_buffer_size",
+                "max_in_cpu",
+                "offload_optimizer_device",
+                "optimizer_buffer_count",
+                "block_size",
+                "queue_depth",
+                "single_submit",
+                "overlap_events",
+                "thread_count",
+                "pin_memory",
+            ];
+            let set = of_offload.into_iter().filter(|key| differs(key));
+            kept.extend(set.map(|key| format!("trainer.strategy.{key} has no effect: nothing is offloaded")));
+        }
+        *notes = kept;
+    }
+
+    /// Names problems by the arguments that they come from.
+    fn by_arguments(&self, mut error: ConfigError) -> ConfigError {
+        for ConfigProblem { key, .. } in &mut error.problems {
+            let own = match key.as_str() {
+                "zero_optimization.offload_param" => "offload_parameters",
+                "zero_optimization.offload_param.device" => "offload_params_device",
+                "zero_optimization.offload_optimizer.device" => "offload_optimizer_device",
+                "train_micro_batch_size_per_gpu" => "logging_batch_size_per_gpu",
+                other => other.rsplit('.').next().unwrap_or(other),
+            };
+            *key = format!("trainer.strategy.{own}");
+        }
+        error
+    }
+
+    /// What arguments outside DeepSpeed's own settings ask for and cannot be had.
+    pub(crate) fn check_others(&self, devices: usize) -> Vec<ConfigProblem> {
+        let mut problems = Vec::new();
+        let mut refuse = |key: &str, what: String, remedy: &'static str| {
+            problems.push(ConfigProblem::new(format!("trainer.strategy.{key}"), what, remedy));
+        };
+        let given = match &self.parallel_devices {
+            None => None,
+            Some(Value::Array(list)) => Some(list.len() as u64),
+            Some(Value::Number(number)) if number.is_u64() => number.as_u64(),
+            Some(other) => {
+                refuse("parallel_devices", format!("{other} is not a number or a list"), "leave it out");
+                None
+            }
+        };
+        if let Some(number) = given.filter(|number| *number != devices as u64) {
+            let what = format!("{number} devices, but trainer.devices means {devices}");
+            refuse("parallel_devices", what, "set trainer.devices, or leave it out");
+        }
+        if let Some(device) = &self.remote_device {
+            let what = format!("{device}: making weights off the device is not there yet");
+            refuse("remote_device", what, "leave it out");
+        }
+        if self.load_full_weights {
+            let what = "true is not needed: any checkpoint of voltaic has the whole weights".to_owned();
+            refuse("load_full_weights", what, "leave it out");
+        }
+        if self.exclude_frozen_parameters {
+            let what = "true is not there yet".to_owned();
+            refuse("exclude_frozen_parameters", what, "leave it out");
+        }
+        if let Some(size) = &self.logging_batch_size_per_gpu
+            && size != "auto"
+            && !size.as_u64().is_some_and(|size| size > 0)
+        {
+            let what = format!("{size} is not a batch size");
+            refuse("logging_batch_size_per_gpu", what, "set a number from 1 on, auto, or null");
+        }
+        problems
+    }
+}
+
+fn read_file(key: &str, path: &str) -> Result<DeepSpeedSettings, ConfigError> {
+    let refuse = |what: String, remedy: &'static str| ConfigError::new(key, what, remedy);
+    let size = std::fs::metadata(path)
+        .map_err(|error| {
+            let what = format!(
+                "you passed in a path to a DeepSpeed config but the path does not exist: {path} ({error})"
+            );
+            refuse(what, "name a file with DeepSpeed's settings as JSON")
+        })?
+        .len();
+    if size > 1 << 20 {
+        return Err(refuse(
+            format!("{path} has {size} bytes"),
+            "name a file with DeepSpeed's settings as JSON",
+        ));
+    }
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| refuse(format!("{path}: {error}"), "name a file that can be read as text"))?;
+    DeepSpeedSettings::of_text(path, &text)
+}

@@ -1,0 +1,242 @@
+//! A DeepSpeed strategy once its name and its settings are understood.
+
+use std::time::Duration;
+
+use super::config::DeepSpeedStrategy;
+use super::settings::DeepSpeedSettings;
+use crate::error::{ConfigError, ConfigProblem};
+use crate::optim::{Interval, LrSchedulerSpec, Optimizers};
+use crate::precision::Precision;
+use crate::strategy::zero::config::{ZeroConfig, ZeroStage};
+
+/// What a DeepSpeed strategy is to do.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct DeepSpeedPlan {
+    /// Its name, such as `deepspeed`.
+    pub name: &'static str,
+    pub settings: DeepSpeedSettings,
+    pub timeout: Duration,
+}
+
+impl DeepSpeedPlan {
+    /// Reads and checks the settings; this node has so many devices.
+    pub(crate) fn resolve(
+        name: &'static str,
+        given: &DeepSpeedStrategy,
+        devices: usize,
+    ) -> Result<Self, ConfigError> {
+        let mut problems = given.check_others(devices);
+        let timeout = Duration::try_from_secs_f64(given.timeout_secs).unwrap_or_default();
+        if timeout.is_zero() || given.timeout_secs > 365.0 * 86_400.0 {
+            let what = format!("{} is not a time to wait", given.timeout_secs);
+            let remedy = "use a positive number of seconds, at most a year (31536000)";
+            problems.push(ConfigProblem::new("trainer.strategy.timeout_secs", what, remedy));
+        }
+        match given.read() {
+            Ok(settings) if problems.is_empty() => Ok(Self { name, settings, timeout }),
+            Ok(_) => Err(ConfigError { problems }),
+            Err(error) => {
+                problems.extend(error.problems);
+                Err(ConfigError { problems })
+            }
+        }
+    }
+}
+
+/// The settings of a strategy's name, in lower case.
+pub(crate) fn of_name(name: &str) -> Option<(&'static str, DeepSpeedStrategy)> {
+    let offloads = |stage, parameters| DeepSpeedStrategy {
+        offload_optimizer: true,
+        offload_parameters: parameters,
+        ..DeepSpeedStrategy::stage(stage)
+    };
+    let to_nvme = || DeepSpeedStrategy {
+        remote_device: Some("nvme".to_owned()),
+        offload_params_device: "nvme".to_owned(),
+        offload_optimizer_device: "nvme".to_owned(),
+        ..offloads(3, true)
+    };
+    Some(match name {
+        "deepspeed" => ("deepspeed", DeepSpeedStrategy::default()),
+        "deepspeed_stage_1" => ("deepspeed_stage_1", DeepSpeedStrategy::stage(1)),
+        "deepspeed_stage_2" => ("deepspeed_stage_2", DeepSpeedStrategy::stage(2)),
+        "deepspeed_stage_2_offload" => ("deepspeed_stage_2_offload", offloads(2, false)),
+        "deepspeed_stage_3" => ("deepspeed_stage_3", DeepSpeedStrategy::stage(3)),
+        "deepspeed_stage_3_offload" => ("deepspeed_stage_3_offload", offloads(3, true)),
+        "deepspeed_stage_3_offload_nvme" => ("deepspeed_stage_3_offload_nvme", to_nvme()),
+        "hpu_deepspeed" => ("hpu_deepspeed", DeepSpeedStrategy::default()),
+        "hpu_deepspeed_stage_1" => ("hpu_deepspeed_stage_1", DeepSpeedStrategy::stage(1)),
+        "hpu_deepspeed_stage_2" => ("hpu_deepspeed_stage_2", DeepSpeedStrategy::stage(2)),
+        "hpu_deepspeed_stage_2_offload" => ("hpu_deepspeed_stage_2_offload", offloads(2, false)),
+        "hpu_deepspeed_stage_3" => ("hpu_deepspeed_stage_3", DeepSpeedStrategy::stage(3)),
+        "hpu_deepspeed_stage_3_offload" => ("hpu_deepspeed_stage_3_offload", offloads(3, true)),
+        "hpu_deepspeed_stage_3_offload_nvme" => ("hpu_deepspeed_stage_3_offload_nvme", to_nvme()),
+        _ => return None,
+    })
+}
+
+/// What the trainer is set to, beside its strategy.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Beside {
+    pub gradient_clip_val: Option<f64>,
+    pub clips_by_value: bool,
+    pub accumulate_grad_batches: u64,
+    pub num_ranks: usize,
+}
+
+impl DeepSpeedPlan {
+    /// The limit of the norm of the gradients: of the settings, or the trainer's.
+    pub(crate) fn clip_norm(&self, trainer: Option<f64>) -> Option<f64> {
+        self.settings.gradient_clipping.or(trainer).filter(|limit| *limit > 0.0)
+    }
+
+    /// What does not fit the trainer's other keys.
+    pub(crate) fn check_beside(&self, beside: Beside) -> Vec<ConfigProblem> {
+        let mut problems = Vec::new();
+        if beside.clips_by_value {
+            let what = "DeepSpeed does not support clipping gradients by value";
+            problems.push(ConfigProblem::new("trainer.gradient_clip_algorithm", what, "use norm"));
+        }
+        let batch = self.settings.batch;
+        // without sizes there is nothing to check, and with one of them the loader's is taken for the other
+        if batch.train_batch_size.is_some() {
+            let ranks = beside.num_ranks as u64;
+            if let Err(error) = batch.resolve(beside.accumulate_grad_batches.max(1), ranks, None) {
+                problems.extend(error.problems);
+            }
+        }
+        problems
+    }
+
+    /// Keys that have no effect beside the trainer's, a sentence each.
+    pub(crate) fn notes(&self, beside: Beside) -> Vec<String> {
+        let mut notes = self.settings.notes.clone();
+        if let (Some(own), Some(trainer)) = (self.settings.gradient_clipping, beside.gradient_clip_val)
+            && own != trainer
+        {
+            notes.push(format!("trainer.gradient_clip_val has no effect: gradient_clipping is {own}"));
+        }
+        notes
+    }
+
+    /// The settings of the engine.
+    ///
+    /// # Errors
+    /// What it does not have yet.
+    pub(crate) fn zero(&self) -> Result<ZeroConfig, ConfigError> {
+        let settings = &self.settings;
+        let stage = match settings.zero.stage {
+            1 => ZeroStage::One,
+            2 => ZeroStage::Two,
+            3 => ZeroStage::Three,
+            _ => {
+                let what = "stage 0 divides nothing";
+                return Err(ConfigError::new(
+                    "zero_optimization.stage",
+                    what,
+                    "use trainer.strategy=ddp, or stage 1",
+                ));
+            }
+        };
+        let mut problems = Vec::new();
+        let mut absent = |key: &str, is_set: bool| {
+            if is_set {
+                problems.push(ConfigProblem::new(key, "it is not there yet", "remove it"));
+            }
+        };
+        absent("prescale_gradients", settings.prescale_gradients);
+        absent("gradient_predivide_factor", settings.gradient_predivide_factor != 1.0);
+        absent("gradient_allreduce_op", settings.sums_gradients);
+        absent("data_types.grad_accum_dtype", settings.grad_accum_dtype.is_some());
+        absent("zero_optimization.compute_grad_norm", !settings.zero.computes_grad_norm);
+        absent("zero_optimization.ignore_unused_parameters", !settings.zero.ignores_unused_parameters);
+        absent("bf16.check_grad_overflow", settings.bf16.enabled && !settings.bf16.check_grad_overflow);
+        if !problems.is_empty() {
+            return Err(ConfigError { problems });
+        }
+        let size = |elements: u64| usize::try_from(elements).unwrap_or(usize::MAX);
+        Ok(ZeroConfig {
+            reduce_bucket_size: size(settings.zero.reduce_bucket_size),
+            timeout: self.timeout,
+            allow_untested_optimizer: settings.zero_allow_untested_optimizer,
+            communication_dtype: settings.communication_data_type,
+            prefetch_bucket_size: size(settings.zero.prefetch_bucket_size),
+            max_live_parameters: size(settings.zero.max_live_parameters),
+            param_persistence_threshold: size(settings.zero.param_persistence_threshold),
+            ..ZeroConfig::of_stage(stage)
+        })
+    }
+}
+
+impl DeepSpeedPlan {
+    /// The precision that the settings name, if they do.
+    pub(crate) fn precision(&self) -> Option<Precision> {
+        let settings = &self.settings;
+        match (settings.names_precision, settings.bf16.enabled, settings.fp16.enabled) {
+            (false, ..) => None,
+            (true, true, _) => Some(Precision::Bf16True),
+            (true, false, true) => Some(Precision::Fp16True),
+            (true, false, false) => Some(Precision::Full),
+        }
+    }
+
+    /// That the engine does what the settings ask for.
+    pub(crate) fn check_engine(&self) -> Result<(), ConfigError> {
+        self.zero()?;
+        if self.settings.fp16.enabled {
+            let what = "float16 weights are not there yet";
+            return Err(ConfigError::new("fp16.enabled", what, "use bf16"));
+        }
+        Err(ConfigError::new(
+            "trainer.strategy",
+            format!("{}: the engine that divides states among ranks is not there yet", self.name),
+            "use ddp",
+        ))
+    }
+
+    /// The optimizers of a run: the module's, or those of the settings if the module has none. A schedule of the settings is
+    /// stepped after each optimizer step, unless the module has one.
+    ///
+    /// # Errors
+    /// More than one optimizer, or none at all.
+    pub(crate) fn optimizers(&self, of_module: Optimizers) -> Result<Optimizers, ConfigError> {
+        let settings = &self.settings;
+        let refuse =
+            |what: &str, remedy: &'static str| Err(ConfigError::new("configure_optimizers", what, remedy));
+        let optimizers = match (of_module.len(), &settings.optimizer) {
+            (0, Some(optimizer)) => Optimizers::new(optimizer.clone()),
+            (0, None) => {
+                return refuse(
+                    "it gave no optimizer, and DeepSpeed's settings name none",
+                    "return an optimizer, or give the settings an optimizer",
+                );
+            }
+            (1, of_settings) => {
+                if of_settings.is_some() {
+                    tracing::info!(
+                        "the optimizer of configure_optimizers is used, not that of DeepSpeed's settings"
+                    );
+                }
+                of_module
+            }
+            _ => {
+                return refuse(
+                    "DeepSpeed currently only supports single optimizer, single optional scheduler",
+                    "return one optimizer, with several groups if need be",
+                );
+            }
+        };
+        Ok(match &settings.scheduler {
+            Some(_) if optimizers.has_scheduler() => {
+                tracing::info!(
+                    "the schedule of configure_optimizers is used, not that of DeepSpeed's settings"
+                );
+                optimizers
+            }
+            Some(schedule) => {
+                optimizers.scheduler(LrSchedulerSpec::new(schedule.clone()).interval(Interval::Step))
+            }
+            None => optimizers,
+        })
+    }
+}

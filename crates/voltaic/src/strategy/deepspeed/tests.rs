@@ -1,0 +1,276 @@
+//! Files of DeepSpeed, good and bad.
+
+use serde_json::json;
+use tch::Kind;
+
+use super::config::DeepSpeedStrategy;
+use super::settings::DeepSpeedSettings;
+use crate::optim::{LrSchedulerConfig, OptimizerConfig, WarmupDecayLr, WarmupType};
+
+fn read(text: &str) -> DeepSpeedSettings {
+    DeepSpeedSettings::of_text("ds.json", text).expect("a valid file")
+}
+
+/// The problems of a file, as text.
+fn errors(text: &str) -> Vec<String> {
+    let error = DeepSpeedSettings::of_text("ds.json", text).expect_err("an invalid file");
+    error.problems.iter().map(ToString::to_string).collect()
+}
+
+fn only_error(text: &str) -> String {
+    let errors = errors(text);
+    assert_eq!(errors.len(), 1, "{errors:?}");
+    errors.into_iter().next().unwrap_or_default()
+}
+
+#[test]
+fn the_printed_configuration_is_read_as_it_stands() {
+    let config = r#"{
+        "train_batch_size": 8,
+        "bf16": {"enabled": true},
+        "fp16": {"enabled": false},
+        "train_micro_batch_size_per_gpu": 2,
+        "scheduler": {"type": "WarmupDecayLR", "params": {
+            "warmup_min_lr": 0.02, "warmup_max_lr": 0.05, "warmup_num_steps": 4, "total_num_steps" : 8,
+            "warmup_type": "linear"}},
+        "zero_allow_untested_optimizer": true,
+        "zero_optimization": {"stage" : 2}
+    }"#;
+    let settings = read(config);
+    assert!(settings.bf16.enabled && !settings.fp16.enabled && settings.zero_allow_untested_optimizer);
+    assert_eq!((settings.zero.stage, settings.zero.reduce_bucket_size), (2, 500_000_000));
+    let schedule = WarmupDecayLr::new(4, 8).warmup_min_lr(0.02.into()).warmup_max_lr(0.05.into());
+    let schedule = LrSchedulerConfig::from(schedule.warmup_type(WarmupType::Linear));
+    assert_eq!(settings.scheduler, Some(schedule));
+    assert!(settings.notes.is_empty(), "{:?}", settings.notes);
+    assert!(settings.batch.resolve(2, 2, None).is_ok(), "on two ranks");
+    assert!(settings.batch.resolve(2, 8, None).is_err(), "on eight");
+}
+
+#[test]
+fn comments_commas_auto_and_numbers_of_hjson_are_read() {
+    let settings = read(
+        "{ // stage 3\n # hash, with a \" in it\n /* and * this */\n zero_optimization: {'stage': 3,\n \
+         \"reduce_bucket_size\": 5e7, \"stage3_max_live_parameters\": \"auto\", \"prefetch_bucket_size\": 0x10,},\n \
+         \"gradient_clipping\": \"auto\", \"communication_data_type\": \"BF16\", \"data_types\": {\"grad_accum_dtype\": \
+         \"fp32\"},}",
+    );
+    let zero = &settings.zero;
+    assert_eq!((zero.stage, zero.reduce_bucket_size, zero.prefetch_bucket_size), (3, 50_000_000, 16));
+    assert_eq!((zero.max_live_parameters, settings.gradient_clipping), (1_000_000_000, None));
+    assert_eq!(settings.communication_data_type, Some(Kind::BFloat16));
+    assert_eq!(settings.grad_accum_dtype, Some(Kind::Float));
+    assert_eq!(read(r#"{"zero_optimization": true, "bfloat16": {"enabled": true}}"#).zero.stage, 1);
+}
+
+#[test]
+fn all_problems_of_a_file_are_reported_with_line_and_remedy() {
+    let found = errors(
+        "{\n\"zero_optimization\": {\n  \"stage\": 5,\n  \"reduce_buket_size\": 3,\n  \"overlap_comm\": 1,\n  \
+         \"allgather_bucket_size\": 1001,\n  \"zero_quantized_weights\": true\n},\n\"gradient_accumulation_steps\": 2,\n\
+         \"amp\": {},\n\"fp16\": {\"enabled\": true, \"loss_scale\": -1},\n\"bf16\": {\"enabled\": true},\n\
+         \"train_batch_size\": 2.5,\n\"optimizer\": {\"type\": \"adamw\", \"params\": {\"max_grad_norm\": 1}},\n\
+         \"scheduler\": {\"type\": \"WarmupRL\"}\n}",
+    );
+    for expected in [
+        "zero_optimization.stage (from ds.json:3): 5 is not a stage; use 0, 1, 2 or 3",
+        "zero_optimization.reduce_buket_size (from ds.json:4): unknown key; did you mean reduce_bucket_size",
+        "zero_optimization.overlap_comm (from ds.json:5): 1 is not true or false",
+        "zero_optimization.allgather_bucket_size (from ds.json:6): 1001 is odd; use a multiple of 2",
+        "zero_optimization.zero_quantized_weights (from ds.json:7): what travels is not quantized; set false",
+        "gradient_accumulation_steps (from ds.json:9): 2 is set, but the trainer accumulates; set trainer.accumulate_grad_batches",
+        "amp (from ds.json:10): DeepSpeed has had it in older versions only; remove it",
+        "fp16 (from ds.json:11): fp16 and bf16 are both enabled; enable one of the two",
+        "fp16.loss_scale (from ds.json:11): -1 is not a number from 0 on; set a number from 0 on",
+        "train_batch_size (from ds.json:13): 2.5 is not a whole number from 1 on; set a whole number from 1 on",
+        "optimizer.params.max_grad_norm (from ds.json:14): 1 is not a setting of an optimizer; set gradient_clipping",
+        "scheduler (from ds.json:15): class_path: WarmupRL is not a learning rate schedule; did you mean WarmupLR?",
+    ] {
+        assert!(found.iter().any(|problem| problem.contains(expected)), "no `{expected}` in {found:#?}");
+    }
+    assert_eq!(found.len(), 12, "{found:#?}");
+}
+
+#[test]
+fn combinations_that_deepspeed_refuses_are_refused() {
+    for (text, expected) in [
+        (
+            r#"{"zero_optimization": {"stage": 2}, "prescale_gradients": true}"#,
+            "true does not go with stage 2",
+        ),
+        (
+            r#"{"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2}"#,
+            "gradient_predivide_factor (from ds.json:1): 2 does not go with stage 3",
+        ),
+        (
+            r#"{"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "sum"}"#,
+            "sum does not go with stage 3",
+        ),
+        (
+            r#"{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}"#,
+            "zero_optimization.offload_optimizer (from ds.json:1): offloading to cpu is not there yet",
+        ),
+        (r#"{"zero_optimization": {"stage": 2, "cpu_offload": true}}"#, "offloading to cpu is not there yet"),
+        (
+            r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#,
+            "offloads parameters with stage 2; use stage 3",
+        ),
+        (
+            r#"{"zero_optimization": {"stage": 3, "max_live_parameters": 1, "stage3_max_live_parameters": 1}}"#,
+            "is given beside stage3_max_live_parameters, which is the same",
+        ),
+        (r#"{"activation_checkpointing": {"cpu_checkpointing": true}}"#, "not there yet; set false"),
+        (r#"{"autotuning": {"enabled": true}}"#, "autotuning is not supported; remove it"),
+        (r#"{"tensor_parallel": {"tp_size": 4}}"#, "voltaic does not have it"),
+        (r#"{"checkpoint": {"tag_validation": "Sometimes"}}"#, "is not one of Ignore, Warn, Fail"),
+        (
+            r#"{"fp16": {"hysteresis": 0}}"#,
+            "fp16.hysteresis (from ds.json:1): 0 is not a whole number from 1 on",
+        ),
+        (r#"{"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}"#, "unknown field `lrr`"),
+        (r#"{"optimizer": {"params": {}}}"#, "optimizer.type (from ds.json:1): is missing; name the class"),
+        (r#"{"zero_optimization": 3}"#, "3 is not a section"),
+        (r#"[1]"#, "a list of 1 is not a section"),
+    ] {
+        let found = only_error(text);
+        assert!(found.contains(expected), "{text}: {found}");
+    }
+}
+
+#[test]
+fn keys_without_effect_are_named() {
+    let settings = read(
+        r#"{"steps_per_print": 10, "wall_clock_breakdown": false, "zero_optimisation": {"stage": 2},
+            "zero_optimization": {"stage": 1, "contiguous_gradients": true, "round_robin_gradients": true},
+            "aio": {"thread_count": 2}, "autotuning": {"enabled": false}, "checkpoint": {"load_universal": true}}"#,
+    );
+    for expected in [
+        "steps_per_print has no effect: ",
+        "wall_clock_breakdown has no effect: ",
+        "zero_optimisation has no effect: DeepSpeed has no such key; did you mean zero_optimization",
+        "zero_optimization.contiguous_gradients has no effect: ",
+        "zero_optimization.round_robin_gradients has no effect: ",
+        "aio has no effect: ",
+        "checkpoint.load_universal has no effect: ",
+    ] {
+        assert!(
+            settings.notes.iter().any(|note| note.starts_with(expected)),
+            "{expected}: {:#?}",
+            settings.notes
+        );
+    }
+    assert_eq!(settings.notes.len(), 7, "{:#?}", settings.notes);
+}
+
+#[test]
+fn hostile_files_are_errors() {
+    let deep = format!("{}1{}", "{\"a\":".repeat(100_000), "}".repeat(100_000));
+    let brackets = "[".repeat(500_000);
+    let keys: String = (0..70_000).map(|index| format!("\"key{index}\":{index},")).collect();
+    let long = format!("{{\"train_batch_size\": {}}}", "9".repeat(400));
+    let sections = format!("{{\"a\": {}1{}}}", "[".repeat(30), "]".repeat(30));
+    for (text, expected) in [
+        (deep.as_str(), "Maximum nesting depth exceeded"),
+        (&brackets, "Maximum nesting depth exceeded"),
+        (&sections, "sections deeper than 16"),
+        (&format!("{{{keys}}}"), "bytes, more than 1048576"),
+        (
+            &format!(
+                "{{{}}}",
+                &keys[..200_001 - keys[..200_001].chars().rev().position(|c| c == ',').unwrap_or(0)]
+            ),
+            "more than 4096 values",
+        ),
+        (&long, "is not a number that float64 can hold"),
+        ("{\"train_batch_size\": NaN}", "NaN is not a number that float64 can hold"),
+        ("{\"train_batch_size\": 1e300}", "is not a whole number from 1 on"),
+        (
+            "{\"a\": 1,\n\"b\": 2,\n\"a\": 3}",
+            "a (from ds.json:3): is given twice, first in line 1; remove one of the two",
+        ),
+        ("{\"a\": 1", "DeepSpeed file (from ds.json:1)"),
+        ("{\"a\": \"\\ud800\"}", "DeepSpeed file (from ds.json:1)"),
+        ("", "it is empty"),
+        ("\u{feff}{\"zero_optimization\": {\"stage\": 9}}", "9 is not a stage"),
+        ("{\"fp16\": {\"initial_scale_power\": 4000000000}}", "is infinite in float32"),
+    ] {
+        let found = errors(text).join("\n");
+        assert!(found.contains(expected), "{:.60}: {found:.300}", text);
+        assert!(found.len() < 2000, "{found:.300}");
+    }
+}
+
+#[test]
+fn deepspeeds_adam_is_adamw_unless_its_mode_is_off() {
+    let adam = |text: &str| match read(&format!(r#"{{"optimizer": {text}}}"#)).optimizer {
+        Some(OptimizerConfig::Adam(adam)) => ("Adam", adam.lr, adam.weight_decay),
+        Some(OptimizerConfig::AdamW(adam)) => ("AdamW", adam.lr, adam.weight_decay),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(adam(r#"{"type": "Adam", "params": {"lr": 0.1, "torch_adam": true}}"#), ("AdamW", 0.1, 0.01));
+    assert_eq!(adam(r#"{"type": "adam", "params": {"lr": "auto"}}"#), ("AdamW", 1e-3, 0.0));
+    assert_eq!(adam(r#"{"type": "adam", "params": {"bias_correction": true}}"#), ("AdamW", 1e-3, 0.0));
+    let found = only_error(r#"{"optimizer": {"type": "Adam", "params": {"bias_correction": false}}}"#);
+    assert!(
+        found.contains("optimizer.params.bias_correction (from ds.json:1): false is not there yet"),
+        "{found}"
+    );
+    let lion = read(r#"{"optimizer": {"type": "lion", "params": {"lr": 0.5}}}"#).optimizer;
+    assert!(matches!(lion, Some(OptimizerConfig::Lion(lion)) if lion.lr == 0.5));
+    assert_eq!(adam(r#"{"type": "Adam", "params": {"adam_w_mode": false}}"#), ("Adam", 1e-3, 0.0));
+    assert_eq!(adam(r#"{"type": "AdamW", "params": {"adam_w_mode": false}}"#), ("AdamW", 1e-3, 0.0));
+    let sgd = read(r#"{"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}"#).optimizer;
+    assert!(matches!(sgd, Some(OptimizerConfig::Sgd(sgd)) if sgd.lr == 0.5));
+}
+
+#[test]
+fn arguments_mean_what_lightning_makes_of_them() {
+    let settings = DeepSpeedStrategy::stage(3).reduce_bucket_size(7).read().expect("valid");
+    assert_eq!(
+        (settings.zero.stage, settings.zero.reduce_bucket_size, settings.zero.sub_group_size),
+        (3, 7, 1_000_000_000_000)
+    );
+    assert!(settings.zero_allow_untested_optimizer, "Lightning's default");
+    assert_eq!(settings.zero.overlap_comm, Some(true));
+    assert!(settings.notes.is_empty(), "Lightning's defaults are not worth a line: {:?}", settings.notes);
+    let set = DeepSpeedStrategy {
+        sub_group_size: 5,
+        nvme_path: "/fast".to_owned(),
+        ..DeepSpeedStrategy::default()
+    };
+    let notes = set.read().expect("valid").notes;
+    assert_eq!(
+        notes,
+        [
+            "trainer.strategy.sub_group_size has no effect: a rank updates its part at once",
+            "trainer.strategy.nvme_path has no effect: nothing is offloaded"
+        ]
+    );
+    let off = DeepSpeedStrategy { zero_optimization: false, ..DeepSpeedStrategy::default() };
+    assert_eq!(off.read().map(|settings| settings.zero.stage), Ok(0));
+    let offload = DeepSpeedStrategy { offload_optimizer: true, ..DeepSpeedStrategy::default() };
+    let error = offload.read().expect_err("not yet").to_string();
+    assert!(
+        error.contains("trainer.strategy.offload_optimizer: offloading to cpu is not there yet"),
+        "{error}"
+    );
+    let own = DeepSpeedStrategy {
+        stage: 1,
+        ..DeepSpeedStrategy::settings(json!({"zero_optimization": {"stage": 2}}))
+    };
+    let settings = own.read().expect("valid");
+    assert_eq!(settings.zero.stage, 2, "config decides");
+    assert!(
+        settings.notes.iter().any(|note| note.starts_with("trainer.strategy.stage has no effect")),
+        "{:?}",
+        settings.notes
+    );
+    let error =
+        DeepSpeedStrategy::settings(json!({"zero_optimization": {"stag": 2}})).read().expect_err("a typo");
+    assert_eq!(
+        error.to_string(),
+        "trainer.strategy.config.zero_optimization.stag: unknown key; did you mean stage"
+    );
+    let error = DeepSpeedStrategy::file("/nowhere/ds.json").read().expect_err("no such file").to_string();
+    assert!(error.contains("trainer.strategy.config: you passed in a path to a DeepSpeed config but the path does not exist: /nowhere/ds.json"), "{error}");
+}

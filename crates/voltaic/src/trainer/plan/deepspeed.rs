@@ -1,0 +1,110 @@
+//! How a DeepSpeed strategy and the trainer's other keys go together.
+
+use crate::error::{ConfigError, ConfigProblem};
+use crate::optim::GradientClip;
+use crate::precision::Precision;
+use crate::strategy::{Beside, DeepSpeedPlan, StrategyPlan};
+use crate::trainer::config::TrainerConfig;
+use crate::trainer::config::values::{GradientClipAlgorithm, PluginConfig};
+use crate::trainer::plan::problems::Problems;
+use crate::trainer::plan::train_plan::TrainPlan;
+
+fn beside(config: &TrainerConfig, num_ranks: usize) -> Beside {
+    Beside {
+        gradient_clip_val: config.gradient_clip_val,
+        clips_by_value: config.gradient_clip_algorithm == Some(GradientClipAlgorithm::Value)
+            && config.gradient_clip_val.is_some_and(|limit| limit > 0.0),
+        accumulate_grad_batches: config.accumulate_grad_batches,
+        num_ranks,
+    }
+}
+
+/// Checks the strategy's settings beside the trainer's, and takes over those that the strategy decides.
+pub(crate) fn resolve(config: &TrainerConfig, plan: &mut TrainPlan, problems: &mut Problems) {
+    let num_ranks = plan.ranks.devices.len() * plan.ranks.num_nodes;
+    let StrategyPlan::DeepSpeed(deepspeed) = &plan.ranks.strategy else { return };
+    problems.0.extend(deepspeed.check_beside(beside(config, num_ranks)));
+    plan.clip = deepspeed.clip_norm(config.gradient_clip_val).map(GradientClip::Norm);
+    if let Err(error) = deepspeed.check_engine() {
+        problems.0.extend(error.problems);
+    }
+}
+
+/// Settings of the strategy that have no effect, a sentence each.
+pub(crate) fn notes(config: &TrainerConfig, plan: &TrainPlan) -> Vec<String> {
+    match &plan.ranks.strategy {
+        StrategyPlan::DeepSpeed(deepspeed) => deepspeed.notes(beside(config, 1)),
+        _ => Vec::new(),
+    }
+}
+
+/// The precision with a DeepSpeed strategy: of the trainer or its plugin, and of the strategy's settings.
+pub(crate) fn precision(
+    config: &TrainerConfig,
+    deepspeed: Option<&DeepSpeedPlan>,
+    accelerator: &str,
+    problems: &mut Problems,
+) -> Precision {
+    let given = match given_precision(config, accelerator) {
+        Ok(given) => given,
+        Err(error) => {
+            problems.0.extend(error.problems);
+            return Precision::default();
+        }
+    };
+    let of_file = deepspeed.and_then(DeepSpeedPlan::precision);
+    let (Some(of_file), Some((key, given))) = (of_file, given) else {
+        return of_file.or(given.map(|(_, given)| given)).unwrap_or_default();
+    };
+    if of_file != given {
+        let what = format!("{given}, but DeepSpeed's settings say {of_file}");
+        problems.add(key, what, "remove one of the two");
+    }
+    of_file
+}
+
+/// What the trainer or a plugin says, with its key. Under DeepSpeed, weights are of the lower dtype themselves.
+fn given_precision(
+    config: &TrainerConfig,
+    accelerator: &str,
+) -> Result<Option<(&'static str, Precision)>, ConfigError> {
+    let plugins = config.plugins.iter().filter_map(|plugin| match plugin {
+        PluginConfig::DeepSpeedPrecisionPlugin(plugin) => Some(("DeepSpeedPrecisionPlugin", plugin)),
+        PluginConfig::HpuDeepSpeedPrecisionPlugin(plugin) => Some(("HPUDeepSpeedPrecisionPlugin", plugin)),
+        _ => None,
+    });
+    let plugins: Vec<_> = plugins.collect();
+    let is_other = |plugin: &PluginConfig| matches!(plugin, PluginConfig::HpuPrecisionPlugin(_));
+    if config.plugins.iter().any(is_other) {
+        let what = "HpuPrecisionPlugin with a DeepSpeed strategy, which casts no operators";
+        return Err(ConfigError::new("trainer.plugins", what, "use DeepSpeedPrecisionPlugin"));
+    }
+    let (key, value) = match (&config.precision, &plugins[..]) {
+        (None, []) => return Ok(None),
+        (Some(value), []) => ("precision", value),
+        (None, [(name, plugin)]) => {
+            if *name == "HPUDeepSpeedPrecisionPlugin" && accelerator != "hpu" {
+                let what = format!("{name} with accelerator={accelerator}");
+                return Err(ConfigError::new("trainer.plugins", what, "use DeepSpeedPrecisionPlugin"));
+            }
+            ("plugins", &plugin.precision)
+        }
+        (precision, _) => {
+            let key = if precision.is_some() { "trainer.precision" } else { "trainer.plugins" };
+            let what = "the precision is given twice";
+            return Err(ConfigError::new(key, what, "give trainer.precision or one precision plugin"));
+        }
+    };
+    let at = format!("trainer.{key}");
+    let precision = Precision::parse(value, accelerator)
+        .map_err(|problem| ConfigError { problems: vec![ConfigProblem::at(at.clone(), problem)] })?;
+    let precision = match precision {
+        Precision::Bf16Mixed | Precision::Bf16True => Precision::Bf16True,
+        Precision::Full => Precision::Full,
+        other => {
+            let what = format!("{other} is not there yet with a DeepSpeed strategy");
+            return Err(ConfigError::new(at, what, "use bf16-mixed or 32-true"));
+        }
+    };
+    Ok(Some((key, precision)))
+}

@@ -1,0 +1,227 @@
+//! DeepSpeed's strategies by name, class and file; what is wrong with them, and how they go with the trainer's keys.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
+
+use serde_json::json;
+use voltaic::precision::DeepSpeedPrecisionPlugin;
+use voltaic::strategy::{DeepSpeedStrategy, HpuDeepSpeedStrategy};
+use voltaic::trainer::Trainer;
+
+use crate::class_paths::problem;
+use crate::probe::voltaic;
+
+/// What a configuration that is right ends with.
+const NO_ENGINE: &str = "the engine that divides states among ranks is not there yet";
+
+const TWO: &str = "trainer: {accelerator: cpu, devices: 2, logger: false}";
+
+fn on_cpu(options: &[&str]) -> String {
+    problem(TWO, options)
+}
+
+#[test]
+fn strategies_are_named_as_lightning_names_them() {
+    for name in ["deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"] {
+        let found = on_cpu(&[&format!("trainer.strategy={name}")]);
+        assert!(found.contains(&format!("trainer.strategy: {name}: {NO_ENGINE}")), "{found}");
+        let hpu = format!("trainer.strategy=hpu_{name}");
+        let found = problem("trainer: {accelerator: hpu, devices: 1}", &[&hpu]);
+        assert!(found.contains(&format!("trainer.strategy: hpu_{name}: {NO_ENGINE}")), "{found}");
+        let found = on_cpu(&[&hpu]);
+        let expected = format!(
+            "HPUDeepSpeedStrategy requires HPUAccelerator: hpu_{name} with accelerator=cpu; set trainer.accelerator=hpu, or use {name}"
+        );
+        assert!(found.contains(&expected), "{found}");
+    }
+    let found = on_cpu(&["trainer.strategy=deepspeed_stage_3_offload"]);
+    for expected in [
+        "trainer.strategy.offload_optimizer: offloading to cpu is not there yet",
+        "trainer.strategy.offload_parameters: offloading to cpu is not there yet",
+    ] {
+        assert!(found.contains(expected), "{found}");
+    }
+    let found = on_cpu(&["trainer.strategy=deepspeed_stage_4"]);
+    assert!(found.contains("`deepspeed_stage_4` is not a strategy"), "{found}");
+}
+
+#[test]
+fn strategies_are_classes_with_their_arguments() {
+    let modules = ["", "lightning.pytorch.strategies.", "lightning_habana.pytorch.strategies.deepspeed."];
+    for path in modules.map(|module| format!("{module}DeepSpeedStrategy")) {
+        let recipe = format!(
+            "trainer:\n  accelerator: cpu\n  devices: 2\n  strategy:\n    class_path: {path}\n    init_args: {{stage: 3, \
+             zero_optimization: true, reduce_bucket_size: 1000, parallel_devices: [0, 1], sub_group_size: 5}}\n"
+        );
+        let found = problem(&recipe, &[]);
+        assert!(found.contains(NO_ENGINE), "{path}: {found}");
+    }
+    let class = "trainer.strategy=HPUDeepSpeedStrategy";
+    let found = problem("trainer: {accelerator: hpu, devices: 1}", &[class, "trainer.strategy.stage=1"]);
+    assert!(found.contains(NO_ENGINE), "{found}");
+    for (options, expected) in [
+        (&["trainer.strategy.stage=7"][..], "strategy.stage: 7 is not a stage; use 0, 1, 2 or 3"),
+        (&["trainer.strategy.stge=1"], "unknown key; did you mean trainer.strategy.stage"),
+        (
+            &["trainer.strategy.parallel_devices=8"],
+            "parallel_devices: 8 devices, but trainer.devices means 2; set trainer.devices, or leave it out",
+        ),
+        (&["trainer.strategy.allgather_bucket_size=1001"], "allgather_bucket_size: 1001 is odd"),
+        (&["trainer.strategy.remote_device=cpu"], "making weights off the device is not there yet"),
+        (
+            &["trainer.strategy.cpu_checkpointing=true"],
+            "cpu_checkpointing: checkpointed activations are not there yet",
+        ),
+        (&["trainer.strategy.process_group_backend=nccl"], "process_group_backend is nccl"),
+        (&["trainer.strategy.timeout_secs=0"], "timeout_secs: 0 is not a time to wait"),
+        (&["trainer.strategy.dtype=float"], "inference settings are not there yet"),
+        (&["trainer.strategy.zero_optimization=false"], "stage 0 divides nothing"),
+        (
+            &["trainer.strategy.cluster_environment=slurm"],
+            "the launcher is known by the variables that it sets",
+        ),
+    ] {
+        let all: Vec<&str> = [&["trainer.strategy=DeepSpeedStrategy"], options].concat();
+        let found = on_cpu(&all);
+        assert!(found.contains(expected), "{options:?}: {found}");
+    }
+}
+
+#[test]
+fn the_precision_is_of_the_trainer_its_plugin_or_the_settings() {
+    let deepspeed = "trainer.strategy=deepspeed";
+    for (options, expected) in [
+        (
+            &[deepspeed, "trainer.plugins=DeepSpeedPrecisionPlugin", "trainer.plugins.precision=bf16-mixed"]
+                [..],
+            NO_ENGINE,
+        ),
+        (&[deepspeed, "trainer.precision=bf16-true"], NO_ENGINE),
+        (&[deepspeed, "trainer.precision=16-mixed"], "16-mixed is not there yet with a DeepSpeed strategy"),
+        (&[deepspeed, "trainer.precision=64-true"], "64-true is not there yet with a DeepSpeed strategy"),
+        (
+            &[deepspeed, "trainer.plugins=HPUDeepSpeedPrecisionPlugin"],
+            "HPUDeepSpeedPrecisionPlugin with accelerator=cpu",
+        ),
+        (&[deepspeed, "trainer.plugins=HPUPrecisionPlugin"], "use DeepSpeedPrecisionPlugin"),
+        (
+            &[deepspeed, "trainer.plugins=DeepSpeedPrecisionPlugin", "trainer.precision=32"],
+            "trainer.precision: the precision is given twice",
+        ),
+        (
+            &["trainer.plugins=DeepSpeedPrecisionPlugin"],
+            "DeepSpeedPrecisionPlugin without a DeepSpeed strategy",
+        ),
+        (
+            &[
+                "trainer.strategy={class_path: DeepSpeedStrategy, init_args: {config: {bf16: {enabled: true}, zero_optimization: {stage: 1}}}}",
+                "trainer.precision=32-true",
+            ],
+            "32-true, but DeepSpeed's settings say bf16-true; remove one of the two",
+        ),
+    ] {
+        let found = on_cpu(options);
+        assert!(found.contains(expected), "{options:?}: {found}");
+    }
+}
+
+#[test]
+fn settings_are_a_file_or_inline_and_the_rules_of_lightning_hold() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ds.json");
+    std::fs::write(
+        &path,
+        "{\n  // sizes\n  \"train_batch_size\": 8,\n  \"train_micro_batch_size_per_gpu\": 3,\n  \"zero_optimization\": {\n    \"stage\": 2,\n    \"overlap_com\": true,\n  },\n}\n",
+    )
+    .unwrap();
+    let shown = path.display();
+    let class = "trainer.strategy=DeepSpeedStrategy";
+    let found = on_cpu(&[class, &format!("trainer.strategy.config={shown}")]);
+    let expected =
+        format!("zero_optimization.overlap_com (from {shown}:7): unknown key; did you mean overlap_comm");
+    assert!(found.contains(&expected), "{found}");
+    let fixed = std::fs::read_to_string(&path).unwrap().replace("overlap_com\"", "overlap_comm\"");
+    std::fs::write(&path, fixed).unwrap();
+    let found =
+        on_cpu(&[class, &format!("trainer.strategy.config={shown}"), "trainer.accumulate_grad_batches=2"]);
+    let expected = "train_batch_size 8 is not train_micro_batch_size_per_gpu 3 * accumulate_grad_batches 2 * ranks 2 = 12; \
+                    set train_batch_size to 12, or leave it out";
+    assert!(found.contains(expected), "{found}");
+    let inline = |settings: &str, options: &[&str]| {
+        let recipe = format!(
+            "trainer:\n  accelerator: cpu\n  devices: 2\n  strategy:\n    class_path: DeepSpeedStrategy\n    init_args:\n      \
+             config: {settings}\n"
+        );
+        problem(&recipe, options)
+    };
+    for (settings, options, expected) in [
+        ("{zero_optimization: {stage: 2}}", &[][..], NO_ENGINE),
+        (
+            "{zero_optimization: {stag: 2}}",
+            &[],
+            "strategy.config.zero_optimization.stag: unknown key; did you mean stage",
+        ),
+        (
+            "{gradient_accumulation_steps: 2}",
+            &[],
+            "2 is set, but the trainer accumulates; set trainer.accumulate_grad_batches",
+        ),
+        ("{autotuning: {enabled: true}}", &[], "autotuning is not supported"),
+        (
+            "{zero_optimization: {stage: 2}}",
+            &["trainer.gradient_clip_val=1.0", "trainer.gradient_clip_algorithm=value"],
+            "DeepSpeed does not support clipping gradients by value",
+        ),
+        (
+            "{zero_optimization: {stage: 0}}",
+            &[],
+            "stage 0 divides nothing; use trainer.strategy=ddp, or stage 1",
+        ),
+        ("{fp16: {enabled: true}, zero_optimization: {stage: 1}}", &[], "float16 weights are not there yet"),
+        (
+            "/nowhere.json",
+            &[],
+            "you passed in a path to a DeepSpeed config but the path does not exist: /nowhere.json",
+        ),
+    ] {
+        let found = inline(settings, options);
+        assert!(found.contains(expected), "{settings}: {found}");
+    }
+}
+
+#[test]
+fn the_environment_names_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ds.json");
+    std::fs::write(&path, "{\"zero_optimization\": {\"stage\": 9}}").unwrap();
+    let run = |path: &str| {
+        let options = [
+            "fit",
+            "--model=lenet",
+            "--data=digits",
+            "--trainer.strategy=deepspeed",
+            "--trainer.accelerator=cpu",
+        ];
+        voltaic(&options, &[("PL_DEEPSPEED_CONFIG_PATH", path)]).1
+    };
+    let found = run(&path.display().to_string());
+    assert!(found.contains("ds.json:1): 9 is not a stage"), "{found}");
+    let found = run("/nowhere.json");
+    assert!(
+        found.contains("PL_DEEPSPEED_CONFIG_PATH: you passed in a path to a DeepSpeed config but"),
+        "{found}"
+    );
+}
+
+#[test]
+fn rust_builds_the_strategies() {
+    let error = |builder: voltaic::trainer::TrainerBuilder| builder.check().unwrap_err().to_string();
+    let builder = || Trainer::builder().accelerator("cpu").devices(2);
+    let found = error(builder().strategy(DeepSpeedStrategy::stage(1).reduce_bucket_size(100)));
+    assert!(found.contains(NO_ENGINE), "{found}");
+    let found =
+        error(builder().strategy(DeepSpeedStrategy::settings(json!({"zero_optimization": {"stage": 5}}))));
+    assert!(found.contains("trainer.strategy.config.zero_optimization.stage: 5 is not a stage"), "{found}");
+    let found = error(builder().strategy(HpuDeepSpeedStrategy(DeepSpeedStrategy::stage(1))));
+    assert!(found.contains("HPUDeepSpeedStrategy requires HPUAccelerator"), "{found}");
+    assert_eq!(DeepSpeedPrecisionPlugin::new("bf16-mixed").precision, "bf16-mixed");
+}
