@@ -80,6 +80,10 @@ macro_rules! adam_config {
                 stringify!($name)
             }
 
+            fn is_elementwise(&self) -> bool {
+                true
+            }
+
             fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
                 let Self { lr, betas, eps, weight_decay, amsgrad, maximize, master_weights } = *self;
                 let settings = Settings { lr, betas, eps, weight_decay, amsgrad, maximize };

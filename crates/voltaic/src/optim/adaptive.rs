@@ -44,6 +44,10 @@ impl BuildOptimizer for Adagrad {
         "Adagrad"
     }
 
+    fn is_elementwise(&self) -> bool {
+        true
+    }
+
     fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
         let begin = self.initial_accumulator_value;
         formula::build(
@@ -146,6 +150,10 @@ impl BuildOptimizer for RmsProp {
         "RMSprop"
     }
 
+    fn is_elementwise(&self) -> bool {
+        true
+    }
+
     fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
         formula::build(
             RmsPropFormula,
@@ -244,6 +252,10 @@ impl Default for Adadelta {
 impl BuildOptimizer for Adadelta {
     fn name(&self) -> &'static str {
         "Adadelta"
+    }
+
+    fn is_elementwise(&self) -> bool {
+        true
     }
 
     fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {

@@ -55,14 +55,31 @@ pub fn clip_grad_norm_of_type<'a>(
     check_bound(max_norm)?;
     let grads = grads_of(params)?;
     let norm = norm_of(&grads, norm_type)?;
+    scale_to_norm(&grads, &norm, max_norm)?;
+    Ok(norm)
+}
+
+/// Scales gradients in place as [`clip_grad_norm`] does if `norm` is that of all gradients, of which these are a part.
+///
+/// # Errors
+/// [`ConfigError`] if `max_norm` is negative or NaN.
+pub fn clip_to_norm<'a>(
+    params: impl IntoIterator<Item = &'a Tensor>,
+    norm: &Tensor,
+    max_norm: f64,
+) -> Result<()> {
+    check_bound(max_norm)?;
+    scale_to_norm(&grads_of(params)?, norm, max_norm)
+}
+
+fn scale_to_norm(grads: &TensorList, norm: &Tensor, max_norm: f64) -> Result<()> {
     if grads.is_empty() {
-        return Ok(norm);
+        return Ok(());
     }
     let _no_grad = tch::no_grad_guard();
     // the reciprocal, because PyTorch divides a number by a tensor this way and rounds twice
     let factor = norm.f_add_scalar(1e-6)?.f_reciprocal()?.f_mul_scalar(max_norm)?.f_clamp_max(1.0)?;
-    ffi::foreach_mul_tensor(&grads, &factor)?;
-    Ok(norm)
+    Ok(ffi::foreach_mul_tensor(grads, &factor)?)
 }
 
 /// The `norm_type`-norm of the gradients, taken over all of them as one vector: shape `[]`, as [`clip_grad_norm_of_type`]

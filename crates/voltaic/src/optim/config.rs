@@ -142,6 +142,10 @@ impl BuildOptimizer for OptimizerConfig {
         self.inner().name()
     }
 
+    fn is_elementwise(&self) -> bool {
+        self.inner().is_elementwise()
+    }
+
     fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
         self.inner().build(groups)
     }

@@ -33,6 +33,10 @@ impl BuildOptimizer for Lion {
         "Lion"
     }
 
+    fn is_elementwise(&self) -> bool {
+        true
+    }
+
     fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
         formula::build(
             LionFormula,

@@ -23,7 +23,9 @@ mod sgd;
 
 pub use adam::{Adam, AdamW};
 pub use adaptive::{Adadelta, Adagrad, RmsProp};
-pub use clip::{GradientClip, clip_grad_norm, clip_grad_norm_of_type, clip_grad_value, grad_norm};
+pub use clip::{
+    GradientClip, clip_grad_norm, clip_grad_norm_of_type, clip_grad_value, clip_to_norm, grad_norm,
+};
 pub use config::{LrSchedulerConfig, OptimizerConfig, SequentialLr};
 pub use lion::{Lamb, Lion};
 pub use lr_scheduler::{

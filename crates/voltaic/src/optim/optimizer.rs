@@ -103,6 +103,12 @@ pub trait BuildOptimizer: Send {
     /// PyTorch's name of the optimizer, such as `AdamW`.
     fn name(&self) -> &'static str;
 
+    /// Whether each element of a parameter is updated by its own gradient and state alone, so that ranks may update parts of a
+    /// parameter each.
+    fn is_elementwise(&self) -> bool {
+        false
+    }
+
     /// Makes the optimizer over groups of parameters.
     ///
     /// # Errors

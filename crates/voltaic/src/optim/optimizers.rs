@@ -13,7 +13,7 @@ use super::param_group::ParamGroupSpec;
 use super::problems::Problems;
 use super::sgd::Sgd;
 use crate::error::Result;
-use crate::nn::{Module, ModuleExt};
+use crate::nn::{Module, ModuleExt, Parameter};
 
 /// The optimizers of a module; usually one.
 ///
@@ -236,9 +236,38 @@ impl Optimizers {
     /// [`Error::Config`](crate::Error::Config) if a setting is out of range, a schedule that follows a metric has no
     /// `monitor`, or there are no parameters to train.
     pub fn build(self, module: &dyn Module) -> Result<Vec<ConfiguredOptimizer>> {
+        self.build_over(module, &|parameter| parameter.clone())
+    }
+
+    /// Names of the optimizers that do not work on each element by itself; see [`BuildOptimizer::is_elementwise`].
+    pub fn not_elementwise(&self) -> impl Iterator<Item = &'static str> {
+        self.specs.iter().filter(|spec| !spec.optimizer.is_elementwise()).map(|spec| spec.optimizer.name())
+    }
+
+    /// The parameters that each optimizer changes, with their fqn.
+    pub fn parameters(&self, module: &dyn Module) -> Vec<Vec<(String, Parameter)>> {
+        let of = |spec: &OptimizerSpec| match &spec.groups {
+            Some(groups) => groups.iter().flat_map(|group| group.params.iter().cloned()).collect(),
+            None => trainable(module).params,
+        };
+        self.specs.iter().map(of).collect()
+    }
+
+    /// [`Optimizers::build`] over what stands in the place of each parameter, such as a part of it.
+    ///
+    /// # Errors
+    /// As [`Optimizers::build`].
+    pub fn build_over(
+        self,
+        module: &dyn Module,
+        in_place_of: &dyn Fn(&Parameter) -> Parameter,
+    ) -> Result<Vec<ConfiguredOptimizer>> {
         let mut built = Vec::with_capacity(self.specs.len());
         for OptimizerSpec { optimizer, groups, scheduler } in self.specs {
-            let groups = groups.unwrap_or_else(|| vec![trainable(module)]);
+            let mut groups = groups.unwrap_or_else(|| vec![trainable(module)]);
+            for (_, parameter) in groups.iter_mut().flat_map(|group| &mut group.params) {
+                *parameter = in_place_of(parameter);
+            }
             let mut optimizer = optimizer.build(groups)?;
             if let Some(lr) = self.lr {
                 optimizer.param_groups_mut().iter_mut().for_each(|group| group.lr = lr);

@@ -120,6 +120,10 @@ impl BuildOptimizer for Sgd {
         "SGD"
     }
 
+    fn is_elementwise(&self) -> bool {
+        true
+    }
+
     fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
         let groups = build_groups(
             groups,

@@ -7,6 +7,7 @@ use super::ddp::Ddp;
 use super::deepspeed::plan::DeepSpeedPlan;
 use super::single::SingleDevice;
 use super::strategy::Strategy;
+use super::zero::Zero;
 use crate::distributed::{DEFAULT_TIMEOUT, World};
 use crate::error::Result;
 
@@ -30,13 +31,14 @@ impl StrategyPlan {
             Self::SingleDevice => DEFAULT_TIMEOUT,
             Self::Ddp { config, .. } => config.timeout(),
             Self::DeepSpeed(plan) => plan.timeout,
+            Self::Zero(config) => config.timeout,
         }
     }
 
     /// Keys of what may differ between ranks.
     pub(crate) fn allowed_differences(&self) -> Vec<String> {
         match self {
-            Self::SingleDevice => Vec::new(),
+            Self::SingleDevice | Self::Zero(_) => Vec::new(),
             Self::Ddp { config, .. } => config.allow_differences.clone(),
             Self::DeepSpeed(_) => Vec::new(),
         }
@@ -50,10 +52,8 @@ impl StrategyPlan {
         Ok(match self {
             Self::SingleDevice => Box::new(SingleDevice::of(world)),
             Self::Ddp { name, config } => Box::new(Ddp::new(name, world, config)),
-            Self::DeepSpeed(plan) => {
-                plan.check_engine()?;
-                Box::new(SingleDevice::of(world))
-            }
+            Self::DeepSpeed(plan) => Box::new(Zero::new(world, plan.engine()?)),
+            Self::Zero(config) => Box::new(Zero::new(world, config)),
         })
     }
 }

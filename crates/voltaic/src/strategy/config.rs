@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use super::deepspeed::config::DeepSpeedStrategy;
 use super::deepspeed::plan::{DeepSpeedPlan, of_name as deepspeed_of_name};
+use super::zero::config::{ZeroConfig, ZeroStage};
 use crate::device::Device;
 use crate::error::ConfigError;
 
@@ -19,7 +20,7 @@ const MAX_TIMEOUT_SECS: f64 = 365.0 * 86_400.0;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]
 pub enum StrategyConfig {
-    /// `auto`, `single_device`, `hpu_single`, `ddp`, `ddp_find_unused_parameters_true`, `hpu_ddp`, `hpu_parallel`,
+    /// `auto`, `single_device`, `hpu_single`, `ddp`, `ddp_find_unused_parameters_true`, `hpu_ddp`, `hpu_parallel`, `zero1`, `zero2`,
     /// `deepspeed`, `deepspeed_stage_1` to `_3`, or the same with `hpu_` before them.
     Name(String),
     /// With settings.
@@ -210,9 +211,10 @@ pub(crate) enum StrategyPlan {
         config: DdpConfig,
     },
     DeepSpeed(Box<DeepSpeedPlan>),
+    Zero(ZeroConfig),
 }
 
-const KNOWN: &str = "use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, hpu_ddp, hpu_parallel, \
+const KNOWN: &str = "use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, hpu_ddp, hpu_parallel, zero1, zero2, \
                      deepspeed or hpu_deepspeed (with _stage_1, _stage_2 or _stage_3), or a class: DDPStrategy, HPUDDPStrategy, \
                      HPUParallelStrategy, DeepSpeedStrategy, HPUDeepSpeedStrategy, SingleDeviceStrategy or SingleHPUStrategy";
 
@@ -313,7 +315,10 @@ fn of_name(name: &str, accelerator: &str, num_ranks: usize) -> Result<StrategyPl
         "hpu_ddp" => defaults.resolve("hpu_ddp"),
         "hpu_parallel" => defaults.resolve("hpu_parallel"),
         "single_device" | "hpu_single" => Ok(StrategyPlan::SingleDevice),
-        _ => refuse(format!("`{name}` is not a strategy"), KNOWN),
+        other => match ZeroStage::of_name(other) {
+            Some(stage) if stage < ZeroStage::Three => Ok(StrategyPlan::Zero(ZeroConfig::of_stage(stage))),
+            _ => refuse(format!("`{name}` is not a strategy"), KNOWN),
+        },
     }
 }
 
@@ -372,6 +377,7 @@ mod tests {
             Ok(StrategyPlan::SingleDevice) => "single".to_owned(),
             Ok(StrategyPlan::Ddp { name, .. }) => name.to_owned(),
             Ok(StrategyPlan::DeepSpeed(plan)) => format!("{} {}", plan.name, plan.settings.zero.stage),
+            Ok(StrategyPlan::Zero(config)) => config.stage.name().to_owned(),
             Err(error) => error.to_string(),
         };
         for (given, accelerator, ranks, expected) in [
@@ -389,6 +395,8 @@ mod tests {
             ("HPU_DeepSpeed_stage_1", "hpu", 8, "hpu_deepspeed_stage_1 1"),
             ("hpu_deepspeed", "cpu", 8, "HPUDeepSpeedStrategy requires HPUAccelerator"),
             ("deepspeed_stage_2_offload", "cpu", 8, "offloading to cpu is not there yet"),
+            ("zero1", "cpu", 1, "zero1"),
+            ("zero2", "cpu", 2, "zero2"),
             ("fsdp", "cpu", 2, "`fsdp` is not a strategy"),
         ] {
             let found = name(given, accelerator, ranks);

@@ -1,12 +1,13 @@
 //! How training is spread over ranks.
 //!
 //! A strategy gets the module, losses and votes from the trainer, never the trainer. [`SingleDevice`] does nothing
-//! beyond backward; [`Ddp`] averages gradients while backward runs.
+//! beyond backward; [`Ddp`] averages gradients while backward runs; [`Zero`] divides states among the ranks, too.
 
 mod build;
 mod config;
 mod ddp;
 mod deepspeed;
+mod peers;
 mod single;
 #[expect(clippy::module_inception, reason = "the trait of the folder")]
 mod strategy;
@@ -23,4 +24,5 @@ pub(crate) use deepspeed::plan::{Beside, DeepSpeedPlan};
 pub use single::SingleDevice;
 pub use strategy::{BuildStrategy, Strategy, StrategyChoice};
 pub use votes::Votes;
+pub use zero::Zero;
 pub use zero::config::{ZeroConfig, ZeroStage};

@@ -9,9 +9,10 @@ use super::config::{DdpConfig, HpuDeepSpeedStrategy, StrategyClass, StrategyConf
 use super::deepspeed::config::DeepSpeedStrategy;
 use super::votes::Votes;
 use crate::distributed::{DEFAULT_TIMEOUT, World};
-use crate::error::Result;
-use crate::nn::{Module, ModuleHooks};
-use crate::optim::{ConfiguredOptimizer, Optimizers};
+use crate::error::{ConfigError, Result};
+use crate::ffi;
+use crate::nn::{Module, ModuleExt, ModuleHooks};
+use crate::optim::{ConfiguredOptimizer, Optimizer, OptimizerState, Optimizers};
 
 /// How training is spread over ranks.
 ///
@@ -94,6 +95,47 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(())
     }
 
+    /// This rank's gradients of an accumulation window that may be open, by name: those of whole parameters by their fqn; a
+    /// strategy that divides gradients gives its parts under names of its own.
+    ///
+    /// # Errors
+    /// libtorch's.
+    fn grads(&self, module: &dyn Module) -> Result<Vec<(String, Tensor)>> {
+        Ok(grads_of(module))
+    }
+
+    /// Puts back what [`Strategy::grads`] gave on this rank, perhaps in an earlier run; other gradients stay.
+    ///
+    /// # Errors
+    /// If the gradients are parts of another division; libtorch's.
+    fn set_grads(&mut self, module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
+        set_grads_of(module, grads)
+    }
+
+    /// The whole state of an optimizer, the one at `index` of those that [`Strategy::optimizers`] made.
+    ///
+    /// # Collective
+    /// All ranks must call it, if [`Strategy::divides_state`].
+    ///
+    /// # Errors
+    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone.
+    fn save_optimizer(&self, _index: usize, optimizer: &dyn Optimizer) -> Result<OptimizerState> {
+        Ok(optimizer.state_dict())
+    }
+
+    /// Gives an optimizer the whole state that [`Strategy::save_optimizer`] gave.
+    ///
+    /// # Errors
+    /// As [`Optimizer::load_state_dict`].
+    fn load_optimizer(
+        &self,
+        _index: usize,
+        optimizer: &mut dyn Optimizer,
+        state: OptimizerState,
+    ) -> Result<()> {
+        optimizer.load_state_dict(state)
+    }
+
     /// Puts the votes of all ranks together.
     ///
     /// # Errors
@@ -112,6 +154,33 @@ pub trait Strategy: fmt::Debug + Send {
 
     /// Called when a fit is over or has failed: hooks are removed.
     fn teardown(&mut self) {}
+}
+
+/// What ends the name of a gradient that is a part of the whole one.
+pub(super) const PART: &str = " (part";
+
+/// The gradients of whole parameters.
+pub(super) fn grads_of(module: &dyn Module) -> Vec<(String, Tensor)> {
+    let parameters = module.named_parameters().into_iter();
+    parameters.map(|(fqn, parameter)| (fqn, parameter.grad())).filter(|(_, grad)| grad.defined()).collect()
+}
+
+/// Gives whole parameters their gradients.
+pub(super) fn set_grads_of(module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
+    let parameters = module.named_parameters();
+    for (fqn, grad) in grads {
+        if let Some((name, _)) = fqn.split_once(PART) {
+            let what =
+                format!("the gradient of {name} in an open accumulation window is divided among ranks");
+            let remedy = "resume with the strategy and the number of ranks that saved it, or from a checkpoint at the end of a window";
+            return Err(ConfigError::new("ckpt_path", what, remedy).into());
+        }
+        if let Some((_, parameter)) = parameters.iter().find(|(name, _)| name == fqn) {
+            let grad = grad.f_to_device(parameter.device())?.f_to_kind(parameter.leaf().kind())?;
+            ffi::set_grad(parameter.leaf(), &grad)?;
+        }
+    }
+    Ok(())
 }
 
 /// Makes a strategy of your own when the ranks have met; given to

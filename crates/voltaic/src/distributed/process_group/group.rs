@@ -1,5 +1,6 @@
 //! The group, and how its operations are started.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use tch::Tensor;
@@ -52,7 +53,7 @@ impl ProcessGroup {
         members: Vec<usize>,
     ) -> Result<Self> {
         let (backend, neighbours) = connector.connect(&store, place)?;
-        let state = Mutex::new(State { backend, started: 0, splits: 0 });
+        let state = Mutex::new(State { backend, started: 0, splits: 0, traffic: BTreeMap::new() });
         let is_part = members.len() < connector.place_of_all().size;
         let label = is_part.then(|| format!("among ranks {members:?}").into());
         let shared =
@@ -83,6 +84,12 @@ impl ProcessGroup {
     /// Whether sums go through memory that all members share, which are on one host then.
     pub fn shares_memory(&self) -> bool {
         self.shared.neighbours.is_some()
+    }
+
+    /// What this rank has exchanged in this group so far: for each operation, how often it was called, and the bytes of the
+    /// tensors that this rank gave to it.
+    pub fn traffic(&self) -> BTreeMap<&'static str, (u64, u64)> {
+        self.shared.lock().traffic.clone()
     }
 
     /// The sum over the ranks as a new tensor, through which gradients flow: the gradient of each rank's input is the

@@ -46,6 +46,8 @@ pub(super) struct State {
     pub started: u64,
     /// Groups of some of the members made so far.
     pub splits: u64,
+    /// Calls and bytes so far, by operation.
+    pub traffic: BTreeMap<&'static str, (u64, u64)>,
 }
 
 /// An operation as far as errors need it.
@@ -87,6 +89,8 @@ impl Shared {
         state.started += 1;
         let seq = state.started;
         let bytes = if tensor.defined() { tensor.numel() * tensor.kind().elt_size_in_bytes() } else { 0 };
+        let (calls, sum) = state.traffic.entry(op).or_default();
+        (*calls, *sum) = (*calls + 1, *sum + bytes as u64);
         let global = peer.map(|peer| self.members[peer]);
         let group = self.label.as_deref();
         let number = record::begin(record::Noted { op, seq, bytes, tensor, peer: global, group });

@@ -180,18 +180,21 @@ impl DeepSpeedPlan {
         }
     }
 
-    /// That the engine does what the settings ask for.
-    pub(crate) fn check_engine(&self) -> Result<(), ConfigError> {
-        self.zero()?;
+    /// The settings of the engine, if it does all that they ask for.
+    ///
+    /// # Errors
+    /// What it does not have yet.
+    pub(crate) fn engine(&self) -> Result<ZeroConfig, ConfigError> {
+        let config = self.zero()?;
         if self.settings.fp16.enabled {
-            let what = "float16 weights are not there yet";
+            let what = "float16 weights with a scaled loss are not there yet";
             return Err(ConfigError::new("fp16.enabled", what, "use bf16"));
         }
-        Err(ConfigError::new(
-            "trainer.strategy",
-            format!("{}: the engine that divides states among ranks is not there yet", self.name),
-            "use ddp",
-        ))
+        if config.stage == ZeroStage::Three {
+            let what = format!("{}: stage 3, which divides weights, is not there yet", self.name);
+            return Err(ConfigError::new("trainer.strategy", what, "use stage 2"));
+        }
+        Ok(config)
     }
 
     /// The optimizers of a run: the module's, or those of the settings if the module has none. A schedule of the settings is

@@ -32,12 +32,12 @@ impl ZeroStage {
         }
     }
 
-    /// The stage of a strategy's name, in lower case; DeepSpeed's names are known, too.
+    /// The stage of a strategy's name, in lower case.
     pub fn of_name(name: &str) -> Option<Self> {
         match name {
-            "zero1" | "deepspeed_stage_1" => Some(Self::One),
-            "zero2" | "deepspeed_stage_2" => Some(Self::Two),
-            "zero3" | "deepspeed_stage_3" => Some(Self::Three),
+            "zero1" => Some(Self::One),
+            "zero2" => Some(Self::Two),
+            "zero3" => Some(Self::Three),
             _ => None,
         }
     }

@@ -25,7 +25,7 @@ pub(crate) fn resolve(config: &TrainerConfig, plan: &mut TrainPlan, problems: &m
     let StrategyPlan::DeepSpeed(deepspeed) = &plan.ranks.strategy else { return };
     problems.0.extend(deepspeed.check_beside(beside(config, num_ranks)));
     plan.clip = deepspeed.clip_norm(config.gradient_clip_val).map(GradientClip::Norm);
-    if let Err(error) = deepspeed.check_engine() {
+    if let Err(error) = deepspeed.engine() {
         problems.0.extend(error.problems);
     }
 }

@@ -112,6 +112,10 @@ fn of_ranks(ranks: &RankPlan) -> Facts {
             facts.add("trainer.strategy", plan.name);
             facts.add("trainer.strategy.settings", format!("{:?}", plan.settings));
         }
+        StrategyPlan::Zero(config) => {
+            facts.add("trainer.strategy", config.stage.name());
+            facts.add("trainer.strategy.settings", format!("{config:?}"));
+        }
     }
     facts
 }

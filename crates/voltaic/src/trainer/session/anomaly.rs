@@ -5,7 +5,8 @@ use tch::Tensor;
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
 use crate::module::Progress;
-use crate::nn::ModuleExt;
+use crate::nn::Module;
+use crate::strategy::Strategy;
 
 /// An error if there is a watch and the tensor has NaN or infinity.
 pub(crate) fn check_anomaly(
@@ -28,13 +29,15 @@ pub(crate) fn check_anomaly(
 /// The same for all gradients.
 pub(crate) fn check_gradients(
     watch: Option<&AnomalyWatch>,
-    module: &impl ModuleExt,
+    strategy: &dyn Strategy,
+    module: &dyn Module,
     progress: &Progress,
 ) -> Result<()> {
     if watch.is_none() {
         return Ok(());
     }
-    module.named_parameters().into_iter().try_for_each(|(fqn, parameter)| {
-        check_anomaly(watch, &format!("the gradient of {fqn}"), &parameter.grad(), progress)
-    })
+    strategy
+        .grads(module)?
+        .into_iter()
+        .try_for_each(|(fqn, grad)| check_anomaly(watch, &format!("the gradient of {fqn}"), &grad, progress))
 }

@@ -169,6 +169,7 @@ impl<M: LightningModule> InStep<'_, M> {
         if engine.grad_scaler.is_some() {
             return Ok(()); // which leaves out steps whose gradients are not finite
         }
-        check_gradients(engine.of_call.anomaly.as_ref(), module, &ctx.at.progress)
+        let anomaly = engine.of_call.anomaly.as_ref();
+        check_gradients(anomaly, engine.strategy.as_ref(), self.module.as_dyn(), &ctx.at.progress)
     }
 }

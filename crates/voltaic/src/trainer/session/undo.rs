@@ -7,15 +7,17 @@ use crate::accelerator::rng;
 use crate::device::Device;
 use crate::error::Result;
 use crate::module::{LightningModule, MetricsMark};
-use crate::nn::{Snapshot, SnapshotParts};
+use crate::nn::{ModuleExt, Snapshot, SnapshotParts};
 use crate::precision::GradScaler;
 use crate::trainer::session::batch::Window;
 use crate::trainer::session::run::Run;
 
 /// A run as it was before a training batch, but for weights and optimizers, which do not change until its end.
 pub(crate) struct Undo {
-    /// Buffers, and gradients of the batches before in the window.
+    /// Buffers.
     module: Snapshot,
+    /// Gradients of the batches before in the window.
+    grads: Vec<(String, Tensor)>,
     rng: Vec<(String, Tensor)>,
     metrics: MetricsMark,
     grad_scaler: Option<GradScaler>,
@@ -29,9 +31,12 @@ impl Undo {
         device: Device,
         window: Window,
     ) -> Result<Self> {
-        let parts = SnapshotParts { buffers: true, grads: !window.opens, ..SnapshotParts::default() };
+        let parts = SnapshotParts { buffers: true, ..SnapshotParts::default() };
+        let grads = if window.opens { Vec::new() } else { run.engine.strategy.grads(module.as_dyn())? };
+        let grads = grads.into_iter().map(|(name, grad)| Ok((name, copied(&grad)?)));
         Ok(Self {
             module: Snapshot::of(module, parts)?,
+            grads: grads.collect::<Result<_>>()?,
             rng: rng::states(device)?,
             metrics: run.log.metrics.mark()?,
             grad_scaler: run.engine.grad_scaler.clone(),
@@ -41,8 +46,16 @@ impl Undo {
     /// Goes back to it.
     pub(crate) fn restore<M: LightningModule>(self, module: &M, run: &mut Run, device: Device) -> Result<()> {
         self.module.restore(module)?;
+        run.engine.strategy.set_grads(module.as_dyn(), &self.grads)?;
         run.log.metrics.go_back(self.metrics, device)?;
         run.engine.grad_scaler = self.grad_scaler;
         rng::set_states(&self.rng)
     }
+}
+
+fn copied(tensor: &Tensor) -> Result<Tensor> {
+    let _no_grad = tch::no_grad_guard();
+    let mut copy = tensor.f_empty_like()?;
+    copy.f_copy_(tensor)?;
+    Ok(copy)
 }

@@ -48,7 +48,7 @@ pub(crate) fn keep<M: LightningModule>(session: &mut Session<M>) -> Result<After
 /// What this rank has to itself.
 pub(crate) fn own_state<M: LightningModule>(session: &Session<M>) -> Result<RankState> {
     Ok(RankState {
-        grads: pending_grads(session),
+        grads: pending_grads(session)?,
         metrics: session.run.log.metrics.metric_states()?,
         rng: rng::states(session.plan.device)?,
         logged: logged_values(session)?,
@@ -74,8 +74,9 @@ pub(crate) fn collect<M: LightningModule>(
 /// The training state without what callbacks, data and module add.
 fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(LoopState, TrainingState)> {
     let run = &*session.run;
-    let optimizers: Vec<OptimizerState> =
-        session.training.optimizers.iter().map(|optimizer| optimizer.state_dict()).collect();
+    let saved = session.training.optimizers.iter().enumerate();
+    let saved = saved.map(|(index, optimizer)| run.engine.strategy.save_optimizer(index, optimizer.as_ref()));
+    let optimizers: Vec<OptimizerState> = saved.collect::<Result<_>>()?;
     let names = session.training.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
     let schedulers =
         session.training.schedulers.iter().map(|active| active.configured.scheduler.state_dict());
@@ -95,7 +96,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(LoopState
     };
     let training = TrainingState {
         optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
-        grads: pending_grads(session),
+        grads: pending_grads(session)?,
         metrics: run.log.metrics.metric_states()?,
         rng: rng::states(session.plan.device)?,
         ..TrainingState::default()
@@ -167,13 +168,12 @@ fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {
 
 /// Gradients of an accumulation window that has begun and is not complete. With manual optimization all there are: only
 /// the module knows which it goes on with.
-fn pending_grads<M: LightningModule>(session: &Session<M>) -> Vec<(String, tch::Tensor)> {
+fn pending_grads<M: LightningModule>(session: &Session<M>) -> Result<Vec<(String, tch::Tensor)>> {
     let progress = &session.run.at.progress;
     let is_open = !progress.batch_idx.is_multiple_of(session.accumulate_grad_batches)
         && progress.has_batches_left(session.run.facts.num_training_batches);
     if !is_open && session.module.automatic_optimization() {
-        return Vec::new();
+        return Ok(Vec::new());
     }
-    let parameters = session.module.named_parameters().into_iter();
-    parameters.map(|(fqn, parameter)| (fqn, parameter.grad())).filter(|(_, grad)| grad.defined()).collect()
+    session.run.engine.strategy.grads(session.module.as_dyn())
 }

@@ -11,7 +11,6 @@ use crate::checkpoint::{Checkpoint, LoopState, RankState};
 use crate::data::Stage;
 use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
-use crate::ffi;
 use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts};
 use crate::nn::ModuleExt;
 use crate::optim::OptimizerState;
@@ -104,10 +103,10 @@ pub(crate) fn restore_training<M: LightningModule>(
         return Err(unusable(&path, what, "use the same configure_optimizers, or load the weights alone"));
     }
     let tensors = training.optimizers.into_iter();
-    for ((optimizer, tensors), (_, groups)) in
-        session.training.optimizers.iter_mut().zip(tensors).zip(state.optimizers)
-    {
-        optimizer.load_state_dict(OptimizerState { tensors, groups })?;
+    let states =
+        tensors.zip(state.optimizers).map(|(tensors, (_, groups))| OptimizerState { tensors, groups });
+    for (index, (optimizer, state)) in session.training.optimizers.iter_mut().zip(states).enumerate() {
+        session.run.engine.strategy.load_optimizer(index, optimizer.as_mut(), state)?;
     }
     for (active, saved) in session.training.schedulers.iter_mut().zip(&state.schedulers) {
         active.configured.scheduler.load_state_dict(saved)?;
@@ -209,15 +208,13 @@ fn restore_grads<M: LightningModule>(
     let parameters: HashMap<_, _> = parameters.iter().map(|(name, parameter)| (name, parameter)).collect();
     for (fqn, grad) in grads {
         let Some(parameter) = parameters.get(fqn) else { continue };
-        if grad.size() != parameter.leaf().size() {
-            let (found, expected) = (grad.size(), parameter.leaf().size());
+        if grad.size() != parameter.size() {
+            let (found, expected) = (grad.size(), parameter.size());
             let what = format!("its gradient of {fqn} has shape {found:?}, the parameter has {expected:?}");
             return Err(unusable(path, what, "use another checkpoint"));
         }
-        let grad = grad.f_to_device(session.plan.device.tch())?.f_to_kind(parameter.leaf().kind())?;
-        ffi::set_grad(parameter.leaf(), &grad)?;
     }
-    Ok(())
+    session.run.engine.strategy.set_grads(session.module.as_dyn(), grads)
 }
 
 fn restore_callbacks(

@@ -1,0 +1,82 @@
+//! What strategies of several ranks have in common: all start from the same module, and act on the same votes.
+
+use tch::{Kind, Tensor};
+
+use super::votes::Votes;
+use crate::distributed::{ProcessGroup, ReduceOp};
+use crate::error::{DistributedError, Result};
+use crate::nn::{Module, ModuleExt};
+
+/// All ranks start from the values of rank 0.
+///
+/// # Errors
+/// [`DistributedError::Mismatch`] on each rank whose module differs from rank 0's.
+pub(super) fn start_equal(group: &ProcessGroup, module: &dyn Module) -> Result<()> {
+    same_modules(group, module)?;
+    let values = module.parameters().into_iter().map(|parameter| parameter.detach());
+    broadcast(group, values.chain(module.named_buffers().into_iter().map(|(_, buffer)| buffer.detach())))
+}
+
+/// Buffers become rank 0's.
+pub(super) fn broadcast_buffers(group: &ProcessGroup, module: &dyn Module) -> Result<()> {
+    broadcast(group, module.named_buffers().into_iter().map(|(_, buffer)| buffer.detach()))
+}
+
+/// The votes of all ranks together.
+pub(super) fn agree(group: &ProcessGroup, votes: Votes) -> Result<Votes> {
+    let sums = Tensor::f_from_slice(&votes.numbers())?;
+    group.all_reduce(&sums, ReduceOp::Sum)?;
+    let mut numbers = [0_f32; 3];
+    sums.f_copy_data(&mut numbers, 3)?;
+    Ok(Votes::from_numbers(numbers))
+}
+
+/// All tensors become rank 0's, those of one dtype in one message.
+fn broadcast(group: &ProcessGroup, tensors: impl Iterator<Item = Tensor>) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    let mut by_kind: Vec<(Kind, Vec<Tensor>)> = Vec::new();
+    for tensor in tensors {
+        match by_kind.iter_mut().find(|(kind, _)| *kind == tensor.kind()) {
+            Some((_, members)) => members.push(tensor),
+            None => by_kind.push((tensor.kind(), vec![tensor])),
+        }
+    }
+    for (_, members) in by_kind {
+        let flat: Vec<Tensor> =
+            members.iter().map(|tensor| tensor.f_reshape([-1_i64])).collect::<Result<_, _>>()?;
+        let flat = Tensor::f_cat(&flat, 0)?;
+        group.broadcast(&flat, 0)?;
+        if group.rank() == 0 {
+            continue;
+        }
+        let mut start = 0;
+        for tensor in members {
+            let len = tensor.numel() as i64;
+            let values = flat.f_narrow(0, start, len)?.f_view(tensor.size().as_slice())?;
+            tensor.shallow_clone().f_copy_(&values)?;
+            start += len;
+        }
+    }
+    Ok(())
+}
+
+/// An error on each rank whose module differs from rank 0's.
+fn same_modules(group: &ProcessGroup, module: &dyn Module) -> Result<()> {
+    let parameters = module.named_parameters().into_iter().map(|(fqn, p)| {
+        let is_trained = if p.requires_grad() { "trained" } else { "frozen" };
+        format!("{fqn} of shape {:?}, {:?}, {is_trained}", p.size(), p.kind())
+    });
+    let buffers = module
+        .named_buffers()
+        .into_iter()
+        .map(|(fqn, b)| format!("{fqn} of shape {:?}, {:?}", b.size(), b.kind()));
+    let own: Vec<String> = parameters.chain(buffers).collect();
+    let first = group.broadcast_object(&own, 0)?;
+    if own == first {
+        return Ok(());
+    }
+    let at = own.iter().zip(&first).take_while(|(own, first)| own == first).count();
+    let word = |list: &[String]| list.get(at).cloned().unwrap_or_else(|| "nothing more".to_owned());
+    let what = format!("{} where rank 0 has {}", word(&own), word(&first));
+    Err(DistributedError::Mismatch { rank: group.rank(), what }.into())
+}

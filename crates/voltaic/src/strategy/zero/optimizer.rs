@@ -1,0 +1,206 @@
+//! An optimizer whose state is divided among the ranks.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tch::{Kind, Tensor};
+
+use super::flat::copied;
+use super::reducer::Reducer;
+use crate::distributed::ReduceOp;
+use crate::error::{ConfigError, Result};
+use crate::optim::{GradientClip, Optimizer, OptimizerState, ParamGroup, clip_to_norm, grad_norm};
+
+/// The state that is the master weights: as optimizers with masters of their own call it.
+const MASTER: &str = "master_param";
+
+/// The state that counts steps, and is not like its parameter.
+const STEP: &str = "step";
+
+/// Steps this rank's part of the parameters, and gives all ranks the whole ones.
+pub(super) struct ZeroOptimizer {
+    /// Over slices of the parameters, under their names.
+    pub inner: Box<dyn Optimizer>,
+    pub index: usize,
+    pub reducer: Arc<Mutex<Reducer>>,
+}
+
+impl ZeroOptimizer {
+    fn reducer(&self) -> MutexGuard<'_, Reducer> {
+        self.reducer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Slices with a gradient, as the leaves that have it.
+    fn leaves(&self) -> Vec<Tensor> {
+        let params = self.inner.param_groups().iter().flat_map(ParamGroup::params);
+        params.map(|(_, slice)| slice.leaf().shallow_clone()).collect()
+    }
+}
+
+impl Optimizer for ZeroOptimizer {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    /// # Collective
+    /// All ranks must call it.
+    fn step(&mut self) -> Result<()> {
+        self.inner.step()?;
+        self.reducer().gather_weights(self.index)
+    }
+
+    fn zero_grad(&mut self) -> Result<()> {
+        self.inner.zero_grad()?;
+        self.reducer().drop_grads(self.index)
+    }
+
+    fn param_groups(&self) -> &[ParamGroup] {
+        self.inner.param_groups()
+    }
+
+    fn param_groups_mut(&mut self) -> &mut [ParamGroup] {
+        self.inner.param_groups_mut()
+    }
+
+    /// # Collective
+    /// All ranks must call it.
+    fn unscale(&mut self, inverse: f64) -> Result<bool> {
+        let is_finite = self.inner.unscale(inverse)?;
+        let Some(group) = self.reducer().peers.clone() else { return Ok(is_finite) };
+        let num_failed = Tensor::f_from_slice(&[f32::from(u8::from(!is_finite))])?;
+        group.all_reduce(&num_failed, ReduceOp::Sum)?;
+        Ok(num_failed.f_double_value(&[0])? == 0.0)
+    }
+
+    /// # Collective
+    /// All ranks must call it.
+    fn grad_norm(&mut self, norm_type: f64) -> Result<Tensor> {
+        if norm_type == 0.0 {
+            let what = "0, which counts tensors, but ranks have parts of them";
+            return Err(ConfigError::new("norm_type", what, "use another norm, such as 2").into());
+        }
+        let own = grad_norm(&self.leaves(), norm_type)?;
+        let (kind, device) = (own.kind(), own.device());
+        let all = self.reducer().all_norms(&own)?;
+        let dim: Option<&[i64]> = None;
+        Ok(all.f_linalg_norm(norm_type, dim, false, None)?.f_to_device(device)?.f_to_kind(kind)?)
+    }
+
+    /// # Collective
+    /// All ranks must call it.
+    fn clip(&mut self, clip: GradientClip) -> Result<()> {
+        match clip {
+            GradientClip::Norm(max_norm) => {
+                let norm = self.grad_norm(2.0)?;
+                clip_to_norm(&self.leaves(), &norm, max_norm)
+            }
+            GradientClip::Value(_) => self.inner.clip(clip),
+        }
+    }
+
+    /// The state of this rank's part, with tensors of one dimension.
+    fn state_dict(&self) -> OptimizerState {
+        self.inner.state_dict()
+    }
+
+    fn load_state_dict(&mut self, state: OptimizerState) -> Result<()> {
+        self.inner.load_state_dict(state)
+    }
+}
+
+/// The whole state of an optimizer, of which each rank has a part.
+///
+/// # Collective
+/// All ranks must call it.
+pub(super) fn whole_state(reducer: &Reducer, index: usize, part: &OptimizerState) -> Result<OptimizerState> {
+    let mut tensors: Vec<(String, Tensor)> =
+        part.tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
+    for unit in reducer.units.iter().filter(|unit| unit.optimizer == index && unit.has_master) {
+        let slices = unit.layout.places.iter().zip(&unit.slices);
+        tensors
+            .extend(slices.map(|(place, slice)| (format!("{MASTER}.{}", place.fqn), slice.leaf().detach())));
+    }
+    // a rank that has nothing of a parameter does not count its steps
+    tensors.retain(|(name, _)| {
+        let place = name.split_once('.').and_then(|(_, fqn)| reducer.place_of(fqn));
+        place.is_none_or(|(unit, index)| reducer.units[unit].slices[index].numel() > 0)
+    });
+    // numbers that belong to a parameter as a whole are the same on all ranks that have a part of it
+    let numbers: Vec<(String, f64)> = tensors
+        .iter()
+        .filter(|(_, tensor)| tensor.dim() == 0)
+        .map(|(name, tensor)| Ok((name.clone(), tensor.f_double_value(&[])?)))
+        .collect::<Result<_>>()?;
+    let kinds: Vec<(String, String)> = tensors
+        .iter()
+        .filter(|(_, tensor)| tensor.dim() > 0)
+        .map(|(name, tensor)| (name.clone(), format!("{:?}", tensor.kind())))
+        .collect();
+    let told = match &reducer.peers {
+        Some(group) => group.all_gather_object(&(numbers, kinds))?,
+        None => vec![(numbers, kinds)],
+    };
+    let mut own: BTreeMap<&str, &Tensor> =
+        tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    own.retain(|_, tensor| tensor.dim() > 0);
+    let mut whole: BTreeMap<String, Tensor> = BTreeMap::new();
+    for (name, number) in told.iter().flat_map(|(numbers, _)| numbers) {
+        whole.entry(name.clone()).or_insert(Tensor::f_from_slice(&[*number as f32])?.f_reshape([0_i64; 0])?);
+    }
+    // by unit, and kind of state in it: those of its parameters that have some
+    let mut wanted: BTreeMap<(usize, &str), (Kind, Vec<usize>)> = BTreeMap::new();
+    for (name, kind) in told.iter().flat_map(|(_, kinds)| kinds) {
+        let Some((state, (unit, index))) =
+            name.split_once('.').and_then(|(state, fqn)| Some((state, reducer.place_of(fqn)?)))
+        else {
+            continue;
+        };
+        let kind = if kind == "Double" { Kind::Double } else { Kind::Float };
+        let (_, members) = wanted.entry((unit, state)).or_insert((kind, Vec::new()));
+        if !members.contains(&index) {
+            members.push(index);
+        }
+    }
+    for ((number, state), (kind, members)) in wanted {
+        let unit = &reducer.units[number];
+        let name = |fqn: &str| format!("{state}.{fqn}");
+        let slices: Vec<Option<Tensor>> = unit
+            .layout
+            .places
+            .iter()
+            .map(|place| own.get(name(&place.fqn).as_str()).map(|tensor| tensor.shallow_clone()))
+            .collect();
+        let all = unit.whole(reducer.group(), &slices, kind)?;
+        for index in members {
+            whole.insert(name(&unit.layout.places[index].fqn), copied(&all[index])?);
+        }
+    }
+    Ok(OptimizerState { tensors: whole.into_iter().collect(), groups: part.groups.clone() })
+}
+
+/// What this rank keeps of a whole state.
+pub(super) fn part_of_state(reducer: &Reducer, whole: OptimizerState) -> Result<OptimizerState> {
+    let OptimizerState { tensors, groups } = whole;
+    let mut parts = Vec::with_capacity(tensors.len());
+    for (name, tensor) in tensors {
+        let Some((state, (unit, index))) =
+            name.split_once('.').and_then(|(state, fqn)| Some((state, reducer.place_of(fqn)?)))
+        else {
+            parts.push((name, tensor)); // refused by the optimizer
+            continue;
+        };
+        let unit = &reducer.units[unit];
+        if unit.slices[index].numel() == 0 {
+            continue;
+        }
+        if state == MASTER && unit.has_master && tensor.size() == unit.layout.places[index].shape {
+            let _no_grad = tch::no_grad_guard();
+            unit.slices[index].leaf().detach().f_copy_(&unit.slice_of(index, &tensor)?)?;
+            continue;
+        }
+        let is_like_parameter = state != STEP && tensor.size() == unit.layout.places[index].shape;
+        let part = if is_like_parameter { unit.slice_of(index, &tensor)? } else { tensor };
+        parts.push((name, part));
+    }
+    Ok(OptimizerState { tensors: parts, groups })
+}

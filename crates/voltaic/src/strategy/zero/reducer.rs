@@ -1,0 +1,224 @@
+//! Takes gradients to the ranks that step with them, unit by unit, while backward computes the next ones.
+//!
+//! A hook of each parameter tells when its gradient is complete. When a unit's are, they are written into one tensor, each
+//! divided by the number of ranks, which are then added up part by part, in the order of the ranks: the arithmetic of data-parallel
+//! training. Units leave in their order on all ranks, whatever order hooks run in.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use tch::{Kind, Tensor};
+
+use super::config::{ZeroConfig, ZeroStage};
+use super::unit::Unit;
+use crate::distributed::{ProcessGroup, ReduceOp, Work};
+use crate::error::{ConfigError, Error, Result};
+use crate::strategy::votes::Votes;
+
+/// Most units on their way where gradients do not stay whole: the memory of a third one would be needed.
+const MAX_SENT: usize = 2;
+
+/// A unit's gradients on their way.
+#[derive(Debug)]
+struct Sent {
+    unit: usize,
+    work: Option<Work>,
+    /// Left alone until they have arrived.
+    _given: Tensor,
+    part: Tensor,
+}
+
+/// What hooks of gradients, the strategy and its optimizers share.
+#[derive(Debug)]
+pub(super) struct Reducer {
+    pub config: ZeroConfig,
+    /// The other ranks, if there are some.
+    pub peers: Option<Arc<ProcessGroup>>,
+    pub units: Vec<Unit>,
+    /// For each unit, how many of its gradients are still to come in this backward pass.
+    waiting: Vec<usize>,
+    is_ready: Vec<Vec<bool>>,
+    /// Units that have left in this backward pass.
+    num_sent: usize,
+    sent: VecDeque<Sent>,
+    /// Hooks count: this backward is one whose gradients travel.
+    pub is_active: bool,
+    /// The trainer runs backward, whether its gradients travel or not.
+    pub is_in_backward: bool,
+    /// A parameter that got a gradient from elsewhere since the last backward whose gradients travelled.
+    own_backward: Option<String>,
+    /// The ranks are to know each other's votes after this backward.
+    exchanges: Option<Votes>,
+    /// Why a hook failed.
+    pub failure: Option<Error>,
+}
+
+impl Reducer {
+    pub fn new(config: ZeroConfig, peers: Option<Arc<ProcessGroup>>, units: Vec<Unit>) -> Self {
+        Self {
+            config,
+            peers,
+            waiting: Vec::new(),
+            is_ready: Vec::new(),
+            units,
+            num_sent: 0,
+            sent: VecDeque::new(),
+            is_active: false,
+            is_in_backward: false,
+            own_backward: None,
+            exchanges: None,
+            failure: None,
+        }
+    }
+
+    pub fn group(&self) -> Option<&ProcessGroup> {
+        self.peers.as_deref()
+    }
+
+    fn ranks(&self) -> usize {
+        self.peers.as_ref().map_or(1, |group| group.world_size())
+    }
+
+    /// Before a backward pass. With `syncs` its gradients complete a window.
+    pub fn begin(&mut self, syncs: bool, votes: Votes) {
+        self.failure = None;
+        self.sent.clear();
+        self.is_in_backward = true;
+        self.exchanges = syncs.then_some(votes);
+        self.is_active = syncs || self.config.stage >= ZeroStage::Two;
+        if !self.is_active {
+            return;
+        }
+        self.own_backward = None; // what there is already travels, too
+        self.num_sent = 0;
+        self.waiting = self.units.iter().map(|unit| unit.layout.places.len()).collect();
+        self.is_ready = self.units.iter().map(|unit| vec![false; unit.layout.places.len()]).collect();
+    }
+
+    /// A gradient is complete.
+    pub fn ready(&mut self, unit: usize, index: usize) -> Result<()> {
+        if !self.is_in_backward {
+            let fqn = &self.units[unit].layout.places[index].fqn;
+            self.own_backward.get_or_insert_with(|| fqn.clone());
+        }
+        if !self.is_active || std::mem::replace(&mut self.is_ready[unit][index], true) {
+            return Ok(());
+        }
+        self.waiting[unit] -= 1;
+        while self.num_sent < self.units.len() && self.waiting[self.num_sent] == 0 {
+            self.send_next()?;
+        }
+        Ok(())
+    }
+
+    /// An error if gradients came from a backward pass that was not the trainer's, and are this rank's alone.
+    pub fn check_averaged(&self) -> Result<()> {
+        let Some(name) = self.own_backward.as_ref().filter(|_| self.peers.is_some()) else { return Ok(()) };
+        let what = format!("the gradient of `{name}` comes from loss.backward(), and is this rank's alone");
+        let remedy = "call ctx.manual_backward(&loss), which averages gradients over the ranks";
+        Err(ConfigError::new("optimizer.step", what, remedy).into())
+    }
+
+    fn send_next(&mut self) -> Result<()> {
+        let limit = if self.config.stage == ZeroStage::One { usize::MAX } else { MAX_SENT };
+        while self.sent.len() >= limit {
+            self.receive_next()?;
+        }
+        let (index, ranks) = (self.num_sent, self.ranks());
+        let unit = &mut self.units[index];
+        let mut given = unit.take_grads(1.0 / ranks as f64)?;
+        if let Some(dtype) = self.config.communication_dtype.filter(|dtype| *dtype != given.kind()) {
+            given = given.f_to_kind(dtype)?;
+        }
+        let (work, part) = match self.peers.as_deref() {
+            Some(group) if unit.layout.part_len > 0 => {
+                let len = [unit.layout.part_len as i64];
+                let part = Tensor::f_empty(len, (given.kind(), given.device()))?;
+                (Some(group.start_reduce_scatter_into(&part, &given, ReduceOp::Sum)?), part)
+            }
+            _ => (None, given.shallow_clone()),
+        };
+        self.sent.push_back(Sent { unit: index, work, _given: given, part });
+        self.num_sent += 1;
+        Ok(())
+    }
+
+    fn receive_next(&mut self) -> Result<()> {
+        let Some(Sent { unit, work, part, .. }) = self.sent.pop_front() else { return Ok(()) };
+        work.map_or(Ok(()), Work::wait)?;
+        self.units[unit].add_grads(part)
+    }
+
+    /// After backward: waits for the gradients. Returns the votes of all ranks if the window is complete.
+    pub fn finish(&mut self) -> Result<Votes> {
+        while self.num_sent < self.units.len() {
+            self.send_next()?; // some parameters of it have no part in the loss
+        }
+        while !self.sent.is_empty() {
+            self.receive_next()?;
+        }
+        let Some(votes) = self.exchanges.take() else { return Ok(Votes::default()) };
+        let had =
+            self.units.iter().flat_map(|unit| unit.had_grad.iter().map(|had| f32::from(u8::from(*had))));
+        let mut numbers: Vec<f32> = votes.numbers().into_iter().chain(had).collect();
+        if let Some(group) = &self.peers {
+            let sums = Tensor::f_from_slice(&numbers)?;
+            group.all_reduce(&sums, ReduceOp::Sum)?;
+            let len = numbers.len();
+            sums.f_copy_data(&mut numbers, len)?;
+        }
+        let (votes, had) = numbers.split_at(votes.numbers().len());
+        let had: Vec<bool> = had.iter().map(|sum| *sum != 0.0).collect();
+        let mut rest = had.as_slice();
+        for unit in &mut self.units {
+            let (own, others) = rest.split_at(unit.had_grad.len());
+            unit.had_grad.copy_from_slice(own);
+            unit.show_grads(own)?;
+            rest = others;
+        }
+        Ok(Votes::from_numbers([votes[0], votes[1], votes[2]]))
+    }
+
+    /// The backward pass has failed; what was on its way is of no use.
+    pub fn abandon(&mut self) {
+        self.sent.clear();
+        self.exchanges = None;
+    }
+
+    /// After an optimizer's step: gives all ranks the weights of all.
+    pub fn gather_weights(&self, optimizer: usize) -> Result<()> {
+        let units = self.units.iter().filter(|unit| unit.optimizer == optimizer && unit.has_grads());
+        let works = units.map(|unit| unit.start_gather(self.group())).collect::<Result<Vec<_>>>()?;
+        works.into_iter().flatten().try_for_each(Work::wait)
+    }
+
+    /// Drops the gradients of an optimizer's parameters.
+    pub fn drop_grads(&mut self, optimizer: usize) -> Result<()> {
+        let mut units = self.units.iter_mut().filter(|unit| unit.optimizer == optimizer);
+        units.try_for_each(Unit::drop_grads)
+    }
+
+    /// The place of a parameter: its unit and its index there.
+    pub fn place_of(&self, fqn: &str) -> Option<(usize, usize)> {
+        self.units.iter().enumerate().find_map(|(number, unit)| {
+            Some((number, unit.layout.places.iter().position(|place| place.fqn == fqn)?))
+        })
+    }
+
+    /// The place of a parameter by its id.
+    pub fn place_of_id(&self, id: u64) -> Option<(usize, usize)> {
+        self.units.iter().enumerate().find_map(|(number, unit)| {
+            let index = unit.layout.places.iter().position(|place| place.parameter.id() == id)?;
+            Some((number, index))
+        })
+    }
+
+    /// The norms of all ranks' parts, as one tensor.
+    pub fn all_norms(&self, norm: &Tensor) -> Result<Tensor> {
+        let norm = norm.f_to_kind(Kind::Float)?.f_reshape([1_i64])?;
+        match &self.peers {
+            Some(group) => Ok(group.all_gather(&norm)?.f_view([-1_i64])?),
+            None => Ok(norm),
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! Parameters that travel together: the weights, this rank's part of them that the optimizer changes, and its gradients.
+
+use tch::{Kind, Tensor};
+
+use super::flat::{Layout, copied, narrow};
+use crate::distributed::{ProcessGroup, Work};
+use crate::error::Result;
+use crate::ffi;
+use crate::nn::Parameter;
+
+/// A unit on one rank.
+#[derive(Debug)]
+pub(super) struct Unit {
+    pub layout: Layout,
+    /// The optimizer that changes it.
+    pub optimizer: usize,
+    rank: usize,
+    /// All weights, of which the parameters are views.
+    flat: Tensor,
+    /// This rank's part: of `flat` itself, or in float32 beside weights of a lower dtype.
+    part: Tensor,
+    pub has_master: bool,
+    /// What this rank has of each parameter: views of `part`.
+    pub slices: Vec<Parameter>,
+    /// The gradients of `part`, mean over the ranks; there once some have come.
+    grads: Option<Tensor>,
+    /// Which parameters have had a gradient on this rank since gradients were dropped.
+    pub had_grad: Vec<bool>,
+}
+
+impl Unit {
+    /// Lays the parameters out in one tensor, which they are views of from now on.
+    pub fn new(layout: Layout, optimizer: usize, rank: usize) -> Result<Self> {
+        let _no_grad = tch::no_grad_guard();
+        let flat = layout.empty_flat(layout.kind)?;
+        for (place, mut view) in layout.places.iter().zip(layout.views(&flat)?) {
+            view.f_copy_(place.parameter.leaf())?;
+            place.parameter.set_data(&view)?;
+        }
+        let part = layout.part(&flat, rank)?;
+        let has_master = matches!(layout.kind, Kind::BFloat16 | Kind::Half);
+        let part = if has_master { part.f_to_dtype(Kind::Float, false, true)? } else { part };
+        let slice = |place| {
+            let slice = Parameter::new(layout.slice(&part, place, rank)?);
+            let _ = slice.set_requires_grad(place.parameter.requires_grad());
+            Ok(slice)
+        };
+        let slices = layout.places.iter().map(slice).collect::<Result<_>>()?;
+        let had_grad = vec![false; layout.places.len()];
+        Ok(Self { layout, optimizer, rank, flat, part, has_master, slices, grads: None, had_grad })
+    }
+
+    /// The parameters' leaves, in their order.
+    pub fn leaves(&self) -> impl Iterator<Item = &Tensor> {
+        self.layout.places.iter().map(|place| place.parameter.leaf())
+    }
+
+    /// All gradients of this rank times `scale` in one tensor; they are taken from the parameters.
+    pub fn take_grads(&mut self, scale: f64) -> Result<Tensor> {
+        let flat = self.layout.empty_flat(self.layout.kind)?;
+        let had = self.layout.places.iter().map(|place| place.parameter.grad().defined());
+        self.had_grad.iter_mut().zip(had).for_each(|(known, had)| *known |= had);
+        ffi::fill_bucket(self.leaves(), &self.layout.views(&flat)?, scale)?;
+        ffi::clear_grads(self.leaves())?;
+        Ok(flat)
+    }
+
+    /// Adds this rank's part of the mean gradients of one backward pass.
+    pub fn add_grads(&mut self, part: Tensor) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let part = part.f_to_kind(self.part.kind())?;
+        match &mut self.grads {
+            Some(grads) => {
+                let _ = grads.f_add_(&part)?;
+            }
+            None => self.grads = Some(part),
+        }
+        Ok(())
+    }
+
+    /// Shows the gradients to the optimizer: those of parameters that had one on any rank.
+    pub fn show_grads(&self, had_grad: &[bool]) -> Result<()> {
+        let Some(grads) = &self.grads else { return Ok(()) };
+        for ((place, slice), _) in
+            self.layout.places.iter().zip(&self.slices).zip(had_grad).filter(|(_, had)| **had)
+        {
+            let grad = self.layout.slice(grads, place, self.rank)?;
+            if grad.numel() > 0 && !slice.grad().defined() {
+                ffi::set_grad(slice.leaf(), &grad)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether there are gradients to step with; the same on all ranks.
+    pub fn has_grads(&self) -> bool {
+        self.grads.is_some()
+    }
+
+    /// Drops all gradients.
+    pub fn drop_grads(&mut self) -> Result<()> {
+        ffi::clear_grads(self.leaves().chain(self.slices.iter().map(Parameter::leaf)))?;
+        self.grads = None;
+        self.had_grad.fill(false);
+        Ok(())
+    }
+
+    /// This rank's part of the gradients of each parameter, if there are some: its name, whether it has had a gradient on this
+    /// rank, and the part.
+    pub fn pending(&self) -> Result<Vec<(&str, bool, Tensor)>> {
+        let Some(grads) = &self.grads else { return Ok(Vec::new()) };
+        self.layout
+            .places
+            .iter()
+            .zip(&self.had_grad)
+            .map(|(place, had)| Ok((place.fqn.as_str(), *had, self.layout.slice(grads, place, self.rank)?)))
+            .collect()
+    }
+
+    /// Puts back what [`Unit::pending`] gave for the parameter at `index`.
+    ///
+    /// # Errors
+    /// libtorch's, if the size is another one.
+    pub fn restore_pending(&mut self, index: usize, had_grad: bool, values: &Tensor) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let grads = match &self.grads {
+            Some(grads) => grads.shallow_clone(),
+            None => self.part.f_zeros_like()?.detach(),
+        };
+        let grad = self.layout.slice(&grads, &self.layout.places[index], self.rank)?;
+        self.grads = Some(grads);
+        grad.shallow_clone().f_copy_(values)?;
+        self.had_grad[index] = had_grad;
+        if had_grad && grad.numel() > 0 {
+            ffi::set_grad(self.slices[index].leaf(), &grad)?;
+        }
+        Ok(())
+    }
+
+    /// After an optimizer step: starts to give all ranks the weights of all. `None` if there is nobody else.
+    pub fn start_gather(&self, group: Option<&ProcessGroup>) -> Result<Option<Work>> {
+        let _no_grad = tch::no_grad_guard();
+        let own = self.layout.part(&self.flat, self.rank)?;
+        if self.has_master {
+            own.shallow_clone().f_copy_(&self.part)?;
+        }
+        match group {
+            Some(group) if self.layout.part_len > 0 => {
+                Ok(Some(group.start_all_gather_into(&self.flat, &own)?))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// The weights have been changed from outside: takes this rank's part of them over.
+    pub fn take_over(&self, index: usize) -> Result<()> {
+        if !self.has_master {
+            return Ok(());
+        }
+        let _no_grad = tch::no_grad_guard();
+        let place = &self.layout.places[index];
+        let own = self.layout.slice(&self.layout.part(&self.flat, self.rank)?, place, self.rank)?;
+        self.slices[index].leaf().detach().f_copy_(&own)?;
+        Ok(())
+    }
+
+    /// What this rank has of a tensor like the parameter at `index`, as a copy.
+    pub fn slice_of(&self, index: usize, whole: &Tensor) -> Result<Tensor> {
+        let range = self.layout.range(&self.layout.places[index], self.rank);
+        let flat = whole.f_reshape([-1_i64])?;
+        copied(&narrow(&flat, range)?)
+    }
+
+    /// Tensors like the parameters, whole, from what each rank has of them. `None` where no rank has any.
+    ///
+    /// # Collective
+    /// All ranks must call it, for the same unit.
+    pub fn whole(
+        &self,
+        group: Option<&ProcessGroup>,
+        slices: &[Option<Tensor>],
+        kind: Kind,
+    ) -> Result<Vec<Tensor>> {
+        let _no_grad = tch::no_grad_guard();
+        let len = [self.layout.part_len as i64];
+        let part = Tensor::f_zeros(len, (kind, self.layout.device))?;
+        for (place, slice) in self.layout.places.iter().zip(slices) {
+            if let Some(slice) = slice {
+                self.layout.slice(&part, place, self.rank)?.f_copy_(slice)?;
+            }
+        }
+        let flat = match group {
+            Some(group) if self.layout.part_len > 0 => group.all_gather(&part)?.f_view([-1_i64])?,
+            _ => part,
+        };
+        self.layout.views(&flat)
+    }
+}

@@ -1,0 +1,6 @@
+//! States divided among ranks (ZeRO): the same as data-parallel training.
+
+mod ladder;
+mod models;
+mod ranks;
+mod resume;
