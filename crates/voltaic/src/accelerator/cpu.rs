@@ -15,8 +15,17 @@ use crate::ffi;
 pub struct CpuAccelerator;
 
 const ACCEPTED: &str = "the number of processes, from 1, or auto";
-/// More processes on one node are a slip of the pen.
-const MAX_PROCESSES: usize = 1024;
+/// As many processes may be started on any machine, and as many for each core of a larger one.
+const MIN_PROCESSES: usize = 64;
+const PROCESSES_PER_CORE: usize = 8;
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+fn max_processes() -> usize {
+    (cores() * PROCESSES_PER_CORE).max(MIN_PROCESSES)
+}
 
 impl Accelerator for CpuAccelerator {
     fn name(&self) -> &'static str {
@@ -24,8 +33,7 @@ impl Accelerator for CpuAccelerator {
     }
 
     fn description(&self) -> String {
-        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-        format!("{cores} cores, {} threads per operator", tch::get_num_threads())
+        format!("{} cores, {} threads per operator", cores(), tch::get_num_threads())
     }
 
     fn availability(&self) -> Result<(), Problem> {
@@ -41,9 +49,10 @@ impl Accelerator for CpuAccelerator {
         use super::devices::Wanted;
         match devices.wanted(ACCEPTED)? {
             Wanted::Auto => Ok((0..self.auto_device_count()).collect()),
-            Wanted::Count(count) if count > MAX_PROCESSES => {
-                let what = format!("{count} processes on one node are more than {MAX_PROCESSES}");
-                Err(Problem::new(what, format!("use {ACCEPTED}")))
+            Wanted::Count(count) if count > max_processes() => {
+                let (cores, max) = (cores(), max_processes());
+                let what = format!("{count} processes are too many for the {cores} cores of this machine");
+                Err(Problem::new(what, format!("use at most {max}")))
             }
             Wanted::Count(count) => Ok((0..count).collect()),
             Wanted::All | Wanted::Indices(_) => {

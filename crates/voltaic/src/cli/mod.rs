@@ -14,8 +14,8 @@
 //! Verbs and fixed options are parsed by clap; every other option is a dotted key of the configuration, laid over
 //! defaults, `--config` files and `VOLTAIC_...` variables by [`crate::config`]. Help texts come from the same schemas.
 //!
-//! Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong, 130 ended by Ctrl-C, 143 ended
-//! by SIGTERM.
+//! Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong, and of a run that a signal
+//! ended 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1.
 
 mod args;
 mod commands;

@@ -30,6 +30,8 @@ impl Failure {
         let code = match own {
             Some(Error::Interrupted { signal: "SIGINT", .. }) => 130,
             Some(Error::Interrupted { signal: "SIGTERM", .. }) => 143,
+            Some(Error::Interrupted { signal: "SIGHUP", .. }) => 129,
+            Some(Error::Interrupted { signal: "SIGUSR1", .. }) => 138,
             _ => 1,
         };
         // `{:#}` joins the chain of causes with colons; a cause that its parent already quotes is not said twice.

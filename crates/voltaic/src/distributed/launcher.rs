@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
+use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1};
 
 use super::host::{LOOPBACK, host_name, is_loopback, listen};
 use super::launch::Launch;
@@ -31,6 +31,9 @@ const INTERRUPT_GRACE: Duration = Duration::from_secs(60);
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Longest end of a rank's output that is shown when it fails.
 const SHOWN_BYTES: u64 = 4096;
+
+/// The exit code of a rank whose command line or configuration is wrong.
+const MISTAKE: i32 = 2;
 
 struct Rank {
     local_rank: usize,
@@ -72,6 +75,12 @@ pub fn launch(launch: &Launch, max_restarts: u64, log_folder: &Path) -> Result<u
                 report(&ranks[index], status);
                 stop(&mut ranks, SIGTERM, GRACE);
                 if attempt == max_restarts || signals.received().is_some() {
+                    return Ok(exit_code(status));
+                }
+                if status.code() == Some(MISTAKE) {
+                    say(
+                        "the configuration is wrong, which would end it again: the ranks are not started again",
+                    );
                     return Ok(exit_code(status));
                 }
                 attempt += 1;
@@ -258,6 +267,7 @@ fn stop(ranks: &mut [Rank], signal: i32, grace: Duration) {
     for rank in ranks.iter_mut() {
         if matches!(rank.child.try_wait(), Ok(None)) {
             ffi::signal_group(rank.child.id(), signal);
+            ffi::signal_group(rank.child.id(), SIGCONT); // one that is stopped would not see it
         }
     }
     let deadline = Instant::now() + grace;
@@ -321,18 +331,23 @@ fn say(text: &str) {
     write_stderr(&format!("launcher: {}\n", text.trim_end()));
 }
 
-/// Ctrl-C and SIGTERM while ranks run. A second one ends the launcher at once, and the ranks with it.
-struct Signals {
-    interrupt: Arc<AtomicBool>,
-    terminate: Arc<AtomicBool>,
-}
+/// Signals that are passed on to the ranks; whether a second one ends the launcher, and the ranks with it, at once.
+const PASSED_ON: [(i32, bool); 4] = [(SIGINT, true), (SIGTERM, true), (SIGUSR1, false), (SIGHUP, false)];
+
+/// The signals received while ranks run.
+struct Signals([Arc<AtomicBool>; PASSED_ON.len()]);
 
 impl Signals {
     fn watch() -> Result<Self> {
-        let signals = Self { interrupt: Arc::default(), terminate: Arc::default() };
+        let signals = Self(Default::default());
         let register = || -> std::io::Result<()> {
-            for (signal, flag) in [(SIGINT, &signals.interrupt), (SIGTERM, &signals.terminate)] {
-                signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, flag.clone())?;
+            for ((signal, ends_at_second), flag) in PASSED_ON.into_iter().zip(&signals.0) {
+                if signal == SIGHUP && ffi::ignores(signal) {
+                    continue; // nohup
+                }
+                if ends_at_second {
+                    signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, flag.clone())?;
+                }
                 signal_hook::flag::register(signal, flag.clone())?;
             }
             Ok(())
@@ -342,8 +357,8 @@ impl Signals {
     }
 
     fn received(&self) -> Option<i32> {
-        let is_set = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
-        is_set(&self.interrupt).then_some(SIGINT).or(is_set(&self.terminate).then_some(SIGTERM))
+        let mut signals = PASSED_ON.iter().zip(&self.0);
+        signals.find_map(|((signal, _), flag)| flag.load(Ordering::Relaxed).then_some(*signal))
     }
 }
 

@@ -18,6 +18,7 @@ mod placement;
 mod process_group;
 mod rendezvous;
 mod roll_call;
+mod slurm;
 mod variables;
 mod world;
 
@@ -35,6 +36,7 @@ pub(crate) use placement::Wanted;
 pub use placement::{Placement, RankPlacement};
 pub use process_group::{ProcessGroup, Work};
 pub use rendezvous::RunStore;
+pub(crate) use slurm::SlurmJob;
 pub use variables::Variables;
 pub use world::{World, global_rank, is_global_zero};
 

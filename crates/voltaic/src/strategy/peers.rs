@@ -26,8 +26,8 @@ pub(super) fn broadcast_buffers(group: &ProcessGroup, module: &dyn Module) -> Re
 pub(super) fn agree(group: &ProcessGroup, votes: Votes) -> Result<Votes> {
     let sums = Tensor::f_from_slice(&votes.numbers())?;
     group.all_reduce(&sums, ReduceOp::Sum)?;
-    let mut numbers = [0_f32; 3];
-    sums.f_copy_data(&mut numbers, 3)?;
+    let mut numbers = [0_f32; Votes::COUNT];
+    sums.f_copy_data(&mut numbers, Votes::COUNT)?;
     Ok(Votes::from_numbers(numbers))
 }
 

@@ -9,24 +9,36 @@ pub struct Votes {
     pub terminate: bool,
     /// A callback asked to stop training.
     pub stop: bool,
+    /// SIGHUP.
+    pub hangup: bool,
+    /// SIGUSR1, by which Slurm tells a job that its time is over.
+    pub notice: bool,
 }
 
 impl Votes {
+    /// How many there are.
+    pub const COUNT: usize = 5;
+
     /// What either of two asks.
     pub(crate) fn or(self, other: Self) -> Self {
         Self {
             interrupt: self.interrupt || other.interrupt,
             terminate: self.terminate || other.terminate,
             stop: self.stop || other.stop,
+            hangup: self.hangup || other.hangup,
+            notice: self.notice || other.notice,
         }
     }
 
-    pub(crate) fn numbers(self) -> [f32; 3] {
-        [self.interrupt, self.terminate, self.stop].map(|vote| f32::from(u8::from(vote)))
+    /// The votes as numbers, to be summed over the ranks.
+    pub fn numbers(self) -> [f32; Self::COUNT] {
+        let Self { interrupt, terminate, stop, hangup, notice } = self;
+        [interrupt, terminate, stop, hangup, notice].map(|vote| f32::from(u8::from(vote)))
     }
 
-    pub(crate) fn from_numbers(numbers: [f32; 3]) -> Self {
-        let [interrupt, terminate, stop] = numbers.map(|sum| sum != 0.0);
-        Self { interrupt, terminate, stop }
+    /// The votes of all ranks, from the sums of their numbers.
+    pub fn from_numbers(numbers: [f32; Self::COUNT]) -> Self {
+        let [interrupt, terminate, stop, hangup, notice] = numbers.map(|sum| sum != 0.0);
+        Self { interrupt, terminate, stop, hangup, notice }
     }
 }

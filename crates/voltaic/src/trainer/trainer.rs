@@ -27,6 +27,7 @@ use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
 use crate::trainer::state::collect::weights;
 use crate::trainer::state::find::{or_of_failed_run, saved};
+use crate::trainer::state::requeue::or_of_requeued_job;
 use crate::trainer::state::write::write_after_fit;
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].
@@ -106,7 +107,7 @@ impl Trainer {
     ///
     /// # Errors
     /// [`Error::Hook`](crate::Error::Hook) if user code fails or panics; [`Error::Interrupted`](crate::Error::Interrupted)
-    /// on Ctrl-C or SIGTERM, after the batch in progress; otherwise what the parts report. Checkpoints written before
+    /// on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, after the batch in progress; otherwise what the parts report. Checkpoints written before
     /// stay as they are.
     pub fn fit<M: LightningModule>(
         &mut self,
@@ -115,6 +116,7 @@ impl Trainer {
     ) -> Result<()> {
         let ckpt_path = self.ckpt_path.take();
         let ckpt_path = self.run.after_restart(ckpt_path)?;
+        let ckpt_path = or_of_requeued_job(&self.run, ckpt_path)?;
         let ckpt_path = or_of_failed_run(&self.run, ckpt_path)?;
         if ckpt_path.is_none() {
             self.find_batch_size(module, data, Stage::Fit)?;

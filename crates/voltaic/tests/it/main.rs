@@ -87,6 +87,7 @@ mod resume_state;
 mod rng;
 mod saved_state;
 mod sharded;
+mod signals;
 #[path = "../support/stages.rs"]
 mod stages;
 mod strangers;

@@ -181,9 +181,8 @@ impl Strategy for Sharded {
 
     fn agree(&self, votes: Votes) -> Result<Votes> {
         let Some(group) = self.world.group().filter(|group| group.world_size() > 1) else { return Ok(votes) };
-        let all = group.all_gather_object(&[votes.interrupt, votes.terminate, votes.stop])?;
-        let any = |index: usize| all.iter().any(|votes| votes[index]);
-        Ok(Votes { interrupt: any(0), terminate: any(1), stop: any(2) })
+        let all = group.all_gather_object(&votes.numbers())?;
+        Ok(Votes::from_numbers(std::array::from_fn(|index| all.iter().map(|votes| votes[index]).sum())))
     }
 
     fn finish(&mut self, _module: &dyn Module) -> Result<()> {

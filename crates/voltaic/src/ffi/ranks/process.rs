@@ -22,6 +22,14 @@ pub fn die_with_parent(command: &mut Command) {
     }
 }
 
+/// Whether this process was started to ignore a signal, as `nohup` does with SIGHUP.
+pub fn ignores(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    mask & (1 << (signal - 1)) != 0
+}
+
 /// Sends a signal to a process group, that of a child started with a group of its own; one that has ended is not a mistake.
 pub fn signal_group(leader: u32, signal: i32) {
     if let Ok(leader) = i32::try_from(leader)

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
+use crate::strategy::votes::Votes;
 
 /// Most bytes of the first bucket: it starts to travel while most of backward is still to come.
 const FIRST_BUCKET_BYTES: usize = 1 << 20;
 
 /// Slots for votes behind the gradients of the first bucket.
-pub(super) const VOTES: i64 = 3;
+pub(super) const VOTES: i64 = Votes::COUNT as i64;
 
 /// Gradients that travel together, in one tensor of which each is a view.
 #[derive(Debug)]

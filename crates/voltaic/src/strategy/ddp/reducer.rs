@@ -249,8 +249,8 @@ impl Reducer {
     fn take_votes(&mut self) -> Result<Votes> {
         let Some(first) = self.buckets.first() else { return Ok(Votes::default()) };
         let votes = first.votes()?.f_to_kind(Kind::Float)?.f_to_device(tch::Device::Cpu)?; // sync point
-        let mut numbers = [0_f32; 3];
-        votes.f_copy_data(&mut numbers, 3)?;
+        let mut numbers = [0_f32; Votes::COUNT];
+        votes.f_copy_data(&mut numbers, Votes::COUNT)?;
         let votes = Votes::from_numbers(numbers);
         self.has_votes = votes != Votes::default();
         Ok(votes)

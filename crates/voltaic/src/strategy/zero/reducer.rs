@@ -176,7 +176,7 @@ impl Reducer {
             unit.show_grads(own)?;
             rest = others;
         }
-        Ok(Votes::from_numbers([votes[0], votes[1], votes[2]]))
+        Ok(Votes::from_numbers(std::array::from_fn(|at| votes[at])))
     }
 
     /// The backward pass has failed; what was on its way is of no use.

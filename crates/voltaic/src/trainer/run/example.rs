@@ -27,7 +27,8 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.facts.example_sizes = None;
         let rng = rng::states(self.plan.device)?;
         let Some(inputs) =
-            self.module_method("example_input_array", |module| Ok(module.example_input_array()))?
+            guarded(|| Ok(self.module.example_input_array()))
+                .map_err(|source| self.hook_error("example_input_array", source))?
         else {
             return Ok(());
         };

@@ -12,6 +12,8 @@ pub(crate) fn votes(signal: Option<&str>, requests: &Requests) -> Votes {
         interrupt: signal == Some("SIGINT"),
         terminate: signal == Some("SIGTERM"),
         stop: requests.stop.is_some(),
+        hangup: signal == Some("SIGHUP"),
+        notice: signal == Some("SIGUSR1"),
     }
 }
 
@@ -38,7 +40,9 @@ impl<M: LightningModule> Session<'_, M> {
         if self.run.world().world_size == 1 {
             return self.run.engine.signal();
         }
-        let Votes { interrupt, terminate, .. } = self.run.engine.agreed;
-        interrupt.then_some("SIGINT").or(terminate.then_some("SIGTERM"))
+        let Votes { interrupt, terminate, hangup, notice, .. } = self.run.engine.agreed;
+        let signals =
+            [(interrupt, "SIGINT"), (terminate, "SIGTERM"), (notice, "SIGUSR1"), (hangup, "SIGHUP")];
+        signals.into_iter().find_map(|(is_there, signal)| is_there.then_some(signal))
     }
 }

@@ -2,6 +2,7 @@
 
 pub(super) mod collect;
 pub(super) mod find;
+pub(super) mod requeue;
 pub(super) mod restart;
 pub(super) mod restore;
 pub(super) mod write;

@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::callback::Callback;
 use crate::checkpoint::{Checkpoint, RankState, rank_from_bytes, rank_to_bytes};
 use crate::data::Stage;
-use crate::distributed::{ProcessGroup, collective_scope};
+use crate::distributed::{ProcessGroup, SlurmJob, collective_scope};
 use crate::error::{Error, Result};
 use crate::module::{CheckpointRequest, LightningModule};
 use crate::profiler::actions;
@@ -15,6 +15,7 @@ use crate::trainer::session::frozen::{AfterFit, Frozen};
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
 use crate::trainer::state::collect::{self, collect, complete, own_state};
+use crate::trainer::state::requeue::next_path;
 
 impl<M: LightningModule> Session<'_, M> {
     /// Writes the checkpoints that hooks have asked for. Called only where a resumed run can go on: between batches,
@@ -76,16 +77,30 @@ impl<M: LightningModule> Session<'_, M> {
     /// An error if a signal asked the run to end, after the checkpoint for it if the run is to save one.
     pub(crate) fn check_signals(&mut self) -> Result<()> {
         let Some(signal) = self.agreed_signal() else { return Ok(()) };
-        let saves = self.plan.save_on_signal && self.run.at.stage == Stage::Fit && !self.plan.fast_dev_run;
-        if saves && !self.run.at.is_sanity_check {
+        let trains = self.run.at.stage == Stage::Fit && !self.plan.fast_dev_run;
+        let job = SlurmJob::of_process().filter(|_| signal == "SIGUSR1" && trains);
+        if (job.is_some() || (self.plan.save_on_signal && trains)) && !self.run.at.is_sanity_check {
             let saved = self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.folder);
             let folder = saved.unwrap_or_else(|| self.run.facts.log_dir.join("checkpoints"));
-            let path = folder.join("on_signal.ckpt");
+            let path = match job {
+                Some(_) => next_path(&self.run.facts.default_root_dir),
+                None => folder.join("on_signal.ckpt"),
+            };
             tracing::info!("{signal}: saving {}", path.display());
             let request =
                 CheckpointRequest { path, weights_only: false, link_to: None, then_remove: Vec::new() };
             self.run.asks.checkpoints = vec![request]; // others wait for a better moment, which does not come
             self.write_checkpoints()?;
+        }
+        if let Some(job) = job {
+            self.run.checkpoint_io.teardown()?; // one that is written while training goes on has to be there first
+            if self.run.world().is_global_zero()
+                && let Err(problem) = job.requeue()
+            {
+                tracing::error!("the job is not queued again: {problem}");
+            }
+            let _named = collective_scope("requeue");
+            self.run.world().barrier()?; // Slurm may end all tasks when the first has ended
         }
         Err(Error::Interrupted { signal, global_step: self.run.at.progress.global_step })
     }
