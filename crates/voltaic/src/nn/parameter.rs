@@ -27,6 +27,14 @@ pub trait Gather: fmt::Debug + Send + Sync {
     /// Why the weight cannot be had.
     fn gather(&self, parameter: &Parameter) -> Result<()>;
 
+    /// As [`Gather::gather`], for one who says when the weight is not needed any more: [`Gather::release`] follows.
+    ///
+    /// # Errors
+    /// Why the weight cannot be had.
+    fn borrow(&self, parameter: &Parameter) -> Result<()> {
+        if parameter.is_away() { self.gather(parameter) } else { Ok(()) }
+    }
+
     /// The weight is not needed whole any more by the one who has touched it: [`Parameter::with_whole`] and
     /// [`Parameter::update`] call it. With `is_changed` it was written to, and what it holds now counts.
     ///
@@ -205,8 +213,10 @@ impl Parameter {
     }
 
     fn borrow_whole<T>(&self, is_changed: bool, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
+        let Some(keeper) = self.keeper() else { return body(self.try_tensor()?) };
+        keeper.borrow(self)?;
         let done = body(self.try_tensor()?);
-        let released = self.keeper().map_or(Ok(()), |keeper| keeper.release(self, is_changed));
+        let released = keeper.release(self, is_changed);
         done.and_then(|value| released.map(|()| value))
     }
 
@@ -218,8 +228,8 @@ impl Parameter {
         if !self.is_kept() {
             return Ok(self.tensor.f_detach()?);
         }
+        let _no_grad = tch::no_grad_guard();
         self.with_whole(|tensor| {
-            let _no_grad = tch::no_grad_guard();
             let mut copy = tensor.f_empty_like()?;
             copy.f_copy_(tensor)?;
             Ok(copy)

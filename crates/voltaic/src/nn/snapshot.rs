@@ -47,6 +47,7 @@ impl Snapshot {
         let grads = parameters.iter().map(|(fqn, parameter)| (fqn.clone(), parameter.grad()));
         let grads = grads.filter(|(_, grad)| parts.grads && grad.defined()).collect();
         let values = parameters.iter().filter(|_| parts.parameters);
+        let _no_grad = tch::no_grad_guard();
         let values = values.map(|(fqn, parameter)| {
             parameter.with_whole(|tensor| Ok((fqn.clone(), copy(tensor, parts.on_host)?)))
         });

@@ -316,8 +316,8 @@ fn of_name(name: &str, accelerator: &str, num_ranks: usize) -> Result<StrategyPl
         "hpu_parallel" => defaults.resolve("hpu_parallel"),
         "single_device" | "hpu_single" => Ok(StrategyPlan::SingleDevice),
         other => match ZeroStage::of_name(other) {
-            Some(stage) if stage < ZeroStage::Three => Ok(StrategyPlan::Zero(ZeroConfig::of_stage(stage))),
-            _ => refuse(format!("`{name}` is not a strategy"), KNOWN),
+            Some(stage) => Ok(StrategyPlan::Zero(ZeroConfig::of_stage(stage))),
+            None => refuse(format!("`{name}` is not a strategy"), KNOWN),
         },
     }
 }

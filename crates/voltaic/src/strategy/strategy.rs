@@ -72,6 +72,14 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(())
     }
 
+    /// Called before the batches of an evaluation, with how many of each loader this rank has: ranks may have different numbers.
+    ///
+    /// # Errors
+    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone.
+    fn begin_evaluation(&mut self, _module: &dyn Module, _num_batches: &[usize]) -> Result<()> {
+        Ok(())
+    }
+
     /// Called before backward from `loss`. With `syncs` the gradients are to be averaged over the ranks; without it (an
     /// accumulation window is open) they stay this rank's.
     ///

@@ -13,7 +13,7 @@ use crate::models::{Batch, Cnn, Odd, Small, loaders, numbered, tokens};
 use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
 
 /// The weights after a fit.
-fn trained<M: LightningModule<Batch = Batch> + Module>(
+pub fn trained<M: LightningModule<Batch = Batch> + Module>(
     builder: TrainerBuilder,
     mut net: M,
     mut loaders: Loaders<Batch>,
@@ -23,7 +23,7 @@ fn trained<M: LightningModule<Batch = Batch> + Module>(
     weights(&net)
 }
 
-fn gpt() -> Gpt {
+pub fn gpt() -> Gpt {
     let config =
         GptConfig { vocab_size: 61, block_size: 16, n_layer: 2, n_head: 2, n_embd: 24, ..GptConfig::tiny() };
     numbered(Gpt::new(config).unwrap())
@@ -64,7 +64,7 @@ fn climb(ranks: usize, folder: &Path) {
     }
 }
 
-const STAGES: [&str; 2] = ["zero1", "zero2"];
+const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
 
 #[test]
 fn two_ranks_are_ddp() {

@@ -1,25 +1,105 @@
-//! Tells a unit of changes to its weights that no optimizer has made.
+//! What happens when a weight of a unit is touched, and when modules are called.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tch::Tensor;
 
 use super::reducer::Reducer;
 use crate::error::Result;
-use crate::nn::{Gather, Parameter};
+use crate::ffi;
+use crate::nn::{CallWatcher, Gather, ModuleCall, ModuleHooks, Parameter, RemovableHandle};
 
-/// Keeps master weights beside weights that are always whole.
+/// Keeps weights that come and go, and master weights beside those that stay.
 #[derive(Debug)]
 pub(super) struct Keeper(pub Arc<Mutex<Reducer>>);
 
+fn lock(reducer: &Mutex<Reducer>) -> MutexGuard<'_, Reducer> {
+    reducer.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Gather for Keeper {
     fn gather(&self, parameter: &Parameter) -> Result<()> {
-        parameter.set_away(false)
+        let mut reducer = lock(&self.0);
+        let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
+        reducer.with_unit(unit, |unit, group| {
+            unit.gather(group)?;
+            unit.stay(); // nobody says when it is not needed any more
+            Ok(())
+        })
+    }
+
+    fn borrow(&self, parameter: &Parameter) -> Result<()> {
+        let mut reducer = lock(&self.0);
+        let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
+        reducer.with_unit(unit, |unit, group| {
+            unit.hold(group)?;
+            if ffi::grad_is_enabled() {
+                unit.stay(); // backward may need it
+            }
+            Ok(())
+        })
     }
 
     fn release(&self, parameter: &Parameter, is_changed: bool) -> Result<()> {
-        let reducer = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match reducer.place_of_id(parameter.id()).filter(|_| is_changed) {
-            Some((unit, index)) => reducer.units[unit].take_over(index),
-            None => Ok(()),
+        let mut reducer = lock(&self.0);
+        let Some((unit, index)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
+        reducer.with_unit(unit, |unit, _| {
+            if is_changed {
+                unit.take_over(index)?;
+            }
+            unit.let_go()
+        })
+    }
+}
+
+/// Gathers the weights of a module before its call, and frees them afterwards.
+struct Watcher {
+    reducer: Arc<Mutex<Reducer>>,
+    /// By the module's fqn.
+    units: Arc<HashMap<String, Vec<usize>>>,
+    /// Those of the calls in progress.
+    open: Vec<Vec<usize>>,
+}
+
+impl CallWatcher for Watcher {
+    fn before_forward(&mut self, call: &ModuleCall<'_>, _inputs: &[Tensor]) -> anyhow::Result<()> {
+        self.open.push(Vec::new());
+        for unit in self.units.get(call.fqn()).into_iter().flatten() {
+            lock(&self.reducer).with_unit(*unit, |unit, group| unit.hold(group))?;
+            self.open.last_mut().into_iter().for_each(|open| open.push(*unit));
+        }
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        for unit in self.open.pop().into_iter().flatten() {
+            if let Err(error) = lock(&self.reducer).units[unit].let_go() {
+                tracing::warn!("the memory of weights could not be freed: {error}");
+            }
         }
     }
+}
+
+/// Lets units come and go with the calls of their modules, given by fqn.
+pub(super) fn watch(
+    hooks: &ModuleHooks,
+    reducer: &Arc<Mutex<Reducer>>,
+    units: HashMap<String, Vec<usize>>,
+) -> Vec<RemovableHandle> {
+    let units = Arc::new(units);
+    let watcher = Watcher { reducer: reducer.clone(), units: units.clone(), open: Vec::new() };
+    let mut handles = vec![hooks.watch("*", watcher)];
+    for fqn in units.keys() {
+        let (reducer, units) = (reducer.clone(), units.clone());
+        // the star keeps it from being missed where a module is not called at all; others that it fits have units of their own
+        let gather = move |call: &ModuleCall<'_>, _: &mut [Option<Tensor>]| {
+            for unit in units.get(call.fqn()).into_iter().flatten() {
+                lock(&reducer).with_unit(*unit, |unit, group| unit.gather(group))?;
+            }
+            Ok(())
+        };
+        handles.push(hooks.register_full_backward_pre_hook(format!("{fqn}*"), gather));
+    }
+    handles
 }

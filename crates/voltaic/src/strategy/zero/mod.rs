@@ -5,8 +5,10 @@ mod flat;
 mod keeper;
 mod optimizer;
 mod reducer;
+mod report;
 mod unit;
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Kind, Tensor};
@@ -17,16 +19,18 @@ use super::votes::Votes;
 use crate::distributed::{ProcessGroup, World};
 use crate::error::{ConfigError, Result};
 use crate::ffi::GradHook;
-use crate::nn::{Module, ModuleHooks, Parameter};
+use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
 use crate::optim::{ConfiguredOptimizer, Optimizer, OptimizerState, Optimizers};
-use config::ZeroConfig;
+use config::{ZeroConfig, ZeroStage};
 use flat::{Layout, assign};
-use keeper::Keeper;
+use keeper::{Keeper, watch};
 use optimizer::{ZeroOptimizer, part_of_state, whole_state};
 use reducer::Reducer;
-use unit::Unit;
+use report::Held;
+use unit::{NO_OPTIMIZER, Unit};
 
-/// Data-parallel training in which each rank keeps a part of the optimizer states, from stage 2 on of the gradients too.
+/// Data-parallel training in which each rank keeps a part of the optimizer states, from stage 2 on of the gradients, in stage 3
+/// of the weights.
 ///
 /// Which parameters are trained is read when a fit starts; freezing or unfreezing some later is not seen.
 #[derive(Debug)]
@@ -35,14 +39,16 @@ pub struct Zero {
     config: ZeroConfig,
     reducer: Option<Arc<Mutex<Reducer>>>,
     hooks: Vec<GradHook>,
-    /// Parameters with master weights, whose changes must be known.
+    /// Parameters whose changes must be known: those that come and go, and those with master weights.
     kept: Vec<Parameter>,
+    /// Hooks of the calls of modules.
+    calls: Vec<RemovableHandle>,
 }
 
 impl Zero {
     /// Of these ranks, or of a process alone.
     pub fn new(world: World, config: ZeroConfig) -> Self {
-        Self { world, config, reducer: None, hooks: Vec::new(), kept: Vec::new() }
+        Self { world, config, reducer: None, hooks: Vec::new(), kept: Vec::new(), calls: Vec::new() }
     }
 
     /// The group, if there is anybody to talk to.
@@ -85,11 +91,66 @@ impl Zero {
         assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
     }
 
+    /// Units by module, whose weights come and go, but for small parameters, which stay.
+    fn divided_units(&self, module: &dyn Module) -> Result<Vec<Unit>> {
+        type Key<'a> = (Option<&'a str>, Kind, tch::Device);
+        let params = module.named_parameters();
+        let keys: Vec<(Key<'_>, usize)> = params
+            .iter()
+            .map(|(fqn, parameter)| {
+                let stays = parameter.numel() <= self.config.param_persistence_threshold;
+                let module = (!stays).then(|| module_of(fqn));
+                ((module, parameter.kind(), parameter.device()), parameter.numel())
+            })
+            .collect();
+        let (rank, ranks) = (self.world.rank, self.world.world_size);
+        let is_divided = |members: &[usize]| keys[members[0]].0.0.is_some();
+        let unit = |members: Vec<usize>| {
+            let divides = is_divided(&members);
+            let members = members.iter().map(|&at| params[at].clone()).collect();
+            let layout = Layout::of(members, ranks);
+            if divides { Unit::divided(layout, rank) } else { Unit::new(layout, NO_OPTIMIZER, rank) }
+        };
+        assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
+    }
+
+    /// Works with these units from now on.
+    fn keep(&mut self, units: Vec<Unit>) -> Result<()> {
+        let kept = units.iter().filter(|unit| unit.has_master || unit.is_divided());
+        let kept: Vec<Parameter> =
+            kept.flat_map(|unit| &unit.layout.places).map(|place| place.parameter.clone()).collect();
+        let reducer = Reducer::new(self.config.clone(), self.peers().cloned(), units);
+        let reducer = Arc::new(Mutex::new(reducer));
+        self.hook_gradients(&reducer)?;
+        self.reducer = Some(reducer.clone());
+        self.kept = kept;
+        self.kept.iter().try_for_each(|parameter| parameter.attach(Arc::new(Keeper(reducer.clone()))))
+    }
+
+    /// Frees the memory of all weights that nobody uses now.
+    fn release_all(&self) -> Result<()> {
+        self.reducer().map_or(Ok(()), |mut reducer| reducer.units.iter_mut().try_for_each(Unit::end_stay))
+    }
+
+    /// Lets units come and go with the calls of their modules.
+    fn watch_calls(&mut self, calls: &ModuleHooks) {
+        let Some(reducer) = self.reducer.clone() else { return };
+        let mut by_module: HashMap<String, Vec<usize>> = HashMap::new();
+        let locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
+        for (number, unit) in locked.units.iter().enumerate().filter(|(_, unit)| unit.is_divided()) {
+            let module = unit.layout.places.first().map_or("", |place| module_of(&place.fqn));
+            by_module.entry(module.to_owned()).or_default().push(number);
+        }
+        drop(locked);
+        self.calls = watch(calls, &reducer, by_module);
+    }
+
     fn hook_gradients(&mut self, reducer: &Arc<Mutex<Reducer>>) -> Result<()> {
         let leaves: Vec<(usize, usize, Tensor)> = {
             let reducer = reducer.lock().unwrap_or_else(PoisonError::into_inner);
             let of = |(number, unit): (usize, &Unit)| {
                 let leaves = unit.leaves().map(Tensor::shallow_clone).enumerate();
+                let leaves = leaves.filter(|(_, leaf)| leaf.requires_grad());
                 leaves.map(|(index, leaf)| (number, index, leaf)).collect::<Vec<_>>()
             };
             reducer.units.iter().enumerate().flat_map(of).collect()
@@ -116,6 +177,29 @@ impl Zero {
     }
 }
 
+/// The module that a parameter is a direct member of.
+fn module_of(fqn: &str) -> &str {
+    fqn.rsplit_once('.').map_or("", |(module, _)| module)
+}
+
+/// Notes which optimizer changes each unit.
+fn give_optimizers(reducer: &mut Reducer, trained: &[Vec<(String, Parameter)>]) -> Result<()> {
+    for (index, (fqn, parameter)) in
+        trained.iter().enumerate().flat_map(|(index, of)| of.iter().map(move |it| (index, it)))
+    {
+        let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { continue };
+        let unit = &mut reducer.units[unit];
+        if unit.optimizer != NO_OPTIMIZER && unit.optimizer != index {
+            let other = &unit.layout.places[0].fqn;
+            let what = format!("{fqn} and {other} travel together, but belong to two optimizers");
+            let remedy = "give all parameters of a module to one optimizer, or use zero2";
+            return Err(ConfigError::new("configure_optimizers", what, remedy).into());
+        }
+        unit.optimizer = index;
+    }
+    Ok(())
+}
+
 impl Strategy for Zero {
     fn name(&self) -> &'static str {
         self.config.stage.name()
@@ -125,9 +209,16 @@ impl Strategy for Zero {
         &self.world
     }
 
-    fn prepare(&mut self, module: &dyn Module, _calls: &ModuleHooks) -> Result<()> {
+    fn prepare(&mut self, module: &dyn Module, calls: &ModuleHooks) -> Result<()> {
         self.teardown();
-        self.peers().map_or(Ok(()), |group| start_equal(group, module))
+        self.peers().map_or(Ok(()), |group| start_equal(group, module))?;
+        if self.config.stage < ZeroStage::Three {
+            return Ok(());
+        }
+        let units = self.divided_units(module)?;
+        self.keep(units)?;
+        self.watch_calls(calls);
+        self.release_all()
     }
 
     fn optimizers(&mut self, asked: Optimizers, module: &dyn Module) -> Result<Vec<ConfiguredOptimizer>> {
@@ -139,8 +230,24 @@ impl Strategy for Zero {
             let remedy = "use AdamW, Adam or SGD, or the strategy ddp";
             return Err(ConfigError::new("configure_optimizers", what, remedy).into());
         }
-        let units = self.units(&asked.parameters(module))?;
-        let slices: Vec<(u64, Parameter)> = units
+        let trained = asked.parameters(module);
+        if self.reducer.is_none() {
+            let units = self.units(&trained)?;
+            self.keep(units)?;
+        }
+        let Some(reducer) = self.reducer.clone() else { return Ok(Vec::new()) };
+        let mut locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.config.stage == ZeroStage::Three {
+            give_optimizers(&mut locked, &trained)?;
+        }
+        let held = Held::of(module, &locked.units, &self.config);
+        let World { rank, world_size, .. } = &self.world;
+        tracing::info!(
+            "{}: rank {rank} of {world_size} holds {held}; optimizer states come with the first step",
+            self.name()
+        );
+        let slices: Vec<(u64, Parameter)> = locked
+            .units
             .iter()
             .flat_map(|unit| unit.layout.places.iter().zip(&unit.slices))
             .map(|(place, slice)| (place.parameter.id(), slice.clone()))
@@ -149,18 +256,12 @@ impl Strategy for Zero {
             let slice = slices.iter().find(|(id, _)| *id == parameter.id());
             slice.map_or_else(|| parameter.clone(), |(_, slice)| slice.clone()) // frozen ones stay whole
         };
+        drop(locked);
         let built = asked.build_over(module, &in_place_of)?;
-        let masters = units.iter().filter(|unit| unit.has_master).flat_map(|unit| &unit.layout.places);
-        let masters: Vec<Parameter> = masters.map(|place| place.parameter.clone()).collect();
-        let reducer = Reducer::new(self.config.clone(), self.peers().cloned(), units);
-        let reducer = Arc::new(Mutex::new(reducer));
-        self.hook_gradients(&reducer)?;
-        self.reducer = Some(reducer.clone());
-        self.kept = masters;
-        self.kept.iter().try_for_each(|parameter| parameter.attach(Arc::new(Keeper(reducer.clone()))))?;
         let wrap = |(index, built): (usize, ConfiguredOptimizer)| {
             let inner = built.optimizer;
-            let optimizer = Box::new(ZeroOptimizer { inner, index, reducer: reducer.clone() });
+            let optimizer =
+                Box::new(ZeroOptimizer { inner, index, reducer: reducer.clone(), has_told: false });
             ConfiguredOptimizer { optimizer, ..built }
         };
         Ok(built.into_iter().enumerate().map(wrap).collect())
@@ -171,10 +272,29 @@ impl Strategy for Zero {
     }
 
     fn begin_forward(&mut self, module: &dyn Module) -> Result<()> {
+        self.release_all()?;
         match self.peers() {
             Some(group) if self.config.broadcast_buffers => broadcast_buffers(group, module),
             _ => Ok(()),
         }
+    }
+
+    fn begin_evaluation(&mut self, _module: &dyn Module, num_batches: &[usize]) -> Result<()> {
+        let Some(group) = self.peers().filter(|_| self.config.stage == ZeroStage::Three) else {
+            return Ok(());
+        };
+        let told = group.all_gather_object(&num_batches.to_vec())?;
+        let Some(mut reducer) = self.reducer().filter(|_| told.iter().any(|other| *other != told[0])) else {
+            return Ok(());
+        };
+        tracing::info!("ranks have different numbers of batches ({told:?}): weights stay whole meanwhile");
+        for number in 0..reducer.units.len() {
+            reducer.with_unit(number, |unit, group| {
+                unit.stay();
+                unit.gather(group)
+            })?;
+        }
+        Ok(())
     }
 
     fn begin_backward(&mut self, _loss: &Tensor, syncs: bool, votes: Votes) -> Result<()> {
@@ -187,6 +307,7 @@ impl Strategy for Zero {
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {
         let Some(mut reducer) = self.reducer() else { return done.map(|()| Votes::default()) };
         reducer.is_in_backward = false;
+        reducer.units.iter_mut().try_for_each(Unit::release)?;
         let was_active = std::mem::take(&mut reducer.is_active);
         match done {
             Err(error) => {
@@ -256,8 +377,18 @@ impl Strategy for Zero {
         self.peers().map_or(Ok(votes), |group| agree(group, votes))
     }
 
+    fn finish(&mut self, _module: &dyn Module) -> Result<()> {
+        if let Some(mut reducer) = self.reducer() {
+            for number in 0..reducer.units.len() {
+                reducer.with_unit(number, |unit, group| unit.hold(group))?;
+            }
+        }
+        Ok(())
+    }
+
     fn teardown(&mut self) {
         self.hooks.clear();
+        self.calls.drain(..).for_each(|handle| handle.remove());
         for parameter in self.kept.drain(..) {
             if let Err(error) = parameter.detach_keeper() {
                 tracing::warn!("a weight could not be given back: {error}");

@@ -7,8 +7,10 @@ use tch::{Kind, Tensor};
 
 use super::flat::copied;
 use super::reducer::Reducer;
+use super::report::state_bytes;
 use crate::distributed::ReduceOp;
 use crate::error::{ConfigError, Result};
+use crate::ffi::format_size;
 use crate::optim::{GradientClip, Optimizer, OptimizerState, ParamGroup, clip_to_norm, grad_norm};
 
 /// The state that is the master weights: as optimizers with masters of their own call it.
@@ -23,6 +25,8 @@ pub(super) struct ZeroOptimizer {
     pub inner: Box<dyn Optimizer>,
     pub index: usize,
     pub reducer: Arc<Mutex<Reducer>>,
+    /// The log has the size of its state.
+    pub has_told: bool,
 }
 
 impl ZeroOptimizer {
@@ -46,6 +50,10 @@ impl Optimizer for ZeroOptimizer {
     /// All ranks must call it.
     fn step(&mut self) -> Result<()> {
         self.inner.step()?;
+        if !std::mem::replace(&mut self.has_told, true) {
+            let size = format_size(state_bytes(&self.inner.state_dict()));
+            tracing::info!("{}: this rank holds optimizer states of {size}", self.name());
+        }
         self.reducer().gather_weights(self.index)
     }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::config::{ZeroConfig, ZeroStage};
-use super::unit::Unit;
+use super::unit::{NO_OPTIMIZER, Unit};
 use crate::distributed::{ProcessGroup, ReduceOp, Work};
 use crate::error::{ConfigError, Error, Result};
 use crate::strategy::votes::Votes;
@@ -91,7 +91,8 @@ impl Reducer {
         }
         self.own_backward = None; // what there is already travels, too
         self.num_sent = 0;
-        self.waiting = self.units.iter().map(|unit| unit.layout.places.len()).collect();
+        self.waiting =
+            self.units.iter().map(|unit| unit.trained().filter(|trained| *trained).count()).collect();
         self.is_ready = self.units.iter().map(|unit| vec![false; unit.layout.places.len()]).collect();
     }
 
@@ -105,6 +106,9 @@ impl Reducer {
             return Ok(());
         }
         self.waiting[unit] -= 1;
+        if self.waiting[unit] == 0 && self.units[unit].trained().all(|trained| trained) {
+            self.units[unit].release()?; // all that used the weights have had their turn
+        }
         while self.num_sent < self.units.len() && self.waiting[self.num_sent] == 0 {
             self.send_next()?;
         }
@@ -126,6 +130,10 @@ impl Reducer {
         }
         let (index, ranks) = (self.num_sent, self.ranks());
         let unit = &mut self.units[index];
+        if !unit.trained().any(|trained| trained) {
+            self.num_sent += 1;
+            return Ok(());
+        }
         let mut given = unit.take_grads(1.0 / ranks as f64)?;
         if let Some(dtype) = self.config.communication_dtype.filter(|dtype| *dtype != given.kind()) {
             given = given.f_to_kind(dtype)?;
@@ -185,17 +193,29 @@ impl Reducer {
         self.exchanges = None;
     }
 
-    /// After an optimizer's step: gives all ranks the weights of all.
-    pub fn gather_weights(&self, optimizer: usize) -> Result<()> {
-        let units = self.units.iter().filter(|unit| unit.optimizer == optimizer && unit.has_grads());
+    /// After an optimizer's step: gives all ranks the weights of all that stay whole.
+    pub fn gather_weights(&mut self, optimizer: usize) -> Result<()> {
+        self.units.iter_mut().try_for_each(Unit::end_stay)?;
+        let changed = self.units.iter().filter(|unit| unit.optimizer == optimizer && unit.has_grads());
+        let units = changed.filter(|unit| !unit.is_divided());
         let works = units.map(|unit| unit.start_gather(self.group())).collect::<Result<Vec<_>>>()?;
         works.into_iter().flatten().try_for_each(Work::wait)
     }
 
     /// Drops the gradients of an optimizer's parameters.
     pub fn drop_grads(&mut self, optimizer: usize) -> Result<()> {
-        let mut units = self.units.iter_mut().filter(|unit| unit.optimizer == optimizer);
+        let is_own = |unit: &&mut Unit| unit.optimizer == optimizer || unit.optimizer == NO_OPTIMIZER;
+        let mut units = self.units.iter_mut().filter(is_own);
         units.try_for_each(Unit::drop_grads)
+    }
+
+    /// Runs `body` with a unit and the group.
+    pub fn with_unit<R>(
+        &mut self,
+        unit: usize,
+        body: impl FnOnce(&mut Unit, Option<&ProcessGroup>) -> R,
+    ) -> R {
+        body(&mut self.units[unit], self.peers.as_deref())
     }
 
     /// The place of a parameter: its unit and its index there.

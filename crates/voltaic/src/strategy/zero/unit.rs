@@ -5,8 +5,11 @@ use tch::{Kind, Tensor};
 use super::flat::{Layout, copied, narrow};
 use crate::distributed::{ProcessGroup, Work};
 use crate::error::Result;
-use crate::ffi;
+use crate::ffi::{self, ReleasableStorage};
 use crate::nn::Parameter;
+
+/// Stands for the optimizer of a unit that none changes.
+pub(super) const NO_OPTIMIZER: usize = usize::MAX;
 
 /// A unit on one rank.
 #[derive(Debug)]
@@ -20,6 +23,8 @@ pub(super) struct Unit {
     /// This rank's part: of `flat` itself, or in float32 beside weights of a lower dtype.
     part: Tensor,
     pub has_master: bool,
+    /// The weights come and go: `part` is all that stays.
+    coming: Option<Coming>,
     /// What this rank has of each parameter: views of `part`.
     pub slices: Vec<Parameter>,
     /// The gradients of `part`, mean over the ranks; there once some have come.
@@ -28,9 +33,28 @@ pub(super) struct Unit {
     pub had_grad: Vec<bool>,
 }
 
+/// Weights that are in memory only while they are used.
+#[derive(Debug)]
+struct Coming {
+    storage: ReleasableStorage,
+    /// Calls of modules and others that use the weights now.
+    holds: usize,
+    /// They were touched by somebody who does not say when he is done: they stay until the next step.
+    is_stray: bool,
+}
+
 impl Unit {
     /// Lays the parameters out in one tensor, which they are views of from now on.
     pub fn new(layout: Layout, optimizer: usize, rank: usize) -> Result<Self> {
+        Self::make(layout, optimizer, rank, false)
+    }
+
+    /// The same, with weights that come and go; they are here at first.
+    pub fn divided(layout: Layout, rank: usize) -> Result<Self> {
+        Self::make(layout, NO_OPTIMIZER, rank, true)
+    }
+
+    fn make(layout: Layout, optimizer: usize, rank: usize, is_divided: bool) -> Result<Self> {
         let _no_grad = tch::no_grad_guard();
         let flat = layout.empty_flat(layout.kind)?;
         for (place, mut view) in layout.places.iter().zip(layout.views(&flat)?) {
@@ -39,7 +63,13 @@ impl Unit {
         }
         let part = layout.part(&flat, rank)?;
         let has_master = matches!(layout.kind, Kind::BFloat16 | Kind::Half);
-        let part = if has_master { part.f_to_dtype(Kind::Float, false, true)? } else { part };
+        let part = match (has_master, is_divided) {
+            (true, _) => part.f_to_dtype(Kind::Float, false, true)?,
+            (false, true) => copied(&part)?,
+            (false, false) => part,
+        };
+        let storage = ReleasableStorage::of(&flat);
+        let coming = is_divided.then_some(Coming { storage, holds: 0, is_stray: false });
         let slice = |place| {
             let slice = Parameter::new(layout.slice(&part, place, rank)?);
             let _ = slice.set_requires_grad(place.parameter.requires_grad());
@@ -47,7 +77,7 @@ impl Unit {
         };
         let slices = layout.places.iter().map(slice).collect::<Result<_>>()?;
         let had_grad = vec![false; layout.places.len()];
-        Ok(Self { layout, optimizer, rank, flat, part, has_master, slices, grads: None, had_grad })
+        Ok(Self { layout, optimizer, rank, flat, part, has_master, coming, slices, grads: None, had_grad })
     }
 
     /// The parameters' leaves, in their order.
@@ -141,7 +171,7 @@ impl Unit {
     pub fn start_gather(&self, group: Option<&ProcessGroup>) -> Result<Option<Work>> {
         let _no_grad = tch::no_grad_guard();
         let own = self.layout.part(&self.flat, self.rank)?;
-        if self.has_master {
+        if self.has_own_part() {
             own.shallow_clone().f_copy_(&self.part)?;
         }
         match group {
@@ -152,9 +182,71 @@ impl Unit {
         }
     }
 
+    /// Whether `part` is not a part of the weights themselves.
+    fn has_own_part(&self) -> bool {
+        self.has_master || self.coming.is_some()
+    }
+
+    /// Whether the weights come and go.
+    pub fn is_divided(&self) -> bool {
+        self.coming.is_some()
+    }
+
+    /// Which parameters are trained.
+    pub fn trained(&self) -> impl Iterator<Item = bool> {
+        self.slices.iter().map(Parameter::requires_grad)
+    }
+
+    /// Makes the weights whole, if they are not.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub fn gather(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
+        let Some(coming) = self.coming.as_mut().filter(|coming| coming.storage.is_released()) else {
+            return Ok(());
+        };
+        coming.storage.restore()?;
+        self.start_gather(group)?.map_or(Ok(()), Work::wait)?;
+        self.layout.places.iter().try_for_each(|place| place.parameter.set_away(false))
+    }
+
+    /// The same for somebody who lets go of them by [`Unit::let_go`].
+    pub fn hold(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
+        self.gather(group)?;
+        self.coming.iter_mut().for_each(|coming| coming.holds += 1);
+        Ok(())
+    }
+
+    /// Ends a hold.
+    pub fn let_go(&mut self) -> Result<()> {
+        self.coming.iter_mut().for_each(|coming| coming.holds = coming.holds.saturating_sub(1));
+        self.release()
+    }
+
+    /// The weights stay until [`Unit::end_stay`].
+    pub fn stay(&mut self) {
+        self.coming.iter_mut().for_each(|coming| coming.is_stray = true);
+    }
+
+    /// What was touched by anybody is not needed any more.
+    pub fn end_stay(&mut self) -> Result<()> {
+        self.coming.iter_mut().for_each(|coming| coming.is_stray = false);
+        self.release()
+    }
+
+    /// Frees the memory of the weights, unless somebody needs them.
+    pub fn release(&mut self) -> Result<()> {
+        let Some(coming) = &mut self.coming else { return Ok(()) };
+        if coming.holds > 0 || coming.is_stray || coming.storage.is_released() {
+            return Ok(());
+        }
+        coming.storage.release()?;
+        self.layout.places.iter().try_for_each(|place| place.parameter.set_away(true))
+    }
+
     /// The weights have been changed from outside: takes this rank's part of them over.
     pub fn take_over(&self, index: usize) -> Result<()> {
-        if !self.has_master {
+        if !self.has_own_part() {
             return Ok(());
         }
         let _no_grad = tch::no_grad_guard();

@@ -163,6 +163,7 @@ impl<M: LightningModule> Session<'_, M> {
         data: &EvalLoaders<M::Batch>,
         mut body: impl FnMut(&mut Self, &mut M::Batch, BatchFacts) -> Result<()>,
     ) -> Result<()> {
+        self.run.engine.strategy.begin_evaluation(self.module, data.num_batches)?;
         let has_several = data.loaders.len() > 1;
         let mut remaining: usize = data.num_batches.iter().sum();
         for (dataloader_idx, (loader, &num_batches)) in data.loaders.iter().zip(data.num_batches).enumerate()

@@ -67,7 +67,13 @@ impl<M: LightningModule> Session<'_, M> {
         {
             tracing::warn!("the batch that failed could not be undone: {second}");
         }
-        for request in requests.into_iter().filter(|_| global_rank() == 0) {
+        let divides = self.run.engine.strategy.divides_state();
+        if divides && !requests.is_empty() && global_rank() == 0 {
+            tracing::warn!(
+                "the checkpoint after the failure is not written: ranks have parts of its state, and some may be gone; resume from the last one"
+            );
+        }
+        for request in requests.into_iter().filter(|_| global_rank() == 0 && !divides) {
             // the other ranks may be gone, and with them what they have to themselves
             if let Err(second) = write(self, &request, &mut Vec::new()) {
                 tracing::warn!("the checkpoint after the failure could not be written: {second}");

@@ -1,0 +1,69 @@
+//! What a rank holds of a module and of what trains it.
+
+use std::fmt;
+
+use tch::Tensor;
+
+use super::config::{ZeroConfig, ZeroStage};
+use super::unit::Unit;
+use crate::ffi::format_size;
+use crate::nn::{Module, ModuleExt};
+use crate::optim::OptimizerState;
+
+/// Bytes that a rank holds between two steps.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Held {
+    parameters: usize,
+    /// At most: those of an open accumulation window.
+    gradients: usize,
+    masters: usize,
+    buffers: usize,
+}
+
+pub(super) fn bytes_of(tensor: &Tensor) -> usize {
+    tensor.numel() * tensor.kind().elt_size_in_bytes()
+}
+
+impl Held {
+    /// Of a module, the trained parameters of which are in `units`.
+    pub fn of(module: &dyn Module, units: &[Unit], config: &ZeroConfig) -> Self {
+        let in_unit = |id: u64| {
+            let mut places = units.iter().flat_map(|unit| &unit.layout.places);
+            places.any(|place| place.parameter.id() == id)
+        };
+        let others = module.parameters().into_iter().filter(|parameter| !in_unit(parameter.id()));
+        let mut held = Self {
+            parameters: others.map(|it| it.numel() * it.kind().elt_size_in_bytes()).sum(),
+            buffers: module.named_buffers().iter().map(|(_, buffer)| bytes_of(buffer.tensor())).sum(),
+            ..Self::default()
+        };
+        for unit in units {
+            let layout = &unit.layout;
+            let element = layout.kind.elt_size_in_bytes();
+            let is_trained = unit.trained().any(|trained| trained);
+            held.parameters += element * if unit.is_divided() { layout.part_len } else { layout.len() };
+            let whole = config.stage == ZeroStage::One;
+            let elements = if whole { layout.len() } else { layout.part_len };
+            held.gradients += if is_trained { element * elements } else { 0 };
+            held.masters += if unit.has_master { 4 * layout.part_len } else { 0 };
+        }
+        held
+    }
+}
+
+impl fmt::Display for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { parameters, gradients, masters, buffers } = *self;
+        let size = |bytes: usize| format_size(bytes);
+        write!(f, "parameters {}, gradients {}, ", size(parameters), size(gradients))?;
+        if masters > 0 {
+            write!(f, "master weights {}, ", size(masters))?;
+        }
+        write!(f, "buffers {}", size(buffers))
+    }
+}
+
+/// Bytes of the states that an optimizer has made.
+pub(super) fn state_bytes(state: &OptimizerState) -> usize {
+    state.tensors.iter().map(|(_, tensor)| bytes_of(tensor)).sum()
+}
