@@ -190,10 +190,6 @@ impl DeepSpeedPlan {
             let what = "float16 weights with a scaled loss are not there yet";
             return Err(ConfigError::new("fp16.enabled", what, "use bf16"));
         }
-        if config.stage == ZeroStage::Three {
-            let what = format!("{}: stage 3, which divides weights, is not there yet", self.name);
-            return Err(ConfigError::new("trainer.strategy", what, "use stage 2"));
-        }
         Ok(config)
     }
 

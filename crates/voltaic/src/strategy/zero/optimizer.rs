@@ -10,7 +10,7 @@ use super::reducer::Reducer;
 use super::report::state_bytes;
 use crate::distributed::ReduceOp;
 use crate::error::{ConfigError, Result};
-use crate::ffi::format_size;
+use crate::config::format_size;
 use crate::optim::{GradientClip, Optimizer, OptimizerState, ParamGroup, clip_to_norm, grad_norm};
 
 /// The state that is the master weights: as optimizers with masters of their own call it.

@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use super::config::{ZeroConfig, ZeroStage};
 use super::unit::Unit;
-use crate::ffi::format_size;
+use crate::config::format_size;
 use crate::nn::{Module, ModuleExt};
 use crate::optim::OptimizerState;
 
