@@ -20,7 +20,7 @@ const MAX_TIMEOUT_SECS: f64 = 365.0 * 86_400.0;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]
 pub enum StrategyConfig {
-    /// `auto`, `single_device`, `hpu_single`, `ddp`, `ddp_find_unused_parameters_true`, `hpu_ddp`, `hpu_parallel`, `zero1`, `zero2`,
+    /// `auto`, `single_device`, `hpu_single`, `ddp`, `ddp_find_unused_parameters_true`, `hpu_ddp`, `hpu_parallel`, `zero1`, `zero2`, `zero3`,
     /// `deepspeed`, `deepspeed_stage_1` to `_3`, or the same with `hpu_` before them.
     Name(String),
     /// With settings.
@@ -214,7 +214,7 @@ pub(crate) enum StrategyPlan {
     Zero(ZeroConfig),
 }
 
-const KNOWN: &str = "use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, hpu_ddp, hpu_parallel, zero1, zero2, \
+const KNOWN: &str = "use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, hpu_ddp, hpu_parallel, zero1, zero2, zero3, \
                      deepspeed or hpu_deepspeed (with _stage_1, _stage_2 or _stage_3), or a class: DDPStrategy, HPUDDPStrategy, \
                      HPUParallelStrategy, DeepSpeedStrategy, HPUDeepSpeedStrategy, SingleDeviceStrategy or SingleHPUStrategy";
 

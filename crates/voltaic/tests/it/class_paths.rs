@@ -187,7 +187,7 @@ fn strategies_are_named_as_classes() {
         (
             &["accelerator=hpu", "strategy=fsdp"],
             "`fsdp` is not a strategy; use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, \
-             hpu_ddp, hpu_parallel, deepspeed or hpu_deepspeed (with _stage_1, _stage_2 or _stage_3), or a class: \
+             hpu_ddp, hpu_parallel, zero1, zero2, zero3, deepspeed or hpu_deepspeed (with _stage_1, _stage_2 or _stage_3), or a class: \
              DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, DeepSpeedStrategy, HPUDeepSpeedStrategy, \
              SingleDeviceStrategy or SingleHPUStrategy",
         ),

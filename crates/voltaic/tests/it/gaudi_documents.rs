@@ -5,15 +5,10 @@ use crate::class_paths::problem;
 
 #[test]
 fn what_is_not_there_yet_is_refused_by_name() {
-    let engine = "the engine that divides states among ranks is not there yet";
     let profilers = "there is no profiler `#`; use simple or advanced";
     let classes = "is not a known class; ";
     for (option, expected) in [
-        ("strategy=hpu_deepspeed", engine),
-        ("strategy=hpu_deepspeed_stage_1", engine),
         ("strategy=hpu_deepspeed_stage_3_offload", "offloading to cpu is not there yet"),
-        ("strategy=HPUDeepSpeedStrategy", engine),
-        ("strategy={class_path: lightning_habana.pytorch.strategies.HPUDeepSpeedStrategy}", engine),
         ("plugins=HPUDeepSpeedPrecisionPlugin", "without a DeepSpeed strategy"),
         ("plugins=DeepSpeedPrecisionPlugin", "without a DeepSpeed strategy"),
         ("profiler=hpu", profilers),
