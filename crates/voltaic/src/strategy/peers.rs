@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::votes::Votes;
-use crate::distributed::{ProcessGroup, ReduceOp};
+use crate::distributed::{ProcessGroup, ReduceOp, collective_scope};
 use crate::error::{DistributedError, Result};
 use crate::nn::{Module, ModuleExt};
 
@@ -19,6 +19,7 @@ pub(super) fn start_equal(group: &ProcessGroup, module: &dyn Module) -> Result<(
 
 /// Buffers become rank 0's.
 pub(super) fn broadcast_buffers(group: &ProcessGroup, module: &dyn Module) -> Result<()> {
+    let _named = collective_scope("buffers");
     broadcast(group, module.named_buffers().into_iter().map(|(_, buffer)| buffer.detach()))
 }
 

@@ -59,9 +59,10 @@ pub struct ZeroConfig {
     pub allow_untested_optimizer: bool,
     /// The dtype in which gradients travel; that of the weights unless set.
     pub communication_dtype: Option<Kind>,
-    /// Stage 3: most elements that are gathered before they are needed.
+    /// Stage 3: most elements that are gathered before they are needed. Nothing is yet.
     pub prefetch_bucket_size: usize,
-    /// Stage 3: most elements that are gathered at a time, unless one module alone has more.
+    /// Stage 3: most elements that are gathered at a time, unless one module alone has more. Modules that run within each
+    /// other are not counted yet.
     pub max_live_parameters: usize,
     /// Stage 3: parameters of at most as many elements stay whole.
     pub param_persistence_threshold: usize,

@@ -8,9 +8,9 @@ use tch::{Kind, Tensor};
 use super::flat::copied;
 use super::reducer::Reducer;
 use super::report::state_bytes;
-use crate::distributed::ReduceOp;
-use crate::error::{ConfigError, Result};
 use crate::config::format_size;
+use crate::distributed::{ReduceOp, collective_scope};
+use crate::error::{ConfigError, Result};
 use crate::optim::{GradientClip, Optimizer, OptimizerState, ParamGroup, clip_to_norm, grad_norm};
 
 /// The state that is the master weights: as optimizers with masters of their own call it.
@@ -54,6 +54,7 @@ impl Optimizer for ZeroOptimizer {
             let size = format_size(state_bytes(&self.inner.state_dict()));
             tracing::info!("{}: this rank holds optimizer states of {size}", self.name());
         }
+        let _named = collective_scope("weights");
         self.reducer().gather_weights(self.index)
     }
 

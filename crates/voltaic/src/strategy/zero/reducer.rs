@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 
 use super::config::{ZeroConfig, ZeroStage};
 use super::unit::{NO_OPTIMIZER, Unit};
-use crate::distributed::{ProcessGroup, ReduceOp, Work};
+use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, Error, Result};
 use crate::strategy::votes::Votes;
 
@@ -134,6 +134,7 @@ impl Reducer {
             self.num_sent += 1;
             return Ok(());
         }
+        let _named = collective_scope("gradients");
         let mut given = unit.take_grads(1.0 / ranks as f64)?;
         if let Some(dtype) = self.config.communication_dtype.filter(|dtype| *dtype != given.kind()) {
             given = given.f_to_kind(dtype)?;

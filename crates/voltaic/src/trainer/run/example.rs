@@ -26,9 +26,8 @@ impl<M: LightningModule> Session<'_, M> {
     pub(crate) fn run_example(&mut self) -> Result<()> {
         self.run.facts.example_sizes = None;
         let rng = rng::states(self.plan.device)?;
-        let Some(inputs) =
-            guarded(|| Ok(self.module.example_input_array()))
-                .map_err(|source| self.hook_error("example_input_array", source))?
+        let Some(inputs) = guarded(|| Ok(self.module.example_input_array()))
+            .map_err(|source| self.hook_error("example_input_array", source))?
         else {
             return Ok(());
         };
