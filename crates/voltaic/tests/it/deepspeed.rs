@@ -177,7 +177,11 @@ fn settings_are_a_file_or_inline_and_the_rules_of_lightning_hold() {
             &[],
             "stage 0 divides nothing; use trainer.strategy=ddp, or stage 1",
         ),
-        ("{fp16: {enabled: true}, zero_optimization: {stage: 1}}", &[], "float16 weights with a scaled loss are not there yet"),
+        (
+            "{fp16: {enabled: true}, zero_optimization: {stage: 1}}",
+            &[],
+            "float16 weights with a scaled loss are not there yet",
+        ),
         (
             "/nowhere.json",
             &[],

@@ -125,7 +125,7 @@ impl LightningModule for Odd {
         let mut loss = squares(&out, y);
         // of use in some steps only
         if self.step.fetch_add(1, std::sync::atomic::Ordering::Relaxed) % 4 == 2 {
-            loss = loss + self.unused.forward(&out)?.square().mean(Kind::Float);
+            loss += self.unused.forward(&out)?.square().mean(Kind::Float);
         }
         Ok(loss)
     }

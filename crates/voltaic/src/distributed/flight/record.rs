@@ -239,7 +239,7 @@ pub(super) fn position(memory: &FlightMemory) -> String {
     let entries =
         || (0..FLIGHT_ENTRIES as u64).filter_map(|back| Entry::read(memory, started.checked_sub(back)?));
     // the oldest of those under way is the one that it waits for
-    let waits_for = entries().filter(|entry| entry.state == State::UnderWay).last();
+    let waits_for = entries().filter(|entry| entry.state == State::UnderWay).min_by_key(|entry| entry.number);
     match (waits_for, entries().next()) {
         (Some(entry), _) => format!("in {entry}, which it began {:.1} s ago", seconds(entry.began_nanos)),
         (None, Some(entry)) => {

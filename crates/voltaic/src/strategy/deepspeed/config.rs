@@ -395,7 +395,7 @@ impl DeepSpeedStrategy {
         }
         if let Some(size) = &self.logging_batch_size_per_gpu
             && size != "auto"
-            && !size.as_u64().is_some_and(|size| size > 0)
+            && size.as_u64().is_none_or(|size| size == 0)
         {
             let what = format!("{size} is not a batch size");
             refuse("logging_batch_size_per_gpu", what, "set a number from 1 on, auto, or null");

@@ -160,8 +160,6 @@ impl DeepSpeedPlan {
             timeout: self.timeout,
             allow_untested_optimizer: settings.zero_allow_untested_optimizer,
             communication_dtype: settings.communication_data_type,
-            prefetch_bucket_size: size(settings.zero.prefetch_bucket_size),
-            max_live_parameters: size(settings.zero.max_live_parameters),
             param_persistence_threshold: size(settings.zero.param_persistence_threshold),
             ..ZeroConfig::of_stage(stage)
         })

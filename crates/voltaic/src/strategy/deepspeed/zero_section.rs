@@ -70,19 +70,20 @@ fn read(mut section: Section<'_>, found: &mut Findings) -> ZeroSection {
         let entry = section.get_either(found, key, old);
         section.as_count(found, key, entry, 0).unwrap_or(default)
     };
+    let count = |section: &mut Section<'_>, found: &mut Findings, key, default| {
+        section.count(found, key, 1).unwrap_or(default)
+    };
     let zero = ZeroSection {
         stage: stage.min(3),
-        reduce_bucket_size: section
-            .count(found, "reduce_bucket_size", 1)
-            .unwrap_or(standard.reduce_bucket_size),
-        allgather_bucket_size: section
-            .count(found, "allgather_bucket_size", 1)
-            .unwrap_or(standard.allgather_bucket_size),
+        reduce_bucket_size: count(&mut section, found, "reduce_bucket_size", standard.reduce_bucket_size),
+        allgather_bucket_size: count(
+            &mut section,
+            found,
+            "allgather_bucket_size",
+            standard.allgather_bucket_size,
+        ),
         reduce_scatter: section.flag(found, "reduce_scatter", true),
-        overlap_comm: {
-            let entry = section.get("overlap_comm");
-            section.as_flag(found, "overlap_comm", entry)
-        },
+        overlap_comm: read_overlap(&mut section, found),
         sub_group_size: section.count(found, "sub_group_size", 1).unwrap_or(standard.sub_group_size),
         prefetch_bucket_size: size(
             &mut section,
@@ -123,6 +124,15 @@ fn read(mut section: Section<'_>, found: &mut Findings) -> ZeroSection {
         ignores_unused_parameters: section.flag(found, "ignore_unused_parameters", true),
         computes_grad_norm: section.flag(found, "compute_grad_norm", true),
     };
+    refuse_values(&mut section, found, &zero);
+    read_offload(&mut section, found, zero.stage);
+    note_and_refuse(&mut section, found);
+    section.finish(found);
+    zero
+}
+
+/// Values that cannot be, or not together.
+fn refuse_values(section: &mut Section<'_>, found: &mut Findings, zero: &ZeroSection) {
     if zero.allgather_bucket_size % 2 == 1
         && let Some(entry) = section.get("allgather_bucket_size")
     {
@@ -136,10 +146,11 @@ fn read(mut section: Section<'_>, found: &mut Findings) -> ZeroSection {
         let what = format!("false with stage {}", zero.stage);
         section.refuse(found, "compute_grad_norm", entry, what, "use stage 1 or 2, or true");
     }
-    read_offload(&mut section, found, zero.stage);
-    note_and_refuse(&mut section, found);
-    section.finish(found);
-    zero
+}
+
+fn read_overlap(section: &mut Section<'_>, found: &mut Findings) -> Option<bool> {
+    let entry = section.get("overlap_comm");
+    section.as_flag(found, "overlap_comm", entry)
 }
 
 /// The flag under its three names.
@@ -186,12 +197,21 @@ fn note_and_refuse(section: &mut Section<'_>, found: &mut Findings) {
         (&["allgather_bucket_size"], "weights are gathered in the pieces in which they lie"),
         (&["sub_group_size"], "a rank updates its part at once"),
         (
+            &[
+                "stage3_prefetch_bucket_size",
+                "prefetch_bucket_size",
+                "stage3_max_live_parameters",
+                "max_live_parameters",
+            ],
+            "weights are gathered when their module is called, and not ahead of that",
+        ),
+        (
             &["stage3_model_persistence_threshold", "model_persistence_threshold"],
             "the size of each parameter decides (param_persistence_threshold)",
         ),
         (
             &["stage3_max_reuse_distance", "max_reuse_distance"],
-            "what is kept follows from max_live_parameters",
+            "weights are kept for the call of their module, and not for the next one",
         ),
         (
             &[

@@ -59,11 +59,6 @@ pub struct ZeroConfig {
     pub allow_untested_optimizer: bool,
     /// The dtype in which gradients travel; that of the weights unless set.
     pub communication_dtype: Option<Kind>,
-    /// Stage 3: most elements that are gathered before they are needed. Nothing is yet.
-    pub prefetch_bucket_size: usize,
-    /// Stage 3: most elements that are gathered at a time, unless one module alone has more. Modules that run within each
-    /// other are not counted yet.
-    pub max_live_parameters: usize,
     /// Stage 3: parameters of at most as many elements stay whole.
     pub param_persistence_threshold: usize,
 }
@@ -78,8 +73,6 @@ impl ZeroConfig {
             timeout: DEFAULT_TIMEOUT,
             allow_untested_optimizer: false,
             communication_dtype: None,
-            prefetch_bucket_size: 50_000_000,
-            max_live_parameters: 1_000_000_000,
             param_persistence_threshold: 100_000,
         }
     }

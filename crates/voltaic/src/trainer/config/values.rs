@@ -137,7 +137,6 @@ pub enum GradientClipAlgorithm {
 /// A part of the trainer that you choose, by class name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
-#[expect(clippy::large_enum_variant, reason = "a run has one or two of them")]
 pub enum PluginConfig {
     /// Precision on an HPU with lists of operators; in place of `trainer.precision`.
     HpuPrecisionPlugin(HpuPrecisionPlugin),
