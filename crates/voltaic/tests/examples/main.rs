@@ -9,6 +9,7 @@ mod device_stats_monitor;
 mod getting_started;
 mod graph_step;
 mod hmp_op_lists;
+mod hpu_deepspeed;
 mod hpu_graphs_dynamic;
 mod hpu_graphs_inference;
 mod hpu_graphs_training;

@@ -294,7 +294,7 @@ fn hccl_that_hangs_ends_within_the_time_out() {
     let hccl = stand_ins().hccl.as_os_str();
     for (fault, value, expected) in [
         ("STUB_INIT_HANGS", "1", "hccl has not connected the ranks within 3 s; see what the library logs"),
-        ("STUB_STUCK_AFTER", "20", "timed out after 3000 ms; look at what the missing ranks do"),
+        ("STUB_STUCK_AFTER", "20", "failed on rank 0 of 2: timed out after 3000 ms; "),
     ] {
         let mut command = with_plugin(&[]);
         command.env("VOLTAIC_HCCL", hccl).env("VOLTAIC_SYNAPSE", hccl).env(fault, value);

@@ -1,0 +1,135 @@
+//! "Using DeepSpeed on HPU" and "DeepSpeed Configurations": optimizer states, gradients and weights divided among ranks.
+
+#[macro_use]
+mod support;
+
+use serde_json::json;
+use support::{LitClassifier, Short, report};
+use voltaic::accelerator::HpuAccelerator;
+use voltaic::data::{MnistData, MnistDataConfig};
+use voltaic::precision::DeepSpeedPrecisionPlugin;
+use voltaic::prelude::*;
+use voltaic::strategy::{DeepSpeedStrategy, HpuDeepSpeedStrategy};
+
+fn main() -> Result<()> {
+    support::run(blocks![using_deepspeed_on_hpu, zero_1, zero_2, zero_3, bf16_precision, bf16_optimizer])
+}
+
+/// Block 001-6. `configure_optimizers` gives the optimizer, with its schedule.
+#[derive(Module)]
+struct DemoModel {
+    layer: Linear,
+}
+
+/// Block 001-6: its step is not printed in the document.
+impl LightningModule for DemoModel {
+    type Batch = (Tensor, Tensor);
+
+    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> Result<Tensor> {
+        let loss = cross_entropy(&self.layer.call(&x.f_flatten(1, -1)?)?, y)?;
+        ctx.log("train_loss", &loss);
+        Ok(loss)
+    }
+
+    fn validation_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> Result<()> {
+        ctx.log("val_loss", cross_entropy(&self.layer.call(&x.f_flatten(1, -1)?)?, y)?).sync_dist(true);
+        Ok(())
+    }
+
+    fn configure_optimizers(&self) -> Result<Optimizers> {
+        Ok(Optimizers::new(Sgd::new(0.1)).scheduler(StepLr::new(1, 0.1)))
+    }
+}
+
+/// Block 001-6. By default that is stage 2.
+fn using_deepspeed_on_hpu() -> Result<()> {
+    let mut model = DemoModel { layer: Linear::new(28 * 28, 10)? };
+    let plugins = [DeepSpeedPrecisionPlugin::new("bf16-mixed")];
+    let strategy = HpuDeepSpeedStrategy(DeepSpeedStrategy::default());
+    let builder = Trainer::builder().accelerator(HpuAccelerator::from_env()?).strategy(strategy);
+    let mut trainer = builder.short().max_epochs(1).plugins(plugins).build()?;
+
+    trainer.fit(&mut model, &mut MnistData::default())?;
+    report(&trainer)
+}
+
+/// Block 001-7: optimizer states are divided.
+fn zero_1() -> Result<()> {
+    train_on_8(HpuDeepSpeedStrategy(DeepSpeedStrategy {
+        zero_optimization: true,
+        ..DeepSpeedStrategy::stage(1)
+    }))
+}
+
+/// Block 001-8: gradients, too.
+fn zero_2() -> Result<()> {
+    train_on_8(HpuDeepSpeedStrategy(DeepSpeedStrategy {
+        zero_optimization: true,
+        ..DeepSpeedStrategy::stage(2)
+    }))
+}
+
+/// Block 001-9: weights, too.
+fn zero_3() -> Result<()> {
+    train_on_8(HpuDeepSpeedStrategy(DeepSpeedStrategy {
+        zero_optimization: true,
+        ..DeepSpeedStrategy::stage(3)
+    }))
+}
+
+/// Block 001-12.
+fn bf16_precision() -> Result<()> {
+    train_on_8(HpuDeepSpeedStrategy(DeepSpeedStrategy::default()))
+}
+
+/// Blocks 001-7, 001-8, 001-9 and 001-12. What follows `build` runs in each of the eight ranks.
+fn train_on_8(strategy: HpuDeepSpeedStrategy) -> Result<()> {
+    let plugins = [DeepSpeedPrecisionPlugin::new("bf16-mixed")];
+    let builder = Trainer::builder().devices(8).accelerator(HpuAccelerator::from_env()?).strategy(strategy);
+    let mut trainer = builder.short().plugins(plugins).build()?;
+
+    trainer.fit(&mut LitClassifier::new()?, &mut MnistData::default())?;
+    report(&trainer)
+}
+
+/// Block 001-13. Its numbers fit two ranks: 8 = 2 samples x 2 batches x 2 ranks.
+fn bf16_optimizer() -> Result<()> {
+    let config = json!({
+        "train_batch_size": 8,
+        "bf16": {"enabled": true},
+        "fp16": {"enabled": false},
+        "train_micro_batch_size_per_gpu": 2,
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": 0.02,
+                "warmup_max_lr": 0.05,
+                "warmup_num_steps": 4,
+                "total_num_steps": 8,
+                "warmup_type": "linear",
+            },
+        },
+        "zero_allow_untested_optimizer": true,
+        "zero_optimization": {"stage": 2},
+    });
+    let parallel_hpus = 2;
+    let strategy = DeepSpeedStrategy {
+        parallel_devices: Some(json!(parallel_hpus)),
+        ..DeepSpeedStrategy::settings(config)
+    };
+    let mut trainer = Trainer::builder()
+        .accelerator(HpuAccelerator::from_env()?)
+        .devices(parallel_hpus)
+        .strategy(HpuDeepSpeedStrategy(strategy))
+        .enable_progress_bar(false)
+        .fast_dev_run(8)
+        .plugins([DeepSpeedPrecisionPlugin::new("bf16-mixed")])
+        .use_distributed_sampler(false)
+        .limit_train_batches(16)
+        .accumulate_grad_batches(2_u64)
+        .build()?;
+
+    let mut data = MnistData::new(MnistDataConfig { batch_size: 2, ..MnistDataConfig::default() });
+    trainer.fit(&mut LitClassifier::new()?, &mut data)?;
+    report(&trainer)
+}
