@@ -389,10 +389,13 @@ impl Strategy for Zero {
     fn teardown(&mut self) {
         self.hooks.clear();
         self.calls.drain(..).for_each(|handle| handle.remove());
-        for parameter in self.kept.drain(..) {
-            if let Err(error) = parameter.detach_keeper() {
-                tracing::warn!("a weight could not be given back: {error}");
-            }
+        let failed: Vec<_> =
+            self.kept.drain(..).filter_map(|parameter| parameter.detach_keeper().err()).collect();
+        if let Some(error) = failed.first() {
+            let number = failed.len();
+            tracing::warn!(
+                "{number} weights stay divided among the ranks, and the module is not whole: {error}"
+            );
         }
         self.reducer = None;
     }
