@@ -113,6 +113,7 @@ fn in_process(test: &str, variables: &[(&str, &str)]) -> HashMap<String, Tensor>
     let output = Command::new(env::current_exe().unwrap())
         .args([test, "--exact", "--nocapture"])
         .env(FILE, &file)
+        .env_remove("VOLTAIC_CPU_KERNELS") // which other tests of this process set
         .env("OMP_WAIT_POLICY", "passive") // threads that spin on busy cores take most of the time
         .envs(variables.iter().copied())
         .output()
