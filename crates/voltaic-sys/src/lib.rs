@@ -6,10 +6,12 @@
 #![allow(non_camel_case_types)]
 
 mod kernels;
+mod profiler;
 
 use std::ffi::{c_char, c_void};
 
 pub use kernels::*;
+pub use profiler::*;
 pub use torch_sys::C_tensor;
 
 /// A borrowed or owned `at::Tensor`, the object torch-sys calls `C_tensor`.

@@ -24,6 +24,15 @@ pub enum ProfilerError {
         /// The one that runs.
         inner: String,
     },
+    /// A recording is to end on another thread than the one on which it began.
+    #[error("profiler: a recording cannot end on another thread than the one on which it began; {}", self.remedy())]
+    OtherThread,
+    /// `HABANA_PROFILE` is set to something that collides with traces.
+    #[error("profiler: HABANA_PROFILE is `{value}`; `HABANA_PROFILE` should not be set when using `HPUProfiler`; {}", self.remedy())]
+    HabanaProfile {
+        /// What it is set to.
+        value: String,
+    },
 }
 
 impl ProfilerError {
@@ -33,6 +42,8 @@ impl ProfilerError {
             Self::AlreadyStarted { .. } => "stop it first, or use another name",
             Self::NeverStarted { .. } => "start it first",
             Self::NotInnermost { .. } => "stop that first",
+            Self::OtherThread => "train on one thread, and stop there what you started there",
+            Self::HabanaProfile { .. } => "unset it, or set it to profile_api_light",
         }
     }
 }

@@ -6,13 +6,14 @@ use serde::{Deserialize, Serialize};
 use super::advanced::{AdvancedProfiler, AdvancedProfilerConfig};
 use super::profiler::Profiler;
 use super::simple::{SimpleProfiler, SimpleProfilerConfig};
+use super::torch::{PyTorchProfiler, PyTorchProfilerConfig};
 use crate::error::ConfigError;
 
 /// A profiler by name, or by class with its settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]
 pub enum ProfilerConfig {
-    /// `simple` or `advanced`.
+    /// `simple`, `advanced` or `pytorch`.
     Name(String),
     /// With settings.
     Class(ProfilerClass),
@@ -26,6 +27,8 @@ pub enum ProfilerClass {
     SimpleProfiler(SimpleProfilerConfig),
     /// Tells how the time of each action is spread and nested.
     AdvancedProfiler(AdvancedProfilerConfig),
+    /// Records the operators of a few steps.
+    PyTorchProfiler(PyTorchProfilerConfig),
 }
 
 impl ProfilerConfig {
@@ -38,9 +41,14 @@ impl ProfilerConfig {
             Self::Name(name) => match name.to_lowercase().as_str() {
                 "simple" => Box::new(SimpleProfiler::default()),
                 "advanced" => Box::new(AdvancedProfiler::default()),
+                "pytorch" => Box::new(PyTorchProfiler::new(&PyTorchProfilerConfig::default())?),
                 _ => {
                     let what = format!("there is no profiler `{name}`");
-                    return Err(ConfigError::new("trainer.profiler", what, "use simple or advanced"));
+                    return Err(ConfigError::new(
+                        "trainer.profiler",
+                        what,
+                        "use simple, advanced or pytorch",
+                    ));
                 }
             },
             Self::Class(ProfilerClass::SimpleProfiler(config)) => {
@@ -49,6 +57,7 @@ impl ProfilerConfig {
             Self::Class(ProfilerClass::AdvancedProfiler(config)) => {
                 Box::new(AdvancedProfiler::new(config.clone())?)
             }
+            Self::Class(ProfilerClass::PyTorchProfiler(config)) => Box::new(PyTorchProfiler::new(config)?),
         })
     }
 }
@@ -62,6 +71,12 @@ impl From<&str> for ProfilerConfig {
 impl From<SimpleProfilerConfig> for ProfilerConfig {
     fn from(config: SimpleProfilerConfig) -> Self {
         Self::Class(ProfilerClass::SimpleProfiler(config))
+    }
+}
+
+impl From<PyTorchProfilerConfig> for ProfilerConfig {
+    fn from(config: PyTorchProfilerConfig) -> Self {
+        Self::Class(ProfilerClass::PyTorchProfiler(config))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Where the time of a run goes: reports on its actions.
 //!
-//! [`SimpleProfiler`] adds up the time of each action, [`AdvancedProfiler`] also tells how it is spread and nested. A
-//! profiler of your own implements [`Profiler`].
+//! [`SimpleProfiler`] adds up the time of each action, [`AdvancedProfiler`] also tells how it is spread and nested,
+//! [`PyTorchProfiler`] records the operators of a few steps. A profiler of your own implements [`Profiler`].
 
 pub(crate) mod actions;
 mod advanced;
@@ -11,9 +11,13 @@ mod durations;
 mod profiler;
 mod report;
 mod simple;
+mod torch;
+mod trace;
 
 pub use advanced::{AdvancedProfiler, AdvancedProfilerConfig, RowLimit};
 pub use config::{ProfilerClass, ProfilerConfig};
 pub(crate) use profiler::Profiling;
 pub use profiler::{Action, ProfiledRun, Profiler};
 pub use simple::{SimpleProfiler, SimpleProfilerConfig};
+pub use torch::{PyTorchProfiler, PyTorchProfilerConfig};
+pub use trace::{ProfiledRange, ProfilerSchedule};

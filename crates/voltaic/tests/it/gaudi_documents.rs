@@ -5,14 +5,13 @@ use crate::class_paths::problem;
 
 #[test]
 fn what_is_not_there_yet_is_refused_by_name() {
-    let profilers = "there is no profiler `#`; use simple or advanced";
+    let profilers = "there is no profiler `#`; use simple, advanced or pytorch";
     let classes = "is not a known class; ";
     for (option, expected) in [
         ("strategy=hpu_deepspeed_stage_3_offload", "offloading to cpu is not there yet"),
         ("plugins=HPUDeepSpeedPrecisionPlugin", "without a DeepSpeed strategy"),
         ("plugins=DeepSpeedPrecisionPlugin", "without a DeepSpeed strategy"),
         ("profiler=hpu", profilers),
-        ("profiler=pytorch", profilers),
         ("profiler=HPUProfiler", profilers),
         ("profiler={class_path: lightning_habana.pytorch.profiler.HPUProfiler}", classes),
         (

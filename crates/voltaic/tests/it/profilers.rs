@@ -377,7 +377,7 @@ fn the_command_line_names_profilers_and_their_settings() {
     assert!(report.contains("  run_training_epoch") && report.contains("\n3 of "), "{report}");
     let (succeeded, printed) = fit(&["--trainer.profiler=simpel"]);
     assert!(
-        !succeeded && printed.contains("there is no profiler `simpel`; use simple or advanced"),
+        !succeeded && printed.contains("there is no profiler `simpel`; use simple, advanced or pytorch"),
         "{printed}"
     );
 }

@@ -1,0 +1,118 @@
+#include "profiler/abi.h"
+#include "error.h"
+
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/profiler_kineto.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <set>
+#include <sstream>
+#include <string>
+
+// Kineto's own, whose header does not come with libtorch: messages below this level are not written.
+namespace libkineto {
+class Logger {
+public:
+  static std::atomic_int severityLevel_;
+};
+} // namespace libkineto
+
+namespace {
+
+// Without CUDA devices Kineto writes an error about them to standard error. KINETO_LOG_LEVEL of the user's wins.
+void quiet() {
+  constexpr int none = 100;
+  if (std::getenv("KINETO_LOG_LEVEL") == nullptr)
+    libkineto::Logger::severityLevel_ = none;
+}
+
+using torch::profiler::impl::ActivityType;
+using torch::profiler::impl::ProfilerConfig;
+
+ProfilerConfig config_of(const vt_profile_options &options) {
+  torch::profiler::impl::ExperimentalConfig experimental;
+  experimental.profile_all_threads = options.all_threads != 0;
+  return ProfilerConfig(torch::profiler::impl::ProfilerState::KINETO, options.record_shapes != 0,
+                        options.profile_memory != 0, /*with_stack=*/false, options.with_flops != 0,
+                        /*with_modules=*/false, experimental);
+}
+
+std::set<ActivityType> activities_of(const vt_profile_options &options) {
+  std::set<ActivityType> activities{ActivityType::CPU};
+  if (options.with_cuda != 0)
+    activities.insert(ActivityType::CUDA);
+  return activities;
+}
+
+std::string text_of(c10::ArrayRef<std::vector<int64_t>> shapes) {
+  std::ostringstream text;
+  text << '[';
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    text << (i == 0 ? "[" : ", [");
+    for (size_t k = 0; k < shapes[i].size(); ++k)
+      text << (k == 0 ? "" : ", ") << shapes[i][k];
+    text << ']';
+  }
+  text << ']';
+  return text.str();
+}
+
+} // namespace
+
+extern "C" {
+
+vt_error *vt_profile_prepare(vt_profile_options options) {
+  return voltaic::guard([&] {
+    quiet();
+    torch::autograd::profiler::prepareProfiler(config_of(options), activities_of(options));
+    quiet(); // the first preparation has set it
+  });
+}
+
+vt_error *vt_profile_start(vt_profile_options options) {
+  return voltaic::guard([&] {
+    const std::unordered_set<at::RecordScope> scopes{at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION,
+                                                     at::RecordScope::USER_SCOPE};
+    torch::autograd::profiler::enableProfiler(config_of(options), activities_of(options), scopes);
+  });
+}
+
+vt_error *vt_profile_stop(const char *path, void (*visit)(void *data, const vt_profile_event *event), void *data) {
+  return voltaic::guard([&] {
+    const auto result = torch::autograd::profiler::disableProfiler();
+    if (path != nullptr)
+      result->save(path);
+    if (visit == nullptr)
+      return;
+    for (const auto &event : result->events()) {
+      const std::string name = event.name();
+      const std::string shapes = event.hasShapes() ? text_of(event.shapes()) : std::string();
+      const vt_profile_event told{name.c_str(),
+                                  shapes.c_str(),
+                                  static_cast<int64_t>(event.startNs()),
+                                  static_cast<int64_t>(event.durationNs()),
+                                  event.startThreadId(),
+                                  static_cast<int64_t>(event.flops()),
+                                  event.nBytes(),
+                                  event.scope(),
+                                  static_cast<int32_t>(event.deviceType()),
+                                  event.deviceIndex(),
+                                  event.isAsync()};
+      visit(data, &told);
+    }
+  });
+}
+
+vt_error *vt_profile_range_begin(const char *name, void **range) {
+  return voltaic::guard([&] {
+    auto record = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+    if (record->isActive())
+      record->before(std::string(name));
+    *range = record.release();
+  });
+}
+
+void vt_profile_range_end(void *range) { delete static_cast<at::RecordFunction *>(range); }
+
+} // extern "C"

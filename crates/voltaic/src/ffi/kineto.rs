@@ -1,0 +1,190 @@
+//! libtorch's profiler (Kineto): operators, ranges and memory of a stretch of time, as events and as a Chrome trace.
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use voltaic_sys as sys;
+
+use crate::error::{TorchError, TorchErrorKind};
+use crate::ffi::check::check;
+
+/// What is recorded beside names and times.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct KinetoOptions {
+    /// Shapes of the inputs.
+    pub record_shapes: bool,
+    /// Allocations, as events of their own.
+    pub profile_memory: bool,
+    /// Floating point operations of products and convolutions.
+    pub with_flops: bool,
+    /// What CUDA devices do.
+    pub with_cuda: bool,
+    /// Also threads that were not started by this one.
+    pub all_threads: bool,
+}
+
+/// Where an event comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum EventScope {
+    /// An operator.
+    Operator,
+    /// A function of the backward pass.
+    Backward,
+    /// A range that a program named.
+    Range,
+    /// Memory, and what else libtorch tells of.
+    Other,
+}
+
+/// An operator, a range, or a change of memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KinetoEvent {
+    /// Such as `aten::linear`; `[memory]` for a change of memory.
+    pub name: String,
+    /// Shapes of the inputs, such as `[[2, 3], [], [3]]`; empty if they were not recorded.
+    pub shapes: String,
+    /// Nanoseconds since the epoch.
+    pub start_ns: i64,
+    /// Nanoseconds.
+    pub duration_ns: i64,
+    /// Thread on which it began, as libtorch counts them.
+    pub thread: u64,
+    /// Floating point operations; 0 if they are not known.
+    pub flops: i64,
+    /// Bytes that were allocated, or freed if negative.
+    pub bytes: i64,
+    /// Where it comes from.
+    pub scope: EventScope,
+    /// Number of libtorch's device type: 0 is the CPU.
+    pub device_type: i32,
+}
+
+/// libtorch has one profiler per process.
+static IS_RECORDING: AtomicBool = AtomicBool::new(false);
+
+/// libtorch's profiler at work. It began on this thread and ends there.
+#[derive(Debug)]
+pub struct Kineto {
+    not_send: std::marker::PhantomData<*const ()>,
+}
+
+impl KinetoOptions {
+    fn raw(self) -> sys::vt_profile_options {
+        sys::vt_profile_options {
+            record_shapes: self.record_shapes.into(),
+            profile_memory: self.profile_memory.into(),
+            with_flops: self.with_flops.into(),
+            with_cuda: self.with_cuda.into(),
+            all_threads: self.all_threads.into(),
+        }
+    }
+}
+
+impl Kineto {
+    /// Starts to record.
+    ///
+    /// # Errors
+    /// If it records already in this process; if libtorch refuses.
+    pub fn start(options: KinetoOptions) -> Result<Self, TorchError> {
+        if IS_RECORDING.swap(true, Ordering::AcqRel) {
+            return Err(TorchError::new(
+                "profiler",
+                TorchErrorKind::Other,
+                "libtorch's profiler records already in this process",
+            ));
+        }
+        // SAFETY: takes plain integers; the profiler is not at work, since the flag was not set.
+        let prepared = check("prepareProfiler", unsafe { sys::vt_profile_prepare(options.raw()) });
+        // SAFETY: as above, and it was prepared.
+        let begun =
+            prepared.and_then(|()| check("enableProfiler", unsafe { sys::vt_profile_start(options.raw()) }));
+        if let Err(error) = begun {
+            IS_RECORDING.store(false, Ordering::Release);
+            return Err(error);
+        }
+        Ok(Self { not_send: std::marker::PhantomData })
+    }
+
+    /// Stops, writes a Chrome trace to `path` if there is one, and returns what was recorded.
+    ///
+    /// # Errors
+    /// If libtorch cannot end it.
+    pub fn stop(self, path: Option<&Path>) -> Result<Vec<KinetoEvent>, TorchError> {
+        let path = path.map(|path| CString::new(path.as_os_str().as_bytes()).unwrap_or_default());
+        let path = path.as_ref().map_or(ptr::null(), |path| path.as_ptr());
+        let mut events: Vec<KinetoEvent> = Vec::new();
+        // SAFETY: path is null or a text that lives until the end of this function; `note` gets `events`, which outlives the
+        // call and is used by nothing else meanwhile. It was started on this thread, since Self does not leave it.
+        let stopped = check("disableProfiler", unsafe {
+            sys::vt_profile_stop(path, Some(note), ptr::from_mut(&mut events).cast())
+        });
+        std::mem::forget(self);
+        IS_RECORDING.store(false, Ordering::Release);
+        stopped.map(|()| events)
+    }
+}
+
+impl Drop for Kineto {
+    fn drop(&mut self) {
+        // SAFETY: it was started on this thread, since Self does not leave it; nothing is written, and nobody is told.
+        let _ = check("disableProfiler", unsafe { sys::vt_profile_stop(ptr::null(), None, ptr::null_mut()) });
+        IS_RECORDING.store(false, Ordering::Release);
+    }
+}
+
+extern "C" fn note(data: *mut c_void, event: *const sys::vt_profile_event) {
+    // SAFETY: C++ passes on the list that `stop` lends, and an event whose texts live during this call.
+    let (events, event) = unsafe { (&mut *data.cast::<Vec<KinetoEvent>>(), &*event) };
+    events.push(KinetoEvent {
+        name: text(event.name),
+        shapes: text(event.shapes),
+        start_ns: event.start_ns,
+        duration_ns: event.duration_ns,
+        thread: event.thread,
+        flops: event.flops,
+        bytes: event.bytes,
+        scope: match event.scope {
+            0 => EventScope::Operator,
+            1 => EventScope::Backward,
+            7 => EventScope::Range,
+            _ => EventScope::Other,
+        },
+        device_type: event.device_type,
+    });
+}
+
+fn text(pointer: *const c_char) -> String {
+    // SAFETY: the shim's texts end with 0 and live during the call.
+    unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
+}
+
+/// A range of this thread, in what libtorch's profiler records; it ends when dropped. Ranges are nested.
+#[derive(Debug)]
+#[must_use = "the range ends when this is dropped"]
+pub struct ProfileRange {
+    range: *mut c_void,
+}
+
+impl ProfileRange {
+    /// Begins one. If nothing records, that is all that happens.
+    ///
+    /// # Errors
+    /// If libtorch refuses.
+    pub fn begin(name: &str) -> Result<Self, TorchError> {
+        let name = CString::new(name.replace('\0', "_")).unwrap_or_default();
+        let mut range = ptr::null_mut();
+        // SAFETY: name is a text that lives during the call; the out-pointer is on this stack.
+        check("record_function", unsafe { sys::vt_profile_range_begin(name.as_ptr(), &mut range) })?;
+        Ok(Self { range })
+    }
+}
+
+impl Drop for ProfileRange {
+    fn drop(&mut self) {
+        // SAFETY: it came from begin, on this thread (the pointer makes Self !Send), and is freed once.
+        unsafe { sys::vt_profile_range_end(self.range) };
+    }
+}

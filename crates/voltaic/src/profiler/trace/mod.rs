@@ -1,0 +1,12 @@
+//! Operators of a few steps, recorded by libtorch's profiler (Kineto).
+
+mod handle;
+mod schedule;
+mod table;
+mod tracer;
+
+pub(super) use handle::Handle;
+pub use handle::ProfiledRange;
+pub use schedule::ProfilerSchedule;
+pub(super) use table::{SORT_KEYS, SortKey};
+pub(super) use tracer::{TraceOptions, Tracer};

@@ -1,0 +1,341 @@
+//! What the profilers for operators have in common: ranges for actions, windows of steps, traces and the table.
+
+use std::cell::RefCell;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+use std::{fs, io};
+
+use super::schedule::{Phase, ProfilerSchedule};
+use super::table::{Averages, SortKey};
+use crate::checkpoint::write_atomically;
+use crate::error::{Error, ProfilerError, Result};
+use crate::ffi::{Kineto, KinetoEvent, KinetoOptions, ProfileRange};
+use crate::profiler::actions;
+use crate::profiler::profiler::ProfiledRun;
+use crate::profiler::report::Output;
+
+/// What is recorded, and what becomes of it.
+#[derive(Debug, Clone)]
+pub(in crate::profiler) struct TraceOptions {
+    pub dirpath: Option<PathBuf>,
+    pub filename: Option<String>,
+    pub schedule: Option<ProfilerSchedule>,
+    pub kineto: KinetoOptions,
+    pub group_by_input_shapes: bool,
+    pub export_to_chrome: bool,
+    pub row_limit: Option<usize>,
+    pub sort_key: SortKey,
+    pub record_module_names: bool,
+}
+
+/// The steps of one loop; each is counted by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Loop {
+    Train,
+    Validate,
+    Test,
+    Predict,
+}
+
+impl Loop {
+    /// The loop whose step this action is.
+    fn of(action: &str) -> Option<Self> {
+        let ends = |step: &str| action.strip_suffix(step).is_some_and(|before| before.ends_with('.'));
+        match () {
+            () if action == actions::TRAINING_BATCH => Some(Self::Train),
+            () if ends("validation_step") => Some(Self::Validate),
+            () if ends("test_step") => Some(Self::Test),
+            () if ends("predict_step") => Some(Self::Predict),
+            () => None,
+        }
+    }
+
+    /// What its step is called.
+    fn step(self) -> &'static str {
+        match self {
+            Self::Train => actions::TRAINING_BATCH,
+            Self::Validate => "validation_step",
+            Self::Test => "test_step",
+            Self::Predict => "predict_step",
+        }
+    }
+}
+
+/// Traces of the steps of a run. libtorch's profiler records all threads, and is started and stopped by the one that trains.
+#[derive(Debug)]
+pub(in crate::profiler) struct Tracer {
+    id: u64,
+    options: TraceOptions,
+    output: Output,
+    averages: Averages,
+    steps: [u64; 4],
+    /// The loop whose steps are being recorded.
+    recorded: Option<Loop>,
+    /// What is recorded is thrown away when the next step begins, which is the first that is kept.
+    starts_again: bool,
+    /// Traces of this run.
+    traces: Vec<PathBuf>,
+    has_trace: bool,
+    /// Why a trace could not be written; the run goes on, and ends with it.
+    failure: Option<Error>,
+}
+
+/// What a thread has begun. Ranges and libtorch's profiler end on the thread on which they began.
+#[derive(Default)]
+struct OfThread {
+    ranges: Vec<(u64, String, ProfileRange)>,
+    recording: Option<(u64, Kineto)>,
+    step: Option<ProfileRange>,
+}
+
+thread_local! {
+    static OF_THREAD: RefCell<OfThread> = RefCell::default();
+}
+
+impl Tracer {
+    pub fn new(options: TraceOptions) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            output: Output::new(options.dirpath.clone(), options.filename.clone()),
+            averages: Averages::new(options.group_by_input_shapes),
+            options,
+            steps: [0; 4],
+            recorded: None,
+            starts_again: false,
+            traces: Vec::new(),
+            has_trace: false,
+            failure: None,
+        }
+    }
+
+    pub fn records_modules(&self) -> bool {
+        self.options.record_module_names
+    }
+
+    /// The traces that were written, the oldest first.
+    pub fn traces(&self) -> &[PathBuf] {
+        &self.traces
+    }
+
+    pub fn setup(&mut self, run: &ProfiledRun) -> Result<()> {
+        self.output.setup(run);
+        self.steps = [0; 4];
+        self.has_trace = false;
+        if self.options.export_to_chrome {
+            let path = self.output.path("x");
+            let folder = path.parent().unwrap_or(&path);
+            fs::create_dir_all(folder).map_err(|source| Error::io("create", folder, source))?;
+        }
+        if run.rank == 0 {
+            tracing::info!("profiler: {}", self.what_is_recorded());
+        }
+        Ok(())
+    }
+
+    fn what_is_recorded(&self) -> String {
+        let schedule = self.schedule();
+        let first = schedule.skip_first + schedule.wait + schedule.warmup + 1;
+        let last = schedule.steps_to_trace();
+        let steps = match first == last {
+            true => format!("step {first} is"),
+            false => format!("steps {first} to {last} are"),
+        };
+        let again = match schedule.repeat {
+            1 => String::new(),
+            0 => format!(", and so on every {} steps", schedule.wait + schedule.warmup + schedule.active),
+            times => format!(", {times} times in all"),
+        };
+        format!("{steps} recorded{again}; times are longer under a profiler")
+    }
+
+    fn schedule(&self) -> ProfilerSchedule {
+        self.options.schedule.unwrap_or_default()
+    }
+
+    /// The phase of the next step of a loop. Without a schedule of the user's nothing is thrown away before there is a trace,
+    /// since the run may be short.
+    fn phase(&self, of: Loop) -> Phase {
+        let step = self.steps[of as usize];
+        match self.schedule().phase(step) {
+            Phase::Off if self.options.schedule.is_none() && step < self.schedule().steps_to_trace() => {
+                Phase::Warmup
+            }
+            phase => phase,
+        }
+    }
+
+    pub fn start(&mut self, action: &str) -> Result<()> {
+        let is_running = OF_THREAD.with_borrow(|own| {
+            own.ranges.iter().any(|(id, name, _)| (*id, name.as_str()) == (self.id, action))
+        });
+        if is_running {
+            return Err(ProfilerError::AlreadyStarted { action: action.to_owned() }.into());
+        }
+        if let Some(of) = Loop::of(action) {
+            match self.recorded {
+                Some(other) if other != of => self.cut(other),
+                Some(_) if std::mem::take(&mut self.starts_again) => self.end(None)?,
+                _ => {}
+            }
+            if self.recorded.is_none() && self.phase(of) != Phase::Off {
+                self.begin(of)?;
+            }
+        }
+        let range = ProfileRange::begin(&format!("[pl][profile]{action}"))?;
+        OF_THREAD.with_borrow_mut(|own| own.ranges.push((self.id, action.to_owned(), range)));
+        Ok(())
+    }
+
+    pub fn stop(&mut self, action: &str) -> Result<()> {
+        let ended = OF_THREAD.with_borrow_mut(|own| {
+            let at =
+                own.ranges.iter().rposition(|(id, name, _)| (*id, name.as_str()) == (self.id, action))?;
+            Some(own.ranges.remove(at))
+        });
+        if ended.is_none() {
+            return Err(ProfilerError::NeverStarted { action: action.to_owned() }.into());
+        }
+        drop(ended);
+        match Loop::of(action) {
+            Some(of) if self.recorded.is_none_or(|recorded| recorded == of) => self.step(of, action),
+            _ => Ok(()), // a step within a recording of another loop counts for nobody
+        }
+    }
+
+    /// A step has ended.
+    fn step(&mut self, of: Loop, action: &str) -> Result<()> {
+        let phase = self.phase(of);
+        self.steps[of as usize] += 1;
+        let next = self.phase(of);
+        self.starts_again = next.is_kept() && !phase.is_kept();
+        if self.recorded.is_some() && (phase == Phase::RecordAndSave || next == Phase::Off) {
+            let ended = self.end(phase.is_kept().then_some(action));
+            self.failure = self.failure.take().or(ended.err());
+        }
+        match (self.recorded, next) {
+            (None, Phase::Off) => Ok(()),
+            (None, _) => self.begin(of),
+            (Some(_), _) => self.begin_step(of),
+        }
+    }
+
+    /// Ends the recording of a loop, since another one goes on: that may take long.
+    fn cut(&mut self, recorded: Loop) {
+        let is_kept = self.phase(recorded).is_kept() && !std::mem::take(&mut self.starts_again);
+        let ended = self.end(is_kept.then_some(recorded.step()));
+        self.failure = self.failure.take().or(ended.err());
+    }
+
+    fn begin(&mut self, of: Loop) -> Result<()> {
+        let recording = Kineto::start(self.options.kineto)?;
+        OF_THREAD.with_borrow_mut(|own| own.recording = Some((self.id, recording)));
+        self.recorded = Some(of);
+        self.begin_step(of)
+    }
+
+    /// The range of the next step, which TensorBoard's plugin looks for.
+    fn begin_step(&self, of: Loop) -> Result<()> {
+        OF_THREAD.with_borrow_mut(|own| own.step = None); // ends the last one first
+        let range = ProfileRange::begin(&format!("ProfilerStep#{}", self.steps[of as usize]))?;
+        OF_THREAD.with_borrow_mut(|own| own.step = Some(range));
+        Ok(())
+    }
+
+    /// Ends a recording; with an action it becomes a trace of this name, without one it is thrown away.
+    fn end(&mut self, kept_as: Option<&str>) -> Result<()> {
+        self.recorded = None;
+        let recording = OF_THREAD.with_borrow_mut(|own| {
+            own.step = None;
+            own.recording.take_if(|(id, _)| *id == self.id)
+        });
+        let Some((_, recording)) = recording else {
+            return Err(ProfilerError::OtherThread.into());
+        };
+        let Some(action) = kept_as else {
+            drop(recording);
+            return Ok(());
+        };
+        let path = self.options.export_to_chrome.then(|| self.trace_path(action));
+        let events = match &path {
+            Some(path) => save(recording, path)?,
+            None => recording.stop(None)?,
+        };
+        self.traces.extend(path);
+        self.has_trace = true;
+        self.averages.add(&events);
+        Ok(())
+    }
+
+    /// `<stage>-<filename>-<rank>-<action>.<time>.pt.trace.json`
+    fn trace_path(&self, action: &str) -> PathBuf {
+        let mut name = String::new();
+        for c in action.chars() {
+            let c = if c.is_ascii_alphanumeric() { c } else { '_' };
+            if c != '_' || !name.ends_with('_') {
+                name.push(c);
+            }
+        }
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+        let stem = self.output.path("x").with_extension("");
+        let stem = stem.file_name().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = name.trim_matches('_');
+        self.output.path("x").with_file_name(format!("{stem}-{name}.{now}.pt.trace.json"))
+    }
+
+    pub fn summary(&self) -> String {
+        format!(
+            "{}\n{}",
+            self.output.title(),
+            self.averages.table(self.options.sort_key, self.options.row_limit)
+        )
+    }
+
+    /// Writes what is left, and the table.
+    pub fn describe(&mut self) -> Result<()> {
+        if let Some(of) = self.recorded {
+            let is_kept = self.phase(of).is_kept() || (self.options.schedule.is_none() && !self.has_trace);
+            self.end(is_kept.then_some(of.step()))?;
+        }
+        if let Some(error) = self.failure.take() {
+            return Err(error);
+        }
+        if !self.has_trace {
+            let seen = self.steps.iter().max().copied().unwrap_or_default();
+            tracing::warn!(
+                "profiler: the run ended after {seen} steps, before the {} that the schedule needs for a trace; \
+                 nothing was recorded. Use a shorter schedule or a longer run",
+                self.schedule().steps_to_trace()
+            );
+            return Ok(());
+        }
+        for path in &self.traces {
+            tracing::info!("profiler: trace in {}", path.display());
+        }
+        self.output.write(&self.summary())
+    }
+}
+
+/// Stops a recording, and writes its trace whole or not at all.
+fn save(recording: Kineto, path: &Path) -> Result<Vec<KinetoEvent>> {
+    let folder = path.parent().unwrap_or(path);
+    let failed = |doing, source| Error::io(doing, path, source);
+    fs::create_dir_all(folder).map_err(|source| Error::io("create", folder, source))?;
+    // Kineto does not say when it cannot write: the file is made first, and looked at afterwards.
+    let temporary = path.with_extension("tmp");
+    fs::File::create_new(&temporary).map_err(|source| Error::io("create", &temporary, source))?;
+    let written = recording.stop(Some(&temporary)).map_err(Error::from).and_then(|events| {
+        let text = fs::read(&temporary).map_err(|source| failed("read", source))?;
+        if !text.trim_ascii_end().ends_with(b"}") {
+            return Err(failed("write", io::Error::new(io::ErrorKind::StorageFull, "the trace was cut off")));
+        }
+        write_atomically(path, |file| file.write_all(&text))?;
+        Ok(events)
+    });
+    let removed = fs::remove_file(&temporary).map_err(|source| Error::io("remove", &temporary, source));
+    let events = written?;
+    removed?;
+    Ok(events)
+}
