@@ -38,16 +38,15 @@ impl StrategyPlan {
     /// Keys of what may differ between ranks.
     pub(crate) fn allowed_differences(&self) -> Vec<String> {
         match self {
-            Self::SingleDevice | Self::Zero(_) => Vec::new(),
             Self::Ddp { config, .. } => config.allow_differences.clone(),
-            Self::DeepSpeed(_) => Vec::new(),
+            Self::SingleDevice | Self::DeepSpeed(_) | Self::Zero(_) => Vec::new(),
         }
     }
 
     /// The strategy of these ranks.
     ///
     /// # Errors
-    /// That there is no such strategy yet.
+    /// What of DeepSpeed's settings is not there yet.
     pub(crate) fn build(self, world: World) -> Result<Box<dyn Strategy>> {
         Ok(match self {
             Self::SingleDevice => Box::new(SingleDevice::of(world)),
