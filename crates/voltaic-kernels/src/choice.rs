@@ -1,7 +1,8 @@
 //! Which kernel serves which operator, number format, shape and processor: one table, and by which measurement each row is
 //! there. Where no row fits, an operator is libtorch's.
 //!
-//! Times are those of `cargo bench --bench kernels` if no other measurement is named; docs/kernels.md has them in full.
+//! Times beside libtorch's are those of `cargo bench -p voltaic --bench kernels`, times between kernels of this crate those of
+//! `cargo bench -p voltaic-kernels`, if no other measurement is named; docs/kernels.md has them in full.
 
 use std::fmt;
 

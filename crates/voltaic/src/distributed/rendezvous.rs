@@ -187,7 +187,8 @@ fn warn_of_trust(placement: &RankPlacement) {
     if *rank == 0 && *world_size > 1 && secret.is_none() && !is_loopback(master_addr) {
         ONCE.call_once(|| {
             tracing::warn!(
-                "VOLTAIC_JOB_SECRET is not set: whoever reaches {master_addr} is believed to be a rank, as by PyTorch; set it to                  the same random text on all nodes, or see to it that only they reach each other"
+                "VOLTAIC_JOB_SECRET is not set: any process that reaches {master_addr} is believed to be a rank, as by \
+                 PyTorch; set it to the same random text on all nodes, or make sure that only they reach each other"
             );
         });
     }

@@ -86,7 +86,7 @@ impl StepContext<'_> {
     }
 
     /// Calls a module that lies within the user's own: with `trainer.graph=modules` by a graph, which is captured for each
-    /// sort of inputs, else as usual. For static parts of a step whose other parts cannot be captured.
+    /// kind of inputs, else as usual. For static parts of a step whose other parts cannot be captured.
     ///
     /// ```
     /// # use voltaic::module::StepContext;

@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chosen_version_starts_anew_and_a_prefix_leaves_step_and_epoch_alone() {
+    fn a_chosen_version_starts_again_and_a_prefix_leaves_step_and_epoch_alone() {
         let folder = tempfile::tempdir().expect("temp folder");
         for value in [0.5, 0.25] {
             let version = Some(Version::Name("mine".into()));

@@ -56,8 +56,8 @@ fn assert_went_on(text: &str, steps: u64) {
 }
 
 #[test]
-fn ranks_are_started_anew_from_the_last_checkpoint() {
-    let test = "ddp_elastic::ranks_are_started_anew_from_the_last_checkpoint";
+fn ranks_are_started_again_from_the_last_checkpoint() {
+    let test = "ddp_elastic::ranks_are_started_again_from_the_last_checkpoint";
     for (part, devices, steps) in [("two", 2, 6), ("one", 1, 12)] {
         if plays(part) {
             return train_with_a_kill(devices, 1);

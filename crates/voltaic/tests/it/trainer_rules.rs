@@ -193,7 +193,7 @@ fn a_request_to_stop_waits_for_min_epochs_and_min_steps() {
 }
 
 #[test]
-fn a_second_fit_starts_anew() {
+fn a_second_fit_starts_again() {
     let events = Events::default();
     let builder = silent().max_epochs(2).limit_train_batches(2).num_sanity_val_steps(0);
     let mut trainer = builder.callback(events.clone()).callback(StopAtOnce).build().unwrap();

@@ -302,7 +302,7 @@ fn a_process_is_alone_if_nobody_has_started_others() {
 }
 
 #[test]
-fn a_process_that_is_to_be_started_anew_gets_a_launcher() {
+fn a_process_that_is_to_be_started_again_gets_a_launcher() {
     let one = Wanted { is_distributed: false, restarts: true, ..wanted(1, 1) };
     let launch = Launch { devices: 1, num_nodes: 1, node_rank: 0, master_addr: None, master_port: None };
     assert_eq!(Placement::find(&parse(""), one).unwrap(), Placement::Launcher(launch));
