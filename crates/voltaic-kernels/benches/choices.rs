@@ -26,11 +26,11 @@ const REPEATED: Duration = Duration::from_millis(100);
 const DTYPES: [Dtype; 2] = [Dtype::Float32, Dtype::Bfloat16];
 
 fn main() -> Result<()> {
+    load_libtorch(); // first: what it has is looked up once
     let machines = machines();
     let wanted = env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
     if let Ok(number) = env::var(CHILD) {
-        load_libtorch();
-        let machine = self::machines()[number.parse::<usize>()?].1; // with the MKL, now that it is loaded
+        let machine = machines[number.parse::<usize>()?].1;
         if !choose_as(machine) {
             return Err(format!("this processor cannot stand in for {machine:?}").into());
         }
