@@ -93,7 +93,9 @@ fn load_libtorch() {
 
 /// Microseconds of each call in a process of its own.
 fn measure(machine: usize, wanted: &str) -> Result<Vec<(String, f64)>> {
-    let output = Command::new(env::current_exe()?).arg(wanted).env(CHILD, machine.to_string()).output()?;
+    let mut command = Command::new(env::current_exe()?);
+    let command = command.arg(wanted).env(CHILD, machine.to_string()).env("OMP_NUM_THREADS", "1"); // the MKL's
+    let output = command.output()?;
     if !output.status.success() {
         return Err(io::Error::other(String::from_utf8_lossy(&output.stderr).into_owned()).into());
     }
