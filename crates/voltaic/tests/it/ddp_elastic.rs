@@ -12,6 +12,7 @@ use voltaic::module::HookContext;
 
 use crate::ddp::{FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, weights};
 use crate::distributed::free_port;
+use crate::launchers::program;
 use crate::probe::{own_process, plays, text_of};
 
 /// Kills the last rank in the second epoch, when that is come to for the first time.
@@ -84,17 +85,13 @@ fn max_restarts_is_spelled_as_torchrun_spells_it_too() {
     assert!(text.contains("max_restarts: 2"), "{text}");
 }
 
-/// With `VOLTAIC_TEST_TORCHRUN` set to the path of torchrun.
 #[test]
 fn torchrun_starts_ranks_and_restarts_them() {
     let test = "ddp_elastic::torchrun_starts_ranks_and_restarts_them";
     if plays("torchrun") {
         return train_with_a_kill(2, 0);
     }
-    let Some(torchrun) = std::env::var_os("VOLTAIC_TEST_TORCHRUN") else {
-        println!("skipped: VOLTAIC_TEST_TORCHRUN does not name torchrun");
-        return;
-    };
+    let Some(torchrun) = program("torchrun", "VOLTAIC_TEST_TORCHRUN") else { return };
     let (_kept, expected, ..) = alone(2, 1);
     let folder = TempDir::new().unwrap();
     let own = own_process(test, "torchrun");

@@ -59,6 +59,7 @@ mod hostile_checkpoint;
 mod hostile_config;
 mod kill;
 mod last_checkpoint;
+mod launchers;
 mod layers;
 mod libtorch;
 mod loggers;
