@@ -131,6 +131,7 @@ fn training_of(
         data: None,
         module: Json::Null,
         module_on_device: Vec::new(),
+        slurm_job: None,
     };
     let json = serde_json::to_value(&state)
         .or_else(|error| refuse(error.to_string(), "convert the weights only"))?;

@@ -33,4 +33,7 @@ pub(crate) struct LoopState {
     /// Of its tensors those that were on the run's device; the others were on the host.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub module_on_device: Vec<String>,
+    /// The Slurm job that the run was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slurm_job: Option<String>,
 }

@@ -15,7 +15,7 @@
 //! defaults, `--config` files and `VOLTAIC_...` variables by [`crate::config`]. Help texts come from the same schemas.
 //!
 //! Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong, and of a run that a signal
-//! ended 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1.
+//! ended 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1, 140 for SIGUSR2.
 
 mod args;
 mod commands;
@@ -34,6 +34,7 @@ pub use console::Console;
 pub use registry::{FromConfig, Registry};
 pub use request::{RunRequest, Verb};
 
+use crate::distributed::{RequeueSignal, keep_notice};
 use crate::error::{Error, report_lost_lines};
 use args::Command;
 use outcome::Failure;
@@ -42,9 +43,13 @@ use outcome::Failure;
 pub fn run(registry: Registry) -> ExitCode {
     outcome::quiet_panics();
     log::print_log();
+    let kept = keep_notice(RequeueSignal::SigUsr1); // models and data may take long to load
     let mut arguments = std::env::args_os();
     let program = arguments.next().unwrap_or_default();
     let mut console = Console::of_process();
+    if let Err(error) = kept {
+        console.report(Failure::run(error.into()));
+    }
     let code = run_with(&registry, &program, arguments.collect(), std::env::vars_os(), &mut console);
     report_lost_lines();
     ExitCode::from(code)

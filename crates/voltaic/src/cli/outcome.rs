@@ -32,6 +32,7 @@ impl Failure {
             Some(Error::Interrupted { signal: "SIGTERM", .. }) => 143,
             Some(Error::Interrupted { signal: "SIGHUP", .. }) => 129,
             Some(Error::Interrupted { signal: "SIGUSR1", .. }) => 138,
+            Some(Error::Interrupted { signal: "SIGUSR2", .. }) => 140,
             _ => 1,
         };
         // `{:#}` joins the chain of causes with colons; a cause that its parent already quotes is not said twice.

@@ -244,7 +244,7 @@ impl Registry {
         properties.insert(
             "ckpt_path".to_owned(),
             json!({
-                "description": "Checkpoint to start from: a path, `last` or `best`.",
+                "description": "Checkpoint to start from: a path, `last`, `best` or `hpc`.",
                 "type": ["string", "null"],
                 "default": null,
             }),

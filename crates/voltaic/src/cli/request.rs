@@ -67,7 +67,7 @@ impl RunRequest {
         self.seed
     }
 
-    /// The checkpoint to start from: a path, `last` or `best`.
+    /// The checkpoint to start from: a path, `last`, `best` or `hpc`.
     pub fn ckpt_path(&self) -> Option<&str> {
         self.settings.tree.get("ckpt_path")?.as_str()
     }

@@ -17,6 +17,7 @@ use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1};
 
 use super::host::{LOOPBACK, host_name, is_loopback, listen};
 use super::launch::Launch;
+use super::slurm::{RequeueSignal, notice};
 use super::variables::{ATTEMPT, LAUNCHER, SECRET};
 use crate::error::{DistributedError, Error, Problem, Result, TorchError, TorchErrorKind, write_stderr};
 use crate::ffi::{self, JobSecret, Store};
@@ -358,7 +359,9 @@ impl Signals {
 
     fn received(&self) -> Option<i32> {
         let mut signals = PASSED_ON.iter().zip(&self.0);
-        signals.find_map(|((signal, _), flag)| flag.load(Ordering::Relaxed).then_some(*signal))
+        let received =
+            signals.find_map(|((signal, _), flag)| flag.load(Ordering::Relaxed).then_some(*signal));
+        received.or_else(|| notice().map(RequeueSignal::number))
     }
 }
 

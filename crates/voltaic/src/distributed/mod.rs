@@ -36,7 +36,8 @@ pub(crate) use placement::Wanted;
 pub use placement::{Placement, RankPlacement};
 pub use process_group::{ProcessGroup, Work};
 pub use rendezvous::RunStore;
-pub(crate) use slurm::SlurmJob;
+pub use slurm::{RequeueSignal, SlurmEnvironment};
+pub(crate) use slurm::{SlurmJob, keep_notice, notice};
 pub use variables::Variables;
 pub use world::{World, global_rank, is_global_zero};
 

@@ -1,14 +1,109 @@
 //! The Slurm job that this process belongs to, and how it is queued again.
 
+use std::fmt;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use signal_hook::consts::{SIGHUP, SIGTERM, SIGUSR1, SIGUSR2};
 
 use super::variables::Variables;
+use crate::error::{Error, Result};
+
+/// What a run does in a Slurm job.
+///
+/// Source: `lightning.pytorch.plugins.environments.SLURMEnvironment`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct SlurmEnvironment {
+    /// Whether the signal saves `hpc_ckpt_<n>.ckpt` and queues the job again; otherwise it only ends the run.
+    pub auto_requeue: bool,
+    /// The signal that `#SBATCH --signal` names; SIGUSR1 unless set.
+    pub requeue_signal: Option<RequeueSignal>,
+}
+
+impl Default for SlurmEnvironment {
+    fn default() -> Self {
+        Self { auto_requeue: true, requeue_signal: None }
+    }
+}
+
+/// By what Slurm says that the time of a job is nearly over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum RequeueSignal {
+    /// `#SBATCH --signal=USR1@90`
+    SigUsr1,
+    /// `#SBATCH --signal=USR2@90`
+    SigUsr2,
+    /// `#SBATCH --signal=HUP@90`
+    SigHup,
+    /// `#SBATCH --signal=TERM@90`
+    SigTerm,
+}
+
+impl RequeueSignal {
+    /// As in C.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::SigUsr1 => "SIGUSR1",
+            Self::SigUsr2 => "SIGUSR2",
+            Self::SigHup => "SIGHUP",
+            Self::SigTerm => "SIGTERM",
+        }
+    }
+
+    pub(crate) fn number(self) -> i32 {
+        match self {
+            Self::SigUsr1 => SIGUSR1,
+            Self::SigUsr2 => SIGUSR2,
+            Self::SigHup => SIGHUP,
+            Self::SigTerm => SIGTERM,
+        }
+    }
+}
+
+impl fmt::Display for RequeueSignal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Whether a notice has come, by [`RequeueSignal`]; those that nobody watches for are not set.
+static NOTICES: [OnceLock<Arc<AtomicBool>>; 4] = [const { OnceLock::new() }; 4];
+
+const SIGNALS: [RequeueSignal; 4] =
+    [RequeueSignal::SigUsr1, RequeueSignal::SigUsr2, RequeueSignal::SigHup, RequeueSignal::SigTerm];
+
+/// Keeps a notice that comes before a run has begun, from now on. Only in a Slurm job: elsewhere the signal does what it does.
+pub(crate) fn keep_notice(signal: RequeueSignal) -> Result<()> {
+    if SlurmJob::of_process().is_none() {
+        return Ok(());
+    }
+    let mut result = Ok(());
+    NOTICES[signal as usize].get_or_init(|| {
+        let flag = Arc::default();
+        result = signal_hook::flag::register(signal.number(), Arc::clone(&flag)).map(drop);
+        flag
+    });
+    result.map_err(|error| Error::io("watch signals for", "this process", error))
+}
+
+/// The notice that has come since somebody watches for it.
+pub(crate) fn notice() -> Option<RequeueSignal> {
+    let has_come = |signal: &RequeueSignal| {
+        NOTICES[*signal as usize].get().is_some_and(|flag| flag.load(Ordering::Relaxed))
+    };
+    SIGNALS.into_iter().find(has_come)
+}
 
 /// A job that Slurm can start again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SlurmJob {
-    /// As `scontrol` takes it.
-    id: String,
+    /// As `scontrol` takes it; the same each time that it is started.
+    pub id: String,
     /// How often it has been started again.
     pub restarts: usize,
 }
@@ -32,7 +127,7 @@ impl SlurmJob {
     }
 
     /// Has Slurm end this job and put it into its queue again; why not, if that fails.
-    pub fn requeue(&self) -> Result<(), String> {
+    pub fn requeue(&self) -> std::result::Result<(), String> {
         let output = Command::new("scontrol")
             .args(["requeue", &self.id])
             .output()
@@ -63,5 +158,15 @@ mod tests {
         assert_eq!(of(&[("SLURM_JOB_ID", "7"), ("SLURM_RESTART_COUNT", "2")]), job("7", 2));
         let array = [("SLURM_JOB_ID", "9"), ("SLURM_ARRAY_JOB_ID", "7"), ("SLURM_ARRAY_TASK_ID", "3")];
         assert_eq!(of(&array), job("7_3", 0));
+    }
+
+    #[test]
+    fn settings_have_the_names_of_lightning() {
+        let read = |text: &str| serde_json::from_str::<SlurmEnvironment>(text).unwrap();
+        assert_eq!(read("{}"), SlurmEnvironment { auto_requeue: true, requeue_signal: None });
+        for signal in SIGNALS {
+            let text = format!(r#"{{"auto_requeue": false, "requeue_signal": "{signal}"}}"#);
+            assert_eq!(read(&text), SlurmEnvironment { auto_requeue: false, requeue_signal: Some(signal) });
+        }
     }
 }

@@ -130,7 +130,7 @@ pub enum Error {
     /// The run was asked to stop by a signal.
     #[error("interrupted by {signal} at global_step {global_step}; {INTERRUPTED}")]
     Interrupted {
-        /// `SIGINT`, `SIGTERM`, `SIGHUP` or `SIGUSR1`.
+        /// `SIGINT`, `SIGTERM`, `SIGHUP`, `SIGUSR1` or `SIGUSR2`.
         signal: &'static str,
         /// Optimizer steps done so far.
         global_step: u64,

@@ -13,11 +13,13 @@ pub struct Votes {
     pub hangup: bool,
     /// SIGUSR1, by which Slurm tells a job that its time is over.
     pub notice: bool,
+    /// SIGUSR2, if a job is to be told by that.
+    pub notice_2: bool,
 }
 
 impl Votes {
     /// How many there are.
-    pub const COUNT: usize = 5;
+    pub const COUNT: usize = 6;
 
     /// What either of two asks.
     pub(crate) fn or(self, other: Self) -> Self {
@@ -27,18 +29,19 @@ impl Votes {
             stop: self.stop || other.stop,
             hangup: self.hangup || other.hangup,
             notice: self.notice || other.notice,
+            notice_2: self.notice_2 || other.notice_2,
         }
     }
 
     /// The votes as numbers, to be summed over the ranks.
     pub fn numbers(self) -> [f32; Self::COUNT] {
-        let Self { interrupt, terminate, stop, hangup, notice } = self;
-        [interrupt, terminate, stop, hangup, notice].map(|vote| f32::from(u8::from(vote)))
+        let Self { interrupt, terminate, stop, hangup, notice, notice_2 } = self;
+        [interrupt, terminate, stop, hangup, notice, notice_2].map(|vote| f32::from(u8::from(vote)))
     }
 
     /// The votes of all ranks, from the sums of their numbers.
     pub fn from_numbers(numbers: [f32; Self::COUNT]) -> Self {
-        let [interrupt, terminate, stop, hangup, notice] = numbers.map(|sum| sum != 0.0);
-        Self { interrupt, terminate, stop, hangup, notice }
+        let [interrupt, terminate, stop, hangup, notice, notice_2] = numbers.map(|sum| sum != 0.0);
+        Self { interrupt, terminate, stop, hangup, notice, notice_2 }
     }
 }

@@ -7,7 +7,7 @@ use crate::accelerator::rng::global_seed;
 use crate::accelerator::{Accelerator, AcceleratorChoice};
 use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, Timer};
 use crate::checkpoint::{AsyncCheckpointIo, CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
-use crate::distributed::World;
+use crate::distributed::{World, keep_notice};
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
 use crate::logger::{Logger, Loggers, RunFolders};
@@ -108,6 +108,7 @@ pub(crate) fn assemble(
     plan: TrainPlan,
     accelerator: Arc<dyn Accelerator>,
 ) -> Result<(TrainPlan, Run)> {
+    plan.requeue_signal.map(keep_notice).transpose()?; // ranks may wait long for each other
     let facts = plan::facts::facts(config, &plan, &given.callbacks);
     let (strategy, device) = join(config, &plan, accelerator.as_ref(), given.strategy.take(), facts)?;
     let plan = TrainPlan { device, ..plan };
@@ -282,8 +283,9 @@ fn checkpoint_io(
 fn repeated_plugins(plugins: &[PluginConfig], has_checkpoint_io: bool) -> Vec<ConfigProblem> {
     let kinds = [PluginConfig::AsyncCheckpointIo, PluginConfig::HpuCheckpointIo];
     let counts = kinds.map(|kind| plugins.iter().filter(|plugin| **plugin == kind).count());
+    let is_slurm = |plugin: &&PluginConfig| matches!(plugin, PluginConfig::SlurmEnvironment(_));
     let mut problems = Vec::new();
-    if counts.iter().any(|&count| count > 1) {
+    if counts.iter().any(|&count| count > 1) || plugins.iter().filter(is_slurm).count() > 1 {
         problems.push(ConfigProblem::new("trainer.plugins", "a class is given twice", "give it once"));
     }
     if has_checkpoint_io && counts.iter().any(|&count| count > 0) {

@@ -84,13 +84,14 @@ impl Trainer {
         &self.config
     }
 
-    /// Makes the next call start from a checkpoint: a path, `best` or `last`. `fit` goes on exactly where the checkpoint was
+    /// Makes the next call start from a checkpoint: a path, `best`, `last` or `hpc`. `fit` goes on exactly where the checkpoint was
     /// written; the others take its weights.
     ///
     /// `last` is the newest checkpoint that this trainer has saved, else the newest of the runs of this configuration: in
     /// the folders of its callbacks, and those of all runs below the folder and name of its loggers. `best` is what the
     /// newest checkpoint names as the best of its run. The next call fails if there is none, but for `fit` from `last`,
-    /// which then starts from the beginning, with a warning.
+    /// which then starts from the beginning, with a warning. `hpc` is the newest that a run has saved in `default_root_dir`
+    /// when Slurm gave notice.
     pub fn ckpt_path(&mut self, ckpt_path: impl Into<CkptPath>) -> &mut Self {
         self.ckpt_path = Some(ckpt_path.into());
         self
@@ -107,7 +108,7 @@ impl Trainer {
     ///
     /// # Errors
     /// [`Error::Hook`](crate::Error::Hook) if user code fails or panics; [`Error::Interrupted`](crate::Error::Interrupted)
-    /// on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, after the batch in progress; otherwise what the parts report. Checkpoints written before
+    /// on Ctrl-C, SIGTERM, SIGHUP or Slurm's notice, after the batch in progress; otherwise what the parts report. Checkpoints written before
     /// stay as they are.
     pub fn fit<M: LightningModule>(
         &mut self,

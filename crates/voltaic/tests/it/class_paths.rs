@@ -254,6 +254,8 @@ fn plugins_loggers_and_callbacks_have_the_names_of_the_originals() {
             "trainer.plugins.precision=bf16-mixed",
             "trainer.plugins+=lightning_habana.pytorch.plugins.io_plugin.HPUCheckpointIO",
             "trainer.plugins+={class_path: lightning.pytorch.plugins.io.AsyncCheckpointIO}",
+            "trainer.plugins+=lightning.pytorch.plugins.environments.SLURMEnvironment",
+            "trainer.plugins.requeue_signal=SIGUSR2",
             "trainer.logger=lightning.pytorch.loggers.TensorBoardLogger",
             "trainer.callbacks+=pytorch_lightning.callbacks.EarlyStopping",
             "trainer.callbacks.monitor=val_loss",
@@ -261,7 +263,7 @@ fn plugins_loggers_and_callbacks_have_the_names_of_the_originals() {
         ];
         let config = trainer("", &options).unwrap();
         assert!(
-            matches!(&config.plugins[..], [PluginConfig::HpuPrecisionPlugin(plugin), PluginConfig::HpuCheckpointIo, PluginConfig::AsyncCheckpointIo] if plugin.precision == "bf16-mixed")
+            matches!(&config.plugins[..], [PluginConfig::HpuPrecisionPlugin(plugin), PluginConfig::HpuCheckpointIo, PluginConfig::AsyncCheckpointIo, PluginConfig::SlurmEnvironment(slurm)] if slurm.requeue_signal.is_some() && plugin.precision == "bf16-mixed")
         );
         assert_eq!(problem("", &options), "");
     }

@@ -10,6 +10,7 @@ use tempfile::TempDir;
 use voltaic::Module;
 use voltaic::callback::Callback;
 use voltaic::checkpoint::Checkpoint;
+use voltaic::distributed::{RequeueSignal, SlurmEnvironment};
 use voltaic::module::HookContext;
 
 use crate::ddp::{FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, weights};
@@ -19,6 +20,11 @@ use crate::probe::{own_process, plays, short_fit, text_of};
 struct Receives;
 
 impl Callback for Receives {
+    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        println!("\nbegins at step {}", ctx.global_step());
+        Ok(())
+    }
+
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         if (ctx.current_epoch(), ctx.batch_idx()) != (1, 2) {
             return Ok(());
@@ -38,15 +44,30 @@ impl Callback for Receives {
 }
 
 fn train(devices: usize) {
+    train_with(devices, None, false);
+}
+
+/// Trains in a Slurm job with settings; if it is `early`, the signal comes before the fit begins.
+fn train_with(devices: usize, settings: Option<SlurmEnvironment>, is_early: bool) {
     let folder = folder_of_parent();
-    let builder = builder(&folder).devices(devices as i64).callback(Receives);
+    let mut builder = builder(&folder).devices(devices as i64).callback(Receives);
+    if let Some(settings) = settings {
+        builder = builder.plugin(settings);
+    }
     let mut trainer = builder.build().unwrap();
+    if is_early {
+        println!("\ntraining");
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    if plays("hpc") {
+        trainer.ckpt_path("hpc");
+    }
     let mut net = Net::new();
     match trainer.fit(&mut net, &mut loaders(None)) {
         Ok(()) => finish(&trainer, &net, &folder),
         Err(voltaic::Error::Interrupted { signal, .. }) => {
             println!("\ntold by {signal}");
-            std::process::exit(if signal == "SIGUSR1" { 138 } else { 130 })
+            std::process::exit(if signal == "SIGINT" { 130 } else { 138 })
         }
         Err(error) => panic!("{error}"),
     }
@@ -74,34 +95,124 @@ fn signalled(
     (code, text, started.elapsed())
 }
 
+/// A stand-in for `scontrol`, and a path of programs with it in front.
+struct Scontrol(TempDir, String);
+
+impl Scontrol {
+    fn new() -> Self {
+        let bin = TempDir::new().unwrap();
+        let scontrol = bin.path().join("scontrol");
+        std::fs::write(&scontrol, format!("#!/bin/sh\necho \"$@\" >>{}/asked\n", bin.path().display()))
+            .unwrap();
+        std::fs::set_permissions(&scontrol, PermissionsExt::from_mode(0o755)).unwrap();
+        let path = format!("{}:{}", bin.path().display(), std::env::var("PATH").unwrap());
+        Self(bin, path)
+    }
+
+    fn asked(&self) -> String {
+        std::fs::read_to_string(self.0.path().join("asked")).unwrap_or_default()
+    }
+}
+
+/// A test as a process of a job that has been started again.
+fn again(test: &str, part: &str, folder: &Path, job: &str) -> Command {
+    let mut again = own_process(test, part);
+    again.env(FOLDER, folder).env("SLURM_JOB_ID", job).env("SLURM_JOB_NAME", "train");
+    again.env("SLURM_RESTART_COUNT", "1");
+    again
+}
+
 #[test]
 fn slurms_notice_saves_queues_again_and_is_gone_on_from() {
     let test = "signals::slurms_notice_saves_queues_again_and_is_gone_on_from";
-    if plays("job") {
+    if plays("job") || plays("hpc") {
         return train(2);
     }
-    // what scontrol is asked
-    let bin = TempDir::new().unwrap();
-    let scontrol = bin.path().join("scontrol");
-    std::fs::write(&scontrol, format!("#!/bin/sh\necho \"$@\" >>{}/asked\n", bin.path().display())).unwrap();
-    std::fs::set_permissions(&scontrol, PermissionsExt::from_mode(0o755)).unwrap();
-    let path = format!("{}:{}", bin.path().display(), std::env::var("PATH").unwrap());
-
+    let scontrol = Scontrol::new();
     let folder = TempDir::new().unwrap();
-    let (code, text, _) = signalled(test, "job", "-USR1", folder.path(), &path);
+    let (code, text, _) = signalled(test, "job", "-USR1", folder.path(), &scontrol.1);
     assert_eq!(code, Some(138), "{text}");
     assert!(text.contains("told by SIGUSR1"), "{text}");
-    let asked = std::fs::read_to_string(bin.path().join("asked")).unwrap();
-    assert_eq!(asked, "requeue 4711\n", "once, by rank 0");
+    assert_eq!(scontrol.asked(), "requeue 4711\n", "once, by rank 0");
     let saved = Checkpoint::load(&folder.path().join("hpc_ckpt_1.ckpt")).unwrap();
     assert_eq!(saved.meta.global_step, 10, "the notice travels with the next gradients");
     assert_eq!(saved.training.unwrap().ranks.len(), 1, "with what rank 1 has to itself");
 
-    let mut again = own_process(test, "job");
-    again.env(FOLDER, folder.path()).env("PATH", &path).env("SLURM_JOB_ID", "4711");
-    text_of(&again.env("SLURM_JOB_NAME", "train").env("SLURM_RESTART_COUNT", "1").output().unwrap());
     let (_kept, expected, ..) = alone(2, 1);
-    assert_same(&weights(folder.path()), &expected);
+    for (part, job, step) in [("job", "4711", 10), ("job", "4712", 0), ("hpc", "4712", 10)] {
+        let text = text_of(&again(test, part, folder.path(), job).output().unwrap());
+        assert!(text.contains(&format!("begins at step {step}\n")), "{part} {job}: {text}");
+        assert_same(&weights(folder.path()), &expected);
+    }
+    std::fs::remove_file(folder.path().join("hpc_ckpt_1.ckpt")).unwrap();
+    let text = again(test, "hpc", folder.path(), "4711").output().unwrap();
+    let text = String::from_utf8_lossy(&text.stderr).into_owned();
+    assert!(text.contains("ckpt_path: `hpc`, but there is no hpc_ckpt_<n>.ckpt in "), "{text}");
+}
+
+#[test]
+fn a_notice_that_comes_before_the_fit_is_kept() {
+    let test = "signals::a_notice_that_comes_before_the_fit_is_kept";
+    if plays("early") {
+        return train_with(1, None, true);
+    }
+    let (scontrol, folder) = (Scontrol::new(), TempDir::new().unwrap());
+    let (code, text, _) = signalled(test, "early", "-USR1", folder.path(), &scontrol.1);
+    assert_eq!(code, Some(138), "{text}");
+    assert_eq!(scontrol.asked(), "requeue 4711\n");
+    assert!(!folder.path().join("hpc_ckpt_1.ckpt").exists(), "in the sanity check there is nothing to save");
+}
+
+#[test]
+fn the_command_keeps_a_notice_from_its_start() {
+    let (scontrol, folder) = (Scontrol::new(), TempDir::new().unwrap());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+    command.args(["fit", "--model=Mlp", "--data=MnistData", "--trainer.accelerator=cpu"]);
+    command.args(["--trainer.max_epochs=1", "--trainer.logger=false", "--trainer.num_sanity_val_steps=0"]);
+    command.current_dir(folder.path());
+    command.env("SLURM_JOB_ID", "4711").env("SLURM_JOB_NAME", "train").env("PATH", &scontrol.1);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let catches = || {
+        let text = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+        let mask = text.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap().trim();
+        u64::from_str_radix(mask, 16).unwrap() & (1 << (10 - 1)) != 0
+    };
+    while !catches() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Command::new("kill").args(["-USR1", &child.id().to_string()]).status().unwrap();
+    let mut text = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut text).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(138), "{text}");
+    assert_eq!(scontrol.asked(), "requeue 4711\n", "{text}");
+    assert!(folder.path().join("hpc_ckpt_1.ckpt").exists(), "{text}");
+}
+
+#[test]
+fn the_plugin_names_another_signal_or_none() {
+    let test = "signals::the_plugin_names_another_signal_or_none";
+    let by = |signal| SlurmEnvironment { requeue_signal: Some(signal), ..SlurmEnvironment::default() };
+    let cases = [
+        ("hangup", "-HUP", by(RequeueSignal::SigHup), "SIGHUP", 129),
+        ("second", "-USR2", by(RequeueSignal::SigUsr2), "SIGUSR2", 140),
+        ("other", "-USR1", by(RequeueSignal::SigHup), "SIGUSR1", 138),
+        ("off", "-USR1", SlurmEnvironment { auto_requeue: false, requeue_signal: None }, "SIGUSR1", 138),
+    ];
+    for (part, signal, settings, name, expected) in cases {
+        let requeues = expected != 138; // the launcher's code
+        if plays(part) {
+            return train_with(2, Some(settings), false);
+        }
+        if std::env::var_os(crate::probe::PART).is_some() {
+            continue;
+        }
+        let (scontrol, folder) = (Scontrol::new(), TempDir::new().unwrap());
+        let (code, text, _) = signalled(test, part, signal, folder.path(), &scontrol.1);
+        assert_eq!(code, Some(expected), "{part}: {text}");
+        assert!(text.contains(&format!("told by {name}")), "{part}: {text}");
+        assert_eq!(scontrol.asked(), if requeues { "requeue 4711\n" } else { "" }, "{part}");
+        assert_eq!(folder.path().join("hpc_ckpt_1.ckpt").exists(), requeues, "{part}");
+    }
 }
 
 #[test]

@@ -89,7 +89,8 @@ pub struct TrainerConfig {
     #[serde(deserialize_with = "null_for_none")]
     #[schemars(with = "Option<Vec<CallbackConfig>>")]
     pub callbacks: Vec<CallbackConfig>,
-    /// Parts of the trainer by class name: `HpuPrecisionPlugin`, `AsyncCheckpointIo`, `HpuCheckpointIo`.
+    /// Parts of the trainer by class name: `HpuPrecisionPlugin`, `AsyncCheckpointIo`, `HpuCheckpointIo`,
+    /// `SlurmEnvironment`.
     #[serde(deserialize_with = "null_for_none")]
     #[schemars(with = "Option<Vec<PluginConfig>>")]
     pub plugins: Vec<PluginConfig>,

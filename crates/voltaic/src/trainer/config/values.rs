@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::callback::TimeSpan;
 use crate::checkpoint::HpuCheckpointIo;
+use crate::distributed::SlurmEnvironment;
 use crate::precision::{DeepSpeedPrecisionPlugin, HpuPrecisionPlugin};
 
 /// A number of batches, or a fraction of all of them.
@@ -148,6 +149,8 @@ pub enum PluginConfig {
     AsyncCheckpointIo,
     /// Writes checkpoints with all tensors on the host first, as is done on an HPU anyway.
     HpuCheckpointIo,
+    /// What the run does in a Slurm job.
+    SlurmEnvironment(SlurmEnvironment),
 }
 
 impl From<HpuPrecisionPlugin> for PluginConfig {
@@ -159,6 +162,12 @@ impl From<HpuPrecisionPlugin> for PluginConfig {
 impl From<DeepSpeedPrecisionPlugin> for PluginConfig {
     fn from(plugin: DeepSpeedPrecisionPlugin) -> Self {
         Self::DeepSpeedPrecisionPlugin(plugin)
+    }
+}
+
+impl From<SlurmEnvironment> for PluginConfig {
+    fn from(plugin: SlurmEnvironment) -> Self {
+        Self::SlurmEnvironment(plugin)
     }
 }
 
@@ -175,16 +184,20 @@ pub enum CkptPath {
     Best,
     /// The newest.
     Last,
+    /// The newest that a run has saved when Slurm said that the time of its job is over: `hpc_ckpt_<n>.ckpt` in
+    /// `default_root_dir`.
+    Hpc,
     /// This one.
     At(PathBuf),
 }
 
 impl From<&str> for CkptPath {
-    /// `best`, `last`, or a path.
+    /// `best`, `last`, `hpc`, or a path.
     fn from(text: &str) -> Self {
         match text {
             "best" => Self::Best,
             "last" => Self::Last,
+            "hpc" => Self::Hpc,
             path => Self::At(PathBuf::from(path)),
         }
     }
@@ -230,9 +243,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_words_are_not_paths() {
+    fn three_words_are_not_paths() {
         assert_eq!(CkptPath::from("best"), CkptPath::Best);
         assert_eq!(CkptPath::from("last".to_owned()), CkptPath::Last);
+        assert_eq!(CkptPath::from("hpc"), CkptPath::Hpc);
         assert_eq!(CkptPath::from("last.ckpt"), CkptPath::At(PathBuf::from("last.ckpt")));
         assert_eq!(
             CkptPath::from(Path::new("last")),

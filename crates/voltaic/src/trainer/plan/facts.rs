@@ -44,6 +44,7 @@ pub(crate) fn facts(config: &TrainerConfig, plan: &TrainPlan, callbacks: &[Box<d
         barebones,
         enable_autolog_hparams: _,
         save_on_signal,
+        requeue_signal,
         check_val_every_n_epoch,
         num_sanity_val_steps,
         log_every_n_steps,
@@ -74,6 +75,7 @@ pub(crate) fn facts(config: &TrainerConfig, plan: &TrainPlan, callbacks: &[Box<d
     add("detect_anomaly", detect_anomaly.to_string());
     add("barebones", barebones.to_string());
     add("save_on_signal", save_on_signal.to_string());
+    add("plugins.requeue_signal", optional(requeue_signal.as_ref()));
     add("check_val_every_n_epoch", optional(check_val_every_n_epoch.as_ref()));
     add("num_sanity_val_steps", optional(num_sanity_val_steps.as_ref()));
     add("log_every_n_steps", log_every_n_steps.to_string());

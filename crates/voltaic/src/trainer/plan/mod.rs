@@ -16,18 +16,29 @@ use std::path::PathBuf;
 
 use crate::accelerator::Accelerator;
 use crate::device::Device;
+use crate::distributed::RequeueSignal;
 use crate::error::{ConfigError, DeviceError};
 use crate::ffi::DeterministicMode;
 use crate::optim::GradientClip;
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::graph::GraphMode;
-use crate::trainer::config::values::{Deterministic, GradientClipAlgorithm};
+use crate::trainer::config::values::{Deterministic, GradientClipAlgorithm, PluginConfig};
 use crate::trainer::plan::limits::fast_dev_run;
 use crate::trainer::plan::precision::{PrecisionPlan, resolve_precision};
 use crate::trainer::plan::problems::Problems;
 use crate::trainer::plan::ranks::RankPlan;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::plan::validation::resolve_val_check;
+
+/// What queues a Slurm job again.
+fn requeue_signal(plugins: &[PluginConfig]) -> Option<RequeueSignal> {
+    let settings = plugins.iter().find_map(|plugin| match plugin {
+        PluginConfig::SlurmEnvironment(settings) => Some(*settings),
+        _ => None,
+    });
+    let settings = settings.unwrap_or_default();
+    settings.auto_requeue.then(|| settings.requeue_signal.unwrap_or(RequeueSignal::SigUsr1))
+}
 
 /// Checks the configuration and resolves what is `auto`. A timer among the callbacks takes the place of a limit of epochs.
 pub(crate) fn resolve(
@@ -85,6 +96,7 @@ pub(crate) fn resolve(
         barebones: config.barebones,
         enable_autolog_hparams: config.enable_autolog_hparams,
         save_on_signal: config.save_on_signal,
+        requeue_signal: requeue_signal(&config.plugins),
         check_val_every_n_epoch: config.check_val_every_n_epoch,
         num_sanity_val_steps: num_sanity_val_steps.map(|steps| steps as usize),
         log_every_n_steps: config.log_every_n_steps.unwrap_or(50),

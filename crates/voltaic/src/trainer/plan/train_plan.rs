@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::device::Device;
+use crate::distributed::RequeueSignal;
 use crate::ffi::DeterministicMode;
 use crate::optim::GradientClip;
 use crate::precision::{OpLists, Precision};
@@ -46,6 +47,8 @@ pub(crate) struct TrainPlan {
     pub barebones: bool,
     pub enable_autolog_hparams: bool,
     pub save_on_signal: bool,
+    /// What saves the run in a Slurm job and queues it again; `None` if nothing does.
+    pub requeue_signal: Option<RequeueSignal>,
     pub check_val_every_n_epoch: Option<u64>,
     /// `None` means all batches.
     pub num_sanity_val_steps: Option<usize>,

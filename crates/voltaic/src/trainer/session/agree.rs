@@ -14,6 +14,7 @@ pub(crate) fn votes(signal: Option<&str>, requests: &Requests) -> Votes {
         stop: requests.stop.is_some(),
         hangup: signal == Some("SIGHUP"),
         notice: signal == Some("SIGUSR1"),
+        notice_2: signal == Some("SIGUSR2"),
     }
 }
 
@@ -40,9 +41,10 @@ impl<M: LightningModule> Session<'_, M> {
         if self.run.world().world_size == 1 {
             return self.run.engine.signal();
         }
-        let Votes { interrupt, terminate, hangup, notice, .. } = self.run.engine.agreed;
-        let signals =
-            [(interrupt, "SIGINT"), (terminate, "SIGTERM"), (notice, "SIGUSR1"), (hangup, "SIGHUP")];
+        let Votes { interrupt, terminate, hangup, notice, notice_2, stop: _ } = self.run.engine.agreed;
+        let ends = [(interrupt, "SIGINT"), (terminate, "SIGTERM"), (hangup, "SIGHUP")];
+        let notices = [(notice, "SIGUSR1"), (notice_2, "SIGUSR2")];
+        let signals = [notices.as_slice(), &ends].concat();
         signals.into_iter().find_map(|(is_there, signal)| is_there.then_some(signal))
     }
 }

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::{SigId, flag, low_level};
 
+use crate::distributed::{RequeueSignal, notice};
 use crate::error::{Error, Result};
 use crate::ffi;
 
@@ -47,10 +48,11 @@ impl Signals {
         Ok(())
     }
 
-    /// The signal that has arrived, if any.
+    /// The signal that has arrived, if any: since this watches, or before if it is Slurm's notice.
     pub(crate) fn received(&self) -> Option<&'static str> {
         let mut watched = WATCHED.iter().zip(&self.flags);
-        watched.find_map(|((_, name, _), flag)| flag.load(Ordering::Relaxed).then_some(*name))
+        let received = watched.find_map(|((_, name, _), flag)| flag.load(Ordering::Relaxed).then_some(*name));
+        received.or_else(|| notice().map(RequeueSignal::name))
     }
 }
 

@@ -5,6 +5,7 @@ use serde_json::Value;
 use crate::accelerator::rng;
 use crate::callback::Callback;
 use crate::checkpoint::{Checkpoint, CheckpointMeta, LoopState, RankState, TrainingState, rank_to_bytes};
+use crate::distributed::SlurmJob;
 use crate::error::{Error, Result};
 use crate::module::{BatchFacts, LightningModule, ModuleTensors, Progress};
 use crate::nn::{Module, ModuleExt};
@@ -93,6 +94,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(LoopState
         data: None,
         module: Value::Null,
         module_on_device: Vec::new(),
+        slurm_job: SlurmJob::of_process().map(|job| job.id),
     };
     let training = TrainingState {
         optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),

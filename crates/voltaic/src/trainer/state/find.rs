@@ -1,4 +1,4 @@
-//! Finds the file that `best`, `last` or a path means: among what this trainer has saved, else where runs of this
+//! Finds the file that `best`, `last`, `hpc` or a path means: among what this trainer has saved, else where runs of this
 //! configuration leave their checkpoints.
 
 use std::path::{Path, PathBuf};
@@ -13,6 +13,7 @@ use crate::logger::Logger;
 use crate::trainer::config::callbacks::is_a;
 use crate::trainer::config::values::CkptPath;
 use crate::trainer::session::run::Run;
+use crate::trainer::state::requeue::newest_of_slurm;
 
 /// Folder of checkpoints below that of a run.
 const CHECKPOINTS: &str = "checkpoints";
@@ -39,7 +40,7 @@ pub(crate) fn or_of_failed_run(run: &Run, ckpt_path: Option<CkptPath>) -> Result
     Ok(found.map(CkptPath::At))
 }
 
-/// The file that `best`, `last` or a path means. `None` if a fit is to go on from `last` and there is none: it starts from
+/// The file that `best`, `last`, `hpc` or a path means. `None` if a fit is to go on from `last` and there is none: it starts from
 /// the beginning, as in Lightning.
 ///
 /// # Errors
@@ -54,6 +55,7 @@ pub(crate) fn find(run: &Run, ckpt_path: &CkptPath, stage: Stage) -> Result<Opti
         _ if !is_global_zero => Ok(None),
         CkptPath::Best => best(run).map(Some),
         CkptPath::Last => last(run, stage),
+        CkptPath::Hpc => of_slurm(run).map(Some),
     };
     let found: Result<Option<PathBuf>, Problem> = run.world().of_rank_zero(found)?;
     found.map_err(|problem| ConfigError::at("ckpt_path", problem).into())
@@ -75,6 +77,14 @@ fn last(run: &Run, stage: Stage) -> Result<Option<PathBuf>, Problem> {
             Err(Problem::new(what, "fit first, or give the path of a checkpoint"))
         }
     }
+}
+
+fn of_slurm(run: &Run) -> Result<PathBuf, Problem> {
+    let root = &run.facts.default_root_dir;
+    newest_of_slurm(root, None).ok_or_else(|| {
+        let what = format!("`hpc`, but there is no hpc_ckpt_<n>.ckpt in {}", root.display());
+        Problem::new(what, "give the path of a checkpoint, or set trainer.default_root_dir to its folder")
+    })
 }
 
 fn best(run: &Run) -> Result<PathBuf, Problem> {

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::checkpoint::peek_whole;
 use crate::distributed::SlurmJob;
 use crate::error::Result;
 use crate::trainer::config::values::CkptPath;
@@ -13,12 +14,11 @@ use crate::trainer::session::run::Run;
 /// # Collective
 /// Rank 0 looks.
 pub(crate) fn or_of_requeued_job(run: &Run, ckpt_path: Option<CkptPath>) -> Result<Option<CkptPath>> {
-    let is_again = SlurmJob::of_process().is_some_and(|job| job.restarts > 0);
-    if !is_again || run.facts.fast_dev_run || run.fits > 1 {
-        return Ok(ckpt_path);
-    }
-    let found = saved(&run.facts.default_root_dir).into_iter().max_by_key(|(number, _)| *number);
-    let Some(path) = run.world().of_rank_zero(found.map(|(_, path)| path))? else { return Ok(ckpt_path) };
+    let job = SlurmJob::of_process().filter(|job| job.restarts > 0);
+    let Some(job) = job.filter(|_| !run.facts.fast_dev_run && run.fits <= 1) else { return Ok(ckpt_path) };
+    let looks = run.world().is_global_zero();
+    let found = looks.then(|| newest_of_slurm(&run.facts.default_root_dir, Some(&job.id))).flatten();
+    let Some(path) = run.world().of_rank_zero(found)? else { return Ok(ckpt_path) };
     if run.world().is_global_zero() {
         match &ckpt_path {
             None => tracing::info!("this job was queued again: going on from {}", path.display()),
@@ -29,6 +29,22 @@ pub(crate) fn or_of_requeued_job(run: &Run, ckpt_path: Option<CkptPath>) -> Resu
         }
     }
     Ok(Some(CkptPath::At(path)))
+}
+
+/// The newest of these files, of a job if one is named. A damaged one is passed over, with a warning.
+pub(crate) fn newest_of_slurm(root: &Path, job: Option<&str>) -> Option<PathBuf> {
+    let mut saved = saved(root);
+    saved.sort();
+    let mut serving = saved.into_iter().rev().map(|(_, path)| path).filter(|path| match peek_whole(path) {
+        Ok(beginning) => job.is_none_or(|job| {
+            beginning.training.is_some_and(|training| training["slurm_job"].as_str() == Some(job))
+        }),
+        Err(error) => {
+            tracing::warn!("{error}; passed over");
+            false
+        }
+    });
+    serving.next()
 }
 
 /// The file for the next checkpoint of this kind.

@@ -78,7 +78,8 @@ impl<M: LightningModule> Session<'_, M> {
     pub(crate) fn check_signals(&mut self) -> Result<()> {
         let Some(signal) = self.agreed_signal() else { return Ok(()) };
         let trains = self.run.at.stage == Stage::Fit && !self.plan.fast_dev_run;
-        let job = SlurmJob::of_process().filter(|_| signal == "SIGUSR1" && trains);
+        let job = SlurmJob::of_process()
+            .filter(|_| trains && self.plan.requeue_signal.is_some_and(|own| own.name() == signal));
         if (job.is_some() || (self.plan.save_on_signal && trains)) && !self.run.at.is_sanity_check {
             let saved = self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.folder);
             let folder = saved.unwrap_or_else(|| self.run.facts.log_dir.join("checkpoints"));
