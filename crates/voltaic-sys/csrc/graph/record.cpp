@@ -7,6 +7,7 @@
 #include "graph/abi.h"
 #include "graph/graph.h"
 #include "hpu/hpu.h"
+#include "profiler/events.h"
 #include "tensor/autocast.h"
 
 #include <ATen/record_function.h>
@@ -228,6 +229,7 @@ std::unique_ptr<at::ObserverContext> refuse_readers(const at::RecordFunction &fu
 }
 
 thread_local at::CallbackHandle watch_of_readers = at::INVALID_CALLBACK_HANDLE;
+constinit thread_local uint64_t began = 0; // ticks of the profiler
 
 void register_recorder() {
   static std::once_flag once;
@@ -283,6 +285,7 @@ vt_error *vt_recording_begin(void) {
     register_recorder();
     voltaic::clear_autocast_cache(); // weights that were cast before would be constants of the graph
     recorder = std::make_unique<Recorder>();
+    began = voltaic::profiler::records_devices() ? voltaic::profiler::ticks() : 0;
     watch_of_readers = at::addThreadLocalCallback(
         at::RecordFunctionCallback(refuse_readers).scopes({at::RecordScope::FUNCTION}));
     c10::impl::tls_set_dispatch_key_included(key, true);
@@ -297,6 +300,9 @@ vt_error *vt_recording_end(vt_recording **recording) {
     voltaic::clear_autocast_cache(); // its tensors are values of the graph
     auto done = std::move(recorder);
     *recording = done->finish().release();
+    const c10::Device device = (*recording)->device;
+    voltaic::profiler::add_since(std::exchange(began, 0), VT_ROW_GRAPHS, device.is_hpu() ? device.index() : -1,
+                                 "graph capture");
   });
 }
 

@@ -3,6 +3,7 @@
 #include "error.h"
 #include "graph/abi.h"
 #include "hpu/alias.h"
+#include "profiler/events.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/copy_ops.h>
@@ -387,10 +388,15 @@ void run(vt_graph &graph) {
   Placement placement(graph);
   const BlockWatchScope watch(has_cpu_allocator() ? &placement : nullptr);
   std::vector<IValue> &stack = graph.stack;
+  const int device = graph.device.is_hpu() ? graph.device.index() : -1;
+  const profiler::DeviceScope replay(VT_ROW_GRAPHS, device, "graph replay");
   for (const Call &call : graph.calls) {
     stack.assign(call.arguments.begin(), call.arguments.end());
     placement.enter(call);
-    call.op.redispatchBoxed(hpu::cpu_only, &stack);
+    {
+      const profiler::DeviceScope profiled(VT_ROW_OPERATORS, device, call.op.schema().name().c_str());
+      call.op.redispatchBoxed(hpu::cpu_only, &stack);
+    }
     for (const auto &[index, place] : call.results)
       settle(graph, call.node, stack[index].toTensor(), place);
     for (const auto &[index, places] : call.result_lists) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hpu/hpu.h"
+#include "profiler/events.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/MaybeOwned.h>
@@ -36,7 +37,10 @@ enum class Use : uint8_t { read, write, index };
 // One call of an operator: its tensors go in as aliases, its results come out as HPU tensors of the same device.
 class OpCall {
 public:
-  explicit OpCall(const char *name) : name_(name) {}
+  explicit OpCall(const char *name) : name_(name) {
+    if (profiler::records_devices())
+      launched_ = profiler::ticks();
+  }
   ~OpCall();
   OpCall(const OpCall &) = delete;
   OpCall &operator=(const OpCall &) = delete;
@@ -51,6 +55,9 @@ public:
   void enter_device(c10::Device device);
   // The device of the call; known once all arguments have entered.
   int device() const { return device_ >= 0 ? device_ : current_device; }
+  const char *name() const { return name_; }
+  // In ticks of the profiler; 0 if it records nothing.
+  uint64_t launched() const { return launched_; }
   // To be called when the kernel is done, before the results leave.
   void carry_over_writes();
   // Turns a result of the kernel into what the caller gets.
@@ -68,6 +75,7 @@ private:
   void move_to_hpu(Tensor &result);
 
   const char *name_;
+  uint64_t launched_ = 0;
   bool is_carried_over_ = false;
   int device_ = -1;
   c10::SmallVector<Argument, 8> arguments_;
@@ -80,11 +88,16 @@ private:
 // Runs the CPU's kernel of an operator: memory from the device's pool, no autograd and no view tracking below.
 class KernelScope {
 public:
+  explicit KernelScope(const OpCall &call)
+      : pool_(pool_of(call.device())), profiled_(VT_ROW_OPERATORS, call.device(), call.name(), call.launched()) {}
+  KernelScope(int device, const char *copy, size_t bytes)
+      : pool_(pool_of(device)), profiled_(VT_ROW_COPIES, device, copy, 0, static_cast<int64_t>(bytes)) {}
   explicit KernelScope(int device) : pool_(pool_of(device)) {}
 
 private:
   PoolScope pool_;
   at::AutoDispatchBelowADInplaceOrView below_autograd_;
+  profiler::DeviceScope profiled_;
 };
 
 inline constexpr c10::DispatchKeySet cpu_only{c10::DispatchKey::CPU};

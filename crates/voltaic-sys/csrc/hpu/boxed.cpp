@@ -81,7 +81,7 @@ struct BoxedKernel final : c10::OperatorKernel {
       if (parameter.kind == Kind::generator)
         enter_generator(call, arguments[parameter.position]);
     {
-      const KernelScope scope(call.device());
+      const KernelScope scope(call);
       op.redispatchBoxed(cpu_only, stack);
     }
     call.carry_over_writes();

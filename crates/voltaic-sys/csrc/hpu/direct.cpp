@@ -103,7 +103,10 @@ Tensor on_host(const Tensor &tensor) { return is_hpu(tensor.unsafeGetTensorImpl(
 
 Tensor &copy_(Tensor &self, const Tensor &source, bool non_blocking) {
   const Tensor &owner = is_hpu(self.unsafeGetTensorImpl()) ? self : source;
-  const KernelScope scope(owner.device().index());
+  const char *name = !is_hpu(self.unsafeGetTensorImpl())     ? "Memcpy DtoH"
+                     : !is_hpu(source.unsafeGetTensorImpl()) ? "Memcpy HtoD"
+                                                             : "Memcpy DtoD";
+  const KernelScope scope(owner.device().index(), name, source.nbytes());
   Tensor target = on_host(self);
   at::_ops::copy_::redispatch(cpu_only, target, on_host(source), non_blocking);
   return self;

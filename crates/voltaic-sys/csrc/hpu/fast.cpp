@@ -97,7 +97,7 @@ private:
     // braces: arguments enter from left to right
     std::tuple<decltype(Enter<A>::enter(call, std::forward<A>(arguments)))...> entered{
         Enter<A>::enter(call, std::forward<A>(arguments))...};
-    const KernelScope scope(call.device());
+    const KernelScope scope(call);
     if constexpr (std::is_same_v<R, void>) {
       Op::redispatch(cpu_only, Enter<A>::pass(std::get<I>(entered))...);
       call.carry_over_writes();

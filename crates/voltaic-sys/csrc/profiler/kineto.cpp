@@ -1,5 +1,6 @@
 #include "profiler/abi.h"
 #include "error.h"
+#include "profiler/events.h"
 
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
@@ -72,18 +73,21 @@ vt_error *vt_profile_prepare(vt_profile_options options) {
 
 vt_error *vt_profile_start(vt_profile_options options) {
   return voltaic::guard([&] {
-    const std::unordered_set<at::RecordScope> scopes{at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION,
-                                                     at::RecordScope::USER_SCOPE};
+    std::unordered_set<at::RecordScope> scopes{at::RecordScope::USER_SCOPE};
+    if (options.operators != 0)
+      scopes.insert({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION});
     torch::autograd::profiler::enableProfiler(config_of(options), activities_of(options), scopes);
+    voltaic::profiler::start(options.records);
   });
 }
 
-vt_error *vt_profile_stop(const char *path, void (*visit)(void *data, const vt_profile_event *event), void *data) {
+vt_error *vt_profile_stop(const char *path, const vt_profile_visitor *visitor, uint64_t *left_out) {
   return voltaic::guard([&] {
+    *left_out = voltaic::profiler::stop(visitor);
     const auto result = torch::autograd::profiler::disableProfiler();
     if (path != nullptr)
       result->save(path);
-    if (visit == nullptr)
+    if (visitor == nullptr)
       return;
     for (const auto &event : result->events()) {
       const std::string name = event.name();
@@ -98,8 +102,10 @@ vt_error *vt_profile_stop(const char *path, void (*visit)(void *data, const vt_p
                                   event.scope(),
                                   static_cast<int32_t>(event.deviceType()),
                                   event.deviceIndex(),
-                                  event.isAsync()};
-      visit(data, &told);
+                                  event.isAsync(),
+                                  event.deviceResourceId(),
+                                  event.correlationId()};
+      visitor->event(visitor->data, &told);
     }
   });
 }

@@ -36,6 +36,13 @@ pub enum ProfilerError {
 }
 
 impl ProfilerError {
+    /// What is wrong, without how to fix it.
+    pub(crate) fn what(&self) -> String {
+        let text = self.to_string();
+        let text = text.strip_prefix("profiler: ").unwrap_or(&text);
+        text.strip_suffix(&format!("; {}", self.remedy())).unwrap_or(text).to_owned()
+    }
+
     /// How to fix it.
     pub fn remedy(&self) -> &'static str {
         match self {

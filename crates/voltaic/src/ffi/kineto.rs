@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use voltaic_sys as sys;
 
 use crate::error::{TorchError, TorchErrorKind};
+use crate::ffi::activities::{self, Activity, ActivityRow, MemoryChange, Recorded};
 use crate::ffi::check::check;
 
 /// What is recorded beside names and times.
@@ -16,14 +17,16 @@ use crate::ffi::check::check;
 pub struct KinetoOptions {
     /// Shapes of the inputs.
     pub record_shapes: bool,
-    /// Allocations, as events of their own.
-    pub profile_memory: bool,
     /// Floating point operations of products and convolutions.
     pub with_flops: bool,
     /// What CUDA devices do.
     pub with_cuda: bool,
     /// Also threads that were not started by this one.
     pub all_threads: bool,
+    /// No operators, only ranges.
+    pub without_operators: bool,
+    /// What libtorch does not see.
+    pub recorded: Recorded,
 }
 
 /// Where an event comes from.
@@ -60,6 +63,23 @@ pub struct KinetoEvent {
     pub scope: EventScope,
     /// Number of libtorch's device type: 0 is the CPU.
     pub device_type: i32,
+    /// Thread on which it began, as the trace names it.
+    pub system_thread: i64,
+    /// The trace's `External id`.
+    pub id: u64,
+}
+
+/// What was recorded.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Profile {
+    /// Operators and ranges.
+    pub events: Vec<KinetoEvent>,
+    /// What devices, graphs, collectives and kernels did.
+    pub activities: Vec<Activity>,
+    /// What became of memory.
+    pub memory: Vec<MemoryChange>,
+    /// Activities and changes of memory that were too many to be kept.
+    pub left_out: u64,
 }
 
 /// libtorch has one profiler per process.
@@ -75,10 +95,12 @@ impl KinetoOptions {
     fn raw(self) -> sys::vt_profile_options {
         sys::vt_profile_options {
             record_shapes: self.record_shapes.into(),
-            profile_memory: self.profile_memory.into(),
+            profile_memory: 0, // libtorch tells of memory only without all threads
             with_flops: self.with_flops.into(),
             with_cuda: self.with_cuda.into(),
             all_threads: self.all_threads.into(),
+            operators: (!self.without_operators).into(),
+            records: self.recorded.bits(),
         }
     }
 }
@@ -105,40 +127,55 @@ impl Kineto {
             IS_RECORDING.store(false, Ordering::Release);
             return Err(error);
         }
+        activities::record(options.recorded);
         Ok(Self { not_send: std::marker::PhantomData })
     }
 
-    /// Stops, writes a Chrome trace to `path` if there is one, and returns what was recorded.
+    /// Stops, writes a Chrome trace of libtorch's own events to `path` if there is one, and returns what was recorded.
     ///
     /// # Errors
     /// If libtorch cannot end it.
-    pub fn stop(self, path: Option<&Path>) -> Result<Vec<KinetoEvent>, TorchError> {
+    pub fn stop(self, path: Option<&Path>) -> Result<Profile, TorchError> {
         let path = path.map(|path| CString::new(path.as_os_str().as_bytes()).unwrap_or_default());
         let path = path.as_ref().map_or(ptr::null(), |path| path.as_ptr());
-        let mut events: Vec<KinetoEvent> = Vec::new();
-        // SAFETY: path is null or a text that lives until the end of this function; `note` gets `events`, which outlives the
-        // call and is used by nothing else meanwhile. It was started on this thread, since Self does not leave it.
+        let mut profile = Profile::default();
+        let visitor = sys::vt_profile_visitor {
+            data: ptr::from_mut(&mut profile).cast(),
+            event: note_event,
+            activity: note_activity,
+            memory: note_memory,
+        };
+        let mut left_out = 0;
+        activities::record(Recorded::default());
+        // SAFETY: path is null or a text that lives until the end of this function; the visitor's functions get `profile`,
+        // which outlives the call and is used by nothing else meanwhile. It was started on this thread, since Self does not
+        // leave it.
         let stopped = check("disableProfiler", unsafe {
-            sys::vt_profile_stop(path, Some(note), ptr::from_mut(&mut events).cast())
+            sys::vt_profile_stop(path, &raw const visitor, &raw mut left_out)
         });
         std::mem::forget(self);
         IS_RECORDING.store(false, Ordering::Release);
-        stopped.map(|()| events)
+        profile.left_out = left_out;
+        stopped.map(|()| profile)
     }
 }
 
 impl Drop for Kineto {
     fn drop(&mut self) {
+        activities::record(Recorded::default());
+        let mut left_out = 0;
         // SAFETY: it was started on this thread, since Self does not leave it; nothing is written, and nobody is told.
-        let _ = check("disableProfiler", unsafe { sys::vt_profile_stop(ptr::null(), None, ptr::null_mut()) });
+        let _ = check("disableProfiler", unsafe {
+            sys::vt_profile_stop(ptr::null(), ptr::null(), &raw mut left_out)
+        });
         IS_RECORDING.store(false, Ordering::Release);
     }
 }
 
-extern "C" fn note(data: *mut c_void, event: *const sys::vt_profile_event) {
-    // SAFETY: C++ passes on the list that `stop` lends, and an event whose texts live during this call.
-    let (events, event) = unsafe { (&mut *data.cast::<Vec<KinetoEvent>>(), &*event) };
-    events.push(KinetoEvent {
+extern "C" fn note_event(data: *mut c_void, event: *const sys::vt_profile_event) {
+    // SAFETY: C++ passes on the profile that `stop` lends, and an event whose texts live during this call.
+    let (profile, event) = unsafe { (&mut *data.cast::<Profile>(), &*event) };
+    profile.events.push(KinetoEvent {
         name: text(event.name),
         shapes: text(event.shapes),
         start_ns: event.start_ns,
@@ -153,6 +190,45 @@ extern "C" fn note(data: *mut c_void, event: *const sys::vt_profile_event) {
             _ => EventScope::Other,
         },
         device_type: event.device_type,
+        system_thread: event.system_thread,
+        id: event.id,
+    });
+}
+
+extern "C" fn note_activity(data: *mut c_void, activity: *const sys::vt_activity) {
+    // SAFETY: as above.
+    let (profile, activity) = unsafe { (&mut *data.cast::<Profile>(), &*activity) };
+    profile.activities.push(Activity {
+        name: text(activity.name),
+        details: text(activity.details),
+        launch_ns: activity.launched,
+        start_ns: activity.began,
+        duration_ns: (activity.ended - activity.began).max(0),
+        row: match activity.row {
+            sys::VT_ROW_COPIES => ActivityRow::Copies,
+            sys::VT_ROW_GRAPHS => ActivityRow::Graphs,
+            sys::VT_ROW_COLLECTIVES => ActivityRow::Collectives,
+            sys::VT_ROW_KERNELS => ActivityRow::Kernels,
+            _ => ActivityRow::Operators,
+        },
+        device: usize::try_from(activity.device).ok(),
+        thread: activity.thread,
+        system_thread: activity.system_thread,
+    });
+}
+
+extern "C" fn note_memory(data: *mut c_void, change: *const sys::vt_memory_change) {
+    // SAFETY: as above.
+    let (profile, change) = unsafe { (&mut *data.cast::<Profile>(), &*change) };
+    profile.memory.push(MemoryChange {
+        at_ns: change.at,
+        device: usize::try_from(change.pool - 1).ok(), // the host's pool is the first
+        bytes: change.bytes,
+        address: change.address,
+        allocated: change.allocated,
+        reserved: change.reserved,
+        thread: change.thread,
+        system_thread: change.system_thread,
     });
 }
 

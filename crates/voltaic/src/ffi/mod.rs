@@ -5,6 +5,7 @@
 
 #![allow(unsafe_code)]
 
+mod activities;
 mod autograd;
 mod check;
 mod device;
@@ -17,6 +18,7 @@ mod reach;
 mod tensor;
 mod threads;
 
+pub use activities::{Activity, ActivityRow, MemoryChange, Recorded, collective_begins, collective_ends};
 pub use autograd::function::{
     at_backward_end, autograd_function, autograd_grad, grad_is_enabled, tensor_hook,
 };
@@ -44,7 +46,7 @@ pub use graph::recording::{
     set_recording_scope,
 };
 pub use kernels::{has_attention_kernel, install_kernels};
-pub use kineto::{EventScope, Kineto, KinetoEvent, KinetoOptions, ProfileRange};
+pub use kineto::{EventScope, Kineto, KinetoEvent, KinetoOptions, Profile, ProfileRange};
 pub use libtorch::{check_libtorch, libtorch_library, libtorch_version};
 pub use ranks::c10d::{
     Backend, GlooInterface, Listen, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves,

@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::advanced::{AdvancedProfiler, AdvancedProfilerConfig};
+use super::hpu::{HpuProfiler, HpuProfilerConfig};
 use super::profiler::Profiler;
 use super::simple::{SimpleProfiler, SimpleProfilerConfig};
 use super::torch::{PyTorchProfiler, PyTorchProfilerConfig};
@@ -13,7 +14,7 @@ use crate::error::ConfigError;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]
 pub enum ProfilerConfig {
-    /// `simple`, `advanced` or `pytorch`.
+    /// `simple`, `advanced`, `pytorch` or `hpu`.
     Name(String),
     /// With settings.
     Class(ProfilerClass),
@@ -29,6 +30,9 @@ pub enum ProfilerClass {
     AdvancedProfiler(AdvancedProfilerConfig),
     /// Records the operators of a few steps.
     PyTorchProfiler(PyTorchProfilerConfig),
+    /// The same, and what HPUs do for them.
+    #[serde(rename = "HPUProfiler")]
+    HpuProfiler(HpuProfilerConfig),
 }
 
 impl ProfilerConfig {
@@ -42,12 +46,13 @@ impl ProfilerConfig {
                 "simple" => Box::new(SimpleProfiler::default()),
                 "advanced" => Box::new(AdvancedProfiler::default()),
                 "pytorch" => Box::new(PyTorchProfiler::new(&PyTorchProfilerConfig::default())?),
+                "hpu" => Box::new(HpuProfiler::from_config(&HpuProfilerConfig::default())?),
                 _ => {
                     let what = format!("there is no profiler `{name}`");
                     return Err(ConfigError::new(
                         "trainer.profiler",
                         what,
-                        "use simple, advanced or pytorch",
+                        "use simple, advanced, pytorch or hpu",
                     ));
                 }
             },
@@ -58,6 +63,7 @@ impl ProfilerConfig {
                 Box::new(AdvancedProfiler::new(config.clone())?)
             }
             Self::Class(ProfilerClass::PyTorchProfiler(config)) => Box::new(PyTorchProfiler::new(config)?),
+            Self::Class(ProfilerClass::HpuProfiler(config)) => Box::new(HpuProfiler::from_config(config)?),
         })
     }
 }
@@ -83,5 +89,11 @@ impl From<PyTorchProfilerConfig> for ProfilerConfig {
 impl From<AdvancedProfilerConfig> for ProfilerConfig {
     fn from(config: AdvancedProfilerConfig) -> Self {
         Self::Class(ProfilerClass::AdvancedProfiler(config))
+    }
+}
+
+impl From<HpuProfilerConfig> for ProfilerConfig {
+    fn from(config: HpuProfilerConfig) -> Self {
+        Self::Class(ProfilerClass::HpuProfiler(config))
     }
 }

@@ -1,12 +1,13 @@
 //! Where the time of a run goes: reports on its actions.
 //!
 //! [`SimpleProfiler`] adds up the time of each action, [`AdvancedProfiler`] also tells how it is spread and nested,
-//! [`PyTorchProfiler`] records the operators of a few steps. A profiler of your own implements [`Profiler`].
+//! [`PyTorchProfiler`] records the operators of a few steps, [`HpuProfiler`] also what HPUs do. A profiler of your own implements [`Profiler`].
 
 pub(crate) mod actions;
 mod advanced;
 mod config;
 mod durations;
+mod hpu;
 #[allow(clippy::module_inception)]
 mod profiler;
 mod report;
@@ -16,6 +17,7 @@ mod trace;
 
 pub use advanced::{AdvancedProfiler, AdvancedProfilerConfig, RowLimit};
 pub use config::{ProfilerClass, ProfilerConfig};
+pub use hpu::{HpuProfiler, HpuProfilerConfig, ProfilerActivity};
 pub(crate) use profiler::Profiling;
 pub use profiler::{Action, ProfiledRun, Profiler};
 pub use simple::{SimpleProfiler, SimpleProfilerConfig};

@@ -8,6 +8,7 @@ use tch::Tensor;
 
 use super::actions;
 use crate::data::Stage;
+use crate::device::Device;
 use crate::error::Result;
 use crate::nn::{CallWatcher, Module, ModuleCall, ModuleHooks, Which};
 
@@ -22,6 +23,8 @@ pub struct ProfiledRun {
     pub world_size: usize,
     /// Folder of the run.
     pub log_dir: PathBuf,
+    /// The device of this process.
+    pub device: Device,
 }
 
 /// Measures the actions of a run: hooks, steps, batches fetched, checkpoints saved (`docs/profilers.md` has their names).

@@ -137,8 +137,13 @@ mod tests {
 
     #[test]
     fn a_file_is_named_after_stage_name_and_rank() {
-        let run =
-            |rank, world_size| ProfiledRun { stage: Stage::Fit, rank, world_size, log_dir: "logs".into() };
+        let run = |rank, world_size| ProfiledRun {
+            stage: Stage::Fit,
+            rank,
+            world_size,
+            log_dir: "logs".into(),
+            device: crate::Device::Cpu,
+        };
         let named = |dirpath: Option<&str>, filename: Option<&str>, run: ProfiledRun| {
             let mut output = Output::new(dirpath.map(Into::into), filename.map(Into::into));
             output.setup(&run);

@@ -216,7 +216,13 @@ mod tests {
         ] {
             let mut profiler =
                 SimpleProfiler::new(SimpleProfilerConfig { extended, ..SimpleProfilerConfig::default() });
-            let run = ProfiledRun { stage: Stage::Fit, rank: 0, world_size: 1, log_dir: PathBuf::new() };
+            let run = ProfiledRun {
+                stage: Stage::Fit,
+                rank: 0,
+                world_size: 1,
+                log_dir: PathBuf::new(),
+                device: crate::Device::Cpu,
+            };
             profiler.setup(&run).expect("nothing to fail");
             for (action, millis) in [
                 ("run_training_batch", 1.5),

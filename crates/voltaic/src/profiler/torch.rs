@@ -1,12 +1,14 @@
 //! `PyTorchProfiler`: operators, as libtorch's own profiler records them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::profiler::{ProfiledRun, Profiler};
-use super::trace::{Handle, ProfiledRange, ProfilerSchedule, SORT_KEYS, SortKey, TraceOptions, Tracer};
+use super::trace::{
+    Handle, METRICS, ProfiledRange, ProfilerSchedule, SORT_KEYS, SortKey, TraceOptions, Tracer,
+};
 use crate::error::{ConfigError, Result};
 use crate::ffi::KinetoOptions;
 
@@ -25,7 +27,8 @@ pub struct PyTorchProfilerConfig {
     pub export_to_chrome: bool,
     /// Rows of the table; all if null.
     pub row_limit: Option<usize>,
-    /// By what the rows are sorted: `cpu_time_total`, `self_cpu_time_total`, `cpu_time` or `count`.
+    /// By what the rows are sorted: `cpu_time_total` unless set, `self_cpu_time_total`, `cpu_time`, `cpu_memory_usage`,
+    /// `self_cpu_memory_usage`, the same of `hpu`, or `count`.
     pub sort_by_key: Option<String>,
     /// Record each call of a module, as `[module]Linear: fc1`.
     pub record_module_names: bool,
@@ -35,6 +38,16 @@ pub struct PyTorchProfilerConfig {
     pub record_shapes: bool,
     /// Count floating point operations of products and convolutions. Shapes are recorded then.
     pub with_flops: bool,
+    /// Record memory: each change as an event of the trace, and by operator in the table.
+    pub profile_memory: bool,
+    /// As `record_module_names`.
+    pub with_modules: bool,
+    /// Without effect: there are no Python functions. A flame graph shows ranges, modules and operators.
+    pub with_stack: bool,
+    /// Write the stacks of a flame graph beside each trace, for `flamegraph.pl`, inferno or speedscope.
+    pub export_to_flame_graph: bool,
+    /// What a flame graph shows: `self_cpu_time_total` or `self_hpu_time_total`.
+    pub metric: String,
 }
 
 impl Default for PyTorchProfilerConfig {
@@ -50,6 +63,11 @@ impl Default for PyTorchProfilerConfig {
             schedule: None,
             record_shapes: false,
             with_flops: false,
+            profile_memory: false,
+            with_modules: false,
+            with_stack: false,
+            export_to_flame_graph: false,
+            metric: "self_cpu_time_total".to_owned(),
         }
     }
 }
@@ -72,20 +90,38 @@ impl PyTorchProfilerConfig {
             group_by_input_shapes: self.group_by_input_shapes,
             export_to_chrome: self.export_to_chrome,
             row_limit: self.row_limit,
-            sort_key: sort_key(self.sort_by_key.as_deref())?,
-            record_module_names: self.record_module_names,
+            sort_key: one_of(
+                "sort_by_key",
+                self.sort_by_key.as_deref(),
+                "a column of the table",
+                &SORT_KEYS,
+            )?
+            .unwrap_or(SortKey::Total),
+            record_module_names: self.record_module_names || self.with_modules,
+            profile_memory: self.profile_memory,
+            records_devices: true,
+            flame_graph: one_of("metric", Some(&self.metric), "a time that a flame graph shows", &METRICS)?
+                .filter(|_| self.export_to_flame_graph),
+            says_stacks_are_none: self.with_stack,
+            is_for_hpus: false,
         })
     }
 }
 
-fn sort_key(name: Option<&str>) -> Result<SortKey, ConfigError> {
-    let Some(name) = name else { return Ok(SortKey::Total) };
-    if let Some((_, key)) = SORT_KEYS.iter().find(|(known, _)| *known == name) {
-        return Ok(*key);
+/// The value of a key that takes one of some names.
+fn one_of<T: Copy>(
+    key: &str,
+    name: Option<&str>,
+    what: &str,
+    known: &[(&str, T)],
+) -> Result<Option<T>, ConfigError> {
+    let Some(name) = name else { return Ok(None) };
+    if let Some((_, value)) = known.iter().find(|(known, _)| *known == name) {
+        return Ok(Some(*value));
     }
-    let what = format!("`{name}` is not a column of the table");
-    let keys = SORT_KEYS.map(|(known, _)| known).join(", ");
-    Err(ConfigError::new("trainer.profiler.sort_by_key", what, format!("use one of {keys}")))
+    let names = known.iter().map(|(known, _)| *known).collect::<Vec<_>>().join(", ");
+    let (key, what) = (format!("trainer.profiler.{key}"), format!("`{name}` is not {what}"));
+    Err(ConfigError::new(&key, what, format!("use one of {names}")))
 }
 
 /// Records operators of a few steps by libtorch's profiler (Kineto): a table of their times, and a Chrome trace for
@@ -117,6 +153,13 @@ impl PyTorchProfiler {
     /// The traces that were written, the oldest first.
     pub fn traces(&self) -> Vec<PathBuf> {
         self.handle.traces()
+    }
+
+    /// Calls this with the path of each trace once it is written (`on_trace_ready` of torch).
+    #[must_use]
+    pub fn on_trace_ready(self, call: impl FnMut(&Path) + Send + 'static) -> Self {
+        self.handle.lock().on_trace_ready(call);
+        self
     }
 }
 

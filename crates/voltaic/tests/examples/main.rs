@@ -13,6 +13,7 @@ mod hpu_deepspeed;
 mod hpu_graphs_dynamic;
 mod hpu_graphs_inference;
 mod hpu_graphs_training;
+mod hpu_profiler;
 mod lightning_cli;
 mod logging;
 mod mistakes;

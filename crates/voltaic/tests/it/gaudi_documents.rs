@@ -5,15 +5,14 @@ use crate::class_paths::problem;
 
 #[test]
 fn what_is_not_there_yet_is_refused_by_name() {
-    let profilers = "there is no profiler `#`; use simple, advanced or pytorch";
+    let profilers = "there is no profiler `#`; use simple, advanced, pytorch or hpu";
     let classes = "is not a known class; ";
     for (option, expected) in [
         ("strategy=hpu_deepspeed_stage_3_offload", "offloading to cpu is not there yet"),
         ("plugins=HPUDeepSpeedPrecisionPlugin", "without a DeepSpeed strategy"),
         ("plugins=DeepSpeedPrecisionPlugin", "without a DeepSpeed strategy"),
-        ("profiler=hpu", profilers),
-        ("profiler=HPUProfiler", profilers),
-        ("profiler={class_path: lightning_habana.pytorch.profiler.HPUProfiler}", classes),
+        ("profiler=xla", profilers),
+        ("profiler={class_path: lightning.pytorch.profilers.XLAProfiler}", classes),
         (
             "precision=fp8",
             "`Trainer(accelerator='hpu', precision='fp8')` is not supported; use one of 32-true",

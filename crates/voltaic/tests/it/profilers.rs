@@ -377,7 +377,43 @@ fn the_command_line_names_profilers_and_their_settings() {
     assert!(report.contains("  run_training_epoch") && report.contains("\n3 of "), "{report}");
     let (succeeded, printed) = fit(&["--trainer.profiler=simpel"]);
     assert!(
-        !succeeded && printed.contains("there is no profiler `simpel`; use simple, advanced or pytorch"),
+        !succeeded && printed.contains("there is no profiler `simpel`; use simple, advanced, pytorch or hpu"),
         "{printed}"
     );
+    for class in ["HPUProfiler", "lightning_habana.pytorch.profiler.profiler.HPUProfiler"] {
+        let class = format!("--trainer.profiler={class}");
+        let arguments =
+            ["--trainer.accelerator=hpu", &class, "--trainer.profiler.filename=h", "--trainer.max_steps=6"];
+        let (succeeded, printed) = fit(&arguments);
+        assert!(succeeded, "{printed}");
+        let report = std::fs::read_to_string(folder.path().join("fit-h.txt")).unwrap();
+        assert!(report.contains("aten::convolution") && report.contains("HPU total"), "{report}");
+        std::fs::remove_file(folder.path().join("fit-h.txt")).unwrap();
+    }
+}
+
+#[test]
+fn habanas_own_profiler_excludes_ours() {
+    let run = |value: &str, profiler: &str| {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"))
+            .args([
+                "fit",
+                "--model=LeNet",
+                "--data=MnistData",
+                "--trainer.max_steps=1",
+                "--trainer.limit_val_batches=0",
+            ])
+            .args(["--trainer.logger=false", "--trainer.enable_checkpointing=false", profiler])
+            .current_dir(TempDir::new().unwrap().path())
+            .envs([("OMP_NUM_THREADS", "1"), ("HABANA_PROFILE", value)])
+            .output()
+            .unwrap();
+        (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (succeeded, printed) = run("1", "--trainer.profiler=hpu");
+    let refusal = "trainer.profiler (from the command line): HABANA_PROFILE is `1`; `HABANA_PROFILE` should not be set \
+                   when using `HPUProfiler`; unset it, or set it to profile_api_light";
+    assert!(!succeeded && printed.contains(refusal), "{printed}");
+    assert!(run("profile_api_light", "--trainer.profiler=hpu").0);
+    assert!(run("1", "--trainer.profiler=simple").0);
 }

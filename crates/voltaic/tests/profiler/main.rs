@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a test that panics has failed")]
 
+mod hpu;
+
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

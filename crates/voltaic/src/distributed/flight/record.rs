@@ -10,9 +10,12 @@ use serde::Serialize;
 use tch::{Kind, Tensor};
 
 use super::scope::write_names;
+use crate::device::Device;
 use crate::dtype::DtypeNames;
 use crate::error::Error;
-use crate::ffi::{FLIGHT_ENTRIES, FLIGHT_WORDS, FlightMemory, monotonic_nanos};
+use crate::ffi::{
+    FLIGHT_ENTRIES, FLIGHT_WORDS, FlightMemory, collective_begins, collective_ends, monotonic_nanos,
+};
 
 /// That of this process; none if the system gives no memory.
 static OWN: LazyLock<Option<FlightMemory>> = LazyLock::new(|| {
@@ -94,7 +97,33 @@ pub(in crate::distributed) fn begin(noted: Noted) -> u64 {
         }
     }
     entry[NUMBER].store(number, Ordering::Release);
+    collective_begins(number, noted.op, device_of(noted.tensor), || details(&noted));
     number
+}
+
+/// Number of the HPU that a tensor is on.
+fn device_of(tensor: &Tensor) -> Option<usize> {
+    match tensor.defined().then(|| Device::of(tensor).ok())?? {
+        Device::Hpu(index) => Some(index),
+        _ => None,
+    }
+}
+
+/// What a profile shows of an operation, as members of a JSON object; ranks have the same `seq` for the same operation.
+fn details(noted: &Noted) -> String {
+    let mut names = [0; NAME_BYTES];
+    let start = write_names(&mut names);
+    let text = |text: &str| serde_json::Value::from(text).to_string();
+    let mut details = format!("\"seq\": {}, \"bytes\": {}", noted.seq, noted.bytes);
+    if noted.tensor.defined() {
+        let dtype = text(name_of(noted.tensor.kind() as i32));
+        details += &format!(", \"dtype\": {dtype}, \"shape\": {:?}", noted.tensor.size());
+    }
+    if let Some(peer) = noted.peer {
+        details += &format!(", \"peer\": {peer}");
+    }
+    details += &format!(", \"group\": {}", text(noted.group.unwrap_or("all ranks")));
+    details + &format!(", \"from\": {}", text(&String::from_utf8_lossy(&names[start..])))
 }
 
 fn set_text(words: &[AtomicU64], text: &[u8]) {
@@ -124,6 +153,7 @@ pub(in crate::distributed) enum State {
 
 /// Notes that an operation has ended.
 pub(in crate::distributed) fn end(number: u64, state: State) {
+    collective_ends(number);
     let Some(memory) = OWN.as_ref() else { return };
     let entry = memory.entry(number);
     // another may have its place by now

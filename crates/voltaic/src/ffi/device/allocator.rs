@@ -12,6 +12,7 @@ use voltaic_sys as sys;
 
 use crate::config::read_switch;
 use crate::error::Result;
+use crate::ffi::activities::{note_memory, records_memory};
 use crate::ffi::check::check;
 use crate::ffi::device::pool::Pool;
 use crate::ffi::device::room;
@@ -106,12 +107,33 @@ fn is_wanted() -> Result<bool> {
 }
 
 extern "C" fn allocate(pool: i32, bytes: usize) -> *mut c_void {
-    let pool = POOLS.get(pool as usize);
-    pool.and_then(|pool| pool.allocate(bytes)).map_or(ptr::null_mut(), |block| block.as_ptr().cast())
+    let Some(pool) = POOLS.get(pool as usize) else { return ptr::null_mut() };
+    let block = pool.allocate(bytes).map_or(ptr::null_mut(), NonNull::as_ptr);
+    if records_memory() && !block.is_null() {
+        note(pool, bytes as i64, block);
+    }
+    block.cast()
+}
+
+/// For a profile.
+#[cold]
+fn note(pool: &Pool, bytes: i64, block: *mut u8) {
+    note_memory(pool.id(), bytes, block.addr(), || {
+        let stats = pool.stats();
+        (stats.in_use, stats.reserved)
+    });
 }
 
 extern "C" fn release(block: *mut c_void) {
     if let Some(block) = NonNull::new(block) {
+        if records_memory() {
+            // SAFETY: as below.
+            let (pool, bytes) = unsafe { (Pool::of(block.cast()), Pool::requested_bytes(block.cast())) };
+            // SAFETY: as below.
+            unsafe { Pool::release(block.cast()) };
+            note(pool, -(bytes as i64), block.as_ptr().cast());
+            return;
+        }
         // SAFETY: libtorch releases what `allocate` gave out, once, when the storage that owned it is gone.
         unsafe { Pool::release(block.cast()) };
     }

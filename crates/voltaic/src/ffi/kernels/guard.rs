@@ -7,6 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use voltaic_sys as sys;
 
+use crate::ffi::activities::note_kernel;
 use crate::ffi::check::panic_text;
 use crate::kernels::OutOfMemory;
 
@@ -39,7 +40,7 @@ pub(super) fn guard_some(kernel: &'static str, run: impl FnOnce() -> bool) -> i3
 pub(super) fn guard(kernel: &'static str, run: impl FnOnce() -> i32) -> i32 {
     // what a kernel leaves half done is its output, which the operator then does not give, and scratch, which the next
     // kernel writes before it reads
-    match catch_unwind(AssertUnwindSafe(run)) {
+    match catch_unwind(AssertUnwindSafe(|| note_kernel(kernel, run))) {
         Ok(status) => status,
         Err(payload) => {
             let failure = Failure::new(kernel, &*payload);

@@ -1,10 +1,15 @@
 //! Operators of a few steps, recorded by libtorch's profiler (Kineto).
 
+mod export;
+mod flame;
 mod handle;
+mod lanes;
+mod nest;
 mod schedule;
 mod table;
 mod tracer;
 
+pub(super) use flame::METRICS;
 pub(super) use handle::Handle;
 pub use handle::ProfiledRange;
 pub use schedule::ProfilerSchedule;

@@ -2,13 +2,21 @@
 
 use std::collections::HashMap;
 
-use crate::ffi::{EventScope, KinetoEvent};
+use super::nest::Nest;
+use crate::ffi::{Activity, ActivityRow, EventScope, Profile};
 
 /// By what the rows of a table may be sorted; torch's names.
-pub(in crate::profiler) const SORT_KEYS: [(&str, SortKey); 4] = [
+pub(in crate::profiler) const SORT_KEYS: [(&str, SortKey); 11] = [
     ("cpu_time_total", SortKey::Total),
     ("self_cpu_time_total", SortKey::Own),
     ("cpu_time", SortKey::Mean),
+    ("hpu_time_total", SortKey::DeviceTotal),
+    ("self_hpu_time_total", SortKey::DeviceOwn),
+    ("hpu_time", SortKey::DeviceMean),
+    ("cpu_memory_usage", SortKey::Memory),
+    ("self_cpu_memory_usage", SortKey::MemoryOwn),
+    ("hpu_memory_usage", SortKey::DeviceMemory),
+    ("self_hpu_memory_usage", SortKey::DeviceMemoryOwn),
     ("count", SortKey::Calls),
 ];
 
@@ -18,7 +26,22 @@ pub(in crate::profiler) enum SortKey {
     Total,
     Own,
     Mean,
+    DeviceTotal,
+    DeviceOwn,
+    DeviceMean,
+    Memory,
+    MemoryOwn,
+    DeviceMemory,
+    DeviceMemoryOwn,
     Calls,
+}
+
+/// Of the operator alone, and with what it called.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Sum {
+    pub own: i64,
+    /// Calls within a call of the same operator are not counted twice.
+    pub total: i64,
 }
 
 /// All calls of one operator, or of one operator with inputs of one shape.
@@ -27,130 +50,209 @@ pub(super) struct Row {
     pub name: String,
     pub shapes: String,
     pub calls: u64,
-    /// Nanoseconds; calls within a call of the same operator are not counted twice.
-    pub total_ns: i64,
-    /// Nanoseconds without what was called within.
-    pub own_ns: i64,
+    /// Nanoseconds of the host.
+    pub time: Sum,
+    /// Nanoseconds of the HPUs.
+    pub device_time: Sum,
+    /// Bytes of the host that were taken and not given back.
+    pub memory: Sum,
+    /// The same of the HPUs.
+    pub device_memory: Sum,
     pub flops: i64,
+}
+
+impl Row {
+    fn mean(&self, total: i64) -> i64 {
+        total / i64::try_from(self.calls.max(1)).unwrap_or(i64::MAX)
+    }
+
+    fn value(&self, key: SortKey) -> i64 {
+        match key {
+            SortKey::Total => self.time.total,
+            SortKey::Own => self.time.own,
+            SortKey::Mean => self.mean(self.time.total),
+            SortKey::DeviceTotal => self.device_time.total,
+            SortKey::DeviceOwn => self.device_time.own,
+            SortKey::DeviceMean => self.mean(self.device_time.total),
+            SortKey::Memory => self.memory.total,
+            SortKey::MemoryOwn => self.memory.own,
+            SortKey::DeviceMemory => self.device_memory.total,
+            SortKey::DeviceMemoryOwn => self.device_memory.own,
+            SortKey::Calls => self.calls as i64,
+        }
+    }
 }
 
 /// The time of operators, over all traces.
 #[derive(Debug, Default)]
 pub(super) struct Averages {
     by_shape: bool,
+    with_memory: bool,
     rows: HashMap<(String, String), Row>,
 }
 
-/// An event that has not ended where the walk stands.
-struct Open {
-    index: usize,
-    end_ns: i64,
-    within_ns: i64,
-}
-
 impl Averages {
-    /// One row for each operator, or for each operator and shape of its inputs.
-    pub fn new(by_shape: bool) -> Self {
-        Self { by_shape, rows: HashMap::new() }
+    /// One row for each operator, or for each operator and shape of its inputs; with columns for memory or without.
+    pub fn new(by_shape: bool, with_memory: bool) -> Self {
+        Self { by_shape, with_memory, rows: HashMap::new() }
     }
 
-    /// Adds the events of a trace.
-    pub fn add(&mut self, events: &[KinetoEvent]) {
-        let mut threads: HashMap<u64, Vec<usize>> = HashMap::new();
-        for (index, event) in events.iter().enumerate() {
-            if event.scope != EventScope::Other && event.device_type == 0 {
-                threads.entry(event.thread).or_default().push(index);
+    /// Adds what a trace has.
+    pub fn add(&mut self, profile: &Profile) {
+        let nest = Nest::new(&profile.events);
+        let len = nest.nodes.len();
+        let mut device = vec![0; len];
+        self.add_activities(&nest, &profile.activities, &mut device);
+        let (mut memory, mut device_memory) = (vec![0; len], vec![0; len]);
+        let changes = if self.with_memory { &profile.memory[..] } else { &[] };
+        for change in changes {
+            let own = if change.device.is_some() { &mut device_memory } else { &mut memory };
+            match nest.innermost(change.thread, change.at_ns) {
+                Some(at) => own[at] += change.bytes,
+                // taken or given back between operators
+                None => {
+                    let row = self.row("[memory]", "");
+                    let sum = if change.device.is_some() { &mut row.device_memory } else { &mut row.memory };
+                    sum.own += change.bytes;
+                    sum.total += change.bytes;
+                }
             }
         }
-        for mut indices in threads.into_values() {
-            // what began earlier, or at the same time and ended later, is around what follows
-            indices.sort_by_key(|&index| {
-                (events[index].start_ns, std::cmp::Reverse(events[index].duration_ns), index)
-            });
-            self.add_thread(events, &indices);
+        let own_ns = nest.own_ns();
+        let totals = [&device, &memory, &device_memory].map(|own| nest.totals(own));
+        for (at, node) in nest.nodes.iter().enumerate() {
+            let is_within = nest.is_within_its_like(at);
+            let row = self.row(&node.event.name, &node.event.shapes);
+            row.calls += 1;
+            row.time.own += own_ns[at];
+            row.device_time.own += device[at];
+            row.memory.own += memory[at];
+            row.device_memory.own += device_memory[at];
+            if !is_within {
+                row.time.total += node.event.duration_ns;
+                row.device_time.total += totals[0][at];
+                row.memory.total += totals[1][at];
+                row.device_memory.total += totals[2][at];
+                row.flops += node.event.flops;
+            }
         }
     }
 
-    fn add_thread(&mut self, events: &[KinetoEvent], indices: &[usize]) {
-        let mut open: Vec<Open> = Vec::new();
-        for &index in indices {
-            let event = &events[index];
-            while let Some(last) = open.pop_if(|last| last.end_ns <= event.start_ns) {
-                self.close(events, last, &open);
+    /// The device's time goes to the operators that asked for it. What no operator asked for, as in a replayed graph, has
+    /// rows of its own.
+    fn add_activities(&mut self, nest: &Nest<'_>, activities: &[Activity], device: &mut [i64]) {
+        for activity in activities {
+            let is_work = match activity.row {
+                ActivityRow::Operators => true,
+                ActivityRow::Copies | ActivityRow::Collectives => activity.device.is_some(),
+                ActivityRow::Graphs | ActivityRow::Kernels => false,
+            };
+            if !is_work {
+                continue;
             }
-            if let Some(outer) = open.last_mut() {
-                outer.within_ns += event.duration_ns;
+            let launched_by = nest.innermost(activity.thread, activity.start_ns);
+            match launched_by.filter(|&at| nest.nodes[at].event.scope != EventScope::Range) {
+                Some(at) => device[at] += activity.duration_ns,
+                None => {
+                    let row = self.row(&activity.name, "");
+                    row.calls += 1;
+                    let sum = if activity.device.is_some() { &mut row.device_time } else { &mut row.time };
+                    sum.own += activity.duration_ns;
+                    sum.total += activity.duration_ns;
+                    for at in launched_by.iter().flat_map(|&at| nest.ancestors(at)) {
+                        if activity.device.is_some() && !nest.is_within_its_like(at) {
+                            let event = nest.nodes[at].event;
+                            self.row(&event.name, &event.shapes).device_time.total += activity.duration_ns;
+                        }
+                    }
+                }
             }
-            open.push(Open { index, end_ns: event.start_ns + event.duration_ns, within_ns: 0 });
-        }
-        while let Some(last) = open.pop() {
-            self.close(events, last, &open);
         }
     }
 
-    fn close(&mut self, events: &[KinetoEvent], closed: Open, around: &[Open]) {
-        let event = &events[closed.index];
-        let is_nested = around.iter().any(|outer| events[outer.index].name == event.name);
-        let shapes = if self.by_shape { event.shapes.clone() } else { String::new() };
-        let row = self.rows.entry((event.name.clone(), shapes)).or_insert_with(|| Row {
-            name: event.name.clone(),
-            shapes: if self.by_shape { event.shapes.clone() } else { String::new() },
+    fn row(&mut self, name: &str, shapes: &str) -> &mut Row {
+        let shapes = if self.by_shape { shapes } else { "" };
+        self.rows.entry((name.to_owned(), shapes.to_owned())).or_insert_with(|| Row {
+            name: name.to_owned(),
+            shapes: shapes.to_owned(),
             ..Row::default()
-        });
-        row.calls += 1;
-        row.own_ns += (event.duration_ns - closed.within_ns).max(0);
-        if !is_nested {
-            row.total_ns += event.duration_ns;
-            row.flops += event.flops;
-        }
+        })
     }
 
     /// All rows, the largest first.
     pub fn rows(&self, key: SortKey) -> Vec<&Row> {
         let mut rows: Vec<&Row> = self.rows.values().collect();
         rows.sort_by(|a, b| {
-            let value = |row: &Row| match key {
-                SortKey::Total => row.total_ns,
-                SortKey::Own => row.own_ns,
-                SortKey::Mean => row.total_ns / row.calls.max(1) as i64,
-                SortKey::Calls => row.calls as i64,
-            };
-            value(b).cmp(&value(a)).then_with(|| (&a.name, &a.shapes).cmp(&(&b.name, &b.shapes)))
+            let larger = b.value(key).cmp(&a.value(key)).then(b.time.total.cmp(&a.time.total));
+            larger.then_with(|| (&a.name, &a.shapes).cmp(&(&b.name, &b.shapes)))
         });
         rows
+    }
+
+    /// The titles of the columns, and the cells of at most so many rows.
+    pub fn cells(&self, key: SortKey, row_limit: Option<usize>) -> Vec<Vec<String>> {
+        let rows = self.rows(key);
+        let sum = |value: fn(&Row) -> i64| rows.iter().map(|row| value(row)).sum::<i64>();
+        let (all, all_device) = (sum(|row| row.time.own), sum(|row| row.device_time.own));
+        let has_flops = rows.iter().any(|row| row.flops > 0);
+        let has_device_memory = rows.iter().any(|row| row.device_memory != Sum::default());
+        type Column = (&'static str, Box<dyn Fn(&Row) -> String>);
+        let column = |title, cell: fn(&Row) -> String| -> Column { (title, Box::new(cell)) };
+        let mut columns: Vec<Column> = vec![
+            column("Name", |row| shortened(&row.name)),
+            ("Self CPU %", Box::new(move |row| share(row.time.own, all))),
+            column("Self CPU", |row| time(row.time.own)),
+            ("CPU total %", Box::new(move |row| share(row.time.total, all))),
+            column("CPU total", |row| time(row.time.total)),
+            column("CPU time avg", |row| time(row.mean(row.time.total))),
+        ];
+        if all_device > 0 {
+            columns.push(column("Self HPU", |row| time(row.device_time.own)));
+            columns.push(("Self HPU %", Box::new(move |row| share(row.device_time.own, all_device))));
+            columns.push(column("HPU total", |row| time(row.device_time.total)));
+            columns.push(column("HPU time avg", |row| time(row.mean(row.device_time.total))));
+        }
+        if self.with_memory {
+            columns.push(column("CPU Mem", |row| bytes(row.memory.total)));
+            columns.push(column("Self CPU Mem", |row| bytes(row.memory.own)));
+        }
+        if has_device_memory {
+            columns.push(column("HPU Mem", |row| bytes(row.device_memory.total)));
+            columns.push(column("Self HPU Mem", |row| bytes(row.device_memory.own)));
+        }
+        columns.push(column("# of Calls", |row| row.calls.to_string()));
+        if has_flops {
+            columns.push(column("Total MFLOPs", |row| match row.flops {
+                0 => "--".to_owned(),
+                flops => format!("{:.3}", flops as f64 / 1e6),
+            }));
+        }
+        if self.by_shape {
+            columns.push(column("Input Shapes", |row| row.shapes.clone()));
+        }
+        let mut cells = vec![columns.iter().map(|(title, _)| (*title).to_owned()).collect()];
+        for row in rows.iter().take(row_limit.unwrap_or(usize::MAX)) {
+            cells.push(columns.iter().map(|(_, cell)| cell(row)).collect());
+        }
+        cells
     }
 
     /// A table of at most so many rows.
     pub fn table(&self, key: SortKey, row_limit: Option<usize>) -> String {
         let rows = self.rows(key);
-        let all: i64 = rows.iter().map(|row| row.own_ns).sum();
-        let share = |part: i64| format!("{:.2}%", 100.0 * part as f64 / all.max(1) as f64);
-        let has_flops = rows.iter().any(|row| row.flops > 0);
-        let mut cells: Vec<Vec<String>> = Vec::new();
-        let titles =
-            ["Name", "Self CPU %", "Self CPU", "CPU total %", "CPU total", "CPU time avg", "# of Calls"];
-        let mut header: Vec<String> = titles.map(str::to_owned).to_vec();
-        header.extend(has_flops.then(|| "Total MFLOPs".to_owned()));
-        header.extend(self.by_shape.then(|| "Input Shapes".to_owned()));
-        cells.push(header);
-        for row in rows.iter().take(row_limit.unwrap_or(usize::MAX)) {
-            let mean = row.total_ns / row.calls.max(1) as i64;
-            let mut line = vec![
-                shortened(&row.name),
-                share(row.own_ns),
-                time(row.own_ns),
-                share(row.total_ns),
-                time(row.total_ns),
-                time(mean),
-                row.calls.to_string(),
-            ];
-            let flops = (row.flops > 0).then(|| format!("{:.3}", row.flops as f64 / 1e6));
-            line.extend(has_flops.then(|| flops.unwrap_or_else(|| "--".to_owned())));
-            line.extend(self.by_shape.then(|| row.shapes.clone()));
-            cells.push(line);
+        let all: i64 = rows.iter().map(|row| row.time.own).sum();
+        let all_device: i64 = rows.iter().map(|row| row.device_time.own).sum();
+        let mut text = aligned(&self.cells(key, row_limit));
+        text += &format!("Self CPU time total: {}\n", time(all));
+        if all_device > 0 {
+            text += &format!("Self HPU time total: {}\n", time(all_device));
         }
-        format!("{}Self CPU time total: {}\n", aligned(&cells), time(all))
+        text
     }
+}
+
+fn share(part: i64, all: i64) -> String {
+    format!("{:.2}%", 100.0 * part as f64 / all.max(1) as f64)
 }
 
 /// Columns of equal width, with rules around the header and at the end.
@@ -189,50 +291,67 @@ fn time(nanoseconds: i64) -> String {
     }
 }
 
+/// As torch's tables write it: `4 B`, `1.50 KB`, `-2.00 MB`.
+fn bytes(bytes: i64) -> String {
+    let number = bytes as f64;
+    match number.abs() {
+        size if size >= 1024.0 * 1024.0 * 1024.0 => format!("{:.2} GB", number / (1024.0 * 1024.0 * 1024.0)),
+        size if size >= 1024.0 * 1024.0 => format!("{:.2} MB", number / (1024.0 * 1024.0)),
+        size if size >= 1024.0 => format!("{:.2} KB", number / 1024.0),
+        _ => format!("{bytes} B"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ffi::MemoryChange;
+    use crate::profiler::trace::nest::event;
 
-    fn event(name: &str, start_ns: i64, duration_ns: i64, thread: u64) -> KinetoEvent {
-        KinetoEvent {
+    fn profile(events: Vec<crate::ffi::KinetoEvent>) -> Profile {
+        Profile { events, ..Profile::default() }
+    }
+
+    fn activity(name: &str, start_ns: i64, duration_ns: i64) -> Activity {
+        Activity {
             name: name.to_owned(),
-            shapes: "[[2]]".to_owned(),
+            details: String::new(),
+            launch_ns: 0,
             start_ns,
             duration_ns,
-            thread,
-            flops: 10,
-            bytes: 0,
-            scope: EventScope::Operator,
-            device_type: 0,
+            row: ActivityRow::Operators,
+            device: Some(0),
+            thread: 1,
+            system_thread: 1,
         }
     }
 
     #[test]
     fn own_time_is_without_what_is_called_within() {
-        let mut averages = Averages::new(false);
-        averages.add(&[
+        let mut averages = Averages::new(false, false);
+        averages.add(&profile(vec![
             event("linear", 0, 100, 1),
             event("addmm", 10, 50, 1),
             event("copy", 10, 20, 1),   // begins with addmm, and ends before
             event("linear", 70, 10, 1), // within a call of its own
             event("linear", 0, 40, 2),  // of another thread: within nothing
             event("copy", 100, 5, 1),   // begins when linear ends
-        ]);
+        ]));
         let rows = averages.rows(SortKey::Own);
         let seen: Vec<_> =
-            rows.iter().map(|row| (row.name.as_str(), row.calls, row.total_ns, row.own_ns)).collect();
+            rows.iter().map(|row| (row.name.as_str(), row.calls, row.time.total, row.time.own)).collect();
         assert_eq!(seen, [("linear", 3, 140, 90), ("addmm", 1, 50, 30), ("copy", 2, 25, 25)]);
         assert_eq!(rows[0].flops, 20);
     }
 
     #[test]
     fn rows_are_sorted_and_limited() {
-        let mut averages = Averages::new(true);
-        averages.add(&[
+        let mut averages = Averages::new(true, false);
+        averages.add(&profile(vec![
             event("b", 0, 1_500, 1),
             event("a", 2_000, 2_500_000, 1),
             event("b", 3_000_000, 500, 1),
-        ]);
+        ]));
         let table = averages.table(SortKey::Calls, Some(1));
         let lines: Vec<&str> = table.lines().collect();
         assert!(lines[1].ends_with("Total MFLOPs  Input Shapes"), "{table}");
@@ -244,5 +363,41 @@ mod tests {
         assert_eq!(lines.len(), 6, "{table}");
         assert_eq!(lines[5], "Self CPU time total: 2.502ms");
         assert_eq!(averages.rows(SortKey::Mean)[0].name, "a");
+    }
+
+    #[test]
+    fn time_and_memory_of_the_device_go_to_the_operator_that_asked_for_it() {
+        let mut averages = Averages::new(false, true);
+        let change = |at_ns, bytes, device| MemoryChange {
+            at_ns,
+            device,
+            bytes,
+            address: 1,
+            allocated: 0,
+            reserved: 0,
+            thread: 1,
+            system_thread: 1,
+        };
+        let mut replay = event("replay", 200, 50, 1);
+        replay.scope = EventScope::Range;
+        averages.add(&Profile {
+            events: vec![event("linear", 0, 100, 1), event("addmm", 10, 50, 1), replay],
+            activities: vec![activity("addmm", 20, 30), activity("add", 70, 5), activity("mul", 210, 10)],
+            memory: vec![change(15, 4096, Some(0)), change(80, -96, Some(0)), change(150, 8, None)],
+            left_out: 0,
+        });
+        let found = |name: &str| {
+            let rows = averages.rows(SortKey::DeviceTotal);
+            let row = rows.into_iter().find(|row| row.name == name).unwrap();
+            (row.device_time, row.device_memory, row.memory)
+        };
+        let sum = |own, total| Sum { own, total };
+        assert_eq!(found("linear"), (sum(5, 35), sum(-96, 4000), sum(0, 0)));
+        assert_eq!(found("addmm"), (sum(30, 30), sum(4096, 4096), sum(0, 0)));
+        assert_eq!((found("mul").0, found("replay").0), (sum(10, 10), sum(0, 10)));
+        assert_eq!(found("[memory]"), (sum(0, 0), sum(0, 0), sum(8, 8)));
+        let table = averages.table(SortKey::DeviceTotal, None);
+        assert!(table.contains("Self HPU Mem") && table.contains("3.91 KB"), "{table}");
+        assert!(table.ends_with("Self HPU time total: 0.045us\n"), "{table}");
     }
 }

@@ -1,17 +1,21 @@
 //! What the profilers for operators have in common: ranges for actions, windows of steps, traces and the table.
 
 use std::cell::RefCell;
-use std::io::Write;
+use std::fmt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
-use std::{fs, io};
 
+use super::export::save;
+use super::flame::{self, Metric};
+use super::lanes::Facts;
 use super::schedule::{Phase, ProfilerSchedule};
 use super::table::{Averages, SortKey};
-use crate::checkpoint::write_atomically;
+use crate::accelerator::HpuEmulator;
+use crate::device::Device;
 use crate::error::{Error, ProfilerError, Result};
-use crate::ffi::{Kineto, KinetoEvent, KinetoOptions, ProfileRange};
+use crate::ffi::{Kineto, KinetoOptions, ProfileRange, Recorded};
 use crate::profiler::actions;
 use crate::profiler::profiler::ProfiledRun;
 use crate::profiler::report::Output;
@@ -28,6 +32,16 @@ pub(in crate::profiler) struct TraceOptions {
     pub row_limit: Option<usize>,
     pub sort_key: SortKey,
     pub record_module_names: bool,
+    /// Columns and events for memory.
+    pub profile_memory: bool,
+    /// Write the stacks of each trace, with this time.
+    pub flame_graph: Option<Metric>,
+    /// Record what devices do.
+    pub records_devices: bool,
+    /// Stacks of Python were asked for.
+    pub says_stacks_are_none: bool,
+    /// Whether this profiler is for HPUs: what a run without them has is said.
+    pub is_for_hpus: bool,
 }
 
 /// The steps of one loop; each is counted by itself.
@@ -70,6 +84,7 @@ pub(in crate::profiler) struct Tracer {
     options: TraceOptions,
     output: Output,
     averages: Averages,
+    facts: Facts,
     steps: [u64; 4],
     /// The loop whose steps are being recorded.
     recorded: Option<Loop>,
@@ -80,6 +95,16 @@ pub(in crate::profiler) struct Tracer {
     has_trace: bool,
     /// Why a trace could not be written; the run goes on, and ends with it.
     failure: Option<Error>,
+    on_ready: Option<OnReady>,
+}
+
+/// What is called with each trace.
+struct OnReady(Box<dyn FnMut(&Path) + Send>);
+
+impl fmt::Debug for OnReady {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnReady")
+    }
 }
 
 /// What a thread has begun. Ranges and libtorch's profiler end on the thread on which they began.
@@ -100,19 +125,25 @@ impl Tracer {
         Self {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             output: Output::new(options.dirpath.clone(), options.filename.clone()),
-            averages: Averages::new(options.group_by_input_shapes),
+            averages: Averages::new(options.group_by_input_shapes, options.profile_memory),
             options,
+            facts: Facts::default(),
             steps: [0; 4],
             recorded: None,
             starts_again: false,
             traces: Vec::new(),
             has_trace: false,
             failure: None,
+            on_ready: None,
         }
     }
 
     pub fn records_modules(&self) -> bool {
         self.options.record_module_names
+    }
+
+    pub fn on_trace_ready(&mut self, call: impl FnMut(&Path) + Send + 'static) {
+        self.on_ready = Some(OnReady(Box::new(call)));
     }
 
     /// The traces that were written, the oldest first.
@@ -131,8 +162,49 @@ impl Tracer {
         }
         if run.rank == 0 {
             tracing::info!("profiler: {}", self.what_is_recorded());
+            if self.options.says_stacks_are_none {
+                tracing::warn!(
+                    "profiler: with_stack has no effect: there are no Python functions; modules (record_module_names) \
+                     and ranges of your own show where operators are called"
+                );
+            }
         }
+        self.set_device(run);
         Ok(())
+    }
+
+    /// What there is to record beside operators depends on the device.
+    fn set_device(&mut self, run: &ProfiledRun) {
+        let emulator = HpuEmulator::get().filter(|_| matches!(run.device, Device::Hpu(_)));
+        let (is_emulated, with_memory) = (emulator.is_some(), self.options.profile_memory);
+        let memory = with_memory || is_emulated && self.options.records_devices;
+        self.options.kineto.with_cuda = matches!(run.device, Device::Cuda(_));
+        self.options.kineto.recorded = Recorded {
+            devices: self.options.records_devices,
+            memory,
+            kernels: !self.options.kineto.without_operators,
+        };
+        self.facts = Facts {
+            rank: run.rank,
+            world_size: run.world_size,
+            memory_changes: with_memory,
+            ..Facts::default()
+        };
+        if let Some(emulator) = emulator {
+            let settings = emulator.settings();
+            self.facts.device_name = format!("emulated {}", settings.generation.name());
+            self.facts.device_memory = settings.memory_bytes as u64;
+        }
+        if !self.options.is_for_hpus || run.rank > 0 || is_emulated {
+            return;
+        }
+        match run.device {
+            Device::Hpu(_) => tracing::warn!(
+                "HPUProfiler: only the host is recorded: what a Gaudi card does is recorded by Habana's own profiler, \
+                 which needs Python; see docs/profilers.md"
+            ),
+            device => tracing::info!("HPUProfiler: the run is on {device}: only the host is recorded"),
+        }
     }
 
     fn what_is_recorded(&self) -> String {
@@ -258,14 +330,29 @@ impl Tracer {
             drop(recording);
             return Ok(());
         };
-        let path = self.options.export_to_chrome.then(|| self.trace_path(action));
-        let events = match &path {
-            Some(path) => save(recording, path)?,
-            None => recording.stop(None)?,
+        let path = self.trace_path(action);
+        let profile = match self.options.export_to_chrome {
+            true => save(recording, &path, &self.facts)?,
+            false => recording.stop(None)?,
         };
-        self.traces.extend(path);
         self.has_trace = true;
-        self.averages.add(&events);
+        self.averages.add(&profile);
+        if profile.left_out > 0 {
+            tracing::warn!(
+                "profiler: {} events of devices and memory were left out of {}: record fewer steps",
+                profile.left_out,
+                path.display()
+            );
+        }
+        if let Some(metric) = self.options.flame_graph {
+            self.output.replace(&with_ending(&path, "stack"), &flame::folded(&profile, metric))?;
+        }
+        if self.options.export_to_chrome {
+            if let Some(OnReady(call)) = &mut self.on_ready {
+                call(&path);
+            }
+            self.traces.push(path);
+        }
         Ok(())
     }
 
@@ -318,24 +405,8 @@ impl Tracer {
     }
 }
 
-/// Stops a recording, and writes its trace whole or not at all.
-fn save(recording: Kineto, path: &Path) -> Result<Vec<KinetoEvent>> {
-    let folder = path.parent().unwrap_or(path);
-    let failed = |doing, source| Error::io(doing, path, source);
-    fs::create_dir_all(folder).map_err(|source| Error::io("create", folder, source))?;
-    // Kineto does not say when it cannot write: the file is made first, and looked at afterwards.
-    let temporary = path.with_extension("tmp");
-    fs::File::create_new(&temporary).map_err(|source| Error::io("create", &temporary, source))?;
-    let written = recording.stop(Some(&temporary)).map_err(Error::from).and_then(|events| {
-        let text = fs::read(&temporary).map_err(|source| failed("read", source))?;
-        if !text.trim_ascii_end().ends_with(b"}") {
-            return Err(failed("write", io::Error::new(io::ErrorKind::StorageFull, "the trace was cut off")));
-        }
-        write_atomically(path, |file| file.write_all(&text))?;
-        Ok(events)
-    });
-    let removed = fs::remove_file(&temporary).map_err(|source| Error::io("remove", &temporary, source));
-    let events = written?;
-    removed?;
-    Ok(events)
+/// Another file of a trace.
+fn with_ending(trace: &Path, ending: &str) -> PathBuf {
+    let name = trace.file_name().unwrap_or_default().to_string_lossy();
+    trace.with_file_name(format!("{}.{ending}", name.trim_end_matches(".pt.trace.json")))
 }

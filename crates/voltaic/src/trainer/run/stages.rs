@@ -98,6 +98,7 @@ impl Run {
             rank: world.rank,
             world_size: world.world_size,
             log_dir: self.facts.log_dir.clone(),
+            device: self.facts.hardware.device,
         })?;
         self.begin_call(stage)
     }

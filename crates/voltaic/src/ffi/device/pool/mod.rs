@@ -423,6 +423,15 @@ impl Pool {
         ranges.into_iter().for_each(release_pages);
     }
 
+    /// The pool that `block` came from.
+    ///
+    /// # Safety
+    /// `block` came from [`Pool::allocate`] of any pool and was not released since.
+    pub unsafe fn of(block: NonNull<u8>) -> &'static Self {
+        // SAFETY: the caller vouches that a live header lies before the block.
+        unsafe { (*Header::of(block)).pool }
+    }
+
     /// How many bytes were asked for when `block` was allocated.
     ///
     /// # Safety

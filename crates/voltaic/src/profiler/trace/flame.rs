@@ -1,0 +1,95 @@
+//! Stacks of ranges and operators with their own time, as flame graphs are drawn from.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use super::nest::Nest;
+use crate::ffi::{ActivityRow, EventScope, Profile};
+
+/// Whose time a flame graph shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(in crate::profiler) enum Metric {
+    /// The host's.
+    #[default]
+    Host,
+    /// That of the HPUs, below the operators that asked for it.
+    Device,
+}
+
+/// torch's names.
+pub(in crate::profiler) const METRICS: [(&str, Metric); 2] =
+    [("self_cpu_time_total", Metric::Host), ("self_hpu_time_total", Metric::Device)];
+
+/// Nanoseconds by stack, from the outermost name to the innermost.
+pub(super) fn stacks(profile: &Profile, metric: Metric) -> BTreeMap<Vec<&str>, i64> {
+    let nest = Nest::new(&profile.events);
+    let mut stacks: BTreeMap<Vec<&str>, i64> = BTreeMap::new();
+    match metric {
+        Metric::Host => {
+            for (at, own) in nest.own_ns().into_iter().enumerate() {
+                let mut names: Vec<&str> =
+                    nest.ancestors(at).map(|at| nest.nodes[at].event.name.as_str()).collect();
+                names.reverse();
+                *stacks.entry(names).or_default() += own;
+            }
+        }
+        Metric::Device => {
+            let is_work =
+                |row| matches!(row, ActivityRow::Operators | ActivityRow::Copies | ActivityRow::Collectives);
+            for activity in profile
+                .activities
+                .iter()
+                .filter(|activity| activity.device.is_some() && is_work(activity.row))
+            {
+                let around = nest.innermost(activity.thread, activity.start_ns);
+                let operator = around.filter(|&at| nest.nodes[at].event.scope != EventScope::Range);
+                let mut names: Vec<&str> = Vec::new();
+                if operator.is_none_or(|at| nest.nodes[at].event.name != activity.name) {
+                    names.push(&activity.name);
+                }
+                names.extend(
+                    around
+                        .into_iter()
+                        .flat_map(|at| nest.ancestors(at))
+                        .map(|at| nest.nodes[at].event.name.as_str()),
+                );
+                names.reverse();
+                *stacks.entry(names).or_default() += activity.duration_ns;
+            }
+        }
+    }
+    stacks
+}
+
+/// Lines such as `step;linear;addmm 12`, in microseconds, which `flamegraph.pl`, inferno and speedscope read.
+pub(super) fn folded(profile: &Profile, metric: Metric) -> String {
+    let mut text = String::new();
+    for (stack, ns) in stacks(profile, metric) {
+        let micros = (ns + 500) / 1000;
+        if micros > 0 {
+            let names: Vec<String> =
+                stack.iter().map(|name| name.replace(';', ",").replace('\n', " ")).collect();
+            let _ = writeln!(text, "{} {micros}", names.join(";"));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profiler::trace::nest::event;
+
+    #[test]
+    fn stacks_have_the_time_that_is_not_within_others() {
+        let events = vec![
+            event("step", 0, 10_000_000, 1),
+            event("linear", 1_000_000, 4_000_000, 1),
+            event("addmm", 2_000_000, 1_000_000, 1),
+            event("linear", 6_000_000, 1_000_000, 1),
+        ];
+        let profile = Profile { events, ..Profile::default() };
+        assert_eq!(folded(&profile, Metric::Host), "step 5000\nstep;linear 4000\nstep;linear;addmm 1000\n");
+        assert_eq!(folded(&profile, Metric::Device), "");
+    }
+}

@@ -1,0 +1,231 @@
+//! What emulated HPUs do, in traces and tables.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use serde_json::Value;
+use tempfile::TempDir;
+use voltaic::profiler::{HpuProfiler, HpuProfilerConfig, ProfilerActivity, ProfilerSchedule};
+use voltaic::trainer::{GraphMode, TrainerBuilder};
+
+use crate::{Net, alone, count, loaders, traces_in, trainer};
+
+fn config(folder: &Path) -> HpuProfilerConfig {
+    HpuProfilerConfig {
+        dirpath: Some(folder.to_owned()),
+        filename: Some("perf".to_owned()),
+        row_limit: None,
+        ..HpuProfilerConfig::default()
+    }
+}
+
+fn on_hpu(folder: &Path) -> TrainerBuilder {
+    trainer(folder).accelerator("hpu").devices(1).limit_val_batches(0)
+}
+
+/// All events of the one trace of a fit of eight steps, and its report.
+fn fitted(folder: &Path, config: &HpuProfilerConfig, builder: TrainerBuilder) -> (Value, String) {
+    let profiler = HpuProfiler::new(config).unwrap();
+    let mut trainer = builder.with_profiler(profiler.clone()).build().unwrap();
+    trainer.fit(&mut Net::new(None), &mut loaders(8)).unwrap();
+    let traces = profiler.traces();
+    assert_eq!(traces.len(), 1, "{:?}", traces_in(folder));
+    let trace = serde_json::from_slice(&std::fs::read(&traces[0]).unwrap()).unwrap();
+    let report = std::fs::read_to_string(folder.join("fit-perf.txt")).unwrap();
+    (trace, report)
+}
+
+fn all(trace: &Value) -> Vec<Value> {
+    trace["traceEvents"].as_array().unwrap().clone()
+}
+
+fn of<'a>(events: &'a [Value], category: &str) -> Vec<&'a Value> {
+    events.iter().filter(|event| event["ph"] == "X" && event["cat"] == category).collect()
+}
+
+fn number(event: &Value, key: &str) -> f64 {
+    event[key].as_f64().unwrap_or_else(|| panic!("{event}"))
+}
+
+#[test]
+fn device_operations_have_rows_of_their_own_and_arrows_from_their_operators() {
+    let _alone = alone();
+    let folder = TempDir::new().unwrap();
+    let (trace, report) = fitted(folder.path(), &config(folder.path()), on_hpu(folder.path()));
+    assert_eq!(trace["deviceProperties"][0]["name"], "emulated gaudi2");
+    let events = all(&trace);
+    let operators: BTreeMap<u64, &Value> = of(&events, "cpu_op")
+        .into_iter()
+        .map(|event| (event["args"]["External id"].as_u64().unwrap(), event))
+        .collect();
+    let kernels = of(&events, "Kernel");
+    for (name, times) in [("aten::addmm", 6), ("aten::_fused_adamw_", 3), ("aten::relu", 3)] {
+        assert_eq!(kernels.iter().filter(|event| event["name"] == name).count(), times, "{name}");
+    }
+    for kernel in &kernels {
+        let operator = operators[&kernel["args"]["External id"].as_u64().unwrap()];
+        let (start, end) = (number(operator, "ts"), number(operator, "ts") + number(operator, "dur"));
+        let began = number(kernel, "ts");
+        assert!(began >= start && began + number(kernel, "dur") <= end + 1.0, "{kernel} of {operator}");
+        assert_eq!(
+            (&kernel["pid"], &kernel["tid"], &kernel["args"]["device"]),
+            (&0.into(), &0.into(), &0.into())
+        );
+    }
+    let addmm = kernels.iter().find(|kernel| kernel["name"] == "aten::addmm").unwrap();
+    assert_eq!(operators[&addmm["args"]["External id"].as_u64().unwrap()]["name"], "aten::addmm");
+
+    // an arrow for each operation and copy, from where the host launches it
+    let copies = of(&events, "Memcpy");
+    assert!(copies.iter().any(|copy| copy["name"] == "Memcpy HtoD" && copy["args"]["bytes"] == 2 * 8 * 4));
+    let ids = |phase: &str| -> BTreeSet<u64> {
+        let arrows = events.iter().filter(|event| event["ph"] == phase && event["cat"] == "ac2g");
+        arrows.map(|event| event["id"].as_u64().unwrap()).collect()
+    };
+    assert_eq!(ids("s").len(), kernels.len() + copies.len());
+    assert_eq!(ids("s"), ids("f"));
+    let named = |name: &str, value: &str| {
+        let mut named = events.iter().filter(|event| event["ph"] == "M" && event["name"] == name);
+        named.any(|event| event["args"]["name"] == value && event["pid"] == 0)
+    };
+    assert!(named("process_name", "hpu:0 (emulated gaudi2)"));
+    assert!(named("thread_name", "operators") && named("thread_name", "memory copies"));
+
+    // how much memory is in use, which the weights are part of
+    let counters: Vec<u64> = events
+        .iter()
+        .filter(|event| event["ph"] == "C")
+        .map(|event| event["args"]["in use"].as_u64().unwrap())
+        .collect();
+    assert!(counters.len() > 10 && counters.iter().all(|&bytes| bytes > 800), "{counters:?}");
+
+    let row = report.lines().find(|line| line.trim_start().starts_with("aten::addmm")).unwrap();
+    let titles = report.lines().nth(2).unwrap();
+    assert!(titles.contains("Self HPU") && titles.contains("HPU total"), "{report}");
+    assert_eq!(row.split_whitespace().last(), Some("6"), "{report}");
+    assert!(report.contains("Self HPU time total: "), "{report}");
+}
+
+#[test]
+fn a_graph_shows_when_it_is_captured_and_replayed_and_its_operators_on_the_device() {
+    let _alone = alone();
+    let folder = TempDir::new().unwrap();
+    // the first steps run as they are, and are captured
+    let schedule = ProfilerSchedule { wait: 0, warmup: 0, active: 8, ..ProfilerSchedule::default() };
+    let config = HpuProfilerConfig { schedule: Some(schedule), ..config(folder.path()) };
+    let builder = on_hpu(folder.path()).graph(GraphMode::Step);
+    let (trace, report) = fitted(folder.path(), &config, builder);
+    let events = all(&trace);
+    let graphs: Vec<&Value> =
+        of(&events, "Runtime").into_iter().filter(|event| event["name"] != "launch").collect();
+    let named = |name: &str| graphs.iter().filter(|event| event["name"] == name).count();
+    assert!(named("graph capture") >= 1 && named("graph replay") >= 3, "{graphs:?}");
+    // what replays is not called by the host
+    let kernels: Vec<Value> = of(&events, "Kernel").into_iter().cloned().collect();
+    let host: Vec<Value> = of(&events, "cpu_op").into_iter().cloned().collect();
+    let (on_device, on_host) = (count(&kernels, "aten::addmm"), count(&host, "aten::addmm"));
+    assert!(on_device >= 16 && on_host < on_device, "{on_device} {on_host}");
+    let replay = graphs.iter().find(|event| event["name"] == "graph replay").unwrap();
+    let (start, end) = (number(replay, "ts"), number(replay, "ts") + number(replay, "dur"));
+    let within = kernels.iter().filter(|kernel| number(kernel, "ts") >= start && number(kernel, "ts") <= end);
+    assert!(within.count() >= 10, "{replay}");
+    let row = report.lines().find(|line| line.trim_start().starts_with("aten::addmm")).unwrap();
+    assert_eq!(row.split_whitespace().last(), Some(&*on_device.to_string()), "{report}");
+}
+
+#[test]
+fn memory_is_told_by_change_and_by_operator() {
+    let _alone = alone();
+    let folder = TempDir::new().unwrap();
+    let config = HpuProfilerConfig { profile_memory: true, ..config(folder.path()) };
+    let (trace, report) = fitted(folder.path(), &config, on_hpu(folder.path()));
+    let events = all(&trace);
+    let changes: Vec<&Value> = events.iter().filter(|event| event["name"] == "[memory]").collect();
+    let on_device = |change: &&&Value| change["args"]["Device Type"] == 18;
+    let (mut taken, mut given_back) = (0, 0);
+    for change in changes.iter().filter(on_device) {
+        assert_eq!(change["args"]["Device Id"], 0);
+        match change["args"]["Bytes"].as_i64().unwrap() {
+            bytes if bytes > 0 => taken += 1,
+            _ => given_back += 1,
+        }
+    }
+    assert!(taken > 20 && given_back > 20, "{taken} {given_back}");
+    assert!(changes.iter().any(|change| change["args"]["Device Type"] == 0), "the host's");
+    let titles = report.lines().nth(2).unwrap();
+    assert!(titles.contains("CPU Mem") && titles.contains("Self HPU Mem"), "{report}");
+    // the output of the layers: 2 x 16 and 2 x 4 numbers in each of three steps
+    let row = report.lines().find(|line| line.trim_start().starts_with("aten::addmm")).unwrap();
+    assert!(row.contains(&format!("{} B", 3 * 4 * (2 * 16 + 2 * 4))), "{row}");
+}
+
+#[test]
+fn activities_choose_between_host_and_device() {
+    let _alone = alone();
+    for (activities, host, device) in
+        [(vec![ProfilerActivity::Cpu], true, false), (vec![ProfilerActivity::Hpu], false, true)]
+    {
+        let folder = TempDir::new().unwrap();
+        let config = HpuProfilerConfig { activities, ..config(folder.path()) };
+        let (trace, _) = fitted(folder.path(), &config, on_hpu(folder.path()));
+        let events = all(&trace);
+        assert_eq!((of(&events, "cpu_op").is_empty(), of(&events, "Kernel").is_empty()), (!host, !device));
+        assert!(!of(&events, "user_annotation").is_empty());
+    }
+    let none = HpuProfilerConfig { activities: Vec::new(), ..HpuProfilerConfig::default() };
+    let error = HpuProfiler::new(&none).unwrap_err().to_string();
+    assert!(error.contains("activities") && error.contains("records nothing"), "{error}");
+}
+
+#[test]
+fn on_the_cpu_only_the_host_is_recorded() {
+    let _alone = alone();
+    let folder = TempDir::new().unwrap();
+    let (trace, report) =
+        fitted(folder.path(), &config(folder.path()), trainer(folder.path()).limit_val_batches(0));
+    let events = all(&trace);
+    assert!(of(&events, "Kernel").is_empty() && of(&events, "Memcpy").is_empty());
+    let host: Vec<Value> = of(&events, "cpu_op").into_iter().cloned().collect();
+    assert_eq!(count(&host, "aten::linear"), 6);
+    assert!(!report.contains("HPU total"), "{report}");
+}
+
+#[test]
+fn stacks_of_a_flame_graph_are_written_beside_the_trace() {
+    let _alone = alone();
+    for (metric, stack) in [
+        ("self_cpu_time_total", "[pl][profile][module]Linear: first;aten::linear;aten::addmm "),
+        ("self_hpu_time_total", "aten::linear;aten::addmm "),
+    ] {
+        let folder = TempDir::new().unwrap();
+        let config = HpuProfilerConfig {
+            export_to_flame_graph: true,
+            with_modules: true,
+            metric: metric.to_owned(),
+            ..config(folder.path())
+        };
+        fitted(folder.path(), &config, on_hpu(folder.path()));
+        let name = traces_in(folder.path()).into_iter().find(|name| name.ends_with(".stack")).unwrap();
+        let stacks = std::fs::read_to_string(folder.path().join(name)).unwrap();
+        assert!(stacks.lines().any(|line| line.contains(stack)), "{stacks}");
+        for line in stacks.lines() {
+            assert!(line.rsplit_once(' ').unwrap().1.parse::<u64>().unwrap() > 0, "{line}");
+        }
+    }
+    let unknown = HpuProfilerConfig { metric: "time".to_owned(), ..HpuProfilerConfig::default() };
+    let error = HpuProfiler::new(&unknown).unwrap_err().to_string();
+    assert!(error.contains("`time` is not a time that a flame graph shows; use one of self_cpu"), "{error}");
+}
+
+#[test]
+fn a_program_is_told_of_each_trace() {
+    let _alone = alone();
+    let folder = TempDir::new().unwrap();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let profiler = HpuProfiler::new(&config(folder.path()))
+        .unwrap()
+        .on_trace_ready(move |path| sender.send(path.to_owned()).unwrap());
+    let mut trainer = on_hpu(folder.path()).with_profiler(profiler.clone()).build().unwrap();
+    trainer.fit(&mut Net::new(None), &mut loaders(6)).unwrap();
+    assert_eq!(receiver.try_iter().collect::<Vec<_>>(), profiler.traces());
+}
