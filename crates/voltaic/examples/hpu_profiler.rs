@@ -89,7 +89,7 @@ fn custom_profiling() -> Result<()> {
     let profiler = HpuProfiler::new(&HpuProfilerConfig::default())?;
     let mut model = MyModel { l1: Linear::new(28 * 28, 10)?, profiler: profiler.clone() };
     let builder = Trainer::builder().accelerator(HpuAccelerator::from_env()?).devices(1);
-    let mut trainer = builder.with_profiler(profiler).short().build()?;
+    let mut trainer = builder.with_profiler(profiler).short().limit_val_batches(0).build()?;
 
     trainer.fit(&mut model, &mut MnistData::default())?;
     report(&trainer)

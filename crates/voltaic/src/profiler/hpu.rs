@@ -27,6 +27,8 @@ pub struct HpuProfilerConfig {
     pub group_by_input_shapes: bool,
     /// Write a Chrome trace for each window of steps.
     pub export_to_chrome: bool,
+    /// Write a page for each window of steps, one HTML file for any browser: timeline, flame graph, memory, table.
+    pub export_to_html: bool,
     /// Rows of the table; all if null.
     pub row_limit: Option<usize>,
     /// By what the rows are sorted: on HPUs `hpu_time_total` unless set, else `cpu_time_total`; or `self_hpu_time_total`,
@@ -75,6 +77,7 @@ impl Default for HpuProfilerConfig {
             filename: None,
             group_by_input_shapes: false,
             export_to_chrome,
+            export_to_html: true,
             row_limit,
             sort_by_key: None,
             record_module_names: false,
@@ -108,6 +111,7 @@ impl HpuProfilerConfig {
             filename: config.filename,
             group_by_input_shapes: config.group_by_input_shapes,
             export_to_chrome: config.export_to_chrome,
+            export_to_html: config.export_to_html,
             row_limit: config.row_limit,
             sort_by_key: config.sort_by_key,
             record_module_names: config.record_module_names,

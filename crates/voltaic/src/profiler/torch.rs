@@ -25,6 +25,8 @@ pub struct PyTorchProfilerConfig {
     pub group_by_input_shapes: bool,
     /// Write a Chrome trace for each window of steps.
     pub export_to_chrome: bool,
+    /// Write a page for each window of steps, one HTML file for any browser: timeline, flame graph, memory, table.
+    pub export_to_html: bool,
     /// Rows of the table; all if null.
     pub row_limit: Option<usize>,
     /// By what the rows are sorted: `cpu_time_total` unless set, `self_cpu_time_total`, `cpu_time`, `cpu_memory_usage`,
@@ -57,6 +59,7 @@ impl Default for PyTorchProfilerConfig {
             filename: None,
             group_by_input_shapes: false,
             export_to_chrome: true,
+            export_to_html: false,
             row_limit: Some(20),
             sort_by_key: None,
             record_module_names: true,
@@ -89,6 +92,7 @@ impl PyTorchProfilerConfig {
             },
             group_by_input_shapes: self.group_by_input_shapes,
             export_to_chrome: self.export_to_chrome,
+            export_to_html: self.export_to_html,
             row_limit: self.row_limit,
             sort_key: one_of(
                 "sort_by_key",

@@ -45,7 +45,7 @@ fn default_profiling() {
     assert_eq!(count(&events, "cpu_op", "aten::linear"), 3);
     // the same product, by the host's operator and by the device
     assert_eq!((count(&events, "cpu_op", "aten::addmm"), count(&events, "Kernel", "aten::addmm")), (3, 3));
-    assert!(count(&events, "Memcpy", "Memcpy HtoD") >= 6); // batches
+    assert!(count(&events, "Memcpy", "Memcpy HtoD") >= 4); // the batches of two steps, and those fetched for the third
     assert!(count(&events, "Runtime", "launch") > 0);
     assert!(ran.err.contains("FIT Profiler Report") && ran.err.contains("HPU total"), "{}", ran.err);
 }

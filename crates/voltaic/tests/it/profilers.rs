@@ -411,7 +411,7 @@ fn habanas_own_profiler_excludes_ours() {
         (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     let (succeeded, printed) = run("1", "--trainer.profiler=hpu");
-    let refusal = "trainer.profiler (from the command line): HABANA_PROFILE is `1`; `HABANA_PROFILE` should not be set \
+    let refusal = "trainer.profiler (from command line): HABANA_PROFILE is `1`; `HABANA_PROFILE` should not be set \
                    when using `HPUProfiler`; unset it, or set it to profile_api_light";
     assert!(!succeeded && printed.contains(refusal), "{printed}");
     assert!(run("profile_api_light", "--trainer.profiler=hpu").0);

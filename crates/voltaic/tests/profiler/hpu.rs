@@ -229,3 +229,69 @@ fn a_program_is_told_of_each_trace() {
     trainer.fit(&mut Net::new(None), &mut loaders(6)).unwrap();
     assert_eq!(receiver.try_iter().collect::<Vec<_>>(), profiler.traces());
 }
+
+/// A page in a browser without a window; none where there is no browser.
+fn in_browser(page: &Path, folder: &Path) -> Option<String> {
+    let browser = ["chromium", "chromium-browser", "google-chrome"].into_iter().find(|name| {
+        std::process::Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success())
+    })?;
+    let run = |argument: String| {
+        let output = std::process::Command::new(browser)
+            .args([
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                "--window-size=1500,1900",
+            ])
+            .args(["--virtual-time-budget=5000", "--timeout=60000", "--host-resolver-rules=MAP * ~NOTFOUND"])
+            .arg(format!("--user-data-dir={}", folder.join("browser").display()))
+            .arg(argument)
+            .arg(format!("file://{}", page.display()))
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    run(format!("--screenshot={}", folder.join("page.png").display()));
+    Some(run("--dump-dom".to_owned()))
+}
+
+#[test]
+fn the_page_shows_timeline_flame_graph_memory_and_table_in_a_browser() {
+    let _alone = alone();
+    let folder = TempDir::new().unwrap();
+    let config = HpuProfilerConfig { with_modules: true, ..config(folder.path()) };
+    fitted(folder.path(), &config, on_hpu(folder.path()));
+    let name = traces_in(folder.path()).into_iter().find(|name| name.ends_with(".html")).unwrap();
+    let page = folder.path().join(name);
+    // nothing is loaded from elsewhere
+    let text = std::fs::read_to_string(&page).unwrap();
+    assert!(!text.contains("<script src") && !text.contains("<link"));
+    let Some(shown) = in_browser(&page, folder.path()) else {
+        println!("no browser is installed: the page was written, not opened");
+        return;
+    };
+    assert!(
+        shown.contains(r#"data-drawn="timeline flame memory operators""#),
+        "{}",
+        &shown[shown.len() - 2000..]
+    );
+    assert!(!shown.contains("data-error"));
+    let body = shown.split("<tbody>").nth(1).unwrap().split("</tbody>").next().unwrap();
+    let rows: Vec<&str> = body.split("<tr>").skip(1).collect();
+    assert!(rows.len() > 30, "{}", rows.len());
+    let row = rows.iter().find(|row| row.starts_with("<td>aten::addmm</td>")).unwrap();
+    assert!(row.ends_with("<td>6</td></tr>"), "{row}");
+    // the flame graph's boxes have their names
+    assert!(
+        shown.split("id=\"flame\"").nth(1).unwrap().contains("run_training_batch"),
+        "boxes without names"
+    );
+    let picture = std::fs::read(folder.path().join("page.png")).unwrap();
+    assert!(picture.len() > 50_000, "{} bytes: an empty page", picture.len());
+    if let Some(keep) = std::env::var_os("VOLTAIC_TEST_KEEP_PAGE") {
+        std::fs::copy(folder.path().join("page.png"), &keep).unwrap();
+        std::fs::copy(&page, Path::new(&keep).with_extension("html")).unwrap();
+    }
+}

@@ -16,11 +16,14 @@ pub(in crate::profiler) enum Metric {
     Device,
 }
 
+/// Ranges of steps.
+const STEP: &str = "ProfilerStep#";
+
 /// torch's names.
 pub(in crate::profiler) const METRICS: [(&str, Metric); 2] =
     [("self_cpu_time_total", Metric::Host), ("self_hpu_time_total", Metric::Device)];
 
-/// Nanoseconds by stack, from the outermost name to the innermost.
+/// Nanoseconds by stack, from the outermost name to the innermost; steps are added up.
 pub(super) fn stacks(profile: &Profile, metric: Metric) -> BTreeMap<Vec<&str>, i64> {
     let nest = Nest::new(&profile.events);
     let mut stacks: BTreeMap<Vec<&str>, i64> = BTreeMap::new();
@@ -30,6 +33,7 @@ pub(super) fn stacks(profile: &Profile, metric: Metric) -> BTreeMap<Vec<&str>, i
                 let mut names: Vec<&str> =
                     nest.ancestors(at).map(|at| nest.nodes[at].event.name.as_str()).collect();
                 names.reverse();
+                names.retain(|name| !name.starts_with(STEP));
                 *stacks.entry(names).or_default() += own;
             }
         }
@@ -54,10 +58,12 @@ pub(super) fn stacks(profile: &Profile, metric: Metric) -> BTreeMap<Vec<&str>, i
                         .map(|at| nest.nodes[at].event.name.as_str()),
                 );
                 names.reverse();
+                names.retain(|name| !name.starts_with(STEP));
                 *stacks.entry(names).or_default() += activity.duration_ns;
             }
         }
     }
+    stacks.remove(&Vec::new()); // between the actions of a step
     stacks
 }
 
@@ -83,6 +89,7 @@ mod tests {
     #[test]
     fn stacks_have_the_time_that_is_not_within_others() {
         let events = vec![
+            event("ProfilerStep#2", 0, 11_000_000, 1),
             event("step", 0, 10_000_000, 1),
             event("linear", 1_000_000, 4_000_000, 1),
             event("addmm", 2_000_000, 1_000_000, 1),

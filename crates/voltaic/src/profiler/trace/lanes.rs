@@ -46,7 +46,7 @@ impl Base {
 
 /// Where an activity is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Place {
+pub(super) struct Place {
     process: i64,
     row: i64,
 }
@@ -90,7 +90,7 @@ pub(super) fn events(profile: &Profile, base: Base, facts: &Facts) -> String {
     text
 }
 
-fn row_name(activity: &Activity) -> &'static str {
+pub(super) fn row_name(activity: &Activity) -> &'static str {
     match (activity.row, activity.device) {
         (ActivityRow::Operators, Some(_)) => "operators",
         (ActivityRow::Operators, None) => "replayed operators",
@@ -102,7 +102,7 @@ fn row_name(activity: &Activity) -> &'static str {
 }
 
 /// A row for each activity: those that overlap, as collectives under way, are on several.
-fn place(activities: &[Activity], base: Base) -> Vec<Place> {
+pub(super) fn place(activities: &[Activity], base: Base) -> Vec<Place> {
     let mut order: Vec<usize> = (0..activities.len()).collect();
     order.sort_by_key(|&at| activities[at].start_ns);
     let mut places = vec![Place { process: 0, row: 0 }; activities.len()];

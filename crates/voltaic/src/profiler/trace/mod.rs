@@ -5,6 +5,7 @@ mod flame;
 mod handle;
 mod lanes;
 mod nest;
+mod page;
 mod schedule;
 mod table;
 mod tracer;

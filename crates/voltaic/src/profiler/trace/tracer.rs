@@ -10,12 +10,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::export::save;
 use super::flame::{self, Metric};
 use super::lanes::Facts;
+use super::page::page;
 use super::schedule::{Phase, ProfilerSchedule};
 use super::table::{Averages, SortKey};
 use crate::accelerator::HpuEmulator;
 use crate::device::Device;
 use crate::error::{Error, ProfilerError, Result};
-use crate::ffi::{Kineto, KinetoOptions, ProfileRange, Recorded};
+use crate::ffi::{EventScope, Kineto, KinetoOptions, Profile, ProfileRange, Recorded};
 use crate::profiler::actions;
 use crate::profiler::profiler::ProfiledRun;
 use crate::profiler::report::Output;
@@ -29,6 +30,7 @@ pub(in crate::profiler) struct TraceOptions {
     pub kineto: KinetoOptions,
     pub group_by_input_shapes: bool,
     pub export_to_chrome: bool,
+    pub export_to_html: bool,
     pub row_limit: Option<usize>,
     pub sort_key: SortKey,
     pub record_module_names: bool,
@@ -347,6 +349,10 @@ impl Tracer {
         if let Some(metric) = self.options.flame_graph {
             self.output.replace(&with_ending(&path, "stack"), &flame::folded(&profile, metric))?;
         }
+        if self.options.export_to_html {
+            let page = page(&self.page_title(action), &self.about(&profile), &profile, &self.cells());
+            self.output.replace(&with_ending(&path, "html"), &page)?;
+        }
         if self.options.export_to_chrome {
             if let Some(OnReady(call)) = &mut self.on_ready {
                 call(&path);
@@ -354,6 +360,26 @@ impl Tracer {
             self.traces.push(path);
         }
         Ok(())
+    }
+
+    fn page_title(&self, action: &str) -> String {
+        let stem = self.output.path("x").with_extension("");
+        let stem = stem.file_name().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+        format!("Profile {stem}, {action}")
+    }
+
+    /// What a page says of its profile.
+    fn about(&self, profile: &Profile) -> String {
+        let Facts { rank, world_size, device_name, .. } = &self.facts;
+        let steps = profile.events.iter().filter(|event| event.name.starts_with("ProfilerStep#")).count();
+        let device = if device_name.is_empty() { "host" } else { device_name };
+        let operators = profile.events.iter().filter(|event| event.scope == EventScope::Operator).count();
+        format!("{steps} steps, rank {rank} of {world_size}, {device}, {operators} operators")
+    }
+
+    /// All rows of the table, for a page.
+    fn cells(&self) -> Vec<Vec<String>> {
+        self.averages.cells(self.options.sort_key, None)
     }
 
     /// `<stage>-<filename>-<rank>-<action>.<time>.pt.trace.json`
