@@ -128,6 +128,7 @@ fn training_of(
         schedulers,
         callbacks: Vec::new(),
         grad_scaler: scaler_of(file)?,
+        loss_scaler: None,
         data: None,
         module: Json::Null,
         module_on_device: Vec::new(),

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::checkpoint::progress::Progress;
-use crate::precision::GradScaler;
+use crate::precision::{GradScaler, LossScaler};
 
 /// The part of the training state that is not tensors.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -25,6 +25,9 @@ pub(crate) struct LoopState {
     /// There with `16-mixed`.
     #[serde(default)]
     pub grad_scaler: Option<GradScaler>,
+    /// There where the strategy scales the loss.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scaler: Option<LossScaler>,
     /// State of the data module, if it has some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<Value>,

@@ -115,9 +115,11 @@ impl GradScaler {
 pub(crate) fn unscale_grads<'a>(params: impl IntoIterator<Item = &'a Tensor>, inverse: f64) -> Result<bool> {
     let grads: Vec<Tensor> = params.into_iter().map(Tensor::grad).filter(Tensor::defined).collect();
     let Some(first) = grads.first() else { return Ok(true) };
-    let inverse = Tensor::from(inverse).f_to_kind(Kind::Float)?.f_to_device(first.device())?;
     let list = ffi::TensorList::new(&grads)?;
-    ffi::foreach_mul_tensor(&list, &inverse)?;
+    if inverse != 1.0 {
+        let inverse = Tensor::from(inverse).f_to_kind(Kind::Float)?.f_to_device(first.device())?;
+        ffi::foreach_mul_tensor(&list, &inverse)?;
+    }
     let largest = ffi::foreach_norm(&list, f64::INFINITY)?;
     Ok(largest.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0) // sync point
 }

@@ -4,6 +4,111 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{ConfigError, Result};
 
+/// How the loss is scaled with float16 weights: DeepSpeed's section `fp16`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LossScalerConfig {
+    /// A constant scale; 0 for one that changes.
+    pub loss_scale: f64,
+    /// The scale that changes begins with 2 to the power of this.
+    pub initial_scale_power: u32,
+    /// Steps without an overflow after which it doubles.
+    pub loss_scale_window: u64,
+    /// Overflows before it is halved.
+    pub hysteresis: u64,
+    /// Whether each step without an overflow lets as many overflows pass again.
+    pub consecutive_hysteresis: bool,
+    /// Least scale; an overflow there ends the run.
+    pub min_loss_scale: f64,
+}
+
+impl Default for LossScalerConfig {
+    /// DeepSpeed's settings: 0, 16, 1000, 2, false, 1.
+    fn default() -> Self {
+        Self {
+            loss_scale: 0.0,
+            initial_scale_power: 16,
+            loss_scale_window: 1000,
+            hysteresis: 2,
+            consecutive_hysteresis: false,
+            min_loss_scale: 1.0,
+        }
+    }
+}
+
+impl LossScalerConfig {
+    /// The scaler with these settings.
+    pub fn build(&self) -> LossScaler {
+        if self.loss_scale > 0.0 {
+            return LossScaler::Static(StaticLossScaler::new(self.loss_scale));
+        }
+        LossScaler::Dynamic(DynamicLossScaler::new(
+            self.initial_scale_power,
+            self.loss_scale_window,
+            self.hysteresis,
+            self.consecutive_hysteresis,
+            self.min_loss_scale,
+        ))
+    }
+}
+
+/// What scales the loss, and leaves out steps whose gradients are not finite.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LossScaler {
+    /// The scale changes.
+    Dynamic(DynamicLossScaler),
+    /// The scale is constant.
+    Static(StaticLossScaler),
+}
+
+impl LossScaler {
+    /// The factor of the next loss.
+    pub fn get_scale(&self) -> f64 {
+        match self {
+            Self::Dynamic(scaler) => scaler.get_scale(),
+            Self::Static(scaler) => scaler.scale,
+        }
+    }
+
+    /// Steps that were left out so far.
+    pub fn skipped_steps(&self) -> u64 {
+        match self {
+            Self::Dynamic(scaler) => scaler.skipped_steps(),
+            Self::Static(scaler) => scaler.skipped_steps,
+        }
+    }
+
+    /// Adapts the scale after a step, or after one that was left out for an overflow.
+    ///
+    /// # Errors
+    /// As [`DynamicLossScaler::update`].
+    pub fn update(&mut self, overflow: bool) -> Result<()> {
+        match self {
+            Self::Dynamic(scaler) => scaler.update(overflow),
+            Self::Static(scaler) => {
+                scaler.skipped_steps += u64::from(overflow);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// A constant factor of the loss.
+///
+/// Source: `deepspeed/runtime/fp16/loss_scaler.py`, `LossScaler`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StaticLossScaler {
+    scale: f64,
+    skipped_steps: u64,
+}
+
+impl StaticLossScaler {
+    /// With this scale.
+    pub fn new(scale: f64) -> Self {
+        Self { scale, skipped_steps: 0 }
+    }
+}
+
 /// Halves the scale at an overflow, but only once so many overflows (`hysteresis`) have come, and doubles it after a number
 /// of steps without one.
 ///

@@ -13,6 +13,10 @@ pub const PRECISIONS: &str =
 
 const HPU_PRECISIONS: &str = "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true (also 32, 16, bf16)";
 
+/// What is said of float16 on the first generation of Gaudi.
+pub(crate) const NO_FLOAT16: &str =
+    "fp16 not supported: FP16 not supported on Gaudi, Gaudi2 or higher required";
+
 /// Number format of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]

@@ -51,7 +51,7 @@ impl StrategyPlan {
         Ok(match self {
             Self::SingleDevice => Box::new(SingleDevice::of(world)),
             Self::Ddp { name, config } => Box::new(Ddp::new(name, world, config)),
-            Self::DeepSpeed(plan) => Box::new(Zero::new(world, plan.engine()?)),
+            Self::DeepSpeed(plan) => Box::new(Zero::new(world, plan.zero()?)),
             Self::Zero(config) => Box::new(Zero::new(world, config)),
         })
     }

@@ -13,6 +13,7 @@ use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::nn::{Module, ModuleExt, ModuleHooks};
 use crate::optim::{ConfiguredOptimizer, Optimizer, OptimizerState, Optimizers};
+use crate::precision::{LossScaler, Precision};
 
 /// How training is spread over ranks.
 ///
@@ -142,6 +143,13 @@ pub trait Strategy: fmt::Debug + Send {
         state: OptimizerState,
     ) -> Result<()> {
         optimizer.load_state_dict(state)
+    }
+
+    /// What scales the loss and leaves out steps whose gradients are not finite, with this precision: of a strategy that keeps
+    /// weights of 16 bits in float32, too. None unless overridden; `16-mixed` has its own
+    /// ([`GradScaler`](crate::precision::GradScaler)) then.
+    fn loss_scaler(&self, _precision: Precision) -> Option<LossScaler> {
+        None
     }
 
     /// Puts the votes of all ranks together.

@@ -12,7 +12,7 @@ use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi;
 use crate::logger::{Logger, Loggers, RunFolders};
 use crate::module::{Hardware, Logging, MetricStore, Position, Requests, RunFacts};
-use crate::precision::{GradScaler, Precision};
+use crate::precision::{GradScaler, LossScale, Precision};
 use crate::profiler::{Profiler, Profiling};
 use crate::strategy::BuildStrategy;
 use crate::trainer::config::TrainerConfig;
@@ -123,14 +123,18 @@ pub(crate) fn assemble(
     let profiling = given.profiler.take().map(Profiling::with).unwrap_or_default();
     profiling.watch(&facts.module_hooks);
     let metrics = MetricStore::of_ranks(world.group().cloned()).off_if(plan.barebones);
-    let grad_scaler = (plan.precision == Precision::Fp16Mixed).then(GradScaler::default);
+    let loss_scale = match strategy.loss_scaler(plan.precision) {
+        Some(scaler) => Some(LossScale::Strategy { scaler, all_finite: None }),
+        None if plan.precision == Precision::Fp16Mixed => Some(LossScale::Grad(GradScaler::default())),
+        None => None,
+    };
     let run = Run {
         checkpoint_io: checkpoint_io(given.checkpoint_io, &config.plugins, accelerator.name()),
         at: Position::default(),
         facts: RunFacts { profiling, hardware: Hardware { accelerator, device }, ..facts },
         log: Logging { metrics, rows: Vec::new() },
         asks: Requests::default(),
-        engine: Engine::new(strategy, grad_scaler),
+        engine: Engine::new(strategy, loss_scale),
         callbacks: given.callbacks,
         loggers: given.loggers,
         replaced: Vec::new(),

@@ -10,7 +10,7 @@ use crate::error::{ConfigError, Result};
 use crate::graph::Flops;
 use crate::module::{LightningModule, StepOutput};
 use crate::nn::ModuleHooks;
-use crate::precision::GradScaler;
+use crate::precision::{GradScaler, LossScaler};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::graph::GraphReport;
 use crate::trainer::config::optimizers::OptimizerOverride;
@@ -273,7 +273,12 @@ impl Trainer {
 
     /// What scales the loss with `precision=16-mixed`, and how many steps it left out so far.
     pub fn grad_scaler(&self) -> Option<&GradScaler> {
-        self.run.engine.grad_scaler.as_ref()
+        self.run.engine.loss_scale.as_ref()?.grad_scaler()
+    }
+
+    /// What scales the loss where weights in 16 bits are kept in float32 by the strategy, and how many steps it left out so far.
+    pub fn loss_scaler(&self) -> Option<&LossScaler> {
+        self.run.engine.loss_scale.as_ref()?.loss_scaler()
     }
 
     /// Hooks of the calls of modules that this trainer runs: see [`HookContext::module_hooks`](crate::module::HookContext::module_hooks).

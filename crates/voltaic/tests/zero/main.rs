@@ -3,8 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a test that panics has failed")]
 
 mod command;
+mod half;
 mod ladder;
 mod models;
+mod peers;
 mod ranks;
 mod resume;
 mod stage3;

@@ -45,7 +45,7 @@ impl Small {
 }
 
 impl Small {
-    fn loss(&self, x: &Tensor, y: &Tensor) -> anyhow::Result<Tensor> {
+    pub fn loss(&self, x: &Tensor, y: &Tensor) -> anyhow::Result<Tensor> {
         let kind = self.first.weight.kind();
         let out = self.second.forward(&self.first.forward(&x.to_kind(kind))?.relu())?;
         Ok(squares(&out.to_kind(Kind::Float), y))

@@ -29,9 +29,14 @@ impl Callback for Saver {
 }
 
 fn go_on(ranks: usize, folder: &Path) {
-    for (stage, precision) in
-        [("zero1", "32-true"), ("zero2", "32-true"), ("zero1", "bf16-true"), ("zero2", "bf16-true")]
-    {
+    for (stage, precision) in [
+        ("zero1", "32-true"),
+        ("zero2", "32-true"),
+        ("zero1", "bf16-true"),
+        ("zero2", "bf16-true"),
+        ("zero1", "16-true"),
+        ("zero2", "16-true"),
+    ] {
         let saved = folder.join(stage).join(precision);
         let builder = || -> TrainerBuilder {
             silent(ranks, stage, folder)

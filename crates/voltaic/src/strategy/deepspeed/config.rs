@@ -286,7 +286,7 @@ impl DeepSpeedStrategy {
     /// Fills in what Lightning takes from the arguments, however the settings were given.
     fn complete(&self, settings: &mut DeepSpeedSettings) {
         if !settings.names_precision {
-            let fp16 = &mut settings.fp16;
+            let fp16 = &mut settings.fp16.scaler;
             fp16.loss_scale = self.loss_scale;
             fp16.initial_scale_power = u32::try_from(self.initial_scale_power).unwrap_or(u32::MAX);
             fp16.loss_scale_window = self.loss_scale_window;
@@ -393,6 +393,7 @@ impl DeepSpeedStrategy {
             let what = "true is not there yet".to_owned();
             refuse("exclude_frozen_parameters", what, "leave it out");
         }
+        self.check_loss_scale(&mut refuse);
         if let Some(size) = &self.logging_batch_size_per_gpu
             && size != "auto"
             && size.as_u64().is_none_or(|size| size == 0)
@@ -401,6 +402,28 @@ impl DeepSpeedStrategy {
             refuse("logging_batch_size_per_gpu", what, "set a number from 1 on, auto, or null");
         }
         problems
+    }
+}
+
+impl DeepSpeedStrategy {
+    /// Refuses loss scales that cannot be.
+    fn check_loss_scale(&self, refuse: &mut dyn FnMut(&str, String, &'static str)) {
+        if !(0.0..=f64::from(f32::MAX)).contains(&self.loss_scale) {
+            let what = format!("{} is not a scale", self.loss_scale);
+            refuse("loss_scale", what, "set a number from 0 on, 0 for a scale that changes");
+        }
+        if self.initial_scale_power > 127 {
+            let what = format!("2 to the power of {} is infinite in float32", self.initial_scale_power);
+            refuse("initial_scale_power", what, "set 16, or another number up to 127");
+        }
+        let counts = [
+            ("loss_scale_window", self.loss_scale_window),
+            ("hysteresis", self.hysteresis),
+            ("min_loss_scale", self.min_loss_scale),
+        ];
+        for (key, _) in counts.into_iter().filter(|(_, count)| *count == 0) {
+            refuse(key, "0 is too small".to_owned(), "set a whole number from 1 on");
+        }
     }
 }
 

@@ -150,7 +150,6 @@ impl DeepSpeedPlan {
         absent("data_types.grad_accum_dtype", settings.grad_accum_dtype.is_some());
         absent("zero_optimization.compute_grad_norm", !settings.zero.computes_grad_norm);
         absent("zero_optimization.ignore_unused_parameters", !settings.zero.ignores_unused_parameters);
-        absent("bf16.check_grad_overflow", settings.bf16.enabled && !settings.bf16.check_grad_overflow);
         if !problems.is_empty() {
             return Err(ConfigError { problems });
         }
@@ -161,6 +160,8 @@ impl DeepSpeedPlan {
             allow_untested_optimizer: settings.zero_allow_untested_optimizer,
             communication_dtype: settings.communication_data_type,
             param_persistence_threshold: size(settings.zero.param_persistence_threshold),
+            fp16: settings.fp16.scaler,
+            check_grad_overflow: settings.bf16.check_grad_overflow,
             ..ZeroConfig::of_stage(stage)
         })
     }
@@ -176,19 +177,6 @@ impl DeepSpeedPlan {
             (true, false, true) => Some(Precision::Fp16True),
             (true, false, false) => Some(Precision::Full),
         }
-    }
-
-    /// The settings of the engine, if it does all that they ask for.
-    ///
-    /// # Errors
-    /// What it does not have yet.
-    pub(crate) fn engine(&self) -> Result<ZeroConfig, ConfigError> {
-        let config = self.zero()?;
-        if self.settings.fp16.enabled {
-            let what = "float16 weights with a scaled loss are not there yet";
-            return Err(ConfigError::new("fp16.enabled", what, "use bf16"));
-        }
-        Ok(config)
     }
 
     /// The optimizers of a run: the module's, or those of the settings if the module has none. A schedule of the settings is

@@ -8,6 +8,7 @@ use super::section::{Findings, Section};
 use super::zero_section::{ZeroSection, read_zero};
 use crate::error::ConfigError;
 use crate::optim::{LrSchedulerConfig, OptimizerConfig};
+use crate::precision::LossScalerConfig;
 
 /// The settings of a DeepSpeed file. Keys with which nothing can be done here are no part of it: they are refused, or named
 /// in `notes`.
@@ -37,30 +38,10 @@ pub(crate) struct DeepSpeedSettings {
 }
 
 /// Section `fp16`: float16 weights, and how the loss is scaled.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Fp16 {
     pub enabled: bool,
-    /// A constant scale; 0 for a dynamic one.
-    pub loss_scale: f64,
-    pub initial_scale_power: u32,
-    pub loss_scale_window: u64,
-    pub hysteresis: u64,
-    pub consecutive_hysteresis: bool,
-    pub min_loss_scale: f64,
-}
-
-impl Default for Fp16 {
-    fn default() -> Self {
-        Self {
-            enabled: false,
-            loss_scale: 0.0,
-            initial_scale_power: 16,
-            loss_scale_window: 1000,
-            hysteresis: 2,
-            consecutive_hysteresis: false,
-            min_loss_scale: 1.0,
-        }
-    }
+    pub scaler: LossScalerConfig,
 }
 
 /// Section `bf16`: bfloat16 weights.
@@ -292,10 +273,10 @@ fn read_data_types(top: &mut Section<'_>, found: &mut Findings) -> Option<Kind> 
 }
 
 fn read_fp16(top: &mut Section<'_>, found: &mut Findings) -> Fp16 {
-    let standard = Fp16::default();
-    let Some(mut section) = top.section(found, "fp16") else { return standard };
-    let fp16 = Fp16 {
-        enabled: section.flag(found, "enabled", false),
+    let standard = LossScalerConfig::default();
+    let Some(mut section) = top.section(found, "fp16") else { return Fp16::default() };
+    let enabled = section.flag(found, "enabled", false);
+    let scaler = LossScalerConfig {
         loss_scale: section.number(found, "loss_scale", 0.0).unwrap_or(standard.loss_scale),
         initial_scale_power: section
             .count(found, "initial_scale_power", 0)
@@ -307,7 +288,15 @@ fn read_fp16(top: &mut Section<'_>, found: &mut Findings) -> Fp16 {
             .number(found, "min_loss_scale", f64::MIN_POSITIVE)
             .unwrap_or(standard.min_loss_scale),
     };
-    if fp16.initial_scale_power > 127
+    for (key, number) in [("loss_scale", scaler.loss_scale), ("min_loss_scale", scaler.min_loss_scale)] {
+        if number > f64::from(f32::MAX)
+            && let Some(entry) = section.get(key)
+        {
+            let what = format!("{} is infinite in float32", entry.shown());
+            section.refuse(found, key, entry, what, "set a smaller number");
+        }
+    }
+    if scaler.initial_scale_power > 127
         && let Some(entry) = section.get("initial_scale_power")
     {
         let what = format!("2 to the power of {} is infinite in float32", entry.shown());
@@ -317,7 +306,7 @@ fn read_fp16(top: &mut Section<'_>, found: &mut Findings) -> Fp16 {
     let low = ["fp16_master_weights_and_grads"];
     section.refused(found, &low, "master weights are float32", "remove it");
     section.finish(found);
-    fp16
+    Fp16 { enabled, scaler }
 }
 
 fn read_bf16(top: &mut Section<'_>, found: &mut Findings) -> Bf16 {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use tch::Kind;
 
 use crate::distributed::DEFAULT_TIMEOUT;
+use crate::precision::LossScalerConfig;
 
 /// What is divided among the ranks, beside optimizer states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -59,8 +60,14 @@ pub struct ZeroConfig {
     pub allow_untested_optimizer: bool,
     /// The dtype in which gradients travel; that of the weights unless set.
     pub communication_dtype: Option<Kind>,
+    /// From stage 2 on, the dtype in which the gradients of a window are added up; that of the weights unless set.
+    pub grad_accum_dtype: Option<Kind>,
     /// Stage 3: parameters of at most as many elements stay whole.
     pub param_persistence_threshold: usize,
+    /// How the loss is scaled with weights in float16.
+    pub fp16: LossScalerConfig,
+    /// With weights in bfloat16, steps whose gradients are not finite are left out; with float16 they always are.
+    pub check_grad_overflow: bool,
 }
 
 impl ZeroConfig {
@@ -73,7 +80,10 @@ impl ZeroConfig {
             timeout: DEFAULT_TIMEOUT,
             allow_untested_optimizer: false,
             communication_dtype: None,
+            grad_accum_dtype: None,
             param_persistence_threshold: 100_000,
+            fp16: LossScalerConfig::default(),
+            check_grad_overflow: false,
         }
     }
 }

@@ -21,6 +21,7 @@ use crate::error::{ConfigError, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
 use crate::optim::{ConfiguredOptimizer, Optimizer, OptimizerState, Optimizers};
+use crate::precision::{LossScaler, Precision, StaticLossScaler};
 use config::{ZeroConfig, ZeroStage};
 use flat::{Layout, assign};
 use keeper::{Keeper, watch};
@@ -371,6 +372,16 @@ impl Strategy for Zero {
             None => state,
         };
         optimizer.load_state_dict(state)
+    }
+
+    fn loss_scaler(&self, precision: Precision) -> Option<LossScaler> {
+        match precision {
+            Precision::Fp16True => Some(self.config.fp16.build()),
+            Precision::Bf16True if self.config.check_grad_overflow => {
+                Some(LossScaler::Static(StaticLossScaler::new(1.0)))
+            }
+            _ => None,
+        }
     }
 
     fn agree(&self, votes: Votes) -> Result<Votes> {

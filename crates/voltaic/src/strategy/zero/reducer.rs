@@ -155,7 +155,7 @@ impl Reducer {
     fn receive_next(&mut self) -> Result<()> {
         let Some(Sent { unit, work, part, .. }) = self.sent.pop_front() else { return Ok(()) };
         work.map_or(Ok(()), Work::wait)?;
-        self.units[unit].add_grads(part)
+        self.units[unit].add_grads(part, self.config.grad_accum_dtype)
     }
 
     /// After backward: waits for the gradients. Returns the votes of all ranks if the window is complete.

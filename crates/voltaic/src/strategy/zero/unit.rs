@@ -95,10 +95,11 @@ impl Unit {
         Ok(flat)
     }
 
-    /// Adds this rank's part of the mean gradients of one backward pass.
-    pub fn add_grads(&mut self, part: Tensor) -> Result<()> {
+    /// Adds this rank's part of the mean gradients of one backward pass; sums of a window have this dtype.
+    pub fn add_grads(&mut self, part: Tensor, dtype: Option<Kind>) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        let part = part.f_to_kind(self.part.kind())?;
+        let own = dtype.unwrap_or(self.layout.kind);
+        let part = part.f_to_kind(self.grads.as_ref().map_or(own, Tensor::kind))?;
         match &mut self.grads {
             Some(grads) => {
                 let _ = grads.f_add_(&part)?;
@@ -108,9 +109,10 @@ impl Unit {
         Ok(())
     }
 
-    /// Shows the gradients to the optimizer: those of parameters that had one on any rank.
-    pub fn show_grads(&self, had_grad: &[bool]) -> Result<()> {
-        let Some(grads) = &self.grads else { return Ok(()) };
+    /// Shows the gradients to the optimizer, in its dtype: those of parameters that had one on any rank.
+    pub fn show_grads(&mut self, had_grad: &[bool]) -> Result<()> {
+        let Some(grads) = &mut self.grads else { return Ok(()) };
+        *grads = grads.f_to_kind(self.part.kind())?;
         for ((place, slice), _) in
             self.layout.places.iter().zip(&self.slices).zip(had_grad).filter(|(_, had)| **had)
         {
@@ -155,13 +157,16 @@ impl Unit {
         let _no_grad = tch::no_grad_guard();
         let grads = match &self.grads {
             Some(grads) => grads.shallow_clone(),
-            None => self.part.f_zeros_like()?.detach(),
+            None => {
+                let len = [self.layout.part_len as i64];
+                Tensor::f_zeros(len, (values.kind(), self.layout.device))?
+            }
         };
         let grad = self.layout.slice(&grads, &self.layout.places[index], self.rank)?;
         self.grads = Some(grads);
         grad.shallow_clone().f_copy_(values)?;
         self.had_grad[index] = had_grad;
-        if had_grad && grad.numel() > 0 {
+        if had_grad && grad.numel() > 0 && grad.kind() == self.part.kind() {
             ffi::set_grad(self.slices[index].leaf(), &grad)?;
         }
         Ok(())

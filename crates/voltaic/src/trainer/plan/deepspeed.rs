@@ -1,8 +1,9 @@
 //! How a DeepSpeed strategy and the trainer's other keys go together.
 
+use crate::accelerator::Accelerator;
 use crate::error::{ConfigError, ConfigProblem};
 use crate::optim::GradientClip;
-use crate::precision::Precision;
+use crate::precision::{NO_FLOAT16, Precision};
 use crate::strategy::{Beside, DeepSpeedPlan, StrategyPlan};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::values::{GradientClipAlgorithm, PluginConfig};
@@ -25,7 +26,7 @@ pub(crate) fn resolve(config: &TrainerConfig, plan: &mut TrainPlan, problems: &m
     let StrategyPlan::DeepSpeed(deepspeed) = &plan.ranks.strategy else { return };
     problems.0.extend(deepspeed.check_beside(beside(config, num_ranks)));
     plan.clip = deepspeed.clip_norm(config.gradient_clip_val).map(GradientClip::Norm);
-    if let Err(error) = deepspeed.engine() {
+    if let Err(error) = deepspeed.zero() {
         problems.0.extend(error.problems);
     }
 }
@@ -42,31 +43,37 @@ pub(crate) fn notes(config: &TrainerConfig, plan: &TrainPlan) -> Vec<String> {
 pub(crate) fn precision(
     config: &TrainerConfig,
     deepspeed: Option<&DeepSpeedPlan>,
-    accelerator: &str,
+    accelerator: Option<&dyn Accelerator>,
     problems: &mut Problems,
 ) -> Precision {
-    let given = match given_precision(config, accelerator) {
+    let of_file = deepspeed.and_then(DeepSpeedPlan::precision);
+    let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
+    let given = match given_precision(config, name, of_file) {
         Ok(given) => given,
         Err(error) => {
             problems.0.extend(error.problems);
             return Precision::default();
         }
     };
-    let of_file = deepspeed.and_then(DeepSpeedPlan::precision);
-    let (Some(of_file), Some((key, given))) = (of_file, given) else {
-        return of_file.or(given.map(|(_, given)| given)).unwrap_or_default();
-    };
-    if of_file != given {
+    if let (Some(of_file), Some((key, given))) = (of_file, given)
+        && of_file != given
+    {
         let what = format!("{given}, but DeepSpeed's settings say {of_file}");
         problems.add(key, what, "remove one of the two");
     }
-    of_file
+    let precision = of_file.or(given.map(|(_, given)| given)).unwrap_or_default();
+    if precision.has_float16() && accelerator.is_some_and(|it| !it.has_float16()) {
+        let what = format!("{precision}: {NO_FLOAT16}");
+        problems.add(given.map_or("strategy.config", |(key, _)| key), what, "use bf16, or a Gaudi2");
+    }
+    precision
 }
 
 /// What the trainer or a plugin says, with its key. Under DeepSpeed, weights are of the lower dtype themselves.
 fn given_precision(
     config: &TrainerConfig,
     accelerator: &str,
+    of_file: Option<Precision>,
 ) -> Result<Option<(&'static str, Precision)>, ConfigError> {
     let plugins = config.plugins.iter().filter_map(|plugin| match plugin {
         PluginConfig::DeepSpeedPrecisionPlugin(plugin) => Some(("DeepSpeedPrecisionPlugin", plugin)),
@@ -100,10 +107,15 @@ fn given_precision(
         .map_err(|problem| ConfigError { problems: vec![ConfigProblem::at(at.clone(), problem)] })?;
     let precision = match precision {
         Precision::Bf16Mixed | Precision::Bf16True => Precision::Bf16True,
+        Precision::Fp16Mixed if accelerator == "cpu" && of_file != Some(Precision::Fp16True) => {
+            tracing::warn!("{at}: 16-mixed on a CPU is bf16-mixed; 16-true has weights in float16");
+            Precision::Bf16True
+        }
+        Precision::Fp16Mixed | Precision::Fp16True => Precision::Fp16True,
         Precision::Full => Precision::Full,
         other => {
-            let what = format!("{other} is not there yet with a DeepSpeed strategy");
-            return Err(ConfigError::new(at, what, "use bf16-mixed or 32-true"));
+            let what = format!("{other} with a DeepSpeed strategy");
+            return Err(ConfigError::new(at, what, "use bf16-mixed, 16-true or 32-true"));
         }
     };
     Ok(Some((key, precision)))

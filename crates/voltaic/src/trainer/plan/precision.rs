@@ -2,7 +2,7 @@
 
 use crate::accelerator::Accelerator;
 use crate::error::{ConfigError, ConfigProblem, Error};
-use crate::precision::{HpuPrecisionPlugin, OpLists, Precision, is_float8, is_hmp};
+use crate::precision::{HpuPrecisionPlugin, NO_FLOAT16, OpLists, Precision, is_float8, is_hmp};
 use crate::strategy::StrategyPlan;
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::values::PluginConfig;
@@ -25,9 +25,8 @@ pub(crate) fn resolve_precision(
     strategy: &StrategyPlan,
     problems: &mut Problems,
 ) -> PrecisionPlan {
-    let own_name = accelerator.map_or("cpu", |accelerator| accelerator.name());
     if config.strategy.is_deepspeed() {
-        let precision = deepspeed::precision(config, strategy.deepspeed(), own_name, problems);
+        let precision = deepspeed::precision(config, strategy.deepspeed(), accelerator, problems);
         return PrecisionPlan { precision, ..PrecisionPlan::default() };
     }
     if config.plugins.iter().any(is_deepspeed) {
@@ -62,9 +61,7 @@ pub(crate) fn resolve_precision(
     }
     match found {
         Ok((precision, _)) if precision.has_float16() && is_first_generation => {
-            let what = format!(
-                "{precision}: fp16 not supported: FP16 not supported on Gaudi, Gaudi2 or higher required"
-            );
+            let what = format!("{precision}: {NO_FLOAT16}");
             problems.add(key, what, "use bf16-mixed, or a Gaudi2");
             PrecisionPlan::default()
         }

@@ -8,6 +8,7 @@ use crate::data::{Batch, EpochRange};
 use crate::error::{ConfigError, Result};
 use crate::module::{BatchFacts, Hook, HookContext, LightningModule, Progress, StepHook, StepOutput};
 use crate::optim::{Interval, Optimizer};
+use crate::precision::LossScale;
 use crate::profiler::actions;
 use crate::trainer::plan::loaders::FitPlan;
 use crate::trainer::run::loaders::FitLoaders;
@@ -134,11 +135,9 @@ impl<M: LightningModule> Session<'_, M> {
                 (batch, loss)
             }
         };
-        if is_automatic {
-            self.optimize(&loss, window, facts)?;
-        }
+        let follows = (!is_automatic || self.optimize(&loss, window, facts)?) && window.closes;
         drop(action);
-        if window.closes {
+        if follows {
             self.step_schedulers(Interval::Step, false)?;
         }
         if is_last {
@@ -154,7 +153,7 @@ impl<M: LightningModule> Session<'_, M> {
         let has_val_batches = plan.has_val_batches;
         facts.will_validate = is_scheduled || (has_val_batches && self.stop_is_granted());
         self.run.at.progress.validation_is_open = is_scheduled;
-        self.run.at.progress.schedules_are_open = window.closes;
+        self.run.at.progress.schedules_are_open = follows;
         self.run.at.progress.batches_that_stepped += u64::from(window.closes);
         self.call_on_end(Hook::OnTrainBatchEnd, facts, &mut batch, &outputs)?;
         drop((batch, outputs)); // what follows may need the memory
@@ -193,18 +192,21 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(loss)
     }
 
-    /// Everything between the gradients of one batch and the changed weights.
-    fn optimize(&mut self, loss: &Tensor, window: Window, facts: BatchFacts) -> Result<()> {
+    /// Everything between the gradients of one batch and the changed weights. False if schedules wait, as the step is left out.
+    fn optimize(&mut self, loss: &Tensor, window: Window, facts: BatchFacts) -> Result<bool> {
         if loss.defined() {
             self.call_in_step(StepHook::OnAfterBackward, facts)?;
         }
+        let mut follows = true;
         if window.closes {
             let is_finite = unscale(
-                &mut self.run.engine.grad_scaler,
+                &mut self.run.engine.loss_scale,
                 &mut self.training.optimizers,
                 self.run.at.progress.global_step,
             )?;
-            self.adapt_loss_scale();
+            let loss_scale = self.run.engine.loss_scale.as_ref();
+            follows = is_finite || !loss_scale.is_some_and(LossScale::holds_schedules);
+            self.adapt_loss_scale()?;
             self.call_in_step(StepHook::OnBeforeOptimizerStep, facts)?;
             if !(is_finite && self.graphed_update(facts, |session| session.update(true, facts))?) {
                 self.update(is_finite, facts)?;
@@ -213,7 +215,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.run.facts.hardware.accelerator.step_boundary()?;
             self.run.at.progress.global_step += 1;
         }
-        Ok(())
+        Ok(follows)
     }
 
     /// Clips the gradients, and steps the optimizers if the gradients are finite.

@@ -2,7 +2,7 @@
 
 use crate::ffi::AnomalyWatch;
 use crate::nn::Parameter;
-use crate::precision::GradScaler;
+use crate::precision::LossScale;
 use crate::strategy::{Strategy, Votes};
 use crate::trainer::session::captured_optimizers::CapturedOptimizers;
 use crate::trainer::session::signals::Signals;
@@ -12,8 +12,8 @@ pub(crate) struct Engine {
     pub strategy: Box<dyn Strategy>,
     /// What any rank has been asked, as far as all know.
     pub agreed: Votes,
-    /// There with `16-mixed`.
-    pub grad_scaler: Option<GradScaler>,
+    /// There with `16-mixed`, and where the strategy scales or leaves out steps.
+    pub loss_scale: Option<LossScale>,
     pub of_call: OfCall,
 }
 
@@ -33,8 +33,8 @@ pub(crate) struct OfCall {
 }
 
 impl Engine {
-    pub(crate) fn new(strategy: Box<dyn Strategy>, grad_scaler: Option<GradScaler>) -> Self {
-        Self { strategy, agreed: Votes::default(), grad_scaler, of_call: OfCall::default() }
+    pub(crate) fn new(strategy: Box<dyn Strategy>, loss_scale: Option<LossScale>) -> Self {
+        Self { strategy, agreed: Votes::default(), loss_scale, of_call: OfCall::default() }
     }
 
     /// The signal that this rank has received in this call.

@@ -8,7 +8,7 @@ use crate::graph;
 use crate::module::{HookContext, LightningModule, ManualOptimization, StepHook};
 use crate::nn::ModuleExt;
 use crate::optim::Optimizer;
-use crate::precision::GradScaler;
+use crate::precision::LossScale;
 use crate::trainer::session::anomaly::check_anomaly;
 use crate::trainer::session::engine::Engine;
 use crate::trainer::session::hooks::InStep;
@@ -22,16 +22,16 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
     }
 
     fn step(&mut self, ctx: &mut HookContext<'_>, optimizer_idx: usize) -> Result<()> {
-        let Engine { strategy, grad_scaler, of_call, .. } = &mut *self.engine;
+        let Engine { strategy, loss_scale, of_call, .. } = &mut *self.engine;
         strategy.check_averaged()?;
-        if let Some(scaler) = grad_scaler.as_ref().filter(|_| !of_call.has_scaled) {
-            let scale = scaler.get_scale();
+        if let Some(scale) = loss_scale.as_ref().filter(|_| !of_call.has_scaled) {
+            let scale = scale.get_scale();
             let what = format!("gradients are to be divided by {scale}, but no loss was multiplied by it");
             let remedy = "call ctx.manual_backward(&loss), not loss.backward()";
             return Err(ConfigError::new("optimizer.step", what, remedy).into());
         }
         let optimizer = &mut ctx.training.optimizers[optimizer_idx];
-        let is_finite = unscale(grad_scaler, std::slice::from_mut(optimizer), ctx.at.progress.global_step)?;
+        let is_finite = unscale(loss_scale, std::slice::from_mut(optimizer), ctx.at.progress.global_step)?;
         self.call(ctx, StepHook::OnBeforeOptimizerStep)?;
         if is_finite {
             let optimizer = &mut ctx.training.optimizers[optimizer_idx];
@@ -70,23 +70,23 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
     }
 }
 
-/// With a gradient scaler: takes its factor out of the gradients, and notes whether they are finite. Returns whether the
-/// optimizers may step; without a scaler they always may.
+/// With a loss scale: takes it out of the gradients, and notes whether they are finite. Returns whether the optimizers may
+/// step; without one they always may.
 pub(crate) fn unscale(
-    scaler: &mut Option<GradScaler>,
+    loss_scale: &mut Option<LossScale>,
     optimizers: &mut [Box<dyn Optimizer>],
     global_step: u64,
 ) -> Result<bool> {
-    let Some(scaler) = scaler else { return Ok(true) };
-    let (inverse, mut all_finite) = (1.0 / scaler.get_scale(), true);
+    let Some(loss_scale) = loss_scale else { return Ok(true) };
+    let (scale, mut all_finite) = (loss_scale.get_scale(), true);
     for optimizer in optimizers {
-        all_finite &= optimizer.unscale(inverse)?; // sync point
+        all_finite &= optimizer.unscale(1.0 / scale)?; // sync point
     }
-    scaler.record(all_finite);
+    loss_scale.record(all_finite);
     if !all_finite {
-        let (scale, count) = (scaler.get_scale(), scaler.num_skipped_steps());
+        let count = loss_scale.skipped_steps() + u64::from(loss_scale.grad_scaler().is_none());
         tracing::info!(
-            "step {global_step} is left out ({count} so far): its gradients are not finite; the loss was scaled by {scale}, and is by less from now on"
+            "step {global_step} is left out ({count} so far): its gradients are not finite; the loss was scaled by {scale}"
         );
     }
     Ok(all_finite)

@@ -8,7 +8,7 @@ use crate::module::{
     StepModuleGraphs, StepOutput,
 };
 use crate::nn::{ModuleExt, reachable, take_gather_failure};
-use crate::precision::{GradScaler, autocast};
+use crate::precision::{LossScale, autocast};
 use crate::trainer::session::agree::votes;
 use crate::trainer::session::anomaly::check_gradients;
 use crate::trainer::session::guard::guarded;
@@ -89,7 +89,7 @@ impl<M: LightningModule> Session<'_, M> {
         if is_manual {
             self.run.at.progress.global_step += graph::take_replayed_steps();
             graph::forbid_replayed_steps(None);
-            self.adapt_loss_scale(); // after the steps of all optimizers, whose losses had the same scale
+            self.adapt_loss_scale()?; // after the steps of all optimizers, whose losses had the same scale
         }
         self.graphs.modules = graphs;
         let output = output?;
@@ -138,9 +138,9 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(())
     }
 
-    /// After optimizer steps with `16-mixed`.
-    pub(crate) fn adapt_loss_scale(&mut self) {
-        self.run.engine.grad_scaler.iter_mut().for_each(GradScaler::adapt);
+    /// After optimizer steps, done or left out.
+    pub(crate) fn adapt_loss_scale(&mut self) -> Result<()> {
+        self.run.engine.loss_scale.iter_mut().try_for_each(LossScale::adapt)
     }
 }
 
@@ -153,7 +153,7 @@ impl<M: LightningModule> InStep<'_, M> {
         loss: &tch::Tensor,
         syncs: bool,
     ) -> Result<()> {
-        let scaled = self.engine.grad_scaler.as_ref().map(|scaler| scaler.scale(loss)).transpose()?;
+        let scaled = self.engine.loss_scale.as_ref().map(|scale| scale.scale(loss)).transpose()?;
         self.engine.of_call.has_scaled |= scaled.is_some();
         let loss = scaled.as_ref().unwrap_or(loss);
         let _named = collective_scope("backward");
@@ -166,7 +166,7 @@ impl<M: LightningModule> InStep<'_, M> {
         });
         let engine = &mut *self.engine;
         engine.agreed = engine.agreed.or(engine.strategy.end_backward(done)?);
-        if engine.grad_scaler.is_some() {
+        if engine.loss_scale.as_ref().is_some_and(|scale| scale.get_scale() != 1.0) {
             return Ok(()); // which leaves out steps whose gradients are not finite
         }
         let anomaly = engine.of_call.anomaly.as_ref();

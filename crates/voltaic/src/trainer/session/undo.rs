@@ -8,7 +8,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::module::{LightningModule, MetricsMark};
 use crate::nn::{ModuleExt, Snapshot, SnapshotParts};
-use crate::precision::GradScaler;
+use crate::precision::LossScale;
 use crate::trainer::session::batch::Window;
 use crate::trainer::session::run::Run;
 
@@ -20,7 +20,7 @@ pub(crate) struct Undo {
     grads: Vec<(String, Tensor)>,
     rng: Vec<(String, Tensor)>,
     metrics: MetricsMark,
-    grad_scaler: Option<GradScaler>,
+    loss_scale: Option<LossScale>,
 }
 
 impl Undo {
@@ -39,7 +39,7 @@ impl Undo {
             grads: grads.collect::<Result<_>>()?,
             rng: rng::states(device)?,
             metrics: run.log.metrics.mark()?,
-            grad_scaler: run.engine.grad_scaler.clone(),
+            loss_scale: run.engine.loss_scale.clone(),
         })
     }
 
@@ -48,7 +48,7 @@ impl Undo {
         self.module.restore(module)?;
         run.engine.strategy.set_grads(module.as_dyn(), &self.grads)?;
         run.log.metrics.go_back(self.metrics, device)?;
-        run.engine.grad_scaler = self.grad_scaler;
+        run.engine.loss_scale = self.loss_scale;
         rng::set_states(&self.rng)
     }
 }

@@ -112,8 +112,8 @@ pub(crate) fn restore_training<M: LightningModule>(
         active.configured.scheduler.load_state_dict(saved)?;
     }
     restore_grads(session, &grads, &path)?;
-    if let (Some(own), Some(saved)) = (&mut session.run.engine.grad_scaler, state.grad_scaler) {
-        *own = saved;
+    if let Some(own) = &mut session.run.engine.loss_scale {
+        own.restore(state.grad_scaler, state.loss_scaler);
     }
     if session.run.seed != state.seed {
         let (saved, own) = (state.seed, session.run.seed);

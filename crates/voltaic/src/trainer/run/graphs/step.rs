@@ -60,7 +60,7 @@ impl<M: LightningModule> Session<'_, M> {
                 .collect(),
             opens_window: window.opens,
             window_size: window.size,
-            loss_scale: self.run.engine.grad_scaler.as_ref().map_or(1.0, |scaler| scaler.get_scale()),
+            loss_scale: self.run.engine.loss_scale.as_ref().map_or(1.0, |scale| scale.get_scale()),
             lists_version: ffi::autocast_lists_version(),
             modes: self.graphs.modes.number(self.module),
         };
