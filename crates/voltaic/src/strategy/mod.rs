@@ -25,4 +25,4 @@ pub use single::SingleDevice;
 pub use strategy::{BuildStrategy, Strategy, StrategyChoice};
 pub use votes::Votes;
 pub use zero::Zero;
-pub use zero::config::{ZeroConfig, ZeroStage};
+pub use zero::config::{GradientReduction, ZeroConfig, ZeroStage};

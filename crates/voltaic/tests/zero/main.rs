@@ -8,5 +8,6 @@ mod ladder;
 mod models;
 mod peers;
 mod ranks;
+mod reduction;
 mod resume;
 mod stage3;

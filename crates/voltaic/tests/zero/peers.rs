@@ -167,8 +167,12 @@ fn settings(name: &str, clip: f64, more: Value) -> DeepSpeedStrategy {
 fn bfloat16_is_deepspeeds() {
     on_ranks("peers::bfloat16_is_deepspeeds", 2, |_, folder| {
         make_runs(" bf16 ", folder, IN_HALF, |name, clip| {
-            match name.starts_with("stage") && !name.contains("fp32_sums") {
-                true => vec![(settings(name, clip, json!({"bf16": {"enabled": true}})), "bf16-true")],
+            let mut more = json!({"bf16": {"enabled": true}});
+            if name.contains("fp32_sums") {
+                more["data_types"] = json!({"grad_accum_dtype": "fp32"});
+            }
+            match name.starts_with("stage") {
+                true => vec![(settings(name, clip, more), "bf16-true")],
                 false => vec![],
             }
         });

@@ -11,7 +11,7 @@ use crate::models::{Small, all_loaders};
 use crate::ranks::{assert_same, on_ranks, silent, weights};
 
 /// Asks for a checkpoint after each batch of the second epoch.
-struct Saver(PathBuf);
+pub struct Saver(pub PathBuf);
 
 impl Callback for Saver {
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {

@@ -122,7 +122,7 @@ impl DeepSpeedPlan {
     /// The settings of the engine.
     ///
     /// # Errors
-    /// What it does not have yet.
+    /// A stage that divides nothing.
     pub(crate) fn zero(&self) -> Result<ZeroConfig, ConfigError> {
         let settings = &self.settings;
         let stage = match settings.zero.stage {
@@ -138,21 +138,6 @@ impl DeepSpeedPlan {
                 ));
             }
         };
-        let mut problems = Vec::new();
-        let mut absent = |key: &str, is_set: bool| {
-            if is_set {
-                problems.push(ConfigProblem::new(key, "it is not there yet", "remove it"));
-            }
-        };
-        absent("prescale_gradients", settings.prescale_gradients);
-        absent("gradient_predivide_factor", settings.gradient_predivide_factor != 1.0);
-        absent("gradient_allreduce_op", settings.sums_gradients);
-        absent("data_types.grad_accum_dtype", settings.grad_accum_dtype.is_some());
-        absent("zero_optimization.compute_grad_norm", !settings.zero.computes_grad_norm);
-        absent("zero_optimization.ignore_unused_parameters", !settings.zero.ignores_unused_parameters);
-        if !problems.is_empty() {
-            return Err(ConfigError { problems });
-        }
         let size = |elements: u64| usize::try_from(elements).unwrap_or(usize::MAX);
         Ok(ZeroConfig {
             reduce_bucket_size: size(settings.zero.reduce_bucket_size),
@@ -160,6 +145,9 @@ impl DeepSpeedPlan {
             allow_untested_optimizer: settings.zero_allow_untested_optimizer,
             communication_dtype: settings.communication_data_type,
             param_persistence_threshold: size(settings.zero.param_persistence_threshold),
+            grad_accum_dtype: settings.grad_accum_dtype,
+            gradient_reduction: settings.gradient_reduction(),
+            master_weights: !settings.bf16.optimizer_states,
             fp16: settings.fp16.scaler,
             check_grad_overflow: settings.bf16.check_grad_overflow,
             ..ZeroConfig::of_stage(stage)

@@ -9,6 +9,7 @@ use super::zero_section::{ZeroSection, read_zero};
 use crate::error::ConfigError;
 use crate::optim::{LrSchedulerConfig, OptimizerConfig};
 use crate::precision::LossScalerConfig;
+use crate::strategy::zero::config::GradientReduction;
 
 /// The settings of a DeepSpeed file. Keys with which nothing can be done here are no part of it: they are refused, or named
 /// in `notes`.
@@ -50,11 +51,13 @@ pub(crate) struct Bf16 {
     pub enabled: bool,
     /// Steps whose gradients are not finite are left out.
     pub check_grad_overflow: bool,
+    /// Weights and optimizer states are bfloat16 alone.
+    pub optimizer_states: bool,
 }
 
 impl Default for Bf16 {
     fn default() -> Self {
-        Self { enabled: false, check_grad_overflow: true }
+        Self { enabled: false, check_grad_overflow: true, optimizer_states: false }
     }
 }
 
@@ -72,6 +75,25 @@ pub(super) const DTYPES: [(&str, Kind); 9] = [
 ];
 
 impl DeepSpeedSettings {
+    /// How the gradients of the ranks are put together. DeepSpeed divides by the number of ranks beforehand in stage 2 and 3, or if told so,
+    /// or if sums are scattered; its optimizer for bfloat16 with sums in float32 does not scatter.
+    pub fn gradient_reduction(&self) -> GradientReduction {
+        if self.sums_gradients {
+            return GradientReduction::Sum;
+        }
+        if self.prescale_gradients || self.scatters() {
+            return GradientReduction::Mean;
+        }
+        GradientReduction::Predivided(self.gradient_predivide_factor)
+    }
+
+    /// Whether DeepSpeed gives each rank its part of the sums only.
+    fn scatters(&self) -> bool {
+        let is_bf16_optimizer =
+            self.bf16.enabled && self.zero.stage == 1 && self.grad_accum_dtype == Some(Kind::Float);
+        self.zero.reduce_scatter && !is_bf16_optimizer
+    }
+
     /// Reads a file's text; `path` is its name in errors.
     pub fn of_text(path: &str, text: &str) -> Result<Self, ConfigError> {
         Self::of_entry(path, "", &document::parse(path, text)?)
@@ -156,10 +178,21 @@ fn refuse_together(top: &mut Section<'_>, found: &mut Findings, settings: &DeepS
         ("prescale_gradients", settings.prescale_gradients),
         ("gradient_predivide_factor", settings.gradient_predivide_factor != 1.0),
     ];
-    for (key, _) in scaled.into_iter().filter(|(_, is_set)| *is_set && scatters) {
+    for (key, _) in scaled.into_iter().filter(|(_, is_set)| *is_set && scatters && !settings.sums_gradients) {
         if let Some(entry) = top.get(key) {
             let what = format!("{} does not go with stage {stage} and reduce_scatter", entry.shown());
             top.refuse(found, key, entry, what, "remove it, or set zero_optimization.reduce_scatter=false");
+        }
+    }
+    let has_effect = !settings.sums_gradients && !settings.scatters();
+    for (key, is_set) in scaled.into_iter().filter(|_| stage == 1 && !has_effect) {
+        if is_set {
+            let why = if settings.sums_gradients {
+                "gradients are summed"
+            } else {
+                "set zero_optimization.reduce_scatter=false"
+            };
+            top.note(found, key, why);
         }
     }
     if settings.sums_gradients
@@ -320,10 +353,36 @@ fn read_bf16(top: &mut Section<'_>, found: &mut Findings) -> Bf16 {
     let bf16 = Bf16 {
         enabled: section.flag(found, "enabled", false),
         check_grad_overflow: section.flag(found, "check_grad_overflow", true),
+        optimizer_states: section.flag(found, "bf16_optimizer_states", false),
     };
+    let has_low_masters = section.flag(found, "bf16_master_weights_and_grads", false);
+    if has_low_masters
+        && !bf16.optimizer_states
+        && let Some(entry) = section.get("bf16_master_weights_and_grads")
+    {
+        let what = "true without bf16_optimizer_states needs an offload, which is not there yet".to_owned();
+        section.refuse(
+            found,
+            "bf16_master_weights_and_grads",
+            entry,
+            what,
+            "set bf16_optimizer_states=true, too",
+        );
+    }
+    if bf16.optimizer_states
+        && !has_low_masters
+        && let Some(entry) = section.get("bf16_optimizer_states")
+    {
+        let what = "true without bf16_master_weights_and_grads".to_owned();
+        section.refuse(
+            found,
+            "bf16_optimizer_states",
+            entry,
+            what,
+            "set bf16_master_weights_and_grads=true, too",
+        );
+    }
     section.idle(found, &["immediate_grad_update"], "gradients are always taken as they appear");
-    let low = ["bf16_master_weights_and_grads", "bf16_optimizer_states"];
-    section.refused(found, &low, "master weights and optimizer states are float32", "remove it");
     section.finish(found);
     bf16
 }

@@ -126,7 +126,7 @@ fn read(mut section: Section<'_>, found: &mut Findings) -> ZeroSection {
     };
     refuse_values(&mut section, found, &zero);
     read_offload(&mut section, found, zero.stage);
-    note_and_refuse(&mut section, found);
+    note_and_refuse(&mut section, found, &zero);
     section.finish(found);
     zero
 }
@@ -164,7 +164,7 @@ fn read_gather(section: &mut Section<'_>, found: &mut Findings) -> bool {
     section.as_flag(found, "stage3_gather_16bit_weights_on_model_save", entry).unwrap_or(false)
 }
 
-fn note_and_refuse(section: &mut Section<'_>, found: &mut Findings) {
+fn note_and_refuse(section: &mut Section<'_>, found: &mut Findings, zero: &ZeroSection) {
     let removed = ["mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"];
     for key in removed {
         if let Some(entry) = section.get(key) {
@@ -183,6 +183,12 @@ fn note_and_refuse(section: &mut Section<'_>, found: &mut Findings) {
         let what = format!("{size}: there is no second division within a node");
         section.refuse(found, "zero_hpz_partition_size", entry, what, "set 1");
     }
+    if !zero.computes_grad_norm {
+        section.note(found, "compute_grad_norm", "the norm is computed only where somebody needs it");
+    }
+    if !zero.ignores_unused_parameters {
+        section.note(found, "ignore_unused_parameters", "parameters without a gradient are left alone");
+    }
     for (keys, why) in [
         (&["contiguous_gradients"][..], "gradients always lie in one piece"),
         (&["allgather_partitions", "use_multi_rank_bucket_allreduce"], "which collectives are used is fixed"),
@@ -193,7 +199,6 @@ fn note_and_refuse(section: &mut Section<'_>, found: &mut Findings) {
             "master weights are always loaded as saved",
         ),
         (&["overlap_comm"], "gradients always travel while backward runs"),
-        (&["reduce_scatter"], "each rank always gets the sums of its part only"),
         (&["allgather_bucket_size"], "weights are gathered in the pieces in which they lie"),
         (&["sub_group_size"], "a rank updates its part at once"),
         (

@@ -44,6 +44,28 @@ impl ZeroStage {
     }
 }
 
+/// How the gradients of N ranks are put together.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum GradientReduction {
+    /// Their mean; each rank divides its own by N.
+    Mean,
+    /// Their mean; each rank divides its own by this factor, and the sum is multiplied by the factor and divided by N.
+    Predivided(f64),
+    /// Their sum.
+    Sum,
+}
+
+impl GradientReduction {
+    /// What this rank's gradients are multiplied by, and then their sum.
+    pub(super) fn factors(self, ranks: usize) -> (f64, f64) {
+        match self {
+            Self::Mean => (1.0 / ranks as f64, 1.0),
+            Self::Predivided(factor) => (1.0 / factor, factor / ranks as f64),
+            Self::Sum => (1.0, 1.0),
+        }
+    }
+}
+
 /// How weights, gradients and optimizer states are divided among ranks (ZeRO, arXiv:1910.02054).
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroConfig {
@@ -60,8 +82,12 @@ pub struct ZeroConfig {
     pub allow_untested_optimizer: bool,
     /// The dtype in which gradients travel; that of the weights unless set.
     pub communication_dtype: Option<Kind>,
-    /// From stage 2 on, the dtype in which the gradients of a window are added up; that of the weights unless set.
+    /// The dtype in which the gradients of a window are added up; that of the weights unless set.
     pub grad_accum_dtype: Option<Kind>,
+    /// How gradients are put together.
+    pub gradient_reduction: GradientReduction,
+    /// Weights in bfloat16 and float16 are updated in float32 copies; without, they and the optimizer states are of 16 bits alone.
+    pub master_weights: bool,
     /// Stage 3: parameters of at most as many elements stay whole.
     pub param_persistence_threshold: usize,
     /// How the loss is scaled with weights in float16.
@@ -81,6 +107,8 @@ impl ZeroConfig {
             allow_untested_optimizer: false,
             communication_dtype: None,
             grad_accum_dtype: None,
+            gradient_reduction: GradientReduction::Mean,
+            master_weights: true,
             param_persistence_threshold: 100_000,
             fp16: LossScalerConfig::default(),
             check_grad_overflow: false,

@@ -87,7 +87,7 @@ impl Zero {
         let unit = |members: Vec<usize>| {
             let optimizer = params[members[0]].0;
             let members = members.iter().map(|&at| (params[at].1.to_owned(), params[at].2.clone()));
-            Unit::new(Layout::of(members.collect(), ranks), optimizer, rank)
+            Unit::new(Layout::of(members.collect(), ranks), optimizer, rank, self.config.master_weights)
         };
         assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
     }
@@ -110,7 +110,12 @@ impl Zero {
             let divides = is_divided(&members);
             let members = members.iter().map(|&at| params[at].clone()).collect();
             let layout = Layout::of(members, ranks);
-            if divides { Unit::divided(layout, rank) } else { Unit::new(layout, NO_OPTIMIZER, rank) }
+            let masters = self.config.master_weights;
+            if divides {
+                Unit::divided(layout, rank, masters)
+            } else {
+                Unit::new(layout, NO_OPTIMIZER, rank, masters)
+            }
         };
         assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
     }
@@ -316,7 +321,7 @@ impl Strategy for Zero {
                 Err(reducer.failure.take().unwrap_or(error))
             }
             Ok(()) if was_active => reducer.finish(),
-            Ok(()) => Ok(Votes::default()),
+            Ok(()) => reducer.keep_sums().map(|()| Votes::default()),
         }
     }
 
@@ -328,6 +333,7 @@ impl Strategy for Zero {
         let mut grads = grads_of(module);
         if let Some(reducer) = self.reducer() {
             for unit in &reducer.units {
+                grads.extend(unit.own_sums()?.into_iter().map(|(fqn, sums)| (fqn.to_owned(), sums)));
                 let parts = unit.pending()?.into_iter();
                 grads.extend(parts.map(|(fqn, had, grad)| (self.part_name(fqn, had), grad)));
             }
@@ -343,6 +349,13 @@ impl Strategy for Zero {
                 let had = [true, false].into_iter().find(|had| self.part_name(fqn, *had) == *name)?;
                 Some((unit, index, had))
             });
+            if let Some(mut reducer) = self.reducer()
+                && let Some((unit, index)) = reducer.place_of(name)
+                && let Some(dtype) = reducer.sums_dtype(unit)
+            {
+                reducer.units[unit].restore_sums(index, dtype, grad)?;
+                continue;
+            }
             match (place, self.reducer()) {
                 (Some((unit, index, had)), Some(mut reducer)) => {
                     reducer.units[unit].restore_pending(index, had, grad)?;

@@ -128,14 +128,14 @@ impl Reducer {
         while self.sent.len() >= limit {
             self.receive_next()?;
         }
-        let (index, ranks) = (self.num_sent, self.ranks());
+        let (index, scale) = (self.num_sent, self.config.gradient_reduction.factors(self.ranks()).0);
         let unit = &mut self.units[index];
         if !unit.trained().any(|trained| trained) {
             self.num_sent += 1;
             return Ok(());
         }
         let _named = collective_scope("gradients");
-        let mut given = unit.take_grads(1.0 / ranks as f64)?;
+        let mut given = unit.take_grads(scale)?;
         if let Some(dtype) = self.config.communication_dtype.filter(|dtype| *dtype != given.kind()) {
             given = given.f_to_kind(dtype)?;
         }
@@ -155,6 +155,8 @@ impl Reducer {
     fn receive_next(&mut self) -> Result<()> {
         let Some(Sent { unit, work, part, .. }) = self.sent.pop_front() else { return Ok(()) };
         work.map_or(Ok(()), Work::wait)?;
+        let scale = self.config.gradient_reduction.factors(self.ranks()).1;
+        let part = if scale == 1.0 { part } else { part.f_mul_scalar(scale)? };
         self.units[unit].add_grads(part, self.config.grad_accum_dtype)
     }
 
@@ -186,6 +188,22 @@ impl Reducer {
             rest = others;
         }
         Ok(Votes::from_numbers(std::array::from_fn(|at| votes[at])))
+    }
+
+    /// The dtype of the sums that this rank keeps of its own gradients in a window, if it is another one than theirs.
+    pub fn sums_dtype(&self, unit: usize) -> Option<Kind> {
+        let is_whole = self.config.stage == ZeroStage::One;
+        self.config.grad_accum_dtype.filter(|dtype| is_whole && *dtype != self.units[unit].layout.kind)
+    }
+
+    /// After a backward pass whose gradients stay this rank's.
+    pub fn keep_sums(&mut self) -> Result<()> {
+        for unit in 0..self.units.len() {
+            if let Some(dtype) = self.sums_dtype(unit) {
+                self.units[unit].add_to_sums(dtype)?;
+            }
+        }
+        Ok(())
     }
 
     /// The backward pass has failed; what was on its way is of no use.

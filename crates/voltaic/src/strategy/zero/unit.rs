@@ -29,6 +29,8 @@ pub(super) struct Unit {
     pub slices: Vec<Parameter>,
     /// The gradients of `part`, mean over the ranks; there once some have come.
     grads: Option<Tensor>,
+    /// Sums of this rank's own gradients in an open window, where they have a dtype of their own; whole.
+    sums: Option<Tensor>,
     /// Which parameters have had a gradient on this rank since gradients were dropped.
     pub had_grad: Vec<bool>,
 }
@@ -45,16 +47,21 @@ struct Coming {
 
 impl Unit {
     /// Lays the parameters out in one tensor, which they are views of from now on.
-    pub fn new(layout: Layout, optimizer: usize, rank: usize) -> Result<Self> {
-        Self::make(layout, optimizer, rank, false)
+    pub fn new(layout: Layout, optimizer: usize, rank: usize, masters: bool) -> Result<Self> {
+        Self::make(layout, optimizer, (rank, masters), false)
     }
 
     /// The same, with weights that come and go; they are here at first.
-    pub fn divided(layout: Layout, rank: usize) -> Result<Self> {
-        Self::make(layout, NO_OPTIMIZER, rank, true)
+    pub fn divided(layout: Layout, rank: usize, masters: bool) -> Result<Self> {
+        Self::make(layout, NO_OPTIMIZER, (rank, masters), true)
     }
 
-    fn make(layout: Layout, optimizer: usize, rank: usize, is_divided: bool) -> Result<Self> {
+    fn make(
+        layout: Layout,
+        optimizer: usize,
+        (rank, masters): (usize, bool),
+        is_divided: bool,
+    ) -> Result<Self> {
         let _no_grad = tch::no_grad_guard();
         let flat = layout.empty_flat(layout.kind)?;
         for (place, mut view) in layout.places.iter().zip(layout.views(&flat)?) {
@@ -62,7 +69,7 @@ impl Unit {
             place.parameter.set_data(&view)?;
         }
         let part = layout.part(&flat, rank)?;
-        let has_master = matches!(layout.kind, Kind::BFloat16 | Kind::Half);
+        let has_master = masters && matches!(layout.kind, Kind::BFloat16 | Kind::Half);
         let part = match (has_master, is_divided) {
             (true, _) => part.f_to_dtype(Kind::Float, false, true)?,
             (false, true) => copied(&part)?,
@@ -77,7 +84,19 @@ impl Unit {
         };
         let slices = layout.places.iter().map(slice).collect::<Result<_>>()?;
         let had_grad = vec![false; layout.places.len()];
-        Ok(Self { layout, optimizer, rank, flat, part, has_master, coming, slices, grads: None, had_grad })
+        Ok(Self {
+            layout,
+            optimizer,
+            rank,
+            flat,
+            part,
+            has_master,
+            coming,
+            slices,
+            grads: None,
+            sums: None,
+            had_grad,
+        })
     }
 
     /// The parameters' leaves, in their order.
@@ -85,9 +104,30 @@ impl Unit {
         self.layout.places.iter().map(|place| place.parameter.leaf())
     }
 
-    /// All gradients of this rank times `scale` in one tensor; they are taken from the parameters.
+    /// All gradients of this rank times `scale` in one tensor, with the sums that there are; they are taken from the parameters.
     pub fn take_grads(&mut self, scale: f64) -> Result<Tensor> {
-        let flat = self.layout.empty_flat(self.layout.kind)?;
+        let Some(mut sums) = self.sums.take() else { return self.take_flat(self.layout.kind, scale) };
+        let _no_grad = tch::no_grad_guard();
+        let last = self.take_flat(sums.kind(), 1.0)?;
+        let _ = sums.f_add_(&last)?.f_mul_scalar_(scale)?;
+        Ok(sums.f_to_kind(self.layout.kind)?)
+    }
+
+    /// Adds this rank's gradients of one backward pass to sums of this dtype; they are taken from the parameters.
+    pub fn add_to_sums(&mut self, dtype: Kind) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let flat = self.take_flat(dtype, 1.0)?;
+        match &mut self.sums {
+            Some(sums) => {
+                let _ = sums.f_add_(&flat)?;
+            }
+            None => self.sums = Some(flat),
+        }
+        Ok(())
+    }
+
+    fn take_flat(&mut self, dtype: Kind, scale: f64) -> Result<Tensor> {
+        let flat = self.layout.empty_flat(dtype)?;
         let had = self.layout.places.iter().map(|place| place.parameter.grad().defined());
         self.had_grad.iter_mut().zip(had).for_each(|(known, had)| *known |= had);
         ffi::fill_bucket(self.leaves(), &self.layout.views(&flat)?, scale)?;
@@ -133,8 +173,34 @@ impl Unit {
     pub fn drop_grads(&mut self) -> Result<()> {
         ffi::clear_grads(self.leaves().chain(self.slices.iter().map(Parameter::leaf)))?;
         self.grads = None;
+        self.sums = None;
         self.had_grad.fill(false);
         Ok(())
+    }
+
+    /// This rank's own sums in an open window, by name, where they have a dtype of their own.
+    pub fn own_sums(&self) -> Result<Vec<(&str, Tensor)>> {
+        let Some(sums) = &self.sums else { return Ok(Vec::new()) };
+        let views = self.layout.views(sums)?;
+        let had = self.layout.places.iter().zip(&self.had_grad).zip(views).filter(|((_, had), _)| **had);
+        Ok(had.map(|((place, _), view)| (place.fqn.as_str(), view)).collect())
+    }
+
+    /// Puts back what [`Unit::own_sums`] gave for the parameter at `index`.
+    ///
+    /// # Errors
+    /// libtorch's, if the size is another one.
+    pub fn restore_sums(&mut self, index: usize, dtype: Kind, values: &Tensor) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let sums = match self.sums.take() {
+            Some(sums) => sums,
+            None => self.layout.empty_flat(dtype)?.f_zero_()?,
+        };
+        let own = self.layout.views(&sums)?.swap_remove(index).f_copy_(values);
+        self.sums = Some(sums);
+        own?;
+        self.had_grad[index] = true;
+        Ok(ffi::clear_grads([self.layout.places[index].parameter.leaf()])?)
     }
 
     /// This rank's part of the gradients of each parameter, if there are some: its name, whether it has had a gradient on this
