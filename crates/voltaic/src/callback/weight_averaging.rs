@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tch::Tensor;
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, Part, callback_name};
 use crate::data::Stage;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, Result};
@@ -215,7 +215,23 @@ impl Callback for WeightAveraging {
             return Ok(());
         }
         let mut current = Vec::new();
+        let mut current_parts = Vec::new();
         for (name, average) in &self.average {
+            if let Some(part) = checkpoint.parts.iter_mut().find(|part| part.name == *name) {
+                let average = part.of_whole(average)?.f_to_device(part.values.device())?;
+                let trained = match self.is_swapped {
+                    true => average,
+                    false => std::mem::replace(&mut part.values, average),
+                };
+                let name = callback_name(&format!("{CURRENT}{name}"));
+                current_parts.push(Part {
+                    name,
+                    shape: part.shape.clone(),
+                    start: part.start,
+                    values: trained,
+                });
+                continue;
+            }
             let Some((_, weight)) = checkpoint.weights.iter_mut().find(|(fqn, _)| fqn == name) else {
                 continue;
             };
@@ -228,6 +244,7 @@ impl Callback for WeightAveraging {
         }
         if let Some(training) = &mut checkpoint.training {
             training.callbacks.extend(current);
+            checkpoint.parts.extend(current_parts);
         }
         Ok(())
     }

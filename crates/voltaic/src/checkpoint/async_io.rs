@@ -1,7 +1,7 @@
 //! Writes checkpoints while training goes on.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::checkpoint::Checkpoint;
 use super::io::{CheckpointIo, FileCheckpointIo};
+use crate::distributed::ProcessGroup;
 use crate::error::{Error, Result};
 
 /// Snapshots kept in memory at a time: the best and the last checkpoint of one moment. A third save waits.
@@ -70,6 +71,27 @@ impl CheckpointIo for AsyncCheckpointIo {
         worker.settle(MAX_SNAPSHOTS - 1)?;
         let snapshot = Box::new(checkpoint.snapshot()?);
         worker.send(Job::Save(snapshot, path.to_path_buf(), storage_options.cloned()))
+    }
+
+    fn saves_parts(&self) -> bool {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).saves_parts()
+    }
+
+    /// Training waits for it: the ranks have to agree when their files are there.
+    fn save_parts(
+        &mut self,
+        checkpoint: &Checkpoint,
+        ranks: &ProcessGroup,
+        path: &Path,
+        storage_options: Option<&Value>,
+    ) -> Result<()> {
+        static TOLD: Once = Once::new();
+        TOLD.call_once(|| {
+            tracing::info!("AsyncCheckpointIo: training waits for checkpoints that are divided among ranks");
+        });
+        self.wait()?;
+        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.save_parts(checkpoint, ranks, path, storage_options)
     }
 
     fn load_checkpoint(&mut self, path: &Path) -> Result<Checkpoint> {

@@ -4,10 +4,11 @@ use std::ffi::OsString;
 use std::fs::{self, File, Permissions};
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tempfile::NamedTempFile;
 
+use super::shards::folder::{exchange, flush_folder, is_own_folder, remove_folder, remove_if_folder};
 use crate::error::{Error, Result};
 
 /// Random characters in the name of a temporary file.
@@ -35,8 +36,13 @@ pub fn write_atomically(
     write(&mut writer).and_then(|()| writer.flush()).map_err(failed("write"))?;
     writer.get_ref().sync_all().map_err(failed("flush to disk"))?;
     drop(writer);
-    temporary.persist(path).map_err(|e| Error::io("rename to", path, e.error))?;
-    flush_folder(path)
+    if is_own_folder(path) {
+        let (_, temporary) = temporary.keep().map_err(|e| Error::io("rename to", path, e.error))?;
+        exchange(&temporary, path)?;
+    } else {
+        temporary.persist(path).map_err(|e| Error::io("rename to", path, e.error))?;
+    }
+    flush_folder(folder_of(path))
 }
 
 /// Makes `path` a symbolic link to `target`, in place of what is there.
@@ -50,8 +56,13 @@ pub(super) fn link_atomically(target: &Path, path: &Path) -> Result<()> {
             builder.make_in(folder, |link| std::os::unix::fs::symlink(target, link))
         })?;
         tries += 1;
+        if is_own_folder(path) {
+            let (_, link) = link.keep().map_err(|e| Error::io("rename to", path, e.error))?;
+            exchange(&link, path)?;
+            return flush_folder(folder_of(path));
+        }
         match link.persist(path) {
-            Ok(()) => return flush_folder(path),
+            Ok(()) => return flush_folder(folder_of(path)),
             // another run took it for a leftover: a link cannot be locked
             Err(e) if e.error.kind() == ErrorKind::NotFound && tries < MAX_LINKS => {}
             Err(e) => return Err(Error::io("rename to", path, e.error)),
@@ -68,6 +79,28 @@ pub(crate) fn temporary_file(path: &Path, ending: &str) -> Result<NamedTempFile>
     // tells `remove_leftovers` that the writer lives; a file system without locks leaves it nothing to remove
     let _ = temporary.as_file().try_lock();
     Ok(temporary)
+}
+
+/// A new folder beside `path`, with what tells [`remove_leftovers`] that its writer lives, and the part of its name that nobody
+/// can guess.
+///
+/// # Errors
+/// [`Error::Io`] if the folder of `path` cannot be written to.
+pub(super) fn temporary_folder(path: &Path) -> Result<(PathBuf, File, String)> {
+    let parent = folder_of(path);
+    fs::create_dir_all(parent).map_err(|e| Error::io("create folder", parent, e))?;
+    let prefix: OsString =
+        [".".as_ref(), path.file_name().unwrap_or_default(), ".".as_ref()].into_iter().collect();
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(&prefix).suffix(".tmp").rand_bytes(NUM_RANDOM).permissions(Permissions::from_mode(0o777));
+    let made = builder.tempdir_in(parent).map_err(|e| Error::io("create a folder in", parent, e))?;
+    let lock = File::open(made.path()).map_err(|e| Error::io("open", made.path(), e))?;
+    let _ = lock.try_lock(); // as that of a file
+    let folder = made.keep();
+    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let random = name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.'));
+    let random = random.map_or_else(String::new, |(_, random)| random.to_owned());
+    Ok((folder, lock, random))
 }
 
 /// Something new under the name `.<name>.<random><ending>` beside `path`. Nobody can guess it, so no planted link is
@@ -92,39 +125,56 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A rename is on disk only once the folder is.
-fn flush_folder(path: &Path) -> Result<()> {
-    let folder = folder_of(path);
-    File::open(folder).and_then(|f| f.sync_all()).map_err(|e| Error::io("flush to disk", folder, e))
-}
-
-/// A rename would put a file where a device or socket was. A symbolic link may be replaced: what it leads to stays.
+/// A rename would put a file where a device or socket was. A symbolic link may be replaced: what it leads to stays. So may a
+/// checkpoint that is a folder.
 fn refuse_other_kinds(path: &Path) -> Result<()> {
     let Ok(metadata) = path.symlink_metadata() else { return Ok(()) };
     let kind = metadata.file_type();
-    if kind.is_file() || kind.is_symlink() {
+    if kind.is_file() || kind.is_symlink() || is_own_folder(path) {
         return Ok(());
     }
     let what = if kind.is_dir() { "it is a folder" } else { "it is a device, pipe or socket, not a file" };
     Err(Error::io("replace", path, io::Error::new(ErrorKind::InvalidInput, what)))
 }
 
-/// Removes temporary files of a run's files in `folder` whose writers were killed.
+/// Removes temporary files of a run's files in `folder` whose writers were killed, and temporary folders of checkpoints.
 ///
-/// A file whose writer lives, in this process or another, is locked and stays. A writer of links, which cannot be locked, makes
+/// One whose writer lives, in this process or another, is locked and stays. A writer of links, which cannot be locked, makes
 /// another.
 pub fn remove_leftovers(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let is_free = || match entry.file_type() {
-            Ok(kind) if kind.is_symlink() => true,
-            Ok(kind) if kind.is_file() => File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok()),
-            _ => false,
-        };
-        if is_temporary(&entry.file_name().to_string_lossy()) && is_free() {
+        let (name, Ok(kind)) = (entry.file_name(), entry.file_type()) else { continue };
+        let name = name.to_string_lossy();
+        if kind.is_dir() && name.strip_suffix(".old").is_some_and(is_temporary) {
+            put_back(&entry.path());
+            continue;
+        }
+        let is_unlocked = || File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok());
+        let is_free = || kind.is_symlink() || ((kind.is_file() || kind.is_dir()) && is_unlocked());
+        if is_temporary(&name) && is_free() {
             tracing::info!("removing {}, left by a run that was killed", entry.path().display());
-            let _ = fs::remove_file(entry.path()); // it only takes space
+            // it only takes space
+            let _ = if kind.is_dir() {
+                remove_folder(&entry.path()).is_ok()
+            } else {
+                fs::remove_file(entry.path()).is_ok()
+            };
         }
     }
+}
+
+/// A checkpoint that was out of the way when its run was killed, between two names: gets its name back, or goes if that has another.
+fn put_back(aside: &Path) {
+    let name = aside.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let own = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp.old")?.rsplit_once('.'));
+    let Some(path) = own.map(|(own, _)| aside.with_file_name(own)).filter(|_| is_own_folder(aside)) else {
+        return;
+    };
+    tracing::info!("{} is what a run that was killed has left of {}", aside.display(), path.display());
+    let _ = match path.symlink_metadata() {
+        Ok(_) => remove_folder(aside).is_ok(),
+        Err(_) => fs::rename(aside, &path).is_ok(),
+    };
 }
 
 /// Whether a file is called as [`temporary_beside`] and earlier versions (`.<name>.<pid>-<n>.tmp`) call those of a run.
@@ -139,11 +189,14 @@ fn is_temporary(name: &str) -> bool {
     matches!(extension, Some("ckpt" | "csv" | "yaml" | "png")) && (is_random || is_of_process)
 }
 
-/// Removes a file; that it is gone already is not an error.
+/// Removes a file, or a checkpoint that is a folder; that it is gone already is not an error.
 ///
 /// # Errors
 /// [`Error::Io`] if it is there and cannot be removed.
 pub fn remove_file(path: &Path) -> Result<()> {
+    if let Some(removed) = remove_if_folder(path) {
+        return removed;
+    }
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, error)),
         _ => Ok(()),

@@ -19,6 +19,34 @@ pub struct Checkpoint {
     pub training: Option<TrainingState>,
     /// Facts about the run that do not depend on the kind of checkpoint.
     pub meta: CheckpointMeta,
+    /// What this rank has of tensors that are divided among ranks, which are in none of the other lists; empty if all are whole.
+    pub parts: Vec<Part>,
+    /// Other names of weights in `parts` that are tied, each with the name that they have there.
+    pub tied: Vec<(String, String)>,
+}
+
+/// What one rank has of a tensor that is divided among ranks.
+#[derive(Debug)]
+pub struct Part {
+    /// The name that the tensor has in a file, such as `conv.weight` or `voltaic:optimizer.0.exp_avg.conv.weight`.
+    pub name: String,
+    /// Shape of the whole tensor.
+    pub shape: Vec<i64>,
+    /// The first of the elements, of the flattened tensor.
+    pub start: usize,
+    /// The elements: one dimension, perhaps none.
+    pub values: Tensor,
+}
+
+impl Part {
+    /// The same elements of another tensor of this shape, as a view.
+    ///
+    /// # Errors
+    /// libtorch's, if it has fewer.
+    pub fn of_whole(&self, whole: &Tensor) -> Result<Tensor> {
+        let flat = whole.f_detach()?.f_reshape([-1_i64])?;
+        Ok(flat.f_narrow(0, self.start as i64, self.values.numel() as i64)?)
+    }
 }
 
 /// Facts about the run that wrote a checkpoint.
@@ -58,6 +86,8 @@ pub struct TrainingState {
     pub json: serde_json::Value,
     /// What ranks 1, 2, ... have to themselves; empty if there was one rank.
     pub ranks: Vec<RankState>,
+    /// Parameters that have had a gradient, of those whose gradients are among the parts of the checkpoint.
+    pub had_grad: Vec<String>,
 }
 
 /// What a rank other than 0 has to itself. Rank 0's is in [`TrainingState`].
@@ -114,7 +144,9 @@ impl Checkpoint {
     fn with_tensors(&self, convert: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         let training = self.training.as_ref().map(|training| training.with_tensors(&convert));
         let weights = converted(&self.weights, &convert)?;
-        Ok(Self { weights, training: training.transpose()?, meta: self.meta.clone() })
+        let parts = converted_parts(&self.parts, &convert)?;
+        let (meta, tied) = (self.meta.clone(), self.tied.clone());
+        Ok(Self { weights, training: training.transpose()?, meta, parts, tied })
     }
 }
 
@@ -151,6 +183,7 @@ impl TrainingState {
             rng: converted(&self.rng, convert)?,
             json: self.json.clone(),
             ranks: self.ranks.iter().map(of_rank).collect::<Result<_>>()?,
+            had_grad: self.had_grad.clone(),
         })
     }
 }
@@ -172,4 +205,17 @@ fn converted(
     convert: &dyn Fn(&Tensor) -> Result<Tensor>,
 ) -> Result<Vec<(String, Tensor)>> {
     tensors.iter().map(|(name, tensor)| Ok((name.clone(), convert(tensor)?))).collect()
+}
+
+/// The parts on the host; those that are there are shared.
+pub(crate) fn parts_to_host(parts: &[Part]) -> Result<Vec<Part>> {
+    converted_parts(parts, &|tensor| Ok(tensor.f_to_device(tch::Device::Cpu)?))
+}
+
+fn converted_parts(parts: &[Part], convert: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<Vec<Part>> {
+    let convert = |part: &Part| {
+        let (name, shape) = (part.name.clone(), part.shape.clone());
+        Ok(Part { name, shape, start: part.start, values: convert(&part.values)? })
+    };
+    parts.iter().map(convert).collect()
 }

@@ -6,6 +6,8 @@ use serde_json::Value;
 
 use super::atomic::{link_atomically, remove_file};
 use super::checkpoint::Checkpoint;
+use super::shards::write::save;
+use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
 
 /// Saves, loads and removes checkpoints; Lightning's `CheckpointIO`.
@@ -23,6 +25,31 @@ pub trait CheckpointIo: Send {
         path: &Path,
         storage_options: Option<&Value>,
     ) -> Result<()>;
+
+    /// Whether ranks that have parts of the state may each save their own: then [`CheckpointIo::save_parts`] is called in place
+    /// of [`CheckpointIo::save_checkpoint`] for full checkpoints, and what it has saved is read part by part.
+    fn saves_parts(&self) -> bool {
+        false
+    }
+
+    /// Writes a checkpoint of which this rank has the [parts](Checkpoint::parts), so that `path` leads to either the old one or the
+    /// whole new one, whatever happens. What is not among the parts is the same on all ranks, but for what each rank has to itself:
+    /// gradients, metrics and random states.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    ///
+    /// # Errors
+    /// On all ranks if one of them cannot write; if `storage_options` has options that this class does not know.
+    fn save_parts(
+        &mut self,
+        checkpoint: &Checkpoint,
+        _ranks: &ProcessGroup,
+        path: &Path,
+        storage_options: Option<&Value>,
+    ) -> Result<()> {
+        self.save_checkpoint(checkpoint, path, storage_options) // refused, if there are parts
+    }
 
     /// Reads a checkpoint; tensors are on the CPU.
     ///
@@ -76,6 +103,21 @@ impl CheckpointIo for FileCheckpointIo {
         refuse_storage_options("FileCheckpointIo", storage_options)?;
         checkpoint.save(path)
     }
+
+    fn saves_parts(&self) -> bool {
+        true
+    }
+
+    fn save_parts(
+        &mut self,
+        checkpoint: &Checkpoint,
+        ranks: &ProcessGroup,
+        path: &Path,
+        storage_options: Option<&Value>,
+    ) -> Result<()> {
+        refuse_storage_options("FileCheckpointIo", storage_options)?;
+        save(checkpoint, ranks, path)
+    }
 }
 
 /// Writes checkpoints of a device that only the trainer's thread may touch: all tensors are on the host before the
@@ -94,6 +136,23 @@ impl CheckpointIo for HpuCheckpointIo {
     ) -> Result<()> {
         refuse_storage_options("HpuCheckpointIo", storage_options)?;
         checkpoint.to_host()?.save(path)
+    }
+
+    fn saves_parts(&self) -> bool {
+        true
+    }
+
+    /// # Sync
+    /// Reads this rank's tensors back.
+    fn save_parts(
+        &mut self,
+        checkpoint: &Checkpoint,
+        ranks: &ProcessGroup,
+        path: &Path,
+        storage_options: Option<&Value>,
+    ) -> Result<()> {
+        refuse_storage_options("HpuCheckpointIo", storage_options)?;
+        save(&checkpoint.to_host()?, ranks, path)
     }
 }
 

@@ -71,7 +71,7 @@ pub fn from_lightning(
         }
         _ => None,
     };
-    Ok(Converted { value: Checkpoint { weights, training, meta }, notes })
+    Ok(Converted { value: Checkpoint { weights, training, meta, ..Checkpoint::default() }, notes })
 }
 
 fn weights_of(state_dict: &Value) -> Result<Vec<(String, Tensor)>> {

@@ -1,4 +1,5 @@
-//! Checkpoints: one safetensors file with the weights under their own names and the training state beside them.
+//! Checkpoints: one safetensors file with the weights under their own names and the training state beside them, or a folder with
+//! such a file of each rank that has a part of the state.
 //!
 //! A file appears under its name only when it is complete and on disk, so a crash at any moment leaves the previous
 //! checkpoint whole. `docs/checkpoint_format.md` describes the layout.
@@ -13,10 +14,13 @@ mod format;
 mod hugging_face;
 mod io;
 mod lightning;
+mod load;
 mod loop_state;
 mod peek;
 pub mod pickle;
 mod progress;
+mod shards;
+mod stream;
 mod torch_file;
 
 pub use async_io::AsyncCheckpointIo;
@@ -24,13 +28,19 @@ pub(crate) use atomic::temporary_file;
 pub use atomic::{remove_file, remove_leftovers, write_atomically};
 pub use below::is_checkpoint_below;
 pub use budget::ReadLimits;
-pub use checkpoint::{Checkpoint, CheckpointMeta, CheckpointPaths, FORMAT_VERSION, RankState, TrainingState};
-pub(crate) use format::{rank_from_bytes, rank_to_bytes};
-pub use format::{read, read_weights, write, write_weights};
+pub(crate) use checkpoint::parts_to_host;
+pub use checkpoint::{
+    Checkpoint, CheckpointMeta, CheckpointPaths, FORMAT_VERSION, Part, RankState, TrainingState,
+};
+pub(crate) use format::{callback_name, grad_name, optimizer_name, rank_from_bytes, rank_to_bytes};
+pub use format::{write, write_weights};
 pub use hugging_face::{from_hugging_face, to_hugging_face};
 pub use io::{CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
 pub use lightning::{Converted, from_lightning, state_dict, to_lightning};
+pub(crate) use load::{export_weights, peek, peek_whole};
+pub use load::{read, read_weights};
 pub(crate) use loop_state::LoopState;
-pub(crate) use peek::{peek, peek_whole};
 pub use progress::Progress;
+pub(crate) use shards::folder::is_folder;
+pub(crate) use shards::read::Shards;
 pub use torch_file::{read_torch, read_torch_within, write_torch};

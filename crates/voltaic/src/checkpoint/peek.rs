@@ -33,18 +33,18 @@ pub(crate) struct Beginning {
 ///
 /// # Errors
 /// If the file is missing or not voltaic's, nor safetensors.
-pub(crate) fn peek(path: &Path) -> Result<Beginning> {
-    let (_, header) = open(path)?;
+pub(super) fn peek_file(path: &Path) -> Result<Beginning> {
+    let (_, header) = open_header(path)?;
     beginning(&header, path)
 }
 
 /// The beginning of a file, all of which is there and unchanged as far as lengths and checksum tell. Reads it once, in pieces.
 ///
 /// # Errors
-/// As [`peek`], and if the file is damaged.
-pub(crate) fn peek_whole(path: &Path) -> Result<Beginning> {
+/// As [`peek_file`], and if the file is damaged.
+pub(super) fn peek_whole_file(path: &Path) -> Result<Beginning> {
     let fail = |e| Error::io("read checkpoint", path, e);
-    let (mut file, header) = open(path)?;
+    let (mut file, header) = open_header(path)?;
     let beginning = beginning(&header, path)?;
     let metadata = serde_json::from_slice::<safetensors::tensor::Metadata>(&header[8..]);
     let metadata = metadata.map_err(|e| unreadable(path, e.to_string()))?;
@@ -76,7 +76,7 @@ pub(crate) fn peek_whole(path: &Path) -> Result<Beginning> {
 }
 
 /// The file, and its length and header.
-fn open(path: &Path) -> Result<(File, Vec<u8>)> {
+pub(super) fn open_header(path: &Path) -> Result<(File, Vec<u8>)> {
     let fail = |e| Error::io("read checkpoint", path, e);
     let mut file = open_file(path).map_err(fail)?;
     let total = file.metadata().map_err(fail)?.len();

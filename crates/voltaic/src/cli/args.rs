@@ -104,7 +104,7 @@ pub(super) struct ConvertArgs {
 }
 
 /// A format of checkpoints.
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum Format {
     /// voltaic's own, to be resumed.
     Voltaic,

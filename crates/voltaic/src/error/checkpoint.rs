@@ -25,13 +25,25 @@ pub enum CheckpointError {
         /// What is wrong, and how to fix it.
         problem: Problem,
     },
+    /// A rank could not save or read its part of a checkpoint that is divided among ranks; all ranks have this error.
+    #[error("cannot {action} {}: {problem}", path.display())]
+    OnRanks {
+        /// `save` or `read`.
+        action: &'static str,
+        /// The folder.
+        path: PathBuf,
+        /// Which rank failed and why, and how to fix it.
+        problem: Problem,
+    },
 }
 
 impl CheckpointError {
     /// How to fix it.
     pub fn remedy(&self) -> Cow<'_, str> {
         match self {
-            Self::Unreadable { problem, .. } | Self::Mismatch { problem, .. } => (&*problem.remedy).into(),
+            Self::Unreadable { problem, .. }
+            | Self::Mismatch { problem, .. }
+            | Self::OnRanks { problem, .. } => (&*problem.remedy).into(),
         }
     }
 }

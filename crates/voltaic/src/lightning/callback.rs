@@ -148,7 +148,8 @@ pub trait Callback: Send {
     /// Called when the run fails or is interrupted, before the error is returned.
     fn on_exception(&mut self, ctx: &mut HookContext, error: &crate::Error) {}
 
-    /// Called with each checkpoint before it is written; may change it.
+    /// Called with each checkpoint before it is written; may change it. What a strategy has divided among ranks is in
+    /// [`parts`](Checkpoint::parts), on each rank its own, and not in the other lists.
     ///
     /// # Errors
     /// Any error ends the run.
@@ -160,7 +161,8 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Called with the checkpoint that a run starts from, when the module has its weights.
+    /// Called with the checkpoint that a run starts from, when the module has its weights. Where each rank reads its parts of a
+    /// checkpoint that is divided among ranks, weights and states of optimizers are not in it.
     ///
     /// # Errors
     /// Any error ends the run.

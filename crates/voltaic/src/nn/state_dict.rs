@@ -24,7 +24,7 @@ impl IncompatibleKeys {
 }
 
 /// What a state dict names.
-pub(super) enum Held {
+pub(crate) enum Held {
     Parameter(Parameter),
     Buffer(Tensor),
 }
@@ -37,7 +37,8 @@ impl Held {
         }
     }
 
-    fn fill(&self, values: &Tensor) -> Result<()> {
+    /// Copies values into it.
+    pub(crate) fn fill(&self, values: &Tensor) -> Result<()> {
         match self {
             Self::Parameter(parameter) => {
                 parameter.update(|tensor| Ok(tensor.shallow_clone().f_copy_(values)?))
@@ -54,24 +55,38 @@ pub(super) fn load_state_dict(
     state: &[(String, Tensor)],
     strict: bool,
 ) -> Result<IncompatibleKeys> {
+    let shapes: Vec<(&str, Vec<i64>)> =
+        state.iter().map(|(name, tensor)| (name.as_str(), tensor.size())).collect();
     let given: HashMap<&str, &Tensor> = state.iter().map(|(n, t)| (n.as_str(), t)).collect();
+    load_each(module, own, &shapes, strict, &mut |fqn, held| {
+        given.get(fqn).map_or(Ok(()), |values| held.fill(values))
+    })
+}
+
+/// The same with a function that copies the values of a name, for tensors that are not all in memory.
+pub(super) fn load_each(
+    module: &'static str,
+    own: &[(String, Held)],
+    shapes: &[(&str, Vec<i64>)],
+    strict: bool,
+    fill: &mut dyn FnMut(&str, &Held) -> Result<()>,
+) -> Result<IncompatibleKeys> {
+    let given: HashMap<&str, &Vec<i64>> = shapes.iter().map(|(name, shape)| (*name, shape)).collect();
     let mut problems = Vec::new();
     let mut copies = Vec::new();
     let mut keys = IncompatibleKeys::default();
     for (fqn, target) in own {
         match given.get(fqn.as_str()) {
             None => keys.missing_keys.push(fqn.clone()),
-            Some(source) if source.size() != target.size() => problems.push(format!(
-                "{fqn} has shape {:?}, the module's is {:?}",
-                source.size(),
-                target.size()
-            )),
-            Some(source) => copies.push((target, *source)),
+            Some(shape) if **shape != target.size() => {
+                problems.push(format!("{fqn} has shape {shape:?}, the module's is {:?}", target.size()));
+            }
+            Some(_) => copies.push((fqn, target)),
         }
     }
     let names: HashSet<&str> = own.iter().map(|(name, _)| name.as_str()).collect();
-    let unexpected = state.iter().map(|(name, _)| name).filter(|name| !names.contains(name.as_str()));
-    keys.unexpected_keys.extend(unexpected.cloned());
+    let unexpected = shapes.iter().map(|(name, _)| *name).filter(|name| !names.contains(name));
+    keys.unexpected_keys.extend(unexpected.map(str::to_owned));
     let refuse = |what: String, remedy: &'static str| {
         let module = module.to_owned();
         Err(CheckpointError::Mismatch { module, problem: Problem::new(what, remedy) }.into())
@@ -79,7 +94,7 @@ pub(super) fn load_state_dict(
     if strict {
         problems.extend(keys.missing_keys.iter().map(|name| format!("missing {name}")));
         problems.extend(keys.unexpected_keys.iter().map(|name| format!("unexpected {name}")));
-    } else if keys.missing_keys.len() == own.len() && !own.is_empty() && !state.is_empty() {
+    } else if keys.missing_keys.len() == own.len() && !own.is_empty() && !shapes.is_empty() {
         let what = format!(
             "none of the names fits: {} missing ({}), {} unexpected ({})",
             keys.missing_keys.len(),
@@ -94,9 +109,7 @@ pub(super) fn load_state_dict(
         return refuse(first_of(&problems, 10), remedy);
     }
     let _no_grad = tch::no_grad_guard();
-    for (target, source) in copies {
-        target.fill(source)?;
-    }
+    copies.into_iter().try_for_each(|(fqn, target)| fill(fqn, target))?;
     Ok(keys)
 }
 

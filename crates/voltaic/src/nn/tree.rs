@@ -13,7 +13,7 @@ use crate::nn::gather::note_failure;
 use crate::nn::modes::set_training;
 use crate::nn::module::{Member, Module};
 use crate::nn::parameter::Parameter;
-use crate::nn::state_dict::{Held, IncompatibleKeys, load_state_dict};
+use crate::nn::state_dict::{Held, IncompatibleKeys, load_each, load_state_dict};
 
 /// What every module can do, from its tree alone.
 pub trait ModuleExt: Module {
@@ -183,12 +183,7 @@ pub trait ModuleExt: Module {
     /// # Errors
     /// The strategy's.
     fn try_state_dict(&self) -> Result<Vec<(String, Tensor)>> {
-        let held = Held::of(self.as_dyn()).into_iter();
-        held.map(|(fqn, held)| match held {
-            Held::Parameter(parameter) => Ok((fqn, parameter.lasting()?)),
-            Held::Buffer(tensor) => Ok((fqn, tensor)),
-        })
-        .collect()
+        state_dict_of(self.as_dyn(), &|_| true)
     }
 
     /// Copies values into the module's own tensors, which keep their device and dtype. Returns the names that had no
@@ -227,6 +222,45 @@ impl Held {
         });
         found
     }
+}
+
+/// [`ModuleExt::load_state_dict`], strictly, with a function that copies the values of a name, for tensors that are not all in
+/// memory. The state has these names and shapes.
+pub(crate) fn load_state_dict_each(
+    module: &dyn Module,
+    shapes: &[(&str, Vec<i64>)],
+    fill: &mut dyn FnMut(&str, &Held) -> Result<()>,
+) -> Result<()> {
+    load_each(module.type_name(), &Held::of(module), shapes, true, fill).map(drop)
+}
+
+/// Those tensors of [`ModuleExt::try_state_dict`] whose names are wanted; others are not gathered.
+pub(crate) fn state_dict_of(
+    module: &dyn Module,
+    is_wanted: &dyn Fn(&str) -> bool,
+) -> Result<Vec<(String, Tensor)>> {
+    let held = Held::of(module).into_iter().filter(|(fqn, _)| is_wanted(fqn));
+    held.map(|(fqn, held)| match held {
+        Held::Parameter(parameter) => Ok((fqn, parameter.lasting()?)),
+        Held::Buffer(tensor) => Ok((fqn, tensor)),
+    })
+    .collect()
+}
+
+/// Names of tied parameters in a state dict beside their first, each with the first.
+pub(crate) fn tied_names(module: &dyn Module) -> Vec<(String, String)> {
+    let first: Vec<(u64, String)> =
+        module.named_parameters().into_iter().map(|(fqn, parameter)| (parameter.id(), fqn)).collect();
+    let first: std::collections::HashMap<u64, String> = first.into_iter().collect();
+    let held = Held::of(module).into_iter();
+    held.filter_map(|(fqn, held)| match held {
+        Held::Parameter(parameter) => first
+            .get(&parameter.id())
+            .filter(|first| **first != fqn)
+            .map(|first| (fqn.clone(), first.clone())),
+        Held::Buffer(_) => None,
+    })
+    .collect()
 }
 
 /// An error if a strategy keeps one of the weights: `what` would go on with memory that comes and goes.

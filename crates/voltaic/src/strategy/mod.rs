@@ -7,6 +7,7 @@ mod build;
 mod config;
 mod ddp;
 mod deepspeed;
+mod divided;
 mod peers;
 mod single;
 #[expect(clippy::module_inception, reason = "the trait of the folder")]
@@ -21,6 +22,7 @@ pub use config::{
 pub use ddp::Ddp;
 pub use deepspeed::config::DeepSpeedStrategy;
 pub(crate) use deepspeed::plan::{Beside, DeepSpeedPlan};
+pub use divided::{DividedGrads, DividedState, Portion};
 pub use single::SingleDevice;
 pub use strategy::{BuildStrategy, Strategy, StrategyChoice};
 pub use votes::Votes;

@@ -7,6 +7,7 @@ use tch::Tensor;
 
 use super::config::{DdpConfig, HpuDeepSpeedStrategy, StrategyClass, StrategyConfig};
 use super::deepspeed::config::DeepSpeedStrategy;
+use super::divided::DividedState;
 use super::votes::Votes;
 use crate::distributed::{DEFAULT_TIMEOUT, World};
 use crate::error::{ConfigError, Result};
@@ -63,6 +64,12 @@ pub trait Strategy: fmt::Debug + Send {
     /// ranks then, too.
     fn divides_state(&self) -> bool {
         false
+    }
+
+    /// The state that is divided, part by part, if [`Strategy::divides_state`] and ranks can save and read their parts without each
+    /// other; else checkpoints are gathered on rank 0.
+    fn divided(&self) -> Option<&dyn DividedState> {
+        None
     }
 
     /// Called before the first forward of a training step and before an evaluation: buffers become rank 0's.

@@ -10,4 +10,5 @@ mod peers;
 mod ranks;
 mod reduction;
 mod resume;
+mod shards;
 mod stage3;

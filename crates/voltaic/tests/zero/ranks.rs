@@ -19,13 +19,36 @@ pub fn on_ranks(test: &str, ranks: usize, body: impl FnOnce(usize, &Path)) -> Op
         return None;
     }
     let folder = tempfile::tempdir().unwrap();
+    Some(start(test, ranks, folder.path()))
+}
+
+/// What runs on each rank, with the number of ranks and the folder that they share.
+pub type Body = fn(usize, &Path);
+
+/// The same several times, with other numbers of ranks, in one folder.
+pub fn on_ranks_in_turn(test: &str, turns: &[(usize, Body)]) {
+    let folder = tempfile::tempdir().unwrap();
+    for &(ranks, body) in turns {
+        match std::env::var(RANKS) {
+            Err(_) => drop(start(test, ranks, folder.path())),
+            Ok(own) if own == ranks.to_string() => {
+                let folder = std::env::var_os(FOLDER).unwrap();
+                return body(ranks, &PathBuf::from(folder));
+            }
+            Ok(_) => {}
+        }
+    }
+}
+
+/// Starts the process that starts the ranks.
+fn start(test: &str, ranks: usize, folder: &Path) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
-    command.env(RANKS, ranks.to_string()).env(FOLDER, folder.path()).env("OMP_NUM_THREADS", "1");
+    command.env(RANKS, ranks.to_string()).env(FOLDER, folder).env("OMP_NUM_THREADS", "1");
     let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    Some(text)
+    text
 }
 
 /// A trainer that prints nothing and writes nothing unless told to.

@@ -9,6 +9,7 @@ use voltaic::trainer::TrainerBuilder;
 
 use crate::models::{Small, all_loaders};
 use crate::ranks::{assert_same, on_ranks, silent, weights};
+use crate::shards::staged;
 
 /// Asks for a checkpoint after each batch of the second epoch.
 pub struct Saver(pub PathBuf);
@@ -32,14 +33,17 @@ fn go_on(ranks: usize, folder: &Path) {
     for (stage, precision) in [
         ("zero1", "32-true"),
         ("zero2", "32-true"),
+        ("zero3", "32-true"),
         ("zero1", "bf16-true"),
         ("zero2", "bf16-true"),
+        ("zero3", "bf16-true"),
         ("zero1", "16-true"),
         ("zero2", "16-true"),
+        ("zero3", "16-true"),
     ] {
         let saved = folder.join(stage).join(precision);
         let builder = || -> TrainerBuilder {
-            silent(ranks, stage, folder)
+            staged(ranks, stage, folder)
                 .max_epochs(3)
                 .accumulate_grad_batches(2_u64)
                 .gradient_clip_val(0.1)

@@ -4,7 +4,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use crate::checkpoint::{
-    Checkpoint, ReadLimits, from_hugging_face, read_torch_within, to_hugging_face, write_torch, write_weights,
+    Checkpoint, ReadLimits, Shards, export_weights, from_hugging_face, is_folder, read_torch_within,
+    read_weights, to_hugging_face, write_torch, write_weights,
 };
 use crate::cli::args::{ConvertArgs, Format, Names};
 use crate::cli::outcome::Failure;
@@ -15,6 +16,8 @@ use crate::trainer::{Converted, from_lightning, state_dict, to_lightning};
 /// A longer file of names is none.
 const MAX_NAMES: u64 = 64 << 20;
 
+const LEFT_OUT: &str = "the training state is left out: this format holds weights only";
+
 /// Converts a file; returns what to tell the user.
 pub(in crate::cli) fn convert(arguments: &ConvertArgs) -> Result<String, Failure> {
     run(arguments).map_err(|error| Failure::run(error.into()))
@@ -24,8 +27,25 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
     let ConvertArgs { input, output, .. } = arguments;
     refuse_same_file(input, output)?;
     let limits = ReadLimits { max_growth: arguments.max_growth };
-    let is_torch = starts_with_zip(input)?;
-    let Converted { value: mut checkpoint, mut notes } = if is_torch || !is_safetensors(input)? {
+    let extension = output.extension().and_then(|extension| extension.to_str());
+    let by_extension = match extension {
+        Some("safetensors") => Some(Format::Safetensors),
+        Some("pt" | "pth" | "bin") => Some(Format::StateDict),
+        _ => None,
+    };
+    let is_folder = is_folder(input);
+    let is_of_weights = |format: Format| matches!(format, Format::Safetensors | Format::StateDict);
+    let chosen = arguments.to.or(by_extension);
+    if is_folder && arguments.names.is_none() && chosen == Some(Format::Safetensors) {
+        return export(input, output);
+    }
+    let is_torch = !is_folder && starts_with_zip(input)?;
+    let Converted { value: mut checkpoint, mut notes } = if is_folder {
+        Converted {
+            value: read_folder(input, arguments.weights_only || chosen.is_some_and(is_of_weights))?,
+            notes: Vec::new(),
+        }
+    } else if is_torch || !is_safetensors(input)? {
         let names = arguments.param_names.as_deref().map(read_lines).transpose()?;
         from_lightning(&read_torch_within(input, limits)?, names.as_deref(), arguments.weights_only)?
     } else {
@@ -39,15 +59,10 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
         Some(Names::ToHuggingface) => checkpoint.weights = to_hugging_face(&checkpoint.weights)?,
         None => {}
     }
-    let extension = output.extension().and_then(|extension| extension.to_str());
-    let format = arguments.to.unwrap_or(match extension {
-        Some("safetensors") => Format::Safetensors,
-        Some("pt" | "pth" | "bin") => Format::StateDict,
-        _ if is_torch => Format::Voltaic,
-        _ => Format::Lightning,
-    });
-    if checkpoint.training.is_some() && matches!(format, Format::Safetensors | Format::StateDict) {
-        notes.push("the training state is left out: this format holds weights only".to_owned());
+    // of a folder the same in one file is wanted more often than a file for Lightning
+    let format = chosen.unwrap_or(if is_torch || is_folder { Format::Voltaic } else { Format::Lightning });
+    if is_of_weights(format) && (checkpoint.training.is_some() || is_folder) {
+        notes.push(LEFT_OUT.to_owned());
     }
     match format {
         Format::Voltaic => checkpoint.save(output)?,
@@ -60,12 +75,8 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
         }
     }
     let mut text = notes.iter().map(|note| format!("note: {note}\n")).collect::<String>();
-    let training =
-        if checkpoint.training.is_some() && !matches!(format, Format::Safetensors | Format::StateDict) {
-            " and the training state"
-        } else {
-            ""
-        };
+    let has_training = checkpoint.training.is_some() && !is_of_weights(format);
+    let training = if has_training { " and the training state" } else { "" };
     text += &format!(
         "{}: {} tensors{training}, epoch {}, global_step {}\n",
         output.display(),
@@ -76,13 +87,37 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
     Ok(text)
 }
 
+/// Writes the weights of a folder to one file, tensor by tensor.
+fn export(input: &Path, output: &Path) -> Result<String, Error> {
+    let shards = Shards::open(input)?;
+    let num_tensors = export_weights(&shards, output)?;
+    let (meta, has_training) = (shards.meta(), shards.has_training());
+    let note = if has_training { format!("note: {LEFT_OUT}\n") } else { String::new() };
+    Ok(format!(
+        "{note}{}: {num_tensors} tensors, epoch {}, global_step {}\n",
+        output.display(),
+        meta.epoch,
+        meta.global_step
+    ))
+}
+
+fn read_folder(input: &Path, weights_only: bool) -> Result<Checkpoint, Error> {
+    if !weights_only {
+        return Checkpoint::load(input);
+    }
+    let meta = Shards::open(input)?.meta().clone();
+    Ok(Checkpoint { weights: read_weights(input)?, meta, ..Checkpoint::default() })
+}
+
 /// The output would take the place of the only copy of what is converted.
 fn refuse_same_file(input: &Path, output: &Path) -> Result<(), Error> {
     let identity = |path: &Path| path.metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()));
-    if identity(output).is_none_or(|output| identity(input) != Some(output)) {
+    let is_within =
+        is_folder(input) && output.parent().and_then(identity).is_some_and(|at| identity(input) == Some(at));
+    if !is_within && identity(output).is_none_or(|output| identity(input) != Some(output)) {
         return Ok(());
     }
-    let what = format!("{} is the file that is converted", output.display());
+    let what = format!("{} is what is converted, or in it", output.display());
     Err(ConfigError::new("convert OUTPUT", what, "give another name").into())
 }
 

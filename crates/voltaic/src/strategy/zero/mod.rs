@@ -6,6 +6,7 @@ mod keeper;
 mod optimizer;
 mod reducer;
 mod report;
+mod shards;
 mod unit;
 
 use std::collections::HashMap;
@@ -13,9 +14,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Kind, Tensor};
 
+use super::divided::{DividedGrads, DividedState, Portion};
 use super::peers::{agree, broadcast_buffers, start_equal};
 use super::strategy::{PART, Strategy, grads_of, set_grads_of};
 use super::votes::Votes;
+use crate::checkpoint::Part;
 use crate::distributed::{ProcessGroup, World};
 use crate::error::{ConfigError, Result};
 use crate::ffi::GradHook;
@@ -277,6 +280,10 @@ impl Strategy for Zero {
         self.peers().is_some()
     }
 
+    fn divided(&self) -> Option<&dyn DividedState> {
+        self.peers().map(|_| self as &dyn DividedState)
+    }
+
     fn begin_forward(&mut self, module: &dyn Module) -> Result<()> {
         self.release_all()?;
         match self.peers() {
@@ -422,5 +429,60 @@ impl Strategy for Zero {
             );
         }
         self.reducer = None;
+    }
+}
+
+impl DividedState for Zero {
+    fn save_weights(&self) -> Result<Vec<Part>> {
+        self.reducer().map_or_else(|| Ok(Vec::new()), |reducer| shards::weights(&reducer))
+    }
+
+    fn weight_portion(&self, fqn: &str) -> Option<Portion> {
+        shards::weight_portion(&*self.reducer()?, fqn)
+    }
+
+    fn load_weight(&self, fqn: &str, values: &Tensor) -> Result<()> {
+        self.reducer().map_or(Ok(()), |mut reducer| shards::load_weight(&mut reducer, fqn, values))
+    }
+
+    fn state_portion(&self, fqn: &str) -> Option<Portion> {
+        shards::portion(&*self.reducer()?, fqn)
+    }
+
+    fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<(OptimizerState, Vec<Part>)> {
+        let state = optimizer.state_dict();
+        match self.reducer() {
+            Some(reducer) => shards::save_optimizer(&reducer, index, state),
+            None => Ok((state, Vec::new())),
+        }
+    }
+
+    fn load_optimizer(
+        &self,
+        optimizer: &mut dyn Optimizer,
+        state: OptimizerState,
+        parts: Vec<Part>,
+    ) -> Result<()> {
+        let state = match self.reducer() {
+            Some(reducer) => shards::load_optimizer(&reducer, state, parts)?,
+            None => state,
+        };
+        optimizer.load_state_dict(state)
+    }
+
+    fn save_grads(&self, module: &dyn Module) -> Result<DividedGrads> {
+        let own = grads_of(module);
+        let Some(reducer) = self.reducer() else { return Ok(DividedGrads { own, ..Default::default() }) };
+        let (parts, had_grad) = shards::grads(&reducer)?;
+        Ok(DividedGrads { own, parts, had_grad })
+    }
+
+    fn grad_portion(&self, fqn: &str) -> Option<Portion> {
+        let reducer = self.reducer().filter(|_| self.config.stage >= ZeroStage::Two)?;
+        shards::portion(&reducer, fqn)
+    }
+
+    fn load_grad(&self, fqn: &str, values: &Tensor) -> Result<()> {
+        self.reducer().map_or(Ok(()), |mut reducer| shards::load_grad(&mut reducer, fqn, values))
     }
 }

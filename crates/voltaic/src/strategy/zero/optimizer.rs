@@ -14,7 +14,7 @@ use crate::error::{ConfigError, Result};
 use crate::optim::{GradientClip, Optimizer, OptimizerState, ParamGroup, clip_to_norm, grad_norm};
 
 /// The state that is the master weights: as optimizers with masters of their own call it.
-const MASTER: &str = "master_param";
+pub(super) const MASTER: &str = "master_param";
 
 /// The state that counts steps, and is not like its parameter.
 const STEP: &str = "step";

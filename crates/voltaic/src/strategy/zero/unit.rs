@@ -1,5 +1,7 @@
 //! Parameters that travel together: the weights, this rank's part of them that the optimizer changes, and its gradients.
 
+use std::ops::Range;
+
 use tch::{Kind, Tensor};
 
 use super::flat::{Layout, copied, narrow};
@@ -261,6 +263,25 @@ impl Unit {
     /// Whether the weights come and go.
     pub fn is_divided(&self) -> bool {
         self.coming.is_some()
+    }
+
+    /// Whether the weights come and go, and are not in memory.
+    pub fn is_released(&self) -> bool {
+        self.coming.as_ref().is_some_and(|coming| coming.storage.is_released())
+    }
+
+    /// Which elements of the parameter at `index`, flattened, this rank has.
+    pub fn range(&self, index: usize) -> Range<usize> {
+        self.layout.range(&self.layout.places[index], self.rank)
+    }
+
+    /// This rank's elements of the weight at `index`, in its dtype.
+    pub fn weight_slice(&self, index: usize) -> Result<Tensor> {
+        if self.coming.is_some() {
+            return Ok(self.slices[index].leaf().f_detach()?.f_to_kind(self.layout.kind)?);
+        }
+        let own = self.layout.part(&self.flat, self.rank)?;
+        self.layout.slice(&own, &self.layout.places[index], self.rank)
     }
 
     /// Which parameters are trained.

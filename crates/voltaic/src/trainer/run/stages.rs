@@ -27,7 +27,7 @@ use crate::trainer::session::options::CallOptions;
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
 use crate::trainer::state::find::{find, tidy_up};
-use crate::trainer::state::restore::{restore_module, restore_training};
+use crate::trainer::state::restore::{load, restore_module, restore_training};
 
 impl Run {
     /// Trains, from set-up to tear-down. Knows no searches: they train with it, too.
@@ -112,8 +112,8 @@ fn evaluate_session<M: LightningModule, T>(
     let (stage, source) = (session.run.at.stage, LoaderSource::of(session.run.at.stage));
     session.setup()?;
     if let Some(path) = session.start()? {
-        let checkpoint = session.run.checkpoint_io.load_checkpoint(&path)?;
-        restore_module(session, &checkpoint, &path)?;
+        let loaded = load(session, &path)?;
+        restore_module(session, &loaded, &path)?;
     }
     let mut loaders = session.ask_for(&source)?;
     if loaders.is_empty() {
@@ -146,7 +146,7 @@ impl<M: LightningModule> Session<'_, M> {
         let mut checkpoint = None;
         self.run.resumed_from = None;
         if let Some(path) = self.start()? {
-            let loaded = self.run.checkpoint_io.load_checkpoint(&path)?;
+            let loaded = load(self, &path)?;
             restore_module(self, &loaded, &path)?;
             self.run.resumed_from = Some(path.clone());
             checkpoint = Some((loaded, path));

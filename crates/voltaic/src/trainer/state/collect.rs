@@ -4,22 +4,34 @@ use serde_json::Value;
 
 use crate::accelerator::rng;
 use crate::callback::Callback;
-use crate::checkpoint::{Checkpoint, CheckpointMeta, LoopState, RankState, TrainingState, rank_to_bytes};
+use crate::checkpoint::{
+    Checkpoint, CheckpointMeta, LoopState, Part, RankState, TrainingState, grad_name, optimizer_name,
+    parts_to_host, rank_to_bytes,
+};
 use crate::distributed::SlurmJob;
 use crate::error::{Error, Result};
 use crate::module::{BatchFacts, LightningModule, ModuleTensors, Progress};
-use crate::nn::{Module, ModuleExt};
+use crate::nn::{Module, ModuleExt, state_dict_of, tied_names};
 use crate::optim::OptimizerState;
-use crate::trainer::session::frozen::{AfterFit, Frozen};
+use crate::strategy::DividedGrads;
+use crate::trainer::session::frozen::{AfterFit, Frozen, Kept};
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::session::Session;
+
+/// Whether each rank saves its own parts of full checkpoints.
+pub(crate) fn saves_parts<M: LightningModule>(session: &Session<M>) -> bool {
+    session.run.engine.strategy.divided().is_some() && session.run.checkpoint_io.saves_parts()
+}
 
 /// Keeps the run as it is.
 ///
 /// # Sync
 /// Copies weights and optimizer state.
 pub(crate) fn freeze<M: LightningModule>(session: &mut Session<M>) -> Result<Frozen> {
+    if saves_parts(session) {
+        return Ok(Frozen::Whole(Box::new(collect(session, false)?.snapshot()?)));
+    }
     if session.takes_part_in_saving() {
         collect(session, false)?;
     }
@@ -34,13 +46,15 @@ pub(crate) fn keep<M: LightningModule>(session: &mut Session<M>) -> Result<After
     if let Some(frozen) = session.frozen.take() {
         return Ok(AfterFit::Frozen(frozen));
     }
-    if session.takes_part_in_saving() {
+    let keeps_own = saves_parts(session);
+    if !keeps_own && session.takes_part_in_saving() {
         training_state(session)?;
     }
-    Ok(match session.run.world().is_global_zero() {
+    Ok(match keeps_own || session.run.world().is_global_zero() {
         true => {
-            let (state, training) = training_state(session)?;
-            AfterFit::Whole(Box::new((state, training.of_finished_fit()?)))
+            let Kept { state, training, parts } = training_state(session)?;
+            let (training, parts) = (training.of_finished_fit()?, parts_to_host(&parts)?);
+            AfterFit::Whole(Box::new(Kept { state, training, parts }))
         }
         false => AfterFit::Own(rank_to_bytes(&own_state(session)?)?),
     })
@@ -73,11 +87,9 @@ pub(crate) fn collect<M: LightningModule>(
 }
 
 /// The training state without what callbacks, data and module add.
-fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(LoopState, TrainingState)> {
+fn training_state<M: LightningModule>(session: &Session<M>) -> Result<Kept> {
     let run = &*session.run;
-    let saved = session.training.optimizers.iter().enumerate();
-    let saved = saved.map(|(index, optimizer)| run.engine.strategy.save_optimizer(index, optimizer.as_ref()));
-    let optimizers: Vec<OptimizerState> = saved.collect::<Result<_>>()?;
+    let States { optimizers, grads, had_grad, parts } = states(session)?;
     let names = session.training.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
     let schedulers =
         session.training.schedulers.iter().map(|active| active.configured.scheduler.state_dict());
@@ -99,24 +111,66 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<(LoopState
     };
     let training = TrainingState {
         optimizers: optimizers.into_iter().map(|state| state.tensors).collect(),
-        grads: pending_grads(session)?,
+        grads,
+        had_grad,
         metrics: run.log.metrics.metric_states()?,
         rng: rng::states(session.plan.device)?,
         ..TrainingState::default()
     };
-    Ok((state, training))
+    Ok(Kept { state, training, parts })
+}
+
+/// States of optimizers, and gradients of an open window.
+struct States {
+    optimizers: Vec<OptimizerState>,
+    grads: Vec<(String, tch::Tensor)>,
+    had_grad: Vec<String>,
+    parts: Vec<Part>,
+}
+
+fn states<M: LightningModule>(session: &Session<M>) -> Result<States> {
+    let strategy = &session.run.engine.strategy;
+    let optimizers = session.training.optimizers.iter().enumerate();
+    let Some(divided) = strategy.divided().filter(|_| saves_parts(session)) else {
+        let saved = optimizers.map(|(index, optimizer)| strategy.save_optimizer(index, optimizer.as_ref()));
+        let (optimizers, grads) = (saved.collect::<Result<_>>()?, pending_grads(session)?);
+        return Ok(States { optimizers, grads, had_grad: Vec::new(), parts: Vec::new() });
+    };
+    let named = |part: Part, name| Part { name, ..part };
+    let (mut states, mut parts) = (Vec::new(), Vec::new());
+    for (index, optimizer) in optimizers {
+        let (state, own) = divided.save_optimizer(index, optimizer.as_ref())?;
+        states.push(state);
+        parts.extend(own.into_iter().map(|part| {
+            let name = optimizer_name(index, &part.name);
+            named(part, name)
+        }));
+    }
+    let pending = match keeps_grads(session) {
+        true => divided.save_grads(session.module.as_dyn())?,
+        false => DividedGrads::default(),
+    };
+    parts.extend(pending.parts.into_iter().map(|part| {
+        let name = grad_name(&part.name);
+        named(part, name)
+    }));
+    Ok(States { optimizers: states, grads: pending.own, had_grad: pending.had_grad, parts })
 }
 
 /// A checkpoint of the module's weights and these parts, with what callbacks, data and module add.
 pub(crate) fn complete<M: LightningModule>(
     session: &mut Session<M>,
-    parts: Option<(LoopState, TrainingState)>,
+    kept: Option<Kept>,
 ) -> Result<Checkpoint> {
-    let progress = parts.as_ref().map_or(&session.run.at.progress, |(state, _)| &state.progress);
-    let mut checkpoint = weights(session.module, progress)?;
-    let state = match parts {
-        Some((state, training)) => {
+    let progress = kept.as_ref().map_or(&session.run.at.progress, |kept| &kept.state.progress);
+    let mut checkpoint = match kept.is_some() && saves_parts(session) {
+        true => divided_weights(session, progress)?,
+        false => weights(session.module, progress)?,
+    };
+    let state = match kept {
+        Some(Kept { state, training, parts }) => {
             checkpoint.training = Some(training);
+            checkpoint.parts.extend(parts);
             let callbacks = callback_states(&session.run.callbacks);
             let data = session.profile_data("state_dict")?.around(|| session.data.state_dict());
             Some(LoopState { callbacks, data, ..state })
@@ -137,16 +191,33 @@ pub(crate) fn complete<M: LightningModule>(
     Ok(checkpoint)
 }
 
-/// A checkpoint of weights only; its tensors are the module's.
-pub(crate) fn weights<M: LightningModule>(module: &M, progress: &Progress) -> Result<Checkpoint> {
-    let meta = CheckpointMeta {
+fn meta<M: LightningModule>(module: &M, progress: &Progress) -> CheckpointMeta {
+    CheckpointMeta {
         epoch: progress.current_epoch,
         global_step: progress.global_step,
         module: Module::type_name(module).to_owned(),
         hyper_parameters: module.hyper_parameters(),
         ..CheckpointMeta::default()
-    };
-    Ok(Checkpoint { weights: module.try_state_dict()?, training: None, meta })
+    }
+}
+
+/// A checkpoint of weights only; its tensors are the module's.
+pub(crate) fn weights<M: LightningModule>(module: &M, progress: &Progress) -> Result<Checkpoint> {
+    let (weights, meta) = (module.try_state_dict()?, meta(module, progress));
+    Ok(Checkpoint { weights, meta, ..Checkpoint::default() })
+}
+
+/// The same with this rank's parts of what is divided, and whole tensors beside them. Nothing is gathered.
+fn divided_weights<M: LightningModule>(session: &Session<M>, progress: &Progress) -> Result<Checkpoint> {
+    let divided = session.run.engine.strategy.divided();
+    let parts = divided.map_or_else(|| Ok(Vec::new()), |divided| divided.save_weights())?;
+    let module = session.module.as_dyn();
+    let is_part = |name: &str| parts.iter().any(|part| part.name == name);
+    let tied: Vec<_> = tied_names(module).into_iter().filter(|(_, first)| is_part(first)).collect();
+    let is_whole = |name: &str| !is_part(name) && !tied.iter().any(|(alias, _)| alias == name);
+    let weights = state_dict_of(module, &is_whole)?;
+    let meta = meta(&*session.module, progress);
+    Ok(Checkpoint { weights, training: None, meta, parts, tied })
 }
 
 /// The callbacks' hook.
@@ -169,14 +240,18 @@ fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {
     callbacks.iter().filter_map(|callback| Some((callback.state_key(), callback.state_dict()?))).collect()
 }
 
-/// Gradients of an accumulation window that has begun and is not complete. With manual optimization all there are: only
-/// the module knows which it goes on with.
-fn pending_grads<M: LightningModule>(session: &Session<M>) -> Result<Vec<(String, tch::Tensor)>> {
+/// Whether gradients belong to a checkpoint: an accumulation window has begun and is not complete. With manual optimization they
+/// always do: only the module knows which it goes on with.
+fn keeps_grads<M: LightningModule>(session: &Session<M>) -> bool {
     let progress = &session.run.at.progress;
     let is_open = !progress.batch_idx.is_multiple_of(session.accumulate_grad_batches)
         && progress.has_batches_left(session.run.facts.num_training_batches);
-    if !is_open && session.module.automatic_optimization() {
-        return Ok(Vec::new());
+    is_open || !session.module.automatic_optimization()
+}
+
+fn pending_grads<M: LightningModule>(session: &Session<M>) -> Result<Vec<(String, tch::Tensor)>> {
+    match keeps_grads(session) {
+        true => session.run.engine.strategy.grads(session.module.as_dyn()),
+        false => Ok(Vec::new()),
     }
-    session.run.engine.strategy.grads(session.module.as_dyn())
 }

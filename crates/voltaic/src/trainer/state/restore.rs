@@ -7,17 +7,18 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::callback::Callback;
-use crate::checkpoint::{Checkpoint, LoopState, RankState};
+use crate::checkpoint::{Checkpoint, LoopState, Part, RankState, Shards, grad_name, is_folder};
 use crate::data::Stage;
 use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
 use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts};
-use crate::nn::ModuleExt;
+use crate::nn::{Held, ModuleExt, load_state_dict_each};
 use crate::optim::OptimizerState;
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
+use crate::trainer::state::collect::saves_parts;
 
 /// What is left to do with a checkpoint once the loaders are there.
 pub(crate) struct Resumed {
@@ -28,13 +29,75 @@ pub(crate) struct Resumed {
     shape: (usize, Option<usize>),
 }
 
+/// A checkpoint that a call starts from.
+pub(crate) struct Loaded {
+    checkpoint: Checkpoint,
+    /// What is not read yet, for ranks that read their parts: weights, states of optimizers, gradients that were divided.
+    shards: Option<Shards>,
+}
+
+/// Reads a checkpoint, or what ranks read of it that take their own parts later.
+///
+/// # Collective
+/// If the strategy divides states: all ranks must call it.
+pub(crate) fn load<M: LightningModule>(session: &mut Session<M>, path: &Path) -> Result<Loaded> {
+    if !saves_parts(session) || !session.run.world().of_rank_zero(is_folder(path))? {
+        return Ok(Loaded { checkpoint: session.run.checkpoint_io.load_checkpoint(path)?, shards: None });
+    }
+    let rank = session.run.world().rank;
+    let read = Shards::open(path)
+        .and_then(|shards| Ok(Loaded { checkpoint: shards.rest(rank)?, shards: Some(shards) }));
+    agreed(session.run.world(), path, read)
+}
+
+/// What this rank has read, if all ranks could read theirs: none goes on alone.
+fn agreed<T>(world: &World, path: &Path, read: Result<T>) -> Result<T> {
+    let Some(group) = world.group() else { return read };
+    let (own, read) = match read {
+        Ok(read) => (None, Some(read)),
+        Err(error) => (Some(error.into_problem("look at the file system of this rank")), None),
+    };
+    let all = group.all_gather_object(&own)?;
+    let failed = all.into_iter().enumerate().find_map(|(rank, problem)| Some((rank, problem?)));
+    match (failed, read) {
+        (None, Some(read)) => Ok(read),
+        (failed, _) => {
+            let (rank, Problem { what, remedy }) = failed.unwrap_or((world.rank, Problem::new("", "")));
+            let problem = Problem::new(format!("rank {rank}: {what}"), remedy);
+            Err(CheckpointError::OnRanks { action: "read", path: path.to_path_buf(), problem }.into())
+        }
+    }
+}
+
+fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &Loaded, path: &Path) -> Result<()> {
+    let Some(shards) = &loaded.shards else {
+        return session.module.load_state_dict(&loaded.checkpoint.weights, true).map(drop);
+    };
+    let divided = session.run.engine.strategy.divided();
+    let shapes =
+        shards.weights().map(|(name, shape)| (name, shape.iter().map(|&size| size as i64).collect()));
+    let shapes: Vec<(&str, Vec<i64>)> = shapes.collect();
+    let read = load_state_dict_each(session.module.as_dyn(), &shapes, &mut |name, held| {
+        if let (Held::Parameter(parameter), Some(divided)) = (held, divided)
+            && let Some(fqn) = parameter.fqn()
+            && let Some(portion) = divided.weight_portion(&fqn)
+        {
+            let part = shards.part(name, &portion.shape, portion.range)?;
+            return divided.load_weight(&fqn, &part.values);
+        }
+        held.fill(&shards.whole(name)?)
+    });
+    agreed(session.run.world(), path, read)
+}
+
 /// Takes the weights, and what modules, data and callbacks have saved.
 pub(crate) fn restore_module<M: LightningModule>(
     session: &mut Session<M>,
-    checkpoint: &Checkpoint,
+    loaded: &Loaded,
     path: &Path,
 ) -> Result<()> {
-    session.module.load_state_dict(&checkpoint.weights, true)?;
+    restore_weights(session, loaded, path)?;
+    let checkpoint = &loaded.checkpoint;
     let Some(training) = &checkpoint.training else { return Ok(()) };
     let state = read_state(&training.json, path)?;
     let action = session.profile_hook("on_load_checkpoint")?;
@@ -76,9 +139,10 @@ fn unusable(path: &Path, what: String, remedy: &'static str) -> Error {
 /// Puts the rest of a training state back: optimizers, schedules, metrics, position.
 pub(crate) fn restore_training<M: LightningModule>(
     session: &mut Session<M>,
-    checkpoint: Checkpoint,
+    loaded: Loaded,
     path: PathBuf,
 ) -> Result<Resumed> {
+    let Loaded { checkpoint, shards } = loaded;
     let Some(training) = checkpoint.training else {
         let remedy = "resume from a full checkpoint, or load the weights alone and start from the beginning";
         return Err(unusable(&path, "it holds weights only, no training state".to_owned(), remedy));
@@ -102,12 +166,24 @@ pub(crate) fn restore_training<M: LightningModule>(
         );
         return Err(unusable(&path, what, "use the same configure_optimizers, or load the weights alone"));
     }
-    let tensors = training.optimizers.into_iter();
-    let states =
-        tensors.zip(state.optimizers).map(|(tensors, (_, groups))| OptimizerState { tensors, groups });
-    for (index, (optimizer, state)) in session.training.optimizers.iter_mut().zip(states).enumerate() {
-        session.run.engine.strategy.load_optimizer(index, optimizer.as_mut(), state)?;
-    }
+    let groups = state.optimizers.into_iter().map(|(_, groups)| groups);
+    let grads = match &shards {
+        Some(shards) => {
+            let groups: Vec<Value> = groups.collect();
+            let read = restore_divided(session, shards, groups)
+                .map(|whole| grads.into_iter().chain(whole).collect());
+            agreed(session.run.world(), &path, read)?
+        }
+        None => {
+            let states = training.optimizers.into_iter().zip(groups);
+            let states = states.map(|(tensors, groups)| OptimizerState { tensors, groups });
+            for (index, (optimizer, state)) in session.training.optimizers.iter_mut().zip(states).enumerate()
+            {
+                session.run.engine.strategy.load_optimizer(index, optimizer.as_mut(), state)?;
+            }
+            grads
+        }
+    };
     for (active, saved) in session.training.schedulers.iter_mut().zip(&state.schedulers) {
         active.configured.scheduler.load_state_dict(saved)?;
     }
@@ -124,6 +200,44 @@ pub(crate) fn restore_training<M: LightningModule>(
     session.run.log.metrics.restore_metrics(&metrics, session.plan.device)?;
     session.run.at.progress = state.progress;
     Ok(Resumed { path, rng, shape: (state.num_training_batches, state.batch_size) })
+}
+
+/// Gives this rank's optimizers what they have of their states, and the strategy its parts of gradients. Returns gradients that were
+/// divided and are whole now.
+fn restore_divided<M: LightningModule>(
+    session: &mut Session<M>,
+    shards: &Shards,
+    groups: Vec<Value>,
+) -> Result<Vec<(String, tch::Tensor)>> {
+    let engine = &mut session.run.engine;
+    let Some(divided) = engine.strategy.divided() else { return Ok(Vec::new()) };
+    for (index, (optimizer, groups)) in session.training.optimizers.iter_mut().zip(groups).enumerate() {
+        let mut state = OptimizerState { tensors: Vec::new(), groups };
+        let mut parts = Vec::new();
+        for (name, key) in shards.optimizer_states(index) {
+            let fqn = key.split_once('.').map_or("", |(_, fqn)| fqn);
+            match divided.state_portion(fqn).filter(|_| !shards.is_number(name)) {
+                Some(portion) => {
+                    let part = shards.part(name, &portion.shape, portion.range)?;
+                    parts.push(Part { name: key.to_owned(), ..part });
+                }
+                None => state.tensors.push((key.to_owned(), shards.whole(name)?)),
+            }
+        }
+        divided.load_optimizer(optimizer.as_mut(), state, parts)?;
+    }
+    let mut whole = Vec::new();
+    for fqn in shards.divided_grads() {
+        let name = grad_name(fqn);
+        engine.of_call.has_scaled = true;
+        match divided.grad_portion(fqn) {
+            Some(portion) => {
+                divided.load_grad(fqn, &shards.part(&name, &portion.shape, portion.range)?.values)?;
+            }
+            None => whole.push((fqn.to_owned(), shards.whole(&name)?)),
+        }
+    }
+    Ok(whole)
 }
 
 /// What this rank takes of the parts that each rank has for itself.

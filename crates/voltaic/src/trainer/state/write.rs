@@ -5,16 +5,16 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::callback::Callback;
-use crate::checkpoint::{Checkpoint, RankState, rank_from_bytes, rank_to_bytes};
+use crate::checkpoint::{Checkpoint, RankState, parts_to_host, rank_from_bytes, rank_to_bytes};
 use crate::data::Stage;
 use crate::distributed::{ProcessGroup, SlurmJob, collective_scope};
 use crate::error::{Error, Result};
 use crate::module::{CheckpointRequest, LightningModule};
 use crate::profiler::actions;
-use crate::trainer::session::frozen::{AfterFit, Frozen};
+use crate::trainer::session::frozen::{AfterFit, Frozen, Kept};
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
-use crate::trainer::state::collect::{self, collect, complete, own_state};
+use crate::trainer::state::collect::{self, collect, complete, own_state, saves_parts};
 use crate::trainer::state::requeue::next_path;
 
 impl<M: LightningModule> Session<'_, M> {
@@ -30,19 +30,25 @@ impl<M: LightningModule> Session<'_, M> {
         let _named = collective_scope("checkpoint");
         let requests = std::mem::take(&mut self.run.asks.checkpoints);
         let is_full = |request: &CheckpointRequest| !request.weights_only && request.link_to.is_none();
-        let mut ranks = if requests.iter().any(is_full) { gather_ranks(self)? } else { Vec::new() };
-        if self.takes_part_in_saving() {
-            let frozen = self.frozen.is_some();
-            let read_back =
-                |request: &&CheckpointRequest| request.link_to.is_none() && (request.weights_only || !frozen);
-            let requests: Vec<_> = requests.iter().filter(read_back).collect();
-            requests.iter().try_for_each(|request| collect(self, request.weights_only).map(drop))?;
+        let by_parts = saves_parts(self);
+        let is_gathered = !by_parts && requests.iter().any(is_full);
+        let mut ranks = if is_gathered { gather_ranks(self)? } else { Vec::new() };
+        if self.run.world().is_global_zero() {
+            self.flush_loggers()?;
         }
-        if !self.run.world().is_global_zero() {
-            return Ok(()); // rank 0 writes
+        for request in &requests {
+            if by_parts && is_full(request) {
+                write_parts(self, request)?;
+            } else if self.run.world().is_global_zero() {
+                write(self, request, &mut ranks)?;
+            } else if self.takes_part_in_saving() && request.link_to.is_none() {
+                // rank 0 writes, and needs all to read back what they hold a part of
+                if request.weights_only || self.frozen.is_none() {
+                    collect(self, request.weights_only)?;
+                }
+            }
         }
-        self.flush_loggers()?;
-        requests.iter().try_for_each(|request| write(self, request, &mut ranks))
+        Ok(())
     }
 
     /// Rows that are older than a checkpoint reach the disk before it: a run that goes on from it does not log them again.
@@ -156,9 +162,34 @@ pub(crate) fn write<M: LightningModule>(
             }
         }
     }
-    let Run { checkpoint_io, resumed_from, .. } = &mut *session.run;
+    remove_replaced(session.run, request)
+}
+
+/// Removes the checkpoints that one replaces.
+fn remove_replaced(run: &mut Run, request: &CheckpointRequest) -> Result<()> {
+    let Run { checkpoint_io, resumed_from, .. } = run;
     let is_kept = |old: &&PathBuf| !resumed_from.as_ref().is_some_and(|resumed| is_same_file(resumed, old));
     request.then_remove.iter().filter(is_kept).try_for_each(|old| checkpoint_io.remove_checkpoint(old))
+}
+
+/// Writes this rank's parts of the checkpoint that a callback asked for; rank 0 then removes those it replaces.
+///
+/// # Collective
+/// All ranks must call it.
+fn write_parts<M: LightningModule>(session: &mut Session<M>, request: &CheckpointRequest) -> Result<()> {
+    let Some(group) = session.run.world().group().cloned() else { return Ok(()) };
+    let _action = session.profile(actions::SAVE_CHECKPOINT)?;
+    let checkpoint = match &session.frozen {
+        Some(Frozen::Whole(frozen)) => with_savers(frozen, &session.run.callbacks)?,
+        _ => collect(session, false)?,
+    };
+    session.run.checkpoint_io.save_parts(&checkpoint, &group, &request.path, None)?;
+    drop(checkpoint);
+    if !session.run.world().is_global_zero() {
+        return Ok(());
+    }
+    session.run.note_checkpoint(&request.path)?;
+    remove_replaced(session.run, request)
 }
 
 /// Whether two paths lead to one file, links included.
@@ -190,7 +221,13 @@ pub(crate) fn write_after_fit<M: LightningModule>(
     path: &Path,
     storage_options: Option<&Value>,
 ) -> Result<()> {
-    let ranks = match session.run.world().group().filter(|group| group.world_size() > 1) {
+    let group = session.run.world().group().filter(|group| group.world_size() > 1).cloned();
+    if let Some(group) = group.as_ref().filter(|_| saves_parts(session)) {
+        let Some(checkpoint) = after_fit(session, after)? else { return Ok(()) };
+        session.run.checkpoint_io.save_parts(&checkpoint, group, path, storage_options)?;
+        return session.run.checkpoint_io.teardown();
+    }
+    let ranks = match &group {
         Some(group) => {
             let own = match after {
                 AfterFit::Own(own) | AfterFit::Frozen(Frozen::Own(own)) => own.as_slice(),
@@ -200,17 +237,23 @@ pub(crate) fn write_after_fit<M: LightningModule>(
         }
         None => Vec::new(),
     };
-    let mut checkpoint = match after {
-        AfterFit::Frozen(Frozen::Whole(frozen)) => with_savers(frozen, &session.run.callbacks)?,
-        AfterFit::Whole(kept) => {
-            let (state, training) = kept.as_ref();
-            complete(session, Some((state.clone(), training.to_host()?)))?
-        }
-        AfterFit::Own(_) | AfterFit::Frozen(Frozen::Own(_)) => return Ok(()), // rank 0 writes
-    };
+    let Some(mut checkpoint) = after_fit(session, after)? else { return Ok(()) }; // rank 0 writes
     if let Some(training) = &mut checkpoint.training {
         training.ranks = ranks;
     }
     session.run.checkpoint_io.save_checkpoint(&checkpoint, path, storage_options)?;
     session.run.checkpoint_io.teardown()
+}
+
+/// The checkpoint of a fit that is over; `None` on ranks that do not write.
+fn after_fit<M: LightningModule>(session: &mut Session<M>, after: &AfterFit) -> Result<Option<Checkpoint>> {
+    match after {
+        AfterFit::Frozen(Frozen::Whole(frozen)) => with_savers(frozen, &session.run.callbacks).map(Some),
+        AfterFit::Whole(kept) => {
+            let Kept { state, training, parts } = kept.as_ref();
+            let (state, training, parts) = (state.clone(), training.to_host()?, parts_to_host(parts)?);
+            complete(session, Some(Kept { state, training, parts })).map(Some)
+        }
+        AfterFit::Own(_) | AfterFit::Frozen(Frozen::Own(_)) => Ok(None),
+    }
 }

@@ -1,0 +1,90 @@
+//! Checkpoints by their path: one file, or a folder with a file of each rank.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use tch::Tensor;
+
+use super::atomic::write_atomically;
+use super::checkpoint::Checkpoint;
+use super::format::read as read_file;
+use super::peek::{Beginning, peek_file, peek_whole_file};
+use super::shards::folder::is_folder;
+use super::shards::read as shards;
+use super::stream::{Planned, bytes_of, write_tensors};
+use crate::error::Result;
+
+/// Reads a checkpoint; see [`Checkpoint::load`].
+///
+/// # Errors
+/// As [`Checkpoint::load`].
+pub fn read(path: &Path) -> Result<Checkpoint> {
+    if is_folder(path) { shards::load(path) } else { read_file(path) }
+}
+
+/// The weights alone, from a checkpoint or from any safetensors file.
+///
+/// # Errors
+/// As [`Checkpoint::load`].
+pub fn read_weights(path: &Path) -> Result<Vec<(String, Tensor)>> {
+    if !is_folder(path) {
+        return Ok(read_file(path)?.weights);
+    }
+    let shards = shards::Shards::open(path)?;
+    shards.weights().map(|(name, _)| Ok((name.to_owned(), shards.whole(name)?))).collect()
+}
+
+impl Checkpoint {
+    /// Reads a checkpoint, a file or the folder of one that was divided among ranks; tensors are whole, and on the CPU.
+    ///
+    /// # Errors
+    /// If the file is missing, damaged, or of a later version; of a folder, if this is so of one of its files.
+    pub fn load(path: &Path) -> Result<Self> {
+        read(path)
+    }
+}
+
+/// Writes the weights of a folder as [`write_weights`](super::write_weights) does, one tensor in memory at a time. Returns their number.
+///
+/// # Errors
+/// If a file of the folder is missing or damaged, or the output cannot be written.
+pub(crate) fn export_weights(shards: &shards::Shards, path: &Path) -> Result<usize> {
+    let plan = |(name, shape): (&str, &[usize])| {
+        Some(Planned { name: name.to_owned(), dtype: shards.dtype(name)?, shape: shape.to_vec() })
+    };
+    let planned: Vec<Planned> = shards.weights().filter_map(plan).collect();
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    // what is wrong with the folder says more than that the output cannot be written
+    let mut failure = None;
+    let written = write_atomically(path, |writer| {
+        let mut read = |index: usize| {
+            let tensor = shards.whole(&planned[index].name).map_err(|error| {
+                let text = error.to_string();
+                failure = Some(error);
+                std::io::Error::other(text)
+            })?;
+            bytes_of(&tensor)
+        };
+        write_tensors(writer, &planned, metadata, &mut read).map(drop)
+    });
+    match failure {
+        Some(error) => Err(error),
+        None => written.map(|()| planned.len()),
+    }
+}
+
+/// The beginning of a checkpoint, whose rest is not checked.
+///
+/// # Errors
+/// If the file is missing or not voltaic's, nor safetensors; if a folder has no index.
+pub(crate) fn peek(path: &Path) -> Result<Beginning> {
+    if is_folder(path) { shards::peek(path) } else { peek_file(path) }
+}
+
+/// The beginning of a checkpoint, all of which is there and unchanged as far as lengths and checksums tell.
+///
+/// # Errors
+/// As [`peek`], and if a file is damaged or missing.
+pub(crate) fn peek_whole(path: &Path) -> Result<Beginning> {
+    if is_folder(path) { shards::peek_whole(path) } else { peek_whole_file(path) }
+}

@@ -1,0 +1,6 @@
+//! Checkpoints of state that is divided among ranks: a folder with a safetensors file of each rank and an index.
+
+pub(super) mod folder;
+mod index;
+pub(super) mod read;
+pub(super) mod write;

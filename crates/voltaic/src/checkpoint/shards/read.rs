@@ -1,0 +1,354 @@
+//! Reads a checkpoint that is divided among ranks: any elements of any tensor, wherever they lie.
+
+use std::cell::OnceCell;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::Metadata;
+use tch::{Kind, Tensor};
+
+use super::folder::{INDEX, file_name};
+use super::index::{Entry, FileEntry, Index};
+use super::write::{METADATA_KEY, Owner};
+use crate::checkpoint::checkpoint::{
+    Checkpoint, CheckpointMeta, FORMAT_VERSION, Part, RankState, TrainingState,
+};
+use crate::checkpoint::format::{
+    OWN, PREFIX, add_tensor, add_to_rank, grad_name, kind, note_saved_at, shape_of, unreadable,
+};
+use crate::checkpoint::peek::{Beginning, open_header};
+use crate::error::{CheckpointError, Error, Problem, Result};
+
+/// A file is checked in pieces of so many bytes.
+const PIECE: usize = 1 << 20;
+
+/// A checkpoint in a folder, whose tensors are read when they are asked for.
+pub(crate) struct Shards {
+    folder: PathBuf,
+    index: Index,
+    /// Those that have been opened and checked, by rank.
+    files: Vec<OnceCell<Opened>>,
+}
+
+struct Opened {
+    file: File,
+    metadata: Metadata,
+    /// Where the tensors begin.
+    data: u64,
+}
+
+impl Shards {
+    /// Reads the index.
+    ///
+    /// # Errors
+    /// If the folder is no checkpoint; if the index is damaged, or of a later version.
+    pub(crate) fn open(folder: &Path) -> Result<Self> {
+        let name = folder.join(INDEX);
+        if !name.exists() {
+            let what = format!("it is a folder without {INDEX}, so no checkpoint, or not a whole one");
+            return Err(unreadable(folder, what));
+        }
+        let index = Index::read(&name)?;
+        if index.meta.format_version > FORMAT_VERSION {
+            let (found, known) = (index.meta.format_version, FORMAT_VERSION);
+            let what = format!("it has format version {found}, this voltaic reads up to {known}");
+            return Err(unreadable(&name, what));
+        }
+        note_saved_at(index.saved_at);
+        let files = index.files.iter().map(|_| OnceCell::new()).collect();
+        Ok(Self { folder: folder.to_path_buf(), index, files })
+    }
+
+    /// Facts about the run that has saved it.
+    pub(crate) fn meta(&self) -> &CheckpointMeta {
+        &self.index.meta
+    }
+
+    /// Whether it has more than weights.
+    pub(crate) fn has_training(&self) -> bool {
+        self.index.training.is_some()
+    }
+
+    /// Ranks that have saved it.
+    pub(crate) fn ranks(&self) -> usize {
+        self.files.len()
+    }
+
+    /// Names and shapes of the weights, tied ones under each of their names.
+    pub(crate) fn weights(&self) -> impl Iterator<Item = (&str, &[usize])> {
+        let names = self.index.tensors.keys().chain(self.index.tied.keys());
+        let weights = names.filter(|name| !name.starts_with(PREFIX));
+        weights.filter_map(|name| Some((name.as_str(), self.index.entry(name)?.1.shape.as_slice())))
+    }
+
+    /// safetensors' dtype of a tensor that [`Shards::weights`] has named.
+    pub(in crate::checkpoint) fn dtype(&self, name: &str) -> Option<safetensors::Dtype> {
+        self.index.entry(name).map(|(_, entry)| entry.dtype)
+    }
+
+    fn named(&self, name: &str) -> Result<(&str, &Entry)> {
+        self.index.entry(name).ok_or_else(|| unreadable(&self.folder, format!("it has no tensor {name}")))
+    }
+
+    /// A whole tensor.
+    ///
+    /// # Errors
+    /// If there is none of that name; if a file that has some of it is missing, damaged, or of another checkpoint.
+    pub(crate) fn whole(&self, name: &str) -> Result<Tensor> {
+        let (name, entry) = self.named(name)?;
+        let shape = shape_of(&entry.shape).unwrap_or_default();
+        Ok(self.elements(name, entry, 0..entry.numel())?.f_view(shape.as_slice())?)
+    }
+
+    /// Some elements of a flattened tensor.
+    ///
+    /// # Errors
+    /// As [`Shards::whole`]; if it has fewer.
+    pub(crate) fn range(&self, name: &str, range: Range<usize>) -> Result<Tensor> {
+        let (name, entry) = self.named(name)?;
+        if range.end > entry.numel() {
+            let what =
+                format!("{name} has {} elements, and not the {} of this run", entry.numel(), range.end);
+            return Err(unreadable(&self.folder, what));
+        }
+        self.elements(name, entry, range)
+    }
+
+    fn elements(&self, name: &str, entry: &Entry, range: Range<usize>) -> Result<Tensor> {
+        let kind = self.kind_of(name, entry)?;
+        let size = kind.elt_size_in_bytes();
+        let mut places = Vec::new();
+        for (rank, within, len) in entry.within(&range) {
+            let opened = self.file(rank)?;
+            let numel = |shape: &[usize]| shape.iter().try_fold(1_usize, |n, size| n.checked_mul(*size));
+            let info = opened.metadata.info(name);
+            let info = info.filter(|info| info.dtype == entry.dtype && numel(&info.shape) == Some(len));
+            let Some(info) = info else {
+                let what =
+                    format!("{name} is not there as the index says: {len} elements of {:?}", entry.dtype);
+                return Err(unreadable(&self.folder.join(file_name(rank)), what));
+            };
+            places.push((
+                rank,
+                opened,
+                opened.data + (info.data_offsets.0 + within.start * size) as u64,
+                within.len() * size,
+            ));
+        }
+        // as many as the files have, so no more than there are
+        let mut bytes = Vec::new();
+        let total = places.iter().map(|(.., len)| *len).sum();
+        let short = |_| Error::io("read", &self.folder, std::io::ErrorKind::OutOfMemory.into());
+        bytes.try_reserve_exact(total).map_err(short)?;
+        for (rank, opened, offset, len) in places {
+            let at = bytes.len();
+            bytes.resize(at + len, 0);
+            opened
+                .file
+                .read_exact_at(&mut bytes[at..], offset)
+                .map_err(|e| Error::io("read checkpoint", self.folder.join(file_name(rank)), e))?;
+        }
+        Ok(Tensor::f_from_data_size(&bytes, &[range.len() as i64], kind)?)
+    }
+
+    fn kind_of(&self, name: &str, entry: &Entry) -> Result<Kind> {
+        kind(entry.dtype).ok_or_else(|| {
+            unreadable(&self.folder, format!("{name} has dtype {:?}, unknown here", entry.dtype))
+        })
+    }
+
+    /// The file of a rank, all of which has been checked.
+    fn file(&self, rank: usize) -> Result<&Opened> {
+        let (Some(cell), Some(entry)) = (self.files.get(rank), self.index.files.get(rank)) else {
+            return Err(unreadable(&self.folder, format!("it has no file of rank {rank}")));
+        };
+        if let Some(opened) = cell.get() {
+            return Ok(opened);
+        }
+        let opened = self.check(rank, entry)?;
+        Ok(cell.get_or_init(|| opened))
+    }
+
+    fn check(&self, rank: usize, entry: &FileEntry) -> Result<Opened> {
+        let path = self.folder.join(file_name(rank));
+        if !path.exists() {
+            let what =
+                format!("it is missing: the checkpoint has a file of each of its {} ranks", self.ranks());
+            let problem = Problem::new(what, "copy the whole folder, or use another checkpoint");
+            return Err(CheckpointError::Unreadable { path, problem }.into());
+        }
+        let fail = |e| Error::io("read checkpoint", &path, e);
+        let (mut file, header) = open_header(&path)?;
+        let found = file.metadata().map_err(fail)?.len();
+        if found != entry.bytes {
+            let what = format!("it has {found} bytes, the index tells of {}", entry.bytes);
+            return Err(unreadable(&path, what));
+        }
+        let metadata: Metadata =
+            serde_json::from_slice(&header[8..]).map_err(|e| unreadable(&path, e.to_string()))?;
+        let owner = metadata.metadata().as_ref().and_then(|own| own.get(METADATA_KEY));
+        let owner = owner.and_then(|text| serde_json::from_str::<Owner>(text).ok());
+        let expected = Owner { id: self.index.id.clone(), rank, ranks: self.ranks() };
+        if owner.as_ref() != Some(&expected) {
+            let what = format!("it is not the file of rank {rank} of this checkpoint, but of another one");
+            return Err(unreadable(&path, what));
+        }
+        let mut crc = crc32fast::Hasher::new();
+        let mut piece = vec![0; PIECE];
+        file.seek(SeekFrom::Start(0)).map_err(fail)?;
+        loop {
+            match file.read(&mut piece).map_err(fail)? {
+                0 => break,
+                read => crc.update(&piece[..read]),
+            }
+        }
+        let computed = format!("{:08x}", crc.finalize());
+        if computed != entry.crc32 {
+            let what =
+                format!("its checksum is {computed} but should be {}: the file is damaged", entry.crc32);
+            return Err(unreadable(&path, what));
+        }
+        if header.len() as u64 + metadata.data_len() as u64 != entry.bytes {
+            return Err(unreadable(&path, "its header tells of another length than it has"));
+        }
+        Ok(Opened { file, metadata, data: header.len() as u64 })
+    }
+
+    /// What a rank has to itself.
+    fn own(&self, rank: usize) -> Result<RankState> {
+        let path = self.folder.join(file_name(rank));
+        let logged = rank.checked_sub(1).and_then(|index| self.index.ranks.get(index)).cloned();
+        let mut state = RankState { logged: logged.unwrap_or_default(), ..RankState::default() };
+        let Opened { file, metadata, data } = self.file(rank)?;
+        let mut names: Vec<String> = metadata.offset_keys();
+        names.retain(|name| name.starts_with(OWN));
+        for name in names {
+            let (Some(info), Some(own)) = (metadata.info(&name), name.strip_prefix(OWN)) else { continue };
+            let (Some(kind), Some(shape)) = (kind(info.dtype), shape_of(&info.shape)) else {
+                let what =
+                    format!("{name} has dtype {:?} and shape {:?}, not read here", info.dtype, info.shape);
+                return Err(unreadable(&path, what));
+            };
+            let (start, end) = info.data_offsets;
+            let mut bytes = vec![0; end - start]; // within the file, as the length of the header tells
+            file.read_exact_at(&mut bytes, data + start as u64).map_err(|e| Error::io("read", &path, e))?;
+            let tensor = Tensor::f_from_data_size(&bytes, &shape, kind)?;
+            if !add_to_rank(&mut state, own, tensor) {
+                return Err(unreadable(&path, format!("{name} has an unknown meaning")));
+            }
+        }
+        Ok(state)
+    }
+
+    /// What a rank reads that takes its own elements of the rest later: all but weights, states of optimizers, and gradients that are
+    /// divided. Of what each rank has to itself there is that of rank 0 and its own.
+    ///
+    /// # Errors
+    /// As [`Shards::whole`].
+    pub(crate) fn rest(&self, rank: usize) -> Result<Checkpoint> {
+        let is_left = |name: &str| match name.strip_prefix(PREFIX) {
+            Some(rest) => rest.starts_with("optimizer.") || rest.starts_with("grad."),
+            None => true,
+        };
+        self.checkpoint(Some(rank), &is_left)
+    }
+
+    /// All tensors but those that are left, by the names that they have in a file. Of what each rank has to itself that of rank 0 and
+    /// of `rank`; of all ranks without one.
+    fn checkpoint(&self, rank: Option<usize>, is_left: &dyn Fn(&str) -> bool) -> Result<Checkpoint> {
+        let mut weights = Vec::new();
+        let mut training = TrainingState {
+            optimizers: (0..self.index.num_optimizers).map(|_| Vec::new()).collect(),
+            json: self.index.training.clone().unwrap_or_default(),
+            had_grad: self.index.had_grad.clone(),
+            ..TrainingState::default()
+        };
+        for name in self.index.tensors.keys().chain(self.index.tied.keys()) {
+            if is_left(name) {
+                continue;
+            }
+            let tensor = self.whole(name)?;
+            add_tensor(&mut weights, &mut training, name.clone(), tensor)
+                .map_err(|what| unreadable(&self.folder, what))?;
+        }
+        if self.index.training.is_some() {
+            // the mean so far is what each rank goes on from
+            let shared = std::mem::take(&mut training.grads);
+            let had = |fqn: &String| self.index.had_grad.contains(fqn);
+            let shared: Vec<(String, Tensor)> = shared.into_iter().filter(|(fqn, _)| had(fqn)).collect();
+            let own = |own: usize| {
+                let is_read = rank.is_none_or(|rank| rank == own || own == 0);
+                let mut state = if is_read { self.own(own)? } else { RankState::default() };
+                let added = shared.iter().map(|(fqn, grad)| (fqn.clone(), grad.shallow_clone()));
+                state.grads.extend(added);
+                Ok(state)
+            };
+            let RankState { grads, metrics, rng, .. } = own(0)?;
+            (training.grads, training.metrics, training.rng) = (grads, metrics, rng);
+            training.ranks = (1..self.ranks()).map(own).collect::<Result<_>>()?;
+        }
+        let training = self.index.training.is_some().then_some(training);
+        Ok(Checkpoint { weights, training, meta: self.index.meta.clone(), ..Checkpoint::default() })
+    }
+
+    /// Some elements of a tensor that has this shape.
+    ///
+    /// # Errors
+    /// As [`Shards::range`]; if it has another shape.
+    pub(crate) fn part(&self, name: &str, shape: &[i64], range: Range<usize>) -> Result<Part> {
+        let (_, entry) = self.named(name)?;
+        if !entry.shape.iter().map(|&size| size as i64).eq(shape.iter().copied()) {
+            let what = format!("{name} has shape {:?}, this run has {shape:?}", entry.shape);
+            return Err(unreadable(&self.folder, what));
+        }
+        let (start, shape) = (range.start, shape.to_vec());
+        Ok(Part { name: name.to_owned(), shape, start, values: self.range(name, range)? })
+    }
+
+    /// Names of the states of an optimizer, as in a file, with what follows its number.
+    pub(crate) fn optimizer_states(&self, index: usize) -> impl Iterator<Item = (&str, &str)> {
+        let prefix = format!("{PREFIX}optimizer.{index}.");
+        let named = self.index.tensors.keys();
+        named.filter_map(move |name| Some((name.as_str(), name.strip_prefix(prefix.as_str())?)))
+    }
+
+    /// Whether a tensor is a number, and not one like a parameter.
+    pub(crate) fn is_number(&self, name: &str) -> bool {
+        self.index.entry(name).is_some_and(|(_, entry)| entry.shape.is_empty())
+    }
+
+    /// Parameters whose gradients are divided, and have had one on some rank.
+    pub(crate) fn divided_grads(&self) -> impl Iterator<Item = &str> {
+        let has = |fqn: &&String| self.index.tensors.contains_key(&grad_name(fqn));
+        self.index.had_grad.iter().filter(has).map(String::as_str)
+    }
+
+    fn beginning(&self) -> Beginning {
+        let training = self.index.training.clone();
+        let global_step = self.index.meta.global_step;
+        Beginning { training, global_step, saved_at: Some(self.index.saved_at) }
+    }
+}
+
+/// All of a checkpoint in a folder, as of one file.
+///
+/// # Errors
+/// As [`Shards::open`] and [`Shards::whole`].
+pub(in crate::checkpoint) fn load(folder: &Path) -> Result<Checkpoint> {
+    Shards::open(folder)?.checkpoint(None, &|_| false)
+}
+
+/// What a folder says of itself; its files are not looked at.
+pub(in crate::checkpoint) fn peek(folder: &Path) -> Result<Beginning> {
+    Ok(Shards::open(folder)?.beginning())
+}
+
+/// The same if all files are there and unchanged.
+pub(in crate::checkpoint) fn peek_whole(folder: &Path) -> Result<Beginning> {
+    let shards = Shards::open(folder)?;
+    (0..shards.ranks()).try_for_each(|rank| shards.file(rank).map(drop))?;
+    Ok(shards.beginning())
+}

@@ -1,0 +1,84 @@
+//! State that a strategy has divided among ranks, part by part: what each rank saves for itself, and reads back.
+
+use std::ops::Range;
+
+use tch::Tensor;
+
+use crate::checkpoint::Part;
+use crate::error::Result;
+use crate::nn::Module;
+use crate::optim::{Optimizer, OptimizerState};
+
+/// What a rank has of a parameter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Portion {
+    /// Shape of the whole parameter.
+    pub shape: Vec<i64>,
+    /// The elements that this rank has, of the flattened parameter; perhaps none.
+    pub range: Range<usize>,
+}
+
+/// A rank's gradients of an accumulation window that may be open.
+#[derive(Debug, Default)]
+pub struct DividedGrads {
+    /// Whole gradients that are this rank's alone, by fqn.
+    pub own: Vec<(String, Tensor)>,
+    /// This rank's parts of the mean gradients of all ranks so far, named by fqn.
+    pub parts: Vec<Part>,
+    /// Parameters, of those in `parts`, that have had a gradient on this rank.
+    pub had_grad: Vec<String>,
+}
+
+/// State that is divided among ranks. None of these functions talks to other ranks.
+pub trait DividedState {
+    /// This rank's parts of the weights, named by fqn; none of those that are whole and belong to no optimizer.
+    ///
+    /// # Errors
+    /// libtorch's.
+    fn save_weights(&self) -> Result<Vec<Part>>;
+
+    /// What this rank has of a weight if weights are divided; `None` if it is whole on each rank.
+    fn weight_portion(&self, fqn: &str) -> Option<Portion>;
+
+    /// Takes the elements of [`DividedState::weight_portion`].
+    ///
+    /// # Errors
+    /// If the weight is in use, and so whole, at this moment; libtorch's.
+    fn load_weight(&self, fqn: &str, values: &Tensor) -> Result<()>;
+
+    /// What this rank has of an optimizer's states of a parameter; `None` if they are whole.
+    fn state_portion(&self, fqn: &str) -> Option<Portion>;
+
+    /// The state of the optimizer at `index`: its numbers (those of a parameter from one rank only) and groups, and this rank's parts
+    /// of what is like a parameter, all named `<kind>.<fqn>`.
+    ///
+    /// # Errors
+    /// libtorch's.
+    fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<(OptimizerState, Vec<Part>)>;
+
+    /// Gives an optimizer its state: numbers and groups, and the parts of [`DividedState::state_portion`].
+    ///
+    /// # Errors
+    /// As [`Optimizer::load_state_dict`].
+    fn load_optimizer(
+        &self,
+        optimizer: &mut dyn Optimizer,
+        state: OptimizerState,
+        parts: Vec<Part>,
+    ) -> Result<()>;
+
+    /// Gradients of an accumulation window that may be open.
+    ///
+    /// # Errors
+    /// libtorch's.
+    fn save_grads(&self, module: &dyn Module) -> Result<DividedGrads>;
+
+    /// What this rank has of a gradient if gradients are divided; `None` if they are whole.
+    fn grad_portion(&self, fqn: &str) -> Option<Portion>;
+
+    /// Takes the elements of [`DividedState::grad_portion`] of a parameter that has had a gradient on some rank.
+    ///
+    /// # Errors
+    /// libtorch's.
+    fn load_grad(&self, fqn: &str, values: &Tensor) -> Result<()>;
+}

@@ -1,0 +1,140 @@
+//! What a rank saves of units, and reads back: its parts, without the other ranks.
+
+use tch::Tensor;
+
+use super::optimizer::MASTER;
+use super::reducer::Reducer;
+use super::unit::Unit;
+use crate::checkpoint::Part;
+use crate::error::{ConfigError, Result};
+use crate::optim::OptimizerState;
+use crate::strategy::divided::Portion;
+
+/// What this rank has of a parameter in a unit.
+pub(super) fn portion(reducer: &Reducer, fqn: &str) -> Option<Portion> {
+    let (unit, index) = reducer.place_of(fqn)?;
+    Some(portion_of(&reducer.units[unit], index))
+}
+
+/// The same if its weight comes and goes.
+pub(super) fn weight_portion(reducer: &Reducer, fqn: &str) -> Option<Portion> {
+    let (unit, index) = reducer.place_of(fqn)?;
+    let unit = &reducer.units[unit];
+    unit.is_divided().then(|| portion_of(unit, index))
+}
+
+fn portion_of(unit: &Unit, index: usize) -> Portion {
+    Portion { shape: unit.layout.places[index].shape.clone(), range: unit.range(index) }
+}
+
+fn part_of(unit: &Unit, index: usize, name: String, values: Tensor) -> Part {
+    let Portion { shape, range } = portion_of(unit, index);
+    Part { name, shape, start: range.start, values }
+}
+
+/// This rank's parts of the weights of all units.
+pub(super) fn weights(reducer: &Reducer) -> Result<Vec<Part>> {
+    let _no_grad = tch::no_grad_guard();
+    let places = |unit: &'_ Unit| 0..unit.layout.places.len();
+    let all = reducer.units.iter().flat_map(|unit| places(unit).map(move |index| (unit, index)));
+    all.map(|(unit, index)| {
+        let fqn = unit.layout.places[index].fqn.clone();
+        Ok(part_of(unit, index, fqn, unit.weight_slice(index)?))
+    })
+    .collect()
+}
+
+/// Takes this rank's elements of a weight that comes and goes.
+pub(super) fn load_weight(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> Result<()> {
+    let Some((unit, index)) = reducer.place_of(fqn) else { return Ok(()) };
+    let unit = &mut reducer.units[unit];
+    unit.release()?;
+    if !unit.is_released() {
+        let what = format!("{fqn} cannot be loaded while it is in use");
+        return Err(ConfigError::new("ckpt_path", what, "load weights between steps").into());
+    }
+    let _no_grad = tch::no_grad_guard();
+    unit.slices[index].leaf().detach().f_copy_(values)?;
+    Ok(())
+}
+
+/// The state of an optimizer's slices as numbers and parts.
+pub(super) fn save_optimizer(
+    reducer: &Reducer,
+    index: usize,
+    state: OptimizerState,
+) -> Result<(OptimizerState, Vec<Part>)> {
+    let OptimizerState { tensors, groups } = state;
+    let (mut numbers, mut parts) = (Vec::new(), Vec::new());
+    for (name, tensor) in tensors {
+        let place = name.split_once('.').and_then(|(_, fqn)| reducer.place_of(fqn));
+        let Some((unit, index)) = place else {
+            numbers.push((name, tensor));
+            continue;
+        };
+        let unit = &reducer.units[unit];
+        let range = unit.range(index);
+        if tensor.dim() == 1 && tensor.numel() == range.len() {
+            parts.push(part_of(unit, index, name, tensor));
+        } else if range.start == 0 && !range.is_empty() {
+            numbers.push((name, tensor)); // the same on all ranks that have a part
+        }
+    }
+    for unit in reducer.units.iter().filter(|unit| unit.optimizer == index && unit.has_master) {
+        for (index, (place, slice)) in unit.layout.places.iter().zip(&unit.slices).enumerate() {
+            let name = format!("{MASTER}.{}", place.fqn);
+            parts.push(part_of(unit, index, name, slice.leaf().detach()));
+        }
+    }
+    Ok((OptimizerState { tensors: numbers, groups }, parts))
+}
+
+/// What an optimizer over slices takes of numbers and parts; master weights go to their units.
+pub(super) fn load_optimizer(
+    reducer: &Reducer,
+    state: OptimizerState,
+    parts: Vec<Part>,
+) -> Result<OptimizerState> {
+    let OptimizerState { mut tensors, groups } = state;
+    let place_of = |name: &str| name.split_once('.').and_then(|(_, fqn)| reducer.place_of(fqn));
+    tensors.retain(|(name, _)| {
+        place_of(name).is_none_or(|(unit, index)| !reducer.units[unit].range(index).is_empty())
+    });
+    for Part { name, values, .. } in parts {
+        let Some((unit, index)) = place_of(&name) else {
+            tensors.push((name, values)); // refused by the optimizer
+            continue;
+        };
+        let unit = &reducer.units[unit];
+        if values.numel() == 0 {
+            continue;
+        }
+        if unit.has_master && name.split_once('.').is_some_and(|(state, _)| state == MASTER) {
+            let _no_grad = tch::no_grad_guard();
+            unit.slices[index].leaf().detach().f_copy_(&values)?;
+            continue;
+        }
+        tensors.push((name, values));
+    }
+    Ok(OptimizerState { tensors, groups })
+}
+
+/// This rank's parts of pending gradients, and which have had one on this rank.
+pub(super) fn grads(reducer: &Reducer) -> Result<(Vec<Part>, Vec<String>)> {
+    let (mut parts, mut had_grad) = (Vec::new(), Vec::new());
+    for unit in &reducer.units {
+        for (index, (fqn, had, grad)) in unit.pending()?.into_iter().enumerate() {
+            if had {
+                had_grad.push(fqn.to_owned());
+            }
+            parts.push(part_of(unit, index, fqn.to_owned(), grad));
+        }
+    }
+    Ok((parts, had_grad))
+}
+
+/// Takes this rank's elements of a pending gradient.
+pub(super) fn load_grad(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> Result<()> {
+    let Some((unit, index)) = reducer.place_of(fqn) else { return Ok(()) };
+    reducer.units[unit].restore_pending(index, true, values)
+}

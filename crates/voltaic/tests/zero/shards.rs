@@ -1,0 +1,279 @@
+//! Checkpoints of divided state: a folder with a file of each rank, read by any number of ranks and any strategy.
+
+use std::path::{Path, PathBuf};
+
+use voltaic::callback::{
+    Callback, EmaWeightAveragingConfig, ModelCheckpoint, ModelCheckpointConfig, SaveLast, WeightAveraging,
+};
+use voltaic::checkpoint::{Checkpoint, CheckpointIo};
+use voltaic::data::Loaders;
+use voltaic::module::{CheckpointRequest, HookContext, LightningModule};
+use voltaic::trainer::TrainerBuilder;
+use voltaic::{Module, Result, Tensor};
+
+use crate::ladder::gpt;
+use crate::models::{Batch, Cnn, Odd, Small, all_loaders, loaders, tokens};
+use crate::ranks::{Body, assert_same, on_ranks, on_ranks_in_turn, silent, weights};
+use crate::stage3::divided;
+
+const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
+
+/// A trainer whose stage 3 lets no parameter stay.
+pub fn staged(ranks: usize, stage: &str, folder: &Path) -> TrainerBuilder {
+    if stage == "zero3" { divided(ranks, folder) } else { silent(ranks, stage, folder) }
+}
+
+/// Asks for a checkpoint after a batch, from 0, of the first epoch.
+pub struct SaveAfter(pub usize, pub PathBuf);
+
+impl Callback for SaveAfter {
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        if ctx.current_epoch() == 0 && ctx.batch_idx() == self.0 {
+            ctx.request_checkpoint(CheckpointRequest {
+                path: self.1.clone(),
+                weights_only: false,
+                link_to: None,
+                then_remove: Vec::new(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Saves whole checkpoints only.
+struct WholeIo;
+
+impl CheckpointIo for WholeIo {
+    fn save_checkpoint(
+        &mut self,
+        checkpoint: &Checkpoint,
+        path: &Path,
+        _storage_options: Option<&serde_json::Value>,
+    ) -> Result<()> {
+        checkpoint.save(path)
+    }
+}
+
+fn sorted(mut tensors: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
+    tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
+    tensors
+}
+
+/// Asserts that two checkpoints have the same weights and states of optimizers.
+fn assert_alike(what: &str, own: &Checkpoint, expected: &Checkpoint) {
+    let copies = |tensors: &[(String, Tensor)]| {
+        sorted(tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect())
+    };
+    assert_same(&format!("{what}: weights"), &copies(&own.weights), &copies(&expected.weights));
+    let (own, expected) = (own.training.as_ref().unwrap(), expected.training.as_ref().unwrap());
+    assert_eq!(own.optimizers.len(), expected.optimizers.len(), "{what}");
+    for (own, expected) in own.optimizers.iter().zip(&expected.optimizers) {
+        let (own, expected) = (copies(own), copies(expected));
+        // of a parameter without elements nobody keeps a state
+        let expected: Vec<_> = expected.into_iter().filter(|(name, _)| !name.ends_with(".empty")).collect();
+        assert_same(&format!("{what}: optimizer"), &own, &expected);
+    }
+}
+
+/// Fits with a checkpoint after a batch, and reads it.
+fn saved<M: LightningModule<Batch = Batch> + Module>(
+    builder: TrainerBuilder,
+    path: &Path,
+    mut net: M,
+    mut loaders: Loaders<Batch>,
+) -> Option<Checkpoint> {
+    let mut trainer = builder.max_epochs(1).callback(SaveAfter(3, path.to_path_buf())).build().unwrap();
+    trainer.fit(&mut net, &mut loaders).unwrap();
+    trainer.is_global_zero().then(|| Checkpoint::load(path).unwrap())
+}
+
+/// What a folder holds is what a data-parallel run saves, and what is gathered.
+fn nothing_is_empty(ranks: usize, folder: &Path) {
+    for stage in STAGES {
+        let run = |name: &str, run: &dyn Fn(TrainerBuilder, &Path) -> Option<Checkpoint>| {
+            let what = format!("{stage}-{name}");
+            let path = |kind: &str| folder.join(format!("{what}-{kind}.ckpt"));
+            let own = run(staged(ranks, stage, folder), &path("own"));
+            let whole = run(staged(ranks, stage, folder).checkpoint_io(WholeIo), &path("whole"));
+            let ddp = run(silent(ranks, "ddp_find_unused_parameters_true", folder), &path("ddp"));
+            let (Some(own), Some(whole), Some(ddp)) = (own, whole, ddp) else { return };
+            let files = std::fs::read_dir(path("own")).unwrap().count();
+            assert_eq!(files, ranks + 1, "{what}");
+            assert!(path("whole").is_file() && path("ddp").is_file(), "{what}");
+            assert_alike(&what, &own, &whole);
+            assert_alike(&what, &own, &ddp);
+        };
+        run("mlp", &|builder, path| saved(builder, path, Small::new(), loaders(24)));
+        run("odd", &|builder, path| saved(builder, path, Odd::new(), loaders(24)));
+        run("cnn", &|builder, path| saved(builder, path, Cnn::new(), loaders(24)));
+        run("gpt", &|builder, path| saved(builder, path, gpt(), tokens(24)));
+        let ema =
+            || WeightAveraging::ema(EmaWeightAveragingConfig { decay: 0.75, ..Default::default() }).unwrap();
+        run("ema", &|builder, path| saved(builder.callback(ema()), path, Small::new(), loaders(24)));
+    }
+}
+
+#[test]
+fn two_ranks_save_all() {
+    on_ranks("shards::two_ranks_save_all", 2, nothing_is_empty);
+}
+
+#[test]
+fn three_ranks_save_all() {
+    on_ranks("shards::three_ranks_save_all", 3, nothing_is_empty);
+}
+
+/// Leaves a checkpoint of each stage and precision, for other runs to go on from.
+fn leave(ranks: usize, folder: &Path) {
+    for stage in STAGES {
+        for precision in ["32-true", "bf16-true"] {
+            let path = folder.join(format!("{stage}-{precision}.ckpt"));
+            let builder = staged(ranks, stage, folder).precision(precision).max_epochs(1);
+            let config = ModelCheckpointConfig {
+                dirpath: Some(folder.to_path_buf()),
+                filename: Some(format!("{stage}-{precision}")),
+                ..ModelCheckpointConfig::default()
+            };
+            let saver = ModelCheckpoint::new(config).unwrap();
+            let mut trainer = builder.enable_checkpointing(true).callback(saver).build().unwrap();
+            trainer.fit(&mut Small::new(), &mut all_loaders(24)).unwrap();
+            if trainer.is_global_zero() {
+                assert!(path.is_dir());
+                Checkpoint::load(&path).unwrap().save(&path.with_extension("file.ckpt")).unwrap();
+            }
+        }
+    }
+}
+
+/// Other ranks go on from them as from a file.
+fn go_on(ranks: usize, folder: &Path) {
+    for precision in ["32-true", "bf16-true"] {
+        for saved in STAGES {
+            let path = folder.join(format!("{saved}-{precision}.ckpt"));
+            let run = |builder: TrainerBuilder, path: &Path| {
+                let mut net = Small { has_masters: false, ..Small::new() };
+                let mut trainer = builder.precision(precision).max_epochs(3).build().unwrap();
+                trainer.ckpt_path(path);
+                trainer.fit(&mut net, &mut all_loaders(24)).unwrap();
+                (weights(&net), trainer.metric("train_loss_epoch"))
+            };
+            for stage in STAGES {
+                let what = format!("{saved} {precision} to {stage} on {ranks} ranks");
+                let (own, loss) = run(staged(ranks, stage, folder), &path);
+                let (expected, expected_loss) =
+                    run(staged(ranks, stage, folder), &path.with_extension("file.ckpt"));
+                assert_same(&what, &own, &expected);
+                assert_eq!(loss, expected_loss, "{what}");
+                if precision == "32-true" {
+                    let (ddp, _) = run(silent(ranks, "ddp", folder), &path);
+                    assert_same(&what, &own, &ddp);
+                }
+            }
+        }
+    }
+}
+
+/// One process reads folders, too, in evaluation and in fit.
+fn alone(_ranks: usize, folder: &Path) {
+    for saved in STAGES {
+        let path = folder.join(format!("{saved}-32-true.ckpt"));
+        let run = |path: &Path| {
+            let mut net = Small::new();
+            let mut trainer = silent(1, "auto", folder).max_epochs(2).build().unwrap();
+            trainer.ckpt_path(path).fit(&mut net, &mut all_loaders(24)).unwrap();
+            trainer.ckpt_path(path).test(&mut net, &mut all_loaders(24)).unwrap();
+            (trainer.metric("train_loss_epoch"), trainer.metric("test_loss"))
+        };
+        assert_eq!(run(&path), run(&path.with_extension("file.ckpt")), "{saved}");
+    }
+}
+
+#[test]
+fn any_number_of_ranks_goes_on() {
+    let turns: [(usize, Body); 4] = [(2, leave), (3, go_on), (4, go_on), (1, alone)];
+    on_ranks_in_turn("shards::any_number_of_ranks_goes_on", &turns);
+}
+
+/// Top k, `last`, links and versions work with folders.
+fn keeps_the_best(ranks: usize, folder: &Path) {
+    for save_last in [SaveLast::Copy(true), serde_json::from_value(serde_json::json!("link")).unwrap()] {
+        let dirpath = folder.join(format!("{save_last:?}"));
+        let config = ModelCheckpointConfig {
+            dirpath: Some(dirpath.clone()),
+            filename: Some("{step}".to_owned()),
+            save_last,
+            ..ModelCheckpointConfig::default()
+        };
+        let saver = || ModelCheckpoint::new(config.clone()).unwrap();
+        let builder = || staged(ranks, "zero3", folder).enable_checkpointing(true).callback(saver());
+        let mut trainer = builder().max_epochs(3).build().unwrap();
+        let mut net = Small::new();
+        trainer.fit(&mut net, &mut all_loaders(8 * ranks as i64)).unwrap();
+        let expected = weights(&net);
+        let names = || {
+            let mut names: Vec<String> = std::fs::read_dir(&dirpath)
+                .unwrap()
+                .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+                .collect();
+            names.sort();
+            names
+        };
+        if trainer.is_global_zero() {
+            assert_eq!(names(), ["last.ckpt", "step=12.ckpt"]);
+            let is_link = dirpath.join("last.ckpt").symlink_metadata().unwrap().is_symlink();
+            assert_eq!(is_link, save_last != SaveLast::Copy(true));
+        }
+        trainer.world().barrier().unwrap();
+        for ckpt_path in ["last", "best"] {
+            let mut net = Small::new();
+            let mut other = builder().build().unwrap();
+            other.ckpt_path(ckpt_path).test(&mut net, &mut all_loaders(8)).unwrap();
+            assert_same(ckpt_path, &weights(&net), &expected);
+        }
+        let mut trainer = builder().max_epochs(4).build().unwrap();
+        trainer.ckpt_path("last").fit(&mut net, &mut all_loaders(8 * ranks as i64)).unwrap();
+        if trainer.is_global_zero() {
+            let kept: &[&str] = match save_last {
+                SaveLast::Link(_) => &["last.ckpt", "step=12.ckpt", "step=16.ckpt"], // what a run goes on from stays
+                _ => &["last.ckpt", "step=16.ckpt"],
+            };
+            assert_eq!(names(), kept);
+        }
+        trainer.world().barrier().unwrap();
+    }
+}
+
+#[test]
+fn two_ranks_keep_the_best() {
+    on_ranks("shards::two_ranks_keep_the_best", 2, keeps_the_best);
+}
+
+/// After a fit, a folder can be saved, also in place of a file and of a folder; files in place of folders.
+fn save_after_fit(ranks: usize, folder: &Path) {
+    let path = folder.join("after.ckpt");
+    let mut trainer = staged(ranks, "zero3", folder).max_epochs(1).build().unwrap();
+    let mut net = Small::new();
+    trainer.fit(&mut net, &mut all_loaders(12)).unwrap();
+    let expected = weights(&net);
+    trainer.save_weights(&net, &path, None).unwrap();
+    for _ in 0..2 {
+        trainer.save_checkpoint(&mut net, &mut all_loaders(12), &path, None).unwrap();
+        let loaded = Checkpoint::load(&path).unwrap();
+        assert!(path.is_dir() && loaded.training.is_some());
+        assert_same("saved after fit", &sorted(loaded.weights), &sorted(weights(&net)));
+        trainer.world().barrier().unwrap();
+    }
+    let mut resumed = staged(ranks, "zero1", folder).max_epochs(2).build().unwrap();
+    resumed.ckpt_path(&path).fit(&mut Small::new(), &mut all_loaders(12)).unwrap();
+    trainer.save_weights(&net, &path, None).unwrap();
+    assert!(path.is_file());
+    assert_same("weights in a file", &sorted(Checkpoint::load(&path).unwrap().weights), &sorted(expected));
+    let left = std::fs::read_dir(folder).unwrap().flatten();
+    let left: Vec<_> = left.filter(|entry| entry.file_name().to_string_lossy().ends_with(".tmp")).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn two_ranks_save_after_fit() {
+    on_ranks("shards::two_ranks_save_after_fit", 2, save_after_fit);
+}
