@@ -7,6 +7,7 @@ mod half;
 mod ladder;
 mod models;
 mod peers;
+mod prefetch;
 mod ranks;
 mod reduction;
 mod resume;

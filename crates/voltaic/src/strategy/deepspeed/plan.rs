@@ -150,6 +150,9 @@ impl DeepSpeedPlan {
             master_weights: !settings.bf16.optimizer_states,
             fp16: settings.fp16.scaler,
             check_grad_overflow: settings.bf16.check_grad_overflow,
+            prefetch_bucket_size: size(settings.zero.prefetch_bucket_size),
+            max_live_parameters: size(settings.zero.max_live_parameters),
+            max_reuse_distance: size(settings.zero.max_reuse_distance),
             ..ZeroConfig::of_stage(stage)
         })
     }

@@ -202,21 +202,8 @@ fn note_and_refuse(section: &mut Section<'_>, found: &mut Findings, zero: &ZeroS
         (&["allgather_bucket_size"], "weights are gathered in the pieces in which they lie"),
         (&["sub_group_size"], "a rank updates its part at once"),
         (
-            &[
-                "stage3_prefetch_bucket_size",
-                "prefetch_bucket_size",
-                "stage3_max_live_parameters",
-                "max_live_parameters",
-            ],
-            "weights are gathered when their module is called, and not ahead of that",
-        ),
-        (
             &["stage3_model_persistence_threshold", "model_persistence_threshold"],
             "the size of each parameter decides (param_persistence_threshold)",
-        ),
-        (
-            &["stage3_max_reuse_distance", "max_reuse_distance"],
-            "weights are kept for the call of their module, and not for the next one",
         ),
         (
             &[

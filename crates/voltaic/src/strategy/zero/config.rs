@@ -94,6 +94,14 @@ pub struct ZeroConfig {
     pub fp16: LossScalerConfig,
     /// With weights in bfloat16, steps whose gradients are not finite are left out; with float16 they always are.
     pub check_grad_overflow: bool,
+    /// Stage 3: most elements of weights that are on their way ahead of their use; 0 gathers each when it is needed.
+    pub prefetch_bucket_size: usize,
+    /// Stage 3: most elements of whole weights in memory at once, those that stay not counted. What a module needs for its call
+    /// is gathered even if it alone is more.
+    pub max_live_parameters: usize,
+    /// Stage 3: weights that are needed again before so many elements of others stay in memory until then; 0 frees all but those
+    /// that are needed next.
+    pub max_reuse_distance: usize,
 }
 
 impl ZeroConfig {
@@ -112,6 +120,9 @@ impl ZeroConfig {
             param_persistence_threshold: 100_000,
             fp16: LossScalerConfig::default(),
             check_grad_overflow: false,
+            prefetch_bucket_size: 50_000_000,
+            max_live_parameters: 1_000_000_000,
+            max_reuse_distance: 1_000_000_000,
         }
     }
 }

@@ -22,34 +22,28 @@ impl Gather for Keeper {
     fn gather(&self, parameter: &Parameter) -> Result<()> {
         let mut reducer = lock(&self.0);
         let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
-        reducer.with_unit(unit, |unit, group| {
-            unit.gather(group)?;
-            unit.stay(); // nobody says when it is not needed any more
-            Ok(())
-        })
+        reducer.need(unit)?;
+        reducer.units[unit].stay(); // nobody says when it is not needed any more
+        Ok(())
     }
 
     fn borrow(&self, parameter: &Parameter) -> Result<()> {
         let mut reducer = lock(&self.0);
         let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
-        reducer.with_unit(unit, |unit, group| {
-            unit.hold(group)?;
-            if ffi::grad_is_enabled() {
-                unit.stay(); // backward may need it
-            }
-            Ok(())
-        })
+        reducer.hold(unit)?;
+        if ffi::grad_is_enabled() {
+            reducer.units[unit].stay(); // backward may need it
+        }
+        Ok(())
     }
 
     fn release(&self, parameter: &Parameter, is_changed: bool) -> Result<()> {
         let mut reducer = lock(&self.0);
         let Some((unit, index)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
-        reducer.with_unit(unit, |unit, _| {
-            if is_changed {
-                unit.take_over(index)?;
-            }
-            unit.let_go()
-        })
+        if is_changed {
+            reducer.units[unit].take_over(index)?;
+        }
+        reducer.let_go(unit)
     }
 }
 
@@ -66,7 +60,7 @@ impl CallWatcher for Watcher {
     fn before_forward(&mut self, call: &ModuleCall<'_>, _inputs: &[Tensor]) -> anyhow::Result<()> {
         self.open.push(Vec::new());
         for unit in self.units.get(call.fqn()).into_iter().flatten() {
-            lock(&self.reducer).with_unit(*unit, |unit, group| unit.hold(group))?;
+            lock(&self.reducer).hold(*unit)?;
             self.open.last_mut().into_iter().for_each(|open| open.push(*unit));
         }
         Ok(())
@@ -74,7 +68,7 @@ impl CallWatcher for Watcher {
 
     fn end(&mut self) {
         for unit in self.open.pop().into_iter().flatten() {
-            if let Err(error) = lock(&self.reducer).units[unit].let_go() {
+            if let Err(error) = lock(&self.reducer).let_go(unit) {
                 tracing::warn!("the memory of weights could not be freed: {error}");
             }
         }
@@ -95,7 +89,7 @@ pub(super) fn watch(
         // the star keeps it from being missed where a module is not called at all; others that it fits have units of their own
         let gather = move |call: &ModuleCall<'_>, _: &mut [Option<Tensor>]| {
             for unit in units.get(call.fqn()).into_iter().flatten() {
-                lock(&reducer).with_unit(*unit, |unit, group| unit.gather(group))?;
+                lock(&reducer).need_in_backward(*unit)?;
             }
             Ok(())
         };

@@ -4,6 +4,7 @@ pub(super) mod config;
 mod flat;
 mod keeper;
 mod optimizer;
+mod prefetch;
 mod reducer;
 mod report;
 mod shards;
@@ -286,6 +287,9 @@ impl Strategy for Zero {
 
     fn begin_forward(&mut self, module: &dyn Module) -> Result<()> {
         self.release_all()?;
+        if let Some(mut reducer) = self.reducer() {
+            reducer.order.begin();
+        }
         match self.peers() {
             Some(group) if self.config.broadcast_buffers => broadcast_buffers(group, module),
             _ => Ok(()),
@@ -293,6 +297,9 @@ impl Strategy for Zero {
     }
 
     fn begin_evaluation(&mut self, _module: &dyn Module, num_batches: &[usize]) -> Result<()> {
+        if let Some(mut reducer) = self.reducer() {
+            reducer.order.end();
+        }
         let Some(group) = self.peers().filter(|_| self.config.stage == ZeroStage::Three) else {
             return Ok(());
         };
@@ -302,10 +309,8 @@ impl Strategy for Zero {
         };
         tracing::info!("ranks have different numbers of batches ({told:?}): weights stay whole meanwhile");
         for number in 0..reducer.units.len() {
-            reducer.with_unit(number, |unit, group| {
-                unit.stay();
-                unit.gather(group)
-            })?;
+            reducer.units[number].stay();
+            reducer.with_unit(number, Unit::gather)?;
         }
         Ok(())
     }
@@ -320,15 +325,15 @@ impl Strategy for Zero {
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {
         let Some(mut reducer) = self.reducer() else { return done.map(|()| Votes::default()) };
         reducer.is_in_backward = false;
-        reducer.units.iter_mut().try_for_each(Unit::release)?;
+        let ended = reducer.end_step();
         let was_active = std::mem::take(&mut reducer.is_active);
         match done {
             Err(error) => {
                 reducer.abandon();
                 Err(reducer.failure.take().unwrap_or(error))
             }
-            Ok(()) if was_active => reducer.finish(),
-            Ok(()) => reducer.keep_sums().map(|()| Votes::default()),
+            Ok(()) if was_active => ended.and_then(|()| reducer.finish()),
+            Ok(()) => ended.and_then(|()| reducer.keep_sums()).map(|()| Votes::default()),
         }
     }
 
@@ -411,7 +416,8 @@ impl Strategy for Zero {
     fn finish(&mut self, _module: &dyn Module) -> Result<()> {
         if let Some(mut reducer) = self.reducer() {
             for number in 0..reducer.units.len() {
-                reducer.with_unit(number, |unit, group| unit.hold(group))?;
+                reducer.with_unit(number, Unit::gather)?;
+                reducer.units[number].hold();
             }
         }
         Ok(())

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::config::{ZeroConfig, ZeroStage};
+use super::prefetch::Order;
 use super::unit::{NO_OPTIMIZER, Unit};
 use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, Error, Result};
@@ -51,6 +52,10 @@ pub(super) struct Reducer {
     exchanges: Option<Votes>,
     /// Why a hook failed.
     pub failure: Option<Error>,
+    /// In which order units are needed.
+    pub order: Order,
+    /// The most elements of weights that come and go that were in memory at once.
+    pub max_live: usize,
 }
 
 impl Reducer {
@@ -68,6 +73,8 @@ impl Reducer {
             own_backward: None,
             exchanges: None,
             failure: None,
+            order: Order::default(),
+            max_live: 0,
         }
     }
 
@@ -107,7 +114,7 @@ impl Reducer {
         }
         self.waiting[unit] -= 1;
         if self.waiting[unit] == 0 && self.units[unit].trained().all(|trained| trained) {
-            self.units[unit].release()?; // all that used the weights have had their turn
+            self.units[unit].end_backward()?; // all that used the weights have had their turn
         }
         while self.num_sent < self.units.len() && self.waiting[self.num_sent] == 0 {
             self.send_next()?;

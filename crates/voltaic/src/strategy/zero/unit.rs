@@ -45,7 +45,15 @@ struct Coming {
     holds: usize,
     /// They were touched by somebody who does not say when he is done: they stay until the next step.
     is_stray: bool,
+    /// Backward is at a module that uses them.
+    is_in_backward: bool,
+    /// Memory is there for them, but they may not be.
+    arriving: Option<Arrival>,
 }
+
+/// Weights on their way; no work where there is nobody to get them from.
+#[derive(Debug)]
+struct Arrival(Option<Work>);
 
 impl Unit {
     /// Lays the parameters out in one tensor, which they are views of from now on.
@@ -78,7 +86,13 @@ impl Unit {
             (false, false) => part,
         };
         let storage = ReleasableStorage::of(&flat);
-        let coming = is_divided.then_some(Coming { storage, holds: 0, is_stray: false });
+        let coming = is_divided.then_some(Coming {
+            storage,
+            holds: 0,
+            is_stray: false,
+            is_in_backward: false,
+            arriving: None,
+        });
         let slice = |place| {
             let slice = Parameter::new(layout.slice(&part, place, rank)?);
             let _ = slice.set_requires_grad(place.parameter.requires_grad());
@@ -294,24 +308,53 @@ impl Unit {
     /// # Collective
     /// All ranks must call it.
     pub fn gather(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
+        self.start(group)?;
+        self.settle()
+    }
+
+    /// Starts to make the weights whole, if they are not. They are used after [`Unit::settle`].
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub fn start(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
         let Some(coming) = self.coming.as_mut().filter(|coming| coming.storage.is_released()) else {
             return Ok(());
         };
         coming.storage.restore()?;
-        self.start_gather(group)?.map_or(Ok(()), Work::wait)?;
-        self.layout.places.iter().try_for_each(|place| place.parameter.set_away(false))
-    }
-
-    /// The same for somebody who lets go of them by [`Unit::let_go`].
-    pub fn hold(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
-        self.gather(group)?;
-        self.coming.iter_mut().for_each(|coming| coming.holds += 1);
+        let arrival = Arrival(self.start_gather(group)?);
+        if let Some(coming) = &mut self.coming {
+            coming.arriving = Some(arrival);
+        }
         Ok(())
     }
 
-    /// Ends a hold.
-    pub fn let_go(&mut self) -> Result<()> {
+    /// Waits for weights that are on their way.
+    pub fn settle(&mut self) -> Result<()> {
+        let Some(Arrival(work)) = self.coming.as_mut().and_then(|coming| coming.arriving.take()) else {
+            return Ok(());
+        };
+        work.map_or(Ok(()), Work::wait)?;
+        self.layout.places.iter().try_for_each(|place| place.parameter.set_away(false))
+    }
+
+    /// Somebody uses the weights until [`Unit::let_go`].
+    pub fn hold(&mut self) {
+        self.coming.iter_mut().for_each(|coming| coming.holds += 1);
+    }
+
+    /// Ends a hold; [`Unit::release`] may free the memory then.
+    pub fn let_go(&mut self) {
         self.coming.iter_mut().for_each(|coming| coming.holds = coming.holds.saturating_sub(1));
+    }
+
+    /// The weights stay until [`Unit::end_backward`].
+    pub fn begin_backward(&mut self) {
+        self.coming.iter_mut().for_each(|coming| coming.is_in_backward = true);
+    }
+
+    /// All that used the weights in backward have had their turn.
+    pub fn end_backward(&mut self) -> Result<()> {
+        self.coming.iter_mut().for_each(|coming| coming.is_in_backward = false);
         self.release()
     }
 
@@ -326,13 +369,31 @@ impl Unit {
         self.release()
     }
 
+    /// Elements of weights that come and go, and are in memory or on their way.
+    pub fn live(&self) -> usize {
+        let is_live = self.coming.as_ref().is_some_and(|coming| !coming.storage.is_released());
+        if is_live { self.layout.len() } else { 0 }
+    }
+
+    /// Elements that are on their way.
+    pub fn arriving(&self) -> usize {
+        let is_arriving = self.coming.as_ref().is_some_and(|coming| coming.arriving.is_some());
+        if is_arriving { self.layout.len() } else { 0 }
+    }
+
+    /// Whether the weights are in memory, and nobody uses them.
+    pub fn is_idle(&self) -> bool {
+        let is_used = |coming: &Coming| coming.holds > 0 || coming.is_stray || coming.is_in_backward;
+        let is_idle = |coming: &Coming| !is_used(coming) && coming.arriving.is_none();
+        self.live() > 0 && self.coming.as_ref().is_some_and(is_idle)
+    }
+
     /// Frees the memory of the weights, unless somebody needs them.
     pub fn release(&mut self) -> Result<()> {
-        let Some(coming) = &mut self.coming else { return Ok(()) };
-        if coming.holds > 0 || coming.is_stray || coming.storage.is_released() {
+        if !self.is_idle() {
             return Ok(());
         }
-        coming.storage.release()?;
+        self.coming.iter_mut().try_for_each(|coming| coming.storage.release())?;
         self.layout.places.iter().try_for_each(|place| place.parameter.set_away(true))
     }
 
