@@ -477,8 +477,11 @@ impl DividedState for Zero {
     }
 
     fn save_grads(&self, module: &dyn Module) -> Result<DividedGrads> {
-        let own = grads_of(module);
+        let mut own = grads_of(module);
         let Some(reducer) = self.reducer() else { return Ok(DividedGrads { own, ..Default::default() }) };
+        for unit in &reducer.units {
+            own.extend(unit.own_sums()?.into_iter().map(|(fqn, sums)| (fqn.to_owned(), sums)));
+        }
         let (parts, had_grad) = shards::grads(&reducer)?;
         Ok(DividedGrads { own, parts, had_grad })
     }
