@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::path::Path;
+use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
@@ -28,9 +29,9 @@ const MAX_FILE: u64 = 16 << 20;
 /// A configuration that grows layer by layer: each call outranks the calls before it.
 ///
 /// Problems are kept until [`Layers::load`] or [`Layers::settle`] reports them all.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Layers {
-    schema: Value,
+    schema: Arc<Value>,
     tree: Node,
     remarks: Remarks,
     /// Sources that could not be read at all; with them, later checks would complain of what is not there.
@@ -133,7 +134,7 @@ impl Layers {
 
     /// A configuration of this JSON schema with nothing but its defaults.
     pub fn new(schema: Value) -> Self {
-        let schema = spread(schema);
+        let schema = Arc::new(spread(schema));
         let mut tree = Node::map(Origin::Default);
         let view = View::new(&schema);
         fill(&mut tree, &view, view.default);
@@ -181,7 +182,7 @@ impl Layers {
     pub fn env(&mut self, variables: impl IntoIterator<Item = (String, String)>) {
         let mut variables: Vec<(String, String)> = variables.into_iter().collect();
         variables.sort();
-        let schema = std::mem::take(&mut self.schema);
+        let schema = Arc::clone(&self.schema);
         let view = View::new(&schema);
         for (name, value) in variables {
             let Some(rest) = name.strip_prefix(ENV_PREFIX) else { continue };
@@ -192,7 +193,6 @@ impl Layers {
                 apply(&mut self.tree, &assignment, &Origin::Env(name), &view, &mut self.remarks);
             }
         }
-        self.schema = schema;
     }
 
     /// Adds one option of the command line.

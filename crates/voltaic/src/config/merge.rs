@@ -13,7 +13,7 @@ use super::schema::View;
 use crate::error::ConfigProblem;
 
 /// What merging has to say beside its result.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Remarks {
     pub problems: Vec<ConfigProblem>,
     pub notes: Vec<String>,

@@ -5,7 +5,8 @@
 //! `MASTER_PORT`, `WORLD_SIZE`, `NODE_RANK`, `LOCAL_RANK`). Rank 0 has the launcher's output; others write to files.
 
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -18,7 +19,7 @@ use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1};
 use super::host::{LOOPBACK, host_name, is_loopback, listen};
 use super::launch::Launch;
 use super::slurm::{RequeueSignal, notice};
-use super::variables::{ATTEMPT, LAUNCHER, SECRET};
+use super::variables::{ATTEMPT, LAUNCHER, NOTE, SECRET};
 use crate::error::{DistributedError, Error, Problem, Result, TorchError, TorchErrorKind, write_stderr};
 use crate::ffi::{self, JobSecret, Store};
 
@@ -54,8 +55,6 @@ struct Rank {
 /// cannot be made.
 pub fn launch(launch: &Launch, max_restarts: u64, log_folder: &Path) -> Result<u8> {
     let (address, port, _store) = open_store(launch)?;
-    let identity = identity();
-    let secret = secret(launch);
     if launch.node_rank > 0 {
         let first = launch.node_rank * launch.devices;
         let ranks = match launch.devices {
@@ -65,9 +64,11 @@ pub fn launch(launch: &Launch, max_restarts: u64, log_folder: &Path) -> Result<u
         say(&format!("{ranks} to {}", log_folder.join("rank_<n>.log").display()));
     }
     let signals = Signals::watch()?;
+    let note = Note::new();
+    let given = Given { identity: identity(), secret: secret(launch), note: note.as_ref().map(Note::path) };
     let mut attempt = 0;
     loop {
-        let mut ranks = start(launch, &identity, secret.as_deref(), (&address, port), attempt, log_folder)?;
+        let mut ranks = start(launch, &given, (&address, port), attempt, log_folder)?;
         let outcome = watch(&mut ranks, &signals);
         match outcome {
             Outcome::Done => return Ok(0),
@@ -78,7 +79,8 @@ pub fn launch(launch: &Launch, max_restarts: u64, log_folder: &Path) -> Result<u
                 if attempt == max_restarts || signals.received().is_some() {
                     return Ok(exit_code(status));
                 }
-                if status.code() == Some(MISTAKE) {
+                let is_noted = status.code().is_some() && note.as_ref().is_some_and(Note::is_written);
+                if status.code() == Some(MISTAKE) || is_noted {
                     say(
                         "the configuration is wrong, which would end it again: the ranks are not started again",
                     );
@@ -151,10 +153,35 @@ fn secret(launch: &Launch) -> Option<String> {
     (launch.num_nodes == 1 && !is_given).then(JobSecret::random_text)
 }
 
+/// What ranks get from their launcher.
+struct Given {
+    identity: String,
+    secret: Option<String>,
+    note: Option<String>,
+}
+
+/// A file without a name, by which ranks tell their launcher that the configuration is wrong: programs of users end with exit codes
+/// of their own.
+struct Note(File);
+
+impl Note {
+    fn new() -> Option<Self> {
+        tempfile::tempfile().ok().map(Self) // without it the ranks are started again
+    }
+
+    /// By which processes of the same user open it.
+    fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd())
+    }
+
+    fn is_written(&self) -> bool {
+        self.0.metadata().is_ok_and(|metadata| metadata.len() > 0)
+    }
+}
+
 fn start(
     launch: &Launch,
-    identity: &str,
-    secret: Option<&str>,
+    given: &Given,
     (address, port): (&str, u16),
     attempt: u64,
     log_folder: &Path,
@@ -172,9 +199,10 @@ fn start(
             .env("WORLD_SIZE", (launch.devices * launch.num_nodes).to_string())
             .env("NODE_RANK", launch.node_rank.to_string())
             .env("LOCAL_RANK", local_rank.to_string())
-            .env(LAUNCHER, identity)
+            .env(LAUNCHER, &given.identity)
             .env(ATTEMPT, attempt.to_string())
-            .envs(secret.map(|secret| (SECRET, secret)))
+            .envs(given.secret.iter().map(|secret| (SECRET, secret)))
+            .envs(given.note.iter().map(|note| (NOTE, note)))
             .stdin(Stdio::null())
             // Ctrl-C reaches the launcher alone, which passes it on: once to each rank
             .process_group(0);
@@ -362,6 +390,16 @@ impl Signals {
         let received =
             signals.find_map(|((signal, _), flag)| flag.load(Ordering::Relaxed).then_some(*signal));
         received.or_else(|| notice().map(RequeueSignal::number))
+    }
+}
+
+/// To be called by a rank that could not be built, or whose run has failed: a mistake of the configuration would end it again.
+pub(crate) fn tell_of_mistake(error: &Error) {
+    let is_mistake =
+        matches!(error, Error::Config(_) | Error::Distributed(DistributedError::Different { .. }));
+    if let Some(note) = std::env::var_os(NOTE).filter(|_| is_mistake) {
+        // a launcher that does not learn of it starts the ranks again
+        let _ = File::options().append(true).open(note).and_then(|mut file| file.write_all(b"configuration"));
     }
 }
 

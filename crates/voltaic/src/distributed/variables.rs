@@ -11,6 +11,9 @@ pub(super) const LAUNCHER: &str = "VOLTAIC_LAUNCHER";
 /// How often it has started the ranks again.
 pub(super) const ATTEMPT: &str = "VOLTAIC_RESTART_COUNT";
 
+/// Where ranks tell voltaic's launcher that their configuration is wrong.
+pub(super) const NOTE: &str = "VOLTAIC_LAUNCHER_NOTE";
+
 /// What only the ranks of a job know: set for ranks that voltaic's launcher starts on one host, and by users for several hosts.
 pub(super) const SECRET: &str = "VOLTAIC_JOB_SECRET";
 

@@ -39,7 +39,9 @@ impl StrategyPlan {
     pub(crate) fn allowed_differences(&self) -> Vec<String> {
         match self {
             Self::Ddp { config, .. } => config.allow_differences.clone(),
-            Self::SingleDevice | Self::DeepSpeed(_) | Self::Zero(_) => Vec::new(),
+            Self::DeepSpeed(plan) => plan.allow_differences.clone(),
+            Self::Zero(config) => config.allow_differences.clone(),
+            Self::SingleDevice => Vec::new(),
         }
     }
 

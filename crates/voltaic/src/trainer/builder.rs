@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use crate::accelerator::{AcceleratorChoice, Devices};
 use crate::callback::{Callback, TimeSpan};
 use crate::checkpoint::CheckpointIo;
+use crate::distributed::tell_of_mistake;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::logger::{Logger, Loggers};
@@ -212,7 +213,8 @@ impl TrainerBuilder {
         ffi::check_libtorch()?;
         let Resolved { plan, accelerator, searches } = resolve(&mut self.config, &mut self.given)?;
         let optimizers = self.given.optimizers.clone();
-        let (plan, run) = assemble(&self.config, self.given, plan, accelerator)?;
+        let assembled = assemble(&self.config, self.given, plan, accelerator);
+        let (plan, run) = assembled.inspect_err(tell_of_mistake)?;
         Ok(Trainer::new(self.config, plan, run, optimizers, searches))
     }
 

@@ -8,7 +8,7 @@ use voltaic::error::DistributedError;
 use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{Linear, ModuleExt};
 use voltaic::optim::{AdamW, LrSchedulerSpec, Optimizers, Sgd, StepLr};
-use voltaic::strategy::{Ddp, DdpConfig};
+use voltaic::strategy::{Ddp, DdpConfig, DeepSpeedStrategy};
 use voltaic::trainer::{TrainerBuilder, seed_everything};
 use voltaic::{Error, Module, Tensor};
 
@@ -77,6 +77,10 @@ fn config(how: &str, builder: TrainerBuilder) -> TrainerBuilder {
         "allowed seed" => {
             builder.strategy(DdpConfig { allow_differences: vec!["seed".to_owned()], ..DdpConfig::default() })
         }
+        "zero's allowed seed" => builder.strategy(DeepSpeedStrategy {
+            allow_differences: vec!["seed".to_owned()],
+            ..DeepSpeedStrategy::stage(1)
+        }),
         "own strategy" => {
             builder.strategy(|world| Ok(Box::new(Ddp::new("mine", world, DdpConfig::default())) as _))
         }
@@ -87,7 +91,7 @@ fn config(how: &str, builder: TrainerBuilder) -> TrainerBuilder {
 /// Trains on a rank that differs from the other in `how`.
 fn train(how: &'static str) -> voltaic::Result<()> {
     let is_second = std::env::var("LOCAL_RANK").is_ok_and(|rank| rank == "1");
-    let its = if is_second || matches!(how, "allowed seed" | "own strategy") { how } else { "" };
+    let its = if is_second || how.ends_with("allowed seed") || how == "own strategy" { how } else { "" };
     seed_everything(if is_second && how.ends_with("seed") { 8 } else { 7 })?;
     let builder = silent().accelerator("cpu").devices(2).max_epochs(2).limit_val_batches(0);
     let mut trainer = config(its, builder.default_root_dir(folder_of_parent())).build()?;
@@ -104,7 +108,7 @@ fn train(how: &'static str) -> voltaic::Result<()> {
     trainer.fit(&mut module, &mut data(its))
 }
 
-const CASES: [(&str, &str); 18] = [
+const CASES: [(&str, &str); 19] = [
     ("learning rate", "optimizers.0.groups.0.lr is 0.01 on rank 0 and 0.02 on rank 1"),
     ("optimizer", "optimizers.0 is AdamW on rank 0 and SGD on rank 1"),
     ("betas", "optimizers.0.groups.0.betas is [0.9,0.999] on rank 0 and [0.8,0.9] on rank 1"),
@@ -126,6 +130,7 @@ const CASES: [(&str, &str); 18] = [
     ("hyper-parameters", "module.hyper_parameters.width is 3 on rank 0 and 7 on rank 1"),
     ("own strategy", "optimizers.0.groups.0.lr is 0.01 on rank 0 and 0.02 on rank 1"),
     ("allowed seed", ""),
+    ("zero's allowed seed", ""),
 ];
 
 #[test]

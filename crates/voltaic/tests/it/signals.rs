@@ -10,6 +10,7 @@ use tempfile::TempDir;
 use voltaic::Module;
 use voltaic::callback::Callback;
 use voltaic::checkpoint::Checkpoint;
+use voltaic::data::Loaders;
 use voltaic::distributed::{RequeueSignal, SlurmEnvironment};
 use voltaic::module::HookContext;
 
@@ -51,6 +52,9 @@ fn train(devices: usize) {
 fn train_with(devices: usize, settings: Option<SlurmEnvironment>, is_early: bool) {
     let folder = folder_of_parent();
     let mut builder = builder(&folder).devices(devices as i64).callback(Receives);
+    if plays("saves") {
+        builder = builder.enable_checkpointing(true);
+    }
     if let Some(settings) = settings {
         builder = builder.plugin(settings);
     }
@@ -243,6 +247,35 @@ fn a_wrong_configuration_is_not_started_again() {
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert!(text.contains("are not started again") && !text.contains("starting all ranks again"), "{text}");
+}
+
+#[test]
+fn a_program_whose_configuration_is_wrong_is_not_started_again() {
+    let test = "signals::a_program_whose_configuration_is_wrong_is_not_started_again";
+    if plays("wrong program") {
+        let builder = builder(&folder_of_parent()).devices(2).max_restarts(3_u64);
+        builder.build().unwrap().fit(&mut Net::new(), &mut Loaders::new()).unwrap();
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let output = own_process(test, "wrong program").env(FOLDER, folder.path()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(101), "its own exit code: {text}");
+    assert!(text.contains("are not started again") && !text.contains("starting all ranks again"), "{text}");
+}
+
+#[test]
+fn a_hangup_saves_what_a_run_with_checkpoints_has_done() {
+    let test = "signals::a_hangup_saves_what_a_run_with_checkpoints_has_done";
+    if plays("saves") {
+        return train_with(2, None, false);
+    }
+    let folder = TempDir::new().unwrap();
+    let path = std::env::var("PATH").unwrap();
+    let (code, text, _) = signalled(test, "saves", "-HUP", folder.path(), &path);
+    assert_eq!(code, Some(129), "{text}");
+    let saved = Checkpoint::load(&folder.path().join("checkpoints/on_signal.ckpt")).unwrap();
+    assert_eq!((saved.meta.global_step, saved.training.unwrap().ranks.len()), (10, 1));
 }
 
 #[test]

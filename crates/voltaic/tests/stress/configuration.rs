@@ -1,13 +1,14 @@
 //! YAML, and keys of the command line and the environment.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use rand::RngExt;
 use serde::{Deserialize, Serialize};
 use voltaic::config::{Assignment, Layers, schema_of};
 
 use crate::mutate::{mutated, of_words};
-use crate::stress;
+use crate::{forget_peak, number, status, stress};
 
 #[derive(Debug, Default, Clone, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -90,37 +91,75 @@ const KEY_WORDS: [&[u8]; 14] = [
     b"\"",
 ];
 
+const ASSIGNMENTS: [&[u8]; 8] = [
+    b"max_epochs=3",
+    b"enabled",
+    b"part.by_name.x=1.5",
+    b"part.names+=[a, b]",
+    b"part={width: 4, names: [c]}",
+    b"parts+={width: 1}",
+    b"parts.0.width=7",
+    b"extra.a.b=[1, {c: ~}]",
+];
+
 fn load(layers: &Layers) -> bool {
     layers.load::<Run>().is_ok()
 }
 
 #[test]
 fn yaml() {
-    let schema = schema_of::<Run>();
+    let empty = Layers::new(schema_of::<Run>());
     stress("YAML", |rng| {
         let bytes = match rng.random_range(0..4) {
             0 => of_words(&WORDS, 80, rng),
             _ => mutated(TEXT.as_bytes(), &WORDS, rng),
         };
-        let mut layers = Layers::new(schema.clone());
+        let mut layers = empty.clone();
         layers.text("run.yaml", &String::from_utf8_lossy(&bytes));
         load(&layers)
     });
 }
 
+/// 600,000 in `make stress`: nearly as long as a file may be.
+#[test]
+fn many_unknown_keys() {
+    let count = number("VOLTAIC_STRESS_INPUTS").map_or(20_000, |_| 600_000);
+    let text: String = (0..count).map(|i| format!("max_epoch{i}: {i}\n")).collect();
+    forget_peak();
+    let started = Instant::now();
+    let mut layers = Layers::of::<Run>();
+    layers.text("run.yaml", &text);
+    let problems = layers.load::<Run>().unwrap_err().problems;
+    let took = started.elapsed();
+    println!(
+        "{count} unknown keys, {} bytes: {:.1} s, {} MiB at most",
+        text.len(),
+        took.as_secs_f64(),
+        status("VmHWM") >> 20
+    );
+    assert_eq!(problems.len(), 11, "ten and the number of the others");
+    assert!(took < Duration::from_secs(60), "{took:?}");
+}
+
 #[test]
 fn dotted_keys() {
-    let schema = schema_of::<Run>();
+    let empty = Layers::new(schema_of::<Run>());
     stress("dotted keys", |rng| {
-        let mut layers = Layers::new(schema.clone());
+        let mut layers = empty.clone();
         for _ in 0..rng.random_range(1..4) {
-            let bytes = match rng.random() {
-                true => of_words(&KEY_WORDS, 12, rng),
-                false => mutated(b"part.by_name.x=1.5", &KEY_WORDS, rng),
+            let valid = ASSIGNMENTS[rng.random_range(0..ASSIGNMENTS.len())];
+            let bytes = match rng.random_range(0..4) {
+                0 => of_words(&KEY_WORDS, 12, rng),
+                1 => mutated(valid, &KEY_WORDS, rng),
+                _ => valid.to_vec(),
             };
             let text = String::from_utf8_lossy(&bytes);
-            layers.assign(&Assignment::parse(&text));
-            layers.env([(format!("VOLTAIC_{}", text.replace('.', "__")), "1".to_owned())]);
+            if rng.random_range(0..4) > 0 {
+                layers.assign(&Assignment::parse(&text));
+            } else {
+                let (key, value) = text.split_once('=').unwrap_or((&text, "true"));
+                layers.env([(format!("VOLTAIC_{}", key.replace('.', "__")), value.to_owned())]);
+            }
         }
         load(&layers)
     });

@@ -110,6 +110,8 @@ pub struct DeepSpeedStrategy {
     pub timeout_secs: f64,
     /// Leaves frozen parameters out of checkpoints.
     pub exclude_frozen_parameters: bool,
+    /// What may differ between ranks, by the keys that the error of a difference names; a key stands for those below it, too.
+    pub allow_differences: Vec<String>,
 }
 
 impl Default for DeepSpeedStrategy {
@@ -158,6 +160,7 @@ impl Default for DeepSpeedStrategy {
             parallel_devices: None,
             timeout_secs: crate::distributed::DEFAULT_TIMEOUT.as_secs_f64(),
             exclude_frozen_parameters: false,
+            allow_differences: Vec::new(),
         }
     }
 }
@@ -299,7 +302,8 @@ impl DeepSpeedStrategy {
             let (own, standard) = (json!({ "of": self }), json!({ "of": standard }));
             let precision =
                 ["loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"];
-            let beside = ["config", "parallel_devices", "timeout_secs", "process_group_backend"];
+            let beside =
+                ["config", "parallel_devices", "timeout_secs", "process_group_backend", "allow_differences"];
             for (key, value) in own["of"].as_object().into_iter().flatten() {
                 let counts = beside.contains(&key.as_str())
                     || (precision.contains(&key.as_str()) && !settings.names_precision);

@@ -16,6 +16,8 @@ pub(crate) struct DeepSpeedPlan {
     pub name: &'static str,
     pub settings: DeepSpeedSettings,
     pub timeout: Duration,
+    /// Keys of what may differ between ranks.
+    pub allow_differences: Vec<String>,
 }
 
 impl DeepSpeedPlan {
@@ -33,7 +35,10 @@ impl DeepSpeedPlan {
             problems.push(ConfigProblem::new("trainer.strategy.timeout_secs", what, remedy));
         }
         match given.read() {
-            Ok(settings) if problems.is_empty() => Ok(Self { name, settings, timeout }),
+            Ok(settings) if problems.is_empty() => {
+                let allow_differences = given.allow_differences.clone();
+                Ok(Self { name, settings, timeout, allow_differences })
+            }
             Ok(_) => Err(ConfigError { problems }),
             Err(error) => {
                 problems.extend(error.problems);
@@ -153,6 +158,7 @@ impl DeepSpeedPlan {
             prefetch_bucket_size: size(settings.zero.prefetch_bucket_size),
             max_live_parameters: size(settings.zero.max_live_parameters),
             max_reuse_distance: size(settings.zero.max_reuse_distance),
+            allow_differences: self.allow_differences.clone(),
             ..ZeroConfig::of_stage(stage)
         })
     }

@@ -102,6 +102,8 @@ pub struct ZeroConfig {
     /// Stage 3: weights that are needed again before so many elements of others stay in memory until then; 0 frees all but those
     /// that are needed next.
     pub max_reuse_distance: usize,
+    /// What may differ between ranks, by key, as with `ddp`.
+    pub allow_differences: Vec<String>,
 }
 
 impl ZeroConfig {
@@ -123,6 +125,7 @@ impl ZeroConfig {
             prefetch_bucket_size: 50_000_000,
             max_live_parameters: 1_000_000_000,
             max_reuse_distance: 1_000_000_000,
+            allow_differences: Vec::new(),
         }
     }
 }

@@ -219,6 +219,10 @@ impl Strategy for Zero {
         &self.world
     }
 
+    fn allowed_differences(&self) -> Vec<String> {
+        self.config.allow_differences.clone()
+    }
+
     fn prepare(&mut self, module: &dyn Module, calls: &ModuleHooks) -> Result<()> {
         self.teardown();
         self.peers().map_or(Ok(()), |group| start_equal(group, module))?;

@@ -86,7 +86,10 @@ impl<M: LightningModule> Session<'_, M> {
         let trains = self.run.at.stage == Stage::Fit && !self.plan.fast_dev_run;
         let job = SlurmJob::of_process()
             .filter(|_| trains && self.plan.requeue_signal.is_some_and(|own| own.name() == signal));
-        if (job.is_some() || (self.plan.save_on_signal && trains)) && !self.run.at.is_sanity_check {
+        // nobody who closes a terminal means to end the run
+        let hangs_up = || self.run.callbacks.iter().any(|callback| callback.saves_checkpoints());
+        let saves = self.plan.save_on_signal || (signal == "SIGHUP" && hangs_up());
+        if (job.is_some() || (saves && trains)) && !self.run.at.is_sanity_check {
             let saved = self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.folder);
             let folder = saved.unwrap_or_else(|| self.run.facts.log_dir.join("checkpoints"));
             let path = match job {
