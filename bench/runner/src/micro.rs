@@ -19,7 +19,7 @@ pub struct Bench {
     about: &'static str,
 }
 
-pub const BENCHES: [Bench; 6] = [
+pub const BENCHES: [Bench; 7] = [
     Bench { name: "overhead", about: "What the trainer costs per step beside a bare loop of the same calls" },
     Bench { name: "calls", about: "The call of a module beside its code, with and without hooks" },
     Bench { name: "host_pool", about: "Training steps with the memory pool beside libtorch's allocator" },
@@ -32,6 +32,7 @@ pub const BENCHES: [Bench; 6] = [
         name: "hpu",
         about: "Operators and training steps on the emulated HPU beside the CPU; says nothing about a real card",
     },
+    Bench { name: "profiler", about: "Training steps of GPT-mini under a profiler beside plain ones" },
 ];
 
 /// All that was measured in one run.

@@ -1,5 +1,6 @@
 //! Traces and reports of `HPUProfiler`.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -53,6 +54,7 @@ fn default_profiling() {
 #[test]
 fn distributed_profiling() {
     let ran = run(PROGRAM, "distributed_profiling");
+    let mut collectives = Vec::new();
     for rank in 0..2 {
         let report =
             std::fs::read_to_string(log_dir(&ran).join(format!("fit-perf-logs-{rank}.txt"))).unwrap();
@@ -60,8 +62,25 @@ fn distributed_profiling() {
         let begin = format!("fit-perf-logs-{rank}-run_training_batch.");
         let traces = files(&log_dir(&ran), &begin, ".pt.trace.json");
         assert_eq!(traces.len(), 1);
-        assert_eq!(count(&events(&traces[0]), "cpu_op", "aten::linear"), 3);
+        let events = events(&traces[0]);
+        assert_eq!(count(&events, "cpu_op", "aten::linear"), 3);
+        collectives.push(collectives_of(&events));
     }
+    // both ranks have the same operations, of the same size
+    assert!(collectives[0].len() >= 3, "{collectives:?}");
+    assert_eq!(collectives[0], collectives[1]);
+}
+
+/// Number, name and bytes of each operation of all ranks, which began within the three steps.
+fn collectives_of(events: &[Value]) -> BTreeMap<u64, (String, u64)> {
+    let collectives = events.iter().filter(|event| event["args"]["seq"].is_u64());
+    collectives
+        .map(|event| {
+            let number = |key: &str| event["args"][key].as_u64().unwrap();
+            assert_eq!((&event["cat"], &event["args"]["group"]), (&"Runtime".into(), &"all ranks".into()));
+            (number("seq"), (event["name"].as_str().unwrap().to_owned(), number("bytes")))
+        })
+        .collect()
 }
 
 #[test]

@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a test that panics has failed")]
 
 mod hpu;
+mod long;
+mod readers;
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};

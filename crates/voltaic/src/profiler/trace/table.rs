@@ -171,6 +171,8 @@ impl Averages {
     }
 
     fn row(&mut self, name: &str, shapes: &str) -> &mut Row {
+        // all steps are one row, as in torch's tables
+        let name = if name.starts_with("ProfilerStep#") { "ProfilerStep*" } else { name };
         let shapes = if self.by_shape { shapes } else { "" };
         self.rows.entry((name.to_owned(), shapes.to_owned())).or_insert_with(|| Row {
             name: name.to_owned(),

@@ -1,0 +1,46 @@
+//! A long run under a repeating schedule.
+
+use tempfile::TempDir;
+use voltaic::profiler::{HpuProfiler, HpuProfilerConfig, ProfilerSchedule};
+
+use crate::{Net, alone, loaders, trainer};
+
+fn resident_bytes() -> u64 {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+    pages.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+}
+
+#[test]
+fn ten_thousand_steps_leave_resident_memory_flat() {
+    let _alone = alone();
+    let folder = TempDir::new().unwrap();
+    let schedule = Some(ProfilerSchedule { skip_first: 0, wait: 46, warmup: 1, active: 3, repeat: 0 });
+    let config = HpuProfilerConfig {
+        dirpath: Some(folder.path().to_owned()),
+        filename: Some("long".to_owned()),
+        schedule,
+        profile_memory: true,
+        ..HpuProfilerConfig::default()
+    };
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let profiler = HpuProfiler::new(&config).unwrap().on_trace_ready(move |path| {
+        let len = std::fs::metadata(path).unwrap().len();
+        std::fs::remove_file(path).unwrap(); // a disk of tests is small
+        let page = path.to_str().unwrap().replace(".pt.trace.json", ".html");
+        std::fs::remove_file(page).unwrap();
+        sender.send((resident_bytes(), len)).unwrap();
+    });
+    let builder = trainer(folder.path()).accelerator("hpu").devices(1).limit_val_batches(0);
+    let mut trainer = builder.with_profiler(profiler).build().unwrap();
+    trainer.fit(&mut Net::new(None), &mut loaders(10_000)).unwrap();
+    let (resident, lens): (Vec<u64>, Vec<u64>) = receiver.try_iter().unzip();
+    assert_eq!(resident.len(), 200);
+    // the allocator needs a while to find its size
+    let (early, late) = (resident[40], resident[199]);
+    println!(
+        "resident: {early} after 2000 steps, {late} after 10000; traces of {} to {} bytes",
+        lens[0], lens[199]
+    );
+    assert!(late < early + (4 << 20), "{early} {late}: {resident:?}");
+    assert!(lens.iter().all(|&len| len < 2 * lens[0]), "{lens:?}");
+}
