@@ -250,12 +250,23 @@ impl ProfileRange {
     /// # Errors
     /// If libtorch refuses.
     pub fn begin(name: &str) -> Result<Self, TorchError> {
-        let name = CString::new(name.replace('\0', "_")).unwrap_or_default();
+        let name = CString::new(harmless(name)).unwrap_or_default();
         let mut range = ptr::null_mut();
         // SAFETY: name is a text that lives during the call; the out-pointer is on this stack.
         check("record_function", unsafe { sys::vt_profile_range_begin(name.as_ptr(), &mut range) })?;
         Ok(Self { range })
     }
+}
+
+/// Without what Kineto would write `unknown` for.
+fn harmless(name: &str) -> String {
+    let harmless = |c: char| match c {
+        '"' => '\'',
+        '\\' => '/',
+        c if c.is_control() => ' ',
+        c => c,
+    };
+    name.chars().map(harmless).collect()
 }
 
 impl Drop for ProfileRange {

@@ -295,3 +295,19 @@ fn the_page_shows_timeline_flame_graph_memory_and_table_in_a_browser() {
         std::fs::copy(&page, Path::new(&keep).with_extension("html")).unwrap();
     }
 }
+
+#[test]
+fn names_of_ranges_are_kept_whatever_is_in_them() {
+    let _alone = alone();
+    let folder = TempDir::new().unwrap();
+    let profiler = HpuProfiler::new(&config(folder.path())).unwrap();
+    let mut run = on_hpu(folder.path()).with_profiler(profiler.clone()).build().unwrap();
+    let names = Net::named(profiler.clone(), "a \"quoted\"\n</script> \\ name, ä");
+    run.fit(&mut { names }, &mut loaders(6)).unwrap();
+    let trace: Value = serde_json::from_slice(&std::fs::read(&profiler.traces()[0]).unwrap()).unwrap();
+    let expected = "[pl][profile]a 'quoted' </script> / name, ä";
+    assert_eq!(count(&all(&trace), expected), 3);
+    let page = traces_in(folder.path()).into_iter().find(|name| name.ends_with(".html")).unwrap();
+    let page = std::fs::read_to_string(folder.path().join(page)).unwrap();
+    assert!(page.contains("\\u003c/script> / name") && !page.contains("'quoted' </script>"));
+}

@@ -15,7 +15,7 @@ use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::lightning::{LightningModule, StepContext};
 use voltaic::nn::{Callable, Linear};
 use voltaic::optim::{AdamW, Optimizers};
-use voltaic::profiler::{Profiler, ProfilerSchedule, PyTorchProfiler, PyTorchProfilerConfig};
+use voltaic::profiler::{HpuProfiler, Profiler, ProfilerSchedule, PyTorchProfiler, PyTorchProfilerConfig};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 use voltaic::{Kind, Module, Tensor};
 
@@ -32,14 +32,27 @@ struct Net {
     second: Linear,
     #[module(skip)]
     profiler: Option<PyTorchProfiler>,
+    #[module(skip)]
+    named: Option<(HpuProfiler, &'static str)>,
 }
 
 impl Net {
     fn new(profiler: Option<PyTorchProfiler>) -> Self {
-        Self { first: Linear::new(8, 16).unwrap(), second: Linear::new(16, 4).unwrap(), profiler }
+        Self {
+            first: Linear::new(8, 16).unwrap(),
+            second: Linear::new(16, 4).unwrap(),
+            profiler,
+            named: None,
+        }
+    }
+
+    /// With a range of this name around the step.
+    fn named(profiler: HpuProfiler, name: &'static str) -> Self {
+        Self { named: Some((profiler, name)), ..Self::new(None) }
     }
 
     fn loss(&self, x: &Tensor) -> anyhow::Result<Tensor> {
+        let _named = self.named.as_ref().map(|(profiler, name)| profiler.profile(name)).transpose()?;
         let _outer = self.profiler.as_ref().map(|profiler| profiler.profile("loss")).transpose()?;
         let hidden = self.first.call(x)?.f_relu()?;
         let _inner = self.profiler.as_ref().map(|profiler| profiler.profile("second")).transpose()?;

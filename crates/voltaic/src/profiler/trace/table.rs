@@ -102,7 +102,8 @@ impl Averages {
         let nest = Nest::new(&profile.events);
         let len = nest.nodes.len();
         let mut device = vec![0; len];
-        self.add_activities(&nest, &profile.activities, &mut device);
+        let mut own_ns = nest.own_ns();
+        self.add_activities(&nest, &profile.activities, &mut device, &mut own_ns);
         let (mut memory, mut device_memory) = (vec![0; len], vec![0; len]);
         let changes = if self.with_memory { &profile.memory[..] } else { &[] };
         for change in changes {
@@ -118,7 +119,6 @@ impl Averages {
                 }
             }
         }
-        let own_ns = nest.own_ns();
         let totals = [&device, &memory, &device_memory].map(|own| nest.totals(own));
         for (at, node) in nest.nodes.iter().enumerate() {
             let is_within = nest.is_within_its_like(at);
@@ -140,7 +140,13 @@ impl Averages {
 
     /// The device's time goes to the operators that asked for it. What no operator asked for, as in a replayed graph, has
     /// rows of its own.
-    fn add_activities(&mut self, nest: &Nest<'_>, activities: &[Activity], device: &mut [i64]) {
+    fn add_activities(
+        &mut self,
+        nest: &Nest<'_>,
+        activities: &[Activity],
+        device: &mut [i64],
+        own_ns: &mut [i64],
+    ) {
         for activity in activities {
             let is_work = match activity.row {
                 ActivityRow::Operators => true,
@@ -159,6 +165,9 @@ impl Averages {
                     let sum = if activity.device.is_some() { &mut row.device_time } else { &mut row.time };
                     sum.own += activity.duration_ns;
                     sum.total += activity.duration_ns;
+                    if let (Some(at), None) = (launched_by, activity.device) {
+                        own_ns[at] = (own_ns[at] - activity.duration_ns).max(0); // it has a row of its own
+                    }
                     for at in launched_by.iter().flat_map(|&at| nest.ancestors(at)) {
                         if activity.device.is_some() && !nest.is_within_its_like(at) {
                             let event = nest.nodes[at].event;

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::fmt;
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -14,6 +15,7 @@ use super::page::page;
 use super::schedule::{Phase, ProfilerSchedule};
 use super::table::{Averages, SortKey};
 use crate::accelerator::HpuEmulator;
+use crate::checkpoint::write_atomically;
 use crate::device::Device;
 use crate::error::{Error, ProfilerError, Result};
 use crate::ffi::{EventScope, Kineto, KinetoOptions, Profile, ProfileRange, Recorded};
@@ -197,6 +199,12 @@ impl Tracer {
             self.facts.device_name = format!("emulated {}", settings.generation.name());
             self.facts.device_memory = settings.memory_bytes as u64;
         }
+        let has_pool = std::env::var_os("VOLTAIC_HOST_POOL").is_none_or(|value| value != "0");
+        if with_memory && !has_pool && !is_emulated && run.rank == 0 {
+            tracing::warn!(
+                "profiler: memory is not recorded, since VOLTAIC_HOST_POOL=0 leaves it to libtorch"
+            );
+        }
         if !self.options.is_for_hpus || run.rank > 0 || is_emulated {
             return;
         }
@@ -347,11 +355,11 @@ impl Tracer {
             );
         }
         if let Some(metric) = self.options.flame_graph {
-            self.output.replace(&with_ending(&path, "stack"), &flame::folded(&profile, metric))?;
+            write(&with_ending(&path, "stack"), &flame::folded(&profile, metric))?;
         }
         if self.options.export_to_html {
             let page = page(&self.page_title(action), &self.about(&profile), &profile, &self.cells());
-            self.output.replace(&with_ending(&path, "html"), &page)?;
+            write(&with_ending(&path, "html"), &page)?;
         }
         if self.options.export_to_chrome {
             if let Some(OnReady(call)) = &mut self.on_ready {
@@ -429,6 +437,13 @@ impl Tracer {
         }
         self.output.write(&self.summary())
     }
+}
+
+/// Writes a file whole or not at all.
+fn write(path: &Path, text: &str) -> Result<()> {
+    let folder = path.parent().unwrap_or(path);
+    fs::create_dir_all(folder).map_err(|source| Error::io("create", folder, source))?;
+    write_atomically(path, |file| file.write_all(text.as_bytes()))
 }
 
 /// Another file of a trace.
