@@ -29,6 +29,8 @@ macro_rules! adam_config {
             pub weight_decay: f64,
             /// Divides by the largest second moment so far (arXiv:1904.09237) instead of the present one.
             pub amsgrad: bool,
+            /// Whether the running means are corrected for their start at 0; DeepSpeed can do without.
+            pub bias_correction: bool,
             /// Ascends instead of descends.
             pub maximize: bool,
             /// Updates parameters in bfloat16 or float16 in float32 copies, which lose no small updates, and rounds
@@ -45,6 +47,7 @@ macro_rules! adam_config {
                     eps: 1e-8,
                     weight_decay: $weight_decay,
                     amsgrad: false,
+                    bias_correction: true,
                     maximize: false,
                     master_weights: false,
                 }
@@ -68,6 +71,8 @@ macro_rules! adam_config {
                 weight_decay: f64,
                 /// Sets whether the largest second moment is used.
                 amsgrad: bool,
+                /// Sets whether the running means are corrected for their start at 0.
+                bias_correction: bool,
                 /// Sets whether the objective is ascended.
                 maximize: bool,
                 /// Sets whether parameters of a lower dtype are updated in float32 copies.
@@ -85,8 +90,8 @@ macro_rules! adam_config {
             }
 
             fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
-                let Self { lr, betas, eps, weight_decay, amsgrad, maximize, master_weights } = *self;
-                let settings = Settings { lr, betas, eps, weight_decay, amsgrad, maximize };
+                let Self { lr, betas, eps, weight_decay, amsgrad, bias_correction, maximize, master_weights } = *self;
+                let settings = Settings { lr, betas, eps, weight_decay, amsgrad, bias_correction, maximize };
                 let rule = AdamRule { name: stringify!($name), decoupled: $decoupled };
                 let groups = settings.groups(rule.name, groups)?;
                 Ok(Box::new(Engine::new(rule, groups, master_weights)?))
@@ -131,6 +136,7 @@ struct Settings {
     eps: f64,
     weight_decay: f64,
     amsgrad: bool,
+    bias_correction: bool,
     maximize: bool,
 }
 
@@ -143,6 +149,7 @@ impl Settings {
             eps: own.eps.unwrap_or(self.eps),
             weight_decay: own.weight_decay.unwrap_or(self.weight_decay),
             amsgrad: own.amsgrad.unwrap_or(self.amsgrad),
+            bias_correction: self.bias_correction,
             maximize: own.maximize.unwrap_or(self.maximize),
         }
     }
@@ -178,8 +185,9 @@ impl Settings {
                         );
                     }
                 }
-                let Settings { lr, betas, eps, weight_decay, amsgrad, maximize } = merged;
-                Merged { lr, weight_decay, maximize, options: GroupOptions::Adam { betas, eps, amsgrad } }
+                let Settings { lr, betas, eps, weight_decay, amsgrad, bias_correction, maximize } = merged;
+                let options = GroupOptions::Adam { betas, eps, amsgrad, bias_correction };
+                Merged { lr, weight_decay, maximize, options }
             },
         )
     }
@@ -194,6 +202,19 @@ const EXP_AVG: usize = 0;
 const EXP_AVG_SQ: usize = 1;
 const MAX_EXP_AVG_SQ: usize = 2;
 const STEP: usize = 3;
+
+/// A count of steps at which `1 - beta^step` is 1 for all decay rates.
+const LATE: f64 = 1e30;
+
+/// What the kernel takes.
+struct Lists {
+    lists: AdamLists,
+    is_corrected: bool,
+}
+
+fn is_corrected(options: GroupOptions) -> bool {
+    matches!(options, GroupOptions::Adam { bias_correction: true, .. })
+}
 
 fn is_amsgrad(options: GroupOptions) -> bool {
     matches!(options, GroupOptions::Adam { amsgrad: true, .. })
@@ -212,13 +233,13 @@ fn state_or_zeros(slot: &mut Slot, index: usize) -> Result<Tensor> {
 
 impl Rule for AdamRule {
     const STATE: &'static [&'static str] = &["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"];
-    type Lists = AdamLists;
+    type Lists = Lists;
 
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn lists(&self, group: &ParamGroup, members: &mut [Slot], active: &[usize]) -> Result<AdamLists> {
+    fn lists(&self, group: &ParamGroup, members: &mut [Slot], active: &[usize]) -> Result<Lists> {
         let mut all = |index: usize| -> Result<Vec<Tensor>> {
             active.iter().map(|member| state_or_zeros(&mut members[*member], index)).collect()
         };
@@ -235,22 +256,31 @@ impl Rule for AdamRule {
             steps.push(step);
         }
         let params = TensorList::new(active.iter().map(|member| members[*member].weights()))?;
+        let is_corrected = is_corrected(group.options);
+        if !is_corrected {
+            // after so many steps the kernel's correction is 1
+            let late = all_steps.f_full_like(LATE)?;
+            steps =
+                (0..active.len() as i64).map(|entry| late.f_select(0, entry)).collect::<Result<_, _>>()?;
+        }
         let steps = TensorList::new(&steps)?;
-        Ok(AdamLists { params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, all_steps })
+        let lists = AdamLists { params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, all_steps };
+        Ok(Lists { lists, is_corrected })
     }
 
-    fn fits(&self, group: &ParamGroup, lists: &AdamLists) -> bool {
-        lists.max_exp_avg_sqs.is_some() == is_amsgrad(group.options)
+    fn fits(&self, group: &ParamGroup, Lists { lists, is_corrected: known }: &Lists) -> bool {
+        let is_alike = lists.max_exp_avg_sqs.is_some() == is_amsgrad(group.options);
+        is_alike && *known == is_corrected(group.options)
     }
 
     fn update(
         &self,
         group: &ParamGroup,
         lr: LearningRate<'_>,
-        lists: &mut AdamLists,
+        Lists { lists, .. }: &mut Lists,
         grads: &mut TensorList,
     ) -> Result<()> {
-        let GroupOptions::Adam { betas, eps, amsgrad } = group.options else { return Ok(()) };
+        let GroupOptions::Adam { betas, eps, amsgrad, .. } = group.options else { return Ok(()) };
         let options = AdamOptions {
             lr,
             betas,

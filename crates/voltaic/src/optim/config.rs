@@ -18,6 +18,7 @@ use super::lr_scheduler::sequential::{LinearWarmupCosine, Sequence};
 use super::lr_scheduler::stepper::Chained;
 use super::lr_scheduler::swa::SwaLr;
 use super::lr_scheduler::warmup::{WarmupCosineLr, WarmupDecayLr, WarmupLr};
+use super::muon::Muon;
 use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::{ParamGroup, ParamGroupSpec};
 use super::problems::Problems;
@@ -120,6 +121,8 @@ classes! {
     Lion(Lion) = "Lion" | "lion",
     /// LAMB, as DeepSpeed's.
     Lamb(Lamb) = "Lamb" | "lamb",
+    /// Muon, for matrices.
+    Muon(Muon) = "Muon" | "muon",
 }
 
 impl OptimizerConfig {
@@ -133,6 +136,7 @@ impl OptimizerConfig {
             Self::Adadelta(config) => config,
             Self::Lion(config) => config,
             Self::Lamb(config) => config,
+            Self::Muon(config) => config,
         }
     }
 }
@@ -144,6 +148,10 @@ impl BuildOptimizer for OptimizerConfig {
 
     fn is_elementwise(&self) -> bool {
         self.inner().is_elementwise()
+    }
+
+    fn needs_whole_parameters(&self) -> bool {
+        self.inner().needs_whole_parameters()
     }
 
     fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {

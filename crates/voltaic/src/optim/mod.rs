@@ -13,6 +13,7 @@ mod engine;
 mod formula;
 mod lion;
 mod lr_scheduler;
+mod muon;
 mod optimizer;
 mod optimizers;
 mod param_group;
@@ -34,9 +35,10 @@ pub use lr_scheduler::{
     OneCycleLr, PerGroup, PlateauMode, PolynomialLr, ReduceLrOnPlateau, StepLr, SwaLr, ThresholdMode,
     WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,
 };
+pub use muon::Muon;
 pub use optimizer::{BuildOptimizer, Optimizer, OptimizerState};
 pub use optimizers::{
     ActiveLrScheduler, ConfiguredLrScheduler, ConfiguredOptimizer, Interval, LrSchedulerSpec, Optimizers,
 };
-pub use param_group::{GroupOptions, ParamGroup, ParamGroupSpec};
+pub use param_group::{AdjustLr, GroupOptions, ParamGroup, ParamGroupSpec};
 pub use sgd::Sgd;

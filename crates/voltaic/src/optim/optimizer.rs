@@ -109,6 +109,11 @@ pub trait BuildOptimizer: Send {
         false
     }
 
+    /// Whether an update needs all of a parameter, so that parts of it cannot be updated at all.
+    fn needs_whole_parameters(&self) -> bool {
+        false
+    }
+
     /// Makes the optimizer over groups of parameters.
     ///
     /// # Errors

@@ -8,6 +8,7 @@ use super::adaptive::{Adadelta, Adagrad, RmsProp};
 use super::config::OptimizerConfig;
 use super::lion::{Lamb, Lion};
 use super::lr_scheduler::scheduler::{BuildLrScheduler, LrScheduler};
+use super::muon::Muon;
 use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::ParamGroupSpec;
 use super::problems::Problems;
@@ -244,6 +245,12 @@ impl Optimizers {
         self.specs.iter().filter(|spec| !spec.optimizer.is_elementwise()).map(|spec| spec.optimizer.name())
     }
 
+    /// Names of the optimizers that cannot update parts of parameters; see [`BuildOptimizer::needs_whole_parameters`].
+    pub fn not_divisible(&self) -> impl Iterator<Item = &'static str> {
+        let specs = self.specs.iter().map(|spec| &spec.optimizer);
+        specs.filter(|optimizer| optimizer.needs_whole_parameters()).map(|optimizer| optimizer.name())
+    }
+
     /// The parameters that each optimizer changes, with their fqn.
     pub fn parameters(&self, module: &dyn Module) -> Vec<Vec<(String, Parameter)>> {
         let of = |spec: &OptimizerSpec| match &spec.groups {
@@ -305,7 +312,7 @@ macro_rules! into_optimizers {
         }
     )*};
 }
-into_optimizers!(Sgd, Adam, AdamW, Adagrad, RmsProp, Adadelta, Lion, Lamb, OptimizerConfig);
+into_optimizers!(Sgd, Adam, AdamW, Adagrad, RmsProp, Adadelta, Lion, Lamb, Muon, OptimizerConfig);
 
 impl From<Optimizers> for anyhow::Result<Optimizers> {
     fn from(optimizers: Optimizers) -> Self {

@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tch::Kind;
@@ -120,6 +121,9 @@ pub enum GroupOptions {
         eps: f64,
         /// Keep the maximum of the second moments.
         amsgrad: bool,
+        /// Correct the moments for their start at 0.
+        #[serde(default = "yes")]
+        bias_correction: bool,
     },
     /// Those of [`RmsProp`](super::RmsProp).
     RmsProp {
@@ -164,6 +168,37 @@ pub enum GroupOptions {
         /// Decay rates of the mean in the update, and of the one that is kept.
         betas: (f64, f64),
     },
+    /// Those of [`Muon`](super::Muon).
+    Muon {
+        /// Momentum factor.
+        momentum: f64,
+        /// Nesterov momentum.
+        nesterov: bool,
+        /// Coefficients of the Newton-Schulz iteration.
+        ns_coefficients: (f64, f64, f64),
+        /// Its number of steps.
+        ns_steps: u64,
+        /// Least norm that a matrix is divided by.
+        eps: f64,
+        /// How the learning rate follows the shape.
+        adjust_lr_fn: AdjustLr,
+    },
+}
+
+/// How the learning rate of [`Muon`](super::Muon) follows the shape of a matrix with `a` rows and `b` columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum AdjustLr {
+    /// `sqrt(max(1, a / b))` times the rate.
+    #[default]
+    Original,
+    /// `0.2 sqrt(max(a, b))` times the rate, which gives changes of AdamW's size (arXiv:2502.16982).
+    MatchRmsAdamw,
+}
+
+/// What a state says that was saved before there was a choice.
+fn yes() -> bool {
+    true
 }
 
 /// A group's hyper-parameters as they are saved.
@@ -200,7 +235,9 @@ impl ParamGroup {
     /// What momentum schedules cycle: the momentum of SGD, the first decay rate of Adam.
     pub fn momentum(&self) -> f64 {
         match self.options {
-            GroupOptions::Sgd { momentum, .. } | GroupOptions::RmsProp { momentum, .. } => momentum,
+            GroupOptions::Sgd { momentum, .. }
+            | GroupOptions::RmsProp { momentum, .. }
+            | GroupOptions::Muon { momentum, .. } => momentum,
             GroupOptions::Adam { betas, .. }
             | GroupOptions::Lamb { betas, .. }
             | GroupOptions::Lion { betas } => betas.0,
@@ -211,7 +248,9 @@ impl ParamGroup {
     /// Sets what [`ParamGroup::momentum`] gives.
     pub fn set_momentum(&mut self, value: f64) {
         match &mut self.options {
-            GroupOptions::Sgd { momentum, .. } | GroupOptions::RmsProp { momentum, .. } => *momentum = value,
+            GroupOptions::Sgd { momentum, .. }
+            | GroupOptions::RmsProp { momentum, .. }
+            | GroupOptions::Muon { momentum, .. } => *momentum = value,
             GroupOptions::Adam { betas, .. }
             | GroupOptions::Lamb { betas, .. }
             | GroupOptions::Lion { betas } => betas.0 = value,

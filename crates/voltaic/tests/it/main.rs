@@ -75,6 +75,7 @@ mod models;
 mod new_crate;
 mod nn;
 mod optim;
+mod optim_muon;
 mod output;
 mod own_loaders;
 mod parity;

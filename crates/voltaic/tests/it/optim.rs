@@ -28,7 +28,7 @@ fn tensor_fixture(name: &str) -> HashMap<String, Tensor> {
 }
 
 /// The script's `wave`.
-fn wave(shape: &[i64], seed: usize, scale: f64) -> Tensor {
+pub(crate) fn wave(shape: &[i64], seed: usize, scale: f64) -> Tensor {
     let len = shape.iter().product::<i64>();
     let angle = Tensor::arange(len, (Kind::Double, tch::Device::Cpu)) * 0.7 + seed as f64 * 1.3 + 0.1;
     (angle.sin() * scale).to_kind(Kind::Float).reshape(shape)
@@ -537,4 +537,37 @@ fn a_plateau_schedule_needs_a_monitor_and_the_others_take_none() {
     assert!(error.contains("lr_scheduler.frequency: 0"), "{error}");
     let built = build(LrSchedulerSpec::new(ReduceLrOnPlateau::default()).monitor("val_loss")).unwrap();
     assert_eq!(built[0].scheduler.as_ref().unwrap().monitor.as_deref(), Some("val_loss"));
+}
+
+/// Adam without correction of its moments, as DeepSpeed has it: the moments as they are.
+#[test]
+fn adam_without_bias_correction_takes_the_moments_as_they_are() {
+    let params = params(Kind::Float);
+    let config = AdamW::new(0.01).bias_correction(false).weight_decay(0.1);
+    let mut optimizer = config.build(vec![ParamGroupSpec::new(params.clone())]).unwrap();
+    let mut expected: Vec<[Tensor; 3]> = params
+        .iter()
+        .map(|(_, param)| {
+            let weights = param.detach().to_kind(Kind::Double);
+            [weights.copy(), weights.zeros_like(), weights.zeros_like()]
+        })
+        .collect();
+    for step in 0..STEPS {
+        optimizer.zero_grad().unwrap();
+        for (i, (_, param)) in params.iter().enumerate() {
+            let grad = wave(SHAPES[i].1, 100 + 10 * step + i, 0.3);
+            set_grad(param, &grad);
+            let grad = grad.to_kind(Kind::Double);
+            let [weights, mean, square] = &mut expected[i];
+            *mean = &*mean * 0.9 + &grad * 0.1;
+            *square = &*square * 0.999 + &grad * &grad * 0.001;
+            *weights = &*weights * (1.0 - 0.01 * 0.1) - &*mean / (square.sqrt() + 1e-8) * 0.01;
+        }
+        optimizer.step().unwrap();
+    }
+    for ((name, param), [weights, ..]) in params.iter().zip(&expected) {
+        assert_close(&param.detach(), &weights.to_kind(Kind::Float), 1e-5, 1e-6, name);
+    }
+    let steps = optimizer.state_dict().tensors.into_iter().filter(|(name, _)| name.starts_with("step."));
+    assert!(steps.map(|(_, count)| count).all(|count| count.double_value(&[]) == STEPS as f64));
 }

@@ -436,11 +436,6 @@ fn read_optimizer(top: &mut Section<'_>, found: &mut Findings) -> Option<Optimiz
         let what = format!("{norm} is not a setting of an optimizer");
         top.refuse(found, "optimizer.params.max_grad_norm", entry, what, "set gradient_clipping");
     }
-    if params.get("bias_correction").is_some_and(|flag| flag == false) && !name.eq_ignore_ascii_case("lamb") {
-        params.remove("bias_correction");
-        let what = format!("false is not there yet with {name}");
-        top.refuse(found, "optimizer.params.bias_correction", entry, what, "leave it out");
-    }
     let lower = name.to_lowercase();
     let known = OPTIMIZERS.iter().find(|(known, _)| *known == lower);
     let mut class = known.map_or(name, |(_, class)| *class);
@@ -470,9 +465,6 @@ fn adam_class(class: &str, params: &mut serde_json::Map<String, serde_json::Valu
     };
     let (is_torch, w_mode) = (take("torch_adam", false), take("adam_w_mode", true));
     take("fp32_optimizer_states", true);
-    if params.get("bias_correction") == Some(&serde_json::Value::Bool(true)) {
-        params.remove("bias_correction");
-    }
     if !params.contains_key("weight_decay") && !is_torch {
         params.insert("weight_decay".to_owned(), 0.0.into());
     }

@@ -236,6 +236,13 @@ impl Strategy for Zero {
     }
 
     fn optimizers(&mut self, asked: Optimizers, module: &dyn Module) -> Result<Vec<ConfiguredOptimizer>> {
+        if let Some(name) = asked.not_divisible().next() {
+            let what =
+                format!("{name} with {}: it needs whole matrices, and ranks have parts of them", self.name());
+            return Err(
+                ConfigError::new("configure_optimizers", what, "use AdamW, or the strategy ddp").into()
+            );
+        }
         if let Some(name) = asked.not_elementwise().next()
             && !self.config.allow_untested_optimizer
         {
