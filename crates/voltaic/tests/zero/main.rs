@@ -5,6 +5,7 @@
 mod command;
 mod half;
 mod ladder;
+mod large;
 mod models;
 mod peers;
 mod prefetch;

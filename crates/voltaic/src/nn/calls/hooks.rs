@@ -109,6 +109,20 @@ impl ModuleHooks {
         self.register(which.into(), Hook::BackwardPre(Mutex::new(Box::new(hook))))
     }
 
+    /// The same for whom it is no mistake if the modules are not called.
+    pub(crate) fn register_backward_pre_hook_if_called(
+        &self,
+        which: impl Into<Which>,
+        hook: impl FnMut(&ModuleCall<'_>, &mut [Option<Tensor>]) -> anyhow::Result<()> + Send + 'static,
+    ) -> RemovableHandle {
+        let handle = self.register_full_backward_pre_hook(which, hook);
+        let entries = self.shared.entries();
+        let own = entries.iter().filter(|entry| entry.id == handle.id);
+        own.for_each(|entry| entry.is_heard.store(true, Ordering::Relaxed));
+        drop(entries);
+        handle
+    }
+
     /// Calls `hook` in the backward pass when the gradients of the modules' inputs are there, with these, which it may
     /// replace, and those of the outputs. If no input has a gradient, it is called when those of the outputs are there.
     ///

@@ -86,14 +86,13 @@ pub(super) fn watch(
     let mut handles = vec![hooks.watch("*", watcher)];
     for fqn in units.keys() {
         let (reducer, units) = (reducer.clone(), units.clone());
-        // the star keeps it from being missed where a module is not called at all; others that it fits have units of their own
         let gather = move |call: &ModuleCall<'_>, _: &mut [Option<Tensor>]| {
             for unit in units.get(call.fqn()).into_iter().flatten() {
                 lock(&reducer).need_in_backward(*unit)?;
             }
             Ok(())
         };
-        handles.push(hooks.register_full_backward_pre_hook(format!("{fqn}*"), gather));
+        handles.push(hooks.register_backward_pre_hook_if_called(fqn.as_str(), gather));
     }
     handles
 }
