@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a test that panics has failed")]
 
 mod command;
+mod faults;
 mod half;
 mod ladder;
 mod large;
@@ -14,3 +15,4 @@ mod reduction;
 mod resume;
 mod shards;
 mod stage3;
+mod touch;

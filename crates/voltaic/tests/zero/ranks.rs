@@ -1,7 +1,7 @@
 //! Tests whose bodies run on several ranks, each a process that the trainer starts.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 
 use voltaic::nn::ModuleExt;
 use voltaic::trainer::{Trainer, TrainerBuilder};
@@ -40,15 +40,25 @@ pub fn on_ranks_in_turn(test: &str, turns: &[(usize, Body)]) {
     }
 }
 
+/// The folder on a rank, or `None` in the test itself, which starts the ranks by [`output`].
+pub fn folder_of_rank() -> Option<PathBuf> {
+    std::env::var_os(FOLDER).map(PathBuf::from)
+}
+
 /// Starts the process that starts the ranks.
 fn start(test: &str, ranks: usize, folder: &Path) -> String {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
-    command.env(RANKS, ranks.to_string()).env(FOLDER, folder).env("OMP_NUM_THREADS", "1");
-    let output = command.output().unwrap();
+    let output = output(test, ranks, folder, &[]);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     text
+}
+
+/// How a process ends that runs this test on so many ranks, with these variables.
+pub fn output(test: &str, ranks: usize, folder: &Path, variables: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+    command.env(RANKS, ranks.to_string()).env(FOLDER, folder).env("OMP_NUM_THREADS", "1");
+    command.envs(variables.iter().copied()).output().unwrap()
 }
 
 /// A trainer that prints nothing and writes nothing unless told to.

@@ -1,18 +1,36 @@
 //! What happens when a weight of a unit is touched, and when modules are called.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
 
 use super::reducer::Reducer;
-use crate::error::Result;
+use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::nn::{CallWatcher, Gather, ModuleCall, ModuleHooks, Parameter, RemovableHandle};
 
 /// Keeps weights that come and go, and master weights beside those that stay.
 #[derive(Debug)]
-pub(super) struct Keeper(pub Arc<Mutex<Reducer>>);
+pub(super) struct Keeper {
+    pub reducer: Arc<Mutex<Reducer>>,
+    /// The fit is over: the other ranks do not take part any more.
+    pub is_over: Arc<AtomicBool>,
+}
+
+impl Keeper {
+    /// An error if a weight that is not here cannot be gathered any more: its fit has failed, and the others would not answer.
+    fn check(&self, parameter: &Parameter) -> Result<()> {
+        if !self.is_over.load(Ordering::Relaxed) || !parameter.is_away() {
+            return Ok(());
+        }
+        let name = parameter.fqn().unwrap_or_else(|| Arc::from("a parameter"));
+        let what = format!("{name} is divided among the ranks, and the fit that could gather it has failed");
+        Err(ConfigError::new("trainer.strategy", what, "make the module again, and load the last checkpoint")
+            .into())
+    }
+}
 
 fn lock(reducer: &Mutex<Reducer>) -> MutexGuard<'_, Reducer> {
     reducer.lock().unwrap_or_else(PoisonError::into_inner)
@@ -20,7 +38,8 @@ fn lock(reducer: &Mutex<Reducer>) -> MutexGuard<'_, Reducer> {
 
 impl Gather for Keeper {
     fn gather(&self, parameter: &Parameter) -> Result<()> {
-        let mut reducer = lock(&self.0);
+        self.check(parameter)?;
+        let mut reducer = lock(&self.reducer);
         let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
         reducer.need(unit)?;
         reducer.units[unit].stay(); // nobody says when it is not needed any more
@@ -28,7 +47,8 @@ impl Gather for Keeper {
     }
 
     fn borrow(&self, parameter: &Parameter) -> Result<()> {
-        let mut reducer = lock(&self.0);
+        self.check(parameter)?;
+        let mut reducer = lock(&self.reducer);
         let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
         reducer.hold(unit)?;
         if ffi::grad_is_enabled() {
@@ -38,7 +58,7 @@ impl Gather for Keeper {
     }
 
     fn release(&self, parameter: &Parameter, is_changed: bool) -> Result<()> {
-        let mut reducer = lock(&self.0);
+        let mut reducer = lock(&self.reducer);
         let Some((unit, index)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
         if is_changed {
             reducer.units[unit].take_over(index)?;

@@ -11,6 +11,7 @@ mod shards;
 mod unit;
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Kind, Tensor};
@@ -48,12 +49,15 @@ pub struct Zero {
     kept: Vec<Parameter>,
     /// Hooks of the calls of modules.
     calls: Vec<RemovableHandle>,
+    /// Set when the fit of `kept` is over.
+    is_over: Arc<AtomicBool>,
 }
 
 impl Zero {
     /// Of these ranks, or of a process alone.
     pub fn new(world: World, config: ZeroConfig) -> Self {
-        Self { world, config, reducer: None, hooks: Vec::new(), kept: Vec::new(), calls: Vec::new() }
+        let (kept, is_over) = (Vec::new(), Arc::default());
+        Self { world, config, reducer: None, hooks: Vec::new(), kept, calls: Vec::new(), is_over }
     }
 
     /// The group, if there is anybody to talk to.
@@ -134,7 +138,9 @@ impl Zero {
         self.hook_gradients(&reducer)?;
         self.reducer = Some(reducer.clone());
         self.kept = kept;
-        self.kept.iter().try_for_each(|parameter| parameter.attach(Arc::new(Keeper(reducer.clone()))))
+        self.is_over = Arc::default();
+        let keeper = Arc::new(Keeper { reducer, is_over: self.is_over.clone() });
+        self.kept.iter().try_for_each(|parameter| parameter.attach(keeper.clone()))
     }
 
     /// Frees the memory of all weights that nobody uses now.
@@ -299,6 +305,7 @@ impl Strategy for Zero {
     fn begin_forward(&mut self, module: &dyn Module) -> Result<()> {
         self.release_all()?;
         if let Some(mut reducer) = self.reducer() {
+            reducer.units.iter_mut().try_for_each(Unit::take_changes)?;
             reducer.order.begin();
         }
         match self.peers() {
@@ -328,6 +335,7 @@ impl Strategy for Zero {
 
     fn begin_backward(&mut self, _loss: &Tensor, syncs: bool, votes: Votes) -> Result<()> {
         if let Some(mut reducer) = self.reducer() {
+            reducer.units.iter_mut().try_for_each(Unit::take_changes)?;
             reducer.begin(syncs, votes);
         }
         Ok(())
@@ -437,12 +445,13 @@ impl Strategy for Zero {
     fn teardown(&mut self) {
         self.hooks.clear();
         self.calls.drain(..).for_each(|handle| handle.remove());
+        self.is_over.store(true, Ordering::Relaxed);
         let failed: Vec<_> =
             self.kept.drain(..).filter_map(|parameter| parameter.detach_keeper().err()).collect();
         if let Some(error) = failed.first() {
             let number = failed.len();
             tracing::warn!(
-                "{number} weights stay divided among the ranks, and the module is not whole: {error}"
+                "{number} weights stay divided among the ranks, and the module is not whole: load the last checkpoint into a new one ({error})"
             );
         }
         self.reducer = None;

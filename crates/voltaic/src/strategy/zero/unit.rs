@@ -1,11 +1,12 @@
 //! Parameters that travel together: the weights, this rank's part of them that the optimizer changes, and its gradients.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
 use super::flat::{Layout, copied, narrow};
-use crate::distributed::{ProcessGroup, Work};
+use crate::distributed::{ProcessGroup, Work, collective_scope};
 use crate::error::Result;
 use crate::ffi::{self, ReleasableStorage};
 use crate::nn::Parameter;
@@ -35,6 +36,10 @@ pub(super) struct Unit {
     sums: Option<Tensor>,
     /// Which parameters have had a gradient on this rank since gradients were dropped.
     pub had_grad: Vec<bool>,
+    /// What operations of its weights are called.
+    name: Arc<str>,
+    /// How often each weight had been written to when its part was taken last: autograd counts.
+    versions: Vec<i64>,
 }
 
 /// Weights that are in memory only while they are used.
@@ -100,7 +105,14 @@ impl Unit {
         };
         let slices = layout.places.iter().map(slice).collect::<Result<_>>()?;
         let had_grad = vec![false; layout.places.len()];
-        Ok(Self {
+        let versions = vec![0; layout.places.len()];
+        let first = layout.places.first().map_or("", |place| place.fqn.as_str());
+        let name = match first.rsplit_once('.') {
+            Some((module, _)) if coming.is_some() => module,
+            _ => first,
+        };
+        let name = format!("weights of {name}").into();
+        let unit = Self {
             layout,
             optimizer,
             rank,
@@ -112,7 +124,27 @@ impl Unit {
             grads: None,
             sums: None,
             had_grad,
-        })
+            name,
+            versions,
+        };
+        Ok(Self { versions: unit.current_versions()?, ..unit })
+    }
+
+    fn current_versions(&self) -> Result<Vec<i64>> {
+        self.leaves().map(|leaf| Ok(leaf.f_internal_version()?)).collect()
+    }
+
+    /// Takes over what was written to weights by hand, without [`Parameter::update`], since this was last called.
+    pub fn take_changes(&mut self) -> Result<()> {
+        if !self.has_own_part() || self.is_released() || self.arriving() > 0 {
+            return Ok(());
+        }
+        for (index, now) in self.current_versions()?.into_iter().enumerate() {
+            if now != self.versions[index] {
+                self.take_over(index)?;
+            }
+        }
+        Ok(())
     }
 
     /// The parameters' leaves, in their order.
@@ -321,6 +353,7 @@ impl Unit {
             return Ok(());
         };
         coming.storage.restore()?;
+        let _named = collective_scope(&self.name);
         let arrival = Arrival(self.start_gather(group)?);
         if let Some(coming) = &mut self.coming {
             coming.arriving = Some(arrival);
@@ -393,12 +426,13 @@ impl Unit {
         if !self.is_idle() {
             return Ok(());
         }
+        self.take_changes()?;
         self.coming.iter_mut().try_for_each(|coming| coming.storage.release())?;
         self.layout.places.iter().try_for_each(|place| place.parameter.set_away(true))
     }
 
     /// The weights have been changed from outside: takes this rank's part of them over.
-    pub fn take_over(&self, index: usize) -> Result<()> {
+    pub fn take_over(&mut self, index: usize) -> Result<()> {
         if !self.has_own_part() {
             return Ok(());
         }
@@ -406,6 +440,7 @@ impl Unit {
         let place = &self.layout.places[index];
         let own = self.layout.slice(&self.layout.part(&self.flat, self.rank)?, place, self.rank)?;
         self.slices[index].leaf().detach().f_copy_(&own)?;
+        self.versions[index] = place.parameter.leaf().f_internal_version()?;
         Ok(())
     }
 
