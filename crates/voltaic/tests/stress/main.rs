@@ -10,6 +10,7 @@ mod configuration;
 mod event_files;
 mod idx;
 mod mutate;
+mod shards;
 mod torch_file;
 
 use std::path::PathBuf;
