@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::file_name::{FileName, Value};
 use super::time_span::TimeSpan;
-use crate::checkpoint::{CheckpointPaths, is_checkpoint_below, remove_leftovers};
+use crate::checkpoint::{CheckpointPaths, Claim, is_checkpoint_below, remove_leftovers};
 use crate::error::ConfigError;
 use crate::lightning::Callback;
 use crate::module::{CheckpointRequest, HookContext};
@@ -151,6 +151,8 @@ pub struct ModelCheckpoint {
     config: ModelCheckpointConfig,
     file_name: FileName,
     state: State,
+    /// Names that are taken, but have no file yet.
+    claims: Vec<Claim>,
     /// Something was saved in this fit.
     has_saved: bool,
     interval: Option<Duration>,
@@ -204,7 +206,15 @@ impl ModelCheckpoint {
         match file_name {
             Ok(file_name) if problems.is_empty() => {
                 let state = State::default();
-                Ok(Self { config, file_name, state, has_saved: false, interval, last_time: Instant::now() })
+                Ok(Self {
+                    config,
+                    file_name,
+                    state,
+                    claims: Vec::new(),
+                    has_saved: false,
+                    interval,
+                    last_time: Instant::now(),
+                })
             }
             _ => Err(ConfigError { problems }),
         }
@@ -313,13 +323,13 @@ impl ModelCheckpoint {
 
     /// Writes `last.ckpt`, or links it to a checkpoint; then removes one.
     fn save_last(&mut self, ctx: &mut HookContext, link_to: Option<PathBuf>, then_remove: Option<PathBuf>) {
-        let last = self.last_path();
+        let last = self.last_path(ctx);
         self.state.last_model_path = Some(last.clone());
         self.request(ctx, last, link_to, then_remove);
     }
 
     /// `last.ckpt`, or `last-v1.ckpt` and so on beside those of other runs.
-    fn last_path(&self) -> PathBuf {
+    fn last_path(&mut self, ctx: &HookContext) -> PathBuf {
         if let Some(own) = &self.state.last_model_path
             && is_last_name(own)
             && own.parent() == Some(&self.state.dirpath)
@@ -330,11 +340,35 @@ impl ModelCheckpoint {
         if !self.config.enable_version_counter {
             return first;
         }
-        let versions = (1_u64..).map(|version| self.state.dirpath.join(format!("last-v{version}.ckpt")));
-        std::iter::once(first.clone())
-            .chain(versions)
-            .find(|path| path.symlink_metadata().is_err())
-            .unwrap_or(first)
+        let folder = self.state.dirpath.clone();
+        let versions = (1_u64..).map(|version| folder.join(format!("last-v{version}.ckpt")));
+        self.take_free(ctx, std::iter::once(first).chain(versions), None)
+    }
+
+    /// The first of these paths that no file and no other run has, or that has the file to be replaced. On rank 0, which writes, it
+    /// is taken until the file is there.
+    fn take_free(
+        &mut self,
+        ctx: &HookContext,
+        paths: impl Iterator<Item = PathBuf>,
+        replaced: Option<&Path>,
+    ) -> PathBuf {
+        self.claims.retain(Claim::is_open);
+        for path in paths {
+            if Some(path.as_path()) == replaced {
+                return path;
+            }
+            match ctx.is_global_zero() {
+                true => match Claim::new(&path) {
+                    Some(claim) => self.claims.push(claim),
+                    None => continue,
+                },
+                false if path.symlink_metadata().is_ok() => continue,
+                false => {}
+            }
+            return path;
+        }
+        self.state.dirpath.join("last.ckpt") // there is no last number
     }
 
     fn request(
@@ -388,22 +422,20 @@ impl ModelCheckpoint {
     }
 
     /// The name from the template, with `-v1`, `-v2` if it is taken by another file than `replaced`.
-    fn free_path(&self, ctx: &HookContext, replaced: Option<&Path>) -> PathBuf {
+    fn free_path(&mut self, ctx: &HookContext, replaced: Option<&Path>) -> PathBuf {
         let name = self.file_name.fill(|field| match field {
             "epoch" => Value::Count(ctx.current_epoch()),
             "step" => Value::Count(ctx.global_step()),
             metric => Value::Metric(ctx.metric(metric).unwrap_or(0.0)),
         });
-        let path = |suffix: String| self.state.dirpath.join(format!("{name}{suffix}.ckpt"));
+        let folder = self.state.dirpath.clone();
+        let path = |suffix: String| folder.join(format!("{name}{suffix}.ckpt"));
         let first = path(String::new());
         if !self.config.enable_version_counter {
             return first;
         }
-        let is_free = |path: &PathBuf| !path.exists() || Some(path.as_path()) == replaced;
-        std::iter::once(first.clone())
-            .chain((1_u64..).map(|version| path(format!("-v{version}"))))
-            .find(is_free)
-            .unwrap_or(first)
+        let versions = (1_u64..).map(|version| path(format!("-v{version}")));
+        self.take_free(ctx, std::iter::once(first).chain(versions), replaced)
     }
 }
 

@@ -1,9 +1,9 @@
 //! Files that are either the old one or the new one, whatever happens in between.
 
 use std::ffi::OsString;
-use std::fs::{self, File, Permissions};
+use std::fs::{self, File, Permissions, TryLockError};
 use std::io::{self, BufWriter, ErrorKind, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use tempfile::NamedTempFile;
@@ -66,6 +66,57 @@ pub(super) fn link_atomically(target: &Path, path: &Path) -> Result<()> {
             // another run took it for a leftover: a link cannot be locked
             Err(e) if e.error.kind() == ErrorKind::NotFound && tries < MAX_LINKS => {}
             Err(e) => return Err(Error::io("rename to", path, e.error)),
+        }
+    }
+}
+
+/// The name of a file that is to be written is taken for as long as this lives, or its process.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    path: PathBuf,
+    /// A file beside `path`, locked; none on a file system without locks.
+    lock: Option<(File, PathBuf)>,
+}
+
+impl Claim {
+    /// The name, unless another run has claimed it or there is such a file.
+    pub(crate) fn new(path: &Path) -> Option<Self> {
+        let folder = folder_of(path);
+        let mut hidden = OsString::from(".");
+        hidden.push(path.file_name().unwrap_or_default());
+        hidden.push(format!(".{}.tmp", "0".repeat(NUM_RANDOM))); // `remove_leftovers` knows it
+        let hidden = folder.join(hidden);
+        let path = path.to_path_buf();
+        let mut open = File::options();
+        open.write(true).create(true).custom_flags(libc::O_NOFOLLOW);
+        for _ in 0..MAX_LINKS {
+            let Ok(file) = fs::create_dir_all(folder).and_then(|()| open.open(&hidden)) else { break };
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => return None,
+                Err(TryLockError::Error(_)) => break,
+            }
+            let is_there = || Some((file.metadata().ok()?.ino(), hidden.metadata().ok()?.ino()));
+            if is_there().is_some_and(|(own, there)| own == there) {
+                let is_free = path.symlink_metadata().is_err();
+                let claim = Self { path, lock: Some((file, hidden)) };
+                return is_free.then_some(claim);
+            }
+            // another run has removed it in between, and its lock with it
+        }
+        path.symlink_metadata().is_err().then_some(Self { path, lock: None })
+    }
+
+    /// Whether the file is not there yet.
+    pub(crate) fn is_open(&self) -> bool {
+        self.path.symlink_metadata().is_err()
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if let Some((_, hidden)) = &self.lock {
+            let _ = fs::remove_file(hidden); // else the next run that begins in the folder does
         }
     }
 }
@@ -228,6 +279,25 @@ mod tests {
             .collect();
         left.sort();
         assert_eq!(left, [".a.txt.aB3dEf7hIj0k.tmp", ".notes.ckpt.tmp", ".other.tmp", "a.ckpt", "b.ckpt"]);
+    }
+
+    #[test]
+    fn a_name_is_claimed_once_until_its_file_is_there() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.ckpt");
+        let claim = Claim::new(&path).expect("free");
+        remove_leftovers(folder.path());
+        assert!(Claim::new(&path).is_none() && claim.is_open(), "by a run that lives");
+        drop(claim);
+        assert_eq!(fs::read_dir(folder.path()).expect("listable").count(), 0);
+        let claim = Claim::new(&path).expect("free again");
+        write_atomically(&path, |_| Ok(())).expect("writable");
+        assert!(!claim.is_open() && Claim::new(&path).is_none());
+        drop(claim);
+        assert!(Claim::new(&path).is_none(), "the file is there");
+        // of a run that was killed
+        File::create(folder.path().join(format!(".b.ckpt.{}.tmp", "0".repeat(12)))).expect("writable");
+        assert!(Claim::new(&folder.path().join("b.ckpt")).is_some());
     }
 
     #[test]

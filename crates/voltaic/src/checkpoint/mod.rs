@@ -24,7 +24,7 @@ mod stream;
 mod torch_file;
 
 pub use async_io::AsyncCheckpointIo;
-pub(crate) use atomic::temporary_file;
+pub(crate) use atomic::{Claim, temporary_file};
 pub use atomic::{remove_file, remove_leftovers, write_atomically};
 pub use below::is_checkpoint_below;
 pub use budget::ReadLimits;

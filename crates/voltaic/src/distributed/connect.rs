@@ -14,7 +14,8 @@ use super::roll_call::is_abandoned;
 use crate::device::Device;
 use crate::error::{Result, TorchError, TorchErrorKind};
 use crate::ffi::{
-    Backend, CollectiveLibrary, Home, JobSecret, Neighbours, SEAL_BYTES, Seat, Store, shares_memory,
+    Backend, CollectiveLibrary, Home, JobSecret, Listeners, Neighbours, SEAL_BYTES, Seat, Store,
+    shares_memory,
 };
 
 /// How often a rank that connects to the others looks whether one of them has ended.
@@ -97,11 +98,15 @@ impl Connector {
         let given = interface.clone();
         let proof = placement.secret.clone().map(|secret| (secret, self.nonce.clone()));
         let connect = move || {
+            let before = Listeners::now();
             let backend = Backend::gloo(&store, rank, size, timeout, &given)?;
             match proof {
                 Some((secret, nonce)) if size > 1 => prove(&backend, Place { rank, size }, &secret, &nonce)?,
                 _ => {}
             }
+            // each two members are connected: who comes now is a stranger
+            let closed = Listeners::now().close_to_others(&before);
+            tracing::debug!("{closed} port(s) of Gloo are closed to others");
             Ok::<_, TorchError>(backend)
         };
         let backend = self.connected(connect)?.map_err(|error| {

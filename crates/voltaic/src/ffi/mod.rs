@@ -55,6 +55,7 @@ pub use ranks::flight_memory::{
     ENTRIES as FLIGHT_ENTRIES, FlightMemory, WORDS as FLIGHT_WORDS, monotonic_nanos,
 };
 pub use ranks::libraries::{CollectiveApi, CollectiveLibrary, Seat};
+pub use ranks::listeners::Listeners;
 pub use ranks::process::{die_with_parent, ignores, signal_group};
 pub use ranks::seal::{JobSecret, SEAL_BYTES};
 pub use ranks::shared_sum::{Home, Neighbours, Summing, next_ticket, shares_memory};

@@ -12,7 +12,8 @@ use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, CheckpointIo, FileCheck
 use voltaic::logger::CsvLogger;
 use voltaic::trainer::{Trainer, TrainerBuilder};
 
-use crate::probe::{Probe, loaders, names, silent};
+use crate::ddp::{FOLDER, folder_of_parent};
+use crate::probe::{Probe, loaders, names, own_process, plays, silent, text_of};
 use crate::rng::seeded;
 
 /// Keeps a checkpoint of each second step.
@@ -128,6 +129,40 @@ impl CheckpointIo for Watched {
         self.note();
         Ok(())
     }
+}
+
+/// Another run saves in the folder before the first checkpoint of this one is written.
+struct Overtaken(PathBuf, bool);
+
+impl CheckpointIo for Overtaken {
+    fn save_checkpoint(
+        &mut self,
+        checkpoint: &Checkpoint,
+        path: &Path,
+        options: Option<&Value>,
+    ) -> voltaic::Result<()> {
+        if !std::mem::replace(&mut self.1, true) {
+            let test = "last_checkpoint::two_runs_in_one_folder_do_not_take_the_same_names";
+            text_of(&own_process(test, "other run").env(FOLDER, &self.0).output().unwrap());
+        }
+        FileCheckpointIo.save_checkpoint(checkpoint, path, options)
+    }
+}
+
+#[test]
+fn two_runs_in_one_folder_do_not_take_the_same_names() {
+    if plays("other run") {
+        return fit(&folder_of_parent(), 4);
+    }
+    let _rng = seeded(1);
+    let folder = TempDir::new().unwrap();
+    let builder = silent().enable_checkpointing(true).max_epochs(-1).max_steps(4);
+    let builder = builder.checkpoint_io(Overtaken(folder.path().to_path_buf(), false));
+    let mut trainer = builder.callback(saver(folder.path())).build().unwrap();
+    trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
+    drop(trainer);
+    let expected = ["step=2-v1.ckpt", "step=2.ckpt", "step=4-v1.ckpt", "step=4.ckpt"];
+    assert_eq!(names(folder.path()), expected);
 }
 
 #[test]

@@ -1,21 +1,29 @@
 //! What processes that do not belong to a job can do to it.
 
 use std::collections::BTreeSet;
-use std::io::Read;
-use std::net::TcpListener;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use voltaic::Device;
+use voltaic::callback::Callback;
 use voltaic::distributed::{JobSecret, RankPlacement, World};
+use voltaic::module::HookContext;
+use voltaic::{Device, Module};
 
-use crate::ddp::{FOLDER, builder, folder_of_parent};
+use crate::ddp::{FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, weights};
 use crate::distributed::{free_port, placement};
 use crate::probe::{own_process, plays, text_of};
 
 /// Local addresses on which a process listens, as `/proc/net/tcp` writes them.
 fn listens_at(process: &str) -> BTreeSet<String> {
+    let address = |place: String| place.split(':').next().unwrap_or_default().to_owned();
+    listens(process).into_iter().map(address).collect()
+}
+
+/// The same with the ports.
+fn listens(process: &str) -> BTreeSet<String> {
     let Ok(open) = std::fs::read_dir(format!("/proc/{process}/fd")) else { return BTreeSet::new() };
     let links = open.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok());
     let inodes: BTreeSet<String> = links
@@ -30,7 +38,7 @@ fn listens_at(process: &str) -> BTreeSet<String> {
     let listening = lines.iter().filter_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let is_own = fields.get(3) == Some(&"0A") && inodes.contains(*fields.get(9)?);
-        is_own.then(|| fields[1].split(':').next().unwrap_or_default().to_owned())
+        is_own.then(|| fields[1].to_owned())
     });
     listening.collect()
 }
@@ -58,6 +66,82 @@ fn ranks_of_one_host_listen_on_loopback_alone_and_share_a_secret() {
     for expected in [r#"rank 0 listens at {"0100007F"}"#, r#"the launcher listens at {"0100007F"}"#] {
         assert!(text.contains(expected), "{text}");
     }
+}
+
+/// Waits within training until the ports of its process have been attacked.
+struct IsAttacked;
+
+impl Callback for IsAttacked {
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        if (ctx.current_epoch(), ctx.batch_idx()) == (0, 1) {
+            let (folder, rank) = (folder_of_parent(), ctx.process_group().unwrap().rank());
+            // further groups have ports of their own
+            let _group = ctx.process_group().unwrap().new_group(&[1, 0])?.unwrap();
+            let ports = listens("self").into_iter().collect::<Vec<_>>().join(" ");
+            std::fs::write(folder.join(format!("ports_{rank}.tmp")), ports)?;
+            std::fs::rename(folder.join(format!("ports_{rank}.tmp")), folder.join(format!("ports_{rank}")))?;
+            while !folder.join("attacked").exists() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn connections_to_the_port_of_a_rank_do_not_end_it() {
+    let test = "strangers::connections_to_the_port_of_a_rank_do_not_end_it";
+    if plays("attacked") {
+        let folder = folder_of_parent();
+        let mut trainer = builder(&folder).devices(2).callback(IsAttacked).build().unwrap();
+        let mut net = Net::new();
+        trainer.fit(&mut net, &mut loaders(None)).unwrap();
+        return finish(&trainer, &net, &folder);
+    }
+    let folder = TempDir::new().unwrap();
+    let own = own_process(test, "attacked");
+    let mut command = Command::new("sh"); // few descriptors, as a user has by default
+    command.args(["-c", "ulimit -n 1024; exec \"$@\"", "sh"]).arg(own.get_program()).args(own.get_args());
+    command.envs(own.get_envs().filter_map(|(key, value)| Some((key, value?)))).env(FOLDER, folder.path());
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut kept = Vec::new();
+    for rank in 0..2 {
+        let file = folder.path().join(format!("ports_{rank}"));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !file.exists() {
+            assert!(Instant::now() < deadline, "rank {rank} does not train");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let text = std::fs::read_to_string(file).unwrap();
+        let ports: Vec<u16> = text
+            .split_whitespace()
+            .map(|place| u16::from_str_radix(place.split_once(':').unwrap().1, 16).unwrap())
+            .collect();
+        assert!(ports.len() >= 2, "those of two groups: {text}");
+        for port in ports {
+            kept.extend(attack(port));
+        }
+    }
+    std::fs::write(folder.path().join("attacked"), "").unwrap();
+    let output = child.wait_with_output().unwrap();
+    println!("{} connections were accepted", kept.len());
+    text_of(&output);
+    let (_kept, expected, ..) = alone(2, 1);
+    assert_same(&weights(folder.path()), &expected);
+}
+
+/// Opens 1200 connections at once and sends something over those that open: what Gloo's own ranks send first, and other bytes.
+fn attack(port: u16) -> Vec<TcpStream> {
+    let address = ([127, 0, 0, 1], port).into();
+    let open = |number: u64| -> Option<TcpStream> {
+        let mut stream =
+            TcpStream::connect_timeout(&address, Duration::from_millis(if number < 2 { 500 } else { 2 }))
+                .ok()?;
+        let bytes = [number.to_ne_bytes(), [0xff; 8], [0; 8], (number << 33).to_ne_bytes()].concat();
+        let _ = stream.write_all(&bytes[..8 * (1 + number as usize % 4)]);
+        Some(stream)
+    };
+    (0..1200).filter_map(open).collect()
 }
 
 #[test]

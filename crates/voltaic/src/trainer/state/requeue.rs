@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::checkpoint::peek_whole;
+use crate::checkpoint::{Claim, peek_whole};
 use crate::distributed::SlurmJob;
 use crate::error::Result;
 use crate::trainer::config::values::CkptPath;
@@ -47,10 +47,12 @@ pub(crate) fn newest_of_slurm(root: &Path, job: Option<&str>) -> Option<PathBuf>
     serving.next()
 }
 
-/// The file for the next checkpoint of this kind.
-pub(crate) fn next_path(root: &Path) -> PathBuf {
+/// The file for the next checkpoint of this kind, which no other job takes while the claim lives.
+pub(crate) fn next_path(root: &Path) -> (PathBuf, Option<Claim>) {
     let last = saved(root).into_iter().map(|(number, _)| number).max().unwrap_or(0);
-    root.join(format!("hpc_ckpt_{}.ckpt", last + 1))
+    let path = |number: u64| root.join(format!("hpc_ckpt_{number}.ckpt"));
+    let claimed = (last + 1..last + 100).find_map(|number| Some((path(number), Claim::new(&path(number))?)));
+    claimed.map_or_else(|| (path(last + 1), None), |(path, claim)| (path, Some(claim)))
 }
 
 fn saved(root: &Path) -> Vec<(u64, PathBuf)> {
@@ -69,10 +71,12 @@ mod tests {
     #[test]
     fn numbers_are_counted_as_numbers() {
         let root = tempfile::tempdir().unwrap();
-        assert_eq!(next_path(root.path()), root.path().join("hpc_ckpt_1.ckpt"));
+        assert_eq!(next_path(root.path()).0, root.path().join("hpc_ckpt_1.ckpt"));
         for name in ["hpc_ckpt_9.ckpt", "hpc_ckpt_10.ckpt", "hpc_ckpt_x.ckpt", "hpc_ckpt_11.ckpt.tmp"] {
             std::fs::write(root.path().join(name), "").unwrap();
         }
-        assert_eq!(next_path(root.path()), root.path().join("hpc_ckpt_11.ckpt"));
+        let (path, _claim) = next_path(root.path());
+        assert_eq!(path, root.path().join("hpc_ckpt_11.ckpt"));
+        assert_eq!(next_path(root.path()).0, root.path().join("hpc_ckpt_12.ckpt"), "of another job");
     }
 }

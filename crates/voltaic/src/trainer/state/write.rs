@@ -86,16 +86,23 @@ impl<M: LightningModule> Session<'_, M> {
         let trains = self.run.at.stage == Stage::Fit && !self.plan.fast_dev_run;
         let job = SlurmJob::of_process()
             .filter(|_| trains && self.plan.requeue_signal.is_some_and(|own| own.name() == signal));
+        let mut claim = None;
         // nobody who closes a terminal means to end the run
         let hangs_up = || self.run.callbacks.iter().any(|callback| callback.saves_checkpoints());
         let saves = self.plan.save_on_signal || (signal == "SIGHUP" && hangs_up());
         if (job.is_some() || (saves && trains)) && !self.run.at.is_sanity_check {
             let saved = self.run.callbacks.iter().find_map(|callback| callback.checkpoint_paths()?.folder);
             let folder = saved.unwrap_or_else(|| self.run.facts.log_dir.join("checkpoints"));
+            let is_writer = self.run.world().is_global_zero();
             let path = match job {
-                Some(_) => next_path(&self.run.facts.default_root_dir),
-                None => folder.join("on_signal.ckpt"),
+                Some(_) if is_writer => {
+                    let (path, claimed) = next_path(&self.run.facts.default_root_dir);
+                    claim = claimed;
+                    path
+                }
+                _ => folder.join("on_signal.ckpt"),
             };
+            let path = self.run.world().of_rank_zero(path)?;
             tracing::info!("{signal}: saving {}", path.display());
             let request =
                 CheckpointRequest { path, weights_only: false, link_to: None, then_remove: Vec::new() };
@@ -104,6 +111,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         if let Some(job) = job {
             self.run.checkpoint_io.teardown()?; // one that is written while training goes on has to be there first
+            drop(claim);
             if self.run.world().is_global_zero()
                 && let Err(problem) = job.requeue()
             {
