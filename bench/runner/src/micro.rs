@@ -27,6 +27,10 @@ pub const BENCHES: [Bench; 7] = [
         name: "lengths",
         about: "Steps of changing lengths with the memory pool beside libtorch's allocator",
     },
+    Bench {
+        name: "record",
+        about: "A step of two ranks with the record of operations beside the same step without it",
+    },
     Bench { name: "graph", about: "A replayed training step beside the same step as code" },
     Bench {
         name: "hpu",

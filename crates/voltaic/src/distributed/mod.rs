@@ -26,6 +26,8 @@ pub use crate::ffi::{JobSecret, ReduceOp};
 pub use connect::JoinOptions;
 pub use environment::ClusterEnvironment;
 pub use facts::Facts;
+#[doc(hidden)]
+pub use flight::record::keep_record;
 pub use flight::scope::{CollectiveScope, ScopeName, collective_scope};
 pub(crate) use flight::witness::write_records_below;
 pub use launch::Launch;

@@ -54,10 +54,21 @@ fn sum(group: &ProcessGroup, name: &'static str) -> voltaic::Result<()> {
     group.all_reduce(&Tensor::zeros([7], (Kind::Float, tch::Device::Cpu)), ReduceOp::Sum)
 }
 
+/// Where the fault is, other than between two ranks of one host.
+const PLACE: &str = "VOLTAIC_TEST_PLACE";
+
+fn place() -> String {
+    std::env::var(PLACE).unwrap_or_default()
+}
+
 /// The fault, if this is the phase that has it.
 fn fault(phase: &str, faulty: usize, group: Option<&ProcessGroup>) -> anyhow::Result<()> {
     let (Some(group), Ok(part)) = (group, std::env::var(crate::probe::PART)) else { return Ok(()) };
     let Some(what) = part.strip_suffix(phase) else { return Ok(()) };
+    if place() == "group" {
+        let Some(group) = group.new_group(&[0, 1])? else { return Ok(()) };
+        return if group.rank() == faulty { Ok(()) } else { Ok(sum(&group, "of this test")?) };
+    }
     match (what.trim(), group.rank() == faulty) {
         ("skips", true) => {}
         ("order", true) => {
@@ -151,7 +162,14 @@ impl CheckpointIo for Writes {
 fn train() {
     let config = DdpConfig { timeout_secs: TIMEOUT_SECS, ..DdpConfig::default() };
     let builder = builder(&folder_of_parent()).num_sanity_val_steps(0).enable_checkpointing(true);
-    let builder = builder.devices(2).strategy(config).callback(Faults).checkpoint_io(Writes);
+    let builder = builder.strategy(config).callback(Faults).checkpoint_io(Writes);
+    let builder = match place().as_str() {
+        "hpu" => builder.devices(2).accelerator("hpu"),
+        "group" => builder.devices(3),
+        "restart" => builder.devices(2).max_restarts(1_u64),
+        "hosts" => builder.devices(1).num_nodes(2_u64),
+        _ => builder.devices(2),
+    };
     let trained = builder.build().and_then(|mut trainer| {
         trainer
             .fit(&mut Faulty(Net::new()), &mut loaders(None))
@@ -162,7 +180,11 @@ fn train() {
 
 /// The operations that a rank has noted, after the line that says whose they are.
 fn record(folder: &Path, rank: usize) -> Vec<Value> {
-    let path = folder.join(format!("rank_logs/collectives_rank_{rank}_attempt_0.jsonl"));
+    record_of(folder, rank, 0)
+}
+
+fn record_of(folder: &Path, rank: usize, attempt: usize) -> Vec<Value> {
+    let path = folder.join(format!("rank_logs/collectives_rank_{rank}_attempt_{attempt}.jsonl"));
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| {
         panic!("{}: {error}; there are {:?}", path.display(), files(&folder.join("rank_logs")))
     });
@@ -225,5 +247,97 @@ fn a_rank_that_is_missing_is_named_with_the_operation() {
     // they mostly wait
     for some in cases.chunks(5) {
         std::thread::scope(|scope| some.iter().for_each(|&case| drop(scope.spawn(move || run(case)))));
+    }
+}
+
+/// Runs with a fault of rank 1 in another place than two ranks of one host; returns what rank 0 said.
+fn run_in(place: &str, fault: [&str; 2]) -> (String, TempDir) {
+    const TEST: &str = "hangs::the_record_is_there_wherever_ranks_are";
+    let (what, folder, started) = (fault.join(" "), TempDir::new().unwrap(), Instant::now());
+    let rank = |node_rank: usize| {
+        let own = own_process(TEST, &what);
+        let mut command = own_process(TEST, &what);
+        if place == "hosts" {
+            // other host names and processes, and a folder of its own: what two hosts do not share, but for the network
+            command = Command::new("unshare");
+            command.args(["--uts", "--pid", "--mount-proc", "--fork", "--kill-child", "sh", "-c"]);
+            command.arg(format!("hostname host{node_rank}; exec \"$@\"")).arg("sh");
+            command.arg(own.get_program()).args(own.get_args());
+            command.envs(own.get_envs().filter_map(|(key, value)| Some((key, value?))));
+            command.env("NODE_RANK", node_rank.to_string()).env("MASTER_ADDR", "127.0.0.1");
+        }
+        if place == "gloo" {
+            command.env("VOLTAIC_SHARED_MEMORY", "0");
+        }
+        let own = folder.path().join(format!("node_{node_rank}"));
+        std::fs::create_dir(&own).unwrap();
+        command.env(FOLDER, own).env(PLACE, place).env("VOLTAIC_HPU", "emulator");
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    let mut first = rank(0);
+    let second = (place == "hosts").then(|| {
+        let port = crate::distributed::free_port().to_string();
+        first.env("MASTER_PORT", &port);
+        rank(1).env("MASTER_PORT", &port).spawn().unwrap()
+    });
+    let output = first.output().unwrap();
+    let shown = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code().is_some_and(|code| code > 0), "{place} {what}: {shown}");
+    if let Some(second) = second {
+        let output = second.wait_with_output().unwrap();
+        assert!(!output.status.success(), "{place} {what}: {shown}");
+    }
+    assert!(started.elapsed() < Duration::from_secs(45), "{:?} {place} {what}: {shown}", started.elapsed());
+    (shown, folder)
+}
+
+/// The end of the record of rank 0 is the operation that failed.
+fn assert_recorded(folder: &TempDir, attempt: usize, shown: &str) {
+    let own = record_of(&folder.path().join("node_0"), 0, attempt);
+    assert_eq!((&own[0]["rank"], &own[0]["attempt"]), (&0.into(), &attempt.into()), "{shown}");
+    assert!(own.len() > 3 && own.last().unwrap()["op"].is_string(), "{own:?} {shown}");
+}
+
+#[test]
+fn the_record_is_there_wherever_ranks_are() {
+    let faults = [["skips", "forward"], ["killed", "step"]];
+    if faults.iter().any(|fault| plays(&fault.join(" "))) {
+        return train();
+    }
+    let namespaces = ["--uts", "--pid", "--mount-proc", "--fork", "true"];
+    let has_hosts = Command::new("unshare").args(namespaces).status().is_ok_and(|status| status.success());
+    if !has_hosts {
+        println!("skipped: two hosts, since processes cannot have namespaces here");
+    }
+    let places = ["gloo", "hpu", "group", "restart", "hosts"].into_iter();
+    let cases = places.flat_map(|place| faults.map(|fault| (place, fault)));
+    let cases: Vec<_> = cases
+        .filter(|&(place, [fault, _])| {
+            (place != "hosts" || has_hosts) && (place != "group" || fault == "skips")
+        })
+        .collect();
+    for some in cases.chunks(5) {
+        std::thread::scope(|scope| {
+            some.iter().for_each(|&(place, fault)| drop(scope.spawn(move || check_in(place, fault))));
+        });
+    }
+}
+
+fn check_in(place: &str, fault: [&str; 2]) {
+    let (shown, folder) = run_in(place, fault);
+    let all = format!("{place} {fault:?}: {shown}");
+    assert_recorded(&folder, 0, &all);
+    match (place, fault) {
+        ("restart", _) => {
+            assert!(shown.contains("starting all ranks again"), "{all}");
+            assert_recorded(&folder, 1, &all);
+        }
+        ("group", _) => assert!(shown.contains("rank 1 did not take part"), "{all}"),
+        // Gloo ends rank 1 at the first message that is longer than what it waits for
+        ("hosts", ["skips", _]) => assert!(shown.contains("rank 1 did not take part"), "{all}"),
+        ("hosts", _) => assert!(shown.contains("rank 1 does not answer"), "{all}"),
+        (_, ["skips", _]) => assert!(shown.contains("of this test"), "{all}"),
+        _ => assert!(shown.contains(", which has ended) was "), "{all}"),
     }
 }

@@ -1,7 +1,8 @@
 //! Inputs that no honest program wrote, many of them, for each parser: none may panic, hang or make memory grow.
 //!
 //! A parser has a file here. `make test` runs a short form; `make stress` sets `VOLTAIC_STRESS_INPUTS` (how many for each parser) and
-//! `VOLTAIC_STRESS_SECS` (the longest that each may take), and prints the counts. An input depends only on its number.
+//! `VOLTAIC_STRESS_SECS` (the longest that each may take), and prints the counts. An input depends only on its number, and
+//! `VOLTAIC_STRESS_FROM` is that of the first.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test that panics has failed")]
 
@@ -69,6 +70,7 @@ impl Drop for Names<'_> {
 fn stress(name: &str, mut parse: impl FnMut(&mut StdRng) -> bool) {
     let count = number("VOLTAIC_STRESS_INPUTS").unwrap_or(SHORT);
     let most = number("VOLTAIC_STRESS_SECS").map_or(Duration::MAX, Duration::from_secs);
+    let from = number("VOLTAIC_STRESS_FROM").unwrap_or(0);
     let (at, is_over) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
     let watchdog = std::thread::spawn({
         let (name, at, is_over) = (name.to_owned(), Arc::clone(&at), Arc::clone(&is_over));
@@ -92,13 +94,14 @@ fn stress(name: &str, mut parse: impl FnMut(&mut StdRng) -> bool) {
     let warm = count / 10;
     let mut before = status("VmRSS");
     while done < count && start.elapsed() < most {
-        at.store(done, Ordering::Relaxed);
+        let input = from + done;
+        at.store(input, Ordering::Relaxed);
         let begun = Instant::now();
         {
-            let _names = Names(name, done);
-            accepted += u64::from(parse(&mut StdRng::seed_from_u64(done)));
+            let _names = Names(name, input);
+            accepted += u64::from(parse(&mut StdRng::seed_from_u64(input)));
         }
-        longest = longest.max((begun.elapsed(), done));
+        longest = longest.max((begun.elapsed(), input));
         if done == warm {
             before = status("VmRSS");
         }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::Path;
 use std::sync::LazyLock;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, SystemTime};
 
 use serde::Serialize;
@@ -23,6 +23,15 @@ static OWN: LazyLock<Option<FlightMemory>> = LazyLock::new(|| {
     memory.header(PID).store(u64::from(std::process::id()), Ordering::Relaxed);
     Some(memory)
 });
+
+/// Off while a benchmark measures what the record costs.
+static IS_KEPT: AtomicBool = AtomicBool::new(true);
+
+/// Switches the record of operations off and on, to measure what it costs.
+#[doc(hidden)]
+pub fn keep_record(keeps: bool) {
+    IS_KEPT.store(keeps, Ordering::Relaxed);
+}
 
 /// Numbers of the header.
 pub(super) const PID: usize = 0;
@@ -63,7 +72,7 @@ pub(in crate::distributed) struct Noted<'a> {
 
 /// Notes that an operation has begun; returns its number.
 pub(in crate::distributed) fn begin(noted: Noted) -> u64 {
-    let Some(memory) = OWN.as_ref() else { return 0 };
+    let Some(memory) = OWN.as_ref().filter(|_| IS_KEPT.load(Ordering::Relaxed)) else { return 0 };
     let number = memory.header(STARTED).fetch_add(1, Ordering::Relaxed) + 1;
     let entry = memory.entry(number);
     let set = |at: usize, value: u64| entry[at].store(value, Ordering::Relaxed);
