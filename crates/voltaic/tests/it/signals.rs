@@ -175,16 +175,20 @@ fn the_command_keeps_a_notice_from_its_start() {
     command.args(["--trainer.max_epochs=1", "--trainer.logger=false", "--trainer.num_sanity_val_steps=0"]);
     command.current_dir(folder.path());
     command.env("SLURM_JOB_ID", "4711").env("SLURM_JOB_NAME", "train").env("PATH", &scontrol.1);
+    command.arg("--config=/dev/stdin").stdin(Stdio::piped()); // it waits for its configuration
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let catches = || {
         let text = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
         let mask = text.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap().trim();
         u64::from_str_radix(mask, 16).unwrap() & (1 << (10 - 1)) != 0
     };
+    let deadline = Instant::now() + Duration::from_secs(20);
     while !catches() {
+        assert!(Instant::now() < deadline, "{:?}", child.kill());
         std::thread::sleep(Duration::from_millis(1));
     }
     Command::new("kill").args(["-USR1", &child.id().to_string()]).status().unwrap();
+    std::io::Write::write_all(&mut child.stdin.take().unwrap(), b"trainer:\n  accelerator: cpu\n").unwrap();
     let mut text = String::new();
     std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut text).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(138), "{text}");
