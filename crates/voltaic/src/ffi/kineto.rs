@@ -176,7 +176,7 @@ extern "C" fn note_event(data: *mut c_void, event: *const sys::vt_profile_event)
     // SAFETY: C++ passes on the profile that `stop` lends, and an event whose texts live during this call.
     let (profile, event) = unsafe { (&mut *data.cast::<Profile>(), &*event) };
     profile.events.push(KinetoEvent {
-        name: text(event.name),
+        name: unescaped_name(&text(event.name)),
         shapes: text(event.shapes),
         start_ns: event.start_ns,
         duration_ns: event.duration_ns,
@@ -250,7 +250,7 @@ impl ProfileRange {
     /// # Errors
     /// If libtorch refuses.
     pub fn begin(name: &str) -> Result<Self, TorchError> {
-        let name = CString::new(harmless(name)).unwrap_or_default();
+        let name = CString::new(escaped(name)).unwrap_or_default();
         let mut range = ptr::null_mut();
         // SAFETY: name is a text that lives during the call; the out-pointer is on this stack.
         check("record_function", unsafe { sys::vt_profile_range_begin(name.as_ptr(), &mut range) })?;
@@ -258,20 +258,60 @@ impl ProfileRange {
     }
 }
 
-/// Without what Kineto would write `unknown` for.
-fn harmless(name: &str) -> String {
-    let harmless = |c: char| match c {
-        '"' => '\'',
-        '\\' => '/',
-        c if c.is_control() => ' ',
-        c => c,
-    };
-    name.chars().map(harmless).collect()
+/// Begins a name that is [`escaped`].
+const ESCAPED: &str = "%%";
+
+/// Kineto writes quotes as they are, so that its trace is no JSON, slashes for backslashes, and `unknown` for other
+/// characters than those of ASCII: a name that has any goes through it as `%%`, with bytes such as `%22`.
+fn escaped(name: &str) -> String {
+    let is_plain = |byte: u8| (byte == b' ' || byte.is_ascii_graphic()) && byte != b'"' && byte != b'\\';
+    if name.bytes().all(is_plain) && !name.starts_with(ESCAPED) {
+        return name.to_owned();
+    }
+    let mut escaped = ESCAPED.to_owned();
+    for byte in name.bytes() {
+        match byte {
+            b'%' => escaped += "%25",
+            byte if is_plain(byte) => escaped.push(char::from(byte)),
+            byte => escaped += &format!("%{byte:02x}"),
+        }
+    }
+    escaped
+}
+
+/// The name of a range, as the program gave it, from what libtorch's trace has.
+pub fn unescaped_name(name: &str) -> String {
+    let Some(escaped) = name.strip_prefix(ESCAPED) else { return name.to_owned() };
+    let mut bytes = Vec::with_capacity(escaped.len());
+    let mut rest = escaped.as_bytes();
+    while let Some((&byte, after)) = rest.split_first() {
+        let code = (byte == b'%').then(|| after.get(..2)).flatten();
+        let code = code.and_then(|code| u8::from_str_radix(std::str::from_utf8(code).ok()?, 16).ok());
+        bytes.push(code.unwrap_or(byte));
+        rest = if code.is_some() { &after[2..] } else { after };
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 impl Drop for ProfileRange {
     fn drop(&mut self) {
         // SAFETY: it came from begin, on this thread (the pointer makes Self !Send), and is freed once.
         unsafe { sys::vt_profile_range_end(self.range) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_survive_kineto() {
+        for name in ["plain 50%", "a \"b\"\n\\ c\0", "ä中🦀 100%", "%%", "</script>", ""] {
+            let escaped = escaped(name);
+            let is_harmless = |byte: u8| byte == b' ' || byte.is_ascii_graphic();
+            assert!(escaped.bytes().all(is_harmless) && !escaped.contains(['"', '\\']), "{escaped}");
+            assert_eq!(unescaped_name(&escaped), name);
+        }
+        assert_eq!(unescaped_name("%%a%"), "a%");
     }
 }

@@ -46,7 +46,7 @@ pub use graph::recording::{
     set_recording_scope,
 };
 pub use kernels::{has_attention_kernel, install_kernels};
-pub use kineto::{EventScope, Kineto, KinetoEvent, KinetoOptions, Profile, ProfileRange};
+pub use kineto::{EventScope, Kineto, KinetoEvent, KinetoOptions, Profile, ProfileRange, unescaped_name};
 pub use libtorch::{check_libtorch, libtorch_library, libtorch_version};
 pub use ranks::c10d::{
     Backend, GlooInterface, Listen, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves,

@@ -90,7 +90,6 @@ fn custom_profiling() {
     let traces = files(&log_dir(&ran), "fit-run_training_batch.", ".pt.trace.json");
     // in both methods, in each of three steps
     assert_eq!(count(&events(&traces[0]), "user_annotation", "[pl][profile]my_custom_action"), 6);
-    assert!(ran.err.contains("[pl][profile]my_custom_action"), "{}", ran.err);
 }
 
 #[test]

@@ -305,9 +305,9 @@ fn names_of_ranges_are_kept_whatever_is_in_them() {
     let names = Net::named(profiler.clone(), "a \"quoted\"\n</script> \\ name, ä");
     run.fit(&mut { names }, &mut loaders(6)).unwrap();
     let trace: Value = serde_json::from_slice(&std::fs::read(&profiler.traces()[0]).unwrap()).unwrap();
-    let expected = "[pl][profile]a 'quoted' </script> / name, ä";
+    let expected = "[pl][profile]a \"quoted\"\n</script> \\ name, ä";
     assert_eq!(count(&all(&trace), expected), 3);
     let page = traces_in(folder.path()).into_iter().find(|name| name.ends_with(".html")).unwrap();
     let page = std::fs::read_to_string(folder.path().join(page)).unwrap();
-    assert!(page.contains("\\u003c/script> / name") && !page.contains("'quoted' </script>"));
+    assert!(page.contains(r"\u003c/script> \\ name, ä") && !page.contains("quoted\\\"\\n</script>"));
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use super::lanes::{self, Base, Facts};
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
-use crate::ffi::{Kineto, Profile};
+use crate::ffi::{Kineto, Profile, unescaped_name};
 
 const EVENTS: &str = "\"traceEvents\": [";
 const DEVICES: &str = "\"deviceProperties\": [";
@@ -64,5 +64,18 @@ fn merged(text: &str, profile: &Profile, facts: &Facts) -> Option<Vec<String>> {
     if rest.trim_start().starts_with(']') {
         events.truncate(events.trim_end().trim_end_matches(',').len());
     }
-    Some(vec![head, format!("{EVENTS}\n"), events, rest.to_owned()])
+    Some(vec![head, format!("{EVENTS}\n"), events, with_names(rest)])
+}
+
+/// With the names of ranges as programs gave them, which libtorch's trace cannot hold.
+fn with_names(text: &str) -> String {
+    const NAME: &str = "\"name\": \"%%";
+    let mut parts = text.split(NAME);
+    let mut named = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let (name, rest) = part.split_once('"').unwrap_or((part, ""));
+        named += &format!("\"name\": {}", serde_json::Value::from(unescaped_name(&format!("%%{name}"))));
+        named += rest;
+    }
+    named
 }
