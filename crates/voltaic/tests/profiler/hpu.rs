@@ -134,6 +134,29 @@ fn a_graph_shows_when_it_is_captured_and_replayed_and_its_operators_on_the_devic
 }
 
 #[test]
+fn a_graph_on_the_cpu_shows_what_it_replays_in_rows_of_the_host() {
+    let _alone = alone();
+    let folder = TempDir::new().unwrap();
+    let schedule = ProfilerSchedule { wait: 0, warmup: 0, active: 8, ..ProfilerSchedule::default() };
+    let config = HpuProfilerConfig { schedule: Some(schedule), ..config(folder.path()) };
+    let builder = trainer(folder.path()).limit_val_batches(0).graph(GraphMode::Step);
+    let (trace, report) = fitted(folder.path(), &config, builder);
+    let events = all(&trace);
+    let replays = of(&events, "Runtime").into_iter().filter(|event| event["name"] == "graph replay").count();
+    let host: Vec<Value> = of(&events, "cpu_op").into_iter().cloned().collect();
+    let (replayed, called): (Vec<Value>, Vec<Value>) =
+        host.into_iter().partition(|event| event["tid"].as_u64() >= Some(1_000_000_000));
+    let (replayed, called) = (count(&replayed, "aten::addmm"), count(&called, "aten::addmm"));
+    // two layers in each of eight steps, replayed or not
+    assert!(replays >= 3 && replayed >= 6 && replayed + called == 16, "{replays}: {replayed}, {called}");
+    let rows = events.iter().filter(|event| event["name"] == "thread_name");
+    let rows: BTreeSet<&str> = rows.map(|event| event["args"]["name"].as_str().unwrap()).collect();
+    assert!(rows.contains("replayed operators") && rows.contains("graphs"), "{rows:?}");
+    let row = report.lines().find(|line| line.trim_start().starts_with("aten::addmm")).unwrap();
+    assert_eq!(row.split_whitespace().last(), Some("16"), "of eight steps: {report}");
+}
+
+#[test]
 fn memory_is_told_by_change_and_by_operator() {
     let _alone = alone();
     let folder = TempDir::new().unwrap();

@@ -251,6 +251,11 @@ fn wrong_use_has_an_error() {
     let mut trainer = trainer(folder.path()).with_profiler(profiler).build().unwrap();
     let error = trainer.fit(&mut Net::new(None), &mut loaders(6)).unwrap_err().to_string();
     assert!(error.contains("cannot create") && error.contains("file"), "{error}");
+    // a folder that is there, but takes no files
+    let profiler = PyTorchProfiler::new(&config(Path::new("/proc"))).unwrap();
+    let mut trainer = super_trainer(folder.path(), &profiler);
+    let error = trainer.fit(&mut Net::new(None), &mut loaders(6)).unwrap_err().to_string();
+    assert!(error.contains("cannot write to") && error.contains("/proc"), "{error}");
     // the one that failed does not keep the next from recording
     let profiler = PyTorchProfiler::new(&config(folder.path())).unwrap();
     let mut trainer = super_trainer(folder.path(), &profiler);

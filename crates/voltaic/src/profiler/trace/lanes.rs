@@ -148,6 +148,7 @@ fn write_activity(
     let operator = launched_by.filter(|&at| nest.nodes[at].event.scope != EventScope::Range);
     let id = operator.or(launched_by).map_or(0, |at| nest.nodes[at].event.id);
     let category = match activity.row {
+        ActivityRow::Operators if activity.device.is_none() => "cpu_op",
         ActivityRow::Operators => "Kernel",
         ActivityRow::Copies => "Memcpy",
         ActivityRow::Graphs | ActivityRow::Collectives => "Runtime",

@@ -159,10 +159,13 @@ impl Tracer {
         self.output.setup(run);
         self.steps = [0; 4];
         self.has_trace = false;
-        if self.options.export_to_chrome {
+        let TraceOptions { export_to_chrome, export_to_html, flame_graph, .. } = &self.options;
+        if *export_to_chrome || *export_to_html || flame_graph.is_some() {
             let path = self.output.path("x");
             let folder = path.parent().unwrap_or(&path);
             fs::create_dir_all(folder).map_err(|source| Error::io("create", folder, source))?;
+            tempfile::NamedTempFile::new_in(folder)
+                .map_err(|source| Error::io("write to", folder, source))?;
         }
         if run.rank == 0 {
             tracing::info!("profiler: {}", self.what_is_recorded());
