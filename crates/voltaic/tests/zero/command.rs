@@ -81,7 +81,7 @@ fn the_command_line_tests_and_converts_folders() {
     assert!(is_done && line(&of_file).is_some(), "{of_file}");
     assert_eq!(line(&of_folder), line(&of_file));
     let (is_done, text) = run(&["convert", from, &format!("{from}/out.safetensors")]);
-    assert!(!is_done && text.contains("is what is converted, or in it"), "{text}");
+    assert!(!is_done && text.contains("is in the folder that is converted"), "{text}");
     std::fs::remove_file(saved.join("rank-1.safetensors")).unwrap();
     let (is_done, text) = run(&["convert", from, "again.safetensors"]);
     assert!(

@@ -117,7 +117,8 @@ fn refuse_same_file(input: &Path, output: &Path) -> Result<(), Error> {
     if !is_within && identity(output).is_none_or(|output| identity(input) != Some(output)) {
         return Ok(());
     }
-    let what = format!("{} is what is converted, or in it", output.display());
+    let is = if is_within { "in the folder" } else { "the file" };
+    let what = format!("{} is {is} that is converted", output.display());
     Err(ConfigError::new("convert OUTPUT", what, "give another name").into())
 }
 
