@@ -62,7 +62,7 @@ fn broadcast(group: &ProcessGroup, tensors: impl Iterator<Item = Tensor>) -> Res
 }
 
 /// An error on each rank whose module differs from rank 0's.
-fn same_modules(group: &ProcessGroup, module: &dyn Module) -> Result<()> {
+pub(super) fn same_modules(group: &ProcessGroup, module: &dyn Module) -> Result<()> {
     let parameters = module.named_parameters().into_iter().map(|(fqn, p)| {
         let is_trained = if p.requires_grad() { "trained" } else { "frozen" };
         format!("{fqn} of shape {:?}, {:?}, {is_trained}", p.size(), p.kind())

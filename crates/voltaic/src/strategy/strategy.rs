@@ -3,12 +3,13 @@
 use std::fmt;
 use std::time::Duration;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::config::{DdpConfig, HpuDeepSpeedStrategy, StrategyClass, StrategyConfig};
 use super::deepspeed::config::DeepSpeedStrategy;
 use super::divided::DividedState;
 use super::votes::Votes;
+use crate::device::Device;
 use crate::distributed::{DEFAULT_TIMEOUT, World};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
@@ -27,6 +28,16 @@ pub trait Strategy: fmt::Debug + Send {
 
     /// The ranks, and which of them this process is.
     fn world(&self) -> &World;
+
+    /// Moves the module to the device of the run, and casts it to `dtype` if there is one, before [`Strategy::prepare`]. A strategy
+    /// that divides weights may leave them where they are until then, so that a device need not hold all of them.
+    ///
+    /// # Errors
+    /// If the device is absent or out of memory, or has no such dtype.
+    fn place(&mut self, module: &dyn Module, device: Device, dtype: Option<Kind>) -> Result<()> {
+        module.to_device(device)?;
+        dtype.map_or(Ok(()), |dtype| module.to_dtype(dtype))
+    }
 
     /// Called when the module is on its device, before its optimizers are made: all ranks start from rank 0's values. `calls`
     /// are the hooks of the calls of modules that are in force in the steps of the run; those that the strategy registers stay

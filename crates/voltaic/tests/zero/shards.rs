@@ -54,7 +54,7 @@ impl CheckpointIo for WholeIo {
     }
 }
 
-fn sorted(mut tensors: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
+pub fn sorted(mut tensors: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
     tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
     tensors
 }

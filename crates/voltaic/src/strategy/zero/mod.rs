@@ -17,11 +17,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::{Kind, Tensor};
 
 use super::divided::{DividedGrads, DividedState, Portion};
-use super::peers::{agree, broadcast_buffers, start_equal};
+use super::peers::{agree, broadcast_buffers, same_modules, start_equal};
 use super::strategy::{PART, Strategy, grads_of, set_grads_of};
 use super::votes::Votes;
 use crate::checkpoint::Part;
-use crate::distributed::{ProcessGroup, World};
+use crate::device::Device;
+use crate::distributed::{ProcessGroup, ReduceOp, World};
 use crate::error::{ConfigError, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
@@ -49,6 +50,8 @@ pub struct Zero {
     kept: Vec<Parameter>,
     /// Hooks of the calls of modules.
     calls: Vec<RemovableHandle>,
+    /// Where weights that are divided go, and the dtype that they get there.
+    target: Option<(tch::Device, Option<Kind>)>,
     /// Set when the fit of `kept` is over.
     is_over: Arc<AtomicBool>,
 }
@@ -57,7 +60,8 @@ impl Zero {
     /// Of these ranks, or of a process alone.
     pub fn new(world: World, config: ZeroConfig) -> Self {
         let (kept, is_over) = (Vec::new(), Arc::default());
-        Self { world, config, reducer: None, hooks: Vec::new(), kept, calls: Vec::new(), is_over }
+        let (hooks, calls) = (Vec::new(), Vec::new());
+        Self { world, config, reducer: None, hooks, kept, calls, target: None, is_over }
     }
 
     /// The group, if there is anybody to talk to.
@@ -109,23 +113,53 @@ impl Zero {
             .map(|(fqn, parameter)| {
                 let stays = parameter.numel() <= self.config.param_persistence_threshold;
                 let module = (!stays).then(|| module_of(fqn));
-                ((module, parameter.kind(), parameter.device()), parameter.numel())
+                let (kind, device) = self.goal(parameter);
+                ((module, kind, device), parameter.numel())
             })
             .collect();
         let (rank, ranks) = (self.world.rank, self.world.world_size);
         let is_divided = |members: &[usize]| keys[members[0]].0.0.is_some();
         let unit = |members: Vec<usize>| {
             let divides = is_divided(&members);
+            let ((_, kind, device), _) = keys[members[0]];
             let members = members.iter().map(|&at| params[at].clone()).collect();
-            let layout = Layout::of(members, ranks);
+            let layout = Layout { kind, device, ..Layout::of(members, ranks) };
             let masters = self.config.master_weights;
-            if divides {
-                Unit::divided(layout, rank, masters)
-            } else {
-                Unit::new(layout, NO_OPTIMIZER, rank, masters)
+            let mut unit = match divides {
+                true => Unit::divided(layout, rank, masters)?,
+                false => Unit::new(layout, NO_OPTIMIZER, rank, masters)?,
+            };
+            if let Some(group) = self.peers() {
+                unit.take_from_rank_zero(group)?;
             }
+            unit.release()?; // the next one needs the room
+            Ok(unit)
         };
         assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
+    }
+
+    /// The dtype and device that a weight has in the run.
+    fn goal(&self, parameter: &Parameter) -> (Kind, tch::Device) {
+        let (device, dtype) = self.target.unwrap_or((parameter.device(), None));
+        let dtype = dtype.filter(|_| parameter.leaf().is_floating_point());
+        (dtype.unwrap_or(parameter.kind()), device)
+    }
+
+    /// Whether all weights together fit on the devices of all ranks.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    fn has_room(&self) -> Result<bool> {
+        let Some(mut reducer) = self.reducer() else { return Ok(true) };
+        let mut has_room = true;
+        for unit in &mut reducer.units {
+            has_room &= unit.try_room()?;
+        }
+        reducer.units.iter_mut().try_for_each(Unit::give_room)?;
+        let Some(group) = self.peers() else { return Ok(has_room) };
+        let short = Tensor::f_from_slice(&[f32::from(u8::from(!has_room))])?;
+        group.all_reduce(&short, ReduceOp::Sum)?;
+        Ok(short.f_double_value(&[0])? == 0.0)
     }
 
     /// Works with these units from now on.
@@ -193,6 +227,16 @@ impl Zero {
     }
 }
 
+fn move_buffers(module: &dyn Module, device: tch::Device, dtype: Option<Kind>) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    for (_, buffer) in module.named_buffers() {
+        let moved = buffer.tensor().f_to_device(device)?;
+        let dtype = dtype.filter(|_| moved.is_floating_point());
+        buffer.set_data(&dtype.map_or_else(|| Ok(moved.shallow_clone()), |dtype| moved.f_to_kind(dtype))?)?;
+    }
+    Ok(())
+}
+
 /// The module that a parameter is a direct member of.
 fn module_of(fqn: &str) -> &str {
     fqn.rsplit_once('.').map_or("", |(module, _)| module)
@@ -229,12 +273,25 @@ impl Strategy for Zero {
         self.config.allow_differences.clone()
     }
 
+    fn place(&mut self, module: &dyn Module, device: Device, dtype: Option<Kind>) -> Result<()> {
+        if self.config.stage < ZeroStage::Three {
+            module.to_device(device)?;
+            return dtype.map_or(Ok(()), |dtype| module.to_dtype(dtype));
+        }
+        self.target = Some((device.tch(), dtype));
+        move_buffers(module, device.tch(), dtype)
+    }
+
     fn prepare(&mut self, module: &dyn Module, calls: &ModuleHooks) -> Result<()> {
         self.teardown();
-        self.peers().map_or(Ok(()), |group| start_equal(group, module))?;
         if self.config.stage < ZeroStage::Three {
-            return Ok(());
+            return self.peers().map_or(Ok(()), |group| start_equal(group, module));
         }
+        // weights become rank 0's unit by unit
+        self.peers().map_or(Ok(()), |group| {
+            same_modules(group, module)?;
+            broadcast_buffers(group, module)
+        })?;
         let units = self.divided_units(module)?;
         self.keep(units)?;
         self.watch_calls(calls);
@@ -432,14 +489,23 @@ impl Strategy for Zero {
         self.peers().map_or(Ok(votes), |group| agree(group, votes))
     }
 
-    fn finish(&mut self, _module: &dyn Module) -> Result<()> {
-        if let Some(mut reducer) = self.reducer() {
-            for number in 0..reducer.units.len() {
+    fn finish(&mut self, module: &dyn Module) -> Result<()> {
+        let is_on_host = self.target.is_none_or(|(device, _)| device == tch::Device::Cpu);
+        let has_room = is_on_host || self.has_room()?;
+        let Some(mut reducer) = self.reducer() else { return Ok(()) };
+        for number in 0..reducer.units.len() {
+            if has_room {
                 reducer.with_unit(number, Unit::gather)?;
                 reducer.units[number].hold();
+            } else {
+                reducer.with_unit(number, Unit::leave_on_host)?;
             }
         }
-        Ok(())
+        if has_room {
+            return Ok(());
+        }
+        tracing::warn!("all weights together do not fit on the device: the module is on the host now");
+        move_buffers(module, tch::Device::Cpu, None)
     }
 
     fn teardown(&mut self) {

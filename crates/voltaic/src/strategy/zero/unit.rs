@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::flat::{Layout, copied, narrow};
 use crate::distributed::{ProcessGroup, Work, collective_scope};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::{self, ReleasableStorage};
 use crate::nn::Parameter;
 
@@ -52,6 +52,8 @@ struct Coming {
     is_stray: bool,
     /// Backward is at a module that uses them.
     is_in_backward: bool,
+    /// Memory is there for them, to see whether there is some; they are not.
+    has_room_only: bool,
     /// Memory is there for them, but they may not be.
     arriving: Option<Arrival>,
 }
@@ -96,6 +98,7 @@ impl Unit {
             holds: 0,
             is_stray: false,
             is_in_backward: false,
+            has_room_only: false,
             arriving: None,
         });
         let slice = |place| {
@@ -128,6 +131,62 @@ impl Unit {
             versions,
         };
         Ok(Self { versions: unit.current_versions()?, ..unit })
+    }
+
+    /// The weights, which are whole, become those of rank 0.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub fn take_from_rank_zero(&mut self, group: &ProcessGroup) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let _named = collective_scope(&self.name);
+        if self.layout.part_len > 0 {
+            group.broadcast(&self.flat, 0)?;
+        }
+        if self.has_own_part() {
+            self.part.f_copy_(&self.layout.part(&self.flat, self.rank)?)?;
+        }
+        Ok(())
+    }
+
+    /// Whether there is room for the weights, which then have it until [`Unit::give_room`], without values.
+    pub fn try_room(&mut self) -> Result<bool> {
+        match self.coming.as_mut().filter(|coming| coming.storage.is_released()) {
+            Some(coming) => match coming.storage.restore().map_err(Error::from) {
+                Ok(_) => {
+                    coming.has_room_only = true;
+                    Ok(true)
+                }
+                Err(error) if error.is_out_of_memory() => Ok(false),
+                Err(error) => Err(error),
+            },
+            None => Ok(true),
+        }
+    }
+
+    /// Gives the room of [`Unit::try_room`] back.
+    pub fn give_room(&mut self) -> Result<()> {
+        let Some(coming) = &mut self.coming else { return Ok(()) };
+        if std::mem::take(&mut coming.has_room_only) {
+            coming.storage.release()?;
+        }
+        Ok(())
+    }
+
+    /// Gives the weights back to the module, whole and in memory of the host. The unit has its part left.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub fn leave_on_host(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        self.gather(group)?;
+        for place in &self.layout.places {
+            let whole = place.parameter.leaf().f_detach()?.f_to_device(tch::Device::Cpu)?;
+            place.parameter.detach_keeper()?;
+            place.parameter.set_data(&whole)?;
+        }
+        self.coming.iter_mut().try_for_each(|coming| coming.storage.release())?;
+        Ok(())
     }
 
     fn current_versions(&self) -> Result<Vec<i64>> {

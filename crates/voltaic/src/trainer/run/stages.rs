@@ -222,10 +222,8 @@ impl<M: LightningModule> Session<'_, M> {
         self.module_method("setup", |module| module.setup(stage))?;
         self.module_method("configure_model", |module| module.configure_model())?;
         self.run.log.metrics.set_metrics(self.module.named_metrics());
-        self.module.to_device(self.plan.device)?;
-        if let Some(dtype) = self.plan.precision.true_dtype() {
-            self.module.to_dtype(dtype)?;
-        }
+        let dtype = self.plan.precision.true_dtype();
+        self.run.engine.strategy.place(self.module.as_dyn(), self.plan.device, dtype)?;
         name_parameters(self.module);
         let _named = collective_scope("prepare");
         self.check_module_alike()?;
