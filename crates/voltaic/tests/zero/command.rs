@@ -25,6 +25,8 @@ fn the_command_line_trains_and_resumes_with_divided_states() {
     };
     let (is_done, text) = run("zero1", &["--trainer.max_epochs=1"]);
     assert!(is_done && text.contains("zero1: rank 0 of 2 holds parameters"), "{text}");
+    let held = text.lines().find(|line| line.contains("zero1: rank 0 of 2 held at most parameters"));
+    assert!(held.is_some_and(|line| line.contains("optimizer states")), "{text}");
     let (is_done, text) = run("zero3", &["--trainer.max_epochs=2", "--ckpt_path=last"]);
     assert!(is_done && text.contains("zero3: rank 0 of 2 holds parameters"), "{text}");
 }

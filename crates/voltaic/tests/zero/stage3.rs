@@ -15,9 +15,22 @@ use crate::models::{Batch, Cnn, Odd, Small, all_loaders, loaders, tokens};
 use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
 
 /// Stage 3 that lets no parameter stay.
-pub fn divided(ranks: usize, folder: &Path) -> TrainerBuilder {
+fn divided(ranks: usize, folder: &Path) -> TrainerBuilder {
     silent(ranks, "zero3", folder).strategy(|world| {
         let config = ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::of_stage(ZeroStage::Three) };
+        Ok(Box::new(Zero::new(world, config)) as Box<dyn Strategy>)
+    })
+}
+
+/// The same, gathering nothing ahead and keeping nothing for later.
+pub fn bare(ranks: usize, folder: &Path) -> TrainerBuilder {
+    silent(ranks, "zero3", folder).strategy(|world| {
+        let config = ZeroConfig {
+            param_persistence_threshold: 0,
+            prefetch_bucket_size: 0,
+            max_reuse_distance: 0,
+            ..ZeroConfig::of_stage(ZeroStage::Three)
+        };
         Ok(Box::new(Zero::new(world, config)) as Box<dyn Strategy>)
     })
 }
@@ -101,4 +114,26 @@ fn three_ranks_are_ddp() {
 #[test]
 fn two_ranks_evaluate_and_predict() {
     on_ranks("stage3::two_ranks_evaluate_and_predict", 2, evaluate);
+}
+
+/// What travels for a step: each gradient once, and each weight for forward and for backward.
+#[test]
+fn a_step_moves_each_gradient_once_and_each_weight_twice() {
+    on_ranks("stage3::a_step_moves_each_gradient_once_and_each_weight_twice", 2, |ranks, folder| {
+        let traffic = |epochs: i64| {
+            let mut trainer = bare(ranks, folder).max_epochs(epochs).build().unwrap();
+            trainer.fit(&mut Small::new(), &mut loaders(24)).unwrap();
+            let traffic = trainer.world().group().unwrap().traffic();
+            ["reduce_scatter", "all_gather"].map(|op| traffic.get(op).copied().unwrap_or_default().1)
+        };
+        // what an epoch adds
+        let ([reduced, gathered], [reduced_before, gathered_before]) = (traffic(2), traffic(1));
+        let (reduced, gathered) = (reduced - reduced_before, (gathered - gathered_before) * ranks as u64);
+        let steps = 24 / 2 / ranks as u64;
+        let bytes = 4 * Small::new().num_parameters(true) as u64;
+        let padded = bytes + 4 * 16 * 6; // four parameters in two units, and their last parts
+        assert!((steps * bytes..=steps * padded).contains(&reduced), "{reduced} of {bytes}");
+        let told = 2048; // what ranks tell each other at the end of an epoch
+        assert!((2 * steps * bytes..=2 * steps * padded + told).contains(&gathered), "{gathered} of {bytes}");
+    });
 }

@@ -493,6 +493,10 @@ impl Strategy for Zero {
         let is_on_host = self.target.is_none_or(|(device, _)| device == tch::Device::Cpu);
         let has_room = is_on_host || self.has_room()?;
         let Some(mut reducer) = self.reducer() else { return Ok(()) };
+        let held = Held::of(module, &reducer.units, &self.config);
+        let held = held.with(reducer.peaks, reducer.max_live, &reducer.units);
+        let World { rank, world_size, .. } = &self.world;
+        tracing::info!("{}: rank {rank} of {world_size} held at most {held}", self.name());
         for number in 0..reducer.units.len() {
             if has_room {
                 reducer.with_unit(number, Unit::gather)?;

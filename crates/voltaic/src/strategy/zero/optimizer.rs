@@ -51,8 +51,9 @@ impl Optimizer for ZeroOptimizer {
     fn step(&mut self) -> Result<()> {
         self.inner.step()?;
         if !std::mem::replace(&mut self.has_told, true) {
-            let size = format_size(state_bytes(&self.inner.state_dict()));
-            tracing::info!("{}: this rank holds optimizer states of {size}", self.name());
+            let bytes = state_bytes(&self.inner.state_dict());
+            tracing::info!("{}: this rank holds optimizer states of {}", self.name(), format_size(bytes));
+            self.reducer().peaks.states += bytes;
         }
         let _named = collective_scope("weights");
         self.reducer().gather_weights(self.index)

@@ -11,6 +11,7 @@ use tch::{Kind, Tensor};
 
 use super::config::{ZeroConfig, ZeroStage};
 use super::prefetch::Order;
+use super::report::Peaks;
 use super::unit::{NO_OPTIMIZER, Unit};
 use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, Error, Result};
@@ -56,6 +57,8 @@ pub(super) struct Reducer {
     pub order: Order,
     /// The most elements of weights that come and go that were in memory at once.
     pub max_live: usize,
+    /// What the rank has held.
+    pub peaks: Peaks,
 }
 
 impl Reducer {
@@ -75,6 +78,7 @@ impl Reducer {
             failure: None,
             order: Order::default(),
             max_live: 0,
+            peaks: Peaks::default(),
         }
     }
 
@@ -164,7 +168,15 @@ impl Reducer {
         work.map_or(Ok(()), Work::wait)?;
         let scale = self.config.gradient_reduction.factors(self.ranks()).1;
         let part = if scale == 1.0 { part } else { part.f_mul_scalar(scale)? };
-        self.units[unit].add_grads(part, self.config.grad_accum_dtype)
+        self.units[unit].add_grads(part, self.config.grad_accum_dtype)?;
+        self.note_gradients();
+        Ok(())
+    }
+
+    fn note_gradients(&mut self) {
+        let stay_whole = self.config.stage == ZeroStage::One;
+        let bytes = self.units.iter().map(|unit| unit.grad_bytes(stay_whole)).sum();
+        self.peaks.gradients = self.peaks.gradients.max(bytes);
     }
 
     /// After backward: waits for the gradients. Returns the votes of all ranks if the window is complete.
@@ -194,6 +206,7 @@ impl Reducer {
             unit.show_grads(own)?;
             rest = others;
         }
+        self.note_gradients();
         Ok(Votes::from_numbers(std::array::from_fn(|at| votes[at])))
     }
 

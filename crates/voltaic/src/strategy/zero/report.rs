@@ -2,9 +2,8 @@
 
 use std::fmt;
 
-use tch::Tensor;
-
 use super::config::{ZeroConfig, ZeroStage};
+use super::flat::bytes_of;
 use super::unit::Unit;
 use crate::config::format_size;
 use crate::nn::{Module, ModuleExt};
@@ -18,13 +17,27 @@ pub(super) struct Held {
     gradients: usize,
     masters: usize,
     buffers: usize,
+    /// Of optimizers, once they have made them.
+    states: usize,
+    /// Of weights that come and go, most at a time.
+    whole: usize,
 }
 
-pub(super) fn bytes_of(tensor: &Tensor) -> usize {
-    tensor.numel() * tensor.kind().elt_size_in_bytes()
+/// The most bytes of what comes and goes, so far.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Peaks {
+    pub gradients: usize,
+    pub states: usize,
 }
 
 impl Held {
+    /// The same as it was: with these peaks, and so many elements of weights that come and go at once.
+    pub fn with(self, peaks: Peaks, max_live: usize, units: &[Unit]) -> Self {
+        let divided = units.iter().filter(|unit| unit.is_divided());
+        let element = divided.map(|unit| unit.layout.kind.elt_size_in_bytes()).max().unwrap_or(0);
+        Self { gradients: peaks.gradients, states: peaks.states, whole: max_live * element, ..self }
+    }
+
     /// Of a module, the trained parameters of which are in `units`.
     pub fn of(module: &dyn Module, units: &[Unit], config: &ZeroConfig) -> Self {
         let in_unit = |id: u64| {
@@ -53,11 +66,17 @@ impl Held {
 
 impl fmt::Display for Held {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { parameters, gradients, masters, buffers } = *self;
+        let Self { parameters, gradients, masters, buffers, states, whole } = *self;
         let size = |bytes: usize| format_size(bytes);
         write!(f, "parameters {}, gradients {}, ", size(parameters), size(gradients))?;
         if masters > 0 {
             write!(f, "master weights {}, ", size(masters))?;
+        }
+        if states > 0 {
+            write!(f, "optimizer states {}, ", size(states))?;
+        }
+        if whole > 0 {
+            write!(f, "weights in use {}, ", size(whole))?;
         }
         write!(f, "buffers {}", size(buffers))
     }

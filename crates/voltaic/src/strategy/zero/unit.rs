@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use super::flat::{Layout, copied, narrow};
+use super::flat::{Layout, bytes_of, copied, narrow};
 use crate::distributed::{ProcessGroup, Work, collective_scope};
 use crate::error::{Error, Result};
 use crate::ffi::{self, ReleasableStorage};
@@ -368,6 +368,15 @@ impl Unit {
     /// Whether the weights come and go.
     pub fn is_divided(&self) -> bool {
         self.coming.is_some()
+    }
+
+    /// Bytes of gradients: of its part, or of all if those stay whole.
+    pub fn grad_bytes(&self, stay_whole: bool) -> usize {
+        let part = self.grads.as_ref().map_or(0, bytes_of);
+        let sums = self.sums.as_ref().map_or(0, bytes_of);
+        let is_trained = self.trained().any(|trained| trained);
+        let whole = self.layout.len() * self.layout.kind.elt_size_in_bytes();
+        sums + if stay_whole && is_trained { part.max(whole) } else { part }
     }
 
     /// Whether the weights come and go, and are not in memory.

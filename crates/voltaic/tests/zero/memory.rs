@@ -1,0 +1,146 @@
+//! What a rank holds: the formulas of the ZeRO paper (arXiv:1910.02054, section 3), measured by the allocator of emulated HPUs.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use serde_json::{Value, json};
+use voltaic::accelerator::{max_memory_allocated, reset_peak_memory_stats};
+use voltaic::callback::Callback;
+use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::nn::{Callable, Linear};
+use voltaic::optim::{AdamW, Optimizers};
+use voltaic::strategy::DeepSpeedStrategy;
+use voltaic::{Device, Kind, Module, Tensor};
+
+use crate::models::{Batch, numbers};
+use crate::ranks::{on_ranks, silent};
+
+const WIDTH: i64 = 256;
+const LAYERS: usize = 8;
+/// Elements of a layer's weight, and of all.
+const LAYER: f64 = (WIDTH * WIDTH) as f64;
+const PSI: f64 = LAYER * LAYERS as f64;
+
+/// Layers whose activations take next to nothing.
+#[derive(Module)]
+struct Deep {
+    layers: Vec<Linear>,
+}
+
+impl Deep {
+    fn new() -> Self {
+        let layer = |_| Linear::builder(WIDTH, WIDTH).bias(false).build().unwrap();
+        Self { layers: (0..LAYERS).map(layer).collect() }
+    }
+}
+
+impl LightningModule for Deep {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, _): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let mut x = x.shallow_clone();
+        for layer in &self.layers {
+            x = layer.call(&x)?;
+        }
+        Ok(x.square().mean(Kind::Float))
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        AdamW::new(0.01).into()
+    }
+}
+
+/// Notes the peak of each batch.
+struct Meter(Arc<Mutex<Vec<u64>>>);
+
+impl Callback for Meter {
+    fn on_train_batch_start(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        Ok(reset_peak_memory_stats(device(ctx))?)
+    }
+
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.0.lock().unwrap().push(max_memory_allocated(device(ctx))?);
+        Ok(())
+    }
+}
+
+fn device(ctx: &HookContext) -> Device {
+    ctx.device()
+}
+
+/// The largest peak of a batch once the optimizer has its states, in bytes per parameter.
+fn peak(ranks: usize, folder: &Path, stage: u64, more: &Value) -> f64 {
+    let mut all = json!({
+        "zero_allow_untested_optimizer": true,
+        "zero_optimization": {
+            "stage": stage, "reduce_bucket_size": LAYER as u64, "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0,
+        },
+    });
+    all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let peaks = Arc::new(Mutex::new(Vec::new()));
+    let builder = silent(ranks, "auto", folder).accelerator("hpu").strategy(DeepSpeedStrategy::settings(all));
+    let mut trainer = builder.max_epochs(1).callback(Meter(peaks.clone())).build().unwrap();
+    let data = numbers(&[4 * ranks as i64, WIDTH], 1.0);
+    let data = TensorDataset::new((data.copy(), data)).unwrap();
+    let train = DataLoader::new(data).batch_size(1).build().unwrap();
+    trainer.fit(&mut Deep::new(), &mut Loaders::new().train(train)).unwrap();
+    let peaks = peaks.lock().unwrap();
+    assert_eq!(peaks.len(), 4);
+    peaks[2..].iter().copied().max().unwrap() as f64 / PSI
+}
+
+/// Bytes per parameter by the formulas, with `e` bytes per weight and N ranks; AdamW with masters has 12, without 8.
+fn formula(stage: u64, e: f64, n: f64) -> f64 {
+    let states = if e == 2.0 { 12.0 } else { 8.0 };
+    match stage {
+        1 => 2.0 * e + states / n,
+        2 => e + (e + states) / n,
+        _ => (2.0 * e + states) / n,
+    }
+}
+
+/// What there is beside it for a while: in backward, the gradients of a layer and two that are on their way with this rank's parts
+/// (stage 1: this rank's parts of all), in stage 3 the weights of a layer; in a step, float32 gradients in place of those of 16 bits.
+fn buffers(stage: u64, e: f64, n: f64) -> f64 {
+    let layer = e / LAYERS as f64;
+    let backward = match stage {
+        1 => e / n + layer,
+        2 => (3.0 + 2.0 / n) * layer,
+        _ => (4.0 + 2.0 / n) * layer,
+    };
+    let step = (4.0 - e) / n + layer;
+    backward.max(step)
+}
+
+fn measure(ranks: usize, folder: &Path) {
+    for (e, more) in [(2.0, json!({"bf16": {"enabled": true}})), (4.0, json!({}))] {
+        for stage in 1..=3 {
+            let (found, n) = (peak(ranks, folder, stage, &more), ranks as f64);
+            let (formula, buffers) = (formula(stage, e, n), buffers(stage, e, n));
+            let range = 0.98 * formula..=1.02 * formula + buffers;
+            let what = format!("{found} bytes per parameter, not {formula} and up to {buffers}");
+            assert!(range.contains(&found), "stage {stage} of {ranks} ranks, weights of {e} bytes: {what}");
+        }
+    }
+}
+
+#[test]
+fn one_rank_holds_what_the_formulas_say() {
+    on_ranks("memory::one_rank_holds_what_the_formulas_say", 1, measure);
+}
+
+#[test]
+fn two_ranks_hold_what_the_formulas_say() {
+    on_ranks("memory::two_ranks_hold_what_the_formulas_say", 2, measure);
+}
+
+#[test]
+fn four_ranks_hold_what_the_formulas_say() {
+    on_ranks("memory::four_ranks_hold_what_the_formulas_say", 4, measure);
+}
