@@ -96,7 +96,9 @@ fn layers_compute_with_what_all_ranks_hold() {
                 let found = format!("step {step}, layer {layer}: {own_first}, {own_last}");
                 assert!(near(*own_first, product(&first)), "{found}, not {}", product(&first));
                 assert!(near(*own_last, product(&last)), "{found}, not {}", product(&last));
-                assert_eq!(*away, [true; 3], "between two layers nothing is whole");
+                // between two layers nothing is whole; once the order is known, the last one stays for backward, where it is the first
+                let stays = layer == 2 && step > 0;
+                assert_eq!(*away, [true, true, !stays], "{found}");
             }
             for weights in [&mut first, &mut last] {
                 let [a, b, c] = *weights;
@@ -132,7 +134,7 @@ struct Switch;
 impl Callback for Switch {
     fn on_train_batch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         let parameters = module.parameters();
-        let off = ctx.batch_idx() as usize % parameters.len();
+        let off = ctx.batch_idx() % parameters.len();
         for (index, parameter) in parameters.iter().enumerate() {
             let _ = parameter.set_requires_grad(index != off);
         }

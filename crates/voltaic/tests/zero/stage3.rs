@@ -15,7 +15,7 @@ use crate::models::{Batch, Cnn, Odd, Small, all_loaders, loaders, tokens};
 use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
 
 /// Stage 3 that lets no parameter stay.
-fn divided(ranks: usize, folder: &Path) -> TrainerBuilder {
+pub fn divided(ranks: usize, folder: &Path) -> TrainerBuilder {
     silent(ranks, "zero3", folder).strategy(|world| {
         let config = ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::of_stage(ZeroStage::Three) };
         Ok(Box::new(Zero::new(world, config)) as Box<dyn Strategy>)
