@@ -1,7 +1,12 @@
 //! The number formats of tensors: what libtorch, its files and safetensors call each.
 
 use safetensors::Dtype;
-use tch::Kind;
+use tch::{Kind, Tensor};
+
+/// Bytes of a tensor's elements.
+pub(crate) fn bytes_of(tensor: &Tensor) -> usize {
+    tensor.numel() * tensor.kind().elt_size_in_bytes()
+}
 
 /// A number format by all its names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

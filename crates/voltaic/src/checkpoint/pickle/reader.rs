@@ -10,6 +10,7 @@ use tch::{Kind, Tensor};
 use super::globals::{self, Global};
 use super::value::Value;
 use crate::checkpoint::budget::Budget;
+use crate::dtype::bytes_of;
 
 /// A tree deeper than this is refused.
 const MAX_DEPTH: usize = 64;
@@ -506,10 +507,6 @@ fn tree(nodes: &[Node], id: Id, depth: usize, budget: &mut Budget) -> Step<Value
         Node::Global(global) => Value::Text(format!("{global:?}")),
         Node::Storage { key, .. } => return Err(format!("storage {key} is used without a tensor")),
     })
-}
-
-fn bytes_of(tensor: &Tensor) -> usize {
-    tensor.numel() * tensor.kind().elt_size_in_bytes()
 }
 
 fn pairs(items: &[Id]) -> Step<Vec<(Id, Id)>> {

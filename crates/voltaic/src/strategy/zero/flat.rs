@@ -99,10 +99,6 @@ impl Layout {
     }
 }
 
-pub(super) fn bytes_of(tensor: &Tensor) -> usize {
-    tensor.numel() * tensor.kind().elt_size_in_bytes()
-}
-
 pub(super) fn narrow(tensor: &Tensor, range: Range<usize>) -> Result<Tensor> {
     Ok(tensor.f_narrow(0, range.start as i64, range.len() as i64)?)
 }

@@ -3,9 +3,9 @@
 use std::fmt;
 
 use super::config::{ZeroConfig, ZeroStage};
-use super::flat::bytes_of;
 use super::unit::Unit;
 use crate::config::format_size;
+use crate::dtype::bytes_of;
 use crate::nn::{Module, ModuleExt};
 use crate::optim::OptimizerState;
 

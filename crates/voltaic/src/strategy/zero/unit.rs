@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use super::flat::{Layout, bytes_of, copied, narrow};
+use super::flat::{Layout, copied, narrow};
 use crate::distributed::{ProcessGroup, Work, collective_scope};
+use crate::dtype::bytes_of;
 use crate::error::{Error, Result};
 use crate::ffi::{self, ReleasableStorage};
 use crate::nn::Parameter;
