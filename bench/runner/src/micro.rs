@@ -19,7 +19,7 @@ pub struct Bench {
     about: &'static str,
 }
 
-pub const BENCHES: [Bench; 7] = [
+pub const BENCHES: [Bench; 8] = [
     Bench { name: "overhead", about: "What the trainer costs per step beside a bare loop of the same calls" },
     Bench { name: "calls", about: "The call of a module beside its code, with and without hooks" },
     Bench { name: "host_pool", about: "Training steps with the memory pool beside libtorch's allocator" },

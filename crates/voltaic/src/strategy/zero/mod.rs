@@ -4,6 +4,7 @@ pub(super) mod config;
 mod flat;
 mod keeper;
 mod optimizer;
+mod order;
 mod prefetch;
 mod reducer;
 mod report;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::config::{ZeroConfig, ZeroStage};
-use super::prefetch::Order;
+use super::order::Order;
 use super::report::Peaks;
 use super::unit::{NO_OPTIMIZER, Unit};
 use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
