@@ -3,6 +3,7 @@
 //! A callback sees a [`HookContext`](crate::module::HookContext) and the module's tree, never the trainer; it acts through the context
 //! (`log`, `log_metrics`, `request_stop`, `request_checkpoint`).
 
+mod claims;
 mod cpu_stats;
 mod device_stats_monitor;
 mod early_stopping;

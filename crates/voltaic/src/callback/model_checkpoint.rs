@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::claims::Claims;
 use super::file_name::{FileName, Value};
 use super::time_span::TimeSpan;
-use crate::checkpoint::{CheckpointPaths, Claim, is_checkpoint_below, remove_leftovers};
+use crate::checkpoint::{CheckpointPaths, is_checkpoint_below, remove_leftovers};
+use crate::data::Stage;
 use crate::error::ConfigError;
 use crate::lightning::Callback;
 use crate::module::{CheckpointRequest, HookContext};
@@ -152,7 +154,7 @@ pub struct ModelCheckpoint {
     file_name: FileName,
     state: State,
     /// Names that are taken, but have no file yet.
-    claims: Vec<Claim>,
+    claims: Claims,
     /// Something was saved in this fit.
     has_saved: bool,
     interval: Option<Duration>,
@@ -210,7 +212,7 @@ impl ModelCheckpoint {
                     config,
                     file_name,
                     state,
-                    claims: Vec::new(),
+                    claims: Claims::default(),
                     has_saved: false,
                     interval,
                     last_time: Instant::now(),
@@ -342,33 +344,8 @@ impl ModelCheckpoint {
         }
         let folder = self.state.dirpath.clone();
         let versions = (1_u64..).map(|version| folder.join(format!("last-v{version}.ckpt")));
-        self.take_free(ctx, std::iter::once(first).chain(versions), None)
-    }
-
-    /// The first of these paths that no file and no other run has, or that has the file to be replaced. On rank 0, which writes, it
-    /// is taken until the file is there.
-    fn take_free(
-        &mut self,
-        ctx: &HookContext,
-        paths: impl Iterator<Item = PathBuf>,
-        replaced: Option<&Path>,
-    ) -> PathBuf {
-        self.claims.retain(Claim::is_open);
-        for path in paths {
-            if Some(path.as_path()) == replaced {
-                return path;
-            }
-            match ctx.is_global_zero() {
-                true => match Claim::new(&path) {
-                    Some(claim) => self.claims.push(claim),
-                    None => continue,
-                },
-                false if path.symlink_metadata().is_ok() => continue,
-                false => {}
-            }
-            return path;
-        }
-        self.state.dirpath.join("last.ckpt") // there is no last number
+        let paths = std::iter::once(first.clone()).chain(versions);
+        self.claims.take_free(ctx.is_global_zero(), paths, None).unwrap_or(first)
     }
 
     fn request(
@@ -435,7 +412,8 @@ impl ModelCheckpoint {
             return first;
         }
         let versions = (1_u64..).map(|version| path(format!("-v{version}")));
-        self.take_free(ctx, std::iter::once(first).chain(versions), replaced)
+        let paths = std::iter::once(first.clone()).chain(versions);
+        self.claims.take_free(ctx.is_global_zero(), paths, replaced).unwrap_or(first)
     }
 }
 
@@ -500,6 +478,15 @@ impl Callback for ModelCheckpoint {
 
     fn load_state_dict(&mut self, state: &serde_json::Value) -> anyhow::Result<()> {
         self.state = serde_json::from_value(state.clone())?;
+        Ok(())
+    }
+
+    fn on_checkpoints_written(&mut self) {
+        self.claims.let_go_of_written();
+    }
+
+    fn teardown(&mut self, _stage: Stage, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.claims.let_go();
         Ok(())
     }
 
@@ -586,6 +573,7 @@ impl Callback for ModelCheckpoint {
     }
 
     fn on_exception(&mut self, ctx: &mut HookContext, _error: &crate::Error) {
+        self.claims.let_go(); // what was asked for before is not written
         if self.config.save_on_exception && ctx.has_begun() && !self.skips(ctx) {
             let score = self.score(ctx).unwrap_or(None);
             let last_step_saved = self.state.last_step_saved;

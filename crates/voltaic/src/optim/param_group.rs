@@ -121,8 +121,8 @@ pub enum GroupOptions {
         eps: f64,
         /// Keep the maximum of the second moments.
         amsgrad: bool,
-        /// Correct the moments for their start at 0.
-        #[serde(default = "yes")]
+        /// Correct the moments for their start at 0. PyTorch's groups do not have it: it is saved only if it is off.
+        #[serde(default = "yes", skip_serializing_if = "is_yes")]
         bias_correction: bool,
     },
     /// Those of [`RmsProp`](super::RmsProp).
@@ -199,6 +199,10 @@ pub enum AdjustLr {
 /// What a state says that was saved before there was a choice.
 fn yes() -> bool {
     true
+}
+
+fn is_yes(flag: &bool) -> bool {
+    *flag
 }
 
 /// A group's hyper-parameters as they are saved.

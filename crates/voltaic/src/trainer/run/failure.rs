@@ -83,6 +83,7 @@ impl<M: LightningModule> Session<'_, M> {
         if let Err(second) = self.run.checkpoint_io.teardown() {
             tracing::warn!("a checkpoint from before the failure could not be written: {second}");
         }
+        self.run.callbacks.iter_mut().for_each(|callback| callback.on_checkpoints_written());
         for logger in &mut self.run.loggers {
             if let Err(second) = logger.finalize(false) {
                 tracing::warn!("a logger could not finish after the failure: {second}");

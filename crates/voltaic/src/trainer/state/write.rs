@@ -48,6 +48,7 @@ impl<M: LightningModule> Session<'_, M> {
                 }
             }
         }
+        self.run.callbacks.iter_mut().for_each(|callback| callback.on_checkpoints_written());
         Ok(())
     }
 
