@@ -496,6 +496,7 @@ impl Pool {
 
     /// Holds the pool still while the process forks.
     pub(super) fn before_fork(&self) {
+        room::settle();
         mem::forget(self.books.lock());
     }
 

@@ -252,6 +252,8 @@ fn a_child_of_a_fork_can_allocate() {
             // SAFETY: before_fork ran in this thread, and once for each of the two processes.
             unsafe { pool.after_fork() };
             if child == 0 {
+                // SAFETY: a child that waits for ever ends by SIGALRM, and the test fails.
+                unsafe { libc::alarm(20) };
                 let block = pool.allocate(1000);
                 block.into_iter().for_each(release);
                 // SAFETY: ends the child without running what belongs to the parent.

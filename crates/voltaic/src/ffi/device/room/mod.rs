@@ -83,6 +83,11 @@ fn setting() -> &'static Setting {
     SETTING.get_or_init(|| Setting::read().unwrap_or(Setting::Nothing))
 }
 
+/// Reads the setting now. A child of a fork would wait for ever on a thread that was reading it.
+pub(super) fn settle() {
+    setting();
+}
+
 /// Reads the environment, and names what gives memory back when it runs short.
 ///
 /// # Errors
