@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-PACKAGES=(torch==2.11.0 lightning==2.6.6)
+PACKAGES=(torch==2.11.0 lightning==2.6.6 ninja==1.13.2 deepspeed==0.19.8)
 CARGO=${CARGO:-cargo}
 
 fail() { # what, remedy
@@ -16,7 +16,9 @@ python=${VOLTAIC_BENCH_PYTHON:-.venv/bin/python}
 if [ -z "${VOLTAIC_BENCH_PYTHON:-}" ] && [ ! -e .venv/complete ]; then
     python3 -m venv --clear .venv ||
         fail "python3 cannot make an environment" "install python3-venv, or set VOLTAIC_BENCH_PYTHON"
-    .venv/bin/pip install --quiet "${PACKAGES[@]}" ||
+    # deepspeed looks for the others while it is installed; it compiles its operators when it first trains
+    .venv/bin/pip install --quiet "${PACKAGES[@]:0:3}" setuptools==65.5.0 wheel==0.48.0 packaging==26.3 &&
+        DS_BUILD_OPS=0 .venv/bin/pip install --quiet --no-build-isolation "${PACKAGES[3]}" ||
         fail "pip cannot install ${PACKAGES[*]} (4 GB)" "see pip's message, or set VOLTAIC_BENCH_PYTHON"
     touch .venv/complete
 fi
@@ -26,6 +28,7 @@ for package in "${PACKAGES[@]}"; do
     [ "${found%%+*}" = "${package##*==}" ] ||
         fail "$python has ${package%%==*} $found" "install $package there, or unset VOLTAIC_BENCH_PYTHON"
 done
+command -v "${CXX:-c++}" >/dev/null || fail "there is no C++ compiler, which deepspeed needs" "install one, or set CXX"
 
 "$CARGO" build --release --package bench-runner --package bench-voltaic
 (cd peers && "$CARGO" build --release)

@@ -137,6 +137,11 @@ def token_batch(batch_size, time, vocab_size=256):
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
+def shards(net):
+    """The parts of a network whose weights come and go together."""
+    return list(net.transformer.h) if isinstance(net, Gpt) else [part for part in net.children() if list(part.parameters())]
+
+
 class Workload(NamedTuple):
     build: Callable
     optimizer: Callable

@@ -1,4 +1,5 @@
-"""PyTorch's side of the benchmark: a plain loop, the same with fused optimizers, torch.compile, and Lightning.
+"""PyTorch's side of the benchmark: a plain loop, the same with fused optimizers, torch.compile, Lightning, and those that divide
+states among processes (torch_sharded.py).
 
 Speaks the protocol of `measure/src/lib.rs`: a job as the only argument, a report as the last line of standard output.
 Weights and batches are drawn as `voltaic/src/data.rs` draws them, so that both train the same network on the same data.
@@ -15,6 +16,7 @@ import torch
 import torch_models
 
 NUM_BATCHES = 8
+SHARDED = ["fully-shard", "fully-shard-kept", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
 
 
 class StepClock:
@@ -22,13 +24,14 @@ class StepClock:
 
     def __init__(self):
         self.first_step_at = None
-        self.starts = []
+        self.starts, self.cpu_secs = [], []
 
     def tick(self):
         if self.first_step_at is None:
             self.first_step_at = time.time()
             torch.manual_seed(3)  # the masks of dropout are the same everywhere
         self.starts.append(time.perf_counter())
+        self.cpu_secs.append(time.process_time())
 
     def print_report(self, job, losses):
         secs = [end - start for start, end in zip(self.starts, self.starts[1:])]
@@ -36,6 +39,7 @@ class StepClock:
             "first_step_at": self.first_step_at,
             "first_step_secs": secs[0],
             "step_secs": secs[job["warmup"]:],
+            "step_cpu_secs": (self.cpu_secs[-1] - self.cpu_secs[job["warmup"]]) / job["steps"],
             "losses": [loss.item() for loss in losses],
             "num_threads": torch.get_num_threads(),
             "peak_rss_bytes": peak_rss_bytes(),
@@ -140,6 +144,12 @@ def train_lightning(job, net, optimizer, batches, defaults):
         module.clock.print_report(job, module.losses)
 
 
+def train_sharded(job, workload, net, batches):
+    import torch_sharded
+
+    torch_sharded.train(job, workload, net, batches, loss_of, StepClock(), total_steps(job))
+
+
 def total_steps(job):
     """One more than is timed, since a step ends where the next one starts."""
     return job["warmup"] + job["steps"] + 1
@@ -162,6 +172,7 @@ def main():
         "compile": lambda: train_compiled(job, net, optimizer, batches),
         "lightning": lambda: train_lightning(job, net, optimizer, batches, defaults=False),
         "lightning-defaults": lambda: train_lightning(job, net, optimizer, batches, defaults=True),
+        **dict.fromkeys(SHARDED, lambda: train_sharded(job, workload, net, batches)),
     }
     if job["precision"] not in ("32-true", "bf16-mixed"):
         sys.exit(f"precision: there is no {job['precision']}; use 32-true or bf16-mixed")

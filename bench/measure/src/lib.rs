@@ -59,6 +59,8 @@ pub struct Report {
     pub first_step_secs: f64,
     /// Duration of each measured step in seconds, from its start to the start of the next one.
     pub step_secs: Vec<f64>,
+    /// What the process used of the processors in a measured step, in seconds, all threads together: the mean.
+    pub step_cpu_secs: f64,
     /// Loss of each step, those of the warm-up included.
     pub losses: Vec<f64>,
     /// Threads that the program says one operator may use.
@@ -72,6 +74,8 @@ pub struct Report {
 pub struct StepClock {
     first_step_at: f64,
     starts: Vec<Instant>,
+    /// What the process had used of the processors then, in seconds.
+    cpu_secs: Vec<f64>,
 }
 
 impl StepClock {
@@ -82,6 +86,7 @@ impl StepClock {
             self.first_step_at = now.as_secs_f64();
         }
         self.starts.push(Instant::now());
+        self.cpu_secs.push(cpu_secs().unwrap_or(f64::NAN));
     }
 
     /// Steps begun so far.
@@ -108,6 +113,8 @@ impl StepClock {
             first_step_at: self.first_step_at,
             first_step_secs: secs[0],
             step_secs: secs[job.warmup..].to_vec(),
+            step_cpu_secs: (self.cpu_secs[job.warmup + job.steps] - self.cpu_secs[job.warmup])
+                / job.steps as f64,
             losses,
             num_threads,
             peak_rss_bytes: peak_rss_bytes()?,
@@ -115,6 +122,16 @@ impl StepClock {
         println!("{}", serde_json::to_string(&report)?);
         Ok(())
     }
+}
+
+/// User and system time of this process, in seconds.
+fn cpu_secs() -> Option<f64> {
+    const TICKS_PER_SEC: f64 = 100.0;
+    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
+    // after the name in brackets: the 12th and the 13th
+    let mut fields = stat.rsplit(')').next()?.split_whitespace().skip(11);
+    let mut ticks = || fields.next()?.parse::<f64>().ok();
+    Some((ticks()? + ticks()?) / TICKS_PER_SEC)
 }
 
 /// Peak of this process's resident memory, in bytes.

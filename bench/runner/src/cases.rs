@@ -101,7 +101,10 @@ pub const BASELINE: &str = "lightning";
 pub const OURS: &str = "voltaic";
 /// The same with `trainer.graph=step`.
 pub const GRAPHS: &str = "voltaic-graphs";
-/// What it is compared with.
+/// With states divided among the processes: what part of voltaic's own speed by DDP each stage should have.
+pub const SHARDED: [(&str, f64); 3] =
+    [("voltaic-zero1", 0.95), ("voltaic-zero2", 0.95), ("voltaic-zero3", 0.85)];
+/// What graphs are compared with.
 pub const COMPILED: &str = "torch-compile";
 
 /// The program that trains.
@@ -134,12 +137,14 @@ pub struct Peer {
     pub variant: &'static str,
     pub workloads: &'static [&'static str],
     pub work: Work,
+    /// It divides states among processes, of which it needs more than one.
+    pub shards: bool,
 }
 
 const ALL: &[&str] = &["mlp", "cnn", "resnet18", "gpt-tiny", "gpt-mini"];
 const SMALL: &[&str] = &["mlp", "cnn"];
 
-pub const PEERS: [Peer; 13] = [
+pub const PEERS: [Peer; 21] = [
     peer("voltaic", Program::Voltaic, "bare", ALL, Work::Same),
     peer("voltaic-defaults", Program::Voltaic, "defaults", ALL, Work::Same),
     peer("voltaic-hpu", Program::Voltaic, "hpu", ALL, Work::Same),
@@ -154,6 +159,14 @@ pub const PEERS: [Peer; 13] = [
     peer(COMPILED, Program::Torch, "compile", ALL, Work::OwnMasks),
     peer("burn", Program::Burn, "plain", SMALL, Work::OwnDraw),
     peer("candle", Program::Candle, "plain", SMALL, Work::OwnDraw),
+    sharded("voltaic-zero1", Program::Voltaic, "zero1"),
+    sharded("voltaic-zero2", Program::Voltaic, "zero2"),
+    sharded("voltaic-zero3", Program::Voltaic, "zero3"),
+    sharded("fully-shard", Program::Torch, "fully-shard"),
+    sharded("fully-shard-kept", Program::Torch, "fully-shard-kept"),
+    sharded("deepspeed-1", Program::Torch, "deepspeed-1"),
+    sharded("deepspeed-2", Program::Torch, "deepspeed-2"),
+    sharded("deepspeed-3", Program::Torch, "deepspeed-3"),
 ];
 
 const fn peer(
@@ -163,7 +176,11 @@ const fn peer(
     workloads: &'static [&'static str],
     work: Work,
 ) -> Peer {
-    Peer { name, program, variant, workloads, work }
+    Peer { name, program, variant, workloads, work, shards: false }
+}
+
+const fn sharded(name: &'static str, program: Program, variant: &'static str) -> Peer {
+    Peer { name, program, variant, workloads: &["cnn", "gpt-mini"], work: Work::Same, shards: true }
 }
 
 impl Peer {
@@ -216,13 +233,13 @@ pub struct Case {
 }
 
 /// Workloads that two processes train, too, and how many times faster than Lightning voltaic should be then.
-const IN_TWO_PROCESSES: [(&str, f64); 2] = [("mlp", 1.3), ("cnn", 1.3)];
+const IN_TWO_PROCESSES: [(&str, f64); 3] = [("mlp", 1.3), ("cnn", 1.3), ("gpt-mini", 1.15)];
 
 impl Case {
     pub fn title(&self) -> String {
         let threads =
             if self.num_threads == 1 { "1 thread" } else { &format!("{} threads", self.num_threads) };
-        let processes = if self.num_processes == 1 { "" } else { ", DDP with 2 processes" };
+        let processes = if self.num_processes == 1 { "" } else { ", 2 processes" };
         let malloc = if self.malloc == Malloc::Stock { ", stock malloc" } else { "" };
         let precision = if self.precision == Precision::Bf16 { " bf16-mixed" } else { "" };
         format!("{}{precision}{processes}, {threads}{malloc}", self.workload.name)
@@ -251,7 +268,10 @@ impl Case {
     pub fn takes(&self, peer: &Peer) -> bool {
         // of the others, the benchmark trains in float32 only
         let has_bf16 = matches!(peer.program, Program::Voltaic | Program::Torch);
-        let has_ranks = [OURS, BASELINE].contains(&peer.name) || self.num_processes == 1;
+        let has_ranks = match self.num_processes {
+            1 => !peer.shards,
+            _ => peer.shards || [OURS, BASELINE].contains(&peer.name),
+        };
         has_ranks
             && peer.workloads.contains(&self.workload.name)
             && (has_bf16 || self.precision == Precision::Fp32)
@@ -341,17 +361,25 @@ mod tests {
             let cases = cases(&workloads, &[&Precision::Fp32, &Precision::Bf16], threads);
             cases.iter().filter(|case| case.num_processes > 1).map(Case::title).collect()
         };
-        let titles = ["mlp, DDP with 2 processes, 1 thread", "cnn, DDP with 2 processes, 1 thread"];
+        let titles =
+            ["mlp, 2 processes, 1 thread", "cnn, 2 processes, 1 thread", "gpt-mini, 2 processes, 1 thread"];
         assert_eq!(together(&[1, 2]), titles);
         assert!(together(&[2]).is_empty());
         let case = cases(&workloads, &[&Precision::Fp32], &[1])[1];
         assert_eq!((case.items(), case.flops() / (case.workload.flops)(), case.target()), (128, 2.0, 1.3));
-        assert_eq!(PEERS.iter().filter(|peer| case.takes(peer)).count(), 2);
+        let num_peers = |case: Case| PEERS.iter().filter(|peer| case.takes(peer)).count();
+        assert_eq!(num_peers(case), 2);
+        let cnn = WORKLOADS.iter().find(|workload| workload.name == "cnn").unwrap();
+        let sharded = PEERS.iter().filter(|peer| peer.shards).count();
+        assert_eq!(num_peers(Case { workload: cnn, ..case }), 2 + sharded);
+        let alone = Case { workload: cnn, num_processes: 1, ..case };
+        assert!(!PEERS.iter().any(|peer| peer.shards && alone.takes(peer)));
     }
 
     #[test]
     fn every_peer_has_known_workloads_and_the_baseline_is_there() {
         assert!(PEERS.iter().flat_map(|p| p.workloads).all(|name| WORKLOADS.iter().any(|w| w.name == *name)));
+        assert!(SHARDED.iter().all(|(name, _)| PEERS.iter().any(|peer| peer.name == *name && peer.shards)));
         for name in [OURS, BASELINE] {
             assert_eq!(PEERS.iter().find(|p| p.name == name).unwrap().workloads, ALL);
         }

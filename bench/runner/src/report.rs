@@ -111,9 +111,9 @@ fn write_table(page: &mut String, table: &Table) -> anyhow::Result<()> {
     writeln!(
         page,
         "| peer | step ms best / median / worst | speed best/best | speed median (range) | {item}/s | GFLOP/s \
-         | of peak | start s | first step s (longest) | peak MB | others | repeats | losses |"
+         | of peak | CPU ms | start s | first step s (longest) | peak MB | others | repeats | losses |"
     )?;
-    writeln!(page, "|---|---|---|---|---|---|---|---|---|---|---|---|---|")?;
+    writeln!(page, "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|")?;
     for row in &table.rows {
         let Row { step_ms, speed, first_step_secs: first, .. } = row;
         let digits = if step_ms.min < 10.0 { 2 } else { 1 };
@@ -124,6 +124,7 @@ fn write_table(page: &mut String, table: &Table) -> anyhow::Result<()> {
         )?;
         write!(page, "| {:.2} | {:.2} ({:.2}-{:.2}) ", row.best_speed, speed.median, speed.min, speed.max)?;
         write!(page, "| {:.0} | {:.1} | {:.0} % ", row.items_per_sec, row.gflops, 100.0 * row.share_of_peak)?;
+        write!(page, "| {:.digits$} ", row.cpu_ms.median)?;
         write!(
             page,
             "| {:.2} | {:.2} ({:.2}) | {:.0} ",

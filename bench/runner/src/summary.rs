@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::cases::{BASELINE, COMPILED, Case, GRAPHS, Malloc, OURS, Peer, Precision, Rival, Work};
+use crate::cases::{BASELINE, COMPILED, Case, GRAPHS, Malloc, OURS, Peer, Precision, Rival, SHARDED, Work};
 use crate::process::{Outcome, Peak};
 
 /// Losses compared between peers that do the same work: rounding grows from step to step, ten times each on resnet18.
@@ -45,6 +45,8 @@ pub struct Row {
     pub peer: &'static str,
     /// Over processes, of the median step of each.
     pub step_ms: Spread,
+    /// Over processes, of what the process that reports used of the processors in a step.
+    pub cpu_ms: Spread,
     /// Distance of the quartiles of the steps within a process, as part of their median.
     pub quartile_distance: f64,
     /// How many times faster than the baseline in the same round.
@@ -65,6 +67,8 @@ pub struct Row {
     /// Processes thrown away because others were busy.
     pub num_repeats: usize,
     pub work: Work,
+    /// It divides states among processes.
+    pub shards: bool,
     /// Why the losses do not show that the work was done; nothing if they do.
     pub wrong_losses: Option<String>,
     /// Median step of each process.
@@ -127,6 +131,7 @@ fn row(case: Case, runs: &Runs, baseline: Option<&Runs>, peak: Peak) -> Row {
     Row {
         peer: runs.peer.name,
         step_ms,
+        cpu_ms: over(&|outcome| 1e3 * outcome.report.step_cpu_secs),
         quartile_distance: over(&|outcome| {
             let secs = sorted(&outcome.report.step_secs);
             (quantile(&secs, 0.75) - quantile(&secs, 0.25)) / quantile(&secs, 0.5)
@@ -143,6 +148,7 @@ fn row(case: Case, runs: &Runs, baseline: Option<&Runs>, peak: Peak) -> Row {
         others: over(&|outcome| outcome.others).max,
         num_repeats: runs.outcomes.iter().map(|outcome| outcome.num_repeats).sum(),
         work: runs.peer.work,
+        shards: runs.peer.shards,
         wrong_losses: runs.outcomes.iter().find_map(|outcome| {
             let expected =
                 baseline.and_then(|run| run.outcomes.first()).map(|first| &first.report.losses[..]);
@@ -215,6 +221,7 @@ pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
         _ => faster("", ours, BASELINE, baseline),
     }];
     if case.num_processes > 1 {
+        verdicts.extend(sharding(case, rows));
         return verdicts;
     }
     if let Some(burn) = row("burn").filter(|_| case.workload.name == "mlp") {
@@ -242,6 +249,40 @@ pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
         ours.start_secs <= START_TARGET_SECS,
     ));
     verdicts
+}
+
+/// States divided among processes: against voltaic's DDP, and against the fastest peer that divides some. Medians over rounds of
+/// ratios within a round, in which processes of all took turns.
+fn sharding(case: Case, rows: &[Row]) -> Vec<Verdict> {
+    let row = |name| rows.iter().find(|row| row.peer == name);
+    let mut verdicts = Vec::new();
+    let mut judge = |target: String, reached: String, met| {
+        verdicts.push(Verdict { case: case.title(), target, reached, met });
+    };
+    for (name, wanted) in SHARDED {
+        let Some(own) = row(name) else { continue };
+        if let Some(ddp) = row(OURS) {
+            let share = in_turns(own, ddp);
+            judge(
+                format!("{name} at least {wanted} of the speed of DDP"),
+                format!("{share:.2}"),
+                share >= wanted,
+            );
+        }
+        let peers = rows.iter().filter(|row| row.shards && !row.peer.starts_with(OURS));
+        let fastest = peers.map(|peer| (in_turns(own, peer), peer)).min_by(|a, b| a.0.total_cmp(&b.0));
+        if let Some((speed, peer)) = fastest {
+            let reached = format!("{speed:.2} times the speed of {}", peer.peer);
+            judge(format!("{name} faster than fully_shard and DeepSpeed"), reached, speed > 1.0);
+        }
+    }
+    verdicts
+}
+
+/// How many times as fast as a rival, median of the rounds.
+fn in_turns(row: &Row, rival: &Row) -> f64 {
+    let ratios = row.rounds_ms.iter().zip(&rival.rounds_ms).map(|(own, rival)| rival / own);
+    Spread::of(ratios).median
 }
 
 /// How many times as fast as a rival, best against best.
@@ -324,6 +365,7 @@ mod tests {
         Row {
             peer,
             step_ms: spread,
+            cpu_ms: spread,
             quartile_distance: 0.0,
             speed: spread,
             best_speed: 100.0 / ms,
@@ -336,6 +378,7 @@ mod tests {
             others: 0.0,
             num_repeats: 0,
             work: Work::Same,
+            shards: false,
             wrong_losses: None,
             rounds_ms: vec![ms],
         }
@@ -368,6 +411,25 @@ mod tests {
             ("1.10 times that of torch-compile".to_owned(), false),
         ];
         assert_eq!(speeds("gpt-mini"), of_the_best);
+    }
+
+    #[test]
+    fn divided_states_are_judged_by_the_median_of_the_rounds() {
+        let sharded =
+            |peer, rounds: [f64; 3]| Row { shards: true, rounds_ms: rounds.to_vec(), ..row(peer, 1.0) };
+        let rows = [
+            Row { rounds_ms: vec![90.0, 95.0, 50.0], ..row(OURS, 1.0) },
+            sharded("voltaic-zero1", [100.0, 100.0, 100.0]),
+            sharded("fully-shard", [130.0, 120.0, 80.0]),
+            sharded("deepspeed-1", [110.0, 99.0, 90.0]),
+        ];
+        let workload = WORKLOADS.iter().find(|workload| workload.name == "cnn").unwrap();
+        let (precision, malloc) = (Precision::Fp32, Malloc::Held);
+        let case = Case { workload, precision, num_threads: 1, malloc, num_processes: 2 };
+        let found = sharding(case, &rows).into_iter().map(|v| (v.reached, v.met)).collect::<Vec<_>>();
+        let expected =
+            [("0.90".to_owned(), false), ("0.99 times the speed of deepspeed-1".to_owned(), false)];
+        assert_eq!(found, expected);
     }
 
     #[test]

@@ -73,7 +73,13 @@ fn train<N: Forward>(
         "graphs" => (bare(builder).accelerator("cpu").graph(GraphMode::Step), false),
         "hpu" => (bare(builder).accelerator("hpu").devices(1), false),
         "hpu-graphs" => (bare(builder).accelerator("hpu").devices(1).graph(GraphMode::Step), false),
-        other => bail!("variant: there is no {other}; use bare, defaults, graphs, hpu or hpu-graphs"),
+        "zero1" | "zero2" | "zero3" => {
+            let builder = bare(builder).accelerator("cpu").devices(job.processes as i64);
+            (builder.strategy(job.variant.as_str()), false)
+        }
+        other => bail!(
+            "variant: there is no {other}; use bare, defaults, graphs, hpu, hpu-graphs, zero1, zero2 or zero3"
+        ),
     };
     let mut trainer = builder.build()?;
     let net = init::without_draws(make)?;
