@@ -28,7 +28,7 @@ use crate::trainer::session::session::Session;
 use crate::trainer::state::collect::weights;
 use crate::trainer::state::find::{or_of_failed_run, saved};
 use crate::trainer::state::requeue::or_of_requeued_job;
-use crate::trainer::state::write::write_after_fit;
+use crate::trainer::state::write::{as_on_rank_zero, write_after_fit};
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].
 ///
@@ -221,8 +221,7 @@ impl Trainer {
         });
         self.run.engine.end_call();
         self.run.after_fit = Some(after_fit);
-        result?;
-        self.run.world().barrier()
+        as_on_rank_zero(self.run.world(), result, path.as_ref())
     }
 
     /// Writes the weights and hyper-parameters of `module`.
@@ -238,12 +237,14 @@ impl Trainer {
         path: impl AsRef<std::path::Path>,
         storage_options: Option<&serde_json::Value>,
     ) -> Result<()> {
-        if self.is_global_zero() {
-            let checkpoint = weights(module, &self.run.at.progress)?;
-            self.run.checkpoint_io.save_checkpoint(&checkpoint, path.as_ref(), storage_options)?;
-            self.run.checkpoint_io.teardown()?;
-        }
-        self.run.world().barrier()
+        let io = &mut self.run.checkpoint_io;
+        let saved = match self.run.engine.strategy.world().is_global_zero() {
+            true => weights(module, &self.run.at.progress)
+                .and_then(|checkpoint| io.save_checkpoint(&checkpoint, path.as_ref(), storage_options))
+                .and_then(|()| io.teardown()),
+            false => Ok(()),
+        };
+        as_on_rank_zero(self.run.world(), saved, path.as_ref())
     }
 
     /// The latest value of a metric, such as `val_loss`.

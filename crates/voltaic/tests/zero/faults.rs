@@ -2,26 +2,29 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use voltaic::Module;
 use voltaic::callback::Callback;
 use voltaic::checkpoint::Checkpoint;
-use voltaic::distributed::World;
+use voltaic::distributed::{ProcessGroup, ReduceOp, World, collective_scope};
 use voltaic::module::{HookContext, LightningModule, StepContext};
-use voltaic::nn::Forward;
-use voltaic::optim::Optimizers;
+use voltaic::nn::{Forward, ModuleCall};
+use voltaic::optim::{
+    AdamW, BuildOptimizer, GradientClip, Optimizer, OptimizerState, Optimizers, ParamGroup, ParamGroupSpec,
+};
 use voltaic::strategy::{BuildStrategy, Strategy, Zero, ZeroConfig, ZeroStage};
 use voltaic::{Result, Tensor};
 
 use crate::models::{Batch, Small, loaders};
-use crate::ranks::{folder_of_rank, output, silent};
+use crate::ranks::{folder_of_rank, on_ranks, output, silent};
 use crate::shards::SaveAfter;
 
 const FAULT: &str = "VOLTAIC_TEST_FAULT";
 
-/// Stage 3 that gathers each weight when it is needed, and waits for two seconds.
-struct Impatient;
+/// A stage with small units and one weight that stays; it waits for two seconds.
+struct Impatient(ZeroStage);
 
 impl BuildStrategy for Impatient {
     fn timeout(&self) -> Duration {
@@ -30,11 +33,12 @@ impl BuildStrategy for Impatient {
 
     fn build(self: Box<Self>, world: World) -> Result<Box<dyn Strategy>> {
         let config = ZeroConfig {
-            param_persistence_threshold: 0,
+            reduce_bucket_size: 110,        // each layer's weight at least has its own
+            param_persistence_threshold: 3, // of the second layer's bias
             prefetch_bucket_size: 0,
             max_reuse_distance: 0,
             timeout: Duration::from_secs(2),
-            ..ZeroConfig::of_stage(ZeroStage::Three)
+            ..ZeroConfig::of_stage(self.0)
         };
         Ok(Box::new(Zero::new(world, config)))
     }
@@ -46,22 +50,38 @@ fn signal_self(signal: &str) {
     std::thread::sleep(Duration::from_secs(60));
 }
 
-/// Does what is asked in a phase, on rank 1 in its third step.
-fn fault(phase: &str, rank: usize, batch: usize) {
-    if rank != 1 || batch != 2 {
-        return;
+/// Whether this is rank 1 in its third step, where all goes wrong.
+static IS_THERE: AtomicBool = AtomicBool::new(false);
+
+fn has_fault(fault: &str) -> bool {
+    IS_THERE.load(Ordering::Relaxed) && std::env::var(FAULT).unwrap() == fault
+}
+
+/// Does what is asked in a phase.
+fn fault(phase: &str) {
+    if has_fault(&format!("killed in {phase}")) {
+        signal_self("-KILL");
+    } else if has_fault(&format!("stopped in {phase}")) {
+        signal_self("-STOP");
     }
-    match std::env::var(FAULT).unwrap().split_once(" in ") {
-        Some(("killed", at)) if at == phase => signal_self("-KILL"),
-        Some(("stopped", at)) if at == phase => signal_self("-STOP"),
-        _ => {}
-    }
+}
+
+/// Others sum something in the third step.
+fn sum_of_others(phase: &str, group: Option<&ProcessGroup>, batch: usize) -> anyhow::Result<()> {
+    let is_left_out = std::env::var(FAULT).unwrap() == format!("left out in {phase}");
+    let Some(group) = group.filter(|group| is_left_out && batch == 2 && group.rank() != 1) else {
+        return Ok(());
+    };
+    let _named = collective_scope("of this test");
+    Ok(group.all_reduce(&Tensor::zeros([7], (tch::Kind::Float, tch::Device::Cpu)), ReduceOp::Sum)?)
 }
 
 /// The net, with a fault in its forward.
 #[derive(Module)]
 struct Faulty {
     net: Small,
+    #[module(skip)]
+    stage: ZeroStage,
 }
 
 impl LightningModule for Faulty {
@@ -69,17 +89,91 @@ impl LightningModule for Faulty {
 
     fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
         let rank = ctx.process_group().map_or(0, |group| group.rank());
+        IS_THERE.store(rank == 1 && ctx.batch_idx() == 2, Ordering::Relaxed);
         let hidden = self.net.first.forward(x)?.relu();
-        fault("gather", rank, ctx.batch_idx());
-        let is_left_out = std::env::var(FAULT).unwrap() == "left out in gather";
-        if is_left_out && rank == 1 && ctx.batch_idx() == 2 {
+        fault("gather");
+        if self.stage < ZeroStage::Three {
+            sum_of_others("gather", ctx.process_group(), ctx.batch_idx())?;
+        } else if has_fault("left out in gather") {
             self.net.first.weight.try_tensor()?; // others take the second layer's first
         }
         Ok((self.net.second.forward(&hidden)? - y).square().mean(tch::Kind::Float))
     }
 
+    fn backward(&self, loss: &Tensor, ctx: &mut HookContext) -> anyhow::Result<()> {
+        if self.stage < ZeroStage::Three {
+            sum_of_others("backward", ctx.process_group(), ctx.batch_idx())?;
+        } else if has_fault("left out in backward") {
+            return Ok(()); // without the weights that it needs
+        }
+        Ok(loss.f_backward()?)
+    }
+
+    fn configure_gradient_clipping(
+        &self,
+        optimizer: &mut dyn Optimizer,
+        clip: Option<GradientClip>,
+        _ctx: &mut HookContext,
+    ) -> anyhow::Result<()> {
+        match clip.filter(|_| !has_fault("left out in step")) {
+            Some(clip) => Ok(optimizer.clip(clip)?),
+            None => Ok(()),
+        }
+    }
+
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        self.net.configure_optimizers()
+        Optimizers::new(FaultyAdamW).into()
+    }
+}
+
+/// AdamW, with a fault when its parts of the weights have changed, and before others get them.
+struct FaultyAdamW;
+
+impl BuildOptimizer for FaultyAdamW {
+    fn name(&self) -> &'static str {
+        "AdamW"
+    }
+
+    fn is_elementwise(&self) -> bool {
+        true
+    }
+
+    fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
+        Ok(Box::new(Stepped(AdamW::new(0.01).build(groups)?)))
+    }
+}
+
+struct Stepped(Box<dyn Optimizer>);
+
+impl Optimizer for Stepped {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        self.0.step()?;
+        fault("weights");
+        Ok(())
+    }
+
+    fn zero_grad(&mut self) -> Result<()> {
+        self.0.zero_grad()
+    }
+
+    fn param_groups(&self) -> &[ParamGroup] {
+        self.0.param_groups()
+    }
+
+    fn param_groups_mut(&mut self) -> &mut [ParamGroup] {
+        self.0.param_groups_mut()
+    }
+
+    fn state_dict(&self) -> OptimizerState {
+        self.0.state_dict()
+    }
+
+    fn load_state_dict(&mut self, state: OptimizerState) -> Result<()> {
+        self.0.load_state_dict(state)
     }
 }
 
@@ -87,17 +181,27 @@ impl LightningModule for Faulty {
 struct Faults;
 
 impl Callback for Faults {
-    fn on_before_backward(&mut self, ctx: &mut HookContext, _module: &dyn Module) -> anyhow::Result<()> {
-        fault("backward", ctx.process_group().map_or(0, |group| group.rank()), ctx.batch_idx());
+    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        // the gradients of the second layer are on their way then
+        let hook = |_: &ModuleCall<'_>, _: &mut [Option<Tensor>]| {
+            fault("reduce");
+            Ok(())
+        };
+        let _ = ctx.module_hooks().register_full_backward_pre_hook("net.first", hook);
+        Ok(())
+    }
+
+    fn on_before_backward(&mut self, _ctx: &mut HookContext, _module: &dyn Module) -> anyhow::Result<()> {
+        fault("backward");
         Ok(())
     }
 
     fn on_before_optimizer_step(
         &mut self,
-        ctx: &mut HookContext,
+        _ctx: &mut HookContext,
         _module: &dyn Module,
     ) -> anyhow::Result<()> {
-        fault("step", ctx.process_group().map_or(0, |group| group.rank()), ctx.batch_idx());
+        fault("step");
         Ok(())
     }
 
@@ -106,10 +210,11 @@ impl Callback for Faults {
         ctx: &mut HookContext,
         _checkpoint: &mut Checkpoint,
     ) -> anyhow::Result<()> {
-        let rank = ctx.process_group().map_or(0, |group| group.rank());
-        let batch = ctx.global_step() as usize - 1;
-        fault("save", rank, batch);
-        if rank == 1 && batch == 2 && std::env::var(FAULT).unwrap() == "full in save" {
+        if ctx.global_step() < 3 {
+            return Ok(());
+        }
+        fault("save");
+        if has_fault("full in save") {
             // its disk is full: a file may not grow any more
             let ignored = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
             signal_hook::flag::register(libc::SIGXFSZ, ignored).unwrap();
@@ -121,62 +226,136 @@ impl Callback for Faults {
     }
 }
 
-fn train(ranks: usize, folder: &Path) {
+fn train(ranks: usize, stage: ZeroStage, folder: &Path) {
     let path = folder.join("saved.ckpt");
-    let builder = silent(ranks, "ddp", folder).strategy(Impatient).gradient_clip_val(0.5).max_epochs(1);
+    let builder =
+        silent(ranks, "ddp", folder).strategy(Impatient(stage)).gradient_clip_val(0.5).max_epochs(1);
     let builder = builder.callback(SaveAfter(1, path.clone())).callback(SaveAfter(2, path)).callback(Faults);
     let done = builder
         .build()
-        .and_then(|mut trainer| trainer.fit(&mut Faulty { net: Small::new() }, &mut loaders(24)));
-    let rank = std::env::var("RANK").unwrap_or_default();
+        .and_then(|mut trainer| trainer.fit(&mut Faulty { net: Small::new(), stage }, &mut loaders(24)));
     match done {
-        Ok(()) => println!("\nrank {rank} has trained"),
+        Ok(()) => println!("\na rank has trained"),
         Err(error) => {
-            eprintln!("\nerror on rank {rank}: {error}");
+            eprintln!("\nerror of a rank: {error}");
             std::process::exit(1)
         }
     }
 }
 
-#[test]
-fn faults_end_all_ranks_and_leave_the_checkpoint() {
-    if let Some(folder) = folder_of_rank() {
-        return train(2, &folder);
+/// Runs with a fault, and looks for these words in what is said.
+fn run(test: &str, fault: &str, named: &[&str]) {
+    let (folder, begun) = (tempfile::tempdir().unwrap(), Instant::now());
+    let output = output(test, 2, folder.path(), &[(FAULT, fault)]);
+    let logs = folder.path().join("rank_logs/rank_1.log");
+    let shown = String::from_utf8_lossy(&output.stderr).into_owned()
+        + &std::fs::read_to_string(logs).unwrap_or_default();
+    let took = begun.elapsed();
+    assert!(!output.status.success() && took < Duration::from_secs(60), "{test}, {fault}, {took:?}: {shown}");
+    for named in named {
+        assert!(shown.contains(named), "{test}, {fault}: `{named}` is missing: {shown}");
     }
-    let test = "faults::faults_end_all_ranks_and_leave_the_checkpoint";
-    let folder = tempfile::tempdir().unwrap();
+    for bad in ["in  (operation", "operation 0,", "Exception raised from", "frame #"] {
+        assert!(!shown.contains(bad), "{test}, {fault}: `{bad}`: {shown}");
+    }
+    // as it was after two steps
+    let saved = Checkpoint::load(&folder.path().join("saved.ckpt")).unwrap();
+    assert_eq!(saved.meta.global_step, 2, "{fault}");
+    let left = std::fs::read_dir(folder.path()).unwrap().flatten().map(|entry| entry.file_name());
+    let left: Vec<_> = left.filter(|name| name.to_string_lossy().ends_with(".tmp")).collect();
+    assert!(left.is_empty(), "{fault}: {left:?}");
+}
+
+/// All faults of a stage.
+fn all_faults(test: &str, stage: ZeroStage) {
+    if let Some(folder) = folder_of_rank() {
+        return train(2, stage, &folder);
+    }
     // without a fault: the checkpoint after three steps, and after two
+    let folder = tempfile::tempdir().unwrap();
     let whole = output(test, 2, folder.path(), &[(FAULT, "none")]);
     assert!(whole.status.success(), "{}", String::from_utf8_lossy(&whole.stderr));
-    for (fault, named) in [
-        ("killed in gather", "weights of net.second"),
-        ("stopped in gather", "weights of net.second"),
-        ("left out in gather", "weights of net.second"),
-        ("killed in backward", "weights of net.first"), // the second are still there
-        ("stopped in backward", "weights of net.first"),
-        ("killed in step", "step"),
-        ("killed in save", "checkpoint"),
-        ("stopped in save", "checkpoint"),
-        ("full in save", "rank 1: cannot write"),
-    ] {
-        let folder = tempfile::tempdir().unwrap();
-        let begun = Instant::now();
-        let output = output(test, 2, folder.path(), &[(FAULT, fault)]);
-        let logs = folder.path().join("rank_logs/rank_1.log");
-        let shown = String::from_utf8_lossy(&output.stderr).into_owned()
-            + &std::fs::read_to_string(logs).unwrap_or_default();
-        assert!(!output.status.success() && begun.elapsed() < Duration::from_secs(60), "{fault}: {shown}");
-        assert!(shown.contains(named), "{fault}: {shown}");
-        if fault.starts_with("stopped") || fault.starts_with("killed") {
-            assert!(shown.contains("rank 1"), "{fault}: {shown}");
-        }
-        // as it was after two steps
-        let saved = Checkpoint::load(&folder.path().join("saved.ckpt")).unwrap();
-        assert_eq!(saved.meta.global_step, 2, "{fault}");
-        let left = std::fs::read_dir(folder.path()).unwrap().flatten().map(|entry| entry.file_name());
-        let left: Vec<_> = left.filter(|name| name.to_string_lossy().ends_with(".tmp")).collect();
-        assert!(left.is_empty(), "{fault}: {left:?}");
-    }
     let saved = Checkpoint::load(&folder.path().join("saved.ckpt")).unwrap();
     assert_eq!(saved.meta.global_step, 3, "without a fault the second one takes its place");
+
+    const REDUCE: &str = "gradients of net.";
+    const ELSEWHERE: &str = "rank 1 was in ";
+    let divides_weights = stage == ZeroStage::Three;
+    let forward = if divides_weights { "weights of net.second" } else { REDUCE };
+    let backward = if divides_weights { "weights of net.first" } else { REDUCE }; // the second are still there
+    let left_out = |weights| if divides_weights { weights } else { "of this test" };
+    let cases: [(&str, [&str; 3]); 16] = [
+        ("killed in gather", [forward, "rank 1 (", "has ended) was "]),
+        ("stopped in gather", [forward, "rank 1 (", "a signal has stopped) is "]),
+        ("left out in gather", [left_out("weights of net.second"), "failed on rank 0 of 2", ELSEWHERE]),
+        ("killed in backward", [backward, "rank 1 (", "has ended) was "]),
+        ("stopped in backward", [backward, "rank 1 (", "a signal has stopped) is "]),
+        ("left out in backward", [left_out("weights of net.first"), "failed on rank 0 of 2", ELSEWHERE]),
+        ("killed in reduce", [REDUCE, "rank 1 (", "reduce_scatter (operation "]),
+        ("stopped in reduce", [REDUCE, "rank 1 (", "reduce_scatter (operation "]),
+        ("killed in step", ["from configure_gradient_clipping", "rank 1 (", "has ended) was "]),
+        ("stopped in step", ["from configure_gradient_clipping", "rank 1 (", "a signal has stopped) is "]),
+        ("left out in step", ["from configure_gradient_clipping", "failed on rank 0 of 2", ELSEWHERE]),
+        ("killed in weights", ["weights of net.", "rank 1 (", "all_gather (operation "]),
+        ("stopped in weights", ["weights of net.", "rank 1 (", "all_gather (operation "]),
+        ("killed in save", ["checkpoint", "rank 1 (", "has ended) was "]),
+        ("stopped in save", ["checkpoint", "rank 1 (", "a signal has stopped) is "]),
+        ("full in save", ["checkpoint", "rank 1: cannot write", "rank-1.safetensors"]),
+    ];
+    // of a stage that has the same code as others some will do
+    let some =
+        ["stopped in gather", "killed in reduce", "left out in step", "killed in weights", "full in save"];
+    let is_chosen = |fault: &str| divides_weights || some.contains(&fault);
+    let all = std::env::var_os("VOLTAIC_TEST_ALL").is_some();
+    let cases: Vec<_> = cases.into_iter().filter(|(fault, _)| all || is_chosen(fault)).collect();
+    // they mostly wait
+    for some in cases.chunks(5) {
+        std::thread::scope(|scope| {
+            some.iter().for_each(|(fault, named)| drop(scope.spawn(|| run(test, fault, named))));
+        });
+    }
+}
+
+#[test]
+fn faults_end_all_ranks_of_stage_1_and_leave_the_checkpoint() {
+    all_faults("faults::faults_end_all_ranks_of_stage_1_and_leave_the_checkpoint", ZeroStage::One);
+}
+
+#[test]
+fn faults_end_all_ranks_of_stage_2_and_leave_the_checkpoint() {
+    all_faults("faults::faults_end_all_ranks_of_stage_2_and_leave_the_checkpoint", ZeroStage::Two);
+}
+
+#[test]
+fn faults_end_all_ranks_of_stage_3_and_leave_the_checkpoint() {
+    all_faults("faults::faults_end_all_ranks_of_stage_3_and_leave_the_checkpoint", ZeroStage::Three);
+}
+
+#[test]
+fn what_rank_0_cannot_save_after_a_fit_is_an_error_on_all() {
+    let test = "faults::what_rank_0_cannot_save_after_a_fit_is_an_error_on_all";
+    let text = on_ranks(test, 2, |ranks, folder| {
+        for strategy in ["ddp", "zero3"] {
+            let mut trainer = silent(ranks, strategy, folder).max_epochs(1).build().unwrap();
+            let (mut net, mut data) = (Small::new(), loaders(8));
+            trainer.fit(&mut net, &mut data).unwrap();
+            std::fs::write(folder.join("file"), "").unwrap();
+            let (path, begun) = (folder.join("file/saved.ckpt"), Instant::now());
+            let of_weights = trainer.save_weights(&net, &path, None).unwrap_err();
+            let of_all = trainer.save_checkpoint(&mut net, &mut data, &path, None).unwrap_err();
+            for error in [of_weights, of_all] {
+                let text = error.to_string();
+                let named =
+                    text.starts_with("cannot save ") && text.contains("/file/saved.ckpt: rank 0: cannot ");
+                assert!(named, "{strategy}: {text}");
+            }
+            assert!(begun.elapsed() < Duration::from_secs(20), "nobody waits for rank 0");
+            // and the group is still of use
+            trainer.save_weights(&net, folder.join(format!("{strategy}.ckpt")), None).unwrap();
+            println!("saved by {strategy}");
+        }
+    });
+    if let Some(text) = text {
+        assert!(text.contains("saved by ddp") && text.contains("saved by zero3"), "{text}");
+    }
 }

@@ -209,7 +209,8 @@ impl Entry {
     /// None if it has been replaced by another, or is being.
     fn read(memory: &FlightMemory, number: u64) -> Option<Self> {
         let words = memory.entry(number);
-        if words[NUMBER].load(Ordering::Acquire) != number {
+        // operations count from 1; an entry without one has 0
+        if number == 0 || words[NUMBER].load(Ordering::Acquire) != number {
             return None;
         }
         let read: Vec<u64> = words.iter().map(|word| word.load(Ordering::Relaxed)).collect();

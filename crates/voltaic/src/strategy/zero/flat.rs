@@ -49,6 +49,15 @@ impl Layout {
         Self { places, part_len, ranks, kind, device }
     }
 
+    /// The parameters in messages: the first, and how many more there are.
+    pub fn title(&self) -> String {
+        match &self.places[..] {
+            [] => String::new(),
+            [only] => only.fqn.clone(),
+            [first, more @ ..] => format!("{} and {} more", first.fqn, more.len()),
+        }
+    }
+
     /// Elements of the flat tensor.
     pub fn len(&self) -> usize {
         self.part_len * self.ranks

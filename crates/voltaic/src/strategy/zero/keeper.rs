@@ -107,8 +107,12 @@ pub(super) fn watch(
     for fqn in units.keys() {
         let (reducer, units) = (reducer.clone(), units.clone());
         let gather = move |call: &ModuleCall<'_>, _: &mut [Option<Tensor>]| {
+            let mut reducer = lock(&reducer);
             for unit in units.get(call.fqn()).into_iter().flatten() {
-                lock(&reducer).need_in_backward(*unit)?;
+                reducer.need_in_backward(*unit).map_err(|error| {
+                    reducer.failure = Some(error); // autograd would pass its text on only
+                    anyhow::anyhow!("weights could not be gathered")
+                })?;
             }
             Ok(())
         };

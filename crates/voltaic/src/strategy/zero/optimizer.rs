@@ -55,7 +55,6 @@ impl Optimizer for ZeroOptimizer {
             tracing::info!("{}: this rank holds optimizer states of {}", self.name(), format_size(bytes));
             self.reducer().peaks.states += bytes;
         }
-        let _named = collective_scope("weights");
         self.reducer().gather_weights(self.index)
     }
 
@@ -77,6 +76,7 @@ impl Optimizer for ZeroOptimizer {
     fn unscale(&mut self, inverse: f64) -> Result<bool> {
         let is_finite = self.inner.unscale(inverse)?;
         let Some(group) = self.reducer().peers.clone() else { return Ok(is_finite) };
+        let _named = collective_scope("overflow");
         let num_failed = Tensor::f_from_slice(&[f32::from(u8::from(!is_finite))])?;
         group.all_reduce(&num_failed, ReduceOp::Sum)?;
         Ok(num_failed.f_double_value(&[0])? == 0.0)

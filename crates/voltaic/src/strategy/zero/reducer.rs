@@ -37,6 +37,8 @@ pub(super) struct Reducer {
     /// The other ranks, if there are some.
     pub peers: Option<Arc<ProcessGroup>>,
     pub units: Vec<Unit>,
+    /// What the sum of each unit's gradients is called.
+    names: Vec<Arc<str>>,
     /// For each unit, how many of its gradients are still to come in this backward pass.
     waiting: Vec<usize>,
     is_ready: Vec<Vec<bool>>,
@@ -68,6 +70,7 @@ impl Reducer {
             peers,
             waiting: Vec::new(),
             is_ready: Vec::new(),
+            names: units.iter().map(|unit| format!("gradients of {}", unit.layout.title()).into()).collect(),
             units,
             num_sent: 0,
             sent: VecDeque::new(),
@@ -145,7 +148,7 @@ impl Reducer {
             self.num_sent += 1;
             return Ok(());
         }
-        let _named = collective_scope("gradients");
+        let _named = collective_scope(&self.names[index]);
         let mut given = unit.take_grads(scale)?;
         if let Some(dtype) = self.config.communication_dtype.filter(|dtype| *dtype != given.kind()) {
             given = given.f_to_kind(dtype)?;
@@ -188,6 +191,7 @@ impl Reducer {
             self.receive_next()?;
         }
         let Some(votes) = self.exchanges.take() else { return Ok(Votes::default()) };
+        let _named = collective_scope("gradients that there are");
         let had =
             self.units.iter().flat_map(|unit| unit.had_grad.iter().map(|had| f32::from(u8::from(*had))));
         let mut numbers: Vec<f32> = votes.numbers().into_iter().chain(had).collect();

@@ -112,8 +112,8 @@ impl Unit {
         let versions = vec![0; layout.places.len()];
         let first = layout.places.first().map_or("", |place| place.fqn.as_str());
         let name = match first.rsplit_once('.') {
-            Some((module, _)) if coming.is_some() => module,
-            _ => first,
+            Some((module, _)) if coming.is_some() => module.to_owned(),
+            _ => layout.title(),
         };
         let name = format!("weights of {name}").into();
         let unit = Self {
@@ -349,6 +349,7 @@ impl Unit {
     /// After an optimizer step: starts to give all ranks the weights of all. `None` if there is nobody else.
     pub fn start_gather(&self, group: Option<&ProcessGroup>) -> Result<Option<Work>> {
         let _no_grad = tch::no_grad_guard();
+        let _named = collective_scope(&self.name);
         let own = self.layout.part(&self.flat, self.rank)?;
         if self.has_own_part() {
             own.shallow_clone().f_copy_(&self.part)?;
@@ -422,7 +423,6 @@ impl Unit {
             return Ok(());
         };
         coming.storage.restore()?;
-        let _named = collective_scope(&self.name);
         let arrival = Arrival(self.start_gather(group)?);
         if let Some(coming) = &mut self.coming {
             coming.arriving = Some(arrival);

@@ -1,6 +1,8 @@
 //! How hooks are called: of the callbacks, of the module, of the callbacks that look at what was logged; with an error
 //! that names the hook.
 
+use tch::TchError;
+
 use crate::callback::Callback;
 use crate::data::Batch;
 use crate::distributed::{collective_scope, global_rank};
@@ -22,10 +24,18 @@ pub(crate) fn hook_error(hook: &'static str, progress: &Progress, source: anyhow
             Ok(error) => return error,
             Err(source) => source,
         },
-        _ => source,
+        _ => without_stack(source),
     };
     let (epoch, global_step) = (progress.current_epoch, progress.global_step);
     Error::Hook { hook, rank: global_rank(), epoch, global_step, source }
+}
+
+/// tch's error as ours, which has libtorch's text without its C++ stack; what was said about it stays.
+fn without_stack(source: anyhow::Error) -> anyhow::Error {
+    let Some(TchError::Torch(text)) = source.root_cause().downcast_ref() else { return source };
+    let contexts: Vec<String> = source.chain().map(ToString::to_string).collect();
+    let own = anyhow::Error::from(Error::from(TchError::Torch(text.clone())));
+    contexts.into_iter().rev().skip(1).fold(own, |error, context| error.context(context))
 }
 
 /// Calls one callback's hook; an error says whose it is.

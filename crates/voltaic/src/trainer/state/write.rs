@@ -7,8 +7,8 @@ use serde_json::Value;
 use crate::callback::Callback;
 use crate::checkpoint::{Checkpoint, RankState, parts_to_host, rank_from_bytes, rank_to_bytes};
 use crate::data::Stage;
-use crate::distributed::{ProcessGroup, SlurmJob, collective_scope};
-use crate::error::{Error, Result};
+use crate::distributed::{ProcessGroup, SlurmJob, World, collective_scope};
+use crate::error::{CheckpointError, Error, Problem, Result};
 use crate::module::{CheckpointRequest, LightningModule};
 use crate::profiler::actions;
 use crate::trainer::session::frozen::{AfterFit, Frozen, Kept};
@@ -255,6 +255,27 @@ pub(crate) fn write_after_fit<M: LightningModule>(
     }
     session.run.checkpoint_io.save_checkpoint(&checkpoint, path, storage_options)?;
     session.run.checkpoint_io.teardown()
+}
+
+/// What rank 0 did ends all ranks, if it has failed.
+///
+/// # Collective
+/// All ranks must call it.
+pub(crate) fn as_on_rank_zero(world: &World, done: Result<()>, path: &Path) -> Result<()> {
+    if world.world_size == 1 || matches!(done, Err(Error::Distributed(_))) {
+        return done; // nobody is there, or known to be there
+    }
+    let _named = collective_scope("checkpoint");
+    let own = done.map_err(|error| {
+        let Problem { what, remedy } = error.into_problem("look at the file system of this rank");
+        Problem::new(format!("rank {}: {what}", world.rank), remedy)
+    });
+    let failed = |problem| CheckpointError::OnRanks { action: "save", path: path.to_path_buf(), problem };
+    let told = match (world.of_rank_zero(own.clone()), &own) {
+        (Err(_), Err(own)) => Err(own.clone()), // nobody hears it
+        (told, _) => told?,
+    };
+    told.and(own).map_err(|problem| failed(problem).into())
 }
 
 /// The checkpoint of a fit that is over; `None` on ranks that do not write.
