@@ -1,0 +1,153 @@
+//! What a layer says of an input or of sizes that do not fit.
+
+use tch::Kind;
+use voltaic::error::{Error, ModuleError};
+use voltaic::nn::*;
+use voltaic::{Result, Tensor};
+
+use crate::rng::seeded;
+
+#[test]
+fn an_input_that_does_not_fit_is_explained_in_the_layers_terms() {
+    let guard = seeded(0);
+    let layers: Vec<(Box<dyn Forward>, &[i64], &str)> = vec![
+        (
+            Box::new(Linear::new(784, 256).unwrap()),
+            &[64, 100],
+            "Linear(784, 256): input of shape [64, 100] does not fit: last dimension must be 784",
+        ),
+        (
+            Box::new(Conv2d::builder(3, 8, 3).padding(1).build().unwrap()),
+            &[2, 1, 8, 8],
+            "Conv2d(3, 8, kernel_size=[3, 3], padding=[1, 1]): input of shape [2, 1, 8, 8] does not fit: \
+             dimension 1 holds the channels and must be 3",
+        ),
+        (
+            Box::new(Conv1d::new(1, 1, 5).unwrap()),
+            &[2, 1, 4],
+            "Conv1d(1, 1, kernel_size=[5]): input of shape [2, 1, 4] does not fit: \
+             with padding [0] it is smaller than the kernel [5]",
+        ),
+        (
+            Box::new(Conv2d::new(1, 1, 5).unwrap()),
+            &[28, 28],
+            "Conv2d(1, 1, kernel_size=[5, 5]): input of shape [28, 28] does not fit: \
+             3 or 4 dimensions, [batch, channels, *], are needed",
+        ),
+        (
+            Box::new(ConvTranspose2d::new(4, 2, 3).unwrap()),
+            &[2, 2, 8, 8],
+            "ConvTranspose2d(4, 2, kernel_size=[3, 3], stride=[1, 1]): input of shape [2, 2, 8, 8] does not fit: \
+             dimension 1 holds the channels and must be 4",
+        ),
+        (
+            Box::new(BatchNorm2d::new(4).unwrap()),
+            &[2, 4],
+            "BatchNorm2d(4): input of shape [2, 4] does not fit: \
+             4 dimensions, [batch, channels, height, width], are needed",
+        ),
+        (
+            Box::new(BatchNorm1d::new(4).unwrap()),
+            &[2, 5],
+            "BatchNorm1d(4): input of shape [2, 5] does not fit: dimension 1 holds the channels and must be 4",
+        ),
+        (
+            Box::new(LayerNorm::new([3, 4]).unwrap()),
+            &[2, 4],
+            "LayerNorm([3, 4]): input of shape [2, 4] does not fit: last dimensions must be [3, 4]",
+        ),
+        (
+            Box::new(GroupNorm::new(2, 4).unwrap()),
+            &[2, 6, 3],
+            "GroupNorm(2, 4): input of shape [2, 6, 3] does not fit: dimension 1 holds the channels and must be 4",
+        ),
+        (
+            Box::new(MultiheadAttention::builder(8, 2).batch_first(true).build().unwrap()),
+            &[5, 2, 6],
+            "MultiheadAttention(8, 2): input of shape [5, 2, 6] does not fit: [batch, sequence, 8] is needed",
+        ),
+        (
+            Box::new(MaxPool2d::new(3).unwrap()),
+            &[1, 2, 2],
+            "MaxPool2d([3, 3]): input of shape [1, 2, 2] does not fit: \
+             with padding [0, 0] it is smaller than the window [3, 3]",
+        ),
+        (
+            Box::new(AvgPool2d::new(1).unwrap()),
+            &[5, 5],
+            "AvgPool2d([1, 1]): input of shape [5, 5] does not fit: \
+             3 or 4 dimensions, [batch, channels, height, width], are needed",
+        ),
+    ];
+    drop(guard);
+    for (layer, shape, message) in layers {
+        let input = Tensor::zeros(shape, (Kind::Float, tch::Device::Cpu));
+        let error = layer.forward(&input).unwrap_err();
+        assert_eq!(error.to_string(), message);
+        assert!(matches!(error.downcast_ref(), Some(Error::Module(ModuleError::Shape { .. }))), "{error:?}");
+    }
+}
+
+#[test]
+fn an_index_outside_the_table_is_explained() {
+    let guard = seeded(0);
+    let embedding = Embedding::new(65, 4).unwrap();
+    drop(guard);
+    for (input, what) in [
+        (Tensor::from_slice(&[3_i64, 65]), "the indices reach from 3 to 65"),
+        (Tensor::from_slice(&[-1_i64, 5]), "the indices reach from -1 to 5"),
+        (Tensor::from_slice(&[1.5_f32]), "the input's dtype is Float"),
+    ] {
+        let error = embedding.forward(&input).unwrap_err().to_string();
+        assert_eq!(error, format!("Embedding(65, 4): {what}; give integers in 0..65"));
+    }
+}
+
+#[test]
+fn sizes_that_make_no_sense_are_refused_when_the_layer_is_made() {
+    fn message<T>(made: Result<T>) -> String {
+        match made {
+            Err(error @ Error::Module(ModuleError::Sizes { .. })) => error.to_string(),
+            Err(error) => panic!("{error}"),
+            Ok(_) => panic!("made"),
+        }
+    }
+    for (message, expected) in [
+        (message(Linear::new(0, 5)), "Linear: in_features is 0; give at least 1"),
+        (message(Conv2d::new(3, -1, 3)), "Conv2d: out_channels is -1; give at least 1"),
+        (
+            message(Conv2d::builder(3, 8, 3).padding((0, -1)).build()),
+            "Conv2d: padding is -1; give at least 0",
+        ),
+        (
+            message(Conv1d::builder(6, 8, 3).groups(3).build()),
+            "Conv1d: groups = 3 does not divide out_channels = 8; choose groups among the divisors of 8",
+        ),
+        (
+            message(ConvTranspose2d::builder(2, 2, 3).output_padding(1).build()),
+            "ConvTranspose2d: output_padding is [1, 1] with stride [1, 1]; \
+             give an output_padding below the stride or the dilation",
+        ),
+        (message(BatchNorm2d::new(0)), "BatchNorm2d: num_features is 0; give at least 1"),
+        (message(LayerNorm::new([])), "LayerNorm: number of dimensions is 0; give at least 1"),
+        (
+            message(GroupNorm::new(4, 6)),
+            "GroupNorm: num_groups = 4 does not divide num_channels = 6; choose num_groups among the divisors of 6",
+        ),
+        (
+            message(Embedding::builder(5, 2).padding_idx(5).build()),
+            "Embedding: padding_idx is 5; give an index in 0..5",
+        ),
+        (
+            message(MultiheadAttention::new(10, 3)),
+            "MultiheadAttention: num_heads = 3 does not divide embed_dim = 10; \
+             choose num_heads among the divisors of 10",
+        ),
+        (
+            message(MaxPool2d::builder(2).padding(2).build()),
+            "MaxPool2d: padding is [2, 2] for a window of [2, 2]; give at most half the window",
+        ),
+    ] {
+        assert_eq!(message, expected);
+    }
+}
