@@ -409,7 +409,7 @@ pub(crate) fn tiles_are_by_amx(part: Part, channels: [usize; 2]) -> bool {
 
 /// What attention makes of the right factor of a product before it multiplies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum FactorKernel {
+pub enum FactorKernel {
     /// Strips, for AVX-512, its dot products, or AMX.
     Strips,
     /// Nothing: it is a matrix for the MKL or gemm.
@@ -443,6 +443,13 @@ static FACTORS: [Row<FactorKernel, ()>; 3] = [
 
 fn factor_kernel_on(machine: &Machine, dtype: Dtype) -> Option<FactorKernel> {
     FACTORS.iter().find(|row| row.dtype == dtype && (row.on)(machine)).map(|row| row.kernel)
+}
+
+/// What attention multiplies by: in a format, or in float32 where no row has it.
+pub fn factor_kernel(dtype: Dtype) -> FactorKernel {
+    let machine = Machine::here();
+    let kernel = factor_kernel_on(&machine, dtype).or_else(|| factor_kernel_on(&machine, Float32));
+    kernel.unwrap_or(FactorKernel::Matrix)
 }
 
 /// Whether attention in float32 multiplies by strips, and not by a matrix as it is.

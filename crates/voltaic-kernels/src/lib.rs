@@ -31,8 +31,8 @@ pub use attention::heads::{Attention, HeadTensor, attention, attention_backward}
 pub use attention::passes::AttentionScratch;
 pub use attention::rows::Rows;
 pub use choice::{
-    AnyRow, ConvolutionKernel, InForce, Operator, Part, ProductKernel, ProductShape, convolution_kernel,
-    convolves, in_force, multiplies, product_kernel, rows, serves,
+    AnyRow, ConvolutionKernel, FactorKernel, InForce, Operator, Part, ProductKernel, ProductShape,
+    convolution_kernel, convolves, factor_kernel, in_force, multiplies, product_kernel, rows, serves,
 };
 pub use convolution::convolve::{convolution, convolution_input_grad, convolution_weight_grad};
 pub use convolution::patches::{Axis, Patches};

@@ -14,19 +14,23 @@ macro_rules! by_kernel {
             (Floats::Float32(left), Floats::Float32(right), FloatsMut::Float32(out)) => {
                 let kernel = convolution_kernel($sizes, $part, false);
                 assert_eq!(kernel, Some(ConvolutionKernel::Tiles), "{:?} of {:?}", $part, $sizes);
-                by_tiles::$function::<f32, _, _>($sizes, left, right $(, $other.map(float32))*, Shared(out.as_mut_ptr()))
+                let out = Shared(out.as_mut_ptr());
+                by_tiles::$function::<f32, _, _>($sizes, left, right $(, $other.map(float32))*, out)
+                    .then_some(ConvolutionKernel::Tiles)
             }
             (Floats::Bfloat16(left), Floats::Bfloat16(right), FloatsMut::Bfloat16(out)) => {
                 let out = Shared(out.as_mut_ptr());
-                match convolution_kernel($sizes, $part, false) {
+                let kernel = convolution_kernel($sizes, $part, false);
+                let is_finite = match kernel {
                     Some(ConvolutionKernel::Tiles) => {
                         by_tiles::$function::<Bf16, _, _>($sizes, left, right $(, $other.map(bfloat16))*, out)
                     }
                     Some(ConvolutionKernel::Patches) => {
                         by_patches::$function($sizes, left, right $(, $other.map(bfloat16))*, out)
                     }
-                    kernel => unreachable!("{kernel:?} for {:?} of {:?}", $part, $sizes),
-                }
+                    _ => unreachable!("{kernel:?} for {:?} of {:?}", $part, $sizes),
+                };
+                kernel.filter(|_| is_finite)
             }
             _ => unreachable!("tensors of one format"),
         }
@@ -47,8 +51,8 @@ fn bfloat16(numbers: Floats<'_>) -> &[Bf16] {
     }
 }
 
-/// Writes the outputs `[images, rows, columns, channels]`, for weights `[outputs, rows, columns, inputs]`. Gives whether all are
-/// finite; if not, some may be wrong, and another has to do it.
+/// Writes the outputs `[images, rows, columns, channels]`, for weights `[outputs, rows, columns, inputs]`. Gives the kernel that
+/// did it if all are finite; if not, some may be wrong, and another has to do it.
 ///
 /// # Panics
 /// If formats or lengths differ from the sizes', or no kernel of this file serves them
@@ -59,7 +63,7 @@ pub fn convolution(
     weight: Floats,
     bias: Option<Floats>,
     output: FloatsMut,
-) -> bool {
+) -> Option<ConvolutionKernel> {
     assert_eq!(
         [input.len(), weight.len(), output.len()],
         [sizes.in_len(), sizes.weight_len(), sizes.out_len()]
@@ -68,11 +72,16 @@ pub fn convolution(
     by_kernel!(sizes, Part::Output, output(input, weight, bias; output))
 }
 
-/// Writes the gradients of the inputs, of those of the outputs. Gives whether all are finite.
+/// Writes the gradients of the inputs, of those of the outputs. Gives the kernel if all are finite.
 ///
 /// # Panics
 /// As [`convolution`].
-pub fn convolution_input_grad(sizes: &Convolution, grad: Floats, weight: Floats, output: FloatsMut) -> bool {
+pub fn convolution_input_grad(
+    sizes: &Convolution,
+    grad: Floats,
+    weight: Floats,
+    output: FloatsMut,
+) -> Option<ConvolutionKernel> {
     assert_eq!(
         [grad.len(), weight.len(), output.len()],
         [sizes.out_len(), sizes.weight_len(), sizes.in_len()]
@@ -80,11 +89,16 @@ pub fn convolution_input_grad(sizes: &Convolution, grad: Floats, weight: Floats,
     by_kernel!(sizes, Part::InputGrad, input_grad(grad, weight; output))
 }
 
-/// Writes the gradients of the weights, of those of the outputs. Gives whether all are finite.
+/// Writes the gradients of the weights, of those of the outputs. Gives the kernel if all are finite.
 ///
 /// # Panics
 /// As [`convolution`].
-pub fn convolution_weight_grad(sizes: &Convolution, grad: Floats, input: Floats, output: FloatsMut) -> bool {
+pub fn convolution_weight_grad(
+    sizes: &Convolution,
+    grad: Floats,
+    input: Floats,
+    output: FloatsMut,
+) -> Option<ConvolutionKernel> {
     assert_eq!(
         [grad.len(), input.len(), output.len()],
         [sizes.out_len(), sizes.in_len(), sizes.weight_len()]

@@ -70,24 +70,23 @@ impl BatchedProduct {
     }
 }
 
-/// Multiplies by the kernel that serves such matrices. False if the product is another's: `out` is as it was then, unless it is
-/// one of AMX that is not finite, which leaves anything in it.
+/// Multiplies by the kernel that serves such matrices, and gives which it was. None if the product is another's: `out` is as it
+/// was then, unless it is one of AMX that is not finite, which leaves anything in it.
 ///
 /// # Safety
 /// The numbers of the factors must be there, at such strides, and written by nobody; those of `out` must be writable, each in one
 /// place, in none of the others, and initialised if it adds.
-pub unsafe fn multiply_batches(product: &BatchedProduct) -> bool {
+pub unsafe fn multiply_batches(product: &BatchedProduct) -> Option<ProductKernel> {
     let shape = product.shape();
+    let mut kernels = product_kernels(product.dtype, &shape);
     match product.dtype {
         Dtype::Float32 => {
             let product = Products::<f32>::new(product);
-            product_kernels(Dtype::Float32, &shape).find_map(|kernel| product.run_by(kernel)).unwrap_or(false)
+            kernels.find_map(|kernel| Some(product.run_by(kernel)?.then_some(kernel))).flatten()
         }
         Dtype::Bfloat16 => {
             let product = Products::<Bf16>::new(product);
-            product_kernels(Dtype::Bfloat16, &shape)
-                .find_map(|kernel| product.run_by(kernel))
-                .unwrap_or(false)
+            kernels.find_map(|kernel| Some(product.run_by(kernel)?.then_some(kernel))).flatten()
         }
     }
 }

@@ -47,7 +47,7 @@ fn is_done(random: &mut Random, dtype: Dtype, shape: [usize; 4]) -> bool {
         adds,
     };
     // SAFETY: the tensors have as many numbers, each of `out` in one place, and live during the call.
-    if !unsafe { multiply_batches(&call) } {
+    if unsafe { multiply_batches(&call) }.is_none() {
         assert_eq!(out, before, "{call:?} is not done, and wrote");
         return false;
     }

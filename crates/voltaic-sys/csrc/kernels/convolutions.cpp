@@ -6,6 +6,7 @@
 #include <ATen/ops/convolution_backward_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/convolution_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/mm.h>
+#include <ATen/record_function.h>
 
 namespace voltaic {
 namespace {
@@ -127,6 +128,7 @@ Seen seen_by(int64_t tap, const vt_convolution &call, int dim) {
 // Each tap's weights are a product of the outputs' gradients, with the channels last, and of the inputs that they see at
 // this tap.
 Tensor weight_grad_by_taps(const Tensor &grad, const Tensor &input, const vt_convolution &call) {
+  RECORD_FUNCTION("voltaic::convolution_weight_grad (Taps)", c10::ArrayRef<const c10::IValue>{});
   const int64_t outputs = call.out_channels, inputs = call.in_channels;
   const Tensor grads = grad.permute({0, 2, 3, 1});
   const Tensor pixels = input.permute({0, 2, 3, 1});

@@ -7,6 +7,9 @@ use std::sync::{Mutex, PoisonError};
 
 use voltaic_sys as sys;
 
+/// What the names of kernels begin with that stand in for libtorch's.
+pub const KERNELS: &str = "voltaic::";
+
 /// Bits of what is recorded; 0 while no profile is taken.
 static RECORDED: AtomicI32 = AtomicI32::new(0);
 
@@ -121,17 +124,22 @@ fn add(name: &str, details: &str, began: u64, row: i32, device: Option<usize>) {
     unsafe { sys::vt_profile_add_activity(&raw const activity) };
 }
 
-/// Runs a kernel that stands in for libtorch's, and notes it if it says that it has computed.
-pub(in crate::ffi) fn note_kernel(kernel: &'static str, run: impl FnOnce() -> i32) -> i32 {
+/// Runs a kernel that stands in for libtorch's, and notes it if it has computed: as `voltaic::<kernel><suffix>`.
+pub(in crate::ffi) fn note_kernel<K>(
+    kernel: &'static str,
+    run: impl FnOnce() -> Option<K>,
+    suffix: impl FnOnce(&K) -> String,
+) -> Option<K> {
     if !records(sys::VT_RECORD_KERNELS) {
         return run();
     }
     let began = ticks();
-    let status = run();
-    if status == sys::VT_KERNEL_DONE {
-        add(&format!("voltaic::{kernel}"), "", began, sys::VT_ROW_KERNELS, None);
+    let done = run();
+    if let Some(done) = &done {
+        let name = format!("{KERNELS}{kernel}{}", suffix(done));
+        add(&name, "", began, sys::VT_ROW_KERNELS, None);
     }
-    status
+    done
 }
 
 /// Notes that a pool has handed out memory, or taken it back if `bytes` is negative. `stats` gives what is in use and what

@@ -18,7 +18,9 @@ mod reach;
 mod tensor;
 mod threads;
 
-pub use activities::{Activity, ActivityRow, MemoryChange, Recorded, collective_begins, collective_ends};
+pub use activities::{
+    Activity, ActivityRow, KERNELS, MemoryChange, Recorded, collective_begins, collective_ends,
+};
 pub use autograd::function::{
     at_backward_end, autograd_function, autograd_grad, grad_is_enabled, tensor_hook,
 };

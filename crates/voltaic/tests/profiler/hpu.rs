@@ -102,7 +102,7 @@ fn device_operations_have_rows_of_their_own_and_arrows_from_their_operators() {
     let row = report.lines().find(|line| line.trim_start().starts_with("aten::addmm")).unwrap();
     let titles = report.lines().nth(2).unwrap();
     assert!(titles.contains("Self HPU") && titles.contains("HPU total"), "{report}");
-    assert_eq!(row.split_whitespace().last(), Some("6"), "{report}");
+    assert_eq!(row.split_whitespace().nth(10), Some("6"), "{report}");
     assert!(report.contains("Self HPU time total: "), "{report}");
 }
 
@@ -130,7 +130,7 @@ fn a_graph_shows_when_it_is_captured_and_replayed_and_its_operators_on_the_devic
     let within = kernels.iter().filter(|kernel| number(kernel, "ts") >= start && number(kernel, "ts") <= end);
     assert!(within.count() >= 10, "{replay}");
     let row = report.lines().find(|line| line.trim_start().starts_with("aten::addmm")).unwrap();
-    assert_eq!(row.split_whitespace().last(), Some(&*on_device.to_string()), "{report}");
+    assert_eq!(row.split_whitespace().nth(10), Some(&*on_device.to_string()), "{report}");
 }
 
 #[test]
@@ -153,7 +153,11 @@ fn a_graph_on_the_cpu_shows_what_it_replays_in_rows_of_the_host() {
     let rows: BTreeSet<&str> = rows.map(|event| event["args"]["name"].as_str().unwrap()).collect();
     assert!(rows.contains("replayed operators") && rows.contains("graphs"), "{rows:?}");
     let row = report.lines().find(|line| line.trim_start().starts_with("aten::addmm")).unwrap();
-    assert_eq!(row.split_whitespace().last(), Some("16"), "of eight steps: {report}");
+    assert_eq!(row.split_whitespace().nth(6), Some("16"), "of eight steps: {report}");
+    assert!(
+        !row.contains("product (") || row.ends_with(" x 16"),
+        "a kernel for each, replayed or not: {row}"
+    );
 }
 
 #[test]
@@ -305,7 +309,7 @@ fn the_page_shows_timeline_flame_graph_memory_and_table_in_a_browser() {
     let rows: Vec<&str> = body.split("<tr>").skip(1).collect();
     assert!(rows.len() > 30, "{}", rows.len());
     let row = rows.iter().find(|row| row.starts_with("<td>aten::addmm</td>")).unwrap();
-    assert!(row.ends_with("<td>6</td></tr>"), "{row}");
+    assert!(row.contains("<td>6</td>"), "{row}");
     // the flame graph's boxes have their names
     assert!(
         shown.split("id=\"flame\"").nth(1).unwrap().contains("run_training_batch"),

@@ -4,10 +4,11 @@ use std::ffi::c_void;
 
 use voltaic_sys as sys;
 
-use super::guard::{guard, guard_done, guard_some};
+use super::guard::{guard, guard_chosen, guard_done, guard_some};
 use crate::kernels::{
     self, Attention, BatchNorm, BatchNormGrads, BatchedProduct, Bf16, Convolution, ConvolutionKernel, Dtype,
-    Floats, FloatsMut, HeadTensor, Mt19937, Part, RowPairs, slice_mut_of, slice_of,
+    FactorKernel, Floats, FloatsMut, HeadTensor, Mt19937, Part, ProductKernel, RowPairs, slice_mut_of,
+    slice_of,
 };
 
 fn dtype_of(dtype: i32) -> Dtype {
@@ -54,17 +55,17 @@ unsafe fn vector_mut<'a>(address: *mut f32, len: usize) -> Option<&'a mut [f32]>
 
 pub(super) extern "C" fn product(call: *const sys::vt_product) -> i32 {
     // SAFETY: the shim passes a description of tensors, all of which live during the call.
-    guard_some("product", || unsafe { multiply(call, Dtype::Float32) })
+    guard_chosen("product", || unsafe { multiply(call, Dtype::Float32) })
 }
 
 pub(super) extern "C" fn product_bf16(call: *const sys::vt_product) -> i32 {
     // SAFETY: as above.
-    guard_some("product_bf16", || unsafe { multiply(call, Dtype::Bfloat16) })
+    guard_chosen("product_bf16", || unsafe { multiply(call, Dtype::Bfloat16) })
 }
 
 /// # Safety
 /// The description must be one of tensors of this dtype that are there; `out` shares no memory with the factors.
-unsafe fn multiply(call: *const sys::vt_product, dtype: Dtype) -> bool {
+unsafe fn multiply(call: *const sys::vt_product, dtype: Dtype) -> Option<ProductKernel> {
     // SAFETY: as this function asks.
     unsafe {
         let call = &*call;
@@ -327,7 +328,7 @@ pub(super) extern "C" fn convolution(
     bias: *const c_void,
     output: *mut c_void,
 ) -> i32 {
-    guard_some("convolution", || {
+    guard_chosen("convolution", || {
         // SAFETY: as above; the bias may be null.
         unsafe {
             let (dtype, sizes) = ((*call).dtype, convolution_of(&*call));
@@ -345,7 +346,7 @@ pub(super) extern "C" fn convolution_input_grad(
     weight: *const c_void,
     output: *mut c_void,
 ) -> i32 {
-    guard_some("convolution_input_grad", || {
+    guard_chosen("convolution_input_grad", || {
         // SAFETY: as above.
         unsafe {
             let (dtype, sizes) = ((*call).dtype, convolution_of(&*call));
@@ -362,7 +363,7 @@ pub(super) extern "C" fn convolution_weight_grad(
     input: *const c_void,
     output: *mut c_void,
 ) -> i32 {
-    guard_some("convolution_weight_grad", || {
+    guard_chosen("convolution_weight_grad", || {
         // SAFETY: as above.
         unsafe {
             let (dtype, sizes) = ((*call).dtype, convolution_of(&*call));
@@ -403,10 +404,21 @@ fn attention_of(call: &sys::vt_attention) -> Attention {
 
 pub(super) extern "C" fn attention(call: *const sys::vt_attention) -> i32 {
     // SAFETY: the shim passes a description of tensors, all of which live during the call; the outputs are new.
-    guard_done("attention", || unsafe { kernels::attention(&attention_of(&*call)) })
+    guard_chosen("attention", || unsafe { attend(call, kernels::attention) })
 }
 
 pub(super) extern "C" fn attention_backward(call: *const sys::vt_attention) -> i32 {
     // SAFETY: as above.
-    guard_done("attention_backward", || unsafe { kernels::attention_backward(&attention_of(&*call)) })
+    guard_chosen("attention_backward", || unsafe { attend(call, kernels::attention_backward) })
+}
+
+/// # Safety
+/// The description must be one of tensors that are there.
+unsafe fn attend(call: *const sys::vt_attention, run: unsafe fn(&Attention)) -> Option<FactorKernel> {
+    // SAFETY: as this function asks.
+    unsafe {
+        let call = attention_of(&*call);
+        run(&call);
+        Some(kernels::factor_kernel(call.dtype))
+    }
 }

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::c_char;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use voltaic_sys as sys;
@@ -23,24 +24,40 @@ thread_local! {
 }
 
 /// Runs a kernel that computes all it is called for, and gives a `vt_kernel_status`. All that C++ calls goes through this, or
-/// through [`guard`], since a panic that leaves an `extern "C"` function ends the process.
+/// through [`guard`], since a panic that leaves an `extern "C"` function ends the process. A profile shows the kernel.
 pub(super) fn guard_done(kernel: &'static str, run: impl FnOnce()) -> i32 {
-    guard(kernel, || {
+    guard_some(kernel, || {
         run();
-        sys::VT_KERNEL_DONE
+        true
     })
 }
 
 /// Runs a kernel that may leave a call to libtorch.
 pub(super) fn guard_some(kernel: &'static str, run: impl FnOnce() -> bool) -> i32 {
-    guard(kernel, || if run() { sys::VT_KERNEL_DONE } else { sys::VT_KERNEL_DECLINED })
+    guard_noted(kernel, || run().then_some(()), |()| String::new())
 }
 
-/// Gives what `run` does; `VT_KERNEL_FAILED` if it panics, whose message is kept for [`failure`].
+/// Runs one of several kernels, which says which it was, or leaves the call to libtorch.
+pub(super) fn guard_chosen<K: fmt::Debug>(kernel: &'static str, run: impl FnOnce() -> Option<K>) -> i32 {
+    guard_noted(kernel, run, |chosen| format!(" ({chosen:?})"))
+}
+
+fn guard_noted<K>(
+    kernel: &'static str,
+    run: impl FnOnce() -> Option<K>,
+    suffix: impl FnOnce(&K) -> String,
+) -> i32 {
+    guard(kernel, || match note_kernel(kernel, run, suffix) {
+        Some(_) => sys::VT_KERNEL_DONE,
+        None => sys::VT_KERNEL_DECLINED,
+    })
+}
+
+/// Gives what `run` does, a question or a kernel; `VT_KERNEL_FAILED` if it panics, whose message is kept for [`failure`].
 pub(super) fn guard(kernel: &'static str, run: impl FnOnce() -> i32) -> i32 {
     // what a kernel leaves half done is its output, which the operator then does not give, and scratch, which the next
     // kernel writes before it reads
-    match catch_unwind(AssertUnwindSafe(|| note_kernel(kernel, run))) {
+    match catch_unwind(AssertUnwindSafe(run)) {
         Ok(status) => status,
         Err(payload) => {
             let failure = Failure::new(kernel, &*payload);

@@ -1,9 +1,9 @@
 //! Adds up the time of operators, and writes a table of them.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::nest::Nest;
-use crate::ffi::{Activity, ActivityRow, EventScope, Profile};
+use crate::ffi::{Activity, ActivityRow, EventScope, KERNELS, Profile};
 
 /// By what the rows of a table may be sorted; torch's names.
 pub(in crate::profiler) const SORT_KEYS: [(&str, SortKey); 11] = [
@@ -59,6 +59,8 @@ pub(super) struct Row {
     /// The same of the HPUs.
     pub device_memory: Sum,
     pub flops: i64,
+    /// Calls of voltaic's own kernels that served the operator, by kernel.
+    pub kernels: BTreeMap<String, u64>,
 }
 
 impl Row {
@@ -119,6 +121,7 @@ impl Averages {
                 }
             }
         }
+        self.add_kernels(&nest, &profile.activities);
         let totals = [&device, &memory, &device_memory].map(|own| nest.totals(own));
         for (at, node) in nest.nodes.iter().enumerate() {
             let is_within = nest.is_within_its_like(at);
@@ -179,6 +182,39 @@ impl Averages {
         }
     }
 
+    /// Which kernels stood in for libtorch's: below the operator that they served, one that a graph replays included.
+    fn add_kernels(&mut self, nest: &Nest<'_>, activities: &[Activity]) {
+        let of_row = |row| activities.iter().filter(move |activity| activity.row == row);
+        let mut replayed: Vec<&Activity> = of_row(ActivityRow::Operators).collect();
+        replayed.sort_by_key(|operator| (operator.thread, operator.start_ns));
+        for kernel in of_row(ActivityRow::Kernels) {
+            let at = (kernel.thread, kernel.start_ns);
+            let around = nest.innermost(at.0, at.1).map(|around| nest.nodes[around].event);
+            if let Some(event) = around.filter(|event| event.scope != EventScope::Range) {
+                self.add_kernel(&event.name, &event.shapes, &kernel.name);
+                continue;
+            }
+            let begun = replayed.partition_point(|operator| (operator.thread, operator.start_ns) <= at);
+            let last = begun.checked_sub(1).map(|last| replayed[last]);
+            let is_around = |operator: &&Activity| {
+                operator.thread == at.0 && operator.start_ns + operator.duration_ns >= at.1
+            };
+            if let Some(operator) = last.filter(is_around) {
+                self.add_kernel(&operator.name, "", &kernel.name);
+            }
+        }
+        for node in nest.nodes.iter().filter(|node| node.event.name.starts_with(KERNELS)) {
+            if let Some(served) = node.parent.map(|parent| nest.nodes[parent].event) {
+                self.add_kernel(&served.name, &served.shapes, &node.event.name);
+            }
+        }
+    }
+
+    fn add_kernel(&mut self, operator: &str, shapes: &str, kernel: &str) {
+        let kernel = kernel.strip_prefix(KERNELS).unwrap_or(kernel).to_owned();
+        *self.row(operator, shapes).kernels.entry(kernel).or_default() += 1;
+    }
+
     fn row(&mut self, name: &str, shapes: &str) -> &mut Row {
         // all steps are one row, as in torch's tables
         let name = if name.starts_with("ProfilerStep#") { "ProfilerStep*" } else { name };
@@ -236,6 +272,12 @@ impl Averages {
             columns.push(column("Total MFLOPs", |row| match row.flops {
                 0 => "--".to_owned(),
                 flops => format!("{:.3}", flops as f64 / 1e6),
+            }));
+        }
+        if rows.iter().any(|row| !row.kernels.is_empty()) {
+            columns.push(column("Kernels", |row| {
+                let kernels = row.kernels.iter().map(|(kernel, calls)| format!("{kernel} x {calls}"));
+                kernels.collect::<Vec<_>>().join(", ")
             }));
         }
         if self.by_shape {
@@ -353,6 +395,46 @@ mod tests {
             rows.iter().map(|row| (row.name.as_str(), row.calls, row.time.total, row.time.own)).collect();
         assert_eq!(seen, [("linear", 3, 140, 90), ("addmm", 1, 50, 30), ("copy", 2, 25, 25)]);
         assert_eq!(rows[0].flops, 20);
+    }
+
+    #[test]
+    fn operators_have_the_kernels_that_stood_in_for_libtorchs() {
+        let kernel = |name: &str, start_ns| Activity {
+            row: ActivityRow::Kernels,
+            device: None,
+            ..activity(name, start_ns, 5)
+        };
+        let mut averages = Averages::new(false, false);
+        averages.add(&Profile {
+            activities: vec![
+                kernel("voltaic::product (Gemm)", 12),
+                kernel("voltaic::product (Strips)", 72),
+                Activity { device: None, duration_ns: 20, ..activity("mm", 490, 20) }, // of a graph
+                kernel("voltaic::product (Mkl)", 500),
+                kernel("voltaic::gelu", 600), // of no operator
+            ],
+            ..profile(vec![
+                event("linear", 0, 100, 1),
+                event("addmm", 10, 50, 1),
+                event("addmm", 70, 10, 1),
+                event("addmm", 85, 10, 1), // by libtorch
+                event("backward", 200, 50, 1),
+                event("voltaic::taps", 210, 20, 1),
+            ])
+        });
+        let cells = averages.cells(SortKey::Own, None);
+        let at = cells[0].iter().position(|title| title == "Kernels").unwrap();
+        let seen: Vec<_> = cells[1..].iter().map(|row| (row[0].as_str(), row[at].as_str())).collect();
+        assert_eq!(
+            seen,
+            [
+                ("addmm", "product (Gemm) x 1, product (Strips) x 1"),
+                ("linear", ""),
+                ("backward", "taps x 1"),
+                ("mm", "product (Mkl) x 1"),
+                ("voltaic::taps", ""),
+            ]
+        );
     }
 
     #[test]
