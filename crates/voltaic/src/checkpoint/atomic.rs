@@ -196,11 +196,11 @@ pub fn remove_leftovers(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let (name, Ok(kind)) = (entry.file_name(), entry.file_type()) else { continue };
         let name = name.to_string_lossy();
-        if kind.is_dir() && name.strip_suffix(".old").is_some_and(is_temporary) {
+        if name.strip_suffix(".old").is_some_and(is_temporary) {
             put_back(&entry.path());
             continue;
         }
-        let is_unlocked = || File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok());
+        let is_unlocked = || is_unlocked(&entry.path());
         let is_free = || kind.is_symlink() || ((kind.is_file() || kind.is_dir()) && is_unlocked());
         if is_temporary(&name) && is_free() {
             tracing::info!("removing {}, left by a run that was killed", entry.path().display());
@@ -214,16 +214,23 @@ pub fn remove_leftovers(folder: &Path) {
     }
 }
 
+fn is_unlocked(path: &Path) -> bool {
+    File::open(path).is_ok_and(|file| file.try_lock().is_ok())
+}
+
 /// A checkpoint that was out of the way when its run was killed, between two names: gets its name back, or goes if that has another.
 fn put_back(aside: &Path) {
     let name = aside.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let own = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp.old")?.rsplit_once('.'));
-    let Some(path) = own.map(|(own, _)| aside.with_file_name(own)).filter(|_| is_own_folder(aside)) else {
-        return;
-    };
+    let Some(path) = own.map(|(own, _)| aside.with_file_name(own)) else { return };
+    let is_file = aside.symlink_metadata().is_ok_and(|metadata| !metadata.is_dir());
+    let new = aside.with_extension(""); // what was to take its place
+    if !(is_file || is_own_folder(aside)) || (new.exists() && !is_unlocked(&new)) {
+        return; // not ours, or its run lives
+    }
     tracing::info!("{} is what a run that was killed has left of {}", aside.display(), path.display());
     let _ = match path.symlink_metadata() {
-        Ok(_) => remove_folder(aside).is_ok(),
+        Ok(_) => remove_file(aside).is_ok(),
         Err(_) => fs::rename(aside, &path).is_ok(),
     };
 }
@@ -279,6 +286,34 @@ mod tests {
             .collect();
         left.sort();
         assert_eq!(left, [".a.txt.aB3dEf7hIj0k.tmp", ".notes.ckpt.tmp", ".other.tmp", "a.ckpt", "b.ckpt"]);
+    }
+
+    #[test]
+    fn what_was_out_of_the_way_gets_its_name_back() {
+        let root = tempfile::tempdir().expect("temp folder");
+        let folder = |name: &str| {
+            fs::create_dir(root.path().join(name)).expect("writable");
+            File::create(root.path().join(name).join("index.json")).expect("writable");
+        };
+        let file = |name: &str| drop(File::create(root.path().join(name)).expect("writable"));
+        folder(".a.ckpt.aB3dEf7hIj0k.tmp.old"); // killed between two names
+        folder(".a.ckpt.aB3dEf7hIj0k.tmp");
+        file(".b.ckpt.aB3dEf7hIj0k.tmp.old");
+        folder(".c.ckpt.aB3dEf7hIj0k.tmp.old"); // killed before it was removed
+        folder("c.ckpt");
+        folder(".d.ckpt.aB3dEf7hIj0k.tmp.old"); // the run lives
+        folder(".d.ckpt.aB3dEf7hIj0k.tmp");
+        let lock = File::open(root.path().join(".d.ckpt.aB3dEf7hIj0k.tmp")).expect("is there");
+        lock.try_lock().expect("free");
+        remove_leftovers(root.path());
+        let mut left: Vec<_> = fs::read_dir(root.path())
+            .expect("listable")
+            .map(|entry| entry.expect("readable").file_name().into_string().expect("text"))
+            .collect();
+        left.sort();
+        let of_live = [".d.ckpt.aB3dEf7hIj0k.tmp", ".d.ckpt.aB3dEf7hIj0k.tmp.old"];
+        assert_eq!(left, [&of_live[..], &["a.ckpt", "b.ckpt", "c.ckpt"]].concat());
+        assert!(root.path().join("a.ckpt/index.json").exists(), "the old one, whole");
     }
 
     #[test]

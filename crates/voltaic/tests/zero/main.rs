@@ -16,6 +16,7 @@ mod peers;
 mod prefetch;
 mod ranks;
 mod reduction;
+mod restart;
 mod resume;
 mod shards;
 mod stage3;

@@ -80,6 +80,13 @@ pub fn weights(module: &impl Module) -> Vec<(String, Tensor)> {
     module.state_dict().into_iter().map(|(name, tensor)| (name, copy(tensor))).collect()
 }
 
+/// The tensors of a file, by name.
+pub fn sorted_file(path: &Path) -> Vec<(String, Tensor)> {
+    let mut read = Tensor::read_safetensors(path).unwrap();
+    read.sort_by(|(a, _), (b, _)| a.cmp(b));
+    read
+}
+
 /// Asserts the same names and bits.
 pub fn assert_same(what: &str, own: &[(String, Tensor)], expected: &[(String, Tensor)]) {
     assert_within(what, own, expected, 0.0);

@@ -8,7 +8,7 @@ use voltaic::callback::{
 use voltaic::checkpoint::{Checkpoint, CheckpointIo};
 use voltaic::data::Loaders;
 use voltaic::module::{CheckpointRequest, HookContext, LightningModule};
-use voltaic::trainer::TrainerBuilder;
+use voltaic::trainer::{PluginConfig, TrainerBuilder};
 use voltaic::{Module, Result, Tensor};
 
 use crate::ladder::gpt;
@@ -196,8 +196,11 @@ fn any_number_of_ranks_goes_on() {
 
 /// Top k, `last`, links and versions work with folders.
 fn keeps_the_best(ranks: usize, folder: &Path) {
-    for save_last in [SaveLast::Copy(true), serde_json::from_value(serde_json::json!("link")).unwrap()] {
-        let dirpath = folder.join(format!("{save_last:?}"));
+    let link: SaveLast = serde_json::from_value(serde_json::json!("link")).unwrap();
+    let ways =
+        [SaveLast::Copy(true), link].map(|save_last| [false, true].map(|is_async| (save_last, is_async)));
+    for (save_last, is_async) in ways.into_iter().flatten() {
+        let dirpath = folder.join(format!("{save_last:?} {is_async}"));
         let config = ModelCheckpointConfig {
             dirpath: Some(dirpath.clone()),
             filename: Some("{step}".to_owned()),
@@ -205,7 +208,10 @@ fn keeps_the_best(ranks: usize, folder: &Path) {
             ..ModelCheckpointConfig::default()
         };
         let saver = || ModelCheckpoint::new(config.clone()).unwrap();
-        let builder = || staged(ranks, "zero3", folder).enable_checkpointing(true).callback(saver());
+        let builder = || {
+            let builder = staged(ranks, "zero3", folder).enable_checkpointing(true).callback(saver());
+            if is_async { builder.plugins(vec![PluginConfig::AsyncCheckpointIo]) } else { builder }
+        };
         let mut trainer = builder().max_epochs(3).build().unwrap();
         let mut net = Small::new();
         trainer.fit(&mut net, &mut all_loaders(8 * ranks as i64)).unwrap();

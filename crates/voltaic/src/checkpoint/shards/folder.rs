@@ -5,6 +5,8 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::CWD;
+
 use crate::error::{Error, Result};
 
 /// The file that makes a folder a checkpoint.
@@ -85,9 +87,19 @@ pub(in crate::checkpoint) fn remove_if_folder(path: &Path) -> Option<Result<()>>
 /// [`Error::Io`]; `path` is as before, but for file systems that cannot exchange two names: there it may be gone for the moment
 /// between two calls, under a name beside it.
 pub(in crate::checkpoint) fn exchange(temporary: &Path, path: &Path) -> Result<()> {
+    exchange_by(temporary, path, |a, b| {
+        rustix::fs::renameat_with(CWD, a, CWD, b, rustix::fs::RenameFlags::EXCHANGE)
+    })
+}
+
+/// The same with a way to exchange two names, which a file system may not have.
+fn exchange_by(
+    temporary: &Path,
+    path: &Path,
+    swap: impl FnOnce(&Path, &Path) -> rustix::io::Result<()>,
+) -> Result<()> {
     let fail = |error: io::Error| Error::io("rename to", path, error);
-    let flags = rustix::fs::RenameFlags::EXCHANGE;
-    let old = match rustix::fs::renameat_with(rustix::fs::CWD, temporary, rustix::fs::CWD, path, flags) {
+    let old = match swap(temporary, path) {
         Ok(()) => temporary.to_path_buf(),
         // NFS and others
         Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS | rustix::io::Errno::NOTSUP) => {
@@ -119,6 +131,8 @@ pub(in crate::checkpoint) fn flush_folder(folder: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use rustix::io::Errno;
+
     use super::*;
 
     fn folder_with(root: &Path, name: &str, files: &[&str]) -> PathBuf {
@@ -165,6 +179,29 @@ mod tests {
             assert!(path.join("rank-7.safetensors").exists() && !path.join("rank-0.safetensors").exists());
             assert!(path.symlink_metadata().unwrap().is_dir() && !new.exists());
             assert!(kept.join(INDEX).exists(), "what a link leads to stays");
+            // where the file system cannot exchange names
+            for (again, error) in [Errno::INVAL, Errno::NOSYS, Errno::NOTSUP].into_iter().enumerate() {
+                let rank = format!("rank-{again}.safetensors");
+                let new = folder_with(root.path(), &format!(".{old}.new"), &[INDEX, &rank]);
+                exchange_by(&new, &path, |_, _| Err(error)).unwrap();
+                assert!(path.join(rank).exists() && !path.join("rank-7.safetensors").exists());
+                let left: Vec<_> = fs::read_dir(root.path()).unwrap().flatten().collect();
+                let left = left.iter().filter(|entry| entry.file_name().to_string_lossy().contains(".new"));
+                assert_eq!(left.count(), 0, "nothing is left beside it");
+            }
+            let new = folder_with(root.path(), &format!(".{old}.new"), &[INDEX, "rank-7.safetensors"]);
+            exchange_by(&new, &path, |_, _| Err(Errno::ACCESS)).unwrap_err();
+            assert!(path.join("rank-2.safetensors").exists() && new.exists(), "all is as before");
+            remove_folder(&new).unwrap();
         }
+    }
+
+    #[test]
+    fn a_rename_that_fails_after_the_first_puts_the_old_one_back() {
+        let root = tempfile::tempdir().unwrap();
+        let path = folder_with(root.path(), "a.ckpt", &[INDEX, "rank-0.safetensors"]);
+        let gone = root.path().join(".a.ckpt.abc.tmp"); // as if somebody had removed it
+        exchange_by(&gone, &path, |_, _| Err(Errno::NOSYS)).unwrap_err();
+        assert!(path.join("rank-0.safetensors").exists());
     }
 }
