@@ -5,15 +5,19 @@
 //! `cargo bench -p voltaic-kernels -- attention` runs those with `attention` in their names. Where `LIBTORCH` names a libtorch,
 //! its MKL serves, too. What libtorch's own kernels take is measured by `cargo bench -p voltaic --bench kernels`.
 
+#[path = "../tests/support/numbers.rs"]
+mod numbers;
+
 use std::ffi::CString;
 use std::process::Command;
 use std::time::{Duration, Instant};
 use std::{env, error, io};
 
+use numbers::Numbers;
 use voltaic_kernels::{
-    Attention, BatchNorm, BatchedProduct, Bf16, Convolution, Dtype, Element, Floats, FloatsMut, HeadTensor,
-    Machine, Part, RowPairs, attention, attention_backward, batch_norm, choose_as, convert, convolution,
-    convolution_input_grad, convolution_kernel, convolution_weight_grad, gelu, max_pool2d, multiply_batches,
+    Attention, BatchNorm, BatchedProduct, Convolution, Dtype, HeadTensor, Machine, Part, RowPairs, attention,
+    attention_backward, batch_norm, choose_as, convert, convolution, convolution_input_grad,
+    convolution_kernel, convolution_weight_grad, gelu, max_pool2d, multiply_batches,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn error::Error>>;
@@ -120,43 +124,9 @@ fn fastest_us(call: &mut dyn FnMut() -> bool) -> Option<f64> {
     Some(best * 1e6)
 }
 
-/// Numbers in one of the two formats.
-#[derive(Clone)]
-enum Numbers {
-    Float32(Vec<f32>),
-    Bfloat16(Vec<Bf16>),
-}
-
-impl Numbers {
-    /// Between -1 and 1, no two alike that are near each other.
-    fn new(dtype: Dtype, len: usize) -> Self {
-        let numbers = (0..len).map(|i| (i as f32 * 0.7).sin());
-        match dtype {
-            Dtype::Float32 => Self::Float32(numbers.collect()),
-            Dtype::Bfloat16 => Self::Bfloat16(numbers.map(Bf16::from_f32).collect()),
-        }
-    }
-
-    fn view(&self) -> Floats<'_> {
-        match self {
-            Self::Float32(numbers) => Floats::Float32(numbers),
-            Self::Bfloat16(numbers) => Floats::Bfloat16(numbers),
-        }
-    }
-
-    fn view_mut(&mut self) -> FloatsMut<'_> {
-        match self {
-            Self::Float32(numbers) => FloatsMut::Float32(numbers),
-            Self::Bfloat16(numbers) => FloatsMut::Bfloat16(numbers),
-        }
-    }
-
-    fn address(&mut self) -> *mut std::ffi::c_void {
-        match self {
-            Self::Float32(numbers) => numbers.as_mut_ptr().cast(),
-            Self::Bfloat16(numbers) => numbers.as_mut_ptr().cast(),
-        }
-    }
+/// Between -1 and 1, no two alike that are near each other.
+fn waves(dtype: Dtype, len: usize) -> Numbers {
+    Numbers::new(dtype, (0..len).map(|i| f64::from((i as f32 * 0.7).sin())))
 }
 
 type Calls = Vec<(String, Box<dyn FnMut() -> bool>)>;
@@ -172,15 +142,14 @@ fn calls() -> Calls {
             add_convolutions(&mut all, dtype, channels, side);
         }
         add_images(&mut all, dtype);
-        let (input, mut output) = (Numbers::new(dtype, 1024 * 1536), Numbers::new(dtype, 1024 * 1536));
+        let (input, mut output) = (waves(dtype, 1024 * 1536), waves(dtype, 1024 * 1536));
         let call = move || {
             gelu(input.view(), output.view_mut(), true);
             true
         };
         all.push((format!("gelu, 1024 x 1536, {dtype:?}"), Box::new(call)));
     }
-    let (input, mut output) =
-        (Numbers::new(Dtype::Float32, 1024 * 1536), Numbers::new(Dtype::Bfloat16, 1024 * 1536));
+    let (input, mut output) = (waves(Dtype::Float32, 1024 * 1536), waves(Dtype::Bfloat16, 1024 * 1536));
     let call = move || {
         convert(input.view(), output.view_mut());
         true
@@ -191,8 +160,8 @@ fn calls() -> Calls {
 
 /// A layer's product: the right factor lies by columns, as a weight does.
 fn add_products(all: &mut Calls, dtype: Dtype, [rows, columns, depth]: [usize; 3]) {
-    let mut out = Numbers::new(dtype, rows * columns);
-    let (mut a, mut b) = (Numbers::new(dtype, rows * depth), Numbers::new(dtype, depth * columns));
+    let mut out = waves(dtype, rows * columns);
+    let (mut a, mut b) = (waves(dtype, rows * depth), waves(dtype, depth * columns));
     let call = move || {
         let product = BatchedProduct {
             dtype,
@@ -215,8 +184,7 @@ fn add_products(all: &mut Calls, dtype: Dtype, [rows, columns, depth]: [usize; 3
 fn add_attention(all: &mut Calls, dtype: Dtype) {
     let [batches, heads, rows, dim] = [4, 6, 256, 64];
     for is_backward in [false, true] {
-        let mut tensors: [Numbers; 8] =
-            std::array::from_fn(|_| Numbers::new(dtype, batches * heads * rows * dim));
+        let mut tensors: [Numbers; 8] = std::array::from_fn(|_| waves(dtype, batches * heads * rows * dim));
         let mut sums = vec![0.0_f32; batches * heads * rows];
         let call = move || {
             let strides = [heads * rows * dim, rows * dim, dim].map(|stride| stride as isize);
@@ -268,7 +236,7 @@ fn add_convolutions(all: &mut Calls, dtype: Dtype, channels: usize, side: usize)
         padding: [1, 1],
     };
     for part in [Part::Output, Part::InputGrad, Part::WeightGrad] {
-        let numbers = |len| Numbers::new(dtype, len);
+        let numbers = |len| waves(dtype, len);
         let (input, weight, grad) =
             (numbers(sizes.in_len()), numbers(sizes.weight_len()), numbers(sizes.out_len()));
         let mut out = match part {
@@ -295,8 +263,7 @@ fn add_convolutions(all: &mut Calls, dtype: Dtype, channels: usize, side: usize)
 
 /// Batch norm and max-pooling with the channels last.
 fn add_images(all: &mut Calls, dtype: Dtype) {
-    let (input, mut output) =
-        (Numbers::new(dtype, 32 * 64 * 32 * 32), Numbers::new(dtype, 32 * 64 * 32 * 32));
+    let (input, mut output) = (waves(dtype, 32 * 64 * 32 * 32), waves(dtype, 32 * 64 * 32 * 32));
     let (mut mean, mut invstd) = (vec![0.0; 64], vec![0.0; 64]);
     let call = move || {
         let norm = BatchNorm {
@@ -314,8 +281,7 @@ fn add_images(all: &mut Calls, dtype: Dtype) {
     all.push((format!("batch norm, 32 x 64 x 32 x 32, {dtype:?}"), Box::new(call)));
     let (count, side, channels) = (64, 24, 64);
     let len = count * side * side * channels;
-    let (input, mut output, mut indices) =
-        (Numbers::new(dtype, len), Numbers::new(dtype, len / 4), vec![0_i64; len / 4]);
+    let (input, mut output, mut indices) = (waves(dtype, len), waves(dtype, len / 4), vec![0_i64; len / 4]);
     let call = move || {
         let images = RowPairs { start: 0, height: side, width: side, channels };
         max_pool2d(images, input.view(), output.view_mut(), &mut indices);

@@ -6,6 +6,8 @@ mod attention;
 mod convolutions;
 mod elements;
 mod norms;
+#[path = "../support/numbers.rs"]
+mod numbers;
 mod products;
 mod random;
 
@@ -14,7 +16,8 @@ use std::ffi::CString;
 use std::sync::Once;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use voltaic_kernels::{Bf16, Dtype, Element, Floats, FloatsMut, Host, ask_for_all, set_host};
+use numbers::Numbers;
+use voltaic_kernels::{Dtype, Element, Host, ask_for_all, set_host};
 
 static THREADS: AtomicUsize = AtomicUsize::new(1);
 
@@ -35,23 +38,7 @@ fn use_threads(threads: usize) {
     THREADS.store(threads, Ordering::Relaxed);
 }
 
-/// Numbers in one of the two formats.
-#[derive(Debug, Clone, PartialEq)]
-enum Numbers {
-    Float32(Vec<f32>),
-    Bfloat16(Vec<Bf16>),
-}
-
 impl Numbers {
-    /// Rounded to a format.
-    fn new(dtype: Dtype, numbers: impl IntoIterator<Item = f64>) -> Self {
-        let numbers = numbers.into_iter().map(|number| number as f32);
-        match dtype {
-            Dtype::Float32 => Self::Float32(numbers.collect()),
-            Dtype::Bfloat16 => Self::Bfloat16(numbers.map(Bf16::from_f32).collect()),
-        }
-    }
-
     fn at(&self, i: usize) -> f64 {
         match self {
             Self::Float32(numbers) => numbers[i].into(),
@@ -68,27 +55,6 @@ impl Numbers {
 
     fn all(&self) -> Vec<f64> {
         (0..self.len()).map(|i| self.at(i)).collect()
-    }
-
-    fn view(&self) -> Floats<'_> {
-        match self {
-            Self::Float32(numbers) => Floats::Float32(numbers),
-            Self::Bfloat16(numbers) => Floats::Bfloat16(numbers),
-        }
-    }
-
-    fn view_mut(&mut self) -> FloatsMut<'_> {
-        match self {
-            Self::Float32(numbers) => FloatsMut::Float32(numbers),
-            Self::Bfloat16(numbers) => FloatsMut::Bfloat16(numbers),
-        }
-    }
-
-    fn address(&mut self) -> *mut std::ffi::c_void {
-        match self {
-            Self::Float32(numbers) => numbers.as_mut_ptr().cast(),
-            Self::Bfloat16(numbers) => numbers.as_mut_ptr().cast(),
-        }
     }
 }
 

@@ -22,4 +22,4 @@ pub(crate) use profiler::Profiling;
 pub use profiler::{Action, ProfiledRun, Profiler};
 pub use simple::{SimpleProfiler, SimpleProfilerConfig};
 pub use torch::{PyTorchProfiler, PyTorchProfilerConfig};
-pub use trace::{ProfiledRange, ProfilerSchedule};
+pub use trace::{ProfiledRange, ProfilerSchedule, TraceProfiler};

@@ -16,7 +16,7 @@ use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::lightning::{LightningModule, StepContext};
 use voltaic::nn::{Callable, Linear};
 use voltaic::optim::{AdamW, Optimizers};
-use voltaic::profiler::{HpuProfiler, Profiler, ProfilerSchedule, PyTorchProfiler, PyTorchProfilerConfig};
+use voltaic::profiler::{HpuProfiler, ProfilerSchedule, PyTorchProfiler, PyTorchProfilerConfig};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 use voltaic::{Kind, Module, Tensor};
 
@@ -235,7 +235,7 @@ fn a_schedule_that_is_longer_than_the_run_writes_nothing() {
 fn wrong_use_has_an_error() {
     let _alone = alone();
     let folder = TempDir::new().unwrap();
-    let mut profiler = PyTorchProfiler::new(&config(folder.path())).unwrap();
+    let profiler = PyTorchProfiler::new(&config(folder.path())).unwrap();
     let error = profiler.stop("mine").unwrap_err().to_string();
     assert!(error.contains("cannot stop `mine`, which was never started"), "{error}");
     profiler.start("mine").unwrap();

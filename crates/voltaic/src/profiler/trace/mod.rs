@@ -1,5 +1,6 @@
 //! Operators of a few steps, recorded by libtorch's profiler (Kineto).
 
+mod config;
 mod export;
 mod flame;
 mod handle;
@@ -10,9 +11,9 @@ mod schedule;
 mod table;
 mod tracer;
 
+pub(super) use config::{one_of, trace_config};
 pub(super) use flame::METRICS;
-pub(super) use handle::Handle;
-pub use handle::ProfiledRange;
+pub use handle::{ProfiledRange, TraceProfiler};
 pub use schedule::ProfilerSchedule;
 pub(super) use table::{SORT_KEYS, SortKey};
-pub(super) use tracer::{TraceOptions, Tracer};
+pub(super) use tracer::TraceOptions;
