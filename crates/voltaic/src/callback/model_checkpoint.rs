@@ -127,7 +127,7 @@ impl Default for ModelCheckpointConfig {
 
 /// A checkpoint kept for its score.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct Kept {
+struct BestModel {
     path: PathBuf,
     /// Value of the monitored metric; `None` without one.
     score: Option<f64>,
@@ -137,7 +137,7 @@ struct Kept {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct State {
     dirpath: PathBuf,
-    best_k_models: Vec<Kept>,
+    best_k_models: Vec<BestModel>,
     best_model_path: Option<PathBuf>,
     best_model_score: Option<f64>,
     last_model_path: Option<PathBuf>,
@@ -292,7 +292,7 @@ impl ModelCheckpoint {
             let replaced = (is_full && top_k > 0).then_some(worst).flatten();
             let replaced = replaced.map(|index| self.state.best_k_models.remove(index).path);
             let path = self.free_path(ctx, replaced.as_deref());
-            self.state.best_k_models.push(Kept { path: path.clone(), score });
+            self.state.best_k_models.push(BestModel { path: path.clone(), score });
             self.update_best();
             newest = Some(path.clone());
             let is_own = |old: &PathBuf| is_checkpoint_below(&self.state.dirpath, old);
@@ -381,7 +381,7 @@ impl ModelCheckpoint {
         if best_k_models.is_empty() {
             return Ok(());
         }
-        let is_own = |kept: &Kept| is_checkpoint_below(dirpath, &kept.path);
+        let is_own = |kept: &BestModel| is_checkpoint_below(dirpath, &kept.path);
         let mut are_own =
             of_rank_zero(ctx, best_k_models.iter().map(is_own).collect::<Vec<_>>())?.into_iter();
         best_k_models.retain(|kept| {
@@ -436,7 +436,7 @@ fn of_rank_zero<T: Serialize + serde::de::DeserializeOwned>(ctx: &HookContext, v
 }
 
 /// Index of the checkpoint that goes first when there is no room.
-fn worst_of(kept: &[Kept], mode: Mode) -> Option<usize> {
+fn worst_of(kept: &[BestModel], mode: Mode) -> Option<usize> {
     (0..kept.len()).reduce(|worst, next| match (kept[worst].score, kept[next].score) {
         (Some(a), Some(b)) if mode.is_better(a, b) => next,
         (Some(_), None) => next,
@@ -607,13 +607,13 @@ mod tests {
 
     #[test]
     fn worst_and_best_follow_the_mode() {
-        let kept = |scores: &[f64]| -> Vec<Kept> {
-            scores.iter().map(|&s| Kept { path: format!("{s}").into(), score: Some(s) }).collect()
+        let kept = |scores: &[f64]| -> Vec<BestModel> {
+            scores.iter().map(|&s| BestModel { path: format!("{s}").into(), score: Some(s) }).collect()
         };
         assert_eq!(worst_of(&kept(&[0.2, 0.9, 0.5]), Mode::Min), Some(1));
         assert_eq!(worst_of(&kept(&[0.2, 0.9, 0.5]), Mode::Max), Some(0));
         assert_eq!(worst_of(&[], Mode::Max), None);
-        let without_score = Kept { path: "cut short".into(), score: None };
+        let without_score = BestModel { path: "cut short".into(), score: None };
         let mut mixed = kept(&[0.2, 0.9]);
         mixed.push(without_score);
         assert_eq!(worst_of(&mixed, Mode::Max), Some(2));

@@ -16,13 +16,13 @@ pub(crate) enum AfterFit {
     /// Training was cut short.
     Frozen(Frozen),
     /// Of rank 0, and of ranks that save their own parts: all but what callbacks, data and module add, on the host.
-    Whole(Box<Kept>),
+    Whole(Box<FitState>),
     /// Of another rank.
     Own(Vec<u8>),
 }
 
 /// The training state without what callbacks, data and module add.
-pub(crate) struct Kept {
+pub(crate) struct FitState {
     pub state: LoopState,
     pub training: TrainingState,
     /// What this rank has of states that are divided among ranks.

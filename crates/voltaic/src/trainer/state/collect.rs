@@ -14,7 +14,7 @@ use crate::module::{BatchFacts, LightningModule, ModuleTensors, Progress};
 use crate::nn::{Module, ModuleExt, state_dict_of, tied_names};
 use crate::optim::OptimizerState;
 use crate::strategy::DividedGrads;
-use crate::trainer::session::frozen::{AfterFit, Frozen, Kept};
+use crate::trainer::session::frozen::{AfterFit, FitState, Frozen};
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::session::Session;
@@ -52,9 +52,9 @@ pub(crate) fn keep<M: LightningModule>(session: &mut Session<M>) -> Result<After
     }
     Ok(match keeps_own || session.run.world().is_global_zero() {
         true => {
-            let Kept { state, training, parts } = training_state(session)?;
+            let FitState { state, training, parts } = training_state(session)?;
             let (training, parts) = (training.of_finished_fit()?, parts_to_host(&parts)?);
-            AfterFit::Whole(Box::new(Kept { state, training, parts }))
+            AfterFit::Whole(Box::new(FitState { state, training, parts }))
         }
         false => AfterFit::Own(rank_to_bytes(&own_state(session)?)?),
     })
@@ -87,7 +87,7 @@ pub(crate) fn collect<M: LightningModule>(
 }
 
 /// The training state without what callbacks, data and module add.
-fn training_state<M: LightningModule>(session: &Session<M>) -> Result<Kept> {
+fn training_state<M: LightningModule>(session: &Session<M>) -> Result<FitState> {
     let run = &*session.run;
     let States { optimizers, grads, had_grad, parts } = states(session)?;
     let names = session.training.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
@@ -117,7 +117,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<Kept> {
         rng: rng::states(session.plan.device)?,
         ..TrainingState::default()
     };
-    Ok(Kept { state, training, parts })
+    Ok(FitState { state, training, parts })
 }
 
 /// States of optimizers, and gradients of an open window.
@@ -160,7 +160,7 @@ fn states<M: LightningModule>(session: &Session<M>) -> Result<States> {
 /// A checkpoint of the module's weights and these parts, with what callbacks, data and module add.
 pub(crate) fn complete<M: LightningModule>(
     session: &mut Session<M>,
-    kept: Option<Kept>,
+    kept: Option<FitState>,
 ) -> Result<Checkpoint> {
     let progress = kept.as_ref().map_or(&session.run.at.progress, |kept| &kept.state.progress);
     let mut checkpoint = match kept.is_some() && saves_parts(session) {
@@ -168,7 +168,7 @@ pub(crate) fn complete<M: LightningModule>(
         false => weights(session.module, progress)?,
     };
     let state = match kept {
-        Some(Kept { state, training, parts }) => {
+        Some(FitState { state, training, parts }) => {
             checkpoint.training = Some(training);
             checkpoint.parts.extend(parts);
             let callbacks = callback_states(&session.run.callbacks);

@@ -11,7 +11,7 @@ use crate::distributed::{ProcessGroup, SlurmJob, World, collective_scope};
 use crate::error::{CheckpointError, Error, Problem, Result};
 use crate::module::{CheckpointRequest, LightningModule};
 use crate::profiler::actions;
-use crate::trainer::session::frozen::{AfterFit, Frozen, Kept};
+use crate::trainer::session::frozen::{AfterFit, FitState, Frozen};
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
 use crate::trainer::state::collect::{self, collect, complete, own_state, saves_parts};
@@ -283,9 +283,9 @@ fn after_fit<M: LightningModule>(session: &mut Session<M>, after: &AfterFit) -> 
     match after {
         AfterFit::Frozen(Frozen::Whole(frozen)) => with_savers(frozen, &session.run.callbacks).map(Some),
         AfterFit::Whole(kept) => {
-            let Kept { state, training, parts } = kept.as_ref();
+            let FitState { state, training, parts } = kept.as_ref();
             let (state, training, parts) = (state.clone(), training.to_host()?, parts_to_host(parts)?);
-            complete(session, Some(Kept { state, training, parts })).map(Some)
+            complete(session, Some(FitState { state, training, parts })).map(Some)
         }
         AfterFit::Own(_) | AfterFit::Frozen(Frozen::Own(_)) => Ok(None),
     }
