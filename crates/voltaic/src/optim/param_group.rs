@@ -311,14 +311,12 @@ impl ParamGroup {
 pub(super) fn check_params(groups: &[ParamGroupSpec], problems: &mut Problems) -> Result<()> {
     let key = |index: usize| format!("param_groups[{index}].params");
     let remedy = "give the optimizer the parameters to train, such as module.named_parameters()";
-    if groups.is_empty() {
+    // a group may be empty, as in PyTorch, such as one for frozen layers
+    if groups.iter().all(|group| group.params.is_empty()) {
         problems.add("param_groups", "there are no parameters", remedy);
     }
     let (mut seen, mut names) = (HashSet::new(), HashSet::new());
     for (index, group) in groups.iter().enumerate() {
-        if group.params.is_empty() {
-            problems.add(key(index), "there are no parameters", remedy);
-        }
         for (fqn, parameter) in &group.params {
             if !seen.insert(ffi::tensor_id(parameter.leaf())?) {
                 let what = format!("{fqn} appears more than once");

@@ -8,7 +8,7 @@ use voltaic::strategy::{DeepSpeedStrategy, HpuDeepSpeedStrategy};
 use voltaic::trainer::Trainer;
 
 use crate::class_paths::problem;
-use crate::probe::voltaic;
+use crate::probe::{short_fit, voltaic};
 
 /// What is said of a configuration that is right.
 const NOTHING: &str = "";
@@ -238,4 +238,63 @@ fn rust_builds_the_strategies() {
     let found = error(builder().strategy(HpuDeepSpeedStrategy(DeepSpeedStrategy::stage(1))));
     assert!(found.contains("HPUDeepSpeedStrategy requires HPUAccelerator"), "{found}");
     assert_eq!(DeepSpeedPrecisionPlugin::new("bf16-mixed").precision, "bf16-mixed");
+}
+
+/// A fit of one batch by the command with DeepSpeed's settings.
+fn fit(settings: &serde_json::Value, more: &[&str]) -> (Option<i32>, String) {
+    let config = format!("--trainer.strategy.config={settings}");
+    short_fit(&[&["--trainer.strategy=DeepSpeedStrategy", &config], more].concat(), &[])
+}
+
+#[test]
+fn the_micro_batch_is_that_of_the_loader() {
+    let settings = |batch: u64| json!({"train_batch_size": batch, "zero_optimization": {"stage": 1}});
+    let (code, text) = fit(&settings(4), &["--trainer.accumulate_grad_batches=2"]);
+    assert_eq!(code, Some(0), "{text}");
+    let (code, text) = fit(&settings(6), &["--trainer.accumulate_grad_batches=2"]);
+    let expected = "train_batch_size 6 is not train_micro_batch_size_per_gpu 2 * accumulate_grad_batches 2 * ranks 1 = 4";
+    assert!(code == Some(2) && text.contains(expected), "{code:?} {text}");
+    let given = json!({"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 1}});
+    let (code, text) = fit(&given, &[]);
+    let expected = "train_micro_batch_size_per_gpu is 3, but the training loader gives batches of 2";
+    assert!(code == Some(0) && text.contains(expected), "{code:?} {text}");
+}
+
+#[test]
+fn optimizers_and_schedules_have_their_names_on_the_command_line() {
+    let schedules: [&[&str]; 5] = [
+        &["WarmupLR", "warmup_num_steps=4", "warmup_max_lr=0.1"],
+        &["WarmupDecayLR", "total_num_steps=9", "warmup_num_steps=4"],
+        &["WarmupCosineLR", "total_num_steps=9", "warmup_num_steps=4"],
+        &["OneCycle", "cycle_min_lr=0.01", "cycle_max_lr=0.1"],
+        &["LRRangeTest", "lr_range_test_min_lr=0.01"],
+    ];
+    let optimizers =
+        ["SGD", "Adam", "AdamW", "Adagrad", "Lion", "Lamb", "RMSprop", "Adadelta"].into_iter().enumerate();
+    for (number, optimizer) in optimizers {
+        let stage = format!("--trainer.strategy=zero{}", number % 3 + 1);
+        let mut words = vec![format!("--optimizer={optimizer}"), "--optimizer.lr=0.01".to_owned(), stage];
+        if optimizer == "Lamb" {
+            words[2] = "--trainer.strategy=DeepSpeedStrategy".to_owned(); // which takes any optimizer
+        }
+        let schedule = schedules[number % schedules.len()];
+        words.push(format!("--lr_scheduler={}", schedule[0]));
+        words.extend(schedule[1..].iter().map(|word| format!("--lr_scheduler.{word}")));
+        words.push("--lr_scheduler.interval=step".to_owned());
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let (code, text) = short_fit(&words, &[]);
+        assert_eq!(code, Some(0), "{optimizer}, {}: {text}", schedule[0]);
+    }
+}
+
+#[test]
+fn float16_is_asked_for_in_three_ways() {
+    let stage = json!({"zero_optimization": {"stage": 2}});
+    let (code, text) = fit(&stage, &["--trainer.precision=16-true"]);
+    assert_eq!(code, Some(0), "{text}");
+    let named = json!({"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}});
+    let (code, text) = fit(&named, &[]);
+    assert_eq!(code, Some(0), "{text}");
+    let (code, text) = short_fit(&["--trainer.strategy=zero1", "--trainer.precision=16-true"], &[]);
+    assert_eq!(code, Some(0), "{text}");
 }

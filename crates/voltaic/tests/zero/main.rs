@@ -4,6 +4,7 @@
 
 mod beyond;
 mod command;
+mod deepspeed;
 mod faults;
 mod half;
 mod ladder;

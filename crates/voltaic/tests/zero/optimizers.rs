@@ -3,13 +3,15 @@
 use serde_json::{Value, json};
 use voltaic::Module;
 use voltaic::module::{HookContext, LightningModule, StepContext};
-use voltaic::optim::{Lamb, Muon, Optimizer, OptimizerConfig, Optimizers};
+use voltaic::nn::ModuleExt;
+use voltaic::optim::{AdamW, Lamb, Muon, Optimizer, OptimizerConfig, Optimizers, ParamGroupSpec};
 use voltaic::strategy::DeepSpeedStrategy;
 use voltaic::trainer::GraphMode;
 use voltaic::{Error, Tensor};
 
 use crate::models::{Batch, Small, loaders};
 use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
+use crate::shards::SaveAfter;
 
 /// A small network with an optimizer by name.
 #[derive(Module)]
@@ -91,7 +93,8 @@ fn elementwise_optimizers_are_ddps() {
 #[test]
 fn graphs_follow_all_optimizers() {
     on_ranks("optimizers::graphs_follow_all_optimizers", 1, |ranks, folder| {
-        for (class, init_args) in elementwise() {
+        let lamb = ("Lamb", json!({"lr": 0.01, "weight_decay": 0.1}));
+        for (class, init_args) in elementwise().into_iter().chain([lamb]) {
             for precision in ["32-true", "16-mixed"] {
                 let run = |graph: bool| {
                     let builder = silent(ranks, "auto", folder).accelerator("hpu").precision(precision);
@@ -129,6 +132,86 @@ fn steps_are_counted_once_in_a_window() {
                 counted.iter().all(|count| *count == trainer.global_step() as f64),
                 "{stage}: {counted:?}"
             );
+        }
+    });
+}
+
+/// Two groups, one of them without parameters.
+#[derive(Module)]
+struct Grouped {
+    net: Small,
+    #[module(skip)]
+    has_empty: bool,
+}
+
+impl LightningModule for Grouped {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        self.net.loss(x, y)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        let mut groups = vec![ParamGroupSpec::new(self.named_parameters()).lr(0.02)];
+        if self.has_empty {
+            groups.insert(0, ParamGroupSpec::new([]).weight_decay(0.0));
+            groups.push(ParamGroupSpec::new([]));
+        }
+        Ok(Optimizers::new(AdamW::new(0.01)).groups(groups))
+    }
+}
+
+/// DeepSpeed's `TestEmptyParameterGroup`; also from a checkpoint, and with a window that an epoch does not fill.
+#[test]
+fn a_group_may_be_empty() {
+    on_ranks("optimizers::a_group_may_be_empty", 2, |ranks, folder| {
+        for precision in ["32-true", "bf16-true"] {
+            for stage in ["ddp", "zero1", "zero2", "zero3"] {
+                if (stage, precision) == ("ddp", "bf16-true") {
+                    continue; // without master weights
+                }
+                let path = folder.join(format!("{stage}-{precision}.ckpt"));
+                let fit = |has_empty: bool, epochs: i64, from: Option<&std::path::Path>| {
+                    let builder =
+                        silent(ranks, stage, folder).precision(precision).accumulate_grad_batches(2_u64);
+                    let builder = builder.max_epochs(epochs).callback(SaveAfter(2, path.clone()));
+                    let mut trainer = builder.build().unwrap();
+                    if let Some(from) = from {
+                        trainer.ckpt_path(from);
+                    }
+                    let mut net = Grouped { net: Small::new(), has_empty };
+                    trainer.fit(&mut net, &mut loaders(5 * 2 * ranks as i64)).unwrap();
+                    assert_eq!(
+                        trainer.global_step(),
+                        3 * epochs as u64,
+                        "the last of five batches steps alone"
+                    );
+                    weights(&net)
+                };
+                let (expected, own) = (fit(false, 2, None), fit(true, 2, None));
+                assert_same(&format!("{stage} {precision}"), &own, &expected);
+                let resumed = fit(true, 2, Some(&path));
+                assert_same(&format!("{stage} {precision}, resumed"), &resumed, &expected);
+            }
+        }
+    });
+}
+
+/// A window that an epoch does not fill is DDP's.
+#[test]
+fn a_window_ends_with_its_epoch() {
+    on_ranks("optimizers::a_window_ends_with_its_epoch", 2, |ranks, folder| {
+        let run = |strategy: &str| {
+            let builder = silent(ranks, strategy, folder).accumulate_grad_batches(3_u64).max_epochs(2);
+            let mut net = Small::new();
+            builder.build().unwrap().fit(&mut net, &mut loaders(5 * 2 * ranks as i64)).unwrap();
+            weights(&net)
+        };
+        let expected = run("ddp");
+        for stage in ["zero1", "zero2", "zero3"] {
+            // two and later stages add up means of batches, ddp takes the mean of sums
+            let tolerance = if stage == "zero1" { 0.0 } else { 5e-5 };
+            assert_within(stage, &run(stage), &expected, tolerance);
         }
     });
 }

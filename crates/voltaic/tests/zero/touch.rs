@@ -2,14 +2,16 @@
 
 use std::path::Path;
 
-use voltaic::callback::{Callback, StochasticWeightAveraging};
+use voltaic::callback::{
+    Callback, PredictionWriter, PredictionWriterConfig, StochasticWeightAveraging, WriteInterval,
+};
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{Forward, ModuleExt};
-use voltaic::optim::Optimizers;
+use voltaic::optim::{GradientClip, Optimizer, Optimizers, clip_grad_norm, clip_grad_value, grad_norm};
 use voltaic::{Kind, Module, Tensor};
 
 use crate::models::{Batch, Small, all_loaders, loaders};
-use crate::ranks::{assert_same, on_ranks, silent, weights};
+use crate::ranks::{assert_same, folder_of_rank, on_ranks, output, silent, weights};
 use crate::shards::staged;
 
 /// Reads and writes weights by hand between steps, as a user does who has never heard of divided weights.
@@ -149,4 +151,123 @@ fn after_a_failure(ranks: usize, folder: &Path) {
 #[test]
 fn two_ranks_know_after_a_failure() {
     on_ranks("touch::two_ranks_know_after_a_failure", 2, after_a_failure);
+}
+
+/// Takes norms of gradients, and looks at predictions and the summary.
+#[derive(Module)]
+struct Normed {
+    net: Small,
+    #[module(skip)]
+    is_divided: bool,
+    #[module(skip)]
+    norms: std::sync::Mutex<Vec<f64>>,
+}
+
+impl LightningModule for Normed {
+    type Batch = Batch;
+
+    fn training_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        self.net.training_step(batch, ctx)
+    }
+
+    fn configure_gradient_clipping(
+        &self,
+        optimizer: &mut dyn Optimizer,
+        clip: Option<GradientClip>,
+        _ctx: &mut HookContext,
+    ) -> anyhow::Result<()> {
+        self.norms.lock().unwrap().push(optimizer.grad_norm(2.0)?.double_value(&[]));
+        let of_module = self.net.parameters().into_iter().map(|parameter| parameter.tensor().shallow_clone());
+        let of_module: Vec<Tensor> = of_module.collect();
+        let params = optimizer.param_groups().iter().flat_map(|group| group.params());
+        let of_optimizer: Vec<Tensor> = params.map(|(_, slice)| slice.tensor().shallow_clone()).collect();
+        for found in [
+            grad_norm(&of_module, 2.0).map(drop),
+            clip_grad_norm(&of_module, 1e9).map(drop),
+            clip_grad_value(&of_module, 1e9),
+            grad_norm(&of_optimizer, 2.0).map(drop),
+            clip_grad_norm(&of_optimizer, 1e9).map(drop),
+        ] {
+            let text = found.err().map(|error| error.to_string()).unwrap_or_default();
+            assert_eq!(text.contains("the gradients are divided among the ranks"), self.is_divided, "{text}");
+        }
+        clip_grad_value(&of_optimizer, 1e9)?; // of each element by itself
+        Ok(clip.map_or(Ok(()), |clip| optimizer.clip(clip))?)
+    }
+
+    fn predict_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        self.net.predict_step(batch, ctx)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        self.net.configure_optimizers()
+    }
+}
+
+/// Norms are those of all ranks or an error, and predictions are written whole.
+fn norms_and_predictions(ranks: usize, folder: &Path) {
+    let mut found = Vec::new();
+    for strategy in ["ddp", "zero1", "zero2", "zero3"] {
+        let builder =
+            if strategy == "ddp" { silent(ranks, "ddp", folder) } else { staged(ranks, strategy, folder) };
+        let written = folder.join(strategy);
+        let config = PredictionWriterConfig {
+            output_dir: Some(written.clone()),
+            write_interval: WriteInterval::Epoch,
+            ..PredictionWriterConfig::default()
+        };
+        let writer = PredictionWriter::from(config);
+        let mut net =
+            Normed { net: Small::new(), is_divided: strategy != "ddp", norms: std::sync::Mutex::default() };
+        let mut trainer = builder.gradient_clip_val(0.1).max_epochs(1).callback(writer).build().unwrap();
+        trainer.fit(&mut net, &mut loaders(24)).unwrap();
+        trainer.predict(&mut net, &mut all_loaders(8)).unwrap();
+        let leaves = net.net.parameters().into_iter().map(|parameter| parameter.tensor().shallow_clone());
+        let leaves: Vec<Tensor> = leaves.collect();
+        drop(grad_norm(&leaves, 2.0).unwrap()); // when the fit is over nothing is divided
+        trainer.world().barrier().unwrap();
+        let mut files: Vec<_> =
+            std::fs::read_dir(&written).unwrap().map(|file| file.unwrap().path()).collect();
+        files.sort();
+        let tensors: Vec<_> = files.iter().flat_map(|file| crate::ranks::sorted_file(file)).collect();
+        assert!(tensors.iter().any(|(name, tensor)| name.contains("prediction") && tensor.numel() > 0));
+        found.push((net.norms.into_inner().unwrap(), tensors));
+    }
+    let (norms, predictions) = &found[0];
+    for (own, of_stage) in &found[1..] {
+        assert_eq!(own.len(), norms.len());
+        let is_near = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-6 * b.abs();
+        assert!(own.iter().zip(norms).all(is_near), "{own:?} {norms:?}");
+        crate::ranks::assert_within("predictions", of_stage, predictions, 1e-6);
+    }
+}
+
+#[test]
+fn two_ranks_take_norms_and_write_predictions() {
+    on_ranks("touch::two_ranks_take_norms_and_write_predictions", 2, norms_and_predictions);
+}
+
+/// The summary of a module whose weights are divided is that of the whole one.
+#[test]
+fn the_summary_is_of_whole_weights() {
+    const STRATEGY: &str = "VOLTAIC_TEST_STRATEGY";
+    let test = "touch::the_summary_is_of_whole_weights";
+    if let Some(folder) = folder_of_rank() {
+        let strategy = std::env::var(STRATEGY).unwrap();
+        let builder =
+            if strategy == "ddp" { silent(2, "ddp", &folder) } else { staged(2, &strategy, &folder) };
+        let mut trainer = builder.enable_model_summary(true).max_epochs(1).build().unwrap();
+        return trainer.fit(&mut Small::new(), &mut loaders(24)).unwrap();
+    }
+    let summary = |strategy: &str| {
+        let folder = tempfile::tempdir().unwrap();
+        let output = output(test, 2, folder.path(), &[(STRATEGY, strategy)]);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success() && text.contains("300") && text.contains("first"), "{text}");
+        text
+    };
+    let expected = summary("ddp");
+    for stage in ["zero1", "zero2", "zero3"] {
+        assert_eq!(summary(stage), expected, "{stage}");
+    }
 }

@@ -113,6 +113,32 @@ impl DeepSpeedPlan {
         problems
     }
 
+    /// Checks the sizes of the settings beside the batch size of the training loader, which is the micro batch unless they give one.
+    ///
+    /// # Errors
+    /// With the three numbers, if `train_batch_size` is not their product.
+    pub(crate) fn check_loader(
+        &self,
+        batch_size: usize,
+        accumulation: u64,
+        ranks: usize,
+    ) -> Result<(), ConfigError> {
+        let (sizes, of_loader) = (self.settings.batch, batch_size as u64);
+        match sizes.train_micro_batch_size_per_gpu {
+            Some(micro) if micro != of_loader => {
+                tracing::warn!(
+                    "train_micro_batch_size_per_gpu is {micro}, but the training loader gives batches of {of_loader}, \
+                     which is what is trained with"
+                );
+                Ok(())
+            }
+            None if sizes.train_batch_size.is_some() => {
+                sizes.resolve(accumulation, ranks as u64, Some(of_loader)).map(drop)
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Keys that have no effect beside the trainer's, a sentence each.
     pub(crate) fn notes(&self, beside: Beside) -> Vec<String> {
         let mut notes = self.settings.notes.clone();

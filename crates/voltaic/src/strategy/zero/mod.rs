@@ -27,7 +27,7 @@ use crate::distributed::{ProcessGroup, ReduceOp, World};
 use crate::error::{ConfigError, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
-use crate::optim::{ConfiguredOptimizer, Optimizer, OptimizerState, Optimizers};
+use crate::optim::{ConfiguredOptimizer, DividedLeaves, GradShare, Optimizer, OptimizerState, Optimizers};
 use crate::precision::{LossScaler, Precision, StaticLossScaler};
 use config::{ZeroConfig, ZeroStage};
 use flat::{Layout, assign};
@@ -53,6 +53,8 @@ pub struct Zero {
     calls: Vec<RemovableHandle>,
     /// Where weights that are divided go, and the dtype that they get there.
     target: Option<(tch::Device, Option<Kind>)>,
+    /// Says where gradients are not.
+    divided: DividedLeaves,
     /// Set when the fit of `kept` is over.
     is_over: Arc<AtomicBool>,
 }
@@ -62,7 +64,8 @@ impl Zero {
     pub fn new(world: World, config: ZeroConfig) -> Self {
         let (kept, is_over) = (Vec::new(), Arc::default());
         let (hooks, calls) = (Vec::new(), Vec::new());
-        Self { world, config, reducer: None, hooks, kept, calls, target: None, is_over }
+        let divided = DividedLeaves::default();
+        Self { world, config, reducer: None, hooks, kept, calls, target: None, divided, is_over }
     }
 
     /// The group, if there is anybody to talk to.
@@ -168,6 +171,9 @@ impl Zero {
         let kept = units.iter().filter(|unit| unit.has_master || unit.is_divided());
         let kept: Vec<Parameter> =
             kept.flat_map(|unit| &unit.layout.places).map(|place| place.parameter.clone()).collect();
+        let leaves = units.iter().flat_map(Unit::leaves).map(|leaf| (leaf, GradShare::Nothing));
+        let slices = units.iter().flat_map(|unit| &unit.slices).map(|slice| (slice.leaf(), GradShare::Part));
+        self.divided = DividedLeaves::new(leaves.chain(slices))?;
         let reducer = Reducer::new(self.config.clone(), self.peers().cloned(), units);
         let reducer = Arc::new(Mutex::new(reducer));
         self.hook_gradients(&reducer)?;
@@ -516,6 +522,7 @@ impl Strategy for Zero {
     fn teardown(&mut self) {
         self.hooks.clear();
         self.calls.drain(..).for_each(|handle| handle.remove());
+        self.divided = DividedLeaves::default();
         self.is_over.store(true, Ordering::Relaxed);
         let failed: Vec<_> =
             self.kept.drain(..).filter_map(|parameter| parameter.detach_keeper().err()).collect();

@@ -11,7 +11,7 @@ use super::report::state_bytes;
 use crate::config::format_size;
 use crate::distributed::{ReduceOp, collective_scope};
 use crate::error::{ConfigError, Result};
-use crate::optim::{GradientClip, Optimizer, OptimizerState, ParamGroup, clip_to_norm, grad_norm};
+use crate::optim::{GradientClip, Optimizer, OptimizerState, ParamGroup, clip_to_norm, part_norm};
 
 /// The state that is the master weights: as optimizers with masters of their own call it.
 pub(super) const MASTER: &str = "master_param";
@@ -89,7 +89,7 @@ impl Optimizer for ZeroOptimizer {
             let what = "0, which counts tensors, but ranks have parts of them";
             return Err(ConfigError::new("norm_type", what, "use another norm, such as 2").into());
         }
-        let own = grad_norm(&self.leaves(), norm_type)?;
+        let own = part_norm(&self.leaves(), norm_type)?;
         let (kind, device) = (own.kind(), own.device());
         let all = self.reducer().all_norms(&own)?;
         let dim: Option<&[i64]> = None;

@@ -3,6 +3,7 @@
 use crate::data::{Batch, DataLoader, DataModule, Remainder, Stage};
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
+use crate::strategy::StrategyPlan;
 use crate::trainer::config::values::Limit;
 use crate::trainer::plan::limits::limit_batches;
 use crate::trainer::plan::loaders::FitPlan;
@@ -77,6 +78,7 @@ impl<M: LightningModule> Session<'_, M> {
             None if self.plan.limit_val.is_none() => Vec::new(),
             None => self.val_dataloader()?,
         };
+        self.check_batch_size(&train)?;
         let plan = self.fit_plan(&train, &val)?;
         self.warn_of_shuffled(&val);
         let (batches, every) = (plan.num_training_batches as u64, self.plan.log_every_n_steps);
@@ -93,6 +95,14 @@ impl<M: LightningModule> Session<'_, M> {
             epoch_of_train: self.next_epoch(),
             epoch_of_val: self.next_epoch(),
         })
+    }
+
+    /// An error if the batches are not what DeepSpeed's settings say.
+    fn check_batch_size(&self, train: &DataLoader<M::Batch>) -> Result<()> {
+        let StrategyPlan::DeepSpeed(deepspeed) = &self.plan.ranks.strategy else { return Ok(()) };
+        let Some(size) = train.batch_size().filter(|_| !self.options.is_trial) else { return Ok(()) };
+        let ranks = self.run.world().world_size;
+        Ok(deepspeed.check_loader(size, self.plan.accumulate_grad_batches, ranks)?)
     }
 
     /// Says on rank 0 if data to evaluate on is shuffled.
