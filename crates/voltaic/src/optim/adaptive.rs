@@ -41,7 +41,7 @@ impl Default for Adagrad {
 
 impl BuildOptimizer for Adagrad {
     fn name(&self) -> &'static str {
-        "Adagrad"
+        AdagradFormula::NAME
     }
 
     fn is_elementwise(&self) -> bool {
@@ -78,10 +78,7 @@ struct AdagradFormula {
 
 impl Formula for AdagradFormula {
     const STATE: &'static [&'static str] = &["sum", "step"];
-
-    fn name(&self) -> &'static str {
-        "Adagrad"
-    }
+    const NAME: &'static str = "Adagrad";
 
     fn initial(&self, _: usize) -> f64 {
         self.begin
@@ -147,7 +144,7 @@ impl Default for RmsProp {
 
 impl BuildOptimizer for RmsProp {
     fn name(&self) -> &'static str {
-        "RMSprop"
+        RmsPropFormula::NAME
     }
 
     fn is_elementwise(&self) -> bool {
@@ -186,10 +183,7 @@ struct RmsPropFormula;
 
 impl Formula for RmsPropFormula {
     const STATE: &'static [&'static str] = &["square_avg", "momentum_buffer", "grad_avg"];
-
-    fn name(&self) -> &'static str {
-        "RMSprop"
-    }
+    const NAME: &'static str = "RMSprop";
 
     fn needs(options: GroupOptions, index: usize) -> bool {
         let GroupOptions::RmsProp { momentum, centered, .. } = options else { return index == 0 };
@@ -251,7 +245,7 @@ impl Default for Adadelta {
 
 impl BuildOptimizer for Adadelta {
     fn name(&self) -> &'static str {
-        "Adadelta"
+        AdadeltaFormula::NAME
     }
 
     fn is_elementwise(&self) -> bool {
@@ -284,10 +278,7 @@ struct AdadeltaFormula;
 
 impl Formula for AdadeltaFormula {
     const STATE: &'static [&'static str] = &["square_avg", "acc_delta"];
-
-    fn name(&self) -> &'static str {
-        "Adadelta"
-    }
+    const NAME: &'static str = "Adadelta";
 
     fn update(
         &self,

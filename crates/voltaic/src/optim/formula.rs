@@ -18,7 +18,7 @@ pub(super) trait Formula: Send {
     const STATE: &'static [&'static str];
 
     /// Name of the optimizer, such as `Lion`.
-    fn name(&self) -> &'static str;
+    const NAME: &'static str;
 
     /// Which of [`Formula::STATE`] a group has need of.
     fn needs(_options: GroupOptions, _index: usize) -> bool {
@@ -105,7 +105,7 @@ impl<F: Formula> Rule for FormulaRule<F> {
     type Lists = FormulaLists;
 
     fn name(&self) -> &'static str {
-        self.0.name()
+        F::NAME
     }
 
     fn lists(&self, group: &ParamGroup, members: &mut [Slot], active: &[usize]) -> Result<FormulaLists> {
@@ -174,7 +174,7 @@ pub(super) fn build<F: Formula + 'static>(
     merge: impl Fn(&Overrides) -> Merged,
     check: impl Fn(&Merged, &str, &mut Problems),
 ) -> Result<Box<dyn Optimizer>> {
-    let name = formula.name();
+    let name = F::NAME;
     let groups = build_groups(
         specs,
         |problems| check(&merge(&Overrides::default()), "init_args", problems),

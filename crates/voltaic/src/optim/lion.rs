@@ -30,7 +30,7 @@ impl Default for Lion {
 
 impl BuildOptimizer for Lion {
     fn name(&self) -> &'static str {
-        "Lion"
+        LionFormula::NAME
     }
 
     fn is_elementwise(&self) -> bool {
@@ -63,10 +63,7 @@ struct LionFormula;
 
 impl Formula for LionFormula {
     const STATE: &'static [&'static str] = &["exp_avg"];
-
-    fn name(&self) -> &'static str {
-        "Lion"
-    }
+    const NAME: &'static str = "Lion";
 
     fn update(
         &self,
@@ -127,7 +124,7 @@ impl Default for Lamb {
 
 impl BuildOptimizer for Lamb {
     fn name(&self) -> &'static str {
-        "Lamb"
+        LambFormula::NAME
     }
 
     fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
@@ -166,10 +163,7 @@ struct LambFormula;
 
 impl Formula for LambFormula {
     const STATE: &'static [&'static str] = &["exp_avg", "exp_avg_sq", "step"];
-
-    fn name(&self) -> &'static str {
-        "Lamb"
-    }
+    const NAME: &'static str = "Lamb";
 
     fn update(
         &self,

@@ -65,7 +65,7 @@ fn check_shapes(groups: &[ParamGroupSpec], problems: &mut Problems) {
 
 impl BuildOptimizer for Muon {
     fn name(&self) -> &'static str {
-        "Muon"
+        MuonFormula::NAME
     }
 
     fn needs_whole_parameters(&self) -> bool {
@@ -116,10 +116,7 @@ struct MuonFormula;
 
 impl Formula for MuonFormula {
     const STATE: &'static [&'static str] = &["momentum_buffer"];
-
-    fn name(&self) -> &'static str {
-        "Muon"
-    }
+    const NAME: &'static str = "Muon";
 
     fn update(
         &self,

@@ -12,6 +12,9 @@ use super::setters::setters;
 use crate::error::Result;
 use crate::ffi::{self, LearningRate, RecordingPause, SgdOptions, TensorList};
 
+/// PyTorch's name.
+const NAME: &str = "SGD";
+
 /// Stochastic gradient descent, with momentum if wanted; as `torch.optim.SGD`.
 ///
 /// With gradient `g`, weights `w` and buffer `b`: `g += weight_decay * w`; `b = momentum * b + (1 - dampening) * g`
@@ -117,7 +120,7 @@ impl Sgd {
 
 impl BuildOptimizer for Sgd {
     fn name(&self) -> &'static str {
-        "SGD"
+        NAME
     }
 
     fn is_elementwise(&self) -> bool {
@@ -220,7 +223,7 @@ impl Rule for SgdRule {
     type Lists = SgdLists;
 
     fn name(&self) -> &'static str {
-        "SGD"
+        NAME
     }
 
     fn lists(&self, group: &ParamGroup, members: &mut [Slot], active: &[usize]) -> Result<SgdLists> {

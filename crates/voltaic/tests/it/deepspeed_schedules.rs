@@ -82,7 +82,7 @@ fn deepspeeds_schedules_continue_from_their_saved_state() {
 #[test]
 fn the_schedule_of_the_printed_configuration_gives_its_rates() {
     let mut optimizer = two_groups(false);
-    let schedule = WarmupDecayLr::new(4, 8).warmup_min_lr(0.02.into()).warmup_max_lr(0.05.into());
+    let schedule = WarmupDecayLr::new(4, 8).warmup_min_lr(0.02).warmup_max_lr(0.05);
     let schedule = schedule.warmup_type(WarmupType::Linear);
     let mut scheduler = schedule.build(optimizer.param_groups_mut()).unwrap();
     let mut rates = vec![scheduler.last_lr()[0]];
@@ -105,7 +105,7 @@ fn deepspeeds_schedules_refuse_settings_out_of_range() {
             "lr_scheduler.init_args.warmup_max_lr: has 3 values for 2 param groups",
         ),
         (
-            Box::new(WarmupDecayLr::new(5, 9).warmup_min_lr(vec![0.1].into())),
+            Box::new(WarmupDecayLr::new(5, 9).warmup_min_lr(vec![0.1])),
             "lr_scheduler.init_args.warmup_min_lr: has 1 values for 2 param groups",
         ),
         (

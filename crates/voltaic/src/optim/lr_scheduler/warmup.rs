@@ -107,12 +107,17 @@ impl WarmupLr {
     }
 
     setters! {
-        /// Sets the first learning rate.
-        warmup_min_lr: PerGroup,
         /// Sets how the rate rises.
         warmup_type: WarmupType,
         /// Sets the batch after which the schedule begins.
         last_batch_iteration: i64,
+    }
+
+    /// Sets the first learning rate.
+    #[must_use]
+    pub fn warmup_min_lr(mut self, warmup_min_lr: impl Into<PerGroup>) -> Self {
+        self.warmup_min_lr = warmup_min_lr.into();
+        self
     }
 
     /// Sets the last learning rate.
@@ -162,14 +167,24 @@ impl WarmupDecayLr {
     }
 
     setters! {
-        /// Sets the first and last learning rate.
-        warmup_min_lr: PerGroup,
-        /// Sets the highest learning rate.
-        warmup_max_lr: PerGroup,
         /// Sets how the rate rises.
         warmup_type: WarmupType,
         /// Sets the batch after which the schedule begins.
         last_batch_iteration: i64,
+    }
+
+    /// Sets the first and last learning rate.
+    #[must_use]
+    pub fn warmup_min_lr(mut self, warmup_min_lr: impl Into<PerGroup>) -> Self {
+        self.warmup_min_lr = warmup_min_lr.into();
+        self
+    }
+
+    /// Sets the highest learning rate.
+    #[must_use]
+    pub fn warmup_max_lr(mut self, warmup_max_lr: impl Into<PerGroup>) -> Self {
+        self.warmup_max_lr = warmup_max_lr.into();
+        self
     }
 }
 
@@ -261,6 +276,19 @@ impl Warmup {
         check_beginning(last_batch_iteration, problems);
     }
 
+    /// The two schedules between a lowest and a highest rate, which is the optimizer's unless given.
+    fn build_between(
+        mut self,
+        (min, max): (&PerGroup, Option<&PerGroup>),
+        groups: &mut [ParamGroup],
+    ) -> Result<Box<dyn LrScheduler>> {
+        let mut problems = Problems::new(KEY);
+        Self::check(self.rise, self.last_batch_iteration, &mut problems);
+        self.range = ranges(min, max, groups.len(), &mut problems);
+        problems.finish()?;
+        self.build(groups)
+    }
+
     fn build(mut self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
         self.rise = self.rise.max(2);
         if let Then::Line(total) | Then::Cosine(total, _) = self.then
@@ -347,19 +375,11 @@ impl BuildLrScheduler for WarmupLr {
     }
 
     fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
-        let mut problems = Problems::new(KEY);
-        Warmup::check(self.warmup_num_steps, self.last_batch_iteration, &mut problems);
-        let range = ranges(&self.warmup_min_lr, self.warmup_max_lr.as_ref(), groups.len(), &mut problems);
-        problems.finish()?;
-        Warmup {
-            name: self.name(),
-            range,
-            rise: self.warmup_num_steps,
-            shape: self.warmup_type,
-            then: Then::Constant,
-            last_batch_iteration: self.last_batch_iteration,
-        }
-        .build(groups)
+        let rates = (&self.warmup_min_lr, self.warmup_max_lr.as_ref());
+        let Self { warmup_num_steps: rise, warmup_type: shape, last_batch_iteration, .. } = *self;
+        let range = Range::Factors(0.0); // until the rates are known
+        let (name, then) = (self.name(), Then::Constant);
+        Warmup { name, range, rise, shape, then, last_batch_iteration }.build_between(rates, groups)
     }
 }
 
@@ -369,19 +389,11 @@ impl BuildLrScheduler for WarmupDecayLr {
     }
 
     fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
-        let mut problems = Problems::new(KEY);
-        Warmup::check(self.warmup_num_steps, self.last_batch_iteration, &mut problems);
-        let range = ranges(&self.warmup_min_lr, Some(&self.warmup_max_lr), groups.len(), &mut problems);
-        problems.finish()?;
-        Warmup {
-            name: self.name(),
-            range,
-            rise: self.warmup_num_steps,
-            shape: self.warmup_type,
-            then: Then::Line(self.total_num_steps),
-            last_batch_iteration: self.last_batch_iteration,
-        }
-        .build(groups)
+        let rates = (&self.warmup_min_lr, Some(&self.warmup_max_lr));
+        let Self { warmup_num_steps: rise, warmup_type: shape, last_batch_iteration, .. } = *self;
+        let range = Range::Factors(0.0); // until the rates are known
+        let (name, then) = (self.name(), Then::Line(self.total_num_steps));
+        Warmup { name, range, rise, shape, then, last_batch_iteration }.build_between(rates, groups)
     }
 }
 

@@ -39,7 +39,7 @@ fn the_printed_configuration_is_read_as_it_stands() {
     let settings = read(config);
     assert!(settings.bf16.enabled && !settings.fp16.enabled && settings.zero_allow_untested_optimizer);
     assert_eq!((settings.zero.stage, settings.zero.reduce_bucket_size), (2, 500_000_000));
-    let schedule = WarmupDecayLr::new(4, 8).warmup_min_lr(0.02.into()).warmup_max_lr(0.05.into());
+    let schedule = WarmupDecayLr::new(4, 8).warmup_min_lr(0.02).warmup_max_lr(0.05);
     let schedule = LrSchedulerConfig::from(schedule.warmup_type(WarmupType::Linear));
     assert_eq!(settings.scheduler, Some(schedule));
     assert!(settings.notes.is_empty(), "{:?}", settings.notes);
