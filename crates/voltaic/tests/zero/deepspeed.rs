@@ -3,12 +3,14 @@
 
 use std::path::Path;
 
+use serde_json::json;
 use voltaic::Module;
 use voltaic::checkpoint::read_weights;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{LightningModule, StepContext};
+use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::Parameter;
-use voltaic::optim::{Optimizers, Sgd};
+use voltaic::optim::{Interval, Optimizers, Sgd};
+use voltaic::strategy::DeepSpeedStrategy;
 use voltaic::{Kind, Tensor};
 
 use crate::models::{Batch, Odd, Small, all_loaders, loaders};
@@ -159,4 +161,69 @@ fn low_precision(ranks: usize, folder: &Path) {
 #[test]
 fn two_ranks_lose_little_in_16_bits() {
     on_ranks("deepspeed::two_ranks_lose_little_in_16_bits", 2, low_precision);
+}
+
+/// Gives so many optimizers.
+#[derive(Module)]
+struct Gives {
+    net: Small,
+    #[module(skip)]
+    count: usize,
+    /// Name and rate of the optimizer of a run, and when its schedule is stepped.
+    #[module(skip)]
+    seen: std::sync::Mutex<Vec<(String, f64, Option<Interval>)>>,
+}
+
+impl LightningModule for Gives {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        self.net.loss(x, y)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        let one = || Optimizers::new(Sgd::new(0.5));
+        Ok(match self.count {
+            0 => Optimizers::none(),
+            1 => one(),
+            _ => one().and(Sgd::new(0.5)),
+        })
+    }
+
+    fn on_train_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
+        let schedule = ctx.lr_schedulers().first().map(|schedule| schedule.configured.interval);
+        let optimizer = &ctx.optimizers()[0];
+        let found = (optimizer.name().to_owned(), optimizer.param_groups()[0].lr, schedule);
+        self.seen.lock().unwrap().push(found);
+        Ok(())
+    }
+}
+
+/// Lightning's rules: one optimizer, the module's before that of the settings, whose schedule is stepped after each step.
+#[test]
+fn the_module_gives_one_optimizer_or_the_settings_do() {
+    on_ranks("deepspeed::the_module_gives_one_optimizer_or_the_settings_do", 1, |ranks, folder| {
+        let of_settings = json!({
+            "optimizer": {"type": "Adam", "params": {"lr": 0.25}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.125, "warmup_num_steps": 9}},
+            "zero_optimization": {"stage": 2},
+        });
+        let fit = |count: usize, settings: &serde_json::Value| {
+            let strategy = DeepSpeedStrategy::settings(settings.clone());
+            let builder = silent(ranks, "auto", folder).strategy(strategy).max_epochs(1);
+            let mut net = Gives { net: Small::new(), count, seen: Default::default() };
+            let done = builder.build().unwrap().fit(&mut net, &mut loaders(8));
+            let seen = net.seen.into_inner().unwrap().pop();
+            done.map(|()| seen.unwrap()).map_err(|error| error.to_string())
+        };
+        let step = Some(Interval::Step);
+        assert_eq!(fit(1, &of_settings), Ok(("SGD".to_owned(), 0.125, step)));
+        assert_eq!(fit(0, &of_settings), Ok(("AdamW".to_owned(), 0.125, step)));
+        let plain = json!({"zero_optimization": {"stage": 2}});
+        assert_eq!(fit(1, &plain), Ok(("SGD".to_owned(), 0.5, None)));
+        let error = fit(2, &of_settings).unwrap_err();
+        assert!(error.contains("only supports single optimizer, single optional scheduler"), "{error}");
+        let error = fit(0, &plain).unwrap_err();
+        assert!(error.contains("it gave no optimizer, and DeepSpeed's settings name none"), "{error}");
+    });
 }
