@@ -168,7 +168,7 @@ fn memory_is_told_by_change_and_by_operator() {
     let (trace, report) = fitted(folder.path(), &config, on_hpu(folder.path()));
     let events = all(&trace);
     let changes: Vec<&Value> = events.iter().filter(|event| event["name"] == "[memory]").collect();
-    let on_device = |change: &&&Value| change["args"]["Device Type"] == 18;
+    let on_device = |change: &&&Value| change["args"]["Device Type"] == 1;
     let (mut taken, mut given_back) = (0, 0);
     for change in changes.iter().filter(on_device) {
         assert_eq!(change["args"]["Device Id"], 0);

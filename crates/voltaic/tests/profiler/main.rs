@@ -6,6 +6,7 @@ mod hpu;
 mod kernels;
 mod long;
 mod readers;
+mod stages;
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};

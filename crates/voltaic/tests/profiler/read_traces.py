@@ -14,6 +14,7 @@ import tempfile
 
 from torch_tb_profiler.profiler.data import RunProfileData
 from torch_tb_profiler.profiler.node import is_operator_node
+from torch_tb_profiler.profiler.run_generator import RunGenerator
 
 
 def operators(node, counts):
@@ -34,6 +35,7 @@ def read(path):
         if event.type == "Kernel":
             kernels[event.name] += 1
     memory = [event for event in profile.events if event.type == "Memory"]
+    views = RunGenerator("worker", "span", profile).generate_run_profile()
     return {
         "steps": profile.steps_names,
         "operators": counts,
@@ -43,6 +45,7 @@ def read(path):
         "has_kernel": profile.has_kernel,
         "has_memcpy": profile.has_memcpy_or_memset,
         "memory_events": len(memory),
+        "memory_of": views.get_memory_curve()["metadata"]["devices"],
         "distributed": profile.distributed_info,
         "devices": [device["name"] for device in profile.device_props or []],
     }

@@ -102,6 +102,9 @@ fn tensorboards_plugin_reads_what_was_recorded() {
         assert!(found["memory_events"].as_u64().unwrap() > 50);
     }
     assert_eq!((&host["has_kernel"], &device["has_kernel"]), (&false.into(), &true.into()));
+    assert_eq!(host["memory_of"], serde_json::json!(["CPU"]));
+    // which is what the plugin calls any device
+    assert_eq!(device["memory_of"], serde_json::json!(["CPU", "GPU0"]));
     assert_eq!(device["devices"][0], "emulated gaudi2");
     assert_eq!(device["has_memcpy"], true);
     for (name, times) in [("aten::convolution", 6), ("aten::addmm", 9), ("aten::_fused_adamw_", 3)] {

@@ -33,8 +33,9 @@ pub(super) struct Base {
 const HOST_ROWS: i64 = 1_000_000_000;
 /// Rows that one kind of activity may take if several are under way at the same time.
 const MOST_LANES: usize = 100;
-/// libtorch's number of the device type HPU.
-const HPU: u8 = 18;
+/// What changes of a device's memory say: libtorch's number of CUDA, since TensorBoard's plugin fails with types other than this
+/// and the CPU. It shows the first HPU as "GPU0".
+const DEVICE_TYPE: u8 = 1;
 
 impl Base {
     /// Microseconds, as traces have them.
@@ -200,7 +201,7 @@ fn write_memory(text: &mut String, base: Base, facts: &Facts, change: &MemoryCha
     }
     if facts.memory_changes {
         let process = base.process;
-        let (kind, index) = device.map_or((0, -1), |device| (HPU, device as i64));
+        let (kind, index) = device.map_or((0, -1), |device| (DEVICE_TYPE, device as i64));
         let _ = writeln!(
             text,
             "  {{\"ph\": \"i\", \"cat\": \"cpu_instant_event\", \"s\": \"t\", \"name\": \"[memory]\", \"pid\": {process}, \
