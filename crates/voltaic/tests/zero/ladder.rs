@@ -9,8 +9,9 @@ use voltaic::nn::ModuleExt;
 use voltaic::trainer::{GradientClipAlgorithm, TrainerBuilder};
 use voltaic::{Module, Tensor};
 
-use crate::models::{Batch, Cnn, Odd, Small, loaders, numbered, tokens};
+use crate::models::{Batch, Cnn, Kernels, Odd, Small, loaders, numbered, tokens};
 use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
+use crate::shards::staged;
 
 /// The weights after a fit.
 pub fn trained<M: LightningModule<Batch = Batch> + Module>(
@@ -41,6 +42,7 @@ fn climb(ranks: usize, folder: &Path) {
         same("mlp", &|builder| trained(builder, Small::new(), loaders(24)));
         same("odd", &|builder| trained(builder, Odd::new(), loaders(24)));
         same("cnn", &|builder| trained(builder, Cnn::new(), loaders(24)));
+        same("kernels", &|builder| trained(builder, Kernels::new(), loaders(24)));
         same("gpt", &|builder| trained(builder, gpt(), tokens(16)));
         let near = |name: &str, run: &dyn Fn(TrainerBuilder) -> Vec<(String, Tensor)>| {
             assert_within(&format!("{what}: {name}"), &run(zero()), &run(ddp()), 1e-4);
@@ -65,6 +67,18 @@ fn climb(ranks: usize, folder: &Path) {
 }
 
 const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
+
+#[test]
+fn kernels_stay_in_their_order_in_memory() {
+    on_ranks("ladder::kernels_stay_in_their_order_in_memory", 2, |ranks, folder| {
+        for stage in STAGES {
+            let mut net = Kernels::new();
+            let mut trainer = staged(ranks, stage, folder).max_epochs(1).build().unwrap();
+            trainer.fit(&mut net, &mut loaders(24)).unwrap();
+            assert!(net.are_kept(), "{stage}");
+        }
+    });
+}
 
 #[test]
 fn two_ranks_are_ddp() {

@@ -171,6 +171,45 @@ impl LightningModule for Cnn {
     }
 }
 
+/// Convolutions whose kernels have the channels last in memory.
+#[derive(Module)]
+pub struct Kernels {
+    first: Conv2d,
+    second: Conv2d,
+    out: Linear,
+}
+
+impl Kernels {
+    pub fn new() -> Self {
+        let net = numbered(Self {
+            first: Conv2d::new(4, 6, 2).unwrap(),
+            second: Conv2d::new(6, 8, 2).unwrap(),
+            out: Linear::new(8, 3).unwrap(),
+        });
+        net.to_channels_last().unwrap();
+        net
+    }
+
+    /// Whether the kernels still are so.
+    pub fn are_kept(&self) -> bool {
+        [&self.first, &self.second].into_iter().all(|conv| conv.weight.tensor().stride()[1] == 1)
+    }
+}
+
+impl LightningModule for Kernels {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let x = x.repeat([1, 8]).narrow(1, 0, 36).view([-1, 4, 3, 3]);
+        let x = self.second.call(&self.first.call(&x)?.relu())?;
+        Ok(squares(&self.out.call(&x.flatten(1, -1))?, y))
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        AdamW::new(0.01).into()
+    }
+}
+
 fn data(samples: i64, phase: f64) -> TensorDataset<Batch> {
     TensorDataset::new((numbers(&[samples, 5], phase), numbers(&[samples, 3], phase + 1.0))).unwrap()
 }

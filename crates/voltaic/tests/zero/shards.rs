@@ -12,7 +12,7 @@ use voltaic::trainer::{PluginConfig, TrainerBuilder};
 use voltaic::{Module, Result, Tensor};
 
 use crate::ladder::gpt;
-use crate::models::{Batch, Cnn, Odd, Small, all_loaders, loaders, tokens};
+use crate::models::{Batch, Cnn, Kernels, Odd, Small, all_loaders, loaders, tokens};
 use crate::ranks::{Body, assert_same, on_ranks, on_ranks_in_turn, silent, weights};
 use crate::stage3::divided;
 
@@ -106,6 +106,7 @@ fn nothing_is_empty(ranks: usize, folder: &Path) {
         run("mlp", &|builder, path| saved(builder, path, Small::new(), loaders(24)));
         run("odd", &|builder, path| saved(builder, path, Odd::new(), loaders(24)));
         run("cnn", &|builder, path| saved(builder, path, Cnn::new(), loaders(24)));
+        run("kernels", &|builder, path| saved(builder, path, Kernels::new(), loaders(24)));
         run("gpt", &|builder, path| saved(builder, path, gpt(), tokens(24)));
         let ema =
             || WeightAveraging::ema(EmaWeightAveragingConfig { decay: 0.75, ..Default::default() }).unwrap();
@@ -192,6 +193,46 @@ fn alone(_ranks: usize, folder: &Path) {
 fn any_number_of_ranks_goes_on() {
     let turns: [(usize, Body); 4] = [(2, leave), (3, go_on), (4, go_on), (1, alone)];
     on_ranks_in_turn("shards::any_number_of_ranks_goes_on", &turns);
+}
+
+/// Kernels with the channels last, cut in another place by each number of ranks, and in a window that is open.
+fn kernels(stage: &str, ranks: usize, folder: &Path) -> TrainerBuilder {
+    staged(ranks, stage, folder).accumulate_grad_batches(2_u64)
+}
+
+fn leave_kernels(ranks: usize, folder: &Path) {
+    for stage in STAGES {
+        let path = folder.join(format!("{stage}.ckpt"));
+        let builder = kernels(stage, ranks, folder).max_epochs(1).callback(SaveAfter(2, path.clone()));
+        let mut trainer = builder.build().unwrap();
+        trainer.fit(&mut Kernels::new(), &mut loaders(24)).unwrap();
+        if trainer.is_global_zero() {
+            Checkpoint::load(&path).unwrap().save(&path.with_extension("file.ckpt")).unwrap();
+        }
+    }
+}
+
+fn go_on_with_kernels(ranks: usize, folder: &Path) {
+    for saved in STAGES {
+        let path = folder.join(format!("{saved}.ckpt"));
+        for stage in STAGES {
+            let run = |path: &Path| {
+                let mut net = Kernels::new();
+                let mut trainer = kernels(stage, ranks, folder).max_epochs(2).build().unwrap();
+                trainer.ckpt_path(path);
+                trainer.fit(&mut net, &mut loaders(12 * ranks as i64)).unwrap(); // as many batches
+                weights(&net)
+            };
+            let expected = run(&path.with_extension("file.ckpt"));
+            assert_same(&format!("{saved} to {stage} on {ranks} ranks"), &run(&path), &expected);
+        }
+    }
+}
+
+#[test]
+fn any_number_of_ranks_goes_on_with_kernels() {
+    let turns: [(usize, Body); 3] = [(2, leave_kernels), (2, go_on_with_kernels), (3, go_on_with_kernels)];
+    on_ranks_in_turn("shards::any_number_of_ranks_goes_on_with_kernels", &turns);
 }
 
 /// Top k, `last`, links and versions work with folders.

@@ -11,6 +11,9 @@ use crate::nn::Parameter;
 /// as in the whole parameter, and give the same bits.
 const ALIGN: usize = 16;
 
+/// Elements of a part that may be left free so that kernels are cut between their outputs.
+const SLACK: usize = 1024;
+
 /// A parameter and its place.
 #[derive(Debug, Clone)]
 pub(super) struct Place {
@@ -20,6 +23,8 @@ pub(super) struct Place {
     pub start: usize,
     pub numel: usize,
     pub shape: Vec<i64>,
+    /// The order of its elements in memory.
+    pub order: MemoryOrder,
 }
 
 /// Where the parameters of a unit lie, and which part of them a rank has.
@@ -38,14 +43,21 @@ impl Layout {
     pub fn of(parameters: Vec<(String, Parameter)>, ranks: usize) -> Self {
         let (kind, device) =
             parameters.first().map_or((Kind::Float, tch::Device::Cpu), |(_, p)| (p.kind(), p.device()));
-        let mut start = 0;
-        let mut places = Vec::with_capacity(parameters.len());
-        for (fqn, parameter) in parameters {
+        let mut orders: Vec<MemoryOrder> =
+            parameters.iter().map(|(_, parameter)| MemoryOrder::of(parameter.leaf())).collect();
+        let sizes = |orders: &[MemoryOrder]| -> Vec<Size> {
+            let numels = parameters.iter().map(|(_, parameter)| parameter.numel());
+            numels.zip(orders).map(|(numel, order)| Size { numel, step: order.step() }).collect()
+        };
+        let (starts, part_len) = arrange(&sizes(&orders), ranks).unwrap_or_else(|| {
+            orders.iter_mut().for_each(|order| *order = MemoryOrder::Rows);
+            side_by_side(&sizes(&orders), ranks)
+        });
+        let place = |(((fqn, parameter), start), order): (((String, Parameter), usize), MemoryOrder)| {
             let (numel, shape) = (parameter.numel(), parameter.size());
-            places.push(Place { fqn, parameter, start, numel, shape });
-            start += numel.next_multiple_of(ALIGN);
-        }
-        let part_len = start.div_ceil(ranks).next_multiple_of(ALIGN);
+            Place { fqn, parameter, start, numel, shape, order }
+        };
+        let places = parameters.into_iter().zip(starts).zip(orders).map(place).collect();
         Self { places, part_len, ranks, kind, device }
     }
 
@@ -66,19 +78,24 @@ impl Layout {
     /// A flat tensor of this layout, whose values are not set but for zeros between the parameters.
     pub fn empty_flat(&self, kind: Kind) -> Result<Tensor> {
         let flat = Tensor::f_empty([self.len() as i64], (kind, self.device))?;
-        let ends = self.places.iter().map(|place| place.start + place.numel);
-        let starts = self.places.iter().skip(1).map(|place| place.start).chain([self.len()]);
+        let ends = [0].into_iter().chain(self.places.iter().map(|place| place.start + place.numel));
+        let starts = self.places.iter().map(|place| place.start).chain([self.len()]);
         for (end, start) in ends.zip(starts).filter(|(end, start)| end < start) {
             let _ = narrow(&flat, end..start)?.f_zero_()?;
         }
         Ok(flat)
     }
 
-    /// A view of a flat tensor for each parameter, with its shape.
+    /// A view of a flat tensor for each parameter, with its shape and order in memory.
     pub fn views(&self, flat: &Tensor) -> Result<Vec<Tensor>> {
         let view = |place: &Place| {
             let part = narrow(flat, place.start..place.start + place.numel)?;
-            Ok(part.f_view(place.shape.as_slice())?)
+            match &place.order {
+                MemoryOrder::Rows => Ok(part.f_view(place.shape.as_slice())?),
+                MemoryOrder::Permuted { stride, .. } => {
+                    Ok(part.f_as_strided(place.shape.as_slice(), stride.as_slice(), None)?)
+                }
+            }
         };
         self.places.iter().map(view).collect()
     }
@@ -92,20 +109,150 @@ impl Layout {
         rank * self.part_len..(rank + 1) * self.part_len
     }
 
-    /// Which elements of a parameter, flattened, a rank has; perhaps none.
+    /// Which elements of a parameter, flattened, a rank has; perhaps none. In memory they may have another order.
     pub fn range(&self, place: &Place, rank: usize) -> Range<usize> {
         let part = self.part_range(rank);
         let within = |at: usize| at.clamp(place.start, place.start + place.numel) - place.start;
         within(part.start)..within(part.end)
     }
 
-    /// The elements of a parameter in a rank's part, as a view of it.
+    /// The elements of a parameter in a rank's part, as a view of it, in their order in memory.
     pub fn slice(&self, part: &Tensor, place: &Place, rank: usize) -> Result<Tensor> {
         let range = self.range(place, rank);
         let first = (place.start + range.start).saturating_sub(rank * self.part_len);
         let first = if range.is_empty() { 0 } else { first };
         narrow(part, first..first + range.len())
     }
+}
+
+/// In which order a parameter's elements lie in memory, one behind the other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum MemoryOrder {
+    /// The last dimension first.
+    Rows,
+    /// Another one, within each index of the first dimension, such as a kernel's with the channels last.
+    Permuted { stride: Vec<i64>, dims: Vec<i64>, row_len: usize },
+}
+
+impl MemoryOrder {
+    /// That of a tensor, if it is one that is kept: others come into rows.
+    pub fn of(tensor: &Tensor) -> Self {
+        let (size, stride) = (tensor.size(), tensor.stride());
+        let mut dims: Vec<usize> = (0..size.len()).collect();
+        dims.sort_by_key(|dim| std::cmp::Reverse((stride[*dim], size[*dim])));
+        let mut expected = 1;
+        let is_dense = dims.iter().rev().filter(|dim| size[**dim] != 1).all(|dim| {
+            let fits = stride[*dim] == expected;
+            expected *= size[*dim];
+            fits
+        });
+        let is_in_rows = tensor.is_contiguous() && stride.windows(2).all(|pair| pair[0] >= pair[1]);
+        if !is_dense || is_in_rows || tensor.numel() == 0 || dims.first() != Some(&0) {
+            return Self::Rows;
+        }
+        let row_len = tensor.numel() / size[0] as usize;
+        Self::Permuted { stride, dims: dims.into_iter().map(|dim| dim as i64).collect(), row_len }
+    }
+
+    /// A parameter may be cut at multiples of so many elements: between two indices of the first dimension, if it is not in rows.
+    fn step(&self) -> usize {
+        match self {
+            Self::Rows => ALIGN,
+            Self::Permuted { row_len, .. } => {
+                let shared = (1..=ALIGN).rev().find(|divisor| ALIGN % divisor == 0 && row_len % divisor == 0);
+                row_len * ALIGN / shared.unwrap_or(1)
+            }
+        }
+    }
+}
+
+impl Place {
+    /// Elements that lie in memory as the parameter's, in the order of the flattened parameter: all, or a rank's.
+    pub fn to_rows(&self, elements: &Tensor) -> Result<Tensor> {
+        let MemoryOrder::Permuted { dims, .. } = &self.order else { return Ok(elements.shallow_clone()) };
+        let in_memory: Vec<i64> = dims.iter().map(|dim| self.shape[*dim as usize]).collect();
+        let mut back = vec![0; dims.len()];
+        dims.iter().enumerate().for_each(|(at, dim)| back[*dim as usize] = at as i64);
+        reordered(elements, in_memory, &back)
+    }
+
+    /// Elements of the flattened parameter, all or a rank's, in the order in which they lie in memory.
+    pub fn to_memory_order(&self, elements: &Tensor) -> Result<Tensor> {
+        let MemoryOrder::Permuted { dims, .. } = &self.order else { return Ok(elements.shallow_clone()) };
+        reordered(elements, self.shape.clone(), dims)
+    }
+}
+
+/// Elements of whole indices of the first dimension, of which there may be fewer, with the dimensions in this order.
+fn reordered(elements: &Tensor, mut shape: Vec<i64>, dims: &[i64]) -> Result<Tensor> {
+    shape[0] = -1;
+    if elements.numel() == 0 {
+        return Ok(elements.shallow_clone());
+    }
+    Ok(elements.f_reshape(shape.as_slice())?.f_permute(dims)?.f_reshape([-1_i64])?)
+}
+
+/// A parameter that is to be placed.
+#[derive(Debug, Clone, Copy)]
+struct Size {
+    numel: usize,
+    /// It may be cut at multiples of so many elements.
+    step: usize,
+}
+
+/// Where parameters start, one behind the other, and the length of a part.
+fn side_by_side(sizes: &[Size], ranks: usize) -> (Vec<usize>, usize) {
+    let mut end = 0;
+    let starts = sizes.iter().map(|size| {
+        let start = end;
+        end += size.numel.next_multiple_of(ALIGN);
+        start
+    });
+    let starts = starts.collect();
+    (starts, end.div_ceil(ranks).next_multiple_of(ALIGN))
+}
+
+/// The same with each parameter cut where it may be. Nothing if that takes more than a sixteenth more memory, and [`SLACK`].
+fn arrange(sizes: &[Size], ranks: usize) -> Option<(Vec<usize>, usize)> {
+    let (starts, least) = side_by_side(sizes, ranks);
+    if sizes.iter().all(|size| size.step == ALIGN) {
+        return Some((starts, least));
+    }
+    let mut part_len = least;
+    while part_len <= least + least / 16 + SLACK {
+        part_len = match place(sizes, part_len) {
+            Ok((starts, end)) if end <= part_len * ranks => return Some((starts, part_len)),
+            Ok((_, end)) => part_len + (end - part_len * ranks).div_ceil(ranks).next_multiple_of(ALIGN),
+            Err(step) => part_len.next_multiple_of(step),
+        };
+    }
+    None
+}
+
+/// Where parameters start and the last one ends, with parts of this length.
+///
+/// # Errors
+/// With the step of a parameter that is longer than a part, if the length is no multiple of it.
+fn place(sizes: &[Size], part_len: usize) -> Result<(Vec<usize>, usize), usize> {
+    let mut end = 0;
+    let mut starts = Vec::with_capacity(sizes.len());
+    for Size { numel, step } in sizes.iter().copied() {
+        let mut start = end;
+        let mut cut = (start / part_len + 1) * part_len;
+        if cut < start + numel {
+            start += (cut - start) % step;
+            cut = if start == cut { cut + part_len } else { cut };
+            if cut + part_len < start + numel && !part_len.is_multiple_of(step) {
+                return Err(step);
+            }
+            if cut < start + numel && (cut - start) % step > 0 {
+                return Err(step); // it starts with a part, and is longer
+            }
+        }
+        starts.push(start);
+        end = start + numel.next_multiple_of(ALIGN);
+    }
+    Ok((starts, end))
 }
 
 pub(super) fn narrow(tensor: &Tensor, range: Range<usize>) -> Result<Tensor> {
@@ -162,6 +309,44 @@ mod tests {
         assert_eq!(assign(&[('a', 8), ('a', 99), ('a', 8)], 16), [vec![2], vec![1], vec![0]]);
         assert_eq!(assign(&[('a', 0), ('a', 0)], 16), [vec![1, 0]]);
         assert!(assign::<char>(&[], 16).is_empty());
+    }
+
+    fn channels_last(size: &[i64]) -> (String, Parameter) {
+        let numel: i64 = size.iter().product();
+        let numbers = Tensor::arange(numel, (Kind::Float, tch::Device::Cpu)).reshape(size);
+        let order: Vec<i64> = vec![0, 2, 3, 1];
+        let kept = numbers.permute(order).contiguous().permute([0_i64, 3, 1, 2]);
+        (String::new(), Parameter::new(kept))
+    }
+
+    #[test]
+    fn kernels_stay_in_their_order_and_are_cut_between_outputs() {
+        let _no_grad = tch::no_grad_guard();
+        for ranks in [1, 2, 3, 4] {
+            let sizes: [&[i64]; 3] = [&[6, 1, 3, 3], &[64, 20, 3, 3], &[33, 5, 1, 1]];
+            let params = sizes.iter().map(|size| channels_last(size)).chain([parameter(&[40])]);
+            let layout = Layout::of(params.collect(), ranks);
+            let flat = layout.empty_flat(Kind::Float).unwrap();
+            for (place, mut view) in layout.places.iter().zip(layout.views(&flat).unwrap()).take(3) {
+                assert_eq!(view.stride(), place.parameter.leaf().stride(), "{ranks} ranks");
+                view.copy_(place.parameter.leaf());
+                let rows = Tensor::arange(place.numel as i64, (Kind::Float, tch::Device::Cpu));
+                for rank in 0..ranks {
+                    let part = layout.part(&flat, rank).unwrap();
+                    let own = layout.slice(&part, place, rank).unwrap();
+                    let in_rows = place.to_rows(&own).unwrap();
+                    assert_eq!(in_rows, narrow(&rows, layout.range(place, rank)).unwrap(), "{ranks} ranks");
+                    assert_eq!(place.to_memory_order(&in_rows).unwrap(), own);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn kernels_come_into_rows_where_cutting_them_would_take_much_memory() {
+        let layout = Layout::of(vec![channels_last(&[4, 1000, 3, 3])], 7);
+        assert_eq!(layout.places[0].order, MemoryOrder::Rows);
+        assert!(layout.len() < 36_000 + 7 * ALIGN);
     }
 
     #[test]

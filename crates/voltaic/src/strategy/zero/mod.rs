@@ -1,5 +1,6 @@
 //! Training with states divided among ranks: ZeRO (arXiv:1910.02054).
 
+mod coming;
 pub(super) mod config;
 mod flat;
 mod keeper;
@@ -370,7 +371,8 @@ impl Strategy for Zero {
         self.release_all()?;
         if let Some(mut reducer) = self.reducer() {
             reducer.units.iter_mut().try_for_each(Unit::take_changes)?;
-            reducer.order.begin();
+            let Reducer { order, units, .. } = &mut *reducer;
+            order.begin(|unit| units[unit].layout.len());
         }
         match self.peers() {
             Some(group) if self.config.broadcast_buffers => broadcast_buffers(group, module),

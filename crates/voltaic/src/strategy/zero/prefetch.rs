@@ -10,7 +10,7 @@ use crate::error::Result;
 impl Reducer {
     /// Elements of weights that come and go, and are in memory now.
     pub fn live(&self) -> usize {
-        self.units.iter().map(Unit::live).sum()
+        self.tally.live()
     }
 
     /// Makes a unit's weights whole, and starts to gather those that come next.
@@ -47,8 +47,7 @@ impl Reducer {
     /// Ends a hold. The weights stay if they are needed again before many others.
     pub fn let_go(&mut self, unit: usize) -> Result<()> {
         self.units[unit].let_go();
-        let len = |unit: usize| self.units[unit].layout.len();
-        let distance = self.order.distance(unit, len);
+        let distance = self.order.distance(unit);
         let is_needed = distance.is_some_and(|distance| distance <= self.config.max_reuse_distance);
         if is_needed && self.live() <= self.config.max_live_parameters {
             return Ok(());
@@ -61,8 +60,7 @@ impl Reducer {
         let bound = self.config.max_live_parameters.saturating_sub(len);
         while self.live() > bound {
             let idle = self.units.iter().enumerate().filter(|(_, unit)| unit.is_idle());
-            let len = |unit: usize| self.units[unit].layout.len();
-            let next_use = |unit: usize| self.order.distance(unit, len).unwrap_or(usize::MAX);
+            let next_use = |unit: usize| self.order.distance(unit).unwrap_or(usize::MAX);
             let Some(last) = idle.map(|(unit, _)| unit).max_by_key(|unit| next_use(*unit)) else { break };
             self.units[last].release()?;
         }
@@ -71,9 +69,12 @@ impl Reducer {
 
     /// Starts to gather the units that come next, as far as the bounds allow.
     fn prefetch(&mut self) -> Result<()> {
-        let mut arriving: usize = self.units.iter().map(Unit::arriving).sum();
-        let mut live = self.live();
-        for unit in self.order.upcoming().to_vec() {
+        if self.tally.is_full() {
+            return Ok(());
+        }
+        let (mut arriving, mut live) = (self.tally.arriving(), self.live());
+        for after in 0.. {
+            let Some(unit) = self.order.upcoming(after) else { break };
             let len = self.units[unit].layout.len();
             if self.units[unit].live() > 0 {
                 continue; // it is here, or on its way

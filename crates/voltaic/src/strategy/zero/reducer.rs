@@ -4,11 +4,12 @@
 //! divided by the number of ranks, which are then added up part by part, in the order of the ranks: the arithmetic of data-parallel
 //! training. Units leave in their order on all ranks, whatever order hooks run in.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
+use super::coming::Tally;
 use super::config::{ZeroConfig, ZeroStage};
 use super::order::Order;
 use super::report::Peaks;
@@ -57,6 +58,11 @@ pub(super) struct Reducer {
     pub failure: Option<Error>,
     /// In which order units are needed.
     pub order: Order,
+    /// What units have in memory.
+    pub tally: Arc<Tally>,
+    /// The places of parameters: unit and index, by id and by fqn.
+    by_id: HashMap<u64, (usize, usize)>,
+    by_fqn: HashMap<String, (usize, usize)>,
     /// The most elements of weights that come and go that were in memory at once.
     pub max_live: usize,
     /// What the rank has held.
@@ -64,8 +70,20 @@ pub(super) struct Reducer {
 }
 
 impl Reducer {
-    pub fn new(config: ZeroConfig, peers: Option<Arc<ProcessGroup>>, units: Vec<Unit>) -> Self {
+    pub fn new(config: ZeroConfig, peers: Option<Arc<ProcessGroup>>, mut units: Vec<Unit>) -> Self {
+        let (mut by_id, mut by_fqn) = (HashMap::new(), HashMap::new());
+        for (number, unit) in units.iter().enumerate() {
+            for (index, place) in unit.layout.places.iter().enumerate() {
+                by_id.insert(place.parameter.id(), (number, index));
+                by_fqn.insert(place.fqn.clone(), (number, index));
+            }
+        }
+        let tally = Arc::new(Tally::default());
+        units.iter_mut().for_each(|unit| unit.count_in(&tally));
         Self {
+            tally,
+            by_id,
+            by_fqn,
             config,
             peers,
             waiting: Vec::new(),
@@ -263,17 +281,12 @@ impl Reducer {
 
     /// The place of a parameter: its unit and its index there.
     pub fn place_of(&self, fqn: &str) -> Option<(usize, usize)> {
-        self.units.iter().enumerate().find_map(|(number, unit)| {
-            Some((number, unit.layout.places.iter().position(|place| place.fqn == fqn)?))
-        })
+        self.by_fqn.get(fqn).copied()
     }
 
     /// The place of a parameter by its id.
     pub fn place_of_id(&self, id: u64) -> Option<(usize, usize)> {
-        self.units.iter().enumerate().find_map(|(number, unit)| {
-            let index = unit.layout.places.iter().position(|place| place.parameter.id() == id)?;
-            Some((number, index))
-        })
+        self.by_id.get(&id).copied()
     }
 
     /// The norms of all ranks' parts, as one tensor.

@@ -54,7 +54,8 @@ pub(super) fn load_weight(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> 
         return Err(ConfigError::new("ckpt_path", what, "load weights between steps").into());
     }
     let _no_grad = tch::no_grad_guard();
-    unit.slices[index].leaf().detach().f_copy_(values)?;
+    let values = unit.layout.places[index].to_memory_order(values)?;
+    unit.slices[index].leaf().detach().f_copy_(&values)?;
     Ok(())
 }
 
@@ -75,7 +76,8 @@ pub(super) fn save_optimizer(
         let unit = &reducer.units[unit];
         let range = unit.range(index);
         if tensor.dim() == 1 && tensor.numel() == range.len() {
-            parts.push(part_of(unit, index, name, tensor));
+            let values = unit.layout.places[index].to_rows(&tensor)?;
+            parts.push(part_of(unit, index, name, values));
         } else if range.start == 0 && !range.is_empty() {
             numbers.push((name, tensor)); // the same on all ranks that have a part
         }
@@ -83,7 +85,7 @@ pub(super) fn save_optimizer(
     for unit in reducer.units.iter().filter(|unit| unit.optimizer == index && unit.has_master) {
         for (index, (place, slice)) in unit.layout.places.iter().zip(&unit.slices).enumerate() {
             let name = format!("{MASTER}.{}", place.fqn);
-            parts.push(part_of(unit, index, name, slice.leaf().detach()));
+            parts.push(part_of(unit, index, name, place.to_rows(&slice.leaf().detach())?));
         }
     }
     Ok((OptimizerState { tensors: numbers, groups }, parts))
@@ -109,6 +111,7 @@ pub(super) fn load_optimizer(
         if values.numel() == 0 {
             continue;
         }
+        let values = unit.layout.places[index].to_memory_order(&values)?;
         if unit.has_master && name.split_once('.').is_some_and(|(state, _)| state == MASTER) {
             let _no_grad = tch::no_grad_guard();
             unit.slices[index].leaf().detach().f_copy_(&values)?;

@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
+use super::coming::{Arrival, Coming, Tally};
 use super::flat::{Layout, copied, narrow};
 use crate::distributed::{ProcessGroup, Work, collective_scope};
 use crate::dtype::bytes_of;
-use crate::error::{Error, Result};
-use crate::ffi::{self, ReleasableStorage};
+use crate::error::Result;
+use crate::ffi;
 use crate::nn::Parameter;
 
 /// Stands for the optimizer of a unit that none changes.
@@ -43,26 +44,6 @@ pub(super) struct Unit {
     versions: Vec<i64>,
 }
 
-/// Weights that are in memory only while they are used.
-#[derive(Debug)]
-struct Coming {
-    storage: ReleasableStorage,
-    /// Calls of modules and others that use the weights now.
-    holds: usize,
-    /// They were touched by somebody who does not say when he is done: they stay until the next step.
-    is_stray: bool,
-    /// Backward is at a module that uses them.
-    is_in_backward: bool,
-    /// Memory is there for them, to see whether there is some; they are not.
-    has_room_only: bool,
-    /// Memory is there for them, but they may not be.
-    arriving: Option<Arrival>,
-}
-
-/// Weights on their way; no work where there is nobody to get them from.
-#[derive(Debug)]
-struct Arrival(Option<Work>);
-
 impl Unit {
     /// Lays the parameters out in one tensor, which they are views of from now on.
     pub fn new(layout: Layout, optimizer: usize, rank: usize, masters: bool) -> Result<Self> {
@@ -93,15 +74,7 @@ impl Unit {
             (false, true) => copied(&part)?,
             (false, false) => part,
         };
-        let storage = ReleasableStorage::of(&flat);
-        let coming = is_divided.then_some(Coming {
-            storage,
-            holds: 0,
-            is_stray: false,
-            is_in_backward: false,
-            has_room_only: false,
-            arriving: None,
-        });
+        let coming = is_divided.then(|| Coming::of(&flat, layout.len()));
         let slice = |place| {
             let slice = Parameter::new(layout.slice(&part, place, rank)?);
             let _ = slice.set_requires_grad(place.parameter.requires_grad());
@@ -152,9 +125,9 @@ impl Unit {
 
     /// Whether there is room for the weights, which then have it until [`Unit::give_room`], without values.
     pub fn try_room(&mut self) -> Result<bool> {
-        match self.coming.as_mut().filter(|coming| coming.storage.is_released()) {
-            Some(coming) => match coming.storage.restore().map_err(Error::from) {
-                Ok(_) => {
+        match self.coming.as_mut().filter(|coming| coming.is_released()) {
+            Some(coming) => match coming.restore() {
+                Ok(()) => {
                     coming.has_room_only = true;
                     Ok(true)
                 }
@@ -169,7 +142,7 @@ impl Unit {
     pub fn give_room(&mut self) -> Result<()> {
         let Some(coming) = &mut self.coming else { return Ok(()) };
         if std::mem::take(&mut coming.has_room_only) {
-            coming.storage.release()?;
+            coming.release()?;
         }
         Ok(())
     }
@@ -186,7 +159,7 @@ impl Unit {
             place.parameter.detach_keeper()?;
             place.parameter.set_data(&whole)?;
         }
-        self.coming.iter_mut().try_for_each(|coming| coming.storage.release())?;
+        self.coming.iter_mut().try_for_each(Coming::release)?;
         Ok(())
     }
 
@@ -319,7 +292,10 @@ impl Unit {
             .places
             .iter()
             .zip(&self.had_grad)
-            .map(|(place, had)| Ok((place.fqn.as_str(), *had, self.layout.slice(grads, place, self.rank)?)))
+            .map(|(place, had)| {
+                let grad = place.to_rows(&self.layout.slice(grads, place, self.rank)?)?;
+                Ok((place.fqn.as_str(), *had, grad))
+            })
             .collect()
     }
 
@@ -336,9 +312,10 @@ impl Unit {
                 Tensor::f_zeros(len, (values.kind(), self.layout.device))?
             }
         };
-        let grad = self.layout.slice(&grads, &self.layout.places[index], self.rank)?;
+        let place = &self.layout.places[index];
+        let grad = self.layout.slice(&grads, place, self.rank)?;
         self.grads = Some(grads);
-        grad.shallow_clone().f_copy_(values)?;
+        grad.shallow_clone().f_copy_(&place.to_memory_order(values)?)?;
         self.had_grad[index] = had_grad;
         if had_grad && grad.numel() > 0 && grad.kind() == self.part.kind() {
             ffi::set_grad(self.slices[index].leaf(), &grad)?;
@@ -383,7 +360,7 @@ impl Unit {
 
     /// Whether the weights come and go, and are not in memory.
     pub fn is_released(&self) -> bool {
-        self.coming.as_ref().is_some_and(|coming| coming.storage.is_released())
+        self.coming.as_ref().is_some_and(Coming::is_released)
     }
 
     /// Which elements of the parameter at `index`, flattened, this rank has.
@@ -391,13 +368,14 @@ impl Unit {
         self.layout.range(&self.layout.places[index], self.rank)
     }
 
-    /// This rank's elements of the weight at `index`, in its dtype.
+    /// This rank's elements of the weight at `index`, in its dtype, as [`Unit::range`] counts them.
     pub fn weight_slice(&self, index: usize) -> Result<Tensor> {
+        let place = &self.layout.places[index];
         if self.coming.is_some() {
-            return Ok(self.slices[index].leaf().f_detach()?.f_to_kind(self.layout.kind)?);
+            return place.to_rows(&self.slices[index].leaf().f_detach()?.f_to_kind(self.layout.kind)?);
         }
         let own = self.layout.part(&self.flat, self.rank)?;
-        self.layout.slice(&own, &self.layout.places[index], self.rank)
+        place.to_rows(&self.layout.slice(&own, place, self.rank)?)
     }
 
     /// Which parameters are trained.
@@ -419,20 +397,20 @@ impl Unit {
     /// # Collective
     /// All ranks must call it.
     pub fn start(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
-        let Some(coming) = self.coming.as_mut().filter(|coming| coming.storage.is_released()) else {
+        let Some(coming) = self.coming.as_mut().filter(|coming| coming.is_released()) else {
             return Ok(());
         };
-        coming.storage.restore()?;
+        coming.restore()?;
         let arrival = Arrival(self.start_gather(group)?);
         if let Some(coming) = &mut self.coming {
-            coming.arriving = Some(arrival);
+            coming.set_arriving(Some(arrival));
         }
         Ok(())
     }
 
     /// Waits for weights that are on their way.
     pub fn settle(&mut self) -> Result<()> {
-        let Some(Arrival(work)) = self.coming.as_mut().and_then(|coming| coming.arriving.take()) else {
+        let Some(Arrival(work)) = self.coming.as_mut().and_then(|coming| coming.set_arriving(None)) else {
             return Ok(());
         };
         work.map_or(Ok(()), Work::wait)?;
@@ -471,22 +449,27 @@ impl Unit {
         self.release()
     }
 
+    /// Counts the unit's elements there from now on.
+    pub fn count_in(&mut self, tally: &Arc<Tally>) {
+        self.coming.iter_mut().for_each(|coming| coming.count_in(tally));
+    }
+
     /// Elements of weights that come and go, and are in memory or on their way.
     pub fn live(&self) -> usize {
-        let is_live = self.coming.as_ref().is_some_and(|coming| !coming.storage.is_released());
+        let is_live = self.coming.as_ref().is_some_and(|coming| !coming.is_released());
         if is_live { self.layout.len() } else { 0 }
     }
 
     /// Elements that are on their way.
     pub fn arriving(&self) -> usize {
-        let is_arriving = self.coming.as_ref().is_some_and(|coming| coming.arriving.is_some());
+        let is_arriving = self.coming.as_ref().is_some_and(|coming| coming.is_arriving());
         if is_arriving { self.layout.len() } else { 0 }
     }
 
     /// Whether the weights are in memory, and nobody uses them.
     pub fn is_idle(&self) -> bool {
         let is_used = |coming: &Coming| coming.holds > 0 || coming.is_stray || coming.is_in_backward;
-        let is_idle = |coming: &Coming| !is_used(coming) && coming.arriving.is_none();
+        let is_idle = |coming: &Coming| !is_used(coming) && !coming.is_arriving();
         self.live() > 0 && self.coming.as_ref().is_some_and(is_idle)
     }
 
@@ -496,7 +479,7 @@ impl Unit {
             return Ok(());
         }
         self.take_changes()?;
-        self.coming.iter_mut().try_for_each(|coming| coming.storage.release())?;
+        self.coming.iter_mut().try_for_each(Coming::release)?;
         self.layout.places.iter().try_for_each(|place| place.parameter.set_away(true))
     }
 
@@ -513,11 +496,10 @@ impl Unit {
         Ok(())
     }
 
-    /// What this rank has of a tensor like the parameter at `index`, as a copy.
+    /// What this rank has of a tensor like the parameter at `index`, as a copy in the order of its slice.
     pub fn slice_of(&self, index: usize, whole: &Tensor) -> Result<Tensor> {
-        let range = self.layout.range(&self.layout.places[index], self.rank);
-        let flat = whole.f_reshape([-1_i64])?;
-        copied(&narrow(&flat, range)?)
+        let flat = self.layout.places[index].to_memory_order(&whole.f_reshape([-1_i64])?)?;
+        copied(&narrow(&flat, self.range(index))?)
     }
 
     /// Tensors like the parameters, whole, from what each rank has of them. `None` where no rank has any.
