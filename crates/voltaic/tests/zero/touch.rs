@@ -214,7 +214,6 @@ fn norms_and_predictions(ranks: usize, folder: &Path) {
         let config = PredictionWriterConfig {
             output_dir: Some(written.clone()),
             write_interval: WriteInterval::Epoch,
-            ..PredictionWriterConfig::default()
         };
         let writer = PredictionWriter::from(config);
         let mut net =
