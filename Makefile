@@ -20,14 +20,15 @@ examples: setup ## runs the programs of examples/ and checks what each prints an
 	$(CARGO) build -p voltaic --examples
 	$(CARGO) test -p voltaic --test examples -- --nocapture
 
-test: setup ## all tests: those of the examples and of a crate of a user's own too
-	$(CARGO) test --workspace
-	scripts/test_new.sh
+test: setup ## all tests, two programs of them side by side: those of the examples and of a crate of a user's own too
+	scripts/test.sh
 
-stress: setup ## a million random inputs for each parser; takes INPUTS=1000000 SECS=3600, the longest for each
+stress: setup ## long forms of tests, and a million random inputs for each parser; takes INPUTS=1000000 SECS=3600, the longest for each
 	VOLTAIC_STRESS_INPUTS=$(or $(INPUTS),1000000) VOLTAIC_STRESS_SECS=$(or $(SECS),3600) \
 		$(CARGO) test -p voltaic --test stress -- --nocapture
 	VOLTAIC_STRESS_TRIES=$(or $(INPUTS),1000000) $(CARGO) test -p voltaic --lib -- distributed::roll_call --nocapture
+	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test it -- extreme_values hangs kill
+	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test profiler -- long --nocapture
 
 test-cuda: setup ## what needs an NVIDIA GPU; says why it skips if there is none
 	$(CARGO) test -p voltaic --test cuda -- --nocapture
