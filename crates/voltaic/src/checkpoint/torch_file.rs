@@ -283,7 +283,8 @@ mod tests {
                 if name.starts_with("a path") { [&bomb[..bomb.len() - 1], b"tR."].concat() } else { bomb };
             let error = read_pickle(&bomb).expect_err(name);
             assert!(error.contains("max_growth"), "{name}: {error}");
-            assert!(start.elapsed().as_secs() < 20, "{name}");
+            // hours without a bound; on a busy machine a debug build takes a while to encode 78 MiB
+            assert!(start.elapsed().as_secs() < 60, "{name}");
         }
     }
 

@@ -173,7 +173,10 @@ fn resnet18_is_replayed_for_a_hundred_steps() {
     ffi::manual_seed(1).unwrap();
     let images = Tensor::rand([20, 3, 16, 16], (Kind::Float, CPU));
     let data = (images, Tensor::randint(10, [20], (Kind::Int64, CPU)));
-    let make = || Classifier::new(ResNet18::new(ResNet18Config::default()).unwrap());
+    let make = || {
+        let config = ResNet18Config { width: 16, ..ResNet18Config::default() };
+        Classifier::new(ResNet18::new(config).unwrap())
+    };
     check("resnet18", make, &data, 2, |t| t.max_epochs(10));
 }
 

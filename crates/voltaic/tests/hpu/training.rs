@@ -170,7 +170,7 @@ fn lenet_trains_to_the_same_bits() {
 fn resnet18_trains_to_the_same_bits() {
     let _rng = start();
     Task {
-        net: || ResNet18::new(ResNet18Config::default()).unwrap(),
+        net: || ResNet18::new(ResNet18Config { width: 16, ..ResNet18Config::default() }).unwrap(),
         batch: || {
             let images = Tensor::rand([2, 3, 32, 32], (Kind::Float, CPU));
             (images, Tensor::randint(10, [2], (Kind::Int64, CPU)))

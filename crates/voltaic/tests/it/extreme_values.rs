@@ -141,11 +141,15 @@ fn check(prefix: &str) {
     };
     let found: Vec<&Key> = found.iter().filter(numeric).collect();
     assert!(!found.is_empty(), "no key of {prefix} takes a number");
-    // a fit takes a tenth of a second, so that each key has one with one of the values, and with all if asked
-    let runs_all = std::env::var_os("VOLTAIC_TEST_ALL_VALUES").is_some();
+    // a fit takes a tenth of a second: each key has one with one of the values, and two other values are only checked;
+    // in `make stress` all values have a fit
+    let runs_all = std::env::var_os("VOLTAIC_TEST_ALL").is_some();
     let (mut faults, mut tried) = (Vec::new(), 0);
     for (place, key) in found.into_iter().enumerate() {
         for (at, value) in VALUES.into_iter().enumerate() {
+            if !runs_all && (at + VALUES.len() - place % VALUES.len()) % VALUES.len() > 2 {
+                continue;
+            }
             let mut words = arguments(key);
             words.push(format!("--trainer.default_root_dir={}", folder.path().display()));
             words.push(format!("--{}={value}", key.key));
