@@ -38,3 +38,10 @@ vt_error *vt_storage_refill(vt_tensor tensor, vt_tensor values) {
     tensor->copy_(*values);
   });
 }
+
+vt_error *vt_set_version(vt_tensor tensor, int64_t version) {
+  return voltaic::guard([&] {
+    c10::VariableVersion count = tensor->unsafeGetTensorImpl()->version_counter(); // the same one, not a copy
+    count.set_version(version);
+  });
+}

@@ -195,26 +195,32 @@ fn any_number_of_ranks_goes_on() {
     on_ranks_in_turn("shards::any_number_of_ranks_goes_on", &turns);
 }
 
-/// Kernels with the channels last, cut in another place by each number of ranks, and in a window that is open.
+/// Kernels with the channels last, cut in another place by each number of ranks; with as many also in a window that is open.
 fn kernels(stage: &str, ranks: usize, folder: &Path) -> TrainerBuilder {
     staged(ranks, stage, folder).accumulate_grad_batches(2_u64)
 }
 
+const WINDOWS: [&str; 2] = ["closed", "open"];
+
 fn leave_kernels(ranks: usize, folder: &Path) {
     for stage in STAGES {
-        let path = folder.join(format!("{stage}.ckpt"));
-        let builder = kernels(stage, ranks, folder).max_epochs(1).callback(SaveAfter(2, path.clone()));
+        let [closed, open] = WINDOWS.map(|window| folder.join(format!("{stage}-{window}.ckpt")));
+        let builder = kernels(stage, ranks, folder).max_epochs(1);
+        let builder = builder.callback(SaveAfter(1, closed.clone())).callback(SaveAfter(2, open.clone()));
         let mut trainer = builder.build().unwrap();
         trainer.fit(&mut Kernels::new(), &mut loaders(24)).unwrap();
         if trainer.is_global_zero() {
-            Checkpoint::load(&path).unwrap().save(&path.with_extension("file.ckpt")).unwrap();
+            for path in [closed, open] {
+                Checkpoint::load(&path).unwrap().save(&path.with_extension("file.ckpt")).unwrap();
+            }
         }
     }
 }
 
 fn go_on_with_kernels(ranks: usize, folder: &Path) {
-    for saved in STAGES {
-        let path = folder.join(format!("{saved}.ckpt"));
+    let windows = if ranks == 2 { &WINDOWS[..] } else { &WINDOWS[..1] };
+    for (saved, window) in STAGES.iter().flat_map(|saved| windows.iter().map(move |window| (saved, window))) {
+        let path = folder.join(format!("{saved}-{window}.ckpt"));
         for stage in STAGES {
             let run = |path: &Path| {
                 let mut net = Kernels::new();
@@ -224,7 +230,7 @@ fn go_on_with_kernels(ranks: usize, folder: &Path) {
                 weights(&net)
             };
             let expected = run(&path.with_extension("file.ckpt"));
-            assert_same(&format!("{saved} to {stage} on {ranks} ranks"), &run(&path), &expected);
+            assert_same(&format!("{saved} {window} to {stage} on {ranks}"), &run(&path), &expected);
         }
     }
 }

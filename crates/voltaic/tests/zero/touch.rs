@@ -6,11 +6,11 @@ use voltaic::callback::{
     Callback, PredictionWriter, PredictionWriterConfig, StochasticWeightAveraging, WriteInterval,
 };
 use voltaic::module::{HookContext, LightningModule, StepContext};
-use voltaic::nn::{Forward, ModuleExt};
-use voltaic::optim::{GradientClip, Optimizer, Optimizers, clip_grad_norm, clip_grad_value, grad_norm};
+use voltaic::nn::{Callable, Forward, Linear, ModuleExt, Parameter};
+use voltaic::optim::{GradientClip, Optimizer, Optimizers, Sgd, clip_grad_norm, clip_grad_value, grad_norm};
 use voltaic::{Kind, Module, Tensor};
 
-use crate::models::{Batch, Small, all_loaders, loaders};
+use crate::models::{Batch, Small, all_loaders, loaders, numbers};
 use crate::ranks::{assert_same, folder_of_rank, on_ranks, output, silent, weights};
 use crate::shards::staged;
 
@@ -269,4 +269,54 @@ fn the_summary_is_of_whole_weights() {
     for stage in ["zero1", "zero2", "zero3"] {
         assert_eq!(summary(stage), expected, "{stage}");
     }
+}
+
+/// Keeps what it computes with its weight in a field, and returns something else.
+#[derive(Module)]
+struct Aside {
+    weight: Parameter,
+    #[module(skip)]
+    kept: std::sync::Mutex<Option<Tensor>>,
+}
+
+impl Forward for Aside {
+    fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
+        let out = x.f_matmul(&self.weight)?.f_matmul(&self.weight)?; // backward needs the weight
+        *self.kept.lock().unwrap() = Some(out.f_square()?.f_mean(Kind::Float)?);
+        Ok(x * 2.0)
+    }
+}
+
+#[derive(Module)]
+struct UsesAside {
+    aside: Aside,
+    out: Linear,
+}
+
+impl LightningModule for UsesAside {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let doubled = self.aside.call(x)?;
+        let aside = self.aside.kept.lock().unwrap().take().unwrap();
+        Ok(aside + (self.out.call(&doubled)? - y).square().mean(Kind::Float))
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Sgd::new(0.05).into()
+    }
+}
+
+/// Weights that are freed after the forward pass, and again needed by what did not leave a module by its outputs.
+#[test]
+fn a_loss_that_is_kept_aside_is_refused() {
+    on_ranks("touch::a_loss_that_is_kept_aside_is_refused", 2, |ranks, folder| {
+        let weight = Parameter::new(numbers(&[5, 5], 1.0));
+        let aside = Aside { weight, kept: std::sync::Mutex::default() };
+        let mut net = UsesAside { aside, out: Linear::new(5, 3).unwrap() };
+        let mut trainer = staged(ranks, "zero3", folder).max_epochs(1).build().unwrap();
+        let error = trainer.fit(&mut net, &mut loaders(8)).unwrap_err().to_string();
+        assert!(error.contains("backward needs a weight that is not in memory"), "{error}");
+        assert!(error.contains("return from a module what the loss is computed from"), "{error}");
+    });
 }

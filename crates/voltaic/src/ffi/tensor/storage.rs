@@ -95,3 +95,13 @@ impl ReleasableStorage {
         self.released.is_some()
     }
 }
+
+/// Sets how often autograd takes a tensor, and all that share its count, for changed in place
+/// (`torch._C._autograd._unsafe_set_version_counter`): a backward pass refuses what was saved at another count.
+///
+/// # Errors
+/// libtorch's, if the version is negative, or the tensor was made in inference mode.
+pub fn set_version(tensor: &Tensor, version: i64) -> Result<(), TorchError> {
+    // SAFETY: the tensor is borrowed for the call, and its count is atomic.
+    check("set version", unsafe { sys::vt_set_version(tensor.as_ptr().cast_mut(), version) })
+}

@@ -25,7 +25,7 @@ use super::votes::Votes;
 use crate::checkpoint::Part;
 use crate::device::Device;
 use crate::distributed::{ProcessGroup, ReduceOp, World};
-use crate::error::{ConfigError, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
 use crate::optim::{ConfiguredOptimizer, DividedLeaves, GradShare, Optimizer, OptimizerState, Optimizers};
@@ -245,6 +245,19 @@ fn move_buffers(module: &dyn Module, device: tch::Device, dtype: Option<Kind>) -
     Ok(())
 }
 
+/// What a backward pass says that meets weights which are not there: their count of changes is another one then.
+fn explained(error: Error) -> Error {
+    if !error.to_string().contains("modified by an inplace operation") {
+        return error;
+    }
+    let what = format!(
+        "backward needs a weight that is not in memory: what was computed with it reaches the loss, but not by the outputs of its \
+         module, or it was computed before the last optimizer step ({error})"
+    );
+    let remedy = "return from a module what the loss is computed from, or let the weight stay whole (param_persistence_threshold)";
+    ConfigError::new("trainer.strategy", what, remedy).into()
+}
+
 /// The module that a parameter is a direct member of.
 fn module_of(fqn: &str) -> &str {
     fqn.rsplit_once('.').map_or("", |(module, _)| module)
@@ -415,7 +428,7 @@ impl Strategy for Zero {
         match done {
             Err(error) => {
                 reducer.abandon();
-                Err(reducer.failure.take().unwrap_or(error))
+                Err(reducer.failure.take().unwrap_or_else(|| explained(error)))
             }
             Ok(()) if was_active => ended.and_then(|()| reducer.finish()),
             Ok(()) => ended.and_then(|()| reducer.keep_sums()).map(|()| Votes::default()),

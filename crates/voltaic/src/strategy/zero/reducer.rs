@@ -257,6 +257,8 @@ impl Reducer {
     /// After an optimizer's step: gives all ranks the weights of all that stay whole.
     pub fn gather_weights(&mut self, optimizer: usize) -> Result<()> {
         self.units.iter_mut().try_for_each(Unit::end_stay)?;
+        let is_changed = |unit: &&mut Unit| unit.optimizer == optimizer && unit.has_grads();
+        self.units.iter_mut().filter(is_changed).try_for_each(Unit::renew)?;
         let changed = self.units.iter().filter(|unit| unit.optimizer == optimizer && unit.has_grads());
         let units = changed.filter(|unit| !unit.is_divided());
         let works = units.map(|unit| unit.start_gather(self.group())).collect::<Result<Vec<_>>>()?;

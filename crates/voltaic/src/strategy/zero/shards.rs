@@ -56,7 +56,7 @@ pub(super) fn load_weight(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> 
     let _no_grad = tch::no_grad_guard();
     let values = unit.layout.places[index].to_memory_order(values)?;
     unit.slices[index].leaf().detach().f_copy_(&values)?;
-    Ok(())
+    unit.renew()
 }
 
 /// The state of an optimizer's slices as numbers and parts.

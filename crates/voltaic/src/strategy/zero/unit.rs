@@ -40,7 +40,8 @@ pub(super) struct Unit {
     pub had_grad: Vec<bool>,
     /// What operations of its weights are called.
     name: Arc<str>,
-    /// How often each weight had been written to when its part was taken last: autograd counts.
+    /// How often each weight had been written to when its part was taken last: autograd counts. While weights are away their
+    /// count is one higher, so that a backward pass refuses to use them.
     versions: Vec<i64>,
 }
 
@@ -414,7 +415,22 @@ impl Unit {
             return Ok(());
         };
         work.map_or(Ok(()), Work::wait)?;
+        self.set_versions(0)?;
         self.layout.places.iter().try_for_each(|place| place.parameter.set_away(false))
+    }
+
+    fn set_versions(&self, more: i64) -> Result<()> {
+        let versions = self.leaves().zip(&self.versions);
+        Ok(versions.into_iter().try_for_each(|(leaf, version)| ffi::set_version(leaf, version + more))?)
+    }
+
+    /// The part has changed: weights that are away come back as others, which autograd is not to take for those it has saved.
+    pub fn renew(&mut self) -> Result<()> {
+        if !self.is_released() {
+            return Ok(());
+        }
+        self.versions.iter_mut().for_each(|version| *version += 2);
+        self.set_versions(1)
     }
 
     /// Somebody uses the weights until [`Unit::let_go`].
@@ -480,6 +496,7 @@ impl Unit {
         }
         self.take_changes()?;
         self.coming.iter_mut().try_for_each(Coming::release)?;
+        self.set_versions(1)?;
         self.layout.places.iter().try_for_each(|place| place.parameter.set_away(true))
     }
 
