@@ -304,6 +304,7 @@ unsafe extern "C" {
     pub fn vt_storage_release(tensor: vt_tensor, bytes: *mut usize) -> *mut vt_error;
     pub fn vt_storage_restore(tensor: vt_tensor, bytes: usize) -> *mut vt_error;
     pub fn vt_storage_refill(tensor: vt_tensor, values: vt_tensor) -> *mut vt_error;
+    pub fn vt_storage_describe(tensor: vt_tensor, id: *mut usize, bytes: *mut usize) -> *mut vt_error;
     pub fn vt_set_version(tensor: vt_tensor, version: i64) -> *mut vt_error;
     pub fn vt_autocast_set_lists(
         device_type: i32,

@@ -13,6 +13,8 @@ vt_error *vt_storage_release(vt_tensor tensor, size_t *bytes);
 vt_error *vt_storage_restore(vt_tensor tensor, size_t bytes);
 // Copies values without a new version of the tensor, so that autograd goes on with what it has saved.
 vt_error *vt_storage_refill(vt_tensor tensor, vt_tensor values);
+// Tells memories apart, and how many bytes a tensor's has; 0 after vt_storage_release.
+vt_error *vt_storage_describe(vt_tensor tensor, size_t *id, size_t *bytes);
 // Sets how often autograd takes a tensor for changed: backward refuses values that were saved at another count.
 vt_error *vt_set_version(vt_tensor tensor, int64_t version);
 

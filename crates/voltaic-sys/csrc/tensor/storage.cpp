@@ -39,6 +39,14 @@ vt_error *vt_storage_refill(vt_tensor tensor, vt_tensor values) {
   });
 }
 
+vt_error *vt_storage_describe(vt_tensor tensor, size_t *id, size_t *bytes) {
+  return voltaic::guard([&] {
+    const c10::Storage &storage = tensor->storage();
+    *id = reinterpret_cast<size_t>(storage.unsafeGetStorageImpl());
+    *bytes = storage.nbytes();
+  });
+}
+
 vt_error *vt_set_version(vt_tensor tensor, int64_t version) {
   return voltaic::guard([&] {
     c10::VariableVersion count = tensor->unsafeGetTensorImpl()->version_counter(); // the same one, not a copy

@@ -11,6 +11,8 @@ use super::outcome::config_error;
 use super::request::RunRequest;
 use crate::config::Survey;
 use crate::error::{ConfigError, ConfigProblem};
+use crate::nn::init;
+use crate::trainer::TrainerConfig;
 
 /// A model or data module that is made from configuration keys.
 ///
@@ -144,7 +146,11 @@ impl Registry {
         let class = Class::new::<M, D>(name, batch);
         let (for_build, for_run) = (name.to_owned(), name.to_owned());
         let build = move |request: &RunRequest| {
-            Ok(Box::new(make::<M>("model", &for_build, request)?) as Box<dyn Any>)
+            let make = || make::<M>("model", &for_build, request);
+            let trainer = request.section::<TrainerConfig>("trainer");
+            let divides = trainer.is_ok_and(|trainer| trainer.strategy.may_divide_weights());
+            let model = if divides { init::deferred(make) } else { make() };
+            Ok(Box::new(model?) as Box<dyn Any>)
         };
         let run = move |request: &RunRequest, model: Box<dyn Any>, data: Box<dyn Any>| {
             let mut data = data.downcast::<Box<D>>().map_err(|_| {

@@ -73,5 +73,6 @@ pub use tensor::lists::{
     foreach_mul_tensor, foreach_norm, is_dense, tensor_id,
 };
 pub use tensor::rng::{manual_seed, randperm, rng_state, set_rng_state};
+pub(crate) use tensor::storage::describe_storage;
 pub use tensor::storage::{ReleasableStorage, SharedTensor, set_version};
 pub use threads::{set_thread_num_threads, with_one_thread};

@@ -149,13 +149,14 @@ impl Gpt {
         };
         gpt.transformer.wte.weight = gpt.lm_head.weight.clone();
 
-        for (fqn, tensor) in gpt.state_dict() {
-            if tensor.dim() == 2 {
-                init::normal_(&tensor, 0.0, 0.02)?;
+        for (fqn, parameter) in gpt.named_parameters() {
+            if parameter.dim() == 2 {
+                init::normal_(&parameter, 0.0, 0.02)?;
             } else if fqn.ends_with(".bias") {
-                init::zeros_(&tensor)?;
+                init::zeros_(&parameter)?;
             }
         }
+        init::normal_(&gpt.lm_head.weight, 0.0, 0.02)?; // tied: drawn under each of its names
         let residual_std = 0.02 / (2.0 * n_layer as f64).sqrt();
         for (fqn, parameter) in gpt.named_parameters() {
             if fqn.ends_with("c_proj.weight") {

@@ -19,6 +19,7 @@ use std::f64::consts::SQRT_2;
 
 use tch::Tensor;
 
+use super::deferred;
 use crate::error::Result;
 use crate::nn::check::refuse;
 
@@ -88,12 +89,14 @@ pub fn without_draws<R>(make: impl FnOnce() -> R) -> R {
     make()
 }
 
+pub use super::deferred::deferred;
+
 /// Draws from the uniform distribution over `[low, high)`.
 ///
 /// # Errors
 /// If libtorch refuses, such as for an integer tensor.
 pub fn uniform_(tensor: &Tensor, low: f64, high: f64) -> Result<()> {
-    draw(tensor, |tensor| tensor.f_uniform_(low, high))
+    draw(tensor, move |tensor| tensor.f_uniform_(low, high))
 }
 
 /// Draws from the normal distribution.
@@ -101,7 +104,7 @@ pub fn uniform_(tensor: &Tensor, low: f64, high: f64) -> Result<()> {
 /// # Errors
 /// If libtorch refuses, such as for an integer tensor or a negative `std`.
 pub fn normal_(tensor: &Tensor, mean: f64, std: f64) -> Result<()> {
-    draw(tensor, |tensor| tensor.f_normal_(mean, std))
+    draw(tensor, move |tensor| tensor.f_normal_(mean, std))
 }
 
 /// Draws from the normal distribution, cut off outside `[low, high]` (by inverting its distribution function).
@@ -119,9 +122,9 @@ pub fn trunc_normal_(tensor: &Tensor, mean: f64, std: f64, low: f64, high: f64) 
     let (lower, upper) = (cdf(low)?, cdf(high)?);
     uniform_(tensor, 2.0 * lower - 1.0, 2.0 * upper - 1.0)?;
     fill(tensor, |tensor| tensor.f_erfinv_())?;
-    fill(tensor, |tensor| tensor.f_mul_scalar_(std * SQRT_2))?;
-    fill(tensor, |tensor| tensor.f_add_scalar_(mean))?;
-    fill(tensor, |tensor| tensor.f_clamp_(low, high))
+    fill(tensor, move |tensor| tensor.f_mul_scalar_(std * SQRT_2))?;
+    fill(tensor, move |tensor| tensor.f_add_scalar_(mean))?;
+    fill(tensor, move |tensor| tensor.f_clamp_(low, high))
 }
 
 /// Fills with one value.
@@ -129,7 +132,7 @@ pub fn trunc_normal_(tensor: &Tensor, mean: f64, std: f64, low: f64, high: f64) 
 /// # Errors
 /// If libtorch refuses the value for the tensor's dtype.
 pub fn constant_(tensor: &Tensor, value: f64) -> Result<()> {
-    fill(tensor, |tensor| tensor.f_fill_(value))
+    replace(tensor, move |tensor| tensor.f_fill_(value))
 }
 
 /// Fills with 0.
@@ -137,7 +140,7 @@ pub fn constant_(tensor: &Tensor, value: f64) -> Result<()> {
 /// # Errors
 /// If libtorch refuses, such as for a tensor that may not be written.
 pub fn zeros_(tensor: &Tensor) -> Result<()> {
-    fill(tensor, |tensor| tensor.f_zero_())
+    replace(tensor, |tensor| tensor.f_zero_())
 }
 
 /// Fills with 1.
@@ -206,27 +209,40 @@ pub(super) fn linear_(weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     Ok(())
 }
 
+type Changed = Result<Tensor, tch::TchError>;
+
 /// Changes each number by itself.
-fn fill(tensor: &Tensor, change: impl FnOnce(&mut Tensor) -> Result<Tensor, tch::TchError>) -> Result<()> {
-    let _no_grad = tch::no_grad_guard();
-    let _ = change(&mut tensor.shallow_clone())?;
-    Ok(())
+fn fill(tensor: &Tensor, change: impl Fn(&mut Tensor) -> Changed + Send + Sync + 'static) -> Result<()> {
+    deferred::change(tensor, false, move |tensor| apply(tensor, &change))
+}
+
+/// Gives all numbers values that do not depend on those that they have.
+fn replace(tensor: &Tensor, change: impl Fn(&mut Tensor) -> Changed + Send + Sync + 'static) -> Result<()> {
+    deferred::change(tensor, true, move |tensor| apply(tensor, &change))
 }
 
 /// Replaces all numbers by drawn ones, which do not depend on how the tensor lies in memory.
-fn draw(tensor: &Tensor, change: impl FnOnce(&mut Tensor) -> Result<Tensor, tch::TchError>) -> Result<()> {
+fn draw(tensor: &Tensor, change: impl Fn(&mut Tensor) -> Changed + Send + Sync + 'static) -> Result<()> {
     if !DRAWS.get() {
         return zeros_(tensor);
     }
-    if tensor.is_contiguous() {
-        return fill(tensor, change);
-    }
-    let dense = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
-    fill(&dense, change)?;
-    fill(tensor, |tensor| {
-        tensor.f_copy_(&dense)?;
-        Ok(tensor.shallow_clone())
+    deferred::change(tensor, true, move |tensor| {
+        if tensor.is_contiguous() {
+            return apply(tensor, &change);
+        }
+        let dense = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
+        apply(&dense, &change)?;
+        apply(tensor, &|tensor| {
+            tensor.f_copy_(&dense)?;
+            Ok(tensor.shallow_clone())
+        })
     })
+}
+
+fn apply(tensor: &Tensor, change: &dyn Fn(&mut Tensor) -> Changed) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    let _ = change(&mut tensor.shallow_clone())?;
+    Ok(())
 }
 
 fn fans(function: &'static str, tensor: &Tensor) -> Result<(i64, i64)> {

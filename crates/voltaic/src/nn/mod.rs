@@ -34,6 +34,7 @@ mod buffer;
 mod callable;
 mod calls;
 mod check;
+mod deferred;
 mod field;
 pub mod functional;
 mod gather;

@@ -1,6 +1,6 @@
 //! Parameters: handles to the trained tensors of a module.
 
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -41,6 +41,23 @@ pub trait Gather: fmt::Debug + Send + Sync {
     /// # Errors
     /// Why it cannot be kept.
     fn release(&self, parameter: &Parameter, is_changed: bool) -> Result<()>;
+
+    /// Whether it keeps the weight only until somebody moves it, casts it or keeps it: the weight is gathered first then, and let go.
+    fn is_provisional(&self) -> bool {
+        false
+    }
+}
+
+thread_local!(static MADE: RefCell<Option<Vec<Parameter>>> = const { RefCell::new(None) });
+
+/// Whether to note the parameters that this thread makes, for [`take_made`].
+pub(super) fn note_made(notes: bool) {
+    MADE.set(notes.then(Vec::new));
+}
+
+/// Parameters that this thread has made since this was last called.
+pub(super) fn take_made() -> Vec<Parameter> {
+    MADE.with_borrow_mut(|made| made.as_mut().map(std::mem::take).unwrap_or_default())
 }
 
 /// A trainable tensor of a module.
@@ -109,7 +126,9 @@ impl Parameter {
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
         let shared = Shared { id, flags: AtomicU8::new(0), state: Mutex::default() };
         let tensor = tensor.detach().set_requires_grad(true);
-        Self { tensor, shared: Arc::new(shared), missing: OnceCell::new() }
+        let made = Self { tensor, shared: Arc::new(shared), missing: OnceCell::new() };
+        MADE.with_borrow_mut(|all| all.iter_mut().for_each(|all| all.push(made.clone())));
+        made
     }
 
     /// Tells parameters apart within this process: clones of a handle (tied weights) have the same id.
@@ -225,8 +244,8 @@ impl Parameter {
     /// # Errors
     /// Why it cannot be gathered.
     pub fn lasting(&self) -> Result<Tensor> {
-        if !self.is_kept() {
-            return Ok(self.tensor.f_detach()?);
+        if self.keeper().is_none_or(|keeper| keeper.is_provisional()) {
+            return Ok(self.try_tensor()?.f_detach()?);
         }
         let _no_grad = tch::no_grad_guard();
         self.with_whole(|tensor| {
@@ -241,6 +260,7 @@ impl Parameter {
     /// # Errors
     /// [`ConfigError`] if another one keeps them.
     pub fn attach(&self, keeper: Arc<dyn Gather>) -> Result<()> {
+        self.end_provisional()?;
         let mut state = self.state();
         if state.keeper.is_some() {
             drop(state);
@@ -340,10 +360,20 @@ impl Parameter {
 
     /// An error if a strategy keeps the values, so that they cannot be moved or cast.
     pub(super) fn refuse_if_kept(&self) -> Result<()> {
+        self.end_provisional()?;
         if !self.is_kept() {
             return Ok(());
         }
         Err(self.lost("its strategy keeps the values, which cannot be moved or cast meanwhile"))
+    }
+
+    /// Gathers a weight whose keeper is provisional, which lets it go.
+    pub(crate) fn end_provisional(&self) -> Result<()> {
+        if !self.keeper().is_some_and(|keeper| keeper.is_provisional()) {
+            return Ok(());
+        }
+        self.fetch()?;
+        self.detach_keeper()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -233,6 +233,14 @@ impl StrategyConfig {
         }
     }
 
+    /// Whether it may divide the weights, so that a module should be made without memory for all of them.
+    pub(crate) fn may_divide_weights(&self) -> bool {
+        match self {
+            Self::Name(name) => ["zero3", "stage_3"].iter().any(|end| name.to_lowercase().ends_with(end)),
+            Self::Class(_) => self.is_deepspeed(),
+        }
+    }
+
     /// The strategy for `num_ranks` ranks of an accelerator, whose first device is given.
     pub(crate) fn resolve(
         &self,

@@ -5,6 +5,7 @@
 mod beyond;
 mod command;
 mod deepspeed;
+mod deferred;
 mod faults;
 mod half;
 mod ladder;

@@ -96,6 +96,16 @@ impl ReleasableStorage {
     }
 }
 
+/// What tells the memory of a tensor from others' while it lives, and how many bytes it has: 0 if it was released.
+pub(crate) fn describe_storage(tensor: &Tensor) -> Result<(usize, usize), TorchError> {
+    let (mut id, mut bytes) = (0, 0);
+    // SAFETY: the tensor is borrowed for the call; the out-pointers are valid.
+    check("describe storage", unsafe {
+        sys::vt_storage_describe(tensor.as_ptr().cast_mut(), &mut id, &mut bytes)
+    })?;
+    Ok((id, bytes))
+}
+
 /// Sets how often autograd takes a tensor, and all that share its count, for changed in place
 /// (`torch._C._autograd._unsafe_set_version_counter`): a backward pass refuses what was saved at another count.
 ///

@@ -65,7 +65,7 @@ impl Unit {
         let _no_grad = tch::no_grad_guard();
         let flat = layout.empty_flat(layout.kind)?;
         for (place, mut view) in layout.places.iter().zip(layout.views(&flat)?) {
-            view.f_copy_(place.parameter.leaf())?;
+            view.f_copy_(place.parameter.try_tensor()?)?;
             place.parameter.set_data(&view)?;
         }
         let part = layout.part(&flat, rank)?;
