@@ -71,7 +71,7 @@ impl Machine {
         }
     }
 
-    /// Whether all instructions and libraries that another has are here. The width of units is no instruction.
+    /// Whether all instructions and libraries that another has are here. The width of units does not count as one.
     pub fn can_stand_in_for(&self, other: &Self) -> bool {
         let pairs = [
             (self.has_vectors, other.has_vectors),

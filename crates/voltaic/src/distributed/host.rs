@@ -30,7 +30,7 @@ pub(super) fn host_name() -> String {
 }
 
 /// Where Gloo listens: on the interface that `GLOO_SOCKET_IFNAME` names, else on the one from which this host reaches
-/// the rendezvous. The host's own name is no good guide, since it often stands for a loopback address.
+/// the rendezvous. The host's own name does not help, since it often stands for a loopback address.
 pub(super) fn gloo_interface(named: Option<String>, host: &str, port: u16) -> Result<GlooInterface, String> {
     use std::net::UdpSocket;
     if let Some(name) = named {

@@ -45,7 +45,7 @@ pub(in crate::checkpoint) fn is_own_folder(path: &Path) -> bool {
 }
 
 /// Removes the files of a checkpoint in a folder, and the folder if nothing else is in it. The index goes first, so that what
-/// is left of an interrupted removal is no checkpoint.
+/// is left of an interrupted removal is not a checkpoint.
 ///
 /// # Errors
 /// [`Error::Io`] if a file cannot be removed; that the folder is gone already is not an error.
@@ -68,7 +68,7 @@ pub(in crate::checkpoint) fn remove_folder(path: &Path) -> Result<()> {
 /// Removes the checkpoint at `path` if it is a folder; `None` if it is none.
 ///
 /// # Errors
-/// [`Error::Io`] if the folder is no checkpoint, or cannot be removed.
+/// [`Error::Io`] if the folder is not a checkpoint, or cannot be removed.
 pub(in crate::checkpoint) fn remove_if_folder(path: &Path) -> Option<Result<()>> {
     if !path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
         return None;

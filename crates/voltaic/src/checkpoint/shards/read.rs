@@ -44,7 +44,7 @@ impl Shards {
     /// Reads the index.
     ///
     /// # Errors
-    /// If the folder is no checkpoint; if the index is damaged, or of a later version.
+    /// If the folder is not a checkpoint; if the index is damaged, or of a later version.
     pub(crate) fn open(folder: &Path) -> Result<Self> {
         let name = folder.join(INDEX);
         if !name.exists() {

@@ -81,7 +81,7 @@ impl Store {
     /// Connects to the server at `host:port`, which is started first if `server` says where it listens. Returns the store
     /// and the server's port.
     ///
-    /// Has no end of its own if what answers is no store: call it with a limit.
+    /// Never returns if what answers is not a store: call it with a limit.
     ///
     /// # Errors
     /// libtorch's, if there is no server within `timeout`, or the port is taken.

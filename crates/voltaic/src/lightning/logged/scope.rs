@@ -46,7 +46,7 @@ pub(crate) enum Level {
     Denied,
     Step,
     Epoch,
-    /// As `Epoch`, and step values make no sense.
+    /// As `Epoch`; values of single steps are refused.
     EpochOnly,
 }
 

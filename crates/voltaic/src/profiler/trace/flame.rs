@@ -29,12 +29,17 @@ pub(super) fn stacks(profile: &Profile, metric: Metric) -> BTreeMap<Vec<&str>, i
     let mut stacks: BTreeMap<Vec<&str>, i64> = BTreeMap::new();
     match metric {
         Metric::Host => {
-            for (at, own) in nest.own_ns().into_iter().enumerate() {
-                let mut names: Vec<&str> =
-                    nest.ancestors(at).map(|at| nest.nodes[at].event.name.as_str()).collect();
-                names.reverse();
-                names.retain(|name| !name.starts_with(STEP));
-                *stacks.entry(names).or_default() += own;
+            let mut own_ns = nest.own_ns();
+            let kernels = profile.activities.iter().filter(|activity| activity.row == ActivityRow::Kernels);
+            for kernel in kernels {
+                let Some(at) = nest.innermost(kernel.thread, kernel.start_ns) else { continue };
+                let mut names = stack(&nest, at);
+                names.push(&kernel.name);
+                *stacks.entry(names).or_default() += kernel.duration_ns;
+                own_ns[at] = (own_ns[at] - kernel.duration_ns).max(0);
+            }
+            for (at, own) in own_ns.into_iter().enumerate() {
+                *stacks.entry(stack(&nest, at)).or_default() += own;
             }
         }
         Metric::Device => {
@@ -67,6 +72,14 @@ pub(super) fn stacks(profile: &Profile, metric: Metric) -> BTreeMap<Vec<&str>, i
     stacks
 }
 
+/// The names from the outermost to a node, without steps.
+fn stack<'a>(nest: &Nest<'a>, at: usize) -> Vec<&'a str> {
+    let mut names: Vec<&str> = nest.ancestors(at).map(|at| nest.nodes[at].event.name.as_str()).collect();
+    names.reverse();
+    names.retain(|name| !name.starts_with(STEP));
+    names
+}
+
 /// Lines such as `step;linear;addmm 12`, in microseconds, which `flamegraph.pl`, inferno and speedscope read.
 pub(super) fn folded(profile: &Profile, metric: Metric) -> String {
     let mut text = String::new();
@@ -84,6 +97,7 @@ pub(super) fn folded(profile: &Profile, metric: Metric) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ffi::Activity;
     use crate::profiler::trace::nest::event;
 
     #[test]
@@ -98,5 +112,23 @@ mod tests {
         let profile = Profile { events, ..Profile::default() };
         assert_eq!(folded(&profile, Metric::Host), "step 5000\nstep;linear 4000\nstep;linear;addmm 1000\n");
         assert_eq!(folded(&profile, Metric::Device), "");
+    }
+
+    #[test]
+    fn kernels_have_their_time_below_the_operator_that_they_serve() {
+        let kernel = Activity {
+            name: "voltaic::product (Gemm)".to_owned(),
+            details: String::new(),
+            launch_ns: 0,
+            start_ns: 1_000_000,
+            duration_ns: 3_000_000,
+            row: ActivityRow::Kernels,
+            device: None,
+            thread: 1,
+            system_thread: 1,
+        };
+        let events = vec![event("addmm", 0, 5_000_000, 1)];
+        let profile = Profile { events, activities: vec![kernel], ..Profile::default() };
+        assert_eq!(folded(&profile, Metric::Host), "addmm 2000\naddmm;voltaic::product (Gemm) 3000\n");
     }
 }

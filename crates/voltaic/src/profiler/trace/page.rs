@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::flame::{Metric, stacks};
 use super::lanes::{Base, place, row_name};
 use super::nest::{Nest, Node};
-use crate::ffi::{Activity, ActivityRow, EventScope, MemoryChange, Profile};
+use crate::ffi::{Activity, ActivityRow, EventScope, KERNELS, MemoryChange, Profile};
 
 const PAGE: &str = include_str!("../../../assets/profile/page.html");
 const ECHARTS: &str = include_str!("../../../assets/echarts/echarts.min.js");
@@ -59,6 +59,7 @@ struct Slice<'a> {
 
 fn kind_of(node: &Node<'_>) -> Kind {
     match node.event.scope {
+        _ if node.event.name.starts_with(KERNELS) => Kind::Kernel,
         EventScope::Range => Kind::Range,
         EventScope::Backward => Kind::Backward,
         EventScope::Operator | EventScope::Other => Kind::Operator,
@@ -198,8 +199,10 @@ fn flame<'a>(profile: &'a Profile, nest: &Nest<'a>, names: &mut Names<'a>) -> Ve
         }
         at.own_ns += own_ns;
     }
+    let kinds = nest.nodes.iter().map(|node| (node.event.name.as_str(), kind_of(node)));
+    let kernels = profile.activities.iter().filter(|activity| activity.row == ActivityRow::Kernels);
     let kinds: HashMap<&str, Kind> =
-        nest.nodes.iter().map(|node| (node.event.name.as_str(), kind_of(node))).collect();
+        kinds.chain(kernels.map(|kernel| (kernel.name.as_str(), Kind::Kernel))).collect();
     let micros = |ns: i64| ns as f64 / 1e3;
     let mut boxes: Vec<(i64, Value)> = Vec::new();
     let mut open: Vec<(usize, i64, &str, &Flame<'_>)> = Vec::new();
