@@ -89,10 +89,13 @@ struct Values {
     version: i64,
 }
 
+/// Writes values to a tensor.
+type Change = dyn Fn(&Tensor) -> Result<()> + Send + Sync;
+
 struct Step {
     /// Of the generator, before.
     rng: Tensor,
-    change: Arc<dyn Fn(&Tensor) -> Result<()> + Send + Sync>,
+    change: Arc<Change>,
 }
 
 impl fmt::Debug for Values {

@@ -159,7 +159,9 @@ impl MemoryOrder {
         match self {
             Self::Rows => ALIGN,
             Self::Permuted { row_len, .. } => {
-                let shared = (1..=ALIGN).rev().find(|divisor| ALIGN % divisor == 0 && row_len % divisor == 0);
+                let shared = (1..=ALIGN)
+                    .rev()
+                    .find(|divisor| ALIGN.is_multiple_of(*divisor) && row_len.is_multiple_of(*divisor));
                 row_len * ALIGN / shared.unwrap_or(1)
             }
         }
@@ -245,7 +247,7 @@ fn place(sizes: &[Size], part_len: usize) -> Result<(Vec<usize>, usize), usize> 
             if cut + part_len < start + numel && !part_len.is_multiple_of(step) {
                 return Err(step);
             }
-            if cut < start + numel && (cut - start) % step > 0 {
+            if cut < start + numel && !(cut - start).is_multiple_of(step) {
                 return Err(step); // it starts with a part, and is longer
             }
         }
