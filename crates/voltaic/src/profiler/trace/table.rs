@@ -189,18 +189,20 @@ impl Averages {
         replayed.sort_by_key(|operator| (operator.thread, operator.start_ns));
         for kernel in of_row(ActivityRow::Kernels) {
             let at = (kernel.thread, kernel.start_ns);
-            let around = nest.innermost(at.0, at.1).map(|around| nest.nodes[around].event);
-            if let Some(event) = around.filter(|event| event.scope != EventScope::Range) {
-                self.add_kernel(&event.name, &event.shapes, &kernel.name);
-                continue;
-            }
             let begun = replayed.partition_point(|operator| (operator.thread, operator.start_ns) <= at);
             let last = begun.checked_sub(1).map(|last| replayed[last]);
             let is_around = |operator: &&Activity| {
                 operator.thread == at.0 && operator.start_ns + operator.duration_ns >= at.1
             };
-            if let Some(operator) = last.filter(is_around) {
-                self.add_kernel(&operator.name, "", &kernel.name);
+            let around = nest.innermost(at.0, at.1).map(|around| nest.nodes[around].event);
+            let called = around.filter(|event| event.scope != EventScope::Range);
+            match (last.filter(is_around), called) {
+                // libtorch's clock may be some microseconds apart, the operator's here is the kernel's
+                (Some(operator), called) if called.is_none_or(|event| event.name != operator.name) => {
+                    self.add_kernel(&operator.name, "", &kernel.name);
+                }
+                (_, Some(event)) => self.add_kernel(&event.name, &event.shapes, &kernel.name),
+                (_, None) => {}
             }
         }
         for node in nest.nodes.iter().filter(|node| node.event.name.starts_with(KERNELS)) {

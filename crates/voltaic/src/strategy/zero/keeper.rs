@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::Tensor;
 
 use super::reducer::Reducer;
-use crate::error::{ConfigError, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
 use crate::nn::{CallWatcher, Gather, ModuleCall, ModuleHooks, Parameter, RemovableHandle};
 
@@ -119,4 +119,17 @@ pub(super) fn watch(
         handles.push(hooks.register_backward_pre_hook_if_called(fqn.as_str(), gather));
     }
     handles
+}
+
+/// What a backward pass says that meets weights which are not there: their count of changes is another one then.
+pub(super) fn explained(error: Error) -> Error {
+    if !error.to_string().contains("modified by an inplace operation") {
+        return error;
+    }
+    let what = format!(
+        "backward needs a weight that is not in memory: what was computed with it reaches the loss, but not by the outputs of its \
+         module, or it was computed before the last optimizer step ({error})"
+    );
+    let remedy = "return from a module what the loss is computed from, or let the weight stay whole (param_persistence_threshold)";
+    ConfigError::new("trainer.strategy", what, remedy).into()
 }

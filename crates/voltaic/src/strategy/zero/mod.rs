@@ -25,14 +25,14 @@ use super::votes::Votes;
 use crate::checkpoint::Part;
 use crate::device::Device;
 use crate::distributed::{ProcessGroup, ReduceOp, World};
-use crate::error::{ConfigError, Error, Result};
+use crate::error::{ConfigError, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
 use crate::optim::{ConfiguredOptimizer, DividedLeaves, GradShare, Optimizer, OptimizerState, Optimizers};
 use crate::precision::{LossScaler, Precision, StaticLossScaler};
 use config::{ZeroConfig, ZeroStage};
 use flat::{Layout, assign};
-use keeper::{Keeper, watch};
+use keeper::{Keeper, explained, watch};
 use optimizer::{ZeroOptimizer, part_of_state, whole_state};
 use reducer::Reducer;
 use report::Held;
@@ -243,19 +243,6 @@ fn move_buffers(module: &dyn Module, device: tch::Device, dtype: Option<Kind>) -
         buffer.set_data(&dtype.map_or_else(|| Ok(moved.shallow_clone()), |dtype| moved.f_to_kind(dtype))?)?;
     }
     Ok(())
-}
-
-/// What a backward pass says that meets weights which are not there: their count of changes is another one then.
-fn explained(error: Error) -> Error {
-    if !error.to_string().contains("modified by an inplace operation") {
-        return error;
-    }
-    let what = format!(
-        "backward needs a weight that is not in memory: what was computed with it reaches the loss, but not by the outputs of its \
-         module, or it was computed before the last optimizer step ({error})"
-    );
-    let remedy = "return from a module what the loss is computed from, or let the weight stay whole (param_persistence_threshold)";
-    ConfigError::new("trainer.strategy", what, remedy).into()
 }
 
 /// The module that a parameter is a direct member of.
