@@ -13,7 +13,7 @@ use voltaic::{Module, Result, Tensor};
 
 use crate::ladder::gpt;
 use crate::models::{Batch, Cnn, Kernels, Odd, Small, all_loaders, loaders, tokens};
-use crate::ranks::{Body, assert_same, on_ranks, on_ranks_in_turn, silent, weights};
+use crate::ranks::{Body, assert_same, assert_within, on_ranks, on_ranks_in_turn, silent, weights};
 use crate::stage3::divided;
 
 const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
@@ -195,7 +195,7 @@ fn any_number_of_ranks_goes_on() {
     on_ranks_in_turn("shards::any_number_of_ranks_goes_on", &turns);
 }
 
-/// Kernels with the channels last, cut in another place by each number of ranks; with as many also in a window that is open.
+/// Kernels with the channels last, cut in another place by each number of ranks; also in a window that is open.
 fn kernels(stage: &str, ranks: usize, folder: &Path) -> TrainerBuilder {
     staged(ranks, stage, folder).accumulate_grad_batches(2_u64)
 }
@@ -218,8 +218,7 @@ fn leave_kernels(ranks: usize, folder: &Path) {
 }
 
 fn go_on_with_kernels(ranks: usize, folder: &Path) {
-    let windows = if ranks == 2 { &WINDOWS[..] } else { &WINDOWS[..1] };
-    for (saved, window) in STAGES.iter().flat_map(|saved| windows.iter().map(move |window| (saved, window))) {
+    for (saved, window) in STAGES.iter().flat_map(|saved| WINDOWS.map(move |window| (saved, window))) {
         let path = folder.join(format!("{saved}-{window}.ckpt"));
         for stage in STAGES {
             let run = |path: &Path| {
@@ -230,7 +229,9 @@ fn go_on_with_kernels(ranks: usize, folder: &Path) {
                 weights(&net)
             };
             let expected = run(&path.with_extension("file.ckpt"));
-            assert_same(&format!("{saved} {window} to {stage} on {ranks}"), &run(&path), &expected);
+            // in a file each rank has the window's mean, which three ranks divide again
+            let limit = if window == "open" && ranks == 3 { 1e-6 } else { 0.0 };
+            assert_within(&format!("{saved} {window} to {stage} on {ranks}"), &run(&path), &expected, limit);
         }
     }
 }

@@ -249,15 +249,18 @@ struct OwnPart {
 }
 
 /// `first` and `logged` are rank 0's, `ranks` the others'. A rank that the saved run did not have goes on from rank 0's
-/// random state, and has counted nothing: each batch counts at most once.
+/// random state, and has counted nothing: each batch counts at most once. Gradients keep their mean over the ranks.
 fn own_part(
     world: &World,
-    first: RankState,
-    ranks: Vec<RankState>,
+    mut first: RankState,
+    mut ranks: Vec<RankState>,
     logged: Value,
     path: &Path,
 ) -> Result<OwnPart> {
     let saved = ranks.len() + 1;
+    let all_grads =
+        std::iter::once(&mut first).chain(&mut ranks).map(|state| std::mem::take(&mut state.grads));
+    let grads = grads_with_same_mean(world, all_grads.collect())?;
     if saved != world.world_size && world.is_global_zero() {
         tracing::info!("{} is of {saved} rank(s), this run has {}", path.display(), world.world_size);
     }
@@ -268,16 +271,37 @@ fn own_part(
         })
     };
     let own = world.rank.checked_sub(1).map(|index| ranks.into_iter().nth(index));
-    let RankState { grads, metrics, rng, logged } = match own {
+    let RankState { metrics, rng, logged, .. } = match own {
         None => RankState { logged, ..first },
         Some(None) => {
             let logged = of_rank(0, logged)?.without_open_epoch();
-            return Ok(OwnPart { logged, metrics: Vec::new(), grads: Vec::new(), rng: first.rng });
+            return Ok(OwnPart { logged, metrics: Vec::new(), grads, rng: first.rng });
         }
         Some(Some(own)) => own,
     };
     let logged = of_rank(world.rank, logged)?;
     Ok(OwnPart { logged, metrics, grads, rng })
+}
+
+/// This rank's gradients of those that the ranks of a run had, such that their mean over this run's ranks is the same.
+fn grads_with_same_mean(
+    world: &World,
+    mut saved: Vec<Vec<(String, tch::Tensor)>>,
+) -> Result<Vec<(String, tch::Tensor)>> {
+    let (count, ranks) = (saved.len(), world.world_size);
+    if count == ranks {
+        return Ok(saved.swap_remove(world.rank));
+    }
+    let _no_grad = tch::no_grad_guard();
+    let mut sums: Vec<(String, tch::Tensor)> = Vec::new();
+    for (name, grad) in saved.into_iter().skip(world.rank).step_by(ranks).flatten() {
+        let grad = grad.f_mul_scalar(ranks as f64 / count as f64)?;
+        match sums.iter_mut().find(|(known, sum)| *known == name && sum.size() == grad.size()) {
+            Some((_, sum)) => *sum = sum.f_add(&grad)?,
+            None => sums.push((name, grad)),
+        }
+    }
+    Ok(sums)
 }
 
 impl Resumed {
