@@ -86,7 +86,7 @@ impl StepClock {
             self.first_step_at = now.as_secs_f64();
         }
         self.starts.push(Instant::now());
-        self.cpu_secs.push(cpu_secs().unwrap_or(f64::NAN));
+        self.cpu_secs.push(cpu_secs());
     }
 
     /// Steps begun so far.
@@ -125,13 +125,9 @@ impl StepClock {
 }
 
 /// User and system time of this process, in seconds.
-fn cpu_secs() -> Option<f64> {
-    const TICKS_PER_SEC: f64 = 100.0;
-    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
-    // after the name in brackets: the 12th and the 13th
-    let mut fields = stat.rsplit(')').next()?.split_whitespace().skip(11);
-    let mut ticks = || fields.next()?.parse::<f64>().ok();
-    Some((ticks()? + ticks()?) / TICKS_PER_SEC)
+fn cpu_secs() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + 1e-9 * time.tv_nsec as f64
 }
 
 /// Peak of this process's resident memory, in bytes.
