@@ -6,12 +6,12 @@ use voltaic::checkpoint::{read_weights, write_weights};
 use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{Callable, Linear, ModuleExt};
 use voltaic::optim::{Optimizers, Sgd};
-use voltaic::strategy::{Strategy, Zero, ZeroConfig, ZeroStage};
 use voltaic::{Device, Kind, Module, Tensor};
 
 use crate::models::{Batch, loaders, numbered};
 use crate::ranks::{assert_same, folder_of_rank, output, silent, weights};
 use crate::shards::sorted;
+use crate::stage3::bare;
 
 const WIDTH: i64 = 512;
 
@@ -48,20 +48,7 @@ impl LightningModule for Deep {
 
 fn train(ranks: usize, folder: &Path) {
     let is_divided = std::env::var("VOLTAIC_TEST_STRATEGY").unwrap() == "zero3";
-    let builder = silent(ranks, "ddp", folder);
-    let builder = if is_divided {
-        builder.strategy(|world| {
-            let config = ZeroConfig {
-                param_persistence_threshold: 0,
-                prefetch_bucket_size: 0,
-                max_reuse_distance: 0,
-                ..ZeroConfig::of_stage(ZeroStage::Three)
-            };
-            Ok(Box::new(Zero::new(world, config)) as Box<dyn Strategy>)
-        })
-    } else {
-        builder
-    };
+    let builder = if is_divided { bare(ranks, folder) } else { silent(ranks, "ddp", folder) };
     let mut net = Deep::new();
     let mut trainer = builder.accelerator("hpu").max_epochs(1).build().unwrap();
     if let Err(error) = trainer.fit(&mut net, &mut loaders(16)) {

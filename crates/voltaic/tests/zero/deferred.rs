@@ -8,12 +8,11 @@ use voltaic::ffi::manual_seed;
 use voltaic::models::{Gpt, GptConfig};
 use voltaic::module::HookContext;
 use voltaic::nn::{ModuleExt, init};
-use voltaic::strategy::{Strategy, Zero, ZeroConfig, ZeroStage};
-use voltaic::trainer::TrainerBuilder;
 use voltaic::{Module, Tensor};
 
 use crate::models::tokens;
 use crate::ranks::{assert_same, on_ranks, output, silent, weights};
+use crate::stage3::bare;
 
 /// Large enough for the process around it: 50 MB of weights, in modules of 4 MB at most.
 fn large() -> Gpt {
@@ -26,19 +25,6 @@ fn small() -> Gpt {
     let config =
         GptConfig { vocab_size: 61, block_size: 16, n_layer: 2, n_head: 2, n_embd: 128, ..GptConfig::tiny() };
     Gpt::new(config).unwrap()
-}
-
-/// Keeps as little as stage 3 can.
-fn frugal(ranks: usize, folder: &Path) -> TrainerBuilder {
-    silent(ranks, "zero3", folder).strategy(|world| {
-        let config = ZeroConfig {
-            param_persistence_threshold: 0,
-            prefetch_bucket_size: 0,
-            max_reuse_distance: 0,
-            ..ZeroConfig::of_stage(ZeroStage::Three)
-        };
-        Ok(Box::new(Zero::new(world, config)) as Box<dyn Strategy>)
-    })
 }
 
 /// The module, and a number drawn after it.
@@ -54,7 +40,7 @@ fn weights_are_those_that_are_drawn_at_once() {
         for strategy in ["zero3", "zero1", "ddp"] {
             let run = |(mut net, next): (Gpt, f64)| {
                 let builder =
-                    if strategy == "zero3" { frugal(ranks, folder) } else { silent(ranks, strategy, folder) };
+                    if strategy == "zero3" { bare(ranks, folder) } else { silent(ranks, strategy, folder) };
                 let mut trainer = builder.max_epochs(1).build().unwrap();
                 trainer.fit(&mut net, &mut tokens(8)).unwrap();
                 (weights(&net), next)
@@ -93,8 +79,7 @@ fn the_host_never_holds_all_weights() {
     let test = "deferred::the_host_never_holds_all_weights";
     let run = |ranks: usize, folder: &Path| {
         let at_start = Arc::new(Mutex::new(0));
-        let mut trainer =
-            frugal(ranks, folder).max_steps(1).callback(Peak(at_start.clone())).build().unwrap();
+        let mut trainer = bare(ranks, folder).max_steps(1).callback(Peak(at_start.clone())).build().unwrap();
         drop(small());
         let before = peak();
         let defers = std::env::var(DEFERS).is_ok();
