@@ -1,19 +1,22 @@
 //! What DeepSpeed's tests assert that the other files do not, with their numbers: `TestZeroToFP32`, `test_zero_user_backward`,
-//! `test_zero_coalesce_grad_reduction`, `test_coalesced_collectives`, and lightning-habana's precision of 1e-2.
+//! `test_zero_coalesce_grad_reduction`, `test_coalesced_collectives`, and lightning-habana's precision of 1e-2 and final loss.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Mutex;
 
 use serde_json::json;
 use voltaic::Module;
 use voltaic::checkpoint::read_weights;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::{HookContext, LightningModule, StepContext};
-use voltaic::nn::Parameter;
-use voltaic::optim::{Interval, Optimizers, Sgd};
+use voltaic::nn::{Callable, Parameter};
+use voltaic::optim::{AdamW, Interval, LambdaLr, LrSchedulerSpec, Optimizers, Sgd};
 use voltaic::strategy::DeepSpeedStrategy;
 use voltaic::{Kind, Tensor};
 
 use crate::models::{Batch, Odd, Small, all_loaders, loaders};
+use crate::partitioning::Times;
 use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
 use crate::shards::{SaveAfter, sorted, staged};
 
@@ -165,6 +168,87 @@ fn two_ranks_lose_little_in_16_bits() {
     on_ranks("deepspeed::two_ranks_lose_little_in_16_bits", 2, low_precision);
 }
 
+/// Four multiplications of ones by ones, which should become zeros.
+#[derive(Module)]
+struct Factors {
+    layers: Vec<Times>,
+    /// The rates of a DeepSpeed whose schedule begins after the first step.
+    #[module(skip)]
+    older: bool,
+    #[module(skip)]
+    losses: Mutex<Vec<f64>>,
+}
+
+impl LightningModule for Factors {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let mut out = x.shallow_clone();
+        for layer in &self.layers {
+            out = layer.call(&out)?;
+        }
+        let loss = (y - out).to_kind(Kind::Float).abs().sum(Kind::Float) / 1000.0;
+        self.losses.lock().unwrap().push(loss.double_value(&[]));
+        ctx.log("train_loss", &loss);
+        Ok(loss)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        let optimizers = Optimizers::new(AdamW::new(0.001));
+        if !self.older {
+            return Ok(optimizers);
+        }
+        let factors = [1.0, 20.0, 27.5, 35.0, 42.5];
+        let schedule = LrSchedulerSpec::new(LambdaLr::new(move |step| factors[step as usize]));
+        Ok(optimizers.scheduler(schedule.interval(Interval::Step)))
+    }
+}
+
+/// lightning-habana's `test_lightning_model` without offload and checkpointing, beside what DeepSpeed 0.19.8 does: see
+/// fixtures/deepspeed/make_factors.py. 16 samples that all ranks see, two batches of two a step, in bfloat16, with a schedule whose
+/// warm-up is longer than all of it.
+fn final_loss(ranks: usize, folder: &Path) {
+    let peer: BTreeMap<String, Vec<f64>> =
+        serde_json::from_str(include_str!("../fixtures/deepspeed/factors.json")).unwrap();
+    for stage in 1..=3 {
+        for (older, schedule) in [(false, "own"), (true, "older")] {
+            let settings = json!({
+                "train_batch_size": 4 * ranks, "train_micro_batch_size_per_gpu": 2,
+                "bf16": {"enabled": true}, "fp16": {"enabled": false},
+                "scheduler": {"type": "WarmupDecayLR", "params": {
+                    "warmup_min_lr": 0.02, "warmup_max_lr": 0.05, "warmup_num_steps": 4, "total_num_steps": 2,
+                    "warmup_type": "linear",
+                }},
+                "zero_allow_untested_optimizer": true, "zero_force_ds_cpu_optimizer": false,
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            });
+            let ones = |_| Times { weight: Parameter::new(Tensor::ones([10], CPU)) };
+            let mut net = Factors { layers: (0..4).map(ones).collect(), older, losses: Mutex::default() };
+            let data = (Tensor::ones([16, 10], CPU), Tensor::zeros([16, 10], CPU));
+            let train = DataLoader::new(TensorDataset::new(data).unwrap()).batch_size(2).build().unwrap();
+            let builder = silent(ranks, "auto", folder).accelerator("hpu").precision("bf16-mixed");
+            let builder = builder.strategy(DeepSpeedStrategy::settings(settings)).fast_dev_run(10_u64);
+            let builder = builder.use_distributed_sampler(false).accumulate_grad_batches(2_u64);
+            let mut trainer = builder.build().unwrap();
+            trainer.fit(&mut net, &mut Loaders::new().train(train)).unwrap();
+            let name = format!("stage {stage} {schedule}");
+            assert_eq!(net.losses.into_inner().unwrap(), peer[&name], "{name}, {ranks} ranks");
+            let last = trainer.metric("train_loss").unwrap();
+            assert!(!older || (last - 0.0164).abs() <= 4e-4, "{name}, {ranks} ranks: {last}");
+        }
+    }
+}
+
+#[test]
+fn one_rank_ends_with_the_loss_of_lightning_habana() {
+    on_ranks("deepspeed::one_rank_ends_with_the_loss_of_lightning_habana", 1, final_loss);
+}
+
+#[test]
+fn two_ranks_end_with_the_loss_of_lightning_habana() {
+    on_ranks("deepspeed::two_ranks_end_with_the_loss_of_lightning_habana", 2, final_loss);
+}
+
 /// Gives so many optimizers.
 #[derive(Module)]
 struct Gives {
@@ -173,7 +257,7 @@ struct Gives {
     count: usize,
     /// Name and rate of the optimizer of a run, and when its schedule is stepped.
     #[module(skip)]
-    seen: std::sync::Mutex<Vec<(String, f64, Option<Interval>)>>,
+    seen: Mutex<Vec<(String, f64, Option<Interval>)>>,
 }
 
 impl LightningModule for Gives {

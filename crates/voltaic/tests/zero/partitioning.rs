@@ -22,8 +22,8 @@ const CPU: (Kind, tch::Device) = (Kind::Float, tch::Device::Cpu);
 
 /// Multiplies by its weight.
 #[derive(Module)]
-struct Times {
-    weight: Parameter,
+pub struct Times {
+    pub weight: Parameter,
 }
 
 impl Forward for Times {
