@@ -201,7 +201,8 @@ pub fn clip_grad_value<'a>(params: impl IntoIterator<Item = &'a Tensor>, clip_va
 
 fn grads_of<'a>(params: impl IntoIterator<Item = &'a Tensor>) -> Result<TensorList> {
     let mut grads = TensorList::new([])?;
-    grads.fill_with_grads(&TensorList::new(params)?)?;
+    // the largest element of none is an error of libtorch's
+    grads.fill_with_grads(&TensorList::new(params.into_iter().filter(|leaf| leaf.numel() > 0))?)?;
     Ok(grads)
 }
 

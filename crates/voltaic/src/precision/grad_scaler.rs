@@ -113,7 +113,8 @@ impl GradScaler {
 
 /// Multiplies the gradients of parameters by `inverse`, in place, and says whether all of them are finite.
 pub(crate) fn unscale_grads<'a>(params: impl IntoIterator<Item = &'a Tensor>, inverse: f64) -> Result<bool> {
-    let grads: Vec<Tensor> = params.into_iter().map(Tensor::grad).filter(Tensor::defined).collect();
+    let grads = params.into_iter().map(Tensor::grad).filter(|grad| grad.defined() && grad.numel() > 0);
+    let grads: Vec<Tensor> = grads.collect();
     let Some(first) = grads.first() else { return Ok(true) };
     let list = ffi::TensorList::new(&grads)?;
     if inverse != 1.0 {
@@ -147,6 +148,7 @@ mod tests {
         }
         let without = Tensor::zeros([1], (Kind::Float, tch::Device::Cpu));
         assert!(scaler.unscale([&without]).unwrap(), "nothing to scale");
+        assert!(scaler.unscale([&a, &with_grad(&[])]).unwrap(), "no element");
     }
 
     #[test]

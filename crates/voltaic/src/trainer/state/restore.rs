@@ -215,8 +215,10 @@ fn restore_divided<M: LightningModule>(
         let mut state = OptimizerState { tensors: Vec::new(), groups };
         let mut parts = Vec::new();
         for (name, key) in shards.optimizer_states(index) {
-            let fqn = key.split_once('.').map_or("", |(_, fqn)| fqn);
-            match divided.state_portion(fqn).filter(|_| !shards.is_number(name)) {
+            let (kind, fqn) = key.split_once('.').unwrap_or(("", ""));
+            // of a parameter without dimensions all states have the shape of a number
+            let is_like = |shape: &[i64]| !shards.is_number(name) || (shape.is_empty() && kind != "step");
+            match divided.state_portion(fqn).filter(|portion| is_like(&portion.shape)) {
                 Some(portion) => {
                     let part = shards.part(name, &portion.shape, portion.range)?;
                     parts.push(Part { name: key.to_owned(), ..part });
