@@ -9,9 +9,10 @@ use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::build_groups;
 use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroupSpec, SavedGroup};
 use super::problems::Problems;
+use super::replay::Rate;
 use super::setters::setters;
 use crate::error::Result;
-use crate::ffi::{AdamLists, AdamOptions, LearningRate, TensorList};
+use crate::ffi::{AdamLists, AdamOptions, TensorList};
 
 macro_rules! adam_config {
     ($(#[$doc:meta])* $name:ident, $weight_decay:literal, $decoupled:literal, $(#[$decay_doc:meta])*) => {
@@ -193,9 +194,9 @@ impl Settings {
     }
 }
 
-struct AdamRule {
-    name: &'static str,
-    decoupled: bool,
+pub(super) struct AdamRule {
+    pub(super) name: &'static str,
+    pub(super) decoupled: bool,
 }
 
 const EXP_AVG: usize = 0;
@@ -207,7 +208,7 @@ const STEP: usize = 3;
 const LATE: f64 = 1e30;
 
 /// What the kernel takes.
-struct Lists {
+pub(super) struct Lists {
     lists: AdamLists,
     is_corrected: bool,
 }
@@ -276,13 +277,13 @@ impl Rule for AdamRule {
     fn update(
         &self,
         group: &ParamGroup,
-        lr: LearningRate<'_>,
+        rate: Rate<'_>,
         Lists { lists, .. }: &mut Lists,
         grads: &mut TensorList,
     ) -> Result<()> {
         let GroupOptions::Adam { betas, eps, amsgrad, .. } = group.options else { return Ok(()) };
         let options = AdamOptions {
-            lr,
+            lr: rate.lr,
             betas,
             eps,
             weight_decay: group.weight_decay,

@@ -4,9 +4,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::formula::{self, Formula, Rate, check_common, check_rate, mix, settings, with_penalty};
+use super::formula::{self, Formula, check_common, check_rate, mix, settings, with_penalty};
 use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::{GroupOptions, Merged, ParamGroup, ParamGroupSpec};
+use super::replay::Rate;
 use super::setters::setters;
 use crate::error::Result;
 

@@ -19,6 +19,7 @@ use super::lr_scheduler::stepper::Chained;
 use super::lr_scheduler::swa::SwaLr;
 use super::lr_scheduler::warmup::{WarmupCosineLr, WarmupDecayLr, WarmupLr};
 use super::muon::Muon;
+use super::muon_aux::MuonWithAuxAdam;
 use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::{ParamGroup, ParamGroupSpec};
 use super::problems::Problems;
@@ -39,6 +40,7 @@ impl ClassPath {
     fn class(&self) -> &str {
         let class = self.class_path.strip_prefix("torch.optim.").unwrap_or(&self.class_path);
         let class = class.strip_prefix("deepspeed.runtime.lr_schedules.").unwrap_or(class);
+        let class = class.strip_prefix("deepspeed.runtime.zero.muon.muon_optimizer.").unwrap_or(class);
         let class = class.strip_prefix("lr_scheduler.").unwrap_or(class);
         class.strip_prefix("swa_utils.").unwrap_or(class)
     }
@@ -123,6 +125,8 @@ classes! {
     Lamb(Lamb) = "Lamb" | "lamb",
     /// Muon, for matrices.
     Muon(Muon) = "Muon" | "muon",
+    /// Muon for matrices and AdamW for other parameters, as DeepSpeed's.
+    MuonWithAuxAdam(MuonWithAuxAdam) = "MuonWithAuxAdam" | "muon_with_aux_adam",
 }
 
 impl OptimizerConfig {
@@ -137,6 +141,7 @@ impl OptimizerConfig {
             Self::Lion(config) => config,
             Self::Lamb(config) => config,
             Self::Muon(config) => config,
+            Self::MuonWithAuxAdam(config) => config,
         }
     }
 }
@@ -152,6 +157,10 @@ impl BuildOptimizer for OptimizerConfig {
 
     fn needs_whole_parameters(&self) -> bool {
         self.inner().needs_whole_parameters()
+    }
+
+    fn gathers_whole_parameters(&self) -> bool {
+        self.inner().gathers_whole_parameters()
     }
 
     fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {

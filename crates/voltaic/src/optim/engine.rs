@@ -6,11 +6,12 @@ use std::collections::HashMap;
 use serde_json::Value;
 use tch::{Kind, Tensor};
 
-use super::optimizer::{Optimizer, OptimizerState};
+use super::clip::{GradientClip, grad_norm};
+use super::optimizer::{Optimizer, OptimizerState, leaves};
 use super::param_group::{ParamGroup, SavedGroup};
-use super::replay::Replayed;
+use super::replay::{Rate, Replayed};
 use crate::error::{CheckpointError, ConfigError, OptimError, Problem, Result};
-use crate::ffi::{self, GradStatus, Gradients, LearningRate, RecordingPause, TensorList};
+use crate::ffi::{self, GradStatus, Gradients, RecordingPause, TensorList};
 use crate::nn::Parameter;
 
 /// How one kind of optimizer updates parameters.
@@ -33,10 +34,30 @@ pub(super) trait Rule: Send {
     fn update(
         &self,
         group: &ParamGroup,
-        lr: LearningRate<'_>,
+        rate: Rate<'_>,
         lists: &mut Self::Lists,
         grads: &mut TensorList,
     ) -> Result<()>;
+
+    /// Whether clipping limits updates of this group in the place of gradients.
+    fn limits_updates(&self, _group: &ParamGroup) -> bool {
+        false
+    }
+
+    /// Puts the updates in the place of the gradients, until the next update of the parameters.
+    fn show_updates(&self, _group: &ParamGroup, _lists: &mut Self::Lists) -> Result<()> {
+        Ok(())
+    }
+
+    /// Puts the gradients back.
+    fn show_gradients(&self, _lists: &mut Self::Lists) -> Result<()> {
+        Ok(())
+    }
+
+    /// Whether a parameter of the group may have a tensor of [`Rule::STATE`] at this index.
+    fn keeps(_group: &SavedGroup, _index: usize) -> bool {
+        true
+    }
 
     /// Which of [`Rule::STATE`] a parameter that has any state must have.
     fn required(group: &SavedGroup) -> Vec<usize>;
@@ -195,10 +216,14 @@ impl<R: Rule> Engine<R> {
             let target = name.split_once('.').and_then(|(kind, fqn)| {
                 let (bucket, member) = *places.get(fqn)?;
                 let index = match R::STATE.iter().position(|name| *name == kind) {
-                    None if kind == MASTER && self.buckets[bucket].has_masters => R::STATE.len(),
+                    None if kind == MASTER && self.buckets[bucket].has_masters => {
+                        return Some((bucket, member, R::STATE.len()));
+                    }
                     index => index?,
                 };
-                Some((bucket, member, index))
+                let is_kept =
+                    saved.get(self.buckets[bucket].group).is_none_or(|group| R::keeps(group, index));
+                is_kept.then_some((bucket, member, index))
             });
             let Some(target @ (bucket, member, index)) = target else {
                 problems.push(format!("unexpected {name}"));
@@ -258,13 +283,13 @@ fn unusable(optimizer: &'static str, slot: &Slot) -> OptimError {
     OptimError::Gradient { optimizer, fqn: slot.fqn.clone(), problem: Problem::new(what, remedy) }
 }
 
-/// One update of a bucket. Gives whether it made new lists.
-fn step_bucket<R: Rule>(
+/// Finds the gradients of a bucket, and makes lists of what has some if the last ones do not fit. Gives whether it made new ones;
+/// `None` if there are no gradients.
+fn find_gradients<R: Rule>(
     rule: &R,
     group: &ParamGroup,
-    lr: LearningRate<'_>,
     bucket: &mut Bucket<R::Lists>,
-) -> Result<bool> {
+) -> Result<Option<bool>> {
     if let Some(slot) = bucket.members.iter().find(|slot| slot.param.is_away()) {
         let what = format!("{} is away, and an update of it would be lost", slot.fqn);
         let remedy = "let the strategy make the optimizer (Strategy::optimizers)";
@@ -272,7 +297,7 @@ fn step_bucket<R: Rule>(
     }
     let status = bucket.gradients.collect()?;
     if !status.contains(&GradStatus::PRESENT) && !status.contains(&GradStatus::UNUSABLE) {
-        return Ok(false);
+        return Ok(None);
     }
     let reusable = bucket
         .cached
@@ -285,6 +310,9 @@ fn step_bucket<R: Rule>(
         let status = status.to_vec();
         let active: Vec<usize> =
             (0..status.len()).filter(|index| status[*index] == GradStatus::PRESENT).collect();
+        if let Some(CachedLists { lists, .. }) = &mut bucket.cached {
+            rule.show_gradients(lists)?;
+        }
         bucket.cached = None;
         if ffi::is_capturing_on_cuda() {
             return Err(OptimError::FirstStepCaptured { optimizer: rule.name() }.into());
@@ -294,16 +322,27 @@ fn step_bucket<R: Rule>(
         let lists = rule.lists(group, &mut bucket.members, &active)?;
         bucket.cached = Some(CachedLists { status, lists, rounding });
     }
-    let Some(CachedLists { lists, rounding, .. }) = &mut bucket.cached else { return Ok(!reusable) };
+    Ok(Some(!reusable))
+}
+
+/// One update of a bucket. Gives whether it made new lists.
+fn step_bucket<R: Rule>(
+    rule: &R,
+    group: &ParamGroup,
+    rate: Rate<'_>,
+    bucket: &mut Bucket<R::Lists>,
+) -> Result<bool> {
+    let Some(is_new) = find_gradients(rule, group, bucket)? else { return Ok(false) };
+    let Some(CachedLists { lists, rounding, .. }) = &mut bucket.cached else { return Ok(is_new) };
     let grads = bucket.gradients.collected();
     if rounding.is_some() {
         grads.to_float()?;
     }
-    rule.update(group, lr, lists, grads)?;
+    rule.update(group, rate, lists, grads)?;
     if let Some((params, masters)) = rounding {
         params.copy_from(masters)?;
     }
-    Ok(!reusable)
+    Ok(is_new)
 }
 
 /// The parameters that are updated, and their master copies, which are made if they are missing.
@@ -330,11 +369,11 @@ impl<R: Rule> Optimizer for Engine<R> {
         for index in 0..self.buckets.len() {
             let bucket = &mut self.buckets[index];
             let group = &self.groups[bucket.group];
-            let lr = match &self.replayed {
-                Some(replayed) if ffi::is_recording() => replayed.lr(bucket.group, group),
-                _ => LearningRate::Number(group.lr),
+            let rate = match &self.replayed {
+                Some(replayed) if ffi::is_recording() => replayed.rate(bucket.group, group),
+                _ => Rate::of(group),
             };
-            match step_bucket(&self.rule, group, lr, bucket) {
+            match step_bucket(&self.rule, group, rate, bucket) {
                 Ok(takes_to_others) => self.memory += u64::from(takes_to_others),
                 Err(error) => return Err(self.explain(index, error)),
             }
@@ -343,6 +382,7 @@ impl<R: Rule> Optimizer for Engine<R> {
     }
 
     fn zero_grad(&mut self) -> Result<()> {
+        self.show_updates(false)?;
         for bucket in &self.buckets {
             bucket.gradients.params().clear_grads()?;
         }
@@ -355,6 +395,38 @@ impl<R: Rule> Optimizer for Engine<R> {
             none => none.insert(Replayed::of(&self.groups)),
         };
         Ok(Some(self.memory + replayed.refresh(&self.groups)?))
+    }
+
+    fn show_updates(&mut self, are_shown: bool) -> Result<()> {
+        for index in 0..self.buckets.len() {
+            let bucket = &mut self.buckets[index];
+            let group = &self.groups[bucket.group];
+            if !self.rule.limits_updates(group) {
+                continue;
+            }
+            if are_shown {
+                let Some(is_new) = find_gradients(&self.rule, group, bucket)? else { continue };
+                self.memory += u64::from(is_new);
+            }
+            let Some(CachedLists { lists, .. }) = &mut bucket.cached else { continue };
+            match are_shown {
+                true => self.rule.show_updates(group, lists)?,
+                false => self.rule.show_gradients(lists)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn grad_norm(&mut self, norm_type: f64) -> Result<Tensor> {
+        self.show_updates(true)?;
+        let norm = grad_norm(leaves(&self.groups), norm_type);
+        self.show_updates(false)?;
+        norm
+    }
+
+    fn clip(&mut self, clip: GradientClip) -> Result<()> {
+        self.show_updates(true)?;
+        clip.apply(&self.groups)
     }
 
     fn param_groups(&self) -> &[ParamGroup] {

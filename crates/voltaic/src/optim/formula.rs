@@ -9,8 +9,9 @@ use super::param_group::{
     GroupOptions, Merged, Overrides, ParamGroup, ParamGroupSpec, SavedGroup, build_groups,
 };
 use super::problems::Problems;
+use super::replay::Rate;
 use crate::error::Result;
-use crate::ffi::{LearningRate, TensorList};
+use crate::ffi::TensorList;
 
 /// How one parameter is updated.
 pub(super) trait Formula: Send {
@@ -40,34 +41,6 @@ pub(super) trait Formula: Send {
         grad: Tensor,
         state: &mut [Tensor],
     ) -> Result<()>;
-}
-
-/// A learning rate, which a captured step reads when it runs.
-pub(super) struct Rate<'a>(LearningRate<'a>);
-
-impl Rate<'_> {
-    /// `tensor` times the rate.
-    pub(super) fn times(&self, tensor: &Tensor) -> Result<Tensor> {
-        Ok(match self.0 {
-            LearningRate::Number(lr) => tensor.f_mul_scalar(lr)?,
-            LearningRate::Tensor(lr) => tensor.f_mul(lr)?,
-        })
-    }
-
-    /// Takes weight decay away from the weights: `w -= lr * decay * w`.
-    pub(super) fn decay(&self, weights: &mut Tensor, decay: f64) -> Result<()> {
-        if decay == 0.0 {
-            return Ok(());
-        }
-        let _ = match self.0 {
-            LearningRate::Number(lr) => weights.f_mul_scalar_(1.0 - lr * decay)?,
-            LearningRate::Tensor(_) => {
-                let part = self.times(&weights.f_mul_scalar(decay)?)?;
-                weights.f_sub_(&part)?
-            }
-        };
-        Ok(())
-    }
 }
 
 /// `state = beta * state + (1 - beta) * value`.
@@ -141,12 +114,11 @@ impl<F: Formula> Rule for FormulaRule<F> {
     fn update(
         &self,
         group: &ParamGroup,
-        lr: LearningRate<'_>,
+        rate: Rate<'_>,
         lists: &mut FormulaLists,
         grads: &mut TensorList,
     ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        let rate = Rate(lr);
         for Entry { leaf, weights, state } in &mut lists.entries {
             let grad = leaf.grad().f_to_kind(weights.kind())?;
             let grad = if group.maximize { grad.f_neg()? } else { grad };
@@ -174,8 +146,19 @@ pub(super) fn build<F: Formula + 'static>(
     merge: impl Fn(&Overrides) -> Merged,
     check: impl Fn(&Merged, &str, &mut Problems),
 ) -> Result<Box<dyn Optimizer>> {
-    let name = F::NAME;
-    let groups = build_groups(
+    let groups = groups(F::NAME, specs, accepted, merge, check)?;
+    Ok(Box::new(Engine::new(FormulaRule(formula), groups, master_weights)?))
+}
+
+/// The groups of optimizer `name`; see [`build`].
+pub(super) fn groups(
+    name: &str,
+    specs: Vec<ParamGroupSpec>,
+    accepted: &'static [&'static str],
+    merge: impl Fn(&Overrides) -> Merged,
+    check: impl Fn(&Merged, &str, &mut Problems),
+) -> Result<Vec<ParamGroup>> {
+    build_groups(
         specs,
         |problems| check(&merge(&Overrides::default()), "init_args", problems),
         |own, at, problems| {
@@ -195,8 +178,7 @@ pub(super) fn build<F: Formula + 'static>(
             }
             merged
         },
-    )?;
-    Ok(Box::new(Engine::new(FormulaRule(formula), groups, master_weights)?))
+    )
 }
 
 /// Checks what all these optimizers have.

@@ -4,9 +4,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::formula::{self, Formula, Rate, check_common, check_rate, mix, settings};
+use super::formula::{self, Formula, check_common, check_rate, mix, settings};
 use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::{GroupOptions, Merged, ParamGroup, ParamGroupSpec};
+use super::replay::Rate;
 use super::setters::setters;
 use crate::error::Result;
 
@@ -74,7 +75,7 @@ impl Formula for LionFormula {
         state: &mut [Tensor],
     ) -> Result<()> {
         let (GroupOptions::Lion { betas }, [mean]) = (group.options, state) else { return Ok(()) };
-        lr.decay(weights, group.weight_decay)?;
+        lr.decay(weights, group)?;
         let mut direction = mean.copy();
         mix(&mut direction, &grad, betas.0)?;
         let _ = weights.f_sub_(&lr.times(&direction.f_sign()?)?)?;

@@ -14,6 +14,9 @@ mod formula;
 mod lion;
 mod lr_scheduler;
 mod muon;
+mod muon_aux;
+mod muon_rule;
+mod newton_schulz;
 mod optimizer;
 mod optimizers;
 mod param_group;
@@ -21,6 +24,7 @@ mod problems;
 mod replay;
 mod setters;
 mod sgd;
+mod whole;
 
 pub use adam::{Adam, AdamW};
 pub use adaptive::{Adadelta, Adagrad, RmsProp};
@@ -37,9 +41,11 @@ pub use lr_scheduler::{
     WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,
 };
 pub use muon::Muon;
+pub use muon_aux::MuonWithAuxAdam;
 pub use optimizer::{BuildOptimizer, Optimizer, OptimizerState};
 pub use optimizers::{
     ActiveLrScheduler, ConfiguredLrScheduler, ConfiguredOptimizer, Interval, LrSchedulerSpec, Optimizers,
 };
-pub use param_group::{AdjustLr, GroupOptions, ParamGroup, ParamGroupSpec};
+pub use param_group::{AdjustLr, GroupOptions, NsMethod, ParamGroup, ParamGroupSpec};
 pub use sgd::Sgd;
+pub use whole::WholeParameters;

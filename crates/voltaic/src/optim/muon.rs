@@ -2,18 +2,24 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
 
-use super::formula::{self, Formula, Rate, check_common, check_rate, mix, settings};
+use super::adam::AdamRule;
+use super::engine::Engine;
+use super::formula::{self, check_common, check_rate, settings};
+use super::muon_rule::MuonRule;
 use super::optimizer::{BuildOptimizer, Optimizer};
-use super::param_group::{AdjustLr, GroupOptions, Merged, ParamGroup, ParamGroupSpec};
+use super::param_group::{AdjustLr, GroupOptions, Merged, ParamGroupSpec};
 use super::problems::Problems;
 use super::setters::setters;
 use crate::error::Result;
 
+const NAME: &str = "Muon";
+
 settings! {
     /// Muon (Keller Jordan, 2024), as `torch.optim.Muon`: for the matrices of hidden layers. All parameters must have two dimensions;
-    /// give others, and embeddings, to [`AdamW`](super::AdamW).
+    /// give others, and embeddings, to [`AdamW`](super::AdamW), or use [`MuonWithAuxAdam`](super::MuonWithAuxAdam) for all.
+    ///
+    /// Where ranks have parts of a matrix (ZeRO), they gather it at each step.
     ///
     /// With gradient `g`: `m = momentum * m + (1 - momentum) * g`; `u = NS((1 - momentum) * g + momentum * m)`;
     /// `w -= lr * weight_decay * w`; `w -= lr * ratio * u`. `NS` makes the matrix nearly orthogonal by some steps of a Newton-Schulz
@@ -55,20 +61,23 @@ impl Default for Muon {
 /// Refuses parameters that are no matrices.
 fn check_shapes(groups: &[ParamGroupSpec], problems: &mut Problems) {
     for (index, group) in groups.iter().enumerate() {
-        for (fqn, parameter) in group.params.iter().filter(|(_, parameter)| parameter.dim() != 2) {
-            let what = format!("{fqn} has shape {:?}, and Muon is for matrices", parameter.size());
-            let key = format!("param_groups[{index}].params");
-            problems.add(key, what, "give it to another optimizer, such as AdamW");
+        for (fqn, parameter) in &group.params {
+            let shape = group.shape(parameter);
+            if shape.len() != 2 {
+                let what = format!("{fqn} has shape {shape:?}, and Muon is for matrices");
+                let remedy = "give it to another optimizer, such as AdamW, or use MuonWithAuxAdam, which does so itself";
+                problems.add(format!("param_groups[{index}].params"), what, remedy);
+            }
         }
     }
 }
 
 impl BuildOptimizer for Muon {
     fn name(&self) -> &'static str {
-        MuonFormula::NAME
+        NAME
     }
 
-    fn needs_whole_parameters(&self) -> bool {
+    fn gathers_whole_parameters(&self) -> bool {
         true
     }
 
@@ -76,9 +85,10 @@ impl BuildOptimizer for Muon {
         let mut problems = Problems::new("optimizer");
         check_shapes(&groups, &mut problems);
         problems.finish()?;
-        formula::build(
-            MuonFormula,
-            self.master_weights,
+        let adam = AdamRule { name: NAME, decoupled: true };
+        let rule = MuonRule::over(NAME, adam, &groups);
+        let groups = formula::groups(
+            NAME,
             groups,
             &["momentum", "nesterov", "eps"],
             |own| Merged {
@@ -108,69 +118,7 @@ impl BuildOptimizer for Muon {
                 let shown = format!("[{a}, {b}, {c}]");
                 problems.require(numbers, format!("{at}.ns_coefficients"), shown, "three numbers");
             },
-        )
+        )?;
+        Ok(Box::new(Engine::new(rule, groups, self.master_weights)?))
     }
-}
-
-struct MuonFormula;
-
-impl Formula for MuonFormula {
-    const STATE: &'static [&'static str] = &["momentum_buffer"];
-    const NAME: &'static str = "Muon";
-
-    fn update(
-        &self,
-        group: &ParamGroup,
-        lr: &Rate<'_>,
-        weights: &mut Tensor,
-        grad: Tensor,
-        state: &mut [Tensor],
-    ) -> Result<()> {
-        let (
-            GroupOptions::Muon { momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr_fn },
-            [buffer],
-        ) = (group.options, state)
-        else {
-            return Ok(());
-        };
-        mix(buffer, &grad, momentum)?;
-        let direction = if nesterov {
-            let mut ahead = grad;
-            mix(&mut ahead, buffer, 1.0 - momentum)?;
-            ahead
-        } else {
-            buffer.shallow_clone()
-        };
-        let update = nearly_orthogonal(&direction, ns_coefficients, ns_steps, eps)?;
-        let size = weights.size();
-        let (rows, columns) = (size[0] as f64, size[1] as f64);
-        let ratio = match adjust_lr_fn {
-            AdjustLr::Original => (rows / columns.max(1.0)).max(1.0).sqrt(),
-            AdjustLr::MatchRmsAdamw => 0.2 * rows.max(columns).sqrt(),
-        };
-        lr.decay(weights, group.weight_decay)?;
-        let update = update.f_to_kind(weights.kind())?.f_mul_scalar(ratio)?;
-        let _ = weights.f_sub_(&lr.times(&update)?)?;
-        Ok(())
-    }
-}
-
-/// Takes the singular values of a matrix to about 1, in bfloat16: products have float32 sums and are rounded once, as those of
-/// `torch.addmm` are.
-fn nearly_orthogonal(matrix: &Tensor, (a, b, c): (f64, f64, f64), steps: u64, eps: f64) -> Result<Tensor> {
-    let size = matrix.size();
-    let is_tall = size[0] > size[1];
-    let rounded =
-        |tensor: &Tensor| -> Result<Tensor> { Ok(tensor.f_to_kind(Kind::BFloat16)?.f_to_kind(Kind::Float)?) };
-    let low = matrix.f_to_kind(Kind::BFloat16)?;
-    let low = if is_tall { low.f_transpose(0, 1)? } else { low };
-    let norm = low.f_norm()?.f_clamp_min(eps)?;
-    let mut x = low.f_div(&norm)?.f_to_kind(Kind::Float)?;
-    for _ in 0..steps {
-        let gram = rounded(&x.f_matmul(&x.f_transpose(0, 1)?)?)?;
-        let change = gram.f_matmul(&gram)?.f_mul_scalar_(c)?.f_add_(&gram.f_mul_scalar(b)?)?;
-        let change = rounded(&change)?;
-        x = rounded(&change.f_matmul(&x)?.f_add_(&x.f_mul_scalar(a)?)?)?;
-    }
-    Ok(if is_tall { x.f_transpose(0, 1)? } else { x })
 }

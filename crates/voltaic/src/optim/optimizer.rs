@@ -63,6 +63,19 @@ pub trait Optimizer: Send {
         grad_norm(leaves(self.param_groups()), norm_type)
     }
 
+    /// With `true`, puts the updates of parameters of which clipping limits the updates in the place of their gradients, until the
+    /// next step or until it is called with `false`; [`Optimizer::clip`] and [`Optimizer::grad_norm`] do so themselves. An optimizer
+    /// around another one that has a norm or clips by itself must call it. The default is for optimizers without such parameters.
+    ///
+    /// # Collective
+    /// If parts of parameters are updated, all ranks must call it.
+    ///
+    /// # Errors
+    /// As [`Optimizer::step`].
+    fn show_updates(&mut self, _are_shown: bool) -> Result<()> {
+        Ok(())
+    }
+
     /// Limits the gradients in place; what `configure_gradient_clipping` does unless it is overridden.
     ///
     /// # Errors
@@ -85,7 +98,7 @@ pub trait Optimizer: Send {
 }
 
 /// The leaves of the parameters in `groups`, which have the gradients.
-fn leaves(groups: &[ParamGroup]) -> impl Iterator<Item = &Tensor> {
+pub(super) fn leaves(groups: &[ParamGroup]) -> impl Iterator<Item = &Tensor> {
     groups.iter().flat_map(ParamGroup::params).map(|(_, parameter)| parameter.leaf())
 }
 
@@ -111,6 +124,11 @@ pub trait BuildOptimizer: Send {
 
     /// Whether an update needs all of a parameter, so that parts of it cannot be updated at all.
     fn needs_whole_parameters(&self) -> bool {
+        false
+    }
+
+    /// Whether the optimizer, over parts of parameters, makes them whole by [`ParamGroupSpec::whole`] where an update needs that.
+    fn gathers_whole_parameters(&self) -> bool {
         false
     }
 

@@ -1,5 +1,7 @@
 //! What `configure_optimizers` returns: optimizers with their groups and schedules, not built yet.
 
+use std::sync::Arc;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -9,10 +11,12 @@ use super::config::OptimizerConfig;
 use super::lion::{Lamb, Lion};
 use super::lr_scheduler::scheduler::{BuildLrScheduler, LrScheduler};
 use super::muon::Muon;
+use super::muon_aux::MuonWithAuxAdam;
 use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::ParamGroupSpec;
 use super::problems::Problems;
 use super::sgd::Sgd;
+use super::whole::WholeParameters;
 use crate::error::Result;
 use crate::nn::{Module, ModuleExt, Parameter};
 
@@ -240,9 +244,13 @@ impl Optimizers {
         self.build_over(module, &|parameter| parameter.clone())
     }
 
-    /// Names of the optimizers that do not work on each element by itself; see [`BuildOptimizer::is_elementwise`].
+    /// Names of the optimizers that do not work on each element by itself, nor on whole parameters that they gather; see
+    /// [`BuildOptimizer::is_elementwise`] and [`BuildOptimizer::gathers_whole_parameters`].
     pub fn not_elementwise(&self) -> impl Iterator<Item = &'static str> {
-        self.specs.iter().filter(|spec| !spec.optimizer.is_elementwise()).map(|spec| spec.optimizer.name())
+        let specs = self.specs.iter().map(|spec| &spec.optimizer);
+        let others =
+            specs.filter(|optimizer| !optimizer.is_elementwise() && !optimizer.gathers_whole_parameters());
+        others.map(|optimizer| optimizer.name())
     }
 
     /// Names of the optimizers that cannot update parts of parameters; see [`BuildOptimizer::needs_whole_parameters`].
@@ -269,12 +277,26 @@ impl Optimizers {
         module: &dyn Module,
         in_place_of: &dyn Fn(&Parameter) -> Parameter,
     ) -> Result<Vec<ConfiguredOptimizer>> {
+        self.build_over_parts(module, in_place_of, None)
+    }
+
+    /// [`Optimizers::build_over`] over parts of parameters, which `whole` makes whole.
+    ///
+    /// # Errors
+    /// As [`Optimizers::build`].
+    pub fn build_over_parts(
+        self,
+        module: &dyn Module,
+        in_place_of: &dyn Fn(&Parameter) -> Parameter,
+        whole: Option<Arc<dyn WholeParameters>>,
+    ) -> Result<Vec<ConfiguredOptimizer>> {
         let mut built = Vec::with_capacity(self.specs.len());
         for OptimizerSpec { optimizer, groups, scheduler } in self.specs {
             let mut groups = groups.unwrap_or_else(|| vec![trainable(module)]);
             for (_, parameter) in groups.iter_mut().flat_map(|group| &mut group.params) {
                 *parameter = in_place_of(parameter);
             }
+            groups.iter_mut().for_each(|group| group.whole.clone_from(&whole));
             let mut optimizer = optimizer.build(groups)?;
             if let Some(lr) = self.lr {
                 optimizer.param_groups_mut().iter_mut().for_each(|group| group.lr = lr);
@@ -312,7 +334,19 @@ macro_rules! into_optimizers {
         }
     )*};
 }
-into_optimizers!(Sgd, Adam, AdamW, Adagrad, RmsProp, Adadelta, Lion, Lamb, Muon, OptimizerConfig);
+into_optimizers!(
+    Sgd,
+    Adam,
+    AdamW,
+    Adagrad,
+    RmsProp,
+    Adadelta,
+    Lion,
+    Lamb,
+    Muon,
+    MuonWithAuxAdam,
+    OptimizerConfig
+);
 
 impl From<Optimizers> for anyhow::Result<Optimizers> {
     fn from(optimizers: Optimizers) -> Self {

@@ -1,6 +1,7 @@
 //! Parameters together with the hyper-parameters that apply to them.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -8,6 +9,7 @@ use serde_json::{Value, json};
 use tch::Kind;
 
 use super::problems::Problems;
+use super::whole::WholeParameters;
 use crate::error::Result;
 use crate::ffi;
 use crate::nn::Parameter;
@@ -25,6 +27,7 @@ use crate::nn::Parameter;
 pub struct ParamGroupSpec {
     pub(super) params: Vec<(String, Parameter)>,
     pub(super) overrides: Overrides,
+    pub(super) whole: Option<Arc<dyn WholeParameters>>,
 }
 
 /// Hyper-parameters that a group sets for itself.
@@ -39,6 +42,8 @@ pub(super) struct Overrides {
     pub(super) betas: Option<(f64, f64)>,
     pub(super) eps: Option<f64>,
     pub(super) amsgrad: Option<bool>,
+    /// The matrices of [`MuonWithAuxAdam`](super::MuonWithAuxAdam).
+    pub(super) are_matrices: bool,
 }
 
 macro_rules! overrides {
@@ -57,7 +62,23 @@ impl ParamGroupSpec {
     ///
     /// [`ModuleExt::named_parameters`]: crate::nn::ModuleExt::named_parameters
     pub fn new(params: impl IntoIterator<Item = (String, Parameter)>) -> Self {
-        Self { params: params.into_iter().collect(), overrides: Overrides::default() }
+        Self { params: params.into_iter().collect(), overrides: Overrides::default(), whole: None }
+    }
+
+    /// The parameters with their fqn.
+    pub fn params(&self) -> &[(String, Parameter)] {
+        &self.params
+    }
+
+    /// The shape of a parameter of the group, or of the one that it is a part of.
+    pub(super) fn shape(&self, parameter: &Parameter) -> Vec<i64> {
+        let shape = self.whole.as_ref().and_then(|whole| whole.shape(parameter));
+        shape.unwrap_or_else(|| parameter.size())
+    }
+
+    /// What makes parameters whole, if ranks have parts of them.
+    pub fn whole(&self) -> Option<&Arc<dyn WholeParameters>> {
+        self.whole.as_ref()
     }
 
     overrides! {
@@ -183,6 +204,24 @@ pub enum GroupOptions {
         /// How the learning rate follows the shape.
         adjust_lr_fn: AdjustLr,
     },
+    /// Those of the matrices of [`MuonWithAuxAdam`](super::MuonWithAuxAdam); its other groups have those of Adam.
+    MuonWithAuxAdam {
+        /// Momentum factor.
+        momentum: f64,
+        /// The Newton-Schulz iteration.
+        ns_method: NsMethod,
+    },
+}
+
+/// Which Newton-Schulz iteration [`MuonWithAuxAdam`](super::MuonWithAuxAdam) takes; both have five steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum NsMethod {
+    /// On the product of the matrix with its transpose, in float16, or in float32 on a CPU. Less work for matrices that are not square.
+    #[default]
+    Gram,
+    /// On the matrix, in bfloat16.
+    Standard,
 }
 
 /// How the learning rate of [`Muon`](super::Muon) follows the shape of a matrix with `a` rows and `b` columns.
@@ -241,7 +280,8 @@ impl ParamGroup {
         match self.options {
             GroupOptions::Sgd { momentum, .. }
             | GroupOptions::RmsProp { momentum, .. }
-            | GroupOptions::Muon { momentum, .. } => momentum,
+            | GroupOptions::Muon { momentum, .. }
+            | GroupOptions::MuonWithAuxAdam { momentum, .. } => momentum,
             GroupOptions::Adam { betas, .. }
             | GroupOptions::Lamb { betas, .. }
             | GroupOptions::Lion { betas } => betas.0,
@@ -254,7 +294,8 @@ impl ParamGroup {
         match &mut self.options {
             GroupOptions::Sgd { momentum, .. }
             | GroupOptions::RmsProp { momentum, .. }
-            | GroupOptions::Muon { momentum, .. } => *momentum = value,
+            | GroupOptions::Muon { momentum, .. }
+            | GroupOptions::MuonWithAuxAdam { momentum, .. } => *momentum = value,
             GroupOptions::Adam { betas, .. }
             | GroupOptions::Lamb { betas, .. }
             | GroupOptions::Lion { betas } => betas.0 = value,

@@ -6,10 +6,69 @@ use super::param_group::{GroupOptions, ParamGroup};
 use crate::error::Result;
 use crate::ffi::{self, LearningRate};
 
+/// The learning rate of an update, which a captured step reads when it runs.
+#[derive(Clone, Copy)]
+pub(super) struct Rate<'a> {
+    pub(super) lr: LearningRate<'a>,
+    /// What weight decay leaves of the weights, where replays read it.
+    kept: Option<&'a Tensor>,
+}
+
+impl Rate<'_> {
+    /// A rate that no replay will read.
+    pub(super) fn of(group: &ParamGroup) -> Self {
+        Self { lr: LearningRate::Number(group.lr), kept: None }
+    }
+
+    /// `tensor` times the rate.
+    pub(super) fn times(&self, tensor: &Tensor) -> Result<Tensor> {
+        Ok(match self.lr {
+            LearningRate::Number(lr) => tensor.f_mul_scalar(lr)?,
+            LearningRate::Tensor(lr) => tensor.f_mul(lr)?,
+        })
+    }
+
+    /// Takes the weight decay of the group away from the weights: `w *= 1 - lr * weight_decay`.
+    pub(super) fn decay(&self, weights: &mut Tensor, group: &ParamGroup) -> Result<()> {
+        if group.weight_decay != 0.0 {
+            let _ = match self.kept {
+                Some(kept) => weights.f_mul_(kept)?,
+                None => weights.f_mul_scalar_(kept_by(group))?,
+            };
+        }
+        Ok(())
+    }
+}
+
+/// What weight decay leaves of the weights.
+fn kept_by(group: &ParamGroup) -> f64 {
+    1.0 - group.lr * group.weight_decay
+}
+
+/// A number, and the tensor that holds it.
+struct Held {
+    number: f64,
+    tensor: Tensor,
+}
+
+impl Held {
+    fn of(number: f64) -> Self {
+        Self { number, tensor: Tensor::from(number) }
+    }
+
+    fn set(&mut self, number: f64) -> Result<()> {
+        if self.number != number {
+            let _ = self.tensor.f_fill_(number)?;
+            self.number = number;
+        }
+        Ok(())
+    }
+}
+
 /// The numbers of the groups: learning rates, which replays read, and others, which are constants of a graph.
 pub(super) struct Replayed {
-    /// Of each group: the number, and the tensor that holds it.
-    lrs: Vec<(f64, Tensor)>,
+    /// Of each group: its learning rate, and what weight decay leaves.
+    rates: Vec<(Held, Held)>,
     constants: Vec<Constants>,
     /// Counts how often the constants have changed.
     changes: u64,
@@ -24,17 +83,15 @@ struct Constants {
 
 impl Replayed {
     pub(super) fn of(groups: &[ParamGroup]) -> Self {
-        let lrs = groups.iter().map(|group| (group.lr, Tensor::from(group.lr))).collect();
-        Self { lrs, constants: groups.iter().map(Constants::of).collect(), changes: 0 }
+        let rates = groups.iter().map(|group| (Held::of(group.lr), Held::of(kept_by(group)))).collect();
+        Self { rates, constants: groups.iter().map(Constants::of).collect(), changes: 0 }
     }
 
     /// Writes the learning rates that have changed. Gives how often other numbers have.
     pub(super) fn refresh(&mut self, groups: &[ParamGroup]) -> Result<u64> {
-        for ((lr, tensor), group) in self.lrs.iter_mut().zip(groups) {
-            if *lr != group.lr {
-                let _ = tensor.f_fill_(group.lr)?;
-                *lr = group.lr;
-            }
+        for ((lr, kept), group) in self.rates.iter_mut().zip(groups) {
+            lr.set(group.lr)?;
+            kept.set(kept_by(group))?;
         }
         if !self.constants.iter().zip(groups).all(|(constants, group)| *constants == Constants::of(group)) {
             self.constants = groups.iter().map(Constants::of).collect();
@@ -44,13 +101,13 @@ impl Replayed {
     }
 
     /// The learning rate of group number `index`, for a step that is being captured.
-    pub(super) fn lr(&self, index: usize, group: &ParamGroup) -> LearningRate<'_> {
-        let (lr, tensor) = &self.lrs[index];
-        if *lr != group.lr {
+    pub(super) fn rate(&self, index: usize, group: &ParamGroup) -> Rate<'_> {
+        let (lr, kept) = &self.rates[index];
+        if lr.number != group.lr {
             ffi::refuse_recording("the learning rate is set just before the optimizer steps");
-            return LearningRate::Number(group.lr);
+            return Rate::of(group);
         }
-        LearningRate::Tensor(tensor)
+        Rate { lr: LearningRate::Tensor(&lr.tensor), kept: Some(&kept.tensor) }
     }
 }
 

@@ -8,6 +8,7 @@ use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::build_groups;
 use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroupSpec, SavedGroup};
 use super::problems::Problems;
+use super::replay::Rate;
 use super::setters::setters;
 use crate::error::Result;
 use crate::ffi::{self, LearningRate, RecordingPause, SgdOptions, TensorList};
@@ -257,11 +258,11 @@ impl Rule for SgdRule {
     fn update(
         &self,
         group: &ParamGroup,
-        lr: LearningRate<'_>,
+        rate: Rate<'_>,
         lists: &mut SgdLists,
         grads: &mut TensorList,
     ) -> Result<()> {
-        let options = Self::options(group, lr);
+        let options = Self::options(group, rate.lr);
         if !lists.first.is_empty() && ffi::is_recording() {
             return Self::record_first(&options, lists, grads);
         }

@@ -12,6 +12,7 @@ mod ladder;
 mod large;
 mod memory;
 mod models;
+mod muon;
 mod optimizers;
 mod partitioning;
 mod peers;

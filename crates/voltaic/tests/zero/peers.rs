@@ -41,6 +41,9 @@ macro_rules! learner {
         #[derive(Module)]
         struct $name {
             net: $net,
+            /// The strategy's settings name the optimizer.
+            #[module(skip)]
+            has_none: bool,
             #[module(skip)]
             told: Mutex<Vec<f64>>,
         }
@@ -55,7 +58,7 @@ macro_rules! learner {
             }
 
             fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-                AdamW::new(0.01).into()
+                if self.has_none { Optimizers::none().into() } else { AdamW::new(0.01).into() }
             }
         }
 
@@ -126,6 +129,18 @@ fn make_runs(
     strategies: impl Fn(&str, f64) -> Vec<(DeepSpeedStrategy, &'static str)>,
 ) {
     let text = include_str!("../fixtures/deepspeed/losses.json");
+    make_runs_of(text, false, of, folder, tolerance, strategies);
+}
+
+/// The same for the runs of this fixture; modules may leave the optimizer to the settings.
+fn make_runs_of(
+    text: &str,
+    has_none: bool,
+    of: &str,
+    folder: &Path,
+    tolerance: f64,
+    strategies: impl Fn(&str, f64) -> Vec<(DeepSpeedStrategy, &'static str)>,
+) {
     let peers: BTreeMap<String, Run> = serde_json::from_str(text).unwrap();
     let peers: Vec<_> = peers.into_iter().filter(|(name, _)| name.contains(of)).collect();
     assert!(!peers.is_empty(), "{of}");
@@ -137,11 +152,11 @@ fn make_runs(
             let (own, told) = (name.clone(), Mutex::default());
             if name.contains("mlp") {
                 let loaders = in_order(numbers(&[24, 5], 3.0), numbers(&[24, 3], 4.0));
-                compare(&own, &peer, builder, Mlp { net: Small::new(), told }, loaders, tolerance);
+                compare(&own, &peer, builder, Mlp { net: Small::new(), has_none, told }, loaders, tolerance);
             } else {
                 let all = (numbers(&[24, 17], 7.0) * 1000.0).to_kind(Kind::Int64).remainder(61);
                 let (x, y) = (all.narrow(1, 0, 16).contiguous(), all.narrow(1, 1, 16).contiguous());
-                compare(&own, &peer, builder, Gpt { net: gpt(), told }, in_order(x, y), tolerance);
+                compare(&own, &peer, builder, Gpt { net: gpt(), has_none, told }, in_order(x, y), tolerance);
             }
         }
     }
@@ -199,6 +214,30 @@ fn weights_divided_by_module_are_fully_shards() {
         ] {
             make_runs(of, folder, tolerance, |_, clip| {
                 vec![(settings("stage 3", clip, json!({"bf16": {"enabled": bf16}})), precision)]
+            });
+        }
+    });
+}
+
+/// DeepSpeed's Muon; see `muon_runs` of the script.
+#[test]
+fn muon_is_deepspeeds() {
+    on_ranks("peers::muon_is_deepspeeds", 2, |_, folder| {
+        let text = include_str!("../fixtures/deepspeed/muon_losses.json");
+        for (of, precision, tolerance) in [
+            (" fp32 gram ", "32-true", IN_FULL),
+            (" fp32 standard ", "32-true", IN_HALF), // updates are in bfloat16
+            (" bf16 gram ", "bf16-true", IN_HALF),
+            (" bf16 standard ", "bf16-true", 1.5 * IN_HALF),
+        ] {
+            make_runs_of(text, true, of, folder, tolerance, |name, clip| {
+                let method = if name.contains("gram") { "gram" } else { "standard" };
+                let params = json!({"muon_lr": 0.02, "adam_lr": 0.01, "weight_decay": 0.1, "torch_adam": true, "ns_method": method});
+                let more = json!({
+                    "optimizer": {"type": "Muon", "params": params},
+                    "bf16": {"enabled": precision == "bf16-true"},
+                });
+                vec![(settings(name, clip, more), precision)]
             });
         }
     });

@@ -394,7 +394,7 @@ const OPTIMIZERS: [(&str, &str); 6] = [
     ("adagrad", "Adagrad"),
     ("lion", "Lion"),
     ("lamb", "Lamb"),
-    ("muon", "Muon"),
+    ("muon", "MuonWithAuxAdam"),
 ];
 
 /// The settings of section `key` that voltaic's class of this name takes.
@@ -439,8 +439,17 @@ fn read_optimizer(top: &mut Section<'_>, found: &mut Findings) -> Option<Optimiz
     let lower = name.to_lowercase();
     let known = OPTIMIZERS.iter().find(|(known, _)| *known == lower);
     let mut class = known.map_or(name, |(_, class)| *class);
-    if matches!(class, "Adam" | "AdamW") {
-        class = adam_class(class, &mut params);
+    match class {
+        "Adam" | "AdamW" => class = adam_class(class, &mut params),
+        "MuonWithAuxAdam" => {
+            take_flag(&mut params, "torch_adam", false);
+            take_flag(&mut params, "fp32_optimizer_states", true);
+            if take_flag(&mut params, "per_head_muon", false) {
+                let what = "true: heads are not updated by themselves".to_owned();
+                top.refuse(found, "optimizer.params.per_head_muon", entry, what, "set false");
+            }
+        }
+        _ => {}
     }
     section.finish(found);
     let written = serde_json::json!({"class_path": class, "init_args": params});
@@ -453,18 +462,19 @@ fn read_optimizer(top: &mut Section<'_>, found: &mut Findings) -> Option<Optimiz
     }
 }
 
+fn take_flag(params: &mut serde_json::Map<String, serde_json::Value>, key: &str, default: bool) -> bool {
+    let flag = params.get(key).and_then(serde_json::Value::as_bool);
+    if flag.is_some() {
+        params.remove(key); // anything else stays, and is refused
+    }
+    flag.unwrap_or(default)
+}
+
 /// DeepSpeed's Adam is AdamW unless `adam_w_mode` is false; its weight decay is 0 unless given. `torch_adam` and
 /// `fp32_optimizer_states` choose kernels, and the numbers stay the same.
 fn adam_class(class: &str, params: &mut serde_json::Map<String, serde_json::Value>) -> &'static str {
-    let mut take = |key: &str, default: bool| {
-        let flag = params.get(key).and_then(serde_json::Value::as_bool);
-        if flag.is_some() {
-            params.remove(key); // anything else stays, and is refused
-        }
-        flag.unwrap_or(default)
-    };
-    let (is_torch, w_mode) = (take("torch_adam", false), take("adam_w_mode", true));
-    take("fp32_optimizer_states", true);
+    let (is_torch, w_mode) = (take_flag(params, "torch_adam", false), take_flag(params, "adam_w_mode", true));
+    take_flag(params, "fp32_optimizer_states", true);
     if !params.contains_key("weight_decay") && !is_torch {
         params.insert("weight_decay".to_owned(), 0.0.into());
     }

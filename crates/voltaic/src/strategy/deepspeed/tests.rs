@@ -5,7 +5,9 @@ use tch::Kind;
 
 use super::config::DeepSpeedStrategy;
 use super::settings::DeepSpeedSettings;
-use crate::optim::{LrSchedulerConfig, OptimizerConfig, WarmupDecayLr, WarmupType};
+use crate::optim::{
+    LrSchedulerConfig, MuonWithAuxAdam, NsMethod, OptimizerConfig, WarmupDecayLr, WarmupType,
+};
 
 fn read(text: &str) -> DeepSpeedSettings {
     DeepSpeedSettings::of_text("ds.json", text).expect("a valid file")
@@ -219,6 +221,38 @@ fn deepspeeds_adam_is_adamw_unless_its_mode_is_off() {
     assert_eq!(adam(r#"{"type": "AdamW", "params": {"adam_w_mode": false}}"#), ("AdamW", 1e-3, 0.0));
     let sgd = read(r#"{"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}"#).optimizer;
     assert!(matches!(sgd, Some(OptimizerConfig::Sgd(sgd)) if sgd.lr == 0.5));
+}
+
+#[test]
+fn deepspeeds_muon_has_adamw_beside_it() {
+    let muon =
+        |params: &str| read(&format!(r#"{{"optimizer": {{"type": "Muon", "params": {params}}}}}"#)).optimizer;
+    let standard = MuonWithAuxAdam::default();
+    assert_eq!(muon("{}"), Some(standard.clone().into()));
+    assert_eq!(muon(r#"{"lr": "auto", "torch_adam": true, "per_head_muon": false}"#), Some(standard.into()));
+    let set = muon(
+        r#"{"muon_lr": 0.1, "adam_lr": 0.2, "lr": 0.3, "momentum": 0.9, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.5,
+            "ns_method": "standard", "adam_w_mode": false}"#,
+    );
+    let expected = MuonWithAuxAdam { lr: Some(0.3), ..MuonWithAuxAdam::new(0.1, 0.2) }
+        .momentum(0.9)
+        .betas((0.8, 0.9))
+        .eps(1e-8)
+        .weight_decay(0.5)
+        .ns_method(NsMethod::Standard)
+        .adam_w_mode(false);
+    assert_eq!(set, Some(expected.into()));
+    for (params, expected) in [
+        (
+            r#"{"per_head_muon": true}"#,
+            "optimizer.params.per_head_muon (from ds.json:1): true: heads are not updated",
+        ),
+        (r#"{"nesterov": false}"#, "unknown field `nesterov`, expected one of"),
+        (r#"{"ns_method": "svd"}"#, "unknown variant `svd`, expected `gram` or `standard`"),
+    ] {
+        let found = errors(&format!(r#"{{"optimizer": {{"type": "muon", "params": {params}}}}}"#)).join("; ");
+        assert!(found.contains(expected), "{found}");
+    }
 }
 
 #[test]

@@ -201,6 +201,7 @@ fn note_and_refuse(section: &mut Section<'_>, found: &mut Findings, zero: &ZeroS
         (&["overlap_comm"], "gradients always travel while backward runs"),
         (&["allgather_bucket_size"], "weights are gathered in the pieces in which they lie"),
         (&["sub_group_size"], "a rank updates its part at once"),
+        (&["save_muon_momentum_buffer_in_memory"], "nothing is offloaded"),
         (
             &["stage3_model_persistence_threshold", "model_persistence_threshold"],
             "the size of each parameter decides (param_persistence_threshold)",

@@ -88,15 +88,7 @@ impl Layout {
 
     /// A view of a flat tensor for each parameter, with its shape and order in memory.
     pub fn views(&self, flat: &Tensor) -> Result<Vec<Tensor>> {
-        let view = |place: &Place| {
-            let part = narrow(flat, place.start..place.start + place.numel)?;
-            match &place.order {
-                MemoryOrder::Rows => Ok(part.f_view(place.shape.as_slice())?),
-                MemoryOrder::Permuted { stride, .. } => {
-                    Ok(part.f_as_strided(place.shape.as_slice(), stride.as_slice(), None)?)
-                }
-            }
-        };
+        let view = |place: &Place| place.shaped(&narrow(flat, place.start..place.start + place.numel)?);
         self.places.iter().map(view).collect()
     }
 
@@ -169,6 +161,16 @@ impl MemoryOrder {
 }
 
 impl Place {
+    /// Elements that lie in memory as the parameter's, all of them, as a view with its shape.
+    pub fn shaped(&self, elements: &Tensor) -> Result<Tensor> {
+        Ok(match &self.order {
+            MemoryOrder::Rows => elements.f_view(self.shape.as_slice())?,
+            MemoryOrder::Permuted { stride, .. } => {
+                elements.f_as_strided(self.shape.as_slice(), stride.as_slice(), None)?
+            }
+        })
+    }
+
     /// Elements that lie in memory as the parameter's, in the order of the flattened parameter: all, or a rank's.
     pub fn to_rows(&self, elements: &Tensor) -> Result<Tensor> {
         let MemoryOrder::Permuted { dims, .. } = &self.order else { return Ok(elements.shallow_clone()) };

@@ -11,6 +11,7 @@ mod reducer;
 mod report;
 mod shards;
 mod unit;
+mod whole;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,10 +34,11 @@ use crate::precision::{LossScaler, Precision, StaticLossScaler};
 use config::{ZeroConfig, ZeroStage};
 use flat::{Layout, assign};
 use keeper::{Keeper, explained, watch};
-use optimizer::{ZeroOptimizer, part_of_state, whole_state};
+use optimizer::{ZeroOptimizer, check_divisible, part_of_state, whole_state};
 use reducer::Reducer;
 use report::Held;
 use unit::{NO_OPTIMIZER, Unit};
+use whole::Whole;
 
 /// Data-parallel training in which each rank keeps a part of the optimizer states, from stage 2 on of the gradients, in stage 3
 /// of the weights.
@@ -307,21 +309,7 @@ impl Strategy for Zero {
     }
 
     fn optimizers(&mut self, asked: Optimizers, module: &dyn Module) -> Result<Vec<ConfiguredOptimizer>> {
-        if let Some(name) = asked.not_divisible().next() {
-            let what =
-                format!("{name} with {}: it needs whole matrices, and ranks have parts of them", self.name());
-            return Err(
-                ConfigError::new("configure_optimizers", what, "use AdamW, or the strategy ddp").into()
-            );
-        }
-        if let Some(name) = asked.not_elementwise().next()
-            && !self.config.allow_untested_optimizer
-        {
-            let (strategy, what) = (self.name(), "is not known to update each element by itself");
-            let what = format!("{name} with {strategy}: it {what}, and ranks have parts of parameters");
-            let remedy = "use AdamW, Adam or SGD, or the strategy ddp";
-            return Err(ConfigError::new("configure_optimizers", what, remedy).into());
-        }
+        check_divisible(&asked, self.name(), self.config.allow_untested_optimizer)?;
         let trained = asked.parameters(module);
         if self.reducer.is_none() {
             let units = self.units(&trained)?;
@@ -348,8 +336,9 @@ impl Strategy for Zero {
             let slice = slices.iter().find(|(id, _)| *id == parameter.id());
             slice.map_or_else(|| parameter.clone(), |(_, slice)| slice.clone()) // frozen ones stay whole
         };
+        let whole = Arc::new(Whole::of(&reducer, &locked));
         drop(locked);
-        let built = asked.build_over(module, &in_place_of)?;
+        let built = asked.build_over_parts(module, &in_place_of, Some(whole))?;
         let wrap = |(index, built): (usize, ConfiguredOptimizer)| {
             let inner = built.optimizer;
             let optimizer =

@@ -11,7 +11,9 @@ use super::report::state_bytes;
 use crate::config::format_size;
 use crate::distributed::{ReduceOp, collective_scope};
 use crate::error::{ConfigError, Result};
-use crate::optim::{GradientClip, Optimizer, OptimizerState, ParamGroup, clip_to_norm, part_norm};
+use crate::optim::{
+    GradientClip, Optimizer, OptimizerState, Optimizers, ParamGroup, clip_to_norm, part_norm,
+};
 
 /// The state that is the master weights: as optimizers with masters of their own call it.
 pub(super) const MASTER: &str = "master_param";
@@ -38,6 +40,35 @@ impl ZeroOptimizer {
     fn leaves(&self) -> Vec<Tensor> {
         let params = self.inner.param_groups().iter().flat_map(ParamGroup::params);
         params.map(|(_, slice)| slice.leaf().shallow_clone()).collect()
+    }
+
+    /// The norm of what is in the place of gradients.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    fn norm(&self, norm_type: f64) -> Result<Tensor> {
+        let own = part_norm(&self.leaves(), norm_type)?;
+        let (kind, device) = (own.kind(), own.device());
+        let all = self.reducer().all_norms(&own)?;
+        let dim: Option<&[i64]> = None;
+        Ok(all.f_linalg_norm(norm_type, dim, false, None)?.f_to_device(device)?.f_to_kind(kind)?)
+    }
+}
+
+/// An error if one of these optimizers cannot work on parts of parameters.
+pub(super) fn check_divisible(asked: &Optimizers, strategy: &str, allows_untested: bool) -> Result<()> {
+    if let Some(name) = asked.not_divisible().next() {
+        let what = format!("{name} with {strategy}: it needs whole parameters, and ranks have parts of them");
+        return Err(ConfigError::new("configure_optimizers", what, "use AdamW, or the strategy ddp").into());
+    }
+    match asked.not_elementwise().next() {
+        Some(name) if !allows_untested => {
+            let what = "is not known to update each element by itself";
+            let what = format!("{name} with {strategy}: it {what}, and ranks have parts of parameters");
+            let remedy = "use AdamW, Adam or SGD, or the strategy ddp";
+            Err(ConfigError::new("configure_optimizers", what, remedy).into())
+        }
+        _ => Ok(()),
     }
 }
 
@@ -89,11 +120,16 @@ impl Optimizer for ZeroOptimizer {
             let what = "0, which counts tensors, but ranks have parts of them";
             return Err(ConfigError::new("norm_type", what, "use another norm, such as 2").into());
         }
-        let own = part_norm(&self.leaves(), norm_type)?;
-        let (kind, device) = (own.kind(), own.device());
-        let all = self.reducer().all_norms(&own)?;
-        let dim: Option<&[i64]> = None;
-        Ok(all.f_linalg_norm(norm_type, dim, false, None)?.f_to_device(device)?.f_to_kind(kind)?)
+        self.inner.show_updates(true)?;
+        let norm = self.norm(norm_type);
+        self.inner.show_updates(false)?;
+        norm
+    }
+
+    /// # Collective
+    /// All ranks must call it.
+    fn show_updates(&mut self, are_shown: bool) -> Result<()> {
+        self.inner.show_updates(are_shown)
     }
 
     /// # Collective
@@ -101,7 +137,8 @@ impl Optimizer for ZeroOptimizer {
     fn clip(&mut self, clip: GradientClip) -> Result<()> {
         match clip {
             GradientClip::Norm(max_norm) => {
-                let norm = self.grad_norm(2.0)?;
+                self.inner.show_updates(true)?;
+                let norm = self.norm(2.0)?;
                 clip_to_norm(&self.leaves(), &norm, max_norm)
             }
             GradientClip::Value(_) => self.inner.clip(clip),

@@ -38,6 +38,8 @@ pub(super) struct Unit {
     sums: Option<Tensor>,
     /// Which parameters have had a gradient on this rank since gradients were dropped.
     pub had_grad: Vec<bool>,
+    /// Of which parameters the optimizer is shown an empty gradient if this rank has nothing of them.
+    claimed: Vec<bool>,
     /// What operations of its weights are called.
     name: Arc<str>,
     /// How often each weight had been written to when its part was taken last: autograd counts. While weights are away their
@@ -83,6 +85,7 @@ impl Unit {
         };
         let slices = layout.places.iter().map(slice).collect::<Result<_>>()?;
         let had_grad = vec![false; layout.places.len()];
+        let claimed = had_grad.clone();
         let versions = vec![0; layout.places.len()];
         let first = layout.places.first().map_or("", |place| place.fqn.as_str());
         let name = match first.rsplit_once('.') {
@@ -102,6 +105,7 @@ impl Unit {
             grads: None,
             sums: None,
             had_grad,
+            claimed,
             name,
             versions,
         };
@@ -235,15 +239,19 @@ impl Unit {
     pub fn show_grads(&mut self, had_grad: &[bool]) -> Result<()> {
         let Some(grads) = &mut self.grads else { return Ok(()) };
         *grads = grads.f_to_kind(self.part.kind())?;
-        for ((place, slice), _) in
-            self.layout.places.iter().zip(&self.slices).zip(had_grad).filter(|(_, had)| **had)
-        {
-            let grad = self.layout.slice(grads, place, self.rank)?;
-            if grad.numel() > 0 && !slice.grad().defined() {
+        for (index, _) in had_grad.iter().enumerate().filter(|(_, had)| **had) {
+            let slice = &self.slices[index];
+            let grad = self.layout.slice(grads, &self.layout.places[index], self.rank)?;
+            if (grad.numel() > 0 || self.claimed[index]) && !slice.grad().defined() {
                 ffi::set_grad(slice.leaf(), &grad)?;
             }
         }
         Ok(())
+    }
+
+    /// Shows the optimizer whether the parameter at `index` has a gradient, also if this rank has nothing of it.
+    pub fn claim(&mut self, index: usize) {
+        self.claimed[index] = true;
     }
 
     /// Whether there are gradients to step with; the same on all ranks.

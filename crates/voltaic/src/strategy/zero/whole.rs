@@ -1,0 +1,108 @@
+//! Tensors like parameters, whole from the parts that ranks have, for optimizers that need them.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tch::Tensor;
+
+use super::flat::narrow;
+use super::reducer::Reducer;
+use crate::distributed::{ProcessGroup, Work, collective_scope};
+use crate::error::Result;
+use crate::nn::Parameter;
+use crate::optim::WholeParameters;
+
+/// Gathers one parameter at a time. Nothing travels for one that a single rank has.
+#[derive(Debug)]
+pub(super) struct Whole {
+    reducer: Arc<Mutex<Reducer>>,
+    /// Unit and index there, by the id of the slice.
+    places: HashMap<u64, (usize, usize)>,
+}
+
+impl Whole {
+    /// Of all units of `reducer`, which is `locked` now.
+    pub fn of(reducer: &Arc<Mutex<Reducer>>, locked: &Reducer) -> Self {
+        let mut places = HashMap::new();
+        for (number, unit) in locked.units.iter().enumerate() {
+            places.extend(unit.slices.iter().enumerate().map(|(index, slice)| (slice.id(), (number, index))));
+        }
+        Self { reducer: reducer.clone(), places }
+    }
+
+    fn reducer(&self) -> MutexGuard<'_, Reducer> {
+        self.reducer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn place_of(&self, slice: &Parameter) -> Option<(usize, usize)> {
+        self.places.get(&slice.id()).copied()
+    }
+}
+
+impl WholeParameters for Whole {
+    fn shape(&self, part: &Parameter) -> Option<Vec<i64>> {
+        let (unit, index) = self.place_of(part)?;
+        Some(self.reducer().units[unit].layout.places[index].shape.clone())
+    }
+
+    fn claim(&self, part: &Parameter) {
+        if let Some((unit, index)) = self.place_of(part) {
+            self.reducer().units[unit].claim(index);
+        }
+    }
+
+    fn gather(&self, part: &Parameter, values: &Tensor) -> Result<Option<Tensor>> {
+        let Some((unit, index)) = self.place_of(part) else { return Ok(Some(values.shallow_clone())) };
+        let reducer = self.reducer();
+        let unit = &reducer.units[unit];
+        let place = &unit.layout.places[index];
+        let _no_grad = tch::no_grad_guard();
+        let _named = collective_scope(format!("update of {}", place.fqn));
+        let ranges: Vec<Range<usize>> =
+            (0..unit.layout.ranks).map(|rank| unit.layout.range(place, rank)).collect();
+        let num_holders = ranges.iter().filter(|range| !range.is_empty()).count();
+        let all = match reducer.group() {
+            Some(group) if num_holders > 1 => from_parts(group, &ranges, values)?,
+            _ => values.shallow_clone(),
+        };
+        if unit.range(index).is_empty() { Ok(None) } else { place.shaped(&all).map(Some) }
+    }
+
+    fn part_of(&self, part: &Parameter, whole: &Tensor) -> Result<Tensor> {
+        match self.place_of(part) {
+            Some((unit, index)) => self.reducer().units[unit].slice_of(index, whole),
+            None => Ok(whole.shallow_clone()),
+        }
+    }
+}
+
+/// All elements, of which the ranks have these; this one has `own`.
+///
+/// # Collective
+/// All ranks must call it.
+fn from_parts(group: &ProcessGroup, ranges: &[Range<usize>], own: &Tensor) -> Result<Tensor> {
+    let longest = ranges.iter().map(Range::len).max().unwrap_or(0);
+    let numel = ranges.iter().map(Range::len).sum::<usize>();
+    let options = (own.kind(), own.device());
+    if longest * ranges.len() <= 2 * numel {
+        let mut padded = Tensor::f_zeros([longest as i64], options)?;
+        narrow(&padded, 0..ranges[group.rank()].len())?.f_copy_(own)?;
+        padded = group.all_gather(&padded)?;
+        let parts = ranges.iter().enumerate().filter(|(_, range)| !range.is_empty());
+        let parts = parts.map(|(rank, range)| narrow(&padded.f_get(rank as i64)?, 0..range.len()));
+        return Ok(Tensor::f_cat(&parts.collect::<Result<Vec<_>>>()?, 0)?);
+    }
+    // a few ranks have all of it: room for every rank would be much more than the parameter
+    let whole = Tensor::f_empty([numel as i64], options)?;
+    let mut works = Vec::new();
+    for (rank, range) in ranges.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
+        let part = narrow(&whole, range.clone())?;
+        if rank == group.rank() {
+            part.shallow_clone().f_copy_(own)?;
+        }
+        works.push(group.start_broadcast(&part, rank)?);
+    }
+    works.into_iter().try_for_each(Work::wait)?;
+    Ok(whole)
+}
