@@ -186,7 +186,7 @@ fn builder(request: &RunRequest) -> Result<TrainerBuilder, ConfigError> {
             "given without an optimizer, whose learning rate it would set",
             "add --optimizer, for example --optimizer=AdamW --optimizer.lr=0.001",
         )),
-        (None, None) => Ok(builder),
+        (None, None) => Ok(builder.prefer_optimizer_of_settings()),
     }
 }
 

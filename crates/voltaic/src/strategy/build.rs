@@ -10,6 +10,7 @@ use super::strategy::Strategy;
 use super::zero::Zero;
 use crate::distributed::{DEFAULT_TIMEOUT, World};
 use crate::error::Result;
+use crate::optim::OptimizerConfig;
 
 impl StrategyPlan {
     /// Whether its ranks have to meet.
@@ -21,6 +22,14 @@ impl StrategyPlan {
     pub(crate) fn deepspeed(&self) -> Option<&DeepSpeedPlan> {
         match self {
             Self::DeepSpeed(plan) => Some(plan),
+            _ => None,
+        }
+    }
+
+    /// Takes the optimizer that DeepSpeed's settings name out of them.
+    pub(crate) fn take_optimizer(&mut self) -> Option<OptimizerConfig> {
+        match self {
+            Self::DeepSpeed(plan) => plan.settings.optimizer.take(),
             _ => None,
         }
     }

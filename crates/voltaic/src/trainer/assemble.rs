@@ -41,6 +41,8 @@ pub(crate) struct Given {
     pub loggers: Vec<Box<dyn Logger>>,
     pub checkpoint_io: Option<Box<dyn CheckpointIo>>,
     pub optimizers: Option<OptimizerOverride>,
+    /// An optimizer of the strategy's settings counts before the module's own.
+    pub prefers_settings: bool,
     pub profiler: Option<Box<dyn Profiler>>,
     /// The loggers that the runs of this configuration have, if this trainer has none of them.
     pub loggers_of_runs: Option<Loggers>,

@@ -155,6 +155,13 @@ impl TrainerBuilder {
         self
     }
 
+    /// Lets an optimizer that the strategy's settings name count before the module's own, as on the command line, where nobody
+    /// writes `configure_optimizers`.
+    pub(crate) fn prefer_optimizer_of_settings(mut self) -> Self {
+        self.given.prefers_settings = true;
+        self
+    }
+
     keys! {
         devices: Devices;
         num_nodes: u64;
@@ -211,8 +218,12 @@ impl TrainerBuilder {
     /// if `VOLTAIC_HOST_POOL` or `VOLTAIC_CPU_KERNELS` has a value it cannot have.
     pub fn build(mut self) -> Result<Trainer> {
         ffi::check_libtorch()?;
-        let Resolved { plan, accelerator, searches } = resolve(&mut self.config, &mut self.given)?;
-        let optimizers = self.given.optimizers.clone();
+        let Resolved { mut plan, accelerator, searches } = resolve(&mut self.config, &mut self.given)?;
+        let mut optimizers = self.given.optimizers.clone();
+        if self.given.prefers_settings && optimizers.is_none() {
+            let of_settings = plan.ranks.strategy.take_optimizer();
+            optimizers = of_settings.map(|optimizer| OptimizerOverride { optimizer, lr_scheduler: None });
+        }
         let assembled = assemble(&self.config, self.given, plan, accelerator);
         let (plan, run) = assembled.inspect_err(tell_of_mistake)?;
         Ok(Trainer::new(self.config, plan, run, optimizers, searches))

@@ -34,6 +34,52 @@ fn the_command_line_trains_and_resumes_with_divided_states() {
     assert!(is_done && text.contains("zero3: rank 0 of 2 holds parameters"), "{text}");
 }
 
+/// An optimizer of DeepSpeed's settings counts before the model's own, and `--optimizer` before both.
+#[test]
+fn the_command_line_takes_the_optimizer_of_the_settings() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = r#"{
+        "optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3}},
+        "zero_optimization": {"stage": 2}
+    }"#;
+    std::fs::write(folder.path().join("ds.json"), settings).unwrap();
+    let run = |more: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_voltaic"))
+            .args([
+                "fit",
+                "--model=Mlp",
+                "--data=MnistData",
+                "--data.batch_size=2",
+                "--trainer.accelerator=cpu",
+            ])
+            .args(["--trainer.devices=2", "--trainer.max_epochs=1", "--trainer.limit_train_batches=2"])
+            .args(["--trainer.limit_val_batches=1", "--trainer.strategy=DeepSpeedStrategy"])
+            .args(["--trainer.strategy.config=ds.json"])
+            .args(more)
+            .env("OMP_NUM_THREADS", "1")
+            .current_dir(folder.path())
+            .output()
+            .unwrap();
+        (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (is_done, text) = run(&[]);
+    assert!(is_done && text.contains("MuonWithAuxAdam: this rank holds optimizer states"), "{text}");
+    let (is_done, text) = run(&["--optimizer=SGD", "--optimizer.lr=0.1", "--optimizer.momentum=0.9"]);
+    assert!(is_done && text.contains("SGD: this rank holds optimizer states"), "{text}");
+    let (is_done, text) = run(&["--optimizer=Muon", "--optimizer.lr=0.02"]);
+    assert!(
+        !is_done && text.contains("has shape [10], and Muon is for matrices; give it to another optimizer"),
+        "{text}"
+    );
+    let (is_done, text) = run(&["--optimizer=Muon", "--optimizer.momentum=1.5"]);
+    assert!(
+        !is_done
+            && text.contains("optimizer.momentum (from command line): 1.5 is not at least 0")
+            && !text.contains("shape"),
+        "{text}"
+    );
+}
+
 /// From the command line: train on two ranks, test and convert the folder.
 #[test]
 fn the_command_line_tests_and_converts_folders() {

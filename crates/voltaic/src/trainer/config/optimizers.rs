@@ -63,7 +63,7 @@ struct OneParameter {
 impl OptimizerOverride {
     /// What is wrong with the settings, found by building optimizer and schedule for a parameter that nobody trains.
     pub fn problems(&self) -> Vec<ConfigProblem> {
-        let weight = Parameter::new(Tensor::from(0.0_f32));
+        let weight = Parameter::new(Tensor::from(0.0_f32).reshape([1_i64, 1])); // a matrix, which Muon needs
         let module = OneParameter { weight };
         let problems_of = |given: &Self| match Optimizers::from(given.clone()).build(&module) {
             Err(Error::Config(error)) => error.problems,
