@@ -50,6 +50,15 @@ impl AsyncCheckpointIo {
     fn wait(&mut self) -> Result<()> {
         self.worker.as_mut().map_or(Ok(()), |worker| worker.settle(0))
     }
+
+    /// The same before something that all ranks do together.
+    fn wait_for_ranks(&mut self) -> Result<()> {
+        static TOLD: Once = Once::new();
+        TOLD.call_once(|| {
+            tracing::info!("AsyncCheckpointIo: training waits for checkpoints that are divided among ranks");
+        });
+        self.wait()
+    }
 }
 
 impl Default for AsyncCheckpointIo {
@@ -85,13 +94,22 @@ impl CheckpointIo for AsyncCheckpointIo {
         path: &Path,
         storage_options: Option<&Value>,
     ) -> Result<()> {
-        static TOLD: Once = Once::new();
-        TOLD.call_once(|| {
-            tracing::info!("AsyncCheckpointIo: training waits for checkpoints that are divided among ranks");
-        });
-        self.wait()?;
+        self.wait_for_ranks()?;
         let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         inner.save_parts(checkpoint, ranks, path, storage_options)
+    }
+
+    /// Training waits for it: the ranks give rank 0 what it writes.
+    fn save_divided_weights(
+        &mut self,
+        checkpoint: &Checkpoint,
+        ranks: &ProcessGroup,
+        path: &Path,
+        storage_options: Option<&Value>,
+    ) -> Result<()> {
+        self.wait_for_ranks()?;
+        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.save_divided_weights(checkpoint, ranks, path, storage_options)
     }
 
     fn load_checkpoint(&mut self, path: &Path) -> Result<Checkpoint> {

@@ -196,18 +196,29 @@ pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
         ));
     }
     check_names(&checkpoint.weights, &checkpoint.meta.module)?;
+    let tensors = named_tensors(checkpoint);
+    let planned = planned(&tensors, &checkpoint.meta.module)?;
+    write_file(checkpoint, &planned, path, &mut |index| bytes_of(tensors[index].1))
+}
+
+/// Writes a checkpoint with these tensors, whose bytes are asked for one by one.
+pub(super) fn write_file(
+    checkpoint: &Checkpoint,
+    planned: &[Planned],
+    path: &Path,
+    bytes_of: &mut dyn FnMut(usize) -> std::io::Result<Vec<u8>>,
+) -> Result<()> {
+    let training = checkpoint.training.as_ref();
     let header = Header {
         saved_at: Some(later_than_all()),
-        num_optimizers,
+        num_optimizers: training.map_or(0, |training| training.optimizers.len()),
         meta: CheckpointMeta {
             format_version: FORMAT_VERSION,
             voltaic_version: env!("CARGO_PKG_VERSION").to_owned(),
             ..checkpoint.meta.clone()
         },
-        training: checkpoint.training.as_ref().map(|training| training.json.clone()),
-        ranks: checkpoint
-            .training
-            .as_ref()
+        training: training.map(|training| training.json.clone()),
+        ranks: training
             .map(|training| training.ranks.iter().map(|rank| rank.logged.clone()).collect())
             .unwrap_or_default(),
     };
@@ -217,10 +228,8 @@ pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
         (CHECKSUM_KEY.to_owned(), String::from_utf8_lossy(NO_CHECKSUM).into_owned()),
         ("format".to_owned(), "pt".to_owned()),
     ]);
-    let tensors = named_tensors(checkpoint);
-    let planned = planned(&tensors, &checkpoint.meta.module)?;
     write_atomically(path, |writer| {
-        let written = write_tensors(&mut *writer, &planned, metadata, &mut |i| bytes_of(tensors[i].1))?;
+        let written = write_tensors(&mut *writer, planned, metadata, bytes_of)?;
         // the digits are in the header, which comes before what they are computed of
         match checksum_at(&written.header) {
             Some(at) => patch(writer, at as u64, format!("{:08x}", written.crc).as_bytes()),
@@ -236,22 +245,25 @@ pub(super) fn check_names(weights: &[(String, Tensor)], module: &str) -> Result<
     Err(cannot_hold(module, what, "give it another name"))
 }
 
+/// Each name must be that of one tensor, and not one that safetensors keeps for itself.
+pub(super) fn check_unique<'a>(names: impl Iterator<Item = &'a str>, module: &str) -> Result<()> {
+    let mut known = HashSet::new();
+    for name in names {
+        let what = match () {
+            () if name == METADATA_ENTRY => {
+                format!("a tensor is called {name}, which safetensors keeps for itself")
+            }
+            () if !known.insert(name) => format!("two tensors are called {name}"),
+            () => continue,
+        };
+        return Err(cannot_hold(module, what, "give it another name"));
+    }
+    Ok(())
+}
+
 /// What is written of tensors.
 fn planned(tensors: &Vec<(String, &Tensor)>, module: &str) -> Result<Vec<Planned>> {
-    let mut names = HashSet::new();
-    for (name, _) in tensors {
-        if name == METADATA_ENTRY {
-            let what = format!("a tensor is called {name}, which safetensors keeps for itself");
-            return Err(cannot_hold(module, what, "give it another name"));
-        }
-        if !names.insert(name.as_str()) {
-            return Err(cannot_hold(
-                module,
-                format!("two tensors are called {name}"),
-                "give one another name",
-            ));
-        }
-    }
+    check_unique(tensors.iter().map(|(name, _)| name.as_str()), module)?;
     let plan = |(name, tensor): &(String, &Tensor)| {
         let shape = tensor.size().iter().map(|&dim| dim as usize).collect();
         Ok(Planned { name: name.clone(), dtype: dtype(tensor, name, module)?, shape })
@@ -319,13 +331,19 @@ fn check_seal(bytes: &[u8], path: &Path) -> Result<()> {
 /// Reads the file and splits the text of the header, if there is one, from the tensors.
 fn open(path: &Path) -> Result<Opened> {
     let bytes = read_file(path, u64::MAX).map_err(|e| Error::io("read checkpoint", path, e))?;
-    if bytes.starts_with(b"PK\x03\x04") {
-        let remedy = format!("convert it with `voltaic convert {} NEW_NAME`", path.display());
-        let problem = Problem::new("it is a file of PyTorch or Lightning", remedy);
-        return Err(CheckpointError::Unreadable { path: path.to_path_buf(), problem }.into());
-    }
+    refuse_torch(&bytes, path)?;
     check_seal(&bytes, path)?;
     open_bytes(&bytes, path)
+}
+
+/// Refuses what begins like a file of `torch.save`.
+pub(super) fn refuse_torch(head: &[u8], path: &Path) -> Result<()> {
+    if !head.starts_with(b"PK\x03\x04") {
+        return Ok(());
+    }
+    let remedy = format!("convert it with `voltaic convert {} NEW_NAME`", path.display());
+    let problem = Problem::new("it is a file of PyTorch or Lightning", remedy);
+    Err(CheckpointError::Unreadable { path: path.to_path_buf(), problem }.into())
 }
 
 /// The same of what has been read from `path`.
@@ -374,15 +392,39 @@ struct Opened {
 /// Reads a checkpoint of one file; see [`Checkpoint::load`].
 pub(super) fn read(path: &Path) -> Result<Checkpoint> {
     let Opened { header, tensors, is_sealed } = open(path)?;
-    let Some(header) = header else {
-        if let Some((name, _)) = tensors.iter().find(|(name, _)| name.starts_with(PREFIX)) {
-            return Err(unreadable(path, format!("it has {name} but no entry `{METADATA_KEY}`")));
-        }
+    let names = tensors.iter().map(|(name, _)| name.as_str());
+    let Some(header) = header_of(header.as_deref(), is_sealed, names, path)? else {
         // any safetensors file of weights will do
         return Ok(Checkpoint { weights: tensors, ..Checkpoint::default() });
     };
-    check_json(&header, path)?;
-    let mut header: Header = serde_json::from_str(&header)
+    let mut checkpoint = header.into_checkpoint();
+    let Checkpoint { weights, training, .. } = &mut checkpoint;
+    let mut none = TrainingState::default();
+    let training = training.as_mut().unwrap_or(&mut none);
+    for (name, tensor) in tensors {
+        add_tensor(weights, training, name, tensor).map_err(|what| unreadable(path, what))?;
+    }
+    Ok(checkpoint)
+}
+
+/// What the metadata entry of a file holds, with tensors of these names; `None` in a file of others.
+///
+/// # Errors
+/// If it is not understood, or of a later version; if it should be sealed, and is not.
+pub(super) fn header_of<'a>(
+    text: Option<&str>,
+    is_sealed: bool,
+    mut names: impl Iterator<Item = &'a str>,
+    path: &Path,
+) -> Result<Option<Header>> {
+    let Some(text) = text else {
+        return match names.find(|name| name.starts_with(PREFIX)) {
+            Some(name) => Err(unreadable(path, format!("it has {name} but no entry `{METADATA_KEY}`"))),
+            None => Ok(None),
+        };
+    };
+    check_json(text, path)?;
+    let header: Header = serde_json::from_str(text)
         .map_err(|e| unreadable(path, format!("its training state is not understood: {e}")))?;
     if header.meta.format_version > FORMAT_VERSION {
         let (found, known) = (header.meta.format_version, FORMAT_VERSION);
@@ -402,19 +444,21 @@ pub(super) fn read(path: &Path) -> Result<Checkpoint> {
         ));
     }
     note_saved_at(header.saved_at.unwrap_or(0));
-    let mut weights = Vec::new();
-    let is_full = header.training.is_some();
-    let mut training = TrainingState {
-        optimizers: (0..header.num_optimizers).map(|_| Vec::new()).collect(),
-        json: header.training.take().unwrap_or_default(),
-        ranks: header.ranks.into_iter().map(|logged| RankState { logged, ..RankState::default() }).collect(),
-        ..TrainingState::default()
-    };
-    for (name, tensor) in tensors {
-        add_tensor(&mut weights, &mut training, name, tensor).map_err(|what| unreadable(path, what))?;
+    Ok(Some(header))
+}
+
+impl Header {
+    /// A checkpoint with all but its tensors.
+    pub(super) fn into_checkpoint(self) -> Checkpoint {
+        let of_rank = |logged| RankState { logged, ..RankState::default() };
+        let training = self.training.map(|json| TrainingState {
+            optimizers: (0..self.num_optimizers).map(|_| Vec::new()).collect(),
+            json,
+            ranks: self.ranks.into_iter().map(of_rank).collect(),
+            ..TrainingState::default()
+        });
+        Checkpoint { training, meta: self.meta, ..Checkpoint::default() }
     }
-    let training = is_full.then_some(training);
-    Ok(Checkpoint { weights, training, meta: header.meta, ..Checkpoint::default() })
 }
 
 /// Puts a tensor where its name says.

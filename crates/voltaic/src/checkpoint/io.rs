@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::atomic::{link_atomically, remove_file};
 use super::checkpoint::Checkpoint;
+use super::shards::gather::{as_on_rank_zero, gathered, save_as_file};
 use super::shards::write::save;
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
@@ -27,7 +28,8 @@ pub trait CheckpointIo: Send {
     ) -> Result<()>;
 
     /// Whether ranks that have parts of the state may each save their own: then [`CheckpointIo::save_parts`] is called in place
-    /// of [`CheckpointIo::save_checkpoint`] for full checkpoints, and what it has saved is read part by part.
+    /// of [`CheckpointIo::save_checkpoint`] for full checkpoints, and what it has saved is read part by part; a single file is read by
+    /// rank 0 for all, tensor by tensor, without [`CheckpointIo::load_checkpoint`].
     fn saves_parts(&self) -> bool {
         false
     }
@@ -49,6 +51,27 @@ pub trait CheckpointIo: Send {
         storage_options: Option<&Value>,
     ) -> Result<()> {
         self.save_checkpoint(checkpoint, path, storage_options) // refused, if there are parts
+    }
+
+    /// Writes a checkpoint of weights only, of which this rank has the [parts](Checkpoint::parts), as one file. Called in place of
+    /// [`CheckpointIo::save_checkpoint`] if [`CheckpointIo::saves_parts`] and weights are divided; the default gathers all of them on
+    /// rank 0, which calls that.
+    ///
+    /// # Collective
+    /// All ranks must call it. Rank 0 writes.
+    ///
+    /// # Errors
+    /// On all ranks if rank 0 cannot write; if `storage_options` has options that this class does not know.
+    fn save_divided_weights(
+        &mut self,
+        checkpoint: &Checkpoint,
+        ranks: &ProcessGroup,
+        path: &Path,
+        storage_options: Option<&Value>,
+    ) -> Result<()> {
+        let whole = gathered(checkpoint, ranks, path)?;
+        let saved = whole.map_or(Ok(()), |whole| self.save_checkpoint(&whole, path, storage_options));
+        as_on_rank_zero(saved, ranks, path)
     }
 
     /// Reads a checkpoint; tensors are on the CPU.
@@ -118,6 +141,17 @@ impl CheckpointIo for FileCheckpointIo {
         refuse_storage_options("FileCheckpointIo", storage_options)?;
         save(checkpoint, ranks, path)
     }
+
+    fn save_divided_weights(
+        &mut self,
+        checkpoint: &Checkpoint,
+        ranks: &ProcessGroup,
+        path: &Path,
+        storage_options: Option<&Value>,
+    ) -> Result<()> {
+        refuse_storage_options("FileCheckpointIo", storage_options)?;
+        save_as_file(checkpoint, ranks, path)
+    }
 }
 
 /// Writes checkpoints of a device that only the trainer's thread may touch: all tensors are on the host before the
@@ -153,6 +187,19 @@ impl CheckpointIo for HpuCheckpointIo {
     ) -> Result<()> {
         refuse_storage_options("HpuCheckpointIo", storage_options)?;
         save(&checkpoint.to_host()?, ranks, path)
+    }
+
+    /// # Sync
+    /// Reads this rank's weights back, piece by piece.
+    fn save_divided_weights(
+        &mut self,
+        checkpoint: &Checkpoint,
+        ranks: &ProcessGroup,
+        path: &Path,
+        storage_options: Option<&Value>,
+    ) -> Result<()> {
+        refuse_storage_options("HpuCheckpointIo", storage_options)?;
+        save_as_file(checkpoint, ranks, path)
     }
 }
 

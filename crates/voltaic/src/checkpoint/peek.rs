@@ -5,10 +5,11 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use safetensors::tensor::Metadata;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::format::{Header, METADATA_KEY, NO_CHECKSUM, check_json, checksum_at, unreadable};
+use super::format::{Header, METADATA_KEY, NO_CHECKSUM, check_json, checksum_at, refuse_torch, unreadable};
 use crate::config::open_file;
 use crate::error::{Error, Result};
 
@@ -43,17 +44,24 @@ pub(super) fn peek_file(path: &Path) -> Result<Beginning> {
 /// # Errors
 /// As [`peek_file`], and if the file is damaged.
 pub(super) fn peek_whole_file(path: &Path) -> Result<Beginning> {
-    let fail = |e| Error::io("read checkpoint", path, e);
     let (mut file, header) = open_header(path)?;
     let beginning = beginning(&header, path)?;
-    let metadata = serde_json::from_slice::<safetensors::tensor::Metadata>(&header[8..]);
+    check_whole(&mut file, &header, path)?;
+    Ok(beginning)
+}
+
+/// What the header of an open file says of its tensors, none of which lies on another one or beyond the end. The rest of the file is
+/// read in pieces: its length and checksum are right.
+pub(super) fn check_whole(file: &mut File, header: &[u8], path: &Path) -> Result<Metadata> {
+    let fail = |e| Error::io("read checkpoint", path, e);
+    let metadata = serde_json::from_slice::<Metadata>(&header[8..]);
     let metadata = metadata.map_err(|e| unreadable(path, e.to_string()))?;
     let expected = header.len() as u64 + metadata.data_len() as u64;
     let found = file.metadata().map_err(fail)?.len();
     if found != expected {
         return Err(unreadable(path, format!("it has {found} bytes, its header tells of {expected}")));
     }
-    let Some(at) = checksum_at(&header) else { return Ok(beginning) };
+    let Some(at) = checksum_at(header) else { return Ok(metadata) };
     let end = at + NO_CHECKSUM.len();
     let mut crc = crc32fast::Hasher::new();
     [&header[..at], NO_CHECKSUM, &header[end..]].into_iter().for_each(|bytes| crc.update(bytes));
@@ -72,7 +80,7 @@ pub(super) fn peek_whole_file(path: &Path) -> Result<Beginning> {
             format!("its checksum is {computed} but should be {found}: the file is damaged"),
         ));
     }
-    Ok(beginning)
+    Ok(metadata)
 }
 
 /// The file, and its length and header.
@@ -82,6 +90,7 @@ pub(super) fn open_header(path: &Path) -> Result<(File, Vec<u8>)> {
     let total = file.metadata().map_err(fail)?.len();
     let mut bytes = Vec::new();
     (&mut file).take(8).read_to_end(&mut bytes).map_err(fail)?;
+    refuse_torch(&bytes, path)?;
     let length = bytes[..].try_into().map(u64::from_le_bytes).unwrap_or(u64::MAX);
     if length > MAX_HEADER || length + 8 > total {
         return Err(unreadable(path, "it is not a whole safetensors file"));

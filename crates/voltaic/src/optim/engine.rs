@@ -451,9 +451,20 @@ impl<R: Rule> Optimizer for Engine<R> {
     }
 
     fn load_state_dict(&mut self, state: OptimizerState) -> Result<()> {
+        self.load(&state, false)
+    }
+
+    fn take_state_dict(&mut self, state: OptimizerState) -> Result<()> {
+        self.load(&state, true)
+    }
+}
+
+impl<R: Rule> Engine<R> {
+    /// Replaces state and hyper-parameters; with `takes` tensors that fit are not copied.
+    fn load(&mut self, state: &OptimizerState, takes: bool) -> Result<()> {
         let mut problems = Vec::new();
         let saved = self.check_groups(&state.groups, &mut problems);
-        let targets = self.check_tensors(&state, &saved, &mut problems);
+        let targets = self.check_tensors(state, &saved, &mut problems);
         if !problems.is_empty() {
             problems.sort();
             return Err(CheckpointError::Mismatch {
@@ -470,7 +481,13 @@ impl<R: Rule> Optimizer for Engine<R> {
             let Bucket { members, has_masters, .. } = &self.buckets[bucket];
             let param = &members[member].param;
             let dtype = if *has_masters { Kind::Float } else { param.kind() };
-            loaded.push((bucket, member, index, copy_for(param, dtype, tensor, R::is_count(index))?));
+            let fits = takes && !R::is_count(index) && tensor.is_contiguous() && param.is_contiguous();
+            let fits = fits && (tensor.kind(), tensor.device()) == (dtype, param.device());
+            let own = match fits {
+                true => tensor.f_detach()?,
+                false => copy_for(param, dtype, tensor, R::is_count(index))?,
+            };
+            loaded.push((bucket, member, index, own));
         }
         for bucket in &mut self.buckets {
             bucket.cached = None;

@@ -95,6 +95,14 @@ pub trait Optimizer: Send {
     /// [`CheckpointError::Mismatch`](crate::error::CheckpointError::Mismatch) with all names and shapes that do not
     /// fit; nothing is changed then.
     fn load_state_dict(&mut self, state: OptimizerState) -> Result<()>;
+
+    /// The same with tensors that nobody else uses: those that are as the optimizer keeps them need not be copied.
+    ///
+    /// # Errors
+    /// As [`Optimizer::load_state_dict`].
+    fn take_state_dict(&mut self, state: OptimizerState) -> Result<()> {
+        self.load_state_dict(state)
+    }
 }
 
 /// The leaves of the parameters in `groups`, which have the gradients.

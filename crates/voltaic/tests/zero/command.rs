@@ -210,3 +210,69 @@ fn two_nodes_train_with_divided_states() {
         near(stage, &own, &expected);
     }
 }
+
+/// The rows of training and validation from the second epoch on.
+fn rows(folder: &std::path::Path) -> Vec<String> {
+    let text = std::fs::read_to_string(folder.join("metrics.csv")).unwrap();
+    let mut lines = text.lines();
+    let header: Vec<&str> = lines.next().unwrap().split(',').collect();
+    let epoch = header.iter().position(|name| *name == "epoch").unwrap();
+    let is_late = |line: &&str| line.split(',').nth(epoch) == Some("1");
+    let late: Vec<String> = lines.filter(is_late).map(str::to_owned).collect();
+    assert!(!late.is_empty() && header.contains(&"train_loss"), "{text}");
+    [vec![header.join(",")], late].concat()
+}
+
+/// From the command line: a run that goes on from one file is the one that was not interrupted.
+#[test]
+fn the_command_line_goes_on_from_one_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+        let output =
+            command.args(arguments).env("OMP_NUM_THREADS", "1").current_dir(folder.path()).output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    };
+    let fit = |name: &str, epochs: &str, more: &[&str]| {
+        let name = format!("--trainer.logger.name={name}");
+        let arguments = [
+            "fit",
+            "--seed_everything=5",
+            "--model=Mlp",
+            "--data=MnistData",
+            "--data.batch_size=2",
+            "--optimizer=AdamW",
+            "--trainer.accelerator=cpu",
+            "--trainer.devices=2",
+            "--trainer.strategy=zero3",
+            "--trainer.limit_train_batches=3",
+            "--trainer.limit_val_batches=1",
+            "--trainer.log_every_n_steps=1",
+            "--trainer.logger=CSVLogger",
+            "--trainer.logger.save_dir=.",
+            &name,
+            epochs,
+        ];
+        run(&[&arguments[..], more].concat());
+    };
+    fit("whole", "--trainer.max_epochs=2", &[]);
+    fit("first", "--trainer.max_epochs=1", &[]);
+    let of = |name: &str| folder.path().join(name).join("version_0");
+    let checkpoint = |name: &str| {
+        let saved = std::fs::read_dir(of(name).join("checkpoints")).unwrap();
+        let saved: Vec<_> = saved.map(|entry| entry.unwrap().path()).collect();
+        let [saved] = &saved[..] else { panic!("{saved:?}") };
+        saved.clone()
+    };
+    run(&["convert", checkpoint("first").to_str().unwrap(), "single.ckpt"]);
+    assert!(folder.path().join("single.ckpt").is_file());
+    fit("second", "--trainer.max_epochs=2", &["--ckpt_path=single.ckpt"]);
+    assert_eq!(rows(&of("second")), rows(&of("whole")));
+    let read = |name: &str| voltaic::checkpoint::Checkpoint::load(&checkpoint(name)).unwrap();
+    let (own, expected) = (read("second"), read("whole"));
+    crate::ranks::assert_same("weights", &own.weights, &expected.weights);
+    let states =
+        |checkpoint: voltaic::checkpoint::Checkpoint| checkpoint.training.unwrap().optimizers.remove(0);
+    crate::ranks::assert_same("states", &states(own), &states(expected));
+}

@@ -15,7 +15,7 @@ use crate::ranks::{assert_same, on_ranks, output, silent, weights};
 use crate::stage3::bare;
 
 /// Large enough for the process around it: 50 MB of weights, in modules of 4 MB at most.
-fn large() -> Gpt {
+pub fn large() -> Gpt {
     let config =
         GptConfig { vocab_size: 61, block_size: 16, n_layer: 4, n_head: 2, n_embd: 512, ..GptConfig::tiny() };
     Gpt::new(config).unwrap()
@@ -57,7 +57,7 @@ fn weights_are_those_that_are_drawn_at_once() {
 }
 
 /// What the process held at most, in bytes.
-fn peak() -> usize {
+pub fn peak() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     1024 * line.trim().trim_end_matches(" kB").parse::<usize>().unwrap()

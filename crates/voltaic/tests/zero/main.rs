@@ -13,6 +13,7 @@ mod large;
 mod memory;
 mod models;
 mod muon;
+mod one_file;
 mod optimizers;
 mod partitioning;
 mod peers;

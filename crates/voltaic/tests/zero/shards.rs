@@ -41,7 +41,7 @@ impl Callback for SaveAfter {
 }
 
 /// Saves whole checkpoints only.
-struct WholeIo;
+pub struct WholeIo;
 
 impl CheckpointIo for WholeIo {
     fn save_checkpoint(

@@ -85,7 +85,7 @@ impl Entry {
     }
 
     /// What is wrong with it, if its slices are not the whole tensor once.
-    fn problem(&self, ranks: usize) -> Option<String> {
+    pub fn problem(&self, ranks: usize) -> Option<String> {
         let Some(shape) = shape_of(&self.shape) else {
             return Some(format!("has shape {:?}, too large", self.shape));
         };

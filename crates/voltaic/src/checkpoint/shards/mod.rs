@@ -1,6 +1,7 @@
 //! Checkpoints of state that is divided among ranks: a folder with a safetensors file of each rank and an index.
 
 pub(super) mod folder;
+pub(super) mod gather;
 mod index;
 pub(super) mod read;
 pub(super) mod write;

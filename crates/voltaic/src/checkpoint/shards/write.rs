@@ -69,9 +69,7 @@ pub(crate) fn save(checkpoint: &Checkpoint, group: &ProcessGroup, path: &Path) -
             told
         });
     }
-    let not_saved = |problem: Problem| {
-        Error::from(CheckpointError::OnRanks { action: "save", path: path.to_path_buf(), problem })
-    };
+    let not_saved = |problem: Problem| not_saved(path, problem);
     let (folder, id): (PathBuf, String) = group.broadcast_object(&begun, 0)?.map_err(not_saved)?;
     let owner = Owner { id, rank: group.rank(), ranks: group.world_size() };
     let own = write_own(checkpoint, &folder, &owner).map_err(|error| of_rank(owner.rank, error));
@@ -84,7 +82,12 @@ pub(crate) fn save(checkpoint: &Checkpoint, group: &ProcessGroup, path: &Path) -
     group.broadcast_object(&finished, 0)?.map_err(not_saved)
 }
 
-fn of_rank(rank: usize, error: Error) -> Problem {
+/// The error of all ranks.
+pub(super) fn not_saved(path: &Path, problem: Problem) -> Error {
+    CheckpointError::OnRanks { action: "save", path: path.to_path_buf(), problem }.into()
+}
+
+pub(super) fn of_rank(rank: usize, error: Error) -> Problem {
     let Problem { what, remedy } = error.into_problem("look at the file system of this rank");
     Problem::new(format!("rank {rank}: {what}"), remedy)
 }

@@ -562,7 +562,7 @@ impl DividedState for Zero {
             Some(reducer) => shards::load_optimizer(&reducer, state, parts)?,
             None => state,
         };
-        optimizer.load_state_dict(state)
+        optimizer.take_state_dict(state)
     }
 
     fn save_grads(&self, module: &dyn Module) -> Result<DividedGrads> {

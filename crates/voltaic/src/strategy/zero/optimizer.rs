@@ -153,6 +153,10 @@ impl Optimizer for ZeroOptimizer {
     fn load_state_dict(&mut self, state: OptimizerState) -> Result<()> {
         self.inner.load_state_dict(state)
     }
+
+    fn take_state_dict(&mut self, state: OptimizerState) -> Result<()> {
+        self.inner.take_state_dict(state)
+    }
 }
 
 /// The whole state of an optimizer, of which each rank has a part.

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::module::{BatchFacts, LightningModule, ModuleTensors, Progress};
 use crate::nn::{Module, ModuleExt, state_dict_of, tied_names};
 use crate::optim::OptimizerState;
-use crate::strategy::DividedGrads;
+use crate::strategy::{DividedGrads, Strategy};
 use crate::trainer::session::frozen::{AfterFit, FitState, Frozen};
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{hook_error, of_callback};
@@ -163,8 +163,9 @@ pub(crate) fn complete<M: LightningModule>(
     kept: Option<FitState>,
 ) -> Result<Checkpoint> {
     let progress = kept.as_ref().map_or(&session.run.at.progress, |kept| &kept.state.progress);
-    let mut checkpoint = match kept.is_some() && saves_parts(session) {
-        true => divided_weights(session, progress)?,
+    let strategy = session.run.engine.strategy.as_ref();
+    let mut checkpoint = match saves_parts(session) {
+        true => divided_weights(strategy, session.module, progress, kept.is_none())?,
         false => weights(session.module, progress)?,
     };
     let state = match kept {
@@ -207,16 +208,24 @@ pub(crate) fn weights<M: LightningModule>(module: &M, progress: &Progress) -> Re
     Ok(Checkpoint { weights, meta, ..Checkpoint::default() })
 }
 
-/// The same with this rank's parts of what is divided, and whole tensors beside them. Nothing is gathered.
-fn divided_weights<M: LightningModule>(session: &Session<M>, progress: &Progress) -> Result<Checkpoint> {
-    let divided = session.run.engine.strategy.divided();
-    let parts = divided.map_or_else(|| Ok(Vec::new()), |divided| divided.save_weights())?;
-    let module = session.module.as_dyn();
+/// The same with this rank's parts of what is divided, and whole tensors beside them. Nothing is gathered. With `only_divided` weights
+/// that each rank has whole are whole in it, too.
+pub(crate) fn divided_weights<M: LightningModule>(
+    strategy: &dyn Strategy,
+    module: &M,
+    progress: &Progress,
+    only_divided: bool,
+) -> Result<Checkpoint> {
+    let divided = strategy.divided();
+    let mut parts = divided.map_or_else(|| Ok(Vec::new()), |divided| divided.save_weights())?;
+    if only_divided {
+        parts.retain(|part| divided.is_some_and(|divided| divided.weight_portion(&part.name).is_some()));
+    }
     let is_part = |name: &str| parts.iter().any(|part| part.name == name);
-    let tied: Vec<_> = tied_names(module).into_iter().filter(|(_, first)| is_part(first)).collect();
+    let tied: Vec<_> = tied_names(module.as_dyn()).into_iter().filter(|(_, first)| is_part(first)).collect();
     let is_whole = |name: &str| !is_part(name) && !tied.iter().any(|(alias, _)| alias == name);
-    let weights = state_dict_of(module, &is_whole)?;
-    let meta = meta(&*session.module, progress);
+    let weights = state_dict_of(module.as_dyn(), &is_whole)?;
+    let meta = meta(module, progress);
     Ok(Checkpoint { weights, training: None, meta, parts, tied })
 }
 

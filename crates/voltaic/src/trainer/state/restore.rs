@@ -7,7 +7,9 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::callback::Callback;
-use crate::checkpoint::{Checkpoint, LoopState, Part, RankState, Shards, grad_name, is_folder};
+use crate::checkpoint::{
+    Checkpoint, Failures, LoopState, OneFile, Part, RankState, Shards, Unread, grad_name, is_folder,
+};
 use crate::data::Stage;
 use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
@@ -33,7 +35,7 @@ pub(crate) struct Resumed {
 pub(crate) struct Loaded {
     checkpoint: Checkpoint,
     /// What is not read yet, for ranks that read their parts: weights, states of optimizers, gradients that were divided.
-    shards: Option<Shards>,
+    unread: Option<Unread>,
 }
 
 /// Reads a checkpoint, or what ranks read of it that take their own parts later.
@@ -41,13 +43,18 @@ pub(crate) struct Loaded {
 /// # Collective
 /// If the strategy divides states: all ranks must call it.
 pub(crate) fn load<M: LightningModule>(session: &mut Session<M>, path: &Path) -> Result<Loaded> {
-    if !saves_parts(session) || !session.run.world().of_rank_zero(is_folder(path))? {
-        return Ok(Loaded { checkpoint: session.run.checkpoint_io.load_checkpoint(path)?, shards: None });
-    }
-    let rank = session.run.world().rank;
-    let read = Shards::open(path)
-        .and_then(|shards| Ok(Loaded { checkpoint: shards.rest(rank)?, shards: Some(shards) }));
-    agreed(session.run.world(), path, read)
+    let world = session.run.world();
+    let Some(group) = world.group().filter(|_| saves_parts(session)) else {
+        return Ok(Loaded { checkpoint: session.run.checkpoint_io.load_checkpoint(path)?, unread: None });
+    };
+    let read = match world.of_rank_zero(is_folder(path))? {
+        true => Shards::open(path).and_then(|shards| {
+            Ok(Loaded { checkpoint: shards.rest(world.rank)?, unread: Some(Unread::Folder(shards)) })
+        }),
+        false => OneFile::open(path, group)
+            .and_then(|file| Ok(Loaded { checkpoint: file.rest()?, unread: Some(Unread::File(file)) })),
+    };
+    agreed(world, path, read)
 }
 
 /// What this rank has read, if all ranks could read theirs: none goes on alone.
@@ -55,39 +62,47 @@ fn agreed<T>(world: &World, path: &Path, read: Result<T>) -> Result<T> {
     let Some(group) = world.group() else { return read };
     let (own, read) = match read {
         Ok(read) => (None, Some(read)),
-        Err(error) => (Some(error.into_problem("look at the file system of this rank")), None),
+        Err(error) => (Some(problem_of(error, world.rank)), None),
     };
-    let all = group.all_gather_object(&own)?;
-    let failed = all.into_iter().enumerate().find_map(|(rank, problem)| Some((rank, problem?)));
+    let failed = group.all_gather_object(&own)?.into_iter().flatten().next();
     match (failed, read) {
         (None, Some(read)) => Ok(read),
         (failed, _) => {
-            let (rank, Problem { what, remedy }) = failed.unwrap_or((world.rank, Problem::new("", "")));
-            let problem = Problem::new(format!("rank {rank}: {what}"), remedy);
+            let problem = failed.unwrap_or_else(|| Problem::new("", ""));
             Err(CheckpointError::OnRanks { action: "read", path: path.to_path_buf(), problem }.into())
         }
     }
 }
 
+/// What went wrong, and on which rank.
+fn problem_of(error: Error, rank: usize) -> Problem {
+    if let Error::Checkpoint(CheckpointError::OnRanks { problem, .. }) = error {
+        return problem; // of another rank
+    }
+    let Problem { what, remedy } = error.into_problem("look at the file system of this rank");
+    Problem::new(format!("rank {rank}: {what}"), remedy)
+}
+
 fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &Loaded, path: &Path) -> Result<()> {
-    let Some(shards) = &loaded.shards else {
+    let Some(unread) = &loaded.unread else {
         return session.module.load_state_dict(&loaded.checkpoint.weights, true).map(drop);
     };
     let divided = session.run.engine.strategy.divided();
-    let shapes =
-        shards.weights().map(|(name, shape)| (name, shape.iter().map(|&size| size as i64).collect()));
-    let shapes: Vec<(&str, Vec<i64>)> = shapes.collect();
-    let read = load_state_dict_each(session.module.as_dyn(), &shapes, &mut |name, held| {
-        if let (Held::Parameter(parameter), Some(divided)) = (held, divided)
-            && let Some(fqn) = parameter.fqn()
-            && let Some(portion) = divided.weight_portion(&fqn)
-        {
-            let part = shards.part(name, &portion.shape, portion.range)?;
-            return divided.load_weight(&fqn, &part.values);
-        }
-        held.fill(&shards.whole(name)?)
+    let mut failures = Failures::of(unread);
+    let read = load_state_dict_each(session.module.as_dyn(), &unread.weights(), &mut |name, held| {
+        let fill = || {
+            if let (Held::Parameter(parameter), Some(divided)) = (held, divided)
+                && let Some(fqn) = parameter.fqn()
+                && let Some(portion) = divided.weight_portion(&fqn)
+            {
+                let part = unread.part(name, &portion.shape, portion.range)?;
+                return divided.load_weight(&fqn, &part.values);
+            }
+            held.fill(&unread.whole(name)?)
+        };
+        failures.note(fill())
     });
-    agreed(session.run.world(), path, read)
+    agreed(session.run.world(), path, read.and_then(|()| failures.end()))
 }
 
 /// Takes the weights, and what modules, data and callbacks have saved.
@@ -142,7 +157,7 @@ pub(crate) fn restore_training<M: LightningModule>(
     loaded: Loaded,
     path: PathBuf,
 ) -> Result<Resumed> {
-    let Loaded { checkpoint, shards } = loaded;
+    let Loaded { checkpoint, unread } = loaded;
     let Some(training) = checkpoint.training else {
         let remedy = "resume from a full checkpoint, or load the weights alone and start from the beginning";
         return Err(unusable(&path, "it holds weights only, no training state".to_owned(), remedy));
@@ -167,10 +182,10 @@ pub(crate) fn restore_training<M: LightningModule>(
         return Err(unusable(&path, what, "use the same configure_optimizers, or load the weights alone"));
     }
     let groups = state.optimizers.into_iter().map(|(_, groups)| groups);
-    let grads = match &shards {
-        Some(shards) => {
+    let grads = match &unread {
+        Some(unread) => {
             let groups: Vec<Value> = groups.collect();
-            let read = restore_divided(session, shards, groups)
+            let read = restore_divided(session, unread, groups)
                 .map(|whole| grads.into_iter().chain(whole).collect());
             agreed(session.run.world(), &path, read)?
         }
@@ -206,40 +221,41 @@ pub(crate) fn restore_training<M: LightningModule>(
 /// divided and are whole now.
 fn restore_divided<M: LightningModule>(
     session: &mut Session<M>,
-    shards: &Shards,
+    unread: &Unread,
     groups: Vec<Value>,
 ) -> Result<Vec<(String, tch::Tensor)>> {
     let engine = &mut session.run.engine;
     let Some(divided) = engine.strategy.divided() else { return Ok(Vec::new()) };
+    let mut failures = Failures::of(unread);
     for (index, (optimizer, groups)) in session.training.optimizers.iter_mut().zip(groups).enumerate() {
         let mut state = OptimizerState { tensors: Vec::new(), groups };
         let mut parts = Vec::new();
-        for (name, key) in shards.optimizer_states(index) {
+        for (name, key) in unread.optimizer_states(index) {
             let (kind, fqn) = key.split_once('.').unwrap_or(("", ""));
             // of a parameter without dimensions all states have the shape of a number
-            let is_like = |shape: &[i64]| !shards.is_number(name) || (shape.is_empty() && kind != "step");
-            match divided.state_portion(fqn).filter(|portion| is_like(&portion.shape)) {
-                Some(portion) => {
-                    let part = shards.part(name, &portion.shape, portion.range)?;
-                    parts.push(Part { name: key.to_owned(), ..part });
-                }
-                None => state.tensors.push((key.to_owned(), shards.whole(name)?)),
-            }
+            let is_like = |shape: &[i64]| !unread.is_number(name) || (shape.is_empty() && kind != "step");
+            let portion = divided.state_portion(fqn).filter(|portion| is_like(&portion.shape));
+            failures.note(match portion {
+                Some(portion) => unread
+                    .part(name, &portion.shape, portion.range)
+                    .map(|part| parts.push(Part { name: key.to_owned(), ..part })),
+                None => unread.whole(name).map(|whole| state.tensors.push((key.to_owned(), whole))),
+            })?;
         }
-        divided.load_optimizer(optimizer.as_mut(), state, parts)?;
+        failures.note(divided.load_optimizer(optimizer.as_mut(), state, parts))?;
     }
     let mut whole = Vec::new();
-    for fqn in shards.divided_grads() {
+    for fqn in unread.divided_grads() {
         let name = grad_name(fqn);
         engine.of_call.has_scaled = true;
         match divided.grad_portion(fqn) {
             Some(portion) => {
-                divided.load_grad(fqn, &shards.part(&name, &portion.shape, portion.range)?.values)?;
+                divided.load_grad(fqn, &unread.part(&name, &portion.shape, portion.range)?.values)?;
             }
-            None => whole.push((fqn.to_owned(), shards.whole(&name)?)),
+            None => whole.push((fqn.to_owned(), unread.whole(&name)?)),
         }
     }
-    Ok(whole)
+    failures.end().map(|()| whole)
 }
 
 /// What this rank takes of the parts that each rank has for itself.

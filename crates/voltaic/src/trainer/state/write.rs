@@ -37,7 +37,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.flush_loggers()?;
         }
         for request in &requests {
-            if by_parts && is_full(request) {
+            if by_parts && request.link_to.is_none() {
                 write_parts(self, request)?;
             } else if self.run.world().is_global_zero() {
                 write(self, request, &mut ranks)?;
@@ -192,16 +192,41 @@ fn write_parts<M: LightningModule>(session: &mut Session<M>, request: &Checkpoin
     let Some(group) = session.run.world().group().cloned() else { return Ok(()) };
     let _action = session.profile(actions::SAVE_CHECKPOINT)?;
     let checkpoint = match &session.frozen {
-        Some(Frozen::Whole(frozen)) => with_savers(frozen, &session.run.callbacks)?,
-        _ => collect(session, false)?,
+        Some(Frozen::Whole(frozen)) if !request.weights_only => with_savers(frozen, &session.run.callbacks)?,
+        _ => collect(session, request.weights_only)?,
     };
-    session.run.checkpoint_io.save_parts(&checkpoint, &group, &request.path, None)?;
+    match request.weights_only {
+        true => save_weights(session.run, &checkpoint, &request.path, None)?,
+        false => session.run.checkpoint_io.save_parts(&checkpoint, &group, &request.path, None)?,
+    }
     drop(checkpoint);
     if !session.run.world().is_global_zero() {
         return Ok(());
     }
-    session.run.note_checkpoint(&request.path)?;
+    if !request.weights_only {
+        session.run.note_checkpoint(&request.path)?;
+    }
     remove_replaced(session.run, request)
+}
+
+/// Writes a checkpoint of weights only, of which this rank may have parts.
+///
+/// # Collective
+/// All ranks must call it, if it has.
+pub(crate) fn save_weights(
+    run: &mut Run,
+    checkpoint: &Checkpoint,
+    path: &Path,
+    storage_options: Option<&Value>,
+) -> Result<()> {
+    let group = run.world().group().cloned();
+    match group.filter(|_| !checkpoint.parts.is_empty()) {
+        Some(group) => run.checkpoint_io.save_divided_weights(checkpoint, &group, path, storage_options),
+        None if run.world().is_global_zero() => {
+            run.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+        }
+        None => Ok(()),
+    }
 }
 
 /// Whether two paths lead to one file, links included.
@@ -264,6 +289,9 @@ pub(crate) fn write_after_fit<M: LightningModule>(
 pub(crate) fn as_on_rank_zero(world: &World, done: Result<()>, path: &Path) -> Result<()> {
     if world.world_size == 1 || matches!(done, Err(Error::Distributed(_))) {
         return done; // nobody is there, or known to be there
+    }
+    if matches!(done, Err(Error::Checkpoint(CheckpointError::OnRanks { .. }))) {
+        return done; // all have it
     }
     let _named = collective_scope("checkpoint");
     let own = done.map_err(|error| {

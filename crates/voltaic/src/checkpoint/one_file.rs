@@ -1,0 +1,303 @@
+//! A checkpoint of one file that rank 0 reads for all ranks, tensor by tensor: no rank has all of it in memory, and only rank 0 needs to
+//! see it.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use safetensors::tensor::{Dtype, Metadata};
+use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
+
+use super::checkpoint::{Checkpoint, Part, TrainingState};
+use super::format::{METADATA_KEY, PREFIX, add_tensor, checksum_at, header_of, kind, shape_of, unreadable};
+use super::peek::{check_whole, open_header};
+use crate::distributed::{ProcessGroup, collective_scope};
+use crate::error::{CheckpointError, Error, Problem, Result};
+
+/// So many bytes travel together.
+const PIECE: usize = 4 << 20;
+const REMEDY: &str = "look at the file system of rank 0";
+
+/// A checkpoint in one file. All functions that give values are collective: all ranks call them with the same names, in the same order.
+pub(crate) struct OneFile {
+    path: PathBuf,
+    group: Arc<ProcessGroup>,
+    told: Told,
+    /// On rank 0.
+    opened: Option<Opened>,
+    /// Why nothing more can be read, the same on all ranks.
+    failure: RefCell<Option<Problem>>,
+}
+
+/// What rank 0 tells of the file.
+#[derive(Debug, Serialize, Deserialize)]
+struct Told {
+    /// The metadata entry, as it is in the file.
+    header: Option<String>,
+    is_sealed: bool,
+    tensors: BTreeMap<String, Entry>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Entry {
+    dtype: Dtype,
+    shape: Vec<usize>,
+}
+
+impl Entry {
+    fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Its shape and dtype as libtorch's, which rank 0 has found to be there.
+    fn as_tensor(&self) -> (Vec<i64>, Kind) {
+        (shape_of(&self.shape).unwrap_or_default(), kind(self.dtype).unwrap_or(Kind::Uint8))
+    }
+}
+
+/// The file, all of which has been checked.
+struct Opened {
+    file: File,
+    metadata: Metadata,
+    /// Where the tensors begin.
+    data: u64,
+}
+
+impl Opened {
+    /// Checks the whole file.
+    fn of(path: &Path) -> Result<(Self, Told)> {
+        let (mut file, header) = open_header(path)?;
+        let metadata = check_whole(&mut file, &header, path)?;
+        let entry = metadata.metadata().as_ref().and_then(|own| own.get(METADATA_KEY));
+        let (text, is_sealed) = (entry.cloned(), checksum_at(&header).is_some());
+        let mut tensors = BTreeMap::new();
+        for name in metadata.offset_keys() {
+            let Some(info) = metadata.info(&name) else { continue };
+            if kind(info.dtype).is_none() {
+                return Err(unreadable(path, format!("{name} has dtype {:?}, unknown here", info.dtype)));
+            }
+            if shape_of(&info.shape).is_none() {
+                return Err(unreadable(path, format!("{name} has shape {:?}, too large", info.shape)));
+            }
+            tensors.insert(name, Entry { dtype: info.dtype, shape: info.shape.clone() });
+        }
+        let names = tensors.keys().map(String::as_str);
+        let checkpoint = header_of(text.as_deref(), is_sealed, names, path)?;
+        let training = checkpoint.and_then(|header| header.into_checkpoint().training);
+        let (mut weights, mut training) = (Vec::new(), training.unwrap_or_default());
+        for name in tensors.keys() {
+            add_tensor(&mut weights, &mut training, name.clone(), Tensor::new())
+                .map_err(|what| unreadable(path, what))?;
+        }
+        let data = header.len() as u64;
+        Ok((Self { file, metadata, data }, Told { header: text, is_sealed, tensors }))
+    }
+
+    /// Some bytes of a tensor, behind one of another meaning.
+    fn read(&self, name: &str, at: usize, len: usize) -> std::io::Result<Vec<u8>> {
+        let info = self.metadata.info(name).ok_or(std::io::ErrorKind::NotFound)?;
+        let mut bytes = vec![0; len + 1];
+        self.file.read_exact_at(&mut bytes[1..], self.data + (info.data_offsets.0 + at) as u64)?;
+        Ok(bytes)
+    }
+}
+
+/// The error of all ranks.
+fn not_read(path: &Path, problem: Problem) -> Error {
+    CheckpointError::OnRanks { action: "read", path: path.to_path_buf(), problem }.into()
+}
+
+fn of_rank_zero(error: Error) -> Problem {
+    let Problem { what, remedy } = error.into_problem(REMEDY);
+    Problem::new(format!("rank 0: {what}"), remedy)
+}
+
+impl OneFile {
+    /// Rank 0 checks the file, and tells the others what is in it.
+    ///
+    /// # Errors
+    /// [`CheckpointError::OnRanks`] on all ranks if the file is missing, damaged, or of a later version.
+    pub(crate) fn open(path: &Path, group: &Arc<ProcessGroup>) -> Result<Self> {
+        let _named = collective_scope("checkpoint");
+        let (mut opened, mut told) = (None, Err(Problem::new("", "")));
+        if group.rank() == 0 {
+            told = Opened::of(path).map_err(of_rank_zero).map(|(own, told)| {
+                opened = Some(own);
+                told
+            });
+        }
+        let told: Result<Told, Problem> = group.broadcast_object(&told, 0)?;
+        let told = told.map_err(|problem| not_read(path, problem))?;
+        let (path, group) = (path.to_path_buf(), group.clone());
+        Ok(Self { path, group, told, opened, failure: RefCell::default() })
+    }
+
+    /// Names and shapes of the weights.
+    pub(crate) fn weights(&self) -> impl Iterator<Item = (&str, &[usize])> {
+        let weights = self.told.tensors.iter().filter(|(name, _)| !name.starts_with(PREFIX));
+        weights.map(|(name, entry)| (name.as_str(), entry.shape.as_slice()))
+    }
+
+    /// Names of the states of an optimizer, as in the file, with what follows its number.
+    pub(crate) fn optimizer_states(&self, index: usize) -> impl Iterator<Item = (&str, &str)> {
+        let prefix = format!("{PREFIX}optimizer.{index}.");
+        let names = self.told.tensors.keys();
+        names.filter_map(move |name| Some((name.as_str(), name.strip_prefix(prefix.as_str())?)))
+    }
+
+    /// Whether a tensor is a number, and not one like a parameter.
+    pub(crate) fn is_number(&self, name: &str) -> bool {
+        self.told.tensors.get(name).is_some_and(|entry| entry.shape.is_empty())
+    }
+
+    /// What ranks read that take their elements of the rest later: all but weights and states of optimizers. Of what each rank has to
+    /// itself there is that of rank 0 and its own, and the gradients that the rank takes if the run had another number of ranks.
+    ///
+    /// # Errors
+    /// As [`OneFile::whole`].
+    pub(crate) fn rest(&self) -> Result<Checkpoint> {
+        let names = self.told.tensors.keys().map(String::as_str);
+        let header = header_of(self.told.header.as_deref(), self.told.is_sealed, names, &self.path)?;
+        let Some(header) = header else { return Ok(Checkpoint::default()) };
+        let mut checkpoint = header.into_checkpoint();
+        let mut none = TrainingState::default();
+        let (mut weights, training) = (Vec::new(), checkpoint.training.as_mut().unwrap_or(&mut none));
+        let mut failed = None;
+        for (name, entry) in &self.told.tensors {
+            let Some(rest) = name.strip_prefix(PREFIX).filter(|rest| !rest.starts_with("optimizer.")) else {
+                continue;
+            };
+            let added = self.elements(name, entry, 0..entry.numel(), self.takes(rest)).and_then(|tensor| {
+                let Some(tensor) = tensor else { return Ok(()) };
+                let tensor = tensor.f_view(entry.as_tensor().0.as_slice())?;
+                add_tensor(&mut weights, training, name.clone(), tensor)
+                    .map_err(|what| unreadable(&self.path, what))
+            });
+            if let Err(error) = added {
+                failed.get_or_insert(error); // what follows comes to all ranks, also to this one
+            }
+        }
+        failed.map_or(Ok(checkpoint), Err)
+    }
+
+    /// Whether this rank wants a tensor of the training state.
+    fn takes(&self, rest: &str) -> bool {
+        let of = rest.strip_prefix("rank.").and_then(|own| own.split_once('.'));
+        let (saved_by, rest) = of.map_or((0, rest), |(rank, rest)| (rank.parse().unwrap_or(0), rest));
+        let own = self.group.rank();
+        match rest.starts_with("grad.") {
+            true => saved_by % self.group.world_size() == own,
+            false => saved_by == 0 || saved_by == own,
+        }
+    }
+
+    fn named(&self, name: &str) -> Result<&Entry> {
+        let entry = self.told.tensors.get(name);
+        entry.ok_or_else(|| unreadable(&self.path, format!("it has no tensor {name}")))
+    }
+
+    /// A whole tensor, on all ranks.
+    ///
+    /// # Errors
+    /// If there is none of that name. [`CheckpointError::OnRanks`] on all ranks if rank 0 cannot read it. On one rank alone if it has no
+    /// memory; it must take part in what follows all the same.
+    pub(crate) fn whole(&self, name: &str) -> Result<Tensor> {
+        let entry = self.named(name)?;
+        let values = self.elements(name, entry, 0..entry.numel(), true)?.unwrap_or_default();
+        Ok(values.f_view(entry.as_tensor().0.as_slice())?)
+    }
+
+    /// Some elements of a tensor that has this shape, perhaps others on each rank.
+    ///
+    /// # Errors
+    /// As [`OneFile::whole`]; if it has another shape.
+    pub(crate) fn part(&self, name: &str, shape: &[i64], range: Range<usize>) -> Result<Part> {
+        let entry = self.named(name)?;
+        if entry.as_tensor().0 != shape {
+            let what = format!("{name} has shape {:?}, this run has {shape:?}", entry.shape);
+            return Err(unreadable(&self.path, what));
+        }
+        let (start, shape) = (range.start, shape.to_vec());
+        let values = self.elements(name, entry, range, true)?.unwrap_or_default();
+        Ok(Part { name: name.to_owned(), shape, start, values })
+    }
+
+    /// These elements of a tensor, all of which travels, with one dimension; nothing unless they are wanted.
+    fn elements(
+        &self,
+        name: &str,
+        entry: &Entry,
+        range: Range<usize>,
+        is_wanted: bool,
+    ) -> Result<Option<Tensor>> {
+        let _no_grad = tch::no_grad_guard();
+        let (_, kind) = entry.as_tensor();
+        let size = kind.elt_size_in_bytes();
+        let own = range.start * size..range.end.min(entry.numel()) * size;
+        let device = tch::Device::Cpu;
+        let values =
+            is_wanted.then(|| Tensor::f_empty([own.len() as i64], (Kind::Uint8, device))).transpose();
+        let mut copied = Ok(());
+        let (mut at, total) = (0, entry.numel() * size);
+        while at < total {
+            let len = PIECE.min(total - at);
+            let piece = self.piece(name, at, len)?;
+            let (first, end) = (own.start.max(at), own.end.min(at + len));
+            if let (Ok(Some(values)), true, true) = (&values, first < end, copied.is_ok()) {
+                let part = |tensor: &Tensor, start: usize| {
+                    tensor.f_narrow(0, (first - start) as i64, (end - first) as i64)
+                };
+                copied = part(values, own.start)
+                    .and_then(|mut target| target.f_copy_(&part(&piece, at)?))
+                    .map(drop);
+            }
+            at += len;
+        }
+        copied?;
+        let Some(values) = values? else { return Ok(None) };
+        Ok(Some(match own.is_empty() {
+            true => Tensor::f_empty([0_i64], (kind, device))?,
+            false => values.f_view_dtype(kind)?,
+        }))
+    }
+
+    /// Bytes of a tensor, from rank 0.
+    fn piece(&self, name: &str, at: usize, len: usize) -> Result<Tensor> {
+        if let Some(problem) = &*self.failure.borrow() {
+            return Err(not_read(&self.path, problem.clone()));
+        }
+        let received = self.receive(name, at, len);
+        let problem = match &received {
+            Ok(Ok(_)) => None,
+            Ok(Err(problem)) => Some(problem.clone()),
+            Err(error) => Some(Problem::new(error.to_string(), "look at the ranks that are named")),
+        };
+        *self.failure.borrow_mut() = problem;
+        received?.map_err(|problem| not_read(&self.path, problem))
+    }
+
+    fn receive(&self, name: &str, at: usize, len: usize) -> Result<Result<Tensor, Problem>> {
+        let _named = collective_scope(format!("{name} of the checkpoint"));
+        let mut failed = None;
+        // the first byte tells whether the others are there
+        let piece = match self.opened.as_ref().map(|opened| opened.read(name, at, len)) {
+            Some(Ok(bytes)) => Tensor::f_from_slice(&bytes)?,
+            Some(Err(error)) => {
+                failed = Some(of_rank_zero(Error::io("read checkpoint", &self.path, error)));
+                Tensor::f_ones([len as i64 + 1], (Kind::Uint8, tch::Device::Cpu))?
+            }
+            None => Tensor::f_empty([len as i64 + 1], (Kind::Uint8, tch::Device::Cpu))?,
+        };
+        self.group.broadcast(&piece, 0)?;
+        if piece.f_int64_value(&[0])? == 0 {
+            return Ok(Ok(piece.f_narrow(0, 1, len as i64)?));
+        }
+        let failed: Option<Problem> = self.group.broadcast_object(&failed, 0)?;
+        Ok(Err(failed.unwrap_or_else(|| Problem::new("rank 0 could not read on", REMEDY))))
+    }
+}

@@ -1,0 +1,109 @@
+//! What of a checkpoint ranks read when they know which elements are theirs.
+
+use std::ops::Range;
+
+use tch::Tensor;
+
+use super::checkpoint::Part;
+use super::one_file::OneFile;
+use super::shards::read::Shards;
+use crate::error::{Error, Result};
+
+/// Weights, states of optimizers, and gradients that were divided, of a checkpoint that has been opened.
+pub(crate) enum Unread {
+    /// A folder, of which each rank reads its own elements.
+    Folder(Shards),
+    /// A file that rank 0 reads for all: all ranks ask for the same tensors, in the same order.
+    File(OneFile),
+}
+
+impl Unread {
+    /// Names and shapes of the weights.
+    pub(crate) fn weights(&self) -> Vec<(&str, Vec<i64>)> {
+        let shape_of = |shape: &[usize]| shape.iter().map(|&size| size as i64).collect();
+        match self {
+            Self::Folder(shards) => shards.weights().map(|(name, shape)| (name, shape_of(shape))).collect(),
+            Self::File(file) => file.weights().map(|(name, shape)| (name, shape_of(shape))).collect(),
+        }
+    }
+
+    /// A whole tensor.
+    ///
+    /// # Errors
+    /// As [`Shards::whole`] and [`OneFile::whole`].
+    pub(crate) fn whole(&self, name: &str) -> Result<Tensor> {
+        match self {
+            Self::Folder(shards) => shards.whole(name),
+            Self::File(file) => file.whole(name),
+        }
+    }
+
+    /// Some elements of a tensor that has this shape.
+    ///
+    /// # Errors
+    /// As [`Shards::part`] and [`OneFile::part`].
+    pub(crate) fn part(&self, name: &str, shape: &[i64], range: Range<usize>) -> Result<Part> {
+        match self {
+            Self::Folder(shards) => shards.part(name, shape, range),
+            Self::File(file) => file.part(name, shape, range),
+        }
+    }
+
+    /// Names of the states of an optimizer, as in a file, with what follows its number.
+    pub(crate) fn optimizer_states(&self, index: usize) -> Vec<(&str, &str)> {
+        match self {
+            Self::Folder(shards) => shards.optimizer_states(index).collect(),
+            Self::File(file) => file.optimizer_states(index).collect(),
+        }
+    }
+
+    /// Whether a tensor is a number, and not one like a parameter.
+    pub(crate) fn is_number(&self, name: &str) -> bool {
+        match self {
+            Self::Folder(shards) => shards.is_number(name),
+            Self::File(file) => file.is_number(name),
+        }
+    }
+
+    /// Parameters whose gradients are divided, and have had one on some rank.
+    pub(crate) fn divided_grads(&self) -> Vec<&str> {
+        match self {
+            Self::Folder(shards) => shards.divided_grads().collect(),
+            Self::File(_) => Vec::new(),
+        }
+    }
+
+    /// Whether all ranks must take part in what follows, also one that has failed.
+    fn is_shared(&self) -> bool {
+        matches!(self, Self::File(_))
+    }
+}
+
+/// The first failure of a rank that has to go on, since others wait for it.
+pub(crate) struct Failures<'a> {
+    unread: &'a Unread,
+    first: Option<Error>,
+}
+
+impl<'a> Failures<'a> {
+    /// In reading this.
+    pub(crate) fn of(unread: &'a Unread) -> Self {
+        Self { unread, first: None }
+    }
+
+    /// Keeps the error of a step for the end, unless what follows is this rank's alone.
+    pub(crate) fn note(&mut self, done: Result<()>) -> Result<()> {
+        match done {
+            Err(error) if self.unread.is_shared() => {
+                self.first.get_or_insert(error);
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
+    /// How it went.
+    pub(crate) fn end(self) -> Result<()> {
+        self.first.map_or(Ok(()), Err)
+    }
+}
