@@ -369,11 +369,32 @@ impl Parameter {
 
     /// Gathers a weight whose keeper is provisional, which lets it go.
     pub(crate) fn end_provisional(&self) -> Result<()> {
-        if !self.keeper().is_some_and(|keeper| keeper.is_provisional()) {
+        if !self.is_provisional() {
             return Ok(());
         }
         self.fetch()?;
         self.detach_keeper()
+    }
+
+    /// Whether its initial values are drawn when they are needed: see [`init::deferred`](crate::nn::init::deferred).
+    pub(crate) fn is_provisional(&self) -> bool {
+        self.keeper().is_some_and(|keeper| keeper.is_provisional())
+    }
+
+    /// Handles of it that there are.
+    pub(crate) fn num_handles(&self) -> usize {
+        Arc::strong_count(&self.shared)
+    }
+
+    /// Ends a provisional keeper without the values that it would give, for one who replaces them by [`Parameter::set_data`] at once.
+    /// Returns whether there was one.
+    pub(crate) fn drop_provisional(&self) -> Result<bool> {
+        if !self.is_provisional() {
+            return Ok(false);
+        }
+        self.set_away(false)?;
+        self.detach_keeper()?;
+        Ok(true)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

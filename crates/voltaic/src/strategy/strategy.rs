@@ -178,11 +178,28 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(votes)
     }
 
-    /// Called at the end of a fit that went well: weights that the strategy keeps are given back, so that the module is whole.
+    /// Called at the end of a fit or an evaluation that went well: weights that the strategy keeps are given back, so that the module
+    /// is whole, or stay divided until the next call ([`Strategy::gather_weights`]).
     ///
     /// # Errors
     /// [`DistributedError`](crate::error::DistributedError) if a rank is gone.
     fn finish(&mut self, _module: &dyn Module) -> Result<()> {
+        Ok(())
+    }
+
+    /// Whether the strategy has the weights of this module in parts, in a call or after it: then [`Strategy::divided`] is about them.
+    fn keeps(&self, _module: &dyn Module) -> bool {
+        false
+    }
+
+    /// Makes a module whole whose weights [`Strategy::finish`] has left divided; another one stays as it is.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    ///
+    /// # Errors
+    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone; if memory is short.
+    fn gather_weights(&mut self, _module: &dyn Module) -> Result<()> {
         Ok(())
     }
 

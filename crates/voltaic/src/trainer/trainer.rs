@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use tch::Tensor;
 
+use crate::checkpoint::Checkpoint;
 use crate::data::{DataModule, Loaders, Stage};
-use crate::distributed::World;
+use crate::distributed::{World, collective_scope};
 use crate::error::{ConfigError, Result};
 use crate::graph::Flops;
 use crate::module::{LightningModule, StepOutput};
-use crate::nn::ModuleHooks;
+use crate::nn::{ModuleExt, ModuleHooks};
 use crate::precision::{GradScaler, LossScaler};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::graph::GraphReport;
@@ -25,10 +26,10 @@ use crate::trainer::search::trial::Searcher;
 use crate::trainer::session::options::CallOptions;
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
-use crate::trainer::state::collect::weights;
+use crate::trainer::state::collect::{divided_weights, weights};
 use crate::trainer::state::find::{or_of_failed_run, saved};
 use crate::trainer::state::requeue::or_of_requeued_job;
-use crate::trainer::state::write::{as_on_rank_zero, write_after_fit};
+use crate::trainer::state::write::{as_on_rank_zero, save_weights, write_after_fit};
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].
 ///
@@ -237,14 +238,45 @@ impl Trainer {
         path: impl AsRef<std::path::Path>,
         storage_options: Option<&serde_json::Value>,
     ) -> Result<()> {
-        let io = &mut self.run.checkpoint_io;
-        let saved = match self.run.engine.strategy.world().is_global_zero() {
-            true => weights(module, &self.run.at.progress)
-                .and_then(|checkpoint| io.save_checkpoint(&checkpoint, path.as_ref(), storage_options))
-                .and_then(|()| io.teardown()),
-            false => Ok(()),
+        let (run, strategy) = (&self.run, self.run.engine.strategy.as_ref());
+        let checkpoint = match strategy.keeps(module.as_dyn()) && run.checkpoint_io.saves_parts() {
+            true => divided_weights(strategy, module, &run.at.progress, true),
+            false if strategy.world().is_global_zero() => weights(module, &run.at.progress),
+            false => Ok(Checkpoint::default()),
         };
+        let saved = checkpoint
+            .and_then(|checkpoint| save_weights(&mut self.run, &checkpoint, path.as_ref(), storage_options))
+            .and_then(|()| self.run.checkpoint_io.teardown());
         as_on_rank_zero(self.run.world(), saved, path.as_ref())
+    }
+
+    /// Makes a module whole, on each rank, whose weights the last call of this trainer has left divided among the ranks: with `zero3`
+    /// if it was made within [`nn::init::deferred`](crate::nn::init::deferred), or if `gather_after_fit` is off. Others stay as they
+    /// are. To write the weights it need not be whole: see [`Trainer::save_weights`].
+    ///
+    /// ```no_run
+    /// # use voltaic::models::{Gpt, GptConfig};
+    /// # use voltaic::nn::{ModuleExt, init};
+    /// # fn train(trainer: &mut voltaic::Trainer, data: &mut voltaic::data::Loaders<(voltaic::Tensor, voltaic::Tensor)>)
+    /// # -> voltaic::Result<()> {
+    /// let mut net = init::deferred(|| Gpt::new(GptConfig::tiny()))?;
+    /// trainer.fit(&mut net, data)?;
+    /// trainer.test(&mut net, data)?; // with weights that are divided
+    /// trainer.save_weights(&net, "gpt.ckpt", None)?; // tensor by tensor
+    /// trainer.gather_weights(&net)?;
+    /// let weights = net.try_state_dict()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone; if memory is short.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub fn gather_weights<M: LightningModule>(&mut self, module: &M) -> Result<()> {
+        let _named = collective_scope("gather_weights");
+        self.run.engine.strategy.gather_weights(module.as_dyn())
     }
 
     /// The latest value of a metric, such as `val_loss`.

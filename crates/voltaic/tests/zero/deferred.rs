@@ -43,6 +43,7 @@ fn weights_are_those_that_are_drawn_at_once() {
                     if strategy == "zero3" { bare(ranks, folder) } else { silent(ranks, strategy, folder) };
                 let mut trainer = builder.max_epochs(1).build().unwrap();
                 trainer.fit(&mut net, &mut tokens(8)).unwrap();
+                trainer.gather_weights(&net).unwrap();
                 (weights(&net), next)
             };
             let (net, next) = made(|| init::deferred(small));

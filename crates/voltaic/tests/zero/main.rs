@@ -20,6 +20,7 @@ mod peers;
 mod prefetch;
 mod ranks;
 mod reduction;
+mod rest;
 mod restart;
 mod resume;
 mod shards;

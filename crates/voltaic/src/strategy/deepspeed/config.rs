@@ -108,6 +108,8 @@ pub struct DeepSpeedStrategy {
     pub parallel_devices: Option<Value>,
     /// Seconds that ranks wait for each other.
     pub timeout_secs: f64,
+    /// With stage 3: after a fit or an evaluation the module is whole on each rank; without, it stays divided.
+    pub gather_after_fit: bool,
     /// Leaves frozen parameters out of checkpoints.
     pub exclude_frozen_parameters: bool,
     /// What may differ between ranks, by the keys that the error of a difference names; a key stands for those below it, too.
@@ -160,6 +162,7 @@ impl Default for DeepSpeedStrategy {
             parallel_devices: None,
             timeout_secs: crate::distributed::DEFAULT_TIMEOUT.as_secs_f64(),
             exclude_frozen_parameters: false,
+            gather_after_fit: true,
             allow_differences: Vec::new(),
         }
     }
@@ -302,8 +305,14 @@ impl DeepSpeedStrategy {
             let (own, standard) = (json!({ "of": self }), json!({ "of": standard }));
             let precision =
                 ["loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"];
-            let beside =
-                ["config", "parallel_devices", "timeout_secs", "process_group_backend", "allow_differences"];
+            let beside = [
+                "config",
+                "parallel_devices",
+                "timeout_secs",
+                "process_group_backend",
+                "gather_after_fit",
+                "allow_differences",
+            ];
             for (key, value) in own["of"].as_object().into_iter().flatten() {
                 let counts = beside.contains(&key.as_str())
                     || (precision.contains(&key.as_str()) && !settings.names_precision);

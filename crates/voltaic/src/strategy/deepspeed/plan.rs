@@ -16,6 +16,8 @@ pub(crate) struct DeepSpeedPlan {
     pub name: &'static str,
     pub settings: DeepSpeedSettings,
     pub timeout: Duration,
+    /// After a call the module is whole on each rank.
+    pub gather_after_fit: bool,
     /// Keys of what may differ between ranks.
     pub allow_differences: Vec<String>,
 }
@@ -37,7 +39,8 @@ impl DeepSpeedPlan {
         match given.read() {
             Ok(settings) if problems.is_empty() => {
                 let allow_differences = given.allow_differences.clone();
-                Ok(Self { name, settings, timeout, allow_differences })
+                let gather_after_fit = given.gather_after_fit;
+                Ok(Self { name, settings, timeout, gather_after_fit, allow_differences })
             }
             Ok(_) => Err(ConfigError { problems }),
             Err(error) => {
@@ -184,6 +187,7 @@ impl DeepSpeedPlan {
             prefetch_bucket_size: size(settings.zero.prefetch_bucket_size),
             max_live_parameters: size(settings.zero.max_live_parameters),
             max_reuse_distance: size(settings.zero.max_reuse_distance),
+            gather_after_fit: self.gather_after_fit,
             allow_differences: self.allow_differences.clone(),
             ..ZeroConfig::of_stage(stage)
         })

@@ -102,6 +102,10 @@ pub struct ZeroConfig {
     /// Stage 3: weights that are needed again before so many elements of others stay in memory until then; 0 frees all but those
     /// that are needed next.
     pub max_reuse_distance: usize,
+    /// Stage 3: after a call the module is whole on each rank; without, or if it was made within
+    /// [`nn::init::deferred`](crate::nn::init::deferred), it stays divided until
+    /// [`Trainer::gather_weights`](crate::trainer::Trainer::gather_weights).
+    pub gather_after_fit: bool,
     /// What may differ between ranks, by key, as with `ddp`.
     pub allow_differences: Vec<String>,
 }
@@ -125,6 +129,7 @@ impl ZeroConfig {
             prefetch_bucket_size: 50_000_000,
             max_live_parameters: 1_000_000_000,
             max_reuse_distance: 1_000_000_000,
+            gather_after_fit: true,
             allow_differences: Vec::new(),
         }
     }

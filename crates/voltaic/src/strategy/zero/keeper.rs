@@ -1,7 +1,6 @@
 //! What happens when a weight of a unit is touched, and when modules are called.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
@@ -11,24 +10,71 @@ use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
 use crate::nn::{CallWatcher, Gather, ModuleCall, ModuleHooks, Parameter, RemovableHandle};
 
+/// How the call goes that weights are kept for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// All ranks take part.
+    #[default]
+    Running,
+    /// It has failed: the other ranks do not take part any more.
+    Failed,
+    /// It is over, and the weights stay divided until the next call.
+    Resting,
+    /// The strategy that could gather the weights is gone.
+    Gone,
+}
+
+/// A [`Phase`] that many look at.
+#[derive(Debug, Default)]
+pub(super) struct Phases(Mutex<Phase>);
+
+impl Phases {
+    /// Whether it is this one.
+    pub fn is(&self, phase: Phase) -> bool {
+        self.get() == phase
+    }
+
+    /// Begins another one.
+    pub fn set(&self, phase: Phase) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = phase;
+    }
+
+    fn get(&self) -> Phase {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// Keeps weights that come and go, and master weights beside those that stay.
 #[derive(Debug)]
 pub(super) struct Keeper {
     pub reducer: Arc<Mutex<Reducer>>,
-    /// The fit is over: the other ranks do not take part any more.
-    pub is_over: Arc<AtomicBool>,
+    pub phase: Arc<Phases>,
 }
 
 impl Keeper {
-    /// An error if a weight that is not here cannot be gathered any more: its fit has failed, and the others would not answer.
+    /// An error if a weight that is not here cannot be gathered, since the others would not answer.
     fn check(&self, parameter: &Parameter) -> Result<()> {
-        if !self.is_over.load(Ordering::Relaxed) || !parameter.is_away() {
+        if !parameter.is_away() {
             return Ok(());
         }
+        let (why, remedy) = match self.phase.get() {
+            Phase::Running => return Ok(()),
+            Phase::Failed => (
+                "and the fit that could gather it has failed",
+                "make the module again, and load the last checkpoint",
+            ),
+            Phase::Resting => (
+                "and no call of the trainer runs that could gather it",
+                "write it with trainer.save_weights, or make the module whole with trainer.gather_weights, on all ranks",
+            ),
+            Phase::Gone => (
+                "and the trainer that could gather it is gone",
+                "keep the trainer until trainer.save_weights or trainer.gather_weights was called",
+            ),
+        };
         let name = parameter.fqn().unwrap_or_else(|| Arc::from("a parameter"));
-        let what = format!("{name} is divided among the ranks, and the fit that could gather it has failed");
-        Err(ConfigError::new("trainer.strategy", what, "make the module again, and load the last checkpoint")
-            .into())
+        let what = format!("{name} is divided among the ranks, {why}");
+        Err(ConfigError::new("trainer.strategy", what, remedy).into())
     }
 }
 

@@ -4,6 +4,8 @@ mod coming;
 pub(super) mod config;
 mod flat;
 mod keeper;
+mod making;
+mod modules;
 mod optimizer;
 mod order;
 mod prefetch;
@@ -14,7 +16,6 @@ mod unit;
 mod whole;
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Kind, Tensor};
@@ -32,12 +33,12 @@ use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
 use crate::optim::{ConfiguredOptimizer, DividedLeaves, GradShare, Optimizer, OptimizerState, Optimizers};
 use crate::precision::{LossScaler, Precision, StaticLossScaler};
 use config::{ZeroConfig, ZeroStage};
-use flat::{Layout, assign};
-use keeper::{Keeper, explained, watch};
+use keeper::{Keeper, Phase, Phases, explained, watch};
+use modules::{give_optimizers, has_all, has_some, module_of, move_buffers};
 use optimizer::{ZeroOptimizer, check_divisible, part_of_state, whole_state};
 use reducer::Reducer;
 use report::Held;
-use unit::{NO_OPTIMIZER, Unit};
+use unit::Unit;
 use whole::Whole;
 
 /// Data-parallel training in which each rank keeps a part of the optimizer states, from stage 2 on of the gradients, in stage 3
@@ -58,17 +59,19 @@ pub struct Zero {
     target: Option<(tch::Device, Option<Kind>)>,
     /// Says where gradients are not.
     divided: DividedLeaves,
-    /// Set when the fit of `kept` is over.
-    is_over: Arc<AtomicBool>,
+    /// How the call that `kept` is of goes.
+    phase: Arc<Phases>,
+    /// The weights stay divided when a call has gone well, until somebody asks for them.
+    stays_divided: bool,
 }
 
 impl Zero {
     /// Of these ranks, or of a process alone.
     pub fn new(world: World, config: ZeroConfig) -> Self {
-        let (kept, is_over) = (Vec::new(), Arc::default());
+        let (kept, phase) = (Vec::new(), Arc::default());
         let (hooks, calls) = (Vec::new(), Vec::new());
-        let divided = DividedLeaves::default();
-        Self { world, config, reducer: None, hooks, kept, calls, target: None, divided, is_over }
+        let (divided, stays_divided) = (DividedLeaves::default(), false);
+        Self { world, config, reducer: None, hooks, kept, calls, target: None, divided, phase, stays_divided }
     }
 
     /// The group, if there is anybody to talk to.
@@ -79,77 +82,6 @@ impl Zero {
     fn reducer(&self) -> Option<MutexGuard<'_, Reducer>> {
         let reducer = self.reducer.as_ref()?;
         Some(reducer.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// Units for the parameters that the optimizers change, by optimizer.
-    fn units(&self, trained: &[Vec<(String, Parameter)>]) -> Result<Vec<Unit>> {
-        let mut params: Vec<(usize, &str, &Parameter)> = Vec::new();
-        for (index, params_of) in trained.iter().enumerate() {
-            for (fqn, parameter) in params_of.iter().filter(|(_, parameter)| parameter.requires_grad()) {
-                if let Some((other, ..)) = params.iter().find(|(_, _, known)| known.id() == parameter.id())
-                    && *other != index
-                {
-                    let what = format!("{fqn} belongs to two optimizers");
-                    let remedy = "give each parameter to one optimizer, or use the strategy ddp";
-                    return Err(ConfigError::new("configure_optimizers", what, remedy).into());
-                }
-                if !params.iter().any(|(_, _, known)| known.id() == parameter.id()) {
-                    params.push((index, fqn, parameter));
-                }
-            }
-        }
-        let key = |(index, _, parameter): &(usize, &str, &Parameter)| {
-            ((*index, parameter.kind(), parameter.device()), parameter.numel())
-        };
-        let keys: Vec<((usize, Kind, tch::Device), usize)> = params.iter().map(key).collect();
-        let (rank, ranks) = (self.world.rank, self.world.world_size);
-        let unit = |members: Vec<usize>| {
-            let optimizer = params[members[0]].0;
-            let members = members.iter().map(|&at| (params[at].1.to_owned(), params[at].2.clone()));
-            Unit::new(Layout::of(members.collect(), ranks), optimizer, rank, self.config.master_weights)
-        };
-        assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
-    }
-
-    /// Units by module, whose weights come and go, but for small parameters, which stay.
-    fn divided_units(&self, module: &dyn Module) -> Result<Vec<Unit>> {
-        type Key<'a> = (Option<&'a str>, Kind, tch::Device);
-        let params = module.named_parameters();
-        let keys: Vec<(Key<'_>, usize)> = params
-            .iter()
-            .map(|(fqn, parameter)| {
-                let stays = parameter.numel() <= self.config.param_persistence_threshold;
-                let module = (!stays).then(|| module_of(fqn));
-                let (kind, device) = self.goal(parameter);
-                ((module, kind, device), parameter.numel())
-            })
-            .collect();
-        let (rank, ranks) = (self.world.rank, self.world.world_size);
-        let is_divided = |members: &[usize]| keys[members[0]].0.0.is_some();
-        let unit = |members: Vec<usize>| {
-            let divides = is_divided(&members);
-            let ((_, kind, device), _) = keys[members[0]];
-            let members = members.iter().map(|&at| params[at].clone()).collect();
-            let layout = Layout { kind, device, ..Layout::of(members, ranks) };
-            let masters = self.config.master_weights;
-            let mut unit = match divides {
-                true => Unit::divided(layout, rank, masters)?,
-                false => Unit::new(layout, NO_OPTIMIZER, rank, masters)?,
-            };
-            if let Some(group) = self.peers() {
-                unit.take_from_rank_zero(group)?;
-            }
-            unit.release()?; // the next one needs the room
-            Ok(unit)
-        };
-        assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
-    }
-
-    /// The dtype and device that a weight has in the run.
-    fn goal(&self, parameter: &Parameter) -> (Kind, tch::Device) {
-        let (device, dtype) = self.target.unwrap_or((parameter.device(), None));
-        let dtype = dtype.filter(|_| parameter.leaf().is_floating_point());
-        (dtype.unwrap_or(parameter.kind()), device)
     }
 
     /// Whether all weights together fit on the devices of all ranks.
@@ -174,17 +106,75 @@ impl Zero {
         let kept = units.iter().filter(|unit| unit.has_master || unit.is_divided());
         let kept: Vec<Parameter> =
             kept.flat_map(|unit| &unit.layout.places).map(|place| place.parameter.clone()).collect();
-        let leaves = units.iter().flat_map(Unit::leaves).map(|leaf| (leaf, GradShare::Nothing));
-        let slices = units.iter().flat_map(|unit| &unit.slices).map(|slice| (slice.leaf(), GradShare::Part));
-        self.divided = DividedLeaves::new(leaves.chain(slices))?;
         let reducer = Reducer::new(self.config.clone(), self.peers().cloned(), units);
         let reducer = Arc::new(Mutex::new(reducer));
-        self.hook_gradients(&reducer)?;
+        self.watch_gradients(&reducer)?;
         self.reducer = Some(reducer.clone());
         self.kept = kept;
-        self.is_over = Arc::default();
-        let keeper = Arc::new(Keeper { reducer, is_over: self.is_over.clone() });
+        self.phase = Arc::default();
+        let keeper = Arc::new(Keeper { reducer, phase: self.phase.clone() });
         self.kept.iter().try_for_each(|parameter| parameter.attach(keeper.clone()))
+    }
+
+    /// Takes gradients as they come, and says where they are not.
+    fn watch_gradients(&mut self, reducer: &Arc<Mutex<Reducer>>) -> Result<()> {
+        let locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
+        let leaves = locked.units.iter().flat_map(Unit::leaves).map(|leaf| (leaf, GradShare::Nothing));
+        let slices = locked.units.iter().flat_map(|unit| &unit.slices);
+        let slices = slices.map(|slice| (slice.leaf(), GradShare::Part));
+        self.divided = DividedLeaves::new(leaves.chain(slices))?;
+        drop(locked);
+        self.hook_gradients(reducer)
+    }
+
+    /// Goes on with weights that the last call has left divided, if they are this module's.
+    fn take_up(&mut self, module: &dyn Module) -> Result<bool> {
+        let Some(reducer) = self.reducer.clone().filter(|_| self.phase.is(Phase::Resting)) else {
+            return Ok(false);
+        };
+        let mut locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
+        if has_all(&locked, module) {
+            locked.units.iter_mut().for_each(Unit::begin_call);
+            locked.begin_call();
+            drop(locked);
+            self.phase.set(Phase::Running);
+            return self.watch_gradients(&reducer).map(|()| true);
+        }
+        if !has_some(&locked, module) && locked.is_orphaned() {
+            locked.clear();
+            (self.reducer, self.kept) = (None, Vec::new());
+            return Ok(false);
+        }
+        let what = "the module of the last call has left its weights divided among the ranks, and this is another one";
+        let remedy = "call trainer.gather_weights(&module) on that one first, or use a trainer for each";
+        Err(ConfigError::new("trainer.strategy", what, remedy).into())
+    }
+
+    /// Makes the weights whole, in memory of the host if they do not fit on the device together.
+    fn give_back(&mut self, module: &dyn Module) -> Result<()> {
+        let is_on_host = self.target.is_none_or(|(device, _)| device == tch::Device::Cpu);
+        let has_room = is_on_host || self.has_room()?;
+        let Some(mut reducer) = self.reducer() else { return Ok(()) };
+        for number in 0..reducer.units.len() {
+            if has_room {
+                reducer.with_unit(number, Unit::gather)?;
+                reducer.units[number].hold();
+            } else {
+                reducer.with_unit(number, Unit::leave_on_host)?;
+            }
+        }
+        if has_room {
+            return Ok(());
+        }
+        tracing::warn!("all weights together do not fit on the device: the module is on the host now");
+        move_buffers(module, tch::Device::Cpu, None)
+    }
+
+    /// Leaves the weights divided, with nothing but this rank's parts in memory.
+    fn rest(&mut self) -> Result<()> {
+        self.phase.set(Phase::Resting);
+        let Some(mut reducer) = self.reducer() else { return Ok(()) };
+        reducer.units.iter_mut().try_for_each(Unit::end_call)
     }
 
     /// Frees the memory of all weights that nobody uses now.
@@ -237,39 +227,6 @@ impl Zero {
     }
 }
 
-fn move_buffers(module: &dyn Module, device: tch::Device, dtype: Option<Kind>) -> Result<()> {
-    let _no_grad = tch::no_grad_guard();
-    for (_, buffer) in module.named_buffers() {
-        let moved = buffer.tensor().f_to_device(device)?;
-        let dtype = dtype.filter(|_| moved.is_floating_point());
-        buffer.set_data(&dtype.map_or_else(|| Ok(moved.shallow_clone()), |dtype| moved.f_to_kind(dtype))?)?;
-    }
-    Ok(())
-}
-
-/// The module that a parameter is a direct member of.
-fn module_of(fqn: &str) -> &str {
-    fqn.rsplit_once('.').map_or("", |(module, _)| module)
-}
-
-/// Notes which optimizer changes each unit.
-fn give_optimizers(reducer: &mut Reducer, trained: &[Vec<(String, Parameter)>]) -> Result<()> {
-    for (index, (fqn, parameter)) in
-        trained.iter().enumerate().flat_map(|(index, of)| of.iter().map(move |it| (index, it)))
-    {
-        let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { continue };
-        let unit = &mut reducer.units[unit];
-        if unit.optimizer != NO_OPTIMIZER && unit.optimizer != index {
-            let other = &unit.layout.places[0].fqn;
-            let what = format!("{fqn} and {other} travel together, but belong to two optimizers");
-            let remedy = "give all parameters of a module to one optimizer, or use zero2";
-            return Err(ConfigError::new("configure_optimizers", what, remedy).into());
-        }
-        unit.optimizer = index;
-    }
-    Ok(())
-}
-
 impl Strategy for Zero {
     fn name(&self) -> &'static str {
         self.config.stage.name()
@@ -293,8 +250,8 @@ impl Strategy for Zero {
     }
 
     fn prepare(&mut self, module: &dyn Module, calls: &ModuleHooks) -> Result<()> {
-        self.teardown();
         if self.config.stage < ZeroStage::Three {
+            self.teardown();
             return self.peers().map_or(Ok(()), |group| start_equal(group, module));
         }
         // weights become rank 0's unit by unit
@@ -302,8 +259,14 @@ impl Strategy for Zero {
             same_modules(group, module)?;
             broadcast_buffers(group, module)
         })?;
-        let units = self.divided_units(module)?;
-        self.keep(units)?;
+        if !self.take_up(module)? {
+            self.teardown();
+            let is_deferred = module.parameters().iter().any(Parameter::is_provisional);
+            let stays_divided = self.peers().is_some() && (is_deferred || !self.config.gather_after_fit);
+            self.stays_divided = self.world.of_rank_zero(stays_divided)?;
+            let units = making::divided_units(&self.world, &self.config, self.target, module)?;
+            self.keep(units)?;
+        }
         self.watch_calls(calls);
         self.release_all()
     }
@@ -312,7 +275,7 @@ impl Strategy for Zero {
         check_divisible(&asked, self.name(), self.config.allow_untested_optimizer)?;
         let trained = asked.parameters(module);
         if self.reducer.is_none() {
-            let units = self.units(&trained)?;
+            let units = making::units(&self.world, &self.config, &trained)?;
             self.keep(units)?;
         }
         let Some(reducer) = self.reducer.clone() else { return Ok(Vec::new()) };
@@ -488,33 +451,37 @@ impl Strategy for Zero {
     }
 
     fn finish(&mut self, module: &dyn Module) -> Result<()> {
-        let is_on_host = self.target.is_none_or(|(device, _)| device == tch::Device::Cpu);
-        let has_room = is_on_host || self.has_room()?;
-        let Some(mut reducer) = self.reducer() else { return Ok(()) };
+        let Some(reducer) = self.reducer() else { return Ok(()) };
         let held = Held::of(module, &reducer.units, &self.config);
         let held = held.with(reducer.peaks, reducer.max_live, &reducer.units);
+        drop(reducer);
         let World { rank, world_size, .. } = &self.world;
         tracing::info!("{}: rank {rank} of {world_size} held at most {held}", self.name());
-        for number in 0..reducer.units.len() {
-            if has_room {
-                reducer.with_unit(number, Unit::gather)?;
-                reducer.units[number].hold();
-            } else {
-                reducer.with_unit(number, Unit::leave_on_host)?;
-            }
-        }
-        if has_room {
+        if self.stays_divided { self.rest() } else { self.give_back(module) }
+    }
+
+    fn keeps(&self, module: &dyn Module) -> bool {
+        self.reducer().is_some_and(|reducer| has_some(&reducer, module))
+    }
+
+    fn gather_weights(&mut self, module: &dyn Module) -> Result<()> {
+        if !self.phase.is(Phase::Resting) || !self.keeps(module) {
             return Ok(());
         }
-        tracing::warn!("all weights together do not fit on the device: the module is on the host now");
-        move_buffers(module, tch::Device::Cpu, None)
+        self.phase.set(Phase::Running);
+        let done = self.give_back(module);
+        self.teardown();
+        done
     }
 
     fn teardown(&mut self) {
         self.hooks.clear();
         self.calls.drain(..).for_each(|handle| handle.remove());
         self.divided = DividedLeaves::default();
-        self.is_over.store(true, Ordering::Relaxed);
+        if self.phase.is(Phase::Resting) && self.reducer.is_some() {
+            return;
+        }
+        self.phase.set(Phase::Failed);
         let failed: Vec<_> =
             self.kept.drain(..).filter_map(|parameter| parameter.detach_keeper().err()).collect();
         if let Some(error) = failed.first() {
@@ -524,6 +491,19 @@ impl Strategy for Zero {
             );
         }
         self.reducer = None;
+    }
+}
+
+impl Drop for Zero {
+    /// Weights that are left divided have nobody any more who could gather them.
+    fn drop(&mut self) {
+        if !self.phase.is(Phase::Resting) {
+            return;
+        }
+        self.phase.set(Phase::Gone);
+        let whole = self.kept.drain(..).filter(|parameter| !parameter.is_away());
+        whole.for_each(|parameter| drop(parameter.detach_keeper()));
+        self.reducer().into_iter().for_each(|mut reducer| reducer.clear());
     }
 }
 

@@ -272,6 +272,25 @@ impl Reducer {
         units.try_for_each(Unit::drop_grads)
     }
 
+    /// Forgets what was measured in an earlier call.
+    pub fn begin_call(&mut self) {
+        self.order = Order::default();
+        (self.max_live, self.peaks) = (0, Peaks::default());
+    }
+
+    /// Whether nobody else has a handle to one of the parameters: `kept` has one, beside the unit.
+    pub fn is_orphaned(&self) -> bool {
+        let places = self.units.iter().flat_map(|unit| &unit.layout.places);
+        places.into_iter().all(|place| place.parameter.num_handles() <= 2)
+    }
+
+    /// Frees all units.
+    pub fn clear(&mut self) {
+        self.units.clear();
+        self.by_id.clear();
+        self.by_fqn.clear();
+    }
+
     /// Runs `body` with a unit and the group.
     pub fn with_unit<R>(
         &mut self,

@@ -50,12 +50,18 @@ pub(super) struct Unit {
 impl Unit {
     /// Lays the parameters out in one tensor, which they are views of from now on.
     pub fn new(layout: Layout, optimizer: usize, rank: usize, masters: bool) -> Result<Self> {
-        Self::make(layout, optimizer, (rank, masters), false)
+        Self::make(layout, optimizer, (rank, masters), false, true)
     }
 
-    /// The same, with weights that come and go; they are here at first.
-    pub fn divided(layout: Layout, rank: usize, masters: bool) -> Result<Self> {
-        Self::make(layout, NO_OPTIMIZER, (rank, masters), true)
+    /// The same of stage 3: with `comes` the weights come and go; they are here at first. Without `keeps_values`, for weights that are
+    /// to become rank 0's ([`Unit::take_from_rank_zero`]), initial values that are not drawn yet are never drawn.
+    pub fn of_module(
+        layout: Layout,
+        rank: usize,
+        masters: bool,
+        (comes, keeps_values): (bool, bool),
+    ) -> Result<Self> {
+        Self::make(layout, NO_OPTIMIZER, (rank, masters), comes, keeps_values)
     }
 
     fn make(
@@ -63,11 +69,14 @@ impl Unit {
         optimizer: usize,
         (rank, masters): (usize, bool),
         is_divided: bool,
+        keeps_values: bool,
     ) -> Result<Self> {
         let _no_grad = tch::no_grad_guard();
         let flat = layout.empty_flat(layout.kind)?;
         for (place, mut view) in layout.places.iter().zip(layout.views(&flat)?) {
-            view.f_copy_(place.parameter.try_tensor()?)?;
+            if keeps_values || !place.parameter.drop_provisional()? {
+                view.f_copy_(place.parameter.try_tensor()?)?;
+            }
             place.parameter.set_data(&view)?;
         }
         let part = layout.part(&flat, rank)?;
@@ -473,6 +482,25 @@ impl Unit {
         self.release()
     }
 
+    /// After a call: drops gradients, and frees the weights that come and go.
+    pub fn end_call(&mut self) -> Result<()> {
+        self.drop_grads()?;
+        self.optimizer = NO_OPTIMIZER;
+        self.claimed.fill(false);
+        if let Some(coming) = &mut self.coming {
+            (coming.holds, coming.is_stray, coming.is_in_backward) = (0, false, false);
+        }
+        self.settle()?;
+        self.release()
+    }
+
+    /// Before another call with the same weights, some of which may have been frozen or unfrozen since.
+    pub fn begin_call(&mut self) {
+        for (place, slice) in self.layout.places.iter().zip(&self.slices) {
+            let _ = slice.set_requires_grad(place.parameter.requires_grad());
+        }
+    }
+
     /// Counts the unit's elements there from now on.
     pub fn count_in(&mut self, tally: &Arc<Tally>) {
         self.coming.iter_mut().for_each(|coming| coming.count_in(tally));
@@ -550,5 +578,47 @@ impl Unit {
             _ => part,
         };
         self.layout.views(&flat)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::nn::Gather;
+
+    /// Draws initial values when somebody needs them.
+    #[derive(Debug, Default)]
+    struct Draws(AtomicUsize);
+
+    impl Gather for Draws {
+        fn gather(&self, parameter: &Parameter) -> Result<()> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            parameter.set_away(false)
+        }
+
+        fn release(&self, _parameter: &Parameter, _is_changed: bool) -> Result<()> {
+            Ok(())
+        }
+
+        fn is_provisional(&self) -> bool {
+            true
+        }
+    }
+
+    #[test]
+    fn values_that_become_rank_zeros_are_not_drawn() {
+        for (keeps_values, expected) in [(true, 1), (false, 0)] {
+            let draws = Arc::new(Draws::default());
+            let parameter = Parameter::new(Tensor::ones([3, 5], (Kind::Float, tch::Device::Cpu)));
+            parameter.attach(draws.clone()).unwrap();
+            parameter.set_away(true).unwrap();
+            let layout = Layout::of(vec![("weight".to_owned(), parameter.clone())], 2);
+            let unit = Unit::of_module(layout, 1, false, (true, keeps_values)).unwrap();
+            assert_eq!(draws.0.load(Ordering::Relaxed), expected);
+            assert!(!parameter.is_away() && !parameter.is_kept() && unit.live() > 0);
+            assert_eq!(parameter.size(), [3, 5]);
+        }
     }
 }

@@ -216,7 +216,7 @@ pub(crate) fn divided_weights<M: LightningModule>(
     progress: &Progress,
     only_divided: bool,
 ) -> Result<Checkpoint> {
-    let divided = strategy.divided();
+    let divided = strategy.divided().filter(|_| strategy.keeps(module.as_dyn()));
     let mut parts = divided.map_or_else(|| Ok(Vec::new()), |divided| divided.save_weights())?;
     if only_divided {
         parts.retain(|part| divided.is_some_and(|divided| divided.weight_portion(&part.name).is_some()));
