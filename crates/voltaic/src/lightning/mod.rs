@@ -11,6 +11,7 @@ mod module;
 mod module_hooks;
 mod module_tensors;
 mod output;
+mod param_values;
 mod requests;
 mod step_context;
 

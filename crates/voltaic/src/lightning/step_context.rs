@@ -183,6 +183,26 @@ impl StepContext<'_> {
         }
     }
 
+    /// The same from an output of any shape, with the gradient of a loss with respect to it: `output.backward(gradient)` of PyTorch. Both
+    /// have the same shape.
+    ///
+    /// # Errors
+    /// As [`StepContext::manual_backward`]; if the shapes differ.
+    pub fn manual_backward_with_gradient(
+        &mut self,
+        output: &Tensor,
+        gradient: &Tensor,
+    ) -> anyhow::Result<()> {
+        let (size, given) = (output.size(), gradient.size());
+        anyhow::ensure!(
+            size == given,
+            "a gradient of shape {given:?} for an output of shape {size:?}; give one of the output's shape"
+        );
+        let gradient = gradient.f_detach()?.f_to_kind(output.kind())?;
+        let loss = output.f_mul(&gradient)?.f_sum(output.kind())?;
+        self.manual_backward(&loss)
+    }
+
     /// Lets gradients flow only to the parameters of one optimizer until [`StepContext::untoggle_optimizer`], so that
     /// the others' need not be computed. Parameters that two optimizers share stay on.
     ///

@@ -24,6 +24,7 @@ mod problems;
 mod replay;
 mod setters;
 mod sgd;
+mod values;
 mod whole;
 
 pub use adam::{Adam, AdamW};
@@ -48,4 +49,6 @@ pub use optimizers::{
 };
 pub use param_group::{AdjustLr, GroupOptions, NsMethod, ParamGroup, ParamGroupSpec};
 pub use sgd::Sgd;
+pub use values::ParamValue;
+pub(crate) use values::{kinds, no_state, parameter, shape_problem};
 pub use whole::WholeParameters;

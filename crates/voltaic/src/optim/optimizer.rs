@@ -5,7 +5,8 @@ use tch::Tensor;
 
 use super::clip::{GradientClip, grad_norm};
 use super::param_group::{ParamGroup, ParamGroupSpec};
-use crate::error::Result;
+use super::values::{ParamValue, Whole, shape_problem};
+use crate::error::{ConfigError, Result};
 use crate::precision::unscale_grads;
 
 /// Changes parameters by their gradients.
@@ -102,6 +103,69 @@ pub trait Optimizer: Send {
     /// As [`Optimizer::load_state_dict`].
     fn take_state_dict(&mut self, state: OptimizerState) -> Result<()> {
         self.load_state_dict(state)
+    }
+
+    /// The whole value of a parameter in float32, whatever of it this rank has: a copy of the parameter's shape, or of shape `[]` for a
+    /// state that is a number, such as `step`. `None` for a gradient that is not there.
+    ///
+    /// The gradient is the mean over the ranks, once the last backward pass of an accumulation window is done, and is scaled and clipped
+    /// as far as it has been. DeepSpeed's `safe_get_full_fp32_param`, `safe_get_full_grad` and `safe_get_full_optimizer_state`.
+    ///
+    /// # Errors
+    /// [`ConfigError`](crate::error::ConfigError) if there is no parameter or state of that name.
+    ///
+    /// # Collective
+    /// If the strategy divides states: all ranks must call it with the same names. What is wrong is an error on all.
+    fn full_value(&self, fqn: &str, value: ParamValue<'_>) -> Result<Option<Tensor>> {
+        Whole::of(self.name(), self.param_groups(), self.state_dict().tensors).get(fqn, value)
+    }
+
+    /// Writes a whole value, the same on all ranks, of the shape of [`Optimizer::full_value`]; its device and dtype may be any. A weight
+    /// counts from the next time that it is used, a gradient and a state from the next step. DeepSpeed's `safe_set_full_fp32_param`,
+    /// `safe_set_full_grad` and `safe_set_full_optimizer_state`.
+    ///
+    /// # Errors
+    /// [`ConfigError`](crate::error::ConfigError) if there is no parameter or state of that name, or the shape is another one.
+    ///
+    /// # Collective
+    /// As [`Optimizer::full_value`].
+    fn set_full_value(&mut self, fqn: &str, value: ParamValue<'_>, values: &Tensor) -> Result<()> {
+        Whole::of(self.name(), self.param_groups(), self.state_dict().tensors).set(fqn, value, values)
+    }
+
+    /// What this rank has of a value in float32: a copy with one dimension, perhaps without elements, in the order of the flattened
+    /// parameter; all of it where nothing is divided. DeepSpeed's `safe_get_local_fp32_param`, `safe_get_local_grad` and
+    /// `safe_get_local_optimizer_state`.
+    ///
+    /// # Errors
+    /// As [`Optimizer::full_value`].
+    ///
+    /// # Collective
+    /// As [`Optimizer::full_value`].
+    fn local_value(&self, fqn: &str, value: ParamValue<'_>) -> Result<Option<Tensor>> {
+        let whole = Whole::of(self.name(), self.param_groups(), self.state_dict().tensors).get(fqn, value)?;
+        Ok(whole.map(|whole| whole.f_reshape([-1_i64])).transpose()?)
+    }
+
+    /// Writes what this rank has of a value, of the shape of [`Optimizer::local_value`]. DeepSpeed's `safe_set_local_fp32_param`,
+    /// `safe_set_local_grad` and `safe_set_local_optimizer_state`.
+    ///
+    /// # Errors
+    /// As [`Optimizer::set_full_value`].
+    ///
+    /// # Collective
+    /// As [`Optimizer::full_value`].
+    fn set_local_value(&mut self, fqn: &str, value: ParamValue<'_>, values: &Tensor) -> Result<()> {
+        let whole = Whole::of(self.name(), self.param_groups(), self.state_dict().tensors);
+        let Some(own) = whole.get(fqn, value)? else {
+            let what = format!("{fqn} has no gradient");
+            let remedy = "set it after the backward pass, or the whole one with set_full_value";
+            return Err(ConfigError::new("optimizer", what, remedy).into());
+        };
+        if let Some(problem) = shape_problem(fqn, value, &[own.numel() as i64], &values.size()) {
+            return Err(problem.into());
+        }
+        whole.set(fqn, value, &values.f_reshape(own.size())?)
     }
 }
 

@@ -26,3 +26,4 @@ mod resume;
 mod shards;
 mod stage3;
 mod touch;
+mod values;

@@ -13,6 +13,7 @@ mod reducer;
 mod report;
 mod shards;
 mod unit;
+mod values;
 mod whole;
 
 use std::collections::HashMap;

@@ -8,15 +8,14 @@ use tch::{Kind, Tensor};
 use super::flat::copied;
 use super::reducer::Reducer;
 use super::report::state_bytes;
+use super::unit::MASTER;
+use super::values;
 use crate::config::format_size;
 use crate::distributed::{ReduceOp, collective_scope};
 use crate::error::{ConfigError, Result};
 use crate::optim::{
-    GradientClip, Optimizer, OptimizerState, Optimizers, ParamGroup, clip_to_norm, part_norm,
+    GradientClip, Optimizer, OptimizerState, Optimizers, ParamGroup, ParamValue, clip_to_norm, part_norm,
 };
-
-/// The state that is the master weights: as optimizers with masters of their own call it.
-pub(super) const MASTER: &str = "master_param";
 
 /// The state that counts steps, and is not like its parameter.
 const STEP: &str = "step";
@@ -34,6 +33,11 @@ pub(super) struct ZeroOptimizer {
 impl ZeroOptimizer {
     fn reducer(&self) -> MutexGuard<'_, Reducer> {
         self.reducer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether this rank has all of a parameter, or there is none of that name.
+    fn is_whole(&self, fqn: &str) -> bool {
+        self.reducer().place_of(fqn).is_none()
     }
 
     /// Slices with a gradient, as the leaves that have it.
@@ -156,6 +160,34 @@ impl Optimizer for ZeroOptimizer {
 
     fn take_state_dict(&mut self, state: OptimizerState) -> Result<()> {
         self.inner.take_state_dict(state)
+    }
+
+    fn full_value(&self, fqn: &str, value: ParamValue<'_>) -> Result<Option<Tensor>> {
+        match self.is_whole(fqn) {
+            true => self.inner.full_value(fqn, value),
+            false => values::full(&mut self.reducer(), self.inner.as_ref(), fqn, value),
+        }
+    }
+
+    fn set_full_value(&mut self, fqn: &str, value: ParamValue<'_>, values: &Tensor) -> Result<()> {
+        match self.is_whole(fqn) {
+            true => self.inner.set_full_value(fqn, value, values),
+            false => values::set_full(&mut self.reducer(), self.inner.as_ref(), fqn, value, values),
+        }
+    }
+
+    fn local_value(&self, fqn: &str, value: ParamValue<'_>) -> Result<Option<Tensor>> {
+        match self.is_whole(fqn) {
+            true => self.inner.local_value(fqn, value),
+            false => values::local(&mut self.reducer(), self.inner.as_ref(), fqn, value),
+        }
+    }
+
+    fn set_local_value(&mut self, fqn: &str, value: ParamValue<'_>, values: &Tensor) -> Result<()> {
+        match self.is_whole(fqn) {
+            true => self.inner.set_local_value(fqn, value, values),
+            false => values::set_local(&mut self.reducer(), self.inner.as_ref(), fqn, value, values),
+        }
     }
 }
 

@@ -2,9 +2,8 @@
 
 use tch::Tensor;
 
-use super::optimizer::MASTER;
 use super::reducer::Reducer;
-use super::unit::Unit;
+use super::unit::{MASTER, Unit};
 use crate::checkpoint::Part;
 use crate::error::{ConfigError, Result};
 use crate::optim::OptimizerState;

@@ -13,6 +13,8 @@ use crate::error::Result;
 use crate::ffi;
 use crate::nn::Parameter;
 
+/// The state that is the master weights: as optimizers with masters of their own call it.
+pub(super) const MASTER: &str = "master_param";
 /// Stands for the optimizer of a unit that none changes.
 pub(super) const NO_OPTIMIZER: usize = usize::MAX;
 
@@ -315,6 +317,12 @@ impl Unit {
                 Ok((place.fqn.as_str(), *had, grad))
             })
             .collect()
+    }
+
+    /// This rank's part of the gradient of the parameter at `index`, as it lies in memory, if there is one; shared.
+    pub fn grad_slice(&self, index: usize) -> Result<Option<Tensor>> {
+        let Some(grads) = self.grads.as_ref().filter(|_| self.had_grad[index]) else { return Ok(None) };
+        self.layout.slice(grads, &self.layout.places[index], self.rank).map(Some)
     }
 
     /// Puts back what [`Unit::pending`] gave for the parameter at `index`.

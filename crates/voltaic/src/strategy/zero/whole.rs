@@ -81,7 +81,7 @@ impl WholeParameters for Whole {
 ///
 /// # Collective
 /// All ranks must call it.
-fn from_parts(group: &ProcessGroup, ranges: &[Range<usize>], own: &Tensor) -> Result<Tensor> {
+pub(super) fn from_parts(group: &ProcessGroup, ranges: &[Range<usize>], own: &Tensor) -> Result<Tensor> {
     let longest = ranges.iter().map(Range::len).max().unwrap_or(0);
     let numel = ranges.iter().map(Range::len).sum::<usize>();
     let options = (own.kind(), own.device());

@@ -1,0 +1,252 @@
+//! Weight, gradient and states of one parameter, of which each rank has a part.
+
+use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
+
+use super::flat::copied;
+use super::reducer::Reducer;
+use super::unit::{MASTER, Unit};
+use super::whole::from_parts;
+use crate::distributed::{Work, collective_scope};
+use crate::error::{ConfigError, Problem, Result};
+use crate::ffi;
+use crate::optim::{Optimizer, ParamValue, kinds, no_state, parameter, shape_problem};
+
+/// What a rank tells the others of a value.
+#[derive(Debug, Serialize, Deserialize)]
+struct Told {
+    /// What it was asked for.
+    asked: String,
+    problem: Option<Problem>,
+    has: Has,
+    /// Kinds of states that it has of the parameter.
+    kinds: Vec<String>,
+}
+
+/// What a rank has of a value.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+enum Has {
+    Nothing,
+    /// A number, which is the same on all ranks that have it.
+    Number(f64),
+    Elements,
+}
+
+/// A value of a parameter in a unit.
+struct Found {
+    place: (usize, usize),
+    /// This rank's elements as they lie in memory, or a number; shared with the optimizer.
+    own: Option<Tensor>,
+    /// What all ranks have together.
+    has: Has,
+}
+
+/// Finds a value, and what is wrong on any rank; `check` is asked for the latter when all else is right.
+fn find(
+    reducer: &Reducer,
+    inner: &dyn Optimizer,
+    (fqn, value): (&str, ParamValue<'_>),
+    check: impl FnOnce(&Unit, usize, Option<&Tensor>) -> Option<ConfigError>,
+) -> Result<Found> {
+    parameter(inner.name(), inner.param_groups(), fqn)?;
+    let place = reducer.place_of(fqn);
+    let (number, index) = place.ok_or_else(|| no_state(inner.name(), fqn, &value.to_string(), &[]))?;
+    let unit = &reducer.units[number];
+    let states = inner.state_dict().tensors;
+    let own = match value {
+        ParamValue::State(kind) if kind != MASTER || !unit.has_master => {
+            let name = format!("{kind}.{fqn}");
+            states.iter().find(|(own, _)| *own == name).map(|(_, state)| state.shallow_clone())
+        }
+        ParamValue::Gradient => unit.grad_slice(index)?,
+        _ => Some(unit.slices[index].leaf().f_detach()?),
+    };
+    let is_empty = unit.range(index).is_empty();
+    let has = match &own {
+        Some(own) if own.dim() == 0 && !is_empty => Has::Number(own.f_double_value(&[])?),
+        Some(own) if own.dim() > 0 => Has::Elements,
+        _ => Has::Nothing,
+    };
+    let problem = check(unit, index, own.as_ref().filter(|_| has != Has::Nothing));
+    let problem = problem.and_then(|error| error.problems.into_iter().next());
+    let problem = problem.map(|problem| problem.problem);
+    let told = Told { asked: format!("{value} of {fqn}"), problem, has, kinds: kinds(&states, fqn) };
+    let told = match &reducer.peers {
+        Some(group) => group.all_gather_object(&told)?,
+        None => vec![told],
+    };
+    if let Some((rank, other)) = told.iter().enumerate().find(|(_, other)| other.asked != told[0].asked) {
+        let what = format!("rank 0 asks for the {}, rank {rank} for the {}", told[0].asked, other.asked);
+        return Err(ConfigError::new("optimizer", what, "ask for the same on all ranks").into());
+    }
+    if let Some((rank, problem)) =
+        told.iter().enumerate().find_map(|(rank, told)| Some((rank, told.problem.as_ref()?)))
+    {
+        let what =
+            if told.len() > 1 { format!("rank {rank}: {}", problem.what) } else { problem.what.clone() };
+        return Err(ConfigError::new("optimizer", what, problem.remedy.clone()).into());
+    }
+    let has = told.iter().map(|told| told.has).find(|has| *has != Has::Nothing).unwrap_or(Has::Nothing);
+    if let (Has::Nothing, ParamValue::State(kind)) = (has, value) {
+        let known = told.iter().find(|told| !told.kinds.is_empty());
+        let known = known.map(|told| told.kinds.as_slice()).unwrap_or_default();
+        return Err(no_state(inner.name(), fqn, kind, known));
+    }
+    Ok(Found { place: (number, index), own, has })
+}
+
+fn number(value: f64) -> Result<Tensor> {
+    Ok(Tensor::f_from_slice(&[value as f32])?.f_reshape([0_i64; 0])?)
+}
+
+/// See [`Optimizer::full_value`].
+pub(super) fn full(
+    reducer: &mut Reducer,
+    inner: &dyn Optimizer,
+    fqn: &str,
+    value: ParamValue<'_>,
+) -> Result<Option<Tensor>> {
+    let _no_grad = tch::no_grad_guard();
+    let _named = collective_scope(format!("{value} of {fqn}"));
+    reducer.units.iter_mut().try_for_each(Unit::take_changes)?;
+    let Found { place: (unit, index), own, has } = find(reducer, inner, (fqn, value), |_, _, _| None)?;
+    match has {
+        Has::Nothing => Ok(None),
+        Has::Number(value) => number(value).map(Some),
+        Has::Elements => whole(reducer, &reducer.units[unit], index, own.as_ref()).map(Some),
+    }
+}
+
+/// A whole value from what each rank has of it.
+fn whole(reducer: &Reducer, unit: &Unit, index: usize, own: Option<&Tensor>) -> Result<Tensor> {
+    let (layout, place) = (&unit.layout, &unit.layout.places[index]);
+    let ranges: Vec<_> = (0..layout.ranks).map(|rank| layout.range(place, rank)).collect();
+    let nothing = || Tensor::f_zeros([0_i64], (Kind::Float, layout.device));
+    let own = own.map_or_else(nothing, |own| own.f_to_dtype(Kind::Float, false, true))?;
+    let all = match &reducer.peers {
+        Some(group) if place.numel > 0 => from_parts(group, &ranges, &own)?,
+        _ => own,
+    };
+    Ok(place.to_rows(&all)?.f_reshape(place.shape.as_slice())?)
+}
+
+/// See [`Optimizer::set_full_value`].
+pub(super) fn set_full(
+    reducer: &mut Reducer,
+    inner: &dyn Optimizer,
+    fqn: &str,
+    value: ParamValue<'_>,
+    values: &Tensor,
+) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    let _named = collective_scope(format!("{value} of {fqn}"));
+    let given = values.size();
+    let check = |unit: &Unit, index: usize, own: Option<&Tensor>| {
+        let is_number = own.is_some_and(|own| own.dim() == 0);
+        let shape = if is_number { &[][..] } else { &unit.layout.places[index].shape };
+        let is_absent = own.is_none() && matches!(value, ParamValue::State(_)); // other ranks know its shape
+        if is_absent { None } else { shape_problem(fqn, value, shape, &given) }
+    };
+    let Found { place: (unit, index), own, has } = find(reducer, inner, (fqn, value), check)?;
+    let unit = &mut reducer.units[unit];
+    let own = match has {
+        Has::Number(_) => return own.map_or(Ok(()), |own| Ok(own.f_detach()?.f_copy_(values)?)),
+        Has::Nothing if value == ParamValue::Gradient => return Err(no_gradient(fqn)),
+        _ => own,
+    };
+    let values = values.f_to_device(unit.layout.device)?;
+    let slice = unit.slice_of(index, &values)?;
+    match value {
+        ParamValue::Gradient => set_grad(unit, index, &slice),
+        ParamValue::State(kind) if kind != MASTER || !unit.has_master => {
+            own.map_or(Ok(()), |own| Ok(own.f_detach()?.f_copy_(&slice)?))
+        }
+        _ => {
+            unit.settle()?;
+            if !unit.is_released() {
+                unit.layout.places[index].parameter.leaf().f_detach()?.f_copy_(&values)?;
+                unit.take_over(index)?;
+            }
+            unit.slices[index].leaf().f_detach()?.f_copy_(&slice)?;
+            unit.renew()
+        }
+    }
+}
+
+fn no_gradient(fqn: &str) -> crate::error::Error {
+    let what = format!("there is no gradient of {fqn}");
+    let remedy = "set it after the last backward pass of an accumulation window";
+    ConfigError::new("optimizer", what, remedy).into()
+}
+
+fn set_grad(unit: &mut Unit, index: usize, slice: &Tensor) -> Result<()> {
+    let Some(grad) = unit.grad_slice(index)? else { return Ok(()) };
+    grad.f_detach()?.f_copy_(slice)?;
+    if grad.numel() > 0 && !unit.slices[index].grad().defined() && grad.kind() == unit.slices[index].kind() {
+        ffi::set_grad(unit.slices[index].leaf(), &grad)?;
+    }
+    Ok(())
+}
+
+/// See [`Optimizer::local_value`].
+pub(super) fn local(
+    reducer: &mut Reducer,
+    inner: &dyn Optimizer,
+    fqn: &str,
+    value: ParamValue<'_>,
+) -> Result<Option<Tensor>> {
+    let _no_grad = tch::no_grad_guard();
+    let _named = collective_scope(format!("{value} of {fqn}"));
+    reducer.units.iter_mut().try_for_each(Unit::take_changes)?;
+    let Found { place: (unit, index), own, has } = find(reducer, inner, (fqn, value), |_, _, _| None)?;
+    let unit = &reducer.units[unit];
+    match (has, own) {
+        (Has::Nothing, _) => Ok(None),
+        (Has::Number(value), _) => Ok(Some(number(value)?.f_reshape([1_i64])?)),
+        (Has::Elements, Some(own)) if own.dim() > 0 => {
+            let rows = unit.layout.places[index].to_rows(&own)?;
+            Ok(Some(rows.f_to_dtype(Kind::Float, false, true)?))
+        }
+        (Has::Elements, _) => Ok(Some(Tensor::f_zeros([0_i64], (Kind::Float, unit.layout.device))?)),
+    }
+}
+
+/// See [`Optimizer::set_local_value`].
+pub(super) fn set_local(
+    reducer: &mut Reducer,
+    inner: &dyn Optimizer,
+    fqn: &str,
+    value: ParamValue<'_>,
+    values: &Tensor,
+) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    let _named = collective_scope(format!("{value} of {fqn}"));
+    let given = values.size();
+    let check = |unit: &Unit, index: usize, own: Option<&Tensor>| {
+        let len = own.map_or(unit.range(index).len(), Tensor::numel) as i64;
+        shape_problem(fqn, value, &[len], &given)
+    };
+    let Found { place: (number, index), own, has } = find(reducer, inner, (fqn, value), check)?;
+    if has == Has::Nothing {
+        return Err(no_gradient(fqn));
+    }
+    let unit = &reducer.units[number];
+    if let Some(own) = own {
+        let values = values.f_to_device(unit.layout.device)?;
+        let values = match own.dim() {
+            0 => values.f_reshape([0_i64; 0])?,
+            _ => unit.layout.places[index].to_memory_order(&values)?,
+        };
+        own.f_detach()?.f_copy_(&copied(&values)?)?;
+    }
+    if value != ParamValue::Fp32Weight && value != ParamValue::State(MASTER) {
+        return Ok(());
+    }
+    let group = reducer.peers.clone();
+    let unit = &mut reducer.units[number];
+    unit.settle()?;
+    if unit.is_released() {
+        return unit.renew();
+    }
+    unit.start_gather(group.as_deref())?.map_or(Ok(()), Work::wait)
+}
