@@ -58,7 +58,7 @@ pub struct CollectiveScope(PhantomData<*const ()>);
 
 /// Names the operations between ranks that this thread starts until the scope is dropped, by what they are for: the fqn of
 /// a module, a hook. The names are shown if an operation fails, and are in the record of the last operations. Scopes may be
-/// nested: `training_step / layers.3`.
+/// nested: `training_step / layers.3`. One of the same name as the one around it is shown once.
 ///
 /// ```
 /// use voltaic::distributed::collective_scope;
@@ -82,9 +82,13 @@ impl Drop for CollectiveScope {
 pub(super) fn write_names(buffer: &mut [u8]) -> usize {
     SCOPES.with_borrow(|scopes| {
         let mut start = buffer.len();
-        for (depth, scope) in scopes.iter().rev().enumerate() {
-            let separator: &[u8] = if depth == 0 { b"" } else { b" / " };
-            for part in [separator, scope.text().as_bytes()] {
+        let mut inner: Option<&str> = None;
+        for scope in scopes.iter().rev().map(ScopeName::text) {
+            let separator: &[u8] = if inner.is_none() { b"" } else { b" / " };
+            if inner.replace(scope) == Some(scope) {
+                continue;
+            }
+            for part in [separator, scope.as_bytes()] {
                 let len = part.len().min(start);
                 buffer[start - len..start].copy_from_slice(&part[part.len() - len..]);
                 start -= len;
@@ -108,6 +112,10 @@ mod tests {
             assert_eq!(&buffer[start..], b"training_step / layers.3");
             let mut buffer = [0; 16];
             assert_eq!((write_names(&mut buffer), &buffer), (0, b"_step / layers.3"));
+            let _again = collective_scope("layers.3");
+            let mut buffer = [0; 32];
+            let start = write_names(&mut buffer);
+            assert_eq!(&buffer[start..], b"training_step / layers.3", "a name that repeats is shown once");
         }
         let mut buffer = [0; 16];
         let start = write_names(&mut buffer);
