@@ -60,6 +60,11 @@ fn zero() -> PerGroup {
     PerGroup::All(0.0)
 }
 
+/// A rate that need not be given.
+fn given(rate: impl Into<PerGroup>) -> Option<PerGroup> {
+    Some(rate.into())
+}
+
 fn default_cos_min_ratio() -> f64 {
     1e-4
 }
@@ -111,20 +116,10 @@ impl WarmupLr {
         warmup_type: WarmupType,
         /// Sets the batch after which the schedule begins.
         last_batch_iteration: i64,
-    }
-
-    /// Sets the first learning rate.
-    #[must_use]
-    pub fn warmup_min_lr(mut self, warmup_min_lr: impl Into<PerGroup>) -> Self {
-        self.warmup_min_lr = warmup_min_lr.into();
-        self
-    }
-
-    /// Sets the last learning rate.
-    #[must_use]
-    pub fn warmup_max_lr(mut self, warmup_max_lr: impl Into<PerGroup>) -> Self {
-        self.warmup_max_lr = Some(warmup_max_lr.into());
-        self
+        /// Sets the first learning rate.
+        warmup_min_lr: impl Into<PerGroup> => Into::into,
+        /// Sets the last learning rate.
+        warmup_max_lr: impl Into<PerGroup> => given,
     }
 }
 
@@ -171,20 +166,10 @@ impl WarmupDecayLr {
         warmup_type: WarmupType,
         /// Sets the batch after which the schedule begins.
         last_batch_iteration: i64,
-    }
-
-    /// Sets the first and last learning rate.
-    #[must_use]
-    pub fn warmup_min_lr(mut self, warmup_min_lr: impl Into<PerGroup>) -> Self {
-        self.warmup_min_lr = warmup_min_lr.into();
-        self
-    }
-
-    /// Sets the highest learning rate.
-    #[must_use]
-    pub fn warmup_max_lr(mut self, warmup_max_lr: impl Into<PerGroup>) -> Self {
-        self.warmup_max_lr = warmup_max_lr.into();
-        self
+        /// Sets the first and last learning rate.
+        warmup_min_lr: impl Into<PerGroup> => Into::into,
+        /// Sets the highest learning rate.
+        warmup_max_lr: impl Into<PerGroup> => Into::into,
     }
 }
 
