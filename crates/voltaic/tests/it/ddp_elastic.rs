@@ -5,45 +5,19 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use tempfile::TempDir;
-use voltaic::Module;
-use voltaic::callback::Callback;
 use voltaic::ffi::{Listen, Store};
-use voltaic::module::HookContext;
 
 use crate::ddp::{FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, weights};
 use crate::distributed::free_port;
 use crate::launchers::program;
 use crate::probe::{own_process, plays, text_of};
-
-/// Kills the last rank in the second epoch, when that is come to for the first time.
-struct KillOnce;
-
-impl Callback for KillOnce {
-    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        println!("\nbegins at step {}", ctx.global_step());
-        Ok(())
-    }
-
-    fn on_train_batch_start(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        let is_last = ctx.process_group().is_none_or(|group| group.rank() + 1 == group.world_size());
-        let mark = folder_of_parent().join("killed");
-        if is_last && (ctx.current_epoch(), ctx.batch_idx()) == (1, 1) && !mark.exists() {
-            std::fs::write(mark, "")?;
-            Command::new("kill").args(["-KILL", &std::process::id().to_string()]).status()?;
-            std::thread::sleep(Duration::from_secs(60));
-        }
-        Ok(())
-    }
-}
+use crate::signal::SignalOnce;
 
 fn train_with_a_kill(devices: i64, max_restarts: u64) {
     let folder = folder_of_parent();
     let builder = builder(&folder).devices(devices).enable_checkpointing(true).max_restarts(max_restarts);
-    let mut trainer = builder.callback(KillOnce).build().unwrap();
+    let kill = SignalOnce { signal: Some("-KILL"), batch: 1, mark: folder.join("killed") };
+    let mut trainer = builder.callback(kill).build().unwrap();
     println!("attempt {}", trainer.world().attempt);
     let mut net = Net::new();
     trainer.fit(&mut net, &mut loaders(None)).unwrap();

@@ -16,6 +16,7 @@ use voltaic::{Kind, Module, Tensor};
 
 use crate::ddp::{FOLDER, Net, builder, folder_of_parent, loaders};
 use crate::probe::{files, own_process, plays};
+use crate::signal::signal_self;
 
 const TEST: &str = "hangs::a_rank_that_is_missing_is_named_with_the_operation";
 const TIMEOUT_SECS: f64 = 1.5;
@@ -45,10 +46,6 @@ fn cases() -> Vec<[&'static str; 2]> {
     all.chain([["stopped", "checkpoint"], ["killed", "checkpoint"], ["sleeps", "checkpoint"]]).collect()
 }
 
-fn signal_self(signal: &str) {
-    Command::new("kill").args([signal, &std::process::id().to_string()]).status().unwrap();
-}
-
 fn sum(group: &ProcessGroup, name: &'static str) -> voltaic::Result<()> {
     let _scope = collective_scope(name);
     group.all_reduce(&Tensor::zeros([7], (Kind::Float, tch::Device::Cpu)), ReduceOp::Sum)
@@ -75,8 +72,8 @@ fn fault(phase: &str, faulty: usize, group: Option<&ProcessGroup>) -> anyhow::Re
             group.barrier()?;
             sum(group, "of this test")?;
         }
-        ("stopped", true) => signal_self("-STOP"),
-        ("killed", true) => signal_self("-KILL"),
+        ("stopped", true) => signal_self("-STOP")?,
+        ("killed", true) => signal_self("-KILL")?,
         ("sleeps", true) => std::thread::sleep(Duration::from_secs(60)),
         ("order", false) => {
             sum(group, "of this test")?;
@@ -150,8 +147,8 @@ impl CheckpointIo for Writes {
         _storage_options: Option<&Value>,
     ) -> voltaic::Result<()> {
         match std::env::var(crate::probe::PART).as_deref() {
-            Ok("stopped checkpoint") => signal_self("-STOP"),
-            Ok("killed checkpoint") => signal_self("-KILL"),
+            Ok("stopped checkpoint") => signal_self("-STOP").unwrap(),
+            Ok("killed checkpoint") => signal_self("-KILL").unwrap(),
             Ok("sleeps checkpoint") => std::thread::sleep(Duration::from_secs(60)),
             _ => {}
         }

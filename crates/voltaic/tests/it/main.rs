@@ -91,6 +91,8 @@ mod resume_state;
 mod rng;
 mod saved_state;
 mod sharded;
+#[path = "../support/signal.rs"]
+mod signal;
 mod signals;
 #[path = "../support/stages.rs"]
 mod stages;

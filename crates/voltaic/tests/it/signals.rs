@@ -16,6 +16,7 @@ use voltaic::module::HookContext;
 
 use crate::ddp::{FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, weights};
 use crate::probe::{own_process, plays, short_fit, text_of};
+use crate::signal::signal_self;
 
 /// Says when training has come to the second epoch; sends itself a signal there, or waits for one.
 struct Receives;
@@ -35,7 +36,7 @@ impl Callback for Receives {
         }
         let is_second = std::env::var("LOCAL_RANK").is_ok_and(|rank| rank == "1");
         if plays("stopped") && is_second {
-            Command::new("kill").args(["-STOP", &std::process::id().to_string()]).status()?;
+            signal_self("-STOP")?;
         }
         if std::env::var_os("VOLTAIC_TEST_WAITS").is_some() {
             std::thread::sleep(Duration::from_secs(1)); // until the signal has come

@@ -20,6 +20,7 @@ use voltaic::{Result, Tensor};
 use crate::models::{Batch, Small, loaders};
 use crate::ranks::{folder_of_rank, on_ranks, output, silent};
 use crate::shards::SaveAfter;
+use crate::signal::signal_self;
 
 const FAULT: &str = "VOLTAIC_TEST_FAULT";
 
@@ -44,9 +45,8 @@ impl BuildStrategy for Impatient {
     }
 }
 
-fn signal_self(signal: &str) {
-    let pid = std::process::id().to_string();
-    Command::new("kill").args([signal, &pid]).status().unwrap();
+fn end_by(signal: &str) {
+    signal_self(signal).unwrap();
     std::thread::sleep(Duration::from_secs(60));
 }
 
@@ -60,9 +60,9 @@ fn has_fault(fault: &str) -> bool {
 /// Does what is asked in a phase.
 fn fault(phase: &str) {
     if has_fault(&format!("killed in {phase}")) {
-        signal_self("-KILL");
+        end_by("-KILL");
     } else if has_fault(&format!("stopped in {phase}")) {
-        signal_self("-STOP");
+        end_by("-STOP");
     }
 }
 

@@ -24,6 +24,8 @@ mod rest;
 mod restart;
 mod resume;
 mod shards;
+#[path = "../support/signal.rs"]
+mod signal;
 mod stage3;
 mod touch;
 mod values;

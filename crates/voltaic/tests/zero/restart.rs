@@ -2,55 +2,17 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::Command;
 
-use voltaic::Module;
-use voltaic::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig};
-use voltaic::module::HookContext;
+use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
 
 use crate::models::{Small, all_loaders};
 use crate::ranks::{assert_same, folder_of_rank, output, silent, sorted_file, weights};
 use crate::shards::staged;
+use crate::signal::SignalOnce;
 
 /// What is asked of a run, and the strategy it has.
 const WHAT: &str = "VOLTAIC_TEST_WHAT";
 const STRATEGY: &str = "VOLTAIC_TEST_STRATEGY";
-
-fn signal_self(signal: &str) -> std::io::Result<()> {
-    Command::new("kill").args([signal, &std::process::id().to_string()]).status().map(drop)
-}
-
-/// Says where training begins; in the second epoch rank 1 gets a notice, or is killed when it comes there first.
-struct Ends;
-
-impl Callback for Ends {
-    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        println!("\nbegins at step {}", ctx.global_step());
-        Ok(())
-    }
-
-    fn on_train_batch_start(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        let is_second = ctx.process_group().is_some_and(|group| group.rank() == 1);
-        if !is_second || (ctx.current_epoch(), ctx.batch_idx()) != (1, 2) {
-            return Ok(());
-        }
-        let mark = folder_of_rank().unwrap().join("killed");
-        match std::env::var(WHAT).as_deref() {
-            Ok("notice") => signal_self("-USR1")?,
-            Ok("kill") if !mark.exists() => {
-                std::fs::write(mark, "")?;
-                signal_self("-KILL")?;
-                std::thread::sleep(std::time::Duration::from_secs(60));
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-}
 
 fn train(ranks: usize, folder: &Path) {
     let strategy = std::env::var(STRATEGY).unwrap();
@@ -59,7 +21,13 @@ fn train(ranks: usize, folder: &Path) {
     } else {
         silent(ranks, &strategy, folder)
     };
-    builder = builder.max_epochs(3).callback(Ends);
+    let signal = match std::env::var(WHAT).as_deref() {
+        Ok("notice") => Some("-USR1"),
+        Ok("kill") => Some("-KILL"),
+        _ => None,
+    };
+    let signal = SignalOnce { signal, batch: 2, mark: folder.join("signalled") };
+    builder = builder.max_epochs(3).callback(signal);
     if std::env::var(WHAT).as_deref() == Ok("kill") {
         let config = ModelCheckpointConfig { dirpath: Some(folder.join("saved")), ..Default::default() };
         let saver = ModelCheckpoint::new(config).unwrap();
