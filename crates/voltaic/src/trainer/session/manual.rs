@@ -1,12 +1,14 @@
 //! Manual optimization as the trainer does it: backward and optimizer steps that a `training_step` asks for.
 
+use std::collections::HashSet;
+
 use tch::Tensor;
 
 use crate::error::{ConfigError, Result};
 use crate::ffi::RecordingPause;
 use crate::graph;
 use crate::module::{HookContext, LightningModule, ManualOptimization, StepHook};
-use crate::nn::ModuleExt;
+use crate::nn::{ModuleExt, Parameter};
 use crate::optim::Optimizer;
 use crate::precision::LossScale;
 use crate::trainer::session::anomaly::check_anomaly;
@@ -55,8 +57,13 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
     fn toggle(&mut self, ctx: &HookContext<'_>, optimizer_idx: usize) {
         self.untoggle();
         let groups = ctx.training.optimizers[optimizer_idx].param_groups();
-        let own: Vec<u64> = groups.iter().flat_map(|group| group.params()).map(|(_, p)| p.id()).collect();
-        for parameter in self.module.parameters().into_iter().filter(|p| !own.contains(&p.id())) {
+        let params = || groups.iter().flat_map(|group| group.params());
+        // an optimizer may have parts of parameters, under their names
+        let (ids, names): (HashSet<u64>, HashSet<&str>) =
+            params().map(|(fqn, p)| (p.id(), fqn.as_str())).unzip();
+        let is_own = |(fqn, p): &(String, Parameter)| ids.contains(&p.id()) || names.contains(fqn.as_str());
+        let all = self.module.as_dyn().named_parameters();
+        for (_, parameter) in all.into_iter().filter(|named| !is_own(named)) {
             let required = parameter.requires_grad();
             let _ = parameter.set_requires_grad(false);
             self.engine.of_call.toggled.push((parameter, required));
