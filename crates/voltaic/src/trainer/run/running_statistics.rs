@@ -11,7 +11,7 @@ use crate::trainer::session::session::Session;
 use crate::trainer::session::step::Step;
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Runs `training_step` on the batches of an epoch, without gradients, hooks and log, if a callback asked for it.
+    /// Runs `training_step` on the batches of an epoch, without backward, hooks and log, if a callback asked for it.
     pub(crate) fn update_running_statistics(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
         if !std::mem::take(&mut self.run.asks.updates_running_statistics) {
             return Ok(());
@@ -32,7 +32,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     fn pass(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
-        let _no_grad = tch::no_grad_guard();
+        // with grad: the step may take gradients itself, which libtorch does not survive without
         let _equal = EqualBatches::begin();
         let range = EpochRange {
             epoch: self.run.at.progress.current_epoch + 1,
