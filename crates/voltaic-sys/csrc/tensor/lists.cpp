@@ -91,6 +91,13 @@ const std::vector<at::Tensor> &or_empty(const vt_list *list) {
   return list == nullptr ? empty : list->tensors;
 }
 
+// The fused kernels do not say to autograd that they write.
+void note_written(const vt_list *params) {
+  for (const at::Tensor &param : params->tensors)
+    if (!param.is_inference())
+      param.unsafeGetTensorImpl()->bump_version();
+}
+
 } // namespace
 
 vt_error *vt_tensor_id(vt_tensor tensor, size_t *id) {
@@ -225,6 +232,7 @@ vt_error *vt_fused_sgd(const vt_list *params, vt_list *grads, const vt_list *mom
                       options->momentum, lr, options->dampening, options->nesterov != 0, options->maximize != 0,
                       is_first_step != 0);
     });
+    note_written(params);
   });
 }
 
@@ -258,6 +266,7 @@ vt_error *vt_fused_adam(const vt_list *params, vt_list *grads, const vt_adam_sta
       update([](auto &&...args) { at::_fused_adam_(args...); });
     if (inf.has_value()) // a skipped update is not counted
       at::_foreach_sub_(state->steps->tensors, std::vector<at::Tensor>(state->steps->tensors.size(), *inf));
+    note_written(params);
   });
 }
 
