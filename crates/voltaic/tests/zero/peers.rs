@@ -194,13 +194,16 @@ fn bfloat16_is_deepspeeds() {
     });
 }
 
+/// The loss scale of the script.
+fn fp16() -> Value {
+    json!({"enabled": true, "initial_scale_power": 18, "loss_scale_window": 100, "hysteresis": 1})
+}
+
 #[test]
 fn float16_is_deepspeeds() {
     on_ranks("peers::float16_is_deepspeeds", 2, |_, folder| {
-        let fp16 =
-            json!({"enabled": true, "initial_scale_power": 18, "loss_scale_window": 100, "hysteresis": 1});
         make_runs(" fp16 ", folder, IN_HALF, |name, clip| {
-            vec![(settings(name, clip, json!({ "fp16": fp16 })), "16-true")]
+            vec![(settings(name, clip, json!({"fp16": fp16()})), "16-true")]
         });
     });
 }
@@ -229,14 +232,17 @@ fn muon_is_deepspeeds() {
             (" fp32 standard ", "32-true", IN_HALF), // updates are in bfloat16
             (" bf16 gram ", "bf16-true", IN_HALF),
             (" bf16 standard ", "bf16-true", 1.5 * IN_HALF),
+            (" fp16 ", "16-true", IN_HALF),
         ] {
             make_runs_of(text, true, of, folder, tolerance, |name, clip| {
                 let method = if name.contains("gram") { "gram" } else { "standard" };
                 let params = json!({"muon_lr": 0.02, "adam_lr": 0.01, "weight_decay": 0.1, "torch_adam": true, "ns_method": method});
-                let more = json!({
-                    "optimizer": {"type": "Muon", "params": params},
-                    "bf16": {"enabled": precision == "bf16-true"},
-                });
+                let mut more = json!({"optimizer": {"type": "Muon", "params": params}});
+                match precision {
+                    "bf16-true" => more["bf16"] = json!({"enabled": true}),
+                    "16-true" => more["fp16"] = fp16(),
+                    _ => {}
+                }
                 vec![(settings(name, clip, more), precision)]
             });
         }
