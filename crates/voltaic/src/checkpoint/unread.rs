@@ -12,9 +12,9 @@ use crate::error::{Error, Result};
 /// Weights, states of optimizers, and gradients that were divided, of a checkpoint that has been opened.
 pub(crate) enum Unread {
     /// A folder, of which each rank reads its own elements.
-    Folder(Shards),
+    Folder(Box<Shards>),
     /// A file that rank 0 reads for all: all ranks ask for the same tensors, in the same order.
-    File(OneFile),
+    File(Box<OneFile>),
 }
 
 impl Unread {

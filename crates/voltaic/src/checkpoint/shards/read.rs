@@ -244,21 +244,21 @@ impl Shards {
     }
 
     /// What a rank reads that takes its own elements of the rest later: all but weights, states of optimizers, and gradients that are
-    /// divided. Of what each rank has to itself there is that of rank 0 and its own.
+    /// divided. Of what each rank has to itself there is that of rank 0 and its own, and of the ranks whose gradients it takes among `ranks`.
     ///
     /// # Errors
     /// As [`Shards::whole`].
-    pub(crate) fn rest(&self, rank: usize) -> Result<Checkpoint> {
+    pub(crate) fn rest(&self, rank: usize, ranks: usize) -> Result<Checkpoint> {
         let is_left = |name: &str| match name.strip_prefix(PREFIX) {
             Some(rest) => rest.starts_with("optimizer.") || rest.starts_with("grad."),
             None => true,
         };
-        self.checkpoint(Some(rank), &is_left)
+        self.checkpoint(Some((rank, ranks)), &is_left)
     }
 
-    /// All tensors but those that are left, by the names that they have in a file. Of what each rank has to itself that of rank 0 and
-    /// of `rank`; of all ranks without one.
-    fn checkpoint(&self, rank: Option<usize>, is_left: &dyn Fn(&str) -> bool) -> Result<Checkpoint> {
+    /// All tensors but those that are left, by the names that they have in a file. Of what each rank has to itself what `rank`, one of so
+    /// many, takes; of all ranks without one.
+    fn checkpoint(&self, rank: Option<(usize, usize)>, is_left: &dyn Fn(&str) -> bool) -> Result<Checkpoint> {
         let mut weights = Vec::new();
         let mut training = TrainingState {
             optimizers: (0..self.index.num_optimizers).map(|_| Vec::new()).collect(),
@@ -280,7 +280,9 @@ impl Shards {
             let had = |fqn: &String| self.index.had_grad.contains(fqn);
             let shared: Vec<(String, Tensor)> = shared.into_iter().filter(|(fqn, _)| had(fqn)).collect();
             let own = |own: usize| {
-                let is_read = rank.is_none_or(|rank| rank == own || own == 0);
+                let takes =
+                    |(rank, ranks): (usize, usize)| own == 0 || own == rank || own % ranks.max(1) == rank;
+                let is_read = rank.is_none_or(takes);
                 let mut state = if is_read { self.own(own)? } else { RankState::default() };
                 let added = shared.iter().map(|(fqn, grad)| (fqn.clone(), grad.shallow_clone()));
                 state.grads.extend(added);

@@ -49,10 +49,14 @@ pub(crate) fn load<M: LightningModule>(session: &mut Session<M>, path: &Path) ->
     };
     let read = match world.of_rank_zero(is_folder(path))? {
         true => Shards::open(path).and_then(|shards| {
-            Ok(Loaded { checkpoint: shards.rest(world.rank)?, unread: Some(Unread::Folder(shards)) })
+            Ok(Loaded {
+                checkpoint: shards.rest(world.rank, world.world_size)?,
+                unread: Some(Unread::Folder(Box::new(shards))),
+            })
         }),
-        false => OneFile::open(path, group)
-            .and_then(|file| Ok(Loaded { checkpoint: file.rest()?, unread: Some(Unread::File(file)) })),
+        false => OneFile::open(path, group).and_then(|file| {
+            Ok(Loaded { checkpoint: file.rest()?, unread: Some(Unread::File(Box::new(file))) })
+        }),
     };
     agreed(world, path, read)
 }
