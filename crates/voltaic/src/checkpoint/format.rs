@@ -96,7 +96,7 @@ pub(super) fn shared_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor, b
 }
 
 /// All tensors of a checkpoint with the names they have in the file.
-fn named_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor)> {
+pub(super) fn named_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor)> {
     let mut named: Vec<(String, &Tensor)> =
         shared_tensors(checkpoint).into_iter().map(|(name, tensor, _)| (name, tensor)).collect();
     let Some(training) = &checkpoint.training else { return named };
@@ -208,6 +208,24 @@ pub(super) fn write_file(
     path: &Path,
     bytes_of: &mut dyn FnMut(usize) -> std::io::Result<Vec<u8>>,
 ) -> Result<()> {
+    let text = header_text(checkpoint, path)?;
+    let metadata = HashMap::from([
+        (METADATA_KEY.to_owned(), text),
+        (CHECKSUM_KEY.to_owned(), String::from_utf8_lossy(NO_CHECKSUM).into_owned()),
+        ("format".to_owned(), "pt".to_owned()),
+    ]);
+    write_atomically(path, |writer| {
+        let written = write_tensors(&mut *writer, planned, metadata, bytes_of)?;
+        // the digits are in the header, which comes before what they are computed of
+        match checksum_at(&written.header) {
+            Some(at) => patch(writer, at as u64, format!("{:08x}", written.crc).as_bytes()),
+            None => Ok(()),
+        }
+    })
+}
+
+/// The text of the metadata entry.
+pub(super) fn header_text(checkpoint: &Checkpoint, path: &Path) -> Result<String> {
     let training = checkpoint.training.as_ref();
     let header = Header {
         saved_at: Some(later_than_all()),
@@ -222,20 +240,7 @@ pub(super) fn write_file(
             .map(|training| training.ranks.iter().map(|rank| rank.logged.clone()).collect())
             .unwrap_or_default(),
     };
-    let text = serde_json::to_string(&header).map_err(|e| Error::io("serialize", path, e.into()))?;
-    let metadata = HashMap::from([
-        (METADATA_KEY.to_owned(), text),
-        (CHECKSUM_KEY.to_owned(), String::from_utf8_lossy(NO_CHECKSUM).into_owned()),
-        ("format".to_owned(), "pt".to_owned()),
-    ]);
-    write_atomically(path, |writer| {
-        let written = write_tensors(&mut *writer, planned, metadata, bytes_of)?;
-        // the digits are in the header, which comes before what they are computed of
-        match checksum_at(&written.header) {
-            Some(at) => patch(writer, at as u64, format!("{:08x}", written.crc).as_bytes()),
-            None => Ok(()),
-        }
-    })
+    serde_json::to_string(&header).map_err(|e| Error::io("serialize", path, e.into()))
 }
 
 /// Weights must not be taken for training states when they are read.

@@ -1,6 +1,7 @@
 //! Checkpoints by their path: one file, or a folder with a file of each rank.
 
 use std::collections::HashMap;
+use std::io::Read;
 use std::path::Path;
 
 use tch::Tensor;
@@ -8,18 +9,51 @@ use tch::Tensor;
 use super::atomic::write_atomically;
 use super::checkpoint::Checkpoint;
 use super::format::read as read_file;
+use super::lightning::{Converted, from_lightning};
 use super::peek::{Beginning, peek_file, peek_whole_file};
+use super::pickle::Value;
 use super::shards::folder::is_folder;
 use super::shards::read as shards;
 use super::stream::{Planned, bytes_of, write_tensors};
-use crate::error::Result;
+use super::torch_file::read_torch;
+use crate::config::open_file;
+use crate::error::{CheckpointError, Error, Problem, Result};
 
 /// Reads a checkpoint; see [`Checkpoint::load`].
 ///
 /// # Errors
 /// As [`Checkpoint::load`].
 pub fn read(path: &Path) -> Result<Checkpoint> {
-    if is_folder(path) { shards::load(path) } else { read_file(path) }
+    match () {
+        () if is_folder(path) => shards::load(path),
+        () if is_torch(path)? => converted(&read_torch(path)?, path),
+        () => read_file(path),
+    }
+}
+
+/// Whether a file begins like one of `torch.save`.
+pub(super) fn is_torch(path: &Path) -> Result<bool> {
+    let fail = |e| Error::io("read checkpoint", path, e);
+    let mut head = Vec::new();
+    open_file(path).map_err(fail)?.take(4).read_to_end(&mut head).map_err(fail)?;
+    Ok(head == b"PK\x03\x04")
+}
+
+/// A file of Lightning, or a state dict, as a checkpoint; the log has what is left out.
+pub(super) fn converted(value: &Value, path: &Path) -> Result<Checkpoint> {
+    let refuse = |error: Error| -> Error {
+        let Problem { what, .. } = error.into_problem("convert it with --weights_only");
+        let remedy = format!(
+            "convert it with `voltaic convert {} NEW_NAME`, which takes --param_names and --weights_only",
+            path.display()
+        );
+        CheckpointError::Unreadable { path: path.to_path_buf(), problem: Problem::new(what, remedy) }.into()
+    };
+    let Converted { value, notes } = from_lightning(value, None, false).map_err(refuse)?;
+    for note in notes {
+        tracing::warn!("{}: {note}", path.display());
+    }
+    Ok(value)
 }
 
 /// The weights alone, from a checkpoint or from any safetensors file.
@@ -28,7 +62,7 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
 /// As [`Checkpoint::load`].
 pub fn read_weights(path: &Path) -> Result<Vec<(String, Tensor)>> {
     if !is_folder(path) {
-        return Ok(read_file(path)?.weights);
+        return Ok(read(path)?.weights);
     }
     let shards = shards::Shards::open(path)?;
     shards.weights().map(|(name, _)| Ok((name.to_owned(), shards.whole(name)?))).collect()

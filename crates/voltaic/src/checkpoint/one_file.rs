@@ -2,20 +2,26 @@
 //! see it.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use safetensors::tensor::{Dtype, Metadata};
+use safetensors::tensor::Dtype;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::checkpoint::{Checkpoint, Part, TrainingState};
-use super::format::{METADATA_KEY, PREFIX, add_tensor, checksum_at, header_of, kind, shape_of, unreadable};
+use super::format::{
+    METADATA_KEY, PREFIX, add_tensor, checksum_at, dtype, header_of, header_text, kind, named_tensors,
+    shape_of, unreadable,
+};
+use super::load::{converted, is_torch};
 use super::peek::{check_whole, open_header};
+use super::stream::bytes_of;
+use super::torch_file::open_torch;
 use crate::distributed::{ProcessGroup, collective_scope};
 use crate::error::{CheckpointError, Error, Problem, Result};
 
@@ -63,46 +69,86 @@ impl Entry {
 /// The file, all of which has been checked.
 struct Opened {
     file: File,
-    metadata: Metadata,
-    /// Where the tensors begin.
-    data: u64,
+    places: HashMap<String, Place>,
+}
+
+/// Where the bytes of a tensor are.
+enum Place {
+    /// In the file, from there on.
+    File(u64),
+    /// In memory: small ones, and those whose elements do not lie side by side in the file.
+    Memory(Vec<u8>),
 }
 
 impl Opened {
     /// Checks the whole file.
     fn of(path: &Path) -> Result<(Self, Told)> {
+        let (opened, told) = if is_torch(path)? { Self::torch(path)? } else { Self::safetensors(path)? };
+        for (name, entry) in &told.tensors {
+            if kind(entry.dtype).is_none() {
+                return Err(unreadable(path, format!("{name} has dtype {:?}, unknown here", entry.dtype)));
+            }
+            if shape_of(&entry.shape).is_none() {
+                return Err(unreadable(path, format!("{name} has shape {:?}, too large", entry.shape)));
+            }
+        }
+        let names = told.tensors.keys().map(String::as_str);
+        let checkpoint = header_of(told.header.as_deref(), told.is_sealed, names, path)?;
+        let training = checkpoint.and_then(|header| header.into_checkpoint().training);
+        let (mut weights, mut training) = (Vec::new(), training.unwrap_or_default());
+        for name in told.tensors.keys() {
+            add_tensor(&mut weights, &mut training, name.clone(), Tensor::new())
+                .map_err(|what| unreadable(path, what))?;
+        }
+        Ok((opened, told))
+    }
+
+    fn safetensors(path: &Path) -> Result<(Self, Told)> {
         let (mut file, header) = open_header(path)?;
         let metadata = check_whole(&mut file, &header, path)?;
         let entry = metadata.metadata().as_ref().and_then(|own| own.get(METADATA_KEY));
         let (text, is_sealed) = (entry.cloned(), checksum_at(&header).is_some());
-        let mut tensors = BTreeMap::new();
+        let (mut tensors, mut places) = (BTreeMap::new(), HashMap::new());
         for name in metadata.offset_keys() {
             let Some(info) = metadata.info(&name) else { continue };
-            if kind(info.dtype).is_none() {
-                return Err(unreadable(path, format!("{name} has dtype {:?}, unknown here", info.dtype)));
-            }
-            if shape_of(&info.shape).is_none() {
-                return Err(unreadable(path, format!("{name} has shape {:?}, too large", info.shape)));
-            }
+            places.insert(name.clone(), Place::File((header.len() + info.data_offsets.0) as u64));
             tensors.insert(name, Entry { dtype: info.dtype, shape: info.shape.clone() });
         }
-        let names = tensors.keys().map(String::as_str);
-        let checkpoint = header_of(text.as_deref(), is_sealed, names, path)?;
-        let training = checkpoint.and_then(|header| header.into_checkpoint().training);
-        let (mut weights, mut training) = (Vec::new(), training.unwrap_or_default());
-        for name in tensors.keys() {
-            add_tensor(&mut weights, &mut training, name.clone(), Tensor::new())
-                .map_err(|what| unreadable(path, what))?;
+        Ok((Self { file, places }, Told { header: text, is_sealed, tensors }))
+    }
+
+    /// A file of Lightning, or a state dict, as if it had been converted.
+    fn torch(path: &Path) -> Result<(Self, Told)> {
+        let (value, stored) = open_torch(path)?;
+        let checkpoint = converted(&value, path)?;
+        let (mut tensors, mut places) = (BTreeMap::new(), HashMap::new());
+        for (name, tensor) in named_tensors(&checkpoint) {
+            let shape = tensor.size().iter().map(|&size| size as usize).collect();
+            let dtype = dtype(tensor, &name, "the file")?;
+            let place = match stored.place_of(tensor) {
+                Some(start) => Place::File(start),
+                None => Place::Memory(
+                    bytes_of(tensor).map_err(|error| Error::io("read checkpoint", path, error))?,
+                ),
+            };
+            places.insert(name.clone(), place);
+            tensors.insert(name, Entry { dtype, shape });
         }
-        let data = header.len() as u64;
-        Ok((Self { file, metadata, data }, Told { header: text, is_sealed, tensors }))
+        let header = Some(header_text(&checkpoint, path)?);
+        Ok((Self { file: stored.into_file(), places }, Told { header, is_sealed: true, tensors }))
     }
 
     /// Some bytes of a tensor, behind one of another meaning.
     fn read(&self, name: &str, at: usize, len: usize) -> std::io::Result<Vec<u8>> {
-        let info = self.metadata.info(name).ok_or(std::io::ErrorKind::NotFound)?;
         let mut bytes = vec![0; len + 1];
-        self.file.read_exact_at(&mut bytes[1..], self.data + (info.data_offsets.0 + at) as u64)?;
+        match self.places.get(name) {
+            Some(Place::File(start)) => self.file.read_exact_at(&mut bytes[1..], start + at as u64)?,
+            Some(Place::Memory(whole)) => {
+                let part = whole.get(at..at + len).ok_or(std::io::ErrorKind::UnexpectedEof)?;
+                bytes[1..].copy_from_slice(part);
+            }
+            None => return Err(std::io::ErrorKind::NotFound.into()),
+        }
         Ok(bytes)
     }
 }
@@ -299,5 +345,62 @@ impl OneFile {
         }
         let failed: Option<Problem> = self.group.broadcast_object(&failed, 0)?;
         Ok(Err(failed.unwrap_or_else(|| Problem::new("rank 0 could not read on", REMEDY))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::lightning::state_dict;
+    use crate::checkpoint::torch_file::write_torch;
+
+    #[test]
+    fn bytes_of_a_torch_file_are_those_of_its_tensors() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.pt");
+        let large = Tensor::arange(64 * 48, (Kind::Float, tch::Device::Cpu)).reshape([64, 48]);
+        let weights = [
+            ("large", large.shallow_clone()),
+            ("tied", large.shallow_clone()),
+            ("across", large.tr()),
+            ("rows", large.narrow(0, 16, 40)),
+            ("columns", large.narrow(1, 16, 30)),
+            ("half", large.to_kind(Kind::BFloat16)),
+            ("small", large.narrow(0, 0, 1).copy()),
+            ("number", Tensor::from(7.0_f32)),
+            ("empty", Tensor::zeros([0, 3], (Kind::Float, tch::Device::Cpu))),
+        ];
+        let weights = weights.map(|(name, tensor)| (name.to_owned(), tensor));
+        write_torch(&state_dict(&weights), &path).expect("writes");
+        let (opened, told) = Opened::of(&path).expect("opens");
+        assert_eq!(told.tensors.len(), weights.len());
+        for (name, tensor) in &weights {
+            let (shape, kind) = told.tensors[name].as_tensor();
+            assert_eq!((shape, kind), (tensor.size(), tensor.kind()), "{name}");
+            let expected = bytes_of(tensor).expect("copies");
+            let (first, second) = expected.split_at(expected.len() / 3);
+            assert_eq!(opened.read(name, 0, first.len()).expect("reads")[1..], *first, "{name}");
+            assert_eq!(opened.read(name, first.len(), second.len()).expect("reads")[1..], *second, "{name}");
+        }
+        let in_file = |name: &str| matches!(opened.places[name], Place::File(_));
+        assert!(["large", "tied", "rows", "half"].into_iter().all(in_file));
+        assert!(!["small", "number", "empty"].into_iter().any(in_file));
+    }
+
+    #[test]
+    fn a_torch_file_that_is_damaged_is_refused() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.pt");
+        let large = Tensor::ones([64, 48], (Kind::Float, tch::Device::Cpu));
+        write_torch(&state_dict(&[("large".to_owned(), large)]), &path).expect("writes");
+        let whole = std::fs::read(&path).expect("readable");
+        let mut flipped = whole.clone();
+        let at = flipped.windows(4).position(|bytes| *bytes == 1.0_f32.to_le_bytes()).expect("has a one");
+        flipped[at] ^= 1;
+        for damaged in [&flipped[..], &whole[..whole.len() - 40]] {
+            std::fs::write(&path, damaged).expect("writable");
+            let error = Opened::of(&path).map(drop).expect_err("damaged").to_string();
+            assert!(error.contains("a.pt") && error.contains("damaged"), "{error}");
+        }
     }
 }

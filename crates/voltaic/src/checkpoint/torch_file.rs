@@ -3,6 +3,7 @@
 //! Source: `torch/serialization.py`. Files are read entry by entry; checksums of the archive are checked.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, Write};
 use std::path::Path;
@@ -13,7 +14,7 @@ use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use super::atomic::write_atomically;
 use super::budget::{Budget, ReadLimits};
-use super::pickle::{self, Value};
+use super::pickle::{self, Stored, Value};
 use crate::config::open_file;
 use crate::error::{CheckpointError, Error, Problem, Result};
 
@@ -21,6 +22,8 @@ use crate::error::{CheckpointError, Error, Problem, Result};
 const ALIGNMENT: u16 = 64;
 /// Pickles are small: the elements of tensors are beside them.
 const MAX_PICKLE: u64 = 1 << 30;
+/// Tensors of so many bytes are always read at once.
+const SMALL: usize = 1 << 10;
 
 /// Reads a file of `torch.save` within the usual limits. No code of it is executed.
 ///
@@ -37,6 +40,91 @@ pub fn read_torch(path: &Path) -> Result<Value> {
 /// too little, or with values that are not plain data, by the name of their class.
 pub fn read_torch_within(path: &Path, limits: ReadLimits) -> Result<Value> {
     let file = open_file(path).map_err(|e| Error::io("read checkpoint", path, e))?;
+    read_with(file, path, limits, |archive, bytes, budget| {
+        let mut storages: HashMap<String, Tensor> = HashMap::new();
+        pickle::read(bytes, budget, &mut |stored, budget| archive.tensor(&mut storages, stored, budget))
+    })
+}
+
+/// The archive of a file, whose tensors are read when they are needed.
+pub(super) struct TorchTensors {
+    file: File,
+    /// Stands for tensors in the value, by where they begin; shared by those that are tied.
+    stand_ins: HashMap<(String, i64), (Tensor, u64)>,
+}
+
+impl TorchTensors {
+    /// Where a tensor of the value begins in the file, if it is not in memory.
+    pub(super) fn place_of(&self, tensor: &Tensor) -> Option<u64> {
+        let own = tensor.data_ptr();
+        self.stand_ins.values().find(|(stand_in, _)| stand_in.data_ptr() == own).map(|(_, place)| *place)
+    }
+
+    /// The file.
+    pub(super) fn into_file(self) -> File {
+        self.file
+    }
+}
+
+/// The same with tensors of one element, in any shape, in the place of those that lie in the file as they are: large ones, whose
+/// elements are side by side. All entries that are needed are checked, in pieces.
+///
+/// # Errors
+/// As [`read_torch_within`].
+pub(super) fn open_torch(path: &Path) -> Result<(Value, TorchTensors)> {
+    let file = open_file(path).map_err(|e| Error::io("read checkpoint", path, e))?;
+    let mut stand_ins = HashMap::new();
+    let same = file.try_clone().map_err(|e| Error::io("read checkpoint", path, e))?;
+    let value = read_with(same, path, ReadLimits::default(), |archive, bytes, budget| {
+        let (mut storages, mut starts) = (HashMap::new(), HashMap::new());
+        pickle::read(bytes, budget, &mut |stored, budget| {
+            if !is_plain(stored) {
+                return archive.tensor(&mut storages, stored, budget);
+            }
+            let own = (stored.kind, stored.numel);
+            let start = match starts.get(stored.key) {
+                Some((start, known)) if *known == own => *start,
+                Some(_) => return Err(format!("storage {} is used with two dtypes or sizes", stored.key)),
+                None => {
+                    let start = archive.check(stored)?;
+                    starts.insert(stored.key.to_owned(), (start, own));
+                    start
+                }
+            };
+            let element = stored.kind.elt_size_in_bytes() as u64;
+            let place = start + stored.offset as u64 * element;
+            let (stand_in, _) = match stand_ins.entry((stored.key.to_owned(), stored.offset)) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(vacant) => {
+                    let one = Tensor::f_zeros([1_i64], (stored.kind, tch::Device::Cpu));
+                    vacant.insert((one.map_err(|error| error.to_string())?, place))
+                }
+            };
+            stand_in.f_expand(stored.size, false).map_err(|error| error.to_string())
+        })
+    })?;
+    Ok((value, TorchTensors { file, stand_ins }))
+}
+
+/// Whether the elements lie side by side, and are many.
+fn is_plain(stored: &Stored<'_>) -> bool {
+    let mut expected = 1;
+    let mut dims = stored.size.iter().zip(stored.stride).rev();
+    let is_dense = dims.all(|(size, stride)| {
+        let fits = *size == 1 || *stride == expected;
+        expected *= size;
+        fits
+    });
+    is_dense && expected as usize * stored.kind.elt_size_in_bytes() > SMALL
+}
+
+/// Opens the archive, and lets `body` make a value of the pickle.
+fn read_with(
+    file: File,
+    path: &Path,
+    limits: ReadLimits,
+    body: impl FnOnce(&mut Archive, &[u8], &mut Budget) -> Result<Value, String>,
+) -> Result<Value> {
     let size = file.metadata().map_err(|e| Error::io("read checkpoint", path, e))?.len();
     let mut budget = Budget::new(size, limits);
     let mut reader = BufReader::new(file);
@@ -55,10 +143,7 @@ pub fn read_torch_within(path: &Path, limits: ReadLimits) -> Result<Value> {
         reader.rewind().map_err(|error| error.to_string())?;
         let mut archive = Archive::open(reader)?;
         let bytes = archive.entry("data.pkl", MAX_PICKLE, &mut budget)?;
-        let mut storages: HashMap<String, Tensor> = HashMap::new();
-        pickle::read(&bytes, &mut budget, &mut |key, kind, numel, budget| {
-            archive.storage(&mut storages, budget, (key, kind, numel))
-        })
+        body(&mut archive, &bytes, &mut budget)
     };
     read().map_err(|what| {
         let remedy = if what.ends_with("max_growth") || what.contains("is max_growth") {
@@ -123,6 +208,41 @@ impl Archive {
         let mut bytes = Vec::new();
         entry.take(most + 1).read_to_end(&mut bytes).map_err(|error| damaged(error.to_string()))?;
         Ok(bytes)
+    }
+
+    /// A tensor, of a storage that is read once.
+    fn tensor(
+        &mut self,
+        known: &mut HashMap<String, Tensor>,
+        stored: &Stored<'_>,
+        budget: &mut Budget,
+    ) -> Result<Tensor, String> {
+        let storage = self.storage(known, budget, (stored.key, stored.kind, stored.numel))?;
+        stored.of(&storage, budget)
+    }
+
+    /// Where a storage begins in the file, all of which is there and has the right checksum.
+    fn check(&mut self, stored: &Stored<'_>) -> Result<u64, String> {
+        let name = format!("data/{}", stored.key);
+        let damaged = |what: String| format!("entry {name} of its archive is damaged: {what}");
+        let full = format!("{}{name}", self.folder);
+        let mut entry = self.zip.by_name(&full).map_err(|error| damaged(error.to_string()))?;
+        if entry.compression() != CompressionMethod::Stored {
+            return Err(damaged("it is compressed".to_owned()));
+        }
+        let expected =
+            stored.numel.checked_mul(stored.kind.elt_size_in_bytes()).ok_or("a storage is too large")?;
+        if entry.size() != expected as u64 || entry.compressed_size() != entry.size() {
+            let (key, found) = (stored.key, entry.size());
+            return Err(format!("storage {key} has {found} bytes, its tensors need {expected}"));
+        }
+        let start = entry.data_start().ok_or_else(|| damaged("its place is not known".to_owned()))?;
+        let read =
+            std::io::copy(&mut entry, &mut std::io::sink()).map_err(|error| damaged(error.to_string()))?;
+        if read != expected as u64 {
+            return Err(damaged(format!("{read} of its {expected} bytes are there")));
+        }
+        Ok(start)
     }
 
     /// The elements of a storage, which several tensors may share.
@@ -226,10 +346,24 @@ mod tests {
         assert_eq!(rest, expected);
     }
 
+    #[test]
+    fn tensors_whose_elements_lie_side_by_side_may_stay_in_the_file() {
+        let is_plain = |size: &[i64], stride: &[i64]| {
+            let (key, kind, numel, offset) = ("0", Kind::Float, 1 << 20, 3);
+            super::is_plain(&Stored { key, kind, numel, offset, size, stride })
+        };
+        assert!(is_plain(&[64, 48], &[48, 1]));
+        assert!(is_plain(&[64, 1, 48], &[48, 7, 1]), "the stride of one element says nothing");
+        assert!(!is_plain(&[64, 48], &[1, 64]), "across");
+        assert!(!is_plain(&[64, 40], &[48, 1]), "with gaps");
+        assert!(!is_plain(&[8, 16, 3, 3], &[144, 1, 48, 16]), "channels last");
+        assert!(!is_plain(&[16, 16], &[16, 1]) && !is_plain(&[0, 48], &[48, 1]), "small");
+    }
+
     /// Reads a pickle without tensors.
     fn read_pickle(pickle: &[u8]) -> Result<Value, String> {
         let mut budget = Budget::new(pickle.len() as u64, ReadLimits::default());
-        pickle::read(pickle, &mut budget, &mut |_, _, _, _| Err("there are no storages".to_owned()))
+        pickle::read(pickle, &mut budget, &mut |_, _| Err("there are no storages".to_owned()))
     }
 
     #[test]

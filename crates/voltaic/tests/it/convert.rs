@@ -340,6 +340,25 @@ fn resnets_of_hugging_face_get_the_names_of_torchvision() {
     assert!(error.contains("conv1.weight is not a weight of it"), "{error}");
 }
 
+/// A file of Lightning goes to fit as what it is converted to.
+#[test]
+fn lightning_files_are_read_directly() {
+    let folder = TempDir::new().unwrap();
+    let converted = from_lightning(&read_torch(&fixture("mid_epoch.ckpt")).unwrap(), None, false).unwrap();
+    assert_eq!(print(&Checkpoint::load(&fixture("mid_epoch.ckpt")).unwrap()), print(&converted.value));
+    let own = folder.path().join("own.ckpt");
+    converted.value.save(&own).unwrap();
+    let [direct, by_way] = [fixture("mid_epoch.ckpt"), own].map(|path| {
+        let mut net = Net::new();
+        let mut trainer = silent().max_epochs(4).build().unwrap();
+        trainer.ckpt_path(path).fit(&mut net, &mut data()).unwrap();
+        net.state_dict()
+    });
+    same(&direct, &by_way);
+    let weights = voltaic::checkpoint::read_weights(&fixture("state_dict.pt")).unwrap();
+    assert_eq!(weights.len(), Net::new().state_dict().len());
+}
+
 #[test]
 fn what_cannot_be_converted_is_named() {
     let folder = TempDir::new().unwrap();
@@ -353,11 +372,11 @@ fn what_cannot_be_converted_is_named() {
     assert!(
         from_lightning(&file, None, false).expect_err("no tensor").to_string().contains("is not a tensor")
     );
-    // a Lightning file given to fit
-    let mut trainer = silent().build().unwrap();
-    trainer.ckpt_path(fixture("lightning.ckpt").to_str().unwrap());
-    let error = trainer.fit(&mut Net::new(), &mut data()).expect_err("to be converted").to_string();
-    assert!(error.contains("voltaic convert"), "{error}");
+    // a Lightning file that is read without the command
+    let path = folder.path().join("unnamed.ckpt");
+    write_torch(&file, &path).unwrap();
+    let error = Checkpoint::load(&path).expect_err("no tensor").to_string();
+    assert!(error.contains("is not a tensor") && error.contains("voltaic convert"), "{error}");
     let ended = voltaic(&["convert", "no/such.ckpt", folder.path().join("x.ckpt").to_str().unwrap()]);
     let text = String::from_utf8_lossy(&ended.stderr).into_owned();
     assert!(ended.status.code() == Some(1) && text.contains("no/such.ckpt"), "{text}");

@@ -67,9 +67,10 @@ fn run(builder: TrainerBuilder, folder: &Path, name: &str) -> (Vec<(String, Tens
     (weights(&net), seen)
 }
 
-fn calls(ranks: usize, folder: &Path) {
-    let (expected, expected_seen) = run(silent(ranks, "ddp", folder), folder, "ddp");
-    let (own, seen) = run(resting(ranks, folder), folder, "zero3");
+fn calls(accelerator: &str, ranks: usize, folder: &Path) {
+    let ddp = silent(ranks, "ddp", folder).accelerator(accelerator);
+    let (expected, expected_seen) = run(ddp, folder, "ddp");
+    let (own, seen) = run(resting(ranks, folder).accelerator(accelerator), folder, "zero3");
     assert_same("weights", &own, &expected);
     assert_eq!(seen, expected_seen);
     let read = |name: &str| sorted(read_weights(&folder.join(name)).unwrap());
@@ -80,12 +81,17 @@ fn calls(ranks: usize, folder: &Path) {
 
 #[test]
 fn two_ranks_go_on_with_a_divided_module() {
-    on_ranks("rest::two_ranks_go_on_with_a_divided_module", 2, calls);
+    on_ranks("rest::two_ranks_go_on_with_a_divided_module", 2, |ranks, folder| calls("cpu", ranks, folder));
 }
 
 #[test]
 fn three_ranks_go_on_with_a_divided_module() {
-    on_ranks("rest::three_ranks_go_on_with_a_divided_module", 3, calls);
+    on_ranks("rest::three_ranks_go_on_with_a_divided_module", 3, |ranks, folder| calls("cpu", ranks, folder));
+}
+
+#[test]
+fn hpus_go_on_with_a_divided_module() {
+    on_ranks("rest::hpus_go_on_with_a_divided_module", 2, |ranks, folder| calls("hpu", ranks, folder));
 }
 
 /// A touch from outside names the way, on the rank that touches, and waits for nobody.

@@ -27,12 +27,16 @@ fn names(module: &dyn Module) -> Vec<(String, Vec<i64>)> {
     trained.map(|(fqn, parameter)| (fqn, parameter.size())).collect()
 }
 
+fn host(tensor: &Tensor) -> Tensor {
+    tensor.to_device(tch::Device::Cpu)
+}
+
 /// What all ranks have of a value, in their order, is the whole of it if it is divided.
 fn check_local(ctx: &HookContext, fqn: &str, value: ParamValue<'_>, whole: &Tensor) {
     let optimizer = ctx.optimizers().iter().find(|optimizer| {
         optimizer.param_groups().iter().flat_map(|group| group.params()).any(|(own, _)| own == fqn)
     });
-    let own = optimizer.unwrap().local_value(fqn, value).unwrap();
+    let own = optimizer.unwrap().local_value(fqn, value).unwrap().map(|own| host(&own));
     let own = own.unwrap_or_else(|| Tensor::zeros([0], (Kind::Float, tch::Device::Cpu)));
     let own: Vec<f32> = Vec::try_from(&own).unwrap();
     let all = ctx.process_group().unwrap().all_gather_object(&own).unwrap();
@@ -45,16 +49,16 @@ impl Callback for Values {
     fn on_before_optimizer_step(&mut self, ctx: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
         let mut seen = Vec::new();
         for (fqn, size) in names(module) {
-            let weight = ctx.full_fp32_param(&fqn)?;
+            let weight = host(&ctx.full_fp32_param(&fqn)?);
             assert_eq!((weight.size(), weight.kind()), (size.clone(), Kind::Float));
             check_local(ctx, &fqn, ParamValue::Fp32Weight, &weight);
             seen.push((format!("weight.{fqn}"), weight));
-            if let Some(grad) = ctx.full_grad(&fqn)? {
+            if let Some(grad) = ctx.full_grad(&fqn)?.map(|grad| host(&grad)) {
                 assert_eq!(grad.size(), size);
                 check_local(ctx, &fqn, ParamValue::Gradient, &grad);
                 if self.sets && ctx.global_step() == 2 {
                     ctx.set_full_grad(&fqn, &(&grad * 0.5))?;
-                    assert_eq!(ctx.full_grad(&fqn)?.unwrap(), &grad * 0.5);
+                    assert_eq!(host(&ctx.full_grad(&fqn)?.unwrap()), &grad * 0.5);
                 }
                 seen.push((format!("grad.{fqn}"), grad));
             }
@@ -68,7 +72,9 @@ impl Callback for Values {
         for (fqn, size) in names(module) {
             let numel: i64 = size.iter().product();
             for kind in ["exp_avg", "exp_avg_sq", "step"] {
-                let Ok(state) = ctx.full_optimizer_state(&fqn, kind) else { continue }; // it had no gradient yet
+                let Ok(state) = ctx.full_optimizer_state(&fqn, kind).map(|state| host(&state)) else {
+                    continue;
+                }; // it had no gradient yet
                 assert_eq!(state.size(), if kind == "step" { Vec::new() } else { size.clone() });
                 if kind != "step" {
                     check_local(ctx, &fqn, ParamValue::State(kind), &state);
@@ -81,12 +87,12 @@ impl Callback for Values {
             if ctx.global_step() == 1 {
                 let values = numbers(&size, 9.0) * 0.2;
                 ctx.set_full_fp32_param(&fqn, &values)?;
-                assert_eq!(ctx.full_fp32_param(&fqn)?, values, "{fqn}");
+                assert_eq!(host(&ctx.full_fp32_param(&fqn)?), values, "{fqn}");
             }
             if ctx.global_step() == 3 && ctx.full_optimizer_state(&fqn, "exp_avg").is_ok() {
                 let values = numbers(&size, 11.0) * 0.01;
                 ctx.set_full_optimizer_state(&fqn, "exp_avg", &values)?;
-                assert_eq!(ctx.full_optimizer_state(&fqn, "exp_avg")?, values, "{fqn}");
+                assert_eq!(host(&ctx.full_optimizer_state(&fqn, "exp_avg")?), values, "{fqn}");
                 ctx.set_full_optimizer_state(&fqn, "step", &Tensor::from(7.0_f32))?;
                 assert_eq!(ctx.full_optimizer_state(&fqn, "step")?.double_value(&[]), 7.0);
             }
@@ -156,6 +162,19 @@ fn two_ranks_have_the_values_of_ddp() {
 #[test]
 fn three_ranks_have_the_values_of_ddp() {
     on_ranks("values::three_ranks_have_the_values_of_ddp", 3, equal);
+}
+
+#[test]
+fn hpus_have_the_values_of_ddp() {
+    on_ranks("values::hpus_have_the_values_of_ddp", 2, |ranks, folder| {
+        let ddp = silent(ranks, "ddp", folder).accelerator("hpu");
+        let (expected, expected_end) = seen(ddp, true, Small::new());
+        for stage in ["zero1", "zero3"] {
+            let (own, end) = seen(staged(ranks, stage, folder).accelerator("hpu"), true, Small::new());
+            assert_same(stage, &own, &expected);
+            assert_same(stage, &end, &expected_end);
+        }
+    });
 }
 
 /// Asks for what is not there, and for other things on other ranks.

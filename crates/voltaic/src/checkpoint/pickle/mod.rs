@@ -8,7 +8,7 @@ mod reader;
 mod value;
 mod writer;
 
-pub(super) use reader::read;
+pub(super) use reader::{Stored, read};
 pub(super) use writer::write;
 
 pub use value::Value;

@@ -19,11 +19,38 @@ const MAX_DIMS: usize = 64;
 /// What an entry of the memo takes, at most.
 const MEMO_ENTRY: usize = 32;
 
-/// Gives the elements of a storage by key, dtype and number, and takes them from the budget.
-pub(in crate::checkpoint) type Loaded<'a> =
-    dyn FnMut(&str, Kind, usize, &mut Budget) -> Result<Tensor, String> + 'a;
+/// A tensor of a file: which elements of which storage, within which it lies.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::checkpoint) struct Stored<'a> {
+    pub key: &'a str,
+    pub kind: Kind,
+    /// Elements of the storage.
+    pub numel: usize,
+    pub offset: i64,
+    pub size: &'a [i64],
+    pub stride: &'a [i64],
+}
 
-/// Reads a pickle; `load` gives the storages of its tensors. All that is made is taken from the budget.
+impl Stored<'_> {
+    /// Its elements in a tensor of their own order, of the whole storage.
+    ///
+    /// # Errors
+    /// libtorch's; that too much is made of the file.
+    pub fn of(&self, storage: &Tensor, budget: &mut Budget) -> Result<Tensor, String> {
+        let view =
+            storage.f_as_strided(self.size, self.stride, self.offset).map_err(|error| error.to_string())?;
+        if !view.is_contiguous() {
+            budget.take(bytes_of(&view))?;
+        }
+        view.f_contiguous().map_err(|error| error.to_string())
+    }
+}
+
+/// Gives a tensor, and takes what it needs from the budget.
+pub(in crate::checkpoint) type Loaded<'a> =
+    dyn FnMut(&Stored<'_>, &mut Budget) -> Result<Tensor, String> + 'a;
+
+/// Reads a pickle; `load` gives its tensors. All that is made is taken from the budget.
 ///
 /// # Errors
 /// What is wrong, and at which byte.
@@ -450,12 +477,9 @@ impl Machine<'_, '_> {
         };
         check_geometry(key, numel, offset, &size, &stride)?;
         self.budget.take(key.len())?;
-        let storage = (self.load)(&key.clone(), kind, numel, self.budget)?;
-        let view = storage.f_as_strided(&size, &stride, offset).map_err(|error| error.to_string())?;
-        if !view.is_contiguous() {
-            self.budget.take(bytes_of(&view))?;
-        }
-        view.f_contiguous().map_err(|error| error.to_string())
+        let key = key.clone();
+        let stored = Stored { key: &key, kind, numel, offset, size: &size, stride: &stride };
+        (self.load)(&stored, self.budget)
     }
 }
 
