@@ -294,6 +294,8 @@ unsafe extern "C" {
     ) -> *mut vt_error;
     pub fn vt_post_accumulate_grad_hook_remove(tensor: vt_tensor, data: *const c_void) -> *mut vt_error;
     pub fn vt_tensor_hook(tensor: vt_tensor, callbacks: vt_autograd_callbacks) -> *mut vt_error;
+    pub fn vt_base_hook(tensor: vt_tensor, callbacks: vt_autograd_callbacks) -> *mut vt_error;
+    pub fn vt_gradient_edge(tensor: vt_tensor, node: *mut usize, output: *mut u32) -> *mut vt_error;
     pub fn vt_at_backward_end(callbacks: vt_autograd_callbacks) -> *mut vt_error;
 
     pub fn vt_autocast_get(device_type: i32, enabled: *mut i32, dtype: *mut i32) -> *mut vt_error;

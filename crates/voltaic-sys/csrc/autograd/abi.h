@@ -50,6 +50,11 @@ vt_error *vt_autograd_function(const vt_tensor *inputs, size_t num_inputs, const
 // Calls backward with the gradient of `tensor` as its one output each time it is computed; what it gives for its one input
 // takes the gradient's place, and null leaves it. Tensor.register_hook.
 vt_error *vt_tensor_hook(vt_tensor tensor, vt_autograd_callbacks callbacks);
+// The same with the gradient of what `tensor` is a view of, which keeps the hook if a view is changed in place; what it gives is
+// left out. Nothing if `tensor` is no view.
+vt_error *vt_base_hook(vt_tensor tensor, vt_autograd_callbacks callbacks);
+// The address of the node that `tensor` is an output of, and which one.
+vt_error *vt_gradient_edge(vt_tensor tensor, size_t *node, uint32_t *output);
 // Within a backward pass: calls backward without tensors when the pass is over.
 vt_error *vt_at_backward_end(vt_autograd_callbacks callbacks);
 // torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=True, allow_unused=True):

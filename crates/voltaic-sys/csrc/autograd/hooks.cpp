@@ -137,6 +137,30 @@ vt_error *vt_tensor_hook(vt_tensor tensor, vt_autograd_callbacks callbacks) {
   });
 }
 
+vt_error *vt_base_hook(vt_tensor tensor, vt_autograd_callbacks callbacks) {
+  auto closure = std::make_shared<Closure>(callbacks);
+  return voltaic::guard([&] {
+    if (!tensor->is_view() || !tensor->_base().requires_grad())
+      return;
+    const at::Tensor base(tensor->_base());
+    base.register_hook([closure](const at::Tensor &grad) {
+      at::Tensor given = grad;
+      vt_tensor pointer = &given, made = nullptr;
+      closure->call(&pointer, &made);
+      delete made;
+      return at::Tensor(); // it stays as it is
+    });
+  });
+}
+
+vt_error *vt_gradient_edge(vt_tensor tensor, size_t *node, uint32_t *output) {
+  return voltaic::guard([&] {
+    const torch::autograd::Edge edge = torch::autograd::impl::gradient_edge(*tensor);
+    *node = reinterpret_cast<size_t>(edge.function.get());
+    *output = edge.input_nr;
+  });
+}
+
 vt_error *vt_at_backward_end(vt_autograd_callbacks callbacks) {
   auto closure = std::make_shared<Closure>(callbacks);
   return voltaic::guard([&] {

@@ -65,6 +65,34 @@ pub fn tensor_hook(
     check("register_hook", unsafe { sys::vt_tensor_hook(tensor.as_ptr().cast_mut(), callbacks) })
 }
 
+/// If `tensor` is a view, calls `hook` each time the gradient of what it is a view of is computed. Changing a view in place makes
+/// autograd forget the views that there were, and with them the hooks of [`tensor_hook`]; this one stays.
+///
+/// # Errors
+/// libtorch's.
+pub fn base_hook(
+    tensor: &Tensor,
+    mut hook: impl FnMut() -> anyhow::Result<()> + Send + 'static,
+) -> Result<(), TorchError> {
+    let callbacks = callbacks_of(1, 1, move |_| hook().map(|()| vec![None]));
+    // SAFETY: as in `tensor_hook`.
+    check("base_hook", unsafe { sys::vt_base_hook(tensor.as_ptr().cast_mut(), callbacks) })
+}
+
+/// Where autograd takes a tensor's gradient: the address of the node that it is an output of, and which one. Tensors with the same
+/// have the same gradient, as long as the node lives.
+///
+/// # Errors
+/// libtorch's.
+pub fn gradient_edge(tensor: &Tensor) -> Result<(usize, u32), TorchError> {
+    let (mut node, mut output) = (0, 0);
+    // SAFETY: the tensor is borrowed for the call; the out-pointers are valid.
+    check("gradient_edge", unsafe {
+        sys::vt_gradient_edge(tensor.as_ptr().cast_mut(), &mut node, &mut output)
+    })?;
+    Ok((node, output))
+}
+
 /// Calls `body` when the backward pass in progress on this thread is over. An error or a panic of it makes backward fail.
 ///
 /// # Errors

@@ -1,11 +1,12 @@
 //! Hooks of the backward pass of a call.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
 
 use crate::error::Result;
-use crate::ffi::{at_backward_end, autograd_function, tensor_hook, tensor_id};
+use crate::ffi::{at_backward_end, autograd_function, base_hook, gradient_edge, tensor_hook};
 use crate::nn::calls::entry::{Entry, Hook, ModuleCall};
 use crate::nn::calls::reach::Reach;
 use crate::nn::module::Module;
@@ -26,6 +27,8 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
+    /// The gradients of the outputs were there.
+    has_begun: bool,
     /// Which inputs have a gradient.
     is_input_trained: Vec<bool>,
     /// Those of this backward pass, once they are there.
@@ -81,23 +84,40 @@ impl BackwardCall {
         Ok(self)
     }
 
-    /// Waits for the gradients of the outputs. One output stays the tensor that it is, unless a call within this one waits for
-    /// its gradient, too: the hooks of the outer call come first. Several outputs get a common node.
-    pub(super) fn take_outputs(self, outputs: &mut [Tensor], hooked: &mut Vec<usize>) -> Result<()> {
+    /// Waits for the gradients of the outputs. One output stays the tensor that it is: who changes it, or a view of it, in place
+    /// does not lose the hook. If a call within this one waits for its gradient, too, the hooks of the outer call come first.
+    /// Several outputs get a common node.
+    pub(super) fn take_outputs(self, outputs: &mut [Tensor], hooked: &mut Vec<Hooked>) -> Result<()> {
         let count = outputs.len();
         let indices: Vec<usize> = (0..count).filter(|&index| outputs[index].requires_grad()).collect();
         let shared = self.shared;
         match indices[..] {
             [] => {}
             [index] => {
-                if hooked.contains(&tensor_id(&outputs[index])?) {
-                    outputs[index] = outputs[index].f_alias()?;
+                let output = &outputs[index];
+                let edge = gradient_edge(output)?;
+                if shared.pre_hooks.iter().any(|hook| hook.begins.load(Ordering::Relaxed)) {
+                    let shared = shared.clone();
+                    base_hook(output, move || shared.begin_late())?;
                 }
-                hooked.push(tensor_id(&outputs[index])?);
-                tensor_hook(&outputs[index], move |grad| {
+                let hook = move |grad: Tensor| {
                     let mut grads = none(count);
                     grads[index] = Some(grad);
                     Ok(shared.begin(grads)?.swap_remove(index))
+                };
+                if let Some(known) = hooked.iter().find(|known| known.is_of(edge)) {
+                    lock(&known.hooks).push(Box::new(hook));
+                    return Ok(());
+                }
+                let hooks: Arc<Mutex<Vec<OutputHook>>> = Arc::new(Mutex::new(vec![Box::new(hook)]));
+                hooked.push(Hooked { edge, hooks: hooks.clone() });
+                tensor_hook(output, move |grad| {
+                    let mut grad = Some(grad);
+                    for hook in lock(&hooks).iter_mut().rev() {
+                        let Some(given) = grad.take() else { break };
+                        grad = hook(given)?;
+                    }
+                    Ok(grad)
                 })?;
             }
             _ => {
@@ -117,21 +137,55 @@ impl BackwardCall {
     }
 }
 
+/// Gets the gradient of an output, and gives what takes its place.
+type OutputHook = Box<dyn FnMut(Tensor) -> anyhow::Result<Option<Tensor>> + Send>;
+
+/// An output whose gradient calls wait for.
+pub(super) struct Hooked {
+    /// See [`gradient_edge`].
+    edge: (usize, u32),
+    /// Of the calls that gave it, the innermost first; autograd's node has them, too, as long as it lives.
+    hooks: Arc<Mutex<Vec<OutputHook>>>,
+}
+
+impl Hooked {
+    /// Whether it is this output. What was changed in place since is another one.
+    fn is_of(&self, edge: (usize, u32)) -> bool {
+        self.edge == edge && Arc::strong_count(&self.hooks) > 1
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn defined(grad: &Tensor) -> Option<Tensor> {
     grad.defined().then(|| grad.shallow_clone())
 }
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn told<R>(&self, body: impl FnOnce(&ModuleCall<'_>) -> R) -> R {
         self.module.with(|module| body(&ModuleCall { fqn: &self.fqn, type_name: self.type_name, module }))
     }
 
+    /// Part of the backward pass was reached, but the gradient of the output was not: a view of it was changed in place. Tells those
+    /// who wait for the beginning alone.
+    fn begin_late(&self) -> anyhow::Result<()> {
+        if std::mem::take(&mut self.lock().has_begun) {
+            return Ok(());
+        }
+        let mut grads = none(1);
+        let begins = self.pre_hooks.iter().filter(|hook| hook.begins.load(Ordering::Relaxed));
+        self.told(|call| begins.into_iter().try_for_each(|hook| hook.backward_pre(call, &mut grads)))
+    }
+
     /// The gradients of the outputs are there.
     fn begin(self: &Arc<Self>, mut grads: Vec<Option<Tensor>>) -> anyhow::Result<Vec<Option<Tensor>>> {
+        self.lock().has_begun = true;
         self.told(|call| self.pre_hooks.iter().try_for_each(|hook| hook.backward_pre(call, &mut grads)))?;
         if self.hooks.is_empty() {
             return Ok(grads);

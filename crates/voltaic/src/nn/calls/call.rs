@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use crate::error::{Error, ModuleError, Problem, Result};
 use crate::ffi;
-use crate::nn::calls::backward::BackwardCall;
+use crate::nn::calls::backward::{BackwardCall, Hooked};
 use crate::nn::calls::entry::{Entry, ModuleCall};
 use crate::nn::calls::registry::Registry;
 use crate::nn::calls::table::{Entries, Table};
@@ -41,8 +41,8 @@ struct Frame {
     module: Identity,
     /// The module's `forward` is still to come, which is this call and not another one.
     is_awaited: bool,
-    /// Outputs of calls within this one that have a hook for their gradient, by tensor.
-    hooked: Vec<usize>,
+    /// Outputs of calls within this one that have a hook for their gradient.
+    hooked: Vec<Hooked>,
 }
 
 #[derive(Default)]

@@ -81,6 +81,8 @@ pub(super) struct Entry {
     pub(super) hook: Hook,
     /// A module that it is for was called.
     pub(super) is_heard: AtomicBool,
+    /// Of a full backward pre-hook: it waits for the beginning alone, not for gradients.
+    pub(super) begins: AtomicBool,
 }
 
 thread_local!(static RUNNING: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) });

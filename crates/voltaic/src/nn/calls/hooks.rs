@@ -109,7 +109,8 @@ impl ModuleHooks {
         self.register(which.into(), Hook::BackwardPre(Mutex::new(Box::new(hook))))
     }
 
-    /// The same for whom it is no mistake if the modules are not called.
+    /// The same for whom it is no mistake if the modules are not called, and who needs no gradients: it is called without some if a
+    /// module's output was a view that was changed in place.
     pub(crate) fn register_backward_pre_hook_if_called(
         &self,
         which: impl Into<Which>,
@@ -118,7 +119,10 @@ impl ModuleHooks {
         let handle = self.register_full_backward_pre_hook(which, hook);
         let entries = self.shared.entries();
         let own = entries.iter().filter(|entry| entry.id == handle.id);
-        own.for_each(|entry| entry.is_heard.store(true, Ordering::Relaxed));
+        own.for_each(|entry| {
+            entry.is_heard.store(true, Ordering::Relaxed);
+            entry.begins.store(true, Ordering::Relaxed);
+        });
         drop(entries);
         handle
     }
@@ -149,7 +153,13 @@ impl ModuleHooks {
 
     fn register(&self, which: Which, hook: Hook) -> RemovableHandle {
         let id = self.shared.count.fetch_add(1, Ordering::Relaxed);
-        self.shared.entries().push(Arc::new(Entry { id, which, hook, is_heard: AtomicBool::new(false) }));
+        self.shared.entries().push(Arc::new(Entry {
+            id,
+            which,
+            hook,
+            is_heard: AtomicBool::new(false),
+            begins: AtomicBool::new(false),
+        }));
         self.shared.note_change();
         RemovableHandle { shared: Arc::downgrade(&self.shared), id }
     }
