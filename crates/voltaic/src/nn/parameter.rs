@@ -35,6 +35,14 @@ pub trait Gather: fmt::Debug + Send + Sync {
         if parameter.is_away() { self.gather(parameter) } else { Ok(()) }
     }
 
+    /// A weight is touched that is in memory.
+    ///
+    /// # Errors
+    /// Why it cannot stay there.
+    fn touch(&self, _parameter: &Parameter) -> Result<()> {
+        Ok(())
+    }
+
     /// The weight is not needed whole any more by the one who has touched it: [`Parameter::with_whole`] and
     /// [`Parameter::update`] call it. With `is_changed` it was written to, and what it holds now counts.
     ///
@@ -183,7 +191,7 @@ impl Parameter {
             ));
         }
         if !self.is_away() {
-            return Ok(());
+            return self.keeper().map_or(Ok(()), |keeper| keeper.touch(self));
         }
         let Some(keeper) = self.keeper() else {
             return Err(self.lost("it is away, and no strategy keeps it"));

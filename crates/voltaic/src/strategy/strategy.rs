@@ -11,7 +11,7 @@ use super::divided::DividedState;
 use super::votes::Votes;
 use crate::device::Device;
 use crate::distributed::{DEFAULT_TIMEOUT, World};
-use crate::error::{ConfigError, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
 use crate::nn::{Module, ModuleExt, ModuleHooks};
 use crate::optim::{ConfiguredOptimizer, Optimizer, OptimizerState, Optimizers};
@@ -114,10 +114,10 @@ pub trait Strategy: fmt::Debug + Send {
     /// part in the loss.
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes>;
 
-    /// Before an optimizer step of a module with manual optimization: whether all ranks have the same gradients.
+    /// Before an optimizer step: whether all ranks have the same gradients.
     ///
     /// # Errors
-    /// If the module ran a backward pass of its own.
+    /// If the module ran a backward pass of its own, or the last batch of an accumulation window had no loss.
     fn check_averaged(&self) -> Result<()> {
         Ok(())
     }
@@ -205,6 +205,13 @@ pub trait Strategy: fmt::Debug + Send {
 
     /// Called when a fit is over or has failed: hooks are removed.
     fn teardown(&mut self) {}
+}
+
+/// The error of a window whose last batch had no loss.
+pub(super) fn open_window() -> Error {
+    let what = "the last batch of an accumulation window has no loss, and gradients of the batches before it are not averaged";
+    let remedy = "return a loss for the last batch of a window, or do not accumulate";
+    ConfigError::new("training_step", what, remedy).into()
 }
 
 /// What ends the name of a gradient that is a part of the whole one.

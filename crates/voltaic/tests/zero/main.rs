@@ -3,10 +3,13 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a test that panics has failed")]
 
 mod beyond;
+mod changes;
 mod command;
+mod corners;
 mod deepspeed;
 mod deferred;
 mod faults;
+mod fuzz;
 mod half;
 mod ladder;
 mod large;

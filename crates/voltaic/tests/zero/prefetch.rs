@@ -25,7 +25,7 @@ const ALL: Bounds = [usize::MAX; 3];
 const SOME: Bounds = [700, 2000, 900];
 
 /// Stage 3 that lets no parameter stay, with bounds.
-fn bounded(
+pub fn bounded(
     ranks: usize,
     folder: &Path,
     [prefetch_bucket_size, max_live_parameters, max_reuse_distance]: Bounds,

@@ -9,17 +9,17 @@ use tch::Tensor;
 
 use super::config::DdpConfig;
 use super::peers::{agree, broadcast_buffers, start_equal};
-use super::strategy::Strategy;
+use super::strategy::{Strategy, set_grads_of};
 use super::votes::Votes;
 use crate::distributed::{ProcessGroup, World};
 use crate::error::Result;
 use crate::ffi::GradHook;
-use crate::nn::{Module, ModuleExt, ModuleHooks};
+use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter};
 use reducer::Reducer;
 
 /// Data-parallel training over the ranks of a [`World`], as PyTorch's `DistributedDataParallel`.
 ///
-/// Which parameters are trained is read when a fit starts; freezing or unfreezing some later is not seen.
+/// Parameters may be unfrozen during a fit, the same on all ranks; one that is frozen is then without a part in the loss.
 #[derive(Debug)]
 pub struct Ddp {
     name: &'static str,
@@ -27,6 +27,8 @@ pub struct Ddp {
     config: DdpConfig,
     reducer: Option<Arc<Mutex<Reducer>>>,
     hooks: Vec<GradHook>,
+    /// All parameters of the module, by fqn, and which have been trained since the fit began.
+    parameters: Vec<(String, Parameter, bool)>,
 }
 
 impl std::fmt::Debug for GradHook {
@@ -38,12 +40,47 @@ impl std::fmt::Debug for GradHook {
 impl Ddp {
     /// `name` is what chose it: `ddp`, `hpu_ddp` or `hpu_parallel`.
     pub fn new(name: &'static str, world: World, config: DdpConfig) -> Self {
-        Self { name, world, config, reducer: None, hooks: Vec::new() }
+        Self { name, world, config, reducer: None, hooks: Vec::new(), parameters: Vec::new() }
     }
 
     /// The group, if there is anybody to talk to.
     fn peers(&self) -> Option<&Arc<ProcessGroup>> {
         self.world.group().filter(|group| group.world_size() > 1)
+    }
+
+    /// Averages the gradients of all parameters that are trained now, or have been.
+    fn follow_trained(&mut self, group: &Arc<ProcessGroup>) -> Result<()> {
+        self.hooks.clear();
+        let all = self.parameters.iter_mut();
+        all.for_each(|(_, parameter, is_trained)| *is_trained |= parameter.requires_grad());
+        let trainable = self.parameters.iter().filter(|(.., is_trained)| *is_trained);
+        let trainable: Vec<_> =
+            trainable.map(|(fqn, parameter, _)| (fqn.clone(), parameter.leaf().shallow_clone())).collect();
+        let mut reducer = Reducer::new(group.clone(), self.config.clone(), trainable)?;
+        let before = self.reducer.take();
+        if let Some(before) = &before {
+            let before = before.lock().unwrap_or_else(PoisonError::into_inner);
+            reducer.note_used(&before.used());
+        }
+        let params: Vec<Tensor> = reducer.params().iter().map(Tensor::shallow_clone).collect();
+        let reducer = Arc::new(Mutex::new(reducer));
+        for (index, param) in params.iter().enumerate() {
+            let shared = reducer.clone();
+            let is_trained = param.requires_grad();
+            let _ = param.set_requires_grad(true); // as leaves with hooks must be
+            let hook = GradHook::register(param, move || {
+                let mut reducer = shared.lock().unwrap_or_else(PoisonError::into_inner);
+                reducer.ready(index).map_err(|error| {
+                    reducer.is_active = false;
+                    reducer.failure = Some(error);
+                    anyhow::anyhow!("gradients could not be averaged")
+                })
+            });
+            let _ = param.set_requires_grad(is_trained);
+            self.hooks.push(hook?);
+        }
+        self.reducer = Some(reducer);
+        Ok(())
     }
 }
 
@@ -64,26 +101,9 @@ impl Strategy for Ddp {
         self.teardown();
         let Some(group) = self.peers().cloned() else { return Ok(()) };
         start_equal(&group, module)?;
-        let trainable =
-            module.named_parameters().into_iter().filter(|(_, parameter)| parameter.requires_grad());
-        let trainable: Vec<_> =
-            trainable.map(|(fqn, parameter)| (fqn, parameter.leaf().shallow_clone())).collect();
-        let reducer = Reducer::new(group, self.config.clone(), trainable)?;
-        let params: Vec<Tensor> = reducer.params().iter().map(Tensor::shallow_clone).collect();
-        let reducer = Arc::new(Mutex::new(reducer));
-        for (index, param) in params.iter().enumerate() {
-            let shared = reducer.clone();
-            self.hooks.push(GradHook::register(param, move || {
-                let mut reducer = shared.lock().unwrap_or_else(PoisonError::into_inner);
-                reducer.ready(index).map_err(|error| {
-                    reducer.is_active = false;
-                    reducer.failure = Some(error);
-                    anyhow::anyhow!("gradients could not be averaged")
-                })
-            })?);
-        }
-        self.reducer = Some(reducer);
-        Ok(())
+        let all = module.named_parameters().into_iter();
+        self.parameters = all.map(|(fqn, parameter)| (fqn, parameter, false)).collect();
+        self.follow_trained(&group)
     }
 
     fn begin_forward(&mut self, module: &dyn Module) -> Result<()> {
@@ -94,6 +114,13 @@ impl Strategy for Ddp {
     }
 
     fn begin_backward(&mut self, loss: &Tensor, syncs: bool, votes: Votes) -> Result<()> {
+        let is_thawed =
+            |(_, parameter, is_trained): &(String, Parameter, bool)| !is_trained && parameter.requires_grad();
+        if self.parameters.iter().any(is_thawed)
+            && let Some(group) = self.peers().cloned()
+        {
+            self.follow_trained(&group)?;
+        }
         let Some(reducer) = &self.reducer else { return Ok(()) };
         let mut reducer = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         reducer.is_in_backward = true;
@@ -117,6 +144,14 @@ impl Strategy for Ddp {
         reducer.lock().unwrap_or_else(PoisonError::into_inner).check_averaged()
     }
 
+    fn set_grads(&mut self, module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
+        if let Some(reducer) = &self.reducer {
+            let names: Vec<&str> = grads.iter().map(|(name, _)| name.as_str()).collect();
+            reducer.lock().unwrap_or_else(PoisonError::into_inner).note_used(&names);
+        }
+        set_grads_of(module, grads)
+    }
+
     fn agree(&self, votes: Votes) -> Result<Votes> {
         let Some(group) = self.peers() else { return Ok(votes) };
         agree(group, votes)
@@ -124,6 +159,7 @@ impl Strategy for Ddp {
 
     fn teardown(&mut self) {
         self.hooks.clear();
+        self.parameters.clear();
         self.reducer = None;
     }
 }

@@ -13,6 +13,7 @@ use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, DistributedError, Error, Result};
 use crate::ffi;
 use crate::strategy::config::{DdpConfig, GradientCompression};
+use crate::strategy::strategy::open_window;
 use crate::strategy::votes::Votes;
 
 /// A bucket on its way.
@@ -53,6 +54,8 @@ pub(super) struct Reducer {
     reached: Option<Vec<bool>>,
     /// Which have one on any rank; kept as long as `reached`.
     reached_anywhere: Option<Vec<bool>>,
+    /// Which have had a gradient of this rank's alone since gradients were averaged last.
+    used: Vec<bool>,
     /// Gradients that parameters without a part in this rank's loss had before.
     before: Vec<(usize, Tensor)>,
     /// Votes are in the first bucket that have to be taken out.
@@ -73,6 +76,7 @@ impl Reducer {
             config,
             names,
             places: vec![Place { bucket: 0, is_ready: false }; params.len()],
+            used: vec![false; params.len()],
             params,
             buckets: Vec::new(),
             waiting: Vec::new(),
@@ -123,15 +127,20 @@ impl Reducer {
         self.places.iter_mut().for_each(|place| place.is_ready = false);
         self.put_votes(votes)?;
         if self.config.find_unused_parameters || self.config.static_graph {
-            let reached = match self.reached.take() {
+            let mut reached = match self.reached.take() {
                 Some(reached) => reached,
                 None => ffi::reached_leaves(loss, &self.params)?,
             };
             self.before.clear();
             for index in (0..self.params.len()).filter(|&index| !reached[index]) {
-                let grad = self.params[index].grad();
-                self.before.push((index, if grad.defined() { grad.copy() } else { grad }));
+                if !self.used[index] {
+                    let grad = self.params[index].grad();
+                    self.before.push((index, if grad.defined() { grad.copy() } else { grad }));
+                }
                 self.ready(index)?; // zeros, or what an accumulation window holds of it
+            }
+            if !self.config.static_graph {
+                reached.iter_mut().zip(&self.used).for_each(|(reached, used)| *reached |= used);
             }
             self.reached = Some(reached);
         }
@@ -143,7 +152,11 @@ impl Reducer {
         if !self.is_in_backward {
             self.own_backward.get_or_insert(index);
         }
-        if !self.is_active || std::mem::replace(&mut self.places[index].is_ready, true) {
+        if !self.is_active {
+            self.used[index] = true;
+            return Ok(());
+        }
+        if std::mem::replace(&mut self.places[index].is_ready, true) {
             return Ok(());
         }
         if let Some(order) = &mut self.learnt {
@@ -157,9 +170,23 @@ impl Reducer {
         Ok(())
     }
 
+    /// Parameters that have gradients of an open window.
+    pub fn used(&self) -> Vec<&str> {
+        let used = self.names.iter().zip(&self.used).filter(|(_, used)| **used);
+        used.map(|(name, _)| name.as_str()).collect()
+    }
+
+    /// These parameters have gradients of an open window.
+    pub fn note_used(&mut self, names: &[&str]) {
+        let known = self.used.iter_mut().zip(&self.names);
+        known.filter(|(_, name)| names.contains(&name.as_str())).for_each(|(used, _)| *used = true);
+    }
+
     /// An error if gradients came from a backward pass that was not the trainer's, and are this rank's alone.
     pub fn check_averaged(&self) -> Result<()> {
-        let Some(name) = self.own_backward.and_then(|index| self.names.get(index)) else { return Ok(()) };
+        let Some(name) = self.own_backward.and_then(|index| self.names.get(index)) else {
+            return if self.used.contains(&true) { Err(open_window()) } else { Ok(()) };
+        };
         let what = format!("the gradient of `{name}` comes from loss.backward(), and is this rank's alone");
         let remedy = "call ctx.manual_backward(&loss), which averages gradients over the ranks";
         Err(ConfigError::new("optimizer.step", what, remedy).into())
@@ -200,6 +227,7 @@ impl Reducer {
         }
         let votes = self.take_votes()?;
         self.restore_unused()?;
+        self.used.fill(false);
         self.learn()?;
         Ok(votes)
     }

@@ -20,7 +20,7 @@ pub(super) struct Coming {
     /// Backward is at a module that uses them.
     pub is_in_backward: bool,
     /// Memory is there for them, to see whether there is some; they are not.
-    pub has_room_only: bool,
+    has_room_only: bool,
     /// Memory is there for them, but they may not be.
     arriving: Option<Arrival>,
     /// Elements of the unit, which are counted where those of all units are.
@@ -75,6 +75,26 @@ impl Coming {
             self.tally.set_live(self.len, false);
         }
         Ok(())
+    }
+
+    /// Whether there is memory for them, which they then have until [`Coming::give_room`], without values.
+    pub fn try_room(&mut self) -> Result<bool> {
+        if !self.is_released() {
+            return Ok(true);
+        }
+        match self.restore() {
+            Ok(()) => {
+                self.has_room_only = true;
+                Ok(true)
+            }
+            Err(error) if error.is_out_of_memory() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Frees the memory of [`Coming::try_room`].
+    pub fn give_room(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.has_room_only) { self.release() } else { Ok(()) }
     }
 
     /// Whether they are on their way.

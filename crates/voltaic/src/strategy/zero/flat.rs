@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use tch::{Kind, Tensor};
 
-use crate::error::Result;
+use crate::distributed::ProcessGroup;
+use crate::error::{ConfigError, Result};
 use crate::nn::Parameter;
 
 /// Parameters start, and parts end, at multiples of so many elements: kernels then meet the same groups of elements in a part
@@ -86,10 +87,63 @@ impl Layout {
         Ok(flat)
     }
 
+    /// Tensors like the parameters, whole, from what each rank has of them; this one has `slices`. Zeros where no rank has any.
+    ///
+    /// # Collective
+    /// All ranks of `group` must call it.
+    pub fn whole(
+        &self,
+        rank: usize,
+        group: Option<&ProcessGroup>,
+        slices: &[Option<Tensor>],
+        kind: Kind,
+    ) -> Result<Vec<Tensor>> {
+        let _no_grad = tch::no_grad_guard();
+        let len = [self.part_len as i64];
+        let part = Tensor::f_zeros(len, (kind, self.device))?;
+        for (place, slice) in self.places.iter().zip(slices) {
+            if let Some(slice) = slice {
+                self.slice(&part, place, rank)?.f_copy_(slice)?;
+            }
+        }
+        let flat = match group {
+            Some(group) if self.part_len > 0 => group.all_gather(&part)?.f_view([-1_i64])?,
+            _ => part,
+        };
+        self.views(&flat)
+    }
+
     /// A view of a flat tensor for each parameter, with its shape and order in memory.
     pub fn views(&self, flat: &Tensor) -> Result<Vec<Tensor>> {
         let view = |place: &Place| place.shaped(&narrow(flat, place.start..place.start + place.numel)?);
         self.places.iter().map(view).collect()
+    }
+
+    /// Parameters that were given other data ([`Parameter::set_data`]) become views of the flat tensor again, with its values.
+    pub fn take_data(&self, flat: &Tensor) -> Result<()> {
+        let (first, element) = (flat.data_ptr().addr(), self.kind.elt_size_in_bytes());
+        let is_elsewhere = |place: &&Place| {
+            place.numel > 0 && place.parameter.leaf().data_ptr().addr() != first + place.start * element
+        };
+        for (index, place) in self.places.iter().enumerate().filter(|(_, place)| is_elsewhere(place)) {
+            let leaf = place.parameter.leaf();
+            let (own, found) = ((&place.shape, self.kind), (&leaf.size(), leaf.kind()));
+            if own != found || leaf.device() != self.device {
+                let what = format!(
+                    "{} has become {found:?} on {:?}, and was {own:?} on {:?}",
+                    place.fqn,
+                    leaf.device(),
+                    self.device
+                );
+                let remedy = "move and cast modules before the fit";
+                return Err(ConfigError::new("trainer.strategy", what, remedy).into());
+            }
+            let _no_grad = tch::no_grad_guard();
+            let mut view = self.views(flat)?.swap_remove(index);
+            view.f_copy_(leaf)?;
+            leaf.shallow_clone().f_set_data(&view)?;
+        }
+        Ok(())
     }
 
     /// The part of a flat tensor that a rank has.

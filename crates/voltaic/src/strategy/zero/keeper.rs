@@ -92,6 +92,14 @@ impl Gather for Keeper {
         Ok(())
     }
 
+    fn touch(&self, parameter: &Parameter) -> Result<()> {
+        let mut reducer = lock(&self.reducer);
+        if let Some((unit, _)) = reducer.place_of_id(parameter.id()) {
+            reducer.units[unit].touch();
+        }
+        Ok(())
+    }
+
     fn borrow(&self, parameter: &Parameter) -> Result<()> {
         self.check(parameter)?;
         let mut reducer = lock(&self.reducer);

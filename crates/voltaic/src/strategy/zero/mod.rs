@@ -2,9 +2,10 @@
 
 mod coming;
 pub(super) mod config;
+mod division;
 mod flat;
+mod gathered;
 mod keeper;
-mod making;
 mod modules;
 mod optimizer;
 mod order;
@@ -21,11 +22,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Kind, Tensor};
 
-use super::divided::{DividedGrads, DividedState, Portion};
+use super::divided::DividedState;
 use super::peers::{agree, broadcast_buffers, same_modules, start_equal};
 use super::strategy::{PART, Strategy, grads_of, set_grads_of};
 use super::votes::Votes;
-use crate::checkpoint::Part;
 use crate::device::Device;
 use crate::distributed::{ProcessGroup, ReduceOp, World};
 use crate::error::{ConfigError, Result};
@@ -34,8 +34,9 @@ use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
 use crate::optim::{ConfiguredOptimizer, DividedLeaves, GradShare, Optimizer, OptimizerState, Optimizers};
 use crate::precision::{LossScaler, Precision, StaticLossScaler};
 use config::{ZeroConfig, ZeroStage};
+use division::Division;
 use keeper::{Keeper, Phase, Phases, explained, watch};
-use modules::{give_optimizers, has_all, has_some, module_of, move_buffers};
+use modules::{has_all, has_some, move_buffers};
 use optimizer::{ZeroOptimizer, check_divisible, part_of_state, whole_state};
 use reducer::Reducer;
 use report::Held;
@@ -45,7 +46,7 @@ use whole::Whole;
 /// Data-parallel training in which each rank keeps a part of the optimizer states, from stage 2 on of the gradients, in stage 3
 /// of the weights.
 ///
-/// Which parameters are trained is read when a fit starts; freezing or unfreezing some later is not seen.
+/// Parameters may be frozen and unfrozen during a fit, the same on all ranks.
 #[derive(Debug)]
 pub struct Zero {
     world: World,
@@ -85,6 +86,18 @@ impl Zero {
         Some(reducer.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// The reducer, with all parts of weights as they are now: somebody may have written to the weights.
+    fn with_changes(&self) -> Result<Option<MutexGuard<'_, Reducer>>> {
+        let Some(mut reducer) = self.reducer() else { return Ok(None) };
+        reducer.take_changes()?;
+        Ok(Some(reducer))
+    }
+
+    fn division(&self) -> Division<'_> {
+        let peers = self.peers().map(Arc::as_ref);
+        Division { config: &self.config, world: &self.world, peers, target: self.target }
+    }
+
     /// Whether all weights together fit on the devices of all ranks.
     ///
     /// # Collective
@@ -104,17 +117,24 @@ impl Zero {
 
     /// Works with these units from now on.
     fn keep(&mut self, units: Vec<Unit>) -> Result<()> {
-        let kept = units.iter().filter(|unit| unit.has_master || unit.is_divided());
-        let kept: Vec<Parameter> =
-            kept.flat_map(|unit| &unit.layout.places).map(|place| place.parameter.clone()).collect();
         let reducer = Reducer::new(self.config.clone(), self.peers().cloned(), units);
-        let reducer = Arc::new(Mutex::new(reducer));
-        self.watch_gradients(&reducer)?;
-        self.reducer = Some(reducer.clone());
-        self.kept = kept;
+        self.reducer = Some(Arc::new(Mutex::new(reducer)));
         self.phase = Arc::default();
+        self.follow_units()
+    }
+
+    /// Sees to the gradients of all units, and keeps the weights of those that need it, as far as it does not yet.
+    fn follow_units(&mut self) -> Result<()> {
+        let Some(reducer) = self.reducer.clone() else { return Ok(()) };
+        let locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
+        let units = &locked.units;
+        let kept = units.iter().filter(|unit| unit.has_master || unit.is_divided());
+        self.kept = kept.flat_map(|unit| &unit.layout.places).map(|place| place.parameter.clone()).collect();
+        drop(locked);
+        self.watch_gradients(&reducer)?;
         let keeper = Arc::new(Keeper { reducer, phase: self.phase.clone() });
-        self.kept.iter().try_for_each(|parameter| parameter.attach(keeper.clone()))
+        let new = self.kept.iter().filter(|parameter| !parameter.is_kept());
+        new.into_iter().try_for_each(|parameter| parameter.attach(keeper.clone()))
     }
 
     /// Takes gradients as they come, and says where they are not.
@@ -158,7 +178,7 @@ impl Zero {
         let Some(mut reducer) = self.reducer() else { return Ok(()) };
         for number in 0..reducer.units.len() {
             if has_room {
-                reducer.with_unit(number, Unit::gather)?;
+                reducer.gather(number)?;
                 reducer.units[number].hold();
             } else {
                 reducer.with_unit(number, Unit::leave_on_host)?;
@@ -188,9 +208,9 @@ impl Zero {
         let Some(reducer) = self.reducer.clone() else { return };
         let mut by_module: HashMap<String, Vec<usize>> = HashMap::new();
         let locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
-        for (number, unit) in locked.units.iter().enumerate().filter(|(_, unit)| unit.is_divided()) {
-            let module = unit.layout.places.first().map_or("", |place| module_of(&place.fqn));
-            by_module.entry(module.to_owned()).or_default().push(number);
+        let modules = locked.units.iter().map(|unit| unit.module.as_ref()).enumerate();
+        for (number, module) in modules.filter_map(|(number, module)| Some((number, module?))) {
+            by_module.entry(module.clone()).or_default().push(number);
         }
         drop(locked);
         self.calls = watch(calls, &reducer, by_module);
@@ -206,6 +226,16 @@ impl Zero {
             };
             reducer.units.iter().enumerate().flat_map(of).collect()
         };
+        self.hooks.clear();
+        self.hook_leaves(reducer, leaves)
+    }
+
+    /// Lets the gradients of these leaves, given by unit and index, be known when they are there.
+    fn hook_leaves(
+        &mut self,
+        reducer: &Arc<Mutex<Reducer>>,
+        leaves: Vec<(usize, usize, Tensor)>,
+    ) -> Result<()> {
         for (unit, index, leaf) in leaves {
             let shared = reducer.clone();
             self.hooks.push(GradHook::register(&leaf, move || {
@@ -218,6 +248,19 @@ impl Zero {
             })?);
         }
         Ok(())
+    }
+
+    /// Parameters that were frozen, and are trained now, take part from now on.
+    fn follow_thawed(&mut self) -> Result<()> {
+        let Some(reducer) = self.reducer.clone() else { return Ok(()) };
+        let mut thawed = Vec::new();
+        {
+            let mut reducer = reducer.lock().unwrap_or_else(PoisonError::into_inner);
+            for (number, unit) in reducer.units.iter_mut().enumerate() {
+                thawed.extend(unit.thaw().into_iter().map(|(index, leaf)| (number, index, leaf)));
+            }
+        }
+        self.hook_leaves(&reducer, thawed)
     }
 
     /// The name of this rank's part of a gradient, and whether one came on this rank.
@@ -265,7 +308,7 @@ impl Strategy for Zero {
             let is_deferred = module.parameters().iter().any(Parameter::is_provisional);
             let stays_divided = self.peers().is_some() && (is_deferred || !self.config.gather_after_fit);
             self.stays_divided = self.world.of_rank_zero(stays_divided)?;
-            let units = making::divided_units(&self.world, &self.config, self.target, module)?;
+            let units = self.division().by_module(module)?;
             self.keep(units)?;
         }
         self.watch_calls(calls);
@@ -276,13 +319,20 @@ impl Strategy for Zero {
         check_divisible(&asked, self.name(), self.config.allow_untested_optimizer)?;
         let trained = asked.parameters(module);
         if self.reducer.is_none() {
-            let units = making::units(&self.world, &self.config, &trained)?;
+            let units = self.division().by_optimizer(&trained)?;
             self.keep(units)?;
         }
         let Some(reducer) = self.reducer.clone() else { return Ok(Vec::new()) };
         let mut locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         if self.config.stage == ZeroStage::Three {
-            give_optimizers(&mut locked, &trained)?;
+            let mut units = std::mem::take(&mut locked.units);
+            let given = self.division().give_optimizers(&mut units, &trained);
+            *locked = Reducer::new(self.config.clone(), self.peers().cloned(), units);
+            drop(locked);
+            if given? {
+                self.follow_units()?;
+            }
+            locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         }
         let held = Held::of(module, &locked.units, &self.config);
         let World { rank, world_size, .. } = &self.world;
@@ -323,7 +373,7 @@ impl Strategy for Zero {
     fn begin_forward(&mut self, module: &dyn Module) -> Result<()> {
         self.release_all()?;
         if let Some(mut reducer) = self.reducer() {
-            reducer.units.iter_mut().try_for_each(Unit::take_changes)?;
+            reducer.take_changes()?;
             let Reducer { order, units, .. } = &mut *reducer;
             order.begin(|unit| units[unit].layout.len());
         }
@@ -347,14 +397,15 @@ impl Strategy for Zero {
         tracing::info!("ranks have different numbers of batches ({told:?}): weights stay whole meanwhile");
         for number in 0..reducer.units.len() {
             reducer.units[number].stay();
-            reducer.with_unit(number, Unit::gather)?;
+            reducer.gather(number)?;
         }
         Ok(())
     }
 
     fn begin_backward(&mut self, _loss: &Tensor, syncs: bool, votes: Votes) -> Result<()> {
+        self.follow_thawed()?;
         if let Some(mut reducer) = self.reducer() {
-            reducer.units.iter_mut().try_for_each(Unit::take_changes)?;
+            reducer.take_changes()?;
             reducer.begin(syncs, votes);
         }
         Ok(())
@@ -417,8 +468,9 @@ impl Strategy for Zero {
     }
 
     fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<OptimizerState> {
+        let reducer = self.with_changes()?;
         let state = optimizer.state_dict();
-        match self.reducer() {
+        match reducer {
             Some(reducer) => whole_state(&reducer, index, &state),
             None => Ok(state),
         }
@@ -452,7 +504,8 @@ impl Strategy for Zero {
     }
 
     fn finish(&mut self, module: &dyn Module) -> Result<()> {
-        let Some(reducer) = self.reducer() else { return Ok(()) };
+        let Some(mut reducer) = self.reducer() else { return Ok(()) };
+        reducer.check_order()?;
         let held = Held::of(module, &reducer.units, &self.config);
         let held = held.with(reducer.peaks, reducer.max_live, &reducer.units);
         drop(reducer);
@@ -505,63 +558,5 @@ impl Drop for Zero {
         let whole = self.kept.drain(..).filter(|parameter| !parameter.is_away());
         whole.for_each(|parameter| drop(parameter.detach_keeper()));
         self.reducer().into_iter().for_each(|mut reducer| reducer.clear());
-    }
-}
-
-impl DividedState for Zero {
-    fn save_weights(&self) -> Result<Vec<Part>> {
-        self.reducer().map_or_else(|| Ok(Vec::new()), |reducer| shards::weights(&reducer))
-    }
-
-    fn weight_portion(&self, fqn: &str) -> Option<Portion> {
-        shards::weight_portion(&*self.reducer()?, fqn)
-    }
-
-    fn load_weight(&self, fqn: &str, values: &Tensor) -> Result<()> {
-        self.reducer().map_or(Ok(()), |mut reducer| shards::load_weight(&mut reducer, fqn, values))
-    }
-
-    fn state_portion(&self, fqn: &str) -> Option<Portion> {
-        shards::portion(&*self.reducer()?, fqn)
-    }
-
-    fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<(OptimizerState, Vec<Part>)> {
-        let state = optimizer.state_dict();
-        match self.reducer() {
-            Some(reducer) => shards::save_optimizer(&reducer, index, state),
-            None => Ok((state, Vec::new())),
-        }
-    }
-
-    fn load_optimizer(
-        &self,
-        optimizer: &mut dyn Optimizer,
-        state: OptimizerState,
-        parts: Vec<Part>,
-    ) -> Result<()> {
-        let state = match self.reducer() {
-            Some(reducer) => shards::load_optimizer(&reducer, state, parts)?,
-            None => state,
-        };
-        optimizer.take_state_dict(state)
-    }
-
-    fn save_grads(&self, module: &dyn Module) -> Result<DividedGrads> {
-        let mut own = grads_of(module);
-        let Some(reducer) = self.reducer() else { return Ok(DividedGrads { own, ..Default::default() }) };
-        for unit in &reducer.units {
-            own.extend(unit.own_sums()?.into_iter().map(|(fqn, sums)| (fqn.to_owned(), sums)));
-        }
-        let (parts, had_grad) = shards::grads(&reducer)?;
-        Ok(DividedGrads { own, parts, had_grad })
-    }
-
-    fn grad_portion(&self, fqn: &str) -> Option<Portion> {
-        let reducer = self.reducer().filter(|_| self.config.stage >= ZeroStage::Two)?;
-        shards::portion(&reducer, fqn)
-    }
-
-    fn load_grad(&self, fqn: &str, values: &Tensor) -> Result<()> {
-        self.reducer().map_or(Ok(()), |mut reducer| shards::load_grad(&mut reducer, fqn, values))
     }
 }

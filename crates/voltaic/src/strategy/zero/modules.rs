@@ -3,8 +3,7 @@
 use tch::Kind;
 
 use super::reducer::Reducer;
-use super::unit::NO_OPTIMIZER;
-use crate::error::{ConfigError, Result};
+use crate::error::Result;
 use crate::nn::{Module, ModuleExt, Parameter};
 
 /// Moves and casts the buffers.
@@ -14,29 +13,6 @@ pub(super) fn move_buffers(module: &dyn Module, device: tch::Device, dtype: Opti
         let moved = buffer.tensor().f_to_device(device)?;
         let dtype = dtype.filter(|_| moved.is_floating_point());
         buffer.set_data(&dtype.map_or_else(|| Ok(moved.shallow_clone()), |dtype| moved.f_to_kind(dtype))?)?;
-    }
-    Ok(())
-}
-
-/// The module that a parameter is a direct member of.
-pub(super) fn module_of(fqn: &str) -> &str {
-    fqn.rsplit_once('.').map_or("", |(module, _)| module)
-}
-
-/// Notes which optimizer changes each unit.
-pub(super) fn give_optimizers(reducer: &mut Reducer, trained: &[Vec<(String, Parameter)>]) -> Result<()> {
-    for (index, (fqn, parameter)) in
-        trained.iter().enumerate().flat_map(|(index, of)| of.iter().map(move |it| (index, it)))
-    {
-        let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { continue };
-        let unit = &mut reducer.units[unit];
-        if unit.optimizer != NO_OPTIMIZER && unit.optimizer != index {
-            let other = &unit.layout.places[0].fqn;
-            let what = format!("{fqn} and {other} travel together, but belong to two optimizers");
-            let remedy = "give all parameters of a module to one optimizer, or use zero2";
-            return Err(ConfigError::new("configure_optimizers", what, remedy).into());
-        }
-        unit.optimizer = index;
     }
     Ok(())
 }

@@ -18,7 +18,7 @@ use crate::optim::{
 };
 
 /// The state that counts steps, and is not like its parameter.
-const STEP: &str = "step";
+pub(super) const STEP: &str = "step";
 
 /// Steps this rank's part of the parameters, and gives all ranks the whole ones.
 pub(super) struct ZeroOptimizer {
@@ -84,6 +84,7 @@ impl Optimizer for ZeroOptimizer {
     /// # Collective
     /// All ranks must call it.
     fn step(&mut self) -> Result<()> {
+        self.reducer().take_changes()?;
         self.inner.step()?;
         if !std::mem::replace(&mut self.has_told, true) {
             let bytes = state_bytes(&self.inner.state_dict());

@@ -25,9 +25,26 @@ impl Reducer {
         if self.units[unit].live() == 0 {
             self.make_room(self.units[unit].layout.len())?;
         }
-        self.with_unit(unit, Unit::gather)?;
+        self.gather(unit)?;
         self.max_live = self.max_live.max(self.live());
         self.prefetch()
+    }
+
+    /// Makes a unit's weights whole, if they are not.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub fn gather(&mut self, unit: usize) -> Result<()> {
+        self.start(unit)?;
+        self.units[unit].settle()
+    }
+
+    /// Starts to make a unit's weights whole, if they are not.
+    fn start(&mut self, unit: usize) -> Result<()> {
+        if self.units[unit].is_released() {
+            self.gathered.note(unit);
+        }
+        self.with_unit(unit, Unit::start)
     }
 
     /// [`Reducer::need`] for somebody who lets go of the weights by [`Reducer::let_go`].
@@ -83,7 +100,7 @@ impl Reducer {
             if arriving > self.config.prefetch_bucket_size || live > self.config.max_live_parameters {
                 break;
             }
-            self.with_unit(unit, Unit::start)?;
+            self.start(unit)?;
             self.max_live = self.max_live.max(live);
         }
         Ok(())

@@ -11,11 +11,13 @@ use tch::{Kind, Tensor};
 
 use super::coming::Tally;
 use super::config::{ZeroConfig, ZeroStage};
+use super::gathered::{Gathered, NUMBERS, first_difference};
 use super::order::Order;
 use super::report::Peaks;
 use super::unit::{NO_OPTIMIZER, Unit};
 use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, Error, Result};
+use crate::strategy::strategy::open_window;
 use crate::strategy::votes::Votes;
 
 /// Most units on their way where gradients do not stay whole: the memory of a third one would be needed.
@@ -52,12 +54,16 @@ pub(super) struct Reducer {
     pub is_in_backward: bool,
     /// A parameter that got a gradient from elsewhere since the last backward whose gradients travelled.
     own_backward: Option<String>,
+    /// There are gradients of a window that is to be completed.
+    is_open: bool,
     /// The ranks are to know each other's votes after this backward.
     exchanges: Option<Votes>,
     /// Why a hook failed.
     pub failure: Option<Error>,
     /// In which order units are needed.
     pub order: Order,
+    /// What has been gathered since ranks last compared.
+    pub gathered: Gathered,
     /// What units have in memory.
     pub tally: Arc<Tally>,
     /// The places of parameters: unit and index, by id and by fqn.
@@ -95,9 +101,11 @@ impl Reducer {
             is_active: false,
             is_in_backward: false,
             own_backward: None,
+            is_open: false,
             exchanges: None,
             failure: None,
             order: Order::default(),
+            gathered: Gathered::default(),
             max_live: 0,
             peaks: Peaks::default(),
         }
@@ -115,7 +123,7 @@ impl Reducer {
     pub fn begin(&mut self, syncs: bool, votes: Votes) {
         self.failure = None;
         self.sent.clear();
-        self.is_in_backward = true;
+        (self.is_in_backward, self.is_open) = (true, !syncs);
         self.exchanges = syncs.then_some(votes);
         self.is_active = syncs || self.config.stage >= ZeroStage::Two;
         if !self.is_active {
@@ -149,7 +157,9 @@ impl Reducer {
 
     /// An error if gradients came from a backward pass that was not the trainer's, and are this rank's alone.
     pub fn check_averaged(&self) -> Result<()> {
-        let Some(name) = self.own_backward.as_ref().filter(|_| self.peers.is_some()) else { return Ok(()) };
+        let Some(name) = self.own_backward.as_ref().filter(|_| self.peers.is_some()) else {
+            return if self.is_open { Err(open_window()) } else { Ok(()) };
+        };
         let what = format!("the gradient of `{name}` comes from loss.backward(), and is this rank's alone");
         let remedy = "call ctx.manual_backward(&loss), which averages gradients over the ranks";
         Err(ConfigError::new("optimizer.step", what, remedy).into())
@@ -212,14 +222,17 @@ impl Reducer {
         let _named = collective_scope("gradients that there are");
         let had =
             self.units.iter().flat_map(|unit| unit.had_grad.iter().map(|had| f32::from(u8::from(*had))));
-        let mut numbers: Vec<f32> = votes.numbers().into_iter().chain(had).collect();
+        let own = self.gathered.numbers();
+        let mut numbers: Vec<f32> = votes.numbers().into_iter().chain(own).chain(had).collect();
         if let Some(group) = &self.peers {
             let sums = Tensor::f_from_slice(&numbers)?;
             group.all_reduce(&sums, ReduceOp::Sum)?;
             let len = numbers.len();
             sums.f_copy_data(&mut numbers, len)?;
         }
-        let (votes, had) = numbers.split_at(votes.numbers().len());
+        let (votes, rest) = numbers.split_at(votes.numbers().len());
+        let (orders, had) = rest.split_at(NUMBERS);
+        self.compare_orders(own, orders)?;
         let had: Vec<bool> = had.iter().map(|sum| *sum != 0.0).collect();
         let mut rest = had.as_slice();
         for unit in &mut self.units {
@@ -230,6 +243,51 @@ impl Reducer {
         }
         self.note_gradients();
         Ok(Votes::from_numbers(std::array::from_fn(|at| votes[at])))
+    }
+
+    /// An error if ranks have gathered other weights, or in another order.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub fn check_order(&mut self) -> Result<()> {
+        let own = self.gathered.numbers();
+        let Some(group) = self.group().filter(|_| self.units.iter().any(Unit::is_divided)) else {
+            return Ok(());
+        };
+        let _named = collective_scope("order of weights");
+        let sums = Tensor::f_from_slice(&own)?;
+        group.all_reduce(&sums, ReduceOp::Sum)?;
+        let mut all = [0.0; NUMBERS];
+        sums.f_copy_data(&mut all, NUMBERS)?;
+        self.compare_orders(own, &all)
+    }
+
+    /// The same with this rank's digest and the sums of all.
+    fn compare_orders(&mut self, own: [f32; NUMBERS], sums: &[f32]) -> Result<()> {
+        let ranks = self.ranks() as f32;
+        let last = self.gathered.last();
+        self.gathered.clear();
+        if own.iter().zip(sums).all(|(own, sum)| own * ranks == *sum) {
+            return Ok(());
+        }
+        let _named = collective_scope("order of weights");
+        let all = self.group().map_or_else(|| Ok(Vec::new()), |group| group.all_gather_object(&last))?;
+        let name = |unit: Option<usize>| {
+            let title = |unit: usize| self.units.get(unit).map_or("others", |unit| unit.name());
+            unit.map_or("nothing more", title).to_owned()
+        };
+        let what = first_difference(&all).map_or_else(
+            || "ranks needed weights in other orders".to_owned(),
+            |(rank, own, zero)| {
+                format!(
+                    "rank {rank} needed {} where rank 0 needed {}, and took them for those",
+                    name(own),
+                    name(zero)
+                )
+            },
+        );
+        let remedy = "let all ranks call the same modules in the same order, or use zero2";
+        Err(ConfigError::new("trainer.strategy", what, remedy).into())
     }
 
     /// The dtype of the sums that this rank keeps of its own gradients in a window, if it is another one than theirs.
@@ -254,19 +312,27 @@ impl Reducer {
         self.exchanges = None;
     }
 
-    /// After an optimizer's step: gives all ranks the weights of all that stay whole.
+    /// Takes over what was written to weights by hand.
+    pub fn take_changes(&mut self) -> Result<()> {
+        self.units.iter_mut().try_for_each(Unit::take_changes)
+    }
+
+    /// After an optimizer's step: gives all ranks the weights of all that are whole now, and stay so.
     pub fn gather_weights(&mut self, optimizer: usize) -> Result<()> {
-        self.units.iter_mut().try_for_each(Unit::end_stay)?;
-        let is_changed = |unit: &&mut Unit| unit.optimizer == optimizer && unit.has_grads();
-        self.units.iter_mut().filter(is_changed).try_for_each(Unit::renew)?;
-        let changed = self.units.iter().filter(|unit| unit.optimizer == optimizer && unit.has_grads());
-        let units = changed.filter(|unit| !unit.is_divided());
-        let works = units.map(|unit| unit.start_gather(self.group())).collect::<Result<Vec<_>>>()?;
+        self.units.iter_mut().try_for_each(|unit| {
+            unit.settle()?;
+            unit.end_stay()
+        })?;
+        let is_changed = |unit: &Unit| unit.optimizer == optimizer && unit.has_grads();
+        self.units.iter_mut().filter(|unit| is_changed(unit)).try_for_each(Unit::renew)?;
+        let whole = self.units.iter().filter(|unit| is_changed(unit) && !unit.is_released());
+        let works = whole.map(|unit| unit.start_gather(self.group())).collect::<Result<Vec<_>>>()?;
         works.into_iter().flatten().try_for_each(Work::wait)
     }
 
     /// Drops the gradients of an optimizer's parameters.
     pub fn drop_grads(&mut self, optimizer: usize) -> Result<()> {
+        self.is_open = false;
         let is_own = |unit: &&mut Unit| unit.optimizer == optimizer || unit.optimizer == NO_OPTIMIZER;
         let mut units = self.units.iter_mut().filter(is_own);
         units.try_for_each(Unit::drop_grads)

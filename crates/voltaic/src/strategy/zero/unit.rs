@@ -22,6 +22,8 @@ pub(super) const NO_OPTIMIZER: usize = usize::MAX;
 #[derive(Debug)]
 pub(super) struct Unit {
     pub layout: Layout,
+    /// The module whose calls its weights come and go with.
+    pub module: Option<String>,
     /// The optimizer that changes it.
     pub optimizer: usize,
     rank: usize,
@@ -52,25 +54,25 @@ pub(super) struct Unit {
 impl Unit {
     /// Lays the parameters out in one tensor, which they are views of from now on.
     pub fn new(layout: Layout, optimizer: usize, rank: usize, masters: bool) -> Result<Self> {
-        Self::make(layout, optimizer, (rank, masters), false, true)
+        Self::make(layout, optimizer, (rank, masters), None, true)
     }
 
-    /// The same of stage 3: with `comes` the weights come and go; they are here at first. Without `keeps_values`, for weights that are
+    /// The same of stage 3: the weights of a `module` come and go with its calls; they are here at first. Without `keeps_values`, for weights that are
     /// to become rank 0's ([`Unit::take_from_rank_zero`]), initial values that are not drawn yet are never drawn.
     pub fn of_module(
         layout: Layout,
         rank: usize,
         masters: bool,
-        (comes, keeps_values): (bool, bool),
+        (module, keeps_values): (Option<&str>, bool),
     ) -> Result<Self> {
-        Self::make(layout, NO_OPTIMIZER, (rank, masters), comes, keeps_values)
+        Self::make(layout, NO_OPTIMIZER, (rank, masters), module.map(str::to_owned), keeps_values)
     }
 
     fn make(
         layout: Layout,
         optimizer: usize,
         (rank, masters): (usize, bool),
-        is_divided: bool,
+        module: Option<String>,
         keeps_values: bool,
     ) -> Result<Self> {
         let _no_grad = tch::no_grad_guard();
@@ -83,12 +85,12 @@ impl Unit {
         }
         let part = layout.part(&flat, rank)?;
         let has_master = masters && matches!(layout.kind, Kind::BFloat16 | Kind::Half);
-        let part = match (has_master, is_divided) {
+        let part = match (has_master, module.is_some()) {
             (true, _) => part.f_to_dtype(Kind::Float, false, true)?,
             (false, true) => copied(&part)?,
             (false, false) => part,
         };
-        let coming = is_divided.then(|| Coming::of(&flat, layout.len()));
+        let coming = module.is_some().then(|| Coming::of(&flat, layout.len()));
         let slice = |place| {
             let slice = Parameter::new(layout.slice(&part, place, rank)?);
             let _ = slice.set_requires_grad(place.parameter.requires_grad());
@@ -98,14 +100,11 @@ impl Unit {
         let had_grad = vec![false; layout.places.len()];
         let claimed = had_grad.clone();
         let versions = vec![0; layout.places.len()];
-        let first = layout.places.first().map_or("", |place| place.fqn.as_str());
-        let name = match first.rsplit_once('.') {
-            Some((module, _)) if coming.is_some() => module.to_owned(),
-            _ => layout.title(),
-        };
+        let name = module.clone().filter(|module| !module.is_empty()).unwrap_or_else(|| layout.title());
         let name = format!("weights of {name}").into();
         let unit = Self {
             layout,
+            module,
             optimizer,
             rank,
             flat,
@@ -141,26 +140,12 @@ impl Unit {
 
     /// Whether there is room for the weights, which then have it until [`Unit::give_room`], without values.
     pub fn try_room(&mut self) -> Result<bool> {
-        match self.coming.as_mut().filter(|coming| coming.is_released()) {
-            Some(coming) => match coming.restore() {
-                Ok(()) => {
-                    coming.has_room_only = true;
-                    Ok(true)
-                }
-                Err(error) if error.is_out_of_memory() => Ok(false),
-                Err(error) => Err(error),
-            },
-            None => Ok(true),
-        }
+        self.coming.as_mut().map_or(Ok(true), Coming::try_room)
     }
 
     /// Gives the room of [`Unit::try_room`] back.
     pub fn give_room(&mut self) -> Result<()> {
-        let Some(coming) = &mut self.coming else { return Ok(()) };
-        if std::mem::take(&mut coming.has_room_only) {
-            coming.release()?;
-        }
-        Ok(())
+        self.coming.as_mut().map_or(Ok(()), Coming::give_room)
     }
 
     /// Gives the weights back to the module, whole and in memory of the host. The unit has its part left.
@@ -185,8 +170,11 @@ impl Unit {
 
     /// Takes over what was written to weights by hand, without [`Parameter::update`], since this was last called.
     pub fn take_changes(&mut self) -> Result<()> {
-        if !self.has_own_part() || self.is_released() || self.arriving() > 0 {
+        if self.is_released() || self.arriving() > 0 {
             return Ok(());
+        }
+        if !self.has_own_part() {
+            return self.layout.take_data(&self.flat);
         }
         for (index, now) in self.current_versions()?.into_iter().enumerate() {
             if now != self.versions[index] {
@@ -409,6 +397,19 @@ impl Unit {
         self.slices.iter().map(Parameter::requires_grad)
     }
 
+    /// Takes up parameters that were frozen, and are trained now: their indices, and their leaves.
+    pub fn thaw(&mut self) -> Vec<(usize, Tensor)> {
+        let pairs = self.layout.places.iter().zip(&self.slices).enumerate();
+        let thawed =
+            pairs.filter(|(_, (place, slice))| place.parameter.requires_grad() && !slice.requires_grad());
+        thawed
+            .map(|(index, (place, slice))| {
+                let _ = slice.set_requires_grad(true);
+                (index, place.parameter.leaf().shallow_clone())
+            })
+            .collect()
+    }
+
     /// Makes the weights whole, if they are not.
     ///
     /// # Collective
@@ -449,13 +450,16 @@ impl Unit {
         Ok(versions.into_iter().try_for_each(|(leaf, version)| ffi::set_version(leaf, version + more))?)
     }
 
-    /// The part has changed: weights that are away come back as others, which autograd is not to take for those it has saved.
+    /// The optimizer has changed the part: autograd is not to take the weights for those that it has saved.
     pub fn renew(&mut self) -> Result<()> {
-        if !self.is_released() {
-            return Ok(());
+        if self.is_released() {
+            self.versions.iter_mut().for_each(|version| *version += 2); // they come back as others
+            return self.set_versions(1);
         }
-        self.versions.iter_mut().for_each(|version| *version += 2);
-        self.set_versions(1)
+        self.versions = self.current_versions()?;
+        let stepped = self.versions.iter_mut().zip(&self.had_grad).filter(|(_, had)| **had);
+        stepped.for_each(|(version, _)| *version += 1);
+        self.set_versions(0)
     }
 
     /// Somebody uses the weights until [`Unit::let_go`].
@@ -484,6 +488,11 @@ impl Unit {
         self.coming.iter_mut().for_each(|coming| coming.is_stray = true);
     }
 
+    /// Weights that are here are touched: outside of a call of their module they stay.
+    pub fn touch(&mut self) {
+        self.coming.iter_mut().for_each(|coming| coming.is_stray |= coming.holds == 0);
+    }
+
     /// What was touched by anybody is not needed any more.
     pub fn end_stay(&mut self) -> Result<()> {
         self.coming.iter_mut().for_each(|coming| coming.is_stray = false);
@@ -507,6 +516,11 @@ impl Unit {
         for (place, slice) in self.layout.places.iter().zip(&self.slices) {
             let _ = slice.set_requires_grad(place.parameter.requires_grad());
         }
+    }
+
+    /// What operations of its weights are called.
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// Counts the unit's elements there from now on.
@@ -573,19 +587,7 @@ impl Unit {
         slices: &[Option<Tensor>],
         kind: Kind,
     ) -> Result<Vec<Tensor>> {
-        let _no_grad = tch::no_grad_guard();
-        let len = [self.layout.part_len as i64];
-        let part = Tensor::f_zeros(len, (kind, self.layout.device))?;
-        for (place, slice) in self.layout.places.iter().zip(slices) {
-            if let Some(slice) = slice {
-                self.layout.slice(&part, place, self.rank)?.f_copy_(slice)?;
-            }
-        }
-        let flat = match group {
-            Some(group) if self.layout.part_len > 0 => group.all_gather(&part)?.f_view([-1_i64])?,
-            _ => part,
-        };
-        self.layout.views(&flat)
+        self.layout.whole(self.rank, group, slices, kind)
     }
 }
 
@@ -623,7 +625,7 @@ mod tests {
             parameter.attach(draws.clone()).unwrap();
             parameter.set_away(true).unwrap();
             let layout = Layout::of(vec![("weight".to_owned(), parameter.clone())], 2);
-            let unit = Unit::of_module(layout, 1, false, (true, keeps_values)).unwrap();
+            let unit = Unit::of_module(layout, 1, false, (Some("net"), keeps_values)).unwrap();
             assert_eq!(draws.0.load(Ordering::Relaxed), expected);
             assert!(!parameter.is_away() && !parameter.is_kept() && unit.live() > 0);
             assert_eq!(parameter.size(), [3, 5]);

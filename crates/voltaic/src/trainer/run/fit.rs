@@ -199,6 +199,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let mut follows = true;
         if window.closes {
+            self.run.engine.strategy.check_averaged()?;
             let is_finite = unscale(
                 &mut self.run.engine.loss_scale,
                 &mut self.training.optimizers,

@@ -1,0 +1,164 @@
+//! Which parameters form a unit.
+
+use std::collections::HashSet;
+
+use tch::Kind;
+
+use super::config::ZeroConfig;
+use super::flat::{Layout, assign};
+use super::unit::{NO_OPTIMIZER, Unit};
+use crate::distributed::{ProcessGroup, World};
+use crate::error::{ConfigError, Result};
+use crate::nn::{Module, ModuleExt, Parameter};
+
+/// The parameters of each optimizer, with their fqn.
+pub(super) type Trained = [Vec<(String, Parameter)>];
+
+/// Divides parameters into units.
+pub(super) struct Division<'a> {
+    pub config: &'a ZeroConfig,
+    pub world: &'a World,
+    pub peers: Option<&'a ProcessGroup>,
+    /// Where weights that come and go go, and the dtype that they get there.
+    pub target: Option<(tch::Device, Option<Kind>)>,
+}
+
+/// The module that a parameter is a member of, itself or in a list.
+fn module_of<'a>(fqn: &'a str, modules: &HashSet<String>) -> &'a str {
+    let mut outer = std::iter::successors(fqn.rsplit_once('.'), |(outer, _)| outer.rsplit_once('.'));
+    outer.find(|(module, _)| modules.contains(*module)).map_or("", |(module, _)| module)
+}
+
+/// The optimizer that changes a parameter.
+///
+/// # Errors
+/// If there are two.
+fn optimizer_of(trained: &Trained, parameter: &Parameter) -> Result<usize> {
+    let has =
+        |(_, of): &(usize, &Vec<(String, Parameter)>)| of.iter().any(|(_, it)| it.id() == parameter.id());
+    let mut optimizers = trained.iter().enumerate().filter(has);
+    let first = optimizers.next();
+    if let Some((fqn, _)) =
+        optimizers.next().and_then(|(_, of)| of.iter().find(|(_, it)| it.id() == parameter.id()))
+    {
+        let what = format!("{fqn} belongs to two optimizers");
+        let remedy = "give each parameter to one optimizer, or use the strategy ddp";
+        return Err(ConfigError::new("configure_optimizers", what, remedy).into());
+    }
+    Ok(first.map_or(NO_OPTIMIZER, |(index, _)| index))
+}
+
+impl Division<'_> {
+    /// Units for the parameters that the optimizers change, by optimizer; those that are frozen are apart.
+    pub fn by_optimizer(&self, trained: &Trained) -> Result<Vec<Unit>> {
+        let mut params: Vec<(usize, &str, &Parameter)> = Vec::new();
+        let mut known = HashSet::new();
+        for (fqn, parameter) in trained.iter().flatten() {
+            let index = optimizer_of(trained, parameter)?;
+            if known.insert(parameter.id()) {
+                params.push((index, fqn, parameter));
+            }
+        }
+        let key = |(index, _, parameter): &(usize, &str, &Parameter)| {
+            let is_trained = parameter.requires_grad();
+            ((*index, is_trained, parameter.kind(), parameter.device()), parameter.numel())
+        };
+        let keys: Vec<_> = params.iter().map(key).collect();
+        let unit = |members: Vec<usize>| {
+            let optimizer = params[members[0]].0;
+            let members = members.iter().map(|&at| (params[at].1.to_owned(), params[at].2.clone()));
+            self.unit(members.collect(), optimizer)
+        };
+        assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
+    }
+
+    fn unit(&self, members: Vec<(String, Parameter)>, optimizer: usize) -> Result<Unit> {
+        let layout = Layout::of(members, self.world.world_size);
+        Unit::new(layout, optimizer, self.world.rank, self.config.master_weights)
+    }
+
+    /// Units by module, whose weights come and go, but for small parameters, which stay.
+    pub fn by_module(&self, module: &dyn Module) -> Result<Vec<Unit>> {
+        type Key<'a> = (Option<&'a str>, Kind, tch::Device);
+        let params = module.named_parameters();
+        let modules = module.named_modules().into_iter().map(|(fqn, _)| fqn).collect();
+        let keys: Vec<(Key<'_>, usize)> = params
+            .iter()
+            .map(|(fqn, parameter)| {
+                let stays = parameter.numel() <= self.config.param_persistence_threshold;
+                let module = (!stays).then(|| module_of(fqn, &modules));
+                let (kind, device) = self.goal(parameter);
+                ((module, kind, device), parameter.numel())
+            })
+            .collect();
+        let World { rank, world_size, .. } = self.world;
+        let unit = |members: Vec<usize>| {
+            let ((module, kind, device), _) = keys[members[0]];
+            let members = members.iter().map(|&at| params[at].clone()).collect();
+            let layout = Layout { kind, device, ..Layout::of(members, *world_size) };
+            let masters = self.config.master_weights;
+            let keeps_values = *rank == 0; // the others get these
+            let mut unit = Unit::of_module(layout, *rank, masters, (module, keeps_values))?;
+            if let Some(group) = self.peers {
+                unit.take_from_rank_zero(group)?;
+            }
+            unit.release()?; // the next one needs the room
+            Ok(unit)
+        };
+        assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
+    }
+
+    /// The dtype and device that a weight has in the run.
+    fn goal(&self, parameter: &Parameter) -> (Kind, tch::Device) {
+        let (device, dtype) = self.target.unwrap_or((parameter.device(), None));
+        let dtype = dtype.filter(|_| parameter.leaf().is_floating_point());
+        (dtype.unwrap_or(parameter.kind()), device)
+    }
+
+    /// Notes which optimizer changes each unit. Parameters that stay whole and travel together, but belong to several, are made
+    /// units of their own, behind all others. Returns whether there are some.
+    ///
+    /// # Errors
+    /// If weights of a module that come and go belong to several optimizers.
+    pub fn give_optimizers(&self, units: &mut Vec<Unit>, trained: &Trained) -> Result<bool> {
+        let mut behind = Vec::new();
+        for unit in units.iter_mut() {
+            let mut by_optimizer: Vec<(usize, Vec<(String, Parameter)>)> = Vec::new();
+            for place in &unit.layout.places {
+                let optimizer = optimizer_of(trained, &place.parameter)?;
+                let member = (place.fqn.clone(), place.parameter.clone());
+                match by_optimizer.iter_mut().find(|(known, _)| *known == optimizer) {
+                    Some((_, members)) => members.push(member),
+                    None => by_optimizer.push((optimizer, vec![member])),
+                }
+            }
+            let of_one = |(optimizer, _): &&(usize, Vec<_>)| *optimizer != NO_OPTIMIZER;
+            let changed: Vec<_> = by_optimizer.iter().filter(of_one).collect();
+            match changed[..] {
+                [] => {}
+                [(optimizer, _)] => unit.optimizer = *optimizer,
+                [(_, first), (_, second), ..] if unit.is_divided() => {
+                    let what = format!(
+                        "{} and {} travel together, but belong to two optimizers",
+                        second[0].0, first[0].0
+                    );
+                    let remedy = "give all parameters of a module to one optimizer, or use zero2";
+                    return Err(ConfigError::new("configure_optimizers", what, remedy).into());
+                }
+                _ => {
+                    let mut apart = by_optimizer.into_iter().map(|(optimizer, members)| {
+                        members.iter().try_for_each(|(_, parameter)| parameter.detach_keeper())?;
+                        self.unit(members, optimizer)
+                    });
+                    if let Some(first) = apart.next() {
+                        *unit = first?;
+                    }
+                    behind.extend(apart.collect::<Result<Vec<_>>>()?);
+                }
+            }
+        }
+        let has_split = !behind.is_empty();
+        units.append(&mut behind);
+        Ok(has_split)
+    }
+}

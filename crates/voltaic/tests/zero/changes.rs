@@ -1,0 +1,397 @@
+//! Weights and gradients that change outside the usual course of a step: written to by hand, frozen and unfrozen, given to
+//! several optimizers, used after a step. None of it is lost or taken for something else without a word.
+
+use std::path::Path;
+
+use voltaic::callback::Callback;
+use voltaic::checkpoint::Checkpoint;
+use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::nn::{Callable, Linear, ModuleExt};
+use voltaic::optim::{AdamW, Optimizers, ParamGroupSpec, Sgd};
+use voltaic::trainer::TrainerBuilder;
+use voltaic::{Kind, Module, Tensor};
+
+use crate::ladder::trained;
+use crate::models::{Batch, Small, all_loaders, loaders, numbered};
+use crate::ranks::{assert_same, on_ranks, silent, weights};
+use crate::shards::{SaveAfter, sorted, staged};
+use crate::stage3::bare;
+
+const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
+
+fn halve(module: &dyn Module, index: usize) {
+    let _ = tch::no_grad(|| module.parameters()[index].tensor().shallow_clone().multiply_scalar_(0.5));
+}
+
+/// Writes to a weight between its gradient and its step.
+struct BeforeStep;
+
+impl Callback for BeforeStep {
+    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
+        if ctx.batch_idx() == 1 {
+            halve(module, 0);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn what_is_written_before_a_step_is_stepped() {
+    on_ranks("changes::what_is_written_before_a_step_is_stepped", 2, |ranks, folder| {
+        for precision in ["32-true", "bf16-true"] {
+            let run = |builder: TrainerBuilder, has_masters| {
+                let builder = builder.precision(precision).max_epochs(1).callback(BeforeStep);
+                trained(builder, Small { has_masters, ..Small::new() }, loaders(24))
+            };
+            // master weights follow what is written to the weights, which those of an optimizer of its own do not
+            let expected = match precision {
+                "32-true" => run(silent(ranks, "ddp", folder), false),
+                _ => run(staged(ranks, "zero1", folder), false),
+            };
+            for stage in STAGES {
+                assert_same(
+                    &format!("{stage} {precision}"),
+                    &run(staged(ranks, stage, folder), false),
+                    &expected,
+                );
+            }
+        }
+    });
+}
+
+/// Writes to a weight after a batch.
+struct AfterBatch(usize);
+
+impl Callback for AfterBatch {
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        if (ctx.current_epoch(), ctx.batch_idx()) == (0, self.0) {
+            halve(module, 0);
+        }
+        Ok(())
+    }
+}
+
+fn written_is_saved(ranks: usize, folder: &Path) {
+    for precision in ["32-true", "bf16-true"] {
+        for stage in STAGES {
+            let path = folder.join(format!("{stage}-{precision}.ckpt"));
+            let run = |from: Option<&Path>| {
+                let builder = staged(ranks, stage, folder).precision(precision).max_epochs(2);
+                let builder = builder.callback(AfterBatch(2)).callback(SaveAfter(2, path.clone()));
+                let mut trainer = builder.build().unwrap();
+                if let Some(from) = from {
+                    trainer.ckpt_path(from);
+                }
+                let mut net = Small::new();
+                trainer.fit(&mut net, &mut loaders(24)).unwrap();
+                weights(&net)
+            };
+            let expected = run(None);
+            let what = format!("{stage} {precision}");
+            assert_same(&what, &run(Some(&path)), &expected);
+            if precision == "32-true" {
+                let ddp = folder.join(format!("ddp-{stage}.ckpt"));
+                let builder = silent(ranks, "ddp", folder).max_epochs(1);
+                let builder = builder.callback(AfterBatch(2)).callback(SaveAfter(2, ddp.clone()));
+                trained(builder, Small::new(), loaders(24));
+                let read = |path: &Path| sorted(Checkpoint::load(path).unwrap().weights);
+                assert_same(&what, &read(&path), &read(&ddp));
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_written_before_a_checkpoint_is_in_it() {
+    on_ranks("changes::what_is_written_before_a_checkpoint_is_in_it", 2, written_is_saved);
+}
+
+/// Gives a parameter other data.
+struct OtherData;
+
+impl Callback for OtherData {
+    fn on_train_batch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        if ctx.batch_idx() == 1 {
+            let parameter = &module.parameters()[0];
+            let other = tch::no_grad(|| parameter.tensor() * 0.5);
+            parameter.set_data(&other)?;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn data_that_a_parameter_is_given_is_trained_or_refused() {
+    on_ranks("changes::data_that_a_parameter_is_given_is_trained_or_refused", 2, |ranks, folder| {
+        let run = |builder: TrainerBuilder| {
+            let mut net = Small::new();
+            let mut trainer = builder.max_epochs(2).callback(OtherData).build().unwrap();
+            trainer.fit(&mut net, &mut loaders(24)).map(|()| weights(&net))
+        };
+        let expected = run(silent(ranks, "ddp", folder)).unwrap();
+        for stage in STAGES {
+            // the small weights of zero3 stay whole
+            assert_same(stage, &run(silent(ranks, stage, folder)).unwrap(), &expected);
+        }
+        let error = run(bare(ranks, folder)).unwrap_err().to_string();
+        assert!(error.contains("first.weight: its strategy keeps the values"), "{error}");
+    });
+}
+
+/// Its second layer is frozen at first.
+#[derive(Module)]
+struct Thawing {
+    net: Small,
+    #[module(skip)]
+    thaws_in_step: bool,
+}
+
+impl Thawing {
+    fn new(thaws_in_step: bool) -> Self {
+        let net = Small::new();
+        net.second.set_requires_grad(false);
+        Self { net, thaws_in_step }
+    }
+
+    fn thaw(&self, batch: usize) {
+        if batch == 2 {
+            self.net.second.set_requires_grad(true);
+        }
+    }
+}
+
+impl LightningModule for Thawing {
+    type Batch = Batch;
+
+    fn on_train_batch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
+        if !self.thaws_in_step {
+            self.thaw(ctx.batch_idx());
+        }
+        Ok(())
+    }
+
+    fn training_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        if self.thaws_in_step {
+            self.thaw(ctx.batch_idx());
+        }
+        self.net.training_step(batch, ctx)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        // as by PyTorch's optimizer over all parameters
+        Ok(Optimizers::new(AdamW::new(0.01)).groups([ParamGroupSpec::new(self.named_parameters())]))
+    }
+}
+
+#[test]
+fn parameters_that_are_unfrozen_are_trained_alike_on_all_ranks() {
+    const NAME: &str = "changes::parameters_that_are_unfrozen_are_trained_alike_on_all_ranks";
+    on_ranks(NAME, 2, |ranks, folder| {
+        for thaws_in_step in [false, true] {
+            let run = |builder: TrainerBuilder| {
+                let mut net = Thawing::new(thaws_in_step);
+                let before = net.net.second.weight.tensor().copy();
+                let mut trainer = builder.max_epochs(1).build().unwrap();
+                trainer.fit(&mut net, &mut loaders(24)).unwrap();
+                assert!(!net.net.second.weight.tensor().equal(&before), "it was trained");
+                let own = weights(&net);
+                for (name, weight) in &own {
+                    let first = weight.copy();
+                    trainer.world().group().unwrap().broadcast(&first, 0).unwrap();
+                    assert_eq!(&first, weight, "{name} is the same on all ranks");
+                }
+                own
+            };
+            let expected = run(silent(ranks, "ddp", folder));
+            for stage in STAGES {
+                assert_same(stage, &run(silent(ranks, stage, folder)), &expected);
+            }
+            assert_same("bare", &run(bare(ranks, folder)), &expected);
+        }
+    });
+}
+
+/// Two layers, each with an optimizer of its own, that are stepped one after the other.
+#[derive(Module)]
+struct Two {
+    maker: Linear,
+    judge: Linear,
+    /// The second loss is computed before the first step.
+    #[module(skip)]
+    is_late: bool,
+    /// Gradients flow to one optimizer's parameters at a time.
+    #[module(skip)]
+    toggles: bool,
+}
+
+impl Two {
+    fn new(is_late: bool, toggles: bool) -> Self {
+        numbered(Self {
+            toggles,
+            maker: Linear::new(5, 7).unwrap(),
+            judge: Linear::new(7, 3).unwrap(),
+            is_late,
+        })
+    }
+
+    fn loss(&self, (x, y): &Batch) -> anyhow::Result<Tensor> {
+        Ok((self.judge.call(&self.maker.call(x)?.tanh())? - y).square().mean(Kind::Float))
+    }
+}
+
+impl LightningModule for Two {
+    type Batch = Batch;
+
+    fn training_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let early = self.loss(batch)?;
+        if self.toggles {
+            ctx.toggle_optimizer(1)?;
+        }
+        ctx.optimizer(1)?.zero_grad()?;
+        let first = self.loss(batch)?;
+        ctx.manual_backward(&first)?;
+        ctx.optimizer(1)?.step()?;
+        if self.toggles {
+            ctx.toggle_optimizer(0)?;
+        }
+        let second = if self.is_late { early } else { self.loss(batch)? };
+        ctx.optimizer(0)?.zero_grad()?;
+        ctx.manual_backward(&second)?;
+        ctx.optimizer(0)?.step()?;
+        ctx.untoggle_optimizer()?;
+        Ok(second.detach())
+    }
+
+    fn automatic_optimization(&self) -> bool {
+        false
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        let of = |name: &str| {
+            let all = self.named_parameters().into_iter();
+            ParamGroupSpec::new(all.filter(|(fqn, _)| fqn.starts_with(name)).collect::<Vec<_>>())
+        };
+        let maker = Optimizers::new(Sgd::new(0.1).momentum(0.9)).groups([of("maker")]);
+        Ok(maker.and(Optimizers::new(AdamW::new(0.02)).groups([of("judge")])))
+    }
+}
+
+#[test]
+fn each_optimizer_has_its_own_small_parameters() {
+    on_ranks("changes::each_optimizer_has_its_own_small_parameters", 2, |ranks, folder| {
+        for (precision, toggles) in [("32-true", false), ("32-true", true), ("bf16-true", false)] {
+            let run = |builder: TrainerBuilder| {
+                trained(builder.precision(precision).max_epochs(2), Two::new(false, toggles), loaders(24))
+            };
+            let expected = match precision {
+                "32-true" => run(silent(ranks, "ddp_find_unused_parameters_true", folder)),
+                _ => run(silent(ranks, "zero1", folder)),
+            };
+            for stage in STAGES {
+                let what = format!("{stage} {precision}");
+                assert_same(&what, &run(silent(ranks, stage, folder)), &expected);
+                assert_same(&what, &run(staged(ranks, stage, folder)), &expected);
+            }
+        }
+    });
+}
+
+/// What was computed before a step needs weights that are gone: PyTorch refuses it.
+#[test]
+fn a_loss_from_before_a_step_is_refused_after_it() {
+    on_ranks("changes::a_loss_from_before_a_step_is_refused_after_it", 2, |ranks, folder| {
+        let run = |builder: TrainerBuilder| {
+            let mut trainer = builder.max_epochs(1).build().unwrap();
+            trainer.fit(&mut Two::new(true, false), &mut loaders(8)).unwrap_err().to_string()
+        };
+        for strategy in ["ddp", "zero1", "zero2", "zero3"] {
+            let error = run(silent(ranks, strategy, folder));
+            assert!(error.contains("modified by an inplace operation"), "{strategy}: {error}");
+        }
+        let error = run(bare(ranks, folder));
+        assert!(error.contains("modified by an inplace operation"), "bare: {error}");
+    });
+}
+
+/// Has no loss in each second batch.
+#[derive(Module)]
+struct Half {
+    net: Small,
+}
+
+impl LightningModule for Half {
+    type Batch = Batch;
+
+    fn training_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        if ctx.batch_idx() % 2 == 1 { Ok(ctx.no_loss()) } else { self.net.training_step(batch, ctx) }
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        self.net.configure_optimizers()
+    }
+}
+
+#[test]
+fn a_window_whose_last_batch_has_no_loss_is_refused() {
+    on_ranks("changes::a_window_whose_last_batch_has_no_loss_is_refused", 2, |ranks, folder| {
+        let run = |strategy: &str, window: u64| {
+            let builder = silent(ranks, strategy, folder).max_epochs(1).accumulate_grad_batches(window);
+            let mut net = Half { net: Small::new() };
+            builder.build().unwrap().fit(&mut net, &mut loaders(24)).map(|()| weights(&net))
+        };
+        let expected = run("ddp", 1).unwrap();
+        for strategy in ["ddp", "ddp_find_unused_parameters_true", "zero1", "zero2", "zero3"] {
+            assert_same(strategy, &run(strategy, 1).unwrap(), &expected);
+            let error = run(strategy, 2).unwrap_err().to_string();
+            assert!(error.contains("the last batch of an accumulation window has no loss"), "{error}");
+        }
+    });
+}
+
+/// Calls two layers of the same size in an order that depends on the rank.
+#[derive(Module)]
+struct Apart {
+    layers: Vec<Linear>,
+    /// In which a rank has another order.
+    #[module(skip)]
+    batch: usize,
+}
+
+impl LightningModule for Apart {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let rank = ctx.process_group().map_or(0, |group| group.rank());
+        let order = if rank == 1 && ctx.batch_idx() == self.batch { [1, 0] } else { [0, 1] };
+        let out = order.iter().try_fold(x.shallow_clone(), |x, at| self.layers[*at].call(&x))?;
+        Ok((out.narrow(1, 0, 3) - y).square().mean(Kind::Float))
+    }
+
+    fn test_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
+        self.training_step(batch, ctx).map(drop)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Sgd::new(0.05).into()
+    }
+}
+
+#[test]
+fn ranks_that_need_other_weights_end_with_an_error() {
+    let test = "changes::ranks_that_need_other_weights_end_with_an_error";
+    on_ranks(test, 2, |ranks, folder| {
+        for batch in [0, 1] {
+            let layers = (0..2).map(|_| Linear::new(5, 5).unwrap()).collect();
+            let mut trainer = bare(ranks, folder).max_epochs(1).build().unwrap();
+            let error = trainer.fit(&mut numbered(Apart { layers, batch }), &mut loaders(24)).unwrap_err();
+            let error = error.to_string();
+            assert!(error.contains("weights of layers."), "{error}");
+        }
+        // no operation of another kind or size tells ranks apart here
+        let layers = (0..2).map(|_| Linear::new(5, 5).unwrap()).collect();
+        let mut trainer = bare(ranks, folder).build().unwrap();
+        let error = trainer.test(&mut numbered(Apart { layers, batch: 1 }), &mut all_loaders(8)).unwrap_err();
+        let what = "rank 1 needed weights of layers.1 where rank 0 needed weights of layers.0";
+        assert!(error.to_string().contains(what), "{error}");
+    });
+}

@@ -1,0 +1,295 @@
+//! What a random run is: a tree of modules, what its steps do with them, and how it is trained.
+
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+/// A module from 8 features to 8.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Shape {
+    Linear {
+        bias: bool,
+    },
+    /// Two layers with so many features between them.
+    Bottleneck(i64),
+    /// With the channels last in memory, perhaps.
+    Conv {
+        last: bool,
+    },
+    BatchNorm,
+    LayerNorm,
+    Embedding,
+    Dropout,
+    Attention,
+    /// Parameters of its own: one for each feature, scalar, of one element, of two, empty.
+    Bare,
+    /// A parameter in float64.
+    Double,
+    /// A parameter in bfloat16.
+    Low,
+    /// The weight of the layer that comes into the network, from another module.
+    Tied,
+    /// Modules within one that has a parameter, which it uses before and after them.
+    Nested(Vec<Shape>),
+}
+
+/// When somebody writes to a weight by hand.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum When {
+    BatchStart,
+    Forward,
+    BeforeBackward,
+    AfterBackward,
+    BeforeStep,
+    BatchEnd,
+    EpochEnd,
+}
+
+/// Steps by hand, with two optimizers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Manual {
+    /// Gradients flow to the parameters of one optimizer at a time.
+    pub toggles: bool,
+    /// Gradients are dropped at each so many batches.
+    pub drops_every: usize,
+    /// A second backward pass before each step.
+    pub again: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Average {
+    None,
+    Ema,
+    Swa,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rule {
+    AdamW,
+    Sgd,
+    Adagrad,
+    RmsProp,
+}
+
+/// A run. Numbers that stand for modules and parameters are taken modulo how many there are.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    pub blocks: Vec<Shape>,
+    /// Called a second time.
+    pub twice: Option<usize>,
+    /// Left out in each third step.
+    pub skipped: Option<usize>,
+    /// Never called.
+    pub unused: Option<usize>,
+    /// Modules are called in another order in each step.
+    pub rotates: bool,
+    pub in_place: bool,
+    /// Called with what is detached, too.
+    pub detached: Option<usize>,
+    /// Called without grad, too.
+    pub no_grad: Option<usize>,
+    /// A parameter whose squares are a part of the loss.
+    pub penalty: Option<usize>,
+    /// The weight that comes into the network, used once more outside of its module, transposed.
+    pub transposed: bool,
+    /// The squares of the gradient of the inputs are a part of the loss.
+    pub grad_penalty: bool,
+    /// A parameter that is frozen from the beginning.
+    pub frozen: Option<usize>,
+    /// A parameter that is frozen in each other batch.
+    pub switched: Option<usize>,
+    /// One that is frozen until the second epoch.
+    pub thawed: Option<usize>,
+    pub by_hand: Option<(When, usize)>,
+    /// Weights and their norms are read between batches.
+    pub reads: bool,
+    pub rule: Rule,
+    pub has_groups: bool,
+    pub has_schedule: bool,
+    pub window: u64,
+    pub clip: Option<f64>,
+    pub manual: Option<Manual>,
+    /// The batch in which a rank has a NaN.
+    pub nan: Option<usize>,
+    pub average: Average,
+    pub validates: bool,
+    /// The batch after which a checkpoint is saved, from which another run goes on.
+    pub saved: Option<usize>,
+    /// Samples of the data in excess of what divides.
+    pub excess: i64,
+    pub batches: usize,
+    pub has_masters: bool,
+    pub reduce_bucket_size: usize,
+    pub persistence: usize,
+    pub prefetch: usize,
+    pub live: usize,
+    pub reuse: usize,
+}
+
+fn shape(rng: &mut StdRng, depth: usize) -> Shape {
+    let most = if depth > 1 { 12 } else { 14 };
+    match rng.random_range(0..most) {
+        0 | 1 => Shape::Linear { bias: rng.random() },
+        2 => Shape::Bottleneck([1, 3, 7, 33][rng.random_range(0..4)]),
+        3 => Shape::Conv { last: rng.random() },
+        4 => Shape::BatchNorm,
+        5 => Shape::LayerNorm,
+        6 => Shape::Embedding,
+        7 => Shape::Dropout,
+        8 => Shape::Attention,
+        9 => Shape::Bare,
+        10 => [Shape::Double, Shape::Low][rng.random_range(0..2)].clone(),
+        11 => Shape::Tied,
+        _ => Shape::Nested((0..rng.random_range(1..3)).map(|_| shape(rng, depth + 1)).collect()),
+    }
+}
+
+/// A number in one of `chance` cases.
+fn maybe(rng: &mut StdRng, chance: u32) -> Option<usize> {
+    let (number, is_there) = (rng.random_range(0..64), rng.random_range(0..chance) == 0);
+    is_there.then_some(number)
+}
+
+fn one<T: Copy, const N: usize>(rng: &mut StdRng, of: [T; N]) -> T {
+    of[rng.random_range(0..N)]
+}
+
+impl Plan {
+    /// The run of a seed.
+    pub fn of(seed: u64) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let rng = &mut rng;
+        let blocks = (0..rng.random_range(1..5)).map(|_| shape(rng, 0)).collect();
+        let manual = Manual { toggles: rng.random(), drops_every: one(rng, [1, 1, 2]), again: rng.random() };
+        let hand = one(
+            rng,
+            [
+                When::BatchStart,
+                When::Forward,
+                When::BeforeBackward,
+                When::AfterBackward,
+                When::BeforeStep,
+                When::BatchEnd,
+                When::EpochEnd,
+            ],
+        );
+        let mut plan = Self {
+            blocks,
+            twice: maybe(rng, 4),
+            skipped: maybe(rng, 4),
+            unused: maybe(rng, 6),
+            rotates: rng.random_range(0..4) == 0,
+            in_place: rng.random(),
+            detached: maybe(rng, 6),
+            no_grad: maybe(rng, 6),
+            penalty: maybe(rng, 4),
+            transposed: rng.random_range(0..4) == 0,
+            grad_penalty: rng.random_range(0..6) == 0,
+            frozen: maybe(rng, 5),
+            switched: maybe(rng, 6),
+            thawed: maybe(rng, 6),
+            by_hand: maybe(rng, 3).map(|number| (hand, number)),
+            reads: rng.random_range(0..3) == 0,
+            rule: one(rng, [Rule::AdamW, Rule::AdamW, Rule::Sgd, Rule::Adagrad, Rule::RmsProp]),
+            has_groups: rng.random(),
+            has_schedule: rng.random(),
+            window: one(rng, [1, 1, 1, 2, 3]),
+            clip: one(rng, [None, None, None, Some(0.05)]),
+            manual: (rng.random_range(0..5) == 0).then_some(manual),
+            nan: maybe(rng, 12),
+            average: one(rng, [Average::None, Average::None, Average::None, Average::Ema, Average::Swa]),
+            validates: rng.random_range(0..3) == 0,
+            saved: maybe(rng, 3),
+            excess: one(rng, [0, 0, 1, 3]),
+            batches: rng.random_range(2..5),
+            has_masters: rng.random(),
+            reduce_bucket_size: one(rng, [1, 16, 64, 300, 1_000_000]),
+            persistence: one(rng, [0, 0, 1, 8, 40, 100_000]),
+            prefetch: one(rng, [0, 50, 200, 1_000_000]),
+            live: one(rng, [0, 64, 300, 1_000_000]),
+            reuse: one(rng, [0, 100, 1_000_000]),
+        };
+        plan.reconcile();
+        plan
+    }
+
+    /// Leaves out what cannot go together, or would make a comparison meaningless.
+    fn reconcile(&mut self) {
+        if self.manual.is_some() {
+            (self.window, self.clip, self.average) = (1, None, Average::None);
+            if self.manual.is_some_and(|manual| manual.drops_every > 1) {
+                // gradients between batches are not in checkpoints then, and validation drops those that are not divided
+                (self.saved, self.validates) = (None, false);
+            }
+        }
+        if self.window > 1 || self.clip.is_some() || self.manual.is_some() {
+            self.rule = Rule::Sgd; // sums may be rounded otherwise, and rules that divide by gradients make much of it
+        }
+        if !self.is_exact() {
+            (self.nan, self.grad_penalty) = (None, false); // they make much of it, too
+        }
+    }
+
+    /// Whether each stage adds up the same numbers in the same order as data-parallel training.
+    pub fn is_exact(&self) -> bool {
+        let once = |manual: Manual| manual.drops_every == 1 && !manual.again;
+        self.window == 1 && self.clip.is_none() && self.manual.is_none_or(once)
+    }
+
+    /// Whether it has parameters of 16 bits.
+    pub fn is_low(&self) -> bool {
+        self.has(&Shape::Low)
+    }
+
+    /// Whether it has such a module.
+    pub fn has(&self, shape: &Shape) -> bool {
+        fn is_among(shapes: &[Shape], shape: &Shape) -> bool {
+            shapes.iter().any(|own| match own {
+                Shape::Nested(inner) => is_among(inner, shape),
+                own => own == shape,
+            })
+        }
+        is_among(&self.blocks, shape)
+    }
+
+    /// Leaves out the named parts of it, to find out which one a failure needs.
+    pub fn without(mut self, parts: &str) -> Self {
+        for part in parts.split(',').filter(|part| !part.is_empty()) {
+            match part {
+                "twice" => self.twice = None,
+                "skipped" => self.skipped = None,
+                "unused" => self.unused = None,
+                "rotates" => self.rotates = false,
+                "in_place" => self.in_place = false,
+                "detached" => self.detached = None,
+                "no_grad" => self.no_grad = None,
+                "penalty" => self.penalty = None,
+                "transposed" => self.transposed = false,
+                "grad_penalty" => self.grad_penalty = false,
+                "frozen" => self.frozen = None,
+                "switched" => self.switched = None,
+                "thawed" => self.thawed = None,
+                "by_hand" => self.by_hand = None,
+                "reads" => self.reads = false,
+                "groups" => self.has_groups = false,
+                "schedule" => self.has_schedule = false,
+                "window" => self.window = 1,
+                "clip" => self.clip = None,
+                "manual" => self.manual = None,
+                "nan" => self.nan = None,
+                "average" => self.average = Average::None,
+                "validates" => self.validates = false,
+                "saved" => self.saved = None,
+                "excess" => self.excess = 0,
+                "rule" => self.rule = Rule::Sgd,
+                "bounds" => {
+                    (self.prefetch, self.live, self.reuse) = (0, 1_000_000, 0);
+                }
+                "persistence" => self.persistence = 0,
+                "bucket" => self.reduce_bucket_size = 1_000_000,
+                block => drop(self.blocks.remove(block.parse().expect("a part or the number of a block"))),
+            }
+        }
+        self.reconcile();
+        self
+    }
+}
