@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
+use tch::Tensor;
 
 use super::adam::{Adam, AdamW};
 use super::adaptive::{Adadelta, Adagrad, RmsProp};
@@ -24,7 +25,8 @@ use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::{ParamGroup, ParamGroupSpec};
 use super::problems::Problems;
 use super::sgd::Sgd;
-use crate::error::Result;
+use crate::error::{ConfigProblem, Error, Result};
+use crate::nn::Parameter;
 
 /// What a configuration file says, before the class is known.
 #[derive(Deserialize)]
@@ -142,6 +144,17 @@ impl OptimizerConfig {
             Self::Lamb(config) => config,
             Self::Muon(config) => config,
             Self::MuonWithAuxAdam(config) => config,
+        }
+    }
+}
+
+impl OptimizerConfig {
+    /// What is wrong with the settings, found by building the optimizer for a matrix that nobody trains.
+    pub(crate) fn problems(&self) -> Vec<ConfigProblem> {
+        let weight = Parameter::new(Tensor::from(0.0_f32).reshape([1_i64, 1]));
+        match self.build(vec![ParamGroupSpec::new([("weight".to_owned(), weight)])]) {
+            Err(Error::Config(error)) => error.problems,
+            _ => Vec::new(), // what else there is shows in the fit
         }
     }
 }

@@ -6,7 +6,7 @@ use super::batch::BatchSizes;
 use super::document::{self, Data, Entry};
 use super::section::{Findings, Section};
 use super::zero_section::{ZeroSection, read_zero};
-use crate::error::ConfigError;
+use crate::error::{ConfigError, ConfigProblem};
 use crate::optim::{LrSchedulerConfig, OptimizerConfig};
 use crate::precision::LossScalerConfig;
 use crate::strategy::zero::config::GradientReduction;
@@ -428,6 +428,16 @@ fn class_of<'a>(
     Some((name, params, section))
 }
 
+/// A setting of an optimizer as it is written, such as `betas[0]`; the optimizer itself if it is not.
+fn setting<'a>(optimizer: &'a Entry, key: &str) -> &'a Entry {
+    let child = |entry: &'a Entry, key: &str| match &entry.data {
+        Data::Map(entries) => entries.iter().find(|(name, _)| name == key).map(|(_, entry)| entry),
+        _ => None,
+    };
+    let name = key.split('[').next().unwrap_or(key);
+    child(optimizer, "params").and_then(|params| child(params, name)).unwrap_or(optimizer)
+}
+
 fn read_optimizer(top: &mut Section<'_>, found: &mut Findings) -> Option<OptimizerConfig> {
     let (name, mut params, mut section) = class_of(top, found, "optimizer")?;
     section.idle(found, &["legacy_fusion"], "it is for DeepSpeed's fused kernels");
@@ -446,15 +456,23 @@ fn read_optimizer(top: &mut Section<'_>, found: &mut Findings) -> Option<Optimiz
             take_flag(&mut params, "fp32_optimizer_states", true);
             if take_flag(&mut params, "per_head_muon", false) {
                 let what = "true: heads are not updated by themselves".to_owned();
-                top.refuse(found, "optimizer.params.per_head_muon", entry, what, "set false");
+                let at = setting(entry, "per_head_muon");
+                top.refuse(found, "optimizer.params.per_head_muon", at, what, "set false");
             }
         }
         _ => {}
     }
     section.finish(found);
     let written = serde_json::json!({"class_path": class, "init_args": params});
-    match serde_json::from_value(written) {
-        Ok(config) => Some(config),
+    match serde_json::from_value::<OptimizerConfig>(written) {
+        Ok(config) => {
+            for ConfigProblem { key, problem, .. } in config.problems() {
+                let key = key.trim_start_matches("optimizer.init_args.");
+                let at = setting(entry, key);
+                top.refuse(found, &format!("optimizer.params.{key}"), at, problem.what, problem.remedy);
+            }
+            Some(config)
+        }
         Err(error) => {
             top.refuse(found, "optimizer", entry, error.to_string(), "use a setting of this optimizer");
             None

@@ -255,6 +255,30 @@ fn deepspeeds_muon_has_adamw_beside_it() {
     }
 }
 
+/// Each with its line.
+#[test]
+fn settings_of_an_optimizer_that_are_out_of_range_are_told_with_the_rest() {
+    let text = r#"{"optimizer": {"type": "Muon", "params": {
+        "momentum": 1.5,
+        "betas": [0.9, 2],
+        "per_head_muon": true
+    }}, "gradient_clipping": -1}"#;
+    let found = errors(text).join("; ");
+    for expected in [
+        "optimizer.params.momentum (from ds.json:2): 1.5 is not at least 0 and below 1",
+        "optimizer.params.betas[1] (from ds.json:3): 2 is not at least 0 and below 1",
+        "optimizer.params.per_head_muon (from ds.json:4): true",
+        "gradient_clipping (from ds.json:5): -1",
+    ] {
+        assert!(found.contains(expected), "{expected}: {found}");
+    }
+    let found = only_error(r#"{"optimizer": {"type": "AdamW", "params": {"lr": -1}}}"#);
+    assert!(
+        found.contains("optimizer.params.lr (from ds.json:1): -1 is not a finite number >= 0"),
+        "{found}"
+    );
+}
+
 #[test]
 fn arguments_mean_what_lightning_makes_of_them() {
     let settings = DeepSpeedStrategy::stage(3).reduce_bucket_size(7).read().expect("valid");
