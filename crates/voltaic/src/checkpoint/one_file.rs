@@ -403,4 +403,44 @@ mod tests {
             assert!(error.contains("a.pt") && error.contains("damaged"), "{error}");
         }
     }
+
+    #[test]
+    fn changed_bytes_are_refused_or_read_within_the_file() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let path = folder.path().join("a.ckpt");
+        let large = Tensor::arange(20 * 30, (Kind::Float, tch::Device::Cpu)).reshape([20, 30]);
+        let weights = [("a.weight", large.shallow_clone()), ("a.bias", large.narrow(0, 0, 12))];
+        let weights = weights.map(|(name, tensor)| (name.to_owned(), tensor));
+        write_torch(&state_dict(&weights), &path).expect("writes");
+        let torch = std::fs::read(&path).expect("readable");
+        crate::checkpoint::write_weights(&weights, &path).expect("writes");
+        let plain = std::fs::read(&path).expect("readable"); // has no checksum
+        let mut state = 7_u64;
+        let mut next = |below: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % below
+        };
+        let mut read = 0;
+        for number in 0..600 {
+            let mut bytes = if number % 2 == 0 { torch.clone() } else { plain.clone() };
+            for _ in 0..=next(3) {
+                // mostly where the structure is: in the header, and in the directory at the end
+                let near = next(400.min(bytes.len()));
+                let at = if next(2) == 0 { near } else { bytes.len() - 1 - near };
+                match next(3) {
+                    0 => bytes[at] ^= 1 << next(8),
+                    1 => bytes[at] = b"019{}[],\":\xff"[next(11)],
+                    _ => bytes.truncate(at.max(16)),
+                }
+            }
+            std::fs::write(&path, &bytes).expect("writable");
+            let Ok((opened, told)) = Opened::of(&path) else { continue };
+            for (name, entry) in &told.tensors {
+                let len = entry.numel() * entry.as_tensor().1.elt_size_in_bytes();
+                assert_eq!(opened.read(name, 0, len).expect("within the file").len(), len + 1, "{number}");
+                read += 1;
+            }
+        }
+        assert!(read > 20, "{read}");
+    }
 }

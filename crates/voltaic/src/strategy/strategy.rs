@@ -187,9 +187,9 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(())
     }
 
-    /// Whether the strategy has the weights of this module in parts, in a call or after it: then [`Strategy::divided`] is about them.
+    /// Whether [`Strategy::divided`] is about this module, in a call or after it, so that its weights are saved in parts.
     fn keeps(&self, _module: &dyn Module) -> bool {
-        false
+        self.divided().is_some()
     }
 
     /// Makes a module whole whose weights [`Strategy::finish`] has left divided; another one stays as it is.
