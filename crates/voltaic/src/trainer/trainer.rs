@@ -257,7 +257,7 @@ impl Trainer {
     /// ```no_run
     /// # use voltaic::models::{Gpt, GptConfig};
     /// # use voltaic::nn::{ModuleExt, init};
-    /// # fn train(trainer: &mut voltaic::Trainer, data: &mut voltaic::data::Loaders<(voltaic::Tensor, voltaic::Tensor)>)
+    /// # fn train(trainer: &mut voltaic::trainer::Trainer, data: &mut voltaic::data::Loaders<(voltaic::Tensor, voltaic::Tensor)>)
     /// # -> voltaic::Result<()> {
     /// let mut net = init::deferred(|| Gpt::new(GptConfig::tiny()))?;
     /// trainer.fit(&mut net, data)?;
