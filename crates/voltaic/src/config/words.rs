@@ -1,5 +1,7 @@
 //! Values and expectations in words, for errors and help.
 
+use std::collections::HashSet;
+
 use serde_json::Value;
 
 use super::schema::{View, option_types};
@@ -42,7 +44,9 @@ pub(super) fn expected(view: &View<'_>) -> String {
             words.push(text);
         }
     };
-    let choices: Vec<String> = view.choices().into_iter().map(quote).collect();
+    let mut choices: Vec<String> = view.choices().into_iter().map(quote).collect();
+    let mut seen = HashSet::new();
+    choices.retain(|choice| seen.insert(choice.clone())); // classes may have a key in common
     match choices.as_slice() {
         [] => {}
         [only] => add(only.clone()),

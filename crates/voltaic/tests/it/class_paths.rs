@@ -299,6 +299,7 @@ fn the_command_runs_with_instances_of_accelerator_and_strategy() {
         "Takes a class (CPUAccelerator, CUDAAccelerator, HPUAccelerator) or text.",
         "Takes a class (DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, DeepSpeedStrategy, HPUDeepSpeedStrategy, \
          SingleDeviceStrategy, SingleHPUStrategy) or text.",
+        "Takes one of `step`, `epoch`.", // a key that many classes have
     ] {
         assert!(help.contains(part), "{part} in {help}");
     }
