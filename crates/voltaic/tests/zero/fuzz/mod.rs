@@ -322,8 +322,8 @@ fn compare(
     if plan.saved.is_some() {
         let again = run(plan, ranks, Some(stage), folder, "again", Some(&path(name, "saved")))
             .map_err(|error| format!("resumed: {error}"))?;
-        // averages of buffers are rank 0's when they are read back
-        let is_own = |name: &str| name.contains("running_") && plan.average != Average::None;
+        // buffers are rank 0's when they are read back, until the next window
+        let is_own = |name: &str| name.contains("running_");
         let is_first = own.trainer.is_global_zero();
         let alike = |all: &[(String, Tensor)]| -> Vec<_> {
             let kept = all.iter().filter(|(name, _)| is_first || !is_own(name));
