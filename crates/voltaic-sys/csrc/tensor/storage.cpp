@@ -7,12 +7,29 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/Storage.h>
 
+namespace {
+
+// libtorch can forbid to read a storage, but has no function that allows it again. An explicit instantiation may name a private
+// member.
+template <bool c10::StorageImpl::*flag> struct Reading {
+  friend void allow_reading(c10::StorageImpl &storage) { storage.*flag = false; }
+};
+void allow_reading(c10::StorageImpl &storage);
+template struct Reading<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+constexpr const char *AWAY =
+    "the memory of this tensor is freed: it is a view of a weight, kept from before. Take weights from their parameter "
+    "each time, or keep a copy";
+
+} // namespace
+
 vt_error *vt_storage_release(vt_tensor tensor, size_t *bytes) {
   return voltaic::guard([&] {
     const c10::Storage &storage = tensor->storage();
     *bytes = storage.nbytes();
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
     storage.set_nbytes(0);
+    storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(AWAY);
   });
 }
 
@@ -27,6 +44,7 @@ vt_error *vt_storage_restore(vt_tensor tensor, size_t bytes) {
     c10::StorageImpl *donor = fresh.storage().unsafeGetStorageImpl();
     c10::DataPtr memory = donor->set_data_ptr(c10::DataPtr(nullptr, storage.device()));
     donor->set_nbytes(0);
+    allow_reading(*storage.unsafeGetStorageImpl());
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
     storage.set_nbytes(bytes);
   });

@@ -227,6 +227,7 @@ fn weights_divided_by_module_are_fully_shards() {
 fn muon_is_deepspeeds() {
     on_ranks("peers::muon_is_deepspeeds", 2, |_, folder| {
         let text = include_str!("../fixtures/deepspeed/muon_losses.json");
+        let all = std::env::var_os("VOLTAIC_TEST_ALL").is_some();
         for (of, precision, tolerance) in [
             (" fp32 gram ", "32-true", IN_FULL),
             (" fp32 standard ", "32-true", IN_HALF), // updates are in bfloat16
@@ -235,6 +236,9 @@ fn muon_is_deepspeeds() {
             (" fp16 ", "16-true", IN_HALF),
         ] {
             make_runs_of(text, true, of, folder, tolerance, |name, clip| {
+                if name.starts_with("stage 2") && !all {
+                    return vec![];
+                }
                 let method = if name.contains("gram") { "gram" } else { "standard" };
                 let params = json!({"muon_lr": 0.02, "adam_lr": 0.01, "weight_decay": 0.1, "torch_adam": true, "ns_method": method});
                 let mut more = json!({"optimizer": {"type": "Muon", "params": params}});

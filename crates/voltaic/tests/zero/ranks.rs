@@ -56,7 +56,7 @@ fn start(test: &str, ranks: usize, folder: &Path) -> String {
 /// How a process ends that runs this test on so many ranks, with these variables.
 pub fn output(test: &str, ranks: usize, folder: &Path, variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+    command.args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"]);
     command.env(RANKS, ranks.to_string()).env(FOLDER, folder).env("OMP_NUM_THREADS", "1");
     command.envs(variables.iter().copied()).output().unwrap()
 }

@@ -120,6 +120,7 @@ fn two_ranks_save_all() {
 }
 
 #[test]
+#[ignore = "a long form, which make stress runs"]
 fn three_ranks_save_all() {
     on_ranks("shards::three_ranks_save_all", 3, nothing_is_empty);
 }
@@ -241,6 +242,7 @@ fn from_kernels(ranks: usize, folder: &Path, limit_if_open: f64) {
 }
 
 #[test]
+#[ignore = "a long form, which make stress runs"]
 fn any_number_of_ranks_goes_on_with_kernels() {
     let turns: [(usize, Body); 3] = [(2, leave_kernels), (2, go_on_with_kernels), (3, go_on_with_kernels)];
     on_ranks_in_turn("shards::any_number_of_ranks_goes_on_with_kernels", &turns);

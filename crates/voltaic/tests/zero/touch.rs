@@ -320,3 +320,42 @@ fn a_loss_that_is_kept_aside_is_refused() {
         assert!(error.contains("return from a module what the loss is computed from"), "{error}");
     });
 }
+
+/// Keeps a view of a weight, and reads it in the next step.
+#[derive(Module)]
+struct Viewed {
+    out: Linear,
+    #[module(skip)]
+    kept: std::sync::Mutex<Option<Tensor>>,
+}
+
+impl LightningModule for Viewed {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let mut kept = self.kept.lock().unwrap();
+        let row = match &*kept {
+            Some(row) => row.f_sum(Kind::Float)?,
+            None => {
+                let row = self.out.weight.tensor().detach().narrow(0, 0, 1);
+                kept.insert(row).f_sum(Kind::Float)?
+            }
+        };
+        Ok((self.out.call(x)? - y).square().mean(Kind::Float) + row * 0.0)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Sgd::new(0.05).into()
+    }
+}
+
+/// Memory that is freed is not read through what knows of it still.
+#[test]
+fn a_view_that_is_kept_aside_is_refused() {
+    on_ranks("touch::a_view_that_is_kept_aside_is_refused", 2, |ranks, folder| {
+        let mut net = Viewed { out: Linear::new(5, 3).unwrap(), kept: std::sync::Mutex::default() };
+        let mut trainer = staged(ranks, "zero3", folder).max_epochs(1).build().unwrap();
+        let error = trainer.fit(&mut net, &mut loaders(8)).unwrap_err().to_string();
+        assert!(error.contains("it is a view of a weight, kept from before"), "{error}");
+    });
+}

@@ -314,7 +314,8 @@ pub(super) struct Owner {
     pub position: String,
 }
 
-/// Writes a ring as lines of JSON, the owner first, then the operations in their order.
+/// Writes a ring as lines of JSON, the owner first, then the operations in their order. The file is whole at any time: a rank's
+/// failure and another rank's question may have it written twice at once.
 pub(super) fn write(memory: &FlightMemory, owner: &Owner, path: &Path) -> Result<(), Error> {
     let started = memory.header(STARTED).load(Ordering::Acquire);
     let first = started.saturating_sub(FLIGHT_ENTRIES as u64) + 1;
@@ -330,5 +331,13 @@ pub(super) fn write(memory: &FlightMemory, owner: &Owner, path: &Path) -> Result
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, error))?;
     }
-    std::fs::write(path, text).map_err(|error| Error::io("write", path, error))
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let mut unfinished = path.as_os_str().to_owned();
+    unfinished.push(format!(".{}.{number}", std::process::id()));
+    let written = std::fs::write(&unfinished, text).and_then(|()| std::fs::rename(&unfinished, path));
+    written.map_err(|error| {
+        let _ = std::fs::remove_file(&unfinished);
+        Error::io("write", path, error)
+    })
 }

@@ -22,12 +22,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Kind, Tensor};
 
-use super::divided::DividedState;
+use super::divided::{DividedGrads, DividedState, Portion};
 use super::peers::{agree, broadcast_buffers, same_modules, start_equal};
 use super::strategy::{PART, Strategy, grads_of, set_grads_of};
 use super::votes::Votes;
+use crate::checkpoint::Part;
 use crate::device::Device;
-use crate::distributed::{ProcessGroup, ReduceOp, World};
+use crate::distributed::{ProcessGroup, World};
 use crate::error::{ConfigError, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
@@ -38,7 +39,7 @@ use division::Division;
 use keeper::{Keeper, Phase, Phases, explained, watch};
 use modules::{has_all, has_some, move_buffers};
 use optimizer::{ZeroOptimizer, check_divisible, part_of_state, whole_state};
-use reducer::Reducer;
+use reducer::{Reducer, hook_leaves};
 use report::Held;
 use unit::Unit;
 use whole::Whole;
@@ -96,23 +97,6 @@ impl Zero {
     fn division(&self) -> Division<'_> {
         let peers = self.peers().map(Arc::as_ref);
         Division { config: &self.config, world: &self.world, peers, target: self.target }
-    }
-
-    /// Whether all weights together fit on the devices of all ranks.
-    ///
-    /// # Collective
-    /// All ranks must call it.
-    fn has_room(&self) -> Result<bool> {
-        let Some(mut reducer) = self.reducer() else { return Ok(true) };
-        let mut has_room = true;
-        for unit in &mut reducer.units {
-            has_room &= unit.try_room()?;
-        }
-        reducer.units.iter_mut().try_for_each(Unit::give_room)?;
-        let Some(group) = self.peers() else { return Ok(has_room) };
-        let short = Tensor::f_from_slice(&[f32::from(u8::from(!has_room))])?;
-        group.all_reduce(&short, ReduceOp::Sum)?;
-        Ok(short.f_double_value(&[0])? == 0.0)
     }
 
     /// Works with these units from now on.
@@ -174,8 +158,8 @@ impl Zero {
     /// Makes the weights whole, in memory of the host if they do not fit on the device together.
     fn give_back(&mut self, module: &dyn Module) -> Result<()> {
         let is_on_host = self.target.is_none_or(|(device, _)| device == tch::Device::Cpu);
-        let has_room = is_on_host || self.has_room()?;
         let Some(mut reducer) = self.reducer() else { return Ok(()) };
+        let has_room = is_on_host || reducer.has_room()?;
         for number in 0..reducer.units.len() {
             if has_room {
                 reducer.gather(number)?;
@@ -226,27 +210,7 @@ impl Zero {
             };
             reducer.units.iter().enumerate().flat_map(of).collect()
         };
-        self.hooks.clear();
-        self.hook_leaves(reducer, leaves)
-    }
-
-    /// Lets the gradients of these leaves, given by unit and index, be known when they are there.
-    fn hook_leaves(
-        &mut self,
-        reducer: &Arc<Mutex<Reducer>>,
-        leaves: Vec<(usize, usize, Tensor)>,
-    ) -> Result<()> {
-        for (unit, index, leaf) in leaves {
-            let shared = reducer.clone();
-            self.hooks.push(GradHook::register(&leaf, move || {
-                let mut reducer = shared.lock().unwrap_or_else(PoisonError::into_inner);
-                reducer.ready(unit, index).map_err(|error| {
-                    reducer.is_active = false;
-                    reducer.failure = Some(error);
-                    anyhow::anyhow!("gradients could not be averaged")
-                })
-            })?);
-        }
+        self.hooks = hook_leaves(reducer, leaves)?;
         Ok(())
     }
 
@@ -260,7 +224,8 @@ impl Zero {
                 thawed.extend(unit.thaw().into_iter().map(|(index, leaf)| (number, index, leaf)));
             }
         }
-        self.hook_leaves(&reducer, thawed)
+        self.hooks.extend(hook_leaves(&reducer, thawed)?);
+        Ok(())
     }
 
     /// The name of this rank's part of a gradient, and whether one came on this rank.
@@ -558,5 +523,64 @@ impl Drop for Zero {
         let whole = self.kept.drain(..).filter(|parameter| !parameter.is_away());
         whole.for_each(|parameter| drop(parameter.detach_keeper()));
         self.reducer().into_iter().for_each(|mut reducer| reducer.clear());
+    }
+}
+
+impl DividedState for Zero {
+    fn save_weights(&self) -> Result<Vec<Part>> {
+        self.with_changes()?.map_or_else(|| Ok(Vec::new()), |reducer| shards::weights(&reducer))
+    }
+
+    fn weight_portion(&self, fqn: &str) -> Option<Portion> {
+        shards::weight_portion(&*self.reducer()?, fqn)
+    }
+
+    fn load_weight(&self, fqn: &str, values: &Tensor) -> Result<()> {
+        self.reducer().map_or(Ok(()), |mut reducer| shards::load_weight(&mut reducer, fqn, values))
+    }
+
+    fn state_portion(&self, fqn: &str) -> Option<Portion> {
+        shards::portion(&*self.reducer()?, fqn)
+    }
+
+    fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<(OptimizerState, Vec<Part>)> {
+        let reducer = self.with_changes()?;
+        let state = optimizer.state_dict();
+        match reducer {
+            Some(reducer) => shards::save_optimizer(&reducer, index, state),
+            None => Ok((state, Vec::new())),
+        }
+    }
+
+    fn load_optimizer(
+        &self,
+        optimizer: &mut dyn Optimizer,
+        state: OptimizerState,
+        parts: Vec<Part>,
+    ) -> Result<()> {
+        let state = match self.reducer() {
+            Some(reducer) => shards::load_optimizer(&reducer, state, parts)?,
+            None => state,
+        };
+        optimizer.take_state_dict(state)
+    }
+
+    fn save_grads(&self, module: &dyn Module) -> Result<DividedGrads> {
+        let mut own = grads_of(module);
+        let Some(reducer) = self.reducer() else { return Ok(DividedGrads { own, ..Default::default() }) };
+        for unit in &reducer.units {
+            own.extend(unit.own_sums()?.into_iter().map(|(fqn, sums)| (fqn.to_owned(), sums)));
+        }
+        let (parts, had_grad) = shards::grads(&reducer)?;
+        Ok(DividedGrads { own, parts, had_grad })
+    }
+
+    fn grad_portion(&self, fqn: &str) -> Option<Portion> {
+        let reducer = self.reducer().filter(|_| self.config.stage >= ZeroStage::Two)?;
+        shards::portion(&reducer, fqn)
+    }
+
+    fn load_grad(&self, fqn: &str, values: &Tensor) -> Result<()> {
+        self.reducer().map_or(Ok(()), |mut reducer| shards::load_grad(&mut reducer, fqn, values))
     }
 }

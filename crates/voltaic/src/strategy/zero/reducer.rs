@@ -5,7 +5,7 @@
 //! training. Units leave in their order on all ranks, whatever order hooks run in.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Kind, Tensor};
 
@@ -17,6 +17,7 @@ use super::report::Peaks;
 use super::unit::{NO_OPTIMIZER, Unit};
 use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, Error, Result};
+use crate::ffi::GradHook;
 use crate::strategy::strategy::open_window;
 use crate::strategy::votes::Votes;
 
@@ -76,6 +77,22 @@ pub(super) struct Reducer {
 }
 
 impl Reducer {
+    /// Whether all weights together fit on the devices of all ranks.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub fn has_room(&mut self) -> Result<bool> {
+        let mut has_room = true;
+        for unit in &mut self.units {
+            has_room &= unit.try_room()?;
+        }
+        self.units.iter_mut().try_for_each(Unit::give_room)?;
+        let Some(group) = &self.peers else { return Ok(has_room) };
+        let short = Tensor::f_from_slice(&[f32::from(u8::from(!has_room))])?;
+        group.all_reduce(&short, ReduceOp::Sum)?;
+        Ok(short.f_double_value(&[0])? == 0.0)
+    }
+
     pub fn new(config: ZeroConfig, peers: Option<Arc<ProcessGroup>>, mut units: Vec<Unit>) -> Self {
         let (mut by_id, mut by_fqn) = (HashMap::new(), HashMap::new());
         for (number, unit) in units.iter().enumerate() {
@@ -384,4 +401,24 @@ impl Reducer {
             None => Ok(norm),
         }
     }
+}
+
+/// Lets the gradients of these leaves, given by unit and index, be known when they are there, as long as the hooks live.
+pub(super) fn hook_leaves(
+    reducer: &Arc<Mutex<Reducer>>,
+    leaves: Vec<(usize, usize, Tensor)>,
+) -> Result<Vec<GradHook>> {
+    let hook = |(unit, index, leaf): (usize, usize, Tensor)| {
+        let shared = reducer.clone();
+        let hook = GradHook::register(&leaf, move || {
+            let mut reducer = shared.lock().unwrap_or_else(PoisonError::into_inner);
+            reducer.ready(unit, index).map_err(|error| {
+                reducer.is_active = false;
+                reducer.failure = Some(error);
+                anyhow::anyhow!("gradients could not be averaged")
+            })
+        });
+        Ok(hook?)
+    };
+    leaves.into_iter().map(hook).collect()
 }

@@ -2,85 +2,22 @@
 
 use tch::Tensor;
 
-use super::Zero;
-use super::config::ZeroStage;
 use super::optimizer::STEP;
 use super::reducer::Reducer;
 use super::unit::{MASTER, Unit};
 use crate::checkpoint::Part;
 use crate::error::{ConfigError, Result};
-use crate::nn::Module;
-use crate::optim::{Optimizer, OptimizerState};
-use crate::strategy::divided::{DividedGrads, DividedState, Portion};
-use crate::strategy::strategy::grads_of;
-
-impl DividedState for Zero {
-    fn save_weights(&self) -> Result<Vec<Part>> {
-        self.with_changes()?.map_or_else(|| Ok(Vec::new()), |reducer| weights(&reducer))
-    }
-
-    fn weight_portion(&self, fqn: &str) -> Option<Portion> {
-        weight_portion(&*self.reducer()?, fqn)
-    }
-
-    fn load_weight(&self, fqn: &str, values: &Tensor) -> Result<()> {
-        self.reducer().map_or(Ok(()), |mut reducer| load_weight(&mut reducer, fqn, values))
-    }
-
-    fn state_portion(&self, fqn: &str) -> Option<Portion> {
-        portion(&*self.reducer()?, fqn)
-    }
-
-    fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<(OptimizerState, Vec<Part>)> {
-        let reducer = self.with_changes()?;
-        let state = optimizer.state_dict();
-        match reducer {
-            Some(reducer) => save_optimizer(&reducer, index, state),
-            None => Ok((state, Vec::new())),
-        }
-    }
-
-    fn load_optimizer(
-        &self,
-        optimizer: &mut dyn Optimizer,
-        state: OptimizerState,
-        parts: Vec<Part>,
-    ) -> Result<()> {
-        let state = match self.reducer() {
-            Some(reducer) => load_optimizer(&reducer, state, parts)?,
-            None => state,
-        };
-        optimizer.take_state_dict(state)
-    }
-
-    fn save_grads(&self, module: &dyn Module) -> Result<DividedGrads> {
-        let mut own = grads_of(module);
-        let Some(reducer) = self.reducer() else { return Ok(DividedGrads { own, ..Default::default() }) };
-        for unit in &reducer.units {
-            own.extend(unit.own_sums()?.into_iter().map(|(fqn, sums)| (fqn.to_owned(), sums)));
-        }
-        let (parts, had_grad) = grads(&reducer)?;
-        Ok(DividedGrads { own, parts, had_grad })
-    }
-
-    fn grad_portion(&self, fqn: &str) -> Option<Portion> {
-        let reducer = self.reducer().filter(|_| self.config.stage >= ZeroStage::Two)?;
-        portion(&reducer, fqn)
-    }
-
-    fn load_grad(&self, fqn: &str, values: &Tensor) -> Result<()> {
-        self.reducer().map_or(Ok(()), |mut reducer| load_grad(&mut reducer, fqn, values))
-    }
-}
+use crate::optim::OptimizerState;
+use crate::strategy::divided::Portion;
 
 /// What this rank has of a parameter in a unit.
-fn portion(reducer: &Reducer, fqn: &str) -> Option<Portion> {
+pub(super) fn portion(reducer: &Reducer, fqn: &str) -> Option<Portion> {
     let (unit, index) = reducer.place_of(fqn)?;
     Some(portion_of(&reducer.units[unit], index))
 }
 
 /// The same if its weight comes and goes.
-fn weight_portion(reducer: &Reducer, fqn: &str) -> Option<Portion> {
+pub(super) fn weight_portion(reducer: &Reducer, fqn: &str) -> Option<Portion> {
     let (unit, index) = reducer.place_of(fqn)?;
     let unit = &reducer.units[unit];
     unit.is_divided().then(|| portion_of(unit, index))
@@ -96,7 +33,7 @@ fn part_of(unit: &Unit, index: usize, name: String, values: Tensor) -> Part {
 }
 
 /// This rank's parts of the weights of all units.
-fn weights(reducer: &Reducer) -> Result<Vec<Part>> {
+pub(super) fn weights(reducer: &Reducer) -> Result<Vec<Part>> {
     let _no_grad = tch::no_grad_guard();
     let places = |unit: &'_ Unit| 0..unit.layout.places.len();
     let all = reducer.units.iter().flat_map(|unit| places(unit).map(move |index| (unit, index)));
@@ -108,7 +45,7 @@ fn weights(reducer: &Reducer) -> Result<Vec<Part>> {
 }
 
 /// Takes this rank's elements of a weight that comes and goes.
-fn load_weight(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> Result<()> {
+pub(super) fn load_weight(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> Result<()> {
     let Some((unit, index)) = reducer.place_of(fqn) else { return Ok(()) };
     let unit = &mut reducer.units[unit];
     unit.release()?;
@@ -123,7 +60,7 @@ fn load_weight(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> Result<()> 
 }
 
 /// The state of an optimizer's slices as numbers and parts.
-fn save_optimizer(
+pub(super) fn save_optimizer(
     reducer: &Reducer,
     index: usize,
     state: OptimizerState,
@@ -155,7 +92,11 @@ fn save_optimizer(
 }
 
 /// What an optimizer over slices takes of numbers and parts; master weights go to their units.
-fn load_optimizer(reducer: &Reducer, state: OptimizerState, mut parts: Vec<Part>) -> Result<OptimizerState> {
+pub(super) fn load_optimizer(
+    reducer: &Reducer,
+    state: OptimizerState,
+    mut parts: Vec<Part>,
+) -> Result<OptimizerState> {
     let OptimizerState { mut tensors, groups } = state;
     let place_of = |name: &str| name.split_once('.').and_then(|(_, fqn)| reducer.place_of(fqn));
     tensors.retain(|(name, _)| {
@@ -191,7 +132,7 @@ fn load_optimizer(reducer: &Reducer, state: OptimizerState, mut parts: Vec<Part>
 }
 
 /// This rank's parts of pending gradients, and which have had one on this rank.
-fn grads(reducer: &Reducer) -> Result<(Vec<Part>, Vec<String>)> {
+pub(super) fn grads(reducer: &Reducer) -> Result<(Vec<Part>, Vec<String>)> {
     let (mut parts, mut had_grad) = (Vec::new(), Vec::new());
     for unit in &reducer.units {
         for (index, (fqn, had, grad)) in unit.pending()?.into_iter().enumerate() {
@@ -205,7 +146,7 @@ fn grads(reducer: &Reducer) -> Result<(Vec<Part>, Vec<String>)> {
 }
 
 /// Takes this rank's elements of a pending gradient.
-fn load_grad(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> Result<()> {
+pub(super) fn load_grad(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> Result<()> {
     let Some((unit, index)) = reducer.place_of(fqn) else { return Ok(()) };
     reducer.units[unit].restore_pending(index, true, values)
 }
