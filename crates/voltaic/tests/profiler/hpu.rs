@@ -154,10 +154,17 @@ fn a_graph_on_the_cpu_shows_what_it_replays_in_rows_of_the_host() {
     assert!(rows.contains("replayed operators") && rows.contains("graphs"), "{rows:?}");
     let row = report.lines().find(|line| line.trim_start().starts_with("aten::addmm")).unwrap();
     assert_eq!(row.split_whitespace().nth(6), Some("16"), "of eight steps: {report}");
-    assert!(
-        !row.contains("product (") || row.ends_with(" x 16"),
-        "a kernel for each, replayed or not: {row}"
-    );
+    // each product has its kernel, replayed or not; libtorch's clock may be some microseconds apart on a busy machine, and show one of an
+    // operator that is called at the one before it
+    let products =
+        |row: &str| row.rsplit_once("product (Gemm) x ").map_or(0, |(_, count)| count.parse().unwrap());
+    let all: usize = report.lines().map(products).sum();
+    let calls = |name: &str| {
+        let row = report.lines().find(|line| line.split_whitespace().next() == Some(name)).unwrap();
+        row.split_whitespace().nth(6).unwrap().parse::<usize>().unwrap()
+    };
+    assert!(all == 0 || all == calls("aten::addmm") + calls("aten::mm"), "{all} kernels: {report}");
+    assert!(all == 0 || products(row) >= replayed, "the clock of replays is that of kernels: {row}");
 }
 
 #[test]

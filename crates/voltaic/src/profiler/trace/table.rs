@@ -160,7 +160,9 @@ impl Averages {
                 continue;
             }
             let launched_by = nest.innermost(activity.thread, activity.start_ns);
-            match launched_by.filter(|&at| nest.nodes[at].event.scope != EventScope::Range) {
+            let is_range = |at: &usize| nest.nodes[*at].event.scope == EventScope::Range;
+            // what runs on no device is of a replay, which no operator starts, wherever libtorch's clock has them
+            match launched_by.filter(|at| activity.device.is_some() && !is_range(at)) {
                 Some(at) => device[at] += activity.duration_ns,
                 None => {
                     let row = self.row(&activity.name, "");
@@ -168,7 +170,8 @@ impl Averages {
                     let sum = if activity.device.is_some() { &mut row.device_time } else { &mut row.time };
                     sum.own += activity.duration_ns;
                     sum.total += activity.duration_ns;
-                    if let (Some(at), None) = (launched_by, activity.device) {
+                    let range = launched_by.and_then(|at| nest.ancestors(at).find(is_range));
+                    if let (Some(at), None) = (range, activity.device) {
                         own_ns[at] = (own_ns[at] - activity.duration_ns).max(0); // it has a row of its own
                     }
                     for at in launched_by.iter().flat_map(|&at| nest.ancestors(at)) {
