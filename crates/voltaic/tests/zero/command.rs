@@ -194,7 +194,7 @@ fn two_nodes_train_with_divided_states() {
     let of_ddp = tempfile::tempdir().unwrap();
     fit(of_ddp.path(), 2, &["--trainer.strategy=ddp", "--trainer.max_steps=6"]);
     let expected = losses(of_ddp.path(), 0);
-    for stage in ["zero1", "zero2", "zero3"] {
+    for stage in ["zero2", "zero3"] {
         let folder = tempfile::tempdir().unwrap();
         let strategy = format!("--trainer.strategy={stage}");
         fit(folder.path(), 2, &[&strategy, "--trainer.max_steps=3"]);

@@ -254,6 +254,7 @@ fn load(ranks: usize, folder: &Path) {
 }
 
 #[test]
+#[ignore = "a long form, which make stress runs"]
 fn other_numbers_of_ranks_go_on() {
     let turns: [(usize, Body); 3] = [(2, save), (3, load), (4, load)];
     on_ranks_in_turn("muon::other_numbers_of_ranks_go_on", &turns);

@@ -192,8 +192,13 @@ fn alone(_ranks: usize, folder: &Path) {
 
 #[test]
 fn any_number_of_ranks_goes_on() {
-    let turns: [(usize, Body); 4] = [(2, leave), (3, go_on), (4, go_on), (1, alone)];
-    on_ranks_in_turn("shards::any_number_of_ranks_goes_on", &turns);
+    on_ranks_in_turn("shards::any_number_of_ranks_goes_on", &[(2, leave), (3, go_on), (1, alone)]);
+}
+
+#[test]
+#[ignore = "a long form, which make stress runs"]
+fn twice_the_ranks_go_on() {
+    on_ranks_in_turn("shards::twice_the_ranks_go_on", &[(2, leave), (4, go_on)]);
 }
 
 /// Kernels with the channels last, cut in another place by each number of ranks; also in a window that is open.
