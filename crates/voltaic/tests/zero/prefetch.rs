@@ -93,6 +93,7 @@ fn two_ranks_with_any_bounds_are_ddp() {
 }
 
 #[test]
+#[ignore = "a long form, which make stress runs"]
 fn four_ranks_with_any_bounds_are_ddp() {
     on_ranks("prefetch::four_ranks_with_any_bounds_are_ddp", 4, climb);
 }
