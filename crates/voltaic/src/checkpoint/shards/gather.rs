@@ -3,12 +3,10 @@
 use std::io;
 use std::path::Path;
 
-use safetensors::tensor::Dtype;
-use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::index::Entry;
-use super::write::{not_saved, of_rank};
+use super::write::{Slice, not_saved, of_rank};
 use crate::checkpoint::checkpoint::{Checkpoint, Part};
 use crate::checkpoint::format::{cannot_hold, check_names, check_unique, dtype, kind, write_file};
 use crate::checkpoint::stream::{Planned, bytes_of};
@@ -19,16 +17,6 @@ use crate::error::{Error, Problem, Result};
 const PIECE: usize = 4 << 20;
 /// Rank 0 needs nothing more.
 const END: i64 = -1;
-
-/// What a rank has of a tensor.
-#[derive(Debug, Serialize, Deserialize)]
-struct Slice {
-    name: String,
-    dtype: Dtype,
-    shape: Vec<usize>,
-    start: usize,
-    len: usize,
-}
 
 /// Saves weights, of which each rank brings its parts, as one file, which rank 0 writes. One tensor at a time is whole, there alone.
 ///

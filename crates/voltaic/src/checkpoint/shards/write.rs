@@ -41,13 +41,14 @@ struct Told {
     logged: Value,
 }
 
+/// What a rank has of a tensor.
 #[derive(Debug, Serialize, Deserialize)]
-struct Slice {
-    name: String,
-    dtype: Dtype,
-    shape: Vec<usize>,
-    start: usize,
-    len: usize,
+pub(super) struct Slice {
+    pub name: String,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    pub start: usize,
+    pub len: usize,
 }
 
 /// Saves a checkpoint of which each rank brings its parts. The folder appears under its name when all files are on disk; until

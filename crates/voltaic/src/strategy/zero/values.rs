@@ -95,6 +95,12 @@ fn find(
     Ok(Found { place: (number, index), own, has })
 }
 
+/// What there is of a value, with what was written to weights by hand.
+fn current(reducer: &mut Reducer, inner: &dyn Optimizer, fqn: &str, value: ParamValue<'_>) -> Result<Found> {
+    reducer.take_changes()?;
+    find(reducer, inner, (fqn, value), |_, _, _| None)
+}
+
 fn number(value: f64) -> Result<Tensor> {
     Ok(Tensor::f_from_slice(&[value as f32])?.f_reshape([0_i64; 0])?)
 }
@@ -108,8 +114,7 @@ pub(super) fn full(
 ) -> Result<Option<Tensor>> {
     let _no_grad = tch::no_grad_guard();
     let _named = collective_scope(format!("{value} of {fqn}"));
-    reducer.units.iter_mut().try_for_each(Unit::take_changes)?;
-    let Found { place: (unit, index), own, has } = find(reducer, inner, (fqn, value), |_, _, _| None)?;
+    let Found { place: (unit, index), own, has } = current(reducer, inner, fqn, value)?;
     match has {
         Has::Nothing => Ok(None),
         Has::Number(value) => number(value).map(Some),
@@ -197,8 +202,7 @@ pub(super) fn local(
 ) -> Result<Option<Tensor>> {
     let _no_grad = tch::no_grad_guard();
     let _named = collective_scope(format!("{value} of {fqn}"));
-    reducer.units.iter_mut().try_for_each(Unit::take_changes)?;
-    let Found { place: (unit, index), own, has } = find(reducer, inner, (fqn, value), |_, _, _| None)?;
+    let Found { place: (unit, index), own, has } = current(reducer, inner, fqn, value)?;
     let unit = &reducer.units[unit];
     match (has, own) {
         (Has::Nothing, _) => Ok(None),
