@@ -14,7 +14,8 @@ expect() { # text, file
 }
 
 cd "$root"
-cargo build --bin voltaic
+# of the whole workspace, because cargo would compile voltaic again for what its part alone needs
+cargo build --workspace --bin voltaic
 cd "$work"
 "$root/target/debug/voltaic" new circle >out
 expect "cargo run --release -- fit --config recipe.yaml" out

@@ -17,7 +17,7 @@ use voltaic::{Kind, Module, Tensor};
 
 use crate::ladder::gpt;
 use crate::models::{Batch, Small, numbers};
-use crate::ranks::{on_ranks, silent};
+use crate::ranks::{on_ranks, runs_all, silent};
 
 /// What a peer did.
 #[derive(Deserialize)]
@@ -227,7 +227,6 @@ fn weights_divided_by_module_are_fully_shards() {
 fn muon_is_deepspeeds() {
     on_ranks("peers::muon_is_deepspeeds", 2, |_, folder| {
         let text = include_str!("../fixtures/deepspeed/muon_losses.json");
-        let all = std::env::var_os("VOLTAIC_TEST_ALL").is_some();
         for (of, precision, tolerance) in [
             (" fp32 gram ", "32-true", IN_FULL),
             (" fp32 standard ", "32-true", IN_HALF), // updates are in bfloat16
@@ -236,7 +235,7 @@ fn muon_is_deepspeeds() {
             (" fp16 ", "16-true", IN_HALF),
         ] {
             make_runs_of(text, true, of, folder, tolerance, |name, clip| {
-                if name.starts_with("stage 2") && !all {
+                if name.starts_with("stage 2") && !runs_all() {
                     return vec![];
                 }
                 let method = if name.contains("gram") { "gram" } else { "standard" };

@@ -10,6 +10,11 @@ use voltaic::{Module, Tensor};
 const RANKS: &str = "VOLTAIC_TEST_RANKS";
 const FOLDER: &str = "VOLTAIC_TEST_FOLDER";
 
+/// Whether a test does all that it can, in place of a part.
+pub fn runs_all() -> bool {
+    std::env::var_os("VOLTAIC_TEST_ALL").is_some()
+}
+
 /// Runs `body` on so many ranks, in a folder that they share; returns what they printed. `None` on a rank, after its body.
 pub fn on_ranks(test: &str, ranks: usize, body: impl FnOnce(usize, &Path)) -> Option<String> {
     if let (Ok(own), Some(folder)) = (std::env::var(RANKS), std::env::var_os(FOLDER)) {

@@ -21,7 +21,7 @@ use voltaic::trainer::Trainer;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::models::{Batch, numbers};
-use crate::ranks::{on_ranks, silent, weights};
+use crate::ranks::{on_ranks, runs_all, silent, weights};
 use net::Net;
 use plan::{Average, Plan, Shape, When};
 
@@ -392,7 +392,7 @@ fn cases(ranks: usize, folder: &Path, default: std::ops::Range<u64>) {
 }
 
 fn some(default: u64) -> std::ops::Range<u64> {
-    if std::env::var_os("VOLTAIC_TEST_ALL").is_some() { 0..500 } else { 0..default }
+    if runs_all() { 0..500 } else { 0..default }
 }
 
 #[test]
