@@ -2,13 +2,16 @@
 
 CARGO ?= cargo
 
-.PHONY: help setup demo examples test stress test-cuda check check-aarch64 fmt lint doc bench bench-micro clean
+.PHONY: help setup setup-cuda demo examples test stress test-cuda check check-aarch64 fmt lint doc bench bench-micro clean
 
 help: ## says what there is
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: ## fetches libtorch into .libtorch, unless LIBTORCH names one
 	@scripts/setup.sh
+
+setup-cuda: ## NVIDIA's libraries beside libtorch, for accelerator=cuda; 2.7 GB
+	@scripts/setup_cuda.sh
 
 demo: setup ## trains LeNet on handwritten digits, then tests it
 	@scripts/data.sh mnist || true # without it the digits that ship are used
@@ -50,7 +53,7 @@ lint: setup ## clippy, warnings are errors
 doc: setup ## documentation, warnings are errors
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
 
-bench: setup ## voltaic beside its peers, into docs/benchmarks; takes ROUNDS=7 THREADS=1,2 WORKLOADS=mlp,cnn PRECISIONS=32-true
+bench: setup ## voltaic beside its peers, into docs/benchmarks; takes ROUNDS=7 THREADS=1,2 WORKLOADS=mlp,cnn PRECISIONS=32-true ACCELERATOR=cuda
 	@bench/setup.sh
 	target/release/bench-runner
 

@@ -15,7 +15,7 @@ TOOLS="bash sh cat grep sed head awk dirname mkdir mktemp ln mv rm sleep ls touc
 fresh() {
     rm -rf "$work/repo" "$work/bin" "$work/pip.calls" "$work/torch"
     mkdir -p "$work/repo/scripts" "$work/bin"
-    cp "$here/setup.sh" "$work/repo/scripts/"
+    cp "$here/setup.sh" "$here/setup_cuda.sh" "$work/repo/scripts/"
     local tool
     for tool in $TOOLS; do ln -s "$(command -v "$tool")" "$work/bin/$tool"; done
     stand_in cargo 'exit 0'
@@ -38,6 +38,9 @@ make_torch() {
     touch "$1"/torch/lib/{libc10.so,libtorch_cpu.so,libtorch_cuda.so,libgomp.so.1}
     touch "$1"/nvidia/cu13/lib/{libcudart.so.13,libcupti.so.13}
     printf "__version__ = '"'%s'"'\n" "${TORCH:-2.11.0+cu130}" >"$1/torch/version.py"
+    mkdir -p "$1/torch-2.11.0.dist-info"
+    printf "Requires-Dist: sympy>=1.13\nRequires-Dist: cuda-toolkit[cublas,nvrtc]==13.0.2; system\n" >"$1/torch-2.11.0.dist-info/METADATA"
+    printf "Requires-Dist: nvidia-nccl-cu13==2.28.9; system\n" >>"$1/torch-2.11.0.dist-info/METADATA"
 }
 case "$*" in
 -c*) echo "${PYTHON:-3.11}" ;;
@@ -55,6 +58,11 @@ esac'
 setup() { # [VAR=value ...]; output in $work/out, status in $status
     status=0
     env PATH="$work/bin" "$@" "$work/repo/scripts/setup.sh" >"$work/out" 2>&1 || status=$?
+}
+
+setup_cuda() { # the same
+    status=0
+    env PATH="$work/bin" "$@" "$work/repo/scripts/setup_cuda.sh" >"$work/out" 2>&1 || status=$?
 }
 
 check() { # what, condition...
@@ -229,6 +237,30 @@ refuses "LIBTORCH=$work/torch has no include/ATen" "unset it"
 mkdir -p "$work/torch/include/ATen"
 setup LIBTORCH="$work/torch"
 refuses "LIBTORCH=$work/torch has no lib/libc10.so" "unset it"
+
+section "NVIDIA's libraries are those that the wheel names, and come once"
+setup_cuda
+succeeds
+pip_calls 2
+check "names them" grep -qF "cuda-toolkit[cublas,nvrtc]==13.0.2 nvidia-nccl-cu13==2.28.9" "$work/pip.calls"
+check "and no others" [ -z "$(grep sympy "$work/pip.calls")" ]
+setup_cuda NO_PIP=1
+succeeds
+pip_calls 2
+
+section "what goes wrong with NVIDIA's libraries leaves libtorch as it is"
+setup
+setup_cuda PIP_ERROR="no network"
+check "ends with an error" [ "$status" -ne 0 ]
+check "says how to fix it" grep -qF "check the network" "$work/out"
+setup_cuda FREE_KIB=4000000
+check "says how much it needs" grep -qF "the download needs 6144" "$work/out"
+setup
+succeeds
+check "no remains" [ ! -e "$work/repo/.libtorch-wheel/cuda.new" ]
+"$work/bin/python3" make_torch "$work/torch"
+setup_cuda LIBTORCH="$work/torch/torch"
+check "another PyTorch has its own" grep -qF "the libtorch in use is not the one in .libtorch-wheel" "$work/out"
 
 if [ "$failures" -ne 0 ]; then
     echo "test_setup: $failures checks failed"

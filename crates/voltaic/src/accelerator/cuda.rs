@@ -110,8 +110,8 @@ impl Accelerator for CudaAccelerator {
         }
         let library = libtorch_cuda().map_err(refuse)?;
         ffi::load_library(&library).map_err(|error| {
-            let remedy = "install the nvidia-* packages of the same PyTorch beside it, or add CUDA's libraries to \
-                          LD_LIBRARY_PATH";
+            let remedy = "run `make setup-cuda` in voltaic's folder, install the nvidia-* packages of the same PyTorch \
+                          beside it, or add CUDA's libraries to LD_LIBRARY_PATH";
             refuse(Problem::new(format!("{} cannot be loaded: {error}", library.display()), remedy))
         })?;
         if tch::Cuda::device_count() == 0 {

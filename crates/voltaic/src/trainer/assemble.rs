@@ -1,5 +1,6 @@
 //! Makes the parts of a trainer of its configuration and of what its builder was given.
 
+use std::env;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -7,9 +8,10 @@ use crate::accelerator::rng::global_seed;
 use crate::accelerator::{Accelerator, AcceleratorChoice};
 use crate::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ProgressBar, Timer};
 use crate::checkpoint::{AsyncCheckpointIo, CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
+use crate::device::Device;
 use crate::distributed::{World, keep_notice};
 use crate::error::{ConfigError, ConfigProblem, Result};
-use crate::ffi;
+use crate::ffi::{self, DeterministicMode};
 use crate::logger::{Logger, Loggers, RunFolders};
 use crate::module::{Hardware, Logging, MetricStore, Position, Requests, RunFacts};
 use crate::precision::{GradScaler, LossScale, Precision};
@@ -327,13 +329,38 @@ fn same_state_keys(callbacks: &[Box<dyn Callback>]) -> Vec<ConfigProblem> {
         .collect()
 }
 
+/// How much memory cuBLAS may use for a product. Without a fixed size its products differ from run to run, and libtorch refuses
+/// them where only deterministic operators may run.
+/// Source: <https://docs.nvidia.com/cuda/cublas/#results-reproducibility>
+const CUBLAS_WORKSPACE: &str = "CUBLAS_WORKSPACE_CONFIG";
+
+fn needs_cublas_workspace(device: Device, mode: DeterministicMode) -> bool {
+    matches!(device, Device::Cuda(_)) && mode != DeterministicMode::Off
+}
+
 /// Sets what holds for the process.
 fn set_up_libtorch(plan: &TrainPlan) -> Result<()> {
     if let Some(mode) = plan.deterministic {
         ffi::set_deterministic(mode)?;
+        if needs_cublas_workspace(plan.device, mode) && env::var_os(CUBLAS_WORKSPACE).is_none() {
+            ffi::set_environment(CUBLAS_WORKSPACE, ":4096:8");
+        }
     }
     if let Some(benchmark) = plan.benchmark {
         ffi::set_cudnn_benchmark(benchmark)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cublas_has_a_fixed_workspace_where_runs_must_repeat() {
+        assert!(needs_cublas_workspace(Device::Cuda(1), DeterministicMode::Error));
+        assert!(needs_cublas_workspace(Device::Cuda(0), DeterministicMode::Warn));
+        assert!(!needs_cublas_workspace(Device::Cuda(0), DeterministicMode::Off));
+        assert!(!needs_cublas_workspace(Device::Cpu, DeterministicMode::Error));
+    }
 }

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
 
+mod trainer;
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::{Kind, Tensor};
@@ -17,6 +19,7 @@ use voltaic::nn::{Forward, ModuleExt};
 use voltaic::optim::{AdamW, Optimizers};
 
 const GPU: Device = Device::Cuda(0);
+const ACCELERATOR: &str = "cuda";
 
 /// Sets CUDA up; none, with a line that says why, if this machine has no GPU.
 fn cuda(test: &str) -> Option<MutexGuard<'static, ()>> {
@@ -34,6 +37,20 @@ fn cuda(test: &str) -> Option<MutexGuard<'static, ()>> {
             None
         }
     }
+}
+
+/// libtorch's library loads on a machine without GPU, too, if NVIDIA's own are beside it.
+#[test]
+fn without_a_gpu_the_set_up_says_what_is_missing_and_the_cpu_trains() {
+    if CudaAccelerator.availability().is_ok() {
+        return println!("skipped the set-up without GPU: this machine has one");
+    }
+    let error = CudaAccelerator.setup().unwrap_err().to_string();
+    let is_told = ["finds no GPU", "cannot be loaded", "is not beside the libtorch"];
+    assert!(error.starts_with("cuda") && is_told.iter().any(|what| error.contains(what)), "{error}");
+    let sum = Tensor::ones([3], (Kind::Float, tch::Device::Cpu)).sum(Kind::Float);
+    assert_eq!(sum.double_value(&[]), 3.0);
+    println!("{error}");
 }
 
 #[test]
