@@ -166,4 +166,5 @@ WORKLOADS = {
     ),
     "gpt-tiny": Workload(lambda: Gpt(4, 4, 128, 64), gpt_optimizer, lambda: token_batch(12, 64)),
     "gpt-mini": Workload(lambda: Gpt(6, 6, 384, 256), gpt_optimizer, lambda: token_batch(4, 256)),
+    "gpt2": Workload(lambda: Gpt(12, 12, 768, 1024, 50304), gpt_optimizer, lambda: token_batch(8, 1024, 50304)),
 }

@@ -20,9 +20,11 @@ SHARDED = ["fully-shard", "fully-shard-kept", "deepspeed-1", "deepspeed-2", "dee
 
 
 class StepClock:
-    """Takes the time at the start of each step."""
+    """Takes the time at the start of each step; on CUDA it waits for the device before each block of steps."""
 
-    def __init__(self):
+    def __init__(self, job):
+        self.job, self.block = job, job.get("block", 1)
+        self.is_on_cuda = job.get("accelerator", "cpu") == "cuda"
         self.first_step_at = None
         self.starts, self.cpu_secs = [], []
 
@@ -30,19 +32,24 @@ class StepClock:
         if self.first_step_at is None:
             self.first_step_at = time.time()
             torch.manual_seed(3)  # the masks of dropout are the same everywhere
+        if self.is_on_cuda and len(self.starts) % self.block == 0:
+            torch.cuda.synchronize()
         self.starts.append(time.perf_counter())
         self.cpu_secs.append(time.process_time())
 
-    def print_report(self, job, losses):
+    def print_report(self, losses):
+        job, block = self.job, self.block
         secs = [end - start for start, end in zip(self.starts, self.starts[1:])]
+        timed = secs[job["warmup"]:]
         report = {
             "first_step_at": self.first_step_at,
             "first_step_secs": secs[0],
-            "step_secs": secs[job["warmup"]:],
+            "step_secs": [sum(timed[start:start + block]) / block for start in range(0, len(timed), block)],
             "step_cpu_secs": (self.cpu_secs[-1] - self.cpu_secs[job["warmup"]]) / job["steps"],
             "losses": [loss.item() for loss in losses],
             "num_threads": torch.get_num_threads(),
             "peak_rss_bytes": peak_rss_bytes(),
+            "peak_device_bytes": torch.cuda.max_memory_allocated() if self.is_on_cuda else None,
         }
         print("\n" + json.dumps(report))
 
@@ -77,16 +84,17 @@ def loss_of(net, batch):
 
 
 def train_plain(job, net, optimizer, batches, loss_of=loss_of):
-    clock, losses = StepClock(), []
+    clock, losses, device = StepClock(job), [], job.get("accelerator", "cpu")
     for step in range(total_steps(job)):
         clock.tick()
-        with torch.autocast("cpu", torch.bfloat16, enabled=job["precision"] == "bf16-mixed"):
-            loss = loss_of(net, batches[step % NUM_BATCHES])
+        batch = [part.to(device, non_blocking=True) for part in batches[step % NUM_BATCHES]]
+        with torch.autocast(device, torch.bfloat16, enabled=job["precision"] == "bf16-mixed"):
+            loss = loss_of(net, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    clock.print_report(job, losses)
+    clock.print_report(losses)
 
 
 def train_compiled(job, net, optimizer, batches):
@@ -112,7 +120,7 @@ def train_lightning(job, net, optimizer, batches, defaults):
     class Timed(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.net, self.clock, self.losses = net, StepClock(), []
+            self.net, self.clock, self.losses = net, StepClock(job), []
 
         def training_step(self, batch):
             self.clock.tick()
@@ -130,7 +138,7 @@ def train_lightning(job, net, optimizer, batches, defaults):
     module = Timed()
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=processes, strategy="ddp" if processes > 1 else "auto",
+            accelerator=job.get("accelerator", "cpu"), devices=processes, strategy="ddp" if processes > 1 else "auto",
             precision=job["precision"], max_steps=total_steps(job), default_root_dir=folder, **options
         )
         # Lightning's own would shuffle
@@ -141,13 +149,13 @@ def train_lightning(job, net, optimizer, batches, defaults):
         if processes > 1:
             for process in trainer.strategy.launcher.procs:
                 process.wait()  # whoever measures this process counts what its children did
-        module.clock.print_report(job, module.losses)
+        module.clock.print_report(module.losses)
 
 
 def train_sharded(job, workload, net, batches):
     import torch_sharded
 
-    torch_sharded.train(job, workload, net, batches, loss_of, StepClock(), total_steps(job))
+    torch_sharded.train(job, workload, net, batches, loss_of, StepClock(job), total_steps(job))
 
 
 def total_steps(job):
@@ -162,6 +170,8 @@ def main():
     set_weights(net)
     if job["variant"] == "plain-channels-last":
         net = net.to(memory_format=torch.channels_last)
+    if not job["variant"].startswith("lightning"):  # which moves it itself
+        net = net.to(job.get("accelerator", "cpu"))
     fused = True if job["variant"] == "plain-fused" else None
     optimizer = workload.optimizer(net, fused)
     batches = draw_batches(workload)

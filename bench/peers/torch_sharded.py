@@ -46,7 +46,7 @@ def train(job, workload, net, batches, loss_of, clock, num_steps):
     if any([process.wait() for process in started]):  # whoever measures this process counts what its children did
         sys.exit("another process has failed")
     if rank == 0:
-        clock.print_report(job, losses)
+        clock.print_report(losses)
     # nothing is left to do, and Gloo's or DeepSpeed's threads that still run would abort the process now and then
     sys.stdout.flush()
     os._exit(0)

@@ -25,10 +25,21 @@ pub struct Job {
     /// Processes that train together, each with batches of its own.
     #[serde(default = "one")]
     pub processes: usize,
+    /// What trains: `cpu` or `cuda`.
+    #[serde(default = "cpu")]
+    pub accelerator: String,
+    /// Steps from one wait for the device to the next, of which the mean is taken. A device works while the program goes on,
+    /// so that a single step cannot be timed without changing it; on the CPU it can, and this is 1.
+    #[serde(default = "one")]
+    pub block: usize,
 }
 
 fn one() -> usize {
     1
+}
+
+fn cpu() -> String {
+    "cpu".to_owned()
 }
 
 impl Job {
@@ -48,6 +59,11 @@ impl Job {
     pub fn total_steps(&self) -> usize {
         self.warmup + self.steps + 1
     }
+
+    /// Whether to wait for the device before the next step, after so many.
+    pub fn waits_after(&self, num_steps: usize) -> bool {
+        num_steps.is_multiple_of(self.block)
+    }
 }
 
 /// What a program measured of itself.
@@ -57,7 +73,7 @@ pub struct Report {
     pub first_step_at: f64,
     /// Duration of the very first step in seconds: compilation is in it.
     pub first_step_secs: f64,
-    /// Duration of each measured step in seconds, from its start to the start of the next one.
+    /// Duration of each measured step in seconds, from its start to the start of the next one: the mean of each block.
     pub step_secs: Vec<f64>,
     /// What the process used of the processors in a measured step, in seconds, all threads together: the mean.
     pub step_cpu_secs: f64,
@@ -67,6 +83,9 @@ pub struct Report {
     pub num_threads: usize,
     /// The most memory that was resident, in bytes.
     pub peak_rss_bytes: u64,
+    /// The most memory of the device that was in use, in bytes; none on the CPU.
+    #[serde(default)]
+    pub peak_device_bytes: Option<u64>,
 }
 
 /// Takes the time at the start of each step.
@@ -97,8 +116,14 @@ impl StepClock {
     /// Prints the report of a job that is done.
     ///
     /// # Errors
-    /// If fewer steps were trained than the job asks for, or the peak of memory is not known.
-    pub fn print_report(&self, job: &Job, losses: Vec<f64>, num_threads: usize) -> anyhow::Result<()> {
+    /// If fewer steps were trained than the job asks for, they are no whole blocks, or the peak of memory is not known.
+    pub fn print_report(
+        &self,
+        job: &Job,
+        losses: Vec<f64>,
+        num_threads: usize,
+        peak_device_bytes: Option<u64>,
+    ) -> anyhow::Result<()> {
         let secs: Vec<f64> = self.starts.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect();
         anyhow::ensure!(
             secs.len() >= job.warmup + job.steps && job.steps > 0,
@@ -109,15 +134,24 @@ impl StepClock {
             job.steps,
             job.total_steps()
         );
+        anyhow::ensure!(
+            job.block > 0 && job.waits_after(job.warmup) && job.waits_after(job.steps),
+            "warmup {} and steps {} must be multiples of block, which is {}",
+            job.warmup,
+            job.steps,
+            job.block
+        );
+        let blocks = secs[job.warmup..].chunks_exact(job.block);
         let report = Report {
             first_step_at: self.first_step_at,
             first_step_secs: secs[0],
-            step_secs: secs[job.warmup..].to_vec(),
+            step_secs: blocks.map(|block| block.iter().sum::<f64>() / job.block as f64).collect(),
             step_cpu_secs: (self.cpu_secs[job.warmup + job.steps] - self.cpu_secs[job.warmup])
                 / job.steps as f64,
             losses,
             num_threads,
             peak_rss_bytes: peak_rss_bytes()?,
+            peak_device_bytes,
         };
         println!("{}", serde_json::to_string(&report)?);
         Ok(())
@@ -144,7 +178,7 @@ mod tests {
 
     fn job(warmup: usize, steps: usize) -> Job {
         let (variant, workload, precision) = ("bare".into(), "mlp".into(), "32-true".into());
-        Job { variant, workload, precision, warmup, steps, processes: 1 }
+        Job { variant, workload, precision, warmup, steps, processes: 1, accelerator: cpu(), block: 1 }
     }
 
     #[test]
@@ -160,12 +194,23 @@ mod tests {
         let job = job(1, 2);
         let mut clock = StepClock::default();
         (0..3).for_each(|_| clock.tick());
-        let error = clock.print_report(&job, Vec::new(), 1).unwrap_err().to_string();
+        let error = clock.print_report(&job, Vec::new(), 1, None).unwrap_err().to_string();
         assert_eq!(
             error,
             "2 steps of mlp were timed, the job asks for 1 + 2; train 4 steps, and give steps above 0"
         );
         clock.tick();
-        clock.print_report(&job, Vec::new(), 1).unwrap();
+        clock.print_report(&job, Vec::new(), 1, None).unwrap();
+    }
+
+    #[test]
+    fn blocks_must_be_whole() {
+        let job = Job { block: 2, ..job(2, 3) };
+        assert_eq!([0, 1, 2].map(|steps| job.waits_after(steps)), [true, false, true]);
+        let mut clock = StepClock::default();
+        (0..6).for_each(|_| clock.tick());
+        let error = clock.print_report(&job, Vec::new(), 1, None).unwrap_err().to_string();
+        assert_eq!(error, "warmup 2 and steps 3 must be multiples of block, which is 2");
+        clock.print_report(&Job { steps: 2, ..job }, Vec::new(), 1, None).unwrap();
     }
 }

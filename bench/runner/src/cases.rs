@@ -8,8 +8,9 @@ pub struct Workload {
     pub name: &'static str,
     /// What is trained, for the reader.
     pub what: &'static str,
-    pub warmup: usize,
-    pub steps: usize,
+    /// On the CPU; none if it is too much for it.
+    pub on_cpu: Option<Steps>,
+    pub on_cuda: Steps,
     /// Samples or tokens of one step.
     pub items: usize,
     pub item: &'static str,
@@ -23,6 +24,17 @@ pub struct Workload {
     pub bf16_target: f64,
 }
 
+/// How many steps a process trains.
+#[derive(Debug, Clone, Copy)]
+pub struct Steps {
+    pub warmup: usize,
+    pub timed: usize,
+}
+
+const fn steps(warmup: usize, timed: usize) -> Steps {
+    Steps { warmup, timed }
+}
+
 /// A peer that voltaic is measured against.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rival {
@@ -32,12 +44,12 @@ pub enum Rival {
     Best,
 }
 
-pub const WORKLOADS: [Workload; 5] = [
+pub const WORKLOADS: [Workload; 6] = [
     Workload {
         name: "mlp",
         what: "784-256-10, batch 64, AdamW",
-        warmup: 30,
-        steps: 400,
+        on_cpu: Some(steps(30, 400)),
+        on_cuda: steps(50, 400),
         items: 64,
         item: "samples",
         flops: || 2.0 * linear(64, 784, 256) + 3.0 * linear(64, 256, 10),
@@ -48,8 +60,8 @@ pub const WORKLOADS: [Workload; 5] = [
     Workload {
         name: "cnn",
         what: "conv 32, conv 64, max-pool, dropout, fc 128 on 28 x 28, batch 64, Adam",
-        warmup: 4,
-        steps: 24,
+        on_cpu: Some(steps(4, 24)),
+        on_cuda: steps(20, 200),
         items: 64,
         item: "samples",
         flops: cnn_flops,
@@ -60,8 +72,8 @@ pub const WORKLOADS: [Workload; 5] = [
     Workload {
         name: "resnet18",
         what: "ResNet-18 on 32 x 32, batch 32, SGD with momentum",
-        warmup: 2,
-        steps: 6,
+        on_cpu: Some(steps(2, 6)),
+        on_cuda: steps(20, 100),
         items: 32,
         item: "samples",
         flops: resnet18_flops,
@@ -72,11 +84,11 @@ pub const WORKLOADS: [Workload; 5] = [
     Workload {
         name: "gpt-tiny",
         what: "GPT of 4 layers, 4 heads, 128 channels, context 64, batch 12, AdamW",
-        warmup: 5,
-        steps: 40,
+        on_cpu: Some(steps(5, 40)),
+        on_cuda: steps(20, 200),
         items: 12 * 64,
         item: "tokens",
-        flops: || gpt_flops(12, 64, 4, 128),
+        flops: || gpt_flops(12, 64, 4, 128, 256),
         rival: Rival::Baseline,
         target: 1.25,
         bf16_target: 1.25,
@@ -84,16 +96,33 @@ pub const WORKLOADS: [Workload; 5] = [
     Workload {
         name: "gpt-mini",
         what: "GPT of 6 layers, 6 heads, 384 channels, context 256, batch 4, AdamW",
-        warmup: 2,
-        steps: 6,
+        on_cpu: Some(steps(2, 6)),
+        on_cuda: steps(20, 100),
         items: 4 * 256,
         item: "tokens",
-        flops: || gpt_flops(4, 256, 6, 384),
+        flops: || gpt_flops(4, 256, 6, 384, 256),
         rival: Rival::Best,
         target: 1.15,
         bf16_target: 1.3,
     },
+    Workload {
+        name: "gpt2",
+        what: "GPT of 12 layers, 12 heads, 768 channels, context 1024, 50304 tokens, batch 8, AdamW",
+        on_cpu: None,
+        on_cuda: steps(10, 30),
+        items: 8 * 1024,
+        item: "tokens",
+        flops: || gpt_flops(8, 1024, 12, 768, 50304),
+        rival: Rival::Baseline,
+        target: CUDA_TARGET,
+        bf16_target: CUDA_TARGET,
+    },
 ];
+
+/// How many times faster than Lightning voltaic should be on a GPU: both run libtorch's kernels there.
+const CUDA_TARGET: f64 = 1.0;
+/// Steps between two waits for a GPU.
+const CUDA_BLOCK: usize = 10;
 
 /// The peer that all others are compared with.
 pub const BASELINE: &str = "lightning";
@@ -141,7 +170,18 @@ pub struct Peer {
     pub shards: bool,
 }
 
-const ALL: &[&str] = &["mlp", "cnn", "resnet18", "gpt-tiny", "gpt-mini"];
+const ALL: &[&str] = &["mlp", "cnn", "resnet18", "gpt-tiny", "gpt-mini", "gpt2"];
+/// Peers that train on a GPU, too.
+const ON_CUDA: [&str; 8] = [
+    OURS,
+    "voltaic-defaults",
+    BASELINE,
+    "lightning-defaults",
+    "pytorch",
+    "pytorch-fused",
+    "pytorch-channels-last",
+    COMPILED,
+];
 const SMALL: &[&str] = &["mlp", "cnn"];
 
 pub const PEERS: [Peer; 21] = [
@@ -183,10 +223,29 @@ const fn sharded(name: &'static str, program: Program, variant: &'static str) ->
     Peer { name, program, variant, workloads: &["cnn", "gpt-mini"], work: Work::Same, shards: true }
 }
 
-impl Peer {
-    /// Steps that are not measured. A step is captured when it comes for the fourth and fifth time.
-    pub fn warmup(&self, workload: &Workload) -> usize {
-        if self.variant.ends_with("graphs") { workload.warmup.max(6) } else { workload.warmup }
+/// What trains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Hardware {
+    Cpu,
+    Cuda,
+}
+
+impl Hardware {
+    /// As `trainer.accelerator` has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Cuda => "cuda",
+        }
+    }
+
+    /// Steps between two waits for the device.
+    pub fn block(self) -> usize {
+        match self {
+            Self::Cpu => 1,
+            Self::Cuda => CUDA_BLOCK,
+        }
     }
 }
 
@@ -199,6 +258,7 @@ pub enum Precision {
     Bf16,
 }
 
+pub const HARDWARE: [Hardware; 2] = [Hardware::Cpu, Hardware::Cuda];
 pub const PRECISIONS: [Precision; 2] = [Precision::Fp32, Precision::Bf16];
 
 impl Precision {
@@ -230,6 +290,7 @@ pub struct Case {
     pub malloc: Malloc,
     /// Processes that train together over Gloo, each with that many threads and batches of its own.
     pub num_processes: usize,
+    pub hardware: Hardware,
 }
 
 /// Workloads that two processes train, too, and how many times faster than Lightning voltaic should be then.
@@ -242,7 +303,18 @@ impl Case {
         let processes = if self.num_processes == 1 { "" } else { ", 2 processes" };
         let malloc = if self.malloc == Malloc::Stock { ", stock malloc" } else { "" };
         let precision = if self.precision == Precision::Bf16 { " bf16-mixed" } else { "" };
-        format!("{}{precision}{processes}, {threads}{malloc}", self.workload.name)
+        let place = if self.hardware == Hardware::Cuda { "cuda" } else { threads };
+        format!("{}{precision}{processes}, {place}{malloc}", self.workload.name)
+    }
+
+    /// How many steps a peer trains in a process. A step is captured when it comes for the fourth and fifth time.
+    pub fn steps(&self, peer: &Peer) -> Option<Steps> {
+        let steps = match self.hardware {
+            Hardware::Cpu => self.workload.on_cpu?,
+            Hardware::Cuda => self.workload.on_cuda,
+        };
+        let warmup = if peer.variant.ends_with("graphs") { steps.warmup.max(6) } else { steps.warmup };
+        Some(Steps { warmup, ..steps })
     }
 
     /// Samples or tokens of one step of all processes.
@@ -258,6 +330,9 @@ impl Case {
     /// How many times faster than its rival voltaic should be.
     pub fn target(&self) -> f64 {
         let together = IN_TWO_PROCESSES.iter().find(|(name, _)| *name == self.workload.name);
+        if self.hardware == Hardware::Cuda {
+            return CUDA_TARGET;
+        }
         match (self.precision, together) {
             (_, Some((_, target))) if self.num_processes > 1 => *target,
             (Precision::Bf16, _) => self.workload.bf16_target,
@@ -272,21 +347,34 @@ impl Case {
             1 => !peer.shards,
             _ => peer.shards || [OURS, BASELINE].contains(&peer.name),
         };
+        let has_hardware = self.hardware == Hardware::Cpu || ON_CUDA.contains(&peer.name);
         has_ranks
+            && has_hardware
             && peer.workloads.contains(&self.workload.name)
             && (has_bf16 || self.precision == Precision::Fp32)
     }
 }
 
 /// All cases of some workloads; stock malloc only where it tells most, on `mlp` in float32 with the first thread count,
-/// and two processes with one thread each, in float32.
-pub fn cases(workloads: &[&'static Workload], precisions: &[&Precision], threads: &[usize]) -> Vec<Case> {
+/// and two processes with one thread each, in float32. On a GPU one case for each workload and precision.
+pub fn cases(
+    hardware: Hardware,
+    workloads: &[&'static Workload],
+    precisions: &[&Precision],
+    threads: &[usize],
+) -> Vec<Case> {
     let mut cases = Vec::new();
     for &workload in workloads {
         for &&precision in precisions {
             for &num_threads in threads {
-                let case = Case { workload, precision, num_threads, malloc: Malloc::Held, num_processes: 1 };
-                cases.push(case);
+                let malloc = Malloc::Held;
+                let case = Case { workload, precision, num_threads, malloc, num_processes: 1, hardware };
+                if hardware == Hardware::Cuda || workload.on_cpu.is_some() {
+                    cases.push(case);
+                }
+                if hardware == Hardware::Cuda {
+                    continue;
+                }
                 let trains_together = IN_TWO_PROCESSES.iter().any(|(name, _)| *name == workload.name);
                 if trains_together && precision == Precision::Fp32 && num_threads == 1 {
                     cases.push(Case { num_processes: 2, ..case });
@@ -329,11 +417,11 @@ fn resnet18_flops() -> f64 {
     2.0 * conv(32, 32, 3, 3, 64) + 3.0 * forward
 }
 
-fn gpt_flops(batch: usize, time: usize, layers: usize, channels: usize) -> f64 {
-    let tokens = batch * time;
-    let matrices = linear(tokens, channels, 12 * channels);
-    let attention = linear(tokens, time, channels); // scores and their sums of values, half of each masked
-    3.0 * (layers as f64 * (matrices + attention) + linear(tokens, channels, 256))
+fn gpt_flops(batch: usize, time: usize, layers: usize, channels: usize, tokens: usize) -> f64 {
+    let rows = batch * time;
+    let matrices = linear(rows, channels, 12 * channels);
+    let attention = linear(rows, time, channels); // scores and their sums of values, half of each masked
+    3.0 * (layers as f64 * (matrices + attention) + linear(rows, channels, tokens))
 }
 
 #[cfg(test)]
@@ -358,14 +446,14 @@ mod tests {
     fn two_processes_have_cases_of_their_own() {
         let workloads: Vec<&Workload> = WORKLOADS.iter().collect();
         let together = |threads: &[usize]| -> Vec<String> {
-            let cases = cases(&workloads, &[&Precision::Fp32, &Precision::Bf16], threads);
+            let cases = cases(Hardware::Cpu, &workloads, &[&Precision::Fp32, &Precision::Bf16], threads);
             cases.iter().filter(|case| case.num_processes > 1).map(Case::title).collect()
         };
         let titles =
             ["mlp, 2 processes, 1 thread", "cnn, 2 processes, 1 thread", "gpt-mini, 2 processes, 1 thread"];
         assert_eq!(together(&[1, 2]), titles);
         assert!(together(&[2]).is_empty());
-        let case = cases(&workloads, &[&Precision::Fp32], &[1])[1];
+        let case = cases(Hardware::Cpu, &workloads, &[&Precision::Fp32], &[1])[1];
         assert_eq!((case.items(), case.flops() / (case.workload.flops)(), case.target()), (128, 2.0, 1.3));
         let num_peers = |case: Case| PEERS.iter().filter(|peer| case.takes(peer)).count();
         assert_eq!(num_peers(case), 2);
@@ -374,6 +462,26 @@ mod tests {
         assert_eq!(num_peers(Case { workload: cnn, ..case }), 2 + sharded);
         let alone = Case { workload: cnn, num_processes: 1, ..case };
         assert!(!PEERS.iter().any(|peer| peer.shards && alone.takes(peer)));
+    }
+
+    #[test]
+    fn a_gpu_has_whole_blocks_and_peers_that_know_it() {
+        let workloads: Vec<&Workload> = WORKLOADS.iter().collect();
+        let cases = cases(Hardware::Cuda, &workloads, &[&Precision::Fp32, &Precision::Bf16], &[1]);
+        assert_eq!(cases.len(), 2 * WORKLOADS.len());
+        assert_eq!(cases[1].title(), "mlp bf16-mixed, cuda");
+        for case in &cases {
+            let peers: Vec<&Peer> = PEERS.iter().filter(|peer| case.takes(peer)).collect();
+            assert!(
+                [OURS, BASELINE, COMPILED].iter().all(|name| peers.iter().any(|peer| peer.name == *name))
+            );
+            for peer in peers {
+                let steps = case.steps(peer).unwrap();
+                assert!(steps.warmup % CUDA_BLOCK == 0 && steps.timed % CUDA_BLOCK == 0, "{}", peer.name);
+                assert!(matches!(peer.program, Program::Voltaic | Program::Torch), "{}", peer.name);
+            }
+        }
+        assert!(ON_CUDA.iter().all(|name| PEERS.iter().any(|peer| peer.name == *name)));
     }
 
     #[test]

@@ -17,13 +17,16 @@ use std::time::Instant;
 
 use anyhow::{Context, bail, ensure};
 
-use crate::cases::{BASELINE, Case, PEERS, PRECISIONS, Peer, Precision, WORKLOADS, Workload, cases};
+use crate::cases::{
+    BASELINE, Case, HARDWARE, Hardware, PEERS, PRECISIONS, Peer, Precision, WORKLOADS, Workload, cases,
+};
 use crate::process::{Launcher, Peak};
 use crate::report::{Machine, Results, first_line};
 use crate::summary::{Runs, Table};
 
 /// What of all there is to run, and how often.
 struct Settings {
+    hardware: Hardware,
     num_rounds: usize,
     threads: Vec<usize>,
     workloads: Vec<&'static Workload>,
@@ -37,7 +40,12 @@ impl Settings {
     fn from_env(bench: &Path) -> anyhow::Result<Self> {
         let threads =
             list("THREADS", "2")?.iter().map(|text| number("THREADS", text)).collect::<Result<_, _>>()?;
+        let name = value("ACCELERATOR", "cpu");
+        let hardware = HARDWARE.into_iter().find(|hardware| hardware.name() == name);
+        let hardware =
+            hardware.with_context(|| format!("ACCELERATOR: there is no `{name}`; use cpu or cuda"))?;
         let settings = Self {
+            hardware,
             num_rounds: number("ROUNDS", &value("ROUNDS", "2"))?,
             threads,
             workloads: choose("WORKLOADS", &WORKLOADS, |workload| workload.name)?,
@@ -131,6 +139,7 @@ fn main() -> anyhow::Result<()> {
             malloc: case.malloc,
             gflop_per_step: case.flops() / 1e9,
             num_processes: case.num_processes,
+            hardware: case.hardware,
             rows,
         });
     }
@@ -138,8 +147,13 @@ fn main() -> anyhow::Result<()> {
     verdicts.extend(summary::scaling(&tables));
     let results = Results {
         machine: Machine::this()?,
+        gpu: (settings.hardware == Hardware::Cuda)
+            .then(|| first_line("nvidia-smi", &["--query-gpu=name,driver_version", "--format=csv,noheader"])),
         date: first_line("date", &["-u", "+%Y-%m-%d"]),
-        commit: first_line("git", &["-C", &bench.to_string_lossy(), "describe", "--always", "--dirty"]),
+        commit: value(
+            "COMMIT",
+            &first_line("git", &["-C", &bench.to_string_lossy(), "describe", "--always", "--dirty"]),
+        ),
         num_rounds: settings.num_rounds,
         max_others: settings.max_others,
         peaks,
@@ -165,13 +179,14 @@ type Measured = (Vec<Case>, Vec<Vec<Runs>>, Vec<(usize, Peak)>);
 
 /// Runs every peer once per round in each case, in alternating order.
 fn measure(settings: &Settings, launcher: &Launcher) -> anyhow::Result<Measured> {
-    let cases = cases(&settings.workloads, &settings.precisions, &settings.threads);
+    let cases = cases(settings.hardware, &settings.workloads, &settings.precisions, &settings.threads);
+    ensure!(!cases.is_empty(), "WORKLOADS: none of them is trained on {}", settings.hardware.name());
     let mut runs: Vec<Vec<Runs>> = cases.iter().map(|case| runs_of(case, &settings.peers)).collect();
     let mut peaks: Vec<(usize, Peak)> = Vec::new();
     let start = Instant::now();
     for round in 0..settings.num_rounds {
         for &threads in &settings.threads {
-            let peak = launcher.peak(threads)?;
+            let peak = launcher.peak(threads, settings.hardware)?;
             match peaks.iter_mut().find(|(known, _)| *known == threads) {
                 Some((_, best)) => {
                     *best = Peak { fp32: best.fp32.max(peak.fp32), bf16: best.bf16.max(peak.bf16) };

@@ -10,7 +10,7 @@ use anyhow::{Context, bail, ensure};
 use measure::{Job, Report};
 use serde::Deserialize;
 
-use crate::cases::{Case, Malloc, Peer, Precision, Program};
+use crate::cases::{Case, Hardware, Malloc, Peer, Precision, Program};
 
 /// A process is repeated so often at most if others were busy.
 const MAX_REPEATS: usize = 2;
@@ -67,14 +67,17 @@ impl Launcher {
 
     /// Trains a workload with a peer.
     pub fn run(&self, peer: &Peer, case: Case) -> anyhow::Result<Outcome> {
-        let Case { workload, precision, .. } = case;
+        let Case { workload, precision, hardware, .. } = case;
+        let steps = case.steps(peer).with_context(|| format!("{} is not trained there", case.title()))?;
         let job = Job {
             variant: peer.variant.to_owned(),
             workload: workload.name.to_owned(),
             precision: precision.name().to_owned(),
-            warmup: peer.warmup(workload),
-            steps: workload.steps,
+            warmup: steps.warmup,
+            steps: steps.timed,
             processes: case.num_processes,
+            accelerator: hardware.name().to_owned(),
+            block: hardware.block(),
         };
         let command = || self.command(peer.program, &job, case.num_threads, case.malloc);
         let mut num_repeats = 0;
@@ -94,9 +97,10 @@ impl Launcher {
     }
 
     /// Measures how fast matrices are multiplied.
-    pub fn peak(&self, num_threads: usize) -> anyhow::Result<Peak> {
+    pub fn peak(&self, num_threads: usize, hardware: Hardware) -> anyhow::Result<Peak> {
         let (variant, workload, precision) = ("bare".into(), "matmul".into(), Precision::Fp32.name().into());
-        let job = Job { variant, workload, precision, warmup: 0, steps: 0, processes: 1 };
+        let (accelerator, block) = (hardware.name().to_owned(), hardware.block());
+        let job = Job { variant, workload, precision, warmup: 0, steps: 0, processes: 1, accelerator, block };
         let (line, ..) = self.measure(self.command(Program::Voltaic, &job, num_threads, Malloc::Held))?;
         serde_json::from_str(&line).with_context(|| format!("matmul: its last line is not a rate: {line}"))
     }

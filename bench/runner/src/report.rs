@@ -8,7 +8,7 @@ use std::process::Command;
 use anyhow::Context;
 use serde::Serialize;
 
-use crate::cases::WORKLOADS;
+use crate::cases::{Hardware, WORKLOADS};
 use crate::process::Peak;
 use crate::summary::{Row, Table, Verdict};
 
@@ -16,6 +16,8 @@ use crate::summary::{Row, Table, Verdict};
 #[derive(Debug, Serialize)]
 pub struct Results {
     pub machine: Machine,
+    /// Name and driver of the GPU that trained; none on the CPU.
+    pub gpu: Option<String>,
     pub date: String,
     /// State of the source.
     pub commit: String,
@@ -72,10 +74,11 @@ pub fn write(results: &Results, folder: &Path) -> anyhow::Result<()> {
 fn markdown(results: &Results) -> anyhow::Result<String> {
     let mut page = String::new();
     let Machine { cpu, num_cpus, memory_gib } = &results.machine;
+    let gpu = results.gpu.as_ref().map(|gpu| format!("{gpu}; ")).unwrap_or_default();
     writeln!(page, "# Results\n\nWritten by `make bench`; [README.md](README.md) says how to read it.\n")?;
     writeln!(
         page,
-        "{num_cpus} CPUs {cpu}, {memory_gib:.0} GiB; {}; commit {}.",
+        "{gpu}{num_cpus} CPUs {cpu}, {memory_gib:.0} GiB; {}; commit {}.",
         results.date, results.commit
     )?;
     let rounds = if results.num_rounds == 1 { "1 round" } else { &format!("{} rounds", results.num_rounds) };
@@ -108,12 +111,14 @@ fn write_table(page: &mut String, table: &Table) -> anyhow::Result<()> {
     let workload = WORKLOADS.iter().find(|workload| workload.name == table.workload);
     let (what, item) = workload.map_or(("", "items"), |workload| (workload.what, workload.item));
     writeln!(page, "\n## {}\n\n{what}; {:.3} GFLOP a step.\n", table.title, table.gflop_per_step)?;
+    let is_on_gpu = table.hardware == Hardware::Cuda;
+    let (gpu, line) = if is_on_gpu { ("of the GPU | ", "---|") } else { ("", "") };
     writeln!(
         page,
         "| peer | step ms best / median / worst | speed best/best | speed median (range) | {item}/s | GFLOP/s \
-         | of peak | CPU ms | start s | first step s (longest) | peak MB | others | repeats | losses |"
+         | of peak | CPU ms | start s | first step s (longest) | peak MB | {gpu}others | repeats | losses |"
     )?;
-    writeln!(page, "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|")?;
+    writeln!(page, "|---|---|---|---|---|---|---|---|---|---|---|{line}---|---|---|")?;
     for row in &table.rows {
         let Row { step_ms, speed, first_step_secs: first, .. } = row;
         let digits = if step_ms.min < 10.0 { 2 } else { 1 };
@@ -130,6 +135,9 @@ fn write_table(page: &mut String, table: &Table) -> anyhow::Result<()> {
             "| {:.2} | {:.2} ({:.2}) | {:.0} ",
             row.start_secs, first.median, first.max, row.peak_rss_mb
         )?;
+        if is_on_gpu {
+            write!(page, "| {:.0} ", row.peak_device_mb.unwrap_or(f64::NAN))?;
+        }
         let losses = row.wrong_losses.as_deref().unwrap_or("agree");
         writeln!(page, "| {:.2} | {} | {losses} |", row.others, row.num_repeats)?;
     }

@@ -2,7 +2,9 @@
 
 use serde::Serialize;
 
-use crate::cases::{BASELINE, COMPILED, Case, GRAPHS, Malloc, OURS, Peer, Precision, Rival, SHARDED, Work};
+use crate::cases::{
+    BASELINE, COMPILED, Case, GRAPHS, Hardware, Malloc, OURS, Peer, Precision, Rival, SHARDED, Work,
+};
 use crate::process::{Outcome, Peak};
 
 /// Losses compared between peers that do the same work: rounding grows from step to step, ten times each on resnet18.
@@ -18,6 +20,9 @@ const START_TARGET_SECS: f64 = 0.5;
 const BF16_GAINS: [(&str, f64); 1] = [("gpt-mini", 1.7)];
 /// Part of the baseline's peak of memory.
 const MEMORY_TARGET: f64 = 0.5;
+
+/// The same of a GPU's, where both have libtorch's allocator.
+const CUDA_MEMORY_TARGET: f64 = 1.0;
 
 /// What the processes of one peer did in a case, by round.
 #[derive(Debug)]
@@ -35,6 +40,7 @@ pub struct Table {
     pub num_threads: usize,
     pub malloc: Malloc,
     pub num_processes: usize,
+    pub hardware: Hardware,
     pub gflop_per_step: f64,
     pub rows: Vec<Row>,
 }
@@ -62,6 +68,8 @@ pub struct Row {
     /// The first step, in which compilation is: median and longest.
     pub first_step_secs: Spread,
     pub peak_rss_mb: f64,
+    /// Of the device; none on the CPU.
+    pub peak_device_mb: Option<f64>,
     /// Cores that others used: the most in any process.
     pub others: f64,
     /// Processes thrown away because others were busy.
@@ -145,6 +153,11 @@ fn row(case: Case, runs: &Runs, baseline: Option<&Runs>, peak: Peak) -> Row {
         start_secs: over(&|outcome| outcome.start_secs).median,
         first_step_secs: over(&|outcome| outcome.report.first_step_secs),
         peak_rss_mb: over(&|outcome| outcome.report.peak_rss_bytes as f64 / 1e6).median,
+        peak_device_mb: runs
+            .outcomes
+            .iter()
+            .filter_map(|outcome| Some(outcome.report.peak_device_bytes? as f64 / 1e6))
+            .reduce(f64::max),
         others: over(&|outcome| outcome.others).max,
         num_repeats: runs.outcomes.iter().map(|outcome| outcome.num_repeats).sum(),
         work: runs.peer.work,
@@ -213,6 +226,15 @@ pub fn verdicts(case: Case, rows: &[Row]) -> Vec<Verdict> {
             speed >= wanted,
         )
     };
+    if case.hardware == Hardware::Cuda {
+        let mut verdicts = vec![faster("", ours, BASELINE, baseline)];
+        if let (Some(own), Some(theirs)) = (ours.peak_device_mb, baseline.peak_device_mb) {
+            let target = format!("at most {CUDA_MEMORY_TARGET} of {BASELINE}'s memory of the GPU");
+            let share = own / theirs;
+            verdicts.push(verdict(target, format!("{share:.2} of it"), share <= CUDA_MEMORY_TARGET));
+        }
+        return verdicts;
+    }
     let mut verdicts = vec![match case.workload.rival {
         Rival::Best if case.num_processes == 1 => {
             let eager = fastest(rows.iter().filter(|row| row.peer != COMPILED)).unwrap_or(baseline);
@@ -375,6 +397,7 @@ mod tests {
             start_secs: 0.1,
             first_step_secs: spread,
             peak_rss_mb: 1.0,
+            peak_device_mb: None,
             others: 0.0,
             num_repeats: 0,
             work: Work::Same,
@@ -401,6 +424,7 @@ mod tests {
                 num_threads: 1,
                 malloc: Malloc::Held,
                 num_processes: 1,
+                hardware: Hardware::Cpu,
             };
             let verdicts = verdicts(case, &rows).into_iter();
             verdicts.filter(|v| v.target.contains("times the speed")).map(|v| (v.reached, v.met)).collect()
@@ -425,7 +449,8 @@ mod tests {
         ];
         let workload = WORKLOADS.iter().find(|workload| workload.name == "cnn").unwrap();
         let (precision, malloc) = (Precision::Fp32, Malloc::Held);
-        let case = Case { workload, precision, num_threads: 1, malloc, num_processes: 2 };
+        let hardware = Hardware::Cpu;
+        let case = Case { workload, precision, num_threads: 1, malloc, num_processes: 2, hardware };
         let found = sharding(case, &rows).into_iter().map(|v| (v.reached, v.met)).collect::<Vec<_>>();
         let expected =
             [("0.90".to_owned(), false), ("0.99 times the speed of deepspeed-1".to_owned(), false)];

@@ -19,7 +19,7 @@ fn main() -> anyhow::Result<()> {
     let job = Job::from_args()?;
     seed_everything(1)?;
     match job.workload.as_str() {
-        "matmul" => peak::print(),
+        "matmul" => peak::print(&job.accelerator),
         "mlp" => train(
             &job,
             || Mlp::new(MlpConfig::default()),
@@ -40,7 +40,21 @@ fn main() -> anyhow::Result<()> {
         ),
         "gpt-tiny" => train_gpt(&job, GptConfig::tiny(), 12),
         "gpt-mini" => train_gpt(&job, GptConfig { dropout: 0.0, ..GptConfig::mini() }, 4),
-        other => bail!("workload: there is no {other}; use matmul, mlp, cnn, resnet18, gpt-tiny or gpt-mini"),
+        "gpt2" => {
+            let (block_size, vocab_size) = (1024, 50304);
+            let config = GptConfig {
+                block_size,
+                vocab_size,
+                n_layer: 12,
+                n_head: 12,
+                n_embd: 768,
+                ..GptConfig::tiny()
+            };
+            train_gpt(&job, config, 8)
+        }
+        other => {
+            bail!("workload: there is no {other}; use matmul, mlp, cnn, resnet18, gpt-tiny, gpt-mini or gpt2")
+        }
     }
 }
 
@@ -67,14 +81,15 @@ fn train<N: Forward>(
             .enable_progress_bar(false)
             .enable_model_summary(false)
     };
+    let given = job.accelerator.as_str();
     let (builder, logs) = match job.variant.as_str() {
-        "bare" => (bare(builder).accelerator("cpu").devices(job.processes as i64), false),
-        "defaults" => (builder.accelerator("cpu"), true),
-        "graphs" => (bare(builder).accelerator("cpu").graph(GraphMode::Step), false),
+        "bare" => (bare(builder).accelerator(given).devices(job.processes as i64), false),
+        "defaults" => (builder.accelerator(given).devices(1), true),
+        "graphs" => (bare(builder).accelerator(given).graph(GraphMode::Step), false),
         "hpu" => (bare(builder).accelerator("hpu").devices(1), false),
         "hpu-graphs" => (bare(builder).accelerator("hpu").devices(1).graph(GraphMode::Step), false),
         "zero1" | "zero2" | "zero3" => {
-            let builder = bare(builder).accelerator("cpu").devices(job.processes as i64);
+            let builder = bare(builder).accelerator(given).devices(job.processes as i64);
             (builder.strategy(job.variant.as_str()), false)
         }
         other => bail!(
@@ -85,7 +100,7 @@ fn train<N: Forward>(
     let net = init::without_draws(make)?;
     data::set_weights(&net.named_parameters())?;
     let mut loaders = Loaders::new().train(batches.loader(job.total_steps() * job.processes)?);
-    let mut net = Timed::new(net, optimizers, logs);
+    let mut net = Timed::new(net, optimizers, logs, job)?;
     trainer.fit(&mut net, &mut loaders)?;
-    if trainer.is_global_zero() { net.print_report(job) } else { Ok(()) }
+    if trainer.is_global_zero() { net.print_report() } else { Ok(()) }
 }

@@ -1,6 +1,7 @@
 //! A network with the steps of a trained module, and a clock in them.
 
 use measure::{Job, StepClock};
+use voltaic::accelerator::{Accelerator, accelerator, memory_stats};
 use voltaic::module::HookContext;
 use voltaic::nn::functional::cross_entropy;
 use voltaic::nn::{Forward, Module};
@@ -16,19 +17,34 @@ pub struct Timed<N: Forward> {
     #[module(skip)]
     logs: bool,
     #[module(skip)]
+    job: Job,
+    /// What is waited for after each block of steps.
+    #[module(skip)]
+    accelerator: Box<dyn Accelerator>,
+    #[module(skip)]
     clock: StepClock,
     #[module(skip)]
     losses: Vec<Tensor>,
 }
 
 impl<N: Forward> Timed<N> {
-    pub fn new(net: N, optimizers: fn(&N) -> anyhow::Result<Optimizers>, logs: bool) -> Self {
-        Self { net, optimizers, logs, clock: StepClock::default(), losses: Vec::new() }
+    pub fn new(
+        net: N,
+        optimizers: fn(&N) -> anyhow::Result<Optimizers>,
+        logs: bool,
+        job: &Job,
+    ) -> anyhow::Result<Self> {
+        let accelerator = accelerator(&job.accelerator)?;
+        let (job, clock, losses) = (job.clone(), StepClock::default(), Vec::new());
+        Ok(Self { net, optimizers, logs, job, accelerator, clock, losses })
     }
 
-    pub fn print_report(&self, job: &Job) -> anyhow::Result<()> {
+    pub fn print_report(&self) -> anyhow::Result<()> {
         let losses = self.losses.iter().map(f64::try_from).collect::<Result<_, _>>()?;
-        self.clock.print_report(job, losses, tch::get_num_threads().try_into()?)
+        let is_on_host = self.accelerator.name() == "cpu";
+        let memory =
+            if is_on_host { None } else { Some(memory_stats(self.accelerator.device(0))?.max_in_use) };
+        self.clock.print_report(&self.job, losses, tch::get_num_threads().try_into()?, memory)
     }
 }
 
@@ -52,6 +68,9 @@ impl<N: Forward> LightningModule for Timed<N> {
     fn on_train_batch_start(&mut self, _ctx: &mut HookContext) -> anyhow::Result<()> {
         if self.clock.num_steps() == 0 {
             seed_everything(3)?; // the masks of dropout are the same everywhere
+        }
+        if self.job.waits_after(self.clock.num_steps()) {
+            self.accelerator.synchronize(self.accelerator.device(0))?;
         }
         self.clock.tick();
         Ok(())

@@ -64,7 +64,7 @@ fn train<N: Network>(
     }
     let losses = losses.into_iter().map(|loss| f64::from(loss.into_scalar::<f32>())).collect();
     let num_threads = std::thread::available_parallelism()?.get();
-    clock.print_report(job, losses, rayon_threads().unwrap_or(num_threads))
+    clock.print_report(job, losses, rayon_threads().unwrap_or(num_threads), None)
 }
 
 /// What Burn's thread pool goes by.

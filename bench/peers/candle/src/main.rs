@@ -51,7 +51,7 @@ fn train(job: &Job, net: &dyn Network, mut optimizer: AdamW) -> anyhow::Result<(
         losses.push(loss.detach());
     }
     let losses = losses.iter().map(|loss| Ok(f64::from(loss.to_scalar::<f32>()?))).collect::<Result<_>>()?;
-    clock.print_report(job, losses, candle_core::utils::get_num_threads())
+    clock.print_report(job, losses, candle_core::utils::get_num_threads(), None)
 }
 
 struct Mlp {
