@@ -81,12 +81,12 @@ enum VerbArgs {
 /// Options of `convert`.
 #[derive(Args)]
 pub(super) struct ConvertArgs {
-    /// A checkpoint of voltaic or Lightning, a file of torch.save, or safetensors.
+    /// A checkpoint of voltaic (a file, or the folder of a divided run) or Lightning, a file of torch.save, or safetensors.
     pub input: PathBuf,
     /// Where to write.
     pub output: PathBuf,
     /// The format to write; unless given: by the name .safetensors, .pt, .pth or .bin, else voltaic's for a file of PyTorch or
-    /// Lightning and Lightning's for one of voltaic.
+    /// Lightning and for a folder, and Lightning's for a file of voltaic.
     #[arg(long, value_enum)]
     pub to: Option<Format>,
     /// Rename GPT-2's or ResNet's weights.
@@ -115,6 +115,18 @@ pub(super) enum Format {
     StateDict,
     /// Weights as safetensors.
     Safetensors,
+}
+
+impl Format {
+    /// What a file in this format is.
+    pub fn describe(self) -> &'static str {
+        match self {
+            Self::Voltaic => "voltaic's format",
+            Self::Lightning => "Lightning's format",
+            Self::StateDict => "a state dict of PyTorch",
+            Self::Safetensors => "safetensors",
+        }
+    }
 }
 
 /// How weights are renamed.

@@ -127,7 +127,10 @@ fn a_run_of_lightning_goes_on_in_voltaic() {
     let folder = TempDir::new().unwrap();
     let own = folder.path().join("own.ckpt");
     let text = convert(&fixture("lightning.ckpt"), &own, &[]);
-    assert!(text.contains("9 tensors and the training state, epoch 1, global_step 12"), "{text}");
+    assert!(
+        text.contains("voltaic's format, 9 tensors and the training state, epoch 1, global_step 12"),
+        "{text}"
+    );
     assert!(text.contains("note: the state of callback ModelCheckpoint"), "{text}");
     let mut net = Net::new();
     assert_eq!(fit(&mut net, 4, Some(&own), folder.path()), 24);

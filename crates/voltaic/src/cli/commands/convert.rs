@@ -78,8 +78,9 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
     let has_training = checkpoint.training.is_some() && !is_of_weights(format);
     let training = if has_training { " and the training state" } else { "" };
     text += &format!(
-        "{}: {} tensors{training}, epoch {}, global_step {}\n",
+        "{}: {}, {} tensors{training}, epoch {}, global_step {}\n",
         output.display(),
+        format.describe(),
         checkpoint.weights.len(),
         checkpoint.meta.epoch,
         checkpoint.meta.global_step
@@ -94,8 +95,9 @@ fn export(input: &Path, output: &Path) -> Result<String, Error> {
     let (meta, has_training) = (shards.meta(), shards.has_training());
     let note = if has_training { format!("note: {LEFT_OUT}\n") } else { String::new() };
     Ok(format!(
-        "{note}{}: {num_tensors} tensors, epoch {}, global_step {}\n",
+        "{note}{}: {}, {num_tensors} tensors, epoch {}, global_step {}\n",
         output.display(),
+        Format::Safetensors.describe(),
         meta.epoch,
         meta.global_step
     ))
