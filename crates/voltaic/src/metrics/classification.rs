@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::divide::safe_divide;
-use crate::error::Result;
+use crate::error::{ModuleError, Problem, Result};
 use crate::nn::{Metric, MetricState, Module, Reduction, refuse_shape};
 
 /// How the values of the classes become one.
@@ -11,7 +11,7 @@ use crate::nn::{Metric, MetricState, Module, Reduction, refuse_shape};
 pub enum Average {
     /// Counts of all classes together.
     Micro,
-    /// Mean over the classes that occur as target or prediction.
+    /// Mean over the classes that occur as target or prediction; as target, if several of the largest logits count.
     Macro,
     /// Mean weighted by how often a class is the target.
     Weighted,
@@ -19,19 +19,41 @@ pub enum Average {
     None,
 }
 
+/// Refuses what would be counted wrongly: shapes that do not fit, and numbers where classes are needed.
+fn check(metric: &'static str, preds: &Tensor, target: &Tensor, num_classes: i64) -> Result<()> {
+    let (shape, mut wanted) = (preds.size(), target.size());
+    let has_scores = shape.len() == wanted.len() + 1;
+    if has_scores && !wanted.is_empty() {
+        wanted.insert(1, num_classes);
+    }
+    if shape != wanted {
+        let expected =
+            format!("{wanted:?} is needed for {num_classes} classes and targets of {:?}", target.size());
+        return Err(refuse_shape(metric, &shape, expected));
+    }
+    for (what, tensor) in [("targets", target), ("predicted classes", preds)] {
+        let are_scores = has_scores && what != "targets";
+        if !are_scores && (tensor.is_floating_point() || tensor.is_complex()) {
+            let remedy = "give classes as integers, or scores of each class, [n, num_classes, ...]";
+            return Err(refuse_values(
+                metric,
+                format!("{what} are {:?}, not integers", tensor.kind()),
+                remedy,
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn refuse_values(metric: &str, what: String, remedy: &'static str) -> crate::Error {
+    ModuleError::Input { layer: metric.to_owned(), problem: Problem::new(what, remedy) }.into()
+}
+
 /// Predictions `[n]` and targets `[n]`, without those whose target is to be ignored. Logits or probabilities
 /// `[n, num_classes, ...]` are made classes by their maximum.
-fn classes(
-    metric: &'static str,
-    preds: &Tensor,
-    target: &Tensor,
-    ignore_index: Option<i64>,
-) -> Result<(Tensor, Tensor)> {
+fn classes(preds: &Tensor, target: &Tensor, ignore_index: Option<i64>) -> Result<(Tensor, Tensor)> {
     let preds =
         if preds.dim() == target.dim() + 1 { preds.f_argmax(1, false)? } else { preds.shallow_clone() };
-    if preds.size() != target.size() {
-        return Err(refuse_shape(metric, &preds.size(), format!("targets have shape {:?}", target.size())));
-    }
     let (preds, target) = (preds.f_flatten(0, -1)?, target.f_flatten(0, -1)?.f_to_kind(Kind::Int64)?);
     let Some(ignored) = ignore_index else { return Ok((preds, target)) };
     let kept = target.f_ne(ignored)?;
@@ -41,12 +63,27 @@ fn classes(
 const COUNTS: &[(&str, Reduction)] =
     &[("tp", Reduction::Sum), ("fp", Reduction::Sum), ("fn", Reduction::Sum)];
 
+/// Adds up weights by place. libtorch looks whether there is such a place; there is none for what is not one of the classes.
+fn count(
+    metric: &str,
+    places: &Tensor,
+    weight: &Tensor,
+    (num_places, num_classes): (i64, i64),
+) -> Result<Tensor> {
+    let zeros = Tensor::f_zeros([num_places], (Kind::Int64, places.device()))?;
+    zeros.f_scatter_add(0, places, weight).map_err(|error| {
+        if !error.to_string().contains("out of bounds") {
+            return error.into();
+        }
+        let what = format!("a target or a predicted class is not among 0 to {}", num_classes - 1);
+        let remedy = "give as many classes as there are, and ignore_index for targets that do not count";
+        refuse_values(metric, what, remedy)
+    })
+}
+
 /// True positives, false positives and false negatives of each class, `[num_classes]` each.
-fn counts(preds: &Tensor, target: &Tensor, num_classes: i64) -> Result<Vec<Tensor>> {
-    let count = |of: &Tensor, weight: &Tensor| -> Result<Tensor> {
-        let zeros = Tensor::f_zeros([num_classes], (Kind::Int64, of.device()))?;
-        Ok(zeros.f_scatter_add(0, of, weight)?)
-    };
+fn counts(metric: &str, preds: &Tensor, target: &Tensor, num_classes: i64) -> Result<Vec<Tensor>> {
+    let count = |of: &Tensor, weight: &Tensor| count(metric, of, weight, (num_classes, num_classes));
     let ones = target.f_ones_like()?;
     let right = preds.f_eq_tensor(target)?.f_to_kind(Kind::Int64)?;
     let tp = count(target, &right)?;
@@ -55,13 +92,15 @@ fn counts(preds: &Tensor, target: &Tensor, num_classes: i64) -> Result<Vec<Tenso
     Ok(vec![tp.shallow_clone(), predicted.f_sub(&tp)?, wanted.f_sub(&tp)?])
 }
 
-/// Averages values of classes; `counts` are those of [`counts`].
-fn averaged(average: Average, values: Tensor, counts: &[Tensor]) -> Result<Tensor> {
+/// Averages values of classes; `counts` are those of [`counts`]. With the first `top_k` of more than one, torchmetrics leaves out
+/// classes that are only predicted.
+fn averaged(average: Average, values: Tensor, counts: &[Tensor], top_k: i64) -> Result<Tensor> {
     let weights = match average {
         Average::None | Average::Micro => return Ok(values),
         Average::Weighted => counts[0].f_add(&counts[2])?.f_to_kind(Kind::Float)?,
         Average::Macro => {
-            let occurs = counts[0].f_add(&counts[1])?.f_add(&counts[2])?;
+            let wanted = counts[0].f_add(&counts[2])?;
+            let occurs = if top_k > 1 { wanted } else { wanted.f_add(&counts[1])? };
             occurs.f_gt(0)?.f_to_kind(Kind::Float)?
         }
     };
@@ -120,9 +159,10 @@ impl Accuracy {
     /// # Errors
     /// If the shapes do not fit.
     pub fn update(&self, preds: &Tensor, target: &Tensor) -> Result<()> {
+        check("Accuracy", preds, target, self.num_classes)?;
         let preds = if self.top_k > 1 { self.best_of_top(preds, target)? } else { preds.shallow_clone() };
-        let (preds, target) = classes("Accuracy", &preds, target, self.ignore_index)?;
-        self.state.add(counts(&preds, &target, self.num_classes)?)
+        let (preds, target) = classes(&preds, target, self.ignore_index)?;
+        self.state.add(counts("Accuracy", &preds, &target, self.num_classes)?)
     }
 
     /// The target where it is among the first `top_k`, else the most likely class.
@@ -145,7 +185,7 @@ impl Metric for Accuracy {
     fn value(&self, state: &[Tensor]) -> Result<Tensor> {
         let counts = summed(self.average, state)?;
         let values = safe_divide(&counts[0], &counts[0].f_add(&counts[2])?)?;
-        averaged(self.average, values, &counts)
+        averaged(self.average, values, &counts, self.top_k)
     }
 }
 
@@ -168,10 +208,11 @@ impl F1Score {
     /// Adds a batch; as [`Accuracy::update`].
     ///
     /// # Errors
-    /// If the shapes do not fit.
+    /// If the shapes do not fit, or a class is none.
     pub fn update(&self, preds: &Tensor, target: &Tensor) -> Result<()> {
-        let (preds, target) = classes("F1Score", preds, target, None)?;
-        self.state.add(counts(&preds, &target, self.num_classes)?)
+        check("F1Score", preds, target, self.num_classes)?;
+        let (preds, target) = classes(preds, target, None)?;
+        self.state.add(counts("F1Score", &preds, &target, self.num_classes)?)
     }
 }
 
@@ -184,7 +225,7 @@ impl Metric for F1Score {
         let counts = summed(self.average, state)?;
         let double = counts[0].f_mul_scalar(2)?;
         let values = safe_divide(&double, &double.f_add(&counts[1])?.f_add(&counts[2])?)?;
-        averaged(self.average, values, &counts)
+        averaged(self.average, values, &counts, 1)
     }
 }
 
@@ -208,11 +249,16 @@ impl ConfusionMatrix {
     /// # Errors
     /// If the shapes do not fit.
     pub fn update(&self, preds: &Tensor, target: &Tensor) -> Result<()> {
-        let (preds, target) = classes("ConfusionMatrix", preds, target, None)?;
-        let cells = target.f_mul_scalar(self.num_classes)?.f_add(&preds)?;
-        let zeros = Tensor::f_zeros([self.num_classes * self.num_classes], (Kind::Int64, cells.device()))?;
-        let counts = zeros.f_scatter_add(0, &cells, &cells.f_ones_like()?)?;
-        self.state.add(vec![counts.f_reshape([self.num_classes, self.num_classes])?])
+        let size = self.num_classes;
+        check("ConfusionMatrix", preds, target, size)?;
+        let (preds, target) = classes(preds, target, None)?;
+        let preds = preds.f_to_kind(Kind::Int64)?;
+        // a prediction that is no class would be counted in another row
+        let is_class = preds.f_ge(0)?.f_logical_and(&preds.f_lt(size)?)?;
+        let cells =
+            target.f_mul_scalar(size)?.f_add(&preds)?.f_masked_fill(&is_class.f_logical_not()?, -1)?;
+        let counts = count("ConfusionMatrix", &cells, &cells.f_ones_like()?, (size * size, size))?;
+        self.state.add(vec![counts.f_reshape([size, size])?])
     }
 }
 

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::divide::safe_divide;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{ModuleError, Problem, Result};
 use crate::nn::{Metric, MetricState, Module, Reduction, refuse_shape};
 
 /// Area under the receiver operating characteristic, exact: all scores are kept until the reset. torchmetrics'
@@ -29,7 +29,7 @@ impl Auroc {
         Self { num_classes: 1, state: MetricState::new("Auroc", SCORES) }
     }
 
-    /// Mean over classes of scores `[n, num_classes]`.
+    /// Mean over classes of scores `[n, num_classes]`: probabilities, or logits if one of a batch is not from 0 to 1.
     pub fn multiclass(num_classes: i64) -> Self {
         Self { num_classes, state: MetricState::new("Auroc", SCORES) }
     }
@@ -41,15 +41,35 @@ impl Auroc {
     pub fn update(&self, preds: &Tensor, target: &Tensor) -> Result<()> {
         let n = target.numel() as i64;
         let expected = if self.num_classes == 1 { vec![n] } else { vec![n, self.num_classes] };
-        if preds.size() != expected {
-            return Err(refuse_shape(
-                "Auroc",
-                &preds.size(),
-                format!("scores of shape {expected:?} are needed"),
-            ));
+        if preds.size() != expected || target.dim() != 1 {
+            let what = format!(
+                "scores of shape {expected:?} are needed, and targets [{n}], not {:?}",
+                target.size()
+            );
+            return Err(refuse_shape("Auroc", &preds.size(), what));
         }
-        self.state.add(vec![preds.f_detach()?, target.f_to_kind(Kind::Int64)?])
+        let scores =
+            if self.num_classes == 1 { preds.f_detach()? } else { probabilities(&preds.f_detach()?)? };
+        self.state.add(vec![scores, target.f_to_kind(Kind::Int64)?])
     }
+}
+
+/// The softmax of logits `[n, num_classes]`, by which samples are compared. Numbers from 0 to 1 are taken for probabilities.
+fn probabilities(scores: &Tensor) -> Result<Tensor> {
+    let are_logits = scores.f_lt(0.0)?.f_logical_or(&scores.f_gt(1.0)?)?.f_any()?;
+    Ok(scores.f_softmax(1, scores.kind())?.f_where_self(&are_logits, scores)?)
+}
+
+/// Refuses targets that are no classes: they would be counted as positive several times, or as negative everywhere.
+fn check_targets(target: &Tensor, num_classes: i64) -> Result<()> {
+    let last = if num_classes == 1 { 1 } else { num_classes - 1 };
+    let is_class = target.f_ge(0)?.f_logical_and(&target.f_le(last)?)?;
+    if target.numel() == 0 || bool::try_from(is_class.f_all()?)? {
+        return Ok(()); // sync point
+    }
+    let what = format!("a target is not among 0 to {last}");
+    let problem = Problem::new(what, "give the classes of the samples, and as many classes as there are");
+    Err(ModuleError::Input { layer: "Auroc".to_owned(), problem }.into())
 }
 
 /// Area of one class against the others.
@@ -79,6 +99,7 @@ impl Metric for Auroc {
             if is_on_hpu { tensor.f_to_device(tch::Device::Cpu) } else { Ok(tensor.shallow_clone()) }
         };
         let (preds, target) = (&placed(&state[0])?, &placed(&state[1])?);
+        check_targets(target, self.num_classes)?;
         if self.num_classes == 1 {
             return area(&preds.f_contiguous()?, target);
         }

@@ -2,11 +2,15 @@
 
 use tch::{Kind, Tensor};
 
-use super::divide::safe_divide;
 use crate::error::Result;
 use crate::nn::{Metric, MetricState, Module, Reduction, refuse_shape};
 
 const MEAN: &[(&str, Reduction)] = &[("sum", Reduction::Sum), ("total", Reduction::Sum)];
+
+/// A sum by a number; not a number where nothing was counted.
+fn mean(state: &[Tensor]) -> Result<Tensor> {
+    Ok(state[0].f_div(&state[1].f_to_kind(Kind::Float)?)?)
+}
 
 fn total(n: usize, like: &Tensor) -> Result<Tensor> {
     Ok(Tensor::f_full([] as [i64; 0], n as i64, (Kind::Int64, like.device()))?)
@@ -59,7 +63,7 @@ impl Metric for MeanSquaredError {
     }
 
     fn value(&self, state: &[Tensor]) -> Result<Tensor> {
-        let mean = safe_divide(&state[0], &state[1])?;
+        let mean = mean(state)?;
         if self.squared { Ok(mean) } else { Ok(mean.f_sqrt()?) }
     }
 }
@@ -102,7 +106,8 @@ impl Perplexity {
         };
         let index = target.f_masked_fill(&kept.f_logical_not()?, 0)?.f_unsqueeze(-1)?;
         let likelihood = log_probs.f_gather(-1, &index, false)?.f_squeeze_dim(-1)?;
-        let kept_likelihood = likelihood.f_mul(&kept.f_to_kind(Kind::Float)?)?;
+        // not a product with 0, which is not a number where the likelihood is 0
+        let kept_likelihood = likelihood.f_masked_fill(&kept.f_logical_not()?, 0.0)?;
         self.state.add(vec![kept_likelihood.f_sum(Kind::Float)?.f_neg()?, kept.f_sum(Kind::Int64)?])
     }
 }
@@ -119,7 +124,7 @@ impl Metric for Perplexity {
     }
 
     fn value(&self, state: &[Tensor]) -> Result<Tensor> {
-        Ok(safe_divide(&state[0], &state[1])?.f_exp()?)
+        Ok(mean(state)?.f_exp()?)
     }
 }
 
@@ -160,6 +165,6 @@ impl Metric for MeanMetric {
     }
 
     fn value(&self, state: &[Tensor]) -> Result<Tensor> {
-        safe_divide(&state[0], &state[1])
+        mean(state)
     }
 }

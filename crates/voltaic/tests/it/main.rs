@@ -72,6 +72,7 @@ mod master_weights;
 mod memory;
 mod metric_objects;
 mod metrics;
+mod metrics_random;
 mod models;
 mod new_crate;
 mod nn;
