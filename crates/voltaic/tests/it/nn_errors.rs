@@ -89,6 +89,71 @@ fn an_input_that_does_not_fit_is_explained_in_the_layers_terms() {
 }
 
 #[test]
+fn a_batch_of_one_value_in_each_channel_does_not_lose_the_running_variance() {
+    let options = (Kind::Float, tch::Device::Cpu);
+    let (mut flat, mut images) = (BatchNorm1d::new(4).unwrap(), BatchNorm2d::new(4).unwrap());
+    let bare = BatchNorm1d::builder(4).track_running_stats(false).build().unwrap();
+    let (one, one_pixel) = (Tensor::ones([1, 4], options), Tensor::ones([1, 4, 1, 1], options));
+    for error in [flat.forward(&one), images.forward(&one_pixel), bare.forward(&one)] {
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("has one value in each channel, which has no variance; give more"), "{error}");
+    }
+    assert!(flat.forward(&Tensor::ones([1, 4, 2], options)).is_ok());
+    assert!(images.forward(&Tensor::ones([2, 4, 1, 1], options)).is_ok());
+    flat.eval();
+    images.eval();
+    assert!(flat.forward(&one).is_ok());
+    assert!(images.forward(&one_pixel).is_ok());
+    for (_, buffer) in flat.named_buffers().into_iter().chain(images.named_buffers()) {
+        assert!(buffer.tensor().isfinite().all().int64_value(&[]) == 1, "{}", buffer.tensor());
+    }
+}
+
+#[test]
+fn a_target_in_a_column_is_not_compared_with_every_row() {
+    use voltaic::nn::functional::{accuracy, mse_loss};
+    let float = |shape: &[i64]| Tensor::zeros(shape, (Kind::Float, tch::Device::Cpu));
+    let error = mse_loss(&float(&[4, 1]), &float(&[4])).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "mse_loss: input of shape [4, 1] does not fit: targets have shape [4]; reshape one of them"
+    );
+    let error = accuracy(&float(&[4, 3]), &float(&[4, 1])).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "accuracy: input of shape [4] does not fit: targets have shape [4, 1]; reshape one of them"
+    );
+    assert_eq!(mse_loss(&float(&[4, 1]), &float(&[4, 1])).unwrap().double_value(&[]), 0.0);
+}
+
+#[test]
+fn a_mask_in_another_order_is_refused() {
+    let guard = seeded(0);
+    let attention = MultiheadAttention::builder(8, 2).batch_first(true).build().unwrap();
+    drop(guard);
+    let float = |shape: &[i64]| Tensor::zeros(shape, (Kind::Float, tch::Device::Cpu));
+    let (query, key) = (float(&[3, 4, 8]), float(&[3, 5, 8]));
+    let attend = |mask: &AttentionMask<'_>| attention.attend(&query, &key, &key, mask).map(drop);
+    for shape in [&[4, 5][..], &[6, 4, 5]] {
+        attend(&AttentionMask { attn_mask: Some(&float(shape)), ..Default::default() }).unwrap();
+    }
+    attend(&AttentionMask::key_padding(&float(&[3, 5]))).unwrap();
+    for shape in [&[5, 4][..], &[20], &[3, 2, 4, 5], &[6, 5, 4], &[3, 4, 5]] {
+        let error = attend(&AttentionMask { attn_mask: Some(&float(shape)), ..Default::default() });
+        let error = error.unwrap_err().to_string();
+        assert!(
+            error.contains("attn_mask has shape") && error.ends_with("give [4, 5] or [6, 4, 5]"),
+            "{error}"
+        );
+    }
+    let error = attend(&AttentionMask::key_padding(&float(&[5, 3]))).unwrap_err().to_string();
+    assert!(error.contains("key_padding_mask has shape [5, 3]; give [3, 5]"), "{error}");
+    let ones = Tensor::ones([3, 5], (Kind::Int64, tch::Device::Cpu));
+    let error = attend(&AttentionMask::key_padding(&ones)).unwrap_err().to_string();
+    assert!(error.contains("key_padding_mask is Int64; give bool"), "{error}");
+}
+
+#[test]
 fn an_index_outside_the_table_is_explained() {
     let guard = seeded(0);
     let embedding = Embedding::new(65, 4).unwrap();

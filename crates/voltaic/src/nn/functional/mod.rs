@@ -9,7 +9,7 @@ pub use tch::Reduction;
 
 pub use attention::scaled_dot_product_attention;
 
-use crate::error::Result;
+use crate::error::{ModuleError, Result};
 
 /// Mean over the batch of the negative log-likelihood of the right class, as `torch.nn.functional.cross_entropy`.
 ///
@@ -71,8 +71,9 @@ impl Default for CrossEntropyOptions<'_> {
 /// Mean of the squared differences, as `torch.nn.functional.mse_loss`. Both of one shape; returns shape `[]`.
 ///
 /// # Errors
-/// If the shapes do not fit together.
+/// [`ModuleError::Shape`] if the shapes differ. libtorch would compare each row of `[n]` with each of `[n, 1]`.
 pub fn mse_loss(input: &Tensor, target: &Tensor) -> Result<Tensor> {
+    same_shape("mse_loss", input, target)?;
     Ok(input.f_mse_loss(target, Reduction::Mean)?)
 }
 
@@ -97,7 +98,18 @@ pub fn max_pool2d(input: &Tensor, size: i64) -> Result<Tensor> {
 /// `logits` `[*, classes]`, `targets` `[*]`. No gradient flows through it, and nothing is read back to the host.
 ///
 /// # Errors
-/// If the shapes do not fit together.
+/// [`ModuleError::Shape`] if the shapes do not fit together.
 pub fn accuracy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    Ok(logits.f_argmax(-1, false)?.f_eq_tensor(targets)?.f_mean(Kind::Float)?)
+    let found = logits.f_argmax(-1, false)?;
+    same_shape("accuracy", &found, targets)?;
+    Ok(found.f_eq_tensor(targets)?.f_mean(Kind::Float)?)
+}
+
+fn same_shape(function: &str, input: &Tensor, target: &Tensor) -> Result<()> {
+    let shape = input.size();
+    if shape == target.size() {
+        return Ok(());
+    }
+    let expected = format!("targets have shape {:?}; reshape one of them", target.size());
+    Err(ModuleError::Shape { layer: function.to_owned(), shape, expected }.into())
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use tch::{Kind, Tensor};
 
 use crate::device::Device;
-use crate::error::{ModuleError, Result};
+use crate::error::{ModuleError, Problem, Result};
 use crate::ffi::tensor_id;
 use crate::nn::calls::call::{within_call, within_call_of};
 use crate::nn::check::{at_least, divides, empty, probability};
@@ -198,16 +198,40 @@ impl MultiheadAttention {
         Ok(joined.f_linear(&self.out_proj.weight, self.out_proj.bias.as_deref())?)
     }
 
+    /// Refuses a mask that would mean something else: of as many elements in another order, or of integers, which would be added.
+    fn check_mask(&self, what: &str, mask: &Tensor, shapes: &[&[i64]]) -> Result<()> {
+        let (shape, kind) = (mask.size(), mask.f_kind()?);
+        let refuse = |what: String, remedy: String| {
+            let problem = Problem::new(what, remedy);
+            Err(ModuleError::Input { layer: format!("{self:?}"), problem }.into())
+        };
+        if !shapes.contains(&&shape[..]) {
+            let shapes: Vec<String> = shapes.iter().map(|shape| format!("{shape:?}")).collect();
+            return refuse(format!("{what} has shape {shape:?}"), format!("give {}", shapes.join(" or ")));
+        }
+        if kind != Kind::Bool && !mask.is_floating_point() {
+            let remedy = "give bool, true where attention is not allowed, or numbers to add to the scores";
+            return refuse(format!("{what} is {kind:?}"), remedy.to_owned());
+        }
+        Ok(())
+    }
+
     /// What is added to the scores, broadcasting to `[batch, heads, queries, keys]`.
     fn score_bias(&self, heads: &Heads, mask: &AttentionMask<'_>) -> Result<Option<Tensor>> {
         let (dtype, device) = (heads.query.f_kind()?, Device::of(&heads.query)?.tch());
         let (batch, queries, keys) = (heads.query.size()[0], heads.query.size()[2], heads.key.size()[2]);
         let mut parts = Vec::new();
         if let Some(mask) = mask.attn_mask {
+            self.check_mask(
+                "attn_mask",
+                mask,
+                &[&[queries, keys], &[batch * self.num_heads, queries, keys]],
+            )?;
             let shape = if mask.dim() == 3 { [batch, self.num_heads] } else { [1, 1] };
             parts.push(additive(mask, dtype)?.f_reshape([shape[0], shape[1], queries, keys])?);
         }
         if let Some(mask) = mask.key_padding_mask {
+            self.check_mask("key_padding_mask", mask, &[&[batch, keys]])?;
             parts.push(additive(mask, dtype)?.f_reshape([batch, 1, 1, keys])?);
         }
         if mask.is_causal {

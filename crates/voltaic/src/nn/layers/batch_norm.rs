@@ -5,7 +5,7 @@ use std::fmt;
 use tch::{Kind, Tensor};
 
 use crate::distributed::{ProcessGroup, collective_scope};
-use crate::error::Result;
+use crate::error::{ModuleError, Problem, Result};
 use crate::nn::buffer::Buffer;
 use crate::nn::calls::call::within_call;
 use crate::nn::check::{at_least, empty, explain};
@@ -120,6 +120,20 @@ impl<const N: usize> BatchNorm<N> {
         dims == N + 2 || (N == 1 && dims == 2)
     }
 
+    /// Refuses a batch with one value in each channel: it has no unbiased variance, and the running one would be lost.
+    fn refuse_one_value(&self, input: &Tensor) -> Result<()> {
+        let needs_variance = self.training || self.running_mean.is_none();
+        let shape = input.size();
+        let values = shape.iter().enumerate().filter(|(dim, _)| *dim != 1).map(|(_, size)| size);
+        if !needs_variance || values.product::<i64>() != 1 {
+            return Ok(());
+        }
+        let what = format!("input of shape {shape:?} has one value in each channel, which has no variance");
+        let remedy =
+            "give more samples, leave out a last batch of one (drop_last), or use the evaluation mode";
+        Err(ModuleError::Input { layer: format!("{self:?}"), problem: Problem::new(what, remedy) }.into())
+    }
+
     /// Weight of this batch in the running statistics.
     fn batch_weight(&self) -> Result<f64, tch::TchError> {
         match &self.num_batches_tracked {
@@ -162,6 +176,7 @@ impl<const N: usize> Forward for BatchNorm<N> {
                 self.count()?;
                 return Ok(output);
             }
+            self.refuse_one_value(input)?;
             let output = if Self::fits(input.dim()) {
                 self.normalise(input)
             } else {
