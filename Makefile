@@ -32,6 +32,7 @@ stress: setup ## long forms of tests, and a million random inputs for each parse
 	VOLTAIC_STRESS_TRIES=$(or $(INPUTS),1000000) $(CARGO) test -p voltaic --lib -- distributed::roll_call --nocapture
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test it -- extreme_values hangs kill
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test zero -- --include-ignored --nocapture
+	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test hpu -- fuzz --nocapture
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test profiler -- long --nocapture
 
 test-cuda: setup ## what needs an NVIDIA GPU; says why it skips if there is none

@@ -47,6 +47,9 @@ pub fn expand(input: &DeriveInput) -> Result<TokenStream> {
     let visits_mut = members.iter().map(|(member, name, ty)| {
         quote_spanned!(ty.span()=> <#ty as ::voltaic::nn::Field>::children_mut(&mut self.#member, #name, visit);)
     });
+    let settings = members.iter().map(|(member, _, ty)| {
+        quote_spanned!(ty.span()=> <#ty as ::voltaic::nn::Field>::settings(&self.#member, visit);)
+    });
     let modes = training.map(|member| modes(&member));
     let of_struct = attributes::of_struct(&input.attrs)?;
     let metric = of_struct.is_metric.then(|| {
@@ -80,6 +83,11 @@ pub fn expand(input: &DeriveInput) -> Result<TokenStream> {
             ) {
                 let _ = &visit;
                 #(#visits_mut)*
+            }
+
+            fn settings(&self, visit: &mut dyn ::core::ops::FnMut(u64)) {
+                let _ = &visit;
+                #(#settings)*
             }
 
             #modes

@@ -192,6 +192,8 @@ vt_error *vt_recording_describe(const vt_recording *recording, const vt_recordin
           << ",\"is_on_cpu\":" << (buffer.device.is_cpu() ? "true" : "false");
       if (buffer.node < 0 || buffer.is_kept)
         out << ",\"address\":" << reinterpret_cast<size_t>(buffer.address);
+      if (is_held_outside(buffer, {peers, num_peers}))
+        out << ",\"is_held\":true";
       if (is_constant(*recording, buffer, {peers, num_peers}))
         out << ",\"is_constant\":true";
       out << '}';

@@ -93,6 +93,8 @@ struct vt_recording {
 
 namespace voltaic::graph {
 
+// Whether a tensor outside shares what the recording made.
+bool is_held_outside(const Buffer &buffer, c10::ArrayRef<const vt_recording *> peers);
 // Whether nobody but the recording and its peers hold what was there before: a constant, such as a number that became a
 // tensor.
 bool is_constant(const vt_recording &recording, const Buffer &buffer, c10::ArrayRef<const vt_recording *> peers);

@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -203,7 +204,26 @@ std::unique_ptr<vt_recording> Recorder::finish() {
   return std::move(recording_);
 }
 
+// Whether an operator draws random numbers through others, such as randn_like: a replay has no generator to give it, and it
+// would draw from the CPU's, whatever the device.
+bool draws_through_others(const c10::OperatorHandle &op) {
+  if (!op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+      op.hasKernelForDispatchKey(c10::DispatchKey::CPU))
+    return false;
+  const auto &tags = op.getTags();
+  if (std::find(tags.begin(), tags.end(), at::Tag::nondeterministic_seeded) == tags.end())
+    return false;
+  const auto &arguments = op.schema().arguments();
+  return std::none_of(arguments.begin(), arguments.end(), [](const c10::Argument &argument) {
+    return argument.type()->str().find("Generator") != std::string::npos;
+  });
+}
+
 void record(const c10::OperatorHandle &op, c10::DispatchKeySet keys, Stack *stack) {
+  if (recorder != nullptr && draws_through_others(op)) { // those are recorded
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key), stack);
+    return;
+  }
   const c10::impl::ExcludeDispatchKeyGuard below(key);
   if (recorder != nullptr)
     recorder->run(op, keys, stack);
@@ -247,6 +267,16 @@ Pause::Pause() : was_excluded_(c10::impl::tls_is_dispatch_key_excluded(key)) {
   c10::impl::tls_set_dispatch_key_excluded(key, true);
 }
 Pause::~Pause() { c10::impl::tls_set_dispatch_key_excluded(key, was_excluded_); }
+
+bool is_held_outside(const Buffer &buffer, c10::ArrayRef<const vt_recording *> peers) {
+  if (buffer.node < 0 || !buffer.held)
+    return false;
+  size_t holders = 0;
+  for (const vt_recording *peer : peers)
+    for (const Buffer &other : peer->buffers)
+      holders += other.held && other.held.is_alias_of(buffer.held) ? 1 : 0;
+  return buffer.held.use_count() > holders;
+}
 
 bool is_constant(const vt_recording &recording, const Buffer &buffer, c10::ArrayRef<const vt_recording *> peers) {
   if (buffer.node >= 0)

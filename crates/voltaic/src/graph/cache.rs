@@ -12,7 +12,7 @@ use super::step::shares_elements;
 use crate::device::Device;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi;
-use crate::nn::{ModeNumbers, Module, ModuleExt};
+use crate::nn::{ModeNumbers, Module, ModuleExt, ModuleKind};
 
 /// Pads one dimension of the inputs with zeros up to the next of a few sizes, so that few shapes need a graph. Outputs
 /// are cut back along the same dimension. For modules that treat the entries of the dimension apart from each other,
@@ -91,8 +91,8 @@ impl fmt::Display for CacheStats {
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
     inputs: Vec<InputKey>,
-    /// Number of the modes of the module and all modules below it.
-    modes: usize,
+    /// Modes and plain values of the module and all modules below it.
+    kind: ModuleKind,
     is_training: bool,
     with_grad: bool,
     autocast: (bool, i32),
@@ -230,10 +230,10 @@ impl GraphCache {
         let device = inputs.first().map_or(Device::Cpu, |input| input.device);
         let with_grad =
             trained.iter().any(|is_trained| *is_trained) || inputs.iter().any(|input| input.requires_grad);
-        let modes = self.modes.number(module);
+        let kind = self.modes.kind(module);
         let autocast = ffi::autocast_state(device)?;
         let lists_version = ffi::autocast_lists_version();
-        Ok(Key { inputs, modes, is_training, with_grad, autocast, lists_version, trained })
+        Ok(Key { inputs, kind, is_training, with_grad, autocast, lists_version, trained })
     }
 
     fn count(&mut self, key: &Key) {
@@ -353,7 +353,16 @@ impl GraphCache {
         if self.options.max_graphs.is_none_or(|max| self.graphs.len() < max) {
             return true;
         }
-        self.options.use_lfu && self.evict_for(key)
+        self.drop_other_settings(key) || (self.options.use_lfu && self.evict_for(key))
+    }
+
+    /// Drops the graphs of plain values that the module has no longer. False if there are none, or none came twice: they change
+    /// from call to call.
+    fn drop_other_settings(&mut self, key: &Key) -> bool {
+        let is_stale = |entry: &Entry| !entry.key.kind.has_settings_of(&key.kind) && !entry.call.is_busy();
+        let was_used = self.graphs.iter().any(|entry| is_stale(entry) && entry.is_checked);
+        self.graphs.retain(|entry| !was_used || !is_stale(entry));
+        was_used
     }
 
     /// Drops the graph of the calls that came least often, if those of `key` came more often.

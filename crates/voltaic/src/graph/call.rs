@@ -71,6 +71,8 @@ struct BackwardState {
     grad_inputs: Vec<Option<Tensor>>,
     /// The gradients of the outputs must be at their places: one of an input is a view of them.
     needs_copies: bool,
+    /// The forward pass and its inputs, if the graph is not used again: their memory is read.
+    forward: Option<(StepGraph, Vec<Tensor>)>,
 }
 
 impl CapturedCall {
@@ -89,21 +91,32 @@ impl CapturedCall {
         let recorded = Recorded::of(module, inputs, with_grad, call)?;
         match recorded.graphs() {
             Ok(_) => {
-                let (captured, outputs) = Self::compile(recorded, module, outputs)?;
+                let (captured, outputs, kept) = Self::compile(recorded, module, outputs)?;
                 let results = captured.results(inputs, outputs)?;
-                Ok((Ok(captured), results))
+                match kept {
+                    Ok(()) => Ok((Ok(captured), results)),
+                    Err(error) => {
+                        captured.leave_to_backward();
+                        Ok((Err(error), results))
+                    }
+                }
             }
             Err(error @ Error::Graph(_)) => Ok((Err(error), recorded.results)),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Also gives the outputs that are the caller's.
-    fn compile(mut recorded: Recorded, module: &dyn Module, kind: Outputs) -> Result<(Self, Vec<Tensor>)> {
+    /// Also gives the outputs that are the caller's, and whether calls to come can be replayed.
+    fn compile(
+        mut recorded: Recorded,
+        module: &dyn Module,
+        kind: Outputs,
+    ) -> Result<(Self, Vec<Tensor>, Result<()>)> {
         let results = std::mem::take(&mut recorded.results);
         let outputs: Vec<Tensor> = results.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?;
         drop(results); // with autograd's graph: what it alone holds of the code's is a constant
         let mut graphs = recorded.graphs()?;
+        let is_kept = recorded.check_kept(&graphs, &outputs);
         let Recorded { places, forward, backward, .. } = recorded;
         let backward_graphs = graphs.split_off(forward.num_parts());
         let gives_away = kind == Outputs::GivenAway && backward.is_none();
@@ -128,7 +141,7 @@ impl CapturedCall {
             needs_copies,
             backward: backward.map(Arc::new),
         };
-        Ok((captured, given))
+        Ok((captured, given, is_kept))
     }
 
     /// Runs `call` once more while it is captured, to find out whether the graph would have done the same: what the code
@@ -152,6 +165,13 @@ impl CapturedCall {
         match checked {
             Err(error) if !matches!(error, Error::Graph(_)) => Err(error.into()),
             checked => Ok((checked, recorded.results)),
+        }
+    }
+
+    /// Ends the use of the graph, but for the backward pass of the call that was captured.
+    fn leave_to_backward(self) {
+        if let Some(backward) = &self.backward {
+            backward.lock().forward = Some((self.forward, self.inputs));
         }
     }
 
@@ -260,6 +280,15 @@ impl Recorded {
         let backward = self.backward.as_ref().map(|backward| &backward.step);
         self.forward.read_with(backward, &self.names)
     }
+
+    /// Refuses what the module keeps for itself. Autograd must not hold anything any more.
+    fn check_kept(&self, graphs: &[Graph], outputs: &[Tensor]) -> Result<()> {
+        let backward = self.backward.as_ref();
+        let grads = backward.into_iter().flat_map(|backward| backward.grad_inputs.iter().flatten());
+        let known: Vec<&Tensor> = outputs.iter().chain(grads).collect();
+        let steps = [&self.forward].into_iter().chain(backward.map(|backward| &backward.step));
+        CapturedStep::check_kept(steps.flat_map(CapturedStep::recordings), graphs, &known)
+    }
 }
 
 impl RecordedBackward {
@@ -300,6 +329,7 @@ impl RecordedBackward {
             params: trained_params(module),
             grad_inputs,
             needs_copies,
+            forward: None,
         };
         let module = module.type_name();
         Ok(Backward { module, pending: AtomicU64::new(0), state: Mutex::new(state) })

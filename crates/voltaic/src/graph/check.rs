@@ -29,6 +29,21 @@ impl Graph {
         })
     }
 
+    /// The first tensor made here that something outside holds, though it is not `known` to be left behind.
+    pub(super) fn kept_problem(&self, is_known: impl Fn(usize) -> bool) -> Option<GraphError> {
+        let held =
+            self.buffers.iter().enumerate().filter(|(index, buffer)| buffer.is_held && !is_known(*index));
+        let node = held.filter_map(|(_, buffer)| buffer.made_by()).min()?;
+        Some(GraphError::NotCapturable {
+            op: self.nodes[node].op.clone(),
+            place: self.place(node),
+            problem: Problem::new(
+                "the code keeps its result, which a replay does not make anew",
+                "return it, give it to ctx.output(), or copy it into a tensor that is there before",
+            ),
+        })
+    }
+
     fn node_problem(&self, index: usize, node: &Node) -> Option<(String, &'static str)> {
         const SPLIT: &str = "compute it on the device, or leave it between two graphs (mark_step)";
         if node.reads_data {

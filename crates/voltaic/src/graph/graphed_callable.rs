@@ -12,8 +12,8 @@ use crate::device::Device;
 use crate::error::{GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
 use crate::nn::{
-    Callable, Forward, Member, ModeNumbers, Module, ModuleExt, Snapshot, SnapshotParts, TensorTuple, call_as,
-    call_with, set_training, within_call,
+    Callable, Forward, Member, ModeNumbers, Module, ModuleExt, ModuleKind, Snapshot, SnapshotParts,
+    TensorTuple, call_as, call_with, set_training, within_call,
 };
 
 /// A module that is a graph; made by [`make_graphed_callables`]. Names of weights are those of the module.
@@ -32,6 +32,8 @@ pub(super) struct CapturedModule {
     was_training: bool,
     /// Number 0 are those when it was captured.
     modes: RefCell<ModeNumbers>,
+    /// What it was captured with.
+    kind: ModuleKind,
     casts: Casts,
     /// It was said that other casts are in force.
     has_warned: Cell<bool>,
@@ -143,11 +145,12 @@ impl CapturedModule {
         let frozen = module.parameters().into_iter().filter(|parameter| !parameter.requires_grad());
         let frozen = frozen.map(|parameter| parameter.leaf().shallow_clone()).collect();
         let mut modes = ModeNumbers::default();
-        modes.number(module);
+        let kind = modes.kind(module);
         Ok(Self {
             call: RefCell::new(captured),
             was_training,
             modes: RefCell::new(modes),
+            kind,
             casts: Casts::now(inputs)?,
             has_warned: Cell::new(false),
             frozen,
@@ -175,7 +178,8 @@ impl CapturedModule {
         inputs: &[Tensor],
         code: Call,
     ) -> anyhow::Result<Vec<Tensor>> {
-        let is_other_mode = is_training != self.was_training || self.modes.borrow_mut().number(module) != 0;
+        let is_other_mode =
+            is_training != self.was_training || self.modes.borrow_mut().kind(module) != self.kind;
         // a module within its own call, too
         let Ok(mut call) = self.call.try_borrow_mut() else { return code(inputs) };
         if is_capturing() || is_other_mode || call.is_busy() {
@@ -247,6 +251,10 @@ impl<A: TensorTuple + 'static, M: Module> Module for GraphedCallable<M, A> {
 
     fn is_training(&self) -> Option<bool> {
         Some(self.is_training)
+    }
+
+    fn settings(&self, visit: &mut dyn FnMut(u64)) {
+        self.module.settings(visit);
     }
 
     fn wrapped(&self) -> Option<&dyn Module> {

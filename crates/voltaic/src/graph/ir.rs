@@ -101,6 +101,9 @@ pub struct Buffer {
     /// A tensor outside the graph shares it when the recording ends.
     pub is_kept: bool,
     pub(super) is_on_cpu: bool,
+    /// A tensor outside shares it when the recording is read, though the graph made it.
+    #[serde(default)]
+    pub(super) is_held: bool,
     /// If it was there before or is kept.
     #[serde(default)]
     pub(super) address: u64,
@@ -194,6 +197,12 @@ impl Graph {
     fn writes_to(&self, buffer: usize) -> bool {
         let mut written = self.nodes.iter().flat_map(Node::written);
         written.any(|value| self.values[value].buffer == buffer)
+    }
+
+    /// Whether a replay reads or writes a buffer of a name that begins so.
+    pub(crate) fn uses_named(&self, prefix: &str) -> bool {
+        let was_there = |index: &usize| self.buffers[*index].made_by().is_none();
+        self.names.iter().any(|(buffer, name)| name.starts_with(prefix) && was_there(buffer))
     }
 
     /// Whether a replay writes to a buffer of a name that begins so.

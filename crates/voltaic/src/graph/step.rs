@@ -68,6 +68,36 @@ impl CapturedStep {
         read_all(&self.recordings.iter().chain(later).collect::<Vec<_>>(), names)
     }
 
+    /// Refuses what the code keeps for itself of the tensors that it makes: a replay would not give it new ones. `known` are those
+    /// that it is meant to leave behind.
+    ///
+    /// # Errors
+    /// [`GraphError::NotCapturable`].
+    pub(super) fn check_kept<'a>(
+        recordings: impl IntoIterator<Item = &'a Recording>,
+        graphs: &[Graph],
+        known: &[&Tensor],
+    ) -> Result<()> {
+        for (recording, graph) in recordings.into_iter().zip(graphs) {
+            let known = known.iter().map(|tensor| recording.buffer_of(tensor));
+            let known = known.collect::<Result<Vec<_>, _>>()?;
+            if let Some(problem) = graph.kept_problem(|buffer| known.contains(&Some(buffer))) {
+                return Err(problem.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// The recordings of its parts.
+    pub(super) fn recordings(&self) -> &[Recording] {
+        &self.recordings
+    }
+
+    /// As [`CapturedStep::check_kept`], of a step with these graphs.
+    pub(crate) fn check_kept_of_step(&self, graphs: &[Graph], known: &[&Tensor]) -> Result<()> {
+        Self::check_kept(&self.recordings, graphs, known)
+    }
+
     /// Number of parts between two `mark_step`s.
     pub(super) fn num_parts(&self) -> usize {
         self.recordings.len()

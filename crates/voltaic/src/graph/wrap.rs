@@ -274,6 +274,10 @@ impl<M: Module> Module for GraphedModule<M> {
         Some(self.is_training)
     }
 
+    fn settings(&self, visit: &mut dyn FnMut(u64)) {
+        self.module.settings(visit);
+    }
+
     fn wrapped(&self) -> Option<&dyn Module> {
         Some(&self.module)
     }

@@ -24,6 +24,9 @@ pub trait Field {
 
     /// Visits the sub-modules that this field stands for.
     fn children_mut<'a>(&'a mut self, name: &str, visit: &mut dyn FnMut(&str, &'a mut dyn Module));
+
+    /// Visits the plain values that this field stands for, each as a number.
+    fn settings(&self, _visit: &mut dyn FnMut(u64)) {}
 }
 
 impl Field for Parameter {
@@ -64,6 +67,13 @@ impl<F: Field> Field for Option<F> {
             field.children_mut(name, visit);
         }
     }
+
+    fn settings(&self, visit: &mut dyn FnMut(u64)) {
+        visit(u64::from(self.is_some()));
+        if let Some(field) = self {
+            field.settings(visit);
+        }
+    }
 }
 
 /// Gives `body` the name of the element `index` of what is called `name`. It takes nothing from the heap, so that walks over
@@ -93,6 +103,11 @@ impl<F: Field> Field for [F] {
             with_index(name, index, |name| field.children_mut(name, visit));
         }
     }
+
+    fn settings(&self, visit: &mut dyn FnMut(u64)) {
+        visit(self.len() as u64);
+        self.iter().for_each(|field| field.settings(visit));
+    }
 }
 
 impl<F: Field> Field for Vec<F> {
@@ -103,6 +118,10 @@ impl<F: Field> Field for Vec<F> {
     fn children_mut<'a>(&'a mut self, name: &str, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
         self.as_mut_slice().children_mut(name, visit);
     }
+
+    fn settings(&self, visit: &mut dyn FnMut(u64)) {
+        self.as_slice().settings(visit);
+    }
 }
 
 impl<F: Field, const N: usize> Field for [F; N] {
@@ -112,6 +131,10 @@ impl<F: Field, const N: usize> Field for [F; N] {
 
     fn children_mut<'a>(&'a mut self, name: &str, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
         self.as_mut_slice().children_mut(name, visit);
+    }
+
+    fn settings(&self, visit: &mut dyn FnMut(u64)) {
+        self.as_slice().settings(visit);
     }
 }
 
@@ -130,16 +153,37 @@ impl<T: ?Sized> Field for PhantomData<T> {
 
 /// Plain values: sizes, probabilities, names. They are settings of a module, not state.
 macro_rules! leaf {
-    ($($plain:ty),*) => {$(
+    ($($plain:ty => |$value:ident, $visit:ident| $visits:expr;)*) => {$(
         impl Field for $plain {
             fn members<'a>(&'a self, _: &str, _: &mut dyn FnMut(&str, Member<'a>)) {}
 
             fn children_mut<'a>(&'a mut self, _: &str, _: &mut dyn FnMut(&str, &'a mut dyn Module)) {}
+
+            fn settings(&self, $visit: &mut dyn FnMut(u64)) {
+                let $value = self;
+                $visits;
+            }
         }
     )*};
 }
 
-leaf!(bool, i8, i16, i32, i64, isize, u8, u16, u32, u64, usize, f32, f64, char, String, &'static str);
+macro_rules! integers {
+    ($($plain:ty),*) => { leaf! { $($plain => |value, visit| visit(*value as u64);)* } };
+}
+
+integers!(bool, i8, i16, i32, i64, isize, u8, u16, u32, u64, usize, char);
+
+leaf! {
+    f32 => |value, visit| visit(u64::from(value.to_bits()));
+    f64 => |value, visit| visit(value.to_bits());
+    String => |value, visit| visit_text(value, visit);
+    &'static str => |value, visit| visit_text(value, visit);
+}
+
+fn visit_text(text: &str, visit: &mut dyn FnMut(u64)) {
+    visit(text.len() as u64);
+    text.bytes().for_each(|byte| visit(byte.into()));
+}
 
 #[cfg(test)]
 mod tests {

@@ -83,7 +83,9 @@ pub use metric::{Metric, MetricState, Reduction};
 #[allow(deprecated)]
 pub use modes::mode_changed;
 pub use modes::set_training;
-pub(crate) use modes::{ModeNumbers, set_training_modes, training_modes};
+pub(crate) use modes::{
+    ModeNumbers, ModuleKind, NumberHash, each_parameter, set_training_modes, training_modes,
+};
 #[doc(hidden)]
 pub use module::AsModule;
 pub(crate) use module::identity;

@@ -1,6 +1,7 @@
 //! Training and evaluation mode of all modules of a tree.
 
 use super::module::{Member, Module};
+use super::parameter::Parameter;
 
 /// Has no effect: graphs look at the modes of the modules themselves.
 #[deprecated(note = "graphs look at the modes at each call; a hand-written set_training need not tell them")]
@@ -37,6 +38,59 @@ pub(crate) fn set_training_modes(module: &mut dyn Module, modes: &mut impl Itera
     module.children_mut(&mut |_, child| set_training_modes(child, modes));
 }
 
+/// What the code of a module and of all modules below it depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ModuleKind {
+    /// Number of the modes.
+    modes: usize,
+    /// Hash of the plain values in their fields.
+    settings: u64,
+}
+
+impl ModuleKind {
+    /// Whether the plain values are those of another.
+    pub(crate) fn has_settings_of(&self, other: &Self) -> bool {
+        self.settings == other.settings
+    }
+}
+
+/// A hash of numbers in their order (FNV-1a, by whole numbers).
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NumberHash(u64);
+
+impl NumberHash {
+    pub(crate) fn new() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+
+    pub(crate) fn add(&mut self, number: u64) {
+        // the high bits of a product reach the low ones by the rotation
+        self.0 = (self.0 ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+    }
+
+    pub(crate) fn get(self) -> u64 {
+        self.0
+    }
+}
+
+/// Visits all parameters, tied ones each time, without making a list of them.
+pub(crate) fn each_parameter(module: &dyn Module, visit: &mut dyn FnMut(&Parameter)) {
+    module.members(&mut |_, member| match member {
+        Member::Parameter(parameter) => visit(parameter),
+        Member::Module(child) => each_parameter(child, visit),
+        Member::Buffer(_) => {}
+    });
+}
+
+fn hash_settings(module: &dyn Module, hash: &mut NumberHash) {
+    module.settings(&mut |number| hash.add(number));
+    module.members(&mut |_, member| {
+        if let Member::Module(child) = member {
+            hash_settings(child, hash);
+        }
+    });
+}
+
 /// Numbers the modes that a module and all modules below it have had.
 #[derive(Debug, Default)]
 pub(crate) struct ModeNumbers {
@@ -45,8 +99,15 @@ pub(crate) struct ModeNumbers {
 }
 
 impl ModeNumbers {
+    /// The modes and settings that `module`, always the same one, has now.
+    pub(crate) fn kind(&mut self, module: &dyn Module) -> ModuleKind {
+        let mut hash = NumberHash::new();
+        hash_settings(module, &mut hash);
+        ModuleKind { modes: self.number(module), settings: hash.get() }
+    }
+
     /// The number of the modes that `module`, always the same one, is in.
-    pub(crate) fn number(&mut self, module: &dyn Module) -> usize {
+    fn number(&mut self, module: &dyn Module) -> usize {
         if self.known.get(self.last).is_some_and(|known| has_modes(module, known)) {
             return self.last;
         }

@@ -82,6 +82,11 @@ pub trait Module: AsModule + Send + 'static {
     /// Calls `visit` with each direct sub-module, to be changed.
     fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module));
 
+    /// Visits the plain values among this module's own fields, each as a number: sizes, factors, flags, names. Code that calls the
+    /// module may depend on them, so that a graph of it stands for no others. The derive makes this; fields with
+    /// `#[module(skip)]` are left out.
+    fn settings(&self, _visit: &mut dyn FnMut(u64)) {}
+
     /// Sets this module's own mode, not its children's: layers that behave differently in training keep it.
     fn set_training(&mut self, _training: bool) {}
 
@@ -177,6 +182,10 @@ impl<M: Module + ?Sized> Module for Box<M> {
 
     fn is_training(&self) -> Option<bool> {
         (**self).is_training()
+    }
+
+    fn settings(&self, visit: &mut dyn FnMut(u64)) {
+        (**self).settings(visit);
     }
 
     fn metric(&self) -> Option<Arc<dyn Metric>> {

@@ -24,6 +24,10 @@ impl Rate<'_> {
     pub(super) fn times(&self, tensor: &Tensor) -> Result<Tensor> {
         Ok(match self.lr {
             LearningRate::Number(lr) => tensor.f_mul_scalar(lr)?,
+            // beside a tensor without dimensions the rate would not be taken for a number, and make the result float64
+            LearningRate::Tensor(lr) if tensor.dim() == 0 => {
+                tensor.f_view([1])?.f_mul(lr)?.f_view([0_i64; 0])?
+            }
             LearningRate::Tensor(lr) => tensor.f_mul(lr)?,
         })
     }
@@ -32,6 +36,7 @@ impl Rate<'_> {
     pub(super) fn decay(&self, weights: &mut Tensor, group: &ParamGroup) -> Result<()> {
         if group.weight_decay != 0.0 {
             let _ = match self.kept {
+                Some(kept) if weights.dim() == 0 => weights.f_view([1])?.f_mul_(kept)?,
                 Some(kept) => weights.f_mul_(kept)?,
                 None => weights.f_mul_scalar_(kept_by(group))?,
             };

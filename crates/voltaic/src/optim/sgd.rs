@@ -10,6 +10,9 @@ use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroup
 use super::problems::Problems;
 use super::replay::Rate;
 use super::setters::setters;
+use tch::Kind;
+
+use crate::device::Device;
 use crate::error::Result;
 use crate::ffi::{self, LearningRate, RecordingPause, SgdOptions, TensorList};
 
@@ -168,6 +171,8 @@ struct SgdLists {
     /// Entries whose buffer holds nothing yet, and the others.
     first: Vec<usize>,
     later: Vec<usize>,
+    /// They have 16 bits, and are not on CUDA.
+    is_narrow: bool,
 }
 
 impl SgdRule {
@@ -191,17 +196,44 @@ impl SgdRule {
             Some(buffers) if !lists.first.is_empty() && !lists.later.is_empty() => {
                 for (entries, is_first_step) in [(&lists.first, true), (&lists.later, false)] {
                     let (params, buffers) = (lists.params.select(entries)?, buffers.select(entries)?);
-                    options.step(&params, &mut grads.select(entries)?, Some(&buffers), is_first_step)?;
+                    let grads = &mut grads.select(entries)?;
+                    Self::step(options, &params, grads, Some(&buffers), is_first_step, lists.is_narrow)?;
                 }
                 grads.clear();
             }
             buffers => {
-                options.step(&lists.params, grads, buffers.as_ref(), !lists.first.is_empty())?;
+                let is_first_step = !lists.first.is_empty();
+                let buffers = buffers.as_ref();
+                Self::step(options, &lists.params, grads, buffers, is_first_step, lists.is_narrow)?;
             }
         }
         // from now on every buffer holds something
         lists.first.clear();
         Ok(())
+    }
+
+    /// One step of the kernel. That for the CPU reads momentum of 16 bits as if it had 32, past its end: it is given float32.
+    fn step(
+        options: &SgdOptions<'_>,
+        params: &TensorList,
+        grads: &mut TensorList,
+        buffers: Option<&TensorList>,
+        is_first_step: bool,
+        is_narrow: bool,
+    ) -> Result<()> {
+        let Some(buffers) = buffers.filter(|_| is_narrow) else {
+            return Ok(options.step(params, grads, buffers, is_first_step)?);
+        };
+        let wide = |list: &TensorList| -> Result<TensorList> {
+            let mut copies = list.copies()?;
+            copies.to_float()?;
+            Ok(copies)
+        };
+        let (wide_params, mut wide_grads, wide_buffers) = (wide(params)?, wide(grads)?, wide(buffers)?);
+        grads.clear();
+        options.step(&wide_params, &mut wide_grads, Some(&wide_buffers), is_first_step)?;
+        params.copy_from(&wide_params)?;
+        Ok(buffers.copy_from(&wide_buffers)?)
     }
 
     /// A first step, which fills buffers, while it is captured: replays are later steps, which read them. So a later
@@ -212,7 +244,7 @@ impl SgdRule {
         let Some(buffers) = &lists.buffers else { return Ok(()) };
         let (params, momenta) = (lists.params.copies()?, buffers.copies()?);
         drop(unrecorded);
-        options.step(&lists.params, grads, Some(buffers), false)?;
+        Self::step(options, &lists.params, grads, Some(buffers), false, lists.is_narrow)?;
         let _unrecorded = RecordingPause::begin();
         lists.params.copy_from(&params)?;
         Ok(buffers.copy_from(&momenta)?)
@@ -230,7 +262,8 @@ impl Rule for SgdRule {
     fn lists(&self, group: &ParamGroup, members: &mut [Slot], active: &[usize]) -> Result<SgdLists> {
         let params = TensorList::new(active.iter().map(|index| members[*index].weights()))?;
         if group.momentum() == 0.0 {
-            return Ok(SgdLists { params, buffers: None, first: Vec::new(), later: Vec::new() });
+            let (first, later) = (Vec::new(), Vec::new());
+            return Ok(SgdLists { params, buffers: None, first, later, is_narrow: false });
         }
         let (mut first, mut later, mut buffers) = (Vec::new(), Vec::new(), Vec::new());
         for (entry, index) in active.iter().enumerate() {
@@ -248,7 +281,11 @@ impl Rule for SgdRule {
             slot.state[0] = Some(buffer.shallow_clone());
             buffers.push(buffer);
         }
-        Ok(SgdLists { params, buffers: Some(TensorList::new(&buffers)?), first, later })
+        let is_narrow = buffers.first().is_some_and(|buffer| {
+            matches!(buffer.kind(), Kind::BFloat16 | Kind::Half)
+                && !matches!(Device::of(buffer), Ok(Device::Cuda(_)))
+        });
+        Ok(SgdLists { params, buffers: Some(TensorList::new(&buffers)?), first, later, is_narrow })
     }
 
     fn fits(&self, group: &ParamGroup, lists: &SgdLists) -> bool {

@@ -4,12 +4,14 @@
 
 mod device;
 mod device_stats;
+mod fuzz;
 mod graph;
 mod graph_dynamic;
 mod graph_modes;
 mod graph_modules;
 mod graph_optimizers;
 mod graph_pitfalls;
+mod graph_silent;
 mod graph_updates;
 mod heap;
 mod hook_outputs;

@@ -126,6 +126,21 @@ impl Logged {
     pub(crate) fn tensor(&self) -> Option<&tch::Tensor> {
         self.value.tensor()
     }
+
+    /// The name of the first value that another run of the same code has logged otherwise: numbers by their values, tensors as such.
+    pub(crate) fn first_difference(before: &[Self], now: &[Self]) -> Option<String> {
+        let is_same = |a: &Self, b: &Self| {
+            let is_same_value = match (&a.value, &b.value) {
+                (LogValue::Host(a), LogValue::Host(b)) => a.to_bits() == b.to_bits(),
+                (LogValue::Tensor(_), LogValue::Tensor(_)) => true,
+                _ => false,
+            };
+            a.name == b.name && is_same_value
+        };
+        let differs = before.iter().zip(now).find(|(a, b)| !is_same(a, b)).map(|(_, now)| now);
+        let added = before.iter().chain(now).nth(before.len().min(now.len()) * 2);
+        differs.or(added.filter(|_| before.len() != now.len())).map(|logged| logged.name.clone())
+    }
 }
 
 impl MetricStore {

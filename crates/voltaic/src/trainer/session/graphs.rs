@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use crate::ffi::TensorList;
 use crate::graph::{ModuleGraphs, SeenStep, StepGraph};
 use crate::module::{Logged, NamedTensors};
-use crate::nn::ModeNumbers;
+use crate::nn::{ModeNumbers, ModuleKind};
 use crate::trainer::config::graph::{GraphMode, GraphReport};
 
 /// What is there of the graph of an update. Each optimizer tells by a number whether it would still do the same.
@@ -35,13 +35,15 @@ pub(crate) struct Signature {
     pub loss_scale: f64,
     /// Of the operators that cast.
     pub lists_version: u64,
-    /// Number of the modes of the module and all modules below it.
-    pub modes: usize,
+    /// Modes and plain values of the module and all modules below it.
+    pub module: ModuleKind,
+    /// Hash of which parameters are trained, and which have gradients that the step adds to.
+    pub params: u64,
 }
 
 pub(crate) enum GraphState {
-    /// Captured once, to be compared.
-    Seen(SeenStep),
+    /// Captured once, to be compared, with what it logged.
+    Seen(SeenStep, Vec<Logged>),
     Ready(Box<Ready>),
 }
 
@@ -55,6 +57,8 @@ pub(crate) struct Ready {
     /// What the step gives by name.
     pub outputs: NamedTensors,
     pub grads: TensorList,
+    /// It adds to gradients that are there.
+    pub adds: bool,
     /// What follows it.
     pub update: Update,
 }
@@ -65,9 +69,6 @@ pub(crate) struct StepGraphs {
     pub params: Option<TensorList>,
     pub entries: Vec<(Signature, GraphState)>,
     pub modes: ModeNumbers,
-    /// Which parameters were trained when the graphs were captured, and in which epoch that was looked at.
-    pub trained: Vec<bool>,
-    pub epoch: Option<u64>,
     pub is_full: bool,
     /// It was looked at whether steps use them.
     pub is_use_checked: bool,
@@ -89,8 +90,6 @@ impl StepGraphs {
             params: None,
             entries: Vec::new(),
             modes: ModeNumbers::default(),
-            trained: Vec::new(),
-            epoch: None,
             is_full: false,
             is_use_checked: false,
             called_hooks: false,

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use tch::Tensor;
 
 use crate::error::{ConfigError, Result};
-use crate::ffi::RecordingPause;
+use crate::ffi::{self, RecordingPause};
 use crate::graph;
 use crate::module::{HookContext, LightningModule, ManualOptimization, StepHook};
 use crate::nn::{ModuleExt, Parameter};
@@ -43,6 +43,7 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
                 optimizer.prepare_replay()?;
             }
             optimizer.step()?;
+            ffi::clear_autocast_cache()?; // it holds the weights from before, in another dtype
             if is_captured {
                 let _unrecorded = RecordingPause::begin();
                 self.engine.of_call.captured_optimizers.note(optimizer_idx, optimizer.as_mut())?;

@@ -12,7 +12,7 @@ use crate::error::{Error, GraphError, Result};
 use crate::ffi::{self, TensorList};
 use crate::graph::{self, CapturedStep, Graph};
 use crate::module::{BatchFacts, LightningModule, Logged, NamedTensors, OutputValue, StepHook, StepOutput};
-use crate::nn::ModuleExt;
+use crate::nn::{ModuleExt, NumberHash, each_parameter};
 use crate::trainer::session::batch::Window;
 use crate::trainer::session::graphs::{GraphState, InputSort, Ready, Signature, Update};
 use crate::trainer::session::hooks::scope;
@@ -21,6 +21,8 @@ use crate::trainer::session::step::Step;
 
 /// Name of a tensor of the batch; a number follows.
 const INPUT: &str = "input";
+/// Name of a gradient that was there before; the fqn of its parameter follows.
+const GRADIENT: &str = "gradient of";
 /// Steps that run as usual before the first capture: kernels choose their algorithms meanwhile.
 const WARM_UP_STEPS: u64 = 3;
 /// Sorts of batches that get a graph; others run as usual.
@@ -52,7 +54,6 @@ impl<M: LightningModule> Session<'_, M> {
             inputs.push(tensor.shallow_clone());
             Ok(tensor)
         })?;
-        self.check_trained_parameters();
         let signature = Signature {
             inputs: inputs
                 .iter()
@@ -62,7 +63,8 @@ impl<M: LightningModule> Session<'_, M> {
             window_size: window.size,
             loss_scale: self.run.engine.loss_scale.as_ref().map_or(1.0, |scale| scale.get_scale()),
             lists_version: ffi::autocast_lists_version(),
-            modes: self.graphs.modes.number(self.module),
+            module: self.graphs.modes.kind(self.module),
+            params: self.params_hash(window.opens),
         };
         self.graphs.replayed = None;
         let found = self.graphs.find(&signature);
@@ -70,7 +72,7 @@ impl<M: LightningModule> Session<'_, M> {
             && let GraphState::Ready(_) = &self.graphs.entries[index].1
         {
             self.hooks_before_graph(window, facts)?;
-            if let Some(loss) = self.replay_step(index, &inputs, window, facts)? {
+            if let Some(loss) = self.replay_step(index, &inputs, facts)? {
                 return Ok((batch, loss));
             }
             let loss = self.without_hooks_before(|session| forward_backward(session, &batch))?;
@@ -103,6 +105,20 @@ impl<M: LightningModule> Session<'_, M> {
         if graphs.entries.len() < MAX_GRAPHS {
             return true;
         }
+        let is_stale = |known: &Signature| {
+            !known.module.has_settings_of(&signature.module) || known.params != signature.params
+        };
+        let is_ready = |state: &GraphState| matches!(state, GraphState::Ready(_));
+        if graphs.entries.iter().any(|(known, state)| is_stale(known) && is_ready(state)) {
+            graphs.entries.retain(|(known, _)| !is_stale(known));
+            return true;
+        }
+        if graphs.entries.iter().all(|(known, _)| is_stale(known)) {
+            graphs.refuse(
+                "plain values in fields of the module, or which parameters are trained, change from step to step",
+            );
+            return false;
+        }
         if !std::mem::replace(&mut graphs.is_full, true) {
             tracing::warn!(
                 "trainer.graph={}: batches of more than {MAX_GRAPHS} shapes; those of {:?} and later ones run without a graph; pad batches to few shapes",
@@ -113,18 +129,15 @@ impl<M: LightningModule> Session<'_, M> {
         false
     }
 
-    /// Hooks of an epoch's start may freeze parameters or thaw them, which makes another graph.
-    fn check_trained_parameters(&mut self) {
-        let epoch = self.run.at.progress.current_epoch;
-        if self.graphs.epoch.replace(epoch) == Some(epoch) {
-            return;
-        }
-        let trained: Vec<bool> = self.module.parameters().iter().map(|p| p.requires_grad()).collect();
-        if self.graphs.trained != trained {
-            self.graphs.entries.clear();
-            self.graphs.params = None;
-            self.graphs.trained = trained;
-        }
+    /// Which parameters are trained, and which have gradients if the step adds to them: hooks may freeze parameters and thaw them,
+    /// and batches before this one may have left some of them out.
+    fn params_hash(&self, opens_window: bool) -> u64 {
+        let mut hash = NumberHash::new();
+        each_parameter(self.module, &mut |parameter| {
+            let has_grad = !opens_window && parameter.grad().defined();
+            hash.add(u64::from(parameter.requires_grad()) + 2 * u64::from(has_grad));
+        });
+        hash.get()
     }
 
     /// Calls what comes before backward in an eager step; in a graphed one they come before forward too.
@@ -136,13 +149,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// The loss of a batch by a graph; none if the graph turns out to be of no use, and the step is still to be done.
-    fn replay_step(
-        &mut self,
-        index: usize,
-        inputs: &[Tensor],
-        window: Window,
-        facts: BatchFacts,
-    ) -> Result<Option<Tensor>> {
+    fn replay_step(&mut self, index: usize, inputs: &[Tensor], facts: BatchFacts) -> Result<Option<Tensor>> {
         let _action = self.profile_strategy("replay")?;
         self.run.log.metrics.enter(scope(Step::Training.facts(), &facts));
         let graphs = &mut self.graphs;
@@ -152,7 +159,7 @@ impl<M: LightningModule> Session<'_, M> {
             return Err(GraphError::NothingCaptured.into());
         };
         // a graph that adds to gradients goes on from those that are there
-        ready.grads.bind_grads(params, !window.opens)?;
+        ready.grads.bind_grads(params, ready.adds)?;
         let replayed = match &ready.places {
             Some(places) => {
                 graph::fill(places, inputs)?;
@@ -224,10 +231,11 @@ impl<M: LightningModule> Session<'_, M> {
         let copy = if loss.defined() { graph::copy_of(&loss)? } else { Tensor::new() };
         let outputs = self.outputs.take_tensors(graph::copy_of)?;
         let ready = captured.and_then(|step| {
-            let graphs = step.read(&self.tensor_names(&inputs, window.opens))?;
-            if graphs.iter().any(|graph| graph.writes_to_named(INPUT)) {
+            let names = self.tensor_names(&inputs);
+            if step.graphs(&names)?.iter().any(|graph| graph.writes_to_named(INPUT)) {
                 graph::fill(given, &inputs)?; // as the step would have left the batch
             }
+            let graphs = step.read(&names)?;
             self.make_ready(Captured { step, graphs, inputs, loss, logged, outputs }, signature)
         });
         match ready {
@@ -243,12 +251,20 @@ impl<M: LightningModule> Session<'_, M> {
 
     fn make_ready(&mut self, captured: Captured, signature: Signature) -> Result<()> {
         let Captured { step, graphs, inputs, loss, logged, outputs } = captured;
+        let own_grads: Vec<Tensor> = self.module.parameters().iter().map(|p| p.grad()).collect();
+        let named = || outputs.iter().map(|(_, tensor)| tensor);
+        let known = logged.iter().filter_map(Logged::tensor).chain([&loss]).chain(named()).chain(&own_grads);
+        step.check_kept_of_step(&graphs, &known.collect::<Vec<_>>())?;
         let Some(index) = self.graphs.find(&signature) else {
-            self.graphs.entries.push((signature, GraphState::Seen(step.into_seen(graphs))));
+            self.graphs.entries.push((signature, GraphState::Seen(step.into_seen(graphs), logged)));
             return Ok(());
         };
-        if let GraphState::Seen(before) = &self.graphs.entries[index].1 {
+        if let GraphState::Seen(before, logged_before) = &self.graphs.entries[index].1 {
             before.check_same(&graphs)?;
+            if let Some(name) = Logged::first_difference(logged_before, &logged) {
+                let difference = format!("it logs another number or value by `{name}`");
+                return Err(GraphError::NotStatic { difference }.into());
+            }
         }
         if self.graphs.params.is_none() {
             self.graphs.params = Some(TensorList::new(self.module.parameters().iter().map(|p| p.leaf()))?);
@@ -257,6 +273,7 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(params) = &self.graphs.params {
             grads.fill_with_all_grads(params)?;
         }
+        let adds = graphs.iter().any(|graph| graph.uses_named(GRADIENT));
         let graph = step.compile(graphs, &inputs)?;
         for stats in graph.plan_stats() {
             tracing::info!(
@@ -267,10 +284,9 @@ impl<M: LightningModule> Session<'_, M> {
                 stats.arena_bytes / 1024
             );
         }
-        let named = outputs.iter().map(|(_, tensor)| tensor);
-        let results = logged.iter().filter_map(Logged::tensor).chain([&loss]).chain(named);
+        let results = logged.iter().filter_map(Logged::tensor).chain([&loss]).chain(named());
         let places = graph::any_within(results, &inputs).then_some(inputs);
-        let ready = Ready { graph, places, loss, logged, outputs, grads, update: Update::default() };
+        let ready = Ready { graph, places, loss, logged, outputs, grads, adds, update: Update::default() };
         self.graphs.entries[index].1 = GraphState::Ready(Box::new(ready));
         self.graphs.report.graphs =
             self.graphs.entries.iter().filter(|(_, state)| matches!(state, GraphState::Ready(_))).count();
@@ -278,12 +294,12 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// Tensors that are there before a step, with their names.
-    pub(crate) fn tensor_names(&self, inputs: &[Tensor], opens_window: bool) -> Vec<(String, Tensor)> {
+    pub(crate) fn tensor_names(&self, inputs: &[Tensor]) -> Vec<(String, Tensor)> {
         let mut names: Vec<(String, Tensor)> = graph::numbered(INPUT, inputs).collect();
         for (fqn, parameter) in self.module.named_parameters() {
             let grad = parameter.grad();
-            if !opens_window && grad.defined() {
-                names.push((format!("gradient of {fqn}"), grad));
+            if grad.defined() {
+                names.push((format!("{GRADIENT} {fqn}"), grad));
             }
             names.push((fqn, parameter.leaf().shallow_clone()));
         }

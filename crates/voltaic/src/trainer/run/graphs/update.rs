@@ -66,7 +66,7 @@ impl<M: LightningModule> Session<'_, M> {
         facts: BatchFacts,
         update: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<()> {
-        let names = self.tensor_names(&[], false);
+        let names = self.tensor_names(&[]);
         let capture = graph::StepCapture::begin()?;
         self.run.log.metrics.begin_capture();
         let updated = update(self);
