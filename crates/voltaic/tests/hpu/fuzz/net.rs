@@ -357,7 +357,7 @@ impl LightningModule for Net {
             Reads::GlobalStep => Some(ctx.global_step()),
         };
         if let Some(number) = number {
-            loss = loss / (1.0 + number as f64);
+            loss /= 1.0 + number as f64;
         }
         match self.plan.logs {
             Logs::Nothing => {}
