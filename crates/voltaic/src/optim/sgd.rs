@@ -2,6 +2,7 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use tch::Kind;
 
 use super::engine::{Engine, Rule, Slot};
 use super::optimizer::{BuildOptimizer, Optimizer};
@@ -10,8 +11,6 @@ use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroup
 use super::problems::Problems;
 use super::replay::Rate;
 use super::setters::setters;
-use tch::Kind;
-
 use crate::device::Device;
 use crate::error::Result;
 use crate::ffi::{self, LearningRate, RecordingPause, SgdOptions, TensorList};
