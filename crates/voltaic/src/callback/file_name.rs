@@ -1,5 +1,7 @@
 //! File name templates such as `{epoch:02d}-{val_loss:.2f}`.
 
+use std::path::Path;
+
 /// One piece of a template.
 #[derive(Debug, Clone, PartialEq)]
 enum Piece {
@@ -79,6 +81,16 @@ impl FileName {
     }
 }
 
+/// Whether a file is called `last.ckpt` or `last-v1.ckpt` and so on.
+pub(super) fn is_last_name(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".ckpt"));
+    let version = name.and_then(|name| name.strip_prefix("last"));
+    version.is_some_and(|text| {
+        let number = text.strip_prefix("-v").unwrap_or_default();
+        text.is_empty() || (!number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+    })
+}
+
 fn parse_format(text: &str) -> Result<Format, String> {
     let unknown = || format!("the format `{text}` is not understood");
     let digits = text.trim_end_matches(['d', 'f']);
@@ -96,12 +108,27 @@ impl Format {
         let text = match (value, self.precision) {
             (Value::Count(count), None) => count.to_string(),
             (Value::Count(count), Some(precision)) => format!("{:.precision$}", *count as f64),
-            (Value::Metric(metric), Some(precision)) => format!("{metric:.precision$}"),
-            (Value::Metric(metric), None) => metric.to_string(),
+            (Value::Metric(metric), Some(precision)) => format!("{metric:.precision$}").to_lowercase(), // nan, inf
+            (Value::Metric(metric), None) => as_python(*metric),
         };
         let width = self.width;
         if self.zero_padded { format!("{text:0>width$}") } else { format!("{text:>width$}") }
     }
+}
+
+/// A number as Python writes it: `0.0`, `1e-05`.
+fn as_python(number: f64) -> String {
+    let size = number.abs();
+    if !number.is_finite() {
+        return number.to_string().to_lowercase();
+    }
+    if size != 0.0 && !(1e-4..1e16).contains(&size) {
+        let text = format!("{number:e}");
+        let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+        let (sign, exponent) = exponent.strip_prefix('-').map_or(('+', exponent), |rest| ('-', rest));
+        return format!("{digits}e{sign}{exponent:0>2}");
+    }
+    format!("{number:?}") // with a point in any case
 }
 
 #[cfg(test)]
@@ -123,6 +150,26 @@ mod tests {
         assert_eq!(fill("e{epoch}-v{val_loss:.3f}", false), "e2-v0.047");
         assert_eq!(fill("{val/loss:.1f}", true), "val_loss=0.0");
         assert_eq!(fill("const", true), "const");
+    }
+
+    #[test]
+    fn numbers_without_a_format_are_written_as_python_writes_them() {
+        let cases = [
+            (0.0, "0.0"),
+            (3.0, "3.0"),
+            (-0.375, "-0.375"),
+            (0.0001, "0.0001"),
+            (1e-5, "1e-05"),
+            (-1.5e-7, "-1.5e-07"),
+            (1e15, "1000000000000000.0"),
+            (1e16, "1e+16"),
+            (2.5e100, "2.5e+100"),
+            (f64::NAN, "nan"),
+            (f64::NEG_INFINITY, "-inf"),
+        ];
+        for (number, text) in cases {
+            assert_eq!(as_python(number), text);
+        }
     }
 
     #[test]

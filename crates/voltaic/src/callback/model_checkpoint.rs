@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::claims::Claims;
-use super::file_name::{FileName, Value};
+use super::file_name::{FileName, Value, is_last_name};
 use super::time_span::TimeSpan;
 use crate::checkpoint::{CheckpointPaths, is_checkpoint_below, remove_leftovers};
 use crate::data::Stage;
@@ -157,6 +157,8 @@ pub struct ModelCheckpoint {
     claims: Claims,
     /// Something was saved in this fit.
     has_saved: bool,
+    /// Validation has run in this fit, other than as a sanity check.
+    has_validated: bool,
     interval: Option<Duration>,
     /// When the last checkpoint was saved, or the fit began.
     last_time: Instant,
@@ -214,6 +216,7 @@ impl ModelCheckpoint {
                     state,
                     claims: Claims::default(),
                     has_saved: false,
+                    has_validated: false,
                     interval,
                     last_time: Instant::now(),
                 })
@@ -236,7 +239,7 @@ impl ModelCheckpoint {
         let facts = ctx.facts();
         self.config.save_on_train_epoch_end.unwrap_or_else(|| {
             facts.check_val_every_n_epoch == Some(1)
-                && (facts.num_eval_batches == 0 || facts.validates_at_epoch_end)
+                && (facts.num_eval_batches == 0 || facts.validates_once_per_epoch)
         })
     }
 
@@ -248,7 +251,7 @@ impl ModelCheckpoint {
     fn skips(&self, ctx: &HookContext) -> bool {
         ctx.facts().fast_dev_run
             || ctx.is_sanity_check()
-            || self.state.last_step_saved == Some(ctx.global_step())
+            || self.state.last_step_saved.unwrap_or(0) == ctx.global_step() // before the first step there is nothing to save
     }
 
     /// Score of the model now; `Err` if the monitored metric has no value yet.
@@ -403,7 +406,7 @@ impl ModelCheckpoint {
         let name = self.file_name.fill(|field| match field {
             "epoch" => Value::Count(ctx.current_epoch()),
             "step" => Value::Count(ctx.global_step()),
-            metric => Value::Metric(ctx.metric(metric).unwrap_or(0.0)),
+            metric => ctx.metric(metric).map_or(Value::Count(0), Value::Metric),
         });
         let folder = self.state.dirpath.clone();
         let path = |suffix: String| folder.join(format!("{name}{suffix}.ckpt"));
@@ -415,16 +418,6 @@ impl ModelCheckpoint {
         let paths = std::iter::once(first.clone()).chain(versions);
         self.claims.take_free(ctx.is_global_zero(), paths, replaced).unwrap_or(first)
     }
-}
-
-/// Whether a file is called `last.ckpt` or `last-v1.ckpt` and so on.
-fn is_last_name(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".ckpt"));
-    let version = name.and_then(|name| name.strip_prefix("last"));
-    version.is_some_and(|text| {
-        let number = text.strip_prefix("-v").unwrap_or_default();
-        text.is_empty() || (!number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
-    })
 }
 
 /// The value of rank 0. # Collective
@@ -504,6 +497,7 @@ impl Callback for ModelCheckpoint {
         self.forget_foreign_files(ctx)?;
         self.state.deferred &= ctx.progress().validation_is_open; // else that was another fit
         self.has_saved = false;
+        self.has_validated = false;
         self.last_time = Instant::now();
         self.state.last_step_saved.take_if(|step| *step > ctx.global_step()); // that was another fit
         if !ctx.facts().fast_dev_run {
@@ -544,6 +538,15 @@ impl Callback for ModelCheckpoint {
         Ok(())
     }
 
+    fn on_validation_batch_end(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &mut dyn Module,
+    ) -> anyhow::Result<()> {
+        self.has_validated |= !ctx.is_sanity_check();
+        Ok(())
+    }
+
     fn on_train_epoch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         if self.is_epoch_due(ctx) && self.saves_on_train_epoch_end(ctx) && !self.skips(ctx) {
             let score = match self.agreed_score(ctx)? {
@@ -555,6 +558,12 @@ impl Callback for ModelCheckpoint {
                         );
                     }
                     None
+                }
+                Err(reason) if !self.has_validated => {
+                    if ctx.is_global_zero() {
+                        tracing::warn!("no checkpoint of epoch {}: {reason}", ctx.current_epoch());
+                    }
+                    return Ok(()); // a validation to come may log it
                 }
                 Err(reason) => return Err(anyhow::Error::msg(reason)),
             };

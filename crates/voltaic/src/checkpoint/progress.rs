@@ -29,6 +29,15 @@ pub struct Progress {
 }
 
 impl Progress {
+    /// Goes on to the epoch after one that is over.
+    pub(crate) fn enter_next_epoch(&mut self) {
+        if self.epoch_ended {
+            self.current_epoch += 1;
+            self.batch_idx = 0;
+            self.epoch_ended = false;
+        }
+    }
+
     /// Whether batches of the current epoch are left.
     pub(crate) fn has_batches_left(&self, num_training_batches: usize) -> bool {
         (self.batch_idx as usize) < num_training_batches

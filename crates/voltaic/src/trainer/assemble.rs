@@ -230,7 +230,8 @@ fn build_loggers(
         fast_dev_run: plan.fast_dev_run,
         log_dir,
         default_root_dir: plan.default_root_dir.clone(),
-        validates_once_per_epoch: plan.val_check_interval == Limit::Fraction(1.0),
+        validates_once_per_epoch: plan.val_check_time.is_none()
+            && matches!(plan.val_check_interval, Limit::Fraction(1.0) | Limit::Batches(1)), // Python: 1 == 1.0
         has_logger,
         accumulate_grad_batches: plan.accumulate_grad_batches,
         automatic_optimization: true,

@@ -73,8 +73,7 @@ impl Callback for Seen {
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         if let Some(step) = ctx.log_step() {
             let stats = ctx.device_stats()?.into_iter().map(|(name, value)| (name.to_owned(), value));
-            let of_row = [("step", step), ("epoch", ctx.current_epoch())];
-            let of_row = of_row.map(|(name, value)| (name.to_owned(), value as f64));
+            let of_row = [("step".to_owned(), step as f64)];
             self.0.lock().unwrap().push(stats.chain(of_row).collect());
         }
         Ok(())
@@ -185,7 +184,7 @@ fn cpu_stats_says_whether_the_load_of_the_host_is_logged() {
         builder.build().unwrap().fit(&mut Probe::logging(&[0.5]), &mut loaders()).unwrap();
         let ends = of_hook(&rows(&csv_of(root.path(), 0)), "on_train_batch_end");
         let names: Vec<&str> = ends[0].keys().map(String::as_str).collect();
-        assert_eq!(names.len(), expected + 2, "{cpu_stats:?}: {names:?} with epoch and step");
+        assert_eq!(names.len(), expected + 1, "{cpu_stats:?}: {names:?} with the step");
         assert_eq!(names.contains(&"cpu_vm_percent"), expected == 13);
     }
 }
@@ -254,7 +253,7 @@ fn the_command_line_takes_the_monitor_and_shows_its_picture() {
     let rows = rows(&run.join("metrics.csv"));
     for (hook, expected) in [("on_train_batch_end", vec![1, 3, 5]), ("on_validation_batch_end", vec![5])] {
         assert_eq!(steps(&rows, hook), expected);
-        assert!(of_hook(&rows, hook).iter().all(|row| row.len() == MEMORY.len() + 2), "no load of the host");
+        assert!(of_hook(&rows, hook).iter().all(|row| row.len() == MEMORY.len() + 1), "no load of the host");
     }
 }
 

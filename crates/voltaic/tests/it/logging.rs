@@ -1,15 +1,18 @@
 //! Rules of `ctx.log` that show in the loggers' files; rows are those of Lightning 2.6.6.
 
+use std::sync::{Arc, Mutex};
+
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use voltaic::callback::LambdaCallback;
 use voltaic::data::{DataLoader, DataModule, Loaders};
 use voltaic::logger::CsvLogger;
-use voltaic::module::{LightningModule, StepContext};
+use voltaic::module::{Hook, LightningModule, StepContext};
 use voltaic::optim::Optimizers;
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Module, Tensor};
 
-use crate::probe::{Probe, loader, silent};
+use crate::probe::{Probe, loader, loaders, silent};
 
 fn csv(root: &TempDir, version: u64) -> String {
     let path = root.path().join(format!("lightning_logs/version_{version}/metrics.csv"));
@@ -141,4 +144,31 @@ fn hyper_parameters_of_module_and_data_are_joined() {
         "{error}"
     );
     fit(json!({"seed": 2}), false).unwrap();
+}
+
+/// The mean of the epoch, not the loss of its last batch: it decides about early stopping, checkpoints and schedules.
+#[test]
+fn at_the_end_of_an_epoch_a_metric_has_the_value_of_the_epoch() {
+    let (seen, losses) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(Vec::new())));
+    let (of_hook, of_step) = (seen.clone(), losses.clone());
+    let watch = LambdaCallback::new().on(Hook::OnTrainEpochEnd, move |ctx, _| {
+        of_hook.lock().unwrap().push(ctx.metric("loss").unwrap());
+        Ok(())
+    });
+    let mut probe = Probe {
+        train: Box::new(move |_, loss, ctx| {
+            of_step.lock().unwrap().push(loss.double_value(&[]));
+            ctx.log("loss", &loss).on_epoch(true);
+            Ok(loss)
+        }),
+        ..Probe::default()
+    };
+    let mut trainer = silent().max_epochs(2).callback(watch).build().unwrap();
+    trainer.fit(&mut probe, &mut loaders()).unwrap();
+    let losses = losses.lock().unwrap();
+    let means: Vec<f64> = losses.chunks(6).map(|epoch| epoch.iter().sum::<f64>() / 6.0).collect();
+    for (seen, mean) in seen.lock().unwrap().iter().zip(&means) {
+        assert!((seen - mean).abs() < 1e-5, "{seen} is not {mean}");
+    }
+    assert_eq!(means.len(), 2);
 }

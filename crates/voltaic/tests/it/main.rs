@@ -23,6 +23,8 @@ mod compile;
 mod config;
 mod config_print;
 mod config_problems;
+mod contract;
+mod contract_module;
 mod contradictions;
 mod convert;
 mod data;

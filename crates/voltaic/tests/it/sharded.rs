@@ -350,9 +350,10 @@ fn run(folder: &Path, make: &dyn Fn(&Path) -> TrainerBuilder) {
     trainer.fit(&mut net, &mut loaders(None)).unwrap();
     assert!(net.parameters().iter().all(|parameter| !parameter.is_kept() && !parameter.is_away()));
     trainer.save_checkpoint(&mut net, &mut loaders(None), folder.join("end.ckpt"), None).unwrap();
+    let train_loss = trainer.metric("train_loss_epoch").unwrap();
     let val_loss = trainer.validate(&mut net, &mut loaders(None)).unwrap();
     if trainer.is_global_zero() {
-        println!("\nmetrics {val_loss:?} {:?}", trainer.metric("train_loss_epoch").unwrap());
+        println!("\nmetrics {val_loss:?} {train_loss:?}");
     }
     // from the middle
     let mut resumed = make().build().unwrap();

@@ -357,6 +357,6 @@ fn hooks_at_the_end_of_validation_know_the_values_of_this_epoch() {
     assert_eq!(*known.0.lock().unwrap(), [(true, Some(0.5)), (false, Some(0.5)), (false, Some(0.25))]);
     assert_eq!((trainer.metric("val_loss"), trainer.metric("double")), (Some(0.25), Some(0.5)));
     known.0.lock().unwrap().clear();
-    trainer.validate(&mut Probe::logging(&[0.75, 0.75]), &mut loaders()).unwrap();
+    trainer.validate(&mut Probe::logging(&[0.75, 0.75, 0.75]), &mut loaders()).unwrap(); // epoch 2
     assert_eq!(*known.0.lock().unwrap(), [(false, Some(0.75))]);
 }

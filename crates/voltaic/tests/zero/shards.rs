@@ -183,8 +183,9 @@ fn alone(_ranks: usize, folder: &Path) {
             let mut net = Small::new();
             let mut trainer = silent(1, "auto", folder).max_epochs(2).build().unwrap();
             trainer.ckpt_path(path).fit(&mut net, &mut all_loaders(24)).unwrap();
+            let train_loss = trainer.metric("train_loss_epoch").unwrap();
             trainer.ckpt_path(path).test(&mut net, &mut all_loaders(24)).unwrap();
-            (trainer.metric("train_loss_epoch"), trainer.metric("test_loss"))
+            (train_loss, trainer.metric("test_loss").unwrap())
         };
         assert_eq!(run(&path), run(&path.with_extension("file.ckpt")), "{saved}");
     }

@@ -104,6 +104,8 @@ pub struct MetricStore {
     pub(super) objects: MetricObjects,
     /// The ranks, if there are several.
     group: Option<Arc<ProcessGroup>>,
+    /// The training epoch has had its batches: what hooks see are its values, no longer those of its last batch.
+    train_epoch_is_over: bool,
     /// What the step that is being captured logs.
     captured: Option<Vec<Logged>>,
     /// Nothing is recorded, as in a barebones run.
@@ -375,6 +377,7 @@ impl MetricStore {
         self.reset_metrics(&results);
         results.clear();
         self.train = results;
+        self.train_epoch_is_over = false;
         Ok(logged)
     }
 
@@ -383,6 +386,7 @@ impl MetricStore {
         let results = std::mem::take(&mut self.train);
         let finished = self.finish(&results);
         self.train = results;
+        self.train_epoch_is_over = true;
         finished.map(drop)
     }
 
@@ -400,6 +404,12 @@ impl MetricStore {
     /// What hooks know by now, to go back to after the sanity check.
     pub(crate) fn known(&self) -> Known {
         (self.finished.clone(), self.bar.clone())
+    }
+
+    /// Forgets what hooks know, since the metrics of an evaluation are its own.
+    pub(crate) fn forget_values(&mut self) {
+        self.finished.clear();
+        self.bar.clear();
     }
 
     /// Goes back to what hooks knew.
@@ -471,6 +481,9 @@ impl MetricStore {
 
     /// The entry whose step value is called `name`, if this epoch has logged it.
     fn live(&self, name: &str) -> Option<&Entry> {
+        if self.train_epoch_is_over {
+            return None;
+        }
         let base = name.strip_suffix("_step").unwrap_or(name);
         let find = |name: &str| self.train.index.get(name).map(|&i| &self.train.entries[i]);
         find(name).filter(|e| e.options.on_step).or_else(|| find(base).filter(|e| e.options.is_forked()))

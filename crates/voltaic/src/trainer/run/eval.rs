@@ -25,9 +25,7 @@ pub(crate) struct EvalLoaders<'a, B: Batch> {
 impl<M: LightningModule> Session<'_, M> {
     /// Validates within fit and gives the metrics to the loggers.
     pub(crate) fn validate_in_fit(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
-        let is_window_open = !self.run.at.progress.batch_idx.is_multiple_of(self.accumulate_grad_batches)
-            && self.run.at.progress.has_batches_left(loaders.plan.num_training_batches);
-        if !is_window_open {
+        if !self.is_window_open() {
             self.module_method("on_validation_model_zero_grad", |module| {
                 module.on_validation_model_zero_grad()
             })?;
@@ -74,6 +72,9 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Validates; returns the metrics.
     pub(crate) fn validate(&mut self, data: &EvalLoaders<M::Batch>) -> Result<EvalMetrics> {
+        if !self.has_batches(data)? {
+            return Ok(EvalMetrics::new());
+        }
         self.evaluate(|session| {
             let modes = training_modes(session.module);
             session.module_method("on_validation_model_eval", |module| module.on_validation_model_eval())?;
@@ -102,6 +103,9 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Tests; returns the metrics.
     pub(crate) fn test(&mut self, data: &EvalLoaders<M::Batch>) -> Result<EvalMetrics> {
+        if !self.has_batches(data)? {
+            return Ok(EvalMetrics::new());
+        }
         self.evaluate(|session| {
             session.module_method("on_test_model_eval", |module| module.on_test_model_eval())?;
             session.call(Hook::OnTestStart, BatchFacts::default())?;
@@ -127,6 +131,9 @@ impl<M: LightningModule> Session<'_, M> {
         returns: bool,
     ) -> Result<Vec<Vec<StepOutput>>> {
         let mut predictions: Vec<Vec<StepOutput>> = data.loaders.iter().map(|_| Vec::new()).collect();
+        if !self.has_batches(data)? {
+            return Ok(predictions);
+        }
         self.evaluate(|session| {
             session.module_method("on_predict_model_eval", |module| module.on_predict_model_eval())?;
             session.call(Hook::OnPredictStart, BatchFacts::default())?;
@@ -146,6 +153,11 @@ impl<M: LightningModule> Session<'_, M> {
             session.call(Hook::OnPredictEnd, BatchFacts::default())
         })?;
         Ok(predictions)
+    }
+
+    /// Whether there is something to evaluate; without, no hook is called. # Collective
+    fn has_batches(&self, data: &EvalLoaders<M::Batch>) -> Result<bool> {
+        self.run.world().of_rank_zero(data.num_batches.iter().any(|&batches| batches > 0))
     }
 
     /// Runs `body` without grad, and in inference mode outside fit.
@@ -182,7 +194,9 @@ impl<M: LightningModule> Session<'_, M> {
                     batch_size: batch.batch_size(),
                     batch_indices: batches.batch_indices(batch_idx),
                     metric_suffix: has_several.then_some(dataloader_idx),
-                    log_step: if remaining == 0 { self.eval_log_step() } else { None },
+                    log_step: self
+                        .eval_log_step()
+                        .filter(|_| remaining == 0 && self.plan.log_every_n_steps > 0),
                     ..BatchFacts::default()
                 };
                 body(self, &mut batch, facts)?;
@@ -222,16 +236,24 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(values.all)
     }
 
-    /// The step that the metrics of an evaluation belong to: within fit the one just done.
+    /// The step that the metrics of an evaluation belong to: within fit the one just done, or, within an accumulation
+    /// window, the one to come.
     fn eval_step(&self) -> u64 {
         let steps = self.run.at.progress.batches_that_stepped;
-        if self.run.at.stage == Stage::Fit { steps.saturating_sub(1) } else { steps }
+        let follows_step = self.run.at.stage == Stage::Fit && !self.is_window_open();
+        if follows_step { steps.saturating_sub(1) } else { steps }
+    }
+
+    /// Whether the last training batch of a fit has left an accumulation window open.
+    fn is_window_open(&self) -> bool {
+        let progress = &self.run.at.progress;
+        !progress.batch_idx.is_multiple_of(self.accumulate_grad_batches)
+            && progress.has_batches_left(self.run.facts.num_training_batches)
     }
 
     /// The step under which loggers take rows of a batch of this evaluation, if they do.
     fn eval_log_step(&self) -> Option<u64> {
         let takes_rows = !self.run.loggers.is_empty()
-            && self.plan.log_every_n_steps > 0
             && !self.run.at.is_sanity_check
             && self.run.at.stage != Stage::Predict;
         takes_rows.then(|| self.eval_step())

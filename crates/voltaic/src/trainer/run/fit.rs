@@ -34,14 +34,13 @@ impl<M: LightningModule> Session<'_, M> {
         if self.is_done(loaders) {
             return Ok(());
         }
+        self.run.at.progress.enter_next_epoch(); // of a run that is resumed after an epoch
         self.call(Hook::OnTrainStart, BatchFacts::default())?;
         self.last_validation = Instant::now();
         self.run.at.has_begun = true;
         while !self.is_done(loaders) {
             if self.run.at.progress.epoch_ended {
-                self.run.at.progress.current_epoch += 1;
-                self.run.at.progress.batch_idx = 0;
-                self.run.at.progress.epoch_ended = false;
+                self.run.at.progress.enter_next_epoch();
                 continue; // the new epoch may be one too many
             }
             self.reload_train_dataloader(loaders)?;
@@ -150,7 +149,7 @@ impl<M: LightningModule> Session<'_, M> {
         let loss = if loss.defined() { Some(loss.f_detach()?) } else { None };
         let outputs = StepOutput { loss, ..std::mem::take(&mut self.outputs) };
         let is_scheduled = self.validation_is_scheduled(plan);
-        let has_val_batches = plan.has_val_batches;
+        let has_val_batches = plan.has_val_batches && self.is_epoch_of_validation();
         facts.will_validate = is_scheduled || (has_val_batches && self.stop_is_granted());
         self.run.at.progress.validation_is_open = is_scheduled;
         self.run.at.progress.schedules_are_open = follows;
@@ -310,7 +309,8 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(());
         }
         let step = self.run.at.progress.batches_that_stepped.saturating_sub(1);
-        let logs = log_step.is_some() || (self.run.asks.stop.is_some() && !self.run.loggers.is_empty());
+        let takes_rows = !self.run.loggers.is_empty() && self.plan.log_every_n_steps > 0;
+        let logs = log_step.is_some() || (self.run.asks.stop.is_some() && takes_rows);
         if !logs {
             return Ok(());
         }
@@ -333,18 +333,23 @@ impl<M: LightningModule> Session<'_, M> {
         if !plan.has_val_batches {
             return false;
         }
-        let is_epoch = |every: u64| (progress.current_epoch + 1).is_multiple_of(every);
         if let Some(interval) = self.plan.val_check_time {
             let has_passed = self.last_validation.elapsed() >= interval;
-            return has_passed && self.plan.check_val_every_n_epoch.is_none_or(is_epoch);
+            return has_passed && self.is_epoch_of_validation();
         }
         match self.plan.check_val_every_n_epoch {
             None => progress.total_batches.is_multiple_of(plan.val_check_batch as u64),
-            Some(every) if !is_epoch(every) => false,
+            Some(_) if !self.is_epoch_of_validation() => false,
             Some(_) => {
                 (progress.batch_idx as usize).is_multiple_of(plan.val_check_batch) // counted from 0 in each epoch
             }
         }
+    }
+
+    /// Whether `check_val_every_n_epoch` allows validation in the current epoch.
+    fn is_epoch_of_validation(&self) -> bool {
+        let epochs = self.run.at.progress.current_epoch + 1;
+        self.plan.check_val_every_n_epoch.is_none_or(|every| epochs.is_multiple_of(every))
     }
 
     /// Whether the batch to come is undone if it fails: somebody saves then. Steps of manual optimization cannot be.

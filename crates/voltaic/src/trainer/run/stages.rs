@@ -69,12 +69,16 @@ impl Run {
         body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
     ) -> Result<T> {
         self.begin(stage)?;
+        self.log.metrics.forget_values();
+        let fitted = self.at.progress.clone();
+        self.at.progress.enter_next_epoch();
         let mut session = Session::new(plan, options, self, module, data);
         let result = evaluate_session(&mut session, body);
         let result =
             result.and_then(|done| session.run.engine.strategy.finish(session.module).map(|()| done));
         let result = session.conclude(result);
         drop(session);
+        self.at.progress = fitted;
         self.engine.end_call();
         self.engine.strategy.teardown();
         result
@@ -115,8 +119,9 @@ fn evaluate_session<M: LightningModule, T>(
         let loaded = load(session, &path)?;
         restore_module(session, &loaded, &path)?;
     }
-    let mut loaders = session.ask_for(&source)?;
-    if loaders.is_empty() {
+    let is_left_out = (source.limit)(session.plan).is_none(); // then nobody is asked, as in Lightning
+    let mut loaders = if is_left_out { Vec::new() } else { session.ask_for(&source)? };
+    if loaders.is_empty() && !is_left_out {
         let what = format!("there is no loader to {stage}");
         let remedy = format!("implement {} of the data module or of the module", source.method);
         return Err(ConfigError::new("data", what, remedy).into());

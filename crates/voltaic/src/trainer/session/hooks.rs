@@ -199,7 +199,7 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(());
         }
         let rows = std::mem::take(&mut self.run.log.rows);
-        rows.into_iter().try_for_each(|(metrics, step)| self.log(metrics, step))
+        rows.into_iter().try_for_each(|(metrics, step)| self.log_row(metrics, step))
     }
 
     /// Calls a hook around backward or the optimizer.

@@ -6,14 +6,25 @@ use crate::trainer::session::session::Session;
 
 impl<M: LightningModule> Session<'_, M> {
     /// Gives metrics to all loggers, with the epoch as a column. One that is called `step` takes the place of the step.
-    pub(crate) fn log(&mut self, mut metrics: Vec<(String, f64)>, mut step: u64) -> Result<()> {
+    pub(crate) fn log(&mut self, metrics: Vec<(String, f64)>, step: u64) -> Result<()> {
+        self.log_with(metrics, step, true)
+    }
+
+    /// Gives a row of a callback to all loggers: it has the columns that the callback gives, and no epoch, as in Lightning.
+    pub(crate) fn log_row(&mut self, metrics: Vec<(String, f64)>, step: u64) -> Result<()> {
+        self.log_with(metrics, step, false)
+    }
+
+    fn log_with(&mut self, mut metrics: Vec<(String, f64)>, mut step: u64, has_epoch: bool) -> Result<()> {
         if let Some(index) = metrics.iter().position(|(name, _)| name == "step") {
             step = metrics.remove(index).1 as u64;
         }
         if metrics.is_empty() || self.run.at.is_sanity_check {
             return Ok(());
         }
-        metrics.push(("epoch".to_owned(), self.run.at.progress.current_epoch as f64));
+        if has_epoch {
+            metrics.push(("epoch".to_owned(), self.run.at.progress.current_epoch as f64));
+        }
         self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&metrics, step))
     }
 
