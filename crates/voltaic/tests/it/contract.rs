@@ -469,7 +469,7 @@ fn unlike(a: &Value, b: &Value, path: &mut String) -> Option<String> {
 
 #[test]
 fn runs_under_random_settings_are_as_lightnings() {
-    let every = if std::env::var_os("VOLTAIC_TEST_ALL").is_some() { 1 } else { 9 };
+    let every = if std::env::var_os("VOLTAIC_TEST_ALL").is_some() { 1 } else { 12 };
     let mut wrong = Vec::new();
     for case in cases().into_iter().step_by(every) {
         let seed = case.settings.seed;
