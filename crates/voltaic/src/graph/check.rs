@@ -38,7 +38,7 @@ impl Graph {
             op: self.nodes[node].op.clone(),
             place: self.place(node),
             problem: Problem::new(
-                "the code keeps its result, which a replay does not make anew",
+                "the code keeps its result, which a replay does not make again",
                 "return it, give it to ctx.output(), or copy it into a tensor that is there before",
             ),
         })

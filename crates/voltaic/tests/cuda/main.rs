@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail the test")]
 
+#[path = "../support/losses.rs"]
+mod losses;
 mod trainer;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

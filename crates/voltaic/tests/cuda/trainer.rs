@@ -1,22 +1,21 @@
 //! The trainer with `accelerator("cuda")` beside the CPU.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex};
 
 use tch::{Kind, Tensor};
 use tempfile::TempDir;
+use voltaic::Device;
 use voltaic::accelerator::memory_stats;
-use voltaic::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig};
+use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::graph::{HpuGraph, StaticTensor};
 use voltaic::models::{Classifier, LeNet, LeNetConfig};
-use voltaic::module::HookContext;
 use voltaic::nn::functional::cross_entropy;
 use voltaic::nn::{Forward, ModuleExt};
 use voltaic::optim::{AdamW, Optimizers};
 use voltaic::trainer::{Trainer, TrainerBuilder, seed_everything};
-use voltaic::{Device, Module};
 
+use crate::losses::Losses;
 use crate::{ACCELERATOR, GPU, cuda};
 
 type Data = Loaders<(Tensor, Tensor)>;
@@ -30,17 +29,6 @@ fn data() -> Data {
     let images = rows.reshape([48, 1, 28, 1]) + noise;
     let pictures = TensorDataset::new((images, labels)).unwrap();
     Loaders::new().train(DataLoader::new(pictures).batch_size(8).shuffle(true).build().unwrap())
-}
-
-/// The loss of each batch, and where it was.
-#[derive(Default, Clone)]
-struct Losses(Arc<Mutex<Vec<f64>>>);
-
-impl Callback for Losses {
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.0.lock().unwrap().push(ctx.loss().unwrap().double_value(&[]));
-        Ok(())
-    }
 }
 
 fn trainer(root: &Path, accelerator: &str) -> TrainerBuilder {

@@ -15,11 +15,15 @@ mod graph_silent;
 mod graph_updates;
 mod heap;
 mod hook_outputs;
+#[path = "../support/losses.rs"]
+mod losses;
 mod metrics;
 mod operators;
 mod ops;
 mod precision;
 mod processes;
+#[path = "../support/random_runs.rs"]
+mod random_runs;
 #[path = "../support/stages.rs"]
 mod stages;
 mod support;

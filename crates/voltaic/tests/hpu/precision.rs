@@ -6,11 +6,10 @@ use std::sync::{Arc, Mutex};
 
 use tch::{Kind, Tensor};
 use tempfile::TempDir;
-use voltaic::callback::Callback;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::graph::{HpuGraph, WrapOptions, graph, wrap_in_hpu_graph};
 use voltaic::models::{Gpt, GptConfig, LeNet, LeNetConfig};
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::functional::cross_entropy;
 use voltaic::nn::{Forward, Linear, ModuleExt, Parameter};
 use voltaic::optim::{AdamW, Optimizers};
@@ -21,6 +20,7 @@ use voltaic::precision::{
 use voltaic::trainer::{GraphMode, PluginConfig, Trainer, TrainerBuilder, seed_everything};
 use voltaic::{Device, Module};
 
+use crate::losses::Losses;
 use crate::ops::{Op, SAMPLES};
 use crate::support::{CPU, HPU, start};
 use crate::trainer::trainer;
@@ -230,17 +230,6 @@ fn weights_are_cast_once_a_region_in_graphs_too() {
         captured.replay().unwrap();
         assert_eq!(y.kind(), Kind::BFloat16);
         assert!(y.equal(&step()), "on {device}");
-    }
-}
-
-/// Losses of all batches.
-#[derive(Default, Clone)]
-struct Losses(Arc<Mutex<Vec<f64>>>);
-
-impl Callback for Losses {
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.0.lock().unwrap().push(ctx.loss().unwrap().double_value(&[]));
-        Ok(())
     }
 }
 

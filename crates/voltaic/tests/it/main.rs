@@ -68,6 +68,8 @@ mod libtorch;
 mod loggers;
 mod logging;
 mod loss_scaler;
+#[path = "../support/losses.rs"]
+mod losses;
 mod lr_scheduler;
 mod manual;
 mod master_weights;

@@ -1,20 +1,20 @@
 //! Whole training runs against PyTorch's losses; see fixtures/parity/make_fixtures.py.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use rand::rngs::StdRng;
 use serde_json::{Value, json};
-use voltaic::callback::Callback;
 use voltaic::data::{DataLoader, Dataset, Loaders};
 use voltaic::ffi::SharedTensor;
 use voltaic::models::{Gpt, GptConfig, Mlp, MlpConfig};
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::functional::{cross_entropy, max_pool2d};
 use voltaic::nn::{Conv2d, Forward, Linear, Member, ModuleExt};
 use voltaic::optim::*;
 use voltaic::{Kind, Module, Tensor};
 
+use crate::losses::Losses;
 use crate::probe::{by_libtorch, plays, silent, text_of};
 
 const IMAGES: i64 = 16;
@@ -142,17 +142,6 @@ impl Dataset for Batches {
     fn batch(&self, indices: &[usize], _rng: &mut StdRng) -> anyhow::Result<Pair> {
         let (x, y) = &self.0[indices[0]];
         Ok((x.get().shallow_clone(), y.get().shallow_clone()))
-    }
-}
-
-/// Losses of the batches, each divided by `accumulate_grad_batches`.
-#[derive(Default, Clone)]
-struct Losses(Arc<Mutex<Vec<f64>>>);
-
-impl Callback for Losses {
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.0.lock().unwrap().push(ctx.loss().unwrap().double_value(&[]));
-        Ok(())
     }
 }
 

@@ -21,6 +21,8 @@ mod optimizers;
 mod partitioning;
 mod peers;
 mod prefetch;
+#[path = "../support/random_runs.rs"]
+mod random_runs;
 mod ranks;
 mod reduction;
 mod rest;

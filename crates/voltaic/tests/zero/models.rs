@@ -6,14 +6,10 @@ use voltaic::nn::{BatchNorm2d, Callable, Conv2d, Forward, Linear, ModuleExt, Par
 use voltaic::optim::{AdamW, ExponentialLr, Interval, LrSchedulerSpec, Optimizers, ParamGroupSpec};
 use voltaic::{Kind, Module, Tensor};
 
+pub use crate::random_runs::numbers;
+
 const CPU: tch::Device = tch::Device::Cpu;
 pub type Batch = (Tensor, Tensor);
-
-/// Numbers without a pattern that a mistake could hide in, the same everywhere.
-pub fn numbers(size: &[i64], phase: f64) -> Tensor {
-    let count: i64 = size.iter().product();
-    (Tensor::arange(count, (Kind::Double, CPU)) * 12.9898 + phase).sin().to_kind(Kind::Float).reshape(size)
-}
 
 /// Gives parameters the same values everywhere.
 pub fn numbered<M: Module>(net: M) -> M {

@@ -1,10 +1,9 @@
 //! What is done by hand in a run, and what is seen of it.
 
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use voltaic::callback::Callback;
-use voltaic::module::{CheckpointRequest, HookContext, StepHook};
+use voltaic::module::{HookContext, StepHook};
 use voltaic::nn::ModuleExt;
 use voltaic::{Module, Tensor, ffi};
 
@@ -119,32 +118,6 @@ impl Callback for Hands {
             }
         }
         self.at(When::BatchEnd, ctx, module);
-        Ok(())
-    }
-}
-
-/// Asks for a checkpoint after a batch, counted over all epochs.
-pub struct SaveAt {
-    pub step: usize,
-    pub batches: usize,
-    pub path: PathBuf,
-    pub name: &'static str,
-}
-
-impl Callback for SaveAt {
-    fn state_key(&self) -> String {
-        self.name.to_owned()
-    }
-
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        if ctx.current_epoch() as usize * self.batches + ctx.batch_idx() == self.step {
-            ctx.request_checkpoint(CheckpointRequest {
-                path: self.path.clone(),
-                weights_only: false,
-                link_to: None,
-                then_remove: Vec::new(),
-            });
-        }
         Ok(())
     }
 }

@@ -12,19 +12,19 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use voltaic::callback::{EmaWeightAveragingConfig, StochasticWeightAveraging, WeightAveraging};
 use voltaic::checkpoint::Checkpoint;
-use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::data::Loaders;
 use voltaic::graph::{GraphedInPlace, ModuleCacher, WrapOptions, wrap_in_hpu_graph_inplace};
 use voltaic::nn::ModuleExt;
 use voltaic::precision::{OpLists, reset_op_lists, set_op_lists};
 use voltaic::trainer::{GradientClipAlgorithm, GraphMode, GraphReport, Trainer, seed_everything};
 use voltaic::{Device, Tensor, ffi};
 
+use crate::random_runs::{self, SaveAt, seeds};
 use crate::support::{CPU, HPU, bits, start};
-use hands::{Hands, SaveAt};
-use net::{Batch, Net, numbers};
-use plan::{Average, Plan, Shape};
+use hands::Hands;
+use net::{Batch, Net};
+use plan::{Plan, Shape};
 
 /// How a plan is run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -54,16 +54,7 @@ struct Outcome {
 }
 
 fn loaders(plan: &Plan) -> Loaders<Batch> {
-    let samples = 3 * plan.batches as i64 - plan.excess;
-    let data = |samples: i64, phase: f64| {
-        TensorDataset::new((numbers(&[samples, 5], phase), numbers(&[samples, 3], phase + 1.0))).unwrap()
-    };
-    let train = DataLoader::new(data(samples, 3.0)).batch_size(3).shuffle(true).seed(0).build().unwrap();
-    let loaders = Loaders::new().train(train);
-    if !plan.validates {
-        return loaders;
-    }
-    loaders.val(DataLoader::new(data(7, 5.0)).batch_size(3).build().unwrap())
+    random_runs::loaders((3 * plan.batches as i64 - plan.excess, 3), plan.validates.then_some((7, 3)))
 }
 
 fn trainer(
@@ -98,14 +89,7 @@ fn trainer(
         let algorithm = if is_norm { GradientClipAlgorithm::Norm } else { GradientClipAlgorithm::Value };
         builder = builder.gradient_clip_val(limit).gradient_clip_algorithm(algorithm);
     }
-    builder = match plan.average {
-        Average::None => builder,
-        Average::Ema => {
-            let config = EmaWeightAveragingConfig { decay: 0.75, ..Default::default() };
-            builder.callback(WeightAveraging::ema(config).unwrap())
-        }
-        Average::Swa => builder.callback(StochasticWeightAveraging::new(0.02).unwrap()),
-    };
+    builder = plan.average.add_to(builder);
     builder = builder.callback(hands);
     let last = plan.epochs as usize * plan.batches - 1;
     for (step, name) in [(last, "end")].into_iter().chain(plan.saved.map(|step| (step % last, "saved"))) {
@@ -341,15 +325,6 @@ fn case(plan: &Plan, counts: &mut Counts) -> Result<(), String> {
         }
     }
     Ok(())
-}
-
-/// The seeds to run.
-fn seeds(default: std::ops::Range<u64>) -> std::ops::Range<u64> {
-    let Ok(text) = std::env::var("VOLTAIC_FUZZ") else { return default };
-    match text.split_once("..") {
-        Some((first, end)) => first.parse().unwrap()..end.parse().unwrap(),
-        None => text.parse().unwrap()..text.parse::<u64>().unwrap() + 1,
-    }
 }
 
 #[test]

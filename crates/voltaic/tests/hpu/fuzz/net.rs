@@ -13,19 +13,14 @@ use voltaic::optim::{
 };
 use voltaic::{Kind, Module, Tensor};
 
-use super::plan::{Logs, Manual, Plan, Reads, Rule, Schedule, Shape};
+use super::plan::{Logs, Plan, Reads, Rule, Schedule, Shape};
+use crate::random_runs::{Manual, numbers};
 use crate::support::CPU;
 
 pub type Batch = (Tensor, Tensor);
 
 /// Features between modules.
 const WIDTH: i64 = 8;
-
-/// Numbers without a pattern that a mistake could hide in.
-pub fn numbers(size: &[i64], phase: f64) -> Tensor {
-    let count: i64 = size.iter().product();
-    (Tensor::arange(count, (Kind::Double, CPU)) * 12.9898 + phase).sin().to_kind(Kind::Float).reshape(size)
-}
 
 #[derive(Module)]
 pub struct Block {

@@ -3,6 +3,8 @@
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
+use crate::random_runs::{Average, Manual, maybe, one};
+
 /// A module from 8 features to 8.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Shape {
@@ -77,23 +79,6 @@ pub enum Deed {
     SetDecay,
     /// Its values in other memory.
     SetData,
-}
-
-/// Steps by hand, with two optimizers.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Manual {
-    pub toggles: bool,
-    /// Gradients are dropped at each so many batches.
-    pub drops_every: usize,
-    /// A second backward pass before each step.
-    pub again: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Average {
-    None,
-    Ema,
-    Swa,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -214,16 +199,6 @@ fn shape(rng: &mut StdRng, depth: usize) -> Shape {
         24 | 25 => Shape::Linear { bias: true },
         _ => Shape::Nested((0..rng.random_range(1..3)).map(|_| shape(rng, depth + 1)).collect()),
     }
-}
-
-/// A number in one of `chance` cases.
-fn maybe(rng: &mut StdRng, chance: u32) -> Option<usize> {
-    let (number, is_there) = (rng.random_range(0..64), rng.random_range(0..chance) == 0);
-    is_there.then_some(number)
-}
-
-fn one<T: Clone, const N: usize>(rng: &mut StdRng, of: [T; N]) -> T {
-    of[rng.random_range(0..N)].clone()
 }
 
 fn deed(rng: &mut StdRng) -> (When, Deed, usize) {

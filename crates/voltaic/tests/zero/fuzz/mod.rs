@@ -7,23 +7,24 @@
 mod net;
 mod plan;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
-use voltaic::callback::{Callback, EmaWeightAveragingConfig, StochasticWeightAveraging, WeightAveraging};
+use voltaic::callback::Callback;
 use voltaic::checkpoint::Checkpoint;
-use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::data::Loaders;
 use voltaic::distributed::World;
-use voltaic::module::{CheckpointRequest, HookContext, StepHook};
+use voltaic::module::{HookContext, StepHook};
 use voltaic::nn::ModuleExt;
 use voltaic::strategy::{BuildStrategy, Strategy, Zero, ZeroConfig, ZeroStage};
 use voltaic::trainer::Trainer;
 use voltaic::{Kind, Module, Tensor};
 
-use crate::models::{Batch, numbers};
+use crate::models::Batch;
+use crate::random_runs::{self, SaveAt, seeds};
 use crate::ranks::{on_ranks, runs_all, silent, weights};
 use net::Net;
-use plan::{Average, Plan, Shape, When};
+use plan::{Plan, Shape, When};
 
 const STAGES: [ZeroStage; 3] = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
@@ -95,27 +96,6 @@ impl Callback for Hands {
     }
 }
 
-/// Asks for a checkpoint after a batch, counted over all epochs.
-struct SaveAt {
-    step: usize,
-    batches: usize,
-    path: PathBuf,
-}
-
-impl Callback for SaveAt {
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        if ctx.current_epoch() as usize * self.batches + ctx.batch_idx() == self.step {
-            ctx.request_checkpoint(CheckpointRequest {
-                path: self.path.clone(),
-                weights_only: false,
-                link_to: None,
-                then_remove: Vec::new(),
-            });
-        }
-        Ok(())
-    }
-}
-
 /// A stage with a plan's settings.
 struct Staged(ZeroConfig);
 
@@ -131,16 +111,7 @@ impl BuildStrategy for Staged {
 
 fn loaders(plan: &Plan, ranks: usize) -> Loaders<Batch> {
     let samples = 2 * (ranks * plan.batches) as i64 - plan.excess.min(ranks as i64 - 1);
-    let data = |samples: i64, phase: f64| {
-        TensorDataset::new((numbers(&[samples, 5], phase), numbers(&[samples, 3], phase + 1.0))).unwrap()
-    };
-    let train = DataLoader::new(data(samples, 3.0)).batch_size(2).shuffle(true).seed(0).build().unwrap();
-    let loaders = Loaders::new().train(train);
-    if !plan.validates {
-        return loaders;
-    }
-    let val = DataLoader::new(data(4 * ranks as i64 + plan.excess, 5.0)).batch_size(2).build().unwrap();
-    loaders.val(val)
+    random_runs::loaders((samples, 2), plan.validates.then_some((4 * ranks as i64 + plan.excess, 2)))
 }
 
 /// What a run has come to.
@@ -177,19 +148,12 @@ fn run(
     if let Some(norm) = plan.clip {
         builder = builder.gradient_clip_val(norm);
     }
-    builder = match plan.average {
-        Average::None => builder,
-        Average::Ema => {
-            let config = EmaWeightAveragingConfig { decay: 0.75, ..Default::default() };
-            builder.callback(WeightAveraging::ema(config).unwrap())
-        }
-        Average::Swa => builder.callback(StochasticWeightAveraging::new(0.02).unwrap()),
-    };
+    builder = plan.average.add_to(builder);
     builder = builder.callback(Hands(plan.clone()));
     let last = 2 * plan.batches - 1;
     for (step, kind) in [(last, "end")].into_iter().chain(plan.saved.map(|step| (step % last, "saved"))) {
         let path = folder.join(format!("{name}-{kind}.ckpt"));
-        builder = builder.callback(Keyed(kind, SaveAt { step, batches: plan.batches, path }));
+        builder = builder.callback(SaveAt { step, batches: plan.batches, path, name: kind });
     }
     let mut trainer = builder.build().map_err(|error| error.to_string())?;
     if let Some(from) = from {
@@ -199,19 +163,6 @@ fn run(
     let mut net = Net::new(plan);
     trainer.fit(&mut net, &mut loaders(plan, ranks)).map_err(|error| error.to_string())?;
     Ok(Outcome { trainer, weights: weights(&net), seen: net.seen.into_inner().unwrap() })
-}
-
-/// A callback by a name of its own, since there are several.
-struct Keyed(&'static str, SaveAt);
-
-impl Callback for Keyed {
-    fn state_key(&self) -> String {
-        self.0.to_owned()
-    }
-
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
-        self.1.on_train_batch_end(ctx, module)
-    }
 }
 
 fn bits(tensor: &Tensor) -> Tensor {
@@ -356,15 +307,6 @@ fn case(plan: &Plan, ranks: usize, folder: &Path) -> Result<bool, String> {
         first.get_or_insert(own);
     }
     Ok(true)
-}
-
-/// The seeds to run, and how a plan is changed.
-fn seeds(default: std::ops::Range<u64>) -> std::ops::Range<u64> {
-    let Ok(text) = std::env::var("VOLTAIC_FUZZ") else { return default };
-    match text.split_once("..") {
-        Some((first, end)) => first.parse().unwrap()..end.parse().unwrap(),
-        None => text.parse().unwrap()..text.parse::<u64>().unwrap() + 1,
-    }
 }
 
 fn cases(ranks: usize, folder: &Path, default: std::ops::Range<u64>) {

@@ -12,8 +12,9 @@ use voltaic::optim::{
 };
 use voltaic::{Kind, Module, Tensor};
 
-use super::plan::{Manual, Plan, Rule, Shape, When};
+use super::plan::{Plan, Rule, Shape, When};
 use crate::models::{Batch, numbers};
+use crate::random_runs::Manual;
 
 const CPU: tch::Device = tch::Device::Cpu;
 /// Features between modules.

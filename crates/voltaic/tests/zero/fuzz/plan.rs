@@ -3,6 +3,8 @@
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
+use crate::random_runs::{Average, Manual, maybe, one};
+
 /// A module from 8 features to 8.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Shape {
@@ -42,24 +44,6 @@ pub enum When {
     BeforeStep,
     BatchEnd,
     EpochEnd,
-}
-
-/// Steps by hand, with two optimizers.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Manual {
-    /// Gradients flow to the parameters of one optimizer at a time.
-    pub toggles: bool,
-    /// Gradients are dropped at each so many batches.
-    pub drops_every: usize,
-    /// A second backward pass before each step.
-    pub again: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Average {
-    None,
-    Ema,
-    Swa,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -141,16 +125,6 @@ fn shape(rng: &mut StdRng, depth: usize) -> Shape {
         11 => Shape::Tied,
         _ => Shape::Nested((0..rng.random_range(1..3)).map(|_| shape(rng, depth + 1)).collect()),
     }
-}
-
-/// A number in one of `chance` cases.
-fn maybe(rng: &mut StdRng, chance: u32) -> Option<usize> {
-    let (number, is_there) = (rng.random_range(0..64), rng.random_range(0..chance) == 0);
-    is_there.then_some(number)
-}
-
-fn one<T: Copy, const N: usize>(rng: &mut StdRng, of: [T; N]) -> T {
-    of[rng.random_range(0..N)]
 }
 
 impl Plan {
