@@ -84,7 +84,7 @@ pub struct TrainingState {
     pub rng: Vec<(String, Tensor)>,
     /// Everything else, as JSON: loop position, groups, schedules, callbacks, metrics.
     pub json: serde_json::Value,
-    /// What ranks 1, 2, ... have to themselves; empty if there was one rank.
+    /// The local state of ranks 1, 2, ...; empty if there was one rank.
     pub ranks: Vec<RankState>,
     /// Parameters that have had a gradient, of those whose gradients are among the parts of the checkpoint.
     pub had_grad: Vec<String>,

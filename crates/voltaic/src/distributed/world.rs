@@ -49,7 +49,7 @@ pub struct World {
 }
 
 impl Default for World {
-    /// A process alone.
+    /// A single process.
     fn default() -> Self {
         Self {
             rank: 0,
@@ -123,7 +123,7 @@ impl World {
         }
     }
 
-    /// A process alone that its launcher starts again if it fails.
+    /// A single process that its launcher restarts if it fails.
     ///
     /// # Errors
     /// [`DistributedError::Rendezvous`](crate::error::DistributedError::Rendezvous) if the launcher's store does not

@@ -85,7 +85,7 @@ impl HookContext<'_> {
         self.run.hardware.device
     }
 
-    /// What the device has to tell of itself: see [`Accelerator::device_stats`](crate::accelerator::Accelerator::device_stats).
+    /// Device statistics: see [`Accelerator::device_stats`](crate::accelerator::Accelerator::device_stats).
     ///
     /// # Errors
     /// If the device cannot be asked.

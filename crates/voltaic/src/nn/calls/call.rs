@@ -1,4 +1,4 @@
-//! The call itself: who listens on this thread, and what a call does when somebody does.
+//! Dispatches a module call to the active hooks of this thread.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

@@ -109,7 +109,7 @@ impl ModuleHooks {
         self.register(which.into(), Hook::BackwardPre(Mutex::new(Box::new(hook))))
     }
 
-    /// The same for whom it is no mistake if the modules are not called, and who needs no gradients: it is called without some if a
+    /// Like the above, but modules may go uncalled, and no gradients are needed: it is called without some if a
     /// module's output was a view that was changed in place.
     pub(crate) fn register_backward_pre_hook_if_called(
         &self,
