@@ -131,7 +131,7 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(grads_of(module))
     }
 
-    /// Puts back what [`Strategy::grads`] gave on this rank, perhaps in an earlier run; other gradients stay.
+    /// Puts back what [`Strategy::grads`] gave on this rank, perhaps in an earlier run; drops all other gradients.
     ///
     /// # Errors
     /// If the gradients are parts of another division; libtorch's.
@@ -223,9 +223,10 @@ pub(super) fn grads_of(module: &dyn Module) -> Vec<(String, Tensor)> {
     parameters.map(|(fqn, parameter)| (fqn, parameter.grad())).filter(|(_, grad)| grad.defined()).collect()
 }
 
-/// Gives whole parameters their gradients.
+/// Gives whole parameters these gradients, and drops those of all others.
 pub(super) fn set_grads_of(module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
     let parameters = module.named_parameters();
+    ffi::clear_grads(parameters.iter().map(|(_, parameter)| parameter.leaf()))?;
     for (fqn, grad) in grads {
         if let Some((name, _)) = fqn.split_once(PART) {
             let what =

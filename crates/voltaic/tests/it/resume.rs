@@ -9,7 +9,7 @@ use voltaic::callback::{
 };
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::{LightningModule, StepContext};
-use voltaic::nn::{BatchNorm1d, Dropout, Forward, Linear, ModuleExt};
+use voltaic::nn::{BatchNorm1d, Dropout, Forward, Linear, ModuleExt, Parameter};
 use voltaic::optim::{
     Adam, AdamW, CosineAnnealingLr, Interval, LrSchedulerSpec, OneCycleLr, Optimizers, PlateauMode,
     ReduceLrOnPlateau, Sgd, StepLr,
@@ -22,9 +22,10 @@ use crate::probe::{LearningRates, files, has_hpu, names, silent};
 use crate::rng::seeded;
 use crate::trainer::{Losses, loader, loaders};
 
-/// Dropout, so that a wrong random state shows.
+/// Dropout, so that a wrong random state shows, and a parameter that only every other batch uses.
 #[derive(Module)]
 pub struct Net {
+    odd: Parameter,
     fc1: Linear,
     bn: BatchNorm1d,
     dropout: Dropout,
@@ -36,6 +37,7 @@ pub struct Net {
 impl Net {
     pub fn new(optimizers: fn() -> Optimizers) -> Self {
         Self {
+            odd: Parameter::new(Tensor::ones([3], (Kind::Float, tch::Device::Cpu))),
             fc1: Linear::new(8, 16).unwrap(),
             bn: BatchNorm1d::new(16).unwrap(),
             dropout: Dropout::new(0.3).unwrap(),
@@ -54,7 +56,10 @@ impl LightningModule for Net {
     type Batch = (Tensor, Tensor);
 
     fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let loss = self.loss(x, y)?;
+        let mut loss = self.loss(x, y)?;
+        if ctx.batch_idx() % 2 == 1 {
+            loss += self.odd.tensor().square().sum(Kind::Float) * 0.1;
+        }
         ctx.log("train_loss", &loss).on_epoch(true);
         ctx.log("batches", 1.0).on_step(false).on_epoch(true).reduce_fx(voltaic::module::ReduceFx::Sum);
         Ok(loss)

@@ -408,6 +408,9 @@ impl Strategy for Zero {
     }
 
     fn set_grads(&mut self, module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
+        if let Some(mut reducer) = self.reducer() {
+            reducer.units.iter_mut().try_for_each(Unit::drop_grads)?;
+        }
         let mut others = Vec::new();
         for (name, grad) in grads {
             let place = name.split_once(PART).and_then(|(fqn, _)| {
