@@ -172,3 +172,45 @@ fn at_the_end_of_an_epoch_a_metric_has_the_value_of_the_epoch() {
     }
     assert_eq!(means.len(), 2);
 }
+
+/// The key of a logged value is (hook, name), and the later hook has the public name: what Lightning 2.6.6 gives for the same calls.
+#[test]
+fn a_name_that_two_hooks_log_is_that_of_the_later_hook() {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let of_hook = seen.clone();
+    let watch = LambdaCallback::new()
+        .on(Hook::OnValidationEpochEnd, |ctx, _| {
+            ctx.log("val_loss", 100.0);
+            ctx.log("v", 100.0);
+            Ok(())
+        })
+        .on(Hook::OnTrainEpochEnd, move |ctx, _| {
+            let names = ["val_loss", "v", "v_epoch", "x"];
+            of_hook.lock().unwrap().push(names.map(|name| ctx.metric(name)));
+            ctx.log("x", 100.0);
+            Ok(())
+        });
+    let mut net = Probe {
+        train: Box::new(|_, loss, ctx| {
+            ctx.log("x", 0.5).on_step(false).on_epoch(true);
+            Ok(loss)
+        }),
+        validate: Some(Box::new(|_, loss, ctx| {
+            ctx.log("val_loss", 0.5);
+            ctx.log("v", 0.5).on_step(true).on_epoch(true);
+            Ok(loss)
+        })),
+        ..Probe::default()
+    };
+    let root = TempDir::new().unwrap();
+    let mut trainer = trainer(&root).callback(watch).build().unwrap();
+    trainer.fit(&mut net, &mut Loaders::new().train(loader(8)).val(loader(4))).unwrap();
+    let expected = [Some(100.0), Some(100.0), Some(0.5), Some(0.5)];
+    assert_eq!(*seen.lock().unwrap(), [expected, expected]);
+    assert_eq!(trainer.metric("x"), Some(100.0));
+    let rows = csv(&root, 0);
+    let header: Vec<&str> = rows.lines().next().unwrap().split(',').collect();
+    assert_eq!(header, ["epoch", "step", "v", "v_epoch", "v_step", "val_loss", "x"]);
+    assert!(rows.lines().any(|row| row == "1,7,100,0.5,,100,"), "{rows}");
+    assert!(rows.lines().any(|row| row == "1,7,,,,,100"), "{rows}");
+}

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
+use super::store::Key;
 use super::value::LogValue;
 use crate::device::Device;
 use crate::distributed::{ProcessGroup, collective_scope};
@@ -29,7 +30,7 @@ pub(super) struct MetricObjects {
 /// A metric that an epoch has logged.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct LoggedMetric {
-    pub name: String,
+    pub key: Key,
     pub epoch_name: String,
     pub fqn: String,
     /// Of its state.
@@ -123,7 +124,7 @@ impl MetricObjects {
         Ok(())
     }
 
-    /// Values over all ranks by name, with their epoch name, of the metrics that any rank has logged.
+    /// Values over all ranks by hook and name, with their epoch name, of the metrics that any rank has logged.
     ///
     /// # Collective
     /// If there are metrics. # Sync: reads the values back.
@@ -131,7 +132,7 @@ impl MetricObjects {
         &mut self,
         group: Option<&ProcessGroup>,
         mut own: Vec<LoggedMetric>,
-    ) -> Result<Vec<(String, (String, f64))>> {
+    ) -> Result<Vec<(Key, (String, f64))>> {
         if self.metrics.is_empty() {
             return Ok(Vec::new());
         }
@@ -152,7 +153,7 @@ impl MetricObjects {
         logged.sort(); // the same order on all ranks
         logged.dedup();
         let mut values = Vec::new();
-        for LoggedMetric { name, epoch_name, fqn, .. } in logged {
+        for LoggedMetric { key, epoch_name, fqn, .. } in logged {
             let versions = versions.get(&fqn).cloned().unwrap_or_default();
             // all ranks know all versions, so they decide alike
             let known = self.computed.get(&fqn).filter(|known| known.0 == versions).map(|known| known.1);
@@ -165,12 +166,12 @@ impl MetricObjects {
                         None => metric.state().tensors()?,
                     };
                     let value = metric.value(&parts)?;
-                    check_scalar(&name, &value)?;
+                    check_scalar(&key.1, &value)?;
                     LogValue::Tensor(value).read()
                 }
             };
             self.computed.insert(fqn, (versions, value));
-            values.push((name, (epoch_name, value)));
+            values.push((key, (epoch_name, value)));
         }
         Ok(values)
     }

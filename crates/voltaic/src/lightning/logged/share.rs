@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
+use super::store::Key;
 use super::value::{LogValue, Number, ReduceFx, larger, smaller};
 use crate::distributed::{ProcessGroup, ReduceOp, collective_scope};
 use crate::error::Result;
@@ -13,7 +14,7 @@ use crate::error::Result;
 /// A value of one rank, reduced over its part of an epoch.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct RankValue {
-    pub name: String,
+    pub key: Key,
     pub epoch_name: String,
     pub sync_dist: bool,
     pub reduce_fx: ReduceFx,
@@ -31,27 +32,27 @@ impl RankValue {
     }
 }
 
-/// Values of an epoch by name, with their epoch name, the same on all ranks: those logged with `sync_dist` are reduced
+/// Values of an epoch by hook and name, with their epoch name, the same on all ranks: those logged with `sync_dist` are reduced
 /// over all ranks, means weighted by batch size; of others that of rank 0 counts, or of the first rank that has one.
 pub(super) fn share(
     group: Option<&ProcessGroup>,
     own: Vec<RankValue>,
-) -> Result<BTreeMap<String, (String, f64)>> {
+) -> Result<BTreeMap<Key, (String, f64)>> {
     let all = match group {
         Some(group) => {
             if group.rank() == 0 && group.world_size() > 1 {
-                own.iter().filter(|value| !value.sync_dist).for_each(|value| warn_of_a_part(&value.name));
+                own.iter().filter(|value| !value.sync_dist).for_each(|value| warn_of_a_part(&value.key.1));
             }
             let _named = collective_scope("logged values");
             group.all_gather_object(&own)?
         }
         None => vec![own],
     };
-    let mut merged: BTreeMap<String, RankValue> = BTreeMap::new();
+    let mut merged: BTreeMap<Key, RankValue> = BTreeMap::new();
     for value in all.into_iter().flatten() {
-        match merged.get_mut(&value.name) {
+        match merged.get_mut(&value.key) {
             None => {
-                merged.insert(value.name.clone(), value);
+                merged.insert(value.key.clone(), value);
             }
             Some(known) if known.sync_dist => {
                 let (a, b) = (known.reduced.0, value.reduced.0);
@@ -65,7 +66,7 @@ pub(super) fn share(
             Some(_) => {}
         }
     }
-    Ok(merged.into_iter().map(|(name, value)| (name, (value.epoch_name.clone(), value.value()))).collect())
+    Ok(merged.into_iter().map(|(key, value)| (key, (value.epoch_name.clone(), value.value()))).collect())
 }
 
 /// Says once that a value of an epoch is rank 0's.
@@ -105,7 +106,7 @@ mod tests {
     #[test]
     fn a_process_alone_keeps_its_values() {
         let value = |name: &str, reduce_fx| RankValue {
-            name: name.to_owned(),
+            key: ("training_step".to_owned(), name.to_owned()),
             epoch_name: format!("{name}_epoch"),
             sync_dist: true,
             reduce_fx,
@@ -113,7 +114,7 @@ mod tests {
             weight: 4.0,
         };
         let shared = share(None, vec![value("mean", ReduceFx::Mean), value("sum", ReduceFx::Sum)]).unwrap();
-        assert_eq!(shared["mean"], ("mean_epoch".to_owned(), 1.5));
-        assert_eq!(shared["sum"], ("sum_epoch".to_owned(), 6.0));
+        let expected = [("mean_epoch".to_owned(), 1.5), ("sum_epoch".to_owned(), 6.0)];
+        assert!(shared.into_values().eq(expected));
     }
 }

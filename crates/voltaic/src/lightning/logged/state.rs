@@ -25,6 +25,8 @@ impl MetricsState {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct EntryState {
+    #[serde(default = "training_step")]
+    hook: String,
     name: String,
     options: LogOptions,
     last: Number,
@@ -33,6 +35,11 @@ struct EntryState {
     /// Fqn of the metric that was logged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     metric: Option<String>,
+}
+
+/// The hook of values in checkpoints that name none.
+fn training_step() -> String {
+    "training_step".to_owned()
 }
 
 /// What training steps have logged up to a moment, to go back to.
@@ -51,6 +58,7 @@ impl MetricStore {
             .entries
             .iter()
             .map(|entry| EntryState {
+                hook: entry.hook.clone(),
                 name: entry.name.clone(),
                 options: entry.options,
                 last: Number(entry.last.read()),
@@ -84,9 +92,7 @@ impl MetricStore {
 
     /// Forgets what was logged in the training epoch since then.
     pub(crate) fn go_back(&mut self, mark: MetricsMark, device: Device) -> Result<()> {
-        let known = mark.values.len();
-        self.train.entries.truncate(known);
-        self.train.index.retain(|_, index| *index < known);
+        self.train.truncate(mark.values.len());
         for (entry, (last, reduced, weight)) in self.train.entries.iter_mut().zip(mark.values) {
             (entry.last, entry.reduced, entry.weight) = (last, reduced, weight);
         }
@@ -96,17 +102,17 @@ impl MetricStore {
     /// Goes on from a checkpoint.
     pub(crate) fn restore(&mut self, state: MetricsState) {
         self.train.clear();
-        for EntryState { name, options, last, reduced, weight, metric } in state.train {
-            self.train.index.insert(name.clone(), self.train.entries.len());
-            self.train.entries.push(Entry {
+        for EntryState { hook, name, options, last, reduced, weight, metric } in state.train {
+            self.train.push(Entry {
                 name,
-                hook: "",
+                hook,
                 options,
                 last: LogValue::Host(last.0),
                 updated_this_batch: false,
                 reduced: reduced.map(|number| LogValue::Host(number.0)),
                 weight,
                 metric,
+                is_restored: true,
             });
         }
         self.finished = state.finished.into_iter().map(|(name, number)| (name, number.0)).collect();

@@ -14,10 +14,14 @@ use crate::nn::Metric;
 /// Between the name of a value and the loader it is of; no name has it otherwise.
 const LOADER: &str = "/dataloader_idx_";
 
+/// Hook and name of a logged value, Lightning's key.
+pub(super) type Key = (String, String);
+
 #[derive(Debug)]
 pub(super) struct Entry {
+    /// Together with `hook` the key of the value: a later hook that logs the same name has an entry of its own.
     pub name: String,
-    pub hook: &'static str,
+    pub hook: String,
     pub options: LogOptions,
     /// Last value given; tensors are as they were given.
     pub last: LogValue,
@@ -26,6 +30,8 @@ pub(super) struct Entry {
     pub weight: f64,
     /// Fqn of the metric that is logged, if one is.
     pub metric: Option<String>,
+    /// Of a checkpoint, until the value is logged again.
+    pub is_restored: bool,
 }
 
 impl Entry {
@@ -46,10 +52,14 @@ impl Entry {
         }
     }
 
+    fn key(&self) -> Key {
+        (self.hook.clone(), self.name.clone())
+    }
+
     /// What the values of the epoch have become so far. # Sync: reads it back.
     fn rank_value(&self) -> Option<RankValue> {
         Some(RankValue {
-            name: self.name.clone(),
+            key: self.key(),
             epoch_name: self.epoch_name(),
             sync_dist: self.options.sync_dist,
             reduce_fx: self.options.reduce_fx,
@@ -63,7 +73,8 @@ impl Entry {
 #[derive(Debug, Default)]
 pub(super) struct Results {
     pub entries: Vec<Entry>,
-    pub index: HashMap<String, usize>,
+    /// Places in `entries` by hook and name.
+    index: HashMap<String, HashMap<String, usize>>,
 }
 
 impl Results {
@@ -71,8 +82,8 @@ impl Results {
     fn metrics(&self) -> Vec<LoggedMetric> {
         let entries = self.entries.iter().filter(|entry| entry.options.on_epoch);
         let logged = entries.filter_map(|entry| {
-            let (name, epoch_name, fqn) = (entry.name.clone(), entry.epoch_name(), entry.metric.clone()?);
-            Some(LoggedMetric { name, epoch_name, fqn, version: 0 })
+            let (key, epoch_name, fqn) = (entry.key(), entry.epoch_name(), entry.metric.clone()?);
+            Some(LoggedMetric { key, epoch_name, fqn, version: 0 })
         });
         logged.collect()
     }
@@ -80,12 +91,31 @@ impl Results {
     /// What was logged for the step by itself since the batch began. # Sync: reads it back.
     fn step_values(&self) -> Vec<(String, f64)> {
         let is_wanted = |e: &&Entry| e.options.on_step && e.options.logger && e.updated_this_batch;
-        self.entries.iter().filter(is_wanted).map(|e| (e.step_name(), e.last.read())).collect()
+        let mut values = Vec::new();
+        self.entries.iter().filter(is_wanted).for_each(|e| set(&mut values, e.step_name(), e.last.read()));
+        values
     }
 
     pub fn clear(&mut self) {
-        self.entries.clear();
-        self.index.clear();
+        self.truncate(0);
+    }
+
+    /// Drops all entries but the first `len`.
+    pub fn truncate(&mut self, len: usize) {
+        self.entries.truncate(len);
+        self.index.values_mut().for_each(|names| names.retain(|_, index| *index < len));
+    }
+
+    fn find(&self, hook: &str, name: &str) -> Option<usize> {
+        self.index.get(hook)?.get(name).copied()
+    }
+
+    /// Adds an entry whose hook and name are new.
+    pub fn push(&mut self, entry: Entry) -> usize {
+        let index = self.entries.len();
+        self.index.entry(entry.hook.clone()).or_default().insert(entry.name.clone(), index);
+        self.entries.push(entry);
+        index
     }
 }
 
@@ -246,30 +276,30 @@ impl MetricStore {
             Phase::Train => &mut self.train,
             Phase::Eval => &mut self.eval,
         };
-        let index = match (dataloader_idx, results.index.get(name)) {
-            (None, Some(&index)) => index,
-            _ => {
-                let name = dataloader_idx.map_or_else(|| name.to_owned(), |i| format!("{name}{LOADER}{i}"));
-                *results.index.entry(name.clone()).or_insert_with(|| {
-                    results.entries.push(Entry {
-                        name,
-                        hook,
-                        options: LogOptions { batch_size: None, ..options },
-                        last: LogValue::Host(f64::NAN),
-                        updated_this_batch: false,
-                        reduced: None,
-                        weight: 0.0,
-                        metric: None,
-                    });
-                    results.entries.len() - 1
-                })
-            }
-        };
+        let of_loader = dataloader_idx.map(|index| format!("{name}{LOADER}{index}"));
+        let full_name = of_loader.as_deref().unwrap_or(name);
+        let kept = LogOptions { batch_size: None, ..options };
+        let index = results.find(hook, full_name).unwrap_or_else(|| {
+            results.push(Entry {
+                name: full_name.to_owned(),
+                hook: hook.to_owned(),
+                options: kept,
+                last: LogValue::Host(f64::NAN),
+                updated_this_batch: false,
+                reduced: None,
+                weight: 0.0,
+                metric: None,
+                is_restored: false,
+            })
+        });
         let entry = &mut results.entries[index];
         if let (None, LogValue::Metric(metric)) = (&entry.metric, &value) {
             check_scalar(name, &metric.compute()?)?; // once an epoch
         }
-        if entry.hook == hook && entry.options != (LogOptions { batch_size: None, ..options }) {
+        if std::mem::take(&mut entry.is_restored) {
+            entry.options = kept; // the program may have changed them since the checkpoint
+        }
+        if entry.options != kept {
             return Err(ConfigError::new(
                 format!("log({name})"),
                 format!("{hook} logs `{name}` twice with different options"),
@@ -449,6 +479,13 @@ impl MetricStore {
         let mut shared = share(self.group.as_deref(), own)?;
         shared.extend(self.objects.values(self.group.as_deref(), results.metrics())?);
         let (mut logged, mut all) = (Vec::new(), Vec::new());
+        // Values of a rank without a batch come from other ranks. They are those of steps, and hooks of the epoch override them.
+        let is_own = |key: &Key| results.find(&key.0, &key.1).is_some();
+        for ((_, name), (epoch_name, value)) in shared.iter().filter(|(key, _)| !is_own(key)) {
+            self.finished.insert(epoch_name.clone(), *value);
+            self.finished.insert(name.clone(), *value);
+            set(&mut all, epoch_name.clone(), *value);
+        }
         for entry in &results.entries {
             if entry.options.on_step {
                 let value = entry.last.read();
@@ -458,35 +495,29 @@ impl MetricStore {
                     set(&mut self.bar, entry.step_name(), value);
                 }
             }
-            if let Some((epoch_name, value)) = shared.remove(&entry.name) {
-                all.push((epoch_name, value));
+            if let Some((epoch_name, value)) = shared.remove(&entry.key()) {
+                set(&mut all, epoch_name, value);
                 self.finished.insert(entry.epoch_name(), value);
                 self.finished.insert(entry.name.clone(), value);
                 if entry.options.prog_bar {
                     set(&mut self.bar, entry.epoch_name(), value);
                 }
                 if entry.options.logger {
-                    logged.push((entry.epoch_name(), value));
+                    set(&mut logged, entry.epoch_name(), value);
                 }
             }
-        }
-        // of a rank that had no batch
-        for (name, (epoch_name, value)) in shared {
-            self.finished.insert(epoch_name.clone(), value);
-            self.finished.insert(name, value);
-            all.push((epoch_name, value));
         }
         Ok(EvalValues { all, logged })
     }
 
-    /// The entry whose step value is called `name`, if this epoch has logged it.
+    /// The last entry whose step value is called `name`, if this epoch has logged it.
     fn live(&self, name: &str) -> Option<&Entry> {
         if self.train_epoch_is_over {
             return None;
         }
         let base = name.strip_suffix("_step").unwrap_or(name);
-        let find = |name: &str| self.train.index.get(name).map(|&i| &self.train.entries[i]);
-        find(name).filter(|e| e.options.on_step).or_else(|| find(base).filter(|e| e.options.is_forked()))
+        let is_called = |e: &&Entry| e.name == name || (e.name == base && e.options.is_forked());
+        self.train.entries.iter().rev().find(|e| e.options.on_step && is_called(e))
     }
 
     /// The latest value called `name`. # Sync: reads a value of the running epoch back.
