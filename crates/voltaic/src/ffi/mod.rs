@@ -58,7 +58,7 @@ pub use ranks::flight_memory::{
 };
 pub use ranks::libraries::{CollectiveApi, CollectiveLibrary, Seat};
 pub use ranks::listeners::Listeners;
-pub use ranks::process::{die_with_parent, ignores, signal_group};
+pub use ranks::process::{die_with_parent, handles_or_ignores, ignores, signal_group};
 pub use ranks::seal::{JobSecret, SEAL_BYTES};
 pub use ranks::shared_sum::{Home, Neighbours, Summing, next_ticket, shares_memory};
 pub use reach::Lent;

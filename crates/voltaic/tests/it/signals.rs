@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use voltaic::distributed::{RequeueSignal, SlurmEnvironment};
 use voltaic::module::HookContext;
 
 use crate::ddp::{FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, weights};
-use crate::probe::{own_process, plays, short_fit, text_of};
+use crate::probe::{Probe, loaders as probe_loaders, own_process, plays, short_fit, silent, text_of};
 use crate::signal::signal_self;
 
 /// Says when training has come to the second epoch; sends itself a signal there, or waits for one.
@@ -288,4 +289,23 @@ fn too_many_processes_are_refused_before_any_is_started() {
     let (code, text) = short_fit(&["--trainer.devices=1000000", "--trainer.strategy=ddp"], &[]);
     assert_eq!(code, Some(2), "{text}");
     assert!(text.contains("1000000 processes are too many for the ") && text.contains(" cores"), "{text}");
+}
+
+#[test]
+fn after_a_fit_signals_end_the_process_again() {
+    let test = "signals::after_a_fit_signals_end_the_process_again";
+    let part = "after";
+    let signals = ["-INT", "-TERM", "-HUP", "-USR1"];
+    if plays(part) {
+        let mut trainer = silent().max_epochs(1).build().unwrap();
+        trainer.fit(&mut Probe::default(), &mut probe_loaders()).unwrap();
+        signal_self(&std::env::var("VOLTAIC_TEST_SIGNAL").unwrap()).unwrap();
+        std::thread::sleep(Duration::from_secs(20));
+        return;
+    }
+    for (signal, number) in signals.into_iter().zip([2, 15, 1, 10]) {
+        let mut command = own_process(test, part);
+        let status = command.env("VOLTAIC_TEST_SIGNAL", signal).stdout(Stdio::null()).status().unwrap();
+        assert_eq!(status.signal(), Some(number), "{signal}: {status}");
+    }
 }

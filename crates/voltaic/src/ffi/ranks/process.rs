@@ -24,8 +24,17 @@ pub fn die_with_parent(command: &mut Command) {
 
 /// Whether this process was started to ignore a signal, as `nohup` does with SIGHUP.
 pub fn ignores(signal: i32) -> bool {
+    is_in_mask("SigIgn:", signal)
+}
+
+/// Whether a signal does something else in this process than its default action.
+pub fn handles_or_ignores(signal: i32) -> bool {
+    is_in_mask("SigCgt:", signal) || ignores(signal)
+}
+
+fn is_in_mask(name: &str, signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = status.lines().find_map(|line| line.strip_prefix(name));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
     mask & (1 << (signal - 1)) != 0
 }

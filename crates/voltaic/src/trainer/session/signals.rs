@@ -1,8 +1,8 @@
 //! Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end a run after the batch in progress; a second Ctrl-C or SIGTERM ends the process at
-//! once.
+//! once. Between runs these signals do again what they did before the first one.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::{SigId, flag, low_level};
@@ -19,6 +19,48 @@ const WATCHED: [(i32, &str, bool); 4] = [
     (SIGHUP, "SIGHUP", false),
 ];
 
+/// Brings back the default action of signals while nothing watches for them. The library keeps its handler once one was
+/// registered, and a handler without actions ignores the signal.
+#[derive(Default)]
+struct Defaults {
+    /// How many watch now.
+    watching: usize,
+    /// Whether the default actions are in force; there once they are registered.
+    in_force: Option<Arc<AtomicBool>>,
+}
+
+static DEFAULTS: Mutex<Defaults> = Mutex::new(Defaults { watching: 0, in_force: None });
+
+impl Defaults {
+    fn begin(&mut self) -> std::io::Result<()> {
+        let in_force = match &self.in_force {
+            Some(in_force) => in_force,
+            None => {
+                let in_force = Arc::new(AtomicBool::new(false));
+                let signals = WATCHED.into_iter().map(|(signal, ..)| signal);
+                for signal in signals.filter(|signal| !ffi::handles_or_ignores(*signal)) {
+                    flag::register_conditional_default(signal, in_force.clone())?;
+                }
+                self.in_force.insert(in_force)
+            }
+        };
+        in_force.store(false, Ordering::SeqCst);
+        self.watching += 1;
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        self.watching = self.watching.saturating_sub(1);
+        if let Some(in_force) = self.in_force.as_ref().filter(|_| self.watching == 0) {
+            in_force.store(true, Ordering::SeqCst);
+        }
+    }
+}
+
+fn defaults() -> std::sync::MutexGuard<'static, Defaults> {
+    DEFAULTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Watches for signals until it is dropped.
 pub(crate) struct Signals {
     flags: [Arc<AtomicBool>; WATCHED.len()],
@@ -28,8 +70,10 @@ pub(crate) struct Signals {
 impl Signals {
     /// Starts to watch.
     pub(crate) fn watch() -> Result<Self> {
+        let failed = |error| Error::io("watch signals for", "this process", error);
+        defaults().begin().map_err(failed)?;
         let mut signals = Self { flags: Default::default(), registered: Vec::new() };
-        signals.register().map_err(|error| Error::io("watch signals for", "this process", error))?;
+        signals.register().map_err(failed)?;
         Ok(signals)
     }
 
@@ -58,6 +102,7 @@ impl Signals {
 
 impl Drop for Signals {
     fn drop(&mut self) {
+        defaults().end();
         for id in self.registered.drain(..) {
             low_level::unregister(id);
         }
