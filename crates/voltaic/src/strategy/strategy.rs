@@ -131,7 +131,8 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(grads_of(module))
     }
 
-    /// Puts back what [`Strategy::grads`] gave on this rank, perhaps in an earlier run; drops all other gradients.
+    /// Puts back what [`Strategy::grads`] gave on this rank, perhaps in an earlier run; drops all other gradients of this
+    /// rank. Parts that [`DividedState::load_grad`] has loaded stay.
     ///
     /// # Errors
     /// If the gradients are parts of another division; libtorch's.

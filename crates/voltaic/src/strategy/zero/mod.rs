@@ -408,7 +408,10 @@ impl Strategy for Zero {
     }
 
     fn set_grads(&mut self, module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
-        if let Some(mut reducer) = self.reducer() {
+        // parts of several ranks come from `load_grad`, before this
+        if self.peers().is_none()
+            && let Some(mut reducer) = self.reducer()
+        {
             reducer.units.iter_mut().try_for_each(Unit::drop_grads)?;
         }
         let mut others = Vec::new();
