@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::store::Key;
+use super::scope::Key;
 use super::value::LogValue;
 use crate::device::Device;
 use crate::distributed::{ProcessGroup, collective_scope};

@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::value::ReduceFx;
 
+/// Hook and name of a logged value, Lightning's key.
+pub(super) type Key = (String, String);
+
 /// Options of one logged value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct LogOptions {

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::store::Key;
+use super::scope::Key;
 use super::value::{LogValue, Number, ReduceFx, larger, smaller};
 use crate::distributed::{ProcessGroup, ReduceOp, collective_scope};
 use crate::error::Result;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::objects::{LoggedMetric, MetricObjects, check_scalar};
-use super::scope::{Level, LogOptions, LogScope, Phase};
+use super::scope::{Key, Level, LogOptions, LogScope, Phase};
 use super::share::{RankValue, share, sync_step};
 use super::value::{LogValue, Number, ReduceFx};
 use crate::distributed::ProcessGroup;
@@ -13,9 +13,6 @@ use crate::nn::Metric;
 
 /// Between the name of a value and the loader it is of; no name has it otherwise.
 const LOADER: &str = "/dataloader_idx_";
-
-/// Hook and name of a logged value, Lightning's key.
-pub(super) type Key = (String, String);
 
 #[derive(Debug)]
 pub(super) struct Entry {
