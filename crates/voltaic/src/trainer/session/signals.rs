@@ -2,7 +2,7 @@
 //! once. Between runs these signals do again what they did before the first one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::{SigId, flag, low_level};
@@ -21,7 +21,6 @@ const WATCHED: [(i32, &str, bool); 4] = [
 
 /// Brings back the default action of signals while nothing watches for them. The library keeps its handler once one was
 /// registered, and a handler without actions ignores the signal.
-#[derive(Default)]
 struct Defaults {
     /// How many watch now.
     watching: usize,
@@ -57,7 +56,7 @@ impl Defaults {
     }
 }
 
-fn defaults() -> std::sync::MutexGuard<'static, Defaults> {
+fn defaults() -> MutexGuard<'static, Defaults> {
     DEFAULTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
