@@ -438,6 +438,7 @@ unsafe extern "C" {
         group: *mut *mut vt_group,
     ) -> *mut vt_error;
     pub fn vt_group_free(group: *mut vt_group);
+    pub fn vt_group_set_timeout(group: *const vt_group, timeout_ms: i64) -> *mut vt_error;
     pub fn vt_group_all_reduce(
         group: *const vt_group,
         tensor: vt_tensor,

@@ -38,6 +38,8 @@ void vt_store_free(vt_store *store);
 vt_error *vt_group_gloo(const vt_store *store, int32_t rank, int32_t size, int64_t timeout_ms, const char *interface,
                         const char *address, vt_group **group);
 void vt_group_free(vt_group *group);
+// How long operations of the group wait for other ranks from now on.
+vt_error *vt_group_set_timeout(const vt_group *group, int64_t timeout_ms);
 
 enum vt_reduce_op : int32_t {
   VT_REDUCE_SUM = 0,

@@ -166,6 +166,10 @@ vt_error *vt_group_gloo(const vt_store *store, int32_t rank, int32_t size, int64
 
 void vt_group_free(vt_group *group) { delete group; }
 
+vt_error *vt_group_set_timeout(const vt_group *group, int64_t timeout_ms) {
+  return voltaic::guard([&] { group->backend->setTimeout(milliseconds(timeout_ms)); });
+}
+
 vt_error *vt_group_all_reduce(const vt_group *group, vt_tensor tensor, int32_t op, vt_work **work) {
   return start(work, {tensor}, [&](std::vector<at::Tensor> &tensors) {
     c10d::AllreduceOptions options;

@@ -48,6 +48,8 @@ public:
 
   const std::string getBackendName() const override { return communicator->library.name; }
 
+  void setTimeout(milliseconds timeout) override { communicator->timeout = timeout; }
+
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor> &tensors,
                                            const c10d::AllreduceOptions &options) override {
     const at::Tensor &tensor = tensors.at(0);

@@ -10,6 +10,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -118,7 +119,8 @@ public:
 
   // Waits until `is_done`; an error of the library or a time-out breaks the communicator, so that nothing runs on.
   template <typename IsDone> void wait(IsDone &&is_done) {
-    const auto deadline = steady_clock::now() + timeout;
+    const milliseconds limit = timeout;
+    const auto deadline = steady_clock::now() + limit;
     for (size_t round = 0; !is_done(); ++round) {
       int result = 0;
       if (library.async_error != nullptr) {
@@ -129,7 +131,7 @@ public:
       }
       if (steady_clock::now() > deadline) {
         give_up();
-        TORCH_CHECK(false, "timed out after ", timeout.count(), " ms");
+        TORCH_CHECK(false, "timed out after ", limit.count(), " ms");
       }
       if (round > 1000)
         std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -143,7 +145,7 @@ public:
 
   const vt_collective_library library;
   const c10::Device device;
-  const milliseconds timeout;
+  std::atomic<milliseconds> timeout;
 
 private:
   // A library without abort keeps what it has until the process ends.

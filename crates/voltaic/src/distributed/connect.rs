@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
@@ -37,7 +38,9 @@ pub struct JoinOptions {
 pub(super) struct Connector {
     /// This process among all ranks.
     placement: RankPlacement,
-    options: JoinOptions,
+    device: Device,
+    /// How long ranks wait for each other, in milliseconds.
+    timeout: Arc<AtomicU64>,
     /// Gloo, if there is none.
     library: Option<CollectiveLibrary>,
     /// Of the round in which all ranks met.
@@ -61,7 +64,19 @@ impl Connector {
         round: Arc<Store>,
         nonce: String,
     ) -> Self {
-        Self { placement, options, library, round, nonce }
+        let JoinOptions { device, timeout } = options;
+        let connector = Self { placement, device, timeout: Arc::default(), library, round, nonce };
+        connector.set_timeout(timeout);
+        connector
+    }
+
+    fn timeout(&self) -> Duration {
+        Duration::from_millis(self.timeout.load(Ordering::Relaxed))
+    }
+
+    /// Changes how long ranks wait for each other in groups that are connected from now on.
+    pub fn set_timeout(&self, timeout: Duration) {
+        self.timeout.store(timeout.as_millis().try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
     /// This process among all ranks.
@@ -88,7 +103,7 @@ impl Connector {
     }
 
     fn gloo(&self, store: &Arc<Store>, Place { rank, size }: Place) -> Result<Backend> {
-        let (placement, timeout) = (&self.placement, self.options.timeout);
+        let (placement, timeout) = (&self.placement, self.timeout());
         let named = std::env::var("GLOO_SOCKET_IFNAME").ok().filter(|name| !name.is_empty());
         let interface =
             gloo_interface(named, &placement.master_addr, placement.master_port).map_err(|reason| {
@@ -123,7 +138,7 @@ impl Connector {
         if size == 1 {
             return Ok(None);
         }
-        let timeout = self.options.timeout;
+        let timeout = self.timeout();
         let store = store.with_prefix("memory")?;
         let home =
             if shares_memory()? { Home::new() } else { Err(io::Error::other("VOLTAIC_SHARED_MEMORY=0")) };
@@ -157,7 +172,7 @@ impl Connector {
     /// What `connect` gives, unless a rank that it waits for has ended.
     fn connected<T: Send + 'static>(&self, connect: impl FnOnce() -> T + Send + 'static) -> Result<T> {
         let receiver = on_thread(connect);
-        let limit = self.options.timeout + GRACE;
+        let limit = self.timeout() + GRACE;
         let deadline = Instant::now() + limit;
         loop {
             match receiver.recv_timeout(GLANCE) {
@@ -190,7 +205,7 @@ impl Connector {
         Place { rank, size }: Place,
     ) -> Result<Backend> {
         const KEY: &str = "communicator";
-        let JoinOptions { device, timeout } = self.options;
+        let (device, timeout) = (self.device, self.timeout());
         let remedy = "see what the library logs: NCCL_DEBUG=INFO, or HABANA_LOGS";
         let failed = |error: TorchError| refuse(&self.placement, error.message, remedy);
         let shared = store.clone();

@@ -29,6 +29,12 @@ pub trait Strategy: fmt::Debug + Send {
     /// The ranks, and which of them this process is.
     fn world(&self) -> &World;
 
+    /// How long ranks wait for each other in a collective, if the strategy says so; else what [`BuildStrategy::timeout`] gave
+    /// when they met stays in force.
+    fn timeout(&self) -> Option<Duration> {
+        None
+    }
+
     /// Moves the module to the device of the run, and casts it to `dtype` if there is one, before [`Strategy::prepare`]. A strategy
     /// that divides weights may leave them where they are until then, so that a device need not hold all of them.
     ///
@@ -248,7 +254,7 @@ pub(super) fn set_grads_of(module: &dyn Module, grads: &[(String, Tensor)]) -> R
 ///
 /// Any function from the ranks to a strategy is one: `.strategy(|world| Ok(Box::new(MyStrategy::new(world)) as _))`.
 pub trait BuildStrategy: Send {
-    /// How long ranks wait for each other.
+    /// How long ranks wait for each other until they have met; afterwards [`Strategy::timeout`] is in force, if it gives one.
     fn timeout(&self) -> Duration {
         DEFAULT_TIMEOUT
     }

@@ -26,6 +26,9 @@ pub(crate) fn join(
         None => plan.ranks.strategy.clone().build(world)?,
     };
     let world = strategy.world();
+    if let (Some(group), Some(timeout)) = (world.group(), strategy.timeout()) {
+        group.set_timeout(timeout)?;
+    }
     if let Some(group) = world.group().filter(|_| world.is_global_zero() && world.world_size > 1) {
         let (name, nodes) = (strategy.name(), plan.ranks.num_nodes);
         tracing::info!("{name}: {} ranks on {nodes} node(s), over {}", world.world_size, group.backend());

@@ -24,24 +24,18 @@ use crate::signal::signal_self;
 
 const FAULT: &str = "VOLTAIC_TEST_FAULT";
 
-/// A stage with small units and one weight that stays; it waits for two seconds.
-struct Impatient(ZeroStage);
-
-impl BuildStrategy for Impatient {
-    fn timeout(&self) -> Duration {
-        Duration::from_secs(2)
-    }
-
-    fn build(self: Box<Self>, world: World) -> Result<Box<dyn Strategy>> {
+/// A stage with small units and one weight that stays; it waits for two seconds once the ranks have met.
+fn impatient(stage: ZeroStage) -> impl BuildStrategy {
+    move |world: World| {
         let config = ZeroConfig {
             reduce_bucket_size: 110,        // each layer's weight at least has its own
             param_persistence_threshold: 3, // of the second layer's bias
             prefetch_bucket_size: 0,
             max_reuse_distance: 0,
             timeout: Duration::from_secs(2),
-            ..ZeroConfig::of_stage(self.0)
+            ..ZeroConfig::of_stage(stage)
         };
-        Ok(Box::new(Zero::new(world, config)))
+        Ok(Box::new(Zero::new(world, config)) as Box<dyn Strategy>)
     }
 }
 
@@ -229,7 +223,7 @@ impl Callback for Faults {
 fn train(ranks: usize, stage: ZeroStage, folder: &Path) {
     let path = folder.join("saved.ckpt");
     let builder =
-        silent(ranks, "ddp", folder).strategy(Impatient(stage)).gradient_clip_val(0.5).max_epochs(1);
+        silent(ranks, "ddp", folder).strategy(impatient(stage)).gradient_clip_val(0.5).max_epochs(1);
     let builder = builder.callback(SaveAfter(1, path.clone())).callback(SaveAfter(2, path)).callback(Faults);
     let done = builder
         .build()

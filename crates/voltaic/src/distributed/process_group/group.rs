@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use tch::Tensor;
 
@@ -79,6 +80,19 @@ impl ProcessGroup {
     /// The back end: `gloo`, `nccl` or `hccl`.
     pub fn backend(&self) -> &'static str {
         self.shared.connector.backend_name()
+    }
+
+    /// Changes how long operations of this group, and of groups split from it later, wait for other ranks. All members are to
+    /// set the same; nothing is exchanged.
+    ///
+    /// # Errors
+    /// The back end's.
+    pub(crate) fn set_timeout(&self, timeout: Duration) -> Result<()> {
+        self.shared.connector.set_timeout(timeout);
+        if let Some(neighbours) = &self.shared.neighbours {
+            neighbours.set_timeout(timeout);
+        }
+        Ok(self.shared.lock().backend.set_timeout(timeout)?)
     }
 
     /// Whether sums go through memory that all members share, which are on one host then.

@@ -314,6 +314,15 @@ impl Backend {
         Self { group, size }
     }
 
+    /// Changes how long operations wait for other ranks.
+    ///
+    /// # Errors
+    /// libtorch's.
+    pub fn set_timeout(&self, timeout: Duration) -> Result<(), TorchError> {
+        // SAFETY: the group is alive.
+        check("set_timeout", unsafe { sys::vt_group_set_timeout(self.group, millis(timeout)) })
+    }
+
     /// Starts one of the operations on a tensor and a number.
     fn start(&self, op: &'static str, f: Start, tensor: &Tensor, number: i32) -> Result<Work, TorchError> {
         let mut work = ptr::null_mut();

@@ -84,6 +84,11 @@ impl Neighbours {
         known.push(Arc::downgrade(&self.0));
     }
 
+    /// Changes how long this rank waits for the others.
+    pub fn set_timeout(&self, timeout: Duration) {
+        lock(&self.0).timeout = timeout;
+    }
+
     /// Whether sums of such tensors go this way; the tensor must be in memory of the host, one number after the other.
     pub fn can_sum(tensor: &Tensor) -> bool {
         matches!(tensor.kind(), Kind::Float | Kind::BFloat16) && tensor.numel() > 0

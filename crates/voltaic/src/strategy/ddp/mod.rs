@@ -4,6 +4,7 @@ mod bucket;
 mod reducer;
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use tch::Tensor;
 
@@ -91,6 +92,10 @@ impl Strategy for Ddp {
 
     fn world(&self) -> &World {
         &self.world
+    }
+
+    fn timeout(&self) -> Option<Duration> {
+        Some(self.config.timeout())
     }
 
     fn allowed_differences(&self) -> Vec<String> {
