@@ -187,8 +187,11 @@ impl<R: Rule> Engine<R> {
             if std::mem::discriminant(&saved.options) != std::mem::discriminant(&own.options) {
                 problems.push(format!("param group {index} is not one of {}", self.rule.name()));
             }
+            // one that is frozen needs no state
+            let trained = own.params().iter().filter(|(_, parameter)| parameter.requires_grad());
+            let trained: Vec<&str> = trained.map(|(fqn, _)| fqn.as_str()).collect();
             let own: Vec<&str> = own.params().iter().map(|(fqn, _)| fqn.as_str()).collect();
-            for fqn in &own {
+            for fqn in &trained {
                 if !saved.params.iter().any(|name| name == fqn) {
                     problems.push(format!("missing {fqn} in param group {index}"));
                 }

@@ -239,7 +239,7 @@ impl Optimizers {
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) if a setting is out of range, a schedule that follows a metric has no
-    /// `monitor`, or there are no parameters to train.
+    /// `monitor`, or there are no parameters.
     pub fn build(self, module: &dyn Module) -> Result<Vec<ConfiguredOptimizer>> {
         self.build_over(module, &|parameter| parameter.clone())
     }
@@ -263,7 +263,7 @@ impl Optimizers {
     pub fn parameters(&self, module: &dyn Module) -> Vec<Vec<(String, Parameter)>> {
         let of = |spec: &OptimizerSpec| match &spec.groups {
             Some(groups) => groups.iter().flat_map(|group| group.params.iter().cloned()).collect(),
-            None => trainable(module).params,
+            None => all_parameters(module).params,
         };
         self.specs.iter().map(of).collect()
     }
@@ -292,7 +292,7 @@ impl Optimizers {
     ) -> Result<Vec<ConfiguredOptimizer>> {
         let mut built = Vec::with_capacity(self.specs.len());
         for OptimizerSpec { optimizer, groups, scheduler } in self.specs {
-            let mut groups = groups.unwrap_or_else(|| vec![trainable(module)]);
+            let mut groups = groups.unwrap_or_else(|| vec![all_parameters(module)]);
             for (_, parameter) in groups.iter_mut().flat_map(|group| &mut group.params) {
                 *parameter = in_place_of(parameter);
             }
@@ -312,10 +312,10 @@ impl Optimizers {
 const PER_STEP: [&str; 6] =
     ["OneCycleLR", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"];
 
-/// All parameters that require grad.
-fn trainable(module: &dyn Module) -> ParamGroupSpec {
-    let params = module.named_parameters().into_iter().filter(|(_, parameter)| parameter.requires_grad());
-    ParamGroupSpec::new(params)
+/// All parameters, as `AdamW(self.parameters())` takes them in PyTorch: one that is frozen has no gradient, so that it is left
+/// alone and has no state until it is unfrozen.
+fn all_parameters(module: &dyn Module) -> ParamGroupSpec {
+    ParamGroupSpec::new(module.named_parameters())
 }
 
 /// Lets a hook that returns `anyhow::Result<Optimizers>` end with `AdamW::new(1e-3).into()`.

@@ -496,14 +496,27 @@ fn pair() -> Pair {
 }
 
 #[test]
-fn optimizers_take_the_parameters_that_require_grad() {
+fn optimizers_take_all_parameters_and_leave_frozen_ones_alone() {
     let hook = || -> anyhow::Result<Optimizers> { AdamW::new(1e-3).into() };
-    let built = hook().unwrap().build(&pair()).unwrap();
+    let net = pair();
+    let mut built = hook().unwrap().build(&net).unwrap();
     assert_eq!(built.len(), 1);
     let groups = built[0].optimizer.param_groups();
     let names: Vec<&str> = groups[0].params().iter().map(|(name, _)| name.as_str()).collect();
-    assert_eq!((groups.len(), names), (1, vec!["weight"]));
+    assert_eq!((groups.len(), names), (1, vec!["weight", "frozen"]));
     assert!(built[0].scheduler.is_none());
+    // a frozen parameter has state from its first gradient on
+    let mut step_with_state = || {
+        (net.weight.tensor() + net.frozen.tensor()).sum(Kind::Float).backward();
+        built[0].optimizer.step().unwrap();
+        built[0].optimizer.state_dict().tensors.iter().filter(|(name, _)| name.ends_with(".frozen")).count()
+    };
+    let before = net.frozen.tensor().copy();
+    assert_eq!(step_with_state(), 0);
+    assert!(net.frozen.tensor().equal(&before));
+    let _ = net.frozen.set_requires_grad(true);
+    assert_eq!(step_with_state(), 3, "step and two averages");
+    assert!(!net.frozen.tensor().equal(&before));
 
     let net = pair();
     let groups = [ParamGroupSpec::new(net.named_parameters()).lr(0.5)];

@@ -178,8 +178,7 @@ impl LightningModule for Thawing {
     }
 
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        // as by PyTorch's optimizer over all parameters
-        Ok(Optimizers::new(AdamW::new(0.01)).groups([ParamGroupSpec::new(self.named_parameters())]))
+        AdamW::new(0.01).into()
     }
 }
 

@@ -19,6 +19,7 @@ mod whole;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
@@ -139,7 +140,7 @@ impl Zero {
         };
         let mut locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         if has_all(&locked, module) {
-            locked.units.iter_mut().for_each(Unit::begin_call);
+            locked.units.iter_mut().try_for_each(Unit::begin_call)?;
             locked.begin_call();
             drop(locked);
             self.phase.set(Phase::Running);
@@ -216,16 +217,13 @@ impl Zero {
 
     /// Parameters that were frozen, and are trained now, take part from now on.
     fn follow_thawed(&mut self) -> Result<()> {
-        let Some(reducer) = self.reducer.clone() else { return Ok(()) };
-        let mut thawed = Vec::new();
-        {
-            let mut reducer = reducer.lock().unwrap_or_else(PoisonError::into_inner);
-            for (number, unit) in reducer.units.iter_mut().enumerate() {
-                thawed.extend(unit.thaw().into_iter().map(|(index, leaf)| (number, index, leaf)));
+        let mut has_thawed = false;
+        if let Some(mut reducer) = self.reducer() {
+            for unit in &mut reducer.units {
+                has_thawed |= unit.thaw()?;
             }
         }
-        self.hooks.extend(hook_leaves(&reducer, thawed)?);
-        Ok(())
+        if has_thawed { self.follow_units() } else { Ok(()) }
     }
 
     /// The name of this rank's part of a gradient, and whether one came on this rank.
@@ -243,6 +241,10 @@ impl Strategy for Zero {
 
     fn world(&self) -> &World {
         &self.world
+    }
+
+    fn timeout(&self) -> Option<Duration> {
+        Some(self.config.timeout)
     }
 
     fn allowed_differences(&self) -> Vec<String> {
@@ -454,7 +456,7 @@ impl Strategy for Zero {
         state: OptimizerState,
     ) -> Result<()> {
         let state = match self.reducer() {
-            Some(reducer) => part_of_state(&reducer, state)?,
+            Some(mut reducer) => part_of_state(&mut reducer, state)?,
             None => state,
         };
         optimizer.load_state_dict(state)
@@ -565,7 +567,7 @@ impl DividedState for Zero {
         parts: Vec<Part>,
     ) -> Result<()> {
         let state = match self.reducer() {
-            Some(reducer) => shards::load_optimizer(&reducer, state, parts)?,
+            Some(mut reducer) => shards::load_optimizer(&mut reducer, state, parts)?,
             None => state,
         };
         optimizer.take_state_dict(state)

@@ -263,8 +263,9 @@ pub(super) fn whole_state(reducer: &Reducer, index: usize, part: &OptimizerState
 }
 
 /// What this rank keeps of a whole state.
-pub(super) fn part_of_state(reducer: &Reducer, whole: OptimizerState) -> Result<OptimizerState> {
+pub(super) fn part_of_state(reducer: &mut Reducer, whole: OptimizerState) -> Result<OptimizerState> {
     let OptimizerState { tensors, groups } = whole;
+    reducer.make_masters_of(tensors.iter().map(|(name, _)| name.as_str()))?;
     let mut parts = Vec::with_capacity(tensors.len());
     for (name, tensor) in tensors {
         let Some((state, (unit, index))) =

@@ -4,7 +4,7 @@
 //! divided by the number of ranks, which are then added up part by part, in the order of the ranks: the arithmetic of data-parallel
 //! training. Units leave in their order on all ranks, whatever order hooks run in.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Kind, Tensor};
@@ -14,7 +14,7 @@ use super::config::{ZeroConfig, ZeroStage};
 use super::gathered::{Gathered, NUMBERS, first_difference};
 use super::order::Order;
 use super::report::Peaks;
-use super::unit::{NO_OPTIMIZER, Unit};
+use super::unit::{MASTER, NO_OPTIMIZER, Unit};
 use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, Error, Result};
 use crate::ffi::GradHook;
@@ -391,6 +391,14 @@ impl Reducer {
     /// The place of a parameter by its id.
     pub fn place_of_id(&self, id: u64) -> Option<(usize, usize)> {
         self.by_id.get(&id).copied()
+    }
+
+    /// Makes the master weights that a state has and units do not: of parameters that were frozen when this fit began.
+    pub fn make_masters_of<'a>(&mut self, states: impl Iterator<Item = &'a str>) -> Result<()> {
+        let masters = states.filter_map(|name| name.split_once('.').filter(|(state, _)| *state == MASTER));
+        let units: HashSet<usize> =
+            masters.filter_map(|(_, fqn)| self.place_of(fqn)).map(|(unit, _)| unit).collect();
+        units.into_iter().try_for_each(|unit| self.units[unit].make_master())
     }
 
     /// The norms of all ranks' parts, as one tensor.

@@ -93,11 +93,13 @@ pub(super) fn save_optimizer(
 
 /// What an optimizer over slices takes of numbers and parts; master weights go to their units.
 pub(super) fn load_optimizer(
-    reducer: &Reducer,
+    reducer: &mut Reducer,
     state: OptimizerState,
     mut parts: Vec<Part>,
 ) -> Result<OptimizerState> {
     let OptimizerState { mut tensors, groups } = state;
+    reducer.make_masters_of(parts.iter().map(|part| part.name.as_str()))?;
+    let reducer = &*reducer;
     let place_of = |name: &str| name.split_once('.').and_then(|(_, fqn)| reducer.place_of(fqn));
     tensors.retain(|(name, _)| {
         place_of(name).is_none_or(|(unit, index)| !reducer.units[unit].range(index).is_empty())

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::coming::{Arrival, Coming, Tally};
-use super::flat::{Layout, copied, narrow};
+use super::flat::{Layout, Place, copied, narrow};
 use crate::distributed::{ProcessGroup, Work, collective_scope};
 use crate::dtype::bytes_of;
 use crate::error::Result;
@@ -32,6 +32,8 @@ pub(super) struct Unit {
     /// This rank's part: of `flat` itself, or in float32 beside weights of a lower dtype.
     part: Tensor,
     pub has_master: bool,
+    /// The part is to be in float32 once one of the parameters is trained.
+    wants_master: bool,
     /// The weights come and go: `part` is all that stays.
     coming: Option<Coming>,
     /// What this rank has of each parameter: views of `part`.
@@ -84,7 +86,8 @@ impl Unit {
             place.parameter.set_data(&view)?;
         }
         let part = layout.part(&flat, rank)?;
-        let has_master = masters && matches!(layout.kind, Kind::BFloat16 | Kind::Half);
+        let wants_master = masters && matches!(layout.kind, Kind::BFloat16 | Kind::Half);
+        let has_master = wants_master && layout.places.iter().any(|place| place.parameter.requires_grad());
         let part = match (has_master, module.is_some()) {
             (true, _) => part.f_to_dtype(Kind::Float, false, true)?,
             (false, true) => copied(&part)?,
@@ -110,6 +113,7 @@ impl Unit {
             flat,
             part,
             has_master,
+            wants_master,
             coming,
             slices,
             grads: None,
@@ -397,17 +401,34 @@ impl Unit {
         self.slices.iter().map(Parameter::requires_grad)
     }
 
-    /// Takes up parameters that were frozen, and are trained now: their indices, and their leaves.
-    pub fn thaw(&mut self) -> Vec<(usize, Tensor)> {
-        let pairs = self.layout.places.iter().zip(&self.slices).enumerate();
-        let thawed =
-            pairs.filter(|(_, (place, slice))| place.parameter.requires_grad() && !slice.requires_grad());
-        thawed
-            .map(|(index, (place, slice))| {
-                let _ = slice.set_requires_grad(true);
-                (index, place.parameter.leaf().shallow_clone())
-            })
-            .collect()
+    /// Lets parameters be trained that were frozen and are not any more. Returns whether there are some.
+    pub fn thaw(&mut self) -> Result<bool> {
+        let pairs = self.layout.places.iter().zip(&self.slices);
+        let is_thawed =
+            |(place, slice): &(&Place, &Parameter)| place.parameter.requires_grad() && !slice.requires_grad();
+        let thawed: Vec<Parameter> = pairs.filter(is_thawed).map(|(_, slice)| slice.clone()).collect();
+        if thawed.is_empty() {
+            return Ok(false);
+        }
+        self.make_master()?;
+        thawed.iter().for_each(|slice| drop(slice.set_requires_grad(true)));
+        Ok(true)
+    }
+
+    /// Makes the master weights of a unit that was frozen, if it is to have some.
+    pub fn make_master(&mut self) -> Result<()> {
+        if self.has_master || !self.wants_master {
+            return Ok(());
+        }
+        let _no_grad = tch::no_grad_guard();
+        self.take_changes()?;
+        self.part = self.part.f_to_dtype(Kind::Float, false, true)?;
+        for (place, slice) in self.layout.places.iter().zip(&self.slices) {
+            slice.set_data(&self.layout.slice(&self.part, place, self.rank)?)?;
+        }
+        self.has_master = true;
+        self.versions = self.current_versions()?;
+        Ok(())
     }
 
     /// Makes the weights whole, if they are not.
@@ -512,10 +533,12 @@ impl Unit {
     }
 
     /// Before another call with the same weights, some of which may have been frozen or unfrozen since.
-    pub fn begin_call(&mut self) {
+    pub fn begin_call(&mut self) -> Result<()> {
+        self.thaw()?;
         for (place, slice) in self.layout.places.iter().zip(&self.slices) {
             let _ = slice.set_requires_grad(place.parameter.requires_grad());
         }
+        Ok(())
     }
 
     /// What operations of its weights are called.

@@ -302,13 +302,9 @@ impl LightningModule for Net {
 
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
         let all = self.named_parameters();
-        let is_thawed = |at: usize| self.plan.thawed.is_some_and(|number| number % all.len() == at);
-        let trained = all.iter().enumerate();
-        let trained = trained.filter(|(at, (_, parameter))| parameter.requires_grad() || is_thawed(*at));
-        let trained: Vec<(String, Parameter)> = trained.map(|(_, named)| named.clone()).collect();
         if self.plan.manual.is_some() {
             let (first, second): (Vec<_>, Vec<_>) =
-                trained.into_iter().partition(|(fqn, _)| fqn.starts_with("blocks"));
+                all.into_iter().partition(|(fqn, _)| fqn.starts_with("blocks"));
             let mut made = self.rule().groups([ParamGroupSpec::new(second)]);
             if !first.is_empty() {
                 made = made.and(self.rule().groups([ParamGroupSpec::new(first).lr(0.02)]));
@@ -318,12 +314,12 @@ impl LightningModule for Net {
         let mut made = self.rule();
         made = if self.plan.has_groups {
             let (matrices, others): (Vec<_>, Vec<_>) =
-                trained.into_iter().partition(|(_, parameter)| parameter.dim() >= 2);
+                all.into_iter().partition(|(_, parameter)| parameter.dim() >= 2);
             let groups =
                 [ParamGroupSpec::new(others).weight_decay(0.0), ParamGroupSpec::new(matrices).lr(0.02)];
             made.groups(groups)
         } else {
-            made.groups([ParamGroupSpec::new(trained)])
+            made
         };
         if self.plan.has_schedule {
             made = made.scheduler(LrSchedulerSpec::new(ExponentialLr::new(0.9)).interval(Interval::Step));
