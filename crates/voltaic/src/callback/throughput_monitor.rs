@@ -214,7 +214,8 @@ impl Callback for ThroughputMonitor {
         let batch_size = self.config.batch_size.or(known.map(|size| size as u64));
         let seconds = self.training.elapsed();
         self.training.count(seconds, batch_size, self.config.window_size);
-        if let Some(step) = ctx.log_step() {
+        // a row a step: at the batch that ends its accumulation window
+        if let Some(step) = ctx.log_step().filter(|step| ctx.progress().batches_that_stepped > *step) {
             self.log(TRAIN, &self.training, ctx, step);
         }
         Ok(())

@@ -58,11 +58,13 @@ pub struct CsvLogger {
     prefix: String,
     columns: BTreeSet<String>,
     /// Rows not yet in the file.
-    pending: Vec<Vec<(String, f64)>>,
+    pending: Vec<Row>,
     /// Rows kept in memory before they are appended to the file.
     flush_rows: usize,
     /// This run has written to the file.
     is_started: bool,
+    /// Rows of the last step before the one that a fit was resumed at: those that the resumed fit logs again are left out.
+    resumed: Vec<Vec<(String, String)>>,
     writer: Option<BufWriter<File>>,
     plots: bool,
 }
@@ -89,6 +91,7 @@ impl CsvLogger {
             pending: Vec::new(),
             flush_rows: usize::try_from(config.flush_logs_every_n_steps.max(1)).unwrap_or(usize::MAX),
             is_started: false,
+            resumed: Vec::new(),
             writer: None,
             plots: config.plots,
         }
@@ -121,13 +124,24 @@ impl CsvLogger {
     fn rewrite(&mut self) -> Result<()> {
         let path = if self.is_started { self.metrics_path() } else { self.folder.claim("metrics.csv")? };
         self.is_started = true;
-        let mut rows = if path.exists() { read_rows(&path)? } else { Vec::new() };
+        let mut rows = match path.exists() {
+            true => {
+                read_rows(&std::fs::read(&path).map_err(|error| Error::io("read", &path, error))?, &path)?
+            }
+            false => Vec::new(),
+        };
         rows.append(&mut self.pending);
+        self.write(&rows)
+    }
+
+    /// Writes the whole file.
+    fn write(&mut self, rows: &[Row]) -> Result<()> {
+        let path = self.metrics_path();
         let columns = &self.columns;
         write_atomically(&path, |file| {
             let mut csv = csv::Writer::from_writer(file);
             csv.write_record(columns)?;
-            for row in &rows {
+            for row in rows {
                 csv.write_record(cells(columns, row))?;
             }
             csv.flush()
@@ -140,18 +154,26 @@ impl CsvLogger {
 
 fn cells<'a>(columns: &'a BTreeSet<String>, row: &'a [(String, f64)]) -> impl Iterator<Item = String> + 'a {
     columns.iter().map(|column| {
-        row.iter().find(|(name, _)| name == column).map_or_else(String::new, |(name, value)| {
-            match name.as_str() {
-                "step" | "epoch" => format!("{value:.0}"),
-                _ => value.to_string(),
-            }
-        })
+        row.iter().find(|(name, _)| name == column).map_or_else(String::new, |(_, value)| value.to_string())
     })
 }
 
-fn read_rows(path: &Path) -> Result<Vec<Vec<(String, f64)>>> {
+type Row = Vec<(String, f64)>;
+
+fn step_of(row: &Row) -> Option<u64> {
+    row.iter().find(|(name, _)| name == "step").map(|(_, step)| *step as u64)
+}
+
+/// A row as the file has it: its cells by column.
+fn as_written(row: &Row) -> Vec<(String, String)> {
+    let mut cells: Vec<_> = row.iter().map(|(name, value)| (name.clone(), value.to_string())).collect();
+    cells.sort();
+    cells
+}
+
+fn read_rows(bytes: &[u8], path: &Path) -> Result<Vec<Row>> {
     let failed = |error: csv::Error| Error::io("read", path, error.into());
-    let mut reader = csv::Reader::from_path(path).map_err(failed)?;
+    let mut reader = csv::Reader::from_reader(bytes);
     let columns = reader.headers().map_err(failed)?.clone();
     let mut rows = Vec::new();
     for record in reader.records() {
@@ -175,6 +197,20 @@ impl Logger for CsvLogger {
         self.folder.take(folders)
     }
 
+    fn resume(&mut self, step: u64) -> Result<()> {
+        let path = self.metrics_path();
+        let lines = self.folder.lines_of_earlier_run("metrics.csv")?;
+        let Some(lines) = lines.filter(|_| !self.is_started) else { return Ok(()) };
+        let mut rows = read_rows(&lines, &path)?;
+        rows.retain(|row| step_of(row).is_some_and(|own| own < step));
+        self.columns.extend(rows.iter().flatten().map(|(name, _)| name.clone()));
+        let is_last = |row: &&Row| step_of(row).is_some_and(|own| own + 1 == step);
+        self.resumed = rows.iter().filter(is_last).map(as_written).collect();
+        self.is_started = true;
+        self.columns.insert("step".to_owned());
+        self.write(&rows)
+    }
+
     fn log_hyperparams(&mut self, hyper_parameters: &serde_json::Value) -> Result<()> {
         self.folder.write_hparams(hyper_parameters)
     }
@@ -183,6 +219,9 @@ impl Logger for CsvLogger {
         let mut row = with_prefix(metrics, &self.prefix);
         if !row.iter().any(|(name, _)| name == "step") {
             row.push(("step".to_owned(), step as f64));
+        }
+        if self.resumed.contains(&as_written(&row)) {
+            return Ok(());
         }
         let known = self.columns.len();
         for (name, _) in &row {

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::logger::Logger;
 use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, with_prefix};
+use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
 
 /// What [`JsonLinesLogger`] writes, and where.
@@ -42,6 +43,8 @@ pub struct JsonLinesLogger {
     folder: RunFolder,
     prefix: String,
     writer: Option<BufWriter<File>>,
+    /// Rows of the last step before the one that a fit was resumed at: those that the resumed fit logs again are left out.
+    resumed: Vec<String>,
 }
 
 impl JsonLinesLogger {
@@ -54,7 +57,7 @@ impl JsonLinesLogger {
     pub fn from_config(config: JsonLinesLoggerConfig, default_root_dir: &Path) -> Self {
         let save_dir = config.save_dir.as_deref().unwrap_or(default_root_dir);
         let folder = RunFolder::new(save_dir, &config.name, config.version.as_ref());
-        Self { folder, prefix: config.prefix, writer: None }
+        Self { folder, prefix: config.prefix, writer: None, resumed: Vec::new() }
     }
 
     fn path(&self) -> PathBuf {
@@ -66,13 +69,19 @@ impl JsonLinesLogger {
         move |error| Error::io("write", &path, error)
     }
 
+    fn open(&mut self) -> Result<()> {
+        let path = self.path();
+        let file = File::options().create(true).append(true).open(&path);
+        self.writer = Some(BufWriter::new(file.map_err(|e| Error::io("create", &path, e))?));
+        Ok(())
+    }
+
     fn writer(&mut self) -> Result<&mut BufWriter<File>> {
         if self.writer.is_none() {
-            let path = self.folder.claim("metrics.jsonl")?;
+            self.folder.claim("metrics.jsonl")?;
             std::fs::create_dir_all(&self.folder.path)
                 .map_err(|e| Error::io("create folder", &self.folder.path, e))?;
-            let file = File::options().create(true).append(true).open(&path);
-            self.writer = Some(BufWriter::new(file.map_err(|e| Error::io("create", &path, e))?));
+            self.open()?;
         }
         self.writer
             .as_mut()
@@ -104,6 +113,21 @@ impl Logger for JsonLinesLogger {
         self.folder.take(folders)
     }
 
+    fn resume(&mut self, step: u64) -> Result<()> {
+        let lines = self.folder.lines_of_earlier_run("metrics.jsonl")?;
+        let Some(lines) = lines.filter(|_| self.writer.is_none()) else { return Ok(()) };
+        let lines = String::from_utf8_lossy(&lines);
+        let step_of = |line: &str| Some(serde_json::from_str::<Value>(line).ok()?["step"].as_f64()? as u64);
+        let kept = lines.lines().filter_map(|line| Some((line, step_of(line).filter(|own| *own < step)?)));
+        let kept: Vec<(&str, u64)> = kept.collect();
+        let last = kept.iter().filter(|(_, own)| own + 1 == step);
+        self.resumed = last.map(|(line, _)| (*line).to_owned()).collect();
+        write_atomically(&self.path(), |file| {
+            kept.iter().try_for_each(|(line, _)| writeln!(file, "{line}"))
+        })?;
+        self.open()
+    }
+
     fn log_hyperparams(&mut self, hyper_parameters: &Value) -> Result<()> {
         self.folder.write_hparams(hyper_parameters)
     }
@@ -115,8 +139,12 @@ impl Logger for JsonLinesLogger {
             let is_count = matches!(name.as_str(), "step" | "epoch") && value >= 0.0 && value.fract() == 0.0;
             row.insert(name, if is_count { Value::from(value as u64) } else { number(value) });
         }
+        let row = Value::Object(row).to_string();
+        if self.resumed.contains(&row) {
+            return Ok(());
+        }
         let failed = self.failed();
-        writeln!(self.writer()?, "{}", Value::Object(row)).map_err(failed)
+        writeln!(self.writer()?, "{row}").map_err(failed)
     }
 
     fn save(&mut self) -> Result<()> {

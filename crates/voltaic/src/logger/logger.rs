@@ -28,6 +28,16 @@ pub trait Logger: Send {
         Ok(())
     }
 
+    /// Called when a fit is resumed from a checkpoint, before its first row; `step` is the first that is still to be logged. If
+    /// the user chose the folder of an earlier run, its rows before that step stay.
+    ///
+    /// # Errors
+    /// If they cannot be read or written.
+    fn resume(&mut self, step: u64) -> Result<()> {
+        let _ = step;
+        Ok(())
+    }
+
     /// Records the values that made the module.
     ///
     /// # Errors

@@ -94,6 +94,18 @@ impl RunFolder {
         write_atomically(&self.path.join("hparams.yaml"), |file| file.write_all(text.as_bytes()))
     }
 
+    /// The bytes of a file that an earlier run has left in the folder that the user chose, if there is one; without a last line
+    /// that a killed run has not finished.
+    pub fn lines_of_earlier_run(&self, file: &str) -> Result<Option<Vec<u8>>> {
+        let path = self.path.join(file);
+        if !self.is_chosen || !path.exists() {
+            return Ok(None);
+        }
+        let mut bytes = std::fs::read(&path).map_err(|error| Error::io("read", &path, error))?;
+        bytes.truncate(bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1));
+        Ok(Some(bytes))
+    }
+
     /// The path of one of the run's files. An earlier run's file of that name is removed, with a warning.
     pub fn claim(&self, file: &str) -> Result<PathBuf> {
         let path = self.path.join(file);

@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use voltaic::callback::{LambdaCallback, ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::logger::tfevents::{Event, hparams, read_record, write_record};
 use voltaic::logger::{CsvLoggerConfig, LoggerConfig, TensorBoardLoggerConfig, Version};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 
-use crate::probe::{Probe, loaders, names};
+use crate::probe::{Probe, files, loaders, names};
 
 const VAL_LOSSES: &[f64] = &[0.5, 0.25];
 
@@ -126,6 +127,58 @@ fn csv_column(path: &Path, name: &str) -> Vec<f64> {
     let mut lines = text.lines().map(|line| line.split(',').collect::<Vec<_>>());
     let at = lines.next().unwrap().iter().position(|column| *column == name).unwrap();
     lines.filter_map(|cells| cells[at].parse().ok()).collect()
+}
+
+/// A run that ends within a row, and is resumed in the folder that the user chose, leaves the files of an uninterrupted one.
+#[test]
+fn a_resumed_run_keeps_the_rows_before_its_checkpoint() {
+    const FILES: [&str; 2] = ["metrics.csv", "metrics.jsonl"];
+    let fit = |root: &Path, ckpt: Option<&Path>, ends_after: u64| {
+        let _rng = crate::rng::seeded(1);
+        let list = json!([
+            {"class_path": "CSVLogger", "init_args": {"version": "v", "plots": false, "flush_logs_every_n_steps": 1}},
+            {"class_path": "JsonLinesLogger", "init_args": {"version": "v"}},
+        ]);
+        let saver = ModelCheckpointConfig {
+            dirpath: Some(root.join("saved")),
+            save_top_k: -1,
+            every_n_train_steps: Some(1),
+            ..Default::default()
+        };
+        let end = LambdaCallback::new().on_train_batch_end(move |ctx, _| {
+            anyhow::ensure!(ctx.progress().total_batches < ends_after, "the run ends here");
+            Ok(())
+        });
+        let builder = logging_to(root).logger(loggers(list)).callback(end);
+        let builder = builder.val_check_interval(3).callback(ModelCheckpoint::new(saver).unwrap());
+        let mut trainer = builder.build().unwrap();
+        if let Some(ckpt) = ckpt {
+            trainer.ckpt_path(ckpt.to_str().unwrap());
+        }
+        let _ = trainer.fit(&mut Probe::logging(VAL_LOSSES), &mut loaders());
+        FILES.map(|name| root.join("lightning_logs/v").join(name))
+    };
+    let whole = TempDir::new().unwrap();
+    let expected = fit(whole.path(), None, 100).map(|path| std::fs::read_to_string(path).unwrap());
+    assert!(expected.iter().all(|text| text.lines().count() > 10), "{expected:?}");
+    for ends_after in [5, 9, 100] {
+        let folder = TempDir::new().unwrap();
+        let paths = fit(folder.path(), None, ends_after);
+        let left = paths.each_ref().map(|path| std::fs::read_to_string(path).unwrap());
+        for saved in files(&folder.path().join("saved")) {
+            let other = TempDir::new().unwrap();
+            std::fs::create_dir_all(other.path().join("lightning_logs/v")).unwrap();
+            for (name, text) in FILES.iter().zip(&left) {
+                // killed while it wrote another row
+                let half = if name.ends_with("csv") { "0,0" } else { r#"{"step":9"# };
+                let path = other.path().join("lightning_logs/v").join(name);
+                std::fs::write(path, format!("{text}{half}")).unwrap();
+            }
+            let found =
+                fit(other.path(), Some(&saved), 100).map(|path| std::fs::read_to_string(path).unwrap());
+            assert_eq!(found, expected, "after batch {ends_after}, from {}", saved.display());
+        }
+    }
 }
 
 #[test]

@@ -171,6 +171,10 @@ impl<M: LightningModule> Session<'_, M> {
             self.run.loggers.iter_mut().try_for_each(|logger| logger.log_hyperparams(&hyper_parameters))?;
         }
         let resumed = checkpoint.map(|(loaded, path)| restore_training(self, loaded, path)).transpose()?;
+        if resumed.is_some() {
+            let step = self.run.at.progress.batches_that_stepped;
+            self.run.loggers.iter_mut().try_for_each(|logger| logger.resume(step))?;
+        }
         let val = self.sanity_check()?;
         let loaders = self.fit_loaders(val)?;
         if let Some(resumed) = resumed {

@@ -5,7 +5,8 @@ use crate::module::LightningModule;
 use crate::trainer::session::session::Session;
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Gives metrics to all loggers, with the epoch as a column. One that is called `step` takes the place of the step.
+    /// Gives metrics to all loggers, with the epoch as a column unless one is called `epoch`. One that is called `step` takes
+    /// the place of the step.
     pub(crate) fn log(&mut self, metrics: Vec<(String, f64)>, step: u64) -> Result<()> {
         self.log_with(metrics, step, true)
     }
@@ -22,7 +23,7 @@ impl<M: LightningModule> Session<'_, M> {
         if metrics.is_empty() || self.run.at.is_sanity_check {
             return Ok(());
         }
-        if has_epoch {
+        if has_epoch && !metrics.iter().any(|(name, _)| name == "epoch") {
             metrics.push(("epoch".to_owned(), self.run.at.progress.current_epoch as f64));
         }
         self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&metrics, step))
