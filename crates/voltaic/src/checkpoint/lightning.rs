@@ -132,6 +132,7 @@ fn training_of(
         data: None,
         module: Json::Null,
         module_on_device: Vec::new(),
+        pending_stop: None,
         slurm_job: None,
     };
     let json = serde_json::to_value(&state)

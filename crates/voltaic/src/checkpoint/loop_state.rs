@@ -36,6 +36,9 @@ pub(crate) struct LoopState {
     /// Of its tensors those that were on the run's device; the others were on the host.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub module_on_device: Vec<String>,
+    /// Why the run is to stop as soon as `min_epochs` and `min_steps` are reached, if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pending_stop: Option<String>,
     /// The Slurm job that the run was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slurm_job: Option<String>,

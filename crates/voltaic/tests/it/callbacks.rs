@@ -6,12 +6,15 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use voltaic::Module;
+use voltaic::Tensor;
 use voltaic::callback::{
     Callback, EarlyStopping, EarlyStoppingConfig, EmaWeightAveragingConfig, LambdaCallback,
-    LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig, SaveLast, Timer,
-    WeightAveraging, WeightAveragingConfig,
+    LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig, SaveLast,
+    ThroughputMonitor, ThroughputMonitorConfig, Timer, WeightAveraging, WeightAveragingConfig,
 };
-use voltaic::module::HookContext;
+use voltaic::data::Loaders;
+use voltaic::logger::{CsvLogger, JsonLinesLogger, JsonLinesLoggerConfig, LoggerConfig};
+use voltaic::module::{HookContext, StepContext};
 use voltaic::nn::ModuleExt;
 use voltaic::optim::{Interval, LrSchedulerSpec, Optimizers, Sgd, StepLr};
 use voltaic::trainer::{LearningRateFinderConfig, Trainer, TrainerBuilder};
@@ -294,6 +297,16 @@ fn a_learning_rate_is_found_drawn_and_used_and_leaves_the_weights_alone() {
     let found = trainer.lr_find(&mut net, &mut crate::trainer::loaders(), &config).unwrap();
     assert_eq!(crate::trainer::weights(&net), before);
     assert!(found.lrs.len() > 12 && found.lrs.windows(2).all(|pair| pair[0] <= pair[1]), "{found:?}");
+    let trainer = silent().max_epochs(1).accumulate_grad_batches(2_u64).build().unwrap();
+    let by_window = trainer.lr_find(&mut net, &mut crate::trainer::loaders(), &config).unwrap();
+    assert!(
+        by_window.lrs.len() > 12 && by_window.lrs.windows(2).all(|pair| pair[0] < pair[1]),
+        "{by_window:?}"
+    );
+    assert!(
+        by_window.losses[0] < 0.75 * found.losses[0],
+        "each is half of a window's: {by_window:?} {found:?}"
+    );
     let suggestion = found.suggestion().unwrap();
     assert!(found.lrs.contains(&suggestion));
     found.plot(&root.path().join("lr.png")).unwrap();
@@ -320,8 +333,6 @@ fn a_learning_rate_is_found_drawn_and_used_and_leaves_the_weights_alone() {
 #[test]
 fn throughput_of_validation_test_and_prediction_is_told_in_a_row_each() {
     let _rng = seeded(1);
-    use voltaic::callback::{ThroughputMonitor, ThroughputMonitorConfig};
-    use voltaic::logger::{JsonLinesLoggerConfig, LoggerConfig};
     let root = TempDir::new().unwrap();
     let config = ThroughputMonitorConfig { window_size: 2, ..Default::default() };
     let mut trainer = silent()
@@ -335,21 +346,72 @@ fn throughput_of_validation_test_and_prediction_is_told_in_a_row_each() {
     let mut net = Probe::default();
     trainer.fit(&mut net, &mut loaders()).unwrap();
     trainer.validate(&mut net, &mut loaders()).unwrap();
-    let text = std::fs::read_to_string(trainer.log_dir().join("metrics.jsonl")).unwrap();
-    let rows: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let told = |name: &str| -> Vec<(u64, f64)> {
-        let values = rows.iter().filter_map(|row| Some((row["step"].as_u64()?, row[name].as_f64()?)));
-        values.collect()
-    };
+    let rows = json_rows(trainer.log_dir());
+    let told = |name: &str| told(&rows, name);
     assert_eq!(told("train/batches"), [(2, 3.0), (5, 6.0), (8, 9.0), (11, 12.0)]);
     // two batches of two samples, after each epoch and by itself; not in the sanity check
     let steps = [5, 11, 12];
     assert_eq!(told("validate/batches"), steps.map(|step| (step, 2.0)));
     assert_eq!(told("validate/samples"), steps.map(|step| (step, 4.0)));
     let rates = told("validate/device/samples_per_sec");
-    assert!(rates.len() == 3 && rates.iter().all(|(_, rate)| *rate > 0.0), "{text}");
+    assert!(rates.len() == 3 && rates.iter().all(|(_, rate)| *rate > 0.0), "{rows:?}");
     let (train, validate) = (told("train/time"), told("validate/time"));
     assert!(train.windows(2).all(|pair| pair[0].1 < pair[1].1) && validate.iter().all(|(_, s)| *s > 0.0));
+}
+
+/// Lightning 2.6 writes these rows: `log_every_n_steps=2`, 7 batches an epoch.
+#[test]
+fn throughput_has_a_row_for_a_window_of_accumulated_batches() {
+    let _rng = seeded(1);
+    let rows = metrics_of(&mut Probe::default(), |builder| {
+        let config = ThroughputMonitorConfig { window_size: 2, ..Default::default() };
+        builder.accumulate_grad_batches(3_u64).callback(ThroughputMonitor::new(config).unwrap())
+    });
+    assert_eq!(told(&rows, "train/batches"), [(1, 6.0), (3, 10.0), (5, 14.0)]);
+}
+
+/// A module that logs its own `epoch` has it in place of the trainer's.
+#[test]
+fn an_epoch_that_is_logged_keeps_its_value() {
+    let _rng = seeded(1);
+    let train = |_: &Probe, loss: Tensor, ctx: &mut StepContext| {
+        ctx.log("epoch", ctx.batch_idx() as f64 / 4.0);
+        Ok(loss)
+    };
+    let mut net = Probe { train: Box::new(train), ..Probe::default() };
+    let rows = metrics_of(&mut net, |builder| builder);
+    let expected = [(1, 0.25), (3, 0.75), (5, 1.25), (7, 0.0), (9, 0.5), (11, 1.0), (13, 1.5)];
+    assert_eq!(told(&rows, "epoch"), expected);
+}
+
+/// The rows of two epochs of 7 batches, one in two steps; those of metrics.csv are the same.
+fn metrics_of(net: &mut Probe, build: fn(TrainerBuilder) -> TrainerBuilder) -> Vec<serde_json::Value> {
+    let root = TempDir::new().unwrap();
+    let builder = silent().default_root_dir(root.path()).log_every_n_steps(2_u64);
+    let builder = builder.with_logger(JsonLinesLogger::new(root.path()));
+    let builder = builder.with_logger(CsvLogger::new(root.path().join("csv")).plots(false));
+    let mut trainer = build(builder.max_epochs(2)).build().unwrap();
+    trainer.fit(net, &mut Loaders::new().train(crate::probe::loader(14))).unwrap();
+    let rows = json_rows(trainer.log_dir());
+    let mut csv =
+        csv::Reader::from_path(root.path().join("csv/lightning_logs/version_0/metrics.csv")).unwrap();
+    let columns = csv.headers().unwrap().clone();
+    for (record, row) in csv.records().map(Result::unwrap).zip(&rows) {
+        for (name, cell) in columns.iter().zip(&record) {
+            assert_eq!(cell.parse().ok(), row[name].as_f64(), "{name} in {row}");
+        }
+    }
+    rows
+}
+
+fn json_rows(folder: &Path) -> Vec<serde_json::Value> {
+    let text = std::fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Steps and values of a metric.
+fn told(rows: &[serde_json::Value], name: &str) -> Vec<(u64, f64)> {
+    rows.iter().filter_map(|row| Some((row["step"].as_u64()?, row[name].as_f64()?))).collect()
 }
 
 #[test]

@@ -344,6 +344,38 @@ fn after_the_end_of_training() {
         let resumed = case.fit(|t| t, Some(&folder.path().join("last.ckpt")));
         assert_eq!(resumed.losses.len(), 7);
         resumed.same_as(&whole, &format!("build {number}"));
+        // nothing is left to train, but training has not ended, or its end is to be done again
+        let folder = TempDir::new().unwrap();
+        case.fit(|t| saving(t, folder.path(), |_| {}), None).result.unwrap();
+        let last_epoch = |path: &std::path::PathBuf| path.to_str().unwrap().contains("epoch=2");
+        let saved: Vec<_> = files(folder.path()).into_iter().filter(last_epoch).collect();
+        assert!(!saved.is_empty());
+        for path in saved.into_iter().chain([folder.path().join("last.ckpt")]) {
+            let resumed = case.fit(|t| t, Some(&path));
+            resumed.result.unwrap();
+            same_tensors(
+                &resumed.weights,
+                &whole.weights,
+                &format!("build {number} from {}", path.display()),
+            );
+        }
+    }
+}
+
+/// A stop that `min_steps` holds back is in the checkpoint.
+#[test]
+fn a_stop_that_waits_for_the_minimum_is_kept() {
+    let _rng = seeded(1);
+    let case = Case { optimizers: by_step, build: |t| t.min_steps(12_u64) };
+    let folder = TempDir::new().unwrap();
+    let every_4 = |config: &mut ModelCheckpointConfig| config.every_n_train_steps = Some(4);
+    let whole = case.fit(|t| saving(t.callback(stop_after(3)), folder.path(), every_4), None);
+    assert_eq!(whole.losses.len(), 12);
+    for path in files(folder.path()).into_iter().filter(|path| !path.ends_with("last.ckpt")) {
+        let step = Checkpoint::load(&path).unwrap().meta.global_step;
+        // one that was saved when the stop was granted is resumed by somebody who wants more
+        let left = if step == 12 { 9 } else { 12 - step as usize };
+        assert_eq!(case.fit(|t| t, Some(&path)).losses.len(), left, "from step {step}");
     }
 }
 

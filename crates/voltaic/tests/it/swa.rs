@@ -130,20 +130,23 @@ fn rates_weights_and_running_statistics_are_lightnings() {
 fn a_resumed_run_has_the_same_average() {
     let _rng = seeded(1);
     for case in cases() {
-        let folder = TempDir::new().unwrap();
-        let config = ModelCheckpointConfig {
-            dirpath: Some(folder.path().into()),
-            save_top_k: -1,
-            every_n_train_steps: Some(1),
-            ..Default::default()
-        };
-        let (rates, whole) = fit(&case, Some(ModelCheckpoint::new(config).unwrap()), None);
-        let checkpoints = files(folder.path());
-        assert_eq!(checkpoints.len(), 18);
-        for path in checkpoints {
-            let (tail, resumed) = fit(&case, None, Some(&path));
-            assert_eq!(tail, rates[18 - tail.len()..], "{}", path.display());
-            assert_eq!(resumed.numbers(), whole.numbers(), "{}", path.display());
+        // at each step, and at the end of each epoch, after the last of which no batch is left
+        for (every_n_train_steps, num_saved) in [(Some(1), 18), (None, 6)] {
+            let folder = TempDir::new().unwrap();
+            let config = ModelCheckpointConfig {
+                dirpath: Some(folder.path().into()),
+                save_top_k: -1,
+                every_n_train_steps,
+                ..Default::default()
+            };
+            let (rates, whole) = fit(&case, Some(ModelCheckpoint::new(config).unwrap()), None);
+            let checkpoints = files(folder.path());
+            assert_eq!(checkpoints.len(), num_saved);
+            for path in checkpoints {
+                let (tail, resumed) = fit(&case, None, Some(&path));
+                assert_eq!(tail, rates[18 - tail.len()..], "{}", path.display());
+                assert_eq!(resumed.numbers(), whole.numbers(), "{}", path.display());
+            }
         }
     }
 }

@@ -31,10 +31,16 @@ enum Validation {
 impl<M: LightningModule> Session<'_, M> {
     /// Trains until an epoch or step limit, or until somebody asks to stop.
     pub(crate) fn train(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
-        if self.is_done(loaders) {
-            return Ok(());
+        match self.done_because(loaders) {
+            None => self.run.at.progress.enter_next_epoch(), // of a run that is resumed after an epoch
+            Some(why) => {
+                tracing::warn!("fit has nothing to train: {why}");
+                // a run that ended after its last batch is resumed with the end of training
+                if self.run.resumed_from.is_none() || loaders.plan.num_training_batches == 0 {
+                    return Ok(());
+                }
+            }
         }
-        self.run.at.progress.enter_next_epoch(); // of a run that is resumed after an epoch
         self.call(Hook::OnTrainStart, BatchFacts::default())?;
         self.last_validation = Instant::now();
         self.run.at.has_begun = true;
@@ -359,10 +365,25 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     fn is_done(&self, loaders: &FitLoaders<M::Batch>) -> bool {
+        self.done_because(loaders).is_some()
+    }
+
+    /// Why training is over, if it is.
+    fn done_because(&self, loaders: &FitLoaders<M::Batch>) -> Option<String> {
         let progress = &self.run.at.progress;
         let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
-        let reached_max_epochs = self.plan.max_epochs.is_some_and(|max| epochs >= max);
-        reached_max_epochs || loaders.plan.num_training_batches == 0 || self.must_stop()
+        if loaders.plan.num_training_batches == 0 {
+            return Some("an epoch has no batches (limit_train_batches, or the training loader)".to_owned());
+        }
+        if let Some(max) = self.plan.max_epochs.filter(|max| epochs >= *max) {
+            return Some(format!("max_epochs={max} is reached at epoch {epochs}"));
+        }
+        if let Some(max) = self.plan.max_steps.filter(|_| self.reached_max_steps()) {
+            return Some(format!("max_steps={max} is reached at global_step {}", progress.global_step));
+        }
+        let stopped =
+            || self.run.asks.stop.clone().unwrap_or_else(|| "another rank asked to stop".to_owned());
+        self.stop_is_granted().then(stopped)
     }
 
     fn must_stop(&self) -> bool {
@@ -371,11 +392,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Somebody asked to stop, and `min_epochs` and `min_steps` allow it.
     fn stop_is_granted(&self) -> bool {
-        let progress = &self.run.at.progress;
-        let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
-        self.is_asked_to_stop()
-            && epochs >= self.plan.min_epochs
-            && progress.global_step >= self.plan.min_steps
+        self.is_asked_to_stop() && self.reached_minimum()
     }
 
     fn reached_max_steps(&self) -> bool {

@@ -9,6 +9,7 @@ use crate::error::{ConfigError, Error, Result};
 use crate::logger::plot_lr_find;
 use crate::module::{HookContext, LightningModule};
 use crate::nn::Module;
+use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::searches::LearningRateFinderConfig;
 use crate::trainer::search::trial::Searcher;
 
@@ -67,6 +68,8 @@ struct Probe {
     found: Arc<Mutex<LrFind>>,
     average: f64,
     best: f64,
+    /// Optimizer steps whose loss is noted: one of an accumulation window, as in Lightning.
+    noted: u64,
 }
 
 const BETA: f64 = 0.98;
@@ -86,6 +89,9 @@ impl Callback for Probe {
 
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         let step = ctx.global_step();
+        if step == std::mem::replace(&mut self.noted, step) {
+            return Ok(()); // the window is open
+        }
         let loss = ctx.loss().map_or(f64::NAN, |loss| loss.f_double_value(&[]).unwrap_or(f64::NAN));
         self.average = BETA * self.average + (1.0 - BETA) * loss;
         let smoothed = self.average / (1.0 - BETA.powf((step + 1) as f64));
@@ -141,9 +147,13 @@ impl Searcher<'_> {
     ) -> Result<LrFind> {
         config.check()?;
         let found = Arc::new(Mutex::new(LrFind::default()));
-        let probe = Probe { config: config.clone(), found: found.clone(), average: 0.0, best: f64::INFINITY };
+        let (average, best, noted) = (0.0, f64::INFINITY, 0);
+        let probe = Probe { config: config.clone(), found: found.clone(), average, best, noted };
         let steps = config.num_training_steps;
-        let mut trial = self.trial("LearningRateFinder", steps, |_| {}, Some(Box::new(probe)))?;
+        let windows = |trial: &mut TrainerConfig| {
+            trial.accumulate_grad_batches = self.config.accumulate_grad_batches;
+        };
+        let mut trial = self.trial("LearningRateFinder", steps, windows, Some(Box::new(probe)))?;
         let result = trial.run(module, data, Stage::Fit);
         trial.restore(module)?;
         result?;

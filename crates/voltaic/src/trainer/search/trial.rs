@@ -39,7 +39,7 @@ pub(crate) struct Trial {
 
 impl Searcher<'_> {
     /// A run like that of the trainer of so many steps, or batches: no callbacks but `probe`, no loggers, files or
-    /// schedules, and one batch per step. `change` may change its configuration.
+    /// schedules, and one batch per step unless `change` says otherwise. `change` may change its configuration.
     pub(crate) fn trial(
         &self,
         what: &str,

@@ -36,6 +36,20 @@ impl<M: LightningModule> Session<'_, M> {
         }
     }
 
+    /// Whether `min_epochs` and `min_steps` let a run end.
+    pub(crate) fn reached_minimum(&self) -> bool {
+        let progress = &self.run.at.progress;
+        let epochs = progress.current_epoch + u64::from(progress.epoch_ended);
+        epochs >= self.plan.min_epochs && progress.global_step >= self.plan.min_steps
+    }
+
+    /// Why a run is to stop as soon as `min_epochs` and `min_steps` are reached, if it is.
+    pub(crate) fn pending_stop(&self) -> Option<String> {
+        let is_pending = self.is_asked_to_stop() && !self.reached_minimum();
+        let reason = || self.run.asks.stop.clone().unwrap_or_else(|| "another rank asked to stop".to_owned());
+        is_pending.then(reason)
+    }
+
     /// The signal on which to end, known to all ranks.
     pub(crate) fn agreed_signal(&self) -> Option<&'static str> {
         if self.run.world().world_size == 1 {

@@ -107,6 +107,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<FitState> 
         data: None,
         module: Value::Null,
         module_on_device: Vec::new(),
+        pending_stop: session.pending_stop(),
         slurm_job: SlurmJob::of_process().map(|job| job.id),
     };
     let training = TrainingState {

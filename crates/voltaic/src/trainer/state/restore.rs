@@ -218,6 +218,10 @@ pub(crate) fn restore_training<M: LightningModule>(
     session.run.log.metrics.restore(logged);
     session.run.log.metrics.restore_metrics(&metrics, session.plan.device)?;
     session.run.at.progress = state.progress;
+    if state.pending_stop.is_some() {
+        session.run.engine.agreed.stop = true;
+        session.run.asks.stop = state.pending_stop;
+    }
     Ok(Resumed { path, rng, shape: (state.num_training_batches, state.batch_size) })
 }
 
