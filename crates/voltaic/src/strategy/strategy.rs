@@ -89,11 +89,12 @@ pub trait Strategy: fmt::Debug + Send {
         None
     }
 
-    /// Called before the first forward of a training step and before an evaluation: buffers become rank 0's.
+    /// Called before the forward of each training batch and before an evaluation. Unless the batch goes on with an accumulation
+    /// window (`opens` is false), buffers become rank 0's.
     ///
     /// # Errors
     /// [`DistributedError`](crate::error::DistributedError) if a rank is gone.
-    fn begin_forward(&mut self, _module: &dyn Module) -> Result<()> {
+    fn begin_forward(&mut self, _module: &dyn Module, _opens: bool) -> Result<()> {
         Ok(())
     }
 

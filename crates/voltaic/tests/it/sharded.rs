@@ -153,7 +153,7 @@ impl Strategy for Sharded {
         true
     }
 
-    fn begin_forward(&mut self, _module: &dyn Module) -> Result<()> {
+    fn begin_forward(&mut self, _module: &dyn Module, _opens: bool) -> Result<()> {
         self.take_all_away()
     }
 

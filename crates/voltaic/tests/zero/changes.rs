@@ -6,8 +6,9 @@ use std::path::Path;
 use voltaic::callback::Callback;
 use voltaic::checkpoint::Checkpoint;
 use voltaic::module::{HookContext, LightningModule, StepContext};
-use voltaic::nn::{Callable, Linear, ModuleExt};
+use voltaic::nn::{Callable, Linear, ModuleExt, Parameter};
 use voltaic::optim::{AdamW, Optimizers, ParamGroupSpec, Sgd};
+use voltaic::strategy::{Strategy, Zero, ZeroConfig, ZeroStage};
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
 
@@ -390,7 +391,54 @@ fn ranks_that_need_other_weights_end_with_an_error() {
         let layers = (0..2).map(|_| Linear::new(5, 5).unwrap()).collect();
         let mut trainer = bare(ranks, folder).build().unwrap();
         let error = trainer.test(&mut numbered(Apart { layers, batch: 1 }), &mut all_loaders(8)).unwrap_err();
-        let what = "rank 1 needed weights of layers.1 where rank 0 needed weights of layers.0";
+        let what = "rank 1 exchanged weights of layers.1 where rank 0 exchanged weights of layers.0";
         assert!(error.to_string().contains(what), "{error}");
+    });
+}
+
+/// A layer with a scale that the ranks use in batches of their own.
+#[derive(Module)]
+struct Scaled {
+    layers: Vec<Linear>,
+    /// Below the default threshold: it stays whole.
+    scale: Parameter,
+}
+
+impl LightningModule for Scaled {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let rank = ctx.process_group().map_or(0, |group| group.rank());
+        let out = self.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.call(&x))?;
+        let out = if ctx.batch_idx() % 2 == rank { out * self.scale.tensor() } else { out };
+        Ok((out.narrow(1, 0, 3) - y).square().mean(Kind::Float))
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Sgd::new(0.05).into()
+    }
+}
+
+#[test]
+fn a_parameter_that_stays_whole_may_be_used_on_one_rank_only() {
+    on_ranks("changes::a_parameter_that_stays_whole_may_be_used_on_one_rank_only", 2, |ranks, folder| {
+        let run = |builder: TrainerBuilder| {
+            let layers = (0..3).map(|_| Linear::new(5, 5).unwrap()).collect();
+            let scale = Parameter::new(Tensor::ones([5], (Kind::Float, tch::Device::Cpu)));
+            let mut net = numbered(Scaled { layers, scale });
+            builder.max_epochs(2).build().unwrap().fit(&mut net, &mut loaders(24)).unwrap();
+            weights(&net)
+        };
+        let expected = run(silent(ranks, "ddp_find_unused_parameters_true", folder));
+        for persistence in [6_usize, 1000] {
+            let zero = silent(ranks, "zero3", folder).strategy(move |world| {
+                let config = ZeroConfig {
+                    param_persistence_threshold: persistence,
+                    ..ZeroConfig::of_stage(ZeroStage::Three)
+                };
+                Ok(Box::new(Zero::new(world, config)) as Box<dyn Strategy>)
+            });
+            assert_same(&format!("threshold {persistence}"), &run(zero), &expected);
+        }
     });
 }

@@ -117,13 +117,15 @@ fn a_step_gathers_weights_twice_unless_they_stay() {
     on_ranks("prefetch::a_step_gathers_weights_twice_unless_they_stay", 2, |ranks, folder| {
         // two ranks' parts of a convolution, a norm and a linear layer; the last one is needed again at once
         let [conv, norm, out] = [32_u64, 16, 128];
-        for (bounds, gathered) in [
+        let cases = [
             (NONE, 2 * conv + 2 * norm + out),
             (ALL, conv + norm + out),
             ([0, 300, usize::MAX], 2 * conv + norm + out),
-        ] {
+        ];
+        for ((bounds, gathered), window) in cases.into_iter().flat_map(|case| [(case, 1_u64), (case, 4)]) {
             let traffic = |epochs: i64| {
-                let mut trainer = bounded(ranks, folder, bounds).max_epochs(epochs).build().unwrap();
+                let builder = bounded(ranks, folder, bounds).accumulate_grad_batches(window);
+                let mut trainer = builder.max_epochs(epochs).build().unwrap();
                 trainer.fit(&mut Cnn::new(), &mut loaders(240)).unwrap();
                 let traffic = trainer.world().group().unwrap().traffic();
                 ["reduce_scatter", "all_gather"].map(|op| traffic.get(op).copied().unwrap_or_default().1)
@@ -136,7 +138,8 @@ fn a_step_gathers_weights_twice_unless_they_stay() {
             let told = 2048; // what ranks tell each other at the end of an epoch
             let expected = 4 * steps * gathered;
             let found = found - found_before;
-            assert!((expected..expected + told).contains(&found), "{bounds:?}: {found}, not {expected}");
+            let what = format!("{bounds:?}, window of {window}: {found}, not {expected}");
+            assert!((expected..expected + told).contains(&found), "{what}");
         }
     });
 }

@@ -111,9 +111,9 @@ impl Strategy for Ddp {
         self.follow_trained(&group)
     }
 
-    fn begin_forward(&mut self, module: &dyn Module) -> Result<()> {
+    fn begin_forward(&mut self, module: &dyn Module, opens: bool) -> Result<()> {
         match self.peers() {
-            Some(group) if self.config.broadcast_buffers => broadcast_buffers(group, module),
+            Some(group) if opens && self.config.broadcast_buffers => broadcast_buffers(group, module),
             _ => Ok(()),
         }
     }

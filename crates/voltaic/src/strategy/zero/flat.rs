@@ -325,8 +325,9 @@ pub(super) fn copied(tensor: &Tensor) -> Result<Tensor> {
     Ok(copy)
 }
 
-/// Divides parameters, given by what must not be mixed and their elements, into units of at most `cap` elements; the last
-/// parameter comes first, since its gradient does. A larger one is alone.
+/// Divides parameters, given by what must not be mixed and their elements, into units of at most `cap` elements. A larger one is
+/// alone. Units are in the order in which backward completes their gradients: that whose first parameter is the last of the module
+/// comes first, so that one with parameters of many layers does not hold back the others.
 pub(super) fn assign<K: PartialEq>(params: &[(K, usize)], cap: usize) -> Vec<Vec<usize>> {
     let mut units: Vec<(usize, Vec<usize>)> = Vec::new();
     // by key: its open unit
@@ -349,7 +350,9 @@ pub(super) fn assign<K: PartialEq>(params: &[(K, usize)], cap: usize) -> Vec<Vec
             }
         }
     }
-    units.into_iter().map(|(_, members)| members).collect()
+    let mut units: Vec<Vec<usize>> = units.into_iter().map(|(_, members)| members).collect();
+    units.sort_by_key(|members| std::cmp::Reverse(members.last().copied()));
+    units
 }
 
 #[cfg(test)]
@@ -363,7 +366,7 @@ mod tests {
     #[test]
     fn units_fill_from_the_last_parameter_and_hold_one_kind() {
         assert_eq!(assign(&[('a', 8), ('a', 8), ('a', 8)], 16), [vec![2, 1], vec![0]]);
-        assert_eq!(assign(&[('a', 8), ('b', 4), ('a', 8)], 16), [vec![2, 0], vec![1]]);
+        assert_eq!(assign(&[('a', 8), ('b', 4), ('a', 8)], 16), [vec![1], vec![2, 0]]);
         assert_eq!(assign(&[('a', 8), ('a', 99), ('a', 8)], 16), [vec![2], vec![1], vec![0]]);
         assert_eq!(assign(&[('a', 0), ('a', 0)], 16), [vec![1, 0]]);
         assert!(assign::<char>(&[], 16).is_empty());

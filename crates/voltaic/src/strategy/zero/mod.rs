@@ -337,7 +337,7 @@ impl Strategy for Zero {
         self.peers().map(|_| self as &dyn DividedState)
     }
 
-    fn begin_forward(&mut self, module: &dyn Module) -> Result<()> {
+    fn begin_forward(&mut self, module: &dyn Module, opens: bool) -> Result<()> {
         self.release_all()?;
         if let Some(mut reducer) = self.reducer() {
             reducer.take_changes()?;
@@ -345,7 +345,7 @@ impl Strategy for Zero {
             order.begin(|unit| units[unit].layout.len());
         }
         match self.peers() {
-            Some(group) if self.config.broadcast_buffers => broadcast_buffers(group, module),
+            Some(group) if opens && self.config.broadcast_buffers => broadcast_buffers(group, module),
             _ => Ok(()),
         }
     }

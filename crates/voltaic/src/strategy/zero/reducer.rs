@@ -16,6 +16,7 @@ use super::order::Order;
 use super::report::Peaks;
 use super::unit::{MASTER, NO_OPTIMIZER, Unit};
 use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
+use crate::dtype::bytes_of;
 use crate::error::{ConfigError, Error, Result};
 use crate::ffi::GradHook;
 use crate::strategy::strategy::open_window;
@@ -30,7 +31,7 @@ struct Sent {
     unit: usize,
     work: Option<Work>,
     /// Left alone until they have arrived.
-    _given: Tensor,
+    given: Tensor,
     part: Tensor,
 }
 
@@ -70,6 +71,8 @@ pub(super) struct Reducer {
     /// The places of parameters: unit and index, by id and by fqn.
     by_id: HashMap<u64, (usize, usize)>,
     by_fqn: HashMap<String, (usize, usize)>,
+    /// Bytes of gradients of this backward pass that are complete and not on their way yet.
+    whole_grads: usize,
     /// The most elements of weights that come and go that were in memory at once.
     pub max_live: usize,
     /// What the rank has held.
@@ -123,6 +126,7 @@ impl Reducer {
             failure: None,
             order: Order::default(),
             gathered: Gathered::default(),
+            whole_grads: 0,
             max_live: 0,
             peaks: Peaks::default(),
         }
@@ -147,7 +151,7 @@ impl Reducer {
             return;
         }
         self.own_backward = None; // what there is already travels, too
-        self.num_sent = 0;
+        (self.num_sent, self.whole_grads) = (0, 0);
         self.waiting =
             self.units.iter().map(|unit| unit.trained().filter(|trained| *trained).count()).collect();
         self.is_ready = self.units.iter().map(|unit| vec![false; unit.layout.places.len()]).collect();
@@ -163,6 +167,8 @@ impl Reducer {
             return Ok(());
         }
         self.waiting[unit] -= 1;
+        self.whole_grads += bytes_of(&self.units[unit].layout.places[index].parameter.grad());
+        self.note_gradients();
         if self.waiting[unit] == 0 && self.units[unit].trained().all(|trained| trained) {
             self.units[unit].end_backward()?; // all that used the weights have had their turn
         }
@@ -194,6 +200,9 @@ impl Reducer {
             return Ok(());
         }
         let _named = collective_scope(&self.names[index]);
+        let ready = unit.leaves().zip(&self.is_ready[index]).filter(|(_, is_ready)| **is_ready);
+        let sent: usize = ready.map(|(leaf, _)| bytes_of(&leaf.grad())).sum();
+        self.whole_grads = self.whole_grads.saturating_sub(sent);
         let mut given = unit.take_grads(scale)?;
         if let Some(dtype) = self.config.communication_dtype.filter(|dtype| *dtype != given.kind()) {
             given = given.f_to_kind(dtype)?;
@@ -206,7 +215,10 @@ impl Reducer {
             }
             _ => (None, given.shallow_clone()),
         };
-        self.sent.push_back(Sent { unit: index, work, _given: given, part });
+        if work.is_some() {
+            self.gathered.note(self.units.len() + index);
+        }
+        self.sent.push_back(Sent { unit: index, work, given, part });
         self.num_sent += 1;
         Ok(())
     }
@@ -223,7 +235,10 @@ impl Reducer {
 
     fn note_gradients(&mut self) {
         let stay_whole = self.config.stage == ZeroStage::One;
-        let bytes = self.units.iter().map(|unit| unit.grad_bytes(stay_whole)).sum();
+        let parts: usize = self.units.iter().map(|unit| unit.grad_bytes(stay_whole)).sum();
+        let sent: usize = self.sent.iter().map(|sent| bytes_of(&sent.given)).sum();
+        // those of stage 1 are counted as whole
+        let bytes = if stay_whole { parts } else { parts + self.whole_grads + sent };
         self.peaks.gradients = self.peaks.gradients.max(bytes);
     }
 
@@ -290,14 +305,15 @@ impl Reducer {
         let _named = collective_scope("order of weights");
         let all = self.group().map_or_else(|| Ok(Vec::new()), |group| group.all_gather_object(&last))?;
         let name = |unit: Option<usize>| {
-            let title = |unit: usize| self.units.get(unit).map_or("others", |unit| unit.name());
+            let gradients = |at: usize| self.names.get(at - self.units.len()).map_or("others", AsRef::as_ref);
+            let title = |at: usize| self.units.get(at).map_or_else(|| gradients(at), Unit::name);
             unit.map_or("nothing more", title).to_owned()
         };
         let what = first_difference(&all).map_or_else(
-            || "ranks needed weights in other orders".to_owned(),
+            || "ranks exchanged weights and gradients in other orders".to_owned(),
             |(rank, own, zero)| {
                 format!(
-                    "rank {rank} needed {} where rank 0 needed {}, and took them for those",
+                    "rank {rank} exchanged {} where rank 0 exchanged {}, and took them for those",
                     name(own),
                     name(zero)
                 )

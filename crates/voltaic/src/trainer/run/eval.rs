@@ -165,7 +165,7 @@ impl<M: LightningModule> Session<'_, M> {
         let _no_grad = tch::no_grad_guard();
         let infers = self.plan.inference_mode && self.run.at.stage != Stage::Fit;
         let _inference = infers.then(InferenceMode::enter).transpose()?;
-        self.run.engine.strategy.begin_forward(self.module)?;
+        self.run.engine.strategy.begin_forward(self.module, true)?;
         self.run.log.metrics.begin_eval()?;
         body(self)
     }

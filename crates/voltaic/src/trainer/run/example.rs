@@ -48,7 +48,7 @@ impl<M: LightningModule> Session<'_, M> {
         let _watch = watch_sizes(&calls, &sizes);
         let modes = training_modes(self.module);
         set_training(self.module, false);
-        self.run.engine.strategy.begin_forward(self.module)?;
+        self.run.engine.strategy.begin_forward(self.module, true)?;
         let done = {
             let _no_grad = tch::no_grad_guard();
             let dtype = self.plan.precision.autocast_dtype();
