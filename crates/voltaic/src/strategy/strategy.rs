@@ -98,11 +98,11 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(())
     }
 
-    /// Called before the batches of an evaluation, with how many of each loader this rank has: ranks may have different numbers.
+    /// Called before the batches of an evaluation, with how many of each loader each rank has: ranks may have different numbers.
     ///
     /// # Errors
     /// [`DistributedError`](crate::error::DistributedError) if a rank is gone.
-    fn begin_evaluation(&mut self, _module: &dyn Module, _num_batches: &[usize]) -> Result<()> {
+    fn begin_evaluation(&mut self, _module: &dyn Module, _num_batches: &[Vec<usize>]) -> Result<()> {
         Ok(())
     }
 

@@ -8,6 +8,7 @@ mod command;
 mod corners;
 mod deepspeed;
 mod deferred;
+mod evaluation;
 mod faults;
 mod fuzz;
 mod half;

@@ -1,7 +1,7 @@
 //! The group, and how its operations are started.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tch::Tensor;
@@ -40,7 +40,8 @@ impl ProcessGroup {
     pub(in crate::distributed) fn of_all(connector: Connector, store: Arc<Store>) -> Result<Self> {
         let place = connector.place_of_all();
         let witness = Arc::new(Witness::start(connector.placement(), &store)?);
-        let group = Self::connect(connector, store, witness, place, (0..place.size).collect())?;
+        let closed = Arc::default();
+        let group = Self::connect(connector, store, (witness, closed), place, (0..place.size).collect())?;
         group.shared.witness.meet_neighbours();
         Ok(group)
     }
@@ -49,7 +50,7 @@ impl ProcessGroup {
     pub(super) fn connect(
         connector: Connector,
         store: Arc<Store>,
-        witness: Arc<Witness>,
+        (witness, closed): (Arc<Witness>, Arc<Mutex<Option<String>>>),
         place: Place,
         members: Vec<usize>,
     ) -> Result<Self> {
@@ -58,7 +59,7 @@ impl ProcessGroup {
         let is_part = members.len() < connector.place_of_all().size;
         let label = is_part.then(|| format!("among ranks {members:?}").into());
         let shared =
-            Shared { state, neighbours, store, rank: place.rank, members, label, connector, witness };
+            Shared { state, neighbours, store, rank: place.rank, members, label, connector, witness, closed };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -95,6 +96,12 @@ impl ProcessGroup {
         Ok(self.shared.lock().backend.set_timeout(timeout)?)
     }
 
+    /// Refuses all operations of this rank, in this group and in those that were split from it, for the reason given, or allows
+    /// them again.
+    pub(crate) fn close(&self, why: Option<String>) {
+        *self.shared.closed.lock().unwrap_or_else(PoisonError::into_inner) = why;
+    }
+
     /// Whether sums go through memory that all members share, which are on one host then.
     pub fn shares_memory(&self) -> bool {
         self.shared.neighbours.is_some()
@@ -112,6 +119,7 @@ impl ProcessGroup {
     /// # Collective
     /// In backward, too.
     pub fn differentiable_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        self.shared.check_open("all_reduce")?;
         let mut state = self.shared.lock();
         let call = self.shared.next_call(&mut state, "all_reduce", tensor, None);
         ffi::Summing::finish_before(call.ticket);
@@ -139,6 +147,7 @@ impl ProcessGroup {
         peer: Option<usize>,
         body: impl FnOnce(&Backend) -> Result<Underway, TorchError>,
     ) -> Result<Work> {
+        self.shared.check_open(op)?;
         if tensor.defined() && !tensor.is_contiguous() {
             let what = format!("a tensor of shape {:?} that is not contiguous", tensor.size());
             return Err(ConfigError::new(op, what, "call contiguous() first").into());

@@ -11,7 +11,7 @@ use crate::distributed::connect::Connector;
 use crate::distributed::deadline::within;
 use crate::distributed::flight::record;
 use crate::distributed::flight::witness::Witness;
-use crate::error::{CollectiveFailure, DistributedError, Error, TorchError, TorchErrorKind};
+use crate::error::{CollectiveFailure, ConfigError, DistributedError, Error, TorchError, TorchErrorKind};
 use crate::ffi::{Backend, Neighbours, Store, next_ticket};
 
 /// How long a rank whose operation failed waits to see which ranks it failed on, too.
@@ -36,6 +36,8 @@ pub(super) struct Shared {
     pub connector: Connector,
     /// Finds out where ranks are.
     pub witness: Arc<Witness>,
+    /// Why no operation may start now; shared with all groups that were split from one.
+    pub closed: Arc<Mutex<Option<String>>>,
 }
 
 /// Locked to start an operation, so that the sequence number is the order.
@@ -76,6 +78,14 @@ struct Failed {
 impl Shared {
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An error if no operation may start now.
+    pub fn check_open(&self, op: &'static str) -> Result<(), ConfigError> {
+        let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(why) = closed.as_ref().filter(|_| self.members.len() > 1) else { return Ok(()) };
+        let remedy = "give all ranks the same number of batches, or call it at the end of the evaluation";
+        Err(ConfigError::new(op, why.clone(), remedy))
     }
 
     /// Gives an operation its number, and notes that it begins.

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::group::ProcessGroup;
+use super::shared::Shared;
 use crate::distributed::connect::Place;
 use crate::error::{ConfigError, Result};
 
@@ -64,8 +65,8 @@ impl ProcessGroup {
         let Some((index, place, ranks)) = own else { return Ok(None) };
         let store = Arc::new(self.shared.store.with_prefix(&format!("split{number}/{index}"))?);
         let members = ranks.iter().map(|&rank| self.shared.members[rank]).collect();
-        Self::connect(self.shared.connector.clone(), store, self.shared.witness.clone(), place, members)
-            .map(Some)
+        let Shared { connector, witness, closed, .. } = &*self.shared;
+        Self::connect(connector.clone(), store, (witness.clone(), closed.clone()), place, members).map(Some)
     }
 
     fn check_groups(&self, op: &str, groups: &[Vec<usize>]) -> Result<()> {

@@ -131,6 +131,8 @@ pub struct MetricStore {
     pub(super) objects: MetricObjects,
     /// The ranks, if there are several.
     group: Option<Arc<ProcessGroup>>,
+    /// Other ranks have no such batch: values of the step are this rank's.
+    is_alone: bool,
     /// The training epoch has had its batches: what hooks see are its values, no longer those of its last batch.
     train_epoch_is_over: bool,
     /// What the step that is being captured logs.
@@ -262,7 +264,7 @@ impl MetricStore {
             _ => None,
         };
         let last = match &self.group {
-            Some(group) if options.sync_dist && options.on_step => {
+            Some(group) if options.sync_dist && options.on_step && !self.is_alone => {
                 Some(sync_step(group, &value, options.reduce_fx)?)
             }
             _ => None,
@@ -383,6 +385,11 @@ impl MetricStore {
     pub(crate) fn begin_eval(&mut self) -> Result<()> {
         self.eval.clear();
         self.objects.begin_eval()
+    }
+
+    /// Whether values of steps are this rank's alone, though they are logged with `sync_dist`.
+    pub(crate) fn set_alone(&mut self, is_alone: bool) {
+        self.is_alone = is_alone;
     }
 
     /// Values of this training batch for the loggers. # Sync: reads them back.

@@ -350,18 +350,16 @@ impl Strategy for Zero {
         }
     }
 
-    fn begin_evaluation(&mut self, _module: &dyn Module, num_batches: &[usize]) -> Result<()> {
+    fn begin_evaluation(&mut self, _module: &dyn Module, num_batches: &[Vec<usize>]) -> Result<()> {
         if let Some(mut reducer) = self.reducer() {
             reducer.order.end();
         }
-        let Some(group) = self.peers().filter(|_| self.config.stage == ZeroStage::Three) else {
-            return Ok(());
-        };
-        let told = group.all_gather_object(&num_batches.to_vec())?;
-        let Some(mut reducer) = self.reducer().filter(|_| told.iter().any(|other| *other != told[0])) else {
-            return Ok(());
-        };
-        tracing::info!("ranks have different numbers of batches ({told:?}): weights stay whole meanwhile");
+        let differ = num_batches.iter().any(|other| *other != num_batches[0]);
+        let must_stay = differ && self.config.stage == ZeroStage::Three;
+        let Some(mut reducer) = self.reducer().filter(|_| must_stay) else { return Ok(()) };
+        tracing::info!(
+            "ranks have different numbers of batches ({num_batches:?}): weights stay whole meanwhile"
+        );
         for number in 0..reducer.units.len() {
             reducer.units[number].stay();
             reducer.gather(number)?;
