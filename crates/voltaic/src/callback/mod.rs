@@ -11,6 +11,7 @@ mod file_name;
 mod gradient_accumulation_scheduler;
 mod lambda_callback;
 mod learning_rate_monitor;
+mod masters;
 mod model_checkpoint;
 mod model_summary;
 mod on_exception_checkpoint;

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tch::Tensor;
 
+use super::masters::{exchange_masters, with_masters};
 use crate::checkpoint::Checkpoint;
 use crate::data::Stage;
 use crate::device::Device;
@@ -192,15 +193,19 @@ impl StochasticWeightAveraging {
     }
 
     /// Takes the module's weights in.
-    fn update(&mut self, module: &dyn Module) -> anyhow::Result<()> {
+    fn update(&mut self, ctx: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
         let _no_grad = tch::no_grad_guard();
         let copied = self.num_averaged == 0;
         if copied {
             self.average.clear();
         }
-        for (index, (name, weight)) in module.named_parameters().into_iter().enumerate() {
-            let device = self.device_for(weight.leaf())?;
-            let now = weight.lasting()?.f_to_device(device.tch())?;
+        let mut weights = Vec::new();
+        for (name, weight) in module.named_parameters() {
+            weights.push((name, weight.lasting()?.f_detach()?));
+        }
+        for (index, (name, now)) in with_masters(ctx, weights)?.into_iter().enumerate() {
+            let device = self.device_for(&now)?;
+            let now = now.f_to_device(device.tch())?;
             if copied {
                 self.average.push((name, now.copy()));
                 continue;
@@ -246,6 +251,7 @@ impl Callback for StochasticWeightAveraging {
         _ctx: &mut HookContext,
         checkpoint: &mut Checkpoint,
     ) -> anyhow::Result<()> {
+        exchange_masters(checkpoint, &self.trained)?; // a resumed run trains from the weights that were trained
         if let Some(training) = &mut checkpoint.training {
             for (prefix, tensors) in [(AVERAGE, &self.average), (CURRENT, &self.trained)] {
                 let tensors = tensors.iter();
@@ -309,7 +315,7 @@ impl Callback for StochasticWeightAveraging {
             self.anneal(ctx)?;
         }
         if self.latest_update_epoch.is_none_or(|latest| epoch > latest) {
-            self.update(module)?;
+            self.update(ctx, module)?;
             self.latest_update_epoch = Some(epoch);
         }
         Ok(())
@@ -318,7 +324,8 @@ impl Callback for StochasticWeightAveraging {
     fn on_train_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         let _no_grad = tch::no_grad_guard();
         if !self.average.is_empty() {
-            let kept = module.try_state_dict()?.into_iter().map(|(name, tensor)| {
+            let state = with_masters(ctx, module.try_state_dict()?)?;
+            let kept = state.into_iter().map(|(name, tensor)| {
                 Ok((name, tensor.f_to_device(self.device_for(&tensor)?.tch())?.copy()))
             });
             self.trained = kept.collect::<Result<_>>()?; // a checkpoint of now goes on with them
@@ -328,6 +335,7 @@ impl Callback for StochasticWeightAveraging {
                 weight.update(|weight| Ok(weight.shallow_clone().f_copy_(average)?))?;
             }
         }
+        ctx.set_master_weights(&self.average)?;
         if !self.average.is_empty() && has_running_statistics(module) {
             ctx.request_running_statistics();
         }

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tch::Tensor;
 
+use super::masters::{exchange_masters, with_masters};
 use crate::checkpoint::{Checkpoint, Part, callback_name};
 use crate::data::Stage;
 use crate::device::Device;
@@ -90,8 +91,8 @@ pub struct WeightAveraging {
     latest_update_epoch: Option<u64>,
     /// The average is in the module, as in validation and after training; the weights that are trained are in `average`.
     is_swapped: bool,
-    /// Weights of a checkpoint, until the module can take them.
-    loaded: Option<Vec<(String, Tensor)>>,
+    /// Weights of a checkpoint, and what it has of the average in float32, until the module can take them.
+    loaded: Option<[Vec<(String, Tensor)>; 2]>,
 }
 
 impl WeightAveraging {
@@ -144,18 +145,19 @@ impl WeightAveraging {
             && self.when.update_starting_at_step.is_none_or(|start| step >= start)
     }
 
-    /// The module's tensors that are averaged.
-    fn averaged(&self, module: &dyn Module) -> Result<Vec<(String, Tensor)>> {
+    /// The module's tensors that are averaged; float32 where the optimizer has a copy of a 16-bit weight in float32.
+    fn averaged(&self, ctx: &mut HookContext, module: &dyn Module) -> Result<Vec<(String, Tensor)>> {
         let is_parameter: std::collections::HashSet<String> =
             module.named_parameters().into_iter().map(|(fqn, _)| fqn).collect();
         let state = module.try_state_dict()?.into_iter();
-        Ok(state.filter(|(fqn, _)| self.when.use_buffers || is_parameter.contains(fqn)).collect())
+        let state = state.filter(|(fqn, _)| self.when.use_buffers || is_parameter.contains(fqn));
+        with_masters(ctx, state.collect())
     }
 
     /// Takes the module's weights in.
-    fn update(&mut self, module: &dyn Module) -> Result<()> {
+    fn update(&mut self, ctx: &mut HookContext, module: &dyn Module) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        for ((_, now), (_, average)) in self.averaged(module)?.into_iter().zip(&self.average) {
+        for ((_, now), (_, average)) in self.averaged(ctx, module)?.into_iter().zip(&self.average) {
             let mut average = average.shallow_clone();
             let now = now.f_to_device(average.device())?;
             match self.decay {
@@ -170,16 +172,18 @@ impl WeightAveraging {
         Ok(())
     }
 
-    /// Exchanges the module's weights and the average.
-    fn swap(&mut self, module: &dyn Module) -> Result<()> {
+    /// Exchanges the module's weights, with their float32 copies in the optimizers, and the average. A second time gives back
+    /// exactly what was there.
+    fn swap(&mut self, ctx: &mut HookContext, module: &dyn Module) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let mut trained = Vec::new();
-        for (_, now) in self.averaged(module)? {
+        for (_, now) in self.averaged(ctx, module)? {
             let mut copy = now.f_empty_like()?;
             copy.f_copy_(&now)?;
             trained.push(copy);
         }
         module.load_state_dict(&self.average, false)?;
+        ctx.set_master_weights(&self.average)?;
         for ((_, average), trained) in self.average.iter().zip(&trained) {
             average.shallow_clone().f_copy_(trained)?;
         }
@@ -189,6 +193,8 @@ impl WeightAveraging {
 }
 
 const CURRENT: &str = "WeightAveraging.current.";
+/// The average in float32 where the weights of the checkpoint have it in 16 bits.
+const AVERAGE: &str = "WeightAveraging.average.";
 
 impl Callback for WeightAveraging {
     fn state_dict(&self) -> Option<Value> {
@@ -214,44 +220,56 @@ impl Callback for WeightAveraging {
         if self.average.is_empty() || self.num_averaged == 0 {
             return Ok(());
         }
-        let mut current = Vec::new();
-        let mut current_parts = Vec::new();
+        let (mut tensors, mut parts) = (Vec::new(), Vec::new());
+        if self.is_swapped {
+            // a resumed run trains from the weights that were trained
+            let (whole, of_rank) = exchange_masters(checkpoint, &self.average)?;
+            tensors.extend(whole.into_iter().map(|(fqn, average)| (format!("{AVERAGE}{fqn}"), average)));
+            let named = |part: Part| Part { name: callback_name(&format!("{AVERAGE}{}", part.name)), ..part };
+            parts.extend(of_rank.into_iter().map(named));
+        }
         for (name, average) in &self.average {
             if let Some(part) = checkpoint.parts.iter_mut().find(|part| part.name == *name) {
-                let average = part.of_whole(average)?.f_to_device(part.values.device())?;
+                let own = part.of_whole(average)?.f_to_device(part.values.device())?;
+                let rounded = own.f_to_kind(part.values.kind())?;
                 let trained = match self.is_swapped {
-                    true => average,
-                    false => std::mem::replace(&mut part.values, average),
+                    true => rounded,
+                    false => std::mem::replace(&mut part.values, rounded),
                 };
-                let name = callback_name(&format!("{CURRENT}{name}"));
-                current_parts.push(Part {
-                    name,
-                    shape: part.shape.clone(),
-                    start: part.start,
-                    values: trained,
-                });
+                let mut add = |prefix: &str, values: Tensor| {
+                    let name = callback_name(&format!("{prefix}{name}"));
+                    parts.push(Part { name, shape: part.shape.clone(), start: part.start, values });
+                };
+                if !self.is_swapped && own.kind() != trained.kind() {
+                    add(AVERAGE, own);
+                }
+                add(CURRENT, trained);
                 continue;
             }
             let Some((_, weight)) = checkpoint.weights.iter_mut().find(|(fqn, _)| fqn == name) else {
                 continue;
             };
             // the weights of the module are the average while the two are exchanged
+            let rounded = average.f_to_kind(weight.kind())?;
             let trained = match self.is_swapped {
-                true => average.shallow_clone(),
-                false => std::mem::replace(weight, average.shallow_clone()),
+                true => rounded,
+                false => std::mem::replace(weight, rounded),
             };
-            current.push((format!("{CURRENT}{name}"), trained));
+            if !self.is_swapped && average.kind() != trained.kind() {
+                tensors.push((format!("{AVERAGE}{name}"), average.shallow_clone()));
+            }
+            tensors.push((format!("{CURRENT}{name}"), trained));
         }
         if let Some(training) = &mut checkpoint.training {
-            training.callbacks.extend(current);
-            checkpoint.parts.extend(current_parts);
+            training.callbacks.extend(tensors);
+            checkpoint.parts.extend(parts);
         }
         Ok(())
     }
 
     fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
-        let current = checkpoint.callback_tensors(CURRENT);
-        self.loaded = (!current.is_empty()).then_some(current);
+        let [current, average] = [CURRENT, AVERAGE].map(|prefix| checkpoint.callback_tensors(prefix));
+        self.loaded = (!current.is_empty()).then_some([current, average]);
         Ok(())
     }
 
@@ -260,16 +278,24 @@ impl Callback for WeightAveraging {
         Ok(())
     }
 
-    fn on_fit_start(&mut self, _ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_fit_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         self.is_swapped = false;
-        let copies = self.averaged(module)?.into_iter().map(|(fqn, now)| {
+        let copies = self.averaged(ctx, module)?.into_iter().map(|(fqn, now)| {
             let device = self.when.device.map_or_else(|| now.device(), Device::tch);
             Ok((fqn, now.f_detach()?.f_to_device(device)?.copy()))
         });
         self.average = copies.collect::<Result<_>>()?;
         match self.loaded.take() {
             // the module has got the average, under its own names
-            Some(current) => drop(module.load_state_dict(&current, false)?),
+            Some([current, loaded]) => {
+                let _no_grad = tch::no_grad_guard();
+                for (name, average) in &self.average {
+                    if let Some((_, precise)) = loaded.iter().find(|(saved, _)| saved == name) {
+                        average.shallow_clone().f_copy_(precise)?;
+                    }
+                }
+                module.load_state_dict(&current, false)?;
+            }
             None => {
                 self.num_averaged = 0;
                 self.latest_update_step = 0;
@@ -282,7 +308,7 @@ impl Callback for WeightAveraging {
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         let steps = ctx.global_step();
         if steps > self.latest_update_step && self.is_step_due(steps - 1) {
-            self.update(module)?;
+            self.update(ctx, module)?;
             self.latest_update_step = steps;
         }
         Ok(())
@@ -293,7 +319,7 @@ impl Callback for WeightAveraging {
         let is_due = self.when.update_starting_at_epoch.is_some_and(|start| epoch >= start)
             && self.latest_update_epoch.is_none_or(|latest| epoch > latest);
         if is_due {
-            self.update(module)?;
+            self.update(ctx, module)?;
             self.latest_update_epoch = Some(epoch);
         }
         Ok(())
@@ -305,7 +331,7 @@ impl Callback for WeightAveraging {
         module: &mut dyn Module,
     ) -> anyhow::Result<()> {
         if ctx.is_training() && self.num_averaged > 0 {
-            self.swap(module)?;
+            self.swap(ctx, module)?;
         }
         Ok(())
     }
@@ -316,14 +342,14 @@ impl Callback for WeightAveraging {
         module: &mut dyn Module,
     ) -> anyhow::Result<()> {
         if ctx.is_training() && self.is_swapped {
-            self.swap(module)?;
+            self.swap(ctx, module)?;
         }
         Ok(())
     }
 
-    fn on_train_end(&mut self, _ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+    fn on_train_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         if self.num_averaged > 0 {
-            self.swap(module)?; // a checkpoint of now needs the weights that were trained, too
+            self.swap(ctx, module)?; // a checkpoint of now needs the weights that were trained, too
         }
         Ok(())
     }

@@ -76,6 +76,27 @@ impl HookContext<'_> {
         self.optimizer_of_mut(fqn)?.set_full_value(fqn, ParamValue::State(kind), values)
     }
 
+    /// Copies of all master weights, whole, by fqn: the float32 tensors that optimizers update beside weights of 16 bits. Nothing
+    /// where there are none.
+    ///
+    /// # Errors
+    /// libtorch's; [`DistributedError`](crate::error::DistributedError) if a rank is gone.
+    pub fn master_weights(&mut self) -> Result<Vec<(String, Tensor)>> {
+        let mut all = Vec::new();
+        for optimizer in &mut self.training.optimizers {
+            all.extend(optimizer.master_weights()?);
+        }
+        Ok(all)
+    }
+
+    /// Writes master weights, and their 16-bit weights rounded from them. Names without a master weight are left out.
+    ///
+    /// # Errors
+    /// As [`HookContext::master_weights`]; if a shape is another one.
+    pub fn set_master_weights(&mut self, values: &[(String, Tensor)]) -> Result<()> {
+        self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.set_master_weights(values))
+    }
+
     fn position(&self, fqn: &str) -> Result<usize> {
         let optimizers = &self.training.optimizers;
         let has = |optimizer: &dyn Optimizer| {

@@ -10,6 +10,7 @@ use super::clip::{GradientClip, grad_norm};
 use super::optimizer::{Optimizer, OptimizerState, leaves};
 use super::param_group::{ParamGroup, SavedGroup};
 use super::replay::{Rate, Replayed};
+use super::values::{ParamValue, Whole};
 use crate::error::{CheckpointError, ConfigError, OptimError, Problem, Result};
 use crate::ffi::{self, GradStatus, Gradients, RecordingPause, TensorList};
 use crate::nn::Parameter;
@@ -75,12 +76,31 @@ pub(super) struct Slot {
     pub(super) param: Parameter,
     /// In the order of [`Rule::STATE`], and last the master copy; absent until the parameter has had a gradient.
     pub(super) state: Vec<Option<Tensor>>,
+    /// How often the weight had been written to when its master copy was last the same: autograd counts.
+    version: i64,
 }
 
 impl Slot {
     /// What is updated: the master copy if there is one, else the parameter.
     pub(super) fn weights(&self) -> &Tensor {
         self.state.last().and_then(Option::as_ref).unwrap_or(self.param.leaf())
+    }
+
+    /// The weight and its master copy are the same now, but for rounding.
+    fn note_weight(&mut self) -> Result<()> {
+        self.version = self.param.leaf().f_internal_version()?;
+        Ok(())
+    }
+
+    /// Takes what was written to the weight, other than by a step, over to the master copy.
+    fn take_changes(&self) -> Result<()> {
+        let Some(Some(master)) = self.state.last() else { return Ok(()) };
+        let weight = self.param.leaf();
+        if weight.f_internal_version()? == self.version || weight.size() != master.size() {
+            return Ok(()); // the step refuses one of another size
+        }
+        let _no_grad = tch::no_grad_guard();
+        Ok(master.shallow_clone().f_copy_(weight)?)
     }
 }
 
@@ -123,7 +143,7 @@ impl<R: Rule> Engine<R> {
             for (fqn, param) in group.params() {
                 let kind = (param.kind(), param.device());
                 let state = (0..=R::STATE.len()).map(|_| None).collect();
-                let slot = Slot { fqn: fqn.clone(), param: param.clone(), state };
+                let slot = Slot { fqn: fqn.clone(), param: param.clone(), state, version: 0 };
                 match alike.iter_mut().find(|(other, _)| *other == kind) {
                     Some((_, slots)) => slots.push(slot),
                     None => alike.push((kind, vec![slot])),
@@ -136,6 +156,23 @@ impl<R: Rule> Engine<R> {
             }
         }
         Ok(Self { rule, groups, buckets, replayed: None, memory: 0 })
+    }
+
+    /// Members that have master copies, or are to have some.
+    fn with_masters(&self) -> impl Iterator<Item = &Slot> {
+        self.buckets.iter().filter(|bucket| bucket.has_masters).flat_map(|bucket| &bucket.members)
+    }
+
+    fn with_masters_mut(&mut self) -> impl Iterator<Item = &mut Slot> {
+        self.buckets.iter_mut().filter(|bucket| bucket.has_masters).flat_map(|bucket| &mut bucket.members)
+    }
+
+    /// Takes what was written to weights over to their master copies: an edit counts.
+    fn take_changes(&mut self) -> Result<()> {
+        self.with_masters_mut().try_for_each(|slot| {
+            slot.take_changes()?;
+            slot.note_weight()
+        })
     }
 
     /// Why the kernel refused, in terms of the parameters; the kernel's own error if it is not known.
@@ -344,6 +381,7 @@ fn step_bucket<R: Rule>(
     rule.update(group, rate, lists, grads)?;
     if let Some((params, masters)) = rounding {
         params.copy_from(masters)?;
+        bucket.members.iter_mut().try_for_each(Slot::note_weight)?;
     }
     Ok(is_new)
 }
@@ -369,6 +407,7 @@ impl<R: Rule> Optimizer for Engine<R> {
     }
 
     fn step(&mut self) -> Result<()> {
+        self.take_changes()?;
         for index in 0..self.buckets.len() {
             let bucket = &mut self.buckets[index];
             let group = &self.groups[bucket.group];
@@ -393,6 +432,7 @@ impl<R: Rule> Optimizer for Engine<R> {
     }
 
     fn prepare_replay(&mut self) -> Result<Option<u64>> {
+        self.take_changes()?; // a replay does not count as writing to a weight
         let replayed = match &mut self.replayed {
             Some(replayed) => replayed,
             none => none.insert(Replayed::of(&self.groups)),
@@ -440,8 +480,47 @@ impl<R: Rule> Optimizer for Engine<R> {
         &mut self.groups
     }
 
+    fn set_full_value(&mut self, fqn: &str, value: ParamValue<'_>, values: &Tensor) -> Result<()> {
+        self.take_changes()?;
+        Whole::of(self.name(), &self.groups, self.state_dict().tensors).set(fqn, value, values)?;
+        self.with_masters_mut().try_for_each(Slot::note_weight)
+    }
+
+    fn master_weights(&mut self) -> Result<Vec<(String, Tensor)>> {
+        self.take_changes()?;
+        let _no_grad = tch::no_grad_guard();
+        let copy = |slot: &Slot| Ok((slot.fqn.clone(), slot.weights().f_to_dtype(Kind::Float, false, true)?));
+        self.with_masters().map(copy).collect()
+    }
+
+    fn set_master_weights(&mut self, values: &[(String, Tensor)]) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let values: HashMap<&str, &Tensor> =
+            values.iter().map(|(fqn, values)| (fqn.as_str(), values)).collect();
+        for slot in self.with_masters_mut() {
+            let Some(values) = values.get(slot.fqn.as_str()) else { continue };
+            slot.param.update(|weight| Ok(weight.shallow_clone().f_copy_(values)?))?;
+            match slot.state.last_mut() {
+                Some(Some(master)) => master.f_copy_(values)?,
+                Some(none) => {
+                    let mut master = slot.param.f_to_dtype(Kind::Float, false, true)?;
+                    master.f_copy_(values)?;
+                    *none = Some(master);
+                }
+                None => {}
+            }
+            slot.note_weight()?;
+        }
+        Ok(())
+    }
+
     fn state_dict(&self) -> OptimizerState {
         let mut tensors = Vec::new();
+        for slot in self.with_masters() {
+            if let Err(error) = slot.take_changes() {
+                tracing::warn!("what was written to {} is not in its master copy: {error}", slot.fqn);
+            }
+        }
         for slot in self.buckets.iter().flat_map(|bucket| &bucket.members) {
             for (index, tensor) in slot.state.iter().enumerate() {
                 if let Some(tensor) = tensor {
@@ -502,6 +581,7 @@ impl<R: Rule> Engine<R> {
         for (group, saved) in self.groups.iter_mut().zip(&saved) {
             group.load(saved);
         }
+        self.with_masters_mut().try_for_each(Slot::note_weight)?;
         self.memory += 1;
         Ok(())
     }

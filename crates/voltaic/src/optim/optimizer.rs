@@ -133,6 +133,29 @@ pub trait Optimizer: Send {
         Whole::of(self.name(), self.param_groups(), self.state_dict().tensors).set(fqn, value, values)
     }
 
+    /// Copies of its master weights, whole, by fqn: the float32 tensors that it updates beside weights of 16 bits.
+    ///
+    /// # Errors
+    /// libtorch's.
+    ///
+    /// # Collective
+    /// If the strategy divides states.
+    fn master_weights(&mut self) -> Result<Vec<(String, Tensor)>> {
+        Ok(Vec::new())
+    }
+
+    /// Writes master weights, and their 16-bit weights rounded from them. Names without a master weight are left out.
+    ///
+    /// # Errors
+    /// If a shape is another one; libtorch's.
+    ///
+    /// # Collective
+    /// As [`Optimizer::master_weights`].
+    fn set_master_weights(&mut self, values: &[(String, Tensor)]) -> Result<()> {
+        let _ = values;
+        Ok(())
+    }
+
     /// What this rank has of a value in float32: a copy with one dimension, perhaps without elements, in the order of the flattened
     /// parameter; all of it where nothing is divided. DeepSpeed's `safe_get_local_fp32_param`, `safe_get_local_grad` and
     /// `safe_get_local_optimizer_state`.

@@ -97,6 +97,44 @@ fn they_are_saved_and_a_state_without_them_is_refused() {
     }
 }
 
+/// What is written to a weight counts; the copy is not taken for it.
+#[test]
+fn what_is_written_to_a_weight_or_its_copy_is_stepped() {
+    let sgd = |params: &Named| {
+        Sgd::new(1e-3).master_weights(true).build(vec![ParamGroupSpec::new(params.clone())]).unwrap()
+    };
+    let ones = Tensor::full([5, 3], 0.75, (Kind::Float, tch::Device::Cpu));
+    let finer = Tensor::full([5, 3], 0.1, (Kind::Float, tch::Device::Cpu)); // not a number of bfloat16
+    let writes: [(&Tensor, &dyn Fn(&mut dyn Optimizer, &Named)); 3] = [
+        (&ones, &|_, params| params[0].1.tensor().detach().copy_(&ones)),
+        (&finer, &|optimizer, _| optimizer.set_full_value("p0", ParamValue::Fp32Weight, &finer).unwrap()),
+        (&finer, &|optimizer, _| {
+            optimizer.set_master_weights(&[("p0".to_owned(), finer.shallow_clone())]).unwrap();
+        }),
+    ];
+    for (number, (written, write)) in writes.into_iter().enumerate() {
+        for saves in [false, true] {
+            let params = params(Kind::BFloat16);
+            let mut optimizer = sgd(&params);
+            train(&mut *optimizer, &params, 0..3);
+            write(&mut *optimizer, &params);
+            if saves {
+                let state = optimizer.state_dict();
+                optimizer.load_state_dict(state).unwrap();
+            }
+            train(&mut *optimizer, &params, 3..4);
+            let expected = written - wave(SHAPES[0], 130).to_kind(Kind::Float) * 1e-3;
+            let masters = optimizer.master_weights().unwrap();
+            let difference = (&masters[0].1 - &expected).abs().max().double_value(&[]);
+            assert!(
+                masters[0].0 == "p0" && difference < 1e-7,
+                "write {number}, saves: {saves}: {difference}"
+            );
+            assert!(params[0].1.tensor().equal(&masters[0].1.to_kind(Kind::BFloat16)));
+        }
+    }
+}
+
 #[test]
 fn a_configuration_file_can_ask_for_them() {
     let text = r#"{"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1, "master_weights": true}}"#;

@@ -163,6 +163,16 @@ impl Optimizer for ZeroOptimizer {
         self.inner.take_state_dict(state)
     }
 
+    /// # Collective
+    /// All ranks must call it.
+    fn master_weights(&mut self) -> Result<Vec<(String, Tensor)>> {
+        values::masters(&mut self.reducer(), self.index)
+    }
+
+    fn set_master_weights(&mut self, values: &[(String, Tensor)]) -> Result<()> {
+        values::set_masters(&mut self.reducer(), self.index, values)
+    }
+
     fn full_value(&self, fqn: &str, value: ParamValue<'_>) -> Result<Option<Tensor>> {
         match self.is_whole(fqn) {
             true => self.inner.full_value(fqn, value),

@@ -1,5 +1,7 @@
 //! Weight, gradient and states of one parameter, of which each rank has a part.
 
+use std::collections::HashMap;
+
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
@@ -253,4 +255,45 @@ pub(super) fn set_local(
         return unit.renew();
     }
     unit.start_gather(group.as_deref())?.map_or(Ok(()), Work::wait)
+}
+
+/// See [`Optimizer::master_weights`].
+pub(super) fn masters(reducer: &mut Reducer, optimizer: usize) -> Result<Vec<(String, Tensor)>> {
+    let _no_grad = tch::no_grad_guard();
+    let _named = collective_scope("master weights");
+    reducer.take_changes()?;
+    let mut all = Vec::new();
+    for unit in reducer.units.iter().filter(|unit| unit.optimizer == optimizer && unit.has_master) {
+        let slices: Vec<_> = unit.slices.iter().map(|slice| Some(slice.leaf().detach())).collect();
+        let whole = unit.whole(reducer.group(), &slices, Kind::Float)?;
+        for (place, whole) in unit.layout.places.iter().zip(&whole) {
+            all.push((place.fqn.clone(), copied(whole)?));
+        }
+    }
+    Ok(all)
+}
+
+/// See [`Optimizer::set_master_weights`].
+pub(super) fn set_masters(
+    reducer: &mut Reducer,
+    optimizer: usize,
+    values: &[(String, Tensor)],
+) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    let values: HashMap<&str, &Tensor> = values.iter().map(|(fqn, values)| (fqn.as_str(), values)).collect();
+    for unit in reducer.units.iter_mut().filter(|unit| unit.optimizer == optimizer && unit.has_master) {
+        unit.settle()?;
+        for index in 0..unit.layout.places.len() {
+            let Some(values) = values.get(unit.layout.places[index].fqn.as_str()) else { continue };
+            let values = values.f_to_device(unit.layout.device)?;
+            let slice = unit.slice_of(index, &values)?;
+            if !unit.is_released() {
+                unit.layout.places[index].parameter.leaf().f_detach()?.f_copy_(&values)?;
+                unit.take_over(index)?;
+            }
+            unit.slices[index].leaf().f_detach()?.f_copy_(&slice)?;
+        }
+        unit.renew()?;
+    }
+    Ok(())
 }

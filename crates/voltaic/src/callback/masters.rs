@@ -1,0 +1,64 @@
+//! Weights at the precision that the optimizer has them in, for callbacks that put others in their place for a while.
+
+use std::collections::HashMap;
+
+use tch::Tensor;
+
+use crate::checkpoint::{Checkpoint, Part, optimizer_name};
+use crate::error::Result;
+use crate::module::HookContext;
+
+/// Begins the name of a master weight among the states of an optimizer.
+const MASTER: &str = "master_param.";
+
+/// Puts master weights in the place of the 16-bit weights of a state dict. Names of one tensor get the same.
+pub(super) fn with_masters(
+    ctx: &mut HookContext,
+    state: Vec<(String, Tensor)>,
+) -> Result<Vec<(String, Tensor)>> {
+    let masters: HashMap<String, Tensor> = ctx.master_weights()?.into_iter().collect();
+    if masters.is_empty() {
+        return Ok(state);
+    }
+    let address = |tensor: &Tensor| (tensor.data_ptr() as usize, tensor.numel());
+    let named = state.iter().filter_map(|(fqn, weight)| Some((address(weight), masters.get(fqn)?)));
+    let by_address: HashMap<(usize, usize), &Tensor> =
+        named.filter(|((address, numel), _)| *address != 0 && *numel > 0).collect();
+    let of = |(fqn, weight): (String, Tensor)| {
+        let master = masters.get(&fqn).or_else(|| by_address.get(&address(&weight)).copied());
+        let value = master.map_or(weight, Tensor::shallow_clone);
+        (fqn, value)
+    };
+    Ok(state.into_iter().map(of).collect())
+}
+
+/// Puts `weights` in the place of the master weights of a checkpoint, so that a resumed run trains from them. Returns what was
+/// there: whole tensors by fqn, and this rank's parts.
+pub(super) fn exchange_masters(
+    checkpoint: &mut Checkpoint,
+    weights: &[(String, Tensor)],
+) -> Result<(Vec<(String, Tensor)>, Vec<Part>)> {
+    let by_fqn: HashMap<&str, &Tensor> = weights.iter().map(|(fqn, weight)| (fqn.as_str(), weight)).collect();
+    let (mut whole, mut parts) = (Vec::new(), Vec::new());
+    let Some(training) = &mut checkpoint.training else { return Ok((whole, parts)) };
+    for (name, master) in training.optimizers.iter_mut().flatten() {
+        let Some(fqn) = name.strip_prefix(MASTER) else { continue };
+        if let Some(weight) = by_fqn.get(fqn) {
+            let weight = weight.f_to_device(master.device())?.f_to_kind(master.kind())?;
+            whole.push((fqn.to_owned(), std::mem::replace(master, weight)));
+        }
+    }
+    let prefixes: Vec<String> =
+        (0..training.optimizers.len()).map(|index| optimizer_name(index, MASTER)).collect();
+    for part in &mut checkpoint.parts {
+        let fqn = prefixes.iter().find_map(|prefix| part.name.strip_prefix(prefix.as_str()));
+        let Some((fqn, weight)) = fqn.and_then(|fqn| Some((fqn.to_owned(), by_fqn.get(fqn)?))) else {
+            continue;
+        };
+        let weight = part.of_whole(weight)?.f_to_device(part.values.device())?;
+        let weight = weight.f_to_kind(part.values.kind())?;
+        let values = std::mem::replace(&mut part.values, weight);
+        parts.push(Part { name: fqn, shape: part.shape.clone(), start: part.start, values });
+    }
+    Ok((whole, parts))
+}
