@@ -247,7 +247,7 @@ pub trait LightningModule: Module + Sized {
     }
 
     /// Drops the gradients before validation within fit, so that their memory is free. Not called while an accumulation
-    /// window is open.
+    /// window is open; with manual optimization, while gradients wait for the step of an optimizer.
     ///
     /// # Errors
     /// Any error ends the run.

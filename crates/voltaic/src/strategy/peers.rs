@@ -4,7 +4,8 @@ use tch::{Kind, Tensor};
 
 use super::votes::Votes;
 use crate::distributed::{ProcessGroup, ReduceOp, collective_scope};
-use crate::error::{DistributedError, Result};
+use crate::dtype::bytes_of;
+use crate::error::{ConfigError, DistributedError, Error, Result};
 use crate::nn::{Module, ModuleExt};
 
 /// All ranks start from the values of rank 0.
@@ -32,31 +33,61 @@ pub(super) fn agree(group: &ProcessGroup, votes: Votes) -> Result<Votes> {
     Ok(Votes::from_numbers(numbers))
 }
 
-/// All tensors become rank 0's, those of one dtype in one message.
+/// The error of a batch that has a loss on some ranks only.
+///
+/// # Collective
+/// All ranks must call it.
+pub(super) fn some_without_loss(group: &ProcessGroup, has_loss: bool) -> Result<Error> {
+    let _named = collective_scope("ranks without a loss");
+    let told = group.all_gather_object(&has_loss)?;
+    let of = |wanted: bool| {
+        let ranks = told.iter().enumerate().filter(|(_, has_loss)| **has_loss == wanted);
+        ranks.map(|(rank, _)| format!("rank {rank}")).collect::<Vec<_>>().join(", ")
+    };
+    let what = format!("no loss on {} (ctx.no_loss()), but one on {}", of(false), of(true));
+    let remedy = "return a loss on all ranks, such as the loss times 0.0, or on none";
+    Ok(ConfigError::new("training_step", what, remedy).into())
+}
+
+/// Bytes of a message in which tensors become rank 0's, as in PyTorch's DDP.
+const BROADCAST_BYTES: usize = 250 << 20;
+
+/// All tensors become rank 0's, those of one dtype in messages of at most [`BROADCAST_BYTES`]; a larger tensor is alone.
 fn broadcast(group: &ProcessGroup, tensors: impl Iterator<Item = Tensor>) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
-    let mut by_kind: Vec<(Kind, Vec<Tensor>)> = Vec::new();
+    let mut by_kind: Vec<(Kind, usize, Vec<Tensor>)> = Vec::new();
     for tensor in tensors {
-        match by_kind.iter_mut().find(|(kind, _)| *kind == tensor.kind()) {
-            Some((_, members)) => members.push(tensor),
-            None => by_kind.push((tensor.kind(), vec![tensor])),
+        let bytes = bytes_of(&tensor);
+        let of_kind = by_kind.iter_mut().find(|(kind, ..)| *kind == tensor.kind());
+        match of_kind {
+            None => by_kind.push((tensor.kind(), bytes, vec![tensor])),
+            Some((_, sum, members)) => {
+                if *sum + bytes > BROADCAST_BYTES {
+                    broadcast_together(group, std::mem::take(members))?;
+                    *sum = 0;
+                }
+                *sum += bytes;
+                members.push(tensor);
+            }
         }
     }
-    for (_, members) in by_kind {
-        let flat: Vec<Tensor> =
-            members.iter().map(|tensor| tensor.f_reshape([-1_i64])).collect::<Result<_, _>>()?;
-        let flat = Tensor::f_cat(&flat, 0)?;
-        group.broadcast(&flat, 0)?;
-        if group.rank() == 0 {
-            continue;
-        }
-        let mut start = 0;
-        for tensor in members {
-            let len = tensor.numel() as i64;
-            let values = flat.f_narrow(0, start, len)?.f_view(tensor.size().as_slice())?;
-            tensor.shallow_clone().f_copy_(&values)?;
-            start += len;
-        }
+    by_kind.into_iter().try_for_each(|(_, _, members)| broadcast_together(group, members))
+}
+
+fn broadcast_together(group: &ProcessGroup, members: Vec<Tensor>) -> Result<()> {
+    let flat: Vec<Tensor> =
+        members.iter().map(|tensor| tensor.f_reshape([-1_i64])).collect::<Result<_, _>>()?;
+    let flat = Tensor::f_cat(&flat, 0)?;
+    group.broadcast(&flat, 0)?;
+    if group.rank() == 0 {
+        return Ok(());
+    }
+    let mut start = 0;
+    for tensor in members {
+        let len = tensor.numel() as i64;
+        let values = flat.f_narrow(0, start, len)?.f_view(tensor.size().as_slice())?;
+        tensor.shallow_clone().f_copy_(&values)?;
+        start += len;
     }
     Ok(())
 }

@@ -121,6 +121,15 @@ pub trait Strategy: fmt::Debug + Send {
     /// part in the loss.
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes>;
 
+    /// Called in place of [`Strategy::begin_backward`] and [`Strategy::end_backward`] if this rank's batch has no loss. That is
+    /// allowed if no rank has one. Returns the votes of all ranks.
+    ///
+    /// # Errors
+    /// On all ranks, if some have a loss and some have none.
+    fn without_loss(&mut self, _syncs: bool, _votes: Votes) -> Result<Votes> {
+        Ok(Votes::default())
+    }
+
     /// Before an optimizer step: whether all ranks have the same gradients.
     ///
     /// # Errors

@@ -15,11 +15,13 @@ pub struct Votes {
     pub notice: bool,
     /// SIGUSR2, if a job is to be told by that.
     pub notice_2: bool,
+    /// How many ranks have no loss in this batch.
+    pub without_loss: usize,
 }
 
 impl Votes {
     /// How many there are.
-    pub const COUNT: usize = 6;
+    pub const COUNT: usize = 7;
 
     /// What either of two asks.
     pub(crate) fn or(self, other: Self) -> Self {
@@ -30,18 +32,22 @@ impl Votes {
             hangup: self.hangup || other.hangup,
             notice: self.notice || other.notice,
             notice_2: self.notice_2 || other.notice_2,
+            without_loss: 0, // of one batch
         }
     }
 
     /// The votes as numbers, to be summed over the ranks.
     pub fn numbers(self) -> [f32; Self::COUNT] {
-        let Self { interrupt, terminate, stop, hangup, notice, notice_2 } = self;
-        [interrupt, terminate, stop, hangup, notice, notice_2].map(|vote| f32::from(u8::from(vote)))
+        let Self { interrupt, terminate, stop, hangup, notice, notice_2, without_loss } = self;
+        let [a, b, c, d, e, f] =
+            [interrupt, terminate, stop, hangup, notice, notice_2].map(|vote| f32::from(u8::from(vote)));
+        [a, b, c, d, e, f, without_loss as f32]
     }
 
     /// The votes of all ranks, from the sums of their numbers.
     pub fn from_numbers(numbers: [f32; Self::COUNT]) -> Self {
-        let [interrupt, terminate, stop, hangup, notice, notice_2] = numbers.map(|sum| sum != 0.0);
-        Self { interrupt, terminate, stop, hangup, notice, notice_2 }
+        let [interrupt, terminate, stop, hangup, notice, notice_2, _] = numbers.map(|sum| sum != 0.0);
+        let without_loss = numbers[Self::COUNT - 1] as usize;
+        Self { interrupt, terminate, stop, hangup, notice, notice_2, without_loss }
     }
 }

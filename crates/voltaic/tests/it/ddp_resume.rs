@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use tempfile::TempDir;
-use voltaic::callback::Callback;
+use voltaic::callback::{Callback, LambdaCallback, OnExceptionCheckpoint, OnExceptionCheckpointConfig};
 use voltaic::checkpoint::Checkpoint;
 use voltaic::metrics::MeanSquaredError;
 use voltaic::module::{CheckpointRequest, HookContext, LightningModule, StepContext};
@@ -11,7 +11,9 @@ use voltaic::nn::{Forward, Linear, ModuleExt};
 use voltaic::optim::{AdamW, Optimizers};
 use voltaic::{Kind, Module, Tensor};
 
-use crate::ddp::{assert_same, builder, folder_of_parent, loaders, numbered, run_ranks, weights};
+use crate::ddp::{
+    Net, assert_same, builder, finish, folder_of_parent, loaders, numbered, run_ranks, weights,
+};
 use crate::probe::{plays, text_of};
 
 /// Drops half of what a layer gives.
@@ -112,4 +114,57 @@ fn a_resumed_run_draws_what_each_rank_would_have_drawn() {
     let text = text_of(&command.output().unwrap());
     assert_same(&weights(resumed.path()), &weights(whole.path()));
     assert_eq!(values_of(&text), values_of(&expected));
+}
+
+/// Both ranks fail within a window; the checkpoint, which rank 0 writes alone, goes on with the window.
+#[test]
+fn a_run_that_failed_within_a_window_begins_the_window_again() {
+    let test = "ddp_resume::a_run_that_failed_within_a_window_begins_the_window_again";
+    const FAILS: &str = "VOLTAIC_TEST_FAILS";
+    let fit = |fails: Option<(u64, usize)>, ckpt: Option<&Path>| {
+        let folder = folder_of_parent();
+        let config = OnExceptionCheckpointConfig { dirpath: folder.clone(), ..Default::default() };
+        let failing = LambdaCallback::new().on_after_backward(move |ctx, _| {
+            anyhow::ensure!(fails != Some((ctx.current_epoch(), ctx.batch_idx())), "it fails here");
+            Ok(())
+        });
+        let builder = builder(&folder).devices(2).strategy("ddp").accumulate_grad_batches(3_u64);
+        let builder = builder.callback(failing).callback(OnExceptionCheckpoint::new(config).unwrap());
+        let mut trainer = builder.build().unwrap();
+        if let Some(path) = ckpt {
+            trainer.ckpt_path(path.to_str().unwrap());
+        }
+        let mut net = Net::new();
+        match trainer.fit(&mut net, &mut loaders(None)) {
+            Ok(()) => finish(&trainer, &net, &folder),
+            Err(error) => {
+                println!("\nfailed: {error}");
+                std::process::exit(0); // on all ranks
+            }
+        }
+    };
+    if plays("fails") {
+        let numbers = std::env::var(FAILS).unwrap();
+        let (epoch, batch) = numbers.split_once(' ').unwrap();
+        return fit(Some((epoch.parse().unwrap(), batch.parse().unwrap())), None);
+    }
+    if plays("whole") {
+        return fit(None, None);
+    }
+    if plays("resumed") {
+        return fit(None, Some(&folder_of_parent().join("on_exception.ckpt")));
+    }
+    let whole = TempDir::new().unwrap();
+    let expected = run_ranks(test, "whole", whole.path());
+    for fails in ["1 0", "1 2", "1 4"] {
+        let folder = TempDir::new().unwrap();
+        let mut command = crate::probe::own_process(test, "fails");
+        let output = command.env(FAILS, fails).env(crate::ddp::FOLDER, folder.path()).output().unwrap();
+        assert!(folder.path().join("on_exception.ckpt").exists(), "{}", text_of(&output));
+        let resumed = run_ranks(test, "resumed", folder.path());
+        assert_same(&weights(folder.path()), &weights(whole.path()));
+        let value =
+            |text: &str| text.lines().find(|line| line.starts_with("train_loss_epoch=")).unwrap().to_owned();
+        assert_eq!(value(&resumed), value(&expected), "failed at {fails}");
+    }
 }

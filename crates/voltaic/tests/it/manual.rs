@@ -194,3 +194,25 @@ fn what_belongs_to_the_other_kind_of_optimization_is_refused() {
     let error = fit(&mut net, |t| t);
     assert!(error.contains("2 optimizers with automatic optimization; return exactly one"), "{error}");
 }
+
+/// A window of the module's own stays open while the trainer validates.
+#[test]
+fn validation_leaves_gradients_alone_that_wait_for_a_step() {
+    fn every_second(net: &Pair, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<()> {
+        if ctx.batch_idx() % 2 == 0 {
+            ctx.optimizer(0)?.zero_grad()?;
+        }
+        ctx.manual_backward(&net.losses(batch).0)?;
+        if ctx.batch_idx() % 2 == 1 {
+            ctx.optimizer(0)?.step()?;
+        }
+        Ok(())
+    }
+    let run = |validates: bool| {
+        let mut net = Pair::new(every_second);
+        let builder = silent().max_epochs(1).limit_val_batches(if validates { 1.0 } else { 0.0 });
+        builder.val_check_interval(1).build().unwrap().fit(&mut net, &mut loaders()).unwrap();
+        net.weights()
+    };
+    assert_eq!(run(true), run(false));
+}

@@ -2,6 +2,7 @@
 //! several optimizers, used after a step. None of it is lost or taken for something else without a word.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use voltaic::callback::Callback;
 use voltaic::checkpoint::Checkpoint;
@@ -439,6 +440,50 @@ fn a_parameter_that_stays_whole_may_be_used_on_one_rank_only() {
                 Ok(Box::new(Zero::new(world, config)) as Box<dyn Strategy>)
             });
             assert_same(&format!("threshold {persistence}"), &run(zero), &expected);
+        }
+    });
+}
+
+/// One rank has no loss in one batch.
+#[derive(Module)]
+struct Without {
+    net: Small,
+    #[module(skip)]
+    batch: usize,
+    #[module(skip)]
+    seen: AtomicUsize,
+}
+
+impl LightningModule for Without {
+    type Batch = Batch;
+
+    fn training_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let rank = ctx.process_group().map_or(0, |group| group.rank());
+        self.seen.store(ctx.batch_idx(), Ordering::Relaxed);
+        match rank == 1 && ctx.batch_idx() == self.batch {
+            true => Ok(ctx.no_loss()),
+            false => self.net.training_step(batch, ctx),
+        }
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        self.net.configure_optimizers()
+    }
+}
+
+#[test]
+fn a_rank_without_a_loss_is_named_in_that_step() {
+    let test = "changes::a_rank_without_a_loss_is_named_in_that_step";
+    on_ranks(test, 2, |ranks, folder| {
+        for strategy in ["ddp", "ddp_find_unused_parameters_true", "zero1", "zero2", "zero3"] {
+            for (batch, window) in [(0, 1_u64), (3, 1), (3, 2)] {
+                let builder = silent(ranks, strategy, folder).max_epochs(1).accumulate_grad_batches(window);
+                let mut net = Without { net: Small::new(), batch, seen: AtomicUsize::default() };
+                let error = builder.build().unwrap().fit(&mut net, &mut loaders(24)).unwrap_err().to_string();
+                let what = "no loss on rank 1 (ctx.no_loss()), but one on rank 0";
+                let case = format!("{strategy}, batch {batch}, window of {window}: {error}");
+                assert!(error.contains(what) && net.seen.load(Ordering::Relaxed) == batch, "{case}");
+            }
         }
     });
 }

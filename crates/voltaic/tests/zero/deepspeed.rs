@@ -3,13 +3,14 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use serde_json::json;
 use voltaic::Module;
+use voltaic::callback::LambdaCallback;
 use voltaic::checkpoint::read_weights;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::{CheckpointRequest, HookContext, LightningModule, StepContext};
 use voltaic::nn::{Callable, Parameter};
 use voltaic::optim::{AdamW, Interval, LambdaLr, LrSchedulerSpec, Optimizers, Sgd};
 use voltaic::strategy::DeepSpeedStrategy;
@@ -311,5 +312,58 @@ fn the_module_gives_one_optimizer_or_the_settings_do() {
         assert!(error.contains("only supports single optimizer, single optional scheduler"), "{error}");
         let error = fit(0, &plain).unwrap_err();
         assert!(error.contains("it gave no optimizer, and DeepSpeed's settings name none"), "{error}");
+    });
+}
+
+/// DeepSpeed counts micro batches over epochs: 12 in windows of 4 are 3 steps. Our own strategies end a window with the epoch.
+#[test]
+fn windows_go_on_over_the_end_of_an_epoch() {
+    on_ranks("deepspeed::windows_go_on_over_the_end_of_an_epoch", 2, |ranks, folder| {
+        for (index, (strategy, expected)) in [
+            ("deepspeed_stage_1", 3),
+            ("deepspeed_stage_2", 3),
+            ("deepspeed_stage_3", 3),
+            ("zero2", 4),
+            ("ddp", 4),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let saved = folder.join(format!("{index}.ckpt"));
+            let fit = |ckpt: Option<&Path>| {
+                let steps = Arc::new(Mutex::new(0));
+                let (note, path) = (steps.clone(), saved.clone());
+                let watch = LambdaCallback::new()
+                    .on_train_epoch_end(move |ctx, _| {
+                        if ctx.current_epoch() == 0 {
+                            ctx.request_checkpoint(CheckpointRequest {
+                                path: path.clone(),
+                                weights_only: false,
+                                link_to: None,
+                                then_remove: Vec::new(),
+                            });
+                        }
+                        Ok(())
+                    })
+                    .on_train_end(move |ctx, _| {
+                        *note.lock().unwrap() = ctx.global_step();
+                        Ok(())
+                    });
+                let builder = silent(ranks, strategy, folder).max_epochs(2).accumulate_grad_batches(4_u64);
+                let mut trainer = builder.callback(watch).build().unwrap();
+                if let Some(ckpt) = ckpt {
+                    trainer.ckpt_path(ckpt.to_str().unwrap());
+                }
+                let mut net = Small::new();
+                trainer.fit(&mut net, &mut all_loaders(24)).unwrap();
+                let steps = *steps.lock().unwrap();
+                (steps, weights(&net))
+            };
+            let (steps, whole) = fit(None);
+            assert_eq!(steps, expected, "{strategy}");
+            let (steps, resumed) = fit(Some(&saved));
+            assert_eq!(steps, expected, "{strategy}, resumed");
+            assert_same(&format!("{strategy}, resumed"), &resumed, &whole);
+        }
     });
 }

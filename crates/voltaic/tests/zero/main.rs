@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a test that panics has failed")]
 
+mod averages;
 mod beyond;
 mod changes;
 mod command;
@@ -14,6 +15,7 @@ mod fuzz;
 mod half;
 mod ladder;
 mod large;
+mod leaf;
 mod memory;
 mod models;
 mod muon;

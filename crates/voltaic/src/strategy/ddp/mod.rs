@@ -132,6 +132,11 @@ impl Strategy for Ddp {
         if syncs { reducer.begin(loss, votes) } else { Ok(()) }
     }
 
+    fn without_loss(&mut self, syncs: bool, votes: Votes) -> Result<Votes> {
+        let Some(reducer) = self.reducer.as_ref().filter(|_| syncs) else { return Ok(Votes::default()) };
+        reducer.lock().unwrap_or_else(PoisonError::into_inner).without_loss(votes)
+    }
+
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {
         let Some(reducer) = &self.reducer else { return done.map(|()| Votes::default()) };
         let mut reducer = reducer.lock().unwrap_or_else(PoisonError::into_inner);

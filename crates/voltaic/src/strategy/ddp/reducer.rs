@@ -13,6 +13,7 @@ use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, DistributedError, Error, Result};
 use crate::ffi;
 use crate::strategy::config::{DdpConfig, GradientCompression};
+use crate::strategy::peers::some_without_loss;
 use crate::strategy::strategy::open_window;
 use crate::strategy::votes::Votes;
 
@@ -117,15 +118,42 @@ impl Reducer {
         Ok(())
     }
 
-    /// Before a backward from `loss` that averages.
-    pub fn begin(&mut self, loss: &Tensor, votes: Votes) -> Result<()> {
+    fn begin_sending(&mut self, votes: Votes) -> Result<()> {
         self.failure = None;
         self.sent.clear();
         self.is_active = true;
         self.own_backward = None; // it averages what there is already, too
         self.waiting = self.buckets.iter().map(|bucket| bucket.params.len()).collect();
         self.places.iter_mut().for_each(|place| place.is_ready = false);
-        self.put_votes(votes)?;
+        self.put_votes(votes)
+    }
+
+    /// In place of a backward that averages, where this rank has no loss: other ranks may have one. Gradients stay as they are.
+    pub fn without_loss(&mut self, votes: Votes) -> Result<Votes> {
+        let learnt = self.learnt.take(); // not the order of gradients
+        self.begin_sending(Votes { without_loss: 1, ..votes })?;
+        self.is_in_backward = true;
+        let mut before = Vec::with_capacity(self.params.len());
+        for index in 0..self.params.len() {
+            let grad = self.params[index].grad();
+            before.push(if grad.defined() { grad.copy() } else { grad });
+            self.ready(index)?;
+        }
+        (self.is_in_backward, self.is_active) = (false, false);
+        let votes = self.receive()?;
+        for (param, grad) in self.params.iter().zip(before) {
+            if grad.defined() { ffi::set_grad(param, &grad)? } else { ffi::clear_grads([param])? }
+        }
+        self.learnt = learnt;
+        match votes.without_loss == self.group.world_size() {
+            true => Ok(votes),
+            false => Err(some_without_loss(&self.group, false)?),
+        }
+    }
+
+    /// Before a backward from `loss` that averages.
+    pub fn begin(&mut self, loss: &Tensor, votes: Votes) -> Result<()> {
+        self.begin_sending(votes)?;
         if self.config.find_unused_parameters || self.config.static_graph {
             let mut reached = match self.reached.take() {
                 Some(reached) => reached,
@@ -218,6 +246,18 @@ impl Reducer {
             let names = absent.map(|(_, name)| name.clone()).collect();
             return Err(DistributedError::UnusedParameters { rank, names }.into());
         }
+        let votes = self.receive()?;
+        if votes.without_loss > 0 {
+            return Err(some_without_loss(&self.group, true)?);
+        }
+        self.restore_unused()?;
+        self.used.fill(false);
+        self.learn()?;
+        Ok(votes)
+    }
+
+    /// Waits for the buckets, and takes the votes of all ranks.
+    fn receive(&mut self) -> Result<Votes> {
         for (bucket, Sent { work, compressed }) in self.buckets.iter().zip(self.sent.drain(..)) {
             work.wait()?;
             if let Some(compressed) = compressed {
@@ -225,11 +265,7 @@ impl Reducer {
                 bucket.flat.shallow_clone().f_copy_(&compressed)?;
             }
         }
-        let votes = self.take_votes()?;
-        self.restore_unused()?;
-        self.used.fill(false);
-        self.learn()?;
-        Ok(votes)
+        self.take_votes()
     }
 
     /// Parameters without a part in the loss of any rank keep the gradient they had, mostly none, so that the optimizer

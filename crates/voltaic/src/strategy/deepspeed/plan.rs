@@ -188,6 +188,7 @@ impl DeepSpeedPlan {
             max_live_parameters: size(settings.zero.max_live_parameters),
             max_reuse_distance: size(settings.zero.max_reuse_distance),
             gather_after_fit: self.gather_after_fit,
+            leaf_modules: settings.zero.leaf_modules.clone(),
             allow_differences: self.allow_differences.clone(),
             ..ZeroConfig::of_stage(stage)
         })

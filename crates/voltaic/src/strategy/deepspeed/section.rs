@@ -146,6 +146,22 @@ impl<'a> Section<'a> {
         None
     }
 
+    /// A list of texts.
+    pub fn texts(&mut self, found: &mut Findings, key: &'static str) -> Option<Vec<String>> {
+        let entry = self.get(key)?;
+        let text = |entry: &Entry| match &entry.data {
+            Data::Text(text) if !text.is_empty() => Some(text.clone()),
+            _ => None,
+        };
+        if let Data::List(entries) = &entry.data
+            && let Some(texts) = entries.iter().map(text).collect()
+        {
+            return Some(texts);
+        }
+        self.wrong(found, key, entry, "a list of texts");
+        None
+    }
+
     /// One of some words; the case does not matter.
     pub fn choice<T: Copy>(
         &mut self,

@@ -21,6 +21,8 @@ pub(crate) struct ZeroSection {
     pub max_reuse_distance: u64,
     pub gather_16bit_weights_on_model_save: bool,
     pub ignores_unused_parameters: bool,
+    /// Modules that are gathered and reduced as a whole: types, fqns, or ends of fqns.
+    pub leaf_modules: Vec<String>,
     pub computes_grad_norm: bool,
 }
 
@@ -40,6 +42,7 @@ impl Default for ZeroSection {
             max_reuse_distance: 1_000_000_000,
             gather_16bit_weights_on_model_save: false,
             ignores_unused_parameters: true,
+            leaf_modules: Vec::new(),
             computes_grad_norm: true,
         }
     }
@@ -122,6 +125,7 @@ fn read(mut section: Section<'_>, found: &mut Findings) -> ZeroSection {
         ),
         gather_16bit_weights_on_model_save: read_gather(&mut section, found),
         ignores_unused_parameters: section.flag(found, "ignore_unused_parameters", true),
+        leaf_modules: read_leaf_modules(&mut section, found),
         computes_grad_norm: section.flag(found, "compute_grad_norm", true),
     };
     refuse_values(&mut section, found, &zero);
@@ -129,6 +133,17 @@ fn read(mut section: Section<'_>, found: &mut Findings) -> ZeroSection {
     note_and_refuse(&mut section, found, &zero);
     section.finish(found);
     zero
+}
+
+/// The modules that are gathered and reduced as a whole: types by their name or path, and modules by fqn or the end of it.
+fn read_leaf_modules(section: &mut Section<'_>, found: &mut Findings) -> Vec<String> {
+    let Some(mut inner) = section.section(found, "leaf_module") else { return Vec::new() };
+    let classes = inner.texts(found, "classes").unwrap_or_default();
+    let names = ["names", "name_suffixes"].map(|key| inner.texts(found, key).unwrap_or_default());
+    inner.finish(found);
+    let classes = classes.into_iter().map(|path| path.rsplit('.').next().unwrap_or_default().to_owned());
+    let names = names.into_iter().flatten().map(|name| name.trim_start_matches('.').to_owned());
+    classes.chain(names).collect()
 }
 
 /// Values that cannot be, or not together.
@@ -220,7 +235,6 @@ fn note_and_refuse(section: &mut Section<'_>, found: &mut Findings, zero: &ZeroS
             &[
                 "stage3_module_granularity_threshold",
                 "module_granularity_threshold",
-                "leaf_module",
                 "stage3_use_all_reduce_for_fetch_params",
                 "use_all_reduce_for_fetch_params",
                 "stage3_allgather_sequential",

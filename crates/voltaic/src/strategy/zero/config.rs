@@ -106,6 +106,10 @@ pub struct ZeroConfig {
     /// [`nn::init::deferred`](crate::nn::init::deferred), it stays divided until
     /// [`Trainer::gather_weights`](crate::trainer::Trainer::gather_weights).
     pub gather_after_fit: bool,
+    /// Stage 3: modules whose weights are gathered as a whole when they are called, and whose gradients are reduced as a whole, such as
+    /// a mixture of experts of which each rank calls others. Each by its type's name, its fqn, or the last parts of that. DeepSpeed's
+    /// `set_z3_leaf_modules`.
+    pub leaf_modules: Vec<String>,
     /// What may differ between ranks, by key, as with `ddp`.
     pub allow_differences: Vec<String>,
 }
@@ -130,6 +134,7 @@ impl ZeroConfig {
             max_live_parameters: 1_000_000_000,
             max_reuse_distance: 1_000_000_000,
             gather_after_fit: true,
+            leaf_modules: Vec::new(),
             allow_differences: Vec::new(),
         }
     }

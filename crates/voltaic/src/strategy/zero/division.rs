@@ -29,6 +29,37 @@ fn module_of<'a>(fqn: &'a str, modules: &HashSet<String>) -> &'a str {
     outer.find(|(module, _)| modules.contains(*module)).map_or("", |(module, _)| module)
 }
 
+/// The fqns of leaf modules, the outermost of those that lie within each other.
+///
+/// # Errors
+/// If one of the names is that of no module.
+fn leaf_modules(module: &dyn Module, names: &[String]) -> Result<Vec<String>> {
+    let all = module.named_modules();
+    let is_named = |(fqn, module): &(String, &dyn Module), name: &String| {
+        fqn == name
+            || module.type_name() == name
+            || fqn.strip_suffix(name.as_str()).is_some_and(|rest| rest.ends_with('.'))
+    };
+    if let Some(name) = names.iter().find(|name| !all.iter().any(|module| is_named(module, name))) {
+        let what = format!("leaf_modules has `{name}`, and no module has that type or fqn");
+        let remedy = "use the name of a module's type, or an fqn of module.named_modules()";
+        return Err(ConfigError::new("trainer.strategy", what, remedy).into());
+    }
+    let mut leaves: Vec<String> = Vec::new();
+    for named in &all {
+        let is_within = leaves.iter().any(|leaf| is_member(&named.0, leaf));
+        if !is_within && names.iter().any(|name| is_named(named, name)) {
+            leaves.push(named.0.clone());
+        }
+    }
+    Ok(leaves)
+}
+
+/// Whether something lies in a module, by fqn.
+fn is_member(fqn: &str, module: &str) -> bool {
+    module.is_empty() || fqn.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
+}
+
 /// The optimizer that changes a parameter.
 ///
 /// # Errors
@@ -82,11 +113,13 @@ impl Division<'_> {
         type Key<'a> = (Option<&'a str>, Kind, tch::Device);
         let params = module.named_parameters();
         let modules = module.named_modules().into_iter().map(|(fqn, _)| fqn).collect();
+        let leaves = leaf_modules(module, &self.config.leaf_modules)?;
         let keys: Vec<(Key<'_>, usize)> = params
             .iter()
             .map(|(fqn, parameter)| {
                 let stays = parameter.numel() <= self.config.param_persistence_threshold;
-                let module = (!stays).then(|| module_of(fqn, &modules));
+                let leaf = leaves.iter().find(|leaf| is_member(fqn, leaf)).map(String::as_str);
+                let module = leaf.or_else(|| (!stays).then(|| module_of(fqn, &modules)));
                 let (kind, device) = self.goal(parameter);
                 ((module, kind, device), parameter.numel())
             })
@@ -99,6 +132,7 @@ impl Division<'_> {
             let masters = self.config.master_weights;
             let keeps_values = *rank == 0; // the others get these
             let mut unit = Unit::of_module(layout, *rank, masters, (module, keeps_values))?;
+            unit.is_leaf = module.is_some_and(|module| leaves.iter().any(|leaf| leaf == module));
             if let Some(group) = self.peers {
                 unit.take_from_rank_zero(group)?;
             }

@@ -134,7 +134,10 @@ impl CallWatcher for Watcher {
     fn before_forward(&mut self, call: &ModuleCall<'_>, _inputs: &[Tensor]) -> anyhow::Result<()> {
         self.open.push(Vec::new());
         for unit in self.units.get(call.fqn()).into_iter().flatten() {
-            lock(&self.reducer).hold(*unit)?;
+            let mut reducer = lock(&self.reducer);
+            reducer.hold(*unit)?;
+            reducer.units[*unit].open_calls += usize::from(ffi::grad_is_enabled());
+            drop(reducer);
             self.open.last_mut().into_iter().for_each(|open| open.push(*unit));
         }
         Ok(())
@@ -158,6 +161,26 @@ pub(super) fn watch(
     let units = Arc::new(units);
     let watcher = Watcher { reducer: reducer.clone(), units: units.clone(), open: Vec::new() };
     let mut handles = vec![hooks.watch("*", watcher)];
+    let is_leaf = |unit: &usize| lock(reducer).units[*unit].is_leaf;
+    let leaves = units.iter().filter(|(_, units)| units.iter().any(is_leaf));
+    let leaves: Vec<(String, Vec<usize>)> = leaves.map(|(fqn, units)| (fqn.clone(), units.clone())).collect();
+    for (fqn, units) in leaves {
+        let reducer = reducer.clone();
+        let end = move |_: &ModuleCall<'_>, inputs: &mut [Option<Tensor>], _: &[Option<Tensor>]| {
+            if inputs.iter().all(Option::is_none) {
+                return Ok(()); // the gradients of its parameters are still to come
+            }
+            let mut reducer = lock(&reducer);
+            for unit in &units {
+                reducer.end_of_leaf(*unit).map_err(|error| {
+                    reducer.failure = Some(error); // autograd would pass its text on only
+                    anyhow::anyhow!("gradients could not be averaged")
+                })?;
+            }
+            Ok(())
+        };
+        handles.push(hooks.register_full_backward_hook(fqn.as_str(), end));
+    }
     for fqn in units.keys() {
         let (reducer, units) = (reducer.clone(), units.clone());
         let gather = move |call: &ModuleCall<'_>, _: &mut [Option<Tensor>]| {

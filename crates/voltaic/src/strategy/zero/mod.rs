@@ -24,12 +24,12 @@ use std::time::Duration;
 use tch::{Kind, Tensor};
 
 use super::divided::{DividedGrads, DividedState, Portion};
-use super::peers::{agree, broadcast_buffers, same_modules, start_equal};
+use super::peers::{agree, broadcast_buffers, same_modules, some_without_loss, start_equal};
 use super::strategy::{PART, Strategy, grads_of, set_grads_of};
 use super::votes::Votes;
 use crate::checkpoint::Part;
 use crate::device::Device;
-use crate::distributed::{ProcessGroup, World};
+use crate::distributed::{ProcessGroup, ReduceOp, World, collective_scope};
 use crate::error::{ConfigError, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
@@ -226,6 +226,20 @@ impl Zero {
         if has_thawed { self.follow_units() } else { Ok(()) }
     }
 
+    /// An error on all ranks if some have a loss to go backward from, and some have none: the others would wait for their
+    /// gradients, and take those of the next batch.
+    fn compare_losses(&self, has_loss: bool) -> Result<()> {
+        let Some(group) = self.peers() else { return Ok(()) };
+        let _named = collective_scope("ranks with a loss");
+        let sum = Tensor::f_from_slice(&[f32::from(u8::from(has_loss))])?;
+        group.all_reduce(&sum, ReduceOp::Sum)?;
+        let num_with = sum.f_double_value(&[0])? as usize;
+        if num_with == 0 || num_with == group.world_size() {
+            return Ok(());
+        }
+        Err(some_without_loss(group, has_loss)?)
+    }
+
     /// The name of this rank's part of a gradient, and whether one came on this rank.
     fn part_name(&self, fqn: &str, had_grad: bool) -> String {
         let (rank, ranks) = (self.world.rank, self.world.world_size);
@@ -343,6 +357,7 @@ impl Strategy for Zero {
             reducer.take_changes()?;
             let Reducer { order, units, .. } = &mut *reducer;
             order.begin(|unit| units[unit].layout.len());
+            units.iter_mut().for_each(|unit| unit.open_calls = 0);
         }
         match self.peers() {
             Some(group) if opens && self.config.broadcast_buffers => broadcast_buffers(group, module),
@@ -369,11 +384,22 @@ impl Strategy for Zero {
 
     fn begin_backward(&mut self, _loss: &Tensor, syncs: bool, votes: Votes) -> Result<()> {
         self.follow_thawed()?;
+        if syncs || self.config.stage >= ZeroStage::Two {
+            self.compare_losses(true)?;
+        }
         if let Some(mut reducer) = self.reducer() {
             reducer.take_changes()?;
             reducer.begin(syncs, votes);
         }
         Ok(())
+    }
+
+    fn without_loss(&mut self, syncs: bool, votes: Votes) -> Result<Votes> {
+        if !syncs && self.config.stage < ZeroStage::Two {
+            return Ok(Votes::default());
+        }
+        self.compare_losses(false)?;
+        self.agree(votes)
     }
 
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {

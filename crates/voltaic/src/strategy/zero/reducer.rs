@@ -152,8 +152,10 @@ impl Reducer {
         }
         self.own_backward = None; // what there is already travels, too
         (self.num_sent, self.whole_grads) = (0, 0);
-        self.waiting =
-            self.units.iter().map(|unit| unit.trained().filter(|trained| *trained).count()).collect();
+        // a leaf module waits for the end of its backward pass, too
+        let num_awaited =
+            |unit: &Unit| unit.trained().filter(|trained| *trained).count() + usize::from(unit.is_leaf);
+        self.waiting = self.units.iter().map(num_awaited).collect();
         self.is_ready = self.units.iter().map(|unit| vec![false; unit.layout.places.len()]).collect();
     }
 
@@ -166,16 +168,36 @@ impl Reducer {
         if !self.is_active || std::mem::replace(&mut self.is_ready[unit][index], true) {
             return Ok(());
         }
+        if self.num_sent > unit {
+            return Err(late_gradient(&self.units[unit], index));
+        }
         self.waiting[unit] -= 1;
         self.whole_grads += bytes_of(&self.units[unit].layout.places[index].parameter.grad());
         self.note_gradients();
         if self.waiting[unit] == 0 && self.units[unit].trained().all(|trained| trained) {
             self.units[unit].end_backward()?; // all that used the weights have had their turn
         }
+        self.send_complete()
+    }
+
+    /// Sends the units that are complete, as far as none before them is not.
+    fn send_complete(&mut self) -> Result<()> {
         while self.num_sent < self.units.len() && self.waiting[self.num_sent] == 0 {
             self.send_next()?;
         }
         Ok(())
+    }
+
+    /// The gradients of the inputs of a leaf module are there: those of its parameters are complete, and the others get none.
+    pub fn end_of_leaf(&mut self, unit: usize) -> Result<()> {
+        let calls = &mut self.units[unit].open_calls;
+        *calls = calls.saturating_sub(1);
+        if *calls > 0 || !self.is_active {
+            return Ok(());
+        }
+        self.waiting[unit] = 0;
+        self.units[unit].end_backward()?;
+        self.send_complete()
     }
 
     /// An error if gradients came from a backward pass that was not the trainer's, and are this rank's alone.
@@ -319,7 +341,8 @@ impl Reducer {
                 )
             },
         );
-        let remedy = "let all ranks call the same modules in the same order, or use zero2";
+        let remedy = "let all ranks call the same modules in the same order, name the module whose parts they choose among in \
+            leaf_modules, or use zero2";
         Err(ConfigError::new("trainer.strategy", what, remedy).into())
     }
 
@@ -425,6 +448,14 @@ impl Reducer {
             None => Ok(norm),
         }
     }
+}
+
+/// The error of a gradient that its rank's others do not wait for any more.
+fn late_gradient(unit: &Unit, index: usize) -> Error {
+    let fqn = &unit.layout.places[index].fqn;
+    let what = format!("the gradient of {fqn} came when those of its leaf module were on their way");
+    let remedy = "use the weights of a leaf module in its forward only, or leave it out of leaf_modules";
+    ConfigError::new("trainer.strategy", what, remedy).into()
 }
 
 /// Lets the gradients of these leaves, given by unit and index, be known when they are there, as long as the hooks live.

@@ -24,6 +24,10 @@ pub(super) struct Unit {
     pub layout: Layout,
     /// The module whose calls its weights come and go with.
     pub module: Option<String>,
+    /// Its gradients are reduced when the backward pass of the module is done, whether each parameter has one or not.
+    pub is_leaf: bool,
+    /// Calls of the module in this batch whose backward pass is not done yet.
+    pub open_calls: usize,
     /// The optimizer that changes it.
     pub optimizer: usize,
     rank: usize,
@@ -108,6 +112,8 @@ impl Unit {
         let unit = Self {
             layout,
             module,
+            is_leaf: false,
+            open_calls: 0,
             optimizer,
             rank,
             flat,

@@ -26,7 +26,8 @@ pub(crate) struct EvalLoaders<'a, B: Batch> {
 impl<M: LightningModule> Session<'_, M> {
     /// Validates within fit and gives the metrics to the loggers.
     pub(crate) fn validate_in_fit(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
-        if !self.is_window_open() {
+        let is_open = self.is_window_open() || self.run.engine.of_call.has_open_grads.contains(&true);
+        if !is_open {
             self.module_method("on_validation_model_zero_grad", |module| {
                 module.on_validation_model_zero_grad()
             })?;
@@ -267,13 +268,6 @@ impl<M: LightningModule> Session<'_, M> {
         let steps = self.run.at.progress.batches_that_stepped;
         let follows_step = self.run.at.stage == Stage::Fit && !self.is_window_open();
         if follows_step { steps.saturating_sub(1) } else { steps }
-    }
-
-    /// Whether the last training batch of a fit has left an accumulation window open.
-    fn is_window_open(&self) -> bool {
-        let progress = &self.run.at.progress;
-        !progress.batch_idx.is_multiple_of(self.accumulate_grad_batches)
-            && progress.has_batches_left(self.run.facts.num_training_batches)
     }
 
     /// The step under which loggers take rows of a batch of this evaluation, if they do.

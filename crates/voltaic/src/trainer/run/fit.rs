@@ -5,6 +5,7 @@ use std::time::Instant;
 use tch::Tensor;
 
 use crate::data::{Batch, EpochRange};
+use crate::distributed::collective_scope;
 use crate::error::{ConfigError, Result};
 use crate::module::{BatchFacts, Hook, HookContext, LightningModule, Progress, StepHook, StepOutput};
 use crate::optim::{Interval, Optimizer};
@@ -12,6 +13,7 @@ use crate::precision::LossScale;
 use crate::profiler::actions;
 use crate::trainer::plan::loaders::FitPlan;
 use crate::trainer::run::loaders::FitLoaders;
+use crate::trainer::session::agree::votes;
 use crate::trainer::session::anomaly::check_anomaly;
 use crate::trainer::session::batch::Window;
 use crate::trainer::session::manual::unscale;
@@ -99,15 +101,10 @@ impl<M: LightningModule> Session<'_, M> {
         let plan = &loaders.plan;
         let batch_idx = self.run.at.progress.batch_idx as usize;
         let is_last = batch_idx + 1 >= plan.num_training_batches;
-        let size = self.accumulate_grad_batches;
-        let window = Window {
-            size,
-            opens: (batch_idx as u64).is_multiple_of(size),
-            closes: is_last || (batch_idx as u64 + 1).is_multiple_of(size),
-        };
+        let window = self.window(plan.num_training_batches);
 
-        if self.may_be_undone() {
-            self.undo = Some(Undo::before(self.module, self.run, self.plan.device, window)?);
+        if self.may_be_undone() && (window.opens || !self.undoes_windows()) {
+            self.undo = Some(Undo::before(self.module, self.run, self.plan.device, window.opens)?);
         }
         let mut batch = self.take(batch, 0)?;
         let mut facts = BatchFacts {
@@ -148,7 +145,9 @@ impl<M: LightningModule> Session<'_, M> {
         }
         self.run.at.progress.batch_idx += 1;
         self.run.at.progress.total_batches += 1;
-        self.undo = None;
+        if window.closes || !self.undoes_windows() {
+            self.undo = None;
+        }
 
         let loss = if loss.defined() { Some(loss.f_detach()?) } else { None };
         let outputs = StepOutput { loss, ..std::mem::take(&mut self.outputs) };
@@ -191,6 +190,11 @@ impl<M: LightningModule> Session<'_, M> {
             }
             let (mut ctx, mut step) = self.lend_in_step(&facts);
             step.run_backward(&mut ctx, &loss, window.closes)?;
+        } else if self.run.world().world_size > 1 {
+            let votes = votes(self.run.engine.signal(), &self.run.asks);
+            let _named = collective_scope("a batch without a loss");
+            let told = self.run.engine.strategy.without_loss(window.closes, votes)?;
+            self.run.engine.agreed = self.run.engine.agreed.or(told);
         }
         Ok(loss)
     }
@@ -354,6 +358,11 @@ impl<M: LightningModule> Session<'_, M> {
     fn is_epoch_of_validation(&self) -> bool {
         let epochs = self.run.at.progress.current_epoch + 1;
         self.plan.check_val_every_n_epoch.is_none_or(|every| epochs.is_multiple_of(every))
+    }
+
+    /// Whether a failure undoes all batches of an accumulation window: other ranks have gradients of it that nobody could save.
+    fn undoes_windows(&self) -> bool {
+        self.run.world().world_size > 1
     }
 
     /// Whether the batch to come is undone if it fails: somebody saves then. Steps of manual optimization cannot be.

@@ -15,6 +15,7 @@ pub(crate) fn votes(signal: Option<&str>, requests: &Requests) -> Votes {
         hangup: signal == Some("SIGHUP"),
         notice: signal == Some("SIGUSR1"),
         notice_2: signal == Some("SIGUSR2"),
+        without_loss: 0,
     }
 }
 
@@ -55,7 +56,7 @@ impl<M: LightningModule> Session<'_, M> {
         if self.run.world().world_size == 1 {
             return self.run.engine.signal();
         }
-        let Votes { interrupt, terminate, hangup, notice, notice_2, stop: _ } = self.run.engine.agreed;
+        let Votes { interrupt, terminate, hangup, notice, notice_2, .. } = self.run.engine.agreed;
         let ends = [(interrupt, "SIGINT"), (terminate, "SIGTERM"), (hangup, "SIGHUP")];
         let notices = [(notice, "SIGUSR1"), (notice_2, "SIGUSR2")];
         let signals = [notices.as_slice(), &ends].concat();

@@ -26,6 +26,8 @@ pub(crate) struct OfCall {
     pub anomaly: Option<AnomalyWatch>,
     /// Parameters that a manual step has switched, with what they required before.
     pub toggled: Vec<(Parameter, bool)>,
+    /// By optimizer, with manual optimization: there has been a backward pass since its last step.
+    pub has_open_grads: Vec<bool>,
     /// Whose steps those with manual optimization have captured.
     pub captured_optimizers: CapturedOptimizers,
     /// There while a call runs.

@@ -19,6 +19,7 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
     fn backward(&mut self, ctx: &mut HookContext<'_>, loss: &Tensor) -> Result<()> {
         check_anomaly(self.engine.of_call.anomaly.as_ref(), "the loss", loss, &ctx.at.progress)?;
         self.call(ctx, StepHook::OnBeforeBackward)?;
+        self.engine.of_call.has_open_grads = vec![true; ctx.training.optimizers.len()];
         self.run_backward(ctx, loss, true)?;
         self.call(ctx, StepHook::OnAfterBackward)
     }
@@ -52,6 +53,13 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
         }
         ctx.run.hardware.accelerator.step_boundary()?;
         ctx.at.progress.global_step += 1;
+        self.engine
+            .of_call
+            .has_open_grads
+            .iter_mut()
+            .skip(optimizer_idx)
+            .take(1)
+            .for_each(|open| *open = false);
         Ok(())
     }
 

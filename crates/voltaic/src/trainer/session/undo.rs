@@ -6,13 +6,12 @@ use tch::Tensor;
 use crate::accelerator::rng;
 use crate::device::Device;
 use crate::error::Result;
-use crate::module::{LightningModule, MetricsMark};
+use crate::module::{LightningModule, MetricsMark, Progress};
 use crate::nn::{ModuleExt, Snapshot, SnapshotParts};
 use crate::precision::LossScale;
-use crate::trainer::session::batch::Window;
 use crate::trainer::session::run::Run;
 
-/// A run as it was before a training batch, but for weights and optimizers, which do not change until its end.
+/// A run as it was before a training batch, or with several ranks before an accumulation window, but for weights and optimizers, which do not change until its end.
 pub(crate) struct Undo {
     /// Buffers.
     module: Snapshot,
@@ -20,6 +19,8 @@ pub(crate) struct Undo {
     grads: Vec<(String, Tensor)>,
     rng: Vec<(String, Tensor)>,
     metrics: MetricsMark,
+    /// Where the run stood.
+    progress: Progress,
     loss_scale: Option<LossScale>,
 }
 
@@ -29,16 +30,17 @@ impl Undo {
         module: &M,
         run: &Run,
         device: Device,
-        window: Window,
+        opens_window: bool,
     ) -> Result<Self> {
         let parts = SnapshotParts { buffers: true, ..SnapshotParts::default() };
-        let grads = if window.opens { Vec::new() } else { run.engine.strategy.grads(module.as_dyn())? };
+        let grads = if opens_window { Vec::new() } else { run.engine.strategy.grads(module.as_dyn())? };
         let grads = grads.into_iter().map(|(name, grad)| Ok((name, copied(&grad)?)));
         Ok(Self {
             module: Snapshot::of(module, parts)?,
             grads: grads.collect::<Result<_>>()?,
             rng: rng::states(device)?,
             metrics: run.log.metrics.mark()?,
+            progress: run.at.progress.clone(),
             loss_scale: run.engine.loss_scale.clone(),
         })
     }
@@ -48,6 +50,7 @@ impl Undo {
         self.module.restore(module)?;
         run.engine.strategy.set_grads(module.as_dyn(), &self.grads)?;
         run.log.metrics.go_back(self.metrics, device)?;
+        run.at.progress = self.progress;
         run.engine.loss_scale = self.loss_scale;
         rng::set_states(&self.rng)
     }

@@ -253,10 +253,7 @@ fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {
 /// Whether gradients belong to a checkpoint: an accumulation window has begun and is not complete. With manual optimization they
 /// always do: only the module knows which it goes on with.
 fn keeps_grads<M: LightningModule>(session: &Session<M>) -> bool {
-    let progress = &session.run.at.progress;
-    let is_open = !progress.batch_idx.is_multiple_of(session.accumulate_grad_batches)
-        && progress.has_batches_left(session.run.facts.num_training_batches);
-    is_open || !session.module.automatic_optimization()
+    session.is_window_open() || !session.module.automatic_optimization()
 }
 
 fn pending_grads<M: LightningModule>(session: &Session<M>) -> Result<Vec<(String, tch::Tensor)>> {

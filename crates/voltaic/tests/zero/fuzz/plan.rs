@@ -191,8 +191,7 @@ impl Plan {
         if self.manual.is_some() {
             (self.window, self.clip, self.average) = (1, None, Average::None);
             if self.manual.is_some_and(|manual| manual.drops_every > 1) {
-                // gradients between batches are not in checkpoints then, and validation drops those that are not divided
-                (self.saved, self.validates) = (None, false);
+                self.saved = None; // gradients between batches are not in checkpoints then
             }
         }
         if self.window > 1 || self.clip.is_some() || self.manual.is_some() {
