@@ -11,7 +11,6 @@ pub struct vt_profile_options {
     pub profile_memory: i32,
     pub with_flops: i32,
     pub with_cuda: i32,
-    pub all_threads: i32,
     pub operators: i32,
     pub records: i32,
 }
@@ -36,12 +35,14 @@ pub struct vt_profile_event {
 pub const VT_RECORD_DEVICES: i32 = 1;
 pub const VT_RECORD_MEMORY: i32 = 2;
 pub const VT_RECORD_KERNELS: i32 = 4;
+pub const VT_RECORD_RANGES: i32 = 8;
 
 pub const VT_ROW_OPERATORS: i32 = 0;
 pub const VT_ROW_COPIES: i32 = 1;
 pub const VT_ROW_GRAPHS: i32 = 2;
 pub const VT_ROW_COLLECTIVES: i32 = 3;
 pub const VT_ROW_KERNELS: i32 = 4;
+pub const VT_ROW_RANGES: i32 = 5;
 
 #[repr(C)]
 pub struct vt_activity {

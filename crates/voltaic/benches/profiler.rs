@@ -79,7 +79,7 @@ fn computed_us() -> Result<f64> {
 
 fn options(memory: bool) -> KinetoOptions {
     let recorded = Recorded { devices: true, memory, kernels: true };
-    KinetoOptions { all_threads: true, recorded, ..KinetoOptions::default() }
+    KinetoOptions { recorded, ..KinetoOptions::default() }
 }
 
 /// Nanoseconds of one look at a flag that says that nothing is recorded.

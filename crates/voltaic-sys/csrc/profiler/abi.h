@@ -9,10 +9,9 @@ typedef struct {
   int32_t record_shapes;
   int32_t profile_memory;
   int32_t with_flops;
-  int32_t with_cuda;   // operations of the CUDA devices
-  int32_t all_threads; // also of threads that this one has not started
-  int32_t operators;   // operators; without them only ranges
-  int32_t records;     // what libtorch does not see, as vt_profile_records
+  int32_t with_cuda; // operations of the CUDA devices
+  int32_t operators; // operators; without them only ranges
+  int32_t records;   // what libtorch does not see, as vt_profile_records
 } vt_profile_options;
 
 // One event. Text is valid during the call only.
@@ -33,7 +32,12 @@ typedef struct {
 } vt_profile_event;
 
 // What libtorch's profiler does not see.
-enum vt_profile_records : int32_t { VT_RECORD_DEVICES = 1, VT_RECORD_MEMORY = 2, VT_RECORD_KERNELS = 4 };
+enum vt_profile_records : int32_t {
+  VT_RECORD_DEVICES = 1,
+  VT_RECORD_MEMORY = 2,
+  VT_RECORD_KERNELS = 4,
+  VT_RECORD_RANGES = 8, // of threads other than the one that started the profiler
+};
 
 // A device's rows in a trace, and the host's kernels, which stand below the operator that they serve.
 enum vt_activity_row : int32_t {
@@ -42,6 +46,7 @@ enum vt_activity_row : int32_t {
   VT_ROW_GRAPHS = 2,
   VT_ROW_COLLECTIVES = 3,
   VT_ROW_KERNELS = 4,
+  VT_ROW_RANGES = 5, // of a thread that libtorch's profiler does not see
 };
 
 // Something that a device, or a kernel of the host, did. Text is valid during the call only. Times are ticks where it is
@@ -75,7 +80,8 @@ typedef struct {
   void (*memory)(void *data, const vt_memory_change *change);
 } vt_profile_visitor;
 
-// Prepares for a start, which is quicker then.
+// libtorch's profiler sees the operators of the thread that starts it, and those of the threads that autograd uses for its
+// backward passes. Prepares for a start, which is quicker then.
 vt_error *vt_profile_prepare(vt_profile_options options);
 vt_error *vt_profile_start(vt_profile_options options);
 // Ends what vt_profile_start began on this thread. Writes a Chrome trace of libtorch's own events to `path` unless it is

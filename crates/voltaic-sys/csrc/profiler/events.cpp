@@ -36,6 +36,7 @@ struct Records {
   std::vector<Activity> activities;
   std::vector<MemoryChange> memory;
   uint64_t left_out = 0;
+  uint64_t since = 0; // ticks at the start
   std::optional<c10::ApproximateClockToUnixTimeConverter> clock;
 };
 
@@ -89,12 +90,27 @@ void add_since(uint64_t began, int32_t row, int device, const char *name) {
     add({name, "", 0, began, ticks(), at::RecordFunction::currentThreadId(), system_thread(), row, device});
 }
 
+void add_range(uint64_t began, const std::string &name) {
+  if (began == 0 || !records(VT_RECORD_RANGES))
+    return;
+  Activity range{name, "", 0, began, ticks(), at::RecordFunction::currentThreadId(), system_thread(), VT_ROW_RANGES, -1};
+  Records &all = all_records();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  if (began < all.since)
+    return;
+  if (all.activities.size() >= max_records)
+    ++all.left_out;
+  else
+    all.activities.push_back(std::move(range));
+}
+
 void start(int32_t what) {
   Records &all = all_records();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.activities.clear();
   all.memory.clear();
   all.left_out = 0;
+  all.since = ticks();
   all.clock.emplace();
   recorded.store(what, std::memory_order_relaxed);
 }

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 
 namespace voltaic::profiler {
 
@@ -26,6 +27,8 @@ inline uint64_t ticks() { return static_cast<uint64_t>(c10::getApproximateTime()
 
 // Something that lasted from then until now; nothing if it began while nothing was recorded, at 0.
 void add_since(uint64_t began, int32_t row, int device, const char *name);
+// A range of this thread that lasted from then until now; nothing if it began at 0, or before the recording did.
+void add_range(uint64_t began, const std::string &name);
 
 // What a device, or the host as -1, does from here to the end of the scope, on a row of its own. Within another such scope of the thread it is
 // part of that.

@@ -32,11 +32,11 @@ using torch::profiler::impl::ActivityType;
 using torch::profiler::impl::ProfilerConfig;
 
 ProfilerConfig config_of(const vt_profile_options &options) {
-  torch::profiler::impl::ExperimentalConfig experimental;
-  experimental.profile_all_threads = options.all_threads != 0;
+  // Not profile_all_threads: an operator that another thread is running when the profiler stops would end by writing to
+  // an event that is freed by then.
   return ProfilerConfig(torch::profiler::impl::ProfilerState::KINETO, options.record_shapes != 0,
                         options.profile_memory != 0, /*with_stack=*/false, options.with_flops != 0,
-                        /*with_modules=*/false, experimental);
+                        /*with_modules=*/false);
 }
 
 std::set<ActivityType> activities_of(const vt_profile_options &options) {
@@ -58,6 +58,13 @@ std::string text_of(c10::ArrayRef<std::vector<int64_t>> shapes) {
   text << ']';
   return text.str();
 }
+
+// A range, which libtorch records on the thread of the profiler, and we on other threads.
+struct Range {
+  at::RecordFunction record{at::RecordScope::USER_SCOPE};
+  std::string name;
+  uint64_t began = 0; // unless libtorch records it, or nothing is recorded
+};
 
 } // namespace
 
@@ -112,13 +119,20 @@ vt_error *vt_profile_stop(const char *path, const vt_profile_visitor *visitor, u
 
 vt_error *vt_profile_range_begin(const char *name, void **range) {
   return voltaic::guard([&] {
-    auto record = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);
-    if (record->isActive())
-      record->before(std::string(name));
-    *range = record.release();
+    auto begun = std::make_unique<Range>();
+    if (begun->record.isActive()) {
+      begun->record.before(std::string(name));
+    } else if (voltaic::profiler::records(VT_RECORD_RANGES)) {
+      begun->name = name;
+      begun->began = voltaic::profiler::ticks();
+    }
+    *range = begun.release();
   });
 }
 
-void vt_profile_range_end(void *range) { delete static_cast<at::RecordFunction *>(range); }
+void vt_profile_range_end(void *range) {
+  const std::unique_ptr<Range> ended(static_cast<Range *>(range));
+  voltaic::profiler::add_range(ended->began, ended->name);
+}
 
 } // extern "C"

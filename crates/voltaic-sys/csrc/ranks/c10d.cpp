@@ -8,6 +8,7 @@
 #include "hpu/alias.h"
 
 #include <ATen/ScalarOps.h>
+#include <ATen/record_function.h>
 #include <ATen/ops/mul.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -15,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <chrono>
+#include <optional>
 
 struct vt_store {
   c10::intrusive_ptr<c10d::Store> store;
@@ -56,9 +58,22 @@ c10d::ReduceOp reduce_op(int32_t op) {
   }
 }
 
+// While this exists, operations of Gloo are not recorded by libtorch's profiler: Gloo's threads take over the profiler of
+// the thread that calls, and one that ends after the profiler has stopped would write to an event that is freed by then.
+class Unrecorded {
+public:
+  explicit Unrecorded(const c10d::Backend &backend) {
+    if (backend.getBackendName() == c10d::GLOO_BACKEND_NAME)
+      guard_.emplace();
+  }
+
+private:
+  std::optional<at::DisableRecordFunctionGuard> guard_;
+};
+
 // Starts an operation on tensors that the work keeps alive.
 template <typename Start>
-vt_error *start(vt_work **work, std::initializer_list<vt_tensor> tensors, Start &&body) {
+vt_error *start(const vt_group &group, vt_work **work, std::initializer_list<vt_tensor> tensors, Start &&body) {
   return voltaic::guard([&] {
     auto owner = std::make_unique<vt_work>();
     std::vector<at::Tensor> arguments;
@@ -66,7 +81,10 @@ vt_error *start(vt_work **work, std::initializer_list<vt_tensor> tensors, Start 
       owner->tensors.push_back(*tensor);
       arguments.push_back(reachable(*tensor));
     }
-    owner->work = body(arguments);
+    {
+      const Unrecorded unrecorded(*group.backend);
+      owner->work = body(arguments);
+    }
     for (at::Tensor &argument : arguments)
       owner->tensors.push_back(std::move(argument));
     *work = owner.release();
@@ -92,6 +110,7 @@ struct AllReduceSum : torch::autograd::Function<AllReduceSum> {
     const at::NoGradGuard no_grad;
     at::Tensor output = input.clone(at::MemoryFormat::Contiguous);
     std::vector<at::Tensor> arguments{reachable(output)};
+    const Unrecorded unrecorded(backend);
     backend.allreduce(arguments)->wait();
     return output;
   }
@@ -171,7 +190,7 @@ vt_error *vt_group_set_timeout(const vt_group *group, int64_t timeout_ms) {
 }
 
 vt_error *vt_group_all_reduce(const vt_group *group, vt_tensor tensor, int32_t op, vt_work **work) {
-  return start(work, {tensor}, [&](std::vector<at::Tensor> &tensors) {
+  return start(*group, work, {tensor}, [&](std::vector<at::Tensor> &tensors) {
     c10d::AllreduceOptions options;
     options.reduceOp = reduce_op(op);
     return group->backend->allreduce(tensors, options);
@@ -179,7 +198,7 @@ vt_error *vt_group_all_reduce(const vt_group *group, vt_tensor tensor, int32_t o
 }
 
 vt_error *vt_group_broadcast(const vt_group *group, vt_tensor tensor, int32_t root, vt_work **work) {
-  return start(work, {tensor}, [&](std::vector<at::Tensor> &tensors) {
+  return start(*group, work, {tensor}, [&](std::vector<at::Tensor> &tensors) {
     c10d::BroadcastOptions options;
     options.rootRank = root;
     return group->backend->broadcast(tensors, options);
@@ -187,14 +206,14 @@ vt_error *vt_group_broadcast(const vt_group *group, vt_tensor tensor, int32_t ro
 }
 
 vt_error *vt_group_all_gather(const vt_group *group, vt_tensor input, vt_tensor output, vt_work **work) {
-  return start(work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
+  return start(*group, work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
     return group->backend->_allgather_base(tensors[1], tensors[0]);
   });
 }
 
 vt_error *vt_group_reduce_scatter(const vt_group *group, vt_tensor input, vt_tensor output, int32_t op,
                                   vt_work **work) {
-  return start(work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
+  return start(*group, work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
     c10d::ReduceScatterOptions options;
     options.reduceOp = reduce_op(op);
     return group->backend->_reduce_scatter_base(tensors[1], tensors[0], options);
@@ -202,17 +221,17 @@ vt_error *vt_group_reduce_scatter(const vt_group *group, vt_tensor input, vt_ten
 }
 
 vt_error *vt_group_send(const vt_group *group, vt_tensor tensor, int32_t peer, vt_work **work) {
-  return start(work, {tensor},
+  return start(*group, work, {tensor},
                [&](std::vector<at::Tensor> &tensors) { return group->backend->send(tensors, peer, 0); });
 }
 
 vt_error *vt_group_recv(const vt_group *group, vt_tensor tensor, int32_t peer, vt_work **work) {
-  return start(work, {tensor},
+  return start(*group, work, {tensor},
                [&](std::vector<at::Tensor> &tensors) { return group->backend->recv(tensors, peer, 0); });
 }
 
 vt_error *vt_group_reduce(const vt_group *group, vt_tensor tensor, int32_t root, int32_t op, vt_work **work) {
-  return start(work, {tensor}, [&](std::vector<at::Tensor> &tensors) {
+  return start(*group, work, {tensor}, [&](std::vector<at::Tensor> &tensors) {
     c10d::ReduceOptions options;
     options.rootRank = root;
     options.reduceOp = reduce_op(op);
@@ -221,7 +240,7 @@ vt_error *vt_group_reduce(const vt_group *group, vt_tensor tensor, int32_t root,
 }
 
 vt_error *vt_group_gather(const vt_group *group, vt_tensor input, vt_tensor output, int32_t root, vt_work **work) {
-  return start(work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
+  return start(*group, work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
     c10d::GatherOptions options;
     options.rootRank = root;
     std::vector<at::Tensor> inputs{tensors[0]};
@@ -233,7 +252,7 @@ vt_error *vt_group_gather(const vt_group *group, vt_tensor input, vt_tensor outp
 }
 
 vt_error *vt_group_scatter(const vt_group *group, vt_tensor input, vt_tensor output, int32_t root, vt_work **work) {
-  return start(work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
+  return start(*group, work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
     c10d::ScatterOptions options;
     options.rootRank = root;
     std::vector<at::Tensor> outputs{tensors[1]};
@@ -246,7 +265,7 @@ vt_error *vt_group_scatter(const vt_group *group, vt_tensor input, vt_tensor out
 
 vt_error *vt_group_all_to_all(const vt_group *group, vt_tensor input, const int64_t *input_splits, vt_tensor output,
                               const int64_t *output_splits, vt_work **work) {
-  return start(work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
+  return start(*group, work, {input, output}, [&](std::vector<at::Tensor> &tensors) {
     const auto size = static_cast<size_t>(group->backend->getSize());
     std::vector<int64_t> from(input_splits, input_splits + size), to(output_splits, output_splits + size);
     return group->backend->alltoall_base(tensors[1], tensors[0], to, from);
@@ -254,7 +273,7 @@ vt_error *vt_group_all_to_all(const vt_group *group, vt_tensor input, const int6
 }
 
 vt_error *vt_group_barrier(const vt_group *group, vt_work **work) {
-  return start(work, {}, [&](std::vector<at::Tensor> &) { return group->backend->barrier(); });
+  return start(*group, work, {}, [&](std::vector<at::Tensor> &) { return group->backend->barrier(); });
 }
 
 vt_error *vt_group_all_reduce_sum_function(const vt_group *group, vt_tensor input, vt_tensor *output) {

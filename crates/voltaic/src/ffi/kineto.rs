@@ -21,8 +21,6 @@ pub struct KinetoOptions {
     pub with_flops: bool,
     /// What CUDA devices do.
     pub with_cuda: bool,
-    /// Also threads that were not started by this one.
-    pub all_threads: bool,
     /// No operators, only ranges.
     pub without_operators: bool,
     /// What libtorch does not see.
@@ -67,6 +65,8 @@ pub struct KinetoEvent {
     pub system_thread: i64,
     /// The trace's `External id`.
     pub id: u64,
+    /// Whether libtorch's trace has it. It lacks ranges of threads other than the one that records.
+    pub is_in_trace: bool,
 }
 
 /// What was recorded.
@@ -85,7 +85,8 @@ pub struct Profile {
 /// libtorch has one profiler per process.
 static IS_RECORDING: AtomicBool = AtomicBool::new(false);
 
-/// libtorch's profiler at work. It began on this thread and ends there.
+/// libtorch's profiler at work. It began on this thread and ends there. It sees the operators of this thread and of autograd's
+/// backward passes, and ranges of all threads.
 #[derive(Debug)]
 pub struct Kineto {
     not_send: std::marker::PhantomData<*const ()>,
@@ -95,12 +96,11 @@ impl KinetoOptions {
     fn raw(self) -> sys::vt_profile_options {
         sys::vt_profile_options {
             record_shapes: self.record_shapes.into(),
-            profile_memory: 0, // libtorch tells of memory only without all threads
+            profile_memory: 0, // pools note it, for all threads
             with_flops: self.with_flops.into(),
             with_cuda: self.with_cuda.into(),
-            all_threads: self.all_threads.into(),
             operators: (!self.without_operators).into(),
-            records: self.recorded.bits(),
+            records: self.recorded.bits() | sys::VT_RECORD_RANGES,
         }
     }
 }
@@ -192,12 +192,30 @@ extern "C" fn note_event(data: *mut c_void, event: *const sys::vt_profile_event)
         device_type: event.device_type,
         system_thread: event.system_thread,
         id: event.id,
+        is_in_trace: true,
     });
 }
 
 extern "C" fn note_activity(data: *mut c_void, activity: *const sys::vt_activity) {
     // SAFETY: as above.
     let (profile, activity) = unsafe { (&mut *data.cast::<Profile>(), &*activity) };
+    if activity.row == sys::VT_ROW_RANGES {
+        profile.events.push(KinetoEvent {
+            name: unescaped_name(&text(activity.name)),
+            shapes: String::new(),
+            start_ns: activity.began,
+            duration_ns: (activity.ended - activity.began).max(0),
+            thread: activity.thread,
+            flops: 0,
+            bytes: 0,
+            scope: EventScope::Range,
+            device_type: 0,
+            system_thread: activity.system_thread,
+            id: 0,
+            is_in_trace: false,
+        });
+        return;
+    }
     profile.activities.push(Activity {
         name: text(activity.name),
         details: text(activity.details),

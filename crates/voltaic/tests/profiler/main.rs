@@ -7,6 +7,7 @@ mod kernels;
 mod long;
 mod readers;
 mod stages;
+mod threads;
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -93,7 +93,6 @@ macro_rules! trace_config {
                     kineto: KinetoOptions {
                         record_shapes: self.record_shapes || self.group_by_input_shapes || self.with_flops,
                         with_flops: self.with_flops,
-                        all_threads: true,
                         ..KinetoOptions::default()
                     },
                     group_by_input_shapes: self.group_by_input_shapes,

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use super::nest::Nest;
-use crate::ffi::{Activity, ActivityRow, EventScope, MemoryChange, Profile};
+use crate::ffi::{Activity, ActivityRow, EventScope, KinetoEvent, MemoryChange, Profile};
 
 /// What a trace says of its run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -63,6 +63,9 @@ pub(super) fn events(profile: &Profile, base: Base, facts: &Facts) -> String {
         if activity.row != ActivityRow::Kernels {
             named.insert(*place, row_name(activity));
         }
+    }
+    for range in profile.events.iter().filter(|event| !event.is_in_trace) {
+        write_range(&mut text, base, range);
     }
     for change in &profile.memory {
         write_memory(&mut text, base, facts, change);
@@ -181,6 +184,18 @@ fn write_activity(
          \"name\": \"ac2g\"}},\n  \
          {{\"ph\": \"f\", \"id\": {number}, \"pid\": {process}, \"tid\": {row}, \"ts\": {start}, \"cat\": \"ac2g\", \
          \"name\": \"ac2g\", \"bp\": \"e\"}},"
+    );
+}
+
+/// A range of a thread that libtorch's profiler does not see, as libtorch writes those that it sees.
+fn write_range(text: &mut String, base: Base, range: &KinetoEvent) {
+    let (process, thread) = (base.process, range.system_thread);
+    let (start, duration) = (base.micros(range.start_ns), duration(range.duration_ns));
+    let name = Value::from(range.name.as_str());
+    let _ = writeln!(
+        text,
+        "  {{\"ph\": \"X\", \"cat\": \"user_annotation\", \"name\": {name}, \"pid\": {process}, \"tid\": {thread}, \
+         \"ts\": {start}, \"dur\": {duration}, \"args\": {{\"External id\": 0}}}},"
     );
 }
 

@@ -107,6 +107,7 @@ pub(super) fn event(name: &str, start_ns: i64, duration_ns: i64, thread: u64) ->
         device_type: 0,
         system_thread: thread as i64,
         id: start_ns as u64,
+        is_in_trace: true,
     }
 }
 

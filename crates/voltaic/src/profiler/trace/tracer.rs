@@ -81,7 +81,8 @@ impl Loop {
     }
 }
 
-/// Traces of the steps of a run. libtorch's profiler records all threads, and is started and stopped by the one that trains.
+/// Traces of the steps of a run. The thread that trains starts and stops libtorch's profiler, which sees its operators and
+/// those of backward passes. Ranges are seen on all threads.
 #[derive(Debug)]
 pub(in crate::profiler) struct Tracer {
     id: u64,
@@ -114,7 +115,8 @@ impl fmt::Debug for OnReady {
 /// What a thread has begun. Ranges and libtorch's profiler end on the thread on which they began.
 #[derive(Default)]
 struct OfThread {
-    ranges: Vec<(u64, String, ProfileRange)>,
+    /// Those that are open; one without a range has ended with its recording.
+    ranges: Vec<(u64, String, Option<ProfileRange>)>,
     recording: Option<(u64, Kineto)>,
     step: Option<ProfileRange>,
 }
@@ -270,7 +272,7 @@ impl Tracer {
             }
         }
         let range = ProfileRange::begin(&format!("[pl][profile]{action}"))?;
-        OF_THREAD.with_borrow_mut(|own| own.ranges.push((self.id, action.to_owned(), range)));
+        OF_THREAD.with_borrow_mut(|own| own.ranges.push((self.id, action.to_owned(), Some(range))));
         Ok(())
     }
 
@@ -334,6 +336,8 @@ impl Tracer {
         self.recorded = None;
         let recording = OF_THREAD.with_borrow_mut(|own| {
             own.step = None;
+            // a range that ended later would write to an event that libtorch has freed
+            own.ranges.iter_mut().rev().for_each(|(_, _, range)| *range = None);
             own.recording.take_if(|(id, _)| *id == self.id)
         });
         let Some((_, recording)) = recording else {
