@@ -196,14 +196,46 @@ fn validation_before_and_within_training_does_not_keep_its_steps_from_being_reco
     let builder = trainer(folder.path()).num_sanity_val_steps(2).val_check_interval(4_u64);
     let mut trainer = builder.with_profiler(profiler.clone()).build().unwrap();
     trainer.fit(&mut Net::new(None), &mut loaders(8)).unwrap();
-    let steps: Vec<(usize, usize)> = profiler
+    let steps: Vec<(usize, usize, Vec<String>)> = profiler
         .traces()
         .iter()
         .map(|path| events(path))
-        .map(|events| (count(&events, "aten::_fused_adamw_"), count(&events, "aten::linear")))
+        .map(|events| {
+            let names = events.iter().filter_map(|event| event["name"].as_str());
+            let mut steps: Vec<String> =
+                names.filter_map(|name| name.strip_prefix("ProfilerStep").map(str::to_owned)).collect();
+            steps.sort();
+            (count(&events, "aten::_fused_adamw_"), count(&events, "aten::linear"), steps)
+        })
         .collect();
-    // two training steps until validation cuts them off, three of validation, the third training step
-    assert_eq!(steps, [(2, 4), (0, 6), (1, 2)]);
+    // two training steps until validation cuts them off, three of validation, the third training step; no step is
+    // open but has not begun
+    let named = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
+    let expected = [(2, 4, named(&["#2", "#3"])), (0, 6, named(&["#2", "#3", "#4"])), (1, 2, named(&["#4"]))];
+    assert_eq!(steps, expected);
+}
+
+#[test]
+fn the_last_step_of_a_short_validation_ends_with_it() {
+    let _alone = alone();
+    let folder = TempDir::new().unwrap();
+    let profiler = PyTorchProfiler::new(&config(folder.path())).unwrap();
+    let builder = trainer(folder.path()).limit_train_batches(1).limit_val_batches(3);
+    let mut trainer = builder.with_profiler(profiler.clone()).build().unwrap();
+    trainer.fit(&mut Net::new(None), &mut loaders(3)).unwrap();
+    let traces = profiler.traces();
+    let validation = traces.iter().find(|path| path.to_str().unwrap().contains("validation_step")).unwrap();
+    let events = events(validation);
+    let find =
+        |name: &str| events.iter().find(|event| event["name"].as_str().unwrap().ends_with(name)).unwrap();
+    let span = |event: &Value| {
+        let begins = event["ts"].as_f64().unwrap();
+        (begins, begins + event["dur"].as_f64().unwrap())
+    };
+    let (step, work) = (span(find("ProfilerStep#2")), span(find(".validation_step")));
+    assert!(step.0 <= work.0 && work.1 <= step.1, "{step:?} {work:?}");
+    assert!(step.1 <= span(find("on_validation_epoch_end")).0, "{step:?}");
+    assert_eq!(count(&events, "ProfilerStep#3"), 0);
 }
 
 #[test]

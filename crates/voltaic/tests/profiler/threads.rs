@@ -52,7 +52,7 @@ impl LightningModule for Net {
 fn ranges_end_with_their_recording_and_other_threads_have_only_ranges() {
     let _alone = alone();
     let folder = TempDir::new().unwrap();
-    let schedule = Some(ProfilerSchedule { skip_first: 0, wait: 0, warmup: 0, active: 1, repeat: 4 });
+    let schedule = Some(ProfilerSchedule { skip_first: 0, wait: 0, warmup: 0, active: 1, repeat: 0 });
     let config = PyTorchProfilerConfig { schedule, ..config(folder.path()) };
     let profiler = PyTorchProfiler::new(&config).unwrap();
     let mut net = Net { layer: Linear::new(8, 4).unwrap(), profiler: profiler.clone() };

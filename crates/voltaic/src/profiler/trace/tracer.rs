@@ -16,6 +16,7 @@ use super::schedule::{Phase, ProfilerSchedule};
 use super::table::{Averages, SortKey};
 use crate::accelerator::HpuEmulator;
 use crate::checkpoint::write_atomically;
+use crate::data::Stage;
 use crate::device::Device;
 use crate::error::{Error, ProfilerError, Result};
 use crate::ffi::{EventScope, Kineto, KinetoOptions, Profile, ProfileRange, Recorded};
@@ -70,6 +71,18 @@ impl Loop {
         }
     }
 
+    /// The loop whose next batch this action fetches.
+    fn of_fetch(action: &str) -> Option<Self> {
+        let fetches = |stage| action == actions::next_eval_batch(stage);
+        match () {
+            () if action == actions::NEXT_TRAINING_BATCH => Some(Self::Train),
+            () if fetches(Stage::Validate) => Some(Self::Validate),
+            () if fetches(Stage::Test) => Some(Self::Test),
+            () if fetches(Stage::Predict) => Some(Self::Predict),
+            () => None,
+        }
+    }
+
     /// What its step is called.
     fn step(self) -> &'static str {
         match self {
@@ -93,6 +106,8 @@ pub(in crate::profiler) struct Tracer {
     steps: [u64; 4],
     /// The loop whose steps are being recorded.
     recorded: Option<Loop>,
+    /// Whether one of its steps has begun since the recording did.
+    has_step: bool,
     /// What is recorded is thrown away when the next step begins, which is the first that is kept.
     starts_again: bool,
     /// Traces of this run.
@@ -118,7 +133,16 @@ struct OfThread {
     /// Those that are open; one without a range has ended with its recording.
     ranges: Vec<(u64, String, Option<ProfileRange>)>,
     recording: Option<(u64, Kineto)>,
-    step: Option<ProfileRange>,
+    /// The number of a step and its range.
+    step: Option<(u64, ProfileRange)>,
+}
+
+/// Ends of the names of hooks that are called after the last step of a loop.
+const EPOCH_ENDS: [&str; 4] =
+    [".on_train_epoch_end", ".on_validation_epoch_end", ".on_test_epoch_end", ".on_predict_epoch_end"];
+
+fn end_step() {
+    OF_THREAD.with_borrow_mut(|own| own.step = None);
 }
 
 thread_local! {
@@ -136,6 +160,7 @@ impl Tracer {
             facts: Facts::default(),
             steps: [0; 4],
             recorded: None,
+            has_step: false,
             starts_again: false,
             traces: Vec::new(),
             has_trace: false,
@@ -270,6 +295,17 @@ impl Tracer {
             if self.recorded.is_none() && self.phase(of) != Phase::Off {
                 self.begin(of)?;
             }
+            if self.recorded == Some(of) {
+                self.has_step = true;
+                self.begin_step(of)?;
+            }
+        } else if let Some(of) = Loop::of_fetch(action) {
+            end_step(); // of any loop
+            if self.recorded == Some(of) {
+                self.begin_step(of)?;
+            }
+        } else if EPOCH_ENDS.iter().any(|hook| action.ends_with(hook)) {
+            end_step();
         }
         let range = ProfileRange::begin(&format!("[pl][profile]{action}"))?;
         OF_THREAD.with_borrow_mut(|own| own.ranges.push((self.id, action.to_owned(), Some(range))));
@@ -286,6 +322,9 @@ impl Tracer {
             return Err(ProfilerError::NeverStarted { action: action.to_owned() }.into());
         }
         drop(ended);
+        if action == actions::TRAINING_EPOCH {
+            end_step();
+        }
         match Loop::of(action) {
             Some(of) if self.recorded.is_none_or(|recorded| recorded == of) => self.step(of, action),
             _ => Ok(()), // a step within a recording of another loop counts for nobody
@@ -305,13 +344,14 @@ impl Tracer {
         match (self.recorded, next) {
             (None, Phase::Off) => Ok(()),
             (None, _) => self.begin(of),
-            (Some(_), _) => self.begin_step(of),
+            (Some(_), _) => Ok(()),
         }
     }
 
     /// Ends the recording of a loop, since another one goes on: that may take long.
     fn cut(&mut self, recorded: Loop) {
-        let is_kept = self.phase(recorded).is_kept() && !std::mem::take(&mut self.starts_again);
+        let is_kept =
+            self.phase(recorded).is_kept() && !std::mem::take(&mut self.starts_again) && self.has_step;
         let ended = self.end(is_kept.then_some(recorded.step()));
         self.failure = self.failure.take().or(ended.err());
     }
@@ -320,14 +360,22 @@ impl Tracer {
         let recording = Kineto::start(self.options.kineto)?;
         OF_THREAD.with_borrow_mut(|own| own.recording = Some((self.id, recording)));
         self.recorded = Some(of);
-        self.begin_step(of)
+        self.has_step = false;
+        Ok(())
     }
 
-    /// The range of the next step, which TensorBoard's plugin looks for.
+    /// The range of the step that is next, which TensorBoard's plugin looks for. It contains the fetch of the batch, and what
+    /// follows the step until the next fetch or the end of the loop.
     fn begin_step(&self, of: Loop) -> Result<()> {
-        OF_THREAD.with_borrow_mut(|own| own.step = None); // ends the last one first
-        let range = ProfileRange::begin(&format!("ProfilerStep#{}", self.steps[of as usize]))?;
-        OF_THREAD.with_borrow_mut(|own| own.step = Some(range));
+        if OF_THREAD
+            .with_borrow(|own| own.step.as_ref().is_some_and(|(step, _)| *step == self.steps[of as usize]))
+        {
+            return Ok(()); // it has begun with the fetch
+        }
+        end_step();
+        let step = self.steps[of as usize];
+        let range = ProfileRange::begin(&format!("ProfilerStep#{step}"))?;
+        OF_THREAD.with_borrow_mut(|own| own.step = Some((step, range)));
         Ok(())
     }
 
@@ -425,6 +473,7 @@ impl Tracer {
     pub fn describe(&mut self) -> Result<()> {
         if let Some(of) = self.recorded {
             let is_kept = self.phase(of).is_kept() || (self.options.schedule.is_none() && !self.has_trace);
+            let is_kept = is_kept && self.has_step;
             self.end(is_kept.then_some(of.step()))?;
         }
         if let Some(error) = self.failure.take() {
