@@ -123,29 +123,115 @@ fn metric_panels(lines: Vec<Line>) -> Vec<Panel> {
 fn range(values: impl Iterator<Item = f64> + Clone) -> Range<f64> {
     let low = values.clone().fold(f64::INFINITY, f64::min);
     let high = values.fold(f64::NEG_INFINITY, f64::max);
-    let margin = if high > low { (high - low) * 0.05 } else { high.abs().max(1.0) * 0.05 };
+    let margin = match high - low {
+        difference if difference > 0.0 => difference * 0.05,
+        _ if high == 0.0 => 0.05,
+        _ => high.abs() * 0.05,
+    };
     low - margin..high + margin
+}
+
+/// The axis of steps, at least one step to each side of a single one.
+fn step_range(steps: impl Iterator<Item = f64> + Clone) -> Range<f64> {
+    let range = range(steps.clone());
+    match steps.clone().reduce(f64::min) {
+        Some(first) if steps.reduce(f64::max) == Some(first) => first - 1.0..first + 1.0,
+        _ => range,
+    }
+}
+
+/// A step; nothing between two steps, where an axis of few steps has lines, too.
+fn step_label(x: f64) -> String {
+    let step = x.round();
+    if (x - step).abs() < 1e-6 { format!("{:.0}", step + 0.0) } else { String::new() }
+}
+
+/// A value with as many digits as tell it from the next line of an axis of about ten.
+fn value_label(y: f64, axis: &Range<f64>) -> String {
+    let spacing = ((axis.end - axis.start) / 10.0).max(f64::MIN_POSITIVE);
+    if y.abs() < spacing / 2.0 {
+        return "0".to_owned();
+    }
+    let largest = axis.start.abs().max(axis.end.abs());
+    if (1e-3..1e6).contains(&largest) {
+        let decimals = (-spacing.log10()).ceil().clamp(0.0, 12.0) as usize;
+        return format!("{y:.decimals$}");
+    }
+    let digits = (y.abs().log10().floor() - spacing.log10().floor()).clamp(0.0, 12.0) as usize;
+    format!("{y:.digits$e}")
+}
+
+/// Where a legend hides the least of the lines, and how high it is as a part of the axis.
+fn legend_place(panel: &Panel, steps: &Range<f64>) -> (SeriesLabelPosition, f64, usize) {
+    // of what plotters draws: letters of about 7 pixels, lines of 16, around a margin
+    let letters = panel.lines.iter().map(|line| line.name.chars().count()).max().unwrap_or(0);
+    let width = (letters as f64 * 7.0 + 60.0) / f64::from(PANEL.0 - 100);
+    let height = (panel.lines.len() as f64 * 16.0 + 30.0) / f64::from(PANEL.1 - 90);
+    let place = |value: f64, axis: &Range<f64>| (value - axis.start) / (axis.end - axis.start);
+    let points: Vec<(f64, f64)> = panel.lines.iter().flat_map(|line| along(&line.points)).collect();
+    let hidden = |is_right: bool, is_upper: bool| {
+        let is_hidden = |&&(step, value): &&(f64, f64)| {
+            let (x, y) = (place(step, steps), place(value, &panel.y));
+            let (x, y) = (if is_right { 1.0 - x } else { x }, if is_upper { 1.0 - y } else { y });
+            x <= width && y <= height
+        };
+        points.iter().filter(is_hidden).count()
+    };
+    let corners = [
+        (SeriesLabelPosition::UpperRight, hidden(true, true)),
+        (SeriesLabelPosition::UpperLeft, hidden(false, true)),
+        (SeriesLabelPosition::LowerRight, hidden(true, false)),
+        (SeriesLabelPosition::LowerLeft, hidden(false, false)),
+    ];
+    let [first, rest @ ..] = corners;
+    let (corner, hidden) =
+        rest.into_iter().fold(first, |best, next| if next.1 < best.1 { next } else { best });
+    (corner, height, hidden)
+}
+
+/// The points of a line, and some between two of them.
+fn along(points: &[(f64, f64)]) -> impl Iterator<Item = (f64, f64)> {
+    const BETWEEN: usize = 16;
+    let between = points.windows(2).flat_map(|pair| {
+        let ((x0, y0), (x1, y1)) = (pair[0], pair[1]);
+        (0..BETWEEN).map(move |i| {
+            let part = i as f64 / BETWEEN as f64;
+            (x0 + (x1 - x0) * part, y0 + (y1 - y0) * part)
+        })
+    });
+    between.chain(points.last().copied())
+}
+
+/// A panel with room above its lines for the legend, if that would hide a part of them in every corner.
+fn with_room(panel: &Panel, steps: &Range<f64>) -> (SeriesLabelPosition, Range<f64>) {
+    match legend_place(panel, steps) {
+        (corner, _, 0) => (corner, panel.y.clone()),
+        (_, height, _) => {
+            let height = height.min(0.6);
+            let room = (panel.y.end - panel.y.start) * height / (1.0 - height);
+            (SeriesLabelPosition::UpperRight, panel.y.start..panel.y.end + room)
+        }
+    }
 }
 
 fn draw(panels: &[Panel], path: &Path, height: u32) -> anyhow::Result<()> {
     let root = BitMapBackend::new(path, (PANEL.0, height)).into_drawing_area();
     root.fill(&WHITE)?;
     let lines = panels.iter().flat_map(|panel| &panel.lines);
-    let steps = range(lines.flat_map(|line| &line.points).map(|point| point.0));
+    let steps = step_range(lines.flat_map(|line| &line.points).map(|point| point.0));
     for (area, panel) in root.split_evenly((panels.len(), 1)).iter().zip(panels) {
+        let (corner, y) = with_room(panel, &steps);
         let mut chart = ChartBuilder::on(area)
             .caption(&panel.caption, ("sans-serif", 20))
             .margin(12)
             .x_label_area_size(36)
             .y_label_area_size(64)
-            .build_cartesian_2d(steps.clone(), panel.y.clone())?;
+            .build_cartesian_2d(steps.clone(), y.clone())?;
         chart
             .configure_mesh()
             .x_desc("step")
-            .x_label_formatter(&|x| format!("{x:.0}"))
-            .y_label_formatter(&|y| {
-                if *y != 0.0 && y.abs() < 0.001 { format!("{y:.0e}") } else { format!("{y:.3}") }
-            })
+            .x_label_formatter(&|x| step_label(*x))
+            .y_label_formatter(&|value| value_label(*value, &y))
             .light_line_style(TRANSPARENT)
             .bold_line_style(RGBColor(225, 225, 225))
             .draw()?;
@@ -164,7 +250,7 @@ fn draw(panels: &[Panel], path: &Path, height: u32) -> anyhow::Result<()> {
             .configure_series_labels()
             .background_style(WHITE.mix(0.8))
             .border_style(RGBColor(200, 200, 200))
-            .position(SeriesLabelPosition::UpperRight)
+            .position(corner)
             .draw()?;
     }
     root.present()?;
@@ -198,6 +284,55 @@ mod tests {
             panels,
             [Panel { caption: "loss".to_owned(), lines: vec![line("train_loss")], y: 0.95..1.05 }]
         );
+    }
+
+    #[test]
+    fn labels_of_an_axis_differ_and_are_short() {
+        for (axis, values, expected) in [
+            (0.0018..0.0021, vec![0.0019, 0.00195, 0.002], vec!["0.00190", "0.00195", "0.00200"]),
+            (0.0..1.0, vec![0.0, 0.1, 0.9], vec!["0", "0.1", "0.9"]),
+            (0.0..2500.0, vec![0.0, 500.0], vec!["0", "500"]),
+            (1e-6..9e-6, vec![2e-6, 3e-6], vec!["2.0e-6", "3.0e-6"]),
+            (0.0..3e9, vec![5e8, 2.5e9], vec!["5e8", "2.5e9"]),
+        ] {
+            let labels: Vec<String> = values.iter().map(|&value| value_label(value, &axis)).collect();
+            assert_eq!(labels, expected, "{axis:?}");
+        }
+        assert_eq!(step_range([7.0, 7.0].into_iter()), 6.0..8.0);
+        assert_eq!([6.0, 6.5, 7.0, -0.0].map(step_label), ["6", "", "7", "0"]);
+        let constant = range([0.002].into_iter());
+        assert!(constant.start > 0.0018 && constant.end < 0.0022, "{constant:?}");
+    }
+
+    #[test]
+    fn the_legend_hides_no_line() {
+        let panel = |lines: &[&[(f64, f64)]]| {
+            let line = |(i, points): (usize, &&[(f64, f64)])| Line {
+                name: format!("val_metric_{i}"),
+                points: points.to_vec(),
+                width: 2,
+            };
+            let y = range(lines.iter().copied().flatten().map(|point| point.1));
+            Panel { caption: "metric".to_owned(), lines: lines.iter().enumerate().map(line).collect(), y }
+        };
+        let steps = 0.0..10.0;
+        let rising: &[_] = &[(0.0, 0.0), (10.0, 1.0)];
+        let falling: &[_] = &[(0.0, 1.0), (10.0, 0.0)];
+        for (lines, corner) in [
+            (vec![falling], SeriesLabelPosition::UpperRight),
+            (vec![rising], SeriesLabelPosition::UpperLeft),
+            (
+                vec![&[(0.0, 0.5), (5.0, 1.0), (10.0, 1.0)][..], &[(0.0, 1.0)]],
+                SeriesLabelPosition::LowerRight,
+            ),
+        ] {
+            let panel = panel(&lines);
+            let (chosen, y) = with_room(&panel, &steps);
+            assert_eq!((format!("{chosen:?}"), &y), (format!("{corner:?}"), &panel.y));
+        }
+        let crossing = panel(&[rising, falling, &[(0.0, 0.0), (10.0, 0.0)]]);
+        let (_, y) = with_room(&crossing, &steps);
+        assert!(y.end > crossing.y.end && y.start == crossing.y.start, "{y:?}");
     }
 
     #[test]

@@ -56,15 +56,23 @@ impl Output {
         folder.unwrap_or_default().join(format!("{}.{extension}", self.stem()))
     }
 
+    /// Whether reports go to files.
+    pub fn is_to_files(&self) -> bool {
+        self.dirpath.is_some() || self.filename.is_some()
+    }
+
     /// Appends a report to the file, or prints it on rank 0.
     pub fn write(&self, report: &str) -> Result<()> {
-        if self.dirpath.is_none() && self.filename.is_none() {
+        if !self.is_to_files() {
             if self.run.as_ref().is_none_or(|run| run.rank == 0) {
                 write_stderr(report);
             }
             return Ok(());
         }
-        self.append(&self.path("txt"), report)
+        let path = self.path("txt");
+        self.append(&path, report)?;
+        tracing::info!("profiler: report in {}", path.display());
+        Ok(())
     }
 
     fn append(&self, path: &std::path::Path, report: &str) -> Result<()> {

@@ -94,22 +94,48 @@ impl SimpleProfiler {
 
     /// The report, when so much time has passed since the profiler was made.
     fn report(&self, elapsed: Duration) -> String {
-        let mut rows: Vec<&Recorded> = self.recorded.iter().collect();
-        let mut table = Table::new(&rows, self.extended);
+        self.table(self.recorded.iter().collect(), None, elapsed)
+    }
+
+    /// A report for a terminal: names are cut, and actions of little time are one row if there are many.
+    fn short_report(&self, elapsed: Duration) -> String {
+        let recorded: Vec<Recorded> = self
+            .recorded
+            .iter()
+            .map(|row| Recorded { action: cut(&row.action), calls: row.calls, total: row.total })
+            .collect();
+        let rows: Vec<&Recorded> = recorded.iter().collect();
+        let is_small = |row: &&Recorded| row.total.as_secs_f64() < SMALL * elapsed.as_secs_f64();
+        let (small, large): (Vec<_>, Vec<_>) = rows.iter().copied().partition(is_small);
+        if rows.len() <= MANY_ROWS || small.len() < 2 {
+            return self.table(rows, None, elapsed);
+        }
+        let others = Recorded {
+            action: format!("{} others, each below {} %", small.len(), 100.0 * SMALL),
+            calls: small.iter().map(|row| row.calls).sum(),
+            total: small.iter().map(|row| row.total).sum(),
+        };
+        self.table(large, Some(&others), elapsed)
+    }
+
+    /// A table of rows, with one of all others at the end.
+    fn table(&self, mut rows: Vec<&Recorded>, others: Option<&Recorded>, elapsed: Duration) -> String {
+        let all: Vec<&Recorded> = rows.iter().copied().chain(others).collect();
+        let mut table = Table::new(&all, self.extended);
         if self.extended {
             rows.sort_by_key(|row| std::cmp::Reverse(row.total));
-            let calls: u64 = rows.iter().map(|row| row.calls).sum();
+            let calls: u64 = all.iter().map(|row| row.calls).sum();
             let elapsed = elapsed.as_secs_f64();
             table.row("Total", ["-", &calls.to_string(), &significant(elapsed, 5), "100 %"]);
             table.line();
-            for row in rows {
+            for row in rows.into_iter().chain(others) {
                 let total = row.total.as_secs_f64();
                 let cells = [row.mean(), total, 100.0 * total / elapsed].map(|value| significant(value, 5));
                 table.row(&row.action, [&cells[0], &row.calls.to_string(), &cells[1], &cells[2]]);
             }
         } else {
             rows.sort_by(|a, b| b.mean().total_cmp(&a.mean()));
-            for row in rows {
+            for row in rows.into_iter().chain(others) {
                 let cells = [row.mean(), row.total.as_secs_f64()].map(|value| significant(value, 5));
                 table.row(&row.action, [&cells[0], &cells[1]]);
             }
@@ -117,6 +143,24 @@ impl SimpleProfiler {
         table.line();
         format!("{}\n{}\n", self.output.title(), table.text)
     }
+}
+
+/// An action below this part of all time is small.
+const SMALL: f64 = 0.001;
+/// Small actions have rows of their own in a table that has no more rows than this.
+const MANY_ROWS: usize = 30;
+
+/// At most 64 characters: the beginning, which says whose action it is, and the end, which has the hook.
+fn cut(action: &str) -> String {
+    const LONGEST: usize = 64;
+    const END: usize = 30;
+    let characters: Vec<char> = action.chars().collect();
+    if characters.len() <= LONGEST {
+        return action.to_owned();
+    }
+    let part = |range: &[char]| range.iter().collect::<String>();
+    let begin = LONGEST - END - 3;
+    format!("{}...{}", part(&characters[..begin]), part(&characters[characters.len() - END..]))
 }
 
 /// Lightning's table: cells are at least 15 wide and end with a tab.
@@ -198,7 +242,9 @@ impl Profiler for SimpleProfiler {
     }
 
     fn describe(&mut self) -> Result<()> {
-        self.output.write(&self.summary())
+        let elapsed = self.begun.elapsed();
+        let is_whole = self.output.is_to_files();
+        self.output.write(&if is_whole { self.report(elapsed) } else { self.short_report(elapsed) })
     }
 }
 
@@ -236,6 +282,32 @@ mod tests {
             }
             assert_eq!(profiler.report(Duration::from_secs(250)), expected);
         }
+    }
+
+    #[test]
+    fn a_terminal_shows_the_largest_actions_and_short_names() {
+        let mut profiler = SimpleProfiler::default();
+        let long =
+            format!("[Callback]ModelCheckpoint{{{}}}.on_train_batch_end", "'monitor': None, ".repeat(20));
+        profiler.record(&long, Duration::from_secs(5));
+        profiler.record("run_training_epoch", Duration::from_secs(9));
+        for number in 0..100 {
+            profiler.record(&format!("hook {number}"), Duration::from_micros(100));
+        }
+        let elapsed = Duration::from_secs(10);
+        let text = profiler.short_report(elapsed);
+        assert!(text.contains("[Callback]ModelCheckpoint{'moni...r': None, }.on_train_batch_end"), "{text}");
+        assert!(text.contains("100 others, each below 0.1 %"), "{text}");
+        assert!(text.lines().count() < 15 && text.lines().all(|line| line.len() < 180), "{text}");
+        let total = text.lines().find(|line| line.contains("Total  ")).expect("a row");
+        assert!(total.contains("102"), "{total}");
+        // a file, and a table of few rows, have all
+        let whole = profiler.report(elapsed);
+        assert!(whole.contains(&long) && whole.contains("hook 99"), "{whole}");
+        let mut few = SimpleProfiler::default();
+        few.record("small", Duration::from_nanos(1));
+        few.record("smaller", Duration::ZERO);
+        assert_eq!(few.short_report(elapsed), few.report(elapsed));
     }
 
     #[test]

@@ -302,6 +302,12 @@ fn the_page_shows_timeline_flame_graph_memory_and_table_in_a_browser() {
     // nothing is loaded from elsewhere
     let text = std::fs::read_to_string(&page).unwrap();
     assert!(!text.contains("<script src") && !text.contains("<link"));
+    // operators come before the steps and actions that contain them
+    let data = text.split(r#"type="application/json">"#).nth(1).unwrap().split("</script>").next().unwrap();
+    let data: Value = serde_json::from_str(data).unwrap();
+    assert_eq!(data["sorted"], "Self HPU");
+    let first = data["table"][1][0].as_str().unwrap();
+    assert!(first.starts_with("aten::"), "{first}");
     let Some(shown) = in_browser(&page, folder.path()) else {
         println!("no browser is installed: the page was written, not opened");
         return;
@@ -316,7 +322,8 @@ fn the_page_shows_timeline_flame_graph_memory_and_table_in_a_browser() {
     let rows: Vec<&str> = body.split("<tr>").skip(1).collect();
     assert!(rows.len() > 30, "{}", rows.len());
     let row = rows.iter().find(|row| row.starts_with("<td>aten::addmm</td>")).unwrap();
-    assert!(row.contains("<td>6</td>"), "{row}");
+    assert!(row.starts_with(r#"<td>aten::addmm</td><td>6</td><td class="words">product"#), "{row}");
+    assert!(row.contains(" µs</td>") && !shown.split("<tbody>").nth(1).unwrap().contains("us</td>"), "{row}");
     // the flame graph's boxes have their names
     assert!(
         shown.split("id=\"flame\"").nth(1).unwrap().contains("run_training_batch"),

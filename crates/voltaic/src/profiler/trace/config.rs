@@ -100,6 +100,7 @@ macro_rules! trace_config {
                     export_to_html: self.export_to_html,
                     row_limit: self.row_limit,
                     sort_key: sort_key.unwrap_or(unless_sorted),
+                    is_sorted_by_user: sort_key.is_some(),
                     record_module_names: self.record_module_names || self.with_modules,
                     profile_memory: self.profile_memory,
                     records_devices: true,

@@ -66,8 +66,14 @@ fn kind_of(node: &Node<'_>) -> Kind {
     }
 }
 
-/// The page of one trace. `table` is titles and rows.
-pub(super) fn page(title: &str, about: &str, profile: &Profile, table: &[Vec<String>]) -> String {
+/// The page of one trace. `table` is titles and rows, sorted by the column of the title `sorted`.
+pub(super) fn page(
+    title: &str,
+    about: &str,
+    profile: &Profile,
+    table: &[Vec<String>],
+    sorted: &str,
+) -> String {
     let nest = Nest::new(&profile.events);
     let starts = nest.nodes.iter().map(|node| node.event.start_ns);
     let starts = starts.chain(profile.activities.iter().map(|activity| activity.start_ns));
@@ -101,6 +107,7 @@ pub(super) fn page(title: &str, about: &str, profile: &Profile, table: &[Vec<Str
         "flame": flame,
         "memory": memory(&profile.memory, zero),
         "table": table,
+        "sorted": sorted,
         "names": names.all,
     });
     // nothing in a name may end the script

@@ -36,6 +36,25 @@ pub(in crate::profiler) enum SortKey {
     Calls,
 }
 
+impl SortKey {
+    /// The title of its column.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Total => "CPU total",
+            Self::Own => "Self CPU",
+            Self::Mean => "CPU time avg",
+            Self::DeviceTotal => "HPU total",
+            Self::DeviceOwn => "Self HPU",
+            Self::DeviceMean => "HPU time avg",
+            Self::Memory => "CPU Mem",
+            Self::MemoryOwn => "Self CPU Mem",
+            Self::DeviceMemory => "HPU Mem",
+            Self::DeviceMemoryOwn => "Self HPU Mem",
+            Self::Calls => "# of Calls",
+        }
+    }
+}
+
 /// Of the operator alone, and with what it called.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Sum {
@@ -241,6 +260,11 @@ impl Averages {
         rows
     }
 
+    /// Whether HPUs did anything.
+    pub fn has_device_time(&self) -> bool {
+        self.rows.values().any(|row| row.device_time.own > 0)
+    }
+
     /// The titles of the columns, and the cells of at most so many rows.
     pub fn cells(&self, key: SortKey, row_limit: Option<usize>) -> Vec<Vec<String>> {
         let rows = self.rows(key);
@@ -253,26 +277,26 @@ impl Averages {
         let mut columns: Vec<Column> = vec![
             column("Name", |row| shortened(&row.name)),
             ("Self CPU %", Box::new(move |row| share(row.time.own, all))),
-            column("Self CPU", |row| time(row.time.own)),
+            column(SortKey::Own.title(), |row| time(row.time.own)),
             ("CPU total %", Box::new(move |row| share(row.time.total, all))),
-            column("CPU total", |row| time(row.time.total)),
-            column("CPU time avg", |row| time(row.mean(row.time.total))),
+            column(SortKey::Total.title(), |row| time(row.time.total)),
+            column(SortKey::Mean.title(), |row| time(row.mean(row.time.total))),
         ];
         if all_device > 0 {
-            columns.push(column("Self HPU", |row| time(row.device_time.own)));
+            columns.push(column(SortKey::DeviceOwn.title(), |row| time(row.device_time.own)));
             columns.push(("Self HPU %", Box::new(move |row| share(row.device_time.own, all_device))));
-            columns.push(column("HPU total", |row| time(row.device_time.total)));
-            columns.push(column("HPU time avg", |row| time(row.mean(row.device_time.total))));
+            columns.push(column(SortKey::DeviceTotal.title(), |row| time(row.device_time.total)));
+            columns.push(column(SortKey::DeviceMean.title(), |row| time(row.mean(row.device_time.total))));
         }
         if self.with_memory {
-            columns.push(column("CPU Mem", |row| bytes(row.memory.total)));
-            columns.push(column("Self CPU Mem", |row| bytes(row.memory.own)));
+            columns.push(column(SortKey::Memory.title(), |row| bytes(row.memory.total)));
+            columns.push(column(SortKey::MemoryOwn.title(), |row| bytes(row.memory.own)));
         }
         if has_device_memory {
-            columns.push(column("HPU Mem", |row| bytes(row.device_memory.total)));
-            columns.push(column("Self HPU Mem", |row| bytes(row.device_memory.own)));
+            columns.push(column(SortKey::DeviceMemory.title(), |row| bytes(row.device_memory.total)));
+            columns.push(column(SortKey::DeviceMemoryOwn.title(), |row| bytes(row.device_memory.own)));
         }
-        columns.push(column("# of Calls", |row| row.calls.to_string()));
+        columns.push(column(SortKey::Calls.title(), |row| row.calls.to_string()));
         if has_flops {
             columns.push(column("Total MFLOPs", |row| match row.flops {
                 0 => "--".to_owned(),

@@ -36,6 +36,7 @@ pub(in crate::profiler) struct TraceOptions {
     pub export_to_html: bool,
     pub row_limit: Option<usize>,
     pub sort_key: SortKey,
+    pub is_sorted_by_user: bool,
     pub record_module_names: bool,
     /// Columns and events for memory.
     pub profile_memory: bool,
@@ -112,6 +113,8 @@ pub(in crate::profiler) struct Tracer {
     starts_again: bool,
     /// Traces of this run.
     traces: Vec<PathBuf>,
+    /// What was written since the last report, for the log.
+    files: Vec<(&'static str, PathBuf)>,
     has_trace: bool,
     /// Why a trace could not be written; the run goes on, and ends with it.
     failure: Option<Error>,
@@ -163,6 +166,7 @@ impl Tracer {
             has_step: false,
             starts_again: false,
             traces: Vec::new(),
+            files: Vec::new(),
             has_trace: false,
             failure: None,
             on_ready: None,
@@ -410,16 +414,19 @@ impl Tracer {
             );
         }
         if let Some(metric) = self.options.flame_graph {
-            write(&with_ending(&path, "stack"), &flame::folded(&profile, metric))?;
+            self.write(&path, "stacks", "stack", &flame::folded(&profile, metric))?;
         }
         if self.options.export_to_html {
-            let page = page(&self.page_title(action), &self.about(&profile), &profile, &self.cells());
-            write(&with_ending(&path, "html"), &page)?;
+            let key = self.page_key();
+            let cells = self.averages.cells(key, None);
+            let page = page(&self.page_title(action), &self.about(&profile), &profile, &cells, key.title());
+            self.write(&path, "page", "html", &page)?;
         }
         if self.options.export_to_chrome {
             if let Some(OnReady(call)) = &mut self.on_ready {
                 call(&path);
             }
+            self.files.push(("trace", path.clone()));
             self.traces.push(path);
         }
         Ok(())
@@ -440,9 +447,25 @@ impl Tracer {
         format!("{steps} steps, rank {rank} of {world_size}, {device}, {operators} operators")
     }
 
-    /// All rows of the table, for a page.
-    fn cells(&self) -> Vec<Vec<String>> {
-        self.averages.cells(self.options.sort_key, None)
+    /// By what a page is sorted, which has all rows: unless the user has chosen, by own time, so that operators come before the
+    /// steps and actions that contain them.
+    fn page_key(&self) -> SortKey {
+        match self.options.sort_key {
+            key if self.options.is_sorted_by_user => key,
+            SortKey::DeviceTotal if self.averages.has_device_time() => SortKey::DeviceOwn,
+            _ => SortKey::Own,
+        }
+    }
+
+    /// Writes a file beside a trace, whole or not at all.
+    fn write(&mut self, trace: &Path, what: &'static str, ending: &str, text: &str) -> Result<()> {
+        let name = trace.file_name().unwrap_or_default().to_string_lossy();
+        let path = trace.with_file_name(format!("{}.{ending}", name.trim_end_matches(".pt.trace.json")));
+        let folder = path.parent().unwrap_or(&path);
+        fs::create_dir_all(folder).map_err(|source| Error::io("create", folder, source))?;
+        write_atomically(&path, |file| file.write_all(text.as_bytes()))?;
+        self.files.push((what, path));
+        Ok(())
     }
 
     /// `<stage>-<filename>-<rank>-<action>.<time>.pt.trace.json`
@@ -488,22 +511,9 @@ impl Tracer {
             );
             return Ok(());
         }
-        for path in &self.traces {
-            tracing::info!("profiler: trace in {}", path.display());
+        for (what, path) in self.files.drain(..) {
+            tracing::info!("profiler: {what} in {}", path.display());
         }
         self.output.write(&self.summary())
     }
-}
-
-/// Writes a file whole or not at all.
-fn write(path: &Path, text: &str) -> Result<()> {
-    let folder = path.parent().unwrap_or(path);
-    fs::create_dir_all(folder).map_err(|source| Error::io("create", folder, source))?;
-    write_atomically(path, |file| file.write_all(text.as_bytes()))
-}
-
-/// Another file of a trace.
-fn with_ending(trace: &Path, ending: &str) -> PathBuf {
-    let name = trace.file_name().unwrap_or_default().to_string_lossy();
-    trace.with_file_name(format!("{}.{ending}", name.trim_end_matches(".pt.trace.json")))
 }
