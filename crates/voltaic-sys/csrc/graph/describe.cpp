@@ -200,7 +200,8 @@ vt_error *vt_recording_describe(const vt_recording *recording, const vt_recordin
     });
     out << ",\"refusal\":";
     out.text(recording->refusal);
-    out << ",\"refused_node\":" << recording->refused_node << '}';
+    out << ",\"refused_node\":" << recording->refused_node
+        << ",\"is_on_card\":" << (recording->is_on_card ? "true" : "false") << '}';
     const std::string text = out.take();
     take(data, text.c_str());
   });

@@ -89,6 +89,7 @@ struct vt_recording {
   std::vector<voltaic::graph::Value> values;
   std::string refusal; // why the recording cannot be replayed; empty if it can
   int32_t refused_node = -1;
+  bool is_on_card = false; // works on a Gaudi card, of which there are no graphs
 };
 
 namespace voltaic::graph {

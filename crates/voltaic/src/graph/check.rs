@@ -22,10 +22,14 @@ impl Graph {
             (Some(found), Some(refused)) if refused.0 < found.0 => Some(refused),
             (found, refused) => found.or(refused),
         };
-        first.map(|(index, reason, remedy)| GraphError::NotCapturable {
-            op: index.map_or_else(|| "the code".to_owned(), |index| self.nodes[index].op.clone()),
-            place: index.map_or_else(|| "before the first operator".to_owned(), |index| self.place(index)),
-            problem: Problem::new(reason, remedy),
+        first.map(|(index, reason, remedy)| {
+            let op = index.map_or_else(|| "the code".to_owned(), |index| self.nodes[index].op.clone());
+            let place =
+                index.map_or_else(|| "before the first operator".to_owned(), |index| self.place(index));
+            match self.is_on_card && !self.refusal.is_empty() {
+                true => GraphError::OnCard { op, place, reason: self.refusal.clone() },
+                false => GraphError::NotCapturable { op, place, problem: Problem::new(reason, remedy) },
+            }
         })
     }
 

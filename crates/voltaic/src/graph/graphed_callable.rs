@@ -9,7 +9,7 @@ use super::call::{Call, CapturedCall, Outputs, trained_params};
 use super::capture::{check_not_capturing, is_capturing};
 use crate::accelerator::rng;
 use crate::device::Device;
-use crate::error::{GraphError, Problem, Result};
+use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
 use crate::nn::{
     Callable, Forward, Member, ModeNumbers, Module, ModuleExt, ModuleKind, Snapshot, SnapshotParts,
@@ -28,7 +28,8 @@ pub struct GraphedCallable<M, A> {
 /// The graph of a module, which is told the module at each call.
 #[derive(Debug)]
 pub(super) struct CapturedModule {
-    call: RefCell<CapturedCall>,
+    /// None on a Gaudi card, of which there are no graphs.
+    call: RefCell<Option<CapturedCall>>,
     was_training: bool,
     /// Number 0 are those when it was captured.
     modes: RefCell<ModeNumbers>,
@@ -67,7 +68,7 @@ impl Casts {
 /// or of a layer, for inputs of other strides, and while a backward pass is still to come, its own code runs. So it does,
 /// with a warning, under another autocast: for `precision=bf16-mixed` capture it within [`autocast`]. `warmup` is
 /// how often it runs before it is captured, twice: both captures must be the same graph. None of that changes buffers,
-/// gradients or random numbers.
+/// gradients or random numbers. On a Gaudi card, of which there are no graphs, a warning says that its own code runs.
 ///
 /// ```
 /// use voltaic::graph::make_graphed_callables;
@@ -140,7 +141,16 @@ impl CapturedModule {
         };
         kept.restore(module)?;
         rng::set_states(&rng)?;
-        let captured = captured?;
+        let captured = match captured {
+            Err(Error::Graph(error @ GraphError::OnCard { .. })) => {
+                tracing::warn!(
+                    "make_graphed_callables: {} runs without a graph: {error}",
+                    module.type_name()
+                );
+                None
+            }
+            captured => Some(captured?),
+        };
         checked?;
         let frozen = module.parameters().into_iter().filter(|parameter| !parameter.requires_grad());
         let frozen = frozen.map(|parameter| parameter.leaf().shallow_clone()).collect();
@@ -181,9 +191,10 @@ impl CapturedModule {
         let is_other_mode =
             is_training != self.was_training || self.modes.borrow_mut().kind(module) != self.kind;
         // a module within its own call, too
-        let Ok(mut call) = self.call.try_borrow_mut() else { return code(inputs) };
-        if is_capturing() || is_other_mode || call.is_busy() {
-            drop(call);
+        let Ok(mut held) = self.call.try_borrow_mut() else { return code(inputs) };
+        let is_free = held.as_ref().is_some_and(|call| !call.is_busy());
+        if is_capturing() || is_other_mode || !is_free {
+            drop(held);
             return code(inputs);
         }
         if self.was_training && self.frozen.iter().any(Tensor::requires_grad) {
@@ -191,15 +202,19 @@ impl CapturedModule {
             let what = format!("a parameter of {module} is trained that was not when the graph was captured");
             return Err(GraphError::Arguments { problem: Problem::new(what, "capture it again") }.into());
         }
-        if !call.has_layout_of(inputs) || !self.has_casts_of(module, inputs)? {
-            drop(call);
-            return code(inputs);
+        let has_layout = held.as_ref().is_some_and(|call| call.has_layout_of(inputs));
+        let is_like_it = has_layout && self.has_casts_of(module, inputs)?;
+        match held.as_mut().filter(|_| is_like_it) {
+            Some(call) => Ok(call.replay(inputs)?),
+            None => {
+                drop(held);
+                code(inputs)
+            }
         }
-        Ok(call.replay(inputs)?)
     }
 
     pub(super) fn replay_stats(&self) -> Vec<ReplayStats> {
-        self.call.borrow().replay_stats()
+        self.call.borrow().as_ref().map(CapturedCall::replay_stats).unwrap_or_default()
     }
 }
 
@@ -209,7 +224,7 @@ impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
         &self.module
     }
 
-    /// Counts of the replays: of the forward pass, then of the backward pass if there is one.
+    /// Counts of the replays: of the forward pass, then of the backward pass if there is one. Empty on a Gaudi card.
     pub fn replay_stats(&self) -> Vec<ReplayStats> {
         self.captured.replay_stats()
     }

@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tch::Tensor;
 
@@ -11,7 +12,7 @@ use super::plan::PlanStats;
 use super::static_tensor::{describe, no_weights};
 use super::step::fill;
 use crate::device::Device;
-use crate::error::{GraphError, Problem, Result};
+use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi::{CudaGraph, ReplayStats};
 use crate::nn::{Module, ModuleExt};
 
@@ -41,6 +42,8 @@ use crate::nn::{Module, ModuleExt};
 ///
 /// What cannot be replayed (results that go to the host, shapes that depend on data) is found at the end of the capture
 /// and reported with the operator and the layer. Works on the CPU and on emulated HPUs; [`HpuGraph::on`] a CUDA device too.
+/// A Gaudi card has no graphs here: a capture runs the code and holds nothing, which a warning says once. Code that
+/// captures unless [`HpuGraph::is_captured`] trains there, too, without a graph.
 ///
 /// Source: `habana_frameworks.torch.hpu.HPUGraph`.
 #[derive(Debug, Default)]
@@ -55,6 +58,8 @@ struct Held {
     /// On a CUDA device: its index, and the driver's graph in place of segments.
     cuda: Option<(usize, Option<CudaGraph>)>,
     is_capturing: bool,
+    /// Nothing was captured, since the code works on a Gaudi card.
+    is_on_card: bool,
     names: Vec<(String, Tensor)>,
     inputs: Vec<Tensor>,
     /// Steps of optimizers that were captured.
@@ -157,6 +162,7 @@ impl HpuGraph {
             None => capture::begin()?,
         }
         held.is_capturing = true;
+        held.is_on_card = false;
         CAPTURED_STEPS.set(0);
         Ok(())
     }
@@ -177,7 +183,8 @@ impl HpuGraph {
     /// Ends the capture.
     ///
     /// # Errors
-    /// [`GraphError::NotCapturable`] for the first operator that cannot be replayed: then this graph holds nothing.
+    /// [`GraphError::NotCapturable`] for the first operator that cannot be replayed: then this graph holds nothing. It holds
+    /// nothing without an error if the code works on a Gaudi card.
     /// [`GraphError::NotCapturing`] without [`HpuGraph::capture_begin`].
     pub fn capture_end(&self) -> Result<()> {
         let held = &mut *self.held.borrow_mut();
@@ -192,7 +199,17 @@ impl HpuGraph {
         }
         let recordings = capture::end()?;
         let graphs = capture::read_all(&recordings.iter().collect::<Vec<_>>(), &held.names)?;
-        (held.segments, _) = capture::compile_all(recordings, graphs, &held.inputs, &[])?;
+        (held.segments, _) = match capture::compile_all(recordings, graphs, &held.inputs, &[]) {
+            Err(Error::Graph(error @ GraphError::OnCard { .. })) => {
+                static HAS_WARNED: AtomicBool = AtomicBool::new(false);
+                if !HAS_WARNED.swap(true, Ordering::Relaxed) {
+                    tracing::warn!("HpuGraph: {error}; the code to be captured runs without a graph");
+                }
+                held.is_on_card = true;
+                return Ok(());
+            }
+            compiled => compiled?,
+        };
         held.optimizer_steps = CAPTURED_STEPS.get();
         MadeInCapture::note(held.segments.iter().map(|segment| &*segment.graph));
         Ok(())
@@ -274,6 +291,11 @@ impl Held {
     fn check_ready(&self) -> Result<()> {
         if self.is_capturing {
             return Err(GraphError::CaptureInProgress { what: "replay" }.into());
+        }
+        if self.is_empty() && self.is_on_card {
+            let what = "nothing was captured, since the code works on a Gaudi card";
+            let problem = Problem::new(what, "run the code again where HpuGraph::is_captured is false");
+            return Err(GraphError::Unavailable { what: "a replay".to_owned(), problem }.into());
         }
         if self.is_empty() {
             return Err(GraphError::NothingCaptured.into());

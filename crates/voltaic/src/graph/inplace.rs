@@ -112,7 +112,7 @@ pub fn make_graphed_callables_inplace<A: TensorTuple, M: Callable<A>>(
 }
 
 impl GraphedCallableInPlace {
-    /// Counts of the replays: of the forward pass, then of the backward pass if there is one.
+    /// Counts of the replays: of the forward pass, then of the backward pass if there is one. Empty on a Gaudi card.
     pub fn replay_stats(&self) -> Vec<ReplayStats> {
         self.taker.captured.replay_stats()
     }

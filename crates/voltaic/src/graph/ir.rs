@@ -18,6 +18,9 @@ pub struct Graph {
     pub buffers: Vec<Buffer>,
     pub(super) refusal: String,
     pub(super) refused_node: i64,
+    /// It works on a Gaudi card.
+    #[serde(default)]
+    pub(super) is_on_card: bool,
     #[serde(skip)]
     pub(super) names: BTreeMap<usize, String>,
 }

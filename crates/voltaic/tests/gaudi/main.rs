@@ -14,6 +14,13 @@ use std::sync::OnceLock;
 
 use compile::compile;
 use serde_json::Value;
+use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::graph::{HpuGraph, StaticTensor, make_graphed_callables};
+use voltaic::lightning::{LightningModule, StepContext};
+use voltaic::nn::{Forward, Linear};
+use voltaic::optim::{Optimizers, Sgd};
+use voltaic::trainer::{Trainer, seed_everything};
+use voltaic::{Device, Kind, Module, Tensor};
 
 /// Where the stand-ins are, laid out as Habana's packages are.
 struct StandIns {
@@ -215,6 +222,111 @@ fn graphs_on_a_card_are_refused_with_the_reason() {
         let refusal = "works on a Gaudi card; its graphs need the lazy mode of Habana's Python packages";
         assert_eq!(text.matches(refusal).count(), 1, "{graph}: {text}");
     }
+}
+
+/// A step that captures by hand.
+#[derive(Module)]
+struct ByHand {
+    layer: Linear,
+    graph: HpuGraph,
+    input: StaticTensor,
+    loss: StaticTensor,
+}
+
+impl LightningModule for ByHand {
+    type Batch = Tensor;
+
+    fn automatic_optimization(&self) -> bool {
+        false
+    }
+
+    fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        self.input.copy_(batch)?;
+        if self.graph.is_captured() {
+            self.graph.replay()?;
+        } else {
+            ctx.optimizer(0)?.zero_grad()?;
+            self.graph.capture(|| {
+                let loss = self.layer.forward(&self.input.get())?.f_square()?.f_mean(Kind::Float)?;
+                loss.f_backward()?;
+                ctx.optimizer(0)?.step()?;
+                Ok(self.loss.set(&loss)?)
+            })?;
+        }
+        Ok(self.loss.get())
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Ok(Sgd::new(0.1).into())
+    }
+}
+
+/// Trains by hand, then with a graphed module, on HPUs; prints the weights.
+fn train_by_hand() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    seed_everything(1)?;
+    let mut trainer = Trainer::builder()
+        .accelerator("hpu")
+        .devices(1)
+        .default_root_dir(folder.path())
+        .logger(false)
+        .enable_checkpointing(false)
+        .enable_progress_bar(false)
+        .max_epochs(2)
+        .build()?;
+    let data = Tensor::f_randn([16, 4], (Kind::Float, tch::Device::Cpu))?;
+    let loader = DataLoader::new(TensorDataset::new(data)?).batch_size(4).build()?;
+    let mut module = ByHand {
+        layer: Linear::new(4, 2)?,
+        graph: HpuGraph::new(),
+        input: StaticTensor::rand([4, 4], Device::Hpu(0))?,
+        loss: StaticTensor::default(),
+    };
+    trainer.fit(&mut module, &mut Loaders::new().train(loader))?;
+    println!(
+        "\nby hand: {:?}",
+        Vec::<f32>::try_from(
+            module.layer.weight.leaf().f_detach()?.f_to(tch::Device::Cpu)?.f_reshape([-1])?
+        )?
+    );
+    if let Err(error) = module.graph.replay() {
+        println!("{error}");
+    }
+    let input = Tensor::f_ones([3, 4], (Kind::Float, Device::Hpu(0).into()))?;
+    let graphed = make_graphed_callables(module.layer, &input, 1)?;
+    println!(
+        "graphed: {:?}",
+        Vec::<f32>::try_from(graphed.forward(&input)?.f_detach()?.f_to(tch::Device::Cpu)?.f_reshape([-1])?)?
+    );
+    Ok(())
+}
+
+#[test]
+fn graphs_by_hand_go_on_without_a_graph_on_a_card() {
+    const PART: &str = "GAUDI_TEST_PART";
+    if std::env::var_os(PART).is_some() {
+        return train_by_hand().unwrap();
+    }
+    let run = |hpu: &str| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "graphs_by_hand_go_on_without_a_graph_on_a_card", "--nocapture"]);
+        command.env(PART, "1").env("VOLTAIC_HPU", hpu).env("VOLTAIC_HLML", &stand_ins().hlml);
+        command.env("VOLTAIC_HPU_PLUGIN", &stand_ins().plugin).env("OMP_NUM_THREADS", "1");
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", text(&output));
+        text(&output)
+    };
+    let (card, emulated) = (run("gaudi"), run("emulator"));
+    let line = |text: &str, begin: &str| {
+        text.lines().find(|line| line.starts_with(begin)).unwrap_or_else(|| panic!("{text}")).to_owned()
+    };
+    for begin in ["by hand: ", "graphed: "] {
+        assert_eq!(line(&card, begin), line(&emulated, begin), "{card}{emulated}");
+    }
+    line(
+        &card,
+        "a replay is not available: nothing was captured, since the code works on a Gaudi card; run the code",
+    );
 }
 
 #[test]
