@@ -10,15 +10,13 @@ use std::os::fd::AsRawFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGCONT, SIGKILL, SIGTERM};
 
 use super::host::{LOOPBACK, host_name, is_loopback, listen};
 use super::launch::Launch;
-use super::slurm::{RequeueSignal, notice};
+use super::signals::Signals;
 use super::variables::{ATTEMPT, LAUNCHER, NOTE, SECRET};
 use crate::error::{DistributedError, Error, Problem, Result, TorchError, TorchErrorKind, write_stderr};
 use crate::ffi::{self, JobSecret, Store};
@@ -263,7 +261,7 @@ enum Outcome {
 fn watch(ranks: &mut [Rank], signals: &Signals) -> Outcome {
     let mut ended = vec![false; ranks.len()];
     loop {
-        if let Some(signal) = signals.received() {
+        if let Some((signal, _)) = signals.received() {
             stop(ranks, signal, INTERRUPT_GRACE);
             return Outcome::Interrupted(128 + signal as u8);
         }
@@ -358,39 +356,6 @@ fn last_lines(path: &Path) -> std::io::Result<String> {
 /// Writes to standard error, since a log may not be printed.
 fn say(text: &str) {
     write_stderr(&format!("launcher: {}\n", text.trim_end()));
-}
-
-/// Signals that are passed on to the ranks; whether a second one ends the launcher, and the ranks with it, at once.
-const PASSED_ON: [(i32, bool); 4] = [(SIGINT, true), (SIGTERM, true), (SIGUSR1, false), (SIGHUP, false)];
-
-/// The signals received while ranks run.
-struct Signals([Arc<AtomicBool>; PASSED_ON.len()]);
-
-impl Signals {
-    fn watch() -> Result<Self> {
-        let signals = Self(Default::default());
-        let register = || -> std::io::Result<()> {
-            for ((signal, ends_at_second), flag) in PASSED_ON.into_iter().zip(&signals.0) {
-                if signal == SIGHUP && ffi::ignores(signal) {
-                    continue; // nohup
-                }
-                if ends_at_second {
-                    signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, flag.clone())?;
-                }
-                signal_hook::flag::register(signal, flag.clone())?;
-            }
-            Ok(())
-        };
-        register().map_err(|error| Error::io("watch signals for", "the launcher", error))?;
-        Ok(signals)
-    }
-
-    fn received(&self) -> Option<i32> {
-        let mut signals = PASSED_ON.iter().zip(&self.0);
-        let received =
-            signals.find_map(|((signal, _), flag)| flag.load(Ordering::Relaxed).then_some(*signal));
-        received.or_else(|| notice().map(RequeueSignal::number))
-    }
 }
 
 /// To be called by a rank that could not be built, or whose run has failed: a mistake of the configuration would end it again.

@@ -18,6 +18,7 @@ mod placement;
 mod process_group;
 mod rendezvous;
 mod roll_call;
+mod signals;
 mod slurm;
 mod variables;
 mod world;
@@ -38,8 +39,9 @@ pub(crate) use placement::Wanted;
 pub use placement::{Placement, RankPlacement};
 pub use process_group::{ProcessGroup, Work};
 pub use rendezvous::RunStore;
+pub(crate) use signals::Signals;
 pub use slurm::{RequeueSignal, SlurmEnvironment};
-pub(crate) use slurm::{SlurmJob, keep_notice, notice};
+pub(crate) use slurm::{SlurmJob, keep_notice};
 pub use variables::Variables;
 pub use world::{World, global_rank, is_global_zero};
 

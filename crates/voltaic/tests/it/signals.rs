@@ -12,7 +12,7 @@ use voltaic::Module;
 use voltaic::callback::Callback;
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::Loaders;
-use voltaic::distributed::{RequeueSignal, SlurmEnvironment};
+use voltaic::distributed::{Launch, RequeueSignal, SlurmEnvironment, launch};
 use voltaic::module::HookContext;
 
 use crate::ddp::{FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, weights};
@@ -292,20 +292,31 @@ fn too_many_processes_are_refused_before_any_is_started() {
 }
 
 #[test]
-fn after_a_fit_signals_end_the_process_again() {
-    let test = "signals::after_a_fit_signals_end_the_process_again";
-    let part = "after";
+fn after_a_fit_or_a_launch_signals_end_the_process_again() {
+    let test = "signals::after_a_fit_or_a_launch_signals_end_the_process_again";
     let signals = ["-INT", "-TERM", "-HUP", "-USR1"];
-    if plays(part) {
-        let mut trainer = silent().max_epochs(1).build().unwrap();
-        trainer.fit(&mut Probe::default(), &mut probe_loaders()).unwrap();
+    if plays("launch") && std::env::var_os("LOCAL_RANK").is_some() {
+        return; // a rank
+    }
+    if plays("fit") || plays("launch") {
+        if plays("fit") {
+            let mut trainer = silent().max_epochs(1).build().unwrap();
+            trainer.fit(&mut Probe::default(), &mut probe_loaders()).unwrap();
+        } else {
+            let ranks =
+                Launch { devices: 2, num_nodes: 1, node_rank: 0, master_addr: None, master_port: None };
+            let logs = TempDir::new().unwrap();
+            assert_eq!(launch(&ranks, 0, logs.path()).unwrap(), 0);
+        }
         signal_self(&std::env::var("VOLTAIC_TEST_SIGNAL").unwrap()).unwrap();
         std::thread::sleep(Duration::from_secs(20));
         return;
     }
-    for (signal, number) in signals.into_iter().zip([2, 15, 1, 10]) {
-        let mut command = own_process(test, part);
-        let status = command.env("VOLTAIC_TEST_SIGNAL", signal).stdout(Stdio::null()).status().unwrap();
-        assert_eq!(status.signal(), Some(number), "{signal}: {status}");
+    for part in ["fit", "launch"] {
+        for (signal, number) in signals.into_iter().zip([2, 15, 1, 10]) {
+            let mut command = own_process(test, part);
+            let status = command.env("VOLTAIC_TEST_SIGNAL", signal).stdout(Stdio::null()).status().unwrap();
+            assert_eq!(status.signal(), Some(number), "{part} {signal}: {status}");
+        }
     }
 }

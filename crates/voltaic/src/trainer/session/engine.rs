@@ -1,11 +1,11 @@
 //! What backward passes and optimizer steps are run with.
 
+use crate::distributed::Signals;
 use crate::ffi::AnomalyWatch;
 use crate::nn::Parameter;
 use crate::precision::LossScale;
 use crate::strategy::{Strategy, Votes};
 use crate::trainer::session::captured_optimizers::CapturedOptimizers;
-use crate::trainer::session::signals::Signals;
 
 /// What backward passes and optimizer steps are run with, automatic and manual ones.
 pub(crate) struct Engine {
@@ -41,7 +41,7 @@ impl Engine {
 
     /// The signal that this rank has received in this call.
     pub(crate) fn signal(&self) -> Option<&'static str> {
-        self.of_call.signals.as_ref()?.received()
+        self.of_call.signals.as_ref()?.received().map(|(_, name)| name)
     }
 
     /// Ends what is of one call.

@@ -15,7 +15,6 @@ pub(super) mod options;
 pub(super) mod run;
 #[allow(clippy::module_inception)]
 pub(super) mod session;
-pub(super) mod signals;
 pub(super) mod step;
 pub(super) mod transfer;
 pub(super) mod undo;

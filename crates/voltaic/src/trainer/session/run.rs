@@ -5,14 +5,13 @@ use std::path::PathBuf;
 use crate::callback::Callback;
 use crate::checkpoint::{CheckpointIo, CheckpointPaths};
 use crate::data::Stage;
-use crate::distributed::World;
+use crate::distributed::{Signals, World};
 use crate::error::Result;
 use crate::logger::Logger;
 use crate::module::{Logging, Position, Requests, RunFacts};
 use crate::trainer::config::graph::GraphReport;
 use crate::trainer::session::engine::Engine;
 use crate::trainer::session::frozen::AfterFit;
-use crate::trainer::session::signals::Signals;
 
 /// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
 pub(crate) struct Run {

@@ -1,5 +1,5 @@
-//! Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end a run after the batch in progress; a second Ctrl-C or SIGTERM ends the process at
-//! once. Between runs these signals do again what they did before the first one.
+//! Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end a run after the batch in progress, and the launcher passes them on to its ranks; a
+//! second Ctrl-C or SIGTERM ends the process at once. Between runs these signals do again what they did before the first one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::{SigId, flag, low_level};
 
-use crate::distributed::{RequeueSignal, notice};
+use super::slurm::notice;
 use crate::error::{Error, Result};
 use crate::ffi;
 
@@ -91,11 +91,12 @@ impl Signals {
         Ok(())
     }
 
-    /// The signal that has arrived, if any: since this watches, or before if it is Slurm's notice.
-    pub(crate) fn received(&self) -> Option<&'static str> {
+    /// The number and name of the signal that has arrived, if any: since this watches, or before if it is Slurm's notice.
+    pub(crate) fn received(&self) -> Option<(i32, &'static str)> {
         let mut watched = WATCHED.iter().zip(&self.flags);
-        let received = watched.find_map(|((_, name, _), flag)| flag.load(Ordering::Relaxed).then_some(*name));
-        received.or_else(|| notice().map(RequeueSignal::name))
+        let received = watched
+            .find_map(|((signal, name, _), flag)| flag.load(Ordering::Relaxed).then_some((*signal, *name)));
+        received.or_else(|| notice().map(|signal| (signal.number(), signal.name())))
     }
 }
 
