@@ -2,17 +2,24 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, Permissions, TryLockError};
+use std::hash::{DefaultHasher, Hasher};
 use std::io::{self, BufWriter, ErrorKind, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use tempfile::NamedTempFile;
 
-use super::shards::folder::{exchange, flush_folder, is_own_folder, remove_folder, remove_if_folder};
+use super::shards::folder::{check_own_folder, exchange, flush_folder, is_own_folder, remove_folder};
 use crate::error::{Error, Result};
 
 /// Random characters in the name of a temporary file.
 const NUM_RANDOM: usize = 12;
+/// Bytes of a file's name in that of its temporary file. With two dots, the random characters and the longest ending
+/// (`.tmp.png`, `.tmp.old`) it has 255 bytes, as many as a file system takes.
+const MAX_NAME: usize = 255 - 2 - NUM_RANDOM - 8;
+/// A longer extension counts as part of the name.
+const MAX_EXTENSION: usize = 16;
 /// Links that are tried if each is removed by someone who tidies the folder up at the same moment.
 const MAX_LINKS: usize = 8;
 
@@ -82,9 +89,8 @@ impl Claim {
     /// The name, unless another run has claimed it or there is such a file.
     pub(crate) fn new(path: &Path) -> Option<Self> {
         let folder = folder_of(path);
-        let mut hidden = OsString::from(".");
-        hidden.push(path.file_name().unwrap_or_default());
-        hidden.push(format!(".{}.tmp", "0".repeat(NUM_RANDOM))); // `remove_leftovers` knows it
+        let mut hidden = temporary_prefix(path);
+        hidden.push(format!("{}.tmp", "0".repeat(NUM_RANDOM))); // `remove_leftovers` knows it
         let hidden = folder.join(hidden);
         let path = path.to_path_buf();
         let mut open = File::options();
@@ -140,8 +146,7 @@ pub(crate) fn temporary_file(path: &Path, ending: &str) -> Result<NamedTempFile>
 pub(super) fn temporary_folder(path: &Path) -> Result<(PathBuf, File, String)> {
     let parent = folder_of(path);
     fs::create_dir_all(parent).map_err(|e| Error::io("create folder", parent, e))?;
-    let prefix: OsString =
-        [".".as_ref(), path.file_name().unwrap_or_default(), ".".as_ref()].into_iter().collect();
+    let prefix = temporary_prefix(path);
     let mut builder = tempfile::Builder::new();
     builder.prefix(&prefix).suffix(".tmp").rand_bytes(NUM_RANDOM).permissions(Permissions::from_mode(0o777));
     let made = builder.tempdir_in(parent).map_err(|e| Error::io("create a folder in", parent, e))?;
@@ -164,12 +169,36 @@ fn temporary_beside<T>(
     let folder = folder_of(path);
     fs::create_dir_all(folder).map_err(|e| Error::io("create folder", folder, e))?;
     refuse_other_kinds(path)?;
-    let name = path.file_name().unwrap_or_default();
-    let prefix: OsString = [".".as_ref(), name, ".".as_ref()].into_iter().collect();
+    let prefix = temporary_prefix(path);
     let mut builder = tempfile::Builder::new();
     // umask takes from the permissions what it takes from those of any new file
     builder.prefix(&prefix).suffix(ending).rand_bytes(NUM_RANDOM).permissions(Permissions::from_mode(0o666));
     create(&builder, folder).map_err(|e| Error::io("create a file in", folder, e))
+}
+
+/// `.<name>.`, the beginning of a temporary file's name. The end of a long name, before its extension, is replaced by a number
+/// that tells it from others.
+fn temporary_prefix(path: &Path) -> OsString {
+    let name = path.file_name().unwrap_or_default().as_bytes();
+    let extension = path.extension().map_or(0, |extension| extension.len() + 1);
+    let extension = if extension <= MAX_EXTENSION { extension } else { 0 };
+    let (stem, extension) = name.split_at(name.len() - extension);
+    let mut prefix = vec![b'.'];
+    if name.len() <= MAX_NAME {
+        prefix.extend(stem);
+    } else {
+        let mut hasher = DefaultHasher::new();
+        hasher.write(name);
+        let number = format!("~{:016x}", hasher.finish());
+        let room = MAX_NAME - number.len() - extension.len();
+        // not within a character of several bytes
+        let end = (0..=room).rev().find(|&at| stem[at] & 0b1100_0000 != 0b1000_0000);
+        prefix.extend(&stem[..end.unwrap_or(room)]);
+        prefix.extend(number.as_bytes());
+    }
+    prefix.extend(extension);
+    prefix.push(b'.');
+    OsString::from_vec(prefix)
 }
 
 fn folder_of(path: &Path) -> &Path {
@@ -250,10 +279,22 @@ fn is_temporary(name: &str) -> bool {
 /// Removes a file, or a checkpoint that is a folder; that it is gone already is not an error.
 ///
 /// # Errors
-/// [`Error::Io`] if it is there and cannot be removed.
+/// [`Error::Io`] if it is there and cannot be removed, or is a folder that is not a checkpoint.
 pub fn remove_file(path: &Path) -> Result<()> {
-    if let Some(removed) = remove_if_folder(path) {
-        return removed;
+    if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
+        check_own_folder(path)?;
+        // under a name that `remove_leftovers` knows: what is left of an interrupted removal is not taken for a checkpoint
+        let (temporary, _lock, _) = temporary_folder(path)?;
+        return match fs::rename(path, &temporary) {
+            Ok(()) => remove_folder(&temporary),
+            Err(error) => {
+                let _ = fs::remove_dir(&temporary); // the error tells
+                match error.kind() {
+                    ErrorKind::NotFound => Ok(()),
+                    _ => Err(Error::io("remove", path, error)),
+                }
+            }
+        };
     }
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, error)),
@@ -286,6 +327,71 @@ mod tests {
             .collect();
         left.sort();
         assert_eq!(left, [".a.txt.aB3dEf7hIj0k.tmp", ".notes.ckpt.tmp", ".other.tmp", "a.ckpt", "b.ckpt"]);
+    }
+
+    #[test]
+    fn a_name_of_any_length_has_a_temporary_name() {
+        let root = tempfile::tempdir().expect("temp folder");
+        for (stem, extension) in [("a", ".ckpt"), ("\u{e9}", ".ckpt"), ("a", ".png"), ("a", "")] {
+            for len in [232, 233, 234, 240, 255] {
+                let stem = stem.repeat((len - extension.len()) / stem.len());
+                let path = root.path().join(format!("{stem}{extension}"));
+                let longest = temporary_file(&path, ".tmp.png").expect("a name that fits");
+                let name = longest.path().file_name().expect("has a name").to_str().expect("text");
+                assert!(name.len() <= 255 && (is_temporary(name) || extension.is_empty()), "{name}");
+                write_atomically(&path, |w| w.write_all(b"new")).expect("writable");
+                link_atomically(Path::new("target"), &path).expect("links");
+                remove_file(&path).expect("removes");
+                let claim = Claim::new(&path).expect("free");
+                assert!(Claim::new(&path).is_none());
+                let other = path.with_file_name(format!("{}b{extension}", &stem[..stem.len() - 2]));
+                assert!(Claim::new(&other).is_some(), "another name");
+                drop(claim);
+            }
+        }
+        let path = root.path().join(format!("{}.ckpt", "a".repeat(250)));
+        fs::create_dir(&path).expect("writable");
+        File::create(path.join("index.json")).expect("writable");
+        write_atomically(&path, |w| w.write_all(b"new")).expect("takes the place of a folder");
+        assert_eq!(fs::read_dir(root.path()).expect("listable").count(), 1);
+    }
+
+    #[test]
+    fn a_removal_of_a_folder_that_was_killed_leaves_what_the_next_run_removes() {
+        let root = tempfile::tempdir().expect("temp folder");
+        let path = root.path().join("a.ckpt");
+        let folder = |name: &str, files: &[&str]| {
+            let path = root.path().join(name);
+            fs::create_dir(&path).expect("writable");
+            files.iter().for_each(|file| drop(File::create(path.join(file)).expect("writable")));
+            path
+        };
+        let files: Vec<String> = (0..40).map(|rank| format!("rank-{rank}.safetensors")).collect();
+        let files: Vec<&str> = files.iter().map(String::as_str).chain(["index.json"]).collect();
+        let (is_made, is_done) = (std::sync::Mutex::new(()), std::sync::atomic::AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_done.load(std::sync::atomic::Ordering::Relaxed) {
+                    let _nothing_is_made = is_made.lock();
+                    let is_cut =
+                        !path.join("index.json").exists() && path.join("rank-39.safetensors").exists();
+                    assert!(!is_cut, "killed now, it leaves a part of a checkpoint under its name");
+                }
+            });
+            for number in 0..50 {
+                let new = folder(&format!("new-{number}"), &files);
+                {
+                    let _nobody_looks = is_made.lock();
+                    fs::rename(new, &path).expect("renames");
+                }
+                remove_file(&path).expect("removes");
+            }
+            is_done.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+        remove_file(&path).expect("is gone");
+        folder(".a.ckpt.aB3dEf7hIj0k.tmp", &["rank-1.safetensors"]);
+        remove_leftovers(root.path());
+        assert_eq!(fs::read_dir(root.path()).expect("listable").count(), 0);
     }
 
     #[test]

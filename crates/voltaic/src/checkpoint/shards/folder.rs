@@ -65,19 +65,14 @@ pub(in crate::checkpoint) fn remove_folder(path: &Path) -> Result<()> {
     gone("remove", path, fs::remove_dir(path))
 }
 
-/// Removes the checkpoint at `path` if it is a folder; `None` if it is none.
-///
 /// # Errors
-/// [`Error::Io`] if the folder is not a checkpoint, or cannot be removed.
-pub(in crate::checkpoint) fn remove_if_folder(path: &Path) -> Option<Result<()>> {
-    if !path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
-        return None;
+/// [`Error::Io`] if a folder is not a checkpoint.
+pub(in crate::checkpoint) fn check_own_folder(path: &Path) -> Result<()> {
+    if is_own_folder(path) {
+        return Ok(());
     }
-    if !is_own_folder(path) {
-        let what = "it is a folder with other things than a checkpoint in it";
-        return Some(Err(Error::io("remove", path, io::Error::new(ErrorKind::InvalidInput, what))));
-    }
-    Some(remove_folder(path))
+    let what = "it is a folder with other things than a checkpoint in it, or without index.json: not a checkpoint; move it away";
+    Err(Error::io("remove", path, io::Error::new(ErrorKind::InvalidInput, what)))
 }
 
 /// Puts a finished file or folder, called `temporary`, in the place of `path`, which is a folder of ours, or a file or link: it is
@@ -111,7 +106,11 @@ fn exchange_by(
                 let _ = fs::rename(&aside, path); // the error above tells
                 return Err(fail(error));
             }
-            aside
+            // the free name is one that `remove_leftovers` removes; under the other it would get its name back
+            match fs::rename(&aside, temporary) {
+                Ok(()) => temporary.to_path_buf(),
+                Err(_) => aside,
+            }
         }
         Err(error) => return Err(fail(error.into())),
     };
@@ -143,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn only_folders_of_ours_are_removed() {
+    fn only_folders_of_ours_may_be_removed() {
         let root = tempfile::tempdir().unwrap();
         let own = folder_with(root.path(), "a.ckpt", &[INDEX, "rank-0.safetensors", "rank-12.safetensors"]);
         let without_index = folder_with(root.path(), "b.ckpt", &["rank-0.safetensors"]);
@@ -152,14 +151,13 @@ mod tests {
         fs::create_dir(with_folder.join("rank-1.safetensors")).unwrap();
         let link = root.path().join("link.ckpt");
         std::os::unix::fs::symlink(&own, &link).unwrap();
-        assert!(remove_if_folder(&link).is_none(), "the link itself is a file to remove");
         for foreign in [&without_index, &with_more, &with_folder] {
-            let error = remove_if_folder(foreign).unwrap().unwrap_err().to_string();
+            let error = check_own_folder(foreign).unwrap_err().to_string();
             assert!(error.contains("other things than a checkpoint"), "{error}");
-            assert!(foreign.exists());
         }
-        assert!(with_more.join(INDEX).exists(), "nothing of it was touched");
-        remove_if_folder(&own).unwrap().unwrap();
+        assert!(check_own_folder(&link).is_err(), "the link itself is a file to remove");
+        check_own_folder(&own).unwrap();
+        remove_folder(&own).unwrap();
         assert!(!own.exists());
     }
 
