@@ -7,9 +7,11 @@ use std::path::Path;
 use tch::Tensor;
 
 use super::atomic::write_atomically;
+use super::budget::ReadLimits;
 use super::checkpoint::Checkpoint;
 use super::format::read as read_file;
 use super::lightning::{Converted, from_lightning};
+use super::masters::source;
 use super::peek::{Beginning, peek_file, peek_whole_file};
 use super::pickle::Value;
 use super::shards::folder::is_folder;
@@ -24,8 +26,16 @@ use crate::error::{CheckpointError, Error, Problem, Result};
 /// # Errors
 /// As [`Checkpoint::load`].
 pub fn read(path: &Path) -> Result<Checkpoint> {
+    read_within(path, ReadLimits::default())
+}
+
+/// The same of a folder within limits of one's own.
+///
+/// # Errors
+/// As [`Checkpoint::load`].
+pub(crate) fn read_within(path: &Path, limits: ReadLimits) -> Result<Checkpoint> {
     match () {
-        () if is_folder(path) => shards::load(path),
+        () if is_folder(path) => shards::load(path, limits),
         () if is_torch(path)? => converted(&read_torch(path)?, path),
         () => read_file(path),
     }
@@ -64,8 +74,7 @@ pub fn read_weights(path: &Path) -> Result<Vec<(String, Tensor)>> {
     if !is_folder(path) {
         return Ok(read(path)?.weights);
     }
-    let shards = shards::Shards::open(path)?;
-    shards.weights().map(|(name, _)| Ok((name.to_owned(), shards.whole(name)?))).collect()
+    shards::Shards::open(path)?.all_weights(&HashMap::new(), ReadLimits::default())
 }
 
 impl Checkpoint {
@@ -78,13 +87,24 @@ impl Checkpoint {
     }
 }
 
-/// Writes the weights of a folder as [`write_weights`](super::write_weights) does, one tensor in memory at a time. Returns their number.
+/// Writes the weights of a folder as [`write_weights`](super::write_weights) does, one tensor in memory at a time; those that are among
+/// `masters` with the values of what they name. Returns their number.
 ///
 /// # Errors
-/// If a file of the folder is missing or damaged, or the output cannot be written.
-pub(crate) fn export_weights(shards: &shards::Shards, path: &Path) -> Result<usize> {
+/// If a file of the folder is missing or damaged, they are more than `limits` allow, or the output cannot be written.
+pub(crate) fn export_weights(
+    shards: &shards::Shards,
+    masters: &HashMap<&str, &str>,
+    limits: ReadLimits,
+    path: &Path,
+) -> Result<usize> {
+    shards.check_growth(shards.weights().map(|(name, _)| source(masters, name)), 0, limits)?;
     let plan = |(name, shape): (&str, &[usize])| {
-        Some(Planned { name: name.to_owned(), dtype: shards.dtype(name)?, shape: shape.to_vec() })
+        Some(Planned {
+            name: name.to_owned(),
+            dtype: shards.dtype(source(masters, name))?,
+            shape: shape.to_vec(),
+        })
     };
     let planned: Vec<Planned> = shards.weights().filter_map(plan).collect();
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
@@ -92,7 +112,7 @@ pub(crate) fn export_weights(shards: &shards::Shards, path: &Path) -> Result<usi
     let mut failure = None;
     let written = write_atomically(path, |writer| {
         let mut read = |index: usize| {
-            let tensor = shards.whole(&planned[index].name).map_err(|error| {
+            let tensor = shards.whole(source(masters, &planned[index].name)).map_err(|error| {
                 let text = error.to_string();
                 failure = Some(error);
                 std::io::Error::other(text)

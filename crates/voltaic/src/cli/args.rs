@@ -98,7 +98,11 @@ pub(super) struct ConvertArgs {
     /// File with the names of the optimizer's parameters in its order, one a line.
     #[arg(long = "param_names", value_name = "FILE")]
     pub param_names: Option<PathBuf>,
-    /// How many times the size of a file of PyTorch or Lightning its values and tensors may take, and 64 MiB more.
+    /// Write weights in the 16 bits of the run; unless given, in float32 where the checkpoint has master weights, but for a checkpoint
+    /// of voltaic with its training state.
+    #[arg(long = "no_master_weights")]
+    pub no_master_weights: bool,
+    /// How many times the size of a file of PyTorch or Lightning, or of a folder, its values and tensors may take, and 64 MiB more.
     #[arg(long = "max_growth", value_name = "N", default_value_t = ReadLimits::default().max_growth)]
     pub max_growth: u64,
 }

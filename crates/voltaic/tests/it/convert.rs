@@ -6,11 +6,13 @@ use std::process::{Command, Output};
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use serde_json::Value as Json;
+use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::checkpoint::pickle::Value;
-use voltaic::checkpoint::{Checkpoint, from_hugging_face, read_torch, to_hugging_face, write_torch};
+use voltaic::checkpoint::{
+    Checkpoint, TrainingState, from_hugging_face, read_torch, to_hugging_face, write_torch,
+};
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::models::{Gpt, GptConfig, ResNet18, ResNet18Config};
 use voltaic::module::{LightningModule, StepContext};
@@ -290,6 +292,34 @@ fn weights_go_through_all_formats() {
     }
     let weights = from_lightning(&read_torch(&fixture("lightning.ckpt")).unwrap(), None, true).unwrap().value;
     assert!(weights.training.is_none() && weights.weights.len() == 9);
+}
+
+#[test]
+fn weights_are_written_from_their_master_weights() {
+    let folder = TempDir::new().unwrap();
+    let (own, output) = (folder.path().join("own.ckpt"), |name: &str| folder.path().join(name));
+    let exact = Tensor::from_slice(&[0.1_f32, 0.2]);
+    let half = exact.to_kind(Kind::BFloat16);
+    let states = vec![("master_param.w".to_owned(), exact.shallow_clone())];
+    let training = TrainingState { optimizers: vec![states], json: json!({}), ..TrainingState::default() };
+    let weights = ["w", "tied"].map(|name| (name.to_owned(), half.shallow_clone())).into();
+    Checkpoint { weights, training: Some(training), ..Checkpoint::default() }.save(&own).unwrap();
+    for (name, options, expected) in [
+        ("a.safetensors", &[][..], &exact),
+        ("b.pt", &[], &exact),
+        ("c.ckpt", &["--to=voltaic", "--weights_only"], &exact),
+        ("d.ckpt", &["--weights_only"], &exact),
+        ("e.safetensors", &["--no_master_weights"], &half),
+        ("f.ckpt", &["--to=voltaic"], &half),
+    ] {
+        let text = convert(&own, &output(name), options);
+        let weights = voltaic::checkpoint::read_weights(&output(name)).unwrap();
+        assert!(weights.len() == 2 && weights.iter().all(|(_, weight)| *weight == *expected), "{name}");
+        let note = "note: 2 of 2 weights are the float32 master weights; --no_master_weights";
+        assert_eq!(text.contains(note), expected.kind() == Kind::Float, "{text}");
+    }
+    let kept = Checkpoint::load(&output("f.ckpt")).unwrap().training.unwrap();
+    assert_eq!(kept.optimizers[0][0].1, exact);
 }
 
 #[test]

@@ -142,6 +142,50 @@ fn the_command_line_tests_and_converts_folders() {
     assert!(!folder.path().join("again.safetensors").exists());
 }
 
+/// A run in 16 bits keeps float32 weights beside them, and what is exported are these.
+#[test]
+fn the_command_line_exports_master_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+        let output =
+            command.args(arguments).env("OMP_NUM_THREADS", "1").current_dir(folder.path()).output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let text = text(&output.stderr) + &text(&output.stdout);
+        assert!(output.status.success(), "{text}");
+        text
+    };
+    run(&[
+        "fit",
+        "--model=Mlp",
+        "--data=MnistData",
+        "--data.batch_size=2",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+        "--trainer.strategy=zero2",
+        "--trainer.precision=bf16-true",
+        "--trainer.limit_train_batches=2",
+        "--trainer.limit_val_batches=0",
+        "--trainer.max_epochs=1",
+    ]);
+    let saved = std::fs::read_dir(folder.path().join("lightning_logs/version_0/checkpoints")).unwrap();
+    let saved = saved.map(|entry| entry.unwrap().path()).next().unwrap();
+    let of_run = voltaic::checkpoint::Checkpoint::load(&saved).unwrap();
+    let masters = of_run.training.unwrap().optimizers.remove(0);
+    for (output, more) in [("a.safetensors", None), ("b.pt", None), ("c.pt", Some("--no_master_weights"))] {
+        let arguments = ["convert", saved.to_str().unwrap(), output].into_iter().chain(more);
+        let text = run(&arguments.collect::<Vec<_>>());
+        assert_eq!(text.contains("are the float32 master weights"), more.is_none(), "{text}");
+        let exported = voltaic::checkpoint::read_weights(&folder.path().join(output)).unwrap();
+        for (name, weight) in exported {
+            let of_run = of_run.weights.iter().find(|(own, _)| *own == name);
+            let master = masters.iter().find(|(own, _)| *own == format!("master_param.{name}"));
+            let expected = if more.is_none() { master } else { of_run };
+            assert!(weight == expected.unwrap().1, "{output}: {name}");
+        }
+    }
+}
+
 /// Two nodes of two ranks, which meet over Gloo alone: DDP's losses within 5e-5, and one folder on the first node, from which one node
 /// of four ranks goes on.
 #[test]

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::checkpoint::checkpoint::CheckpointMeta;
-use crate::checkpoint::format::{MAX_OPTIMIZERS, check_json, shape_of, unreadable};
+use crate::checkpoint::format::{MAX_OPTIMIZERS, PREFIX, check_json, shape_of, unreadable};
 use crate::config::read_file;
 use crate::error::{Error, Result};
 
@@ -91,9 +91,13 @@ impl Entry {
         };
         let numel = shape.iter().product::<i64>() as usize;
         let mut at = 0_usize;
+        let mut seen = HashSet::new();
         for &(rank, start, len) in &self.slices {
             if rank >= ranks {
                 return Some(format!("has a slice of rank {rank}, of {ranks} ranks"));
+            }
+            if !seen.insert(rank) {
+                return Some(format!("has two slices of rank {rank}"));
             }
             if start != at {
                 let what = if start < at { "twice" } else { "nowhere" };
@@ -201,10 +205,12 @@ impl Index {
                 return Some(format!("{name} {what}"));
             }
         }
-        let is_unknown = |name: &&String| !self.tensors.contains_key(*name);
-        if let Some((alias, _)) =
-            self.tied.iter().find(|(alias, name)| is_unknown(name) || !is_unknown(alias))
-        {
+        let is_known = |name: &String| self.tensors.contains_key(name);
+        let is_weight = |name: &String| !name.starts_with(PREFIX);
+        let fits = |alias: &String, name: &String| {
+            is_known(name) && !is_known(alias) && is_weight(alias) && is_weight(name)
+        };
+        if let Some((alias, _)) = self.tied.iter().find(|(alias, name)| !fits(alias, name)) {
             return Some(format!("{alias} is tied to {}, which does not fit the tensors", self.tied[alias]));
         }
         let names: HashSet<&String> = self.had_grad.iter().collect();
@@ -249,15 +255,18 @@ mod tests {
             (vec![(0, 0, 2), (1, 3, 3)], "w has element 2 nowhere"),
             (vec![(0, 0, 5)], "w has 6 elements, its slices have 5"),
             (vec![(2, 0, 6)], "w has a slice of rank 2, of 2 ranks"),
-            (vec![(0, 0, 6), (0, 6, usize::MAX)], "w has a slice that is too long"),
+            (vec![(0, 0, 3), (0, 3, 3)], "w has two slices of rank 0"),
+            (vec![(0, 0, 6), (1, 6, usize::MAX)], "w has a slice that is too long"),
         ] {
             let mut index = index();
             index.tensors.get_mut("w").unwrap().slices = slices;
             assert_eq!(index.problem().as_deref(), Some(expected));
         }
-        let mut tied = index();
-        tied.tied.insert("w".to_owned(), "w".to_owned());
-        assert!(tied.problem().unwrap().contains("w is tied to w"));
+        for (alias, name) in [("w", "w"), ("v", "u"), ("voltaic:optimizer.0.exp_avg.w", "w")] {
+            let mut tied = index();
+            tied.tied.insert(alias.to_owned(), name.to_owned());
+            assert!(tied.problem().unwrap().contains(&format!("{alias} is tied to {name}")));
+        }
         assert_eq!(index().problem(), None);
     }
 

@@ -1,6 +1,7 @@
 //! Reads a checkpoint that is divided among ranks: any elements of any tensor, wherever they lie.
 
 use std::cell::OnceCell;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -13,17 +14,21 @@ use tch::{Kind, Tensor};
 use super::folder::{INDEX, file_name};
 use super::index::{Entry, FileEntry, Index};
 use super::write::{METADATA_KEY, Owner};
+use crate::checkpoint::budget::{Budget, ReadLimits};
 use crate::checkpoint::checkpoint::{
     Checkpoint, CheckpointMeta, FORMAT_VERSION, Part, RankState, TrainingState,
 };
 use crate::checkpoint::format::{
     OWN, PREFIX, add_tensor, add_to_rank, grad_name, kind, note_saved_at, shape_of, unreadable,
 };
+use crate::checkpoint::masters::{masters_of, may_have_master, parameter_of, source};
 use crate::checkpoint::peek::{Beginning, open_header};
 use crate::error::{CheckpointError, Error, Problem, Result};
 
 /// A file is checked in pieces of so many bytes.
 const PIECE: usize = 1 << 20;
+/// What a tensor that shares its elements with another takes, with its name.
+const BYTES_OF_NAMED: usize = 256;
 
 /// A checkpoint in a folder, whose tensors are read when they are asked for.
 pub(crate) struct Shards {
@@ -84,9 +89,64 @@ impl Shards {
         weights.filter_map(|name| Some((name.as_str(), self.index.entry(name)?.1.shape.as_slice())))
     }
 
-    /// safetensors' dtype of a tensor that [`Shards::weights`] has named.
+    /// safetensors' dtype of a tensor.
     pub(in crate::checkpoint) fn dtype(&self, name: &str) -> Option<safetensors::Dtype> {
         self.index.entry(name).map(|(_, entry)| entry.dtype)
+    }
+
+    /// Refuses to make more of the folder's files than `limits` allow: of tensors by these names, and `more` bytes.
+    ///
+    /// # Errors
+    /// If that is too much, with the sizes; if a file is missing.
+    pub(in crate::checkpoint) fn check_growth<'a>(
+        &self,
+        names: impl Iterator<Item = &'a str>,
+        more: usize,
+        limits: ReadLimits,
+    ) -> Result<()> {
+        let size = |name: &str| self.folder.join(name).metadata().map_or(0, |metadata| metadata.len());
+        let files =
+            (0..self.ranks()).map(|rank| size(&file_name(rank))).fold(size(INDEX), u64::saturating_add);
+        let mut budget = Budget::new(files, limits);
+        let bytes = |name: &str| {
+            let entry = self.index.entry(name)?.1;
+            entry.numel().checked_mul(kind(entry.dtype)?.elt_size_in_bytes())
+        };
+        let mut sizes = names.map(|name| bytes(name).unwrap_or(usize::MAX)).chain([more]);
+        let Err(what) = sizes.try_for_each(|bytes| budget.take(bytes)) else { return Ok(()) };
+        if let Some(rank) = (0..self.ranks()).find(|&rank| !self.folder.join(file_name(rank)).exists()) {
+            return self.file(rank).map(drop); // says what to do about that
+        }
+        let remedy = "if you trust the folder, raise max_growth (--max_growth of convert)";
+        let (path, problem) = (self.folder.clone(), Problem::new(what, remedy));
+        Err(CheckpointError::Unreadable { path, problem }.into())
+    }
+
+    /// Names of weights of 16 bits, each with the name of the master weight that it was rounded from. Reads them all.
+    ///
+    /// # Errors
+    /// As [`Shards::whole`].
+    pub(crate) fn masters(&self) -> Result<HashMap<&str, &str>> {
+        let states = (0..self.index.num_optimizers).flat_map(|index| self.optimizer_states(index));
+        let known = states.filter_map(|(name, state)| Some((parameter_of(state)?, name))).collect();
+        let is_half = |name: &str| self.dtype(name).and_then(kind).is_some_and(may_have_master);
+        let names: Vec<&str> = self.weights().map(|(name, _)| name).filter(|name| is_half(name)).collect();
+        masters_of(&names, &known, &|name| self.whole(name), &|name: &str| self.whole(name))
+    }
+
+    /// The weights, whole; tied ones share their memory. Those that are among `masters` have the values of what they name.
+    ///
+    /// # Errors
+    /// As [`Shards::whole`], and if they are more than `limits` allow.
+    pub(crate) fn all_weights(
+        &self,
+        masters: &HashMap<&str, &str>,
+        limits: ReadLimits,
+    ) -> Result<Vec<(String, Tensor)>> {
+        self.check_growth(self.weights().map(|(name, _)| source(masters, name)), 0, limits)?;
+        let mut read = TiedOnce::of(self);
+        read.tied.extend(masters.values().map(|name| (*name, None)));
+        self.weights().map(|(name, _)| Ok((name.to_owned(), read.whole(source(masters, name))?))).collect()
     }
 
     fn named(&self, name: &str) -> Result<(&str, &Entry)> {
@@ -260,6 +320,7 @@ impl Shards {
     /// many, takes; of all ranks without one.
     fn checkpoint(&self, rank: Option<(usize, usize)>, is_left: &dyn Fn(&str) -> bool) -> Result<Checkpoint> {
         let mut weights = Vec::new();
+        let mut read = TiedOnce::of(self);
         let mut training = TrainingState {
             optimizers: (0..self.index.num_optimizers).map(|_| Vec::new()).collect(),
             json: self.index.training.clone().unwrap_or_default(),
@@ -270,20 +331,23 @@ impl Shards {
             if is_left(name) {
                 continue;
             }
-            let tensor = self.whole(name)?;
+            let tensor = read.whole(name)?;
             add_tensor(&mut weights, &mut training, name.clone(), tensor)
                 .map_err(|what| unreadable(&self.folder, what))?;
         }
         if self.index.training.is_some() {
             // the mean so far is what each rank goes on from
             let shared = std::mem::take(&mut training.grads);
-            let had = |fqn: &String| self.index.had_grad.contains(fqn);
-            let shared: Vec<(String, Tensor)> = shared.into_iter().filter(|(fqn, _)| had(fqn)).collect();
+            let had: HashSet<&String> = self.index.had_grad.iter().collect();
+            let shared: Vec<(String, Tensor)> =
+                shared.into_iter().filter(|(fqn, _)| had.contains(fqn)).collect();
             let own = |own: usize| {
                 let takes =
                     |(rank, ranks): (usize, usize)| own == 0 || own == rank || own % ranks.max(1) == rank;
-                let is_read = rank.is_none_or(takes);
-                let mut state = if is_read { self.own(own)? } else { RankState::default() };
+                if !rank.is_none_or(takes) {
+                    return Ok(RankState::default());
+                }
+                let mut state = self.own(own)?;
                 let added = shared.iter().map(|(fqn, grad)| (fqn.clone(), grad.shallow_clone()));
                 state.grads.extend(added);
                 Ok(state)
@@ -335,12 +399,43 @@ impl Shards {
     }
 }
 
+/// Whole tensors of a folder, of which those with several names are read once.
+struct TiedOnce<'a> {
+    shards: &'a Shards,
+    /// By the name in the index; `None` until it is read.
+    tied: HashMap<&'a str, Option<Tensor>>,
+}
+
+impl<'a> TiedOnce<'a> {
+    fn of(shards: &'a Shards) -> Self {
+        Self { shards, tied: shards.index.tied.values().map(|name| (name.as_str(), None)).collect() }
+    }
+
+    fn whole(&mut self, name: &str) -> Result<Tensor> {
+        let (own, _) = self.shards.named(name)?;
+        match self.tied.get_mut(own) {
+            None => self.shards.whole(own),
+            Some(Some(kept)) => Ok(kept.shallow_clone()),
+            Some(kept) => {
+                let tensor = self.shards.whole(own)?;
+                *kept = Some(tensor.shallow_clone());
+                Ok(tensor)
+            }
+        }
+    }
+}
+
 /// All of a checkpoint in a folder, as of one file.
 ///
 /// # Errors
-/// As [`Shards::open`] and [`Shards::whole`].
-pub(in crate::checkpoint) fn load(folder: &Path) -> Result<Checkpoint> {
-    Shards::open(folder)?.checkpoint(None, &|_| false)
+/// As [`Shards::open`] and [`Shards::whole`]; if that is more than `limits` allow.
+pub(in crate::checkpoint) fn load(folder: &Path, limits: ReadLimits) -> Result<Checkpoint> {
+    let shards = Shards::open(folder)?;
+    let names = shards.index.tensors.keys().chain(shards.index.tied.keys()).map(String::as_str);
+    // each rank has the gradients that are divided
+    let grads = shards.divided_grads().count().saturating_mul(shards.ranks());
+    shards.check_growth(names, grads.saturating_mul(BYTES_OF_NAMED), limits)?;
+    shards.checkpoint(None, &|_| false)
 }
 
 /// What a folder says of itself; its files are not looked at.
@@ -353,4 +448,94 @@ pub(in crate::checkpoint) fn peek_whole(folder: &Path) -> Result<Beginning> {
     let shards = Shards::open(folder)?;
     (0..shards.ranks()).try_for_each(|rank| shards.file(rank).map(drop))?;
     Ok(shards.beginning())
+}
+
+#[cfg(test)]
+mod tests {
+    use safetensors::Dtype;
+
+    use super::*;
+    use crate::checkpoint::stream::{Planned, bytes_of, write_tensors};
+
+    /// A folder of one rank with these tensors; `change` edits its index.
+    fn folder_of(tensors: &[(&str, Dtype, Tensor)], change: impl FnOnce(&mut Index)) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        let owner = Owner { id: "an id".to_owned(), rank: 0, ranks: 1 };
+        let metadata = HashMap::from([(METADATA_KEY.to_owned(), serde_json::to_string(&owner).unwrap())]);
+        let mut index = Index::new(owner.id, 7, CheckpointMeta::default());
+        let mut planned = Vec::new();
+        for (name, dtype, tensor) in tensors {
+            let shape: Vec<usize> = tensor.size().iter().map(|&size| size as usize).collect();
+            planned.push(Planned { name: (*name).to_owned(), dtype: *dtype, shape: shape.clone() });
+            let entry = Entry { dtype: *dtype, shape, slices: vec![(0, 0, tensor.numel())] };
+            index.tensors.insert((*name).to_owned(), entry);
+        }
+        let file = File::create(folder.path().join(file_name(0))).unwrap();
+        let written =
+            write_tensors(file, &planned, metadata, &mut |index| bytes_of(&tensors[index].2)).unwrap();
+        index.files = vec![FileEntry { bytes: written.bytes, crc32: format!("{:08x}", written.crc) }];
+        change(&mut index);
+        std::fs::write(folder.path().join(INDEX), index.to_text().unwrap()).unwrap();
+        folder
+    }
+
+    #[test]
+    fn tied_weights_share_memory_and_count_as_what_is_made_of_a_folder() {
+        let w = [("w", Dtype::F32, Tensor::ones([1 << 18], (Kind::Float, tch::Device::Cpu)))];
+        let with_aliases = |count: usize| {
+            folder_of(&w, |index| {
+                index.tied = (0..count).map(|alias| (format!("a{alias}"), "w".to_owned())).collect();
+            })
+        };
+        let few = with_aliases(2);
+        let read = |folder: &Path| load(folder, ReadLimits::default());
+        let weights = read(few.path()).unwrap().weights;
+        assert_eq!(weights.len(), 3);
+        assert!(weights.iter().all(|(_, weight)| weight.data_ptr() == weights[0].1.data_ptr()));
+        let many = with_aliases(3000);
+        let expected = "MiB and 16 times its size, which is max_growth";
+        for error in [
+            read(many.path()).map(drop).unwrap_err(),
+            crate::checkpoint::read_weights(many.path()).map(drop).unwrap_err(),
+            crate::checkpoint::export_weights(
+                &Shards::open(many.path()).unwrap(),
+                &HashMap::new(),
+                ReadLimits::default(),
+                &many.path().with_extension("safetensors"),
+            )
+            .map(drop)
+            .unwrap_err(),
+        ] {
+            let error = error.to_string();
+            assert!(error.contains(expected) && error.contains("--max_growth of convert"), "{error}");
+        }
+        assert_eq!(load(many.path(), ReadLimits { max_growth: 3000 }).unwrap().weights.len(), 3001);
+    }
+
+    #[test]
+    fn master_weights_are_found_by_what_they_round_to() {
+        let exact = Tensor::from_slice(&[0.1_f32, 0.2, 0.3]);
+        let other = Tensor::from_slice(&[0.4_f32, 0.5, 0.6]);
+        let half = exact.to_kind(Kind::BFloat16);
+        let folder = folder_of(
+            &[
+                ("w", Dtype::BF16, half.shallow_clone()),
+                ("average", Dtype::BF16, half.shallow_clone()),
+                ("voltaic:optimizer.0.master_param.w", Dtype::F32, exact.shallow_clone()),
+                ("voltaic:optimizer.0.master_param.average", Dtype::F32, other),
+            ],
+            |index| {
+                index.num_optimizers = 1;
+                index.tied.insert("again".to_owned(), "w".to_owned());
+            },
+        );
+        let shards = Shards::open(folder.path()).unwrap();
+        let masters = shards.masters().unwrap();
+        let name = "voltaic:optimizer.0.master_param.w";
+        assert_eq!(masters, HashMap::from([("w", name), ("again", name)]));
+        let weights = shards.all_weights(&masters, ReadLimits::default()).unwrap();
+        let kinds: Vec<_> = weights.iter().map(|(name, weight)| (name.as_str(), weight.kind())).collect();
+        assert_eq!(kinds, [("average", Kind::BFloat16), ("w", Kind::Float), ("again", Kind::Float)]);
+        assert!(weights[1].1 == exact && weights[1].1.data_ptr() == weights[2].1.data_ptr());
+    }
 }

@@ -1,11 +1,12 @@
 //! `convert`: checkpoints of voltaic, Lightning, PyTorch and safetensors into each other.
 
+use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use crate::checkpoint::{
     Checkpoint, ReadLimits, Shards, export_weights, from_hugging_face, is_folder, read_torch_within,
-    read_weights, to_hugging_face, write_torch, write_weights,
+    read_within, to_hugging_face, use_master_weights, write_torch, write_weights,
 };
 use crate::cli::args::{ConvertArgs, Format, Names};
 use crate::cli::outcome::Failure;
@@ -37,20 +38,25 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
     let is_of_weights = |format: Format| matches!(format, Format::Safetensors | Format::StateDict);
     let chosen = arguments.to.or(by_extension);
     if is_folder && arguments.names.is_none() && chosen == Some(Format::Safetensors) {
-        return export(input, output);
+        return export(arguments, limits);
     }
     let is_torch = !is_folder && starts_with_zip(input)?;
     let Converted { value: mut checkpoint, mut notes } = if is_folder {
-        Converted {
-            value: read_folder(input, arguments.weights_only || chosen.is_some_and(is_of_weights))?,
-            notes: Vec::new(),
-        }
+        read_folder(arguments, limits, arguments.weights_only || chosen.is_some_and(is_of_weights))?
     } else if is_torch || !is_safetensors(input)? {
         let names = arguments.param_names.as_deref().map(read_lines).transpose()?;
         from_lightning(&read_torch_within(input, limits)?, names.as_deref(), arguments.weights_only)?
     } else {
         Converted { value: Checkpoint::load(input)?, notes: Vec::new() }
     };
+    // of a folder the same in one file is wanted more often than a file for Lightning
+    let format = chosen.unwrap_or(if is_torch || is_folder { Format::Voltaic } else { Format::Lightning });
+    // a run that goes on has its master weights in the training state
+    let is_resumed = format == Format::Voltaic && !arguments.weights_only;
+    if !is_resumed && !arguments.no_master_weights {
+        let replaced = use_master_weights(&mut checkpoint)?;
+        notes.extend(of_masters(replaced, checkpoint.weights.len()));
+    }
     if arguments.weights_only {
         checkpoint.training = None;
     }
@@ -59,8 +65,6 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
         Some(Names::ToHuggingface) => checkpoint.weights = to_hugging_face(&checkpoint.weights)?,
         None => {}
     }
-    // of a folder the same in one file is wanted more often than a file for Lightning
-    let format = chosen.unwrap_or(if is_torch || is_folder { Format::Voltaic } else { Format::Lightning });
     if is_of_weights(format) && (checkpoint.training.is_some() || is_folder) {
         notes.push(LEFT_OUT.to_owned());
     }
@@ -89,13 +93,17 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
 }
 
 /// Writes the weights of a folder to one file, tensor by tensor.
-fn export(input: &Path, output: &Path) -> Result<String, Error> {
+fn export(arguments: &ConvertArgs, limits: ReadLimits) -> Result<String, Error> {
+    let ConvertArgs { input, output, .. } = arguments;
     let shards = Shards::open(input)?;
-    let num_tensors = export_weights(&shards, output)?;
-    let (meta, has_training) = (shards.meta(), shards.has_training());
-    let note = if has_training { format!("note: {LEFT_OUT}\n") } else { String::new() };
+    let masters = if arguments.no_master_weights { HashMap::new() } else { shards.masters()? };
+    let num_tensors = export_weights(&shards, &masters, limits, output)?;
+    let meta = shards.meta();
+    let left_out = shards.has_training().then(|| LEFT_OUT.to_owned());
+    let notes = of_masters(masters.len(), num_tensors).into_iter().chain(left_out);
+    let notes: String = notes.map(|note| format!("note: {note}\n")).collect();
     Ok(format!(
-        "{note}{}: {}, {num_tensors} tensors, epoch {}, global_step {}\n",
+        "{notes}{}: {}, {num_tensors} tensors, epoch {}, global_step {}\n",
         output.display(),
         Format::Safetensors.describe(),
         meta.epoch,
@@ -103,12 +111,30 @@ fn export(input: &Path, output: &Path) -> Result<String, Error> {
     ))
 }
 
-fn read_folder(input: &Path, weights_only: bool) -> Result<Checkpoint, Error> {
+/// What to tell the user of weights that are written in another precision than they have in the checkpoint.
+fn of_masters(replaced: usize, all: usize) -> Option<String> {
+    let text = || {
+        format!(
+            "{replaced} of {all} weights are the float32 master weights; --no_master_weights writes those of 16 bits"
+        )
+    };
+    (replaced > 0).then(text)
+}
+
+fn read_folder(
+    arguments: &ConvertArgs,
+    limits: ReadLimits,
+    weights_only: bool,
+) -> Result<Converted<Checkpoint>, Error> {
+    let input = &arguments.input;
     if !weights_only {
-        return Checkpoint::load(input);
+        return Ok(Converted { value: read_within(input, limits)?, notes: Vec::new() });
     }
-    let meta = Shards::open(input)?.meta().clone();
-    Ok(Checkpoint { weights: read_weights(input)?, meta, ..Checkpoint::default() })
+    let shards = Shards::open(input)?;
+    let masters = if arguments.no_master_weights { HashMap::new() } else { shards.masters()? };
+    let (weights, meta) = (shards.all_weights(&masters, limits)?, shards.meta().clone());
+    let notes = of_masters(masters.len(), weights.len()).into_iter().collect();
+    Ok(Converted { value: Checkpoint { weights, meta, ..Checkpoint::default() }, notes })
 }
 
 /// The output would take the place of the only copy of what is converted.
