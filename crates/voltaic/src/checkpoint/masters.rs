@@ -12,8 +12,8 @@ use crate::error::{Error, Result};
 /// What begins the name of a master weight among the states of an optimizer; the fqn follows.
 const PREFIX: &str = "master_param.";
 
-/// The parameter whose master weight a state is called after.
-pub(super) fn parameter_of(state: &str) -> Option<&str> {
+/// The parameter whose master weight a state of an optimizer is, by the state's name.
+pub(crate) fn parameter_of(state: &str) -> Option<&str> {
     state.strip_prefix(PREFIX)
 }
 
@@ -69,20 +69,37 @@ fn value_of(tensor: &Tensor) -> Result<(Vec<i64>, u64)> {
     Ok((tensor.size(), hasher.finish()))
 }
 
-/// Puts master weights in the place of the weights that were rounded from them, and takes them from the optimizers' states. Returns
-/// how many weights these are.
+/// A master weight in the place of some elements of a weight that were rounded from it, else these.
 ///
 /// # Errors
 /// libtorch's, if memory runs out.
-pub(crate) fn use_master_weights(checkpoint: &mut Checkpoint) -> Result<usize> {
+pub(crate) fn exact(weight: Tensor, master: Tensor) -> Result<Tensor> {
+    let is_rounded = may_have_master(weight.kind())
+        && master.kind() == Kind::Float
+        && master.f_to_kind(weight.kind())?.f_equal(&weight)?;
+    Ok(if is_rounded { master } else { weight })
+}
+
+/// Puts master weights in the place of the weights that were rounded from them, and takes them from the optimizers' states: those of
+/// parameters that are wanted. Returns how many weights these are.
+///
+/// # Errors
+/// libtorch's, if memory runs out.
+pub(crate) fn use_master_weights(
+    checkpoint: &mut Checkpoint,
+    is_wanted: &dyn Fn(&str) -> bool,
+) -> Result<usize> {
     let Some(training) = &mut checkpoint.training else { return Ok(0) };
     let mut masters: Vec<(String, Tensor)> = Vec::new();
     for state in &mut training.optimizers {
-        masters.extend(state.extract_if(.., |(name, _)| parameter_of(name).is_some()));
+        masters.extend(state.extract_if(.., |(name, _)| parameter_of(name).is_some_and(is_wanted)));
     }
     let known = masters.iter().filter_map(|(name, tensor)| Some((parameter_of(name)?, tensor))).collect();
     let by_name: HashMap<&str, &Tensor> =
         checkpoint.weights.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    if masters.is_empty() {
+        return Ok(0);
+    }
     let names = checkpoint.weights.iter().filter(|(_, tensor)| may_have_master(tensor.kind()));
     let names: Vec<&str> = names.map(|(name, _)| name.as_str()).collect();
     let of_name = |name: &str| Ok(by_name[name].shallow_clone());
@@ -120,16 +137,22 @@ mod tests {
             ],
             ..Checkpoint::default()
         };
-        assert_eq!(use_master_weights(&mut checkpoint).expect("has none"), 0);
-        let states = [("master_param.w", 0.3), ("exp_avg.w", 0.0), ("master_param.average", 0.4)];
+        assert_eq!(use_master_weights(&mut checkpoint, &|_| true).expect("has none"), 0);
+        let states = [
+            ("master_param.w", 0.3),
+            ("exp_avg.w", 0.0),
+            ("master_param.average", 0.4),
+            ("master_param.half", 0.2),
+        ];
         let states = states.map(|(name, value)| (name.to_owned(), exact(value)));
         checkpoint.training =
             Some(TrainingState { optimizers: vec![states.into()], ..TrainingState::default() });
-        assert_eq!(use_master_weights(&mut checkpoint).expect("copies"), 2);
+        assert_eq!(use_master_weights(&mut checkpoint, &|fqn| fqn != "half").expect("copies"), 2);
         let kinds = checkpoint.weights.iter().map(|(_, tensor)| tensor.kind()).collect::<Vec<_>>();
         assert_eq!(kinds, [Kind::Float, Kind::Float, Kind::BFloat16, Kind::BFloat16, Kind::Float]);
         assert_eq!(checkpoint.weights[1].1.double_value(&[0]), f64::from(0.3_f32));
         let left = &checkpoint.training.expect("is there").optimizers[0];
-        assert!(left.len() == 1 && left[0].0 == "exp_avg.w", "{left:?}");
+        let left: Vec<&str> = left.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(left, ["exp_avg.w", "master_param.half"]);
     }
 }

@@ -1,10 +1,12 @@
 //! What of a checkpoint ranks read when they know which elements are theirs.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use tch::Tensor;
 
 use super::checkpoint::Part;
+use super::masters::parameter_of;
 use super::one_file::OneFile;
 use super::shards::read::Shards;
 use crate::error::{Error, Result};
@@ -55,6 +57,12 @@ impl Unread {
             Self::Folder(shards) => shards.optimizer_states(index).collect(),
             Self::File(file) => file.optimizer_states(index).collect(),
         }
+    }
+
+    /// Names of master weights, by the fqn of the parameter; of so many optimizers.
+    pub(crate) fn masters(&self, num_optimizers: usize) -> HashMap<&str, &str> {
+        let states = (0..num_optimizers).flat_map(|index| self.optimizer_states(index));
+        states.filter_map(|(name, state)| Some((parameter_of(state)?, name))).collect()
     }
 
     /// Whether a tensor is a number, and not one like a parameter.

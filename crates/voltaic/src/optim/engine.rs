@@ -242,6 +242,24 @@ impl<R: Rule> Engine<R> {
         saved
     }
 
+    /// Leaves out master weights of parameters that are updated themselves.
+    fn without_unused_masters(&self, state: &mut OptimizerState) {
+        let places = self.places();
+        let is_unused = |(name, _): &mut (String, Tensor)| {
+            let place =
+                name.split_once('.').filter(|(kind, _)| *kind == MASTER).and_then(|(_, fqn)| places.get(fqn));
+            place.is_some_and(|(bucket, _)| !self.buckets[*bucket].has_masters)
+        };
+        let unused = state.tensors.extract_if(.., is_unused).count();
+        if unused > 0 {
+            tracing::info!(
+                "the float32 master weights of {unused} parameters are left out: {} updates the parameters themselves; \
+                 it keeps such copies of weights of 16 bits with master_weights=true",
+                self.rule.name()
+            );
+        }
+    }
+
     /// Where each given tensor belongs: bucket, member and index into [`Rule::STATE`].
     fn check_tensors(
         &self,
@@ -533,20 +551,21 @@ impl<R: Rule> Optimizer for Engine<R> {
     }
 
     fn load_state_dict(&mut self, state: OptimizerState) -> Result<()> {
-        self.load(&state, false)
+        self.load(state, false)
     }
 
     fn take_state_dict(&mut self, state: OptimizerState) -> Result<()> {
-        self.load(&state, true)
+        self.load(state, true)
     }
 }
 
 impl<R: Rule> Engine<R> {
     /// Replaces state and hyper-parameters; with `takes` tensors that fit are not copied.
-    fn load(&mut self, state: &OptimizerState, takes: bool) -> Result<()> {
+    fn load(&mut self, mut state: OptimizerState, takes: bool) -> Result<()> {
+        self.without_unused_masters(&mut state);
         let mut problems = Vec::new();
         let saved = self.check_groups(&state.groups, &mut problems);
-        let targets = self.check_tensors(state, &saved, &mut problems);
+        let targets = self.check_tensors(&state, &saved, &mut problems);
         if !problems.is_empty() {
             problems.sort();
             return Err(CheckpointError::Mismatch {

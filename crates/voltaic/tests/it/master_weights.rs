@@ -70,7 +70,7 @@ fn parameters_are_the_rounded_results_of_float32() {
 }
 
 #[test]
-fn they_are_saved_and_a_state_without_them_is_refused() {
+fn they_are_saved_and_left_out_or_missed_by_others() {
     for (name, [with, without]) in optimizers() {
         let whole = params(Kind::BFloat16);
         train(&mut *with.build(vec![ParamGroupSpec::new(whole.clone())]).unwrap(), &whole, 0..STEPS);
@@ -86,8 +86,12 @@ fn they_are_saved_and_a_state_without_them_is_refused() {
         }
 
         let mut plain = without.build(vec![ParamGroupSpec::new(first.clone())]).unwrap();
-        let error = plain.load_state_dict(resumed.state_dict()).unwrap_err().to_string();
-        assert!(error.contains("unexpected master_param.p0"), "{error}");
+        plain.load_state_dict(resumed.state_dict()).unwrap();
+        let left = plain.state_dict().tensors;
+        assert!(
+            left.iter().all(|(state, _)| !state.starts_with("master_param")),
+            "{name}: they are left out"
+        );
         train(&mut *plain, &first, 1..2);
         let state = plain.state_dict();
         if !state.tensors.is_empty() {

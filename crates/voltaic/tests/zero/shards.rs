@@ -175,6 +175,53 @@ fn go_on(ranks: usize, folder: &Path) {
     }
 }
 
+/// Ranks in float32 take the master weights of runs in bfloat16 as their weights, from a folder and from a file.
+fn go_on_in_float32(ranks: usize, folder: &Path) {
+    for saved in STAGES {
+        let path = folder.join(format!("{saved}-bf16-true.ckpt"));
+        let run = |builder: TrainerBuilder, path: &Path, max_epochs| {
+            let mut net = Small::new();
+            let mut trainer = builder.max_epochs(max_epochs).build().unwrap();
+            trainer.ckpt_path(path);
+            trainer.fit(&mut net, &mut all_loaders(24)).unwrap();
+            weights(&net)
+        };
+        let masters = Checkpoint::load(&path).unwrap().training.unwrap().optimizers.remove(0);
+        let masters = masters
+            .into_iter()
+            .filter_map(|(name, master)| Some((name.strip_prefix("master_param.")?.to_owned(), master)));
+        let masters = sorted(masters.collect());
+        let expected = run(silent(ranks, "ddp", folder), &path, 2);
+        for stage in STAGES {
+            for path in [&path, &path.with_extension("file.ckpt")] {
+                let what = format!("{saved} to {stage} on {ranks} ranks, {}", path.display());
+                assert_same(&what, &sorted(run(staged(ranks, stage, folder), path, 1)), &masters);
+                assert_same(&what, &run(staged(ranks, stage, folder), path, 2), &expected);
+            }
+        }
+        assert_same(saved, &sorted(run(silent(ranks, "ddp", folder), &path, 1)), &masters);
+    }
+}
+
+/// One process in bfloat16 without master weights leaves them out.
+fn go_on_without_masters(_ranks: usize, folder: &Path) {
+    for saved in STAGES {
+        let mut trainer = silent(1, "auto", folder).precision("bf16-true").max_epochs(2).build().unwrap();
+        trainer.ckpt_path(folder.join(format!("{saved}-bf16-true.ckpt")));
+        trainer.fit(&mut Small::new(), &mut all_loaders(24)).unwrap();
+    }
+}
+
+#[test]
+fn other_precisions_go_on_from_master_weights() {
+    let name = "shards::other_precisions_go_on_from_master_weights";
+    let one = |ranks: usize, folder: &Path| {
+        go_on_in_float32(ranks, folder);
+        go_on_without_masters(ranks, folder);
+    };
+    on_ranks_in_turn(name, &[(2, leave), (3, go_on_in_float32), (1, one)]);
+}
+
 /// One process reads folders, too, in evaluation and in fit.
 fn alone(_ranks: usize, folder: &Path) {
     for saved in STAGES {

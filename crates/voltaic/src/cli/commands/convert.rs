@@ -54,7 +54,7 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
     // a run that goes on has its master weights in the training state
     let is_resumed = format == Format::Voltaic && !arguments.weights_only;
     if !is_resumed && !arguments.no_master_weights {
-        let replaced = use_master_weights(&mut checkpoint)?;
+        let replaced = use_master_weights(&mut checkpoint, &|_| true)?;
         notes.extend(of_masters(replaced, checkpoint.weights.len()));
     }
     if arguments.weights_only {

@@ -116,8 +116,8 @@ fn evaluate_session<M: LightningModule, T>(
     let (stage, source) = (session.run.at.stage, LoaderSource::of(session.run.at.stage));
     session.setup()?;
     if let Some(path) = session.start()? {
-        let loaded = load(session, &path)?;
-        restore_module(session, &loaded, &path)?;
+        let mut loaded = load(session, &path)?;
+        restore_module(session, &mut loaded, &path)?;
     }
     let is_left_out = (source.limit)(session.plan).is_none(); // then nobody is asked, as in Lightning
     let mut loaders = if is_left_out { Vec::new() } else { session.ask_for(&source)? };
@@ -151,8 +151,8 @@ impl<M: LightningModule> Session<'_, M> {
         let mut checkpoint = None;
         self.run.resumed_from = None;
         if let Some(path) = self.start()? {
-            let loaded = load(self, &path)?;
-            restore_module(self, &loaded, &path)?;
+            let mut loaded = load(self, &path)?;
+            restore_module(self, &mut loaded, &path)?;
             self.run.resumed_from = Some(path.clone());
             checkpoint = Some((loaded, path));
         }

@@ -1,14 +1,16 @@
 //! Puts the state of a checkpoint back into a run.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde_json::Value;
+use tch::Kind;
 
 use crate::callback::Callback;
 use crate::checkpoint::{
-    Checkpoint, Failures, LoopState, OneFile, Part, RankState, Shards, Unread, grad_name, is_folder,
+    Checkpoint, Failures, LoopState, OneFile, Part, RankState, Shards, Unread, exact, grad_name, is_folder,
+    parameter_of, use_master_weights,
 };
 use crate::data::Stage;
 use crate::distributed::World;
@@ -87,32 +89,69 @@ fn problem_of(error: Error, rank: usize) -> Problem {
     Problem::new(format!("rank {rank}: {what}"), remedy)
 }
 
-fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &Loaded, path: &Path) -> Result<()> {
+/// Parameters in float32, which need no master weights: those of a checkpoint are their weights.
+fn full_precision<M: LightningModule>(session: &Session<M>) -> HashSet<String> {
+    let parameters = session.module.named_parameters().into_iter();
+    parameters.filter(|(_, parameter)| parameter.kind() == Kind::Float).map(|(fqn, _)| fqn).collect()
+}
+
+fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Loaded, path: &Path) -> Result<()> {
+    let full = full_precision(session);
     let Some(unread) = &loaded.unread else {
+        let taken = use_master_weights(&mut loaded.checkpoint, &|fqn| full.contains(fqn))?;
+        tell_of_masters(taken, path);
         return session.module.load_state_dict(&loaded.checkpoint.weights, true).map(drop);
     };
     let divided = session.run.engine.strategy.divided();
+    let num_optimizers = loaded.checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len());
+    let mut masters = unread.masters(num_optimizers);
+    masters.retain(|fqn, _| full.contains(*fqn));
     let mut failures = Failures::of(unread);
     let read = load_state_dict_each(session.module.as_dyn(), &unread.weights(), &mut |name, held| {
         let fill = || {
-            if let (Held::Parameter(parameter), Some(divided)) = (held, divided)
-                && let Some(fqn) = parameter.fqn()
-                && let Some(portion) = divided.weight_portion(&fqn)
+            let Held::Parameter(parameter) = held else { return held.fill(&unread.whole(name)?) };
+            let fqn = parameter.fqn();
+            let master = fqn.as_deref().and_then(|fqn| masters.get(fqn));
+            if let (Some(divided), Some(fqn)) = (divided, &fqn)
+                && let Some(portion) = divided.weight_portion(fqn)
             {
-                let part = unread.part(name, &portion.shape, portion.range)?;
-                return divided.load_weight(&fqn, &part.values);
+                let part = |name| unread.part(name, &portion.shape, portion.range.clone());
+                let values = part(name)?.values;
+                return divided.load_weight(
+                    fqn,
+                    &match master {
+                        Some(master) => exact(values, part(master)?.values)?,
+                        None => values,
+                    },
+                );
             }
-            held.fill(&unread.whole(name)?)
+            let values = unread.whole(name)?;
+            held.fill(&match master {
+                Some(master) => exact(values, unread.whole(master)?)?,
+                None => values,
+            })
         };
         failures.note(fill())
     });
+    if session.run.world().is_global_zero() {
+        tell_of_masters(masters.len(), path);
+    }
     agreed(session.run.world(), path, read.and_then(|()| failures.end()))
+}
+
+fn tell_of_masters(taken: usize, path: &Path) {
+    if taken > 0 {
+        tracing::info!(
+            "{} is of a run in 16 bits: its float32 master weights are the weights of this run",
+            path.display()
+        );
+    }
 }
 
 /// Takes the weights, and what modules, data and callbacks have saved.
 pub(crate) fn restore_module<M: LightningModule>(
     session: &mut Session<M>,
-    loaded: &Loaded,
+    loaded: &mut Loaded,
     path: &Path,
 ) -> Result<()> {
     restore_weights(session, loaded, path)?;
@@ -232,6 +271,7 @@ fn restore_divided<M: LightningModule>(
     unread: &Unread,
     groups: Vec<Value>,
 ) -> Result<Vec<(String, tch::Tensor)>> {
+    let full = full_precision(session);
     let engine = &mut session.run.engine;
     let Some(divided) = engine.strategy.divided() else { return Ok(Vec::new()) };
     let mut failures = Failures::of(unread);
@@ -239,6 +279,9 @@ fn restore_divided<M: LightningModule>(
         let mut state = OptimizerState { tensors: Vec::new(), groups };
         let mut parts = Vec::new();
         for (name, key) in unread.optimizer_states(index) {
+            if parameter_of(key).is_some_and(|fqn| full.contains(fqn)) {
+                continue; // was taken as the weight
+            }
             let (kind, fqn) = key.split_once('.').unwrap_or(("", ""));
             // of a parameter without dimensions all states have the shape of a number
             let is_like = |shape: &[i64]| !unread.is_number(name) || (shape.is_empty() && kind != "step");
