@@ -376,8 +376,12 @@ pub fn to_lightning(checkpoint: &Checkpoint) -> Result<Converted<Value>> {
                 refuse(format!("its training state is not understood: {error}"), "use another checkpoint")
             })?;
             // a reader tells the optimizer's parameters by their order among the weights
-            let order: Vec<&str> = state.optimizers.iter().flat_map(|(_, groups)| names_in(groups)).collect();
-            weights.sort_by_key(|(name, _)| order.iter().position(|own| own == name).unwrap_or(usize::MAX));
+            let names = state.optimizers.iter().flat_map(|(_, groups)| names_in(groups));
+            let mut order: HashMap<&str, usize> = HashMap::new();
+            for (at, name) in names.enumerate() {
+                order.entry(name).or_insert(at);
+            }
+            weights.sort_by_key(|(name, _)| order.get(name.as_str()).copied().unwrap_or(usize::MAX));
             let steps = state.schedulers.iter().filter_map(|s| s["last_epoch"].as_u64()).sum();
             file.push(("loops", loops(&state.progress, state.num_training_batches, steps)));
             file.push(("callbacks", Value::Dict(Vec::new())));
@@ -503,10 +507,14 @@ fn optimizer(name: &str, groups: &Json, tensors: &Named, notes: &mut Vec<String>
         add("params", Value::List((first..order.len()).map(|i| Value::Int(i as i64)).collect()));
         saved.push(Value::dict(entries));
     }
+    let mut by_fqn: HashMap<&str, Vec<(&str, &Tensor)>> = HashMap::new();
+    for (name, tensor) in tensors {
+        let Some((kind, fqn)) = name.split_once('.') else { continue };
+        by_fqn.entry(fqn).or_default().push((kind, tensor));
+    }
     let mut state: Vec<(Value, Value)> = Vec::new();
     for (index, fqn) in order.iter().enumerate() {
-        let of_param = tensors.iter().filter_map(|(name, tensor)| {
-            let (kind, _) = name.split_once('.').filter(|(_, own)| own == fqn)?;
+        let of_param = by_fqn.get(fqn.as_str()).into_iter().flatten().filter_map(|&(kind, tensor)| {
             if kind == "master_param" {
                 notes.push(format!("the float32 copy of {fqn} is left out"));
                 return None;

@@ -49,15 +49,16 @@ pub fn read_torch_within(path: &Path, limits: ReadLimits) -> Result<Value> {
 /// The archive of a file, whose tensors are read when they are needed.
 pub(super) struct TorchTensors {
     file: File,
-    /// Stands for tensors in the value, by where they begin; shared by those that are tied.
-    stand_ins: HashMap<(String, i64), (Tensor, u64)>,
+    /// Where tensors of the value begin, by the address of what stands for them.
+    places: HashMap<usize, u64>,
+    /// Keeps these addresses taken.
+    _stand_ins: Vec<Tensor>,
 }
 
 impl TorchTensors {
     /// Where a tensor of the value begins in the file, if it is not in memory.
     pub(super) fn place_of(&self, tensor: &Tensor) -> Option<u64> {
-        let own = tensor.data_ptr();
-        self.stand_ins.values().find(|(stand_in, _)| stand_in.data_ptr() == own).map(|(_, place)| *place)
+        self.places.get(&(tensor.data_ptr() as usize)).copied()
     }
 
     /// The file.
@@ -73,7 +74,8 @@ impl TorchTensors {
 /// As [`read_torch_within`].
 pub(super) fn open_torch(path: &Path) -> Result<(Value, TorchTensors)> {
     let file = open_file(path).map_err(|e| Error::io("read checkpoint", path, e))?;
-    let mut stand_ins = HashMap::new();
+    // by where tensors begin; shared by those that are tied
+    let mut stand_ins: HashMap<(String, i64), (Tensor, u64)> = HashMap::new();
     let same = file.try_clone().map_err(|e| Error::io("read checkpoint", path, e))?;
     let value = read_with(same, path, ReadLimits::default(), |archive, bytes, budget| {
         let (mut storages, mut starts) = (HashMap::new(), HashMap::new());
@@ -103,7 +105,9 @@ pub(super) fn open_torch(path: &Path) -> Result<(Value, TorchTensors)> {
             stand_in.f_expand(stored.size, false).map_err(|error| error.to_string())
         })
     })?;
-    Ok((value, TorchTensors { file, stand_ins }))
+    let places = stand_ins.values().map(|(stand_in, place)| (stand_in.data_ptr() as usize, *place)).collect();
+    let stand_ins = stand_ins.into_values().map(|(stand_in, _)| stand_in).collect();
+    Ok((value, TorchTensors { file, places, _stand_ins: stand_ins }))
 }
 
 /// Whether the elements lie side by side, and are many.

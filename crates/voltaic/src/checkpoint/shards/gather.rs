@@ -1,5 +1,6 @@
 //! Writes weights that are divided among ranks as one file: rank 0 gets them from the others, one tensor at a time.
 
+use std::collections::HashMap;
 use std::io;
 use std::path::Path;
 
@@ -225,11 +226,12 @@ impl Source<'_> {
 
     /// Names of the weights that are divided, tied ones under each of their names, with where they are.
     fn names(&self, checkpoint: &Checkpoint) -> Result<Vec<(String, usize)>> {
-        let position = |name: &str| self.entries.iter().position(|(known, _)| known == name);
+        let positions: HashMap<&str, usize> =
+            self.entries.iter().enumerate().map(|(index, (name, _))| (name.as_str(), index)).collect();
         let mut names: Vec<(String, usize)> =
             self.entries.iter().enumerate().map(|(index, (name, _))| (name.clone(), index)).collect();
         for (alias, first) in &checkpoint.tied {
-            let Some(index) = position(first) else {
+            let Some(&index) = positions.get(first.as_str()) else {
                 let what = format!("{alias} is tied to {first}, which is not there");
                 return Err(cannot_hold(&checkpoint.meta.module, what, "save through the trainer"));
             };

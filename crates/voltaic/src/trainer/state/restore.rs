@@ -1,5 +1,6 @@
 //! Puts the state of a checkpoint back into a run.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
@@ -363,11 +364,18 @@ fn grads_with_same_mean(
     }
     let _no_grad = tch::no_grad_guard();
     let mut sums: Vec<(String, tch::Tensor)> = Vec::new();
+    let mut places: HashMap<(String, Vec<i64>), usize> = HashMap::new();
     for (name, grad) in saved.into_iter().skip(world.rank).step_by(ranks).flatten() {
         let grad = grad.f_mul_scalar(ranks as f64 / count as f64)?;
-        match sums.iter_mut().find(|(known, sum)| *known == name && sum.size() == grad.size()) {
-            Some((_, sum)) => *sum = sum.f_add(&grad)?,
-            None => sums.push((name, grad)),
+        match places.entry((name.clone(), grad.size())) {
+            Entry::Occupied(place) => {
+                let (_, sum) = &mut sums[*place.get()];
+                *sum = sum.f_add(&grad)?;
+            }
+            Entry::Vacant(place) => {
+                place.insert(sums.len());
+                sums.push((name, grad));
+            }
         }
     }
     Ok(sums)
