@@ -1,5 +1,6 @@
 //! Files that are either the old one or the new one, whatever happens in between.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::{self, File, Permissions, TryLockError};
 use std::hash::{DefaultHasher, Hasher};
@@ -7,6 +8,7 @@ use std::io::{self, BufWriter, ErrorKind, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tempfile::NamedTempFile;
 
@@ -18,6 +20,9 @@ const NUM_RANDOM: usize = 12;
 /// Bytes of a file's name in that of its temporary file. With two dots, the random characters and the longest ending
 /// (`.tmp.png`, `.tmp.old`) it has 255 bytes, as many as a file system takes.
 const MAX_NAME: usize = 255 - 2 - NUM_RANDOM - 8;
+/// Extensions of the files that are written through temporary ones: checkpoints, what `convert` writes, tables, profiles.
+const EXTENSIONS: [&str; 12] =
+    ["ckpt", "safetensors", "pt", "pth", "bin", "csv", "yaml", "png", "json", "html", "txt", "stacks"];
 /// A longer extension counts as part of the name.
 const MAX_EXTENSION: usize = 16;
 /// Links that are tried if each is removed by someone who tidies the folder up at the same moment.
@@ -34,6 +39,7 @@ pub fn write_atomically(
 ) -> Result<()> {
     let temporary = temporary_file(path, ".tmp")?;
     let name = temporary.path().to_path_buf();
+    let _unfinished = Unfinished::new(&name);
     let failed = |action| {
         let name = name.clone();
         move |e| Error::io(action, name, e)
@@ -50,6 +56,36 @@ pub fn write_atomically(
         temporary.persist(path).map_err(|e| Error::io("rename to", path, e.error))?;
     }
     flush_folder(folder_of(path))
+}
+
+/// Temporary files that this process is writing.
+static UNFINISHED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+fn unfinished() -> MutexGuard<'static, BTreeSet<PathBuf>> {
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A file is among the unfinished ones until this is dropped.
+struct Unfinished<'a>(&'a Path);
+
+impl<'a> Unfinished<'a> {
+    fn new(path: &'a Path) -> Self {
+        unfinished().insert(path.to_path_buf());
+        Self(path)
+    }
+}
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        unfinished().remove(self.0);
+    }
+}
+
+/// Removes the temporary files that this process is writing, which is about to end.
+pub(crate) fn remove_unfinished() {
+    for path in &*unfinished() {
+        let _ = fs::remove_file(path); // else the next run in the folder does
+    }
 }
 
 /// Makes `path` a symbolic link to `target`, in place of what is there.
@@ -273,7 +309,7 @@ fn is_temporary(name: &str) -> bool {
     let is_random = unique.len() == NUM_RANDOM && unique.bytes().all(|byte| byte.is_ascii_alphanumeric());
     let is_of_process = unique.split_once('-').is_some_and(|(pid, n)| is_number(pid) && is_number(n));
     let extension = Path::new(name).extension().and_then(|extension| extension.to_str());
-    matches!(extension, Some("ckpt" | "csv" | "yaml" | "png")) && (is_random || is_of_process)
+    extension.is_some_and(|extension| EXTENSIONS.contains(&extension)) && (is_random || is_of_process)
 }
 
 /// Removes a file, or a checkpoint that is a folder; that it is gone already is not an error.
@@ -310,9 +346,13 @@ mod tests {
     fn leftovers_go_unless_their_writer_lives() {
         let folder = tempfile::tempdir().expect("temp folder");
         let path = folder.path().join("a.ckpt");
-        let own =
-            [".c.ckpt.aB3dEf7hIj0k.tmp", ".metrics.csv.aB3dEf7hIj0k.tmp", ".lr.png.aB3dEf7hIj0k.tmp.png"];
-        let foreign = ["b.ckpt", ".other.tmp", ".notes.ckpt.tmp", ".a.txt.aB3dEf7hIj0k.tmp"];
+        let own = [
+            ".c.ckpt.aB3dEf7hIj0k.tmp",
+            ".c.safetensors.aB3dEf7hIj0k.tmp",
+            ".metrics.csv.aB3dEf7hIj0k.tmp",
+            ".lr.png.aB3dEf7hIj0k.tmp.png",
+        ];
+        let foreign = ["b.ckpt", ".other.tmp", ".notes.ckpt.tmp", ".a.doc.aB3dEf7hIj0k.tmp"];
         for name in [".a.ckpt.1-0.tmp", ".b.ckpt.77-3.tmp"].into_iter().chain(own).chain(foreign) {
             File::create(folder.path().join(name)).expect("writable");
         }
@@ -321,12 +361,20 @@ mod tests {
             Ok(())
         })
         .expect("its own temporary file was left alone");
+        // the process that writes is about to end
+        let other = folder.path().join("d.safetensors");
+        write_atomically(&other, |_| {
+            unfinished().retain(|path| path.starts_with(folder.path())); // of other tests
+            remove_unfinished();
+            Ok(())
+        })
+        .expect_err("its temporary file is gone");
         let mut left: Vec<_> = fs::read_dir(folder.path())
             .expect("listable")
             .map(|entry| entry.expect("readable").file_name().into_string().expect("text"))
             .collect();
         left.sort();
-        assert_eq!(left, [".a.txt.aB3dEf7hIj0k.tmp", ".notes.ckpt.tmp", ".other.tmp", "a.ckpt", "b.ckpt"]);
+        assert_eq!(left, [".a.doc.aB3dEf7hIj0k.tmp", ".notes.ckpt.tmp", ".other.tmp", "a.ckpt", "b.ckpt"]);
     }
 
     #[test]

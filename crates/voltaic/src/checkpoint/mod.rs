@@ -27,7 +27,7 @@ mod torch_file;
 mod unread;
 
 pub use async_io::AsyncCheckpointIo;
-pub(crate) use atomic::{Claim, temporary_file};
+pub(crate) use atomic::{Claim, remove_unfinished, temporary_file};
 pub use atomic::{remove_file, remove_leftovers, write_atomically};
 pub use below::is_checkpoint_below;
 pub use budget::ReadLimits;

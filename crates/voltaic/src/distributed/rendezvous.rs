@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
-use std::net::ToSocketAddrs;
+use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, Once, PoisonError};
@@ -145,8 +145,13 @@ fn open_store(placement: &RankPlacement, timeout: Duration) -> Result<Arc<Store>
     let name = host.to_owned();
     let made =
         within(timeout + SILENCE, move || Store::tcp(&name, port, server, timeout)).unwrap_or_else(|| {
-            let what = "what listens there accepts connections, and does not answer as a store does";
-            Err(TorchError::new("TCPStore", TorchErrorKind::Other, what))
+            let what = match TcpStream::connect((host, port)) {
+                Ok(_) => {
+                    "what listens there accepts connections, and does not answer as a store does".to_owned()
+                }
+                Err(error) => format!("nothing accepts connections there: {error}"),
+            };
+            Err(TorchError::new("TCPStore", TorchErrorKind::Other, &what))
         });
     let (store, _) = made.map_err(|error| {
         if placement.hosts_store
@@ -154,13 +159,29 @@ fn open_store(placement: &RankPlacement, timeout: Duration) -> Result<Arc<Store>
         {
             return in_use();
         }
-        let reason = format!("nothing answers within {} s: {}", timeout.as_secs_f32(), error.message);
+        let seconds = timeout.as_secs_f32();
+        let reason = match connects(host, port) {
+            Ok(()) => format!("nothing answers within {seconds} s: {}", error.message),
+            Err(error) => format!("nothing answers within {seconds} s: nothing accepts connections ({error})"),
+        };
         let remedy = "check MASTER_ADDR and MASTER_PORT, and that rank 0 has been started";
         refuse(placement, reason, remedy)
     })?;
     let store = Arc::new(store);
     stores.insert(address, store.clone());
     Ok(store)
+}
+
+/// Whether something accepts connections at an address.
+fn connects(host: &str, port: u16) -> std::io::Result<()> {
+    let mut last = Err(ErrorKind::AddrNotAvailable.into());
+    for address in (host, port).to_socket_addrs()? {
+        last = TcpStream::connect_timeout(&address, SILENCE).map(drop);
+        if last.is_ok() {
+            break;
+        }
+    }
+    last
 }
 
 /// The part of a store that only those find and write to who know the job's secret: its keys have a name that follows from the

@@ -1,6 +1,7 @@
 //! `voltaic convert`: Lightning's checkpoints, PyTorch's state dicts, Hugging Face's names. The files are made by Lightning
 //! itself (fixtures/lightning/make_fixtures.py).
 
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -21,7 +22,7 @@ use voltaic::optim::{AdamW, LrSchedulerSpec, Optimizers, StepLr};
 use voltaic::trainer::{TrainerBuilder, from_lightning, to_lightning};
 use voltaic::{Kind, Module, Tensor};
 
-use crate::probe::{has_hpu, silent};
+use crate::probe::{has_hpu, names, silent};
 
 const CPU: tch::Device = tch::Device::Cpu;
 
@@ -537,6 +538,40 @@ fn an_input_is_not_overwritten_and_what_is_not_a_file_is_not_replaced() {
         let error = String::from_utf8(ended.stderr).unwrap();
         assert!(!ended.status.success() && error.contains(input), "{error}");
     }
+}
+
+#[test]
+fn a_conversion_that_is_ended_leaves_no_temporary_file() {
+    let folder = TempDir::new().unwrap();
+    let (input, output) = (folder.path().join("a.safetensors"), folder.path().join("a.pt"));
+    const BYTES: u64 = 160 << 20;
+    let header = format!(r#"{{"w":{{"dtype":"F32","shape":[{}],"data_offsets":[0,{BYTES}]}}}}"#, BYTES / 4);
+    let header = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    std::fs::write(&input, &header).unwrap();
+    std::fs::File::options().write(true).open(&input).unwrap().set_len(header.len() as u64 + BYTES).unwrap();
+    let temporary = || names(folder.path()).into_iter().find(|name| name.starts_with(".a.pt."));
+    let start = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+        let mut child =
+            command.args(["convert".as_ref(), input.as_os_str(), output.as_os_str()]).spawn().unwrap();
+        while temporary().is_none() {
+            assert!(child.try_wait().unwrap().is_none(), "it was too fast");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        child
+    };
+    for (signal, number) in [("INT", 2), ("TERM", 15)] {
+        let mut child = start();
+        Command::new("kill").args(["-s", signal, &child.id().to_string()]).status().unwrap();
+        assert_eq!(child.wait().unwrap().signal(), Some(number), "{signal}");
+        assert_eq!(names(folder.path()), ["a.safetensors"], "{signal}");
+    }
+    let mut child = start();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(temporary().is_some());
+    convert(&fixture("state_dict.pt"), &folder.path().join("b.safetensors"), &[]);
+    assert_eq!(names(folder.path()), ["a.safetensors", "b.safetensors"], "the next conversion removes it");
 }
 
 #[test]

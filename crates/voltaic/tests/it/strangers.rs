@@ -191,13 +191,18 @@ fn a_process_of_another_job_is_no_rank_of_this_one() {
 }
 
 /// A rank that finds something else at its address.
-fn ends_in_time(listener: TcpListener, expected: &str) {
-    let port = listener.local_addr().unwrap().port();
+fn ends_in_time(port: u16, expected: &str) {
     let started = Instant::now();
     let error =
         World::join(&placement(1, 2, port), Device::Cpu, Duration::from_secs(1)).unwrap_err().to_string();
     assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
     assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn a_port_on_which_nothing_listens_is_told() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    ends_in_time(port, "nothing accepts connections (Connection refused");
 }
 
 #[test]
@@ -210,7 +215,10 @@ fn a_server_that_accepts_and_stays_silent_is_not_waited_for() {
             kept.push(stream);
         }
     });
-    ends_in_time(listener, "accepts connections, and does not answer as a store does");
+    ends_in_time(
+        listener.local_addr().unwrap().port(),
+        "accepts connections, and does not answer as a store does",
+    );
 }
 
 #[test]
@@ -223,5 +231,5 @@ fn a_server_that_answers_with_something_else_is_told() {
             let _ = std::io::Write::write_all(&mut stream, b"HTTP/1.1 400 Bad Request\r\n\r\n");
         }
     });
-    ends_in_time(listener, "could not join the others");
+    ends_in_time(listener.local_addr().unwrap().port(), "could not join the others");
 }

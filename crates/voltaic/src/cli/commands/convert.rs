@@ -3,25 +3,64 @@
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::low_level;
 
 use crate::checkpoint::{
     Checkpoint, ReadLimits, Shards, export_weights, from_hugging_face, is_folder, read_torch_within,
-    read_within, to_hugging_face, use_master_weights, write_torch, write_weights,
+    read_within, remove_leftovers, remove_unfinished, to_hugging_face, use_master_weights, write_torch,
+    write_weights,
 };
 use crate::cli::args::{ConvertArgs, Format, Names};
 use crate::cli::outcome::Failure;
 use crate::config::{open_file, read_file};
 use crate::error::{ConfigError, Error};
-use crate::trainer::{Converted, from_lightning, state_dict, to_lightning};
+use crate::trainer::{Converted, Signals, from_lightning, state_dict, to_lightning};
 
 /// A longer file of names is none.
 const MAX_NAMES: u64 = 64 << 20;
 
 const LEFT_OUT: &str = "the training state is left out: this format holds weights only";
 
-/// Converts a file; returns what to tell the user.
+/// How long a signal may wait.
+const PATIENCE: Duration = Duration::from_millis(20);
+
+/// Converts a file; returns what to tell the user. A signal that ends the process leaves no temporary file, and those of killed
+/// conversions are removed.
 pub(in crate::cli) fn convert(arguments: &ConvertArgs) -> Result<String, Failure> {
-    run(arguments).map_err(|error| Failure::run(error.into()))
+    remove_leftovers(match arguments.output.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    });
+    let failed = |error: Error| Failure::run(error.into());
+    let signals = Signals::watch().map_err(failed)?;
+    let (done, waiting) = mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            while waiting.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+                signals.received().into_iter().for_each(end);
+            }
+        });
+        let converted = run(arguments);
+        drop(done);
+        converted.map_err(failed)
+    })
+}
+
+/// Ends the process by a signal, as if nobody had watched for it.
+fn end(signal: &str) {
+    let number = match signal {
+        "SIGINT" => SIGINT,
+        "SIGTERM" => SIGTERM,
+        "SIGHUP" => SIGHUP,
+        _ => return,
+    };
+    remove_unfinished();
+    let _ = low_level::emulate_default_handler(number);
+    low_level::exit(128 + number);
 }
 
 fn run(arguments: &ConvertArgs) -> Result<String, Error> {
