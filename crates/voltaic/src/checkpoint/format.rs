@@ -56,6 +56,10 @@ pub(super) struct Header {
 /// # Errors
 /// If it has none.
 pub(super) fn dtype(tensor: &Tensor, name: &str, module: &str) -> Result<Dtype> {
+    if !tensor.defined() {
+        let what = format!("{name} is undefined");
+        return Err(cannot_hold(module, what, "try_state_dict tells why a weight could not be gathered"));
+    }
     DtypeNames::of_kind(tensor.kind()).and_then(|dtype| dtype.safetensors).ok_or_else(|| {
         let what = format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind());
         cannot_hold(module, what, "cast it, or make it a non-persistent buffer")

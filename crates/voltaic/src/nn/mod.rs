@@ -64,6 +64,7 @@ pub use calls::which::Which;
 pub use check::Sizes;
 #[doc(hidden)]
 pub use field::Field;
+pub(crate) use gather::GatherWatch;
 pub use gather::take_gather_failure;
 pub use layers::activation::{Gelu, Identity, LeakyRelu, Relu, Sigmoid, Silu, Softmax, Tanh};
 pub use layers::attention::{AttentionMask, MultiheadAttention, MultiheadAttentionBuilder};

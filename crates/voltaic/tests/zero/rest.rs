@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
-use voltaic::checkpoint::{Checkpoint, read_weights};
+use voltaic::checkpoint::{Checkpoint, read_weights, write_weights};
 use voltaic::models::{Gpt, GptConfig};
 use voltaic::nn::{Forward, ModuleExt, init};
 use voltaic::strategy::{Strategy, Zero, ZeroConfig, ZeroStage};
@@ -108,8 +108,13 @@ fn touched(ranks: usize, folder: &Path) {
         refused(net.first.forward(&numbers(&[2, 5], 1.0)).unwrap_err().to_string(), way);
         refused(net.try_state_dict().unwrap_err().to_string(), way);
         refused(net.first.weight.try_tensor().unwrap_err().to_string(), way);
+        // without an error of its own: undefined tensors, which nobody saves, and no error of another call
+        let error =
+            write_weights(&net.state_dict(), &folder.join("none.safetensors")).unwrap_err().to_string();
+        assert!(error.contains("is undefined") && error.contains("try_state_dict"), "{error}");
         assert_eq!((net.first.weight.size(), net.num_parameters(true)), (vec![33, 5], 300));
     }
+    silent(ranks, "ddp", folder).build().unwrap().fit(&mut Small::new(), &mut loaders(8)).unwrap();
     // another one cannot take it, nor can this one take another one meanwhile
     let mut other = resting(ranks, folder).max_epochs(1).build().unwrap();
     refused(other.fit(&mut net, &mut loaders(8)).unwrap_err().to_string(), way);

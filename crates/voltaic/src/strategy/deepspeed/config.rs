@@ -108,7 +108,8 @@ pub struct DeepSpeedStrategy {
     pub parallel_devices: Option<Value>,
     /// Seconds that ranks wait for each other.
     pub timeout_secs: f64,
-    /// With stage 3: after a fit or an evaluation the module is whole on each rank; without, it stays divided.
+    /// With stage 3: after a fit or an evaluation the module is whole on each rank; without, it stays divided,
+    /// and each evaluation divides it again.
     pub gather_after_fit: bool,
     /// Leaves frozen parameters out of checkpoints.
     pub exclude_frozen_parameters: bool,

@@ -104,7 +104,8 @@ pub struct ZeroConfig {
     pub max_reuse_distance: usize,
     /// Stage 3: after a call the module is whole on each rank; without, or if it was made within
     /// [`nn::init::deferred`](crate::nn::init::deferred), it stays divided until
-    /// [`Trainer::gather_weights`](crate::trainer::Trainer::gather_weights).
+    /// [`Trainer::gather_weights`](crate::trainer::Trainer::gather_weights). Each call divides it again: fits, `validate`, `test` and
+    /// `predict`.
     pub gather_after_fit: bool,
     /// Stage 3: modules whose weights are gathered as a whole when they are called, and whose gradients are reduced as a whole, such as
     /// a mixture of experts of which each rank calls others. Each by its type's name, its fqn, or the last parts of that. DeepSpeed's

@@ -9,12 +9,10 @@ use crate::callback::{ModelSummary, watch_sizes};
 use crate::data::Batch;
 use crate::error::Result;
 use crate::module::{CallSizes, LightningModule};
-use crate::nn::{
-    ModuleExt, ModuleHooks, set_training, set_training_modes, take_gather_failure, training_modes,
-};
+use crate::nn::{GatherWatch, ModuleExt, ModuleHooks, set_training, set_training_modes, training_modes};
 use crate::precision::autocast;
 use crate::trainer::config::callbacks::is_a;
-use crate::trainer::session::guard::guarded;
+use crate::trainer::session::guard::{guarded, without_panic};
 use crate::trainer::session::session::Session;
 
 impl<M: LightningModule> Session<'_, M> {
@@ -49,15 +47,16 @@ impl<M: LightningModule> Session<'_, M> {
         let modes = training_modes(self.module);
         set_training(self.module, false);
         self.run.engine.strategy.begin_forward(self.module, true)?;
+        let watch = GatherWatch::begin();
         let done = {
             let _no_grad = tch::no_grad_guard();
             let dtype = self.plan.precision.autocast_dtype();
             let _region = dtype.map(|dtype| autocast(self.plan.device, dtype)).transpose()?;
             let module = &*self.module;
-            calls.within(module.as_dyn(), || guarded(|| module.forward_example(&inputs)))
+            calls.within(module.as_dyn(), || without_panic(|| module.forward_example(&inputs)))
         };
         set_training_modes(self.module, &mut modes.into_iter());
-        if let Some(failure) = take_gather_failure() {
+        if let Some(failure) = watch.end() {
             return Err(failure);
         }
         done?.map_err(|source| self.hook_error("forward_example", source))?;

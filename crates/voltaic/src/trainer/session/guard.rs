@@ -8,6 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
 use crate::ffi::panic_text;
+use crate::nn::GatherWatch;
 
 thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
@@ -32,8 +33,15 @@ fn install_panic_hook() {
     });
 }
 
-/// Calls `body`; a panic becomes an error.
+/// Calls `body`; a panic becomes an error, and so does a weight that could not be gathered.
 pub(crate) fn guarded<T>(body: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    let watch = GatherWatch::begin();
+    let result = without_panic(body);
+    watch.end().map_or(result, |failure| Err(failure.into()))
+}
+
+/// Calls `body`; a panic becomes an error.
+pub(crate) fn without_panic<T>(body: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
     install_panic_hook();
     let was_guarded = GUARDED.replace(true);
     let result = catch_unwind(AssertUnwindSafe(body));

@@ -7,11 +7,11 @@ use crate::module::{
     BatchFacts, HookContext, HookFacts, Level, LightningModule, ManualOptimization, Phase, StepContext,
     StepModuleGraphs, StepOutput,
 };
-use crate::nn::{ModuleExt, reachable, take_gather_failure};
+use crate::nn::{GatherWatch, ModuleExt, reachable};
 use crate::precision::{LossScale, autocast};
 use crate::trainer::session::agree::votes;
 use crate::trainer::session::anomaly::check_gradients;
-use crate::trainer::session::guard::guarded;
+use crate::trainer::session::guard::without_panic;
 use crate::trainer::session::hooks::{InStep, hook_error, scope};
 use crate::trainer::session::session::Session;
 
@@ -81,9 +81,10 @@ impl<M: LightningModule> Session<'_, M> {
             }),
         };
         let region = plan.precision.autocast_dtype().map(|dtype| autocast(plan.device, dtype)).transpose()?;
+        let watch = GatherWatch::begin();
         let output = match hooks.is_empty() {
-            true => Ok(guarded(|| step(module, batch, &mut ctx))), // two frames less in a backtrace
-            false => hooks.within(module.as_dyn(), || guarded(|| step(module, batch, &mut ctx))),
+            true => Ok(without_panic(|| step(module, batch, &mut ctx))), // two frames less in a backtrace
+            false => hooks.within(module.as_dyn(), || without_panic(|| step(module, batch, &mut ctx))),
         };
         drop(region);
         if is_manual {
@@ -96,7 +97,7 @@ impl<M: LightningModule> Session<'_, M> {
         if is_manual && output.is_ok() {
             self.check_made_in_captures()?;
         }
-        if let Some(failure) = take_gather_failure() {
+        if let Some(failure) = watch.end() {
             return Err(failure); // the step has failed of it, or gone on without a weight
         }
         let output = output.map_err(|source| hook_error(point.name, &self.run.at.progress, source))?;
