@@ -162,7 +162,9 @@ fn open_store(placement: &RankPlacement, timeout: Duration) -> Result<Arc<Store>
         let seconds = timeout.as_secs_f32();
         let reason = match connects(host, port) {
             Ok(()) => format!("nothing answers within {seconds} s: {}", error.message),
-            Err(error) => format!("nothing answers within {seconds} s: nothing accepts connections ({error})"),
+            Err(error) => {
+                format!("nothing answers within {seconds} s: nothing accepts connections ({error})")
+            }
         };
         let remedy = "check MASTER_ADDR and MASTER_PORT, and that rank 0 has been started";
         refuse(placement, reason, remedy)

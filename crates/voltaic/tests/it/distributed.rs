@@ -104,6 +104,21 @@ pub fn floats(tensor: &Tensor) -> Vec<f32> {
     Vec::try_from(tensor.flatten(0, -1)).unwrap()
 }
 
+/// A value that cannot be written on some ranks.
+#[derive(Debug, Deserialize)]
+struct Odd {
+    fails: bool,
+}
+
+impl Serialize for Odd {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.fails {
+            true => Err(serde::ser::Error::custom("it has none")),
+            false => serializer.serialize_bool(true),
+        }
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Note {
     rank: usize,
@@ -153,6 +168,25 @@ fn three_ranks_exchange_tensors_and_objects() {
         assert_eq!(group.broadcast_object(&note(group.rank()), 1).unwrap(), note(1));
         let notes = group.all_gather_object(&note(group.rank())).unwrap();
         assert_eq!(notes, [note(0), note(1), note(2)]);
+        // numbers that are not finite, and a number in the place of another, as bits
+        let numbers = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -0.0, 0.1, f64::MIN_POSITIVE];
+        let given = (numbers, Some(f64::NAN), None::<f64>, f32::NAN, serde_json::json!({"a": [1, null]}));
+        let bits = |of: &(_, Option<f64>, Option<f64>, f32, serde_json::Value)| {
+            let numbers: &[f64; 6] = &of.0;
+            (numbers.map(f64::to_bits), of.1.map(f64::to_bits), of.2, of.3.to_bits(), of.4.clone())
+        };
+        assert_eq!(bits(&group.broadcast_object(&given, 2).unwrap()), bits(&given));
+        assert!(group.all_gather_object(&given).unwrap().iter().all(|other| bits(other) == bits(&given)));
+        // a value that serde cannot write, on one rank
+        let odd = Odd { fails: group.rank() == 1 };
+        let error = group.all_gather_object(&odd).unwrap_err().to_string();
+        assert!(error.contains("all_gather_object") && error.contains("Odd"), "{error}");
+        assert!(
+            error.contains(if group.rank() == 1 { "it has none" } else { "rank 1 could not send" }),
+            "{error}"
+        );
+        let error = group.broadcast_object(&odd, 1).unwrap_err().to_string();
+        assert!(error.contains("broadcast_object"), "{error}");
         group.barrier().unwrap();
         // several under way at once
         let tensors: Vec<Tensor> = (0..4).map(|i| own() * f64::from(i)).collect();
