@@ -9,13 +9,35 @@ enum Piece {
     Field { name: String, format: Format },
 }
 
-/// How a field's value is written: the part of Python's format language that file names use.
+/// How a field's value is written: `[0][width][.precision][type]` of Python's format language.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Format {
     zero_padded: bool,
     width: usize,
     precision: Option<usize>,
+    kind: Kind,
 }
+
+/// The type at the end of a format.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+enum Kind {
+    /// None: a count as it is, a metric as Python writes it.
+    #[default]
+    Any,
+    /// `d`.
+    Integer,
+    /// `f`.
+    Fixed,
+    /// `e`.
+    Exponent,
+    /// `g`.
+    General,
+    /// `%`.
+    Percent,
+}
+
+/// Larger widths and precisions do not fit into the name of a file.
+const MAX_WIDTH: usize = 100;
 
 /// A value to be put into a name.
 pub(super) enum Value {
@@ -92,28 +114,88 @@ pub(super) fn is_last_name(path: &Path) -> bool {
 }
 
 fn parse_format(text: &str) -> Result<Format, String> {
-    let unknown = || format!("the format `{text}` is not understood");
-    let digits = text.trim_end_matches(['d', 'f']);
-    let (width, precision) = match digits.split_once('.') {
-        Some((width, precision)) => (width, Some(precision.parse().map_err(|_| unknown())?)),
-        None => (digits, None),
+    let unknown =
+        || format!("the format `{text}` is not understood: it is [0][width][.precision][d, f, e, g or %]");
+    let (sizes, kind) = match text.char_indices().last() {
+        Some((at, 'd')) => (&text[..at], Kind::Integer),
+        Some((at, 'f')) => (&text[..at], Kind::Fixed),
+        Some((at, 'e')) => (&text[..at], Kind::Exponent),
+        Some((at, 'g')) => (&text[..at], Kind::General),
+        Some((at, '%')) => (&text[..at], Kind::Percent),
+        _ => (text, Kind::Any),
+    };
+    let size = |digits: &str| {
+        if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(unknown());
+        }
+        let size = digits.parse().ok().filter(|size| *size <= MAX_WIDTH);
+        size.ok_or_else(|| format!("{digits} in the format `{text}` is above {MAX_WIDTH}"))
+    };
+    let (width, precision) = match sizes.split_once('.') {
+        Some(_) if kind == Kind::Integer => {
+            return Err(format!("an integer has no precision, as in `{text}`"));
+        }
+        Some((width, precision)) => (width, Some(size(precision)?)),
+        None => (sizes, None),
     };
     let zero_padded = width.len() > 1 && width.starts_with('0');
-    let width = if width.is_empty() { 0 } else { width.parse().map_err(|_| unknown())? };
-    Ok(Format { zero_padded, width, precision })
+    let width = if width.is_empty() { 0 } else { size(width)? };
+    Ok(Format { zero_padded, width, precision, kind })
 }
 
 impl Format {
     fn apply(self, value: &Value) -> String {
-        let text = match (value, self.precision) {
-            (Value::Count(count), None) => count.to_string(),
-            (Value::Count(count), Some(precision)) => format!("{:.precision$}", *count as f64),
-            (Value::Metric(metric), Some(precision)) => format!("{metric:.precision$}").to_lowercase(), // nan, inf
-            (Value::Metric(metric), None) => as_python(*metric),
+        let number = match *value {
+            Value::Count(count) => count as f64,
+            Value::Metric(metric) => metric,
         };
+        let precision = self.precision.unwrap_or(6);
+        let text = match (self.kind, value, self.precision) {
+            (Kind::Any | Kind::Integer, Value::Count(count), None) => count.to_string(),
+            (Kind::Integer, ..) if number.fract() == 0.0 => format!("{number:.0}"),
+            (Kind::Any | Kind::Integer, _, None) => as_python(number),
+            (Kind::Any, _, Some(_)) | (Kind::Fixed | Kind::Integer, ..) => format!("{number:.precision$}"),
+            (Kind::Exponent, ..) => with_exponent(number, precision),
+            (Kind::General, ..) => general(number, precision.max(1)),
+            (Kind::Percent, ..) => format!("{:.precision$}%", number * 100.0),
+        };
+        let text = text.to_lowercase(); // nan, inf
         let width = self.width;
-        if self.zero_padded { format!("{text:0>width$}") } else { format!("{text:>width$}") }
+        match text.strip_prefix('-') {
+            Some(digits) if self.zero_padded => format!("-{digits:0>0$}", width.saturating_sub(1)),
+            _ if self.zero_padded => format!("{text:0>width$}"),
+            _ => format!("{text:>width$}"),
+        }
     }
+}
+
+/// `1.50e-07`: the exponent has a sign and at least two digits.
+fn with_exponent(number: f64, precision: usize) -> String {
+    python_exponent(&format!("{number:.precision$e}"))
+}
+
+/// Rust's `1.5e-7` as Python's `1.5e-07`.
+fn python_exponent(text: &str) -> String {
+    let Some((digits, exponent)) = text.split_once('e') else { return text.to_owned() };
+    let (sign, exponent) = exponent.strip_prefix('-').map_or(('+', exponent), |rest| ('-', rest));
+    format!("{digits}e{sign}{exponent:0>2}")
+}
+
+/// With so many significant digits, and an exponent only if the number is very small or has more digits before its point.
+fn general(number: f64, digits: usize) -> String {
+    let text = format!("{number:.0$e}", digits - 1);
+    let exponent = text.split_once('e').and_then(|(_, exponent)| exponent.parse::<i32>().ok());
+    let Some(exponent) = exponent else { return text };
+    let trim = |text: &str| match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+        false => text.to_owned(),
+    };
+    let last = digits as i32 - 1;
+    if (-4..=last).contains(&exponent) {
+        return trim(&format!("{number:.0$}", (last - exponent).unsigned_abs() as usize));
+    }
+    let (mantissa, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+    python_exponent(&format!("{}e{exponent}", trim(mantissa)))
 }
 
 /// A number as Python writes it: `0.0`, `1e-05`.
@@ -123,10 +205,7 @@ fn as_python(number: f64) -> String {
         return number.to_string().to_lowercase();
     }
     if size != 0.0 && !(1e-4..1e16).contains(&size) {
-        let text = format!("{number:e}");
-        let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
-        let (sign, exponent) = exponent.strip_prefix('-').map_or(('+', exponent), |rest| ('-', rest));
-        return format!("{digits}e{sign}{exponent:0>2}");
+        return python_exponent(&format!("{number:e}"));
     }
     format!("{number:?}") // with a point in any case
 }
@@ -173,9 +252,41 @@ mod tests {
     }
 
     #[test]
+    fn formats_are_those_of_python() {
+        let numbers = [0.046_875, -1.5, 123_456_789.0, 1.5e-7, 0.0, f64::NAN, f64::NEG_INFINITY, 99.99];
+        // (format, what Python writes for each number)
+        for (format, expected) in [
+            ("f", "0.046875 -1.500000 123456789.000000 0.000000 0.000000 nan -inf 99.990000"),
+            ("e", "4.687500e-02 -1.500000e+00 1.234568e+08 1.500000e-07 0.000000e+00 nan -inf 9.999000e+01"),
+            ("g", "0.046875 -1.5 1.23457e+08 1.5e-07 0 nan -inf 99.99"),
+            (".3g", "0.0469 -1.5 1.23e+08 1.5e-07 0 nan -inf 100"),
+            (".10g", "0.046875 -1.5 123456789 1.5e-07 0 nan -inf 99.99"),
+            (".0g", "0.05 -2 1e+08 1e-07 0 nan -inf 1e+02"),
+            (".2e", "4.69e-02 -1.50e+00 1.23e+08 1.50e-07 0.00e+00 nan -inf 1.00e+02"),
+            (".1%", "4.7% -150.0% 12345678900.0% 0.0% 0.0% nan% -inf% 9999.0%"),
+            ("08.3f", "0000.047 -001.500 123456789.000 0000.000 0000.000 00000nan -0000inf 0099.990"),
+        ] {
+            let format = parse_format(format).expect(format);
+            let written: Vec<String> = numbers.iter().map(|x| format.apply(&Value::Metric(*x))).collect();
+            assert_eq!(written.join(" "), expected, "{format:?}");
+        }
+        for (format, expected) in
+            [("05d", "00018"), (".3g", "18"), (".2e", "1.80e+01"), (".1%", "1800.0%"), ("6.2f", " 18.00")]
+        {
+            let format = parse_format(format).expect(format);
+            assert_eq!(format.apply(&Value::Count(18)), expected, "{format:?}");
+        }
+    }
+
+    #[test]
     fn broken_templates_are_explained() {
-        for template in ["", "{epoch", "epoch}", "{}", "{epoch:x}"] {
+        for template in ["", "{epoch", "epoch}", "{}", "{epoch:x}", "{x:.f}", "{x:.2dd}", "{x:.2d}", "{x:+5}"]
+        {
             assert!(FileName::parse(template, true).is_err(), "{template}");
+        }
+        for format in ["999999999d", "101", ".101f", "99999999999999999999999"] {
+            let error = FileName::parse(&format!("{{step:{format}}}"), true).expect_err(format);
+            assert!(error.contains("is above 100"), "{error}");
         }
     }
 }

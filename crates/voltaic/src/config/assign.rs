@@ -65,12 +65,14 @@ pub(super) fn apply(
         remarks.problems.push(ConfigProblem { key, ..problem(what, "shorten it".to_owned()) });
         return;
     }
+    let place = place(tree, &parts, view);
+    let is_text = !assignment.appends && place.as_ref().is_some_and(View::is_text);
     let value = match &assignment.value {
-        Some(text) => yaml::read_value(text, origin).map_err(|mut problem| {
+        Some(text) => yaml::read_value(text, is_text, origin).map_err(|mut problem| {
             problem.key.clone_from(&assignment.key);
             *problem
         }),
-        None if place(tree, &parts, view).is_some_and(|place| place.allows("boolean")) => {
+        None if place.is_some_and(|place| place.allows("boolean")) => {
             Ok(Node::scalar(Value::Bool(true), origin.clone()))
         }
         None => Err(problem("no value is given".to_owned(), format!("write --{}=VALUE", assignment.key))),
@@ -110,8 +112,7 @@ fn set(
         }
         return Ok(());
     };
-    let is_list_only = view.allows("array") && !view.allows("object");
-    if matches!(node.data, Data::List(_)) || (is_list_only && !view.is_any()) {
+    if is_list(node, &view) {
         let (index, rest) = element(node, &key, part, parts, rest)?;
         let view = view.item(index);
         let Data::List(items) = &mut node.data else { return Ok(()) };
@@ -161,6 +162,12 @@ fn set(
     set(Target { node, view, key }, rest, appends, value, remarks)
 }
 
+/// Whether the next part of a key is for an element of a list.
+fn is_list(node: &Node, view: &View<'_>) -> bool {
+    let is_list_only = view.allows("array") && !view.allows("object") && !view.is_any();
+    is_list_only || matches!(node.data, Data::List(_))
+}
+
 /// The element that `part` means: by number, or the last one for the name of one of its keys.
 fn element<'p>(
     node: &Node,
@@ -186,6 +193,11 @@ fn element<'p>(
 /// What may stand at a dotted key, as far as the schema and the classes chosen so far tell.
 fn place<'s>(tree: &Node, parts: &[&str], view: &View<'s>) -> Option<View<'s>> {
     let Some((part, rest)) = parts.split_first() else { return Some(view.clone()) };
+    if is_list(tree, view) {
+        let (index, rest) = element(tree, "", part, parts, rest).ok()?;
+        let Data::List(items) = &tree.data else { return None };
+        return place(&items[index], rest, &view.item(index));
+    }
     if view.classes().is_empty() || *part == "init_args" || view.class_keys().contains(part) {
         let class = tree.get("class_path").and_then(Node::as_str).and_then(|name| view.class(name));
         let view = class.map_or_else(|| view.clone(), |class| view.of_class(&class));

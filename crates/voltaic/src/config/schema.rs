@@ -242,6 +242,11 @@ impl<'s> View<'s> {
                     && option.get("enum").is_none()
             })
     }
+
+    /// Whether text may stand here, and no list or mapping.
+    pub fn is_text(&self) -> bool {
+        self.allows_free_text() && !self.allows("array") && !self.allows("object")
+    }
 }
 
 /// The schema with each struct that flattens an enum rewritten: the struct's own keys go into every alternative.

@@ -30,11 +30,15 @@ pub(super) fn read(text: &str, file: &str) -> Result<Node, Box<ConfigProblem>> {
 
 /// Reads a value given as text outside a file: a YAML scalar, `[..]` or `{..}`.
 ///
-/// Text that is no YAML, such as `a: b: c`, is taken as it stands, unless it starts like a list or mapping.
-pub(super) fn read_value(text: &str, origin: &Origin) -> Result<Node, Box<ConfigProblem>> {
+/// Text that is no YAML, such as `a: b: c`, is taken as it stands, unless it starts like a list or mapping. Where `is_text` says
+/// that neither may stand, this is text too: `{epoch}-{step}`.
+pub(super) fn read_value(text: &str, is_text: bool, origin: &Origin) -> Result<Node, Box<ConfigProblem>> {
     let plain = || Node::scalar(Value::String(text.to_owned()), origin.clone());
     let trimmed = text.trim_start();
     let is_flow = trimmed.starts_with(['[', '{']);
+    if is_flow && is_text {
+        return Ok(plain());
+    }
     if !is_flow && !trimmed.starts_with(['"', '\'']) {
         // Block syntax and comments have no meaning on one line: `a: b` and `x #1` are meant literally.
         if trimmed.is_empty() {

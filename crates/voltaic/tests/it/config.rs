@@ -259,6 +259,17 @@ fn values_of_the_command_line_are_yaml() {
         ("text with equals", &[], &[], &["name=epoch=1"], "/name", json!("epoch=1")),
         ("quoted text", &[], &[], &["name='null'"], "/name", json!("null")),
         ("empty text", &[], &[], &["name="], "/name", json!("")),
+        ("text in braces", &[], &[], &["name={epoch}-{loss:.2f}"], "/name", json!("{epoch}-{loss:.2f}")),
+        ("text in brackets", &[], &[("VOLTAIC_NAME", "[a, b")], &[], "/name", json!("[a, b")),
+        ("a path in brackets", &[], &[], &["ckpt_path=[1]/a.ckpt"], "/ckpt_path", json!("[1]/a.ckpt")),
+        (
+            "text in braces for an element of a list",
+            &[],
+            &[],
+            &["trainer.callbacks=EarlyStopping", "trainer.callbacks.monitor={epoch}"],
+            "/trainer/callbacks/0/init_args/monitor",
+            json!("{epoch}"),
+        ),
         ("a number where only text may stand", &[], &[], &["name=1.10"], "/name", json!("1.10")),
         ("the same in a file", &["name: 1.10"], &[], &[], "/name", json!("1.10")),
         (
