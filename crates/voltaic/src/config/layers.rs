@@ -13,6 +13,7 @@ use super::check::{Checked, Found, check};
 use super::defaults::{fill, prune};
 use super::emit::{to_commented_yaml, to_yaml};
 use super::file::read_at_most;
+use super::home::expand_home;
 use super::merge::{Remarks, merge};
 use super::node::{Node, Origin, Origins};
 use super::schema::{View, spread};
@@ -148,7 +149,7 @@ impl Layers {
 
     /// Adds a YAML file.
     pub fn file(&mut self, path: impl AsRef<Path>) {
-        let path = path.as_ref();
+        let path = &*expand_home(path.as_ref());
         match File::open(path).and_then(|file| read_at_most(file, MAX_FILE)).map(String::from_utf8) {
             Ok(Ok(text)) => self.text(&path.display().to_string(), &text),
             Ok(Err(error)) => {

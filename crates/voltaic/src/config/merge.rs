@@ -8,6 +8,7 @@
 use indexmap::IndexMap;
 use serde_json::Value;
 
+use super::home::expand_text;
 use super::node::{Data, Node, Origin, join};
 use super::schema::View;
 use crate::error::ConfigProblem;
@@ -37,6 +38,12 @@ pub(super) fn merge(target: &mut Node, incoming: Node, view: &View<'_>, key: &st
         Data::Scalar { value: Value::Null, .. } if !view.allows("null") && view.allows("object") => {
             if target.is_null() {
                 *target = Node::map(incoming.origin);
+            }
+        }
+        Data::Scalar { value: Value::String(ref text), .. } => {
+            *target = match expand_text(text) {
+                Some(path) => Node::scalar(Value::String(path), incoming.origin),
+                None => incoming,
             }
         }
         Data::Scalar { .. } => *target = incoming,

@@ -5,6 +5,8 @@
 //! only truth: its doc comments are the help, its `Default` is the default, and its fields are the keys. A field that
 //! should accept an old name needs that name in its schema; `#[serde(alias)]` is invisible there.
 //!
+//! Text that begins with `~/` is a path: `$HOME` takes the place of `~`.
+//!
 //! A struct may say why it lacks a key that its users will look for, with
 //! `#[schemars(extend("x-refused" = json!({"key": {"what": "what is wrong", "remedy": "how to fix it"}})))]`. Null stands there for a key not given.
 //!
@@ -40,6 +42,7 @@ mod check;
 mod defaults;
 mod emit;
 mod file;
+mod home;
 mod keys;
 mod layers;
 mod merge;

@@ -285,6 +285,32 @@ fn values_of_the_command_line_are_yaml() {
 }
 
 #[test]
+fn a_leading_tilde_is_the_home_folder() {
+    let home = std::env::var("HOME").unwrap();
+    let at = |rest: &str| json!(format!("{home}/{rest}"));
+    check_cases(&[
+        ("an option", &[], &[], &["ckpt_path=~/a.ckpt"], "/ckpt_path", at("a.ckpt")),
+        ("a file", &["ckpt_path: ~/a b.ckpt"], &[], &[], "/ckpt_path", at("a b.ckpt")),
+        ("a variable", &[], &[("VOLTAIC_CKPT_PATH", "~/a.ckpt")], &[], "/ckpt_path", at("a.ckpt")),
+        (
+            "an argument in a list",
+            &["trainer: {callbacks: [{class_path: EarlyStopping, monitor: ~/x}]}"],
+            &[],
+            &[],
+            "/trainer/callbacks/0/init_args/monitor",
+            at("x"),
+        ),
+        ("null in YAML", &["ckpt_path: ~"], &[], &[], "/ckpt_path", json!(null)),
+        ("another user's folder", &[], &[], &["ckpt_path=~root/a"], "/ckpt_path", json!("~root/a")),
+        ("within a path", &[], &[], &["ckpt_path=a/~/b"], "/ckpt_path", json!("a/~/b")),
+    ]);
+    let mut layers = Layers::of::<Run>();
+    layers.file("~/no such file.yaml");
+    let error = layers.settle().unwrap_err().to_string();
+    assert!(error.contains(&format!("cannot read {home}/no such")), "{error}");
+}
+
+#[test]
 fn classes_have_short_forms() {
     let adamw = |lr: f64, weight_decay: f64| json!({"class_path": "AdamW", "init_args": {"lr": lr, "weight_decay": weight_decay}});
     check_cases(&[
