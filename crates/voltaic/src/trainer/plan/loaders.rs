@@ -27,12 +27,14 @@ impl FitPlan {
                 .copied()
                 .unwrap_or(0);
         let num_val_batches = limit_batches(plan.key_of_limit("limit_val_batches"), plan.limit_val, val)?;
+        let has_val_batches = num_val_batches.iter().any(|&batches| batches > 0);
         let val_check_batch = match plan.val_check_interval {
             _ if plan.val_check_time.is_some() => usize::MAX,
             Limit::Fraction(fraction) => ((num_training_batches as f64 * fraction) as usize).max(1),
             Limit::Batches(batches) => {
                 let batches = usize::try_from(batches).unwrap_or(usize::MAX);
-                if batches > num_training_batches
+                if has_val_batches
+                    && batches > num_training_batches
                     && plan.check_val_every_n_epoch.is_some()
                     && num_training_batches > 0
                 {
@@ -45,7 +47,6 @@ impl FitPlan {
                 batches
             }
         };
-        let has_val_batches = num_val_batches.iter().any(|&batches| batches > 0);
         Ok(Self { num_training_batches, num_val_batches, has_val_batches, val_check_batch })
     }
 }

@@ -212,19 +212,28 @@ mod tests {
 
     #[test]
     fn validation_interval_is_counted_in_batches() {
-        let plan = |interval: Option<Limit>, every| {
+        let plan_of = |interval: Option<Limit>, every, limit| {
             let config = TrainerConfig {
                 val_check_interval: interval.map(ValCheckInterval::Batches),
                 check_val_every_n_epoch: every,
+                limit_val_batches: Some(Limit::Batches(limit)),
                 ..TrainerConfig::default()
             };
-            FitPlan::new(&resolve_on_cpu(&config).expect("valid"), 10, &[4]).map(|plan| plan.val_check_batch)
+            FitPlan::new(&resolve_on_cpu(&config)?, 10, &[4]).map(|plan| plan.val_check_batch)
         };
+        let plan = |interval, every| plan_of(interval, every, 4);
         assert_eq!(plan(None, Some(1)), Ok(10));
         assert_eq!(plan(Some(Limit::Fraction(0.25)), Some(1)), Ok(2));
         assert_eq!(plan(Some(Limit::Batches(4)), Some(1)), Ok(4));
         assert_eq!(plan(Some(Limit::Batches(40)), None), Ok(40));
         assert!(plan(Some(Limit::Batches(40)), Some(1)).is_err());
+        assert!(plan_of(Some(Limit::Batches(0)), Some(1), 4).is_err());
+        // validation is off
+        for interval in [Limit::Batches(40), Limit::Batches(0), Limit::Fraction(0.5)] {
+            for every in [Some(1), Some(0), None] {
+                assert!(plan_of(Some(interval), every, 0).is_ok(), "{interval:?} {every:?}");
+            }
+        }
     }
 
     #[test]

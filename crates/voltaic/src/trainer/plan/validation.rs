@@ -16,6 +16,9 @@ pub(crate) fn resolve_val_check(
         Some(ValCheckInterval::Time(span)) => (None, problems.time("val_check_interval", span)),
         None => (None, None),
     };
+    if config.limit_val_batches.is_some_and(Limit::is_none) {
+        return (val_check_interval, val_check_time); // never due
+    }
     if let (Some(Limit::Fraction(f)), None) = (val_check_interval, config.check_val_every_n_epoch) {
         let what = format!("the fraction {f} of an epoch cannot be counted across epochs");
         problems.add(

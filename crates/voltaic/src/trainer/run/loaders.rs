@@ -113,7 +113,8 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     fn fit_plan(&mut self, train: &DataLoader<M::Batch>, val: &[DataLoader<M::Batch>]) -> Result<FitPlan> {
-        if self.plan.val_check_time.is_some() && self.run.world().world_size > 1 {
+        let validates = !self.plan.limit_val.is_none();
+        if validates && self.plan.val_check_time.is_some() && self.run.world().world_size > 1 {
             let what = format!("by time with {} ranks, whose clocks differ", self.run.world().world_size);
             let remedy = "use a number of batches, or a fraction of an epoch";
             return Err(ConfigError::new("trainer.val_check_interval", what, remedy).into());
