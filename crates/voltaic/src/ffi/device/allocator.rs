@@ -149,7 +149,8 @@ extern "C" fn explain(pool: i32, bytes: usize, text: *mut c_char, capacity: usiz
         )
     } else {
         let device = pool - 1;
-        let limit_allows = stats.limit.is_none_or(|limit| bytes.saturating_add(stats.in_use) <= limit);
+        let block = Pool::block_bytes(bytes).unwrap_or(usize::MAX);
+        let limit_allows = stats.limit.is_none_or(|limit| block.saturating_add(stats.in_use) <= limit);
         let remedy = match room::shortage() {
             Some(shortage) if limit_allows => {
                 format!("the limit allows it, but there is no more memory: {shortage}; or use a smaller batch or model")
@@ -159,7 +160,8 @@ extern "C" fn explain(pool: i32, bytes: usize, text: *mut c_char, capacity: usiz
             }
             _ => "use a smaller batch or model, or raise the limit of the emulated device with VOLTAIC_HPU_MEMORY".to_owned(),
         };
-        format!("hpu:{device} out of memory: tried to allocate {bytes} bytes; {stats}; {remedy}")
+        let rounded = if block == bytes { String::new() } else { format!(" in a block of {block}") };
+        format!("hpu:{device} out of memory: tried to allocate {bytes} bytes{rounded}; {stats}; {remedy}")
     };
     write_text(&message, text, capacity);
 }
@@ -197,6 +199,24 @@ mod tests {
             assert_eq!(pool.id(), number as i32);
         }
         assert!(hpu_pool(sys::VT_HPU_MAX_DEVICES).is_none());
+    }
+
+    #[test]
+    fn the_limit_is_for_whole_blocks() {
+        let last = sys::VT_HPU_MAX_DEVICES - 1;
+        let pool = hpu_pool(last).unwrap();
+        pool.set_limit(Some(5_000_000));
+        let explained = |bytes: usize| {
+            let mut text = [0 as c_char; 512];
+            explain(1 + last as i32, bytes, text.as_mut_ptr(), text.len());
+            text.iter().take_while(|&&byte| byte != 0).map(|&byte| byte as u8 as char).collect::<String>()
+        };
+        let refused = explained(4_990_000); // a block has 5 MiB
+        for part in ["tried to allocate 4990000 bytes in a block of 5242880;", "with VOLTAIC_HPU_MEMORY"] {
+            assert!(refused.contains(part), "{refused}");
+        }
+        assert!(explained(4_900_000).contains("the limit allows it"));
+        pool.set_limit(None);
     }
 
     #[test]

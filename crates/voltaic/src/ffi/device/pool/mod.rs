@@ -277,6 +277,11 @@ impl Pool {
         self.id
     }
 
+    /// Bytes of the block that serves a request; none above 64 TiB.
+    pub(crate) fn block_bytes(bytes: usize) -> Option<usize> {
+        SizeClass::of(bytes).map(SizeClass::size)
+    }
+
     /// A block of at least `bytes`, with any content. None if the limit or the system does not allow it, even
     /// after the cached blocks were given back; the counters are then as before.
     #[inline]
