@@ -179,6 +179,7 @@ impl Accelerator for HpuAccelerator {
                     if !idle.is_empty() {
                         tracing::info!("hpu: without effect on emulated cards: {}", idle.join(", "));
                     }
+                    warn_of_unknown_flags();
                 }
                 Ok(())
             }
@@ -187,6 +188,7 @@ impl Accelerator for HpuAccelerator {
                 gaudi.load()?;
                 if LOADED.set(gaudi.clone()).is_ok() {
                     tracing::info!("hpu: {}", self.description());
+                    warn_of_unknown_flags();
                 }
                 Ok(())
             }
@@ -243,6 +245,14 @@ impl HpuAccelerator {
                 format!("use {count} or fewer ({VISIBLE}, which is not set, would leave even fewer)"),
             ),
         }
+    }
+}
+
+fn warn_of_unknown_flags() {
+    let unknown = RuntimeFlags::unknown_of_env();
+    if !unknown.is_empty() {
+        let remedy = "`voltaic devices --env` lists those that are known";
+        tracing::warn!("hpu: {}; {remedy}", unknown.join("; "));
     }
 }
 

@@ -6,7 +6,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::config::parse_size;
+use crate::config::{nearest, parse_size};
 use crate::error::DeviceError;
 use crate::ffi::MAX_HPUS;
 
@@ -76,6 +76,39 @@ const FLAGS: [Flag; 30] = [
     Flag { name: DISABLE_TENSOR_CACHE, kind: Kind::Switch, default: "0", effect: "1: calls of a graph give tensors of their own" },
     Flag { name: "GC_KERNEL_PATH", kind: Kind::Text, default: "searched for", effect: "libtpc_kernels.so; set before the plugin is loaded" },
 ];
+
+/// Variables of Habana's software that are not supported, whatever they say, and why.
+#[rustfmt::skip]
+const NOT_SUPPORTED: [(&str, &str); 17] = [
+    ("QUANT_CONFIG", "fp8 is not quantized by Intel Neural Compressor; see trainer.precision"),
+    ("PT_HPU_METRICS_FILE", METRICS),
+    ("HABANA_PT_METRICS_FILE", METRICS),
+    ("PT_HPU_METRICS_FILE_FORMAT", METRICS),
+    ("PT_HPU_METRICS_DUMP_TRIGGERS", METRICS),
+    ("PT_HPU_METRICS_GC_DETAILS", METRICS),
+    ("PT_HPU_ENABLE_CACHE_METRICS", METRICS),
+    ("PT_RECIPE_CACHE_PATH", RECIPE_CACHE),
+    ("PT_CACHE_FOLDER_DELETE", RECIPE_CACHE),
+    ("PT_CACHE_FOLDER_SIZE_MB", RECIPE_CACHE),
+    ("PT_HPUGRAPH_ENABLE_DRY_RUN", PYTHON),
+    ("PT_HPU_AUTOLOAD", PYTHON),
+    ("PT_HPU_GPU_MIGRATION", PYTHON),
+    ("PT_HPU_WEIGHT_SHARING", PYTHON),
+    ("PT_HPU_EMULATE_DISTRIBUTED", PYTHON),
+    ("PT_HPU_EMULATE_DISTRIBUTED_SINGLE_RANK", PYTHON),
+    ("PT_TE_FORCE_SR_BWD", PYTHON),
+];
+
+const METRICS: &str = "Habana's Python package writes it; use a logger, or trainer.profiler=hpu";
+const RECIPE_CACHE: &str = "PT_HPU_RECIPE_CACHE_CONFIG has taken its place";
+const PYTHON: &str = "it is for Habana's Python package";
+
+/// Beginnings of names that are Habana's own.
+const OF_HABANA: [&str; 4] = ["PT_HPU_", "PT_HPUGRAPH_", "PT_HABANA_", "HABANA_"];
+
+/// Variables of Habana's containers, which say nothing to a framework.
+const OF_CONTAINERS: [&str; 3] =
+    ["HABANA_VISIBLE_DEVICES", "HABANA_SCAL_BIN_PATH", "HABANA_PLUGINS_LIB_PATH"];
 
 impl Kind {
     fn accepts(self, value: &str) -> bool {
@@ -200,6 +233,32 @@ impl RuntimeFlags {
             _ => flag.effect.starts_with(NO_EFFECT) || flag.effect.ends_with(NO_EFFECT),
         });
         idle.map(|(flag, value)| format!("{}={value}", flag.name)).collect()
+    }
+
+    /// What is to be said of the variables of these names that look like flags and are none, a part of a sentence each.
+    pub(super) fn unknown(names: impl IntoIterator<Item = String>) -> Vec<String> {
+        let known = Self::known();
+        let mut unknown: Vec<String> = names
+            .into_iter()
+            .filter(|name| !known.contains(&name.as_str()) && !OF_CONTAINERS.contains(&name.as_str()))
+            .filter_map(|name| {
+                if let Some((_, why)) = NOT_SUPPORTED.iter().find(|(other, _)| *other == name) {
+                    return Some(format!("{name} is not supported: {why}"));
+                }
+                let is_habanas = OF_HABANA.iter().any(|start| name.starts_with(start));
+                is_habanas.then(|| match nearest(&name, known.iter().copied()) {
+                    Some(other) => format!("{name} is unknown; did you mean {other}"),
+                    None => format!("{name} is unknown"),
+                })
+            })
+            .collect();
+        unknown.sort();
+        unknown
+    }
+
+    /// [`Self::unknown`] of this process's environment.
+    pub(super) fn unknown_of_env() -> Vec<String> {
+        Self::unknown(env::vars_os().filter_map(|(name, _)| name.into_string().ok()))
     }
 
     /// Names of all flags that are known.
@@ -327,7 +386,34 @@ mod tests {
     }
 
     #[test]
+    fn flags_that_are_none_are_named() {
+        let names = [
+            "PT_HPU_LAZYMODE",
+            "PT_HPU_LAZY_MODE",
+            "QUANT_CONFIG",
+            "HABANA_VISIBLE_DEVICES",
+            "PT_HPU_METRICS_FILE",
+            "HABANA_QX",
+            "PATH",
+            "HABANALABS",
+        ];
+        let unknown = RuntimeFlags::unknown(names.map(str::to_owned));
+        assert_eq!(unknown.len(), 4, "{unknown:#?}");
+        for (found, expected) in unknown.iter().zip([
+            "HABANA_QX is unknown",
+            "PT_HPU_LAZYMODE is unknown; did you mean PT_HPU_LAZY_MODE",
+            "PT_HPU_METRICS_FILE is not supported: Habana's Python package writes it",
+            "QUANT_CONFIG is not supported: fp8",
+        ]) {
+            assert!(found.starts_with(expected), "{found}");
+        }
+    }
+
+    #[test]
     fn flags_are_listed_once() {
+        for (name, _) in NOT_SUPPORTED {
+            assert!(FLAGS.iter().all(|flag| flag.name != name), "{name}");
+        }
         for (at, flag) in FLAGS.iter().enumerate() {
             assert!(FLAGS[..at].iter().all(|other| other.name != flag.name), "{}", flag.name);
         }
