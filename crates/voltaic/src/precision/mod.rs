@@ -30,5 +30,5 @@ pub(crate) use op_lists::set_run_lists;
 pub use op_lists::{OpLists, reset_op_lists, set_op_lists};
 pub use plugin::{HpuPrecisionPlugin, OptLevel};
 
-pub(crate) use precision::{NO_FLOAT16, is_float8, is_hmp};
+pub(crate) use precision::{NO_FLOAT8, NO_FLOAT16, as_written, is_float8, is_hmp};
 pub use precision::{PRECISIONS, Precision};

@@ -17,6 +17,9 @@ const HPU_PRECISIONS: &str = "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true 
 pub(crate) const NO_FLOAT16: &str =
     "fp16 not supported: FP16 not supported on Gaudi, Gaudi2 or higher required";
 
+/// What is said of float8 there.
+pub(crate) const NO_FLOAT8: &str = "fp8 not supported: FP8 not supported on Gaudi, Gaudi2 or higher required";
+
 /// Number format of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -99,6 +102,11 @@ fn spelling(value: &Value) -> String {
         Value::String(text) => text.trim().to_ascii_lowercase(),
         other => other.to_string(),
     }
+}
+
+/// A value as its author wrote it.
+pub(crate) fn as_written(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
 /// Whether a value asks for float8, which voltaic has no precision for.

@@ -10,7 +10,7 @@ use super::deepspeed::config::DeepSpeedStrategy;
 use super::deepspeed::plan::{DeepSpeedPlan, of_name as deepspeed_of_name};
 use super::zero::config::{ZeroConfig, ZeroStage};
 use crate::device::Device;
-use crate::error::ConfigError;
+use crate::error::{ConfigError, ConfigProblem};
 
 /// A TiB; a larger bucket is one for all gradients.
 const MAX_BUCKET_MB: u64 = 1 << 20;
@@ -254,7 +254,8 @@ impl StrategyConfig {
             check_hpu("HPUDeepSpeedStrategy", accelerator)?;
         }
         let deepspeed = |name, given| -> Result<StrategyPlan, ConfigError> {
-            Ok(StrategyPlan::DeepSpeed(Box::new(DeepSpeedPlan::resolve(name, given, num_devices)?)))
+            let plan = DeepSpeedPlan::resolve(name, given, accelerator, num_devices)?;
+            Ok(StrategyPlan::DeepSpeed(Box::new(plan)))
         };
         let (name, plan) = match self {
             Self::Class(Class::DDPStrategy(config)) => ("DDPStrategy", config.resolve("ddp")?),
@@ -277,7 +278,7 @@ impl StrategyConfig {
                     if known.starts_with("hpu") {
                         check_hpu(name, accelerator)?;
                     }
-                    (known, deepspeed(known, &given)?)
+                    (known, deepspeed(known, &given).map_err(|error| by_name(name, error))?)
                 }
                 None => (name.as_str(), of_name(name, accelerator, num_ranks)?),
             },
@@ -308,6 +309,22 @@ impl StrategyConfig {
         }
         Ok(plan)
     }
+}
+
+/// Names the strategy in place of the arguments that its name stands for, which nobody has typed.
+fn by_name(name: &str, error: ConfigError) -> ConfigError {
+    let stage = name.split("_offload").next().unwrap_or(name);
+    let mut problems: Vec<ConfigProblem> = Vec::new();
+    for mut problem in error.problems {
+        if problem.key.starts_with("trainer.strategy.") {
+            let what = format!("`{name}`: {}", problem.problem.what);
+            problem = ConfigProblem::new("trainer.strategy", what, format!("use {stage}"));
+        }
+        if !problems.contains(&problem) {
+            problems.push(problem);
+        }
+    }
+    ConfigError { problems }
 }
 
 /// The strategy of a name.

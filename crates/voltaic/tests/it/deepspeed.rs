@@ -34,12 +34,12 @@ fn strategies_are_named_as_lightning_names_them() {
         assert!(found.contains(&expected), "{found}");
     }
     let found = on_cpu(&["trainer.strategy=deepspeed_stage_3_offload"]);
-    for expected in [
-        "trainer.strategy.offload_optimizer: offloading to cpu is not there yet",
-        "trainer.strategy.offload_parameters: offloading to cpu is not there yet",
-    ] {
-        assert!(found.contains(expected), "{found}");
-    }
+    assert_eq!(
+        found,
+        "trainer.strategy: `deepspeed_stage_3_offload`: offloading to cpu is not there yet; use deepspeed_stage_3"
+    );
+    let found = on_cpu(&["trainer.strategy=deepspeed_stage_3_offload_nvme"]);
+    assert!(found.lines().all(|line| line.ends_with("; use deepspeed_stage_3")), "{found}");
     let found = on_cpu(&["trainer.strategy=deepspeed_stage_4"]);
     assert!(found.contains("`deepspeed_stage_4` is not a strategy"), "{found}");
 }
@@ -65,6 +65,11 @@ fn strategies_are_classes_with_their_arguments() {
             &["trainer.strategy.parallel_devices=8"],
             "parallel_devices: 8 devices, but trainer.devices means 2; set trainer.devices, or leave it out",
         ),
+        (
+            &["trainer.strategy.parallel_devices=[banana, cpu]"],
+            r#"parallel_devices: "banana" is not a device of accelerator=cpu; leave it out"#,
+        ),
+        (&["trainer.strategy.parallel_devices=[cpu, cuda:1]"], r#""cuda:1" is not a device of"#),
         (&["trainer.strategy.allgather_bucket_size=1001"], "allgather_bucket_size: 1001 is odd"),
         (&["trainer.strategy.remote_device=cpu"], "making weights off the device is not there yet"),
         (
@@ -124,6 +129,13 @@ fn the_precision_is_of_the_trainer_its_plugin_or_the_settings() {
                 "trainer.precision=32-true",
             ],
             "32-true, but DeepSpeed's settings say bf16-true; remove one of the two",
+        ),
+        (
+            &[
+                "trainer.strategy={class_path: DeepSpeedStrategy, init_args: {config: {bf16: {enabled: true}, zero_optimization: {stage: 1}}}}",
+                "trainer.precision=32",
+            ],
+            "trainer.precision: 32, but DeepSpeed's settings say bf16-true",
         ),
     ] {
         let found = on_cpu(options);
@@ -258,6 +270,24 @@ fn the_micro_batch_is_that_of_the_loader() {
     let (code, text) = fit(&given, &[]);
     let expected = "train_micro_batch_size_per_gpu is 3, but the training loader gives batches of 2";
     assert!(code == Some(0) && text.contains(expected), "{code:?} {text}");
+}
+
+#[test]
+fn arguments_without_effect_are_named() {
+    let class = "--trainer.strategy=DeepSpeedStrategy";
+    let idle = ["--trainer.strategy.loss_scale=5", "--trainer.strategy.initial_scale_power=20"];
+    let kept = "--trainer.strategy.gather_after_fit=false";
+    let (code, text) = short_fit(&[class, idle[0], idle[1], kept], &[]);
+    for expected in [
+        "trainer.strategy.loss_scale=5.0 has no effect: the precision is 32-true",
+        "trainer.strategy.initial_scale_power=20 has no effect",
+        "gather_after_fit=false has no effect: stage 2 leaves the weights whole",
+    ] {
+        assert!(code == Some(0) && text.contains(expected), "{expected}: {code:?} {text}");
+    }
+    let own = [class, idle[0], idle[1], kept, "--trainer.strategy.stage=3", "--trainer.precision=16-true"];
+    let (code, text) = short_fit(&own, &[]);
+    assert!(code == Some(0) && !text.contains("has no effect"), "{code:?} {text}");
 }
 
 #[test]

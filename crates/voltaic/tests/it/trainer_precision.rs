@@ -106,6 +106,18 @@ fn sixteen_bits_on_an_hpu() {
     losses_on_hpu("16", &first, &[]).unwrap();
     let error = losses_on_hpu("fp8", &first, &[]).unwrap_err();
     assert!(error.contains("fp8 not supported: FP8 not supported on Gaudi, Gaudi2 or higher"), "{error}");
+    let deepspeed = ["--trainer.strategy=hpu_deepspeed"];
+    let plugin = ["--trainer.plugins=HPUDeepSpeedPrecisionPlugin", "--trainer.plugins.precision=fp8"];
+    for (precision, expected) in [
+        ("fp8", "trainer.precision (from command line): fp8 not supported: FP8 not supported on Gaudi"),
+        ("16-mixed", "trainer.precision (from command line): 16-mixed: fp16 not supported"),
+    ] {
+        let error = losses_on_hpu(precision, &first, &deepspeed).unwrap_err();
+        assert!(error.contains(expected), "{error}");
+    }
+    let by_plugin = [&deepspeed[..], &plugin, &["--trainer.precision=null"]].concat();
+    let error = losses_on_hpu("32", &first, &by_plugin).unwrap_err();
+    assert!(error.contains("fp8 not supported: FP8 not supported on Gaudi"), "{error}");
     let error = losses_on_hpu("fp8", &[], &[]).unwrap_err();
     let expected =
         "`Trainer(accelerator='hpu', precision='fp8')` is not supported; use one of 32-true, 16-mixed";

@@ -9,6 +9,10 @@ use serde_json::{Value, json};
 use super::settings::DeepSpeedSettings;
 use crate::error::{ConfigError, ConfigProblem};
 
+/// Arguments that have an effect with float16 only.
+const OF_LOSS_SCALE: [&str; 5] =
+    ["loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"];
+
 /// Variable that names a file of settings, if neither the class nor its name has some.
 const PATH_VARIABLE: &str = "PL_DEEPSPEED_CONFIG_PATH";
 
@@ -304,8 +308,6 @@ impl DeepSpeedStrategy {
         if self.config.is_some() {
             let standard = Self { config: None, ..Self::default() };
             let (own, standard) = (json!({ "of": self }), json!({ "of": standard }));
-            let precision =
-                ["loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"];
             let beside = [
                 "config",
                 "parallel_devices",
@@ -316,7 +318,7 @@ impl DeepSpeedStrategy {
             ];
             for (key, value) in own["of"].as_object().into_iter().flatten() {
                 let counts = beside.contains(&key.as_str())
-                    || (precision.contains(&key.as_str()) && !settings.names_precision);
+                    || (OF_LOSS_SCALE.contains(&key.as_str()) && !settings.names_precision);
                 if !counts && standard["of"][key] != *value {
                     settings.notes.push(format!("trainer.strategy.{key} has no effect: {idle}"));
                 }
@@ -376,15 +378,28 @@ impl DeepSpeedStrategy {
         error
     }
 
+    /// `key=value` of the arguments that were set and have an effect with float16 only.
+    pub(crate) fn loss_scale_arguments(&self) -> Vec<String> {
+        let (own, standard) = (json!(self), json!(Self::default()));
+        let set = OF_LOSS_SCALE.into_iter().filter(|key| own[*key] != standard[*key]);
+        set.map(|key| format!("{key}={}", own[key])).collect()
+    }
+
     /// What arguments outside DeepSpeed's own settings ask for and cannot be had.
-    pub(crate) fn check_others(&self, devices: usize) -> Vec<ConfigProblem> {
+    pub(crate) fn check_others(&self, accelerator: &str, devices: usize) -> Vec<ConfigProblem> {
         let mut problems = Vec::new();
         let mut refuse = |key: &str, what: String, remedy: &'static str| {
             problems.push(ConfigProblem::new(format!("trainer.strategy.{key}"), what, remedy));
         };
         let given = match &self.parallel_devices {
             None => None,
-            Some(Value::Array(list)) => Some(list.len() as u64),
+            Some(Value::Array(list)) => {
+                if let Some(other) = list.iter().find(|device| !is_device(device, accelerator)) {
+                    let what = format!("{other} is not a device of accelerator={accelerator}");
+                    refuse("parallel_devices", what, "leave it out: trainer.devices says which are used");
+                }
+                Some(list.len() as u64)
+            }
             Some(Value::Number(number)) if number.is_u64() => number.as_u64(),
             Some(other) => {
                 refuse("parallel_devices", format!("{other} is not a number or a list"), "leave it out");
@@ -439,6 +454,13 @@ impl DeepSpeedStrategy {
             refuse(key, "0 is too small".to_owned(), "set a whole number from 1 on");
         }
     }
+}
+
+/// Whether an element of `parallel_devices` is a device of the accelerator: `1`, `cpu`, `hpu:1`.
+fn is_device(element: &Value, accelerator: &str) -> bool {
+    let Some(text) = element.as_str() else { return element.is_u64() };
+    let (name, index) = text.split_once(':').unwrap_or((text, "0"));
+    name == accelerator && index.parse::<usize>().is_ok()
 }
 
 fn read_file(key: &str, path: &str) -> Result<DeepSpeedSettings, ConfigError> {

@@ -20,6 +20,8 @@ pub(crate) struct DeepSpeedPlan {
     pub gather_after_fit: bool,
     /// Keys of what may differ between ranks.
     pub allow_differences: Vec<String>,
+    /// `key=value` of arguments that say how the loss is scaled.
+    loss_scale_arguments: Vec<String>,
 }
 
 impl DeepSpeedPlan {
@@ -27,9 +29,10 @@ impl DeepSpeedPlan {
     pub(crate) fn resolve(
         name: &'static str,
         given: &DeepSpeedStrategy,
+        accelerator: &str,
         devices: usize,
     ) -> Result<Self, ConfigError> {
-        let mut problems = given.check_others(devices);
+        let mut problems = given.check_others(accelerator, devices);
         let timeout = Duration::try_from_secs_f64(given.timeout_secs).unwrap_or_default();
         if timeout.is_zero() || given.timeout_secs > 365.0 * 86_400.0 {
             let what = format!("{} is not a time to wait", given.timeout_secs);
@@ -40,7 +43,15 @@ impl DeepSpeedPlan {
             Ok(settings) if problems.is_empty() => {
                 let allow_differences = given.allow_differences.clone();
                 let gather_after_fit = given.gather_after_fit;
-                Ok(Self { name, settings, timeout, gather_after_fit, allow_differences })
+                let loss_scale_arguments = given.loss_scale_arguments();
+                Ok(Self {
+                    name,
+                    settings,
+                    timeout,
+                    gather_after_fit,
+                    allow_differences,
+                    loss_scale_arguments,
+                })
             }
             Ok(_) => Err(ConfigError { problems }),
             Err(error) => {
@@ -142,13 +153,18 @@ impl DeepSpeedPlan {
         }
     }
 
-    /// Keys that have no effect beside the trainer's, a sentence each.
-    pub(crate) fn notes(&self, beside: Beside) -> Vec<String> {
+    /// Keys that have no effect beside the trainer's, a sentence each. `written` is how the user calls the precision.
+    pub(crate) fn notes(&self, beside: Beside, precision: Precision, written: &str) -> Vec<String> {
         let mut notes = self.settings.notes.clone();
         if let (Some(own), Some(trainer)) = (self.settings.gradient_clipping, beside.gradient_clip_val)
             && own != trainer
         {
             notes.push(format!("trainer.gradient_clip_val has no effect: gradient_clipping is {own}"));
+        }
+        if !precision.has_float16() && !self.settings.names_precision {
+            let why = format!("the precision is {written}, and the loss is scaled with 16-true only");
+            let idle = self.loss_scale_arguments.iter();
+            notes.extend(idle.map(|argument| format!("trainer.strategy.{argument} has no effect: {why}")));
         }
         notes
     }

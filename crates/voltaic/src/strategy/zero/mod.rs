@@ -72,6 +72,12 @@ pub struct Zero {
 impl Zero {
     /// Of these ranks, or of a process alone.
     pub fn new(world: World, config: ZeroConfig) -> Self {
+        if !config.gather_after_fit && config.stage < ZeroStage::Three && world.is_global_zero() {
+            let stage = config.stage.number();
+            tracing::warn!(
+                "gather_after_fit=false has no effect: stage {stage} leaves the weights whole, only stage 3 divides them"
+            );
+        }
         let (kept, phase) = (Vec::new(), Arc::default());
         let (hooks, calls) = (Vec::new(), Vec::new());
         let (divided, stays_divided) = (DividedLeaves::default(), false);

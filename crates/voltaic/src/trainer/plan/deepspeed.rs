@@ -3,7 +3,7 @@
 use crate::accelerator::Accelerator;
 use crate::error::{ConfigError, ConfigProblem};
 use crate::optim::GradientClip;
-use crate::precision::{NO_FLOAT16, Precision};
+use crate::precision::{NO_FLOAT8, NO_FLOAT16, Precision, as_written, is_float8};
 use crate::strategy::{Beside, DeepSpeedPlan, StrategyPlan};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::values::{GradientClipAlgorithm, PluginConfig};
@@ -34,7 +34,10 @@ pub(crate) fn resolve(config: &TrainerConfig, plan: &mut TrainPlan, problems: &m
 /// Settings of the strategy that have no effect, a sentence each.
 pub(crate) fn notes(config: &TrainerConfig, plan: &TrainPlan) -> Vec<String> {
     match &plan.ranks.strategy {
-        StrategyPlan::DeepSpeed(deepspeed) => deepspeed.notes(beside(config, 1)),
+        StrategyPlan::DeepSpeed(deepspeed) => {
+            let written = config.precision.as_ref().map_or_else(|| plan.precision.to_string(), as_written);
+            deepspeed.notes(beside(config, 1), plan.precision, &written)
+        }
         _ => Vec::new(),
     }
 }
@@ -48,33 +51,46 @@ pub(crate) fn precision(
 ) -> Precision {
     let of_file = deepspeed.and_then(DeepSpeedPlan::precision);
     let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
-    let given = match given_precision(config, name, of_file) {
+    let lacks_float16 = accelerator.is_some_and(|it| !it.has_float16());
+    let given = match given_precision(config, name, lacks_float16, of_file) {
         Ok(given) => given,
         Err(error) => {
             problems.0.extend(error.problems);
             return Precision::default();
         }
     };
-    if let (Some(of_file), Some((key, given))) = (of_file, given)
-        && of_file != given
+    if let (Some(of_file), Some(given)) = (of_file, &given)
+        && of_file != given.precision
     {
-        let what = format!("{given}, but DeepSpeed's settings say {of_file}");
-        problems.add(key, what, "remove one of the two");
+        let what = format!("{}, but DeepSpeed's settings say {of_file}", given.written);
+        problems.add(given.key, what, "remove one of the two");
     }
-    let precision = of_file.or(given.map(|(_, given)| given)).unwrap_or_default();
-    if precision.has_float16() && accelerator.is_some_and(|it| !it.has_float16()) {
-        let what = format!("{precision}: {NO_FLOAT16}");
-        problems.add(given.map_or("strategy.config", |(key, _)| key), what, "use bf16, or a Gaudi2");
+    let precision = of_file.or(given.as_ref().map(|given| given.precision)).unwrap_or_default();
+    if precision.has_float16() && lacks_float16 {
+        let (key, written) = match given {
+            Some(given) => (given.key, given.written),
+            None => ("strategy.config", precision.to_string()),
+        };
+        problems.add(key, format!("{written}: {NO_FLOAT16}"), "use bf16, or a Gaudi2");
     }
     precision
 }
 
-/// What the trainer or a plugin says, with its key. Under DeepSpeed, weights are of the lower dtype themselves.
+/// A precision that the trainer or a plugin names.
+struct GivenPrecision {
+    key: &'static str,
+    /// Its name there; under DeepSpeed, `bf16-mixed` is `bf16-true`.
+    written: String,
+    precision: Precision,
+}
+
+/// What the trainer or a plugin says. Under DeepSpeed, weights are of the lower dtype themselves.
 fn given_precision(
     config: &TrainerConfig,
     accelerator: &str,
+    lacks_float16: bool,
     of_file: Option<Precision>,
-) -> Result<Option<(&'static str, Precision)>, ConfigError> {
+) -> Result<Option<GivenPrecision>, ConfigError> {
     let plugins = config.plugins.iter().filter_map(|plugin| match plugin {
         PluginConfig::DeepSpeedPrecisionPlugin(plugin) => Some(("DeepSpeedPrecisionPlugin", plugin)),
         PluginConfig::HpuDeepSpeedPrecisionPlugin(plugin) => Some(("HPUDeepSpeedPrecisionPlugin", plugin)),
@@ -102,7 +118,10 @@ fn given_precision(
             return Err(ConfigError::new(key, what, "give trainer.precision or one precision plugin"));
         }
     };
-    let at = format!("trainer.{key}");
+    let (at, written) = (format!("trainer.{key}"), as_written(value));
+    if lacks_float16 && is_float8(value) {
+        return Err(ConfigError::new(at, NO_FLOAT8, "use bf16-mixed"));
+    }
     let precision = Precision::parse(value, accelerator)
         .map_err(|problem| ConfigError { problems: vec![ConfigProblem::at(at.clone(), problem)] })?;
     let precision = match precision {
@@ -113,10 +132,10 @@ fn given_precision(
         }
         Precision::Fp16Mixed | Precision::Fp16True => Precision::Fp16True,
         Precision::Full => Precision::Full,
-        other => {
-            let what = format!("{other} with a DeepSpeed strategy");
+        Precision::Double => {
+            let what = format!("{written} with a DeepSpeed strategy");
             return Err(ConfigError::new(at, what, "use bf16-mixed, 16-true or 32-true"));
         }
     };
-    Ok(Some((key, precision)))
+    Ok(Some(GivenPrecision { key, written, precision }))
 }

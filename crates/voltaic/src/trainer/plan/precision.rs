@@ -2,7 +2,7 @@
 
 use crate::accelerator::Accelerator;
 use crate::error::{ConfigError, ConfigProblem, Error};
-use crate::precision::{HpuPrecisionPlugin, NO_FLOAT16, OpLists, Precision, is_float8, is_hmp};
+use crate::precision::{HpuPrecisionPlugin, NO_FLOAT8, NO_FLOAT16, OpLists, Precision, is_float8, is_hmp};
 use crate::strategy::StrategyPlan;
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::values::PluginConfig;
@@ -55,8 +55,7 @@ pub(crate) fn resolve_precision(
     let asked = config.precision.as_ref().or_else(|| plugins.first().map(|plugin| &plugin.precision));
     let is_first_generation = accelerator.is_some_and(|it| !it.has_float16());
     if is_first_generation && asked.is_some_and(is_float8) {
-        let what = "fp8 not supported: FP8 not supported on Gaudi, Gaudi2 or higher required".to_owned();
-        problems.add(key, what, "use bf16-mixed");
+        problems.add(key, NO_FLOAT8.to_owned(), "use bf16-mixed");
         return PrecisionPlan::default();
     }
     match found {
