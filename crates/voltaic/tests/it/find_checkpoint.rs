@@ -335,8 +335,13 @@ data: {{class_path: MnistData, init_args: {{batch_size: 4, data_dir: {}}}}}
         for ckpt_path in ["--ckpt_path=last", "--ckpt_path=best"] {
             let (code, errors) = run(&[verb, ckpt_path]);
             assert_eq!(code, 0, "{errors}");
+            assert!(errors.contains(&format!("{verb} with the weights of ./digits/")), "{errors}");
         }
     }
     let (code, errors) = run(&["fit", "--ckpt_path=last", "--trainer.max_epochs=2"]);
     assert!(code == 0 && errors.contains("at global_step 2"), "{errors}");
+    assert!(!errors.contains("the learning rate is"), "{errors}");
+    let (code, errors) = run(&["fit", "--ckpt_path=last", "--trainer.max_epochs=3", "--optimizer.lr=0.5"]);
+    let expected = "the learning rate is 0.002 of the checkpoint, not 0.5 as configured";
+    assert!(code == 0 && errors.contains(expected), "{errors}");
 }

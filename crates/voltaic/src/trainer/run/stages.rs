@@ -118,6 +118,9 @@ fn evaluate_session<M: LightningModule, T>(
     if let Some(path) = session.start()? {
         let mut loaded = load(session, &path)?;
         restore_module(session, &mut loaded, &path)?;
+        if session.run.world().is_global_zero() {
+            tracing::info!("{stage} with the weights of {}", path.display());
+        }
     }
     let is_left_out = (source.limit)(session.plan).is_none(); // then nobody is asked, as in Lightning
     let mut loaders = if is_left_out { Vec::new() } else { session.ask_for(&source)? };

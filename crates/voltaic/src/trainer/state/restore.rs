@@ -225,6 +225,7 @@ pub(crate) fn restore_training<M: LightningModule>(
         );
         return Err(unusable(&path, what, "use the same configure_optimizers, or load the weights alone"));
     }
+    let configured = learning_rates(session);
     let groups = state.optimizers.into_iter().map(|(_, groups)| groups);
     let grads = match &unread {
         Some(unread) => {
@@ -246,6 +247,9 @@ pub(crate) fn restore_training<M: LightningModule>(
     for (active, saved) in session.training.schedulers.iter_mut().zip(&state.schedulers) {
         active.configured.scheduler.load_state_dict(saved)?;
     }
+    if session.run.world().is_global_zero() {
+        say_whose_rate_counts(&configured, &learning_rates(session));
+    }
     restore_grads(session, &grads, &path)?;
     if let Some(own) = &mut session.run.engine.loss_scale {
         own.restore(state.grad_scaler, state.loss_scaler);
@@ -263,6 +267,22 @@ pub(crate) fn restore_training<M: LightningModule>(
         session.run.asks.stop = state.pending_stop;
     }
     Ok(Resumed { path, rng, shape: (state.num_training_batches, state.batch_size) })
+}
+
+/// Of each group of each optimizer: the learning rate that a schedule started from, or the one in force without a schedule.
+fn learning_rates<M: LightningModule>(session: &Session<M>) -> Vec<f64> {
+    let groups = session.training.optimizers.iter().flat_map(|optimizer| optimizer.param_groups());
+    groups.map(|group| group.initial_lr.unwrap_or(group.lr)).collect()
+}
+
+/// Warns of rates that this run was given and that the checkpoint has replaced.
+fn say_whose_rate_counts(configured: &[f64], restored: &[f64]) {
+    if let Some((own, saved)) = configured.iter().zip(restored).find(|(own, saved)| own != saved) {
+        tracing::warn!(
+            "the learning rate is {saved:?} of the checkpoint, not {own:?} as configured: a resumed run goes on with the \
+             optimizer's state; change the rate in a callback, or load the weights alone"
+        );
+    }
 }
 
 /// Gives this rank's optimizers what they have of their states, and the strategy its parts of gradients. Returns gradients that were
