@@ -3,6 +3,7 @@
 use std::io::{ErrorKind, IsTerminal, Write};
 
 use super::outcome::Failure;
+use crate::error::printable;
 
 const RED: u8 = 31;
 
@@ -50,10 +51,11 @@ impl<'w> Console<'w> {
         failure.code
     }
 
-    /// Writes one line to standard error behind a coloured `label`. If that fails there is nobody left to tell.
+    /// Writes one line to standard error behind a coloured `label`, with escapes in place of control characters. If that fails there is nobody left to tell.
     pub(super) fn complain(&mut self, label: &str, colour: u8, text: &str) {
         let label =
             if self.has_colour { format!("\x1b[1;{colour}m{label}\x1b[0m") } else { label.to_owned() };
+        let text = printable(text);
         let _ = writeln!(self.err, "{label}: {text}").and_then(|()| self.err.flush());
     }
 }

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::panic::{self, AssertUnwindSafe};
 
-use crate::error::{ConfigError, Error, write_stderr};
+use crate::error::{ConfigError, Error, printable, write_stderr};
 
 /// Why a command did not succeed.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ pub(super) fn quiet_panics() {
         } else if std::thread::current().id() != main {
             let thread = std::thread::current();
             let text = describe(thread.name().unwrap_or("thread"), place.as_deref(), info.payload());
-            write_stderr(&format!("error: {text}\n"));
+            write_stderr(&format!("error: {}\n", printable(&text)));
         }
         PLACE.with(|slot| slot.replace(place));
     }));

@@ -7,7 +7,7 @@ use super::merge::{Remarks, append, merge};
 use super::node::{Data, Node, Origin, join};
 use super::schema::View;
 use super::yaml;
-use crate::error::{ConfigProblem, Problem};
+use crate::error::{ConfigProblem, Problem, shortened};
 
 /// Keys of more parts are refused: each is a level of the tree.
 const MAX_PARTS: usize = 64;
@@ -53,7 +53,7 @@ pub(super) fn apply(
     };
     let parts: Vec<&str> = assignment.key.split('.').collect();
     if parts.iter().any(|part| part.is_empty()) {
-        let what = format!("`{}` is not a key", assignment.key);
+        let what = format!("`{}` is not a key", shortened(&assignment.key, 60));
         remarks
             .problems
             .push(problem(what, "write it as section.key, such as trainer.max_epochs".to_owned()));
@@ -75,7 +75,10 @@ pub(super) fn apply(
         None if place.is_some_and(|place| place.allows("boolean")) => {
             Ok(Node::scalar(Value::Bool(true), origin.clone()))
         }
-        None => Err(problem("no value is given".to_owned(), format!("write --{}=VALUE", assignment.key))),
+        None => Err(problem(
+            "no value is given".to_owned(),
+            format!("write --{}=VALUE", shortened(&assignment.key, 60)),
+        )),
     };
     let result = value.and_then(|value| {
         let target = Target { node: tree, view: view.clone(), key: String::new() };

@@ -11,6 +11,8 @@ use crate::error::{ConfigProblem, Problem};
 
 /// More unknown keys than this are counted, not named.
 const MAX_UNKNOWN: usize = 10;
+/// After so many problems the others are counted, not named.
+const MAX_PROBLEMS: usize = 50;
 /// More keys than this are not listed in an error.
 const MAX_LISTED: usize = 16;
 
@@ -23,18 +25,20 @@ pub(super) struct Found {
 /// What is wrong with a tree.
 #[derive(Default)]
 pub(super) struct Checked {
-    /// All problems, in the order of the tree, but of unknown keys only the first.
+    /// Problems, in the order of the tree: of unknown keys, and of all, only the first.
     pub problems: Vec<Found>,
     /// The other unknown keys.
     pub more_unknown: Vec<String>,
+    /// The other keys with problems.
+    pub more: Vec<String>,
 }
 
 /// Holds a tree against its schema.
 pub(super) fn check(node: &Node, view: &View<'_>) -> Checked {
     let mut checker = Checker::new(view.clone());
     checker.visit(node, view, "");
-    let Checker { problems, more_unknown, .. } = checker;
-    Checked { problems, more_unknown }
+    let Checker { problems, more_unknown, more, .. } = checker;
+    Checked { problems, more_unknown, more }
 }
 
 struct Checker<'s> {
@@ -42,14 +46,18 @@ struct Checker<'s> {
     problems: Vec<Found>,
     num_unknown: usize,
     more_unknown: Vec<String>,
+    more: Vec<String>,
 }
 
 impl<'s> Checker<'s> {
     fn new(root: View<'s>) -> Self {
-        Self { root, problems: Vec::new(), num_unknown: 0, more_unknown: Vec::new() }
+        Self { root, problems: Vec::new(), num_unknown: 0, more_unknown: Vec::new(), more: Vec::new() }
     }
 
     fn report(&mut self, key: &str, origin: &Origin, what: String, remedy: String) {
+        if self.problems.len() >= MAX_PROBLEMS {
+            return self.more.push(key.to_owned());
+        }
         let problem = Problem::new(what, remedy);
         let problem = ConfigProblem { key: origin.typed_key(key), origin: origin.label(), problem };
         self.problems.push(Found { key: key.to_owned(), problem });
@@ -79,11 +87,13 @@ impl<'s> Checker<'s> {
                 attempt.visit_keys(node, &alternative, key);
                 attempt
             });
-            let num_problems = |attempt: &Checker| attempt.problems.len() + attempt.more_unknown.len();
+            let num_problems =
+                |attempt: &Checker| attempt.problems.len() + attempt.more_unknown.len() + attempt.more.len();
             if let Some(best) = attempts.min_by_key(num_problems) {
                 self.num_unknown += best.num_unknown;
                 self.problems.extend(best.problems);
                 self.more_unknown.extend(best.more_unknown);
+                self.more.extend(best.more);
             }
             return;
         };
@@ -191,6 +201,9 @@ impl<'s> Checker<'s> {
 
     /// A value of the wrong type, outside its range, or not among the choices.
     fn visit_misfit(&mut self, node: &Node, view: &View<'_>, key: &str) {
+        if self.problems.len() >= MAX_PROBLEMS {
+            return self.more.push(key.to_owned()); // the text of a problem takes time
+        }
         let value = node.to_value();
         let choices: Vec<&str> = view.choices().into_iter().filter_map(Value::as_str).collect();
         let classes = view.classes();

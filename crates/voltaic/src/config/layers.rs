@@ -224,7 +224,7 @@ impl Layers {
         let mut problems = self.remarks.problems.clone();
         let mut unusable: Vec<String> = problems.iter().map(|problem| problem.key.clone()).collect();
         let mut dropped = Vec::new();
-        let Checked { problems: found, more_unknown } = check(&tree, &view);
+        let Checked { problems: found, more_unknown, more } = check(&tree, &view);
         for Found { key, problem } in found {
             dropped.push(key);
             problems.push(problem);
@@ -233,7 +233,12 @@ impl Layers {
             let what = format!("{} more unknown keys, of which this is the first", more_unknown.len());
             problems.push(ConfigProblem::new(first.clone(), what, "remove them"));
         }
+        if let Some(first) = more.first() {
+            let what = format!("{} more problems, of which this is the first", more.len());
+            problems.push(ConfigProblem::new(first.clone(), what, "look at those before them first"));
+        }
         dropped.extend(more_unknown);
+        dropped.extend(more);
         if !dropped.is_empty() {
             tree.remove(&dropped.iter().map(String::as_str).collect());
             fill(&mut tree, &view, view.default);

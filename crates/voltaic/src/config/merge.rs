@@ -11,7 +11,10 @@ use serde_json::Value;
 use super::home::expand_text;
 use super::node::{Data, Node, Origin, join};
 use super::schema::View;
-use crate::error::ConfigProblem;
+use crate::error::{ConfigProblem, Problem};
+
+/// A list of classes that has more elements is a mistake, and each takes time.
+const MAX_CLASSES: usize = 1000;
 
 /// What merging has to say beside its result.
 #[derive(Debug, Clone, Default)]
@@ -89,7 +92,17 @@ fn merge_map(
 }
 
 /// Replaces nothing: puts `items` at the end of the list at `target`.
-fn merge_list(target: &mut Node, items: Vec<Node>, view: &View<'_>, key: &str, remarks: &mut Remarks) {
+fn merge_list(target: &mut Node, mut items: Vec<Node>, view: &View<'_>, key: &str, remarks: &mut Remarks) {
+    if items.len() > MAX_CLASSES && !view.item(0).classes().is_empty() {
+        let what = format!("it has {} elements, more than {MAX_CLASSES}", items.len());
+        let (key, origin) = (items[0].origin.typed_key(key), items[0].origin.label());
+        remarks.problems.push(ConfigProblem {
+            key,
+            origin,
+            problem: Problem::new(what, "give fewer classes"),
+        });
+        items.truncate(MAX_CLASSES);
+    }
     if !matches!(target.data, Data::List(_)) {
         *target = Node { origin: target.origin.clone(), data: Data::List(Vec::new()) };
     }

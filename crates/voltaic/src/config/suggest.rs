@@ -1,7 +1,13 @@
 //! "did you mean".
 
+/// A longer word is like no name; comparing it takes time.
+const MAX_WORD: usize = 256;
+
 /// The candidate most like `word`, if one is like it at all.
 pub(crate) fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    if word.len() > MAX_WORD {
+        return None;
+    }
     let folded = fold(word);
     candidates
         .into_iter()

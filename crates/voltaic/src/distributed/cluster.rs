@@ -210,7 +210,7 @@ fn slurm(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
         (None, None) => "127.0.0.1".to_owned(),
     };
     let job_port = variables.text("SLURM_JOB_ID").and_then(|id| {
-        let last = &id[id.len().saturating_sub(4)..];
+        let last = id.get(id.len().saturating_sub(4)..)?;
         Some(15000 + last.parse::<u16>().ok()?)
     });
     Ok(Found {

@@ -2,7 +2,13 @@
 
 use std::borrow::Cow;
 
+use super::printable::{printable, shortened};
 use super::problem::Problem;
+
+/// Characters of a key that are shown.
+const MAX_KEY: usize = 200;
+/// The same of an origin, which is a path or a variable.
+const MAX_ORIGIN: usize = 4096;
 
 /// All problems found in a configuration, one line each.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,11 +73,11 @@ impl ConfigProblem {
 
 impl std::fmt::Display for ConfigProblem {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.key)?;
+        f.write_str(&printable(&shortened(&self.key, MAX_KEY)))?;
         if !self.origin.is_empty() {
-            write!(f, " (from {})", self.origin)?;
+            write!(f, " (from {})", printable(&shortened(&self.origin, MAX_ORIGIN)))?;
         }
-        write!(f, ": {}", self.problem)
+        write!(f, ": {}", printable(&self.problem.to_string()))
     }
 }
 

@@ -7,13 +7,15 @@ use voltaic::config::{Assignment, Layers};
 #[serde(default, deny_unknown_fields)]
 struct Run {
     max_epochs: usize,
+    /// Numbers.
+    sizes: Vec<usize>,
     /// Anything.
     extra: serde_json::Value,
 }
 
 impl Default for Run {
     fn default() -> Self {
-        Self { max_epochs: 1, extra: serde_json::Value::Null }
+        Self { max_epochs: 1, sizes: Vec::new(), extra: serde_json::Value::Null }
     }
 }
 
@@ -81,6 +83,37 @@ fn of_many_unknown_keys_the_first_are_named_and_the_rest_counted() {
     assert_eq!(problems(&format!("extra:\n{text}")), [""; 0]);
     let twice = format!("extra:\n{text}  k7: 1\n");
     assert!(problems(&twice)[0].contains("run.yaml:"), "given twice");
+}
+
+#[test]
+fn of_many_wrong_elements_the_first_are_named_and_the_rest_counted() {
+    let found = problems(&format!("sizes: [{}]", "x,".repeat(100_000)));
+    assert_eq!(found.len(), 51);
+    assert!(found[0].starts_with("sizes.0 (from run.yaml:1): `x` is text"), "{}", found[0]);
+    assert!(found[50].starts_with("sizes.50: 99950 more problems"), "{}", found[50]);
+    let classes = format!("trainer: {{callbacks: [{}]}}", "x,".repeat(100_000));
+    let found = crate::config::error(&crate::config::layers(&[&classes], &[], &[])).problems;
+    assert!(found.len() < 60, "{}", found.len());
+    let expected =
+        "trainer.callbacks (from a.yaml:1): it has 100000 elements, more than 1000; give fewer classes";
+    assert_eq!(found[0].to_string(), expected);
+}
+
+#[test]
+fn long_keys_and_control_characters_are_shown_harmlessly() {
+    let long = "k".repeat(1 << 20);
+    for text in [format!("{long}: 1"), format!("? {long}\n: 1"), format!("max_epochs: {long}")] {
+        let found = problems(&text);
+        assert!(found.len() == 1 && found[0].len() < 600, "{:.600}", found[0]);
+    }
+    let mut layers = Layers::of::<Run>();
+    layers.assign(&Assignment::parse(&format!("{long}=1")));
+    layers.assign(&Assignment::parse(&long));
+    let text = layers.load::<Run>().unwrap_err().to_string();
+    assert!(text.len() < 1500 && text.contains("kkk... (1048576 bytes) (from command line)"), "{text:.600}");
+    let found = problems("\"max\\e]0;owned\\a\": 1\nmax_epochs: \"\\e[2J\"");
+    assert!(found[1].starts_with(r"max\u{1b}]0;owned\u{7} (from run.yaml:1): unknown key"), "{found:?}");
+    assert!(found[0].contains(r"`\u{1b}[2J` is text"), "{found:?}");
 }
 
 #[test]

@@ -106,6 +106,12 @@ fn each_launcher_tells_ranks_in_its_own_words() {
             "1/2 l1 n0 127.0.0.1:12910 guest a0",
         ),
         (
+            "SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_JOB_ID=ä123",
+            2,
+            1,
+            "1/2 l1 n0 127.0.0.1:12910 guest a0",
+        ),
+        (
             "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 \
              MASTER_ADDR=a",
             2,
