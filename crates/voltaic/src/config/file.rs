@@ -33,6 +33,17 @@ pub(crate) fn read_file(path: &Path, limit: u64) -> Result<Vec<u8>> {
     read_into(bytes, file, limit)
 }
 
+/// The whole text of a file of at most `limit` bytes.
+///
+/// # Errors
+/// As [`read_file`], and [`ErrorKind::InvalidData`] if it is not UTF-8.
+pub(crate) fn read_text_file(path: &Path, limit: u64) -> Result<String> {
+    String::from_utf8(read_file(path, limit)?).map_err(|error| {
+        let at = error.utf8_error().valid_up_to();
+        Error::new(ErrorKind::InvalidData, format!("it is not UTF-8 text at byte {at}"))
+    })
+}
+
 /// What is left of `reader`, at most `limit` bytes.
 ///
 /// # Errors
@@ -69,5 +80,9 @@ mod tests {
         }
         assert_eq!(read_file(&file, 4).unwrap(), b"text");
         assert_eq!(read_file(&file, 3).unwrap_err().kind(), ErrorKind::InvalidData);
+        assert_eq!(read_text_file(&file, 4).unwrap(), "text");
+        std::fs::write(&file, b"t\xff").unwrap();
+        let error = read_text_file(&file, 4).unwrap_err();
+        assert_eq!(error.to_string(), "it is not UTF-8 text at byte 1");
     }
 }

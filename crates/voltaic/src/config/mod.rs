@@ -61,7 +61,7 @@ pub use layers::{Layers, Loaded, PrintConfig, Settings, deserialize_at, schema_o
 pub use node::{Origin, Origins};
 
 pub(crate) use emit::{first_paragraph, inline, wrap};
-pub(crate) use file::{open_file, read_file};
+pub(crate) use file::{open_file, read_file, read_text_file};
 pub(crate) use layers::Survey;
 pub(crate) use size::{format_size, parse_size};
 pub(crate) use suggest::nearest;

@@ -1,17 +1,22 @@
 //! Which launcher started this process, and what it says about ranks: read from the environment, in Lightning's order.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use super::environment::ClusterEnvironment;
 use super::host::{LOOPBACK, first_host};
 use super::launch::Launch;
 use super::placement::{Placement, RankPlacement, Wanted};
 use super::variables::{ATTEMPT, LAUNCHER, Variables};
+use crate::config::read_text_file;
 use crate::error::ConfigError;
 use crate::ffi::JobSecret;
 
 /// Port of the store under launchers that name none, as in Lightning.
 const DEFAULT_PORT: u16 = 12910;
+
+/// A file of LSF has a line for each rank.
+const MAX_RANK_FILE: u64 = 16 << 20;
 
 impl Placement {
     pub(crate) fn find(variables: &Variables, wanted: Wanted) -> Result<Self, ConfigError> {
@@ -234,7 +239,7 @@ fn lsf(variables: &Variables) -> Result<Found, ConfigError> {
     let path = variables.text("LSB_DJOB_RANKFILE").unwrap_or_default();
     let unreadable =
         |what: String| ConfigError::new("LSB_DJOB_RANKFILE", what, "start with jsrun inside an LSF job");
-    let text = std::fs::read_to_string(path)
+    let text = read_text_file(Path::new(path), MAX_RANK_FILE)
         .map_err(|error| unreadable(format!("{path} cannot be read: {error}")))?;
     // the first line is the node that launches, which computes nothing
     let hosts: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).skip(1).collect();

@@ -1,14 +1,16 @@
 //! Lists of operators in files, and the variables that name such files.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use crate::accelerator::RuntimeFlags;
-use crate::config::nearest;
+use crate::config::{nearest, read_text_file};
 use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
+
+/// libtorch has some thousand operators.
+const MAX_FILE: u64 = 1 << 20;
 
 /// A file with operators, and what names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,7 +31,7 @@ impl OpFile {
     /// If it cannot be read.
     pub fn read(&self, ignore_unreadable: bool) -> Result<Option<Vec<String>>> {
         let path = self.path.display();
-        let text = match fs::read_to_string(&self.path) {
+        let text = match read_text_file(&self.path, MAX_FILE) {
             Ok(text) => text,
             Err(error) if ignore_unreadable => {
                 tracing::warn!(

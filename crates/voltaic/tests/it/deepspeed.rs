@@ -232,6 +232,19 @@ fn the_environment_names_a_file() {
     };
     let found = run(&path.display().to_string());
     assert!(found.contains("ds.json:1): 9 is not a stage"), "{found}");
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    for path in ["/dev/zero", pipe.to_str().unwrap(), folder.path().to_str().unwrap()] {
+        let found = run(path);
+        let expected = format!("PL_DEEPSPEED_CONFIG_PATH: {path} cannot be read: it is a ");
+        assert!(found.contains(&expected), "{found}");
+        let found =
+            on_cpu(&["trainer.strategy=DeepSpeedStrategy", &format!("trainer.strategy.config={path}")]);
+        assert!(
+            found.contains(&format!("trainer.strategy.config: {path} cannot be read: it is a ")),
+            "{found}"
+        );
+    }
     let found = run("/nowhere.json");
     assert!(
         found.contains("PL_DEEPSPEED_CONFIG_PATH: you passed in a path to a DeepSpeed config but"),

@@ -84,6 +84,11 @@ fn lists_come_from_the_plugin_then_from_the_environment() {
     assert!(
         printed.contains("lower precision: linear") && printed.contains("linear casts Float to BFloat16")
     );
+    for name in [fp32, "FP32_LIST", "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "LOWER_LIST"] {
+        let error = run("precision: bf16-mixed", &[(name, std::path::Path::new("/dev/zero"))]).unwrap_err();
+        let expected = "cannot read the list of operators /dev/zero: it is a device, pipe or socket";
+        assert!(error.contains(&format!("{name}: {expected}")), "{error}");
+    }
     let error = run(&own, &[(fp32, &missing)]).unwrap_err();
     assert!(error.contains(&format!("{fp32}: cannot read the list of operators")), "{error}");
     let (_, printed) = run(&format!("{own}, ignore_unreadable_files: true"), &[(fp32, &missing)]).unwrap();

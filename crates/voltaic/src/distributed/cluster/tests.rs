@@ -151,6 +151,7 @@ fn lsf_reads_the_hosts_from_its_file() {
     std::fs::write(&path, "launch\n").unwrap();
     assert!(of(path.to_str().unwrap(), "3").contains("names no compute node"));
     assert!(of("/nowhere", "3").contains("LSB_DJOB_RANKFILE: /nowhere cannot be read"));
+    assert!(of("/dev/zero", "3").contains("/dev/zero cannot be read: it is a device, pipe or socket"));
 }
 
 #[test]

@@ -1,17 +1,22 @@
 //! `DeepSpeedStrategy` and `HPUDeepSpeedStrategy` with their arguments.
 
-use std::path::PathBuf;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::settings::DeepSpeedSettings;
+use crate::config::read_text_file;
 use crate::error::{ConfigError, ConfigProblem};
 
 /// Arguments that have an effect with float16 only.
 const OF_LOSS_SCALE: [&str; 5] =
     ["loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"];
+
+/// A longer file is not one of settings.
+const MAX_FILE: u64 = 1 << 20;
 
 /// Variable that names a file of settings, if neither the class nor its name has some.
 const PATH_VARIABLE: &str = "PL_DEEPSPEED_CONFIG_PATH";
@@ -465,21 +470,13 @@ fn is_device(element: &Value, accelerator: &str) -> bool {
 
 fn read_file(key: &str, path: &str) -> Result<DeepSpeedSettings, ConfigError> {
     let refuse = |what: String, remedy: &'static str| ConfigError::new(key, what, remedy);
-    let size = std::fs::metadata(path)
-        .map_err(|error| {
-            let what = format!(
-                "you passed in a path to a DeepSpeed config but the path does not exist: {path} ({error})"
-            );
-            refuse(what, "name a file with DeepSpeed's settings as JSON")
-        })?
-        .len();
-    if size > 1 << 20 {
-        return Err(refuse(
-            format!("{path} has {size} bytes"),
-            "name a file with DeepSpeed's settings as JSON",
-        ));
-    }
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| refuse(format!("{path}: {error}"), "name a file that can be read as text"))?;
+    let remedy = "name a file with DeepSpeed's settings as JSON";
+    let text = read_text_file(Path::new(path), MAX_FILE).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => {
+            let what = "you passed in a path to a DeepSpeed config but the path does not exist";
+            refuse(format!("{what}: {path} ({error})"), remedy)
+        }
+        _ => refuse(format!("{path} cannot be read: {error}"), remedy),
+    })?;
     DeepSpeedSettings::of_text(path, &text)
 }
