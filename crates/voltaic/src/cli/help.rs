@@ -50,20 +50,25 @@ fn render_section(keys: &[&Key], tree: &Value) -> String {
     for key in keys {
         match &key.class {
             Some(class) if !is_chosen(tree, &key.key, class) => {
-                let at = chooser(&key.key, keys);
-                if hidden.last().is_none_or(|(last, _)| *last != at) {
+                let at = chooser(key, keys);
+                let known = hidden.iter().position(|(other, _)| *other == at).unwrap_or_else(|| {
                     hidden.push((at, Vec::new()));
-                }
-                if let Some((_, classes)) = hidden.last_mut()
-                    && !classes.contains(&class.as_str())
-                {
+                    hidden.len() - 1
+                });
+                let classes = &mut hidden[known].1;
+                if !classes.contains(&class.as_str()) {
                     classes.push(class);
                 }
             }
             _ => text.push_str(&render_key(key)),
         }
     }
-    for (at, classes) in hidden {
+    // a key of a class that is hidden itself chooses nothing yet
+    let is_shown = |at: &str| {
+        keys.iter()
+            .any(|key| key.key == at && key.class.as_ref().is_none_or(|class| is_chosen(tree, at, class)))
+    };
+    for (at, classes) in hidden.into_iter().filter(|(at, _)| is_shown(at)) {
         let line = format!("(add --{at}=NAME to see the keys of {})", classes.join(", "));
         for line in wrap(&line, WIDTH - 2) {
             text.push_str(&format!("  {line}\n"));
@@ -72,12 +77,13 @@ fn render_section(keys: &[&Key], tree: &Value) -> String {
     text
 }
 
-/// The key at which the class of an argument is chosen: the longest other key that `key` begins with.
-fn chooser<'k>(key: &'k str, keys: &[&Key]) -> &'k str {
-    let mut at = key;
+/// The key at which the class of an argument is chosen: the longest other key that it begins with and that is no argument of
+/// this class itself.
+fn chooser<'k>(key: &'k Key, keys: &[&Key]) -> &'k str {
+    let mut at = key.key.as_str();
     while let Some((above, _)) = at.rsplit_once('.') {
         at = above;
-        if keys.iter().any(|other| other.key == above) {
+        if keys.iter().any(|other| other.key == above && other.class != key.class) {
             break;
         }
     }

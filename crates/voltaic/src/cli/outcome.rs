@@ -58,6 +58,7 @@ impl From<ConfigError> for Failure {
 pub(super) fn config_error(error: &anyhow::Error) -> Option<&ConfigError> {
     error.chain().find_map(|cause| match cause.downcast_ref::<Error>() {
         Some(Error::Config(config)) => Some(config),
+        Some(Error::Hook { source, .. }) => config_error(source),
         _ => cause.downcast_ref::<ConfigError>(),
     })
 }

@@ -268,7 +268,7 @@ impl Registry {
             if sections.iter().all(|section| survey.is_usable(section))
                 && let Err(mut error) = check(request)
             {
-                request.origins().annotate(&mut error);
+                survey.annotate(&mut error);
                 survey.add(error.problems);
             }
         }

@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::assign::{Assignment, apply};
 use super::check::{Checked, Found, check};
 use super::defaults::{fill, prune};
+use super::dropped::Moved;
 use super::emit::{to_commented_yaml, to_yaml};
 use super::file::read_at_most;
 use super::home::expand_home;
@@ -72,6 +73,8 @@ pub(crate) struct Survey {
     unusable: Vec<String>,
     /// Keys that have their defaults in place of what was set.
     dropped: Vec<String>,
+    /// Elements of lists that others were taken out before.
+    moved: Moved,
 }
 
 impl Survey {
@@ -80,13 +83,23 @@ impl Survey {
         !self.unusable.iter().any(|key| key.split('.').next() == Some(section))
     }
 
+    /// Names what a closer look has found by the keys that the user has written, with their origins.
+    pub fn annotate(&self, error: &mut ConfigError) {
+        for problem in &mut error.problems {
+            problem.key = self.moved.original(&problem.key);
+        }
+        self.settings.origins.annotate(error);
+    }
+
     /// Adds what a closer look has found, but for what may come of a default in place of what was set.
     pub fn add(&mut self, found: Vec<ConfigProblem>) {
-        let dropped: Vec<&str> = self.dropped.iter().filter_map(|key| key.rsplit('.').next()).collect();
+        let last_part = |key: &'_ String| key.rsplit('.').next().map(str::to_owned);
+        let mut dropped: Vec<String> = self.dropped.iter().filter_map(last_part).collect();
+        dropped.retain(|part| part.parse::<usize>().is_err()); // nothing stands in the place of an element
         let is_own = |problem: &ConfigProblem| {
             let text = problem.to_string();
             let mut words = text.split(|c: char| !(c.is_alphanumeric() || c == '_'));
-            !words.any(|word| dropped.contains(&word))
+            !words.any(|word| dropped.iter().any(|part| part == word))
         };
         self.problems.extend(found.into_iter().filter(is_own));
     }
@@ -223,7 +236,8 @@ impl Layers {
         let mut tree = self.filled();
         let mut problems = self.remarks.problems.clone();
         let mut unusable: Vec<String> = problems.iter().map(|problem| problem.key.clone()).collect();
-        let mut dropped = Vec::new();
+        let (mut dropped, mut moved) = (Vec::new(), Moved::default());
+        let origins = tree.origins();
         let Checked { problems: found, more_unknown, more } = check(&tree, &view);
         for Found { key, problem } in found {
             dropped.push(key);
@@ -240,13 +254,14 @@ impl Layers {
         dropped.extend(more_unknown);
         dropped.extend(more);
         if !dropped.is_empty() {
-            tree.remove(&dropped.iter().map(String::as_str).collect());
+            let gone = dropped.iter().map(String::as_str).collect();
+            tree.remove(&gone);
+            moved = Moved::take_out(&mut tree, &view, &gone);
             fill(&mut tree, &view, view.default);
             unusable.extend(check(&tree, &view).problems.into_iter().map(|found| found.key));
         }
-        let settings =
-            Settings { origins: tree.origins(), tree: tree.to_value(), notes: self.remarks.notes.clone() };
-        Ok(Survey { settings, problems, unusable, dropped })
+        let settings = Settings { origins, tree: tree.to_value(), notes: self.remarks.notes.clone() };
+        Ok(Survey { settings, problems, unusable, dropped, moved })
     }
 
     /// The configuration as a `T`.

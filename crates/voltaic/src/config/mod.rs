@@ -40,6 +40,7 @@
 mod assign;
 mod check;
 mod defaults;
+mod dropped;
 mod emit;
 mod file;
 mod home;

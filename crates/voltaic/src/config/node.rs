@@ -84,14 +84,21 @@ impl Origins {
             if !problem.origin.is_empty() {
                 continue;
             }
-            // a class knows its arguments without the `init_args` above them
-            let argument = problem.key.split_once('.').map(|(at, key)| format!("{at}.init_args.{key}"));
-            let known = [Some(problem.key.clone()), argument].into_iter().flatten();
-            if let Some((key, origin)) = known.filter_map(|key| self.0.get_key_value(&key)).next() {
+            if let Some((key, origin)) = self.find(&problem.key) {
                 problem.origin = origin.label();
                 problem.key = origin.typed_key(key);
             }
         }
+    }
+
+    /// The key in the tree and its origin. A class knows its arguments without the `init_args` above them.
+    fn find(&self, key: &str) -> Option<(&str, &Origin)> {
+        let with_arguments =
+            key.match_indices('.').map(|(at, _)| format!("{}.init_args{}", &key[..at], &key[at..]));
+        let (key, origin) = std::iter::once(key.to_owned())
+            .chain(with_arguments)
+            .find_map(|key| self.0.get_key_value(&key))?;
+        Some((key, origin))
     }
 }
 

@@ -111,7 +111,7 @@ impl<'s> View<'s> {
         let mut first = children.next()?;
         for other in children {
             first.options.extend(other.options);
-            first.default = None;
+            first.default = first.default.filter(|default| other.default == Some(default));
         }
         Some(first)
     }

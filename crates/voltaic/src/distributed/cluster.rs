@@ -15,6 +15,9 @@ use crate::ffi::JobSecret;
 /// Port of the store under launchers that name none, as in Lightning.
 const DEFAULT_PORT: u16 = 12910;
 
+/// More are a slip of the pen.
+const MAX_RANKS: usize = 1 << 20;
+
 /// A file of LSF has a line for each rank.
 const MAX_RANK_FILE: u64 = 16 << 20;
 
@@ -96,6 +99,10 @@ impl Found {
         let Wanted { devices, is_auto, num_nodes, .. } = wanted;
         let size = self.world_size;
         let [rank_name, name, local_name] = self.names;
+        if size > MAX_RANKS {
+            let what = format!("{size} ranks are more than {MAX_RANKS}");
+            return Err(ConfigError::new(name, what, "set it to the number of processes that were started"));
+        }
         let fits = if is_auto { size.is_multiple_of(num_nodes) } else { devices * num_nodes == size };
         if !fits {
             let asked = if is_auto { String::new() } else { format!("trainer.devices={devices} x ") };

@@ -69,6 +69,17 @@ impl ConfigProblem {
     pub fn at(key: impl Into<String>, problem: Problem) -> Self {
         Self { key: key.into(), origin: String::new(), problem }
     }
+
+    /// The same at the key where a class was chosen, which knows its own name only.
+    #[must_use]
+    pub(crate) fn below(mut self, place: &str) -> Self {
+        if let Some((class, argument)) = self.key.split_once('.')
+            && class.starts_with(|c: char| c.is_ascii_uppercase())
+        {
+            self.key = format!("{place}.{argument}");
+        }
+        self
+    }
 }
 
 impl std::fmt::Display for ConfigProblem {

@@ -78,7 +78,7 @@ pub enum DataError {
         /// Its samples, shortened if they are many.
         indices: String,
         /// What the data set's code said.
-        source: anyhow::Error,
+        r#source: anyhow::Error,
     },
     /// The sampler gave no usable order.
     #[error("sampler {sampler} gave no usable order for epoch {epoch}: {source:#}; {}", self.remedy())]
@@ -88,7 +88,7 @@ pub enum DataError {
         /// The epoch.
         epoch: u64,
         /// What is wrong.
-        source: anyhow::Error,
+        r#source: anyhow::Error,
     },
     /// A loader thread could not be started, or ended before its time.
     #[error("loader worker {worker}: {problem}")]

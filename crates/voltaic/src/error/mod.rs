@@ -96,7 +96,7 @@ pub enum Error {
         /// The file or folder.
         path: PathBuf,
         /// What the system said.
-        source: std::io::Error,
+        r#source: std::io::Error,
         /// How to fix it.
         remedy: Cow<'static, str>,
     },
@@ -111,8 +111,8 @@ pub enum Error {
         epoch: u64,
         /// Optimizer steps done so far.
         global_step: u64,
-        /// The user's error.
-        source: anyhow::Error,
+        /// The user's error. Its text is in this error's, so that it is not a cause of its own.
+        r#source: anyhow::Error,
     },
     /// `detect_anomaly` has found a loss or gradient that is NaN or infinite.
     #[error(

@@ -103,6 +103,19 @@ fn errors() -> Vec<Error> {
 }
 
 #[test]
+fn the_end_of_main_prints_an_error_once() {
+    let user = || anyhow::anyhow!("inner").context("outer");
+    let hook = Error::Hook { hook: "training_step", rank: 0, epoch: 0, global_step: 0, source: user() };
+    let file = Error::io("read", "a.txt", std::io::Error::other("inner"));
+    let batch = DataError::Batch { epoch: 0, batch_idx: 0, indices: String::new(), source: user() };
+    for error in [hook, file, batch.into()] {
+        let printed = format!("{:?}", anyhow::Error::from(error)); // as `fn main() -> anyhow::Result<()>` does
+        let own = printed.split("Stack backtrace").next().unwrap_or_default();
+        assert_eq!(own.matches("inner").count(), 1, "{own}");
+    }
+}
+
+#[test]
 fn every_remedy_is_shown_and_is_a_field_or_a_method() {
     for error in errors() {
         let text = error.to_string();

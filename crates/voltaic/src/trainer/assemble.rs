@@ -84,7 +84,8 @@ pub(crate) fn resolve(config: &mut TrainerConfig, given: &mut Given) -> Result<R
         let what = "barebones=true switches logging off, but the builder was given a logger";
         problems.push(ConfigProblem::new("trainer.logger", what, "remove one of the two"));
     }
-    problems.extend(build_profiler(config, given).err().into_iter().flat_map(|error| error.problems));
+    let of_profiler = build_profiler(config, given).err().into_iter().flat_map(|error| error.problems);
+    problems.extend(of_profiler.map(|problem| problem.below("trainer.profiler")));
     if config.barebones {
         config.logger = Some(Loggers::Flag(false));
         config.enable_checkpointing = Some(false);
@@ -155,7 +156,7 @@ pub(crate) fn assemble(
 /// Builds the callbacks of the configuration.
 fn build_callbacks(config: &TrainerConfig, given: &mut Given) -> (Searches, Vec<ConfigProblem>) {
     let (mut searches, mut problems) = (Searches::default(), Vec::new());
-    for callback in config.callbacks.clone() {
+    for (index, callback) in config.callbacks.iter().cloned().enumerate() {
         searches.counts_flops |= matches!(&callback, CallbackConfig::ModelSummary(config) if config.flops);
         let problem = match callback {
             CallbackConfig::LearningRateFinder(config) => {
@@ -170,7 +171,8 @@ fn build_callbacks(config: &TrainerConfig, given: &mut Given) -> (Searches, Vec<
             }
             callback => callback.build().map(|callback| given.callbacks.push(callback)),
         };
-        problems.extend(problem.err().into_iter().flat_map(|error| error.problems));
+        let found = problem.err().into_iter().flat_map(|error| error.problems);
+        problems.extend(found.map(|problem| problem.below(&format!("trainer.callbacks.{index}"))));
     }
     (searches, problems)
 }

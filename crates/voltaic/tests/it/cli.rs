@@ -419,6 +419,25 @@ fn the_whole_configuration_is_described_and_its_defaults_are_valid() {
 }
 
 #[test]
+fn the_help_of_the_real_binary_says_things_once() {
+    let output = Command::new(env!("CARGO_BIN_EXE_voltaic")).args(["fit", "--help"]).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(!text.contains("(required)"), "{text}");
+    assert!(text.contains("--lr_scheduler.frequency=VALUE  (default 1)"), "{text}");
+    for at in ["trainer.callbacks", "trainer.profiler", "lr_scheduler"] {
+        assert_eq!(text.matches(&format!("(add --{at}=NAME ")).count(), 1, "{at}: {text}");
+        assert!(!text.contains(&format!("(add --{at}.")), "of a class that is not chosen: {text}");
+    }
+    for part in ["`zero1`, `zero2`", "or `modules` for"] {
+        assert!(text.split_whitespace().collect::<Vec<_>>().join(" ").contains(part), "{part}: {text}");
+    }
+    let chosen = ["fit", "--lr_scheduler=SequentialLR", "--help"];
+    let output = Command::new(env!("CARGO_BIN_EXE_voltaic")).args(chosen).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("(add --lr_scheduler.schedulers=NAME "), "{text}");
+}
+
+#[test]
 fn the_real_binary_keeps_the_same_codes() {
     let binary = |arguments: &[&str]| {
         let output = Command::new(env!("CARGO_BIN_EXE_voltaic")).args(arguments).output().unwrap();

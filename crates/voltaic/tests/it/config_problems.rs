@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use voltaic::config::Layers;
 
 use crate::config::{Run, error, layers};
+use crate::probe::voltaic;
 
 /// (reason, files, options, the problem as printed)
 type Problem = (&'static str, &'static [&'static str], &'static [&'static str], &'static str);
@@ -237,6 +238,38 @@ fn all_problems_are_reported_together() {
         ["ckpt", "nmae", "optimizer", "trainer.fast_dev_run", "trainer.max_epoch", "trainer.sizes"],
         "{found:?}"
     );
+}
+
+#[test]
+fn an_unknown_class_does_not_hide_what_is_wrong_beside_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("run.yaml");
+    let text = "trainer:
+  accelerator: cpu
+  callbacks:
+  - class_path: EarlyStoping
+    init_args: {monitor: x}
+  - class_path: ModelCheckpoint
+    init_args:
+      save_top_k: -3
+  - {class_path: Timer, init_args: {duration: an hour}}
+  max_epochs: -5
+model: Mlp
+data: MnistData
+";
+    std::fs::write(&file, text).unwrap();
+    let shown = file.display();
+    let (code, printed) = voltaic(&["fit", "--config", file.to_str().unwrap()], &[]);
+    assert_eq!(code, Some(2), "{printed}");
+    for expected in [
+        format!("error: trainer.callbacks.0 (from {shown}:4): `EarlyStoping` is not a known class"),
+        format!("error: trainer.callbacks.1.init_args.save_top_k (from {shown}:8): -3 is below -1"),
+        format!("error: trainer.callbacks.2.init_args.duration (from {shown}:9): "),
+        format!("error: trainer.max_epochs (from {shown}:10): -5 is below -1"),
+    ] {
+        assert!(printed.contains(&expected), "{expected}\n{printed}");
+    }
+    assert_eq!(printed.lines().count(), 4, "{printed}");
 }
 
 #[test]

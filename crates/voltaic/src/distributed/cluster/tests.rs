@@ -178,6 +178,12 @@ fn without_a_launcher_the_ranks_of_this_node_are_started() {
 fn contradictions_name_the_variable_and_a_way_out() {
     for (given, devices, nodes, expected) in [
         (
+            "RANK=0 WORLD_SIZE=1000000000 MASTER_ADDR=a MASTER_PORT=1",
+            1,
+            1,
+            "WORLD_SIZE: 1000000000 ranks are more than 1048576; set it to the number of processes",
+        ),
+        (
             "TORCHELASTIC_RUN_ID=x RANK=0 WORLD_SIZE=4 LOCAL_RANK=0 MASTER_ADDR=a",
             2,
             1,

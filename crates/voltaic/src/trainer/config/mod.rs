@@ -35,8 +35,8 @@ pub struct TrainerConfig {
     pub devices: Devices,
     /// Nodes, on each of which the same command is started; 1 unless set.
     pub num_nodes: u64,
-    /// How training is spread over ranks: `auto`, `single_device`, `hpu_single`, `ddp`, `hpu_ddp`, `hpu_parallel`,
-    /// `deepspeed`, `hpu_deepspeed`, or a class with settings.
+    /// How training is spread over ranks: `auto`, `single_device`, `hpu_single`, `ddp`, `hpu_ddp`, `hpu_parallel`, `zero1`, `zero2`,
+    /// `zero3`, `deepspeed`, `hpu_deepspeed` (also with `_stage_1`, `_stage_2` or `_stage_3`), or a class with settings.
     pub strategy: StrategyConfig,
     /// Divide the samples of loaders among the ranks.
     pub use_distributed_sampler: bool,
@@ -80,8 +80,9 @@ pub struct TrainerConfig {
     pub gradient_clip_val: Option<f64>,
     /// What the limit holds for: `norm` (of all gradients together) or `value` (of each element).
     pub gradient_clip_algorithm: Option<GradientClipAlgorithm>,
-    /// Capture training steps and replay them, on cpu and emulated HPUs: `off`, or `step` for forward and backward of
-    /// `training_step` as one graph for each shape of batch. What cannot be captured is reported, and runs as usual.
+    /// Capture training steps and replay them, on cpu and emulated HPUs: `off`, `step` for forward and backward of
+    /// `training_step` as one graph for each shape of batch, or `modules` for the modules that a step calls by `ctx.graphed`. What
+    /// cannot be captured is reported, and runs as usual.
     pub graph: GraphMode,
     /// Where metrics go: `true` for a `CSVLogger`, `false` for nothing, or loggers by class name; `true` unless set.
     pub logger: Option<Loggers>,

@@ -78,7 +78,10 @@ pub(crate) fn resolve_precision(
             logs_casts: plugins.iter().any(|plugin| plugin.verbose),
         },
         Err(Error::Config(error)) => {
-            problems.0.extend(error.problems);
+            let index =
+                config.plugins.iter().position(|it| matches!(it, PluginConfig::HpuPrecisionPlugin(_)));
+            let place = format!("trainer.plugins.{}", index.unwrap_or(0));
+            problems.0.extend(error.problems.into_iter().map(|problem| problem.below(&place)));
             PrecisionPlan::default()
         }
         Err(error) => {
