@@ -29,6 +29,8 @@ circle="$root/target/debug/circle"
 "$circle" models >out
 expect Net out
 expect Points out
+expect "A perceptron with one hidden layer" out
+expect "Points of a square" out
 "$circle" fit --model=Net --help >out
 expect "Width of the hidden layer" out
 "$circle" fit --config recipe.yaml --trainer.max_epochs=2 --model.width=16 --trainer.enable_progress_bar=false >out

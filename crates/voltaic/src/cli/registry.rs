@@ -17,7 +17,8 @@ use crate::trainer::TrainerConfig;
 /// A model or data module that is made from configuration keys.
 ///
 /// Each field of `Config` is a key below `model` or `data`; its doc comment is the help text and `Default` gives the
-/// value if the key is left out. Mark the struct `#[serde(default)]`, so that code may leave out fields, too.
+/// value if the key is left out. The first paragraph of the struct's own doc comment says in `models` and `--help` what is made
+/// from it. Mark the struct `#[serde(default)]`, so that code may leave out fields, too.
 pub trait FromConfig: Sized + 'static {
     /// The keys.
     type Config: Serialize + DeserializeOwned + JsonSchema + Default;

@@ -31,6 +31,8 @@ fn a_new_crate_has_all_files_and_no_placeholder() {
     let manifest = fs::read_to_string(folder.path().join("my-net/Cargo.toml")).unwrap();
     assert!(manifest.contains("name = \"my-net\""), "{manifest}");
     assert!(manifest.contains(&format!("path = \"{}\"", env!("CARGO_MANIFEST_DIR"))), "{manifest}");
+    let ignored = fs::read_to_string(folder.path().join("my-net/.gitignore")).unwrap();
+    assert!(ignored.lines().any(|line| line == "/lightning_logs"), "{ignored}");
     let config = fs::read_to_string(folder.path().join("my-net/.cargo/config.toml")).unwrap();
     let libtorch = config.split('"').nth(1).unwrap();
     assert!(Path::new(libtorch).join("include/ATen").exists(), "{config}");
@@ -44,6 +46,15 @@ fn bad_names_and_folders_that_exist_are_refused() {
         ("taken", "taken is there already; choose another name"),
         ("1net", "`1net` is not a name for a crate; use letters"),
         ("my net", "`my net` is not a name for a crate; use letters"),
+        ("std", "`std` cannot be the name of a crate: it is a part of Rust's standard library; choose"),
+        ("test", "`test` cannot be the name of a crate: it is Rust's library for tests"),
+        (
+            "voltaic",
+            "`voltaic` cannot be the name of a crate: the crate would depend on another of its own name",
+        ),
+        ("proc-macro", "`proc-macro` cannot be"),
+        ("match", "`match` cannot be the name of a crate: it is a keyword of Rust"),
+        ("build", "`build` cannot be the name of a crate: cargo has a folder"),
         ("..", "`` is not a name for a crate; use letters"),
     ] {
         let output = new(folder.path(), name);

