@@ -3,6 +3,8 @@
 use tch::{Kind, TchError, Tensor};
 
 use crate::error::{ModuleError, Problem, Result};
+use crate::nn::misfit::note_misfit;
+use crate::nn::module::Module;
 
 /// Sizes along `N` dimensions, as one number for all or one for each: `3`, `[3, 5]` or `(3, 5)`.
 pub trait Sizes<const N: usize> {
@@ -73,6 +75,7 @@ pub(super) fn empty(shape: &[i64]) -> Result<Tensor> {
 ///
 /// `misfit` is asked only then, with that shape; it returns the layer's name with its sizes, and what it needs.
 pub(super) fn explain(
+    module: &dyn Module,
     output: Result<Tensor, TchError>,
     input: &Tensor,
     misfit: impl FnOnce(&[i64]) -> Option<(String, String)>,
@@ -80,7 +83,10 @@ pub(super) fn explain(
     output.map_err(|error| {
         let shape = input.size();
         match misfit(&shape) {
-            Some((layer, expected)) => ModuleError::Shape { layer, shape, expected }.into(),
+            Some((layer, expected)) => {
+                note_misfit(module);
+                ModuleError::Shape { layer, shape, expected }.into()
+            }
             None => error.into(),
         }
     })

@@ -41,6 +41,7 @@ mod gather;
 pub mod init;
 mod layers;
 mod metric;
+mod misfit;
 mod modes;
 mod module;
 mod parameter;
@@ -81,6 +82,7 @@ pub use layers::pool::{
 pub use layers::sync_batch_norm::SyncBatchNorm;
 pub(crate) use metric::refuse_shape;
 pub use metric::{Metric, MetricState, Reduction};
+pub(crate) use misfit::fqn_of_misfit;
 #[allow(deprecated)]
 pub use modes::mode_changed;
 pub use modes::set_training;

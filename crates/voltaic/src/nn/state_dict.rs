@@ -87,30 +87,55 @@ pub(super) fn load_each(
     let names: HashSet<&str> = own.iter().map(|(name, _)| name.as_str()).collect();
     let unexpected = shapes.iter().map(|(name, _)| *name).filter(|name| !names.contains(name));
     keys.unexpected_keys.extend(unexpected.map(str::to_owned));
-    let refuse = |what: String, remedy: &'static str| {
+    let refuse = |what: String, remedy: String| {
         let module = module.to_owned();
         Err(CheckpointError::Mismatch { module, problem: Problem::new(what, remedy) }.into())
     };
-    if strict {
-        problems.extend(keys.missing_keys.iter().map(|name| format!("missing {name}")));
-        problems.extend(keys.unexpected_keys.iter().map(|name| format!("unexpected {name}")));
-    } else if keys.missing_keys.len() == own.len() && !own.is_empty() && !shapes.is_empty() {
+    if keys.missing_keys.len() == own.len() && !own.is_empty() && !shapes.is_empty() {
+        let mut unexpected = keys.unexpected_keys.clone();
+        unexpected.sort(); // tensors of a file may come in any order
         let what = format!(
             "none of the names fits: {} missing ({}), {} unexpected ({})",
             keys.missing_keys.len(),
             first_of(&keys.missing_keys, 3),
-            keys.unexpected_keys.len(),
-            first_of(&keys.unexpected_keys, 3)
+            unexpected.len(),
+            first_of(&unexpected, 3)
         );
-        return refuse(what, "rename the tensors as the module's are named, such as by leaving out a prefix");
+        return refuse(what, how_to_rename(&keys.missing_keys, &unexpected));
+    }
+    if strict {
+        problems.extend(keys.missing_keys.iter().map(|name| format!("missing {name}")));
+        let mut unexpected: Vec<String> =
+            keys.unexpected_keys.iter().map(|name| format!("unexpected {name}")).collect();
+        unexpected.sort();
+        problems.extend(unexpected);
     }
     if !problems.is_empty() {
         let remedy = "build the module with the sizes it was saved with, or load with strict=false";
-        return refuse(first_of(&problems, 10), remedy);
+        return refuse(first_of(&problems, 10), remedy.to_owned());
     }
     let _no_grad = tch::no_grad_guard();
     copies.into_iter().try_for_each(|(fqn, target)| fill(fqn, target))?;
     Ok(keys)
+}
+
+/// What to do if no name of a state is one of the module's: leave out the prefix that all have on one side, if that is it.
+fn how_to_rename(missing: &[String], unexpected: &[String]) -> String {
+    let prefix_of = |longer: &[String], shorter: &[String]| {
+        let long: HashSet<&str> = longer.iter().map(String::as_str).collect();
+        let first = shorter.first()?;
+        let prefixes = longer.iter().filter_map(|name| name.strip_suffix(first.as_str()));
+        let fits =
+            |prefix: &&str| shorter.iter().all(|name| long.contains(format!("{prefix}{name}").as_str()));
+        prefixes.filter(|prefix| prefix.ends_with('.')).find(fits).map(str::to_owned)
+    };
+    if let Some(prefix) = prefix_of(unexpected, missing) {
+        return format!("take the prefix `{prefix}` off the names of the state");
+    }
+    match prefix_of(missing, unexpected) {
+        Some(prefix) => format!("put the prefix `{prefix}` before the names of the state"),
+        None => "load it into a module like the one that it was saved from, or rename the tensors".to_owned(),
+    }
 }
 
 /// So many of the texts, and how many there are besides.

@@ -31,5 +31,4 @@ pub use config::values::{
 };
 pub use run::eval::EvalMetrics;
 pub use search::lr_finder::LrFind;
-pub(crate) use session::signals::Signals;
 pub use trainer::Trainer;

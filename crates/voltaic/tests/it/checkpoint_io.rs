@@ -224,7 +224,7 @@ fn names_that_do_not_fit_are_told() {
         from.state_dict().into_iter().map(|(name, tensor)| (format!("model.{name}"), tensor)).collect();
     let error = to.load_state_dict(&prefixed, false).unwrap_err().to_string();
     assert!(
-        error.contains("none of the names fits: 2 missing (weight, bias), 2 unexpected (model.weight, model.bias); rename"),
+        error.contains("none of the names fits: 2 missing (weight, bias), 2 unexpected (model.bias, model.weight); take the prefix `model.` off"),
         "{error}"
     );
     assert_eq!(before, Vec::<f32>::try_from(to.weight.detach().flatten(0, -1)).unwrap());

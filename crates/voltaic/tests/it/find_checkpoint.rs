@@ -338,6 +338,10 @@ data: {{class_path: MnistData, init_args: {{batch_size: 4, data_dir: {}}}}}
             assert!(errors.contains(&format!("{verb} with the weights of ./digits/")), "{errors}");
         }
     }
+    let (code, errors) = run(&["test", "--ckpt_path=last", "--model=Mlp"]);
+    for part in [".ckpt is of a LeNet: ", "; use it with a LeNet, or give a checkpoint of a Mlp"] {
+        assert!(code == 1 && errors.contains(part), "{errors}");
+    }
     let (code, errors) = run(&["fit", "--ckpt_path=last", "--trainer.max_epochs=2"]);
     assert!(code == 0 && errors.contains("at global_step 2"), "{errors}");
     assert!(!errors.contains("the learning rate is"), "{errors}");

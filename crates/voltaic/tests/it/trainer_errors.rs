@@ -5,11 +5,14 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use voltaic::Error;
 use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
-use voltaic::data::Loaders;
-use voltaic::nn::ModuleExt;
+use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::module::{LightningModule, StepContext};
+use voltaic::nn::{Forward, Linear, ModuleExt, Relu, Sequential};
 use voltaic::optim::{Adam, LrSchedulerSpec, Optimizers, PlateauMode, ReduceLrOnPlateau, Sgd};
+use voltaic::{Kind, Module, Tensor};
 
 use crate::probe::{Defaults, Events, Probe, loader, loaders, names, own_process, plays, silent, text_of};
+use crate::rng::seeded;
 
 /// The error of a fit and the events until then.
 fn failure(mut net: Probe) -> (Error, String) {
@@ -267,4 +270,42 @@ fn a_failed_fit_leaves_the_module_usable() {
     trainer.fit(&mut net, &mut Loaders::new().train(loader(4))).unwrap();
     assert_eq!(trainer.global_step(), 2);
     assert!(net.parameters()[0].grad().defined());
+}
+
+/// Layers of which one does not fit the one before it.
+#[derive(Module)]
+struct Broken {
+    encoder: Sequential,
+    head: Linear,
+}
+
+impl LightningModule for Broken {
+    type Batch = Tensor;
+
+    fn training_step(&self, batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        Ok(self.head.forward(&self.encoder.forward(batch)?)?.f_mean(Kind::Float)?)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Sgd::new(0.1).into()
+    }
+}
+
+#[test]
+fn a_layer_that_refuses_its_input_is_named_with_its_place() {
+    let _rng = seeded(1);
+    let linear = |from, to| Linear::new(from, to).unwrap();
+    let (good, bad) = ((linear(3, 5), linear(5, 4)), (linear(3, 5), linear(7, 4)));
+    for ((first, second), head, expected) in [
+        (bad, linear(4, 1), "on rank 0: encoder.2: Linear(7, 4): input of shape [2, 5] does not fit"),
+        (good, linear(9, 1), "on rank 0: head: Linear(9, 1): input of shape [2, 4] does not fit"),
+    ] {
+        let encoder = Sequential::new().add(first).add(Relu).add(second);
+        let data = TensorDataset::new(Tensor::zeros([4, 3], (Kind::Float, tch::Device::Cpu))).unwrap();
+        let loader = DataLoader::new(data).batch_size(2).build().unwrap();
+        let mut trainer = silent().accelerator("cpu").max_epochs(1).build().unwrap();
+        let error =
+            trainer.fit(&mut Broken { encoder, head }, &mut Loaders::new().train(loader)).unwrap_err();
+        assert!(error.to_string().contains(expected), "{error}");
+    }
 }

@@ -6,7 +6,6 @@ use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::low_level;
 
 use crate::checkpoint::{
@@ -17,8 +16,9 @@ use crate::checkpoint::{
 use crate::cli::args::{ConvertArgs, Format, Names};
 use crate::cli::outcome::Failure;
 use crate::config::{open_file, read_file};
+use crate::distributed::Signals;
 use crate::error::{ConfigError, Error};
-use crate::trainer::{Converted, Signals, from_lightning, state_dict, to_lightning};
+use crate::trainer::{Converted, from_lightning, state_dict, to_lightning};
 
 /// A longer file of names is none.
 const MAX_NAMES: u64 = 64 << 20;
@@ -51,13 +51,10 @@ pub(in crate::cli) fn convert(arguments: &ConvertArgs) -> Result<String, Failure
 }
 
 /// Ends the process by a signal, as if nobody had watched for it.
-fn end(signal: &str) {
-    let number = match signal {
-        "SIGINT" => SIGINT,
-        "SIGTERM" => SIGTERM,
-        "SIGHUP" => SIGHUP,
-        _ => return,
-    };
+fn end((number, name): (i32, &str)) {
+    if !["SIGINT", "SIGTERM", "SIGHUP"].contains(&name) {
+        return;
+    }
     remove_unfinished();
     let _ = low_level::emulate_default_handler(number);
     low_level::exit(128 + number);

@@ -12,6 +12,7 @@ use crate::nn::check::{at_least, divides, empty, probability};
 use crate::nn::functional::scaled_dot_product_attention;
 use crate::nn::init;
 use crate::nn::layers::linear::Linear;
+use crate::nn::misfit::note_misfit;
 use crate::nn::module::{Forward, Module};
 use crate::nn::parameter::Parameter;
 
@@ -181,6 +182,7 @@ impl MultiheadAttention {
             shape => {
                 let dims = if self.batch_first { "[batch, sequence" } else { "[sequence, batch" };
                 let expected = format!("{dims}, {}] is needed", self.embed_dim);
+                note_misfit(self);
                 Err(ModuleError::Shape { layer: format!("{self:?}"), shape: shape.to_vec(), expected }.into())
             }
         }

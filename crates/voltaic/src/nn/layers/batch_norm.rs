@@ -10,6 +10,7 @@ use crate::nn::buffer::Buffer;
 use crate::nn::calls::call::within_call;
 use crate::nn::check::{at_least, empty, explain};
 use crate::nn::layers::sync_batch_norm;
+use crate::nn::misfit::note_misfit;
 use crate::nn::module::{Forward, Module};
 use crate::nn::parameter::Parameter;
 use crate::nn::{init, running_statistics};
@@ -131,6 +132,7 @@ impl<const N: usize> BatchNorm<N> {
         let what = format!("input of shape {shape:?} has one value in each channel, which has no variance");
         let remedy =
             "give more samples, leave out a last batch of one (drop_last), or use the evaluation mode";
+        note_misfit(self);
         Err(ModuleError::Input { layer: format!("{self:?}"), problem: Problem::new(what, remedy) }.into())
     }
 
@@ -182,7 +184,7 @@ impl<const N: usize> Forward for BatchNorm<N> {
             } else {
                 Err(tch::TchError::Shape("number of dimensions".to_owned()))
             };
-            let output = explain(output, input, |shape| self.misfit(shape))?;
+            let output = explain(self, output, input, |shape| self.misfit(shape))?;
             if self.training {
                 self.count()?;
             }

@@ -103,7 +103,7 @@ impl<const N: usize> Forward for Conv<N> {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
             Parameter::gather_all([Some(&self.weight), self.bias.as_ref()])?;
-            Ok(explain(self.convolve(input), input, |shape| self.misfit(shape))?)
+            Ok(explain(self, self.convolve(input), input, |shape| self.misfit(shape))?)
         })
     }
 }

@@ -83,7 +83,7 @@ impl Forward for ConvTranspose2d {
                 options.groups,
                 options.dilation,
             );
-            Ok(explain(output, input, |shape| {
+            Ok(explain(self, output, input, |shape| {
                 let expected = if shape.len() != 3 && shape.len() != 4 {
                     "3 or 4 dimensions, [batch, channels, height, width], are needed".to_owned()
                 } else if shape[shape.len() - 3] != options.in_channels {

@@ -8,6 +8,7 @@ use crate::error::{Error, ModuleError, Problem, Result};
 use crate::nn::calls::call::within_call;
 use crate::nn::check::{at_least, empty, refuse};
 use crate::nn::init;
+use crate::nn::misfit::note_misfit;
 use crate::nn::module::{Forward, Module};
 use crate::nn::parameter::Parameter;
 
@@ -71,6 +72,7 @@ impl Forward for Embedding {
             Ok(output.map_err(|error| match self.misuse(indices) {
                 Some(what) => {
                     let remedy = format!("give integers in 0..{}", self.num_embeddings);
+                    note_misfit(self);
                     Error::from(ModuleError::Input {
                         layer: format!("{self:?}"),
                         problem: Problem::new(what, remedy),

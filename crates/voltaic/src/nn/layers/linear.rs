@@ -78,7 +78,7 @@ impl Forward for Linear {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
             Parameter::gather_all([Some(&self.weight), self.bias.as_ref()])?;
-            Ok(explain(self.product(input), input, |shape| {
+            Ok(explain(self, self.product(input), input, |shape| {
                 let expected = format!("last dimension must be {}", self.in_features);
                 (shape.last() != Some(&self.in_features)).then(|| (format!("{self:?}"), expected))
             })?)

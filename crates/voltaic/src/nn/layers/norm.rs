@@ -89,7 +89,7 @@ impl Forward for LayerNorm {
             Parameter::gather_all([self.weight.as_ref(), self.bias.as_ref()])?;
             let (weight, bias) = (self.weight.as_deref(), self.bias.as_deref());
             let output = input.f_layer_norm(&self.normalized_shape, weight, bias, self.eps, true);
-            Ok(explain(output, input, |shape| {
+            Ok(explain(self, output, input, |shape| {
                 let expected = format!("last dimensions must be {:?}", self.normalized_shape);
                 (!shape.ends_with(&self.normalized_shape)).then(|| (format!("{self:?}"), expected))
             })?)
@@ -192,7 +192,7 @@ impl Forward for GroupNorm {
             Parameter::gather_all([self.weight.as_ref(), self.bias.as_ref()])?;
             let (weight, bias) = (self.weight.as_deref(), self.bias.as_deref());
             let output = input.f_group_norm(self.num_groups, weight, bias, self.eps, true);
-            Ok(explain(output, input, |shape| {
+            Ok(explain(self, output, input, |shape| {
                 let expected = format!("dimension 1 holds the channels and must be {}", self.num_channels);
                 (shape.get(1) != Some(&self.num_channels)).then(|| (format!("{self:?}"), expected))
             })?)

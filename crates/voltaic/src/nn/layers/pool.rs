@@ -59,7 +59,7 @@ impl Forward for MaxPool2d {
             let MaxPool2dBuilder { kernel_size, stride, padding, dilation, ceil_mode } = self.options;
             let output = input.f_max_pool2d(kernel_size, stride, padding, dilation, ceil_mode);
             let reach = [0, 1].map(|i| dilation[i] * (kernel_size[i] - 1) + 1);
-            Ok(explain(output, input, |shape| misfit(shape, "MaxPool2d", kernel_size, reach, padding))?)
+            Ok(explain(self, output, input, |shape| misfit(shape, "MaxPool2d", kernel_size, reach, padding))?)
         })
     }
 }
@@ -136,7 +136,9 @@ impl Forward for AvgPool2d {
             let AvgPool2dBuilder { kernel_size, stride, padding, ceil_mode, count_include_pad } =
                 self.options;
             let output = input.f_avg_pool2d(kernel_size, stride, padding, ceil_mode, count_include_pad, None);
-            Ok(explain(output, input, |shape| misfit(shape, "AvgPool2d", kernel_size, kernel_size, padding))?)
+            Ok(explain(self, output, input, |shape| {
+                misfit(shape, "AvgPool2d", kernel_size, kernel_size, padding)
+            })?)
         })
     }
 }
@@ -199,7 +201,7 @@ impl Forward for AdaptiveAvgPool2d {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
             let output = input.f_adaptive_avg_pool2d(self.output_size);
-            Ok(explain(output, input, |shape| {
+            Ok(explain(self, output, input, |shape| {
                 misfit(shape, "AdaptiveAvgPool2d", self.output_size, [0; 2], [0; 2])
             })?)
         })

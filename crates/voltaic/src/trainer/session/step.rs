@@ -12,7 +12,7 @@ use crate::precision::{LossScale, autocast};
 use crate::trainer::session::agree::votes;
 use crate::trainer::session::anomaly::check_gradients;
 use crate::trainer::session::guard::without_panic;
-use crate::trainer::session::hooks::{InStep, hook_error, scope};
+use crate::trainer::session::hooks::{InStep, scope};
 use crate::trainer::session::session::Session;
 
 pub(crate) const OPTIMIZER_STEP: HookFacts = HookFacts::of_training_step("optimizer_step");
@@ -100,7 +100,7 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(failure) = watch.end() {
             return Err(failure); // the step has failed of it, or gone on without a weight
         }
-        let output = output.map_err(|source| hook_error(point.name, &self.run.at.progress, source))?;
+        let output = output.map_err(|source| self.hook_error(point.name, source))?;
         self.check_logged()?;
         if is_training {
             hooks.check_heard()?;

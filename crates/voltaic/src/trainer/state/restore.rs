@@ -17,7 +17,7 @@ use crate::data::Stage;
 use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
 use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts};
-use crate::nn::{Held, ModuleExt, load_state_dict_each};
+use crate::nn::{Held, Module, ModuleExt, load_state_dict_each};
 use crate::optim::OptimizerState;
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{hook_error, of_callback};
@@ -96,6 +96,29 @@ fn full_precision<M: LightningModule>(session: &Session<M>) -> HashSet<String> {
     parameters.filter(|(_, parameter)| parameter.kind() == Kind::Float).map(|(fqn, _)| fqn).collect()
 }
 
+/// Says of a checkpoint that does not fit which file it is, and whose.
+fn of_other_module<M: LightningModule>(
+    error: Error,
+    session: &Session<M>,
+    loaded: &Loaded,
+    path: &Path,
+) -> Error {
+    let Error::Checkpoint(CheckpointError::Mismatch { module, problem: Problem { what, remedy } }) = error
+    else {
+        return error;
+    };
+    let (saved, own) = (&loaded.checkpoint.meta.module, Module::type_name(session.module));
+    let file = path.display();
+    let problem = match saved.is_empty() || saved == own {
+        true => Problem { what: format!("{file}: {what}"), remedy },
+        false => Problem::new(
+            format!("{file} is of a {saved}: {what}"),
+            format!("use it with a {saved}, or give a checkpoint of a {own}"),
+        ),
+    };
+    CheckpointError::Mismatch { module, problem }.into()
+}
+
 fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Loaded, path: &Path) -> Result<()> {
     let full = full_precision(session);
     let Some(unread) = &loaded.unread else {
@@ -155,7 +178,7 @@ pub(crate) fn restore_module<M: LightningModule>(
     loaded: &mut Loaded,
     path: &Path,
 ) -> Result<()> {
-    restore_weights(session, loaded, path)?;
+    restore_weights(session, loaded, path).map_err(|error| of_other_module(error, session, loaded, path))?;
     let checkpoint = &loaded.checkpoint;
     let Some(training) = &checkpoint.training else { return Ok(()) };
     let state = read_state(&training.json, path)?;
