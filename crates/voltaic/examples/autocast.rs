@@ -109,5 +109,5 @@ fn enabled() -> Result<()> {
 
 fn logits(model: &impl Forward) -> Result<Tensor> {
     let images = Tensor::rand([2, 1, 28, 28], (Kind::Float, tch::Device::Cpu));
-    model.forward(&voltaic::data::Batch::to_device(images, Device::Hpu(0))?)
+    model.forward(&voltaic::data::Batch::move_to(images, Device::Hpu(0))?)
 }

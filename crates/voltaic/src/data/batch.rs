@@ -24,7 +24,7 @@ pub trait Batch: Send + Sized + 'static {
     ///
     /// # Errors
     /// libtorch's error if the device is absent or out of memory.
-    fn to_device(self, device: Device) -> Result<Self> {
+    fn move_to(self, device: Device) -> Result<Self> {
         self.map_tensors(&mut |tensor| {
             Ok(if Device::of(&tensor)? == device { tensor } else { tensor.f_to_device(device.tch())? })
         })
@@ -119,7 +119,7 @@ mod tests {
     fn a_tensor_already_there_is_not_copied() {
         let tensor = zeros(&[2, 2]);
         let pointer = tensor.data_ptr();
-        let (moved, _) = (tensor, zeros(&[1])).to_device(Device::Cpu).unwrap();
+        let (moved, _) = (tensor, zeros(&[1])).move_to(Device::Cpu).unwrap();
         assert_eq!(moved.data_ptr(), pointer);
         let (cast, labels) = (moved, zeros(&[1]).to_kind(Kind::Int64)).to_dtype(Kind::Float).unwrap();
         assert_eq!((cast.data_ptr(), labels.kind()), (pointer, Kind::Int64));

@@ -116,14 +116,14 @@ pub enum Error {
     },
     /// `detect_anomaly` has found a loss or gradient that is NaN or infinite.
     #[error(
-        "{what} is not finite in epoch {epoch} at global_step {global_step}: the first operation that made NaN or \
-         infinity is {operation}; {ANOMALY}"
+        "{what} is not finite in epoch {epoch} at global_step {global_step}: {}; {ANOMALY}", made_by(operation.as_deref())
     )]
     Anomaly {
         /// `the loss`, or the gradient of a parameter.
         what: String,
-        /// The operation, with the backward function that ran it if any.
-        operation: String,
+        /// The first operation that made NaN or infinity of finite tensors, with the backward function that ran it if any; none if
+        /// the values came with the data, the weights or a constant.
+        operation: Option<String>,
         /// The epoch in progress, from 0.
         epoch: u64,
         /// Optimizer steps done so far.
@@ -137,6 +137,15 @@ pub enum Error {
         /// Optimizer steps done so far.
         global_step: u64,
     },
+}
+
+fn made_by(operation: Option<&str>) -> String {
+    match operation {
+        Some(operation) => format!("the first operation that made NaN or infinity is {operation}"),
+        None => "no operation made it of finite tensors, so that it came with the data, the weights or a constant, as in \
+                 `loss * NAN`"
+            .to_owned(),
+    }
 }
 
 const ANOMALY: &str = "look at what goes into it, or lower the learning rate";

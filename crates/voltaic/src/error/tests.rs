@@ -90,7 +90,7 @@ fn errors() -> Vec<Error> {
         LibtorchError { compiled: text(), loaded: None, path: path() }.into(),
         TorchError::new("op", TorchErrorKind::Other, no_hpu).into(),
         Error::io("read", "file", io::ErrorKind::NotFound.into()),
-        Error::Anomaly { what: text(), operation: text(), epoch: 0, global_step: 0 },
+        Error::Anomaly { what: text(), operation: Some(text()), epoch: 0, global_step: 0 },
         Error::Interrupted { signal: "SIGINT", global_step: 0 },
         Error::Hook {
             hook: "training_step",

@@ -35,12 +35,18 @@ impl TorchError {
     /// An error of `op`; the text's C++ backtrace is cut off.
     pub(crate) fn new(op: &'static str, kind: TorchErrorKind, message: &str) -> Self {
         let end = message.find("\nException raised from").unwrap_or(message.len());
-        match lacks_hpu(message) {
-            true => {
-                let message = Problem::new(NO_HPU, SET_UP).to_string();
-                Self { op, kind, message, remedy: Some(SET_UP) }
+        let own = if lacks_hpu(message) {
+            Some((NO_HPU, SET_UP))
+        } else if message.contains("backward through the graph a second time") {
+            Some((USED_GRAPH, ONCE))
+        } else {
+            None
+        };
+        match own {
+            Some((what, remedy)) => {
+                Self { op, kind, message: Problem::new(what, remedy).to_string(), remedy: Some(remedy) }
             }
-            false => Self { op, kind, message: message[..end].trim_end().to_owned(), remedy: None },
+            None => Self { op, kind, message: message[..end].trim_end().to_owned(), remedy: None },
         }
     }
 
@@ -52,6 +58,10 @@ impl TorchError {
 
 const NO_HPU: &str = "no HPU is set up in this process";
 const SET_UP: &str = "build a trainer with accelerator=hpu first, which sets it up";
+
+// libtorch's text speaks of `retain_graph`, which the trainer does not have
+const USED_GRAPH: &str = "backward has gone through the graph of this loss before, which freed it";
+const ONCE: &str = "add up losses that share a part of it and call backward once, or compute the loss again";
 
 /// Whether there is no back end that makes tensors on HPUs.
 fn lacks_hpu(message: &str) -> bool {

@@ -174,7 +174,7 @@ pub trait LightningModule: Module + Sized {
         device: Device,
         dataloader_idx: usize,
     ) -> anyhow::Result<Self::Batch> {
-        Ok(batch.to_device(device)?)
+        Ok(batch.move_to(device)?)
     }
 
     /// Changes a batch that is on the device, after the data module's hook of this name: augmentation, normalization.

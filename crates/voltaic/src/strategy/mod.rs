@@ -10,6 +10,7 @@ mod deepspeed;
 mod divided;
 mod peers;
 mod single;
+mod sparse;
 #[expect(clippy::module_inception, reason = "the trait of the folder")]
 mod strategy;
 mod votes;

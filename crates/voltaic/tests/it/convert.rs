@@ -611,3 +611,23 @@ fn names_that_a_file_cannot_hold_are_refused() {
         }
     }
 }
+
+#[test]
+fn a_folder_of_deepspeed_is_told_from_one_of_voltaic() {
+    let root = TempDir::new().unwrap();
+    let folder = root.path().join("epoch=0.ckpt");
+    std::fs::create_dir_all(folder.join("checkpoint")).unwrap();
+    std::fs::write(folder.join("latest"), "checkpoint").unwrap();
+    std::fs::write(folder.join("checkpoint/mp_rank_00_model_states.pt"), "").unwrap();
+    for folder in [folder.clone(), folder.join("checkpoint")] {
+        let error = Checkpoint::load(&folder).unwrap_err().to_string();
+        assert!(
+            error.contains("it is a DeepSpeed checkpoint") && error.contains("zero_to_fp32.py"),
+            "{error}"
+        );
+        let out = root.path().join("out.safetensors");
+        let arguments = ["convert", folder.to_str().unwrap(), out.to_str().unwrap()];
+        let (code, error) = crate::probe::voltaic(&arguments, &[]);
+        assert!(code == Some(1) && error.contains("it is a DeepSpeed checkpoint"), "{code:?} {error}");
+    }
+}

@@ -476,3 +476,10 @@ fn loaders_make_a_data_module() {
     assert_eq!(sizes(data.predict_dataloader().unwrap()), [5]);
     assert!(Loaders::<Tensor>::new().train_dataloader().unwrap().is_none());
 }
+
+#[test]
+fn the_prelude_leaves_tch_its_methods() {
+    use voltaic::prelude::*;
+    let moved = Tensor::zeros([2], (Kind::Float, tch::Device::Cpu)).to_device(tch::Device::Cpu);
+    assert_eq!(moved.move_to(Device::Cpu).unwrap().size(), [2]);
+}

@@ -165,7 +165,7 @@ impl LightningModule for Net {
         _loader: usize,
     ) -> anyhow::Result<Tensor> {
         self.trace.note("M.transfer_batch_to_device");
-        Ok(voltaic::data::Batch::to_device(batch, device)?)
+        Ok(voltaic::data::Batch::move_to(batch, device)?)
     }
 
     fn on_after_batch_transfer(&mut self, batch: Tensor, _loader: usize) -> anyhow::Result<Tensor> {

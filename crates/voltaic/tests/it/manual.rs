@@ -187,6 +187,18 @@ fn what_belongs_to_the_other_kind_of_optimization_is_refused() {
     assert!(error.contains("trainer.gradient_clip_val: Norm(1.0) with manual optimization; call"), "{error}");
     let error = fit(&mut Pair::new(|_, _, ctx| ctx.optimizer(2)?.step().map_err(Into::into)), |t| t);
     assert!(error.contains("optimizer(2), but configure_optimizers gave 2; they count from 0"), "{error}");
+    let mut net = Pair::new(|net, batch, ctx| {
+        let loss = net.losses(batch).0;
+        ctx.manual_backward(&loss)?;
+        ctx.manual_backward(&loss)
+    });
+    let error = fit(&mut net, |t| t);
+    assert!(
+        error.contains(
+            "backward has gone through the graph of this loss before, which freed it; add up losses"
+        ) && !error.contains("retain_graph"),
+        "{error}"
+    );
     let mut net = Pair::new(|_, _, ctx| ctx.lr_scheduler_step(1, None));
     let error = fit(&mut net, |t| t);
     assert!(error.contains("lr_scheduler_step: schedule 1 of 1; configure one"), "{error}");

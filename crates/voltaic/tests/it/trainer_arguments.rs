@@ -240,7 +240,12 @@ fn a_mistake_in_overfit_batches_is_told_of_its_own_key() {
 #[test]
 fn an_anomaly_is_named_by_the_operation_that_made_it() {
     type Step = crate::probe::Step;
-    let cases: [(&str, &str, Box<Step>); 3] = [
+    let cases: [(&str, &str, Box<Step>); 4] = [
+        (
+            "the loss is not finite in epoch 0 at global_step 0: no operation made it of finite tensors",
+            "or a constant, as in `loss * NAN`; look at",
+            Box::new(|_, loss, _| Ok(loss * f64::NAN)),
+        ),
         (
             "the loss is not finite in epoch 0 at global_step 0",
             "aten::log (NaN)",

@@ -14,6 +14,7 @@ use crate::error::{ConfigError, DistributedError, Error, Result};
 use crate::ffi;
 use crate::strategy::config::{DdpConfig, GradientCompression};
 use crate::strategy::peers::some_without_loss;
+use crate::strategy::sparse;
 use crate::strategy::strategy::open_window;
 use crate::strategy::votes::Votes;
 
@@ -220,12 +221,21 @@ impl Reducer {
         Err(ConfigError::new("optimizer.step", what, remedy).into())
     }
 
+    /// Writes the gradients of a bucket into it, each times `scale`.
+    fn fill(&self, bucket: &Bucket, scale: f64) -> Result<()> {
+        let params = || bucket.params.iter().map(|&index| &self.params[index]);
+        ffi::fill_bucket(params(), &bucket.views, scale).map_err(|error| {
+            let names = bucket.params.iter().map(|&index| self.names[index].as_str());
+            sparse::explain(error, "ddp", names.zip(params()))
+        })
+    }
+
     fn send(&self, bucket: &Bucket) -> Result<Sent> {
         let _named = collective_scope(&bucket.name);
         let params = || bucket.params.iter().map(|&index| &self.params[index]);
         let share = 1.0 / self.group.world_size() as f64;
         if self.config.gradient_compression == GradientCompression::Bf16 {
-            ffi::fill_bucket(params(), &bucket.views, 1.0)?;
+            self.fill(bucket, 1.0)?;
             ffi::adopt_grads(params(), &bucket.views)?;
             let _no_grad = tch::no_grad_guard();
             let compressed =
@@ -233,7 +243,7 @@ impl Reducer {
             let work = self.group.start_all_reduce(&compressed, ReduceOp::Sum)?;
             return Ok(Sent { work, compressed: Some(compressed) });
         }
-        ffi::fill_bucket(params(), &bucket.views, share)?;
+        self.fill(bucket, share)?;
         ffi::adopt_grads(params(), &bucket.views)?;
         Ok(Sent { work: self.group.start_all_reduce(&bucket.flat, ReduceOp::Sum)?, compressed: None })
     }

@@ -12,6 +12,7 @@ use crate::dtype::bytes_of;
 use crate::error::Result;
 use crate::ffi;
 use crate::nn::Parameter;
+use crate::strategy::sparse;
 
 /// The state that is the master weights: as optimizers with masters of their own call it.
 pub(super) const MASTER: &str = "master_param";
@@ -225,7 +226,10 @@ impl Unit {
         let flat = self.layout.empty_flat(dtype)?;
         let had = self.layout.places.iter().map(|place| place.parameter.grad().defined());
         self.had_grad.iter_mut().zip(had).for_each(|(known, had)| *known |= had);
-        ffi::fill_bucket(self.leaves(), &self.layout.views(&flat)?, scale)?;
+        ffi::fill_bucket(self.leaves(), &self.layout.views(&flat)?, scale).map_err(|error| {
+            let names = self.layout.places.iter().map(|place| place.fqn.as_str());
+            sparse::explain(error, "zero", names.zip(self.leaves()))
+        })?;
         ffi::clear_grads(self.leaves())?;
         Ok(flat)
     }

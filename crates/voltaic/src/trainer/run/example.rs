@@ -38,7 +38,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     fn sizes_of(&mut self, inputs: Vec<Tensor>) -> Result<CallSizes> {
-        let mut inputs = inputs.to_device(self.plan.device)?;
+        let mut inputs = inputs.move_to(self.plan.device)?;
         if let Some(dtype) = self.plan.precision.true_dtype() {
             inputs = inputs.to_dtype(dtype)?;
         }

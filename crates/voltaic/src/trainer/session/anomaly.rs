@@ -20,8 +20,7 @@ pub(crate) fn check_anomaly(
     if is_finite {
         return Ok(());
     }
-    let operation =
-        watch.take()?.unwrap_or_else(|| "none: the values came with the data or the weights".into());
+    let operation = watch.take()?;
     let (epoch, global_step) = (progress.current_epoch, progress.global_step);
     Err(Error::Anomaly { what: what.to_owned(), operation, epoch, global_step })
 }
