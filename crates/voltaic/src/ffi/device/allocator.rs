@@ -14,7 +14,7 @@ use crate::config::read_switch;
 use crate::error::Result;
 use crate::ffi::activities::{note_memory, records_memory};
 use crate::ffi::check::check;
-use crate::ffi::device::pool::Pool;
+use crate::ffi::device::pool::{Pool, PoolStats};
 use crate::ffi::device::room;
 use crate::ffi::libtorch::check_libtorch;
 
@@ -139,6 +139,23 @@ extern "C" fn release(block: *mut c_void) {
     }
 }
 
+/// Why an emulated HPU has no memory. `shortage` is what the machine lacks, if anything.
+fn of_hpu(device: i32, bytes: usize, stats: &PoolStats, shortage: Option<String>) -> String {
+    let block = Pool::block_bytes(bytes).unwrap_or(usize::MAX);
+    let limit_allows = stats.limit.is_none_or(|limit| block.saturating_add(stats.in_use) <= limit);
+    let remedy = match shortage {
+        Some(shortage) if limit_allows => {
+            format!("the limit allows it, but there is no more memory: {shortage}; or use a smaller batch or model")
+        }
+        None if limit_allows && stats.cached() == 0 => {
+            "the limit allows it, but this machine has no more memory: free some, or use a smaller batch or model".to_owned()
+        }
+        _ => "use a smaller batch or model, or raise the limit of the emulated device with VOLTAIC_HPU_MEMORY".to_owned(),
+    };
+    let rounded = if block == bytes { String::new() } else { format!(" in a block of {block}") };
+    format!("hpu:{device} out of memory: tried to allocate {bytes} bytes{rounded}; {stats}; {remedy}")
+}
+
 /// Writes why there is no memory to `text`: at most `capacity` bytes, the last of them 0.
 extern "C" fn explain(pool: i32, bytes: usize, text: *mut c_char, capacity: usize) {
     let Some(stats) = POOLS.get(pool as usize).map(Pool::stats) else { return };
@@ -148,20 +165,7 @@ extern "C" fn explain(pool: i32, bytes: usize, text: *mut c_char, capacity: usiz
             "host out of memory: tried to allocate {bytes} bytes; {stats}; use a smaller batch, or: {remedy}"
         )
     } else {
-        let device = pool - 1;
-        let block = Pool::block_bytes(bytes).unwrap_or(usize::MAX);
-        let limit_allows = stats.limit.is_none_or(|limit| block.saturating_add(stats.in_use) <= limit);
-        let remedy = match room::shortage() {
-            Some(shortage) if limit_allows => {
-                format!("the limit allows it, but there is no more memory: {shortage}; or use a smaller batch or model")
-            }
-            None if limit_allows && stats.cached() == 0 => {
-                "the limit allows it, but this machine has no more memory: free some, or use a smaller batch or model".to_owned()
-            }
-            _ => "use a smaller batch or model, or raise the limit of the emulated device with VOLTAIC_HPU_MEMORY".to_owned(),
-        };
-        let rounded = if block == bytes { String::new() } else { format!(" in a block of {block}") };
-        format!("hpu:{device} out of memory: tried to allocate {bytes} bytes{rounded}; {stats}; {remedy}")
+        of_hpu(pool - 1, bytes, &stats, room::shortage())
     };
     write_text(&message, text, capacity);
 }
@@ -203,20 +207,13 @@ mod tests {
 
     #[test]
     fn the_limit_is_for_whole_blocks() {
-        let last = sys::VT_HPU_MAX_DEVICES - 1;
-        let pool = hpu_pool(last).unwrap();
-        pool.set_limit(Some(5_000_000));
-        let explained = |bytes: usize| {
-            let mut text = [0 as c_char; 512];
-            explain(1 + last as i32, bytes, text.as_mut_ptr(), text.len());
-            text.iter().take_while(|&&byte| byte != 0).map(|&byte| byte as u8 as char).collect::<String>()
-        };
+        let stats = PoolStats { limit: Some(5_000_000), ..PoolStats::default() };
+        let explained = |bytes: usize| of_hpu(3, bytes, &stats, None);
         let refused = explained(4_990_000); // a block has 5 MiB
         for part in ["tried to allocate 4990000 bytes in a block of 5242880;", "with VOLTAIC_HPU_MEMORY"] {
             assert!(refused.contains(part), "{refused}");
         }
         assert!(explained(4_900_000).contains("the limit allows it"));
-        pool.set_limit(None);
     }
 
     #[test]
