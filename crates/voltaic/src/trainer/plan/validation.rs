@@ -16,7 +16,8 @@ pub(crate) fn resolve_val_check(
         Some(ValCheckInterval::Time(span)) => (None, problems.time("val_check_interval", span)),
         None => (None, None),
     };
-    if config.limit_val_batches.is_some_and(Limit::is_none) {
+    let is_limited_otherwise = !config.overfit_batches.is_none() || config.fast_dev_run.batches().is_some();
+    if config.limit_val_batches.is_some_and(Limit::is_none) && !is_limited_otherwise {
         return (val_check_interval, val_check_time); // never due
     }
     if let (Some(Limit::Fraction(f)), None) = (val_check_interval, config.check_val_every_n_epoch) {
