@@ -33,9 +33,10 @@ impl<'w> Console<'w> {
         self.has_colour
     }
 
-    /// Writes to standard output. A reader that has gone away (`| head`) has read enough: that is not a failure.
+    /// Writes to standard output, with escapes in place of control characters. A reader that has gone away (`| head`) has read
+    /// enough: that is not a failure.
     pub(super) fn print(&mut self, text: &str) -> Result<(), Failure> {
-        match self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush()) {
+        match self.out.write_all(printable(text).as_bytes()).and_then(|()| self.out.flush()) {
             Err(error) if error.kind() != ErrorKind::BrokenPipe => {
                 Err(Failure::run(anyhow::Error::new(error).context("cannot write to standard output")))
             }
@@ -57,5 +58,21 @@ impl<'w> Console<'w> {
             if self.has_colour { format!("\x1b[1;{colour}m{label}\x1b[0m") } else { label.to_owned() };
         let text = printable(text);
         let _ = writeln!(self.err, "{label}: {text}").and_then(|()| self.err.flush());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_that_is_written_controls_the_terminal() {
+        let (mut out, mut err) = (Vec::new(), Vec::new());
+        let mut console = Console::new(&mut out, &mut err);
+        console.print("a\x1b[2Jb\n").unwrap();
+        console.report(Failure::usage("c\x1b]0;d\x07"));
+        drop(console);
+        assert_eq!(String::from_utf8(out).unwrap(), "a\\u{1b}[2Jb\n");
+        assert_eq!(String::from_utf8(err).unwrap(), "error: c\\u{1b}]0;d\\u{7}\n");
     }
 }
