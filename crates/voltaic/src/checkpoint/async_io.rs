@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::checkpoint::Checkpoint;
 use super::io::{CheckpointIo, FileCheckpointIo};
+use super::shards::gather::as_on_all;
 use crate::distributed::ProcessGroup;
 use crate::error::{Error, Result};
 
@@ -94,7 +95,7 @@ impl CheckpointIo for AsyncCheckpointIo {
         path: &Path,
         storage_options: Option<&Value>,
     ) -> Result<()> {
-        self.wait_for_ranks()?;
+        as_on_all(self.wait_for_ranks(), ranks, path)?;
         let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         inner.save_parts(checkpoint, ranks, path, storage_options)
     }
@@ -107,7 +108,7 @@ impl CheckpointIo for AsyncCheckpointIo {
         path: &Path,
         storage_options: Option<&Value>,
     ) -> Result<()> {
-        self.wait_for_ranks()?;
+        as_on_all(self.wait_for_ranks(), ranks, path)?;
         let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         inner.save_divided_weights(checkpoint, ranks, path, storage_options)
     }

@@ -5,6 +5,7 @@ use std::path::Path;
 use tempfile::TempDir;
 use voltaic::callback::{Callback, LambdaCallback, OnExceptionCheckpoint, OnExceptionCheckpointConfig};
 use voltaic::checkpoint::Checkpoint;
+use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::metrics::MeanSquaredError;
 use voltaic::module::{CheckpointRequest, HookContext, LightningModule, StepContext};
 use voltaic::nn::{Forward, Linear, ModuleExt};
@@ -166,5 +167,99 @@ fn a_run_that_failed_within_a_window_begins_the_window_again() {
         let value =
             |text: &str| text.lines().find(|line| line.starts_with("train_loss_epoch=")).unwrap().to_owned();
         assert_eq!(value(&resumed), value(&expected), "failed at {fails}");
+    }
+}
+
+/// Notes the samples that it sees.
+#[derive(Module)]
+struct Seeing {
+    layer: Linear,
+    #[module(skip)]
+    seen: std::sync::Mutex<Vec<i64>>,
+}
+
+impl LightningModule for Seeing {
+    type Batch = (Tensor, Tensor);
+
+    fn training_step(&self, (x, _): &Self::Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        self.seen.lock().unwrap().extend(Vec::<i64>::try_from(x.reshape([-1]).to_kind(Kind::Int64))?);
+        Ok(self.layer.forward(x)?.mean(Kind::Float))
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        AdamW::new(0.01).into()
+    }
+}
+
+const NUM_SAMPLES: usize = 48;
+
+/// An epoch, or the rest of one; each rank leaves what it has seen in a file.
+fn see(part: &str, (ranks, batch_size): (i64, usize), folder: &Path, ckpt_path: Option<&Path>) {
+    let x = Tensor::arange(NUM_SAMPLES as i64, (Kind::Float, tch::Device::Cpu)).reshape([-1, 1]);
+    let train = DataLoader::new(TensorDataset::new((x.shallow_clone(), x)).unwrap());
+    let train = train.batch_size(batch_size).shuffle(true).seed(3).build().unwrap();
+    let save = LambdaCallback::new().on_train_batch_end(|ctx, _| {
+        if ctx.batch_idx() == 2 {
+            ctx.request_checkpoint(CheckpointRequest {
+                path: ctx.log_dir().join(SAVED),
+                weights_only: false,
+                link_to: None,
+                then_remove: Vec::new(),
+            });
+        }
+        Ok(())
+    });
+    let mut net = Seeing { layer: Linear::new(1, 1).unwrap(), seen: Default::default() };
+    let mut builder = builder(folder).max_epochs(1).devices(ranks);
+    if ckpt_path.is_none() {
+        builder = builder.callback(save);
+    }
+    let mut trainer = builder.build().unwrap();
+    if let Some(path) = ckpt_path {
+        trainer.ckpt_path(path);
+    }
+    trainer.fit(&mut net, &mut Loaders::new().train(train)).unwrap();
+    let seen = serde_json::to_string(&*net.seen.lock().unwrap()).unwrap();
+    std::fs::write(folder.join(format!("{part}-{}", trainer.world().rank)), seen).unwrap();
+}
+
+/// What the ranks of a part have seen, in the order of the epoch.
+fn seen(part: &str, (ranks, _): (i64, usize), folder: &Path) -> Vec<i64> {
+    let of_rank = |rank| {
+        let text = std::fs::read_to_string(folder.join(format!("{part}-{rank}"))).unwrap();
+        serde_json::from_str::<Vec<i64>>(&text).unwrap()
+    };
+    let all: Vec<Vec<i64>> = (0..ranks).map(of_rank).collect();
+    (0..all[0].len()).flat_map(|at| all.iter().map(move |of_rank| of_rank[at])).collect()
+}
+
+#[test]
+fn other_numbers_of_ranks_go_on_within_an_epoch() {
+    let test = "ddp_resume::other_numbers_of_ranks_go_on_within_an_epoch";
+    // ranks, batch size, and the samples before the first batch
+    let others = [
+        ("one", (1, 2), 12),
+        ("one with the batch of all", (1, 4), 12),
+        ("three", (3, 2), 12),
+        ("three with another batch", (3, 4), 12),
+        ("two with another batch", (2, 4), 16),
+    ];
+    const WHOLE: (i64, usize) = (2, 2);
+    if plays("whole") {
+        return see("whole", WHOLE, &folder_of_parent(), None);
+    }
+    for (part, how, _) in others {
+        if plays(part) {
+            let folder = folder_of_parent();
+            return see(part, how, &folder, Some(&folder.join(SAVED)));
+        }
+    }
+    let folder = TempDir::new().unwrap();
+    run_ranks(test, "whole", folder.path());
+    let order = seen("whole", WHOLE, folder.path());
+    assert_eq!(order.len(), NUM_SAMPLES);
+    for (part, how, skipped) in others {
+        run_ranks(test, part, folder.path());
+        assert_eq!(seen(part, how, folder.path()), order[skipped..], "{part}");
     }
 }

@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 use voltaic::callback::{
     Callback, EmaWeightAveragingConfig, ModelCheckpoint, ModelCheckpointConfig, SaveLast, WeightAveraging,
 };
-use voltaic::checkpoint::{Checkpoint, CheckpointIo};
+use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, CheckpointIo, FileCheckpointIo};
 use voltaic::data::Loaders;
+use voltaic::distributed::ProcessGroup;
+use voltaic::logger::Logger;
 use voltaic::module::{CheckpointRequest, HookContext, LightningModule};
 use voltaic::trainer::{PluginConfig, TrainerBuilder};
 use voltaic::{Module, Result, Tensor};
@@ -396,4 +398,105 @@ fn save_after_fit(ranks: usize, folder: &Path) {
 #[test]
 fn two_ranks_save_after_fit() {
     on_ranks("shards::two_ranks_save_after_fit", 2, save_after_fit);
+}
+
+fn disk_is_full(path: &Path) -> Result<()> {
+    Err(voltaic::Error::io("write", path, std::io::ErrorKind::StorageFull.into()))
+}
+
+/// A logger that has no room for its rows.
+struct FullLogger;
+
+impl Logger for FullLogger {
+    fn log_dir(&self) -> Option<&Path> {
+        None
+    }
+
+    fn log_hyperparams(&mut self, _hyper_parameters: &serde_json::Value) -> Result<()> {
+        Ok(())
+    }
+
+    fn log_metrics(&mut self, _metrics: &[(String, f64)], _step: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<()> {
+        disk_is_full(Path::new("metrics.csv"))
+    }
+}
+
+/// Fails on rank 0 alone: where a checkpoint is removed, or at the end of a fit.
+#[derive(Clone, Copy, PartialEq)]
+enum Fails {
+    ToRemove,
+    AtTheEnd,
+}
+
+impl CheckpointIo for Fails {
+    fn save_checkpoint(
+        &mut self,
+        checkpoint: &Checkpoint,
+        path: &Path,
+        options: Option<&serde_json::Value>,
+    ) -> Result<()> {
+        FileCheckpointIo.save_checkpoint(checkpoint, path, options)
+    }
+
+    fn saves_parts(&self) -> bool {
+        true
+    }
+
+    fn save_parts(
+        &mut self,
+        checkpoint: &Checkpoint,
+        ranks: &ProcessGroup,
+        path: &Path,
+        options: Option<&serde_json::Value>,
+    ) -> Result<()> {
+        FileCheckpointIo.save_parts(checkpoint, ranks, path, options)
+    }
+
+    fn remove_checkpoint(&mut self, path: &Path) -> Result<()> {
+        if *self == Self::ToRemove { disk_is_full(path) } else { FileCheckpointIo.remove_checkpoint(path) }
+    }
+
+    fn teardown(&mut self) -> Result<()> {
+        let is_first = voltaic::distributed::is_global_zero();
+        if *self == Self::AtTheEnd && is_first { disk_is_full(Path::new("last")) } else { Ok(()) }
+    }
+}
+
+/// What fails on rank 0 alone beside a checkpoint is the error of all ranks, at once.
+fn fails_together(ranks: usize, folder: &Path) {
+    for stage in ["ddp", "zero1", "zero3"] {
+        let check = |name: &str, more: &dyn Fn(TrainerBuilder) -> TrainerBuilder| {
+            let config = ModelCheckpointConfig {
+                dirpath: Some(folder.join(format!("{stage}-{name}"))),
+                ..ModelCheckpointConfig::default()
+            };
+            let saver = ModelCheckpoint::new(config).unwrap();
+            let builder = staged(ranks, stage, folder).enable_checkpointing(true).callback(saver);
+            let mut trainer = more(builder).max_epochs(2).build().unwrap();
+            let group = trainer.world().group().unwrap().clone();
+            let begun = std::time::Instant::now();
+            let error = trainer.fit(&mut Small::new(), &mut loaders(24)).unwrap_err().to_string();
+            assert!(error.contains("rank 0: cannot write"), "{stage} {name}: {error}");
+            assert!(error.contains("free some disk space"), "{stage} {name}: {error}");
+            for other in group.all_gather_object(&error).unwrap() {
+                assert_eq!(other, error, "{stage} {name}");
+            }
+            assert!(begun.elapsed().as_secs() < 20, "{stage} {name}");
+        };
+        check("logger", &|builder| builder.with_logger(FullLogger)); // which rank 0 has
+        check("remove", &|builder| builder.checkpoint_io(Fails::ToRemove));
+        check("remove beside training", &|builder| {
+            builder.checkpoint_io(AsyncCheckpointIo::around(Fails::ToRemove))
+        });
+        check("end", &|builder| builder.checkpoint_io(Fails::AtTheEnd));
+    }
+}
+
+#[test]
+fn what_fails_on_one_rank_beside_a_checkpoint_ends_all() {
+    on_ranks("shards::what_fails_on_one_rank_beside_a_checkpoint_ends_all", 2, fails_together);
 }

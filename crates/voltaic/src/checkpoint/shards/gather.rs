@@ -77,6 +77,16 @@ fn with_others<T>(
     done.map_err(|problem| not_saved(path, problem))
 }
 
+/// What one rank did ends all ranks, if it has failed.
+///
+/// # Collective
+/// All ranks must call it.
+pub(in crate::checkpoint) fn as_on_all(done: Result<()>, group: &ProcessGroup, path: &Path) -> Result<()> {
+    let own = done.err().map(|error| of_rank(group.rank(), error));
+    let failed = group.all_gather_object(&own)?.into_iter().flatten().next();
+    failed.map_or(Ok(()), |problem| Err(not_saved(path, problem)))
+}
+
 /// What rank 0 did ends all ranks, if it has failed.
 ///
 /// # Collective

@@ -26,6 +26,7 @@ use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::options::CallOptions;
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
+use crate::trainer::state::agree::agreed;
 use crate::trainer::state::find::{find, tidy_up};
 use crate::trainer::state::restore::{load, restore_module, restore_training};
 
@@ -181,7 +182,7 @@ impl<M: LightningModule> Session<'_, M> {
         let val = self.sanity_check()?;
         let loaders = self.fit_loaders(val)?;
         if let Some(resumed) = resumed {
-            resumed.check_position(self.run)?;
+            resumed.find_position(self.run, self.accumulate_grad_batches)?;
             rng::set_states(&resumed.rng)?;
             tracing::info!(
                 "resumed {} at global_step {}",
@@ -196,7 +197,8 @@ impl<M: LightningModule> Session<'_, M> {
     fn end_fit(&mut self) -> Result<()> {
         self.call(Hook::OnFitEnd, BatchFacts::default())?;
         self.write_checkpoints()?;
-        self.run.checkpoint_io.teardown()?;
+        let done = self.run.checkpoint_io.teardown();
+        agreed(self.run.world(), "save", &self.run.facts.log_dir.join("checkpoints"), done)?;
         self.teardown()
     }
 

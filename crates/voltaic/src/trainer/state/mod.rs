@@ -1,5 +1,6 @@
 //! What is saved, and where a run goes on.
 
+pub(super) mod agree;
 pub(super) mod collect;
 pub(super) mod find;
 pub(super) mod requeue;

@@ -23,6 +23,7 @@ use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
+use crate::trainer::state::agree::agreed;
 use crate::trainer::state::collect::saves_parts;
 
 /// What is left to do with a checkpoint once the loaders are there.
@@ -32,6 +33,10 @@ pub(crate) struct Resumed {
     pub rng: Vec<(String, tch::Tensor)>,
     /// Training batches of an epoch, and their size.
     shape: (usize, Option<usize>),
+    /// Ranks that have saved it.
+    ranks: usize,
+    /// It has gradients of an open accumulation window.
+    has_grads: bool,
 }
 
 /// A checkpoint that a call starts from.
@@ -61,33 +66,7 @@ pub(crate) fn load<M: LightningModule>(session: &mut Session<M>, path: &Path) ->
             Ok(Loaded { checkpoint: file.rest()?, unread: Some(Unread::File(Box::new(file))) })
         }),
     };
-    agreed(world, path, read)
-}
-
-/// What this rank has read, if all ranks could read theirs: none goes on alone.
-fn agreed<T>(world: &World, path: &Path, read: Result<T>) -> Result<T> {
-    let Some(group) = world.group() else { return read };
-    let (own, read) = match read {
-        Ok(read) => (None, Some(read)),
-        Err(error) => (Some(problem_of(error, world.rank)), None),
-    };
-    let failed = group.all_gather_object(&own)?.into_iter().flatten().next();
-    match (failed, read) {
-        (None, Some(read)) => Ok(read),
-        (failed, _) => {
-            let problem = failed.unwrap_or_else(|| Problem::new("", ""));
-            Err(CheckpointError::OnRanks { action: "read", path: path.to_path_buf(), problem }.into())
-        }
-    }
-}
-
-/// What went wrong, and on which rank.
-fn problem_of(error: Error, rank: usize) -> Problem {
-    if let Error::Checkpoint(CheckpointError::OnRanks { problem, .. }) = error {
-        return problem; // of another rank
-    }
-    let Problem { what, remedy } = error.into_problem("look at the file system of this rank");
-    Problem::new(format!("rank {rank}: {what}"), remedy)
+    agreed(world, "read", path, read)
 }
 
 /// Parameters in float32, which need no master weights: those of a checkpoint are their weights.
@@ -160,7 +139,7 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Loaded
     if session.run.world().is_global_zero() {
         tell_of_masters(masters.len(), path);
     }
-    agreed(session.run.world(), path, read.and_then(|()| failures.end()))
+    agreed(session.run.world(), "read", path, read.and_then(|()| failures.end()))
 }
 
 fn tell_of_masters(taken: usize, path: &Path) {
@@ -236,6 +215,7 @@ pub(crate) fn restore_training<M: LightningModule>(
         rng: training.rng,
         logged: Value::Null,
     };
+    let ranks = training.ranks.len() + 1;
     let OwnPart { logged, metrics, grads, rng } =
         own_part(session.run.world(), first, training.ranks, state.metrics, &path)?;
     let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
@@ -255,7 +235,7 @@ pub(crate) fn restore_training<M: LightningModule>(
             let groups: Vec<Value> = groups.collect();
             let read = restore_divided(session, unread, groups)
                 .map(|whole| grads.into_iter().chain(whole).collect());
-            agreed(session.run.world(), &path, read)?
+            agreed(session.run.world(), "read", &path, read)?
         }
         None => {
             let states = training.optimizers.into_iter().zip(groups);
@@ -274,6 +254,7 @@ pub(crate) fn restore_training<M: LightningModule>(
         say_whose_rate_counts(&configured, &learning_rates(session));
     }
     restore_grads(session, &grads, &path)?;
+    let has_grads = session.run.engine.of_call.has_scaled;
     if let Some(own) = &mut session.run.engine.loss_scale {
         own.restore(state.grad_scaler, state.loss_scaler);
     }
@@ -289,7 +270,8 @@ pub(crate) fn restore_training<M: LightningModule>(
         session.run.engine.agreed.stop = true;
         session.run.asks.stop = state.pending_stop;
     }
-    Ok(Resumed { path, rng, shape: (state.num_training_batches, state.batch_size) })
+    let shape = (state.num_training_batches, state.batch_size);
+    Ok(Resumed { path, rng, shape, ranks, has_grads })
 }
 
 /// Of each group of each optimizer: the learning rate that a schedule started from, or the one in force without a schedule.
@@ -425,34 +407,103 @@ fn grads_with_same_mean(
 }
 
 impl Resumed {
-    /// A position within an epoch means nothing if the epoch is cut into other batches.
-    pub(crate) fn check_position(&self, run: &Run) -> Result<()> {
-        let epoch = run.at.progress.current_epoch;
+    /// The position within an epoch that is cut into other batches: after the samples that were seen. Other data is refused. `window`
+    /// are the batches of an accumulation window.
+    pub(crate) fn find_position(&self, run: &mut Run, window: u64) -> Result<()> {
+        let progress = &run.at.progress;
+        let epoch = progress.current_epoch;
         if let Some(max_epochs) = run.facts.max_epochs.filter(|max_epochs| epoch > *max_epochs) {
             let what =
                 format!("{max_epochs}, but {} is of epoch {epoch}, counted from 0", self.path.display());
             let remedy = "train for more epochs, or from another checkpoint";
             return Err(ConfigError::new("trainer.max_epochs", what, remedy).into());
         }
-        let is_mid_epoch = run.at.progress.batch_idx > 0 && !run.at.progress.epoch_ended;
+        let is_mid_epoch = progress.batch_idx > 0 && !progress.epoch_ended;
         let own = (run.facts.num_training_batches, run.facts.train_batch_size);
         let is_known = self.shape.0 > 0; // a converted checkpoint does not tell
         if !is_mid_epoch || !is_known || own == self.shape {
             return Ok(());
         }
-        let text = |(batches, size): (usize, Option<usize>)| match size {
-            Some(size) => format!("{batches} batches of {size}"),
-            None => format!("{batches} batches"),
+        let ranks = run.world().world_size;
+        let refuse = |why: &str, remedy: &'static str| -> Error {
+            let what = format!(
+                "{} was written at batch {} of an epoch of {}, this run has {}{why}",
+                self.path.display(),
+                progress.batch_idx,
+                text(self.shape, self.ranks, ranks),
+                text(own, ranks, self.ranks)
+            );
+            ConfigError::new("ckpt_path", what, remedy).into()
         };
-        let what = format!(
-            "{} was written at batch {} of an epoch of {}, this run has {}",
+        let before = Epoch::of(self.shape, self.ranks);
+        let (Some(before), Some(now)) = (before, Epoch::of(own, ranks)) else {
+            return Err(refuse("", SAME_DATA));
+        };
+        if !before.may_be_of_same_data(now) {
+            return Err(refuse("", SAME_DATA));
+        }
+        if before.global_batch == now.global_batch {
+            return Ok(());
+        }
+        if self.has_grads {
+            let remedy = "keep ranks x batch size, or resume from a checkpoint between accumulation windows";
+            return Err(refuse(", and the checkpoint has gradients of an open accumulation window", remedy));
+        }
+        let seen = progress.batch_idx * before.global_batch;
+        let position = now.position_after(seen, window);
+        tracing::info!(
+            "{} was written after {seen} samples of the epoch: batch {} of {}; this run goes on at batch {position} of {}, \
+             after {} samples",
             self.path.display(),
-            run.at.progress.batch_idx,
-            text(self.shape),
-            text(own)
+            progress.batch_idx,
+            text(self.shape, self.ranks, ranks),
+            text(own, ranks, self.ranks),
+            position * now.global_batch
         );
-        let remedy = "use the same data and batch size, or resume from a checkpoint at the end of an epoch";
-        Err(ConfigError::new("ckpt_path", what, remedy).into())
+        run.at.progress.batch_idx = position;
+        Ok(())
+    }
+}
+
+const SAME_DATA: &str = "use the same data, or resume from a checkpoint at the end of an epoch";
+
+/// How an epoch is cut; with the ranks, if the other run has another number.
+fn text((batches, size): (usize, Option<usize>), ranks: usize, other: usize) -> String {
+    let size = size.map(|size| format!(" of {size}")).unwrap_or_default();
+    let ranks = if ranks == other { String::new() } else { format!(" on {ranks} rank(s)") };
+    format!("{batches} batches{size}{ranks}")
+}
+
+/// The batches of all ranks together.
+#[derive(Debug, Clone, Copy)]
+struct Epoch {
+    batches: u64,
+    /// Samples of a batch of all ranks.
+    global_batch: u64,
+}
+
+impl Epoch {
+    fn of((batches, size): (usize, Option<usize>), ranks: usize) -> Option<Self> {
+        let global_batch = size?.checked_mul(ranks).filter(|&size| size > 0)? as u64;
+        Some(Self { batches: batches as u64, global_batch })
+    }
+
+    fn samples(self) -> u64 {
+        self.batches.saturating_mul(self.global_batch)
+    }
+
+    /// Whether some number of samples is cut into these batches and into those, with the last one whole or not.
+    fn may_be_of_same_data(self, other: Self) -> bool {
+        self.samples().abs_diff(other.samples()) < self.global_batch.max(other.global_batch)
+    }
+
+    /// The first batch that begins an accumulation window and has no sample among the first so many. At the end of the epoch the last
+    /// window, which ends the epoch.
+    fn position_after(self, samples: u64, window: u64) -> u64 {
+        let window = window.max(1);
+        let next = samples.div_ceil(self.global_batch).next_multiple_of(window);
+        let last = self.batches.saturating_sub(1);
+        next.min(last - last % window)
     }
 }
 
@@ -491,4 +542,28 @@ fn restore_callbacks(
         .map_err(|source| hook_error("load_state_dict", &state.progress, source))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_position_is_after_the_samples_that_were_seen() {
+        let epoch = |batches, size, ranks| Epoch::of((batches, Some(size)), ranks).unwrap();
+        let two_ranks = epoch(3375, 4, 2);
+        let position = |now: Epoch, batch, window| {
+            assert!(two_ranks.may_be_of_same_data(now));
+            now.position_after(batch * two_ranks.global_batch, window)
+        };
+        assert_eq!(position(epoch(6750, 4, 1), 4, 1), 8);
+        assert_eq!(position(epoch(3375, 8, 1), 4, 1), 4, "the same batches of all ranks");
+        assert_eq!(position(epoch(2250, 4, 3), 4, 1), 3, "from the next whole batch");
+        assert_eq!(position(epoch(2250, 4, 3), 4, 4), 4, "from the next window");
+        assert_eq!(position(epoch(2250, 4, 3), 3375, 1), 2249, "the last batch ends the epoch");
+        assert_eq!(position(epoch(2250, 4, 3), 3374, 4), 2248);
+        assert!(!two_ranks.may_be_of_same_data(epoch(3375, 4, 1)), "half the data");
+        assert!(epoch(7, 4, 1).may_be_of_same_data(epoch(4, 4, 2)), "the last batch may not be whole");
+        assert!(Epoch::of((3, None), 2).is_none() && Epoch::of((3, Some(usize::MAX)), 2).is_none());
+    }
 }

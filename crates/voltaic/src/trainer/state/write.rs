@@ -14,6 +14,7 @@ use crate::profiler::actions;
 use crate::trainer::session::frozen::{AfterFit, FitState, Frozen};
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
+use crate::trainer::state::agree::agreed;
 use crate::trainer::state::collect::{self, collect, complete, own_state, saves_parts};
 use crate::trainer::state::requeue::next_path;
 
@@ -33,14 +34,33 @@ impl<M: LightningModule> Session<'_, M> {
         let by_parts = saves_parts(self);
         let is_gathered = !by_parts && requests.iter().any(is_full);
         let mut ranks = if is_gathered { gather_ranks(self)? } else { Vec::new() };
-        if self.run.world().is_global_zero() {
-            self.flush_loggers()?;
+        let done = if self.run.world().is_global_zero() { self.flush_loggers() } else { Ok(()) };
+        let all_write = by_parts && requests.iter().any(|request| request.link_to.is_none());
+        let path = requests.iter().find(|request| request.link_to.is_none()).map(|request| &request.path);
+        let done = match path {
+            Some(path) if all_write => agreed(self.run.world(), "save", path, done),
+            _ => done,
+        };
+        let done = done.and_then(|()| self.write_all(&requests, by_parts, &mut ranks));
+        match path {
+            Some(path) if all_write || is_gathered => agreed(self.run.world(), "save", path, done)?,
+            _ => done?,
         }
-        for request in &requests {
+        self.run.callbacks.iter_mut().for_each(|callback| callback.on_checkpoints_written());
+        Ok(())
+    }
+
+    fn write_all(
+        &mut self,
+        requests: &[CheckpointRequest],
+        by_parts: bool,
+        ranks: &mut Vec<RankState>,
+    ) -> Result<()> {
+        for request in requests {
             if by_parts && request.link_to.is_none() {
                 write_parts(self, request)?;
             } else if self.run.world().is_global_zero() {
-                write(self, request, &mut ranks)?;
+                write(self, request, ranks)?;
             } else if self.takes_part_in_saving() && request.link_to.is_none() {
                 // rank 0 writes, and needs all to read back what they hold a part of
                 if request.weights_only || self.frozen.is_none() {
@@ -48,7 +68,6 @@ impl<M: LightningModule> Session<'_, M> {
                 }
             }
         }
-        self.run.callbacks.iter_mut().for_each(|callback| callback.on_checkpoints_written());
         Ok(())
     }
 
@@ -111,7 +130,9 @@ impl<M: LightningModule> Session<'_, M> {
             self.write_checkpoints()?;
         }
         if let Some(job) = job {
-            self.run.checkpoint_io.teardown()?; // one that is written while training goes on has to be there first
+            // one that is written while training goes on has to be there first
+            let done = self.run.checkpoint_io.teardown();
+            agreed(self.run.world(), "save", &self.run.facts.default_root_dir, done)?;
             drop(claim);
             if self.run.world().is_global_zero()
                 && let Err(problem) = job.requeue()
@@ -192,9 +213,10 @@ fn write_parts<M: LightningModule>(session: &mut Session<M>, request: &Checkpoin
     let Some(group) = session.run.world().group().cloned() else { return Ok(()) };
     let _action = session.profile(actions::SAVE_CHECKPOINT)?;
     let checkpoint = match &session.frozen {
-        Some(Frozen::Whole(frozen)) if !request.weights_only => with_savers(frozen, &session.run.callbacks)?,
-        _ => collect(session, request.weights_only)?,
+        Some(Frozen::Whole(frozen)) if !request.weights_only => with_savers(frozen, &session.run.callbacks),
+        _ => collect(session, request.weights_only),
     };
+    let checkpoint = agreed(session.run.world(), "save", &request.path, checkpoint)?;
     match request.weights_only {
         true => save_weights(session.run, &checkpoint, &request.path, None)?,
         false => session.run.checkpoint_io.save_parts(&checkpoint, &group, &request.path, None)?,
