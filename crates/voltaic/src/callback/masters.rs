@@ -32,20 +32,24 @@ pub(super) fn with_masters(
     Ok(state.into_iter().map(of).collect())
 }
 
+/// Master weights of a checkpoint: whole tensors by fqn, and this rank's parts, called by their fqn.
+#[derive(Default)]
+pub(super) struct Masters {
+    pub whole: Vec<(String, Tensor)>,
+    pub parts: Vec<Part>,
+}
+
 /// Puts `weights` in the place of the master weights of a checkpoint, so that a resumed run trains from them. Returns what was
-/// there: whole tensors by fqn, and this rank's parts.
-pub(super) fn exchange_masters(
-    checkpoint: &mut Checkpoint,
-    weights: &[(String, Tensor)],
-) -> Result<(Vec<(String, Tensor)>, Vec<Part>)> {
+/// there.
+pub(super) fn exchange_masters(checkpoint: &mut Checkpoint, weights: &[(String, Tensor)]) -> Result<Masters> {
     let by_fqn: HashMap<&str, &Tensor> = weights.iter().map(|(fqn, weight)| (fqn.as_str(), weight)).collect();
-    let (mut whole, mut parts) = (Vec::new(), Vec::new());
-    let Some(training) = &mut checkpoint.training else { return Ok((whole, parts)) };
+    let mut there = Masters::default();
+    let Some(training) = &mut checkpoint.training else { return Ok(there) };
     for (name, master) in training.optimizers.iter_mut().flatten() {
         let Some(fqn) = name.strip_prefix(MASTER) else { continue };
         if let Some(weight) = by_fqn.get(fqn) {
             let weight = weight.f_to_device(master.device())?.f_to_kind(master.kind())?;
-            whole.push((fqn.to_owned(), std::mem::replace(master, weight)));
+            there.whole.push((fqn.to_owned(), std::mem::replace(master, weight)));
         }
     }
     let prefixes: Vec<String> =
@@ -58,7 +62,7 @@ pub(super) fn exchange_masters(
         let weight = part.of_whole(weight)?.f_to_device(part.values.device())?;
         let weight = weight.f_to_kind(part.values.kind())?;
         let values = std::mem::replace(&mut part.values, weight);
-        parts.push(Part { name: fqn, shape: part.shape.clone(), start: part.start, values });
+        there.parts.push(Part { name: fqn, shape: part.shape.clone(), start: part.start, values });
     }
-    Ok((whole, parts))
+    Ok(there)
 }

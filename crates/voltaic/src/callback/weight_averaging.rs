@@ -223,10 +223,11 @@ impl Callback for WeightAveraging {
         let (mut tensors, mut parts) = (Vec::new(), Vec::new());
         if self.is_swapped {
             // a resumed run trains from the weights that were trained
-            let (whole, of_rank) = exchange_masters(checkpoint, &self.average)?;
-            tensors.extend(whole.into_iter().map(|(fqn, average)| (format!("{AVERAGE}{fqn}"), average)));
+            let there = exchange_masters(checkpoint, &self.average)?;
+            tensors
+                .extend(there.whole.into_iter().map(|(fqn, average)| (format!("{AVERAGE}{fqn}"), average)));
             let named = |part: Part| Part { name: callback_name(&format!("{AVERAGE}{}", part.name)), ..part };
-            parts.extend(of_rank.into_iter().map(named));
+            parts.extend(there.parts.into_iter().map(named));
         }
         for (name, average) in &self.average {
             if let Some(part) = checkpoint.parts.iter_mut().find(|part| part.name == *name) {

@@ -211,11 +211,11 @@ fn what_belongs_to_the_other_kind_of_optimization_is_refused() {
 #[test]
 fn validation_leaves_gradients_alone_that_wait_for_a_step() {
     fn every_second(net: &Pair, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<()> {
-        if ctx.batch_idx() % 2 == 0 {
+        if ctx.batch_idx().is_multiple_of(2) {
             ctx.optimizer(0)?.zero_grad()?;
         }
         ctx.manual_backward(&net.losses(batch).0)?;
-        if ctx.batch_idx() % 2 == 1 {
+        if !ctx.batch_idx().is_multiple_of(2) {
             ctx.optimizer(0)?.step()?;
         }
         Ok(())
