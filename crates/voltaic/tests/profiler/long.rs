@@ -49,3 +49,29 @@ fn many_steps_leave_resident_memory_flat() {
     assert!(late < early + (4 << 20), "{early} {late}: {resident:?}");
     assert!(lens.iter().all(|&len| len < 2 * lens[0]), "{lens:?}");
 }
+
+#[test]
+fn a_full_disk_keeps_nothing_half_written_and_is_told_after_the_last_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = std::process::Command::new("unshare");
+    command.args(["--map-root-user", "--mount", "sh", "-c"]);
+    command.arg(r#"mount -t tmpfs -o size=40k tmpfs "$0" && echo mounted && { "$@"; ls -A "$0"; }"#);
+    command.arg(folder.path()).arg(env!("CARGO_BIN_EXE_voltaic"));
+    command.args(["fit", "--model=Mlp", "--data=MnistData", "--data.batch_size=2"]);
+    command.args(["--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.limit_train_batches=6"]);
+    command.args(["--trainer.limit_val_batches=0", "--trainer.logger=false"]);
+    command.args(["--trainer.enable_checkpointing=false", "--trainer.profiler=PyTorchProfiler"]);
+    command.args(
+        ["wait=0", "warmup=0", "active=2", "repeat=0"].map(|of| format!("--trainer.profiler.schedule.{of}")),
+    );
+    command.arg(format!("--trainer.profiler.dirpath={}", folder.path().display()));
+    match command.output() {
+        Ok(output) if output.stdout.starts_with(b"mounted") => {
+            let text = [output.stdout, output.stderr].concat();
+            let text = String::from_utf8_lossy(&text);
+            assert!(text.contains("6/6") && text.contains("free some disk space"), "{text}");
+            assert!(!text.contains(".tmp\n"), "{text}");
+        }
+        refused => println!("skipped: this system lets nobody mount a small disk: {refused:?}"),
+    }
+}

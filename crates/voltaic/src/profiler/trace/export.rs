@@ -18,11 +18,16 @@ pub(super) fn save(recording: Kineto, path: &Path, facts: &Facts) -> Result<Prof
     let folder = path.parent().unwrap_or(path);
     let failed = |doing, source| Error::io(doing, path, source);
     fs::create_dir_all(folder).map_err(|source| Error::io("create", folder, source))?;
-    // Kineto does not say when it cannot write: the file is made first, and looked at afterwards.
-    let temporary = path.with_extension("tmp");
-    fs::File::create_new(&temporary).map_err(|source| Error::io("create", &temporary, source))?;
+    // Kineto does not say when it cannot write: what is there is looked at afterwards. It leaves files of its own when a disk is full,
+    // which go with their folder.
+    let own = tempfile::Builder::new().prefix(".trace.").suffix(".tmp").tempdir_in(folder);
+    let own = own.map_err(|source| Error::io("create a folder in", folder, source))?;
+    let temporary = own.path().join("trace.json");
     let written = recording.stop(Some(&temporary)).map_err(Error::from).and_then(|profile| {
-        let text = fs::read(&temporary).map_err(|source| failed("read", source))?;
+        let text = match fs::read(&temporary) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(), // nothing could be written
+            text => text.map_err(|source| failed("read", source))?,
+        };
         let cut = || failed("write", io::Error::new(io::ErrorKind::StorageFull, "the trace was cut off"));
         let text = String::from_utf8_lossy(&text);
         if !text.trim_ascii_end().ends_with('}') {
@@ -32,7 +37,7 @@ pub(super) fn save(recording: Kineto, path: &Path, facts: &Facts) -> Result<Prof
         write_atomically(path, |file| parts.iter().try_for_each(|part| file.write_all(part.as_bytes())))?;
         Ok(profile)
     });
-    let removed = fs::remove_file(&temporary).map_err(|source| Error::io("remove", &temporary, source));
+    let removed = own.close().map_err(|source| Error::io("remove", &temporary, source));
     let profile = written?;
     removed?;
     Ok(profile)
