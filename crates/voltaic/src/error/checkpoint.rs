@@ -25,10 +25,10 @@ pub enum CheckpointError {
         /// What is wrong, and how to fix it.
         problem: Problem,
     },
-    /// A rank could not save or read its part of a checkpoint that is divided among ranks; all ranks have this error.
+    /// A rank could not save or read a checkpoint or its part of one, or write what its loggers keep; all ranks have this error.
     #[error("cannot {action} {}: {problem}", path.display())]
     OnRanks {
-        /// `save` or `read`.
+        /// `save`, `read` or `write`.
         action: &'static str,
         /// The folder.
         path: PathBuf,

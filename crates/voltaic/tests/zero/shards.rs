@@ -9,7 +9,8 @@ use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, CheckpointIo, FileCheck
 use voltaic::data::Loaders;
 use voltaic::distributed::ProcessGroup;
 use voltaic::logger::Logger;
-use voltaic::module::{CheckpointRequest, HookContext, LightningModule};
+use voltaic::module::{CheckpointRequest, HookContext, LightningModule, StepContext};
+use voltaic::optim::Optimizers;
 use voltaic::trainer::{PluginConfig, TrainerBuilder};
 use voltaic::{Module, Result, Tensor};
 
@@ -405,7 +406,9 @@ fn disk_is_full(path: &Path) -> Result<()> {
 }
 
 /// A logger that has no room for its rows.
-struct FullLogger;
+struct FullLogger {
+    at_end: bool,
+}
 
 impl Logger for FullLogger {
     fn log_dir(&self) -> Option<&Path> {
@@ -421,6 +424,10 @@ impl Logger for FullLogger {
     }
 
     fn save(&mut self) -> Result<()> {
+        if self.at_end { Ok(()) } else { disk_is_full(Path::new("metrics.csv")) }
+    }
+
+    fn finalize(&mut self, _success: bool) -> Result<()> {
         disk_is_full(Path::new("metrics.csv"))
     }
 }
@@ -466,8 +473,35 @@ impl CheckpointIo for Fails {
     }
 }
 
+/// Cannot fetch its data, which rank 0 does.
+#[derive(Module)]
+struct Unprepared {
+    net: Small,
+}
+
+impl LightningModule for Unprepared {
+    type Batch = Batch;
+
+    fn prepare_data(&mut self) -> anyhow::Result<()> {
+        anyhow::bail!("no network")
+    }
+
+    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        self.net.loss(x, y)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        self.net.configure_optimizers()
+    }
+}
+
 /// What fails on rank 0 alone beside a checkpoint is the error of all ranks, at once.
 fn fails_together(ranks: usize, folder: &Path) {
+    let mut trainer = staged(ranks, "ddp", folder).build().unwrap();
+    let error = trainer.fit(&mut Unprepared { net: Small::new() }, &mut loaders(24)).unwrap_err().to_string();
+    let is_told = error.contains("prepare_data") && error.contains("no network");
+    let of_other = error.contains("rank 0 has failed");
+    assert!(is_told && of_other != voltaic::distributed::is_global_zero(), "{error}");
     for stage in ["ddp", "zero1", "zero3"] {
         let check = |name: &str, more: &dyn Fn(TrainerBuilder) -> TrainerBuilder| {
             let config = ModelCheckpointConfig {
@@ -487,7 +521,8 @@ fn fails_together(ranks: usize, folder: &Path) {
             }
             assert!(begun.elapsed().as_secs() < 20, "{stage} {name}");
         };
-        check("logger", &|builder| builder.with_logger(FullLogger)); // which rank 0 has
+        check("logger", &|builder| builder.with_logger(FullLogger { at_end: false })); // which rank 0 has
+        check("end of a logger", &|builder| builder.with_logger(FullLogger { at_end: true }));
         check("remove", &|builder| builder.checkpoint_io(Fails::ToRemove));
         check("remove beside training", &|builder| {
             builder.checkpoint_io(AsyncCheckpointIo::around(Fails::ToRemove))

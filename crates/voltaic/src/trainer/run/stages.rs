@@ -171,13 +171,14 @@ impl<M: LightningModule> Session<'_, M> {
         self.call(Hook::OnFitStart, BatchFacts::default())?;
         let hyper_parameters =
             merged(self.module.hyper_parameters(), self.data.hyper_parameters(), self.plan)?;
-        if !hyper_parameters.is_null() {
-            self.run.loggers.iter_mut().try_for_each(|logger| logger.log_hyperparams(&hyper_parameters))?;
-        }
+        let mut loggers = self.run.loggers.iter_mut().filter(|_| !hyper_parameters.is_null());
+        let logged = loggers.try_for_each(|logger| logger.log_hyperparams(&hyper_parameters));
+        agreed(self.run.world(), "write", &self.run.facts.log_dir, logged)?;
         let resumed = checkpoint.map(|(loaded, path)| restore_training(self, loaded, path)).transpose()?;
         if resumed.is_some() {
             let step = self.run.at.progress.batches_that_stepped;
-            self.run.loggers.iter_mut().try_for_each(|logger| logger.resume(step))?;
+            let resumed = self.run.loggers.iter_mut().try_for_each(|logger| logger.resume(step));
+            agreed(self.run.world(), "write", &self.run.facts.log_dir, resumed)?;
         }
         let val = self.sanity_check()?;
         let loaders = self.fit_loaders(val)?;
@@ -198,7 +199,9 @@ impl<M: LightningModule> Session<'_, M> {
         self.call(Hook::OnFitEnd, BatchFacts::default())?;
         self.write_checkpoints()?;
         let done = self.run.checkpoint_io.teardown();
+        let named = collective_scope("checkpoint");
         agreed(self.run.world(), "save", &self.run.facts.log_dir.join("checkpoints"), done)?;
+        drop(named);
         self.teardown()
     }
 
@@ -216,15 +219,8 @@ impl<M: LightningModule> Session<'_, M> {
         let callbacks = self.module_method("configure_callbacks", |module| module.configure_callbacks())?;
         self.add_callbacks(callbacks);
         let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
-        if self.run.world().local_rank == 0 {
-            let action = self.profile_data("prepare_data")?;
-            guarded(|| self.data.prepare_data()).map_err(fail("prepare_data of the data module"))?;
-            drop(action);
-            self.module_method("prepare_data", |module| module.prepare_data())?;
-        }
-        let named = collective_scope("prepare_data");
-        self.run.world().barrier()?; // what it has fetched is there
-        drop(named);
+        let prepared = if self.run.world().local_rank == 0 { self.prepare_data() } else { Ok(()) };
+        self.all_have_prepared(prepared)?;
         let action = self.profile_data("setup")?;
         guarded(|| self.data.setup(stage)).map_err(fail("setup of the data module"))?;
         drop(action);
@@ -258,9 +254,33 @@ impl<M: LightningModule> Session<'_, M> {
             of_callback(profiling, callback.as_mut(), "teardown", hook).map_err(fail("teardown"))?;
         }
         self.module_method("teardown", |module| module.teardown(stage))?;
-        self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))?;
+        let finalized = self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true));
         let _named = collective_scope("teardown");
-        self.run.world().barrier() // what rank 0 has written is there
+        agreed(self.run.world(), "write", &self.run.facts.log_dir, finalized) // and what rank 0 has written is there
+    }
+
+    fn prepare_data(&mut self) -> Result<()> {
+        let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
+        let action = self.profile_data("prepare_data")?;
+        guarded(|| self.data.prepare_data()).map_err(fail("prepare_data of the data module"))?;
+        drop(action);
+        self.module_method("prepare_data", |module| module.prepare_data())
+    }
+
+    /// Waits for what others fetch. All ranks end if one of them could not.
+    fn all_have_prepared(&self, own: Result<()>) -> Result<()> {
+        let Some(group) = self.run.world().group().filter(|group| group.world_size() > 1) else { return own };
+        let _named = collective_scope("prepare_data");
+        let told = own.as_ref().err().map(ToString::to_string);
+        let all = group.all_gather_object(&told);
+        own?;
+        match all?.into_iter().enumerate().find_map(|(rank, told)| Some((rank, told?))) {
+            None => Ok(()),
+            Some((rank, text)) => {
+                let source = anyhow::anyhow!("rank {rank} has failed: {text}");
+                Err(hook_error("prepare_data", &Progress::default(), source))
+            }
+        }
     }
 
     /// Adds the module's callbacks in place of those of the same type, and puts all into the order in which they run.

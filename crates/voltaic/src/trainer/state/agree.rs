@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use crate::distributed::{World, collective_scope};
+use crate::distributed::World;
 use crate::error::{CheckpointError, Error, Problem, Result};
 
-/// What this rank has read or saved, if all ranks could do theirs; else the first error of a rank, on all.
+/// What this rank has read or written, if all ranks could do theirs; else the first error of a rank, on all.
 ///
 /// # Collective
 /// All ranks must call it.
@@ -19,7 +19,6 @@ pub(crate) fn agreed<T>(world: &World, action: &'static str, path: &Path, done: 
         Err(error @ Error::Distributed(_)) => return Err(error), // nobody is there, or known to be there
         Err(error) => (Some(problem_of(error, world.rank)), None),
     };
-    let _named = collective_scope("checkpoint");
     let failed = match (group.all_gather_object(&own), own) {
         (Err(_), Some(own)) => Some(own), // nobody hears it
         (all, _) => all?.into_iter().flatten().next(),
