@@ -10,6 +10,7 @@ use super::claims::Claims;
 use super::file_name::{FileName, Value, is_last_name};
 use super::time_span::TimeSpan;
 use crate::checkpoint::{CheckpointPaths, is_checkpoint_below, remove_leftovers};
+use crate::config::expand_home;
 use crate::data::Stage;
 use crate::error::ConfigError;
 use crate::lightning::Callback;
@@ -169,7 +170,8 @@ impl ModelCheckpoint {
     ///
     /// # Errors
     /// [`ConfigError`] if the options contradict each other.
-    pub fn new(config: ModelCheckpointConfig) -> Result<Self, ConfigError> {
+    pub fn new(mut config: ModelCheckpointConfig) -> Result<Self, ConfigError> {
+        config.dirpath = config.dirpath.map(expand_home);
         let mut problems = Vec::new();
         let span = config.train_time_interval.as_ref();
         let interval = match span.map(|span| span.duration("ModelCheckpoint.train_time_interval")).transpose()

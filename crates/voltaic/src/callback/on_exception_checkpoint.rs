@@ -6,6 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::CheckpointPaths;
+use crate::config::expand_home;
 use crate::data::Stage;
 use crate::error::ConfigError;
 use crate::lightning::Callback;
@@ -53,7 +54,7 @@ impl OnExceptionCheckpoint {
                 return Err(ConfigError::new(key, "it is empty", "name a folder and a file"));
             }
         }
-        Ok(Self { path: dirpath.join(format!("{filename}.ckpt")), fast_dev_run: false })
+        Ok(Self { path: expand_home(dirpath).join(format!("{filename}.ckpt")), fast_dev_run: false })
     }
 
     /// Where it saves.

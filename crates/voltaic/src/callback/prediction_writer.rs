@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use crate::checkpoint::write_weights;
+use crate::config::expand_home;
 use crate::error::Result;
 use crate::lightning::Callback;
 use crate::module::{HookContext, OutputValue};
@@ -153,7 +154,7 @@ impl From<PredictionWriterConfig> for PredictionWriter {
     fn from(config: PredictionWriterConfig) -> Self {
         Self::new(
             config.write_interval,
-            SafetensorsWriter { output_dir: config.output_dir, files: BTreeSet::new() },
+            SafetensorsWriter { output_dir: config.output_dir.map(expand_home), files: BTreeSet::new() },
         )
     }
 }

@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 /// The path with `$HOME` in place of a leading `~`; as it is without such a beginning or without `HOME`.
-pub(super) fn expand_home(path: &Path) -> PathBuf {
+pub(crate) fn expand_home(path: impl AsRef<Path>) -> PathBuf {
+    let path = path.as_ref();
     let rest = path.strip_prefix("~").ok();
     let home = std::env::var_os("HOME").filter(|home| !home.is_empty());
     match (rest, home) {
@@ -17,5 +18,5 @@ pub(super) fn expand_text(text: &str) -> Option<String> {
     if !text.starts_with("~/") {
         return None;
     }
-    expand_home(Path::new(text)).into_os_string().into_string().ok()
+    expand_home(text).into_os_string().into_string().ok()
 }

@@ -162,7 +162,7 @@ impl Layers {
 
     /// Adds a YAML file.
     pub fn file(&mut self, path: impl AsRef<Path>) {
-        let path = &*expand_home(path.as_ref());
+        let path = &*expand_home(path);
         match File::open(path).and_then(|file| read_at_most(file, MAX_FILE)).map(String::from_utf8) {
             Ok(Ok(text)) => self.text(&path.display().to_string(), &text),
             Ok(Err(error)) => {

@@ -63,6 +63,7 @@ pub use node::{Origin, Origins};
 
 pub(crate) use emit::{first_paragraph, inline, wrap};
 pub(crate) use file::{open_file, read_file, read_text_file};
+pub(crate) use home::expand_home;
 pub(crate) use layers::Survey;
 pub(crate) use size::{format_size, parse_size};
 pub(crate) use suggest::nearest;

@@ -8,6 +8,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::write_atomically;
+use crate::config::expand_home;
 use crate::error::{Error, Result};
 
 /// The folder below the root folder, as in Lightning.
@@ -66,6 +67,7 @@ impl RunFolder {
     /// `<save_dir>/<name>/version_<n>`, n one above the highest there unless `version` says otherwise. Nothing is
     /// created before [`RunFolder::take`].
     pub fn new(save_dir: &Path, name: &str, version: Option<&Version>) -> Self {
+        let save_dir = &*expand_home(save_dir);
         let (folder, label) = match version {
             Some(Version::Name(label)) => (label.clone(), label.clone()),
             Some(Version::Number(number)) => (format!("version_{number}"), number.to_string()),

@@ -5,6 +5,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use super::profiler::ProfiledRun;
+use crate::config::expand_home;
 use crate::error::{Error, Result, write_stderr};
 
 /// Where a profiler writes: a file for each stage and rank, or standard error of rank 0.
@@ -18,7 +19,7 @@ pub(super) struct Output {
 impl Output {
     /// To standard error if both are none; otherwise what is none is the folder of the run, or no name but the stage's.
     pub fn new(dirpath: Option<PathBuf>, filename: Option<String>) -> Self {
-        Self { dirpath, filename, run: None }
+        Self { dirpath: dirpath.map(expand_home), filename, run: None }
     }
 
     pub fn setup(&mut self, run: &ProfiledRun) {

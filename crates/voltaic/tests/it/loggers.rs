@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use voltaic::callback::{LambdaCallback, ModelCheckpoint, ModelCheckpointConfig};
+use voltaic::callback::{Callback, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::logger::tfevents::{Event, hparams, read_record, write_record};
-use voltaic::logger::{CsvLoggerConfig, LoggerConfig, TensorBoardLoggerConfig, Version};
+use voltaic::logger::{CsvLogger, CsvLoggerConfig, Logger, LoggerConfig, TensorBoardLoggerConfig, Version};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 
 use crate::probe::{Probe, files, loaders, names};
@@ -282,4 +282,19 @@ fn the_event_file_is_the_one_that_tensorboard_read() {
     let expected = json!({"bias": true, "lr": 0.1, "model/width": 2.0, "name": "net", "sizes": "[1,2]"});
     assert_eq!(read["hparams"], expected);
     assert_eq!(read["metrics"], json!(["hp_metric"]));
+}
+
+#[test]
+fn a_leading_tilde_is_the_home_folder_in_code_too() {
+    let home = PathBuf::from(std::env::var_os("HOME").unwrap());
+    let logger = CsvLogger::new("~/runs");
+    assert!(logger.log_dir().is_some_and(|folder| folder.starts_with(home.join("runs/lightning_logs"))));
+    let config = ModelCheckpointConfig { dirpath: Some("~/kept".into()), ..ModelCheckpointConfig::default() };
+    let folder = ModelCheckpoint::new(config).unwrap().checkpoint_paths().and_then(|paths| paths.folder);
+    assert_eq!(folder, Some(home.join("kept")));
+    let builder = Trainer::builder().accelerator("cpu").logger(false).default_root_dir("~/root");
+    let mut trainer = builder.build().unwrap();
+    assert!(trainer.log_dir().starts_with(home.join("root")), "{}", trainer.log_dir().display());
+    let error = trainer.ckpt_path("~/none.ckpt").validate(&mut Probe::default(), &mut loaders()).unwrap_err();
+    assert!(error.to_string().contains(&home.join("none.ckpt").display().to_string()), "{error}");
 }

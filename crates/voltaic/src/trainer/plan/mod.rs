@@ -15,6 +15,7 @@ pub(super) mod validation;
 use std::path::PathBuf;
 
 use crate::accelerator::Accelerator;
+use crate::config::expand_home;
 use crate::device::Device;
 use crate::distributed::RequeueSignal;
 use crate::error::{ConfigError, DeviceError};
@@ -105,7 +106,7 @@ pub(crate) fn resolve(
         reload_dataloaders_every_n_epochs: config.reload_dataloaders_every_n_epochs,
         graph: config.graph,
         fast_dev_run: false,
-        default_root_dir: config.default_root_dir.clone().unwrap_or_else(|| PathBuf::from(".")),
+        default_root_dir: config.default_root_dir.as_ref().map_or_else(|| PathBuf::from("."), expand_home),
     };
     if config.barebones {
         contradictions::refuse_beside_barebones(config, &mut problems);

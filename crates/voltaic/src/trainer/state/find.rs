@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use crate::callback::{Callback, OnExceptionCheckpoint, SWA_FILE};
 use crate::checkpoint::{CheckpointPaths, peek, peek_whole, remove_leftovers};
+use crate::config::expand_home;
 use crate::data::Stage;
 use crate::error::{ConfigError, Problem, Result};
 use crate::logger::Logger;
@@ -51,7 +52,7 @@ pub(crate) fn or_of_failed_run(run: &Run, ckpt_path: Option<CkptPath>) -> Result
 pub(crate) fn find(run: &Run, ckpt_path: &CkptPath, stage: Stage) -> Result<Option<PathBuf>> {
     let is_global_zero = run.world().is_global_zero();
     let found = match ckpt_path {
-        CkptPath::At(path) => return Ok(Some(path.clone())),
+        CkptPath::At(path) => return Ok(Some(expand_home(path))),
         _ if !is_global_zero => Ok(None),
         CkptPath::Best => best(run).map(Some),
         CkptPath::Last => last(run, stage),
