@@ -275,8 +275,8 @@ fn all_faults(test: &str, stage: ZeroStage) {
     const REDUCE: &str = "gradients of net.";
     const ELSEWHERE: &str = "rank 1 was in ";
     let divides_weights = stage == ZeroStage::Three;
-    let forward = if divides_weights { "weights of net.second" } else { REDUCE };
-    let backward = if divides_weights { "weights of net.first" } else { REDUCE }; // the second are still there
+    let backward = "ranks with a loss";
+    let forward = if divides_weights { "weights of net.second" } else { backward };
     let left_out = |weights| if divides_weights { weights } else { "of this test" };
     let cases: [(&str, [&str; 3]); 16] = [
         ("killed in gather", [forward, "rank 1 (", "has ended) was "]),

@@ -26,7 +26,9 @@ pub(crate) struct OfCall {
     pub anomaly: Option<AnomalyWatch>,
     /// Parameters that a manual step has switched, with what they required before.
     pub toggled: Vec<(Parameter, bool)>,
-    /// By optimizer, with manual optimization: there has been a backward pass since its last step.
+    /// The optimizer that a manual step has toggled: only its parameters get gradients.
+    pub toggled_optimizer: Option<usize>,
+    /// By optimizer, with manual optimization: there has been a backward pass for it since its last step.
     pub has_open_grads: Vec<bool>,
     /// Whose steps those with manual optimization have captured.
     pub captured_optimizers: CapturedOptimizers,

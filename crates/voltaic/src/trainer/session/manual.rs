@@ -19,7 +19,12 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
     fn backward(&mut self, ctx: &mut HookContext<'_>, loss: &Tensor) -> Result<()> {
         check_anomaly(self.engine.of_call.anomaly.as_ref(), "the loss", loss, &ctx.at.progress)?;
         self.call(ctx, StepHook::OnBeforeBackward)?;
-        self.engine.of_call.has_open_grads = vec![true; ctx.training.optimizers.len()];
+        let toggled = self.engine.of_call.toggled_optimizer;
+        let open = &mut self.engine.of_call.has_open_grads;
+        open.resize(ctx.training.optimizers.len(), false);
+        open.iter_mut()
+            .enumerate()
+            .for_each(|(index, open)| *open |= toggled.is_none_or(|toggled| toggled == index));
         self.run_backward(ctx, loss, true)?;
         self.call(ctx, StepHook::OnAfterBackward)
     }
@@ -65,6 +70,7 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
 
     fn toggle(&mut self, ctx: &HookContext<'_>, optimizer_idx: usize) {
         self.untoggle();
+        self.engine.of_call.toggled_optimizer = Some(optimizer_idx);
         let groups = ctx.training.optimizers[optimizer_idx].param_groups();
         let params = || groups.iter().flat_map(|group| group.params());
         // an optimizer may have parts of parameters, under their names
@@ -80,6 +86,7 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
     }
 
     fn untoggle(&mut self) {
+        self.engine.of_call.toggled_optimizer = None;
         for (parameter, required) in self.engine.of_call.toggled.drain(..) {
             let _ = parameter.set_requires_grad(required);
         }
