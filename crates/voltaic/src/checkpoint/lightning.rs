@@ -124,6 +124,7 @@ fn training_of(
         seed: global_seed(),
         num_training_batches: 0, // not known
         batch_size: None,
+        world_size: None,
         optimizers: named_groups,
         schedulers,
         callbacks: Vec::new(),

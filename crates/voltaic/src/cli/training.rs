@@ -9,7 +9,7 @@ use super::registry::{FromConfig, Registry};
 use super::request::{RunRequest, Verb};
 use crate::checkpoint::write_atomically;
 use crate::data::{DataModule, Loaders, MnistData, MnistDataConfig, ShakespeareData, ShakespeareDataConfig};
-use crate::error::ConfigError;
+use crate::error::{ConfigError, printable};
 use crate::models::{
     Classifier, ConvNet, ConvNetConfig, Gpt, GptConfig, LeNet, LeNetConfig, Mlp, MlpConfig, ResNet18,
     ResNet18Config,
@@ -196,10 +196,11 @@ fn save_config(request: &RunRequest, folder: &Path) -> anyhow::Result<()> {
     Ok(write_atomically(&folder.join("config.yaml"), |file| file.write_all(text.as_bytes()))?)
 }
 
-/// Writes to standard output. A reader that has gone away (`| head`) has read enough: that is not a failure.
+/// Writes to standard output, with escapes in place of control characters. A reader that has gone away (`| head`) has read enough:
+/// that is not a failure.
 fn print(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    match out.write_all(printable(text).as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
             Err(anyhow::Error::new(error).context("cannot write to standard output"))
         }

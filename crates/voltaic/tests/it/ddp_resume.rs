@@ -10,6 +10,7 @@ use voltaic::metrics::MeanSquaredError;
 use voltaic::module::{CheckpointRequest, HookContext, LightningModule, StepContext};
 use voltaic::nn::{Forward, Linear, ModuleExt};
 use voltaic::optim::{AdamW, Optimizers};
+use voltaic::trainer::Limit;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::ddp::{
@@ -194,7 +195,18 @@ impl LightningModule for Seeing {
 const NUM_SAMPLES: usize = 48;
 
 /// An epoch, or the rest of one; each rank leaves what it has seen in a file.
-fn see(part: &str, (ranks, batch_size): (i64, usize), folder: &Path, ckpt_path: Option<&Path>) {
+fn see(part: &str, how: (i64, usize), folder: &Path, ckpt_path: Option<&Path>) {
+    see_limited(part, how, folder, ckpt_path, 1.0);
+}
+
+/// The same, of so many batches of the epoch.
+fn see_limited(
+    part: &str,
+    (ranks, batch_size): (i64, usize),
+    folder: &Path,
+    ckpt_path: Option<&Path>,
+    limit: impl Into<Limit>,
+) {
     let x = Tensor::arange(NUM_SAMPLES as i64, (Kind::Float, tch::Device::Cpu)).reshape([-1, 1]);
     let train = DataLoader::new(TensorDataset::new((x.shallow_clone(), x)).unwrap());
     let train = train.batch_size(batch_size).shuffle(true).seed(3).build().unwrap();
@@ -209,16 +221,31 @@ fn see(part: &str, (ranks, batch_size): (i64, usize), folder: &Path, ckpt_path: 
         }
         Ok(())
     });
+    let failing = LambdaCallback::new().on_train_batch_start(|ctx, _| {
+        anyhow::ensure!(ctx.batch_idx() != 3, "it fails here");
+        Ok(())
+    });
     let mut net = Seeing { layer: Linear::new(1, 1).unwrap(), seen: Default::default() };
-    let mut builder = builder(folder).max_epochs(1).devices(ranks);
+    let mut builder = builder(folder).max_epochs(1).devices(ranks).limit_train_batches(limit);
     if ckpt_path.is_none() {
-        builder = builder.callback(save);
+        builder = match part {
+            "fails" => {
+                let config = OnExceptionCheckpointConfig { dirpath: folder.into(), ..Default::default() };
+                builder.callback(failing).callback(OnExceptionCheckpoint::new(config).unwrap())
+            }
+            _ => builder.callback(save),
+        };
     }
     let mut trainer = builder.build().unwrap();
     if let Some(path) = ckpt_path {
         trainer.ckpt_path(path);
     }
-    trainer.fit(&mut net, &mut Loaders::new().train(train)).unwrap();
+    let result = trainer.fit(&mut net, &mut Loaders::new().train(train));
+    if part == "fails" {
+        println!("\nfailed: {}", result.unwrap_err());
+        std::process::exit(0); // on all ranks
+    }
+    result.unwrap();
     let seen = serde_json::to_string(&*net.seen.lock().unwrap()).unwrap();
     std::fs::write(folder.join(format!("{part}-{}", trainer.world().rank)), seen).unwrap();
 }
@@ -262,4 +289,63 @@ fn other_numbers_of_ranks_go_on_within_an_epoch() {
         run_ranks(test, part, folder.path());
         assert_eq!(seen(part, how, folder.path()), order[skipped..], "{part}");
     }
+}
+
+#[test]
+fn a_limit_of_batches_goes_on_after_the_samples_that_were_seen() {
+    let test = "ddp_resume::a_limit_of_batches_goes_on_after_the_samples_that_were_seen";
+    // ranks, batch size, and the samples of the epoch that are left
+    let others = [
+        ("one", (1, 2), 12..16),
+        ("three", (3, 2), 12..48),
+        ("two with another batch", (2, 4), 16..48),
+        ("two", (2, 2), 12..32),
+    ];
+    const HOW: (i64, usize) = (2, 2);
+    const LIMIT: u64 = 8;
+    if plays("whole") {
+        return see("whole", HOW, &folder_of_parent(), None);
+    }
+    if plays("limited") {
+        return see_limited("limited", HOW, &folder_of_parent(), None, LIMIT);
+    }
+    for (part, how, _) in &others {
+        if plays(part) {
+            let folder = folder_of_parent();
+            return see_limited(part, *how, &folder, Some(&folder.join(SAVED)), LIMIT);
+        }
+    }
+    let folder = TempDir::new().unwrap();
+    run_ranks(test, "whole", folder.path());
+    let order = seen("whole", HOW, folder.path());
+    run_ranks(test, "limited", folder.path());
+    assert_eq!(seen("limited", HOW, folder.path()), order[..32]);
+    for (part, how, left) in others {
+        run_ranks(test, part, folder.path());
+        assert_eq!(seen(part, how, folder.path()), order[left], "{part}");
+    }
+}
+
+/// Rank 0 saves alone what `OnExceptionCheckpoint` asks for.
+#[test]
+fn other_ranks_go_on_from_a_failure_within_an_epoch() {
+    let test = "ddp_resume::other_ranks_go_on_from_a_failure_within_an_epoch";
+    const HOW: (i64, usize) = (2, 2);
+    const ONE: (i64, usize) = (1, 2);
+    if plays("whole") || plays("fails") {
+        let part = if plays("whole") { "whole" } else { "fails" };
+        return see(part, HOW, &folder_of_parent(), None);
+    }
+    if plays("one") {
+        let folder = folder_of_parent();
+        return see("one", ONE, &folder, Some(&folder.join("on_exception.ckpt")));
+    }
+    let folder = TempDir::new().unwrap();
+    run_ranks(test, "whole", folder.path());
+    let order = seen("whole", HOW, folder.path());
+    let mut command = crate::probe::own_process(test, "fails");
+    let output = command.env(crate::ddp::FOLDER, folder.path()).output().unwrap();
+    assert!(folder.path().join("on_exception.ckpt").exists(), "{}", text_of(&output));
+    run_ranks(test, "one", folder.path());
+    assert_eq!(seen("one", ONE, folder.path()), order[12..]);
 }

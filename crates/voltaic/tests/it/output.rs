@@ -6,6 +6,11 @@ use std::process::{Command, Output, Stdio};
 
 /// A run of one batch by the real `voltaic` in a folder of its own.
 fn short_run(verb: &str, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> Output {
+    short_run_with(&[], verb, stdout, stderr)
+}
+
+/// The same with more arguments.
+fn short_run_with(more: &[&str], verb: &str, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> Output {
     let folder = tempfile::tempdir().unwrap();
     let data = ["--model=Mlp", "--data=MnistData", "--data.batch_size=2", "--trainer.accelerator=cpu"];
     let limits = ["train", "val", "test", "predict"].map(|what| format!("--trainer.limit_{what}_batches=1"));
@@ -14,6 +19,7 @@ fn short_run(verb: &str, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> 
         .args(data)
         .args(limits)
         .args(["--trainer.max_epochs=1", "--trainer.profiler=simple"])
+        .args(more)
         .current_dir(folder.path())
         .stdout(stdout)
         .stderr(stderr)
@@ -56,4 +62,13 @@ fn verbs_whose_results_are_their_standard_output_fail_without_it() {
         assert_eq!(output.status.code(), Some(1), "{verb}: {text}");
         assert!(text.contains("error: cannot write to standard output: "), "{verb}: {text}");
     }
+}
+
+#[test]
+fn paths_that_a_run_names_do_not_control_the_terminal() {
+    let output =
+        short_run_with(&["--trainer.default_root_dir=a\x1b[31mb"], "fit", Stdio::piped(), Stdio::piped());
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    assert!(text.contains("a\\u{1b}[31mb") && !text.contains('\x1b'), "{text}");
 }

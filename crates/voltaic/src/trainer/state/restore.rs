@@ -19,6 +19,8 @@ use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
 use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts};
 use crate::nn::{Held, Module, ModuleExt, load_state_dict_each};
 use crate::optim::OptimizerState;
+use crate::trainer::config::values::Limit;
+use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::run::Run;
@@ -33,7 +35,7 @@ pub(crate) struct Resumed {
     pub rng: Vec<(String, tch::Tensor)>,
     /// Training batches of an epoch, and their size.
     shape: (usize, Option<usize>),
-    /// Ranks that have saved it.
+    /// Ranks of the run that has saved it.
     ranks: usize,
     /// It has gradients of an open accumulation window.
     has_grads: bool,
@@ -215,7 +217,10 @@ pub(crate) fn restore_training<M: LightningModule>(
         rng: training.rng,
         logged: Value::Null,
     };
-    let ranks = training.ranks.len() + 1;
+    let ranks = state.world_size.unwrap_or(match training.ranks.len() {
+        0 => session.run.world().world_size, // of one rank, or saved by rank 0 alone
+        others => others + 1,
+    });
     let OwnPart { logged, metrics, grads, rng } =
         own_part(session.run.world(), first, training.ranks, state.metrics, &path)?;
     let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
@@ -409,7 +414,7 @@ fn grads_with_same_mean(
 impl Resumed {
     /// The position within an epoch that is cut into other batches: after the samples that were seen. Other data is refused. `window`
     /// are the batches of an accumulation window.
-    pub(crate) fn find_position(&self, run: &mut Run, window: u64) -> Result<()> {
+    pub(crate) fn find_position(&self, run: &mut Run, plan: &TrainPlan, window: u64) -> Result<()> {
         let progress = &run.at.progress;
         let epoch = progress.current_epoch;
         if let Some(max_epochs) = run.facts.max_epochs.filter(|max_epochs| epoch > *max_epochs) {
@@ -421,10 +426,13 @@ impl Resumed {
         let is_mid_epoch = progress.batch_idx > 0 && !progress.epoch_ended;
         let own = (run.facts.num_training_batches, run.facts.train_batch_size);
         let is_known = self.shape.0 > 0; // a converted checkpoint does not tell
-        if !is_mid_epoch || !is_known || own == self.shape {
+        let ranks = run.world().world_size;
+        let has_same_share = ranks == self.ranks
+            || !plan.ranks.use_distributed_sampler
+            || run.facts.train_batch_size.is_none();
+        if !is_mid_epoch || !is_known || (own == self.shape && has_same_share) {
             return Ok(());
         }
-        let ranks = run.world().world_size;
         let refuse = |why: &str, remedy: &'static str| -> Error {
             let what = format!(
                 "{} was written at batch {} of an epoch of {}, this run has {}{why}",
@@ -439,7 +447,9 @@ impl Resumed {
         let (Some(before), Some(now)) = (before, Epoch::of(own, ranks)) else {
             return Err(refuse("", SAME_DATA));
         };
-        if !before.may_be_of_same_data(now) {
+        // batches that the same limit ended do not tell how many samples there are
+        let is_limited = plan.limit_train == Limit::Batches(before.batches);
+        if !is_limited && !before.may_be_of_same_data(now) {
             return Err(refuse("", SAME_DATA));
         }
         if before.global_batch == now.global_batch {
