@@ -427,10 +427,13 @@ impl Resumed {
         let own = (run.facts.num_training_batches, run.facts.train_batch_size);
         let is_known = self.shape.0 > 0; // a converted checkpoint does not tell
         let ranks = run.world().world_size;
-        let has_same_share = ranks == self.ranks
-            || !plan.ranks.use_distributed_sampler
-            || run.facts.train_batch_size.is_none();
-        if !is_mid_epoch || !is_known || (own == self.shape && has_same_share) {
+        // batches that the same limit ended do not tell how many samples there are
+        let is_limited = plan.limit_train == Limit::Batches(self.shape.0 as u64);
+        let is_cut_otherwise = is_limited
+            && ranks != self.ranks
+            && plan.ranks.use_distributed_sampler
+            && run.facts.train_batch_size.is_some();
+        if !is_mid_epoch || !is_known || (own == self.shape && !is_cut_otherwise) {
             return Ok(());
         }
         let refuse = |why: &str, remedy: &'static str| -> Error {
@@ -447,8 +450,6 @@ impl Resumed {
         let (Some(before), Some(now)) = (before, Epoch::of(own, ranks)) else {
             return Err(refuse("", SAME_DATA));
         };
-        // batches that the same limit ended do not tell how many samples there are
-        let is_limited = plan.limit_train == Limit::Batches(before.batches);
         if !is_limited && !before.may_be_of_same_data(now) {
             return Err(refuse("", SAME_DATA));
         }
