@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::checkpoint::{Checkpoint, Part, optimizer_name};
 use crate::error::Result;
@@ -11,7 +11,8 @@ use crate::module::HookContext;
 /// Begins the name of a master weight among the states of an optimizer.
 const MASTER: &str = "master_param.";
 
-/// Puts master weights in the place of the 16-bit weights of a state dict. Names of one tensor get the same.
+/// Puts master weights in the place of the 16-bit weights of a state dict. Names of one tensor get the same. What is of 16 bits
+/// and has no master is in float32, too: a frozen weight may get its master later.
 pub(super) fn with_masters(
     ctx: &mut HookContext,
     state: Vec<(String, Tensor)>,
@@ -26,10 +27,14 @@ pub(super) fn with_masters(
         named.filter(|((address, numel), _)| *address != 0 && *numel > 0).collect();
     let of = |(fqn, weight): (String, Tensor)| {
         let master = masters.get(&fqn).or_else(|| by_address.get(&address(&weight)).copied());
-        let value = master.map_or(weight, Tensor::shallow_clone);
-        (fqn, value)
+        let value = match master {
+            Some(master) => master.shallow_clone(),
+            None if matches!(weight.kind(), Kind::BFloat16 | Kind::Half) => weight.f_to_kind(Kind::Float)?,
+            None => weight,
+        };
+        Ok((fqn, value))
     };
-    Ok(state.into_iter().map(of).collect())
+    state.into_iter().map(of).collect()
 }
 
 /// Master weights of a checkpoint: whole tensors by fqn, and this rank's parts, called by their fqn.

@@ -8,6 +8,7 @@ use voltaic::callback::{
     StochasticWeightAveragingConfig, WeightAveraging,
 };
 use voltaic::module::{CheckpointRequest, HookContext};
+use voltaic::nn::ModuleExt;
 use voltaic::optim::PerGroup;
 use voltaic::{Kind, Module, Tensor};
 
@@ -132,6 +133,29 @@ fn averages_leave_the_trained_weights_alone_and_are_resumed() {
                     assert_same(&what(&format!("the end, from {name}")), &weights, &end);
                 }
             }
+        }
+    });
+}
+
+/// It has no float32 copy with ZeRO until then.
+#[test]
+fn a_weight_that_is_thawed_later_is_averaged_alike() {
+    on_ranks("averages::a_weight_that_is_thawed_later_is_averaged_alike", 2, |ranks, folder| {
+        let mut expected = None;
+        for strategy in ["ddp", "zero1", "zero2", "zero3"] {
+            let config = EmaWeightAveragingConfig { decay: DECAY, ..Default::default() };
+            let builder = silent(ranks, strategy, folder).precision("bf16-true").max_epochs(2);
+            let thaw = LambdaCallback::new().on_train_epoch_start(|ctx, module| {
+                let _ = module.parameters()[0].set_requires_grad(ctx.current_epoch() > 0);
+                Ok(())
+            });
+            let builder = builder.callback(WeightAveraging::ema(config).unwrap()).callback(thaw);
+            let mut net = Small::new();
+            net.has_masters = strategy == "ddp";
+            let _ = net.first.weight.set_requires_grad(false);
+            builder.build().unwrap().fit(&mut net, &mut all_loaders(24)).unwrap();
+            let found = sorted(weights(&net));
+            assert_same(strategy, &found, expected.get_or_insert_with(|| sorted(weights(&net))));
         }
     });
 }
