@@ -1,6 +1,7 @@
 //! The network of a plan.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{
@@ -32,6 +33,10 @@ struct Block {
     attention: Option<MultiheadAttention>,
     bare: Vec<Parameter>,
     inner: Vec<Block>,
+    /// Of a leaf module: a rank calls one of them, and nobody the last.
+    experts: Vec<Linear>,
+    #[module(skip)]
+    chosen: AtomicUsize,
     #[module(skip)]
     shape: Shape,
 }
@@ -53,6 +58,8 @@ impl Block {
             attention: None,
             bare: Vec::new(),
             inner: Vec::new(),
+            experts: Vec::new(),
+            chosen: AtomicUsize::default(),
             shape: shape.clone(),
         };
         match shape {
@@ -121,10 +128,11 @@ impl Forward for Block {
                 out.view([-1, WIDTH])
             }
             Shape::Bare => {
-                x * bare(0) * (bare(1) + 1.0) + bare(2) + bare(3).sum(Kind::Float) + bare(4).sum(Kind::Float)
+                let sum = |at: usize| bare(at).sum(x.kind());
+                x * bare(0) * (bare(1) + 1.0) + bare(2) + sum(3) + sum(4)
             }
-            Shape::Double => (x.to_kind(Kind::Double) * bare(0)).to_kind(Kind::Float),
-            Shape::Low => (x.to_kind(Kind::BFloat16) * bare(0)).to_kind(Kind::Float),
+            Shape::Double => (x.to_kind(Kind::Double) * bare(0)).to_kind(x.kind()),
+            Shape::Low => (x.to_kind(Kind::BFloat16) * bare(0)).to_kind(x.kind()),
             Shape::Tied => x.matmul(bare(0)).matmul(&bare(0).tr()),
             Shape::Nested(_) => {
                 let x = x * bare(0);
@@ -132,7 +140,11 @@ impl Forward for Block {
                 x * bare(0)
             }
         };
-        Ok(out)
+        match self.experts.get(self.chosen.load(Ordering::Relaxed)) {
+            // gradients of what comes in would be summed in another order if it were used a second time
+            Some(expert) => Ok(&out + expert.call(&out)? * 0.5),
+            None => Ok(out),
+        }
     }
 }
 
@@ -144,6 +156,9 @@ pub struct Net {
     out: Linear,
     #[module(skip)]
     plan: Plan,
+    /// The optimizer keeps float32 copies of weights of 16 bits itself.
+    #[module(skip)]
+    pub has_masters: bool,
     /// Bits of losses and of what was read.
     #[module(skip)]
     pub seen: Mutex<Vec<u64>>,
@@ -152,9 +167,12 @@ pub struct Net {
 impl Net {
     pub fn new(plan: &Plan) -> Self {
         let input = Linear::new(5, WIDTH).unwrap();
-        let blocks = plan.blocks.iter().map(|shape| Block::new(shape, &input.weight)).collect();
+        let mut blocks: Vec<_> = plan.blocks.iter().map(|shape| Block::new(shape, &input.weight)).collect();
+        if let (Some(leaf), count @ 1..) = (plan.leaf, blocks.len()) {
+            blocks[leaf % count].experts = (0..4).map(|_| Linear::new(WIDTH, WIDTH).unwrap()).collect();
+        }
         let out = Linear::new(WIDTH, 3).unwrap();
-        let net = Self { input, blocks, out, plan: plan.clone(), seen: Mutex::default() };
+        let net = Self { input, blocks, out, plan: plan.clone(), has_masters: false, seen: Mutex::default() };
         let parameters = net.parameters();
         for (number, parameter) in parameters.iter().enumerate() {
             let values = numbers(&parameter.size(), number as f64) * 0.6;
@@ -170,8 +188,21 @@ impl Net {
         self.seen.lock().unwrap().push(value.detach().to_kind(Kind::Double).double_value(&[]).to_bits());
     }
 
-    fn loss(&self, (x, y): &Batch, step: usize) -> anyhow::Result<Tensor> {
+    /// Which expert this rank calls from now on.
+    fn choose(&self, ctx: &StepContext, step: usize) {
+        let rank = ctx.process_group().map_or(0, |group| group.rank());
+        self.blocks.iter().for_each(|block| block.chosen.store((2 * rank + step) % 3, Ordering::Relaxed));
+    }
+
+    /// Inputs and targets in the dtype of the weights.
+    fn cast(&self, (x, y): &Batch) -> Batch {
+        let kind = if self.plan.half { Kind::BFloat16 } else { Kind::Float };
+        (x.to_kind(kind), y.to_kind(kind))
+    }
+
+    fn loss(&self, batch: &Batch, step: usize) -> anyhow::Result<Tensor> {
         let plan = &self.plan;
+        let (x, y) = self.cast(batch);
         let x = x.copy().set_requires_grad(plan.grad_penalty);
         let mut h = self.input.call(&x)?.tanh();
         let count = self.blocks.len();
@@ -246,11 +277,12 @@ impl Net {
     }
 
     fn rule(&self) -> Optimizers {
+        let masters = self.has_masters;
         match self.plan.rule {
-            Rule::AdamW => AdamW::new(0.01).into(),
-            Rule::Sgd => Sgd::new(0.05).momentum(0.9).into(),
-            Rule::Adagrad => Adagrad::new(0.02).into(),
-            Rule::RmsProp => RmsProp::new(0.01).into(),
+            Rule::AdamW => AdamW::new(0.01).master_weights(masters).into(),
+            Rule::Sgd => Sgd::new(0.05).momentum(0.9).master_weights(masters).into(),
+            Rule::Adagrad => Adagrad::new(0.02).master_weights(masters).into(),
+            Rule::RmsProp => RmsProp::new(0.01).master_weights(masters).into(),
         }
     }
 }
@@ -270,6 +302,10 @@ impl LightningModule for Net {
             }
             _ => (batch.0.shallow_clone(), batch.1.shallow_clone()),
         };
+        self.choose(ctx, step);
+        if self.plan.has_no_loss(step) {
+            return Ok(ctx.no_loss());
+        }
         if let Some(manual) = self.plan.manual {
             return self.manual(&batch, ctx, step, manual);
         }
@@ -280,11 +316,15 @@ impl LightningModule for Net {
     }
 
     fn validation_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
-        let (x, y) = batch;
-        let h = self.blocks.iter().try_fold(self.input.call(x)?, |h, block| block.call(&h))?;
+        self.choose(ctx, ctx.batch_idx());
+        let (x, y) = self.cast(batch);
+        let h = self.blocks.iter().try_fold(self.input.call(&x)?, |h, block| block.call(&h))?;
         let loss = (self.out.call(&h)? - y).square().mean(Kind::Float);
         self.note(&loss);
-        ctx.log("val_loss", &loss).sync_dist(true);
+        match self.plan.logs_steps {
+            true => ctx.log("val_loss", &loss).on_step(true).on_epoch(true).sync_dist(true),
+            false => ctx.log("val_loss", &loss).sync_dist(true),
+        };
         Ok(())
     }
 

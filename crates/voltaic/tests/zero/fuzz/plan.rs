@@ -5,6 +5,17 @@ use rand::{RngExt, SeedableRng};
 
 use crate::random_runs::{Average, Manual, maybe, one};
 
+/// A checkpoint of an end, from which another run goes on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum End {
+    /// Of the last epoch.
+    Epoch,
+    /// Of training: asked for in `on_train_end`.
+    Training,
+    /// Of training, in a run of one epoch; the other trains for one more.
+    Short,
+}
+
 /// A module from 8 features to 8.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Shape {
@@ -107,6 +118,21 @@ pub struct Plan {
     pub prefetch: usize,
     pub live: usize,
     pub reuse: usize,
+    /// The batch in which no rank has a loss, counted over all epochs.
+    pub no_loss: Option<usize>,
+    /// It is the first of an accumulation window.
+    pub opens_window: bool,
+    /// All weights are of 16 bits.
+    pub half: bool,
+    pub end: Option<End>,
+    /// What has its default in place of its own number: persistence, prefetch, live and reuse.
+    pub defaults: [bool; 4],
+    /// Values of validation are logged for each step and for the epoch.
+    pub logs_steps: bool,
+    /// Validates once more after the fit, with more batches on some ranks.
+    pub evaluates: bool,
+    /// The block that is a leaf module, of whose experts ranks call different ones.
+    pub leaf: Option<usize>,
 }
 
 fn shape(rng: &mut StdRng, depth: usize) -> Shape {
@@ -181,7 +207,18 @@ impl Plan {
             prefetch: one(rng, [0, 50, 200, 1_000_000]),
             live: one(rng, [0, 64, 300, 1_000_000]),
             reuse: one(rng, [0, 100, 1_000_000]),
+            no_loss: maybe(rng, 5),
+            opens_window: rng.random(),
+            half: rng.random_range(0..6) == 0,
+            end: maybe(rng, 4).map(|number| [End::Epoch, End::Training, End::Short][number % 3]),
+            defaults: [(); 4].map(|()| rng.random_range(0..4) == 0),
+            logs_steps: rng.random(),
+            evaluates: rng.random_range(0..4) == 0,
+            leaf: maybe(rng, 4),
         };
+        if plan.half && rng.random() {
+            plan.average = one(rng, [Average::Ema, Average::Ema, Average::Swa]);
+        }
         plan.reconcile();
         plan
     }
@@ -191,11 +228,23 @@ impl Plan {
         if self.manual.is_some() {
             (self.window, self.clip, self.average) = (1, None, Average::None);
             if self.manual.is_some_and(|manual| manual.drops_every > 1) {
-                self.saved = None; // gradients between batches are not in checkpoints then
+                // gradients between batches are not in checkpoints then
+                (self.saved, self.end) = (None, None);
             }
+            self.no_loss = None; // a step by hand returns what it likes
         }
         if self.window > 1 || self.clip.is_some() || self.manual.is_some() {
             self.rule = Rule::Sgd; // sums may be rounded otherwise, and rules that divide by gradients make much of it
+        }
+        if self.average == Average::Swa && self.end == Some(End::Short) {
+            self.end = Some(End::Training); // how it averages depends on the number of epochs
+        }
+        if self.leaf.is_some() {
+            (self.penalty, self.grad_penalty) = (None, false); // its weights are for its forward only
+        }
+        let is_frozen = self.frozen.or(self.switched).or(self.thawed).is_some();
+        if self.is_low() && self.has_masters && self.average != Average::None && is_frozen && self.validates {
+            self.by_hand = None; // the average of a frozen weight without a float32 copy is rounded at each validation
         }
         if !self.is_exact() {
             (self.nan, self.grad_penalty) = (None, false); // they make much of it, too
@@ -210,7 +259,18 @@ impl Plan {
 
     /// Whether it has parameters of 16 bits.
     pub fn is_low(&self) -> bool {
-        self.has(&Shape::Low)
+        self.half || self.has(&Shape::Low)
+    }
+
+    /// Whether there is no loss in a step, counted over all epochs.
+    pub fn has_no_loss(&self, step: usize) -> bool {
+        let Some(at) = self.no_loss.map(|at| at % (2 * self.batches)) else { return false };
+        let of_epoch = at % self.batches;
+        let within = of_epoch % self.window as usize;
+        // the last of a window needs a loss if others had one
+        let is_last = within + 1 == self.window as usize || of_epoch + 1 == self.batches;
+        let excess = if self.opens_window || is_last { within } else { 0 };
+        step == at - excess
     }
 
     /// Whether it has such a module.
@@ -258,6 +318,15 @@ impl Plan {
                     (self.prefetch, self.live, self.reuse) = (0, 1_000_000, 0);
                 }
                 "persistence" => self.persistence = 0,
+                "no_loss" => self.no_loss = None,
+                "opens_window" => self.opens_window = false,
+                "half" => self.half = false,
+                "masters" => self.has_masters = false,
+                "end" => self.end = None,
+                "defaults" => self.defaults = [false; 4],
+                "logs_steps" => self.logs_steps = false,
+                "evaluates" => self.evaluates = false,
+                "leaf" => self.leaf = None,
                 "bucket" => self.reduce_bucket_size = 1_000_000,
                 block => drop(self.blocks.remove(block.parse().expect("a part or the number of a block"))),
             }
