@@ -248,6 +248,8 @@ impl Plan {
         }
         if !self.is_exact() {
             (self.nan, self.grad_penalty) = (None, false); // they make much of it, too
+            self.half &= self.manual.is_none(); // steps add up several gradients, in float32 where there are copies
+            self.reads &= !self.half; // sums over tensors do, too, where each number has three digits
         }
     }
 
