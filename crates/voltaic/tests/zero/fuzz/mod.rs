@@ -395,20 +395,20 @@ fn some(default: u64) -> std::ops::Range<u64> {
 
 #[test]
 fn one_rank_is_ddp() {
-    on_ranks("fuzz::one_rank_is_ddp", 1, |ranks, folder| cases(ranks, folder, some(17)));
+    on_ranks("fuzz::one_rank_is_ddp", 1, |ranks, folder| cases(ranks, folder, some(14)));
 }
 
 #[test]
 fn two_ranks_are_ddp() {
-    on_ranks("fuzz::two_ranks_are_ddp", 2, |ranks, folder| cases(ranks, folder, some(8)));
+    on_ranks("fuzz::two_ranks_are_ddp", 2, |ranks, folder| cases(ranks, folder, some(6)));
 }
 
 #[test]
 fn three_ranks_are_ddp() {
-    on_ranks("fuzz::three_ranks_are_ddp", 3, |ranks, folder| cases(ranks, folder, some(6)));
+    on_ranks("fuzz::three_ranks_are_ddp", 3, |ranks, folder| cases(ranks, folder, some(4)));
 }
 
 #[test]
 fn four_ranks_are_ddp() {
-    on_ranks("fuzz::four_ranks_are_ddp", 4, |ranks, folder| cases(ranks, folder, some(4)));
+    on_ranks("fuzz::four_ranks_are_ddp", 4, |ranks, folder| cases(ranks, folder, some(3)));
 }
