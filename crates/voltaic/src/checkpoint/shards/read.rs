@@ -143,12 +143,13 @@ impl Shards {
     /// Names of weights of 16 bits, each with the name of the master weight that it was rounded from. Reads them all.
     ///
     /// # Errors
-    /// As [`Shards::whole`].
-    pub(crate) fn masters(&self) -> Result<HashMap<&str, &str>> {
+    /// As [`Shards::whole`], and before anything is read if they are more than `limits` allow.
+    pub(crate) fn masters(&self, limits: ReadLimits) -> Result<HashMap<&str, &str>> {
         let states = (0..self.index.num_optimizers).flat_map(|index| self.optimizer_states(index));
         let known = states.filter_map(|(name, state)| Some((parameter_of(state)?, name))).collect();
         let is_half = |name: &str| self.dtype(name).and_then(kind).is_some_and(may_have_master);
         let names: Vec<&str> = self.weights().map(|(name, _)| name).filter(|name| is_half(name)).collect();
+        self.check_growth(names.iter().copied(), 0, limits)?;
         masters_of(&names, &known, &|name| self.whole(name), &|name: &str| self.whole(name))
     }
 
@@ -548,7 +549,7 @@ mod tests {
             },
         );
         let shards = Shards::open(folder.path()).unwrap();
-        let masters = shards.masters().unwrap();
+        let masters = shards.masters(ReadLimits::default()).unwrap();
         let name = "voltaic:optimizer.0.master_param.w";
         assert_eq!(masters, HashMap::from([("w", name), ("again", name)]));
         let weights = shards.all_weights(&masters, ReadLimits::default()).unwrap();

@@ -132,7 +132,7 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
 fn export(arguments: &ConvertArgs, limits: ReadLimits) -> Result<String, Error> {
     let ConvertArgs { input, output, .. } = arguments;
     let shards = Shards::open(input)?;
-    let masters = if arguments.no_master_weights { HashMap::new() } else { shards.masters()? };
+    let masters = if arguments.no_master_weights { HashMap::new() } else { shards.masters(limits)? };
     let num_tensors = export_weights(&shards, &masters, limits, output)?;
     let meta = shards.meta();
     let left_out = shards.has_training().then(|| LEFT_OUT.to_owned());
@@ -167,7 +167,7 @@ fn read_folder(
         return Ok(Converted { value: read_within(input, limits)?, notes: Vec::new() });
     }
     let shards = Shards::open(input)?;
-    let masters = if arguments.no_master_weights { HashMap::new() } else { shards.masters()? };
+    let masters = if arguments.no_master_weights { HashMap::new() } else { shards.masters(limits)? };
     let (weights, meta) = (shards.all_weights(&masters, limits)?, shards.meta().clone());
     let notes = of_masters(masters.len(), weights.len()).into_iter().collect();
     Ok(Converted { value: Checkpoint { weights, meta, ..Checkpoint::default() }, notes })
