@@ -4,12 +4,9 @@ use std::collections::HashMap;
 
 use tch::{Kind, Tensor};
 
-use crate::checkpoint::{Checkpoint, Part, optimizer_name};
+use crate::checkpoint::{Checkpoint, MASTER, Part, optimizer_name, parameter_of};
 use crate::error::Result;
 use crate::module::HookContext;
-
-/// Begins the name of a master weight among the states of an optimizer.
-const MASTER: &str = "master_param.";
 
 /// Puts master weights in the place of the 16-bit weights of a state dict. Names of one tensor get the same. What is of 16 bits
 /// and has no master is in float32, too: a frozen weight may get its master later.
@@ -51,14 +48,14 @@ pub(super) fn exchange_masters(checkpoint: &mut Checkpoint, weights: &[(String, 
     let mut there = Masters::default();
     let Some(training) = &mut checkpoint.training else { return Ok(there) };
     for (name, master) in training.optimizers.iter_mut().flatten() {
-        let Some(fqn) = name.strip_prefix(MASTER) else { continue };
+        let Some(fqn) = parameter_of(name) else { continue };
         if let Some(weight) = by_fqn.get(fqn) {
             let weight = weight.f_to_device(master.device())?.f_to_kind(master.kind())?;
             there.whole.push((fqn.to_owned(), std::mem::replace(master, weight)));
         }
     }
     let prefixes: Vec<String> =
-        (0..training.optimizers.len()).map(|index| optimizer_name(index, MASTER)).collect();
+        (0..training.optimizers.len()).map(|index| optimizer_name(index, &format!("{MASTER}."))).collect();
     for part in &mut checkpoint.parts {
         let fqn = prefixes.iter().find_map(|prefix| part.name.strip_prefix(prefix.as_str()));
         let Some((fqn, weight)) = fqn.and_then(|fqn| Some((fqn.to_owned(), by_fqn.get(fqn)?))) else {

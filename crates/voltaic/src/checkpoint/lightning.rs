@@ -11,6 +11,7 @@ use tch::{Kind, Tensor};
 use crate::accelerator::rng::global_seed;
 use crate::checkpoint::checkpoint::{Checkpoint, CheckpointMeta, TrainingState};
 use crate::checkpoint::loop_state::LoopState;
+use crate::checkpoint::masters::MASTER;
 use crate::checkpoint::pickle::Value;
 use crate::checkpoint::progress::Progress;
 use crate::error::{CheckpointError, Problem, Result};
@@ -516,7 +517,7 @@ fn optimizer(name: &str, groups: &Json, tensors: &Named, notes: &mut Vec<String>
     let mut state: Vec<(Value, Value)> = Vec::new();
     for (index, fqn) in order.iter().enumerate() {
         let of_param = by_fqn.get(fqn.as_str()).into_iter().flatten().filter_map(|&(kind, tensor)| {
-            if kind == "master_param" {
+            if kind == MASTER {
                 notes.push(format!("the float32 copy of {fqn} is left out"));
                 return None;
             }

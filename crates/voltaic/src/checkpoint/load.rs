@@ -29,7 +29,7 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
     read_within(path, ReadLimits::default())
 }
 
-/// The same of a folder within limits of one's own.
+/// Reads a checkpoint as [`read`] does. `limits` apply to a folder; other files have the default limits.
 ///
 /// # Errors
 /// As [`Checkpoint::load`].

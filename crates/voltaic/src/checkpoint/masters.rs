@@ -9,12 +9,12 @@ use super::checkpoint::Checkpoint;
 use super::stream::bytes_of;
 use crate::error::{Error, Result};
 
-/// What begins the name of a master weight among the states of an optimizer; the fqn follows.
-const PREFIX: &str = "master_param.";
+/// Name of the state of an optimizer that is the master weight; a dot and the fqn follow.
+pub(crate) const MASTER: &str = "master_param";
 
 /// The parameter whose master weight a state of an optimizer is, by the state's name.
 pub(crate) fn parameter_of(state: &str) -> Option<&str> {
-    state.strip_prefix(PREFIX)
+    state.strip_prefix(MASTER)?.strip_prefix('.')
 }
 
 /// Whether weights of this dtype may have master weights.

@@ -43,7 +43,7 @@ pub use lightning::{Converted, from_lightning, state_dict, to_lightning};
 pub(crate) use load::{export_weights, peek, peek_whole, read_within};
 pub use load::{read, read_weights};
 pub(crate) use loop_state::LoopState;
-pub(crate) use masters::{exact, parameter_of, use_master_weights};
+pub(crate) use masters::{MASTER, exact, parameter_of, use_master_weights};
 pub(crate) use one_file::OneFile;
 pub use progress::Progress;
 pub(crate) use shards::folder::is_folder;

@@ -11,6 +11,7 @@ use super::optimizer::{Optimizer, OptimizerState, leaves};
 use super::param_group::{ParamGroup, SavedGroup};
 use super::replay::{Rate, Replayed};
 use super::values::{ParamValue, Whole};
+use crate::checkpoint::MASTER;
 use crate::error::{CheckpointError, ConfigError, OptimError, Problem, Result};
 use crate::ffi::{self, GradStatus, Gradients, RecordingPause, TensorList};
 use crate::nn::Parameter;
@@ -66,9 +67,6 @@ pub(super) trait Rule: Send {
     /// Whether the tensor is a count rather than laid out as its parameter.
     fn is_count(index: usize) -> bool;
 }
-
-/// Name of the float32 copy of a parameter.
-const MASTER: &str = "master_param";
 
 /// A parameter and its state.
 pub(super) struct Slot {

@@ -5,12 +5,10 @@ use std::fmt;
 use tch::{Kind, Tensor};
 
 use super::param_group::ParamGroup;
+use crate::checkpoint::MASTER;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::nn::Parameter;
-
-/// The state that is the float32 copy of a parameter.
-const MASTER: &str = "master_param";
 
 /// Something that an optimizer has of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -80,17 +80,19 @@ fn the_command_line_takes_the_optimizer_of_the_settings() {
     );
 }
 
+/// Whether the command succeeds in a folder, and what it prints.
+fn command_in(folder: &Path, arguments: &[&str]) -> (bool, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+    let output = command.args(arguments).env("OMP_NUM_THREADS", "1").current_dir(folder).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.success(), text(&output.stdout) + &text(&output.stderr))
+}
+
 /// From the command line: train on two ranks, test and convert the folder.
 #[test]
 fn the_command_line_tests_and_converts_folders() {
     let folder = tempfile::tempdir().unwrap();
-    let run = |arguments: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
-        let output =
-            command.args(arguments).env("OMP_NUM_THREADS", "1").current_dir(folder.path()).output().unwrap();
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        (output.status.success(), text(&output.stdout) + &text(&output.stderr))
-    };
+    let run = |arguments: &[&str]| command_in(folder.path(), arguments);
     const MODEL: [&str; 4] =
         ["--model=Mlp", "--data=MnistData", "--data.batch_size=2", "--trainer.accelerator=cpu"];
     const LIMITS: [&str; 4] = [
@@ -147,12 +149,8 @@ fn the_command_line_tests_and_converts_folders() {
 fn the_command_line_exports_master_weights() {
     let folder = tempfile::tempdir().unwrap();
     let run = |arguments: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
-        let output =
-            command.args(arguments).env("OMP_NUM_THREADS", "1").current_dir(folder.path()).output().unwrap();
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        let text = text(&output.stderr) + &text(&output.stdout);
-        assert!(output.status.success(), "{text}");
+        let (is_done, text) = command_in(folder.path(), arguments);
+        assert!(is_done, "{text}");
         text
     };
     run(&[

@@ -50,7 +50,7 @@ pub(in crate::cli) fn convert(arguments: &ConvertArgs) -> Result<String, Failure
     })
 }
 
-/// Ends the process by a signal, as if nobody had watched for it.
+/// Ends the process with the default action of a signal.
 fn end((number, name): (i32, &str)) {
     if !["SIGINT", "SIGTERM", "SIGHUP"].contains(&name) {
         return;

@@ -172,10 +172,9 @@ pub(super) fn watch(
             }
             let mut reducer = lock(&reducer);
             for unit in &units {
-                reducer.end_of_leaf(*unit).map_err(|error| {
-                    reducer.failure = Some(error); // autograd would pass its text on only
-                    anyhow::anyhow!("gradients could not be averaged")
-                })?;
+                reducer
+                    .end_of_leaf(*unit)
+                    .map_err(|error| reducer.fail(error, "gradients could not be averaged"))?;
             }
             Ok(())
         };
@@ -186,10 +185,9 @@ pub(super) fn watch(
         let gather = move |call: &ModuleCall<'_>, _: &mut [Option<Tensor>]| {
             let mut reducer = lock(&reducer);
             for unit in units.get(call.fqn()).into_iter().flatten() {
-                reducer.need_in_backward(*unit).map_err(|error| {
-                    reducer.failure = Some(error); // autograd would pass its text on only
-                    anyhow::anyhow!("weights could not be gathered")
-                })?;
+                reducer
+                    .need_in_backward(*unit)
+                    .map_err(|error| reducer.fail(error, "weights could not be gathered"))?;
             }
             Ok(())
         };

@@ -14,7 +14,8 @@ use super::config::{ZeroConfig, ZeroStage};
 use super::gathered::{Gathered, NUMBERS, first_difference};
 use super::order::Order;
 use super::report::Peaks;
-use super::unit::{MASTER, NO_OPTIMIZER, Unit};
+use super::unit::{NO_OPTIMIZER, Unit};
+use crate::checkpoint::parameter_of;
 use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::dtype::bytes_of;
 use crate::error::{ConfigError, Error, Result};
@@ -394,6 +395,12 @@ impl Reducer {
         units.try_for_each(Unit::drop_grads)
     }
 
+    /// Keeps the error of a hook, of which autograd would pass on the text only, and returns one for autograd.
+    pub fn fail(&mut self, error: Error, what: &'static str) -> anyhow::Error {
+        self.failure = Some(error);
+        anyhow::anyhow!(what)
+    }
+
     /// Forgets what was measured in an earlier call.
     pub fn begin_call(&mut self) {
         self.order = Order::default();
@@ -434,9 +441,9 @@ impl Reducer {
 
     /// Makes the master weights that a state has and units do not: of parameters that were frozen when this fit began.
     pub fn make_masters_of<'a>(&mut self, states: impl Iterator<Item = &'a str>) -> Result<()> {
-        let masters = states.filter_map(|name| name.split_once('.').filter(|(state, _)| *state == MASTER));
+        let masters = states.filter_map(parameter_of);
         let units: HashSet<usize> =
-            masters.filter_map(|(_, fqn)| self.place_of(fqn)).map(|(unit, _)| unit).collect();
+            masters.filter_map(|fqn| self.place_of(fqn)).map(|(unit, _)| unit).collect();
         units.into_iter().try_for_each(|unit| self.units[unit].make_master())
     }
 
@@ -469,8 +476,7 @@ pub(super) fn hook_leaves(
             let mut reducer = shared.lock().unwrap_or_else(PoisonError::into_inner);
             reducer.ready(unit, index).map_err(|error| {
                 reducer.is_active = false;
-                reducer.failure = Some(error);
-                anyhow::anyhow!("gradients could not be averaged")
+                reducer.fail(error, "gradients could not be averaged")
             })
         });
         Ok(hook?)

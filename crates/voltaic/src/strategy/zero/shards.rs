@@ -4,7 +4,8 @@ use tch::Tensor;
 
 use super::optimizer::STEP;
 use super::reducer::Reducer;
-use super::unit::{MASTER, Unit};
+use super::unit::Unit;
+use crate::checkpoint::MASTER;
 use crate::checkpoint::Part;
 use crate::error::{ConfigError, Result};
 use crate::optim::OptimizerState;

@@ -14,8 +14,6 @@ use crate::ffi;
 use crate::nn::Parameter;
 use crate::strategy::sparse;
 
-/// The state that is the master weights: as optimizers with masters of their own call it.
-pub(super) const MASTER: &str = "master_param";
 /// Stands for the optimizer of a unit that none changes.
 pub(super) const NO_OPTIMIZER: usize = usize::MAX;
 
@@ -602,6 +600,17 @@ impl Unit {
         self.slices[index].leaf().detach().f_copy_(&own)?;
         self.versions[index] = place.parameter.leaf().f_internal_version()?;
         Ok(())
+    }
+
+    /// Writes the parameter at `index`: this rank's `slice` of the values, and the whole weight where it is in memory.
+    /// [`Unit::renew`] has to follow.
+    pub fn write(&mut self, index: usize, values: &Tensor, slice: &Tensor) -> Result<()> {
+        self.settle()?;
+        if !self.is_released() {
+            self.layout.places[index].parameter.leaf().f_detach()?.f_copy_(values)?;
+            self.take_over(index)?;
+        }
+        Ok(self.slices[index].leaf().f_detach()?.f_copy_(slice)?)
     }
 
     /// What this rank has of a tensor like the parameter at `index`, as a copy in the order of its slice.

@@ -7,8 +7,9 @@ use tch::{Kind, Tensor};
 
 use super::flat::copied;
 use super::reducer::Reducer;
-use super::unit::{MASTER, Unit};
+use super::unit::Unit;
 use super::whole::from_parts;
+use crate::checkpoint::MASTER;
 use crate::distributed::{Work, collective_scope};
 use crate::error::{ConfigError, Problem, Result};
 use crate::ffi;
@@ -169,12 +170,7 @@ pub(super) fn set_full(
             own.map_or(Ok(()), |own| Ok(own.f_detach()?.f_copy_(&slice)?))
         }
         _ => {
-            unit.settle()?;
-            if !unit.is_released() {
-                unit.layout.places[index].parameter.leaf().f_detach()?.f_copy_(&values)?;
-                unit.take_over(index)?;
-            }
-            unit.slices[index].leaf().f_detach()?.f_copy_(&slice)?;
+            unit.write(index, &values, &slice)?;
             unit.renew()
         }
     }
@@ -282,16 +278,11 @@ pub(super) fn set_masters(
     let _no_grad = tch::no_grad_guard();
     let values: HashMap<&str, &Tensor> = values.iter().map(|(fqn, values)| (fqn.as_str(), values)).collect();
     for unit in reducer.units.iter_mut().filter(|unit| unit.optimizer == optimizer && unit.has_master) {
-        unit.settle()?;
         for index in 0..unit.layout.places.len() {
             let Some(values) = values.get(unit.layout.places[index].fqn.as_str()) else { continue };
             let values = values.f_to_device(unit.layout.device)?;
             let slice = unit.slice_of(index, &values)?;
-            if !unit.is_released() {
-                unit.layout.places[index].parameter.leaf().f_detach()?.f_copy_(&values)?;
-                unit.take_over(index)?;
-            }
-            unit.slices[index].leaf().f_detach()?.f_copy_(&slice)?;
+            unit.write(index, &values, &slice)?;
         }
         unit.renew()?;
     }

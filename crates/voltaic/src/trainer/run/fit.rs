@@ -388,9 +388,7 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(max) = self.plan.max_steps.filter(|_| self.reached_max_steps()) {
             return Some(format!("max_steps={max} is reached at global_step {}", progress.global_step));
         }
-        let stopped =
-            || self.run.asks.stop.clone().unwrap_or_else(|| "another rank asked to stop".to_owned());
-        self.stop_is_granted().then(stopped)
+        self.stop_is_granted().then(|| self.stop_reason())
     }
 
     fn must_stop(&self) -> bool {

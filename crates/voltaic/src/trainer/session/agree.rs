@@ -44,11 +44,15 @@ impl<M: LightningModule> Session<'_, M> {
         epochs >= self.plan.min_epochs && progress.global_step >= self.plan.min_steps
     }
 
+    /// Why a run that is asked to stop is.
+    pub(crate) fn stop_reason(&self) -> String {
+        self.run.asks.stop.clone().unwrap_or_else(|| "another rank asked to stop".to_owned())
+    }
+
     /// Why a run is to stop as soon as `min_epochs` and `min_steps` are reached, if it is.
     pub(crate) fn pending_stop(&self) -> Option<String> {
         let is_pending = self.is_asked_to_stop() && !self.reached_minimum();
-        let reason = || self.run.asks.stop.clone().unwrap_or_else(|| "another rank asked to stop".to_owned());
-        is_pending.then(reason)
+        is_pending.then(|| self.stop_reason())
     }
 
     /// The signal on which to end, known to all ranks.
