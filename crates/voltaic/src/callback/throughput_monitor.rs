@@ -126,7 +126,7 @@ impl ThroughputMonitor {
     }
 
     /// Names and values of a row of a stage.
-    fn row(&self, stage: &str, counter: &Counter, world_size: usize) -> Vec<(String, f64)> {
+    fn row(&self, stage: &str, counter: &Counter, num_ranks: usize) -> Vec<(String, f64)> {
         let config = &self.config;
         let separator = &config.separator;
         let mut row = Vec::new();
@@ -157,15 +157,15 @@ impl ThroughputMonitor {
         if let Some((flops, available)) = flops.zip(config.available_flops) {
             add(&format!("device{separator}mfu"), flops / available);
         }
-        if world_size > 1 {
-            rates.iter().for_each(|(name, rate)| add(name, rate * world_size as f64));
+        if num_ranks > 1 {
+            rates.iter().for_each(|(name, rate)| add(name, rate * num_ranks as f64));
         }
         row
     }
 
     fn log(&self, stage: &str, counter: &Counter, ctx: &mut HookContext, step: u64) {
-        let world_size = ctx.process_group().map_or(1, |group| group.world_size());
-        ctx.log_metrics(self.row(stage, counter, world_size), step);
+        let num_ranks = ctx.device_mesh().dp.size;
+        ctx.log_metrics(self.row(stage, counter, num_ranks), step);
     }
 
     fn count_evaluation(&mut self, ctx: &HookContext) {

@@ -17,7 +17,7 @@ pub(crate) struct LoopState {
     /// Training batches of an epoch and their size: what the position within an epoch means.
     pub num_training_batches: usize,
     pub batch_size: Option<usize>,
-    /// Ranks of the run, of which rank 0 may have saved alone. Files of earlier versions do not tell.
+    /// Ranks among which batches were split, of which rank 0 may have saved alone. Files of earlier versions lack it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub world_size: Option<usize>,
     /// Name and groups of each optimizer.

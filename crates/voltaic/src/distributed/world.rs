@@ -8,6 +8,7 @@ use tch::Tensor;
 
 use super::connect::JoinOptions;
 use super::facts::{Facts, differences};
+use super::mesh::{DeviceMesh, ParallelDims};
 use super::placement::RankPlacement;
 use super::process_group::ProcessGroup;
 use super::rendezvous::{self, Joined, RunStore};
@@ -44,6 +45,7 @@ pub struct World {
     /// How often the ranks have been started again after a failure; the same on all ranks.
     pub attempt: u64,
     group: Option<Arc<ProcessGroup>>,
+    mesh: DeviceMesh,
     store: Option<Arc<RunStore>>,
     forgetful_run: Option<String>,
 }
@@ -58,6 +60,7 @@ impl Default for World {
             node_rank: 0,
             attempt: 0,
             group: None,
+            mesh: DeviceMesh::default(),
             store: None,
             forgetful_run: None,
         }
@@ -89,13 +92,15 @@ impl World {
         let terms = Terms { facts, allowed: allowed.to_vec() };
         let Joined { group, run, attempt } = rendezvous::join(placement, &options, terms)?;
         RANK.store(placement.rank, Ordering::Relaxed);
+        let group = Arc::new(group);
         Ok(Self {
             rank: placement.rank,
             world_size: placement.world_size,
             local_rank: placement.local_rank,
             node_rank: placement.node_rank,
             attempt,
-            group: Some(Arc::new(group)),
+            mesh: DeviceMesh::new(ParallelDims::data_parallel(placement.world_size), Some(&group))?,
+            group: Some(group),
             store: Some(Arc::new(run)),
             forgetful_run: placement.elastic_run.clone().filter(|_| placement.hosts_store),
         })
@@ -141,6 +146,35 @@ impl World {
     /// The group of all ranks; `None` for a process alone.
     pub fn group(&self) -> Option<&Arc<ProcessGroup>> {
         self.group.as_ref()
+    }
+
+    /// The ranks as a mesh: all of them along its data-parallel dimension, unless [`World::with_dims`] has said otherwise.
+    pub fn mesh(&self) -> &DeviceMesh {
+        &self.mesh
+    }
+
+    /// The same ranks as a mesh of these sizes, with a process group for each dimension that has some of them.
+    ///
+    /// # Collective
+    /// All ranks must call it with the same sizes.
+    ///
+    /// # Errors
+    /// As [`ParallelDims::check`]; as [`ProcessGroup::split`].
+    pub fn with_dims(self, dims: ParallelDims) -> Result<Self> {
+        if dims == self.mesh.dims {
+            return Ok(self);
+        }
+        let mesh = DeviceMesh::new(dims, self.group.as_ref())?;
+        Ok(Self { mesh, ..self })
+    }
+
+    /// Changes how long ranks wait for each other, in the group of all and in those of the mesh. All ranks are to set the same.
+    ///
+    /// # Errors
+    /// The back end's.
+    pub(crate) fn set_timeout(&self, timeout: Duration) -> Result<()> {
+        let groups = self.group.iter().chain(self.mesh.split_groups());
+        groups.into_iter().try_for_each(|group| group.set_timeout(timeout))
     }
 
     /// What ranks, also those started again, can leave for each other; `None` for a process alone.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::output::StepOutput;
 use crate::accelerator::{Accelerator, CpuAccelerator};
 use crate::device::Device;
+use crate::distributed::World;
 use crate::graph::Flops;
 use crate::nn::ModuleHooks;
 use crate::profiler::Profiling;
@@ -54,6 +55,7 @@ pub struct RunFacts {
     pub(crate) module_hooks: ModuleHooks,
     pub(crate) profiling: Profiling,
     pub(crate) hardware: Hardware,
+    pub(crate) world: World,
 }
 
 /// Sizes of inputs and outputs of the first call of each module, by fqn.

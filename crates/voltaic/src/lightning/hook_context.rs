@@ -13,7 +13,7 @@ use super::requests::{CheckpointRequest, Requests};
 use crate::checkpoint::Progress;
 use crate::data::{Batch, Stage};
 use crate::device::Device;
-use crate::distributed::ProcessGroup;
+use crate::distributed::{DeviceMesh, ProcessGroup};
 use crate::error::{ConfigError, Result};
 use crate::graph::refuse_capture;
 use crate::nn::ModuleHooks;
@@ -72,12 +72,18 @@ impl HookContext<'_> {
 
     /// The ranks, to exchange tensors with; `None` for a process alone.
     pub fn process_group(&self) -> Option<&ProcessGroup> {
-        self.log.metrics.group().map(std::convert::AsRef::as_ref)
+        let group = self.run.world.group().filter(|group| group.world_size() > 1);
+        group.map(std::convert::AsRef::as_ref)
+    }
+
+    /// The ranks as a mesh, with the process group of each dimension: Lightning's `device_mesh`.
+    pub fn device_mesh(&self) -> &DeviceMesh {
+        self.run.world.mesh()
     }
 
     /// Whether this process is the one of all ranks that prints and writes files.
     pub fn is_global_zero(&self) -> bool {
-        self.log.metrics.group().is_none_or(|group| group.rank() == 0)
+        self.run.world.is_global_zero()
     }
 
     /// The device of this process.

@@ -9,7 +9,7 @@ use super::hook_context::HookContext;
 use super::logged::{LogEntry, LogValue};
 use super::manual::{ManualOptimization, ManualOptimizer};
 use super::output::{OutputValue, StepOutput};
-use crate::distributed::ProcessGroup;
+use crate::distributed::{DeviceMesh, ProcessGroup};
 use crate::error::Result;
 use crate::graph::{Callable, ModuleGraphs, TensorTuple, refuse_capture, replayed_steps};
 use crate::nn::Module;
@@ -129,6 +129,11 @@ impl StepContext<'_> {
     /// The ranks, to exchange tensors with; `None` for a process alone.
     pub fn process_group(&self) -> Option<&ProcessGroup> {
         self.ctx.process_group()
+    }
+
+    /// As [`HookContext::device_mesh`].
+    pub fn device_mesh(&self) -> &DeviceMesh {
+        self.ctx.device_mesh()
     }
 
     /// The epoch in progress, from 0.

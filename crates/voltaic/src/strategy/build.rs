@@ -8,7 +8,7 @@ use super::deepspeed::plan::DeepSpeedPlan;
 use super::single::SingleDevice;
 use super::strategy::Strategy;
 use super::zero::Zero;
-use crate::distributed::{DEFAULT_TIMEOUT, World};
+use crate::distributed::{DEFAULT_TIMEOUT, ParallelDims, World};
 use crate::error::Result;
 use crate::optim::OptimizerConfig;
 
@@ -16,6 +16,17 @@ impl StrategyPlan {
     /// Whether its ranks have to meet.
     pub(crate) fn is_distributed(&self) -> bool {
         *self != Self::SingleDevice
+    }
+
+    /// The mesh of so many ranks.
+    pub(crate) fn dims(&self, world_size: usize) -> ParallelDims {
+        match self {
+            Self::SingleDevice => ParallelDims::default(),
+            Self::Ddp { .. } => ParallelDims { dp_replicate: world_size, ..ParallelDims::default() },
+            Self::DeepSpeed(_) | Self::Zero(_) => {
+                ParallelDims { dp_shard: world_size, ..ParallelDims::default() }
+            }
+        }
     }
 
     /// DeepSpeed's settings, if it is one of its strategies.

@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::votes::Votes;
-use crate::distributed::{ProcessGroup, ReduceOp, collective_scope};
+use crate::distributed::{DeviceMesh, ProcessGroup, ReduceOp, SubMesh, collective_scope};
 use crate::dtype::bytes_of;
 use crate::error::{ConfigError, DistributedError, Error, Result};
 use crate::nn::{Module, ModuleExt};
@@ -31,6 +31,12 @@ pub(super) fn agree(group: &ProcessGroup, votes: Votes) -> Result<Votes> {
     let mut numbers = [0_f32; Votes::COUNT];
     sums.f_copy_data(&mut numbers, Votes::COUNT)?;
     Ok(Votes::from_numbers(numbers))
+}
+
+/// The votes of all ranks, from those that the data-parallel ranks of each place in the other dimensions have put together.
+pub(super) fn agree_beyond_dp(mesh: &DeviceMesh, votes: Votes) -> Result<Votes> {
+    let groups = [&mesh.tp, &mesh.pp].into_iter().filter_map(SubMesh::group);
+    groups.into_iter().try_fold(votes, |votes, group| agree(group, votes))
 }
 
 /// The error of a batch that has a loss on some ranks only.

@@ -26,7 +26,8 @@ pub trait Strategy: fmt::Debug + Send {
     /// The name that chooses it, such as `ddp`.
     fn name(&self) -> &'static str;
 
-    /// The ranks, and which of them this process is.
+    /// The ranks, which of them this process is, and its place in their mesh: data is split, and metrics are averaged, over
+    /// `world().mesh().dp`.
     fn world(&self) -> &World;
 
     /// How long ranks wait for each other in a collective, if the strategy says so; else what [`BuildStrategy::timeout`] gave
@@ -63,11 +64,6 @@ pub trait Strategy: fmt::Debug + Send {
     /// As [`Optimizers::build`]; why the strategy has no such optimizer.
     fn optimizers(&mut self, asked: Optimizers, module: &dyn Module) -> Result<Vec<ConfiguredOptimizer>> {
         asked.build(module)
-    }
-
-    /// Which part of the data this rank takes, of how many. Ranks that hold parts of one model take the same.
-    fn data_share(&self) -> (usize, usize) {
-        (self.world().rank, self.world().world_size)
     }
 
     /// Keys of what may differ between ranks, each for itself and those below it; the trainer compares everything else that it

@@ -127,7 +127,7 @@ pub(crate) fn assemble(
     let facts = build_loggers(config, &mut given, &plan, &world)?;
     let profiling = given.profiler.take().map(Profiling::with).unwrap_or_default();
     profiling.watch(&facts.module_hooks);
-    let metrics = MetricStore::of_ranks(world.group().cloned()).off_if(plan.barebones);
+    let metrics = MetricStore::of_ranks(world.mesh().dp.group().cloned()).off_if(plan.barebones);
     let loss_scale = match strategy.loss_scaler(plan.precision) {
         Some(scaler) => Some(LossScale::Strategy { scaler, all_finite: None }),
         None if plan.precision == Precision::Fp16Mixed => Some(LossScale::Grad(GradScaler::default())),
@@ -136,7 +136,7 @@ pub(crate) fn assemble(
     let run = Run {
         checkpoint_io: checkpoint_io(given.checkpoint_io, &config.plugins, accelerator.name()),
         at: Position::default(),
-        facts: RunFacts { profiling, hardware: Hardware { accelerator, device }, ..facts },
+        facts: RunFacts { profiling, world, hardware: Hardware { accelerator, device }, ..facts },
         log: Logging { metrics, rows: Vec::new() },
         asks: Requests::default(),
         engine: Engine::new(strategy, loss_scale),

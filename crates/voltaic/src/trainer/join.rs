@@ -23,11 +23,15 @@ pub(crate) fn join(
             accelerator.setup()?; // which its devices may need
             given.build(world)?
         }
-        None => plan.ranks.strategy.clone().build(world)?,
+        None => {
+            let strategy = plan.ranks.strategy.clone();
+            let dims = strategy.dims(world.world_size);
+            strategy.build(world.with_dims(dims)?)?
+        }
     };
     let world = strategy.world();
-    if let (Some(group), Some(timeout)) = (world.group(), strategy.timeout()) {
-        group.set_timeout(timeout)?;
+    if let Some(timeout) = strategy.timeout() {
+        world.set_timeout(timeout)?;
     }
     if let Some(group) = world.group().filter(|_| world.is_global_zero() && world.world_size > 1) {
         let (name, nodes) = (strategy.name(), plan.ranks.num_nodes);

@@ -74,6 +74,7 @@ mod lr_scheduler;
 mod manual;
 mod master_weights;
 mod memory;
+mod mesh;
 mod metric_objects;
 mod metrics;
 mod metrics_random;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tch::Tensor;
 
-use super::shared::{Shared, State};
+use super::shared::{AbsentRanks, Shared, State};
 use super::work::{Underway, Work};
 use crate::distributed::connect::{Connector, Place};
 use crate::distributed::flight::record;
@@ -40,8 +40,8 @@ impl ProcessGroup {
     pub(in crate::distributed) fn of_all(connector: Connector, store: Arc<Store>) -> Result<Self> {
         let place = connector.place_of_all();
         let witness = Arc::new(Witness::start(connector.placement(), &store)?);
-        let closed = Arc::default();
-        let group = Self::connect(connector, store, (witness, closed), place, (0..place.size).collect())?;
+        let absent = Arc::default();
+        let group = Self::connect(connector, store, (witness, absent), place, (0..place.size).collect())?;
         group.shared.witness.meet_neighbours();
         Ok(group)
     }
@@ -50,7 +50,7 @@ impl ProcessGroup {
     pub(super) fn connect(
         connector: Connector,
         store: Arc<Store>,
-        (witness, closed): (Arc<Witness>, Arc<Mutex<Option<String>>>),
+        (witness, absent): (Arc<Witness>, Arc<Mutex<Option<AbsentRanks>>>),
         place: Place,
         members: Vec<usize>,
     ) -> Result<Self> {
@@ -59,7 +59,7 @@ impl ProcessGroup {
         let is_part = members.len() < connector.place_of_all().size;
         let label = is_part.then(|| format!("among ranks {members:?}").into());
         let shared =
-            Shared { state, neighbours, store, rank: place.rank, members, label, connector, witness, closed };
+            Shared { state, neighbours, store, rank: place.rank, members, label, connector, witness, absent };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -96,10 +96,10 @@ impl ProcessGroup {
         Ok(self.shared.lock().backend.set_timeout(timeout)?)
     }
 
-    /// Refuses all operations of this rank, in this group and in those that were split from it, for the reason given, or allows
-    /// them again.
-    pub(crate) fn close(&self, why: Option<String>) {
-        *self.shared.closed.lock().unwrap_or_else(PoisonError::into_inner) = why;
+    /// Refuses operations of this rank with ranks that take no part in them, in this group and in those that were split from it;
+    /// with `None`, allows them again.
+    pub(crate) fn set_absent(&self, absent: Option<AbsentRanks>) {
+        *self.shared.absent.lock().unwrap_or_else(PoisonError::into_inner) = absent;
     }
 
     /// Whether sums go through memory that all members share, which are on one host then.

@@ -8,4 +8,5 @@ mod split;
 mod work;
 
 pub use group::ProcessGroup;
+pub(crate) use shared::AbsentRanks;
 pub use work::Work;

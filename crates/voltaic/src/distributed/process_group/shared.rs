@@ -36,8 +36,16 @@ pub(super) struct Shared {
     pub connector: Connector,
     /// Finds out where ranks are.
     pub witness: Arc<Witness>,
-    /// Why no operation may start now; shared with all groups that were split from one.
-    pub closed: Arc<Mutex<Option<String>>>,
+    /// Ranks that take no part in operations now; shared with all groups that were split from one.
+    pub absent: Arc<Mutex<Option<AbsentRanks>>>,
+}
+
+/// Ranks that take no part in operations for a while.
+#[derive(Debug)]
+pub(crate) struct AbsentRanks {
+    /// Their global ranks.
+    pub ranks: Vec<usize>,
+    pub why: String,
 }
 
 /// Locked to start an operation, so that the sequence number is the order.
@@ -82,8 +90,11 @@ impl Shared {
 
     /// An error if no operation may start now.
     pub fn check_open(&self, op: &'static str) -> Result<(), ConfigError> {
-        let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(why) = closed.as_ref().filter(|_| self.members.len() > 1) else { return Ok(()) };
+        let absent = self.absent.lock().unwrap_or_else(PoisonError::into_inner);
+        let waits = |absent: &&AbsentRanks| {
+            self.members.len() > 1 && absent.ranks.iter().any(|rank| self.members.contains(rank))
+        };
+        let Some(AbsentRanks { why, .. }) = absent.as_ref().filter(waits) else { return Ok(()) };
         let remedy = "give all ranks the same number of batches, or call it at the end of the evaluation";
         Err(ConfigError::new(op, why.clone(), remedy))
     }

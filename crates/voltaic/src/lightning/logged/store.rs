@@ -129,7 +129,7 @@ pub struct MetricStore {
     problem: Option<Error>,
     /// The metrics of the module.
     pub(super) objects: MetricObjects,
-    /// The ranks, if there are several.
+    /// The ranks with other batches, if there are some.
     group: Option<Arc<ProcessGroup>>,
     /// Other ranks have no such batch: values of the step are this rank's.
     is_alone: bool,
@@ -175,9 +175,9 @@ impl Logged {
 }
 
 impl MetricStore {
-    /// For one of several ranks, or for a process alone.
+    /// Reduces over the ranks with other batches, if there are some.
     pub(crate) fn of_ranks(group: Option<Arc<ProcessGroup>>) -> Self {
-        Self { group: group.filter(|group| group.world_size() > 1), ..Self::default() }
+        Self { group, ..Self::default() }
     }
 
     /// The same, recording nothing if the run is to be without.
@@ -188,11 +188,6 @@ impl MetricStore {
     /// Makes the module's metrics known, by fqn.
     pub(crate) fn set_metrics(&mut self, metrics: Vec<(String, Arc<dyn Metric>)>) {
         self.objects = MetricObjects::new(metrics);
-    }
-
-    /// The ranks, if there are several.
-    pub(crate) fn group(&self) -> Option<&Arc<ProcessGroup>> {
-        self.group.as_ref()
     }
 
     /// Enters a hook; values logged from now on belong to it. Returns the scope before.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tch::Tensor;
 
 use super::config::DdpConfig;
-use super::peers::{agree, broadcast_buffers, start_equal};
+use super::peers::{agree, agree_beyond_dp, broadcast_buffers, start_equal};
 use super::strategy::{Strategy, set_grads_of};
 use super::votes::Votes;
 use crate::distributed::{ProcessGroup, World};
@@ -44,9 +44,9 @@ impl Ddp {
         Self { name, world, config, reducer: None, hooks: Vec::new(), parameters: Vec::new() }
     }
 
-    /// The group, if there is anybody to talk to.
+    /// The ranks with other batches, if there are some.
     fn peers(&self) -> Option<&Arc<ProcessGroup>> {
-        self.world.group().filter(|group| group.world_size() > 1)
+        self.world.mesh().dp.group()
     }
 
     /// Averages the gradients of all parameters that are trained now, or have been.
@@ -134,7 +134,8 @@ impl Strategy for Ddp {
 
     fn without_loss(&mut self, syncs: bool, votes: Votes) -> Result<Votes> {
         let Some(reducer) = self.reducer.as_ref().filter(|_| syncs) else { return Ok(Votes::default()) };
-        reducer.lock().unwrap_or_else(PoisonError::into_inner).without_loss(votes)
+        let votes = reducer.lock().unwrap_or_else(PoisonError::into_inner).without_loss(votes)?;
+        agree_beyond_dp(self.world.mesh(), votes)
     }
 
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {
@@ -144,7 +145,7 @@ impl Strategy for Ddp {
         let was_active = std::mem::take(&mut reducer.is_active);
         match done {
             Err(error) => Err(reducer.failure.take().unwrap_or(error)),
-            Ok(()) if was_active => reducer.finish(),
+            Ok(()) if was_active => agree_beyond_dp(self.world.mesh(), reducer.finish()?),
             Ok(()) => Ok(Votes::default()),
         }
     }
@@ -163,7 +164,7 @@ impl Strategy for Ddp {
     }
 
     fn agree(&self, votes: Votes) -> Result<Votes> {
-        let Some(group) = self.peers() else { return Ok(votes) };
+        let Some(group) = self.world.group().filter(|group| group.world_size() > 1) else { return Ok(votes) };
         agree(group, votes)
     }
 

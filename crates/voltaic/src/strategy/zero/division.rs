@@ -7,7 +7,7 @@ use tch::Kind;
 use super::config::ZeroConfig;
 use super::flat::{Layout, assign};
 use super::unit::{NO_OPTIMIZER, Unit};
-use crate::distributed::{ProcessGroup, World};
+use crate::distributed::{ProcessGroup, SubMesh};
 use crate::error::{ConfigError, Result};
 use crate::nn::{Module, ModuleExt, Parameter};
 
@@ -17,7 +17,7 @@ pub(super) type Trained = [Vec<(String, Parameter)>];
 /// Divides parameters into units.
 pub(super) struct Division<'a> {
     pub config: &'a ZeroConfig,
-    pub world: &'a World,
+    pub dp_shard: &'a SubMesh,
     pub peers: Option<&'a ProcessGroup>,
     /// Where weights that come and go go, and the dtype that they get there.
     pub target: Option<(tch::Device, Option<Kind>)>,
@@ -104,8 +104,8 @@ impl Division<'_> {
     }
 
     fn unit(&self, members: Vec<(String, Parameter)>, optimizer: usize) -> Result<Unit> {
-        let layout = Layout::of(members, self.world.world_size);
-        Unit::new(layout, optimizer, self.world.rank, self.config.master_weights)
+        let layout = Layout::of(members, self.dp_shard.size);
+        Unit::new(layout, optimizer, self.dp_shard.rank, self.config.master_weights)
     }
 
     /// Units by module, whose weights come and go, but for small parameters, which stay.
@@ -124,11 +124,11 @@ impl Division<'_> {
                 ((module, kind, device), parameter.numel())
             })
             .collect();
-        let World { rank, world_size, .. } = self.world;
+        let SubMesh { rank, size, .. } = self.dp_shard;
         let unit = |members: Vec<usize>| {
             let ((module, kind, device), _) = keys[members[0]];
             let members = members.iter().map(|&at| params[at].clone()).collect();
-            let layout = Layout { kind, device, ..Layout::of(members, *world_size) };
+            let layout = Layout { kind, device, ..Layout::of(members, *size) };
             let masters = self.config.master_weights;
             let keeps_values = *rank == 0; // the others get these
             let mut unit = Unit::of_module(layout, *rank, masters, (module, keeps_values))?;

@@ -29,7 +29,7 @@ use super::strategy::{PART, Strategy, grads_of, set_grads_of};
 use super::votes::Votes;
 use crate::checkpoint::Part;
 use crate::device::Device;
-use crate::distributed::{ProcessGroup, ReduceOp, World, collective_scope};
+use crate::distributed::{DeviceMesh, ProcessGroup, ReduceOp, SubMesh, World, collective_scope};
 use crate::error::{ConfigError, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
@@ -84,9 +84,19 @@ impl Zero {
         Self { world, config, reducer: None, hooks, kept, calls, target: None, divided, phase, stays_divided }
     }
 
-    /// The group, if there is anybody to talk to.
+    /// The ranks that shard states among each other, if there are some.
     fn peers(&self) -> Option<&Arc<ProcessGroup>> {
-        self.world.group().filter(|group| group.world_size() > 1)
+        self.world.mesh().dp_shard.group()
+    }
+
+    /// An error if the mesh has ranks besides those that shard states among each other.
+    fn check_mesh(&self) -> Result<()> {
+        let DeviceMesh { dims, dp_shard, .. } = self.world.mesh();
+        if dp_shard.size == self.world.world_size {
+            return Ok(());
+        }
+        let what = format!("{dims}, of which {} shards along dp_shard only", self.name());
+        Err(ConfigError::new("device mesh", what, "give dp_shard all ranks, or use ddp").into())
     }
 
     fn reducer(&self) -> Option<MutexGuard<'_, Reducer>> {
@@ -103,7 +113,7 @@ impl Zero {
 
     fn division(&self) -> Division<'_> {
         let peers = self.peers().map(Arc::as_ref);
-        Division { config: &self.config, world: &self.world, peers, target: self.target }
+        Division { config: &self.config, dp_shard: &self.world.mesh().dp_shard, peers, target: self.target }
     }
 
     /// Works with these units from now on.
@@ -248,7 +258,7 @@ impl Zero {
 
     /// The name of this rank's part of a gradient, and whether one came on this rank.
     fn part_name(&self, fqn: &str, had_grad: bool) -> String {
-        let (rank, ranks) = (self.world.rank, self.world.world_size);
+        let SubMesh { rank, size: ranks, .. } = &self.world.mesh().dp_shard;
         let note = if had_grad { "" } else { ", of others" };
         format!("{fqn}{PART} {rank} of {ranks}{note})")
     }
@@ -281,6 +291,7 @@ impl Strategy for Zero {
     }
 
     fn prepare(&mut self, module: &dyn Module, calls: &ModuleHooks) -> Result<()> {
+        self.check_mesh()?;
         if self.config.stage < ZeroStage::Three {
             self.teardown();
             return self.peers().map_or(Ok(()), |group| start_equal(group, module));

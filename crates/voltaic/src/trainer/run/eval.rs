@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use crate::accelerator::rng;
 use crate::data::{Batch, DataLoader, EpochRange, Stage};
-use crate::distributed::collective_scope;
+use crate::distributed::{AbsentRanks, collective_scope};
 use crate::error::Result;
 use crate::ffi::InferenceMode;
 use crate::module::{BatchFacts, Hook, LightningModule, StepOutput};
@@ -177,14 +177,14 @@ impl<M: LightningModule> Session<'_, M> {
         data: &EvalLoaders<M::Batch>,
         mut body: impl FnMut(&mut Self, &mut M::Batch, BatchFacts) -> Result<()>,
     ) -> Result<()> {
-        let told = match self.run.world().group().cloned() {
+        let num_batches_of_ranks = match self.run.world().group().cloned() {
             Some(group) if group.world_size() > 1 => {
                 let _named = collective_scope("numbers of batches");
                 group.all_gather_object(&data.num_batches.to_vec())?
             }
             _ => vec![data.num_batches.to_vec()],
         };
-        self.run.engine.strategy.begin_evaluation(self.module, &told)?;
+        self.run.engine.strategy.begin_evaluation(self.module, &num_batches_of_ranks)?;
         let has_several = data.loaders.len() > 1;
         let mut remaining: usize = data.num_batches.iter().sum();
         for (dataloader_idx, (loader, &num_batches)) in data.loaders.iter().zip(data.num_batches).enumerate()
@@ -208,11 +208,11 @@ impl<M: LightningModule> Session<'_, M> {
                         .filter(|_| remaining == 0 && self.plan.log_every_n_steps > 0),
                     ..BatchFacts::default()
                 };
-                self.leave_ranks_without_batch(&told, dataloader_idx, batch_idx);
+                self.leave_ranks_without_batch(&num_batches_of_ranks, dataloader_idx, batch_idx);
                 let done = body(self, &mut batch, facts)
                     .and_then(|()| self.log_eval_step_values(dataloader_idx, batch_idx));
                 self.run.log.metrics.set_alone(false);
-                self.run.world().group().inspect(|group| group.close(None));
+                self.run.world().group().inspect(|group| group.set_absent(None));
                 done?;
                 self.check_signals()?;
             }
@@ -220,17 +220,23 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(())
     }
 
-    /// In a batch that some ranks do not have, values are this rank's alone, and collectives are refused: those ranks are at the
-    /// end of the evaluation. `told` are the numbers of batches by rank and loader.
-    fn leave_ranks_without_batch(&mut self, told: &[Vec<usize>], dataloader_idx: usize, batch_idx: usize) {
-        let num_batches = |rank: usize| told[rank].get(dataloader_idx).copied().unwrap_or(0);
-        let Some(rank) = (0..told.len()).find(|rank| num_batches(*rank) <= batch_idx) else { return };
+    /// In a batch that some ranks do not have, values are this rank's alone, and collectives with those ranks are refused: they are
+    /// at the end of the evaluation. `of_ranks` are the numbers of batches by rank and loader.
+    fn leave_ranks_without_batch(
+        &mut self,
+        of_ranks: &[Vec<usize>],
+        dataloader_idx: usize,
+        batch_idx: usize,
+    ) {
+        let num_batches = |rank: usize| of_ranks[rank].get(dataloader_idx).copied().unwrap_or(0);
+        let ranks: Vec<usize> = (0..of_ranks.len()).filter(|rank| num_batches(*rank) <= batch_idx).collect();
+        let Some(&rank) = ranks.first() else { return };
         self.run.log.metrics.set_alone(true);
         let (stage, batches) = (self.run.at.stage, num_batches(rank));
         let why = format!(
             "batch {batch_idx} of loader {dataloader_idx} ({stage}): rank {rank} has {batches} batches and does not take part"
         );
-        self.run.world().group().inspect(|group| group.close(Some(why)));
+        self.run.world().group().inspect(|group| group.set_absent(Some(AbsentRanks { ranks, why })));
     }
 
     /// Gives what a batch has logged for the step by itself to the loggers. The step is the number of the batch among all

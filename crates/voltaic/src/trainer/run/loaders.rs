@@ -1,6 +1,7 @@
 //! Asks the data module and the module for loaders when it is their turn, and counts how many batches they give.
 
 use crate::data::{Batch, DataLoader, DataModule, Remainder, Stage};
+use crate::distributed::SubMesh;
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
 use crate::strategy::StrategyPlan;
@@ -101,7 +102,7 @@ impl<M: LightningModule> Session<'_, M> {
     fn check_batch_size(&self, train: &DataLoader<M::Batch>) -> Result<()> {
         let StrategyPlan::DeepSpeed(deepspeed) = &self.plan.ranks.strategy else { return Ok(()) };
         let Some(size) = train.batch_size().filter(|_| !self.options.is_trial) else { return Ok(()) };
-        let ranks = self.run.world().world_size;
+        let ranks = self.run.world().mesh().dp.size;
         Ok(deepspeed.check_loader(size, self.plan.accumulate_grad_batches, ranks)?)
     }
 
@@ -155,7 +156,7 @@ impl<M: LightningModule> Session<'_, M> {
             );
         }
         self.check_loaders_alike("train", std::slice::from_ref(&train))?;
-        shard_train(&mut train, self.plan, self.run.engine.strategy.data_share())?;
+        shard_train(&mut train, self.plan, &self.run.world().mesh().dp)?;
         Ok(train)
     }
 
@@ -177,7 +178,7 @@ impl<M: LightningModule> Session<'_, M> {
             }
         }
         self.check_loaders_alike("val", &val)?;
-        shard_eval(&mut val, self.plan, self.run.engine.strategy.data_share())?;
+        shard_eval(&mut val, self.plan, &self.run.world().mesh().dp)?;
         Ok(val)
     }
 
@@ -227,31 +228,27 @@ impl<M: LightningModule> Session<'_, M> {
 }
 
 /// Leaves a training loader with this rank's part, padded so that all ranks have as many batches.
-fn shard_train<B: Batch>(
-    loader: &mut DataLoader<B>,
-    plan: &TrainPlan,
-    (rank, ranks): (usize, usize),
-) -> Result<()> {
-    shard(std::slice::from_mut(loader), plan, (rank, ranks), Remainder::Repeat)
+fn shard_train<B: Batch>(loader: &mut DataLoader<B>, plan: &TrainPlan, dp: &SubMesh) -> Result<()> {
+    shard(std::slice::from_mut(loader), plan, dp, Remainder::Repeat)
 }
 
 /// Leaves evaluation loaders with this rank's part: each sample counts once.
 pub(crate) fn shard_eval<B: Batch>(
     loaders: &mut [DataLoader<B>],
     plan: &TrainPlan,
-    (rank, ranks): (usize, usize),
+    dp: &SubMesh,
 ) -> Result<()> {
-    shard(loaders, plan, (rank, ranks), Remainder::Exact)
+    shard(loaders, plan, dp, Remainder::Exact)
 }
 
 fn shard<B: Batch>(
     loaders: &mut [DataLoader<B>],
     plan: &TrainPlan,
-    (rank, ranks): (usize, usize),
+    dp: &SubMesh,
     remainder: Remainder,
 ) -> Result<()> {
-    if ranks == 1 || !plan.ranks.use_distributed_sampler {
+    if dp.size == 1 || !plan.ranks.use_distributed_sampler {
         return Ok(());
     }
-    loaders.iter_mut().try_for_each(|loader| loader.shard(rank, ranks, remainder))
+    loaders.iter_mut().try_for_each(|loader| loader.shard(dp.rank, dp.size, remainder))
 }

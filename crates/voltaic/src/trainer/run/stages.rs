@@ -41,7 +41,7 @@ impl Run {
     ) -> Result<()> {
         let _engine = SingleThreadedEngine::enter()?;
         self.forget_last_fit(plan);
-        let ranks = self.world().group().cloned();
+        let ranks = self.world().mesh().dp.group().cloned();
         let _sync = ranks.filter(|_| plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
         self.begin(Stage::Fit)?;
         let mut session = Session::new(plan, options, self, module, data);
@@ -88,7 +88,8 @@ impl Run {
     /// Nothing of an earlier fit may show in the next.
     fn forget_last_fit(&mut self, plan: &TrainPlan) {
         self.asks = Requests::default();
-        self.log.metrics = MetricStore::of_ranks(self.world().group().cloned()).off_if(plan.barebones);
+        self.log.metrics =
+            MetricStore::of_ranks(self.world().mesh().dp.group().cloned()).off_if(plan.barebones);
         self.engine.agreed = Votes::default();
         self.at.progress = Progress::default();
         self.after_fit = None;
@@ -134,7 +135,7 @@ fn evaluate_session<M: LightningModule, T>(
     loaders.iter_mut().for_each(|loader| loader.set_seed(rng::global_seed()));
     session.set_batch_size(&mut loaders)?;
     session.check_loaders_alike(&stage.to_string(), &loaders)?;
-    shard_eval(&mut loaders, session.plan, session.run.engine.strategy.data_share())?;
+    shard_eval(&mut loaders, session.plan, &session.run.world().mesh().dp)?;
     let available: Vec<usize> = loaders.iter().map(DataLoader::num_batches).collect();
     let num_batches = limit_batches(source.limit_key, (source.limit)(session.plan), &available)?;
     session.run.facts.num_eval_batches = num_batches.iter().sum();

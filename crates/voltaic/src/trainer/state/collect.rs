@@ -99,7 +99,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<FitState> 
         seed: run.seed,
         num_training_batches: run.facts.num_training_batches,
         batch_size: run.facts.train_batch_size,
-        world_size: Some(run.world().world_size),
+        world_size: Some(run.world().mesh().dp.size),
         optimizers: names.zip(optimizers.iter().map(|state| state.groups.clone())).collect(),
         schedulers: schedulers.collect(),
         callbacks: Vec::new(),

@@ -218,7 +218,7 @@ pub(crate) fn restore_training<M: LightningModule>(
         logged: Value::Null,
     };
     let ranks = state.world_size.unwrap_or(match training.ranks.len() {
-        0 => session.run.world().world_size, // of one rank, or saved by rank 0 alone
+        0 => session.run.world().mesh().dp.size, // of one rank, or saved by rank 0 alone
         others => others + 1,
     });
     let OwnPart { logged, metrics, grads, rng } =
@@ -426,7 +426,7 @@ impl Resumed {
         let is_mid_epoch = progress.batch_idx > 0 && !progress.epoch_ended;
         let own = (run.facts.num_training_batches, run.facts.train_batch_size);
         let is_known = self.shape.0 > 0; // a converted checkpoint does not tell
-        let ranks = run.world().world_size;
+        let ranks = run.world().mesh().dp.size;
         // batches that the same limit ended do not tell how many samples there are
         let is_limited = plan.limit_train == Limit::Batches(self.shape.0 as u64);
         let is_cut_otherwise = is_limited
