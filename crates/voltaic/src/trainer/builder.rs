@@ -20,6 +20,8 @@ use crate::trainer::config::optimizers::{LrSchedulerSettings, OptimizerOverride}
 use crate::trainer::config::values::{
     Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval,
 };
+use crate::trainer::plan::train_plan::TrainPlan;
+use crate::trainer::session::run::Run;
 use crate::trainer::trainer::Trainer;
 
 /// Describes a trainer; see [`TrainerConfig`] for what each key means.
@@ -227,6 +229,13 @@ impl TrainerBuilder {
         let assembled = assemble(&self.config, self.given, plan, accelerator);
         let (plan, run) = assembled.inspect_err(tell_of_mistake)?;
         Ok(Trainer::new(self.config, plan, run, optimizers, searches))
+    }
+
+    /// What [`TrainerBuilder::build`] does, without a trainer around it.
+    pub(super) fn assemble(mut self) -> Result<(TrainPlan, Run)> {
+        ffi::check_libtorch()?;
+        let Resolved { plan, accelerator, .. } = resolve(&mut self.config, &mut self.given)?;
+        assemble(&self.config, self.given, plan, accelerator).inspect_err(tell_of_mistake)
     }
 
     /// Checks everything that can be known without the other ranks. Makes nothing, and says nothing in the log: that is

@@ -1,12 +1,13 @@
 //! The trainer: from configuration to plan, then fit, validate, test or predict.
 //!
-//! Rooms, each of which uses those before it: `config/` (what is written), `plan/` (what will be done), `session/` (what one call
-//! holds), `state/` (what is saved, and where it goes on), `run/` (what happens, in order), `search/` (what is tried before).
+//! Modules, each of which uses those before it: `config/` (what is written), `plan/` (what will be done), `session/` (what one call
+//! holds), `state/` (what is saved, and where a run resumes), `run/` (what happens, in order), `search/` (what is tried before).
 //! Start with `run/fit.rs`: it holds the whole training step in reading order.
 
 mod assemble;
 mod builder;
 mod config;
+mod fabric;
 mod join;
 mod plan;
 mod run;
@@ -29,6 +30,7 @@ pub use config::values::{
     CkptPath, Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval,
     WarnText,
 };
+pub use fabric::{Fabric, FabricBatches, FabricBuilder, FabricDataLoader, FabricModule, FabricOptimizers};
 pub use run::eval::EvalMetrics;
 pub use search::lr_finder::LrFind;
 pub use trainer::Trainer;

@@ -6,6 +6,7 @@ mod autocast;
 mod callbacks;
 mod checkpoints;
 mod device_stats_monitor;
+mod fabric_gpt;
 mod getting_started;
 mod graph_step;
 mod hmp_op_lists;

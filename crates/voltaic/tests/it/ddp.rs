@@ -57,9 +57,7 @@ impl LightningModule for Net {
     type Batch = (Tensor, Tensor);
 
     fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let loss = self.loss(x, y)?;
-        let mean = x.f_mean(Kind::Float)?;
-        let _ = self.seen.tensor().shallow_clone().f_add_(&mean)?;
+        let loss = self.train_loss(x, y)?;
         ctx.log("train_loss", &loss).on_epoch(true).sync_dist(true);
         Ok(loss)
     }
@@ -77,6 +75,14 @@ impl LightningModule for Net {
 }
 
 impl Net {
+    /// The loss of a training batch, which also changes the buffer.
+    pub fn train_loss(&self, x: &Tensor, y: &Tensor) -> anyhow::Result<Tensor> {
+        let loss = self.loss(x, y)?;
+        let mean = x.f_mean(Kind::Float)?;
+        let _ = self.seen.tensor().shallow_clone().f_add_(&mean)?;
+        Ok(loss)
+    }
+
     fn loss(&self, x: &Tensor, y: &Tensor) -> anyhow::Result<Tensor> {
         let out = self.second.forward(&self.first.forward(x)?.relu())?;
         Ok((out - y).square().mean(Kind::Float))

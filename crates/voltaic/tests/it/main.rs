@@ -44,6 +44,7 @@ mod devices;
 mod distributed;
 mod env;
 mod extreme_values;
+mod fabric;
 mod find_checkpoint;
 mod flops;
 mod frames;

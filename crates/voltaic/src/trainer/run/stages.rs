@@ -213,7 +213,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// The hooks from `configure_callbacks` to `configure_model`; then the module goes to its device.
-    fn setup(&mut self) -> Result<()> {
+    pub(crate) fn setup(&mut self) -> Result<()> {
         let stage = self.run.at.stage;
         set_run_lists(self.plan.device, self.plan.op_lists.as_ref(), self.plan.lists_are_default)?;
         log_casts(self.plan.logs_casts);
@@ -323,12 +323,12 @@ fn merged(module: Value, data: Value, plan: &TrainPlan) -> Result<Value> {
 
 /// Backward runs on the calling thread while this lives: the hop to the engine's device threads costs more than it
 /// saves on one device.
-struct SingleThreadedEngine {
+pub(crate) struct SingleThreadedEngine {
     was_multithreaded: bool,
 }
 
 impl SingleThreadedEngine {
-    fn enter() -> Result<Self> {
+    pub(crate) fn enter() -> Result<Self> {
         let was_multithreaded = ffi::engine_multithreading()?;
         ffi::set_engine_multithreading(false)?;
         Ok(Self { was_multithreaded })

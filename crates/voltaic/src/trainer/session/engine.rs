@@ -1,6 +1,9 @@
 //! What backward passes and optimizer steps are run with.
 
+use tch::Tensor;
+
 use crate::distributed::Signals;
+use crate::error::Result;
 use crate::ffi::AnomalyWatch;
 use crate::nn::Parameter;
 use crate::precision::LossScale;
@@ -39,6 +42,27 @@ pub(crate) struct OfCall {
 impl Engine {
     pub(crate) fn new(strategy: Box<dyn Strategy>, loss_scale: Option<LossScale>) -> Self {
         Self { strategy, agreed: Votes::default(), loss_scale, of_call: OfCall::default() }
+    }
+
+    /// A backward pass, which `body` runs from the loss that it is given, scaled if a precision or a strategy scales losses. With `syncs` all
+    /// ranks have the mean gradients and know each other's votes afterwards.
+    ///
+    /// # Collective
+    /// With `syncs`, and in stages of ZeRO that shard gradients.
+    pub(crate) fn backward(
+        &mut self,
+        loss: &Tensor,
+        syncs: bool,
+        votes: Votes,
+        body: impl FnOnce(&Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let scaled = self.loss_scale.as_ref().map(|scale| scale.scale(loss)).transpose()?;
+        self.of_call.has_scaled |= scaled.is_some();
+        let loss = scaled.as_ref().unwrap_or(loss);
+        self.strategy.begin_backward(loss, syncs, votes)?;
+        let done = body(loss);
+        self.agreed = self.agreed.or(self.strategy.end_backward(done)?);
+        Ok(())
     }
 
     /// The signal that this rank has received in this call.

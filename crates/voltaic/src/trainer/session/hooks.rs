@@ -94,19 +94,29 @@ impl<M: LightningModule> InStep<'_, M> {
         leave(ctx, outer, hook.name(), result)
     }
 
-    /// Calls a method of the module that does a part of the step, such as `backward`.
+    /// [`call_method`] of the module.
     pub(crate) fn method(
         &mut self,
         ctx: &mut HookContext,
         name: &'static str,
         call: impl FnOnce(&M, &mut HookContext) -> anyhow::Result<()>,
     ) -> Result<()> {
-        let outer = ctx.log.metrics.enter(scope(HookFacts::of_training_step(name), ctx.of_batch));
-        let _named = collective_scope(name);
-        let _action = ctx.run.profiling.of_module(self.module, name)?;
-        let result = guarded(|| call(self.module, ctx));
-        leave(ctx, outer, name, result)
+        call_method(self.module, ctx, name, call)
     }
+}
+
+/// Calls a method of the module that does a part of the step, such as `backward`.
+pub(crate) fn call_method<M: LightningModule>(
+    module: &M,
+    ctx: &mut HookContext,
+    name: &'static str,
+    call: impl FnOnce(&M, &mut HookContext) -> anyhow::Result<()>,
+) -> Result<()> {
+    let outer = ctx.log.metrics.enter(scope(HookFacts::of_training_step(name), ctx.of_batch));
+    let _named = collective_scope(name);
+    let _action = ctx.run.profiling.of_module(module, name)?;
+    let result = guarded(|| call(module, ctx));
+    leave(ctx, outer, name, result)
 }
 
 /// Ends a hook within a step: what is logged belongs to the step again.

@@ -12,7 +12,7 @@ use crate::precision::{LossScale, autocast};
 use crate::trainer::session::agree::votes;
 use crate::trainer::session::anomaly::check_gradients;
 use crate::trainer::session::guard::without_panic;
-use crate::trainer::session::hooks::{InStep, scope};
+use crate::trainer::session::hooks::{InStep, call_method, scope};
 use crate::trainer::session::session::Session;
 
 pub(crate) const OPTIMIZER_STEP: HookFacts = HookFacts::of_training_step("optimizer_step");
@@ -154,19 +154,15 @@ impl<M: LightningModule> InStep<'_, M> {
         loss: &tch::Tensor,
         syncs: bool,
     ) -> Result<()> {
-        let scaled = self.engine.loss_scale.as_ref().map(|scale| scale.scale(loss)).transpose()?;
-        self.engine.of_call.has_scaled |= scaled.is_some();
-        let loss = scaled.as_ref().unwrap_or(loss);
         let _named = collective_scope("backward");
-        let _action = ctx.run.profiling.of_strategy(self.engine.strategy.name(), "backward")?;
-        let votes = votes(self.engine.signal(), ctx.asks);
-        self.engine.strategy.begin_backward(loss, syncs, votes)?;
-        let module = self.module;
-        let done = reachable(module.as_dyn(), || {
-            self.method(ctx, "backward", |module, ctx| module.backward(loss, ctx))
-        });
-        let engine = &mut *self.engine;
-        engine.agreed = engine.agreed.or(engine.strategy.end_backward(done)?);
+        let (engine, module) = (&mut *self.engine, self.module);
+        let _action = ctx.run.profiling.of_strategy(engine.strategy.name(), "backward")?;
+        let votes = votes(engine.signal(), ctx.asks);
+        engine.backward(loss, syncs, votes, |loss| {
+            reachable(module.as_dyn(), || {
+                call_method(module, ctx, "backward", |module, ctx| module.backward(loss, ctx))
+            })
+        })?;
         if engine.loss_scale.as_ref().is_some_and(|scale| scale.get_scale() != 1.0) {
             return Ok(()); // which leaves out steps whose gradients are not finite
         }

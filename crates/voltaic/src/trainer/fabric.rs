@@ -1,0 +1,629 @@
+//! Training in a loop of your own, with the parts of the [`Trainer`](super::Trainer): ranks, strategies, precision, checkpoints, loggers.
+//!
+//! ```no_run
+//! use voltaic::prelude::*;
+//! use voltaic::trainer::Fabric;
+//! # fn train(net: Linear, loader: DataLoader<(Tensor, Tensor)>) -> anyhow::Result<()> {
+//! let mut fabric = Fabric::builder().accelerator("cpu").devices(2).strategy("zero2").precision("bf16-mixed").launch()?;
+//! let (net, mut optimizer) = fabric.setup(net, AdamW::new(1e-3))?;
+//! let loader = fabric.setup_dataloaders(loader)?;
+//! for epoch in 0..3 {
+//!     for batch in loader.epoch(epoch)? {
+//!         let (x, y) = batch?;
+//!         let loss = fabric.forward(&net, |net| cross_entropy(&net.call(&x)?, &y))?;
+//!         fabric.backward(&net, &loss)?;
+//!         fabric.step(&mut optimizer)?;
+//!         optimizer.zero_grad()?;
+//!     }
+//! }
+//! # Ok(()) }
+//! ```
+//!
+//! Source: `lightning.fabric.Fabric`. `examples/fabric_gpt.rs` is nanoGPT's loop.
+
+use std::cell::Cell;
+use std::ops::{Deref, DerefMut, Index, IndexMut};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use tch::Tensor;
+
+use crate::accelerator::{AcceleratorChoice, Devices, rng};
+use crate::data::{Batch, BatchIter, DataLoader, EpochRange, Loaders, Remainder};
+use crate::device::Device;
+use crate::distributed::{ReduceOp, World, collective_scope};
+use crate::error::{ConfigError, Error, Result};
+use crate::ffi;
+use crate::logger::Logger;
+use crate::module::{CheckpointRequest, LightningModule, ModuleTensors, StepContext, Training};
+use crate::nn::{Member, Metric, Module, SyncBatchNorm, reachable, set_training};
+use crate::optim::{GradientClip, Optimizer, Optimizers};
+use crate::precision::{AutocastGuard, LossScale, autocast};
+use crate::strategy::{StrategyChoice, Votes};
+use crate::trainer::builder::TrainerBuilder;
+use crate::trainer::config::graph::GraphMode;
+use crate::trainer::config::values::PluginConfig;
+use crate::trainer::plan::train_plan::TrainPlan;
+use crate::trainer::run::optimizers::configure_optimizers;
+use crate::trainer::run::stages::SingleThreadedEngine;
+use crate::trainer::session::guard::guarded;
+use crate::trainer::session::hooks::hook_error;
+use crate::trainer::session::manual::unscale;
+use crate::trainer::session::options::CallOptions;
+use crate::trainer::session::run::Run;
+use crate::trainer::session::session::Session;
+use crate::trainer::state::agree::agreed;
+use crate::trainer::state::restore::{load, restore_module, restore_training};
+
+/// Describes a [`Fabric`]; each setter is the one of [`TrainerBuilder`] with this name.
+pub struct FabricBuilder {
+    builder: TrainerBuilder,
+}
+
+macro_rules! setters {
+    ($($name:ident: $type:ty;)*) => {$(
+        #[doc = concat!("As [`TrainerBuilder::", stringify!($name), "`].")]
+        #[must_use]
+        pub fn $name(self, $name: impl Into<$type>) -> Self {
+            Self { builder: self.builder.$name($name) }
+        }
+    )*};
+}
+
+impl FabricBuilder {
+    setters! {
+        accelerator: AcceleratorChoice;
+        strategy: StrategyChoice;
+        devices: Devices;
+        num_nodes: u64;
+        precision: Value;
+        plugin: PluginConfig;
+        use_distributed_sampler: bool;
+        sync_batchnorm: bool;
+        max_restarts: u64;
+        default_root_dir: PathBuf;
+    }
+
+    /// Adds a logger, which writes on rank 0. There is none unless added.
+    #[must_use]
+    pub fn with_logger(self, logger: impl Logger + 'static) -> Self {
+        Self { builder: self.builder.with_logger(logger) }
+    }
+
+    /// Checks the settings and joins the other ranks.
+    ///
+    /// With several ranks on this node and no launcher around it, the call starts them by running this program again, waits for
+    /// them, and ends the process with their exit code: what follows it runs in the ranks.
+    ///
+    /// # Errors
+    /// As [`TrainerBuilder::build`].
+    pub fn launch(self) -> Result<Fabric> {
+        let (plan, run) = self.builder.assemble()?;
+        let options = CallOptions::default();
+        Ok(Fabric { plan, run, options, has_module: false, syncs: true, window_is_open: false })
+    }
+}
+
+/// Ranks, a strategy, a precision and loggers for a training loop of your own.
+///
+/// # Collective
+/// All methods but getters, [`Fabric::print`] and the loggers': all ranks must call them in the same order.
+pub struct Fabric {
+    plan: TrainPlan,
+    run: Run,
+    options: CallOptions,
+    has_module: bool,
+    /// The next backward pass averages gradients over the ranks.
+    syncs: bool,
+    /// There are gradients that are not averaged yet.
+    window_is_open: bool,
+}
+
+impl Fabric {
+    /// A new builder.
+    pub fn builder() -> FabricBuilder {
+        let builder = TrainerBuilder::default()
+            .max_epochs(-1)
+            .logger(false)
+            .graph(GraphMode::Off)
+            .enable_checkpointing(false)
+            .enable_progress_bar(false)
+            .enable_model_summary(false);
+        FabricBuilder { builder }
+    }
+
+    /// Moves the module to the device of this rank, in the dtype of the precision, lets all ranks start from rank 0's values, and
+    /// makes the optimizers. A fabric has one module.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if it has a module already; as [`Optimizers::build`];
+    /// [`DistributedError`](crate::error::DistributedError) if the modules of the ranks differ.
+    pub fn setup<M: Module>(
+        &mut self,
+        module: M,
+        optimizers: impl Into<Optimizers>,
+    ) -> Result<(FabricModule<M>, FabricOptimizers)> {
+        if std::mem::replace(&mut self.has_module, true) {
+            let remedy = "put all modules that are trained together into one struct with #[derive(Module)]";
+            return Err(ConfigError::new("Fabric::setup", "a second module", remedy).into());
+        }
+        let optimizers = Cell::new(Some(optimizers.into()));
+        let mut module = FabricModule { module, optimizers, state: Value::Null };
+        let mut optimizers = FabricOptimizers::default();
+        self.with_session(&mut module, &mut optimizers, |session| {
+            session.setup()?;
+            set_training(session.module, true);
+            configure_optimizers(session)
+        })?;
+        Ok((module, optimizers))
+    }
+
+    /// Leaves the loader with this rank's part of the samples, as the trainer does; its batches come on the device.
+    ///
+    /// # Errors
+    /// As [`DataLoader::shard`].
+    pub fn setup_dataloaders<B: Batch>(&self, mut loader: DataLoader<B>) -> Result<FabricDataLoader<B>> {
+        loader.set_seed(rng::global_seed());
+        let dp = &self.run.world().mesh().dp;
+        if dp.size > 1 && self.plan.ranks.use_distributed_sampler {
+            loader.shard(dp.rank, dp.size, Remainder::Repeat)?;
+        }
+        let (device, dtype) = (self.plan.device, self.plan.precision.true_dtype());
+        Ok(FabricDataLoader { loader, device, dtype })
+    }
+
+    /// Calls the module: `body` runs under the precision's autocast, and a strategy that shards weights gathers those of each layer
+    /// that it calls.
+    ///
+    /// # Errors
+    /// [`Error::Hook`](crate::Error::Hook) named `forward` if `body` fails or panics.
+    pub fn forward<M: Module, T>(
+        &mut self,
+        module: &FabricModule<M>,
+        body: impl FnOnce(&M) -> anyhow::Result<T>,
+    ) -> Result<T> {
+        let _named = collective_scope("forward");
+        self.run.engine.strategy.begin_forward(module, !self.window_is_open)?;
+        let ranks = self.run.world().mesh().dp.group().cloned();
+        let _sync = ranks.filter(|_| self.plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
+        let _region = self.autocast()?;
+        let hooks = self.run.facts.module_hooks.clone();
+        let output = guarded(|| hooks.within(module.as_module(), || body(&module.module))?);
+        output.map_err(|source| hook_error("forward", &self.run.at.progress, source))
+    }
+
+    /// A region in which operators cast as in [`Fabric::forward`]; `None` if the precision casts nothing.
+    ///
+    /// # Errors
+    /// As [`autocast`](crate::precision::autocast).
+    pub fn autocast(&self) -> Result<Option<AutocastGuard>> {
+        self.plan.precision.autocast_dtype().map(|dtype| autocast(self.plan.device, dtype)).transpose()
+    }
+
+    /// Computes gradients from a loss of shape `[]`, and averages them over the ranks unless it is called within
+    /// [`Fabric::no_backward_sync`].
+    ///
+    /// # Errors
+    /// If the loss has another shape or requires no grad; libtorch's; [`DistributedError`](crate::error::DistributedError) if a rank is gone.
+    pub fn backward<M: Module>(&mut self, module: &FabricModule<M>, loss: &Tensor) -> Result<()> {
+        let _named = collective_scope("backward");
+        let _engine = SingleThreadedEngine::enter()?;
+        let Run { engine, at, .. } = &mut self.run;
+        engine.backward(loss, self.syncs, Votes::default(), |loss| {
+            reachable(module.as_module(), || {
+                guarded(|| Ok(loss.f_backward()?))
+                    .map_err(|source| hook_error("backward", &at.progress, source))
+            })
+        })?;
+        self.window_is_open = !self.syncs;
+        Ok(())
+    }
+
+    /// With `enabled`, backward passes in `body` leave their gradients to this rank, to which those of the next pass outside are
+    /// added: `fabric.no_backward_sync(is_accumulating, |fabric| ..)`.
+    ///
+    /// # Errors
+    /// Those of `body`.
+    pub fn no_backward_sync<T>(
+        &mut self,
+        enabled: bool,
+        body: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<T> {
+        let before = std::mem::replace(&mut self.syncs, !enabled);
+        let done = body(self);
+        self.syncs = before;
+        done
+    }
+
+    /// Limits the gradients, after a backward pass that has averaged them.
+    ///
+    /// # Errors
+    /// As [`Optimizer::clip`].
+    pub fn clip_gradients(&mut self, optimizers: &mut FabricOptimizers, clip: GradientClip) -> Result<()> {
+        self.unscale(optimizers)?;
+        optimizers.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.clip(clip))
+    }
+
+    /// Takes the scale of the loss out of the gradients, once before a step.
+    fn unscale(&mut self, optimizers: &mut FabricOptimizers) -> Result<bool> {
+        if let Some(all_finite) = optimizers.all_finite {
+            return Ok(all_finite);
+        }
+        let step = self.run.at.progress.global_step;
+        let all_finite = unscale(&mut self.run.engine.loss_scale, &mut optimizers.training.optimizers, step)?;
+        optimizers.all_finite = Some(all_finite);
+        Ok(all_finite)
+    }
+
+    /// Steps all optimizers, unless a precision with a loss scale has found gradients that are not finite. Returns whether they were stepped.
+    ///
+    /// # Errors
+    /// If gradients are not averaged over the ranks yet; as [`Optimizer::step`].
+    pub fn step(&mut self, optimizers: &mut FabricOptimizers) -> Result<bool> {
+        let _named = collective_scope("optimizer_step");
+        self.run.engine.strategy.check_averaged()?;
+        let all_finite = self.unscale(optimizers)?;
+        optimizers.all_finite = None;
+        if all_finite {
+            optimizers.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.step())?;
+            ffi::clear_autocast_cache()?; // it has the weights from before the step, in another dtype
+        }
+        self.run.engine.loss_scale.iter_mut().try_for_each(LossScale::adapt)?;
+        self.run.facts.hardware.accelerator.step_boundary()?;
+        self.run.at.progress.global_step += 1;
+        Ok(all_finite)
+    }
+
+    /// Writes a checkpoint that [`Fabric::load`] and the trainer's `ckpt_path` read: a file, or a folder if the strategy shards states. It
+    /// has weights, optimizers, schedules, gradients that there are, random states, and `state`: your position in the data, say.
+    ///
+    /// # Errors
+    /// If `state` cannot be serialized; [`CheckpointError`](crate::error::CheckpointError) on all ranks if one of them cannot write.
+    pub fn save<M: Module>(
+        &mut self,
+        path: impl AsRef<Path>,
+        (module, optimizers): (&mut FabricModule<M>, &mut FabricOptimizers),
+        state: &impl Serialize,
+    ) -> Result<()> {
+        let path = path.as_ref().to_path_buf();
+        module.state = serde_json::to_value(state)
+            .map_err(|error| Error::io("serialize", "the state of Fabric::save", error.into()))?;
+        self.with_session(module, optimizers, |session| {
+            let request = CheckpointRequest {
+                path: path.clone(),
+                weights_only: false,
+                link_to: None,
+                then_remove: Vec::new(),
+            };
+            session.run.asks.checkpoints = vec![request];
+            session.write_checkpoints()?;
+            let done = session.run.checkpoint_io.teardown();
+            agreed(session.run.world(), "save", &path, done)
+        })
+    }
+
+    /// Takes over what [`Fabric::save`] has written, by this number of ranks or another, and returns its `state`.
+    ///
+    /// # Errors
+    /// [`CheckpointError`](crate::error::CheckpointError) if it is not such a checkpoint or does not fit; if its state is of another type.
+    pub fn load<M: Module, S: DeserializeOwned>(
+        &mut self,
+        path: impl AsRef<Path>,
+        (module, optimizers): (&mut FabricModule<M>, &mut FabricOptimizers),
+    ) -> Result<S> {
+        let path = path.as_ref();
+        self.with_session(module, optimizers, |session| {
+            let mut loaded = load(session, path)?;
+            restore_module(session, &mut loaded, path)?;
+            let resumed = restore_training(session, loaded, path.to_path_buf())?;
+            rng::set_states(&resumed.rng)
+        })?;
+        serde_json::from_value(module.state.take())
+            .map_err(|error| Error::io("read the state of", path, error.into()))
+    }
+
+    /// Ends training: gathers the weights, closes the loggers, and returns the module.
+    ///
+    /// # Errors
+    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone; if a logger cannot write.
+    pub fn finish<M: Module>(mut self, module: FabricModule<M>) -> Result<M> {
+        self.run.engine.strategy.finish(&module)?;
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))?;
+        Ok(module.module)
+    }
+
+    /// Gives values to the loggers; does nothing on other ranks than 0.
+    ///
+    /// # Errors
+    /// If a logger cannot write.
+    pub fn log(&mut self, name: &str, value: f64, step: u64) -> Result<()> {
+        self.log_dict(&[(name.to_owned(), value)], step)
+    }
+
+    /// [`Fabric::log`] of several values, as one row.
+    ///
+    /// # Errors
+    /// If a logger cannot write.
+    pub fn log_dict(&mut self, metrics: &[(String, f64)], step: u64) -> Result<()> {
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(metrics, step))
+    }
+
+    /// Prints on rank 0.
+    pub fn print(&self, text: impl std::fmt::Display) {
+        if self.is_global_zero() {
+            println!("{text}");
+        }
+    }
+
+    /// `tensor` reduced over all ranks, as a new tensor.
+    ///
+    /// # Errors
+    /// [`DistributedError::Collective`](crate::error::DistributedError::Collective).
+    pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
+        let own = tensor.f_detach()?.f_contiguous()?.copy();
+        if let Some(group) = self.run.world().group() {
+            group.all_reduce(&own, op)?;
+        }
+        Ok(own)
+    }
+
+    /// `tensor` of all ranks, stacked along a new first dimension.
+    ///
+    /// # Errors
+    /// [`DistributedError::Collective`](crate::error::DistributedError::Collective).
+    pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
+        let own = tensor.f_detach()?.f_contiguous()?;
+        match self.run.world().group() {
+            Some(group) => group.all_gather(&own),
+            None => Ok(own.f_unsqueeze(0)?),
+        }
+    }
+
+    /// `value` of rank `src` on all ranks.
+    ///
+    /// # Errors
+    /// [`DistributedError::Collective`](crate::error::DistributedError::Collective); [`ConfigError`] if there is no such rank.
+    pub fn broadcast<T: Serialize + DeserializeOwned + Clone>(&self, value: &T, src: usize) -> Result<T> {
+        match self.run.world().group() {
+            Some(group) => group.broadcast_object(value, src),
+            None => Ok(value.clone()),
+        }
+    }
+
+    /// Returns when all ranks have called it.
+    ///
+    /// # Errors
+    /// [`DistributedError::Collective`](crate::error::DistributedError::Collective).
+    pub fn barrier(&self) -> Result<()> {
+        self.run.world().barrier()
+    }
+
+    /// The ranks, and which of them this process is.
+    pub fn world(&self) -> &World {
+        self.run.world()
+    }
+
+    /// Whether this process is the one of all ranks that prints and writes files.
+    pub fn is_global_zero(&self) -> bool {
+        self.run.world().is_global_zero()
+    }
+
+    /// The device of this rank.
+    pub fn device(&self) -> Device {
+        self.plan.device
+    }
+
+    /// Steps so far, those of a checkpoint included.
+    pub fn global_step(&self) -> u64 {
+        self.run.at.progress.global_step
+    }
+
+    fn with_session<M: Module, T>(
+        &mut self,
+        module: &mut FabricModule<M>,
+        optimizers: &mut FabricOptimizers,
+        body: impl FnOnce(&mut Session<FabricModule<M>>) -> Result<T>,
+    ) -> Result<T> {
+        let mut data = Loaders::<Tensor>::new();
+        let mut session = Session::new(&self.plan, &self.options, &mut self.run, module, &mut data);
+        session.training = std::mem::take(&mut optimizers.training);
+        let done = body(&mut session);
+        optimizers.training = std::mem::take(&mut session.training);
+        done
+    }
+}
+
+impl Drop for Fabric {
+    fn drop(&mut self) {
+        self.run.engine.strategy.teardown();
+    }
+}
+
+/// A module that a [`Fabric`] trains. Its fields and methods are there to read; [`Fabric::forward`] calls it.
+pub struct FabricModule<M> {
+    module: M,
+    /// Until they are built.
+    optimizers: Cell<Option<Optimizers>>,
+    /// What is saved beside the module.
+    state: Value,
+}
+
+impl<M> Deref for FabricModule<M> {
+    type Target = M;
+
+    fn deref(&self) -> &M {
+        &self.module
+    }
+}
+
+impl<M> DerefMut for FabricModule<M> {
+    fn deref_mut(&mut self) -> &mut M {
+        &mut self.module
+    }
+}
+
+impl<M: Module> Module for FabricModule<M> {
+    fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>)) {
+        self.module.members(visit);
+    }
+
+    fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
+        self.module.children_mut(visit);
+    }
+
+    fn settings(&self, visit: &mut dyn FnMut(u64)) {
+        self.module.settings(visit);
+    }
+
+    fn set_training(&mut self, training: bool) {
+        self.module.set_training(training);
+    }
+
+    fn is_training(&self) -> Option<bool> {
+        self.module.is_training()
+    }
+
+    fn metric(&self) -> Option<std::sync::Arc<dyn Metric>> {
+        self.module.metric()
+    }
+
+    fn wrapped(&self) -> Option<&dyn Module> {
+        Some(self.module.as_module())
+    }
+
+    fn type_name(&self) -> &'static str {
+        self.module.type_name()
+    }
+}
+
+/// The trainer's parts see a module with manual optimization, whose loop is elsewhere.
+impl<M: Module> LightningModule for FabricModule<M> {
+    type Batch = Tensor;
+
+    fn training_step(&self, _batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        anyhow::bail!(
+            "a module of Fabric is trained by a loop of its own; give the trainer the module itself"
+        )
+    }
+
+    fn automatic_optimization(&self) -> bool {
+        false
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Ok(self.optimizers.take().unwrap_or_default())
+    }
+
+    fn on_save_checkpoint(&mut self, _tensors: &mut ModuleTensors) -> anyhow::Result<Value> {
+        Ok(self.state.clone())
+    }
+
+    fn on_load_checkpoint(&mut self, state: &Value, _tensors: &ModuleTensors) -> anyhow::Result<()> {
+        self.state = state.clone();
+        Ok(())
+    }
+}
+
+/// The optimizers of a [`FabricModule`], usually one, with their schedules. `optimizers[0]` is the first.
+#[derive(Default)]
+pub struct FabricOptimizers {
+    training: Training,
+    /// There once the gradients of the step to come are unscaled.
+    all_finite: Option<bool>,
+}
+
+impl FabricOptimizers {
+    /// Drops the gradients of all parameters.
+    ///
+    /// # Errors
+    /// As [`Optimizer::zero_grad`].
+    pub fn zero_grad(&mut self) -> Result<()> {
+        self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.zero_grad())
+    }
+
+    /// Gives all groups this learning rate.
+    pub fn set_lr(&mut self, lr: f64) {
+        let groups = self.training.optimizers.iter_mut().flat_map(|optimizer| optimizer.param_groups_mut());
+        groups.for_each(|group| group.lr = lr);
+    }
+
+    /// Steps all schedules; `metric` is for those that follow one.
+    ///
+    /// # Errors
+    /// If a schedule that follows a metric gets none.
+    pub fn step_lr_schedulers(&mut self, metric: Option<f64>) -> Result<()> {
+        (0..self.training.schedulers.len())
+            .try_for_each(|index| self.training.step_lr_scheduler(index, metric))
+    }
+}
+
+impl Index<usize> for FabricOptimizers {
+    type Output = Box<dyn Optimizer>;
+
+    fn index(&self, index: usize) -> &Self::Output {
+        &self.training.optimizers[index]
+    }
+}
+
+impl IndexMut<usize> for FabricOptimizers {
+    fn index_mut(&mut self, index: usize) -> &mut Self::Output {
+        &mut self.training.optimizers[index]
+    }
+}
+
+/// A loader whose batches are this rank's, on its device.
+pub struct FabricDataLoader<B: Batch> {
+    loader: DataLoader<B>,
+    device: Device,
+    dtype: Option<tch::Kind>,
+}
+
+impl<B: Batch> FabricDataLoader<B> {
+    /// The batches of an epoch, which decides their order.
+    ///
+    /// # Errors
+    /// As [`DataLoader::iter`].
+    pub fn epoch(&self, epoch: u64) -> Result<FabricBatches<B>> {
+        self.iter(EpochRange::epoch(epoch))
+    }
+
+    /// Some batches of an epoch, such as those after the one at which a checkpoint was saved.
+    ///
+    /// # Errors
+    /// As [`DataLoader::iter`].
+    pub fn iter(&self, range: EpochRange) -> Result<FabricBatches<B>> {
+        Ok(FabricBatches { batches: self.loader.iter(range)?, device: self.device, dtype: self.dtype })
+    }
+}
+
+impl<B: Batch> Deref for FabricDataLoader<B> {
+    type Target = DataLoader<B>;
+
+    fn deref(&self) -> &DataLoader<B> {
+        &self.loader
+    }
+}
+
+/// The batches of a [`FabricDataLoader`].
+pub struct FabricBatches<B: Batch> {
+    batches: BatchIter<B>,
+    device: Device,
+    dtype: Option<tch::Kind>,
+}
+
+impl<B: Batch> Iterator for FabricBatches<B> {
+    type Item = Result<B>;
+
+    fn next(&mut self) -> Option<Result<B>> {
+        let moved = |batch: B| {
+            let batch = batch.move_to(self.device)?;
+            match self.dtype {
+                Some(dtype) => batch.to_dtype(dtype),
+                None => Ok(batch),
+            }
+        };
+        Some(self.batches.next()?.and_then(moved))
+    }
+}
