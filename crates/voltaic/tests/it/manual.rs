@@ -1,8 +1,10 @@
 //! Manual optimization: the module runs backward, optimizers and schedules itself.
 
 use voltaic::module::{LightningModule, StepContext};
-use voltaic::nn::{ModuleExt, Parameter};
-use voltaic::optim::{AdamW, BuildOptimizer, Optimizers, ParamGroupSpec, Sgd, StepLr, clip_grad_norm};
+use voltaic::nn::{Callable, Linear, ModuleExt, Parameter};
+use voltaic::optim::{
+    AdamW, BuildOptimizer, Lamb, Lion, Optimizers, ParamGroupSpec, RmsProp, Sgd, StepLr, clip_grad_norm,
+};
 use voltaic::precision::HpuPrecisionPlugin;
 use voltaic::trainer::PluginConfig;
 use voltaic::{Kind, Module, Tensor};
@@ -174,6 +176,73 @@ fn all_optimizers_of_a_step_have_the_same_loss_scale() {
     assert_eq!((scaler.num_skipped_steps(), scaler.get_scale()), (1, 32768.0));
     assert_eq!(scaled[..2], [1.0, 1.0], "the first was left out");
     assert!(scaled[2] != 2.0 && (scaled[2] - full[2]).abs() < 1e-6, "{scaled:?} for {full:?}");
+}
+
+/// A layer that is trained by hand, or by the trainer.
+#[derive(Module)]
+struct Either {
+    layer: Linear,
+    #[module(skip)]
+    is_automatic: bool,
+    #[module(skip)]
+    optimizer: fn() -> Optimizers,
+}
+
+impl LightningModule for Either {
+    type Batch = Tensor;
+
+    fn automatic_optimization(&self) -> bool {
+        self.is_automatic
+    }
+
+    fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let loss = self.layer.call(batch)?.to_kind(Kind::Float).square().mean(Kind::Float);
+        if !self.is_automatic {
+            ctx.optimizer(0)?.zero_grad()?;
+            ctx.manual_backward(&loss)?;
+            ctx.optimizer(0)?.step()?;
+        }
+        Ok(loss)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Ok((self.optimizer)())
+    }
+}
+
+/// Backward and the optimizer run without autocast, as those of the trainer: a list of HPUs has `mul`.
+#[test]
+fn steps_by_hand_in_16_bits_equal_automatic_ones() {
+    if !has_hpu("manual::steps_by_hand_in_16_bits_equal_automatic_ones") {
+        return;
+    }
+    let optimizers: [fn() -> Optimizers; 4] = [
+        || Sgd::new(0.01).momentum(0.9).into(),
+        || RmsProp::new(0.01).into(),
+        || Lion::new(0.01).into(),
+        || Lamb::new(0.01).into(),
+    ];
+    for precision in ["bf16-mixed", "16-mixed"] {
+        for (number, optimizer) in optimizers.into_iter().enumerate() {
+            let fit = |is_automatic: bool| {
+                let layer = Linear::new(2, 3).unwrap();
+                layer
+                    .weight
+                    .set_data(&Tensor::from_slice2(&[[0.3f32, -0.2], [0.7, 0.4], [-0.6, 0.1]]))
+                    .unwrap();
+                layer.bias.as_ref().unwrap().set_data(&Tensor::from_slice(&[0.1f32, 0.2, -0.3])).unwrap();
+                let mut net = Either { layer, is_automatic, optimizer };
+                let builder = silent().accelerator("hpu").devices(1).precision(precision).max_epochs(2);
+                let mut trainer = builder.limit_val_batches(0).build().unwrap();
+                trainer.fit(&mut net, &mut loaders()).unwrap();
+                let weights = net.parameters();
+                let weights = weights.iter().map(|p| p.detach().to_device(tch::Device::Cpu).flatten(0, -1));
+                let weights = Tensor::cat(&weights.collect::<Vec<_>>(), 0);
+                (Vec::<f32>::try_from(weights).unwrap(), trainer.grad_scaler().map(|s| s.num_skipped_steps()))
+            };
+            assert_eq!(fit(false), fit(true), "{precision}, optimizer {number}");
+        }
+    }
 }
 
 #[test]

@@ -10,13 +10,14 @@ use crate::graph;
 use crate::module::{HookContext, LightningModule, ManualOptimization, StepHook};
 use crate::nn::{ModuleExt, Parameter};
 use crate::optim::Optimizer;
-use crate::precision::LossScale;
+use crate::precision::{LossScale, disable_casts};
 use crate::trainer::session::anomaly::check_anomaly;
 use crate::trainer::session::engine::Engine;
 use crate::trainer::session::hooks::InStep;
 
 impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
     fn backward(&mut self, ctx: &mut HookContext<'_>, loss: &Tensor) -> Result<()> {
+        let _no_casts = disable_casts(ctx.device())?; // those of the step are for its forward
         check_anomaly(self.engine.of_call.anomaly.as_ref(), "the loss", loss, &ctx.at.progress)?;
         self.call(ctx, StepHook::OnBeforeBackward)?;
         let toggled = self.engine.of_call.toggled_optimizer;
@@ -30,6 +31,7 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
     }
 
     fn step(&mut self, ctx: &mut HookContext<'_>, optimizer_idx: usize) -> Result<()> {
+        let _no_casts = disable_casts(ctx.device())?;
         let Engine { strategy, loss_scale, of_call, .. } = &mut *self.engine;
         strategy.check_averaged()?;
         if let Some(scale) = loss_scale.as_ref().filter(|_| !of_call.has_scaled) {
