@@ -56,6 +56,17 @@ pub(super) struct Place {
     pub size: usize,
 }
 
+/// The ways to the other members of a group.
+#[derive(Debug)]
+pub(super) struct Connected {
+    /// For tensors on a device whose memory Gloo does not reach.
+    pub library: Option<Backend>,
+    /// For all other tensors.
+    pub gloo: Backend,
+    /// For those of Gloo's that go through shared memory, if all members share it.
+    pub neighbours: Option<Neighbours>,
+}
+
 impl Connector {
     pub fn new(
         placement: RankPlacement,
@@ -89,17 +100,20 @@ impl Connector {
         &self.placement
     }
 
+    /// Whether NCCL or HCCL exchanges the tensors of devices.
+    pub fn has_library(&self) -> bool {
+        self.library.is_some()
+    }
+
     /// As c10d names the back end.
     pub fn backend_name(&self) -> &'static str {
         self.library.as_ref().map_or("gloo", CollectiveLibrary::name)
     }
 
     /// Connects to the other members of a group, to whom `store` belongs. Returns when all are connected.
-    pub fn connect(&self, store: &Arc<Store>, place: Place) -> Result<(Backend, Option<Neighbours>)> {
-        match self.library {
-            None => Ok((self.gloo(store, place)?, self.neighbours(store, place)?)),
-            Some(library) => Ok((self.communicator(library, store, place)?, None)),
-        }
+    pub fn connect(&self, store: &Arc<Store>, place: Place) -> Result<Connected> {
+        let library = self.library.map(|library| self.communicator(library, store, place)).transpose()?;
+        Ok(Connected { library, gloo: self.gloo(store, place)?, neighbours: self.neighbours(store, place)? })
     }
 
     fn gloo(&self, store: &Arc<Store>, Place { rank, size }: Place) -> Result<Backend> {

@@ -3,9 +3,9 @@
 use tch::{Kind, Tensor};
 
 use super::votes::Votes;
-use crate::distributed::{DeviceMesh, ProcessGroup, ReduceOp, SubMesh, collective_scope};
+use crate::distributed::{ProcessGroup, Work, collective_scope};
 use crate::dtype::bytes_of;
-use crate::error::{ConfigError, DistributedError, Error, Result};
+use crate::error::{ConfigError, DistributedError, Result};
 use crate::nn::{Module, ModuleExt};
 
 /// All ranks start from the values of rank 0.
@@ -24,35 +24,39 @@ pub(super) fn broadcast_buffers(group: &ProcessGroup, module: &dyn Module) -> Re
     broadcast(group, module.named_buffers().into_iter().map(|(_, buffer)| buffer.detach()))
 }
 
-/// The votes of all ranks together.
-pub(super) fn agree(group: &ProcessGroup, votes: Votes) -> Result<Votes> {
-    let sums = Tensor::f_from_slice(&votes.numbers())?;
-    group.all_reduce(&sums, ReduceOp::Sum)?;
-    let mut numbers = [0_f32; Votes::COUNT];
-    sums.f_copy_data(&mut numbers, Votes::COUNT)?;
-    Ok(Votes::from_numbers(numbers))
-}
+/// The votes of all ranks on their way to all. They are gathered in memory of the host, so that no rank waits for its device,
+/// and not summed, so that a rank waits until the others have sent theirs, and no longer.
+#[derive(Debug)]
+pub(super) struct SentVotes(Work<Tensor>);
 
-/// The votes of all ranks, from those that the data-parallel ranks of each place in the other dimensions have put together.
-pub(super) fn agree_beyond_dp(mesh: &DeviceMesh, votes: Votes) -> Result<Votes> {
-    let groups = [&mesh.tp, &mesh.pp].into_iter().filter_map(SubMesh::group);
-    groups.into_iter().try_fold(votes, |votes, group| agree(group, votes))
-}
+impl SentVotes {
+    /// Sends this rank's votes.
+    pub fn start(group: &ProcessGroup, votes: Votes) -> Result<Self> {
+        let _named = collective_scope("stops, signals and batches without a loss");
+        group.start_all_gather(&Tensor::f_from_slice(&votes.numbers())?).map(Self)
+    }
 
-/// The error of a batch that has a loss on some ranks only.
-///
-/// # Collective
-/// All ranks must call it.
-pub(super) fn some_without_loss(group: &ProcessGroup, has_loss: bool) -> Result<Error> {
-    let _named = collective_scope("ranks without a loss");
-    let told = group.all_gather_object(&has_loss)?;
-    let of = |wanted: bool| {
-        let ranks = told.iter().enumerate().filter(|(_, has_loss)| **has_loss == wanted);
-        ranks.map(|(rank, _)| format!("rank {rank}")).collect::<Vec<_>>().join(", ")
-    };
-    let what = format!("no loss on {} (ctx.no_loss()), but one on {}", of(false), of(true));
-    let remedy = "return a loss on all ranks, such as the loss times 0.0, or on none";
-    Ok(ConfigError::new("training_step", what, remedy).into())
+    /// Waits for those of all ranks. Returns them together.
+    ///
+    /// # Errors
+    /// On all ranks, if the batch has a loss on some ranks only.
+    pub fn receive(self) -> Result<Votes> {
+        let all = Vec::<f32>::try_from(&self.0.wait()?.f_view([-1_i64])?)?;
+        let all: Vec<&[f32]> = all.chunks_exact(Votes::COUNT).collect();
+        let sums = std::array::from_fn(|at| all.iter().map(|numbers| numbers[at]).sum());
+        let votes = Votes::from_numbers(sums);
+        if [0, all.len()].contains(&votes.without_loss) {
+            return Ok(votes);
+        }
+        let of = |has_loss: bool| {
+            let has = |numbers: &[f32]| numbers[Votes::COUNT - 1] == 0.0;
+            let ranks = all.iter().enumerate().filter(|(_, numbers)| has(numbers) == has_loss);
+            ranks.map(|(rank, _)| format!("rank {rank}")).collect::<Vec<_>>().join(", ")
+        };
+        let what = format!("no loss on {} (ctx.no_loss()), but one on {}", of(false), of(true));
+        let remedy = "return a loss on all ranks, such as the loss times 0.0, or on none";
+        Err(ConfigError::new("training_step", what, remedy).into())
+    }
 }
 
 /// Bytes of a message in which tensors become rank 0's, as in PyTorch's DDP.

@@ -36,7 +36,7 @@ impl Votes {
         }
     }
 
-    /// The votes as numbers, to be summed over the ranks.
+    /// The votes as numbers, to be summed over the ranks; the last is [`Votes::without_loss`].
     pub fn numbers(self) -> [f32; Self::COUNT] {
         let Self { interrupt, terminate, stop, hangup, notice, notice_2, without_loss } = self;
         let [a, b, c, d, e, f] =

@@ -1,6 +1,6 @@
 // Stands in for NCCL, or with -DHCCL for HCCL and Synapse: processes of one host exchange through a file in memory.
 // STUB_STUCK_AFTER=n: the stream is busy for ever after n questions. STUB_ASYNC_ERROR: and then an operation has failed.
-// STUB_INIT_HANGS: nobody joins.
+// STUB_INIT_HANGS: nobody joins. STUB_LEAST_BYTES=n: all ranks get an error for less than n bytes.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -125,8 +125,15 @@ static int reduce_slots(comm *c, char *to, size_t count, int dtype, int op) {
   }
 }
 
+static int is_too_small(size_t bytes) {
+  const char *least = getenv("STUB_LEAST_BYTES");
+  return least != NULL && bytes < (size_t)atol(least);
+}
+
 // Each rank's `bytes` from `from` are in its slot, between two barriers, while `body` runs.
 #define EXCHANGE(from, bytes, body)                                                                                   \
+  if (is_too_small(bytes))                                                                                            \
+    return INVALID;                                                                                                   \
   for (size_t start = 0, part; start < (bytes); start += part) {                                                      \
     part = (bytes) - start < SLOT ? (bytes) - start : SLOT;                                                           \
     memcpy(c->at->slots[c->rank], memory(from) + start, part);                                                        \

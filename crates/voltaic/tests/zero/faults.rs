@@ -275,7 +275,7 @@ fn all_faults(test: &str, stage: ZeroStage) {
     const REDUCE: &str = "gradients of net.";
     const ELSEWHERE: &str = "rank 1 was in ";
     let divides_weights = stage == ZeroStage::Three;
-    let backward = "ranks with a loss";
+    let backward = "stops, signals and batches without a loss";
     let forward = if divides_weights { "weights of net.second" } else { backward };
     let left_out = |weights| if divides_weights { weights } else { "of this test" };
     let cases: [(&str, [&str; 3]); 16] = [

@@ -35,7 +35,7 @@ impl ProcessGroup {
 
     /// Starts [`ProcessGroup::all_reduce`].
     pub fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
-        match &self.shared.neighbours {
+        match self.shared.neighbours_for(tensor) {
             Some(neighbours) if op == ReduceOp::Sum && Neighbours::can_sum(tensor) => {
                 self.begin("all_reduce", tensor, None, |_| {
                     neighbours.start_sum(tensor).map(Underway::Summing)
@@ -66,7 +66,7 @@ impl ProcessGroup {
     pub fn start_reduce(&self, tensor: &Tensor, root: usize, op: ReduceOp) -> Result<Work> {
         self.check_peer("reduce", root)?;
         // the back ends leave parts of the sum in the others' tensors; Gloo has no mean here
-        let divides = op == ReduceOp::Avg && self.backend() == "gloo";
+        let divides = op == ReduceOp::Avg && self.shared.is_for_gloo(tensor);
         if divides && !tensor.is_floating_point() {
             let what = format!("the mean of {:?}, which is not a whole number", tensor.kind());
             return refused("reduce", what, "convert to a floating-point dtype, or use ReduceOp::Sum");
@@ -110,7 +110,7 @@ impl ProcessGroup {
     pub fn start_all_gather_into(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
         self.check_parts("all_gather", output, input)?;
         let (flat, part) = (output.f_view([-1_i64])?, input.f_view([-1_i64])?);
-        match &self.shared.neighbours {
+        match self.shared.neighbours_for(&part) {
             Some(neighbours) if Neighbours::can_gather(&part) => {
                 let start = |_: &Backend| neighbours.start_all_gather(&flat, &part).map(Underway::Summing);
                 self.begin("all_gather", &part, None, start)
@@ -144,7 +144,7 @@ impl ProcessGroup {
     pub fn start_reduce_scatter_into(&self, output: &Tensor, input: &Tensor, op: ReduceOp) -> Result<Work> {
         self.check_parts("reduce_scatter", input, output)?;
         let (flat, part) = (input.f_view([-1_i64])?, output.f_view([-1_i64])?);
-        match &self.shared.neighbours {
+        match self.shared.neighbours_for(&flat) {
             Some(neighbours) if op == ReduceOp::Sum && Neighbours::can_sum(&flat) => {
                 let start =
                     |_: &Backend| neighbours.start_reduce_scatter(&part, &flat).map(Underway::Summing);

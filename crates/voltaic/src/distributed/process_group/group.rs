@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use super::shared::{AbsentRanks, Shared, State};
 use super::work::{Underway, Work};
-use crate::distributed::connect::{Connector, Place};
+use crate::distributed::connect::{Connected, Connector, Place};
 use crate::distributed::flight::record;
 use crate::distributed::flight::witness::Witness;
 use crate::error::{ConfigError, Result, TorchError};
@@ -17,9 +17,9 @@ use crate::ffi::{self, Backend, Store};
 /// Ranks that are connected.
 ///
 /// All members call the same operations in the same order, with tensors of the same shape and dtype, on the devices that
-/// the back end serves: Gloo the CPU and emulated HPUs, whose memory it reads and writes where it is; NCCL GPUs and HCCL
-/// Gaudi cards, which tensors of the host pass through. An operation fails if a rank is gone, or does not come within
-/// the time-out; after that the group is of no use.
+/// the back ends serve: Gloo the CPU and emulated HPUs, whose memory it reads and writes where it is; NCCL GPUs and HCCL
+/// Gaudi cards. Beside NCCL and HCCL there is Gloo for tensors of the host, so that exchanging them waits for no device. An operation
+/// fails if a rank is gone, or does not come within the time-out; after that the group is of no use.
 ///
 /// Each operation has a form that waits, and one that starts it and gives a [`Work`] to wait for: `all_reduce` and
 /// `start_all_reduce`. Ranks in arguments count within the group; those in errors are global.
@@ -54,8 +54,8 @@ impl ProcessGroup {
         place: Place,
         members: Vec<usize>,
     ) -> Result<Self> {
-        let (backend, neighbours) = connector.connect(&store, place)?;
-        let state = Mutex::new(State { backend, started: 0, splits: 0, traffic: BTreeMap::new() });
+        let Connected { library, gloo, neighbours } = connector.connect(&store, place)?;
+        let state = Mutex::new(State { library, gloo, started: 0, splits: 0, traffic: BTreeMap::new() });
         let is_part = members.len() < connector.place_of_all().size;
         let label = is_part.then(|| format!("among ranks {members:?}").into());
         let shared =
@@ -78,7 +78,7 @@ impl ProcessGroup {
         &self.shared.members
     }
 
-    /// The back end: `gloo`, `nccl` or `hccl`.
+    /// The back end for tensors on the devices of the ranks: `gloo`, `nccl` or `hccl`.
     pub fn backend(&self) -> &'static str {
         self.shared.connector.backend_name()
     }
@@ -93,7 +93,9 @@ impl ProcessGroup {
         if let Some(neighbours) = &self.shared.neighbours {
             neighbours.set_timeout(timeout);
         }
-        Ok(self.shared.lock().backend.set_timeout(timeout)?)
+        let state = self.shared.lock();
+        state.library.iter().chain([&state.gloo]).try_for_each(|backend| backend.set_timeout(timeout))?;
+        Ok(())
     }
 
     /// Refuses operations of this rank with ranks that take no part in them, in this group and in those that were split from it;
@@ -102,7 +104,7 @@ impl ProcessGroup {
         *self.shared.absent.lock().unwrap_or_else(PoisonError::into_inner) = absent;
     }
 
-    /// Whether sums go through memory that all members share, which are on one host then.
+    /// Whether sums of what Gloo exchanges go through memory that all members share, which are on one host then.
     pub fn shares_memory(&self) -> bool {
         self.shared.neighbours.is_some()
     }
@@ -123,7 +125,7 @@ impl ProcessGroup {
         let mut state = self.shared.lock();
         let call = self.shared.next_call(&mut state, "all_reduce", tensor, None);
         ffi::Summing::finish_before(call.ticket);
-        let sum = state.backend.differentiable_sum(tensor);
+        let sum = state.backend_for(tensor).differentiable_sum(tensor);
         drop(state);
         record::end(call.number, if sum.is_ok() { record::State::Done } else { record::State::Failed });
         sum.map_err(|error| self.shared.failure(call, &error))
@@ -154,7 +156,7 @@ impl ProcessGroup {
         }
         let mut state = self.shared.lock();
         let call = self.shared.next_call(&mut state, op, tensor, peer);
-        let underway = body(&state.backend);
+        let underway = body(state.backend_for(tensor));
         drop(state);
         match underway {
             Ok(underway) => Ok(Work::new(underway, call, self.shared.clone())),

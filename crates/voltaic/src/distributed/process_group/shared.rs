@@ -51,13 +51,28 @@ pub(crate) struct AbsentRanks {
 /// Locked to start an operation, so that the sequence number is the order.
 #[derive(Debug)]
 pub(super) struct State {
-    pub backend: Backend,
+    /// NCCL or HCCL, for tensors on their devices.
+    pub library: Option<Backend>,
+    /// For all other tensors.
+    pub gloo: Backend,
     /// Operations started so far.
     pub started: u64,
     /// Groups of some of the members made so far.
     pub splits: u64,
     /// Calls and bytes so far, by operation.
     pub traffic: BTreeMap<&'static str, (u64, u64)>,
+}
+
+impl State {
+    /// What exchanges such a tensor.
+    pub fn backend_for(&self, tensor: &Tensor) -> &Backend {
+        self.library.as_ref().filter(|_| !is_on_host(tensor)).unwrap_or(&self.gloo)
+    }
+}
+
+/// Whether a tensor, if there is one, is in memory of the host.
+fn is_on_host(tensor: &Tensor) -> bool {
+    !tensor.defined() || tensor.device() == tch::Device::Cpu
 }
 
 /// An operation as far as errors need it.
@@ -84,6 +99,16 @@ struct Failed {
 }
 
 impl Shared {
+    /// Whether Gloo exchanges such a tensor, or memory that ranks share.
+    pub fn is_for_gloo(&self, tensor: &Tensor) -> bool {
+        !self.connector.has_library() || is_on_host(tensor)
+    }
+
+    /// The memory that all members share, if such a tensor can go through it.
+    pub fn neighbours_for(&self, tensor: &Tensor) -> Option<&Neighbours> {
+        self.neighbours.as_ref().filter(|_| self.is_for_gloo(tensor))
+    }
+
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

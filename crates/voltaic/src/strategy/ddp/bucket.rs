@@ -5,13 +5,9 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
-use crate::strategy::votes::Votes;
 
 /// Most bytes of the first bucket: it starts to travel while most of backward is still to come.
 const FIRST_BUCKET_BYTES: usize = 1 << 20;
-
-/// Slots for votes behind the gradients of the first bucket.
-pub(super) const VOTES: i64 = Votes::COUNT as i64;
 
 /// Gradients that travel together, in one tensor of which each is a view.
 #[derive(Debug)]
@@ -20,7 +16,7 @@ pub(super) struct Bucket {
     pub params: Vec<usize>,
     /// What it is called if it does not arrive.
     pub name: Arc<str>,
-    /// `[sum of their sizes]`, for the first bucket `+ VOTES`.
+    /// `[sum of their sizes]`.
     pub flat: Tensor,
     /// A view of `flat` with the shape of each parameter.
     pub views: Vec<Tensor>,
@@ -53,10 +49,9 @@ pub(super) fn assign(params: &[(Kind, usize)], order: &[usize], cap_bytes: usize
 
 impl Bucket {
     /// A bucket for `members`; `params` are all parameters, `names` their fqn.
-    pub fn new(members: Vec<usize>, params: &[Tensor], names: &[String], has_votes: bool) -> Result<Self> {
-        let elements: i64 = members.iter().map(|&index| params[index].numel() as i64).sum();
+    pub fn new(members: Vec<usize>, params: &[Tensor], names: &[String]) -> Result<Self> {
+        let total: i64 = members.iter().map(|&index| params[index].numel() as i64).sum();
         let like = &params[members[0]];
-        let total = elements + if has_votes { VOTES } else { 0 };
         let flat = Tensor::f_zeros([total], (like.kind(), like.device()))?;
         let mut views = Vec::with_capacity(members.len());
         let mut start = 0;
@@ -72,11 +67,6 @@ impl Bucket {
             (Some(first), len) => format!("gradients of {first} and {} more", len - 1).into(),
         };
         Ok(Self { params: members, name, flat, views })
-    }
-
-    /// The slots for votes, if this is the first bucket.
-    pub fn votes(&self) -> Result<Tensor> {
-        Ok(self.flat.f_narrow(0, self.flat.size1()? - VOTES, VOTES)?)
     }
 }
 
@@ -119,10 +109,9 @@ mod tests {
     fn views_have_the_layout_of_their_parameters() {
         let plain = Tensor::zeros([4, 3], (Kind::Float, tch::Device::Cpu));
         let transposed = Tensor::zeros([3, 5], (Kind::Float, tch::Device::Cpu)).transpose(0, 1);
-        let bucket = Bucket::new(vec![1, 0], &[plain, transposed], &[], true).unwrap();
-        assert_eq!(bucket.flat.size(), [12 + 15 + VOTES]);
+        let bucket = Bucket::new(vec![1, 0], &[plain, transposed], &[]).unwrap();
+        assert_eq!(bucket.flat.size(), [12 + 15]);
         assert_eq!((bucket.views[0].size(), bucket.views[0].stride()), (vec![5, 3], vec![1, 5]));
         assert_eq!((bucket.views[1].size(), bucket.views[1].stride()), (vec![4, 3], vec![3, 1]));
-        assert_eq!(bucket.votes().unwrap().size(), [VOTES]);
     }
 }

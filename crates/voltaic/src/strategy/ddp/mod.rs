@@ -9,7 +9,7 @@ use std::time::Duration;
 use tch::Tensor;
 
 use super::config::DdpConfig;
-use super::peers::{agree, agree_beyond_dp, broadcast_buffers, start_equal};
+use super::peers::{SentVotes, broadcast_buffers, start_equal};
 use super::strategy::{Strategy, set_grads_of};
 use super::votes::Votes;
 use crate::distributed::{ProcessGroup, World};
@@ -27,6 +27,8 @@ pub struct Ddp {
     world: World,
     config: DdpConfig,
     reducer: Option<Arc<Mutex<Reducer>>>,
+    /// Without a reducer: what this rank brings to the backward pass in progress, if that completes a window.
+    votes: Option<Votes>,
     hooks: Vec<GradHook>,
     /// All parameters of the module, by fqn, and which have been trained since the fit began.
     parameters: Vec<(String, Parameter, bool)>,
@@ -41,7 +43,7 @@ impl std::fmt::Debug for GradHook {
 impl Ddp {
     /// `name` is what chose it: `ddp`, `hpu_ddp` or `hpu_parallel`.
     pub fn new(name: &'static str, world: World, config: DdpConfig) -> Self {
-        Self { name, world, config, reducer: None, hooks: Vec::new(), parameters: Vec::new() }
+        Self { name, world, config, reducer: None, votes: None, hooks: Vec::new(), parameters: Vec::new() }
     }
 
     /// The ranks with other batches, if there are some.
@@ -57,7 +59,8 @@ impl Ddp {
         let trainable = self.parameters.iter().filter(|(.., is_trained)| *is_trained);
         let trainable: Vec<_> =
             trainable.map(|(fqn, parameter, _)| (fqn.clone(), parameter.leaf().shallow_clone())).collect();
-        let mut reducer = Reducer::new(group.clone(), self.config.clone(), trainable)?;
+        let all = self.world.group().unwrap_or(group);
+        let mut reducer = Reducer::new((group.clone(), all.clone()), self.config.clone(), trainable)?;
         let before = self.reducer.take();
         if let Some(before) = &before {
             let before = before.lock().unwrap_or_else(PoisonError::into_inner);
@@ -126,26 +129,34 @@ impl Strategy for Ddp {
         {
             self.follow_trained(&group)?;
         }
-        let Some(reducer) = &self.reducer else { return Ok(()) };
+        let Some(reducer) = &self.reducer else {
+            self.votes = syncs.then_some(votes);
+            return Ok(());
+        };
         let mut reducer = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         reducer.is_in_backward = true;
         if syncs { reducer.begin(loss, votes) } else { Ok(()) }
     }
 
     fn without_loss(&mut self, syncs: bool, votes: Votes) -> Result<Votes> {
-        let Some(reducer) = self.reducer.as_ref().filter(|_| syncs) else { return Ok(Votes::default()) };
-        let votes = reducer.lock().unwrap_or_else(PoisonError::into_inner).without_loss(votes)?;
-        agree_beyond_dp(self.world.mesh(), votes)
+        match &self.reducer {
+            _ if !syncs => Ok(Votes::default()),
+            Some(reducer) => reducer.lock().unwrap_or_else(PoisonError::into_inner).without_loss(votes),
+            None => self.agree(Votes { without_loss: 1, ..votes }),
+        }
     }
 
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {
-        let Some(reducer) = &self.reducer else { return done.map(|()| Votes::default()) };
+        let Some(reducer) = &self.reducer else {
+            done?;
+            return self.votes.take().map_or_else(|| Ok(Votes::default()), |votes| self.agree(votes));
+        };
         let mut reducer = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         reducer.is_in_backward = false;
         let was_active = std::mem::take(&mut reducer.is_active);
         match done {
             Err(error) => Err(reducer.failure.take().unwrap_or(error)),
-            Ok(()) if was_active => agree_beyond_dp(self.world.mesh(), reducer.finish()?),
+            Ok(()) if was_active => reducer.finish(),
             Ok(()) => Ok(Votes::default()),
         }
     }
@@ -164,8 +175,8 @@ impl Strategy for Ddp {
     }
 
     fn agree(&self, votes: Votes) -> Result<Votes> {
-        let Some(group) = self.world.group().filter(|group| group.world_size() > 1) else { return Ok(votes) };
-        agree(group, votes)
+        let group = self.world.group().filter(|group| group.world_size() > 1);
+        group.map_or(Ok(votes), |group| SentVotes::start(group, votes)?.receive())
     }
 
     fn teardown(&mut self) {

@@ -13,7 +13,7 @@ use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, DistributedError, Error, Result};
 use crate::ffi;
 use crate::strategy::config::{DdpConfig, GradientCompression};
-use crate::strategy::peers::some_without_loss;
+use crate::strategy::peers::SentVotes;
 use crate::strategy::sparse;
 use crate::strategy::strategy::open_window;
 use crate::strategy::votes::Votes;
@@ -35,7 +35,10 @@ struct Place {
 
 #[derive(Debug)]
 pub(super) struct Reducer {
+    /// Ranks with other batches.
     group: Arc<ProcessGroup>,
+    /// All ranks, which act on votes together.
+    all: Arc<ProcessGroup>,
     config: DdpConfig,
     names: Vec<String>,
     params: Vec<Tensor>,
@@ -60,21 +63,27 @@ pub(super) struct Reducer {
     used: Vec<bool>,
     /// Gradients that parameters without a part in this rank's loss had before.
     before: Vec<(usize, Tensor)>,
-    /// Votes are in the first bucket that have to be taken out.
-    has_votes: bool,
+    /// This rank's votes, sent behind the buckets: before them, a rank would be woken for them and then wait for the buckets.
+    votes: Votes,
     /// Why a hook failed.
     pub failure: Option<Error>,
 }
 
 impl Reducer {
     /// For the trainable parameters of a module, by fqn.
-    pub fn new(group: Arc<ProcessGroup>, config: DdpConfig, params: Vec<(String, Tensor)>) -> Result<Self> {
+    /// Gradients are averaged over `group`, votes exchanged with `all`.
+    pub fn new(
+        (group, all): (Arc<ProcessGroup>, Arc<ProcessGroup>),
+        config: DdpConfig,
+        params: Vec<(String, Tensor)>,
+    ) -> Result<Self> {
         let (names, params): (Vec<_>, Vec<_>) = params.into_iter().unzip();
         let backwards: Vec<usize> = (0..params.len()).rev().collect();
         // an order can be learnt only if all gradients come each time
         let learns = !config.find_unused_parameters || config.static_graph;
         let mut reducer = Self {
             group,
+            all,
             config,
             names,
             places: vec![Place { bucket: 0, is_ready: false }; params.len()],
@@ -90,7 +99,7 @@ impl Reducer {
             reached: None,
             reached_anywhere: None,
             before: Vec::new(),
-            has_votes: false,
+            votes: Votes::default(),
             failure: None,
         };
         reducer.make_buckets(&backwards)?;
@@ -113,26 +122,25 @@ impl Reducer {
             for &index in &members {
                 self.places[index].bucket = number;
             }
-            self.buckets.push(Bucket::new(members, &self.params, &self.names, number == 0)?);
+            self.buckets.push(Bucket::new(members, &self.params, &self.names)?);
         }
-        self.has_votes = false;
         Ok(())
     }
 
-    fn begin_sending(&mut self, votes: Votes) -> Result<()> {
+    fn begin_sending(&mut self, votes: Votes) {
         self.failure = None;
         self.sent.clear();
         self.is_active = true;
         self.own_backward = None; // it averages what there is already, too
         self.waiting = self.buckets.iter().map(|bucket| bucket.params.len()).collect();
         self.places.iter_mut().for_each(|place| place.is_ready = false);
-        self.put_votes(votes)
+        self.votes = votes;
     }
 
     /// In place of a backward that averages, where this rank has no loss: other ranks may have one. Gradients stay as they are.
     pub fn without_loss(&mut self, votes: Votes) -> Result<Votes> {
         let learnt = self.learnt.take(); // not the order of gradients
-        self.begin_sending(Votes { without_loss: 1, ..votes })?;
+        self.begin_sending(Votes { without_loss: 1, ..votes });
         self.is_in_backward = true;
         let mut before = Vec::with_capacity(self.params.len());
         for index in 0..self.params.len() {
@@ -141,20 +149,17 @@ impl Reducer {
             self.ready(index)?;
         }
         (self.is_in_backward, self.is_active) = (false, false);
-        let votes = self.receive()?;
+        let votes = self.receive();
         for (param, grad) in self.params.iter().zip(before) {
             if grad.defined() { ffi::set_grad(param, &grad)? } else { ffi::clear_grads([param])? }
         }
         self.learnt = learnt;
-        match votes.without_loss == self.group.world_size() {
-            true => Ok(votes),
-            false => Err(some_without_loss(&self.group, false)?),
-        }
+        votes
     }
 
     /// Before a backward from `loss` that averages.
     pub fn begin(&mut self, loss: &Tensor, votes: Votes) -> Result<()> {
-        self.begin_sending(votes)?;
+        self.begin_sending(votes);
         if self.config.find_unused_parameters || self.config.static_graph {
             let mut reached = match self.reached.take() {
                 Some(reached) => reached,
@@ -250,16 +255,13 @@ impl Reducer {
 
     /// After backward: waits for the buckets. Returns the votes of all ranks.
     pub fn finish(&mut self) -> Result<Votes> {
-        let rank = self.group.rank();
+        let rank = self.all.rank();
         if self.sent.len() < self.buckets.len() {
             let absent = self.places.iter().zip(&self.names).filter(|(place, _)| !place.is_ready);
             let names = absent.map(|(_, name)| name.clone()).collect();
             return Err(DistributedError::UnusedParameters { rank, names }.into());
         }
         let votes = self.receive()?;
-        if votes.without_loss > 0 {
-            return Err(some_without_loss(&self.group, true)?);
-        }
         self.restore_unused()?;
         self.used.fill(false);
         self.learn()?;
@@ -268,6 +270,7 @@ impl Reducer {
 
     /// Waits for the buckets, and takes the votes of all ranks.
     fn receive(&mut self) -> Result<Votes> {
+        let votes = SentVotes::start(&self.all, self.votes)?;
         for (bucket, Sent { work, compressed }) in self.buckets.iter().zip(self.sent.drain(..)) {
             work.wait()?;
             if let Some(compressed) = compressed {
@@ -275,7 +278,7 @@ impl Reducer {
                 bucket.flat.shallow_clone().f_copy_(&compressed)?;
             }
         }
-        self.take_votes()
+        votes.receive()
     }
 
     /// Parameters without a part in the loss of any rank keep the gradient they had, mostly none, so that the optimizer
@@ -309,24 +312,5 @@ impl Reducer {
         let _named = collective_scope("order of gradients");
         let order: Vec<usize> = self.group.broadcast_object(&order, 0)?;
         self.make_buckets(&order) // gradients of this step stay views of the old ones until the next
-    }
-
-    fn put_votes(&mut self, votes: Votes) -> Result<()> {
-        let Some(first) = self.buckets.first().filter(|_| self.has_votes || votes != Votes::default()) else {
-            return Ok(());
-        };
-        let _no_grad = tch::no_grad_guard();
-        first.votes()?.f_copy_(&Tensor::f_from_slice(&votes.numbers())?)?;
-        Ok(())
-    }
-
-    fn take_votes(&mut self) -> Result<Votes> {
-        let Some(first) = self.buckets.first() else { return Ok(Votes::default()) };
-        let votes = first.votes()?.f_to_kind(Kind::Float)?.f_to_device(tch::Device::Cpu)?; // sync point
-        let mut numbers = [0_f32; Votes::COUNT];
-        votes.f_copy_data(&mut numbers, Votes::COUNT)?;
-        let votes = Votes::from_numbers(numbers);
-        self.has_votes = votes != Votes::default();
-        Ok(votes)
     }
 }

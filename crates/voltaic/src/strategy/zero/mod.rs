@@ -24,12 +24,12 @@ use std::time::Duration;
 use tch::{Kind, Tensor};
 
 use super::divided::{DividedGrads, DividedState, Portion};
-use super::peers::{agree, broadcast_buffers, same_modules, some_without_loss, start_equal};
+use super::peers::{SentVotes, broadcast_buffers, same_modules, start_equal};
 use super::strategy::{PART, Strategy, grads_of, set_grads_of};
 use super::votes::Votes;
 use crate::checkpoint::Part;
 use crate::device::Device;
-use crate::distributed::{DeviceMesh, ProcessGroup, ReduceOp, SubMesh, World, collective_scope};
+use crate::distributed::{DeviceMesh, ProcessGroup, SubMesh, World};
 use crate::error::{ConfigError, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
@@ -242,18 +242,14 @@ impl Zero {
         if has_thawed { self.follow_units() } else { Ok(()) }
     }
 
-    /// An error on all ranks if some have a loss to go backward from, and some have none: the others would wait for their
-    /// gradients, and take those of the next batch.
-    fn compare_losses(&self, has_loss: bool) -> Result<()> {
-        let Some(group) = self.peers() else { return Ok(()) };
-        let _named = collective_scope("ranks with a loss");
-        let sum = Tensor::f_from_slice(&[f32::from(u8::from(has_loss))])?;
-        group.all_reduce(&sum, ReduceOp::Sum)?;
-        let num_with = sum.f_double_value(&[0])? as usize;
-        if num_with == 0 || num_with == group.world_size() {
-            return Ok(());
+    /// Before gradients travel: an error on all ranks if some have a loss to go backward from, and some have none, since the others
+    /// would wait for their gradients, and take those of the next batch. Returns the votes of all ranks if a window is complete.
+    fn exchange_votes(&self, syncs: bool, votes: Votes) -> Result<Votes> {
+        if !syncs && self.config.stage < ZeroStage::Two {
+            return Ok(Votes::default());
         }
-        Err(some_without_loss(group, has_loss)?)
+        let votes = self.agree(votes)?;
+        Ok(if syncs { votes } else { Votes::default() })
     }
 
     /// The name of this rank's part of a gradient, and whether one came on this rank.
@@ -401,9 +397,7 @@ impl Strategy for Zero {
 
     fn begin_backward(&mut self, _loss: &Tensor, syncs: bool, votes: Votes) -> Result<()> {
         self.follow_thawed()?;
-        if syncs || self.config.stage >= ZeroStage::Two {
-            self.compare_losses(true)?;
-        }
+        let votes = self.exchange_votes(syncs, votes)?;
         if let Some(mut reducer) = self.reducer() {
             reducer.take_changes()?;
             reducer.begin(syncs, votes);
@@ -412,11 +406,7 @@ impl Strategy for Zero {
     }
 
     fn without_loss(&mut self, syncs: bool, votes: Votes) -> Result<Votes> {
-        if !syncs && self.config.stage < ZeroStage::Two {
-            return Ok(Votes::default());
-        }
-        self.compare_losses(false)?;
-        self.agree(votes)
+        self.exchange_votes(syncs, Votes { without_loss: 1, ..votes })
     }
 
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {
@@ -514,7 +504,7 @@ impl Strategy for Zero {
     }
 
     fn agree(&self, votes: Votes) -> Result<Votes> {
-        self.peers().map_or(Ok(votes), |group| agree(group, votes))
+        self.peers().map_or(Ok(votes), |group| SentVotes::start(group, votes)?.receive())
     }
 
     fn finish(&mut self, module: &dyn Module) -> Result<()> {

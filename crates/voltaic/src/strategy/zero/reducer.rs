@@ -59,8 +59,8 @@ pub(super) struct Reducer {
     own_backward: Option<String>,
     /// There are gradients of a window that is to be completed.
     is_open: bool,
-    /// The ranks are to know each other's votes after this backward.
-    exchanges: Option<Votes>,
+    /// The votes of all ranks, if this backward completes a window.
+    votes: Option<Votes>,
     /// Why a hook failed.
     pub failure: Option<Error>,
     /// In which order units are needed.
@@ -123,7 +123,7 @@ impl Reducer {
             is_in_backward: false,
             own_backward: None,
             is_open: false,
-            exchanges: None,
+            votes: None,
             failure: None,
             order: Order::default(),
             gathered: Gathered::default(),
@@ -141,12 +141,12 @@ impl Reducer {
         self.peers.as_ref().map_or(1, |group| group.world_size())
     }
 
-    /// Before a backward pass. With `syncs` its gradients complete a window.
+    /// Before a backward pass. With `syncs` its gradients complete a window; `votes` are those of all ranks.
     pub fn begin(&mut self, syncs: bool, votes: Votes) {
         self.failure = None;
         self.sent.clear();
         (self.is_in_backward, self.is_open) = (true, !syncs);
-        self.exchanges = syncs.then_some(votes);
+        self.votes = syncs.then_some(votes);
         self.is_active = syncs || self.config.stage >= ZeroStage::Two;
         if !self.is_active {
             return;
@@ -273,20 +273,19 @@ impl Reducer {
         while !self.sent.is_empty() {
             self.receive_next()?;
         }
-        let Some(votes) = self.exchanges.take() else { return Ok(Votes::default()) };
+        let Some(votes) = self.votes.take() else { return Ok(Votes::default()) };
         let _named = collective_scope("gradients that there are");
         let had =
             self.units.iter().flat_map(|unit| unit.had_grad.iter().map(|had| f32::from(u8::from(*had))));
         let own = self.gathered.numbers();
-        let mut numbers: Vec<f32> = votes.numbers().into_iter().chain(own).chain(had).collect();
+        let mut numbers: Vec<f32> = own.into_iter().chain(had).collect();
         if let Some(group) = &self.peers {
             let sums = Tensor::f_from_slice(&numbers)?;
             group.all_reduce(&sums, ReduceOp::Sum)?;
             let len = numbers.len();
             sums.f_copy_data(&mut numbers, len)?;
         }
-        let (votes, rest) = numbers.split_at(votes.numbers().len());
-        let (orders, had) = rest.split_at(NUMBERS);
+        let (orders, had) = numbers.split_at(NUMBERS);
         self.compare_orders(own, orders)?;
         let had: Vec<bool> = had.iter().map(|sum| *sum != 0.0).collect();
         let mut rest = had.as_slice();
@@ -297,7 +296,7 @@ impl Reducer {
             rest = others;
         }
         self.note_gradients();
-        Ok(Votes::from_numbers(std::array::from_fn(|at| votes[at])))
+        Ok(votes)
     }
 
     /// An error if ranks have gathered other weights, or in another order.
@@ -366,7 +365,7 @@ impl Reducer {
     /// The backward pass has failed; what was on its way is of no use.
     pub fn abandon(&mut self) {
         self.sent.clear();
-        self.exchanges = None;
+        self.votes = None;
     }
 
     /// Takes over what was written to weights by hand.
