@@ -1,8 +1,9 @@
 //! The layers of a configuration, from their sources to one typed value.
 
-use std::fs::File;
+use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
@@ -13,7 +14,7 @@ use super::check::{Checked, Found, check};
 use super::defaults::{fill, prune};
 use super::dropped::Moved;
 use super::emit::{to_commented_yaml, to_yaml};
-use super::file::read_at_most;
+use super::file::{PipeLimits, read_file_or_pipe};
 use super::home::expand_home;
 use super::merge::{Remarks, merge};
 use super::node::{Node, Origin, Origins};
@@ -27,6 +28,9 @@ const ENV_PREFIX: &str = "VOLTAIC_";
 
 /// A longer file is not a configuration.
 const MAX_FILE: u64 = 16 << 20;
+/// How long a pipe that a file is named by may have nothing to read: commands such as `ssh` take their time.
+const PATIENCE: PipeLimits =
+    PipeLimits { no_writer: Duration::from_secs(10), silence: Duration::from_secs(60) };
 
 /// A configuration that grows layer by layer: each call outranks the calls before it.
 ///
@@ -160,10 +164,10 @@ impl Layers {
         &self.schema
     }
 
-    /// Adds a YAML file.
+    /// Adds a YAML file, or what a pipe gives.
     pub fn file(&mut self, path: impl AsRef<Path>) {
         let path = &*expand_home(path);
-        match File::open(path).and_then(|file| read_at_most(file, MAX_FILE)).map(String::from_utf8) {
+        match read_file_or_pipe(path, MAX_FILE, PATIENCE).map(String::from_utf8) {
             Ok(Ok(text)) => self.text(&path.display().to_string(), &text),
             Ok(Err(error)) => {
                 let offset = error.utf8_error().valid_up_to();
@@ -173,6 +177,7 @@ impl Layers {
             Err(error) => {
                 let what = format!("cannot read {}: {error}", path.display());
                 let remedy = match similar_file(path) {
+                    _ if error.kind() == ErrorKind::TimedOut => "write to it, or give a file".to_owned(),
                     Some(other) => format!("did you mean {other}"),
                     None => "check the path".to_owned(),
                 };
