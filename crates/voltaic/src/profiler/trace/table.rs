@@ -68,6 +68,8 @@ pub(super) struct Sum {
 pub(super) struct Row {
     pub name: String,
     pub shapes: String,
+    /// A range around operators, such as `ProfilerStep*`, and no operator.
+    pub is_range: bool,
     pub calls: u64,
     /// Nanoseconds of the host.
     pub time: Sum,
@@ -145,6 +147,7 @@ impl Averages {
         for (at, node) in nest.nodes.iter().enumerate() {
             let is_within = nest.is_within_its_like(at);
             let row = self.row(&node.event.name, &node.event.shapes);
+            row.is_range = node.event.scope == EventScope::Range;
             row.calls += 1;
             row.time.own += own_ns[at];
             row.device_time.own += device[at];
@@ -250,11 +253,12 @@ impl Averages {
         })
     }
 
-    /// All rows, the largest first.
+    /// All rows, the largest first: those of operators, then those of ranges, which last longer than all within them.
     pub fn rows(&self, key: SortKey) -> Vec<&Row> {
         let mut rows: Vec<&Row> = self.rows.values().collect();
         rows.sort_by(|a, b| {
-            let larger = b.value(key).cmp(&a.value(key)).then(b.time.total.cmp(&a.time.total));
+            let larger = a.is_range.cmp(&b.is_range).then(b.value(key).cmp(&a.value(key)));
+            let larger = larger.then(b.time.total.cmp(&a.time.total));
             larger.then_with(|| (&a.name, &a.shapes).cmp(&(&b.name, &b.shapes)))
         });
         rows
@@ -265,7 +269,7 @@ impl Averages {
         self.rows.values().any(|row| row.device_time.own > 0)
     }
 
-    /// The titles of the columns, and the cells of at most so many rows.
+    /// The titles of the columns, and the cells of at most so many operators and as many ranges.
     pub fn cells(&self, key: SortKey, row_limit: Option<usize>) -> Vec<Vec<String>> {
         let rows = self.rows(key);
         let sum = |value: fn(&Row) -> i64| rows.iter().map(|row| value(row)).sum::<i64>();
@@ -313,18 +317,19 @@ impl Averages {
             columns.push(column("Input Shapes", |row| row.shapes.clone()));
         }
         let mut cells = vec![columns.iter().map(|(title, _)| (*title).to_owned()).collect()];
-        for row in rows.iter().take(row_limit.unwrap_or(usize::MAX)) {
+        for row in shown(&rows, row_limit) {
             cells.push(columns.iter().map(|(_, cell)| cell(row)).collect());
         }
         cells
     }
 
-    /// A table of at most so many rows.
+    /// A table of at most so many operators, with as many ranges below.
     pub fn table(&self, key: SortKey, row_limit: Option<usize>) -> String {
         let rows = self.rows(key);
         let all: i64 = rows.iter().map(|row| row.time.own).sum();
         let all_device: i64 = rows.iter().map(|row| row.device_time.own).sum();
-        let mut text = aligned(&self.cells(key, row_limit));
+        let num_operators = shown(&rows, row_limit).filter(|row| !row.is_range).count();
+        let mut text = aligned(&self.cells(key, row_limit), 1 + num_operators);
         text += &format!("Self CPU time total: {}\n", time(all));
         if all_device > 0 {
             text += &format!("Self HPU time total: {}\n", time(all_device));
@@ -333,12 +338,19 @@ impl Averages {
     }
 }
 
+/// At most so many of the rows of operators, and of those of ranges.
+fn shown<'a>(rows: &'a [&'a Row], row_limit: Option<usize>) -> impl Iterator<Item = &'a Row> {
+    let of = move |ranges| rows.iter().copied().filter(move |row| row.is_range == ranges);
+    let limit = row_limit.unwrap_or(usize::MAX);
+    of(false).take(limit).chain(of(true).take(limit))
+}
+
 fn share(part: i64, all: i64) -> String {
     format!("{:.2}%", 100.0 * part as f64 / all.max(1) as f64)
 }
 
-/// Columns of equal width, with rules around the header and at the end.
-fn aligned(cells: &[Vec<String>]) -> String {
+/// Columns of equal width, with rules around the header, before line `second`, and at the end.
+fn aligned(cells: &[Vec<String>], second: usize) -> String {
     let columns = cells.first().map_or(0, Vec::len);
     let width = |column: usize| cells.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
@@ -348,7 +360,7 @@ fn aligned(cells: &[Vec<String>]) -> String {
         let padded = line.iter().zip(&widths).map(|(cell, &width)| format!("{cell:>width$}"));
         text.push_str(padded.collect::<Vec<_>>().join("  ").trim_end());
         text.push('\n');
-        if index == 0 {
+        if index == 0 || (index + 1 == second && second < cells.len()) {
             text.push_str(&rule);
         }
     }
@@ -485,6 +497,32 @@ mod tests {
         assert_eq!(lines.len(), 6, "{table}");
         assert_eq!(lines[5], "Self CPU time total: 2.502ms");
         assert_eq!(averages.rows(SortKey::Mean)[0].name, "a");
+    }
+
+    #[test]
+    fn ranges_are_listed_below_the_operators_within_them() {
+        let range = |name: &str, start, duration| crate::ffi::KinetoEvent {
+            scope: EventScope::Range,
+            ..event(name, start, duration, 1)
+        };
+        let mut averages = Averages::new(false, false);
+        averages.add(&profile(vec![
+            range("ProfilerStep#1", 0, 900),
+            range("[pl][profile]run_training_batch", 10, 800),
+            event("linear", 20, 300, 1),
+            event("addmm", 30, 200, 1),
+            event("copy", 400, 5, 1),
+        ]));
+        let names = |limit| {
+            let cells = averages.cells(SortKey::Total, limit);
+            cells[1..].iter().map(|row| row[0].clone()).collect::<Vec<_>>().join(" ")
+        };
+        let ranges = "ProfilerStep* [pl][profile]run_training_batch";
+        assert_eq!(names(None), format!("linear addmm copy {ranges}"));
+        assert_eq!(names(Some(1)), "linear ProfilerStep*");
+        let table = averages.table(SortKey::Total, None);
+        let lines: Vec<&str> = table.lines().collect();
+        assert!(lines[6].starts_with("--") && lines[7].contains("ProfilerStep*"), "{table}");
     }
 
     #[test]
