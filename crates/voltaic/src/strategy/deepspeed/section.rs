@@ -12,6 +12,8 @@ pub(super) struct Findings {
     pub problems: Vec<ConfigProblem>,
     /// Keys that have no effect, a sentence each.
     pub notes: Vec<String>,
+    /// Keys that DeepSpeed does not have, and ignores; mistakes, if there are others.
+    pub unknown: Vec<ConfigProblem>,
 }
 
 /// A section whose keys are read.
@@ -238,12 +240,17 @@ impl<'a> Section<'a> {
 
     /// Notes keys that were not asked for, as DeepSpeed ignores them here.
     pub fn finish_leniently(self, found: &mut Findings) {
-        for (name, _) in self.unknown().take(8) {
-            let why = match self.hint(name) {
+        for (name, entry) in self.unknown().take(8) {
+            let near = self.hint(name);
+            let why = match near {
                 Some(near) => format!("DeepSpeed has no such key; did you mean {near}"),
                 None => "DeepSpeed has no such key".to_owned(),
             };
             self.note(found, name, &why);
+            let remedy = near.map_or_else(|| "remove it".to_owned(), |near| format!("did you mean {near}"));
+            let mut aside = Findings { path: found.path.clone(), ..Findings::default() };
+            self.refuse(&mut aside, name, entry, "DeepSpeed has no such key".to_owned(), remedy);
+            found.unknown.extend(aside.problems);
         }
         let more = self.unknown().count().saturating_sub(8);
         if more > 0 {

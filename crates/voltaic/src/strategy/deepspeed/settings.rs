@@ -36,6 +36,8 @@ pub(crate) struct DeepSpeedSettings {
     pub scheduler: Option<LrSchedulerConfig>,
     /// Keys that have no effect, a sentence each.
     pub notes: Vec<String>,
+    /// Those of them that DeepSpeed does not have, as mistakes beside others.
+    pub unknown_keys: Vec<ConfigProblem>,
 }
 
 /// Section `fp16`: float16 weights, and how the loss is scaled.
@@ -115,9 +117,10 @@ impl DeepSpeedSettings {
         let settings = read(&mut top, &mut found);
         top.finish_leniently(&mut found);
         if found.problems.is_empty() {
-            Ok(Self { notes: found.notes, ..settings })
+            Ok(Self { notes: found.notes, unknown_keys: found.unknown, ..settings })
         } else {
-            Err(ConfigError { problems: found.problems })
+            let problems = found.problems.into_iter().chain(found.unknown).collect();
+            Err(ConfigError { problems })
         }
     }
 }
@@ -156,6 +159,7 @@ fn read(top: &mut Section<'_>, found: &mut Findings) -> DeepSpeedSettings {
         optimizer: read_optimizer(top, found),
         scheduler: read_scheduler(top, found),
         notes: Vec::new(),
+        unknown_keys: Vec::new(),
     };
     refuse_together(top, found, &settings, stage);
     read_activation_checkpointing(top, found);
@@ -334,6 +338,17 @@ fn read_fp16(top: &mut Section<'_>, found: &mut Findings) -> Fp16 {
     {
         let what = format!("2 to the power of {} is infinite in float32", entry.shown());
         section.refuse(found, "initial_scale_power", entry, what, "set 16, or another number up to 127");
+    }
+    if !enabled {
+        let of_scale = [
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+        ];
+        section.idle(found, &of_scale, "the loss is scaled with fp16.enabled=true only");
     }
     section.refused(found, &["auto_cast"], "inputs are not cast", "remove it: return float16 batches");
     let low = ["fp16_master_weights_and_grads"];

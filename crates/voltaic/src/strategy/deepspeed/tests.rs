@@ -66,6 +66,33 @@ fn comments_commas_auto_and_numbers_of_hjson_are_read() {
 }
 
 #[test]
+fn unknown_keys_are_noted_and_reported_beside_mistakes() {
+    let text =
+        |stage| format!("{{\n\"gradient_cliping\": 1.0,\n\"zero_optimization\": {{\"stage\": {stage}}}}}");
+    assert_eq!(
+        read(&text(2)).notes,
+        ["gradient_cliping has no effect: DeepSpeed has no such key; did you mean gradient_clipping"]
+    );
+    let found = errors(&text(7));
+    assert_eq!(
+        found,
+        [
+            "zero_optimization.stage (from ds.json:3): 7 is not a stage; use 0, 1, 2 or 3",
+            "gradient_cliping (from ds.json:2): DeepSpeed has no such key; did you mean gradient_clipping"
+        ]
+    );
+}
+
+#[test]
+fn a_loss_scale_without_float16_is_noted() {
+    let notes = read(r#"{"fp16": {"enabled": false, "loss_scale": 128, "hysteresis": 3}}"#).notes;
+    let why = "the loss is scaled with fp16.enabled=true only";
+    let expected = ["loss_scale", "hysteresis"].map(|key| format!("fp16.{key} has no effect: {why}"));
+    assert_eq!(notes, expected);
+    assert!(read(r#"{"fp16": {"enabled": true, "loss_scale": 128}}"#).notes.is_empty());
+}
+
+#[test]
 fn all_problems_of_a_file_are_reported_with_line_and_remedy() {
     let found = errors(
         "{\n\"zero_optimization\": {\n  \"stage\": 5,\n  \"reduce_buket_size\": 3,\n  \"overlap_comm\": 1,\n  \

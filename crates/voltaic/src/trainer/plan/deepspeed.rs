@@ -24,11 +24,15 @@ fn beside(config: &TrainerConfig, num_ranks: usize) -> Beside {
 pub(crate) fn resolve(config: &TrainerConfig, plan: &mut TrainPlan, problems: &mut Problems) {
     let num_ranks = plan.ranks.devices.len() * plan.ranks.num_nodes;
     let StrategyPlan::DeepSpeed(deepspeed) = &plan.ranks.strategy else { return };
-    problems.0.extend(deepspeed.check_beside(beside(config, num_ranks)));
+    let mut found = deepspeed.check_beside(beside(config, num_ranks));
     plan.clip = deepspeed.clip_norm(config.gradient_clip_val).map(GradientClip::Norm);
     if let Err(error) = deepspeed.zero() {
-        problems.0.extend(error.problems);
+        found.extend(error.problems);
     }
+    if !found.is_empty() {
+        found.extend(deepspeed.settings.unknown_keys.iter().cloned());
+    }
+    problems.0.extend(found);
 }
 
 /// Settings of the strategy that have no effect, a sentence each.
