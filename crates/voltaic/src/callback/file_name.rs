@@ -151,12 +151,15 @@ impl Format {
         };
         let precision = self.precision.unwrap_or(6);
         let text = match (self.kind, value, self.precision) {
-            (Kind::Any | Kind::Integer, Value::Count(count), None) => count.to_string(),
+            (Kind::Any, Value::Count(count), _) | (Kind::Integer, Value::Count(count), None) => {
+                count.to_string()
+            }
             (Kind::Integer, ..) if number.fract() == 0.0 => format!("{number:.0}"),
             (Kind::Any | Kind::Integer, _, None) => as_python(number),
-            (Kind::Any, _, Some(_)) | (Kind::Fixed | Kind::Integer, ..) => format!("{number:.precision$}"),
+            (Kind::Any, ..) => general(number, precision.max(1), true),
+            (Kind::Fixed | Kind::Integer, ..) => format!("{number:.precision$}"),
             (Kind::Exponent, ..) => with_exponent(number, precision),
-            (Kind::General, ..) => general(number, precision.max(1)),
+            (Kind::General, ..) => general(number, precision.max(1), false),
             (Kind::Percent, ..) => format!("{:.precision$}%", number * 100.0),
         };
         let text = text.to_lowercase(); // nan, inf
@@ -181,8 +184,9 @@ fn python_exponent(text: &str) -> String {
     format!("{digits}e{sign}{exponent:0>2}")
 }
 
-/// With so many significant digits, and an exponent only if the number is very small or has more digits before its point.
-fn general(number: f64, digits: usize) -> String {
+/// With so many significant digits, and an exponent only if the number is very small or has more digits before its point; or as many,
+/// if there is to be a point in any case.
+fn general(number: f64, digits: usize, has_point: bool) -> String {
     let text = format!("{number:.0$e}", digits - 1);
     let exponent = text.split_once('e').and_then(|(_, exponent)| exponent.parse::<i32>().ok());
     let Some(exponent) = exponent else { return text };
@@ -191,8 +195,9 @@ fn general(number: f64, digits: usize) -> String {
         false => text.to_owned(),
     };
     let last = digits as i32 - 1;
-    if (-4..=last).contains(&exponent) {
-        return trim(&format!("{number:.0$}", (last - exponent).unsigned_abs() as usize));
+    if (-4..=last - i32::from(has_point)).contains(&exponent) {
+        let text = trim(&format!("{number:.0$}", (last - exponent).unsigned_abs() as usize));
+        return if has_point && !text.contains('.') { text + ".0" } else { text };
     }
     let (mantissa, exponent) = text.split_once('e').unwrap_or((&text, "0"));
     python_exponent(&format!("{}e{exponent}", trim(mantissa)))
@@ -229,6 +234,23 @@ mod tests {
         assert_eq!(fill("e{epoch}-v{val_loss:.3f}", false), "e2-v0.047");
         assert_eq!(fill("{val/loss:.1f}", true), "val_loss=0.0");
         assert_eq!(fill("const", true), "const");
+    }
+
+    #[test]
+    fn a_precision_without_a_type_counts_digits_as_in_python() {
+        for (number, format, expected) in [
+            (5.0, ".2", "5.0"),
+            (0.046_875, ".2", "0.047"),
+            (12.0, ".2", "1.2e+01"),
+            (12.0, ".3", "12.0"),
+            (123_456.0, ".3", "1.23e+05"),
+            (0.000_012, ".2", "1.2e-05"),
+            (-3.14159, "07.3", "-003.14"),
+            (f64::NAN, ".2", "nan"),
+        ] {
+            let name = FileName::parse(&format!("{{x:{format}}}"), false).expect(format);
+            assert_eq!(name.fill(|_| Value::Metric(number)), expected, "{number} {format}");
+        }
     }
 
     #[test]
