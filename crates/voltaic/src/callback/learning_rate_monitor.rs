@@ -21,7 +21,7 @@ pub struct LearningRateMonitorConfig {
 }
 
 /// Gives the loggers the learning rates as `lr-<optimizer>`, `lr-<optimizer>-1` for a second of the same class, or the
-/// schedule's name, with `/pg1`, `/pg2` for several groups. Monitors can use the names too. A step row is written when
+/// schedule's name, with `/` and the name of the group, or `/pg1`, `/pg2` for several groups without one. Monitors can use the names too. A step row is written when
 /// `log_every_n_steps` says so. Source: Lightning's `LearningRateMonitor`.
 #[derive(Debug, Default)]
 pub struct LearningRateMonitor {
@@ -72,7 +72,11 @@ impl LearningRateMonitor {
             }
             let groups = optimizer.param_groups();
             for (index, group) in groups.iter().enumerate() {
-                let name = if groups.len() > 1 { format!("{name}/pg{}", index + 1) } else { name.clone() };
+                let name = match group.name() {
+                    Some(own) => format!("{name}/{own}"),
+                    None if groups.len() > 1 => format!("{name}/pg{}", index + 1),
+                    None => name.clone(),
+                };
                 values.push((name.clone(), group.lr));
                 if self.config.log_momentum {
                     values.push((format!("{name}-momentum"), group.momentum()));
@@ -146,6 +150,29 @@ impl Callback for LearningRateMonitor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nn::Parameter;
+    use crate::optim::{BuildOptimizer, ParamGroupSpec, Sgd};
+
+    #[test]
+    fn groups_have_their_names_or_their_numbers() {
+        let spec = |name: &str| {
+            let weight = Parameter::new(tch::Tensor::zeros([1], (tch::Kind::Float, tch::Device::Cpu)));
+            ParamGroupSpec::new([(format!("weight of {name}"), weight)])
+        };
+        let named = |name: &str| spec(name).name(name);
+        let values = |specs: Vec<ParamGroupSpec>| {
+            let optimizer = Sgd::new(0.5).build(specs).expect("groups that fit");
+            let mut monitor = LearningRateMonitor::default();
+            monitor.optimizers = vec![("lr-SGD".to_owned(), None)];
+            let values = monitor.values(&[optimizer], None);
+            values.into_iter().map(|(name, _)| name).collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(values(vec![spec("a")]), "lr-SGD");
+        assert_eq!(values(vec![named("a")]), "lr-SGD/a");
+        assert_eq!(values(vec![named("a"), spec("b")]), "lr-SGD/a lr-SGD/pg2");
+        let error = Sgd::new(0.5).build(vec![named("a"), named("a")]).err().expect("one name twice");
+        assert!(error.to_string().contains("two groups are named a"), "{error}");
+    }
 
     #[test]
     fn names_are_lightnings() {

@@ -140,10 +140,14 @@ fn halves(group: ParamGroupSpec) -> Vec<ParamGroupSpec> {
             |(fqn, parameter): &&(String, _)| is_matrix(fqn, &group.shape(parameter)) == are_matrices;
         let params = group.params.iter().filter(of_half).cloned().collect();
         let overrides = Overrides { are_matrices, ..group.overrides.clone() };
-        ParamGroupSpec { params, overrides, whole: group.whole.clone() }
+        ParamGroupSpec { params, overrides, whole: group.whole.clone(), name: group.name.clone() }
     };
-    let halves = [half(true), half(false)];
-    halves.into_iter().filter(|half| !half.params.is_empty()).collect()
+    let mut halves = vec![half(true), half(false)];
+    halves.retain(|half| !half.params.is_empty());
+    if halves.len() > 1 {
+        halves.iter_mut().for_each(|half| half.name = None); // a name is of one group
+    }
+    halves
 }
 
 impl BuildOptimizer for MuonWithAuxAdam {

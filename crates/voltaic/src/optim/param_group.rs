@@ -28,6 +28,7 @@ pub struct ParamGroupSpec {
     pub(super) params: Vec<(String, Parameter)>,
     pub(super) overrides: Overrides,
     pub(super) whole: Option<Arc<dyn WholeParameters>>,
+    pub(super) name: Option<String>,
 }
 
 /// Hyper-parameters that a group sets for itself.
@@ -62,7 +63,12 @@ impl ParamGroupSpec {
     ///
     /// [`ModuleExt::named_parameters`]: crate::nn::ModuleExt::named_parameters
     pub fn new(params: impl IntoIterator<Item = (String, Parameter)>) -> Self {
-        Self { params: params.into_iter().collect(), overrides: Overrides::default(), whole: None }
+        Self {
+            params: params.into_iter().collect(),
+            overrides: Overrides::default(),
+            whole: None,
+            name: None,
+        }
     }
 
     /// The parameters with their fqn.
@@ -79,6 +85,13 @@ impl ParamGroupSpec {
     /// What makes parameters whole, if ranks have parts of them.
     pub fn whole(&self) -> Option<&Arc<dyn WholeParameters>> {
         self.whole.as_ref()
+    }
+
+    /// Names this group, for [`LearningRateMonitor`](crate::callback::LearningRateMonitor): `lr-AdamW/decayed`.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = Some(name.into());
+        self
     }
 
     overrides! {
@@ -108,6 +121,7 @@ impl ParamGroupSpec {
 #[derive(Debug)]
 pub struct ParamGroup {
     params: Vec<(String, Parameter)>,
+    name: Option<String>,
     /// Learning rate of the next step.
     pub lr: f64,
     /// Learning rate that a schedule started from; absent before a schedule is built.
@@ -265,14 +279,19 @@ pub(super) struct Merged {
 }
 
 impl ParamGroup {
-    pub(super) fn new(params: Vec<(String, Parameter)>, merged: Merged) -> Self {
+    pub(super) fn new(params: Vec<(String, Parameter)>, name: Option<String>, merged: Merged) -> Self {
         let Merged { lr, weight_decay, maximize, options } = merged;
-        Self { params, lr, initial_lr: None, weight_decay, maximize, options }
+        Self { params, name, lr, initial_lr: None, weight_decay, maximize, options }
     }
 
     /// The parameters with their fqn.
     pub fn params(&self) -> &[(String, Parameter)] {
         &self.params
+    }
+
+    /// What [`ParamGroupSpec::name`] called it.
+    pub fn name(&self) -> Option<&str> {
+        self.name.as_deref()
     }
 
     /// What momentum schedules cycle: the momentum of SGD, the first decay rate of Adam.
@@ -356,8 +375,12 @@ pub(super) fn check_params(groups: &[ParamGroupSpec], problems: &mut Problems) -
     if groups.iter().all(|group| group.params.is_empty()) {
         problems.add("param_groups", "there are no parameters", remedy);
     }
-    let (mut seen, mut names) = (HashSet::new(), HashSet::new());
+    let (mut seen, mut names, mut groups_by_name) = (HashSet::new(), HashSet::new(), HashSet::new());
     for (index, group) in groups.iter().enumerate() {
+        if let Some(name) = group.name.as_deref().filter(|name| !groups_by_name.insert(*name)) {
+            let what = format!("two groups are named {name}");
+            problems.add(format!("param_groups[{index}].name"), what, "give each group a name of its own");
+        }
         for (fqn, parameter) in &group.params {
             if !seen.insert(ffi::tensor_id(parameter.leaf())?) {
                 let what = format!("{fqn} appears more than once");
@@ -398,7 +421,7 @@ pub(super) fn build_groups(
         if own_problems == 0 {
             problems.append(group_problems);
         }
-        groups.push(ParamGroup::new(spec.params, merged));
+        groups.push(ParamGroup::new(spec.params, spec.name, merged));
     }
     problems.finish()?;
     Ok(groups)
