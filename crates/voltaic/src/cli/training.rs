@@ -139,12 +139,13 @@ fn run<M: LightningModule>(
     }
     match request.verb() {
         Verb::Fit => {
-            if trainer.is_global_zero()
-                && trainer.config().loggers().is_enabled()
-                && trainer.config().fast_dev_run.batches().is_none()
-            {
-                save_config(request, trainer.log_dir())?;
-            }
+            let keeps_files =
+                trainer.config().loggers().is_enabled() && trainer.config().fast_dev_run.batches().is_none();
+            let saved = match trainer.is_global_zero() && keeps_files {
+                true => save_config(request, trainer.log_dir()),
+                false => Ok(()),
+            };
+            trainer.compare_written(saved)?;
             trainer.fit(model, data)?;
             if trainer.is_global_zero()
                 && let Err(error) = print_files(&trainer)
@@ -191,9 +192,9 @@ fn builder(request: &RunRequest) -> Result<TrainerBuilder, ConfigError> {
 }
 
 /// Keeps the whole configuration beside the run, ready to be given to `--config`.
-fn save_config(request: &RunRequest, folder: &Path) -> anyhow::Result<()> {
+fn save_config(request: &RunRequest, folder: &Path) -> crate::Result<()> {
     let text = request.config_yaml();
-    Ok(write_atomically(&folder.join("config.yaml"), |file| file.write_all(text.as_bytes()))?)
+    write_atomically(&folder.join("config.yaml"), |file| file.write_all(text.as_bytes()))
 }
 
 /// Writes to standard output, with escapes in place of control characters. A reader that has gone away (`| head`) has read enough:

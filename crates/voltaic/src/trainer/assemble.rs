@@ -30,6 +30,7 @@ use crate::trainer::plan::limits::minima_above_maxima;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::session::engine::Engine;
 use crate::trainer::session::run::Run;
+use crate::trainer::state::agree::agreed;
 use crate::trainer::state::find::run_folders;
 
 /// Parts of a trainer that are code rather than data.
@@ -221,7 +222,8 @@ fn build_loggers(
         given.loggers.extend(loggers.map(|logger| logger.build(&plan.default_root_dir)));
     }
     let mut folders = RunFolders::default();
-    given.loggers.iter_mut().try_for_each(|logger| logger.begin(&mut folders))?;
+    let begun = given.loggers.iter_mut().try_for_each(|logger| logger.begin(&mut folders));
+    agreed(world, "write", &plan.default_root_dir, begun)?;
     let first = given.loggers.first();
     let log_dir = first.and_then(|logger| logger.log_dir()).unwrap_or(&plan.default_root_dir).to_path_buf();
     let version = first.and_then(|logger| logger.version());

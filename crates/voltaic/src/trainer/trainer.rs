@@ -26,6 +26,7 @@ use crate::trainer::search::trial::Searcher;
 use crate::trainer::session::options::CallOptions;
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
+use crate::trainer::state::agree::agreed;
 use crate::trainer::state::collect::{divided_weights, weights};
 use crate::trainer::state::find::{or_of_failed_run, saved};
 use crate::trainer::state::requeue::or_of_requeued_job;
@@ -348,6 +349,15 @@ impl Trainer {
     /// The device of this rank: `trainer.strategy.root_device`.
     pub fn device(&self) -> crate::device::Device {
         self.plan.device
+    }
+
+    /// Ends all ranks if one of them could not write what belongs to the run.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub(crate) fn compare_written(&self, done: Result<()>) -> Result<()> {
+        let _named = collective_scope("what a rank writes");
+        agreed(self.world(), "write", &self.run.facts.log_dir, done)
     }
 
     /// The ranks of the run, and which of them this process is.

@@ -7,10 +7,12 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tempfile::TempDir;
-use voltaic::callback::Callback;
+use voltaic::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::checkpoint::{Checkpoint, CheckpointIo, write_atomically};
+use voltaic::logger::{Logger, RunFolders};
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::optim::Optimizers;
+use voltaic::profiler::{SimpleProfiler, SimpleProfilerConfig};
 use voltaic::strategy::DdpConfig;
 use voltaic::{Module, Tensor};
 
@@ -272,5 +274,130 @@ fn signals_to_the_launcher_reach_all_ranks() {
             std::thread::sleep(Duration::from_millis(20));
         }
         assert_eq!(orphans(folder.path()), 0, "{part} {signals:?}");
+    }
+}
+
+/// What rank 0 does alone, and fails at: a call of its logger, or a file.
+const LONE_ACTIONS: [&str; 7] =
+    ["begin", "log_hyperparams", "log_metrics", "save", "finalize", "weights", "profile"];
+
+/// Has one call that fails.
+struct FailingLogger(&'static str);
+
+impl FailingLogger {
+    fn call(&self, name: &str) -> voltaic::Result<()> {
+        if name != self.0 {
+            return Ok(());
+        }
+        Err(voltaic::error::ConfigError::new("logger", format!("{name}: the disk is full"), "make room")
+            .into())
+    }
+}
+
+impl Logger for FailingLogger {
+    fn log_dir(&self) -> Option<&Path> {
+        None
+    }
+
+    fn begin(&mut self, _folders: &mut RunFolders) -> voltaic::Result<()> {
+        self.call("begin")
+    }
+
+    fn log_hyperparams(&mut self, _hyper_parameters: &Value) -> voltaic::Result<()> {
+        self.call("log_hyperparams")
+    }
+
+    fn log_metrics(&mut self, _metrics: &[(String, f64)], _step: u64) -> voltaic::Result<()> {
+        self.call("log_metrics")
+    }
+
+    fn save(&mut self) -> voltaic::Result<()> {
+        self.call("save")
+    }
+
+    fn finalize(&mut self, _success: bool) -> voltaic::Result<()> {
+        self.call("finalize")
+    }
+}
+
+/// Cannot save weights.
+struct FullDisk;
+
+impl CheckpointIo for FullDisk {
+    fn save_checkpoint(&mut self, _: &Checkpoint, path: &Path, _: Option<&Value>) -> voltaic::Result<()> {
+        let what = format!("{}: the disk is full", path.display());
+        Err(voltaic::error::ConfigError::new("checkpoint", what, "make room").into())
+    }
+}
+
+/// The net, which has a hyper-parameter.
+#[derive(Module)]
+struct Described(Net);
+
+impl LightningModule for Described {
+    type Batch = (Tensor, Tensor);
+
+    fn training_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        self.0.training_step(batch, ctx)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        self.0.configure_optimizers()
+    }
+
+    fn hyper_parameters(&self) -> Value {
+        serde_json::json!({"width": 3})
+    }
+}
+
+fn train_until_rank_0_fails(action: &'static str, strategy: &str) -> voltaic::Result<()> {
+    let folder = folder_of_parent();
+    let builder =
+        builder(&folder).devices(2).strategy(strategy).limit_val_batches(0).log_every_n_steps(1_u64);
+    let builder = match action {
+        "weights" => {
+            let config =
+                ModelCheckpointConfig { save_weights_only: true, ..ModelCheckpointConfig::default() };
+            let callback = ModelCheckpoint::new(config)?;
+            builder.enable_checkpointing(true).checkpoint_io(FullDisk).callback(callback)
+        }
+        // the folder of the reports is a file
+        "profile" => {
+            let dirpath = Some(folder.join("file"));
+            builder.with_profiler(SimpleProfiler::new(SimpleProfilerConfig { dirpath, ..Default::default() }))
+        }
+        _ => builder.with_logger(FailingLogger(action)),
+    };
+    builder.build()?.fit(&mut Described(Net::new()), &mut loaders(None))
+}
+
+#[test]
+fn what_rank_0_cannot_write_ends_all_ranks_with_its_error() {
+    let test = "ddp_faults::what_rank_0_cannot_write_ends_all_ranks_with_its_error";
+    let cases = LONE_ACTIONS.into_iter().flat_map(|action| [(action, "ddp"), (action, "zero2")]);
+    for (action, strategy) in cases.clone() {
+        if plays(&format!("{action} {strategy}")) {
+            let error = train_until_rank_0_fails(action, strategy).expect_err("rank 0 cannot write");
+            eprintln!("error: {error}");
+            // a program that lives on does not tell the others by its end
+            let is_rank_0 = std::env::var("LOCAL_RANK").map_or(true, |rank| rank == "0");
+            std::thread::sleep(Duration::from_secs(if is_rank_0 { 4 } else { 0 }));
+            std::process::exit(1);
+        }
+    }
+    // each action with one of the strategies
+    let few = cases.enumerate().filter(|(index, _)| index % 4 == 0 || index % 4 == 3);
+    for (_, (action, strategy)) in few {
+        let folder = TempDir::new().unwrap();
+        std::fs::write(folder.path().join("file"), "").unwrap();
+        let mut command = own_process(test, &format!("{action} {strategy}"));
+        let output = command.env(FOLDER, folder.path()).output().unwrap();
+        let own = String::from_utf8_lossy(&output.stderr).into_owned();
+        let other = std::fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap_or_default();
+        let of_rank_1 = other.lines().find(|line| line.starts_with("error:")).unwrap_or_default();
+        assert!(own.contains("error: "), "{action} {strategy}: {own}");
+        let expected = if action == "profile" { "rank " } else { "rank 0: " };
+        assert!(of_rank_1.contains(expected), "{action} {strategy}: {own}\nrank 1: {other}");
+        assert!(!other.contains("imed out"), "{action} {strategy}: {other}");
     }
 }

@@ -41,7 +41,8 @@ impl<M: LightningModule> Session<'_, M> {
         seen.resize(num_batches.len(), 0);
         seen.iter_mut().zip(num_batches).for_each(|(seen, &batches)| *seen += batches as u64);
         self.last_validation = Instant::now();
-        self.agree()
+        self.agree()?;
+        self.check_failures()
     }
 
     /// Runs a few validation batches before training, and returns the loaders. Leaves no metrics and no change of random
@@ -254,7 +255,7 @@ impl<M: LightningModule> Session<'_, M> {
             _ => 0,
         };
         let step = before + batch_idx as u64;
-        self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&values, step))
+        self.give_to_loggers(&values, step)
     }
 
     /// Reads the metrics back and gives them to the loggers.

@@ -1,12 +1,13 @@
 //! How a call ends, above all if it fails.
 
 use crate::data::Stage;
-use crate::distributed::{global_rank, hold_back, tell_of_mistake};
+use crate::distributed::{collective_scope, global_rank, hold_back, tell_of_mistake};
 use crate::error::{Error, Result};
 use crate::module::{BatchFacts, LightningModule};
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::of_callback;
 use crate::trainer::session::session::Session;
+use crate::trainer::state::agree::agreed;
 use crate::trainer::state::collect;
 use crate::trainer::state::write::write;
 
@@ -29,7 +30,11 @@ impl<M: LightningModule> Session<'_, M> {
                 tracing::warn!("the profiler could not report after the failure: {second}");
                 Err(error)
             }
-            (result, described) => described.and(result),
+            (Ok(done), described) => {
+                let _named = collective_scope("profiles");
+                agreed(self.run.world(), "write", &self.run.facts.log_dir, described).map(|()| done)
+            }
+            (result, Ok(())) => result,
         }
     }
 

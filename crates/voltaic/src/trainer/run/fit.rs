@@ -191,7 +191,7 @@ impl<M: LightningModule> Session<'_, M> {
             let (mut ctx, mut step) = self.lend_in_step(&facts);
             step.run_backward(&mut ctx, &loss, window.closes)?;
         } else if self.run.world().world_size > 1 {
-            let votes = votes(self.run.engine.signal(), &self.run.asks);
+            let votes = votes(&self.run.engine, &self.run.asks);
             let _named = collective_scope("a batch without a loss");
             let told = self.run.engine.strategy.without_loss(window.closes, votes)?;
             self.run.engine.agreed = self.run.engine.agreed.or(told);
@@ -262,6 +262,7 @@ impl<M: LightningModule> Session<'_, M> {
         loaders: &mut FitLoaders<M::Batch>,
         validation: Option<Validation>,
     ) -> Result<()> {
+        self.check_failures()?;
         if validation == Some(Validation::AtStop) {
             self.write_checkpoints()?;
             self.freeze()?;
@@ -290,6 +291,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.log.metrics.publish_train_epoch()?; // sync point
         self.call(Hook::OnTrainEpochEnd, BatchFacts::default())?;
         self.agree()?;
+        self.check_failures()?;
         self.step_schedulers(Interval::Epoch, true)?;
         self.check_rates_alike()?;
         if !self.run.at.progress.epoch_ended {
@@ -299,7 +301,8 @@ impl<M: LightningModule> Session<'_, M> {
         self.is_ending_epoch = false;
         self.write_checkpoints()?;
         self.log(values, self.run.at.progress.batches_that_stepped.saturating_sub(1))?;
-        self.run.loggers.iter_mut().try_for_each(|logger| logger.save())
+        let saved = self.run.loggers.iter_mut().try_for_each(|logger| logger.save());
+        self.keep_failure(saved)
     }
 
     /// Leaves out the rest of the epoch. Schedules by epoch are stepped only if it was the last batch, as in Lightning.

@@ -99,13 +99,14 @@ impl Run {
     fn begin(&mut self, stage: Stage) -> Result<()> {
         self.seed = rng::global_seed();
         let world = self.engine.strategy.world();
-        self.facts.profiling.setup(|| ProfiledRun {
+        let is_set_up = self.facts.profiling.setup(|| ProfiledRun {
             stage,
             rank: world.rank,
             world_size: world.world_size,
             log_dir: self.facts.log_dir.clone(),
             device: self.facts.hardware.device,
-        })?;
+        });
+        agreed(world, "write", &self.facts.log_dir, is_set_up)?;
         self.begin_call(stage)
     }
 }
@@ -174,12 +175,12 @@ impl<M: LightningModule> Session<'_, M> {
             merged(self.module.hyper_parameters(), self.data.hyper_parameters(), self.plan)?;
         let mut loggers = self.run.loggers.iter_mut().filter(|_| !hyper_parameters.is_null());
         let logged = loggers.try_for_each(|logger| logger.log_hyperparams(&hyper_parameters));
-        agreed(self.run.world(), "write", &self.run.facts.log_dir, logged)?;
+        self.compare_failures(logged)?;
         let resumed = checkpoint.map(|(loaded, path)| restore_training(self, loaded, path)).transpose()?;
         if resumed.is_some() {
             let step = self.run.at.progress.batches_that_stepped;
             let resumed = self.run.loggers.iter_mut().try_for_each(|logger| logger.resume(step));
-            agreed(self.run.world(), "write", &self.run.facts.log_dir, resumed)?;
+            self.compare_failures(resumed)?;
         }
         let val = self.sanity_check()?;
         let loaders = self.fit_loaders(val)?;
@@ -257,7 +258,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.module_method("teardown", |module| module.teardown(stage))?;
         let finalized = self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true));
         let _named = collective_scope("teardown");
-        agreed(self.run.world(), "write", &self.run.facts.log_dir, finalized) // and what rank 0 has written is there
+        self.compare_failures(finalized) // and what rank 0 has written is there
     }
 
     fn prepare_data(&mut self) -> Result<()> {

@@ -1,14 +1,18 @@
-//! What any rank has been asked, a stop or a signal, is known to all before one acts on it.
+//! What any rank has been asked, a stop or a signal, is known to all before one acts on it; so is a failure of one rank alone.
 
 use crate::distributed::collective_scope;
 use crate::error::Result;
 use crate::module::{LightningModule, Requests};
 use crate::strategy::Votes;
+use crate::trainer::session::engine::Engine;
 use crate::trainer::session::session::Session;
+use crate::trainer::state::agree::agreed;
 
-/// What this rank has been asked.
-pub(crate) fn votes(signal: Option<&str>, requests: &Requests) -> Votes {
+/// What this rank has been asked, and whether it has failed.
+pub(crate) fn votes(engine: &Engine, requests: &Requests) -> Votes {
+    let signal = engine.signal();
     Votes {
+        failure: engine.of_call.failure.is_some(),
         interrupt: signal == Some("SIGINT"),
         terminate: signal == Some("SIGTERM"),
         stop: requests.stop.is_some(),
@@ -23,9 +27,42 @@ impl<M: LightningModule> Session<'_, M> {
     /// Lets all ranks know what any of them has been asked; where no backward pass does.
     pub(crate) fn agree(&mut self) -> Result<()> {
         let _named = collective_scope("stop or signal");
-        let agreed = self.run.engine.strategy.agree(votes(self.run.engine.signal(), &self.run.asks))?;
+        let agreed = self.run.engine.strategy.agree(votes(&self.run.engine, &self.run.asks))?;
         self.run.engine.agreed = self.run.engine.agreed.or(agreed);
         Ok(())
+    }
+
+    /// Keeps an error of what this rank does alone until all ranks know of it: the others would wait in the next collective for a
+    /// rank that has left. One process has nobody to tell.
+    ///
+    /// # Errors
+    /// Of a process alone.
+    pub(crate) fn keep_failure(&mut self, done: Result<()>) -> Result<()> {
+        match done {
+            Err(error) if self.run.world().world_size > 1 => {
+                self.run.engine.of_call.failure.get_or_insert(error);
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
+    /// Ends all ranks with the error that one of them has kept, once their votes have told of it.
+    ///
+    /// # Collective
+    /// All ranks must call it after they have the same votes.
+    pub(crate) fn check_failures(&mut self) -> Result<()> {
+        if self.run.engine.agreed.failure { self.compare_failures(Ok(())) } else { Ok(()) }
+    }
+
+    /// Ends all ranks with the error that one of them has kept, or has now.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub(crate) fn compare_failures(&mut self, done: Result<()>) -> Result<()> {
+        let done = self.run.engine.of_call.failure.take().map_or(done, Err);
+        let _named = collective_scope("what a rank writes");
+        agreed(self.run.world(), "write", &self.run.facts.log_dir, done)
     }
 
     /// Somebody asked to stop, and all ranks know.

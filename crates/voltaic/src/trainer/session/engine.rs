@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use crate::distributed::Signals;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
 use crate::nn::Parameter;
 use crate::precision::LossScale;
@@ -37,6 +37,8 @@ pub(crate) struct OfCall {
     pub captured_optimizers: CapturedOptimizers,
     /// There while a call runs.
     pub signals: Option<Signals>,
+    /// Why this rank could not write what it keeps for all, until all ranks know.
+    pub failure: Option<Error>,
 }
 
 impl Engine {

@@ -26,7 +26,16 @@ impl<M: LightningModule> Session<'_, M> {
         if has_epoch && !metrics.iter().any(|(name, _)| name == "epoch") {
             metrics.push(("epoch".to_owned(), self.run.at.progress.current_epoch as f64));
         }
-        self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&metrics, step))
+        self.give_to_loggers(&metrics, step)
+    }
+
+    /// Gives a row to all loggers, unless one has failed in this call.
+    pub(crate) fn give_to_loggers(&mut self, row: &[(String, f64)], step: u64) -> Result<()> {
+        if self.run.engine.of_call.failure.is_some() {
+            return Ok(()); // all ranks end with that
+        }
+        let given = self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(row, step));
+        self.keep_failure(given)
     }
 
     /// Reports a mistake made in logging.

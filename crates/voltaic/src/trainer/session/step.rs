@@ -157,7 +157,7 @@ impl<M: LightningModule> InStep<'_, M> {
         let _named = collective_scope("backward");
         let (engine, module) = (&mut *self.engine, self.module);
         let _action = ctx.run.profiling.of_strategy(engine.strategy.name(), "backward")?;
-        let votes = votes(engine.signal(), ctx.asks);
+        let votes = votes(engine, ctx.asks);
         engine.backward(loss, syncs, votes, |loss| {
             reachable(module.as_dyn(), || {
                 call_method(module, ctx, "backward", |module, ctx| module.backward(loss, ctx))

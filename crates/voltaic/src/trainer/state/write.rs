@@ -44,7 +44,7 @@ impl<M: LightningModule> Session<'_, M> {
         let done = done.and_then(|()| self.write_all(&requests, by_parts, &mut ranks));
         match path {
             Some(path) if all_write || is_gathered => agreed(self.run.world(), "save", path, done)?,
-            _ => done?,
+            _ => self.keep_failure(done)?,
         }
         self.run.callbacks.iter_mut().for_each(|callback| callback.on_checkpoints_written());
         Ok(())
