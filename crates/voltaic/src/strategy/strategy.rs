@@ -11,7 +11,7 @@ use super::divided::DividedState;
 use super::votes::Votes;
 use crate::device::Device;
 use crate::distributed::{DEFAULT_TIMEOUT, World};
-use crate::error::{ConfigError, Error, Result};
+use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::nn::{Module, ModuleExt, ModuleHooks};
 use crate::optim::{ConfiguredOptimizer, Optimizer, OptimizerState, Optimizers};
@@ -118,7 +118,8 @@ pub trait Strategy: fmt::Debug + Send {
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes>;
 
     /// Called in place of [`Strategy::begin_backward`] and [`Strategy::end_backward`] if this rank's batch has no loss. That is
-    /// allowed if no rank has one. Returns the votes of all ranks.
+    /// allowed if no rank has one. With `syncs` the gradients of the window's other batches are averaged when it returns. Returns the
+    /// votes of all ranks.
     ///
     /// # Errors
     /// On all ranks, if some have a loss and some have none.
@@ -129,7 +130,7 @@ pub trait Strategy: fmt::Debug + Send {
     /// Before an optimizer step: whether all ranks have the same gradients.
     ///
     /// # Errors
-    /// If the module ran a backward pass of its own, or the last batch of an accumulation window had no loss.
+    /// If the module ran a backward pass of its own.
     fn check_averaged(&self) -> Result<()> {
         Ok(())
     }
@@ -218,13 +219,6 @@ pub trait Strategy: fmt::Debug + Send {
 
     /// Called when a fit is over or has failed: hooks are removed.
     fn teardown(&mut self) {}
-}
-
-/// The error of a window whose last batch had no loss.
-pub(super) fn open_window() -> Error {
-    let what = "the last batch of an accumulation window has no loss, and gradients of the batches before it are not averaged";
-    let remedy = "return a loss for the last batch of a window, or do not accumulate";
-    ConfigError::new("training_step", what, remedy).into()
 }
 
 /// What ends the name of a gradient that is a part of the whole one.

@@ -15,7 +15,6 @@ use crate::ffi;
 use crate::strategy::config::{DdpConfig, GradientCompression};
 use crate::strategy::peers::SentVotes;
 use crate::strategy::sparse;
-use crate::strategy::strategy::open_window;
 use crate::strategy::votes::Votes;
 
 /// A bucket on its way.
@@ -137,7 +136,8 @@ impl Reducer {
         self.votes = votes;
     }
 
-    /// In place of a backward that averages, where this rank has no loss: other ranks may have one. Gradients stay as they are.
+    /// In place of a backward that averages, where this rank has no loss: other ranks may have one. Gradients of the batches of a
+    /// window before it are averaged; parameters without them on any rank keep what they have.
     pub fn without_loss(&mut self, votes: Votes) -> Result<Votes> {
         let learnt = self.learnt.take(); // not the order of gradients
         self.begin_sending(Votes { without_loss: 1, ..votes });
@@ -150,10 +150,16 @@ impl Reducer {
         }
         (self.is_in_backward, self.is_active) = (false, false);
         let votes = self.receive();
-        for (param, grad) in self.params.iter().zip(before) {
+        self.learnt = learnt;
+        let used = match &votes {
+            Ok(_) => self.anywhere(&self.used)?,
+            Err(_) => vec![false; self.params.len()],
+        };
+        let kept = self.params.iter().zip(before).zip(used).filter(|(_, used)| !used);
+        for ((param, grad), _) in kept {
             if grad.defined() { ffi::set_grad(param, &grad)? } else { ffi::clear_grads([param])? }
         }
-        self.learnt = learnt;
+        self.used.fill(false);
         votes
     }
 
@@ -219,7 +225,7 @@ impl Reducer {
     /// An error if gradients came from a backward pass that was not the trainer's, and are this rank's alone.
     pub fn check_averaged(&self) -> Result<()> {
         let Some(name) = self.own_backward.and_then(|index| self.names.get(index)) else {
-            return if self.used.contains(&true) { Err(open_window()) } else { Ok(()) };
+            return Ok(());
         };
         let what = format!("the gradient of `{name}` comes from loss.backward(), and is this rank's alone");
         let remedy = "call ctx.manual_backward(&loss), which averages gradients over the ranks";
@@ -287,13 +293,7 @@ impl Reducer {
         let Some(reached) = &self.reached else { return Ok(()) };
         let anywhere = match self.reached_anywhere.take() {
             Some(anywhere) => anywhere,
-            None => {
-                let reached: Vec<i32> = reached.iter().map(|&reached| i32::from(reached)).collect();
-                let reached = Tensor::f_from_slice(&reached)?;
-                let _named = collective_scope("unused parameters");
-                self.group.all_reduce(&reached, ReduceOp::Max)?;
-                Vec::<i32>::try_from(&reached)?.into_iter().map(|reached| reached != 0).collect()
-            }
+            None => self.anywhere(reached)?,
         };
         for (index, grad) in self.before.drain(..).filter(|(index, _)| !anywhere[*index]) {
             let param = &self.params[index];
@@ -301,6 +301,15 @@ impl Reducer {
         }
         self.reached_anywhere = Some(anywhere);
         Ok(())
+    }
+
+    /// For each parameter, whether that is so on any rank.
+    fn anywhere(&self, own: &[bool]) -> Result<Vec<bool>> {
+        let own: Vec<i32> = own.iter().map(|&own| i32::from(own)).collect();
+        let any = Tensor::f_from_slice(&own)?;
+        let _named = collective_scope("unused parameters");
+        self.group.all_reduce(&any, ReduceOp::Max)?;
+        Ok(Vec::<i32>::try_from(&any)?.into_iter().map(|any| any != 0).collect())
     }
 
     /// Makes buckets in the order in which rank 0's gradients came.

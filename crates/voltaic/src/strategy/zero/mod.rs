@@ -406,7 +406,12 @@ impl Strategy for Zero {
     }
 
     fn without_loss(&mut self, syncs: bool, votes: Votes) -> Result<Votes> {
-        self.exchange_votes(syncs, Votes { without_loss: 1, ..votes })
+        let votes = self.exchange_votes(syncs, Votes { without_loss: 1, ..votes })?;
+        let Some(mut reducer) = self.reducer().filter(|_| syncs) else { return Ok(votes) };
+        reducer.take_changes()?;
+        reducer.begin(true, votes);
+        (reducer.is_in_backward, reducer.is_active) = (false, false);
+        reducer.finish()
     }
 
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {

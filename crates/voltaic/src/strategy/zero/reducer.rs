@@ -20,7 +20,6 @@ use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::dtype::bytes_of;
 use crate::error::{ConfigError, Error, Result};
 use crate::ffi::GradHook;
-use crate::strategy::strategy::open_window;
 use crate::strategy::votes::Votes;
 
 /// Most units on their way where gradients do not stay whole: the memory of a third one would be needed.
@@ -57,8 +56,6 @@ pub(super) struct Reducer {
     pub is_in_backward: bool,
     /// A parameter that got a gradient from elsewhere since the last backward whose gradients travelled.
     own_backward: Option<String>,
-    /// There are gradients of a window that is to be completed.
-    is_open: bool,
     /// The votes of all ranks, if this backward completes a window.
     votes: Option<Votes>,
     /// Why a hook failed.
@@ -122,7 +119,6 @@ impl Reducer {
             is_active: false,
             is_in_backward: false,
             own_backward: None,
-            is_open: false,
             votes: None,
             failure: None,
             order: Order::default(),
@@ -145,7 +141,7 @@ impl Reducer {
     pub fn begin(&mut self, syncs: bool, votes: Votes) {
         self.failure = None;
         self.sent.clear();
-        (self.is_in_backward, self.is_open) = (true, !syncs);
+        self.is_in_backward = true;
         self.votes = syncs.then_some(votes);
         self.is_active = syncs || self.config.stage >= ZeroStage::Two;
         if !self.is_active {
@@ -204,7 +200,7 @@ impl Reducer {
     /// An error if gradients came from a backward pass that was not the trainer's, and are this rank's alone.
     pub fn check_averaged(&self) -> Result<()> {
         let Some(name) = self.own_backward.as_ref().filter(|_| self.peers.is_some()) else {
-            return if self.is_open { Err(open_window()) } else { Ok(()) };
+            return Ok(());
         };
         let what = format!("the gradient of `{name}` comes from loss.backward(), and is this rank's alone");
         let remedy = "call ctx.manual_backward(&loss), which averages gradients over the ranks";
@@ -388,7 +384,6 @@ impl Reducer {
 
     /// Drops the gradients of an optimizer's parameters.
     pub fn drop_grads(&mut self, optimizer: usize) -> Result<()> {
-        self.is_open = false;
         let is_own = |unit: &&mut Unit| unit.optimizer == optimizer || unit.optimizer == NO_OPTIMIZER;
         let mut units = self.units.iter_mut().filter(is_own);
         units.try_for_each(Unit::drop_grads)

@@ -190,7 +190,7 @@ impl<M: LightningModule> Session<'_, M> {
             }
             let (mut ctx, mut step) = self.lend_in_step(&facts);
             step.run_backward(&mut ctx, &loss, window.closes)?;
-        } else if self.run.world().world_size > 1 {
+        } else {
             let votes = votes(&self.run.engine, &self.run.asks);
             let _named = collective_scope("a batch without a loss");
             let told = self.run.engine.strategy.without_loss(window.closes, votes)?;
