@@ -300,10 +300,12 @@ impl<R: Rule> Engine<R> {
             found.push(index);
             targets.push(target);
         }
+        // with none at all the state is of a run without master weights; a part of them is missing otherwise
+        let has_masters = targets.iter().any(|(.., index)| *index == R::STATE.len());
         for ((bucket, member), found) in given {
             let bucket = &self.buckets[bucket];
             let mut required = saved.get(bucket.group).map(R::required).unwrap_or_default();
-            if bucket.has_masters {
+            if bucket.has_masters && has_masters {
                 required.push(R::STATE.len());
             }
             for index in required.into_iter().filter(|index| !found.contains(index)) {
@@ -574,6 +576,14 @@ impl<R: Rule> Engine<R> {
                 ),
             }
             .into());
+        }
+        let mut of_halves =
+            targets.iter().filter(|(bucket, ..)| self.buckets[*bucket].has_masters).peekable();
+        if of_halves.peek().is_some() && of_halves.all(|(.., index)| *index != R::STATE.len()) {
+            tracing::info!(
+                "the state has no float32 master weights: {} begins with the weights of 16 bits",
+                self.rule.name()
+            );
         }
         let mut loaded = Vec::with_capacity(targets.len());
         for ((bucket, member, index), (_, tensor)) in targets.into_iter().zip(&state.tensors) {
