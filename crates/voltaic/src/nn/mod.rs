@@ -82,7 +82,7 @@ pub use layers::pool::{
 pub use layers::sync_batch_norm::SyncBatchNorm;
 pub(crate) use metric::refuse_shape;
 pub use metric::{Metric, MetricState, Reduction};
-pub(crate) use misfit::fqn_of_misfit;
+pub(crate) use misfit::with_fqn;
 #[allow(deprecated)]
 pub use modes::mode_changed;
 pub use modes::set_training;

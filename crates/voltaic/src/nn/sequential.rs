@@ -7,6 +7,7 @@ use tch::Tensor;
 use crate::nn::callable::Callable;
 use crate::nn::calls::call::{at_place, within_call};
 use crate::nn::field::with_index;
+use crate::nn::misfit::in_sequence;
 use crate::nn::module::{Forward, Member, Module};
 
 /// Applies its layers in order, as `torch.nn.Sequential`; they are named `0`, `1`, ...
@@ -75,7 +76,8 @@ impl Forward for Sequential {
         within_call(self, input, |input| {
             let mut output = input.shallow_clone();
             for (place, layer) in self.layers.iter().enumerate() {
-                output = at_place(place, || layer.call(&output))?;
+                output =
+                    at_place(place, || layer.call(&output)).map_err(|error| in_sequence(place, error))?;
             }
             Ok(output)
         })

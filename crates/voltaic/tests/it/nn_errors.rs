@@ -8,6 +8,19 @@ use voltaic::{Result, Tensor};
 use crate::rng::seeded;
 
 #[test]
+fn the_error_of_a_layer_in_sequences_names_its_place() {
+    let _guard = seeded(0);
+    let inner = Sequential::new().add(Relu).add(Linear::new(3, 2).unwrap());
+    let outer = Sequential::new().add(Linear::new(5, 4).unwrap()).add(inner);
+    let error =
+        |size: i64| outer.forward(&Tensor::ones([2, size], (Kind::Float, tch::Device::Cpu))).unwrap_err();
+    let of_inner = "Linear(3, 2): input of shape [2, 4] does not fit: last dimension must be 3";
+    assert_eq!(format!("{:#}", error(5)), format!("layer 1.1: {of_inner}"));
+    assert!(matches!(error(5).downcast_ref(), Some(Error::Module(ModuleError::Shape { .. }))));
+    assert!(format!("{:#}", error(1)).starts_with("layer 0: Linear(5, 4): "));
+}
+
+#[test]
 fn an_input_that_does_not_fit_is_explained_in_the_layers_terms() {
     let guard = seeded(0);
     let layers: Vec<(Box<dyn Forward>, &[i64], &str)> = vec![

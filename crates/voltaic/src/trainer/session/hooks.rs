@@ -6,12 +6,12 @@ use tch::TchError;
 use crate::callback::Callback;
 use crate::data::Batch;
 use crate::distributed::{collective_scope, global_rank};
-use crate::error::{Error, ModuleError, Result};
+use crate::error::{Error, Result};
 use crate::module::{
     Action, AnyBatch, BatchFacts, Hook, HookContext, HookFacts, LightningModule, LogScope, Profiling,
     Progress, StepHook, StepOutput,
 };
-use crate::nn::{Module, ModuleExt, fqn_of_misfit};
+use crate::nn::{ModuleExt, with_fqn};
 use crate::profiler::actions;
 use crate::trainer::session::engine::Engine;
 use crate::trainer::session::guard::guarded;
@@ -29,19 +29,6 @@ pub(crate) fn hook_error(hook: &'static str, progress: &Progress, source: anyhow
     };
     let (epoch, global_step) = (progress.current_epoch, progress.global_step);
     Error::Hook { hook, rank: global_rank(), epoch, global_step, source }
-}
-
-/// The error of a layer that refused its input, with the layer's place in the module.
-pub(crate) fn with_place(module: &dyn Module, source: anyhow::Error) -> anyhow::Error {
-    let fqn = fqn_of_misfit(module);
-    let is_misfit = matches!(
-        source.downcast_ref(),
-        Some(Error::Module(ModuleError::Shape { .. } | ModuleError::Input { .. }))
-    );
-    match fqn.filter(|_| is_misfit) {
-        Some(fqn) => source.context(fqn),
-        None => source,
-    }
 }
 
 /// tch's error as ours, which has libtorch's text without its C++ stack; what was said about it stays.
@@ -260,6 +247,6 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// The error of a hook of this session.
     pub(crate) fn hook_error(&self, hook: &'static str, source: anyhow::Error) -> Error {
-        hook_error(hook, &self.run.at.progress, with_place(self.module.as_dyn(), source))
+        hook_error(hook, &self.run.at.progress, with_fqn(self.module.as_dyn(), source))
     }
 }
