@@ -22,9 +22,9 @@ at::Generator default_generator(int32_t device_type, int32_t device_index) {
 vt_error *vt_manual_seed(uint64_t seed) {
   return voltaic::guard([&] {
     voltaic::hpu::reserve_hooks();
-    const bool has_devices = c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA) ||
-                             c10::impl::hasDeviceGuardImpl(c10::DeviceType::HPU);
-    if (has_devices) {
+    // a card whose plugin has no hooks keeps its generator to itself, and libtorch would refuse to seed it
+    const bool has_hpus = c10::impl::hasDeviceGuardImpl(c10::DeviceType::HPU) && voltaic::hpu::has_generators();
+    if (has_hpus || c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) {
       at::manual_seed(seed);
       return;
     }
