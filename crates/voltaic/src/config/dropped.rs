@@ -2,9 +2,55 @@
 
 use std::collections::HashSet;
 
-use super::defaults::narrow;
+use super::check::{Checked, check};
+use super::defaults::{fill, narrow};
 use super::node::{Data, Node, join};
 use super::schema::View;
+
+/// So often are classes dropped because others within them were. Classes are hardly nested deeper.
+const MAX_ROUNDS: usize = 4;
+
+/// A configuration without what is wrong with it.
+pub(super) struct Left {
+    /// With defaults in place of what was dropped.
+    pub tree: Node,
+    /// The elements of its lists that others were taken out before.
+    pub moved: Moved,
+    /// Keys that are wrong even so.
+    pub wrong: Vec<String>,
+}
+
+impl Left {
+    /// What is left of `tree` without the keys `dropped`, to which a class is added that lacks a key it needs.
+    pub fn of(tree: &Node, view: &View<'_>, dropped: &mut Vec<String>) -> Self {
+        let mut left = Self::without(tree, view, dropped);
+        for _ in 1..MAX_ROUNDS {
+            let known: HashSet<&str> = dropped.iter().map(String::as_str).collect();
+            let classes = left
+                .wrong
+                .iter()
+                .filter_map(|key| Some(left.moved.original(key.rsplit_once(".init_args")?.0)));
+            let useless: HashSet<String> = classes.filter(|class| !known.contains(class.as_str())).collect();
+            if useless.is_empty() {
+                break;
+            }
+            dropped.extend(useless);
+            left = Self::without(tree, view, dropped);
+        }
+        left
+    }
+
+    fn without(tree: &Node, view: &View<'_>, dropped: &[String]) -> Self {
+        let gone = dropped.iter().map(String::as_str).collect();
+        let mut tree = tree.clone();
+        tree.remove(&gone);
+        let moved = Moved::take_out(&mut tree, view, &gone);
+        fill(&mut tree, view, view.default);
+        let Checked { problems, more_unknown, more } = check(&tree, view);
+        let wrong = problems.into_iter().map(|found| found.key).chain(more_unknown).chain(more).collect();
+        Self { tree, moved, wrong }
+    }
+}
 
 /// Lists of classes that have lost elements: the key of each, and the numbers that its elements had.
 #[derive(Debug, Clone, Default)]

@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::assign::{Assignment, apply};
 use super::check::{Checked, Found, check};
 use super::defaults::{fill, prune};
-use super::dropped::Moved;
+use super::dropped::{Left, Moved};
 use super::emit::{to_commented_yaml, to_yaml};
 use super::file::{PipeLimits, read_file_or_pipe};
 use super::home::expand_home;
@@ -241,7 +241,7 @@ impl Layers {
         let mut tree = self.filled();
         let mut problems = self.remarks.problems.clone();
         let mut unusable: Vec<String> = problems.iter().map(|problem| problem.key.clone()).collect();
-        let (mut dropped, mut moved) = (Vec::new(), Moved::default());
+        let mut dropped = Vec::new();
         let origins = tree.origins();
         let Checked { problems: found, more_unknown, more } = check(&tree, &view);
         for Found { key, problem } in found {
@@ -258,12 +258,11 @@ impl Layers {
         }
         dropped.extend(more_unknown);
         dropped.extend(more);
+        let mut moved = Moved::default();
         if !dropped.is_empty() {
-            let gone = dropped.iter().map(String::as_str).collect();
-            tree.remove(&gone);
-            moved = Moved::take_out(&mut tree, &view, &gone);
-            fill(&mut tree, &view, view.default);
-            unusable.extend(check(&tree, &view).problems.into_iter().map(|found| found.key));
+            let left = Left::of(&tree, &view, &mut dropped);
+            (tree, moved) = (left.tree, left.moved);
+            unusable.extend(left.wrong);
         }
         let settings = Settings { origins, tree: tree.to_value(), notes: self.remarks.notes.clone() };
         Ok(Survey { settings, problems, unusable, dropped, moved })

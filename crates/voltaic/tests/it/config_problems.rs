@@ -273,6 +273,44 @@ data: MnistData
 }
 
 #[test]
+fn a_class_without_a_key_that_it_needs_does_not_hide_what_is_wrong_beside_it() {
+    let sequence = r#"--lr_scheduler.schedulers=[{"class_path": "StepLR"}, {"class_path": "StepLR"}]"#;
+    for (schedule, expected) in [
+        (&["--lr_scheduler=StepLR"][..], "lr_scheduler.init_args.step_size: this key is missing"),
+        (
+            &["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=x"],
+            "lr_scheduler.T_max (from command line): `x` is text",
+        ),
+        (
+            &["--lr_scheduler=SequentialLR", "--lr_scheduler.milestones=[1]", sequence],
+            "lr_scheduler.init_args.schedulers.1.init_args.step_size: this key is missing",
+        ),
+    ] {
+        let wrong =
+            ["--optimizer=SGD", "--optimizer.lr=-1", "--trainer.max_epochs=-5", "--trainer.accelerator=cpu"];
+        let callbacks = [
+            "--trainer.callbacks+=Timer",
+            "--trainer.callbacks.duration=an hour",
+            "--trainer.callbacks+=ModelCheckpoint",
+            "--trainer.callbacks.save_top_k=-3",
+        ];
+        let (code, printed) = voltaic(
+            &[&["fit", "--model=Mlp", "--data=MnistData"], schedule, &wrong, &callbacks].concat(),
+            &[],
+        );
+        assert_eq!(code, Some(2), "{printed}");
+        for expected in [
+            expected,
+            "trainer.callbacks.1.save_top_k (from command line): -3 is below -1",
+            "trainer.max_epochs (from command line): -5 is below -1",
+            "optimizer.lr (from command line): -1 is not a finite number",
+        ] {
+            assert!(printed.contains(&format!("error: {expected}")), "{expected}\n{printed}");
+        }
+    }
+}
+
+#[test]
 fn unreadable_files_are_named() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("mnist.yaml"), "name: x\n").unwrap();
