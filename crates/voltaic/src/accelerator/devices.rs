@@ -1,5 +1,7 @@
 //! The `devices` key: a number, a list of indices, or a text.
 
+use std::collections::HashSet;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -82,7 +84,7 @@ impl Devices {
 fn indices_of(given: &[i64]) -> Option<Vec<usize>> {
     let indices: Option<Vec<usize>> = given.iter().map(|&index| usize::try_from(index).ok()).collect();
     let indices = indices?;
-    let differ = indices.iter().enumerate().all(|(at, index)| !indices[..at].contains(index));
+    let differ = indices.iter().collect::<HashSet<_>>().len() == indices.len();
     (differ && !indices.is_empty()).then_some(indices)
 }
 
