@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tch::Kind;
 
 use super::problems::Problems;
@@ -342,20 +342,24 @@ impl ParamGroup {
         }
     }
 
+    /// The hyper-parameters by the names under which they are saved.
+    pub(crate) fn hyper_parameters(&self) -> Map<String, Value> {
+        let mut named = Map::new();
+        named.insert("lr".to_owned(), json!(self.lr));
+        named.insert("initial_lr".to_owned(), json!(self.initial_lr));
+        named.insert("weight_decay".to_owned(), json!(self.weight_decay));
+        named.insert("maximize".to_owned(), json!(self.maximize));
+        if let Value::Object(options) = json!(self.options) {
+            named.extend(options);
+        }
+        named
+    }
+
     pub(super) fn save(&self) -> Value {
         let names: Vec<&str> = self.params.iter().map(|(fqn, _)| fqn.as_str()).collect();
-        let mut saved = json!({
-            "params": names,
-            "lr": self.lr,
-            "initial_lr": self.initial_lr,
-            "weight_decay": self.weight_decay,
-            "maximize": self.maximize,
-        });
-        let options = json!(self.options);
-        if let (Value::Object(saved), Value::Object(options)) = (&mut saved, options) {
-            saved.extend(options);
-        }
-        saved
+        let mut saved = Map::from_iter([("params".to_owned(), json!(names))]);
+        saved.extend(self.hyper_parameters());
+        Value::Object(saved)
     }
 
     pub(super) fn load(&mut self, saved: &SavedGroup) {

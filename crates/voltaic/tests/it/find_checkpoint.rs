@@ -344,8 +344,10 @@ data: {{class_path: MnistData, init_args: {{batch_size: 4, data_dir: {}}}}}
     }
     let (code, errors) = run(&["fit", "--ckpt_path=last", "--trainer.max_epochs=2"]);
     assert!(code == 0 && errors.contains("at global_step 2"), "{errors}");
-    assert!(!errors.contains("the learning rate is"), "{errors}");
-    let (code, errors) = run(&["fit", "--ckpt_path=last", "--trainer.max_epochs=3", "--optimizer.lr=0.5"]);
-    let expected = "the learning rate is 0.002 of the checkpoint, not 0.5 as configured";
+    assert!(!errors.contains("as configured"), "{errors}");
+    let others = ["--optimizer.lr=0.5", "--optimizer.betas=[0.8, 0.999]", "--optimizer.weight_decay=0.1"];
+    let (code, errors) = run(&[&["fit", "--ckpt_path=last", "--trainer.max_epochs=3"], &others[..]].concat());
+    let expected = "the optimizer has lr=0.002, weight_decay=0.01, betas=[0.9,0.999] of the checkpoint, not lr=0.5, \
+                    weight_decay=0.1, betas=[0.8,0.999] as configured";
     assert!(code == 0 && errors.contains(expected), "{errors}");
 }

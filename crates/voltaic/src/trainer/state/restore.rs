@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use tch::Kind;
 
 use crate::callback::Callback;
@@ -18,7 +18,7 @@ use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
 use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts};
 use crate::nn::{Held, Module, ModuleExt, load_state_dict_each};
-use crate::optim::OptimizerState;
+use crate::optim::{OptimizerState, ParamGroup};
 use crate::trainer::config::values::Limit;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::session::guard::guarded;
@@ -233,7 +233,7 @@ pub(crate) fn restore_training<M: LightningModule>(
         );
         return Err(unusable(&path, what, "use the same configure_optimizers, or load the weights alone"));
     }
-    let configured = learning_rates(session);
+    let configured = hyper_parameters(session);
     let groups = state.optimizers.into_iter().map(|(_, groups)| groups);
     let grads = match &unread {
         Some(unread) => {
@@ -256,7 +256,7 @@ pub(crate) fn restore_training<M: LightningModule>(
         active.configured.scheduler.load_state_dict(saved)?;
     }
     if session.run.world().is_global_zero() {
-        say_whose_rate_counts(&configured, &learning_rates(session));
+        say_whose_settings_count(&configured, &hyper_parameters(session));
     }
     restore_grads(session, &grads, &path)?;
     let has_grads = session.run.engine.of_call.has_scaled;
@@ -279,18 +279,37 @@ pub(crate) fn restore_training<M: LightningModule>(
     Ok(Resumed { path, rng, shape, ranks, has_grads })
 }
 
-/// Of each group of each optimizer: the learning rate that a schedule started from, or the one in force without a schedule.
-fn learning_rates<M: LightningModule>(session: &Session<M>) -> Vec<f64> {
+/// The hyper-parameters of each group of each optimizer. With a schedule: the learning rate that it started from, and nothing that it
+/// may change.
+fn hyper_parameters<M: LightningModule>(session: &Session<M>) -> Vec<Map<String, Value>> {
     let groups = session.training.optimizers.iter().flat_map(|optimizer| optimizer.param_groups());
-    groups.map(|group| group.initial_lr.unwrap_or(group.lr)).collect()
+    let of_group = |group: &ParamGroup| {
+        let mut named = group.hyper_parameters();
+        if let Some(initial) = named.remove("initial_lr").filter(|initial| !initial.is_null()) {
+            named.insert("lr".to_owned(), initial);
+            named.retain(|name, _| name != "momentum" && name != "betas");
+        }
+        named
+    };
+    groups.map(of_group).collect()
 }
 
-/// Warns of rates that this run was given and that the checkpoint has replaced.
-fn say_whose_rate_counts(configured: &[f64], restored: &[f64]) {
-    if let Some((own, saved)) = configured.iter().zip(restored).find(|(own, saved)| own != saved) {
+/// Warns of hyper-parameters that this run was given and that the checkpoint has replaced.
+fn say_whose_settings_count(configured: &[Map<String, Value>], restored: &[Map<String, Value>]) {
+    let differing = |(own, saved): (&Map<String, Value>, &Map<String, Value>)| {
+        let changed = saved.iter().filter(|(name, value)| own.get(*name) != Some(*value));
+        let texts = changed.map(|(name, value)| {
+            let own = own.get(name).unwrap_or(&Value::Null);
+            (format!("{name}={value}"), format!("{name}={own}"))
+        });
+        texts.unzip::<_, _, Vec<_>, Vec<_>>()
+    };
+    let groups = configured.iter().zip(restored).map(differing);
+    if let Some((saved, own)) = groups.into_iter().find(|(saved, _)| !saved.is_empty()) {
+        let (saved, own) = (saved.join(", "), own.join(", "));
         tracing::warn!(
-            "the learning rate is {saved:?} of the checkpoint, not {own:?} as configured: a resumed run goes on with the \
-             optimizer's state; change the rate in a callback, or load the weights alone"
+            "the optimizer has {saved} of the checkpoint, not {own} as configured: a resumed run goes on with the optimizer's \
+             state; change it in a callback, or load the weights alone"
         );
     }
 }
