@@ -32,6 +32,10 @@ fn the_command_line_trains_and_resumes_with_divided_states() {
     assert!(held.is_some_and(|line| line.contains("optimizer states")), "{text}");
     let (is_done, text) = run("zero3", &["--trainer.max_epochs=2", "--ckpt_path=last"]);
     assert!(is_done && text.contains("zero3: rank 0 of 2 holds parameters"), "{text}");
+    let (is_done, text) = run("zero2", &["--trainer.max_epochs=3", "--ckpt_path=last", "--model=LeNet"]);
+    for part in [".ckpt is of a Mlp: ", "; use it with a Mlp, or give a checkpoint of a LeNet"] {
+        assert!(!is_done && text.contains(part), "{text}");
+    }
 }
 
 /// An optimizer of DeepSpeed's settings counts before the model's own, and `--optimizer` before both.

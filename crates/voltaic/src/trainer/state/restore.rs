@@ -105,7 +105,8 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Loaded
     let Some(unread) = &loaded.unread else {
         let taken = use_master_weights(&mut loaded.checkpoint, &|fqn| full.contains(fqn))?;
         tell_of_masters(taken, path);
-        return session.module.load_state_dict(&loaded.checkpoint.weights, true).map(drop);
+        let done = session.module.load_state_dict(&loaded.checkpoint.weights, true).map(drop);
+        return done.map_err(|error| of_other_module(error, session, loaded, path));
     };
     let divided = session.run.engine.strategy.divided();
     let num_optimizers = loaded.checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len());
@@ -141,7 +142,8 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Loaded
     if session.run.world().is_global_zero() {
         tell_of_masters(masters.len(), path);
     }
-    agreed(session.run.world(), "read", path, read.and_then(|()| failures.end()))
+    let done = read.map_err(|error| of_other_module(error, session, loaded, path));
+    agreed(session.run.world(), "read", path, done.and_then(|()| failures.end()))
 }
 
 fn tell_of_masters(taken: usize, path: &Path) {
@@ -159,7 +161,7 @@ pub(crate) fn restore_module<M: LightningModule>(
     loaded: &mut Loaded,
     path: &Path,
 ) -> Result<()> {
-    restore_weights(session, loaded, path).map_err(|error| of_other_module(error, session, loaded, path))?;
+    restore_weights(session, loaded, path)?;
     let checkpoint = &loaded.checkpoint;
     let Some(training) = &checkpoint.training else { return Ok(()) };
     let state = read_state(&training.json, path)?;
