@@ -1,10 +1,11 @@
-//! Derive macros of voltaic: `#[derive(Module)]`, documented at `voltaic::nn::Module`.
+//! Macros of voltaic: `#[derive(Module)]`, documented at `voltaic::nn::Module`, and `#[settings]`, which only `voltaic::optim` uses.
 //!
-//! The generated code names everything by its path from `::voltaic`, so it compiles in any crate that depends on
+//! What the derive generates names everything by its path from `::voltaic`, so it compiles in any crate that depends on
 //! voltaic under that name, and in voltaic itself, which calls itself `voltaic`.
 
 mod attributes;
 mod module;
+mod settings;
 
 use proc_macro::TokenStream;
 
@@ -21,4 +22,23 @@ use proc_macro::TokenStream;
 pub fn derive_module(input: TokenStream) -> TokenStream {
     let input = syn::parse_macro_input!(input as syn::DeriveInput);
     module::expand(&input).unwrap_or_else(syn::Error::into_compile_error).into()
+}
+
+/// The settings of an optimizer or of a learning rate schedule: adds what follows from the fields. For `voltaic::optim`.
+///
+/// `#[setting(...)]` on a field knows:
+///
+/// - `default = VALUE`: the setting's value unless it is set. It gets a setter; without a default, a setting is required.
+/// - `check = FUNCTION`: `FUNCTION(problems, key, &value)` reports a value that is out of range. `check_each` calls all.
+/// - `per_group`: a group of parameters may set it for itself. `with_overrides` gives the settings of a group.
+/// - `into`: the setter takes what can be converted; for an `Option<T>`, what can be converted to a `T`.
+///
+/// The struct can be read from and written to a configuration file, and has a schema. If all settings have a default, it has
+/// `Default`, else `with_required`, which takes the required ones. `#[settings(lr = VALUE)]` adds the settings that all optimizers
+/// have: `lr` with this default, `maximize` and `master_weights`, unless they are written out.
+#[doc(hidden)]
+#[proc_macro_attribute]
+pub fn settings(arguments: TokenStream, input: TokenStream) -> TokenStream {
+    let input = syn::parse_macro_input!(input as syn::DeriveInput);
+    settings::expand(arguments.into(), input).unwrap_or_else(syn::Error::into_compile_error).into()
 }

@@ -1,89 +1,57 @@
 //! Adam and AdamW.
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
+use voltaic_macros::settings;
 
+use super::checks::{not_negative, rates};
 use super::engine::{Engine, Rule, Slot};
 use super::optimizer::{BuildOptimizer, Optimizer};
-use super::param_group::build_groups;
-use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroupSpec, SavedGroup};
-use super::problems::Problems;
+use super::param_group::{GroupOptions, ParamGroup, ParamGroupSpec, SavedGroup};
 use super::replay::Rate;
-use super::setters::setters;
+use super::settings::{Settings, optimizer};
 use crate::error::Result;
 use crate::ffi::{AdamLists, AdamOptions, TensorList};
 
 macro_rules! adam_config {
-    ($(#[$doc:meta])* $name:ident, $weight_decay:literal, $decoupled:literal, $(#[$decay_doc:meta])*) => {
+    ($(#[$doc:meta])* $name:ident = $class:literal, $weight_decay:literal, $decoupled:literal, $(#[$decay_doc:meta])*) => {
         $(#[$doc])*
-        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-        #[serde(default, deny_unknown_fields)]
+        #[settings(lr = 1e-3)]
         pub struct $name {
-            /// Learning rate, at least 0.
-            pub lr: f64,
             /// Decay rates of the running means of the gradient and of its square, each in [0, 1).
+            #[setting(default = (0.9, 0.999), check = rates, per_group)]
             pub betas: (f64, f64),
             /// Term added to the denominator against division by zero, at least 0.
+            #[setting(default = 1e-8, check = not_negative, per_group)]
             pub eps: f64,
             $(#[$decay_doc])*
+            #[setting(default = $weight_decay, check = not_negative, per_group)]
             pub weight_decay: f64,
             /// Divides by the largest second moment so far (arXiv:1904.09237) instead of the present one.
+            #[setting(default = false, per_group)]
             pub amsgrad: bool,
             /// Whether the running means are corrected for their start at 0; DeepSpeed can do without.
+            #[setting(default = true)]
             pub bias_correction: bool,
             /// Ascends instead of descends.
+            #[setting(default = false, per_group)]
             pub maximize: bool,
             /// Updates parameters in bfloat16 or float16 in float32 copies, which lose no small updates, and rounds
             /// these to the parameters after each step (arXiv:1710.03740, section 3.1). Such copies and moments take
             /// 12 bytes a weight.
+            #[setting(default = false)]
             pub master_weights: bool,
         }
 
-        impl Default for $name {
-            fn default() -> Self {
-                Self {
-                    lr: 1e-3,
-                    betas: (0.9, 0.999),
-                    eps: 1e-8,
-                    weight_decay: $weight_decay,
-                    amsgrad: false,
-                    bias_correction: true,
-                    maximize: false,
-                    master_weights: false,
-                }
-            }
-        }
-
-        impl $name {
-            /// PyTorch's settings with another learning rate.
-            pub fn new(lr: f64) -> Self {
-                Self { lr, ..Self::default() }
-            }
-
-            setters! {
-                /// Sets the learning rate.
-                lr: f64,
-                /// Sets the decay rates of the running means.
-                betas: (f64, f64),
-                /// Sets the term added to the denominator.
-                eps: f64,
-                /// Sets the weight decay.
-                weight_decay: f64,
-                /// Sets whether the largest second moment is used.
-                amsgrad: bool,
-                /// Sets whether the running means are corrected for their start at 0.
-                bias_correction: bool,
-                /// Sets whether the objective is ascended.
-                maximize: bool,
-                /// Sets whether parameters of a lower dtype are updated in float32 copies.
-                master_weights: bool,
-            }
-        }
+        optimizer!($name = $class, |adam| GroupOptions::Adam {
+            betas: adam.betas,
+            eps: adam.eps,
+            amsgrad: adam.amsgrad,
+            bias_correction: adam.bias_correction,
+        });
 
         impl BuildOptimizer for $name {
             fn name(&self) -> &'static str {
-                stringify!($name)
+                Self::NAME
             }
 
             fn is_elementwise(&self) -> bool {
@@ -91,11 +59,8 @@ macro_rules! adam_config {
             }
 
             fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
-                let Self { lr, betas, eps, weight_decay, amsgrad, bias_correction, maximize, master_weights } = *self;
-                let settings = Settings { lr, betas, eps, weight_decay, amsgrad, bias_correction, maximize };
-                let rule = AdamRule { name: stringify!($name), decoupled: $decoupled };
-                let groups = settings.groups(rule.name, groups)?;
-                Ok(Box::new(Engine::new(rule, groups, master_weights)?))
+                let rule = AdamRule { name: Self::NAME, decoupled: $decoupled };
+                Ok(Box::new(Engine::new(rule, self.groups(groups)?, self.master_weights)?))
             }
         }
     };
@@ -112,7 +77,7 @@ adam_config! {
     /// let adam = Adam::new(3e-4).betas((0.9, 0.95));
     /// # assert_eq!(adam.eps, 1e-8);
     /// ```
-    Adam, 0.0, false,
+    Adam = "Adam", 0.0, false,
     /// L2 penalty: this times the weights is added to the gradient. At least 0.
 }
 
@@ -125,73 +90,8 @@ adam_config! {
     /// let adamw = AdamW::new(1e-3).weight_decay(0.1);
     /// # assert_eq!(adamw.betas, (0.9, 0.999));
     /// ```
-    AdamW, 0.01, true,
+    AdamW = "AdamW", 0.01, true,
     /// Part of the weights taken away per unit of learning rate and step. At least 0.
-}
-
-/// The settings of both.
-#[derive(Clone, Copy)]
-struct Settings {
-    lr: f64,
-    betas: (f64, f64),
-    eps: f64,
-    weight_decay: f64,
-    amsgrad: bool,
-    bias_correction: bool,
-    maximize: bool,
-}
-
-impl Settings {
-    /// These settings with those that a group has of its own.
-    fn with(&self, own: &Overrides) -> Self {
-        Self {
-            lr: own.lr.unwrap_or(self.lr),
-            betas: own.betas.unwrap_or(self.betas),
-            eps: own.eps.unwrap_or(self.eps),
-            weight_decay: own.weight_decay.unwrap_or(self.weight_decay),
-            amsgrad: own.amsgrad.unwrap_or(self.amsgrad),
-            bias_correction: self.bias_correction,
-            maximize: own.maximize.unwrap_or(self.maximize),
-        }
-    }
-
-    fn check(&self, at: &str, problems: &mut Problems) {
-        problems.require_not_negative(format!("{at}.lr"), self.lr);
-        for (index, beta) in [self.betas.0, self.betas.1].into_iter().enumerate() {
-            let rule = "at least 0 and below 1";
-            problems.require((0.0..1.0).contains(&beta), format!("{at}.betas[{index}]"), beta, rule);
-        }
-        problems.require_not_negative(format!("{at}.eps"), self.eps);
-        problems.require_not_negative(format!("{at}.weight_decay"), self.weight_decay);
-    }
-
-    /// The groups of optimizer `name` with these settings.
-    fn groups(&self, name: &str, groups: Vec<ParamGroupSpec>) -> Result<Vec<ParamGroup>> {
-        build_groups(
-            groups,
-            |problems| self.check("init_args", problems),
-            |own, at, problems| {
-                let merged = self.with(own);
-                merged.check(at, problems);
-                for (key, set) in [
-                    ("momentum", own.momentum.is_some()),
-                    ("dampening", own.dampening.is_some()),
-                    ("nesterov", own.nesterov.is_some()),
-                ] {
-                    if set {
-                        problems.add(
-                            format!("{at}.{key}"),
-                            format!("is not a setting of {name}"),
-                            "remove it",
-                        );
-                    }
-                }
-                let Settings { lr, betas, eps, weight_decay, amsgrad, bias_correction, maximize } = merged;
-                let options = GroupOptions::Adam { betas, eps, amsgrad, bias_correction };
-                Merged { lr, weight_decay, maximize, options }
-            },
-        )
-    }
 }
 
 pub(super) struct AdamRule {

@@ -1,92 +1,48 @@
 //! Adagrad, RMSprop and Adadelta, with PyTorch's numbers.
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use tch::Tensor;
+use voltaic_macros::settings;
 
-use super::formula::{self, Formula, check_common, check_rate, mix, settings, with_penalty};
-use super::optimizer::{BuildOptimizer, Optimizer};
-use super::param_group::{GroupOptions, Merged, ParamGroup, ParamGroupSpec};
+use super::checks::{not_negative, rate};
+use super::formula::{Formula, formula_optimizer, mix, with_penalty};
+use super::param_group::{GroupOptions, ParamGroup};
 use super::replay::Rate;
-use super::setters::setters;
+use super::settings::optimizer;
 use crate::error::Result;
 
-settings! {
-    /// Adagrad (Duchi et al., JMLR 12, 2011), as `torch.optim.Adagrad`.
-    ///
-    /// With gradient `g` at step `t`: `s += g²`; `w -= lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)`.
-    Adagrad,
+/// Adagrad (Duchi et al., JMLR 12, 2011), as `torch.optim.Adagrad`.
+///
+/// With gradient `g` at step `t`: `s += g²`; `w -= lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)`.
+#[settings(lr = 1e-2)]
+pub struct Adagrad {
     /// The learning rate is divided by 1 plus this times the steps before. At least 0.
-    lr_decay: f64,
+    #[setting(default = 0.0, check = not_negative)]
+    pub lr_decay: f64,
     /// L2 penalty: this times the weights is added to the gradient. At least 0.
-    weight_decay: f64,
+    #[setting(default = 0.0, check = not_negative, per_group)]
+    pub weight_decay: f64,
     /// What the sum of squares begins with, at least 0.
-    initial_accumulator_value: f64,
+    #[setting(default = 0.0, check = not_negative)]
+    pub initial_accumulator_value: f64,
     /// Term added to the denominator against division by zero, at least 0.
-    eps: f64,
+    #[setting(default = 1e-10, check = not_negative, per_group)]
+    pub eps: f64,
 }
 
-impl Default for Adagrad {
-    fn default() -> Self {
-        Self {
-            lr: 1e-2,
-            lr_decay: 0.0,
-            weight_decay: 0.0,
-            initial_accumulator_value: 0.0,
-            eps: 1e-10,
-            maximize: false,
-            master_weights: false,
-        }
-    }
-}
+optimizer!(Adagrad = "Adagrad", |adagrad| GroupOptions::Adagrad {
+    lr_decay: adagrad.lr_decay,
+    eps: adagrad.eps
+});
+formula_optimizer!(Adagrad);
 
-impl BuildOptimizer for Adagrad {
-    fn name(&self) -> &'static str {
-        AdagradFormula::NAME
-    }
-
-    fn is_elementwise(&self) -> bool {
-        true
-    }
-
-    fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
-        let begin = self.initial_accumulator_value;
-        formula::build(
-            AdagradFormula { begin },
-            self.master_weights,
-            groups,
-            &["eps"],
-            |own| Merged {
-                lr: own.lr.unwrap_or(self.lr),
-                weight_decay: own.weight_decay.unwrap_or(self.weight_decay),
-                maximize: own.maximize.unwrap_or(self.maximize),
-                options: GroupOptions::Adagrad { lr_decay: self.lr_decay, eps: own.eps.unwrap_or(self.eps) },
-            },
-            |merged, at, problems| {
-                check_common(merged, at, problems);
-                let GroupOptions::Adagrad { lr_decay, eps } = merged.options else { return };
-                problems.require_not_negative(format!("{at}.lr_decay"), lr_decay);
-                problems.require_not_negative(format!("{at}.eps"), eps);
-                problems.require_not_negative(format!("{at}.initial_accumulator_value"), begin);
-            },
-        )
-    }
-}
-
-struct AdagradFormula {
-    begin: f64,
-}
-
-impl Formula for AdagradFormula {
+impl Formula for Adagrad {
     const STATE: &'static [&'static str] = &["sum", "step"];
-    const NAME: &'static str = "Adagrad";
 
     fn initial(&self, _: usize) -> f64 {
-        self.begin
+        self.initial_accumulator_value
     }
 
     fn update(
-        &self,
         group: &ParamGroup,
         lr: &Rate<'_>,
         weights: &mut Tensor,
@@ -110,81 +66,39 @@ impl Formula for AdagradFormula {
     }
 }
 
-settings! {
-    /// RMSprop (Hinton's lecture 6e, 2012), as `torch.optim.RMSprop`.
-    ///
-    /// With gradient `g`: `v = alpha * v + (1 - alpha) * g²`; `w -= lr * g / (sqrt(v) + eps)`. `centered` takes the square of
-    /// the running mean of `g` away from `v`; with momentum, the quotients are summed up in a buffer.
-    RmsProp,
+/// RMSprop (Hinton's lecture 6e, 2012), as `torch.optim.RMSprop`.
+///
+/// With gradient `g`: `v = alpha * v + (1 - alpha) * g²`; `w -= lr * g / (sqrt(v) + eps)`. `centered` takes the square of
+/// the running mean of `g` away from `v`; with momentum, the quotients are summed up in a buffer.
+#[settings(lr = 1e-2)]
+pub struct RmsProp {
     /// Decay rate of the running mean of squares, in [0, 1).
-    alpha: f64,
+    #[setting(default = 0.99, check = rate)]
+    pub alpha: f64,
     /// Term added to the denominator against division by zero, at least 0.
-    eps: f64,
+    #[setting(default = 1e-8, check = not_negative, per_group)]
+    pub eps: f64,
     /// L2 penalty: this times the weights is added to the gradient. At least 0.
-    weight_decay: f64,
+    #[setting(default = 0.0, check = not_negative, per_group)]
+    pub weight_decay: f64,
     /// Momentum factor, at least 0; 0 keeps no buffer.
-    momentum: f64,
+    #[setting(default = 0.0, check = not_negative, per_group)]
+    pub momentum: f64,
     /// Divides by the standard deviation.
-    centered: bool,
+    #[setting(default = false)]
+    pub centered: bool,
 }
 
-impl Default for RmsProp {
-    fn default() -> Self {
-        Self {
-            lr: 1e-2,
-            alpha: 0.99,
-            eps: 1e-8,
-            weight_decay: 0.0,
-            momentum: 0.0,
-            centered: false,
-            maximize: false,
-            master_weights: false,
-        }
-    }
-}
+optimizer!(RmsProp = "RMSprop", |rms_prop| GroupOptions::RmsProp {
+    alpha: rms_prop.alpha,
+    eps: rms_prop.eps,
+    momentum: rms_prop.momentum,
+    centered: rms_prop.centered,
+});
+formula_optimizer!(RmsProp);
 
-impl BuildOptimizer for RmsProp {
-    fn name(&self) -> &'static str {
-        RmsPropFormula::NAME
-    }
-
-    fn is_elementwise(&self) -> bool {
-        true
-    }
-
-    fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
-        formula::build(
-            RmsPropFormula,
-            self.master_weights,
-            groups,
-            &["eps", "momentum"],
-            |own| Merged {
-                lr: own.lr.unwrap_or(self.lr),
-                weight_decay: own.weight_decay.unwrap_or(self.weight_decay),
-                maximize: own.maximize.unwrap_or(self.maximize),
-                options: GroupOptions::RmsProp {
-                    alpha: self.alpha,
-                    eps: own.eps.unwrap_or(self.eps),
-                    momentum: own.momentum.unwrap_or(self.momentum),
-                    centered: self.centered,
-                },
-            },
-            |merged, at, problems| {
-                check_common(merged, at, problems);
-                let GroupOptions::RmsProp { alpha, eps, momentum, .. } = merged.options else { return };
-                check_rate(format!("{at}.alpha"), alpha, problems);
-                problems.require_not_negative(format!("{at}.eps"), eps);
-                problems.require_not_negative(format!("{at}.momentum"), momentum);
-            },
-        )
-    }
-}
-
-struct RmsPropFormula;
-
-impl Formula for RmsPropFormula {
+impl Formula for RmsProp {
     const STATE: &'static [&'static str] = &["square_avg", "momentum_buffer", "grad_avg"];
-    const NAME: &'static str = "RMSprop";
 
     fn needs(options: GroupOptions, index: usize) -> bool {
         let GroupOptions::RmsProp { momentum, centered, .. } = options else { return index == 0 };
@@ -196,7 +110,6 @@ impl Formula for RmsPropFormula {
     }
 
     fn update(
-        &self,
         group: &ParamGroup,
         lr: &Rate<'_>,
         weights: &mut Tensor,
@@ -224,65 +137,30 @@ impl Formula for RmsPropFormula {
     }
 }
 
-settings! {
-    /// Adadelta (arXiv:1212.5701), as `torch.optim.Adadelta`.
-    ///
-    /// With gradient `g`: `v = rho * v + (1 - rho) * g²`; `d = sqrt(u + eps) / sqrt(v + eps) * g`;
-    /// `u = rho * u + (1 - rho) * d²`; `w -= lr * d`.
-    Adadelta,
+/// Adadelta (arXiv:1212.5701), as `torch.optim.Adadelta`.
+///
+/// With gradient `g`: `v = rho * v + (1 - rho) * g²`; `d = sqrt(u + eps) / sqrt(v + eps) * g`;
+/// `u = rho * u + (1 - rho) * d²`; `w -= lr * d`.
+#[settings(lr = 1.0)]
+pub struct Adadelta {
     /// Decay rate of both running means, in [0, 1).
-    rho: f64,
+    #[setting(default = 0.9, check = rate)]
+    pub rho: f64,
     /// Term added to both means, at least 0.
-    eps: f64,
+    #[setting(default = 1e-6, check = not_negative, per_group)]
+    pub eps: f64,
     /// L2 penalty: this times the weights is added to the gradient. At least 0.
-    weight_decay: f64,
+    #[setting(default = 0.0, check = not_negative, per_group)]
+    pub weight_decay: f64,
 }
 
-impl Default for Adadelta {
-    fn default() -> Self {
-        Self { lr: 1.0, rho: 0.9, eps: 1e-6, weight_decay: 0.0, maximize: false, master_weights: false }
-    }
-}
+optimizer!(Adadelta = "Adadelta", |adadelta| GroupOptions::Adadelta { rho: adadelta.rho, eps: adadelta.eps });
+formula_optimizer!(Adadelta);
 
-impl BuildOptimizer for Adadelta {
-    fn name(&self) -> &'static str {
-        AdadeltaFormula::NAME
-    }
-
-    fn is_elementwise(&self) -> bool {
-        true
-    }
-
-    fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
-        formula::build(
-            AdadeltaFormula,
-            self.master_weights,
-            groups,
-            &["eps"],
-            |own| Merged {
-                lr: own.lr.unwrap_or(self.lr),
-                weight_decay: own.weight_decay.unwrap_or(self.weight_decay),
-                maximize: own.maximize.unwrap_or(self.maximize),
-                options: GroupOptions::Adadelta { rho: self.rho, eps: own.eps.unwrap_or(self.eps) },
-            },
-            |merged, at, problems| {
-                check_common(merged, at, problems);
-                let GroupOptions::Adadelta { rho, eps } = merged.options else { return };
-                check_rate(format!("{at}.rho"), rho, problems);
-                problems.require_not_negative(format!("{at}.eps"), eps);
-            },
-        )
-    }
-}
-
-struct AdadeltaFormula;
-
-impl Formula for AdadeltaFormula {
+impl Formula for Adadelta {
     const STATE: &'static [&'static str] = &["square_avg", "acc_delta"];
-    const NAME: &'static str = "Adadelta";
 
     fn update(
-        &self,
         group: &ParamGroup,
         lr: &Rate<'_>,
         weights: &mut Tensor,

@@ -22,6 +22,7 @@ use super::lr_scheduler::warmup::{WarmupCosineLr, WarmupDecayLr, WarmupLr};
 use super::muon::Muon;
 use super::muon_aux::MuonWithAuxAdam;
 use super::optimizer::{BuildOptimizer, Optimizer};
+use super::optimizers::into_optimizers;
 use super::param_group::{ParamGroup, ParamGroupSpec};
 use super::problems::Problems;
 use super::sgd::Sgd;
@@ -69,7 +70,7 @@ impl ClassPath {
 /// An enum of classes. The first name of each is PyTorch's, which is written; the second one is read as well.
 macro_rules! classes {
     (
-        $(#[$doc:meta])* $enum:ident, $what:literal,
+        $(#[$doc:meta])* $enum:ident: $build:ident, $what:literal,
         $($(#[$variant_doc:meta])* $variant:ident($type:ty) = $name:literal | $alias:literal,)*
     ) => {
         $(#[$doc])*
@@ -83,6 +84,12 @@ macro_rules! classes {
         impl $enum {
             /// The names that `class_path` may have.
             pub const CLASSES: &'static [&'static str] = &[$($name),*];
+
+            fn inner(&self) -> &dyn $build {
+                match self {
+                    $(Self::$variant(config) => config,)*
+                }
+            }
         }
 
         impl<'de> Deserialize<'de> for $enum {
@@ -108,7 +115,7 @@ classes! {
     /// An optimizer by name.
     ///
     /// `class_path` may be written with PyTorch's module path (`torch.optim.AdamW`).
-    OptimizerConfig, "an optimizer",
+    OptimizerConfig: BuildOptimizer, "an optimizer",
     /// Stochastic gradient descent.
     Sgd(Sgd) = "SGD" | "Sgd",
     /// Adam with L2 penalty.
@@ -131,22 +138,7 @@ classes! {
     MuonWithAuxAdam(MuonWithAuxAdam) = "MuonWithAuxAdam" | "muon_with_aux_adam",
 }
 
-impl OptimizerConfig {
-    fn inner(&self) -> &dyn BuildOptimizer {
-        match self {
-            Self::Sgd(config) => config,
-            Self::Adam(config) => config,
-            Self::AdamW(config) => config,
-            Self::Adagrad(config) => config,
-            Self::RmsProp(config) => config,
-            Self::Adadelta(config) => config,
-            Self::Lion(config) => config,
-            Self::Lamb(config) => config,
-            Self::Muon(config) => config,
-            Self::MuonWithAuxAdam(config) => config,
-        }
-    }
-}
+into_optimizers!(OptimizerConfig);
 
 impl OptimizerConfig {
     /// What is wrong with the settings, found by building the optimizer for a matrix that nobody trains.
@@ -185,7 +177,7 @@ classes! {
     /// A learning rate schedule by name.
     ///
     /// `class_path` may be written with PyTorch's module path (`torch.optim.lr_scheduler.StepLR`).
-    LrSchedulerConfig, "a learning rate schedule",
+    LrSchedulerConfig: BuildLrScheduler, "a learning rate schedule",
     /// A factor every so many steps.
     StepLr(StepLr) = "StepLR" | "StepLr",
     /// A factor at given steps.
@@ -226,29 +218,6 @@ classes! {
 }
 
 impl LrSchedulerConfig {
-    fn inner(&self) -> &dyn BuildLrScheduler {
-        match self {
-            Self::StepLr(config) => config,
-            Self::MultiStepLr(config) => config,
-            Self::ConstantLr(config) => config,
-            Self::LinearLr(config) => config,
-            Self::ExponentialLr(config) => config,
-            Self::PolynomialLr(config) => config,
-            Self::CosineAnnealingLr(config) => config,
-            Self::CosineAnnealingWarmRestarts(config) => config,
-            Self::OneCycleLr(config) => config,
-            Self::SequentialLr(config) => config,
-            Self::LinearWarmupCosine(config) => config,
-            Self::SwaLr(config) => config,
-            Self::ReduceLrOnPlateau(config) => config,
-            Self::WarmupLr(config) => config,
-            Self::WarmupDecayLr(config) => config,
-            Self::WarmupCosineLr(config) => config,
-            Self::OneCycle(config) => config,
-            Self::LrRangeTest(config) => config,
-        }
-    }
-
     pub(super) fn is_chainable(&self) -> bool {
         !matches!(
             self,

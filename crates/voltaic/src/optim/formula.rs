@@ -3,23 +3,20 @@
 
 use tch::{Kind, Tensor};
 
-use super::engine::{Engine, Rule, Slot};
-use super::optimizer::Optimizer;
-use super::param_group::{
-    GroupOptions, Merged, Overrides, ParamGroup, ParamGroupSpec, SavedGroup, build_groups,
-};
-use super::problems::Problems;
+use super::engine::{Rule, Slot};
+use super::param_group::{GroupOptions, ParamGroup, SavedGroup};
 use super::replay::Rate;
+use super::settings::Settings;
 use crate::error::Result;
 use crate::ffi::TensorList;
 
-/// How one parameter is updated.
-pub(super) trait Formula: Send {
+/// How one parameter is updated, for the settings of an optimizer.
+pub(super) trait Formula: Settings + Send {
     /// Names of the tensors kept for a parameter; `step` is a count.
     const STATE: &'static [&'static str];
 
-    /// Name of the optimizer, such as `Lion`.
-    const NAME: &'static str;
+    /// Whether each element is updated by itself.
+    const IS_ELEMENTWISE: bool = true;
 
     /// Which of [`Formula::STATE`] a group has need of.
     fn needs(_options: GroupOptions, _index: usize) -> bool {
@@ -34,7 +31,6 @@ pub(super) trait Formula: Send {
     /// Updates `weights` by `grad`, to which the direction is applied already; `state` is in the order of
     /// [`Formula::STATE`], without those that are not needed.
     fn update(
-        &self,
         group: &ParamGroup,
         lr: &Rate<'_>,
         weights: &mut Tensor,
@@ -57,7 +53,7 @@ pub(super) fn with_penalty(group: &ParamGroup, weights: &Tensor, grad: Tensor) -
     Ok(grad.f_add(&weights.f_mul_scalar(group.weight_decay)?)?)
 }
 
-/// The rule of a formula.
+/// The rule of a formula, with the optimizer's settings.
 pub(super) struct FormulaRule<F>(pub(super) F);
 
 /// What a step works on.
@@ -122,7 +118,7 @@ impl<F: Formula> Rule for FormulaRule<F> {
         for Entry { leaf, weights, state } in &mut lists.entries {
             let grad = leaf.grad().f_to_kind(weights.kind())?;
             let grad = if group.maximize { grad.f_neg()? } else { grad };
-            self.0.update(group, &rate, weights, grad, state)?;
+            F::update(group, &rate, weights, grad, state)?;
         }
         grads.clear();
         Ok(())
@@ -137,92 +133,27 @@ impl<F: Formula> Rule for FormulaRule<F> {
     }
 }
 
-/// Builds the optimizer of a formula; `merge` gives the numbers of one group and `check` what is wrong with the settings.
-pub(super) fn build<F: Formula + 'static>(
-    formula: F,
-    master_weights: bool,
-    specs: Vec<ParamGroupSpec>,
-    accepted: &'static [&'static str],
-    merge: impl Fn(&Overrides) -> Merged,
-    check: impl Fn(&Merged, &str, &mut Problems),
-) -> Result<Box<dyn Optimizer>> {
-    let groups = groups(F::NAME, specs, accepted, merge, check)?;
-    Ok(Box::new(Engine::new(FormulaRule(formula), groups, master_weights)?))
-}
-
-/// The groups of optimizer `name`; see [`build`].
-pub(super) fn groups(
-    name: &str,
-    specs: Vec<ParamGroupSpec>,
-    accepted: &'static [&'static str],
-    merge: impl Fn(&Overrides) -> Merged,
-    check: impl Fn(&Merged, &str, &mut Problems),
-) -> Result<Vec<ParamGroup>> {
-    build_groups(
-        specs,
-        |problems| check(&merge(&Overrides::default()), "init_args", problems),
-        |own, at, problems| {
-            let merged = merge(own);
-            check(&merged, at, problems);
-            for (key, set) in [
-                ("momentum", own.momentum.is_some()),
-                ("dampening", own.dampening.is_some()),
-                ("nesterov", own.nesterov.is_some()),
-                ("betas", own.betas.is_some()),
-                ("eps", own.eps.is_some()),
-                ("amsgrad", own.amsgrad.is_some()),
-            ] {
-                if set && !accepted.contains(&key) {
-                    problems.add(format!("{at}.{key}"), format!("is not a setting of {name}"), "remove it");
-                }
-            }
-            merged
-        },
-    )
-}
-
-/// Checks what all these optimizers have.
-pub(super) fn check_common(merged: &Merged, at: &str, problems: &mut Problems) {
-    problems.require_not_negative(format!("{at}.lr"), merged.lr);
-    problems.require_not_negative(format!("{at}.weight_decay"), merged.weight_decay);
-}
-
-/// Checks that a decay rate is below 1.
-pub(super) fn check_rate(key: String, rate: f64, problems: &mut Problems) {
-    problems.require((0.0..1.0).contains(&rate), key, rate, "at least 0 and below 1");
-}
-
-/// A struct of settings with defaults, setters, and `new(lr)`.
-macro_rules! settings {
-    ($(#[$doc:meta])* $name:ident, $($(#[$field_doc:meta])* $field:ident: $type:ty,)*) => {
-        $(#[$doc])*
-        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-        #[serde(default, deny_unknown_fields)]
-        pub struct $name {
-            /// Learning rate, at least 0.
-            pub lr: f64,
-            $($(#[$field_doc])* pub $field: $type,)*
-            /// Ascends instead of descends.
-            pub maximize: bool,
-            /// Updates parameters in bfloat16 or float16 in float32 copies, which lose no small updates, and rounds
-            /// these to the parameters after each step (arXiv:1710.03740, section 3.1).
-            pub master_weights: bool,
-        }
-
-        impl $name {
-            /// The standard settings with another learning rate.
-            pub fn new(lr: f64) -> Self {
-                Self { lr, ..Self::default() }
+/// Builds the optimizer of a formula.
+macro_rules! formula_optimizer {
+    ($type:ident) => {
+        impl $crate::optim::optimizer::BuildOptimizer for $type {
+            fn name(&self) -> &'static str {
+                <Self as $crate::optim::settings::Settings>::NAME
             }
 
-            setters! {
-                $($(#[$field_doc])* $field: $type,)*
-                /// Sets whether the objective is ascended.
-                maximize: bool,
-                /// Sets whether parameters of a lower dtype are updated in float32 copies.
-                master_weights: bool,
+            fn is_elementwise(&self) -> bool {
+                <Self as $crate::optim::formula::Formula>::IS_ELEMENTWISE
+            }
+
+            fn build(
+                &self,
+                groups: Vec<$crate::optim::param_group::ParamGroupSpec>,
+            ) -> $crate::error::Result<Box<dyn $crate::optim::optimizer::Optimizer>> {
+                let rule = $crate::optim::formula::FormulaRule(self.clone());
+                let groups = $crate::optim::settings::Settings::groups(self, groups)?;
+                Ok(Box::new($crate::optim::engine::Engine::new(rule, groups, self.master_weights)?))
             }
         }
     };
 }
-pub(super) use settings;
+pub(super) use formula_optimizer;

@@ -1,73 +1,37 @@
 //! Lion and Lamb, with DeepSpeed's numbers.
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use tch::Tensor;
+use voltaic_macros::settings;
 
-use super::formula::{self, Formula, check_common, check_rate, mix, settings};
-use super::optimizer::{BuildOptimizer, Optimizer};
-use super::param_group::{GroupOptions, Merged, ParamGroup, ParamGroupSpec};
+use super::checks::{not_negative, rates};
+use super::formula::{Formula, formula_optimizer, mix};
+use super::param_group::{GroupOptions, ParamGroup};
+use super::problems::Problems;
 use super::replay::Rate;
-use super::setters::setters;
+use super::settings::optimizer;
 use crate::error::Result;
 
-settings! {
-    /// Lion (arXiv:2302.06675), as DeepSpeed's.
-    ///
-    /// With gradient `g`: `w -= lr * weight_decay * w`; `w -= lr * sign(beta1 * m + (1 - beta1) * g)`;
-    /// `m = beta2 * m + (1 - beta2) * g`.
-    Lion,
+/// Lion (arXiv:2302.06675), as DeepSpeed's.
+///
+/// With gradient `g`: `w -= lr * weight_decay * w`; `w -= lr * sign(beta1 * m + (1 - beta1) * g)`;
+/// `m = beta2 * m + (1 - beta2) * g`.
+#[settings(lr = 1e-3)]
+pub struct Lion {
     /// Decay rates of the mean of gradients in the update, and of the one that is kept, each in [0, 1).
-    betas: (f64, f64),
+    #[setting(default = (0.9, 0.999), check = rates, per_group)]
+    pub betas: (f64, f64),
     /// Part of the weights taken away per unit of learning rate and step. At least 0.
-    weight_decay: f64,
+    #[setting(default = 0.0, check = not_negative, per_group)]
+    pub weight_decay: f64,
 }
 
-impl Default for Lion {
-    fn default() -> Self {
-        Self { lr: 1e-3, betas: (0.9, 0.999), weight_decay: 0.0, maximize: false, master_weights: false }
-    }
-}
+optimizer!(Lion = "Lion", |lion| GroupOptions::Lion { betas: lion.betas });
+formula_optimizer!(Lion);
 
-impl BuildOptimizer for Lion {
-    fn name(&self) -> &'static str {
-        LionFormula::NAME
-    }
-
-    fn is_elementwise(&self) -> bool {
-        true
-    }
-
-    fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
-        formula::build(
-            LionFormula,
-            self.master_weights,
-            groups,
-            &["betas"],
-            |own| Merged {
-                lr: own.lr.unwrap_or(self.lr),
-                weight_decay: own.weight_decay.unwrap_or(self.weight_decay),
-                maximize: own.maximize.unwrap_or(self.maximize),
-                options: GroupOptions::Lion { betas: own.betas.unwrap_or(self.betas) },
-            },
-            |merged, at, problems| {
-                check_common(merged, at, problems);
-                let GroupOptions::Lion { betas } = merged.options else { return };
-                check_rate(format!("{at}.betas[0]"), betas.0, problems);
-                check_rate(format!("{at}.betas[1]"), betas.1, problems);
-            },
-        )
-    }
-}
-
-struct LionFormula;
-
-impl Formula for LionFormula {
+impl Formula for Lion {
     const STATE: &'static [&'static str] = &["exp_avg"];
-    const NAME: &'static str = "Lion";
 
     fn update(
-        &self,
         group: &ParamGroup,
         lr: &Rate<'_>,
         weights: &mut Tensor,
@@ -83,91 +47,57 @@ impl Formula for LionFormula {
     }
 }
 
-settings! {
-    /// LAMB (arXiv:1904.00962), as DeepSpeed's: Adam's change of a parameter, scaled by the norm of the parameter over that of
-    /// the change.
-    ///
-    /// `u = m / (sqrt(v) + eps) + weight_decay * w`; `w -= lr * correction * clamp(|w| / |u|, min_coeff, max_coeff) * u`,
-    /// where the quotient is 1 if a norm is 0, and the correction is `sqrt(1 - beta2^t) / (1 - beta1^t)`.
-    Lamb,
+/// LAMB (arXiv:1904.00962), as DeepSpeed's: Adam's change of a parameter, scaled by the norm of the parameter over that of
+/// the change.
+///
+/// `u = m / (sqrt(v) + eps) + weight_decay * w`; `w -= lr * correction * clamp(|w| / |u|, min_coeff, max_coeff) * u`,
+/// where the quotient is 1 if a norm is 0, and the correction is `sqrt(1 - beta2^t) / (1 - beta1^t)`.
+#[settings(lr = 1e-3)]
+pub struct Lamb {
     /// Decay rates of the running means of the gradient and of its square, each in [0, 1).
-    betas: (f64, f64),
+    #[setting(default = (0.9, 0.999), check = rates, per_group)]
+    pub betas: (f64, f64),
     /// Term added to the denominator against division by zero, at least 0.
-    eps: f64,
+    #[setting(default = 1e-8, check = not_negative, per_group)]
+    pub eps: f64,
     /// Adds `eps` below the root.
-    eps_inside_sqrt: bool,
+    #[setting(default = false)]
+    pub eps_inside_sqrt: bool,
     /// This times the weights is added to the change. At least 0.
-    weight_decay: f64,
+    #[setting(default = 0.0, check = not_negative, per_group)]
+    pub weight_decay: f64,
     /// Whether the running means are corrected for their start at 0.
-    bias_correction: bool,
+    #[setting(default = true)]
+    pub bias_correction: bool,
     /// Largest quotient of the norms.
-    max_coeff: f64,
+    #[setting(default = 10.0)]
+    pub max_coeff: f64,
     /// Smallest quotient of the norms, at least 0.
-    min_coeff: f64,
+    #[setting(default = 0.01, check = not_negative)]
+    pub min_coeff: f64,
 }
 
-impl Default for Lamb {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            eps_inside_sqrt: false,
-            weight_decay: 0.0,
-            bias_correction: true,
-            max_coeff: 10.0,
-            min_coeff: 0.01,
-            maximize: false,
-            master_weights: false,
-        }
+optimizer!(Lamb = "Lamb", |lamb| GroupOptions::Lamb {
+    betas: lamb.betas,
+    eps: lamb.eps,
+    eps_inside_sqrt: lamb.eps_inside_sqrt,
+    bias_correction: lamb.bias_correction,
+    coeffs: (lamb.min_coeff, lamb.max_coeff),
+}, also check_coeffs);
+formula_optimizer!(Lamb);
+
+impl Lamb {
+    fn check_coeffs(&self, problems: &mut Problems) {
+        let in_order = self.max_coeff.is_finite() && self.min_coeff <= self.max_coeff;
+        problems.require(in_order, "max_coeff", self.max_coeff, "a number from min_coeff on");
     }
 }
 
-impl BuildOptimizer for Lamb {
-    fn name(&self) -> &'static str {
-        LambFormula::NAME
-    }
-
-    fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
-        formula::build(
-            LambFormula,
-            self.master_weights,
-            groups,
-            &["betas", "eps"],
-            |own| Merged {
-                lr: own.lr.unwrap_or(self.lr),
-                weight_decay: own.weight_decay.unwrap_or(self.weight_decay),
-                maximize: own.maximize.unwrap_or(self.maximize),
-                options: GroupOptions::Lamb {
-                    betas: own.betas.unwrap_or(self.betas),
-                    eps: own.eps.unwrap_or(self.eps),
-                    eps_inside_sqrt: self.eps_inside_sqrt,
-                    bias_correction: self.bias_correction,
-                    coeffs: (self.min_coeff, self.max_coeff),
-                },
-            },
-            |merged, at, problems| {
-                check_common(merged, at, problems);
-                let GroupOptions::Lamb { betas, eps, coeffs, .. } = merged.options else { return };
-                check_rate(format!("{at}.betas[0]"), betas.0, problems);
-                check_rate(format!("{at}.betas[1]"), betas.1, problems);
-                problems.require_not_negative(format!("{at}.eps"), eps);
-                problems.require_not_negative(format!("{at}.min_coeff"), coeffs.0);
-                let in_order = coeffs.1.is_finite() && coeffs.0 <= coeffs.1;
-                problems.require(in_order, format!("{at}.max_coeff"), coeffs.1, "a number from min_coeff on");
-            },
-        )
-    }
-}
-
-struct LambFormula;
-
-impl Formula for LambFormula {
+impl Formula for Lamb {
     const STATE: &'static [&'static str] = &["exp_avg", "exp_avg_sq", "step"];
-    const NAME: &'static str = "Lamb";
+    const IS_ELEMENTWISE: bool = false;
 
     fn update(
-        &self,
         group: &ParamGroup,
         lr: &Rate<'_>,
         weights: &mut Tensor,

@@ -7,6 +7,7 @@
 
 mod adam;
 mod adaptive;
+mod checks;
 mod clip;
 mod config;
 mod engine;
@@ -23,6 +24,7 @@ mod param_group;
 mod problems;
 mod replay;
 mod setters;
+mod settings;
 mod sgd;
 mod values;
 mod whole;

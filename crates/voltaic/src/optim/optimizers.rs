@@ -5,17 +5,10 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::adam::{Adam, AdamW};
-use super::adaptive::{Adadelta, Adagrad, RmsProp};
-use super::config::OptimizerConfig;
-use super::lion::{Lamb, Lion};
 use super::lr_scheduler::scheduler::{BuildLrScheduler, LrScheduler};
-use super::muon::Muon;
-use super::muon_aux::MuonWithAuxAdam;
 use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::ParamGroupSpec;
 use super::problems::Problems;
-use super::sgd::Sgd;
 use super::whole::WholeParameters;
 use crate::error::Result;
 use crate::nn::{Module, ModuleExt, Parameter};
@@ -318,35 +311,23 @@ fn all_parameters(module: &dyn Module) -> ParamGroupSpec {
     ParamGroupSpec::new(module.named_parameters())
 }
 
+impl<O: BuildOptimizer + 'static> From<O> for Optimizers {
+    fn from(optimizer: O) -> Self {
+        Self::new(optimizer)
+    }
+}
+
 /// Lets a hook that returns `anyhow::Result<Optimizers>` end with `AdamW::new(1e-3).into()`.
 macro_rules! into_optimizers {
-    ($($config:ty),*) => {$(
-        impl From<$config> for Optimizers {
+    ($config:ty) => {
+        impl From<$config> for anyhow::Result<$crate::optim::optimizers::Optimizers> {
             fn from(config: $config) -> Self {
-                Self::new(config)
+                Ok(config.into())
             }
         }
-
-        impl From<$config> for anyhow::Result<Optimizers> {
-            fn from(config: $config) -> Self {
-                Ok(Optimizers::new(config))
-            }
-        }
-    )*};
+    };
 }
-into_optimizers!(
-    Sgd,
-    Adam,
-    AdamW,
-    Adagrad,
-    RmsProp,
-    Adadelta,
-    Lion,
-    Lamb,
-    Muon,
-    MuonWithAuxAdam,
-    OptimizerConfig
-);
+pub(super) use into_optimizers;
 
 impl From<Optimizers> for anyhow::Result<Optimizers> {
     fn from(optimizers: Optimizers) -> Self {

@@ -31,31 +31,37 @@ pub struct ParamGroupSpec {
     pub(super) name: Option<String>,
 }
 
-/// Hyper-parameters that a group sets for itself.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Overrides {
-    pub(super) lr: Option<f64>,
-    pub(super) weight_decay: Option<f64>,
-    pub(super) maximize: Option<bool>,
-    pub(super) momentum: Option<f64>,
-    pub(super) dampening: Option<f64>,
-    pub(super) nesterov: Option<bool>,
-    pub(super) betas: Option<(f64, f64)>,
-    pub(super) eps: Option<f64>,
-    pub(super) amsgrad: Option<bool>,
-    /// The matrices of [`MuonWithAuxAdam`](super::MuonWithAuxAdam).
-    pub(super) are_matrices: bool,
-}
-
+/// The hyper-parameters that a group may set for itself.
 macro_rules! overrides {
-    ($($(#[$doc:meta])* $name:ident: $type:ty,)*) => {$(
-        $(#[$doc])*
-        #[must_use]
-        pub fn $name(mut self, $name: $type) -> Self {
-            self.overrides.$name = Some($name);
-            self
+    ($($(#[$doc:meta])* $name:ident: $type:ty,)*) => {
+        /// Hyper-parameters that a group sets for itself.
+        #[derive(Debug, Clone, Default)]
+        pub(super) struct Overrides {
+            $(pub(super) $name: Option<$type>,)*
+            /// The matrices of [`MuonWithAuxAdam`](super::MuonWithAuxAdam).
+            pub(super) are_matrices: bool,
         }
-    )*};
+
+        impl Overrides {
+            /// Reports those that are set although optimizer `name` does not have them.
+            pub(super) fn refuse_others(&self, name: &str, known: &[&str], problems: &mut Problems) {
+                for (key, is_set) in [$((stringify!($name), self.$name.is_some())),*] {
+                    if is_set && !known.contains(&key) {
+                        problems.add(key, format!("is not a setting of {name}"), "remove it");
+                    }
+                }
+            }
+        }
+
+        impl ParamGroupSpec {$(
+            $(#[$doc])*
+            #[must_use]
+            pub fn $name(mut self, $name: $type) -> Self {
+                self.overrides.$name = Some($name);
+                self
+            }
+        )*}
+    };
 }
 
 impl ParamGroupSpec {
@@ -93,27 +99,27 @@ impl ParamGroupSpec {
         self.name = Some(name.into());
         self
     }
+}
 
-    overrides! {
-        /// Sets the learning rate of this group.
-        lr: f64,
-        /// Sets the weight decay of this group.
-        weight_decay: f64,
-        /// Sets whether this group ascends.
-        maximize: bool,
-        /// Sets the momentum of this group (SGD).
-        momentum: f64,
-        /// Sets the dampening of this group (SGD).
-        dampening: f64,
-        /// Sets whether this group uses Nesterov momentum (SGD).
-        nesterov: bool,
-        /// Sets the decay rates of this group (Adam, AdamW).
-        betas: (f64, f64),
-        /// Sets the term in the denominator of this group (Adam, AdamW).
-        eps: f64,
-        /// Sets whether this group keeps the maximum of the second moments (Adam, AdamW).
-        amsgrad: bool,
-    }
+overrides! {
+    /// Sets the learning rate of this group.
+    lr: f64,
+    /// Sets the weight decay of this group.
+    weight_decay: f64,
+    /// Sets whether this group ascends.
+    maximize: bool,
+    /// Sets the momentum of this group (SGD).
+    momentum: f64,
+    /// Sets the dampening of this group (SGD).
+    dampening: f64,
+    /// Sets whether this group uses Nesterov momentum (SGD).
+    nesterov: bool,
+    /// Sets the decay rates of this group (Adam, AdamW).
+    betas: (f64, f64),
+    /// Sets the term in the denominator of this group (Adam, AdamW).
+    eps: f64,
+    /// Sets whether this group keeps the maximum of the second moments (Adam, AdamW).
+    amsgrad: bool,
 }
 
 /// Parameters of an optimizer with the hyper-parameters in force, which schedules and callbacks may change between
@@ -134,97 +140,72 @@ pub struct ParamGroup {
     pub options: GroupOptions,
 }
 
-/// Hyper-parameters of a group that belong to the kind of optimizer.
+/// Hyper-parameters of a group that belong to the kind of optimizer; the fields are settings of the same names.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 #[non_exhaustive]
+#[allow(missing_docs)] // the settings say what they are
 pub enum GroupOptions {
     /// Those of [`Sgd`](super::Sgd).
-    Sgd {
-        /// Momentum factor.
-        momentum: f64,
-        /// Dampening of the momentum.
-        dampening: f64,
-        /// Nesterov momentum.
-        nesterov: bool,
-    },
+    Sgd { momentum: f64, dampening: f64, nesterov: bool },
     /// Those of [`Adam`](super::Adam) and [`AdamW`](super::AdamW).
     Adam {
-        /// Decay rates of the two moment estimates.
         betas: (f64, f64),
-        /// Term added to the denominator.
         eps: f64,
-        /// Keep the maximum of the second moments.
         amsgrad: bool,
-        /// Correct the moments for their start at 0. PyTorch's groups do not have it: it is saved only if it is off.
+        /// PyTorch's groups do not have it: it is saved only if it is off.
         #[serde(default = "yes", skip_serializing_if = "is_yes")]
         bias_correction: bool,
     },
     /// Those of [`RmsProp`](super::RmsProp).
-    RmsProp {
-        /// Decay rate of the running mean of squares.
-        alpha: f64,
-        /// Term added to the denominator.
-        eps: f64,
-        /// Momentum factor.
-        momentum: f64,
-        /// Divide by the standard deviation.
-        centered: bool,
-    },
+    RmsProp { alpha: f64, eps: f64, momentum: f64, centered: bool },
     /// Those of [`Adagrad`](super::Adagrad).
-    Adagrad {
-        /// How fast the learning rate falls.
-        lr_decay: f64,
-        /// Term added to the denominator.
-        eps: f64,
-    },
+    Adagrad { lr_decay: f64, eps: f64 },
     /// Those of [`Adadelta`](super::Adadelta).
-    Adadelta {
-        /// Decay rate of the running means.
-        rho: f64,
-        /// Term added to the means.
-        eps: f64,
-    },
+    Adadelta { rho: f64, eps: f64 },
     /// Those of [`Lamb`](super::Lamb).
     Lamb {
-        /// Decay rates of the two moment estimates.
         betas: (f64, f64),
-        /// Term added to the denominator.
         eps: f64,
-        /// Add it below the root.
         eps_inside_sqrt: bool,
-        /// Correct the moments for their start at 0.
         bias_correction: bool,
-        /// Smallest and largest quotient of the norms.
+        /// `min_coeff` and `max_coeff`.
         coeffs: (f64, f64),
     },
     /// Those of [`Lion`](super::Lion).
-    Lion {
-        /// Decay rates of the mean in the update, and of the one that is kept.
-        betas: (f64, f64),
-    },
+    Lion { betas: (f64, f64) },
     /// Those of [`Muon`](super::Muon).
     Muon {
-        /// Momentum factor.
         momentum: f64,
-        /// Nesterov momentum.
         nesterov: bool,
-        /// Coefficients of the Newton-Schulz iteration.
         ns_coefficients: (f64, f64, f64),
-        /// Its number of steps.
         ns_steps: u64,
-        /// Least norm that a matrix is divided by.
         eps: f64,
-        /// How the learning rate follows the shape.
         adjust_lr_fn: AdjustLr,
     },
     /// Those of the matrices of [`MuonWithAuxAdam`](super::MuonWithAuxAdam); its other groups have those of Adam.
-    MuonWithAuxAdam {
-        /// Momentum factor.
-        momentum: f64,
-        /// The Newton-Schulz iteration.
-        ns_method: NsMethod,
-    },
+    MuonWithAuxAdam { momentum: f64, ns_method: NsMethod },
+}
+
+impl GroupOptions {
+    /// Both decay rates, if the optimizer has two.
+    fn betas_mut(&mut self) -> Option<&mut (f64, f64)> {
+        match self {
+            Self::Adam { betas, .. } | Self::Lamb { betas, .. } | Self::Lion { betas } => Some(betas),
+            _ => None,
+        }
+    }
+
+    /// What momentum schedules cycle.
+    fn momentum_mut(&mut self) -> Option<&mut f64> {
+        match self {
+            Self::Sgd { momentum, .. }
+            | Self::RmsProp { momentum, .. }
+            | Self::Muon { momentum, .. }
+            | Self::MuonWithAuxAdam { momentum, .. } => Some(momentum),
+            _ => self.betas_mut().map(|betas| &mut betas.0),
+        }
+    }
 }
 
 /// Which Newton-Schulz iteration [`MuonWithAuxAdam`](super::MuonWithAuxAdam) takes; both have five steps.
@@ -296,50 +277,37 @@ impl ParamGroup {
 
     /// What momentum schedules cycle: the momentum of SGD, the first decay rate of Adam.
     pub fn momentum(&self) -> f64 {
-        match self.options {
-            GroupOptions::Sgd { momentum, .. }
-            | GroupOptions::RmsProp { momentum, .. }
-            | GroupOptions::Muon { momentum, .. }
-            | GroupOptions::MuonWithAuxAdam { momentum, .. } => momentum,
-            GroupOptions::Adam { betas, .. }
-            | GroupOptions::Lamb { betas, .. }
-            | GroupOptions::Lion { betas } => betas.0,
-            GroupOptions::Adagrad { .. } | GroupOptions::Adadelta { .. } => 0.0,
-        }
+        let mut options = self.options;
+        options.momentum_mut().map_or(0.0, |momentum| *momentum)
     }
 
     /// Sets what [`ParamGroup::momentum`] gives.
     pub fn set_momentum(&mut self, value: f64) {
-        match &mut self.options {
-            GroupOptions::Sgd { momentum, .. }
-            | GroupOptions::RmsProp { momentum, .. }
-            | GroupOptions::Muon { momentum, .. }
-            | GroupOptions::MuonWithAuxAdam { momentum, .. } => *momentum = value,
-            GroupOptions::Adam { betas, .. }
-            | GroupOptions::Lamb { betas, .. }
-            | GroupOptions::Lion { betas } => betas.0 = value,
-            GroupOptions::Adagrad { .. } | GroupOptions::Adadelta { .. } => {}
-        }
+        self.options.momentum_mut().into_iter().for_each(|momentum| *momentum = value);
     }
 
     /// Both decay rates, if the optimizer has two.
     pub fn betas(&self) -> Option<(f64, f64)> {
-        match self.options {
-            GroupOptions::Adam { betas, .. }
-            | GroupOptions::Lamb { betas, .. }
-            | GroupOptions::Lion { betas } => Some(betas),
-            _ => None,
-        }
+        let mut options = self.options;
+        options.betas_mut().copied()
     }
 
     /// Sets what [`ParamGroup::betas`] gives; has no effect on an optimizer without them.
     pub fn set_betas(&mut self, value: (f64, f64)) {
-        match &mut self.options {
-            GroupOptions::Adam { betas, .. }
-            | GroupOptions::Lamb { betas, .. }
-            | GroupOptions::Lion { betas } => *betas = value,
-            _ => {}
+        self.options.betas_mut().into_iter().for_each(|betas| *betas = value);
+    }
+
+    /// The hyper-parameters by the names under which they are saved.
+    pub(crate) fn hyper_parameters(&self) -> Map<String, Value> {
+        let mut named = Map::new();
+        named.insert("lr".to_owned(), json!(self.lr));
+        named.insert("initial_lr".to_owned(), json!(self.initial_lr));
+        named.insert("weight_decay".to_owned(), json!(self.weight_decay));
+        named.insert("maximize".to_owned(), json!(self.maximize));
+        if let Value::Object(options) = json!(self.options) {
+            named.extend(options);
         }
+        named
     }
 
     /// The hyper-parameters by the names under which they are saved.
@@ -407,23 +375,22 @@ pub(super) fn check_params(groups: &[ParamGroupSpec], problems: &mut Problems) -
     Ok(())
 }
 
-/// Checks the settings and makes the groups of an optimizer from them; `merge` gives the numbers of one group.
+/// The groups of an optimizer; `problems` are those of its settings, and `merge` gives the numbers of one group.
 pub(super) fn build_groups(
     specs: Vec<ParamGroupSpec>,
-    check: impl FnOnce(&mut Problems),
-    merge: impl Fn(&Overrides, &str, &mut Problems) -> Merged,
+    mut problems: Problems,
+    merge: impl Fn(&Overrides, &mut Problems) -> Merged,
 ) -> Result<Vec<ParamGroup>> {
-    let mut problems = Problems::new("optimizer");
-    check(&mut problems);
-    let own_problems = problems.len();
-    check_params(&specs, &mut problems)?;
+    let are_well_set = problems.len() == 0;
+    let mut of_params = Problems::new("optimizer");
+    check_params(&specs, &mut of_params)?;
+    problems.append(of_params);
     let mut groups = Vec::with_capacity(specs.len());
     for (index, spec) in specs.into_iter().enumerate() {
-        // what is wrong with the optimizer's settings is wrong in every group: say it once
-        let mut group_problems = Problems::new("optimizer");
-        let merged = merge(&spec.overrides, &format!("param_groups[{index}]"), &mut group_problems);
-        if own_problems == 0 {
-            problems.append(group_problems);
+        let mut of_group = Problems::new(format!("optimizer.param_groups[{index}]"));
+        let merged = merge(&spec.overrides, &mut of_group);
+        if are_well_set {
+            problems.append(of_group); // what is wrong with the optimizer's settings is wrong in every group: say it once
         }
         groups.push(ParamGroup::new(spec.params, spec.name, merged));
     }

@@ -12,8 +12,8 @@ pub(super) struct Problems {
 }
 
 impl Problems {
-    pub(super) fn new(prefix: &str) -> Self {
-        Self { prefix: prefix.to_owned(), found: Vec::new() }
+    pub(super) fn new(prefix: impl Into<String>) -> Self {
+        Self { prefix: prefix.into(), found: Vec::new() }
     }
 
     pub(super) fn add(

@@ -79,17 +79,17 @@ pub(super) struct Replayed {
     changes: u64,
 }
 
-#[derive(PartialEq)]
-struct Constants {
-    weight_decay: f64,
-    maximize: bool,
-    options: GroupOptions,
+/// Weight decay, direction and options of a group.
+type Constants = (f64, bool, GroupOptions);
+
+fn constants(group: &ParamGroup) -> Constants {
+    (group.weight_decay, group.maximize, group.options)
 }
 
 impl Replayed {
     pub(super) fn of(groups: &[ParamGroup]) -> Self {
         let rates = groups.iter().map(|group| (Held::of(group.lr), Held::of(kept_by(group)))).collect();
-        Self { rates, constants: groups.iter().map(Constants::of).collect(), changes: 0 }
+        Self { rates, constants: groups.iter().map(constants).collect(), changes: 0 }
     }
 
     /// Writes the learning rates that have changed. Gives how often other numbers have.
@@ -98,8 +98,8 @@ impl Replayed {
             lr.set(group.lr)?;
             kept.set(kept_by(group))?;
         }
-        if !self.constants.iter().zip(groups).all(|(constants, group)| *constants == Constants::of(group)) {
-            self.constants = groups.iter().map(Constants::of).collect();
+        if !self.constants.iter().zip(groups).all(|(known, group)| *known == constants(group)) {
+            self.constants = groups.iter().map(constants).collect();
             self.changes += 1;
         }
         Ok(self.changes)
@@ -113,11 +113,5 @@ impl Replayed {
             return Rate::of(group);
         }
         Rate { lr: LearningRate::Tensor(&lr.tensor), kept: Some(&kept.tensor) }
-    }
-}
-
-impl Constants {
-    fn of(group: &ParamGroup) -> Self {
-        Self { weight_decay: group.weight_decay, maximize: group.maximize, options: group.options }
     }
 }

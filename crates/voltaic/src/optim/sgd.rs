@@ -1,22 +1,18 @@
 //! Stochastic gradient descent.
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use tch::Kind;
+use voltaic_macros::settings;
 
+use super::checks::{finite, not_negative};
 use super::engine::{Engine, Rule, Slot};
 use super::optimizer::{BuildOptimizer, Optimizer};
-use super::param_group::build_groups;
-use super::param_group::{GroupOptions, Merged, Overrides, ParamGroup, ParamGroupSpec, SavedGroup};
+use super::param_group::{GroupOptions, ParamGroup, ParamGroupSpec, SavedGroup};
 use super::problems::Problems;
 use super::replay::Rate;
-use super::setters::setters;
+use super::settings::{Settings, optimizer};
 use crate::device::Device;
 use crate::error::Result;
 use crate::ffi::{self, LearningRate, RecordingPause, SgdOptions, TensorList};
-
-/// PyTorch's name.
-const NAME: &str = "SGD";
 
 /// Stochastic gradient descent, with momentum if wanted; as `torch.optim.SGD`.
 ///
@@ -30,100 +26,40 @@ const NAME: &str = "SGD";
 /// let sgd = Sgd::new(0.1).momentum(0.9).nesterov(true);
 /// # assert_eq!(sgd.momentum, 0.9);
 /// ```
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
+#[settings(lr = 1e-3)]
 pub struct Sgd {
-    /// Learning rate, at least 0.
-    pub lr: f64,
     /// Momentum factor, at least 0; 0 keeps no buffer.
+    #[setting(default = 0.0, check = not_negative, per_group)]
     pub momentum: f64,
     /// Part of the gradient that is kept out of the momentum buffer.
+    #[setting(default = 0.0, check = finite, per_group)]
     pub dampening: f64,
     /// L2 penalty: this times the weights is added to the gradient. At least 0.
+    #[setting(default = 0.0, check = not_negative, per_group)]
     pub weight_decay: f64,
     /// Looks ahead along the momentum; needs momentum above 0 and no dampening.
+    #[setting(default = false, per_group)]
     pub nesterov: bool,
-    /// Ascends instead of descends.
-    pub maximize: bool,
-    /// Updates parameters in bfloat16 or float16 in float32 copies, which lose no small updates, and rounds these to
-    /// the parameters after each step (arXiv:1710.03740, section 3.1).
-    pub master_weights: bool,
 }
 
-impl Default for Sgd {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            momentum: 0.0,
-            dampening: 0.0,
-            weight_decay: 0.0,
-            nesterov: false,
-            maximize: false,
-            master_weights: false,
-        }
-    }
-}
+optimizer!(Sgd = "SGD", |sgd| GroupOptions::Sgd {
+    momentum: sgd.momentum,
+    dampening: sgd.dampening,
+    nesterov: sgd.nesterov,
+}, also check_nesterov);
 
 impl Sgd {
-    /// Plain SGD with a learning rate.
-    pub fn new(lr: f64) -> Self {
-        Self { lr, ..Self::default() }
-    }
-
-    setters! {
-        /// Sets the learning rate.
-        lr: f64,
-        /// Sets the momentum factor.
-        momentum: f64,
-        /// Sets the dampening of the momentum.
-        dampening: f64,
-        /// Sets the L2 penalty.
-        weight_decay: f64,
-        /// Sets whether Nesterov momentum is used.
-        nesterov: bool,
-        /// Sets whether the objective is ascended.
-        maximize: bool,
-        /// Sets whether parameters of a lower dtype are updated in float32 copies.
-        master_weights: bool,
-    }
-
-    /// These settings with those that a group has of its own.
-    fn with(&self, own: &Overrides) -> Self {
-        Self {
-            lr: own.lr.unwrap_or(self.lr),
-            momentum: own.momentum.unwrap_or(self.momentum),
-            dampening: own.dampening.unwrap_or(self.dampening),
-            weight_decay: own.weight_decay.unwrap_or(self.weight_decay),
-            nesterov: own.nesterov.unwrap_or(self.nesterov),
-            maximize: own.maximize.unwrap_or(self.maximize),
-            master_weights: self.master_weights,
-        }
-    }
-
-    fn check(&self, at: &str, problems: &mut Problems) {
-        problems.require_not_negative(format!("{at}.lr"), self.lr);
-        problems.require_not_negative(format!("{at}.momentum"), self.momentum);
-        problems.require(
-            self.dampening.is_finite(),
-            format!("{at}.dampening"),
-            self.dampening,
-            "a finite number",
-        );
-        problems.require_not_negative(format!("{at}.weight_decay"), self.weight_decay);
+    fn check_nesterov(&self, problems: &mut Problems) {
         if self.nesterov && (self.momentum <= 0.0 || self.dampening != 0.0) {
             let what = format!("true with momentum {} and dampening {}", self.momentum, self.dampening);
-            problems.add(
-                format!("{at}.nesterov"),
-                what,
-                "set momentum above 0 and dampening 0, or nesterov=false",
-            );
+            problems.add("nesterov", what, "set momentum above 0 and dampening 0, or nesterov=false");
         }
     }
 }
 
 impl BuildOptimizer for Sgd {
     fn name(&self) -> &'static str {
-        NAME
+        Self::NAME
     }
 
     fn is_elementwise(&self) -> bool {
@@ -131,34 +67,7 @@ impl BuildOptimizer for Sgd {
     }
 
     fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {
-        let groups = build_groups(
-            groups,
-            |problems| self.check("init_args", problems),
-            |own, at, problems| {
-                let merged = self.with(own);
-                merged.check(at, problems);
-                for (key, set) in [
-                    ("betas", own.betas.is_some()),
-                    ("eps", own.eps.is_some()),
-                    ("amsgrad", own.amsgrad.is_some()),
-                ] {
-                    if set {
-                        problems.add(format!("{at}.{key}"), "is not a setting of SGD", "remove it");
-                    }
-                }
-                Merged {
-                    lr: merged.lr,
-                    weight_decay: merged.weight_decay,
-                    maximize: merged.maximize,
-                    options: GroupOptions::Sgd {
-                        momentum: merged.momentum,
-                        dampening: merged.dampening,
-                        nesterov: merged.nesterov,
-                    },
-                }
-            },
-        )?;
-        Ok(Box::new(Engine::new(SgdRule, groups, self.master_weights)?))
+        Ok(Box::new(Engine::new(SgdRule, self.groups(groups)?, self.master_weights)?))
     }
 }
 
@@ -255,7 +164,7 @@ impl Rule for SgdRule {
     type Lists = SgdLists;
 
     fn name(&self) -> &'static str {
-        NAME
+        Sgd::NAME
     }
 
     fn lists(&self, group: &ParamGroup, members: &mut [Slot], active: &[usize]) -> Result<SgdLists> {

@@ -1,0 +1,22 @@
+//! What a setting may be; each reports a value that is out of range.
+
+use super::problems::Problems;
+
+pub(super) fn not_negative(problems: &mut Problems, key: &str, value: &f64) {
+    problems.require_not_negative(key, *value);
+}
+
+pub(super) fn finite(problems: &mut Problems, key: &str, value: &f64) {
+    problems.require(value.is_finite(), key, value, "a finite number");
+}
+
+/// A decay rate.
+pub(super) fn rate(problems: &mut Problems, key: &str, value: &f64) {
+    problems.require((0.0..1.0).contains(value), key, value, "at least 0 and below 1");
+}
+
+/// Two decay rates.
+pub(super) fn rates(problems: &mut Problems, key: &str, value: &(f64, f64)) {
+    rate(problems, &format!("{key}[0]"), &value.0);
+    rate(problems, &format!("{key}[1]"), &value.1);
+}
