@@ -210,6 +210,9 @@ fn default_of_all(ident: &Ident, settings: &[Setting]) -> TokenStream {
 
 /// A function for the default of each setting that has one, and one that takes the others.
 fn defaults_of_each(ident: &Ident, settings: &[Setting]) -> TokenStream {
+    if settings.iter().all(|setting| setting.default.is_none()) {
+        return TokenStream::new();
+    }
     let functions = settings.iter().filter_map(|setting| {
         let (name, ty, default) = (default_name(setting), &setting.ty, setting.default.as_ref()?);
         Some(quote!(fn #name() -> #ty { #default }))

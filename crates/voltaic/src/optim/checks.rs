@@ -20,3 +20,16 @@ pub(super) fn rates(problems: &mut Problems, key: &str, value: &(f64, f64)) {
     rate(problems, &format!("{key}[0]"), &value.0);
     rate(problems, &format!("{key}[1]"), &value.1);
 }
+
+pub(super) fn at_least_one(problems: &mut Problems, key: &str, value: &u64) {
+    problems.require(*value > 0, key, value, "at least 1");
+}
+
+pub(super) fn from_0_to_1(problems: &mut Problems, key: &str, value: &f64) {
+    problems.require((0.0..=1.0).contains(value), key, value, "from 0 to 1");
+}
+
+/// A factor that lowers a learning rate.
+pub(super) fn above_0_to_1(problems: &mut Problems, key: &str, value: &f64) {
+    problems.require(*value > 0.0 && *value <= 1.0, key, value, "above 0 and at most 1");
+}

@@ -16,7 +16,7 @@ use super::lr_scheduler::plateau::ReduceLrOnPlateau;
 use super::lr_scheduler::range_test::{LrRangeTest, OneCycle};
 use super::lr_scheduler::scheduler::{BuildLrScheduler, KEY, LrScheduler};
 use super::lr_scheduler::sequential::{LinearWarmupCosine, Sequence};
-use super::lr_scheduler::stepper::Chained;
+use super::lr_scheduler::stepper::BuildChained;
 use super::lr_scheduler::swa::SwaLr;
 use super::lr_scheduler::warmup::{WarmupCosineLr, WarmupDecayLr, WarmupLr};
 use super::muon::Muon;
@@ -218,44 +218,19 @@ classes! {
 }
 
 impl LrSchedulerConfig {
-    pub(super) fn is_chainable(&self) -> bool {
-        !matches!(
-            self,
-            Self::OneCycleLr(_)
-                | Self::SequentialLr(_)
-                | Self::LinearWarmupCosine(_)
-                | Self::SwaLr(_)
-                | Self::ReduceLrOnPlateau(_)
-                | Self::WarmupLr(_)
-                | Self::WarmupDecayLr(_)
-                | Self::WarmupCosineLr(_)
-                | Self::OneCycle(_)
-                | Self::LrRangeTest(_)
-        )
-    }
-
-    /// The schedule as an element of a sequence, if it can be one.
-    pub(super) fn chained(&self, groups: &mut [ParamGroup]) -> Result<Option<Box<dyn Chained>>> {
-        Ok(Some(match self {
-            Self::StepLr(config) => config.chained(groups)?,
-            Self::MultiStepLr(config) => config.chained(groups)?,
-            Self::ConstantLr(config) => config.chained(groups)?,
-            Self::LinearLr(config) => config.chained(groups)?,
-            Self::ExponentialLr(config) => config.chained(groups)?,
-            Self::PolynomialLr(config) => config.chained(groups)?,
-            Self::CosineAnnealingLr(config) => config.chained(groups)?,
-            Self::CosineAnnealingWarmRestarts(config) => config.chained(groups)?,
-            Self::OneCycleLr(_)
-            | Self::SequentialLr(_)
-            | Self::LinearWarmupCosine(_)
-            | Self::SwaLr(_)
-            | Self::ReduceLrOnPlateau(_)
-            | Self::WarmupLr(_)
-            | Self::WarmupDecayLr(_)
-            | Self::WarmupCosineLr(_)
-            | Self::OneCycle(_)
-            | Self::LrRangeTest(_) => return Ok(None),
-        }))
+    /// The schedule, if it can be part of a sequence.
+    fn chainable(&self) -> Option<&dyn BuildChained> {
+        Some(match self {
+            Self::StepLr(config) => config,
+            Self::MultiStepLr(config) => config,
+            Self::ConstantLr(config) => config,
+            Self::LinearLr(config) => config,
+            Self::ExponentialLr(config) => config,
+            Self::PolynomialLr(config) => config,
+            Self::CosineAnnealingLr(config) => config,
+            Self::CosineAnnealingWarmRestarts(config) => config,
+            _ => return None,
+        })
     }
 }
 
@@ -306,7 +281,7 @@ impl SequentialLr {
             problems.add("milestones", what, "put the steps in order, each once");
         }
         for (index, scheduler) in self.schedulers.iter().enumerate() {
-            if !scheduler.is_chainable() {
+            if scheduler.chainable().is_none() {
                 let what = format!("{} cannot be part of a sequence", scheduler.name());
                 problems.add(
                     format!("schedulers[{index}]"),
@@ -326,10 +301,8 @@ impl BuildLrScheduler for SequentialLr {
 
     fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
         self.check()?;
-        let mut parts = Vec::with_capacity(self.schedulers.len());
-        for scheduler in &self.schedulers {
-            parts.extend(scheduler.chained(groups)?);
-        }
+        let chainable = self.schedulers.iter().filter_map(LrSchedulerConfig::chainable);
+        let parts = chainable.map(|scheduler| scheduler.chained(groups)).collect::<Result<_>>()?;
         Ok(Box::new(Sequence::build(self.name(), parts, self.milestones.clone(), groups)?))
     }
 }

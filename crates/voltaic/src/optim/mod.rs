@@ -23,7 +23,6 @@ mod optimizers;
 mod param_group;
 mod problems;
 mod replay;
-mod setters;
 mod settings;
 mod sgd;
 mod values;

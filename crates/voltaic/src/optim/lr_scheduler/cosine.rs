@@ -2,55 +2,38 @@
 
 use std::f64::consts::PI;
 
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use voltaic_macros::settings;
 
-use super::basic::formula_config;
 use super::scheduler::{BuildLrScheduler, KEY, LrScheduler};
-use super::stepper::{At, Chained, Formula, Stepper, base_lrs, finite, read};
+use super::stepper::{At, BuildChained, Chained, Formula, base_lrs, finite, formula_schedule, read};
 use crate::error::Result;
+use crate::optim::checks::{at_least_one, not_negative};
 use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::setters::setters;
 
 /// Follows half a cosine from the learning rate to `eta_min` in `T_max` steps, and back up after that; as
 /// `torch.optim.lr_scheduler.CosineAnnealingLR`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[settings]
 pub struct CosineAnnealingLr {
     /// Steps until the lowest rate, at least 1.
     #[serde(rename = "T_max")]
+    #[setting(check = at_least_one)]
     pub t_max: u64,
     /// Lowest learning rate.
-    #[serde(default)]
+    #[setting(default = 0.0, check = not_negative)]
     pub eta_min: f64,
 }
 
 impl CosineAnnealingLr {
     /// Falls to zero in `t_max` steps.
     pub fn new(t_max: u64) -> Self {
-        Self { t_max, eta_min: 0.0 }
-    }
-
-    setters! {
-        /// Sets the lowest learning rate.
-        eta_min: f64,
-    }
-
-    fn check(&self) -> Result<()> {
-        let mut problems = Problems::new(KEY);
-        problems.require(self.t_max > 0, "T_max", self.t_max, "at least 1");
-        problems.require_not_negative("eta_min", self.eta_min);
-        problems.finish()
+        Self::with_required(t_max)
     }
 }
 
 impl Formula for CosineAnnealingLr {
-    fn name(&self) -> &'static str {
-        "CosineAnnealingLR"
-    }
-
     fn next_lr(&self, at: At, lr: f64) -> f64 {
         if at.is_initial {
             return lr;
@@ -69,50 +52,36 @@ impl Formula for CosineAnnealingLr {
         self.eta_min + (at.base_lr - self.eta_min) * (1.0 + 0.0_f64.cos()) / 2.0
     }
 }
-formula_config!(CosineAnnealingLr, "CosineAnnealingLR");
+formula_schedule!(CosineAnnealingLr = "CosineAnnealingLR");
 
 /// Follows half a cosine from the learning rate to `eta_min`, jumps back and does so again, `T_mult` times as slowly
 /// each time; as `torch.optim.lr_scheduler.CosineAnnealingWarmRestarts`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[settings]
 pub struct CosineAnnealingWarmRestarts {
     /// Steps until the first restart, at least 1.
     #[serde(rename = "T_0")]
+    #[setting(check = at_least_one)]
     pub t_0: u64,
     /// Factor by which each period is longer than the one before, at least 1.
-    #[serde(rename = "T_mult", default = "one")]
+    #[serde(rename = "T_mult")]
+    #[setting(default = 1, check = at_least_one)]
     pub t_mult: u64,
     /// Lowest learning rate.
-    #[serde(default)]
+    #[setting(default = 0.0, check = not_negative)]
     pub eta_min: f64,
-}
-
-fn one() -> u64 {
-    1
 }
 
 impl CosineAnnealingWarmRestarts {
     /// Restarts every `t_0` steps.
     pub fn new(t_0: u64) -> Self {
-        Self { t_0, t_mult: 1, eta_min: 0.0 }
+        Self::with_required(t_0)
     }
+}
 
-    setters! {
-        /// Sets the factor by which each period is longer than the one before.
-        t_mult: u64,
-        /// Sets the lowest learning rate.
-        eta_min: f64,
-    }
-
-    pub(in crate::optim) fn chained(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn Chained>> {
-        Ok(Box::new(self.make(groups)?))
-    }
-
-    fn make(&self, groups: &mut [ParamGroup]) -> Result<WarmRestarts> {
+impl BuildChained for CosineAnnealingWarmRestarts {
+    fn chained(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn Chained>> {
         let mut problems = Problems::new(KEY);
-        problems.require(self.t_0 > 0, "T_0", self.t_0, "at least 1");
-        problems.require(self.t_mult > 0, "T_mult", self.t_mult, "at least 1");
-        problems.require_not_negative("eta_min", self.eta_min);
+        self.check_each(&mut problems);
         problems.finish()?;
         let base_lrs = base_lrs(groups);
         let position = Position {
@@ -125,7 +94,7 @@ impl CosineAnnealingWarmRestarts {
         };
         let mut schedule = WarmRestarts { config: self.clone(), position };
         schedule.begin(groups)?;
-        Ok(schedule)
+        Ok(Box::new(schedule))
     }
 }
 
@@ -135,7 +104,7 @@ impl BuildLrScheduler for CosineAnnealingWarmRestarts {
     }
 
     fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
-        Ok(Box::new(self.make(groups)?))
+        Ok(self.chained(groups)?)
     }
 }
 

@@ -29,10 +29,6 @@ impl LambdaLr {
 }
 
 impl Formula for LambdaLr {
-    fn name(&self) -> &'static str {
-        "LambdaLR"
-    }
-
     fn next_lr(&self, at: At, _lr: f64) -> f64 {
         at.base_lr * (self.factor)(at.epoch)
     }
@@ -44,6 +40,6 @@ impl BuildLrScheduler for LambdaLr {
     }
 
     fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
-        Ok(Box::new(Stepper::build(self.clone(), groups)?))
+        Ok(Box::new(Stepper::build(self.name(), self.clone(), groups)?))
     }
 }

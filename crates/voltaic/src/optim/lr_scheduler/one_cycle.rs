@@ -4,55 +4,59 @@ use std::f64::consts::PI;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use voltaic_macros::settings;
 
 use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use super::stepper::{At, Formula, Stepper};
-use crate::error::{OptimError, Problem, Result};
+use crate::error::{Problem, Result};
+use crate::optim::checks::{from_0_to_1, not_negative, rate};
 use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::setters::setters;
 
 /// Raises the learning rate from `max_lr / div_factor` to `max_lr`, then lets it fall to
 /// `max_lr / div_factor / final_div_factor`, while momentum goes the other way; as
 /// `torch.optim.lr_scheduler.OneCycleLR`. Meant to be stepped after every optimizer step.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[settings]
 pub struct OneCycleLr {
     /// Highest learning rate.
     pub max_lr: PerGroup,
     /// Steps of the whole cycle; or set `epochs` and `steps_per_epoch`.
-    #[serde(default)]
+    #[setting(default = None)]
     pub total_steps: Option<u64>,
     /// Epochs of the whole cycle, if `total_steps` is not set.
-    #[serde(default)]
+    #[setting(default = None)]
     pub epochs: Option<u64>,
     /// Optimizer steps of an epoch, if `total_steps` is not set.
-    #[serde(default)]
+    #[setting(default = None)]
     pub steps_per_epoch: Option<u64>,
     /// Part of the cycle in which the rate rises, from 0 to 1.
-    #[serde(default = "OneCycleLr::default_pct_start")]
+    #[setting(default = 0.3, check = from_0_to_1)]
     pub pct_start: f64,
     /// Shape of rise and fall.
-    #[serde(default)]
+    #[setting(default = AnnealStrategy::default())]
     pub anneal_strategy: AnnealStrategy,
     /// Whether momentum (SGD) or the first decay rate (Adam) is cycled against the learning rate.
-    #[serde(default = "OneCycleLr::default_cycle_momentum")]
+    #[setting(default = true)]
     pub cycle_momentum: bool,
     /// Lowest momentum, reached at the highest learning rate.
-    #[serde(default = "OneCycleLr::default_base_momentum")]
+    #[setting(default = PerGroup::All(0.85))]
     pub base_momentum: PerGroup,
     /// Highest momentum, at first and in the end.
-    #[serde(default = "OneCycleLr::default_max_momentum")]
+    #[setting(default = PerGroup::All(0.95))]
     pub max_momentum: PerGroup,
     /// The first learning rate is `max_lr` divided by this.
-    #[serde(default = "OneCycleLr::default_div_factor")]
+    #[setting(default = 25.0, check = above_0)]
     pub div_factor: f64,
     /// The last learning rate is the first one divided by this.
-    #[serde(default = "OneCycleLr::default_final_div_factor")]
+    #[setting(default = 1e4, check = above_0)]
     pub final_div_factor: f64,
     /// Falls back to the first learning rate as slowly as it rose before it falls to the last one.
-    #[serde(default)]
+    #[setting(default = false)]
     pub three_phase: bool,
+}
+
+fn above_0(problems: &mut Problems, key: &str, value: &f64) {
+    problems.require(value.is_finite() && *value > 0.0, key, value, "a finite number above 0");
 }
 
 /// Shape of the curve between two learning rates.
@@ -76,65 +80,9 @@ impl AnnealStrategy {
 }
 
 impl OneCycleLr {
-    fn default_pct_start() -> f64 {
-        0.3
-    }
-
-    fn default_cycle_momentum() -> bool {
-        true
-    }
-
-    fn default_base_momentum() -> PerGroup {
-        PerGroup::All(0.85)
-    }
-
-    fn default_max_momentum() -> PerGroup {
-        PerGroup::All(0.95)
-    }
-
-    fn default_div_factor() -> f64 {
-        25.0
-    }
-
-    fn default_final_div_factor() -> f64 {
-        1e4
-    }
-
     /// One cycle of `total_steps` steps up to `max_lr`, which is one number or one for each group.
     pub fn new(max_lr: impl Into<PerGroup>, total_steps: u64) -> Self {
-        Self {
-            max_lr: max_lr.into(),
-            total_steps: Some(total_steps),
-            epochs: None,
-            steps_per_epoch: None,
-            pct_start: Self::default_pct_start(),
-            anneal_strategy: AnnealStrategy::default(),
-            cycle_momentum: Self::default_cycle_momentum(),
-            base_momentum: Self::default_base_momentum(),
-            max_momentum: Self::default_max_momentum(),
-            div_factor: Self::default_div_factor(),
-            final_div_factor: Self::default_final_div_factor(),
-            three_phase: false,
-        }
-    }
-
-    setters! {
-        /// Sets the part of the cycle in which the rate rises.
-        pct_start: f64,
-        /// Sets the shape of rise and fall.
-        anneal_strategy: AnnealStrategy,
-        /// Sets whether momentum is cycled.
-        cycle_momentum: bool,
-        /// Sets the lowest momentum.
-        base_momentum: PerGroup,
-        /// Sets the highest momentum.
-        max_momentum: PerGroup,
-        /// Sets what the highest rate is divided by to give the first.
-        div_factor: f64,
-        /// Sets what the first rate is divided by to give the last.
-        final_div_factor: f64,
-        /// Sets whether the fall has two parts.
-        three_phase: bool,
+        Self { total_steps: Some(total_steps), ..Self::with_required(max_lr.into()) }
     }
 
     fn resolve(&self, num_groups: usize) -> Result<OneCycle> {
@@ -149,22 +97,10 @@ impl OneCycleLr {
             }
         };
         problems.require(total_steps > 0, "total_steps", total_steps, "at least 1");
-        let in_range = (0.0..=1.0).contains(&self.pct_start);
-        problems.require(in_range, "pct_start", self.pct_start, "from 0 to 1");
-        for (key, value) in [("div_factor", self.div_factor), ("final_div_factor", self.final_div_factor)] {
-            problems.require(value.is_finite() && value > 0.0, key, value, "a finite number above 0");
-        }
-        let max_lrs = self.max_lr.values("max_lr", num_groups, &mut problems);
-        let base = self.base_momentum.values("base_momentum", num_groups, &mut problems);
-        let max = self.max_momentum.values("max_momentum", num_groups, &mut problems);
-        for lr in &max_lrs {
-            problems.require_not_negative("max_lr", *lr);
-        }
-        for (key, momentums) in [("base_momentum", &base), ("max_momentum", &max)] {
-            for momentum in momentums {
-                problems.require((0.0..1.0).contains(momentum), key, momentum, "at least 0 and below 1");
-            }
-        }
+        self.check_each(&mut problems);
+        let max_lrs = self.max_lr.values("max_lr", num_groups, not_negative, &mut problems);
+        let base = self.base_momentum.values("base_momentum", num_groups, rate, &mut problems);
+        let max = self.max_momentum.values("max_momentum", num_groups, rate, &mut problems);
         problems.finish()?;
         Ok(OneCycle {
             total_steps,
@@ -203,7 +139,7 @@ impl BuildLrScheduler for OneCycleLr {
         for (group, max_lr) in groups.iter_mut().zip(&cycle.max_lrs) {
             group.initial_lr = Some(max_lr / self.div_factor);
         }
-        Ok(Box::new(Stepper::build(cycle, groups)?))
+        Ok(Box::new(Stepper::build(self.name(), cycle, groups)?))
     }
 }
 
@@ -262,22 +198,17 @@ impl OneCycle {
 }
 
 impl Formula for OneCycle {
-    fn name(&self) -> &'static str {
-        "OneCycleLR"
-    }
-
     fn next_lr(&self, at: At, _lr: f64) -> f64 {
         let (phase, pct) = self.phase(at.t());
         self.anneal.between(self.level(phase.from, at.group), self.level(phase.to, at.group), pct)
     }
 
-    fn check(&self, epoch: u64) -> Result<()> {
+    fn check(&self, epoch: u64) -> Result<(), Problem> {
         if epoch <= self.total_steps {
             return Ok(());
         }
         let what = format!("step {epoch} lies behind the end of the cycle of {} steps", self.total_steps);
-        let remedy = "set total_steps to the number of optimizer steps of the whole run".to_owned();
-        Err(OptimError::Schedule { scheduler: self.name(), problem: Problem::new(what, remedy) }.into())
+        Err(Problem::new(what, "set total_steps to the number of optimizer steps of the whole run"))
     }
 
     fn set_others(&self, at: At, group: &mut ParamGroup) {

@@ -3,35 +3,43 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use voltaic_macros::settings;
 
 use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use super::stepper::read;
 use crate::error::{OptimError, Problem, Result};
+use crate::optim::checks::{not_negative, rate};
 use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::setters::setters;
 
 /// Lowers the learning rate when a metric has stopped improving; as `torch.optim.lr_scheduler.ReduceLROnPlateau`.
 ///
 /// Needs the name of the metric: [`LrSchedulerSpec::monitor`](crate::optim::LrSchedulerSpec::monitor).
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
+#[settings]
 pub struct ReduceLrOnPlateau {
     /// Whether a smaller or a larger metric is better.
+    #[setting(default = PlateauMode::Min)]
     pub mode: PlateauMode,
     /// Factor by which the learning rate is multiplied, at least 0 and below 1.
+    #[setting(default = 0.1, check = rate)]
     pub factor: f64,
     /// Steps without improvement that are let pass.
+    #[setting(default = 10)]
     pub patience: u64,
     /// How much better counts as better, at least 0.
+    #[setting(default = 1e-4, check = not_negative)]
     pub threshold: f64,
     /// Whether the threshold is relative to the best metric.
+    #[setting(default = ThresholdMode::Rel)]
     pub threshold_mode: ThresholdMode,
     /// Steps after a reduction in which nothing is counted.
+    #[setting(default = 0)]
     pub cooldown: u64,
     /// Lowest learning rate.
+    #[setting(default = PerGroup::All(0.0))]
     pub min_lr: PerGroup,
     /// A reduction of no more than this is not done.
+    #[setting(default = 1e-8, check = not_negative)]
     pub eps: f64,
 }
 
@@ -57,42 +65,10 @@ pub enum ThresholdMode {
     Abs,
 }
 
-impl Default for ReduceLrOnPlateau {
-    fn default() -> Self {
-        Self {
-            mode: PlateauMode::Min,
-            factor: 0.1,
-            patience: 10,
-            threshold: 1e-4,
-            threshold_mode: ThresholdMode::Rel,
-            cooldown: 0,
-            min_lr: PerGroup::All(0.0),
-            eps: 1e-8,
-        }
-    }
-}
-
 impl ReduceLrOnPlateau {
     /// PyTorch's settings for a metric that improves in direction `mode`.
     pub fn new(mode: PlateauMode) -> Self {
         Self { mode, ..Self::default() }
-    }
-
-    setters! {
-        /// Sets the factor of a reduction.
-        factor: f64,
-        /// Sets how many steps without improvement are let pass.
-        patience: u64,
-        /// Sets how much better counts as better.
-        threshold: f64,
-        /// Sets what the threshold is relative to.
-        threshold_mode: ThresholdMode,
-        /// Sets how many steps after a reduction are not counted.
-        cooldown: u64,
-        /// Sets the lowest learning rate.
-        min_lr: PerGroup,
-        /// Sets the least reduction.
-        eps: f64,
     }
 
     fn is_better(&self, metric: f64, best: f64) -> bool {
@@ -123,14 +99,8 @@ impl BuildLrScheduler for ReduceLrOnPlateau {
 
     fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
         let mut problems = Problems::new(KEY);
-        let in_range = (0.0..1.0).contains(&self.factor);
-        problems.require(in_range, "factor", self.factor, "at least 0 and below 1");
-        problems.require_not_negative("threshold", self.threshold);
-        problems.require_not_negative("eps", self.eps);
-        let min_lrs = self.min_lr.values("min_lr", groups.len(), &mut problems);
-        for min_lr in &min_lrs {
-            problems.require_not_negative("min_lr", *min_lr);
-        }
+        self.check_each(&mut problems);
+        let min_lrs = self.min_lr.values("min_lr", groups.len(), not_negative, &mut problems);
         problems.finish()?;
         let position = Position {
             name: self.name().to_owned(),

@@ -1,62 +1,42 @@
 //! DeepSpeed's LRRangeTest and OneCycle (`deepspeed/runtime/lr_schedules.py`; arXiv:1803.09820).
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use voltaic_macros::settings;
 
 use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use super::stepper::{At, Formula, Stepper};
-use super::warmup::{BEGINNING, batch, beginning, check_beginning, keeps_rate};
-use crate::error::{OptimError, Problem, Result};
+use super::warmup::{BEGINNING, batch, check_beginning, keeps_rate};
+use crate::error::{Problem, Result};
+use crate::optim::checks::{at_least_one, not_negative, rate};
 use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::setters::setters;
 
 /// Rises without end, to find the highest learning rate that trains; as DeepSpeed's `LRRangeTest`.
 ///
 /// After batch `i`, counted from 0: `lr = min_lr * (1 + step_rate * (i + 1) / step_size)`, where `staircase` rounds the
 /// quotient down. Step it after each optimizer step.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
+#[settings]
 pub struct LrRangeTest {
     /// First learning rate, one or one for each group.
+    #[setting(default = PerGroup::All(1e-3))]
     pub lr_range_test_min_lr: PerGroup,
     /// Steps in which the rate grows by `lr_range_test_step_rate` times the first one, at least 1.
+    #[setting(default = 2000, check = at_least_one)]
     pub lr_range_test_step_size: u64,
     /// How fast the rate grows.
+    #[setting(default = 1.0, check = not_negative)]
     pub lr_range_test_step_rate: f64,
     /// Grows in stairs of `lr_range_test_step_size` steps.
+    #[setting(default = false)]
     pub lr_range_test_staircase: bool,
     /// Batch after which the schedule begins; -1 for the beginning. Above that, the first rate is the optimizer's.
+    #[setting(default = BEGINNING, check = check_beginning)]
     pub last_batch_iteration: i64,
-}
-
-impl Default for LrRangeTest {
-    fn default() -> Self {
-        Self {
-            lr_range_test_min_lr: PerGroup::All(1e-3),
-            lr_range_test_step_size: 2000,
-            lr_range_test_step_rate: 1.0,
-            lr_range_test_staircase: false,
-            last_batch_iteration: BEGINNING,
-        }
-    }
 }
 
 impl LrRangeTest {
     /// Begins with `min_lr`, one number or one for each group.
     pub fn new(min_lr: impl Into<PerGroup>) -> Self {
         Self { lr_range_test_min_lr: min_lr.into(), ..Self::default() }
-    }
-
-    setters! {
-        /// Sets the steps of a stair.
-        lr_range_test_step_size: u64,
-        /// Sets how fast the rate grows.
-        lr_range_test_step_rate: f64,
-        /// Sets whether it grows in stairs.
-        lr_range_test_staircase: bool,
-        /// Sets the batch after which the schedule begins.
-        last_batch_iteration: i64,
     }
 }
 
@@ -69,10 +49,6 @@ struct RangeTest {
 }
 
 impl Formula for RangeTest {
-    fn name(&self) -> &'static str {
-        "LRRangeTest"
-    }
-
     fn next_lr(&self, at: At, lr: f64) -> f64 {
         if keeps_rate(at, self.last_batch_iteration) {
             return lr;
@@ -94,24 +70,19 @@ impl BuildLrScheduler for LrRangeTest {
 
     fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
         let mut problems = Problems::new(KEY);
-        let rates = self.lr_range_test_min_lr.values("lr_range_test_min_lr", groups.len(), &mut problems);
-        for rate in &rates {
-            problems.require_not_negative("lr_range_test_min_lr", *rate);
-        }
-        let size = self.lr_range_test_step_size;
-        problems.require(size > 0, "lr_range_test_step_size", size, "at least 1");
-        problems.require_not_negative("lr_range_test_step_rate", self.lr_range_test_step_rate);
-        check_beginning(self.last_batch_iteration, &mut problems);
+        self.check_each(&mut problems);
+        let min_lr = &self.lr_range_test_min_lr;
+        let rates = min_lr.values("lr_range_test_min_lr", groups.len(), not_negative, &mut problems);
         problems.finish()?;
         let formula = RangeTest {
             rates,
-            step_size: size as f64,
+            step_size: self.lr_range_test_step_size as f64,
             step_rate: self.lr_range_test_step_rate,
             staircase: self.lr_range_test_staircase,
             last_batch_iteration: self.last_batch_iteration,
         };
         groups.iter_mut().for_each(|group| group.initial_lr = Some(group.lr));
-        Ok(Box::new(Stepper::build(formula, groups)?))
+        Ok(Box::new(Stepper::build(self.name(), formula, groups)?))
     }
 }
 
@@ -120,139 +91,71 @@ impl BuildLrScheduler for LrRangeTest {
 ///
 /// The first decay rate of Adam and its like is cycled against the learning rate (the second one becomes 0.99); SGD's
 /// momentum is not.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[settings]
 pub struct OneCycle {
     /// First and last learning rate of the cycle, one or one for each group.
     pub cycle_min_lr: PerGroup,
     /// Highest learning rate, one or one for each group.
     pub cycle_max_lr: PerGroup,
     /// After the cycle, the rate is `cycle_min_lr / (1 + decay_lr_rate * d / decay_step_size)` `d` steps later.
-    #[serde(default)]
+    #[setting(default = 0.0, check = not_negative)]
     pub decay_lr_rate: f64,
     /// Steps of the rise, at least 1.
-    #[serde(default = "two_thousand")]
+    #[setting(default = 2000, check = at_least_one)]
     pub cycle_first_step_size: u64,
     /// Steps of the fall; as many as of the rise unless set.
-    #[serde(default)]
+    #[setting(default = None)]
     pub cycle_second_step_size: Option<u64>,
     /// Stairs of the rise; 0 for none.
-    #[serde(default)]
+    #[setting(default = 0)]
     pub cycle_first_stair_count: u64,
     /// Stairs of the fall; as many as of the rise unless set.
-    #[serde(default)]
+    #[setting(default = None)]
     pub cycle_second_stair_count: Option<u64>,
     /// Steps of a unit of the decay; 0 for no decay.
-    #[serde(default)]
+    #[setting(default = 0)]
     pub decay_step_size: u64,
     /// Whether the first decay rate of the optimizer is cycled against the learning rate.
-    #[serde(default = "yes")]
+    #[setting(default = true)]
     pub cycle_momentum: bool,
     /// Lowest momentum, reached at the highest learning rate.
-    #[serde(default = "min_mom")]
+    #[setting(default = PerGroup::All(0.8))]
     pub cycle_min_mom: PerGroup,
     /// Highest momentum, at first and after the cycle.
-    #[serde(default = "max_mom")]
+    #[setting(default = PerGroup::All(0.9))]
     pub cycle_max_mom: PerGroup,
     /// After the cycle, the momentum is `cycle_max_mom * (1 + decay_mom_rate * d / decay_step_size)` `d` steps later.
-    #[serde(default)]
+    #[setting(default = 0.0, check = not_negative)]
     pub decay_mom_rate: f64,
     /// Batch after which the schedule begins; -1 for the beginning. Above that, the first rate is the optimizer's.
-    #[serde(default = "beginning")]
+    #[setting(default = BEGINNING, check = check_beginning)]
     pub last_batch_iteration: i64,
-}
-
-fn two_thousand() -> u64 {
-    2000
-}
-
-fn yes() -> bool {
-    true
-}
-
-fn min_mom() -> PerGroup {
-    PerGroup::All(0.8)
-}
-
-fn max_mom() -> PerGroup {
-    PerGroup::All(0.9)
 }
 
 impl OneCycle {
     /// A cycle between two learning rates, each one number or one for each group.
     pub fn new(cycle_min_lr: impl Into<PerGroup>, cycle_max_lr: impl Into<PerGroup>) -> Self {
-        Self {
-            cycle_min_lr: cycle_min_lr.into(),
-            cycle_max_lr: cycle_max_lr.into(),
-            decay_lr_rate: 0.0,
-            cycle_first_step_size: two_thousand(),
-            cycle_second_step_size: None,
-            cycle_first_stair_count: 0,
-            cycle_second_stair_count: None,
-            decay_step_size: 0,
-            cycle_momentum: true,
-            cycle_min_mom: min_mom(),
-            cycle_max_mom: max_mom(),
-            decay_mom_rate: 0.0,
-            last_batch_iteration: BEGINNING,
-        }
-    }
-
-    setters! {
-        /// Sets the decay of the learning rate after the cycle.
-        decay_lr_rate: f64,
-        /// Sets the steps of the rise.
-        cycle_first_step_size: u64,
-        /// Sets the steps of the fall.
-        cycle_second_step_size: Option<u64>,
-        /// Sets the stairs of the rise.
-        cycle_first_stair_count: u64,
-        /// Sets the stairs of the fall.
-        cycle_second_stair_count: Option<u64>,
-        /// Sets the steps of a unit of the decay.
-        decay_step_size: u64,
-        /// Sets whether the optimizer's first decay rate is cycled.
-        cycle_momentum: bool,
-        /// Sets the lowest momentum.
-        cycle_min_mom: PerGroup,
-        /// Sets the highest momentum.
-        cycle_max_mom: PerGroup,
-        /// Sets the growth of the momentum after the cycle.
-        decay_mom_rate: f64,
-        /// Sets the batch after which the schedule begins.
-        last_batch_iteration: i64,
+        Self::with_required(cycle_min_lr.into(), cycle_max_lr.into())
     }
 
     fn resolve(&self, groups: &[ParamGroup]) -> Result<Cycle> {
         let mut problems = Problems::new(KEY);
         let len = groups.len();
-        let first = self.cycle_first_step_size;
-        problems.require(first > 0, "cycle_first_step_size", first, "at least 1");
-        for (key, rate) in [("decay_lr_rate", self.decay_lr_rate), ("decay_mom_rate", self.decay_mom_rate)] {
-            problems.require_not_negative(key, rate);
-        }
-        check_beginning(self.last_batch_iteration, &mut problems);
-        let min = self.cycle_min_lr.values("cycle_min_lr", len, &mut problems);
-        let max = self.cycle_max_lr.values("cycle_max_lr", len, &mut problems);
-        for (key, rates) in [("cycle_min_lr", &min), ("cycle_max_lr", &max)] {
-            rates.iter().for_each(|rate| problems.require_not_negative(key, *rate));
-        }
+        self.check_each(&mut problems);
+        let min = self.cycle_min_lr.values("cycle_min_lr", len, not_negative, &mut problems);
+        let max = self.cycle_max_lr.values("cycle_max_lr", len, not_negative, &mut problems);
         let cycles = self.cycle_momentum && groups.iter().all(|group| group.betas().is_some());
         let mut moms = Vec::new();
         if cycles {
-            let low = self.cycle_min_mom.values("cycle_min_mom", len, &mut problems);
-            let high = self.cycle_max_mom.values("cycle_max_mom", len, &mut problems);
-            for (key, values) in [("cycle_min_mom", &low), ("cycle_max_mom", &high)] {
-                for value in values {
-                    problems.require((0.0..1.0).contains(value), key, value, "at least 0 and below 1");
-                }
-            }
+            let low = self.cycle_min_mom.values("cycle_min_mom", len, rate, &mut problems);
+            let high = self.cycle_max_mom.values("cycle_max_mom", len, rate, &mut problems);
             moms = low.into_iter().zip(high).collect();
         }
         problems.finish()?;
         if self.cycle_momentum && !cycles {
             tracing::warn!("OneCycle: cycle_momentum is disabled because the optimizer has no betas");
         }
+        let first = self.cycle_first_step_size;
         let second = self.cycle_second_step_size.unwrap_or(first);
         let stairs = self.cycle_first_stair_count;
         Ok(Cycle {
@@ -326,10 +229,6 @@ impl Cycle {
 const SECOND_BETA: f64 = 0.99;
 
 impl Formula for Cycle {
-    fn name(&self) -> &'static str {
-        "OneCycle"
-    }
-
     fn next_lr(&self, at: At, lr: f64) -> f64 {
         if keeps_rate(at, self.last_batch_iteration) {
             return lr;
@@ -343,13 +242,12 @@ impl Formula for Cycle {
         }
     }
 
-    fn check(&self, epoch: u64) -> Result<()> {
+    fn check(&self, epoch: u64) -> Result<(), Problem> {
         let i = self.last_batch_iteration.saturating_add(i64::try_from(epoch).unwrap_or(i64::MAX));
         let moms = (0..self.moms.len()).filter_map(|group| self.momentum(i, group));
         let Some(mom) = moms.max_by(f64::total_cmp).filter(|mom| *mom >= 1.0) else { return Ok(()) };
         let what = format!("the momentum after step {epoch} is {mom}, which is not below 1");
-        let remedy = "set a lower decay_mom_rate, or train fewer steps after the cycle".to_owned();
-        Err(OptimError::Schedule { scheduler: self.name(), problem: Problem::new(what, remedy) }.into())
+        Err(Problem::new(what, "set a lower decay_mom_rate, or train fewer steps after the cycle"))
     }
 
     fn set_others(&self, at: At, group: &mut ParamGroup) {
@@ -370,6 +268,6 @@ impl BuildLrScheduler for OneCycle {
     fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
         let cycle = self.resolve(groups)?;
         groups.iter_mut().for_each(|group| group.initial_lr = Some(group.lr));
-        Ok(Box::new(Stepper::build(cycle, groups)?))
+        Ok(Box::new(Stepper::build(self.name(), cycle, groups)?))
     }
 }

@@ -76,8 +76,14 @@ impl From<Vec<f64>> for PerGroup {
 }
 
 impl PerGroup {
-    /// The values of `len` groups.
-    pub(super) fn values(&self, key: &str, len: usize, problems: &mut Problems) -> Vec<f64> {
+    /// The values of `len` groups, each of which `check` looks at.
+    pub(super) fn values(
+        &self,
+        key: &str,
+        len: usize,
+        check: fn(&mut Problems, &str, &f64),
+        problems: &mut Problems,
+    ) -> Vec<f64> {
         let values = match self {
             Self::All(value) => vec![*value; len],
             Self::Each(values) => values.clone(),
@@ -86,6 +92,7 @@ impl PerGroup {
             let what = format!("has {} values for {len} param groups", values.len());
             problems.add(key, what, "give one number, or one for each group");
         }
+        values.iter().for_each(|value| check(problems, key, value));
         values
     }
 }

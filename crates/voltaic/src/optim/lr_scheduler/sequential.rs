@@ -1,50 +1,39 @@
 //! Schedules one after the other.
 
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use voltaic_macros::settings;
 
 use super::basic::LinearLr;
 use super::cosine::CosineAnnealingLr;
 use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, mismatch};
-use super::stepper::{Chained, base_lrs, read};
+use super::stepper::{BuildChained, Chained, base_lrs, read};
 use crate::error::Result;
+use crate::optim::checks::at_least_one;
 use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::setters::setters;
 
 /// Linear warm-up, then half a cosine down to `eta_min`: [`SequentialLr`](crate::optim::SequentialLr) of [`LinearLr`] and
 /// [`CosineAnnealingLr`], the usual schedule of transformers.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[settings]
 pub struct LinearWarmupCosine {
     /// Steps of warm-up, at least 1.
+    #[setting(check = at_least_one)]
     pub warmup_iters: u64,
     /// Steps of warm-up and fall together, more than `warmup_iters`.
     pub total_iters: u64,
     /// The warm-up begins at this times the learning rate, above 0 and at most 1.
-    #[serde(default = "LinearWarmupCosine::default_start_factor")]
+    #[setting(default = 0.01)]
     pub start_factor: f64,
     /// Lowest learning rate.
-    #[serde(default)]
+    #[setting(default = 0.0)]
     pub eta_min: f64,
 }
 
 impl LinearWarmupCosine {
-    fn default_start_factor() -> f64 {
-        0.01
-    }
-
     /// Warm-up of `warmup_iters` steps from a hundredth of the rate; at zero after `total_iters` steps.
     pub fn new(warmup_iters: u64, total_iters: u64) -> Self {
-        Self { warmup_iters, total_iters, start_factor: Self::default_start_factor(), eta_min: 0.0 }
-    }
-
-    setters! {
-        /// Sets the part of the rate at which the warm-up begins.
-        start_factor: f64,
-        /// Sets the lowest learning rate.
-        eta_min: f64,
+        Self::with_required(warmup_iters, total_iters)
     }
 }
 
@@ -55,7 +44,7 @@ impl BuildLrScheduler for LinearWarmupCosine {
 
     fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
         let mut problems = Problems::new(KEY);
-        problems.require(self.warmup_iters > 0, "warmup_iters", self.warmup_iters, "at least 1");
+        self.check_each(&mut problems);
         let rule = format!("more than warmup_iters({})", self.warmup_iters);
         problems.require(self.total_iters > self.warmup_iters, "total_iters", self.total_iters, &rule);
         problems.finish()?;

@@ -29,9 +29,6 @@ impl At {
 
 /// The formula of one schedule.
 pub(super) trait Formula: Send {
-    /// PyTorch's name of the schedule.
-    fn name(&self) -> &'static str;
-
     /// The learning rate at a position, from the group's present one.
     fn next_lr(&self, at: At, lr: f64) -> f64;
 
@@ -41,7 +38,7 @@ pub(super) trait Formula: Send {
     }
 
     /// Refuses a position behind the end of the schedule.
-    fn check(&self, _epoch: u64) -> Result<()> {
+    fn check(&self, _epoch: u64) -> Result<(), Problem> {
         Ok(())
     }
 
@@ -58,8 +55,47 @@ pub(in crate::optim) trait Chained: LrScheduler {
     fn restart(&mut self, groups: &mut [ParamGroup]) -> Result<()>;
 }
 
+/// Settings of a schedule that can be an element of a sequence.
+pub(in crate::optim) trait BuildChained {
+    /// As [`BuildLrScheduler::build`](super::scheduler::BuildLrScheduler::build).
+    fn chained(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn Chained>>;
+}
+
+/// `formula_schedule!(StepLr = "StepLR")`: builds a schedule whose settings are its formula.
+macro_rules! formula_schedule {
+    ($type:ident = $name:literal) => {
+        impl $crate::optim::lr_scheduler::stepper::BuildChained for $type {
+            fn chained(
+                &self,
+                groups: &mut [$crate::optim::param_group::ParamGroup],
+            ) -> $crate::error::Result<Box<dyn $crate::optim::lr_scheduler::stepper::Chained>> {
+                use $crate::optim::lr_scheduler::{scheduler, stepper};
+                let mut problems = $crate::optim::problems::Problems::new(scheduler::KEY);
+                self.check_each(&mut problems);
+                problems.finish()?;
+                Ok(Box::new(stepper::Stepper::build($name, self.clone(), groups)?))
+            }
+        }
+
+        impl $crate::optim::lr_scheduler::scheduler::BuildLrScheduler for $type {
+            fn name(&self) -> &'static str {
+                $name
+            }
+
+            fn build(
+                &self,
+                groups: &mut [$crate::optim::param_group::ParamGroup],
+            ) -> $crate::error::Result<Box<dyn $crate::optim::lr_scheduler::scheduler::LrScheduler>> {
+                Ok($crate::optim::lr_scheduler::stepper::BuildChained::chained(self, groups)?)
+            }
+        }
+    };
+}
+pub(super) use formula_schedule;
+
 /// A schedule given by its formula.
 pub(super) struct Stepper<F> {
+    name: &'static str,
     formula: F,
     position: Position,
 }
@@ -78,11 +114,10 @@ pub(super) fn base_lrs(groups: &mut [ParamGroup]) -> Vec<f64> {
 }
 
 impl<F: Formula> Stepper<F> {
-    pub(super) fn build(formula: F, groups: &mut [ParamGroup]) -> Result<Self> {
+    pub(super) fn build(name: &'static str, formula: F, groups: &mut [ParamGroup]) -> Result<Self> {
         let base_lrs = base_lrs(groups);
-        let position =
-            Position { name: formula.name().to_owned(), last_epoch: 0, last_lr: base_lrs.clone(), base_lrs };
-        let mut stepper = Self { formula, position };
+        let position = Position { name: name.to_owned(), last_epoch: 0, last_lr: base_lrs.clone(), base_lrs };
+        let mut stepper = Self { name, formula, position };
         stepper.begin(groups)?;
         Ok(stepper)
     }
@@ -94,12 +129,14 @@ impl<F: Formula> Stepper<F> {
         is_initial: bool,
         lr: impl Fn(&F, At, f64) -> f64,
     ) -> Result<()> {
-        self.formula.check(epoch)?;
+        self.formula
+            .check(epoch)
+            .map_err(|problem| OptimError::Schedule { scheduler: self.name, problem })?;
         let at = |group: usize, base_lr: f64| At { epoch, is_initial, group, base_lr };
         let bases = &self.position.base_lrs;
         let mut lrs = Vec::with_capacity(groups.len());
         for (index, (group, base_lr)) in groups.iter().zip(bases).enumerate() {
-            lrs.push(finite(self.formula.name(), lr(&self.formula, at(index, *base_lr), group.lr), epoch)?);
+            lrs.push(finite(self.name, lr(&self.formula, at(index, *base_lr), group.lr), epoch)?);
         }
         for (index, (group, lr)) in groups.iter_mut().zip(&lrs).enumerate() {
             group.lr = *lr;
@@ -142,7 +179,7 @@ pub(super) fn read<T: serde::de::DeserializeOwned>(
 
 impl<F: Formula> LrScheduler for Stepper<F> {
     fn name(&self) -> &'static str {
-        self.formula.name()
+        self.name
     }
 
     fn step(&mut self, groups: &mut [ParamGroup], _metric: Option<f64>) -> Result<()> {
@@ -158,7 +195,7 @@ impl<F: Formula> LrScheduler for Stepper<F> {
     }
 
     fn load_state_dict(&mut self, state: &Value) -> Result<()> {
-        self.position = read(self.formula.name(), state, self.position.last_lr.len())?;
+        self.position = read(self.name, state, self.position.last_lr.len())?;
         Ok(())
     }
 }

@@ -2,16 +2,15 @@
 
 use std::f64::consts::PI;
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use voltaic_macros::settings;
 
 use super::one_cycle::AnnealStrategy;
 use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
 use super::stepper::{At, Formula, Stepper};
 use crate::error::Result;
+use crate::optim::checks::not_negative;
 use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
-use crate::optim::setters::setters;
 
 /// Goes from the learning rate in force to `swa_lr` within `anneal_epochs` steps and stays there; as
 /// `torch.optim.swa_utils.SWALR`.
@@ -20,34 +19,22 @@ use crate::optim::setters::setters;
 /// let schedule = voltaic::optim::SwaLr::new(0.05).anneal_epochs(5);
 /// # assert_eq!(schedule.anneal_epochs, 5);
 /// ```
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[settings]
 pub struct SwaLr {
     /// Learning rate to go to.
     pub swa_lr: PerGroup,
     /// Steps until it is reached; 0 for at once.
-    #[serde(default = "ten")]
+    #[setting(default = 10)]
     pub anneal_epochs: u64,
     /// Shape of the way there.
-    #[serde(default)]
+    #[setting(default = AnnealStrategy::default())]
     pub anneal_strategy: AnnealStrategy,
-}
-
-fn ten() -> u64 {
-    10
 }
 
 impl SwaLr {
     /// Goes to `swa_lr`, one number or one for each group, in 10 steps.
     pub fn new(swa_lr: impl Into<PerGroup>) -> Self {
-        Self { swa_lr: swa_lr.into(), anneal_epochs: ten(), anneal_strategy: AnnealStrategy::default() }
-    }
-
-    setters! {
-        /// Sets the number of steps until the rate is reached.
-        anneal_epochs: u64,
-        /// Sets the shape of the way there.
-        anneal_strategy: AnnealStrategy,
+        Self::with_required(swa_lr.into())
     }
 }
 
@@ -70,10 +57,6 @@ impl Resolved {
 }
 
 impl Formula for Resolved {
-    fn name(&self) -> &'static str {
-        "SWALR"
-    }
-
     fn next_lr(&self, at: At, lr: f64) -> f64 {
         let steps = if self.span == 0 { at.t().max(1.0) } else { at.t() };
         let (end, before, now) = (self.rates[at.group], self.part(steps - 1.0), self.part(steps));
@@ -89,14 +72,11 @@ impl BuildLrScheduler for SwaLr {
 
     fn build(&self, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
         let mut problems = Problems::new(KEY);
-        let rates = self.swa_lr.values("swa_lr", groups.len(), &mut problems);
-        for rate in &rates {
-            problems.require(rate.is_finite() && *rate >= 0.0, "swa_lr", rate, "a number from 0");
-        }
+        let rates = self.swa_lr.values("swa_lr", groups.len(), not_negative, &mut problems);
         problems.finish()?;
         let formula = Resolved { rates, span: self.anneal_epochs, strategy: self.anneal_strategy };
         // the rate in force is where it starts, whatever a schedule before it started from
         groups.iter_mut().for_each(|group| group.initial_lr = Some(group.lr));
-        Ok(Box::new(Stepper::build(formula, groups)?))
+        Ok(Box::new(Stepper::build(self.name(), formula, groups)?))
     }
 }
