@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use crate::checkpoint::Checkpoint;
 use crate::data::Stage;
 use crate::error::Error;
-use crate::lightning::{Callback, Hook, HookContext, StepHook};
+use crate::lightning::{Callback, Hook, HookContext, StepHook, each_hook, each_step_hook};
 use crate::nn::Module;
 
 type Closure = Box<dyn FnMut(&mut HookContext, &mut dyn Module) -> anyhow::Result<()> + Send>;
@@ -121,59 +121,25 @@ impl LambdaCallback {
 
 /// A setter by the name of each hook: `on_fit_start(closure)` is `on(Hook::OnFitStart, closure)`.
 macro_rules! setters {
-    ($on:ident, $hook:ident, $module:ty; $($name:ident $variant:ident),* $(,)?) => {
-        impl LambdaCallback {
-            $(
-                #[doc = concat!("Sets what runs at [`Callback::", stringify!($name), "`].")]
-                #[must_use]
-                pub fn $name(
-                    self,
-                    closure: impl FnMut(&mut HookContext, $module) -> anyhow::Result<()> + Send + 'static,
-                ) -> Self {
-                    self.$on($hook::$variant, closure)
-                }
-            )*
-        }
+    (
+        ($on:ident, $hook:ident, $module:ty)
+        $($(#[$doc:meta])* $method:ident = $variant:ident: $phase:ident, $level:ident;)*
+    ) => {
+        impl LambdaCallback {$(
+            #[doc = concat!("Sets what runs at [`Callback::", stringify!($method), "`].")]
+            #[must_use]
+            pub fn $method(
+                self,
+                closure: impl FnMut(&mut HookContext, $module) -> anyhow::Result<()> + Send + 'static,
+            ) -> Self {
+                self.$on($hook::$variant, closure)
+            }
+        )*}
     };
 }
 
-setters! { on, Hook, &mut dyn Module;
-    on_fit_start OnFitStart,
-    on_fit_end OnFitEnd,
-    on_sanity_check_start OnSanityCheckStart,
-    on_sanity_check_end OnSanityCheckEnd,
-    on_train_start OnTrainStart,
-    on_train_end OnTrainEnd,
-    on_train_epoch_start OnTrainEpochStart,
-    on_train_epoch_end OnTrainEpochEnd,
-    on_train_batch_start OnTrainBatchStart,
-    on_train_batch_end OnTrainBatchEnd,
-    on_validation_start OnValidationStart,
-    on_validation_end OnValidationEnd,
-    on_validation_epoch_start OnValidationEpochStart,
-    on_validation_epoch_end OnValidationEpochEnd,
-    on_validation_batch_start OnValidationBatchStart,
-    on_validation_batch_end OnValidationBatchEnd,
-    on_test_start OnTestStart,
-    on_test_end OnTestEnd,
-    on_test_epoch_start OnTestEpochStart,
-    on_test_epoch_end OnTestEpochEnd,
-    on_test_batch_start OnTestBatchStart,
-    on_test_batch_end OnTestBatchEnd,
-    on_predict_start OnPredictStart,
-    on_predict_end OnPredictEnd,
-    on_predict_epoch_start OnPredictEpochStart,
-    on_predict_epoch_end OnPredictEpochEnd,
-    on_predict_batch_start OnPredictBatchStart,
-    on_predict_batch_end OnPredictBatchEnd,
-}
-
-setters! { on_step, StepHook, &dyn Module;
-    on_before_zero_grad OnBeforeZeroGrad,
-    on_before_backward OnBeforeBackward,
-    on_after_backward OnAfterBackward,
-    on_before_optimizer_step OnBeforeOptimizerStep,
-}
+each_hook!(setters(on, Hook, &mut dyn Module));
+each_step_hook!(setters(on_step, StepHook, &dyn Module));
 
 impl Callback for LambdaCallback {
     fn saves_on_exception(&self) -> bool {

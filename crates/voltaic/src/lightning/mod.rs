@@ -8,7 +8,6 @@ mod hooks;
 mod logged;
 mod manual;
 mod module;
-mod module_hooks;
 mod module_tensors;
 mod output;
 mod param_values;
@@ -23,8 +22,8 @@ pub use facts::RunFacts;
 pub(crate) use facts::{BatchFacts, CallSizes, Hardware};
 pub(crate) use groups::{Logging, Position, Training};
 pub use hook_context::HookContext;
-pub(crate) use hooks::HookFacts;
 pub use hooks::{Hook, StepHook};
+pub(crate) use hooks::{HookFacts, each_hook, each_step_hook};
 #[cfg(test)]
 pub(crate) use logged::READS;
 pub(crate) use logged::{Level, LogScope, Logged, MetricStore, MetricsMark, MetricsState, Phase};

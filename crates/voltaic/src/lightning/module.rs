@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use super::callback::Callback;
 use super::hook_context::HookContext;
+use super::hooks::{Hook, StepHook, call_method, each_hook, each_step_hook, hook_methods};
 use super::module_tensors::ModuleTensors;
 use super::step_context::StepContext;
 use crate::data::{Batch, DataLoader, Stage};
@@ -326,260 +327,30 @@ pub trait LightningModule: Module + Sized {
         serde_json::Value::Null
     }
 
-    /// Called once before the sanity check, when module and optimizers are in place.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_fit_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
+    // a method for each hook, with its doc: hooks.rs has the tables
+    each_hook!(hook_methods (&mut self, ctx: &mut HookContext));
+    each_step_hook!(hook_methods (&self, ctx: &mut HookContext));
+}
 
-    /// Called once at the very end of fit.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_fit_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
+impl Hook {
+    /// Calls the hook of a module.
+    pub(crate) fn call_module<M: LightningModule>(
+        self,
+        module: &mut M,
+        ctx: &mut HookContext,
+    ) -> anyhow::Result<()> {
+        each_hook!(call_method(self, Hook, module, (ctx)))
     }
+}
 
-    /// Called before the validation batches that are run to find mistakes early.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_sanity_check_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after them.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_sanity_check_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before the first epoch.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_train_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after the last epoch.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_train_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before the first batch of an epoch.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_train_epoch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after the last batch and validation of an epoch.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_train_epoch_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before each training step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_train_batch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after each training step, what it gave in `ctx.outputs()`, its loss in `ctx.loss()`, the batch in `ctx.batch()`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before the gradients are dropped.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_before_zero_grad(&self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before the backward pass.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_before_backward(&self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after each backward pass, before clipping.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_after_backward(&self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before each optimizer step, before clipping; gradients are complete.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_before_optimizer_step(&self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before validation, in evaluation mode.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_validation_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after `on_validation_start`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_validation_epoch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before each validation step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_validation_batch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after each validation step, what it gave in `ctx.outputs()`, the batch in `ctx.batch()`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_validation_batch_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after the last validation batch; what it logs is part of the result.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_validation_epoch_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after `on_validation_epoch_end`, when the metrics are complete.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_validation_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before testing, in evaluation mode.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_test_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after `on_test_start`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_test_epoch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before each test step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_test_batch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after each test step, what it gave in `ctx.outputs()`, the batch in `ctx.batch()`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_test_batch_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after the last test batch; what it logs is part of the result.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_test_epoch_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after `on_test_epoch_end`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_test_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before prediction, in evaluation mode.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_predict_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after `on_predict_start`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_predict_epoch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called before each prediction step, the batch in `ctx.batch()`; `ctx.batch_mut()` may change it.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_predict_batch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after each prediction step, what it gave in `ctx.outputs()`, its result in `ctx.prediction()`, the batch in `ctx.batch()`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_predict_batch_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after the last prediction batch.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_predict_epoch_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    /// Called after `on_predict_epoch_end`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
-    fn on_predict_end(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        Ok(())
+impl StepHook {
+    /// Calls the hook of a module.
+    pub(crate) fn call_module<M: LightningModule>(
+        self,
+        module: &M,
+        ctx: &mut HookContext,
+    ) -> anyhow::Result<()> {
+        each_step_hook!(call_method(self, StepHook, module, (ctx)))
     }
 }
 
