@@ -2,7 +2,7 @@
 
 use sysinfo::System;
 
-/// Asks the system; keeps what the load of the cores is measured against.
+/// Counters of the system; the load of the cores is measured between two readings.
 #[derive(Debug)]
 pub(super) struct CpuStats(System);
 

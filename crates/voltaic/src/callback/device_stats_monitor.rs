@@ -32,7 +32,7 @@ pub struct DeviceStatsMonitorConfig {
 /// They are logged at training steps at which the loggers are due (`log_every_n_steps`), and at the last batch of each
 /// evaluation; see [`HookContext::log_step`]. [`CsvLogger`](crate::logger::CsvLogger) draws `InUse` and `MaxInUse` to
 /// `memory.png`. A run without logger refuses the callback. If the device cannot be asked, a warning says so once, and
-/// the run goes on.
+/// the run continues.
 ///
 /// Source: Lightning's `DeviceStatsMonitor`, which logs every `log_every_n_steps`-th batch of an evaluation, all at the
 /// same step, and with `cpu_stats=False` nothing at all on the cpu, where this leaves the memory's metrics.

@@ -1,4 +1,4 @@
-//! Changes how many batches make an optimizer step as training goes on.
+//! Changes how many batches make an optimizer step, by epoch.
 
 use std::collections::BTreeMap;
 

@@ -589,7 +589,7 @@ impl Callback for ModelCheckpoint {
             let score = self.score(ctx).unwrap_or(None);
             let last_step_saved = self.state.last_step_saved;
             self.save(ctx, score);
-            // the step's own turn to be saved, after its validation, is still to come in a run that goes on
+            // a resumed run has yet to save this step after its validation
             self.state.last_step_saved = last_step_saved;
         }
     }

@@ -29,9 +29,9 @@ impl Default for OnExceptionCheckpointConfig {
     }
 }
 
-/// Saves a full checkpoint when a fit fails or is interrupted, over one of an earlier failure. A fit that is not told where
-/// to start goes on from it if it is there, and deletes it when it ends well. A fit that fails before it trains, such as one
-/// that cannot go on from the file, leaves it as it is, and so does a `fast_dev_run`. Source: Lightning's `OnExceptionCheckpoint`.
+/// Saves a full checkpoint when a fit fails or is interrupted, over one of an earlier failure. A fit without `ckpt_path`
+/// resumes from it if it is there, and deletes it when it ends well. A fit that fails before it trains, such as one
+/// that cannot resume from the file, leaves it as it is, and so does a `fast_dev_run`. Source: Lightning's `OnExceptionCheckpoint`.
 #[derive(Debug)]
 pub struct OnExceptionCheckpoint {
     path: PathBuf,

@@ -328,7 +328,7 @@ impl Callback for StochasticWeightAveraging {
             let kept = state.into_iter().map(|(name, tensor)| {
                 Ok((name, tensor.f_to_device(self.device_for(&tensor)?.tch())?.copy()))
             });
-            self.trained = kept.collect::<Result<_>>()?; // a checkpoint of now goes on with them
+            self.trained = kept.collect::<Result<_>>()?; // a checkpoint that is written now has them
         }
         for (name, weight) in module.named_parameters() {
             if let Some((_, average)) = self.average.iter().find(|(averaged, _)| *averaged == name) {

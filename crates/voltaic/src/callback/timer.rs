@@ -25,7 +25,7 @@ pub struct TimerConfig {
     pub verbose: Option<bool>,
 }
 
-/// Asks the run to stop when it has trained for so long; a resumed run goes on with the time that is left.
+/// Asks the run to stop when it has trained for so long; a resumed run has the time that is left.
 /// Source: Lightning's `Timer`.
 #[derive(Debug)]
 pub struct Timer {

@@ -47,8 +47,8 @@ pub trait Callback: Send {
         false
     }
 
-    /// Whether this callback asks for a checkpoint when a run fails; then what a batch changes is kept until it is done, so
-    /// that a run that failed within it goes on from its beginning.
+    /// Whether this callback requests a checkpoint when a run fails. What a batch changes is then kept until the batch is done,
+    /// so that a run that failed within the batch resumes at its beginning.
     fn saves_on_exception(&self) -> bool {
         false
     }

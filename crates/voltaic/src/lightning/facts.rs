@@ -23,7 +23,7 @@ pub struct RunFacts {
     pub num_eval_batches: usize,
     /// Validation happens once, at the end of each epoch.
     pub validates_at_epoch_end: bool,
-    /// `val_check_interval` is 1.0, or 1, which Lightning does not tell from it: validation is meant to happen once an epoch.
+    /// `val_check_interval` is 1.0, or 1, which Lightning treats alike: validation is meant to happen once an epoch.
     pub validates_once_per_epoch: bool,
     /// Validation happens every so many epochs.
     pub check_val_every_n_epoch: Option<u64>,
@@ -41,7 +41,7 @@ pub struct RunFacts {
     pub default_root_dir: PathBuf,
     /// Whether there is a logger.
     pub has_logger: bool,
-    /// Batches per optimizer step as the trainer was told.
+    /// Batches per optimizer step, as configured.
     pub accumulate_grad_batches: u64,
     /// The trainer runs backward and optimizers.
     pub automatic_optimization: bool,

@@ -1,4 +1,4 @@
-//! What hooks are given: where the run stands, `log`, and requests to the trainer.
+//! The context of hooks: where the run stands, `log`, and requests to the trainer.
 
 use std::any::type_name;
 use std::path::Path;
@@ -155,7 +155,7 @@ impl HookContext<'_> {
         self.of_batch.batch_idx
     }
 
-    /// Samples of the batch, in batch hooks; `None` if its tensors do not tell.
+    /// Samples of the batch, in batch hooks; `None` if its tensors do not show it.
     pub fn batch_size(&self) -> Option<usize> {
         self.of_batch.batch_size
     }

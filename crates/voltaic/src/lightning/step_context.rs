@@ -1,4 +1,4 @@
-//! What steps are given.
+//! The context of steps.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -17,7 +17,7 @@ use crate::profiler::Action;
 
 /// Context of one `training_step`, `validation_step`, `test_step` or `predict_step`.
 pub struct StepContext<'a> {
-    /// What hooks within the step are given.
+    /// The context of hooks within the step.
     pub(crate) ctx: HookContext<'a>,
     pub(crate) outputs: &'a mut StepOutput,
     /// There in a training step with manual optimization.

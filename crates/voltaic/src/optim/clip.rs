@@ -22,7 +22,7 @@ pub(crate) enum GradShare {
     Part,
 }
 
-/// Says that the gradients of these leaves are divided while it lives, so that nobody takes the norm of what is left for theirs.
+/// Marks the gradients of these leaves as divided among ranks while it lives. A norm over this rank's parts would not be theirs.
 #[derive(Debug, Default)]
 pub(crate) struct DividedLeaves(Vec<usize>);
 

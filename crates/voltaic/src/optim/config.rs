@@ -141,7 +141,7 @@ classes! {
 into_optimizers!(OptimizerConfig);
 
 impl OptimizerConfig {
-    /// What is wrong with the settings, found by building the optimizer for a matrix that nobody trains.
+    /// What is wrong with the settings, found by building the optimizer for a matrix that is not trained.
     pub(crate) fn problems(&self) -> Vec<ConfigProblem> {
         let weight = Parameter::new(Tensor::from(0.0_f32).reshape([1_i64, 1]));
         match self.build(vec![ParamGroupSpec::new([("weight".to_owned(), weight)])]) {

@@ -88,7 +88,7 @@ pub trait Optimizer: Send {
     /// The state as named tensors, which share storage with the optimizer until its next step: copy what must last.
     fn state_dict(&self) -> OptimizerState;
 
-    /// Replaces state and hyper-parameters by saved ones; training then goes on bit for bit as it would have.
+    /// Replaces state and hyper-parameters by saved ones; training then continues bit for bit as it would have.
     ///
     /// The tensors are copied to the device and dtype of their parameters.
     ///
@@ -97,7 +97,7 @@ pub trait Optimizer: Send {
     /// fit; nothing is changed then.
     fn load_state_dict(&mut self, state: OptimizerState) -> Result<()>;
 
-    /// The same with tensors that nobody else uses: those that are as the optimizer keeps them need not be copied.
+    /// The same with tensors that the optimizer may keep: those of its device, dtype and shape need not be copied.
     ///
     /// # Errors
     /// As [`Optimizer::load_state_dict`].

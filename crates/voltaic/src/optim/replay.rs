@@ -51,12 +51,12 @@ fn kept_by(group: &ParamGroup) -> f64 {
 }
 
 /// A number, and the tensor that holds it.
-struct Held {
+struct Scalar {
     number: f64,
     tensor: Tensor,
 }
 
-impl Held {
+impl Scalar {
     fn of(number: f64) -> Self {
         Self { number, tensor: Tensor::from(number) }
     }
@@ -73,7 +73,7 @@ impl Held {
 /// The numbers of the groups: learning rates, which replays read, and others, which are constants of a graph.
 pub(super) struct Replayed {
     /// Of each group: its learning rate, and what weight decay leaves.
-    rates: Vec<(Held, Held)>,
+    rates: Vec<(Scalar, Scalar)>,
     constants: Vec<Constants>,
     /// Counts how often the constants have changed.
     changes: u64,
@@ -88,7 +88,7 @@ fn constants(group: &ParamGroup) -> Constants {
 
 impl Replayed {
     pub(super) fn of(groups: &[ParamGroup]) -> Self {
-        let rates = groups.iter().map(|group| (Held::of(group.lr), Held::of(kept_by(group)))).collect();
+        let rates = groups.iter().map(|group| (Scalar::of(group.lr), Scalar::of(kept_by(group)))).collect();
         Self { rates, constants: groups.iter().map(constants).collect(), changes: 0 }
     }
 

@@ -314,7 +314,7 @@ fn mistakes_are_named() {
         ("idle", "update has to be called before compute"),
         (
             "elsewhere",
-            "log(m): the metric is not a part of the module, so nobody would save it; make it a field",
+            "log(m): the metric is not a part of the module, so no checkpoint would have it; make it a field",
         ),
     ] {
         let mut net = Mistaken {

@@ -1,4 +1,4 @@
-//! Logged values: kept on their device, reduced over the epoch, read back only when somebody needs the number.
+//! Logged values: kept on their device, reduced over the epoch, read back only when the number is needed.
 
 mod entry;
 mod objects;

@@ -49,7 +49,7 @@ impl MetricObjects {
         known.map(|(fqn, _)| fqn.as_str()).ok_or_else(|| {
             ConfigError::new(
                 format!("log({name})"),
-                "the metric is not a part of the module, so nobody would save it",
+                "the metric is not a part of the module, so no checkpoint would have it",
                 "make it a field of the module, without #[module(skip)], or log its compute()",
             )
         })
@@ -107,7 +107,7 @@ impl MetricObjects {
         Ok(states.iter().flat_map(named).collect())
     }
 
-    /// Goes on from what [`MetricObjects::saved`] gave, on `device`.
+    /// Restores what [`MetricObjects::saved`] gave, on `device`.
     pub fn restore(&mut self, saved: &[(String, Tensor)], device: Device) -> Result<()> {
         self.before_eval = None;
         let mut states: BTreeMap<&str, Vec<(String, Tensor)>> = BTreeMap::new();
@@ -192,7 +192,7 @@ pub(super) fn check_scalar(name: &str, value: &Tensor) -> Result<(), ConfigError
 /// Dtype and shape of a part.
 type Shape = (String, Vec<i64>);
 
-/// The dtype as ranks tell it to each other.
+/// The dtype as ranks exchange it.
 fn name_of(kind: Kind) -> String {
     DtypeNames::of_kind(kind).map_or_else(|| format!("{kind:?}"), |dtype| dtype.name.to_owned())
 }

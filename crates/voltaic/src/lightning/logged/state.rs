@@ -78,19 +78,19 @@ impl MetricStore {
         self.objects.saved()
     }
 
-    /// Goes on from what [`MetricStore::metric_states`] gave.
+    /// Restores what [`MetricStore::metric_states`] gave.
     pub(crate) fn restore_metrics(&mut self, saved: &[(String, Tensor)], device: Device) -> Result<()> {
         self.objects.restore(saved, device)
     }
 
-    /// Remembers what is logged so far in the training epoch.
+    /// A snapshot of what is logged so far in the training epoch.
     pub(crate) fn mark(&self) -> Result<MetricsMark> {
         let entries = self.train.entries.iter();
         let value = |e: &Entry| (e.last.handle(), e.reduced.as_ref().map(LogValue::handle), e.weight);
         Ok(MetricsMark { values: entries.map(value).collect(), objects: self.objects.saved()? })
     }
 
-    /// Forgets what was logged in the training epoch since then.
+    /// Discards what was logged in the training epoch since the snapshot.
     pub(crate) fn go_back(&mut self, mark: MetricsMark, device: Device) -> Result<()> {
         self.train.truncate(mark.values.len());
         for (entry, (last, reduced, weight)) in self.train.entries.iter_mut().zip(mark.values) {
@@ -99,7 +99,7 @@ impl MetricStore {
         self.objects.restore(&mark.objects, device)
     }
 
-    /// Goes on from a checkpoint.
+    /// Restores the values of a checkpoint.
     pub(crate) fn restore(&mut self, state: MetricsState) {
         self.train.clear();
         for EntryState { hook, name, options, last, reduced, weight, metric } in state.train {

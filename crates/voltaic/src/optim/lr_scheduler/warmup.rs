@@ -144,9 +144,9 @@ impl WarmupCosineLr {
     }
 }
 
-/// What comes after the rise.
+/// How the rate changes after the warm-up.
 #[derive(Debug, Clone, Copy)]
-enum Then {
+enum Decay {
     Constant,
     /// Down in a line until this batch.
     Line(u64),
@@ -168,14 +168,14 @@ struct Warmup {
     range: Range,
     rise: u64,
     shape: WarmupType,
-    then: Then,
+    decay: Decay,
     last_batch_iteration: i64,
 }
 
 impl Warmup {
     fn build(mut self, name: &'static str, groups: &mut [ParamGroup]) -> Result<Box<dyn LrScheduler>> {
         self.rise = self.rise.max(2);
-        if let Then::Line(total) | Then::Cosine(total, _) = self.then
+        if let Decay::Line(total) | Decay::Cosine(total, _) = self.decay
             && total < self.rise
         {
             tracing::warn!("{name}: total_num_steps {total} is less than warmup_num_steps {}", self.rise);
@@ -197,10 +197,10 @@ impl Warmup {
     /// What the rise of 1 has become at batch `i` behind it.
     fn fallen(&self, i: i64) -> f64 {
         let (i, rise) = (i as f64, self.rise as f64);
-        match self.then {
-            Then::Constant => 1.0,
-            Then::Line(total) => ((total as f64 - i) / (total as f64 - rise).max(1.0)).max(0.0),
-            Then::Cosine(total, least) => {
+        match self.decay {
+            Decay::Constant => 1.0,
+            Decay::Line(total) => ((total as f64 - i) / (total as f64 - rise).max(1.0)).max(0.0),
+            Decay::Cosine(total, least) => {
                 let progress = ((i - rise + 1.0) / (total as f64 - rise).max(1.0)).min(1.0);
                 (least + (1.0 - least) * ((1.0 + (PI * progress).cos()) / 2.0)).max(0.0)
             }
@@ -250,7 +250,7 @@ impl BuildLrScheduler for WarmupLr {
         let range = ranges(&self.warmup_min_lr, self.warmup_max_lr.as_ref(), groups.len(), &mut problems);
         problems.finish()?;
         let Self { warmup_num_steps: rise, warmup_type: shape, last_batch_iteration, .. } = *self;
-        Warmup { range, rise, shape, then: Then::Constant, last_batch_iteration }.build(self.name(), groups)
+        Warmup { range, rise, shape, decay: Decay::Constant, last_batch_iteration }.build(self.name(), groups)
     }
 }
 
@@ -265,8 +265,8 @@ impl BuildLrScheduler for WarmupDecayLr {
         let range = ranges(&self.warmup_min_lr, Some(&self.warmup_max_lr), groups.len(), &mut problems);
         problems.finish()?;
         let Self { warmup_num_steps: rise, warmup_type: shape, last_batch_iteration, .. } = *self;
-        let then = Then::Line(self.total_num_steps);
-        Warmup { range, rise, shape, then, last_batch_iteration }.build(self.name(), groups)
+        let decay = Decay::Line(self.total_num_steps);
+        Warmup { range, rise, shape, decay, last_batch_iteration }.build(self.name(), groups)
     }
 }
 
@@ -281,7 +281,7 @@ impl BuildLrScheduler for WarmupCosineLr {
         problems.finish()?;
         let Self { warmup_num_steps: rise, warmup_type: shape, last_batch_iteration, .. } = *self;
         let range = Range::Factors(self.warmup_min_ratio);
-        let then = Then::Cosine(self.total_num_steps, self.cos_min_ratio);
-        Warmup { range, rise, shape, then, last_batch_iteration }.build(self.name(), groups)
+        let decay = Decay::Cosine(self.total_num_steps, self.cos_min_ratio);
+        Warmup { range, rise, shape, decay, last_batch_iteration }.build(self.name(), groups)
     }
 }

@@ -50,7 +50,7 @@ pub(crate) fn of_callback<T>(
     guarded(|| hook(&mut *callback)).map_err(|source| source.context(format!("in {}", callback.state_key())))
 }
 
-/// Whom a step calls while it runs, beside what its context borrows. The module is there only to read.
+/// What has hooks within a step, beside what its context borrows. The module can only be read.
 pub(crate) struct InStep<'a, M> {
     pub callbacks: &'a mut [Box<dyn Callback>],
     pub engine: &'a mut Engine,
@@ -126,7 +126,7 @@ pub(crate) fn scope(of: HookFacts, batch: &BatchFacts<'_>) -> LogScope {
 }
 
 impl<M: LightningModule> Session<'_, M> {
-    /// What a hook is given, and who is called.
+    /// The context of a hook, and the callbacks and the module that have it.
     pub(crate) fn lend<'s>(
         &'s mut self,
         batch: &'s BatchFacts<'s>,
