@@ -350,6 +350,53 @@ fn settings_that_pytorch_refuses_are_refused_with_key_and_remedy() {
     assert!(error.contains("optimizer.param_groups[0].momentum: is not a setting of AdamW"), "{error}");
 }
 
+/// A group may set those of the nine settings for itself that its optimizer has.
+#[test]
+fn groups_have_the_settings_of_their_optimizer() {
+    type Set = fn(ParamGroupSpec) -> ParamGroupSpec;
+    let settings: [(&str, Value, Set); 9] = [
+        ("lr", json!(0.25), |group| group.lr(0.25)),
+        ("weight_decay", json!(0.25), |group| group.weight_decay(0.25)),
+        ("maximize", json!(true), |group| group.maximize(true)),
+        ("momentum", json!(0.25), |group| group.momentum(0.25)),
+        ("dampening", json!(0.25), |group| group.dampening(0.25)),
+        ("nesterov", json!(false), |group| group.nesterov(false)),
+        ("betas", json!([0.25, 0.5]), |group| group.betas((0.25, 0.5))),
+        ("eps", json!(0.25), |group| group.eps(0.25)),
+        ("amsgrad", json!(true), |group| group.amsgrad(true)),
+    ];
+    for class in OptimizerConfig::CLASSES {
+        let mut init_args = json!({});
+        if *class == "SGD" {
+            init_args = json!({"momentum": 0.5, "nesterov": true}); // so that the group changes something
+        }
+        let config: OptimizerConfig =
+            serde_json::from_value(json!({"class_path": class, "init_args": init_args})).unwrap();
+        let known = json!(config)["init_args"].clone();
+        for (key, value, set) in &settings {
+            let shapes: &[&[i64]] = if *class == "Muon" { &[&[3, 2]] } else { &[&[3, 2], &[3]] };
+            let params = shapes.iter().map(|shape| {
+                let weight = Tensor::zeros(*shape, (Kind::Float, tch::Device::Cpu));
+                (format!("weight{}", shape.len()), Parameter::new(weight))
+            });
+            let mut group = ParamGroupSpec::new(params);
+            if *key == "dampening" && *class == "SGD" {
+                group = group.nesterov(false); // which goes with no dampening
+            }
+            let built = config.build(vec![set(group)]);
+            if known.get(*key).is_none() {
+                let expected = format!("optimizer.param_groups[0].{key}: is not a setting of {class}");
+                let error = config_error(built);
+                assert!(error.contains(&expected), "{error}\nlacks {expected}");
+                continue;
+            }
+            let groups = built.unwrap().state_dict().groups;
+            let is_set = groups.as_array().unwrap().iter().any(|group| group.get(*key) == Some(value));
+            assert!(is_set, "{class} ignores the {key} of a group: {groups}");
+        }
+    }
+}
+
 #[test]
 fn parameters_that_cannot_be_trained_are_refused() {
     let float = (Kind::Float, tch::Device::Cpu);
