@@ -310,19 +310,6 @@ impl ParamGroup {
         named
     }
 
-    /// The hyper-parameters by the names under which they are saved.
-    pub(crate) fn hyper_parameters(&self) -> Map<String, Value> {
-        let mut named = Map::new();
-        named.insert("lr".to_owned(), json!(self.lr));
-        named.insert("initial_lr".to_owned(), json!(self.initial_lr));
-        named.insert("weight_decay".to_owned(), json!(self.weight_decay));
-        named.insert("maximize".to_owned(), json!(self.maximize));
-        if let Value::Object(options) = json!(self.options) {
-            named.extend(options);
-        }
-        named
-    }
-
     pub(super) fn save(&self) -> Value {
         let names: Vec<&str> = self.params.iter().map(|(fqn, _)| fqn.as_str()).collect();
         let mut saved = Map::from_iter([("params".to_owned(), json!(names))]);
