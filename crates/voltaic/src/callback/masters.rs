@@ -61,10 +61,10 @@ pub(super) fn exchange_masters(checkpoint: &mut Checkpoint, weights: &[(String, 
         let Some((fqn, weight)) = fqn.and_then(|fqn| Some((fqn.to_owned(), by_fqn.get(fqn)?))) else {
             continue;
         };
-        let weight = part.of_whole(weight)?.f_to_device(part.values.device())?;
+        let weight = part.shard.of(weight)?.f_to_device(part.values.device())?;
         let weight = weight.f_to_kind(part.values.kind())?;
         let values = std::mem::replace(&mut part.values, weight);
-        there.parts.push(Part { name: fqn, shape: part.shape.clone(), start: part.start, values });
+        there.parts.push(Part { name: fqn, shard: part.shard.clone(), values });
     }
     Ok(there)
 }

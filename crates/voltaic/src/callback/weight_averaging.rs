@@ -231,7 +231,7 @@ impl Callback for WeightAveraging {
         }
         for (name, average) in &self.average {
             if let Some(part) = checkpoint.parts.iter_mut().find(|part| part.name == *name) {
-                let own = part.of_whole(average)?.f_to_device(part.values.device())?;
+                let own = part.shard.of(average)?.f_to_device(part.values.device())?;
                 let rounded = own.f_to_kind(part.values.kind())?;
                 let trained = match self.is_swapped {
                     true => rounded,
@@ -239,7 +239,7 @@ impl Callback for WeightAveraging {
                 };
                 let mut add = |prefix: &str, values: Tensor| {
                     let name = callback_name(&format!("{prefix}{name}"));
-                    parts.push(Part { name, shape: part.shape.clone(), start: part.start, values });
+                    parts.push(Part { name, shard: part.shard.clone(), values });
                 };
                 if !self.is_swapped && own.kind() != trained.kind() {
                     add(AVERAGE, own);

@@ -1,10 +1,12 @@
 //! What a checkpoint holds.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
+use super::chunk::ShardSpec;
 use crate::error::Result;
 
 /// Version of the file layout; a file of a later version is refused. Version 2 added the checksum.
@@ -30,23 +32,10 @@ pub struct Checkpoint {
 pub struct Part {
     /// The name that the tensor has in a file, such as `conv.weight` or `voltaic:optimizer.0.exp_avg.conv.weight`.
     pub name: String,
-    /// Shape of the whole tensor.
-    pub shape: Vec<i64>,
-    /// The first of the elements, of the flattened tensor.
-    pub start: usize,
-    /// The elements: one dimension, perhaps none.
+    /// Where the elements lie in the whole tensor.
+    pub shard: ShardSpec,
+    /// The elements, in row-major order: `[shard.range.len()]`, perhaps none.
     pub values: Tensor,
-}
-
-impl Part {
-    /// The same elements of another tensor of this shape, as a view.
-    ///
-    /// # Errors
-    /// libtorch's, if it has fewer.
-    pub fn of_whole(&self, whole: &Tensor) -> Result<Tensor> {
-        let flat = whole.f_detach()?.f_reshape([-1_i64])?;
-        Ok(flat.f_narrow(0, self.start as i64, self.values.numel() as i64)?)
-    }
 }
 
 /// Facts about the run that wrote a checkpoint.
@@ -151,6 +140,40 @@ impl Checkpoint {
 }
 
 impl TrainingState {
+    /// The same without tensors, with room for those of optimizers.
+    pub(super) fn without_tensors(&self) -> Self {
+        let optimizers = self.optimizers.iter().map(|_| Vec::new()).collect();
+        Self { optimizers, json: self.json.clone(), ..Self::default() }
+    }
+
+    /// What rank 0 has to itself, or what another rank has that saves its own parts; tensors are shared.
+    pub(super) fn own(&self) -> Result<RankState> {
+        let shared = |tensors: &[(String, Tensor)]| converted(tensors, &|tensor| Ok(tensor.shallow_clone()));
+        Ok(RankState {
+            grads: shared(&self.grads)?,
+            metrics: shared(&self.metrics)?,
+            rng: shared(&self.rng)?,
+            logged: self.json["metrics"].clone(),
+        })
+    }
+
+    /// Adds what each of so many ranks has to itself. Gradients that are here are the mean of all ranks so far, from which each rank
+    /// goes on if one of them has had a gradient.
+    pub(super) fn add_ranks(&mut self, ranks: usize, own: impl Fn(usize) -> Result<RankState>) -> Result<()> {
+        let had: HashSet<&String> = self.had_grad.iter().collect();
+        let shared = std::mem::take(&mut self.grads).into_iter().filter(|(fqn, _)| had.contains(fqn));
+        let shared: Vec<(String, Tensor)> = shared.collect();
+        let own = |rank: usize| {
+            let mut state = own(rank)?;
+            state.grads.extend(shared.iter().map(|(fqn, grad)| (fqn.clone(), grad.shallow_clone())));
+            Ok::<_, crate::error::Error>(state)
+        };
+        let RankState { grads, metrics, rng, .. } = own(0)?;
+        self.ranks = (1..ranks).map(own).collect::<Result<_>>()?;
+        (self.grads, self.metrics, self.rng) = (grads, metrics, rng);
+        Ok(())
+    }
+
     /// The same with all tensors on the host; those that are there are shared.
     pub(crate) fn to_host(&self) -> Result<Self> {
         self.with_tensors(&|tensor| Ok(tensor.f_to_device(tch::Device::Cpu)?))
@@ -214,8 +237,8 @@ pub(crate) fn parts_to_host(parts: &[Part]) -> Result<Vec<Part>> {
 
 fn converted_parts(parts: &[Part], convert: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<Vec<Part>> {
     let convert = |part: &Part| {
-        let (name, shape) = (part.name.clone(), part.shape.clone());
-        Ok(Part { name, shape, start: part.start, values: convert(&part.values)? })
+        let (name, shard) = (part.name.clone(), part.shard.clone());
+        Ok(Part { name, shard, values: convert(&part.values)? })
     };
     parts.iter().map(convert).collect()
 }

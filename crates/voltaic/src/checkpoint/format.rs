@@ -306,15 +306,19 @@ pub(super) fn unreadable(path: &Path, what: impl Into<String>) -> Error {
     .into()
 }
 
-/// Where the digits of the checksum are. Quotes within other entries are escaped, so this is found nowhere else.
+/// Where the digits of the checksum are.
 pub(super) fn checksum_at(bytes: &[u8]) -> Option<usize> {
     let length = u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?);
     let end = usize::try_from(length).ok()?.checked_add(8)?.min(bytes.len());
-    let needle = format!("\"{CHECKSUM_KEY}\":\"");
-    let header = &bytes[8..end.max(8)];
-    let at = header.windows(needle.len()).position(|window| window == needle.as_bytes())?;
-    let digits = 8 + at + needle.len();
+    let digits = metadata_at(&bytes[..end.max(8)], CHECKSUM_KEY)?;
     (digits + NO_CHECKSUM.len() <= end).then_some(digits)
+}
+
+/// Where the text of a metadata entry begins in a header. Quotes within other entries are escaped, so this is found nowhere else.
+pub(super) fn metadata_at(header: &[u8], key: &str) -> Option<usize> {
+    let needle = format!("\"{key}\":\"");
+    let at = header.windows(needle.len()).position(|window| window == needle.as_bytes())?;
+    Some(at + needle.len())
 }
 
 /// The checksum of a file whose checksum is at `at`.

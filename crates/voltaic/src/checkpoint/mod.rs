@@ -10,6 +10,7 @@ mod below;
 mod budget;
 #[expect(clippy::module_inception, reason = "the struct of the folder")]
 mod checkpoint;
+mod chunk;
 mod format;
 mod hugging_face;
 mod io;
@@ -35,6 +36,7 @@ pub(crate) use checkpoint::parts_to_host;
 pub use checkpoint::{
     Checkpoint, CheckpointMeta, CheckpointPaths, FORMAT_VERSION, Part, RankState, TrainingState,
 };
+pub use chunk::{Chunk, ShardSpec};
 pub(crate) use format::{callback_name, grad_name, optimizer_name, rank_from_bytes, rank_to_bytes};
 pub use format::{write, write_weights};
 pub use hugging_face::{from_hugging_face, to_hugging_face};

@@ -4,7 +4,6 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +12,8 @@ use safetensors::tensor::Dtype;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::checkpoint::{Checkpoint, Part, TrainingState};
+use super::checkpoint::{Checkpoint, TrainingState};
+use super::chunk::{Chunk, ShardSpec};
 use super::format::{
     METADATA_KEY, PREFIX, add_tensor, checksum_at, dtype, header_of, header_text, kind, named_tensors,
     shape_of, unreadable,
@@ -218,7 +218,9 @@ impl OneFile {
             let Some(rest) = name.strip_prefix(PREFIX).filter(|rest| !rest.starts_with("optimizer.")) else {
                 continue;
             };
-            let added = self.elements(name, entry, 0..entry.numel(), self.takes(rest)).and_then(|tensor| {
+            let whole = [Chunk::whole(&entry.shape)];
+            let wanted = self.takes(rest).then_some(whole.as_slice());
+            let added = self.elements(name, entry, wanted).and_then(|tensor| {
                 let Some(tensor) = tensor else { return Ok(()) };
                 let tensor = tensor.f_view(entry.as_tensor().0.as_slice())?;
                 add_tensor(&mut weights, training, name.clone(), tensor)
@@ -254,61 +256,62 @@ impl OneFile {
     /// memory; it must take part in what follows all the same.
     pub(crate) fn whole(&self, name: &str) -> Result<Tensor> {
         let entry = self.named(name)?;
-        let values = self.elements(name, entry, 0..entry.numel(), true)?.unwrap_or_default();
+        let values = self.elements(name, entry, Some(&[Chunk::whole(&entry.shape)]))?.unwrap_or_default();
         Ok(values.f_view(entry.as_tensor().0.as_slice())?)
     }
 
-    /// Some elements of a tensor that has this shape, perhaps others on each rank.
+    /// The elements of a shard of a tensor that has its shape, perhaps another shard on each rank.
     ///
     /// # Errors
     /// As [`OneFile::whole`]; if it has another shape.
-    pub(crate) fn part(&self, name: &str, shape: &[i64], range: Range<usize>) -> Result<Part> {
+    pub(crate) fn shard(&self, name: &str, shard: &ShardSpec) -> Result<Tensor> {
         let entry = self.named(name)?;
-        if entry.as_tensor().0 != shape {
-            let what = format!("{name} has shape {:?}, this run has {shape:?}", entry.shape);
+        if entry.as_tensor().0 != shard.shape {
+            let what = format!("{name} has shape {:?}, this run has {:?}", entry.shape, shard.shape);
             return Err(unreadable(&self.path, what));
         }
-        let (start, shape) = (range.start, shape.to_vec());
-        let values = self.elements(name, entry, range, true)?.unwrap_or_default();
-        Ok(Part { name: name.to_owned(), shape, start, values })
+        Ok(self.elements(name, entry, Some(&shard.rectangles()))?.unwrap_or_default())
     }
 
-    /// These elements of a tensor, all of which travels, with one dimension; nothing unless they are wanted.
-    fn elements(
-        &self,
-        name: &str,
-        entry: &Entry,
-        range: Range<usize>,
-        is_wanted: bool,
-    ) -> Result<Option<Tensor>> {
+    /// The elements of these chunks of a tensor, all of which travels, one behind the other; nothing unless some are wanted.
+    fn elements(&self, name: &str, entry: &Entry, wanted: Option<&[Chunk]>) -> Result<Option<Tensor>> {
         let _no_grad = tch::no_grad_guard();
         let (_, kind) = entry.as_tensor();
-        let size = kind.elt_size_in_bytes();
-        let own = range.start * size..range.end.min(entry.numel()) * size;
-        let device = tch::Device::Cpu;
-        let values =
-            is_wanted.then(|| Tensor::f_empty([own.len() as i64], (Kind::Uint8, device))).transpose();
+        let (size, device) = (kind.elt_size_in_bytes(), tch::Device::Cpu);
+        let own_len = wanted.map(|wanted| wanted.iter().map(Chunk::numel).sum::<usize>() * size);
+        let values = own_len.map(|len| Tensor::f_empty([len as i64], (Kind::Uint8, device))).transpose();
+        let whole = Chunk::whole(&entry.shape);
+        // in the order of the elements, in the whole tensor and in what is wanted
+        let runs = wanted.unwrap_or_default().iter().flat_map(|wanted| whole.runs(wanted));
+        let mut runs = runs.map(|(start, _, len)| start * size..(start + len) * size);
+        let mut run = runs.next();
+        let (mut at, mut filled, total) = (0, 0, entry.numel() * size);
         let mut copied = Ok(());
-        let (mut at, total) = (0, entry.numel() * size);
         while at < total {
-            let len = PIECE.min(total - at);
-            let piece = self.piece(name, at, len)?;
-            let (first, end) = (own.start.max(at), own.end.min(at + len));
-            if let (Ok(Some(values)), true, true) = (&values, first < end, copied.is_ok()) {
-                let part = |tensor: &Tensor, start: usize| {
-                    tensor.f_narrow(0, (first - start) as i64, (end - first) as i64)
-                };
-                copied = part(values, own.start)
-                    .and_then(|mut target| target.f_copy_(&part(&piece, at)?))
-                    .map(drop);
+            let end = total.min(at + PIECE);
+            let piece = self.piece(name, at, end - at)?;
+            while let Some(own) = run.clone().filter(|own| own.start < end) {
+                let (first, until) = (own.start.max(at), own.end.min(end));
+                let part =
+                    |tensor: &Tensor, start: usize| tensor.f_narrow(0, start as i64, (until - first) as i64);
+                if let (Ok(Some(values)), true) = (&values, copied.is_ok()) {
+                    let target = part(values, filled);
+                    copied =
+                        target.and_then(|mut target| target.f_copy_(&part(&piece, first - at)?)).map(drop);
+                }
+                filled += until - first;
+                if own.end > end {
+                    break; // the next piece has more of it
+                }
+                run = runs.next();
             }
-            at += len;
+            at = end;
         }
         copied?;
         let Some(values) = values? else { return Ok(None) };
-        Ok(Some(match own.is_empty() {
-            true => Tensor::f_empty([0_i64], (kind, device))?,
-            false => values.f_view_dtype(kind)?,
+        Ok(Some(match own_len {
+            Some(0) => Tensor::f_empty([0_i64], (kind, device))?,
+            _ => values.f_view_dtype(kind)?,
         }))
     }
 

@@ -15,18 +15,22 @@ pub(super) struct Planned {
 }
 
 impl Planned {
-    fn num_bytes(&self) -> Option<usize> {
+    pub fn num_bytes(&self) -> Option<usize> {
         let numel = self.shape.iter().try_fold(1_usize, |numel, &size| numel.checked_mul(size))?;
         Some(numel.checked_mul(self.dtype.bitsize())? / 8)
     }
 }
 
-/// What has been written: length and CRC-32 of all, and what comes before the tensors.
+/// Tensors are checked in blocks of so many bytes where only some of them are read.
+pub(super) const BLOCK: usize = 1 << 18;
+
+/// What has been written: length and CRC-32 of all, what comes before the tensors, and the CRC-32 of each block of what follows.
 #[derive(Debug)]
 pub(super) struct Written {
     pub bytes: u64,
     pub crc: u32,
     pub header: Vec<u8>,
+    pub blocks: Vec<u32>,
 }
 
 /// Counts what goes through.
@@ -34,14 +38,33 @@ struct Counting<W> {
     inner: W,
     crc: crc32fast::Hasher,
     bytes: u64,
+    /// Of the block that is not complete, and its length.
+    block: (crc32fast::Hasher, usize),
+    blocks: Vec<u32>,
 }
 
 impl<W: Write> Counting<W> {
+    /// Writes bytes of tensors.
     fn put(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.inner.write_all(bytes)?;
-        self.crc.update(bytes);
         self.bytes += bytes.len() as u64;
+        let mut left = bytes;
+        while !left.is_empty() {
+            let (piece, rest) = left.split_at(left.len().min(BLOCK - self.block.1));
+            self.block.0.update(piece);
+            self.block.1 += piece.len();
+            left = rest;
+            if self.block.1 == BLOCK {
+                self.end_block();
+            }
+        }
         Ok(())
+    }
+
+    fn end_block(&mut self) {
+        let (block, len) = std::mem::take(&mut self.block);
+        self.crc.combine(&block);
+        self.blocks.extend((len > 0).then(|| block.finalize()));
     }
 }
 
@@ -74,9 +97,12 @@ pub(super) fn write_tensors(
     let header = Metadata::new(Some(metadata), infos).map_err(|error| invalid(error.to_string()))?;
     let mut header = serde_json::to_vec(&header)?;
     header.resize(header.len().next_multiple_of(8), b' ');
-    let mut file = Counting { inner: writer, crc: crc32fast::Hasher::new(), bytes: 0 };
     let header = [&(header.len() as u64).to_le_bytes()[..], &header].concat();
-    file.put(&header)?;
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(&header);
+    let (bytes, block, blocks) = (header.len() as u64, Default::default(), Vec::new());
+    let mut file = Counting { inner: writer, crc, bytes, block, blocks };
+    file.inner.write_all(&header)?;
     for index in order {
         let bytes = bytes_of(index)?;
         if Some(bytes.len()) != planned[index].num_bytes() {
@@ -84,7 +110,8 @@ pub(super) fn write_tensors(
         }
         file.put(&bytes)?;
     }
-    Ok(Written { bytes: file.bytes, crc: file.crc.finalize(), header })
+    file.end_block();
+    Ok(Written { bytes: file.bytes, crc: file.crc.finalize(), header, blocks: file.blocks })
 }
 
 /// Writes over bytes at `at` in what has been written.

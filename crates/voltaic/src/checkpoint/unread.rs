@@ -1,11 +1,10 @@
 //! What of a checkpoint ranks read when they know which elements are theirs.
 
 use std::collections::HashMap;
-use std::ops::Range;
 
 use tch::Tensor;
 
-use super::checkpoint::Part;
+use super::chunk::ShardSpec;
 use super::masters::parameter_of;
 use super::one_file::OneFile;
 use super::shards::read::Shards;
@@ -40,14 +39,14 @@ impl Unread {
         }
     }
 
-    /// Some elements of a tensor that has this shape.
+    /// The elements of a shard of a tensor that has its shape.
     ///
     /// # Errors
-    /// As [`Shards::part`] and [`OneFile::part`].
-    pub(crate) fn part(&self, name: &str, shape: &[i64], range: Range<usize>) -> Result<Part> {
+    /// As [`Shards::shard`] and [`OneFile::shard`].
+    pub(crate) fn shard(&self, name: &str, shard: &ShardSpec) -> Result<Tensor> {
         match self {
-            Self::Folder(shards) => shards.part(name, shape, range),
-            Self::File(file) => file.part(name, shape, range),
+            Self::Folder(shards) => shards.shard(name, shard),
+            Self::File(file) => file.shard(name, shard),
         }
     }
 

@@ -1,22 +1,11 @@
 //! State that a strategy has divided among ranks, part by part: what each rank saves for itself, and reads back.
 
-use std::ops::Range;
-
 use tch::Tensor;
 
-use crate::checkpoint::Part;
+use crate::checkpoint::{Part, ShardSpec};
 use crate::error::Result;
 use crate::nn::Module;
 use crate::optim::{Optimizer, OptimizerState};
-
-/// What a rank has of a parameter.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Portion {
-    /// Shape of the whole parameter.
-    pub shape: Vec<i64>,
-    /// The elements that this rank has, of the flattened parameter; perhaps none.
-    pub range: Range<usize>,
-}
 
 /// A rank's gradients of an accumulation window that may be open.
 #[derive(Debug, Default)]
@@ -38,16 +27,16 @@ pub trait DividedState {
     fn save_weights(&self) -> Result<Vec<Part>>;
 
     /// What this rank has of a weight if weights are divided; `None` if it is whole on each rank.
-    fn weight_portion(&self, fqn: &str) -> Option<Portion>;
+    fn weight_shard(&self, fqn: &str) -> Option<ShardSpec>;
 
-    /// Takes the elements of [`DividedState::weight_portion`].
+    /// Takes the elements of [`DividedState::weight_shard`].
     ///
     /// # Errors
     /// If the weight is in use, and so whole, at this moment; libtorch's.
     fn load_weight(&self, fqn: &str, values: &Tensor) -> Result<()>;
 
     /// What this rank has of an optimizer's states of a parameter; `None` if they are whole.
-    fn state_portion(&self, fqn: &str) -> Option<Portion>;
+    fn state_shard(&self, fqn: &str) -> Option<ShardSpec>;
 
     /// The state of the optimizer at `index`: its numbers (those of a parameter from one rank only) and groups, and this rank's parts
     /// of what is like a parameter, all named `<kind>.<fqn>`.
@@ -56,7 +45,7 @@ pub trait DividedState {
     /// libtorch's.
     fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<(OptimizerState, Vec<Part>)>;
 
-    /// Gives an optimizer its state: numbers and groups, and the parts of [`DividedState::state_portion`].
+    /// Gives an optimizer its state: numbers and groups, and the parts of [`DividedState::state_shard`].
     ///
     /// # Errors
     /// As [`Optimizer::load_state_dict`].
@@ -74,9 +63,9 @@ pub trait DividedState {
     fn save_grads(&self, module: &dyn Module) -> Result<DividedGrads>;
 
     /// What this rank has of a gradient if gradients are divided; `None` if they are whole.
-    fn grad_portion(&self, fqn: &str) -> Option<Portion>;
+    fn grad_shard(&self, fqn: &str) -> Option<ShardSpec>;
 
-    /// Takes the elements of [`DividedState::grad_portion`] of a parameter that has had a gradient on some rank.
+    /// Takes the elements of [`DividedState::grad_shard`] of a parameter that has had a gradient on some rank.
     ///
     /// # Errors
     /// libtorch's.

@@ -23,7 +23,7 @@ pub use config::{
 pub use ddp::Ddp;
 pub use deepspeed::config::DeepSpeedStrategy;
 pub(crate) use deepspeed::plan::{Beside, DeepSpeedPlan};
-pub use divided::{DividedGrads, DividedState, Portion};
+pub use divided::{DividedGrads, DividedState};
 pub use single::SingleDevice;
 pub use strategy::{BuildStrategy, Strategy, StrategyChoice};
 pub use votes::Votes;

@@ -6,9 +6,10 @@ use voltaic::callback::{
     Callback, EmaWeightAveragingConfig, ModelCheckpoint, ModelCheckpointConfig, SaveLast, WeightAveraging,
 };
 use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, CheckpointIo, FileCheckpointIo};
-use voltaic::data::Loaders;
+use voltaic::data::{Loaders, Stage};
 use voltaic::distributed::ProcessGroup;
 use voltaic::logger::Logger;
+use voltaic::models::{Gpt, GptConfig};
 use voltaic::module::{CheckpointRequest, HookContext, LightningModule, StepContext};
 use voltaic::optim::Optimizers;
 use voltaic::trainer::{PluginConfig, TrainerBuilder};
@@ -534,4 +535,112 @@ fn fails_together(ranks: usize, folder: &Path) {
 #[test]
 fn what_fails_on_one_rank_beside_a_checkpoint_ends_all() {
     on_ranks("shards::what_fails_on_one_rank_beside_a_checkpoint_ends_all", 2, fails_together);
+}
+
+/// Where a folder of each version of the format is kept, with what one file has of it.
+fn kept_folder(version: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/shards").join(version)
+}
+
+/// Writes a folder of the version that is in force, of three ranks in an open window, to keep: `cargo test --test zero
+/// shards::keeps_a_folder -- --ignored`. `v1` was written before the index had chunks.
+fn keep_folder(ranks: usize, folder: &Path) {
+    let path = folder.join("folder.ckpt");
+    let builder = kernels("zero3", ranks, folder).max_epochs(1).callback(SaveAfter(2, path.clone()));
+    let mut trainer = builder.build().unwrap();
+    trainer.fit(&mut Kernels::new(), &mut loaders(12 * ranks as i64)).unwrap();
+    if trainer.is_global_zero() {
+        let kept = kept_folder("new");
+        std::fs::create_dir_all(&kept).unwrap();
+        Checkpoint::load(&path).unwrap().save(&kept.join("file.ckpt")).unwrap();
+        std::fs::rename(&path, kept.join("folder.ckpt")).unwrap();
+    }
+}
+
+/// Folders of earlier versions are what they were, and ranks go on from them.
+fn read_kept(ranks: usize, folder: &Path) {
+    for version in ["v1"] {
+        let [kept, file] = ["folder.ckpt", "file.ckpt"].map(|name| kept_folder(version).join(name));
+        let (own, expected) = (Checkpoint::load(&kept).unwrap(), Checkpoint::load(&file).unwrap());
+        assert_alike(version, &own, &expected);
+        let ranks_of = |checkpoint: Checkpoint| checkpoint.training.unwrap().ranks;
+        for (own, expected) in ranks_of(own).into_iter().zip(ranks_of(expected)) {
+            assert_same(version, &sorted(own.grads), &sorted(expected.grads));
+            assert_same(version, &own.rng, &expected.rng);
+        }
+        for stage in STAGES {
+            let run = |path: &Path| {
+                let mut net = Kernels::new();
+                let mut trainer = kernels(stage, ranks, folder).max_epochs(2).build().unwrap();
+                trainer.ckpt_path(path).fit(&mut net, &mut loaders(12 * ranks as i64)).unwrap();
+                weights(&net)
+            };
+            assert_within(&format!("{version} to {stage}"), &run(&kept), &run(&file), 1e-6);
+        }
+    }
+}
+
+#[test]
+fn two_ranks_go_on_from_folders_of_earlier_versions() {
+    on_ranks("shards::two_ranks_go_on_from_folders_of_earlier_versions", 2, read_kept);
+}
+
+/// What the process has read of files, as the system counts.
+fn bytes_read() -> u64 {
+    let counts = std::fs::read_to_string("/proc/self/io").unwrap();
+    counts.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse().unwrap()
+}
+
+/// Counts what is read of a checkpoint before the first step.
+struct Reads(u64, PathBuf);
+
+impl Callback for Reads {
+    fn setup(&mut self, _stage: Stage, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.0 = bytes_read();
+        Ok(())
+    }
+
+    fn on_train_start(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        let read = bytes_read() - self.0;
+        let files = std::fs::read_dir(&self.1).unwrap().map(|file| file.unwrap().metadata().unwrap().len());
+        let size = files.sum::<u64>();
+        println!("\na rank of four has read {read} bytes of a folder of {size}");
+        anyhow::ensure!(read < size / 4 + size / 16, "{read} of {size}");
+        Ok(())
+    }
+}
+
+fn middle() -> Gpt {
+    let config =
+        GptConfig { vocab_size: 61, block_size: 16, n_layer: 4, n_head: 2, n_embd: 256, ..GptConfig::tiny() };
+    Gpt::new(config).unwrap()
+}
+
+fn leave_middle(ranks: usize, folder: &Path) {
+    let path = folder.join(format!("{ranks}.ckpt"));
+    let mut trainer =
+        staged(ranks, "zero3", folder).max_steps(1).callback(SaveAfter(0, path)).build().unwrap();
+    trainer.fit(&mut middle(), &mut tokens(16)).unwrap();
+}
+
+/// A rank reads its part, whichever ranks have written it.
+fn read_middle(ranks: usize, folder: &Path) {
+    for saved_by in [4, 3] {
+        let path = folder.join(format!("{saved_by}.ckpt"));
+        let mut trainer =
+            staged(ranks, "zero3", folder).max_steps(2).callback(Reads(0, path.clone())).build().unwrap();
+        trainer.ckpt_path(path).fit(&mut middle(), &mut tokens(16)).unwrap();
+    }
+}
+
+#[test]
+fn ranks_read_their_parts() {
+    let turns: [(usize, Body); 3] = [(4, leave_middle), (3, leave_middle), (4, read_middle)];
+    on_ranks_in_turn("shards::ranks_read_their_parts", &turns);
+}
+
+#[test]
+#[ignore = "writes files of the tests"]
+fn keeps_a_folder() {
+    on_ranks("shards::keeps_a_folder", 3, keep_folder);
 }

@@ -1,4 +1,4 @@
-//! Writes weights that are divided among ranks as one file: rank 0 gets them from the others, one tensor at a time.
+//! Makes one checkpoint of the parts of all ranks: rank 0 gets them from the others, one tensor at a time.
 
 use std::collections::HashMap;
 use std::io;
@@ -7,9 +7,14 @@ use std::path::Path;
 use tch::{Kind, Tensor};
 
 use super::index::Entry;
-use super::write::{Slice, not_saved, of_rank};
-use crate::checkpoint::checkpoint::{Checkpoint, Part};
-use crate::checkpoint::format::{cannot_hold, check_names, check_unique, dtype, kind, write_file};
+use super::write::{
+    Merged, RankReport, SAVE_PARTS, merged, not_saved, of_rank, of_ranks, own_tensors, report,
+};
+use crate::checkpoint::checkpoint::{Checkpoint, TrainingState};
+use crate::checkpoint::chunk::Chunk;
+use crate::checkpoint::format::{
+    add_tensor, cannot_hold, kind, rank_from_bytes, rank_to_bytes, shape_of, unreadable, write_file,
+};
 use crate::checkpoint::stream::{Planned, bytes_of};
 use crate::distributed::{ProcessGroup, collective_scope};
 use crate::error::{Error, Problem, Result};
@@ -35,7 +40,7 @@ pub(in crate::checkpoint) fn save_as_file(
     with_others(checkpoint, group, path, |source| source.write(checkpoint, path)).map(drop)
 }
 
-/// The same checkpoint with whole weights, on rank 0.
+/// The checkpoint that a folder of these parts would be, on rank 0.
 ///
 /// # Collective
 /// All ranks must call it.
@@ -47,7 +52,29 @@ pub(in crate::checkpoint) fn gathered(
     group: &ProcessGroup,
     path: &Path,
 ) -> Result<Option<Checkpoint>> {
-    with_others(checkpoint, group, path, |source| source.whole(checkpoint))
+    let own = match (group.rank(), &checkpoint.training) {
+        (1.., Some(training)) => training.own().and_then(|own| rank_to_bytes(&own)),
+        _ => Ok(Vec::new()),
+    };
+    let ranks = group.gather_bytes(&message(own, group.rank()), 0)?;
+    with_others(checkpoint, group, path, |source| source.whole(checkpoint, &ranks, path))
+}
+
+/// Bytes behind a zero, or what went wrong behind a one.
+fn message(own: Result<Vec<u8>>, rank: usize) -> Vec<u8> {
+    match own {
+        Ok(bytes) => [&[0], bytes.as_slice()].concat(),
+        Err(error) => [&[1], of_rank(rank, error).to_string().as_bytes()].concat(),
+    }
+}
+
+/// What [`message`] was made of.
+fn content(message: &[u8]) -> Result<&[u8], String> {
+    match message.split_first() {
+        Some((0, bytes)) => Ok(bytes),
+        Some((_, text)) => Err(String::from_utf8_lossy(text).into_owned()),
+        None => Err("an empty message".to_owned()),
+    }
 }
 
 /// Runs `body` on rank 0, with what all ranks have; the others give what it asks for. All learn how it went.
@@ -58,22 +85,33 @@ fn with_others<T>(
     body: impl FnOnce(&Source<'_>) -> Result<T>,
 ) -> Result<Option<T>> {
     let _named = collective_scope("checkpoint");
-    let own = slices(checkpoint).map_err(|error| of_rank(group.rank(), error));
-    let own = serde_json::to_vec(&own).map_err(|e| Error::io("serialize", path, e.into()))?;
-    let told = group.gather_bytes(&own, 0)?;
+    let own = own_tensors(checkpoint, group.rank()).map_err(|error| of_rank(group.rank(), error));
+    let sent = own.as_ref().map(|own| report(checkpoint, own)).map_err(Problem::clone);
+    let sent = serde_json::to_vec(&sent).map_err(|e| Error::io("serialize", path, e.into()))?;
+    let all = group.gather_bytes(&sent, 0)?;
+    let all = match group.rank() {
+        0 => of_ranks::<RankReport>(&all).and_then(merged),
+        _ => Ok(Merged::default()),
+    };
+    let names = all.as_ref().map(|all| all.tensors.keys().cloned().collect::<Vec<_>>());
+    let names: Result<Vec<String>, Problem> = group.broadcast_object(&names.map_err(Problem::clone), 0)?;
+    let names = names.map_err(|problem| not_saved(path, problem))?;
+    let own = own.map_err(|problem| not_saved(path, problem))?; // which all ranks know by now
+    let mut by_name: HashMap<&str, &Tensor> =
+        own.iter().map(|own| (own.planned.name.as_str(), own.values)).collect();
+    let own: Vec<Option<&Tensor>> = names.iter().map(|name| by_name.remove(name.as_str())).collect();
     let mut done = Ok(None);
     if group.rank() == 0 {
-        let entries = entries(&told);
-        done = entries.and_then(|entries| {
-            let source = Source { parts: &checkpoint.parts, entries, group };
+        done = all.and_then(|Merged { tensors, had_grad, .. }| {
+            let source = Source { own, entries: tensors.into_iter().collect(), had_grad, group };
             body(&source).map(Some).map_err(|error| of_rank(0, error))
         });
         group.broadcast(&Tensor::from(END), 0)?;
     } else {
-        serve(&checkpoint.parts, group)?;
+        serve(&own, group)?;
     }
-    let told = group.broadcast_object(&done.as_ref().map(drop).map_err(Problem::clone), 0)?;
-    told.map_err(|problem| not_saved(path, problem))?;
+    let ended = group.broadcast_object(&done.as_ref().map(drop).map_err(Problem::clone), 0)?;
+    ended.map_err(|problem| not_saved(path, problem))?;
     done.map_err(|problem| not_saved(path, problem))
 }
 
@@ -100,72 +138,19 @@ pub(in crate::checkpoint) fn as_on_rank_zero(
     group.broadcast_object(&own, 0)?.map_err(|problem| not_saved(path, problem))
 }
 
-/// What this rank has, in the order of its parts.
-fn slices(checkpoint: &Checkpoint) -> Result<Vec<Slice>> {
-    let module = &checkpoint.meta.module;
-    let slice = |part: &Part| {
-        let (name, shape) = (part.name.clone(), part.shape.iter().map(|&size| size as usize).collect());
-        let dtype = dtype(&part.values, &name, module)?;
-        Ok(Slice { name, dtype, shape, start: part.start, len: part.values.numel() })
-    };
-    checkpoint.parts.iter().map(slice).collect()
-}
-
-/// Who has which elements, in the order of all ranks' parts.
-fn entries(told: &[Vec<u8>]) -> Result<Vec<(String, Entry)>, Problem> {
-    let mut entries: Vec<(String, Entry)> = Vec::new();
-    let remedy = "save through the trainer on all ranks";
-    for (rank, bytes) in told.iter().enumerate() {
-        let slices: Result<Vec<Slice>, Problem> =
-            serde_json::from_slice::<Result<Vec<Slice>, Problem>>(bytes)
-                .map_err(|e| Problem::new(format!("rank {rank} told what is not understood: {e}"), remedy))?;
-        let slices = slices?;
-        if rank == 0 {
-            let entry = |slice: &Slice| {
-                let (dtype, shape) = (slice.dtype, slice.shape.clone());
-                (slice.name.clone(), Entry { dtype, shape, slices: Vec::new() })
-            };
-            entries = slices.iter().map(entry).collect();
-        }
-        if slices.len() != entries.len() {
-            let what = format!("rank {rank} has {} weights, rank 0 has {}", slices.len(), entries.len());
-            return Err(Problem::new(what, remedy));
-        }
-        for ((name, entry), slice) in entries.iter_mut().zip(slices) {
-            if (&*name, entry.dtype, &entry.shape) != (&slice.name, slice.dtype, &slice.shape) {
-                let own = format!("{name}, {:?} {:?}", entry.dtype, entry.shape);
-                let Slice { name, dtype, shape, .. } = slice;
-                let what = format!("rank {rank} has {name}, {dtype:?} {shape:?}, where rank 0 has {own}");
-                return Err(Problem::new(what, remedy));
-            }
-            if slice.len > 0 {
-                entry.slices.push((rank, slice.start, slice.len));
-            }
-        }
-    }
-    for (name, entry) in &mut entries {
-        entry.slices.sort_by_key(|&(_, start, _)| start);
-        if let Some(what) = entry.problem(told.len()) {
-            return Err(Problem::new(format!("{name} {what}"), remedy));
-        }
-    }
-    Ok(entries)
-}
-
 /// Gives rank 0 this rank's elements of the tensors that it asks for.
-fn serve(parts: &[Part], group: &ProcessGroup) -> Result<()> {
+fn serve(own: &[Option<&Tensor>], group: &ProcessGroup) -> Result<()> {
     loop {
         let asked = Tensor::from(END);
         group.broadcast(&asked, 0)?;
-        let asked = usize::try_from(asked.f_int64_value(&[])?);
-        let Some(part) = asked.ok().and_then(|index| parts.get(index)) else { return Ok(()) };
-        for range in pieces(part.values.numel(), &part.values) {
-            // the first byte tells whether the others are there
-            let sent = match piece(part, range) {
-                Ok(bytes) => [&[0], bytes.as_slice()].concat(),
-                Err(error) => [&[1], of_rank(group.rank(), error).to_string().as_bytes()].concat(),
-            };
-            let has_failed = sent[0] != 0;
+        let Some(values) = usize::try_from(asked.f_int64_value(&[])?).ok().and_then(|index| own.get(index))
+        else {
+            return Ok(());
+        };
+        for (start, len) in values.iter().flat_map(|values| pieces(values)) {
+            let sent = values.map_or_else(|| Ok(Vec::new()), |values| piece(values, start, len));
+            let has_failed = sent.is_err();
+            let sent = message(sent, group.rank());
             group.send(&Tensor::from(sent.len() as i64), 0)?;
             group.send(&Tensor::f_from_slice(&sent)?, 0)?;
             if has_failed {
@@ -175,109 +160,127 @@ fn serve(parts: &[Part], group: &ProcessGroup) -> Result<()> {
     }
 }
 
-/// Elements that travel together.
-fn pieces(numel: usize, like: &Tensor) -> impl Iterator<Item = (usize, usize)> + use<> {
-    let most = (PIECE / like.kind().elt_size_in_bytes()).max(1);
+/// The first of elements that travel together, and their number.
+fn pieces_of(numel: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
+    let most = (PIECE / size).max(1);
     (0..numel).step_by(most).map(move |start| (start, most.min(numel - start)))
 }
 
-fn piece(part: &Part, (start, len): (usize, usize)) -> Result<Vec<u8>> {
-    let values = part.values.f_narrow(0, start as i64, len as i64)?;
-    bytes_of(&values).map_err(|error| Error::io("copy", part.name.clone(), error))
+fn pieces(values: &Tensor) -> impl Iterator<Item = (usize, usize)> + use<> {
+    pieces_of(values.numel(), values.kind().elt_size_in_bytes())
 }
 
-/// The weights of all ranks, on rank 0.
+fn piece(values: &Tensor, start: usize, len: usize) -> Result<Vec<u8>> {
+    let values = values.f_reshape([-1_i64])?.f_narrow(0, start as i64, len as i64)?;
+    bytes_of(&values).map_err(|error| Error::io("copy", "a part of a tensor", error))
+}
+
+/// The tensors of all ranks, on rank 0.
 struct Source<'a> {
-    parts: &'a [Part],
+    /// What this rank has of each.
+    own: Vec<Option<&'a Tensor>>,
     entries: Vec<(String, Entry)>,
+    had_grad: Vec<String>,
     group: &'a ProcessGroup,
 }
 
 impl Source<'_> {
     fn write(&self, checkpoint: &Checkpoint, path: &Path) -> Result<()> {
-        let module = &checkpoint.meta.module;
-        check_names(&checkpoint.weights, module)?;
-        let mut planned = Vec::new();
-        for (name, tensor) in &checkpoint.weights {
-            let shape = tensor.size().iter().map(|&size| size as usize).collect();
-            planned.push(Planned { name: name.clone(), dtype: dtype(tensor, name, module)?, shape });
-        }
-        let mut of_others = Vec::new();
-        for (name, index) in self.names(checkpoint)? {
-            let Entry { dtype, shape, .. } = &self.entries[index].1;
-            planned.push(Planned { name, dtype: *dtype, shape: shape.clone() });
-            of_others.push(index);
-        }
-        check_unique(planned.iter().map(|planned| planned.name.as_str()), module)?;
+        let tensors = self.names(checkpoint)?;
+        let plan = |(name, index): &(String, usize)| {
+            let Entry { dtype, shape, .. } = &self.entries[*index].1;
+            Planned { name: name.clone(), dtype: *dtype, shape: shape.clone() }
+        };
+        let planned: Vec<Planned> = tensors.iter().map(plan).collect();
         // what went wrong says more than that the file cannot be written
         let mut failure = None;
-        let whole = checkpoint.weights.len();
-        let written = write_file(checkpoint, &planned, path, &mut |index| match index.checked_sub(whole) {
-            None => bytes_of(&checkpoint.weights[index].1),
-            Some(index) => self.fetch(of_others[index]).map_err(|error| {
+        let written = write_file(checkpoint, &planned, path, &mut |index| {
+            self.fetch(tensors[index].1).map_err(|error| {
                 let text = error.to_string();
                 failure = Some(error);
                 io::Error::other(text)
-            }),
+            })
         });
         failure.map_or(written, Err)
     }
 
-    fn whole(&self, checkpoint: &Checkpoint) -> Result<Checkpoint> {
-        let mut weights: Vec<(String, Tensor)> =
-            checkpoint.weights.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
+    fn whole(&self, checkpoint: &Checkpoint, ranks: &[Vec<u8>], path: &Path) -> Result<Checkpoint> {
+        let mut weights = Vec::new();
+        let mut training = checkpoint.training.as_ref().map(TrainingState::without_tensors);
+        let mut none = TrainingState::default();
+        let mut read: Vec<Option<Tensor>> = self.entries.iter().map(|_| None).collect();
         for (name, index) in self.names(checkpoint)? {
-            let shape = &self.parts[index].shape;
-            let kind = kind(self.entries[index].1.dtype).unwrap_or(Kind::Float);
-            weights.push((name, Tensor::f_from_data_size(&self.fetch(index)?, shape, kind)?));
+            let tensor = match &read[index] {
+                Some(tensor) => tensor.shallow_clone(), // by another name
+                None => {
+                    let Entry { dtype, shape, .. } = &self.entries[index].1;
+                    let (kind, shape) =
+                        (kind(*dtype).unwrap_or(Kind::Float), shape_of(shape).unwrap_or_default());
+                    Tensor::f_from_data_size(&self.fetch(index)?, &shape, kind)?
+                }
+            };
+            read[index] = Some(tensor.shallow_clone());
+            let training = training.as_mut().unwrap_or(&mut none);
+            add_tensor(&mut weights, training, name, tensor).map_err(|what| unreadable(path, what))?;
         }
-        Ok(Checkpoint { weights, meta: checkpoint.meta.clone(), ..Checkpoint::default() })
+        if let Some(training) = &mut training {
+            training.had_grad.clone_from(&self.had_grad);
+            let own = |rank: usize| match (rank, &checkpoint.training) {
+                (0, Some(training)) => training.own(),
+                _ => {
+                    let bytes = content(&ranks[rank]);
+                    rank_from_bytes(bytes.map_err(|text| Error::io("gather", path, io::Error::other(text)))?)
+                }
+            };
+            training.add_ranks(ranks.len(), own)?;
+        }
+        Ok(Checkpoint { weights, training, meta: checkpoint.meta.clone(), ..Checkpoint::default() })
     }
 
-    /// Names of the weights that are divided, tied ones under each of their names, with where they are.
+    /// Names of tensors, tied ones under each of their names, with where they are.
     fn names(&self, checkpoint: &Checkpoint) -> Result<Vec<(String, usize)>> {
-        let positions: HashMap<&str, usize> =
-            self.entries.iter().enumerate().map(|(index, (name, _))| (name.as_str(), index)).collect();
-        let mut names: Vec<(String, usize)> =
-            self.entries.iter().enumerate().map(|(index, (name, _))| (name.clone(), index)).collect();
+        let place = |name: &str| self.entries.binary_search_by(|(own, _)| own.as_str().cmp(name)).ok();
+        let names = self.entries.iter().enumerate().map(|(index, (name, _))| (name.clone(), index));
+        let mut names: Vec<(String, usize)> = names.collect();
         for (alias, first) in &checkpoint.tied {
-            let Some(&index) = positions.get(first.as_str()) else {
-                let what = format!("{alias} is tied to {first}, which is not there");
-                return Err(cannot_hold(&checkpoint.meta.module, what, "save through the trainer"));
+            let index = place(first).filter(|_| place(alias).is_none());
+            let Some(index) = index else {
+                let what = format!("{alias} is tied to {first}, which does not fit the tensors");
+                return Err(cannot_hold(&checkpoint.meta.module, what, SAVE_PARTS));
             };
             names.push((alias.clone(), index));
         }
         Ok(names)
     }
 
-    /// A whole tensor.
+    /// The bytes of a whole tensor.
     fn fetch(&self, index: usize) -> Result<Vec<u8>> {
-        let part = &self.parts[index];
-        let (_, entry) = &self.entries[index];
-        let size = part.values.kind().elt_size_in_bytes();
+        let (name, entry) = &self.entries[index];
+        let fail = |error: io::Error| Error::io("gather", name, error);
+        let size = kind(entry.dtype).map_or(1, Kind::elt_size_in_bytes);
         self.group.broadcast(&Tensor::from(index as i64), 0)?;
         let (mut bytes, mut failed) = (Vec::new(), None);
-        if bytes.try_reserve_exact(entry.numel() * size).is_err() {
-            let source = io::ErrorKind::OutOfMemory.into();
-            failed = Some(Error::io("gather", part.name.clone(), source));
+        match bytes.try_reserve_exact(entry.numel() * size) {
+            Ok(()) => bytes.resize(entry.numel() * size, 0),
+            Err(_) => failed = Some(fail(io::ErrorKind::OutOfMemory.into())),
         }
-        for &(rank, _, len) in &entry.slices {
-            let mut add = |piece: Result<Vec<u8>>| match (piece, &failed) {
-                (Ok(piece), None) => bytes.extend_from_slice(&piece),
-                (Err(error), None) => failed = Some(error),
-                (_, Some(_)) => {}
-            };
-            if rank == 0 {
-                pieces(len, &part.values).for_each(|range| add(piece(part, range)));
-                continue;
-            }
-            // what has been asked for comes, also if it is of no use any more
-            for (_, len) in pieces(len, &part.values) {
-                let received = self.receive(rank, len * size)?;
-                let has_failed = received.is_err();
-                add(received.map_err(|text| Error::io("gather", part.name.clone(), io::Error::other(text))));
-                if has_failed {
-                    break;
+        let mut lens: Vec<(usize, usize)> = entry.lens().into_iter().collect();
+        lens.sort_unstable();
+        for (rank, len) in lens {
+            let mut scatter = Scatter::of(entry, rank, size, &mut bytes);
+            for (start, len) in pieces_of(len, size) {
+                let received = match (rank, self.own[index]) {
+                    (0, Some(values)) => piece(values, start, len),
+                    // what has been asked for comes, also if it is of no use any more
+                    _ => self.receive(rank, len * size)?.map_err(|text| fail(io::Error::other(text))),
+                };
+                match received {
+                    Ok(piece) if failed.is_none() => scatter.put(&piece),
+                    Ok(_) => {}
+                    Err(error) => {
+                        failed.get_or_insert(error);
+                        break;
+                    }
                 }
             }
         }
@@ -293,10 +296,42 @@ impl Source<'_> {
         self.group.recv(&data, rank)?;
         let mut bytes = vec![0_u8; data.numel()];
         data.f_copy_data(&mut bytes, data.numel())?;
-        Ok(match bytes.split_off(1) {
-            text if bytes[0] != 0 => Err(String::from_utf8_lossy(&text).into_owned()),
-            piece if piece.len() == expected => Ok(piece),
-            piece => Err(format!("rank {rank} sent {} bytes, not {expected}", piece.len())),
+        Ok(match content(&bytes) {
+            Ok(piece) if piece.len() == expected => Ok(bytes.split_off(1)),
+            Ok(piece) => Err(format!("rank {rank} sent {} bytes, not {expected}", piece.len())),
+            Err(text) => Err(text),
         })
+    }
+}
+
+/// Puts the elements of a rank, which come one behind the other, where they are in the whole tensor.
+struct Scatter<'a> {
+    /// The first byte and the number of bytes of those that lie side by side.
+    runs: Box<dyn Iterator<Item = (usize, usize)> + 'a>,
+    current: (usize, usize),
+    whole: &'a mut [u8],
+}
+
+impl<'a> Scatter<'a> {
+    fn of(entry: &'a Entry, rank: usize, size: usize, whole: &'a mut [u8]) -> Self {
+        let all = Chunk::whole(&entry.shape);
+        let own = entry.chunks.iter().filter(move |stored| stored.rank == rank);
+        let runs = own.flat_map(move |stored| stored.chunk.runs(&all));
+        let runs = Box::new(runs.map(move |(_, start, len)| (start * size, len * size)));
+        Self { runs, current: (0, 0), whole }
+    }
+
+    fn put(&mut self, mut piece: &[u8]) {
+        while !piece.is_empty() {
+            if self.current.1 == 0 {
+                let Some(next) = self.runs.next() else { return };
+                self.current = next;
+            }
+            let (start, left) = self.current;
+            let (own, rest) = piece.split_at(left.min(piece.len()));
+            self.whole[start..start + own.len()].copy_from_slice(own);
+            self.current = (start + own.len(), left - own.len());
+            piece = rest;
+        }
     }
 }

@@ -1,20 +1,22 @@
 //! The index of a checkpoint in a folder: what tensors there are, and which rank's file has which of their elements.
 
-use std::collections::{BTreeMap, HashSet};
-use std::ops::Range;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
 use safetensors::tensor::Dtype;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::checkpoint::budget::{Budget, ReadLimits};
 use crate::checkpoint::checkpoint::CheckpointMeta;
+use crate::checkpoint::chunk::{Chunk, cover_problem};
 use crate::checkpoint::format::{MAX_OPTIMIZERS, PREFIX, check_json, shape_of, unreadable};
 use crate::config::read_file;
 use crate::error::{Error, Result};
 
-/// Version of the layout; a folder of a later version is refused.
-pub(super) const VERSION: u32 = 1;
+/// Version of the layout; a folder of a later version is refused. In version 1 a rank has a range of the flattened tensor, and its
+/// file has one checksum.
+pub(super) const VERSION: u32 = 2;
 /// A longer index is none.
 const MAX_BYTES: u64 = 1 << 30;
 /// A folder of more ranks is refused.
@@ -22,6 +24,8 @@ const MAX_RANKS: usize = 1 << 16;
 /// What the file begins with; eight hexadecimal digits follow, which count as zeros for themselves.
 const BEGINNING: &str = "{\"crc32\":\"";
 const NO_CHECKSUM: &str = "00000000";
+/// Chunks that are made of slices of version 1 may take so many times the bytes of the text.
+const SLICE_GROWTH: u64 = 64;
 
 /// The index. Its text begins with the checksum.
 #[derive(Debug, Serialize, Deserialize)]
@@ -56,6 +60,7 @@ pub(super) struct Index {
 #[serde(deny_unknown_fields)]
 pub(super) struct FileEntry {
     pub bytes: u64,
+    /// Of its header, which has the checksums of the rest; in version 1 of the whole file.
     pub crc32: String,
 }
 
@@ -65,50 +70,91 @@ pub(super) struct FileEntry {
 pub(super) struct Entry {
     pub dtype: Dtype,
     pub shape: Vec<usize>,
-    /// Rank, first element and number of elements, of the flattened tensor, in the order of the elements.
-    pub slices: Vec<(usize, usize, usize)>,
+    /// Of version 1: rank, first element and number of elements, of the flattened tensor.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    slices: Vec<(usize, usize, usize)>,
+    /// Those of a rank in the order in which its file has them, one behind the other.
+    #[serde(default)]
+    pub chunks: Vec<StoredChunk>,
+}
+
+/// A chunk of a tensor, and where it is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(from = "(usize, Vec<usize>, Vec<usize>)", into = "(usize, Vec<usize>, Vec<usize>)")]
+pub(super) struct StoredChunk {
+    pub rank: usize,
+    pub chunk: Chunk,
+    /// The elements before it in what the rank's file has of the tensor.
+    pub start: usize,
+}
+
+impl From<(usize, Vec<usize>, Vec<usize>)> for StoredChunk {
+    fn from((rank, offsets, sizes): (usize, Vec<usize>, Vec<usize>)) -> Self {
+        Self { rank, chunk: Chunk { offsets, sizes }, start: 0 }
+    }
+}
+
+impl From<StoredChunk> for (usize, Vec<usize>, Vec<usize>) {
+    fn from(StoredChunk { rank, chunk, .. }: StoredChunk) -> Self {
+        (rank, chunk.offsets, chunk.sizes)
+    }
 }
 
 impl Entry {
+    /// Without chunks.
+    pub fn new(dtype: Dtype, shape: Vec<usize>) -> Self {
+        Self { dtype, shape, slices: Vec::new(), chunks: Vec::new() }
+    }
+
+    /// Adds chunks of a rank's file, in the order in which it has them.
+    pub fn add(&mut self, rank: usize, chunks: Vec<Chunk>) {
+        self.chunks.extend(chunks.into_iter().map(|chunk| StoredChunk { rank, chunk, start: 0 }));
+    }
+
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// What of `range` each file has: the rank, where it is in the rank's slice, and how long the slice is.
-    pub fn within(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
-        let range = range.clone();
-        self.slices.iter().filter_map(move |&(rank, start, len)| {
-            let first = range.start.max(start);
-            let end = range.end.min(start + len);
-            (first < end).then(|| (rank, first - start..end - start, len))
-        })
+    /// How many elements the file of each rank has.
+    pub fn lens(&self) -> HashMap<usize, usize> {
+        let mut lens = HashMap::new();
+        self.chunks.iter().for_each(|stored| *lens.entry(stored.rank).or_default() += stored.chunk.numel());
+        lens
     }
 
-    /// What is wrong with it, if its slices are not the whole tensor once.
-    pub fn problem(&self, ranks: usize) -> Option<String> {
-        let Some(shape) = shape_of(&self.shape) else {
-            return Some(format!("has shape {:?}, too large", self.shape));
-        };
-        let numel = shape.iter().product::<i64>() as usize;
-        let mut at = 0_usize;
-        let mut seen = HashSet::new();
-        for &(rank, start, len) in &self.slices {
-            if rank >= ranks {
-                return Some(format!("has a slice of rank {rank}, of {ranks} ranks"));
-            }
-            if !seen.insert(rank) {
-                return Some(format!("has two slices of rank {rank}"));
-            }
-            if start != at {
-                let what = if start < at { "twice" } else { "nowhere" };
-                return Some(format!("has element {} {what}", start.min(at)));
-            }
-            let Some(end) = at.checked_add(len) else {
-                return Some("has a slice that is too long".to_owned());
+    /// Takes what version 1 has in place of chunks.
+    fn take_slices(&mut self, budget: &mut Budget) -> Result<(), String> {
+        let numel = shape_of(&self.shape).map_or(0, |shape| shape.iter().product::<i64>() as usize);
+        for (rank, start, len) in std::mem::take(&mut self.slices) {
+            let Some(end) = start.checked_add(len).filter(|end| *end <= numel) else {
+                return Err(format!("has {numel} elements, and a slice of {len} from {start}"));
             };
-            at = end;
+            let chunks = Chunk::whole(&self.shape).rectangles(start..end);
+            let coordinates = 2 * chunks.len() * self.shape.len();
+            budget.take(chunks.len() * size_of::<StoredChunk>() + coordinates * size_of::<usize>())?;
+            self.add(rank, chunks);
         }
-        (at != numel).then(|| format!("has {numel} elements, its slices have {at}"))
+        Ok(())
+    }
+
+    /// Finds where chunks begin. What is wrong with it, if they are not the whole tensor once.
+    pub fn finish(&mut self, ranks: usize) -> Result<(), String> {
+        if shape_of(&self.shape).is_none() {
+            return Err(format!("has shape {:?}, too large", self.shape));
+        }
+        if let Some(StoredChunk { rank, .. }) = self.chunks.iter().find(|stored| stored.rank >= ranks) {
+            return Err(format!("has a chunk of rank {rank}, of {ranks} ranks"));
+        }
+        if let Some(what) = cover_problem(&self.shape, self.chunks.iter().map(|stored| &stored.chunk)) {
+            return Err(what);
+        }
+        let mut lens: HashMap<usize, usize> = HashMap::new();
+        for stored in &mut self.chunks {
+            let len = lens.entry(stored.rank).or_default();
+            stored.start = *len;
+            *len += stored.chunk.numel();
+        }
+        Ok(())
     }
 }
 
@@ -179,31 +225,44 @@ impl Index {
             let what = format!("it has version {shards_version}, this voltaic reads up to {VERSION}");
             return Err(unreadable(path, what));
         }
-        let index: Self = serde_json::from_str(&text).map_err(not_understood)?;
-        match index.problem() {
-            Some(what) => Err(unreadable(path, what)),
-            None => Ok(index),
-        }
+        let mut index: Self = serde_json::from_str(&text).map_err(not_understood)?;
+        index.take_slices(text.len()).and_then(|()| index.finish()).map_err(|what| unreadable(path, what))?;
+        Ok(index)
     }
 
+    /// Takes what version 1 has in place of chunks, from a text of so many bytes.
+    fn take_slices(&mut self, len: usize) -> Result<(), String> {
+        let version = self.shards_version;
+        let mut budget = Budget::new(len as u64, ReadLimits { max_growth: SLICE_GROWTH });
+        for (name, entry) in &mut self.tensors {
+            let is_of_version = if version == 1 { entry.chunks.is_empty() } else { entry.slices.is_empty() };
+            if !is_of_version {
+                return Err(format!("{name} has parts of another version than {version}"));
+            }
+            entry.take_slices(&mut budget).map_err(|what| format!("{name} {what}"))?;
+        }
+        Ok(())
+    }
+
+    /// Finds where chunks begin; an index that was made or read is of use only then.
+    ///
+    /// # Errors
     /// What does not hold together.
-    pub fn problem(&self) -> Option<String> {
+    pub fn finish(&mut self) -> Result<(), String> {
         let ranks = self.files.len();
         if ranks == 0 || ranks > MAX_RANKS {
-            return Some(format!("it tells of {ranks} ranks; 1 to {MAX_RANKS} are read"));
+            return Err(format!("it tells of {ranks} ranks; 1 to {MAX_RANKS} are read"));
         }
         if self.num_optimizers > MAX_OPTIMIZERS {
             let found = self.num_optimizers;
-            return Some(format!("it tells of {found} optimizers, at most {MAX_OPTIMIZERS} are read"));
+            return Err(format!("it tells of {found} optimizers, at most {MAX_OPTIMIZERS} are read"));
         }
         if self.training.is_some() && self.ranks.len() + 1 != ranks {
             let found = self.ranks.len() + 1;
-            return Some(format!("it has logged values of {found} ranks, and files of {ranks}"));
+            return Err(format!("it has logged values of {found} ranks, and files of {ranks}"));
         }
-        for (name, entry) in &self.tensors {
-            if let Some(what) = entry.problem(ranks) {
-                return Some(format!("{name} {what}"));
-            }
+        for (name, entry) in &mut self.tensors {
+            entry.finish(ranks).map_err(|what| format!("{name} {what}"))?;
         }
         let is_known = |name: &String| self.tensors.contains_key(name);
         let is_weight = |name: &String| !name.starts_with(PREFIX);
@@ -211,10 +270,13 @@ impl Index {
             is_known(name) && !is_known(alias) && is_weight(alias) && is_weight(name)
         };
         if let Some((alias, _)) = self.tied.iter().find(|(alias, name)| !fits(alias, name)) {
-            return Some(format!("{alias} is tied to {}, which does not fit the tensors", self.tied[alias]));
+            return Err(format!("{alias} is tied to {}, which does not fit the tensors", self.tied[alias]));
         }
         let names: HashSet<&String> = self.had_grad.iter().collect();
-        (names.len() != self.had_grad.len()).then(|| "it names a gradient twice".to_owned())
+        match names.len() == self.had_grad.len() {
+            true => Ok(()),
+            false => Err("it names a gradient twice".to_owned()),
+        }
     }
 
     /// The tensor of a name, or of what the name is tied to.
@@ -231,43 +293,66 @@ mod tests {
     fn index() -> Index {
         let mut index = Index::new("an id".to_owned(), 7, CheckpointMeta::default());
         index.files = vec![FileEntry { bytes: 1, crc32: "0".to_owned() }; 2];
-        let slices = vec![(1, 0, 2), (0, 2, 4)];
-        index.tensors.insert("w".to_owned(), Entry { dtype: Dtype::F32, shape: vec![2, 3], slices });
+        let mut entry = Entry::new(Dtype::F32, vec![2, 3]);
+        entry.add(1, Chunk::whole(&[2, 3]).rectangles(0..2));
+        entry.add(0, Chunk::whole(&[2, 3]).rectangles(2..6));
+        index.tensors.insert("w".to_owned(), entry);
         index.tied.insert("again".to_owned(), "w".to_owned());
         index
     }
 
     #[test]
-    fn slices_are_found_by_their_elements() {
-        let index = index();
+    fn chunks_of_a_rank_lie_one_behind_the_other() {
+        let mut index = index();
+        index.finish().unwrap();
         let (name, entry) = index.entry("again").unwrap();
         assert_eq!(name, "w");
-        let within = |range| entry.within(&range).collect::<Vec<_>>();
-        assert_eq!(within(0..6), [(1, 0..2, 2), (0, 0..4, 4)]);
-        assert_eq!(within(1..3), [(1, 1..2, 2), (0, 0..1, 4)]);
-        assert_eq!(within(3..3), []);
+        let starts: Vec<_> = entry.chunks.iter().map(|stored| (stored.rank, stored.start)).collect();
+        assert_eq!(starts, [(1, 0), (0, 0), (0, 1)]);
+        assert_eq!(entry.lens(), HashMap::from([(1, 2), (0, 4)]));
     }
 
     #[test]
-    fn slices_that_are_not_the_tensor_are_refused() {
-        for (slices, expected) in [
-            (vec![(0, 0, 3), (1, 2, 4)], "w has element 2 twice"),
-            (vec![(0, 0, 2), (1, 3, 3)], "w has element 2 nowhere"),
-            (vec![(0, 0, 5)], "w has 6 elements, its slices have 5"),
-            (vec![(2, 0, 6)], "w has a slice of rank 2, of 2 ranks"),
-            (vec![(0, 0, 3), (0, 3, 3)], "w has two slices of rank 0"),
-            (vec![(0, 0, 6), (1, 6, usize::MAX)], "w has a slice that is too long"),
+    fn an_index_that_does_not_hold_together_is_refused() {
+        let chunk =
+            |offsets: [usize; 2], sizes: [usize; 2]| Chunk { offsets: offsets.into(), sizes: sizes.into() };
+        for (rank, chunks, expected) in [
+            (0, vec![chunk([0, 0], [2, 2]), chunk([0, 1], [2, 2])], "w has element [0, 1] in 2 chunks"),
+            (0, vec![chunk([0, 0], [2, 1]), chunk([0, 2], [2, 1])], "w has element [0, 1] in no chunk"),
+            (0, vec![], "w has element [0, 0] in no chunk"),
+            (2, vec![chunk([0, 0], [2, 3])], "w has a chunk of rank 2, of 2 ranks"),
+            (0, vec![chunk([0, 0], [2, 0])], "w has a chunk without elements"),
+            (0, vec![chunk([0, 1], [2, 3])], "w has a chunk at [0, 1] of [2, 3], which is not within [2, 3]"),
+            (0, vec![chunk([1, 0], [usize::MAX, 3])], "which is not within [2, 3]"),
+            (0, vec![Chunk::whole(&[6])], "w has a chunk at [0] of [6], which is not within [2, 3]"),
         ] {
             let mut index = index();
-            index.tensors.get_mut("w").unwrap().slices = slices;
-            assert_eq!(index.problem().as_deref(), Some(expected));
+            let mut entry = Entry::new(Dtype::F32, vec![2, 3]);
+            entry.add(rank, chunks);
+            index.tensors.insert("w".to_owned(), entry);
+            let found = index.finish().unwrap_err();
+            assert!(found.contains(expected), "{found}");
         }
+        for (slices, expected) in [
+            (vec![(0, 0, 3), (1, 2, 4)], "w has element [0, 2] in 2 chunks"),
+            (vec![(0, 0, 2), (1, 3, 3)], "w has element [0, 2] in no chunk"),
+            (vec![(0, 0, 7)], "w has 6 elements, and a slice of 7 from 0"),
+            (vec![(0, 0, 6), (1, 6, usize::MAX)], "w has 6 elements, and a slice of"),
+        ] {
+            let mut index = index();
+            index.shards_version = 1;
+            index.tensors.insert("w".to_owned(), Entry { slices, ..Entry::new(Dtype::F32, vec![2, 3]) });
+            let found = index.take_slices(1).and_then(|()| index.finish()).unwrap_err();
+            assert!(found.contains(expected), "{found}");
+        }
+        let mut of_other = index();
+        of_other.shards_version = 1;
+        assert_eq!(of_other.take_slices(1).unwrap_err(), "w has parts of another version than 1");
         for (alias, name) in [("w", "w"), ("v", "u"), ("voltaic:optimizer.0.exp_avg.w", "w")] {
             let mut tied = index();
             tied.tied.insert(alias.to_owned(), name.to_owned());
-            assert!(tied.problem().unwrap().contains(&format!("{alias} is tied to {name}")));
+            assert!(tied.finish().unwrap_err().contains(&format!("{alias} is tied to {name}")));
         }
-        assert_eq!(index().problem(), None);
     }
 
     #[test]
@@ -276,7 +361,9 @@ mod tests {
         let path = folder.path().join("index.json");
         let text = index().to_text().unwrap();
         std::fs::write(&path, &text).unwrap();
-        assert_eq!(Index::read(&path).unwrap().entry("w"), index().entry("w"));
+        let mut expected = index();
+        expected.finish().unwrap();
+        assert_eq!(Index::read(&path).unwrap().entry("w"), expected.entry("w"));
         std::fs::write(&path, text.replace("an id", "my id")).unwrap();
         let error = Index::read(&path).unwrap_err().to_string();
         assert!(error.contains("the file is damaged"), "{error}");

@@ -4,4 +4,6 @@ pub(super) mod folder;
 pub(super) mod gather;
 mod index;
 pub(super) mod read;
+#[cfg(test)]
+mod tests;
 pub(super) mod write;

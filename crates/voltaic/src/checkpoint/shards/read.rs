@@ -1,28 +1,27 @@
 //! Reads a checkpoint that is divided among ranks: any elements of any tensor, wherever they lie.
 
-use std::cell::OnceCell;
-use std::collections::{HashMap, HashSet};
+use std::cell::{OnceCell, RefCell};
+use std::collections::HashMap;
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
-use std::ops::Range;
+use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::Metadata;
+use safetensors::tensor::{Dtype, Metadata};
 use tch::{Kind, Tensor};
 
 use super::folder::{INDEX, file_name};
 use super::index::{Entry, FileEntry, Index};
-use super::write::{METADATA_KEY, Owner};
+use super::write::{BLOCKS_KEY, DIGITS, METADATA_KEY, Owner};
 use crate::checkpoint::budget::{Budget, ReadLimits};
-use crate::checkpoint::checkpoint::{
-    Checkpoint, CheckpointMeta, FORMAT_VERSION, Part, RankState, TrainingState,
-};
+use crate::checkpoint::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, RankState, TrainingState};
+use crate::checkpoint::chunk::{Chunk, ShardSpec, usizes};
 use crate::checkpoint::format::{
     OWN, PREFIX, add_tensor, add_to_rank, grad_name, kind, note_saved_at, shape_of, unreadable,
 };
 use crate::checkpoint::masters::{masters_of, may_have_master, parameter_of, source};
 use crate::checkpoint::peek::{Beginning, open_header};
+use crate::checkpoint::stream::BLOCK;
 use crate::error::{CheckpointError, Error, Problem, Result};
 
 /// A file is checked in pieces of so many bytes.
@@ -34,15 +33,72 @@ const BYTES_OF_NAMED: usize = 256;
 pub(crate) struct Shards {
     folder: PathBuf,
     index: Index,
-    /// Those that have been opened and checked, by rank.
+    /// Those that have been opened, by rank.
     files: Vec<OnceCell<Opened>>,
+    /// The block that was read last of those of which only a part was asked for: tensors that lie side by side share it.
+    last_block: RefCell<Block>,
 }
 
+/// A file whose header has been checked.
 struct Opened {
+    path: PathBuf,
     file: File,
     metadata: Metadata,
     /// Where the tensors begin.
     data: u64,
+    /// CRC-32 of the blocks of what follows; none in version 1, whose files are checked as a whole when they are opened.
+    blocks: Option<Vec<u32>>,
+}
+
+/// A block that has been checked.
+#[derive(Default)]
+struct Block {
+    rank: usize,
+    index: usize,
+    /// Empty before the first one.
+    bytes: Vec<u8>,
+}
+
+impl Opened {
+    /// Where a tensor of so many elements begins.
+    fn start_of(&self, name: &str, dtype: Dtype, len: usize) -> Result<usize> {
+        let numel = |shape: &[usize]| shape.iter().try_fold(1_usize, |n, size| n.checked_mul(*size));
+        let info = self.metadata.info(name);
+        let info = info.filter(|info| info.dtype == dtype && numel(&info.shape) == Some(len));
+        let what = || format!("{name} is not there as the index says: {len} elements of {dtype:?}");
+        info.map(|info| info.data_offsets.0).ok_or_else(|| unreadable(&self.path, what()))
+    }
+
+    /// How many bytes a block has.
+    fn block_len(&self, index: usize) -> usize {
+        self.metadata.data_len().saturating_sub(index * BLOCK).min(BLOCK)
+    }
+
+    /// Reads a whole block, and checks it.
+    fn read_block(&self, expected: u32, index: usize, bytes: &mut [u8]) -> Result<()> {
+        self.read_at(index * BLOCK, bytes)?;
+        let computed = crc32fast::hash(bytes);
+        if computed == expected {
+            return Ok(());
+        }
+        let what = format!(
+            "the checksum of its bytes from {} is {computed:08x} but should be {expected:08x}: the file is damaged",
+            self.data + (index * BLOCK) as u64
+        );
+        Err(unreadable(&self.path, what))
+    }
+
+    fn read_at(&self, start: usize, bytes: &mut [u8]) -> Result<()> {
+        let read = self.file.read_exact_at(bytes, self.data + start as u64);
+        read.map_err(|e| Error::io("read checkpoint", &self.path, e))
+    }
+
+    /// Reads all blocks, and checks them.
+    fn check_blocks(&self) -> Result<()> {
+        let mut bytes = vec![0; BLOCK];
+        let mut blocks = self.blocks.iter().flatten().enumerate();
+        blocks.try_for_each(|(index, crc)| self.read_block(*crc, index, &mut bytes[..self.block_len(index)]))
+    }
 }
 
 /// Whether a folder has what DeepSpeed writes: the name of the newest state, its script, or states of ranks.
@@ -82,7 +138,7 @@ impl Shards {
         }
         note_saved_at(index.saved_at);
         let files = index.files.iter().map(|_| OnceCell::new()).collect();
-        Ok(Self { folder: folder.to_path_buf(), index, files })
+        Ok(Self { folder: folder.to_path_buf(), index, files, last_block: RefCell::default() })
     }
 
     /// Facts about the run that has saved it.
@@ -108,7 +164,7 @@ impl Shards {
     }
 
     /// safetensors' dtype of a tensor.
-    pub(in crate::checkpoint) fn dtype(&self, name: &str) -> Option<safetensors::Dtype> {
+    pub(in crate::checkpoint) fn dtype(&self, name: &str) -> Option<Dtype> {
         self.index.entry(name).map(|(_, entry)| entry.dtype)
     }
 
@@ -179,58 +235,70 @@ impl Shards {
     pub(crate) fn whole(&self, name: &str) -> Result<Tensor> {
         let (name, entry) = self.named(name)?;
         let shape = shape_of(&entry.shape).unwrap_or_default();
-        Ok(self.elements(name, entry, 0..entry.numel())?.f_view(shape.as_slice())?)
+        let whole = (entry.numel() > 0).then(|| Chunk::whole(&entry.shape));
+        Ok(self.elements(name, entry, whole.as_slice())?.f_view(shape.as_slice())?)
     }
 
-    /// Some elements of a flattened tensor.
-    ///
-    /// # Errors
-    /// As [`Shards::whole`]; if it has fewer.
-    pub(crate) fn range(&self, name: &str, range: Range<usize>) -> Result<Tensor> {
-        let (name, entry) = self.named(name)?;
-        if range.end > entry.numel() {
-            let what =
-                format!("{name} has {} elements, and not the {} of this run", entry.numel(), range.end);
-            return Err(unreadable(&self.folder, what));
-        }
-        self.elements(name, entry, range)
-    }
-
-    fn elements(&self, name: &str, entry: &Entry, range: Range<usize>) -> Result<Tensor> {
+    /// The elements of chunks of a tensor, one behind the other.
+    fn elements(&self, name: &str, entry: &Entry, wanted: &[Chunk]) -> Result<Tensor> {
         let kind = self.kind_of(name, entry)?;
         let size = kind.elt_size_in_bytes();
+        let lens = entry.lens();
         let mut places = Vec::new();
-        for (rank, within, len) in entry.within(&range) {
-            let opened = self.file(rank)?;
-            let numel = |shape: &[usize]| shape.iter().try_fold(1_usize, |n, size| n.checked_mul(*size));
-            let info = opened.metadata.info(name);
-            let info = info.filter(|info| info.dtype == entry.dtype && numel(&info.shape) == Some(len));
-            let Some(info) = info else {
-                let what =
-                    format!("{name} is not there as the index says: {len} elements of {:?}", entry.dtype);
-                return Err(unreadable(&self.folder.join(file_name(rank)), what));
-            };
-            places.push((
-                rank,
-                opened,
-                opened.data + (info.data_offsets.0 + within.start * size) as u64,
-                within.len() * size,
-            ));
+        let mut total = 0;
+        for wanted in wanted {
+            for stored in &entry.chunks {
+                let runs = stored.chunk.runs(wanted);
+                if runs.is_empty() {
+                    continue;
+                }
+                let opened = self.file(stored.rank)?;
+                let start = opened.start_of(name, entry.dtype, lens[&stored.rank])?;
+                places.push((stored.rank, opened, start + stored.start * size, total, runs));
+            }
+            total += wanted.numel() * size;
         }
         // as many as the files have, so no more than there are
         let mut bytes = Vec::new();
-        let total = places.iter().map(|(.., len)| *len).sum();
         let short = |_| Error::io("read", &self.folder, std::io::ErrorKind::OutOfMemory.into());
         bytes.try_reserve_exact(total).map_err(short)?;
-        for (rank, opened, offset, len) in places {
-            let at = bytes.len();
-            bytes.resize(at + len, 0);
-            opened
-                .file
-                .read_exact_at(&mut bytes[at..], offset)
-                .map_err(|e| Error::io("read checkpoint", self.folder.join(file_name(rank)), e))?;
+        bytes.resize(total, 0);
+        for (rank, opened, from, to, runs) in places {
+            for (stored, wanted, len) in runs {
+                let to = to + wanted * size;
+                self.read(rank, opened, from + stored * size, &mut bytes[to..to + len * size])?;
+            }
         }
-        Ok(Tensor::f_from_data_size(&bytes, &[range.len() as i64], kind)?)
+        Ok(Tensor::f_from_data_size(&bytes, &[(total / size) as i64], kind)?)
+    }
+
+    /// Reads bytes of a rank's tensors, and checks the blocks that they are in.
+    fn read(&self, rank: usize, opened: &Opened, start: usize, mut bytes: &mut [u8]) -> Result<()> {
+        let Some(blocks) = &opened.blocks else { return opened.read_at(start, bytes) };
+        let mut at = start;
+        while !bytes.is_empty() {
+            let (index, first) = (at / BLOCK, at % BLOCK);
+            let block_len = opened.block_len(index);
+            let len = bytes.len().min(block_len.saturating_sub(first));
+            let Some(expected) = blocks.get(index).filter(|_| len > 0) else {
+                return Err(unreadable(&opened.path, "it has fewer bytes than its header tells"));
+            };
+            let (piece, rest) = bytes.split_at_mut(len);
+            if len == block_len {
+                opened.read_block(*expected, index, piece)?;
+            } else {
+                let mut last = self.last_block.borrow_mut();
+                if (last.rank, last.index) != (rank, index) || last.bytes.is_empty() {
+                    let mut read = std::mem::take(&mut last.bytes);
+                    read.resize(block_len, 0);
+                    opened.read_block(*expected, index, &mut read)?;
+                    *last = Block { rank, index, bytes: read };
+                }
+                piece.copy_from_slice(&last.bytes[first..first + len]);
+            }
+            (bytes, at) = (rest, at + len);
+        }
+        Ok(())
     }
 
     fn kind_of(&self, name: &str, entry: &Entry) -> Result<Kind> {
@@ -239,7 +307,7 @@ impl Shards {
         })
     }
 
-    /// The file of a rank, all of which has been checked.
+    /// The file of a rank, whose header has been checked.
     fn file(&self, rank: usize) -> Result<&Opened> {
         let (Some(cell), Some(entry)) = (self.files.get(rank), self.index.files.get(rank)) else {
             return Err(unreadable(&self.folder, format!("it has no file of rank {rank}")));
@@ -247,11 +315,11 @@ impl Shards {
         if let Some(opened) = cell.get() {
             return Ok(opened);
         }
-        let opened = self.check(rank, entry)?;
+        let opened = self.open_file(rank, entry)?;
         Ok(cell.get_or_init(|| opened))
     }
 
-    fn check(&self, rank: usize, entry: &FileEntry) -> Result<Opened> {
+    fn open_file(&self, rank: usize, entry: &FileEntry) -> Result<Opened> {
         let path = self.folder.join(file_name(rank));
         if !path.exists() {
             let what =
@@ -259,41 +327,36 @@ impl Shards {
             let problem = Problem::new(what, "copy the whole folder, or use another checkpoint");
             return Err(CheckpointError::Unreadable { path, problem }.into());
         }
-        let fail = |e| Error::io("read checkpoint", &path, e);
         let (mut file, header) = open_header(&path)?;
-        let found = file.metadata().map_err(fail)?.len();
+        let found = file.metadata().map_err(|e| Error::io("read checkpoint", &path, e))?.len();
         if found != entry.bytes {
             let what = format!("it has {found} bytes, the index tells of {}", entry.bytes);
             return Err(unreadable(&path, what));
         }
         let metadata: Metadata =
             serde_json::from_slice(&header[8..]).map_err(|e| unreadable(&path, e.to_string()))?;
-        let owner = metadata.metadata().as_ref().and_then(|own| own.get(METADATA_KEY));
-        let owner = owner.and_then(|text| serde_json::from_str::<Owner>(text).ok());
+        let own = |key: &str| metadata.metadata().as_ref().and_then(|own| own.get(key));
+        let owner = own(METADATA_KEY).and_then(|text| serde_json::from_str::<Owner>(text).ok());
         let expected = Owner { id: self.index.id.clone(), rank, ranks: self.ranks() };
         if owner.as_ref() != Some(&expected) {
             let what = format!("it is not the file of rank {rank} of this checkpoint, but of another one");
             return Err(unreadable(&path, what));
         }
-        let mut crc = crc32fast::Hasher::new();
-        let mut piece = vec![0; PIECE];
-        file.seek(SeekFrom::Start(0)).map_err(fail)?;
-        loop {
-            match file.read(&mut piece).map_err(fail)? {
-                0 => break,
-                read => crc.update(&piece[..read]),
-            }
-        }
-        let computed = format!("{:08x}", crc.finalize());
-        if computed != entry.crc32 {
-            let what =
-                format!("its checksum is {computed} but should be {}: the file is damaged", entry.crc32);
-            return Err(unreadable(&path, what));
-        }
+        let has_blocks = self.index.shards_version > 1;
+        let checked = if has_blocks { 0 } else { found - header.len() as u64 };
+        check_crc(&header, &mut (&mut file).take(checked), &entry.crc32, &path)?;
         if header.len() as u64 + metadata.data_len() as u64 != entry.bytes {
             return Err(unreadable(&path, "its header tells of another length than it has"));
         }
-        Ok(Opened { file, metadata, data: header.len() as u64 })
+        let digits = own(BLOCKS_KEY).map(String::as_bytes).unwrap_or_default();
+        let blocks =
+            digits.chunks(DIGITS).map(|digits| u32::from_str_radix(str::from_utf8(digits).ok()?, 16).ok());
+        let blocks: Vec<u32> = blocks.map_while(|crc| crc).collect();
+        if has_blocks && blocks.len() != metadata.data_len().div_ceil(BLOCK) {
+            return Err(unreadable(&path, "its header has not the checksums of all blocks"));
+        }
+        let (data, blocks) = (header.len() as u64, has_blocks.then_some(blocks));
+        Ok(Opened { path, file, metadata, data, blocks })
     }
 
     /// What a rank has to itself.
@@ -301,7 +364,8 @@ impl Shards {
         let path = self.folder.join(file_name(rank));
         let logged = rank.checked_sub(1).and_then(|index| self.index.ranks.get(index)).cloned();
         let mut state = RankState { logged: logged.unwrap_or_default(), ..RankState::default() };
-        let Opened { file, metadata, data } = self.file(rank)?;
+        let opened = self.file(rank)?;
+        let metadata = &opened.metadata;
         let mut names: Vec<String> = metadata.offset_keys();
         names.retain(|name| name.starts_with(OWN));
         for name in names {
@@ -313,7 +377,7 @@ impl Shards {
             };
             let (start, end) = info.data_offsets;
             let mut bytes = vec![0; end - start]; // within the file, as the length of the header tells
-            file.read_exact_at(&mut bytes, data + start as u64).map_err(|e| Error::io("read", &path, e))?;
+            self.read(rank, opened, start, &mut bytes)?;
             let tensor = Tensor::f_from_data_size(&bytes, &shape, kind)?;
             if !add_to_rank(&mut state, own, tensor) {
                 return Err(unreadable(&path, format!("{name} has an unknown meaning")));
@@ -355,42 +419,29 @@ impl Shards {
                 .map_err(|what| unreadable(&self.folder, what))?;
         }
         if self.index.training.is_some() {
-            // the mean so far is what each rank goes on from
-            let shared = std::mem::take(&mut training.grads);
-            let had: HashSet<&String> = self.index.had_grad.iter().collect();
-            let shared: Vec<(String, Tensor)> =
-                shared.into_iter().filter(|(fqn, _)| had.contains(fqn)).collect();
-            let own = |own: usize| {
-                let takes =
-                    |(rank, ranks): (usize, usize)| own == 0 || own == rank || own % ranks.max(1) == rank;
-                if !rank.is_none_or(takes) {
-                    return Ok(RankState::default());
-                }
-                let mut state = self.own(own)?;
-                let added = shared.iter().map(|(fqn, grad)| (fqn.clone(), grad.shallow_clone()));
-                state.grads.extend(added);
-                Ok(state)
+            let takes = |own: usize, (rank, ranks): (usize, usize)| {
+                own == 0 || own == rank || own % ranks.max(1) == rank
             };
-            let RankState { grads, metrics, rng, .. } = own(0)?;
-            (training.grads, training.metrics, training.rng) = (grads, metrics, rng);
-            training.ranks = (1..self.ranks()).map(own).collect::<Result<_>>()?;
+            training.add_ranks(self.ranks(), |own| match rank {
+                Some(rank) if !takes(own, rank) => Ok(RankState::default()),
+                _ => self.own(own),
+            })?;
         }
         let training = self.index.training.is_some().then_some(training);
         Ok(Checkpoint { weights, training, meta: self.index.meta.clone(), ..Checkpoint::default() })
     }
 
-    /// Some elements of a tensor that has this shape.
+    /// The elements of a shard of a tensor that has its shape.
     ///
     /// # Errors
-    /// As [`Shards::range`]; if it has another shape.
-    pub(crate) fn part(&self, name: &str, shape: &[i64], range: Range<usize>) -> Result<Part> {
-        let (_, entry) = self.named(name)?;
-        if !entry.shape.iter().map(|&size| size as i64).eq(shape.iter().copied()) {
-            let what = format!("{name} has shape {:?}, this run has {shape:?}", entry.shape);
+    /// As [`Shards::whole`]; if it has another shape.
+    pub(crate) fn shard(&self, name: &str, shard: &ShardSpec) -> Result<Tensor> {
+        let (name, entry) = self.named(name)?;
+        if entry.shape != usizes(&shard.shape) {
+            let what = format!("{name} has shape {:?}, this run has {:?}", entry.shape, shard.shape);
             return Err(unreadable(&self.folder, what));
         }
-        let (start, shape) = (range.start, shape.to_vec());
-        Ok(Part { name: name.to_owned(), shape, start, values: self.range(name, range)? })
+        self.elements(name, entry, &shard.rectangles())
     }
 
     /// Names of the states of an optimizer, as in a file, with what follows its number.
@@ -416,6 +467,25 @@ impl Shards {
         let global_step = self.index.meta.global_step;
         Beginning { training, global_step, saved_at: Some(self.index.saved_at) }
     }
+}
+
+/// Refuses a file whose header, and what follows, have not this checksum.
+fn check_crc(header: &[u8], rest: &mut impl Read, expected: &str, path: &Path) -> Result<()> {
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(header);
+    let mut piece = vec![0; PIECE];
+    loop {
+        match rest.read(&mut piece).map_err(|e| Error::io("read checkpoint", path, e))? {
+            0 => break,
+            read => crc.update(&piece[..read]),
+        }
+    }
+    let computed = format!("{:08x}", crc.finalize());
+    if computed == expected {
+        return Ok(());
+    }
+    let what = format!("its checksum is {computed} but should be {expected}: the file is damaged");
+    Err(unreadable(path, what))
 }
 
 /// Whole tensors of a folder, of which those with several names are read once.
@@ -465,34 +535,32 @@ pub(in crate::checkpoint) fn peek(folder: &Path) -> Result<Beginning> {
 /// The same if all files are there and unchanged.
 pub(in crate::checkpoint) fn peek_whole(folder: &Path) -> Result<Beginning> {
     let shards = Shards::open(folder)?;
-    (0..shards.ranks()).try_for_each(|rank| shards.file(rank).map(drop))?;
+    (0..shards.ranks()).try_for_each(|rank| shards.file(rank)?.check_blocks())?;
     Ok(shards.beginning())
 }
 
 #[cfg(test)]
 mod tests {
-    use safetensors::Dtype;
-
     use super::*;
-    use crate::checkpoint::stream::{Planned, bytes_of, write_tensors};
+    use crate::checkpoint::shards::write::write_rank_file;
+    use crate::checkpoint::stream::{Planned, bytes_of};
 
     /// A folder of one rank with these tensors; `change` edits its index.
     fn folder_of(tensors: &[(&str, Dtype, Tensor)], change: impl FnOnce(&mut Index)) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         let owner = Owner { id: "an id".to_owned(), rank: 0, ranks: 1 };
-        let metadata = HashMap::from([(METADATA_KEY.to_owned(), serde_json::to_string(&owner).unwrap())]);
-        let mut index = Index::new(owner.id, 7, CheckpointMeta::default());
+        let mut index = Index::new(owner.id.clone(), 7, CheckpointMeta::default());
         let mut planned = Vec::new();
         for (name, dtype, tensor) in tensors {
             let shape: Vec<usize> = tensor.size().iter().map(|&size| size as usize).collect();
             planned.push(Planned { name: (*name).to_owned(), dtype: *dtype, shape: shape.clone() });
-            let entry = Entry { dtype: *dtype, shape, slices: vec![(0, 0, tensor.numel())] };
+            let mut entry = Entry::new(*dtype, shape.clone());
+            entry.add(0, vec![Chunk::whole(&shape)]);
             index.tensors.insert((*name).to_owned(), entry);
         }
         let file = File::create(folder.path().join(file_name(0))).unwrap();
-        let written =
-            write_tensors(file, &planned, metadata, &mut |index| bytes_of(&tensors[index].2)).unwrap();
-        index.files = vec![FileEntry { bytes: written.bytes, crc32: format!("{:08x}", written.crc) }];
+        let written = write_rank_file(file, &planned, &owner, &mut |index| bytes_of(&tensors[index].2));
+        index.files = vec![written.unwrap()];
         change(&mut index);
         std::fs::write(folder.path().join(INDEX), index.to_text().unwrap()).unwrap();
         folder

@@ -6,6 +6,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use safetensors::tensor::Dtype;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tch::Tensor;
@@ -14,17 +15,26 @@ use super::folder::{INDEX, exchange, file_name, flush_folder, is_own_folder, rem
 use super::index::{Entry, FileEntry, Index};
 use crate::checkpoint::atomic::temporary_folder;
 use crate::checkpoint::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, Part};
+use crate::checkpoint::chunk::{Chunk, usizes};
 use crate::checkpoint::format::{
-    METADATA_ENTRY, OWN, cannot_hold, check_names, dtype, later_than_all, shared_tensors, tensors_of_rank,
+    OWN, cannot_hold, check_names, check_unique, dtype, later_than_all, metadata_at, shared_tensors,
+    tensors_of_rank,
 };
-use crate::checkpoint::stream::{Planned, bytes_of, write_tensors};
+use crate::checkpoint::stream::{BLOCK, Planned, bytes_of, patch, write_tensors};
 use crate::distributed::ProcessGroup;
 use crate::error::{CheckpointError, Error, Problem, Result};
 
+/// What to do if the parts of the ranks do not fit together.
+pub(super) const SAVE_PARTS: &str = "give each element of a tensor on one rank; the trainer does";
 /// The metadata entry of a rank's file: which checkpoint and rank it is of.
 pub(super) const METADATA_KEY: &str = "voltaic_shard";
 
-/// What the metadata entry holds.
+/// The metadata entry with the CRC-32 of each block of what follows the header: eight hexadecimal digits each, one behind the other.
+pub(super) const BLOCKS_KEY: &str = "voltaic_blocks";
+/// Digits of a CRC-32.
+pub(super) const DIGITS: usize = 8;
+
+/// What the metadata entry of the rank holds.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Owner {
     pub id: String,
@@ -32,23 +42,31 @@ pub(super) struct Owner {
     pub ranks: usize,
 }
 
-/// What a rank tells rank 0 of its file.
+/// What a rank has of a checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
-struct Told {
-    file: FileEntry,
-    tensors: Vec<Slice>,
+pub(super) struct RankReport {
+    tensors: Vec<Shard>,
     had_grad: Vec<String>,
     logged: Value,
 }
 
 /// What a rank has of a tensor.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Slice {
-    pub name: String,
-    pub dtype: Dtype,
-    pub shape: Vec<usize>,
-    pub start: usize,
-    pub len: usize,
+struct Shard {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Offsets and sizes, in the order of the elements.
+    chunks: Vec<(Vec<usize>, Vec<usize>)>,
+}
+
+/// What all ranks have.
+#[derive(Debug, Default)]
+pub(super) struct Merged {
+    pub tensors: BTreeMap<String, Entry>,
+    pub had_grad: Vec<String>,
+    /// By rank.
+    pub logged: Vec<Value>,
 }
 
 /// Saves a checkpoint of which each rank brings its parts. The folder appears under its name when all files are on disk; until
@@ -65,9 +83,9 @@ pub(crate) fn save(checkpoint: &Checkpoint, group: &ProcessGroup, path: &Path) -
     let (mut temporary, mut begun) = (None, Err(Problem::new("", "")));
     if is_first {
         begun = Temporary::make(path).map(|made| {
-            let told = (made.path.clone(), made.id.clone());
+            let place = (made.path.clone(), made.id.clone());
             temporary = Some(made);
-            told
+            place
         });
     }
     let not_saved = |problem: Problem| not_saved(path, problem);
@@ -75,9 +93,9 @@ pub(crate) fn save(checkpoint: &Checkpoint, group: &ProcessGroup, path: &Path) -
     let owner = Owner { id, rank: group.rank(), ranks: group.world_size() };
     let own = write_own(checkpoint, &folder, &owner).map_err(|error| of_rank(owner.rank, error));
     let own = serde_json::to_vec(&own).map_err(|e| Error::io("serialize", path, e.into()))?;
-    let told = group.gather_bytes(&own, 0)?;
+    let all = group.gather_bytes(&own, 0)?;
     let finished = match temporary {
-        Some(temporary) => temporary.finish(checkpoint, &told, path),
+        Some(temporary) => temporary.finish(checkpoint, &all, path),
         None => Ok(()),
     };
     group.broadcast_object(&finished, 0)?.map_err(not_saved)
@@ -115,18 +133,9 @@ impl Temporary {
     }
 
     /// Writes the index, and gives the folder its name.
-    fn finish(mut self, checkpoint: &Checkpoint, told: &[Vec<u8>], path: &Path) -> Result<(), Problem> {
-        let mut all = Vec::with_capacity(told.len());
-        for (rank, bytes) in told.iter().enumerate() {
-            let told: Result<Told, Problem> = serde_json::from_slice(bytes).map_err(|e| {
-                Problem::new(
-                    format!("rank {rank} told of its file what is not understood: {e}"),
-                    "save again",
-                )
-            })?;
-            all.push(told?);
-        }
-        let index = index_of(checkpoint, all, self.id.clone())?;
+    fn finish(mut self, checkpoint: &Checkpoint, all: &[Vec<u8>], path: &Path) -> Result<(), Problem> {
+        let (files, reports) = of_ranks::<(FileEntry, RankReport)>(all)?.into_iter().unzip();
+        let index = index_of(checkpoint, files, reports, self.id.clone())?;
         self.place(&index, path).map_err(|error| of_rank(0, error))
     }
 
@@ -170,111 +179,178 @@ fn create(path: &Path) -> Result<File> {
     })
 }
 
-/// A tensor of this rank's file, and what the index says of it; `None` if only this rank has it.
-type Own<'a> = (Planned, &'a Tensor, Option<(Vec<usize>, usize)>);
+/// What all ranks have sent, unless one of them has failed.
+pub(super) fn of_ranks<T: DeserializeOwned>(all: &[Vec<u8>]) -> Result<Vec<T>, Problem> {
+    let of_rank = |(rank, bytes): (usize, &Vec<u8>)| {
+        let not_understood =
+            |e| Problem::new(format!("the report of rank {rank} is not understood: {e}"), "save again");
+        serde_json::from_slice::<Result<T, Problem>>(bytes).map_err(not_understood)?
+    };
+    all.iter().enumerate().map(of_rank).collect()
+}
+
+/// A tensor of this rank's file, and the chunks of the whole one that it has; `None` if only this rank has it.
+pub(super) struct OwnTensor<'a> {
+    pub planned: Planned,
+    pub values: &'a Tensor,
+    place: Option<(Vec<usize>, Vec<Chunk>)>,
+}
 
 /// Writes this rank's file.
-fn write_own(checkpoint: &Checkpoint, folder: &Path, owner: &Owner) -> Result<Told> {
+fn write_own(checkpoint: &Checkpoint, folder: &Path, owner: &Owner) -> Result<(FileEntry, RankReport)> {
     let tensors = own_tensors(checkpoint, owner.rank)?;
-    let text = serde_json::to_string(owner).map_err(|e| Error::io("serialize", folder, e.into()))?;
-    let metadata = HashMap::from([(METADATA_KEY.to_owned(), text)]);
     let path = folder.join(file_name(owner.rank));
-    let fail = |e| Error::io("write", &path, e);
-    let mut writer = BufWriter::with_capacity(1 << 20, create(&path)?);
-    let planned: Vec<Planned> = tensors.iter().map(|(planned, ..)| planned.clone()).collect();
-    let written = write_tensors(&mut writer, &planned, metadata, &mut |index| bytes_of(tensors[index].1));
-    let written = written.and_then(|written| writer.flush().map(|()| written)).map_err(fail)?;
-    writer.get_ref().sync_all().map_err(|e| Error::io("flush to disk", &path, e))?;
-    let slice = |(planned, tensor, place): &Own<'_>| {
-        let (shape, start) = place.clone()?;
-        let (name, dtype) = (planned.name.clone(), planned.dtype);
-        Some(Slice { name, dtype, shape, start, len: tensor.numel() })
+    let planned: Vec<Planned> = tensors.iter().map(|own| own.planned.clone()).collect();
+    let file = write_rank_file(create(&path)?, &planned, owner, &mut |index| bytes_of(tensors[index].values))
+        .map_err(|e| Error::io("write", &path, e))?;
+    Ok((file, report(checkpoint, &tensors)))
+}
+
+/// Writes the file of a rank with these tensors, and flushes it to disk.
+pub(super) fn write_rank_file(
+    file: File,
+    planned: &[Planned],
+    owner: &Owner,
+    bytes_of: &mut dyn FnMut(usize) -> io::Result<Vec<u8>>,
+) -> io::Result<FileEntry> {
+    let num_bytes: usize = planned.iter().filter_map(Planned::num_bytes).sum();
+    let metadata = HashMap::from([
+        (METADATA_KEY.to_owned(), serde_json::to_string(owner)?),
+        (BLOCKS_KEY.to_owned(), "0".repeat(num_bytes.div_ceil(BLOCK) * DIGITS)),
+    ]);
+    let mut writer = BufWriter::with_capacity(1 << 20, file);
+    let mut written = write_tensors(&mut writer, planned, metadata, bytes_of)?;
+    let digits: String = written.blocks.iter().map(|crc| format!("{crc:08x}")).collect();
+    // the digits are in the header, which comes before what they are computed of
+    let at = metadata_at(&written.header, BLOCKS_KEY).ok_or(io::ErrorKind::InvalidData)?;
+    written.header[at..at + digits.len()].copy_from_slice(digits.as_bytes());
+    patch(&mut writer, at as u64, digits.as_bytes())?;
+    writer.flush()?;
+    writer.get_ref().sync_all()?;
+    Ok(FileEntry { bytes: written.bytes, crc32: format!("{:08x}", crc32fast::hash(&written.header)) })
+}
+
+/// What rank 0 learns of these tensors of a rank.
+pub(super) fn report(checkpoint: &Checkpoint, tensors: &[OwnTensor<'_>]) -> RankReport {
+    let shard = |own: &OwnTensor<'_>| {
+        let (shape, chunks) = own.place.clone()?;
+        let (name, dtype) = (own.planned.name.clone(), own.planned.dtype);
+        let chunks = chunks.into_iter().map(|Chunk { offsets, sizes }| (offsets, sizes)).collect();
+        Some(Shard { name, dtype, shape, chunks })
     };
     let training = checkpoint.training.as_ref();
-    Ok(Told {
-        file: FileEntry { bytes: written.bytes, crc32: format!("{:08x}", written.crc) },
-        tensors: tensors.iter().filter_map(slice).collect(),
+    RankReport {
+        tensors: tensors.iter().filter_map(shard).collect(),
         had_grad: training.map(|training| training.had_grad.clone()).unwrap_or_default(),
         logged: training.map(|training| training.json["metrics"].clone()).unwrap_or_default(),
-    })
+    }
 }
 
 /// What goes into the file of a rank: its parts, what it has to itself, and what is whole. Rank 0 writes most of that; the numbers
 /// of optimizers come from the ranks that give them.
-fn own_tensors(checkpoint: &Checkpoint, rank: usize) -> Result<Vec<Own<'_>>> {
+pub(super) fn own_tensors(checkpoint: &Checkpoint, rank: usize) -> Result<Vec<OwnTensor<'_>>> {
     let module = &checkpoint.meta.module;
     check_names(&checkpoint.weights, module)?;
     let planned = |name: String, tensor: &Tensor| {
-        let shape: Vec<usize> = tensor.size().iter().map(|&size| size as usize).collect();
-        Ok::<_, Error>(Planned { dtype: dtype(tensor, &name, module)?, name, shape })
+        Ok::<_, Error>(Planned { dtype: dtype(tensor, &name, module)?, name, shape: usizes(&tensor.size()) })
     };
-    let mut own: Vec<Own<'_>> = Vec::new();
-    for (name, tensor, is_of_optimizer) in shared_tensors(checkpoint) {
+    let mut own = Vec::new();
+    for (name, values, is_of_optimizer) in shared_tensors(checkpoint) {
         if rank == 0 || is_of_optimizer {
-            let planned = planned(name, tensor)?;
-            let shape = planned.shape.clone();
-            own.push((planned, tensor, Some((shape, 0))));
+            let planned = planned(name, values)?;
+            let chunk = (values.numel() > 0).then(|| Chunk::whole(&planned.shape));
+            let place = Some((planned.shape.clone(), chunk.into_iter().collect()));
+            own.push(OwnTensor { planned, values, place });
         }
     }
-    let has_some = |part: &&Part| part.values.numel() > 0 || (rank == 0 && part.shape.contains(&0));
-    for Part { name, shape, start, values } in checkpoint.parts.iter().filter(has_some) {
-        let shape = shape.iter().map(|&size| size as usize).collect();
-        own.push((planned(name.clone(), values)?, values, Some((shape, *start))));
+    for Part { name, shard, values } in &checkpoint.parts {
+        let differs = || format!("has {} values for {} elements", values.numel(), shard.range.len());
+        let differs = (values.numel() != shard.range.len()).then(differs);
+        if let Some(what) = shard.problem().or(differs) {
+            return Err(cannot_hold(module, format!("the part of {name} {what}"), SAVE_PARTS));
+        }
+        if values.numel() > 0 || (rank == 0 && shard.shape.contains(&0)) {
+            let place = Some((usizes(&shard.shape), shard.rectangles()));
+            own.push(OwnTensor { planned: planned(name.clone(), values)?, values, place });
+        }
     }
     if let Some(training) = &checkpoint.training {
-        for (name, tensor) in tensors_of_rank(&training.grads, &training.metrics, &training.rng) {
-            own.push((planned(format!("{OWN}{name}"), tensor)?, tensor, None));
+        for (name, values) in tensors_of_rank(&training.grads, &training.metrics, &training.rng) {
+            own.push(OwnTensor { planned: planned(format!("{OWN}{name}"), values)?, values, place: None });
         }
     }
-    let mut names = HashSet::new();
-    for (planned, ..) in &own {
-        if planned.name == METADATA_ENTRY || !names.insert(planned.name.as_str()) {
-            let what =
-                format!("two tensors are called {}, or it is a name of the format's own", planned.name);
-            return Err(cannot_hold(module, what, "give one another name"));
-        }
-    }
+    check_unique(own.iter().map(|own| own.planned.name.as_str()), module)?;
     Ok(own)
 }
 
-fn index_of(checkpoint: &Checkpoint, told: Vec<Told>, id: String) -> Result<Index, Problem> {
-    let meta = CheckpointMeta {
-        format_version: FORMAT_VERSION,
-        voltaic_version: env!("CARGO_PKG_VERSION").to_owned(),
-        ..checkpoint.meta.clone()
-    };
-    let mut index = Index::new(id, later_than_all(), meta);
-    index.num_optimizers = checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len());
-    index.training = checkpoint.training.as_ref().map(|training| training.json.clone());
-    index.tied = checkpoint.tied.iter().cloned().collect();
-    let mut tensors: BTreeMap<String, Entry> = BTreeMap::new();
+/// Puts together what the ranks have.
+///
+/// # Errors
+/// If a tensor has another dtype or shape on another rank, or the parts are not all of it once.
+pub(super) fn merged(reports: Vec<RankReport>) -> Result<Merged, Problem> {
+    let mut merged = Merged::default();
     let mut had_grad: HashSet<String> = HashSet::new();
-    for (rank, told) in told.into_iter().enumerate() {
-        index.files.push(told.file);
-        if rank > 0 && index.training.is_some() {
-            index.ranks.push(told.logged);
-        }
-        for name in told.had_grad {
+    for (rank, report) in reports.into_iter().enumerate() {
+        merged.logged.push(report.logged);
+        for name in report.had_grad {
             if had_grad.insert(name.clone()) {
-                index.had_grad.push(name);
+                merged.had_grad.push(name);
             }
         }
-        for Slice { name, dtype, shape, start, len } in told.tensors {
-            let new = || Entry { dtype, shape: shape.clone(), slices: Vec::new() };
-            let entry = tensors.entry(name.clone()).or_insert_with(new);
+        for Shard { name, dtype, shape, chunks } in report.tensors {
+            let new = || Entry::new(dtype, shape.clone());
+            let entry = merged.tensors.entry(name.clone()).or_insert_with(new);
             if (entry.dtype, &entry.shape) != (dtype, &shape) {
                 let own = format!("{:?} {:?}", entry.dtype, entry.shape);
                 let what =
                     format!("{name} is {dtype:?} {shape:?} on rank {rank}, but {own} on ranks before it");
                 return Err(Problem::new(what, "keep the same tensors on all ranks"));
             }
-            entry.slices.push((rank, start, len));
+            entry.add(rank, chunks.into_iter().map(|(offsets, sizes)| Chunk { offsets, sizes }).collect());
         }
     }
-    for entry in tensors.values_mut() {
-        entry.slices.sort_by_key(|&(_, start, _)| start);
+    let ranks = merged.logged.len();
+    for (name, entry) in &mut merged.tensors {
+        entry.finish(ranks).map_err(|what| Problem::new(format!("{name} {what}"), SAVE_PARTS))?;
     }
-    index.tensors = tensors;
-    let remedy = "save through the trainer on all ranks";
-    index.problem().map_or(Ok(index), |what| Err(Problem::new(what, remedy)))
+    Ok(merged)
+}
+
+/// The index of these files; it holds together.
+fn index_of(
+    checkpoint: &Checkpoint,
+    files: Vec<FileEntry>,
+    reports: Vec<RankReport>,
+    id: String,
+) -> Result<Index, Problem> {
+    let meta = CheckpointMeta {
+        format_version: FORMAT_VERSION,
+        voltaic_version: env!("CARGO_PKG_VERSION").to_owned(),
+        ..checkpoint.meta.clone()
+    };
+    let Merged { tensors, had_grad, logged } = merged(reports)?;
+    let mut index = Index::new(id, later_than_all(), meta);
+    (index.files, index.tensors, index.had_grad) = (files, tensors, had_grad);
+    index.num_optimizers = checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len());
+    index.training = checkpoint.training.as_ref().map(|training| training.json.clone());
+    index.tied = checkpoint.tied.iter().cloned().collect();
+    if index.training.is_some() {
+        index.ranks = logged.into_iter().skip(1).collect();
+    }
+    index.finish().map_err(|what| Problem::new(what, SAVE_PARTS))?;
+    Ok(index)
+}
+
+/// Writes the files of all ranks in one process. Returns the text of the index.
+#[cfg(test)]
+pub(super) fn write_ranks(all: &[Checkpoint], folder: &Path) -> Result<String, Problem> {
+    let id = "an id".to_owned();
+    let write = |(rank, checkpoint)| {
+        let owner = Owner { id: id.clone(), rank, ranks: all.len() };
+        write_own(checkpoint, folder, &owner).map_err(|error| of_rank(rank, error))
+    };
+    let written = all.iter().enumerate().map(write).collect::<Result<Vec<_>, _>>()?;
+    let (files, reports) = written.into_iter().unzip();
+    let index = index_of(&all[0], files, reports, id.clone())?;
+    index.to_text().map_err(|error| Problem::new(error.to_string(), ""))
 }

@@ -23,11 +23,11 @@ use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
-use super::divided::{DividedGrads, DividedState, Portion};
+use super::divided::{DividedGrads, DividedState};
 use super::peers::{SentVotes, broadcast_buffers, same_modules, start_equal};
 use super::strategy::{PART, Strategy, grads_of, set_grads_of};
 use super::votes::Votes;
-use crate::checkpoint::Part;
+use crate::checkpoint::{Part, ShardSpec};
 use crate::device::Device;
 use crate::distributed::{DeviceMesh, ProcessGroup, SubMesh, World};
 use crate::error::{ConfigError, Result};
@@ -575,16 +575,16 @@ impl DividedState for Zero {
         self.with_changes()?.map_or_else(|| Ok(Vec::new()), |reducer| shards::weights(&reducer))
     }
 
-    fn weight_portion(&self, fqn: &str) -> Option<Portion> {
-        shards::weight_portion(&*self.reducer()?, fqn)
+    fn weight_shard(&self, fqn: &str) -> Option<ShardSpec> {
+        shards::weight_shard(&*self.reducer()?, fqn)
     }
 
     fn load_weight(&self, fqn: &str, values: &Tensor) -> Result<()> {
         self.reducer().map_or(Ok(()), |mut reducer| shards::load_weight(&mut reducer, fqn, values))
     }
 
-    fn state_portion(&self, fqn: &str) -> Option<Portion> {
-        shards::portion(&*self.reducer()?, fqn)
+    fn state_shard(&self, fqn: &str) -> Option<ShardSpec> {
+        shards::shard(&*self.reducer()?, fqn)
     }
 
     fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<(OptimizerState, Vec<Part>)> {
@@ -619,9 +619,9 @@ impl DividedState for Zero {
         Ok(DividedGrads { own, parts, had_grad })
     }
 
-    fn grad_portion(&self, fqn: &str) -> Option<Portion> {
+    fn grad_shard(&self, fqn: &str) -> Option<ShardSpec> {
         let reducer = self.reducer().filter(|_| self.config.stage >= ZeroStage::Two)?;
-        shards::portion(&reducer, fqn)
+        shards::shard(&reducer, fqn)
     }
 
     fn load_grad(&self, fqn: &str, values: &Tensor) -> Result<()> {

@@ -5,32 +5,29 @@ use tch::Tensor;
 use super::optimizer::STEP;
 use super::reducer::Reducer;
 use super::unit::Unit;
-use crate::checkpoint::MASTER;
-use crate::checkpoint::Part;
+use crate::checkpoint::{MASTER, Part, ShardSpec};
 use crate::error::{ConfigError, Result};
 use crate::optim::OptimizerState;
-use crate::strategy::divided::Portion;
 
 /// What this rank has of a parameter in a unit.
-pub(super) fn portion(reducer: &Reducer, fqn: &str) -> Option<Portion> {
+pub(super) fn shard(reducer: &Reducer, fqn: &str) -> Option<ShardSpec> {
     let (unit, index) = reducer.place_of(fqn)?;
-    Some(portion_of(&reducer.units[unit], index))
+    Some(shard_of(&reducer.units[unit], index))
 }
 
-/// The same if its weight comes and goes.
-pub(super) fn weight_portion(reducer: &Reducer, fqn: &str) -> Option<Portion> {
+/// The same if its weight is sharded.
+pub(super) fn weight_shard(reducer: &Reducer, fqn: &str) -> Option<ShardSpec> {
     let (unit, index) = reducer.place_of(fqn)?;
     let unit = &reducer.units[unit];
-    unit.is_divided().then(|| portion_of(unit, index))
+    unit.is_divided().then(|| shard_of(unit, index))
 }
 
-fn portion_of(unit: &Unit, index: usize) -> Portion {
-    Portion { shape: unit.layout.places[index].shape.clone(), range: unit.range(index) }
+fn shard_of(unit: &Unit, index: usize) -> ShardSpec {
+    ShardSpec::flat(&unit.layout.places[index].shape, unit.range(index))
 }
 
 fn part_of(unit: &Unit, index: usize, name: String, values: Tensor) -> Part {
-    let Portion { shape, range } = portion_of(unit, index);
-    Part { name, shape, start: range.start, values }
+    Part { name, shard: shard_of(unit, index), values }
 }
 
 /// This rank's parts of the weights of all units.
@@ -45,7 +42,7 @@ pub(super) fn weights(reducer: &Reducer) -> Result<Vec<Part>> {
     .collect()
 }
 
-/// Takes this rank's elements of a weight that comes and goes.
+/// Takes this rank's elements of a sharded weight.
 pub(super) fn load_weight(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> Result<()> {
     let Some((unit, index)) = reducer.place_of(fqn) else { return Ok(()) };
     let unit = &mut reducer.units[unit];
@@ -111,8 +108,8 @@ pub(super) fn load_optimizer(
         !is_count && place_of(name).is_some()
     };
     for (name, number) in tensors.extract_if(.., is_like_parameter).collect::<Vec<_>>() {
-        let (shape, values) = (number.size(), number.f_reshape([-1_i64])?);
-        parts.push(Part { name, shape, start: 0, values });
+        let (shard, values) = (ShardSpec::whole(&number.size()), number.f_reshape([-1_i64])?);
+        parts.push(Part { name, shard, values });
     }
     for Part { name, values, .. } in parts {
         let Some((unit, index)) = place_of(&name) else {

@@ -221,7 +221,7 @@ pub(crate) fn divided_weights<M: LightningModule>(
     let divided = strategy.divided().filter(|_| strategy.keeps(module.as_dyn()));
     let mut parts = divided.map_or_else(|| Ok(Vec::new()), |divided| divided.save_weights())?;
     if only_divided {
-        parts.retain(|part| divided.is_some_and(|divided| divided.weight_portion(&part.name).is_some()));
+        parts.retain(|part| divided.is_some_and(|divided| divided.weight_shard(&part.name).is_some()));
     }
     let is_part = |name: &str| parts.iter().any(|part| part.name == name);
     let tied: Vec<_> = tied_names(module.as_dyn()).into_iter().filter(|(_, first)| is_part(first)).collect();

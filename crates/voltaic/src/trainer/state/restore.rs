@@ -119,14 +119,13 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Loaded
             let fqn = parameter.fqn();
             let master = fqn.as_deref().and_then(|fqn| masters.get(fqn));
             if let (Some(divided), Some(fqn)) = (divided, &fqn)
-                && let Some(portion) = divided.weight_portion(fqn)
+                && let Some(shard) = divided.weight_shard(fqn)
             {
-                let part = |name| unread.part(name, &portion.shape, portion.range.clone());
-                let values = part(name)?.values;
+                let values = unread.shard(name, &shard)?;
                 return divided.load_weight(
                     fqn,
                     &match master {
-                        Some(master) => exact(values, part(master)?.values)?,
+                        Some(master) => exact(values, unread.shard(master, &shard)?)?,
                         None => values,
                     },
                 );
@@ -337,11 +336,11 @@ fn restore_divided<M: LightningModule>(
             let (kind, fqn) = key.split_once('.').unwrap_or(("", ""));
             // of a parameter without dimensions all states have the shape of a number
             let is_like = |shape: &[i64]| !unread.is_number(name) || (shape.is_empty() && kind != "step");
-            let portion = divided.state_portion(fqn).filter(|portion| is_like(&portion.shape));
-            failures.note(match portion {
-                Some(portion) => unread
-                    .part(name, &portion.shape, portion.range)
-                    .map(|part| parts.push(Part { name: key.to_owned(), ..part })),
+            let shard = divided.state_shard(fqn).filter(|shard| is_like(&shard.shape));
+            failures.note(match shard {
+                Some(shard) => unread
+                    .shard(name, &shard)
+                    .map(|values| parts.push(Part { name: key.to_owned(), shard, values })),
                 None => unread.whole(name).map(|whole| state.tensors.push((key.to_owned(), whole))),
             })?;
         }
@@ -351,10 +350,8 @@ fn restore_divided<M: LightningModule>(
     for fqn in unread.divided_grads() {
         let name = grad_name(fqn);
         engine.of_call.has_scaled = true;
-        match divided.grad_portion(fqn) {
-            Some(portion) => {
-                divided.load_grad(fqn, &unread.part(&name, &portion.shape, portion.range)?.values)?;
-            }
+        match divided.grad_shard(fqn) {
+            Some(shard) => divided.load_grad(fqn, &unread.shard(&name, &shard)?)?,
             None => whole.push((fqn.to_owned(), unread.whole(&name)?)),
         }
     }
