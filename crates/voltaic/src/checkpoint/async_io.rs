@@ -56,7 +56,7 @@ impl AsyncCheckpointIo {
     fn wait_for_ranks(&mut self) -> Result<()> {
         static TOLD: Once = Once::new();
         TOLD.call_once(|| {
-            tracing::info!("AsyncCheckpointIo: training waits for checkpoints that are divided among ranks");
+            tracing::info!("AsyncCheckpointIo: training waits for checkpoints of which ranks have parts");
         });
         self.wait()
     }
@@ -83,8 +83,8 @@ impl CheckpointIo for AsyncCheckpointIo {
         worker.send(Job::Save(snapshot, path.to_path_buf(), storage_options.cloned()))
     }
 
-    fn saves_parts(&self) -> bool {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).saves_parts()
+    fn reads_parts(&self) -> bool {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).reads_parts()
     }
 
     /// Training waits for it: the ranks have to agree when their files are there.
@@ -98,19 +98,6 @@ impl CheckpointIo for AsyncCheckpointIo {
         as_on_all(self.wait_for_ranks(), ranks, path)?;
         let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         inner.save_parts(checkpoint, ranks, path, storage_options)
-    }
-
-    /// Training waits for it: the ranks give rank 0 what it writes.
-    fn save_divided_weights(
-        &mut self,
-        checkpoint: &Checkpoint,
-        ranks: &ProcessGroup,
-        path: &Path,
-        storage_options: Option<&Value>,
-    ) -> Result<()> {
-        as_on_all(self.wait_for_ranks(), ranks, path)?;
-        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        inner.save_divided_weights(checkpoint, ranks, path, storage_options)
     }
 
     fn load_checkpoint(&mut self, path: &Path) -> Result<Checkpoint> {

@@ -14,7 +14,7 @@ use tch::{Kind, Tensor};
 
 use super::atomic::write_atomically;
 use super::budget::{Budget, ReadLimits};
-use super::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, RankState, TrainingState};
+use super::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, Part, RankState, TrainingState};
 use super::stream::{Planned, bytes_of, patch, write_tensors};
 use crate::config::read_file;
 use crate::dtype::DtypeNames;
@@ -520,6 +520,32 @@ impl Checkpoint {
     /// If the folder cannot be written to or the disk is full; the file of that name, if any, is unchanged.
     pub fn save(&self, path: &std::path::Path) -> Result<()> {
         write(self, path)
+    }
+
+    /// Makes whole tensors of the parts of a run that has one rank.
+    ///
+    /// # Errors
+    /// If a part is not all of its tensor; if its name has no meaning.
+    pub(crate) fn merge_parts(&mut self) -> Result<()> {
+        let mut none = TrainingState::default();
+        let training = self.training.as_mut().unwrap_or(&mut none);
+        let had: HashSet<String> = training.had_grad.drain(..).map(|fqn| grad_name(&fqn)).collect();
+        let is_grad = |name: &str| name.starts_with(&grad_name(""));
+        for Part { name, shard, values } in self.parts.drain(..) {
+            if is_grad(&name) && !had.contains(&name) {
+                continue;
+            }
+            let whole = values.f_reshape(shard.shape.as_slice())?;
+            let module = &self.meta.module;
+            add_tensor(&mut self.weights, training, name, whole)
+                .map_err(|what| cannot_hold(module, what, "save it through the trainer"))?;
+        }
+        for (alias, name) in self.tied.drain(..) {
+            let first = self.weights.iter().find(|(own, _)| *own == name);
+            let Some(whole) = first.map(|(_, weight)| weight.shallow_clone()) else { continue };
+            self.weights.push((alias, whole));
+        }
+        Ok(())
     }
 }
 

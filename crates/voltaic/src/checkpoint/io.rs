@@ -27,16 +27,9 @@ pub trait CheckpointIo: Send {
         storage_options: Option<&Value>,
     ) -> Result<()>;
 
-    /// Whether ranks that have parts of the state may each save their own: then [`CheckpointIo::save_parts`] is called in place
-    /// of [`CheckpointIo::save_checkpoint`] for full checkpoints, and what it has saved is read part by part; a single file is read by
-    /// rank 0 for all, tensor by tensor, without [`CheckpointIo::load_checkpoint`].
-    fn saves_parts(&self) -> bool {
-        false
-    }
-
     /// Writes a checkpoint of which this rank has the [parts](Checkpoint::parts), so that `path` leads to either the old one or the
     /// whole new one, whatever happens. What is not among the parts is the same on all ranks, but for what each rank has to itself:
-    /// gradients, metrics and random states.
+    /// gradients, metrics and random states. The default gathers all parts on rank 0, which calls [`CheckpointIo::save_checkpoint`].
     ///
     /// # Collective
     /// All ranks must call it.
@@ -46,25 +39,6 @@ pub trait CheckpointIo: Send {
     fn save_parts(
         &mut self,
         checkpoint: &Checkpoint,
-        _ranks: &ProcessGroup,
-        path: &Path,
-        storage_options: Option<&Value>,
-    ) -> Result<()> {
-        self.save_checkpoint(checkpoint, path, storage_options) // refused, if there are parts
-    }
-
-    /// Writes a checkpoint of weights only, of which this rank has the [parts](Checkpoint::parts), as one file. Called in place of
-    /// [`CheckpointIo::save_checkpoint`] if [`CheckpointIo::saves_parts`] and weights are divided; the default gathers all of them on
-    /// rank 0, which calls that.
-    ///
-    /// # Collective
-    /// All ranks must call it. Rank 0 writes.
-    ///
-    /// # Errors
-    /// On all ranks if rank 0 cannot write; if `storage_options` has options that this class does not know.
-    fn save_divided_weights(
-        &mut self,
-        checkpoint: &Checkpoint,
         ranks: &ProcessGroup,
         path: &Path,
         storage_options: Option<&Value>,
@@ -72,6 +46,13 @@ pub trait CheckpointIo: Send {
         let whole = gathered(checkpoint, ranks, path)?;
         let saved = whole.map_or(Ok(()), |whole| self.save_checkpoint(&whole, path, storage_options));
         as_on_rank_zero(saved, ranks, path)
+    }
+
+    /// Whether a path leads to a file or folder as [`FileCheckpointIo`] writes it. Ranks with sharded states then read their parts
+    /// of it, without [`CheckpointIo::load_checkpoint`]: those of a folder each by itself; a file is read by rank 0 for all, tensor by
+    /// tensor.
+    fn reads_parts(&self) -> bool {
+        false
     }
 
     /// Reads a checkpoint; tensors are on the CPU.
@@ -112,7 +93,7 @@ pub trait CheckpointIo: Send {
     }
 }
 
-/// Writes checkpoints to files; the default.
+/// Writes checkpoints to files, and those of which ranks have parts to folders, unless they are weights only; the default.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FileCheckpointIo;
 
@@ -127,10 +108,6 @@ impl CheckpointIo for FileCheckpointIo {
         checkpoint.save(path)
     }
 
-    fn saves_parts(&self) -> bool {
-        true
-    }
-
     fn save_parts(
         &mut self,
         checkpoint: &Checkpoint,
@@ -139,18 +116,14 @@ impl CheckpointIo for FileCheckpointIo {
         storage_options: Option<&Value>,
     ) -> Result<()> {
         refuse_storage_options("FileCheckpointIo", storage_options)?;
-        save(checkpoint, ranks, path)
+        match checkpoint.training {
+            Some(_) => save(checkpoint, ranks, path),
+            None => save_as_file(checkpoint, ranks, path),
+        }
     }
 
-    fn save_divided_weights(
-        &mut self,
-        checkpoint: &Checkpoint,
-        ranks: &ProcessGroup,
-        path: &Path,
-        storage_options: Option<&Value>,
-    ) -> Result<()> {
-        refuse_storage_options("FileCheckpointIo", storage_options)?;
-        save_as_file(checkpoint, ranks, path)
+    fn reads_parts(&self) -> bool {
+        true
     }
 }
 
@@ -172,12 +145,8 @@ impl CheckpointIo for HpuCheckpointIo {
         checkpoint.to_host()?.save(path)
     }
 
-    fn saves_parts(&self) -> bool {
-        true
-    }
-
     /// # Sync
-    /// Reads this rank's tensors back.
+    /// Reads this rank's tensors back, weights alone piece by piece.
     fn save_parts(
         &mut self,
         checkpoint: &Checkpoint,
@@ -186,20 +155,14 @@ impl CheckpointIo for HpuCheckpointIo {
         storage_options: Option<&Value>,
     ) -> Result<()> {
         refuse_storage_options("HpuCheckpointIo", storage_options)?;
-        save(&checkpoint.to_host()?, ranks, path)
+        match checkpoint.training {
+            Some(_) => save(&checkpoint.to_host()?, ranks, path),
+            None => save_as_file(checkpoint, ranks, path),
+        }
     }
 
-    /// # Sync
-    /// Reads this rank's weights back, piece by piece.
-    fn save_divided_weights(
-        &mut self,
-        checkpoint: &Checkpoint,
-        ranks: &ProcessGroup,
-        path: &Path,
-        storage_options: Option<&Value>,
-    ) -> Result<()> {
-        refuse_storage_options("HpuCheckpointIo", storage_options)?;
-        save_as_file(checkpoint, ranks, path)
+    fn reads_parts(&self) -> bool {
+        true
     }
 }
 

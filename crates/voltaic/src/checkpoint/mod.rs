@@ -51,4 +51,4 @@ pub use progress::Progress;
 pub(crate) use shards::folder::is_folder;
 pub(crate) use shards::read::Shards;
 pub use torch_file::{read_torch, read_torch_within, write_torch};
-pub(crate) use unread::{Failures, Unread};
+pub(crate) use unread::{Failures, Loaded, Unread};

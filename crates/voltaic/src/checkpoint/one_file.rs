@@ -33,16 +33,16 @@ const REMEDY: &str = "look at the file system of rank 0";
 pub(crate) struct OneFile {
     path: PathBuf,
     group: Arc<ProcessGroup>,
-    told: Told,
+    contents: Contents,
     /// On rank 0.
     opened: Option<Opened>,
     /// Why nothing more can be read, the same on all ranks.
     failure: RefCell<Option<Problem>>,
 }
 
-/// What rank 0 tells of the file.
+/// What is in the file, which rank 0 sends to the others.
 #[derive(Debug, Serialize, Deserialize)]
-struct Told {
+struct Contents {
     /// The metadata entry, as it is in the file.
     header: Option<String>,
     is_sealed: bool,
@@ -82,9 +82,9 @@ enum Place {
 
 impl Opened {
     /// Checks the whole file.
-    fn of(path: &Path) -> Result<(Self, Told)> {
-        let (opened, told) = if is_torch(path)? { Self::torch(path)? } else { Self::safetensors(path)? };
-        for (name, entry) in &told.tensors {
+    fn of(path: &Path) -> Result<(Self, Contents)> {
+        let (opened, contents) = if is_torch(path)? { Self::torch(path)? } else { Self::safetensors(path)? };
+        for (name, entry) in &contents.tensors {
             if kind(entry.dtype).is_none() {
                 return Err(unreadable(path, format!("{name} has dtype {:?}, unknown here", entry.dtype)));
             }
@@ -92,18 +92,18 @@ impl Opened {
                 return Err(unreadable(path, format!("{name} has shape {:?}, too large", entry.shape)));
             }
         }
-        let names = told.tensors.keys().map(String::as_str);
-        let checkpoint = header_of(told.header.as_deref(), told.is_sealed, names, path)?;
+        let names = contents.tensors.keys().map(String::as_str);
+        let checkpoint = header_of(contents.header.as_deref(), contents.is_sealed, names, path)?;
         let training = checkpoint.and_then(|header| header.into_checkpoint().training);
         let (mut weights, mut training) = (Vec::new(), training.unwrap_or_default());
-        for name in told.tensors.keys() {
+        for name in contents.tensors.keys() {
             add_tensor(&mut weights, &mut training, name.clone(), Tensor::new())
                 .map_err(|what| unreadable(path, what))?;
         }
-        Ok((opened, told))
+        Ok((opened, contents))
     }
 
-    fn safetensors(path: &Path) -> Result<(Self, Told)> {
+    fn safetensors(path: &Path) -> Result<(Self, Contents)> {
         let (mut file, header) = open_header(path)?;
         let metadata = check_whole(&mut file, &header, path)?;
         let entry = metadata.metadata().as_ref().and_then(|own| own.get(METADATA_KEY));
@@ -114,11 +114,11 @@ impl Opened {
             places.insert(name.clone(), Place::File((header.len() + info.data_offsets.0) as u64));
             tensors.insert(name, Entry { dtype: info.dtype, shape: info.shape.clone() });
         }
-        Ok((Self { file, places }, Told { header: text, is_sealed, tensors }))
+        Ok((Self { file, places }, Contents { header: text, is_sealed, tensors }))
     }
 
     /// A file of Lightning, or a state dict, as if it had been converted.
-    fn torch(path: &Path) -> Result<(Self, Told)> {
+    fn torch(path: &Path) -> Result<(Self, Contents)> {
         let (value, stored) = open_torch(path)?;
         let checkpoint = converted(&value, path)?;
         let (mut tensors, mut places) = (BTreeMap::new(), HashMap::new());
@@ -135,7 +135,7 @@ impl Opened {
             tensors.insert(name, Entry { dtype, shape });
         }
         let header = Some(header_text(&checkpoint, path)?);
-        Ok((Self { file: stored.into_file(), places }, Told { header, is_sealed: true, tensors }))
+        Ok((Self { file: stored.into_file(), places }, Contents { header, is_sealed: true, tensors }))
     }
 
     /// Some bytes of a tensor, behind one of another meaning.
@@ -164,41 +164,41 @@ fn of_rank_zero(error: Error) -> Problem {
 }
 
 impl OneFile {
-    /// Rank 0 checks the file, and tells the others what is in it.
+    /// Rank 0 checks the file, and sends the others what is in it.
     ///
     /// # Errors
     /// [`CheckpointError::OnRanks`] on all ranks if the file is missing, damaged, or of a later version.
     pub(crate) fn open(path: &Path, group: &Arc<ProcessGroup>) -> Result<Self> {
         let _named = collective_scope("checkpoint");
-        let (mut opened, mut told) = (None, Err(Problem::new("", "")));
+        let (mut opened, mut contents) = (None, Err(Problem::new("", "")));
         if group.rank() == 0 {
-            told = Opened::of(path).map_err(of_rank_zero).map(|(own, told)| {
+            contents = Opened::of(path).map_err(of_rank_zero).map(|(own, contents)| {
                 opened = Some(own);
-                told
+                contents
             });
         }
-        let told: Result<Told, Problem> = group.broadcast_object(&told, 0)?;
-        let told = told.map_err(|problem| not_read(path, problem))?;
+        let contents: Result<Contents, Problem> = group.broadcast_object(&contents, 0)?;
+        let contents = contents.map_err(|problem| not_read(path, problem))?;
         let (path, group) = (path.to_path_buf(), group.clone());
-        Ok(Self { path, group, told, opened, failure: RefCell::default() })
+        Ok(Self { path, group, contents, opened, failure: RefCell::default() })
     }
 
     /// Names and shapes of the weights.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (&str, &[usize])> {
-        let weights = self.told.tensors.iter().filter(|(name, _)| !name.starts_with(PREFIX));
+        let weights = self.contents.tensors.iter().filter(|(name, _)| !name.starts_with(PREFIX));
         weights.map(|(name, entry)| (name.as_str(), entry.shape.as_slice()))
     }
 
     /// Names of the states of an optimizer, as in the file, with what follows its number.
     pub(crate) fn optimizer_states(&self, index: usize) -> impl Iterator<Item = (&str, &str)> {
         let prefix = format!("{PREFIX}optimizer.{index}.");
-        let names = self.told.tensors.keys();
+        let names = self.contents.tensors.keys();
         names.filter_map(move |name| Some((name.as_str(), name.strip_prefix(prefix.as_str())?)))
     }
 
     /// Whether a tensor is a number, and not one like a parameter.
     pub(crate) fn is_number(&self, name: &str) -> bool {
-        self.told.tensors.get(name).is_some_and(|entry| entry.shape.is_empty())
+        self.contents.tensors.get(name).is_some_and(|entry| entry.shape.is_empty())
     }
 
     /// What ranks read that take their elements of the rest later: all but weights and states of optimizers. Of what each rank has to
@@ -207,14 +207,14 @@ impl OneFile {
     /// # Errors
     /// As [`OneFile::whole`].
     pub(crate) fn rest(&self) -> Result<Checkpoint> {
-        let names = self.told.tensors.keys().map(String::as_str);
-        let header = header_of(self.told.header.as_deref(), self.told.is_sealed, names, &self.path)?;
+        let names = self.contents.tensors.keys().map(String::as_str);
+        let header = header_of(self.contents.header.as_deref(), self.contents.is_sealed, names, &self.path)?;
         let Some(header) = header else { return Ok(Checkpoint::default()) };
         let mut checkpoint = header.into_checkpoint();
         let mut none = TrainingState::default();
         let (mut weights, training) = (Vec::new(), checkpoint.training.as_mut().unwrap_or(&mut none));
         let mut failed = None;
-        for (name, entry) in &self.told.tensors {
+        for (name, entry) in &self.contents.tensors {
             let Some(rest) = name.strip_prefix(PREFIX).filter(|rest| !rest.starts_with("optimizer.")) else {
                 continue;
             };
@@ -245,7 +245,7 @@ impl OneFile {
     }
 
     fn named(&self, name: &str) -> Result<&Entry> {
-        let entry = self.told.tensors.get(name);
+        let entry = self.contents.tensors.get(name);
         entry.ok_or_else(|| unreadable(&self.path, format!("it has no tensor {name}")))
     }
 
@@ -375,10 +375,10 @@ mod tests {
         ];
         let weights = weights.map(|(name, tensor)| (name.to_owned(), tensor));
         write_torch(&state_dict(&weights), &path).expect("writes");
-        let (opened, told) = Opened::of(&path).expect("opens");
-        assert_eq!(told.tensors.len(), weights.len());
+        let (opened, contents) = Opened::of(&path).expect("opens");
+        assert_eq!(contents.tensors.len(), weights.len());
         for (name, tensor) in &weights {
-            let (shape, kind) = told.tensors[name].as_tensor();
+            let (shape, kind) = contents.tensors[name].as_tensor();
             assert_eq!((shape, kind), (tensor.size(), tensor.kind()), "{name}");
             let expected = bytes_of(tensor).expect("copies");
             let (first, second) = expected.split_at(expected.len() / 3);
@@ -437,8 +437,8 @@ mod tests {
                 }
             }
             std::fs::write(&path, &bytes).expect("writable");
-            let Ok((opened, told)) = Opened::of(&path) else { continue };
-            for (name, entry) in &told.tensors {
+            let Ok((opened, contents)) = Opened::of(&path) else { continue };
+            for (name, entry) in &contents.tensors {
                 let len = entry.numel() * entry.as_tensor().1.elt_size_in_bytes();
                 assert_eq!(opened.read(name, 0, len).expect("within the file").len(), len + 1, "{number}");
                 read += 1;

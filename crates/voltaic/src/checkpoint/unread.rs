@@ -1,21 +1,67 @@
 //! What of a checkpoint ranks read when they know which elements are theirs.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
 
 use tch::Tensor;
 
+use super::checkpoint::Checkpoint;
 use super::chunk::ShardSpec;
+use super::format::{PREFIX, named_tensors, optimizer_name, unreadable};
 use super::masters::parameter_of;
 use super::one_file::OneFile;
 use super::shards::read::Shards;
 use crate::error::{Error, Result};
 
-/// Weights, states of optimizers, and gradients that were divided, of a checkpoint that has been opened.
+/// Weights, states of optimizers, and gradients that were sharded, of a checkpoint that has been opened.
 pub(crate) enum Unread {
     /// A folder, of which each rank reads its own elements.
     Folder(Box<Shards>),
     /// A file that rank 0 reads for all: all ranks ask for the same tensors, in the same order.
     File(Box<OneFile>),
+    /// One that this rank has read as a whole.
+    Memory(Box<Loaded>),
+}
+
+/// Tensors of a checkpoint by their names in a file, shared with it.
+pub(crate) struct Loaded {
+    path: PathBuf,
+    tensors: BTreeMap<String, Tensor>,
+    /// Gradients of an open window, the same on all ranks.
+    grads: Vec<String>,
+}
+
+impl Loaded {
+    /// Takes the gradients out of a checkpoint if it has those of one rank, and shares the rest.
+    pub(crate) fn of(checkpoint: &mut Checkpoint, path: &Path) -> Self {
+        let named = named_tensors(checkpoint).into_iter();
+        let tensors = named.map(|(name, tensor)| (name, tensor.shallow_clone())).collect();
+        let own = checkpoint.training.as_mut().filter(|training| training.ranks.is_empty());
+        let grads = own.map(|training| std::mem::take(&mut training.grads)).unwrap_or_default();
+        let grads = grads.into_iter().map(|(fqn, _)| fqn).collect();
+        Self { path: path.to_path_buf(), tensors, grads }
+    }
+
+    fn named(&self, name: &str) -> Result<&Tensor> {
+        let tensor = self.tensors.get(name);
+        tensor.ok_or_else(|| unreadable(&self.path, format!("it has no tensor {name}")))
+    }
+
+    fn shard(&self, name: &str, shard: &ShardSpec) -> Result<Tensor> {
+        let whole = self.named(name)?;
+        if whole.size() != shard.shape {
+            let what = format!("{name} has shape {:?}, this run has {:?}", whole.size(), shard.shape);
+            return Err(unreadable(&self.path, what));
+        }
+        let own = shard.of(whole)?;
+        // the rest of the tensor need not stay in memory
+        if own.numel() == whole.numel() {
+            return Ok(own);
+        }
+        let mut copy = own.f_empty_like()?;
+        copy.f_copy_(&own)?;
+        Ok(copy)
+    }
 }
 
 impl Unread {
@@ -25,6 +71,10 @@ impl Unread {
         match self {
             Self::Folder(shards) => shards.weights().map(|(name, shape)| (name, shape_of(shape))).collect(),
             Self::File(file) => file.weights().map(|(name, shape)| (name, shape_of(shape))).collect(),
+            Self::Memory(loaded) => {
+                let weights = loaded.tensors.iter().filter(|(name, _)| !name.starts_with(PREFIX));
+                weights.map(|(name, tensor)| (name.as_str(), tensor.size())).collect()
+            }
         }
     }
 
@@ -36,6 +86,7 @@ impl Unread {
         match self {
             Self::Folder(shards) => shards.whole(name),
             Self::File(file) => file.whole(name),
+            Self::Memory(loaded) => loaded.named(name).map(Tensor::shallow_clone),
         }
     }
 
@@ -47,6 +98,7 @@ impl Unread {
         match self {
             Self::Folder(shards) => shards.shard(name, shard),
             Self::File(file) => file.shard(name, shard),
+            Self::Memory(loaded) => loaded.shard(name, shard),
         }
     }
 
@@ -55,6 +107,11 @@ impl Unread {
         match self {
             Self::Folder(shards) => shards.optimizer_states(index).collect(),
             Self::File(file) => file.optimizer_states(index).collect(),
+            Self::Memory(loaded) => {
+                let prefix = optimizer_name(index, "");
+                let named = loaded.tensors.keys();
+                named.filter_map(|name| Some((name.as_str(), name.strip_prefix(prefix.as_str())?))).collect()
+            }
         }
     }
 
@@ -69,14 +126,16 @@ impl Unread {
         match self {
             Self::Folder(shards) => shards.is_number(name),
             Self::File(file) => file.is_number(name),
+            Self::Memory(loaded) => loaded.tensors.get(name).is_some_and(|tensor| tensor.dim() == 0),
         }
     }
 
-    /// Parameters whose gradients are divided, and have had one on some rank.
-    pub(crate) fn divided_grads(&self) -> Vec<&str> {
+    /// Parameters whose gradients are the same for all ranks, and have had one on some rank.
+    pub(crate) fn shared_grads(&self) -> Vec<&str> {
         match self {
-            Self::Folder(shards) => shards.divided_grads().collect(),
+            Self::Folder(shards) => shards.shared_grads().collect(),
             Self::File(_) => Vec::new(),
+            Self::Memory(loaded) => loaded.grads.iter().map(String::as_str).collect(),
         }
     }
 

@@ -1,14 +1,14 @@
 //! How training is spread over ranks.
 //!
 //! A strategy gets the module, losses and votes from the trainer, never the trainer. [`SingleDevice`] does nothing
-//! beyond backward; [`Ddp`] averages gradients while backward runs; [`Zero`] divides states among the ranks, too.
+//! beyond backward; [`Ddp`] averages gradients while backward runs; [`Zero`] shards states among the ranks, too.
 
 mod build;
 mod config;
 mod ddp;
 mod deepspeed;
-mod divided;
 mod peers;
+mod sharded;
 mod single;
 mod sparse;
 #[expect(clippy::module_inception, reason = "the trait of the folder")]
@@ -23,7 +23,7 @@ pub use config::{
 pub use ddp::Ddp;
 pub use deepspeed::config::DeepSpeedStrategy;
 pub(crate) use deepspeed::plan::{Beside, DeepSpeedPlan};
-pub use divided::{DividedGrads, DividedState};
+pub use sharded::{ShardedGrads, ShardedState};
 pub use single::SingleDevice;
 pub use strategy::{BuildStrategy, Strategy, StrategyChoice};
 pub use votes::Votes;

@@ -7,14 +7,14 @@ use tch::{Kind, Tensor};
 
 use super::config::{DdpConfig, HpuDeepSpeedStrategy, StrategyClass, StrategyConfig};
 use super::deepspeed::config::DeepSpeedStrategy;
-use super::divided::DividedState;
+use super::sharded::ShardedState;
 use super::votes::Votes;
 use crate::device::Device;
 use crate::distributed::{DEFAULT_TIMEOUT, World};
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::nn::{Module, ModuleExt, ModuleHooks};
-use crate::optim::{ConfiguredOptimizer, Optimizer, OptimizerState, Optimizers};
+use crate::optim::{ConfiguredOptimizer, Optimizers};
 use crate::precision::{LossScaler, Precision};
 
 /// How training is spread over ranks.
@@ -58,7 +58,7 @@ pub trait Strategy: fmt::Debug + Send {
     }
 
     /// Makes the optimizers and schedules that the module asks for. A strategy that divides weights or optimizer states
-    /// among ranks makes its own, which then also know the norm of all gradients, and save and load the whole state.
+    /// among ranks makes its own, which then also know the norm of all gradients.
     ///
     /// # Errors
     /// As [`Optimizers::build`]; why the strategy has no such optimizer.
@@ -72,16 +72,9 @@ pub trait Strategy: fmt::Debug + Send {
         Vec::new()
     }
 
-    /// Whether ranks hold parts of the weights or of optimizer states, so that all ranks must take part when rank 0 saves:
-    /// then `state_dict` of the module and of the optimizers is called on all of them. Hooks for checkpoints run on all
-    /// ranks then, too.
-    fn divides_state(&self) -> bool {
-        false
-    }
-
-    /// The state that is divided, part by part, if [`Strategy::divides_state`] and ranks can save and read their parts without each
-    /// other; else checkpoints are gathered on rank 0.
-    fn divided(&self) -> Option<&dyn DividedState> {
+    /// The state that is sharded among ranks: each rank saves its parts of it, and reads them back. Hooks for checkpoints run on all
+    /// ranks then.
+    fn sharded_state(&self) -> Option<&dyn ShardedState> {
         None
     }
 
@@ -145,36 +138,12 @@ pub trait Strategy: fmt::Debug + Send {
     }
 
     /// Puts back what [`Strategy::grads`] gave on this rank, perhaps in an earlier run; drops all other gradients of this
-    /// rank. Parts that [`DividedState::load_grad`] has loaded stay.
+    /// rank. Parts that [`ShardedState::load_grad`] has loaded stay.
     ///
     /// # Errors
-    /// If the gradients are parts of another division; libtorch's.
+    /// If the gradients are parts of another partition; libtorch's.
     fn set_grads(&mut self, module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
         set_grads_of(module, grads)
-    }
-
-    /// The whole state of an optimizer, the one at `index` of those that [`Strategy::optimizers`] made.
-    ///
-    /// # Collective
-    /// All ranks must call it, if [`Strategy::divides_state`].
-    ///
-    /// # Errors
-    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone.
-    fn save_optimizer(&self, _index: usize, optimizer: &dyn Optimizer) -> Result<OptimizerState> {
-        Ok(optimizer.state_dict())
-    }
-
-    /// Gives an optimizer the whole state that [`Strategy::save_optimizer`] gave.
-    ///
-    /// # Errors
-    /// As [`Optimizer::load_state_dict`].
-    fn load_optimizer(
-        &self,
-        _index: usize,
-        optimizer: &mut dyn Optimizer,
-        state: OptimizerState,
-    ) -> Result<()> {
-        optimizer.load_state_dict(state)
     }
 
     /// What scales the loss and leaves out steps whose gradients are not finite, with this precision: of a strategy that keeps
@@ -201,9 +170,9 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(())
     }
 
-    /// Whether [`Strategy::divided`] is about this module, in a call or after it, so that its weights are saved in parts.
+    /// Whether [`Strategy::sharded_state`] is about this module, in a call or after it, so that its weights are saved in parts.
     fn keeps(&self, _module: &dyn Module) -> bool {
-        self.divided().is_some()
+        self.sharded_state().is_some()
     }
 
     /// Makes a module whole whose weights [`Strategy::finish`] has left divided; another one stays as it is.

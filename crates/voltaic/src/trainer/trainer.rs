@@ -27,10 +27,10 @@ use crate::trainer::session::options::CallOptions;
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
 use crate::trainer::state::agree::agreed;
-use crate::trainer::state::collect::{divided_weights, weights};
+use crate::trainer::state::collect::{saves_parts, sharded_weights};
 use crate::trainer::state::find::{or_of_failed_run, saved};
 use crate::trainer::state::requeue::or_of_requeued_job;
-use crate::trainer::state::write::{as_on_rank_zero, save_weights, write_after_fit};
+use crate::trainer::state::write::{as_on_rank_zero, save, write_after_fit};
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].
 ///
@@ -240,13 +240,17 @@ impl Trainer {
         storage_options: Option<&serde_json::Value>,
     ) -> Result<()> {
         let (run, strategy) = (&self.run, self.run.engine.strategy.as_ref());
-        let checkpoint = match strategy.keeps(module.as_dyn()) && run.checkpoint_io.saves_parts() {
-            true => divided_weights(strategy, module, &run.at.progress, true),
-            false if strategy.world().is_global_zero() => weights(module, &run.at.progress),
+        let checkpoint = match strategy.keeps(module.as_dyn()) || strategy.world().is_global_zero() {
+            true => sharded_weights(strategy, module, &run.at.progress, true),
             false => Ok(Checkpoint::default()),
         };
         let saved = checkpoint
-            .and_then(|checkpoint| save_weights(&mut self.run, &checkpoint, path.as_ref(), storage_options))
+            .and_then(|mut checkpoint| {
+                if !saves_parts(&self.run) {
+                    checkpoint.merge_parts()?;
+                }
+                save(&mut self.run, &checkpoint, path.as_ref(), storage_options)
+            })
             .and_then(|()| self.run.checkpoint_io.teardown());
         as_on_rank_zero(self.run.world(), saved, path.as_ref())
     }

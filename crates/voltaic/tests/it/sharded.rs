@@ -10,7 +10,7 @@ use voltaic::callback::{
     EmaWeightAveragingConfig, ModelCheckpoint, ModelCheckpointConfig, StochasticWeightAveraging,
     WeightAveraging,
 };
-use voltaic::checkpoint::Checkpoint;
+use voltaic::checkpoint::{Checkpoint, Part, ShardSpec};
 use voltaic::distributed::{ReduceOp, World};
 use voltaic::error::Result;
 use voltaic::ffi::{ReleasableStorage, clear_grads, set_grad};
@@ -19,7 +19,7 @@ use voltaic::optim::{
     ConfiguredOptimizer, GradientClip, Optimizer, OptimizerState, Optimizers, ParamGroup, clip_grad_norm,
     grad_norm,
 };
-use voltaic::strategy::{Strategy, Votes};
+use voltaic::strategy::{ShardedGrads, ShardedState, Strategy, Votes};
 use voltaic::trainer::{GraphMode, TrainerBuilder};
 use voltaic::{Kind, Tensor};
 
@@ -149,8 +149,8 @@ impl Strategy for Sharded {
             .collect())
     }
 
-    fn divides_state(&self) -> bool {
-        true
+    fn sharded_state(&self) -> Option<&dyn ShardedState> {
+        Some(self)
     }
 
     fn begin_forward(&mut self, _module: &dyn Module, _opens: bool) -> Result<()> {
@@ -199,6 +199,93 @@ impl Strategy for Sharded {
     }
 }
 
+impl Sharded {
+    /// This rank's elements of a weight, without the padding.
+    fn shard_spec(&self, fqn: &str) -> Option<(ShardSpec, Parameter)> {
+        let (_, parameter) = self.parameters.iter().find(|(own, _)| own == fqn)?;
+        let shards = self.shards.as_ref()?;
+        let (size, chunk) = (parameter.size(), shards.chunk(parameter.numel()) as usize);
+        let end = |rank: usize| (rank * chunk).min(parameter.numel());
+        let range = end(self.world.rank)..end(self.world.rank + 1);
+        Some((ShardSpec::flat(&size, range), shards.shard(parameter)))
+    }
+
+    fn part(&self, fqn: &str, name: &str, values: &Tensor) -> Result<Option<Part>> {
+        let Some((shard, _)) = self.shard_spec(fqn) else { return Ok(None) };
+        let values = values.f_detach()?.f_narrow(0, 0, shard.range.len() as i64)?;
+        Ok(Some(Part { name: name.to_owned(), shard, values }))
+    }
+}
+
+impl ShardedState for Sharded {
+    fn save_weights(&self) -> Result<Vec<Part>> {
+        let part = |(fqn, parameter): &(String, Parameter)| {
+            let leaf = self.shards.as_ref().map(|shards| shards.shard(parameter));
+            leaf.map_or(Ok(None), |leaf| self.part(fqn, fqn, leaf.leaf()))
+        };
+        self.parameters.iter().filter_map(|own| part(own).transpose()).collect()
+    }
+
+    fn weight_shard(&self, fqn: &str) -> Option<ShardSpec> {
+        self.shard_spec(fqn).map(|(shard, _)| shard)
+    }
+
+    fn load_weight(&self, fqn: &str, values: &Tensor) -> Result<()> {
+        let Some((_, own)) = self.shard_spec(fqn) else { return Ok(()) };
+        let _no_grad = tch::no_grad_guard();
+        own.leaf().detach().f_narrow(0, 0, values.numel() as i64)?.f_copy_(values)?;
+        Ok(())
+    }
+
+    fn state_shard(&self, fqn: &str) -> Option<ShardSpec> {
+        self.weight_shard(fqn)
+    }
+
+    fn save_optimizer(
+        &self,
+        _index: usize,
+        optimizer: &dyn Optimizer,
+    ) -> Result<(OptimizerState, Vec<Part>)> {
+        let OptimizerState { tensors, groups } = optimizer.state_dict();
+        let (mut numbers, mut parts) = (Vec::new(), Vec::new());
+        for (name, tensor) in tensors {
+            let fqn = name.split_once('.').unwrap().1;
+            match tensor.dim() {
+                1 => parts.extend(self.part(fqn, &name, &tensor)?),
+                _ if self.world.rank == 0 => numbers.push((name, tensor)),
+                _ => {}
+            }
+        }
+        Ok((OptimizerState { tensors: numbers, groups }, parts))
+    }
+
+    fn load_optimizer(
+        &self,
+        optimizer: &mut dyn Optimizer,
+        mut state: OptimizerState,
+        parts: Vec<Part>,
+    ) -> Result<()> {
+        for Part { name, values, .. } in parts {
+            let Some((_, own)) = self.shard_spec(name.split_once('.').unwrap().1) else { continue };
+            let padding = own.numel() as i64 - values.numel() as i64;
+            state.tensors.push((name, values.f_constant_pad_nd([0, padding])?));
+        }
+        optimizer.load_state_dict(state)
+    }
+
+    fn save_grads(&self, module: &dyn Module) -> Result<ShardedGrads> {
+        Ok(ShardedGrads { own: self.grads(module)?, ..ShardedGrads::default() })
+    }
+
+    fn grad_shard(&self, _fqn: &str) -> Option<ShardSpec> {
+        None
+    }
+
+    fn load_grad(&self, _fqn: &str, _values: &Tensor) -> Result<()> {
+        Ok(())
+    }
+}
+
 /// The parts as a module, so that optimizers are built over them.
 struct Parts(Vec<(String, Parameter)>);
 
@@ -229,11 +316,6 @@ impl ShardedOptimizer {
                 Ok((stand_in, part))
             })
             .collect()
-    }
-
-    fn size_of(&self, name: &str) -> Option<Vec<i64>> {
-        let fqn = name.split_once('.').unwrap().1;
-        self.parameters.iter().find(|(own, _)| own == fqn).map(|(_, parameter)| parameter.size())
     }
 }
 
@@ -283,23 +365,11 @@ impl Optimizer for ShardedOptimizer {
     }
 
     fn state_dict(&self) -> OptimizerState {
-        let OptimizerState { tensors, groups } = self.inner.state_dict();
-        let whole = |(name, tensor): (String, Tensor)| match self.size_of(&name).filter(|_| tensor.dim() == 1)
-        {
-            Some(size) => (name, self.shards.whole(&tensor, &size).unwrap()),
-            None => (name, tensor),
-        };
-        OptimizerState { tensors: tensors.into_iter().map(whole).collect(), groups }
+        self.inner.state_dict()
     }
 
     fn load_state_dict(&mut self, state: OptimizerState) -> Result<()> {
-        let OptimizerState { tensors, groups } = state;
-        let part = |(name, tensor): (String, Tensor)| match self.size_of(&name) {
-            Some(size) if tensor.size() == size => Ok((name, self.shards.part(&tensor)?)),
-            _ => Ok((name, tensor)),
-        };
-        let tensors = tensors.into_iter().map(part).collect::<Result<_>>()?;
-        self.inner.load_state_dict(OptimizerState { tensors, groups })
+        self.inner.load_state_dict(state)
     }
 }
 

@@ -9,6 +9,8 @@ use voltaic::{Module, Tensor};
 
 const RANKS: &str = "VOLTAIC_TEST_RANKS";
 const FOLDER: &str = "VOLTAIC_TEST_FOLDER";
+/// Which of several turns a rank is of.
+const TURN: &str = "VOLTAIC_TEST_TURN";
 
 /// Whether a test does all that it can, in place of a part.
 pub fn runs_all() -> bool {
@@ -24,24 +26,21 @@ pub fn on_ranks(test: &str, ranks: usize, body: impl FnOnce(usize, &Path)) -> Op
         return None;
     }
     let folder = tempfile::tempdir().unwrap();
-    Some(start(test, ranks, folder.path()))
+    Some(start(test, ranks, folder.path(), 0))
 }
 
 /// What runs on each rank, with the number of ranks and the folder that they share.
 pub type Body = fn(usize, &Path);
 
-/// The same several times, with other numbers of ranks, in one folder.
+/// The same several times, with other bodies or numbers of ranks, in one folder.
 pub fn on_ranks_in_turn(test: &str, turns: &[(usize, Body)]) {
+    if let (Ok(turn), Some(folder)) = (std::env::var(TURN), folder_of_rank()) {
+        let (ranks, body) = turns[turn.parse::<usize>().unwrap()];
+        return body(ranks, &folder);
+    }
     let folder = tempfile::tempdir().unwrap();
-    for &(ranks, body) in turns {
-        match std::env::var(RANKS) {
-            Err(_) => drop(start(test, ranks, folder.path())),
-            Ok(own) if own == ranks.to_string() => {
-                let folder = std::env::var_os(FOLDER).unwrap();
-                return body(ranks, &PathBuf::from(folder));
-            }
-            Ok(_) => {}
-        }
+    for (turn, &(ranks, _)) in turns.iter().enumerate() {
+        start(test, ranks, folder.path(), turn);
     }
 }
 
@@ -51,8 +50,8 @@ pub fn folder_of_rank() -> Option<PathBuf> {
 }
 
 /// Starts the process that starts the ranks.
-fn start(test: &str, ranks: usize, folder: &Path) -> String {
-    let output = output(test, ranks, folder, &[]);
+fn start(test: &str, ranks: usize, folder: &Path, turn: usize) -> String {
+    let output = output(test, ranks, folder, &[(TURN, &turn.to_string())]);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     text

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use voltaic::callback::{
     Callback, EmaWeightAveragingConfig, ModelCheckpoint, ModelCheckpointConfig, SaveLast, WeightAveraging,
 };
-use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, CheckpointIo, FileCheckpointIo};
+use voltaic::checkpoint::{
+    AsyncCheckpointIo, Checkpoint, CheckpointIo, Chunk, FileCheckpointIo, Part, ShardSpec, TrainingState,
+};
 use voltaic::data::{Loaders, Stage};
 use voltaic::distributed::ProcessGroup;
 use voltaic::logger::Logger;
@@ -16,7 +18,7 @@ use voltaic::trainer::{PluginConfig, TrainerBuilder};
 use voltaic::{Module, Result, Tensor};
 
 use crate::ladder::gpt;
-use crate::models::{Batch, Cnn, Kernels, Odd, Small, all_loaders, loaders, tokens};
+use crate::models::{Batch, Cnn, Kernels, Odd, Small, all_loaders, loaders, numbers, tokens};
 use crate::ranks::{Body, assert_same, assert_within, on_ranks, on_ranks_in_turn, silent, weights};
 use crate::stage3::divided;
 
@@ -450,7 +452,7 @@ impl CheckpointIo for Fails {
         FileCheckpointIo.save_checkpoint(checkpoint, path, options)
     }
 
-    fn saves_parts(&self) -> bool {
+    fn reads_parts(&self) -> bool {
         true
     }
 
@@ -637,6 +639,60 @@ fn read_middle(ranks: usize, folder: &Path) {
 fn ranks_read_their_parts() {
     let turns: [(usize, Body); 3] = [(4, leave_middle), (3, leave_middle), (4, read_middle)];
     on_ranks_in_turn("shards::ranks_read_their_parts", &turns);
+}
+
+/// A layer whose columns two ranks have for tensor parallelism, each in two parts of ZeRO, written without a strategy.
+fn save_columns(ranks: usize, folder: &Path) {
+    let trainer = silent(ranks, "ddp", folder).build().unwrap();
+    let group = trainer.world().group().unwrap().clone();
+    let whole = |phase: f64| numbers(&[6, 10], phase);
+    let columns = Chunk { offsets: vec![0, 5 * (group.rank() / 2)], sizes: vec![6, 5] };
+    let mut shard = ShardSpec::of_chunk(&[6, 10], columns);
+    shard.range = if group.rank() % 2 == 0 { 0..13 } else { 13..30 }; // within a row
+    let part = |name: &str, phase: f64| {
+        let values = shard.of(&whole(phase)).unwrap();
+        Part { name: name.to_owned(), shard: shard.clone(), values }
+    };
+    let state = "voltaic:optimizer.0.exp_avg.fc.weight";
+    let (optimizers, json) = (vec![Vec::new()], serde_json::json!({}));
+    let training = TrainingState { optimizers, json, ..TrainingState::default() };
+    let tied = vec![("head.weight".to_owned(), "fc.weight".to_owned())];
+    let weights_only =
+        || Checkpoint { parts: vec![part("fc.weight", 1.0)], tied: tied.clone(), ..Checkpoint::default() };
+    let mut full = Checkpoint { training: Some(training), ..weights_only() };
+    full.parts.push(part(state, 2.0));
+    let save = |io: &mut dyn CheckpointIo, checkpoint: &Checkpoint, name: &str, is_folder: bool| {
+        let path = folder.join(name);
+        io.save_parts(checkpoint, &group, &path, None).unwrap();
+        let loaded = Checkpoint::load(&path).unwrap();
+        assert_eq!(path.is_dir(), is_folder, "{name}");
+        assert!(
+            loaded.weights.len() == 2 && loaded.weights.iter().all(|(_, it)| it.equal(&whole(1.0))),
+            "{name}"
+        );
+        if let Some(training) = loaded.training {
+            assert!(training.optimizers[0].iter().all(|(_, it)| it.equal(&whole(2.0))), "{name}");
+            assert_eq!((training.optimizers[0].len(), training.ranks.len()), (1, ranks - 1), "{name}");
+        }
+    };
+    save(&mut FileCheckpointIo, &full, "folder.ckpt", true);
+    save(&mut WholeIo, &full, "whole.ckpt", false);
+    save(&mut FileCheckpointIo, &weights_only(), "weights.ckpt", false);
+    save(&mut WholeIo, &weights_only(), "whole-weights.ckpt", false);
+    // all ranks know what does not fit together
+    if group.rank() == 2 {
+        full.parts.pop();
+    }
+    for io in [&mut FileCheckpointIo as &mut dyn CheckpointIo, &mut WholeIo] {
+        let error = io.save_parts(&full, &group, &folder.join("bad.ckpt"), None).unwrap_err().to_string();
+        assert!(error.contains(&format!("{state} has element [0, 5] in no chunk")), "{error}");
+    }
+    assert!(!folder.join("bad.ckpt").exists());
+}
+
+#[test]
+fn columns_of_four_ranks_are_saved() {
+    on_ranks("shards::columns_of_four_ranks_are_saved", 4, save_columns);
 }
 
 #[test]

@@ -456,8 +456,8 @@ impl Shards {
         self.index.entry(name).is_some_and(|(_, entry)| entry.shape.is_empty())
     }
 
-    /// Parameters whose gradients are divided, and have had one on some rank.
-    pub(crate) fn divided_grads(&self) -> impl Iterator<Item = &str> {
+    /// Parameters whose gradients are the mean of all ranks, and have had one on some rank.
+    pub(crate) fn shared_grads(&self) -> impl Iterator<Item = &str> {
         let has = |fqn: &&String| self.index.tensors.contains_key(&grad_name(fqn));
         self.index.had_grad.iter().filter(has).map(String::as_str)
     }
@@ -522,7 +522,7 @@ pub(in crate::checkpoint) fn load(folder: &Path, limits: ReadLimits) -> Result<C
     let shards = Shards::open(folder)?;
     let names = shards.index.tensors.keys().chain(shards.index.tied.keys()).map(String::as_str);
     // each rank has the gradients that are divided
-    let grads = shards.divided_grads().count().saturating_mul(shards.ranks());
+    let grads = shards.shared_grads().count().saturating_mul(shards.ranks());
     shards.check_growth(names, grads.saturating_mul(BYTES_OF_NAMED), limits)?;
     shards.checkpoint(None, &|_| false)
 }

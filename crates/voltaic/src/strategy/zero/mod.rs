@@ -2,13 +2,13 @@
 
 mod coming;
 pub(super) mod config;
-mod division;
 mod flat;
 mod gathered;
 mod keeper;
 mod modules;
 mod optimizer;
 mod order;
+mod partition;
 mod prefetch;
 mod reducer;
 mod report;
@@ -23,8 +23,8 @@ use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
-use super::divided::{DividedGrads, DividedState};
 use super::peers::{SentVotes, broadcast_buffers, same_modules, start_equal};
+use super::sharded::{ShardedGrads, ShardedState};
 use super::strategy::{PART, Strategy, grads_of, set_grads_of};
 use super::votes::Votes;
 use crate::checkpoint::{Part, ShardSpec};
@@ -36,10 +36,10 @@ use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
 use crate::optim::{ConfiguredOptimizer, DividedLeaves, GradShare, Optimizer, OptimizerState, Optimizers};
 use crate::precision::{LossScaler, Precision, StaticLossScaler};
 use config::{ZeroConfig, ZeroStage};
-use division::Division;
 use keeper::{Keeper, Phase, Phases, explained, watch};
 use modules::{has_all, has_some, move_buffers};
-use optimizer::{ZeroOptimizer, check_divisible, part_of_state, whole_state};
+use optimizer::{ZeroOptimizer, check_divisible};
+use partition::Partitioner;
 use reducer::{Reducer, hook_leaves};
 use report::Held;
 use unit::Unit;
@@ -111,9 +111,9 @@ impl Zero {
         Ok(Some(reducer))
     }
 
-    fn division(&self) -> Division<'_> {
+    fn partitioner(&self) -> Partitioner<'_> {
         let peers = self.peers().map(Arc::as_ref);
-        Division { config: &self.config, dp_shard: &self.world.mesh().dp_shard, peers, target: self.target }
+        Partitioner { config: &self.config, dp_shard: &self.world.mesh().dp_shard, peers, target: self.target }
     }
 
     /// Works with these units from now on.
@@ -302,7 +302,7 @@ impl Strategy for Zero {
             let is_deferred = module.parameters().iter().any(Parameter::is_provisional);
             let stays_divided = self.peers().is_some() && (is_deferred || !self.config.gather_after_fit);
             self.stays_divided = self.world.of_rank_zero(stays_divided)?;
-            let units = self.division().by_module(module)?;
+            let units = self.partitioner().by_module(module)?;
             self.keep(units)?;
         }
         self.watch_calls(calls);
@@ -313,14 +313,14 @@ impl Strategy for Zero {
         check_divisible(&asked, self.name(), self.config.allow_untested_optimizer)?;
         let trained = asked.parameters(module);
         if self.reducer.is_none() {
-            let units = self.division().by_optimizer(&trained)?;
+            let units = self.partitioner().by_optimizer(&trained)?;
             self.keep(units)?;
         }
         let Some(reducer) = self.reducer.clone() else { return Ok(Vec::new()) };
         let mut locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         if self.config.stage == ZeroStage::Three {
             let mut units = std::mem::take(&mut locked.units);
-            let given = self.division().give_optimizers(&mut units, &trained);
+            let given = self.partitioner().give_optimizers(&mut units, &trained);
             *locked = Reducer::new(self.config.clone(), self.peers().cloned(), units);
             drop(locked);
             if given? {
@@ -356,12 +356,8 @@ impl Strategy for Zero {
         Ok(built.into_iter().enumerate().map(wrap).collect())
     }
 
-    fn divides_state(&self) -> bool {
-        self.peers().is_some()
-    }
-
-    fn divided(&self) -> Option<&dyn DividedState> {
-        self.peers().map(|_| self as &dyn DividedState)
+    fn sharded_state(&self) -> Option<&dyn ShardedState> {
+        Some(self)
     }
 
     fn begin_forward(&mut self, module: &dyn Module, opens: bool) -> Result<()> {
@@ -476,28 +472,6 @@ impl Strategy for Zero {
         set_grads_of(module, &others)
     }
 
-    fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<OptimizerState> {
-        let reducer = self.with_changes()?;
-        let state = optimizer.state_dict();
-        match reducer {
-            Some(reducer) => whole_state(&reducer, index, &state),
-            None => Ok(state),
-        }
-    }
-
-    fn load_optimizer(
-        &self,
-        _index: usize,
-        optimizer: &mut dyn Optimizer,
-        state: OptimizerState,
-    ) -> Result<()> {
-        let state = match self.reducer() {
-            Some(mut reducer) => part_of_state(&mut reducer, state)?,
-            None => state,
-        };
-        optimizer.load_state_dict(state)
-    }
-
     fn loss_scaler(&self, precision: Precision) -> Option<LossScaler> {
         match precision {
             Precision::Fp16True => Some(self.config.fp16.build()),
@@ -570,7 +544,7 @@ impl Drop for Zero {
     }
 }
 
-impl DividedState for Zero {
+impl ShardedState for Zero {
     fn save_weights(&self) -> Result<Vec<Part>> {
         self.with_changes()?.map_or_else(|| Ok(Vec::new()), |reducer| shards::weights(&reducer))
     }
@@ -609,14 +583,14 @@ impl DividedState for Zero {
         optimizer.take_state_dict(state)
     }
 
-    fn save_grads(&self, module: &dyn Module) -> Result<DividedGrads> {
+    fn save_grads(&self, module: &dyn Module) -> Result<ShardedGrads> {
         let mut own = grads_of(module);
-        let Some(reducer) = self.reducer() else { return Ok(DividedGrads { own, ..Default::default() }) };
+        let Some(reducer) = self.reducer() else { return Ok(ShardedGrads { own, ..Default::default() }) };
         for unit in &reducer.units {
             own.extend(unit.own_sums()?.into_iter().map(|(fqn, sums)| (fqn.to_owned(), sums)));
         }
         let (parts, had_grad) = shards::grads(&reducer)?;
-        Ok(DividedGrads { own, parts, had_grad })
+        Ok(ShardedGrads { own, parts, had_grad })
     }
 
     fn grad_shard(&self, fqn: &str) -> Option<ShardSpec> {

@@ -1,15 +1,12 @@
 //! An optimizer whose state is divided among the ranks.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
-use super::flat::copied;
 use super::reducer::Reducer;
 use super::report::state_bytes;
 use super::values;
-use crate::checkpoint::MASTER;
 use crate::config::format_size;
 use crate::distributed::{ReduceOp, collective_scope};
 use crate::error::{ConfigError, Result};
@@ -200,102 +197,4 @@ impl Optimizer for ZeroOptimizer {
             false => values::set_local(&mut self.reducer(), self.inner.as_ref(), fqn, value, values),
         }
     }
-}
-
-/// The whole state of an optimizer, of which each rank has a part.
-///
-/// # Collective
-/// All ranks must call it.
-pub(super) fn whole_state(reducer: &Reducer, index: usize, part: &OptimizerState) -> Result<OptimizerState> {
-    let mut tensors: Vec<(String, Tensor)> =
-        part.tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
-    for unit in reducer.units.iter().filter(|unit| unit.optimizer == index && unit.has_master) {
-        let slices = unit.layout.places.iter().zip(&unit.slices);
-        tensors
-            .extend(slices.map(|(place, slice)| (format!("{MASTER}.{}", place.fqn), slice.leaf().detach())));
-    }
-    // a rank that has nothing of a parameter does not count its steps
-    tensors.retain(|(name, _)| {
-        let place = name.split_once('.').and_then(|(_, fqn)| reducer.place_of(fqn));
-        place.is_none_or(|(unit, index)| reducer.units[unit].slices[index].numel() > 0)
-    });
-    // numbers that belong to a parameter as a whole are the same on all ranks that have a part of it
-    let numbers: Vec<(String, f64)> = tensors
-        .iter()
-        .filter(|(_, tensor)| tensor.dim() == 0)
-        .map(|(name, tensor)| Ok((name.clone(), tensor.f_double_value(&[])?)))
-        .collect::<Result<_>>()?;
-    let kinds: Vec<(String, String)> = tensors
-        .iter()
-        .filter(|(_, tensor)| tensor.dim() > 0)
-        .map(|(name, tensor)| (name.clone(), format!("{:?}", tensor.kind())))
-        .collect();
-    let told = match &reducer.peers {
-        Some(group) => group.all_gather_object(&(numbers, kinds))?,
-        None => vec![(numbers, kinds)],
-    };
-    let mut own: BTreeMap<&str, &Tensor> =
-        tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-    own.retain(|_, tensor| tensor.dim() > 0);
-    let mut whole: BTreeMap<String, Tensor> = BTreeMap::new();
-    for (name, number) in told.iter().flat_map(|(numbers, _)| numbers) {
-        whole.entry(name.clone()).or_insert(Tensor::f_from_slice(&[*number as f32])?.f_reshape([0_i64; 0])?);
-    }
-    // by unit, and kind of state in it: those of its parameters that have some
-    let mut wanted: BTreeMap<(usize, &str), (Kind, Vec<usize>)> = BTreeMap::new();
-    for (name, kind) in told.iter().flat_map(|(_, kinds)| kinds) {
-        let Some((state, (unit, index))) =
-            name.split_once('.').and_then(|(state, fqn)| Some((state, reducer.place_of(fqn)?)))
-        else {
-            continue;
-        };
-        let kind = if kind == "Double" { Kind::Double } else { Kind::Float };
-        let (_, members) = wanted.entry((unit, state)).or_insert((kind, Vec::new()));
-        if !members.contains(&index) {
-            members.push(index);
-        }
-    }
-    for ((number, state), (kind, members)) in wanted {
-        let unit = &reducer.units[number];
-        let name = |fqn: &str| format!("{state}.{fqn}");
-        let slices: Vec<Option<Tensor>> = unit
-            .layout
-            .places
-            .iter()
-            .map(|place| own.get(name(&place.fqn).as_str()).map(|tensor| tensor.shallow_clone()))
-            .collect();
-        let all = unit.whole(reducer.group(), &slices, kind)?;
-        for index in members {
-            whole.insert(name(&unit.layout.places[index].fqn), copied(&all[index])?);
-        }
-    }
-    Ok(OptimizerState { tensors: whole.into_iter().collect(), groups: part.groups.clone() })
-}
-
-/// What this rank keeps of a whole state.
-pub(super) fn part_of_state(reducer: &mut Reducer, whole: OptimizerState) -> Result<OptimizerState> {
-    let OptimizerState { tensors, groups } = whole;
-    reducer.make_masters_of(tensors.iter().map(|(name, _)| name.as_str()))?;
-    let mut parts = Vec::with_capacity(tensors.len());
-    for (name, tensor) in tensors {
-        let Some((state, (unit, index))) =
-            name.split_once('.').and_then(|(state, fqn)| Some((state, reducer.place_of(fqn)?)))
-        else {
-            parts.push((name, tensor)); // refused by the optimizer
-            continue;
-        };
-        let unit = &reducer.units[unit];
-        if unit.slices[index].numel() == 0 {
-            continue;
-        }
-        if state == MASTER && unit.has_master && tensor.size() == unit.layout.places[index].shape {
-            let _no_grad = tch::no_grad_guard();
-            unit.slices[index].leaf().detach().f_copy_(&unit.slice_of(index, &tensor)?)?;
-            continue;
-        }
-        let is_like_parameter = state != STEP && tensor.size() == unit.layout.places[index].shape;
-        let part = if is_like_parameter { unit.slice_of(index, &tensor)? } else { tensor };
-        parts.push((name, part));
-    }
-    Ok(OptimizerState { tensors: parts, groups })
 }

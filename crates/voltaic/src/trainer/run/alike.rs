@@ -11,6 +11,7 @@ use crate::module::LightningModule;
 use crate::nn::ModuleExt;
 use crate::optim::{ActiveLrScheduler, ParamGroup};
 use crate::trainer::session::session::Session;
+use crate::trainer::state::collect::saves_parts;
 
 impl<M: LightningModule> Session<'_, M> {
     /// What is known of a call before the strategy prepares the module.
@@ -52,7 +53,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let mut facts = Facts::default();
         facts.add("optimizers", self.training.optimizers.len());
-        let divides = self.run.engine.strategy.divides_state();
+        let divides = saves_parts(self.run);
         for (index, optimizer) in self.training.optimizers.iter().enumerate() {
             let key = format!("optimizers.{index}");
             facts.add(key.as_str(), optimizer.name());

@@ -8,7 +8,7 @@ use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::of_callback;
 use crate::trainer::session::session::Session;
 use crate::trainer::state::agree::agreed;
-use crate::trainer::state::collect;
+use crate::trainer::state::collect::{self, saves_parts};
 use crate::trainer::state::write::write;
 
 impl<M: LightningModule> Session<'_, M> {
@@ -73,7 +73,7 @@ impl<M: LightningModule> Session<'_, M> {
         {
             tracing::warn!("the batch that failed could not be undone: {second}");
         }
-        let divides = self.run.engine.strategy.divides_state();
+        let divides = saves_parts(self.run);
         if divides && !requests.is_empty() && global_rank() == 0 {
             tracing::warn!(
                 "the checkpoint after the failure is not written: ranks have parts of its state, and some may be gone; resume from the last one"

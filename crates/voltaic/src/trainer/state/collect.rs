@@ -13,15 +13,16 @@ use crate::error::{Error, Result};
 use crate::module::{BatchFacts, LightningModule, ModuleTensors, Progress};
 use crate::nn::{Module, ModuleExt, state_dict_of, tied_names};
 use crate::optim::OptimizerState;
-use crate::strategy::{DividedGrads, Strategy};
+use crate::strategy::{ShardedGrads, Strategy};
 use crate::trainer::session::frozen::{AfterFit, FitState, Frozen};
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{hook_error, of_callback};
+use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
 
-/// Whether each rank saves its own parts of full checkpoints.
-pub(crate) fn saves_parts<M: LightningModule>(session: &Session<M>) -> bool {
-    session.run.engine.strategy.divided().is_some() && session.run.checkpoint_io.saves_parts()
+/// Whether each of several ranks saves its own parts of checkpoints.
+pub(crate) fn saves_parts(run: &Run) -> bool {
+    run.engine.strategy.sharded_state().is_some() && run.world().world_size > 1
 }
 
 /// Keeps the run as it is.
@@ -29,13 +30,7 @@ pub(crate) fn saves_parts<M: LightningModule>(session: &Session<M>) -> bool {
 /// # Sync
 /// Copies weights and optimizer state.
 pub(crate) fn freeze<M: LightningModule>(session: &mut Session<M>) -> Result<Frozen> {
-    if saves_parts(session) {
-        return Ok(Frozen::Whole(Box::new(collect(session, false)?.snapshot()?)));
-    }
-    if session.takes_part_in_saving() {
-        collect(session, false)?;
-    }
-    Ok(match session.run.world().is_global_zero() {
+    Ok(match saves_parts(session.run) || session.run.world().is_global_zero() {
         true => Frozen::Whole(Box::new(collect(session, false)?.snapshot()?)),
         false => Frozen::Own(rank_to_bytes(&own_state(session)?)?),
     })
@@ -46,11 +41,7 @@ pub(crate) fn keep<M: LightningModule>(session: &mut Session<M>) -> Result<After
     if let Some(frozen) = session.frozen.take() {
         return Ok(AfterFit::Frozen(frozen));
     }
-    let keeps_own = saves_parts(session);
-    if !keeps_own && session.takes_part_in_saving() {
-        training_state(session)?;
-    }
-    Ok(match keeps_own || session.run.world().is_global_zero() {
+    Ok(match saves_parts(session.run) || session.run.world().is_global_zero() {
         true => {
             let FitState { state, training, parts } = training_state(session)?;
             let (training, parts) = (training.of_finished_fit()?, parts_to_host(&parts)?);
@@ -133,15 +124,15 @@ struct States {
 fn states<M: LightningModule>(session: &Session<M>) -> Result<States> {
     let strategy = &session.run.engine.strategy;
     let optimizers = session.training.optimizers.iter().enumerate();
-    let Some(divided) = strategy.divided().filter(|_| saves_parts(session)) else {
-        let saved = optimizers.map(|(index, optimizer)| strategy.save_optimizer(index, optimizer.as_ref()));
-        let (optimizers, grads) = (saved.collect::<Result<_>>()?, pending_grads(session)?);
+    let Some(sharded) = strategy.sharded_state() else {
+        let optimizers = optimizers.map(|(_, optimizer)| optimizer.state_dict()).collect();
+        let grads = pending_grads(session)?;
         return Ok(States { optimizers, grads, had_grad: Vec::new(), parts: Vec::new() });
     };
     let named = |part: Part, name| Part { name, ..part };
     let (mut states, mut parts) = (Vec::new(), Vec::new());
     for (index, optimizer) in optimizers {
-        let (state, own) = divided.save_optimizer(index, optimizer.as_ref())?;
+        let (state, own) = sharded.save_optimizer(index, optimizer.as_ref())?;
         states.push(state);
         parts.extend(own.into_iter().map(|part| {
             let name = optimizer_name(index, &part.name);
@@ -149,8 +140,8 @@ fn states<M: LightningModule>(session: &Session<M>) -> Result<States> {
         }));
     }
     let pending = match keeps_grads(session) {
-        true => divided.save_grads(session.module.as_dyn())?,
-        false => DividedGrads::default(),
+        true => sharded.save_grads(session.module.as_dyn())?,
+        false => ShardedGrads::default(),
     };
     parts.extend(pending.parts.into_iter().map(|part| {
         let name = grad_name(&part.name);
@@ -166,10 +157,7 @@ pub(crate) fn complete<M: LightningModule>(
 ) -> Result<Checkpoint> {
     let progress = kept.as_ref().map_or(&session.run.at.progress, |kept| &kept.state.progress);
     let strategy = session.run.engine.strategy.as_ref();
-    let mut checkpoint = match saves_parts(session) {
-        true => divided_weights(strategy, session.module, progress, kept.is_none())?,
-        false => weights(session.module, progress)?,
-    };
+    let mut checkpoint = sharded_weights(strategy, session.module, progress, kept.is_none())?;
     let state = match kept {
         Some(FitState { state, training, parts }) => {
             checkpoint.training = Some(training);
@@ -180,6 +168,9 @@ pub(crate) fn complete<M: LightningModule>(
         }
         None => None,
     };
+    if !saves_parts(session.run) {
+        checkpoint.merge_parts()?;
+    }
     on_save_checkpoint(session, &mut checkpoint)?;
     let _action = session.profile_hook("on_save_checkpoint")?;
     let mut tensors = ModuleTensors::default();
@@ -204,30 +195,26 @@ fn meta<M: LightningModule>(module: &M, progress: &Progress) -> CheckpointMeta {
     }
 }
 
-/// A checkpoint of weights only; its tensors are the module's.
-pub(crate) fn weights<M: LightningModule>(module: &M, progress: &Progress) -> Result<Checkpoint> {
-    let (weights, meta) = (module.try_state_dict()?, meta(module, progress));
-    Ok(Checkpoint { weights, meta, ..Checkpoint::default() })
-}
-
-/// The same with this rank's parts of what is divided, and whole tensors beside them. Nothing is gathered. With `only_divided` weights
-/// that each rank has whole are whole in it, too.
-pub(crate) fn divided_weights<M: LightningModule>(
+/// A checkpoint of weights only: this rank's parts of what is sharded, and whole tensors beside them, which are the module's. Nothing is
+/// gathered. With `only_sharded` weights that each rank has whole are whole in it, too.
+pub(crate) fn sharded_weights<M: LightningModule>(
     strategy: &dyn Strategy,
     module: &M,
     progress: &Progress,
-    only_divided: bool,
+    only_sharded: bool,
 ) -> Result<Checkpoint> {
-    let divided = strategy.divided().filter(|_| strategy.keeps(module.as_dyn()));
-    let mut parts = divided.map_or_else(|| Ok(Vec::new()), |divided| divided.save_weights())?;
-    if only_divided {
-        parts.retain(|part| divided.is_some_and(|divided| divided.weight_shard(&part.name).is_some()));
+    let meta = meta(module, progress);
+    let Some(sharded) = strategy.sharded_state().filter(|_| strategy.keeps(module.as_dyn())) else {
+        return Ok(Checkpoint { weights: module.try_state_dict()?, meta, ..Checkpoint::default() });
+    };
+    let mut parts = sharded.save_weights()?;
+    if only_sharded {
+        parts.retain(|part| sharded.weight_shard(&part.name).is_some());
     }
     let is_part = |name: &str| parts.iter().any(|part| part.name == name);
     let tied: Vec<_> = tied_names(module.as_dyn()).into_iter().filter(|(_, first)| is_part(first)).collect();
     let is_whole = |name: &str| !is_part(name) && !tied.iter().any(|(alias, _)| alias == name);
     let weights = state_dict_of(module.as_dyn(), &is_whole)?;
-    let meta = meta(module, progress);
     Ok(Checkpoint { weights, training: None, meta, parts, tied })
 }
 

@@ -10,8 +10,8 @@ use tch::Kind;
 
 use crate::callback::Callback;
 use crate::checkpoint::{
-    Checkpoint, Failures, LoopState, OneFile, Part, RankState, Shards, Unread, exact, grad_name, is_folder,
-    parameter_of, use_master_weights,
+    Checkpoint, Failures, Loaded, LoopState, OneFile, Part, RankState, Shards, Unread, exact, grad_name,
+    is_folder, parameter_of, use_master_weights,
 };
 use crate::data::Stage;
 use crate::distributed::World;
@@ -26,7 +26,6 @@ use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
 use crate::trainer::state::agree::agreed;
-use crate::trainer::state::collect::saves_parts;
 
 /// What is left to do with a checkpoint once the loaders are there.
 pub(crate) struct Resumed {
@@ -42,30 +41,37 @@ pub(crate) struct Resumed {
 }
 
 /// A checkpoint that a call starts from.
-pub(crate) struct Loaded {
+pub(crate) struct Opened {
     checkpoint: Checkpoint,
-    /// What is not read yet, for ranks that read their parts: weights, states of optimizers, gradients that were divided.
+    /// For a strategy that shards its state: weights, states of optimizers, gradients that were sharded.
     unread: Option<Unread>,
 }
 
-/// Reads a checkpoint, or what ranks read of it that take their own parts later.
+/// Reads a checkpoint, or what ranks read of it that read their own parts later.
 ///
 /// # Collective
-/// If the strategy divides states: all ranks must call it.
-pub(crate) fn load<M: LightningModule>(session: &mut Session<M>, path: &Path) -> Result<Loaded> {
-    let world = session.run.world();
-    let Some(group) = world.group().filter(|_| saves_parts(session)) else {
-        return Ok(Loaded { checkpoint: session.run.checkpoint_io.load_checkpoint(path)?, unread: None });
+/// If the strategy shards its state: all ranks must call it.
+pub(crate) fn load<M: LightningModule>(session: &mut Session<M>, path: &Path) -> Result<Opened> {
+    let Run { engine, checkpoint_io, .. } = &mut *session.run;
+    let world = engine.strategy.world();
+    if engine.strategy.sharded_state().is_none() {
+        return Ok(Opened { checkpoint: checkpoint_io.load_checkpoint(path)?, unread: None });
+    }
+    let Some(group) = world.group().filter(|group| group.world_size() > 1 && checkpoint_io.reads_parts())
+    else {
+        let mut checkpoint = checkpoint_io.load_checkpoint(path)?;
+        let unread = Unread::Memory(Box::new(Loaded::of(&mut checkpoint, path)));
+        return Ok(Opened { checkpoint, unread: Some(unread) });
     };
     let read = match world.of_rank_zero(is_folder(path))? {
         true => Shards::open(path).and_then(|shards| {
-            Ok(Loaded {
+            Ok(Opened {
                 checkpoint: shards.rest(world.rank, world.world_size)?,
                 unread: Some(Unread::Folder(Box::new(shards))),
             })
         }),
         false => OneFile::open(path, group).and_then(|file| {
-            Ok(Loaded { checkpoint: file.rest()?, unread: Some(Unread::File(Box::new(file))) })
+            Ok(Opened { checkpoint: file.rest()?, unread: Some(Unread::File(Box::new(file))) })
         }),
     };
     agreed(world, "read", path, read)
@@ -81,7 +87,7 @@ fn full_precision<M: LightningModule>(session: &Session<M>) -> HashSet<String> {
 fn of_other_module<M: LightningModule>(
     error: Error,
     session: &Session<M>,
-    loaded: &Loaded,
+    loaded: &Opened,
     path: &Path,
 ) -> Error {
     let Error::Checkpoint(CheckpointError::Mismatch { module, problem: Problem { what, remedy } }) = error
@@ -100,7 +106,7 @@ fn of_other_module<M: LightningModule>(
     CheckpointError::Mismatch { module, problem }.into()
 }
 
-fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Loaded, path: &Path) -> Result<()> {
+fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Opened, path: &Path) -> Result<()> {
     let full = full_precision(session);
     let Some(unread) = &loaded.unread else {
         let taken = use_master_weights(&mut loaded.checkpoint, &|fqn| full.contains(fqn))?;
@@ -108,7 +114,7 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Loaded
         let done = session.module.load_state_dict(&loaded.checkpoint.weights, true).map(drop);
         return done.map_err(|error| of_other_module(error, session, loaded, path));
     };
-    let divided = session.run.engine.strategy.divided();
+    let sharded = session.run.engine.strategy.sharded_state();
     let num_optimizers = loaded.checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len());
     let mut masters = unread.masters(num_optimizers);
     masters.retain(|fqn, _| full.contains(*fqn));
@@ -118,11 +124,11 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Loaded
             let Held::Parameter(parameter) = held else { return held.fill(&unread.whole(name)?) };
             let fqn = parameter.fqn();
             let master = fqn.as_deref().and_then(|fqn| masters.get(fqn));
-            if let (Some(divided), Some(fqn)) = (divided, &fqn)
-                && let Some(shard) = divided.weight_shard(fqn)
+            if let (Some(sharded), Some(fqn)) = (sharded, &fqn)
+                && let Some(shard) = sharded.weight_shard(fqn)
             {
                 let values = unread.shard(name, &shard)?;
-                return divided.load_weight(
+                return sharded.load_weight(
                     fqn,
                     &match master {
                         Some(master) => exact(values, unread.shard(master, &shard)?)?,
@@ -157,7 +163,7 @@ fn tell_of_masters(taken: usize, path: &Path) {
 /// Takes the weights, and what modules, data and callbacks have saved.
 pub(crate) fn restore_module<M: LightningModule>(
     session: &mut Session<M>,
-    loaded: &mut Loaded,
+    loaded: &mut Opened,
     path: &Path,
 ) -> Result<()> {
     restore_weights(session, loaded, path)?;
@@ -203,10 +209,10 @@ fn unusable(path: &Path, what: String, remedy: &'static str) -> Error {
 /// Puts the rest of a training state back: optimizers, schedules, metrics, position.
 pub(crate) fn restore_training<M: LightningModule>(
     session: &mut Session<M>,
-    loaded: Loaded,
+    loaded: Opened,
     path: PathBuf,
 ) -> Result<Resumed> {
-    let Loaded { checkpoint, unread } = loaded;
+    let Opened { checkpoint, unread } = loaded;
     let Some(training) = checkpoint.training else {
         let remedy = "resume from a full checkpoint, or load the weights alone and start from the beginning";
         return Err(unusable(&path, "it holds weights only, no training state".to_owned(), remedy));
@@ -239,16 +245,15 @@ pub(crate) fn restore_training<M: LightningModule>(
     let grads = match &unread {
         Some(unread) => {
             let groups: Vec<Value> = groups.collect();
-            let read = restore_divided(session, unread, groups)
+            let read = restore_sharded(session, unread, groups)
                 .map(|whole| grads.into_iter().chain(whole).collect());
             agreed(session.run.world(), "read", &path, read)?
         }
         None => {
             let states = training.optimizers.into_iter().zip(groups);
             let states = states.map(|(tensors, groups)| OptimizerState { tensors, groups });
-            for (index, (optimizer, state)) in session.training.optimizers.iter_mut().zip(states).enumerate()
-            {
-                session.run.engine.strategy.load_optimizer(index, optimizer.as_mut(), state)?;
+            for (optimizer, state) in session.training.optimizers.iter_mut().zip(states) {
+                optimizer.load_state_dict(state)?;
             }
             grads
         }
@@ -316,15 +321,15 @@ fn say_whose_settings_count(configured: &[Map<String, Value>], restored: &[Map<S
 }
 
 /// Gives this rank's optimizers what they have of their states, and the strategy its parts of gradients. Returns gradients that were
-/// divided and are whole now.
-fn restore_divided<M: LightningModule>(
+/// sharded and are whole now.
+fn restore_sharded<M: LightningModule>(
     session: &mut Session<M>,
     unread: &Unread,
     groups: Vec<Value>,
 ) -> Result<Vec<(String, tch::Tensor)>> {
     let full = full_precision(session);
     let engine = &mut session.run.engine;
-    let Some(divided) = engine.strategy.divided() else { return Ok(Vec::new()) };
+    let Some(sharded) = engine.strategy.sharded_state() else { return Ok(Vec::new()) };
     let mut failures = Failures::of(unread);
     for (index, (optimizer, groups)) in session.training.optimizers.iter_mut().zip(groups).enumerate() {
         let mut state = OptimizerState { tensors: Vec::new(), groups };
@@ -336,7 +341,7 @@ fn restore_divided<M: LightningModule>(
             let (kind, fqn) = key.split_once('.').unwrap_or(("", ""));
             // of a parameter without dimensions all states have the shape of a number
             let is_like = |shape: &[i64]| !unread.is_number(name) || (shape.is_empty() && kind != "step");
-            let shard = divided.state_shard(fqn).filter(|shard| is_like(&shard.shape));
+            let shard = sharded.state_shard(fqn).filter(|shard| is_like(&shard.shape));
             failures.note(match shard {
                 Some(shard) => unread
                     .shard(name, &shard)
@@ -344,14 +349,14 @@ fn restore_divided<M: LightningModule>(
                 None => unread.whole(name).map(|whole| state.tensors.push((key.to_owned(), whole))),
             })?;
         }
-        failures.note(divided.load_optimizer(optimizer.as_mut(), state, parts))?;
+        failures.note(sharded.load_optimizer(optimizer.as_mut(), state, parts))?;
     }
     let mut whole = Vec::new();
-    for fqn in unread.divided_grads() {
+    for fqn in unread.shared_grads() {
         let name = grad_name(fqn);
         engine.of_call.has_scaled = true;
-        match divided.grad_shard(fqn) {
-            Some(shard) => divided.load_grad(fqn, &unread.shard(&name, &shard)?)?,
+        match sharded.grad_shard(fqn) {
+            Some(shard) => sharded.load_grad(fqn, &unread.shard(&name, &shard)?)?,
             None => whole.push((fqn.to_owned(), unread.whole(&name)?)),
         }
     }

@@ -31,7 +31,7 @@ impl<M: LightningModule> Session<'_, M> {
         let _named = collective_scope("checkpoint");
         let requests = std::mem::take(&mut self.run.asks.checkpoints);
         let is_full = |request: &CheckpointRequest| !request.weights_only && request.link_to.is_none();
-        let by_parts = saves_parts(self);
+        let by_parts = saves_parts(self.run);
         let is_gathered = !by_parts && requests.iter().any(is_full);
         let mut ranks = if is_gathered { gather_ranks(self)? } else { Vec::new() };
         let done = if self.run.world().is_global_zero() { self.flush_loggers() } else { Ok(()) };
@@ -61,11 +61,6 @@ impl<M: LightningModule> Session<'_, M> {
                 write_parts(self, request)?;
             } else if self.run.world().is_global_zero() {
                 write(self, request, ranks)?;
-            } else if self.takes_part_in_saving() && request.link_to.is_none() {
-                // rank 0 writes, and needs all to read back what they hold a part of
-                if request.weights_only || self.frozen.is_none() {
-                    collect(self, request.weights_only)?;
-                }
             }
         }
         Ok(())
@@ -81,11 +76,6 @@ impl<M: LightningModule> Session<'_, M> {
             }
         }
         Ok(())
-    }
-
-    /// Whether this rank, which does not write, has to read back what it holds a part of.
-    pub(crate) fn takes_part_in_saving(&self) -> bool {
-        !self.run.world().is_global_zero() && self.run.engine.strategy.divides_state()
     }
 
     /// Keeps the run as it is now for the checkpoints to come, if there may be some: what follows is done because the run
@@ -210,17 +200,13 @@ fn remove_replaced(run: &mut Run, request: &CheckpointRequest) -> Result<()> {
 /// # Collective
 /// All ranks must call it.
 fn write_parts<M: LightningModule>(session: &mut Session<M>, request: &CheckpointRequest) -> Result<()> {
-    let Some(group) = session.run.world().group().cloned() else { return Ok(()) };
     let _action = session.profile(actions::SAVE_CHECKPOINT)?;
     let checkpoint = match &session.frozen {
         Some(Frozen::Whole(frozen)) if !request.weights_only => with_savers(frozen, &session.run.callbacks),
         _ => collect(session, request.weights_only),
     };
     let checkpoint = agreed(session.run.world(), "save", &request.path, checkpoint)?;
-    match request.weights_only {
-        true => save_weights(session.run, &checkpoint, &request.path, None)?,
-        false => session.run.checkpoint_io.save_parts(&checkpoint, &group, &request.path, None)?,
-    }
+    save(session.run, &checkpoint, &request.path, None)?;
     drop(checkpoint);
     if !session.run.world().is_global_zero() {
         return Ok(());
@@ -231,19 +217,19 @@ fn write_parts<M: LightningModule>(session: &mut Session<M>, request: &Checkpoin
     remove_replaced(session.run, request)
 }
 
-/// Writes a checkpoint of weights only, of which this rank may have parts.
+/// Writes a checkpoint of which this rank may have parts. Rank 0 writes one of weights alone that are whole.
 ///
 /// # Collective
-/// All ranks must call it, if it has.
-pub(crate) fn save_weights(
+/// All ranks must call it, if it has parts or a training state.
+pub(crate) fn save(
     run: &mut Run,
     checkpoint: &Checkpoint,
     path: &Path,
     storage_options: Option<&Value>,
 ) -> Result<()> {
-    let group = run.world().group().cloned();
-    match group.filter(|_| !checkpoint.parts.is_empty()) {
-        Some(group) => run.checkpoint_io.save_divided_weights(checkpoint, &group, path, storage_options),
+    let group = run.world().group().filter(|_| saves_parts(run)).cloned();
+    match group.filter(|_| !checkpoint.parts.is_empty() || checkpoint.training.is_some()) {
+        Some(group) => run.checkpoint_io.save_parts(checkpoint, &group, path, storage_options),
         None if run.world().is_global_zero() => {
             run.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
         }
@@ -280,12 +266,12 @@ pub(crate) fn write_after_fit<M: LightningModule>(
     path: &Path,
     storage_options: Option<&Value>,
 ) -> Result<()> {
-    let group = session.run.world().group().filter(|group| group.world_size() > 1).cloned();
-    if let Some(group) = group.as_ref().filter(|_| saves_parts(session)) {
+    if saves_parts(session.run) {
         let Some(checkpoint) = after_fit(session, after)? else { return Ok(()) };
-        session.run.checkpoint_io.save_parts(&checkpoint, group, path, storage_options)?;
+        save(session.run, &checkpoint, path, storage_options)?;
         return session.run.checkpoint_io.teardown();
     }
+    let group = session.run.world().group().filter(|group| group.world_size() > 1).cloned();
     let ranks = match &group {
         Some(group) => {
             let own = match after {

@@ -15,7 +15,7 @@ use crate::nn::{Module, ModuleExt, Parameter};
 pub(super) type Trained = [Vec<(String, Parameter)>];
 
 /// Divides parameters into units.
-pub(super) struct Division<'a> {
+pub(super) struct Partitioner<'a> {
     pub config: &'a ZeroConfig,
     pub dp_shard: &'a SubMesh,
     pub peers: Option<&'a ProcessGroup>,
@@ -79,7 +79,7 @@ fn optimizer_of(trained: &Trained, parameter: &Parameter) -> Result<usize> {
     Ok(first.map_or(NO_OPTIMIZER, |(index, _)| index))
 }
 
-impl Division<'_> {
+impl Partitioner<'_> {
     /// Units for the parameters that the optimizers change, by optimizer; those that are frozen are apart.
     pub fn by_optimizer(&self, trained: &Trained) -> Result<Vec<Unit>> {
         let mut params: Vec<(usize, &str, &Parameter)> = Vec::new();

@@ -1,4 +1,4 @@
-//! State that a strategy has divided among ranks, part by part: what each rank saves for itself, and reads back.
+//! State that a strategy shards among ranks: what each rank saves of it, and reads back.
 
 use tch::Tensor;
 
@@ -9,7 +9,7 @@ use crate::optim::{Optimizer, OptimizerState};
 
 /// A rank's gradients of an accumulation window that may be open.
 #[derive(Debug, Default)]
-pub struct DividedGrads {
+pub struct ShardedGrads {
     /// Whole gradients that are this rank's alone, by fqn.
     pub own: Vec<(String, Tensor)>,
     /// This rank's parts of the mean gradients of all ranks so far, named by fqn.
@@ -18,18 +18,18 @@ pub struct DividedGrads {
     pub had_grad: Vec<String>,
 }
 
-/// State that is divided among ranks. None of these functions talks to other ranks.
-pub trait DividedState {
+/// State that is sharded among ranks. None of these functions communicates with other ranks.
+pub trait ShardedState {
     /// This rank's parts of the weights, named by fqn; none of those that are whole and belong to no optimizer.
     ///
     /// # Errors
     /// libtorch's.
     fn save_weights(&self) -> Result<Vec<Part>>;
 
-    /// What this rank has of a weight if weights are divided; `None` if it is whole on each rank.
+    /// What this rank has of a weight if weights are sharded; `None` if it is whole on each rank.
     fn weight_shard(&self, fqn: &str) -> Option<ShardSpec>;
 
-    /// Takes the elements of [`DividedState::weight_shard`].
+    /// Takes the elements of [`ShardedState::weight_shard`].
     ///
     /// # Errors
     /// If the weight is in use, and so whole, at this moment; libtorch's.
@@ -45,7 +45,7 @@ pub trait DividedState {
     /// libtorch's.
     fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<(OptimizerState, Vec<Part>)>;
 
-    /// Gives an optimizer its state: numbers and groups, and the parts of [`DividedState::state_shard`].
+    /// Gives an optimizer its state: numbers and groups, and the parts of [`ShardedState::state_shard`].
     ///
     /// # Errors
     /// As [`Optimizer::load_state_dict`].
@@ -60,12 +60,12 @@ pub trait DividedState {
     ///
     /// # Errors
     /// libtorch's.
-    fn save_grads(&self, module: &dyn Module) -> Result<DividedGrads>;
+    fn save_grads(&self, module: &dyn Module) -> Result<ShardedGrads>;
 
-    /// What this rank has of a gradient if gradients are divided; `None` if they are whole.
+    /// What this rank has of a gradient if gradients are sharded; `None` if they are whole.
     fn grad_shard(&self, fqn: &str) -> Option<ShardSpec>;
 
-    /// Takes the elements of [`DividedState::grad_shard`] of a parameter that has had a gradient on some rank.
+    /// Takes the elements of [`ShardedState::grad_shard`] of a parameter that has had a gradient on some rank.
     ///
     /// # Errors
     /// libtorch's.
