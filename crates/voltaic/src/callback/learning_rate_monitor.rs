@@ -162,8 +162,8 @@ mod tests {
         let named = |name: &str| spec(name).name(name);
         let values = |specs: Vec<ParamGroupSpec>| {
             let optimizer = Sgd::new(0.5).build(specs).expect("groups that fit");
-            let mut monitor = LearningRateMonitor::default();
-            monitor.optimizers = vec![("lr-SGD".to_owned(), None)];
+            let optimizers = vec![("lr-SGD".to_owned(), None)];
+            let monitor = LearningRateMonitor { optimizers, ..LearningRateMonitor::default() };
             let values = monitor.values(&[optimizer], None);
             values.into_iter().map(|(name, _)| name).collect::<Vec<_>>().join(" ")
         };
