@@ -165,7 +165,7 @@ impl<'s> Checker<'s> {
         if let Some(Problem { what, remedy }) = view.refusal(name) {
             return self.report(&full, origin, what, remedy.into_owned());
         }
-        let remedy = if let Some(other) = nearest(name, known.iter().copied()) {
+        let remedy = if let Some(other) = nearest(name, view.names()) {
             format!("did you mean {}", origin.typed_key(&join(key, other)))
         } else if let Some(elsewhere) = find_key(&self.root, name, "", 0)
             // The same key of another class does not help.
@@ -212,7 +212,9 @@ impl<'s> Checker<'s> {
         let is_number_as_text = node.as_str().is_some_and(|text| {
             text.parse::<f64>().is_ok() && (view.allows("number") || view.allows("integer"))
         });
-        let what = if scalar_type_fits(&value, view) {
+        // such as 1e300, which no integer type holds
+        let is_huge = value.is_f64() && value.as_f64().is_some_and(|number| number.fract() == 0.0);
+        let what = if scalar_type_fits(&value, view) || (is_huge && view.allows("integer")) {
             let reason = if choices.is_empty() { "is outside the range" } else { "is not one of the values" };
             format!("{} {reason}", quote(&value))
         } else {

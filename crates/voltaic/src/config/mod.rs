@@ -40,10 +40,12 @@
 mod assign;
 mod check;
 mod defaults;
+mod document;
 mod dropped;
 mod emit;
 mod file;
 mod home;
+mod json;
 mod keys;
 mod layers;
 mod merge;
@@ -61,6 +63,7 @@ pub use keys::{Key, faults, keys};
 pub use layers::{Layers, Loaded, PrintConfig, Settings, deserialize_at, schema_of};
 pub use node::{Origin, Origins};
 
+pub(crate) use document::Document;
 pub(crate) use emit::{first_paragraph, inline, wrap};
 pub(crate) use file::{open_file, read_file, read_text_file};
 pub(crate) use home::expand_home;

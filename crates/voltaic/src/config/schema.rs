@@ -6,6 +6,10 @@ use crate::error::Problem;
 
 /// The keyword of a schema for keys that a mapping does not have: an object with what is wrong and the remedy for each.
 pub(super) const REFUSED: &str = "x-refused";
+/// Keys that have no effect, and why: `{key: reason}`. Those that are fields are checked all the same.
+pub(super) const NO_EFFECT: &str = "x-no-effect";
+/// Older names of keys: `{old: new}`.
+pub(super) const OLD_NAMES: &str = "x-old-names";
 
 /// What may stand at one place of a configuration.
 ///
@@ -149,6 +153,16 @@ impl<'s> View<'s> {
         keys
     }
 
+    /// [`Self::keys`], and those that have another name or no effect: what a misspelt key may mean.
+    pub fn names(&self) -> Vec<&'s str> {
+        let mut names = self.keys();
+        for table in [NO_EFFECT, OLD_NAMES] {
+            let tables = self.objects().filter_map(|option| option.get(table)?.as_object());
+            names.extend(tables.flat_map(Map::keys).map(String::as_str));
+        }
+        names
+    }
+
     /// Whether keys other than [`Self::keys`] are allowed.
     ///
     /// A schema that says nothing is closed: serde would drop the key silently, which is how a misspelt one gets lost.
@@ -175,14 +189,17 @@ impl<'s> View<'s> {
             .collect()
     }
 
+    /// The entry of [`REFUSED`] for a key, if the schema has one.
+    pub fn refused(&self, key: &str) -> Option<&'s Value> {
+        self.objects().find_map(|option| option.get(REFUSED)?.get(key))
+    }
+
     /// Why there is no key of this name, though users of Lightning may look for it. [`REFUSED`] of the schema holds
     /// what is wrong and how to fix it.
     pub fn refusal(&self, key: &str) -> Option<Problem> {
         let text = |value: &Value| value.as_str().map(str::to_owned);
-        self.objects().find_map(|option| {
-            let refused = option.get(REFUSED)?.get(key)?;
-            Some(Problem::new(text(refused.get("what")?)?, text(refused.get("remedy")?)?))
-        })
+        let refused = self.refused(key)?;
+        Some(Problem::new(text(refused.get("what")?)?, text(refused.get("remedy")?)?))
     }
 
     /// Keys of a class object itself: `class_path`, `init_args`, and what stands beside them in a struct that flattens

@@ -1,23 +1,29 @@
 //! DeepSpeed's scaling of the loss, which differs from PyTorch's ([`GradScaler`](super::GradScaler)) in when the scale changes.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{ConfigError, Result};
 
 /// How the loss is scaled with float16 weights: DeepSpeed's section `fp16`.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize, JsonSchema)]
+#[serde(default)]
 pub struct LossScalerConfig {
     /// A constant scale; 0 for one that changes.
+    #[schemars(range(min = 0))]
     pub loss_scale: f64,
     /// The scale that changes begins with 2 to the power of this.
     pub initial_scale_power: u32,
     /// Steps without an overflow after which it doubles.
+    #[schemars(range(min = 1))]
     pub loss_scale_window: u64,
     /// Overflows before it is halved.
+    #[schemars(range(min = 1))]
     pub hysteresis: u64,
     /// Whether each step without an overflow lets as many overflows pass again.
     pub consecutive_hysteresis: bool,
     /// Least scale; an overflow there ends the run.
+    #[schemars(extend("exclusiveMinimum" = 0))]
     pub min_loss_scale: f64,
 }
 

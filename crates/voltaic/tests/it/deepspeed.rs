@@ -95,6 +95,30 @@ fn strategies_are_classes_with_their_arguments() {
 }
 
 #[test]
+fn an_unknown_argument_and_a_wrong_one_are_reported_together() {
+    let run = |options: &[&str]| {
+        let all = ["fit", "--model=lenet", "--data=digits", "--trainer.strategy=DeepSpeedStrategy"];
+        voltaic(&[&all, options].concat(), &[]).1
+    };
+    let arguments = ["stge=1", "stage=7", "hysteresis=0"].map(|text| format!("--trainer.strategy.{text}"));
+    let config = "--trainer.strategy.config={zero_optimization: {stag: 2, stage: 7}, fp16: {enabled: 3}}";
+    for (found, expected) in [
+        (
+            run(&arguments.each_ref().map(String::as_str)),
+            ["unknown key; did you mean trainer.strategy.stage", "7 is not a stage", "0 is too small"],
+        ),
+        (
+            run(&[config]),
+            ["unknown key; did you mean zero_optimization.stage", "7 is not a stage", "`3` is an integer"],
+        ),
+    ] {
+        for expected in expected {
+            assert!(found.contains(expected), "{expected}: {found}");
+        }
+    }
+}
+
+#[test]
 fn the_precision_is_of_the_trainer_its_plugin_or_the_settings() {
     let deepspeed = "trainer.strategy=deepspeed";
     for (options, expected) in [
@@ -156,8 +180,9 @@ fn settings_are_a_file_or_inline_and_the_rules_of_lightning_hold() {
     let shown = path.display();
     let class = "trainer.strategy=DeepSpeedStrategy";
     let found = on_cpu(&[class, &format!("trainer.strategy.config={shown}")]);
-    let expected =
-        format!("zero_optimization.overlap_com (from {shown}:7): unknown key; did you mean overlap_comm");
+    let expected = format!(
+        "zero_optimization.overlap_com (from {shown}:7): unknown key; did you mean zero_optimization.overlap_comm"
+    );
     assert!(found.contains(&expected), "{found}");
     let fixed = std::fs::read_to_string(&path).unwrap().replace("overlap_com\"", "overlap_comm\"");
     std::fs::write(&path, fixed).unwrap();
@@ -178,7 +203,7 @@ fn settings_are_a_file_or_inline_and_the_rules_of_lightning_hold() {
         (
             "{zero_optimization: {stag: 2}}",
             &[],
-            "strategy.config.zero_optimization.stag: unknown key; did you mean stage",
+            "strategy.config.zero_optimization.stag: unknown key; did you mean zero_optimization.stage",
         ),
         (
             "{gradient_accumulation_steps: 2}",

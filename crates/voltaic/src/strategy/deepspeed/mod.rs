@@ -1,10 +1,10 @@
 //! DeepSpeed's configuration: its file, and what it means here.
 
 mod batch;
+mod classes;
 pub(super) mod config;
-mod document;
+mod offload;
 pub(super) mod plan;
-mod section;
 mod settings;
 #[cfg(test)]
 mod tests;

@@ -116,7 +116,7 @@ impl DeepSpeedPlan {
             let what = "DeepSpeed does not support clipping gradients by value";
             problems.push(ConfigProblem::new("trainer.gradient_clip_algorithm", what, "use norm"));
         }
-        let batch = self.settings.batch;
+        let batch = self.settings.batch();
         // without sizes there is nothing to check, and with one of them the loader's is taken for the other
         if batch.train_batch_size.is_some() {
             let ranks = beside.num_ranks as u64;
@@ -137,7 +137,7 @@ impl DeepSpeedPlan {
         accumulation: u64,
         ranks: usize,
     ) -> Result<(), ConfigError> {
-        let (sizes, of_loader) = (self.settings.batch, batch_size as u64);
+        let (sizes, of_loader) = (self.settings.batch(), batch_size as u64);
         match sizes.train_micro_batch_size_per_gpu {
             Some(micro) if micro != of_loader => {
                 tracing::warn!(
@@ -195,16 +195,16 @@ impl DeepSpeedPlan {
             allow_untested_optimizer: settings.zero_allow_untested_optimizer,
             communication_dtype: settings.communication_data_type,
             param_persistence_threshold: size(settings.zero.param_persistence_threshold),
-            grad_accum_dtype: settings.grad_accum_dtype,
+            grad_accum_dtype: settings.data_types.grad_accum_dtype,
             gradient_reduction: settings.gradient_reduction(),
-            master_weights: !settings.bf16.optimizer_states,
+            master_weights: !settings.bf16.bf16_optimizer_states,
             fp16: settings.fp16.scaler,
             check_grad_overflow: settings.bf16.check_grad_overflow,
             prefetch_bucket_size: size(settings.zero.prefetch_bucket_size),
             max_live_parameters: size(settings.zero.max_live_parameters),
             max_reuse_distance: size(settings.zero.max_reuse_distance),
             gather_after_fit: self.gather_after_fit,
-            leaf_modules: settings.zero.leaf_modules.clone(),
+            leaf_modules: settings.zero.leaf_module.all(),
             allow_differences: self.allow_differences.clone(),
             ..ZeroConfig::of_stage(stage)
         })

@@ -5,6 +5,7 @@ use tch::Kind;
 
 use super::config::DeepSpeedStrategy;
 use super::settings::DeepSpeedSettings;
+use crate::config::{faults, schema_of};
 use crate::optim::{
     LrSchedulerConfig, MuonWithAuxAdam, NsMethod, OptimizerConfig, WarmupDecayLr, WarmupType,
 };
@@ -45,8 +46,8 @@ fn the_printed_configuration_is_read_as_it_stands() {
     let schedule = LrSchedulerConfig::from(schedule.warmup_type(WarmupType::Linear));
     assert_eq!(settings.scheduler, Some(schedule));
     assert!(settings.notes.is_empty(), "{:?}", settings.notes);
-    assert!(settings.batch.resolve(2, 2, None).is_ok(), "on two ranks");
-    assert!(settings.batch.resolve(2, 8, None).is_err(), "on eight");
+    assert!(settings.batch().resolve(2, 2, None).is_ok(), "on two ranks");
+    assert!(settings.batch().resolve(2, 8, None).is_err(), "on eight");
 }
 
 #[test]
@@ -61,7 +62,7 @@ fn comments_commas_auto_and_numbers_of_hjson_are_read() {
     assert_eq!((zero.stage, zero.reduce_bucket_size, zero.prefetch_bucket_size), (3, 50_000_000, 16));
     assert_eq!((zero.max_live_parameters, settings.gradient_clipping), (1_000_000_000, None));
     assert_eq!(settings.communication_data_type, Some(Kind::BFloat16));
-    assert_eq!(settings.grad_accum_dtype, Some(Kind::Float));
+    assert_eq!(settings.data_types.grad_accum_dtype, Some(Kind::Float));
     assert_eq!(read(r#"{"zero_optimization": true, "bfloat16": {"enabled": true}}"#).zero.stage, 1);
 }
 
@@ -103,15 +104,15 @@ fn all_problems_of_a_file_are_reported_with_line_and_remedy() {
     );
     for expected in [
         "zero_optimization.stage (from ds.json:3): 5 is not a stage; use 0, 1, 2 or 3",
-        "zero_optimization.reduce_buket_size (from ds.json:4): unknown key; did you mean reduce_bucket_size",
-        "zero_optimization.overlap_comm (from ds.json:5): 1 is not true or false",
+        "zero_optimization.reduce_buket_size (from ds.json:4): unknown key; did you mean zero_optimization.reduce_bucket_size",
+        "zero_optimization.overlap_comm (from ds.json:5): `1` is an integer; give true or false",
         "zero_optimization.allgather_bucket_size (from ds.json:6): 1001 is odd; use a multiple of 2",
         "zero_optimization.zero_quantized_weights (from ds.json:7): what travels is not quantized; set false",
         "gradient_accumulation_steps (from ds.json:9): 2 is set, but the trainer accumulates; set trainer.accumulate_grad_batches",
         "amp (from ds.json:10): DeepSpeed has had it in older versions only; remove it",
         "fp16 (from ds.json:11): fp16 and bf16 are both enabled; enable one of the two",
-        "fp16.loss_scale (from ds.json:11): -1 is not a number from 0 on; set a number from 0 on",
-        "train_batch_size (from ds.json:13): 2.5 is not a whole number from 1 on; set a whole number from 1 on",
+        "fp16.loss_scale (from ds.json:11): `-1` is outside the range; give a number of at least 0",
+        "train_batch_size (from ds.json:13): `2.5` is a number with a fraction; give an integer of at least 1",
         "optimizer.params.max_grad_norm (from ds.json:14): 1 is not a setting of an optimizer; set gradient_clipping",
         "scheduler (from ds.json:15): class_path: WarmupRL is not a learning rate schedule; did you mean WarmupLR?",
     ] {
@@ -151,19 +152,47 @@ fn combinations_that_deepspeed_refuses_are_refused() {
         (r#"{"activation_checkpointing": {"cpu_checkpointing": true}}"#, "not there yet; set false"),
         (r#"{"autotuning": {"enabled": true}}"#, "autotuning is not supported; remove it"),
         (r#"{"tensor_parallel": {"tp_size": 4}}"#, "voltaic does not have it"),
-        (r#"{"checkpoint": {"tag_validation": "Sometimes"}}"#, "is not one of Ignore, Warn, Fail"),
+        (
+            r#"{"checkpoint": {"tag_validation": "Sometimes"}}"#,
+            "`Sometimes` is not one of the values; give one of `Ignore`, `Warn`, `Fail`",
+        ),
         (
             r#"{"fp16": {"hysteresis": 0}}"#,
-            "fp16.hysteresis (from ds.json:1): 0 is not a whole number from 1 on",
+            "fp16.hysteresis (from ds.json:1): `0` is outside the range; give an integer of at least 1",
         ),
         (r#"{"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}"#, "unknown field `lrr`"),
         (r#"{"optimizer": {"params": {}}}"#, "optimizer.type (from ds.json:1): is missing; name the class"),
-        (r#"{"zero_optimization": 3}"#, "3 is not a section"),
+        (r#"{"zero_optimization": 3}"#, "`3` is an integer; give a mapping"),
+        (r#"{"optimizer": {"type": 3}}"#, "optimizer.type (from ds.json:1): `3` is an integer; give text"),
         (r#"[1]"#, "a list of 1 is not a section"),
     ] {
         let found = only_error(text);
         assert!(found.contains(expected), "{text}: {found}");
     }
+}
+
+#[test]
+fn keys_are_described() {
+    assert_eq!(faults(&schema_of::<DeepSpeedSettings>()), Vec::<String>::new());
+}
+
+#[test]
+fn keys_under_older_names_are_named_as_they_were_written() {
+    let found = errors(
+        "{\"bfloat16\": {\n\"bf16_optimizer_states\": true, \"enabeld\": true},\n\"zero_optimization\": {\n\
+         \"max_live_parameters\": -1, \"contiguous_gradient\": true, \"offload_param\": {\"device\": \"nvme\"}}}",
+    );
+    for expected in [
+        "bfloat16.bf16_optimizer_states (from ds.json:2): true without bf16_master_weights_and_grads",
+        "bfloat16.enabeld (from ds.json:2): unknown key; did you mean ",
+        "zero_optimization.max_live_parameters (from ds.json:4): `-1` is outside the range",
+        "zero_optimization.contiguous_gradient (from ds.json:4): unknown key; did you mean zero_optimization.contiguous_gradients",
+        "zero_optimization.offload_param.nvme_path (from ds.json:4): is missing with device nvme; name a folder",
+        "zero_optimization.offload_param (from ds.json:4): offloads parameters with stage 0",
+    ] {
+        assert!(found.iter().any(|problem| problem.contains(expected)), "no `{expected}` in {found:#?}");
+    }
+    assert_eq!(found.len(), 6, "{found:#?}");
 }
 
 #[test]
@@ -212,7 +241,7 @@ fn hostile_files_are_errors() {
         ),
         (&long, "is not a number that float64 can hold"),
         ("{\"train_batch_size\": NaN}", "NaN is not a number that float64 can hold"),
-        ("{\"train_batch_size\": 1e300}", "is not a whole number from 1 on"),
+        ("{\"train_batch_size\": 1e300}", "`1e+300` is outside the range; give an integer of at least 1"),
         (
             "{\"a\": 1,\n\"b\": 2,\n\"a\": 3}",
             "a (from ds.json:3): is given twice, first in line 1; remove one of the two",
@@ -295,7 +324,7 @@ fn settings_of_an_optimizer_that_are_out_of_range_are_told_with_the_rest() {
         "optimizer.params.momentum (from ds.json:2): 1.5 is not at least 0 and below 1",
         "optimizer.params.betas[1] (from ds.json:3): 2 is not at least 0 and below 1",
         "optimizer.params.per_head_muon (from ds.json:4): true",
-        "gradient_clipping (from ds.json:5): -1",
+        "gradient_clipping (from ds.json:5): `-1` is outside the range",
     ] {
         assert!(found.contains(expected), "{expected}: {found}");
     }
@@ -352,7 +381,7 @@ fn arguments_mean_what_lightning_makes_of_them() {
         DeepSpeedStrategy::settings(json!({"zero_optimization": {"stag": 2}})).read().expect_err("a typo");
     assert_eq!(
         error.to_string(),
-        "trainer.strategy.config.zero_optimization.stag: unknown key; did you mean stage"
+        "trainer.strategy.config.zero_optimization.stag: unknown key; did you mean zero_optimization.stage"
     );
     let error = DeepSpeedStrategy::file("/nowhere/ds.json").read().expect_err("no such file").to_string();
     assert!(error.contains("trainer.strategy.config: you passed in a path to a DeepSpeed config but the path does not exist: /nowhere/ds.json"), "{error}");

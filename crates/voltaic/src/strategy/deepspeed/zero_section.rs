@@ -1,29 +1,67 @@
 //! Section `zero_optimization`.
 
-use super::document::{Data, Entry};
-use super::section::{Findings, Section};
+use schemars::JsonSchema;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::offload::{self, OffloadOptimizer, OffloadParam};
+use crate::config::Document;
 
 /// Section `zero_optimization` with DeepSpeed's defaults.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("x-refused" = refused(), "x-no-effect" = no_effect(), "x-old-names" = old_names()))]
 pub(crate) struct ZeroSection {
-    /// 0 to 3.
+    /// What is divided: 1 optimizer states, 2 gradients too, 3 weights too.
     pub stage: u64,
+    /// Most elements of gradients that travel together.
+    #[schemars(range(min = 1))]
     pub reduce_bucket_size: u64,
+    /// Most elements of weights that travel together; even.
+    #[schemars(range(min = 1))]
     pub allgather_bucket_size: u64,
+    /// Each rank gets its part of the gradients only.
     pub reduce_scatter: bool,
-    /// Whether gradients travel during backward; by the stage unless set.
+    /// Gradients travel while backward runs; by the stage unless set.
     pub overlap_comm: Option<bool>,
+    /// Elements that are updated at a time, with stage 3.
+    #[schemars(range(min = 1))]
     pub sub_group_size: u64,
+    /// Most elements of weights that are gathered ahead of use.
+    #[serde(rename = "stage3_prefetch_bucket_size")]
     pub prefetch_bucket_size: u64,
+    /// Parameters of at most so many elements stay whole.
+    #[serde(rename = "stage3_param_persistence_threshold")]
     pub param_persistence_threshold: u64,
+    /// Most elements of all parameters that stay whole.
+    #[serde(rename = "stage3_model_persistence_threshold")]
     pub model_persistence_threshold: u64,
+    /// Most elements of weights that are gathered at a time.
+    #[serde(rename = "stage3_max_live_parameters")]
     pub max_live_parameters: u64,
+    /// Weights that are used again within so many elements stay gathered.
+    #[serde(rename = "stage3_max_reuse_distance")]
     pub max_reuse_distance: u64,
+    /// Checkpoints have the whole weights in 16 bits.
+    #[serde(rename = "stage3_gather_16bit_weights_on_model_save")]
     pub gather_16bit_weights_on_model_save: bool,
-    pub ignores_unused_parameters: bool,
-    /// Modules that are gathered and reduced as a whole: types, fqns, or ends of fqns.
-    pub leaf_modules: Vec<String>,
-    pub computes_grad_norm: bool,
+    /// Parameters without a gradient are left alone.
+    pub ignore_unused_parameters: bool,
+    /// Modules that are gathered and reduced as a whole.
+    pub leaf_module: LeafModules,
+    /// The norm of the gradients is computed.
+    pub compute_grad_norm: bool,
+    /// Parts of ranks within a node, which hold the weights once more.
+    #[schemars(range(min = 1))]
+    pub zero_hpz_partition_size: u64,
+    /// Where optimizer states are kept.
+    pub offload_optimizer: OffloadOptimizer,
+    /// Where weights are kept.
+    pub offload_param: OffloadParam,
+    /// As `offload_optimizer` with device `cpu`.
+    pub cpu_offload: bool,
+    /// As `offload_param` with device `cpu`.
+    pub cpu_offload_param: bool,
 }
 
 impl Default for ZeroSection {
@@ -41,266 +79,143 @@ impl Default for ZeroSection {
             max_live_parameters: 1_000_000_000,
             max_reuse_distance: 1_000_000_000,
             gather_16bit_weights_on_model_save: false,
-            ignores_unused_parameters: true,
-            leaf_modules: Vec::new(),
-            computes_grad_norm: true,
+            ignore_unused_parameters: true,
+            leaf_module: LeafModules::default(),
+            compute_grad_norm: true,
+            zero_hpz_partition_size: 1,
+            offload_optimizer: OffloadOptimizer::default(),
+            offload_param: OffloadParam::default(),
+            cpu_offload: false,
+            cpu_offload_param: false,
         }
     }
 }
 
-/// Reads the section; `zero_optimization: true` is stage 1.
-pub(super) fn read_zero(top: &mut Section<'_>, found: &mut Findings) -> ZeroSection {
-    const KEY: &str = "zero_optimization";
-    match top.get(KEY).map(|entry| &entry.data) {
-        None => ZeroSection::default(),
-        Some(Data::Bool(is_on)) => ZeroSection { stage: u64::from(*is_on), ..ZeroSection::default() },
-        Some(_) => match top.section(found, KEY) {
-            Some(section) => read(section, found),
-            None => ZeroSection::default(),
-        },
-    }
-}
-
-fn read(mut section: Section<'_>, found: &mut Findings) -> ZeroSection {
-    let standard = ZeroSection::default();
-    let stage = section.count(found, "stage", 0).unwrap_or(0);
-    if stage > 3
-        && let Some(entry) = section.get("stage")
-    {
-        section.refuse(found, "stage", entry, format!("{stage} is not a stage"), "use 0, 1, 2 or 3");
-    }
-    let size = |section: &mut Section<'_>, found: &mut Findings, key, old, default| {
-        let entry = section.get_either(found, key, old);
-        section.as_count(found, key, entry, 0).unwrap_or(default)
-    };
-    let count = |section: &mut Section<'_>, found: &mut Findings, key, default| {
-        section.count(found, key, 1).unwrap_or(default)
-    };
-    let zero = ZeroSection {
-        stage: stage.min(3),
-        reduce_bucket_size: count(&mut section, found, "reduce_bucket_size", standard.reduce_bucket_size),
-        allgather_bucket_size: count(
-            &mut section,
-            found,
-            "allgather_bucket_size",
-            standard.allgather_bucket_size,
-        ),
-        reduce_scatter: section.flag(found, "reduce_scatter", true),
-        overlap_comm: read_overlap(&mut section, found),
-        sub_group_size: section.count(found, "sub_group_size", 1).unwrap_or(standard.sub_group_size),
-        prefetch_bucket_size: size(
-            &mut section,
-            found,
-            "stage3_prefetch_bucket_size",
-            "prefetch_bucket_size",
-            standard.prefetch_bucket_size,
-        ),
-        param_persistence_threshold: size(
-            &mut section,
-            found,
-            "stage3_param_persistence_threshold",
-            "param_persistence_threshold",
-            standard.param_persistence_threshold,
-        ),
-        model_persistence_threshold: size(
-            &mut section,
-            found,
-            "stage3_model_persistence_threshold",
-            "model_persistence_threshold",
-            standard.model_persistence_threshold,
-        ),
-        max_live_parameters: size(
-            &mut section,
-            found,
-            "stage3_max_live_parameters",
-            "max_live_parameters",
-            standard.max_live_parameters,
-        ),
-        max_reuse_distance: size(
-            &mut section,
-            found,
-            "stage3_max_reuse_distance",
-            "max_reuse_distance",
-            standard.max_reuse_distance,
-        ),
-        gather_16bit_weights_on_model_save: read_gather(&mut section, found),
-        ignores_unused_parameters: section.flag(found, "ignore_unused_parameters", true),
-        leaf_modules: read_leaf_modules(&mut section, found),
-        computes_grad_norm: section.flag(found, "compute_grad_norm", true),
-    };
-    refuse_values(&mut section, found, &zero);
-    read_offload(&mut section, found, zero.stage);
-    note_and_refuse(&mut section, found, &zero);
-    section.finish(found);
-    zero
-}
-
-/// The modules that are gathered and reduced as a whole: types by their name or path, and modules by fqn or the end of it.
-fn read_leaf_modules(section: &mut Section<'_>, found: &mut Findings) -> Vec<String> {
-    let Some(mut inner) = section.section(found, "leaf_module") else { return Vec::new() };
-    let classes = inner.texts(found, "classes").unwrap_or_default();
-    let names = ["names", "name_suffixes"].map(|key| inner.texts(found, key).unwrap_or_default());
-    inner.finish(found);
-    let classes = classes.into_iter().map(|path| path.rsplit('.').next().unwrap_or_default().to_owned());
-    let names = names.into_iter().flatten().map(|name| name.trim_start_matches('.').to_owned());
-    classes.chain(names).collect()
-}
-
-/// Values that cannot be, or not together.
-fn refuse_values(section: &mut Section<'_>, found: &mut Findings, zero: &ZeroSection) {
-    if zero.allgather_bucket_size % 2 == 1
-        && let Some(entry) = section.get("allgather_bucket_size")
-    {
-        let what = format!("{} is odd", entry.shown());
-        section.refuse(found, "allgather_bucket_size", entry, what, "use a multiple of 2");
-    }
-    if !zero.computes_grad_norm
-        && !(1..=2).contains(&zero.stage)
-        && let Some(entry) = section.get("compute_grad_norm")
-    {
-        let what = format!("false with stage {}", zero.stage);
-        section.refuse(found, "compute_grad_norm", entry, what, "use stage 1 or 2, or true");
-    }
-}
-
-fn read_overlap(section: &mut Section<'_>, found: &mut Findings) -> Option<bool> {
-    let entry = section.get("overlap_comm");
-    section.as_flag(found, "overlap_comm", entry)
-}
-
-/// The flag under its three names.
-fn read_gather(section: &mut Section<'_>, found: &mut Findings) -> bool {
-    let entry = section.get_either(
-        found,
-        "stage3_gather_16bit_weights_on_model_save",
-        "gather_16bit_weights_on_model_save",
-    );
-    let entry = entry.or(section.get("stage3_gather_fp16_weights_on_model_save"));
-    section.as_flag(found, "stage3_gather_16bit_weights_on_model_save", entry).unwrap_or(false)
-}
-
-fn note_and_refuse(section: &mut Section<'_>, found: &mut Findings, zero: &ZeroSection) {
-    let removed = ["mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"];
-    for key in removed {
-        if let Some(entry) = section.get(key) {
-            let what = "DeepSpeed has had it in older versions only".to_owned();
-            section.refuse(found, key, entry, what, "remove it");
-        }
-    }
-    section.refused(found, &["legacy_stage1"], "DeepSpeed has removed the old stage 1", "remove it");
+fn refused() -> Value {
+    let removed = json!({"what": "DeepSpeed has had it in older versions only", "remedy": "remove it"});
     let quantized =
-        ["zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"];
-    section.refused(found, &quantized, "what travels is not quantized", "set false");
-    section.refused(found, &["zenflow"], "voltaic does not have it", "remove it");
-    if let Some(size) = section.count(found, "zero_hpz_partition_size", 1).filter(|size| *size > 1)
-        && let Some(entry) = section.get("zero_hpz_partition_size")
-    {
-        let what = format!("{size}: there is no second division within a node");
-        section.refuse(found, "zero_hpz_partition_size", entry, what, "set 1");
-    }
-    if !zero.computes_grad_norm {
-        section.note(found, "compute_grad_norm", "the norm is computed only where somebody needs it");
-    }
-    if !zero.ignores_unused_parameters {
-        section.note(found, "ignore_unused_parameters", "parameters without a gradient are left alone");
-    }
-    for (keys, why) in [
-        (&["contiguous_gradients"][..], "gradients always lie in one piece"),
-        (&["allgather_partitions", "use_multi_rank_bucket_allreduce"], "which collectives are used is fixed"),
-        (&["round_robin_gradients", "parameter_alignment"], "how parameters are divided is fixed"),
-        (&["memory_efficient_linear", "override_module_apply"], "it is for PyTorch's modules"),
-        (
-            &["pipeline_loading_checkpoint", "load_from_fp32_weights"],
-            "master weights are always loaded as saved",
-        ),
-        (&["overlap_comm"], "gradients always travel while backward runs"),
-        (&["allgather_bucket_size"], "weights are gathered in the pieces in which they lie"),
-        (&["sub_group_size"], "a rank updates its part at once"),
-        (&["save_muon_momentum_buffer_in_memory"], "nothing is offloaded"),
-        (
-            &["stage3_model_persistence_threshold", "model_persistence_threshold"],
-            "the size of each parameter decides (param_persistence_threshold)",
-        ),
-        (
-            &[
-                "stage3_gather_16bit_weights_on_model_save",
-                "gather_16bit_weights_on_model_save",
-                "stage3_gather_fp16_weights_on_model_save",
-            ],
-            "checkpoints have the whole weights",
-        ),
-        (&["elastic_checkpoint"], "a checkpoint can be loaded with any number of ranks as it is"),
-        (&["log_trace_cache_warnings", "enable_sanity_checks"], "it is for finding faults in DeepSpeed"),
-        (
-            &[
-                "stage3_module_granularity_threshold",
-                "module_granularity_threshold",
-                "stage3_use_all_reduce_for_fetch_params",
-                "use_all_reduce_for_fetch_params",
-                "stage3_allgather_sequential",
-                "allgather_sequential",
-            ],
-            "which weights are gathered together follows from the modules",
-        ),
-    ] {
-        section.idle(found, keys, why);
+        json!({"what": "what travels is not quantized", "remedy": "set false", "unless_off": true});
+    json!({
+        "mics_shard_size": removed,
+        "mics_hierarchical_params_gather": removed,
+        "zeropp_loco_param": removed,
+        "legacy_stage1": {"what": "DeepSpeed has removed the old stage 1", "remedy": "remove it", "unless_off": true},
+        "zero_quantized_weights": quantized,
+        "zero_quantized_nontrainable_weights": quantized,
+        "zero_quantized_gradients": quantized,
+        "zenflow": {"what": "voltaic does not have it", "remedy": "remove it", "unless_off": true},
+    })
+}
+
+fn no_effect() -> Value {
+    let (collectives, division) =
+        ("which collectives are used is fixed", "how parameters are divided is fixed");
+    let (pytorch, debug) = ("it is for PyTorch's modules", "it is for finding faults in DeepSpeed");
+    let (masters, units) = (
+        "master weights are always loaded as saved",
+        "which weights are gathered together follows from the modules",
+    );
+    json!({
+        "contiguous_gradients": "gradients always lie in one piece",
+        "allgather_partitions": collectives,
+        "use_multi_rank_bucket_allreduce": collectives,
+        "round_robin_gradients": division,
+        "parameter_alignment": division,
+        "memory_efficient_linear": pytorch,
+        "override_module_apply": pytorch,
+        "pipeline_loading_checkpoint": masters,
+        "load_from_fp32_weights": masters,
+        "overlap_comm": "gradients always travel while backward runs",
+        "allgather_bucket_size": "weights are gathered in the pieces in which they lie",
+        "sub_group_size": "a rank updates its part at once",
+        "save_muon_momentum_buffer_in_memory": "nothing is offloaded",
+        "stage3_model_persistence_threshold": "the size of each parameter decides (param_persistence_threshold)",
+        "stage3_gather_16bit_weights_on_model_save": "checkpoints have the whole weights",
+        "elastic_checkpoint": "a checkpoint can be loaded with any number of ranks as it is",
+        "log_trace_cache_warnings": debug,
+        "enable_sanity_checks": debug,
+        "stage3_module_granularity_threshold": units,
+        "stage3_use_all_reduce_for_fetch_params": units,
+        "stage3_allgather_sequential": units,
+    })
+}
+
+fn old_names() -> Value {
+    json!({
+        "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+        "param_persistence_threshold": "stage3_param_persistence_threshold",
+        "model_persistence_threshold": "stage3_model_persistence_threshold",
+        "max_live_parameters": "stage3_max_live_parameters",
+        "max_reuse_distance": "stage3_max_reuse_distance",
+        "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "module_granularity_threshold": "stage3_module_granularity_threshold",
+        "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
+        "allgather_sequential": "stage3_allgather_sequential",
+    })
+}
+
+/// Section `leaf_module`: modules that are gathered and reduced as a whole.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
+#[serde(default)]
+pub(crate) struct LeafModules {
+    /// Types, by name or path.
+    pub classes: Vec<String>,
+    /// Fqns.
+    pub names: Vec<String>,
+    /// Ends of fqns.
+    pub name_suffixes: Vec<String>,
+}
+
+impl LeafModules {
+    /// Types, fqns and ends of fqns.
+    pub fn all(&self) -> Vec<String> {
+        let classes = self.classes.iter().map(|path| path.rsplit('.').next().unwrap_or_default().to_owned());
+        let names = self.names.iter().chain(&self.name_suffixes);
+        classes.chain(names.map(|name| name.trim_start_matches('.').to_owned())).collect()
     }
 }
 
-/// Offloading is checked, and refused until it exists.
-fn read_offload(section: &mut Section<'_>, found: &mut Findings, stage: u64) {
-    for (key, old) in [("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")] {
-        let (new, deprecated) = (section.get(key), section.get(old));
-        if let (Some(_), Some(entry)) = (new, deprecated) {
-            let what = format!("is given beside {key}, which is the same");
-            section.refuse(found, old, entry, what, "remove one of the two");
+impl ZeroSection {
+    /// Finds values that cannot be, or not together.
+    pub(super) fn check(&self, document: &mut Document) {
+        let mut refuse = |key: &str, what: String, remedy: &'static str| {
+            document.refuse(&format!("zero_optimization.{key}"), what, remedy);
+        };
+        if self.stage > 3 {
+            refuse("stage", format!("{} is not a stage", self.stage), "use 0, 1, 2 or 3");
         }
-        if let (Some(true), Some(entry)) = (section.as_flag(found, old, deprecated), deprecated) {
-            refuse_offload(section, found, old, entry, "cpu");
+        if self.allgather_bucket_size % 2 == 1 {
+            let what = format!("{} is odd", self.allgather_bucket_size);
+            refuse("allgather_bucket_size", what, "use a multiple of 2");
         }
-        let Some(mut inner) = section.section(found, key) else { continue };
-        let devices = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")];
-        let device = inner.choice(found, "device", &devices).unwrap_or("none");
-        let path = inner.text(found, "nvme_path");
-        if let (Some(entry), "nvme", None) = (inner.get("device"), device, path) {
-            inner.refuse(
-                found,
-                "nvme_path",
-                entry,
-                "is missing with device nvme".to_owned(),
-                "name a folder",
-            );
+        if !self.compute_grad_norm && !(1..=2).contains(&self.stage.min(3)) {
+            let what = format!("false with stage {}", self.stage.min(3));
+            refuse("compute_grad_norm", what, "use stage 1 or 2, or true");
         }
-        inner.count(found, "buffer_count", 1);
-        inner.flag(found, "pin_memory", false);
-        if key == "offload_param" {
-            inner.count(found, "buffer_size", 1);
-            inner.count(found, "max_in_cpu", 0);
-        } else {
-            for flag in ["pipeline_read", "pipeline_write", "pipeline", "fast_init"] {
-                inner.flag(found, flag, false);
+        if self.zero_hpz_partition_size > 1 {
+            let what = format!("{}: there is no second division within a node", self.zero_hpz_partition_size);
+            refuse("zero_hpz_partition_size", what, "set 1");
+        }
+        let LeafModules { classes, names, name_suffixes } = &self.leaf_module;
+        for (key, texts) in [("classes", classes), ("names", names), ("name_suffixes", name_suffixes)] {
+            if texts.iter().any(String::is_empty) {
+                refuse(
+                    &format!("leaf_module.{key}"),
+                    "a text is empty".to_owned(),
+                    "remove it, or name a module",
+                );
             }
-            inner.number(found, "ratio", 0.0);
-            inner.number(found, "cpuadam_cores_perc", 0.0);
-            inner.refused(found, &["super_offload"], "voltaic does not have it", "set false");
         }
-        inner.finish(found);
-        let Some(entry) = new.filter(|_| device != "none") else { continue };
-        match (key, stage) {
-            ("offload_param", 0..=2) => {
-                let what = format!("offloads parameters with stage {stage}");
-                section.refuse(found, key, entry, what, "use stage 3");
-            }
-            (_, 0) => {
-                let what = "offloads optimizer states with stage 0".to_owned();
-                section.refuse(found, key, entry, what, "use stage 1, 2 or 3");
-            }
-            _ => refuse_offload(section, found, key, entry, device),
+        if !self.compute_grad_norm {
+            let why = "the norm is computed only where it is needed";
+            document.note("zero_optimization.compute_grad_norm", why);
         }
+        if !self.ignore_unused_parameters {
+            let why = "parameters without a gradient are left alone";
+            document.note("zero_optimization.ignore_unused_parameters", why);
+        }
+        let optimizer = (&self.offload_optimizer, self.cpu_offload);
+        offload::check(self.stage, optimizer, (&self.offload_param, self.cpu_offload_param), document);
     }
-}
-
-fn refuse_offload(section: &Section<'_>, found: &mut Findings, key: &str, entry: &Entry, device: &str) {
-    let what = format!("offloading to {device} is not there yet");
-    section.refuse(found, key, entry, what, "remove it");
 }
