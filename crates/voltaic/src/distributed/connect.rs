@@ -6,10 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use tch::Tensor;
 
 use super::deadline::{on_thread, within};
-use super::host::gloo_interface;
+use super::host::{gloo_interface, host_name};
 use super::placement::{RankPlacement, refuse};
 use super::roll_call::is_abandoned;
 use crate::device::Device;
@@ -156,18 +158,17 @@ impl Connector {
         let store = store.with_prefix("memory")?;
         let home =
             if shares_memory()? { Home::new() } else { Err(io::Error::other("VOLTAIC_SHARED_MEMORY=0")) };
-        let told = move |stage: &str, mine: &str| {
-            store.set(&format!("{stage}/{rank}"), mine.as_bytes())?;
-            let told = |rank| store.get(&format!("{stage}/{rank}"), timeout);
-            let texts = (0..size).map(|rank| Ok(String::from_utf8_lossy(&told(rank)?).into_owned()));
-            texts.collect::<Result<Vec<_>, TorchError>>()
-        };
+        let host = host_name();
         let connect = move || {
-            let addresses = told("address", &home.as_ref().map_or_else(|_| String::new(), Home::address))?;
-            let opened = home.and_then(|home| home.open_others(rank, &addresses, timeout));
-            let reasons =
-                told("refusal", &opened.as_ref().err().map_or_else(String::new, io::Error::to_string))?;
-            let refusal = reasons.into_iter().find(|reason| !reason.is_empty());
+            let exchange = Exchange { store: &store, rank, size, timeout };
+            let own = home.as_ref().map_or_else(|error| Err(error.to_string()), |home| Ok(home.address()));
+            let addresses = exchange.address(&host, own)?;
+            let (addresses, home) = match (addresses, home) {
+                (Ok(addresses), Ok(home)) => (addresses, home),
+                (refusal, _) => return Ok((None, Some(refusal.err().unwrap_or_default()))),
+            };
+            let opened = home.open_others(rank, &addresses, timeout);
+            let refusal = exchange.refusal(opened.as_ref().err().map(io::Error::to_string))?;
             Ok::<_, TorchError>((opened.ok().filter(|_| refusal.is_none()), refusal))
         };
         let remedy = "check that the nodes reach each other";
@@ -244,6 +245,77 @@ impl Connector {
     }
 }
 
+/// Texts that members exchange over the store: rank 0 of the group reads those of all, and the others what it makes of them.
+struct Exchange<'a> {
+    store: &'a Store,
+    rank: usize,
+    size: usize,
+    timeout: Duration,
+}
+
+impl Exchange<'_> {
+    /// The addresses of all members, or why they share no memory. Rank 0 stops at the first one of another host.
+    fn address(
+        &self,
+        host: &str,
+        own: Result<String, String>,
+    ) -> Result<Result<Vec<String>, String>, TorchError> {
+        let own = own.map(|address| (host.to_owned(), address));
+        self.collect("address", &own, |texts: &mut dyn Iterator<Item = Member>| {
+            let mut addresses = Vec::new();
+            for text in texts {
+                match text? {
+                    Ok((other, address)) if other == host => addresses.push(address),
+                    Ok((other, _)) => return Ok(Err(format!("ranks are on {host} and on {other}"))),
+                    Err(reason) => return Ok(Err(reason)),
+                }
+            }
+            Ok(Ok(addresses))
+        })
+    }
+
+    /// The first reason of a member.
+    fn refusal(&self, own: Option<String>) -> Result<Option<String>, TorchError> {
+        self.collect(
+            "refusal",
+            &own,
+            |texts: &mut dyn Iterator<Item = Result<Option<String>, TorchError>>| {
+                for reason in texts {
+                    if let Some(reason) = reason? {
+                        return Ok(Some(reason));
+                    }
+                }
+                Ok(None)
+            },
+        )
+    }
+
+    fn collect<T: Serialize + DeserializeOwned, U: Serialize + DeserializeOwned>(
+        &self,
+        stage: &str,
+        own: &T,
+        reduce: impl FnOnce(&mut dyn Iterator<Item = Result<T, TorchError>>) -> Result<U, TorchError>,
+    ) -> Result<U, TorchError> {
+        let Self { store, rank, size, timeout } = *self;
+        let unreadable = |error: serde_json::Error| {
+            TorchError::new("store get", TorchErrorKind::Other, &format!("{stage}: {error}"))
+        };
+        let get = |key: String| store.get(&key, timeout);
+        store.set(&format!("{stage}/{rank}"), &serde_json::to_vec(own).map_err(unreadable)?)?;
+        let all = format!("{stage}/all");
+        if rank > 0 {
+            return serde_json::from_slice(&get(all)?).map_err(unreadable);
+        }
+        let read = |rank| serde_json::from_slice(&get(format!("{stage}/{rank}"))?).map_err(unreadable);
+        let reduced = reduce(&mut (0..size).map(read))?;
+        store.set(&all, &serde_json::to_vec(&reduced).map_err(unreadable)?)?;
+        Ok(reduced)
+    }
+}
+
+/// Host and address of a member's memory, or why it shares none.
+type Member = Result<Result<(String, String), String>, TorchError>;
+
 /// Each member proves to each other, over the connection between the two, that it knows the job's secret: what listens at a port
 /// is known to others before the ranks are connected, so that somebody else may have connected in the place of one.
 fn prove(
@@ -264,8 +336,8 @@ fn prove(
     let output = input.f_zeros_like().map_err(|error| fail(&error))?;
     let splits = vec![SEAL_BYTES as i64; size];
     backend.all_to_all(&input, &splits, &output, &splits)?.wait()?;
-    let told: Vec<u8> = Vec::try_from(&output).map_err(|error| fail(&error))?;
-    let is_strange = |from: &usize| told[from * SEAL_BYTES..][..SEAL_BYTES] != proof(*from, rank);
+    let received: Vec<u8> = Vec::try_from(&output).map_err(|error| fail(&error))?;
+    let is_strange = |from: &usize| received[from * SEAL_BYTES..][..SEAL_BYTES] != proof(*from, rank);
     match (0..size).find(is_strange) {
         None => Ok(()),
         Some(from) => Err(fail(&format!(

@@ -66,14 +66,13 @@ impl Facts {
     }
 }
 
-/// How ranks differ from rank 0, whose facts come first; none if they differ only in what is allowed to.
+/// How other ranks, each with its number, differ from rank 0; none if they differ only in what is allowed to.
 ///
 /// `allowed` has keys, each for itself and for those below it: `trainer` stands for `trainer.max_time` too.
-pub(super) fn differences(facts: &[Facts], allowed: &[String]) -> Option<String> {
-    let (first, others) = facts.split_first()?;
+pub(super) fn differences(first: &Facts, others: &[(usize, Facts)], allowed: &[String]) -> Option<String> {
     let of_first = first.by_key();
     let (mut told, mut named) = (Vec::new(), HashSet::new());
-    for (index, other) in others.iter().enumerate().filter(|(_, other)| *other != first) {
+    for (rank, other) in others.iter().filter(|(_, other)| other != first) {
         let of_other = other.by_key();
         for (key, _) in first.0.iter().chain(&other.0) {
             let [own, its] = [&of_first, &of_other].map(|facts| facts.get(key.as_str()).copied());
@@ -82,7 +81,7 @@ pub(super) fn differences(facts: &[Facts], allowed: &[String]) -> Option<String>
             }
             if told.len() < NAMED {
                 let (key, own, its) = (shown(Some(key)), shown(own), shown(its));
-                told.push(format!("{key} is {own} on rank 0 and {its} on rank {}", index + 1));
+                told.push(format!("{key} is {own} on rank 0 and {its} on rank {rank}"));
             }
         }
     }
@@ -148,16 +147,16 @@ mod tests {
     fn differences_name_the_key_both_values_and_both_ranks() {
         let first = facts(&[("trainer.precision", "32-true"), ("seed", "1"), ("only.first", "a")]);
         let other = facts(&[("trainer.precision", "bf16-mixed"), ("seed", "2"), ("only.other", "b")]);
-        let all = [first.clone(), first.clone(), other.clone(), other];
+        let all = [(1, first.clone()), (2, other.clone()), (3, other)];
         let expected = "trainer.precision is 32-true on rank 0 and bf16-mixed on rank 2; seed is 1 on rank 0 and 2 on \
                         rank 2; only.first is a on rank 0 and nothing on rank 2; only.other is nothing on rank 0 and b \
                         on rank 2";
-        assert_eq!(differences(&all, &[]).as_deref(), Some(expected));
+        assert_eq!(differences(&first, &all, &[]).as_deref(), Some(expected));
         let allowed = ["trainer", "seed", "only.first", "only.other"].map(str::to_owned);
-        assert_eq!(differences(&all, &allowed), None);
-        assert!(differences(&all, &["see".to_owned()]).unwrap().contains("seed is 1"));
-        assert_eq!(differences(&[first.clone(), first], &[]), None);
-        assert_eq!(differences(&[], &[]), None);
+        assert_eq!(differences(&first, &all, &allowed), None);
+        assert!(differences(&first, &all, &["see".to_owned()]).unwrap().contains("seed is 1"));
+        assert_eq!(differences(&first, &[(1, first.clone())], &[]), None);
+        assert_eq!(differences(&first, &[], &[]), None);
     }
 
     #[test]
@@ -172,7 +171,7 @@ mod tests {
             facts
         };
         let all = [with("correct-horse"), with("battery-staple")];
-        let told = differences(&all, &[]).unwrap();
+        let told = differences(&all[0], &[(1, all[1].clone())], &[]).unwrap();
         assert!(told.contains("module.api_key is (hidden, "), "{told}");
         let sent = serde_json::to_string(&all[0]).unwrap();
         for text in [told, sent, format!("{all:?}")] {
@@ -187,7 +186,7 @@ mod tests {
             (0..100).for_each(|n| facts.add(format!("key{n}"), value.repeat(1000)));
             facts
         };
-        let told = differences(&[many("a\n"), many("b")], &[]).unwrap();
+        let told = differences(&many("a\n"), &[(1, many("b"))], &[]).unwrap();
         assert!(told.len() < 4000 && told.ends_with("; 92 more") && !told.contains('\n'), "{told}");
     }
 

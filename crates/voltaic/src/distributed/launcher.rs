@@ -359,7 +359,7 @@ fn say(text: &str) {
 }
 
 /// To be called by a rank that could not be built, or whose run has failed: a mistake of the configuration would end it again.
-pub(crate) fn tell_of_mistake(error: &Error) {
+pub(crate) fn report_config_error(error: &Error) {
     let is_mistake =
         matches!(error, Error::Config(_) | Error::Distributed(DistributedError::Different { .. }));
     if let Some(note) = std::env::var_os(NOTE).filter(|_| is_mistake) {
@@ -369,15 +369,15 @@ pub(crate) fn tell_of_mistake(error: &Error) {
 }
 
 /// To be called by a rank whose run has failed. One that has only noticed that another is gone lets the launcher show
-/// the reason first, which then ends this rank by SIGTERM: `is_told` says whether that has come.
-pub(crate) fn hold_back(error: &Error, is_told: impl Fn() -> bool) {
+/// the reason first, which then ends this rank by SIGTERM: `is_stopped` says whether that has come.
+pub(crate) fn wait_for_launcher(error: &Error, is_stopped: impl Fn() -> bool) {
     let is_consequence =
         matches!(error, Error::Distributed(DistributedError::Collective(failure)) if !failure.timed_out);
     if !is_consequence || std::env::var_os(LAUNCHER).is_none() {
         return;
     }
     let deadline = Instant::now() + PATIENCE;
-    while !is_told() && Instant::now() < deadline {
+    while !is_stopped() && Instant::now() < deadline {
         std::thread::sleep(POLL);
     }
 }

@@ -19,6 +19,8 @@ mod placement;
 mod process_group;
 mod rendezvous;
 mod roll_call;
+#[cfg(test)]
+mod scale;
 mod signals;
 mod slurm;
 mod variables;
@@ -31,10 +33,10 @@ pub use facts::Facts;
 #[doc(hidden)]
 pub use flight::record::keep_record;
 pub use flight::scope::{CollectiveScope, ScopeName, collective_scope};
-pub(crate) use flight::witness::write_records_below;
+pub(crate) use flight::watchdog::write_records_below;
 pub use launch::Launch;
 pub use launcher::launch;
-pub(crate) use launcher::{hold_back, tell_of_mistake};
+pub(crate) use launcher::{report_config_error, wait_for_launcher};
 pub(crate) use libraries::found as collective_libraries;
 pub use mesh::{DeviceMesh, ParallelDims, SubMesh};
 pub(crate) use placement::Wanted;

@@ -1,9 +1,12 @@
-//! The roll call: every rank says that it is there, and rank 0 tells all how it went.
+//! The roll call: every rank counts itself in, and rank 0 publishes a verdict.
+//!
+//! What a rank asks of the store does not depend on how many there are. Ranks count up one counter, which rank 0 polls, and set
+//! their bit in a counter that [`BITS`] ranks share, which rank 0 reads to name those that are missing. A rank whose facts have
+//! another digest than rank 0's leaves them for rank 0 to compare. Ranks wait for the verdict on the server, without polling.
 //!
 //! Rank 0 opens a *round* when it starts, and the others join the newest one. So ranks that are started again meet again
 //! whatever their launcher calls the attempt: the nodes of a `torchrun` count restarts each for itself.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,15 +16,22 @@ use super::deadline::within;
 use super::facts::{Facts, differences};
 use super::host::host_name;
 use super::placement::{RankPlacement, refuse};
-use crate::error::{Problem, Result, TorchError};
+use crate::error::{NAMED_RANKS, Problem, Result, TorchError, name_ranks};
 use crate::ffi::{JobSecret, Store};
 
 /// How much longer than rank 0 the others wait for its verdict.
 const VERDICT_GRACE: Duration = Duration::from_secs(5);
 /// After this time a rank says for whom it waits.
 pub(super) const NOTICE: Duration = Duration::from_secs(10);
-/// How rarely a rank looks whether what it waits for has come.
+/// Longest time between two looks of rank 0.
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+/// First and longest time for which another rank waits on the server before it looks for a newer round.
+const FIRST_WAIT: Duration = Duration::from_millis(200);
+const LONGEST_WAIT: Duration = Duration::from_secs(2);
+/// Ranks whose facts differ and are compared; the others are not read.
+const COMPARED: i64 = 64;
+/// Ranks that share a counter, with a bit each.
+pub(super) const BITS: usize = 32;
 const SAME_SIZE: &str = "use the same trainer.devices, trainer.num_nodes and WORLD_SIZE everywhere";
 const ALONE: &str = "use a port that only this job uses, and set VOLTAIC_JOB_SECRET";
 const OWN_RANK: &str = "give each process a rank of its own: NODE_RANK for each node, or RANK and LOCAL_RANK";
@@ -40,12 +50,15 @@ pub(super) struct Terms {
     pub allowed: Vec<String>,
 }
 
-/// A rank that has come.
+/// Rank 0 as it opens a round, and another rank whose facts are not rank 0's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Arrival {
     world_size: usize,
     host: String,
     pid: u32,
+    /// Of its facts.
+    digest: [u8; 32],
+    /// Empty for rank 0.
     facts: Facts,
 }
 
@@ -78,6 +91,9 @@ struct Verdict {
     attempt: u64,
     /// See [`Round::nonce`].
     nonce: String,
+    /// Rank 0 has been started again and has opened another round.
+    #[serde(default)]
+    is_superseded: bool,
 }
 
 impl Verdict {
@@ -113,6 +129,9 @@ const ABANDONED: &str = "abandoned";
 const MISFIT: &str = "misfit";
 const RESTARTED: &str = "restarted";
 const VERDICT: &str = "verdict";
+/// How many other ranks have arrived, and how many of them have other facts than rank 0.
+const ARRIVED: &str = "arrived";
+const DIFFERING: &str = "differing";
 /// Keys of all rounds.
 const ROUNDS: &str = "rounds";
 const NEWEST: &str = "newest";
@@ -198,6 +217,12 @@ impl Call {
         round.set(FIRST, &self.arrival(Facts::default())).map_err(lost)?;
         self.say_if_restarted(&round)?;
         self.store.set(NEWEST, number.to_string().as_bytes()).map_err(lost)?;
+        if number > 1 {
+            // ranks that wait in the round before are to join this one
+            let superseded = Verdict { is_superseded: true, ..Verdict::default() };
+            let superseded = serde_json::to_vec(&superseded).unwrap_or_default();
+            self.round(number - 1)?.set(VERDICT, &superseded).map_err(lost)?;
+        }
         let mut verdict = self.count(&round)?;
         // a store that ended with the ranks has forgotten the rounds before
         verdict.nonce = JobSecret::random_text();
@@ -212,8 +237,8 @@ impl Call {
     /// Another rank: joins the newest round, and the next one if rank 0 is started again meanwhile.
     fn follow(&self) -> Result<(Store, Verdict)> {
         let lost = |error: TorchError| self.lost(&error);
-        let mut pause = Pause::until(self.timeout);
-        let (mut seen, mut joined) = (0, None);
+        let mut pause = Pause::waiting(self.timeout);
+        let (mut seen, mut joined): (i64, Option<Store>) = (0, None);
         loop {
             let newest = self.newest()?;
             if newest == 0 {
@@ -222,22 +247,30 @@ impl Call {
             if newest > seen {
                 seen = newest;
                 joined = self.enter(newest)?;
-                pause = Pause::until(
-                    self.timeout + if joined.is_some() { VERDICT_GRACE } else { Duration::ZERO },
-                );
+                let grace = if joined.is_some() { VERDICT_GRACE } else { Duration::ZERO };
+                pause = Pause::waiting(self.timeout + grace);
             }
-            if let Some(round) = joined.take() {
-                if round.has(VERDICT).map_err(lost)? {
-                    let verdict = round.get(VERDICT, VERDICT_GRACE).map_err(lost)?;
-                    let verdict =
-                        Verdict::from_bytes(&verdict).map_err(|what| self.strange("rank 0", &what))?;
-                    return Ok((round, verdict));
-                }
-                joined = Some(round);
-            }
-            if !pause.rest(|| self.say_whom_it_waits_for("rank 0")) {
+            let Some(limit) = pause.next(LONGEST_WAIT, || self.log_waiting_for("rank 0")) else {
                 let reason = format!("rank 0 did not answer within {} s", self.timeout.as_secs_f32());
                 return Err(refuse(&self.placement, reason, "look at the output of rank 0"));
+            };
+            match joined.take() {
+                Some(round) => {
+                    let Some(verdict) = round.wait(VERDICT, limit).map_err(lost)? else {
+                        joined = Some(round);
+                        continue;
+                    };
+                    let verdict =
+                        Verdict::from_bytes(&verdict).map_err(|what| self.strange("rank 0", &what))?;
+                    if !verdict.is_superseded {
+                        return Ok((round, verdict));
+                    }
+                }
+                None if newest == 0 => {
+                    self.store.wait(NEWEST, limit).map_err(lost)?;
+                }
+                // this rank has been started again, and rank 0 is to follow
+                None => std::thread::sleep(limit.min(LONGEST_PAUSE)),
             }
         }
     }
@@ -263,7 +296,7 @@ impl Call {
         let lost = |error: TorchError| self.lost(&error);
         let Self { placement, .. } = self;
         let round = self.round(number)?;
-        self.fits(&round)?;
+        let first = self.fits(&round)?;
         self.claim()?;
         if round.add(&format!("taken/{}", placement.rank), 1).map_err(lost)? > 1 {
             if !placement.may_come_back() {
@@ -273,19 +306,26 @@ impl Call {
             return Ok(None);
         }
         self.say_if_restarted(&round)?;
-        let arrival = self.arrival(self.terms.facts.clone());
-        round.set(&arrival_of(placement.rank), &arrival).map_err(lost)?;
+        if first.digest != self.terms.facts.digest() {
+            round.set(&facts_of(placement.rank), &self.arrival(self.terms.facts.clone())).map_err(lost)?;
+            let number = round.add(DIFFERING, 1).map_err(lost)?;
+            let rank = placement.rank.to_string();
+            round.set(&format!("{DIFFERING}/{number}"), rank.as_bytes()).map_err(lost)?;
+        }
+        let (key, bit) = bit_of("present", placement.rank);
+        round.add(&key, bit).map_err(lost)?;
+        round.add(ARRIVED, 1).map_err(lost)?; // after all that rank 0 reads when all have arrived
         Ok(Some(round))
     }
 
-    /// Whether rank 0 expects as many ranks; if it does not, both say so.
-    fn fits(&self, round: &Store) -> Result<()> {
+    /// Rank 0's arrival, if it expects as many ranks; if it does not, both say so.
+    fn fits(&self, round: &Store) -> Result<Arrival> {
         let lost = |error: TorchError| self.lost(&error);
         let own = self.placement.world_size;
         let first = round.get(FIRST, VERDICT_GRACE).map_err(lost)?;
         let first = Arrival::from_bytes(&first).map_err(|what| self.strange("rank 0", &what))?;
         if first.world_size == own {
-            return Ok(());
+            return Ok(first);
         }
         let Arrival { world_size: expected, host, pid, .. } = first;
         let rank = self.placement.rank;
@@ -307,53 +347,74 @@ impl Call {
     fn count(&self, round: &Store) -> Result<Verdict> {
         let lost = |error: TorchError| self.lost(&error);
         let world_size = self.placement.world_size;
-        let mut arrived: BTreeMap<usize, Arrival> = BTreeMap::new();
         let mut pause = Pause::until(self.timeout);
         loop {
             if round.has(MISFIT).map_err(lost)? {
                 let reason = round.get(MISFIT, VERDICT_GRACE).map_err(lost)?;
                 return Ok(Verdict::problem(String::from_utf8_lossy(&reason).into_owned(), SAME_SIZE));
             }
-            for rank in (1..world_size).filter(|rank| !arrived.contains_key(rank)).collect::<Vec<_>>() {
-                let key = arrival_of(rank);
-                if !round.has(&key).map_err(lost)? {
-                    continue;
-                }
-                match Arrival::from_bytes(&round.get(&key, VERDICT_GRACE).map_err(lost)?) {
-                    Ok(arrival) => arrived.insert(rank, arrival),
-                    Err(what) => {
-                        return Ok(Verdict::problem(format!("rank {rank} has sent {what}"), SAME_VERSION));
-                    }
-                };
-            }
-            if arrived.len() + 1 >= world_size {
-                return Ok(self.compare(arrived));
+            let arrived = round.add(ARRIVED, 0).map_err(lost)?;
+            if arrived + 1 >= world_size as i64 && self.missing(round)?.1 == 0 {
+                return self.compare(round);
             }
             if round.has(ABANDONED).map_err(lost)? {
                 let reason = "a rank has ended while the others were still to come".to_owned();
                 return Ok(Verdict::problem(reason, "look at its output"));
             }
-            let missing = || missing(world_size, &arrived);
-            if !pause.rest(|| self.say_whom_it_waits_for(&missing())) {
-                let limit = self.timeout.as_secs_f32();
-                let reason = format!("{} of {world_size} did not come within {limit} s", missing());
-                let remedy = "look at their output, or raise timeout_secs in trainer.strategy";
-                return Ok(Verdict::problem(reason, remedy));
+            let mut is_long = false;
+            let next = pause.next(LONGEST_PAUSE, || is_long = true);
+            if is_long || next.is_none() {
+                let (first, total) = self.missing(round)?;
+                let missing = name_ranks(&first, total);
+                if next.is_none() && total == 0 {
+                    return self.compare(round); // the last one has just arrived
+                }
+                if next.is_none() {
+                    let limit = self.timeout.as_secs_f32();
+                    let reason = format!("{missing} of {world_size} did not come within {limit} s");
+                    let remedy = "look at their output, or raise timeout_secs in trainer.strategy";
+                    return Ok(Verdict::problem(reason, remedy));
+                }
+                self.log_waiting_for(&missing);
             }
+            std::thread::sleep(next.unwrap_or_default());
         }
+    }
+
+    /// The first ranks that have not arrived, and how many there are: a request for each [`BITS`] ranks.
+    fn missing(&self, round: &Store) -> Result<(Vec<usize>, usize)> {
+        let (present, world_size) =
+            (read_bits(round, "present", self.placement.world_size), self.placement.world_size);
+        let present = present.map_err(|error| self.lost(&error))?;
+        let missing = (1..world_size).filter(|rank| !present[*rank]);
+        Ok((missing.clone().take(NAMED_RANKS).collect(), missing.count()))
     }
 
     /// All have come: whether they have come for the same.
-    fn compare(&self, arrived: BTreeMap<usize, Arrival>) -> Verdict {
-        let others = arrived.into_values().map(|arrival| arrival.facts);
-        let facts: Vec<Facts> = std::iter::once(self.terms.facts.clone()).chain(others).collect();
-        match differences(&facts, &self.terms.allowed) {
-            None => Verdict::default(),
-            Some(told) => Verdict::problem(told, SAME_RUN),
+    fn compare(&self, round: &Store) -> Result<Verdict> {
+        let lost = |error: TorchError| self.lost(&error);
+        let mut others = Vec::new();
+        for number in 1..=round.add(DIFFERING, 0).map_err(lost)?.min(COMPARED) {
+            let rank = round.get(&format!("{DIFFERING}/{number}"), VERDICT_GRACE).map_err(lost)?;
+            let Some(rank) = std::str::from_utf8(&rank).ok().and_then(|rank| rank.parse().ok()) else {
+                let what = unreadable(&rank, &"not a rank");
+                return Ok(Verdict::problem(format!("a rank has sent {what}"), SAME_VERSION));
+            };
+            match Arrival::from_bytes(&round.get(&facts_of(rank), VERDICT_GRACE).map_err(lost)?) {
+                Ok(arrival) => others.push((rank, arrival.facts)),
+                Err(what) => {
+                    return Ok(Verdict::problem(format!("rank {rank} has sent {what}"), SAME_VERSION));
+                }
+            }
         }
+        others.sort_by_key(|(rank, _)| *rank);
+        Ok(match differences(&self.terms.facts, &others, &self.terms.allowed) {
+            None => Verdict::default(),
+            Some(what) => Verdict::problem(what, SAME_RUN),
+        })
     }
 
-    fn say_whom_it_waits_for(&self, whom: &str) {
+    fn log_waiting_for(&self, whom: &str) {
         let RankPlacement { rank, world_size, master_addr, master_port, .. } = &self.placement;
         tracing::info!("rank {rank} of {world_size} waits for {whom} at {master_addr}:{master_port}");
     }
@@ -381,7 +442,8 @@ impl Call {
 
     fn arrival(&self, facts: Facts) -> Vec<u8> {
         let world_size = self.placement.world_size;
-        let arrival = Arrival { world_size, host: host_name(), pid: std::process::id(), facts };
+        let digest = self.terms.facts.digest();
+        let arrival = Arrival { world_size, host: host_name(), pid: std::process::id(), digest, facts };
         serde_json::to_vec(&arrival).unwrap_or_default()
     }
 
@@ -407,17 +469,24 @@ impl Call {
     }
 }
 
-/// Where a rank says that it is there.
-fn arrival_of(rank: usize) -> String {
-    format!("arrival/{rank}")
+/// Where a rank leaves its facts.
+fn facts_of(rank: usize) -> String {
+    format!("facts/{rank}")
 }
 
-/// `rank 1` or `ranks 1, 2`.
-fn missing(world_size: usize, arrived: &BTreeMap<usize, Arrival>) -> String {
-    let missing: Vec<String> =
-        (1..world_size).filter(|rank| !arrived.contains_key(rank)).map(|rank| rank.to_string()).collect();
-    let s = if missing.len() == 1 { "" } else { "s" };
-    format!("rank{s} {}", missing.join(", "))
+/// The counter in which a rank has a bit, and the bit.
+pub(super) fn bit_of(key: &str, rank: usize) -> (String, i64) {
+    (format!("{key}/{}", rank / BITS), 1 << (rank % BITS))
+}
+
+/// Which of so many ranks have set their bit.
+pub(super) fn read_bits(store: &Store, key: &str, size: usize) -> Result<Vec<bool>, TorchError> {
+    let mut bits = Vec::with_capacity(size);
+    while bits.len() < size {
+        let counter = store.add(&bit_of(key, bits.len()).0, 0)?;
+        bits.extend((0..BITS.min(size - bits.len())).map(|bit| counter >> bit & 1 == 1));
+    }
+    Ok(bits)
 }
 
 /// Looks again, at first often.
@@ -433,19 +502,24 @@ impl Pause {
         Self { next: Duration::from_millis(2), deadline: now + timeout, notice: Some(now + NOTICE) }
     }
 
-    /// False when the time is over. Calls `say` once, when it begins to be long.
-    fn rest(&mut self, say: impl FnOnce()) -> bool {
+    /// For waits on the server.
+    fn waiting(timeout: Duration) -> Self {
+        Self { next: FIRST_WAIT, ..Self::until(timeout) }
+    }
+
+    /// How long to wait now; none when the time is over. Calls `log` once, when it begins to be long.
+    fn next(&mut self, longest: Duration, log: impl FnOnce()) -> Option<Duration> {
         let now = Instant::now();
         if now >= self.deadline {
-            return false;
+            return None;
         }
         if self.notice.is_some_and(|notice| now >= notice) {
             self.notice = None;
-            say();
+            log();
         }
-        std::thread::sleep(self.next.min(self.deadline - now));
-        self.next = (self.next * 3 / 2).min(LONGEST_PAUSE);
-        true
+        let next = self.next.min(self.deadline - now);
+        self.next = (self.next * 3 / 2).min(longest);
+        Some(next)
     }
 }
 
@@ -493,7 +567,8 @@ mod tests {
         let mut facts = Facts::default();
         facts.add("trainer.precision", "32-true");
         facts.add("module.name", "\u{1F600}\"\\");
-        let arrival = Arrival { world_size: 2, host: "node".to_owned(), pid: 7, facts };
+        let digest = facts.digest();
+        let arrival = Arrival { world_size: 2, host: "node".to_owned(), pid: 7, digest, facts };
         let verdict = Verdict::problem("a reason".to_owned(), "a remedy");
         let seeds = [
             serde_json::to_vec(&arrival).unwrap(),
@@ -514,7 +589,7 @@ mod tests {
             let read = [
                 Arrival::from_bytes(&bytes).map(|read| {
                     // what was read is compared without a panic, and named in a short message
-                    let told = differences(&[arrival.facts.clone(), read.facts], &[]);
+                    let told = differences(&arrival.facts, &[(1, read.facts)], &[]);
                     assert!(told.is_none_or(|told| told.len() < 1 << 14));
                 }),
                 Verdict::from_bytes(&bytes).map(drop),

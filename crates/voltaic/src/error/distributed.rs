@@ -68,9 +68,11 @@ pub struct CollectiveFailure {
     pub group: Option<Vec<usize>>,
     /// Who called it: the names of the [scopes](crate::distributed::collective_scope) around the call.
     pub from: String,
-    /// Global ranks that did not take part, as far as is known.
+    /// Global ranks that did not take part, as far as is known: the first of them.
     pub missing: Vec<usize>,
-    /// Global ranks that were in another operation, and in which.
+    /// How many others did not take part.
+    pub more_missing: usize,
+    /// Global ranks that were in another operation, and in which: the first of them.
     pub elsewhere: Vec<(usize, String)>,
     /// Where ranks that did not take part are, each as a sentence.
     pub last_seen: Vec<String>,
@@ -124,18 +126,19 @@ impl DistributedError {
 
 impl std::fmt::Display for CollectiveFailure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { op, rank, world_size, group, from, missing, elsewhere, seq, bytes, .. } = self;
+        let Self { op, rank, world_size, group, from, missing, more_missing, elsewhere, seq, bytes, .. } =
+            self;
         write!(f, "{op} (operation {seq}, {bytes} bytes")?;
         if !from.is_empty() {
             write!(f, ", from {from}")?;
         }
         write!(f, ")")?;
         if let Some(members) = group {
-            write!(f, " among {}", ranks(members))?;
+            write!(f, " among {}", name_ranks(members, members.len()))?;
         }
         write!(f, " failed on rank {rank} of {world_size}")?;
         if !missing.is_empty() {
-            write!(f, ", {} did not take part", ranks(missing))?;
+            write!(f, ", {} did not take part", name_ranks(missing, missing.len() + more_missing))?;
         }
         for (rank, call) in elsewhere {
             write!(f, ", rank {rank} was in {call}")?;
@@ -151,11 +154,18 @@ impl std::fmt::Display for CollectiveFailure {
     }
 }
 
-/// `rank 1` or `ranks 1, 2`.
-fn ranks(ranks: &[usize]) -> String {
-    let s = if ranks.len() == 1 { "" } else { "s" };
-    let list: Vec<String> = ranks.iter().map(usize::to_string).collect();
-    format!("rank{s} {}", list.join(", "))
+/// Most ranks that a message names.
+pub(crate) const NAMED_RANKS: usize = 32;
+
+/// `rank 1`, `ranks 1, 2`, or the first [`NAMED_RANKS`] of them `and 9 more`; `total` counts those that are not in `ranks`, too.
+pub(crate) fn name_ranks(ranks: &[usize], total: usize) -> String {
+    let s = if total == 1 { "" } else { "s" };
+    let list: Vec<String> = ranks.iter().take(NAMED_RANKS).map(usize::to_string).collect();
+    let more = match total.saturating_sub(list.len()) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("rank{s} {}{more}", list.join(", "))
 }
 
 fn shown(names: &[String]) -> String {
@@ -170,6 +180,16 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_message_names_some_of_many_ranks() {
+        assert_eq!(name_ranks(&[7], 1), "rank 7");
+        assert_eq!(name_ranks(&[1, 2], 2), "ranks 1, 2");
+        assert_eq!(name_ranks(&[1, 2], 10_000), "ranks 1, 2 and 9998 more");
+        let many: Vec<usize> = (0..65_536).collect();
+        let text = name_ranks(&many, many.len());
+        assert!(text.len() < 200 && text.ends_with(", 31 and 65504 more"), "{text}");
+    }
+
+    #[test]
     fn a_failed_collective_names_everything_known() {
         let failure = CollectiveFailure {
             op: "all_reduce",
@@ -178,6 +198,7 @@ mod tests {
             group: None,
             from: String::new(),
             missing: vec![1, 3],
+            more_missing: 0,
             elsewhere: Vec::new(),
             last_seen: Vec::new(),
             record: None,

@@ -30,6 +30,7 @@ pub use config::{ConfigError, ConfigProblem};
 pub use data::DataError;
 pub use device::DeviceError;
 pub use distributed::{CollectiveFailure, DistributedError};
+pub(crate) use distributed::{NAMED_RANKS, name_ranks};
 pub use graph::GraphError;
 pub use libtorch::LibtorchError;
 pub use module::ModuleError;

@@ -18,6 +18,7 @@ fn errors() -> Vec<Error> {
             group: None,
             from: text(),
             missing: vec![1],
+            more_missing: 0,
             elsewhere: Vec::new(),
             last_seen: vec![text()],
             record: Some(path()),

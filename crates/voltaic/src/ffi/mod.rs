@@ -50,6 +50,8 @@ pub use graph::recording::{
 pub use kernels::{has_attention_kernel, install_kernels};
 pub use kineto::{EventScope, Kineto, KinetoEvent, KinetoOptions, Profile, ProfileRange, unescaped_name};
 pub use libtorch::{check_libtorch, libtorch_library, libtorch_version};
+#[cfg(test)]
+pub(crate) use ranks::c10d::store_requests;
 pub use ranks::c10d::{
     Backend, GlooInterface, Listen, ReduceOp, Store, Work, adopt_grads, fill_bucket, reached_leaves,
 };

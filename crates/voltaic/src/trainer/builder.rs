@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::accelerator::{AcceleratorChoice, Devices};
 use crate::callback::{Callback, TimeSpan};
 use crate::checkpoint::CheckpointIo;
-use crate::distributed::tell_of_mistake;
+use crate::distributed::report_config_error;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::logger::{Logger, Loggers};
@@ -227,7 +227,7 @@ impl TrainerBuilder {
             optimizers = of_settings.map(|optimizer| OptimizerOverride { optimizer, lr_scheduler: None });
         }
         let assembled = assemble(&self.config, self.given, plan, accelerator);
-        let (plan, run) = assembled.inspect_err(tell_of_mistake)?;
+        let (plan, run) = assembled.inspect_err(report_config_error)?;
         Ok(Trainer::new(self.config, plan, run, optimizers, searches))
     }
 

@@ -2,8 +2,9 @@
 //!
 //! Every operation between ranks is noted in a ring (`record`), with the names of who called it (`scope`). The ring is in
 //! memory that ranks of one host share, so that it outlives its rank. When an operation fails, or a rank is gone, all
-//! others write their rings below the run's folder and say where they are (`witness`). PyTorch has the same under this name.
+//! others write their rings below the run's folder and publish their positions (`watchdog`); `inquest` finds out on which ranks it failed. PyTorch has the same under this name.
 
+pub(super) mod inquest;
 pub(super) mod record;
 pub(super) mod scope;
-pub(super) mod witness;
+pub(super) mod watchdog;

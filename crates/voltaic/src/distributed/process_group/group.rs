@@ -10,8 +10,8 @@ use super::shared::{AbsentRanks, Shared, State};
 use super::work::{Underway, Work};
 use crate::distributed::connect::{Connected, Connector, Place};
 use crate::distributed::flight::record;
-use crate::distributed::flight::witness::Witness;
-use crate::error::{ConfigError, Result, TorchError};
+use crate::distributed::flight::watchdog::Watchdog;
+use crate::error::{ConfigError, Result, TorchError, name_ranks};
 use crate::ffi::{self, Backend, Store};
 
 /// Ranks that are connected.
@@ -39,10 +39,10 @@ impl ProcessGroup {
     /// The group of all ranks. `store` is this group's own.
     pub(in crate::distributed) fn of_all(connector: Connector, store: Arc<Store>) -> Result<Self> {
         let place = connector.place_of_all();
-        let witness = Arc::new(Witness::start(connector.placement(), &store)?);
+        let watchdog = Arc::new(Watchdog::start(connector.placement(), &store)?);
         let absent = Arc::default();
-        let group = Self::connect(connector, store, (witness, absent), place, (0..place.size).collect())?;
-        group.shared.witness.meet_neighbours();
+        let group = Self::connect(connector, store, (watchdog, absent), place, (0..place.size).collect())?;
+        group.shared.watchdog.meet_neighbours();
         Ok(group)
     }
 
@@ -50,16 +50,25 @@ impl ProcessGroup {
     pub(super) fn connect(
         connector: Connector,
         store: Arc<Store>,
-        (witness, absent): (Arc<Witness>, Arc<Mutex<Option<AbsentRanks>>>),
+        (watchdog, absent): (Arc<Watchdog>, Arc<Mutex<Option<AbsentRanks>>>),
         place: Place,
         members: Vec<usize>,
     ) -> Result<Self> {
         let Connected { library, gloo, neighbours } = connector.connect(&store, place)?;
         let state = Mutex::new(State { library, gloo, started: 0, splits: 0, traffic: BTreeMap::new() });
         let is_part = members.len() < connector.place_of_all().size;
-        let label = is_part.then(|| format!("among ranks {members:?}").into());
-        let shared =
-            Shared { state, neighbours, store, rank: place.rank, members, label, connector, witness, absent };
+        let label = is_part.then(|| format!("among {}", name_ranks(&members, members.len())).into());
+        let shared = Shared {
+            state,
+            neighbours,
+            store,
+            rank: place.rank,
+            members,
+            label,
+            connector,
+            watchdog,
+            absent,
+        };
         Ok(Self { shared: Arc::new(shared) })
     }
 

@@ -2,29 +2,22 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
 use crate::distributed::connect::Connector;
-use crate::distributed::deadline::within;
+use crate::distributed::flight::inquest::{Failed, Inquest, RankReport};
 use crate::distributed::flight::record;
-use crate::distributed::flight::witness::Witness;
+use crate::distributed::flight::watchdog::Watchdog;
 use crate::error::{CollectiveFailure, ConfigError, DistributedError, Error, TorchError, TorchErrorKind};
 use crate::ffi::{Backend, Neighbours, Store, next_ticket};
-
-/// How long a rank whose operation failed waits to see which ranks it failed on, too.
-const INQUEST: Duration = Duration::from_secs(2);
-/// How much longer it waits for a store that does not answer.
-const INQUEST_GRACE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct Shared {
     pub state: Mutex<State>,
     /// If all members share memory.
     pub neighbours: Option<Neighbours>,
-    /// Where members tell each other of failures; of this group alone.
+    /// Where members report failures; of this group alone.
     pub store: Arc<Store>,
     /// This process's place among the members.
     pub rank: usize,
@@ -35,7 +28,7 @@ pub(super) struct Shared {
     /// Makes groups of some of the members.
     pub connector: Connector,
     /// Finds out where ranks are.
-    pub witness: Arc<Witness>,
+    pub watchdog: Arc<Watchdog>,
     /// Ranks that take no part in operations now; shared with all groups that were split from one.
     pub absent: Arc<Mutex<Option<AbsentRanks>>>,
 }
@@ -89,15 +82,6 @@ pub(super) struct Call {
     pub number: u64,
 }
 
-/// What a member says when an operation has failed on it.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-struct Failed {
-    op: String,
-    seq: u64,
-    bytes: usize,
-    has_peer: bool,
-}
-
 impl Shared {
     /// Whether Gloo exchanges such a tensor, or memory that ranks share.
     pub fn is_for_gloo(&self, tensor: &Tensor) -> bool {
@@ -146,26 +130,41 @@ impl Shared {
     /// What is known of a failure: the ranks on which nothing failed in time are gone, or somewhere else.
     pub fn failure(&self, call: Call, error: &TorchError) -> Error {
         let Call { op, seq, bytes, peer, .. } = call;
-        let (caller, record) = (record::caller(call.number), self.witness.write_record());
-        let (alarm, told) = self.tell(call).unzip();
-        let others = (0..self.members.len()).filter(|&other| other != self.rank);
-        let missing: Vec<usize> = match (peer, &told) {
-            (Some(peer), _) => vec![self.members[peer]],
-            (None, Some(told)) => {
-                others.filter(|rank| !told.contains_key(rank)).map(|rank| self.members[rank]).collect()
+        let (caller, record) = (record::caller(call.number), self.watchdog.write_record());
+        let failed = Failed { op: op.to_owned(), seq, bytes, has_peer: peer.is_some() };
+        let inquest = Inquest {
+            store: self.store.clone(),
+            watchdog: self.watchdog.clone(),
+            rank: self.rank,
+            members: self.members.clone(),
+            failed: failed.clone(),
+        };
+        let report = inquest.hold();
+        let global = |rank: &usize| self.members.get(*rank).copied();
+        let (missing, num_missing) = match (peer, &report) {
+            (Some(peer), _) => (vec![self.members[peer]], 1),
+            (None, Some(report)) => (report.missing.iter().filter_map(global).collect(), report.num_missing),
+            (None, None) => {
+                // the store does not answer
+                let others = self.members.iter().copied().filter(|rank| global(&self.rank) != Some(*rank));
+                let missing = self.watchdog.not_in(others, op, seq);
+                let total = missing.len();
+                (missing, total)
             }
-            // the store does not answer
-            (None, None) => self.witness.not_in(others.map(|rank| self.members[rank]), op, seq),
         };
-        let last_seen = self.witness.find(&missing, alarm);
-        let is_other = |failed: &Failed| {
-            peer.is_none()
-                && !failed.has_peer
-                && (failed.op.as_str(), failed.seq, failed.bytes) != (op, seq, bytes)
-        };
-        let differing = told.iter().flatten().filter(|(_, failed)| is_other(failed));
-        let elsewhere = differing.map(|(&rank, Failed { op, seq, bytes, .. })| {
-            (self.members[rank], format!("{op} (operation {seq}, {bytes} bytes)"))
+        let RankReport { calls, last_seen, .. } = report.unwrap_or_else(|| RankReport {
+            last_seen: self.watchdog.find_on_node(&missing),
+            ..RankReport::default()
+        });
+        let differing =
+            calls.iter().filter(|(other, _)| peer.is_none() && !other.has_peer && *other != failed);
+        let elsewhere = differing.flat_map(|(Failed { op, seq, bytes, .. }, ranks)| {
+            let text = format!("{op} (operation {seq}, {bytes} bytes)");
+            ranks
+                .iter()
+                .filter(|rank| **rank != self.rank)
+                .filter_map(global)
+                .map(move |rank| (rank, text.clone()))
         });
         let reason = match error.kind {
             TorchErrorKind::Other => error.message.clone(),
@@ -181,9 +180,10 @@ impl Shared {
                 None => caller,
                 Some(label) => caller.trim_start_matches(&**label).trim_start_matches(": ").to_owned(),
             },
+            more_missing: num_missing - missing.len(),
             missing,
             elsewhere: elsewhere.collect(),
-            last_seen: last_seen.into_iter().map(|(_, text)| text).collect(),
+            last_seen: last_seen.into_values().collect(),
             record,
             seq,
             bytes,
@@ -191,55 +191,6 @@ impl Shared {
             reason: first_line(&reason),
         }))
         .into()
-    }
-
-    /// Tells the others that this member's operation has failed, and returns what they tell; nothing if the store is gone
-    /// or out of reach, and with it all that could be known.
-    fn tell(&self, Call { op, seq, bytes, peer, .. }: Call) -> Option<(i64, BTreeMap<usize, Failed>)> {
-        let inquest = Inquest {
-            store: self.store.clone(),
-            witness: self.witness.clone(),
-            rank: self.rank,
-            members: self.members.clone(),
-            failed: Failed { op: op.to_owned(), seq, bytes, has_peer: peer.is_some() },
-        };
-        within(INQUEST + INQUEST_GRACE, move || inquest.hold().ok()).flatten()
-    }
-}
-
-/// Finds out on which members an operation has failed.
-struct Inquest {
-    store: Arc<Store>,
-    witness: Arc<Witness>,
-    /// This process's place among the members.
-    rank: usize,
-    members: Vec<usize>,
-    failed: Failed,
-}
-
-impl Inquest {
-    /// The number of the alarm that this raises, and what the members tell while [`INQUEST`] lasts. Those that have ended
-    /// are not waited for.
-    fn hold(&self) -> Result<(i64, BTreeMap<usize, Failed>), TorchError> {
-        let key = |rank: usize| format!("failed/{rank}");
-        let deadline = Instant::now() + if self.failed.has_peer { Duration::ZERO } else { INQUEST };
-        let alarm = self.witness.raise_alarm()?;
-        self.store.set(&key(self.rank), &serde_json::to_vec(&self.failed).unwrap_or_default())?;
-        let mut told = BTreeMap::new();
-        let mut silent: Vec<usize> = (0..self.members.len()).filter(|&rank| rank != self.rank).collect();
-        while !silent.is_empty() && Instant::now() < deadline {
-            for rank in std::mem::take(&mut silent) {
-                let has_ended = self.witness.has_ended(self.members[rank]); // before: it may have told at the last
-                if self.store.has(&key(rank))? {
-                    let text = self.store.get(&key(rank), INQUEST_GRACE)?;
-                    told.extend(serde_json::from_slice(&text).ok().map(|failed| (rank, failed)));
-                } else if !has_ended {
-                    silent.push(rank);
-                }
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        Ok((alarm, told))
     }
 }
 

@@ -65,8 +65,8 @@ impl ProcessGroup {
         let Some((index, place, ranks)) = own else { return Ok(None) };
         let store = Arc::new(self.shared.store.with_prefix(&format!("split{number}/{index}"))?);
         let members = ranks.iter().map(|&rank| self.shared.members[rank]).collect();
-        let Shared { connector, witness, absent, .. } = &*self.shared;
-        Self::connect(connector.clone(), store, (witness.clone(), absent.clone()), place, members).map(Some)
+        let Shared { connector, watchdog, absent, .. } = &*self.shared;
+        Self::connect(connector.clone(), store, (watchdog.clone(), absent.clone()), place, members).map(Some)
     }
 
     fn check_groups(&self, op: &str, groups: &[Vec<usize>]) -> Result<()> {

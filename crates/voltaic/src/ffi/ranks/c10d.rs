@@ -68,6 +68,22 @@ pub enum Listen {
     Everywhere,
 }
 
+/// Requests of this process's stores.
+#[cfg(test)]
+static REQUESTS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+
+/// How many requests the stores of this process have made.
+#[cfg(test)]
+pub fn store_requests() -> u64 {
+    REQUESTS.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+/// Counts requests, which tests measure.
+fn count_requests(_number: u64) {
+    #[cfg(test)]
+    REQUESTS.fetch_add(_number, std::sync::atomic::Ordering::Relaxed);
+}
+
 /// Keys and values that all ranks of a run see: a client of a TCP server, or the server itself.
 #[derive(Debug)]
 pub struct Store(*mut sys::vt_store);
@@ -154,6 +170,7 @@ impl Store {
     /// libtorch's, if the server is gone.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), TorchError> {
         const OP: &str = "store set";
+        count_requests(1);
         let _quiet = Quiet::enter();
         let key = c_string(OP, key)?;
         // SAFETY: key and value are borrowed for the call.
@@ -166,6 +183,7 @@ impl Store {
     /// libtorch's, if the key is not there within `timeout` or the server is gone.
     pub fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, TorchError> {
         const OP: &str = "store get";
+        count_requests(2);
         extern "C" fn receive(data: *mut c_void, value: *const u8, len: usize) {
             // SAFETY: data is the vector below, which nobody else refers to during the call; the shim gives `len`
             // readable bytes, or a pointer that is not read if there are none.
@@ -185,12 +203,26 @@ impl Store {
         Ok(value)
     }
 
+    /// Waits on the server for a key; `None` if it is not set within `timeout`. One request, however long it takes; other requests
+    /// of this process to the same server wait meanwhile.
+    ///
+    /// # Errors
+    /// libtorch's, if the server is gone, or the value is not sealed as it should be.
+    pub fn wait(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>, TorchError> {
+        match self.get(key, timeout) {
+            Ok(value) => Ok(Some(value)),
+            Err(_) if !self.has(key)? => Ok(None),
+            Err(_) => self.get(key, timeout).map(Some),
+        }
+    }
+
     /// Adds to a counter, 0 at first; returns the sum.
     ///
     /// # Errors
     /// libtorch's, if the server is gone.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64, TorchError> {
         const OP: &str = "store add";
+        count_requests(1);
         let _quiet = Quiet::enter();
         let key = c_string(OP, key)?;
         let mut sum = 0;
@@ -205,6 +237,7 @@ impl Store {
     /// libtorch's, if the server is gone.
     pub fn has(&self, key: &str) -> Result<bool, TorchError> {
         const OP: &str = "store check";
+        count_requests(1);
         let _quiet = Quiet::enter();
         let key = c_string(OP, key)?;
         let mut has = 0;

@@ -1,7 +1,7 @@
 //! How a call ends, above all if it fails.
 
 use crate::data::Stage;
-use crate::distributed::{collective_scope, global_rank, hold_back, tell_of_mistake};
+use crate::distributed::{collective_scope, global_rank, report_config_error, wait_for_launcher};
 use crate::error::{Error, Result};
 use crate::module::{BatchFacts, LightningModule};
 use crate::trainer::session::guard::guarded;
@@ -48,8 +48,8 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Tells callbacks, the data module and loggers that the run failed.
     fn on_exception(&mut self, error: &Error) {
-        tell_of_mistake(error);
-        hold_back(error, || self.run.engine.signal().is_some());
+        report_config_error(error);
+        wait_for_launcher(error, || self.run.engine.signal().is_some());
         self.run.asks.checkpoints.clear();
         self.run.log.rows.clear();
         // a checkpoint of now goes on with the end of the epoch

@@ -1,9 +1,12 @@
 //! Finds out where the ranks are when one of them is missing.
 //!
-//! A thread of each rank looks twice a second whether an operation has failed anywhere, and whether a rank of this host has
-//! ended. Then it writes the record of this rank, and leaves word for the others in the store: also while the rank itself
-//! is busy with something that never ends. Ranks of one host read each other's records directly, those of stopped and
-//! killed ones, too.
+//! A thread of each rank looks four times a second whether an operation has failed anywhere, and whether a rank of this node has
+//! ended. It then writes the record of this rank and leaves its position in the store, also while the rank itself is busy with
+//! something that never ends. Ranks of one node read each other's records directly, those of stopped and killed ones, too.
+//!
+//! The first rank of a node asks the store for all of its ranks. It publishes the number of alarms in memory that the others of
+//! its node read (its beacon), and once, under one key, where the records of all of them are. If the beacon stands still, since
+//! that rank has been stopped or killed, the others ask the store themselves.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -22,9 +25,13 @@ use crate::error::TorchError;
 use crate::ffi::{FlightMemory, Store};
 
 /// How often it looks.
-const TICK: Duration = Duration::from_millis(500);
+const TICK: Duration = Duration::from_millis(250);
+/// Looks at a beacon that stands still before a rank asks the store itself.
+const STILL: u32 = 2;
+/// How long a rank waits for the first rank of its node to say where the records are.
+const TABLE: Duration = Duration::from_secs(1);
 /// How long a rank that is asked where it is has to answer.
-const ANSWER: Duration = Duration::from_millis(1500);
+pub(in crate::distributed) const ANSWER: Duration = Duration::from_millis(1500);
 
 /// The folder below which this process writes its records.
 static FOLDER: Mutex<Option<PathBuf>> = Mutex::new(None);
@@ -38,6 +45,26 @@ pub(crate) fn write_records_below(root: &Path) {
 /// Keys of the store.
 const ALARM: &str = "alarm";
 
+/// Numbers of a beacon: how often its rank has looked, and how many alarms it has seen.
+const LOOKS: usize = 0;
+const ALARMS: usize = 1;
+
+/// Where the records of a node's ranks are, as their first rank publishes it.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct NodeTable {
+    beacon: String,
+    /// Ranks and addresses.
+    records: Vec<(usize, String)>,
+}
+
+/// Where the record of a rank is.
+#[derive(Debug, Serialize, Deserialize)]
+struct Published {
+    /// The first rank of its node.
+    first: usize,
+    address: String,
+}
+
 /// What a rank answers when it is asked where it is.
 #[derive(Debug, Serialize, Deserialize)]
 struct Answer {
@@ -50,7 +77,7 @@ struct Answer {
 
 /// Looks after the ranks while it lives.
 #[derive(Debug)]
-pub(in crate::distributed) struct Witness {
+pub(in crate::distributed) struct Watchdog {
     seen: Arc<Seen>,
     /// Its end is that of the thread.
     _end: Sender<()>,
@@ -59,39 +86,45 @@ pub(in crate::distributed) struct Witness {
 #[derive(Debug)]
 struct Seen {
     rank: usize,
+    /// The first rank of this node.
+    first: usize,
     world_size: usize,
     attempt: u64,
     host: String,
     store: Store,
-    /// Records of the other ranks of this host.
+    /// Of this rank, if it is the first of its node.
+    beacon: Option<FlightMemory>,
+    /// The other ranks of this node.
     neighbours: Mutex<Neighbours>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Neighbours {
-    /// Whose address is asked for next; none when all of this host are known.
-    next: Option<usize>,
+    /// Whether all of this node are known.
+    is_complete: bool,
+    /// What the first rank has found so far.
+    table: NodeTable,
     records: BTreeMap<usize, FlightMemory>,
-    /// Those of which it has been said that they have ended.
-    told: BTreeSet<usize>,
+    /// That of the first rank.
+    beacon: Option<FlightMemory>,
+    /// Those whose end has been reported.
+    reported: BTreeSet<usize>,
 }
 
-impl Witness {
+impl Watchdog {
     /// For a process that is one of these ranks; `round` is a store of these ranks alone.
     pub fn start(placement: &RankPlacement, round: &Store) -> Result<Self, TorchError> {
         let RankPlacement { rank, local_rank, world_size, attempt, .. } = *placement;
-        let neighbours = Neighbours {
-            next: Some(rank.saturating_sub(local_rank)),
-            records: BTreeMap::new(),
-            told: BTreeSet::new(),
-        };
+        let first = rank.saturating_sub(local_rank);
         let seen = Arc::new(Seen {
             rank,
+            first,
             world_size,
             attempt,
             host: host_name(),
             store: round.with_prefix("flight")?,
-            neighbours: Mutex::new(neighbours),
+            beacon: if rank == first { FlightMemory::create().ok() } else { None },
+            neighbours: Mutex::default(),
         });
         if let Some(memory) = record::own() {
             memory.header(GROUPS).fetch_add(1, Ordering::AcqRel);
@@ -106,9 +139,9 @@ impl Witness {
         Ok(Self { seen, _end: end })
     }
 
-    /// Opens the records of the other ranks of this host, all of which have been started.
+    /// Opens the records of the other ranks of this node, all of which have been started.
     pub fn meet_neighbours(&self) {
-        let _ = self.seen.meet_neighbours(); // ranks that are not found are asked over the store
+        let _ = self.seen.meet_neighbours(TABLE); // ranks that are not found are asked over the store
     }
 
     /// Writes the record of this rank; returns where it is.
@@ -121,19 +154,24 @@ impl Witness {
         self.seen.store.add(ALARM, 1)
     }
 
+    /// Where those of these ranks are that are of this node.
+    pub fn find_on_node(&self, ranks: &[usize]) -> BTreeMap<usize, String> {
+        self.seen.read_neighbours(ranks)
+    }
+
     /// Where each of these ranks is, as far as it can be found out.
-    pub fn find(&self, ranks: &[usize], alarm: Option<i64>) -> Vec<(usize, String)> {
-        let mut found = self.seen.read_neighbours(ranks);
+    pub fn find(&self, ranks: &[usize], alarm: i64) -> BTreeMap<usize, String> {
+        let mut found = self.find_on_node(ranks);
         let others: Vec<usize> = ranks.iter().copied().filter(|rank| !found.contains_key(rank)).collect();
-        if let Some(alarm) = alarm.filter(|_| !others.is_empty()) {
+        if !others.is_empty() {
             let seen = self.seen.clone();
             let answers = within(2 * ANSWER, move || seen.collect_answers(&others, alarm));
             found.extend(answers.unwrap_or_default());
         }
-        found.into_iter().collect()
+        found
     }
 
-    /// Whether a rank is known to have ended, so that it tells nothing.
+    /// Whether a rank is known to have ended, so that it reports nothing.
     pub fn has_ended(&self, rank: usize) -> bool {
         self.seen.lock().records.get(&rank).is_some_and(|memory| !memory.has_owner())
     }
@@ -147,7 +185,17 @@ impl Witness {
     }
 }
 
-impl Drop for Witness {
+/// What a rank has seen of its node's beacon.
+#[derive(Debug, Default)]
+struct Looks {
+    /// How often this rank has looked.
+    own: u32,
+    last: u64,
+    /// How often it has stood still.
+    still: u32,
+}
+
+impl Drop for Watchdog {
     fn drop(&mut self) {
         if let Some(memory) = record::own() {
             memory.header(GROUPS).fetch_sub(1, Ordering::AcqRel);
@@ -162,10 +210,10 @@ impl Seen {
 
     /// The thread.
     fn watch(&self, ended: &Receiver<()>) {
-        let mut last = 0;
+        let (mut last, mut looks) = (0, Looks::default());
         while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
-            let _ = self.meet_neighbours();
-            if let Ok(alarm) = self.store.add(ALARM, 0)
+            let _ = self.meet_neighbours(Duration::ZERO);
+            if let Some(alarm) = self.alarms(&mut looks)
                 && alarm > last
             {
                 last = alarm;
@@ -176,45 +224,107 @@ impl Seen {
         }
     }
 
-    fn publish(&self) -> Result<(), TorchError> {
-        let address = record::own().and_then(FlightMemory::address).unwrap_or_default();
-        self.store.set(&format!("record/{}", self.rank), format!("{} {address}", self.host).as_bytes())
-    }
-
-    /// Opens the records of the ranks of this host, which follow each other.
-    fn meet_neighbours(&self) -> Result<(), TorchError> {
-        loop {
-            let Some(rank) = self.lock().next.filter(|&rank| rank < self.world_size) else { return Ok(()) };
-            let key = format!("record/{rank}");
-            if rank != self.rank {
-                if !self.store.has(&key)? {
-                    return Ok(()); // later
-                }
-                let text = String::from_utf8_lossy(&self.store.get(&key, ANSWER)?).into_owned();
-                let (host, address) = text.split_once(' ').unwrap_or((&text, ""));
-                let mut neighbours = self.lock();
-                if host != self.host && rank > self.rank {
-                    neighbours.next = None;
-                    return Ok(());
-                }
-                if let Ok(memory) = FlightMemory::open(address) {
-                    neighbours.records.insert(rank, memory);
+    /// How many alarms there have been: by the beacon of this node as long as it moves, else by the store. None if it is not
+    /// time to ask the store.
+    fn alarms(&self, seen: &mut Looks) -> Option<i64> {
+        seen.own += 1;
+        if self.rank != self.first {
+            if let Some(beacon) = &self.lock().beacon {
+                let looks = beacon.header(LOOKS).load(Ordering::Acquire);
+                seen.still = if looks == seen.last { seen.still + 1 } else { 0 };
+                seen.last = looks;
+                if seen.still < STILL {
+                    return i64::try_from(beacon.header(ALARMS).load(Ordering::Acquire)).ok();
                 }
             }
-            self.lock().next = Some(rank + 1);
+            if seen.own % STILL != 0 {
+                return None;
+            }
         }
+        let alarms = self.store.add(ALARM, 0).ok()?;
+        if let Some(beacon) = &self.beacon {
+            beacon.header(ALARMS).store(alarms.unsigned_abs(), Ordering::Release);
+            beacon.header(LOOKS).fetch_add(1, Ordering::AcqRel);
+        }
+        Some(alarms)
     }
 
-    /// Tells of neighbours that have ended without leaving.
+    fn publish(&self) -> Result<(), TorchError> {
+        let address = record::own().and_then(FlightMemory::address).unwrap_or_default();
+        let published = Published { first: self.first, address };
+        let text = serde_json::to_vec(&published).unwrap_or_default();
+        self.store.set(&format!("record/{}", self.rank), &text)
+    }
+
+    /// Opens the records of the ranks of this node, which follow each other.
+    fn meet_neighbours(&self, limit: Duration) -> Result<(), TorchError> {
+        if self.lock().is_complete {
+            return Ok(());
+        }
+        let key = format!("node/{}", self.first);
+        let table = if self.rank == self.first {
+            let Some(table) = self.collect_table(limit)? else { return Ok(()) };
+            self.store.set(&key, &serde_json::to_vec(&table).unwrap_or_default())?;
+            table
+        } else {
+            if limit.is_zero() && !self.store.has(&key)? {
+                return Ok(()); // later
+            }
+            let Some(text) = self.store.wait(&key, limit.max(ANSWER))? else { return Ok(()) };
+            serde_json::from_slice(&text).unwrap_or_default()
+        };
+        let mut neighbours = self.lock();
+        for (rank, address) in table.records.iter().filter(|(rank, _)| *rank != self.rank) {
+            if let Ok(memory) = FlightMemory::open(address) {
+                neighbours.records.insert(*rank, memory);
+            }
+        }
+        neighbours.beacon = FlightMemory::open(&table.beacon).ok();
+        neighbours.is_complete = true;
+        Ok(())
+    }
+
+    /// Where the records of the ranks of this node are, when all have published theirs. One after the other, up to the first rank
+    /// of the next node.
+    fn collect_table(&self, limit: Duration) -> Result<Option<NodeTable>, TorchError> {
+        let mut table = std::mem::take(&mut self.lock().table);
+        let mut is_complete = true;
+        while self.first + table.records.len() < self.world_size {
+            let rank = self.first + table.records.len();
+            let key = format!("record/{rank}");
+            let text = match limit.is_zero() && !self.store.has(&key)? {
+                true => None,
+                false => self.store.wait(&key, limit.max(ANSWER))?,
+            };
+            let Some(text) = text else {
+                is_complete = false;
+                break;
+            };
+            match serde_json::from_slice::<Published>(&text) {
+                Ok(Published { first, address }) if first == self.first => {
+                    table.records.push((rank, address))
+                }
+                _ => break,
+            }
+        }
+        if !is_complete {
+            self.lock().table = table; // goes on from there
+            return Ok(None);
+        }
+        table.beacon = self.beacon.as_ref().and_then(FlightMemory::address).unwrap_or_default();
+        Ok(Some(table))
+    }
+
+    /// Reports neighbours that have ended without leaving.
     fn look_for_ended(&self) {
         let mut ended = Vec::new();
         {
             let mut neighbours = self.lock();
-            let Neighbours { records, told, .. } = &mut *neighbours;
+            let Neighbours { records, reported, .. } = &mut *neighbours;
             for (&rank, memory) in records.iter() {
                 if !memory.has_owner()
                     && memory.header(GROUPS).load(Ordering::Acquire) > 0
-                    && told.insert(rank)
+                    && reported.insert(rank)
                 {
                     ended.push((rank, self.describe(rank, memory)));
                 }
@@ -287,7 +397,7 @@ impl Seen {
         }
     }
 
-    /// Tells who has raised an alarm where this rank is.
+    /// Leaves the position of this rank for those that have raised an alarm.
     fn answer(&self, alarm: i64) -> Result<(), TorchError> {
         let position = record::own().map(record::position).unwrap_or_default();
         let answer = Answer { alarm, host: self.host.clone(), pid: std::process::id(), position };
