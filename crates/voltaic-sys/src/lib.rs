@@ -297,6 +297,7 @@ unsafe extern "C" {
     pub fn vt_base_hook(tensor: vt_tensor, callbacks: vt_autograd_callbacks) -> *mut vt_error;
     pub fn vt_gradient_edge(tensor: vt_tensor, node: *mut usize, output: *mut u32) -> *mut vt_error;
     pub fn vt_at_backward_end(callbacks: vt_autograd_callbacks) -> *mut vt_error;
+    pub fn vt_is_in_backward() -> i32;
 
     pub fn vt_autocast_get(device_type: i32, enabled: *mut i32, dtype: *mut i32) -> *mut vt_error;
     pub fn vt_autocast_set(device_type: i32, enabled: i32, dtype: i32) -> *mut vt_error;

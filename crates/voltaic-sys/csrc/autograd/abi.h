@@ -55,8 +55,10 @@ vt_error *vt_tensor_hook(vt_tensor tensor, vt_autograd_callbacks callbacks);
 vt_error *vt_base_hook(vt_tensor tensor, vt_autograd_callbacks callbacks);
 // The address of the node that `tensor` is an output of, and which one.
 vt_error *vt_gradient_edge(vt_tensor tensor, size_t *node, uint32_t *output);
-// Within a backward pass: calls backward without tensors when the pass is over.
+// Within a backward pass: calls backward without tensors when the pass is over; within nested passes, when the outermost is.
 vt_error *vt_at_backward_end(vt_autograd_callbacks callbacks);
+// Whether this thread runs a backward pass.
+int32_t vt_is_in_backward(void);
 // torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=True, allow_unused=True):
 // grads[i] is undefined if there is none.
 // Tensors written to `grads` are owned by the caller.

@@ -1,4 +1,5 @@
 #include "autograd/abi.h"
+#include "autograd/backward_pass.h"
 #include "error.h"
 
 #include <c10/core/GradMode.h>
@@ -24,8 +25,10 @@ struct Callback final : torch::autograd::Node {
     for (at::Tensor &grad : grad_outputs)
       given.push_back(&grad);
     char text[1024] = "";
+    voltaic::autograd::PassScope scope;
     const int32_t failed = callbacks_.backward(callbacks_.data, given.data(), made.data(), text, sizeof text);
     TORCH_CHECK(failed == 0, text);
+    scope.finish();
     variable_list grad_inputs(num_outputs());
     for (size_t i = 0; i < made.size(); ++i)
       if (const std::unique_ptr<at::Tensor> grad(made[i]); grad != nullptr)

@@ -1,9 +1,9 @@
 #include "autograd/abi.h"
+#include "autograd/backward_pass.h"
 #include "error.h"
 #include "hpu/hpu.h"
 
 #include <c10/core/AutogradState.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -27,8 +27,10 @@ struct Hook {
 // libtorch keeps one object per leaf; all hooks are behind it.
 struct GradHooks final : torch::autograd::PostAccumulateGradHook {
   void operator()(const torch::autograd::Variable &) override {
+    voltaic::autograd::PassScope scope;
     for (const auto &hook : copy())
       TORCH_CHECK(hook->hook(hook->data) == 0, "a gradient hook failed");
+    scope.finish();
   }
 
   void add(std::shared_ptr<Hook> hook) {
@@ -75,7 +77,9 @@ struct Closure {
 
   void call(const vt_tensor *given, vt_tensor *made) const {
     char text[1024] = "";
+    voltaic::autograd::PassScope scope;
     TORCH_CHECK(callbacks.backward(callbacks.data, given, made, text, sizeof text) == 0, text);
+    scope.finish();
   }
 
   vt_autograd_callbacks callbacks;
@@ -164,6 +168,8 @@ vt_error *vt_gradient_edge(vt_tensor tensor, size_t *node, uint32_t *output) {
 vt_error *vt_at_backward_end(vt_autograd_callbacks callbacks) {
   auto closure = std::make_shared<Closure>(callbacks);
   return voltaic::guard([&] {
-    torch::autograd::Engine::get_default_engine().queue_callback([closure] { closure->call(nullptr, nullptr); });
+    voltaic::autograd::at_backward_end([closure] { closure->call(nullptr, nullptr); });
   });
 }
+
+int32_t vt_is_in_backward(void) { return voltaic::autograd::is_in_backward() ? 1 : 0; }

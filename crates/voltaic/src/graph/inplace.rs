@@ -1,4 +1,4 @@
-//! Graphs of modules that stay what they are: their calls are taken where all calls go through.
+//! Graphs of modules that stay what they are: an interceptor of their calls runs the graph.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -10,7 +10,10 @@ use super::cache::{CacheOptions, CacheStats, GraphCache};
 use super::graphed_callable::CapturedModule;
 use super::known::Known;
 use crate::ffi::{self, ReplayStats};
-use crate::nn::{Body, CallTaker, Callable, Module, ModuleExt, Taken, TensorTuple, call_with, set_training};
+use crate::nn::{
+    CallInterceptor, Callable, InterceptorHandle, InterceptorLevel, Module, ModuleExt, Next, TensorTuple,
+    call_with, intercept_calls, set_training,
+};
 
 /// Graphs of a module's calls on this thread, until this is dropped; made by [`ModuleCacher::inplace`] and
 /// [`wrap_in_hpu_graph_inplace`].
@@ -22,15 +25,15 @@ use crate::nn::{Body, CallTaker, Callable, Module, ModuleExt, Taken, TensorTuple
 /// [`wrap_in_hpu_graph_inplace`]: super::wrap_in_hpu_graph_inplace
 #[must_use = "the graphs are used until this is dropped"]
 pub struct GraphedInPlace {
-    taker: Rc<CachedCalls>,
-    _taken: Taken,
+    calls: Rc<CachedCalls>,
+    _handle: InterceptorHandle,
 }
 
 /// The graph of a module's calls on this thread, until this is dropped; made by [`make_graphed_callables_inplace`].
 #[must_use = "the graph is used until this is dropped"]
 pub struct GraphedCallableInPlace {
-    taker: Rc<CapturedCalls>,
-    _taken: Taken,
+    calls: Rc<CapturedCalls>,
+    _handle: InterceptorHandle,
 }
 
 struct CachedCalls {
@@ -38,43 +41,47 @@ struct CachedCalls {
     cache: RefCell<GraphCache>,
 }
 
-impl CallTaker for CachedCalls {
-    fn takes(&self, module: &dyn Module) -> bool {
+impl CallInterceptor for CachedCalls {
+    fn level(&self) -> InterceptorLevel {
+        InterceptorLevel::Graph
+    }
+
+    fn intercepts(&self, module: &dyn Module) -> bool {
         self.known.is(module)
     }
 
-    fn call(&self, module: &dyn Module, inputs: &[Tensor], body: Body) -> anyhow::Result<Vec<Tensor>> {
+    fn call(&self, module: &dyn Module, inputs: &[Tensor], next: &Next) -> anyhow::Result<Vec<Tensor>> {
         // a module within its own call is part of that
-        let Ok(mut cache) = self.cache.try_borrow_mut() else { return body(inputs) };
-        cache.run(module, ffi::grad_is_enabled(), inputs, body)
+        let Ok(mut cache) = self.cache.try_borrow_mut() else { return next.run(inputs) };
+        cache.run(module, ffi::grad_is_enabled(), inputs, &|inputs| next.run(inputs))
     }
 }
 
 impl GraphedInPlace {
     pub(super) fn new(module: &dyn Module, options: CacheOptions) -> Self {
         let cache = RefCell::new(GraphCache::new(module.type_name(), options));
-        let taker = Rc::new(CachedCalls { known: Known::of(module), cache });
-        Self { _taken: Taken::begin(taker.clone()), taker }
+        let calls = Rc::new(CachedCalls { known: Known::of(module), cache });
+        Self { _handle: intercept_calls(calls.clone()), calls }
     }
 
     /// What the calls so far found.
     pub fn stats(&self) -> CacheStats {
-        self.taker.cache.borrow().stats()
+        self.calls.cache.borrow().stats()
     }
 
     /// Counts of the replays of each graph: forward, then backward if it has one.
     pub fn replay_stats(&self) -> Vec<ReplayStats> {
-        self.taker.cache.borrow().replay_stats()
+        self.calls.cache.borrow().replay_stats()
     }
 
     /// Why there are no graphs, if the module cannot be captured.
     pub fn refusal(&self) -> Option<String> {
-        self.taker.cache.borrow().refusal.clone()
+        self.calls.cache.borrow().refusal.clone()
     }
 
     /// Drops all graphs, with their memory: see [`GraphedModule::clear_cache`](super::GraphedModule::clear_cache).
     pub fn clear_cache(&self) {
-        self.taker.cache.borrow_mut().clear();
+        self.calls.cache.borrow_mut().clear();
     }
 }
 
@@ -83,13 +90,17 @@ struct CapturedCalls {
     captured: CapturedModule,
 }
 
-impl CallTaker for CapturedCalls {
-    fn takes(&self, module: &dyn Module) -> bool {
+impl CallInterceptor for CapturedCalls {
+    fn level(&self) -> InterceptorLevel {
+        InterceptorLevel::Graph
+    }
+
+    fn intercepts(&self, module: &dyn Module) -> bool {
         self.known.is(module)
     }
 
-    fn call(&self, module: &dyn Module, inputs: &[Tensor], body: Body) -> anyhow::Result<Vec<Tensor>> {
-        self.captured.run(module, ffi::grad_is_enabled(), inputs, body)
+    fn call(&self, module: &dyn Module, inputs: &[Tensor], next: &Next) -> anyhow::Result<Vec<Tensor>> {
+        self.captured.run(module, ffi::grad_is_enabled(), inputs, &|inputs| next.run(inputs))
     }
 }
 
@@ -107,14 +118,14 @@ pub fn make_graphed_callables_inplace<A: TensorTuple, M: Callable<A>>(
     let module = &*module;
     let code = |inputs: &[Tensor]| call_with(module, inputs);
     let captured = CapturedModule::capture(module.as_dyn(), &sample_args.tensors(), warmup, &code)?;
-    let taker = Rc::new(CapturedCalls { known: Known::of(module), captured });
-    Ok(GraphedCallableInPlace { _taken: Taken::begin(taker.clone()), taker })
+    let calls = Rc::new(CapturedCalls { known: Known::of(module), captured });
+    Ok(GraphedCallableInPlace { _handle: intercept_calls(calls.clone()), calls })
 }
 
 impl GraphedCallableInPlace {
     /// Counts of the replays: of the forward pass, then of the backward pass if there is one. Empty on a Gaudi card.
     pub fn replay_stats(&self) -> Vec<ReplayStats> {
-        self.taker.captured.replay_stats()
+        self.calls.captured.replay_stats()
     }
 }
 

@@ -2,13 +2,16 @@
 
 use tch::Tensor;
 
-use crate::nn::calls::call::{await_forward, call};
-use crate::nn::module::{Forward, Module};
+use crate::error::{ModuleError, Problem};
+use crate::nn::calls::active::await_forward;
+use crate::nn::calls::call::call;
+use crate::nn::calls::reach::unwrapped;
+use crate::nn::module::{AsCode, Forward, Module, ModuleCode};
 use crate::nn::tensor_tuple::TensorTuple;
 
 /// A module that is called: tensors in, tensors out. [`call`](Callable::call) is what PyTorch's `module(x)` is, `forward`
-/// what you implement. Hooks ([`ModuleHooks`](super::ModuleHooks)), graphs and whatever else follows a module hear its calls;
-/// with nobody there, a call is `forward`.
+/// what you implement. Hooks ([`ModuleHooks`](super::ModuleHooks)) and interceptors ([`CallInterceptor`](super::CallInterceptor)),
+/// such as graphs, run around a call; without any, a call is `forward`.
 ///
 /// Every [`Forward`] is one. A module of several inputs or outputs implements [`forward_with`](Callable::forward_with):
 ///
@@ -38,8 +41,8 @@ use crate::nn::tensor_tuple::TensorTuple;
 /// # }
 /// ```
 ///
-/// voltaic's own layers and models are heard by `forward`, too. For a module of yours `forward` runs the code alone.
-pub trait Callable<A: TensorTuple>: Module {
+/// Of voltaic's own layers and models `forward` is a call, too. For a module of yours `forward` runs the code alone.
+pub trait Callable<A: TensorTuple>: Module + AsCode<A> {
     /// What comes out.
     type Output: TensorTuple;
 
@@ -71,6 +74,21 @@ impl Callable<Tensor> for dyn Forward {
 
     fn forward_with(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         self.forward(input)
+    }
+}
+
+impl<A: TensorTuple, M: Callable<A>> AsCode<A> for M {
+    fn code(&self) -> ModuleCode {
+        |module, inputs| {
+            let module: &M = unwrapped(module).ok_or_else(|| {
+                let what = format!("there is a {} where a module of another type was", module.type_name());
+                ModuleError::Hook {
+                    problem: Problem::new(what, "leave modules where they are between forward and backward"),
+                }
+            })?;
+            let args = A::from_tensors(inputs.iter().map(Tensor::shallow_clone).collect())?;
+            Ok(module.forward_with(&args)?.tensors())
+        }
     }
 }
 

@@ -56,11 +56,14 @@ mod unit_grads;
 pub use buffer::Buffer;
 pub use callable::Callable;
 pub(crate) use callable::call_with;
-pub(crate) use calls::call::{Body, CallTaker, Taken, await_forward, call_as, within_call};
+pub(crate) use calls::active::await_forward;
+pub use calls::active::{
+    CallInterceptor, InterceptorHandle, InterceptorLevel, Next, RecomputeFn, intercept_calls,
+};
+pub(crate) use calls::call::{call_as, within_call};
 pub(crate) use calls::entry::CallWatcher;
 pub use calls::entry::ModuleCall;
 pub use calls::hooks::{ModuleHooks, RemovableHandle};
-pub(crate) use calls::reach::within as reachable;
 pub use calls::which::Which;
 pub use check::Sizes;
 #[doc(hidden)]
@@ -89,9 +92,9 @@ pub use modes::set_training;
 pub(crate) use modes::{
     ModeNumbers, ModuleKind, NumberHash, each_parameter, set_training_modes, training_modes,
 };
-#[doc(hidden)]
-pub use module::AsModule;
 pub(crate) use module::identity;
+#[doc(hidden)]
+pub use module::{AsCode, AsModule, ModuleCode};
 pub use module::{Forward, Member, Module};
 pub use parameter::{Gather, Logical, Parameter};
 pub(crate) use running_statistics::{EqualBatches, has_running_statistics, reset_running_statistics};

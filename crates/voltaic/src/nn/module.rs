@@ -201,8 +201,18 @@ impl<M: Module + ?Sized> Module for Box<M> {
     }
 }
 
+/// A module's code on tensors one by one, for a module of the type that it was made for.
+pub type ModuleCode = fn(&dyn Module, &[Tensor]) -> anyhow::Result<Vec<Tensor>>;
+
+/// The code of calls with arguments `A` as a plain function, to be run when the call is over: every module that is called has it.
+#[doc(hidden)]
+pub trait AsCode<A> {
+    /// This module's code.
+    fn code(&self) -> ModuleCode;
+}
+
 /// A module that maps one tensor to one tensor.
-pub trait Forward: Module {
+pub trait Forward: Module + AsCode<Tensor> {
     /// Applies the module. Shapes are documented with each layer.
     ///
     /// # Errors

@@ -5,7 +5,8 @@ use std::fmt;
 use tch::Tensor;
 
 use crate::nn::callable::Callable;
-use crate::nn::calls::call::{at_place, within_call};
+use crate::nn::calls::active::at_place;
+use crate::nn::calls::call::within_call;
 use crate::nn::field::with_index;
 use crate::nn::misfit::in_sequence;
 use crate::nn::module::{Forward, Member, Module};

@@ -9,13 +9,18 @@ use crate::ffi::{GradHook, at_backward_end};
 
 type OnComplete = dyn FnMut(&[Parameter]) -> anyhow::Result<()> + Send;
 
-/// Tells when the gradients of all parameters of a unit, such as a layer, are complete: once in a backward pass, until this is
-/// dropped. For strategies that divide gradients: what comes before a unit's backward pass is told by
-/// [`ModuleHooks::register_full_backward_pre_hook`](super::ModuleHooks::register_full_backward_pre_hook).
+/// Calls a closure when the gradients of all parameters of a unit, such as a layer, are complete: once in a backward pass, until this
+/// is dropped. For strategies that divide gradients;
+/// [`ModuleHooks::register_full_backward_pre_hook`](super::ModuleHooks::register_full_backward_pre_hook) runs before a unit's
+/// backward pass.
 ///
 /// The closure runs on the thread of the backward pass, when the last of the gradients has been accumulated. If some parameters
-/// get none, it runs when the backward pass ends, with these parameters; a unit of which no parameter gets a gradient is not
-/// told of. If the closure fails, backward fails.
+/// get none, it runs when the backward pass ends, with these parameters; it does not run for a unit of which no parameter gets a
+/// gradient. If the closure fails, backward fails.
+///
+/// Backward passes within the backward pass, such as those of recomputed segments, are part of it. If several of these accumulate
+/// into the same parameters, the closure runs again for the later ones: recompute by
+/// [`autograd_grad`](crate::ffi::autograd_grad), whose gradients autograd sums up before they are accumulated, to avoid that.
 pub struct UnitGrads {
     hooks: Vec<GradHook>,
     shared: Arc<Shared>,

@@ -235,7 +235,7 @@ impl TrainerBuilder {
     pub(super) fn assemble(mut self) -> Result<(TrainPlan, Run)> {
         ffi::check_libtorch()?;
         let Resolved { plan, accelerator, .. } = resolve(&mut self.config, &mut self.given)?;
-        assemble(&self.config, self.given, plan, accelerator).inspect_err(tell_of_mistake)
+        assemble(&self.config, self.given, plan, accelerator).inspect_err(report_config_error)
     }
 
     /// Checks everything that can be known without the other ranks. Makes nothing, and says nothing in the log: that is

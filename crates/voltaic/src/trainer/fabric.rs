@@ -38,7 +38,7 @@ use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
 use crate::logger::Logger;
 use crate::module::{CheckpointRequest, LightningModule, ModuleTensors, StepContext, Training};
-use crate::nn::{Member, Metric, Module, SyncBatchNorm, reachable, set_training};
+use crate::nn::{Member, Metric, Module, SyncBatchNorm, set_training};
 use crate::optim::{GradientClip, Optimizer, Optimizers};
 use crate::precision::{AutocastGuard, LossScale, autocast};
 use crate::strategy::{StrategyChoice, Votes};
@@ -210,12 +210,14 @@ impl Fabric {
     pub fn backward<M: Module>(&mut self, module: &FabricModule<M>, loss: &Tensor) -> Result<()> {
         let _named = collective_scope("backward");
         let _engine = SingleThreadedEngine::enter()?;
-        let Run { engine, at, .. } = &mut self.run;
+        let Run { engine, at, facts, .. } = &mut self.run;
+        let hooks = facts.module_hooks.clone();
         engine.backward(loss, self.syncs, Votes::default(), |loss| {
-            reachable(module.as_module(), || {
+            let run = || {
                 guarded(|| Ok(loss.f_backward()?))
                     .map_err(|source| hook_error("backward", &at.progress, source))
-            })
+            };
+            hooks.within(module.as_module(), run).and_then(|done| done)
         })?;
         self.window_is_open = !self.syncs;
         Ok(())

@@ -15,6 +15,8 @@ mod batch_size_finder;
 mod callbacks;
 mod calls;
 mod calls_in_runs;
+#[path = "../support/checkpoint.rs"]
+mod checkpoint;
 mod checkpoint_io;
 mod class_paths;
 mod cli;
@@ -61,6 +63,7 @@ mod host_memory;
 mod host_pool;
 mod hostile_checkpoint;
 mod hostile_config;
+mod interceptors;
 mod kill;
 mod last_checkpoint;
 mod launchers;

@@ -5,6 +5,8 @@
 mod averages;
 mod beyond;
 mod changes;
+#[path = "../support/checkpoint.rs"]
+mod checkpoint;
 mod command;
 mod corners;
 mod deepspeed;
@@ -27,6 +29,7 @@ mod prefetch;
 #[path = "../support/random_runs.rs"]
 mod random_runs;
 mod ranks;
+mod recompute;
 mod reduction;
 mod rest;
 mod restart;

@@ -17,12 +17,12 @@ use crate::models::{Batch, Cnn, Odd, loaders, numbered, tokens};
 use crate::ranks::{assert_same, on_ranks, silent};
 
 /// Elements ahead, elements in memory, and elements before the next use.
-type Bounds = [usize; 3];
+pub type Bounds = [usize; 3];
 
-const NONE: Bounds = [0, usize::MAX, 0];
-const ALL: Bounds = [usize::MAX; 3];
+pub const NONE: Bounds = [0, usize::MAX, 0];
+pub const ALL: Bounds = [usize::MAX; 3];
 /// Some of the networks' units, but not all, so that the bounds are met in the middle of a step.
-const SOME: Bounds = [700, 2000, 900];
+pub const SOME: Bounds = [700, 2000, 900];
 
 /// Stage 3 that lets no parameter stay, with bounds.
 pub fn bounded(
@@ -145,9 +145,9 @@ fn a_step_gathers_weights_twice_unless_they_stay() {
 }
 
 /// The most elements of divided weights that a module's call found whole.
-struct Whole {
-    most: Arc<AtomicI64>,
-    hooks: Mutex<Vec<RemovableHandle>>,
+pub struct Whole {
+    pub most: Arc<AtomicI64>,
+    pub hooks: Mutex<Vec<RemovableHandle>>,
 }
 
 impl Callback for Whole {

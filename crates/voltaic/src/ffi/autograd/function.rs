@@ -93,7 +93,9 @@ pub fn gradient_edge(tensor: &Tensor) -> Result<(usize, u32), TorchError> {
     Ok((node, output))
 }
 
-/// Calls `body` when the backward pass in progress on this thread is over. An error or a panic of it makes backward fail.
+/// Calls `body` when the backward pass in progress on this thread is over. A backward pass that runs within another one, such as a
+/// recomputation's, does not end that one: `body` is called when the outermost pass is over. An error or a panic of it makes
+/// backward fail.
 ///
 /// # Errors
 /// If there is no backward pass.
@@ -105,6 +107,12 @@ pub fn at_backward_end(
     let callbacks = callbacks_of(0, 0, move |_| body().map(|()| Vec::new()));
     // SAFETY: as in `tensor_hook`; without tensors neither side reads the pointers to them.
     check("queue_callback", unsafe { sys::vt_at_backward_end(callbacks) })
+}
+
+/// Whether this thread runs a backward pass. A module that is called there is called for a recomputation.
+pub fn is_in_backward() -> bool {
+    // SAFETY: reads this thread's state.
+    unsafe { sys::vt_is_in_backward() != 0 }
 }
 
 /// A closure as the shim takes it.

@@ -168,7 +168,7 @@ impl Shared {
         lock(&self.state)
     }
 
-    fn told<R>(&self, body: impl FnOnce(&ModuleCall<'_>) -> R) -> R {
+    fn with_call<R>(&self, body: impl FnOnce(&ModuleCall<'_>) -> R) -> R {
         self.module.with(|module| body(&ModuleCall { fqn: &self.fqn, type_name: self.type_name, module }))
     }
 
@@ -180,13 +180,15 @@ impl Shared {
         }
         let mut grads = none(1);
         let begins = self.pre_hooks.iter().filter(|hook| hook.begins.load(Ordering::Relaxed));
-        self.told(|call| begins.into_iter().try_for_each(|hook| hook.backward_pre(call, &mut grads)))
+        self.with_call(|call| begins.into_iter().try_for_each(|hook| hook.backward_pre(call, &mut grads)))
     }
 
     /// The gradients of the outputs are there.
     fn begin(self: &Arc<Self>, mut grads: Vec<Option<Tensor>>) -> anyhow::Result<Vec<Option<Tensor>>> {
         self.lock().has_begun = true;
-        self.told(|call| self.pre_hooks.iter().try_for_each(|hook| hook.backward_pre(call, &mut grads)))?;
+        self.with_call(|call| {
+            self.pre_hooks.iter().try_for_each(|hook| hook.backward_pre(call, &mut grads))
+        })?;
         if self.hooks.is_empty() {
             return Ok(grads);
         }
@@ -215,7 +217,7 @@ impl Shared {
         let mut grads = grads.into_iter();
         let spread = |is_trained: &bool| if *is_trained { grads.next().flatten() } else { None };
         let mut grad_inputs: Vec<Option<Tensor>> = is_trained.iter().map(spread).collect();
-        self.told(|call| {
+        self.with_call(|call| {
             let mut hooks = self.hooks.iter();
             hooks.try_for_each(|hook| hook.backward(call, &mut grad_inputs, &grad_outputs))
         })?;

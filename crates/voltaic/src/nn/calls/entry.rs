@@ -12,7 +12,7 @@ use crate::nn::calls::reach::unwrapped;
 use crate::nn::calls::which::Which;
 use crate::nn::module::Module;
 
-/// The call that a hook is told of.
+/// The call that a hook runs for.
 #[derive(Clone, Copy)]
 pub struct ModuleCall<'a> {
     pub(super) fqn: &'a str,
@@ -80,7 +80,7 @@ pub(super) struct Entry {
     pub(super) which: Which,
     pub(super) hook: Hook,
     /// A module that it is for was called.
-    pub(super) is_heard: AtomicBool,
+    pub(super) was_called: AtomicBool,
     /// Of a full backward pre-hook: it waits for the beginning alone, not for gradients.
     pub(super) begins: AtomicBool,
 }
@@ -115,8 +115,8 @@ impl Entry {
         }
     }
 
-    pub(super) fn note_heard(&self) {
-        self.is_heard.store(true, Ordering::Relaxed);
+    pub(super) fn note_call(&self) {
+        self.was_called.store(true, Ordering::Relaxed);
     }
 
     /// Runs the hook, unless it is running already: a hook that calls modules is not called for these.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, Weak};
 use tch::Tensor;
 
 use crate::error::{ModuleError, Problem, Result};
-use crate::nn::calls::call::InForce;
+use crate::nn::calls::active::{ActiveHooks, is_active};
 use crate::nn::calls::entry::{CallWatcher, Entry, Hook, ModuleCall};
 use crate::nn::calls::reach;
 use crate::nn::calls::registry::Registry;
@@ -18,7 +18,7 @@ use crate::nn::module::Module;
 /// Hooks of the calls of modules, by fqn, by type, or of all. Clones share them.
 ///
 /// Hooks belong to whoever runs the modules, not to the modules: a trainer has its own (`Trainer::module_hooks`,
-/// `HookContext::module_hooks`), which are in force in its steps. In a loop of your own they are in force
+/// `HookContext::module_hooks`), which are active in its steps. In a loop of your own they are active
 /// [`within`](Self::within):
 ///
 /// ```
@@ -40,8 +40,7 @@ use crate::nn::module::Module;
 /// # }
 /// ```
 ///
-/// A module's call is heard if it is made by [`call`](crate::nn::Callable::call); voltaic's own layers and models are heard by
-/// `forward`, too. Hooks run in the order in which they were registered, as in PyTorch: those before the forward pass, the
+/// Hooks run if a module is called by [`call`](crate::nn::Callable::call); for voltaic's own layers and models by `forward`, too. Hooks run in the order in which they were registered, as in PyTorch: those before the forward pass, the
 /// module's code, those after it. An error of a hook is an error of the call, and a hook that calls modules is not called for
 /// these.
 ///
@@ -120,7 +119,7 @@ impl ModuleHooks {
         let entries = self.shared.entries();
         let own = entries.iter().filter(|entry| entry.id == handle.id);
         own.for_each(|entry| {
-            entry.is_heard.store(true, Ordering::Relaxed);
+            entry.was_called.store(true, Ordering::Relaxed);
             entry.begins.store(true, Ordering::Relaxed);
         });
         drop(entries);
@@ -157,7 +156,7 @@ impl ModuleHooks {
             id,
             which,
             hook,
-            is_heard: AtomicBool::new(false),
+            was_called: AtomicBool::new(false),
             begins: AtomicBool::new(false),
         }));
         self.shared.note_change();
@@ -169,14 +168,14 @@ impl ModuleHooks {
         self.shared.entries().is_empty()
     }
 
-    /// Runs `body`, such as one step, with the hooks in force on this thread for `root` and the modules below it. Within
-    /// another scope both hear.
+    /// Runs `body`, such as one step, with the hooks active on this thread for `root` and the modules below it. Within another
+    /// scope those of both run, once each. [`RecomputeFn`](super::RecomputeFn) finds its module in the innermost scope.
     ///
     /// # Errors
     /// [`ModuleError::Hook`] if a hook is for a module that `root` does not have; then `body` does not run.
     pub fn within<R>(&self, root: &dyn Module, body: impl FnOnce() -> R) -> Result<R> {
-        if self.is_empty() {
-            return Ok(body());
+        if self.is_empty() || is_active(&self.shared, root) {
+            return Ok(reach::within(root, body));
         }
         let mut table = self.shared.table().take().unwrap_or_default();
         table.refresh(root);
@@ -185,10 +184,8 @@ impl ModuleHooks {
         if is_new {
             self.check(&table, root)?;
         }
-        let in_force = InForce::begin(self.shared.clone(), table);
-        let result = reach::within(root, body);
-        drop(in_force);
-        Ok(result)
+        let _active = ActiveHooks::begin(self.shared.clone(), table);
+        Ok(reach::within(root, body))
     }
 
     /// Refuses hooks of modules that are not there.
@@ -210,27 +207,27 @@ impl ModuleHooks {
     }
 
     /// The fqn of modules that hooks are for and that no call within the scopes so far was made of, though the hook was not
-    /// called for another module either. Their code may have run by `forward`; `call` is what hooks hear.
+    /// called for another module either. Their code may have run by `forward`; hooks run for `call`.
     pub fn never_called(&self) -> Vec<String> {
         let table = self.shared.table();
-        let unheard = table.iter().flat_map(Table::unheard);
-        unheard.flat_map(|(_, nodes)| nodes.into_iter().map(|node| node.fqn.to_string())).collect()
+        let uncalled = table.iter().flat_map(Table::uncalled);
+        uncalled.flat_map(|(_, nodes)| nodes.into_iter().map(|node| node.fqn.to_string())).collect()
     }
 
     /// After a first step: an error for a hook of a module that was run past its hooks, which is seen by the modules below
     /// it that were called; a warning for one that was not run at all.
-    pub(crate) fn check_heard(&self) -> Result<()> {
+    pub(crate) fn check_called(&self) -> Result<()> {
         let version = self.shared.version();
         if self.shared.checked.swap(version + 1, Ordering::Relaxed) == version + 1 || version == 0 {
             return Ok(());
         }
         let table = self.shared.table();
         let Some(table) = &*table else { return Ok(()) };
-        for (entry, nodes) in table.unheard() {
+        for (entry, nodes) in table.uncalled() {
             let Some(node) = nodes.first() else { continue };
             let name = if node.fqn.is_empty() { "the module itself" } else { &*node.fqn };
             let name = format!("{name} ({})", node.type_name);
-            let passed = nodes.iter().find(|node| table.is_heard_below(node));
+            let passed = nodes.iter().find(|node| table.was_called_below(node));
             match passed {
                 Some(_) if entry.which.is_exact() => {
                     let what = format!(
@@ -241,7 +238,7 @@ impl ModuleHooks {
                     return Err(ModuleError::Hook { problem: Problem::new(what, remedy) }.into());
                 }
                 _ => tracing::warn!(
-                    "the {} of {} was not called in the first step: no call of {name} was made; hooks hear `.call(&input)`, and `.forward(&input)` of voltaic's own layers",
+                    "the {} of {} was not called in the first step: no call of {name} was made; hooks run for `.call(&input)`, and for `.forward(&input)` of voltaic's own layers",
                     entry.kind(),
                     entry.which
                 ),

@@ -48,6 +48,14 @@ impl Reach {
     }
 }
 
+/// The module that a module wraps, or itself.
+pub(crate) fn innermost(mut module: &dyn Module) -> &dyn Module {
+    while let Some(inner) = module.wrapped() {
+        module = inner;
+    }
+    module
+}
+
 /// A module as the type that it, or what it wraps, is.
 pub(crate) fn unwrapped<M: Module>(mut module: &dyn Module) -> Option<&M> {
     loop {

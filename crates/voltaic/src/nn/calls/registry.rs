@@ -14,7 +14,7 @@ pub(super) struct Registry {
     version: AtomicU64,
     /// Hooks so far, with those that were removed.
     pub(super) count: AtomicU64,
-    /// Of the hooks when it was looked whether they are heard, and 1.
+    /// Of the hooks when their modules were last checked for calls, and 1.
     pub(super) checked: AtomicU64,
     /// Of the last tree.
     table: Mutex<Option<Table>>,

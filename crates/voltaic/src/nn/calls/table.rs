@@ -18,7 +18,7 @@ pub(super) struct Node {
     identity: Identity,
     entries: Entries,
     /// It was called.
-    pub(super) is_heard: bool,
+    pub(super) was_called: bool,
 }
 
 impl Node {
@@ -45,10 +45,10 @@ impl Table {
         if is_same && !self.nodes.is_empty() {
             return;
         }
-        let heard: Vec<_> = self
+        let called: Vec<_> = self
             .nodes
             .drain(..)
-            .filter(|node| node.is_heard)
+            .filter(|node| node.was_called)
             .map(|node| (node.fqn, node.type_name))
             .collect();
         self.places.clear();
@@ -56,9 +56,14 @@ impl Table {
         for (fqn, module) in root.named_modules() {
             let (identity, type_name) = (identity(module), module.type_name());
             self.places.entry(identity).or_default().push(self.nodes.len());
-            let is_heard = heard.iter().any(|(known, name)| **known == *fqn && *name == type_name);
-            self.nodes.push(Node { fqn: fqn.into(), type_name, identity, entries: Arc::new([]), is_heard });
+            let was_called = called.iter().any(|(known, name)| **known == *fqn && *name == type_name);
+            self.nodes.push(Node { fqn: fqn.into(), type_name, identity, entries: Arc::new([]), was_called });
         }
+    }
+
+    /// Whether it is the table of the tree of `root`.
+    pub(super) fn is_of(&self, root: &dyn Module) -> bool {
+        self.nodes.first().is_some_and(|node| node.identity == identity(root))
     }
 
     /// Sorts the hooks of a registry to the modules. Returns those that they had.
@@ -84,10 +89,10 @@ impl Table {
     }
 
     /// Notes that a module was called, also for its hooks. Returns whether it has any.
-    pub(super) fn note_heard(&mut self, index: usize) -> bool {
+    pub(super) fn note_call(&mut self, index: usize) -> bool {
         let node = &mut self.nodes[index];
-        node.is_heard = true;
-        node.entries.iter().for_each(|entry| entry.note_heard());
+        node.was_called = true;
+        node.entries.iter().for_each(|entry| entry.note_call());
         !node.entries.is_empty()
     }
 
@@ -116,12 +121,12 @@ impl Table {
     }
 
     /// Hooks, other than watchers, none of whose modules was called, with those modules.
-    pub(super) fn unheard(&self) -> Vec<(&Arc<Entry>, Vec<&Node>)> {
+    pub(super) fn uncalled(&self) -> Vec<(&Arc<Entry>, Vec<&Node>)> {
         let mut found: Vec<(&Arc<Entry>, Vec<&Node>)> = Vec::new();
         for node in &self.nodes {
             for entry in node.entries.iter() {
                 let is_watcher = matches!(entry.hook, Hook::Watcher(_));
-                if is_watcher || entry.is_heard.load(Ordering::Relaxed) {
+                if is_watcher || entry.was_called.load(Ordering::Relaxed) {
                     continue;
                 }
                 match found.iter_mut().find(|(known, _)| known.id == entry.id) {
@@ -134,12 +139,12 @@ impl Table {
     }
 
     /// Whether a module below this one was called.
-    pub(super) fn is_heard_below(&self, node: &Node) -> bool {
+    pub(super) fn was_called_below(&self, node: &Node) -> bool {
         let below = |other: &&Node| {
             let rest = other.fqn.strip_prefix(&*node.fqn);
             rest.is_some_and(|rest| !rest.is_empty() && (node.fqn.is_empty() || rest.starts_with('.')))
         };
-        self.nodes.iter().filter(below).any(|other| other.is_heard)
+        self.nodes.iter().filter(below).any(|other| other.was_called)
     }
 }
 

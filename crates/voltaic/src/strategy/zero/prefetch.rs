@@ -6,6 +6,7 @@
 use super::reducer::Reducer;
 use super::unit::Unit;
 use crate::error::Result;
+use crate::ffi;
 
 impl Reducer {
     /// Elements of weights that come and go, and are in memory now.
@@ -13,15 +14,22 @@ impl Reducer {
         self.tally.live()
     }
 
-    /// Makes a unit's weights whole, and starts to gather those that come next.
+    /// Makes a unit's weights whole, and starts to gather those that come next. Within a backward pass the weights are needed to
+    /// recompute what the step has computed before: that is not part of the step's order, and the next step may do without.
     ///
     /// # Collective
     /// All ranks must call it.
     pub fn need(&mut self, unit: usize) -> Result<()> {
+        if !ffi::is_in_backward() && self.units[unit].is_divided() {
+            self.order.need(unit);
+        }
+        self.gather_and_prefetch(unit)
+    }
+
+    fn gather_and_prefetch(&mut self, unit: usize) -> Result<()> {
         if !self.units[unit].is_divided() {
             return Ok(());
         }
-        self.order.need(unit);
         if self.units[unit].live() == 0 {
             self.make_room(self.units[unit].layout.len())?;
         }
@@ -56,7 +64,10 @@ impl Reducer {
 
     /// [`Reducer::need`] for a module whose backward pass begins: the weights stay until their gradients are there.
     pub fn need_in_backward(&mut self, unit: usize) -> Result<()> {
-        self.need(unit)?;
+        if self.units[unit].is_divided() {
+            self.order.need(unit);
+        }
+        self.gather_and_prefetch(unit)?;
         self.units[unit].begin_backward();
         Ok(())
     }

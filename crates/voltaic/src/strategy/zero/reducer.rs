@@ -162,11 +162,15 @@ impl Reducer {
             let fqn = &self.units[unit].layout.places[index].fqn;
             self.own_backward.get_or_insert_with(|| fqn.clone());
         }
-        if !self.is_active || std::mem::replace(&mut self.is_ready[unit][index], true) {
+        if !self.is_active {
             return Ok(());
         }
-        if self.num_sent > unit {
-            return Err(late_gradient(&self.units[unit], index));
+        let was_ready = std::mem::replace(&mut self.is_ready[unit][index], true);
+        match (self.num_sent > unit, was_ready) {
+            (true, true) => return Err(repeated_gradient(&self.units[unit], index)),
+            (true, false) => return Err(late_gradient(&self.units[unit], index)),
+            (false, true) => return Ok(()),
+            (false, false) => {}
         }
         self.waiting[unit] -= 1;
         self.whole_grads += bytes_of(&self.units[unit].layout.places[index].parameter.grad());
@@ -456,6 +460,15 @@ fn late_gradient(unit: &Unit, index: usize) -> Error {
     let fqn = &unit.layout.places[index].fqn;
     let what = format!("the gradient of {fqn} came when those of its leaf module were on their way");
     let remedy = "use the weights of a leaf module in its forward only, or leave it out of leaf_modules";
+    ConfigError::new("trainer.strategy", what, remedy).into()
+}
+
+/// The error of a gradient that comes again in one backward pass, by a pass within it, when the first one was sent.
+fn repeated_gradient(unit: &Unit, index: usize) -> Error {
+    let fqn = &unit.layout.places[index].fqn;
+    let what = format!("a second gradient of {fqn} came within one backward pass, when the first was on its way");
+    let remedy = "take the gradients of a recomputed segment by autograd_grad and return them, so that autograd sums them up, in \
+        place of a backward pass of its own";
     ConfigError::new("trainer.strategy", what, remedy).into()
 }
 

@@ -7,7 +7,7 @@ use crate::module::{
     BatchFacts, HookContext, HookFacts, Level, LightningModule, ManualOptimization, Phase, StepContext,
     StepModuleGraphs, StepOutput,
 };
-use crate::nn::{GatherWatch, ModuleExt, reachable};
+use crate::nn::{GatherWatch, ModuleExt};
 use crate::precision::{LossScale, autocast};
 use crate::trainer::session::agree::votes;
 use crate::trainer::session::anomaly::check_gradients;
@@ -103,7 +103,7 @@ impl<M: LightningModule> Session<'_, M> {
         let output = output.map_err(|source| self.hook_error(point.name, source))?;
         self.check_logged()?;
         if is_training {
-            hooks.check_heard()?;
+            hooks.check_called()?;
         }
         outputs.detach()?;
         self.outputs = outputs;
@@ -158,10 +158,11 @@ impl<M: LightningModule> InStep<'_, M> {
         let (engine, module) = (&mut *self.engine, self.module);
         let _action = ctx.run.profiling.of_strategy(engine.strategy.name(), "backward")?;
         let votes = votes(engine, ctx.asks);
+        // modules are called in backward, too, where a segment is recomputed
+        let hooks = ctx.run.module_hooks.clone();
         engine.backward(loss, syncs, votes, |loss| {
-            reachable(module.as_dyn(), || {
-                call_method(module, ctx, "backward", |module, ctx| module.backward(loss, ctx))
-            })
+            let run = || call_method(module, ctx, "backward", |module, ctx| module.backward(loss, ctx));
+            hooks.within(module.as_dyn(), run).and_then(|done| done)
         })?;
         if engine.loss_scale.as_ref().is_some_and(|scale| scale.get_scale() != 1.0) {
             return Ok(()); // which leaves out steps whose gradients are not finite
