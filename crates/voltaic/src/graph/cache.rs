@@ -1,14 +1,16 @@
 //! Graphs of a module's calls, one for each kind of inputs.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
-use super::call::{Call, CapturedCall, Outputs};
+use super::call::{Call, CallGraphs, CapturedCall, Outputs};
 use super::capture::is_capturing;
 use super::metrics;
-use super::step::shares_elements;
+use super::places::shares_elements;
+use super::signature::{Casts, InputSignature};
 use crate::device::Device;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi;
@@ -90,26 +92,14 @@ impl fmt::Display for CacheStats {
 /// What makes a call another graph.
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
-    inputs: Vec<InputKey>,
+    inputs: Vec<InputSignature>,
     /// Modes and plain values of the module and all modules below it.
     kind: ModuleKind,
     is_training: bool,
     with_grad: bool,
-    autocast: (bool, i32),
-    /// Of the operators that cast.
-    lists_version: u64,
+    casts: Casts,
     /// Which parameters are trained.
     trained: Vec<bool>,
-}
-
-#[derive(Debug, Clone, PartialEq)]
-struct InputKey {
-    size: Vec<i64>,
-    /// Kernels may do their work otherwise on another layout.
-    stride: Vec<i64>,
-    kind: Kind,
-    device: Device,
-    requires_grad: bool,
 }
 
 /// A graph and the kind of calls that it is for.
@@ -217,23 +207,12 @@ impl GraphCache {
         });
         let grad_is_on = ffi::grad_is_enabled();
         let trained: Vec<bool> = params.iter().map(|param| grad_is_on && param.requires_grad()).collect();
-        let describe = |input: &Tensor| {
-            Ok(InputKey {
-                size: input.size(),
-                stride: input.stride(),
-                kind: input.kind(),
-                device: Device::of(input)?,
-                requires_grad: grad_is_on && input.requires_grad(),
-            })
-        };
-        let inputs: Vec<InputKey> = inputs.iter().map(describe).collect::<Result<_>>()?;
+        let inputs: Vec<InputSignature> = inputs.iter().map(InputSignature::of).collect::<Result<_>>()?;
         let device = inputs.first().map_or(Device::Cpu, |input| input.device);
         let with_grad =
             trained.iter().any(|is_trained| *is_trained) || inputs.iter().any(|input| input.requires_grad);
         let kind = self.modes.kind(module);
-        let autocast = ffi::autocast_state(device)?;
-        let lists_version = ffi::autocast_lists_version();
-        Ok(Key { inputs, kind, is_training, with_grad, autocast, lists_version, trained })
+        Ok(Key { inputs, kind, is_training, with_grad, casts: Casts::now(device)?, trained })
     }
 
     fn count(&mut self, key: &Key) {
@@ -391,6 +370,50 @@ impl GraphCache {
     /// Replays in all, and what they could not place as planned.
     pub(crate) fn replay_stats(&self) -> Vec<ffi::ReplayStats> {
         self.graphs.iter().flat_map(|entry| entry.call.replay_stats()).collect()
+    }
+}
+
+/// The graphs of one module, one for each kind of calls.
+#[derive(Debug)]
+pub struct CachedGraphs(RefCell<GraphCache>);
+
+impl CachedGraphs {
+    pub(super) fn new(module: &dyn Module, options: CacheOptions) -> Self {
+        Self(RefCell::new(GraphCache::new(module.type_name(), options)))
+    }
+
+    /// What the calls so far found.
+    pub fn stats(&self) -> CacheStats {
+        self.0.borrow().stats()
+    }
+
+    /// Why there are no graphs, if the module cannot be captured.
+    pub fn refusal(&self) -> Option<String> {
+        self.0.borrow().refusal.clone()
+    }
+
+    /// Drops all graphs, with their memory. To be called after a parameter was replaced by another one; weights that were
+    /// moved, cast, frozen or unfrozen are found out.
+    pub fn clear_cache(&self) {
+        self.0.borrow_mut().clear();
+    }
+}
+
+impl CallGraphs for CachedGraphs {
+    fn run(
+        &self,
+        module: &dyn Module,
+        is_training: bool,
+        inputs: &[Tensor],
+        code: Call,
+    ) -> anyhow::Result<Vec<Tensor>> {
+        // a module within its own call is part of that
+        let Ok(mut cache) = self.0.try_borrow_mut() else { return code(inputs) };
+        cache.run(module, is_training, inputs, code)
+    }
+
+    fn replay_stats(&self) -> Vec<ffi::ReplayStats> {
+        self.0.borrow().replay_stats()
     }
 }
 

@@ -5,12 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::Tensor;
 
-use super::capture::scoped_by_fqn;
-use super::hpu_graph::check_inputs;
+use super::capture::{Capture, scoped_by_fqn};
+use super::compiled::CompiledGraph;
 use super::ir::Graph;
-use super::step::{
-    CapturedStep, StepCapture, StepGraph, check_same, copy_like, fill, numbered, placeholder_for,
-};
+use super::places::{any_within, check_inputs, copy_like, fill, numbered, placeholder_for};
+use super::recordings::{Recordings, check_same, named_tensors};
 use crate::device::Device;
 use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
@@ -20,7 +19,7 @@ use crate::nn::{Module, ModuleExt, refuse_kept};
 /// overwrites these places.
 #[derive(Debug)]
 pub(super) struct CapturedCall {
-    forward: StepGraph,
+    forward: CompiledGraph,
     inputs: Vec<Tensor>,
     /// None where each replay makes a new one, which is the caller's alone.
     outputs: Vec<Option<Tensor>>,
@@ -43,7 +42,25 @@ pub(super) enum Outputs {
 }
 
 /// A module's forward pass on some tensors.
-pub(crate) type Call<'a> = &'a dyn Fn(&[Tensor]) -> anyhow::Result<Vec<Tensor>>;
+pub type Call<'a> = &'a dyn Fn(&[Tensor]) -> anyhow::Result<Vec<Tensor>>;
+
+/// The graphs of one module's calls.
+pub trait CallGraphs: std::fmt::Debug + Send + 'static {
+    /// A call of the module by a graph; by `code` where there is none for it.
+    ///
+    /// # Errors
+    /// The module's own; what a kernel reports.
+    fn run(
+        &self,
+        module: &dyn Module,
+        is_training: bool,
+        inputs: &[Tensor],
+        code: Call,
+    ) -> anyhow::Result<Vec<Tensor>>;
+
+    /// Counts of the replays of each graph: forward, then backward if it has one. Empty on a Gaudi card.
+    fn replay_stats(&self) -> Vec<ReplayStats>;
+}
 
 /// The backward pass, shared with autograd's graphs of the calls.
 #[derive(Debug)]
@@ -56,7 +73,7 @@ struct Backward {
 
 #[derive(Debug)]
 struct BackwardState {
-    graph: StepGraph,
+    graph: CompiledGraph,
     /// Forward passes so far.
     forwards: u64,
     /// Which outputs have a gradient.
@@ -72,7 +89,7 @@ struct BackwardState {
     /// The gradients of the outputs must be at their places: one of an input is a view of them.
     needs_copies: bool,
     /// The forward pass and its inputs, if the graph is not used again: their memory is read.
-    forward: Option<(StepGraph, Vec<Tensor>)>,
+    forward: Option<(CompiledGraph, Vec<Tensor>)>,
 }
 
 impl CapturedCall {
@@ -240,14 +257,14 @@ struct Recorded {
     places: Vec<Tensor>,
     results: Vec<Tensor>,
     names: Vec<(String, Tensor)>,
-    forward: CapturedStep,
+    forward: Recordings,
     /// There if a result has a history.
     backward: Option<RecordedBackward>,
 }
 
 /// The backward pass of a call on zeros, while it was captured.
 struct RecordedBackward {
-    step: CapturedStep,
+    step: Recordings,
     is_output_trained: Vec<bool>,
     grad_outputs: Vec<Tensor>,
     grad_inputs: Vec<Option<Tensor>>,
@@ -258,11 +275,8 @@ impl Recorded {
         refuse_kept(module, "a captured call")?;
         let places = inputs.iter().map(|input| place_for(input, with_grad)).collect::<Result<Vec<_>>>()?;
         let mut names: Vec<(String, Tensor)> = numbered(INPUT, &places).collect();
-        let parameters = module.named_parameters().into_iter();
-        names.extend(parameters.map(|(fqn, parameter)| (fqn, parameter.leaf().shallow_clone())));
-        let buffers = module.named_buffers().into_iter();
-        names.extend(buffers.map(|(fqn, buffer)| (fqn, buffer.tensor().shallow_clone())));
-        let capture = StepCapture::begin()?;
+        names.extend(named_tensors(module));
+        let capture = Capture::begin()?;
         let results = scoped_by_fqn(module, || call(&places))??;
         let forward = capture.end()?;
         let mut recorded = Self { places, results, names, forward, backward: None };
@@ -287,7 +301,7 @@ impl Recorded {
         let grads = backward.into_iter().flat_map(|backward| backward.grad_inputs.iter().flatten());
         let known: Vec<&Tensor> = outputs.iter().chain(grads).collect();
         let steps = [&self.forward].into_iter().chain(backward.map(|backward| &backward.step));
-        CapturedStep::check_kept(steps.flat_map(CapturedStep::recordings), graphs, &known)
+        Recordings::check_kept(steps.flat_map(Recordings::recordings), graphs, &known)
     }
 }
 
@@ -305,8 +319,8 @@ impl RecordedBackward {
         let device = Device::of(&outputs[0])?;
         let (was_casting, dtype) = ffi::autocast_state(device)?;
         ffi::set_autocast_state(device, false, dtype)?; // backward runs outside autocast
-        let captured = (|| -> Result<(Vec<Option<Tensor>>, CapturedStep)> {
-            let capture = StepCapture::begin()?;
+        let captured = (|| -> Result<(Vec<Option<Tensor>>, Recordings)> {
+            let capture = Capture::begin()?;
             let grads = ffi::autograd_grad(&outputs, &grad_outputs, &leaves)?;
             Ok((grads, capture.end()?))
         })();
@@ -334,18 +348,6 @@ impl RecordedBackward {
         let module = module.type_name();
         Ok(Backward { module, pending: AtomicU64::new(0), state: Mutex::new(state) })
     }
-}
-
-/// Whether one of the tensors lies within the memory of one of the places.
-pub(crate) fn any_within<'a>(tensors: impl IntoIterator<Item = &'a Tensor>, places: &[Tensor]) -> bool {
-    let range = |place: &Tensor| {
-        let start = place.data_ptr().addr();
-        let last: i64 = place.size().iter().zip(place.stride()).map(|(n, by)| (n - 1).max(0) * by).sum();
-        let elements = if place.numel() == 0 { 0 } else { 1 + last as usize };
-        start..start + elements * place.kind().elt_size_in_bytes()
-    };
-    let places: Vec<_> = places.iter().map(range).collect();
-    tensors.into_iter().any(|tensor| places.iter().any(|place| place.contains(&tensor.data_ptr().addr())))
 }
 
 /// A copy of an input, laid out as it is. With grad it leads to the input, should the results of the capture be all there is.

@@ -1,33 +1,31 @@
 //! A module as one graph for one kind of inputs.
 
 use std::cell::{Cell, RefCell};
-use std::marker::PhantomData;
 
 use tch::Tensor;
 
-use super::call::{Call, CapturedCall, Outputs, trained_params};
+use super::call::{Call, CallGraphs, CapturedCall, Outputs, trained_params};
 use super::capture::{check_not_capturing, is_capturing};
+use super::graphed::{Graphed, InPlace};
+use super::signature::{Casts, device_of};
 use crate::accelerator::rng;
-use crate::device::Device;
 use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
 use crate::nn::{
-    Callable, Forward, Member, ModeNumbers, Module, ModuleExt, ModuleKind, Snapshot, SnapshotParts,
-    TensorTuple, call_as, call_with, set_training, within_call,
+    Callable, ModeNumbers, Module, ModuleExt, ModuleKind, Snapshot, SnapshotParts, TensorTuple, call_with,
+    set_training,
 };
 
-/// A module that is a graph; made by [`make_graphed_callables`]. Names of weights are those of the module.
-#[derive(Debug)]
-pub struct GraphedCallable<M, A> {
-    module: M,
-    captured: CapturedModule,
-    is_training: bool,
-    _args: PhantomData<fn(&A)>,
-}
+/// A module that is a graph; made by [`make_graphed_callables`].
+pub type GraphedCallable<M, A> = Graphed<M, OneGraph, A>;
 
-/// The graph of a module, which is told the module at each call.
+/// The graph of a module's calls on this thread, until this is dropped; made by [`make_graphed_callables_inplace`].
+pub type GraphedCallableInPlace = InPlace<OneGraph>;
+
+/// The graph of a module for one kind of inputs; each call gives the module.
+#[doc(hidden)]
 #[derive(Debug)]
-pub(super) struct CapturedModule {
+pub struct OneGraph {
     /// None on a Gaudi card, of which there are no graphs.
     call: RefCell<Option<CapturedCall>>,
     was_training: bool,
@@ -36,28 +34,10 @@ pub(super) struct CapturedModule {
     /// What it was captured with.
     kind: ModuleKind,
     casts: Casts,
-    /// It was said that other casts are in force.
+    /// A warning has said that it is called under other casts.
     has_warned: Cell<bool>,
     /// Parameters that the graph has no gradient for.
     frozen: Vec<Tensor>,
-}
-
-/// What autocast does when a module is captured or called.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Casts {
-    /// Of the device of the inputs: whether it casts, and to what.
-    state: (bool, i32),
-    /// Of the operators that cast.
-    lists_version: u64,
-}
-
-impl Casts {
-    fn now(inputs: &[Tensor]) -> Result<Self> {
-        let device = inputs.first().map_or(Ok(Device::Cpu), Device::of)?;
-        let (is_on, dtype) = ffi::autocast_state(device)?;
-        let state = (is_on, if is_on { dtype } else { 0 });
-        Ok(Self { state, lists_version: ffi::autocast_lists_version() })
-    }
 }
 
 /// Captures the forward pass of `module` on `sample_args`, and its backward pass if grad is on; from then on they are
@@ -99,8 +79,25 @@ pub fn make_graphed_callables<A: TensorTuple, M: Callable<A>>(
     let is_training = ffi::grad_is_enabled();
     set_training(&mut module, is_training);
     let code = |inputs: &[Tensor]| call_with(&module, inputs);
-    let captured = CapturedModule::capture(module.as_dyn(), &sample_args.tensors(), warmup, &code)?;
-    Ok(GraphedCallable { captured, is_training, module, _args: PhantomData })
+    let captured = OneGraph::capture(module.as_dyn(), &sample_args.tensors(), warmup, &code)?;
+    Ok(GraphedCallable::new(module, captured, is_training))
+}
+
+/// [`make_graphed_callables`] for a module that stays what it is: see
+/// [`ModuleCacher::inplace`](super::ModuleCacher::inplace). The module is put into the mode of the capture.
+///
+/// # Errors
+/// As `make_graphed_callables`.
+pub fn make_graphed_callables_inplace<A: TensorTuple, M: Callable<A>>(
+    module: &mut M,
+    sample_args: &A,
+    warmup: usize,
+) -> anyhow::Result<GraphedCallableInPlace> {
+    set_training(module, ffi::grad_is_enabled());
+    let module = &*module;
+    let code = |inputs: &[Tensor]| call_with(module, inputs);
+    let captured = OneGraph::capture(module.as_dyn(), &sample_args.tensors(), warmup, &code)?;
+    Ok(GraphedCallableInPlace::new(module, captured))
 }
 
 /// A backward pass whose gradients are dropped.
@@ -117,7 +114,7 @@ fn warm_up(outputs: &[Tensor], inputs: &[Tensor], params: &[Tensor]) -> Result<(
     Ok(())
 }
 
-impl CapturedModule {
+impl OneGraph {
     /// Captures `code` of `module` in the mode that it is in.
     pub(super) fn capture(
         module: &dyn Module,
@@ -130,7 +127,7 @@ impl CapturedModule {
         let params = trained_params(module);
         let with_grad = was_training && (!params.is_empty() || inputs.iter().any(Tensor::requires_grad));
         let kept = Snapshot::of(module, SnapshotParts { buffers: true, ..SnapshotParts::default() })?;
-        let rng = rng::states(inputs.first().map_or(Ok(Device::Cpu), Device::of)?)?;
+        let rng = rng::states(device_of(inputs)?)?;
         for _ in 0..warmup {
             warm_up(&code(inputs)?, inputs, &params)?;
         }
@@ -161,7 +158,7 @@ impl CapturedModule {
             was_training,
             modes: RefCell::new(modes),
             kind,
-            casts: Casts::now(inputs)?,
+            casts: Casts::now(device_of(inputs)?)?,
             has_warned: Cell::new(false),
             frozen,
         })
@@ -169,9 +166,9 @@ impl CapturedModule {
 
     /// Whether autocast does what it did in the capture; else says so once.
     fn has_casts_of(&self, module: &dyn Module, inputs: &[Tensor]) -> Result<bool> {
-        let is_same = self.casts == Casts::now(inputs)?;
+        let is_same = self.casts == Casts::now(device_of(inputs)?)?;
         if !is_same && !self.has_warned.replace(true) {
-            let before = if self.casts.state.0 { "within" } else { "without" };
+            let before = if self.casts.is_on() { "within" } else { "without" };
             tracing::warn!(
                 "make_graphed_callables: {} was captured {before} autocast, and is called under another one: its own code runs; capture it under the autocast of its calls (precision::autocast)",
                 module.type_name()
@@ -179,9 +176,11 @@ impl CapturedModule {
         }
         Ok(is_same)
     }
+}
 
+impl CallGraphs for OneGraph {
     /// The call by the graph; by `code` where the graph is not for it.
-    pub(super) fn run(
+    fn run(
         &self,
         module: &dyn Module,
         is_training: bool,
@@ -213,70 +212,7 @@ impl CapturedModule {
         }
     }
 
-    pub(super) fn replay_stats(&self) -> Vec<ReplayStats> {
+    fn replay_stats(&self) -> Vec<ReplayStats> {
         self.call.borrow().as_ref().map(CapturedCall::replay_stats).unwrap_or_default()
-    }
-}
-
-impl<A: TensorTuple, M: Callable<A>> GraphedCallable<M, A> {
-    /// The module.
-    pub fn module(&self) -> &M {
-        &self.module
-    }
-
-    /// Counts of the replays: of the forward pass, then of the backward pass if there is one. Empty on a Gaudi card.
-    pub fn replay_stats(&self) -> Vec<ReplayStats> {
-        self.captured.replay_stats()
-    }
-
-    /// The module's call by its graph. For a module of one tensor this is its `forward`.
-    ///
-    /// # Errors
-    /// [`GraphError::InputMismatch`], [`GraphError::TensorGone`]; the module's own where its code runs.
-    pub fn call(&self, args: &A) -> anyhow::Result<M::Output> {
-        call_as(&self.module, args, |args| self.run(args))
-    }
-
-    fn run(&self, args: &A) -> anyhow::Result<M::Output> {
-        let code = |inputs: &[Tensor]| call_with(&self.module, inputs);
-        let outputs = self.captured.run(self.module.as_dyn(), self.is_training, &args.tensors(), &code)?;
-        Ok(M::Output::from_tensors(outputs)?)
-    }
-}
-
-impl<M: Forward> Forward for GraphedCallable<M, Tensor> {
-    fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        within_call(self, input, |input| self.run(input))
-    }
-}
-
-impl<A: TensorTuple + 'static, M: Module> Module for GraphedCallable<M, A> {
-    fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>)) {
-        self.module.members(visit);
-    }
-
-    fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
-        self.module.children_mut(visit);
-    }
-
-    fn set_training(&mut self, training: bool) {
-        self.is_training = training;
-        self.module.set_training(training);
-    }
-
-    fn is_training(&self) -> Option<bool> {
-        Some(self.is_training)
-    }
-
-    fn settings(&self, visit: &mut dyn FnMut(u64)) {
-        self.module.settings(visit);
-    }
-
-    fn wrapped(&self) -> Option<&dyn Module> {
-        Some(&self.module)
-    }
-
-    fn type_name(&self) -> &'static str {
-        self.module.type_name()
     }
 }

@@ -1,20 +1,23 @@
 //! A graph that is captured once and replayed many times.
 
 use std::cell::{Cell, RefCell};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tch::Tensor;
 
-use super::capture::{self, MadeInCapture, Segment, check_not_capturing};
+use super::capture::{Capture, check_not_capturing};
+use super::compiled::{CompiledGraph, Segment};
 use super::ir::Graph;
+use super::places::{check_inputs, fill};
 use super::plan::PlanStats;
-use super::static_tensor::{describe, no_weights};
-use super::step::fill;
+use super::recordings::named_tensors;
+use super::static_tensor::no_weights;
 use crate::device::Device;
 use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi::{CudaGraph, ReplayStats};
-use crate::nn::{Module, ModuleExt};
+use crate::nn::Module;
 
 /// Records what a thread does on its device, forward, backward and optimizer alike, and does it again on request.
 ///
@@ -54,10 +57,12 @@ pub struct HpuGraph {
 /// What a graph holds. Not borrowed while code of the user runs.
 #[derive(Debug, Default)]
 struct Held {
-    segments: Vec<Segment>,
-    /// On a CUDA device: its index, and the driver's graph in place of segments.
+    graph: CompiledGraph,
+    /// On a CUDA device: its index, and the driver's graph in place of `graph`.
     cuda: Option<(usize, Option<CudaGraph>)>,
     is_capturing: bool,
+    /// The capture in progress, unless it is the driver's.
+    capture: Option<Capture>,
     /// Nothing was captured, since the code works on a Gaudi card.
     is_on_card: bool,
     names: Vec<(String, Tensor)>,
@@ -95,6 +100,41 @@ pub(crate) fn take_replayed_steps() -> u64 {
     REPLAYED_STEPS.take()
 }
 
+thread_local!(static MADE: RefCell<Vec<Range<u64>>> = const { RefCell::new(Vec::new()) });
+
+/// Memory that captures by hand on this thread have made and that outlived them, since this was last called. What a run
+/// keeps from step to step must not lie there: each replay makes it again.
+#[derive(Debug)]
+pub(crate) struct MadeInCapture(Vec<Range<u64>>);
+
+impl MadeInCapture {
+    pub(crate) fn take() -> Self {
+        Self(MADE.take())
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Notes what outlived the capture of these graphs.
+    pub(super) fn note<'a>(graphs: impl Iterator<Item = &'a Graph>) {
+        let kept = graphs.flat_map(|graph| &graph.buffers).filter(|b| b.is_kept && b.made_by().is_some());
+        MADE.with_borrow_mut(|made| made.extend(kept.map(|b| b.address..b.address + b.bytes)));
+    }
+
+    /// Refuses a tensor that lies there; `name` says what it is.
+    pub(crate) fn check(&self, tensor: &Tensor, name: impl FnOnce() -> String) -> Result<()> {
+        if !tensor.defined() {
+            return Ok(());
+        }
+        let address = tensor.data_ptr().addr() as u64;
+        if self.0.iter().any(|made| made.contains(&address)) {
+            return Err(GraphError::MadeInCapture { tensor: name() }.into());
+        }
+        Ok(())
+    }
+}
+
 impl HpuGraph {
     /// A graph that holds nothing yet.
     pub fn new() -> Self {
@@ -110,11 +150,7 @@ impl HpuGraph {
 
     /// Gives the weights of `module` their names, for messages and when the graph is printed.
     pub fn name_weights(&self, module: &dyn Module) {
-        let parameters = module.named_parameters().into_iter();
-        let parameters = parameters.map(|(fqn, parameter)| (fqn, parameter.leaf().shallow_clone()));
-        let buffers = module.named_buffers().into_iter();
-        let buffers = buffers.map(|(fqn, buffer)| (fqn, buffer.tensor().shallow_clone()));
-        self.held.borrow_mut().names.extend(parameters.chain(buffers));
+        self.held.borrow_mut().names.extend(named_tensors(module));
     }
 
     /// Captures what `code` does, and gives back what it returns. What was captured before is dropped. The graph is held
@@ -152,14 +188,14 @@ impl HpuGraph {
     pub fn capture_begin(&self) -> Result<()> {
         check_not_capturing("capture_begin")?;
         let held = &mut *self.held.borrow_mut();
-        held.segments.clear();
+        held.graph = CompiledGraph::default();
         held.inputs.clear();
         match &mut held.cuda {
             Some((index, graph)) => {
                 *graph = None; // with its memory, before there is another
                 *graph = Some(CudaGraph::begin(*index)?);
             }
-            None => capture::begin()?,
+            None => held.capture = Some(Capture::begin()?),
         }
         held.is_capturing = true;
         held.is_on_card = false;
@@ -197,9 +233,11 @@ impl HpuGraph {
             held.optimizer_steps = CAPTURED_STEPS.get();
             return Ok(ended?);
         }
-        let recordings = capture::end()?;
-        let graphs = capture::read_all(&recordings.iter().collect::<Vec<_>>(), &held.names)?;
-        (held.segments, _) = match capture::compile_all(recordings, graphs, &held.inputs, &[]) {
+        let Some(capture) = held.capture.take() else { return Err(GraphError::NotCapturing.into()) };
+        let recordings = capture.end()?;
+        let compiled =
+            recordings.graphs(&held.names).and_then(|graphs| recordings.compile(graphs, &held.inputs));
+        held.graph = match compiled {
             Err(Error::Graph(error @ GraphError::OnCard { .. })) => {
                 static HAS_WARNED: AtomicBool = AtomicBool::new(false);
                 if !HAS_WARNED.swap(true, Ordering::Relaxed) {
@@ -211,7 +249,7 @@ impl HpuGraph {
             compiled => compiled?,
         };
         held.optimizer_steps = CAPTURED_STEPS.get();
-        MadeInCapture::note(held.segments.iter().map(|segment| &*segment.graph));
+        MadeInCapture::note(held.graph.graphs());
         Ok(())
     }
 
@@ -231,7 +269,7 @@ impl HpuGraph {
         held.check_ready()?;
         match &mut held.cuda {
             Some((_, Some(graph))) => graph.replay()?,
-            _ => held.segments.iter_mut().try_for_each(|segment| segment.replay(None).map(drop))?,
+            _ => drop(held.graph.replay(None)?),
         }
         held.count_steps();
         Ok(())
@@ -252,7 +290,7 @@ impl HpuGraph {
             return self.replay();
         }
         let inputs: Vec<Tensor> = inputs.iter().map(|input| input.shallow_clone()).collect();
-        held.segments.iter_mut().try_for_each(|segment| segment.replay(Some(&inputs)).map(drop))?;
+        held.graph.replay(Some(&inputs))?;
         held.count_steps();
         Ok(())
     }
@@ -262,7 +300,7 @@ impl HpuGraph {
         let mut held = self.held.borrow_mut();
         held.abort();
         held.cuda = held.cuda.take().map(|(index, _)| (index, None));
-        held.segments.clear();
+        held.graph = CompiledGraph::default();
         held.inputs.clear();
     }
 
@@ -283,7 +321,7 @@ impl HpuGraph {
     }
 
     fn each<T>(&self, what: impl Fn(&Segment) -> T) -> std::vec::IntoIter<T> {
-        self.held.borrow().segments.iter().map(what).collect::<Vec<T>>().into_iter()
+        self.held.borrow().graph.segments.iter().map(what).collect::<Vec<T>>().into_iter()
     }
 }
 
@@ -307,7 +345,7 @@ impl Held {
     }
 
     fn is_empty(&self) -> bool {
-        self.cuda.as_ref().map_or(self.segments.is_empty(), |(_, graph)| graph.is_none())
+        self.cuda.as_ref().map_or(self.graph.is_empty(), |(_, graph)| graph.is_none())
     }
 
     fn count_steps(&self) {
@@ -318,9 +356,9 @@ impl Held {
         if !std::mem::take(&mut self.is_capturing) {
             return;
         }
-        match &mut self.cuda {
-            Some((_, graph)) => *graph = None,
-            None => drop(capture::end()),
+        self.capture = None;
+        if let Some((_, graph)) = &mut self.cuda {
+            *graph = None;
         }
     }
 }
@@ -364,26 +402,4 @@ impl Drop for CaptureGuard<'_> {
     fn drop(&mut self) {
         self.graph.held.borrow_mut().abort();
     }
-}
-
-pub(super) fn check_inputs(captured: &[Tensor], given: &[&Tensor]) -> Result<()> {
-    if captured.len() != given.len() {
-        let what =
-            format!("{} inputs are given to a graph that was captured with {}", given.len(), captured.len());
-        return Err(GraphError::Arguments { problem: Problem::new(what, "give one for each") }.into());
-    }
-    for (index, (captured, given)) in captured.iter().zip(given).enumerate() {
-        let is_alike = captured.kind() == given.kind()
-            && captured.device() == given.device()
-            && captured.size() == given.size();
-        if !is_alike {
-            return Err(GraphError::InputMismatch {
-                index,
-                given: describe(given),
-                captured: describe(captured),
-            }
-            .into());
-        }
-    }
-    Ok(())
 }

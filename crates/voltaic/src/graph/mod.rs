@@ -1,43 +1,69 @@
-//! Graphs: what a step does is recorded once, below autograd, and replayed without the cost of doing it again.
+//! Graphs: what a function of tensors does is recorded once, below autograd, and replayed without the cost of doing it again.
 //!
-//! A recording is data ([`Graph`]): operators, values, memory. Before it is replayed it is planned: views vanish, dead
-//! results are not computed, and all memory gets its place once (`plan`). A replay is a loop over prepared kernel calls.
+//! There is one path, whatever is captured and whoever asks for it:
+//!
+//! 1. **Static inputs** (`places`): the function runs on tensors at fixed places, laid out as the inputs are. `signature` says what makes
+//!    a call another graph.
+//! 2. **Warm-up** is the caller's: the function runs as usual, and kernels choose their algorithms.
+//! 3. **Capture** (`capture`): operators run, and are recorded. A `mark_step` begins another part.
+//! 4. **Reading** (`recordings`): recordings become data, [`Graph`], with names for the tensors that were there. They are checked for what
+//!    cannot be replayed (`check`), and compared with another capture of the same function: only what is the same both times stands for it.
+//! 5. **Compilation** (`compiled`): a plan says what runs and where memory lies (`plan`); views vanish, dead results are not computed. Passes
+//!    over the graph, as a compiler's, have their place before the plan.
+//! 6. **Replay**: a loop over prepared kernel calls. `call` fills the inputs, gives the outputs, and makes the replay of a backward pass
+//!    autograd's function. `metrics` counts.
+//!
+//! What users see are names on it: [`HpuGraph`] captures by hand, from step 3 to 6; [`make_graphed_callables`] makes one `call`
+//! (`graphed_callable`); [`ModuleCacher`] and [`wrap_in_hpu_graph`] keep one for each signature (`cache`, `wrap`). Both are a module around the
+//! module, or an interceptor of its calls (`graphed`). The trainer captures modules (`modules`), and steps 3 to 6 of training steps and
+//! optimizer steps (`trainer/run/graphs`).
 
 mod cache;
 mod call;
 mod capture;
 mod check;
+mod compiled;
 mod flops;
+mod graphed;
 mod graphed_callable;
 mod hpu_graph;
-mod inplace;
 mod ir;
 mod known;
 mod metrics;
 mod modules;
+mod places;
 mod plan;
+mod recordings;
+mod signature;
 mod static_tensor;
-mod step;
 mod wrap;
 
 pub use crate::ffi::ReplayStats;
 pub use crate::nn::{Callable, TensorTuple};
-pub use cache::{Buckets, CacheStats};
-pub(crate) use call::any_within;
-pub(crate) use capture::{MadeInCapture, scope_by_fqn};
+pub use cache::{Buckets, CacheStats, CachedGraphs};
+pub(crate) use capture::{Capture, scope_by_fqn};
 pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
+pub(crate) use compiled::CompiledGraph;
 pub use flops::Flops;
-pub use graphed_callable::{GraphedCallable, make_graphed_callables};
+pub use graphed::{Graphed, InPlace};
+#[doc(hidden)]
+pub use graphed_callable::OneGraph;
+pub use graphed_callable::{
+    GraphedCallable, GraphedCallableInPlace, make_graphed_callables, make_graphed_callables_inplace,
+};
 pub use hpu_graph::{CaptureGuard, HpuGraph, graph};
-pub(crate) use hpu_graph::{forbid_replayed_steps, note_optimizer_step, replayed_steps, take_replayed_steps};
-pub use inplace::{GraphedCallableInPlace, GraphedInPlace, make_graphed_callables_inplace};
+pub(crate) use hpu_graph::{
+    MadeInCapture, forbid_replayed_steps, note_optimizer_step, replayed_steps, take_replayed_steps,
+};
 pub use ir::{Buffer, Graph, Node, Operand, Value};
 pub use metrics::{GraphMetrics, graph_metrics, metric_global, reset_metrics};
 pub(crate) use metrics::{count_fallback, count_hit, count_miss};
 pub(crate) use modules::ModuleGraphs;
+pub(crate) use places::{any_within, copy_of, fill, numbered, placeholder_for};
 pub use plan::PlanStats;
+pub(crate) use recordings::{FirstCapture, Recordings, named_tensors};
+pub(crate) use signature::InputSignature;
 pub use static_tensor::StaticTensor;
-pub(crate) use step::{
-    CapturedStep, SeenStep, StepCapture, StepGraph, copy_of, fill, numbered, placeholder_for,
+pub use wrap::{
+    GraphedInPlace, GraphedModule, ModuleCacher, WrapOptions, wrap_in_hpu_graph, wrap_in_hpu_graph_inplace,
 };
-pub use wrap::{GraphedModule, ModuleCacher, WrapOptions, wrap_in_hpu_graph, wrap_in_hpu_graph_inplace};

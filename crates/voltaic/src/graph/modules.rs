@@ -8,7 +8,7 @@ use super::cache::{CacheOptions, CacheStats, GraphCache};
 use super::known::Known;
 use crate::nn::{Callable, Module, ModuleExt, TensorTuple, call_as, call_with, identity};
 
-/// Sorts of calls that get a graph, for each module.
+/// Kinds of calls that get a graph, for each module.
 const MAX_GRAPHS: usize = 10;
 
 /// The graphs of the modules that steps have called so far.

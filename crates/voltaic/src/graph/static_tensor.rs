@@ -4,6 +4,7 @@ use std::cell::RefCell;
 
 use tch::{Kind, Tensor};
 
+use super::places::describe;
 use crate::device::Device;
 use crate::error::{GraphError, Problem, Result};
 
@@ -90,11 +91,6 @@ impl StaticTensor {
         tensor.f_copy_(from)?;
         Ok(())
     }
-}
-
-/// Dtype, shape and device, such as `Float[8, 64] on Cpu`.
-pub(super) fn describe(tensor: &Tensor) -> String {
-    format!("{:?}{:?} on {:?}", tensor.kind(), tensor.size(), tensor.device())
 }
 
 /// A field of a module that holds none of its weights.

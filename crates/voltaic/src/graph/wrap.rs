@@ -1,15 +1,9 @@
-//! Modules whose calls are captured and replayed.
+//! Graphs of modules by a cache, with Habana's names and options.
 
-use std::cell::RefCell;
-
-use tch::Tensor;
-
-use super::cache::{Buckets, CacheOptions, CacheStats, GraphCache};
-use super::inplace::GraphedInPlace;
+use super::cache::{Buckets, CacheOptions, CacheStats, CachedGraphs};
+use super::graphed::{Graphed, InPlace};
 use crate::accelerator::RuntimeFlags;
-use crate::ffi::ReplayStats;
-use crate::nn::{Callable, TensorTuple, call_as, call_with, within_call};
-use crate::nn::{Forward, Member, Module, ModuleExt};
+use crate::nn::Module;
 
 /// Options of [`wrap_in_hpu_graph`], with Habana's names and defaults.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -26,13 +20,28 @@ pub struct WrapOptions {
     pub buckets: Option<Buckets>,
 }
 
-/// A module whose calls are replayed; made by [`wrap_in_hpu_graph`] or a [`ModuleCacher`]. Names of weights are those of
-/// the module.
-#[derive(Debug)]
-pub struct GraphedModule<M> {
-    module: M,
-    cache: RefCell<GraphCache>,
-    is_training: bool,
+/// A module whose calls are replayed; made by [`wrap_in_hpu_graph`] or a [`ModuleCacher`].
+pub type GraphedModule<M> = Graphed<M, CachedGraphs>;
+
+/// Graphs of a module's calls on this thread, until this is dropped; made by [`ModuleCacher::inplace`] and
+/// [`wrap_in_hpu_graph_inplace`].
+pub type GraphedInPlace = InPlace<CachedGraphs>;
+
+impl<M: Module> Graphed<M, CachedGraphs> {
+    /// See [`CachedGraphs::stats`].
+    pub fn stats(&self) -> CacheStats {
+        self.graphs.stats()
+    }
+
+    /// See [`CachedGraphs::refusal`].
+    pub fn refusal(&self) -> Option<String> {
+        self.graphs.refusal()
+    }
+
+    /// See [`CachedGraphs::clear_cache`].
+    pub fn clear_cache(&self) {
+        self.graphs.clear_cache();
+    }
 }
 
 /// Makes a module whose forward pass is captured for each kind of input, twice to compare, and replayed from then on: for
@@ -56,12 +65,17 @@ pub struct GraphedModule<M> {
 ///
 /// Source: `habana_frameworks.torch.hpu.wrap_in_hpu_graph`.
 pub fn wrap_in_hpu_graph<M: Module>(module: M, options: WrapOptions) -> GraphedModule<M> {
-    GraphedModule::new(module, options.for_cache())
+    cached(module, options.for_cache())
 }
 
 /// [`wrap_in_hpu_graph`] for a module that stays what it is: see [`ModuleCacher::inplace`].
 pub fn wrap_in_hpu_graph_inplace(module: &impl Module, options: WrapOptions) -> GraphedInPlace {
-    GraphedInPlace::new(module, options.for_cache())
+    GraphedInPlace::new(module, CachedGraphs::new(module, options.for_cache()))
+}
+
+fn cached<M: Module>(module: M, options: CacheOptions) -> GraphedModule<M> {
+    let graphs = CachedGraphs::new(&module, options);
+    GraphedModule::new(module, graphs, true)
 }
 
 impl WrapOptions {
@@ -182,107 +196,11 @@ impl ModuleCacher {
     ///
     /// Source: `ModuleCacher(max_graphs)(model, inplace=True)`.
     pub fn inplace(&self, module: &impl Module) -> GraphedInPlace {
-        GraphedInPlace::new(module, self.options.clone())
+        GraphedInPlace::new(module, CachedGraphs::new(module, self.options.clone()))
     }
 
     /// The module with its cache.
     pub fn wrap<M: Module>(&self, module: M) -> GraphedModule<M> {
-        GraphedModule::new(module, self.options.clone())
-    }
-}
-
-impl<M: Module> GraphedModule<M> {
-    pub(super) fn new(module: M, options: CacheOptions) -> Self {
-        let cache = RefCell::new(GraphCache::new(module.type_name(), options));
-        Self { module, cache, is_training: true }
-    }
-
-    /// The module.
-    pub fn module(&self) -> &M {
-        &self.module
-    }
-
-    /// The module, out of its wrapper.
-    pub fn into_module(self) -> M {
-        self.module
-    }
-
-    /// What the calls so far found.
-    pub fn stats(&self) -> CacheStats {
-        self.cache.borrow().stats()
-    }
-
-    /// Counts of the replays of each graph: forward, then backward if it has one.
-    pub fn replay_stats(&self) -> Vec<ReplayStats> {
-        self.cache.borrow().replay_stats()
-    }
-
-    /// Why there are no graphs, if the module cannot be captured.
-    pub fn refusal(&self) -> Option<String> {
-        self.cache.borrow().refusal.clone()
-    }
-
-    /// Drops all graphs, with their memory. To be called after a parameter was replaced by another one; weights that were
-    /// moved, cast, frozen or thawed are found out.
-    pub fn clear_cache(&self) {
-        self.cache.borrow_mut().clear();
-    }
-
-    /// The module's call, by a graph if there is one. For a module of one tensor this is its `forward`.
-    ///
-    /// # Errors
-    /// The module's own; what a kernel reports.
-    pub fn call<A: TensorTuple>(&self, args: &A) -> anyhow::Result<M::Output>
-    where
-        M: Callable<A>,
-    {
-        call_as(&self.module, args, |args| self.run(args))
-    }
-
-    fn run<A: TensorTuple>(&self, args: &A) -> anyhow::Result<M::Output>
-    where
-        M: Callable<A>,
-    {
-        let call = |inputs: &[Tensor]| call_with(&self.module, inputs);
-        let mut cache = self.cache.borrow_mut();
-        let outputs = cache.run(self.module.as_dyn(), self.is_training, &args.tensors(), &call)?;
-        Ok(M::Output::from_tensors(outputs)?)
-    }
-}
-
-impl<M: Forward> Forward for GraphedModule<M> {
-    fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        within_call(self, input, |input| self.run(input))
-    }
-}
-
-impl<M: Module> Module for GraphedModule<M> {
-    fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>)) {
-        self.module.members(visit);
-    }
-
-    fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
-        self.module.children_mut(visit);
-    }
-
-    fn set_training(&mut self, training: bool) {
-        self.is_training = training;
-        self.module.set_training(training);
-    }
-
-    fn is_training(&self) -> Option<bool> {
-        Some(self.is_training)
-    }
-
-    fn settings(&self, visit: &mut dyn FnMut(u64)) {
-        self.module.settings(visit);
-    }
-
-    fn wrapped(&self) -> Option<&dyn Module> {
-        Some(&self.module)
-    }
-
-    fn type_name(&self) -> &'static str {
-        self.module.type_name()
+        cached(module, self.options.clone())
     }
 }

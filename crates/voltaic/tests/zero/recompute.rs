@@ -123,19 +123,24 @@ fn recomputed_segments_train_as_plain_ones() {
 /// Segments with weights in common: autograd sums their gradients up before they are sent, passes of their own do not.
 #[test]
 fn segments_that_share_weights_train_as_plain_ones_or_say_why_not() {
-    on_ranks("recompute::segments_that_share_weights_train_as_plain_ones_or_say_why_not", 2, |ranks, folder| {
-        let run = |builder: TrainerBuilder| trained(builder.max_epochs(2), Tower::called_twice(), loaders(24));
-        let expected = run(silent(ranks, "ddp", folder));
-        for bounds in [NONE, ALL] {
-            let zero = || bounded(ranks, folder, bounds);
-            assert_same("shared", &checkpointed(Gradients::Outer, |_| run(zero())), &expected);
-            let error = checkpointed(Gradients::Nested, |_| {
-                let mut trainer = zero().max_epochs(1).build().unwrap();
-                trainer.fit(&mut Tower::called_twice(), &mut loaders(24)).unwrap_err().to_string()
-            });
-            assert!(error.contains("a second gradient of") && error.contains("autograd_grad"), "{error}");
-        }
-    });
+    on_ranks(
+        "recompute::segments_that_share_weights_train_as_plain_ones_or_say_why_not",
+        2,
+        |ranks, folder| {
+            let run =
+                |builder: TrainerBuilder| trained(builder.max_epochs(2), Tower::called_twice(), loaders(24));
+            let expected = run(silent(ranks, "ddp", folder));
+            for bounds in [NONE, ALL] {
+                let zero = || bounded(ranks, folder, bounds);
+                assert_same("shared", &checkpointed(Gradients::Outer, |_| run(zero())), &expected);
+                let error = checkpointed(Gradients::Nested, |_| {
+                    let mut trainer = zero().max_epochs(1).build().unwrap();
+                    trainer.fit(&mut Tower::called_twice(), &mut loaders(24)).unwrap_err().to_string()
+                });
+                assert!(error.contains("a second gradient of") && error.contains("autograd_grad"), "{error}");
+            }
+        },
+    );
 }
 
 const WAYS: [Gradients; 2] = [Gradients::Outer, Gradients::Nested];

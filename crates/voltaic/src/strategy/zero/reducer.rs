@@ -466,7 +466,8 @@ fn late_gradient(unit: &Unit, index: usize) -> Error {
 /// The error of a gradient that comes again in one backward pass, by a pass within it, when the first one was sent.
 fn repeated_gradient(unit: &Unit, index: usize) -> Error {
     let fqn = &unit.layout.places[index].fqn;
-    let what = format!("a second gradient of {fqn} came within one backward pass, when the first was on its way");
+    let what =
+        format!("a second gradient of {fqn} came within one backward pass, when the first was on its way");
     let remedy = "take the gradients of a recomputed segment by autograd_grad and return them, so that autograd sums them up, in \
         place of a backward pass of its own";
     ConfigError::new("trainer.strategy", what, remedy).into()

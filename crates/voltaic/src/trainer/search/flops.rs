@@ -7,9 +7,9 @@ use crate::callback::Callback;
 use crate::data::{DataModule, Stage};
 use crate::device::Device;
 use crate::error::{ConfigError, Error, Result};
-use crate::graph::{Flops, StepCapture, scope_by_fqn};
+use crate::graph::{Capture, Flops, named_tensors, scope_by_fqn};
 use crate::module::{HookContext, LightningModule};
-use crate::nn::{Module, ModuleExt, RemovableHandle};
+use crate::nn::{Module, RemovableHandle};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::graph::GraphMode;
 use crate::trainer::search::trial::Searcher;
@@ -17,7 +17,7 @@ use crate::trainer::search::trial::Searcher;
 /// Records a batch from before its step to after its backward pass.
 #[derive(Default)]
 struct Recorder {
-    capture: Option<StepCapture>,
+    capture: Option<Capture>,
     /// Operators are said to be in the modules that are called.
     scopes: Option<RemovableHandle>,
     counted: Arc<Mutex<Option<Flops>>>,
@@ -27,12 +27,7 @@ impl Recorder {
     fn end(&mut self, module: &dyn Module) -> Result<()> {
         let Some(capture) = self.capture.take() else { return Ok(()) };
         self.scopes.take().iter().for_each(RemovableHandle::remove);
-        let names: Vec<(String, tch::Tensor)> = module
-            .named_parameters()
-            .into_iter()
-            .map(|(fqn, parameter)| (fqn, parameter.leaf().shallow_clone()))
-            .collect();
-        let flops = Flops::of(&capture.end()?.graphs(&names)?);
+        let flops = Flops::of(&capture.end()?.graphs(&named_tensors(module))?);
         if let Ok(mut counted) = self.counted.lock() {
             counted.get_or_insert(flops);
         }
@@ -46,7 +41,7 @@ impl Callback for Recorder {
         ctx: &mut HookContext,
         _module: &mut dyn Module,
     ) -> anyhow::Result<()> {
-        self.capture = Some(StepCapture::begin()?);
+        self.capture = Some(Capture::begin()?);
         self.scopes = Some(scope_by_fqn(ctx.module_hooks()));
         Ok(())
     }

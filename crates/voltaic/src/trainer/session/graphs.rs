@@ -1,9 +1,9 @@
 //! The graphs of one fit: of steps, and of the updates that follow them.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::ffi::TensorList;
-use crate::graph::{ModuleGraphs, SeenStep, StepGraph};
+use crate::graph::{CompiledGraph, FirstCapture, InputSignature, ModuleGraphs};
 use crate::module::{Logged, NamedTensors};
 use crate::nn::{ModeNumbers, ModuleKind};
 use crate::trainer::config::graph::{GraphMode, GraphReport};
@@ -14,22 +14,14 @@ pub(crate) enum Update {
     #[default]
     Unknown,
     /// Captured once, to be compared.
-    Seen(Vec<u64>, SeenStep),
-    Ready(Vec<u64>, StepGraph),
-}
-
-/// How a tensor of a batch lies in memory.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct InputSort {
-    pub kind: Kind,
-    pub size: Vec<i64>,
-    pub stride: Vec<i64>,
+    Seen(Vec<u64>, FirstCapture),
+    Ready(Vec<u64>, CompiledGraph),
 }
 
 /// What makes a step another graph.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Signature {
-    pub inputs: Vec<InputSort>,
+    pub inputs: Vec<InputSignature>,
     pub opens_window: bool,
     pub window_size: u64,
     pub loss_scale: f64,
@@ -43,13 +35,13 @@ pub(crate) struct Signature {
 
 pub(crate) enum GraphState {
     /// Captured once, to be compared, with what it logged.
-    Seen(SeenStep, Vec<Logged>),
+    Seen(FirstCapture, Vec<Logged>),
     Ready(Box<Ready>),
 }
 
 /// A step that can be replayed.
 pub(crate) struct Ready {
-    pub graph: StepGraph,
+    pub graph: CompiledGraph,
     /// Where the batch must be if a result is a view of it.
     pub places: Option<Vec<Tensor>>,
     pub loss: Tensor,

@@ -10,11 +10,11 @@ use tch::Tensor;
 use crate::data::Batch;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi::{self, TensorList};
-use crate::graph::{self, CapturedStep, Graph};
+use crate::graph::{self, Graph, InputSignature, Recordings};
 use crate::module::{BatchFacts, LightningModule, Logged, NamedTensors, OutputValue, StepHook, StepOutput};
 use crate::nn::{ModuleExt, NumberHash, each_parameter};
 use crate::trainer::session::batch::Window;
-use crate::trainer::session::graphs::{GraphState, InputSort, Ready, Signature, Update};
+use crate::trainer::session::graphs::{GraphState, Ready, Signature, Update};
 use crate::trainer::session::hooks::scope;
 use crate::trainer::session::session::Session;
 use crate::trainer::session::step::Step;
@@ -30,7 +30,7 @@ const MAX_GRAPHS: usize = 10;
 
 /// A step that ran while it was captured.
 struct Captured {
-    step: CapturedStep,
+    step: Recordings,
     graphs: Vec<Graph>,
     /// Where its batch was.
     inputs: Vec<Tensor>,
@@ -55,10 +55,7 @@ impl<M: LightningModule> Session<'_, M> {
             Ok(tensor)
         })?;
         let signature = Signature {
-            inputs: inputs
-                .iter()
-                .map(|input| InputSort { kind: input.kind(), size: input.size(), stride: input.stride() })
-                .collect(),
+            inputs: inputs.iter().map(InputSignature::of).collect::<Result<_>>()?,
             opens_window: window.opens,
             window_size: window.size,
             loss_scale: self.run.engine.loss_scale.as_ref().map_or(1.0, |scale| scale.get_scale()),
@@ -208,7 +205,7 @@ impl<M: LightningModule> Session<'_, M> {
         let mut placeholders = inputs.iter().map(Tensor::shallow_clone);
         let batch = batch.map_tensors(&mut |tensor| Ok(placeholders.next().unwrap_or(tensor)))?;
         let scopes = graph::scope_by_fqn(&self.run.facts.module_hooks);
-        let capture = graph::StepCapture::begin().inspect_err(|_| scopes.remove())?;
+        let capture = graph::Capture::begin().inspect_err(|_| scopes.remove())?;
         self.run.log.metrics.begin_capture();
         let loss: Result<Tensor> = self.without_hooks_before(|session| {
             let loss = forward_backward(session, &batch)?;
@@ -301,11 +298,8 @@ impl<M: LightningModule> Session<'_, M> {
             if grad.defined() {
                 names.push((format!("{GRADIENT} {fqn}"), grad));
             }
-            names.push((fqn, parameter.leaf().shallow_clone()));
         }
-        names.extend(
-            self.module.named_buffers().into_iter().map(|(fqn, b)| (fqn, b.tensor().shallow_clone())),
-        );
+        names.extend(graph::named_tensors(self.module));
         names
     }
 }

@@ -4,7 +4,7 @@
 //! Learning rates are read again in each replay.
 
 use crate::error::{Error, Result};
-use crate::graph::{self, SeenStep};
+use crate::graph::{self, FirstCapture};
 use crate::module::{BatchFacts, LightningModule};
 use crate::trainer::session::graphs::Update;
 use crate::trainer::session::hooks::scope;
@@ -61,13 +61,13 @@ impl<M: LightningModule> Session<'_, M> {
 
     fn capture_update(
         &mut self,
-        before: Option<SeenStep>,
+        before: Option<FirstCapture>,
         prepared: Vec<u64>,
         facts: BatchFacts,
         update: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<()> {
         let names = self.tensor_names(&[]);
-        let capture = graph::StepCapture::begin()?;
+        let capture = graph::Capture::begin()?;
         self.run.log.metrics.begin_capture();
         let updated = update(self);
         let logged = self.run.log.metrics.end_capture();
