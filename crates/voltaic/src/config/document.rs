@@ -274,7 +274,11 @@ impl Document {
             self.note(&full, &format!("{program} has no such key{hint}"));
             let remedy = near.map_or_else(|| "remove it".to_owned(), |near| format!("did you mean {near}"));
             let problem = Problem::new(format!("{program} has no such key"), remedy);
-            self.unknown.push(ConfigProblem { key: self.written(&full), origin: node.origin.label(), problem });
+            self.unknown.push(ConfigProblem {
+                key: self.written(&full),
+                origin: node.origin.label(),
+                problem,
+            });
         }
         false
     }

@@ -154,7 +154,7 @@ struct Batches {
 
 impl Callback for Batches {
     fn on_train_batch_start(&mut self, ctx: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
-        self.is_on.store(self.all || ctx.batch_idx() % 2 == 0, Ordering::Relaxed);
+        self.is_on.store(self.all || ctx.batch_idx().is_multiple_of(2), Ordering::Relaxed);
         Ok(())
     }
 

@@ -648,7 +648,7 @@ fn save_columns(ranks: usize, folder: &Path) {
     let whole = |phase: f64| numbers(&[6, 10], phase);
     let columns = Chunk { offsets: vec![0, 5 * (group.rank() / 2)], sizes: vec![6, 5] };
     let mut shard = ShardSpec::of_chunk(&[6, 10], columns);
-    shard.range = if group.rank() % 2 == 0 { 0..13 } else { 13..30 }; // within a row
+    shard.range = if group.rank().is_multiple_of(2) { 0..13 } else { 13..30 }; // within a row
     let part = |name: &str, phase: f64| {
         let values = shard.of(&whole(phase)).unwrap();
         Part { name: name.to_owned(), shard: shard.clone(), values }

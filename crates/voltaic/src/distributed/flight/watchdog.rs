@@ -237,7 +237,7 @@ impl Seen {
                     return i64::try_from(beacon.header(ALARMS).load(Ordering::Acquire)).ok();
                 }
             }
-            if seen.own % STILL != 0 {
+            if !seen.own.is_multiple_of(STILL) {
                 return None;
             }
         }

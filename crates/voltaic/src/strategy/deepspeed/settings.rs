@@ -400,8 +400,14 @@ impl DeepSpeedSettings {
 
     fn check_precision(&self, document: &mut Document) {
         let Self { fp16: Fp16 { enabled, scaler }, bf16, .. } = self;
-        let of_scale =
-            ["loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"];
+        let of_scale = [
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+        ];
         for key in of_scale.map(|key| format!("fp16.{key}")) {
             if !enabled && document.has(&key) {
                 document.note(&key, "the loss is scaled with fp16.enabled=true only");

@@ -113,7 +113,12 @@ impl Zero {
 
     fn partitioner(&self) -> Partitioner<'_> {
         let peers = self.peers().map(Arc::as_ref);
-        Partitioner { config: &self.config, dp_shard: &self.world.mesh().dp_shard, peers, target: self.target }
+        Partitioner {
+            config: &self.config,
+            dp_shard: &self.world.mesh().dp_shard,
+            peers,
+            target: self.target,
+        }
     }
 
     /// Works with these units from now on.

@@ -123,15 +123,15 @@ struct States {
 
 fn states<M: LightningModule>(session: &Session<M>) -> Result<States> {
     let strategy = &session.run.engine.strategy;
-    let optimizers = session.training.optimizers.iter().enumerate();
+    let optimizers = session.training.optimizers.iter();
     let Some(sharded) = strategy.sharded_state() else {
-        let optimizers = optimizers.map(|(_, optimizer)| optimizer.state_dict()).collect();
+        let optimizers = optimizers.map(|optimizer| optimizer.state_dict()).collect();
         let grads = pending_grads(session)?;
         return Ok(States { optimizers, grads, had_grad: Vec::new(), parts: Vec::new() });
     };
     let named = |part: Part, name| Part { name, ..part };
     let (mut states, mut parts) = (Vec::new(), Vec::new());
-    for (index, optimizer) in optimizers {
+    for (index, optimizer) in optimizers.enumerate() {
         let (state, own) = sharded.save_optimizer(index, optimizer.as_ref())?;
         states.push(state);
         parts.extend(own.into_iter().map(|part| {
