@@ -7,7 +7,7 @@ use tch::Tensor;
 use crate::error::Result;
 
 /// Corners of the chunks of one tensor; more would take too much memory to check.
-const MAX_CORNERS: usize = 1 << 24;
+pub(super) const MAX_CORNERS: usize = 1 << 24;
 
 /// A rectangle of a tensor: in each dimension so many indices from an offset, as in `ChunkStorageMetadata` of
 /// torch.distributed.checkpoint.
@@ -160,10 +160,11 @@ impl Iterator for Runs {
 ///
 /// A function that is constant on rectangles is zero if and only if its differences at their corners are: each chunk counts +1 or -1
 /// at its corners, and so does the whole tensor; the first corner where the two differ is the first element that is in no chunk, or
-/// in several. This takes time for sorting, in any number of dimensions.
+/// in several. This takes the time of sorting, in any number of dimensions. `corners_left` is how many corners may still be looked at.
 pub(super) fn cover_problem<'a>(
     shape: &[usize],
     chunks: impl ExactSizeIterator<Item = &'a Chunk> + Clone,
+    corners_left: &mut usize,
 ) -> Option<String> {
     if let Some(problem) = chunks.clone().find_map(|chunk| chunk.problem(shape)) {
         return Some(problem);
@@ -179,9 +180,12 @@ pub(super) fn cover_problem<'a>(
     let cut: Vec<usize> = (0..shape.len()).filter(is_cut).collect();
     let num_corners = u32::try_from(cut.len()).ok().and_then(|cut| 1_usize.checked_shl(cut));
     let total = num_corners.and_then(|corners| corners.checked_mul(chunks.len() + 1));
-    let (Some(num_corners), Some(total)) = (num_corners, total.filter(|total| *total <= MAX_CORNERS)) else {
+    let (Some(num_corners), Some(total)) =
+        (num_corners, total.filter(|total| *total <= MAX_CORNERS.min(*corners_left)))
+    else {
         return Some(format!("has {} chunks that cut {} dimensions: too many", chunks.len(), cut.len()));
     };
+    *corners_left -= total;
     // indices of a corner in the order of the elements, and in the lowest bit whether it counts -1
     let mut corners: Vec<u128> = Vec::with_capacity(total);
     for (chunk, is_of_whole) in chunks.map(|chunk| (chunk, false)).chain([(&whole, true)]) {
@@ -332,7 +336,11 @@ mod tests {
                 count => format!("has element {element:?} in {count} chunks"),
             });
             found[expected.as_ref().map_or(0, |text| 1 + usize::from(text.ends_with("chunks")))] += 1;
-            assert_eq!(cover_problem(&shape, chunks.iter()), expected, "{shape:?} {chunks:?}");
+            assert_eq!(
+                cover_problem(&shape, chunks.iter(), &mut MAX_CORNERS.clone()),
+                expected,
+                "{shape:?} {chunks:?}"
+            );
         }
         assert!(found.iter().all(|count| *count > 500), "{found:?}");
     }
@@ -341,14 +349,15 @@ mod tests {
     fn chunks_that_would_take_too_long_to_check_are_refused() {
         let shape = vec![2; 40];
         let half = |offset| Chunk { offsets: vec![offset; 40], sizes: vec![1; 40] };
-        let problem = cover_problem(&shape, [half(0), half(1)].iter()).unwrap();
+        let problem = cover_problem(&shape, [half(0), half(1)].iter(), &mut MAX_CORNERS.clone()).unwrap();
         assert_eq!(problem, "has 2 chunks that cut 40 dimensions: too many");
         // many rows, in any order
         let rows = |row: usize| Chunk { offsets: vec![row * 7 % 100_003, 0], sizes: vec![1, 9] };
         let mut rows: Vec<Chunk> = (0..100_003).map(rows).collect();
-        assert_eq!(cover_problem(&[100_003, 9], rows.iter()), None);
+        let problem = |rows: &[Chunk]| cover_problem(&[100_003, 9], rows.iter(), &mut MAX_CORNERS.clone());
+        assert_eq!(problem(&rows), None);
         rows[5].offsets[0] += 1;
-        assert_eq!(cover_problem(&[100_003, 9], rows.iter()).unwrap(), "has element [35, 0] in no chunk");
+        assert_eq!(problem(&rows).unwrap(), "has element [35, 0] in no chunk");
     }
 
     #[test]

@@ -22,7 +22,7 @@ impl Planned {
 }
 
 /// Tensors are checked in blocks of so many bytes where only some of them are read.
-pub(super) const BLOCK: usize = 1 << 18;
+pub(super) const BLOCK: usize = 1 << 16;
 
 /// What has been written: length and CRC-32 of all, what comes before the tensors, and the CRC-32 of each block of what follows.
 #[derive(Debug)]

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use voltaic::Tensor;
 use voltaic::ffi::{autograd_function, autograd_grad, grad_is_enabled};
 use voltaic::nn::{CallInterceptor, InterceptorLevel, Module, ModuleExt, Next};
+use voltaic::{Kind, Tensor};
 
 /// How gradients of the segment's parameters come about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +54,10 @@ impl CallInterceptor for Checkpoint {
         let params: Vec<Tensor> = params.map(|parameter| parameter.leaf().shallow_clone()).collect();
         let saved: Vec<(Tensor, bool)> =
             inputs.iter().map(|input| (input.detach(), input.requires_grad())).collect();
-        let leaves: Vec<Tensor> = inputs.iter().chain(&params).map(Tensor::shallow_clone).collect();
+        // a pass of its own needs something that requires grad for autograd to come by
+        let dummy = [Tensor::zeros([1], (Kind::Float, tch::Device::Cpu)).set_requires_grad(true)];
+        let others = if self.gradients == Gradients::Outer { &params[..] } else { &dummy };
+        let leaves: Vec<Tensor> = inputs.iter().chain(others).map(Tensor::shallow_clone).collect();
         let (gradients, recomputed) = (self.gradients, self.recomputed.clone());
         autograd_function(&leaves, &outputs, move |grads| {
             recomputed.fetch_add(1, Ordering::Relaxed);
@@ -78,7 +81,7 @@ impl CallInterceptor for Checkpoint {
                     let loss: Tensor = tch::with_grad(|| outputs.iter().zip(grads).map(weighted).sum());
                     loss.f_backward()?;
                     let grads = inputs.iter().map(|input| Some(input.grad()).filter(Tensor::defined));
-                    Ok(grads.chain(params.iter().map(|_| None)).collect())
+                    Ok(grads.chain([None]).collect())
                 }
             }
         })?;

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::checkpoint::budget::{Budget, ReadLimits};
 use crate::checkpoint::checkpoint::CheckpointMeta;
-use crate::checkpoint::chunk::{Chunk, cover_problem};
+use crate::checkpoint::chunk::{Chunk, MAX_CORNERS, cover_problem};
 use crate::checkpoint::format::{MAX_OPTIMIZERS, PREFIX, check_json, shape_of, unreadable};
 use crate::config::read_file;
 use crate::error::{Error, Result};
@@ -26,6 +26,8 @@ const BEGINNING: &str = "{\"crc32\":\"";
 const NO_CHECKSUM: &str = "00000000";
 /// Chunks that are made of slices of version 1 may take so many times the bytes of the text.
 const SLICE_GROWTH: u64 = 64;
+/// So many corners of chunks are looked at for each byte of the text, beside those of a large tensor.
+const CORNERS_PER_BYTE: usize = 16;
 
 /// The index. Its text begins with the checksum.
 #[derive(Debug, Serialize, Deserialize)]
@@ -137,15 +139,16 @@ impl Entry {
         Ok(())
     }
 
-    /// Finds where chunks begin. What is wrong with it, if they are not the whole tensor once.
-    pub fn finish(&mut self, ranks: usize) -> Result<(), String> {
+    /// Finds where chunks begin. What is wrong with it, if they are not the whole tensor once, or have more corners than are left.
+    pub fn finish(&mut self, ranks: usize, corners_left: &mut usize) -> Result<(), String> {
         if shape_of(&self.shape).is_none() {
             return Err(format!("has shape {:?}, too large", self.shape));
         }
         if let Some(StoredChunk { rank, .. }) = self.chunks.iter().find(|stored| stored.rank >= ranks) {
             return Err(format!("has a chunk of rank {rank}, of {ranks} ranks"));
         }
-        if let Some(what) = cover_problem(&self.shape, self.chunks.iter().map(|stored| &stored.chunk)) {
+        let chunks = self.chunks.iter().map(|stored| &stored.chunk);
+        if let Some(what) = cover_problem(&self.shape, chunks, corners_left) {
             return Err(what);
         }
         let mut lens: HashMap<usize, usize> = HashMap::new();
@@ -226,7 +229,9 @@ impl Index {
             return Err(unreadable(path, what));
         }
         let mut index: Self = serde_json::from_str(&text).map_err(not_understood)?;
-        index.take_slices(text.len()).and_then(|()| index.finish()).map_err(|what| unreadable(path, what))?;
+        let corners = text.len().saturating_mul(CORNERS_PER_BYTE).saturating_add(MAX_CORNERS);
+        let finished = index.take_slices(text.len()).and_then(|()| index.finish(corners));
+        finished.map_err(|what| unreadable(path, what))?;
         Ok(index)
     }
 
@@ -244,11 +249,11 @@ impl Index {
         Ok(())
     }
 
-    /// Finds where chunks begin; an index that was made or read is of use only then.
+    /// Finds where chunks begin; an index that was made or read is of use only then. Looks at so many corners of chunks.
     ///
     /// # Errors
     /// What does not hold together.
-    pub fn finish(&mut self) -> Result<(), String> {
+    pub fn finish(&mut self, mut corners_left: usize) -> Result<(), String> {
         let ranks = self.files.len();
         if ranks == 0 || ranks > MAX_RANKS {
             return Err(format!("it tells of {ranks} ranks; 1 to {MAX_RANKS} are read"));
@@ -262,7 +267,7 @@ impl Index {
             return Err(format!("it has logged values of {found} ranks, and files of {ranks}"));
         }
         for (name, entry) in &mut self.tensors {
-            entry.finish(ranks).map_err(|what| format!("{name} {what}"))?;
+            entry.finish(ranks, &mut corners_left).map_err(|what| format!("{name} {what}"))?;
         }
         let is_known = |name: &String| self.tensors.contains_key(name);
         let is_weight = |name: &String| !name.starts_with(PREFIX);
@@ -304,7 +309,7 @@ mod tests {
     #[test]
     fn chunks_of_a_rank_lie_one_behind_the_other() {
         let mut index = index();
-        index.finish().unwrap();
+        index.finish(usize::MAX).unwrap();
         let (name, entry) = index.entry("again").unwrap();
         assert_eq!(name, "w");
         let starts: Vec<_> = entry.chunks.iter().map(|stored| (stored.rank, stored.start)).collect();
@@ -330,7 +335,7 @@ mod tests {
             let mut entry = Entry::new(Dtype::F32, vec![2, 3]);
             entry.add(rank, chunks);
             index.tensors.insert("w".to_owned(), entry);
-            let found = index.finish().unwrap_err();
+            let found = index.finish(usize::MAX).unwrap_err();
             assert!(found.contains(expected), "{found}");
         }
         for (slices, expected) in [
@@ -342,16 +347,19 @@ mod tests {
             let mut index = index();
             index.shards_version = 1;
             index.tensors.insert("w".to_owned(), Entry { slices, ..Entry::new(Dtype::F32, vec![2, 3]) });
-            let found = index.take_slices(1).and_then(|()| index.finish()).unwrap_err();
+            let found = index.take_slices(1).and_then(|()| index.finish(usize::MAX)).unwrap_err();
             assert!(found.contains(expected), "{found}");
         }
+        let what = index().finish(15).unwrap_err(); // four of each of three chunks and of the whole tensor
+        assert_eq!(what, "w has 3 chunks that cut 2 dimensions: too many");
+        index().finish(16).unwrap();
         let mut of_other = index();
         of_other.shards_version = 1;
         assert_eq!(of_other.take_slices(1).unwrap_err(), "w has parts of another version than 1");
         for (alias, name) in [("w", "w"), ("v", "u"), ("voltaic:optimizer.0.exp_avg.w", "w")] {
             let mut tied = index();
             tied.tied.insert(alias.to_owned(), name.to_owned());
-            assert!(tied.finish().unwrap_err().contains(&format!("{alias} is tied to {name}")));
+            assert!(tied.finish(usize::MAX).unwrap_err().contains(&format!("{alias} is tied to {name}")));
         }
     }
 
@@ -362,7 +370,7 @@ mod tests {
         let text = index().to_text().unwrap();
         std::fs::write(&path, &text).unwrap();
         let mut expected = index();
-        expected.finish().unwrap();
+        expected.finish(usize::MAX).unwrap();
         assert_eq!(Index::read(&path).unwrap().entry("w"), expected.entry("w"));
         std::fs::write(&path, text.replace("an id", "my id")).unwrap();
         let error = Index::read(&path).unwrap_err().to_string();

@@ -311,7 +311,9 @@ pub(super) fn merged(reports: Vec<RankReport>) -> Result<Merged, Problem> {
     }
     let ranks = merged.logged.len();
     for (name, entry) in &mut merged.tensors {
-        entry.finish(ranks).map_err(|what| Problem::new(format!("{name} {what}"), SAVE_PARTS))?;
+        entry
+            .finish(ranks, &mut usize::MAX.clone())
+            .map_err(|what| Problem::new(format!("{name} {what}"), SAVE_PARTS))?;
     }
     Ok(merged)
 }
@@ -337,7 +339,7 @@ fn index_of(
     if index.training.is_some() {
         index.ranks = logged.into_iter().skip(1).collect();
     }
-    index.finish().map_err(|what| Problem::new(what, SAVE_PARTS))?;
+    index.finish(usize::MAX).map_err(|what| Problem::new(what, SAVE_PARTS))?;
     Ok(index)
 }
 

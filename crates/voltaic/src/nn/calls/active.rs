@@ -170,7 +170,7 @@ impl fmt::Debug for Next<'_> {
 }
 
 /// The code of a call, to be run again: a checkpoint's segment. It keeps no reference to the module, and finds it in the tree that
-/// the trainer or [`ModuleHooks::within`](super::ModuleHooks::within) lends to the thread at that time.
+/// the trainer or [`ModuleHooks::within`](crate::nn::ModuleHooks::within) lends to the thread at that time.
 ///
 /// Within the module its hooks and interceptors run as in any call; of the module itself only those interceptors that were within
 /// the one that asked for this.

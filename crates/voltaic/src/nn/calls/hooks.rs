@@ -169,7 +169,7 @@ impl ModuleHooks {
     }
 
     /// Runs `body`, such as one step, with the hooks active on this thread for `root` and the modules below it. Within another
-    /// scope those of both run, once each. [`RecomputeFn`](super::RecomputeFn) finds its module in the innermost scope.
+    /// scope those of both run, once each. [`RecomputeFn`](crate::nn::RecomputeFn) finds its module in the innermost scope.
     ///
     /// # Errors
     /// [`ModuleError::Hook`] if a hook is for a module that `root` does not have; then `body` does not run.

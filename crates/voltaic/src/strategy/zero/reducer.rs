@@ -165,12 +165,15 @@ impl Reducer {
         if !self.is_active {
             return Ok(());
         }
-        let was_ready = std::mem::replace(&mut self.is_ready[unit][index], true);
-        match (self.num_sent > unit, was_ready) {
-            (true, true) => return Err(repeated_gradient(&self.units[unit], index)),
-            (true, false) => return Err(late_gradient(&self.units[unit], index)),
-            (false, true) => return Ok(()),
-            (false, false) => {}
+        let (was_sent, was_ready) =
+            (self.num_sent > unit, std::mem::replace(&mut self.is_ready[unit][index], true));
+        if was_ready {
+            // autograd calls hooks without a gradient, too
+            let is_new = was_sent && self.units[unit].layout.places[index].parameter.grad().defined();
+            return if is_new { Err(repeated_gradient(&self.units[unit], index)) } else { Ok(()) };
+        }
+        if was_sent {
+            return Err(late_gradient(&self.units[unit], index));
         }
         self.waiting[unit] -= 1;
         self.whole_grads += bytes_of(&self.units[unit].layout.places[index].parameter.grad());
