@@ -48,6 +48,10 @@ fn climb(ranks: usize, folder: &Path) {
             assert_within(&format!("{what}: {name}"), &run(zero()), &run(ddp()), 1e-4);
         };
         near("norm", &|builder| trained(builder.gradient_clip_val(0.05), Odd::new(), loaders(24)));
+        let wide = |builder: TrainerBuilder| {
+            trained(builder.precision("64-true").gradient_clip_val(0.05), Small::new(), loaders(24))
+        };
+        assert_within(&format!("{what}: norm in 64 bits"), &wide(zero()), &wide(ddp()), 1e-12);
         // master weights, whoever keeps them
         let low = |builder: TrainerBuilder, has_masters| {
             trained(builder.precision("bf16-true"), Small { has_masters, ..Small::new() }, loaders(24))

@@ -48,9 +48,12 @@ impl ZeroOptimizer {
     /// # Collective
     /// All ranks must call it.
     fn norm(&self, norm_type: f64) -> Result<Tensor> {
-        let own = part_norm(&self.leaves(), norm_type)?;
-        let (kind, device) = (own.kind(), own.device());
-        let all = self.reducer().all_norms(&own)?;
+        let leaves = self.leaves();
+        let own = part_norm(&leaves, norm_type)?;
+        // not the dtype of the norm: it is float32 on a rank without gradients
+        let wide = leaves.iter().any(|leaf| leaf.kind() == Kind::Double).then_some(Kind::Double);
+        let (kind, device) = (wide.unwrap_or(own.kind()), own.device());
+        let all = self.reducer().all_norms(&own, wide.unwrap_or(Kind::Float))?;
         let dim: Option<&[i64]> = None;
         Ok(all.f_linalg_norm(norm_type, dim, false, None)?.f_to_device(device)?.f_to_kind(kind)?)
     }

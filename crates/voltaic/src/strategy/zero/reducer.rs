@@ -448,9 +448,9 @@ impl Reducer {
         units.into_iter().try_for_each(|unit| self.units[unit].make_master())
     }
 
-    /// The norms of all ranks' parts, as one tensor.
-    pub fn all_norms(&self, norm: &Tensor) -> Result<Tensor> {
-        let norm = norm.f_to_kind(Kind::Float)?.f_reshape([1_i64])?;
+    /// The norms of all ranks' parts, as one tensor of a dtype that is the same on all ranks.
+    pub fn all_norms(&self, norm: &Tensor, kind: Kind) -> Result<Tensor> {
+        let norm = norm.f_to_kind(kind)?.f_reshape([1_i64])?;
         match &self.peers {
             Some(group) => Ok(group.all_gather(&norm)?.f_view([-1_i64])?),
             None => Ok(norm),
