@@ -132,7 +132,7 @@ impl Forward for Block {
                 x * bare(0) * (bare(1) + 1.0) + bare(2) + sum(3) + sum(4)
             }
             Shape::Double => (x.to_kind(Kind::Double) * bare(0)).to_kind(x.kind()),
-            Shape::Low => (x.to_kind(Kind::BFloat16) * bare(0)).to_kind(x.kind()),
+            Shape::Low => (x.to_kind(bare(0).kind()) * bare(0)).to_kind(x.kind()),
             Shape::Tied => x.matmul(bare(0)).matmul(&bare(0).tr()),
             Shape::Nested(_) => {
                 let x = x * bare(0);
@@ -194,9 +194,13 @@ impl Net {
         self.blocks.iter().for_each(|block| block.chosen.store((2 * rank + step) % 3, Ordering::Relaxed));
     }
 
+    fn loss_kind(&self) -> Kind {
+        if self.plan.is_wide() { Kind::Double } else { Kind::Float }
+    }
+
     /// Inputs and targets in the dtype of the weights.
     fn cast(&self, (x, y): &Batch) -> Batch {
-        let kind = if self.plan.half { Kind::BFloat16 } else { Kind::Float };
+        let kind = if self.plan.half { Kind::BFloat16 } else { self.loss_kind() };
         (x.to_kind(kind), y.to_kind(kind))
     }
 
@@ -233,15 +237,15 @@ impl Net {
         if plan.transposed {
             h = &h + h.matmul(self.input.weight.tensor()).matmul(&self.input.weight.tr());
         }
-        let mut loss = (self.out.call(&h)? - y).square().mean(Kind::Float);
+        let mut loss = (self.out.call(&h)? - y).square().mean(self.loss_kind());
         if let Some(number) = plan.penalty {
             let parameters = self.parameters();
             let of = &parameters[number % parameters.len()];
-            loss += of.square().sum(Kind::Float) * 0.01;
+            loss += of.square().sum(self.loss_kind()) * 0.01;
         }
         if plan.grad_penalty {
             let grads = Tensor::f_run_backward(&[&loss], &[&x], true, true)?;
-            loss += grads[0].square().mean(Kind::Float);
+            loss += grads[0].square().mean(self.loss_kind());
         }
         Ok(loss)
     }
@@ -319,7 +323,7 @@ impl LightningModule for Net {
         self.choose(ctx, ctx.batch_idx());
         let (x, y) = self.cast(batch);
         let h = self.blocks.iter().try_fold(self.input.call(&x)?, |h, block| block.call(&h))?;
-        let loss = (self.out.call(&h)? - y).square().mean(Kind::Float);
+        let loss = (self.out.call(&h)? - y).square().mean(self.loss_kind());
         self.note(&loss);
         match self.plan.logs_steps {
             true => ctx.log("val_loss", &loss).on_step(true).on_epoch(true).sync_dist(true),

@@ -246,6 +246,7 @@ impl Plan {
         if self.is_low() && self.has_masters && self.average != Average::None && is_frozen && self.validates {
             self.by_hand = None; // the average of a frozen weight without a float32 copy is rounded at each validation
         }
+        self.half &= !self.is_wide();
         if !self.is_exact() {
             (self.nan, self.grad_penalty) = (None, false); // they make much of it, too
             self.half &= self.manual.is_none(); // steps add up several gradients, in float32 where there are copies
@@ -259,9 +260,15 @@ impl Plan {
         self.window == 1 && self.clip.is_none() && self.manual.is_none_or(once)
     }
 
+    /// Whether all weights are of 64 bits. The normalization of two samples multiplies differences in rounding, by thousands in a few
+    /// steps: only float64 leaves enough digits to compare.
+    pub fn is_wide(&self) -> bool {
+        !self.is_exact() && self.has(&Shape::BatchNorm)
+    }
+
     /// Whether it has parameters of 16 bits.
     pub fn is_low(&self) -> bool {
-        self.half || self.has(&Shape::Low)
+        self.half || (self.has(&Shape::Low) && !self.is_wide())
     }
 
     /// Whether there is no loss in a step, counted over all epochs.
