@@ -23,6 +23,7 @@ mod models;
 mod muon;
 mod one_file;
 mod optimizers;
+mod oracle;
 mod partitioning;
 mod peers;
 mod prefetch;

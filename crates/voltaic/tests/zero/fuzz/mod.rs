@@ -8,6 +8,7 @@ mod net;
 mod plan;
 
 use std::collections::HashSet;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -25,7 +26,8 @@ use crate::models::Batch;
 use crate::random_runs::{self, SaveAt, seeds};
 use crate::ranks::{on_ranks, runs_all, silent, weights};
 use net::Net;
-use plan::{End, Plan, Shape, When};
+pub use plan::End;
+use plan::{Plan, Shape, When};
 
 const STAGES: [ZeroStage; 3] = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
@@ -141,7 +143,7 @@ struct Outcome {
 }
 
 /// Asks for a checkpoint of the end of an epoch, or of training.
-struct SaveEnd(End, PathBuf);
+pub struct SaveEnd(pub End, pub PathBuf);
 
 impl SaveEnd {
     fn ask(&self, ctx: &mut HookContext) {
@@ -348,13 +350,15 @@ fn compare(
 }
 
 /// What differs in a case. False if it does not run at all.
-fn case(plan: &Plan, ranks: usize, folder: &Path) -> Result<bool, String> {
-    let Ok(ddp) = run(plan, ranks, None, folder, "ddp", (None, 2)) else { return Ok(false) }; // it is nonsense
+fn case(seed: u64, ranks: usize, folder: &Path) -> Result<bool, String> {
+    let plan = Plan::of(seed).without(&std::env::var("VOLTAIC_FUZZ_WITHOUT").unwrap_or_default());
+    let of_plan = |what: String| format!("{what}\n  {plan:?}");
+    let Ok(ddp) = run(&plan, ranks, None, folder, "ddp", (None, 2)) else { return Ok(false) }; // it is nonsense
     for stage in STAGES {
         let name = stage.name();
-        let of_stage = |what: String| format!("{name}: {what}");
-        let own = run(plan, ranks, Some(stage), folder, name, (None, 2)).map_err(of_stage)?;
-        let found = compare(plan, ranks, folder, (stage, &own), &ddp);
+        let of_stage = |what: String| of_plan(format!("{name}: {what}"));
+        let own = run(&plan, ranks, Some(stage), folder, name, (None, 2)).map_err(of_stage)?;
+        let found = compare(&plan, ranks, folder, (stage, &own), &ddp);
         // what is seen on one rank alone ends the case on all
         let told = match own.trainer.world().group() {
             Some(group) => group.all_gather_object(&found.err()).map_err(|error| error.to_string())?,
@@ -368,21 +372,25 @@ fn case(plan: &Plan, ranks: usize, folder: &Path) -> Result<bool, String> {
     Ok(true)
 }
 
-fn cases(ranks: usize, folder: &Path, default: std::ops::Range<u64>) {
-    let without = std::env::var("VOLTAIC_FUZZ_WITHOUT").unwrap_or_default();
+/// Runs the case of each seed, in a folder of its own: an error if something differs, false if it does not run at all.
+pub fn cases(
+    ranks: usize,
+    folder: &Path,
+    default: Range<u64>,
+    case: impl Fn(u64, &Path) -> Result<bool, String>,
+) {
     let (mut failed, mut left_out, seeds) = (Vec::new(), 0, seeds(default));
     let (count, mut before) = (seeds.clone().count(), None);
     for seed in seeds {
-        let plan = Plan::of(seed).without(&without);
         let own = folder.join(format!("{seed}-{ranks}"));
         std::fs::create_dir_all(&own).unwrap();
-        let done = case(&plan, ranks, &own);
+        let done = case(seed, &own);
         left_out += usize::from(done == Ok(false));
         if let Err(what) = done {
-            println!("\nseed {seed} on {ranks} ranks: {what}\n  {plan:?}");
+            println!("\nseed {seed} on {ranks} ranks: {what}");
             failed.push(seed);
             if std::env::var_os("VOLTAIC_FUZZ_ON").is_none() {
-                panic!("seed {seed} on {ranks} ranks: {what}\n{plan:?}");
+                panic!("seed {seed} on {ranks} ranks: {what}");
             }
         }
         // all ranks are done with the one before
@@ -392,26 +400,31 @@ fn cases(ranks: usize, folder: &Path, default: std::ops::Range<u64>) {
     assert!(failed.is_empty(), "seeds {failed:?} on {ranks} ranks");
 }
 
-fn some(default: u64) -> std::ops::Range<u64> {
+/// So many seeds, or all with `VOLTAIC_TEST_ALL`.
+pub fn some(default: u64) -> Range<u64> {
     if runs_all() { 0..500 } else { 0..default }
+}
+
+fn stages_are_ddp(ranks: usize, folder: &Path, default: u64) {
+    cases(ranks, folder, some(default), |seed, folder| case(seed, ranks, folder));
 }
 
 #[test]
 fn one_rank_is_ddp() {
-    on_ranks("fuzz::one_rank_is_ddp", 1, |ranks, folder| cases(ranks, folder, some(14)));
+    on_ranks("fuzz::one_rank_is_ddp", 1, |ranks, folder| stages_are_ddp(ranks, folder, 14));
 }
 
 #[test]
 fn two_ranks_are_ddp() {
-    on_ranks("fuzz::two_ranks_are_ddp", 2, |ranks, folder| cases(ranks, folder, some(6)));
+    on_ranks("fuzz::two_ranks_are_ddp", 2, |ranks, folder| stages_are_ddp(ranks, folder, 6));
 }
 
 #[test]
 fn three_ranks_are_ddp() {
-    on_ranks("fuzz::three_ranks_are_ddp", 3, |ranks, folder| cases(ranks, folder, some(4)));
+    on_ranks("fuzz::three_ranks_are_ddp", 3, |ranks, folder| stages_are_ddp(ranks, folder, 4));
 }
 
 #[test]
 fn four_ranks_are_ddp() {
-    on_ranks("fuzz::four_ranks_are_ddp", 4, |ranks, folder| cases(ranks, folder, some(3)));
+    on_ranks("fuzz::four_ranks_are_ddp", 4, |ranks, folder| stages_are_ddp(ranks, folder, 3));
 }
