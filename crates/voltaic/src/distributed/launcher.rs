@@ -368,12 +368,21 @@ pub(crate) fn report_config_error(error: &Error) {
     }
 }
 
+/// Whether an error says that another rank is gone, in a hook of the user's, too.
+fn is_consequence(error: &Error) -> bool {
+    match error {
+        Error::Distributed(DistributedError::Collective(failure)) => !failure.timed_out,
+        Error::Hook { source, .. } => {
+            source.chain().filter_map(|cause| cause.downcast_ref::<Error>()).any(is_consequence)
+        }
+        _ => false,
+    }
+}
+
 /// To be called by a rank whose run has failed. One that has only noticed that another is gone lets the launcher show
 /// the reason first, which then ends this rank by SIGTERM: `is_stopped` says whether that has come.
 pub(crate) fn wait_for_launcher(error: &Error, is_stopped: impl Fn() -> bool) {
-    let is_consequence =
-        matches!(error, Error::Distributed(DistributedError::Collective(failure)) if !failure.timed_out);
-    if !is_consequence || std::env::var_os(LAUNCHER).is_none() {
+    if !is_consequence(error) || std::env::var_os(LAUNCHER).is_none() {
         return;
     }
     let deadline = Instant::now() + PATIENCE;
