@@ -1,7 +1,8 @@
-//! Weights that have no memory before they are needed: their initial values are drawn when they are, from where the generator stood.
+//! Weights without memory until they are needed: their initial values are drawn then, with the generator's state of the time at which
+//! they were declared.
 //!
 //! Functions of [`init`](super::init) note what they did to a tensor. Once the next one is drawn, the memory of the last one is freed,
-//! if it is a parameter and nothing else has written to it; whoever touches it has it filled again by the same calls.
+//! if it is a parameter and nothing else has written to it; the first access fills it again by the same calls.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -8,7 +8,7 @@ use crate::nn::metric::MetricState;
 use crate::nn::module::{Member, Module};
 use crate::nn::parameter::Parameter;
 
-/// A type that may be a field of a `#[derive(Module)]` struct. The derive calls it; nobody else needs it.
+/// A type that may be a field of a `#[derive(Module)]` struct. Only the derive calls it.
 ///
 /// It is open, so that a user's own container of modules can be a field.
 #[doc(hidden)]

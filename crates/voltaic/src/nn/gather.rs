@@ -6,12 +6,12 @@ use crate::error::Error;
 
 thread_local! {
     static FAILURE: RefCell<Option<Error>> = const { RefCell::new(None) };
-    /// Whether somebody waits for failures.
+    /// Whether a [`GatherWatch`] exists on this thread.
     static WATCHED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Notes why a weight could not be gathered where no error can be returned; the first one counts. Where nobody waits for it the log
-/// has it at once.
+/// Notes why a weight could not be gathered where no error can be returned; the first one counts. Without a [`GatherWatch`] it is
+/// logged at once.
 pub(super) fn note_failure(error: Error) {
     if !WATCHED.get() {
         tracing::error!("{error}; an undefined tensor stands for it");
@@ -21,13 +21,13 @@ pub(super) fn note_failure(error: Error) {
     });
 }
 
-/// Why a weight could not be gathered on this thread since this was last called. An operator that met it had an undefined
-/// tensor in its place, and has failed, or has done without it.
+/// Why a weight could not be gathered on this thread since this was last called. Operators got an undefined tensor in its place,
+/// and have failed or ignored it.
 pub fn take_gather_failure() -> Option<Error> {
     FAILURE.with_borrow_mut(Option::take)
 }
 
-/// Waits for a weight that cannot be gathered on this thread, until it is dropped. What failed before belongs to others.
+/// Collects failures to gather weights on this thread, until it is dropped. Earlier failures are put back then.
 pub(crate) struct GatherWatch {
     failure_before: Option<Error>,
     was_watched: bool,

@@ -114,7 +114,7 @@ pub struct MetricState {
 
 #[derive(Debug, Default)]
 struct Accumulated {
-    /// By part; of parts that are put one after the other a tensor for each batch, until somebody asks for all.
+    /// By part. Parts that are concatenated have a tensor for each batch until all are read.
     all: Vec<Vec<Tensor>>,
     /// Those of the last batch.
     last: Vec<Tensor>,
@@ -266,7 +266,7 @@ impl MetricState {
         self.merge(saved)
     }
 
-    /// What tells states apart: the same for clones.
+    /// Identifies the state; clones have the same.
     pub(crate) fn id(&self) -> usize {
         Arc::as_ptr(&self.tensors).addr()
     }

@@ -27,7 +27,7 @@ pub trait Gather: fmt::Debug + Send + Sync {
     /// Why the weight cannot be had.
     fn gather(&self, parameter: &Parameter) -> Result<()>;
 
-    /// As [`Gather::gather`], for one who says when the weight is not needed any more: [`Gather::release`] follows.
+    /// As [`Gather::gather`], but [`Gather::release`] follows when the weight is not needed any more.
     ///
     /// # Errors
     /// Why the weight cannot be had.
@@ -35,7 +35,7 @@ pub trait Gather: fmt::Debug + Send + Sync {
         if parameter.is_away() { self.gather(parameter) } else { Ok(()) }
     }
 
-    /// A weight is touched that is in memory.
+    /// A weight that is in memory is accessed.
     ///
     /// # Errors
     /// Why it cannot stay there.
@@ -43,14 +43,14 @@ pub trait Gather: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// The weight is not needed whole any more by the one who has touched it: [`Parameter::with_whole`] and
-    /// [`Parameter::update`] call it. With `is_changed` it was written to, and what it holds now counts.
+    /// Ends [`Gather::borrow`]: [`Parameter::with_whole`] and [`Parameter::update`] call it when they do not need the whole weight
+    /// any more. With `is_changed` it was written to, and its present values must be kept.
     ///
     /// # Errors
     /// Why it cannot be kept.
     fn release(&self, parameter: &Parameter, is_changed: bool) -> Result<()>;
 
-    /// Whether it keeps the weight only until somebody moves it, casts it or keeps it: the weight is gathered first then, and let go.
+    /// Whether the weight is kept only until it is moved, cast or attached to a strategy: it is gathered first then, and detached.
     fn is_provisional(&self) -> bool {
         false
     }
@@ -71,7 +71,7 @@ pub(super) fn take_made() -> Vec<Parameter> {
 /// A trainable tensor of a module.
 ///
 /// A handle: clones and tied weights share one libtorch tensor, and moving it to another device or dtype keeps its
-/// identity, so that an optimizer that holds it goes on working. Layers reach their weights only through this type.
+/// identity, so that optimizers that hold it keep working. Layers reach their weights only through this type.
 ///
 /// A strategy may keep a weight elsewhere, in parts on several ranks or on the host, while it is not used: the parameter
 /// is *away* then. Its size, dtype, name and gradient are there; its values are gathered when they are touched, by
@@ -221,8 +221,7 @@ impl Parameter {
         self.shared.has(KEPT)
     }
 
-    /// Runs `body` with the whole weight, and lets go of it afterwards if a strategy keeps it: what must last is to be
-    /// copied.
+    /// Runs `body` with the whole weight. If a strategy keeps the values, it may free them afterwards: copy what must last.
     ///
     /// # Errors
     /// Why the weight cannot be gathered; those of `body`.

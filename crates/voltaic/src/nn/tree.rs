@@ -234,7 +234,7 @@ pub(crate) fn load_state_dict_each(
     load_each(module.type_name(), &Held::of(module), shapes, true, fill).map(drop)
 }
 
-/// Those tensors of [`ModuleExt::try_state_dict`] whose names are wanted; others are not gathered.
+/// The tensors of [`ModuleExt::try_state_dict`] that `is_wanted` selects by name; others are not gathered.
 pub(crate) fn state_dict_of(
     module: &dyn Module,
     is_wanted: &dyn Fn(&str) -> bool,
@@ -263,7 +263,7 @@ pub(crate) fn tied_names(module: &dyn Module) -> Vec<(String, String)> {
     .collect()
 }
 
-/// An error if a strategy keeps one of the weights: `what` would go on with memory that comes and goes.
+/// An error if a strategy keeps one of the weights: `what` would use memory that the strategy frees and allocates again.
 pub(crate) fn refuse_kept(module: &dyn Module, what: &str) -> Result<()> {
     let Some((fqn, _)) = module.named_parameters().into_iter().find(|(_, parameter)| parameter.is_kept())
     else {

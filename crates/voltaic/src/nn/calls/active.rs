@@ -147,10 +147,10 @@ impl Next<'_> {
         }
     }
 
-    /// The same to be run after the call, such as in the backward pass.
+    /// A function that runs the rest of the chain again after the call, such as in the backward pass.
     ///
     /// # Errors
-    /// [`ModuleError::Hook`] for a call of attention with several inputs or a mask, which a module alone does not tell.
+    /// [`ModuleError::Hook`] for a call of attention with several inputs or a mask: these cannot be repeated from the module alone.
     pub fn recompute_fn(&self) -> Result<RecomputeFn> {
         let Some(code) = self.code else {
             let what =

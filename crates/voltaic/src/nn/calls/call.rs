@@ -100,8 +100,8 @@ fn of_hook(error: anyhow::Error) -> Error {
     })
 }
 
-/// A call with hooks or interceptors: hooks before it, the interceptors with the code within them, hooks after it. `code` is the
-/// module's code, to be run again later, if the module alone tells it.
+/// A call with hooks or interceptors: hooks before it, the interceptors around the module's code, hooks after it. `code` is that
+/// code, for a later recomputation; `None` if it cannot be repeated from the module alone.
 #[cold]
 fn dispatch(
     module: &dyn Module,

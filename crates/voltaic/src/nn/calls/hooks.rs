@@ -17,7 +17,7 @@ use crate::nn::module::Module;
 
 /// Hooks of the calls of modules, by fqn, by type, or of all. Clones share them.
 ///
-/// Hooks belong to whoever runs the modules, not to the modules: a trainer has its own (`Trainer::module_hooks`,
+/// Hooks belong to the code that runs the modules, not to the modules: a trainer has its own (`Trainer::module_hooks`,
 /// `HookContext::module_hooks`), which are active in its steps. In a loop of your own they are active
 /// [`within`](Self::within):
 ///

@@ -27,7 +27,7 @@ impl Node {
     }
 }
 
-/// The modules of a tree. It holds while nobody may change the tree, and is looked over again after that.
+/// The modules of a tree. It is valid as long as the tree is borrowed, and is checked again after that.
 #[derive(Default)]
 pub(super) struct Table {
     nodes: Vec<Node>,

@@ -130,7 +130,7 @@ impl Forward for LeakyRelu {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
             // tch's leaky_relu has no slope. The backward kernel computes `grad` where x > 0 and `slope * grad` elsewhere:
-            // with x as the gradient that is the function itself, and its derivative in `grad` is the one wanted.
+            // with x as the gradient that is the function itself, and its derivative in `grad` is the right one.
             Ok(input.f_leaky_relu_backward(input, self.negative_slope, false)?)
         })
     }

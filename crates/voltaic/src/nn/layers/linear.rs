@@ -68,7 +68,7 @@ impl Linear {
         self.out_features
     }
 
-    /// The product itself; the only place that knows how it is computed.
+    /// The product itself; the only place that computes it.
     fn product(&self, input: &Tensor) -> Result<Tensor, tch::TchError> {
         input.f_linear(&self.weight, self.bias.as_deref())
     }
