@@ -182,8 +182,8 @@ static COLLECTIVES: Mutex<BTreeMap<u64, Collective>> = Mutex::new(BTreeMap::new(
 /// How many those are, so that nothing is locked without them.
 static UNDER_WAY: AtomicU64 = AtomicU64::new(0);
 
-/// Notes that an operation of all ranks begins; its end is told by [`collective_ends`]. `details` are members of a JSON
-/// object, made only if a profile is taken.
+/// Notes that a collective begins; [`collective_ends`] notes its end. `details` are members of a JSON object, made only if a
+/// profile is taken.
 pub fn collective_begins(
     number: u64,
     op: &'static str,

@@ -36,7 +36,7 @@ pub enum EventScope {
     Backward,
     /// A range that a program named.
     Range,
-    /// Memory, and what else libtorch tells of.
+    /// Memory, and other events of libtorch.
     Other,
 }
 
@@ -164,7 +164,7 @@ impl Drop for Kineto {
     fn drop(&mut self) {
         activities::record(Recorded::default());
         let mut left_out = 0;
-        // SAFETY: it was started on this thread, since Self does not leave it; nothing is written, and nobody is told.
+        // SAFETY: it was started on this thread, since Self does not leave it; nothing is written or reported.
         let _ = check("disableProfiler", unsafe {
             sys::vt_profile_stop(ptr::null(), ptr::null(), &raw mut left_out)
         });

@@ -12,7 +12,7 @@ use voltaic_sys as sys;
 use crate::error::LibtorchError;
 use crate::kernels::loaded_symbol;
 
-/// A function of libtorch, in its stable C interface, that tells its version.
+/// The function of libtorch's stable C interface that returns its version.
 const VERSION_FUNCTION: &CStr = c"aoti_torch_abi_version";
 
 /// Version of the libtorch that voltaic was compiled with, such as `2.11.0`.
@@ -53,7 +53,7 @@ fn compare(compiled: String, loaded: Option<String>, path: PathBuf) -> Result<()
     Err(LibtorchError { compiled, loaded, path })
 }
 
-/// The version of the libtorch that is loaded, and the library that tells it.
+/// The version of the loaded libtorch, and the library's path.
 fn loaded_version() -> Option<(String, Option<PathBuf>)> {
     let symbol = loaded_symbol(VERSION_FUNCTION)?;
     // SAFETY: libtorch's stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h) declares the function so, in each

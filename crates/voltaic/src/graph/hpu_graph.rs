@@ -72,7 +72,7 @@ struct Held {
 }
 
 thread_local! {
-    /// Optimizer steps of the capture by hand in progress on this thread.
+    /// Optimizer steps of the [`HpuGraph`] capture in progress on this thread.
     static CAPTURED_STEPS: Cell<u64> = const { Cell::new(0) };
     /// Those that replays on this thread have done since they were last taken.
     static REPLAYED_STEPS: Cell<u64> = const { Cell::new(0) };
@@ -102,8 +102,8 @@ pub(crate) fn take_replayed_steps() -> u64 {
 
 thread_local!(static MADE: RefCell<Vec<Range<u64>>> = const { RefCell::new(Vec::new()) });
 
-/// Memory that captures by hand on this thread have made and that outlived them, since this was last called. What a run
-/// keeps from step to step must not lie there: each replay makes it again.
+/// Memory that [`HpuGraph`] captures on this thread have allocated and that outlived them, since this was last called. State that a
+/// run keeps from step to step must not lie there, since each replay overwrites it.
 #[derive(Debug)]
 pub(crate) struct MadeInCapture(Vec<Range<u64>>);
 

@@ -214,8 +214,8 @@ impl Graph {
         named.any(|(buffer, _)| self.writes_to(*buffer))
     }
 
-    /// Whether what runs before a node changes nothing that anybody else sees: no memory that was there before, no random
-    /// numbers drawn.
+    /// Whether the nodes before this one have no visible effect: they write to no memory that existed before, and draw no random
+    /// numbers.
     pub(super) fn is_pure_before(&self, node: usize) -> bool {
         let was_there = |value: usize| self.buffer_of(value).made_by().is_none();
         !self.nodes[..node].iter().any(|node| node.has_hidden_effect() || node.written().any(was_there))

@@ -1,6 +1,6 @@
 //! Graphs: what a function of tensors does is recorded once, below autograd, and replayed without the cost of doing it again.
 //!
-//! There is one path, whatever is captured and whoever asks for it:
+//! Every capture takes the same path:
 //!
 //! 1. **Static inputs** (`places`): the function runs on tensors at fixed places, laid out as the inputs are. `signature` says what makes
 //!    a call another graph.

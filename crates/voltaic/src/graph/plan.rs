@@ -1,7 +1,7 @@
 //! What of a recording is replayed, and where its memory lies: planned once for all replays.
 //!
-//! Views cost nothing in a replay, since memory never moves; results that nobody uses are not computed. Each buffer
-//! lives from the node that makes it to the last one that uses it, and shares its place with buffers of other times.
+//! Views cost nothing in a replay, since memory never moves; unused results are not computed. Each buffer lives from the node that
+//! makes it to the last one that uses it, and buffers whose lifetimes do not overlap share memory.
 
 use super::ir::{Graph, Operand};
 use crate::ffi::GraphPlan;

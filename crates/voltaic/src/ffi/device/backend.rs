@@ -69,7 +69,7 @@ pub fn synchronize(device: Device) -> Result<(), TorchError> {
 /// Whether libtorch can reach the default generator of a device, to seed it or to save its state.
 ///
 /// # Errors
-/// libtorch's, if it does not know this kind of device.
+/// libtorch's, if it does not support this kind of device.
 pub fn has_generator(device: Device) -> Result<bool, TorchError> {
     let mut has_generators = 0;
     let device_type = device.numbers().0;

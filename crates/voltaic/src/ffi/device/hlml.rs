@@ -36,7 +36,7 @@ struct Utilization {
 const SENSOR_ON_AIP: u32 = 0;
 const TEXT_BYTES: usize = 128;
 
-/// One Gaudi card, as HLML describes it. What a library or card does not tell is none.
+/// One Gaudi card, as HLML describes it. What a library or card does not report is `None`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct HlmlCard {
     /// Number of the device file, `/dev/accel/accel<index>`.
@@ -117,7 +117,7 @@ impl Hlml {
         }
     }
 
-    /// Version of the driver; none if the library does not tell.
+    /// Version of the driver; `None` if the library does not report it.
     pub fn driver_version(&self) -> Option<String> {
         type Get = unsafe extern "C" fn(*mut c_char, u32) -> Code;
         // SAFETY: `int hlml_get_driver_version(char *, unsigned)`.
@@ -126,7 +126,7 @@ impl Hlml {
         text(|buffer, len| unsafe { function(buffer, len) })
     }
 
-    /// What the library tells about card `index`.
+    /// Card `index` as the library describes it.
     ///
     /// # Errors
     /// If there is no such card, or it has no name.

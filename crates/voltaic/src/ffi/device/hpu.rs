@@ -32,7 +32,7 @@ static OPTIONS: OnceLock<HpuOptions> = OnceLock::new();
 /// To be called before threads that use libtorch start.
 ///
 /// # Errors
-/// libtorch's error if there is another HPU back end, or if libtorch has trained before it was told of HPUs.
+/// libtorch's error if there is another HPU back end, or if libtorch has run a backward pass before this call.
 pub fn init_hpu_emulator(options: HpuOptions) -> Result<()> {
     install_device_pools()?;
     install_kernels()?; // those of emulated devices are the CPU's
@@ -80,7 +80,7 @@ pub fn compare_hpu_operators() -> Result<BTreeMap<String, Option<String>>> {
 }
 
 extern "C" fn note(data: *mut c_void, op: *const c_char, difference: *const c_char) {
-    // SAFETY: data is the map of `compare_hpu_operators`, which nobody else refers to while the shim runs.
+    // SAFETY: data is the map of `compare_hpu_operators`, to which there is no other reference while the shim runs.
     let compared = unsafe { &mut *data.cast::<BTreeMap<String, Option<String>>>() };
     // SAFETY: the shim gives a NUL-terminated string that lives for the call.
     let op = unsafe { CStr::from_ptr(op) }.to_string_lossy().into_owned();

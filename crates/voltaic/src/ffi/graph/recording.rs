@@ -43,8 +43,8 @@ impl Recording {
         Ok(Self { raw: unsafe { NonNull::new_unchecked(raw) } })
     }
 
-    /// The recording as JSON. `peers` are the recordings of the same capture, this one among them: what nobody else holds
-    /// is a constant.
+    /// The recording as JSON. `peers` are the recordings of the same capture, this one among them: tensors that only they hold are
+    /// constants.
     pub fn describe(&self, peers: &[&Self]) -> Result<String, TorchError> {
         let mut text = String::new();
         let peers: Vec<_> = peers.iter().map(|peer| peer.raw.as_ptr().cast_const()).collect();
@@ -129,7 +129,7 @@ impl Drop for Recording {
 }
 
 extern "C" fn take_text(data: *mut c_void, text: *const c_char) {
-    // SAFETY: data is the String of `describe`, which nobody else refers to during the call; text is NUL-terminated.
+    // SAFETY: data is the String of `describe`, to which there is no other reference during the call; text is NUL-terminated.
     unsafe { *data.cast::<String>() = CStr::from_ptr(text).to_string_lossy().into_owned() };
 }
 
@@ -139,8 +139,7 @@ pub fn is_recording() -> bool {
     unsafe { sys::vt_recording_is_on() != 0 }
 }
 
-/// Operators of this thread run unrecorded while this lives. What they make is there before the graph, for each replay to
-/// go on from.
+/// Operators of this thread run unrecorded while this lives. Their results exist before the graph, and each replay reads them.
 #[derive(Debug)]
 #[must_use = "recording goes on when this is dropped"]
 pub struct RecordingPause {
@@ -190,7 +189,7 @@ pub struct GraphPlan {
     pub buffer_offsets: Vec<u64>,
     /// The same for each block that a kernel takes and gives back, over all nodes.
     pub block_offsets: Vec<u64>,
-    /// Per buffer: 1 if nobody need hold it but the graph.
+    /// Per buffer: 1 if only the graph needs to hold it.
     pub constants: Vec<u8>,
     /// Size of the arena.
     pub arena_bytes: u64,

@@ -7,7 +7,7 @@ use crate::kernels::has_undescribed_amx;
 
 /// oneDNN's limit on instructions; it reads one of them at its first operator.
 const LIMITS: [&str; 2] = ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"];
-/// The most that oneDNN knows without AMX.
+/// oneDNN's highest instruction set without AMX.
 const WITHOUT_AMX: &str = "AVX512_CORE_FP16";
 
 /// Keeps oneDNN from AMX if the processor has it without saying what its tiles are, as some virtual machines have it:

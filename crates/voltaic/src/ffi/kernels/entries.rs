@@ -264,7 +264,7 @@ pub(super) extern "C" fn batch_norm_backward(
     grad_bias: *mut f32,
 ) -> i32 {
     guard_done("batch_norm_backward", || {
-        // SAFETY: as above; the output is null if it is not wanted.
+        // SAFETY: as above; the output is null if it is not needed.
         unsafe {
             let norm = &*norm;
             let [pixels, channels] = sizes([norm.pixels, norm.channels]);

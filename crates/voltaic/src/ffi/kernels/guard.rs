@@ -161,7 +161,7 @@ mod tests {
         assert!(message.contains("in the backward pass"), "{message}");
         let message = wide.f_to_kind(Kind::BFloat16).unwrap_err().to_string();
         assert!(message.contains("no memory for the") && message.contains("`convert`"), "{message}");
-        // and what does not fail goes on
+        // and operators that do not fail still run
         assert_eq!(wide.f_relu().unwrap(), wide);
         assert!(wide.f_gelu("none").is_err());
     }

@@ -136,8 +136,8 @@ impl Store {
         Ok((Self(store), actual_port))
     }
 
-    /// The same store, whose values have a seal that only those who know the secret can make, and that refuses others.
-    /// Counters, and whether a key is there, are not sealed.
+    /// The same store with sealed values: a seal can only be made with the secret, and values without a valid one are rejected.
+    /// Counters, and whether a key exists, are not sealed.
     ///
     /// # Errors
     /// libtorch's.
@@ -185,7 +185,7 @@ impl Store {
         const OP: &str = "store get";
         count_requests(2);
         extern "C" fn receive(data: *mut c_void, value: *const u8, len: usize) {
-            // SAFETY: data is the vector below, which nobody else refers to during the call; the shim gives `len`
+            // SAFETY: data is the vector below, to which there is no other reference during the call; the shim gives `len`
             // readable bytes, or a pointer that is not read if there are none.
             unsafe {
                 if len > 0 {

@@ -30,7 +30,7 @@ struct Layout {
 #[derive(Debug)]
 pub struct FlightMemory {
     memory: NonNull<u8>,
-    /// Locked by the owner as long as it is there; none if nobody else can open it.
+    /// Locked by the owning process as long as it lives; `None` if no other process can open it.
     file: Option<File>,
 }
 
@@ -40,7 +40,7 @@ unsafe impl Send for FlightMemory {}
 unsafe impl Sync for FlightMemory {}
 
 impl FlightMemory {
-    /// Memory of this process. If the system gives none that can be shared, nobody else can read it.
+    /// Memory of this process, shared if the system allows it. Otherwise no other process can read it.
     ///
     /// # Errors
     /// The system's, if it has no memory at all.
@@ -52,7 +52,7 @@ impl FlightMemory {
     }
 
     fn create_shared() -> io::Result<Self> {
-        // SAFETY: the name is a C string; the new descriptor belongs to nobody else.
+        // SAFETY: the name is a C string; the new descriptor has no other owner.
         let file = unsafe {
             let descriptor = libc::memfd_create(c"voltaic-flight".as_ptr(), libc::MFD_CLOEXEC);
             if descriptor < 0 {
@@ -141,7 +141,7 @@ fn map(file: Option<&File>) -> io::Result<NonNull<u8>> {
     NonNull::new(memory.cast()).ok_or_else(io::Error::last_os_error)
 }
 
-/// Nanoseconds of a clock that all processes of a host share and that nobody sets.
+/// Nanoseconds of the monotonic clock, which all processes of a host share.
 pub fn monotonic_nanos() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the time is valid for the call.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::mem;
 use std::os::fd::RawFd;
 
-/// Listening sockets, by their descriptors, with what tells a socket from a later one of the same descriptor.
+/// Listening sockets: their inodes by descriptor, since a later socket may have the same descriptor.
 #[derive(Debug, Default)]
 pub struct Listeners(BTreeMap<RawFd, u64>);
 
@@ -21,8 +21,8 @@ impl Listeners {
         Self(found.collect())
     }
 
-    /// Has the system drop all that comes from now on for those that were not there `before`: nobody new can connect, and the process
-    /// is not woken. What is connected stays. Returns how many there are.
+    /// Has the system drop new connections to sockets that were not there `before`, without waking the process. Existing connections
+    /// are kept. Returns the number of these sockets.
     pub fn close_to_others(&self, before: &Self) -> usize {
         let is_new = |(fd, inode): &(&RawFd, &u64)| before.0.get(*fd) != Some(*inode);
         self.0.iter().filter(is_new).filter(|(fd, _)| drop_packets(**fd)).count()

@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 /// Length of a seal.
 pub const SEAL_BYTES: usize = 32;
 
-/// What all ranks of a job know and nobody else does. Its text is not kept, and `Debug` shows nothing of it.
+/// The secret that all ranks of a job share. Its text is not kept, and `Debug` shows nothing of it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JobSecret([u8; 32]);
 
@@ -24,7 +24,7 @@ impl JobSecret {
         )
     }
 
-    /// A text that nobody can guess.
+    /// A random text that cannot be guessed.
     pub fn random_text() -> String {
         let bytes: [u8; 32] = rand::random();
         bytes.iter().map(|byte| format!("{byte:02x}")).collect()

@@ -1,5 +1,4 @@
-//! Memory that processes of one host share: a ring of bytes that one of them writes and all read, and counts that tell how
-//! far it is.
+//! Memory that processes of one host share: a ring of bytes that one of them writes and all read, and counters of its progress.
 
 use std::fs::{self, File, OpenOptions};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -107,7 +106,7 @@ impl Region {
     /// # Errors
     /// The system's.
     pub fn create() -> io::Result<Self> {
-        // SAFETY: the name is a C string; the new descriptor belongs to nobody else.
+        // SAFETY: the name is a C string; the new descriptor has no other owner.
         let file = unsafe {
             let descriptor = libc::memfd_create(c"voltaic".as_ptr(), libc::MFD_CLOEXEC);
             if descriptor < 0 {

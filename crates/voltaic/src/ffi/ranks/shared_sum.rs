@@ -2,8 +2,7 @@
 //!
 //! A tensor travels in pieces. Each rank writes its piece to its ring, adds up one part of all ranks' pieces, and takes the
 //! other parts from those that have added them up: with `n` ranks `2 (n - 1) / n` of a tensor is read and as much written,
-//! without a system call unless a rank has to wait. Where each rank wants its part of the sum only, or all want the parts
-//! of all, half of that is left.
+//! without a system call unless a rank has to wait. A reduce_scatter or an all_gather takes half of that.
 
 use std::collections::VecDeque;
 use std::io;
@@ -161,7 +160,7 @@ impl Summing {
     }
 
     /// Finishes the sums of all groups that were started before an operation. To be called before that operation is waited
-    /// for: another rank may wait for those sums first, and they need this one. A failure is told to who waits for them.
+    /// for: another rank may wait for those sums first, and they need this one. Their own wait returns a failure.
     pub fn finish_before(ticket: u64) {
         let exchanges: Vec<_> = {
             let known = EXCHANGES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -184,7 +183,7 @@ impl Summing {
 
 impl Drop for Summing {
     fn drop(&mut self) {
-        let _ = lock(&self.exchange).finish(self.last); // a failure is told to the next who asks
+        let _ = lock(&self.exchange).finish(self.last); // the next wait returns a failure
     }
 }
 
@@ -199,7 +198,7 @@ struct Piece {
     /// Of its sum; see [`next_ticket`].
     ticket: u64,
     tensor: Tensor,
-    /// Where this rank's part of the sum goes, if it wants no more.
+    /// Where this rank's part of the sum goes, for a reduce_scatter.
     output: Option<Tensor>,
     /// Its bytes in the tensor; in the part of each rank, if each has one.
     bytes: Range<usize>,
@@ -276,7 +275,7 @@ impl Exchange {
             let part = piece.part(rank, ranks);
             let len = part.len();
             let ring = region.ring(within(&piece.filled.place, &part));
-            // SAFETY: the piece has these bytes, and the ring room for them that nobody reads now.
+            // SAFETY: the piece has these bytes, and the ring has space for them that no rank reads now.
             unsafe { piece.data(rank, &part).copy_to_nonoverlapping(ring, len) };
         }
         region.set_filled(piece.number, &piece.filled);
@@ -293,7 +292,7 @@ impl Exchange {
             self.places.pop_front();
         }
         if self.places.is_empty() || self.next + len > RING {
-            self.next = 0; // the caches know that memory
+            self.next = 0; // that memory is in the caches
         }
         let place = self.next..self.next + len;
         let overlaps = |other: &Range<usize>| other.start < place.end && place.start < other.end;
@@ -362,7 +361,7 @@ impl Exchange {
                 unsafe { Floats::of_address(dtype, first.cast(), len) }
             })
             .collect();
-        // SAFETY: this part of the ring is read by nobody before it is said to be summed.
+        // SAFETY: no rank reads this part of the ring before it is marked as summed.
         let out = unsafe { FloatsMut::of_address(dtype, in_ring(self.rank).cast(), len) };
         add_up(&parts, out);
     }

@@ -75,11 +75,11 @@ pub fn leave_autocast() {
 /// # Errors
 /// libtorch's.
 pub fn clear_autocast_cache() -> Result<(), TorchError> {
-    // SAFETY: frees tensors under libtorch's own lock; whoever still uses one shares ownership of it.
+    // SAFETY: frees tensors under libtorch's own lock; a tensor that is still in use has another owner.
     check("autocast", unsafe { sys::vt_autocast_clear_cache() })
 }
 
-/// How often lists were set in this process, so that what was made by other lists can be told.
+/// How often lists were set in this process: results of earlier lists can be recognised by it.
 static LISTS_VERSION: AtomicU64 = AtomicU64::new(0);
 
 /// A number that is another one after each change of lists.
@@ -138,8 +138,8 @@ pub struct Cast {
 
 static CAST_OBSERVER: RwLock<Option<fn(&Cast)>> = RwLock::new(None);
 
-/// Tells `observer`, or nobody, of each argument that operators cast by lists that were set here; libtorch's own lists
-/// and replays of graphs are not seen. It is called on the thread that runs the operator, for all threads of the process.
+/// Sets the function that is called for each argument that an operator casts by lists that were set here, or none. libtorch's own
+/// lists and replays of graphs do not call it. It runs on the thread of the operator, for all threads of the process.
 pub fn observe_casts(observer: Option<fn(&Cast)>) {
     *CAST_OBSERVER.write().unwrap_or_else(PoisonError::into_inner) = observer;
     let report: Option<sys::vt_cast_report> = if observer.is_some() { Some(report_cast) } else { None };
@@ -168,7 +168,7 @@ pub fn operator_names() -> Result<BTreeSet<String>, TorchError> {
 }
 
 extern "C" fn note(data: *mut c_void, name: *const c_char) {
-    // SAFETY: data is the set of `operator_names`, which nobody else refers to while the shim runs; the shim gives a
+    // SAFETY: data is the set of `operator_names`, to which there is no other reference while the shim runs; the shim gives a
     // NUL-terminated string that lives for the call.
     let (names, name) = unsafe { (&mut *data.cast::<BTreeSet<String>>(), CStr::from_ptr(name)) };
     let name = name.to_string_lossy();

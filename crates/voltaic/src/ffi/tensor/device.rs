@@ -11,7 +11,7 @@ impl Device {
     /// The device a tensor lives on.
     ///
     /// # Errors
-    /// [`DeviceError::Unknown`] if it is a kind of device that voltaic does not know, such as `meta`.
+    /// [`DeviceError::Unknown`] if it is a kind of device that voltaic does not support, such as `meta`.
     pub fn of(tensor: &Tensor) -> Result<Self> {
         let (device_type, index) = device_numbers(tensor)?;
         let index = usize::try_from(index).unwrap_or(0);

@@ -11,7 +11,7 @@ use crate::ffi::check::check;
 /// Takes ownership of a tensor that a shim function wrote to its out-pointer.
 pub(in crate::ffi) fn take(tensor: sys::vt_tensor) -> Tensor {
     // SAFETY: callers pass a pointer that a successful shim call has just written: a heap-allocated at::Tensor
-    // that nobody else owns, which is what tch frees with at_free.
+    // without another owner, which is what tch frees with at_free.
     unsafe { Tensor::from_ptr(tensor) }
 }
 

@@ -1,4 +1,4 @@
-//! Memory of tensors: that several threads read, and that comes and goes.
+//! Storage of tensors: shared with other threads, and released and restored.
 
 use tch::Tensor;
 use voltaic_sys as sys;
@@ -96,7 +96,7 @@ impl ReleasableStorage {
     }
 }
 
-/// What tells the memory of a tensor from others' while it lives, and how many bytes it has: 0 if it was released.
+/// An id of the storage of a tensor, valid while it lives, and its size in bytes: 0 if it was released.
 pub(crate) fn describe_storage(tensor: &Tensor) -> Result<(usize, usize), TorchError> {
     let (mut id, mut bytes) = (0, 0);
     // SAFETY: the tensor is borrowed for the call; the out-pointers are valid.

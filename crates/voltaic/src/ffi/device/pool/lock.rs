@@ -11,7 +11,7 @@ const SPINS: u32 = 64;
 
 /// A spin lock: one atomic exchange to take it, one store to give it back.
 ///
-/// Half the cost of `std::sync::Mutex` when nobody else wants it. A thread that waits yields its core soon, since
+/// Half the cost of an uncontended `std::sync::Mutex`. A thread that waits yields its core soon, since
 /// the holder may have been put to sleep.
 pub(super) struct SpinLock<T> {
     taken: AtomicBool,
@@ -67,7 +67,7 @@ impl<T> Deref for SpinGuard<'_, T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: this guard is the only one, so nobody else has a reference to the value.
+        // SAFETY: this guard is the only one, so there is no other reference to the value.
         unsafe { &*self.lock.value.get() }
     }
 }

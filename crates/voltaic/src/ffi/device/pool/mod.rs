@@ -1,9 +1,8 @@
 //! A caching memory pool: blocks that come back are kept and handed out again.
 //!
-//! Owns the memory between the system and libtorch. What is kept, and for how long, is decided in `policy`; free pages are
-//! in `pages`; how much memory there is, `room` tells. This file follows pointers. Each block lies behind a [`Header`] that names its pool, so that any thread can
-//! release a block without knowing where it came from. A pool is never dropped: tensors in static variables may
-//! be freed after `main`.
+//! Owns the memory between the system and libtorch. `policy` decides what is kept, and for how long; `pages` has the free pages;
+//! `host_memory` says how much memory there is. This file follows pointers. Each block lies behind a [`Header`] that names its pool, so
+//! that any thread can release any block. A pool is never dropped: tensors in static variables may be freed after `main`.
 //!
 //! The lock is held for a few instructions only: system calls are made outside it.
 
@@ -93,7 +92,7 @@ impl Books {
     /// `header` is alive, belongs to this pool, and its block is free.
     unsafe fn push(&mut self, header: NonNull<Header>, class: SizeClass) {
         let first = &mut self.free[class.index()];
-        // SAFETY: the caller vouches for the header; nobody else refers to a free block.
+        // SAFETY: the caller vouches for the header; a free block has no other reference.
         unsafe { (*header.as_ptr()).next_free = *first };
         *first = header.as_ptr();
     }
@@ -135,7 +134,7 @@ impl Books {
         Some(range)
     }
 
-    /// What nobody needed in the window that ends, if one does.
+    /// Blocks and pages that stayed unused in the window that ends, if one does.
     fn end_window(&mut self, now_secs: u64, is_tight: bool) -> (Discarded, Vec<Range<usize>>) {
         let (mut discarded, mut ranges) = (Discarded::default(), Vec::new());
         if !self.ledger.window_ends(now_secs, is_tight) {
@@ -161,7 +160,7 @@ impl Books {
 /// Gives free pages to the system.
 fn release_pages(range: Range<usize>) {
     if let Some(start) = NonNull::new(ptr::with_exposed_provenance_mut(range.start)) {
-        // SAFETY: free pages come from blocks that were mapped and are referred to by nobody; those that left the books
+        // SAFETY: free pages come from blocks that were mapped and have no references; those that left the lists
         // are this call's alone.
         unsafe { Origin::Map.release(start, range.len()) };
         room::gave(range.len());
@@ -195,7 +194,7 @@ impl Discarded {
     fn for_each(self, pool: &Pool, mut take: impl FnMut(NonNull<u8>, Origin, SizeClass)) {
         let mut next = self.first;
         while let Some(header) = NonNull::new(next) {
-            // SAFETY: `add` got headers that nobody else refers to; each is read before its memory goes.
+            // SAFETY: `add` got headers without other references; each is read before its memory is freed.
             let Header { shared: vt_block_header { twin, .. }, next_free, class, origin, .. } =
                 unsafe { header.read() };
             if let (Some(drop_twin), false) = (pool.drop_twin, twin.is_null()) {
@@ -209,7 +208,7 @@ impl Discarded {
     /// Gives the blocks to the system. The ledger has counted them already.
     #[inline]
     fn release(self, pool: &Pool) {
-        // SAFETY: nobody refers to blocks that were discarded, and each is of its class.
+        // SAFETY: there are no references to blocks that were discarded, and each is of its class.
         self.for_each(pool, |memory, origin, class| unsafe { release_block(memory, origin, class) });
     }
 
@@ -232,7 +231,7 @@ impl Discarded {
 }
 
 /// # Safety
-/// `memory` is a block of `class` with its header, from `origin`, to which nobody refers.
+/// `memory` is a block of `class` with its header, from `origin`, without references.
 unsafe fn release_block(memory: NonNull<u8>, origin: Origin, class: SizeClass) {
     let bytes = bytes_from(origin, class);
     // SAFETY: `take_from_system` and `cut` ask for as much.
@@ -258,7 +257,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// An empty pool that takes at most `limit` bytes from the system. `id` is what the shim knows it by.
+    /// An empty pool that takes at most `limit` bytes from the system. `id` is its number in the shim.
     pub const fn new(id: i32, limit: Option<usize>) -> Self {
         let (ledger, free) = (Ledger::new(limit), [ptr::null_mut(); NUM_CLASSES]);
         let books = Books { ledger, free, pages: Pages::new() };
@@ -399,7 +398,7 @@ impl Pool {
     pub unsafe fn release(block: NonNull<u8>) {
         // SAFETY: the caller vouches that a live header lies before the block.
         let header = unsafe { NonNull::new_unchecked(Header::of(block)) };
-        // SAFETY: as above; the block is still handed out, so nobody writes to its header meanwhile.
+        // SAFETY: as above; the block is still handed out, so its header is not written to meanwhile.
         let (pool, class) = unsafe { (header.as_ref().pool, header.as_ref().class) };
         let mut books = pool.books.lock();
         books.ledger.put(class);
@@ -419,7 +418,7 @@ impl Pool {
         }
     }
 
-    /// Gives back what nobody needed in the window, if it ends.
+    /// Gives back memory that stayed unused in the window, if it ends.
     #[cold]
     fn end_window(&self, now_secs: u64) {
         let is_tight = room::is_tight(now_secs);
@@ -505,7 +504,7 @@ impl Pool {
         mem::forget(self.books.lock());
     }
 
-    /// Lets the pool go on, in the parent and in the child.
+    /// Unlocks the pool after a fork, in the parent and in the child.
     ///
     /// # Safety
     /// [`Pool::before_fork`] ran before, once for each process that calls this.

@@ -56,7 +56,7 @@ impl Pages {
         Some(start)
     }
 
-    /// Some range that is to go back to the system: of `wanted` bytes or a little more, less only if no range has as much.
+    /// Takes a range out, to be given back to the system: of `wanted` bytes or a little more, less only if no range has as much.
     pub(super) fn give_back(&mut self, wanted: usize) -> Option<Range<usize>> {
         let (place, range) = self.ranges.iter().enumerate().max_by_key(|(_, range)| range.len())?;
         let bytes = whole_pages(wanted).max(LEAST_GIVEN_BACK).min(range.len());

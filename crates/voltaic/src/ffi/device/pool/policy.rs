@@ -8,9 +8,9 @@
 //! - A pool takes no more from the system than the highest use of late and an eighth, or [`CACHE_FLOOR`] if that is more.
 //!   When it would, cached blocks of other sizes, those that were needed longest ago first, become free pages, from which
 //!   the block is cut; what still does not fit goes back to the system before more is taken.
-//! - Blocks and pages that nobody needed for a whole [`IDLE_SECS`] window go back at its end, as long as more than
+//! - Blocks and pages that were not used for a whole [`IDLE_SECS`] window go back at its end, as long as more than
 //!   [`CACHE_FLOOR`] is cached. So the memory of a phase with other shapes is not kept for ever.
-//! - When memory runs short (see `room`), windows are [`TIGHT_SECS`] long and nothing that is idle stays.
+//! - When memory runs short (see `host_memory`), windows are [`TIGHT_SECS`] long and nothing that is idle is kept.
 
 #![forbid(unsafe_code)]
 
@@ -280,12 +280,12 @@ impl Ledger {
         now_secs.saturating_sub(self.window_start_secs) >= length
     }
 
-    /// How many blocks of `class` nobody needed in the window, if enough is cached to care.
+    /// How many blocks of `class` stayed unused in the window; 0 if little is cached.
     pub(super) fn idle(&self, class: SizeClass, is_tight: bool) -> u32 {
         if self.has_surplus(is_tight) { self.shelves[class.index()].idle } else { 0 }
     }
 
-    /// Bytes of free pages that nobody needed in the window, if enough is cached to care.
+    /// Bytes of free pages that stayed unused in the window; 0 if little is cached.
     pub(super) fn idle_pages(&self, is_tight: bool) -> usize {
         if self.has_surplus(is_tight) { self.idle_pages } else { 0 }
     }

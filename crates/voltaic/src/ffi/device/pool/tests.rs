@@ -26,13 +26,13 @@ struct Marked {
     mark: u8,
 }
 
-// SAFETY: a block belongs to whoever holds it, on any thread.
+// SAFETY: a block may be used on any thread by its holder.
 unsafe impl Send for Marked {}
 
 impl Marked {
     fn new(pool: &'static Pool, bytes: usize, mark: u8) -> Self {
         let block = pool.allocate(bytes).expect("memory");
-        // SAFETY: the block is at least `bytes` long and nobody else's.
+        // SAFETY: the block is at least `bytes` long and has no other user.
         unsafe { block.write_bytes(mark, bytes) };
         Self { block, bytes, mark }
     }

@@ -10,7 +10,7 @@ const PAGE: usize = 4 << 10;
 /// A limit, and how far it is used up. All in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Level {
-    /// What people know the limit by: a file, or a command.
+    /// The limit's name for the user: a file, or a command.
     pub what: String,
     pub limit: usize,
     /// Without what the kernel can take back, such as cached files.
