@@ -29,7 +29,7 @@ pub trait Accelerator: fmt::Debug + Send + Sync {
     /// Devices that are visible on this machine.
     fn device_count(&self) -> usize;
 
-    /// How many of them `devices=auto` takes; all unless told otherwise.
+    /// How many of them `devices=auto` takes; by default all.
     fn auto_device_count(&self) -> usize {
         self.device_count()
     }
@@ -87,8 +87,7 @@ pub trait Accelerator: fmt::Debug + Send + Sync {
         memory_stats(device)
     }
 
-    /// What can be measured of a device while it works, by name: the metrics of its memory, and what else the
-    /// hardware tells.
+    /// Statistics of a device while it works, by name: the metrics of its memory, and what else the hardware reports.
     ///
     /// # Errors
     /// If its memory is not measured.

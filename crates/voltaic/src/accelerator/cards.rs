@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-/// One device of a machine as its driver describes it. What the driver does not tell is none.
+/// One device of a machine as its driver describes it. What the driver does not report is `None`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct Card {
     /// Its name here, such as `cuda:0`.

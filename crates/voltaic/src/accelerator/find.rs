@@ -6,7 +6,7 @@ use super::cuda::CudaAccelerator;
 use super::hpu::HpuAccelerator;
 use crate::error::{DeviceError, Problem};
 
-/// Names that [`accelerator`] knows.
+/// Names that [`accelerator`] accepts.
 pub const ACCELERATORS: [&str; 4] = ["auto", "cpu", "cuda", "hpu"];
 
 /// The accelerator of a name in any case; `auto` takes the first that is there of Gaudi cards, cuda and cpu, and logs

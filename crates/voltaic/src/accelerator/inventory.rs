@@ -31,7 +31,7 @@ pub struct Listed {
 pub struct Inventory {
     /// Version of libtorch.
     pub libtorch: String,
-    /// All that voltaic knows.
+    /// All accelerators that voltaic supports.
     pub accelerators: Vec<Listed>,
     /// What `accelerator=auto` takes.
     pub auto: &'static str,

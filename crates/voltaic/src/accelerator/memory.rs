@@ -64,7 +64,7 @@ enum Source {
     Pool(&'static Pool),
     /// The allocator of a back end of libtorch.
     Backend,
-    /// The driver of a Gaudi card whose back end does not tell.
+    /// The driver of a Gaudi card, where the back end does not report memory.
     Driver,
 }
 
@@ -90,7 +90,7 @@ fn source(device: Device) -> Result<Source> {
     }
 }
 
-/// What a source tells, before resets are taken into account.
+/// What a source reports, before resets are taken into account.
 #[derive(Default)]
 struct Reading {
     limit: u64,
@@ -138,7 +138,7 @@ fn read(device: Device) -> Result<Reading> {
 ///
 /// On the CPU it counts what was allocated since [`ffi::install_host_pool`]; buffers that threads keep between calls of a
 /// kernel are not in it, but in [`kernels::scratch_bytes`](crate::kernels::scratch_bytes). On CUDA it is what libtorch's allocator
-/// counts, which does not tell `MaxAllocSize` (0 here). On a Gaudi card whose plugin does not tell, only `Limit` and
+/// counts, without `MaxAllocSize` (0 here). On a Gaudi card whose plugin does not report memory, only `Limit` and
 /// `InUse` (of all processes) are known, from the driver, and `MaxInUse` is the highest value that was read.
 ///
 /// # Errors
@@ -204,7 +204,7 @@ pub fn reset_peak_memory_stats(device: Device) -> Result<()> {
     Ok(())
 }
 
-/// Starts `NumAllocs`, `NumFrees` and `MaxAllocSize` again from 0 and `MaxInUse` from `InUse`. The totals go on.
+/// Starts `NumAllocs`, `NumFrees` and `MaxAllocSize` again from 0 and `MaxInUse` from `InUse`. The totals are not reset.
 ///
 /// # Errors
 /// As [`memory_stats`].

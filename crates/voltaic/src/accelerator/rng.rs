@@ -43,8 +43,8 @@ pub(crate) fn states(device: Device) -> Result<Vec<(String, Tensor)>> {
         .collect()
 }
 
-/// Puts generators into saved states. One of a device that this run has not got is left out: a run may go on with
-/// another accelerator, whose random numbers are others anyway.
+/// Puts generators into saved states. States of devices that this run does not have are ignored: a run may resume on another
+/// accelerator, whose random numbers differ anyway.
 pub(crate) fn set_states(states: &[(String, Tensor)]) -> Result<()> {
     for (name, state) in states {
         let device: Device = name.parse()?;

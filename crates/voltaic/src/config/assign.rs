@@ -193,7 +193,7 @@ fn element<'p>(
     }
 }
 
-/// What may stand at a dotted key, as far as the schema and the classes chosen so far tell.
+/// What may stand at a dotted key, according to the schema and the classes chosen so far.
 fn place<'s>(tree: &Node, parts: &[&str], view: &View<'s>) -> Option<View<'s>> {
     let Some((part, rest)) = parts.split_first() else { return Some(view.clone()) };
     if is_list(tree, view) {

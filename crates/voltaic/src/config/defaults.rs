@@ -44,7 +44,7 @@ pub(super) fn fill(node: &mut Node, view: &View<'_>, default: Option<&Value>) {
         let default = default.and_then(|default| default.get(key)).or(place.default);
         let child = given.shift_remove(key);
         let child = child.or_else(|| default.map(|value| Node::from_value(value, &Origin::Default)));
-        // The arguments of a class may be left out, but serde wants to see them.
+        // The user may leave out the arguments of a class, but serde requires the key.
         let child = child.or_else(|| (key == "init_args").then(|| Node::map(Origin::Default)));
         if let Some(mut child) = child {
             fill(&mut child, &place, default);

@@ -19,7 +19,7 @@ use super::schema::{NO_EFFECT, OLD_NAMES, View};
 use super::suggest::nearest;
 use crate::error::{ConfigError, ConfigProblem, Problem};
 
-/// The program that ignores keys which it does not know: they are noted, not refused.
+/// The name of a program that ignores unknown keys: they become notes, not errors.
 const IGNORES_UNKNOWN: &str = "x-ignores-unknown";
 /// Word that leaves a key to its default, as null does.
 const AUTO: &str = "auto";
@@ -82,7 +82,7 @@ impl Document {
         })
     }
 
-    /// Writes a top-level value in another way, if `rewrite` knows one.
+    /// Replaces a top-level value by what `rewrite` makes of it, if anything.
     pub fn rewrite(&mut self, key: &str, rewrite: impl FnOnce(&Value) -> Option<Value>) {
         if let Data::Map(entries) = &mut self.tree.data
             && let Some(node) = entries.get_mut(key)
@@ -118,7 +118,7 @@ impl Document {
         })
     }
 
-    /// The notes of settings with which nothing is wrong, and unknown keys as problems, for whoever finds others.
+    /// The notes, and unknown keys as problems, which the caller may report together with problems of its own.
     ///
     /// # Errors
     /// All problems, unknown keys too.

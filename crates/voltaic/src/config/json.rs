@@ -1,5 +1,5 @@
-//! Reads JSON into nodes that know their line, with what hjson adds that people use: comments, commas at the end, names
-//! without quotes.
+//! Reads JSON into nodes with line numbers. Accepts the parts of hjson that are in use: comments, trailing commas, names without
+//! quotes.
 
 use indexmap::IndexMap;
 use jsonc_parser::ast::Value as Json;

@@ -62,7 +62,7 @@ pub struct Settings {
     pub origins: Origins,
     /// The merged tree with all defaults.
     pub tree: Value,
-    /// What the user should know although it is not an error, one sentence each.
+    /// Remarks for the user that are not errors, one sentence each.
     pub notes: Vec<String>,
 }
 

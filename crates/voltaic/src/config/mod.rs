@@ -10,7 +10,7 @@
 //! A struct may say why it lacks a key that its users will look for, with
 //! `#[schemars(extend("x-refused" = json!({"key": {"what": "what is wrong", "remedy": "how to fix it"}})))]`. Null stands there for a key not given.
 //!
-//! This module knows no component: it works for any type that is `DeserializeOwned + JsonSchema`.
+//! This module does not depend on any component: it works for every type that is `DeserializeOwned + JsonSchema`.
 //!
 //! ```
 //! use voltaic::config::{Assignment, Layers};

@@ -1,4 +1,4 @@
-//! A configuration tree whose every node knows where it came from.
+//! A configuration tree in which every node has its origin: file and line, variable, or argument.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -91,7 +91,7 @@ impl Origins {
         }
     }
 
-    /// The key in the tree and its origin. A class knows its arguments without the `init_args` above them.
+    /// The key in the tree and its origin. A class has its arguments without the `init_args` above them.
     fn find(&self, key: &str) -> Option<(&str, &Origin)> {
         let with_arguments =
             key.match_indices('.').map(|(at, _)| format!("{}.init_args{}", &key[..at], &key[at..]));

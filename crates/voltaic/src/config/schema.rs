@@ -54,7 +54,7 @@ impl<'s> View<'s> {
             self.default = self.default.or_else(|| schema.get("default"));
             self.description = self.description.or_else(|| schema.get("description")?.as_str());
         }
-        // A schema that refers to itself with no object between does not come out of schemars.
+        // schemars makes no schema that refers to itself without an object in between.
         if depth > 16 {
             return;
         }

@@ -1,4 +1,4 @@
-//! Reads YAML into nodes that know their line.
+//! Reads YAML into nodes with line numbers.
 
 use std::collections::HashMap;
 

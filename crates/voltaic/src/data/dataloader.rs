@@ -1,6 +1,6 @@
 //! `DataLoader`: a dataset, an order, a batch size, and how many threads load ahead.
 //!
-//! A loader holds no position. [`DataLoader::iter`] is told the epoch and the batches wanted, so that a resumed run
+//! A loader holds no position. [`DataLoader::iter`] takes the epoch and the range of batches, so that a resumed run
 //! continues in the middle of an epoch without loading what came before.
 
 use std::fmt;
@@ -14,7 +14,7 @@ use super::sampler::{RandomSampler, Sampler, SequentialSampler};
 use crate::Result;
 use crate::error::{ConfigError, DataError};
 
-/// Batches that each worker loads ahead unless told otherwise, as in PyTorch.
+/// Batches that each worker loads ahead by default, as in PyTorch.
 const DEFAULT_PREFETCH: usize = 2;
 
 /// Which batches of which epoch to iterate over.

@@ -70,7 +70,7 @@ impl ConfigProblem {
         Self { key: key.into(), origin: String::new(), problem }
     }
 
-    /// The same at the key where a class was chosen, which knows its own name only.
+    /// The same with the key of the place where the class was chosen in front; a class has only its own name.
     #[must_use]
     pub(crate) fn below(mut self, place: &str) -> Self {
         if let Some((class, argument)) = self.key.split_once('.')

@@ -47,7 +47,7 @@ pub enum GraphError {
         op: String,
         /// The layer it came from.
         place: String,
-        /// What the replay did before has changed nothing that anybody sees.
+        /// Nothing that the replay did before the failure is visible outside of it.
         is_undone: bool,
     },
     /// A graph is being captured on this thread.

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 pub struct LibtorchError {
     /// Version that the shim was compiled with.
     pub compiled: String,
-    /// Version of the library that is loaded; none if it is so old that it does not tell.
+    /// Version of the loaded library; `None` if it is too old to report one.
     pub loaded: Option<String>,
     /// The library that is loaded.
     pub path: PathBuf,

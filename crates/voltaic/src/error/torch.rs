@@ -13,7 +13,7 @@ pub struct TorchError {
     pub kind: TorchErrorKind,
     /// libtorch's text without its C++ backtrace.
     pub message: String,
-    /// What the message ends with, if voltaic knows how to fix it.
+    /// The end of the message: how to fix it, for errors that voltaic recognises.
     remedy: Option<&'static str>,
 }
 
@@ -50,7 +50,7 @@ impl TorchError {
         }
     }
 
-    /// How to fix it, where voltaic knows.
+    /// How to fix it, for errors that voltaic recognises.
     pub fn remedy(&self) -> Option<&'static str> {
         self.remedy
     }

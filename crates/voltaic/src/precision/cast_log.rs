@@ -14,7 +14,7 @@ static LOGGED: Mutex<Option<HashSet<(String, Kind, Kind)>>> = Mutex::new(None);
 pub(crate) fn log_casts(is_on: bool) {
     let mut logged = LOGGED.lock().unwrap_or_else(PoisonError::into_inner);
     if is_on == logged.is_some() {
-        return; // leaves the observer of somebody else alone
+        return; // the observer was not set here
     }
     *logged = is_on.then(HashSet::new);
     observe_casts(if is_on { Some(log) } else { None });

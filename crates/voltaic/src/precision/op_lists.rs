@@ -108,7 +108,7 @@ impl OpLists {
     }
 
     /// These lists, with those read from files in their place. A file has one operator a line; blank lines are skipped.
-    /// A name that libtorch does not know is a warning. With `ignore_unreadable` a file that cannot be read is one too.
+    /// Names that libtorch does not have are warnings. With `ignore_unreadable`, so are files that cannot be read.
     ///
     /// # Errors
     /// If a file cannot be read.

@@ -207,7 +207,7 @@ impl Accelerator for HpuAccelerator {
         Ok(())
     }
 
-    /// The ten metrics of the memory, and on a card what HLML tells: `utilization` in percent, `temperature` in
+    /// The ten metrics of the memory, and on a card what HLML reports: `utilization` in percent, `temperature` in
     /// degrees Celsius, `power` in watts.
     fn device_stats(&self, device: Device) -> Result<Vec<(&'static str, f64)>> {
         let metrics = memory_stats(device)?.metrics();

@@ -344,7 +344,7 @@ fn python_packages(prefix: &Path) -> Vec<PathBuf> {
 /// The cards, once the plugin is loaded in this process.
 pub(super) static LOADED: OnceLock<Gaudi> = OnceLock::new();
 
-/// Total bytes and bytes in use of the card that this process drives, all processes together, as HLML tells.
+/// Total bytes and bytes in use of the card that this process drives, all processes together, as HLML reports them.
 pub(in crate::accelerator) fn card_memory() -> Option<(u64, u64)> {
     let card = LOADED.get()?.current_card().ok()?;
     Some((card.memory_total?, card.memory_used?))

@@ -13,8 +13,8 @@ const VARIABLE: &str = "VOLTAIC_DATA_DIR";
 /// folder, and that of the source this crate was built from.
 ///
 /// # Errors
-/// [`DataError::Missing`] if `VOLTAIC_DATA_DIR` names a folder that is not there: to go on to the next place would train
-/// on other data than was asked for.
+/// [`DataError::Missing`] if the folder in `VOLTAIC_DATA_DIR` does not exist. The next place is not tried then: it could hold other
+/// data than the user chose.
 pub(super) fn data_folders() -> Result<Vec<PathBuf>> {
     folders_with(std::env::var_os(VARIABLE))
 }

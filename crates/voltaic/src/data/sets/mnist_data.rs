@@ -143,7 +143,7 @@ impl MnistData {
         self
     }
 
-    /// Where the images come from and how many there are: tells a run on the full set from one on the subset.
+    /// Where the images come from and how many there are, which distinguishes the full set from the subset.
     ///
     /// # Errors
     /// [`DataError::NotFound`](crate::error::DataError::NotFound) with the places searched,
