@@ -1,4 +1,4 @@
-//! Gives the loggers what the device tells of itself, above all what its memory is used for.
+//! Logs statistics of the device, above all the use of its memory.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -63,7 +63,7 @@ impl DeviceStatsMonitor {
         self
     }
 
-    /// Starts to measure the load of the host, if it is wanted.
+    /// Starts to measure the load of the host, if `cpu_stats` asks for it.
     fn start(&mut self, ctx: &HookContext) {
         let wants_cpu = self.config.cpu_stats.unwrap_or(ctx.device() == Device::Cpu);
         if wants_cpu && self.cpu.is_none() {

@@ -231,7 +231,7 @@ fn verbs(command: &clap::Command) -> Vec<String> {
     command.get_subcommands().map(|verb| verb.get_name().to_owned()).collect()
 }
 
-/// clap knows a misspelt verb only if it is very much like one.
+/// Suggests a verb for a misspelt one; clap does so only for words that are very similar.
 fn check_verb(command: &clap::Command, first: Option<&String>) -> Result<(), Failure> {
     let Some(word) = first.filter(|word| !word.starts_with('-')) else { return Ok(()) };
     let verbs = verbs(command);

@@ -52,7 +52,8 @@ impl<'w> Console<'w> {
         failure.code
     }
 
-    /// Writes one line to standard error behind a coloured `label`, with escapes in place of control characters. If that fails there is nobody left to tell.
+    /// Writes one line to standard error behind a coloured `label`, with control characters escaped. A failure to write is ignored,
+    /// since it could not be reported either.
     pub(super) fn complain(&mut self, label: &str, colour: u8, text: &str) {
         let label =
             if self.has_colour { format!("\x1b[1;{colour}m{label}\x1b[0m") } else { label.to_owned() };

@@ -9,7 +9,7 @@ use crate::error::{ConfigError, Error, printable, write_stderr};
 /// Why a command did not succeed.
 #[derive(Debug)]
 pub(super) struct Failure {
-    /// What the user is told.
+    /// The message for the user.
     pub lines: Vec<String>,
     /// The exit code.
     pub code: u8,

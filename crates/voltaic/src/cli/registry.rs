@@ -1,4 +1,4 @@
-//! The models and data modules that a binary knows by name.
+//! The models and data modules that a binary offers by name.
 
 use std::any::{Any, TypeId, type_name};
 
@@ -36,7 +36,7 @@ type Build = Box<dyn Fn(&RunRequest) -> anyhow::Result<Box<dyn Any>>>;
 type OwnData = Box<dyn Fn() -> Box<dyn Any>>;
 type Check = Box<dyn Fn(&RunRequest) -> Result<(), ConfigError>>;
 
-/// What the registry knows of a model or data module: its keys, and what fits together.
+/// A registered model or data module: its keys, and what it can be combined with.
 pub(super) struct Class {
     pub name: String,
     pub summary: String,
@@ -421,7 +421,7 @@ fn make<T: FromConfig>(key: &str, name: &str, request: &RunRequest) -> anyhow::R
     T::from_config(config).map_err(|error| {
         match config_error(&error).cloned() {
             Some(mut config) => {
-                // The class knows its own keys only.
+                // The problems of a class have keys relative to it.
                 for problem in &mut config.problems {
                     problem.key = format!("{at}.{}", problem.key);
                 }

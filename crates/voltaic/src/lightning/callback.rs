@@ -68,7 +68,7 @@ pub trait Callback: Send {
         None
     }
 
-    /// Files and folders it has written that a user will want to look at; the command line names them.
+    /// Files and folders it has written for the user; the command line prints their paths.
     fn files(&self) -> Vec<PathBuf> {
         Vec::new()
     }

@@ -31,7 +31,7 @@ pub struct RunFacts {
     pub fast_dev_run: bool,
     /// Where the first logger writes, else the root folder of the run.
     pub log_dir: PathBuf,
-    /// Samples in a training batch, if the loader knows.
+    /// Samples in a training batch, if the loader has a batch size.
     pub train_batch_size: Option<usize>,
     /// Samples of the largest loader that was asked for last, on this rank.
     pub num_samples: usize,

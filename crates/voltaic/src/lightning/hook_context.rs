@@ -56,7 +56,7 @@ impl HookContext<'_> {
     }
 
     /// Gives values to the loggers after this hook, as a row of its own: unlike those of [`HookContext::log`] they are
-    /// not averaged, and neither the progress bar nor [`HookContext::metric`] knows them.
+    /// not averaged, and do not appear in the progress bar or in [`HookContext::metric`].
     pub fn log_metrics(&mut self, metrics: Vec<(String, f64)>, step: u64) {
         self.log.rows.push((metrics, step));
     }
@@ -235,7 +235,7 @@ impl HookContext<'_> {
         self.log.metrics.callback_metric(name)
     }
 
-    /// Names of all metrics that [`HookContext::metric`] knows.
+    /// Names of all metrics that [`HookContext::metric`] returns.
     pub fn metric_names(&self) -> Vec<String> {
         self.log.metrics.callback_metric_names()
     }

@@ -114,7 +114,7 @@ macro_rules! call_method {
 }
 pub(super) use call_method;
 
-/// What is to know of a hook, or of a method of the module that does a part of the run.
+/// Properties of a hook, or of a method of the module that does a part of the run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HookFacts {
     pub name: &'static str,

@@ -224,7 +224,7 @@ pub trait LightningModule: Module + Sized {
         Ok(clip.map_or(Ok(()), |clip| optimizer.clip(clip))?)
     }
 
-    /// Steps the optimizer: the place for a warm-up by hand. Not called with manual optimization, nor for a step left out
+    /// Steps the optimizer: override it for a warm-up of your own. Not called with manual optimization, nor for a step left out
     /// because gradients are not finite with `16-mixed`.
     ///
     /// # Errors

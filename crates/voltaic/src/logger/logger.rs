@@ -65,7 +65,7 @@ pub trait Logger: Send {
         self.save()
     }
 
-    /// Files that a user will want to look at after the run.
+    /// Files it has written for the user; the command line prints their paths.
     fn files(&self) -> Vec<PathBuf> {
         Vec::new()
     }

@@ -146,7 +146,7 @@ fn step_label(x: f64) -> String {
     if (x - step).abs() < 1e-6 { format!("{:.0}", step + 0.0) } else { String::new() }
 }
 
-/// A value with as many digits as tell it from the next line of an axis of about ten.
+/// A value with enough digits to differ from the next of about ten lines of the axis.
 fn value_label(y: f64, axis: &Range<f64>) -> String {
     let spacing = ((axis.end - axis.start) / 10.0).max(f64::MIN_POSITIVE);
     if y.abs() < spacing / 2.0 {

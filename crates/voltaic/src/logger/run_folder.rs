@@ -41,8 +41,8 @@ pub(super) struct RunFolder {
 pub struct RunFolders(HashMap<PathBuf, u64>);
 
 impl RunFolders {
-    /// The version of this run below `root`: the first from `version` on whose folder nobody else has made, be it another
-    /// run that starts at the same time.
+    /// The version of this run below `root`: the first one, from `version` on, whose folder this run can create. Another run that
+    /// starts at the same time gets another version.
     fn take(&mut self, root: &Path, version: u64) -> Result<u64> {
         if let Some(&taken) = self.0.get(root) {
             return Ok(taken);

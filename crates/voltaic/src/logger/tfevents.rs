@@ -150,8 +150,7 @@ impl Event {
     }
 }
 
-/// The three events that tell TensorBoard's HPARAMS page of a run: which hyper-parameters and metrics there are, the
-/// values, and the end.
+/// The three events of a run for TensorBoard's HPARAMS page: which hyper-parameters and metrics there are, the values, and the end.
 pub fn hparams(wall_time: f64, hparams: &[(String, Value)], metrics: &[(String, f64)]) -> [Event; 3] {
     const SUCCESS: u64 = 1;
     let mut experiment = Message::default().double(3, wall_time);
@@ -175,7 +174,7 @@ pub fn hparams(wall_time: f64, hparams: &[(String, Value)], metrics: &[(String, 
     .map(|(field, tag, content)| {
         let data = Message::default().message(field, &content);
         let plugin = Message::default().text(1, "hparams").message(2, &data);
-        // TensorBoard wants some value: a float32 tensor of shape [0]
+        // TensorBoard requires a value: a float32 tensor of shape [0]
         let shape = Message::default().message(2, &Message::default());
         let tensor = Message::default().int(1, 1).message(2, &shape);
         let metadata = Message::default().message(1, &plugin);

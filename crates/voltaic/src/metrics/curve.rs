@@ -16,7 +16,7 @@ use crate::nn::{Metric, MetricState, Module, Reduction, refuse_shape};
 #[derive(Debug, Clone, Module)]
 #[module(metric)]
 pub struct Auroc {
-    /// 1 for two classes told by one score.
+    /// 1 for binary classification with one score.
     num_classes: i64,
     state: MetricState,
 }

@@ -1,4 +1,4 @@
-//! Trains any network that gives logits: cross-entropy, accuracy, and Adam unless told otherwise.
+//! Trains any network that gives logits: cross-entropy, accuracy, and by default Adam.
 
 use tch::Tensor;
 

@@ -1,7 +1,8 @@
 //! Where the time of a run goes: reports on its actions.
 //!
-//! [`SimpleProfiler`] adds up the time of each action, [`AdvancedProfiler`] also tells how it is spread and nested,
-//! [`PyTorchProfiler`] records the operators of a few steps, [`HpuProfiler`] also what HPUs do. A profiler of your own implements [`Profiler`].
+//! [`SimpleProfiler`] adds up the time of each action; [`AdvancedProfiler`] also shows how it is distributed and nested;
+//! [`PyTorchProfiler`] records the operators of a few steps; [`HpuProfiler`] also records what HPUs do. A profiler of your own
+//! implements [`Profiler`].
 
 pub(crate) mod actions;
 mod advanced;

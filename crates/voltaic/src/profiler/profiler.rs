@@ -105,7 +105,7 @@ impl Profiling {
         self.start(|| actions::of_data(short(type_name), hook))
     }
 
-    /// Measures calls of modules, if the profiler wants them.
+    /// Measures calls of modules, if the profiler records them.
     pub(crate) fn watch(&self, hooks: &ModuleHooks) {
         if self.0.as_ref().is_some_and(|profiler| locked(profiler, |profiler| profiler.records_modules())) {
             let _ = hooks.watch(Which::All, Calls { profiling: self.clone(), running: Vec::new() });

@@ -21,7 +21,7 @@ pub struct SimpleProfilerConfig {
     /// Write `<stage>-<filename>.txt`, with `-<rank>` if there are several ranks. Without this and `dirpath` rank 0 prints
     /// its report.
     pub filename: Option<String>,
-    /// Also tell the number of calls, and the part of all time.
+    /// Also report the number of calls and the share of the total time.
     pub extended: bool,
     /// Also measure each call of a module, as `[module]Linear: fc1`. Each call costs a little (docs/hooks.md).
     pub record_module_names: bool,

@@ -28,7 +28,7 @@ const LEFT_OUT: &str = "the training state is left out: this format holds weight
 /// How long a signal may wait.
 const PATIENCE: Duration = Duration::from_millis(20);
 
-/// Converts a file; returns what to tell the user. A signal that ends the process leaves no temporary file, and those of killed
+/// Converts a file; returns the message for the user. A signal that ends the process leaves no temporary file, and those of killed
 /// conversions are removed.
 pub(in crate::cli) fn convert(arguments: &ConvertArgs) -> Result<String, Failure> {
     remove_leftovers(match arguments.output.parent() {
@@ -85,9 +85,9 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
     } else {
         Converted { value: Checkpoint::load(input)?, notes: Vec::new() }
     };
-    // of a folder the same in one file is wanted more often than a file for Lightning
+    // a folder is more often converted to one file of voltaic than to a file for Lightning
     let format = chosen.unwrap_or(if is_torch || is_folder { Format::Voltaic } else { Format::Lightning });
-    // a run that goes on has its master weights in the training state
+    // a run that resumes reads its master weights from the training state
     let is_resumed = format == Format::Voltaic && !arguments.weights_only;
     if !is_resumed && !arguments.no_master_weights {
         let replaced = use_master_weights(&mut checkpoint, &|_| true)?;
@@ -147,7 +147,7 @@ fn export(arguments: &ConvertArgs, limits: ReadLimits) -> Result<String, Error> 
     ))
 }
 
-/// What to tell the user of weights that are written in another precision than they have in the checkpoint.
+/// The message about weights that are written in another precision than they have in the checkpoint.
 fn of_masters(replaced: usize, all: usize) -> Option<String> {
     let text = || {
         format!(

@@ -92,7 +92,7 @@ fn refusal(name: &str) -> Option<&'static str> {
     }
 }
 
-/// Makes the crate `path`, named after its last folder. Returns what to tell the user.
+/// Makes the crate `path`, named after its last folder. Returns the message for the user.
 pub(in crate::cli) fn new(path: &Path) -> Result<String, Failure> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let starts_well = name.starts_with(|c: char| c.is_ascii_lowercase());

@@ -58,8 +58,8 @@ impl<'a> LogEntry<'a> {
         self
     }
 
-    /// Whether the name of a value of one of several evaluation loaders tells which (the default). Without, the values of
-    /// all loaders are reduced together, unless the name differs.
+    /// Whether the names of values contain the index of the evaluation loader, if there are several (the default). Without it, values
+    /// of all loaders with the same name are reduced together.
     pub fn add_dataloader_idx(mut self, add_dataloader_idx: bool) -> Self {
         self.options.add_dataloader_idx = add_dataloader_idx;
         self

@@ -155,7 +155,7 @@ impl MetricObjects {
         let mut values = Vec::new();
         for LoggedMetric { key, epoch_name, fqn, .. } in logged {
             let versions = versions.get(&fqn).cloned().unwrap_or_default();
-            // all ranks know all versions, so they decide alike
+            // every rank has the versions of all ranks, so all decide alike
             let known = self.computed.get(&fqn).filter(|known| known.0 == versions).map(|known| known.1);
             let value = match (known, self.get(&fqn)) {
                 (Some(value), _) => value,

@@ -51,7 +51,7 @@ pub(crate) struct MetricsMark {
 }
 
 impl MetricStore {
-    /// What a checkpoint has to keep so that the epoch in progress can go on. # Sync: reads all values back.
+    /// State that a checkpoint needs to resume within the epoch. # Sync: reads all values back.
     pub(crate) fn state(&self) -> MetricsState {
         let train = self
             .train

@@ -75,7 +75,7 @@ pub(super) struct Results {
 }
 
 impl Results {
-    /// The metrics whose values over the epoch are wanted.
+    /// The metrics that are logged with `on_epoch`.
     fn metrics(&self) -> Vec<LoggedMetric> {
         let entries = self.entries.iter().filter(|entry| entry.options.on_epoch);
         let logged = entries.filter_map(|entry| {
@@ -141,7 +141,7 @@ pub struct MetricStore {
     is_off: bool,
 }
 
-/// Values that hooks and the progress bar know, by name.
+/// Values that hooks and the progress bar can read, by name.
 pub(crate) type Known = (HashMap<String, f64>, Vec<(String, f64)>);
 
 /// A value as a step logged it, so that it can be logged again when the step is replayed.
@@ -410,7 +410,7 @@ impl MetricStore {
         Ok(logged)
     }
 
-    /// Makes the epoch values so far known to callbacks without ending the epoch. # Sync: reads them back.
+    /// Publishes the epoch values so far to callbacks without ending the epoch. # Sync: reads them back.
     pub(crate) fn publish_train_epoch(&mut self) -> Result<()> {
         let results = std::mem::take(&mut self.train);
         let finished = self.finish(&results);
@@ -419,7 +419,7 @@ impl MetricStore {
         finished.map(drop)
     }
 
-    /// Makes the values of an evaluation that has had its batches known to hooks. # Sync: reads them back.
+    /// Publishes the values of an evaluation to hooks after its last batch. # Sync: reads them back.
     ///
     /// # Collective
     /// All ranks must call it.
@@ -430,12 +430,12 @@ impl MetricStore {
         finished.map(drop)
     }
 
-    /// What hooks know by now, to go back to after the sanity check.
+    /// The values that hooks can read, to be restored after the sanity check.
     pub(crate) fn known(&self) -> Known {
         (self.finished.clone(), self.bar.clone())
     }
 
-    /// Forgets what hooks know, since the metrics of an evaluation are its own.
+    /// Clears the values that hooks can read, since an evaluation has its own.
     pub(crate) fn forget_values(&mut self) {
         self.finished.clear();
         self.bar.clear();

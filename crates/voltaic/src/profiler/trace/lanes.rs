@@ -17,7 +17,7 @@ pub(super) struct Facts {
     pub device_memory: u64,
     pub rank: usize,
     pub world_size: usize,
-    /// Whether each change of memory is told, beside how much is in use on devices.
+    /// Whether each change of memory is included, beside the memory in use on devices.
     pub memory_changes: bool,
 }
 

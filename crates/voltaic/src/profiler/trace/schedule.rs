@@ -18,7 +18,7 @@ pub struct ProfilerSchedule {
     pub warmup: u64,
     /// Steps of a cycle that make its trace; at least 1.
     pub active: u64,
-    /// Number of cycles, each with a trace of its own; 0 goes on until the end.
+    /// Number of cycles, each with its own trace; 0 repeats until the end of the run.
     pub repeat: u64,
 }
 

@@ -116,7 +116,7 @@ pub(in crate::profiler) struct Tracer {
     /// What was written since the last report, for the log.
     files: Vec<(&'static str, PathBuf)>,
     has_trace: bool,
-    /// Why a trace could not be written; the run goes on, and ends with it.
+    /// Why a trace could not be written: the error that the run returns at its end.
     failure: Option<Error>,
     on_ready: Option<OnReady>,
 }
@@ -331,7 +331,7 @@ impl Tracer {
         }
         match Loop::of(action) {
             Some(of) if self.recorded.is_none_or(|recorded| recorded == of) => self.step(of, action),
-            _ => Ok(()), // a step within a recording of another loop counts for nobody
+            _ => Ok(()), // a step within the recording of another loop is not counted
         }
     }
 
@@ -352,7 +352,7 @@ impl Tracer {
         }
     }
 
-    /// Ends the recording of a loop, since another one goes on: that may take long.
+    /// Ends the recording of a loop early, since another loop continues, possibly for long.
     fn cut(&mut self, recorded: Loop) {
         let is_kept =
             self.phase(recorded).is_kept() && !std::mem::take(&mut self.starts_again) && self.has_step;

@@ -67,7 +67,7 @@ const NAMES: [&str; 19] = [
     "NO_COLOR",
     "MALLOC_ARENA_MAX",
 ];
-/// Words of names whose values are nobody's business.
+/// Words in the names of variables whose values are secret.
 const SECRET: [&str; 11] = [
     "SECRET",
     "TOKEN",
@@ -132,7 +132,7 @@ pub(super) fn in_force(variables: Vec<(String, String)>, keys: &[Key]) -> Vec<Va
     found
 }
 
-/// What is said of a variable that voltaic does not know.
+/// The remark on a variable that voltaic does not read.
 fn unknown(name: &str, keys: &[Key], flags: &[&'static str]) -> Option<String> {
     let key = name.trim_start_matches("VOLTAIC_").to_lowercase().replace("__", ".");
     let is_key = |known: &Key| {
@@ -147,7 +147,7 @@ fn unknown(name: &str, keys: &[Key], flags: &[&'static str]) -> Option<String> {
         true => keys.iter().map(|key| variable_of(&key.key)).collect(),
         false => Vec::new(),
     };
-    // a name is told apart by what follows the prefix
+    // names are compared without the prefix that all share
     let rest = |name: &'_ str| name.trim_start_matches("VOLTAIC_").to_owned();
     let own = OWN.iter().chain(flags).map(|known| (*known).to_owned()).chain(of_keys);
     let own: Vec<String> = own.filter(|known| known.starts_with("VOLTAIC_")).collect();
