@@ -1,4 +1,4 @@
-//! Writes checkpoints while training goes on.
+//! Writes checkpoints in the background.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Once, PoisonError};
@@ -16,10 +16,10 @@ use crate::error::{Error, Result};
 /// Snapshots kept in memory at a time: the best and the last checkpoint of one moment. A third save waits.
 const MAX_SNAPSHOTS: usize = 2;
 
-/// Copies a checkpoint to the host, then has another [`CheckpointIo`] write it on a thread while training goes on.
+/// Copies a checkpoint to the host, then writes it with another [`CheckpointIo`] on a thread while training continues.
 ///
-/// Links and removals wait for the checkpoints before them, and are left out if one of those could not be written, so
-/// that the last good checkpoint stays. An error shows at the next save, at the latest at the end of the fit. Lightning's
+/// Links and removals wait for the checkpoints before them, and are skipped if one of those could not be written, so that the last
+/// good checkpoint is kept. An error is returned by the next save, at the latest at the end of the fit. Lightning's
 /// `AsyncCheckpointIO`.
 pub struct AsyncCheckpointIo {
     inner: Arc<Mutex<Box<dyn CheckpointIo>>>,

@@ -25,7 +25,7 @@ const EXTENSIONS: [&str; 12] =
     ["ckpt", "safetensors", "pt", "pth", "bin", "csv", "yaml", "png", "json", "html", "txt", "stacks"];
 /// A longer extension counts as part of the name.
 const MAX_EXTENSION: usize = 16;
-/// Links that are tried if each is removed by someone who tidies the folder up at the same moment.
+/// Links that are tried if another process removes each of them at the same moment.
 const MAX_LINKS: usize = 8;
 
 /// Writes a file through `write` so that `path` never holds a partial one: a temporary file beside it, flushed to
@@ -126,7 +126,7 @@ impl Claim {
     pub(crate) fn new(path: &Path) -> Option<Self> {
         let folder = folder_of(path);
         let mut hidden = temporary_prefix(path);
-        hidden.push(format!("{}.tmp", "0".repeat(NUM_RANDOM))); // `remove_leftovers` knows it
+        hidden.push(format!("{}.tmp", "0".repeat(NUM_RANDOM))); // a name that `remove_leftovers` recognises
         let hidden = folder.join(hidden);
         let path = path.to_path_buf();
         let mut open = File::options();
@@ -169,13 +169,12 @@ impl Drop for Claim {
 /// [`Error::Io`] if the folder cannot be written to, or `path` is something other than a file.
 pub(crate) fn temporary_file(path: &Path, ending: &str) -> Result<NamedTempFile> {
     let temporary = temporary_beside(path, ending, |builder, folder| builder.tempfile_in(folder))?;
-    // tells `remove_leftovers` that the writer lives; a file system without locks leaves it nothing to remove
+    // the lock shows `remove_leftovers` that the writer lives; without file locks it removes nothing
     let _ = temporary.as_file().try_lock();
     Ok(temporary)
 }
 
-/// A new folder beside `path`, with what tells [`remove_leftovers`] that its writer lives, and the part of its name that nobody
-/// can guess.
+/// A new folder beside `path`, its lock, which shows [`remove_leftovers`] that the writer lives, and the random part of its name.
 ///
 /// # Errors
 /// [`Error::Io`] if the folder of `path` cannot be written to.
@@ -212,8 +211,8 @@ fn temporary_beside<T>(
     create(&builder, folder).map_err(|e| Error::io("create a file in", folder, e))
 }
 
-/// `.<name>.`, the beginning of a temporary file's name. The end of a long name, before its extension, is replaced by a number
-/// that tells it from others.
+/// `.<name>.`, the beginning of a temporary file's name. The end of a long name, before its extension, is replaced by a hash of the
+/// name.
 fn temporary_prefix(path: &Path) -> OsString {
     let name = path.file_name().unwrap_or_default().as_bytes();
     let extension = path.extension().map_or(0, |extension| extension.len() + 1);
@@ -319,12 +318,12 @@ fn is_temporary(name: &str) -> bool {
 pub fn remove_file(path: &Path) -> Result<()> {
     if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
         check_own_folder(path)?;
-        // under a name that `remove_leftovers` knows: what is left of an interrupted removal is not taken for a checkpoint
+        // under a name that `remove_leftovers` recognises: the rest of an interrupted removal is not taken for a checkpoint
         let (temporary, _lock, _) = temporary_folder(path)?;
         return match fs::rename(path, &temporary) {
             Ok(()) => remove_folder(&temporary),
             Err(error) => {
-                let _ = fs::remove_dir(&temporary); // the error tells
+                let _ = fs::remove_dir(&temporary); // the error below is the cause
                 match error.kind() {
                     ErrorKind::NotFound => Ok(()),
                     _ => Err(Error::io("remove", path, error)),

@@ -3,7 +3,7 @@
 /// Whatever is made of a small file may be this large.
 const FLOOR: u64 = 64 << 20;
 
-/// How much may be made of a file that someone else has written.
+/// How much memory the contents of an untrusted file may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReadLimits {
     /// All values and tensors together may take 64 MiB, and so many times the size of the file (16).

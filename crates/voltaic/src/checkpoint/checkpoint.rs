@@ -12,7 +12,7 @@ use crate::error::Result;
 /// Version of the file layout; a file of a later version is refused. Version 2 added the checksum.
 pub const FORMAT_VERSION: u32 = 2;
 
-/// Everything a run needs to go on where it stopped.
+/// Everything a run needs to resume where it stopped.
 #[derive(Debug, Default)]
 pub struct Checkpoint {
     /// The module's state dict.
@@ -79,7 +79,7 @@ pub struct TrainingState {
     pub had_grad: Vec<String>,
 }
 
-/// What a rank other than 0 has to itself. Rank 0's is in [`TrainingState`].
+/// The local state of a rank other than 0. Rank 0's is in [`TrainingState`].
 #[derive(Debug, Default)]
 pub struct RankState {
     /// Its gradients of an accumulation window that was not complete, by fqn.
@@ -122,7 +122,7 @@ impl Checkpoint {
         self.with_tensors(|tensor| Ok(tensor.f_to_device(tch::Device::Cpu)?))
     }
 
-    /// A copy on the host that shares nothing with the run, which may go on.
+    /// A copy on the host that shares no memory with the run.
     ///
     /// # Errors
     /// If memory of the host runs out.
@@ -146,7 +146,7 @@ impl TrainingState {
         Self { optimizers, json: self.json.clone(), ..Self::default() }
     }
 
-    /// What rank 0 has to itself, or what another rank has that saves its own parts; tensors are shared.
+    /// The local state of rank 0, or of another rank that saves its own parts; tensors are shared.
     pub(super) fn own(&self) -> Result<RankState> {
         let shared = |tensors: &[(String, Tensor)]| converted(tensors, &|tensor| Ok(tensor.shallow_clone()));
         Ok(RankState {
@@ -157,8 +157,8 @@ impl TrainingState {
         })
     }
 
-    /// Adds what each of so many ranks has to itself. Gradients that are here are the mean of all ranks so far, from which each rank
-    /// goes on if one of them has had a gradient.
+    /// Adds the local state of each of so many ranks. Gradients of this checkpoint are the mean of all ranks so far: each rank starts
+    /// from them if any rank had a gradient.
     pub(super) fn add_ranks(&mut self, ranks: usize, own: impl Fn(usize) -> Result<RankState>) -> Result<()> {
         let had: HashSet<&String> = self.had_grad.iter().collect();
         let shared = std::mem::take(&mut self.grads).into_iter().filter(|(fqn, _)| had.contains(fqn));

@@ -23,7 +23,7 @@ use crate::error::{CheckpointError, Error, Problem, Result};
 type NamedTensors = Vec<(String, Tensor)>;
 
 pub(super) const PREFIX: &str = "voltaic:";
-/// Begins the names of what a rank has to itself, in a file of that rank.
+/// Prefix of the names of a rank's local state, in the file of that rank.
 pub(super) const OWN: &str = "voltaic:own.";
 pub(super) const METADATA_KEY: &str = "voltaic";
 /// Metadata entry with the CRC-32 of the whole file, in which these eight digits count as zeros.
@@ -33,7 +33,7 @@ pub(super) const NO_CHECKSUM: &[u8; 8] = b"00000000";
 pub(super) const METADATA_ENTRY: &str = "__metadata__";
 /// libtorch's operators take no more dimensions.
 const MAX_DIMS: usize = 64;
-/// A file that tells of more optimizers is refused.
+/// A file with more optimizers is rejected.
 pub(super) const MAX_OPTIMIZERS: usize = 1 << 16;
 
 /// What the metadata entry holds.
@@ -113,7 +113,7 @@ pub(super) fn named_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor)> {
     named
 }
 
-/// What a rank has to itself, with names.
+/// The local state of a rank, with names.
 pub(super) fn tensors_of_rank<'a>(
     grads: &'a NamedTensors,
     metrics: &'a NamedTensors,
@@ -165,8 +165,9 @@ pub(crate) fn rank_from_bytes(bytes: &[u8]) -> Result<RankState> {
 /// The latest `saved_at` that this process has written or read.
 static LATEST: AtomicU64 = AtomicU64::new(0);
 
-/// Now, in microseconds since 1970, or a little later: more than what was written before, also by the run that this one goes on
-/// from, whatever clocks say. What is the last checkpoint then does not depend on times of files, which copies change.
+/// The time in microseconds since 1970, or a little later: larger than all earlier values, also those of the run that this one
+/// resumes, even if the clock was set back. Which checkpoint is the last one then does not depend on the times of files, which
+/// change when they are copied.
 pub(super) fn later_than_all() -> u64 {
     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let now = u64::try_from(since_1970.as_micros()).unwrap_or(u64::MAX);
@@ -375,7 +376,7 @@ fn open_bytes(bytes: &[u8], path: &Path) -> Result<Opened> {
     Ok(Opened { header, tensors, is_sealed: checksum_at(bytes).is_some() })
 }
 
-/// A shape whose number of elements can be told without an overflow, in any order of its dimensions.
+/// A shape whose number of elements does not overflow, in whatever order its dimensions are multiplied.
 pub(super) fn shape_of(sizes: &[usize]) -> Option<Vec<i64>> {
     if sizes.len() > MAX_DIMS {
         return None;

@@ -19,7 +19,7 @@ pub trait CheckpointIo: Send {
     /// Writes `checkpoint` so that `path` holds either the old file or the whole new one, whatever happens.
     ///
     /// # Errors
-    /// If it cannot be written; if `storage_options` has options that this class does not know.
+    /// If it cannot be written; if `storage_options` has options that this class does not support.
     fn save_checkpoint(
         &mut self,
         checkpoint: &Checkpoint,
@@ -28,14 +28,14 @@ pub trait CheckpointIo: Send {
     ) -> Result<()>;
 
     /// Writes a checkpoint of which this rank has the [parts](Checkpoint::parts), so that `path` leads to either the old one or the
-    /// whole new one, whatever happens. What is not among the parts is the same on all ranks, but for what each rank has to itself:
-    /// gradients, metrics and random states. The default gathers all parts on rank 0, which calls [`CheckpointIo::save_checkpoint`].
+    /// whole new one, whatever happens. Everything else is the same on all ranks, except for their local state: gradients, metrics
+    /// and random states. The default gathers all parts on rank 0, which calls [`CheckpointIo::save_checkpoint`].
     ///
     /// # Collective
     /// All ranks must call it.
     ///
     /// # Errors
-    /// On all ranks if one of them cannot write; if `storage_options` has options that this class does not know.
+    /// On all ranks if one of them cannot write; if `storage_options` has options that this class does not support.
     fn save_parts(
         &mut self,
         checkpoint: &Checkpoint,

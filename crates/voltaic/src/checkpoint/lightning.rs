@@ -1,7 +1,7 @@
 //! Lightning's `.ckpt` files and plain state dicts as checkpoints, and back.
 //!
 //! Layout: `docs/checkpoints.md`, and `trainer/connectors/checkpoint_connector.py` of Lightning 2.6. Optimizers and schedules
-//! are told from the keys of their states, since such files do not name them.
+//! are recognised by the keys of their states, since such files do not name them.
 
 use std::collections::{HashMap, HashSet};
 
@@ -41,8 +41,8 @@ fn refuse<T>(what: impl Into<String>, remedy: &'static str) -> Result<T> {
 /// an optimizer made from `model.parameters()`.
 ///
 /// # Errors
-/// [`CheckpointError::Mismatch`] if a weight is not a tensor, or an optimizer or schedule is none of voltaic's, or its parameters
-/// cannot be told from the weights.
+/// [`CheckpointError::Mismatch`] if a weight is not a tensor, if voltaic does not have the optimizer or schedule, or if its parameters
+/// cannot be matched with the weights.
 pub fn from_lightning(
     file: &Value,
     param_names: Option<&[String]>,
@@ -377,7 +377,7 @@ pub fn to_lightning(checkpoint: &Checkpoint) -> Result<Converted<Value>> {
             let state: LoopState = serde_json::from_value(training.json.clone()).or_else(|error| {
                 refuse(format!("its training state is not understood: {error}"), "use another checkpoint")
             })?;
-            // a reader tells the optimizer's parameters by their order among the weights
+            // readers match the optimizer's parameters with the weights by their order
             let names = state.optimizers.iter().flat_map(|(_, groups)| names_in(groups));
             let mut order: HashMap<&str, usize> = HashMap::new();
             for (at, name) in names.enumerate() {

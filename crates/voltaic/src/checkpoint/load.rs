@@ -135,7 +135,7 @@ pub(crate) fn peek(path: &Path) -> Result<Beginning> {
     if is_folder(path) { shards::peek(path) } else { peek_file(path) }
 }
 
-/// The beginning of a checkpoint, all of which is there and unchanged as far as lengths and checksums tell.
+/// The beginning of a checkpoint, whose lengths and checksums are verified.
 ///
 /// # Errors
 /// As [`peek`], and if a file is damaged or missing.

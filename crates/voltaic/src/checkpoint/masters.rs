@@ -27,9 +27,8 @@ pub(super) fn source<'a>(masters: &HashMap<&str, &'a str>, name: &'a str) -> &'a
     masters.get(name).copied().unwrap_or(name)
 }
 
-/// For each of these weights of 16 bits its master weight, if the weight is that, rounded: of an average, or of what was written
-/// by hand, the weight itself is what counts. A weight that is tied has the master weight of its other name. `known` are master
-/// weights by fqn.
+/// For each of these 16-bit weights its master weight, if the weight is the rounded master weight. Otherwise the weight was averaged
+/// or edited, and counts itself. A tied weight has the master weight of its other name. `known` are master weights by fqn.
 ///
 /// # Errors
 /// Those of `weight` and `master`, which give a tensor by its name.
@@ -80,8 +79,8 @@ pub(crate) fn exact(weight: Tensor, master: Tensor) -> Result<Tensor> {
     Ok(if is_rounded { master } else { weight })
 }
 
-/// Puts master weights in the place of the weights that were rounded from them, and takes them from the optimizers' states: those of
-/// parameters that are wanted. Returns how many weights these are.
+/// Replaces weights by the master weights that they were rounded from, and removes these from the optimizers' states, for the selected
+/// parameters. Returns how many weights were replaced.
 ///
 /// # Errors
 /// libtorch's, if memory runs out.

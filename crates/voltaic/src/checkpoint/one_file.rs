@@ -233,7 +233,7 @@ impl OneFile {
         failed.map_or(Ok(checkpoint), Err)
     }
 
-    /// Whether this rank wants a tensor of the training state.
+    /// Whether this rank needs a tensor of the training state.
     fn takes(&self, rest: &str) -> bool {
         let of = rest.strip_prefix("rank.").and_then(|own| own.split_once('.'));
         let (saved_by, rest) = of.map_or((0, rest), |(rank, rest)| (rank.parse().unwrap_or(0), rest));
@@ -273,7 +273,8 @@ impl OneFile {
         Ok(self.elements(name, entry, Some(&shard.rectangles()))?.unwrap_or_default())
     }
 
-    /// The elements of these chunks of a tensor, all of which travels, one behind the other; nothing unless some are wanted.
+    /// The elements of the `wanted` chunks of a tensor, one chunk after the other; the whole tensor is broadcast. `None` on a rank that
+    /// needs none.
     fn elements(&self, name: &str, entry: &Entry, wanted: Option<&[Chunk]>) -> Result<Option<Tensor>> {
         let _no_grad = tch::no_grad_guard();
         let (_, kind) = entry.as_tensor();
@@ -281,7 +282,7 @@ impl OneFile {
         let own_len = wanted.map(|wanted| wanted.iter().map(Chunk::numel).sum::<usize>() * size);
         let values = own_len.map(|len| Tensor::f_empty([len as i64], (Kind::Uint8, device))).transpose();
         let whole = Chunk::whole(&entry.shape);
-        // in the order of the elements, in the whole tensor and in what is wanted
+        // in the order of the elements, in the whole tensor and in the chunks
         let runs = wanted.unwrap_or_default().iter().flat_map(|wanted| whole.runs(wanted));
         let mut runs = runs.map(|(start, _, len)| start * size..(start + len) * size);
         let mut run = runs.next();
@@ -333,7 +334,7 @@ impl OneFile {
     fn receive(&self, name: &str, at: usize, len: usize) -> Result<Result<Tensor, Problem>> {
         let _named = collective_scope(format!("{name} of the checkpoint"));
         let mut failed = None;
-        // the first byte tells whether the others are there
+        // the first byte says whether rank 0 could read the others
         let piece = match self.opened.as_ref().map(|opened| opened.read(name, at, len)) {
             Some(Ok(bytes)) => Tensor::f_from_slice(&bytes)?,
             Some(Err(error)) => {

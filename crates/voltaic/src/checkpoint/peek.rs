@@ -39,7 +39,7 @@ pub(super) fn peek_file(path: &Path) -> Result<Beginning> {
     beginning(&header, path)
 }
 
-/// The beginning of a file, all of which is there and unchanged as far as lengths and checksum tell. Reads it once, in pieces.
+/// The beginning of a file, whose length and checksum are verified. Reads it once, in pieces.
 ///
 /// # Errors
 /// As [`peek_file`], and if the file is damaged.

@@ -1,4 +1,4 @@
-//! What of a checkpoint ranks read when they know which elements are theirs.
+//! The part of a checkpoint that ranks read once it is decided which elements each of them has.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -145,7 +145,7 @@ impl Unread {
     }
 }
 
-/// The first failure of a rank that has to go on, since others wait for it.
+/// The first failure of a rank that has to continue, since others wait for it in collectives.
 pub(crate) struct Failures<'a> {
     unread: &'a Unread,
     first: Option<Error>,

@@ -103,7 +103,7 @@ fn exchange_by(
             let aside = PathBuf::from(aside);
             fs::rename(path, &aside).map_err(fail)?;
             if let Err(error) = fs::rename(temporary, path) {
-                let _ = fs::rename(&aside, path); // the error above tells
+                let _ = fs::rename(&aside, path); // the error above is the cause
                 return Err(fail(error));
             }
             // the free name is one that `remove_leftovers` removes; under the other it would get its name back
@@ -198,7 +198,7 @@ mod tests {
     fn a_rename_that_fails_after_the_first_puts_the_old_one_back() {
         let root = tempfile::tempdir().unwrap();
         let path = folder_with(root.path(), "a.ckpt", &[INDEX, "rank-0.safetensors"]);
-        let gone = root.path().join(".a.ckpt.abc.tmp"); // as if somebody had removed it
+        let gone = root.path().join(".a.ckpt.abc.tmp"); // as if another process had removed it
         exchange_by(&gone, &path, |_, _| Err(Errno::NOSYS)).unwrap_err();
         assert!(path.join("rank-0.safetensors").exists());
     }

@@ -96,7 +96,7 @@ fn with_others<T>(
     let names = all.as_ref().map(|all| all.tensors.keys().cloned().collect::<Vec<_>>());
     let names: Result<Vec<String>, Problem> = group.broadcast_object(&names.map_err(Problem::clone), 0)?;
     let names = names.map_err(|problem| not_saved(path, problem))?;
-    let own = own.map_err(|problem| not_saved(path, problem))?; // which all ranks know by now
+    let own = own.map_err(|problem| not_saved(path, problem))?; // all ranks have agreed on it
     let mut by_name: HashMap<&str, &Tensor> =
         own.iter().map(|own| (own.planned.name.as_str(), own.values)).collect();
     let own: Vec<Option<&Tensor>> = names.iter().map(|name| by_name.remove(name.as_str())).collect();

@@ -42,7 +42,7 @@ pub(super) struct Index {
     pub num_optimizers: usize,
     /// The files, by rank.
     pub files: Vec<FileEntry>,
-    /// All tensors but those that each rank has to itself, by their name in a checkpoint of one file.
+    /// All tensors except the ranks' local state, by their name in a checkpoint of one file.
     pub tensors: BTreeMap<String, Entry>,
     /// Other names of weights that are tied.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]

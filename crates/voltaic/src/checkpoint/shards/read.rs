@@ -359,7 +359,7 @@ impl Shards {
         Ok(Opened { path, file, metadata, data, blocks })
     }
 
-    /// What a rank has to itself.
+    /// The local state of a rank.
     fn own(&self, rank: usize) -> Result<RankState> {
         let path = self.folder.join(file_name(rank));
         let logged = rank.checked_sub(1).and_then(|index| self.index.ranks.get(index)).cloned();
@@ -376,7 +376,7 @@ impl Shards {
                 return Err(unreadable(&path, what));
             };
             let (start, end) = info.data_offsets;
-            let mut bytes = vec![0; end - start]; // within the file, as the length of the header tells
+            let mut bytes = vec![0; end - start]; // within the file, by the length in the header
             self.read(rank, opened, start, &mut bytes)?;
             let tensor = Tensor::f_from_data_size(&bytes, &shape, kind)?;
             if !add_to_rank(&mut state, own, tensor) {
@@ -386,8 +386,8 @@ impl Shards {
         Ok(state)
     }
 
-    /// What a rank reads that takes its own elements of the rest later: all but weights, states of optimizers, and gradients that are
-    /// divided. Of what each rank has to itself there is that of rank 0 and its own, and of the ranks whose gradients it takes among `ranks`.
+    /// The part of a checkpoint that a rank reads whole; of weights, optimizer states and sharded gradients it reads its own elements
+    /// later. Of the ranks' local state it has rank 0's, its own, and those of the ranks whose gradients it takes over among `ranks`.
     ///
     /// # Errors
     /// As [`Shards::whole`].
@@ -399,8 +399,8 @@ impl Shards {
         self.checkpoint(Some((rank, ranks)), &is_left)
     }
 
-    /// All tensors but those that are left, by the names that they have in a file. Of what each rank has to itself what `rank`, one of so
-    /// many, takes; of all ranks without one.
+    /// All tensors except those for which `is_left` holds, by the names that they have in a file. Of the ranks' local state it has what
+    /// `rank`, one of so many, needs; without a rank all of it.
     fn checkpoint(&self, rank: Option<(usize, usize)>, is_left: &dyn Fn(&str) -> bool) -> Result<Checkpoint> {
         let mut weights = Vec::new();
         let mut read = TiedOnce::of(self);

@@ -246,8 +246,8 @@ pub(super) fn report(checkpoint: &Checkpoint, tensors: &[OwnTensor<'_>]) -> Rank
     }
 }
 
-/// What goes into the file of a rank: its parts, what it has to itself, and what is whole. Rank 0 writes most of that; the numbers
-/// of optimizers come from the ranks that give them.
+/// The contents of a rank's file: its parts, its local state, and unsharded values. Rank 0 writes most of the last; the numbers of
+/// optimizers come from the ranks that have them.
 pub(super) fn own_tensors(checkpoint: &Checkpoint, rank: usize) -> Result<Vec<OwnTensor<'_>>> {
     let module = &checkpoint.meta.module;
     check_names(&checkpoint.weights, module)?;
