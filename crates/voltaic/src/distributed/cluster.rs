@@ -78,7 +78,7 @@ struct Found {
     local_rank: usize,
     /// Variables that gave rank, world size and local rank.
     names: [&'static str; 3],
-    /// Ranks per node, if the launcher tells.
+    /// Ranks per node, if the launcher sets it.
     local_world_size: Option<usize>,
     node_rank: usize,
     master_addr: String,
@@ -137,7 +137,7 @@ impl Found {
         if size == 1 && !wanted.is_distributed && self.launcher.is_none() {
             return Ok(Placement::Single);
         }
-        // whatever MASTER_ADDR says: nobody else is to reach ranks that are on one host
+        // whatever MASTER_ADDR says: ranks on one host must not be reachable from others
         let master_addr =
             if num_nodes == 1 && per_node == size { LOOPBACK.to_owned() } else { self.master_addr };
         Ok(Placement::Rank(RankPlacement {
@@ -330,7 +330,7 @@ fn kubeflow(variables: &Variables) -> Result<Found, ConfigError> {
     })
 }
 
-/// Started by voltaic's launcher, or by somebody who sets the same variables.
+/// Started by voltaic's launcher, or with the same variables.
 fn own(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
     let environment = ClusterEnvironment::Lightning;
     let Wanted { is_auto, num_nodes, .. } = wanted;

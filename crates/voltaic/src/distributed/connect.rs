@@ -316,8 +316,8 @@ impl Exchange<'_> {
 /// Host and address of a member's memory, or why it shares none.
 type Member = Result<Result<(String, String), String>, TorchError>;
 
-/// Each member proves to each other, over the connection between the two, that it knows the job's secret: what listens at a port
-/// is known to others before the ranks are connected, so that somebody else may have connected in the place of one.
+/// Each member proves to each other one, over the connection between them, that it has the job's secret. Ports are visible before
+/// the ranks are connected, so a stranger may have connected in the place of a rank.
 fn prove(
     backend: &Backend,
     Place { rank, size }: Place,

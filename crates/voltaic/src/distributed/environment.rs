@@ -17,7 +17,7 @@ pub enum ClusterEnvironment {
     Mpi,
     /// One process per pod (`RANK` without `LOCAL_RANK`), as Kubeflow's PyTorchJob starts them.
     Kubeflow,
-    /// voltaic's own launcher, or somebody who sets the same variables.
+    /// voltaic's own launcher, or another one that sets the same variables.
     Lightning,
 }
 

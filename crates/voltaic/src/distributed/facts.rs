@@ -1,4 +1,4 @@
-//! What must be the same on all ranks, and how a difference is told.
+//! What must be the same on all ranks, and the error for a difference.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Display;
@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 const SHOWN: usize = 120;
 /// Most differences that a message names.
 const NAMED: usize = 8;
-/// Words in keys whose values are nobody's business.
+/// Words in keys whose values are secret.
 const SECRET: [&str; 9] =
     ["secret", "token", "password", "passwd", "pass", "apikey", "key", "credential", "credentials"];
 

@@ -8,13 +8,13 @@ use crate::ffi::{GlooInterface, Listen};
 /// The address of this host that no other host reaches.
 pub(super) const LOOPBACK: &str = "127.0.0.1";
 
-/// Whether a host can mean nobody but this one.
+/// Whether a name or address always means this host.
 pub(super) fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
-/// Where the server of a store listens: on the loopback interface if that is where its ranks come, else everywhere, since a rank
-/// may come by any interface. The name of a host does not count: this host may know it as a loopback address, and others not.
+/// Where the server of a store listens: on the loopback interface if `host` is a loopback address, else on all interfaces, since a
+/// rank may connect to any. The name of a host does not count: it may be a loopback address on this host only.
 pub(super) fn listen(host: &str, port: u16) -> io::Result<Listen> {
     if !is_loopback(host) {
         return Ok(Listen::Everywhere);

@@ -145,7 +145,7 @@ fn identity() -> String {
     format!("{}/{}/{}", host_name(), std::process::id(), since.as_nanos())
 }
 
-/// What only the ranks that are started here know. Those of several nodes can only be told by who starts the nodes.
+/// The secret of the ranks that are started here. For several nodes, the user must set it.
 fn secret(launch: &Launch) -> Option<String> {
     let is_given = std::env::var_os(SECRET).is_some_and(|given| !given.is_empty());
     (launch.num_nodes == 1 && !is_given).then(JobSecret::random_text)
@@ -158,8 +158,8 @@ struct Given {
     note: Option<String>,
 }
 
-/// A file without a name, by which ranks tell their launcher that the configuration is wrong: programs of users end with exit codes
-/// of their own.
+/// A file without a name, in which ranks report to their launcher that the configuration is wrong. An exit code cannot say so, since
+/// programs choose their own.
 struct Note(File);
 
 impl Note {
@@ -248,7 +248,7 @@ fn remove(path: &Path) -> Result<()> {
 
 enum Outcome {
     Done,
-    /// By Ctrl-C or SIGTERM; with the exit code that tells.
+    /// By Ctrl-C or SIGTERM, with its exit code.
     Interrupted(u8),
     /// This rank ended first, and not well.
     Failed {

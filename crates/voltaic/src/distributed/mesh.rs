@@ -138,7 +138,7 @@ impl Default for SubMesh {
 }
 
 impl SubMesh {
-    /// Their process group; `None` for one rank, which has nobody to exchange anything with.
+    /// Their process group; `None` for a single rank.
     pub fn group(&self) -> Option<&Arc<ProcessGroup>> {
         self.group.as_ref()
     }

@@ -50,5 +50,5 @@ pub(crate) use slurm::{SlurmJob, keep_notice};
 pub use variables::Variables;
 pub use world::{World, global_rank, is_global_zero};
 
-/// Time that ranks wait for each other unless told otherwise, as in PyTorch.
+/// Default time that ranks wait for each other, as in PyTorch.
 pub const DEFAULT_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1800);

@@ -15,9 +15,9 @@ pub(crate) struct Wanted {
     /// `devices` was not written, so that the launcher's number holds.
     pub is_auto: bool,
     pub num_nodes: usize,
-    /// Ranks are wanted even if there is one.
+    /// A process group is needed even for one rank.
     pub is_distributed: bool,
-    /// A rank that fails is to be started again, so that somebody has to look after it.
+    /// A rank that fails is started again, so a launcher must supervise it.
     pub restarts: bool,
 }
 
@@ -55,7 +55,7 @@ pub struct RankPlacement {
     pub launcher: Option<String>,
     /// torchrun's name of the run, if that has started this rank.
     pub elastic_run: Option<String>,
-    /// What only the ranks of this job know; without it, whoever reaches the store is believed.
+    /// The secret of this job's ranks; without it, every process that reaches the store is trusted.
     pub secret: Option<JobSecret>,
     /// How often this rank's launcher has started it again. Launchers of other nodes may count otherwise.
     pub attempt: u64,

@@ -186,9 +186,9 @@ fn connects(host: &str, port: u16) -> std::io::Result<()> {
     last
 }
 
-/// The part of a store that only those find and write to who know the job's secret: its keys have a name that follows from the
-/// secret, and its values are sealed. So a process of another job that comes here by mistake is not taken for a rank, and
-/// a stranger who reads the name of the keys can still write nothing that is believed.
+/// The part of a store that only processes with the job's secret can find and write to: its keys have a prefix derived from the
+/// secret, and its values are sealed. A process of another job that connects by mistake is not taken for a rank, and values of a
+/// stranger who has read the keys are rejected.
 fn own_part(store: &Store, secret: Option<&JobSecret>, job: &str) -> Result<Store> {
     match secret {
         Some(secret) => Ok(store.sealed(secret)?.with_prefix(job)?),

@@ -172,7 +172,7 @@ fn ranks_ask_the_store_when_the_beacon_of_their_node_stands_still() {
     };
     let alarm = watchdogs[1].raise_alarm().unwrap();
     assert!(has_answered(0, alarm) && has_answered(2, alarm), "by the beacon");
-    drop(watchdogs.remove(0)); // as if it had been killed: nobody counts its looks
+    drop(watchdogs.remove(0)); // as if it had been killed: it is not counted any more
     let alarm = watchdogs[0].raise_alarm().unwrap();
     assert!(has_answered(2, alarm), "by the store");
 }

@@ -71,7 +71,7 @@ impl fmt::Display for RequeueSignal {
     }
 }
 
-/// Whether a notice has come, by [`RequeueSignal`]; those that nobody watches for are not set.
+/// Whether a notice was received, by [`RequeueSignal`]; signals without a handler are not set.
 static NOTICES: [OnceLock<Arc<AtomicBool>>; 4] = [const { OnceLock::new() }; 4];
 
 const SIGNALS: [RequeueSignal; 4] =
@@ -91,7 +91,7 @@ pub(crate) fn keep_notice(signal: RequeueSignal) -> Result<()> {
     result.map_err(|error| Error::io("watch signals for", "this process", error))
 }
 
-/// The notice that has come since somebody watches for it.
+/// The pre-emption notice, if received.
 pub(crate) fn notice() -> Option<RequeueSignal> {
     let has_come = |signal: &RequeueSignal| {
         NOTICES[*signal as usize].get().is_some_and(|flag| flag.load(Ordering::Relaxed))
@@ -109,7 +109,7 @@ pub(crate) struct SlurmJob {
 }
 
 impl SlurmJob {
-    /// That of this process; none if there is none, or somebody works in it by hand.
+    /// The job of this process; `None` outside of one, and in an interactive one.
     pub fn of_process() -> Option<Self> {
         Self::of(&Variables::of_process())
     }

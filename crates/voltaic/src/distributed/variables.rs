@@ -11,10 +11,10 @@ pub(super) const LAUNCHER: &str = "VOLTAIC_LAUNCHER";
 /// How often it has started the ranks again.
 pub(super) const ATTEMPT: &str = "VOLTAIC_RESTART_COUNT";
 
-/// Where ranks tell voltaic's launcher that their configuration is wrong.
+/// Where ranks report to voltaic's launcher that their configuration is wrong.
 pub(super) const NOTE: &str = "VOLTAIC_LAUNCHER_NOTE";
 
-/// What only the ranks of a job know: set for ranks that voltaic's launcher starts on one host, and by users for several hosts.
+/// The secret of a job's ranks: voltaic's launcher sets it for ranks on one host, the user for several hosts.
 pub(super) const SECRET: &str = "VOLTAIC_JOB_SECRET";
 
 /// Variables of the environment.
@@ -34,7 +34,7 @@ impl Variables {
         self.0.get(name).map(String::as_str).filter(|value| !value.is_empty())
     }
 
-    /// What only the ranks of this job know, if they have been told.
+    /// The secret of this job's ranks, if it is set.
     pub(super) fn secret(&self) -> Option<JobSecret> {
         self.text(SECRET).map(JobSecret::of)
     }

@@ -25,7 +25,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 /// Missing ranks that are asked where they are.
 const ASKED: usize = 8;
-/// Different operations that are told apart, and ranks of each that are named.
+/// Different operations that a report lists, and the ranks that it names for each.
 const CALLS: i64 = 8;
 const NAMED: usize = 4;
 

@@ -76,7 +76,7 @@ pub(in crate::distributed) fn begin(noted: Noted) -> u64 {
     let number = memory.header(STARTED).fetch_add(1, Ordering::Relaxed) + 1;
     let entry = memory.entry(number);
     let set = |at: usize, value: u64| entry[at].store(value, Ordering::Relaxed);
-    set(NUMBER, 0); // nobody takes what follows for the operation that was here
+    set(NUMBER, 0); // readers must not take what follows for the previous operation
     fence(Ordering::Release);
     set(BEGAN, monotonic_nanos());
     set(ENDED, 0);

@@ -308,7 +308,7 @@ impl Seen {
             }
         }
         if !is_complete {
-            self.lock().table = table; // goes on from there
+            self.lock().table = table; // continues from there
             return Ok(None);
         }
         table.beacon = self.beacon.as_ref().and_then(FlightMemory::address).unwrap_or_default();

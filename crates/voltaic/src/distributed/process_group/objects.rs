@@ -1,4 +1,4 @@
-//! Values that serde knows, between ranks.
+//! Collectives of serializable values.
 
 use std::any::type_name;
 

@@ -46,7 +46,7 @@ impl ProcessGroup {
             ranks
         };
         let groups: Vec<Vec<usize>> = groups.iter().map(sorted).collect();
-        // first of all, so that a rank with other arguments is told, rather than waited for
+        // first, so that ranks with other arguments are an error and not a time-out
         let asked = self.all_gather_object(&groups)?;
         if let Some(other) = asked.iter().position(|groups| *groups != asked[0]) {
             let what = format!("rank 0 names {:?}, rank {other} {:?}", asked[0], asked[other]);

@@ -11,8 +11,8 @@ use crate::ffi::{self, Summing};
 /// An operation under way, as `torch.distributed.Work`. Its tensors must be left alone until [`Work::wait`] returns.
 ///
 /// Any number may be under way, of one group and of several. They may be waited for in any order, as long as all ranks
-/// have started them in the same order. Dropping one waits, too, at most as long as the group's time-out, and tells
-/// nobody how it went.
+/// have started them in the same order. Dropping one also waits, at most as long as the group's time-out, and discards an
+/// error.
 #[must_use = "an operation is done when it has been waited for"]
 pub struct Work<T = ()> {
     underway: Underway,
@@ -23,7 +23,7 @@ pub struct Work<T = ()> {
     noted: Noted,
 }
 
-/// Notes the end of an operation, which nobody waits for unless told otherwise.
+/// Notes the end of an operation: with the state given to [`Noted::end`], or as done when dropped.
 #[derive(Debug)]
 struct Noted(u64);
 
