@@ -311,7 +311,7 @@ impl StrategyConfig {
     }
 }
 
-/// Names the strategy in place of the arguments that its name stands for, which nobody has typed.
+/// Replaces the keys of arguments, which the user has not typed, by the strategy's name that stands for them.
 fn by_name(name: &str, error: ConfigError) -> ConfigError {
     let stage = name.split("_offload").next().unwrap_or(name);
     let mut problems: Vec<ConfigProblem> = Vec::new();

@@ -48,8 +48,8 @@ pub trait Strategy: fmt::Debug + Send {
 
     /// Called when the module is on its device, before its optimizers are made: all ranks start from rank 0's values. `calls`
     /// are the hooks of the calls of modules that are in force in the steps of the run; those that the strategy registers stay
-    /// until it removes them, such as in [`Strategy::teardown`]. When the gradients of a part of the module are complete is told
-    /// by [`UnitGrads`](crate::nn::UnitGrads).
+    /// until it removes them, such as in [`Strategy::teardown`]. [`UnitGrads`](crate::nn::UnitGrads) calls back when the gradients of
+    /// a part of the module are complete.
     ///
     /// # Errors
     /// [`DistributedError`](crate::error::DistributedError) if the modules of the ranks differ or a rank is gone.
@@ -57,8 +57,8 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(())
     }
 
-    /// Makes the optimizers and schedules that the module asks for. A strategy that divides weights or optimizer states
-    /// among ranks makes its own, which then also know the norm of all gradients.
+    /// Makes the optimizers and schedules that the module asks for. A strategy that shards weights or optimizer states makes its own,
+    /// which then also compute the norm of all gradients.
     ///
     /// # Errors
     /// As [`Optimizers::build`]; why the strategy has no such optimizer.
@@ -66,8 +66,8 @@ pub trait Strategy: fmt::Debug + Send {
         asked.build(module)
     }
 
-    /// Keys of what may differ between ranks, each for itself and those below it; the trainer compares everything else that it
-    /// knows of a run before it trains: `module` for a strategy that gives each rank a module of its own.
+    /// Keys of what may differ between ranks, each for itself and those below it, such as `module` for a strategy that gives each rank
+    /// a module of its own. The trainer compares everything else before it trains.
     fn allowed_differences(&self) -> Vec<String> {
         Vec::new()
     }
@@ -78,7 +78,7 @@ pub trait Strategy: fmt::Debug + Send {
         None
     }
 
-    /// Called before the forward of each training batch and before an evaluation. Unless the batch goes on with an accumulation
+    /// Called before the forward of each training batch and before an evaluation. Unless the batch continues an accumulation
     /// window (`opens` is false), buffers become rank 0's.
     ///
     /// # Errors

@@ -11,9 +11,9 @@ pub struct Votes {
     pub stop: bool,
     /// SIGHUP.
     pub hangup: bool,
-    /// SIGUSR1, by which Slurm tells a job that its time is over.
+    /// SIGUSR1, by which Slurm announces that the job's time is over.
     pub notice: bool,
-    /// SIGUSR2, if a job is to be told by that.
+    /// SIGUSR2, if Slurm is configured to announce it by that.
     pub notice_2: bool,
     /// A rank could not write what it keeps for all, such as rows of loggers: all ranks end with its error.
     pub failure: bool,

@@ -1,8 +1,8 @@
 //! Averages gradients bucket by bucket while backward computes the next ones.
 //!
-//! A hook of each parameter tells when its gradient is complete. When a bucket's are, they are written into it, each divided
-//! by the number of ranks, and it travels; buckets leave in their order on all ranks, whatever order hooks run in. The
-//! same arithmetic as PyTorch's `DistributedDataParallel`: sum of `grad * (1 / world_size)`.
+//! A hook on each parameter runs when its gradient is complete. When all gradients of a bucket are, they are written into it, each
+//! divided by the number of ranks, and its all_reduce starts; buckets start in the same order on all ranks, whatever the order of the
+//! hooks. The same arithmetic as PyTorch's `DistributedDataParallel`: sum of `grad * (1 / world_size)`.
 
 use std::sync::Arc;
 

@@ -334,7 +334,7 @@ impl DeepSpeedStrategy {
         }
     }
 
-    /// Keeps what is said of arguments that were set; Lightning's defaults were set by nobody.
+    /// Drops notes on Lightning's defaults: only arguments that the user has set get one.
     fn keep_own_notes(&self, notes: &mut Vec<String>) {
         let (own, standard) = (json!({ "of": self }), json!({ "of": Self::default() }));
         let differs = |key: &str| own["of"][key] != standard["of"][key];

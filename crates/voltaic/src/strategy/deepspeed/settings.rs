@@ -331,8 +331,8 @@ impl DeepSpeedSettings {
         BatchSizes { train_batch_size, train_micro_batch_size_per_gpu }
     }
 
-    /// How the gradients of the ranks are put together. DeepSpeed divides by the number of ranks beforehand in stage 2 and 3, or if told so,
-    /// or if sums are scattered; its optimizer for bfloat16 with sums in float32 does not scatter.
+    /// How the gradients of the ranks are reduced. DeepSpeed divides by the number of ranks beforehand in stages 2 and 3, with
+    /// `prescale_gradients`, and with reduce_scatter; its optimizer for bfloat16 with sums in float32 does not scatter.
     pub fn gradient_reduction(&self) -> GradientReduction {
         if self.gradient_allreduce_op == ReduceOp::Sum {
             return GradientReduction::Sum;

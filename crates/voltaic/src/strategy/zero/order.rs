@@ -1,8 +1,8 @@
 //! In which order a step needs the units of stage 3, as the last step needed them (DeepSpeed's trace of parameters).
 //!
 //! A step needs units in the order of its modules' calls, forward and backward, and the next step most likely does the same. Ranks
-//! call modules in the same order, and so they know the same. Calls that are repeated within backward, to recompute what a checkpoint
-//! has dropped, are not in the order.
+//! call modules in the same order, so all have the same trace. Calls that are repeated within backward, to recompute checkpointed
+//! activations, are not in the order.
 
 use std::collections::HashMap;
 

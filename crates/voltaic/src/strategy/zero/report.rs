@@ -23,7 +23,7 @@ pub(super) struct Held {
     whole: usize,
 }
 
-/// The most bytes of what comes and goes, so far.
+/// The largest sizes in bytes so far, of memory that is freed and allocated during a step.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Peaks {
     pub gradients: usize,

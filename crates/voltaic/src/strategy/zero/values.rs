@@ -98,7 +98,7 @@ fn find(
     Ok(Found { place: (number, index), own, has })
 }
 
-/// What there is of a value, with what was written to weights by hand.
+/// The present value, including edits of weights.
 fn current(reducer: &mut Reducer, inner: &dyn Optimizer, fqn: &str, value: ParamValue<'_>) -> Result<Found> {
     reducer.take_changes()?;
     find(reducer, inner, (fqn, value), |_, _, _| None)
@@ -152,7 +152,7 @@ pub(super) fn set_full(
     let check = |unit: &Unit, index: usize, own: Option<&Tensor>| {
         let is_number = own.is_some_and(|own| own.dim() == 0);
         let shape = if is_number { &[][..] } else { &unit.layout.places[index].shape };
-        let is_absent = own.is_none() && matches!(value, ParamValue::State(_)); // other ranks know its shape
+        let is_absent = own.is_none() && matches!(value, ParamValue::State(_)); // other ranks have its shape
         if is_absent { None } else { shape_problem(fqn, value, shape, &given) }
     };
     let Found { place: (unit, index), own, has } = find(reducer, inner, (fqn, value), check)?;
