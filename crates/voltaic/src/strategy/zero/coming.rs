@@ -1,4 +1,4 @@
-//! Weights that are in memory only while they are used, and how many there are.
+//! Storage of weights that are unsharded only while they are used, and how many elements are.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,27 +9,27 @@ use crate::distributed::Work;
 use crate::error::Result;
 use crate::ffi::ReleasableStorage;
 
-/// Weights that are in memory only while they are used.
+/// The storage of a unit's unsharded weights, which has memory only while they are used.
 #[derive(Debug)]
 pub(super) struct Coming {
     storage: ReleasableStorage,
-    /// Calls of modules and others that use the weights now.
+    /// Uses of the weights in progress, such as calls of modules.
     pub holds: usize,
-    /// They were touched by somebody who does not say when he is done: they stay until the next step.
+    /// They were accessed outside of a module's call, whose end would free them: they are kept until the next step.
     pub is_stray: bool,
-    /// Backward is at a module that uses them.
+    /// The backward pass has reached a module that uses them.
     pub is_in_backward: bool,
-    /// Memory is there for them, to see whether there is some; they are not.
+    /// Memory was allocated only to see whether there is enough; it has no values.
     has_room_only: bool,
-    /// Memory is there for them, but they may not be.
+    /// The gather in progress: there is memory, but the values may not have arrived.
     arriving: Option<Arrival>,
-    /// Elements of the unit, which are counted where those of all units are.
+    /// Elements of the unit, which are added to the counts of all units.
     len: usize,
     tally: Arc<Tally>,
 }
 
 impl Coming {
-    /// Those of a flat tensor, which are here.
+    /// The storage of a flat tensor, whose values are in memory.
     pub fn of(flat: &Tensor, len: usize) -> Self {
         Self {
             storage: ReleasableStorage::of(flat),
@@ -43,7 +43,7 @@ impl Coming {
         }
     }
 
-    /// Counts the elements there from now on.
+    /// Adds the elements to the counts of all units, from now on.
     pub fn count_in(&mut self, tally: &Arc<Tally>) {
         self.tally = tally.clone();
         tally.all.fetch_add(self.len, Ordering::Relaxed);
@@ -52,12 +52,12 @@ impl Coming {
         }
     }
 
-    /// Whether there is no memory for them.
+    /// Whether the memory is freed.
     pub fn is_released(&self) -> bool {
         self.storage.is_released()
     }
 
-    /// Gives them memory, whose contents are not set.
+    /// Allocates the memory; its contents are not set.
     ///
     /// # Errors
     /// If memory is short.
@@ -68,7 +68,7 @@ impl Coming {
         Ok(())
     }
 
-    /// Frees their memory.
+    /// Frees the memory.
     pub fn release(&mut self) -> Result<()> {
         if !self.is_released() {
             self.storage.release()?;
@@ -77,7 +77,7 @@ impl Coming {
         Ok(())
     }
 
-    /// Whether there is memory for them, which they then have until [`Coming::give_room`], without values.
+    /// Tries to allocate the memory, without values, until [`Coming::give_room`]. Returns false if there is not enough.
     pub fn try_room(&mut self) -> Result<bool> {
         if !self.is_released() {
             return Ok(true);
@@ -97,12 +97,12 @@ impl Coming {
         if std::mem::take(&mut self.has_room_only) { self.release() } else { Ok(()) }
     }
 
-    /// Whether they are on their way.
+    /// Whether a gather is in progress.
     pub fn is_arriving(&self) -> bool {
         self.arriving.is_some()
     }
 
-    /// They are on their way, or have arrived. Returns what was known before.
+    /// Sets the gather in progress, or that there is none. Returns the previous one.
     pub fn set_arriving(&mut self, arrival: Option<Arrival>) -> Option<Arrival> {
         let before = std::mem::replace(&mut self.arriving, arrival);
         if before.is_some() != self.arriving.is_some() {
@@ -112,11 +112,11 @@ impl Coming {
     }
 }
 
-/// Weights on their way; no work where there is nobody to get them from.
+/// A gather in progress; without work if there are no other ranks.
 #[derive(Debug)]
 pub(super) struct Arrival(pub Option<Work>);
 
-/// Elements of weights that come and go, of all units.
+/// Counts of elements of all units whose weights are sharded.
 #[derive(Debug, Default)]
 pub(super) struct Tally {
     all: AtomicUsize,
@@ -125,27 +125,27 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    /// Memory is there for so many more, or fewer.
+    /// So many elements more, or fewer, have memory.
     fn set_live(&self, len: usize, is_live: bool) {
         change(&self.live, len, is_live);
     }
 
-    /// So many more, or fewer, are on their way.
+    /// So many elements more, or fewer, are being gathered.
     fn set_arriving(&self, len: usize, is_arriving: bool) {
         change(&self.arriving, len, is_arriving);
     }
 
-    /// In memory, or on their way.
+    /// Elements with memory, those being gathered among them.
     pub fn live(&self) -> usize {
         self.live.load(Ordering::Relaxed)
     }
 
-    /// On their way.
+    /// Elements being gathered.
     pub fn arriving(&self) -> usize {
         self.arriving.load(Ordering::Relaxed)
     }
 
-    /// Whether all have memory.
+    /// Whether all elements have memory.
     pub fn is_full(&self) -> bool {
         self.live() == self.all.load(Ordering::Relaxed)
     }

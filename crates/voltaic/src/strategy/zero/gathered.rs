@@ -1,9 +1,9 @@
-//! Which weights a rank has gathered, and in which order, for ranks to compare: weights of the same size would be taken for each
-//! other without an error.
+//! The order in which a rank has gathered units, for comparison between ranks: with different orders, weights of the same size would
+//! be mixed up without an error.
 
 use std::collections::VecDeque;
 
-/// Gathers that are remembered to say where ranks differ.
+/// The number of gathers that are kept to report where ranks differ.
 const REMEMBERED: usize = 4096;
 
 /// Numbers of [`Gathered::numbers`].
@@ -19,7 +19,7 @@ pub(super) struct Gathered {
 }
 
 impl Gathered {
-    /// A unit is gathered.
+    /// Notes that a unit is gathered.
     pub fn note(&mut self, unit: usize) {
         // splitmix64
         self.hash = (self.hash ^ (unit as u64 + 1)).wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -43,7 +43,7 @@ impl Gathered {
         (self.count - self.last.len() as u64, self.last.iter().copied().collect())
     }
 
-    /// Ranks have compared.
+    /// Starts again, after ranks have compared.
     pub fn clear(&mut self) {
         *self = Self::default();
     }

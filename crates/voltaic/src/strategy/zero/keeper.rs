@@ -1,4 +1,4 @@
-//! What happens when a weight of a unit is touched, and when modules are called.
+//! Unshards the weights of a unit when one is accessed, and around the calls of modules.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,21 +10,21 @@ use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
 use crate::nn::{CallWatcher, Gather, ModuleCall, ModuleHooks, Parameter, RemovableHandle};
 
-/// How the call goes that weights are kept for.
+/// The state of the trainer's call for which weights are sharded.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Phase {
     /// All ranks take part.
     #[default]
     Running,
-    /// It has failed: the other ranks do not take part any more.
+    /// It has failed: the other ranks take part in no collectives any more.
     Failed,
-    /// It is over, and the weights stay divided until the next call.
+    /// It is over, and the weights stay sharded until the next call.
     Resting,
     /// The strategy that could gather the weights is gone.
     Gone,
 }
 
-/// A [`Phase`] that many look at.
+/// A shared [`Phase`].
 #[derive(Debug, Default)]
 pub(super) struct Phases(Mutex<Phase>);
 
@@ -44,7 +44,7 @@ impl Phases {
     }
 }
 
-/// Keeps weights that come and go, and master weights beside those that stay.
+/// Unshards weights when they are accessed, and notes edits of weights that have master weights.
 #[derive(Debug)]
 pub(super) struct Keeper {
     pub reducer: Arc<Mutex<Reducer>>,
@@ -52,7 +52,7 @@ pub(super) struct Keeper {
 }
 
 impl Keeper {
-    /// An error if a weight that is not here cannot be gathered, since the others would not answer.
+    /// An error if a sharded weight cannot be gathered, since the other ranks do not take part.
     fn check(&self, parameter: &Parameter) -> Result<()> {
         if !parameter.is_away() {
             return Ok(());
@@ -88,7 +88,7 @@ impl Gather for Keeper {
         let mut reducer = lock(&self.reducer);
         let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
         reducer.need(unit)?;
-        reducer.units[unit].stay(); // nobody says when it is not needed any more
+        reducer.units[unit].stay(); // the end of its use is not known
         Ok(())
     }
 
@@ -121,7 +121,7 @@ impl Gather for Keeper {
     }
 }
 
-/// Gathers the weights of a module before its call, and frees them afterwards.
+/// Unshards the weights of a module before its call, and reshards them after it.
 struct Watcher {
     reducer: Arc<Mutex<Reducer>>,
     /// By the module's fqn.
@@ -152,7 +152,7 @@ impl CallWatcher for Watcher {
     }
 }
 
-/// Lets units come and go with the calls of their modules, given by fqn.
+/// Unshards and reshards units around the calls of their modules, given by fqn.
 pub(super) fn watch(
     hooks: &ModuleHooks,
     reducer: &Arc<Mutex<Reducer>>,
@@ -196,7 +196,7 @@ pub(super) fn watch(
     handles
 }
 
-/// What a backward pass says that meets weights which are not there: their count of changes is another one then.
+/// Explains libtorch's error for a backward pass that uses sharded weights, whose version counter has changed.
 pub(super) fn explained(error: Error) -> Error {
     if !error.to_string().contains("modified by an inplace operation") {
         return error;

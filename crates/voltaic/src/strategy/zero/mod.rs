@@ -41,7 +41,7 @@ use modules::{has_all, has_some, move_buffers};
 use optimizer::{ZeroOptimizer, check_divisible};
 use partition::Partitioner;
 use reducer::{Reducer, hook_leaves};
-use report::Held;
+use report::MemoryReport;
 use unit::Unit;
 use whole::Whole;
 
@@ -55,22 +55,22 @@ pub struct Zero {
     config: ZeroConfig,
     reducer: Option<Arc<Mutex<Reducer>>>,
     hooks: Vec<GradHook>,
-    /// Parameters whose changes must be known: those that come and go, and those with master weights.
+    /// Parameters with [`Gather`](crate::nn::Gather): those that are sharded, and those with master weights, whose edits count.
     kept: Vec<Parameter>,
     /// Hooks of the calls of modules.
     calls: Vec<RemovableHandle>,
-    /// Where weights that are divided go, and the dtype that they get there.
+    /// Device and dtype of sharded weights.
     target: Option<(tch::Device, Option<Kind>)>,
-    /// Says where gradients are not.
+    /// Marks the leaves whose gradients are not on this rank.
     divided: DividedLeaves,
-    /// How the call that `kept` is of goes.
+    /// The state of the call that `kept` belongs to.
     phase: Arc<Phases>,
-    /// The weights stay divided when a call has gone well, until somebody asks for them.
+    /// Whether the weights stay sharded after a successful call, until `gather_weights`.
     stays_divided: bool,
 }
 
 impl Zero {
-    /// Of these ranks, or of a process alone.
+    /// For these ranks, or for a single process.
     pub fn new(world: World, config: ZeroConfig) -> Self {
         if !config.gather_after_fit && config.stage < ZeroStage::Three && world.is_global_zero() {
             let stage = config.stage.number();
@@ -104,7 +104,7 @@ impl Zero {
         Some(reducer.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The reducer, with all parts of weights as they are now: somebody may have written to the weights.
+    /// The reducer, after edits of the weights were taken into the parts.
     fn with_changes(&self) -> Result<Option<MutexGuard<'_, Reducer>>> {
         let Some(mut reducer) = self.reducer() else { return Ok(None) };
         reducer.take_changes()?;
@@ -121,7 +121,7 @@ impl Zero {
         }
     }
 
-    /// Works with these units from now on.
+    /// Uses these units from now on.
     fn keep(&mut self, units: Vec<Unit>) -> Result<()> {
         let reducer = Reducer::new(self.config.clone(), self.peers().cloned(), units);
         self.reducer = Some(Arc::new(Mutex::new(reducer)));
@@ -129,7 +129,7 @@ impl Zero {
         self.follow_units()
     }
 
-    /// Sees to the gradients of all units, and keeps the weights of those that need it, as far as it does not yet.
+    /// Hooks the gradients of all units, and attaches to the weights that need it and are not attached yet.
     fn follow_units(&mut self) -> Result<()> {
         let Some(reducer) = self.reducer.clone() else { return Ok(()) };
         let locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
@@ -143,7 +143,7 @@ impl Zero {
         new.into_iter().try_for_each(|parameter| parameter.attach(keeper.clone()))
     }
 
-    /// Takes gradients as they come, and says where they are not.
+    /// Hooks the gradients, and marks the leaves without one.
     fn watch_gradients(&mut self, reducer: &Arc<Mutex<Reducer>>) -> Result<()> {
         let locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         let leaves = locked.units.iter().flat_map(Unit::leaves).map(|leaf| (leaf, GradShare::Nothing));
@@ -154,7 +154,7 @@ impl Zero {
         self.hook_gradients(reducer)
     }
 
-    /// Goes on with weights that the last call has left divided, if they are this module's.
+    /// Resumes with the weights that the last call has left sharded, if they are this module's.
     fn take_up(&mut self, module: &dyn Module) -> Result<bool> {
         let Some(reducer) = self.reducer.clone().filter(|_| self.phase.is(Phase::Resting)) else {
             return Ok(false);
@@ -177,7 +177,7 @@ impl Zero {
         Err(ConfigError::new("trainer.strategy", what, remedy).into())
     }
 
-    /// Makes the weights whole, in memory of the host if they do not fit on the device together.
+    /// Unshards all weights, on the host if they do not fit on the device together.
     fn give_back(&mut self, module: &dyn Module) -> Result<()> {
         let is_on_host = self.target.is_none_or(|(device, _)| device == tch::Device::Cpu);
         let Some(mut reducer) = self.reducer() else { return Ok(()) };
@@ -197,19 +197,19 @@ impl Zero {
         move_buffers(module, tch::Device::Cpu, None)
     }
 
-    /// Leaves the weights divided, with nothing but this rank's parts in memory.
+    /// Leaves the weights sharded, with only this rank's parts in memory.
     fn rest(&mut self) -> Result<()> {
         self.phase.set(Phase::Resting);
         let Some(mut reducer) = self.reducer() else { return Ok(()) };
         reducer.units.iter_mut().try_for_each(Unit::end_call)
     }
 
-    /// Frees the memory of all weights that nobody uses now.
+    /// Reshards all weights that are not in use.
     fn release_all(&self) -> Result<()> {
         self.reducer().map_or(Ok(()), |mut reducer| reducer.units.iter_mut().try_for_each(Unit::end_stay))
     }
 
-    /// Lets units come and go with the calls of their modules.
+    /// Unshards and reshards units around the calls of their modules.
     fn watch_calls(&mut self, calls: &ModuleHooks) {
         let Some(reducer) = self.reducer.clone() else { return };
         let mut by_module: HashMap<String, Vec<usize>> = HashMap::new();
@@ -236,7 +236,7 @@ impl Zero {
         Ok(())
     }
 
-    /// Parameters that were frozen, and are trained now, take part from now on.
+    /// Includes parameters that were unfrozen since the last step.
     fn follow_thawed(&mut self) -> Result<()> {
         let mut has_thawed = false;
         if let Some(mut reducer) = self.reducer() {
@@ -247,8 +247,8 @@ impl Zero {
         if has_thawed { self.follow_units() } else { Ok(()) }
     }
 
-    /// Before gradients travel: an error on all ranks if some have a loss to go backward from, and some have none, since the others
-    /// would wait for their gradients, and take those of the next batch. Returns the votes of all ranks if a window is complete.
+    /// Exchanges votes before gradients are reduced. An error on all ranks if only some of them have a loss: the others would wait for
+    /// their gradients, and take those of the next batch. Returns the votes of all ranks if a window is complete.
     fn exchange_votes(&self, syncs: bool, votes: Votes) -> Result<Votes> {
         if !syncs && self.config.stage < ZeroStage::Two {
             return Ok(Votes::default());
@@ -333,7 +333,7 @@ impl Strategy for Zero {
             }
             locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         }
-        let held = Held::of(module, &locked.units, &self.config);
+        let held = MemoryReport::of(module, &locked.units, &self.config);
         let World { rank, world_size, .. } = &self.world;
         tracing::info!(
             "{}: rank {rank} of {world_size} holds {held}; optimizer states come with the first step",
@@ -494,7 +494,7 @@ impl Strategy for Zero {
     fn finish(&mut self, module: &dyn Module) -> Result<()> {
         let Some(mut reducer) = self.reducer() else { return Ok(()) };
         reducer.check_order()?;
-        let held = Held::of(module, &reducer.units, &self.config);
+        let held = MemoryReport::of(module, &reducer.units, &self.config);
         let held = held.with(reducer.peaks, reducer.max_live, &reducer.units);
         drop(reducer);
         let World { rank, world_size, .. } = &self.world;
@@ -537,7 +537,7 @@ impl Strategy for Zero {
 }
 
 impl Drop for Zero {
-    /// Weights that are left divided have nobody any more who could gather them.
+    /// Marks weights that are left sharded: they cannot be gathered any more.
     fn drop(&mut self) {
         if !self.phase.is(Phase::Resting) {
             return;

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_differs_is_not_foretold_and_is_the_next_ones_model() {
+    fn a_step_that_differs_is_not_predicted_and_is_the_next_ones_model() {
         let mut order = Order::default();
         step(&mut order, &[0, 1, 2]);
         order.begin(len);

@@ -1,7 +1,7 @@
-//! Weights that come ahead of their use, and stay until their next one, within bounds.
+//! Prefetch: weights are gathered ahead of their use, and kept until the next one, within bounds.
 //!
-//! The units that come next are gathered while the present ones are used, in the same order on all ranks. A step that differs from
-//! the last one gathers each unit when it is needed.
+//! The next units are gathered while the present ones are used, in the same order on all ranks. A step that differs from the last one
+//! gathers each unit when it is needed.
 
 use super::reducer::Reducer;
 use super::unit::Unit;
@@ -9,13 +9,13 @@ use crate::error::Result;
 use crate::ffi;
 
 impl Reducer {
-    /// Elements of weights that come and go, and are in memory now.
+    /// Elements of sharded weights that are unsharded now.
     pub fn live(&self) -> usize {
         self.tally.live()
     }
 
-    /// Makes a unit's weights whole, and starts to gather those that come next. Within a backward pass the weights are needed to
-    /// recompute what the step has computed before: that is not part of the step's order, and the next step may do without.
+    /// Unshards a unit's weights, and starts to gather those that come next. A call within a backward pass recomputes activations: it
+    /// is not part of the step's order, since the next step may not need it.
     ///
     /// # Collective
     /// All ranks must call it.
@@ -38,7 +38,7 @@ impl Reducer {
         self.prefetch()
     }
 
-    /// Makes a unit's weights whole, if they are not.
+    /// Unshards a unit's weights, if they are sharded.
     ///
     /// # Collective
     /// All ranks must call it.
@@ -47,7 +47,7 @@ impl Reducer {
         self.units[unit].settle()
     }
 
-    /// Starts to make a unit's weights whole, if they are not.
+    /// Starts to unshard a unit's weights, if they are sharded.
     fn start(&mut self, unit: usize) -> Result<()> {
         if self.units[unit].is_released() {
             self.gathered.note(unit);
@@ -55,14 +55,14 @@ impl Reducer {
         self.with_unit(unit, Unit::start)
     }
 
-    /// [`Reducer::need`] for somebody who lets go of the weights by [`Reducer::let_go`].
+    /// As [`Reducer::need`]; the weights are kept at least until [`Reducer::let_go`].
     pub fn hold(&mut self, unit: usize) -> Result<()> {
         self.need(unit)?;
         self.units[unit].hold();
         Ok(())
     }
 
-    /// [`Reducer::need`] for a module whose backward pass begins: the weights stay until their gradients are there.
+    /// As [`Reducer::need`], for a module whose backward pass begins: the weights are kept until their gradients are complete.
     pub fn need_in_backward(&mut self, unit: usize) -> Result<()> {
         if self.units[unit].is_divided() {
             self.order.need(unit);
@@ -72,7 +72,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Ends a hold. The weights stay if they are needed again before many others.
+    /// Ends a use. The weights stay unsharded if they are needed again soon (`max_reuse_distance`).
     pub fn let_go(&mut self, unit: usize) -> Result<()> {
         self.units[unit].let_go();
         let distance = self.order.distance(unit);
@@ -83,7 +83,7 @@ impl Reducer {
         self.units[unit].release()
     }
 
-    /// Frees weights that nobody uses now, those first that are needed last, until `len` more elements are within the bound.
+    /// Reshards unused weights, those that are needed last first, until `len` more elements are within the bound.
     fn make_room(&mut self, len: usize) -> Result<()> {
         let bound = self.config.max_live_parameters.saturating_sub(len);
         while self.live() > bound {
@@ -105,7 +105,7 @@ impl Reducer {
             let Some(unit) = self.order.upcoming(after) else { break };
             let len = self.units[unit].layout.len();
             if self.units[unit].live() > 0 {
-                continue; // it is here, or on its way
+                continue; // it is unsharded, or being gathered
             }
             (arriving, live) = (arriving + len, live + len);
             if arriving > self.config.prefetch_bucket_size || live > self.config.max_live_parameters {
@@ -117,7 +117,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// A training step is over, or has failed: what was gathered for it is of no use any more.
+    /// Ends a training step, also a failed one: waits for gathers in progress, and reshards what backward has kept.
     pub fn end_step(&mut self) -> Result<()> {
         self.order.end();
         self.units.iter_mut().try_for_each(|unit| {

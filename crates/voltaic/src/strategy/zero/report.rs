@@ -1,4 +1,4 @@
-//! What a rank holds of a module and of what trains it.
+//! The memory of a rank: weights, gradients, master weights and optimizer states.
 
 use std::fmt;
 
@@ -9,17 +9,17 @@ use crate::dtype::bytes_of;
 use crate::nn::{Module, ModuleExt};
 use crate::optim::OptimizerState;
 
-/// Bytes that a rank holds between two steps.
+/// Bytes of a rank between two steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Held {
+pub(super) struct MemoryReport {
     parameters: usize,
     /// At most: those of an open accumulation window.
     gradients: usize,
     masters: usize,
     buffers: usize,
-    /// Of optimizers, once they have made them.
+    /// Of optimizer states, which exist after the first step.
     states: usize,
-    /// Of weights that come and go, most at a time.
+    /// Of unsharded weights, the most at a time.
     whole: usize,
 }
 
@@ -30,15 +30,15 @@ pub(super) struct Peaks {
     pub states: usize,
 }
 
-impl Held {
-    /// The same as it was: with these peaks, and so many elements of weights that come and go at once.
+impl MemoryReport {
+    /// The highest use in a run: with these peaks, and at most so many elements unsharded at once.
     pub fn with(self, peaks: Peaks, max_live: usize, units: &[Unit]) -> Self {
         let divided = units.iter().filter(|unit| unit.is_divided());
         let element = divided.map(|unit| unit.layout.kind.elt_size_in_bytes()).max().unwrap_or(0);
         Self { gradients: peaks.gradients, states: peaks.states, whole: max_live * element, ..self }
     }
 
-    /// Of a module, the trained parameters of which are in `units`.
+    /// The report on a module whose trained parameters are in `units`.
     pub fn of(module: &dyn Module, units: &[Unit], config: &ZeroConfig) -> Self {
         let in_unit = |id: u64| {
             let mut places = units.iter().flat_map(|unit| &unit.layout.places);
@@ -64,7 +64,7 @@ impl Held {
     }
 }
 
-impl fmt::Display for Held {
+impl fmt::Display for MemoryReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { parameters, gradients, masters, buffers, states, whole } = *self;
         let size = |bytes: usize| format_size(bytes);

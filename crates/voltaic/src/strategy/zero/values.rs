@@ -15,9 +15,9 @@ use crate::error::{ConfigError, Problem, Result};
 use crate::ffi;
 use crate::optim::{Optimizer, ParamValue, kinds, no_state, parameter, shape_problem};
 
-/// What a rank tells the others of a value.
+/// What a rank reports to the others about a value.
 #[derive(Debug, Serialize, Deserialize)]
-struct Told {
+struct ValueReport {
     /// What it was asked for.
     asked: String,
     problem: Option<Problem>,
@@ -73,26 +73,28 @@ fn find(
     let problem = check(unit, index, own.as_ref().filter(|_| has != Has::Nothing));
     let problem = problem.and_then(|error| error.problems.into_iter().next());
     let problem = problem.map(|problem| problem.problem);
-    let told = Told { asked: format!("{value} of {fqn}"), problem, has, kinds: kinds(&states, fqn) };
-    let told = match &reducer.peers {
-        Some(group) => group.all_gather_object(&told)?,
-        None => vec![told],
+    let report = ValueReport { asked: format!("{value} of {fqn}"), problem, has, kinds: kinds(&states, fqn) };
+    let reports = match &reducer.peers {
+        Some(group) => group.all_gather_object(&report)?,
+        None => vec![report],
     };
-    if let Some((rank, other)) = told.iter().enumerate().find(|(_, other)| other.asked != told[0].asked) {
-        let what = format!("rank 0 asks for the {}, rank {rank} for the {}", told[0].asked, other.asked);
+    if let Some((rank, other)) = reports.iter().enumerate().find(|(_, other)| other.asked != reports[0].asked)
+    {
+        let what = format!("rank 0 asks for the {}, rank {rank} for the {}", reports[0].asked, other.asked);
         return Err(ConfigError::new("optimizer", what, "ask for the same on all ranks").into());
     }
     if let Some((rank, problem)) =
-        told.iter().enumerate().find_map(|(rank, told)| Some((rank, told.problem.as_ref()?)))
+        reports.iter().enumerate().find_map(|(rank, report)| Some((rank, report.problem.as_ref()?)))
     {
         let what =
-            if told.len() > 1 { format!("rank {rank}: {}", problem.what) } else { problem.what.clone() };
+            if reports.len() > 1 { format!("rank {rank}: {}", problem.what) } else { problem.what.clone() };
         return Err(ConfigError::new("optimizer", what, problem.remedy.clone()).into());
     }
-    let has = told.iter().map(|told| told.has).find(|has| *has != Has::Nothing).unwrap_or(Has::Nothing);
+    let has =
+        reports.iter().map(|report| report.has).find(|has| *has != Has::Nothing).unwrap_or(Has::Nothing);
     if let (Has::Nothing, ParamValue::State(kind)) = (has, value) {
-        let known = told.iter().find(|told| !told.kinds.is_empty());
-        let known = known.map(|told| told.kinds.as_slice()).unwrap_or_default();
+        let known = reports.iter().find(|report| !report.kinds.is_empty());
+        let known = known.map(|report| report.kinds.as_slice()).unwrap_or_default();
         return Err(no_state(inner.name(), fqn, kind, known));
     }
     Ok(Found { place: (number, index), own, has })

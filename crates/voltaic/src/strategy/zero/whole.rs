@@ -1,4 +1,4 @@
-//! Tensors like parameters, whole from the parts that ranks have, for optimizers that need them.
+//! Whole tensors, such as gradients, from the ranks' parts, for optimizers that need whole parameters.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::nn::Parameter;
 use crate::optim::WholeParameters;
 
-/// Gathers one parameter at a time. Nothing travels for one that a single rank has.
+/// Gathers one parameter at a time. One that a single rank has whole needs no communication.
 #[derive(Debug)]
 pub(super) struct Whole {
     reducer: Arc<Mutex<Reducer>>,
@@ -93,7 +93,7 @@ pub(super) fn from_parts(group: &ProcessGroup, ranges: &[Range<usize>], own: &Te
         let parts = parts.map(|(rank, range)| narrow(&padded.f_get(rank as i64)?, 0..range.len()));
         return Ok(Tensor::f_cat(&parts.collect::<Result<Vec<_>>>()?, 0)?);
     }
-    // a few ranks have all of it: room for every rank would be much more than the parameter
+    // few ranks have elements: a part for every rank would take much more memory than the parameter
     let whole = Tensor::f_empty([numel as i64], options)?;
     let mut works = Vec::new();
     for (rank, range) in ranges.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
