@@ -17,7 +17,7 @@ impl Claims {
         paths: impl Iterator<Item = PathBuf>,
         replaced: Option<&Path>,
     ) -> Option<PathBuf> {
-        self.let_go_of_written();
+        self.release_written();
         for path in paths {
             if Some(path.as_path()) == replaced {
                 return Some(path);
@@ -36,13 +36,13 @@ impl Claims {
         None
     }
 
-    /// Files that are there keep their names by themselves.
-    pub fn let_go_of_written(&mut self) {
+    /// Releases the names of files that exist, which keep their names themselves.
+    pub fn release_written(&mut self) {
         self.0.retain(Claim::is_open);
     }
 
-    /// Nothing that was claimed is written any more.
-    pub fn let_go(&mut self) {
+    /// Releases all claims: none of them will be written any more.
+    pub fn release_all(&mut self) {
         self.0.clear();
     }
 }

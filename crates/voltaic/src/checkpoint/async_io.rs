@@ -49,7 +49,7 @@ impl AsyncCheckpointIo {
 
     /// Waits for everything that was begun.
     fn wait(&mut self) -> Result<()> {
-        self.worker.as_mut().map_or(Ok(()), |worker| worker.settle(0))
+        self.worker.as_mut().map_or(Ok(()), |worker| worker.wait_for_saves(0))
     }
 
     /// The same before something that all ranks do together.
@@ -78,7 +78,7 @@ impl CheckpointIo for AsyncCheckpointIo {
         storage_options: Option<&Value>,
     ) -> Result<()> {
         let worker = self.worker()?;
-        worker.settle(MAX_SNAPSHOTS - 1)?;
+        worker.wait_for_saves(MAX_SNAPSHOTS - 1)?;
         let snapshot = Box::new(checkpoint.snapshot()?);
         worker.send(Job::Save(snapshot, path.to_path_buf(), storage_options.cloned()))
     }
@@ -197,8 +197,8 @@ impl Worker {
         }
     }
 
-    /// Waits until at most `snapshots` saves are open, and with 0 until nothing is; takes the answers that are there.
-    fn settle(&mut self, snapshots: usize) -> Result<()> {
+    /// Waits until at most `snapshots` saves are in progress, and with 0 until all requests are done. Returns the first failure.
+    fn wait_for_saves(&mut self, snapshots: usize) -> Result<()> {
         let mut first_failure = None;
         while !self.open.is_empty() {
             let saves = self.open.iter().filter(|is_save| **is_save).count();

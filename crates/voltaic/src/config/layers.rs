@@ -34,7 +34,7 @@ const PATIENCE: PipeLimits =
 
 /// A configuration that grows layer by layer: each call outranks the calls before it.
 ///
-/// Problems are kept until [`Layers::load`] or [`Layers::settle`] reports them all.
+/// Problems are kept until [`Layers::load`] or [`Layers::resolve`] reports them all.
 #[derive(Debug, Clone)]
 pub struct Layers {
     schema: Arc<Value>,
@@ -223,12 +223,12 @@ impl Layers {
     ///
     /// # Errors
     /// All problems together: unreadable sources, or else unknown keys, wrong types and missing values.
-    pub fn settle(&self) -> Result<Settings, ConfigError> {
+    pub fn resolve(&self) -> Result<Settings, ConfigError> {
         let Survey { settings, problems, .. } = self.survey()?;
         if problems.is_empty() { Ok(settings) } else { Err(ConfigError { problems }) }
     }
 
-    /// As [`Layers::settle`], but with the problems beside the tree, for those who have more to check: what is wrong has
+    /// As [`Layers::resolve`], but with the problems beside the tree, for callers with further checks: wrong values have
     /// its default in the tree.
     ///
     /// # Errors
@@ -271,9 +271,9 @@ impl Layers {
     /// The configuration as a `T`.
     ///
     /// # Errors
-    /// Those of [`Layers::settle`], and what `T`'s own deserialization refuses.
+    /// Those of [`Layers::resolve`], and what `T`'s own deserialization refuses.
     pub fn load<T: DeserializeOwned + JsonSchema>(&self) -> Result<Loaded<T>, ConfigError> {
-        let settings = self.settle()?;
+        let settings = self.resolve()?;
         let value = deserialize_at("", &settings.tree, &settings.origins)?;
         Ok(Loaded { value, origins: settings.origins, tree: settings.tree })
     }
@@ -286,9 +286,9 @@ impl Layers {
     /// The configuration as YAML.
     ///
     /// # Errors
-    /// Those of [`Layers::settle`].
+    /// Those of [`Layers::resolve`].
     pub fn print_config(&self, print: PrintConfig) -> Result<String, ConfigError> {
-        self.settle()?;
+        self.resolve()?;
         let view = View::new(&self.schema);
         let tree = self.filled();
         let tree = if print.skip_default {

@@ -17,7 +17,7 @@ use super::roll_call::is_abandoned;
 use crate::device::Device;
 use crate::error::{Result, TorchError, TorchErrorKind};
 use crate::ffi::{
-    Backend, CollectiveLibrary, Home, JobSecret, Listeners, Neighbours, SEAL_BYTES, Seat, Store,
+    Backend, CollectiveLibrary, HostPeers, JobSecret, Listeners, OwnRegion, SEAL_BYTES, Seat, Store,
     shares_memory,
 };
 
@@ -66,7 +66,7 @@ pub(super) struct Connected {
     /// For all other tensors.
     pub gloo: Backend,
     /// For those of Gloo's that go through shared memory, if all members share it.
-    pub neighbours: Option<Neighbours>,
+    pub host_peers: Option<HostPeers>,
 }
 
 impl Connector {
@@ -115,7 +115,7 @@ impl Connector {
     /// Connects to the other members of a group, to whom `store` belongs. Returns when all are connected.
     pub fn connect(&self, store: &Arc<Store>, place: Place) -> Result<Connected> {
         let library = self.library.map(|library| self.communicator(library, store, place)).transpose()?;
-        Ok(Connected { library, gloo: self.gloo(store, place)?, neighbours: self.neighbours(store, place)? })
+        Ok(Connected { library, gloo: self.gloo(store, place)?, host_peers: self.host_peers(store, place)? })
     }
 
     fn gloo(&self, store: &Arc<Store>, Place { rank, size }: Place) -> Result<Backend> {
@@ -150,14 +150,17 @@ impl Connector {
 
     /// Memory that all members share, if they are on one host, may reach each other's, and none has
     /// `VOLTAIC_SHARED_MEMORY=0`.
-    fn neighbours(&self, store: &Arc<Store>, Place { rank, size }: Place) -> Result<Option<Neighbours>> {
+    fn host_peers(&self, store: &Arc<Store>, Place { rank, size }: Place) -> Result<Option<HostPeers>> {
         if size == 1 {
             return Ok(None);
         }
         let timeout = self.timeout();
         let store = store.with_prefix("memory")?;
-        let home =
-            if shares_memory()? { Home::new() } else { Err(io::Error::other("VOLTAIC_SHARED_MEMORY=0")) };
+        let home = if shares_memory()? {
+            OwnRegion::new()
+        } else {
+            Err(io::Error::other("VOLTAIC_SHARED_MEMORY=0"))
+        };
         let host = host_name();
         let connect = move || {
             let exchange = Exchange { store: &store, rank, size, timeout };
@@ -172,16 +175,16 @@ impl Connector {
             Ok::<_, TorchError>((opened.ok().filter(|_| refusal.is_none()), refusal))
         };
         let remedy = "check that the nodes reach each other";
-        let (neighbours, refusal) =
+        let (host_peers, refusal) =
             self.connected(connect)?.map_err(|error| refuse(&self.placement, error.message, remedy))?;
-        if let Some(neighbours) = &neighbours {
-            neighbours.share_order();
+        if let Some(host_peers) = &host_peers {
+            host_peers.share_order();
         }
         match refusal {
             None => tracing::debug!("rank {rank} of {size} shares memory with the others"),
             Some(reason) => tracing::debug!("ranks share no memory: {reason}"),
         }
-        Ok(neighbours)
+        Ok(host_peers)
     }
 
     /// What `connect` gives, unless a rank that it waits for has ended.

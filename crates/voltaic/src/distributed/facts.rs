@@ -71,7 +71,7 @@ impl Facts {
 /// `allowed` has keys, each for itself and for those below it: `trainer` stands for `trainer.max_time` too.
 pub(super) fn differences(first: &Facts, others: &[(usize, Facts)], allowed: &[String]) -> Option<String> {
     let of_first = first.by_key();
-    let (mut told, mut named) = (Vec::new(), HashSet::new());
+    let (mut differing, mut named) = (Vec::new(), HashSet::new());
     for (rank, other) in others.iter().filter(|(_, other)| other != first) {
         let of_other = other.by_key();
         for (key, _) in first.0.iter().chain(&other.0) {
@@ -79,17 +79,17 @@ pub(super) fn differences(first: &Facts, others: &[(usize, Facts)], allowed: &[S
             if own == its || allowed.iter().any(|allowed| covers(allowed, key)) || !named.insert(key) {
                 continue;
             }
-            if told.len() < NAMED {
+            if differing.len() < NAMED {
                 let (key, own, its) = (shown(Some(key)), shown(own), shown(its));
-                told.push(format!("{key} is {own} on rank 0 and {its} on rank {rank}"));
+                differing.push(format!("{key} is {own} on rank 0 and {its} on rank {rank}"));
             }
         }
     }
-    let more = match named.len() - told.len() {
+    let more = match named.len() - differing.len() {
         0 => String::new(),
         more => format!("; {more} more"),
     };
-    (!told.is_empty()).then(|| format!("{}{more}", told.join("; ")))
+    (!differing.is_empty()).then(|| format!("{}{more}", differing.join("; ")))
 }
 
 fn covers(allowed: &str, key: &str) -> bool {
@@ -171,10 +171,10 @@ mod tests {
             facts
         };
         let all = [with("correct-horse"), with("battery-staple")];
-        let told = differences(&all[0], &[(1, all[1].clone())], &[]).unwrap();
-        assert!(told.contains("module.api_key is (hidden, "), "{told}");
+        let differing = differences(&all[0], &[(1, all[1].clone())], &[]).unwrap();
+        assert!(differing.contains("module.api_key is (hidden, "), "{differing}");
         let sent = serde_json::to_string(&all[0]).unwrap();
-        for text in [told, sent, format!("{all:?}")] {
+        for text in [differing, sent, format!("{all:?}")] {
             assert!(!text.contains("horse") && !text.contains("staple"), "{text}");
         }
     }
@@ -186,8 +186,11 @@ mod tests {
             (0..100).for_each(|n| facts.add(format!("key{n}"), value.repeat(1000)));
             facts
         };
-        let told = differences(&many("a\n"), &[(1, many("b"))], &[]).unwrap();
-        assert!(told.len() < 4000 && told.ends_with("; 92 more") && !told.contains('\n'), "{told}");
+        let differing = differences(&many("a\n"), &[(1, many("b"))], &[]).unwrap();
+        assert!(
+            differing.len() < 4000 && differing.ends_with("; 92 more") && !differing.contains('\n'),
+            "{differing}"
+        );
     }
 
     #[test]

@@ -63,10 +63,11 @@ pub fn launch(launch: &Launch, max_restarts: u64, log_folder: &Path) -> Result<u
     }
     let signals = Signals::watch()?;
     let note = Note::new();
-    let given = Given { identity: identity(), secret: secret(launch), note: note.as_ref().map(Note::path) };
+    let rank_env =
+        RankEnv { identity: identity(), secret: secret(launch), note: note.as_ref().map(Note::path) };
     let mut attempt = 0;
     loop {
-        let mut ranks = start(launch, &given, (&address, port), attempt, log_folder)?;
+        let mut ranks = start(launch, &rank_env, (&address, port), attempt, log_folder)?;
         let outcome = watch(&mut ranks, &signals);
         match outcome {
             Outcome::Done => return Ok(0),
@@ -151,8 +152,8 @@ fn secret(launch: &Launch) -> Option<String> {
     (launch.num_nodes == 1 && !is_given).then(JobSecret::random_text)
 }
 
-/// What ranks get from their launcher.
-struct Given {
+/// Values that ranks get from their launcher in environment variables.
+struct RankEnv {
     identity: String,
     secret: Option<String>,
     note: Option<String>,
@@ -179,7 +180,7 @@ impl Note {
 
 fn start(
     launch: &Launch,
-    given: &Given,
+    rank_env: &RankEnv,
     (address, port): (&str, u16),
     attempt: u64,
     log_folder: &Path,
@@ -197,10 +198,10 @@ fn start(
             .env("WORLD_SIZE", (launch.devices * launch.num_nodes).to_string())
             .env("NODE_RANK", launch.node_rank.to_string())
             .env("LOCAL_RANK", local_rank.to_string())
-            .env(LAUNCHER, &given.identity)
+            .env(LAUNCHER, &rank_env.identity)
             .env(ATTEMPT, attempt.to_string())
-            .envs(given.secret.iter().map(|secret| (SECRET, secret)))
-            .envs(given.note.iter().map(|note| (NOTE, note)))
+            .envs(rank_env.secret.iter().map(|secret| (SECRET, secret)))
+            .envs(rank_env.note.iter().map(|note| (NOTE, note)))
             .stdin(Stdio::null())
             // Ctrl-C reaches the launcher alone, which passes it on: once to each rank
             .process_group(0);

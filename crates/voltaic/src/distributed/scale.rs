@@ -76,7 +76,7 @@ fn costs(ranks: usize) -> Costs {
                 step.wait(); // joined
                 step.wait();
                 let watchdog = Arc::new(Watchdog::start(&placement, &round.store).unwrap());
-                watchdog.meet_neighbours();
+                watchdog.meet_node_peers();
                 step.wait(); // met
                 step.wait(); // watched
                 step.wait();
@@ -155,7 +155,7 @@ fn ranks_ask_the_store_when_the_beacon_of_their_node_stands_still() {
     let store = Arc::new(store);
     let mut watchdogs: Vec<_> =
         (0..3).map(|rank| Watchdog::start(&placement(rank, 3, port), &store).unwrap()).collect();
-    watchdogs.iter().for_each(Watchdog::meet_neighbours);
+    watchdogs.iter().for_each(Watchdog::meet_node_peers);
     let flight = store.with_prefix("flight").unwrap();
     let has_answered = |rank: usize, alarm: i64| {
         let deadline = Instant::now() + Duration::from_millis(1400);

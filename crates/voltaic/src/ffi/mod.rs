@@ -38,11 +38,11 @@ pub use device::backend::{
     reset_backend_peak, seed_device, set_environment, synchronize,
 };
 pub use device::hlml::{Hlml, HlmlCard};
+pub(crate) use device::host_memory::memory_limits;
 pub use device::hpu::{
     HpuOptions, MAX_HPUS, adopt_hpu_plugin, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator,
 };
 pub use device::pool::{PeakReset, Pool, PoolBlock, PoolStats};
-pub(crate) use device::room::memory_limits;
 pub use graph::cuda::{CudaGraph, is_capturing_on_cuda};
 pub use graph::recording::{
     GraphPlan, Recording, RecordingPause, ReplayGraph, ReplayStats, Replayed, is_recording, refuse_recording,
@@ -63,7 +63,7 @@ pub use ranks::libraries::{CollectiveApi, CollectiveLibrary, Seat};
 pub use ranks::listeners::Listeners;
 pub use ranks::process::{die_with_parent, handles_or_ignores, ignores, signal_group};
 pub use ranks::seal::{JobSecret, SEAL_BYTES};
-pub use ranks::shared_sum::{Home, Neighbours, Summing, next_ticket, shares_memory};
+pub use ranks::shared_sum::{HostPeers, OwnRegion, Summing, next_ticket, shares_memory};
 pub use reach::Lent;
 pub use tensor::autocast::{
     AutocastPolicy, Cast, autocast_lists_version, autocast_state, clear_autocast_cache, enter_autocast,

@@ -51,12 +51,12 @@ use crate::nn::Module;
 /// Source: `habana_frameworks.torch.hpu.HPUGraph`.
 #[derive(Debug, Default)]
 pub struct HpuGraph {
-    held: RefCell<Held>,
+    state: RefCell<GraphState>,
 }
 
-/// What a graph holds. Not borrowed while code of the user runs.
+/// The state of a graph. It is not borrowed while code of the user runs.
 #[derive(Debug, Default)]
-struct Held {
+struct GraphState {
     graph: CompiledGraph,
     /// On a CUDA device: its index, and the driver's graph in place of `graph`.
     cuda: Option<(usize, Option<CudaGraph>)>,
@@ -145,15 +145,15 @@ impl HpuGraph {
     /// (`accelerator=cuda`). It has no printed form, and what it cannot hold is reported by CUDA. Not yet run on hardware.
     pub fn on(device: Device) -> Self {
         let cuda = if let Device::Cuda(index) = device { Some((index, None)) } else { None };
-        Self { held: RefCell::new(Held { cuda, ..Held::default() }) }
+        Self { state: RefCell::new(GraphState { cuda, ..GraphState::default() }) }
     }
 
     /// Gives the weights of `module` their names, for messages and when the graph is printed.
     pub fn name_weights(&self, module: &dyn Module) {
-        self.held.borrow_mut().names.extend(named_tensors(module));
+        self.state.borrow_mut().names.extend(named_tensors(module));
     }
 
-    /// Captures what `code` does, and gives back what it returns. What was captured before is dropped. The graph is held
+    /// Captures what `code` does, and gives back what it returns. What was captured before is dropped. The graph is used
     /// by `&self`, so that a step can capture into a field of its module, and replay it.
     ///
     /// ```
@@ -187,18 +187,18 @@ impl HpuGraph {
     /// [`GraphError::CaptureInProgress`] if this thread captures already.
     pub fn capture_begin(&self) -> Result<()> {
         check_not_capturing("capture_begin")?;
-        let held = &mut *self.held.borrow_mut();
-        held.graph = CompiledGraph::default();
-        held.inputs.clear();
-        match &mut held.cuda {
+        let state = &mut *self.state.borrow_mut();
+        state.graph = CompiledGraph::default();
+        state.inputs.clear();
+        match &mut state.cuda {
             Some((index, graph)) => {
                 *graph = None; // with its memory, before there is another
                 *graph = Some(CudaGraph::begin(*index)?);
             }
-            None => held.capture = Some(Capture::begin()?),
+            None => state.capture = Some(Capture::begin()?),
         }
-        held.is_capturing = true;
-        held.is_on_card = false;
+        state.is_capturing = true;
+        state.is_on_card = false;
         CAPTURED_STEPS.set(0);
         Ok(())
     }
@@ -208,11 +208,11 @@ impl HpuGraph {
     /// # Errors
     /// [`GraphError::NotCapturing`] outside one.
     pub fn mark_user_inputs(&self, inputs: &[&Tensor]) -> Result<()> {
-        let mut held = self.held.borrow_mut();
-        if !held.is_capturing {
+        let mut state = self.state.borrow_mut();
+        if !state.is_capturing {
             return Err(GraphError::NotCapturing.into());
         }
-        held.inputs = inputs.iter().map(|input| input.shallow_clone()).collect();
+        state.inputs = inputs.iter().map(|input| input.shallow_clone()).collect();
         Ok(())
     }
 
@@ -223,40 +223,40 @@ impl HpuGraph {
     /// nothing without an error if the code works on a Gaudi card.
     /// [`GraphError::NotCapturing`] without [`HpuGraph::capture_begin`].
     pub fn capture_end(&self) -> Result<()> {
-        let held = &mut *self.held.borrow_mut();
-        if !std::mem::take(&mut held.is_capturing) {
+        let state = &mut *self.state.borrow_mut();
+        if !std::mem::take(&mut state.is_capturing) {
             return Err(GraphError::NotCapturing.into());
         }
-        if let Some((_, graph)) = &mut held.cuda {
+        if let Some((_, graph)) = &mut state.cuda {
             let ended = graph.as_mut().map_or(Ok(()), CudaGraph::end);
             *graph = graph.take().filter(|_| ended.is_ok());
-            held.optimizer_steps = CAPTURED_STEPS.get();
+            state.optimizer_steps = CAPTURED_STEPS.get();
             return Ok(ended?);
         }
-        let Some(capture) = held.capture.take() else { return Err(GraphError::NotCapturing.into()) };
+        let Some(capture) = state.capture.take() else { return Err(GraphError::NotCapturing.into()) };
         let recordings = capture.end()?;
         let compiled =
-            recordings.graphs(&held.names).and_then(|graphs| recordings.compile(graphs, &held.inputs));
-        held.graph = match compiled {
+            recordings.graphs(&state.names).and_then(|graphs| recordings.compile(graphs, &state.inputs));
+        state.graph = match compiled {
             Err(Error::Graph(error @ GraphError::OnCard { .. })) => {
                 static HAS_WARNED: AtomicBool = AtomicBool::new(false);
                 if !HAS_WARNED.swap(true, Ordering::Relaxed) {
                     tracing::warn!("HpuGraph: {error}; the code to be captured runs without a graph");
                 }
-                held.is_on_card = true;
+                state.is_on_card = true;
                 return Ok(());
             }
             compiled => compiled?,
         };
-        held.optimizer_steps = CAPTURED_STEPS.get();
-        MadeInCapture::note(held.graph.graphs());
+        state.optimizer_steps = CAPTURED_STEPS.get();
+        MadeInCapture::note(state.graph.graphs());
         Ok(())
     }
 
     /// Whether there is something to replay.
     pub fn is_captured(&self) -> bool {
-        let held = self.held.borrow();
-        !held.is_capturing && !held.is_empty()
+        let state = self.state.borrow();
+        !state.is_capturing && !state.is_empty()
     }
 
     /// Does what was captured once more.
@@ -265,13 +265,13 @@ impl HpuGraph {
     /// [`GraphError::TensorGone`] if a tensor that was there before the capture is not there any more;
     /// [`GraphError::NothingCaptured`]; what a kernel reports.
     pub fn replay(&self) -> Result<()> {
-        let mut held = self.held.borrow_mut();
-        held.check_ready()?;
-        match &mut held.cuda {
+        let mut state = self.state.borrow_mut();
+        state.check_ready()?;
+        match &mut state.cuda {
             Some((_, Some(graph))) => graph.replay()?,
-            _ => drop(held.graph.replay(None)?),
+            _ => drop(state.graph.replay(None)?),
         }
-        held.count_steps();
+        state.count_steps();
         Ok(())
     }
 
@@ -281,27 +281,27 @@ impl HpuGraph {
     /// # Errors
     /// [`GraphError::InputMismatch`] if shape, dtype or device of one differ; as [`HpuGraph::replay`].
     pub fn replay_with(&self, inputs: &[&Tensor]) -> Result<()> {
-        let mut held = self.held.borrow_mut();
-        held.check_ready()?;
-        check_inputs(&held.inputs, inputs)?;
-        if held.cuda.is_some() {
-            fill(&held.inputs, inputs)?;
-            drop(held);
+        let mut state = self.state.borrow_mut();
+        state.check_ready()?;
+        check_inputs(&state.inputs, inputs)?;
+        if state.cuda.is_some() {
+            fill(&state.inputs, inputs)?;
+            drop(state);
             return self.replay();
         }
         let inputs: Vec<Tensor> = inputs.iter().map(|input| input.shallow_clone()).collect();
-        held.graph.replay(Some(&inputs))?;
-        held.count_steps();
+        state.graph.replay(Some(&inputs))?;
+        state.count_steps();
         Ok(())
     }
 
     /// Drops what was captured, with its memory.
     pub fn reset(&self) {
-        let mut held = self.held.borrow_mut();
-        held.abort();
-        held.cuda = held.cuda.take().map(|(index, _)| (index, None));
-        held.graph = CompiledGraph::default();
-        held.inputs.clear();
+        let mut state = self.state.borrow_mut();
+        state.abort();
+        state.cuda = state.cuda.take().map(|(index, _)| (index, None));
+        state.graph = CompiledGraph::default();
+        state.inputs.clear();
     }
 
     /// The recorded operators: one graph for each part between two `mark_step`s.
@@ -321,11 +321,11 @@ impl HpuGraph {
     }
 
     fn each<T>(&self, what: impl Fn(&Segment) -> T) -> std::vec::IntoIter<T> {
-        self.held.borrow().graph.segments.iter().map(what).collect::<Vec<T>>().into_iter()
+        self.state.borrow().graph.segments.iter().map(what).collect::<Vec<T>>().into_iter()
     }
 }
 
-impl Held {
+impl GraphState {
     fn check_ready(&self) -> Result<()> {
         if self.is_capturing {
             return Err(GraphError::CaptureInProgress { what: "replay" }.into());
@@ -365,7 +365,7 @@ impl Held {
 
 impl Drop for HpuGraph {
     fn drop(&mut self) {
-        self.held.get_mut().abort();
+        self.state.get_mut().abort();
     }
 }
 
@@ -400,6 +400,6 @@ impl CaptureGuard<'_> {
 
 impl Drop for CaptureGuard<'_> {
     fn drop(&mut self) {
-        self.graph.held.borrow_mut().abort();
+        self.graph.state.borrow_mut().abort();
     }
 }

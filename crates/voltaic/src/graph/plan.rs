@@ -41,7 +41,7 @@ enum Owner {
 pub(super) fn plan(graph: &Graph, uses_out_variants: bool) -> (GraphPlan, PlanStats) {
     let runs = needed_nodes(graph);
     let mut pieces = pieces(graph, &runs);
-    let unshared_bytes = pieces.iter().map(|piece| room(piece.bytes)).sum();
+    let unshared_bytes = pieces.iter().map(|piece| padded(piece.bytes)).sum();
     pieces.sort_by_key(|piece| (std::cmp::Reverse(piece.bytes), piece.first));
     let num_blocks = graph.nodes.iter().map(|node| node.blocks.len()).sum();
     let mut plan = GraphPlan {
@@ -54,7 +54,7 @@ pub(super) fn plan(graph: &Graph, uses_out_variants: bool) -> (GraphPlan, PlanSt
     };
     for (piece, start) in place(&pieces) {
         let offset = start + GraphPlan::HEADER_BYTES;
-        plan.arena_bytes = plan.arena_bytes.max(start + room(piece.bytes));
+        plan.arena_bytes = plan.arena_bytes.max(start + padded(piece.bytes));
         match piece.owner {
             Owner::Buffer(index) => plan.buffer_offsets[index] = offset,
             Owner::Block(index) => plan.block_offsets[index] = offset,
@@ -70,8 +70,8 @@ pub(super) fn plan(graph: &Graph, uses_out_variants: bool) -> (GraphPlan, PlanSt
     (plan, stats)
 }
 
-/// Room of a piece with its header.
-fn room(bytes: u64) -> u64 {
+/// Bytes of a piece with its header, a multiple of the alignment.
+fn padded(bytes: u64) -> u64 {
     GraphPlan::HEADER_BYTES + bytes.next_multiple_of(GraphPlan::HEADER_BYTES)
 }
 
@@ -136,7 +136,7 @@ fn pieces(graph: &Graph, runs: &[bool]) -> Vec<Piece> {
 fn place(pieces: &[Piece]) -> Vec<(Piece, u64)> {
     let mut placed: Vec<(Piece, u64)> = Vec::with_capacity(pieces.len()); // by start
     for piece in pieces {
-        let size = room(piece.bytes);
+        let size = padded(piece.bytes);
         let mut start = 0;
         for (other, at) in &placed {
             if other.last < piece.first || piece.last < other.first {
@@ -145,7 +145,7 @@ fn place(pieces: &[Piece]) -> Vec<(Piece, u64)> {
             if start + size <= *at {
                 break;
             }
-            start = start.max(at + room(other.bytes));
+            start = start.max(at + padded(other.bytes));
         }
         let index = placed.partition_point(|(_, at)| *at <= start);
         placed.insert(index, (*piece, start));
@@ -168,11 +168,11 @@ mod tests {
         for (at, (a, start)) in placed.iter().enumerate() {
             for (b, other) in &placed[at + 1..] {
                 let overlap_in_time = a.first <= b.last && b.first <= a.last;
-                let overlap = *start < other + room(b.bytes) && *other < start + room(a.bytes);
+                let overlap = *start < other + padded(b.bytes) && *other < start + padded(a.bytes);
                 assert!(!overlap_in_time || !overlap, "{placed:?}");
             }
         }
-        let end = placed.iter().map(|(piece, start)| start + room(piece.bytes)).max();
-        assert_eq!(end, Some(room(640) + room(64)), "{placed:?}");
+        let end = placed.iter().map(|(piece, start)| start + padded(piece.bytes)).max();
+        assert_eq!(end, Some(padded(640) + padded(64)), "{placed:?}");
     }
 }

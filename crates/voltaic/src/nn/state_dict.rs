@@ -23,13 +23,13 @@ impl IncompatibleKeys {
     }
 }
 
-/// What a state dict names.
-pub(crate) enum Held {
+/// An entry of a module's state dict.
+pub(crate) enum StateEntry {
     Parameter(Parameter),
     Buffer(Tensor),
 }
 
-impl Held {
+impl StateEntry {
     fn size(&self) -> Vec<i64> {
         match self {
             Self::Parameter(parameter) => parameter.size(),
@@ -51,7 +51,7 @@ impl Held {
 /// Copies values of the names that `own`, the tensors of a module of this type, has.
 pub(super) fn load_state_dict(
     module: &'static str,
-    own: &[(String, Held)],
+    own: &[(String, StateEntry)],
     state: &[(String, Tensor)],
     strict: bool,
 ) -> Result<IncompatibleKeys> {
@@ -66,10 +66,10 @@ pub(super) fn load_state_dict(
 /// The same with a function that copies the values of a name, for tensors that are not all in memory.
 pub(super) fn load_each(
     module: &'static str,
-    own: &[(String, Held)],
+    own: &[(String, StateEntry)],
     shapes: &[(&str, Vec<i64>)],
     strict: bool,
-    fill: &mut dyn FnMut(&str, &Held) -> Result<()>,
+    fill: &mut dyn FnMut(&str, &StateEntry) -> Result<()>,
 ) -> Result<IncompatibleKeys> {
     let given: HashMap<&str, &Vec<i64>> = shapes.iter().map(|(name, shape)| (*name, shape)).collect();
     let mut problems = Vec::new();

@@ -13,7 +13,7 @@ use crate::nn::gather::note_failure;
 use crate::nn::modes::set_training;
 use crate::nn::module::{Member, Module};
 use crate::nn::parameter::Parameter;
-use crate::nn::state_dict::{Held, IncompatibleKeys, load_each, load_state_dict};
+use crate::nn::state_dict::{IncompatibleKeys, StateEntry, load_each, load_state_dict};
 
 /// What every module can do, from its tree alone.
 pub trait ModuleExt: Module {
@@ -167,10 +167,10 @@ pub trait ModuleExt: Module {
                 Tensor::new()
             })
         };
-        let held = Held::of(self.as_dyn()).into_iter();
+        let held = StateEntry::of(self.as_dyn()).into_iter();
         held.map(|(fqn, held)| match held {
-            Held::Parameter(parameter) => (fqn, lasting(&parameter)),
-            Held::Buffer(tensor) => (fqn, tensor),
+            StateEntry::Parameter(parameter) => (fqn, lasting(&parameter)),
+            StateEntry::Buffer(tensor) => (fqn, tensor),
         })
         .collect()
     }
@@ -196,7 +196,7 @@ pub trait ModuleExt: Module {
     /// # Collective
     /// If a strategy divides weights among ranks: all ranks must call it, with the same values.
     fn load_state_dict(&self, state: &[(String, Tensor)], strict: bool) -> Result<IncompatibleKeys> {
-        load_state_dict(self.type_name(), &Held::of(self.as_dyn()), state, strict)
+        load_state_dict(self.type_name(), &StateEntry::of(self.as_dyn()), state, strict)
     }
 
     /// Number of elements of all parameters; with `trainable_only`, of those that require grad.
@@ -209,7 +209,7 @@ pub trait ModuleExt: Module {
     fn as_dyn(&self) -> &dyn Module;
 }
 
-impl Held {
+impl StateEntry {
     /// What a state dict of the module holds, by fqn.
     fn of(module: &dyn Module) -> Vec<(String, Self)> {
         let mut found = Vec::new();
@@ -229,9 +229,9 @@ impl Held {
 pub(crate) fn load_state_dict_each(
     module: &dyn Module,
     shapes: &[(&str, Vec<i64>)],
-    fill: &mut dyn FnMut(&str, &Held) -> Result<()>,
+    fill: &mut dyn FnMut(&str, &StateEntry) -> Result<()>,
 ) -> Result<()> {
-    load_each(module.type_name(), &Held::of(module), shapes, true, fill).map(drop)
+    load_each(module.type_name(), &StateEntry::of(module), shapes, true, fill).map(drop)
 }
 
 /// The tensors of [`ModuleExt::try_state_dict`] that `is_wanted` selects by name; others are not gathered.
@@ -239,10 +239,10 @@ pub(crate) fn state_dict_of(
     module: &dyn Module,
     is_wanted: &dyn Fn(&str) -> bool,
 ) -> Result<Vec<(String, Tensor)>> {
-    let held = Held::of(module).into_iter().filter(|(fqn, _)| is_wanted(fqn));
+    let held = StateEntry::of(module).into_iter().filter(|(fqn, _)| is_wanted(fqn));
     held.map(|(fqn, held)| match held {
-        Held::Parameter(parameter) => Ok((fqn, parameter.lasting()?)),
-        Held::Buffer(tensor) => Ok((fqn, tensor)),
+        StateEntry::Parameter(parameter) => Ok((fqn, parameter.lasting()?)),
+        StateEntry::Buffer(tensor) => Ok((fqn, tensor)),
     })
     .collect()
 }
@@ -252,13 +252,13 @@ pub(crate) fn tied_names(module: &dyn Module) -> Vec<(String, String)> {
     let first: Vec<(u64, String)> =
         module.named_parameters().into_iter().map(|(fqn, parameter)| (parameter.id(), fqn)).collect();
     let first: std::collections::HashMap<u64, String> = first.into_iter().collect();
-    let held = Held::of(module).into_iter();
+    let held = StateEntry::of(module).into_iter();
     held.filter_map(|(fqn, held)| match held {
-        Held::Parameter(parameter) => first
+        StateEntry::Parameter(parameter) => first
             .get(&parameter.id())
             .filter(|first| **first != fqn)
             .map(|first| (fqn.clone(), first.clone())),
-        Held::Buffer(_) => None,
+        StateEntry::Buffer(_) => None,
     })
     .collect()
 }

@@ -26,7 +26,7 @@ fn layers(recipe: &str, options: &[&str]) -> Layers {
 /// The trainer's section, as it is and as it is read again after it was printed.
 fn trainer(recipe: &str, options: &[&str]) -> Result<TrainerConfig, String> {
     let read = |layers: &Layers| {
-        let settings = layers.settle().map_err(|error| error.to_string())?;
+        let settings = layers.resolve().map_err(|error| error.to_string())?;
         deserialize_at::<TrainerConfig>("trainer", &settings.tree, &settings.origins)
             .map_err(|error| error.to_string())
     };

@@ -306,7 +306,7 @@ fn a_leading_tilde_is_the_home_folder() {
     ]);
     let mut layers = Layers::of::<Run>();
     layers.file("~/no such file.yaml");
-    let error = layers.settle().unwrap_err().to_string();
+    let error = layers.resolve().unwrap_err().to_string();
     assert!(error.contains(&format!("cannot read {home}/no such")), "{error}");
 }
 
@@ -494,7 +494,7 @@ fn each_leaf_knows_where_it_was_set() {
 #[test]
 fn a_change_of_class_says_which_arguments_it_drops() {
     let file = "optimizer: {class_path: SGD, init_args: {lr: 0.2, momentum: 0.9}}";
-    let notes = layers(&[file], &[], &["optimizer=AdamW"]).settle().unwrap().notes;
+    let notes = layers(&[file], &[], &["optimizer=AdamW"]).resolve().unwrap().notes;
     assert_eq!(notes.len(), 1, "{notes:?}");
     for part in ["optimizer is now AdamW", "SGD", "lr (from a.yaml:1)", "momentum (from a.yaml:1)"] {
         assert!(notes[0].contains(part), "{part} in {}", notes[0]);
@@ -560,7 +560,7 @@ fn keys_may_stand_beside_a_class() {
         assert_eq!(loaded.tree["schedule"], expected, "{reason}");
         assert_eq!(loaded.value.schedule.map(|schedule| schedule.interval), Some(Interval::Step), "{reason}");
     }
-    let error = layers(file, &["schedule.interval=stp"]).settle().unwrap_err().to_string();
+    let error = layers(file, &["schedule.interval=stp"]).resolve().unwrap_err().to_string();
     assert_eq!(
         error,
         "schedule.interval (from command line): `stp` is not one of the values; did you mean `step`"

@@ -86,7 +86,7 @@ fn strings_that_look_like_something_else_are_quoted() {
         let yaml = to_yaml(&value);
         let mut layers = Layers::new(json!(true));
         layers.text("x.yaml", &yaml);
-        let read = layers.settle().unwrap_or_else(|error| panic!("{text:?}: {error}\n{yaml}")).tree;
+        let read = layers.resolve().unwrap_or_else(|error| panic!("{text:?}: {error}\n{yaml}")).tree;
         assert_eq!(read, value, "{text:?}:\n{yaml}");
     }
 }

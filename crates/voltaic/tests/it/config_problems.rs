@@ -318,7 +318,7 @@ fn unreadable_files_are_named() {
     let mut layers = Layers::of::<Run>();
     layers.file(folder.path().join("mnits.yaml"));
     layers.file(folder.path().join("latin.yaml"));
-    let error = layers.settle().unwrap_err();
+    let error = layers.resolve().unwrap_err();
     assert_eq!(error.problems.len(), 2, "{error}");
     assert!(
         error.problems[0].problem.what.contains("cannot read")

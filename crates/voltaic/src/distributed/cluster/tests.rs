@@ -253,7 +253,7 @@ fn contradictions_name_the_variable_and_a_way_out() {
 }
 
 #[test]
-fn ranks_beyond_the_last_are_told_by_the_launchers_own_variables() {
+fn ranks_beyond_the_last_are_recognised_by_the_launchers_own_variables() {
     for (given, devices, nodes, expected) in [
         (
             "LOCAL_RANK=5 WORLD_SIZE=2 MASTER_PORT=1",

@@ -95,11 +95,11 @@ struct Seen {
     /// Of this rank, if it is the first of its node.
     beacon: Option<FlightMemory>,
     /// The other ranks of this node.
-    neighbours: Mutex<Neighbours>,
+    node_peers: Mutex<NodePeers>,
 }
 
 #[derive(Debug, Default)]
-struct Neighbours {
+struct NodePeers {
     /// Whether all of this node are known.
     is_complete: bool,
     /// What the first rank has found so far.
@@ -124,7 +124,7 @@ impl Watchdog {
             host: host_name(),
             store: round.with_prefix("flight")?,
             beacon: if rank == first { FlightMemory::create().ok() } else { None },
-            neighbours: Mutex::default(),
+            node_peers: Mutex::default(),
         });
         if let Some(memory) = record::own() {
             memory.header(GROUPS).fetch_add(1, Ordering::AcqRel);
@@ -140,8 +140,8 @@ impl Watchdog {
     }
 
     /// Opens the records of the other ranks of this node, all of which have been started.
-    pub fn meet_neighbours(&self) {
-        let _ = self.seen.meet_neighbours(TABLE); // ranks that are not found are asked over the store
+    pub fn meet_node_peers(&self) {
+        let _ = self.seen.meet_node_peers(TABLE); // ranks that are not found are asked over the store
     }
 
     /// Writes the record of this rank; returns where it is.
@@ -156,7 +156,7 @@ impl Watchdog {
 
     /// Where those of these ranks are that are of this node.
     pub fn find_on_node(&self, ranks: &[usize]) -> BTreeMap<usize, String> {
-        self.seen.read_neighbours(ranks)
+        self.seen.read_node_peers(ranks)
     }
 
     /// Where each of these ranks is, as far as it can be found out.
@@ -178,9 +178,9 @@ impl Watchdog {
 
     /// Which of these ranks have not come to an operation, of those that this rank can see.
     pub fn not_in(&self, ranks: impl Iterator<Item = usize>, op: &str, seq: u64) -> Vec<usize> {
-        let neighbours = self.seen.lock();
+        let node_peers = self.seen.lock();
         let is_missing =
-            |rank: &usize| neighbours.records.get(rank).is_some_and(|memory| !record::is_in(memory, op, seq));
+            |rank: &usize| node_peers.records.get(rank).is_some_and(|memory| !record::is_in(memory, op, seq));
         ranks.filter(is_missing).collect()
     }
 }
@@ -204,15 +204,15 @@ impl Drop for Watchdog {
 }
 
 impl Seen {
-    fn lock(&self) -> MutexGuard<'_, Neighbours> {
-        self.neighbours.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, NodePeers> {
+        self.node_peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The thread.
     fn watch(&self, ended: &Receiver<()>) {
         let (mut last, mut looks) = (0, Looks::default());
         while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
-            let _ = self.meet_neighbours(Duration::ZERO);
+            let _ = self.meet_node_peers(Duration::ZERO);
             if let Some(alarm) = self.alarms(&mut looks)
                 && alarm > last
             {
@@ -257,7 +257,7 @@ impl Seen {
     }
 
     /// Opens the records of the ranks of this node, which follow each other.
-    fn meet_neighbours(&self, limit: Duration) -> Result<(), TorchError> {
+    fn meet_node_peers(&self, limit: Duration) -> Result<(), TorchError> {
         if self.lock().is_complete {
             return Ok(());
         }
@@ -273,14 +273,14 @@ impl Seen {
             let Some(text) = self.store.wait(&key, limit.max(ANSWER))? else { return Ok(()) };
             serde_json::from_slice(&text).unwrap_or_default()
         };
-        let mut neighbours = self.lock();
+        let mut node_peers = self.lock();
         for (rank, address) in table.records.iter().filter(|(rank, _)| *rank != self.rank) {
             if let Ok(memory) = FlightMemory::open(address) {
-                neighbours.records.insert(*rank, memory);
+                node_peers.records.insert(*rank, memory);
             }
         }
-        neighbours.beacon = FlightMemory::open(&table.beacon).ok();
-        neighbours.is_complete = true;
+        node_peers.beacon = FlightMemory::open(&table.beacon).ok();
+        node_peers.is_complete = true;
         Ok(())
     }
 
@@ -315,12 +315,12 @@ impl Seen {
         Ok(Some(table))
     }
 
-    /// Reports neighbours that have ended without leaving.
+    /// Reports ranks of this node that have ended without leaving.
     fn look_for_ended(&self) {
         let mut ended = Vec::new();
         {
-            let mut neighbours = self.lock();
-            let Neighbours { records, reported, .. } = &mut *neighbours;
+            let mut node_peers = self.lock();
+            let NodePeers { records, reported, .. } = &mut *node_peers;
             for (&rank, memory) in records.iter() {
                 if !memory.has_owner()
                     && memory.header(GROUPS).load(Ordering::Acquire) > 0
@@ -358,9 +358,9 @@ impl Seen {
         format!("rank {rank} (process {pid}{state}) {is} {position}")
     }
 
-    fn read_neighbours(&self, ranks: &[usize]) -> BTreeMap<usize, String> {
-        let neighbours = self.lock();
-        let known = ranks.iter().filter_map(|&rank| Some((rank, neighbours.records.get(&rank)?)));
+    fn read_node_peers(&self, ranks: &[usize]) -> BTreeMap<usize, String> {
+        let node_peers = self.lock();
+        let known = ranks.iter().filter_map(|&rank| Some((rank, node_peers.records.get(&rank)?)));
         known.map(|(rank, memory)| (rank, self.describe(rank, memory))).collect()
     }
 

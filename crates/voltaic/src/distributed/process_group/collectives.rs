@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::group::ProcessGroup;
 use super::work::{Underway, Work};
 use crate::error::{ConfigError, Result};
-use crate::ffi::{Backend, Neighbours, ReduceOp};
+use crate::ffi::{Backend, HostPeers, ReduceOp};
 
 fn refused<T>(op: &str, what: String, remedy: impl Into<Cow<'static, str>>) -> Result<T> {
     Err(ConfigError::new(op, what, remedy).into())
@@ -35,10 +35,10 @@ impl ProcessGroup {
 
     /// Starts [`ProcessGroup::all_reduce`].
     pub fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
-        match self.shared.neighbours_for(tensor) {
-            Some(neighbours) if op == ReduceOp::Sum && Neighbours::can_sum(tensor) => {
+        match self.shared.host_peers_for(tensor) {
+            Some(host_peers) if op == ReduceOp::Sum && HostPeers::can_sum(tensor) => {
                 self.begin("all_reduce", tensor, None, |_| {
-                    neighbours.start_sum(tensor).map(Underway::Summing)
+                    host_peers.start_sum(tensor).map(Underway::Summing)
                 })
             }
             _ => self.start("all_reduce", tensor, None, |backend| backend.all_reduce(tensor, op)),
@@ -110,9 +110,9 @@ impl ProcessGroup {
     pub fn start_all_gather_into(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
         self.check_parts("all_gather", output, input)?;
         let (flat, part) = (output.f_view([-1_i64])?, input.f_view([-1_i64])?);
-        match self.shared.neighbours_for(&part) {
-            Some(neighbours) if Neighbours::can_gather(&part) => {
-                let start = |_: &Backend| neighbours.start_all_gather(&flat, &part).map(Underway::Summing);
+        match self.shared.host_peers_for(&part) {
+            Some(host_peers) if HostPeers::can_gather(&part) => {
+                let start = |_: &Backend| host_peers.start_all_gather(&flat, &part).map(Underway::Summing);
                 self.begin("all_gather", &part, None, start)
             }
             _ => self.start("all_gather", &part, None, |backend| backend.all_gather(&part, &flat)),
@@ -144,10 +144,10 @@ impl ProcessGroup {
     pub fn start_reduce_scatter_into(&self, output: &Tensor, input: &Tensor, op: ReduceOp) -> Result<Work> {
         self.check_parts("reduce_scatter", input, output)?;
         let (flat, part) = (input.f_view([-1_i64])?, output.f_view([-1_i64])?);
-        match self.shared.neighbours_for(&flat) {
-            Some(neighbours) if op == ReduceOp::Sum && Neighbours::can_sum(&flat) => {
+        match self.shared.host_peers_for(&flat) {
+            Some(host_peers) if op == ReduceOp::Sum && HostPeers::can_sum(&flat) => {
                 let start =
-                    |_: &Backend| neighbours.start_reduce_scatter(&part, &flat).map(Underway::Summing);
+                    |_: &Backend| host_peers.start_reduce_scatter(&part, &flat).map(Underway::Summing);
                 self.begin("reduce_scatter", &flat, None, start)
             }
             _ => {

@@ -42,7 +42,7 @@ impl ProcessGroup {
         let watchdog = Arc::new(Watchdog::start(connector.placement(), &store)?);
         let absent = Arc::default();
         let group = Self::connect(connector, store, (watchdog, absent), place, (0..place.size).collect())?;
-        group.shared.watchdog.meet_neighbours();
+        group.shared.watchdog.meet_node_peers();
         Ok(group)
     }
 
@@ -54,13 +54,13 @@ impl ProcessGroup {
         place: Place,
         members: Vec<usize>,
     ) -> Result<Self> {
-        let Connected { library, gloo, neighbours } = connector.connect(&store, place)?;
+        let Connected { library, gloo, host_peers } = connector.connect(&store, place)?;
         let state = Mutex::new(State { library, gloo, started: 0, splits: 0, traffic: BTreeMap::new() });
         let is_part = members.len() < connector.place_of_all().size;
         let label = is_part.then(|| format!("among {}", name_ranks(&members, members.len())).into());
         let shared = Shared {
             state,
-            neighbours,
+            host_peers,
             store,
             rank: place.rank,
             members,
@@ -99,8 +99,8 @@ impl ProcessGroup {
     /// The back end's.
     pub(crate) fn set_timeout(&self, timeout: Duration) -> Result<()> {
         self.shared.connector.set_timeout(timeout);
-        if let Some(neighbours) = &self.shared.neighbours {
-            neighbours.set_timeout(timeout);
+        if let Some(host_peers) = &self.shared.host_peers {
+            host_peers.set_timeout(timeout);
         }
         let state = self.shared.lock();
         state.library.iter().chain([&state.gloo]).try_for_each(|backend| backend.set_timeout(timeout))?;
@@ -115,7 +115,7 @@ impl ProcessGroup {
 
     /// Whether sums of what Gloo exchanges go through memory that all members share, which are on one host then.
     pub fn shares_memory(&self) -> bool {
-        self.shared.neighbours.is_some()
+        self.shared.host_peers.is_some()
     }
 
     /// What this rank has exchanged in this group so far: for each operation, how often it was called, and the bytes of the

@@ -10,13 +10,13 @@ use crate::distributed::flight::inquest::{Failed, Inquest, RankReport};
 use crate::distributed::flight::record;
 use crate::distributed::flight::watchdog::Watchdog;
 use crate::error::{CollectiveFailure, ConfigError, DistributedError, Error, TorchError, TorchErrorKind};
-use crate::ffi::{Backend, Neighbours, Store, next_ticket};
+use crate::ffi::{Backend, HostPeers, Store, next_ticket};
 
 #[derive(Debug)]
 pub(super) struct Shared {
     pub state: Mutex<State>,
     /// If all members share memory.
-    pub neighbours: Option<Neighbours>,
+    pub host_peers: Option<HostPeers>,
     /// Where members report failures; of this group alone.
     pub store: Arc<Store>,
     /// This process's place among the members.
@@ -89,8 +89,8 @@ impl Shared {
     }
 
     /// The memory that all members share, if such a tensor can go through it.
-    pub fn neighbours_for(&self, tensor: &Tensor) -> Option<&Neighbours> {
-        self.neighbours.as_ref().filter(|_| self.is_for_gloo(tensor))
+    pub fn host_peers_for(&self, tensor: &Tensor) -> Option<&HostPeers> {
+        self.host_peers.as_ref().filter(|_| self.is_for_gloo(tensor))
     }
 
     pub fn lock(&self) -> MutexGuard<'_, State> {

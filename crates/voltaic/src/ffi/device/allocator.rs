@@ -14,8 +14,8 @@ use crate::config::read_switch;
 use crate::error::Result;
 use crate::ffi::activities::{note_memory, records_memory};
 use crate::ffi::check::check;
+use crate::ffi::device::host_memory;
 use crate::ffi::device::pool::{Pool, PoolStats};
-use crate::ffi::device::room;
 use crate::ffi::libtorch::check_libtorch;
 
 /// Set to `0`, libtorch keeps its own allocator.
@@ -76,7 +76,7 @@ fn install() -> Result<()> {
         return Ok(());
     }
     check_libtorch()?;
-    room::configure(trim)?;
+    host_memory::configure(trim)?;
     // SAFETY: the table and the pools behind it are static, its functions may run on any thread and do not unwind.
     check("SetCPUAllocator", unsafe { sys::vt_set_cpu_allocator(&TABLE) })?;
     // SAFETY: the three functions live as long as the process, and are called by fork() in the order that
@@ -160,12 +160,12 @@ fn of_hpu(device: i32, bytes: usize, stats: &PoolStats, shortage: Option<String>
 extern "C" fn explain(pool: i32, bytes: usize, text: *mut c_char, capacity: usize) {
     let Some(stats) = POOLS.get(pool as usize).map(Pool::stats) else { return };
     let message = if pool == sys::VT_HOST_POOL {
-        let remedy = room::shortage().unwrap_or_else(|| "free memory on this machine".to_owned());
+        let remedy = host_memory::shortage().unwrap_or_else(|| "free memory on this machine".to_owned());
         format!(
             "host out of memory: tried to allocate {bytes} bytes; {stats}; use a smaller batch, or: {remedy}"
         )
     } else {
-        of_hpu(pool - 1, bytes, &stats, room::shortage())
+        of_hpu(pool - 1, bytes, &stats, host_memory::shortage())
     };
     write_text(&message, text, capacity);
 }

@@ -3,6 +3,6 @@
 pub(super) mod allocator;
 pub(super) mod backend;
 pub(super) mod hlml;
+pub(super) mod host_memory;
 pub(super) mod hpu;
 pub(super) mod pool;
-pub(super) mod room;

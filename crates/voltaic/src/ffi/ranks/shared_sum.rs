@@ -30,7 +30,7 @@ pub fn shares_memory() -> Result<bool> {
     Ok(read_switch("VOLTAIC_SHARED_MEMORY", "Gloo")?.unwrap_or(true))
 }
 
-/// Those of this process's groups that share their order.
+/// The exchanges of this process's groups that share their order.
 static EXCHANGES: Mutex<Vec<Weak<Mutex<Exchange>>>> = Mutex::new(Vec::new());
 
 /// Where an operation stands in the order in which this process has started those of all groups.
@@ -39,11 +39,11 @@ pub fn next_ticket() -> u64 {
     TICKETS.fetch_add(1, Ordering::Relaxed)
 }
 
-/// The memory of this rank, which others are to open.
+/// The shared memory of this rank, which the others open.
 #[derive(Debug)]
-pub struct Home(Region);
+pub struct OwnRegion(Region);
 
-impl Home {
+impl OwnRegion {
     /// Makes it.
     ///
     /// # Errors
@@ -61,20 +61,20 @@ impl Home {
     ///
     /// # Errors
     /// The system's, if one is on another host or out of reach.
-    pub fn open_others(self, rank: usize, addresses: &[String], timeout: Duration) -> io::Result<Neighbours> {
+    pub fn open_others(self, rank: usize, addresses: &[String], timeout: Duration) -> io::Result<HostPeers> {
         let others = addresses.iter().enumerate().filter(|(other, _)| *other != rank);
         let mut regions = others.map(|(_, address)| Region::open(address)).collect::<io::Result<Vec<_>>>()?;
         regions.insert(rank, self.0);
         let exchange = Exchange { rank, regions, timeout, ..Exchange::default() };
-        Ok(Neighbours(Arc::new(Mutex::new(exchange))))
+        Ok(HostPeers(Arc::new(Mutex::new(exchange))))
     }
 }
 
 /// Ranks that share memory. All of them start the same sums in the same order.
 #[derive(Debug)]
-pub struct Neighbours(Arc<Mutex<Exchange>>);
+pub struct HostPeers(Arc<Mutex<Exchange>>);
 
-impl Neighbours {
+impl HostPeers {
     /// Lets a wait for any group of this process finish the sums that were started before it here, see
     /// [`Summing::finish_before`]. This is for processes that are one rank each.
     pub fn share_order(&self) {
@@ -99,11 +99,11 @@ impl Neighbours {
     }
 
     /// Starts to fill `output`, contiguous, with this rank's part of the sum of `input` over all ranks, which has as many
-    /// parts as there are ranks; added up as by [`Neighbours::start_sum`]. `output` may be that part of `input`. Both must be
+    /// parts as there are ranks; added up as by [`HostPeers::start_sum`]. `output` may be that part of `input`. Both must be
     /// left alone until it is complete.
     ///
     /// # Errors
-    /// As [`Neighbours::start_sum`].
+    /// As [`HostPeers::start_sum`].
     pub fn start_reduce_scatter(&self, output: &Tensor, input: &Tensor) -> Result<Summing, TorchError> {
         let ticket = next_ticket();
         let last = lock(&self.0).start_parts(input, Some(output), Exchanged::ReduceScatters, ticket)?;
@@ -114,7 +114,7 @@ impl Neighbours {
     /// part of `output`.
     ///
     /// # Errors
-    /// As [`Neighbours::start_sum`].
+    /// As [`HostPeers::start_sum`].
     pub fn start_all_gather(&self, output: &Tensor, input: &Tensor) -> Result<Summing, TorchError> {
         let ticket = next_ticket();
         let mut exchange = lock(&self.0);
@@ -159,8 +159,8 @@ impl Summing {
         lock(&self.exchange).finish(self.last)
     }
 
-    /// Finishes the sums of all groups that were started before an operation. To be called before that operation is waited
-    /// for: another rank may wait for those sums first, and they need this one. Their own wait returns a failure.
+    /// Finishes the sums of all groups that were started before an operation. Call it before waiting for that operation: another rank
+    /// may wait for those sums first, and they need this one. A failure is returned when they are waited for themselves.
     pub fn finish_before(ticket: u64) {
         let exchanges: Vec<_> = {
             let known = EXCHANGES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -460,12 +460,12 @@ fn within(whole: &Range<usize>, part: &Range<usize>) -> Range<usize> {
 mod tests {
     use super::*;
 
-    /// Runs a body with the neighbours of each rank, on a thread of its own.
-    fn as_ranks(ranks: usize, timeout: Duration, body: impl Fn(usize, Neighbours) + Sync) {
-        let homes: Vec<Home> = (0..ranks).map(|_| Home::new().unwrap()).collect();
-        let addresses: Vec<String> = homes.iter().map(Home::address).collect();
+    /// Runs `body` as each rank, on a thread each.
+    fn as_ranks(ranks: usize, timeout: Duration, body: impl Fn(usize, HostPeers) + Sync) {
+        let regions: Vec<OwnRegion> = (0..ranks).map(|_| OwnRegion::new().unwrap()).collect();
+        let addresses: Vec<String> = regions.iter().map(OwnRegion::address).collect();
         std::thread::scope(|scope| {
-            for (rank, home) in homes.into_iter().enumerate() {
+            for (rank, home) in regions.into_iter().enumerate() {
                 let (addresses, body) = (&addresses, &body);
                 scope.spawn(move || body(rank, home.open_others(rank, addresses, timeout).unwrap()));
             }
@@ -480,11 +480,11 @@ mod tests {
     #[test]
     fn all_ranks_have_the_sum() {
         for ranks in [2, 3, 5] {
-            as_ranks(ranks, Duration::from_secs(60), |rank, neighbours| {
+            as_ranks(ranks, Duration::from_secs(60), |rank, host_peers| {
                 for kind in [Kind::Float, Kind::BFloat16] {
                     for len in [1, 3, 33, 1000, 70_001] {
                         let tensor = numbers_of(rank, len, kind);
-                        neighbours.start_sum(&tensor).unwrap().wait().unwrap();
+                        host_peers.start_sum(&tensor).unwrap().wait().unwrap();
                         let all: Vec<_> = (0..ranks).map(|rank| numbers_of(rank, len, kind)).collect();
                         assert_eq!(
                             tensor,
@@ -500,20 +500,20 @@ mod tests {
     #[test]
     fn each_rank_has_its_part_of_the_sum_and_all_have_the_parts_of_all() {
         for ranks in [2, 3, 5] {
-            as_ranks(ranks, Duration::from_secs(60), |rank, neighbours| {
+            as_ranks(ranks, Duration::from_secs(60), |rank, host_peers| {
                 for (kind, len) in [(Kind::Float, 1), (Kind::BFloat16, 33), (Kind::Float, RING / 16 + 3)] {
                     let whole = numbers_of(rank, len * ranks, kind);
                     let all: Vec<_> = (0..ranks).map(|rank| numbers_of(rank, len * ranks, kind)).collect();
                     let sum = Tensor::stack(&all, 0).sum_dim_intlist(0, false, kind);
                     let own = |tensor: &Tensor| tensor.narrow(0, (rank * len) as i64, len as i64);
                     let output = own(&whole).zeros_like();
-                    neighbours.start_reduce_scatter(&output, &whole).unwrap().wait().unwrap();
+                    host_peers.start_reduce_scatter(&output, &whole).unwrap().wait().unwrap();
                     assert_eq!(output, own(&sum), "{ranks} ranks, {len}");
-                    neighbours.start_reduce_scatter(&own(&whole), &whole).unwrap().wait().unwrap();
+                    host_peers.start_reduce_scatter(&own(&whole), &whole).unwrap().wait().unwrap();
                     assert_eq!(own(&whole), own(&sum), "in place");
                     let gathered = whole.zeros_like();
-                    let first = neighbours.start_all_gather(&gathered, &output).unwrap();
-                    let second = neighbours.start_all_gather(&whole, &own(&whole)).unwrap();
+                    let first = host_peers.start_all_gather(&gathered, &output).unwrap();
+                    let second = host_peers.start_all_gather(&whole, &own(&whole)).unwrap();
                     second.wait().unwrap();
                     first.wait().unwrap();
                     assert_eq!(gathered, sum);
@@ -525,12 +525,12 @@ mod tests {
 
     #[test]
     fn ranks_that_do_different_things_are_told() {
-        as_ranks(2, Duration::from_secs(60), |rank, neighbours| {
+        as_ranks(2, Duration::from_secs(60), |rank, host_peers| {
             let tensor = numbers_of(rank, 32, Kind::Float);
             let own = tensor.narrow(0, 16 * rank as i64, 16);
             let started = match rank {
-                0 => neighbours.start_sum(&tensor),
-                _ => neighbours.start_reduce_scatter(&own, &tensor),
+                0 => host_peers.start_sum(&tensor),
+                _ => host_peers.start_reduce_scatter(&own, &tensor),
             };
             let error = started.unwrap().wait().unwrap_err();
             let expected =
@@ -542,12 +542,12 @@ mod tests {
     #[test]
     fn more_than_a_ring_may_be_under_way() {
         let len = RING / size_of::<f32>() / 3 + 5;
-        as_ranks(2, Duration::from_secs(60), |rank, neighbours| {
+        as_ranks(2, Duration::from_secs(60), |rank, host_peers| {
             let tensors: Vec<_> = (0..5).map(|i| numbers_of(rank + i, len, Kind::Float)).collect();
             let mut sums: Vec<_> =
-                tensors.iter().map(|tensor| neighbours.start_sum(tensor).unwrap()).collect();
+                tensors.iter().map(|tensor| host_peers.start_sum(tensor).unwrap()).collect();
             let small: Vec<_> = (0..200).map(|_| Tensor::from_slice(&[rank as f32 + 1.0])).collect();
-            sums.extend(small.iter().map(|tensor| neighbours.start_sum(tensor).unwrap()));
+            sums.extend(small.iter().map(|tensor| host_peers.start_sum(tensor).unwrap()));
             sums.into_iter().rev().for_each(|sum| sum.wait().unwrap());
             for (i, tensor) in tensors.iter().enumerate() {
                 assert_eq!(tensor, &(numbers_of(i, len, Kind::Float) + numbers_of(1 + i, len, Kind::Float)));
@@ -558,33 +558,33 @@ mod tests {
 
     #[test]
     fn a_rank_that_leaves_or_does_not_come_is_named() {
-        as_ranks(3, Duration::from_millis(200), |rank, neighbours| {
+        as_ranks(3, Duration::from_millis(200), |rank, host_peers| {
             let tensor = numbers_of(rank, 100, Kind::Float);
-            neighbours.start_sum(&tensor).unwrap().wait().unwrap();
+            host_peers.start_sum(&tensor).unwrap().wait().unwrap();
             if rank == 1 {
                 return;
             }
-            let error = neighbours.start_sum(&tensor).unwrap().wait().unwrap_err();
+            let error = host_peers.start_sum(&tensor).unwrap().wait().unwrap_err();
             assert!(error.message.contains("rank 1 has ended or left the group"), "{error}");
-            let again = neighbours.start_sum(&tensor).unwrap_err();
+            let again = host_peers.start_sum(&tensor).unwrap_err();
             assert_eq!(again.message, error.message);
         });
-        as_ranks(2, Duration::from_millis(200), |rank, neighbours| {
+        as_ranks(2, Duration::from_millis(200), |rank, host_peers| {
             if rank == 1 {
                 return std::thread::sleep(Duration::from_secs(1));
             }
-            let error = neighbours.start_sum(&numbers_of(0, 9, Kind::Float)).unwrap().wait().unwrap_err();
+            let error = host_peers.start_sum(&numbers_of(0, 9, Kind::Float)).unwrap().wait().unwrap_err();
             assert!(error.message.contains("timed out after 0.2 s of waiting for rank 1"), "{error}");
-            drop(neighbours);
+            drop(host_peers);
         });
     }
 
     #[test]
     fn ranks_that_sum_different_tensors_are_told() {
         for tensors in [[(10, Kind::Float), (11, Kind::Float)], [(10, Kind::Float), (20, Kind::BFloat16)]] {
-            as_ranks(2, Duration::from_secs(60), |rank, neighbours| {
+            as_ranks(2, Duration::from_secs(60), |rank, host_peers| {
                 let (len, kind) = tensors[rank];
-                let error = neighbours.start_sum(&numbers_of(rank, len, kind)).unwrap().wait().unwrap_err();
+                let error = host_peers.start_sum(&numbers_of(rank, len, kind)).unwrap().wait().unwrap_err();
                 let what = tensors
                     .map(|(len, kind)| format!("{} bytes of {kind:?}", len * kind.elt_size_in_bytes()));
                 let expected =

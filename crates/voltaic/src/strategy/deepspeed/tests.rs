@@ -313,7 +313,7 @@ fn deepspeeds_muon_has_adamw_beside_it() {
 
 /// Each with its line.
 #[test]
-fn settings_of_an_optimizer_that_are_out_of_range_are_told_with_the_rest() {
+fn settings_of_an_optimizer_that_are_out_of_range_are_reported_with_the_rest() {
     let text = r#"{"optimizer": {"type": "Muon", "params": {
         "momentum": 1.5,
         "betas": [0.9, 2],

@@ -17,7 +17,7 @@ use crate::data::Stage;
 use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
 use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts};
-use crate::nn::{Held, Module, ModuleExt, load_state_dict_each};
+use crate::nn::{Module, ModuleExt, StateEntry, load_state_dict_each};
 use crate::optim::{OptimizerState, ParamGroup};
 use crate::trainer::config::values::Limit;
 use crate::trainer::plan::train_plan::TrainPlan;
@@ -121,7 +121,7 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Opened
     let mut failures = Failures::of(unread);
     let read = load_state_dict_each(session.module.as_dyn(), &unread.weights(), &mut |name, held| {
         let fill = || {
-            let Held::Parameter(parameter) = held else { return held.fill(&unread.whole(name)?) };
+            let StateEntry::Parameter(parameter) = held else { return held.fill(&unread.whole(name)?) };
             let fqn = parameter.fqn();
             let master = fqn.as_deref().and_then(|fqn| masters.get(fqn));
             if let (Some(sharded), Some(fqn)) = (sharded, &fqn)

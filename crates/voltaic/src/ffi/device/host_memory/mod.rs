@@ -1,8 +1,8 @@
 //! How much memory there is for this process, and what happens when it runs short.
 //!
-//! Pools ask here before they take memory from the system ([`admits`]), so that a tensor too large is an error and not the
-//! end of the process by the kernel. What the machine and the process's cgroups say is read again when what was granted is
-//! used up, and once in a second at most for [`is_tight`].
+//! Pools call [`admits`] before they take memory from the system, so that too large a tensor is an error and the kernel does not
+//! kill the process. The limits of the machine and of the process's cgroups are read again when the granted bytes are used up, and at
+//! most once a second for [`is_tight`].
 
 mod limits;
 
@@ -83,8 +83,8 @@ fn setting() -> &'static Setting {
     SETTING.get_or_init(|| Setting::read().unwrap_or(Setting::Nothing))
 }
 
-/// Reads the setting now. A child of a fork would wait for ever on a thread that was reading it.
-pub(super) fn settle() {
+/// Reads the setting now, before a fork: a child would wait for ever on a thread that was reading it.
+pub(super) fn read_setting() {
     setting();
 }
 
@@ -116,7 +116,7 @@ pub(super) fn gave(bytes: usize) {
     GRANT.store(grant.saturating_add(bytes).min(MAX_GRANT), Ordering::Relaxed);
 }
 
-/// Whether there is room for so many bytes more.
+/// Whether the limits allow so many bytes more.
 pub(super) fn admits(bytes: usize) -> bool {
     let granted =
         GRANT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |grant| grant.checked_sub(bytes)).is_ok();
@@ -142,7 +142,7 @@ pub(super) fn relieve() -> usize {
     bytes
 }
 
-/// Reads the limits. Whether there is room for so many bytes; if not, why is kept for [`shortage`].
+/// Reads the limits, and returns whether they allow so many bytes; if not, the reason is kept for [`shortage`].
 fn look(bytes: usize) -> bool {
     let levels = setting().levels();
     WAS_TIGHT.store(levels.iter().any(is_nearly_used_up), Ordering::Relaxed);

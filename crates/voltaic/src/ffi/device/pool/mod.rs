@@ -24,7 +24,7 @@ pub use policy::{PeakReset, PoolStats};
 use size_class::{NUM_CLASSES, SizeClass};
 use system::Origin;
 
-use crate::ffi::device::room;
+use crate::ffi::device::host_memory;
 use voltaic_sys::{VT_BLOCK_HEADER_BYTES, VT_BLOCK_MAGIC, vt_block_header};
 
 /// Lies right before each block.
@@ -59,8 +59,8 @@ fn pages_of(class: SizeClass) -> usize {
     whole_pages(HEADER_BYTES + class.size())
 }
 
-/// What the lock protects.
-struct Books {
+/// The data that the lock protects.
+struct PoolState {
     ledger: Ledger,
     /// First free block of each class; the others follow through `next_free`.
     free: [*mut Header; NUM_CLASSES],
@@ -70,9 +70,9 @@ struct Books {
 
 // SAFETY: the pointers lead to headers of free blocks, which only the pool refers to; moving them to another
 // thread moves the right to use them.
-unsafe impl Send for Books {}
+unsafe impl Send for PoolState {}
 
-impl Books {
+impl PoolState {
     /// Takes a free block off its list. The ledger has already counted it as gone from there.
     ///
     /// # Safety
@@ -163,7 +163,7 @@ fn release_pages(range: Range<usize>) {
         // SAFETY: free pages come from blocks that were mapped and have no references; those that left the lists
         // are this call's alone.
         unsafe { Origin::Map.release(start, range.len()) };
-        room::gave(range.len());
+        host_memory::gave(range.len());
     }
 }
 
@@ -217,12 +217,12 @@ impl Discarded {
         self.for_each(pool, |memory, origin, class| match origin {
             Origin::Map => {
                 let start = memory.as_ptr().expose_provenance();
-                let mut books = pool.books.lock();
-                books.pages.insert(start..start + pages_of(class));
-                books.ledger.dissolved(class, pages_of(class));
+                let mut state = pool.state.lock();
+                state.pages.insert(start..start + pages_of(class));
+                state.ledger.dissolved(class, pages_of(class));
             }
             Origin::Heap => {
-                pool.books.lock().ledger.gave_back(class);
+                pool.state.lock().ledger.gave_back(class);
                 // SAFETY: as in `release`.
                 unsafe { release_block(memory, origin, class) };
             }
@@ -236,7 +236,7 @@ unsafe fn release_block(memory: NonNull<u8>, origin: Origin, class: SizeClass) {
     let bytes = bytes_from(origin, class);
     // SAFETY: `take_from_system` and `cut` ask for as much.
     unsafe { origin.release(memory, bytes) };
-    room::gave(bytes);
+    host_memory::gave(bytes);
 }
 
 /// What a block of `class` takes, its header included.
@@ -253,15 +253,15 @@ fn bytes_from(origin: Origin, class: SizeClass) -> usize {
 pub struct Pool {
     id: i32,
     drop_twin: Option<fn(*mut c_void)>,
-    books: SpinLock<Books>,
+    state: SpinLock<PoolState>,
 }
 
 impl Pool {
     /// An empty pool that takes at most `limit` bytes from the system. `id` is its number in the shim.
     pub const fn new(id: i32, limit: Option<usize>) -> Self {
         let (ledger, free) = (Ledger::new(limit), [ptr::null_mut(); NUM_CLASSES]);
-        let books = Books { ledger, free, pages: Pages::new() };
-        Self { id, drop_twin: None, books: SpinLock::new(books) }
+        let state = PoolState { ledger, free, pages: Pages::new() };
+        Self { id, drop_twin: None, state: SpinLock::new(state) }
     }
 
     /// The same pool, calling `drop_twin` with a block's twin (see [`Pool::twin_of`]) when the block goes back to
@@ -303,48 +303,52 @@ impl Pool {
 
     #[inline]
     fn take(&'static self, class: SizeClass) -> Option<NonNull<Header>> {
-        let mut books = self.books.lock();
-        match books.ledger.take(class) {
+        let mut state = self.state.lock();
+        match state.ledger.take(class) {
             // SAFETY: the ledger has just counted a free block of this class as taken.
-            Some(found) => Some(unsafe { books.pop(found) }),
-            None => self.make(class, books),
+            Some(found) => Some(unsafe { state.pop(found) }),
+            None => self.make(class, state),
         }
     }
 
     /// A block that was not cached: cut from free pages, or from the system once what is too much went back.
     #[cold]
-    fn make<'a>(&'static self, class: SizeClass, mut books: SpinGuard<'a, Books>) -> Option<NonNull<Header>> {
+    fn make<'a>(
+        &'static self,
+        class: SizeClass,
+        mut state: SpinGuard<'a, PoolState>,
+    ) -> Option<NonNull<Header>> {
         loop {
-            let is_big = class.is_big() && books.ledger.is_caching();
-            if is_big && let Some(header) = books.cut(class) {
-                drop(books);
+            let is_big = class.is_big() && state.ledger.is_caching();
+            if is_big && let Some(header) = state.cut(class) {
+                drop(state);
                 self.write_header(header, class, Origin::Map);
                 return Some(header);
             }
-            let excess = books.ledger.excess(class);
+            let excess = state.ledger.excess(class);
             if excess == 0 {
-                return self.take_from_system(class, books);
+                return self.take_from_system(class, state);
             }
             // a big block may fit into what others leave; a small one is nowhere but on the heap
-            if is_big && let Some(discarded) = books.discard_oldest(class.size(), true) {
-                drop(books);
+            if is_big && let Some(discarded) = state.discard_oldest(class.size(), true) {
+                drop(state);
                 discarded.dissolve(self);
-            } else if let Some(range) = books.discard_pages(excess) {
-                drop(books);
+            } else if let Some(range) = state.discard_pages(excess) {
+                drop(state);
                 release_pages(range);
-            } else if let Some(discarded) = books.discard_oldest(excess, false) {
-                drop(books);
+            } else if let Some(discarded) = state.discard_oldest(excess, false) {
+                drop(state);
                 discarded.dissolve(self);
             } else {
                 return None; // the limit
             }
-            books = self.books.lock();
+            state = self.state.lock();
         }
     }
 
     #[cold]
     fn take_after_trim(&'static self, class: SizeClass) -> Option<NonNull<Header>> {
-        if self.trim() + room::relieve() == 0 {
+        if self.trim() + host_memory::relieve() == 0 {
             return None;
         }
         self.take(class)
@@ -354,22 +358,22 @@ impl Pool {
     fn take_from_system(
         &'static self,
         class: SizeClass,
-        mut books: SpinGuard<'_, Books>,
+        mut state: SpinGuard<'_, PoolState>,
     ) -> Option<NonNull<Header>> {
-        books.ledger.reserve(class);
+        state.ledger.reserve(class);
         // without caching, libtorch's own way of getting memory: the heap, whatever the size
-        let origin = if books.ledger.is_caching() { Origin::of(class.size()) } else { Origin::Heap };
-        drop(books);
+        let origin = if state.ledger.is_caching() { Origin::of(class.size()) } else { Origin::Heap };
+        drop(state);
         let bytes = bytes_from(origin, class);
-        let memory = if room::admits(bytes) { origin.allocate(bytes) } else { None };
-        let mut books = self.books.lock();
+        let memory = if host_memory::admits(bytes) { origin.allocate(bytes) } else { None };
+        let mut state = self.state.lock();
         let Some(memory) = memory else {
-            books.ledger.cancel(class);
+            state.ledger.cancel(class);
             return None;
         };
-        books.ledger.commit(class);
-        drop(books);
-        room::took(bytes);
+        state.ledger.commit(class);
+        drop(state);
+        host_memory::took(bytes);
         let header = memory.cast::<Header>();
         self.write_header(header, class, origin);
         Some(header)
@@ -400,20 +404,20 @@ impl Pool {
         let header = unsafe { NonNull::new_unchecked(Header::of(block)) };
         // SAFETY: as above; the block is still handed out, so its header is not written to meanwhile.
         let (pool, class) = unsafe { (header.as_ref().pool, header.as_ref().class) };
-        let mut books = pool.books.lock();
-        books.ledger.put(class);
+        let mut state = pool.state.lock();
+        state.ledger.put(class);
         // SAFETY: the header is alive, it names this pool, and the caller gives the block up.
-        unsafe { books.push(header, class) };
-        let (is_caching, wants_clock) = (books.ledger.is_caching(), books.ledger.wants_clock());
+        unsafe { state.push(header, class) };
+        let (is_caching, wants_clock) = (state.ledger.is_caching(), state.ledger.wants_clock());
         if !is_caching {
             let mut discarded = Discarded::default();
-            if books.discard(class, &mut discarded) {
-                books.ledger.gave_back(class);
+            if state.discard(class, &mut discarded) {
+                state.ledger.gave_back(class);
             }
-            drop(books);
+            drop(state);
             discarded.release(pool);
         } else if wants_clock {
-            drop(books);
+            drop(state);
             pool.end_window(system::monotonic_secs());
         }
     }
@@ -421,8 +425,8 @@ impl Pool {
     /// Gives back memory that stayed unused in the window, if it ends.
     #[cold]
     fn end_window(&self, now_secs: u64) {
-        let is_tight = room::is_tight(now_secs);
-        let (discarded, ranges) = self.books.lock().end_window(now_secs, is_tight);
+        let is_tight = host_memory::is_tight(now_secs);
+        let (discarded, ranges) = self.state.lock().end_window(now_secs, is_tight);
         discarded.release(self);
         ranges.into_iter().for_each(release_pages);
     }
@@ -457,42 +461,42 @@ impl Pool {
 
     /// What the pool has done and holds.
     pub fn stats(&self) -> PoolStats {
-        self.books.lock().ledger.stats()
+        self.state.lock().ledger.stats()
     }
 
     /// Gives all cached memory back to the system. Returns how many bytes it was.
     pub fn trim(&self) -> usize {
         let before = self.stats().reserved;
-        let mut books = self.books.lock();
-        while let Some(discarded) = books.discard_oldest(usize::MAX, false) {
-            drop(books);
+        let mut state = self.state.lock();
+        while let Some(discarded) = state.discard_oldest(usize::MAX, false) {
+            drop(state);
             discarded.dissolve(self);
-            books = self.books.lock();
+            state = self.state.lock();
         }
         loop {
-            let bytes = books.pages.bytes();
-            let Some(range) = books.discard_pages(bytes) else { break };
-            drop(books);
+            let bytes = state.pages.bytes();
+            let Some(range) = state.discard_pages(bytes) else { break };
+            drop(state);
             release_pages(range);
-            books = self.books.lock();
+            state = self.state.lock();
         }
-        before.saturating_sub(books.ledger.stats().reserved)
+        before.saturating_sub(state.ledger.stats().reserved)
     }
 
     /// Starts the statistics of the highest use again. What stays cached does not depend on them.
     pub fn reset_peaks(&self, reset: PeakReset) {
-        self.books.lock().ledger.reset_peaks(reset);
+        self.state.lock().ledger.reset_peaks(reset);
     }
 
     /// Changes the limit. Blocks that are in use stay, even above it.
     pub fn set_limit(&self, limit: Option<usize>) {
-        self.books.lock().ledger.set_limit(limit);
+        self.state.lock().ledger.set_limit(limit);
     }
 
     /// Whether blocks are kept when they come back. Off, each allocation asks the system, as libtorch's own
     /// allocator does; this is for measuring what the pool gains.
     pub fn set_caching(&self, caching: bool) {
-        self.books.lock().ledger.set_caching(caching);
+        self.state.lock().ledger.set_caching(caching);
         if !caching {
             self.trim();
         }
@@ -500,8 +504,8 @@ impl Pool {
 
     /// Holds the pool still while the process forks.
     pub(super) fn before_fork(&self) {
-        room::settle();
-        mem::forget(self.books.lock());
+        host_memory::read_setting();
+        mem::forget(self.state.lock());
     }
 
     /// Unlocks the pool after a fork, in the parent and in the child.
@@ -510,7 +514,7 @@ impl Pool {
     /// [`Pool::before_fork`] ran before, once for each process that calls this.
     pub(super) unsafe fn after_fork(&self) {
         // SAFETY: before_fork has forgotten the guard, in the thread that forked; the child is a copy of it.
-        unsafe { self.books.unlock() };
+        unsafe { self.state.unlock() };
     }
 }
 

@@ -84,9 +84,9 @@ pub enum PeakReset {
     Current,
 }
 
-/// Free blocks of one class.
+/// Counts of the free blocks of one class.
 #[derive(Clone, Copy)]
-struct Shelf {
+struct FreeList {
     cached: u32,
     /// Fewest that were cached at any moment of the window: so many were not needed.
     idle: u32,
@@ -94,12 +94,12 @@ struct Shelf {
     needed: u64,
 }
 
-/// The books of one pool.
+/// The accounting of one pool: what is handed out, what is cached, and what may stay cached.
 pub(super) struct Ledger {
     stats: PoolStats,
     /// Highest use in this window and in the one before, which decides what may stay cached.
     highest_use: [usize; 2],
-    shelves: [Shelf; NUM_CLASSES],
+    free_lists: [FreeList; NUM_CLASSES],
     /// Bytes of free pages, and the fewest of the window.
     free_pages: usize,
     idle_pages: usize,
@@ -123,7 +123,7 @@ impl Ledger {
         Self {
             stats,
             highest_use: [0; 2],
-            shelves: [Shelf { cached: 0, idle: 0, needed: 0 }; NUM_CLASSES],
+            free_lists: [FreeList { cached: 0, idle: 0, needed: 0 }; NUM_CLASSES],
             free_pages: 0,
             idle_pages: 0,
             window_start_secs: 0,
@@ -160,13 +160,13 @@ impl Ledger {
     /// The class of a cached block that will do for one of `class`; it is counted as in use.
     #[inline]
     pub(super) fn take(&mut self, class: SizeClass) -> Option<SizeClass> {
-        let cached = |class: &SizeClass| self.shelves[class.index()].cached > 0;
+        let cached = |class: &SizeClass| self.free_lists[class.index()].cached > 0;
         let larger = || class.next_larger().filter(|_| class.is_big());
         let found = Some(class).filter(cached).or_else(|| larger().filter(cached))?;
-        let shelf = &mut self.shelves[found.index()];
-        shelf.cached -= 1;
-        shelf.idle = shelf.idle.min(shelf.cached);
-        shelf.needed = self.stats.num_allocs;
+        let list = &mut self.free_lists[found.index()];
+        list.cached -= 1;
+        list.idle = list.idle.min(list.cached);
+        list.needed = self.stats.num_allocs;
         self.count_allocation(found);
         Some(found)
     }
@@ -193,7 +193,7 @@ impl Ledger {
     /// The system gave the block that [`Ledger::reserve`] announced.
     pub(super) fn commit(&mut self, class: SizeClass) {
         self.stats.total_system_allocs += 1;
-        self.shelves[class.index()].needed = self.stats.num_allocs;
+        self.free_lists[class.index()].needed = self.stats.num_allocs;
         self.count_allocation(class);
     }
 
@@ -207,7 +207,7 @@ impl Ledger {
         self.free_pages -= bytes;
         self.idle_pages = self.idle_pages.min(self.free_pages);
         self.stats.reserved = self.stats.reserved + class.size() - bytes;
-        self.shelves[class.index()].needed = self.stats.num_allocs;
+        self.free_lists[class.index()].needed = self.stats.num_allocs;
         self.count_allocation(class);
     }
 
@@ -226,18 +226,18 @@ impl Ledger {
     pub(super) fn put(&mut self, class: SizeClass) {
         self.stats.num_frees += 1;
         self.stats.in_use -= class.size();
-        self.shelves[class.index()].cached += 1;
+        self.free_lists[class.index()].cached += 1;
     }
 
-    /// Takes a cached block off its shelf; [`Ledger::gave_back`] or [`Ledger::dissolved`] must follow. False if there is
+    /// Takes a cached block off its list; [`Ledger::gave_back`] or [`Ledger::dissolved`] must follow. False if there is
     /// none of this class.
     pub(super) fn discard(&mut self, class: SizeClass) -> bool {
-        let shelf = &mut self.shelves[class.index()];
-        if shelf.cached == 0 {
+        let list = &mut self.free_lists[class.index()];
+        if list.cached == 0 {
             return false;
         }
-        shelf.cached -= 1;
-        shelf.idle = shelf.idle.saturating_sub(1);
+        list.cached -= 1;
+        list.idle = list.idle.saturating_sub(1);
         true
     }
 
@@ -264,8 +264,8 @@ impl Ledger {
     /// The class that was needed longest ago, of those that have cached blocks; of mapped pages only if `are_big`.
     pub(super) fn oldest(&self, are_big: bool) -> Option<SizeClass> {
         SizeClass::all()
-            .filter(|class| self.shelves[class.index()].cached > 0 && class.is_big() >= are_big)
-            .min_by_key(|class| self.shelves[class.index()].needed)
+            .filter(|class| self.free_lists[class.index()].cached > 0 && class.is_big() >= are_big)
+            .min_by_key(|class| self.free_lists[class.index()].needed)
     }
 
     /// Whether the clock should be read to see if a window has ended.
@@ -282,7 +282,7 @@ impl Ledger {
 
     /// How many blocks of `class` stayed unused in the window; 0 if little is cached.
     pub(super) fn idle(&self, class: SizeClass, is_tight: bool) -> u32 {
-        if self.has_surplus(is_tight) { self.shelves[class.index()].idle } else { 0 }
+        if self.has_surplus(is_tight) { self.free_lists[class.index()].idle } else { 0 }
     }
 
     /// Bytes of free pages that stayed unused in the window; 0 if little is cached.
@@ -299,8 +299,8 @@ impl Ledger {
         self.window_start_secs = now_secs;
         self.highest_use = [self.stats.in_use, self.highest_use[0]];
         self.idle_pages = self.free_pages;
-        for shelf in &mut self.shelves {
-            shelf.idle = shelf.cached;
+        for list in &mut self.free_lists {
+            list.idle = list.cached;
         }
     }
 }

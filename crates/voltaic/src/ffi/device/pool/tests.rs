@@ -151,7 +151,7 @@ fn idle_blocks_go_back_at_the_end_of_a_window() {
     blocks.into_iter().for_each(release);
     let end_window = |now_secs| {
         let before = pool.stats().reserved;
-        let (discarded, ranges) = pool.books.lock().end_window(now_secs, false);
+        let (discarded, ranges) = pool.state.lock().end_window(now_secs, false);
         discarded.release(pool);
         ranges.into_iter().for_each(release_pages);
         before - pool.stats().reserved
@@ -192,7 +192,7 @@ fn tight_memory_keeps_nothing_that_is_idle() {
     let blocks: Vec<_> = [100, 2 * MIB, 3 * MIB].map(|bytes| pool.allocate(bytes).unwrap()).into();
     blocks.into_iter().for_each(release);
     let end_window = |now_secs| {
-        let (discarded, ranges) = pool.books.lock().end_window(now_secs, true);
+        let (discarded, ranges) = pool.state.lock().end_window(now_secs, true);
         discarded.release(pool);
         ranges.into_iter().for_each(release_pages);
         pool.stats().reserved
