@@ -229,7 +229,7 @@ fn free(values: &Arc<Deferred>, parameter: &Parameter) -> Result<()> {
         return Ok(());
     }
     if !parameter.is_kept() {
-        parameter.attach(values.clone())?;
+        parameter.attach_gather(values.clone())?;
     }
     locked.storage.release()?;
     parameter.set_away(true)

@@ -12,9 +12,9 @@ use super::gather::note_failure;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 
-/// Keeps weights elsewhere, such as in parts on several ranks; a strategy implements it.
+/// Keeps weights elsewhere, such as sharded over ranks, and gathers them; a strategy implements it.
 ///
-/// A strategy hands it over with [`Parameter::attach`], frees a weight's memory, and says so with
+/// A strategy hands it over with [`Parameter::attach_gather`], frees a weight's memory, and says so with
 /// [`Parameter::set_away`]. From then on each use of the weight calls [`Gather::gather`].
 pub trait Gather: fmt::Debug + Send + Sync {
     /// Makes the weight whole, in the memory of [`Parameter::leaf`], and says so with [`Parameter::set_away`]. It stays until
@@ -100,8 +100,8 @@ const AWAY: u8 = 2;
 #[derive(Default)]
 struct State {
     fqn: Option<Arc<str>>,
-    /// Who keeps the values, and what they are as a whole.
-    keeper: Option<(Arc<dyn Gather>, Logical)>,
+    /// The attached [`Gather`], and shape and dtype of the whole weight.
+    gather: Option<(Arc<dyn Gather>, Logical)>,
 }
 
 /// What a weight is as a whole, wherever its values are.
@@ -191,12 +191,12 @@ impl Parameter {
             ));
         }
         if !self.is_away() {
-            return self.keeper().map_or(Ok(()), |keeper| keeper.touch(self));
+            return self.attached_gather().map_or(Ok(()), |gather| gather.touch(self));
         }
-        let Some(keeper) = self.keeper() else {
+        let Some(gather) = self.attached_gather() else {
             return Err(self.lost("it is away, and no strategy keeps it"));
         };
-        keeper.gather(self)?;
+        gather.gather(self)?;
         if self.is_away() { Err(self.lost("its strategy has not gathered it")) } else { Ok(()) }
     }
 
@@ -239,10 +239,10 @@ impl Parameter {
     }
 
     fn borrow_whole<T>(&self, is_changed: bool, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
-        let Some(keeper) = self.keeper() else { return body(self.try_tensor()?) };
-        keeper.borrow(self)?;
+        let Some(gather) = self.attached_gather() else { return body(self.try_tensor()?) };
+        gather.borrow(self)?;
         let done = body(self.try_tensor()?);
-        let released = keeper.release(self, is_changed);
+        let released = gather.release(self, is_changed);
         done.and_then(|value| released.map(|()| value))
     }
 
@@ -251,7 +251,7 @@ impl Parameter {
     /// # Errors
     /// Why it cannot be gathered.
     pub fn lasting(&self) -> Result<Tensor> {
-        if self.keeper().is_none_or(|keeper| keeper.is_provisional()) {
+        if self.attached_gather().is_none_or(|gather| gather.is_provisional()) {
             return Ok(self.try_tensor()?.f_detach()?);
         }
         let _no_grad = tch::no_grad_guard();
@@ -262,32 +262,32 @@ impl Parameter {
         })
     }
 
-    /// Lets a strategy keep the values from now on. They are whole at this time.
+    /// Lets a strategy keep the values from now on. The whole values must be in memory.
     ///
     /// # Errors
     /// [`ConfigError`] if another one keeps them.
-    pub fn attach(&self, keeper: Arc<dyn Gather>) -> Result<()> {
+    pub fn attach_gather(&self, gather: Arc<dyn Gather>) -> Result<()> {
         self.end_provisional()?;
         let mut state = self.state();
-        if state.keeper.is_some() {
+        if state.gather.is_some() {
             drop(state);
             return Err(self.lost("another strategy keeps it"));
         }
         let logical = Logical { shape: self.tensor.size(), dtype: self.tensor.kind() };
-        state.keeper = Some((keeper, logical));
+        state.gather = Some((gather, logical));
         self.shared.set(KEPT, true);
         Ok(())
     }
 
-    /// Ends what [`Parameter::attach`] began.
+    /// Ends what [`Parameter::attach_gather`] began.
     ///
     /// # Errors
     /// [`ConfigError`] if the values are away.
-    pub fn detach_keeper(&self) -> Result<()> {
+    pub fn detach_gather(&self) -> Result<()> {
         if self.is_away() {
             return Err(self.lost("it is away"));
         }
-        self.state().keeper = None;
+        self.state().gather = None;
         self.shared.set(KEPT, false);
         Ok(())
     }
@@ -374,33 +374,33 @@ impl Parameter {
         Err(self.lost("its strategy keeps the values, which cannot be moved or cast meanwhile"))
     }
 
-    /// Gathers a weight whose keeper is provisional, which lets it go.
+    /// Gathers a weight with a provisional [`Gather`], and detaches that.
     pub(crate) fn end_provisional(&self) -> Result<()> {
         if !self.is_provisional() {
             return Ok(());
         }
         self.fetch()?;
-        self.detach_keeper()
+        self.detach_gather()
     }
 
     /// Whether its initial values are drawn when they are needed: see [`init::deferred`](crate::nn::init::deferred).
     pub(crate) fn is_provisional(&self) -> bool {
-        self.keeper().is_some_and(|keeper| keeper.is_provisional())
+        self.attached_gather().is_some_and(|gather| gather.is_provisional())
     }
 
-    /// Handles of it that there are.
+    /// The number of handles.
     pub(crate) fn num_handles(&self) -> usize {
         Arc::strong_count(&self.shared)
     }
 
-    /// Ends a provisional keeper without the values that it would give, for one who replaces them by [`Parameter::set_data`] at once.
-    /// Returns whether there was one.
+    /// Detaches a provisional [`Gather`] without gathering the values; the caller must replace them by [`Parameter::set_data`] at
+    /// once. Returns whether there was one.
     pub(crate) fn drop_provisional(&self) -> Result<bool> {
         if !self.is_provisional() {
             return Ok(false);
         }
         self.set_away(false)?;
-        self.detach_keeper()?;
+        self.detach_gather()?;
         Ok(true)
     }
 
@@ -408,8 +408,8 @@ impl Parameter {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn keeper(&self) -> Option<Arc<dyn Gather>> {
-        self.state().keeper.as_ref().map(|(keeper, _)| keeper.clone())
+    fn attached_gather(&self) -> Option<Arc<dyn Gather>> {
+        self.state().gather.as_ref().map(|(gather, _)| gather.clone())
     }
 
     /// Of a weight that is away.
@@ -417,7 +417,7 @@ impl Parameter {
         if !self.is_away() {
             return None;
         }
-        self.state().keeper.as_ref().map(|(_, logical)| logical.clone())
+        self.state().gather.as_ref().map(|(_, logical)| logical.clone())
     }
 }
 

@@ -18,23 +18,23 @@ const CPU: tch::Device = tch::Device::Cpu;
 
 /// Keeps copies of weights, and frees their memory.
 #[derive(Debug, Default)]
-pub struct Keeper {
+pub struct Copies {
     kept: Mutex<HashMap<u64, (Tensor, ReleasableStorage)>>,
     pub gathered: AtomicUsize,
     pub fails: AtomicBool,
 }
 
-impl Keeper {
+impl Copies {
     /// Takes all weights of a module away.
     pub fn of(module: &dyn Module) -> Arc<Self> {
-        let keeper = Arc::new(Self::default());
+        let copies = Arc::new(Self::default());
         for parameter in module.parameters() {
             let entry = (parameter.detach().copy(), ReleasableStorage::of(parameter.leaf()));
-            keeper.kept.lock().unwrap().insert(parameter.id(), entry);
-            parameter.attach(keeper.clone()).unwrap();
-            keeper.take_away(&parameter).unwrap();
+            copies.kept.lock().unwrap().insert(parameter.id(), entry);
+            parameter.attach_gather(copies.clone()).unwrap();
+            copies.take_away(&parameter).unwrap();
         }
-        keeper
+        copies
     }
 
     pub fn take_away(&self, parameter: &Parameter) -> voltaic::Result<()> {
@@ -45,11 +45,11 @@ impl Keeper {
     }
 }
 
-impl Gather for Keeper {
+impl Gather for Copies {
     fn gather(&self, parameter: &Parameter) -> voltaic::Result<()> {
         if self.fails.load(Ordering::Relaxed) {
             let what = format!("rank 1 has {:?} and is gone", parameter.fqn());
-            return Err(voltaic::error::ConfigError::new("keeper", what, "start again").into());
+            return Err(voltaic::error::ConfigError::new("copies", what, "start again").into());
         }
         self.gathered.fetch_add(1, Ordering::Relaxed);
         let mut kept = self.kept.lock().unwrap();
@@ -88,7 +88,7 @@ fn what_is_known_of_a_weight_is_known_while_it_is_away() {
     let net = net();
     name_parameters(&net);
     let before = copies(&net);
-    let keeper = Keeper::of(&net);
+    let copies = Copies::of(&net);
     let (fqn, weight) = net.named_parameters().swap_remove(0);
     assert_eq!((fqn.as_str(), weight.fqn().as_deref()), ("0.weight", Some("0.weight")));
     assert_eq!((weight.size(), weight.dim(), weight.numel()), (vec![4, 3], 2, 12));
@@ -97,10 +97,10 @@ fn what_is_known_of_a_weight_is_known_while_it_is_away() {
     let text = format!("{weight:?}");
     assert!(text.contains("\"0.weight\"") && text.contains("[4, 3]"), "{text}");
     assert!(weight.is_away() && weight.is_kept());
-    assert_eq!(keeper.gathered.load(Ordering::Relaxed), 0, "nothing of this needs the values");
+    assert_eq!(copies.gathered.load(Ordering::Relaxed), 0, "nothing of this needs the values");
     // values are gathered where they are touched, and stay
     assert!(weight.equal(&before[0].1) && !weight.is_away());
-    keeper.take_away(&weight).unwrap();
+    copies.take_away(&weight).unwrap();
     // a state dict lasts, and lets go of the weights
     let state = net.state_dict();
     assert!(net.parameters().iter().all(Parameter::is_away));
@@ -116,10 +116,10 @@ fn what_is_known_of_a_weight_is_known_while_it_is_away() {
     // it cannot be moved meanwhile
     let error = net.to_dtype(Kind::Double).unwrap_err().to_string();
     assert!(error.contains("0.weight: its strategy keeps the values"), "{error}");
-    assert!(weight.attach(keeper.clone()).is_err() && weight.detach_keeper().is_err());
+    assert!(weight.attach_gather(copies.clone()).is_err() && weight.detach_gather().is_err());
     for parameter in net.parameters() {
         parameter.try_tensor().unwrap();
-        parameter.detach_keeper().unwrap();
+        parameter.detach_gather().unwrap();
     }
     net.to_dtype(Kind::Double).unwrap();
     assert_eq!(weight.kind(), Kind::Double);
@@ -129,21 +129,21 @@ fn what_is_known_of_a_weight_is_known_while_it_is_away() {
 fn training_with_weights_that_come_and_go_is_the_same() {
     let (plain, away) = (net(), net());
     away.load_state_dict(&plain.state_dict(), true).unwrap();
-    let keeper = Keeper::of(&away);
+    let copies = Copies::of(&away);
     let input = Tensor::arange(6, (Kind::Float, CPU)).view([2, 3]);
     let loss = |net: &Sequential| net.forward(&input).unwrap().square().mean(Kind::Float);
     let [expected, found] = [loss(&plain), loss(&away)];
-    assert_eq!(keeper.gathered.load(Ordering::Relaxed), 4, "each once");
+    assert_eq!(copies.gathered.load(Ordering::Relaxed), 4, "each once");
     assert!(found.equal(&expected));
     // freed between forward and backward, and refilled: autograd takes it for the same weight
-    away.parameters().iter().for_each(|parameter| keeper.take_away(parameter).unwrap());
+    away.parameters().iter().for_each(|parameter| copies.take_away(parameter).unwrap());
     away.parameters().iter().for_each(|parameter| drop(parameter.try_tensor().unwrap().size()));
     [expected, found].iter().for_each(Tensor::backward);
     for ((fqn, expected), found) in plain.named_parameters().into_iter().zip(away.parameters()) {
         assert!(found.grad().equal(&expected.grad()), "{fqn}");
     }
     // an optimizer does not update what is not there
-    away.parameters().iter().for_each(|parameter| keeper.take_away(parameter).unwrap());
+    away.parameters().iter().for_each(|parameter| copies.take_away(parameter).unwrap());
     let mut optimizer = Sgd::new(0.1).build(vec![ParamGroupSpec::new(away.named_parameters())]).unwrap();
     let error = optimizer.step().unwrap_err().to_string();
     assert!(error.contains("0.weight is away") && error.contains("Strategy::optimizers"), "{error}");
@@ -152,11 +152,11 @@ fn training_with_weights_that_come_and_go_is_the_same() {
 #[test]
 fn copies_of_autocast_go_with_their_weight() {
     let net = Linear::new(3, 4).unwrap();
-    let keeper = Keeper::of(&net);
+    let copies = Copies::of(&net);
     let input = Tensor::ones([2, 3], (Kind::Float, CPU));
     let _region = autocast(Device::Cpu, Kind::BFloat16).unwrap();
     let first = net.forward(&input).unwrap();
-    net.parameters().iter().for_each(|parameter| keeper.take_away(parameter).unwrap());
+    net.parameters().iter().for_each(|parameter| copies.take_away(parameter).unwrap());
     let doubled = net.state_dict().into_iter().map(|(fqn, tensor)| (fqn, tensor * 2.0)).collect::<Vec<_>>();
     net.load_state_dict(&doubled, true).unwrap();
     let second = net.forward(&input).unwrap();
@@ -167,17 +167,17 @@ fn copies_of_autocast_go_with_their_weight() {
 fn check_missing(name: &str, module: &dyn Module, forward: &dyn Fn() -> anyhow::Result<()>) {
     name_parameters(module);
     forward().unwrap_or_else(|error| panic!("{name}: {error:#}"));
-    let keeper = Keeper::of(module);
+    let copies = Copies::of(module);
     for missing in module.parameters() {
         for parameter in module.parameters() {
             parameter.try_tensor().unwrap();
         }
-        keeper.take_away(&missing).unwrap();
-        keeper.fails.store(true, Ordering::Relaxed);
+        copies.take_away(&missing).unwrap();
+        copies.fails.store(true, Ordering::Relaxed);
         let Err(error) = forward() else { panic!("{name} goes on without {:?}", missing.fqn()) };
         let text = format!("{error:#}");
         assert!(text.contains("rank 1 has") && text.contains("and is gone; start again"), "{name}: {text}");
-        keeper.fails.store(false, Ordering::Relaxed);
+        copies.fails.store(false, Ordering::Relaxed);
     }
     assert!(take_gather_failure().is_none());
 }
@@ -215,8 +215,8 @@ fn layer_of(layer: &dyn Forward) -> &dyn Module {
 #[test]
 fn an_undefined_tensor_stands_for_what_cannot_be_had() {
     let net = Linear::new(3, 4).unwrap();
-    let keeper = Keeper::of(&net);
-    keeper.fails.store(true, Ordering::Relaxed);
+    let copies = Copies::of(&net);
+    copies.fails.store(true, Ordering::Relaxed);
     assert!(!net.weight.tensor().defined());
     let error = take_gather_failure().unwrap().to_string();
     assert!(error.contains("is gone") && take_gather_failure().is_none(), "{error}");
@@ -242,19 +242,19 @@ fn a_capture_by_hand_refuses_a_weight_that_a_strategy_keeps() {
     let net = Sequential::new().add(Linear::new(2, 2).unwrap());
     name_parameters(&net);
     let input = Tensor::ones([1, 2], (Kind::Float, CPU));
-    let keeper = Keeper::of(&net);
+    let copies = Copies::of(&net);
     for is_whole in [false, true] {
         if is_whole {
             net.parameters().iter().for_each(|parameter| parameter.try_tensor().map(drop).unwrap());
         } else {
-            net.parameters().iter().for_each(|parameter| keeper.take_away(parameter).unwrap());
+            net.parameters().iter().for_each(|parameter| copies.take_away(parameter).unwrap());
         }
         let graph = voltaic::graph::HpuGraph::new();
         let error = graph.capture(|| net.forward(&input)).unwrap_err().to_string();
         assert!(error.contains("0.weight") && error.contains("strategy"), "{error}");
         assert!(!graph.is_captured());
     }
-    net.parameters().iter().for_each(|parameter| parameter.detach_keeper().unwrap());
+    net.parameters().iter().for_each(|parameter| parameter.detach_gather().unwrap());
     let graph = voltaic::graph::HpuGraph::new();
     let output = graph.capture(|| net.forward(&input)).unwrap();
     graph.replay().unwrap();

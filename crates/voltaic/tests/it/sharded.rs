@@ -127,7 +127,7 @@ impl Strategy for Sharded {
             let shard = Parameter::new(shards.part(parameter.leaf())?);
             let storage = ReleasableStorage::of(parameter.leaf());
             shards.held.lock().unwrap().insert(parameter.id(), Held { shard, storage });
-            parameter.attach(shards.clone())?;
+            parameter.attach_gather(shards.clone())?;
         }
         self.shards = Some(shards);
         self.take_all_away()
@@ -188,7 +188,7 @@ impl Strategy for Sharded {
     fn finish(&mut self, _module: &dyn Module) -> Result<()> {
         for (_, parameter) in &self.parameters {
             parameter.try_tensor()?;
-            parameter.detach_keeper()?;
+            parameter.detach_gather()?;
         }
         Ok(())
     }

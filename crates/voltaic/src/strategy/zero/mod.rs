@@ -1,10 +1,10 @@
 //! Training with states divided among ranks: ZeRO (arXiv:1910.02054).
 
-mod coming;
+mod access;
 pub(super) mod config;
 mod flat;
 mod gathered;
-mod keeper;
+mod gathered_storage;
 mod modules;
 mod optimizer;
 mod order;
@@ -35,8 +35,8 @@ use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
 use crate::optim::{ConfiguredOptimizer, DividedLeaves, GradShare, Optimizer, OptimizerState, Optimizers};
 use crate::precision::{LossScaler, Precision, StaticLossScaler};
+use access::{GatherOnAccess, Phase, Phases, explained, watch};
 use config::{ZeroConfig, ZeroStage};
-use keeper::{Keeper, Phase, Phases, explained, watch};
 use modules::{has_all, has_some, move_buffers};
 use optimizer::{ZeroOptimizer, check_divisible};
 use partition::Partitioner;
@@ -66,7 +66,7 @@ pub struct Zero {
     /// The state of the call that `kept` belongs to.
     phase: Arc<Phases>,
     /// Whether the weights stay sharded after a successful call, until `gather_weights`.
-    stays_divided: bool,
+    stays_sharded: bool,
 }
 
 impl Zero {
@@ -80,8 +80,8 @@ impl Zero {
         }
         let (kept, phase) = (Vec::new(), Arc::default());
         let (hooks, calls) = (Vec::new(), Vec::new());
-        let (divided, stays_divided) = (DividedLeaves::default(), false);
-        Self { world, config, reducer: None, hooks, kept, calls, target: None, divided, phase, stays_divided }
+        let (divided, stays_sharded) = (DividedLeaves::default(), false);
+        Self { world, config, reducer: None, hooks, kept, calls, target: None, divided, phase, stays_sharded }
     }
 
     /// The ranks that shard states among each other, if there are some.
@@ -134,13 +134,13 @@ impl Zero {
         let Some(reducer) = self.reducer.clone() else { return Ok(()) };
         let locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         let units = &locked.units;
-        let kept = units.iter().filter(|unit| unit.has_master || unit.is_divided());
+        let kept = units.iter().filter(|unit| unit.has_master || unit.is_sharded());
         self.kept = kept.flat_map(|unit| &unit.layout.places).map(|place| place.parameter.clone()).collect();
         drop(locked);
         self.watch_gradients(&reducer)?;
-        let keeper = Arc::new(Keeper { reducer, phase: self.phase.clone() });
+        let gather = Arc::new(GatherOnAccess { reducer, phase: self.phase.clone() });
         let new = self.kept.iter().filter(|parameter| !parameter.is_kept());
-        new.into_iter().try_for_each(|parameter| parameter.attach(keeper.clone()))
+        new.into_iter().try_for_each(|parameter| parameter.attach_gather(gather.clone()))
     }
 
     /// Hooks the gradients, and marks the leaves without one.
@@ -155,8 +155,8 @@ impl Zero {
     }
 
     /// Resumes with the weights that the last call has left sharded, if they are this module's.
-    fn take_up(&mut self, module: &dyn Module) -> Result<bool> {
-        let Some(reducer) = self.reducer.clone().filter(|_| self.phase.is(Phase::Resting)) else {
+    fn resume(&mut self, module: &dyn Module) -> Result<bool> {
+        let Some(reducer) = self.reducer.clone().filter(|_| self.phase.is(Phase::Parked)) else {
             return Ok(false);
         };
         let mut locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
@@ -178,19 +178,19 @@ impl Zero {
     }
 
     /// Unshards all weights, on the host if they do not fit on the device together.
-    fn give_back(&mut self, module: &dyn Module) -> Result<()> {
+    fn unshard_all(&mut self, module: &dyn Module) -> Result<()> {
         let is_on_host = self.target.is_none_or(|(device, _)| device == tch::Device::Cpu);
         let Some(mut reducer) = self.reducer() else { return Ok(()) };
-        let has_room = is_on_host || reducer.has_room()?;
+        let fits_on_device = is_on_host || reducer.fits_on_device()?;
         for number in 0..reducer.units.len() {
-            if has_room {
+            if fits_on_device {
                 reducer.gather(number)?;
-                reducer.units[number].hold();
+                reducer.units[number].pin();
             } else {
                 reducer.with_unit(number, Unit::leave_on_host)?;
             }
         }
-        if has_room {
+        if fits_on_device {
             return Ok(());
         }
         tracing::warn!("all weights together do not fit on the device: the module is on the host now");
@@ -198,15 +198,16 @@ impl Zero {
     }
 
     /// Leaves the weights sharded, with only this rank's parts in memory.
-    fn rest(&mut self) -> Result<()> {
-        self.phase.set(Phase::Resting);
+    fn park(&mut self) -> Result<()> {
+        self.phase.set(Phase::Parked);
         let Some(mut reducer) = self.reducer() else { return Ok(()) };
         reducer.units.iter_mut().try_for_each(Unit::end_call)
     }
 
     /// Reshards all weights that are not in use.
     fn release_all(&self) -> Result<()> {
-        self.reducer().map_or(Ok(()), |mut reducer| reducer.units.iter_mut().try_for_each(Unit::end_stay))
+        self.reducer()
+            .map_or(Ok(()), |mut reducer| reducer.units.iter_mut().try_for_each(Unit::release_after_step))
     }
 
     /// Unshards and reshards units around the calls of their modules.
@@ -237,14 +238,14 @@ impl Zero {
     }
 
     /// Includes parameters that were unfrozen since the last step.
-    fn follow_thawed(&mut self) -> Result<()> {
-        let mut has_thawed = false;
+    fn follow_unfrozen(&mut self) -> Result<()> {
+        let mut has_unfrozen = false;
         if let Some(mut reducer) = self.reducer() {
             for unit in &mut reducer.units {
-                has_thawed |= unit.thaw()?;
+                has_unfrozen |= unit.unfreeze()?;
             }
         }
-        if has_thawed { self.follow_units() } else { Ok(()) }
+        if has_unfrozen { self.follow_units() } else { Ok(()) }
     }
 
     /// Exchanges votes before gradients are reduced. An error on all ranks if only some of them have a loss: the others would wait for
@@ -302,11 +303,11 @@ impl Strategy for Zero {
             same_modules(group, module)?;
             broadcast_buffers(group, module)
         })?;
-        if !self.take_up(module)? {
+        if !self.resume(module)? {
             self.teardown();
             let is_deferred = module.parameters().iter().any(Parameter::is_provisional);
-            let stays_divided = self.peers().is_some() && (is_deferred || !self.config.gather_after_fit);
-            self.stays_divided = self.world.of_rank_zero(stays_divided)?;
+            let stays_sharded = self.peers().is_some() && (is_deferred || !self.config.gather_after_fit);
+            self.stays_sharded = self.world.of_rank_zero(stays_sharded)?;
             let units = self.partitioner().by_module(module)?;
             self.keep(units)?;
         }
@@ -355,7 +356,7 @@ impl Strategy for Zero {
         let wrap = |(index, built): (usize, ConfiguredOptimizer)| {
             let inner = built.optimizer;
             let optimizer =
-                Box::new(ZeroOptimizer { inner, index, reducer: reducer.clone(), has_told: false });
+                Box::new(ZeroOptimizer { inner, index, reducer: reducer.clone(), has_logged_size: false });
             ConfiguredOptimizer { optimizer, ..built }
         };
         Ok(built.into_iter().enumerate().map(wrap).collect())
@@ -390,14 +391,14 @@ impl Strategy for Zero {
             "ranks have different numbers of batches ({num_batches:?}): weights stay whole meanwhile"
         );
         for number in 0..reducer.units.len() {
-            reducer.units[number].stay();
+            reducer.units[number].keep_until_step_end();
             reducer.gather(number)?;
         }
         Ok(())
     }
 
     fn begin_backward(&mut self, _loss: &Tensor, syncs: bool, votes: Votes) -> Result<()> {
-        self.follow_thawed()?;
+        self.follow_unfrozen()?;
         let votes = self.exchange_votes(syncs, votes)?;
         if let Some(mut reducer) = self.reducer() {
             reducer.take_changes()?;
@@ -499,7 +500,7 @@ impl Strategy for Zero {
         drop(reducer);
         let World { rank, world_size, .. } = &self.world;
         tracing::info!("{}: rank {rank} of {world_size} held at most {held}", self.name());
-        if self.stays_divided { self.rest() } else { self.give_back(module) }
+        if self.stays_sharded { self.park() } else { self.unshard_all(module) }
     }
 
     fn keeps(&self, module: &dyn Module) -> bool {
@@ -507,11 +508,11 @@ impl Strategy for Zero {
     }
 
     fn gather_weights(&mut self, module: &dyn Module) -> Result<()> {
-        if !self.phase.is(Phase::Resting) || !self.keeps(module) {
+        if !self.phase.is(Phase::Parked) || !self.keeps(module) {
             return Ok(());
         }
         self.phase.set(Phase::Running);
-        let done = self.give_back(module);
+        let done = self.unshard_all(module);
         self.teardown();
         done
     }
@@ -520,12 +521,12 @@ impl Strategy for Zero {
         self.hooks.clear();
         self.calls.drain(..).for_each(|handle| handle.remove());
         self.divided = DividedLeaves::default();
-        if self.phase.is(Phase::Resting) && self.reducer.is_some() {
+        if self.phase.is(Phase::Parked) && self.reducer.is_some() {
             return;
         }
         self.phase.set(Phase::Failed);
         let failed: Vec<_> =
-            self.kept.drain(..).filter_map(|parameter| parameter.detach_keeper().err()).collect();
+            self.kept.drain(..).filter_map(|parameter| parameter.detach_gather().err()).collect();
         if let Some(error) = failed.first() {
             let number = failed.len();
             tracing::warn!(
@@ -539,12 +540,12 @@ impl Strategy for Zero {
 impl Drop for Zero {
     /// Marks weights that are left sharded: they cannot be gathered any more.
     fn drop(&mut self) {
-        if !self.phase.is(Phase::Resting) {
+        if !self.phase.is(Phase::Parked) {
             return;
         }
         self.phase.set(Phase::Gone);
         let whole = self.kept.drain(..).filter(|parameter| !parameter.is_away());
-        whole.for_each(|parameter| drop(parameter.detach_keeper()));
+        whole.for_each(|parameter| drop(parameter.detach_gather()));
         self.reducer().into_iter().for_each(|mut reducer| reducer.clear());
     }
 }

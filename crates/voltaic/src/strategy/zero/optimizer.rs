@@ -24,7 +24,7 @@ pub(super) struct ZeroOptimizer {
     pub index: usize,
     pub reducer: Arc<Mutex<Reducer>>,
     /// The log has the size of its state.
-    pub has_told: bool,
+    pub has_logged_size: bool,
 }
 
 impl ZeroOptimizer {
@@ -86,7 +86,7 @@ impl Optimizer for ZeroOptimizer {
     fn step(&mut self) -> Result<()> {
         self.reducer().take_changes()?;
         self.inner.step()?;
-        if !std::mem::replace(&mut self.has_told, true) {
+        if !std::mem::replace(&mut self.has_logged_size, true) {
             let bytes = state_bytes(&self.inner.state_dict());
             tracing::info!("{}: this rank holds optimizer states of {}", self.name(), format_size(bytes));
             self.reducer().peaks.states += bytes;

@@ -171,7 +171,7 @@ impl Partitioner<'_> {
             match changed[..] {
                 [] => {}
                 [(optimizer, _)] => unit.optimizer = *optimizer,
-                [(_, first), (_, second), ..] if unit.is_divided() => {
+                [(_, first), (_, second), ..] if unit.is_sharded() => {
                     let what = format!(
                         "{} and {} travel together, but belong to two optimizers",
                         second[0].0, first[0].0
@@ -181,7 +181,7 @@ impl Partitioner<'_> {
                 }
                 _ => {
                     let mut apart = by_optimizer.into_iter().map(|(optimizer, members)| {
-                        members.iter().try_for_each(|(_, parameter)| parameter.detach_keeper())?;
+                        members.iter().try_for_each(|(_, parameter)| parameter.detach_gather())?;
                         self.unit(members, optimizer)
                     });
                     if let Some(first) = apart.next() {

@@ -20,18 +20,18 @@ impl Reducer {
     /// # Collective
     /// All ranks must call it.
     pub fn need(&mut self, unit: usize) -> Result<()> {
-        if !ffi::is_in_backward() && self.units[unit].is_divided() {
+        if !ffi::is_in_backward() && self.units[unit].is_sharded() {
             self.order.need(unit);
         }
         self.gather_and_prefetch(unit)
     }
 
     fn gather_and_prefetch(&mut self, unit: usize) -> Result<()> {
-        if !self.units[unit].is_divided() {
+        if !self.units[unit].is_sharded() {
             return Ok(());
         }
         if self.units[unit].live() == 0 {
-            self.make_room(self.units[unit].layout.len())?;
+            self.release_for(self.units[unit].layout.len())?;
         }
         self.gather(unit)?;
         self.max_live = self.max_live.max(self.live());
@@ -44,7 +44,7 @@ impl Reducer {
     /// All ranks must call it.
     pub fn gather(&mut self, unit: usize) -> Result<()> {
         self.start(unit)?;
-        self.units[unit].settle()
+        self.units[unit].wait_for_gather()
     }
 
     /// Starts to unshard a unit's weights, if they are sharded.
@@ -55,16 +55,16 @@ impl Reducer {
         self.with_unit(unit, Unit::start)
     }
 
-    /// As [`Reducer::need`]; the weights are kept at least until [`Reducer::let_go`].
-    pub fn hold(&mut self, unit: usize) -> Result<()> {
+    /// As [`Reducer::need`]; the weights are kept at least until [`Reducer::unpin`].
+    pub fn pin(&mut self, unit: usize) -> Result<()> {
         self.need(unit)?;
-        self.units[unit].hold();
+        self.units[unit].pin();
         Ok(())
     }
 
     /// As [`Reducer::need`], for a module whose backward pass begins: the weights are kept until their gradients are complete.
     pub fn need_in_backward(&mut self, unit: usize) -> Result<()> {
-        if self.units[unit].is_divided() {
+        if self.units[unit].is_sharded() {
             self.order.need(unit);
         }
         self.gather_and_prefetch(unit)?;
@@ -73,8 +73,8 @@ impl Reducer {
     }
 
     /// Ends a use. The weights stay unsharded if they are needed again soon (`max_reuse_distance`).
-    pub fn let_go(&mut self, unit: usize) -> Result<()> {
-        self.units[unit].let_go();
+    pub fn unpin(&mut self, unit: usize) -> Result<()> {
+        self.units[unit].unpin();
         let distance = self.order.distance(unit);
         let is_needed = distance.is_some_and(|distance| distance <= self.config.max_reuse_distance);
         if is_needed && self.live() <= self.config.max_live_parameters {
@@ -84,7 +84,7 @@ impl Reducer {
     }
 
     /// Reshards unused weights, those that are needed last first, until `len` more elements are within the bound.
-    fn make_room(&mut self, len: usize) -> Result<()> {
+    fn release_for(&mut self, len: usize) -> Result<()> {
         let bound = self.config.max_live_parameters.saturating_sub(len);
         while self.live() > bound {
             let idle = self.units.iter().enumerate().filter(|(_, unit)| unit.is_idle());
@@ -121,7 +121,7 @@ impl Reducer {
     pub fn end_step(&mut self) -> Result<()> {
         self.order.end();
         self.units.iter_mut().try_for_each(|unit| {
-            unit.settle()?;
+            unit.wait_for_gather()?;
             unit.end_backward()
         })
     }

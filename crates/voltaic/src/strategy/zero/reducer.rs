@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Kind, Tensor};
 
-use super::coming::Tally;
 use super::config::{ZeroConfig, ZeroStage};
 use super::gathered::{Gathered, NUMBERS, first_difference};
+use super::gathered_storage::Tally;
 use super::order::Order;
 use super::report::Peaks;
 use super::unit::{NO_OPTIMIZER, Unit};
@@ -82,14 +82,14 @@ impl Reducer {
     ///
     /// # Collective
     /// All ranks must call it.
-    pub fn has_room(&mut self) -> Result<bool> {
-        let mut has_room = true;
+    pub fn fits_on_device(&mut self) -> Result<bool> {
+        let mut fits_on_device = true;
         for unit in &mut self.units {
-            has_room &= unit.try_room()?;
+            fits_on_device &= unit.try_reserve()?;
         }
-        self.units.iter_mut().try_for_each(Unit::give_room)?;
-        let Some(group) = &self.peers else { return Ok(has_room) };
-        let short = Tensor::f_from_slice(&[f32::from(u8::from(!has_room))])?;
+        self.units.iter_mut().try_for_each(Unit::release_reserved)?;
+        let Some(group) = &self.peers else { return Ok(fits_on_device) };
+        let short = Tensor::f_from_slice(&[f32::from(u8::from(!fits_on_device))])?;
         group.all_reduce(&short, ReduceOp::Sum)?;
         Ok(short.f_double_value(&[0])? == 0.0)
     }
@@ -308,7 +308,7 @@ impl Reducer {
     /// All ranks must call it.
     pub fn check_order(&mut self) -> Result<()> {
         let own = self.gathered.numbers();
-        let Some(group) = self.group().filter(|_| self.units.iter().any(Unit::is_divided)) else {
+        let Some(group) = self.group().filter(|_| self.units.iter().any(Unit::is_sharded)) else {
             return Ok(());
         };
         let _named = collective_scope("order of weights");
@@ -379,8 +379,8 @@ impl Reducer {
     /// After an optimizer's step: gives all ranks the weights of all that are whole now, and stay so.
     pub fn gather_weights(&mut self, optimizer: usize) -> Result<()> {
         self.units.iter_mut().try_for_each(|unit| {
-            unit.settle()?;
-            unit.end_stay()
+            unit.wait_for_gather()?;
+            unit.release_after_step()
         })?;
         let is_changed = |unit: &Unit| unit.optimizer == optimizer && unit.has_grads();
         self.units.iter_mut().filter(|unit| is_changed(unit)).try_for_each(Unit::renew)?;

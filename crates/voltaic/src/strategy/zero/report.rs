@@ -33,7 +33,7 @@ pub(super) struct Peaks {
 impl MemoryReport {
     /// The highest use in a run: with these peaks, and at most so many elements unsharded at once.
     pub fn with(self, peaks: Peaks, max_live: usize, units: &[Unit]) -> Self {
-        let divided = units.iter().filter(|unit| unit.is_divided());
+        let divided = units.iter().filter(|unit| unit.is_sharded());
         let element = divided.map(|unit| unit.layout.kind.elt_size_in_bytes()).max().unwrap_or(0);
         Self { gradients: peaks.gradients, states: peaks.states, whole: max_live * element, ..self }
     }
@@ -54,7 +54,7 @@ impl MemoryReport {
             let layout = &unit.layout;
             let element = layout.kind.elt_size_in_bytes();
             let is_trained = unit.trained().any(|trained| trained);
-            held.parameters += element * if unit.is_divided() { layout.part_len } else { layout.len() };
+            held.parameters += element * if unit.is_sharded() { layout.part_len } else { layout.len() };
             let whole = config.stage == ZeroStage::One;
             let elements = if whole { layout.len() } else { layout.part_len };
             held.gradients += if is_trained { element * elements } else { 0 };

@@ -19,7 +19,7 @@ pub(super) fn shard(reducer: &Reducer, fqn: &str) -> Option<ShardSpec> {
 pub(super) fn weight_shard(reducer: &Reducer, fqn: &str) -> Option<ShardSpec> {
     let (unit, index) = reducer.place_of(fqn)?;
     let unit = &reducer.units[unit];
-    unit.is_divided().then(|| shard_of(unit, index))
+    unit.is_sharded().then(|| shard_of(unit, index))
 }
 
 fn shard_of(unit: &Unit, index: usize) -> ShardSpec {

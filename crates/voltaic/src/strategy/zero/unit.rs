@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use super::coming::{Arrival, Coming, Tally};
 use super::flat::{Layout, Place, copied, narrow};
+use super::gathered_storage::{Arrival, GatheredStorage, Tally};
 use crate::distributed::{ProcessGroup, Work, collective_scope};
 use crate::dtype::bytes_of;
 use crate::error::Result;
@@ -37,8 +37,8 @@ pub(super) struct Unit {
     pub has_master: bool,
     /// The part is to be in float32 once one of the parameters is trained.
     wants_master: bool,
-    /// The weights come and go: `part` is all that stays.
-    coming: Option<Coming>,
+    /// Set if the weights are sharded: only `part` is always in memory.
+    storage: Option<GatheredStorage>,
     /// What this rank has of each parameter: views of `part`.
     pub slices: Vec<Parameter>,
     /// The gradients of `part`, mean over the ranks; there once some have come.
@@ -96,7 +96,7 @@ impl Unit {
             (false, true) => copied(&part)?,
             (false, false) => part,
         };
-        let coming = module.is_some().then(|| Coming::of(&flat, layout.len()));
+        let storage = module.is_some().then(|| GatheredStorage::of(&flat, layout.len()));
         let slice = |place| {
             let slice = Parameter::new(layout.slice(&part, place, rank)?);
             let _ = slice.set_requires_grad(place.parameter.requires_grad());
@@ -119,7 +119,7 @@ impl Unit {
             part,
             has_master,
             wants_master,
-            coming,
+            storage,
             slices,
             grads: None,
             sums: None,
@@ -147,14 +147,14 @@ impl Unit {
         Ok(())
     }
 
-    /// Whether there is room for the weights, which then have it until [`Unit::give_room`], without values.
-    pub fn try_room(&mut self) -> Result<bool> {
-        self.coming.as_mut().map_or(Ok(true), Coming::try_room)
+    /// Tries to allocate the memory of the weights until [`Unit::release_reserved`], without values.
+    pub fn try_reserve(&mut self) -> Result<bool> {
+        self.storage.as_mut().map_or(Ok(true), GatheredStorage::try_reserve)
     }
 
-    /// Gives the room of [`Unit::try_room`] back.
-    pub fn give_room(&mut self) -> Result<()> {
-        self.coming.as_mut().map_or(Ok(()), Coming::give_room)
+    /// Frees the memory of [`Unit::try_reserve`].
+    pub fn release_reserved(&mut self) -> Result<()> {
+        self.storage.as_mut().map_or(Ok(()), GatheredStorage::release_reserved)
     }
 
     /// Gives the weights back to the module, whole and in memory of the host. The unit has its part left.
@@ -166,10 +166,10 @@ impl Unit {
         self.gather(group)?;
         for place in &self.layout.places {
             let whole = place.parameter.leaf().f_detach()?.f_to_device(tch::Device::Cpu)?;
-            place.parameter.detach_keeper()?;
+            place.parameter.detach_gather()?;
             place.parameter.set_data(&whole)?;
         }
-        self.coming.iter_mut().try_for_each(Coming::release)?;
+        self.storage.iter_mut().try_for_each(GatheredStorage::release)?;
         Ok(())
     }
 
@@ -177,7 +177,7 @@ impl Unit {
         self.leaves().map(|leaf| Ok(leaf.f_internal_version()?)).collect()
     }
 
-    /// Takes over what was written to weights by hand, without [`Parameter::update`], since this was last called.
+    /// Takes over what was written to weights without [`Parameter::update`], since this was last called.
     pub fn take_changes(&mut self) -> Result<()> {
         if self.is_released() || self.arriving() > 0 {
             return Ok(());
@@ -187,7 +187,7 @@ impl Unit {
         }
         for (index, now) in self.current_versions()?.into_iter().enumerate() {
             if now != self.versions[index] {
-                self.take_over(index)?;
+                self.write_back(index)?;
             }
         }
         Ok(())
@@ -367,12 +367,12 @@ impl Unit {
 
     /// Whether `part` is not a part of the weights themselves.
     fn has_own_part(&self) -> bool {
-        self.has_master || self.coming.is_some()
+        self.has_master || self.storage.is_some()
     }
 
-    /// Whether the weights come and go.
-    pub fn is_divided(&self) -> bool {
-        self.coming.is_some()
+    /// Whether the weights are sharded.
+    pub fn is_sharded(&self) -> bool {
+        self.storage.is_some()
     }
 
     /// Bytes of gradients: of its part, or of all if those stay whole.
@@ -384,9 +384,9 @@ impl Unit {
         sums + if stay_whole && is_trained { part.max(whole) } else { part }
     }
 
-    /// Whether the weights come and go, and are not in memory.
+    /// Whether the weights are sharded, and not in memory.
     pub fn is_released(&self) -> bool {
-        self.coming.as_ref().is_some_and(Coming::is_released)
+        self.storage.as_ref().is_some_and(GatheredStorage::is_released)
     }
 
     /// Which elements of the parameter at `index`, flattened, this rank has.
@@ -397,7 +397,7 @@ impl Unit {
     /// This rank's elements of the weight at `index`, in its dtype, as [`Unit::range`] counts them.
     pub fn weight_slice(&self, index: usize) -> Result<Tensor> {
         let place = &self.layout.places[index];
-        if self.coming.is_some() {
+        if self.storage.is_some() {
             return place.to_rows(&self.slices[index].leaf().f_detach()?.f_to_kind(self.layout.kind)?);
         }
         let own = self.layout.part(&self.flat, self.rank)?;
@@ -410,16 +410,16 @@ impl Unit {
     }
 
     /// Lets parameters be trained that were frozen and are not any more. Returns whether there are some.
-    pub fn thaw(&mut self) -> Result<bool> {
+    pub fn unfreeze(&mut self) -> Result<bool> {
         let pairs = self.layout.places.iter().zip(&self.slices);
-        let is_thawed =
+        let is_unfrozen =
             |(place, slice): &(&Place, &Parameter)| place.parameter.requires_grad() && !slice.requires_grad();
-        let thawed: Vec<Parameter> = pairs.filter(is_thawed).map(|(_, slice)| slice.clone()).collect();
-        if thawed.is_empty() {
+        let unfrozen: Vec<Parameter> = pairs.filter(is_unfrozen).map(|(_, slice)| slice.clone()).collect();
+        if unfrozen.is_empty() {
             return Ok(false);
         }
         self.make_master()?;
-        thawed.iter().for_each(|slice| drop(slice.set_requires_grad(true)));
+        unfrozen.iter().for_each(|slice| drop(slice.set_requires_grad(true)));
         Ok(true)
     }
 
@@ -445,28 +445,28 @@ impl Unit {
     /// All ranks must call it.
     pub fn gather(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
         self.start(group)?;
-        self.settle()
+        self.wait_for_gather()
     }
 
-    /// Starts to make the weights whole, if they are not. They are used after [`Unit::settle`].
+    /// Starts to make the weights whole, if they are not. They are used after [`Unit::wait_for_gather`].
     ///
     /// # Collective
     /// All ranks must call it.
     pub fn start(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
-        let Some(coming) = self.coming.as_mut().filter(|coming| coming.is_released()) else {
+        let Some(storage) = self.storage.as_mut().filter(|storage| storage.is_released()) else {
             return Ok(());
         };
-        coming.restore()?;
+        storage.restore()?;
         let arrival = Arrival(self.start_gather(group)?);
-        if let Some(coming) = &mut self.coming {
-            coming.set_arriving(Some(arrival));
+        if let Some(storage) = &mut self.storage {
+            storage.set_arriving(Some(arrival));
         }
         Ok(())
     }
 
     /// Waits for weights that are on their way.
-    pub fn settle(&mut self) -> Result<()> {
-        let Some(Arrival(work)) = self.coming.as_mut().and_then(|coming| coming.set_arriving(None)) else {
+    pub fn wait_for_gather(&mut self) -> Result<()> {
+        let Some(Arrival(work)) = self.storage.as_mut().and_then(|storage| storage.set_arriving(None)) else {
             return Ok(());
         };
         work.map_or(Ok(()), Work::wait)?;
@@ -491,40 +491,40 @@ impl Unit {
         self.set_versions(0)
     }
 
-    /// Somebody uses the weights until [`Unit::let_go`].
-    pub fn hold(&mut self) {
-        self.coming.iter_mut().for_each(|coming| coming.holds += 1);
+    /// Keeps the weights unsharded until [`Unit::unpin`].
+    pub fn pin(&mut self) {
+        self.storage.iter_mut().for_each(|storage| storage.pins += 1);
     }
 
-    /// Ends a hold; [`Unit::release`] may free the memory then.
-    pub fn let_go(&mut self) {
-        self.coming.iter_mut().for_each(|coming| coming.holds = coming.holds.saturating_sub(1));
+    /// Ends a use; [`Unit::release`] may free the memory then.
+    pub fn unpin(&mut self) {
+        self.storage.iter_mut().for_each(|storage| storage.pins = storage.pins.saturating_sub(1));
     }
 
     /// The weights stay until [`Unit::end_backward`].
     pub fn begin_backward(&mut self) {
-        self.coming.iter_mut().for_each(|coming| coming.is_in_backward = true);
+        self.storage.iter_mut().for_each(|storage| storage.is_in_backward = true);
     }
 
     /// All that used the weights in backward have had their turn.
     pub fn end_backward(&mut self) -> Result<()> {
-        self.coming.iter_mut().for_each(|coming| coming.is_in_backward = false);
+        self.storage.iter_mut().for_each(|storage| storage.is_in_backward = false);
         self.release()
     }
 
-    /// The weights stay until [`Unit::end_stay`].
-    pub fn stay(&mut self) {
-        self.coming.iter_mut().for_each(|coming| coming.is_stray = true);
+    /// The weights stay until [`Unit::release_after_step`].
+    pub fn keep_until_step_end(&mut self) {
+        self.storage.iter_mut().for_each(|storage| storage.is_kept_until_step_end = true);
     }
 
     /// Weights that are here are touched: outside of a call of their module they stay.
     pub fn touch(&mut self) {
-        self.coming.iter_mut().for_each(|coming| coming.is_stray |= coming.holds == 0);
+        self.storage.iter_mut().for_each(|storage| storage.is_kept_until_step_end |= storage.pins == 0);
     }
 
-    /// What was touched by anybody is not needed any more.
-    pub fn end_stay(&mut self) -> Result<()> {
-        self.coming.iter_mut().for_each(|coming| coming.is_stray = false);
+    /// Ends [`Unit::keep_until_step_end`]: frees the memory of weights that are not in use.
+    pub fn release_after_step(&mut self) -> Result<()> {
+        self.storage.iter_mut().for_each(|storage| storage.is_kept_until_step_end = false);
         self.release()
     }
 
@@ -533,16 +533,16 @@ impl Unit {
         self.drop_grads()?;
         self.optimizer = NO_OPTIMIZER;
         self.claimed.fill(false);
-        if let Some(coming) = &mut self.coming {
-            (coming.holds, coming.is_stray, coming.is_in_backward) = (0, false, false);
+        if let Some(storage) = &mut self.storage {
+            (storage.pins, storage.is_kept_until_step_end, storage.is_in_backward) = (0, false, false);
         }
-        self.settle()?;
+        self.wait_for_gather()?;
         self.release()
     }
 
     /// Before another call with the same weights, some of which may have been frozen or unfrozen since.
     pub fn begin_call(&mut self) -> Result<()> {
-        self.thaw()?;
+        self.unfreeze()?;
         for (place, slice) in self.layout.places.iter().zip(&self.slices) {
             let _ = slice.set_requires_grad(place.parameter.requires_grad());
         }
@@ -556,41 +556,43 @@ impl Unit {
 
     /// Counts the unit's elements there from now on.
     pub fn count_in(&mut self, tally: &Arc<Tally>) {
-        self.coming.iter_mut().for_each(|coming| coming.count_in(tally));
+        self.storage.iter_mut().for_each(|storage| storage.count_in(tally));
     }
 
     /// Elements of weights that come and go, and are in memory or on their way.
     pub fn live(&self) -> usize {
-        let is_live = self.coming.as_ref().is_some_and(|coming| !coming.is_released());
+        let is_live = self.storage.as_ref().is_some_and(|storage| !storage.is_released());
         if is_live { self.layout.len() } else { 0 }
     }
 
     /// Elements that are on their way.
     pub fn arriving(&self) -> usize {
-        let is_arriving = self.coming.as_ref().is_some_and(|coming| coming.is_arriving());
+        let is_arriving = self.storage.as_ref().is_some_and(|storage| storage.is_arriving());
         if is_arriving { self.layout.len() } else { 0 }
     }
 
-    /// Whether the weights are in memory, and nobody uses them.
+    /// Whether the weights are in memory, and not in use.
     pub fn is_idle(&self) -> bool {
-        let is_used = |coming: &Coming| coming.holds > 0 || coming.is_stray || coming.is_in_backward;
-        let is_idle = |coming: &Coming| !is_used(coming) && !coming.is_arriving();
-        self.live() > 0 && self.coming.as_ref().is_some_and(is_idle)
+        let is_used = |storage: &GatheredStorage| {
+            storage.pins > 0 || storage.is_kept_until_step_end || storage.is_in_backward
+        };
+        let is_idle = |storage: &GatheredStorage| !is_used(storage) && !storage.is_arriving();
+        self.live() > 0 && self.storage.as_ref().is_some_and(is_idle)
     }
 
-    /// Frees the memory of the weights, unless somebody needs them.
+    /// Frees the memory of the weights, unless they are in use.
     pub fn release(&mut self) -> Result<()> {
         if !self.is_idle() {
             return Ok(());
         }
         self.take_changes()?;
-        self.coming.iter_mut().try_for_each(Coming::release)?;
+        self.storage.iter_mut().try_for_each(GatheredStorage::release)?;
         self.set_versions(1)?;
         self.layout.places.iter().try_for_each(|place| place.parameter.set_away(true))
     }
 
     /// The weights have been changed from outside: takes this rank's part of them over.
-    pub fn take_over(&mut self, index: usize) -> Result<()> {
+    pub fn write_back(&mut self, index: usize) -> Result<()> {
         if !self.has_own_part() {
             return Ok(());
         }
@@ -605,10 +607,10 @@ impl Unit {
     /// Writes the parameter at `index`: this rank's `slice` of the values, and the whole weight where it is in memory.
     /// [`Unit::renew`] has to follow.
     pub fn write(&mut self, index: usize, values: &Tensor, slice: &Tensor) -> Result<()> {
-        self.settle()?;
+        self.wait_for_gather()?;
         if !self.is_released() {
             self.layout.places[index].parameter.leaf().f_detach()?.f_copy_(values)?;
-            self.take_over(index)?;
+            self.write_back(index)?;
         }
         Ok(self.slices[index].leaf().f_detach()?.f_copy_(slice)?)
     }
@@ -664,7 +666,7 @@ mod tests {
         for (keeps_values, expected) in [(true, 1), (false, 0)] {
             let draws = Arc::new(Draws::default());
             let parameter = Parameter::new(Tensor::ones([3, 5], (Kind::Float, tch::Device::Cpu)));
-            parameter.attach(draws.clone()).unwrap();
+            parameter.attach_gather(draws.clone()).unwrap();
             parameter.set_away(true).unwrap();
             let layout = Layout::of(vec![("weight".to_owned(), parameter.clone())], 2);
             let unit = Unit::of_module(layout, 1, false, (Some("net"), keeps_values)).unwrap();

@@ -248,7 +248,7 @@ pub(super) fn set_local(
     }
     let group = reducer.peers.clone();
     let unit = &mut reducer.units[number];
-    unit.settle()?;
+    unit.wait_for_gather()?;
     if unit.is_released() {
         return unit.renew();
     }

@@ -19,7 +19,7 @@ pub(super) enum Phase {
     /// It has failed: the other ranks take part in no collectives any more.
     Failed,
     /// It is over, and the weights stay sharded until the next call.
-    Resting,
+    Parked,
     /// The strategy that could gather the weights is gone.
     Gone,
 }
@@ -46,12 +46,12 @@ impl Phases {
 
 /// Unshards weights when they are accessed, and notes edits of weights that have master weights.
 #[derive(Debug)]
-pub(super) struct Keeper {
+pub(super) struct GatherOnAccess {
     pub reducer: Arc<Mutex<Reducer>>,
     pub phase: Arc<Phases>,
 }
 
-impl Keeper {
+impl GatherOnAccess {
     /// An error if a sharded weight cannot be gathered, since the other ranks do not take part.
     fn check(&self, parameter: &Parameter) -> Result<()> {
         if !parameter.is_away() {
@@ -63,7 +63,7 @@ impl Keeper {
                 "and the fit that could gather it has failed",
                 "make the module again, and load the last checkpoint",
             ),
-            Phase::Resting => (
+            Phase::Parked => (
                 "and no call of the trainer runs that could gather it",
                 "write it with trainer.save_weights, or make the module whole with trainer.gather_weights, on all ranks",
             ),
@@ -82,13 +82,13 @@ fn lock(reducer: &Mutex<Reducer>) -> MutexGuard<'_, Reducer> {
     reducer.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Gather for Keeper {
+impl Gather for GatherOnAccess {
     fn gather(&self, parameter: &Parameter) -> Result<()> {
         self.check(parameter)?;
         let mut reducer = lock(&self.reducer);
         let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
         reducer.need(unit)?;
-        reducer.units[unit].stay(); // the end of its use is not known
+        reducer.units[unit].keep_until_step_end(); // the end of its use is not known
         Ok(())
     }
 
@@ -104,9 +104,9 @@ impl Gather for Keeper {
         self.check(parameter)?;
         let mut reducer = lock(&self.reducer);
         let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
-        reducer.hold(unit)?;
+        reducer.pin(unit)?;
         if ffi::grad_is_enabled() {
-            reducer.units[unit].stay(); // backward may need it
+            reducer.units[unit].keep_until_step_end(); // backward may need it
         }
         Ok(())
     }
@@ -115,9 +115,9 @@ impl Gather for Keeper {
         let mut reducer = lock(&self.reducer);
         let Some((unit, index)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
         if is_changed {
-            reducer.units[unit].take_over(index)?;
+            reducer.units[unit].write_back(index)?;
         }
-        reducer.let_go(unit)
+        reducer.unpin(unit)
     }
 }
 
@@ -135,7 +135,7 @@ impl CallWatcher for Watcher {
         self.open.push(Vec::new());
         for unit in self.units.get(call.fqn()).into_iter().flatten() {
             let mut reducer = lock(&self.reducer);
-            reducer.hold(*unit)?;
+            reducer.pin(*unit)?;
             reducer.units[*unit].open_calls += usize::from(ffi::grad_is_enabled());
             drop(reducer);
             self.open.last_mut().into_iter().for_each(|open| open.push(*unit));
@@ -145,7 +145,7 @@ impl CallWatcher for Watcher {
 
     fn end(&mut self) {
         for unit in self.open.pop().into_iter().flatten() {
-            if let Err(error) = lock(&self.reducer).let_go(unit) {
+            if let Err(error) = lock(&self.reducer).unpin(unit) {
                 tracing::warn!("the memory of weights could not be freed: {error}");
             }
         }

@@ -11,16 +11,16 @@ use crate::ffi::ReleasableStorage;
 
 /// The storage of a unit's unsharded weights, which has memory only while they are used.
 #[derive(Debug)]
-pub(super) struct Coming {
+pub(super) struct GatheredStorage {
     storage: ReleasableStorage,
     /// Uses of the weights in progress, such as calls of modules.
-    pub holds: usize,
+    pub pins: usize,
     /// They were accessed outside of a module's call, whose end would free them: they are kept until the next step.
-    pub is_stray: bool,
+    pub is_kept_until_step_end: bool,
     /// The backward pass has reached a module that uses them.
     pub is_in_backward: bool,
     /// Memory was allocated only to see whether there is enough; it has no values.
-    has_room_only: bool,
+    is_only_reserved: bool,
     /// The gather in progress: there is memory, but the values may not have arrived.
     arriving: Option<Arrival>,
     /// Elements of the unit, which are added to the counts of all units.
@@ -28,15 +28,15 @@ pub(super) struct Coming {
     tally: Arc<Tally>,
 }
 
-impl Coming {
+impl GatheredStorage {
     /// The storage of a flat tensor, whose values are in memory.
     pub fn of(flat: &Tensor, len: usize) -> Self {
         Self {
             storage: ReleasableStorage::of(flat),
-            holds: 0,
-            is_stray: false,
+            pins: 0,
+            is_kept_until_step_end: false,
             is_in_backward: false,
-            has_room_only: false,
+            is_only_reserved: false,
             arriving: None,
             len,
             tally: Arc::default(),
@@ -77,14 +77,14 @@ impl Coming {
         Ok(())
     }
 
-    /// Tries to allocate the memory, without values, until [`Coming::give_room`]. Returns false if there is not enough.
-    pub fn try_room(&mut self) -> Result<bool> {
+    /// Tries to allocate the memory, without values, until [`GatheredStorage::release_reserved`]. Returns false if there is not enough.
+    pub fn try_reserve(&mut self) -> Result<bool> {
         if !self.is_released() {
             return Ok(true);
         }
         match self.restore() {
             Ok(()) => {
-                self.has_room_only = true;
+                self.is_only_reserved = true;
                 Ok(true)
             }
             Err(error) if error.is_out_of_memory() => Ok(false),
@@ -92,9 +92,9 @@ impl Coming {
         }
     }
 
-    /// Frees the memory of [`Coming::try_room`].
-    pub fn give_room(&mut self) -> Result<()> {
-        if std::mem::take(&mut self.has_room_only) { self.release() } else { Ok(()) }
+    /// Frees the memory of [`GatheredStorage::try_reserve`].
+    pub fn release_reserved(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.is_only_reserved) { self.release() } else { Ok(()) }
     }
 
     /// Whether a gather is in progress.
