@@ -1,4 +1,4 @@
-//! The seam between the trainer and how training is spread.
+//! The interface between the trainer and the distribution of training over ranks.
 
 use std::fmt;
 use std::time::Duration;
@@ -17,7 +17,9 @@ use crate::nn::{Module, ModuleExt, ModuleHooks};
 use crate::optim::{ConfiguredOptimizer, Optimizers};
 use crate::precision::{LossScaler, Precision};
 
-/// How training is spread over ranks.
+/// How training is distributed over ranks. In a step the trainer calls [`Strategy::begin_forward`], [`Strategy::begin_backward`] and
+/// [`Strategy::end_backward`]. [`Votes`] are the requests of each rank (stop, signals, failures): they are reduced together with the
+/// gradients, so that all ranks act on them after the same batch.
 ///
 /// # Collective
 /// All ranks call [`Strategy::prepare`], [`Strategy::begin_forward`], [`Strategy::begin_backward`], [`Strategy::end_backward`] and [`Strategy::agree`] in the
