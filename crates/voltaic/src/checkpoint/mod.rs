@@ -1,8 +1,10 @@
 //! Checkpoints: one safetensors file with the weights under their own names and the training state beside them, or a folder with
 //! such a file of each rank that has a part of the state.
 //!
-//! A file appears under its name only when it is complete and on disk, so a crash at any moment leaves the previous
-//! checkpoint whole. `docs/checkpoint_format.md` describes the layout.
+//! A file gets its name only when it is complete and on disk (`atomic`), so a crash at any moment leaves the previous checkpoint intact.
+//! [`Checkpoint`] is the content, `format` the layout of a file, `shards` that of a folder; `docs/checkpoint_format.md` describes both.
+//! `load` reads every kind, those of Lightning (`lightning`) and PyTorch (`torch_file`) among them. [`CheckpointIo`] is the trait for
+//! other storage.
 
 mod async_io;
 mod atomic;

@@ -1,6 +1,6 @@
 //! One error type for the library. Each message says what is wrong with its values, where, and how to fix it.
 //!
-//! What the user calls returns [`Result`]; what the user implements (steps, datasets, callbacks) returns
+//! Functions that users call return [`Result`]; functions that users implement (steps, datasets, callbacks) return
 //! `anyhow::Result`, so that any `?` works there, and reaches the caller as [`Error::Hook`].
 
 mod checkpoint;

@@ -1,4 +1,8 @@
 //! What a user writes: a module with its steps, its optimizers and its hooks.
+//!
+//! [`LightningModule`] is the trait of a model, and [`Callback`] that of code beside it. Steps get a [`StepContext`], hooks a
+//! [`HookContext`]: they log values (`logged`), and request what the trainer does after the hook ([`Requests`]). `hooks` has the table
+//! of all hooks, from which the methods of both traits are generated.
 
 mod callback;
 mod facts;

@@ -1,5 +1,7 @@
-//! Where metrics go: CSV, JSON lines or TensorBoard event files in a folder of the run, and pictures of the curves and of
-//! the device's memory.
+//! Where metrics are written: CSV, JSON lines or TensorBoard event files in a folder of the run ([`RunFolders`]), and plots of the
+//! curves and of the device's memory.
+//!
+//! [`Logger`] is the trait: it gets the hyper-parameters once, then rows of metrics with their step.
 
 mod config;
 mod csv;

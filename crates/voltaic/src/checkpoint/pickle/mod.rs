@@ -1,7 +1,7 @@
 //! Python's pickles as plain data: a reader that builds values and executes nothing, and a writer.
 //!
-//! Formats: `pickletools` of Python's library, and `torch/serialization.py`. A pickle names classes and functions; those that
-//! only make plain data are known here by name, any other is refused.
+//! Formats: Python's `pickletools`, and `torch/serialization.py`. A pickle names classes and functions; those that
+//! only make plain data are allowed by name, any other is rejected.
 
 mod globals;
 mod reader;

@@ -1,4 +1,4 @@
-//! Reads a checkpoint that is divided among ranks: any elements of any tensor, wherever they lie.
+//! Reads a sharded checkpoint: any elements of any tensor, in whichever files they are.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;

@@ -1,4 +1,4 @@
-//! Writes a checkpoint that is divided among ranks.
+//! Writes a sharded checkpoint.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{File, OpenOptions};

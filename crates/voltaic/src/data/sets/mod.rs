@@ -1,4 +1,4 @@
-//! Data sets that are ready to use, and where their files are looked for.
+//! Data sets that ship: each has a `DataModule` with a serde config; `folders` finds the files.
 
 mod folders;
 mod idx;

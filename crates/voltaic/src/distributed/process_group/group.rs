@@ -1,4 +1,4 @@
-//! The group, and how its operations are started.
+//! The process group, and how it starts operations.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,4 +1,4 @@
-//! What a group and its operations under way hold together, and what is found out when one of them fails.
+//! State that a group shares with its operations in progress, and the report when one of them fails.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

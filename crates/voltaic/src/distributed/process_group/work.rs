@@ -1,4 +1,4 @@
-//! Operations under way.
+//! Operations in progress.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! libtorch's autograd engine: its switches, hooks of gradients, functions whose gradient is ours.
+//! libtorch's autograd engine: its switches (`modes`), hooks on gradients (`hooks`), functions with a backward pass in Rust (`function`).
 
 pub(super) mod function;
 pub(super) mod hooks;

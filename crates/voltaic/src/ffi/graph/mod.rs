@@ -1,4 +1,4 @@
-//! Graphs: recordings of operators and their replay, CUDA's graphs.
+//! Graphs: recordings of operators and their replay (`recording`), and CUDA's own graphs (`cuda`).
 
 pub(super) mod cuda;
 pub(super) mod recording;

@@ -1,4 +1,5 @@
-//! Ranks: stores and process groups, libraries for collectives, sums through shared memory, child processes.
+//! Ranks: stores and process groups of c10d (`c10d`), libraries for collectives (`libraries`), sums through memory that ranks of one host
+//! share (`shared_sum` on `shared_memory`), the memory of the flight recorder, sealed values of a store, child processes.
 
 pub(super) mod c10d;
 pub(super) mod flight_memory;

@@ -1,4 +1,4 @@
-//! Tensors: where they lie, lists of them, random numbers, autocast.
+//! Tensors: devices and storage, operators on lists of them, states of random generators, autocast.
 
 pub(super) mod autocast;
 pub(super) mod device;

@@ -1,4 +1,7 @@
 //! Logged values: kept on their device, reduced over the epoch, read back only when the number is needed.
+//!
+//! `ctx.log` returns a [`LogEntry`], whose setters are options. When it is dropped, [`MetricStore`] takes the value; the trainer
+//! reads it back at the end of a step or epoch, reduced over ranks (`share`). Metrics that are members of the module go through `objects`.
 
 mod entry;
 mod objects;

@@ -1,4 +1,4 @@
-//! The usual layers, one file for each kind.
+//! PyTorch's layers, one file for each kind: each is a `#[derive(Module)]` struct with `forward` and setters for its options.
 
 pub(super) mod activation;
 pub(super) mod attention;

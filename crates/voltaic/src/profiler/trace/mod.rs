@@ -1,4 +1,7 @@
 //! Operators of a few steps, recorded by libtorch's profiler (Kineto).
+//!
+//! [`TraceProfiler`] is the handle of a `tracer`, which records the steps that a [`ProfilerSchedule`] selects. `nest` and `lanes` add what
+//! libtorch does not see; `export` writes the trace, and `table`, `flame` and `page` are the reports.
 
 mod config;
 mod export;

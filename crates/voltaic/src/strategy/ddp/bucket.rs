@@ -1,4 +1,4 @@
-//! Which gradients travel together.
+//! Buckets: gradients that are reduced together.
 
 use std::sync::Arc;
 

@@ -1,4 +1,7 @@
 //! Data-parallel training: each rank computes the gradients of its own batches, and all apply their mean.
+//!
+//! [`Ddp`] is the strategy. `bucket` assigns gradients to buckets, and `reducer` averages a bucket as soon as backward has computed
+//! its gradients.
 
 mod bucket;
 mod reducer;

@@ -1,4 +1,7 @@
 //! DeepSpeed's configuration: its file, and what it means here.
+//!
+//! `config` has the strategy classes with their arguments, `settings` the keys of the JSON file with its sections in files of their own
+//! (`zero_section`, `classes`, `offload`, `batch`). `plan` turns both into the settings of [`Zero`](super::Zero).
 
 mod batch;
 mod classes;

@@ -1,4 +1,4 @@
-//! The settings of a run with divided states, as they are in force: nothing in it is left open.
+//! The settings of a run with sharded states, with every default filled in.
 
 use std::time::Duration;
 

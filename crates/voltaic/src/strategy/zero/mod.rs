@@ -1,4 +1,15 @@
-//! Training with states divided among ranks: ZeRO (arXiv:1910.02054).
+//! ZeRO (arXiv:1910.02054): optimizer states, gradients and weights are sharded over ranks. [`Zero`] is the strategy.
+//!
+//! A unit (`unit`) is what FSDP2 calls a parameter group: parameters that are communicated together, in one flat tensor (`flat`), of
+//! which each rank has a part. A step passes through the files in this order:
+//!
+//! 1. `partition` groups parameters into units, when a call begins: by module in stage 3, by optimizer before.
+//! 2. Forward: `access` unshards a unit before the call of its module, and reshards it afterwards (stage 3). `prefetch` gathers the
+//!    next units ahead, in the order of the last step (`order`); `gathered_storage` has their memory, `gathered` what ranks compare.
+//! 3. Backward: `reducer` reduces the gradients of a unit once they are complete, and keeps this rank's part.
+//! 4. `optimizer` steps the parts. `whole` gathers single parameters for optimizers that need whole ones.
+//!
+//! `shards` gives and takes the parts of checkpoints, `values` single values by name, and `report` counts memory.
 
 mod access;
 pub(super) mod config;

@@ -1,4 +1,4 @@
-//! What units have to do with the tree of modules.
+//! Relates units to the tree of modules, and moves buffers.
 
 use tch::Kind;
 

@@ -1,4 +1,4 @@
-//! What a rank saves of units, and reads back: its parts, without the other ranks.
+//! This rank's parts of units for checkpoints, saved and loaded without communication.
 
 use tch::Tensor;
 

@@ -1,4 +1,4 @@
-//! Weight, gradient and states of one parameter, of which each rank has a part.
+//! Access by name to the weight, gradient and optimizer states of a sharded parameter.
 
 use std::collections::HashMap;
 
