@@ -1,4 +1,4 @@
-//! NVIDIA GPUs, through libtorch's own back end, which is loaded when it is asked for.
+//! NVIDIA GPUs, through libtorch's own back end, which is loaded on first use.
 
 use std::env;
 use std::fs;
@@ -105,7 +105,7 @@ impl Accelerator for CudaAccelerator {
         }
         let refuse = |problem| DeviceError::Unavailable { device: "cuda".to_owned(), problem };
         if ffi::backend_is_loaded(Device::Hpu(0)) {
-            let what = "this process has HPUs already, and libtorch knows one accelerator";
+            let what = "this process has HPUs already, and libtorch supports one accelerator";
             return Err(refuse(Problem::new(what, "use another process")).into());
         }
         let library = libtorch_cuda().map_err(refuse)?;

@@ -584,7 +584,7 @@ impl Callback for ModelCheckpoint {
     }
 
     fn on_exception(&mut self, ctx: &mut HookContext, _error: &crate::Error) {
-        self.claims.release_all(); // what was asked for before is not written
+        self.claims.release_all(); // earlier requests are not written
         if self.config.save_on_exception && ctx.has_begun() && !self.skips(ctx) {
             let score = self.score(ctx).unwrap_or(None);
             let last_step_saved = self.state.last_step_saved;

@@ -58,7 +58,7 @@ pub(super) struct Header {
 pub(super) fn dtype(tensor: &Tensor, name: &str, module: &str) -> Result<Dtype> {
     if !tensor.defined() {
         let what = format!("{name} is undefined");
-        return Err(cannot_hold(module, what, "try_state_dict tells why a weight could not be gathered"));
+        return Err(cannot_hold(module, what, "try_state_dict returns why a weight could not be gathered"));
     }
     DtypeNames::of_kind(tensor.kind()).and_then(|dtype| dtype.safetensors).ok_or_else(|| {
         let what = format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind());
@@ -206,7 +206,7 @@ pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
     write_file(checkpoint, &planned, path, &mut |index| bytes_of(tensors[index].1))
 }
 
-/// Writes a checkpoint with these tensors, whose bytes are asked for one by one.
+/// Writes a checkpoint with these tensors, whose bytes are requested one tensor at a time.
 pub(super) fn write_file(
     checkpoint: &Checkpoint,
     planned: &[Planned],
@@ -454,7 +454,7 @@ pub(super) fn header_of<'a>(
         let found = header.num_optimizers;
         return Err(unreadable(
             path,
-            format!("it tells of {found} optimizers, at most {MAX_OPTIMIZERS} are read"),
+            format!("it lists {found} optimizers, at most {MAX_OPTIMIZERS} are read"),
         ));
     }
     note_saved_at(header.saved_at.unwrap_or(0));

@@ -176,8 +176,8 @@ fn refuse_storage_options(class: &str, storage_options: Option<&Value>) -> Resul
     let names = if names.is_empty() { "{}".to_owned() } else { names };
     Err(ConfigError::new(
         "Trainer.save_checkpoint(.., storage_options)",
-        format!("{class} knows no storage options, but was given {names}"),
-        format!("leave storage_options out, or give the trainer a CheckpointIo that knows them in place of {class}"),
+        format!("{class} supports no storage options, but was given {names}"),
+        format!("leave storage_options out, or give the trainer a CheckpointIo that supports them in place of {class}"),
     )
     .into())
 }

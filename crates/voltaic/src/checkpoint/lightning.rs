@@ -117,7 +117,7 @@ fn training_of(
     }
     let progress = progress_of(file);
     if progress.batch_idx > 0 && !progress.epoch_ended {
-        notes.push("the epoch goes on at its batch, but in voltaic's order of samples".to_owned());
+        notes.push("the epoch continues at its batch, but in voltaic's order of samples".to_owned());
     }
     let state = LoopState {
         progress,

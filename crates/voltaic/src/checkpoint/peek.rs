@@ -59,7 +59,7 @@ pub(super) fn check_whole(file: &mut File, header: &[u8], path: &Path) -> Result
     let expected = header.len() as u64 + metadata.data_len() as u64;
     let found = file.metadata().map_err(fail)?.len();
     if found != expected {
-        return Err(unreadable(path, format!("it has {found} bytes, its header tells of {expected}")));
+        return Err(unreadable(path, format!("it has {found} bytes, its header says {expected}")));
     }
     let Some(at) = checksum_at(header) else { return Ok(metadata) };
     let end = at + NO_CHECKSUM.len();

@@ -17,7 +17,7 @@ pub struct Progress {
     /// A validation after the batch done last has begun and is not over.
     #[serde(default)]
     pub validation_is_open: bool,
-    /// Schedules by step that follow a metric have not had their turn since the optimizer step done last.
+    /// Schedules by step that follow a metric have not been stepped since the last optimizer step.
     #[serde(default)]
     pub schedules_are_open: bool,
     /// Batches of each validation loader done in all epochs: the x-axis of what validation steps log.

@@ -121,7 +121,7 @@ impl Registry {
         self
     }
 
-    /// Adds a closer look at some sections, done before model and data are made, so that what it finds is reported
+    /// Adds a check of some sections, done before model and data are made, so that what it finds is reported
     /// together with their problems. Left out if one of the sections is so wrong that it has no value.
     #[must_use]
     pub fn check_with(

@@ -151,7 +151,7 @@ pub trait DataModule {
         None
     }
 
-    /// Takes back what [`state_dict`](Self::state_dict) gave, before the loaders are asked for.
+    /// Restores what [`state_dict`](Self::state_dict) returned, before the loaders are requested.
     ///
     /// # Errors
     /// If the state is not this data module's.

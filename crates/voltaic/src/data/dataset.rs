@@ -14,7 +14,7 @@ use crate::ffi::{self, SharedTensor};
 
 /// Samples that can be reached by their index.
 ///
-/// Samples are asked for by the batch, not one by one, so that a dataset held in memory can gather them with one
+/// Samples are requested by the batch, not one by one, so that a dataset held in memory can gather them with one
 /// operator. Loader threads call [`Dataset::batch`] at the same time on the same dataset, hence `Sync`.
 pub trait Dataset: Send + Sync + 'static {
     /// What [`Dataset::batch`] gives.

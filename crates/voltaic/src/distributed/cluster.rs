@@ -48,7 +48,7 @@ impl Placement {
 }
 
 impl Variables {
-    /// Refuses to let each of several processes train for itself, only because the configuration speaks of one.
+    /// An error if several processes were started, but the configuration has one device on one node: each would train alone.
     pub(crate) fn check_alone(&self) -> Result<(), ConfigError> {
         let names: &[&str] = match ClusterEnvironment::detect(self) {
             _ if self.text(LAUNCHER).is_some() => return Ok(()), // a rank may well train something by itself
@@ -63,7 +63,7 @@ impl Variables {
             None => Ok(()),
             Some((name, size)) => Err(ConfigError::new(
                 name,
-                format!("{size} ranks, but trainer.devices and trainer.num_nodes speak of one"),
+                format!("{size} ranks, but trainer.devices and trainer.num_nodes ask for one"),
                 "set them to what was started, or trainer.strategy=single_device for processes that have nothing to do \
                  with each other",
             )),

@@ -112,7 +112,7 @@ impl Connector {
         self.library.as_ref().map_or("gloo", CollectiveLibrary::name)
     }
 
-    /// Connects to the other members of a group, to whom `store` belongs. Returns when all are connected.
+    /// Connects to the other members of a group, whose store is `store`. Returns when all are connected.
     pub fn connect(&self, store: &Arc<Store>, place: Place) -> Result<Connected> {
         let library = self.library.map(|library| self.communicator(library, store, place)).transpose()?;
         Ok(Connected { library, gloo: self.gloo(store, place)?, host_peers: self.host_peers(store, place)? })
@@ -344,7 +344,7 @@ fn prove(
     match (0..size).find(is_strange) {
         None => Ok(()),
         Some(from) => Err(fail(&format!(
-            "what has connected as rank {from} of the group does not know this job's secret"
+            "what has connected as rank {from} of the group does not have this job's secret"
         ))),
     }
 }

@@ -35,7 +35,7 @@ impl fmt::Display for ClusterEnvironment {
 }
 
 impl ClusterEnvironment {
-    /// The launcher that the variables speak of.
+    /// The launcher that has set the variables.
     pub fn detect(variables: &Variables) -> Self {
         let has = |name: &str| variables.text(name).is_some();
         let has_all = |names: &[&str]| names.iter().all(|name| has(name));

@@ -17,7 +17,7 @@ const SECRET: [&str; 9] =
 
 /// What must be the same on all ranks: values by key, in order. Keys are those of the configuration where there is one.
 ///
-/// Values of keys that speak of a secret are never kept, only whether they are the same.
+/// Values of keys that name a secret are never kept, only compared.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Facts(Vec<(String, String)>);

@@ -1,4 +1,4 @@
-//! Starts the ranks of a node by running the same command again, and looks after them.
+//! Starts the ranks of a node by running the same command again, and supervises them.
 //!
 //! The process that the user started becomes the launcher and trains nothing: so it can show why a rank ended, take the
 //! others down, and start all of them again, whichever rank it was. Each rank gets Lightning's variables (`MASTER_ADDR`,
@@ -21,7 +21,7 @@ use super::variables::{ATTEMPT, LAUNCHER, NOTE, SECRET};
 use crate::error::{DistributedError, Error, Problem, Result, TorchError, TorchErrorKind, write_stderr};
 use crate::ffi::{self, JobSecret, Store};
 
-/// How often the launcher looks at its ranks.
+/// How often the launcher checks its ranks.
 const POLL: Duration = Duration::from_millis(25);
 /// How long ranks have to end after SIGTERM before they are killed.
 const GRACE: Duration = Duration::from_secs(3);
@@ -364,7 +364,7 @@ pub(crate) fn report_config_error(error: &Error) {
     let is_mistake =
         matches!(error, Error::Config(_) | Error::Distributed(DistributedError::Different { .. }));
     if let Some(note) = std::env::var_os(NOTE).filter(|_| is_mistake) {
-        // a launcher that does not learn of it starts the ranks again
+        // without the report the launcher starts the ranks again
         let _ = File::options().append(true).open(note).and_then(|mut file| file.write_all(b"configuration"));
     }
 }

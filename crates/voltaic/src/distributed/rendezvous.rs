@@ -20,7 +20,7 @@ use crate::device::Device;
 use crate::error::{Result, TorchError, TorchErrorKind};
 use crate::ffi::{CollectiveLibrary, JobSecret, Store, libtorch_version};
 
-/// How long an unknown host name is asked for again: names of a cluster may come up after the process.
+/// How long an unknown host name is looked up again: names of a cluster may appear after the process has started.
 const NAME_PATIENCE: Duration = Duration::from_secs(5);
 /// How much longer than the time-out a connection to a store that does not answer, and a request, is waited for.
 const SILENCE: Duration = Duration::from_secs(2);
@@ -203,7 +203,7 @@ fn job_name(secret: Option<&JobSecret>) -> String {
     secret.map_or_else(|| "open".to_owned(), of)
 }
 
-/// Says once what is believed without a secret.
+/// Warns once that without a secret the network is trusted.
 fn warn_of_trust(placement: &RankPlacement) {
     static ONCE: Once = Once::new();
     let RankPlacement { rank, world_size, secret, master_addr, .. } = placement;

@@ -4,7 +4,7 @@
 //! their bit in a counter that [`BITS`] ranks share, which rank 0 reads to name those that are missing. A rank whose facts have
 //! another digest than rank 0's leaves them for rank 0 to compare. Ranks wait for the verdict on the server, without polling.
 //!
-//! Rank 0 opens a *round* when it starts, and the others join the newest one. So ranks that are started again meet again
+//! Rank 0 opens a *round* when it starts, and the others join the newest one. So ranks that are restarted meet again
 //! whatever their launcher calls the attempt: the nodes of a `torchrun` count restarts each for itself.
 
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::ffi::{JobSecret, Store};
 
 /// How much longer than rank 0 the others wait for its verdict.
 const VERDICT_GRACE: Duration = Duration::from_secs(5);
-/// After this time a rank says for whom it waits.
+/// After this time a rank logs which ranks it waits for.
 pub(super) const NOTICE: Duration = Duration::from_secs(10);
 /// Longest time between two looks of rank 0.
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
@@ -82,7 +82,7 @@ fn unreadable(bytes: &[u8], why: &impl std::fmt::Display) -> String {
     format!("{} bytes, `{start}`, that are not understood ({why})", bytes.len())
 }
 
-/// What rank 0 says when all have come, or have not.
+/// Rank 0's answer when all ranks have arrived, or when it gives up.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Verdict {
     /// What is wrong, and how to fix it.
@@ -107,7 +107,7 @@ impl Verdict {
     }
 }
 
-/// A round in which all have come.
+/// A round in which all ranks have arrived.
 #[derive(Debug)]
 pub(super) struct Round {
     /// Of this round alone.
@@ -151,7 +151,7 @@ pub(super) struct Meeting {
     pub job: String,
 }
 
-/// Returns when all ranks have come.
+/// Returns when all ranks have arrived.
 ///
 /// It ends in time even if the store does not answer: a request waits for as long as the system takes to notice that a
 /// network is cut.
@@ -390,7 +390,7 @@ impl Call {
         Ok((missing.clone().take(NAMED_RANKS).collect(), missing.count()))
     }
 
-    /// All have come: whether they have come for the same.
+    /// After all ranks have arrived: compares what must be the same on all.
     fn compare(&self, round: &Store) -> Result<Verdict> {
         let lost = |error: TorchError| self.lost(&error);
         let mut others = Vec::new();

@@ -24,7 +24,7 @@ const WATCHED: [(i32, &str, bool); 4] = [
 struct Defaults {
     /// How many watch now.
     watching: usize,
-    /// Whether the default actions are in force; there once they are registered.
+    /// Whether the default actions apply; set once the handlers are registered.
     in_force: Option<Arc<AtomicBool>>,
 }
 
@@ -82,7 +82,7 @@ impl Signals {
                 continue; // nohup
             }
             if ends_at_second {
-                // order matters: the shutdown looks at the flag before the next line sets it
+                // order matters: the shutdown reads the flag before the next line sets it
                 let shutdown = flag::register_conditional_shutdown(signal, 128 + signal, received.clone())?;
                 self.registered.push(shutdown);
             }

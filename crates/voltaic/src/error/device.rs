@@ -29,7 +29,7 @@ pub enum DeviceError {
     AlreadySetUp {
         /// What there is.
         settings: String,
-        /// What was asked for.
+        /// The requested device.
         asked: String,
     },
     /// The machine, or this build, has no such device.

@@ -33,7 +33,7 @@ pub enum DistributedError {
         what: String,
     },
     /// The ranks do not run the same: other settings, optimizers or data.
-    #[error("rank {rank} cannot go on with the others: {what}; {}", self.remedy())]
+    #[error("rank {rank} cannot continue with the others: {what}; {}", self.remedy())]
     Different {
         /// Global rank of this process.
         rank: usize,

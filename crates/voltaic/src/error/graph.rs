@@ -96,10 +96,10 @@ pub enum GraphError {
         /// The module.
         module: String,
     },
-    /// What was asked for cannot be had here.
+    /// The requested function is not available here.
     #[error("{what} is not available: {problem}")]
     Unavailable {
-        /// What was asked for.
+        /// The requested function.
         what: String,
         /// What is wrong, and how to fix it.
         problem: Problem,

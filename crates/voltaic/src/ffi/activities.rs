@@ -169,7 +169,7 @@ pub(in crate::ffi) fn records_memory() -> bool {
     records(sys::VT_RECORD_MEMORY)
 }
 
-/// An operation of all ranks under way.
+/// A collective in progress.
 struct Collective {
     op: &'static str,
     details: String,
@@ -177,7 +177,7 @@ struct Collective {
     device: Option<usize>,
 }
 
-/// Those under way, by their number in the record of operations.
+/// Collectives in progress, by their number in the record of operations.
 static COLLECTIVES: Mutex<BTreeMap<u64, Collective>> = Mutex::new(BTreeMap::new());
 /// How many those are, so that nothing is locked without them.
 static UNDER_WAY: AtomicU64 = AtomicU64::new(0);

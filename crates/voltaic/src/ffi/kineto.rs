@@ -263,7 +263,7 @@ pub struct ProfileRange {
 }
 
 impl ProfileRange {
-    /// Begins one. If nothing records, that is all that happens.
+    /// Begins one; without effect if nothing records.
     ///
     /// # Errors
     /// If libtorch refuses.

@@ -13,7 +13,7 @@
 //! 6. **Replay**: a loop over prepared kernel calls. `call` fills the inputs, gives the outputs, and makes the replay of a backward pass
 //!    autograd's function. `metrics` counts.
 //!
-//! What users see are names on it: [`HpuGraph`] captures by hand, from step 3 to 6; [`make_graphed_callables`] makes one `call`
+//! The public API are entry points to it: [`HpuGraph`] is steps 3 to 6, explicitly; [`make_graphed_callables`] makes one `call`
 //! (`graphed_callable`); [`ModuleCacher`] and [`wrap_in_hpu_graph`] keep one for each signature (`cache`, `wrap`). Both are a module around the
 //! module, or an interceptor of its calls (`graphed`). The trainer captures modules (`modules`), and steps 3 to 6 of training steps and
 //! optimizer steps (`trainer/run/graphs`).

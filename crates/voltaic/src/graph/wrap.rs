@@ -150,7 +150,7 @@ impl ModuleCacher {
         Self { options }
     }
 
-    /// When the cache is full, a kind of call that has come more often than that of the least used graph takes its place.
+    /// When the cache is full, a signature that is called more often than the least used graph takes its place.
     pub fn use_lfu(mut self, use_lfu: bool) -> Self {
         self.options.use_lfu = use_lfu;
         self

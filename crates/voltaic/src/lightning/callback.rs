@@ -111,7 +111,7 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Called when the checkpoints that were asked for have been given to the checkpoint IO, which may still be writing them.
+    /// Called when the requested checkpoints were handed to the checkpoint IO, which may still be writing them.
     fn on_checkpoints_written(&mut self) {}
 
     /// Called when the run fails or is interrupted, before the error is returned.

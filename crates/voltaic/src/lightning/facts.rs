@@ -33,7 +33,7 @@ pub struct RunFacts {
     pub log_dir: PathBuf,
     /// Samples in a training batch, if the loader has a batch size.
     pub train_batch_size: Option<usize>,
-    /// Samples of the largest loader that was asked for last, on this rank.
+    /// Samples of the largest loader of the last request, on this rank.
     pub num_samples: usize,
     /// Operations of a training batch, if they were counted.
     pub flops: Option<Arc<Flops>>,

@@ -81,7 +81,7 @@ impl HookContext<'_> {
         self.run.world.mesh()
     }
 
-    /// Whether this process is the one of all ranks that prints and writes files.
+    /// Whether this process is rank 0, which prints and writes files.
     pub fn is_global_zero(&self) -> bool {
         self.run.world.is_global_zero()
     }
@@ -129,7 +129,7 @@ impl HookContext<'_> {
         self.run
     }
 
-    /// Hooks of the calls of the module and of those within it, which are in force in its steps and stay until they are
+    /// Hooks of the calls of the module and of those within it, which are active in its steps until they are
     /// removed:
     ///
     /// ```
@@ -273,7 +273,7 @@ impl HookContext<'_> {
     }
 
     /// Puts other learning rate schedules, of the optimizers in their order, in the place of those there are. They start
-    /// from the rates in force.
+    /// from the current rates.
     ///
     /// # Errors
     /// If there are more than optimizers, or one of them cannot be made.

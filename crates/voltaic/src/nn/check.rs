@@ -73,7 +73,7 @@ pub(super) fn empty(shape: &[i64]) -> Result<Tensor> {
 
 /// Puts what libtorch refused into the layer's own words, if the shape of `input` is the reason.
 ///
-/// `misfit` is asked only then, with that shape; it returns the layer's name with its sizes, and what it needs.
+/// `misfit` is called only then, with that shape; it returns the layer's name with its sizes, and what it needs.
 pub(super) fn explain(
     module: &dyn Module,
     output: Result<Tensor, TchError>,

@@ -17,7 +17,7 @@ pub(super) fn note_misfit(module: &dyn Module) {
     LAST.set(Some(identity(module)));
 }
 
-/// The fqn below `root` of the module that refused its input last on this thread, since this was asked last; none if that is
+/// The fqn below `root` of the module that last rejected its input on this thread, since the last call of this; none if that is
 /// the root itself, or no part of it.
 fn fqn_of_misfit(root: &dyn Module) -> Option<String> {
     let last = LAST.take()?;

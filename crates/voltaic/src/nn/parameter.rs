@@ -14,23 +14,23 @@ use crate::ffi;
 
 /// Keeps weights elsewhere, such as sharded over ranks, and gathers them; a strategy implements it.
 ///
-/// A strategy hands it over with [`Parameter::attach_gather`], frees a weight's memory, and says so with
+/// A strategy attaches it with [`Parameter::attach_gather`], frees a weight's memory, and reports that with
 /// [`Parameter::set_away`]. From then on each use of the weight calls [`Gather::gather`].
 pub trait Gather: fmt::Debug + Send + Sync {
-    /// Makes the weight whole, in the memory of [`Parameter::leaf`], and says so with [`Parameter::set_away`]. It stays until
+    /// Makes the weight whole, in the memory of [`Parameter::leaf`], and reports that with [`Parameter::set_away`]. It stays until
     /// the strategy takes it away again, mostly at the end of the step.
     ///
     /// # Collective
     /// If weights are divided among ranks: all ranks must touch the same weights in the same order.
     ///
     /// # Errors
-    /// Why the weight cannot be had.
+    /// Why the weight cannot be gathered.
     fn gather(&self, parameter: &Parameter) -> Result<()>;
 
     /// As [`Gather::gather`], but [`Gather::release`] follows when the weight is not needed any more.
     ///
     /// # Errors
-    /// Why the weight cannot be had.
+    /// Why the weight cannot be gathered.
     fn borrow(&self, parameter: &Parameter) -> Result<()> {
         if parameter.is_away() { self.gather(parameter) } else { Ok(()) }
     }

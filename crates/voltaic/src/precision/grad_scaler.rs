@@ -49,7 +49,7 @@ impl GradScaler {
         }
     }
 
-    /// The factor in force.
+    /// The current factor.
     pub fn get_scale(&self) -> f64 {
         self.scale
     }

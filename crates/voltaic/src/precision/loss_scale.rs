@@ -20,7 +20,7 @@ pub(crate) enum LossScale {
 }
 
 impl LossScale {
-    /// The factor in force.
+    /// The current factor.
     pub fn get_scale(&self) -> f64 {
         match self {
             Self::Grad(scaler) => scaler.get_scale(),

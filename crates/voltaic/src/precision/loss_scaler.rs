@@ -115,7 +115,7 @@ impl StaticLossScaler {
     }
 }
 
-/// Halves the scale at an overflow, but only once so many overflows (`hysteresis`) have come, and doubles it after a number
+/// Halves the scale at an overflow, but only after so many overflows (`hysteresis`), and doubles it after a number
 /// of steps without one.
 ///
 /// Source: `deepspeed/runtime/fp16/loss_scaler.py`, `DynamicLossScaler`.

@@ -12,7 +12,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::nn::{CallWatcher, Module, ModuleCall, ModuleHooks, Which};
 
-/// The run that a profiler looks at.
+/// The run that a profiler measures.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProfiledRun {
     /// What is being done: `fit`, `validate`, `test` or `predict`.

@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::optim::OptimizerConfig;
 
 impl StrategyPlan {
-    /// Whether its ranks have to meet.
+    /// Whether its ranks need a rendezvous.
     pub(crate) fn is_distributed(&self) -> bool {
         *self != Self::SingleDevice
     }

@@ -24,7 +24,7 @@ pub(super) fn broadcast_buffers(group: &ProcessGroup, module: &dyn Module) -> Re
     broadcast(group, module.named_buffers().into_iter().map(|(_, buffer)| buffer.detach()))
 }
 
-/// The votes of all ranks on their way to all. They are gathered in memory of the host, so that no rank waits for its device,
+/// An exchange of all ranks' votes in progress. They are gathered in memory of the host, so that no rank waits for its device,
 /// and not summed, so that a rank waits until the others have sent theirs, and no longer.
 #[derive(Debug)]
 pub(super) struct SentVotes(Work<Tensor>);

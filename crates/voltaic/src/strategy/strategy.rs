@@ -32,8 +32,8 @@ pub trait Strategy: fmt::Debug + Send {
     /// `world().mesh().dp`.
     fn world(&self) -> &World;
 
-    /// How long ranks wait for each other in a collective, if the strategy says so; else what [`BuildStrategy::timeout`] gave
-    /// when they met stays in force.
+    /// How long ranks wait for each other in a collective; with `None` the time-out of [`BuildStrategy::timeout`], which applied
+    /// when they met, stays.
     fn timeout(&self) -> Option<Duration> {
         None
     }
@@ -49,7 +49,7 @@ pub trait Strategy: fmt::Debug + Send {
     }
 
     /// Called when the module is on its device, before its optimizers are made: all ranks start from rank 0's values. `calls`
-    /// are the hooks of the calls of modules that are in force in the steps of the run; those that the strategy registers stay
+    /// are the hooks of the calls of modules that are active in the steps of the run; those that the strategy registers stay
     /// until it removes them, such as in [`Strategy::teardown`]. [`UnitGrads`](crate::nn::UnitGrads) calls back when the gradients of
     /// a part of the module are complete.
     ///
@@ -225,7 +225,7 @@ pub(super) fn set_grads_of(module: &dyn Module, grads: &[(String, Tensor)]) -> R
 ///
 /// Any function from the ranks to a strategy is one: `.strategy(|world| Ok(Box::new(MyStrategy::new(world)) as _))`.
 pub trait BuildStrategy: Send {
-    /// How long ranks wait for each other until they have met; afterwards [`Strategy::timeout`] is in force, if it gives one.
+    /// How long ranks wait for each other until they have met; afterwards [`Strategy::timeout`] applies, if it gives one.
     fn timeout(&self) -> Duration {
         DEFAULT_TIMEOUT
     }

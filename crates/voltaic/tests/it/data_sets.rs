@@ -115,7 +115,7 @@ fn a_file_that_lies_is_named_with_the_byte() {
             "ends after 11 of the 12 bytes that sizes [3, 2, 2]",
         ),
         (IMAGES, large, "file", 116, "ends after 100 of the 47040000 bytes"),
-        (IMAGES, longer, "file", 28, "goes on after the 12 bytes"),
+        (IMAGES, longer, "file", 28, "continues after the 12 bytes"),
         (IMAGES, huge, "file", 4, "promise more than any such file holds"),
         ("images.gz", packed[..packed.len() - 12].to_vec(), "stream", 0, "compressed stream"),
         ("images.gz", packed[..5].to_vec(), "stream", 0, "compressed stream ends here"),

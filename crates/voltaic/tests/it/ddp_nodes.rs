@@ -169,7 +169,7 @@ fn one_of_several_processes_does_not_train_by_itself_unless_told() {
         command.env(FOLDER, folder.path()).envs(variables.iter().copied());
         let text = text_of(&command.output().unwrap());
         let expected =
-            format!("auto: {name}: 2 ranks, but trainer.devices and trainer.num_nodes speak of one");
+            format!("auto: {name}: 2 ranks, but trainer.devices and trainer.num_nodes ask for one");
         assert!(text.contains(&expected), "{text}");
         assert!(text.contains("single_device: built"), "{text}");
     }

@@ -31,7 +31,7 @@ fn the_build_the_machine_and_the_environment_are_described() {
         "hpu           ",
         "gloo          part of libtorch",
         "  VOLTAIC_JOB_SECRET=(hidden)\n",
-        "  VOLTAIC_HPU_DEVICE=2  <- voltaic does not know it; did you mean VOLTAIC_HPU_DEVICES\n",
+        "  VOLTAIC_HPU_DEVICE=2  <- voltaic does not read it; did you mean VOLTAIC_HPU_DEVICES\n",
         "  VOLTAIC_TRAINER__MAX_EPOCHS=3\n",
         "  OMP_NUM_THREADS=1\n",
     ] {

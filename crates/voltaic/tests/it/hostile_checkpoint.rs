@@ -116,7 +116,7 @@ fn numbers_of_a_header_are_bounded() {
     for number in [u64::MAX, 1 << 62, 1 << 40, 65_537] {
         crafted(&path, &header(json!(number), json!({})), "[3]");
         let error = Checkpoint::load(&path).unwrap_err().to_string();
-        assert!(error.contains(&format!("it tells of {number} optimizers, at most 65536")), "{error}");
+        assert!(error.contains(&format!("it lists {number} optimizers, at most 65536")), "{error}");
     }
     let shape = format!("[3{}]", ",1".repeat(100));
     crafted(&path, &header(json!(0), Value::Null), &shape);

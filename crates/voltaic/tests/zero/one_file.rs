@@ -159,7 +159,7 @@ fn refused(ranks: usize, folder: &Path) {
     let whole = std::fs::read(folder.join("file.ckpt")).unwrap();
     let shape = r#""first.weight":{"dtype":"F32","shape":[33,5]"#;
     let cases: [(&str, Vec<u8>, &str); 8] = [
-        ("cut", whole[..whole.len() - 5].to_vec(), "its header tells of"),
+        ("cut", whole[..whole.len() - 5].to_vec(), "its header says"),
         ("empty", Vec::new(), "it is not a whole safetensors file"),
         ("flipped", changed(&whole, r#""dtype":"F32""#, r#""dtype":"I32""#, false), "its checksum is"),
         ("no dtype", changed(&whole, r#""dtype":"F32""#, r#""dtype":"F99""#, true), "F99"),

@@ -29,7 +29,7 @@ enum Backend {
         /// What the environment says.
         flags: RuntimeFlags,
     },
-    /// Cards were asked for by `VOLTAIC_HPU=gaudi`, and this is why there are none.
+    /// `VOLTAIC_HPU=gaudi` requires cards, and this is why there are none.
     Absent(Problem),
 }
 

@@ -504,7 +504,7 @@ fn tree(nodes: &[Node], id: Id, depth: usize, budget: &mut Budget) -> Step<Value
         return Err(format!("its values nest deeper than {MAX_DEPTH}"));
     }
     let node = &nodes[id];
-    // those who read tensors may make a copy of each, also of shared ones
+    // callers that read tensors may copy each, also shared ones
     let elements = if let Node::Tensor(tensor) = node { bytes_of(tensor) } else { 0 };
     budget.take(size_of::<Value>() + node.size() - size_of::<Node>() + elements)?;
     let mut list =

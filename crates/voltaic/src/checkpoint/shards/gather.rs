@@ -77,7 +77,7 @@ fn content(message: &[u8]) -> Result<&[u8], String> {
     }
 }
 
-/// Runs `body` on rank 0, with what all ranks have; the others give what it asks for. All learn how it went.
+/// Runs `body` on rank 0, with what all ranks have; the others send what it requests. All get the result.
 fn with_others<T>(
     checkpoint: &Checkpoint,
     group: &ProcessGroup,

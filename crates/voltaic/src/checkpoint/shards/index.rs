@@ -256,11 +256,11 @@ impl Index {
     pub fn finish(&mut self, mut corners_left: usize) -> Result<(), String> {
         let ranks = self.files.len();
         if ranks == 0 || ranks > MAX_RANKS {
-            return Err(format!("it tells of {ranks} ranks; 1 to {MAX_RANKS} are read"));
+            return Err(format!("it lists {ranks} ranks; 1 to {MAX_RANKS} are read"));
         }
         if self.num_optimizers > MAX_OPTIMIZERS {
             let found = self.num_optimizers;
-            return Err(format!("it tells of {found} optimizers, at most {MAX_OPTIMIZERS} are read"));
+            return Err(format!("it lists {found} optimizers, at most {MAX_OPTIMIZERS} are read"));
         }
         if self.training.is_some() && self.ranks.len() + 1 != ranks {
             let found = self.ranks.len() + 1;

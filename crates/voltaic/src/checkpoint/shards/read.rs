@@ -29,13 +29,13 @@ const PIECE: usize = 1 << 20;
 /// What a tensor that shares its elements with another takes, with its name.
 const BYTES_OF_NAMED: usize = 256;
 
-/// A checkpoint in a folder, whose tensors are read when they are asked for.
+/// A checkpoint in a folder, whose tensors are read on request.
 pub(crate) struct Shards {
     folder: PathBuf,
     index: Index,
     /// Those that have been opened, by rank.
     files: Vec<OnceCell<Opened>>,
-    /// The block that was read last of those of which only a part was asked for: tensors that lie side by side share it.
+    /// The last block of which only a part was requested: adjacent tensors share it.
     last_block: RefCell<Block>,
 }
 
@@ -281,7 +281,7 @@ impl Shards {
             let block_len = opened.block_len(index);
             let len = bytes.len().min(block_len.saturating_sub(first));
             let Some(expected) = blocks.get(index).filter(|_| len > 0) else {
-                return Err(unreadable(&opened.path, "it has fewer bytes than its header tells"));
+                return Err(unreadable(&opened.path, "it has fewer bytes than its header says"));
             };
             let (piece, rest) = bytes.split_at_mut(len);
             if len == block_len {
@@ -330,7 +330,7 @@ impl Shards {
         let (mut file, header) = open_header(&path)?;
         let found = file.metadata().map_err(|e| Error::io("read checkpoint", &path, e))?.len();
         if found != entry.bytes {
-            let what = format!("it has {found} bytes, the index tells of {}", entry.bytes);
+            let what = format!("it has {found} bytes, the index says {}", entry.bytes);
             return Err(unreadable(&path, what));
         }
         let metadata: Metadata =
@@ -346,7 +346,7 @@ impl Shards {
         let checked = if has_blocks { 0 } else { found - header.len() as u64 };
         check_crc(&header, &mut (&mut file).take(checked), &entry.crc32, &path)?;
         if header.len() as u64 + metadata.data_len() as u64 != entry.bytes {
-            return Err(unreadable(&path, "its header tells of another length than it has"));
+            return Err(unreadable(&path, "its length is not that of its header"));
         }
         let digits = own(BLOCKS_KEY).map(String::as_bytes).unwrap_or_default();
         let blocks =

@@ -230,7 +230,7 @@ pub(super) fn write_rank_file(
     Ok(FileEntry { bytes: written.bytes, crc32: format!("{:08x}", crc32fast::hash(&written.header)) })
 }
 
-/// What rank 0 learns of these tensors of a rank.
+/// What a rank reports to rank 0 about these tensors.
 pub(super) fn report(checkpoint: &Checkpoint, tensors: &[OwnTensor<'_>]) -> RankReport {
     let shard = |own: &OwnTensor<'_>| {
         let (shape, chunks) = own.place.clone()?;

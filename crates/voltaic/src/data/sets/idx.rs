@@ -149,7 +149,7 @@ pub(super) fn read(path: &Path, num_dims: usize) -> Result<Idx> {
         return Err(content.corrupt(start + found, what));
     }
     if found > promised {
-        let what = format!("the file goes on after the {promised} bytes that sizes {sizes:?} promise");
+        let what = format!("the file continues after the {promised} bytes that sizes {sizes:?} promise");
         return Err(content.corrupt(start + promised, what));
     }
     Ok(Idx { sizes, bytes })

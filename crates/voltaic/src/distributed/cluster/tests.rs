@@ -296,7 +296,7 @@ fn a_process_is_alone_if_nobody_has_started_others() {
     for (given, expected) in [
         ("", None),
         ("WORLD_SIZE=1", None),
-        ("WORLD_SIZE=2", Some("WORLD_SIZE: 2 ranks, but trainer.devices and trainer.num_nodes speak of one")),
+        ("WORLD_SIZE=2", Some("WORLD_SIZE: 2 ranks, but trainer.devices and trainer.num_nodes ask for one")),
         ("WORLD_SIZE=2 LOCAL_RANK=0 VOLTAIC_LAUNCHER=a", None),
         ("TORCHELASTIC_RUN_ID=x WORLD_SIZE=2", Some("WORLD_SIZE: 2 ranks")),
         ("PMI_SIZE=3", Some("PMI_SIZE: 3 ranks")),

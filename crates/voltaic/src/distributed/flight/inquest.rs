@@ -20,10 +20,10 @@ use crate::ffi::Store;
 const INQUEST: Duration = Duration::from_secs(2);
 /// How much longer it waits for a store that does not answer.
 const GRACE: Duration = Duration::from_secs(1);
-/// First and longest time between two looks at how many ranks there are.
+/// First and longest time between two reads of the number of ranks.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
-/// Missing ranks that are asked where they are.
+/// The number of missing ranks that are asked for their position.
 const ASKED: usize = 8;
 /// Different operations that a report lists, and the ranks that it names for each.
 const CALLS: i64 = 8;
@@ -77,7 +77,7 @@ struct Place {
 }
 
 impl Inquest {
-    /// What the ranks of the group report; none if the store is gone or out of reach, and with it all that could be known.
+    /// What the ranks of the group report; `None` if the store is gone or out of reach.
     pub fn hold(self) -> Option<RankReport> {
         let first = self.clone();
         let place = within(INQUEST + GRACE, move || first.count().ok()).flatten()?;

@@ -278,7 +278,7 @@ pub(super) fn position(memory: &FlightMemory) -> String {
     // the newest may be half written
     let entries =
         || (0..FLIGHT_ENTRIES as u64).filter_map(|back| Entry::read(memory, started.checked_sub(back)?));
-    // the oldest of those under way is the one that it waits for
+    // the rank waits for the oldest operation in progress
     let waits_for = entries().filter(|entry| entry.state == State::UnderWay).min_by_key(|entry| entry.number);
     match (waits_for, entries().next()) {
         (Some(entry), _) => format!("in {entry}, which it began {:.1} s ago", seconds(entry.began_nanos)),
@@ -295,7 +295,7 @@ pub(in crate::distributed) fn caller(number: u64) -> String {
     own().and_then(|memory| Entry::read(memory, number)).map(|entry| entry.from).unwrap_or_default()
 }
 
-/// Whether a rank has come to an operation.
+/// Whether a rank has reached an operation.
 pub(super) fn is_in(memory: &FlightMemory, op: &str, seq: u64) -> bool {
     let started = memory.header(STARTED).load(Ordering::Acquire);
     (0..FLIGHT_ENTRIES as u64)

@@ -30,7 +30,7 @@ const TICK: Duration = Duration::from_millis(250);
 const STILL: u32 = 2;
 /// How long a rank waits for the first rank of its node to say where the records are.
 const TABLE: Duration = Duration::from_secs(1);
-/// How long a rank that is asked where it is has to answer.
+/// How long a rank has to answer a request for its position.
 pub(in crate::distributed) const ANSWER: Duration = Duration::from_millis(1500);
 
 /// The folder below which this process writes its records.
@@ -65,7 +65,7 @@ struct Published {
     address: String,
 }
 
-/// What a rank answers when it is asked where it is.
+/// A rank's answer to a request for its position.
 #[derive(Debug, Serialize, Deserialize)]
 struct Answer {
     /// The number of the alarm.
@@ -141,7 +141,7 @@ impl Watchdog {
 
     /// Opens the records of the other ranks of this node, all of which have been started.
     pub fn meet_node_peers(&self) {
-        let _ = self.seen.meet_node_peers(TABLE); // ranks that are not found are asked over the store
+        let _ = self.seen.meet_node_peers(TABLE); // ranks that are not found are queried over the store
     }
 
     /// Writes the record of this rank; returns where it is.

@@ -8,9 +8,9 @@ use crate::distributed::flight::record;
 use crate::error::Result;
 use crate::ffi::{self, Summing};
 
-/// An operation under way, as `torch.distributed.Work`. Its tensors must be left alone until [`Work::wait`] returns.
+/// An operation in progress, as `torch.distributed.Work`. Its tensors must be left alone until [`Work::wait`] returns.
 ///
-/// Any number may be under way, of one group and of several. They may be waited for in any order, as long as all ranks
+/// Any number may be in progress, of one group and of several. They may be waited for in any order, as long as all ranks
 /// have started them in the same order. Dropping one also waits, at most as long as the group's time-out, and discards an
 /// error.
 #[must_use = "an operation is done when it has been waited for"]

@@ -38,7 +38,7 @@ static TABLE: sys::vt_allocator = sys::vt_allocator { allocate, release, explain
 
 const fn device_pool(number: i32) -> Pool {
     Pool::new(number, None).with_drop_twin(|twin| {
-        // SAFETY: the HPU back end stored the twin, and its block is on its way back to the system.
+        // SAFETY: the HPU back end stored the twin, and its block is being returned to the system.
         unsafe { sys::vt_hpu_drop_twin(twin) }
     })
 }

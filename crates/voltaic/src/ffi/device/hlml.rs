@@ -1,6 +1,6 @@
 //! HLML, Habana's management library: which Gaudi cards there are and how they are, without taking one.
 //!
-//! `libhlml.so` has a C interface, declared here from its public documentation; it is loaded when it is asked for.
+//! `libhlml.so` has a C interface, declared here from its public documentation; it is loaded on first use.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;

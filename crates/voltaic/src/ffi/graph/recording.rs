@@ -141,7 +141,7 @@ pub fn is_recording() -> bool {
 
 /// Operators of this thread run unrecorded while this lives. Their results exist before the graph, and each replay reads them.
 #[derive(Debug)]
-#[must_use = "recording goes on when this is dropped"]
+#[must_use = "recording resumes when this is dropped"]
 pub struct RecordingPause {
     was_paused: i32,
     _of_this_thread: PhantomData<*const ()>,
@@ -232,7 +232,7 @@ unsafe impl Send for ReplayGraph {}
 impl ReplayGraph {
     /// The first buffer of the recording that was there before and is gone, or has other memory now.
     fn gone_buffer(&self) -> Option<usize> {
-        // SAFETY: the graph is alive; it holds what it looks at.
+        // SAFETY: the graph is alive; it owns what it reads.
         usize::try_from(unsafe { sys::vt_graph_gone_buffer(self.raw.as_ptr()) }).ok()
     }
 

@@ -146,7 +146,7 @@ mod tests {
             ..Default::default()
         };
         super::super::hand_in_host();
-        // SAFETY: the functions look at nothing that they are passed.
+        // SAFETY: the functions read none of their arguments.
         crate::ffi::check::check("install_kernels", unsafe { sys::vt_install_kernels(&table) }).unwrap();
         tch::set_num_threads(2);
         let ones = |kind| Tensor::ones([1000], (kind, Device::Cpu));

@@ -526,7 +526,7 @@ impl Drop for Backend {
     }
 }
 
-/// An operation under way, whose tensors must be left alone until [`Work::wait`] returns. Dropping it waits, too.
+/// An operation in progress, whose tensors must be left alone until [`Work::wait`] returns. Dropping it waits, too.
 #[derive(Debug)]
 pub struct Work {
     work: *mut sys::vt_work,

@@ -1,4 +1,4 @@
-//! NCCL, and HCCL with Synapse: libraries for operations between devices, loaded when they are asked for.
+//! NCCL, and HCCL with Synapse: libraries for operations between devices, loaded on first use.
 //!
 //! HCCL has NCCL's interface with names of its own. Both are declared from their public documentation. On Gaudi, data goes
 //! through memory of our own, which Synapse allocates and copies.

@@ -262,7 +262,7 @@ fn map(file: &File) -> io::Result<NonNull<u8>> {
     NonNull::new(memory.cast()).ok_or_else(io::Error::last_os_error)
 }
 
-/// Locks a whole file for writing, or asks who has; the lock belongs to the open file, not to the process.
+/// Locks a whole file for writing, or queries the holder of the lock; the lock belongs to the open file, not to the process.
 pub(super) fn lock(file: &File, command: i32) -> io::Result<libc::flock> {
     let mut lock = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,

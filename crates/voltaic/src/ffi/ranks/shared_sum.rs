@@ -131,7 +131,7 @@ impl HostPeers {
     /// float32. It must be left alone until the sum is complete.
     ///
     /// # Errors
-    /// If a rank is gone or does not come within the time-out: with much under way, this waits for earlier sums.
+    /// If a rank is gone or does not arrive within the time-out: with many sums in progress, this waits for earlier ones.
     pub fn start_sum(&self, tensor: &Tensor) -> Result<Summing, TorchError> {
         let ticket = next_ticket();
         let last = lock(&self.0).start(tensor, ticket)?;
@@ -139,7 +139,7 @@ impl HostPeers {
     }
 }
 
-/// A sum under way. Dropping it waits, too.
+/// A sum in progress. Dropping it waits, too.
 #[derive(Debug)]
 pub struct Summing {
     exchange: Arc<Mutex<Exchange>>,
@@ -191,7 +191,7 @@ fn lock(exchange: &Mutex<Exchange>) -> MutexGuard<'_, Exchange> {
     exchange.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A part of a tensor under way.
+/// A piece of a tensor in progress.
 #[derive(Debug)]
 struct Piece {
     number: u64,

@@ -30,7 +30,7 @@ impl SharedTensor {
     }
 }
 
-/// The memory of a tensor, and of all that share it, while a strategy frees it and gives it back. The tensors keep their
+/// The memory of a tensor, and of all that share it, while a strategy frees and restores it. The tensors keep their
 /// identity, size and gradient.
 ///
 /// A tensor without its memory must not be read or written: some operators of libtorch do not look, and end the process.

@@ -31,7 +31,7 @@ pub(super) struct Base {
 
 /// Rows of the host that are no threads.
 const HOST_ROWS: i64 = 1_000_000_000;
-/// Rows that one kind of activity may take if several are under way at the same time.
+/// Rows that one kind of activity may take if several overlap in time.
 const MOST_LANES: usize = 100;
 /// What changes of a device's memory say: libtorch's number of CUDA, since TensorBoard's plugin fails with types other than this
 /// and the CPU. It shows the first HPU as "GPU0".
@@ -105,7 +105,7 @@ pub(super) fn row_name(activity: &Activity) -> &'static str {
     }
 }
 
-/// A row for each activity: those that overlap, as collectives under way, are on several.
+/// A row for each activity: those that overlap, as collectives do, are on several.
 pub(super) fn place(activities: &[Activity], base: Base) -> Vec<Place> {
     let mut order: Vec<usize> = (0..activities.len()).collect();
     order.sort_by_key(|&at| activities[at].start_ns);

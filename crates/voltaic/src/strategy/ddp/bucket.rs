@@ -70,7 +70,7 @@ impl Bucket {
     }
 }
 
-/// `part` with shape and, if the parameter is dense without gaps, the memory order of `param`, so that optimizers meet the
+/// `part` with shape and, if the parameter is dense without gaps, the memory order of `param`, so that optimizers get the
 /// layout they expect.
 fn view_like(part: &Tensor, param: &Tensor) -> Result<Tensor> {
     let (size, stride) = (param.size(), param.stride());

@@ -17,7 +17,7 @@ use crate::strategy::peers::SentVotes;
 use crate::strategy::sparse;
 use crate::strategy::votes::Votes;
 
-/// A bucket on its way.
+/// A bucket that is being reduced.
 #[derive(Debug)]
 struct Sent {
     work: Work,

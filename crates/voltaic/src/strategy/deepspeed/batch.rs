@@ -11,7 +11,7 @@ pub(crate) struct BatchSizes {
     pub train_micro_batch_size_per_gpu: Option<u64>,
 }
 
-/// The sizes in force.
+/// The resolved sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Batch {
     pub train_batch_size: u64,

@@ -18,7 +18,7 @@ use crate::optim::{Optimizer, ParamValue, kinds, no_state, parameter, shape_prob
 /// What a rank reports to the others about a value.
 #[derive(Debug, Serialize, Deserialize)]
 struct ValueReport {
-    /// What it was asked for.
+    /// The requested value.
     asked: String,
     problem: Option<Problem>,
     has: Has,
@@ -44,7 +44,7 @@ struct Found {
     has: Has,
 }
 
-/// Finds a value, and what is wrong on any rank; `check` is asked for the latter when all else is right.
+/// Finds a value, and what is wrong on any rank; `check` finds further problems if there are no others.
 fn find(
     reducer: &Reducer,
     inner: &dyn Optimizer,

@@ -153,8 +153,8 @@ fn unknown(name: &str, keys: &[Key], flags: &[&'static str]) -> Option<String> {
     let own: Vec<String> = own.filter(|known| known.starts_with("VOLTAIC_")).collect();
     let rests: Vec<String> = own.iter().map(|known| rest(known)).collect();
     Some(match nearest(&rest(name), rests.iter().map(String::as_str)) {
-        Some(meant) => format!("voltaic does not know it; did you mean VOLTAIC_{meant}"),
-        None => "voltaic does not know it".to_owned(),
+        Some(meant) => format!("voltaic does not read it; did you mean VOLTAIC_{meant}"),
+        None => "voltaic does not read it".to_owned(),
     })
 }
 
@@ -223,7 +223,7 @@ mod tests {
             let remark = remark(name).unwrap_or_default();
             assert!(remark.ends_with(&format!("did you mean {meant}")), "{name}: {remark}");
         }
-        assert_eq!(remark("VOLTAIC_QQQQQQQQ").as_deref(), Some("voltaic does not know it"));
+        assert_eq!(remark("VOLTAIC_QQQQQQQQ").as_deref(), Some("voltaic does not read it"));
         assert!(in_force(vec![("HOME".to_owned(), "/".to_owned())], &keys).is_empty());
     }
 

@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-/// So many looks at a taken lock before the thread lets others run.
+/// The number of attempts at a taken lock before the thread yields.
 const SPINS: u32 = 64;
 
 /// A spin lock: one atomic exchange to take it, one store to give it back.

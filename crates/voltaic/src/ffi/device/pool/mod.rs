@@ -127,7 +127,7 @@ impl PoolState {
         NonNull::new(ptr::with_exposed_provenance_mut(address))
     }
 
-    /// Free pages on their way to the system, of `bytes` or a little more if there are as many next to each other.
+    /// Free pages to be returned to the system, of `bytes` or a little more if there are as many next to each other.
     fn discard_pages(&mut self, bytes: usize) -> Option<Range<usize>> {
         let range = self.pages.give_back(bytes)?;
         self.ledger.gave_pages_back(range.len());
@@ -167,7 +167,7 @@ fn release_pages(range: Range<usize>) {
     }
 }
 
-/// Blocks on their way out of a pool, so that the lock need not be held while they are taken apart.
+/// Blocks that leave a pool: collected under the lock, and freed without it.
 #[must_use]
 struct Discarded {
     first: *mut Header,
