@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::reducer::Reducer;
 use super::report::state_bytes;
