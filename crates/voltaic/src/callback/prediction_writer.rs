@@ -93,9 +93,6 @@ impl PredictedBatch {
 pub trait WritePredictions: Send {
     /// Called with each batch before anything is written of it, whatever the interval: the place to refuse what cannot be
     /// written. Values that are no tensors are in `ctx.outputs()`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn check(&self, ctx: &HookContext, batch: &PredictedBatch) -> anyhow::Result<()> {
         Ok(())
     }
@@ -106,18 +103,12 @@ pub trait WritePredictions: Send {
     }
 
     /// Writes what was predicted for a batch; called if the interval is `batch` or `batch_and_epoch`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn write_on_batch_end(&mut self, ctx: &HookContext, batch: &PredictedBatch) -> anyhow::Result<()> {
         anyhow::bail!("this writer does not write single batches; use write_interval=epoch")
     }
 
     /// Writes all that was predicted, in the order of loaders and batches; called if the interval is `epoch` or
     /// `batch_and_epoch`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn write_on_epoch_end(&mut self, ctx: &HookContext, batches: &[PredictedBatch]) -> anyhow::Result<()> {
         anyhow::bail!("this writer does not write whole epochs; use write_interval=batch")
     }

@@ -41,7 +41,8 @@ impl fmt::Display for Stage {
 ///
 /// The trainer calls, per run, [`prepare_data`](Self::prepare_data) on one process of each node, then
 /// [`setup`](Self::setup) on all, then the loaders of the stage, then [`teardown`](Self::teardown). A method left out
-/// does nothing or gives no loader. Loaders are made for the whole dataset; dividing them among ranks is the trainer's part.
+/// does nothing or gives no loader. Loaders are made for the whole dataset; dividing them among ranks is the trainer's part. An error of
+/// a method ends the run.
 pub trait DataModule {
     /// What the loaders yield.
     type Batch: Batch;
@@ -52,9 +53,6 @@ pub trait DataModule {
     }
 
     /// Fetches or converts files. Called on one process per node, so it must not set state of `self`.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; it ends the run.
     fn prepare_data(&mut self) -> anyhow::Result<()> {
         Ok(())
     }
@@ -66,50 +64,32 @@ pub trait DataModule {
     }
 
     /// Opens and splits the data for `stage`, on all processes.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; it ends the run.
     fn setup(&mut self, stage: Stage) -> anyhow::Result<()> {
         let _ = stage;
         Ok(())
     }
 
     /// Loader for training.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; it ends the run.
     fn train_dataloader(&mut self) -> anyhow::Result<Option<DataLoader<Self::Batch>>> {
         Ok(None)
     }
 
     /// Loaders for validation.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; it ends the run.
     fn val_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
         Ok(Vec::new())
     }
 
     /// Loaders for testing.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; it ends the run.
     fn test_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
         Ok(Vec::new())
     }
 
     /// Loaders for prediction.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; it ends the run.
     fn predict_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
         Ok(Vec::new())
     }
 
     /// Changes a batch before it goes to the device, before the module's hook of this name.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; it ends the run.
     fn on_before_batch_transfer(
         &mut self,
         batch: Self::Batch,
@@ -120,9 +100,6 @@ pub trait DataModule {
     }
 
     /// Moves a batch to the device; one that this leaves where it is, as the default does, the module's hook moves.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; it ends the run.
     fn transfer_batch_to_device(
         &mut self,
         batch: Self::Batch,
@@ -134,9 +111,6 @@ pub trait DataModule {
     }
 
     /// Changes a batch that is on the device, before the module's hook of this name.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; it ends the run.
     fn on_after_batch_transfer(
         &mut self,
         batch: Self::Batch,
@@ -166,9 +140,6 @@ pub trait DataModule {
     }
 
     /// Lets go of what [`setup`](Self::setup) opened.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; it ends the run.
     fn teardown(&mut self, stage: Stage) -> anyhow::Result<()> {
         let _ = stage;
         Ok(())

@@ -75,17 +75,11 @@ pub trait Callback: Send {
 
     /// Called at each [`Hook`]; calls the method of that name. For a callback that does the same at many hooks: with this
     /// implemented, its own methods of those names are not called.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_hook(&mut self, hook: Hook, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         each_hook!(call_method(hook, Hook, self, (ctx, module)))
     }
 
     /// The same of the hooks around backward and the optimizer.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_step_hook(
         &mut self,
         hook: StepHook,
@@ -96,17 +90,11 @@ pub trait Callback: Send {
     }
 
     /// Called first in each of fit, validate, test and predict.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn setup(&mut self, stage: Stage, module: &mut dyn Module) -> anyhow::Result<()> {
         Ok(())
     }
 
     /// Called last in each of fit, validate, test and predict, not after a failure.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn teardown(&mut self, stage: Stage, module: &mut dyn Module) -> anyhow::Result<()> {
         Ok(())
     }
@@ -119,9 +107,6 @@ pub trait Callback: Send {
 
     /// Called with each checkpoint before it is written; may change it. What a strategy has divided among ranks is in
     /// [`parts`](Checkpoint::parts), on each rank its own, and not in the other lists.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_save_checkpoint(
         &mut self,
         ctx: &mut HookContext,
@@ -132,9 +117,6 @@ pub trait Callback: Send {
 
     /// Called with the checkpoint that a run starts from, when the module has its weights. Where each rank reads its parts of a
     /// checkpoint that is divided among ranks, weights and states of optimizers are not in it.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
         Ok(())
     }

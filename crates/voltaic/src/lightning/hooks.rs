@@ -91,9 +91,6 @@ pub(crate) use each_step_hook;
 macro_rules! hook_methods {
     ($arguments:tt $($(#[$doc:meta])* $method:ident = $variant:ident: $phase:ident, $level:ident;)*) => {$(
         $(#[$doc])*
-        ///
-        /// # Errors
-        /// Any error ends the run.
         fn $method $arguments -> anyhow::Result<()> {
             Ok(())
         }

@@ -3,6 +3,9 @@
 //! [`LightningModule`] is the trait of a model, and [`Callback`] that of code beside it. Steps get a [`StepContext`], hooks a
 //! [`HookContext`]: they log values (`logged`), and request what the trainer does after the hook ([`Requests`]). `hooks` has the table
 //! of all hooks, from which the methods of both traits are generated.
+//!
+//! An error that a step, a hook, a callback or a method of the data module returns ends the run, and so does a panic. The trainer returns
+//! it as [`Error::Hook`](crate::Error::Hook), with the hook, the rank, the epoch and the step.
 
 mod callback;
 mod facts;

@@ -29,32 +29,20 @@ pub trait LightningModule: Module + Sized {
     ///
     /// `ctx.no_loss()` instead skips the backward pass of this batch. With manual optimization what is returned is only
     /// shown to `on_train_batch_end`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn training_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor>;
 
     /// Metrics of one validation batch, given to `ctx.log`. Runs without grad, in evaluation mode.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn validation_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
         Err(not_implemented("validation_step", "limit_val_batches=0"))
     }
 
     /// Metrics of one test batch, given to `ctx.log`. Runs without grad, in evaluation mode.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn test_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
         Err(not_implemented("test_step", "limit_test_batches=0"))
     }
 
     /// Predictions for one batch. Runs without grad, in evaluation mode. More than one tensor, and what is not a tensor, is given by
     /// name: `ctx.output("boxes", &boxes)`, `ctx.output_value("caption", text)`; without a main one return `ctx.no_prediction()`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn predict_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
         Err(not_implemented("predict_step", "limit_predict_batches=0"))
     }
@@ -66,9 +54,6 @@ pub trait LightningModule: Module + Sized {
     }
 
     /// Runs the forward pass on the example inputs, which are on the device. Without grad, in evaluation mode.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn forward_example(&self, inputs: &[Tensor]) -> anyhow::Result<()> {
         anyhow::bail!(
             "the module has example_input_array, but no forward_example; implement it: `self.net.call(&inputs[0])?; Ok(())`"
@@ -82,39 +67,24 @@ pub trait LightningModule: Module + Sized {
     }
 
     /// The optimizers, and their learning rate schedules. Automatic optimization takes one, or none to train nothing.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers>;
 
     /// Callbacks that belong to the module. They run after the trainer's, and take the place of those of their type.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn configure_callbacks(&mut self) -> anyhow::Result<Vec<Box<dyn Callback>>> {
         Ok(Vec::new())
     }
 
     /// Fetches what the module needs, such as a vocabulary; called on one process of each node before `setup`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn prepare_data(&mut self) -> anyhow::Result<()> {
         Ok(())
     }
 
     /// Called first in each of fit, validate, test and predict.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn setup(&mut self, stage: Stage) -> anyhow::Result<()> {
         Ok(())
     }
 
     /// Makes layers that depend on what `setup` found; called after it, before weights are loaded or moved.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn configure_model(&mut self) -> anyhow::Result<()> {
         Ok(())
     }
@@ -122,41 +92,26 @@ pub trait LightningModule: Module + Sized {
     /// Loader for training, if the data given to the trainer has none: with loaders of its own a module is enough for
     /// [`Trainer::fit_module`](crate::trainer::Trainer::fit_module). Made for the whole dataset; dividing it among ranks is
     /// the trainer's part.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn train_dataloader(&mut self) -> anyhow::Result<Option<DataLoader<Self::Batch>>> {
         Ok(None)
     }
 
     /// Loaders for validation, if the data has none. A fit without any does not validate.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn val_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
         Ok(Vec::new())
     }
 
     /// Loaders for testing, if the data has none.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn test_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
         Ok(Vec::new())
     }
 
     /// Loaders for prediction, if the data has none.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn predict_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
         Ok(Vec::new())
     }
 
     /// Changes a batch before it goes to the device, after the data module's hook of this name.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_before_batch_transfer(
         &mut self,
         batch: Self::Batch,
@@ -166,9 +121,6 @@ pub trait LightningModule: Module + Sized {
     }
 
     /// Moves a batch to the device, unless the data module has done so.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn transfer_batch_to_device(
         &mut self,
         batch: Self::Batch,
@@ -179,9 +131,6 @@ pub trait LightningModule: Module + Sized {
     }
 
     /// Changes a batch that is on the device, after the data module's hook of this name: augmentation, normalization.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_after_batch_transfer(
         &mut self,
         batch: Self::Batch,
@@ -191,17 +140,11 @@ pub trait LightningModule: Module + Sized {
     }
 
     /// Runs the backward pass of a loss, which is divided by `accumulate_grad_batches` and scaled already.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn backward(&self, loss: &Tensor, ctx: &mut HookContext) -> anyhow::Result<()> {
         Ok(loss.f_backward()?)
     }
 
     /// Drops the gradients at the start of an accumulation window. Not called with manual optimization.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn optimizer_zero_grad(
         &self,
         optimizer: &mut dyn Optimizer,
@@ -212,9 +155,6 @@ pub trait LightningModule: Module + Sized {
 
     /// Limits the gradients before the optimizer steps; `clip` is what the trainer was given. Not called with manual
     /// optimization.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn configure_gradient_clipping(
         &self,
         optimizer: &mut dyn Optimizer,
@@ -226,18 +166,12 @@ pub trait LightningModule: Module + Sized {
 
     /// Steps the optimizer: override it for a warm-up of your own. Not called with manual optimization, nor for a step left out
     /// because gradients are not finite with `16-mixed`.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn optimizer_step(&self, optimizer: &mut dyn Optimizer, ctx: &mut HookContext) -> anyhow::Result<()> {
         Ok(optimizer.step()?)
     }
 
     /// Steps a learning rate schedule that is due; `metric` is set for one that follows a metric. Not called with manual
     /// optimization.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn lr_scheduler_step(
         &self,
         scheduler: &mut dyn LrScheduler,
@@ -249,18 +183,12 @@ pub trait LightningModule: Module + Sized {
 
     /// Drops the gradients before validation within fit, so that their memory is free. Not called while an accumulation
     /// window is open; with manual optimization, while gradients wait for the step of an optimizer.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_validation_model_zero_grad(&mut self) -> anyhow::Result<()> {
         let parameters = self.parameters();
         Ok(crate::ffi::clear_grads(parameters.iter().map(|parameter| parameter.leaf()))?)
     }
 
     /// Puts the module into evaluation mode before validation.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_validation_model_eval(&mut self) -> anyhow::Result<()> {
         set_training(self, false);
         Ok(())
@@ -268,52 +196,34 @@ pub trait LightningModule: Module + Sized {
 
     /// Called after validation within fit, when each layer has the mode again that it had before. After `validate`, `test`
     /// and `predict` the module stays in evaluation mode.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_validation_model_train(&mut self) -> anyhow::Result<()> {
         Ok(())
     }
 
     /// Puts the module into evaluation mode before testing.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_test_model_eval(&mut self) -> anyhow::Result<()> {
         set_training(self, false);
         Ok(())
     }
 
     /// Puts the module into evaluation mode before prediction.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_predict_model_eval(&mut self) -> anyhow::Result<()> {
         set_training(self, false);
         Ok(())
     }
 
     /// Called last in each of fit, validate, test and predict, not after a failure.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn teardown(&mut self, stage: Stage) -> anyhow::Result<()> {
         Ok(())
     }
 
     /// Values to be saved in every full checkpoint beside the weights, and tensors, which are put into `tensors`: see
     /// [`ModuleTensors`].
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_save_checkpoint(&mut self, tensors: &mut ModuleTensors) -> anyhow::Result<serde_json::Value> {
         Ok(serde_json::Value::Null)
     }
 
     /// Gets what [`LightningModule::on_save_checkpoint`] returned and put into `tensors` when the checkpoint was written.
-    ///
-    /// # Errors
-    /// Any error ends the run.
     fn on_load_checkpoint(
         &mut self,
         saved: &serde_json::Value,
