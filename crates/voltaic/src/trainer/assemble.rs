@@ -148,7 +148,7 @@ pub(crate) fn assemble(
         resumed_from: None,
         seed: global_seed(),
         fits: 0,
-        after_fit: None,
+        snapshot: None,
         graphs: GraphReport::default(),
     };
     Ok((plan, run))

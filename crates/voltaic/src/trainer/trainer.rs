@@ -30,7 +30,7 @@ use crate::trainer::state::agree::agreed;
 use crate::trainer::state::collect::{saves_parts, sharded_weights};
 use crate::trainer::state::find::{or_of_failed_run, saved};
 use crate::trainer::state::requeue::or_of_requeued_job;
-use crate::trainer::state::write::{as_on_rank_zero, save, write_after_fit};
+use crate::trainer::state::write::{as_on_rank_zero, save};
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].
 ///
@@ -211,18 +211,21 @@ impl Trainer {
         path: impl AsRef<std::path::Path>,
         storage_options: Option<&serde_json::Value>,
     ) -> Result<()> {
-        let Some(after_fit) = self.run.after_fit.take() else {
+        if self.run.snapshot.is_none() {
             let what = "there is no training state: this trainer has not trained";
             let remedy = "fit first, or save the weights alone with save_weights";
             return Err(ConfigError::new("save_checkpoint", what, remedy).into());
-        };
+        }
         let options = CallOptions::default();
         let result = self.run.begin_call(Stage::Fit).and_then(|()| {
-            let mut session = Session::new(&self.plan, &options, &mut self.run, module, data);
-            write_after_fit(&mut session, &after_fit, path.as_ref(), storage_options)
+            let snapshot = self.run.snapshot.take();
+            let mut session =
+                Session { snapshot, ..Session::new(&self.plan, &options, &mut self.run, module, data) };
+            let done = session.write_after_fit(path.as_ref(), storage_options);
+            session.run.snapshot = session.snapshot.take();
+            done
         });
         self.run.engine.end_call();
-        self.run.after_fit = Some(after_fit);
         as_on_rank_zero(self.run.world(), result, path.as_ref())
     }
 

@@ -3,10 +3,11 @@
 use std::path::Path;
 
 use voltaic::callback::{
-    Callback, PredictionWriter, PredictionWriterConfig, StochasticWeightAveraging, WriteInterval,
+    Callback, OnExceptionCheckpoint, OnExceptionCheckpointConfig, PredictionWriter, PredictionWriterConfig,
+    StochasticWeightAveraging, WriteInterval,
 };
 use voltaic::module::{HookContext, LightningModule, StepContext};
-use voltaic::nn::{Callable, Forward, Linear, ModuleExt, Parameter};
+use voltaic::nn::{Buffer, Callable, Forward, Linear, ModuleExt, Parameter};
 use voltaic::optim::{GradientClip, Optimizer, Optimizers, Sgd, clip_grad_norm, clip_grad_value, grad_norm};
 use voltaic::{Kind, Module, Tensor};
 
@@ -112,12 +113,14 @@ fn two_ranks_average_weights() {
 #[derive(Module)]
 struct Failing {
     net: Small,
+    begun: Buffer,
 }
 
 impl LightningModule for Failing {
     type Batch = Batch;
 
     fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        let _ = self.begun.tensor().shallow_clone().f_add_scalar_(1)?;
         anyhow::ensure!(ctx.batch_idx() < 2, "enough");
         let out = self.net.second.forward(&self.net.first.forward(x)?.relu())?;
         Ok((out - y).square().mean(Kind::Float))
@@ -130,8 +133,11 @@ impl LightningModule for Failing {
 
 /// After a failure a weight that is divided says so, at once, and nothing waits for ranks that are gone.
 fn after_a_failure(ranks: usize, folder: &Path) {
-    let mut net = Failing { net: Small::new() };
-    let mut trainer = staged(ranks, "zero3", folder).build().unwrap();
+    let begun = Buffer::new(Tensor::zeros([1], (Kind::Int64, tch::Device::Cpu)));
+    let mut net = Failing { net: Small::new(), begun };
+    let config = OnExceptionCheckpointConfig { dirpath: folder.into(), ..Default::default() };
+    let saver = OnExceptionCheckpoint::new(config).unwrap();
+    let mut trainer = staged(ranks, "zero3", folder).callback(saver).build().unwrap();
     let error = trainer.fit(&mut net, &mut loaders(24)).unwrap_err().to_string();
     assert!(error.contains("enough"), "{error}");
     let begun = std::time::Instant::now();
@@ -146,6 +152,8 @@ fn after_a_failure(ranks: usize, folder: &Path) {
     }
     assert!(begun.elapsed() < std::time::Duration::from_secs(5));
     assert!(!folder.join("empty.ckpt").exists());
+    assert!(!folder.join("on_exception.ckpt").exists());
+    assert_eq!(net.begun.tensor().int64_value(&[0]), 3, "what no checkpoint needs is not copied, nor undone");
 }
 
 #[test]

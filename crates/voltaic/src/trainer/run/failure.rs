@@ -8,7 +8,7 @@ use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::of_callback;
 use crate::trainer::session::session::Session;
 use crate::trainer::state::agree::agreed;
-use crate::trainer::state::collect::{self, saves_parts};
+use crate::trainer::state::collect::{saves_parts, snapshot};
 use crate::trainer::state::write::write;
 
 impl<M: LightningModule> Session<'_, M> {
@@ -41,9 +41,15 @@ impl<M: LightningModule> Session<'_, M> {
     /// Keeps what `Trainer::save_checkpoint` needs of a fit, unless it is part of a search.
     fn keep_for_checkpoints(&mut self, is_resumable: bool) -> Result<()> {
         if is_resumable && !self.options.is_trial {
-            self.after_fit = Some(collect::keep(self)?);
+            let cut_short = self.snapshot.take();
+            self.run.snapshot = Some(cut_short.map_or_else(|| snapshot(self, false), Ok)?);
         }
         Ok(())
+    }
+
+    /// Whether a checkpoint is written if the run fails.
+    pub(crate) fn saves_on_exception(&self) -> bool {
+        !saves_parts(self.run) && self.run.callbacks.iter().any(|callback| callback.saves_on_exception())
     }
 
     /// Tells callbacks, the data module and loggers that the run failed.

@@ -265,7 +265,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.check_failures()?;
         if validation == Some(Validation::AtStop) {
             self.write_checkpoints()?;
-            self.freeze()?;
+            self.keep_cut_short()?;
         }
         if validation.is_some() {
             self.validate_in_fit(loaders)?;
@@ -283,7 +283,7 @@ impl<M: LightningModule> Session<'_, M> {
         let has_batches_left = self.run.at.progress.has_batches_left(loaders.plan.num_training_batches);
         let is_cut_short = has_batches_left && self.must_stop();
         if is_cut_short {
-            self.freeze()?;
+            self.keep_cut_short()?;
         }
         self.run.at.progress.epoch_ended = !is_cut_short;
         self.graphs.warn_if_unused();
@@ -368,10 +368,10 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.world().world_size > 1
     }
 
-    /// Whether the batch to come is undone if it fails: somebody saves then. Steps of manual optimization cannot be.
+    /// Whether the batch to come is undone if it fails: a checkpoint of the failure is written then. Steps of manual optimization
+    /// cannot be undone.
     fn may_be_undone(&self) -> bool {
-        let saves = self.run.callbacks.iter().any(|callback| callback.saves_on_exception());
-        saves && self.module.automatic_optimization()
+        self.module.automatic_optimization() && self.saves_on_exception()
     }
 
     fn is_done(&self, loaders: &FitLoaders<M::Batch>) -> bool {

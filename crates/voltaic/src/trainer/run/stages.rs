@@ -52,8 +52,7 @@ impl Run {
         let result =
             result.and_then(|done| session.run.engine.strategy.finish(session.module).map(|()| done));
         let result = session.conclude(result);
-        (session.run.graphs, session.run.after_fit) =
-            (session.graphs.take_report(), session.after_fit.take());
+        session.run.graphs = session.graphs.take_report();
         drop(session);
         self.engine.end_call();
         self.engine.strategy.teardown();
@@ -92,7 +91,7 @@ impl Run {
             MetricStore::of_ranks(self.world().mesh().dp.group().cloned()).off_if(plan.barebones);
         self.engine.agreed = Votes::default();
         self.at.progress = Progress::default();
-        self.after_fit = None;
+        self.snapshot = None;
     }
 
     /// Tells the profiler, and takes the seed of now.

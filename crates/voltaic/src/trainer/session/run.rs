@@ -11,7 +11,7 @@ use crate::logger::Logger;
 use crate::module::{Logging, Position, Requests, RunFacts};
 use crate::trainer::config::graph::GraphReport;
 use crate::trainer::session::engine::Engine;
-use crate::trainer::session::frozen::AfterFit;
+use crate::trainer::session::snapshot::RunSnapshot;
 
 /// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
 pub(crate) struct Run {
@@ -33,8 +33,8 @@ pub(crate) struct Run {
     pub seed: u64,
     /// Calls of fit so far.
     pub fits: u64,
-    /// What a checkpoint of the last fit goes on from.
-    pub after_fit: Option<AfterFit>,
+    /// The end of the last fit, for `Trainer::save_checkpoint`.
+    pub snapshot: Option<RunSnapshot>,
     /// What graphs did in the last fit.
     pub graphs: GraphReport,
 }

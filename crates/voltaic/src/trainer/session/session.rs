@@ -5,10 +5,10 @@ use std::time::Instant;
 use crate::data::DataModule;
 use crate::module::{LightningModule, StepOutput, Training};
 use crate::trainer::plan::train_plan::TrainPlan;
-use crate::trainer::session::frozen::{AfterFit, Frozen};
 use crate::trainer::session::graphs::StepGraphs;
 use crate::trainer::session::options::CallOptions;
 use crate::trainer::session::run::Run;
+use crate::trainer::session::snapshot::RunSnapshot;
 use crate::trainer::session::undo::Undo;
 
 /// One call of fit, validate, test or predict.
@@ -25,10 +25,8 @@ pub(crate) struct Session<'a, M: LightningModule> {
     pub last_validation: Instant,
     /// The hooks at the end of an epoch have begun, and schedules and metrics have not had their turn.
     pub is_ending_epoch: bool,
-    /// There once training has been cut short: what checkpoints hold from then on.
-    pub frozen: Option<Frozen>,
-    /// There when the fit is over.
-    pub after_fit: Option<AfterFit>,
+    /// There once training has been cut short, or is over: what full checkpoints hold from then on.
+    pub snapshot: Option<RunSnapshot>,
     /// There while a training batch has not come to its optimizer step, if that may have to be undone.
     pub undo: Option<Undo>,
     pub graphs: StepGraphs,
@@ -55,8 +53,7 @@ impl<'a, M: LightningModule> Session<'a, M> {
             accumulate_grad_batches: plan.accumulate_grad_batches,
             last_validation: Instant::now(),
             is_ending_epoch: false,
-            frozen: None,
-            after_fit: None,
+            snapshot: None,
             undo: None,
             graphs: StepGraphs::new(plan.graph),
             outputs: StepOutput::default(),

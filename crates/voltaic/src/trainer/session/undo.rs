@@ -11,7 +11,8 @@ use crate::nn::{ModuleExt, Snapshot, SnapshotParts};
 use crate::precision::LossScale;
 use crate::trainer::session::run::Run;
 
-/// A run as it was before a training batch, or with several ranks before an accumulation window, but for weights and optimizers, which do not change until its end.
+/// What a training batch changes before its optimizer step, as it was before the batch, or with several ranks before the accumulation
+/// window: a run that fails within the batch can be resumed from there. Weights and optimizers do not change until then.
 pub(crate) struct Undo {
     /// Buffers.
     module: Snapshot,

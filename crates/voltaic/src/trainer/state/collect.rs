@@ -14,41 +14,35 @@ use crate::module::{BatchFacts, LightningModule, ModuleTensors, Progress};
 use crate::nn::{Module, ModuleExt, state_dict_of, tied_names};
 use crate::optim::OptimizerState;
 use crate::strategy::{ShardedGrads, Strategy};
-use crate::trainer::session::frozen::{AfterFit, FitState, Frozen};
 use crate::trainer::session::guard::guarded;
 use crate::trainer::session::hooks::{hook_error, of_callback};
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
+use crate::trainer::session::snapshot::{FitState, RunSnapshot};
 
 /// Whether each of several ranks saves its own parts of checkpoints.
 pub(crate) fn saves_parts(run: &Run) -> bool {
     run.engine.strategy.sharded_state().is_some() && run.world().world_size > 1
 }
 
-/// Keeps the run as it is.
+/// Keeps the run as it is. If it `is_cut_short` within an epoch, all that a checkpoint holds is copied; else the optimizers have ended,
+/// and what they leave behind is shared, on the host.
 ///
 /// # Sync
-/// Copies weights and optimizer state.
-pub(crate) fn freeze<M: LightningModule>(session: &mut Session<M>) -> Result<Frozen> {
-    Ok(match saves_parts(session.run) || session.run.world().is_global_zero() {
-        true => Frozen::Whole(Box::new(collect(session, false)?.snapshot()?)),
-        false => Frozen::Own(rank_to_bytes(&own_state(session)?)?),
-    })
-}
-
-/// Keeps what a checkpoint of a fit that ends now goes on from. Optimizer state leaves the device.
-pub(crate) fn keep<M: LightningModule>(session: &mut Session<M>) -> Result<AfterFit> {
-    if let Some(frozen) = session.frozen.take() {
-        return Ok(AfterFit::Frozen(frozen));
+/// Copies the state to the host.
+pub(crate) fn snapshot<M: LightningModule>(
+    session: &mut Session<M>,
+    is_cut_short: bool,
+) -> Result<RunSnapshot> {
+    if !saves_parts(session.run) && !session.run.world().is_global_zero() {
+        return Ok(RunSnapshot::OwnState(rank_to_bytes(&own_state(session)?)?));
     }
-    Ok(match saves_parts(session.run) || session.run.world().is_global_zero() {
-        true => {
-            let FitState { state, training, parts } = training_state(session)?;
-            let (training, parts) = (training.of_finished_fit()?, parts_to_host(&parts)?);
-            AfterFit::Whole(Box::new(FitState { state, training, parts }))
-        }
-        false => AfterFit::Own(rank_to_bytes(&own_state(session)?)?),
-    })
+    if is_cut_short {
+        return Ok(RunSnapshot::CutShort(Box::new(collect(session, false)?.snapshot()?)));
+    }
+    let FitState { state, training, parts } = training_state(session)?;
+    let (training, parts) = (training.of_finished_fit()?, parts_to_host(&parts)?);
+    Ok(RunSnapshot::Finished(Box::new(FitState { state, training, parts })))
 }
 
 /// What this rank has to itself.
@@ -67,14 +61,35 @@ fn logged_values<M: LightningModule>(session: &Session<M>) -> Result<Value> {
         .map_err(|e| Error::io("serialize", "logged values", e.into()))
 }
 
+/// What a checkpoint that is written now holds: the snapshot of the run if there is one, else the run as it is.
+///
 /// # Sync
 /// Reads weights, optimizer state and metrics back.
 pub(crate) fn collect<M: LightningModule>(
     session: &mut Session<M>,
     weights_only: bool,
 ) -> Result<Checkpoint> {
-    let parts = if weights_only { None } else { Some(training_state(session)?) };
-    complete(session, parts)
+    let training = match &session.snapshot {
+        _ if weights_only => None,
+        Some(RunSnapshot::CutShort(checkpoint)) => return with_savers(checkpoint, &session.run.callbacks),
+        Some(RunSnapshot::Finished(fit)) => Some(fit.to_host()?),
+        _ => Some(training_state(session)?),
+    };
+    complete(session, training)
+}
+
+/// A checkpoint of a run that was cut short, with the state that callbacks which save checkpoints have now: they know the files.
+fn with_savers(checkpoint: &Checkpoint, callbacks: &[Box<dyn Callback>]) -> Result<Checkpoint> {
+    let mut checkpoint = checkpoint.to_host()?;
+    let states = checkpoint.training.as_mut().and_then(|training| training.json["callbacks"].as_array_mut());
+    let Some(states) = states else { return Ok(checkpoint) };
+    for callback in callbacks.iter().filter(|callback| callback.saves_checkpoints()) {
+        let (key, own) = (callback.state_key(), callback.state_dict());
+        if let (Some(saved), Some(own)) = (states.iter_mut().find(|saved| saved[0] == key.as_str()), own) {
+            saved[1] = own;
+        }
+    }
+    Ok(checkpoint)
 }
 
 /// The training state without what callbacks, data and module add.
@@ -150,15 +165,12 @@ fn states<M: LightningModule>(session: &Session<M>) -> Result<States> {
     Ok(States { optimizers: states, grads: pending.own, had_grad: pending.had_grad, parts })
 }
 
-/// A checkpoint of the module's weights and these parts, with what callbacks, data and module add.
-pub(crate) fn complete<M: LightningModule>(
-    session: &mut Session<M>,
-    kept: Option<FitState>,
-) -> Result<Checkpoint> {
-    let progress = kept.as_ref().map_or(&session.run.at.progress, |kept| &kept.state.progress);
+/// A checkpoint of the module's weights and this training state, with what callbacks, data and module add.
+fn complete<M: LightningModule>(session: &mut Session<M>, fit: Option<FitState>) -> Result<Checkpoint> {
+    let progress = fit.as_ref().map_or(&session.run.at.progress, |fit| &fit.state.progress);
     let strategy = session.run.engine.strategy.as_ref();
-    let mut checkpoint = sharded_weights(strategy, session.module, progress, kept.is_none())?;
-    let state = match kept {
+    let mut checkpoint = sharded_weights(strategy, session.module, progress, fit.is_none())?;
+    let state = match fit {
         Some(FitState { state, training, parts }) => {
             checkpoint.training = Some(training);
             checkpoint.parts.extend(parts);

@@ -4,18 +4,17 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::callback::Callback;
-use crate::checkpoint::{Checkpoint, RankState, parts_to_host, rank_from_bytes, rank_to_bytes};
+use crate::checkpoint::{Checkpoint, RankState, rank_from_bytes, rank_to_bytes};
 use crate::data::Stage;
-use crate::distributed::{ProcessGroup, SlurmJob, World, collective_scope};
+use crate::distributed::{SlurmJob, World, collective_scope};
 use crate::error::{CheckpointError, Error, Problem, Result};
 use crate::module::{CheckpointRequest, LightningModule};
 use crate::profiler::actions;
-use crate::trainer::session::frozen::{AfterFit, FitState, Frozen};
 use crate::trainer::session::run::Run;
 use crate::trainer::session::session::Session;
+use crate::trainer::session::snapshot::RunSnapshot;
 use crate::trainer::state::agree::agreed;
-use crate::trainer::state::collect::{self, collect, complete, own_state, saves_parts};
+use crate::trainer::state::collect::{collect, own_state, saves_parts, snapshot};
 use crate::trainer::state::requeue::next_path;
 
 impl<M: LightningModule> Session<'_, M> {
@@ -41,28 +40,13 @@ impl<M: LightningModule> Session<'_, M> {
             Some(path) if all_write => agreed(self.run.world(), "save", path, done),
             _ => done,
         };
-        let done = done.and_then(|()| self.write_all(&requests, by_parts, &mut ranks));
+        let write_all = |()| requests.iter().try_for_each(|request| write(self, request, &mut ranks));
+        let done = done.and_then(write_all);
         match path {
             Some(path) if all_write || is_gathered => agreed(self.run.world(), "save", path, done)?,
             _ => self.keep_failure(done)?,
         }
         self.run.callbacks.iter_mut().for_each(|callback| callback.on_checkpoints_written());
-        Ok(())
-    }
-
-    fn write_all(
-        &mut self,
-        requests: &[CheckpointRequest],
-        by_parts: bool,
-        ranks: &mut Vec<RankState>,
-    ) -> Result<()> {
-        for request in requests {
-            if by_parts && request.link_to.is_none() {
-                write_parts(self, request)?;
-            } else if self.run.world().is_global_zero() {
-                write(self, request, ranks)?;
-            }
-        }
         Ok(())
     }
 
@@ -78,16 +62,26 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(())
     }
 
-    /// Keeps the run as it is now for the checkpoints to come, if there may be some: what follows is done because the run
-    /// ends here, and would be done again, or at another time, by one that goes on.
-    pub(crate) fn freeze(&mut self) -> Result<()> {
+    /// Keeps the run, which is about to be cut short within an epoch, for the checkpoints to come, if there may be some: what follows is
+    /// done because the run ends here. A resumed run would do it again, or at another time.
+    pub(crate) fn keep_cut_short(&mut self) -> Result<()> {
         let mut callbacks = self.run.callbacks.iter();
         let saves = callbacks.any(|callback| callback.saves_checkpoints() || callback.saves_on_exception());
         let is_asked = !self.run.asks.checkpoints.is_empty() || self.plan.save_on_signal;
-        if self.frozen.is_none() && (saves || is_asked) {
-            self.frozen = Some(collect::freeze(self)?);
+        if self.snapshot.is_none() && (saves || is_asked) {
+            self.snapshot = Some(snapshot(self, true)?);
         }
         Ok(())
+    }
+
+    /// Writes a checkpoint of a fit that is over.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub(crate) fn write_after_fit(&mut self, path: &Path, storage_options: Option<&Value>) -> Result<()> {
+        let mut ranks = if saves_parts(self.run) { Vec::new() } else { gather_ranks(self)? };
+        write_state(self, path, (false, storage_options), &mut ranks)?;
+        self.run.checkpoint_io.teardown()
     }
 
     /// An error if a signal asked the run to end, after the checkpoint for it if the run is to save one.
@@ -144,48 +138,67 @@ pub(crate) fn gather_ranks<M: LightningModule>(session: &Session<M>) -> Result<V
     let Some(group) = session.run.world().group().filter(|group| group.world_size() > 1) else {
         return Ok(Vec::new());
     };
-    match &session.frozen {
-        Some(Frozen::Own(own)) => gather(group, own),
-        _ if group.rank() == 0 => gather(group, &[]),
-        _ => gather(group, &rank_to_bytes(&own_state(session)?)?),
-    }
-}
-
-fn gather(group: &ProcessGroup, own: &[u8]) -> Result<Vec<RankState>> {
-    let all = group.gather_bytes(own, 0)?;
+    let all = match &session.snapshot {
+        Some(RunSnapshot::OwnState(own)) => group.gather_bytes(own, 0)?,
+        _ if group.rank() == 0 => group.gather_bytes(&[], 0)?,
+        _ => group.gather_bytes(&rank_to_bytes(&own_state(session)?)?, 0)?,
+    };
     all.iter().skip(1).map(|bytes| rank_from_bytes(bytes)).collect()
 }
 
-/// Writes the checkpoint that a callback asked for, then removes those it replaces. `ranks` is what the other ranks
-/// have to themselves; it may be taken out.
+/// Writes the checkpoint that a callback asked for; rank 0 then removes those it replaces. `ranks` has the own states of the other
+/// ranks. Does nothing on a rank that has nothing to write.
+///
+/// # Collective
+/// If ranks save their own parts.
 pub(crate) fn write<M: LightningModule>(
     session: &mut Session<M>,
     request: &CheckpointRequest,
     ranks: &mut Vec<RankState>,
 ) -> Result<()> {
+    let is_global_zero = session.run.world().is_global_zero();
+    if !is_global_zero && (request.link_to.is_some() || !saves_parts(session.run)) {
+        return Ok(());
+    }
     match &request.link_to {
         Some(target) => session.run.checkpoint_io.link_checkpoint(target, &request.path)?,
         None => {
             let _action = session.profile(actions::SAVE_CHECKPOINT)?;
-            let mut checkpoint = match &session.frozen {
-                Some(Frozen::Whole(frozen)) if !request.weights_only => {
-                    with_savers(frozen, &session.run.callbacks)?
-                }
-                _ => collect(session, request.weights_only)?,
-            };
-            if let Some(training) = &mut checkpoint.training {
-                training.ranks = std::mem::take(ranks);
-            }
-            session.run.checkpoint_io.save_checkpoint(&checkpoint, &request.path, None)?;
-            if let Some(training) = checkpoint.training {
-                *ranks = training.ranks; // for the next file of the same moment
-            }
-            if !request.weights_only {
+            write_state(session, &request.path, (request.weights_only, None), ranks)?;
+            if is_global_zero && !request.weights_only {
                 session.run.note_checkpoint(&request.path)?;
             }
         }
     }
-    remove_replaced(session.run, request)
+    if is_global_zero { remove_replaced(session.run, request) } else { Ok(()) }
+}
+
+/// Writes the state of the run as it is now, or of its snapshot; of weights alone with `weights_only`.
+///
+/// # Collective
+/// If ranks save their own parts.
+fn write_state<M: LightningModule>(
+    session: &mut Session<M>,
+    path: &Path,
+    (weights_only, storage_options): (bool, Option<&Value>),
+    ranks: &mut Vec<RankState>,
+) -> Result<()> {
+    let mut checkpoint = match saves_parts(session.run) {
+        true => {
+            let own = collect(session, weights_only);
+            agreed(session.run.world(), "save", path, own)?
+        }
+        false if session.run.world().is_global_zero() => collect(session, weights_only)?,
+        false => return Ok(()),
+    };
+    if let Some(training) = &mut checkpoint.training {
+        training.ranks = std::mem::take(ranks);
+    }
+    save(session.run, &checkpoint, path, storage_options)?;
+    if let Some(training) = checkpoint.training {
+        *ranks = training.ranks; // for the next file of the same moment
+    }
+    Ok(())
 }
 
 /// Removes the checkpoints that one replaces.
@@ -193,28 +206,6 @@ fn remove_replaced(run: &mut Run, request: &CheckpointRequest) -> Result<()> {
     let Run { checkpoint_io, resumed_from, .. } = run;
     let is_kept = |old: &&PathBuf| !resumed_from.as_ref().is_some_and(|resumed| is_same_file(resumed, old));
     request.then_remove.iter().filter(is_kept).try_for_each(|old| checkpoint_io.remove_checkpoint(old))
-}
-
-/// Writes this rank's parts of the checkpoint that a callback asked for; rank 0 then removes those it replaces.
-///
-/// # Collective
-/// All ranks must call it.
-fn write_parts<M: LightningModule>(session: &mut Session<M>, request: &CheckpointRequest) -> Result<()> {
-    let _action = session.profile(actions::SAVE_CHECKPOINT)?;
-    let checkpoint = match &session.frozen {
-        Some(Frozen::Whole(frozen)) if !request.weights_only => with_savers(frozen, &session.run.callbacks),
-        _ => collect(session, request.weights_only),
-    };
-    let checkpoint = agreed(session.run.world(), "save", &request.path, checkpoint)?;
-    save(session.run, &checkpoint, &request.path, None)?;
-    drop(checkpoint);
-    if !session.run.world().is_global_zero() {
-        return Ok(());
-    }
-    if !request.weights_only {
-        session.run.note_checkpoint(&request.path)?;
-    }
-    remove_replaced(session.run, request)
 }
 
 /// Writes a checkpoint of which this rank may have parts. Rank 0 writes one of weights alone that are whole.
@@ -242,54 +233,6 @@ fn is_same_file(a: &Path, b: &Path) -> bool {
     a == b || matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
-/// A frozen checkpoint with the state that callbacks which save checkpoints have now: they know the files.
-fn with_savers(frozen: &Checkpoint, callbacks: &[Box<dyn Callback>]) -> Result<Checkpoint> {
-    let mut checkpoint = frozen.to_host()?;
-    let states = checkpoint.training.as_mut().and_then(|training| training.json["callbacks"].as_array_mut());
-    let Some(states) = states else { return Ok(checkpoint) };
-    for callback in callbacks.iter().filter(|callback| callback.saves_checkpoints()) {
-        let (key, own) = (callback.state_key(), callback.state_dict());
-        if let (Some(saved), Some(own)) = (states.iter_mut().find(|saved| saved[0] == key.as_str()), own) {
-            saved[1] = own;
-        }
-    }
-    Ok(checkpoint)
-}
-
-/// Writes a checkpoint of a fit that is over.
-///
-/// # Collective
-/// All ranks must call it.
-pub(crate) fn write_after_fit<M: LightningModule>(
-    session: &mut Session<M>,
-    after: &AfterFit,
-    path: &Path,
-    storage_options: Option<&Value>,
-) -> Result<()> {
-    if saves_parts(session.run) {
-        let Some(checkpoint) = after_fit(session, after)? else { return Ok(()) };
-        save(session.run, &checkpoint, path, storage_options)?;
-        return session.run.checkpoint_io.teardown();
-    }
-    let group = session.run.world().group().filter(|group| group.world_size() > 1).cloned();
-    let ranks = match &group {
-        Some(group) => {
-            let own = match after {
-                AfterFit::Own(own) | AfterFit::Frozen(Frozen::Own(own)) => own.as_slice(),
-                _ => &[],
-            };
-            gather(group, own)?
-        }
-        None => Vec::new(),
-    };
-    let Some(mut checkpoint) = after_fit(session, after)? else { return Ok(()) }; // rank 0 writes
-    if let Some(training) = &mut checkpoint.training {
-        training.ranks = ranks;
-    }
-    session.run.checkpoint_io.save_checkpoint(&checkpoint, path, storage_options)?;
-    session.run.checkpoint_io.teardown()
-}
-
 /// What rank 0 did ends all ranks, if it has failed.
 ///
 /// # Collective
@@ -312,17 +255,4 @@ pub(crate) fn as_on_rank_zero(world: &World, done: Result<()>, path: &Path) -> R
         (told, _) => told?,
     };
     told.and(own).map_err(|problem| failed(problem).into())
-}
-
-/// The checkpoint of a fit that is over; `None` on ranks that do not write.
-fn after_fit<M: LightningModule>(session: &mut Session<M>, after: &AfterFit) -> Result<Option<Checkpoint>> {
-    match after {
-        AfterFit::Frozen(Frozen::Whole(frozen)) => with_savers(frozen, &session.run.callbacks).map(Some),
-        AfterFit::Whole(kept) => {
-            let FitState { state, training, parts } = kept.as_ref();
-            let (state, training, parts) = (state.clone(), training.to_host()?, parts_to_host(parts)?);
-            complete(session, Some(FitState { state, training, parts })).map(Some)
-        }
-        AfterFit::Own(_) | AfterFit::Frozen(Frozen::Own(_)) => Ok(None),
-    }
 }
