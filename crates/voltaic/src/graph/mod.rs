@@ -16,7 +16,7 @@
 //! The public API are entry points to it: [`HpuGraph`] is steps 3 to 6, explicitly; [`make_graphed_callables`] makes one `call`
 //! (`graphed_callable`); [`ModuleCacher`] and [`wrap_in_hpu_graph`] keep one for each signature (`cache`, `wrap`). Both are a module around the
 //! module, or an interceptor of its calls (`graphed`). The trainer captures modules (`modules`), and steps 3 to 6 of training steps and
-//! optimizer steps (`trainer/run/graphs`).
+//! optimizer steps (`trainer/run/graphs.rs`).
 
 mod cache;
 mod call;

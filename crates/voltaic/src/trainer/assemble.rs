@@ -24,13 +24,12 @@ use crate::trainer::config::optimizers::OptimizerOverride;
 use crate::trainer::config::searches::Searches;
 use crate::trainer::config::values::{Limit, PluginConfig};
 use crate::trainer::join::join;
-use crate::trainer::plan;
-use crate::trainer::plan::contradictions;
 use crate::trainer::plan::limits::minima_above_maxima;
 use crate::trainer::plan::train_plan::TrainPlan;
+use crate::trainer::plan::{self, contradictions};
+use crate::trainer::session::agree::agreed;
 use crate::trainer::session::engine::Engine;
-use crate::trainer::session::run::Run;
-use crate::trainer::state::agree::agreed;
+use crate::trainer::session::session::Run;
 use crate::trainer::state::find::run_folders;
 
 /// Parts of a trainer that are code rather than data.

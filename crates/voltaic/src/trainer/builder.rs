@@ -21,7 +21,7 @@ use crate::trainer::config::values::{
     Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval,
 };
 use crate::trainer::plan::train_plan::TrainPlan;
-use crate::trainer::session::run::Run;
+use crate::trainer::session::session::Run;
 use crate::trainer::trainer::Trainer;
 
 /// Describes a trainer; see [`TrainerConfig`] for what each key means.

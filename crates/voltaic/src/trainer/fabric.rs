@@ -48,13 +48,10 @@ use crate::trainer::config::values::PluginConfig;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::run::optimizers::configure_optimizers;
 use crate::trainer::run::stages::SingleThreadedEngine;
-use crate::trainer::session::guard::guarded;
-use crate::trainer::session::hooks::hook_error;
-use crate::trainer::session::manual::unscale;
-use crate::trainer::session::options::CallOptions;
-use crate::trainer::session::run::Run;
-use crate::trainer::session::session::Session;
-use crate::trainer::state::agree::agreed;
+use crate::trainer::session::agree::agreed;
+use crate::trainer::session::engine::unscale;
+use crate::trainer::session::hooks::{guarded, hook_error};
+use crate::trainer::session::session::{CallOptions, Run, Session};
 use crate::trainer::state::restore::{load, restore_module, restore_training};
 
 /// Describes a [`Fabric`]; each setter is the one of [`TrainerBuilder`] with this name.

@@ -17,19 +17,16 @@ use crate::trainer::config::graph::GraphReport;
 use crate::trainer::config::optimizers::OptimizerOverride;
 use crate::trainer::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig, Searches};
 use crate::trainer::config::values::CkptPath;
-use crate::trainer::plan::contradictions;
-use crate::trainer::plan::deepspeed;
 use crate::trainer::plan::train_plan::TrainPlan;
+use crate::trainer::plan::{contradictions, deepspeed};
 use crate::trainer::run::eval::{EvalLoaders, EvalMetrics};
 use crate::trainer::search::lr_finder::LrFind;
 use crate::trainer::search::trial::Searcher;
-use crate::trainer::session::options::CallOptions;
-use crate::trainer::session::run::Run;
-use crate::trainer::session::session::Session;
-use crate::trainer::state::agree::agreed;
+use crate::trainer::session::agree::agreed;
+use crate::trainer::session::session::{CallOptions, Run, Session};
 use crate::trainer::state::collect::{saves_parts, sharded_weights};
 use crate::trainer::state::find::{or_of_failed_run, saved};
-use crate::trainer::state::requeue::or_of_requeued_job;
+use crate::trainer::state::restart::or_of_requeued_job;
 use crate::trainer::state::write::{as_on_rank_zero, save};
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].

@@ -4,13 +4,10 @@ pub(super) mod contradictions;
 pub(super) mod deepspeed;
 pub(super) mod facts;
 pub(super) mod limits;
-pub(super) mod loaders;
-pub(super) mod manual;
 pub(super) mod precision;
 pub(super) mod problems;
 pub(super) mod ranks;
 pub(super) mod train_plan;
-pub(super) mod validation;
 
 use std::path::PathBuf;
 
@@ -25,11 +22,11 @@ use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::graph::GraphMode;
 use crate::trainer::config::values::{Deterministic, GradientClipAlgorithm, PluginConfig};
 use crate::trainer::plan::limits::fast_dev_run;
+use crate::trainer::plan::limits::resolve_val_check;
 use crate::trainer::plan::precision::{PrecisionPlan, resolve_precision};
 use crate::trainer::plan::problems::Problems;
 use crate::trainer::plan::ranks::RankPlan;
 use crate::trainer::plan::train_plan::TrainPlan;
-use crate::trainer::plan::validation::resolve_val_check;
 
 /// What queues a Slurm job again.
 fn requeue_signal(plugins: &[PluginConfig]) -> Option<RequeueSignal> {
@@ -166,8 +163,8 @@ mod tests {
     use super::*;
     use crate::accelerator::{CpuAccelerator, accelerator};
     use crate::trainer::config::values::{FastDevRun, Limit, ValCheckInterval};
+    use crate::trainer::plan::limits::FitPlan;
     use crate::trainer::plan::limits::limit_batches;
-    use crate::trainer::plan::loaders::FitPlan;
 
     /// On the CPU, as on a machine without anything else.
     fn resolve_on_cpu(config: &TrainerConfig) -> Result<TrainPlan, ConfigError> {

@@ -12,7 +12,7 @@ use crate::module::{CallSizes, LightningModule};
 use crate::nn::{GatherWatch, ModuleExt, ModuleHooks, set_training, set_training_modes, training_modes};
 use crate::precision::autocast;
 use crate::trainer::config::callbacks::is_a;
-use crate::trainer::session::guard::{guarded, without_panic};
+use crate::trainer::session::hooks::{guarded, without_panic};
 use crate::trainer::session::session::Session;
 
 impl<M: LightningModule> Session<'_, M> {

@@ -4,10 +4,9 @@ use crate::data::Stage;
 use crate::distributed::{collective_scope, global_rank, report_config_error, wait_for_launcher};
 use crate::error::{Error, Result};
 use crate::module::{BatchFacts, LightningModule};
-use crate::trainer::session::guard::guarded;
-use crate::trainer::session::hooks::of_callback;
+use crate::trainer::session::agree::agreed;
+use crate::trainer::session::hooks::{guarded, of_callback};
 use crate::trainer::session::session::Session;
-use crate::trainer::state::agree::agreed;
 use crate::trainer::state::collect::{saves_parts, snapshot};
 use crate::trainer::state::write::write;
 

@@ -11,15 +11,12 @@ use crate::module::{BatchFacts, Hook, HookContext, LightningModule, Progress, St
 use crate::optim::{Interval, Optimizer};
 use crate::precision::LossScale;
 use crate::profiler::actions;
-use crate::trainer::plan::loaders::FitPlan;
+use crate::trainer::plan::limits::FitPlan;
 use crate::trainer::run::loaders::FitLoaders;
 use crate::trainer::session::agree::votes;
-use crate::trainer::session::anomaly::check_anomaly;
-use crate::trainer::session::batch::Window;
-use crate::trainer::session::manual::unscale;
-use crate::trainer::session::session::Session;
-use crate::trainer::session::step::Step;
-use crate::trainer::session::undo::Undo;
+use crate::trainer::session::engine::{check_anomaly, unscale};
+use crate::trainer::session::session::{Session, Undo};
+use crate::trainer::session::step::{Step, Window};
 
 /// Why validation follows a training batch.
 #[derive(Clone, Copy, PartialEq)]

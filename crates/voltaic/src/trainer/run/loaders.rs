@@ -6,10 +6,9 @@ use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
 use crate::strategy::StrategyPlan;
 use crate::trainer::config::values::Limit;
-use crate::trainer::plan::limits::limit_batches;
-use crate::trainer::plan::loaders::FitPlan;
+use crate::trainer::plan::limits::{FitPlan, limit_batches};
 use crate::trainer::plan::train_plan::TrainPlan;
-use crate::trainer::session::guard::guarded;
+use crate::trainer::session::hooks::guarded;
 use crate::trainer::session::session::Session;
 
 /// What a hook for loaders gives.

@@ -9,5 +9,4 @@ pub(super) mod graphs;
 pub(super) mod loaders;
 pub(super) mod optimizers;
 pub(super) mod running_statistics;
-pub(super) mod schedule;
 pub(super) mod stages;

@@ -1,10 +1,10 @@
-//! The optimizers and schedules of a fit: the module's own, or those given to the trainer in their place.
+//! Optimizers and learning rate schedules of a run: which they are, when each schedule is stepped, and with which metric.
 
 use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
-use crate::optim::{ActiveLrScheduler, Optimizers};
-use crate::trainer::plan::manual;
-use crate::trainer::session::guard::guarded;
+use crate::optim::{ActiveLrScheduler, Interval, Optimizers};
+use crate::trainer::plan::contradictions;
+use crate::trainer::session::hooks::{guarded, hook_error};
 use crate::trainer::session::session::Session;
 
 /// Gives a session its optimizers and schedules: those that the trainer was given, else the module's.
@@ -38,7 +38,7 @@ pub(crate) fn configure_optimizers<M: LightningModule>(session: &mut Session<M>)
         session.training.schedulers.clear();
     }
     if !session.module.automatic_optimization() {
-        return Ok(manual::check_plan(session.plan)?);
+        return Ok(contradictions::refuse_beside_manual(session.plan)?);
     }
     match session.training.optimizers.len() {
         0 => tracing::warn!("configure_optimizers gave no optimizer, so nothing is trained"),
@@ -51,4 +51,72 @@ pub(crate) fn configure_optimizers<M: LightningModule>(session: &mut Session<M>)
         }
     }
     Ok(())
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Steps the schedules of `interval` that are due: `frequency` counts the batches of the epoch, of which those without an
+    /// optimizer step step no schedule, or epochs. Those that watch a metric are stepped apart from the others, after
+    /// validation. With manual optimization the module steps them itself. Source: Lightning's `_update_learning_rates`.
+    pub(crate) fn step_schedulers(&mut self, interval: Interval, watch_metric: bool) -> Result<()> {
+        if self.training.schedulers.is_empty() || !self.module.automatic_optimization() {
+            return Ok(());
+        }
+        let progress = &self.run.at.progress;
+        let is_cut_short =
+            interval == Interval::Epoch && progress.has_batches_left(self.run.facts.num_training_batches);
+        let position = match interval {
+            // schedules that watch a metric are stepped when the batch is counted already
+            Interval::Step => progress.batch_idx + u64::from(!watch_metric),
+            Interval::Epoch => progress.current_epoch + 1,
+        };
+        for ActiveLrScheduler { optimizer, configured } in &mut self.training.schedulers {
+            let is_due = configured.interval == interval
+                && configured.monitor.is_some() == watch_metric
+                && position.is_multiple_of(configured.frequency);
+            if !is_due {
+                continue;
+            }
+            let metric = match &configured.monitor {
+                Some(monitor) => {
+                    let metric = self.run.log.metrics.callback_metric(monitor); // sync point
+                    match metric {
+                        Some(metric) => Some(metric),
+                        None if configured.strict && !is_cut_short => {
+                            return Err(missing_metric(
+                                monitor,
+                                &self.run.log.metrics.callback_metric_names(),
+                            ));
+                        }
+                        None => {
+                            tracing::warn!("no metric `{monitor}` has been logged, so its schedule waits");
+                            continue;
+                        }
+                    }
+                }
+                None => None,
+            };
+            let groups = self.training.optimizers[*optimizer].param_groups_mut();
+            let scheduler = configured.scheduler.as_mut();
+            let _action = self.run.facts.profiling.of_module(self.module, "lr_scheduler_step")?;
+            guarded(|| self.module.lr_scheduler_step(scheduler, groups, metric))
+                .map_err(|source| own_error(source, &self.run.at.progress))?;
+        }
+        Ok(())
+    }
+}
+
+/// An error of the schedule itself stays what it is.
+fn own_error(source: anyhow::Error, progress: &crate::module::Progress) -> crate::Error {
+    source
+        .downcast::<crate::Error>()
+        .unwrap_or_else(|source| hook_error("lr_scheduler_step", progress, source))
+}
+
+fn missing_metric(monitor: &str, known: &[String]) -> crate::Error {
+    ConfigError::new(
+        "lr_scheduler.monitor",
+        format!("no metric `{monitor}` has been logged"),
+        format!("log it, or choose one of: {}", known.join(", ")),
+    )
+    .into()
 }

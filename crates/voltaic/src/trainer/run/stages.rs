@@ -21,12 +21,9 @@ use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::run::eval::EvalLoaders;
 use crate::trainer::run::loaders::{FitLoaders, LoaderSource, shard_eval};
 use crate::trainer::run::optimizers::configure_optimizers;
-use crate::trainer::session::guard::guarded;
-use crate::trainer::session::hooks::{hook_error, of_callback};
-use crate::trainer::session::options::CallOptions;
-use crate::trainer::session::run::Run;
-use crate::trainer::session::session::Session;
-use crate::trainer::state::agree::agreed;
+use crate::trainer::session::agree::agreed;
+use crate::trainer::session::hooks::{guarded, hook_error, of_callback};
+use crate::trainer::session::session::{CallOptions, Run, Session};
 use crate::trainer::state::find::{find, tidy_up};
 use crate::trainer::state::restore::{load, restore_module, restore_training};
 

@@ -16,8 +16,7 @@ use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::optimizers::OptimizerOverride;
 use crate::trainer::config::values::Limit;
 use crate::trainer::plan::train_plan::TrainPlan;
-use crate::trainer::session::options::CallOptions;
-use crate::trainer::session::run::Run;
+use crate::trainer::session::session::{CallOptions, Run};
 
 /// The trainer that something is searched for.
 pub(crate) struct Searcher<'a> {

@@ -1,12 +1,13 @@
-//! What any rank has been asked, a stop or a signal, is known to all before one acts on it; so is a failure of one rank alone.
+//! What ranks agree on before one of them acts on it: a stop, a signal, and a failure of one rank alone.
 
-use crate::distributed::collective_scope;
-use crate::error::Result;
+use std::path::Path;
+
+use crate::distributed::{World, collective_scope};
+use crate::error::{CheckpointError, Error, Problem, Result};
 use crate::module::{LightningModule, Requests};
 use crate::strategy::Votes;
 use crate::trainer::session::engine::Engine;
 use crate::trainer::session::session::Session;
-use crate::trainer::state::agree::agreed;
 
 /// What this rank has been asked, and whether it has failed.
 pub(crate) fn votes(engine: &Engine, requests: &Requests) -> Votes {
@@ -103,4 +104,40 @@ impl<M: LightningModule> Session<'_, M> {
         let signals = [notices.as_slice(), &ends].concat();
         signals.into_iter().find_map(|(is_there, signal)| is_there.then_some(signal))
     }
+}
+
+/// What this rank has read or written, if all ranks could do theirs; else the first error of a rank, on all.
+///
+/// # Collective
+/// All ranks must call it.
+///
+/// # Errors
+/// [`CheckpointError::OnRanks`] if a rank has failed. An error of the connections stays as it is, and nobody is asked.
+pub(crate) fn agreed<T>(world: &World, action: &'static str, path: &Path, done: Result<T>) -> Result<T> {
+    let Some(group) = world.group().filter(|group| group.world_size() > 1) else { return done };
+    let (own, done) = match done {
+        Ok(done) => (None, Some(done)),
+        Err(error @ Error::Distributed(_)) => return Err(error), // nobody is there, or known to be there
+        Err(error) => (Some(problem_of(error, world.rank)), None),
+    };
+    let failed = match (group.all_gather_object(&own), own) {
+        (Err(_), Some(own)) => Some(own), // nobody hears it
+        (all, _) => all?.into_iter().flatten().next(),
+    };
+    match (failed, done) {
+        (None, Some(done)) => Ok(done),
+        (failed, _) => {
+            let problem = failed.unwrap_or_else(|| Problem::new("", ""));
+            Err(CheckpointError::OnRanks { action, path: path.to_path_buf(), problem }.into())
+        }
+    }
+}
+
+/// What went wrong, and on which rank.
+fn problem_of(error: Error, rank: usize) -> Problem {
+    if let Error::Checkpoint(CheckpointError::OnRanks { problem, .. }) = error {
+        return problem; // of another rank
+    }
+    let Problem { what, remedy } = error.into_problem("look at the file system of this rank");
+    Problem::new(format!("rank {rank}: {what}"), remedy)
 }

@@ -1,14 +1,15 @@
-//! What backward passes and optimizer steps are run with.
+//! What runs backward passes and optimizer steps: strategy, loss scale, and checks of what they compute.
 
 use tch::Tensor;
 
 use crate::distributed::Signals;
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
-use crate::nn::Parameter;
+use crate::module::Progress;
+use crate::nn::{Module, Parameter};
+use crate::optim::Optimizer;
 use crate::precision::LossScale;
 use crate::strategy::{Strategy, Votes};
-use crate::trainer::session::captured_optimizers::CapturedOptimizers;
 
 /// What backward passes and optimizer steps are run with, automatic and manual ones.
 pub(crate) struct Engine {
@@ -76,4 +77,106 @@ impl Engine {
     pub(crate) fn end_call(&mut self) {
         self.of_call = OfCall::default();
     }
+}
+
+/// The optimizers of one fit whose steps a training step has captured by hand: whether a replay still does what they would do.
+#[derive(Debug, Default)]
+pub(crate) struct CapturedOptimizers(Vec<Captured>);
+
+#[derive(Debug)]
+struct Captured {
+    optimizer_idx: usize,
+    /// What [`Optimizer::prepare_replay`] gave.
+    prepared: Option<u64>,
+    learning_rates: Vec<f64>,
+}
+
+impl CapturedOptimizers {
+    /// A step of this optimizer was captured, the first perhaps, which makes its state.
+    pub fn note(&mut self, optimizer_idx: usize, optimizer: &mut dyn Optimizer) -> Result<()> {
+        let prepared = optimizer.prepare_replay()?;
+        self.0.retain(|captured| captured.optimizer_idx != optimizer_idx);
+        self.0.push(Captured { optimizer_idx, prepared, learning_rates: learning_rates(optimizer) });
+        Ok(())
+    }
+
+    /// Puts the learning rates in force where replays read them. Gives what has changed since the capture that a replay
+    /// would not follow.
+    pub fn refresh(&self, optimizers: &mut [Box<dyn Optimizer>]) -> Result<Option<String>> {
+        let mut changed = None;
+        for captured in &self.0 {
+            let Some(optimizer) = optimizers.get_mut(captured.optimizer_idx) else { continue };
+            let prepared = optimizer.prepare_replay()?;
+            let what = match (captured.prepared, prepared) {
+                (Some(before), Some(now)) if before != now => {
+                    "works on other tensors, or with other numbers than a learning rate,"
+                }
+                (None, _) if captured.learning_rates != learning_rates(optimizer.as_ref()) => {
+                    "does not implement prepare_replay and has got another learning rate"
+                }
+                _ => continue,
+            };
+            changed = Some(format!("optimizer {} ({}) {what}", captured.optimizer_idx, optimizer.name()));
+        }
+        Ok(changed)
+    }
+}
+
+fn learning_rates(optimizer: &dyn Optimizer) -> Vec<f64> {
+    optimizer.param_groups().iter().map(|group| group.lr).collect()
+}
+
+/// With `detect_anomaly`, which sets a watch: an error if the tensor has NaN or infinity, with the operation that made it.
+pub(crate) fn check_anomaly(
+    watch: Option<&AnomalyWatch>,
+    what: &str,
+    tensor: &Tensor,
+    progress: &Progress,
+) -> Result<()> {
+    let Some(watch) = watch else { return Ok(()) };
+    let is_finite = !tensor.defined() || tensor.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0; // sync point
+    if is_finite {
+        return Ok(());
+    }
+    let operation = watch.take()?;
+    let (epoch, global_step) = (progress.current_epoch, progress.global_step);
+    Err(Error::Anomaly { what: what.to_owned(), operation, epoch, global_step })
+}
+
+/// The same for all gradients.
+pub(crate) fn check_gradients(
+    watch: Option<&AnomalyWatch>,
+    strategy: &dyn Strategy,
+    module: &dyn Module,
+    progress: &Progress,
+) -> Result<()> {
+    if watch.is_none() {
+        return Ok(());
+    }
+    strategy
+        .grads(module)?
+        .into_iter()
+        .try_for_each(|(fqn, grad)| check_anomaly(watch, &format!("the gradient of {fqn}"), &grad, progress))
+}
+
+/// With a loss scale: takes it out of the gradients, and notes whether they are finite. Returns whether the optimizers may
+/// step; without one they always may.
+pub(crate) fn unscale(
+    loss_scale: &mut Option<LossScale>,
+    optimizers: &mut [Box<dyn Optimizer>],
+    global_step: u64,
+) -> Result<bool> {
+    let Some(loss_scale) = loss_scale else { return Ok(true) };
+    let (scale, mut all_finite) = (loss_scale.get_scale(), true);
+    for optimizer in optimizers {
+        all_finite &= optimizer.unscale(1.0 / scale)?; // sync point
+    }
+    loss_scale.record(all_finite);
+    if !all_finite {
+        let count = loss_scale.skipped_steps() + u64::from(loss_scale.grad_scaler().is_none());
+        tracing::info!(
+            "step {global_step} is left out ({count} so far): its gradients are not finite; the loss was scaled by {scale}"
+        );
+    }
+    Ok(all_finite)
 }

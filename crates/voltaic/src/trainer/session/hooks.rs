@@ -1,5 +1,12 @@
-//! How hooks are called: of the callbacks, of the module, of the callbacks that look at what was logged; with an error
-//! that names the hook.
+//! Calls of the user's code: hooks of the callbacks, of the module, and of the callbacks that look at what was logged; what they log
+//! goes to the loggers.
+//!
+//! tch's operators panic when shapes do not fit. Inside a guarded call such a panic is not printed; its message and place become the
+//! error, which names the hook.
+
+use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Once;
 
 use tch::TchError;
 
@@ -7,16 +14,15 @@ use crate::callback::Callback;
 use crate::data::Batch;
 use crate::distributed::{collective_scope, global_rank};
 use crate::error::{Error, Result};
+use crate::ffi::panic_text;
 use crate::module::{
     Action, AnyBatch, BatchFacts, Hook, HookContext, HookFacts, LightningModule, LogScope, Profiling,
     Progress, StepHook, StepOutput,
 };
-use crate::nn::{ModuleExt, with_fqn};
+use crate::nn::{GatherWatch, ModuleExt, with_fqn};
 use crate::profiler::actions;
 use crate::trainer::session::engine::Engine;
-use crate::trainer::session::guard::guarded;
-use crate::trainer::session::run::Run;
-use crate::trainer::session::session::Session;
+use crate::trainer::session::session::{Run, Session};
 
 /// The error of a hook, with where the run stands. One that comes from a hook within a step keeps its own name.
 pub(crate) fn hook_error(hook: &'static str, progress: &Progress, source: anyhow::Error) -> Error {
@@ -248,5 +254,106 @@ impl<M: LightningModule> Session<'_, M> {
     /// The error of a hook of this session.
     pub(crate) fn hook_error(&self, hook: &'static str, source: anyhow::Error) -> Error {
         hook_error(hook, &self.run.at.progress, with_fqn(self.module.as_dyn(), source))
+    }
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Gives metrics to all loggers, with the epoch as a column unless one is called `epoch`. One that is called `step` takes
+    /// the place of the step.
+    pub(crate) fn log(&mut self, metrics: Vec<(String, f64)>, step: u64) -> Result<()> {
+        self.log_with(metrics, step, true)
+    }
+
+    /// Gives a row of a callback to all loggers: it has the columns that the callback gives, and no epoch, as in Lightning.
+    pub(crate) fn log_row(&mut self, metrics: Vec<(String, f64)>, step: u64) -> Result<()> {
+        self.log_with(metrics, step, false)
+    }
+
+    fn log_with(&mut self, mut metrics: Vec<(String, f64)>, mut step: u64, has_epoch: bool) -> Result<()> {
+        if let Some(index) = metrics.iter().position(|(name, _)| name == "step") {
+            step = metrics.remove(index).1 as u64;
+        }
+        if metrics.is_empty() || self.run.at.is_sanity_check {
+            return Ok(());
+        }
+        if has_epoch && !metrics.iter().any(|(name, _)| name == "epoch") {
+            metrics.push(("epoch".to_owned(), self.run.at.progress.current_epoch as f64));
+        }
+        self.give_to_loggers(&metrics, step)
+    }
+
+    /// Gives a row to all loggers, unless one has failed in this call.
+    pub(crate) fn give_to_loggers(&mut self, row: &[(String, f64)], step: u64) -> Result<()> {
+        if self.run.engine.of_call.failure.is_some() {
+            return Ok(()); // all ranks end with that
+        }
+        let given = self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(row, step));
+        self.keep_failure(given)
+    }
+
+    /// Reports a mistake made in logging.
+    pub(crate) fn check_logged(&mut self) -> Result<()> {
+        self.run.log.metrics.take_problem().map_or(Ok(()), Err)
+    }
+}
+
+thread_local! {
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+    static MESSAGE: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Chains a panic hook that keeps quiet inside guarded calls of its thread and notes what happened.
+fn install_panic_hook() {
+    static INSTALL: Once = Once::new();
+    INSTALL.call_once(|| {
+        let previous = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !GUARDED.get() {
+                return previous(info);
+            }
+            let text = panic_text(info.payload());
+            // tch prints its error's Debug form, with libtorch's stack behind it
+            let text = text.split("\\nException raised from").next().unwrap_or(&text);
+            let place = info.location().map(|place| format!(" at {}:{}", place.file(), place.line()));
+            MESSAGE.set(Some(format!("{text}{}", place.unwrap_or_default())));
+        }));
+    });
+}
+
+/// Calls `body`; a panic becomes an error, and so does a weight that could not be gathered.
+pub(crate) fn guarded<T>(body: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    let watch = GatherWatch::begin();
+    let result = without_panic(body);
+    watch.end().map_or(result, |failure| Err(failure.into()))
+}
+
+/// Calls `body`; a panic becomes an error.
+pub(crate) fn without_panic<T>(body: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    install_panic_hook();
+    let was_guarded = GUARDED.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(body));
+    GUARDED.set(was_guarded);
+    result.unwrap_or_else(|_| {
+        let message = MESSAGE.take().unwrap_or_else(|| "panic without a message".to_owned());
+        Err(anyhow::anyhow!("panicked: {message}"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_becomes_an_error_with_message_and_place() {
+        let error = guarded(|| -> anyhow::Result<()> {
+            let a = tch::Tensor::ones([2, 3], (tch::Kind::Float, tch::Device::Cpu));
+            let _ = a.matmul(&a);
+            Ok(())
+        })
+        .expect_err("shapes do not fit")
+        .to_string();
+        assert!(error.contains("mat1 and mat2 shapes cannot be multiplied"), "{error}");
+        assert!(error.contains(".rs:") && !error.contains("Exception raised from"), "{error}");
+        assert_eq!(guarded(|| Ok(3)).expect("no panic"), 3);
     }
 }

@@ -1,15 +1,72 @@
-//! What one call of fit, validate, test or predict holds. Data only: what is done with it is in other files.
+//! What a run and one call of fit, validate, test or predict hold. Data only: the code that works on it is in other files.
 
+use std::path::PathBuf;
 use std::time::Instant;
 
-use crate::data::DataModule;
-use crate::module::{LightningModule, StepOutput, Training};
+use tch::Tensor;
+
+use crate::accelerator::rng;
+use crate::callback::Callback;
+use crate::checkpoint::{
+    Checkpoint, CheckpointIo, CheckpointPaths, LoopState, Part, TrainingState, parts_to_host,
+};
+use crate::data::{DataModule, Stage};
+use crate::device::Device;
+use crate::distributed::{Signals, World};
+use crate::error::Result;
+use crate::logger::Logger;
+use crate::module::{
+    LightningModule, Logging, MetricsMark, Position, Progress, Requests, RunFacts, StepOutput, Training,
+};
+use crate::nn::{ModuleExt, Snapshot, SnapshotParts};
+use crate::precision::LossScale;
+use crate::trainer::config::graph::GraphReport;
+use crate::trainer::config::optimizers::OptimizerOverride;
+use crate::trainer::config::values::CkptPath;
 use crate::trainer::plan::train_plan::TrainPlan;
+use crate::trainer::session::engine::Engine;
 use crate::trainer::session::graphs::StepGraphs;
-use crate::trainer::session::options::CallOptions;
-use crate::trainer::session::run::Run;
-use crate::trainer::session::snapshot::RunSnapshot;
-use crate::trainer::session::undo::Undo;
+
+/// Everything of a run that is not the model: outlives single calls of fit, validate, test and predict.
+pub(crate) struct Run {
+    pub at: Position,
+    pub facts: RunFacts,
+    pub log: Logging,
+    pub asks: Requests,
+    pub engine: Engine,
+    pub checkpoint_io: Box<dyn CheckpointIo>,
+    pub callbacks: Vec<Box<dyn Callback>>,
+    pub loggers: Vec<Box<dyn Logger>>,
+    /// What callbacks have saved that a module has since replaced by others.
+    pub replaced: Vec<CheckpointPaths>,
+    /// Folders of the runs of this configuration: see `state/find.rs`. Rank 0 knows.
+    pub run_folders: Vec<PathBuf>,
+    /// The checkpoint that this fit goes on from; it is not replaced by better ones, as in Lightning.
+    pub resumed_from: Option<PathBuf>,
+    /// Base of all shuffling.
+    pub seed: u64,
+    /// Calls of fit so far.
+    pub fits: u64,
+    /// The end of the last fit, for `Trainer::save_checkpoint`.
+    pub snapshot: Option<RunSnapshot>,
+    /// What graphs did in the last fit.
+    pub graphs: GraphReport,
+}
+
+impl Run {
+    /// Begins a call: whoever begins one ends it with [`Engine::end_call`].
+    pub(crate) fn begin_call(&mut self, stage: Stage) -> Result<()> {
+        let progress = std::mem::take(&mut self.at.progress);
+        self.at = Position { progress, stage, ..Position::default() };
+        self.engine.of_call.signals = Some(Signals::watch()?);
+        Ok(())
+    }
+
+    /// The ranks.
+    pub(crate) fn world(&self) -> &World {
+        self.engine.strategy.world()
+    }
+}
 
 /// One call of fit, validate, test or predict.
 pub(crate) struct Session<'a, M: LightningModule> {
@@ -59,4 +116,99 @@ impl<'a, M: LightningModule> Session<'a, M> {
             outputs: StepOutput::default(),
         }
     }
+}
+
+/// What changes from call to call of fit, validate, test and predict, while the plan of the run stays as it is.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct CallOptions {
+    /// Where it starts; from the beginning unless set.
+    pub ckpt_path: Option<CkptPath>,
+    /// In place of the module's `configure_optimizers`.
+    pub optimizers: Option<OptimizerOverride>,
+    /// A learning rate that was found, for all groups.
+    pub lr: Option<f64>,
+    /// A batch size that was found, for the loaders of this call.
+    pub batch_size: Option<usize>,
+    /// A short run of a search, which sets the learning rates by itself, and from which nothing goes on.
+    pub is_trial: bool,
+}
+
+/// A run as it was when training ended, for the checkpoints that are written later.
+pub(crate) enum RunSnapshot {
+    /// Training was cut short within an epoch: all that a checkpoint holds, on the host. A resumed run does the rest of the epoch as
+    /// if it had not been stopped.
+    CutShort(Box<Checkpoint>),
+    /// The fit is over. Weights, and what callbacks, data and module add, are those of the time of writing.
+    Finished(Box<FitState>),
+    /// Of a rank that does not write: its own state, as it is sent to rank 0.
+    OwnState(Vec<u8>),
+}
+
+/// The training state without what callbacks, data and module add.
+pub(crate) struct FitState {
+    pub state: LoopState,
+    pub training: TrainingState,
+    /// This rank's parts of states that are divided among ranks.
+    pub parts: Vec<Part>,
+}
+
+impl FitState {
+    /// The same with all tensors on the host; those that are there are shared.
+    pub(crate) fn to_host(&self) -> Result<Self> {
+        let Self { state, training, parts } = self;
+        Ok(Self { state: state.clone(), training: training.to_host()?, parts: parts_to_host(parts)? })
+    }
+}
+
+/// What a training batch changes before its optimizer step, as it was before the batch, or with several ranks before the accumulation
+/// window: a run that fails within the batch can be resumed from there. Weights and optimizers do not change until then.
+pub(crate) struct Undo {
+    /// Buffers.
+    module: Snapshot,
+    /// Gradients of the batches before in the window.
+    grads: Vec<(String, Tensor)>,
+    rng: Vec<(String, Tensor)>,
+    metrics: MetricsMark,
+    /// Where the run stood.
+    progress: Progress,
+    loss_scale: Option<LossScale>,
+}
+
+impl Undo {
+    /// What the batch to come may change.
+    pub(crate) fn before<M: LightningModule>(
+        module: &M,
+        run: &Run,
+        device: Device,
+        opens_window: bool,
+    ) -> Result<Self> {
+        let parts = SnapshotParts { buffers: true, ..SnapshotParts::default() };
+        let grads = if opens_window { Vec::new() } else { run.engine.strategy.grads(module.as_dyn())? };
+        let grads = grads.into_iter().map(|(name, grad)| Ok((name, copied(&grad)?)));
+        Ok(Self {
+            module: Snapshot::of(module, parts)?,
+            grads: grads.collect::<Result<_>>()?,
+            rng: rng::states(device)?,
+            metrics: run.log.metrics.mark()?,
+            progress: run.at.progress.clone(),
+            loss_scale: run.engine.loss_scale.clone(),
+        })
+    }
+
+    /// Goes back to it.
+    pub(crate) fn restore<M: LightningModule>(self, module: &M, run: &mut Run, device: Device) -> Result<()> {
+        self.module.restore(module)?;
+        run.engine.strategy.set_grads(module.as_dyn(), &self.grads)?;
+        run.log.metrics.go_back(self.metrics, device)?;
+        run.at.progress = self.progress;
+        run.engine.loss_scale = self.loss_scale;
+        rng::set_states(&self.rng)
+    }
+}
+
+fn copied(tensor: &Tensor) -> Result<Tensor> {
+    let _no_grad = tch::no_grad_guard();
+    let mut copy = tensor.f_empty_like()?;
+    copy.f_copy_(tensor)?;
+    Ok(copy)
 }

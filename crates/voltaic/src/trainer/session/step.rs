@@ -1,18 +1,24 @@
-//! Runs the user's steps, and their backward pass.
+//! The user's steps: the batch on its way to the device, the step, its backward pass, and manual optimization within it.
 
+use std::collections::HashSet;
+
+use tch::Tensor;
+
+use crate::data::{Batch, BatchIter};
 use crate::distributed::collective_scope;
-use crate::error::Result;
+use crate::error::{ConfigError, Result};
+use crate::ffi::{self, RecordingPause};
 use crate::graph::{self, MadeInCapture};
 use crate::module::{
-    BatchFacts, HookContext, HookFacts, Level, LightningModule, ManualOptimization, Phase, StepContext,
-    StepModuleGraphs, StepOutput,
+    Action, BatchFacts, HookContext, HookFacts, Level, LightningModule, ManualOptimization, Phase, Progress,
+    StepContext, StepHook, StepModuleGraphs, StepOutput,
 };
-use crate::nn::{GatherWatch, ModuleExt};
-use crate::precision::{LossScale, autocast};
+use crate::nn::{GatherWatch, Module, ModuleExt, Parameter};
+use crate::precision::{LossScale, autocast, disable_casts};
+use crate::profiler::actions;
 use crate::trainer::session::agree::votes;
-use crate::trainer::session::anomaly::check_gradients;
-use crate::trainer::session::guard::without_panic;
-use crate::trainer::session::hooks::{InStep, call_method, scope};
+use crate::trainer::session::engine::{Engine, check_anomaly, check_gradients, unscale};
+use crate::trainer::session::hooks::{InStep, call_method, guarded, hook_error, scope, without_panic};
 use crate::trainer::session::session::Session;
 
 pub(crate) const OPTIMIZER_STEP: HookFacts = HookFacts::of_training_step("optimizer_step");
@@ -169,5 +175,176 @@ impl<M: LightningModule> InStep<'_, M> {
         }
         let anomaly = engine.of_call.anomaly.as_ref();
         check_gradients(anomaly, engine.strategy.as_ref(), self.module.as_dyn(), &ctx.at.progress)
+    }
+}
+
+/// Where a batch stands in its accumulation window.
+#[derive(Clone, Copy)]
+pub(crate) struct Window {
+    /// Batches whose gradients make one step.
+    pub size: u64,
+    pub opens: bool,
+    pub closes: bool,
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// Where the batch to come stands in its accumulation window. The last batch of an epoch closes it; under DeepSpeed's
+    /// strategies it does not, since DeepSpeed counts batches over epochs.
+    pub(crate) fn window(&self, num_training_batches: usize) -> Window {
+        let size = self.accumulate_grad_batches;
+        let Progress { batch_idx, .. } = self.run.at.progress;
+        let at = self.batches_of_windows();
+        let is_last = batch_idx as usize + 1 >= num_training_batches;
+        Window {
+            size,
+            opens: at.is_multiple_of(size),
+            closes: (at + 1).is_multiple_of(size) || (is_last && !self.windows_cross_epochs()),
+        }
+    }
+
+    /// Whether the last training batch has left an accumulation window open.
+    pub(crate) fn is_window_open(&self) -> bool {
+        let has_batches_left = self.run.at.progress.has_batches_left(self.run.facts.num_training_batches);
+        !self.batches_of_windows().is_multiple_of(self.accumulate_grad_batches)
+            && (has_batches_left || self.windows_cross_epochs())
+    }
+
+    /// The batches so far that windows are counted from.
+    fn batches_of_windows(&self) -> u64 {
+        let Progress { batch_idx, total_batches, .. } = self.run.at.progress;
+        if self.windows_cross_epochs() { total_batches } else { batch_idx }
+    }
+
+    fn windows_cross_epochs(&self) -> bool {
+        self.plan.ranks.strategy.deepspeed().is_some()
+    }
+}
+
+impl<M: LightningModule> Session<'_, M> {
+    /// The next batch of a loader; `action` is what the profiler calls that.
+    pub(crate) fn next_batch(
+        &self,
+        batches: &mut BatchIter<M::Batch>,
+        action: &str,
+    ) -> Result<Option<M::Batch>> {
+        if batches.size_hint().1 == Some(0) {
+            return Ok(None); // fetches nothing
+        }
+        let _action = self.profile(action)?;
+        batches.next().transpose()
+    }
+
+    /// Moves a batch to the device, in the dtype of the weights if that is not float32, with the hooks for it.
+    pub(crate) fn take(&mut self, batch: M::Batch, dataloader_idx: usize) -> Result<M::Batch> {
+        let _action = self.profile_strategy("batch_to_device")?;
+        let (data, module, profiling) = (&mut *self.data, &mut *self.module, &self.run.facts.profiling);
+        let (data_name, module_name) =
+            if profiling.is_on() { (data.type_name(), Module::type_name(module)) } else { ("", "") };
+        let of_data = |hook| profiling.of_data(data_name, hook);
+        let of_module = |hook: &str| profiling.start(|| actions::of_module(module_name, hook));
+        let (device, true_dtype) = (self.plan.device, self.plan.precision.true_dtype());
+        let mut hook = "on_before_batch_transfer";
+        guarded(|| {
+            let batch = of_data(hook)?.around(|| data.on_before_batch_transfer(batch, dataloader_idx))?;
+            let batch = of_module(hook)?.around(|| module.on_before_batch_transfer(batch, dataloader_idx))?;
+            hook = "transfer_batch_to_device";
+            let batch =
+                of_data(hook)?.around(|| data.transfer_batch_to_device(batch, device, dataloader_idx))?;
+            let batch =
+                of_module(hook)?.around(|| module.transfer_batch_to_device(batch, device, dataloader_idx))?;
+            let batch = match true_dtype {
+                Some(dtype) => batch.to_dtype(dtype)?,
+                None => batch,
+            };
+            hook = "on_after_batch_transfer";
+            let batch = of_data(hook)?.around(|| data.on_after_batch_transfer(batch, dataloader_idx))?;
+            of_module(hook)?.around(|| module.on_after_batch_transfer(batch, dataloader_idx))
+        })
+        .map_err(|source| hook_error(hook, &self.run.at.progress, source))
+    }
+
+    /// Begins a hook of the data module for the profiler.
+    pub(crate) fn profile_data(&self, hook: &str) -> Result<Action> {
+        self.run.facts.profiling.of_data(self.data.type_name(), hook)
+    }
+}
+
+impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
+    fn backward(&mut self, ctx: &mut HookContext<'_>, loss: &Tensor) -> Result<()> {
+        let _no_casts = disable_casts(ctx.device())?; // those of the step are for its forward
+        check_anomaly(self.engine.of_call.anomaly.as_ref(), "the loss", loss, &ctx.at.progress)?;
+        self.call(ctx, StepHook::OnBeforeBackward)?;
+        let toggled = self.engine.of_call.toggled_optimizer;
+        let open = &mut self.engine.of_call.has_open_grads;
+        open.resize(ctx.training.optimizers.len(), false);
+        open.iter_mut()
+            .enumerate()
+            .for_each(|(index, open)| *open |= toggled.is_none_or(|toggled| toggled == index));
+        self.run_backward(ctx, loss, true)?;
+        self.call(ctx, StepHook::OnAfterBackward)
+    }
+
+    fn step(&mut self, ctx: &mut HookContext<'_>, optimizer_idx: usize) -> Result<()> {
+        let _no_casts = disable_casts(ctx.device())?;
+        let Engine { strategy, loss_scale, of_call, .. } = &mut *self.engine;
+        strategy.check_averaged()?;
+        if let Some(scale) = loss_scale.as_ref().filter(|_| !of_call.has_scaled) {
+            let scale = scale.get_scale();
+            let what = format!("gradients are to be divided by {scale}, but no loss was multiplied by it");
+            let remedy = "call ctx.manual_backward(&loss), not loss.backward()";
+            return Err(ConfigError::new("optimizer.step", what, remedy).into());
+        }
+        let optimizer = &mut ctx.training.optimizers[optimizer_idx];
+        let is_finite = unscale(loss_scale, std::slice::from_mut(optimizer), ctx.at.progress.global_step)?;
+        self.call(ctx, StepHook::OnBeforeOptimizerStep)?;
+        if is_finite {
+            let optimizer = &mut ctx.training.optimizers[optimizer_idx];
+            let is_captured = graph::is_capturing();
+            if is_captured {
+                let _unrecorded = RecordingPause::begin(); // replays read the learning rate where it is put now
+                optimizer.prepare_replay()?;
+            }
+            optimizer.step()?;
+            ffi::clear_autocast_cache()?; // it holds the weights from before, in another dtype
+            if is_captured {
+                let _unrecorded = RecordingPause::begin();
+                self.engine.of_call.captured_optimizers.note(optimizer_idx, optimizer.as_mut())?;
+            }
+            graph::note_optimizer_step();
+        }
+        ctx.run.hardware.accelerator.step_boundary()?;
+        ctx.at.progress.global_step += 1;
+        self.engine
+            .of_call
+            .has_open_grads
+            .iter_mut()
+            .skip(optimizer_idx)
+            .take(1)
+            .for_each(|open| *open = false);
+        Ok(())
+    }
+
+    fn toggle(&mut self, ctx: &HookContext<'_>, optimizer_idx: usize) {
+        self.untoggle();
+        self.engine.of_call.toggled_optimizer = Some(optimizer_idx);
+        let groups = ctx.training.optimizers[optimizer_idx].param_groups();
+        let params = || groups.iter().flat_map(|group| group.params());
+        // an optimizer may have parts of parameters, under their names
+        let (ids, names): (HashSet<u64>, HashSet<&str>) =
+            params().map(|(fqn, p)| (p.id(), fqn.as_str())).unzip();
+        let is_own = |(fqn, p): &(String, Parameter)| ids.contains(&p.id()) || names.contains(fqn.as_str());
+        let all = self.module.as_dyn().named_parameters();
+        for (_, parameter) in all.into_iter().filter(|named| !is_own(named)) {
+            let required = parameter.requires_grad();
+            let _ = parameter.set_requires_grad(false);
+            self.engine.of_call.toggled.push((parameter, required));
+        }
+    }
+
+    fn untoggle(&mut self) {
+        self.engine.of_call.toggled_optimizer = None;
+        for (parameter, required) in self.engine.of_call.toggled.drain(..) {
+            let _ = parameter.set_requires_grad(required);
+        }
     }
 }

@@ -14,11 +14,8 @@ use crate::module::{BatchFacts, LightningModule, ModuleTensors, Progress};
 use crate::nn::{Module, ModuleExt, state_dict_of, tied_names};
 use crate::optim::OptimizerState;
 use crate::strategy::{ShardedGrads, Strategy};
-use crate::trainer::session::guard::guarded;
-use crate::trainer::session::hooks::{hook_error, of_callback};
-use crate::trainer::session::run::Run;
-use crate::trainer::session::session::Session;
-use crate::trainer::session::snapshot::{FitState, RunSnapshot};
+use crate::trainer::session::hooks::{guarded, hook_error, of_callback};
+use crate::trainer::session::session::{FitState, Run, RunSnapshot, Session};
 
 /// Whether each of several ranks saves its own parts of checkpoints.
 pub(crate) fn saves_parts(run: &Run) -> bool {

@@ -13,8 +13,8 @@ use crate::error::{ConfigError, Problem, Result};
 use crate::logger::Logger;
 use crate::trainer::config::callbacks::is_a;
 use crate::trainer::config::values::CkptPath;
-use crate::trainer::session::run::Run;
-use crate::trainer::state::requeue::newest_of_slurm;
+use crate::trainer::session::session::Run;
+use crate::trainer::state::restart::newest_of_slurm;
 
 /// Folder of checkpoints below that of a run.
 const CHECKPOINTS: &str = "checkpoints";

@@ -21,11 +21,9 @@ use crate::nn::{Module, ModuleExt, StateEntry, load_state_dict_each};
 use crate::optim::{OptimizerState, ParamGroup};
 use crate::trainer::config::values::Limit;
 use crate::trainer::plan::train_plan::TrainPlan;
-use crate::trainer::session::guard::guarded;
-use crate::trainer::session::hooks::{hook_error, of_callback};
-use crate::trainer::session::run::Run;
-use crate::trainer::session::session::Session;
-use crate::trainer::state::agree::agreed;
+use crate::trainer::session::agree::agreed;
+use crate::trainer::session::hooks::{guarded, hook_error, of_callback};
+use crate::trainer::session::session::{Run, Session};
 
 /// What is left to do with a checkpoint once the loaders are there.
 pub(crate) struct Resumed {

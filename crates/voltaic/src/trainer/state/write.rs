@@ -10,12 +10,10 @@ use crate::distributed::{SlurmJob, World, collective_scope};
 use crate::error::{CheckpointError, Error, Problem, Result};
 use crate::module::{CheckpointRequest, LightningModule};
 use crate::profiler::actions;
-use crate::trainer::session::run::Run;
-use crate::trainer::session::session::Session;
-use crate::trainer::session::snapshot::RunSnapshot;
-use crate::trainer::state::agree::agreed;
+use crate::trainer::session::agree::agreed;
+use crate::trainer::session::session::{Run, RunSnapshot, Session};
 use crate::trainer::state::collect::{collect, own_state, saves_parts, snapshot};
-use crate::trainer::state::requeue::next_path;
+use crate::trainer::state::restart::next_path;
 
 impl<M: LightningModule> Session<'_, M> {
     /// Writes the checkpoints that hooks have asked for. Called only where a resumed run can go on: between batches,
