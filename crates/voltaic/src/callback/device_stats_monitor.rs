@@ -170,7 +170,7 @@ mod tests {
             run: &RunFacts { hardware, ..RunFacts::default() },
             of_batch: &BatchFacts { log_step, ..BatchFacts::default() },
             log: &mut log,
-            asks: &mut Requests::default(),
+            requests: &mut Requests::default(),
             training: &mut Training::default(),
             batch: None,
         };

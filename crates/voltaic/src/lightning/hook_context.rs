@@ -26,7 +26,7 @@ pub struct HookContext<'a> {
     pub(crate) run: &'a RunFacts,
     pub(crate) of_batch: &'a BatchFacts<'a>,
     pub(crate) log: &'a mut Logging,
-    pub(crate) asks: &'a mut Requests,
+    pub(crate) requests: &'a mut Requests,
     pub(crate) training: &'a mut Training,
     /// In batch hooks.
     pub(crate) batch: Option<&'a mut (dyn AnyBatch + 'static)>,
@@ -35,9 +35,9 @@ pub struct HookContext<'a> {
 impl HookContext<'_> {
     /// Borrows the same again, for one of several calls.
     pub(crate) fn again(&mut self) -> HookContext<'_> {
-        let Self { at, run, of_batch, log, asks, training, batch } = self;
+        let Self { at, run, of_batch, log, requests, training, batch } = self;
         let batch = batch.as_deref_mut();
-        HookContext { at, run, of_batch, log, asks, training, batch }
+        HookContext { at, run, of_batch, log, requests, training, batch }
     }
 
     /// Logs a scalar under `name`; options are set on what is returned. Values of batch hooks are for the step,
@@ -186,7 +186,7 @@ impl HookContext<'_> {
     pub fn batch_mut<B: Batch>(&mut self) -> anyhow::Result<&mut B> {
         let batch = self.batch.as_deref_mut().ok_or_else(|| no_batch(self.log.metrics.hook()))?;
         let is = batch.type_name();
-        self.asks.changed_batch = true;
+        self.requests.changed_batch = true;
         batch.as_any_mut().downcast_mut().ok_or_else(|| wrong_batch::<B>(is))
     }
 
@@ -294,18 +294,18 @@ impl HookContext<'_> {
     /// Asks for a pass over the training data after `on_train_end` that takes the running statistics of batch normalisation
     /// again, for weights that were not trained but set.
     pub fn request_running_statistics(&mut self) {
-        self.asks.updates_running_statistics = true;
+        self.requests.updates_running_statistics = true;
     }
 
     /// Leaves out the rest of the epoch, the batch in progress included. For `on_train_batch_start`, where Lightning's
     /// hook returns -1.
     pub fn skip_epoch(&mut self) {
-        self.asks.skips_epoch = true;
+        self.requests.skips_epoch = true;
     }
 
     /// Sets how many batches make an optimizer step from now on. For `on_train_epoch_start`.
     pub fn set_accumulate_grad_batches(&mut self, batches: u64) {
-        self.asks.accumulate_grad_batches = Some(batches);
+        self.requests.accumulate_grad_batches = Some(batches);
     }
 
     /// Makes a value known to [`HookContext::metric`] and to callbacks that monitor it, without giving it to loggers.
@@ -325,7 +325,7 @@ impl HookContext<'_> {
 
     /// Ends training after this batch, once `min_epochs` and `min_steps` are reached; `reason` goes to the log.
     pub fn request_stop(&mut self, reason: impl Into<String>) {
-        self.asks.stop.get_or_insert(reason.into());
+        self.requests.stop.get_or_insert(reason.into());
     }
 
     /// Asks the trainer to write a checkpoint as soon as a run can be resumed from it: after the batch in progress and
@@ -334,7 +334,7 @@ impl HookContext<'_> {
     /// # Collective
     /// All ranks must ask in the same hook, since each has a part of its own in a full checkpoint.
     pub fn request_checkpoint(&mut self, request: CheckpointRequest) {
-        self.asks.checkpoints.push(request);
+        self.requests.checkpoints.push(request);
     }
 }
 

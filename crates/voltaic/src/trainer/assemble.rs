@@ -1,4 +1,4 @@
-//! Makes the parts of a trainer of its configuration and of what its builder was given.
+//! Makes the parts of a trainer of its configuration and of what its builder was parts.
 
 use std::env;
 use std::path::PathBuf;
@@ -34,7 +34,7 @@ use crate::trainer::state::find::run_folders;
 
 /// Parts of a trainer that are code rather than data.
 #[derive(Default)]
-pub(crate) struct Given {
+pub(crate) struct BuilderParts {
     /// In place of the one that the configuration names, whose name is this one's.
     pub accelerator: Option<Arc<dyn Accelerator>>,
     /// In place of the one that the configuration names.
@@ -58,33 +58,33 @@ pub(crate) struct Resolved {
 }
 
 /// The plan, with callbacks and profiler made, or all problems of the configuration.
-pub(crate) fn resolve(config: &mut TrainerConfig, given: &mut Given) -> Result<Resolved, ConfigError> {
+pub(crate) fn resolve(config: &mut TrainerConfig, parts: &mut BuilderParts) -> Result<Resolved, ConfigError> {
     let mut problems = Vec::new();
-    let choice = match given.accelerator.take() {
+    let choice = match parts.accelerator.take() {
         Some(value) => AcceleratorChoice::Value(value),
         None => AcceleratorChoice::from(config.accelerator.as_str()),
     };
     let accelerator = choice.resolve();
-    let (searches, of_callbacks) = build_callbacks(config, given);
-    let has_timer = given.callbacks.iter().any(|callback| is_a::<Timer>(callback.as_ref()));
+    let (searches, of_callbacks) = build_callbacks(config, parts);
+    let has_timer = parts.callbacks.iter().any(|callback| is_a::<Timer>(callback.as_ref()));
     let plan = plan::resolve(config, accelerator.as_deref(), has_timer);
     let plan = plan.map_err(|error| problems.extend(error.problems)).ok();
     problems.extend(of_callbacks);
     if let Some(plan) = &plan {
         if let Some(limit) = plan.max_time {
-            given.callbacks.insert(0, Box::new(Timer::new(limit)));
+            parts.callbacks.insert(0, Box::new(Timer::new(limit)));
         }
         problems.extend(minima_above_maxima(config, plan));
     }
-    if given.strategy.is_some() && config.graph == GraphMode::Step {
+    if parts.strategy.is_some() && config.graph == GraphMode::Step {
         let what = "step, but the program gives a strategy of its own";
         problems.push(ConfigProblem::new("trainer.graph", what, "use graph=none, or leave the strategy out"));
     }
-    if config.barebones && !given.loggers.is_empty() {
+    if config.barebones && !parts.loggers.is_empty() {
         let what = "barebones=true switches logging off, but the builder was given a logger";
         problems.push(ConfigProblem::new("trainer.logger", what, "remove one of the two"));
     }
-    let of_profiler = build_profiler(config, given).err().into_iter().flat_map(|error| error.problems);
+    let of_profiler = build_profiler(config, parts).err().into_iter().flat_map(|error| error.problems);
     problems.extend(of_profiler.map(|problem| problem.below("trainer.profiler")));
     if config.barebones {
         config.logger = Some(Loggers::Flag(false));
@@ -92,14 +92,14 @@ pub(crate) fn resolve(config: &mut TrainerConfig, given: &mut Given) -> Result<R
         config.enable_progress_bar = Some(false);
         config.enable_model_summary = Some(false);
     }
-    problems.extend(contradictions::of_displays(config, &given.callbacks));
-    problems.extend(repeated_plugins(&config.plugins, given.checkpoint_io.is_some()));
-    problems.extend(add_model_checkpoint(config, given).err().into_iter().flat_map(|error| error.problems));
-    problems.extend(same_state_keys(&given.callbacks));
-    if given.loggers.is_empty() && !config.loggers().is_enabled() {
-        problems.extend(without_logger(&given.callbacks));
+    problems.extend(contradictions::of_displays(config, &parts.callbacks));
+    problems.extend(repeated_plugins(&config.plugins, parts.checkpoint_io.is_some()));
+    problems.extend(add_model_checkpoint(config, parts).err().into_iter().flat_map(|error| error.problems));
+    problems.extend(same_state_keys(&parts.callbacks));
+    if parts.loggers.is_empty() && !config.loggers().is_enabled() {
+        problems.extend(without_logger(&parts.callbacks));
     }
-    problems.extend(given.optimizers.iter().flat_map(OptimizerOverride::problems));
+    problems.extend(parts.optimizers.iter().flat_map(OptimizerOverride::problems));
     match (plan, accelerator) {
         (Some(plan), Ok(accelerator)) if problems.is_empty() => Ok(Resolved { plan, accelerator, searches }),
         _ => Err(ConfigError { problems }),
@@ -109,23 +109,23 @@ pub(crate) fn resolve(config: &mut TrainerConfig, given: &mut Given) -> Result<R
 /// Joins the other ranks if there are any, and makes the run. The plan has the device of this rank then.
 pub(crate) fn assemble(
     config: &TrainerConfig,
-    mut given: Given,
+    mut parts: BuilderParts,
     plan: TrainPlan,
     accelerator: Arc<dyn Accelerator>,
 ) -> Result<(TrainPlan, Run)> {
     plan.requeue_signal.map(keep_notice).transpose()?; // ranks may wait long for each other
-    let facts = plan::facts::facts(config, &plan, &given.callbacks);
-    let (strategy, device) = join(config, &plan, accelerator.as_ref(), given.strategy.take(), facts)?;
+    let facts = plan::facts::facts(config, &plan, &parts.callbacks);
+    let (strategy, device) = join(config, &plan, accelerator.as_ref(), parts.strategy.take(), facts)?;
     let plan = TrainPlan { device, ..plan };
     let world = strategy.world().clone();
-    add_displays(config, &mut given, world.is_global_zero());
+    add_displays(config, &mut parts, world.is_global_zero());
     accelerator.setup()?;
     ffi::install_host_pool()?;
     ffi::install_kernels()?;
     set_up_libtorch(&plan)?;
-    let run_folders = folders_of_runs(config, &given, &plan);
-    let facts = build_loggers(config, &mut given, &plan, &world)?;
-    let profiling = given.profiler.take().map(Profiling::with).unwrap_or_default();
+    let run_folders = folders_of_runs(config, &parts, &plan);
+    let facts = build_loggers(config, &mut parts, &plan, &world)?;
+    let profiling = parts.profiler.take().map(Profiling::with).unwrap_or_default();
     profiling.watch(&facts.module_hooks);
     let metrics = MetricStore::of_ranks(world.mesh().dp.group().cloned()).off_if(plan.barebones);
     let loss_scale = match strategy.loss_scaler(plan.precision) {
@@ -134,14 +134,14 @@ pub(crate) fn assemble(
         None => None,
     };
     let run = Run {
-        checkpoint_io: checkpoint_io(given.checkpoint_io, &config.plugins, accelerator.name()),
+        checkpoint_io: checkpoint_io(parts.checkpoint_io, &config.plugins, accelerator.name()),
         at: Position::default(),
         facts: RunFacts { profiling, world, hardware: Hardware { accelerator, device }, ..facts },
         log: Logging { metrics, rows: Vec::new() },
-        asks: Requests::default(),
+        requests: Requests::default(),
         engine: Engine::new(strategy, loss_scale),
-        callbacks: given.callbacks,
-        loggers: given.loggers,
+        callbacks: parts.callbacks,
+        loggers: parts.loggers,
         replaced: Vec::new(),
         run_folders,
         resumed_from: None,
@@ -154,7 +154,7 @@ pub(crate) fn assemble(
 }
 
 /// Builds the callbacks of the configuration.
-fn build_callbacks(config: &TrainerConfig, given: &mut Given) -> (Searches, Vec<ConfigProblem>) {
+fn build_callbacks(config: &TrainerConfig, parts: &mut BuilderParts) -> (Searches, Vec<ConfigProblem>) {
     let (mut searches, mut problems) = (Searches::default(), Vec::new());
     for (index, callback) in config.callbacks.iter().cloned().enumerate() {
         searches.counts_flops |= matches!(&callback, CallbackConfig::ModelSummary(config) if config.flops);
@@ -169,7 +169,7 @@ fn build_callbacks(config: &TrainerConfig, given: &mut Given) -> (Searches, Vec<
                 searches.batch_size = Some(config);
                 checked
             }
-            callback => callback.build().map(|callback| given.callbacks.push(callback)),
+            callback => callback.build().map(|callback| parts.callbacks.push(callback)),
         };
         let found = problem.err().into_iter().flat_map(|error| error.problems);
         problems.extend(found.map(|problem| problem.below(&format!("trainer.callbacks.{index}"))));
@@ -178,26 +178,26 @@ fn build_callbacks(config: &TrainerConfig, given: &mut Given) -> (Searches, Vec<
 }
 
 /// Builds the profiler of the configuration.
-fn build_profiler(config: &TrainerConfig, given: &mut Given) -> Result<(), ConfigError> {
-    if config.barebones && given.profiler.is_some() {
+fn build_profiler(config: &TrainerConfig, parts: &mut BuilderParts) -> Result<(), ConfigError> {
+    if config.barebones && parts.profiler.is_some() {
         let what = "is set beside barebones=true, which switches it off";
         return Err(ConfigError::new("trainer.profiler", what, "remove one of the two"));
     }
     let Some(config) = &config.profiler else { return Ok(()) };
-    if given.profiler.is_some() {
+    if parts.profiler.is_some() {
         let what = "is set, but the builder was given a profiler too";
         return Err(ConfigError::new("trainer.profiler", what, "give one of the two"));
     }
-    given.profiler = Some(config.build()?);
+    parts.profiler = Some(config.build()?);
     Ok(())
 }
 
 /// Where the runs of this configuration are, those of a fast_dev_run too, which has no loggers.
-fn folders_of_runs(config: &TrainerConfig, given: &Given, plan: &TrainPlan) -> Vec<PathBuf> {
-    if !given.loggers.is_empty() {
-        return run_folders(&given.loggers);
+fn folders_of_runs(config: &TrainerConfig, parts: &BuilderParts, plan: &TrainPlan) -> Vec<PathBuf> {
+    if !parts.loggers.is_empty() {
+        return run_folders(&parts.loggers);
     }
-    let loggers = given.loggers_of_runs.clone().unwrap_or_else(|| config.loggers());
+    let loggers = parts.loggers_of_runs.clone().unwrap_or_else(|| config.loggers());
     let built = loggers.list().into_iter();
     let built: Vec<_> = built.map(|logger| logger.build(&plan.default_root_dir)).collect();
     run_folders(&built)
@@ -209,21 +209,21 @@ fn folders_of_runs(config: &TrainerConfig, given: &Given, plan: &TrainPlan) -> V
 /// All ranks learn where rank 0 logs.
 fn build_loggers(
     config: &TrainerConfig,
-    given: &mut Given,
+    parts: &mut BuilderParts,
     plan: &TrainPlan,
     world: &World,
 ) -> Result<RunFacts> {
     if plan.fast_dev_run || !world.is_global_zero() {
-        given.loggers.clear();
+        parts.loggers.clear();
     }
-    if world.is_global_zero() && given.loggers.is_empty() && !plan.fast_dev_run {
+    if world.is_global_zero() && parts.loggers.is_empty() && !plan.fast_dev_run {
         let loggers = config.loggers().list().into_iter();
-        given.loggers.extend(loggers.map(|logger| logger.build(&plan.default_root_dir)));
+        parts.loggers.extend(loggers.map(|logger| logger.build(&plan.default_root_dir)));
     }
     let mut folders = RunFolders::default();
-    let begun = given.loggers.iter_mut().try_for_each(|logger| logger.begin(&mut folders));
+    let begun = parts.loggers.iter_mut().try_for_each(|logger| logger.begin(&mut folders));
     agreed(world, "write", &plan.default_root_dir, begun)?;
-    let first = given.loggers.first();
+    let first = parts.loggers.first();
     let log_dir = first.and_then(|logger| logger.log_dir()).unwrap_or(&plan.default_root_dir).to_path_buf();
     let version = first.and_then(|logger| logger.version());
     let (log_dir, version, has_logger) = world.of_rank_zero((log_dir, version, first.is_some()))?;
@@ -245,28 +245,28 @@ fn build_loggers(
 }
 
 /// Checkpoints are saved unless that is switched off.
-fn add_model_checkpoint(config: &TrainerConfig, given: &mut Given) -> Result<(), ConfigError> {
-    let saves = given.callbacks.iter().any(|callback| callback.saves_checkpoints());
+fn add_model_checkpoint(config: &TrainerConfig, parts: &mut BuilderParts) -> Result<(), ConfigError> {
+    let saves = parts.callbacks.iter().any(|callback| callback.saves_checkpoints());
     let is_enabled = config.enable_checkpointing.unwrap_or(true);
     if saves && !is_enabled {
         let what = "false, but a callback saves checkpoints";
         return Err(ConfigError::new("trainer.enable_checkpointing", what, "remove one of the two"));
     }
     if !saves && is_enabled {
-        given.callbacks.push(Box::new(ModelCheckpoint::new(ModelCheckpointConfig::default())?));
+        parts.callbacks.push(Box::new(ModelCheckpoint::new(ModelCheckpointConfig::default())?));
     }
     Ok(())
 }
 
 /// What one process shows for all.
-fn add_displays(config: &TrainerConfig, given: &mut Given, is_global_zero: bool) {
-    let has_bar = given.callbacks.iter().any(|callback| is_a::<ProgressBar>(callback.as_ref()));
+fn add_displays(config: &TrainerConfig, parts: &mut BuilderParts, is_global_zero: bool) {
+    let has_bar = parts.callbacks.iter().any(|callback| is_a::<ProgressBar>(callback.as_ref()));
     if is_global_zero && config.enable_progress_bar.unwrap_or(true) && !has_bar {
-        given.callbacks.push(Box::new(ProgressBar::default()));
+        parts.callbacks.push(Box::new(ProgressBar::default()));
     }
-    let has_summary = given.callbacks.iter().any(|callback| is_a::<ModelSummary>(callback.as_ref()));
+    let has_summary = parts.callbacks.iter().any(|callback| is_a::<ModelSummary>(callback.as_ref()));
     if is_global_zero && config.enable_model_summary.unwrap_or(true) && !has_summary {
-        given.callbacks.push(Box::new(ModelSummary::default()));
+        parts.callbacks.push(Box::new(ModelSummary::default()));
     }
 }
 

@@ -12,7 +12,7 @@ use crate::logger::{Logger, Loggers};
 use crate::optim::OptimizerConfig;
 use crate::profiler::{Profiler, ProfilerConfig};
 use crate::strategy::{StrategyChoice, StrategyConfig};
-use crate::trainer::assemble::{Given, Resolved, assemble, resolve};
+use crate::trainer::assemble::{BuilderParts, Resolved, assemble, resolve};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::callbacks::CallbackConfig;
 use crate::trainer::config::graph::GraphMode;
@@ -28,7 +28,7 @@ use crate::trainer::trainer::Trainer;
 #[derive(Default)]
 pub struct TrainerBuilder {
     config: TrainerConfig,
-    given: Given,
+    parts: BuilderParts,
 }
 
 impl Trainer {
@@ -55,8 +55,8 @@ impl TrainerBuilder {
     #[must_use]
     pub fn config(mut self, config: TrainerConfig) -> Self {
         self.config = config;
-        self.given.accelerator = None;
-        self.given.strategy = None;
+        self.parts.accelerator = None;
+        self.parts.strategy = None;
         self
     }
 
@@ -66,7 +66,7 @@ impl TrainerBuilder {
     /// With several ranks each process makes its own value, as it runs the whole program.
     #[must_use]
     pub fn accelerator(mut self, accelerator: impl Into<AcceleratorChoice>) -> Self {
-        (self.config.accelerator, self.given.accelerator) = match accelerator.into() {
+        (self.config.accelerator, self.parts.accelerator) = match accelerator.into() {
             AcceleratorChoice::Name(name) => (name, None),
             AcceleratorChoice::Value(value) => (value.name().to_owned(), Some(value)),
         };
@@ -80,7 +80,7 @@ impl TrainerBuilder {
     /// With several ranks each process makes its own value, as it runs the whole program.
     #[must_use]
     pub fn strategy(mut self, strategy: impl Into<StrategyChoice>) -> Self {
-        (self.config.strategy, self.given.strategy) = match strategy.into() {
+        (self.config.strategy, self.parts.strategy) = match strategy.into() {
             StrategyChoice::Config(config) => (config, None),
             StrategyChoice::Value(value) => (StrategyConfig::from("auto"), Some(value)),
         };
@@ -112,14 +112,14 @@ impl TrainerBuilder {
     /// Adds a callback; they run in the order they are added.
     #[must_use]
     pub fn callback(mut self, callback: impl Callback + 'static) -> Self {
-        self.given.callbacks.push(Box::new(callback));
+        self.parts.callbacks.push(Box::new(callback));
         self
     }
 
     /// Adds a logger in place of the default one. A `fast_dev_run` uses none.
     #[must_use]
     pub fn with_logger(mut self, logger: impl Logger + 'static) -> Self {
-        self.given.loggers.push(Box::new(logger));
+        self.parts.loggers.push(Box::new(logger));
         self
     }
 
@@ -127,7 +127,7 @@ impl TrainerBuilder {
     /// still looked for in the runs that they have logged.
     #[must_use]
     pub fn without_logging(mut self) -> Self {
-        self.given.loggers_of_runs = Some(self.config.loggers());
+        self.parts.loggers_of_runs = Some(self.config.loggers());
         self.config.logger = Some(Loggers::Flag(false));
         self
     }
@@ -135,14 +135,14 @@ impl TrainerBuilder {
     /// Saves and loads checkpoints through this.
     #[must_use]
     pub fn checkpoint_io(mut self, checkpoint_io: impl CheckpointIo + 'static) -> Self {
-        self.given.checkpoint_io = Some(Box::new(checkpoint_io));
+        self.parts.checkpoint_io = Some(Box::new(checkpoint_io));
         self
     }
 
     /// Measures the run with this in place of [`TrainerConfig::profiler`].
     #[must_use]
     pub fn with_profiler(mut self, profiler: impl Profiler + 'static) -> Self {
-        self.given.profiler = Some(Box::new(profiler));
+        self.parts.profiler = Some(Box::new(profiler));
         self
     }
 
@@ -153,14 +153,14 @@ impl TrainerBuilder {
         optimizer: OptimizerConfig,
         lr_scheduler: Option<LrSchedulerSettings>,
     ) -> Self {
-        self.given.optimizers = Some(OptimizerOverride { optimizer, lr_scheduler });
+        self.parts.optimizers = Some(OptimizerOverride { optimizer, lr_scheduler });
         self
     }
 
-    /// Lets an optimizer that the strategy's settings name count before the module's own, as on the command line, where nobody
-    /// writes `configure_optimizers`.
+    /// Lets an optimizer that the strategy's settings name count before the module's own, as on the command line, which has no
+    /// `configure_optimizers` of the user.
     pub(crate) fn prefer_optimizer_of_settings(mut self) -> Self {
-        self.given.prefers_settings = true;
+        self.parts.prefers_settings = true;
         self
     }
 
@@ -220,13 +220,13 @@ impl TrainerBuilder {
     /// if `VOLTAIC_HOST_POOL` or `VOLTAIC_CPU_KERNELS` has a value it cannot have.
     pub fn build(mut self) -> Result<Trainer> {
         ffi::check_libtorch()?;
-        let Resolved { mut plan, accelerator, searches } = resolve(&mut self.config, &mut self.given)?;
-        let mut optimizers = self.given.optimizers.clone();
-        if self.given.prefers_settings && optimizers.is_none() {
+        let Resolved { mut plan, accelerator, searches } = resolve(&mut self.config, &mut self.parts)?;
+        let mut optimizers = self.parts.optimizers.clone();
+        if self.parts.prefers_settings && optimizers.is_none() {
             let of_settings = plan.ranks.strategy.take_optimizer();
             optimizers = of_settings.map(|optimizer| OptimizerOverride { optimizer, lr_scheduler: None });
         }
-        let assembled = assemble(&self.config, self.given, plan, accelerator);
+        let assembled = assemble(&self.config, self.parts, plan, accelerator);
         let (plan, run) = assembled.inspect_err(report_config_error)?;
         Ok(Trainer::new(self.config, plan, run, optimizers, searches))
     }
@@ -234,8 +234,8 @@ impl TrainerBuilder {
     /// What [`TrainerBuilder::build`] does, without a trainer around it.
     pub(super) fn assemble(mut self) -> Result<(TrainPlan, Run)> {
         ffi::check_libtorch()?;
-        let Resolved { plan, accelerator, .. } = resolve(&mut self.config, &mut self.given)?;
-        assemble(&self.config, self.given, plan, accelerator).inspect_err(report_config_error)
+        let Resolved { plan, accelerator, .. } = resolve(&mut self.config, &mut self.parts)?;
+        assemble(&self.config, self.parts, plan, accelerator).inspect_err(report_config_error)
     }
 
     /// Checks everything that can be known without the other ranks. Makes nothing, and says nothing in the log: that is
@@ -245,6 +245,6 @@ impl TrainerBuilder {
     /// All problems of the configuration together.
     pub fn check(mut self) -> Result<(), ConfigError> {
         let silence = tracing::subscriber::NoSubscriber::default();
-        tracing::subscriber::with_default(silence, || resolve(&mut self.config, &mut self.given)).map(drop)
+        tracing::subscriber::with_default(silence, || resolve(&mut self.config, &mut self.parts)).map(drop)
     }
 }

@@ -296,7 +296,7 @@ impl Fabric {
                 link_to: None,
                 then_remove: Vec::new(),
             };
-            session.run.asks.checkpoints = vec![request];
+            session.run.requests.checkpoints = vec![request];
             session.write_checkpoints()?;
             let done = session.run.checkpoint_io.teardown();
             agreed(session.run.world(), "save", &path, done)

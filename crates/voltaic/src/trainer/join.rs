@@ -8,7 +8,7 @@ use crate::strategy::{BuildStrategy, Strategy, StrategyConfig};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::plan::train_plan::TrainPlan;
 
-/// Finds out which rank this process is and joins the others. If nobody has started the ranks of this node, this call
+/// Finds out which rank this process is and joins the others. If no launcher has started the ranks of this node, this call
 /// does, and ends the process with them. Gives the device of this rank, too. The ranks must all bring the same `facts`.
 pub(crate) fn join(
     config: &TrainerConfig,

@@ -83,7 +83,7 @@ impl Trainer {
         &self.config
     }
 
-    /// Makes the next call start from a checkpoint: a path, `best`, `last` or `hpc`. `fit` goes on exactly where the checkpoint was
+    /// Makes the next call start from a checkpoint: a path, `best`, `last` or `hpc`. `fit` resumes exactly where the checkpoint was
     /// written; the others take its weights.
     ///
     /// `last` is the newest checkpoint that this trainer has saved, else the newest of the runs of this configuration: in
@@ -96,7 +96,7 @@ impl Trainer {
         self
     }
 
-    /// Whether the next call of [`Trainer::predict`] returns what it predicts, as it does unless told otherwise. Without,
+    /// Whether the next call of [`Trainer::predict`] returns what it predicts, as it does by default. Without,
     /// predictions are not kept in memory: callbacks such as [`PredictionWriter`](crate::callback::PredictionWriter) take them.
     pub fn return_predictions(&mut self, returns: bool) -> &mut Self {
         self.drops_predictions = !returns;
@@ -127,7 +127,7 @@ impl Trainer {
         if self.searches.counts_flops {
             self.run.facts.flops = self.searcher().flops_for_summary(module, data)?;
         }
-        self.say_what_has_no_effect();
+        self.warn_ignored_options();
         let options = self.options(Stage::Fit, ckpt_path);
         self.run.fit(&self.plan, module, data, &options)?;
         self.run.forget_note()
@@ -191,7 +191,7 @@ impl Trainer {
         self.evaluate(module, data, Stage::Predict, |session, data| session.predict(data, returns))
     }
 
-    /// Writes a full checkpoint of the last fit, from which another goes on. One that was stopped within an epoch is saved
+    /// Writes a full checkpoint of the last fit, which another can resume. One that was stopped within an epoch is saved
     /// as it was then, so that the epoch is finished. See [`Trainer::save_weights`] for the weights alone, which is
     /// Lightning's `weights_only=True`; within fit there is
     /// [`HookContext::request_checkpoint`](crate::module::HookContext::request_checkpoint).
@@ -380,7 +380,7 @@ impl Trainer {
     }
 
     /// Once, on rank 0.
-    fn say_what_has_no_effect(&self) {
+    fn warn_ignored_options(&self) {
         if self.config.max_epochs.is_none() && self.plan.max_epochs == Some(1000) && self.is_global_zero() {
             tracing::warn!(
                 "trainer.max_epochs is not set: training ends after 1000 epochs; -1 is for no limit"
@@ -392,7 +392,7 @@ impl Trainer {
         if self.plan.fast_dev_run {
             tracing::info!("fast_dev_run: a short run that logs and saves nothing");
         }
-        for note in contradictions::without_effect(&self.config, &self.plan, self.run.facts.has_logger) {
+        for note in contradictions::ignored_options(&self.config, &self.plan, self.run.facts.has_logger) {
             tracing::warn!("{note}");
         }
         for note in deepspeed::notes(&self.config, &self.plan) {
@@ -400,7 +400,7 @@ impl Trainer {
         }
     }
 
-    /// What a call is asked that starts from `ckpt_path`.
+    /// The options of a call that starts from `ckpt_path`.
     fn options(&self, stage: Stage, ckpt_path: Option<CkptPath>) -> CallOptions {
         let batch_size = self.found_batch_size.filter(|(of_stage, _)| *of_stage == stage);
         CallOptions {
@@ -473,7 +473,7 @@ impl Trainer {
 
     /// Finds the largest batch size for which `stage` has room in memory, by running a few steps with each; weights,
     /// buffers, metrics and random numbers are as before then. Out of memory is an error of libtorch on every device, so
-    /// that the search goes on after it. Source: Lightning's `Tuner.scale_batch_size`.
+    /// that the search continues after it. Source: Lightning's `Tuner.scale_batch_size`.
     ///
     /// # Errors
     /// As [`Trainer::fit`]; [`ConfigError`] if the configuration is not valid, a loader gives batches that are made

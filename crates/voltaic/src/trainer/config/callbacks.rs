@@ -28,7 +28,7 @@ pub enum CallbackConfig {
     ThroughputMonitor(ThroughputMonitorConfig),
     /// Ends training when its time is over.
     Timer(TimerConfig),
-    /// Changes how many batches make an optimizer step as training goes on.
+    /// Changes how many batches make an optimizer step as training proceeds.
     GradientAccumulationScheduler(GradientAccumulationSchedulerConfig),
     /// Keeps an equal average of the weights.
     WeightAveraging(WeightAveragingConfig),

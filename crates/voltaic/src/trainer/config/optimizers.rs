@@ -61,7 +61,7 @@ struct OneParameter {
 }
 
 impl OptimizerOverride {
-    /// What is wrong with the settings, found by building optimizer and schedule for a parameter that nobody trains.
+    /// What is wrong with the settings, found by building optimizer and schedule for a parameter that is not trained.
     pub fn problems(&self) -> Vec<ConfigProblem> {
         let weight = Parameter::new(Tensor::from(0.0_f32).reshape([1_i64, 1])); // a matrix, which Muon needs
         let module = OneParameter { weight };

@@ -33,7 +33,7 @@ pub struct LearningRateFinderConfig {
     pub mode: LrGrowth,
     /// Stop when the smoothed loss is so many times the best; null for never.
     pub early_stop_threshold: Option<f64>,
-    /// Train with what is found; otherwise it is only told and drawn.
+    /// Train with what is found; otherwise it is only reported and plotted.
     pub update_attr: bool,
 }
 

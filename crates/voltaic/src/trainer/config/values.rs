@@ -145,7 +145,7 @@ pub enum PluginConfig {
     DeepSpeedPrecisionPlugin(DeepSpeedPrecisionPlugin),
     /// The same on an HPU.
     HpuDeepSpeedPrecisionPlugin(DeepSpeedPrecisionPlugin),
-    /// Writes checkpoints while training goes on.
+    /// Writes checkpoints while training continues.
     AsyncCheckpointIo,
     /// Writes checkpoints with all tensors on the host first, as is done on an HPU anyway.
     HpuCheckpointIo,

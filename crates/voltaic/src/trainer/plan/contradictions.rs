@@ -70,7 +70,7 @@ pub(crate) fn of_displays(config: &TrainerConfig, callbacks: &[Box<dyn Callback>
 }
 
 /// What was set and has no effect in a fit beside the other keys, a sentence each.
-pub(crate) fn without_effect(config: &TrainerConfig, plan: &TrainPlan, has_logger: bool) -> Vec<String> {
+pub(crate) fn ignored_options(config: &TrainerConfig, plan: &TrainPlan, has_logger: bool) -> Vec<String> {
     let mut notes = Vec::new();
     let mut note = |key: &str, why: String| notes.push(format!("trainer.{key} has no effect: {why}"));
     if plan.fast_dev_run {

@@ -11,7 +11,7 @@ use crate::trainer::state::collect::{saves_parts, snapshot};
 use crate::trainer::state::write::write;
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Ends the call: tells all of a failure, and lets the profiler report.
+    /// Ends the call: reports a failure to callbacks, data and loggers, and lets the profiler report.
     pub(crate) fn conclude<T>(&mut self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
             self.on_exception(error);
@@ -51,28 +51,28 @@ impl<M: LightningModule> Session<'_, M> {
         !saves_parts(self.run) && self.run.callbacks.iter().any(|callback| callback.saves_on_exception())
     }
 
-    /// Tells callbacks, the data module and loggers that the run failed.
+    /// Reports the failure to callbacks, the data module and loggers, and writes the checkpoints that callbacks request.
     fn on_exception(&mut self, error: &Error) {
         report_config_error(error);
         wait_for_launcher(error, || self.run.engine.signal().is_some());
-        self.run.asks.checkpoints.clear();
+        self.run.requests.checkpoints.clear();
         self.run.log.rows.clear();
-        // a checkpoint of now goes on with the end of the epoch
+        // a run that resumes a checkpoint of now continues with the end of the epoch
         self.run.at.progress.epoch_ended &= !self.is_ending_epoch;
         let facts = BatchFacts::default();
         let (mut ctx, callbacks, _) = self.lend(&facts);
         let profiling = &ctx.run.profiling;
         for callback in callbacks {
-            let told = of_callback(profiling, callback.as_mut(), "on_exception", |callback| {
+            let done = of_callback(profiling, callback.as_mut(), "on_exception", |callback| {
                 callback.on_exception(&mut ctx, error);
                 Ok(())
             });
-            if let Err(second) = told {
+            if let Err(second) = done {
                 tracing::warn!("on_exception failed, too: {second:#}");
             }
         }
         self.data.on_exception(error);
-        let requests = std::mem::take(&mut self.run.asks.checkpoints);
+        let requests = std::mem::take(&mut self.run.requests.checkpoints);
         if let Some(undo) = self.undo.take()
             && let Err(second) = undo.restore(self.module, self.run, self.plan.device)
         {
@@ -85,7 +85,7 @@ impl<M: LightningModule> Session<'_, M> {
             );
         }
         for request in requests.into_iter().filter(|_| global_rank() == 0 && !divides) {
-            // the other ranks may be gone, and with them what they have to themselves
+            // the other ranks may be gone, and their own states with them
             if let Err(second) = write(self, &request, &mut Vec::new()) {
                 tracing::warn!("the checkpoint after the failure could not be written: {second}");
             }

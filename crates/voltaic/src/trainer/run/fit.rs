@@ -23,12 +23,12 @@ use crate::trainer::session::step::{Step, Window};
 enum Validation {
     /// It is its turn.
     Scheduled,
-    /// The run ends, and the last metrics are to belong to the last weights; a run that goes on has none here.
+    /// The run ends, and the last metrics are to belong to the last weights; a run that continues has none here.
     AtStop,
 }
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Trains until an epoch or step limit, or until somebody asks to stop.
+    /// Trains until an epoch or step limit, or until a stop is requested.
     pub(crate) fn train(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
         match self.done_because(loaders) {
             None => self.run.at.progress.enter_next_epoch(), // of a run that is resumed after an epoch
@@ -51,7 +51,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.reload_train_dataloader(loaders)?;
             self.train_epoch(loaders)?;
         }
-        if let Some(reason) = &self.run.asks.stop {
+        if let Some(reason) = &self.run.requests.stop {
             tracing::info!("stopped at global_step {}: {reason}", self.run.at.progress.global_step);
         }
         self.call(Hook::OnTrainEnd, BatchFacts::default())?;
@@ -62,7 +62,7 @@ impl<M: LightningModule> Session<'_, M> {
     fn train_epoch(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
         let first_batch = self.run.at.progress.batch_idx as usize;
         self.call(Hook::OnTrainEpochStart, BatchFacts::default())?;
-        if let Some(batches) = self.run.asks.accumulate_grad_batches.take() {
+        if let Some(batches) = self.run.requests.accumulate_grad_batches.take() {
             self.accumulate_grad_batches = batches.max(1);
         }
         let Progress { validation_is_open, schedules_are_open, .. } = self.run.at.progress;
@@ -112,7 +112,7 @@ impl<M: LightningModule> Session<'_, M> {
         };
         self.run.log.metrics.begin_train_batch();
         self.call_on_start(Hook::OnTrainBatchStart, &mut facts, &mut batch)?;
-        if std::mem::take(&mut self.run.asks.skips_epoch) {
+        if std::mem::take(&mut self.run.requests.skips_epoch) {
             self.undo = None;
             self.skip_epoch(is_last, plan)?;
             return Ok(false);
@@ -188,10 +188,10 @@ impl<M: LightningModule> Session<'_, M> {
             let (mut ctx, mut step) = self.lend_in_step(&facts);
             step.run_backward(&mut ctx, &loss, window.closes)?;
         } else {
-            let votes = votes(&self.run.engine, &self.run.asks);
+            let votes = votes(&self.run.engine, &self.run.requests);
             let _named = collective_scope("a batch without a loss");
-            let told = self.run.engine.strategy.without_loss(window.closes, votes)?;
-            self.run.engine.agreed = self.run.engine.agreed.or(told);
+            let agreed = self.run.engine.strategy.without_loss(window.closes, votes)?;
+            self.run.engine.agreed = self.run.engine.agreed.or(agreed);
         }
         Ok(loss)
     }
@@ -318,7 +318,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let step = self.run.at.progress.batches_that_stepped.saturating_sub(1);
         let takes_rows = !self.run.loggers.is_empty() && self.plan.log_every_n_steps > 0;
-        let logs = log_step.is_some() || (self.run.asks.stop.is_some() && takes_rows);
+        let logs = log_step.is_some() || (self.run.requests.stop.is_some() && takes_rows);
         if !logs {
             return Ok(());
         }
@@ -334,8 +334,8 @@ impl<M: LightningModule> Session<'_, M> {
         is_due.then_some(step)
     }
 
-    /// Whether validation has its turn after the batch just done, leaving aside that a run which is asked to stop ends
-    /// with one.
+    /// Whether validation has its turn after the batch just done, leaving aside that a run which is requested to stop
+    /// ends with one.
     fn validation_is_scheduled(&self, plan: &FitPlan) -> bool {
         let progress = &self.run.at.progress;
         if !plan.has_val_batches {
@@ -360,7 +360,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.plan.check_val_every_n_epoch.is_none_or(|every| epochs.is_multiple_of(every))
     }
 
-    /// Whether a failure undoes all batches of an accumulation window: other ranks have gradients of it that nobody could save.
+    /// Whether a failure undoes all batches of an accumulation window: other ranks have gradients of it that could not be saved.
     fn undoes_windows(&self) -> bool {
         self.run.world().world_size > 1
     }
@@ -395,7 +395,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.reached_max_steps() || self.stop_is_granted()
     }
 
-    /// Somebody asked to stop, and `min_epochs` and `min_steps` allow it.
+    /// Whether a stop was requested, and `min_epochs` and `min_steps` allow it.
     fn stop_is_granted(&self) -> bool {
         self.is_asked_to_stop() && self.reached_minimum()
     }

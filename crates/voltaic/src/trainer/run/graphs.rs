@@ -155,7 +155,7 @@ impl<M: LightningModule> Session<'_, M> {
         else {
             return Err(GraphError::NothingCaptured.into());
         };
-        // a graph that adds to gradients goes on from those that are there
+        // a graph that adds to gradients starts from those that are there
         ready.grads.bind_grads(params, ready.adds)?;
         let replayed = match &ready.places {
             Some(places) => {

@@ -13,7 +13,7 @@ use crate::trainer::session::step::Step;
 impl<M: LightningModule> Session<'_, M> {
     /// Runs `training_step` on the batches of an epoch, without backward, hooks and log, if a callback asked for it.
     pub(crate) fn update_running_statistics(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
-        if !std::mem::take(&mut self.run.asks.updates_running_statistics) {
+        if !std::mem::take(&mut self.run.requests.updates_running_statistics) {
             return Ok(());
         }
         if !self.module.automatic_optimization() {
@@ -27,7 +27,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.log.metrics.begin_eval()?; // what is logged from here on is forgotten
         let result = self.pass(loaders);
         self.run.log.metrics.discard_eval();
-        rng::set_states(&rng)?; // a checkpoint of now goes on with the random numbers of training
+        rng::set_states(&rng)?; // a checkpoint of now has the random numbers of training
         result
     }
 

@@ -83,7 +83,7 @@ impl Run {
 
     /// Nothing of an earlier fit may show in the next.
     fn forget_last_fit(&mut self, plan: &TrainPlan) {
-        self.asks = Requests::default();
+        self.requests = Requests::default();
         self.log.metrics =
             MetricStore::of_ranks(self.world().mesh().dp.group().cloned()).off_if(plan.barebones);
         self.engine.agreed = Votes::default();
@@ -91,7 +91,7 @@ impl Run {
         self.snapshot = None;
     }
 
-    /// Tells the profiler, and takes the seed of now.
+    /// Sets the profiler up, and takes the present seed.
     fn begin(&mut self, stage: Stage) -> Result<()> {
         self.seed = rng::global_seed();
         let world = self.engine.strategy.world();
@@ -121,7 +121,7 @@ fn evaluate_session<M: LightningModule, T>(
             tracing::info!("{stage} with the weights of {}", path.display());
         }
     }
-    let is_left_out = (source.limit)(session.plan).is_none(); // then nobody is asked, as in Lightning
+    let is_left_out = (source.limit)(session.plan).is_none(); // then no loader is requested, as in Lightning
     let mut loaders = if is_left_out { Vec::new() } else { session.ask_for(&source)? };
     if loaders.is_empty() && !is_left_out {
         let what = format!("there is no loader to {stage}");
@@ -269,10 +269,10 @@ impl<M: LightningModule> Session<'_, M> {
     fn all_have_prepared(&self, own: Result<()>) -> Result<()> {
         let Some(group) = self.run.world().group().filter(|group| group.world_size() > 1) else { return own };
         let _named = collective_scope("prepare_data");
-        let told = own.as_ref().err().map(ToString::to_string);
-        let all = group.all_gather_object(&told);
+        let failure = own.as_ref().err().map(ToString::to_string);
+        let all = group.all_gather_object(&failure);
         own?;
-        match all?.into_iter().enumerate().find_map(|(rank, told)| Some((rank, told?))) {
+        match all?.into_iter().enumerate().find_map(|(rank, failure)| Some((rank, failure?))) {
             None => Ok(()),
             Some((rank, text)) => {
                 let source = anyhow::anyhow!("rank {rank} has failed: {text}");

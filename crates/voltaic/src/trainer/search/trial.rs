@@ -11,7 +11,7 @@ use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::{HookContext, LightningModule};
 use crate::nn::{Module, ModuleExt, Snapshot, SnapshotParts};
-use crate::trainer::assemble::{Given, Resolved, assemble, resolve};
+use crate::trainer::assemble::{BuilderParts, Resolved, assemble, resolve};
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::optimizers::OptimizerOverride;
 use crate::trainer::config::values::Limit;
@@ -83,9 +83,9 @@ impl Searcher<'_> {
         let mut callbacks: Vec<Box<dyn Callback>> = vec![Box::new(TakeSnapshot(module.clone()))];
         callbacks.extend(probe);
         let accelerator = Some(Arc::clone(&self.run.facts.hardware.accelerator));
-        let mut given = Given { accelerator, callbacks, ..Given::default() };
-        let Resolved { plan, accelerator, .. } = resolve(&mut config, &mut given)?;
-        let (plan, run) = assemble(&config, given, plan, accelerator)?;
+        let mut parts = BuilderParts { accelerator, callbacks, ..BuilderParts::default() };
+        let Resolved { plan, accelerator, .. } = resolve(&mut config, &mut parts)?;
+        let (plan, run) = assemble(&config, parts, plan, accelerator)?;
         let rng = rng::states(plan.device)?;
         let options = CallOptions { optimizers, is_trial: true, ..CallOptions::default() };
         Ok(Trial { plan, run, options, module, rng })

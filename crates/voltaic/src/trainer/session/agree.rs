@@ -9,7 +9,7 @@ use crate::strategy::Votes;
 use crate::trainer::session::engine::Engine;
 use crate::trainer::session::session::Session;
 
-/// What this rank has been asked, and whether it has failed.
+/// The requests and signals of this rank, and whether it has failed.
 pub(crate) fn votes(engine: &Engine, requests: &Requests) -> Votes {
     let signal = engine.signal();
     Votes {
@@ -25,16 +25,16 @@ pub(crate) fn votes(engine: &Engine, requests: &Requests) -> Votes {
 }
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Lets all ranks know what any of them has been asked; where no backward pass does.
+    /// Exchanges the votes of all ranks, where no backward pass does.
     pub(crate) fn agree(&mut self) -> Result<()> {
         let _named = collective_scope("stop or signal");
-        let agreed = self.run.engine.strategy.agree(votes(&self.run.engine, &self.run.asks))?;
+        let agreed = self.run.engine.strategy.agree(votes(&self.run.engine, &self.run.requests))?;
         self.run.engine.agreed = self.run.engine.agreed.or(agreed);
         Ok(())
     }
 
     /// Keeps an error of what this rank does alone until all ranks know of it: the others would wait in the next collective for a
-    /// rank that has left. One process has nobody to tell.
+    /// rank that has left. A process alone fails at once.
     ///
     /// # Errors
     /// Of a process alone.
@@ -48,7 +48,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
     }
 
-    /// Ends all ranks with the error that one of them has kept, once their votes have told of it.
+    /// Ends all ranks with the error that one of them has kept, once their votes show it.
     ///
     /// # Collective
     /// All ranks must call it after they have the same votes.
@@ -66,12 +66,12 @@ impl<M: LightningModule> Session<'_, M> {
         agreed(self.run.world(), "write", &self.run.facts.log_dir, done)
     }
 
-    /// Somebody asked to stop, and all ranks know.
+    /// Whether a stop was requested, on any rank, and all ranks know.
     pub(crate) fn is_asked_to_stop(&self) -> bool {
         if self.run.world().world_size > 1 {
             self.run.engine.agreed.stop
         } else {
-            self.run.asks.stop.is_some()
+            self.run.requests.stop.is_some()
         }
     }
 
@@ -82,12 +82,12 @@ impl<M: LightningModule> Session<'_, M> {
         epochs >= self.plan.min_epochs && progress.global_step >= self.plan.min_steps
     }
 
-    /// Why a run that is asked to stop is.
+    /// Why a run is requested to stop.
     pub(crate) fn stop_reason(&self) -> String {
-        self.run.asks.stop.clone().unwrap_or_else(|| "another rank asked to stop".to_owned())
+        self.run.requests.stop.clone().unwrap_or_else(|| "another rank asked to stop".to_owned())
     }
 
-    /// Why a run is to stop as soon as `min_epochs` and `min_steps` are reached, if it is.
+    /// Why a run stops as soon as `min_epochs` and `min_steps` are reached, if it is.
     pub(crate) fn pending_stop(&self) -> Option<String> {
         let is_pending = self.is_asked_to_stop() && !self.reached_minimum();
         is_pending.then(|| self.stop_reason())
@@ -112,16 +112,16 @@ impl<M: LightningModule> Session<'_, M> {
 /// All ranks must call it.
 ///
 /// # Errors
-/// [`CheckpointError::OnRanks`] if a rank has failed. An error of the connections stays as it is, and nobody is asked.
+/// [`CheckpointError::OnRanks`] if a rank has failed. An error of the connections stays as it is, without a collective.
 pub(crate) fn agreed<T>(world: &World, action: &'static str, path: &Path, done: Result<T>) -> Result<T> {
     let Some(group) = world.group().filter(|group| group.world_size() > 1) else { return done };
     let (own, done) = match done {
         Ok(done) => (None, Some(done)),
-        Err(error @ Error::Distributed(_)) => return Err(error), // nobody is there, or known to be there
+        Err(error @ Error::Distributed(_)) => return Err(error), // the other ranks may be gone
         Err(error) => (Some(problem_of(error, world.rank)), None),
     };
     let failed = match (group.all_gather_object(&own), own) {
-        (Err(_), Some(own)) => Some(own), // nobody hears it
+        (Err(_), Some(own)) => Some(own), // the other ranks are gone
         (all, _) => all?.into_iter().flatten().next(),
     };
     match (failed, done) {

@@ -14,7 +14,7 @@ use crate::strategy::{Strategy, Votes};
 /// What backward passes and optimizer steps are run with, automatic and manual ones.
 pub(crate) struct Engine {
     pub strategy: Box<dyn Strategy>,
-    /// What any rank has been asked, as far as all know.
+    /// Requests and signals of any rank that all ranks know.
     pub agreed: Votes,
     /// There with `16-mixed`, and where the strategy scales or leaves out steps.
     pub loss_scale: Option<LossScale>,

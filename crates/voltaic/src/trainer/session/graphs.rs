@@ -8,7 +8,7 @@ use crate::module::{Logged, NamedTensors};
 use crate::nn::{ModeNumbers, ModuleKind};
 use crate::trainer::config::graph::{GraphMode, GraphReport};
 
-/// What is there of the graph of an update. Each optimizer tells by a number whether it would still do the same.
+/// What is there of the graph of an update. A number of each optimizer shows whether it would still do the same.
 #[derive(Default)]
 pub(crate) enum Update {
     #[default]
@@ -129,7 +129,7 @@ impl StepGraphs {
 
     /// Ends the use of graphs in this fit.
     pub(crate) fn refuse(&mut self, why: &str) {
-        tracing::warn!("trainer.graph={}: {why}; the run goes on without graphs", self.mode);
+        tracing::warn!("trainer.graph={}: {why}; the run continues without graphs", self.mode);
         self.report.refusal = Some(why.to_owned());
         self.entries.clear();
     }

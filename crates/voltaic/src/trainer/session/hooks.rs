@@ -138,8 +138,8 @@ impl<M: LightningModule> Session<'_, M> {
         batch: &'s BatchFacts<'s>,
     ) -> (HookContext<'s>, &'s mut [Box<dyn Callback>], &'s mut M) {
         let Session { run, module, training, .. } = self;
-        let Run { at, facts, log, asks, callbacks, .. } = &mut **run;
-        let ctx = HookContext { at, run: facts, of_batch: batch, log, asks, training, batch: None };
+        let Run { at, facts, log, requests, callbacks, .. } = &mut **run;
+        let ctx = HookContext { at, run: facts, of_batch: batch, log, requests, training, batch: None };
         (ctx, callbacks, module)
     }
 
@@ -149,8 +149,8 @@ impl<M: LightningModule> Session<'_, M> {
         batch: &'s BatchFacts<'s>,
     ) -> (HookContext<'s>, InStep<'s, M>) {
         let Session { run, module, training, .. } = self;
-        let Run { at, facts, log, asks, callbacks, engine, .. } = &mut **run;
-        let ctx = HookContext { at, run: facts, of_batch: batch, log, asks, training, batch: None };
+        let Run { at, facts, log, requests, callbacks, engine, .. } = &mut **run;
+        let ctx = HookContext { at, run: facts, of_batch: batch, log, requests, training, batch: None };
         (ctx, InStep { callbacks, engine, module })
     }
 
@@ -167,7 +167,7 @@ impl<M: LightningModule> Session<'_, M> {
         batch: &mut M::Batch,
     ) -> Result<()> {
         self.call_on(hook, *facts, Some(batch))?;
-        if std::mem::take(&mut self.run.asks.changed_batch) {
+        if std::mem::take(&mut self.run.requests.changed_batch) {
             facts.batch_size = batch.batch_size();
         }
         Ok(())

@@ -32,16 +32,16 @@ pub(crate) struct Run {
     pub at: Position,
     pub facts: RunFacts,
     pub log: Logging,
-    pub asks: Requests,
+    pub requests: Requests,
     pub engine: Engine,
     pub checkpoint_io: Box<dyn CheckpointIo>,
     pub callbacks: Vec<Box<dyn Callback>>,
     pub loggers: Vec<Box<dyn Logger>>,
     /// What callbacks have saved that a module has since replaced by others.
     pub replaced: Vec<CheckpointPaths>,
-    /// Folders of the runs of this configuration: see `state/find.rs`. Rank 0 knows.
+    /// Folders of the runs of this configuration: see `state/find.rs`. Empty on other ranks than 0.
     pub run_folders: Vec<PathBuf>,
-    /// The checkpoint that this fit goes on from; it is not replaced by better ones, as in Lightning.
+    /// The checkpoint that this fit resumes; it is not replaced by better ones, as in Lightning.
     pub resumed_from: Option<PathBuf>,
     /// Base of all shuffling.
     pub seed: u64,
@@ -129,7 +129,7 @@ pub(crate) struct CallOptions {
     pub lr: Option<f64>,
     /// A batch size that was found, for the loaders of this call.
     pub batch_size: Option<usize>,
-    /// A short run of a search, which sets the learning rates by itself, and from which nothing goes on.
+    /// A short run of a search, which sets the learning rates by itself and cannot be resumed.
     pub is_trial: bool,
 }
 

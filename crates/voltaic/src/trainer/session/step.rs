@@ -104,7 +104,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.check_made_in_captures()?;
         }
         if let Some(failure) = watch.end() {
-            return Err(failure); // the step has failed of it, or gone on without a weight
+            return Err(failure); // the step failed for this reason, or continued without a weight
         }
         let output = output.map_err(|source| self.hook_error(point.name, source))?;
         self.check_logged()?;
@@ -163,7 +163,7 @@ impl<M: LightningModule> InStep<'_, M> {
         let _named = collective_scope("backward");
         let (engine, module) = (&mut *self.engine, self.module);
         let _action = ctx.run.profiling.of_strategy(engine.strategy.name(), "backward")?;
-        let votes = votes(engine, ctx.asks);
+        let votes = votes(engine, ctx.requests);
         // modules are called in backward, too, where a segment is recomputed
         let hooks = ctx.run.module_hooks.clone();
         engine.backward(loss, syncs, votes, |loss| {

@@ -42,7 +42,7 @@ pub(crate) fn snapshot<M: LightningModule>(
     Ok(RunSnapshot::Finished(Box::new(FitState { state, training, parts })))
 }
 
-/// What this rank has to itself.
+/// The own state of this rank.
 pub(crate) fn own_state<M: LightningModule>(session: &Session<M>) -> Result<RankState> {
     Ok(RankState {
         grads: pending_grads(session)?,
@@ -248,7 +248,7 @@ fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {
 }
 
 /// Whether gradients belong to a checkpoint: an accumulation window has begun and is not complete. With manual optimization they
-/// always do: only the module knows which it goes on with.
+/// always do: only the module knows which it still needs.
 fn keeps_grads<M: LightningModule>(session: &Session<M>) -> bool {
     session.is_window_open() || !session.module.automatic_optimization()
 }

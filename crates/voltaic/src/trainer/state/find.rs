@@ -19,7 +19,7 @@ use crate::trainer::state::restart::newest_of_slurm;
 /// Folder of checkpoints below that of a run.
 const CHECKPOINTS: &str = "checkpoints";
 
-/// Where a fit starts: as it is told, else from what [`OnExceptionCheckpoint`] has saved of a run that failed. A
+/// Where a fit starts: `ckpt_path` if it is set, else from what [`OnExceptionCheckpoint`] has saved of a run that failed. A
 /// fast_dev_run leaves that to a real run.
 ///
 /// # Collective
@@ -34,14 +34,14 @@ pub(crate) fn or_of_failed_run(run: &Run, ckpt_path: Option<CkptPath>) -> Result
     let found = run.world().of_rank_zero(found)?;
     if let Some(path) = &found {
         tracing::info!(
-            "no ckpt_path is given: going on from {}, which a run that failed has left",
+            "no ckpt_path is given: resuming {}, which a run that failed has left",
             path.display()
         );
     }
     Ok(found.map(CkptPath::At))
 }
 
-/// The file that `best`, `last`, `hpc` or a path means. `None` if a fit is to go on from `last` and there is none: it starts from
+/// The file that `best`, `last`, `hpc` or a path means. `None` if a fit is to resume `last` and there is none: it starts from
 /// the beginning, as in Lightning.
 ///
 /// # Errors
@@ -105,7 +105,7 @@ fn best(run: &Run) -> Result<PathBuf, Problem> {
         let what = format!("`best`, but there is no checkpoint in {}", places.text());
         return Err(Problem::new(what, format!("fit first, or {remedy}")));
     };
-    let told = match peek(&newest).map(|beginning| beginning.training) {
+    let best = match peek(&newest).map(|beginning| beginning.training) {
         Ok(Some(training)) => best_of(&training, run),
         Ok(None) => {
             return refuse(format!(
@@ -115,19 +115,19 @@ fn best(run: &Run) -> Result<PathBuf, Problem> {
         }
         Err(error) => return refuse(format!("`best`, but the newest checkpoint does not tell: {error}")),
     };
-    let Some(told) = told else {
+    let Some(best) = best else {
         return refuse(format!(
             "`best`, but {}, the newest checkpoint, has no state of a ModelCheckpoint that names one",
             newest.display()
         ));
     };
     // the folder may have been moved
-    let beside = newest.parent().zip(told.file_name()).map(|(folder, name)| folder.join(name));
-    match [Some(told.clone()), beside].into_iter().flatten().find(|path| path.exists()) {
+    let beside = newest.parent().zip(best.file_name()).map(|(folder, name)| folder.join(name));
+    match [Some(best.clone()), beside].into_iter().flatten().find(|path| path.exists()) {
         Some(found) => Ok(found),
         None => refuse(format!(
             "`best` is {} according to {}, but that file is neither there nor beside it",
-            told.display(),
+            best.display(),
             newest.display()
         )),
     }
@@ -168,7 +168,7 @@ impl Places {
 
     /// The newest checkpoint that serves `stage`: of those that this trainer has saved, else in the folders of this
     /// configuration, else in the default ones. A damaged one is passed over, with a warning; if there is no other, reading
-    /// it says what is wrong. A fit goes on from weights alone only to say that it cannot.
+    /// it says what is wrong. A fit takes one of weights alone only to say that it cannot resume it.
     fn newest(&self, run: &Run, stage: Stage) -> Option<PathBuf> {
         let mut damaged = Vec::new();
         let mut serves = |path: &&PathBuf| match peek_whole(path) {

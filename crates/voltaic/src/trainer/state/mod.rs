@@ -1,4 +1,4 @@
-//! What is saved, and where a run goes on.
+//! What is saved, and where a run resumes.
 
 pub(super) mod collect;
 pub(super) mod find;

@@ -14,7 +14,7 @@ use crate::trainer::session::session::Run;
 const LAST_CHECKPOINT: &str = "last_checkpoint";
 
 impl Run {
-    /// The checkpoint to go on from, for ranks that were started again after a failure; else `ckpt_path`.
+    /// The checkpoint to resume, for ranks that were started again after a failure; else `ckpt_path`.
     ///
     /// # Collective
     /// All ranks must call it. Rank 0 decides: a rank that does not find the file says so when it reads it.
@@ -43,7 +43,7 @@ impl Run {
         }
     }
 
-    /// Notes a checkpoint that a run can go on from.
+    /// Notes a checkpoint that a run can resume.
     pub(crate) fn note_checkpoint(&self, path: &Path) -> Result<()> {
         let Some(store) = self.world().store() else { return Ok(()) };
         let absolute = std::path::absolute(path).unwrap_or_else(|_| PathBuf::from(path));
@@ -57,7 +57,7 @@ impl Run {
         }
     }
 
-    /// Called when a fit is over: nobody has to go on with it.
+    /// Called when a fit is over: it need not be resumed.
     pub(crate) fn forget_note(&self) -> Result<()> {
         let Some(path) = self.note_file() else { return Ok(()) };
         match std::fs::remove_file(&path) {
@@ -82,7 +82,7 @@ impl Run {
     }
 }
 
-/// Where a fit of a job that Slurm has started again goes on: from what the job saved before. That is newer than any
+/// Where a fit of a job that Slurm has started again resumes: from what the job saved before. That is newer than any
 /// `ckpt_path`.
 ///
 /// # Collective
@@ -95,9 +95,9 @@ pub(crate) fn or_of_requeued_job(run: &Run, ckpt_path: Option<CkptPath>) -> Resu
     let Some(path) = run.world().of_rank_zero(found)? else { return Ok(ckpt_path) };
     if run.world().is_global_zero() {
         match &ckpt_path {
-            None => tracing::info!("this job was queued again: going on from {}", path.display()),
+            None => tracing::info!("this job was queued again: resuming {}", path.display()),
             Some(given) => tracing::warn!(
-                "this job was queued again: going on from {} in place of ckpt_path={given:?}",
+                "this job was queued again: resuming {} in place of ckpt_path={given:?}",
                 path.display()
             ),
         }

@@ -277,7 +277,7 @@ pub(crate) fn restore_training<M: LightningModule>(
     session.run.at.progress = state.progress;
     if state.pending_stop.is_some() {
         session.run.engine.agreed.stop = true;
-        session.run.asks.stop = state.pending_stop;
+        session.run.requests.stop = state.pending_stop;
     }
     let shape = (state.num_training_batches, state.batch_size);
     Ok(Resumed { path, rng, shape, ranks, has_grads })
@@ -312,7 +312,7 @@ fn say_whose_settings_count(configured: &[Map<String, Value>], restored: &[Map<S
     if let Some((saved, own)) = groups.into_iter().find(|(saved, _)| !saved.is_empty()) {
         let (saved, own) = (saved.join(", "), own.join(", "));
         tracing::warn!(
-            "the optimizer has {saved} of the checkpoint, not {own} as configured: a resumed run goes on with the optimizer's \
+            "the optimizer has {saved} of the checkpoint, not {own} as configured: a resumed run continues with the optimizer's \
              state; change it in a callback, or load the weights alone"
         );
     }
@@ -369,7 +369,7 @@ struct OwnPart {
     rng: Vec<(String, tch::Tensor)>,
 }
 
-/// `first` and `logged` are rank 0's, `ranks` the others'. A rank that the saved run did not have goes on from rank 0's
+/// `first` and `logged` are rank 0's, `ranks` the others'. A rank that the saved run did not have continues from rank 0's
 /// random state, and has counted nothing: each batch counts at most once. Gradients keep their mean over the ranks.
 fn own_part(
     world: &World,
@@ -484,7 +484,7 @@ impl Resumed {
         let seen = progress.batch_idx * before.global_batch;
         let position = now.position_after(seen, window);
         tracing::info!(
-            "{} was written after {seen} samples of the epoch: batch {} of {}; this run goes on at batch {position} of {}, \
+            "{} was written after {seen} samples of the epoch: batch {} of {}; this run continues at batch {position} of {}, \
              after {} samples",
             self.path.display(),
             progress.batch_idx,

@@ -16,17 +16,17 @@ use crate::trainer::state::collect::{collect, own_state, saves_parts, snapshot};
 use crate::trainer::state::restart::next_path;
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Writes the checkpoints that hooks have asked for. Called only where a resumed run can go on: between batches,
+    /// Writes the checkpoints that hooks have asked for. Called only where a run can be resumed: between batches,
     /// when validation and schedules have had their turn.
     ///
     /// # Collective
     /// If a full checkpoint has been asked for.
     pub(crate) fn write_checkpoints(&mut self) -> Result<()> {
-        if self.run.asks.checkpoints.is_empty() {
+        if self.run.requests.checkpoints.is_empty() {
             return Ok(());
         }
         let _named = collective_scope("checkpoint");
-        let requests = std::mem::take(&mut self.run.asks.checkpoints);
+        let requests = std::mem::take(&mut self.run.requests.checkpoints);
         let is_full = |request: &CheckpointRequest| !request.weights_only && request.link_to.is_none();
         let by_parts = saves_parts(self.run);
         let is_gathered = !by_parts && requests.iter().any(is_full);
@@ -48,7 +48,7 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(())
     }
 
-    /// Rows that are older than a checkpoint reach the disk before it: a run that goes on from it does not log them again.
+    /// Rows that are older than a checkpoint reach the disk before it: a run that resumes it does not log them again.
     fn flush_loggers(&mut self) -> Result<()> {
         for logger in &mut self.run.loggers {
             logger.save()?;
@@ -65,7 +65,7 @@ impl<M: LightningModule> Session<'_, M> {
     pub(crate) fn keep_cut_short(&mut self) -> Result<()> {
         let mut callbacks = self.run.callbacks.iter();
         let saves = callbacks.any(|callback| callback.saves_checkpoints() || callback.saves_on_exception());
-        let is_asked = !self.run.asks.checkpoints.is_empty() || self.plan.save_on_signal;
+        let is_asked = !self.run.requests.checkpoints.is_empty() || self.plan.save_on_signal;
         if self.snapshot.is_none() && (saves || is_asked) {
             self.snapshot = Some(snapshot(self, true)?);
         }
@@ -89,7 +89,7 @@ impl<M: LightningModule> Session<'_, M> {
         let job = SlurmJob::of_process()
             .filter(|_| trains && self.plan.requeue_signal.is_some_and(|own| own.name() == signal));
         let mut claim = None;
-        // nobody who closes a terminal means to end the run
+        // closing a terminal is not meant to end the run
         let hangs_up = || self.run.callbacks.iter().any(|callback| callback.saves_checkpoints());
         let saves = self.plan.save_on_signal || (signal == "SIGHUP" && hangs_up());
         if (job.is_some() || (saves && trains)) && !self.run.at.is_sanity_check {
@@ -108,11 +108,11 @@ impl<M: LightningModule> Session<'_, M> {
             tracing::info!("{signal}: saving {}", path.display());
             let request =
                 CheckpointRequest { path, weights_only: false, link_to: None, then_remove: Vec::new() };
-            self.run.asks.checkpoints = vec![request]; // others wait for a better moment, which does not come
+            self.run.requests.checkpoints = vec![request]; // others wait for the end of validation, which does not come
             self.write_checkpoints()?;
         }
         if let Some(job) = job {
-            // one that is written while training goes on has to be there first
+            // one that is written while training continues has to be there first
             let done = self.run.checkpoint_io.teardown();
             agreed(self.run.world(), "save", &self.run.facts.default_root_dir, done)?;
             drop(claim);
@@ -128,7 +128,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 }
 
-/// Gives rank 0 what the other ranks have to themselves, for the checkpoints that all of them are about to ask for.
+/// Sends the own states of the other ranks to rank 0, for the checkpoints that all ranks are about to request.
 ///
 /// # Collective
 /// All ranks must call it after the same batch.
@@ -237,7 +237,7 @@ fn is_same_file(a: &Path, b: &Path) -> bool {
 /// All ranks must call it.
 pub(crate) fn as_on_rank_zero(world: &World, done: Result<()>, path: &Path) -> Result<()> {
     if world.world_size == 1 || matches!(done, Err(Error::Distributed(_))) {
-        return done; // nobody is there, or known to be there
+        return done; // the other ranks may be gone
     }
     if matches!(done, Err(Error::Checkpoint(CheckpointError::OnRanks { .. }))) {
         return done; // all have it
@@ -248,9 +248,9 @@ pub(crate) fn as_on_rank_zero(world: &World, done: Result<()>, path: &Path) -> R
         Problem::new(format!("rank {}: {what}", world.rank), remedy)
     });
     let failed = |problem| CheckpointError::OnRanks { action: "save", path: path.to_path_buf(), problem };
-    let told = match (world.of_rank_zero(own.clone()), &own) {
-        (Err(_), Err(own)) => Err(own.clone()), // nobody hears it
-        (told, _) => told?,
+    let of_rank_zero = match (world.of_rank_zero(own.clone()), &own) {
+        (Err(_), Err(own)) => Err(own.clone()), // the other ranks are gone
+        (received, _) => received?,
     };
-    told.and(own).map_err(|problem| failed(problem).into())
+    of_rank_zero.and(own).map_err(|problem| failed(problem).into())
 }
