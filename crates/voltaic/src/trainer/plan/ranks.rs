@@ -1,4 +1,4 @@
-//! Ranks and devices as the configuration speaks of them.
+//! Ranks and devices of the configuration.
 
 use crate::accelerator::{Accelerator, Devices};
 use crate::device::Device;
@@ -11,7 +11,7 @@ use crate::trainer::plan::problems::Problems;
 /// More are a slip of the pen.
 const MAX_NODES: u64 = 1 << 16;
 
-/// Ranks as the configuration speaks of them.
+/// Ranks of the configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RankPlan {
     /// Devices of this node, one per rank; fewer than ranks if the launcher decides how many there are.
@@ -115,7 +115,7 @@ fn resolve_devices(
     }
 }
 
-/// Ranks that the configuration speaks of; with `devices=auto` those that a launcher has started.
+/// The number of ranks that the configuration gives; with `devices=auto` those that a launcher has started.
 fn expected_ranks(config: &TrainerConfig, devices: usize, is_auto: bool) -> usize {
     let configured = devices * config.num_nodes.clamp(1, MAX_NODES) as usize;
     let launched = Variables::of_process().launched_ranks().filter(|_| is_auto);

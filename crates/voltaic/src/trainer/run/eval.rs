@@ -53,7 +53,7 @@ impl<M: LightningModule> Session<'_, M> {
         if limit == 0 || self.plan.limit_val.is_none() || is_mid_epoch {
             return Ok(None);
         }
-        // asked for before the hook, since a run without data to validate on has no such check
+        // requested before the hook, since a run without data to validate on has no such check
         let val = self.val_dataloader()?;
         let num_batches = self.num_val_batches(&val)?;
         let num_batches: Vec<usize> = num_batches.iter().map(|&batches| batches.min(limit)).collect();

@@ -159,7 +159,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.log_step_values(facts.log_step, window)?;
         let validation = match is_scheduled {
             true => Some(Validation::Scheduled),
-            // the hook may have asked for it
+            // the hook may have requested it
             false => (has_val_batches && self.stop_is_granted()).then_some(Validation::AtStop),
         };
         self.finish_batch(loaders, validation)?;

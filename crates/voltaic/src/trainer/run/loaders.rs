@@ -19,7 +19,7 @@ pub(crate) struct FitLoaders<B: Batch> {
     pub train: DataLoader<B>,
     pub val: Vec<DataLoader<B>>,
     pub plan: FitPlan,
-    /// Epochs in which the loaders were asked for.
+    /// Epochs in which the loaders were requested.
     pub epoch_of_train: u64,
     pub epoch_of_val: u64,
 }
@@ -67,7 +67,7 @@ impl<M: LightningModule> LoaderSource<M> {
 }
 
 impl<M: LightningModule> Session<'_, M> {
-    /// The loaders of a fit: for training, and for validation unless the sanity check has asked for them already.
+    /// The loaders of a fit: for training, and for validation unless the sanity check has them already.
     pub(crate) fn fit_loaders(
         &mut self,
         val: Option<Vec<DataLoader<M::Batch>>>,

@@ -11,7 +11,7 @@ use crate::trainer::session::session::Session;
 use crate::trainer::session::step::Step;
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Runs `training_step` on the batches of an epoch, without backward, hooks and log, if a callback asked for it.
+    /// Runs `training_step` on the batches of an epoch, without backward, hooks and log, if a callback has requested it.
     pub(crate) fn update_running_statistics(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
         if !std::mem::take(&mut self.run.requests.updates_running_statistics) {
             return Ok(());

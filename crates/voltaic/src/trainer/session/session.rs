@@ -1,4 +1,5 @@
-//! What a run and one call of fit, validate, test or predict hold. Data only: the code that works on it is in other files.
+//! What a run and one call of fit, validate, test or predict hold, and copies of it that are kept. The code that works on it is in
+//! other files.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -54,7 +55,7 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// Begins a call: whoever begins one ends it with [`Engine::end_call`].
+    /// Begins a call, which ends with [`Engine::end_call`].
     pub(crate) fn begin_call(&mut self, stage: Stage) -> Result<()> {
         let progress = std::mem::take(&mut self.at.progress);
         self.at = Position { progress, stage, ..Position::default() };

@@ -1,4 +1,4 @@
-//! Writes the checkpoints that were asked for.
+//! Writes the checkpoints that were requested.
 
 use std::path::{Path, PathBuf};
 
@@ -16,11 +16,11 @@ use crate::trainer::state::collect::{collect, own_state, saves_parts, snapshot};
 use crate::trainer::state::restart::next_path;
 
 impl<M: LightningModule> Session<'_, M> {
-    /// Writes the checkpoints that hooks have asked for. Called only where a run can be resumed: between batches,
+    /// Writes the checkpoints that hooks have requested. Called only where a run can be resumed: between batches,
     /// when validation and schedules have had their turn.
     ///
     /// # Collective
-    /// If a full checkpoint has been asked for.
+    /// If a full checkpoint has been requested.
     pub(crate) fn write_checkpoints(&mut self) -> Result<()> {
         if self.run.requests.checkpoints.is_empty() {
             return Ok(());
@@ -82,7 +82,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.checkpoint_io.teardown()
     }
 
-    /// An error if a signal asked the run to end, after the checkpoint for it if the run is to save one.
+    /// An error if a signal is to end the run, after the checkpoint for it if the run is to save one.
     pub(crate) fn check_signals(&mut self) -> Result<()> {
         let Some(signal) = self.agreed_signal() else { return Ok(()) };
         let trains = self.run.at.stage == Stage::Fit && !self.plan.fast_dev_run;
@@ -144,7 +144,7 @@ pub(crate) fn gather_ranks<M: LightningModule>(session: &Session<M>) -> Result<V
     all.iter().skip(1).map(|bytes| rank_from_bytes(bytes)).collect()
 }
 
-/// Writes the checkpoint that a callback asked for; rank 0 then removes those it replaces. `ranks` has the own states of the other
+/// Writes the checkpoint that a callback has requested; rank 0 then removes those it replaces. `ranks` has the own states of the other
 /// ranks. Does nothing on a rank that has nothing to write.
 ///
 /// # Collective
