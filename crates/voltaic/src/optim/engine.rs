@@ -102,14 +102,28 @@ impl Slot {
     }
 }
 
-/// Parameters of one group that share dtype and device: one kernel call updates them.
+/// Parameters of one group and unit that share dtype and device: one kernel call updates them.
 struct Bucket<L> {
     group: usize,
+    unit: usize,
     members: Vec<Slot>,
     gradients: Gradients,
     /// Whether the members are of a lower dtype, and copies of them in float32 are updated in their place.
     has_masters: bool,
     cached: Option<CachedLists<L>>,
+}
+
+impl<L> Bucket<L> {
+    /// Takes what was written to weights over to their master copies: an edit counts.
+    fn take_changes(&mut self) -> Result<()> {
+        if !self.has_masters {
+            return Ok(());
+        }
+        self.members.iter_mut().try_for_each(|slot| {
+            slot.take_changes()?;
+            slot.note_weight()
+        })
+    }
 }
 
 /// What the last step worked on.
@@ -125,6 +139,7 @@ struct CachedLists<L> {
 pub(super) struct Engine<R: Rule> {
     rule: R,
     groups: Vec<ParamGroup>,
+    /// In the order of their units.
     buckets: Vec<Bucket<R::Lists>>,
     /// There once a step is to be captured.
     replayed: Option<Replayed>,
@@ -138,8 +153,8 @@ impl<R: Rule> Engine<R> {
         let mut buckets = Vec::new();
         for (index, group) in groups.iter().enumerate() {
             let mut alike: Vec<(_, Vec<Slot>)> = Vec::new();
-            for (fqn, param) in group.params() {
-                let kind = (param.kind(), param.device());
+            for ((fqn, param), unit) in group.by_unit() {
+                let kind = (unit, param.kind(), param.device());
                 let state = (0..=R::STATE.len()).map(|_| None).collect();
                 let slot = Slot { fqn: fqn.clone(), param: param.clone(), state, version: 0 };
                 match alike.iter_mut().find(|(other, _)| *other == kind) {
@@ -147,12 +162,13 @@ impl<R: Rule> Engine<R> {
                     None => alike.push((kind, vec![slot])),
                 }
             }
-            for ((dtype, _), members) in alike {
+            for ((unit, dtype, _), members) in alike {
                 let gradients = Gradients::of(members.iter().map(|slot| slot.param.leaf()))?;
                 let has_masters = master_weights && matches!(dtype, Kind::BFloat16 | Kind::Half);
-                buckets.push(Bucket { group: index, members, gradients, has_masters, cached: None });
+                buckets.push(Bucket { group: index, unit, members, gradients, has_masters, cached: None });
             }
         }
+        buckets.sort_by_key(|bucket| bucket.unit);
         Ok(Self { rule, groups, buckets, replayed: None, memory: 0 })
     }
 
@@ -165,12 +181,8 @@ impl<R: Rule> Engine<R> {
         self.buckets.iter_mut().filter(|bucket| bucket.has_masters).flat_map(|bucket| &mut bucket.members)
     }
 
-    /// Takes what was written to weights over to their master copies: an edit counts.
     fn take_changes(&mut self) -> Result<()> {
-        self.with_masters_mut().try_for_each(|slot| {
-            slot.take_changes()?;
-            slot.note_weight()
-        })
+        self.buckets.iter_mut().try_for_each(Bucket::take_changes)
     }
 
     /// Why the kernel refused, in terms of the parameters; the kernel's own error if it is not known.
@@ -425,9 +437,19 @@ impl<R: Rule> Optimizer for Engine<R> {
     }
 
     fn step(&mut self) -> Result<()> {
-        self.take_changes()?;
-        for index in 0..self.buckets.len() {
+        (0..self.num_units()).try_for_each(|unit| self.step_unit(unit))
+    }
+
+    fn num_units(&self) -> usize {
+        self.buckets.last().map_or(1, |bucket| bucket.unit + 1)
+    }
+
+    fn step_unit(&mut self, unit: usize) -> Result<()> {
+        let first = self.buckets.partition_point(|bucket| bucket.unit < unit);
+        let end = self.buckets.partition_point(|bucket| bucket.unit <= unit);
+        for index in first..end {
             let bucket = &mut self.buckets[index];
+            bucket.take_changes()?;
             let group = &self.groups[bucket.group];
             let rate = match &self.replayed {
                 Some(replayed) if ffi::is_recording() => replayed.rate(bucket.group, group),

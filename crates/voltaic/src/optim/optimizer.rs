@@ -18,8 +18,27 @@ pub trait Optimizer: Send {
     ///
     /// # Errors
     /// [`OptimError::Gradient`](crate::error::OptimError::Gradient) if a gradient is sparse, or not of its
-    /// parameter's dtype, shape and device. Parameters of groups before the failing one are updated then.
+    /// parameter's dtype, shape and device. Parameters of units and groups before the failing one are updated then.
     fn step(&mut self) -> Result<()>;
+
+    /// In how many units [`Optimizer::step_unit`] updates the parameters. The strategy that shards parameters numbers them
+    /// ([`WholeParameters::unit`](super::WholeParameters::unit)). The default is for optimizers that update all parameters at once.
+    fn num_units(&self) -> usize {
+        1
+    }
+
+    /// Updates the parameters of one unit. [`Optimizer::step`] does the same as this for all units in order; a strategy works on one
+    /// unit while the next is updated, such as gathers its weights. An optimizer around another one that has units may leave both methods
+    /// out: its parameters are updated at once.
+    ///
+    /// # Collective
+    /// If parts of parameters are updated, all ranks must call it for the same units in the same order.
+    ///
+    /// # Errors
+    /// As [`Optimizer::step`].
+    fn step_unit(&mut self, unit: usize) -> Result<()> {
+        if unit == 0 { self.step() } else { Ok(()) }
+    }
 
     /// To be called before a step is captured in a graph, and before each replay: writes the learning rates in force to
     /// where a captured step reads them, so that replays follow schedules.

@@ -127,6 +127,8 @@ overrides! {
 #[derive(Debug)]
 pub struct ParamGroup {
     params: Vec<(String, Parameter)>,
+    /// For each parameter, the unit that it is updated in.
+    units: Vec<usize>,
     name: Option<String>,
     /// Learning rate of the next step.
     pub lr: f64,
@@ -260,9 +262,17 @@ pub(super) struct Merged {
 }
 
 impl ParamGroup {
-    pub(super) fn new(params: Vec<(String, Parameter)>, name: Option<String>, merged: Merged) -> Self {
+    pub(super) fn new(spec: ParamGroupSpec, merged: Merged) -> Self {
+        let ParamGroupSpec { params, whole, name, .. } = spec;
+        let unit = |(_, part): &(String, Parameter)| whole.as_ref().map_or(0, |whole| whole.unit(part));
+        let units = params.iter().map(unit).collect();
         let Merged { lr, weight_decay, maximize, options } = merged;
-        Self { params, name, lr, initial_lr: None, weight_decay, maximize, options }
+        Self { params, units, name, lr, initial_lr: None, weight_decay, maximize, options }
+    }
+
+    /// The parameters with their fqn and the unit that each is updated in.
+    pub(super) fn by_unit(&self) -> impl Iterator<Item = (&(String, Parameter), usize)> {
+        self.params.iter().zip(self.units.iter().copied())
     }
 
     /// The parameters with their fqn.
@@ -379,7 +389,7 @@ pub(super) fn build_groups(
         if are_well_set {
             problems.append(of_group); // what is wrong with the optimizer's settings is wrong in every group: say it once
         }
-        groups.push(ParamGroup::new(spec.params, spec.name, merged));
+        groups.push(ParamGroup::new(spec, merged));
     }
     problems.finish()?;
     Ok(groups)

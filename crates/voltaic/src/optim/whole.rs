@@ -13,6 +13,12 @@ pub trait WholeParameters: Debug + Send + Sync {
     /// The shape of the parameter that this is a part of; `None` if it is whole.
     fn shape(&self, part: &Parameter) -> Option<Vec<i64>>;
 
+    /// The unit of the strategy that this is in: those of a unit are updated together
+    /// ([`Optimizer::step_unit`](super::Optimizer::step_unit)).
+    fn unit(&self, _part: &Parameter) -> usize {
+        0
+    }
+
     /// Says that tensors like this parameter will be gathered. A rank that has no part of it gets an empty gradient from now on whenever
     /// the parameter has one, so that all ranks know when to gather.
     fn claim(&self, part: &Parameter);

@@ -40,4 +40,5 @@ mod shards;
 mod signal;
 mod stage3;
 mod touch;
+mod units;
 mod values;

@@ -24,7 +24,7 @@ const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
 
 /// A kernel with the channels last, tied, frozen, empty and unused matrices, vectors and a scalar, in two groups.
 #[derive(Module)]
-struct Mixed {
+pub struct Mixed {
     conv: Conv2d,
     frozen: Linear,
     unused: Linear,
@@ -41,7 +41,7 @@ struct Mixed {
 }
 
 impl Mixed {
-    fn new(optimizer: impl Into<OptimizerConfig>) -> Self {
+    pub fn new(optimizer: impl Into<OptimizerConfig>) -> Self {
         let tied = Linear::new(7, 7).unwrap();
         let cpu = tch::Device::Cpu;
         let net = numbered(Self {
@@ -89,7 +89,7 @@ impl LightningModule for Mixed {
     }
 }
 
-fn aux() -> MuonWithAuxAdam {
+pub fn aux() -> MuonWithAuxAdam {
     MuonWithAuxAdam::new(0.02, 0.01).weight_decay(0.1)
 }
 
@@ -324,7 +324,7 @@ fn ranks_do_not_wait_for_ever() {
         let rank = trainer.world().rank;
         let error = trainer.fit(&mut net, &mut loaders(24)).unwrap_err().to_string();
         if rank == 0 {
-            assert!(error.contains("update of net.first.weight"), "{error}");
+            assert!(error.contains("update of net.second.weight"), "{error}");
         }
     });
     drop(text);

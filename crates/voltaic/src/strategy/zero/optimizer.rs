@@ -8,7 +8,7 @@ use super::reducer::Reducer;
 use super::report::state_bytes;
 use super::values;
 use crate::config::format_size;
-use crate::distributed::{ReduceOp, collective_scope};
+use crate::distributed::{ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, Result};
 use crate::optim::{
     GradientClip, Optimizer, OptimizerState, Optimizers, ParamGroup, ParamValue, clip_to_norm, part_norm,
@@ -81,17 +81,27 @@ impl Optimizer for ZeroOptimizer {
         self.inner.name()
     }
 
+    /// Unit by unit: the weights of one travel while the next one is updated.
+    ///
     /// # Collective
     /// All ranks must call it.
     fn step(&mut self) -> Result<()> {
-        self.reducer().take_changes()?;
-        self.inner.step()?;
+        self.reducer().begin_update()?;
+        let num_units = self.inner.num_units();
+        let mut gathers = Vec::new();
+        for unit in 0..num_units {
+            self.inner.step_unit(unit)?;
+            let mut reducer = self.reducer();
+            // an optimizer that knows no units has one, in which all are updated
+            let end = if unit + 1 == num_units { reducer.units.len() } else { unit + 1 };
+            gathers.extend(reducer.end_update(self.index, unit..end)?);
+        }
         if !std::mem::replace(&mut self.has_logged_size, true) {
             let bytes = state_bytes(&self.inner.state_dict());
             tracing::info!("{}: this rank holds optimizer states of {}", self.name(), format_size(bytes));
             self.reducer().peaks.states += bytes;
         }
-        self.reducer().gather_weights(self.index)
+        gathers.into_iter().try_for_each(Work::wait)
     }
 
     fn zero_grad(&mut self) -> Result<()> {

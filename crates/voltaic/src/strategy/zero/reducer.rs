@@ -5,6 +5,7 @@
 //! training. Units leave in their order on all ranks, whatever order hooks run in.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Kind, Tensor};
@@ -376,17 +377,31 @@ impl Reducer {
         self.units.iter_mut().try_for_each(Unit::take_changes)
     }
 
-    /// After an optimizer's step: gives all ranks the weights of all that are whole now, and stay so.
-    pub fn gather_weights(&mut self, optimizer: usize) -> Result<()> {
+    /// Before an optimizer's step: takes over what was written to weights by hand, and frees the weights that come and go, but for
+    /// those that are in use.
+    pub fn begin_update(&mut self) -> Result<()> {
+        self.take_changes()?;
         self.units.iter_mut().try_for_each(|unit| {
             unit.wait_for_gather()?;
             unit.release_after_step()
-        })?;
-        let is_changed = |unit: &Unit| unit.optimizer == optimizer && unit.has_grads();
-        self.units.iter_mut().filter(|unit| is_changed(unit)).try_for_each(Unit::renew)?;
-        let whole = self.units.iter().filter(|unit| is_changed(unit) && !unit.is_released());
-        let works = whole.map(|unit| unit.start_gather(self.group())).collect::<Result<Vec<_>>>()?;
-        works.into_iter().flatten().try_for_each(Work::wait)
+        })
+    }
+
+    /// After an optimizer has updated these units: starts to give all ranks the weights of those that are whole, and stay so.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    pub fn end_update(&mut self, optimizer: usize, units: Range<usize>) -> Result<Vec<Work>> {
+        let Self { units: all, peers, .. } = self;
+        let mut works = Vec::new();
+        let units = all.iter_mut().take(units.end).skip(units.start);
+        for unit in units.filter(|unit| unit.optimizer == optimizer && unit.has_grads()) {
+            unit.renew()?;
+            if !unit.is_released() {
+                works.extend(unit.start_gather(peers.as_deref())?);
+            }
+        }
+        Ok(works)
     }
 
     /// Drops the gradients of an optimizer's parameters.

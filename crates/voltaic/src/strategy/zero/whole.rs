@@ -46,6 +46,10 @@ impl WholeParameters for Whole {
         Some(self.reducer().units[unit].layout.places[index].shape.clone())
     }
 
+    fn unit(&self, part: &Parameter) -> usize {
+        self.place_of(part).map_or(0, |(unit, _)| unit)
+    }
+
     fn claim(&self, part: &Parameter) {
         if let Some((unit, index)) = self.place_of(part) {
             self.reducer().units[unit].claim(index);
