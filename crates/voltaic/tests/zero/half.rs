@@ -47,7 +47,7 @@ impl LightningModule for Bursts {
     }
 }
 
-fn own_rank() -> usize {
+pub fn own_rank() -> usize {
     std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0)
 }
 

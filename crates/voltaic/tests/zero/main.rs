@@ -39,6 +39,7 @@ mod shards;
 #[path = "../support/signal.rs"]
 mod signal;
 mod stage3;
+mod storage;
 mod touch;
 mod units;
 mod values;

@@ -14,7 +14,7 @@ use crate::models::{Batch, Kernels, Odd, Small, loaders, numbers};
 use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
 use crate::shards::staged;
 
-type Seen = Vec<(String, Tensor)>;
+pub type Seen = Vec<(String, Tensor)>;
 
 /// Reads all values of all trained parameters before a step and after it, and writes some.
 struct Values {
@@ -102,7 +102,7 @@ impl Callback for Values {
     }
 }
 
-fn seen<M: LightningModule<Batch = Batch> + Module>(
+pub fn seen<M: LightningModule<Batch = Batch> + Module>(
     builder: TrainerBuilder,
     sets: bool,
     mut net: M,

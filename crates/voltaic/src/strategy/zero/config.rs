@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use tch::Kind;
 
+use crate::device::Device;
 use crate::distributed::DEFAULT_TIMEOUT;
 use crate::precision::LossScalerConfig;
 
@@ -113,6 +114,9 @@ pub struct ZeroConfig {
     pub leaf_modules: Vec<String>,
     /// What may differ between ranks, by key, as with `ddp`.
     pub allow_differences: Vec<String>,
+    /// Where a rank's parts of weights and gradients are, and what the optimizer keeps of them; beside the weights unless set.
+    #[doc(hidden)]
+    pub storage: Option<Device>,
 }
 
 impl ZeroConfig {
@@ -137,6 +141,7 @@ impl ZeroConfig {
             gather_after_fit: true,
             leaf_modules: Vec::new(),
             allow_differences: Vec::new(),
+            storage: None,
         }
     }
 }

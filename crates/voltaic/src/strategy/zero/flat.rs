@@ -36,7 +36,10 @@ pub(super) struct Layout {
     pub part_len: usize,
     pub ranks: usize,
     pub kind: Kind,
+    /// Where the weights are, and what is computed with them.
     pub device: tch::Device,
+    /// Where a rank's part is, its gradients and what the optimizer keeps of it.
+    pub storage: tch::Device,
 }
 
 impl Layout {
@@ -59,7 +62,7 @@ impl Layout {
             Place { fqn, parameter, start, numel, shape, order }
         };
         let places = parameters.into_iter().zip(starts).zip(orders).map(place).collect();
-        Self { places, part_len, ranks, kind, device }
+        Self { places, part_len, ranks, kind, device, storage: device }
     }
 
     /// The parameters in messages: the first, and how many more there are.
@@ -69,6 +72,11 @@ impl Layout {
             [only] => only.fqn.clone(),
             [first, more @ ..] => format!("{} and {} more", first.fqn, more.len()),
         }
+    }
+
+    /// Whether a rank's part is on another device than the weights.
+    pub fn is_stored_apart(&self) -> bool {
+        self.storage != self.device
     }
 
     /// Elements of the flat tensor.
@@ -319,8 +327,13 @@ pub(super) fn narrow(tensor: &Tensor, range: Range<usize>) -> Result<Tensor> {
 
 /// A copy in memory of its own.
 pub(super) fn copied(tensor: &Tensor) -> Result<Tensor> {
+    copied_to(tensor, tensor.kind(), tensor.device())
+}
+
+/// The same in another dtype and on another device.
+pub(super) fn copied_to(tensor: &Tensor, kind: Kind, device: tch::Device) -> Result<Tensor> {
     let _no_grad = tch::no_grad_guard();
-    let mut copy = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
+    let mut copy = Tensor::f_empty(tensor.size(), (kind, device))?;
     copy.f_copy_(tensor)?;
     Ok(copy)
 }

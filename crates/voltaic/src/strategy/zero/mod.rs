@@ -66,7 +66,7 @@ pub struct Zero {
     config: ZeroConfig,
     reducer: Option<Arc<Mutex<Reducer>>>,
     hooks: Vec<GradHook>,
-    /// Parameters with [`Gather`](crate::nn::Gather): those that are sharded, and those with master weights, whose edits count.
+    /// Parameters whose changes must be known: those of units with a part of their own ([`Unit::has_own_part`]).
     kept: Vec<Parameter>,
     /// Hooks of the calls of modules.
     calls: Vec<RemovableHandle>,
@@ -145,7 +145,7 @@ impl Zero {
         let Some(reducer) = self.reducer.clone() else { return Ok(()) };
         let locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         let units = &locked.units;
-        let kept = units.iter().filter(|unit| unit.has_master || unit.is_sharded());
+        let kept = units.iter().filter(|unit| unit.has_own_part());
         self.kept = kept.flat_map(|unit| &unit.layout.places).map(|place| place.parameter.clone()).collect();
         drop(locked);
         self.watch_gradients(&reducer)?;

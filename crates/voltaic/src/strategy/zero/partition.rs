@@ -7,6 +7,7 @@ use tch::Kind;
 use super::config::ZeroConfig;
 use super::flat::{Layout, assign};
 use super::unit::{NO_OPTIMIZER, Unit};
+use crate::device::Device;
 use crate::distributed::{ProcessGroup, SubMesh};
 use crate::error::{ConfigError, Result};
 use crate::nn::{Module, ModuleExt, Parameter};
@@ -103,8 +104,13 @@ impl Partitioner<'_> {
         assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
     }
 
+    /// The layout of a unit whose parts are where the settings say.
+    fn stored(&self, layout: Layout) -> Layout {
+        Layout { storage: self.config.storage.map_or(layout.device, Device::tch), ..layout }
+    }
+
     fn unit(&self, members: Vec<(String, Parameter)>, optimizer: usize) -> Result<Unit> {
-        let layout = Layout::of(members, self.dp_shard.size);
+        let layout = self.stored(Layout::of(members, self.dp_shard.size));
         Unit::new(layout, optimizer, self.dp_shard.rank, self.config.master_weights)
     }
 
@@ -128,7 +134,7 @@ impl Partitioner<'_> {
         let unit = |members: Vec<usize>| {
             let ((module, kind, device), _) = keys[members[0]];
             let members = members.iter().map(|&at| params[at].clone()).collect();
-            let layout = Layout { kind, device, ..Layout::of(members, *size) };
+            let layout = self.stored(Layout { kind, device, ..Layout::of(members, *size) });
             let masters = self.config.master_weights;
             let keeps_values = *rank == 0; // the others get these
             let mut unit = Unit::of_module(layout, *rank, masters, (module, keeps_values))?;

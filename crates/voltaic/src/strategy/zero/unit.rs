@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use super::flat::{Layout, Place, copied, narrow};
+use super::flat::{Layout, Place, copied, copied_to, narrow};
 use super::gathered_storage::{Arrival, GatheredStorage, Tally};
 use crate::distributed::{ProcessGroup, Work, collective_scope};
 use crate::dtype::bytes_of;
@@ -32,7 +32,7 @@ pub(super) struct Unit {
     rank: usize,
     /// All weights, of which the parameters are views.
     flat: Tensor,
-    /// This rank's part: of `flat` itself, or in float32 beside weights of a lower dtype.
+    /// This rank's part: of `flat` itself, or beside it ([`Unit::has_own_part`]).
     part: Tensor,
     pub has_master: bool,
     /// The part is to be in float32 once one of the parameters is trained.
@@ -91,11 +91,9 @@ impl Unit {
         let part = layout.part(&flat, rank)?;
         let wants_master = masters && matches!(layout.kind, Kind::BFloat16 | Kind::Half);
         let has_master = wants_master && layout.places.iter().any(|place| place.parameter.requires_grad());
-        let part = match (has_master, module.is_some()) {
-            (true, _) => part.f_to_dtype(Kind::Float, false, true)?,
-            (false, true) => copied(&part)?,
-            (false, false) => part,
-        };
+        let own_kind = if has_master { Kind::Float } else { layout.kind };
+        let has_own_part = has_master || module.is_some() || layout.is_stored_apart();
+        let part = if has_own_part { copied_to(&part, own_kind, layout.storage)? } else { part };
         let storage = module.is_some().then(|| GatheredStorage::of(&flat, layout.len()));
         let slice = |place| {
             let slice = Parameter::new(layout.slice(&part, place, rank)?);
@@ -236,6 +234,7 @@ impl Unit {
     pub fn add_grads(&mut self, part: Tensor, dtype: Option<Kind>) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let own = dtype.unwrap_or(self.layout.kind);
+        let part = part.f_to_device(self.layout.storage)?;
         let part = part.f_to_kind(self.grads.as_ref().map_or(own, Tensor::kind))?;
         match &mut self.grads {
             Some(grads) => {
@@ -335,7 +334,7 @@ impl Unit {
             Some(grads) => grads.shallow_clone(),
             None => {
                 let len = [self.layout.part_len as i64];
-                Tensor::f_zeros(len, (values.kind(), self.layout.device))?
+                Tensor::f_zeros(len, (values.kind(), self.layout.storage))?
             }
         };
         let place = &self.layout.places[index];
@@ -365,9 +364,9 @@ impl Unit {
         }
     }
 
-    /// Whether `part` is not a part of the weights themselves.
-    fn has_own_part(&self) -> bool {
-        self.has_master || self.storage.is_some()
+    /// Whether `part` is not a part of the weights themselves: it is in float32, on another device, or all that stays.
+    pub fn has_own_part(&self) -> bool {
+        self.has_master || self.storage.is_some() || self.layout.is_stored_apart()
     }
 
     /// Whether the weights are sharded.

@@ -133,6 +133,7 @@ fn whole(reducer: &Reducer, unit: &Unit, index: usize, own: Option<&Tensor>) -> 
     let ranges: Vec<_> = (0..layout.ranks).map(|rank| layout.range(place, rank)).collect();
     let nothing = || Tensor::f_zeros([0_i64], (Kind::Float, layout.device));
     let own = own.map_or_else(nothing, |own| own.f_to_dtype(Kind::Float, false, true))?;
+    let own = own.f_to_device(layout.device)?;
     let all = match &reducer.peers {
         Some(group) if place.numel > 0 => from_parts(group, &ranges, &own)?,
         _ => own,
@@ -211,7 +212,7 @@ pub(super) fn local(
             let rows = unit.layout.places[index].to_rows(&own)?;
             Ok(Some(rows.f_to_dtype(Kind::Float, false, true)?))
         }
-        (Has::Elements, _) => Ok(Some(Tensor::f_zeros([0_i64], (Kind::Float, unit.layout.device))?)),
+        (Has::Elements, _) => Ok(Some(Tensor::f_zeros([0_i64], (Kind::Float, unit.layout.storage))?)),
     }
 }
 

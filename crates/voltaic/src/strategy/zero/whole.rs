@@ -66,16 +66,20 @@ impl WholeParameters for Whole {
         let ranges: Vec<Range<usize>> =
             (0..unit.layout.ranks).map(|rank| unit.layout.range(place, rank)).collect();
         let num_holders = ranges.iter().filter(|range| !range.is_empty()).count();
+        let values = values.f_to_device(unit.layout.device)?;
         let all = match reducer.group() {
-            Some(group) if num_holders > 1 => from_parts(group, &ranges, values)?,
-            _ => values.shallow_clone(),
+            Some(group) if num_holders > 1 => from_parts(group, &ranges, &values)?,
+            _ => values,
         };
         if unit.range(index).is_empty() { Ok(None) } else { place.shaped(&all).map(Some) }
     }
 
     fn part_of(&self, part: &Parameter, whole: &Tensor) -> Result<Tensor> {
         match self.place_of(part) {
-            Some((unit, index)) => self.reducer().units[unit].slice_of(index, whole),
+            Some((unit, index)) => {
+                let unit = &self.reducer().units[unit];
+                Ok(unit.slice_of(index, whole)?.f_to_device(unit.layout.storage)?)
+            }
             None => Ok(whole.shallow_clone()),
         }
     }
