@@ -214,27 +214,19 @@ fn flawed(flaw: Flaw) -> Flawed {
     Flawed { first: Linear::new(784, 10).unwrap(), flaw, calls: Cell::new(0) }
 }
 
-impl LightningModule for Flawed {
-    type Batch = Pair;
-
-    fn training_step(&self, (x, y): &Pair, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let logits = self.first.forward(&x.flatten(1, -1))?;
-        let loss = cross_entropy(&logits, y)?;
-        ctx.log("train_loss", &loss);
-        self.calls.set(self.calls.get() + 1);
-        Ok(match self.flaw {
-            Flaw::ReadsBack if logits.sum(Kind::Float).double_value(&[]) > 0.0 => loss * 2.0,
-            Flaw::ReadsBack => loss,
-            Flaw::DependsOnData => loss + logits.masked_select(&logits.gt(0.0)).sum(Kind::Float),
-            Flaw::Counts => loss * self.calls.get() as f64,
-            Flaw::AsksForStep => loss * (ctx.global_step() + 1) as f64,
-        })
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(Sgd::new(0.01).into())
-    }
-}
+lightning_module!(Flawed, Pair, Sgd::new(0.01), |net, (x, y), ctx| {
+    let logits = net.first.forward(&x.flatten(1, -1))?;
+    let loss = cross_entropy(&logits, y)?;
+    ctx.log("train_loss", &loss);
+    net.calls.set(net.calls.get() + 1);
+    Ok(match net.flaw {
+        Flaw::ReadsBack if logits.sum(Kind::Float).double_value(&[]) > 0.0 => loss * 2.0,
+        Flaw::ReadsBack => loss,
+        Flaw::DependsOnData => loss + logits.masked_select(&logits.gt(0.0)).sum(Kind::Float),
+        Flaw::Counts => loss * net.calls.get() as f64,
+        Flaw::AsksForStep => loss * (ctx.global_step() + 1) as f64,
+    })
+});
 
 #[test]
 fn what_cannot_be_captured_is_named_and_runs_as_usual() {

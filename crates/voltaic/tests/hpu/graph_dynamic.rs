@@ -2,10 +2,8 @@
 
 use tch::{Kind, Tensor};
 use voltaic::graph::{GraphedModule, ModuleCacher, mark_step};
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::functional::cross_entropy;
 use voltaic::nn::{Forward, Identity, Relu, Sequential};
-use voltaic::optim::Optimizers;
 use voltaic::{Device, Module};
 
 use crate::graph_modes::{
@@ -49,27 +47,15 @@ impl Dynamic {
     }
 }
 
-impl LightningModule for Dynamic {
-    type Batch = (Tensor, Tensor);
-
-    fn automatic_optimization(&self) -> bool {
-        false
-    }
-
-    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        ctx.optimizer(0)?.zero_grad()?;
-        let loss = self.loss(x, y)?;
-        ctx.manual_backward(&loss)?;
-        ctx.optimizer(0)?.step()?;
-        ctx.lr_scheduler_step(0, None)?;
-        ctx.log("train_loss", &loss);
-        Ok(loss)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(optimizers())
-    }
-}
+lightning_module!(Dynamic, (Tensor, Tensor), manual(optimizers()), |net, (x, y), ctx| {
+    ctx.optimizer(0)?.zero_grad()?;
+    let loss = net.loss(x, y)?;
+    ctx.manual_backward(&loss)?;
+    ctx.optimizer(0)?.step()?;
+    ctx.lr_scheduler_step(0, None)?;
+    ctx.log("train_loss", &loss);
+    Ok(loss)
+});
 
 /// Each with branches, then with rows.
 fn pairs(train: impl Fn(bool, usize) -> Trained) {
@@ -109,6 +95,6 @@ fn dynamic_parts_between_graphs_train_the_same_with_two_ranks() {
         println!("all equal");
         return;
     }
-    let text = run_ranks("graph_dynamic::dynamic_parts_between_graphs_train_the_same_with_two_ranks");
+    let text = run_ranks();
     assert!(text.contains("all equal"), "{text}");
 }

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use tch::{Kind, Tensor};
 use voltaic::checkpoint::Checkpoint;
@@ -19,6 +18,7 @@ use voltaic::precision::autocast;
 use voltaic::trainer::{Trainer, TrainerBuilder};
 use voltaic::{Device, Module, ffi};
 
+use crate::process::{own_process, text_of};
 use crate::support::{CPU, bits, start};
 
 const BATCH: i64 = 200;
@@ -301,22 +301,16 @@ pub fn folder_of_ranks() -> Option<PathBuf> {
 
 /// Runs a test again in a process of its own, which may start ranks: they are this binary with the same arguments.
 /// Returns what it printed; it must end well.
-pub fn run_ranks(test: &str) -> String {
+pub fn run_ranks() -> String {
     let folder = tempfile::tempdir().unwrap();
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
-    let output = command.env(FOLDER, folder.path()).env("OMP_NUM_THREADS", "1").output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    text
+    text_of(&own_process("ranks").env(FOLDER, folder.path()).output().unwrap())
 }
 
 /// What a graph replays calls no hooks of gradients, which is how ranks average them: a whole step by hand is refused.
 #[test]
 fn two_ranks_do_the_same_in_the_modes_that_leave_backward_to_the_trainer() {
     let Some(folder) = folder_of_ranks() else {
-        let test = "graph_modes::two_ranks_do_the_same_in_the_modes_that_leave_backward_to_the_trainer";
-        let text = run_ranks(test);
+        let text = run_ranks();
         assert!(text.contains("losses [\"0,0,"), "rank 0 has trained: {text}");
         return;
     };

@@ -85,27 +85,20 @@ impl BuildOptimizer for Own {
     }
 }
 
-impl LightningModule for FirstUse {
-    type Batch = (Tensor, Tensor);
-
-    fn automatic_optimization(&self) -> bool {
-        false
-    }
-
-    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        self.graph.capture(|| {
+lightning_module!(
+    FirstUse,
+    (Tensor, Tensor),
+    manual(|net| if net.optimizer == "own" { Optimizers::new(Own) } else { AdamW::new(0.1).into() }),
+    |net, (x, y), ctx| {
+        net.graph.capture(|| {
             ctx.optimizer(0)?.zero_grad()?;
-            let loss = self.fc.forward(x)?.f_sub(y)?.f_square()?.f_mean(Kind::Float)?;
+            let loss = net.fc.forward(x)?.f_sub(y)?.f_square()?.f_mean(Kind::Float)?;
             ctx.manual_backward(&loss)?;
             ctx.optimizer(0)?.step()?;
             Ok(loss.f_detach()?)
         })
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(if self.optimizer == "own" { Optimizers::new(Own) } else { AdamW::new(0.1).into() })
-    }
-}
+);
 
 #[test]
 fn state_that_is_made_in_a_capture_is_refused_by_name() {

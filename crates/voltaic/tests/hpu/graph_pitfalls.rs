@@ -10,12 +10,12 @@ use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::graph::{
     Callable, HpuGraph, ModuleCacher, WrapOptions, graph, make_graphed_callables, wrap_in_hpu_graph,
 };
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{Conv2d, Forward, Linear, ModuleExt};
-use voltaic::optim::{AdamW, Optimizers, Sgd};
+use voltaic::optim::{AdamW, Sgd};
 use voltaic::trainer::{GraphMode, Trainer};
 use voltaic::{Device, Module, ffi};
 
+use crate::silent::silent;
 use crate::support::{CPU, HPU, bits, start};
 
 fn rand(size: &[i64]) -> Tensor {
@@ -149,21 +149,13 @@ struct Schedule {
     elements: usize,
 }
 
-impl LightningModule for Schedule {
-    type Batch = (Tensor, Tensor);
-
-    fn training_step(&self, (x, y): &Self::Batch, _: &mut StepContext) -> anyhow::Result<Tensor> {
-        self.step.set(self.step.get() + 1);
-        let weights = vec![1.0 / self.step.get() as f32; self.elements];
-        let weights = Tensor::from_slice(&weights).f_to_device(x.device())?;
-        let error = self.fc.forward(x)?.f_sub(y)?.f_mul(&weights.f_narrow(0, 0, 2)?)?;
-        Ok(error.f_square()?.f_mean(Kind::Float)?)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(Sgd::new(0.1).into())
-    }
-}
+lightning_module!(Schedule, (Tensor, Tensor), Sgd::new(0.1), |net, (x, y), _| {
+    net.step.set(net.step.get() + 1);
+    let weights = vec![1.0 / net.step.get() as f32; net.elements];
+    let weights = Tensor::from_slice(&weights).f_to_device(x.device())?;
+    let error = net.fc.forward(x)?.f_sub(y)?.f_mul(&weights.f_narrow(0, 0, 2)?)?;
+    Ok(error.f_square()?.f_mean(Kind::Float)?)
+});
 
 pub fn regression() -> DataLoader<(Tensor, Tensor)> {
     ffi::manual_seed(11).unwrap();
@@ -174,15 +166,11 @@ pub fn regression() -> DataLoader<(Tensor, Tensor)> {
 }
 
 pub fn trainer(device: Device, graph: GraphMode) -> Trainer {
-    Trainer::builder()
+    silent()
         .accelerator(if device == Device::Cpu { "cpu" } else { "hpu" })
         .devices(1)
         .max_epochs(2)
         .graph(graph)
-        .enable_progress_bar(false)
-        .enable_model_summary(false)
-        .enable_checkpointing(false)
-        .logger(false)
         .build()
         .unwrap()
 }
@@ -434,39 +422,27 @@ struct AsPrinted {
     captures: bool,
 }
 
-impl LightningModule for AsPrinted {
-    type Batch = (Tensor, Tensor);
-
-    fn automatic_optimization(&self) -> bool {
-        false
+lightning_module!(AsPrinted, (Tensor, Tensor), manual(AdamW::new(1e-2)), |net, (x, y), ctx| {
+    let (g, static_x, static_y, static_loss) = &mut *net.state.borrow_mut();
+    let is_first = ctx.batch_idx() == 0 && ctx.current_epoch() == 0;
+    if !is_first {
+        static_x.copy_(x);
+        static_y.copy_(y);
     }
-
-    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let (g, static_x, static_y, static_loss) = &mut *self.state.borrow_mut();
-        let is_first = ctx.batch_idx() == 0 && ctx.current_epoch() == 0;
-        if !is_first {
-            static_x.copy_(x);
-            static_y.copy_(y);
-        }
-        if self.captures && !is_first {
-            g.replay()?;
-            return Ok(static_loss.shallow_clone());
-        }
-        ctx.optimizer(0)?.zero_grad()?;
-        let capture = if self.captures { Some(graph(g)?) } else { None };
-        let loss = self.fc.forward(static_x)?.f_sub(static_y)?.f_square()?.f_mean(Kind::Float)?;
-        ctx.manual_backward(&loss)?;
-        ctx.optimizer(0)?.step()?;
-        *static_loss = loss.f_detach()?;
-        drop(loss);
-        capture.map_or(Ok(()), voltaic::graph::CaptureGuard::end)?;
-        Ok(static_loss.shallow_clone())
+    if net.captures && !is_first {
+        g.replay()?;
+        return Ok(static_loss.shallow_clone());
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(AdamW::new(1e-2).into())
-    }
-}
+    ctx.optimizer(0)?.zero_grad()?;
+    let capture = if net.captures { Some(graph(g)?) } else { None };
+    let loss = net.fc.forward(static_x)?.f_sub(static_y)?.f_square()?.f_mean(Kind::Float)?;
+    ctx.manual_backward(&loss)?;
+    ctx.optimizer(0)?.step()?;
+    *static_loss = loss.f_detach()?;
+    drop(loss);
+    capture.map_or(Ok(()), voltaic::graph::CaptureGuard::end)?;
+    Ok(static_loss.shallow_clone())
+});
 
 #[test]
 fn the_printed_block_trains_as_without_a_graph() {

@@ -7,10 +7,11 @@ use voltaic::data::Loaders;
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{Buffer, Forward, Linear, ModuleExt, Parameter};
 use voltaic::optim::{Lion, Optimizers, Sgd};
-use voltaic::trainer::{GraphMode, GraphReport, Trainer};
+use voltaic::trainer::{GraphMode, GraphReport};
 use voltaic::{Device, Module, ffi};
 
 use crate::graph_pitfalls::{regression, trainer};
+use crate::silent::silent;
 use crate::support::{CPU, bits, start};
 
 /// What is peculiar about a network.
@@ -244,43 +245,27 @@ struct Twice {
     losses: Mutex<Vec<f64>>,
 }
 
-impl LightningModule for Twice {
-    type Batch = (Tensor, Tensor);
-
-    fn automatic_optimization(&self) -> bool {
-        false
+lightning_module!(Twice, (Tensor, Tensor), manual(Sgd::new(0.1)), |net, (x, y), ctx| {
+    for _ in 0..2 {
+        ctx.optimizer(0)?.zero_grad()?;
+        let loss = net.fc.forward(x)?.f_sub(y)?.f_square()?.f_mean(Kind::Float)?;
+        ctx.manual_backward(&loss)?;
+        ctx.optimizer(0)?.step()?;
+        net.losses.lock().unwrap().push(loss.f_double_value(&[])?);
     }
-
-    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        for _ in 0..2 {
-            ctx.optimizer(0)?.zero_grad()?;
-            let loss = self.fc.forward(x)?.f_sub(y)?.f_square()?.f_mean(Kind::Float)?;
-            ctx.manual_backward(&loss)?;
-            ctx.optimizer(0)?.step()?;
-            self.losses.lock().unwrap().push(loss.f_double_value(&[])?);
-        }
-        Ok(ctx.no_loss())
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(Sgd::new(0.1).into())
-    }
-}
+    Ok(ctx.no_loss())
+});
 
 #[test]
 fn mixed_precision_sees_the_weights_of_a_step_by_hand() {
     let _rng = start();
     for accelerator in ["cpu", "hpu"] {
         let mut net = Twice { fc: Linear::new(3, 2).unwrap(), losses: Mutex::default() };
-        let mut trainer = Trainer::builder()
+        let mut trainer = silent()
             .accelerator(accelerator)
             .devices(1)
             .precision("bf16-mixed")
             .max_steps(2)
-            .logger(false)
-            .enable_checkpointing(false)
-            .enable_progress_bar(false)
-            .enable_model_summary(false)
             .build()
             .unwrap();
         trainer.fit(&mut net, &mut Loaders::new().train(regression())).unwrap();

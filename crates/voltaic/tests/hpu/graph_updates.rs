@@ -1,8 +1,6 @@
 //! `trainer.graph=step`: optimizer steps by graphs, and what keeps them from it.
 
 use std::cell::Cell;
-use std::env;
-use std::process::Command;
 
 use tch::Tensor;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
@@ -17,6 +15,7 @@ use voltaic::{Module, ffi};
 
 use crate::graph::{Pair, digits, fit};
 use crate::heap;
+use crate::process::{own_process, plays, text_of};
 use crate::support::start;
 
 /// What is special about a run.
@@ -249,19 +248,11 @@ impl LightningModule for Deep {
     }
 }
 
-/// Set in the process that has libtorch's kernels.
-const CHILD: &str = "VOLTAIC_TEST_HEAP_OF_REPLAYS";
-
 #[test]
 fn a_replayed_step_takes_as_much_from_the_heap_for_2_layers_as_for_20() {
-    if env::var_os(CHILD).is_none() {
+    if !plays("replays") {
         // a product by the gemm crate takes two blocks to work in; that is not the replay's
-        let test = "graph_updates::a_replayed_step_takes_as_much_from_the_heap_for_2_layers_as_for_20";
-        let mut command = Command::new(env::current_exe().unwrap());
-        command.args([test, "--exact"]).env(CHILD, "1").env("VOLTAIC_CPU_KERNELS", "0");
-        let output = command.output().unwrap();
-        let text = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        text_of(&own_process("replays").env("VOLTAIC_CPU_KERNELS", "0").output().unwrap());
         return;
     }
     let _rng = start();

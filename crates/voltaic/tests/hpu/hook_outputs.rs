@@ -1,8 +1,9 @@
 //! What steps give to hooks on an emulated HPU, eagerly and by graphs.
 
 use voltaic::module::Hook;
-use voltaic::trainer::{GraphMode, Trainer};
+use voltaic::trainer::GraphMode;
 
+use crate::silent::silent;
 use crate::stages::{Stages, run};
 use crate::support::start;
 
@@ -11,15 +12,7 @@ fn hooks_of_all_stages_get_what_the_step_gave() {
     let _guard = start();
     for graph in [GraphMode::Off, GraphMode::Step] {
         let root = tempfile::tempdir().unwrap();
-        let builder = Trainer::builder()
-            .accelerator("hpu")
-            .devices(1)
-            .default_root_dir(root.path())
-            .logger(false)
-            .enable_checkpointing(false)
-            .enable_progress_bar(false)
-            .enable_model_summary(false)
-            .graph(graph);
+        let builder = silent().accelerator("hpu").devices(1).default_root_dir(root.path()).graph(graph);
         let (checks, replayed) = run(builder, &mut Stages::new(), 1);
         assert_eq!(replayed > 5, graph == GraphMode::Step, "{replayed}");
         let count = |hook| checks.count(hook);

@@ -2,6 +2,10 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
+#[macro_use]
+#[path = "../support/lightning_module.rs"]
+mod lightning_module;
+
 mod device;
 mod device_stats;
 mod fuzz;
@@ -21,9 +25,13 @@ mod metrics;
 mod operators;
 mod ops;
 mod precision;
+#[path = "../support/process.rs"]
+mod process;
 mod processes;
 #[path = "../support/random_runs.rs"]
 mod random_runs;
+#[path = "../support/silent.rs"]
+mod silent;
 #[path = "../support/stages.rs"]
 mod stages;
 mod support;

@@ -8,10 +8,9 @@ use voltaic::Module;
 use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::data::Loaders;
 use voltaic::metrics::{Accuracy, Auroc, Average, F1Score, MeanSquaredError};
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::functional::cross_entropy;
 use voltaic::nn::{Forward, Linear};
-use voltaic::optim::{AdamW, Optimizers};
+use voltaic::optim::AdamW;
 use voltaic::trainer::seed_everything;
 
 use crate::support::start;
@@ -38,26 +37,18 @@ impl Scored {
     }
 }
 
-impl LightningModule for Scored {
-    type Batch = (Tensor, Tensor);
-
-    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let logits = self.fc.forward(&x.f_flatten(1, -1)?)?;
-        self.accuracy.update(&logits, y)?;
-        self.f1.update(&logits, y)?;
-        self.auroc.update(&logits.f_softmax(1, Kind::Float)?, y)?;
-        self.mse.update(&logits.f_mean_dim(1, false, Kind::Float)?, &y.f_to_kind(Kind::Float)?)?;
-        ctx.log("accuracy", &self.accuracy).on_epoch(true);
-        ctx.log("f1", &self.f1).on_step(false).on_epoch(true);
-        ctx.log("auroc", &self.auroc).on_step(false).on_epoch(true);
-        ctx.log("mse", &self.mse).on_step(false).on_epoch(true);
-        Ok(cross_entropy(&logits, y)?)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(1e-2).into()
-    }
-}
+lightning_module!(Scored, (Tensor, Tensor), AdamW::new(1e-2), |net, (x, y), ctx| {
+    let logits = net.fc.forward(&x.f_flatten(1, -1)?)?;
+    net.accuracy.update(&logits, y)?;
+    net.f1.update(&logits, y)?;
+    net.auroc.update(&logits.f_softmax(1, Kind::Float)?, y)?;
+    net.mse.update(&logits.f_mean_dim(1, false, Kind::Float)?, &y.f_to_kind(Kind::Float)?)?;
+    ctx.log("accuracy", &net.accuracy).on_epoch(true);
+    ctx.log("f1", &net.f1).on_step(false).on_epoch(true);
+    ctx.log("auroc", &net.auroc).on_step(false).on_epoch(true);
+    ctx.log("mse", &net.mse).on_step(false).on_epoch(true);
+    Ok(cross_entropy(&logits, y)?)
+});
 
 fn values(root: &Path, accelerator: &str, ckpt: Option<&Path>) -> Vec<u64> {
     seed_everything(4).unwrap();

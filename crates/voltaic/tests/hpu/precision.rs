@@ -9,19 +9,20 @@ use tempfile::TempDir;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::graph::{HpuGraph, WrapOptions, graph, wrap_in_hpu_graph};
 use voltaic::models::{Gpt, GptConfig, LeNet, LeNetConfig};
-use voltaic::module::{LightningModule, StepContext};
+use voltaic::module::LightningModule;
 use voltaic::nn::functional::cross_entropy;
 use voltaic::nn::{Forward, Linear, ModuleExt, Parameter};
-use voltaic::optim::{AdamW, Optimizers};
+use voltaic::optim::AdamW;
 use voltaic::precision::{
     Cast, HpuPrecisionPlugin, OpLists, OptLevel, autocast, autocast_dtype, autocast_enabled,
     is_autocast_enabled, observe_casts, reset_op_lists, set_op_lists, with_autocast,
 };
-use voltaic::trainer::{GraphMode, PluginConfig, Trainer, TrainerBuilder, seed_everything};
+use voltaic::trainer::{GraphMode, PluginConfig, TrainerBuilder, seed_everything};
 use voltaic::{Device, Module};
 
 use crate::losses::Losses;
 use crate::ops::{Op, SAMPLES};
+use crate::silent::silent;
 use crate::support::{CPU, HPU, start};
 use crate::trainer::trainer;
 
@@ -285,19 +286,11 @@ struct CastsItself {
     was_enabled: Arc<Mutex<Vec<bool>>>,
 }
 
-impl LightningModule for CastsItself {
-    type Batch = (Tensor, Tensor);
-
-    fn training_step(&self, (x, y): &Self::Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        self.was_enabled.lock().unwrap().push(is_autocast_enabled(self.device)?);
-        let logits = with_autocast(self.device, Kind::BFloat16, || self.net.forward(x))??;
-        Ok(cross_entropy(&logits, y)?)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(AdamW::new(1e-3).into())
-    }
-}
+lightning_module!(CastsItself, (Tensor, Tensor), AdamW::new(1e-3), |net, (x, y), _| {
+    net.was_enabled.lock().unwrap().push(is_autocast_enabled(net.device)?);
+    let logits = with_autocast(net.device, Kind::BFloat16, || net.net.forward(x))??;
+    Ok(cross_entropy(&logits, y)?)
+});
 
 fn digits() -> (Tensor, Tensor) {
     let images = Tensor::arange(24 * 784, (Kind::Float, CPU)).sin().reshape([24, 1, 28, 28]);
@@ -336,20 +329,12 @@ struct Probe {
     kinds: Cell<Option<(Kind, Kind)>>,
 }
 
-impl LightningModule for Probe {
-    type Batch = (Tensor, Tensor);
-
-    fn training_step(&self, (x, _): &Self::Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let x = x.flatten(1, -1).narrow(1, 0, 4);
-        let y = x.matmul(self.weight.tensor());
-        self.kinds.set(Some((y.kind(), x.tan().kind())));
-        Ok(y.sum(Kind::Float))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(AdamW::new(1e-3).into())
-    }
-}
+lightning_module!(Probe, (Tensor, Tensor), AdamW::new(1e-3), |net, (x, _), _| {
+    let x = x.flatten(1, -1).narrow(1, 0, 4);
+    let y = x.matmul(net.weight.tensor());
+    net.kinds.set(Some((y.kind(), x.tan().kind())));
+    Ok(y.sum(Kind::Float))
+});
 
 /// The dtypes in a fit with such switches.
 fn probe(configure: impl Fn(TrainerBuilder) -> TrainerBuilder) -> (Kind, Kind) {
@@ -358,15 +343,7 @@ fn probe(configure: impl Fn(TrainerBuilder) -> TrainerBuilder) -> (Kind, Kind) {
         Probe { weight: Parameter::new(Tensor::ones([4, 4], (Kind::Float, CPU))), kinds: Cell::new(None) };
     let (x, y) = digits();
     let train = DataLoader::new(TensorDataset::new((x, y)).unwrap()).batch_size(4).build().unwrap();
-    let builder = Trainer::builder()
-        .accelerator("hpu")
-        .devices(1)
-        .max_epochs(1)
-        .default_root_dir(root.path())
-        .enable_checkpointing(false)
-        .logger(false)
-        .enable_progress_bar(false)
-        .enable_model_summary(false);
+    let builder = silent().accelerator("hpu").devices(1).max_epochs(1).default_root_dir(root.path());
     let mut trainer = configure(builder).build().unwrap();
     trainer.fit(&mut module, &mut Loaders::new().train(train)).unwrap();
     module.kinds.get().unwrap()

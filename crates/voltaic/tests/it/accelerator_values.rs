@@ -159,7 +159,7 @@ fn a_search_runs_on_the_value_too() {
 
 #[test]
 fn hpus_are_given_as_a_value() {
-    if !has_hpu("accelerator_values::hpus_are_given_as_a_value") {
+    if !has_hpu() {
         return;
     }
     let run = |choice: AcceleratorChoice| {
@@ -188,7 +188,6 @@ fn hpus_are_given_as_a_value() {
 
 #[test]
 fn each_rank_makes_the_value_again() {
-    let test = "accelerator_values::each_rank_makes_the_value_again";
     if plays("ranks") {
         let (folder, counted) = (folder_of_parent(), Counted::new());
         let builder = ddp::builder(&folder).accelerator(counted.clone()).devices(2);
@@ -210,7 +209,7 @@ fn each_rank_makes_the_value_again() {
     let (_kept, expected, ..) = ddp::alone(2, 1);
     for part in ["ranks", "hpus"] {
         let folder = TempDir::new().unwrap();
-        run_ranks(test, part, folder.path());
+        run_ranks(part, folder.path());
         assert_same(&weights(folder.path()), &expected);
     }
 }

@@ -14,6 +14,8 @@ use voltaic::optim::{BuildOptimizer, ParamGroupSpec, Sgd};
 use voltaic::precision::autocast;
 use voltaic::{Device, Kind, Tensor};
 
+use crate::compare::assert_same;
+
 const CPU: tch::Device = tch::Device::Cpu;
 
 /// Keeps copies of weights, and frees their memory.
@@ -75,14 +77,6 @@ fn copies(module: &dyn Module) -> Vec<(String, Tensor)> {
     module.state_dict().into_iter().map(|(fqn, tensor)| (fqn, tensor.copy())).collect()
 }
 
-fn assert_same(found: &[(String, Tensor)], expected: &[(String, Tensor)]) {
-    assert_eq!(found.len(), expected.len());
-    for ((name, tensor), (other, expected)) in found.iter().zip(expected) {
-        assert_eq!(name, other);
-        assert!(tensor.equal(expected), "{name}: {tensor} {expected}");
-    }
-}
-
 #[test]
 fn what_is_known_of_a_weight_is_known_while_it_is_away() {
     let net = net();
@@ -104,12 +98,12 @@ fn what_is_known_of_a_weight_is_known_while_it_is_away() {
     // a state dict lasts, and lets go of the weights
     let state = net.state_dict();
     assert!(net.parameters().iter().all(Parameter::is_away));
-    assert_same(&state, &before);
+    assert_same("weights", &state, &before);
     // what is loaded is kept
     let loaded: Vec<_> = before.iter().map(|(fqn, tensor)| (fqn.clone(), tensor + 1.0)).collect();
     net.load_state_dict(&loaded, true).unwrap();
     assert!(net.parameters().iter().all(Parameter::is_away));
-    assert_same(&net.state_dict(), &loaded);
+    assert_same("weights", &net.state_dict(), &loaded);
     assert!(net.load_state_dict(&loaded[1..], true).is_err());
     weight.update(|weight| Ok(weight.shallow_clone().f_zero_().map(drop)?)).unwrap();
     assert_eq!(weight.with_whole(|weight| Ok(weight.abs().max().double_value(&[]))).unwrap(), 0.0);

@@ -136,8 +136,7 @@ fn memory_decides_and_everything_is_as_before() {
     if plays("search") {
         return search_on_hpu();
     }
-    let name = "batch_size_finder::memory_decides_and_everything_is_as_before";
-    let output = own_process(name, "search").env("VOLTAIC_HPU_MEMORY", "16MiB").output().unwrap();
+    let output = own_process("search").env("VOLTAIC_HPU_MEMORY", "16MiB").output().unwrap();
     assert!(text_of(&output).contains("found "));
 }
 

@@ -19,6 +19,7 @@ use voltaic::nn::ModuleExt;
 use voltaic::optim::{Interval, LrSchedulerSpec, Optimizers, Sgd, StepLr};
 use voltaic::trainer::{LearningRateFinderConfig, Trainer, TrainerBuilder};
 
+use crate::checkpoints::resumed;
 use crate::probe::{Events, Probe, loaders, names, silent};
 use crate::rng::seeded;
 
@@ -272,10 +273,7 @@ fn an_average_goes_on_after_a_checkpoint_which_holds_it_as_the_weights() {
         let ema =
             WeightAveraging::ema(EmaWeightAveragingConfig { decay: 0.75, ..Default::default() }).unwrap();
         let builder = silent().enable_checkpointing(true).max_epochs(epochs);
-        let mut trainer = builder.callback(saver.unwrap()).callback(ema).build().unwrap();
-        if let Some(ckpt) = ckpt {
-            trainer.ckpt_path(ckpt.to_str().unwrap());
-        }
+        let mut trainer = resumed(builder.callback(saver.unwrap()).callback(ema), ckpt);
         let mut net = Probe::default();
         trainer.fit(&mut net, &mut loaders()).unwrap();
         net.weights()

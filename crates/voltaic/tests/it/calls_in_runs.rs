@@ -198,7 +198,6 @@ fn a_hook_that_forward_ran_past_is_an_error_after_the_first_step() {
 
 #[test]
 fn a_hook_within_a_captured_step_refuses_the_capture_with_its_reason() {
-    let name = "calls_in_runs::a_hook_within_a_captured_step_refuses_the_capture_with_its_reason";
     if plays("graph") {
         let train = |register: Box<dyn FnMut(&ModuleHooks) + Send>, mode| {
             let mut net = Net::new(register);
@@ -222,7 +221,7 @@ fn a_hook_within_a_captured_step_refuses_the_capture_with_its_reason() {
         print!("{report:?}");
         return;
     }
-    let output = own_process(name, "graph").env("RUST_LOG", "warn").output().unwrap();
+    let output = own_process("graph").env("RUST_LOG", "warn").output().unwrap();
     let text = text_of(&output);
     assert!(output.status.success(), "{text}");
     assert!(text.contains("hook of encoder") && text.contains("a replay would not call"), "{text}");
@@ -393,17 +392,10 @@ fn operations_count_for_the_module_whose_call_they_are_in() {
         fc: Linear,
         scores: Scores,
     }
-    impl LightningModule for Model {
-        type Batch = Tensor;
-
-        fn training_step(&self, x: &Tensor, _: &mut StepContext) -> anyhow::Result<Tensor> {
-            Ok(self.scores.call(&self.fc.call(x)?)?.f_mean(Kind::Float)?)
-        }
-
-        fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-            Sgd::new(0.1).into()
-        }
-    }
+    lightning_module!(Model, Tensor, Sgd::new(0.1), |net, x, _| Ok(net
+        .scores
+        .call(&net.fc.call(x)?)?
+        .f_mean(Kind::Float)?));
     let weight = voltaic::nn::Parameter::new(Tensor::ones([8], CPU));
     let mut model = Model { fc: Linear::new(4, 8).unwrap(), scores: Scores { weight } };
     let flops = silent().build().unwrap().measure_flops(&mut model, &mut data()).unwrap();
@@ -413,7 +405,6 @@ fn operations_count_for_the_module_whose_call_they_are_in() {
 
 #[test]
 fn hooks_run_on_each_rank() {
-    let name = "calls_in_runs::hooks_run_on_each_rank";
     if plays("rank") {
         let seen = Seen::default();
         let mut net = Net::new(watching(&seen));
@@ -426,6 +417,6 @@ fn hooks_run_on_each_rank() {
         return;
     }
     let folder = TempDir::new().unwrap();
-    let output = own_process(name, "rank").env(crate::ddp::FOLDER, folder.path()).output().unwrap();
+    let output = own_process("rank").env(crate::ddp::FOLDER, folder.path()).output().unwrap();
     assert!(output.status.success(), "{}", text_of(&output));
 }

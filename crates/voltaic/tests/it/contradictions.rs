@@ -74,8 +74,6 @@ fn a_display_cannot_be_given_and_switched_off() {
 
 #[test]
 fn anomalies_are_found_with_manual_optimization_too() {
-    use voltaic::module::{LightningModule, StepContext};
-    use voltaic::optim::Optimizers;
     use voltaic::{Kind, Module, Tensor};
 
     #[derive(Module)]
@@ -84,22 +82,13 @@ fn anomalies_are_found_with_manual_optimization_too() {
         #[module(skip)]
         of_gradient: bool,
     }
-    impl LightningModule for Manual {
-        type Batch = Tensor;
-        fn automatic_optimization(&self) -> bool {
-            false
-        }
-        fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-            let zero = self.inner.weight.tensor() * 0.0;
-            let bad = if self.of_gradient { zero.sqrt() } else { zero.log() };
-            let loss = bad.sum(Kind::Float) + batch.mean(Kind::Float);
-            ctx.manual_backward(&loss)?;
-            Ok(ctx.no_loss())
-        }
-        fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-            self.inner.configure_optimizers()
-        }
-    }
+    lightning_module!(Manual, Tensor, manual(|net| net.inner.configure_optimizers()), |net, batch, ctx| {
+        let zero = net.inner.weight.tensor() * 0.0;
+        let bad = if net.of_gradient { zero.sqrt() } else { zero.log() };
+        let loss = bad.sum(Kind::Float) + batch.mean(Kind::Float);
+        ctx.manual_backward(&loss)?;
+        Ok(ctx.no_loss())
+    });
     for (of_gradient, expected) in
         [(false, "the loss is not finite"), (true, "the gradient of inner.weight is not finite")]
     {

@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
-use std::sync::Arc;
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
 use rand::RngExt;
@@ -218,18 +218,32 @@ fn order_and_random_numbers_do_not_depend_on_num_workers() {
 
 #[test]
 fn workers_of_uneven_speed_deliver_in_order() {
-    struct Uneven;
+    /// Samples of the first worker are there when those behind them are.
+    #[derive(Default)]
+    struct Uneven {
+        begun: Mutex<HashSet<usize>>,
+        more: Condvar,
+    }
     impl Dataset for Uneven {
         type Batch = Tensor;
         fn len(&self) -> usize {
             24
         }
         fn batch(&self, indices: &[usize], _: &mut StdRng) -> anyhow::Result<Tensor> {
-            std::thread::sleep(Duration::from_millis(if indices[0].is_multiple_of(3) { 8 } else { 0 }));
-            Ok(Tensor::from(indices[0] as i64))
+            let (index, patience) = (indices[0], Duration::from_secs(20));
+            let mut begun = self.begun.lock().unwrap();
+            begun.insert(index);
+            self.more.notify_all();
+            if index.is_multiple_of(3) {
+                let is_first =
+                    |begun: &mut HashSet<usize>| !(1..3).all(|more| begun.contains(&(index + more)));
+                let (_begun, waited) = self.more.wait_timeout_while(begun, patience, is_first).unwrap();
+                anyhow::ensure!(!waited.timed_out(), "the other workers do not go on");
+            }
+            Ok(Tensor::from(index as i64))
         }
     }
-    let loader = DataLoader::new(Uneven).num_workers(3).prefetch(1).build().unwrap();
+    let loader = DataLoader::new(Uneven::default()).num_workers(3).prefetch(1).build().unwrap();
     let order: Vec<i64> =
         loader.iter(EpochRange::default()).unwrap().map(|batch| batch.unwrap().int64_value(&[])).collect();
     assert_eq!(order, (0..24).collect::<Vec<_>>());
@@ -321,8 +335,7 @@ fn dropping_the_iterator_stops_the_workers() {
         after_drop <= 4 + 3 * (2 + 2),
         "loaded {after_drop} batches although at most 2 per worker are held"
     );
-    std::thread::sleep(Duration::from_millis(30));
-    assert_eq!(loaded.load(Ordering::SeqCst), after_drop, "a worker went on after the drop");
+    assert_eq!(Arc::strong_count(&loaded), 1, "a worker still has the dataset after the drop");
 }
 
 #[test]

@@ -12,6 +12,7 @@ use voltaic::strategy::{DdpConfig, GradientCompression};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 use voltaic::{Kind, Module, Tensor};
 
+use crate::compare;
 use crate::ddp_unused::of_pytorch;
 use crate::probe::{by_libtorch, own_process, plays, silent, text_of};
 
@@ -182,26 +183,21 @@ pub fn folder_of_parent() -> PathBuf {
 }
 
 /// Runs a test again as `part` in a process that starts the ranks; returns what rank 0 printed.
-pub fn run_ranks(test: &str, part: &str, folder: &Path) -> String {
-    text_of(&own_process(test, part).env(FOLDER, folder).output().unwrap())
+pub fn run_ranks(part: &str, folder: &Path) -> String {
+    text_of(&own_process(part).env(FOLDER, folder).output().unwrap())
 }
 
 /// The same with libtorch's kernels, whose bits PyTorch's weights have.
-pub fn run_ranks_by_libtorch(test: &str, part: &str, folder: &Path) -> String {
-    text_of(&by_libtorch(test, part).env(FOLDER, folder).output().unwrap())
+pub fn run_ranks_by_libtorch(part: &str, folder: &Path) -> String {
+    text_of(&by_libtorch(part).env(FOLDER, folder).output().unwrap())
 }
 
 pub fn assert_same(own: &[(String, Tensor)], expected: &[(String, Tensor)]) {
-    assert_eq!(own.len(), expected.len());
-    for ((name, own), (_, expected)) in own.iter().zip(expected) {
-        let difference = (own - expected).abs().max().double_value(&[]);
-        assert!(own.equal(expected), "{name} differs by {difference}");
-    }
+    compare::assert_same("weights", own, expected);
 }
 
 #[test]
 fn two_ranks_equal_one_process_bit_for_bit() {
-    let test = "ddp::two_ranks_equal_one_process_bit_for_bit";
     if plays("ddp") {
         let folder = folder_of_parent();
         let mut trainer = builder(&folder).devices(2).strategy("ddp").build().unwrap();
@@ -212,10 +208,10 @@ fn two_ranks_equal_one_process_bit_for_bit() {
     }
     let (_kept, expected, train_loss, val_loss) = alone(2, 1);
     let folder = TempDir::new().unwrap();
-    let text = run_ranks(test, "ddp", folder.path());
+    let text = run_ranks("ddp", folder.path());
     assert_same(&weights(folder.path()), &expected);
     let recorded = TempDir::new().unwrap();
-    run_ranks_by_libtorch(test, "ddp", recorded.path());
+    run_ranks_by_libtorch("ddp", recorded.path());
     assert_same(&weights(recorded.path()), &of_pytorch("two_ranks"));
     assert_eq!(values(&text, "val_samples"), 17.0, "each sample counts once");
     // the same float32 sums in another order
@@ -229,7 +225,6 @@ fn two_ranks_equal_one_process_bit_for_bit() {
 
 #[test]
 fn gradients_that_travel_in_bfloat16_are_pytorchs() {
-    let test = "ddp::gradients_that_travel_in_bfloat16_are_pytorchs";
     if plays("compressed") {
         let folder = folder_of_parent();
         let config = DdpConfig { gradient_compression: GradientCompression::Bf16, ..DdpConfig::default() };
@@ -239,13 +234,12 @@ fn gradients_that_travel_in_bfloat16_are_pytorchs() {
         return finish(&trainer, &net, &folder);
     }
     let folder = TempDir::new().unwrap();
-    run_ranks_by_libtorch(test, "compressed", folder.path());
+    run_ranks_by_libtorch("compressed", folder.path());
     assert_same(&weights(folder.path()), &of_pytorch("bf16"));
 }
 
 #[test]
 fn accumulation_and_compression_and_find_unused_work_together_with_ranks() {
-    let test = "ddp::accumulation_and_compression_and_find_unused_work_together_with_ranks";
     for (part, config) in [
         ("accumulate", DdpConfig { static_graph: true, ..DdpConfig::default() }),
         ("unused", DdpConfig { find_unused_parameters: true, ..DdpConfig::default() }),
@@ -263,7 +257,7 @@ fn accumulation_and_compression_and_find_unused_work_together_with_ranks() {
     let (_kept, expected, ..) = alone(2, 2);
     let run = |part: &str| {
         let folder = TempDir::new().unwrap();
-        run_ranks(test, part, folder.path());
+        run_ranks(part, folder.path());
         weights(folder.path())
     };
     // each rank adds its own batches first, so sums of four have another order
@@ -286,32 +280,19 @@ struct OwnBackward {
     asks_trainer: bool,
 }
 
-impl LightningModule for OwnBackward {
-    type Batch = (Tensor, Tensor);
-
-    fn automatic_optimization(&self) -> bool {
-        false
+lightning_module!(OwnBackward, (Tensor, Tensor), manual(AdamW::new(0.01)), |net, (x, y), ctx| {
+    ctx.optimizer(0)?.zero_grad()?;
+    let loss = net.net.loss(x, y)?;
+    loss.f_backward()?;
+    if net.asks_trainer {
+        ctx.manual_backward(&net.net.loss(x, y)?)?; // averages what is there, too
     }
-
-    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        ctx.optimizer(0)?.zero_grad()?;
-        let loss = self.net.loss(x, y)?;
-        loss.f_backward()?;
-        if self.asks_trainer {
-            ctx.manual_backward(&self.net.loss(x, y)?)?; // averages what is there, too
-        }
-        ctx.optimizer(0)?.step()?;
-        Ok(ctx.no_loss())
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(0.01).into()
-    }
-}
+    ctx.optimizer(0)?.step()?;
+    Ok(ctx.no_loss())
+});
 
 #[test]
 fn gradients_of_one_rank_alone_are_no_step() {
-    let test = "ddp::gradients_of_one_rank_alone_are_no_step";
     if plays("own_backward") {
         let folder = folder_of_parent();
         for asks_trainer in [true, false] {
@@ -324,7 +305,7 @@ fn gradients_of_one_rank_alone_are_no_step() {
         return;
     }
     let folder = TempDir::new().unwrap();
-    let text = run_ranks(test, "own_backward", folder.path());
+    let text = run_ranks("own_backward", folder.path());
     assert!(text.contains("true: Ok("), "{text}");
     let refused = text.split_once("false: Err(").unwrap_or_else(|| panic!("{text}")).1;
     for words in ["the gradient of `net.second", "ctx.manual_backward(&loss)"] {

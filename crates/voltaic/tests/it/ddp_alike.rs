@@ -135,7 +135,6 @@ const CASES: [(&str, &str); 19] = [
 
 #[test]
 fn ranks_that_differ_are_told_in_what_before_they_train() {
-    let test = "ddp_alike::ranks_that_differ_are_told_in_what_before_they_train";
     if plays("differ") {
         for (how, _) in CASES {
             let told = match train(how) {
@@ -155,7 +154,7 @@ fn ranks_that_differ_are_told_in_what_before_they_train() {
         return;
     }
     let folder = TempDir::new().unwrap();
-    let first = text_of(&own_process(test, "differ").env(FOLDER, folder.path()).output().unwrap());
+    let first = text_of(&own_process("differ").env(FOLDER, folder.path()).output().unwrap());
     let second = std::fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap();
     for text in [first, second] {
         for (how, expected) in CASES {

@@ -32,7 +32,6 @@ fn assert_went_on(text: &str, steps: u64) {
 
 #[test]
 fn ranks_are_started_again_from_the_last_checkpoint() {
-    let test = "ddp_elastic::ranks_are_started_again_from_the_last_checkpoint";
     for (part, devices, steps) in [("two", 2, 6), ("one", 1, 12)] {
         if plays(part) {
             return train_with_a_kill(devices, 1);
@@ -42,7 +41,7 @@ fn ranks_are_started_again_from_the_last_checkpoint() {
         }
         let (_kept, expected, ..) = alone(devices as usize, 1);
         let folder = TempDir::new().unwrap();
-        let output = own_process(test, part).env(FOLDER, folder.path()).output().unwrap();
+        let output = own_process(part).env(FOLDER, folder.path()).output().unwrap();
         let shown = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_went_on(&text_of(&output), steps);
         assert!(shown.contains("starting all ranks again (1 of at most 1 times)"), "{shown}");
@@ -61,14 +60,13 @@ fn max_restarts_is_spelled_as_torchrun_spells_it_too() {
 
 #[test]
 fn torchrun_starts_ranks_and_restarts_them() {
-    let test = "ddp_elastic::torchrun_starts_ranks_and_restarts_them";
     if plays("torchrun") {
         return train_with_a_kill(2, 0);
     }
     let Some(torchrun) = program("torchrun", "VOLTAIC_TEST_TORCHRUN") else { return };
     let (_kept, expected, ..) = alone(2, 1);
     let folder = TempDir::new().unwrap();
-    let own = own_process(test, "torchrun");
+    let own = own_process("torchrun");
     let mut command = Command::new(torchrun);
     command.args(["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python"]);
     command.arg(own.get_program()).args(own.get_args()).env(FOLDER, folder.path());
@@ -79,7 +77,6 @@ fn torchrun_starts_ranks_and_restarts_them() {
 
 /// Where the ranks of a torchrun meet.
 struct Meeting<'a> {
-    test: &'a str,
     folder: &'a Path,
     port: u16,
     agent_has_store: bool,
@@ -88,7 +85,7 @@ struct Meeting<'a> {
 impl Meeting<'_> {
     /// Starts a rank as torchrun's agent does that has started its ranks again so often.
     fn start(&self, rank: usize, restarts: usize) -> Child {
-        let mut command = own_process(self.test, "rank of torchrun");
+        let mut command = own_process("rank of torchrun");
         for (name, value) in
             [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)]
         {
@@ -109,7 +106,7 @@ impl Meeting<'_> {
 }
 
 /// Two attempts; the agents say of the second what `restarts` says.
-fn restart(test: &str, agent_has_store: bool, restarts: [usize; 2]) {
+fn restart(agent_has_store: bool, restarts: [usize; 2]) {
     if plays("rank of torchrun") {
         return train_with_a_kill(2, 0);
     }
@@ -118,7 +115,7 @@ fn restart(test: &str, agent_has_store: bool, restarts: [usize; 2]) {
     let agent = agent_has_store
         .then(|| Store::tcp("127.0.0.1", 0, Some(Listen::Everywhere), Duration::from_secs(30)).unwrap());
     let port = || agent.as_ref().map_or_else(free_port, |(_, port)| *port);
-    let meeting = |port| Meeting { test, folder: folder.path(), port, agent_has_store };
+    let meeting = |port| Meeting { folder: folder.path(), port, agent_has_store };
     let [first, killed] = meeting(port()).run([0, 0]);
     assert!(!first.status.success() && !killed.status.success());
     let before = String::from_utf8_lossy(&first.stdout).into_owned();
@@ -133,11 +130,10 @@ fn restart(test: &str, agent_has_store: bool, restarts: [usize; 2]) {
 
 #[test]
 fn nodes_that_count_restarts_each_for_itself_meet_again() {
-    let test = "ddp_elastic::nodes_that_count_restarts_each_for_itself_meet_again";
-    restart(test, true, [0, 1]);
+    restart(true, [0, 1]);
 }
 
 #[test]
 fn a_checkpoint_is_known_after_the_end_of_the_store() {
-    restart("ddp_elastic::a_checkpoint_is_known_after_the_end_of_the_store", false, [0, 1]);
+    restart(false, [0, 1]);
 }

@@ -19,8 +19,6 @@ use voltaic::{Module, Tensor};
 use crate::ddp::{FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, weights};
 use crate::probe::{files, own_process, plays, silent, text_of};
 
-const TEST: &str = "ddp_faults::a_rank_that_ends_or_hangs_takes_the_others_down";
-
 fn kill_self() {
     let pid = std::process::id().to_string();
     Command::new("kill").args(["-KILL", &pid]).status().unwrap();
@@ -35,26 +33,18 @@ struct Faulty {
     fault: String,
 }
 
-impl LightningModule for Faulty {
-    type Batch = (Tensor, Tensor);
-
-    fn training_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let loss = self.net.training_step(batch, ctx)?;
-        if ctx.process_group().is_some_and(|group| group.rank() == 1) && ctx.batch_idx() == 2 {
-            match self.fault.as_str() {
-                "killed in forward" => kill_self(),
-                "hangs" => std::thread::sleep(Duration::from_secs(60)),
-                "fails" => anyhow::bail!("the data of rank 1 is broken"),
-                _ => {}
-            }
+lightning_module!(Faulty, (Tensor, Tensor), |net| net.net.configure_optimizers(), |net, batch, ctx| {
+    let loss = net.net.training_step(batch, ctx)?;
+    if ctx.process_group().is_some_and(|group| group.rank() == 1) && ctx.batch_idx() == 2 {
+        match net.fault.as_str() {
+            "killed in forward" => kill_self(),
+            "hangs" => std::thread::sleep(Duration::from_secs(60)),
+            "fails" => anyhow::bail!("the data of rank 1 is broken"),
+            _ => {}
         }
-        Ok(loss)
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        self.net.configure_optimizers()
-    }
-}
+    Ok(loss)
+});
 
 /// What goes wrong between backward and the step.
 struct Fault(String);
@@ -104,7 +94,7 @@ fn fail(error: &voltaic::Error) -> ! {
 /// Runs with a fault; returns the output and how long it took.
 fn run(fault: &str, folder: &Path) -> (Output, Duration) {
     let started = Instant::now();
-    let mut command = own_process(TEST, fault);
+    let mut command = own_process(fault);
     let output = command.env(FOLDER, folder).stdout(Stdio::piped()).stderr(Stdio::piped()).output().unwrap();
     (output, started.elapsed())
 }
@@ -178,7 +168,6 @@ impl CheckpointIo for KilledWhileSaving {
 
 #[test]
 fn a_rank_killed_while_saving_leaves_the_checkpoint_before_which_others_go_on_from() {
-    let test = "ddp_faults::a_rank_killed_while_saving_leaves_the_checkpoint_before_which_others_go_on_from";
     if plays("saving") {
         let folder = folder_of_parent();
         let builder = builder(&folder).devices(2).max_restarts(1_u64).enable_checkpointing(true);
@@ -188,7 +177,7 @@ fn a_rank_killed_while_saving_leaves_the_checkpoint_before_which_others_go_on_fr
         return finish(&trainer, &net, &folder);
     }
     let folder = TempDir::new().unwrap();
-    let output = own_process(test, "saving").env(FOLDER, folder.path()).output().unwrap();
+    let output = own_process("saving").env(FOLDER, folder.path()).output().unwrap();
     let text = text_of(&output);
     let shown = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
@@ -237,7 +226,6 @@ fn tell(launcher: &Child, signal: &str) {
 
 #[test]
 fn signals_to_the_launcher_reach_all_ranks() {
-    let test = "ddp_faults::signals_to_the_launcher_reach_all_ranks";
     if plays("endless") || plays("stuck") {
         return train_until_told();
     }
@@ -248,7 +236,7 @@ fn signals_to_the_launcher_reach_all_ranks() {
         ("stuck", &["-KILL"], None, ""),
     ] {
         let folder = TempDir::new().unwrap();
-        let mut command = own_process(test, part);
+        let mut command = own_process(part);
         let mut launcher =
             command.env(FOLDER, folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(launcher.stdout.take().unwrap()).lines().map_while(Result::ok);
@@ -373,7 +361,6 @@ fn train_until_rank_0_fails(action: &'static str, strategy: &str) -> voltaic::Re
 
 #[test]
 fn what_rank_0_cannot_write_ends_all_ranks_with_its_error() {
-    let test = "ddp_faults::what_rank_0_cannot_write_ends_all_ranks_with_its_error";
     let cases = LONE_ACTIONS.into_iter().flat_map(|action| [(action, "ddp"), (action, "zero2")]);
     for (action, strategy) in cases.clone() {
         if plays(&format!("{action} {strategy}")) {
@@ -390,7 +377,7 @@ fn what_rank_0_cannot_write_ends_all_ranks_with_its_error() {
     for (_, (action, strategy)) in few {
         let folder = TempDir::new().unwrap();
         std::fs::write(folder.path().join("file"), "").unwrap();
-        let mut command = own_process(test, &format!("{action} {strategy}"));
+        let mut command = own_process(&format!("{action} {strategy}"));
         let output = command.env(FOLDER, folder.path()).output().unwrap();
         let own = String::from_utf8_lossy(&output.stderr).into_owned();
         let other = std::fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap_or_default();

@@ -31,8 +31,8 @@ echo "nodes ended with $first and $second"
 "#;
 
 /// Runs a test as `part` on two nodes; none, with the reason printed, if this system does not allow it.
-fn on_two_nodes(test: &str, part: &str, folder: &Path) -> Option<Output> {
-    let own = own_process(test, part);
+fn on_two_nodes(part: &str, folder: &Path) -> Option<Output> {
+    let own = own_process(part);
     let mut command = Command::new("unshare");
     command.args(["--map-root-user", "--net", "sh", "-c", NODES, "sh"]);
     command.arg(own.get_program()).args(own.get_args());
@@ -52,7 +52,6 @@ fn on_two_nodes(test: &str, part: &str, folder: &Path) -> Option<Output> {
 
 #[test]
 fn two_nodes_with_addresses_of_their_own_train_together() {
-    let test = "ddp_network::two_nodes_with_addresses_of_their_own_train_together";
     if plays("on two nodes") {
         let folder = folder_of_parent();
         let mut trainer = builder(&folder).devices(1).num_nodes(2_u64).build().unwrap();
@@ -61,7 +60,7 @@ fn two_nodes_with_addresses_of_their_own_train_together() {
         return finish(&trainer, &net, &folder);
     }
     let folder = TempDir::new().unwrap();
-    let Some(output) = on_two_nodes(test, "on two nodes", folder.path()) else { return };
+    let Some(output) = on_two_nodes("on two nodes", folder.path()) else { return };
     let text = text_of(&output);
     assert!(text.contains("nodes ended with 0 and 0"), "{text}");
     let (_kept, expected, ..) = alone(2, 1);
@@ -98,7 +97,6 @@ fn train_until_cut(folder: &Path) {
 
 #[test]
 fn a_cut_network_ends_both_nodes_in_time_and_loses_nothing() {
-    let test = "ddp_network::a_cut_network_ends_both_nodes_in_time_and_loses_nothing";
     if plays("cut") {
         return train_until_cut(&folder_of_parent());
     }
@@ -112,7 +110,7 @@ fn a_cut_network_ends_both_nodes_in_time_and_loses_nothing() {
     }
     let folder = TempDir::new().unwrap();
     let started = Instant::now();
-    let Some(output) = on_two_nodes(test, "cut", folder.path()) else { return };
+    let Some(output) = on_two_nodes("cut", folder.path()) else { return };
     let took = started.elapsed();
     let first =
         format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -128,7 +126,7 @@ fn a_cut_network_ends_both_nodes_in_time_and_loses_nothing() {
     assert_eq!(Checkpoint::load(&saved[0]).unwrap().meta.global_step, 6);
 
     let resumed = TempDir::new().unwrap();
-    let mut command = own_process(test, "resumed");
+    let mut command = own_process("resumed");
     command.env(FOLDER, resumed.path()).env("VOLTAIC_TEST_CHECKPOINT", &saved[0]);
     text_of(&command.output().unwrap());
     let (_kept, expected, ..) = alone(2, 1);

@@ -5,9 +5,8 @@ use std::process::{Command, Stdio};
 use tempfile::TempDir;
 use voltaic::Module;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{BatchNorm1d, Forward, Linear, ModuleExt};
-use voltaic::optim::{Optimizers, Sgd};
+use voltaic::optim::Sgd;
 use voltaic::{Kind, Tensor};
 
 use crate::ddp::{
@@ -19,7 +18,6 @@ use crate::probe::{own_process, plays, silent, text_of};
 
 #[test]
 fn two_nodes_train_through_the_environment() {
-    let test = "ddp_nodes::two_nodes_train_through_the_environment";
     if plays("node") {
         let folder = folder_of_parent();
         let mut trainer = builder(&folder).devices(1).num_nodes(2_u64).build().unwrap();
@@ -33,7 +31,7 @@ fn two_nodes_train_through_the_environment() {
     let port = free_port();
     let nodes: Vec<_> = (0..2)
         .map(|node_rank| {
-            let mut command = own_process(test, "node");
+            let mut command = own_process("node");
             command.env(FOLDER, folder.path()).env("MASTER_PORT", port.to_string());
             command.env("NODE_RANK", node_rank.to_string());
             // node 0 is the master, and WORLD_SIZE is only checked
@@ -68,7 +66,6 @@ fn launchers(folder: &std::path::Path) -> Vec<(&'static str, String)> {
 
 #[test]
 fn ranks_that_others_start_find_each_other() {
-    let test = "ddp_nodes::ranks_that_others_start_find_each_other";
     if plays("started") {
         let is_pod = std::env::var_os("RANK").is_some();
         let builder = builder(&folder_of_parent()).devices(if is_pod { 1 } else { 2 });
@@ -83,7 +80,7 @@ fn ranks_that_others_start_find_each_other() {
         let folder = TempDir::new().unwrap();
         let port = free_port().to_string();
         let start = |rank: &str| {
-            let mut command = own_process(test, "started");
+            let mut command = own_process("started");
             for (name, value) in variables.split_whitespace().filter_map(|pair| pair.split_once('=')) {
                 command.env(name, value.replace('#', rank));
             }
@@ -100,7 +97,6 @@ fn ranks_that_others_start_find_each_other() {
 
 #[test]
 fn contradictions_name_the_variable() {
-    let test = "ddp_nodes::contradictions_name_the_variable";
     if plays("contradiction") {
         let error =
             builder(&folder_of_parent()).devices(2).num_nodes(2_u64).build().err().expect("a contradiction");
@@ -130,7 +126,7 @@ fn contradictions_name_the_variable() {
         ),
     ];
     for (variables, expected) in cases {
-        let mut command = own_process(test, "contradiction");
+        let mut command = own_process("contradiction");
         command.env(FOLDER, folder.path()).envs(variables.iter().copied());
         let text = text_of(&command.output().unwrap());
         assert!(text.contains(expected), "{variables:?}: {text}");
@@ -139,7 +135,6 @@ fn contradictions_name_the_variable() {
 
 #[test]
 fn one_of_several_processes_does_not_train_by_itself_unless_told() {
-    let test = "ddp_nodes::one_of_several_processes_does_not_train_by_itself_unless_told";
     if plays("alone") {
         let of = |strategy: &str, max_restarts: u64| {
             let folder = folder_of_parent();
@@ -165,7 +160,7 @@ fn one_of_several_processes_does_not_train_by_itself_unless_told() {
         (mpi, "OMPI_COMM_WORLD_SIZE"),
     ] {
         let folder = TempDir::new().unwrap();
-        let mut command = own_process(test, "alone");
+        let mut command = own_process("alone");
         command.env(FOLDER, folder.path()).envs(variables.iter().copied());
         let text = text_of(&command.output().unwrap());
         let expected =
@@ -174,7 +169,7 @@ fn one_of_several_processes_does_not_train_by_itself_unless_told() {
         assert!(text.contains("single_device: built"), "{text}");
     }
     let folder = TempDir::new().unwrap();
-    let mut command = own_process(test, "alone");
+    let mut command = own_process("alone");
     command.env(FOLDER, folder.path()).envs(torchrun.iter().copied()).env("MASTER_PORT", "1");
     let text = text_of(&command.output().unwrap());
     assert!(text.contains("restarts: trainer.max_restarts: set, but torchrun starts the ranks"), "{text}");
@@ -182,7 +177,6 @@ fn one_of_several_processes_does_not_train_by_itself_unless_told() {
 
 #[test]
 fn nodes_with_other_numbers_of_devices_are_both_told_at_once() {
-    let test = "ddp_nodes::nodes_with_other_numbers_of_devices_are_both_told_at_once";
     if plays("node") {
         let devices = if std::env::var("NODE_RANK").unwrap() == "0" { 2 } else { 1 };
         let built = builder(&folder_of_parent()).devices(devices).num_nodes(2_u64).build();
@@ -192,7 +186,7 @@ fn nodes_with_other_numbers_of_devices_are_both_told_at_once() {
     let folders = [TempDir::new().unwrap(), TempDir::new().unwrap()];
     let port = free_port().to_string();
     let start = |(node, folder): (usize, &TempDir)| {
-        let mut command = own_process(test, "node");
+        let mut command = own_process("node");
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port).env("NODE_RANK", node.to_string());
         command.env(FOLDER, folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
@@ -207,7 +201,6 @@ fn nodes_with_other_numbers_of_devices_are_both_told_at_once() {
 
 #[test]
 fn four_ranks_equal_one_process_up_to_the_order_of_sums() {
-    let test = "ddp_nodes::four_ranks_equal_one_process_up_to_the_order_of_sums";
     if plays("four") {
         let folder = folder_of_parent();
         let mut trainer = builder(&folder).devices(4).strategy("ddp").build().unwrap();
@@ -217,7 +210,7 @@ fn four_ranks_equal_one_process_up_to_the_order_of_sums() {
     }
     let (_kept, expected, ..) = alone(4, 1);
     let folder = TempDir::new().unwrap();
-    run_ranks(test, "four", folder.path());
+    run_ranks("four", folder.path());
     for ((name, own), (_, expected)) in weights(folder.path()).iter().zip(&expected) {
         // four float32 numbers are added in another order: each gradient is off by a few units in the last place,
         // relative to its largest summand, and AdamW divides by the gradient's own size
@@ -233,18 +226,10 @@ struct Normed {
     second: Linear,
 }
 
-impl LightningModule for Normed {
-    type Batch = Tensor;
-
-    fn training_step(&self, x: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let hidden = self.norm.forward(&self.first.forward(x)?)?;
-        Ok(self.second.forward(&hidden.tanh())?.square().mean(Kind::Float))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.1).into()
-    }
-}
+lightning_module!(Normed, Tensor, Sgd::new(0.1), |net, x, _| {
+    let hidden = net.norm.forward(&net.first.forward(x)?)?;
+    Ok(net.second.forward(&hidden.tanh())?.square().mean(Kind::Float))
+});
 
 fn train_normed(devices: i64, batch: usize, folder: &std::path::Path) {
     let net = Normed {
@@ -283,13 +268,12 @@ fn train_normed(devices: i64, batch: usize, folder: &std::path::Path) {
 
 #[test]
 fn sync_batchnorm_equals_the_whole_batch_on_one_process() {
-    let test = "ddp_nodes::sync_batchnorm_equals_the_whole_batch_on_one_process";
     if plays("normed") {
         return train_normed(2, 4, &folder_of_parent());
     }
     let (one, two) = (TempDir::new().unwrap(), TempDir::new().unwrap());
     train_normed(1, 8, one.path());
-    run_ranks(test, "normed", two.path());
+    run_ranks("normed", two.path());
     let (expected, own) = (weights(one.path()), weights(two.path()));
     assert_eq!(own.len(), 9);
     for expected in [expected, of_pytorch("sync_batchnorm")] {

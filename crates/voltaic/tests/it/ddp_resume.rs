@@ -7,12 +7,13 @@ use voltaic::callback::{Callback, LambdaCallback, OnExceptionCheckpoint, OnExcep
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::metrics::MeanSquaredError;
-use voltaic::module::{CheckpointRequest, HookContext, LightningModule, StepContext};
+use voltaic::module::HookContext;
 use voltaic::nn::{Forward, Linear, ModuleExt};
-use voltaic::optim::{AdamW, Optimizers};
+use voltaic::optim::AdamW;
 use voltaic::trainer::Limit;
 use voltaic::{Kind, Module, Tensor};
 
+use crate::checkpoints::{full_checkpoint, resumed};
 use crate::ddp::{
     Net, assert_same, builder, finish, folder_of_parent, loaders, numbered, run_ranks, weights,
 };
@@ -26,23 +27,15 @@ struct Dropped {
     error: MeanSquaredError,
 }
 
-impl LightningModule for Dropped {
-    type Batch = (Tensor, Tensor);
-
-    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let hidden = self.first.forward(x)?.relu().f_dropout(0.5, true)?;
-        let out = self.second.forward(&hidden)?;
-        self.error.update(&out, y)?;
-        let loss = (out - y).square().mean(Kind::Float);
-        ctx.log("train_loss", &loss).on_epoch(true).sync_dist(true);
-        ctx.log("train_error", &self.error).on_epoch(true);
-        Ok(loss)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(0.01).into()
-    }
-}
+lightning_module!(Dropped, (Tensor, Tensor), AdamW::new(0.01), |net, (x, y), ctx| {
+    let hidden = net.first.forward(x)?.relu().f_dropout(0.5, true)?;
+    let out = net.second.forward(&hidden)?;
+    net.error.update(&out, y)?;
+    let loss = (out - y).square().mean(Kind::Float);
+    ctx.log("train_loss", &loss).on_epoch(true).sync_dist(true);
+    ctx.log("train_error", &net.error).on_epoch(true);
+    Ok(loss)
+});
 
 /// Gives each rank a random state of its own, and asks for a checkpoint in the middle of a window and of an epoch.
 struct OwnMasks;
@@ -60,12 +53,7 @@ impl Callback for OwnMasks {
 
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         if (ctx.current_epoch(), ctx.batch_idx()) == (1, 2) {
-            ctx.request_checkpoint(CheckpointRequest {
-                path: ctx.log_dir().join(SAVED),
-                weights_only: false,
-                link_to: None,
-                then_remove: Vec::new(),
-            });
+            ctx.request_checkpoint(full_checkpoint(ctx.log_dir().join(SAVED)));
         }
         Ok(())
     }
@@ -76,10 +64,7 @@ fn train(ckpt_path: Option<&Path>, folder: &Path) {
     let mut net = Dropped { first, second, error: MeanSquaredError::new() };
     numbered(&net);
     let builder = builder(folder).max_epochs(2).limit_val_batches(0).devices(2);
-    let mut trainer = builder.accumulate_grad_batches(2_u64).callback(OwnMasks).build().unwrap();
-    if let Some(path) = ckpt_path {
-        trainer.ckpt_path(path.to_str().unwrap());
-    }
+    let mut trainer = resumed(builder.accumulate_grad_batches(2_u64).callback(OwnMasks), ckpt_path);
     trainer.fit(&mut net, &mut loaders(None)).unwrap();
     let value = |name: &str| trainer.metric(name).unwrap();
     println!("\nvalues: {} {}", value("train_loss_epoch"), value("train_error_epoch"));
@@ -95,7 +80,6 @@ fn values_of(text: &str) -> &str {
 
 #[test]
 fn a_resumed_run_draws_what_each_rank_would_have_drawn() {
-    let test = "ddp_resume::a_resumed_run_draws_what_each_rank_would_have_drawn";
     const CHECKPOINT: &str = "VOLTAIC_TEST_CHECKPOINT";
     if plays("whole") {
         return train(None, &folder_of_parent());
@@ -104,14 +88,14 @@ fn a_resumed_run_draws_what_each_rank_would_have_drawn() {
         return train(Some(Path::new(&std::env::var_os(CHECKPOINT).unwrap())), &folder_of_parent());
     }
     let (whole, resumed) = (TempDir::new().unwrap(), TempDir::new().unwrap());
-    let expected = run_ranks(test, "whole", whole.path());
+    let expected = run_ranks("whole", whole.path());
     let path = whole.path().join(SAVED);
     let training = Checkpoint::load(&path).unwrap().training.unwrap();
     let [other] = training.ranks.as_slice() else { panic!("{} ranks", training.ranks.len()) };
     assert_eq!((training.grads.len(), other.grads.len()), (4, 4), "a window is open");
     assert_eq!((training.metrics.len(), other.metrics.len()), (2, 2), "so is an epoch");
     assert!(training.rng[0].1 != other.rng[0].1, "masks of their own");
-    let mut command = crate::probe::own_process(test, "resumed");
+    let mut command = crate::probe::own_process("resumed");
     command.env(crate::ddp::FOLDER, resumed.path()).env(CHECKPOINT, &path);
     let text = text_of(&command.output().unwrap());
     assert_same(&weights(resumed.path()), &weights(whole.path()));
@@ -121,7 +105,6 @@ fn a_resumed_run_draws_what_each_rank_would_have_drawn() {
 /// Both ranks fail within a window; the checkpoint, which rank 0 writes alone, goes on with the window.
 #[test]
 fn a_run_that_failed_within_a_window_begins_the_window_again() {
-    let test = "ddp_resume::a_run_that_failed_within_a_window_begins_the_window_again";
     const FAILS: &str = "VOLTAIC_TEST_FAILS";
     let fit = |fails: Option<(u64, usize)>, ckpt: Option<&Path>| {
         let folder = folder_of_parent();
@@ -132,10 +115,7 @@ fn a_run_that_failed_within_a_window_begins_the_window_again() {
         });
         let builder = builder(&folder).devices(2).strategy("ddp").accumulate_grad_batches(3_u64);
         let builder = builder.callback(failing).callback(OnExceptionCheckpoint::new(config).unwrap());
-        let mut trainer = builder.build().unwrap();
-        if let Some(path) = ckpt {
-            trainer.ckpt_path(path.to_str().unwrap());
-        }
+        let mut trainer = resumed(builder, ckpt);
         let mut net = Net::new();
         match trainer.fit(&mut net, &mut loaders(None)) {
             Ok(()) => finish(&trainer, &net, &folder),
@@ -157,13 +137,13 @@ fn a_run_that_failed_within_a_window_begins_the_window_again() {
         return fit(None, Some(&folder_of_parent().join("on_exception.ckpt")));
     }
     let whole = TempDir::new().unwrap();
-    let expected = run_ranks(test, "whole", whole.path());
+    let expected = run_ranks("whole", whole.path());
     for fails in ["1 0", "1 2", "1 4"] {
         let folder = TempDir::new().unwrap();
-        let mut command = crate::probe::own_process(test, "fails");
+        let mut command = crate::probe::own_process("fails");
         let output = command.env(FAILS, fails).env(crate::ddp::FOLDER, folder.path()).output().unwrap();
         assert!(folder.path().join("on_exception.ckpt").exists(), "{}", text_of(&output));
-        let resumed = run_ranks(test, "resumed", folder.path());
+        let resumed = run_ranks("resumed", folder.path());
         assert_same(&weights(folder.path()), &weights(whole.path()));
         let value =
             |text: &str| text.lines().find(|line| line.starts_with("train_loss_epoch=")).unwrap().to_owned();
@@ -179,18 +159,10 @@ struct Seeing {
     seen: std::sync::Mutex<Vec<i64>>,
 }
 
-impl LightningModule for Seeing {
-    type Batch = (Tensor, Tensor);
-
-    fn training_step(&self, (x, _): &Self::Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        self.seen.lock().unwrap().extend(Vec::<i64>::try_from(x.reshape([-1]).to_kind(Kind::Int64))?);
-        Ok(self.layer.forward(x)?.mean(Kind::Float))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(0.01).into()
-    }
-}
+lightning_module!(Seeing, (Tensor, Tensor), AdamW::new(0.01), |net, (x, _), _| {
+    net.seen.lock().unwrap().extend(Vec::<i64>::try_from(x.reshape([-1]).to_kind(Kind::Int64))?);
+    Ok(net.layer.forward(x)?.mean(Kind::Float))
+});
 
 const NUM_SAMPLES: usize = 48;
 
@@ -212,12 +184,7 @@ fn see_limited(
     let train = train.batch_size(batch_size).shuffle(true).seed(3).build().unwrap();
     let save = LambdaCallback::new().on_train_batch_end(|ctx, _| {
         if ctx.batch_idx() == 2 {
-            ctx.request_checkpoint(CheckpointRequest {
-                path: ctx.log_dir().join(SAVED),
-                weights_only: false,
-                link_to: None,
-                then_remove: Vec::new(),
-            });
+            ctx.request_checkpoint(full_checkpoint(ctx.log_dir().join(SAVED)));
         }
         Ok(())
     });
@@ -236,10 +203,7 @@ fn see_limited(
             _ => builder.callback(save),
         };
     }
-    let mut trainer = builder.build().unwrap();
-    if let Some(path) = ckpt_path {
-        trainer.ckpt_path(path);
-    }
+    let mut trainer = resumed(builder, ckpt_path);
     let result = trainer.fit(&mut net, &mut Loaders::new().train(train));
     if part == "fails" {
         println!("\nfailed: {}", result.unwrap_err());
@@ -262,7 +226,6 @@ fn seen(part: &str, (ranks, _): (i64, usize), folder: &Path) -> Vec<i64> {
 
 #[test]
 fn other_numbers_of_ranks_go_on_within_an_epoch() {
-    let test = "ddp_resume::other_numbers_of_ranks_go_on_within_an_epoch";
     // ranks, batch size, and the samples before the first batch
     let others = [
         ("one", (1, 2), 12),
@@ -282,18 +245,17 @@ fn other_numbers_of_ranks_go_on_within_an_epoch() {
         }
     }
     let folder = TempDir::new().unwrap();
-    run_ranks(test, "whole", folder.path());
+    run_ranks("whole", folder.path());
     let order = seen("whole", WHOLE, folder.path());
     assert_eq!(order.len(), NUM_SAMPLES);
     for (part, how, skipped) in others {
-        run_ranks(test, part, folder.path());
+        run_ranks(part, folder.path());
         assert_eq!(seen(part, how, folder.path()), order[skipped..], "{part}");
     }
 }
 
 #[test]
 fn a_limit_of_batches_goes_on_after_the_samples_that_were_seen() {
-    let test = "ddp_resume::a_limit_of_batches_goes_on_after_the_samples_that_were_seen";
     // ranks, batch size, and the samples of the epoch that are left
     let others = [
         ("one", (1, 2), 12..16),
@@ -316,12 +278,12 @@ fn a_limit_of_batches_goes_on_after_the_samples_that_were_seen() {
         }
     }
     let folder = TempDir::new().unwrap();
-    run_ranks(test, "whole", folder.path());
+    run_ranks("whole", folder.path());
     let order = seen("whole", HOW, folder.path());
-    run_ranks(test, "limited", folder.path());
+    run_ranks("limited", folder.path());
     assert_eq!(seen("limited", HOW, folder.path()), order[..32]);
     for (part, how, left) in others {
-        run_ranks(test, part, folder.path());
+        run_ranks(part, folder.path());
         assert_eq!(seen(part, how, folder.path()), order[left], "{part}");
     }
 }
@@ -329,7 +291,6 @@ fn a_limit_of_batches_goes_on_after_the_samples_that_were_seen() {
 /// Rank 0 saves alone what `OnExceptionCheckpoint` asks for.
 #[test]
 fn other_ranks_go_on_from_a_failure_within_an_epoch() {
-    let test = "ddp_resume::other_ranks_go_on_from_a_failure_within_an_epoch";
     const HOW: (i64, usize) = (2, 2);
     const ONE: (i64, usize) = (1, 2);
     if plays("whole") || plays("fails") {
@@ -341,11 +302,11 @@ fn other_ranks_go_on_from_a_failure_within_an_epoch() {
         return see("one", ONE, &folder, Some(&folder.join("on_exception.ckpt")));
     }
     let folder = TempDir::new().unwrap();
-    run_ranks(test, "whole", folder.path());
+    run_ranks("whole", folder.path());
     let order = seen("whole", HOW, folder.path());
-    let mut command = crate::probe::own_process(test, "fails");
+    let mut command = crate::probe::own_process("fails");
     let output = command.env(crate::ddp::FOLDER, folder.path()).output().unwrap();
     assert!(folder.path().join("on_exception.ckpt").exists(), "{}", text_of(&output));
-    run_ranks(test, "one", folder.path());
+    run_ranks("one", folder.path());
     assert_eq!(seen("one", ONE, folder.path()), order[12..]);
 }

@@ -4,9 +4,8 @@ use std::path::Path;
 
 use tempfile::TempDir;
 use voltaic::checkpoint::Checkpoint;
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{Forward, Linear, ModuleExt};
-use voltaic::optim::{AdamW, Optimizers};
+use voltaic::optim::AdamW;
 use voltaic::strategy::DdpConfig;
 use voltaic::{Kind, Module, Tensor};
 
@@ -40,24 +39,16 @@ impl Branches {
     }
 }
 
-impl LightningModule for Branches {
-    type Batch = (Tensor, Tensor);
-
-    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let (rank, batch) = (ctx.process_group().map_or(0, |group| group.rank()), ctx.batch_idx());
-        let goes_left = match self.is_static {
-            true => rank == 0,
-            false => batch % 3 == 2 || (batch + rank).is_multiple_of(2), // in every third batch no rank goes right
-        };
-        let hidden = self.always.forward(x)?.relu();
-        let out = if goes_left { self.left.forward(&hidden)? } else { self.right.forward(&hidden)? };
-        Ok((out - y).square().mean(Kind::Float))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(0.01).into()
-    }
-}
+lightning_module!(Branches, (Tensor, Tensor), AdamW::new(0.01), |net, (x, y), ctx| {
+    let (rank, batch) = (ctx.process_group().map_or(0, |group| group.rank()), ctx.batch_idx());
+    let goes_left = match net.is_static {
+        true => rank == 0,
+        false => batch % 3 == 2 || (batch + rank).is_multiple_of(2), // in every third batch no rank goes right
+    };
+    let hidden = net.always.forward(x)?.relu();
+    let out = if goes_left { net.left.forward(&hidden)? } else { net.right.forward(&hidden)? };
+    Ok((out - y).square().mean(Kind::Float))
+});
 
 fn train(config: DdpConfig, folder: &Path) {
     let mut net = Branches::new(config.static_graph);
@@ -82,7 +73,6 @@ pub fn of_pytorch(name: &str) -> Vec<(String, Tensor)> {
 
 #[test]
 fn branches_are_trained_as_by_pytorch() {
-    let test = "ddp_unused::branches_are_trained_as_by_pytorch";
     let cases = [
         ("unused", DdpConfig { find_unused_parameters: true, ..DdpConfig::default() }),
         ("static_graph", DdpConfig { static_graph: true, ..DdpConfig::default() }),
@@ -94,7 +84,7 @@ fn branches_are_trained_as_by_pytorch() {
     }
     for (part, _) in cases {
         let folder = TempDir::new().unwrap();
-        let text = run_ranks_by_libtorch(test, part, folder.path());
+        let text = run_ranks_by_libtorch(part, folder.path());
         assert!(text.contains("never has a gradient: false"), "{part}: {text}");
         assert_same(&weights(folder.path()), &of_pytorch(part));
     }
@@ -102,7 +92,6 @@ fn branches_are_trained_as_by_pytorch() {
 
 #[test]
 fn without_the_option_unused_parameters_are_an_error_that_names_them() {
-    let test = "ddp_unused::without_the_option_unused_parameters_are_an_error_that_names_them";
     if plays("refused") {
         let folder = folder_of_parent();
         let builder = silent().limit_val_batches(0).devices(2).default_root_dir(folder);
@@ -112,7 +101,7 @@ fn without_the_option_unused_parameters_are_an_error_that_names_them() {
         std::process::exit(1);
     }
     let folder = TempDir::new().unwrap();
-    let output = own_process(test, "refused").env(crate::ddp::FOLDER, folder.path()).output().unwrap();
+    let output = own_process("refused").env(crate::ddp::FOLDER, folder.path()).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     let own = String::from_utf8_lossy(&output.stderr).into_owned();
     let other = std::fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap();

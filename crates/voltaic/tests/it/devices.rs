@@ -66,8 +66,7 @@ fn a_variable_that_makes_no_sense_is_an_error() {
 #[test]
 fn an_hpu_before_there_is_a_trainer_is_an_error_that_names_it() {
     if !plays("too_early") {
-        let test = "devices::an_hpu_before_there_is_a_trainer_is_an_error_that_names_it";
-        text_of(&own_process(test, "too_early").env("VOLTAIC_HPU", "emulator").output().unwrap());
+        text_of(&own_process("too_early").env("VOLTAIC_HPU", "emulator").output().unwrap());
         return;
     }
     let hpu = Device::Hpu(0);

@@ -35,19 +35,18 @@ pub fn placement(rank: usize, world_size: usize, port: u16) -> RankPlacement {
 }
 
 /// Runs `body` as each rank of a group of processes: this test's own, started again with `LOCAL_RANK`.
-pub fn as_ranks(test: &str, world_size: usize, body: impl Fn(Arc<ProcessGroup>)) {
-    as_ranks_with(test, world_size, |_| None, body);
+pub fn as_ranks(world_size: usize, body: impl Fn(Arc<ProcessGroup>)) {
+    as_ranks_with(world_size, |_| None, body);
 }
 
 /// The same, each with a variable of its own in the environment.
 fn as_ranks_with(
-    test: &str,
     world_size: usize,
     variable: fn(usize) -> Option<(&'static str, &'static str)>,
     body: impl Fn(Arc<ProcessGroup>),
 ) {
     if !crate::probe::plays(&format!("rank of {world_size}")) {
-        return run_ranks(test, world_size, variable, |_| true);
+        return run_ranks(world_size, variable, |_| true);
     }
     let world = join(world_size, Duration::from_secs(30));
     body(world.group().unwrap().clone());
@@ -55,9 +54,9 @@ fn as_ranks_with(
 }
 
 /// The same with a time-out, for ranks that may end badly: those that do not are waited for by their output.
-pub fn as_ranks_within(test: &str, world_size: usize, timeout: Duration, body: impl Fn(Arc<ProcessGroup>)) {
+pub fn as_ranks_within(world_size: usize, timeout: Duration, body: impl Fn(Arc<ProcessGroup>)) {
     if !crate::probe::plays(&format!("rank of {world_size}")) {
-        return start_ranks(test, world_size, |_| true);
+        return start_ranks(world_size, |_| true);
     }
     let world = join(world_size, timeout);
     body(world.group().unwrap().clone());
@@ -72,19 +71,18 @@ fn join(world_size: usize, timeout: Duration) -> World {
 }
 
 /// Starts this test again as each rank; the ranks for which `counts` is true must end well.
-pub fn start_ranks(test: &str, world_size: usize, counts: fn(usize) -> bool) {
-    run_ranks(test, world_size, |_| None, counts);
+pub fn start_ranks(world_size: usize, counts: fn(usize) -> bool) {
+    run_ranks(world_size, |_| None, counts);
 }
 
 fn run_ranks(
-    test: &str,
     world_size: usize,
     variable: fn(usize) -> Option<(&'static str, &'static str)>,
     counts: fn(usize) -> bool,
 ) {
     let port = free_port();
     let start = |rank: usize| {
-        let mut command = crate::probe::own_process(test, &format!("rank of {world_size}"));
+        let mut command = crate::probe::own_process(&format!("rank of {world_size}"));
         command.env("LOCAL_RANK", rank.to_string()).env("MASTER_PORT", port.to_string());
         command.envs(variable(rank));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -127,7 +125,7 @@ struct Note {
 
 #[test]
 fn three_ranks_exchange_tensors_and_objects() {
-    as_ranks("distributed::three_ranks_exchange_tensors_and_objects", 3, |group| {
+    as_ranks(3, |group| {
         let rank = group.rank() as f32;
         let own = || Tensor::from_slice(&[rank, rank + 1.0]);
         for (op, expected) in [
@@ -199,7 +197,7 @@ fn three_ranks_exchange_tensors_and_objects() {
 
 #[test]
 fn tensors_of_hpus_are_exchanged_as_those_of_the_cpu() {
-    as_ranks("distributed::tensors_of_hpus_are_exchanged_as_those_of_the_cpu", 3, |group| {
+    as_ranks(3, |group| {
         HpuEmulator::init(HpuSettings::default()).unwrap();
         let rank = group.rank() as f64;
         let on = |device: Device| (Tensor::arange(12, (Kind::Float, CPU)) + rank).to_device(device.into());
@@ -241,7 +239,7 @@ fn check_sums(group: &ProcessGroup) {
 
 #[test]
 fn ranks_on_one_host_share_memory() {
-    as_ranks("distributed::ranks_on_one_host_share_memory", 2, |group| {
+    as_ranks(2, |group| {
         assert!(group.shares_memory());
         check_sums(&group);
     });
@@ -250,7 +248,7 @@ fn ranks_on_one_host_share_memory() {
 #[test]
 fn no_rank_shares_memory_unless_all_do() {
     let second = |rank| (rank == 1).then_some(("VOLTAIC_SHARED_MEMORY", "0"));
-    as_ranks_with("distributed::no_rank_shares_memory_unless_all_do", 2, second, |group| {
+    as_ranks_with(2, second, |group| {
         assert!(!group.shares_memory());
         check_sums(&group);
     });
@@ -258,7 +256,7 @@ fn no_rank_shares_memory_unless_all_do() {
 
 #[test]
 fn a_sum_over_ranks_has_the_sum_of_the_gradients() {
-    as_ranks("distributed::a_sum_over_ranks_has_the_sum_of_the_gradients", 2, |group| {
+    as_ranks(2, |group| {
         let x = Tensor::from_slice(&[1.0_f32 + group.rank() as f32]).set_requires_grad(true);
         let y = group.differentiable_sum(&x).unwrap();
         assert_eq!(floats(&y), [3.0]);
@@ -314,7 +312,7 @@ fn nobody_at_the_address_is_told() {
 
 /// What processes that join at one store say, by their place in `placements` (rank and world size). The first holds
 /// the store, and stays until the others are done.
-fn join_together(test: &str, placements: &[(usize, usize)]) -> Option<Vec<String>> {
+fn join_together(placements: &[(usize, usize)]) -> Option<Vec<String>> {
     const NUMBER: &str = "VOLTAIC_TEST_NUMBER";
     if crate::probe::plays("one of them") {
         let number = |name: &str| std::env::var(name).unwrap().parse::<usize>().unwrap();
@@ -333,7 +331,7 @@ fn join_together(test: &str, placements: &[(usize, usize)]) -> Option<Vec<String
     }
     let port = free_port();
     let start = |number: usize| {
-        let mut command = crate::probe::own_process(test, "one of them");
+        let mut command = crate::probe::own_process("one of them");
         command.env(NUMBER, number.to_string()).env("MASTER_PORT", port.to_string());
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().unwrap()
@@ -348,8 +346,7 @@ fn join_together(test: &str, placements: &[(usize, usize)]) -> Option<Vec<String
 
 #[test]
 fn ranks_that_believe_in_different_world_sizes_are_refused() {
-    let test = "distributed::ranks_that_believe_in_different_world_sizes_are_refused";
-    let Some(texts) = join_together(test, &[(0, 2), (1, 3)]) else { return };
+    let Some(texts) = join_together(&[(0, 2), (1, 3)]) else { return };
     for text in &texts {
         assert!(text.contains("rank 0 expects 2 ranks, rank 1 (process"), "{text}");
         assert!(text.contains("expects 3; use the same trainer.devices, trainer.num_nodes"), "{text}");
@@ -358,16 +355,14 @@ fn ranks_that_believe_in_different_world_sizes_are_refused() {
 
 #[test]
 fn a_rank_that_nobody_expects_is_refused() {
-    let test = "distributed::a_rank_that_nobody_expects_is_refused";
-    let Some(texts) = join_together(test, &[(0, 2), (1, 2), (2, 3)]) else { return };
+    let Some(texts) = join_together(&[(0, 2), (1, 2), (2, 3)]) else { return };
     assert!(texts[0].contains("joined") && texts[1].contains("joined"), "{texts:?}");
     assert!(texts[2].contains("this rank expects 3 ranks, rank 0 (process"), "{texts:?}");
 }
 
 #[test]
 fn two_processes_of_one_rank_are_told() {
-    let test = "distributed::two_processes_of_one_rank_are_told";
-    let Some(texts) = join_together(test, &[(0, 2), (1, 2), (1, 2)]) else { return };
+    let Some(texts) = join_together(&[(0, 2), (1, 2), (1, 2)]) else { return };
     let refused: Vec<&String> =
         texts.iter().filter(|text| text.contains("another process is rank 1")).collect();
     assert_eq!(refused.len(), 1, "{texts:?}");

@@ -102,7 +102,6 @@ fn end(net: &Net, is_global_zero: bool, folder: &Path) {
 
 #[test]
 fn a_loop_of_ones_own_trains_what_the_trainer_trains() {
-    let test = "fabric::a_loop_of_ones_own_trains_what_the_trainer_trains";
     for case in &CASES {
         if plays(&case.name("trainer")) {
             return case.with_trainer(&folder_of_parent());
@@ -119,7 +118,7 @@ fn a_loop_of_ones_own_trains_what_the_trainer_trains() {
     }
     for case in &CASES {
         let run = |role: &str, folder: &TempDir| {
-            run_ranks(test, &case.name(role), folder.path());
+            run_ranks(&case.name(role), folder.path());
         };
         let (of_trainer, of_fabric, resumed) =
             (TempDir::new().unwrap(), TempDir::new().unwrap(), TempDir::new().unwrap());

@@ -119,7 +119,6 @@ fn counts_are_pytorchs() {
 
 #[test]
 fn the_summary_has_a_column_for_them_and_throughput_uses_them() {
-    let name = "flops::the_summary_has_a_column_for_them_and_throughput_uses_them";
     if plays("summary") {
         let root = TempDir::new().unwrap();
         let config = serde_json::json!({
@@ -138,7 +137,7 @@ fn the_summary_has_a_column_for_them_and_throughput_uses_them() {
         print!("{rows}");
         return;
     }
-    let output = own_process(name, "summary").output().unwrap();
+    let output = own_process("summary").output().unwrap();
     let rows = text_of(&output);
     let printed = String::from_utf8_lossy(&output.stderr);
     let table = "\

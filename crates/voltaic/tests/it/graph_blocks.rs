@@ -1,17 +1,14 @@
 //! Memory that kernels take at a replay.
 
+use std::fs;
 use std::path::Path;
-use std::process::Command;
-use std::{env, fs};
 
 use libloading::{Library, Symbol};
 use tch::{Device, Kind, Tensor};
 use voltaic::graph::{HpuGraph, graph};
 
 use crate::compile::compile;
-
-/// Set in the process that replays: the operator of `graph_blocks.cpp` is in place of one of libtorch's there.
-const CHILD: &str = "VOLTAIC_TEST_GRAPH_BLOCKS";
+use crate::process::{own_process, plays, text_of};
 
 /// The library of `graph_blocks.cpp`.
 fn library() -> Library {
@@ -57,12 +54,8 @@ fn replay_with_more_raw_memory() {
 
 #[test]
 fn what_a_graph_keeps_is_not_freed_as_raw_memory_of_a_kernel() {
-    if env::var_os(CHILD).is_some() {
+    if plays("replay") {
         return replay_with_more_raw_memory();
     }
-    let test = "graph_blocks::what_a_graph_keeps_is_not_freed_as_raw_memory_of_a_kernel";
-    let mut command = Command::new(env::current_exe().unwrap());
-    let output = command.args([test, "--exact"]).env(CHILD, "1").output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    text_of(&own_process("replay").output().unwrap());
 }

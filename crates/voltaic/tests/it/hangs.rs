@@ -15,10 +15,9 @@ use voltaic::strategy::DdpConfig;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::ddp::{FOLDER, Net, builder, folder_of_parent, loaders};
-use crate::probe::{files, own_process, plays};
+use crate::probe::{files, own_process, own_thread, plays};
 use crate::signal::signal_self;
 
-const TEST: &str = "hangs::a_rank_that_is_missing_is_named_with_the_operation";
 const TIMEOUT_SECS: f64 = 1.5;
 
 /// What goes wrong, and in which phase; the ones of each run.
@@ -60,7 +59,7 @@ fn place() -> String {
 
 /// The fault, if this is the phase that has it.
 fn fault(phase: &str, faulty: usize, group: Option<&ProcessGroup>) -> anyhow::Result<()> {
-    let (Some(group), Ok(part)) = (group, std::env::var(crate::probe::PART)) else { return Ok(()) };
+    let (Some(group), Ok(part)) = (group, std::env::var(crate::process::PART)) else { return Ok(()) };
     let Some(what) = part.strip_suffix(phase) else { return Ok(()) };
     if place() == "group" {
         let Some(group) = group.new_group(&[0, 1])? else { return Ok(()) };
@@ -146,7 +145,7 @@ impl CheckpointIo for Writes {
         path: &Path,
         _storage_options: Option<&Value>,
     ) -> voltaic::Result<()> {
-        match std::env::var(crate::probe::PART).as_deref() {
+        match std::env::var(crate::process::PART).as_deref() {
             Ok("stopped checkpoint") => signal_self("-STOP").unwrap(),
             Ok("killed checkpoint") => signal_self("-KILL").unwrap(),
             Ok("sleeps checkpoint") => std::thread::sleep(Duration::from_secs(60)),
@@ -191,7 +190,7 @@ fn record_of(folder: &Path, rank: usize, attempt: usize) -> Vec<Value> {
 /// Runs with a fault.
 fn run([fault, phase]: [&str; 2]) {
     let (what, folder, started) = (format!("{fault} {phase}"), TempDir::new().unwrap(), Instant::now());
-    let mut command = own_process(TEST, &what);
+    let mut command = own_process(&what);
     let output =
         command.env(FOLDER, folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped()).output().unwrap();
     let took = started.elapsed();
@@ -243,17 +242,18 @@ fn a_rank_that_is_missing_is_named_with_the_operation() {
     }
     // they mostly wait
     for some in cases.chunks(5) {
-        std::thread::scope(|scope| some.iter().for_each(|&case| drop(scope.spawn(move || run(case)))));
+        std::thread::scope(|scope| {
+            some.iter().for_each(|&case| drop(own_thread().spawn_scoped(scope, move || run(case)).unwrap()))
+        });
     }
 }
 
 /// Runs with a fault of rank 1 in another place than two ranks of one host; returns what rank 0 said.
 fn run_in(place: &str, fault: [&str; 2]) -> (String, TempDir) {
-    const TEST: &str = "hangs::the_record_is_there_wherever_ranks_are";
     let (what, folder, started) = (fault.join(" "), TempDir::new().unwrap(), Instant::now());
     let rank = |node_rank: usize| {
-        let own = own_process(TEST, &what);
-        let mut command = own_process(TEST, &what);
+        let own = own_process(&what);
+        let mut command = own_process(&what);
         if place == "hosts" {
             // other host names and processes, and a folder of its own: what two hosts do not share, but for the network
             command = Command::new("unshare");
@@ -316,7 +316,9 @@ fn the_record_is_there_wherever_ranks_are() {
         .collect();
     for some in cases.chunks(5) {
         std::thread::scope(|scope| {
-            some.iter().for_each(|&(place, fault)| drop(scope.spawn(move || check_in(place, fault))));
+            some.iter().for_each(|&(place, fault)| {
+                drop(own_thread().spawn_scoped(scope, move || check_in(place, fault)).unwrap())
+            });
         });
     }
 }

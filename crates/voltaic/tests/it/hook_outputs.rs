@@ -6,9 +6,9 @@ use tempfile::TempDir;
 use voltaic::callback::{Callback, LambdaCallback};
 use voltaic::data::{Loaders, MnistData};
 use voltaic::models::{Classifier, LeNet, LeNetConfig};
-use voltaic::module::{Hook, HookContext, LightningModule, StepContext, StepHook};
+use voltaic::module::{Hook, HookContext, StepHook};
 use voltaic::nn::Parameter;
-use voltaic::optim::{Optimizers, Sgd};
+use voltaic::optim::Sgd;
 use voltaic::trainer::{GraphMode, seed_everything};
 use voltaic::{Kind, Module, Tensor};
 
@@ -46,7 +46,6 @@ fn what_a_replayed_step_gave_stays_as_it_was() {
 
 #[test]
 fn each_rank_gets_what_its_own_step_gave() {
-    let test = "hook_outputs::each_rank_gets_what_its_own_step_gave";
     if plays("rank") {
         let builder =
             silent().default_root_dir(folder_of_parent()).accelerator("cpu").devices(2).strategy("ddp");
@@ -54,26 +53,18 @@ fn each_rank_gets_what_its_own_step_gave() {
         assert_eq!((checks.count(Hook::OnTrainBatchEnd), checks.count(Hook::OnPredictBatchEnd)), (10, 1));
         return;
     }
-    run_ranks(test, "rank", TempDir::new().unwrap().path());
+    run_ranks("rank", TempDir::new().unwrap().path());
 }
 
 /// Gives its batch, and a text that names its size.
 #[derive(Module)]
 struct Texts(Parameter);
 
-impl LightningModule for Texts {
-    type Batch = Tensor;
-
-    fn training_step(&self, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        ctx.output("batch", batch);
-        ctx.output_value("text", format!("{:?}", batch.size()));
-        Ok(batch.f_mul(self.0.tensor())?.f_mean(Kind::Float)?)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.125).into()
-    }
-}
+lightning_module!(Texts, Tensor, Sgd::new(0.125), |net, batch, ctx| {
+    ctx.output("batch", batch);
+    ctx.output_value("text", format!("{:?}", batch.size()));
+    Ok(batch.f_mul(net.0.tensor())?.f_mean(Kind::Float)?)
+});
 
 fn texts() -> Texts {
     Texts(Parameter::new(Tensor::ones([2], (Kind::Float, tch::Device::Cpu))))

@@ -33,17 +33,17 @@ fn cgroup(folder: &Path, max: i64) {
 }
 
 /// Runs `test` as `part` with a cgroup of `max` bytes.
-fn in_cgroup(test: &str, part: &str, max: i64) {
+fn in_cgroup(part: &str, max: i64) {
     let folder = tempfile::tempdir().unwrap();
     cgroup(folder.path(), max);
-    let mut child = own_process(&format!("host_memory::{test}"), part);
+    let mut child = own_process(part);
     text_of(&child.env("VOLTAIC_CGROUP", folder.path()).env("VOLTAIC_HOST_POOL", "1").output().unwrap());
 }
 
 #[test]
 fn what_is_kept_goes_back_before_an_allocation_fails() {
     if !plays("cgroup") {
-        return in_cgroup("what_is_kept_goes_back_before_an_allocation_fails", "cgroup", 512 * MIB);
+        return in_cgroup("cgroup", 512 * MIB);
     }
     assert!(ffi::install_host_pool().unwrap());
     let pool = ffi::host_pool();
@@ -67,7 +67,7 @@ fn what_is_kept_goes_back_before_an_allocation_fails() {
 #[test]
 fn near_the_limit_idle_memory_goes_back() {
     if !plays("near") {
-        return in_cgroup("near_the_limit_idle_memory_goes_back", "near", 512 * MIB);
+        return in_cgroup("near", 512 * MIB);
     }
     assert!(ffi::install_host_pool().unwrap());
     let pool = ffi::host_pool();
@@ -88,7 +88,7 @@ fn near_the_limit_idle_memory_goes_back() {
 #[test]
 fn emulated_hpus_share_the_memory_of_the_host() {
     if !plays("hpu") {
-        return in_cgroup("emulated_hpus_share_the_memory_of_the_host", "hpu", 256 * MIB);
+        return in_cgroup("hpu", 256 * MIB);
     }
     assert!(ffi::install_host_pool().unwrap());
     let hpu = ffi::hpu_pool(0).unwrap();
@@ -105,7 +105,6 @@ fn emulated_hpus_share_the_memory_of_the_host() {
 
 #[test]
 fn the_environment_has_the_last_word() {
-    let name = "host_memory::the_environment_has_the_last_word";
     if plays("bytes") {
         assert!(ffi::install_host_pool().unwrap());
         let _live = bytes(200 * MIB).unwrap();
@@ -124,7 +123,7 @@ fn the_environment_has_the_last_word() {
         let folder = tempfile::tempdir().unwrap();
         cgroup(folder.path(), 64 * MIB);
         for (part, value) in [("bytes", "256MiB"), ("none", "none"), ("much", "much")] {
-            let mut child = own_process(name, part);
+            let mut child = own_process(part);
             child.env("VOLTAIC_CGROUP", folder.path()).env("VOLTAIC_HOST_MEMORY", value);
             text_of(&child.env("VOLTAIC_HOST_POOL", "1").output().unwrap());
         }
@@ -133,9 +132,8 @@ fn the_environment_has_the_last_word() {
 
 #[test]
 fn below_an_ulimit_too_much_is_an_error() {
-    let name = "host_memory::below_an_ulimit_too_much_is_an_error";
     if !plays("ulimit") {
-        let mut child = own_process(name, "ulimit");
+        let mut child = own_process("ulimit");
         text_of(&child.env("VOLTAIC_HOST_POOL", "1").env("OMP_NUM_THREADS", "1").output().unwrap());
         return;
     }

@@ -1,36 +1,15 @@
 //! The memory pool behind libtorch's CPU allocator. One process installs it once, so most tests run in a process
 //! of their own: this same binary, called again for one test.
 
-use std::env;
-use std::process::{Command, Output};
-
 use tch::nn::Module as _;
 use tch::{Kind, Reduction, Tensor, nn};
 use voltaic::ffi;
 
-/// Set in the child process to the name of the part it is to play.
-const PART: &str = "VOLTAIC_TEST_PART";
+use crate::process::{own_process, plays, text_of};
 
-/// Runs `test` of this binary in a process of its own, with `PART` and the pool's switch set.
-fn in_own_process(test: &str, part: &str, switch: &str) -> Output {
-    Command::new(env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture", "--test-threads=1"])
-        .env(PART, part)
-        .env("VOLTAIC_HOST_POOL", switch)
-        .env("OMP_NUM_THREADS", "1")
-        .output()
-        .unwrap()
-}
-
-fn plays(part: &str) -> bool {
-    env::var(PART).is_ok_and(|value| value == part)
-}
-
-/// Output of a child that ended well.
-fn text_of(output: Output) -> String {
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    text
+/// What this test prints in a process of its own as `part`, with the pool's switch set.
+fn in_own_process(part: &str, switch: &str) -> String {
+    text_of(&own_process(part).env("VOLTAIC_HOST_POOL", switch).output().unwrap())
 }
 
 /// Trains a small conv net on made-up images; calls `after_step` with the step's number and loss.
@@ -60,8 +39,8 @@ fn train(steps: usize, mut after_step: impl FnMut(usize, f64)) {
 #[test]
 fn steady_state_takes_nothing_from_the_system() {
     if !plays("trainer") {
-        let child = in_own_process("host_pool::steady_state_takes_nothing_from_the_system", "trainer", "1");
-        assert!(text_of(child).contains("1 passed"));
+        let child = in_own_process("trainer", "1");
+        assert!(child.contains("1 passed"));
         return;
     }
     assert!(ffi::install_host_pool().unwrap());
@@ -86,13 +65,12 @@ fn steady_state_takes_nothing_from_the_system() {
 #[test]
 fn losses_are_the_same_bits_with_and_without_the_pool() {
     if plays("losses") {
-        assert_eq!(ffi::install_host_pool().unwrap(), env::var("VOLTAIC_HOST_POOL").unwrap() == "1");
+        assert_eq!(ffi::install_host_pool().unwrap(), std::env::var("VOLTAIC_HOST_POOL").unwrap() == "1");
         train(8, |_, loss| println!("loss {:016x}", loss.to_bits()));
         return;
     }
     let losses = |switch| {
-        let name = "host_pool::losses_are_the_same_bits_with_and_without_the_pool";
-        let text = text_of(in_own_process(name, "losses", switch));
+        let text = in_own_process("losses", switch);
         // the first one follows the test's name on its line
         let lines: Vec<String> =
             text.lines().filter_map(|line| Some(line.split_once("loss ")?.1.to_owned())).collect();
@@ -105,8 +83,7 @@ fn losses_are_the_same_bits_with_and_without_the_pool() {
 #[test]
 fn tensors_outlive_the_change_of_allocator_threads_and_main() {
     if !plays("old tensors") {
-        let name = "host_pool::tensors_outlive_the_change_of_allocator_threads_and_main";
-        assert!(text_of(in_own_process(name, "old tensors", "1")).contains("1 passed"));
+        assert!(in_own_process("old tensors", "1").contains("1 passed"));
         return;
     }
     thread_local!(static KEPT: std::cell::RefCell<Vec<Tensor>> = const { std::cell::RefCell::new(Vec::new()) });
@@ -131,8 +108,8 @@ fn tensors_outlive_the_change_of_allocator_threads_and_main() {
 #[test]
 fn out_of_memory_names_the_numbers() {
     if !plays("limit") {
-        let child = in_own_process("host_pool::out_of_memory_names_the_numbers", "limit", "1");
-        assert!(text_of(child).contains("1 passed"));
+        let child = in_own_process("limit", "1");
+        assert!(child.contains("1 passed"));
         return;
     }
     assert!(ffi::install_host_pool().unwrap());

@@ -13,13 +13,13 @@ use tempfile::TempDir;
 use voltaic::callback::{Callback, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
 use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, CheckpointIo};
 use voltaic::error::Result;
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::HookContext;
 use voltaic::nn::Parameter;
-use voltaic::optim::{AdamW, Optimizers};
+use voltaic::optim::AdamW;
 use voltaic::trainer::PluginConfig;
 use voltaic::{Kind, Module, Tensor};
 
-use crate::probe::{files, loaders, names, own_process, plays, silent, text_of};
+use crate::probe::{files, loaders, names, own_process, own_thread, plays, silent, text_of};
 
 const KILLS: usize = 20;
 const LANES: usize = 2;
@@ -41,17 +41,9 @@ impl Heavy {
     }
 }
 
-impl LightningModule for Heavy {
-    type Batch = Tensor;
-
-    fn training_step(&self, batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        Ok(self.ballast.f_sum(Kind::Float)? * batch.f_mean(Kind::Float)?)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(1e-3).into()
-    }
-}
+lightning_module!(Heavy, Tensor, AdamW::new(1e-3), |net, batch, _| Ok(
+    net.ballast.f_sum(Kind::Float)? * batch.f_mean(Kind::Float)?
+));
 
 /// Tells the parent where training starts.
 struct Announce;
@@ -89,8 +81,7 @@ fn train_until_killed(folder: &Path) {
 
 /// Starts a training process; returns it and the step it starts at.
 fn start(folder: &Path, is_async: bool) -> (Child, u64) {
-    let name = "kill::a_killed_run_leaves_whole_checkpoints_and_goes_on";
-    let mut child = own_process(name, "trainer")
+    let mut child = own_process("trainer")
         .env(FOLDER, folder)
         .envs(is_async.then_some((ASYNC, "1")))
         .stdout(Stdio::piped())
@@ -158,8 +149,9 @@ fn a_killed_run_leaves_whole_checkpoints_and_goes_on() {
         return train_until_killed(&PathBuf::from(std::env::var_os(FOLDER).unwrap()));
     }
     let started = Instant::now();
-    let lanes: Vec<_> =
-        (0..LANES as u64).map(|seed| std::thread::spawn(move || lane(seed, seed % 2 == 1))).collect();
+    let lanes: Vec<_> = (0..LANES as u64)
+        .map(|seed| own_thread().spawn(move || lane(seed, seed % 2 == 1)).unwrap())
+        .collect();
     let hits: usize = lanes.into_iter().map(|lane| lane.join().unwrap()).sum();
     println!("{hits} kills hit a file half written, {:.1} s", started.elapsed().as_secs_f64());
     assert!(hits >= HITS, "only {hits} kills hit a save, which shows little");
@@ -189,7 +181,6 @@ impl CheckpointIo for Halting {
 
 #[test]
 fn a_run_killed_while_it_writes_beside_training_keeps_the_old_checkpoint() {
-    let name = "kill::a_run_killed_while_it_writes_beside_training_keeps_the_old_checkpoint";
     if plays("async trainer") {
         let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
         let saver = ModelCheckpoint::new(ModelCheckpointConfig {
@@ -208,7 +199,7 @@ fn a_run_killed_while_it_writes_beside_training_keeps_the_old_checkpoint() {
         return;
     }
     let folder = TempDir::new().unwrap();
-    let mut command = own_process(name, "async trainer");
+    let mut command = own_process("async trainer");
     let mut child = command.env(FOLDER, folder.path()).stdout(Stdio::piped()).spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
     // the second checkpoint is of step 4; training goes on to the third, which has to wait
@@ -257,7 +248,6 @@ fn fill_up(folder: &Path, expected: &str) {
 
 #[test]
 fn a_full_disk_is_explained_and_the_old_file_stays() {
-    let name = "kill::a_full_disk_is_explained_and_the_old_file_stays";
     if plays("full disk") {
         return fill_up(
             &PathBuf::from(std::env::var_os(FOLDER).unwrap()),
@@ -265,7 +255,7 @@ fn a_full_disk_is_explained_and_the_old_file_stays() {
         );
     }
     let folder = TempDir::new().unwrap();
-    let test = own_process(name, "full disk");
+    let test = own_process("full disk");
     let mut command = Command::new("unshare");
     command.args(["--map-root-user", "--mount", "sh", "-c"]);
     command.arg(r#"mount -t tmpfs -o size=300k tmpfs "$0" && exec "$@""#).arg(folder.path());
@@ -283,7 +273,6 @@ fn a_full_disk_is_explained_and_the_old_file_stays() {
 
 #[test]
 fn a_file_beyond_the_size_limit_is_explained_and_the_old_file_stays() {
-    let name = "kill::a_file_beyond_the_size_limit_is_explained_and_the_old_file_stays";
     if plays("size limit") {
         return fill_up(
             &PathBuf::from(std::env::var_os(FOLDER).unwrap()),
@@ -291,7 +280,7 @@ fn a_file_beyond_the_size_limit_is_explained_and_the_old_file_stays() {
         );
     }
     let folder = TempDir::new().unwrap();
-    let test = own_process(name, "size limit");
+    let test = own_process("size limit");
     let mut command = Command::new("sh");
     command.args(["-c", r#"trap "" XFSZ; ulimit -f 400; exec "$@""#]).arg0("sh").arg("sh");
     command.arg(test.get_program()).args(test.get_args()).env(FOLDER, folder.path());

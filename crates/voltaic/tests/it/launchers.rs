@@ -67,9 +67,9 @@ fn train() {
 }
 
 /// Runs this test in a Slurm of its own as `part`; false where there is no Slurm.
-fn beside_slurm(test: &str, part: &str, folder: &Path) -> bool {
+fn beside_slurm(part: &str, folder: &Path) -> bool {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/with_slurm.sh");
-    let output = started_by(Command::new(script), &own_process(test, part), folder);
+    let output = started_by(Command::new(script), &own_process(part), folder);
     if output.status.code() == Some(NO_SLURM) {
         println!("skipped: {}", String::from_utf8_lossy(&output.stderr));
         return false;
@@ -91,13 +91,13 @@ fn asked(program: &str, arguments: &[&str]) -> String {
 }
 
 /// Submits a job of two ranks that runs this test as `part`; returns its number.
-fn submit(test: &str, part: &str, folder: &Path) -> String {
-    let own = own_process(test, part);
+fn submit(part: &str, folder: &Path) -> String {
+    let own = own_process(part);
     let words: Vec<_> = own.get_args().map(|word| word.to_str().unwrap()).collect();
     let script = folder.join("job.sh");
     let text = format!(
         "#!/bin/bash\nexport {}='{part}'\nsrun --kill-on-bad-exit=1 '{}' {}\n",
-        crate::probe::PART,
+        crate::process::PART,
         own.get_program().to_str().unwrap(),
         words.join(" ")
     );
@@ -141,13 +141,12 @@ fn notify_and_wait(job: &str, folder: &Path) {
 
 #[test]
 fn slurm_starts_ranks_and_starts_them_again_after_its_notice() {
-    let test = "launchers::slurm_starts_ranks_and_starts_them_again_after_its_notice";
     if plays("rank") {
         return train();
     }
     let submits = || {
         let folder = folder_of_parent();
-        let job = submit(test, "rank", &folder);
+        let job = submit("rank", &folder);
         wait_for(|| folder.join("trains").exists());
         notify_and_wait(&job, &folder);
     };
@@ -155,7 +154,7 @@ fn slurm_starts_ranks_and_starts_them_again_after_its_notice() {
         return submits();
     }
     let folder = TempDir::new().unwrap();
-    if !beside_slurm(test, "submits", folder.path()) {
+    if !beside_slurm("submits", folder.path()) {
         return;
     }
     let text = printed(folder.path());
@@ -182,10 +181,10 @@ pub fn program(name: &str, variable: &str) -> Option<PathBuf> {
 }
 
 /// Two ranks of a launcher end with the weights of one process.
-fn two_ranks(launcher: Command, test: &str, started_by_whom: &str) {
+fn two_ranks(launcher: Command, started_by_whom: &str) {
     let folder = TempDir::new().unwrap();
     std::fs::write(folder.path().join("notified"), "").unwrap();
-    let text = text_of(&started_by(launcher, &own_process(test, "rank"), folder.path()));
+    let text = text_of(&started_by(launcher, &own_process("rank"), folder.path()));
     for rank in 0..2 {
         let expected = format!("rank {rank} of 2, started by {started_by_whom}");
         assert!(text.contains(&expected), "{expected}: {text}");
@@ -196,7 +195,6 @@ fn two_ranks(launcher: Command, test: &str, started_by_whom: &str) {
 
 #[test]
 fn mpirun_starts_ranks() {
-    let test = "launchers::mpirun_starts_ranks";
     if plays("rank") {
         return train();
     }
@@ -205,25 +203,23 @@ fn mpirun_starts_ranks() {
     command.args(["--oversubscribe", "-n", "2", "-x", "MASTER_PORT"]);
     command.env("MASTER_PORT", free_port().to_string());
     command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-    two_ranks(command, test, "Mpi");
+    two_ranks(command, "Mpi");
 }
 
 #[test]
 fn torchrun_starts_ranks() {
-    let test = "launchers::torchrun_starts_ranks";
     if plays("rank") {
         return train();
     }
     let Some(torchrun) = program("torchrun", "VOLTAIC_TEST_TORCHRUN") else { return };
     let mut command = Command::new(torchrun);
     command.args(["--standalone", "--nproc-per-node=2", "--no-python"]);
-    two_ranks(command, test, "TorchElastic");
+    two_ranks(command, "TorchElastic");
 }
 
 /// Both start two nodes, each of which has the four variables and one rank.
 #[test]
 fn processes_of_launchers_can_be_nodes() {
-    let test = "launchers::processes_of_launchers_can_be_nodes";
     if plays("rank") {
         return train_on_nodes();
     }
@@ -235,7 +231,7 @@ fn processes_of_launchers_can_be_nodes() {
     command.arg(format!("{variables}; {own}")).arg("node");
     command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
     let folder = TempDir::new().unwrap();
-    text_of(&started_by(command, &own_process(test, "rank"), folder.path()));
+    text_of(&started_by(command, &own_process("rank"), folder.path()));
     let (_kept, expected, ..) = alone(2, 1);
     assert_same(&weights(folder.path()), &expected);
 }

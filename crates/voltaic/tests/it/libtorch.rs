@@ -45,9 +45,8 @@ fn the_command_names_both_versions_and_the_library() {
 
 #[test]
 fn a_trainer_and_the_pool_refuse_another_libtorch() {
-    let name = "libtorch::a_trainer_and_the_pool_refuse_another_libtorch";
     if !plays("refused") {
-        text_of(&own_process(name, "refused").env("LD_PRELOAD", other_libtorch()).output().unwrap());
+        text_of(&own_process("refused").env("LD_PRELOAD", other_libtorch()).output().unwrap());
         return;
     }
     let of_trainer = silent().build().err().expect("another libtorch");

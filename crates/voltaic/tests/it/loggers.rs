@@ -11,6 +11,7 @@ use voltaic::logger::tfevents::{Event, hparams, read_record, write_record};
 use voltaic::logger::{CsvLogger, CsvLoggerConfig, Logger, LoggerConfig, TensorBoardLoggerConfig, Version};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 
+use crate::checkpoints::resumed;
 use crate::probe::{Probe, files, loaders, names};
 
 const VAL_LOSSES: &[f64] = &[0.5, 0.25];
@@ -151,10 +152,7 @@ fn a_resumed_run_keeps_the_rows_before_its_checkpoint() {
         });
         let builder = logging_to(root).logger(loggers(list)).callback(end);
         let builder = builder.val_check_interval(3).callback(ModelCheckpoint::new(saver).unwrap());
-        let mut trainer = builder.build().unwrap();
-        if let Some(ckpt) = ckpt {
-            trainer.ckpt_path(ckpt.to_str().unwrap());
-        }
+        let mut trainer = resumed(builder, ckpt);
         let _ = trainer.fit(&mut Probe::logging(VAL_LOSSES), &mut loaders());
         FILES.map(|name| root.join("lightning_logs/v").join(name))
     };

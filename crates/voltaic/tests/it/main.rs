@@ -8,6 +8,10 @@
     reason = "a test that panics has failed"
 )]
 
+#[macro_use]
+#[path = "../support/lightning_module.rs"]
+mod lightning_module;
+
 mod accelerator_values;
 mod autograd;
 mod away;
@@ -18,8 +22,12 @@ mod calls_in_runs;
 #[path = "../support/checkpoint.rs"]
 mod checkpoint;
 mod checkpoint_io;
+#[path = "../support/checkpoints.rs"]
+mod checkpoints;
 mod class_paths;
 mod cli;
+#[path = "../support/compare.rs"]
+mod compare;
 #[path = "../support/compile.rs"]
 mod compile;
 mod config;
@@ -93,6 +101,8 @@ mod own_loaders;
 mod parity;
 mod prediction_writer;
 mod probe;
+#[path = "../support/process.rs"]
+mod process;
 mod process_groups;
 mod profilers;
 mod recipes;
@@ -104,6 +114,8 @@ mod sharded;
 #[path = "../support/signal.rs"]
 mod signal;
 mod signals;
+#[path = "../support/silent.rs"]
+mod silent;
 #[path = "../support/stages.rs"]
 mod stages;
 mod strangers;

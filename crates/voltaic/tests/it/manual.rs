@@ -132,7 +132,7 @@ fn own_backward(net: &Pair, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Re
 
 #[test]
 fn gradients_that_were_not_scaled_are_not_unscaled() {
-    if !has_hpu("manual::gradients_that_were_not_scaled_are_not_unscaled") {
+    if !has_hpu() {
         return;
     }
     let fit = |precision: &str| {
@@ -155,7 +155,7 @@ fn overflows(net: &Pair, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Resul
 
 #[test]
 fn all_optimizers_of_a_step_have_the_same_loss_scale() {
-    if !has_hpu("manual::all_optimizers_of_a_step_have_the_same_loss_scale") {
+    if !has_hpu() {
         return;
     }
     // a list without the operators of this step: float16 would have no room for the scale, the first gradient
@@ -213,7 +213,7 @@ impl LightningModule for Either {
 /// Backward and the optimizer run without autocast, as those of the trainer: a list of HPUs has `mul`.
 #[test]
 fn steps_by_hand_in_16_bits_equal_automatic_ones() {
-    if !has_hpu("manual::steps_by_hand_in_16_bits_equal_automatic_ones") {
+    if !has_hpu() {
         return;
     }
     let optimizers: [fn() -> Optimizers; 4] = [

@@ -29,9 +29,8 @@ impl Callback for SystemAllocs {
 
 #[test]
 fn a_built_trainer_uses_the_pool_and_a_hundred_steps_take_nothing_from_the_system() {
-    let name = "memory::a_built_trainer_uses_the_pool_and_a_hundred_steps_take_nothing_from_the_system";
     if !plays("steps") {
-        text_of(&own_process(name, "steps").env("VOLTAIC_HOST_POOL", "1").output().unwrap());
+        text_of(&own_process("steps").env("VOLTAIC_HOST_POOL", "1").output().unwrap());
         return;
     }
     let options = (Kind::Float, tch::Device::Cpu);

@@ -136,7 +136,6 @@ fn train(builder: TrainerBuilder, folder: &Path) {
 
 #[test]
 fn two_by_two_ranks_equal_one_process() {
-    let test = "mesh::two_by_two_ranks_equal_one_process";
     let folder = folder_of_parent_or_new();
     for part in ["whole epochs", "stops"] {
         let stop = |builder: TrainerBuilder| match part {
@@ -154,7 +153,7 @@ fn two_by_two_ranks_equal_one_process() {
     save(&whole, kept.path(), 0);
 
     let folder = TempDir::new().unwrap();
-    let text = text_of(&own_process(test, "whole epochs").env(FOLDER, folder.path()).output().unwrap());
+    let text = text_of(&own_process("whole epochs").env(FOLDER, folder.path()).output().unwrap());
     for (name, dim) in [("first.weight", 0), ("first.bias", 0), ("second", 1)] {
         let parts = [0, 1, 2, 3].map(|rank| saved(folder.path(), rank, name));
         assert!(parts[0].equal(&parts[2]) && parts[1].equal(&parts[3]), "{name}: copies are equal");
@@ -174,7 +173,7 @@ fn two_by_two_ranks_equal_one_process() {
     }
 
     let folder = TempDir::new().unwrap();
-    let text = text_of(&own_process(test, "stops").env(FOLDER, folder.path()).output().unwrap());
+    let text = text_of(&own_process("stops").env(FOLDER, folder.path()).output().unwrap());
     assert!(text.contains("\nsteps=4\n") || text.contains("\nsteps=5\n"), "{text}");
     assert!((0..4).all(|rank| folder.path().join(format!("{rank}.ckpt")).exists()), "all ranks end");
 }

@@ -14,6 +14,7 @@ use voltaic::optim::{Optimizers, Sgd};
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
 
+use crate::checkpoints::resumed;
 use crate::ddp::{folder_of_parent, run_ranks};
 use crate::probe::{files, plays, silent};
 use crate::rng::seeded;
@@ -158,10 +159,7 @@ fn run(folder: Option<&Path>, ckpt: Option<&Path>) -> (Vec<f32>, Vec<Option<u64>
     if let Some(folder) = folder {
         builder = saving_each_step(builder, folder);
     }
-    let mut trainer = builder.build().unwrap();
-    if let Some(ckpt) = ckpt {
-        trainer.ckpt_path(ckpt.to_str().unwrap());
-    }
+    let mut trainer = resumed(builder, ckpt);
     let mut net = Scored::new(true);
     trainer.fit(&mut net, &mut data()).unwrap();
     let metric = |name: &str| trainer.metric(name).map(f64::to_bits);
@@ -221,7 +219,6 @@ fn a_failed_run_leaves_nothing_to_the_next_one() {
 
 #[test]
 fn ranks_have_the_value_over_all_their_batches() {
-    let test = "metric_objects::ranks_have_the_value_over_all_their_batches";
     if plays("rank") {
         let builder = silent().default_root_dir(folder_of_parent()).accelerator("cpu").devices(2);
         let mut trainer = builder.strategy("ddp").max_epochs(1).build().unwrap();
@@ -238,7 +235,7 @@ fn ranks_have_the_value_over_all_their_batches() {
         return;
     }
     let folder = TempDir::new().unwrap();
-    let text = run_ranks(test, "rank", folder.path());
+    let text = run_ranks("rank", folder.path());
     assert!(text.contains("1 metrics of rank 0"), "{text}");
     let log = std::fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap();
     assert!(log.contains("1 metrics of rank 1"), "{log}");
@@ -246,7 +243,6 @@ fn ranks_have_the_value_over_all_their_batches() {
 
 #[test]
 fn ranks_go_on_in_the_middle_of_an_epoch() {
-    let test = "metric_objects::ranks_go_on_in_the_middle_of_an_epoch";
     if plays("rank") {
         let folder = folder_of_parent();
         let run = |ckpt: Option<&Path>| {
@@ -255,10 +251,7 @@ fn ranks_go_on_in_the_middle_of_an_epoch() {
             if ckpt.is_none() {
                 builder = saving_each_step(builder, &folder.join("saved"));
             }
-            let mut trainer = builder.build().unwrap();
-            if let Some(ckpt) = ckpt {
-                trainer.ckpt_path(ckpt.to_str().unwrap());
-            }
+            let mut trainer = resumed(builder, ckpt);
             trainer.fit(&mut Scored::new(true), &mut Loaders::new().train(loader(40, 4))).unwrap();
             ["train_auroc_epoch", "train_mse"].map(|name| trainer.metric(name).unwrap().to_bits())
         };
@@ -270,7 +263,7 @@ fn ranks_go_on_in_the_middle_of_an_epoch() {
         return println!("equal");
     }
     let folder = TempDir::new().unwrap();
-    let text = run_ranks(test, "rank", folder.path());
+    let text = run_ranks("rank", folder.path());
     assert!(text.contains("equal"), "{text}");
 }
 
@@ -285,24 +278,16 @@ struct Mistaken {
     mistake: &'static str,
 }
 
-impl LightningModule for Mistaken {
-    type Batch = Pair;
-
-    fn training_step(&self, (x, y): &Pair, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        self.matrix.update(y, y)?;
-        self.elsewhere.update(x, x)?;
-        match self.mistake {
-            "matrix" => drop(ctx.log("m", &self.matrix)),
-            "idle" => drop(ctx.log("m", &self.idle)),
-            _ => drop(ctx.log("m", &self.elsewhere)),
-        }
-        Ok(self.weight.f_sum(Kind::Float)?)
+lightning_module!(Mistaken, Pair, Sgd::new(0.1), |net, (x, y), ctx| {
+    net.matrix.update(y, y)?;
+    net.elsewhere.update(x, x)?;
+    match net.mistake {
+        "matrix" => drop(ctx.log("m", &net.matrix)),
+        "idle" => drop(ctx.log("m", &net.idle)),
+        _ => drop(ctx.log("m", &net.elsewhere)),
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.1).into()
-    }
-}
+    Ok(net.weight.f_sum(Kind::Float)?)
+});
 
 #[test]
 fn mistakes_are_named() {

@@ -168,7 +168,6 @@ fn a_writer_of_ones_own_gets_what_its_interval_says() {
 
 #[test]
 fn each_rank_writes_its_part() {
-    let test = "prediction_writer::each_rank_writes_its_part";
     if plays("rank") {
         let folder = folder_of_parent();
         let config = PredictionWriterConfig {
@@ -181,7 +180,7 @@ fn each_rank_writes_its_part() {
         return;
     }
     let folder = TempDir::new().unwrap();
-    run_ranks(test, "rank", folder.path());
+    run_ranks("rank", folder.path());
     let out = folder.path().join("out");
     assert_eq!(names(&out), ["0", "predictions-0.safetensors", "predictions-1.safetensors"]);
     assert_eq!(names(&out.join("0")), ["0-0.safetensors", "0-1.safetensors", "1-0.safetensors"]);

@@ -1,7 +1,7 @@
 //! A module whose steps are all about when they are called: one weight, no random numbers.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 use voltaic::accelerator::{HpuEmulator, HpuSettings};
@@ -10,8 +10,11 @@ use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::Parameter;
 use voltaic::optim::{Optimizers, Sgd};
-use voltaic::trainer::{Trainer, TrainerBuilder};
 use voltaic::{Kind, Module, Tensor};
+
+use crate::process::own_test;
+pub use crate::process::{own_process, plays, text_of};
+pub use crate::silent::silent;
 
 pub type Step = dyn Fn(&Probe, Tensor, &mut StepContext) -> anyhow::Result<Tensor> + Send;
 
@@ -89,17 +92,7 @@ impl LightningModule for Probe {
 #[derive(Module)]
 pub struct Defaults;
 
-impl LightningModule for Defaults {
-    type Batch = Tensor;
-
-    fn training_step(&self, _batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        anyhow::bail!("not called")
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.1).into()
-    }
-}
+lightning_module!(Defaults, Tensor, Sgd::new(0.1), |_, _batch, _| anyhow::bail!("not called"));
 
 /// Batches of two samples; sample `i` is `[i, -i / 2]`.
 pub fn loader(samples: i64) -> DataLoader<Tensor> {
@@ -111,15 +104,6 @@ pub fn loader(samples: i64) -> DataLoader<Tensor> {
 /// 6 training batches and 2 validation batches.
 pub fn loaders() -> Loaders<Tensor> {
     Loaders::new().train(loader(12)).val(loader(4)).test(loader(4)).predict(loader(4))
-}
-
-/// A trainer that prints nothing and writes nothing unless told to.
-pub fn silent() -> TrainerBuilder {
-    Trainer::builder()
-        .logger(false)
-        .enable_checkpointing(false)
-        .enable_progress_bar(false)
-        .enable_model_summary(false)
 }
 
 /// Notes what happens as words: `t0` a training batch, `t0*` one that ends with an optimizer step, `V2` a validation
@@ -202,33 +186,23 @@ impl Callback for LearningRates {
     }
 }
 
-/// Set in a process of this binary to what it is to play.
-pub const PART: &str = "VOLTAIC_TEST_PART";
-
-/// This binary, to run one of its tests in a process of its own as `part`.
-pub fn own_process(test: &str, part: &str) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(PART, part);
-    command.env("OMP_NUM_THREADS", "1");
-    command
+/// A thread for a part of the present test, which may call [`own_process`], too.
+pub fn own_thread() -> std::thread::Builder {
+    std::thread::Builder::new().name(own_test())
 }
 
-/// The same with libtorch's kernels, for what was recorded to the last bit.
-pub fn by_libtorch(test: &str, part: &str) -> Command {
-    let mut command = own_process(test, part);
+/// [`own_process`] with libtorch's kernels, for what was recorded to the last bit.
+pub fn by_libtorch(part: &str) -> Command {
+    let mut command = own_process(part);
     command.env("VOLTAIC_CPU_KERNELS", "0");
     command
 }
 
-pub fn plays(part: &str) -> bool {
-    std::env::var(PART).is_ok_and(|value| value == part)
-}
-
 /// Runs a test again in a process of its own, in which the emulated HPU is set up before libtorch trains. True in that
 /// process; elsewhere the test is over, and went well there.
-pub fn has_hpu(test: &str) -> bool {
+pub fn has_hpu() -> bool {
     if !plays("hpu") {
-        text_of(&own_process(test, "hpu").output().unwrap());
+        text_of(&own_process("hpu").output().unwrap());
         return false;
     }
     HpuEmulator::init(HpuSettings::default()).unwrap();
@@ -256,13 +230,6 @@ pub fn short_fit(arguments: &[&str], variables: &[(&str, &str)]) -> (Option<i32>
         ["--trainer.limit_val_batches=1", "--trainer.logger=false", "--trainer.enable_checkpointing=false"];
     let arguments: Vec<&str> = short.chain(quiet).chain(arguments.iter().copied()).collect();
     voltaic(&arguments, variables)
-}
-
-/// What a process printed, which must have ended well.
-pub fn text_of(output: &Output) -> String {
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    text
 }
 
 /// Names of the files in a folder, sorted; a link has an `@` behind it. None if there is no folder.

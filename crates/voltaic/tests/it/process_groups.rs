@@ -17,7 +17,7 @@ fn filled(rows: i64, value: f64) -> Tensor {
 
 #[test]
 fn every_operation_does_what_pytorch_says() {
-    as_ranks("process_groups::every_operation_does_what_pytorch_says", 3, |group| {
+    as_ranks(3, |group| {
         let rank = group.rank();
         let own = || Tensor::from_slice(&[rank as f32, 1.0]);
         for (op, expected) in [
@@ -98,7 +98,7 @@ fn all_at_once(group: &ProcessGroup, device: Device) -> Vec<Vec<f32>> {
 
 #[test]
 fn operations_of_all_kinds_are_under_way_at_once() {
-    as_ranks("process_groups::operations_of_all_kinds_are_under_way_at_once", 3, |group| {
+    as_ranks(3, |group| {
         let found = all_at_once(&group, Device::Cpu);
         let rank = group.rank() as f32;
         let numbers = |add: f32| (0..6).map(|i| i as f32 + add).collect::<Vec<_>>();
@@ -117,7 +117,7 @@ fn operations_of_all_kinds_are_under_way_at_once() {
 
 #[test]
 fn work_that_nobody_waits_for_is_done_when_it_is_dropped() {
-    as_ranks("process_groups::work_that_nobody_waits_for_is_done_when_it_is_dropped", 2, |group| {
+    as_ranks(2, |group| {
         let (sum, copy) = (filled(3, 1.0), filled(3, group.rank() as f64));
         drop(group.start_all_reduce(&sum, ReduceOp::Sum).unwrap());
         drop(group.start_broadcast(&copy, 1).unwrap());
@@ -129,7 +129,7 @@ fn work_that_nobody_waits_for_is_done_when_it_is_dropped() {
 
 #[test]
 fn groups_of_some_ranks_and_groups_within_them() {
-    as_ranks("process_groups::groups_of_some_ranks_and_groups_within_them", 4, |group| {
+    as_ranks(4, |group| {
         let rank = group.rank();
         let own = || filled(2, 10_f64.powi(rank as i32));
         let halves = group.split(&[vec![2, 0], vec![1, 3]]).unwrap().unwrap();
@@ -163,7 +163,7 @@ fn groups_of_some_ranks_and_groups_within_them() {
 
 #[test]
 fn groups_at_work_at_once_are_waited_for_in_any_order() {
-    as_ranks("process_groups::groups_at_work_at_once_are_waited_for_in_any_order", 2, |group| {
+    as_ranks(2, |group| {
         let other = group.new_group(&[0, 1]).unwrap().unwrap();
         assert!(group.shares_memory() && other.shares_memory());
         for len in [1, 40_000, 3 << 20] {
@@ -203,7 +203,7 @@ fn groups_at_work_at_once_are_waited_for_in_any_order() {
 
 #[test]
 fn what_is_wrong_with_a_group_is_told_on_all_ranks() {
-    as_ranks("process_groups::what_is_wrong_with_a_group_is_told_on_all_ranks", 2, |group| {
+    as_ranks(2, |group| {
         let refused = |groups: &[Vec<usize>]| group.split(groups).unwrap_err().to_string();
         assert!(
             refused(&[vec![0, 2]]).contains("rank 2 of 2; ranks count from 0"),
@@ -240,8 +240,7 @@ fn what_is_wrong_with_a_group_is_told_on_all_ranks() {
 
 #[test]
 fn ranks_out_of_step_are_told_in_what_the_others_were() {
-    let test = "process_groups::ranks_out_of_step_are_told_in_what_the_others_were";
-    as_ranks_within(test, 2, Duration::from_secs(2), |world| {
+    as_ranks_within(2, Duration::from_secs(2), |world| {
         let rank = world.rank();
         let error = |group: &ProcessGroup, body: &dyn Fn(&ProcessGroup) -> voltaic::Result<()>| {
             body(group).unwrap_err().to_string()
@@ -267,12 +266,11 @@ fn ranks_out_of_step_are_told_in_what_the_others_were() {
 
 #[test]
 fn a_rank_killed_in_a_group_is_named_and_the_others_go_on() {
-    let test = "process_groups::a_rank_killed_in_a_group_is_named_and_the_others_go_on";
     if !crate::probe::plays("rank of 4") {
         // rank 3 is killed, so that its end is not looked at
-        return crate::distributed::start_ranks(test, 4, |rank| rank != 3);
+        return crate::distributed::start_ranks(4, |rank| rank != 3);
     }
-    as_ranks_within(test, 4, Duration::from_secs(20), |world| {
+    as_ranks_within(4, Duration::from_secs(20), |world| {
         let rank = world.rank();
         let pairs = world.split(&[vec![0, 1], vec![2, 3]]).unwrap().unwrap();
         pairs.barrier().unwrap();

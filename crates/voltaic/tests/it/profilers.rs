@@ -310,12 +310,11 @@ fn settings_that_make_no_sense_are_refused() {
 
 #[test]
 fn without_a_file_the_report_goes_to_standard_error() {
-    let name = "profilers::without_a_file_the_report_goes_to_standard_error";
     if plays("printer") {
         fitted(|t| t.profiler("simple"));
         return;
     }
-    let output = own_process(name, "printer").output().unwrap();
+    let output = own_process("printer").output().unwrap();
     text_of(&output);
     let printed = String::from_utf8_lossy(&output.stderr);
     assert!(printed.contains("FIT Profiler Report") && printed.contains("run_training_epoch"), "{printed}");
@@ -323,7 +322,6 @@ fn without_a_file_the_report_goes_to_standard_error() {
 
 #[test]
 fn each_rank_has_a_report() {
-    let name = "profilers::each_rank_has_a_report";
     if plays("rank") {
         let folder = crate::ddp::folder_of_parent();
         let config = SimpleProfilerConfig {
@@ -337,7 +335,7 @@ fn each_rank_has_a_report() {
         return;
     }
     let folder = TempDir::new().unwrap();
-    crate::ddp::run_ranks(name, "rank", folder.path());
+    crate::ddp::run_ranks("rank", folder.path());
     let found = names(folder.path());
     assert!(
         ["fit-p-0.txt", "fit-p-1.txt"].iter().all(|file| found.iter().any(|name| name == file)),

@@ -18,6 +18,7 @@ use voltaic::precision::GradScaler;
 use voltaic::trainer::{TrainerBuilder, seed_everything};
 use voltaic::{Kind, Module, Tensor};
 
+use crate::checkpoints::resumed;
 use crate::probe::{LearningRates, files, has_hpu, names, silent};
 use crate::rng::seeded;
 use crate::trainer::{Losses, loader, loaders};
@@ -138,10 +139,7 @@ impl Case {
             (self.save)(&mut config);
             builder = builder.enable_checkpointing(true).callback(ModelCheckpoint::new(config).unwrap());
         }
-        let mut trainer = build(builder).build().unwrap();
-        if let Some(ckpt) = ckpt {
-            trainer.ckpt_path(ckpt.to_str().unwrap());
-        }
+        let mut trainer = resumed(build(builder), ckpt);
         let mut data = Loaders::new().train(self.train_loader()).val(loader(6, false));
         trainer.fit(&mut net, &mut data).unwrap();
         let metric = |name: &str| trainer.metric(name).map(f64::to_bits);
@@ -326,7 +324,7 @@ fn a_checkpoint_beyond_the_last_epoch_is_refused() {
 /// Every optimizer, in float32 on the CPU and in `16-mixed` on an emulated HPU, whose first steps are left out because the scaled loss overflows.
 #[test]
 fn after_any_step_with_every_optimizer_and_precision() {
-    if !has_hpu("resume::after_any_step_with_every_optimizer_and_precision") {
+    if !has_hpu() {
         return;
     }
     let optimizers: [fn() -> Optimizers; 5] = [
@@ -360,7 +358,7 @@ fn after_any_step_with_every_optimizer_and_precision() {
 /// are left out, so that some of the places are between steps that were done and steps that were not.
 #[test]
 fn after_a_failure_at_any_place() {
-    if !has_hpu("resume::after_a_failure_at_any_place") {
+    if !has_hpu() {
         return;
     }
     let _rng = seeded(1);

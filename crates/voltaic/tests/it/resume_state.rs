@@ -1,7 +1,7 @@
 //! A resumed run equals the uninterrupted one in all that it keeps beside weights: schedules, callbacks, averages, logged
 //! values. What is stopped, limited or broken off here goes on where it was.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::Value;
 use tempfile::TempDir;
@@ -12,12 +12,12 @@ use voltaic::callback::{
 };
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::Loaders;
-use voltaic::module::CheckpointRequest;
 use voltaic::nn::ModuleExt;
 use voltaic::optim::{AdamW, Interval, LrSchedulerSpec, Optimizers, PlateauMode, ReduceLrOnPlateau};
 use voltaic::trainer::{GraphMode, TrainerBuilder, seed_everything};
 use voltaic::{Error, Tensor};
 
+use crate::checkpoints::{full_checkpoint, resumed};
 use crate::probe::{Probe, files, loaders, names, silent};
 use crate::resume::Net;
 use crate::rng::seeded;
@@ -40,10 +40,6 @@ struct Run {
     result: voltaic::Result<()>,
 }
 
-fn request(path: PathBuf) -> CheckpointRequest {
-    CheckpointRequest { path, weights_only: false, link_to: None, then_remove: Vec::new() }
-}
-
 impl Case {
     fn fit(&self, build: impl FnOnce(TrainerBuilder) -> TrainerBuilder, ckpt: Option<&Path>) -> Run {
         // nothing may depend on the seed of a process that resumes
@@ -53,17 +49,14 @@ impl Case {
         let end = path.clone();
         let at_the_end = LambdaCallback::new().on_train_epoch_end(move |ctx, _| {
             if Some(ctx.current_epoch() + 1) == ctx.facts().max_epochs {
-                ctx.request_checkpoint(request(end.clone()));
+                ctx.request_checkpoint(full_checkpoint(end.clone()));
             }
             Ok(())
         });
         let losses = Losses::default();
         let builder = (self.build)(silent().default_root_dir(root.path()).num_sanity_val_steps(1));
         let builder = build(builder.max_epochs(3)).callback(losses.clone()).callback(at_the_end);
-        let mut trainer = builder.build().unwrap();
-        if let Some(ckpt) = ckpt {
-            trainer.ckpt_path(ckpt.to_str().unwrap());
-        }
+        let mut trainer = resumed(builder, ckpt);
         let mut net = Net::new(self.optimizers);
         let mut data = Loaders::new().train(loader(26, true)).val(loader(6, false));
         let result = trainer.fit(&mut net, &mut data);

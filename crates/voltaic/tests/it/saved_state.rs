@@ -9,12 +9,13 @@ use voltaic::callback::{EmaWeightAveragingConfig, LambdaCallback, WeightAveragin
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::Stage;
 use voltaic::metrics::MeanMetric;
-use voltaic::module::{CheckpointRequest, LightningModule, ModuleTensors, StepContext};
+use voltaic::module::{LightningModule, ModuleTensors, StepContext};
 use voltaic::nn::{Dropout, Forward, Linear, ModuleExt};
 use voltaic::optim::{AdamW, Optimizers, StepLr};
 use voltaic::trainer::{BatchSizeFinderConfig, LearningRateFinderConfig, TrainerBuilder, seed_everything};
 use voltaic::{Kind, Module, Tensor};
 
+use crate::checkpoints::{full_checkpoint, resumed};
 use crate::ddp::{assert_same, folder_of_parent, run_ranks};
 use crate::probe::{loaders, own_process, plays, silent, text_of};
 use crate::rng::seeded;
@@ -105,12 +106,7 @@ fn save_after(batches: u64, path: &Path) -> LambdaCallback {
     LambdaCallback::new().on_train_batch_end(move |ctx, _| {
         if ctx.progress().total_batches == batches {
             let path = path.clone();
-            ctx.request_checkpoint(CheckpointRequest {
-                path,
-                weights_only: false,
-                link_to: None,
-                then_remove: Vec::new(),
-            });
+            ctx.request_checkpoint(full_checkpoint(path));
         }
         Ok(())
     })
@@ -172,13 +168,12 @@ fn a_checkpoint_after_fit_goes_on_as_one_within() {
 
 #[test]
 fn two_ranks_save_after_fit_and_when_cut_short() {
-    let test = "saved_state::two_ranks_save_after_fit_and_when_cut_short";
     let trainer = |folder: &Path| silent().default_root_dir(folder).max_epochs(4).callback(ema()).devices(2);
     let end = |net: &Late, folder: &Path| {
         let checkpoint = Checkpoint { weights: net.weights(), ..Checkpoint::default() };
         checkpoint.save(&folder.join("end.ckpt")).unwrap();
     };
-    let part = std::env::var(crate::probe::PART).unwrap_or_default();
+    let part = std::env::var(crate::process::PART).unwrap_or_default();
     if !part.is_empty() {
         let folder = folder_of_parent();
         seed_everything(5).unwrap();
@@ -211,14 +206,14 @@ fn two_ranks_save_after_fit_and_when_cut_short() {
     }
     let folder = TempDir::new().unwrap();
     let weights = || crate::ddp::weights(folder.path());
-    run_ranks(test, "whole", folder.path());
+    run_ranks("whole", folder.path());
     let whole = weights();
     for (part, steps) in [("limited", 7), ("stopped", 5)] {
-        let text = run_ranks(test, part, folder.path());
+        let text = run_ranks(part, folder.path());
         assert!(text.contains(&format!("steps={steps}\n")), "{text}");
         let saved = Checkpoint::load(&folder.path().join("saved.ckpt")).unwrap();
         assert_eq!((saved.meta.global_step, saved.training.unwrap().ranks.len()), (steps, 1));
-        run_ranks(test, "resumed", folder.path());
+        run_ranks("resumed", folder.path());
         assert_same(&weights(), &whole);
     }
 }
@@ -230,10 +225,7 @@ fn gradients_that_a_manual_step_has_left_open_are_saved() {
     let fit = |build: &dyn Fn(TrainerBuilder) -> TrainerBuilder, ckpt: Option<&Path>| {
         seed_everything(if ckpt.is_some() { 99 } else { 5 }).unwrap();
         let mut net = Late { is_manual: true, ..Late::new() };
-        let mut trainer = build(silent().max_epochs(3)).build().unwrap();
-        if let Some(ckpt) = ckpt {
-            trainer.ckpt_path(ckpt.to_str().unwrap());
-        }
+        let mut trainer = resumed(build(silent().max_epochs(3)), ckpt);
         trainer.fit(&mut net, &mut loaders()).unwrap();
         net.weights()
     };
@@ -348,9 +340,8 @@ fn a_module_s_own_tensors_come_back() {
 
 #[test]
 fn a_module_s_own_tensors_come_back_to_an_hpu() {
-    let test = "saved_state::a_module_s_own_tensors_come_back_to_an_hpu";
     if plays("hpu") {
         return check_tensors(|| silent().accelerator("hpu").devices(1).max_epochs(1));
     }
-    text_of(&own_process(test, "hpu").output().unwrap());
+    text_of(&own_process("hpu").output().unwrap());
 }

@@ -23,6 +23,7 @@ use voltaic::strategy::{ShardedGrads, ShardedState, Strategy, Votes};
 use voltaic::trainer::{GraphMode, TrainerBuilder};
 use voltaic::{Kind, Tensor};
 
+use crate::compare;
 use crate::ddp::{FOLDER, Net, builder, folder_of_parent, loaders};
 use crate::probe::{own_process, plays, text_of};
 
@@ -387,12 +388,7 @@ fn assert_same(folder: &Path, other: &Path, file: &str) {
     let load = |folder: &Path| tensors(&Checkpoint::load(&folder.join(file)).unwrap());
     let (found, expected) = (load(folder), load(other));
     assert!(!expected.is_empty());
-    let names = |all: &[(String, Tensor)]| all.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
-    assert_eq!(names(&found), names(&expected), "{file}");
-    for ((name, found), (_, expected)) in found.iter().zip(&expected) {
-        assert_eq!((found.size(), found.kind()), (expected.size(), expected.kind()), "{file} {name}");
-        assert!(found.equal(expected), "{file} {name}: {found} {expected}");
-    }
+    compare::assert_same(file, &found, &expected);
 }
 
 /// Trains with averages, clipping, accumulation, validation and checkpoints; goes on from the middle; leaves all files.
@@ -448,14 +444,11 @@ fn one_process_that_takes_weights_away_trains_the_same() {
 
 fn assert_same_within(folder: &Path, file: &str, other: &str) {
     let load = |file: &str| tensors(&Checkpoint::load(&folder.join(file)).unwrap());
-    for ((name, found), (_, expected)) in load(file).iter().zip(&load(other)) {
-        assert!(found.equal(expected), "{name}");
-    }
+    compare::assert_same(file, &load(file), &load(other));
 }
 
 #[test]
 fn two_ranks_with_parts_of_the_weights_are_ddp() {
-    const TEST: &str = "sharded::two_ranks_with_parts_of_the_weights_are_ddp";
     for part in ["ddp", "sharded"] {
         if plays(part) {
             let make = |folder: &Path| {
@@ -470,7 +463,7 @@ fn two_ranks_with_parts_of_the_weights_are_ddp() {
     }
     let folders = ["ddp", "sharded"].map(|part| {
         let folder = TempDir::new().unwrap();
-        let mut command = own_process(TEST, part);
+        let mut command = own_process(part);
         let text = text_of(&command.env(FOLDER, folder.path()).output().unwrap());
         let metrics = text.lines().find(|line| line.starts_with("metrics")).unwrap().to_owned();
         (folder, metrics)

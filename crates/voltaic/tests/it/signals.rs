@@ -81,14 +81,8 @@ fn train_with(devices: usize, settings: Option<SlurmEnvironment>, is_early: bool
 
 /// Starts a test as `part`, sends it a signal when it trains; returns its exit code, what it printed, and how long it took
 /// to end.
-fn signalled(
-    test: &str,
-    part: &str,
-    signal: &str,
-    folder: &Path,
-    path: &str,
-) -> (Option<i32>, String, Duration) {
-    let mut command = own_process(test, part);
+fn signalled(part: &str, signal: &str, folder: &Path, path: &str) -> (Option<i32>, String, Duration) {
+    let mut command = own_process(part);
     command.env(FOLDER, folder).env("VOLTAIC_TEST_WAITS", "1").env("PATH", path);
     command.env("SLURM_JOB_ID", "4711").env("SLURM_JOB_NAME", "train");
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
@@ -121,8 +115,8 @@ impl Scontrol {
 }
 
 /// A test as a process of a job that has been started again.
-fn again(test: &str, part: &str, folder: &Path, job: &str) -> Command {
-    let mut again = own_process(test, part);
+fn again(part: &str, folder: &Path, job: &str) -> Command {
+    let mut again = own_process(part);
     again.env(FOLDER, folder).env("SLURM_JOB_ID", job).env("SLURM_JOB_NAME", "train");
     again.env("SLURM_RESTART_COUNT", "1");
     again
@@ -130,13 +124,12 @@ fn again(test: &str, part: &str, folder: &Path, job: &str) -> Command {
 
 #[test]
 fn slurms_notice_saves_queues_again_and_is_gone_on_from() {
-    let test = "signals::slurms_notice_saves_queues_again_and_is_gone_on_from";
     if plays("job") || plays("hpc") {
         return train(2);
     }
     let scontrol = Scontrol::new();
     let folder = TempDir::new().unwrap();
-    let (code, text, _) = signalled(test, "job", "-USR1", folder.path(), &scontrol.1);
+    let (code, text, _) = signalled("job", "-USR1", folder.path(), &scontrol.1);
     assert_eq!(code, Some(138), "{text}");
     assert!(text.contains("told by SIGUSR1"), "{text}");
     assert_eq!(scontrol.asked(), "requeue 4711\n", "once, by rank 0");
@@ -146,24 +139,23 @@ fn slurms_notice_saves_queues_again_and_is_gone_on_from() {
 
     let (_kept, expected, ..) = alone(2, 1);
     for (part, job, step) in [("job", "4711", 10), ("job", "4712", 0), ("hpc", "4712", 10)] {
-        let text = text_of(&again(test, part, folder.path(), job).output().unwrap());
+        let text = text_of(&again(part, folder.path(), job).output().unwrap());
         assert!(text.contains(&format!("begins at step {step}\n")), "{part} {job}: {text}");
         assert_same(&weights(folder.path()), &expected);
     }
     std::fs::remove_file(folder.path().join("hpc_ckpt_1.ckpt")).unwrap();
-    let text = again(test, "hpc", folder.path(), "4711").output().unwrap();
+    let text = again("hpc", folder.path(), "4711").output().unwrap();
     let text = String::from_utf8_lossy(&text.stderr).into_owned();
     assert!(text.contains("ckpt_path: `hpc`, but there is no hpc_ckpt_<n>.ckpt in "), "{text}");
 }
 
 #[test]
 fn a_notice_that_comes_before_the_fit_is_kept() {
-    let test = "signals::a_notice_that_comes_before_the_fit_is_kept";
     if plays("early") {
         return train_with(1, None, true);
     }
     let (scontrol, folder) = (Scontrol::new(), TempDir::new().unwrap());
-    let (code, text, _) = signalled(test, "early", "-USR1", folder.path(), &scontrol.1);
+    let (code, text, _) = signalled("early", "-USR1", folder.path(), &scontrol.1);
     assert_eq!(code, Some(138), "{text}");
     assert_eq!(scontrol.asked(), "requeue 4711\n");
     assert!(!folder.path().join("hpc_ckpt_1.ckpt").exists(), "in the sanity check there is nothing to save");
@@ -200,7 +192,6 @@ fn the_command_keeps_a_notice_from_its_start() {
 
 #[test]
 fn the_plugin_names_another_signal_or_none() {
-    let test = "signals::the_plugin_names_another_signal_or_none";
     let by = |signal| SlurmEnvironment { requeue_signal: Some(signal), ..SlurmEnvironment::default() };
     let cases = [
         ("hangup", "-HUP", by(RequeueSignal::SigHup), "SIGHUP", 129),
@@ -213,11 +204,11 @@ fn the_plugin_names_another_signal_or_none() {
         if plays(part) {
             return train_with(2, Some(settings), false);
         }
-        if std::env::var_os(crate::probe::PART).is_some() {
+        if std::env::var_os(crate::process::PART).is_some() {
             continue;
         }
         let (scontrol, folder) = (Scontrol::new(), TempDir::new().unwrap());
-        let (code, text, _) = signalled(test, part, signal, folder.path(), &scontrol.1);
+        let (code, text, _) = signalled(part, signal, folder.path(), &scontrol.1);
         assert_eq!(code, Some(expected), "{part}: {text}");
         assert!(text.contains(&format!("told by {name}")), "{part}: {text}");
         assert_eq!(scontrol.asked(), if requeues { "requeue 4711\n" } else { "" }, "{part}");
@@ -227,13 +218,11 @@ fn the_plugin_names_another_signal_or_none() {
 
 #[test]
 fn a_stopped_rank_does_not_hold_up_the_end() {
-    let test = "signals::a_stopped_rank_does_not_hold_up_the_end";
     if plays("stopped") {
         return train(2);
     }
     let folder = TempDir::new().unwrap();
-    let (code, text, took) =
-        signalled(test, "stopped", "-INT", folder.path(), &std::env::var("PATH").unwrap());
+    let (code, text, took) = signalled("stopped", "-INT", folder.path(), &std::env::var("PATH").unwrap());
     assert_eq!(code, Some(130), "{text}");
     assert!(took < Duration::from_secs(20), "{took:?} {text}");
 }
@@ -248,7 +237,7 @@ fn a_wrong_configuration_is_not_started_again() {
         return;
     }
     let folder = TempDir::new().unwrap();
-    let mut command = own_process("signals::a_wrong_configuration_is_not_started_again", "wrong");
+    let mut command = own_process("wrong");
     let output = command.env(FOLDER, folder.path()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(2), "{text}");
@@ -257,14 +246,13 @@ fn a_wrong_configuration_is_not_started_again() {
 
 #[test]
 fn a_program_whose_configuration_is_wrong_is_not_started_again() {
-    let test = "signals::a_program_whose_configuration_is_wrong_is_not_started_again";
     if plays("wrong program") {
         let builder = builder(&folder_of_parent()).devices(2).max_restarts(3_u64);
         builder.build().unwrap().fit(&mut Net::new(), &mut Loaders::new()).unwrap();
         return;
     }
     let folder = TempDir::new().unwrap();
-    let output = own_process(test, "wrong program").env(FOLDER, folder.path()).output().unwrap();
+    let output = own_process("wrong program").env(FOLDER, folder.path()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(101), "its own exit code: {text}");
     assert!(text.contains("are not started again") && !text.contains("starting all ranks again"), "{text}");
@@ -272,13 +260,12 @@ fn a_program_whose_configuration_is_wrong_is_not_started_again() {
 
 #[test]
 fn a_hangup_saves_what_a_run_with_checkpoints_has_done() {
-    let test = "signals::a_hangup_saves_what_a_run_with_checkpoints_has_done";
     if plays("saves") {
         return train_with(2, None, false);
     }
     let folder = TempDir::new().unwrap();
     let path = std::env::var("PATH").unwrap();
-    let (code, text, _) = signalled(test, "saves", "-HUP", folder.path(), &path);
+    let (code, text, _) = signalled("saves", "-HUP", folder.path(), &path);
     assert_eq!(code, Some(129), "{text}");
     let saved = Checkpoint::load(&folder.path().join("checkpoints/on_signal.ckpt")).unwrap();
     assert_eq!((saved.meta.global_step, saved.training.unwrap().ranks.len()), (10, 1));
@@ -293,7 +280,6 @@ fn too_many_processes_are_refused_before_any_is_started() {
 
 #[test]
 fn after_a_fit_or_a_launch_signals_end_the_process_again() {
-    let test = "signals::after_a_fit_or_a_launch_signals_end_the_process_again";
     let signals = ["-INT", "-TERM", "-HUP", "-USR1"];
     if plays("launch") && std::env::var_os("LOCAL_RANK").is_some() {
         return; // a rank
@@ -314,7 +300,7 @@ fn after_a_fit_or_a_launch_signals_end_the_process_again() {
     }
     for part in ["fit", "launch"] {
         for (signal, number) in signals.into_iter().zip([2, 15, 1, 10]) {
-            let mut command = own_process(test, part);
+            let mut command = own_process(part);
             let status = command.env("VOLTAIC_TEST_SIGNAL", signal).stdout(Stdio::null()).status().unwrap();
             assert_eq!(status.signal(), Some(number), "{part} {signal}: {status}");
         }

@@ -45,7 +45,6 @@ fn listens(process: &str) -> BTreeSet<String> {
 
 #[test]
 fn ranks_of_one_host_listen_on_loopback_alone_and_share_a_secret() {
-    let test = "strangers::ranks_of_one_host_listen_on_loopback_alone_and_share_a_secret";
     if plays("two ranks") {
         let trainer = builder(&folder_of_parent()).devices(2).build().unwrap();
         let launcher = std::os::unix::process::parent_id().to_string();
@@ -61,7 +60,7 @@ fn ranks_of_one_host_listen_on_loopback_alone_and_share_a_secret() {
     }
     let folder = TempDir::new().unwrap();
     // an address that all can reach changes nothing
-    let mut command = own_process(test, "two ranks");
+    let mut command = own_process("two ranks");
     let text = text_of(&command.env(FOLDER, folder.path()).env("MASTER_ADDR", "0.0.0.0").output().unwrap());
     for expected in [r#"rank 0 listens at {"0100007F"}"#, r#"the launcher listens at {"0100007F"}"#] {
         assert!(text.contains(expected), "{text}");
@@ -90,7 +89,6 @@ impl Callback for IsAttacked {
 
 #[test]
 fn connections_to_the_port_of_a_rank_do_not_end_it() {
-    let test = "strangers::connections_to_the_port_of_a_rank_do_not_end_it";
     if plays("attacked") {
         let folder = folder_of_parent();
         let mut trainer = builder(&folder).devices(2).callback(IsAttacked).build().unwrap();
@@ -99,7 +97,7 @@ fn connections_to_the_port_of_a_rank_do_not_end_it() {
         return finish(&trainer, &net, &folder);
     }
     let folder = TempDir::new().unwrap();
-    let own = own_process(test, "attacked");
+    let own = own_process("attacked");
     let mut command = Command::new("sh"); // few descriptors, as a user has by default
     command.args(["-c", "ulimit -n 1024; exec \"$@\"", "sh"]).arg(own.get_program()).args(own.get_args());
     command.envs(own.get_envs().filter_map(|(key, value)| Some((key, value?)))).env(FOLDER, folder.path());
@@ -154,7 +152,6 @@ fn the_secret_is_not_shown() {
 
 #[test]
 fn a_process_of_another_job_is_no_rank_of_this_one() {
-    let test = "strangers::a_process_of_another_job_is_no_rank_of_this_one";
     const NUMBER: &str = "VOLTAIC_TEST_NUMBER";
     if plays("one of them") {
         let number = |name: &str| std::env::var(name).unwrap().parse::<usize>().unwrap();
@@ -172,7 +169,7 @@ fn a_process_of_another_job_is_no_rank_of_this_one() {
     }
     let port = free_port();
     let start = |number: usize| {
-        let mut command = own_process(test, "one of them");
+        let mut command = own_process("one of them");
         command.env(NUMBER, number.to_string()).env("MASTER_PORT", port.to_string());
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().unwrap()

@@ -58,14 +58,13 @@ fn net(has_example: bool) -> Net {
 
 #[test]
 fn sizes_are_there_before_the_first_batch() {
-    let name = "summary::sizes_are_there_before_the_first_batch";
     if plays("summary") {
         let builder = Trainer::builder().accelerator("cpu").logger(false).enable_checkpointing(false);
         let builder = builder.enable_progress_bar(false).limit_train_batches(0).max_epochs(1);
         builder.build().unwrap().fit(&mut net(true), &mut Loaders::new().train(loader(4))).unwrap();
         return;
     }
-    let output = own_process(name, "summary").output().unwrap();
+    let output = own_process("summary").output().unwrap();
     text_of(&output);
     let printed = String::from_utf8_lossy(&output.stderr);
     let table = "\

@@ -15,6 +15,7 @@ use voltaic::nn::{BatchNorm1d, Forward, Linear, ModuleExt};
 use voltaic::optim::{Interval, LrSchedulerSpec, Optimizers, Sgd, StepLr};
 use voltaic::{Kind, Module, Tensor};
 
+use crate::checkpoints::resumed;
 use crate::probe::{LearningRates, Probe, files, loaders, silent};
 use crate::rng::seeded;
 
@@ -95,10 +96,7 @@ fn fit(case: &Value, saver: Option<ModelCheckpoint>, ckpt: Option<&Path>) -> (Ve
     if let Some(saver) = saver {
         builder = builder.enable_checkpointing(true).callback(saver);
     }
-    let mut trainer = builder.build().unwrap();
-    if let Some(ckpt) = ckpt {
-        trainer.ckpt_path(ckpt.to_str().unwrap());
-    }
+    let mut trainer = resumed(builder, ckpt);
     let mut net = Net::new(&case["first"]);
     trainer.fit(&mut net, &mut data()).unwrap();
     let rates = std::mem::take(&mut *rates.0.lock().unwrap());

@@ -305,9 +305,8 @@ fn evaluation_is_in_inference_mode_unless_told_otherwise() {
 
 #[test]
 fn determinism_is_a_switch_of_the_process() {
-    let name = "trainer_arguments::determinism_is_a_switch_of_the_process";
     if !plays("deterministic") {
-        text_of(&own_process(name, "deterministic").output().unwrap());
+        text_of(&own_process("deterministic").output().unwrap());
         return;
     }
     use voltaic::ffi::{DeterministicMode, deterministic};
@@ -394,9 +393,8 @@ fn closures_run_at_hooks_and_a_failure_leaves_a_checkpoint() {
 
 #[test]
 fn a_run_that_a_signal_ends_is_saved_and_goes_on() {
-    let name = "trainer_arguments::a_run_that_a_signal_ends_is_saved_and_goes_on";
     if !plays("signal") {
-        text_of(&own_process(name, "signal").output().unwrap());
+        text_of(&own_process("signal").output().unwrap());
         return;
     }
     let raise = || signal_hook::low_level::raise(signal_hook::consts::SIGTERM);

@@ -6,7 +6,6 @@ use tempfile::TempDir;
 use voltaic::Error;
 use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{Forward, Linear, ModuleExt, Relu, Sequential};
 use voltaic::optim::{Adam, LrSchedulerSpec, Optimizers, PlateauMode, ReduceLrOnPlateau, Sgd};
 use voltaic::{Kind, Module, Tensor};
@@ -49,9 +48,8 @@ fn an_error_of_the_user_names_hook_and_step_and_keeps_its_causes() {
 
 #[test]
 fn a_panic_in_a_step_is_an_error_with_message_and_place_and_nothing_is_printed() {
-    let name = "trainer_errors::a_panic_in_a_step_is_an_error_with_message_and_place_and_nothing_is_printed";
     if !plays("panic") {
-        let output = own_process(name, "panic").output().unwrap();
+        let output = own_process("panic").output().unwrap();
         text_of(&output);
         assert_eq!(String::from_utf8_lossy(&output.stderr), "");
         return;
@@ -209,9 +207,8 @@ fn losses_that_are_not_numbers_end_no_run_and_save_no_best() {
 #[test]
 fn a_signal_ends_the_run_after_the_batch() {
     use signal_hook::consts::{SIGINT, SIGTERM};
-    let name = "trainer_errors::a_signal_ends_the_run_after_the_batch";
     if !plays("signal") {
-        let output = own_process(name, "signal").output().unwrap();
+        let output = own_process("signal").output().unwrap();
         text_of(&output);
         return;
     }
@@ -241,10 +238,9 @@ fn a_signal_ends_the_run_after_the_batch() {
 
 #[test]
 fn a_second_signal_ends_the_process_at_once() {
-    let name = "trainer_errors::a_second_signal_ends_the_process_at_once";
     if !plays("second signal") {
         let started = Instant::now();
-        let output = own_process(name, "second signal").output().unwrap();
+        let output = own_process("second signal").output().unwrap();
         assert_eq!(output.status.code(), Some(130), "{}", String::from_utf8_lossy(&output.stdout));
         assert!(started.elapsed() < Duration::from_secs(20));
         return;
@@ -279,17 +275,10 @@ struct Broken {
     head: Linear,
 }
 
-impl LightningModule for Broken {
-    type Batch = Tensor;
-
-    fn training_step(&self, batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        Ok(self.head.forward(&self.encoder.forward(batch)?)?.f_mean(Kind::Float)?)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.1).into()
-    }
-}
+lightning_module!(Broken, Tensor, Sgd::new(0.1), |net, batch, _| Ok(net
+    .head
+    .forward(&net.encoder.forward(batch)?)?
+    .f_mean(Kind::Float)?));
 
 #[test]
 fn a_layer_that_refuses_its_input_is_named_with_its_place() {

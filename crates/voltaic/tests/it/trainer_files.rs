@@ -14,6 +14,7 @@ use voltaic::optim::{LrSchedulerSpec, Optimizers, ReduceLrOnPlateau, Sgd};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 use voltaic::{Error, Module};
 
+use crate::checkpoints::full_checkpoint;
 use crate::probe::{Probe, loader, loaders, names, silent};
 
 /// Values of Lightning's run that the names below were taken from.
@@ -405,12 +406,7 @@ struct SaveInBatch;
 impl Callback for SaveInBatch {
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         let path = ctx.facts().default_root_dir.join(format!("{}.ckpt", ctx.global_step()));
-        ctx.request_checkpoint(voltaic::module::CheckpointRequest {
-            path,
-            weights_only: false,
-            link_to: None,
-            then_remove: Vec::new(),
-        });
+        ctx.request_checkpoint(full_checkpoint(path));
         Ok(())
     }
 }

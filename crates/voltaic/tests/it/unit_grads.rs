@@ -4,9 +4,8 @@ use std::sync::{Arc, Mutex};
 
 use voltaic::data::Loaders;
 use voltaic::distributed::World;
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{Callable, Linear, Module, ModuleExt, ModuleHooks, RemovableHandle, UnitGrads};
-use voltaic::optim::{Optimizers, Sgd};
+use voltaic::optim::Sgd;
 use voltaic::strategy::{Strategy, Votes};
 use voltaic::{Kind, Result, Tensor};
 
@@ -22,18 +21,10 @@ struct Net {
     second: Linear,
 }
 
-impl LightningModule for Net {
-    type Batch = Tensor;
-
-    fn training_step(&self, batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let hidden = self.first.call(batch)?.f_tanh()?;
-        Ok(self.second.call(&hidden)?.f_square()?.f_mean(Kind::Float)?)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.125).into()
-    }
-}
+lightning_module!(Net, Tensor, Sgd::new(0.125), |net, batch, _| {
+    let hidden = net.first.call(batch)?.f_tanh()?;
+    Ok(net.second.call(&hidden)?.f_square()?.f_mean(Kind::Float)?)
+});
 
 fn net() -> Net {
     Net { first: Linear::new(2, 2).unwrap(), second: Linear::new(2, 2).unwrap() }

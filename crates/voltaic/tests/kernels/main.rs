@@ -4,6 +4,8 @@
 
 mod attention;
 mod beside;
+#[path = "../support/compare.rs"]
+mod compare;
 mod convolutions;
 mod drawn;
 mod edges;
@@ -12,6 +14,8 @@ mod layouts;
 mod norms;
 mod products;
 mod semantics;
+#[path = "../support/silent.rs"]
+mod silent;
 mod training;
 
 use tch::{Kind, Tensor};

@@ -6,6 +6,8 @@ mod hpu;
 mod kernels;
 mod long;
 mod readers;
+#[path = "../support/silent.rs"]
+mod silent;
 mod stages;
 mod threads;
 
@@ -21,6 +23,8 @@ use voltaic::optim::{AdamW, Optimizers};
 use voltaic::profiler::{HpuProfiler, ProfilerSchedule, PyTorchProfiler, PyTorchProfilerConfig};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 use voltaic::{Kind, Module, Tensor};
+
+use silent::silent;
 
 static ALONE: Mutex<()> = Mutex::new(());
 
@@ -88,15 +92,7 @@ fn loaders(batches: i64) -> Loaders<Tensor> {
 }
 
 fn trainer(folder: &Path) -> TrainerBuilder {
-    Trainer::builder()
-        .accelerator("cpu")
-        .default_root_dir(folder)
-        .logger(false)
-        .enable_checkpointing(false)
-        .enable_progress_bar(false)
-        .enable_model_summary(false)
-        .num_sanity_val_steps(0)
-        .max_epochs(1)
+    silent().accelerator("cpu").default_root_dir(folder).num_sanity_val_steps(0).max_epochs(1)
 }
 
 fn config(folder: &Path) -> PyTorchProfilerConfig {

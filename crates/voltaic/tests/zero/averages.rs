@@ -1,17 +1,18 @@
 //! Averages of 16-bit weights whose optimizer keeps float32 copies: the copies are what is averaged, and what training goes on with.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use voltaic::callback::{
     Callback, EmaWeightAveragingConfig, EpochStart, LambdaCallback, StochasticWeightAveraging,
     StochasticWeightAveragingConfig, WeightAveraging,
 };
-use voltaic::module::{CheckpointRequest, HookContext};
+use voltaic::module::HookContext;
 use voltaic::nn::ModuleExt;
 use voltaic::optim::PerGroup;
 use voltaic::{Kind, Module, Tensor};
 
+use crate::checkpoints::{full_checkpoint, resumed};
 use crate::models::{Small, all_loaders};
 use crate::ranks::{assert_same, on_ranks, silent, weights};
 use crate::shards::sorted;
@@ -36,10 +37,6 @@ enum Average {
     None,
     Exponential,
     Stochastic,
-}
-
-fn save(path: PathBuf) -> CheckpointRequest {
-    CheckpointRequest { path, weights_only: false, link_to: None, then_remove: Vec::new() }
 }
 
 /// The float32 copies after each batch, and the weights after the fit. Saves after each epoch, and at the end.
@@ -70,17 +67,14 @@ fn fit(
     let (epoch, end) = (folder.to_path_buf(), folder.join("end.ckpt"));
     let saver = LambdaCallback::new()
         .on_train_epoch_end(move |ctx, _| {
-            ctx.request_checkpoint(save(epoch.join(format!("{}.ckpt", ctx.current_epoch()))));
+            ctx.request_checkpoint(full_checkpoint(epoch.join(format!("{}.ckpt", ctx.current_epoch()))));
             Ok(())
         })
         .on_train_end(move |ctx, _| {
-            ctx.request_checkpoint(save(end.clone()));
+            ctx.request_checkpoint(full_checkpoint(end.clone()));
             Ok(())
         });
-    let mut trainer = builder.callback(saver).build().unwrap();
-    if let Some(ckpt) = ckpt {
-        trainer.ckpt_path(ckpt.to_str().unwrap());
-    }
+    let mut trainer = resumed(builder.callback(saver), ckpt);
     let mut net = Small::new();
     net.has_masters = strategy == "ddp";
     trainer.fit(&mut net, &mut all_loaders(24)).unwrap();

@@ -3,10 +3,9 @@
 use std::path::Path;
 
 use voltaic::checkpoint::{read_weights, write_weights};
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{Callable, Linear, ModuleExt};
-use voltaic::optim::{Optimizers, Sgd};
-use voltaic::{Device, Kind, Module, Tensor};
+use voltaic::optim::Sgd;
+use voltaic::{Device, Kind, Module};
 
 use crate::models::{Batch, loaders, numbered};
 use crate::ranks::{assert_same, folder_of_rank, output, silent, weights};
@@ -30,21 +29,13 @@ impl Deep {
     }
 }
 
-impl LightningModule for Deep {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let mut hidden = self.first.call(x)?;
-        for layer in &self.layers {
-            hidden = &hidden + (layer.call(&hidden)? * 0.01).tanh();
-        }
-        Ok((self.last.call(&hidden)? - y).square().mean(Kind::Float))
+lightning_module!(Deep, Batch, Sgd::new(0.05), |net, (x, y), _| {
+    let mut hidden = net.first.call(x)?;
+    for layer in &net.layers {
+        hidden = &hidden + (layer.call(&hidden)? * 0.01).tanh();
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).into()
-    }
-}
+    Ok((net.last.call(&hidden)? - y).square().mean(Kind::Float))
+});
 
 fn train(ranks: usize, folder: &Path) {
     let is_divided = std::env::var("VOLTAIC_TEST_STRATEGY").unwrap() == "zero3";

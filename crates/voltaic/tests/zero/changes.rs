@@ -13,13 +13,12 @@ use voltaic::strategy::{Strategy, Zero, ZeroConfig, ZeroStage};
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
 
+use crate::checkpoints::resumed;
 use crate::ladder::trained;
 use crate::models::{Batch, Small, all_loaders, loaders, numbered};
-use crate::ranks::{assert_same, on_ranks, on_ranks_in_turn, silent, weights};
+use crate::ranks::{STAGES, assert_same, on_ranks, on_ranks_in_turn, silent, weights};
 use crate::shards::{SaveAfter, sorted, staged};
 use crate::stage3::bare;
-
-const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
 
 fn halve(module: &dyn Module, index: usize) {
     let _ = tch::no_grad(|| module.parameters()[index].tensor().shallow_clone().multiply_scalar_(0.5));
@@ -80,10 +79,7 @@ fn written_is_saved(ranks: usize, folder: &Path) {
             let run = |from: Option<&Path>| {
                 let builder = staged(ranks, stage, folder).precision(precision).max_epochs(2);
                 let builder = builder.callback(AfterBatch(2)).callback(SaveAfter(2, path.clone()));
-                let mut trainer = builder.build().unwrap();
-                if let Some(from) = from {
-                    trainer.ckpt_path(from);
-                }
+                let mut trainer = resumed(builder, from);
                 let mut net = Small::new();
                 trainer.fit(&mut net, &mut loaders(24)).unwrap();
                 weights(&net)
@@ -322,20 +318,12 @@ struct Half {
     part: f64,
 }
 
-impl LightningModule for Half {
-    type Batch = Batch;
-
-    fn training_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        if ctx.batch_idx() % 2 == 1 {
-            return Ok(ctx.no_loss());
-        }
-        Ok(self.net.training_step(batch, ctx)? * self.part)
+lightning_module!(Half, Batch, |net| net.net.configure_optimizers(), |net, batch, ctx| {
+    if ctx.batch_idx() % 2 == 1 {
+        return Ok(ctx.no_loss());
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        self.net.configure_optimizers()
-    }
-}
+    Ok(net.net.training_step(batch, ctx)? * net.part)
+});
 
 fn step_without_the_last_loss(ranks: usize, folder: &Path) {
     let run = |strategy: &str, window: u64, part: f64| {
@@ -418,20 +406,12 @@ struct Scaled {
     scale: Parameter,
 }
 
-impl LightningModule for Scaled {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let rank = ctx.process_group().map_or(0, |group| group.rank());
-        let out = self.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.call(&x))?;
-        let out = if ctx.batch_idx() % 2 == rank { out * self.scale.tensor() } else { out };
-        Ok((out.narrow(1, 0, 3) - y).square().mean(Kind::Float))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).into()
-    }
-}
+lightning_module!(Scaled, Batch, Sgd::new(0.05), |net, (x, y), ctx| {
+    let rank = ctx.process_group().map_or(0, |group| group.rank());
+    let out = net.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.call(&x))?;
+    let out = if ctx.batch_idx() % 2 == rank { out * net.scale.tensor() } else { out };
+    Ok((out.narrow(1, 0, 3) - y).square().mean(Kind::Float))
+});
 
 #[test]
 fn a_parameter_that_stays_whole_may_be_used_on_one_rank_only() {
@@ -467,22 +447,14 @@ struct Without {
     seen: AtomicUsize,
 }
 
-impl LightningModule for Without {
-    type Batch = Batch;
-
-    fn training_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let rank = ctx.process_group().map_or(0, |group| group.rank());
-        self.seen.store(ctx.batch_idx(), Ordering::Relaxed);
-        match rank == 1 && ctx.batch_idx() == self.batch {
-            true => Ok(ctx.no_loss()),
-            false => self.net.training_step(batch, ctx),
-        }
+lightning_module!(Without, Batch, |net| net.net.configure_optimizers(), |net, batch, ctx| {
+    let rank = ctx.process_group().map_or(0, |group| group.rank());
+    net.seen.store(ctx.batch_idx(), Ordering::Relaxed);
+    match rank == 1 && ctx.batch_idx() == net.batch {
+        true => Ok(ctx.no_loss()),
+        false => net.net.training_step(batch, ctx),
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        self.net.configure_optimizers()
-    }
-}
+});
 
 #[test]
 fn a_rank_without_a_loss_is_named_in_that_step() {

@@ -4,24 +4,18 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use voltaic::callback::StochasticWeightAveraging;
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{AttentionMask, BatchNorm2d, Callable, Forward, Linear, MultiheadAttention, Parameter};
-use voltaic::optim::{AdamW, Optimizers, Sgd};
+use voltaic::optim::{AdamW, Sgd};
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
 
+use crate::checkpoints::resumed;
 use crate::ladder::trained;
-use crate::models::{Batch, loaders, numbered};
+use crate::models::{Batch, loaders, numbered, squares};
 use crate::prefetch::bounded;
-use crate::ranks::{assert_same, on_ranks, silent, weights};
+use crate::ranks::{STAGES, assert_same, on_ranks, silent, weights};
 use crate::shards::{SaveAfter, staged};
 use crate::stage3::bare;
-
-const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
-
-fn squares(out: &Tensor, y: &Tensor) -> Tensor {
-    (out - y).square().mean(Kind::Float)
-}
 
 fn assert_equal_on_all_ranks(trainer: &voltaic::trainer::Trainer, own: &[(String, Tensor)]) {
     for (name, weight) in own {
@@ -59,18 +53,10 @@ impl OfLists {
     }
 }
 
-impl LightningModule for OfLists {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let x = x.to_kind(self.out.weight.kind());
-        Ok(squares(&self.out.call(&self.listed.call(&x)?)?.to_kind(Kind::Float), y))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(0.01).into()
-    }
-}
+lightning_module!(OfLists, Batch, AdamW::new(0.01), |net, (x, y), _| {
+    let x = x.to_kind(net.out.weight.kind());
+    Ok(squares(&net.out.call(&net.listed.call(&x)?)?.to_kind(Kind::Float), y))
+});
 
 #[test]
 fn parameters_in_lists_and_numbers_are_trained() {
@@ -91,10 +77,7 @@ fn resumes_with_numbers(ranks: usize, folder: &Path) {
             let path = folder.join(format!("{stage}-{precision}.ckpt"));
             let run = |from: Option<&Path>| {
                 let builder = staged(ranks, stage, folder).precision(precision).max_epochs(2);
-                let mut trainer = builder.callback(SaveAfter(2, path.clone())).build().unwrap();
-                if let Some(from) = from {
-                    trainer.ckpt_path(from);
-                }
+                let mut trainer = resumed(builder.callback(SaveAfter(2, path.clone())), from);
                 let mut net = OfLists::new();
                 trainer.fit(&mut net, &mut loaders(24)).unwrap();
                 weights(&net)
@@ -125,20 +108,12 @@ impl UsedAgain {
     }
 }
 
-impl LightningModule for UsedAgain {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let x = self.input.call(x)?.tanh();
-        let x = self.layers.iter().try_fold(x, |x, layer| Ok::<_, anyhow::Error>(layer.call(&x)?.tanh()))?;
-        let x = &x + x.matmul(self.input.weight.tensor()).matmul(&self.input.weight.tr());
-        Ok(squares(&self.out.call(&x)?, y))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).into()
-    }
-}
+lightning_module!(UsedAgain, Batch, Sgd::new(0.05), |net, (x, y), _| {
+    let x = net.input.call(x)?.tanh();
+    let x = net.layers.iter().try_fold(x, |x, layer| Ok::<_, anyhow::Error>(layer.call(&x)?.tanh()))?;
+    let x = &x + x.matmul(net.input.weight.tensor()).matmul(&net.input.weight.tr());
+    Ok(squares(&net.out.call(&x)?, y))
+});
 
 #[test]
 fn a_weight_that_is_touched_while_it_is_whole_stays() {
@@ -160,20 +135,12 @@ struct InPlace {
     out: Linear,
 }
 
-impl LightningModule for InPlace {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let x = self.input.call(x)?.view([-1, 1, 8]);
-        let mut out = self.attention.attend(&x, &x, &x, &AttentionMask::default())?.view([-1, 8]);
-        out += 0.125;
-        Ok(squares(&self.out.call(&out.leaky_relu_())?, y))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).into()
-    }
-}
+lightning_module!(InPlace, Batch, Sgd::new(0.05), |net, (x, y), _| {
+    let x = net.input.call(x)?.view([-1, 1, 8]);
+    let mut out = net.attention.attend(&x, &x, &x, &AttentionMask::default())?.view([-1, 8]);
+    out += 0.125;
+    Ok(squares(&net.out.call(&out.leaky_relu_())?, y))
+});
 
 #[test]
 fn outputs_that_are_views_may_be_changed_in_place() {
@@ -197,22 +164,14 @@ struct Sometimes {
     sometimes: Linear,
 }
 
-impl LightningModule for Sometimes {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let out = self.layer.call(x)?;
-        let loss = squares(&out, y);
-        if ctx.batch_idx() % 2 == 1 {
-            return Ok(loss);
-        }
-        Ok(loss + self.sometimes.call(&out)?.square().mean(Kind::Float))
+lightning_module!(Sometimes, Batch, Sgd::new(0.05), |net, (x, y), ctx| {
+    let out = net.layer.call(x)?;
+    let loss = squares(&out, y);
+    if ctx.batch_idx() % 2 == 1 {
+        return Ok(loss);
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).into()
-    }
-}
+    Ok(loss + net.sometimes.call(&out)?.square().mean(Kind::Float))
+});
 
 #[test]
 fn a_gradient_from_the_beginning_of_a_window_is_averaged() {
@@ -220,10 +179,7 @@ fn a_gradient_from_the_beginning_of_a_window_is_averaged() {
         let path = folder.join("open.ckpt");
         let run = |builder: TrainerBuilder, from: Option<&Path>| {
             let builder = builder.accumulate_grad_batches(2_u64).max_epochs(1);
-            let mut trainer = builder.callback(SaveAfter(2, path.clone())).build().unwrap();
-            if let Some(from) = from {
-                trainer.ckpt_path(from);
-            }
+            let mut trainer = resumed(builder.callback(SaveAfter(2, path.clone())), from);
             let layers = (Linear::new(5, 3).unwrap(), Linear::new(3, 4).unwrap());
             let mut net = numbered(Sometimes { layer: layers.0, sometimes: layers.1 });
             let before = net.sometimes.weight.tensor().copy();
@@ -249,23 +205,15 @@ struct Penalized {
     losses: Mutex<Vec<f64>>,
 }
 
-impl LightningModule for Penalized {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let x = x.copy().set_requires_grad(true);
-        let normed = self.norm.call(&x.view([-1, 5, 1, 1]))?.view([-1, 5]);
-        let loss = squares(&self.out.call(&normed)?.tanh(), y);
-        let grads = Tensor::f_run_backward(&[&loss], &[&x], true, true)?;
-        let loss = loss + grads[0].square().mean(Kind::Float);
-        self.losses.lock().unwrap().push(loss.double_value(&[]));
-        Ok(loss)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).into()
-    }
-}
+lightning_module!(Penalized, Batch, Sgd::new(0.05), |net, (x, y), _| {
+    let x = x.copy().set_requires_grad(true);
+    let normed = net.norm.call(&x.view([-1, 5, 1, 1]))?.view([-1, 5]);
+    let loss = squares(&net.out.call(&normed)?.tanh(), y);
+    let grads = Tensor::f_run_backward(&[&loss], &[&x], true, true)?;
+    let loss = loss + grads[0].square().mean(Kind::Float);
+    net.losses.lock().unwrap().push(loss.double_value(&[]));
+    Ok(loss)
+});
 
 /// Averaging weights runs the step once more for running statistics.
 #[test]

@@ -10,22 +10,23 @@ use voltaic::Module;
 use voltaic::callback::LambdaCallback;
 use voltaic::checkpoint::read_weights;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{CheckpointRequest, HookContext, LightningModule, StepContext};
+use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{Callable, Parameter};
 use voltaic::optim::{AdamW, Interval, LambdaLr, LrSchedulerSpec, Optimizers, Sgd};
 use voltaic::strategy::DeepSpeedStrategy;
 use voltaic::{Kind, Tensor};
 
+use crate::checkpoints::{full_checkpoint, resumed};
 use crate::models::{Batch, Odd, Small, all_loaders, loaders};
 use crate::partitioning::Times;
-use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
+use crate::ranks::{STAGES, assert_same, assert_within, on_ranks, silent, weights};
 use crate::shards::{SaveAfter, sorted, staged};
 
 const CPU: (Kind, tch::Device) = (Kind::Float, tch::Device::Cpu);
 
 /// `TestZeroToFP32`: what is exported of a folder is what the module has; frozen parameters, two groups, odd sizes.
 fn export(ranks: usize, folder: &Path) {
-    for stage in ["zero1", "zero2", "zero3"] {
+    for stage in STAGES {
         let path = folder.join(format!("{stage}.ckpt"));
         let mut net = Odd::new();
         let mut trainer =
@@ -51,40 +52,27 @@ struct Backwards {
     net: Small,
 }
 
-impl LightningModule for Backwards {
-    type Batch = Batch;
-
-    fn automatic_optimization(&self) -> bool {
-        false
+lightning_module!(Backwards, Batch, manual(|net| net.net.configure_optimizers()), |net, (x, y), ctx| {
+    ctx.optimizer(0)?.zero_grad()?;
+    for scale in [0.5, 0.25, 0.25] {
+        ctx.manual_backward(&(net.net.loss(&(x * scale), y)? * scale))?;
     }
-
-    fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        ctx.optimizer(0)?.zero_grad()?;
-        for scale in [0.5, 0.25, 0.25] {
-            ctx.manual_backward(&(self.net.loss(&(x * scale), y)? * scale))?;
-        }
-        let loss = self.net.loss(x, y)?;
-        ctx.manual_backward(&loss)?;
-        ctx.optimizer(0)?.step()?;
-        Ok(loss)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        self.net.configure_optimizers()
-    }
-}
+    let loss = net.net.loss(x, y)?;
+    ctx.manual_backward(&loss)?;
+    ctx.optimizer(0)?.step()?;
+    Ok(loss)
+});
 
 /// `test_zero_user_backward` and `test_zero_coalesce_grad_reduction`: four backward passes before a step are DDP's, within 1e-6.
 fn backwards(ranks: usize, folder: &Path) {
     let run = |strategy: &str| {
-        let builder =
-            if strategy == "ddp" { silent(ranks, "ddp", folder) } else { staged(ranks, strategy, folder) };
+        let builder = staged(ranks, strategy, folder);
         let mut net = Backwards { net: Small::new() };
         builder.max_epochs(2).build().unwrap().fit(&mut net, &mut loaders(6 * 2 * ranks as i64)).unwrap();
         weights(&net)
     };
     let expected = run("ddp");
-    for stage in ["zero1", "zero2", "zero3"] {
+    for stage in STAGES {
         // AdamW's first steps make differences in the last bit larger
         assert_within(stage, &run(stage), &expected, 1e-5);
     }
@@ -103,26 +91,18 @@ struct Counted {
     one: Parameter,
 }
 
-impl LightningModule for Counted {
-    type Batch = Tensor;
-
-    fn training_step(&self, _: &Tensor, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let rank = ctx.process_group().map_or(0, |group| group.rank()) as f64;
-        let of = |weight: &Parameter, from: i64, to: i64| {
-            (weight.tensor() * Tensor::arange_start(from, to, CPU)).sum(Kind::Float)
-        };
-        Ok((of(&self.six, 0, 6) + of(&self.three, 6, 9) + of(&self.one, 9, 10)) * rank)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(1.0).into()
-    }
-}
+lightning_module!(Counted, Tensor, Sgd::new(1.0), |net, _, ctx| {
+    let rank = ctx.process_group().map_or(0, |group| group.rank()) as f64;
+    let of = |weight: &Parameter, from: i64, to: i64| {
+        (weight.tensor() * Tensor::arange_start(from, to, CPU)).sum(Kind::Float)
+    };
+    Ok((of(&net.six, 0, 6) + of(&net.three, 6, 9) + of(&net.one, 9, 10)) * rank)
+});
 
 /// `test_coalesced_collectives`: the means of what ranks bring, also of a tensor with fewer elements than ranks.
 fn means(ranks: usize, folder: &Path) {
     let mean = (0..ranks).sum::<usize>() as f64 / ranks as f64;
-    for stage in ["zero1", "zero2", "zero3"] {
+    for stage in STAGES {
         let zeros = |len: i64| Parameter::new(Tensor::zeros([len], CPU));
         let mut net = Counted { six: zeros(6), three: zeros(3), one: zeros(1) };
         let data = TensorDataset::new(Tensor::zeros([ranks as i64], CPU)).unwrap();
@@ -135,14 +115,9 @@ fn means(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn two_ranks_take_means() {
-    on_ranks("deepspeed::two_ranks_take_means", 2, means);
-}
-
-#[test]
-fn four_ranks_take_means() {
-    on_ranks("deepspeed::four_ranks_take_means", 4, means);
+on_ranks_tests! {
+    two_ranks_take_means: 2, means;
+    four_ranks_take_means: 4, means;
 }
 
 /// lightning-habana's `test_hpu_deepspeed_training_accuracy`: the loss in bfloat16 is that of float32 within 1e-2.
@@ -240,14 +215,9 @@ fn final_loss(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn one_rank_ends_with_the_loss_of_lightning_habana() {
-    on_ranks("deepspeed::one_rank_ends_with_the_loss_of_lightning_habana", 1, final_loss);
-}
-
-#[test]
-fn two_ranks_end_with_the_loss_of_lightning_habana() {
-    on_ranks("deepspeed::two_ranks_end_with_the_loss_of_lightning_habana", 2, final_loss);
+on_ranks_tests! {
+    one_rank_ends_with_the_loss_of_lightning_habana: 1, final_loss;
+    two_ranks_end_with_the_loss_of_lightning_habana: 2, final_loss;
 }
 
 /// Gives so many optimizers.
@@ -336,12 +306,7 @@ fn windows_go_on_over_the_end_of_an_epoch() {
                 let watch = LambdaCallback::new()
                     .on_train_epoch_end(move |ctx, _| {
                         if ctx.current_epoch() == 0 {
-                            ctx.request_checkpoint(CheckpointRequest {
-                                path: path.clone(),
-                                weights_only: false,
-                                link_to: None,
-                                then_remove: Vec::new(),
-                            });
+                            ctx.request_checkpoint(full_checkpoint(path.clone()));
                         }
                         Ok(())
                     })
@@ -350,10 +315,7 @@ fn windows_go_on_over_the_end_of_an_epoch() {
                         Ok(())
                     });
                 let builder = silent(ranks, strategy, folder).max_epochs(2).accumulate_grad_batches(4_u64);
-                let mut trainer = builder.callback(watch).build().unwrap();
-                if let Some(ckpt) = ckpt {
-                    trainer.ckpt_path(ckpt.to_str().unwrap());
-                }
+                let mut trainer = resumed(builder.callback(watch), ckpt);
                 let mut net = Small::new();
                 trainer.fit(&mut net, &mut all_loaders(24)).unwrap();
                 let steps = *steps.lock().unwrap();

@@ -64,7 +64,8 @@ pub fn peak() -> usize {
     1024 * line.trim().trim_end_matches(" kB").parse::<usize>().unwrap()
 }
 
-struct Peak(Arc<Mutex<usize>>);
+/// Notes the most that the process has held before the first step.
+pub struct Peak(pub Arc<Mutex<usize>>);
 
 impl Callback for Peak {
     fn on_train_start(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {

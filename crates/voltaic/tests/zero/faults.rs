@@ -305,7 +305,10 @@ fn all_faults(test: &str, stage: ZeroStage) {
     // they mostly wait
     for some in cases.chunks(5) {
         std::thread::scope(|scope| {
-            some.iter().for_each(|(fault, named)| drop(scope.spawn(|| run(test, fault, named))));
+            for (fault, named) in some {
+                let thread = std::thread::Builder::new().name(test.to_owned());
+                thread.spawn_scoped(scope, || run(test, fault, named)).unwrap();
+            }
         });
     }
 }

@@ -10,7 +10,7 @@ use voltaic::trainer::{GradientClipAlgorithm, TrainerBuilder};
 use voltaic::{Module, Tensor};
 
 use crate::models::{Batch, Cnn, Kernels, Odd, Small, loaders, numbered, tokens};
-use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
+use crate::ranks::{STAGES, assert_same, assert_within, on_ranks, silent, weights};
 use crate::shards::staged;
 
 /// The weights after a fit.
@@ -70,8 +70,6 @@ fn climb(ranks: usize, folder: &Path) {
     }
 }
 
-const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
-
 #[test]
 fn kernels_stay_in_their_order_in_memory() {
     on_ranks("ladder::kernels_stay_in_their_order_in_memory", 2, |ranks, folder| {
@@ -84,21 +82,12 @@ fn kernels_stay_in_their_order_in_memory() {
     });
 }
 
-#[test]
-fn two_ranks_are_ddp() {
-    on_ranks("ladder::two_ranks_are_ddp", 2, climb);
-}
-
-#[test]
-#[ignore = "a long form, which make stress runs"]
-fn three_ranks_are_ddp() {
-    on_ranks("ladder::three_ranks_are_ddp", 3, climb);
-}
-
-#[test]
-#[ignore = "a long form, which make stress runs"]
-fn four_ranks_are_ddp() {
-    on_ranks("ladder::four_ranks_are_ddp", 4, climb);
+on_ranks_tests! {
+    two_ranks_are_ddp: 2, climb;
+    #[ignore = "a long form, which make stress runs"]
+    three_ranks_are_ddp: 3, climb;
+    #[ignore = "a long form, which make stress runs"]
+    four_ranks_are_ddp: 4, climb;
 }
 
 /// What travels for a step: each gradient once, and each weight.

@@ -4,9 +4,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::json;
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{Callable, Forward, Linear};
-use voltaic::optim::{AdamW, Optimizers};
+use voltaic::optim::AdamW;
 use voltaic::strategy::{DeepSpeedStrategy, Strategy, Zero, ZeroConfig, ZeroStage};
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
@@ -54,24 +53,16 @@ impl Mixture {
     }
 }
 
-impl LightningModule for Mixture {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let rank = ctx.process_group().map_or(0, |group| group.rank());
-        let mut x = self.first.call(x)?;
-        for (layer, experts) in self.experts.iter().enumerate() {
-            let chosen = (rank * 2 + ctx.batch_idx() + layer) % 4;
-            experts.chosen.store(chosen, Ordering::Relaxed);
-            x = experts.call(&x)?;
-        }
-        Ok((self.last.call(&x)? - y).square().mean(Kind::Float))
+lightning_module!(Mixture, Batch, AdamW::new(0.01), |net, (x, y), ctx| {
+    let rank = ctx.process_group().map_or(0, |group| group.rank());
+    let mut x = net.first.call(x)?;
+    for (layer, experts) in net.experts.iter().enumerate() {
+        let chosen = (rank * 2 + ctx.batch_idx() + layer) % 4;
+        experts.chosen.store(chosen, Ordering::Relaxed);
+        x = experts.call(&x)?;
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(0.01).into()
-    }
-}
+    Ok((net.last.call(&x)? - y).square().mean(Kind::Float))
+});
 
 fn zero(
     ranks: usize,

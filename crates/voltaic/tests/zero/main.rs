@@ -2,12 +2,22 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a test that panics has failed")]
 
+#[macro_use]
+#[path = "../support/lightning_module.rs"]
+mod lightning_module;
+#[macro_use]
+mod ranks;
+
 mod averages;
 mod beyond;
 mod changes;
 #[path = "../support/checkpoint.rs"]
 mod checkpoint;
+#[path = "../support/checkpoints.rs"]
+mod checkpoints;
 mod command;
+#[path = "../support/compare.rs"]
+mod compare;
 mod corners;
 mod deepspeed;
 mod deferred;
@@ -29,7 +39,6 @@ mod peers;
 mod prefetch;
 #[path = "../support/random_runs.rs"]
 mod random_runs;
-mod ranks;
 mod recompute;
 mod reduction;
 mod rest;
@@ -38,6 +47,8 @@ mod resume;
 mod shards;
 #[path = "../support/signal.rs"]
 mod signal;
+#[path = "../support/silent.rs"]
+mod silent;
 mod stage3;
 mod storage;
 mod touch;

@@ -7,14 +7,14 @@ use serde_json::{Value, json};
 use voltaic::accelerator::{max_memory_allocated, reset_peak_memory_stats};
 use voltaic::callback::Callback;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::HookContext;
 use voltaic::nn::{Callable, Linear, ModuleExt};
-use voltaic::optim::{AdamW, Optimizers};
+use voltaic::optim::AdamW;
 use voltaic::strategy::DeepSpeedStrategy;
-use voltaic::{Device, Kind, Module, Tensor};
+use voltaic::{Device, Kind, Module};
 
 use crate::models::{Batch, numbers};
-use crate::ranks::{on_ranks, silent};
+use crate::ranks::silent;
 
 const WIDTH: i64 = 512;
 const LAYERS: usize = 8;
@@ -42,21 +42,13 @@ impl Deep {
     }
 }
 
-impl LightningModule for Deep {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, _): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let mut x = x.shallow_clone();
-        for layer in &self.layers {
-            x = layer.call(&x.f_to_kind(layer.weight.kind())?)?;
-        }
-        Ok(x.square().mean(Kind::Float))
+lightning_module!(Deep, Batch, AdamW::new(0.01), |net, (x, _), _| {
+    let mut x = x.shallow_clone();
+    for layer in &net.layers {
+        x = layer.call(&x.f_to_kind(layer.weight.kind())?)?;
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(0.01).into()
-    }
-}
+    Ok(x.square().mean(Kind::Float))
+});
 
 /// Notes the peak of each batch.
 struct Meter(Arc<Mutex<Vec<u64>>>);
@@ -143,17 +135,8 @@ fn measure(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn one_rank_holds_what_the_formulas_say() {
-    on_ranks("memory::one_rank_holds_what_the_formulas_say", 1, measure);
-}
-
-#[test]
-fn two_ranks_hold_what_the_formulas_say() {
-    on_ranks("memory::two_ranks_hold_what_the_formulas_say", 2, measure);
-}
-
-#[test]
-fn four_ranks_hold_what_the_formulas_say() {
-    on_ranks("memory::four_ranks_hold_what_the_formulas_say", 4, measure);
+on_ranks_tests! {
+    one_rank_holds_what_the_formulas_say: 1, measure;
+    two_ranks_hold_what_the_formulas_say: 2, measure;
+    four_ranks_hold_what_the_formulas_say: 4, measure;
 }

@@ -19,7 +19,7 @@ pub fn numbered<M: Module>(net: M) -> M {
     net
 }
 
-fn squares(out: &Tensor, y: &Tensor) -> Tensor {
+pub fn squares(out: &Tensor, y: &Tensor) -> Tensor {
     (out - y).square().mean(Kind::Float)
 }
 
@@ -153,19 +153,16 @@ impl Cnn {
     }
 }
 
-impl LightningModule for Cnn {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+lightning_module!(
+    Cnn,
+    Batch,
+    voltaic::optim::Sgd::new(0.05).momentum(0.9).weight_decay(0.01),
+    |net, (x, y), _| {
         let x = x.repeat([1, 8]).narrow(1, 0, 36).view([-1, 1, 6, 6]);
-        let x = self.norm.call(&self.conv.call(&x)?)?.relu();
-        Ok(squares(&self.out.call(&x.flatten(1, -1))?, y))
+        let x = net.norm.call(&net.conv.call(&x)?)?.relu();
+        Ok(squares(&net.out.call(&x.flatten(1, -1))?, y))
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        voltaic::optim::Sgd::new(0.05).momentum(0.9).weight_decay(0.01).into()
-    }
-}
+);
 
 /// Convolutions whose kernels have the channels last in memory.
 #[derive(Module)]
@@ -192,19 +189,11 @@ impl Kernels {
     }
 }
 
-impl LightningModule for Kernels {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let x = x.repeat([1, 8]).narrow(1, 0, 36).view([-1, 4, 3, 3]);
-        let x = self.second.call(&self.first.call(&x)?.relu())?;
-        Ok(squares(&self.out.call(&x.flatten(1, -1))?, y))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(0.01).into()
-    }
-}
+lightning_module!(Kernels, Batch, AdamW::new(0.01), |net, (x, y), _| {
+    let x = x.repeat([1, 8]).narrow(1, 0, 36).view([-1, 4, 3, 3]);
+    let x = net.second.call(&net.first.call(&x)?.relu())?;
+    Ok(squares(&net.out.call(&x.flatten(1, -1))?, y))
+});
 
 fn data(samples: i64, phase: f64) -> TensorDataset<Batch> {
     TensorDataset::new((numbers(&[samples, 5], phase), numbers(&[samples, 3], phase + 1.0))).unwrap()

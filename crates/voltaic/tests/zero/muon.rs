@@ -16,11 +16,9 @@ use voltaic::{Kind, Module, Tensor};
 
 use crate::ladder::trained;
 use crate::models::{Batch, Small, loaders, numbered};
-use crate::ranks::{Body, assert_same, assert_within, on_ranks, on_ranks_in_turn, silent, weights};
+use crate::ranks::{Body, STAGES, assert_same, assert_within, on_ranks, on_ranks_in_turn, silent, weights};
 use crate::resume::Saver;
 use crate::shards::staged;
-
-const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
 
 /// A kernel with the channels last, tied, frozen, empty and unused matrices, vectors and a scalar, in two groups.
 #[derive(Module)]
@@ -134,21 +132,12 @@ fn climb(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn two_ranks_are_ddp() {
-    on_ranks("muon::two_ranks_are_ddp", 2, climb);
-}
-
-#[test]
-#[ignore = "a long form, which make stress runs"]
-fn three_ranks_are_ddp() {
-    on_ranks("muon::three_ranks_are_ddp", 3, climb);
-}
-
-#[test]
-#[ignore = "a long form, which make stress runs"]
-fn four_ranks_are_ddp() {
-    on_ranks("muon::four_ranks_are_ddp", 4, climb);
+on_ranks_tests! {
+    two_ranks_are_ddp: 2, climb;
+    #[ignore = "a long form, which make stress runs"]
+    three_ranks_are_ddp: 3, climb;
+    #[ignore = "a long form, which make stress runs"]
+    four_ranks_are_ddp: 4, climb;
 }
 
 /// In 16 bits the optimizer works on float32 copies, whoever keeps them; with a window, clipping and a scaled loss all stages

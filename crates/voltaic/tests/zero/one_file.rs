@@ -11,10 +11,10 @@ use voltaic::nn::init;
 use voltaic::trainer::{TrainerBuilder, from_lightning, to_lightning};
 use voltaic::{Module, Tensor};
 
-use crate::deferred::{large, peak};
+use crate::deferred::{Peak, large, peak};
 use crate::ladder::gpt;
 use crate::models::{Small, all_loaders, tokens};
-use crate::ranks::{assert_same, folder_of_rank, on_ranks, output, silent, weights};
+use crate::ranks::{STAGES, assert_same, folder_of_rank, on_ranks, output, weights};
 use crate::shards::{SaveAfter, WholeIo, staged};
 use crate::stage3::bare;
 
@@ -38,7 +38,7 @@ fn saved_by(builder: TrainerBuilder, folder: &Path) -> Vec<(String, Tensor)> {
 
 /// Only rank 0 finds it where all are told that it is.
 fn without_the_file(ranks: usize, folder: &Path) {
-    for stage in ["zero1", "zero2", "zero3"] {
+    for stage in STAGES {
         let expected = saved(ranks, stage, folder);
         let mut trainer = staged(ranks, stage, folder).max_epochs(2).build().unwrap();
         let own = folder.join(format!("rank-{}", trainer.world().rank));
@@ -57,14 +57,9 @@ fn without_the_file(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn other_ranks_do_not_need_the_file() {
-    on_ranks("one_file::other_ranks_do_not_need_the_file", 2, without_the_file);
-}
-
-#[test]
-fn three_ranks_do_not_need_the_file() {
-    on_ranks("one_file::three_ranks_do_not_need_the_file", 3, without_the_file);
+on_ranks_tests! {
+    other_ranks_do_not_need_the_file: 2, without_the_file;
+    three_ranks_do_not_need_the_file: 3, without_the_file;
 }
 
 /// A file of Lightning, with tensors that are read from where they lie, is what it is converted to.
@@ -105,8 +100,7 @@ fn of_lightning(ranks: usize, folder: &Path) {
     trainer.world().barrier().unwrap();
     let run = |stage: &str, path: &Path| {
         let mut net = gpt();
-        let builder =
-            if stage == "ddp" { silent(ranks, stage, folder) } else { staged(ranks, stage, folder) };
+        let builder = staged(ranks, stage, folder);
         let mut trainer = plain(builder).max_epochs(2).build().unwrap();
         trainer.ckpt_path(path).fit(&mut net, &mut tokens(24)).unwrap();
         weights(&net)
@@ -268,16 +262,6 @@ fn a_rank_that_dies_meanwhile_ends_all() {
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && begun.elapsed().as_secs() < 60, "{text}");
     assert!(text.contains("rank 1 has ended") || text.contains("ended with exit code 9"), "{text}");
-}
-
-/// Notes the most that the process has held before the first step.
-struct Peak(Arc<Mutex<usize>>);
-
-impl Callback for Peak {
-    fn on_train_start(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        *self.0.lock().unwrap() = peak();
-        Ok(())
-    }
 }
 
 /// No rank holds as much as the file has, in which there are weights and twice as much of states.

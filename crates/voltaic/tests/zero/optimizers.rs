@@ -9,8 +9,9 @@ use voltaic::strategy::DeepSpeedStrategy;
 use voltaic::trainer::GraphMode;
 use voltaic::{Error, Tensor};
 
+use crate::checkpoints::resumed;
 use crate::models::{Batch, Small, loaders};
-use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
+use crate::ranks::{STAGES, assert_same, assert_within, on_ranks, silent, weights};
 use crate::shards::SaveAfter;
 
 /// A small network with an optimizer by name.
@@ -89,7 +90,7 @@ fn elementwise_optimizers_are_ddps() {
                 weights(&net)
             };
             let expected = run("ddp", "cpu", "32-true");
-            for stage in ["zero1", "zero2", "zero3"] {
+            for stage in STAGES {
                 assert_same(&format!("{class} {stage}"), &run(stage, "cpu", "32-true"), &expected);
             }
             // float32 copies in each rank's part, and on an HPU
@@ -138,7 +139,7 @@ fn graphs_follow_all_optimizers() {
 #[test]
 fn steps_are_counted_once_in_a_window() {
     on_ranks("optimizers::steps_are_counted_once_in_a_window", 2, |ranks, folder| {
-        for stage in ["zero1", "zero2", "zero3"] {
+        for stage in STAGES {
             let mut trainer =
                 silent(ranks, stage, folder).max_epochs(2).accumulate_grad_batches(2_u64).build().unwrap();
             let mut net = With::named("AdamW", &json!({"lr": 0.01}));
@@ -193,10 +194,7 @@ fn a_group_may_be_empty() {
                     let builder =
                         silent(ranks, stage, folder).precision(precision).accumulate_grad_batches(2_u64);
                     let builder = builder.max_epochs(epochs).callback(SaveAfter(2, path.clone()));
-                    let mut trainer = builder.build().unwrap();
-                    if let Some(from) = from {
-                        trainer.ckpt_path(from);
-                    }
+                    let mut trainer = resumed(builder, from);
                     let mut net = Grouped { net: Small::new(), has_empty };
                     trainer.fit(&mut net, &mut loaders(5 * 2 * ranks as i64)).unwrap();
                     assert_eq!(
@@ -226,7 +224,7 @@ fn a_window_ends_with_its_epoch() {
             weights(&net)
         };
         let expected = run("ddp");
-        for stage in ["zero1", "zero2", "zero3"] {
+        for stage in STAGES {
             // two and later stages add up means of batches, ddp takes the mean of sums
             let tolerance = if stage == "zero1" { 0.0 } else { 5e-5 };
             assert_within(stage, &run(stage), &expected, tolerance);
@@ -256,17 +254,7 @@ struct WithWhole {
     net: Small,
 }
 
-impl LightningModule for WithWhole {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        self.net.loss(x, y)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Optimizers::new(Whole).into()
-    }
-}
+lightning_module!(WithWhole, Batch, Optimizers::new(Whole), |net, (x, y), _| net.net.loss(x, y));
 
 /// DeepSpeed's `TestZeroAllowUntestedOptimizer`; what needs whole parameters is refused in any case.
 #[test]

@@ -7,15 +7,15 @@ use std::sync::Mutex;
 use serde_json::json;
 use voltaic::callback::Callback;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::HookContext;
 use voltaic::nn::{Callable, Forward, ModuleExt, Parameter};
-use voltaic::optim::{Optimizers, Sgd};
+use voltaic::optim::Sgd;
 use voltaic::strategy::DeepSpeedStrategy;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::ladder::trained;
 use crate::models::{Batch, Small, loaders};
-use crate::ranks::{assert_same, on_ranks, silent, weights};
+use crate::ranks::{STAGES, assert_same, on_ranks, silent, weights};
 use crate::stage3::bare;
 
 const CPU: (Kind, tch::Device) = (Kind::Float, tch::Device::Cpu);
@@ -53,24 +53,16 @@ impl Chain {
     }
 }
 
-impl LightningModule for Chain {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, _): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let mut x = x.view([3, 5]);
-        for layer in &self.layers {
-            x = layer.call(&x)?;
-            let ends = x.flatten(0, 1);
-            let away = self.layers.iter().map(|layer| layer.weight.is_away()).collect();
-            self.seen.lock().unwrap().push((ends.double_value(&[0]), ends.double_value(&[14]), away));
-        }
-        Ok(x.sum(Kind::Float))
+lightning_module!(Chain, Batch, Sgd::new(0.125), |net, (x, _), _| {
+    let mut x = x.view([3, 5]);
+    for layer in &net.layers {
+        x = layer.call(&x)?;
+        let ends = x.flatten(0, 1);
+        let away = net.layers.iter().map(|layer| layer.weight.is_away()).collect();
+        net.seen.lock().unwrap().push((ends.double_value(&[0]), ends.double_value(&[14]), away));
     }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.125).into()
-    }
-}
+    Ok(x.sum(Kind::Float))
+});
 
 /// Ones for each of two ranks, so many times.
 fn ones(times: i64) -> Loaders<Batch> {
@@ -153,7 +145,7 @@ fn parameters_that_are_switched_off_for_a_step_are_left_alone() {
                 trained(builder, Small::new(), loaders(24))
             };
             let expected = run("ddp_find_unused_parameters_true");
-            for stage in ["zero1", "zero2", "zero3"] {
+            for stage in STAGES {
                 assert_same(stage, &run(stage), &expected);
             }
         },
@@ -171,7 +163,7 @@ fn ranks_that_hold_nothing_take_part() {
             weights(&net)
         };
         let expected = run("ddp");
-        for stage in ["zero1", "zero2", "zero3"] {
+        for stage in STAGES {
             assert_same(stage, &run(stage), &expected);
         }
     });

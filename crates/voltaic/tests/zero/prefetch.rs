@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use voltaic::callback::Callback;
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::HookContext;
 use voltaic::nn::{Callable, Linear, ModuleExt, Parameter, RemovableHandle};
-use voltaic::optim::{Optimizers, Sgd};
+use voltaic::optim::Sgd;
 use voltaic::strategy::{Strategy, Zero, ZeroConfig, ZeroStage};
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
@@ -57,22 +57,14 @@ impl Changing {
     }
 }
 
-impl LightningModule for Changing {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let order = match self.step.fetch_add(1, Ordering::Relaxed) % 3 {
-            0 | 1 => [0, 1, 2, 3],
-            _ => [0, 3, 2, 2],
-        };
-        let out = order.iter().try_fold(x.shallow_clone(), |x, layer| self.layers[*layer].call(&x))?;
-        Ok((out.narrow(1, 0, 3) - y).square().mean(Kind::Float))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).into()
-    }
-}
+lightning_module!(Changing, Batch, Sgd::new(0.05), |net, (x, y), _| {
+    let order = match net.step.fetch_add(1, Ordering::Relaxed) % 3 {
+        0 | 1 => [0, 1, 2, 3],
+        _ => [0, 3, 2, 2],
+    };
+    let out = order.iter().try_fold(x.shallow_clone(), |x, layer| net.layers[*layer].call(&x))?;
+    Ok((out.narrow(1, 0, 3) - y).square().mean(Kind::Float))
+});
 
 fn climb(ranks: usize, folder: &Path) {
     let ddp = || silent(ranks, "ddp_find_unused_parameters_true", folder).max_epochs(2);
@@ -87,15 +79,10 @@ fn climb(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn two_ranks_with_any_bounds_are_ddp() {
-    on_ranks("prefetch::two_ranks_with_any_bounds_are_ddp", 2, climb);
-}
-
-#[test]
-#[ignore = "a long form, which make stress runs"]
-fn four_ranks_with_any_bounds_are_ddp() {
-    on_ranks("prefetch::four_ranks_with_any_bounds_are_ddp", 4, climb);
+on_ranks_tests! {
+    two_ranks_with_any_bounds_are_ddp: 2, climb;
+    #[ignore = "a long form, which make stress runs"]
+    four_ranks_with_any_bounds_are_ddp: 4, climb;
 }
 
 #[test]
@@ -204,15 +191,7 @@ impl Deep {
     }
 }
 
-impl LightningModule for Deep {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let out = self.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.call(&x))?;
-        Ok((out.narrow(1, 0, 3) - y).square().mean(Kind::Float))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).into()
-    }
-}
+lightning_module!(Deep, Batch, Sgd::new(0.05), |net, (x, y), _| {
+    let out = net.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.call(&x))?;
+    Ok((out.narrow(1, 0, 3) - y).square().mean(Kind::Float))
+});

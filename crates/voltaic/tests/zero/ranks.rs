@@ -4,11 +4,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use voltaic::nn::ModuleExt;
-use voltaic::trainer::{Trainer, TrainerBuilder};
+use voltaic::trainer::TrainerBuilder;
 use voltaic::{Module, Tensor};
+
+pub use crate::compare::{assert_same, assert_within};
 
 const RANKS: &str = "VOLTAIC_TEST_RANKS";
 const FOLDER: &str = "VOLTAIC_TEST_FOLDER";
+/// The strategies that divide states.
+pub const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
 /// Which of several turns a rank is of.
 const TURN: &str = "VOLTAIC_TEST_TURN";
 
@@ -27,6 +31,18 @@ pub fn on_ranks(test: &str, ranks: usize, body: impl FnOnce(usize, &Path)) -> Op
     }
     let folder = tempfile::tempdir().unwrap();
     Some(start(test, ranks, folder.path(), 0))
+}
+
+/// Tests of one function on so many ranks each: `two_ranks_are_ddp: 2, climb;`.
+macro_rules! on_ranks_tests {
+    ($($(#[$attribute:meta])* $test:ident: $ranks:literal, $body:expr;)+) => {$(
+        #[test]
+        $(#[$attribute])*
+        fn $test() {
+            let test = std::thread::current().name().unwrap().to_owned();
+            crate::ranks::on_ranks(&test, $ranks, $body);
+        }
+    )+};
 }
 
 /// What runs on each rank, with the number of ranks and the folder that they share.
@@ -59,6 +75,8 @@ fn start(test: &str, ranks: usize, folder: &Path, turn: usize) -> String {
 
 /// How a process ends that runs this test on so many ranks, with these variables.
 pub fn output(test: &str, ranks: usize, folder: &Path, variables: &[(&str, &str)]) -> Output {
+    // with another name the process would run nothing, and end well
+    assert_eq!(std::thread::current().name(), Some(test));
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"]);
     command.env(RANKS, ranks.to_string()).env(FOLDER, folder).env("OMP_NUM_THREADS", "1");
@@ -67,14 +85,10 @@ pub fn output(test: &str, ranks: usize, folder: &Path, variables: &[(&str, &str)
 
 /// A trainer that prints nothing and writes nothing unless told to.
 pub fn silent(ranks: usize, strategy: &str, folder: &Path) -> TrainerBuilder {
-    Trainer::builder()
+    crate::silent::silent()
         .accelerator("cpu")
         .devices(ranks as i64)
         .strategy(strategy)
-        .logger(false)
-        .enable_checkpointing(false)
-        .enable_progress_bar(false)
-        .enable_model_summary(false)
         .default_root_dir(folder.to_path_buf())
 }
 
@@ -89,25 +103,4 @@ pub fn sorted_file(path: &Path) -> Vec<(String, Tensor)> {
     let mut read = Tensor::read_safetensors(path).unwrap();
     read.sort_by(|(a, _), (b, _)| a.cmp(b));
     read
-}
-
-/// Asserts the same names and bits.
-pub fn assert_same(what: &str, own: &[(String, Tensor)], expected: &[(String, Tensor)]) {
-    assert_within(what, own, expected, 0.0);
-}
-
-/// Asserts the same names and values within a part of the largest one.
-pub fn assert_within(what: &str, own: &[(String, Tensor)], expected: &[(String, Tensor)], tolerance: f64) {
-    let names = |all: &[(String, Tensor)]| all.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
-    assert_eq!(names(own), names(expected), "{what}");
-    for ((name, own), (_, expected)) in own.iter().zip(expected) {
-        assert_eq!((own.size(), own.kind()), (expected.size(), expected.kind()), "{what}: {name}");
-        if own.numel() == 0 || own.equal(expected) {
-            continue;
-        }
-        let largest = |tensor: &Tensor| tensor.to_kind(tch::Kind::Double).abs().max().double_value(&[]);
-        let difference = largest(&(own.to_kind(tch::Kind::Double) - expected.to_kind(tch::Kind::Double)));
-        let limit = tolerance * largest(expected).max(1e-3);
-        assert!(difference <= limit, "{what}: {name} differs by {difference}, limit {limit}");
-    }
 }

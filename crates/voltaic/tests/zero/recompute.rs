@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex};
 
 use voltaic::callback::Callback;
 use voltaic::ffi::is_in_backward;
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::HookContext;
 use voltaic::nn::{
     CallInterceptor, Callable, Forward, InterceptorLevel, Linear, ModuleExt, Next, Parameter, intercept_calls,
 };
-use voltaic::optim::{Optimizers, Sgd};
+use voltaic::optim::Sgd;
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
 
@@ -54,19 +54,11 @@ impl Tower {
     }
 }
 
-impl LightningModule for Tower {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let blocks = (0..self.rounds).flat_map(|_| &self.blocks);
-        let hidden = blocks.into_iter().try_fold(x.shallow_clone(), |x, block| block.call(&x))?;
-        Ok((self.out.call(&hidden)? - y).square().mean(Kind::Float))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).into()
-    }
-}
+lightning_module!(Tower, Batch, Sgd::new(0.05), |net, (x, y), _| {
+    let blocks = (0..net.rounds).flat_map(|_| &net.blocks);
+    let hidden = blocks.into_iter().try_fold(x.shallow_clone(), |x, block| block.call(&x))?;
+    Ok((net.out.call(&hidden)? - y).square().mean(Kind::Float))
+});
 
 const BLOCKS: usize = 3;
 

@@ -6,9 +6,8 @@ use std::sync::Mutex;
 
 use serde_json::{Value, json};
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::Parameter;
-use voltaic::optim::{AdamW, Optimizers, Sgd};
+use voltaic::optim::{AdamW, Sgd};
 use voltaic::strategy::DeepSpeedStrategy;
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
@@ -33,17 +32,9 @@ impl Weighted {
     }
 }
 
-impl LightningModule for Weighted {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, _): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        Ok((self.weight.tensor() * x).sum(Kind::Float))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(1.0).into()
-    }
-}
+lightning_module!(Weighted, Batch, Sgd::new(1.0), |net, (x, _), _| Ok(
+    (net.weight.tensor() * x).sum(Kind::Float)
+));
 
 /// These rows, one for each batch, which ranks take in turn.
 fn rows(rows: &[[f32; 2]]) -> Loaders<Batch> {
@@ -100,19 +91,11 @@ struct Divided {
     losses: Mutex<Vec<f64>>,
 }
 
-impl LightningModule for Divided {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let loss = self.net.loss(x, y)?;
-        self.losses.lock().unwrap().push(loss.double_value(&[]));
-        Ok(loss / self.by)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(0.01).into()
-    }
-}
+lightning_module!(Divided, Batch, AdamW::new(0.01), |net, (x, y), _| {
+    let loss = net.net.loss(x, y)?;
+    net.losses.lock().unwrap().push(loss.double_value(&[]));
+    Ok(loss / net.by)
+});
 
 #[test]
 fn sums_of_divided_losses_train_as_means() {

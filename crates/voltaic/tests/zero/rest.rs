@@ -79,19 +79,10 @@ fn calls(accelerator: &str, ranks: usize, folder: &Path) {
     assert_same("folder", &read("zero3-full.ckpt"), &read("ddp-full.ckpt"));
 }
 
-#[test]
-fn two_ranks_go_on_with_a_divided_module() {
-    on_ranks("rest::two_ranks_go_on_with_a_divided_module", 2, |ranks, folder| calls("cpu", ranks, folder));
-}
-
-#[test]
-fn three_ranks_go_on_with_a_divided_module() {
-    on_ranks("rest::three_ranks_go_on_with_a_divided_module", 3, |ranks, folder| calls("cpu", ranks, folder));
-}
-
-#[test]
-fn hpus_go_on_with_a_divided_module() {
-    on_ranks("rest::hpus_go_on_with_a_divided_module", 2, |ranks, folder| calls("hpu", ranks, folder));
+on_ranks_tests! {
+    two_ranks_go_on_with_a_divided_module: 2, |ranks, folder| calls("cpu", ranks, folder);
+    three_ranks_go_on_with_a_divided_module: 3, |ranks, folder| calls("cpu", ranks, folder);
+    hpus_go_on_with_a_divided_module: 2, |ranks, folder| calls("hpu", ranks, folder);
 }
 
 /// A touch from outside names the way, on the rank that touches, and waits for nobody.
@@ -203,14 +194,9 @@ fn weights_only(ranks: usize, folder: &Path) {
     same("gpt", fits!(gpt(), tokens(16)));
 }
 
-#[test]
-fn two_ranks_write_weights() {
-    on_ranks("rest::two_ranks_write_weights", 2, weights_only);
-}
-
-#[test]
-fn three_ranks_write_weights() {
-    on_ranks("rest::three_ranks_write_weights", 3, weights_only);
+on_ranks_tests! {
+    two_ranks_write_weights: 2, weights_only;
+    three_ranks_write_weights: 3, weights_only;
 }
 
 /// If rank 0 cannot write, all ranks know, and the old file stays.

@@ -4,11 +4,12 @@ use std::path::{Path, PathBuf};
 
 use voltaic::Module;
 use voltaic::callback::Callback;
-use voltaic::module::{CheckpointRequest, HookContext};
+use voltaic::module::HookContext;
 use voltaic::trainer::TrainerBuilder;
 
+use crate::checkpoints::full_checkpoint;
 use crate::models::{Small, all_loaders};
-use crate::ranks::{assert_same, on_ranks, silent, weights};
+use crate::ranks::{assert_same, silent, weights};
 use crate::shards::staged;
 
 /// Asks for a checkpoint after each batch of the second epoch.
@@ -18,12 +19,7 @@ impl Callback for Saver {
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         if ctx.current_epoch() == 1 {
             let path = self.0.join(format!("{}.ckpt", ctx.batch_idx()));
-            ctx.request_checkpoint(CheckpointRequest {
-                path,
-                weights_only: false,
-                link_to: None,
-                then_remove: Vec::new(),
-            });
+            ctx.request_checkpoint(full_checkpoint(path));
         }
         Ok(())
     }
@@ -77,13 +73,8 @@ fn go_on(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn two_ranks_go_on_from_within_a_window() {
-    on_ranks("resume::two_ranks_go_on_from_within_a_window", 2, go_on);
-}
-
-#[test]
-#[ignore = "a long form, which make stress runs"]
-fn three_ranks_go_on_from_within_a_window() {
-    on_ranks("resume::three_ranks_go_on_from_within_a_window", 3, go_on);
+on_ranks_tests! {
+    two_ranks_go_on_from_within_a_window: 2, go_on;
+    #[ignore = "a long form, which make stress runs"]
+    three_ranks_go_on_from_within_a_window: 3, go_on;
 }

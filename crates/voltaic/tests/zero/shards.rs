@@ -12,17 +12,16 @@ use voltaic::data::{Loaders, Stage};
 use voltaic::distributed::ProcessGroup;
 use voltaic::logger::Logger;
 use voltaic::models::{Gpt, GptConfig};
-use voltaic::module::{CheckpointRequest, HookContext, LightningModule, StepContext};
+use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::optim::Optimizers;
 use voltaic::trainer::{PluginConfig, TrainerBuilder};
 use voltaic::{Module, Result, Tensor};
 
+use crate::checkpoints::full_checkpoint;
 use crate::ladder::gpt;
 use crate::models::{Batch, Cnn, Kernels, Odd, Small, all_loaders, loaders, numbers, tokens};
-use crate::ranks::{Body, assert_same, assert_within, on_ranks, on_ranks_in_turn, silent, weights};
+use crate::ranks::{Body, STAGES, assert_same, assert_within, on_ranks, on_ranks_in_turn, silent, weights};
 use crate::stage3::divided;
-
-const STAGES: [&str; 3] = ["zero1", "zero2", "zero3"];
 
 /// A trainer whose stage 3 lets no parameter stay.
 pub fn staged(ranks: usize, stage: &str, folder: &Path) -> TrainerBuilder {
@@ -35,12 +34,7 @@ pub struct SaveAfter(pub usize, pub PathBuf);
 impl Callback for SaveAfter {
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         if ctx.current_epoch() == 0 && ctx.batch_idx() == self.0 {
-            ctx.request_checkpoint(CheckpointRequest {
-                path: self.1.clone(),
-                weights_only: false,
-                link_to: None,
-                then_remove: Vec::new(),
-            });
+            ctx.request_checkpoint(full_checkpoint(self.1.clone()));
         }
         Ok(())
     }
@@ -120,15 +114,10 @@ fn nothing_is_empty(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn two_ranks_save_all() {
-    on_ranks("shards::two_ranks_save_all", 2, nothing_is_empty);
-}
-
-#[test]
-#[ignore = "a long form, which make stress runs"]
-fn three_ranks_save_all() {
-    on_ranks("shards::three_ranks_save_all", 3, nothing_is_empty);
+on_ranks_tests! {
+    two_ranks_save_all: 2, nothing_is_empty;
+    #[ignore = "a long form, which make stress runs"]
+    three_ranks_save_all: 3, nothing_is_empty;
 }
 
 /// Leaves a checkpoint of each stage and precision, for other runs to go on from.
@@ -692,13 +681,8 @@ fn save_columns(ranks: usize, folder: &Path) {
     assert!(!folder.join("bad.ckpt").exists());
 }
 
-#[test]
-fn columns_of_four_ranks_are_saved() {
-    on_ranks("shards::columns_of_four_ranks_are_saved", 4, save_columns);
-}
-
-#[test]
-#[ignore = "writes files of the tests"]
-fn keeps_a_folder() {
-    on_ranks("shards::keeps_a_folder", 3, keep_folder);
+on_ranks_tests! {
+    columns_of_four_ranks_are_saved: 4, save_columns;
+    #[ignore = "writes files of the tests"]
+    keeps_a_folder: 3, keep_folder;
 }

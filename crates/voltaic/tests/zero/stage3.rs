@@ -101,19 +101,10 @@ fn evaluate(ranks: usize, folder: &Path) {
     let _: Option<Batch> = None;
 }
 
-#[test]
-fn two_ranks_are_ddp() {
-    on_ranks("stage3::two_ranks_are_ddp", 2, climb);
-}
-
-#[test]
-fn three_ranks_are_ddp() {
-    on_ranks("stage3::three_ranks_are_ddp", 3, climb);
-}
-
-#[test]
-fn two_ranks_evaluate_and_predict() {
-    on_ranks("stage3::two_ranks_evaluate_and_predict", 2, evaluate);
+on_ranks_tests! {
+    two_ranks_are_ddp: 2, climb;
+    three_ranks_are_ddp: 3, climb;
+    two_ranks_evaluate_and_predict: 2, evaluate;
 }
 
 /// What travels for a step: each gradient once, and each weight for forward and for backward.

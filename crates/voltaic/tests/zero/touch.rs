@@ -12,7 +12,7 @@ use voltaic::optim::{GradientClip, Optimizer, Optimizers, Sgd, clip_grad_norm, c
 use voltaic::{Kind, Module, Tensor};
 
 use crate::models::{Batch, Small, all_loaders, loaders, numbers};
-use crate::ranks::{assert_same, folder_of_rank, on_ranks, output, silent, weights};
+use crate::ranks::{STAGES, assert_same, folder_of_rank, on_ranks, output, weights};
 use crate::shards::staged;
 
 /// Reads and writes weights by hand between steps, as a user does who has never heard of divided weights.
@@ -58,8 +58,7 @@ impl Callback for Told {
 fn by_hand(ranks: usize, folder: &Path) {
     let run = |strategy: &str, precision: &str| {
         let seen = std::sync::Arc::default();
-        let builder =
-            if strategy == "ddp" { silent(ranks, "ddp", folder) } else { staged(ranks, strategy, folder) };
+        let builder = staged(ranks, strategy, folder);
         let callback = Told(std::sync::Arc::clone(&seen), ByHand(Vec::new()));
         let builder = builder.precision(precision).max_epochs(1).callback(callback);
         let mut net = Small { has_masters: strategy == "ddp" && precision != "32-true", ..Small::new() };
@@ -68,7 +67,7 @@ fn by_hand(ranks: usize, folder: &Path) {
         (weights(&net), seen)
     };
     let (expected, expected_seen) = run("ddp", "32-true");
-    for stage in ["zero1", "zero2", "zero3"] {
+    for stage in STAGES {
         let (own, seen) = run(stage, "32-true");
         assert_same(stage, &own, &expected);
         assert_eq!(seen, expected_seen, "{stage}");
@@ -90,8 +89,7 @@ fn two_ranks_touch_weights_by_hand() {
 /// An average of the weights, and the summary.
 fn average(ranks: usize, folder: &Path) {
     let run = |strategy: &str| {
-        let builder =
-            if strategy == "ddp" { silent(ranks, "ddp", folder) } else { staged(ranks, strategy, folder) };
+        let builder = staged(ranks, strategy, folder);
         let builder = builder.callback(StochasticWeightAveraging::new(0.02).unwrap());
         let mut net = Small::new();
         let mut trainer = builder.enable_model_summary(true).max_epochs(4).build().unwrap();
@@ -99,7 +97,7 @@ fn average(ranks: usize, folder: &Path) {
         weights(&net)
     };
     let expected = run("ddp");
-    for stage in ["zero1", "zero2", "zero3"] {
+    for stage in STAGES {
         assert_same(stage, &run(stage), &expected);
     }
 }
@@ -116,20 +114,12 @@ struct Failing {
     begun: Buffer,
 }
 
-impl LightningModule for Failing {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let _ = self.begun.tensor().shallow_clone().f_add_scalar_(1)?;
-        anyhow::ensure!(ctx.batch_idx() < 2, "enough");
-        let out = self.net.second.forward(&self.net.first.forward(x)?.relu())?;
-        Ok((out - y).square().mean(Kind::Float))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        self.net.configure_optimizers()
-    }
-}
+lightning_module!(Failing, Batch, |net| net.net.configure_optimizers(), |net, (x, y), ctx| {
+    let _ = net.begun.tensor().shallow_clone().f_add_scalar_(1)?;
+    anyhow::ensure!(ctx.batch_idx() < 2, "enough");
+    let out = net.net.second.forward(&net.net.first.forward(x)?.relu())?;
+    Ok((out - y).square().mean(Kind::Float))
+});
 
 /// After a failure a weight that is divided says so, at once, and nothing waits for ranks that are gone.
 fn after_a_failure(ranks: usize, folder: &Path) {
@@ -216,8 +206,7 @@ impl LightningModule for Normed {
 fn norms_and_predictions(ranks: usize, folder: &Path) {
     let mut found = Vec::new();
     for strategy in ["ddp", "zero1", "zero2", "zero3"] {
-        let builder =
-            if strategy == "ddp" { silent(ranks, "ddp", folder) } else { staged(ranks, strategy, folder) };
+        let builder = staged(ranks, strategy, folder);
         let written = folder.join(strategy);
         let config = PredictionWriterConfig {
             output_dir: Some(written.clone()),
@@ -261,8 +250,7 @@ fn the_summary_is_of_whole_weights() {
     let test = "touch::the_summary_is_of_whole_weights";
     if let Some(folder) = folder_of_rank() {
         let strategy = std::env::var(STRATEGY).unwrap();
-        let builder =
-            if strategy == "ddp" { silent(2, "ddp", &folder) } else { staged(2, &strategy, &folder) };
+        let builder = staged(2, &strategy, &folder);
         let mut trainer = builder.enable_model_summary(true).max_epochs(1).build().unwrap();
         return trainer.fit(&mut Small::new(), &mut loaders(24)).unwrap();
     }
@@ -274,7 +262,7 @@ fn the_summary_is_of_whole_weights() {
         text
     };
     let expected = summary("ddp");
-    for stage in ["zero1", "zero2", "zero3"] {
+    for stage in STAGES {
         assert_eq!(summary(stage), expected, "{stage}");
     }
 }
@@ -301,19 +289,11 @@ struct UsesAside {
     out: Linear,
 }
 
-impl LightningModule for UsesAside {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let doubled = self.aside.call(x)?;
-        let aside = self.aside.kept.lock().unwrap().take().unwrap();
-        Ok(aside + (self.out.call(&doubled)? - y).square().mean(Kind::Float))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).into()
-    }
-}
+lightning_module!(UsesAside, Batch, Sgd::new(0.05), |net, (x, y), _| {
+    let doubled = net.aside.call(x)?;
+    let aside = net.aside.kept.lock().unwrap().take().unwrap();
+    Ok(aside + (net.out.call(&doubled)? - y).square().mean(Kind::Float))
+});
 
 /// Weights that are freed after the forward pass, and again needed by what did not leave a module by its outputs.
 #[test]
@@ -337,25 +317,17 @@ struct Viewed {
     kept: std::sync::Mutex<Option<Tensor>>,
 }
 
-impl LightningModule for Viewed {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let mut kept = self.kept.lock().unwrap();
-        let row = match &*kept {
-            Some(row) => row.f_sum(Kind::Float)?,
-            None => {
-                let row = self.out.weight.tensor().detach().narrow(0, 0, 1);
-                kept.insert(row).f_sum(Kind::Float)?
-            }
-        };
-        Ok((self.out.call(x)? - y).square().mean(Kind::Float) + row * 0.0)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).into()
-    }
-}
+lightning_module!(Viewed, Batch, Sgd::new(0.05), |net, (x, y), _| {
+    let mut kept = net.kept.lock().unwrap();
+    let row = match &*kept {
+        Some(row) => row.f_sum(Kind::Float)?,
+        None => {
+            let row = net.out.weight.tensor().detach().narrow(0, 0, 1);
+            kept.insert(row).f_sum(Kind::Float)?
+        }
+    };
+    Ok((net.out.call(x)? - y).square().mean(Kind::Float) + row * 0.0)
+});
 
 /// Memory that is freed is not read through what knows of it still.
 #[test]

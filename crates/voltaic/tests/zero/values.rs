@@ -4,14 +4,14 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use voltaic::callback::Callback;
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::{HookContext, LightningModule};
 use voltaic::nn::{Callable, Linear, ModuleExt};
-use voltaic::optim::{Optimizers, ParamValue, Sgd};
+use voltaic::optim::{ParamValue, Sgd};
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::models::{Batch, Kernels, Odd, Small, loaders, numbers};
-use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
+use crate::ranks::{STAGES, assert_same, assert_within, on_ranks, silent, weights};
 use crate::shards::staged;
 
 pub type Seen = Vec<(String, Tensor)>;
@@ -125,7 +125,7 @@ fn equal(ranks: usize, folder: &Path) {
             seen(ddp(), sets, Kernels::new()),
         ];
         assert!(expected.iter().all(|(seen, _)| seen.len() > 50));
-        for stage in ["zero1", "zero2", "zero3"] {
+        for stage in STAGES {
             let builder = || staged(ranks, stage, folder);
             let own = [
                 seen(builder(), sets, Small::new()),
@@ -142,7 +142,7 @@ fn equal(ranks: usize, folder: &Path) {
             seen(builder.precision("bf16-true"), sets, Small { has_masters, ..Small::new() })
         };
         let expected = low(silent(ranks, "ddp", folder), true);
-        for stage in ["zero1", "zero2", "zero3"] {
+        for stage in STAGES {
             let (seen, end) = low(staged(ranks, stage, folder), false);
             let first = |all: &Seen| -> Seen {
                 let masters = all.iter().filter(|(name, _)| !name.starts_with("weight")).take(8);
@@ -154,15 +154,10 @@ fn equal(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn two_ranks_have_the_values_of_ddp() {
-    on_ranks("values::two_ranks_have_the_values_of_ddp", 2, equal);
-}
-
-#[test]
-#[ignore = "a long form, which make stress runs"]
-fn three_ranks_have_the_values_of_ddp() {
-    on_ranks("values::three_ranks_have_the_values_of_ddp", 3, equal);
+on_ranks_tests! {
+    two_ranks_have_the_values_of_ddp: 2, equal;
+    #[ignore = "a long form, which make stress runs"]
+    three_ranks_have_the_values_of_ddp: 3, equal;
 }
 
 #[test]
@@ -203,8 +198,7 @@ impl Callback for Wrong {
 fn wrong(ranks: usize, folder: &Path) {
     for stage in ["ddp", "zero1", "zero2", "zero3"] {
         let errors = Arc::new(Mutex::new(Vec::new()));
-        let builder =
-            if stage == "ddp" { silent(ranks, stage, folder) } else { staged(ranks, stage, folder) };
+        let builder = staged(ranks, stage, folder);
         let mut trainer = builder.max_steps(1).callback(Wrong(errors.clone())).build().unwrap();
         trainer.fit(&mut Small::new(), &mut loaders(8)).unwrap();
         let errors = errors.lock().unwrap();
@@ -260,7 +254,7 @@ fn elements_of_a_rank_are_written() {
             weights(&net)
         };
         let expected = run(silent(ranks, "ddp", folder));
-        for stage in ["zero1", "zero2", "zero3"] {
+        for stage in STAGES {
             assert_same(stage, &run(staged(ranks, stage, folder)), &expected);
         }
     });
@@ -273,28 +267,16 @@ struct Vectors {
     second: Linear,
 }
 
-impl LightningModule for Vectors {
-    type Batch = Batch;
-
-    fn automatic_optimization(&self) -> bool {
-        false
-    }
-
-    fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let out = self.second.call(&self.first.call(x)?.relu())?;
-        let gradient = (&out - y).detach() * 0.1;
-        ctx.optimizer(0)?.zero_grad()?;
-        let error = ctx.manual_backward_with_gradient(&out, &gradient.narrow(1, 0, 2)).unwrap_err();
-        assert!(error.to_string().contains("a gradient of shape [2, 2] for an output of shape [2, 3]"));
-        ctx.manual_backward_with_gradient(&out, &gradient)?;
-        ctx.optimizer(0)?.step()?;
-        Ok(ctx.no_loss())
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.05).momentum(0.9).into()
-    }
-}
+lightning_module!(Vectors, Batch, manual(Sgd::new(0.05).momentum(0.9)), |net, (x, y), ctx| {
+    let out = net.second.call(&net.first.call(x)?.relu())?;
+    let gradient = (&out - y).detach() * 0.1;
+    ctx.optimizer(0)?.zero_grad()?;
+    let error = ctx.manual_backward_with_gradient(&out, &gradient.narrow(1, 0, 2)).unwrap_err();
+    assert!(error.to_string().contains("a gradient of shape [2, 2] for an output of shape [2, 3]"));
+    ctx.manual_backward_with_gradient(&out, &gradient)?;
+    ctx.optimizer(0)?.step()?;
+    Ok(ctx.no_loss())
+});
 
 #[test]
 fn backward_from_an_output_that_is_no_scalar() {
@@ -309,7 +291,7 @@ fn backward_from_an_output_that_is_no_scalar() {
         let expected = run(silent(ranks, "ddp", folder));
         let before = weights(&Small::new());
         assert!(expected.iter().zip(&before).all(|((_, own), (_, before))| !own.equal(before)));
-        for stage in ["zero1", "zero2", "zero3"] {
+        for stage in STAGES {
             assert_same(stage, &run(staged(ranks, stage, folder)), &expected);
         }
     });
@@ -327,7 +309,7 @@ impl Callback for Within {
 
 fn two_trainers(ranks: usize, folder: &Path) {
     let builder = |stage: &str| staged(ranks, stage, folder).max_epochs(1);
-    for stage in ["zero1", "zero2", "zero3"] {
+    for stage in STAGES {
         let alone = |epochs: usize| {
             let mut net = Small::new();
             let mut trainer = builder(stage).build().unwrap();
