@@ -3,13 +3,12 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
+use voltaic::Tensor;
 use voltaic::callback::Callback;
 use voltaic::checkpoint::{Checkpoint, read_torch, write_torch};
 use voltaic::models::Gpt;
-use voltaic::module::HookContext;
 use voltaic::nn::init;
 use voltaic::trainer::{TrainerBuilder, from_lightning, to_lightning};
-use voltaic::{Module, Tensor};
 
 use crate::deferred::{Peak, large, peak};
 use crate::ladder::gpt;
