@@ -95,9 +95,10 @@ fn peak(ranks: usize, folder: &Path, stage: u64, (more, mut net): (&Value, Deep)
     peaks[2..].iter().copied().max().unwrap() as f64 / PSI
 }
 
-/// Bytes per parameter by the formulas, with `e` bytes per weight and N ranks; AdamW with masters has 12, without twice the weight's.
+/// Bytes per parameter by the formulas, with `e` bytes per weight and N ranks; AdamW has 12 with masters, which weights of 2 bytes have,
+/// and 8 without, 10 where half of the weights have 2 bytes.
 fn formula(stage: u64, e: f64, n: f64) -> f64 {
-    let states = if e == 2.0 { 12.0 } else { 2.0 * e };
+    let states = 16.0 - 2.0 * e;
     match stage {
         1 => 2.0 * e + states / n,
         2 => e + (e + states) / n,
